@@ -1,0 +1,136 @@
+"""`flash_attention` and `explain`: the signature, its meaning, and four calls."""
+
+import dataclasses
+import inspect
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_flash import arguments, autodiff, backends
+from pallas_flash.masks import Mask
+
+
+def flash_attention(
+    query: Float[Array, "*B T N H"],
+    key: Float[Array, "*B S K H"],
+    value: Float[Array, "*B S K Hv"],
+    bias: Float[Array, "*#B #N #T #S"] | None = None,
+    mask: Bool[Array, "*#B #N #T #S"] | Mask | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Int[Array, "*B"] | None = None,
+    key_value_seq_lengths: Int[Array, "*B"] | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: str | None = None,
+    return_residual: bool = False,
+    query_offset: int | Int[Array, "*B"] = 0,
+    query_segment_ids: Int[Array, "*B T"] | None = None,
+    key_value_segment_ids: Int[Array, "*B S"] | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: Float[Array, "N"] | None = None,
+    dropout_rate: float = 0.0,
+    dropout_rng: Array | None = None,
+    deterministic: bool = True,
+) -> Any:
+    """Exact attention, softmax(scale * query key^T + bias) value, in O(T + S) memory, differentiable in every float argument.
+
+    A superset of `jax.nn.dot_product_attention`: same names, same order, same defaults. The algorithm is FlashAttention-2
+    (arXiv:2307.08691): blocks of keys pass by a running maximum and sum, and the backward computes the scores again.
+
+    The letters: B leading axes (none, one or more), T queries, S keys, N query heads, K key/value heads, H and Hv head sizes.
+    query, key and value share one dtype: float32, bfloat16 or float16. Sums and softmax statistics are float32 in any case.
+
+    Which keys a query sees is the intersection of everything below. A query that sees no key gets output 0, a log-sum-exp of
+    -inf and no gradient. What lies beyond the lengths may be NaN.
+
+    Args:
+      query: [*B, T, N, H].
+      key: [*B, S, K, H]. N must be a multiple of K: N / K neighbouring query heads share one key/value head.
+      value: [*B, S, K, Hv].
+      bias: floating, broadcastable to [*B, N, T, S]; added to the logits after the scale. Its gradient has its own shape.
+      mask: a bool array broadcastable to [*B, N, T, S] (True: attend; in a floating array: non-zero), or an object of
+        `pallas_flash.masks`, whose blocks that no query sees cost nothing.
+      scale: multiplies query key^T; 1 / sqrt(H) by default.
+      is_causal: query i sees keys up to position i + query_offset. With T != S this is top-left aligned, as in jax.nn;
+        query_offset = S - T aligns the last query with the last key.
+      query_seq_lengths: int32 [*B]; later queries see nothing.
+      key_value_seq_lengths: int32 [*B]; later keys are not seen.
+      local_window_size: w or (left, right): query i sees keys i + query_offset - left to i + query_offset + right, both
+        inclusive. A window is not causal by itself.
+      implementation: "portable" (Pallas kernels), "blockwise" (plain JAX) or "reference" (dense); None chooses, `explain` says
+        what and why. One that cannot run the call raises. Without a GPU "portable" runs in Pallas' interpreter.
+      return_residual: return (output, lse), lse the natural log-sum-exp of the logits, float32 [*B, T, N], differentiable.
+      query_offset: the key position of query 0, an int or int32 [*B]; it moves is_causal, local_window_size and masks.
+      query_segment_ids: int32 [*B, T], packed documents: a query sees the keys with its own id.
+      key_value_segment_ids: int32 [*B, S]; the query's by default when T == S.
+      logits_soft_cap: c: the logits become c * tanh(logits / c), after scale and bias, before the mask.
+      sinks: not implemented yet.
+      dropout_rate: not implemented yet.
+      dropout_rng: not implemented yet.
+      deterministic: True: same inputs, same bits. False is not implemented yet.
+
+    Returns:
+      The output [*B, T, N, Hv] in the query's dtype; with return_residual, the pair (output, lse).
+
+    Raises:
+      TypeError: a dtype or type that does not fit.
+      ValueError: a shape or value that does not fit.
+      NotImplementedError: the implementation asked for cannot run this call, or an argument is not implemented yet.
+    """
+    problem, operands = arguments.normalise(
+        query,
+        key,
+        value,
+        bias,
+        mask,
+        scale=scale,
+        is_causal=is_causal,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size,
+        query_offset=query_offset,
+        query_segment_ids=query_segment_ids,
+        key_value_segment_ids=key_value_segment_ids,
+        logits_soft_cap=logits_soft_cap,
+        sinks=sinks,
+        dropout_rate=dropout_rate,
+        dropout_rng=dropout_rng,
+        deterministic=deterministic,
+    )
+    choice = backends.choose(problem, implementation)
+    o, lse = autodiff.attend(problem, choice, operands)
+    o = o.reshape(*query.shape[:-1], value.shape[-1])
+    return (o, jnp.swapaxes(lse, 1, 2).reshape(query.shape[:-1])) if return_residual else o
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What `flash_attention` would run for a call, and why. `print` it."""
+
+    problem: arguments.Problem
+    implementation: str
+    tiles: Any  # the block sizes of that implementation, None where it has none
+    why_not: dict[str, str]  # for each other implementation, why it was not taken
+
+    def __str__(self):
+        lines = [f"call            {self.problem}", f"implementation  {self.implementation}"]
+        lines += [f"tiles           {self.tiles}"] if self.tiles is not None else []
+        lines += [f"not {name:<11} {reason}" for name, reason in self.why_not.items()]
+        return "\n".join(lines)
+
+
+_SIGNATURE = inspect.signature(flash_attention)
+
+
+def explain(*args: Any, **kwargs: Any) -> Explanation:
+    """Takes the arguments of `flash_attention`, arrays or `jax.ShapeDtypeStruct`s, and says what would run. Computes nothing."""
+    call = _SIGNATURE.bind(*args, **kwargs)
+    call.apply_defaults()
+    asked = dict(call.arguments)
+    implementation, _ = asked.pop("implementation"), asked.pop("return_residual")
+    problem = arguments.problem_of(asked)
+    choice = backends.choose(problem, implementation)
+    why_not = backends.why_not_taken(problem, choice.backend, asked_for=implementation is not None)
+    return Explanation(problem, choice.backend.name, choice.tiles, why_not)

@@ -1,0 +1,38 @@
+"""The one custom_vjp that ties forward and backward of every implementation together."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from pallas_flash.arguments import Operands, Problem
+from pallas_flash.backends import Choice
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend(problem: Problem, choice: Choice, operands: Operands):
+    """o [B, T, N, Hv] in the query's dtype, lse [B, N, T] in float32; both may be differentiated."""
+    return choice.backend.forward(problem, choice.tiles, operands)
+
+
+def _forward(problem, choice, operands):
+    o, lse = choice.backend.forward(problem, choice.tiles, operands)
+    # Named, so that a policy of jax.checkpoint can keep them: the backward needs nothing else that is costly.
+    o, lse = checkpoint_name(o, "flash_attention_out"), checkpoint_name(lse, "flash_attention_lse")
+    return (o, lse), (operands, o, lse)
+
+
+def _backward(problem, choice, residuals, cotangents):
+    operands, o, lse = residuals
+    do, dlse = cotangents
+    # d lse / d s = p, and ds = p * (dp - rowsum(o * do)): the cotangent of lse joins delta.
+    delta = jnp.einsum("btnh,btnh->bnt", o.astype(jnp.float32), do.astype(jnp.float32), precision="highest") - dlse
+    empty = lse == -jnp.inf
+    delta, lse = jnp.where(empty, 0.0, delta), jnp.where(empty, jnp.inf, lse)  # exp(s - inf) = 0: an empty row has no gradient
+    dq, dk, dv, dbias = choice.backend.backward(problem, choice.tiles, operands, o, lse, do, delta)
+    return (Operands(dq, dk, dv, dbias, None, None),)
+
+
+_attend.defvjp(_forward, _backward)
+attend = jax.jit(_attend, static_argnums=(0, 1))

@@ -1,0 +1,94 @@
+"""The table of implementations, and which of them serves a problem."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+from pallas_flash import blockwise, reference
+from pallas_flash.arguments import Problem
+from pallas_flash.kernels import portable
+
+
+class Backend(NamedTuple):
+    """An implementation. One that can run the forward of a problem can also run its backward."""
+
+    name: str
+    why_not: Callable[[Problem], str | None]  # None: it can run this problem; else the reason
+    why_not_by_default: Callable[[Problem], str | None]  # None: it is taken unasked where it can run
+    tiles: Callable[[Problem], Any]  # a hashable Tiles, or None
+    forward: Callable  # (problem, tiles, operands)                    -> o, lse
+    backward: Callable  # (problem, tiles, operands, o, lse, do, delta) -> dq, dk, dv, dbias (None without a bias)
+
+
+class Choice(NamedTuple):
+    backend: Backend
+    tiles: Any
+
+
+def _on_gpu() -> bool:
+    return jax.default_backend() == "gpu"
+
+
+def _no_empty_axis(problem: Problem) -> str | None:
+    p = problem
+    sizes = dict(B=p.batch, T=p.queries, S=p.keys, N=p.heads, H=p.head_size, Hv=p.value_size)
+    empty = [name for name, size in sizes.items() if size == 0]
+    return f"{', '.join(empty)} = 0: there is nothing to tile" if empty else None
+
+
+BACKENDS = (
+    Backend(
+        "portable",
+        lambda p: _no_empty_axis(p) or portable.why_not(p),
+        lambda p: None if _on_gpu() else "there is no GPU: it would run in Pallas' interpreter, slowly",
+        portable.tiles,
+        portable.forward,
+        portable.backward,
+    ),
+    Backend(
+        "blockwise",
+        _no_empty_axis,
+        lambda p: None,
+        blockwise.tiles,
+        blockwise.forward,
+        blockwise.backward,
+    ),
+    Backend(
+        "reference",
+        lambda p: None,
+        lambda p: None,
+        lambda p: None,
+        lambda problem, tiles, operands: reference.attend(problem, operands),
+        lambda problem, tiles, *args: reference.backward(problem, *args),
+    ),
+)
+NAMES = tuple(backend.name for backend in BACKENDS)
+
+
+def choose(problem: Problem, implementation: str | None = None) -> Choice:
+    """The implementation asked for, or the first in the table that runs the problem and is taken unasked."""
+    if implementation is not None and implementation not in NAMES:
+        raise ValueError(f"implementation must be None or one of {', '.join(NAMES)}; got {implementation!r}.")
+    for backend in BACKENDS:
+        if implementation not in (None, backend.name):
+            continue
+        why_not = backend.why_not(problem)
+        if implementation is not None and why_not:
+            raise NotImplementedError(f"implementation {implementation!r} cannot run this call: {why_not}. The call: {problem}.")
+        if implementation is not None or not (why_not or backend.why_not_by_default(problem)):
+            return Choice(backend, backend.tiles(problem))
+    raise AssertionError("the reference runs everything")
+
+
+def why_not_taken(problem: Problem, taken: Backend, asked_for: bool) -> dict[str, str]:
+    """For each other implementation, why `taken` was taken before it."""
+
+    def reason(backend):
+        if why_not := backend.why_not(problem):
+            return why_not
+        if asked_for:
+            return f"{taken.name} was asked for"
+        return backend.why_not_by_default(problem) or f"{taken.name} comes before it"
+
+    return {backend.name: reason(backend) for backend in BACKENDS if backend is not taken}

@@ -1,0 +1,1 @@
+"""Pallas kernels, one folder for each family of GPUs."""

@@ -1,0 +1,59 @@
+"""Dense attention in float32: the oracle, O(T S) memory, differentiated by JAX.
+
+Attention Is All You Need (arXiv:1706.03762), equation 1, with masks, bias and a soft cap, and 0 for a row that sees no key.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_flash.arguments import Operands, Problem
+from pallas_flash.masks import Visibility
+
+
+def attend(problem: Problem, x: Operands):
+    """o [B, T, N, Hv] in the query's dtype and the natural log-sum-exp lse [B, N, T] in float32."""
+    p = problem
+    seen = jnp.broadcast_to(_seen(p, x.visibility), (p.batch, p.heads, p.queries, p.keys))
+    if x.mask is not None:
+        seen = seen & x.mask
+    # What nobody sees counts as 0, so that NaN there changes nothing.
+    by_head = lambda seen: jnp.moveaxis(seen, 1, 2)[..., None]
+    q = jnp.where(by_head(seen.any(3)), x.query, 0).astype(jnp.float32)
+    key_seen = by_head(seen.reshape(p.batch, p.kv_heads, p.group, p.queries, p.keys).any((2, 3)))
+    k, v = (jnp.repeat(jnp.where(key_seen, kv, 0).astype(jnp.float32), p.group, axis=2) for kv in (x.key, x.value))
+
+    s = p.scale * jnp.einsum("btnh,bsnh->bnts", q, k, precision="highest")
+    if x.bias is not None:
+        s = s + x.bias.astype(jnp.float32)
+    if p.soft_cap is not None:
+        s = p.soft_cap * jnp.tanh(s / p.soft_cap)
+    s = jnp.where(seen, s, -jnp.inf)
+
+    m = lax.stop_gradient(jnp.max(s, axis=-1, keepdims=True, initial=-jnp.inf))
+    empty = m == -jnp.inf
+    e = jnp.exp(jnp.where(empty, -jnp.inf, s - jnp.where(empty, 0.0, m)))
+    l = jnp.where(empty, 1.0, e.sum(-1, keepdims=True))
+    o = jnp.einsum("bnts,bsnh->btnh", e / l, v, precision="highest")
+    lse = jnp.where(empty, -jnp.inf, m + jnp.log(l))[..., 0]
+    return o.astype(x.query.dtype), lse
+
+
+def _seen(p: Problem, visibility: Visibility):
+    """[B or 1, 1, T, S]"""
+    at = visibility.narrow(Visibility.BY_BATCH, lambda x: x[:, None])
+    start, stop = (jnp.asarray(end)[..., None] for end in at.interval(jnp.arange(p.queries)[None]))
+    ids = (None, None) if at.query_ids is None else (at.query_ids[:, :, None], at.key_ids[:, None, :])
+    seen = at.sees(start, stop, jnp.arange(p.keys), *ids)
+    return jnp.broadcast_to(seen, (seen.shape[0] if seen.ndim == 3 else 1, p.queries, p.keys))[:, None]
+
+
+def backward(problem: Problem, x: Operands, o, lse, do, delta):
+    """JAX's own derivative of `attend`; the cotangent of lse is what autodiff took from delta."""
+    dlse = jnp.einsum("btnh,btnh->bnt", o.astype(jnp.float32), do.astype(jnp.float32)) - delta
+
+    def of(query, key, value, bias):
+        return attend(problem, x._replace(query=query, key=key, value=value, bias=bias))
+
+    _, vjp = jax.vjp(of, x.query, x.key, x.value, x.bias)
+    return vjp((do, dlse))

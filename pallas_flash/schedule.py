@@ -1,0 +1,108 @@
+"""Which key blocks a query block visits, which of them need no mask, and the same seen from a key block.
+
+Blocks are half-open ranges of block numbers. Of the blocks in [first, last) those in [full_first, full_last) are seen whole by
+every row, so their scores need no mask and their loads no bounds.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_flash.masks import Ints, Visibility
+
+
+class Blocks(NamedTuple):
+    first: Ints
+    full_first: Ints
+    full_last: Ints
+    last: Ints
+
+    def clipped(self) -> "Blocks":
+        """The same with 0 <= first <= full_first <= full_last <= last."""
+        first = _max(self.first, 0)
+        last = _max(self.last, first)
+        full_first = _min(_max(self.full_first, first), last)
+        return Blocks(first, full_first, _min(_max(self.full_last, full_first), last), last)
+
+    def visit(self, step, carry):
+        """carry = step(block number, carry, masked=...) over all blocks, in order."""
+
+        def loop(start, stop, carry, masked):
+            if isinstance(start, int) and isinstance(stop, int) and start >= stop:
+                return carry
+            return lax.fori_loop(start, stop, lambda j, carry: step(j, carry, masked=masked), carry)
+
+        carry = loop(self.first, self.full_first, carry, True)
+        carry = loop(self.full_first, self.full_last, carry, False)
+        return loop(self.full_last, self.last, carry, True)
+
+
+def key_blocks(start: Ints, stop: Ints, solid, size: int, axis=None) -> Blocks:
+    """The key blocks of `size` that the rows with intervals [start, stop) visit; reduces over `axis` (None: all axes).
+
+    `solid` (or None) marks rows that see every key of their interval; the others need a mask everywhere.
+    """
+    if solid is None:
+        whole = start, stop
+    else:
+        whole = jnp.where(solid, start, Visibility.ALL), jnp.where(solid, stop, 0)
+    if not isinstance(stop, int):
+        start = jnp.where(start < stop, start, Visibility.ALL)  # a row that sees nothing asks for no block
+    return Blocks(
+        _reduce(jnp.min, start, axis) // size,
+        ceil_div(_reduce(jnp.max, whole[0], axis), size),
+        _reduce(jnp.min, whole[1], axis) // size,
+        ceil_div(_reduce(jnp.max, stop, axis), size),
+    ).clipped()
+
+
+def query_blocks(visibility: Visibility, queries: int, block_q: int, block_k: int) -> jax.Array:
+    """For every key block its Blocks of queries, int32 [B or 1, ceil(S / block_k), 4]: key_blocks transposed.
+
+    The last query block is masked where it hangs over the end of the queries.
+    """
+    row = jnp.arange(ceil_div(queries, block_q) * block_q, dtype=jnp.int32)[None]
+    inside = jnp.minimum(row, queries - 1)
+    at = visibility.narrow(Visibility.BY_BATCH, lambda x: x[:, None])
+    at = at.narrow(Visibility.BY_QUERY, lambda x: x[:, inside[0]])
+    start, stop = at.interval(inside)
+    stop = jnp.where(row < queries, stop, 0)
+
+    def tiled(x):
+        x = jnp.broadcast_to(x, stop.shape)
+        return x.reshape(x.shape[0], -1, block_q)
+
+    solid = None if at.solid is None else tiled(at.solid)
+    seen = key_blocks(tiled(start), tiled(stop), solid, block_k, axis=-1)
+    seen = Blocks(*(x[:, None, :] for x in seen))  # [B, 1, query blocks]
+    j = jnp.arange(ceil_div(visibility.keys, block_k), dtype=jnp.int32)[None, :, None]
+    i = jnp.arange(seen.first.shape[-1], dtype=jnp.int32)
+    visited = (seen.first <= j) & (j < seen.last)
+    full = (seen.full_first <= j) & (j < seen.full_last)
+    end = i.size
+    full_first = jnp.min(jnp.where(full, i, end), -1, keepdims=True)
+    blocks = Blocks(
+        jnp.min(jnp.where(visited, i, end), -1),
+        full_first[..., 0],
+        jnp.min(jnp.where(~full & (i > full_first), i, end), -1),
+        jnp.max(jnp.where(visited, i + 1, 0), -1),
+    )
+    return jnp.stack(blocks.clipped(), -1).astype(jnp.int32)
+
+
+def _reduce(reduction, x, axis):
+    return x if isinstance(x, int) else reduction(x, axis=axis)
+
+
+def ceil_div(a, b: int):
+    return (a + b - 1) // b
+
+
+def _max(a, b):
+    return max(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.maximum(a, b)
+
+
+def _min(a, b):
+    return min(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.minimum(a, b)
