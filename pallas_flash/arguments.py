@@ -110,7 +110,7 @@ def normalise(
     bias, mask = sizes.dense("bias", bias), sizes.dense("mask", mask)
 
     flat = lambda x: x.reshape(B, *x.shape[-3:])
-    operands = Operands(flat(query), flat(key), flat(value), bias, mask, masks.resolve(rules, T, S, offset))
+    operands = Operands(flat(query), flat(key), flat(value), bias, mask, masks.resolve(rules, B, T, S, offset))
     problem = Problem(
         *(B, T, S, N, K, H, Hv),
         dtype=str(query.dtype),
@@ -151,7 +151,7 @@ def _arrays(query, key, value):
         raise ValueError(f"value must be {show(S, K, 'Hv')} to match key {key.shape}; got {value.shape}.")
     if K == 0 or N % K:
         raise ValueError(
-            f"the query heads must be a multiple of the key/value heads, each of which serves N / K of them; got N = {N}, K = {K}."
+            f"the query heads must be a multiple of the key/value heads, each serving N / K of them; got N = {N}, K = {K}."
         )
     return tuple(jnp.asarray(x) for x in named.values())
 

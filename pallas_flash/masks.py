@@ -198,9 +198,9 @@ def parts(mask: Mask | None) -> list[Mask]:
     return parts(mask.first) + parts(mask.second) if isinstance(mask, Both) else [mask]
 
 
-def resolve(masks: list[Mask], queries: int, keys: int, offset: Ints) -> Visibility:
+def resolve(masks: list[Mask], batch: int, queries: int, keys: int, offset: Ints) -> Visibility:
     """One Visibility for all of `masks`: starts are joined by max, stops by min. `offset` is an int or int32 [B]."""
-    seen = Visibility(keys, offset=offset)
+    seen, shape = Visibility(keys, offset=offset), (batch, queries)
     row = jnp.arange(queries, dtype=jnp.int32)[None]
     position = row + (offset if isinstance(offset, int) else offset[:, None])
     for mask in masks:
@@ -215,10 +215,10 @@ def resolve(masks: list[Mask], queries: int, keys: int, offset: Ints) -> Visibil
                 if seen.query_ids is not None:
                     raise ValueError("one call takes one set of document ids; got several Documents masks or segment ids.")
                 start, stop, solid = mask.runs()
-                seen = _meet(seen, start, stop)
+                seen = _meet(seen, shape, start, stop)
                 seen = dataclasses.replace(seen, solid=solid, query_ids=query_ids, key_ids=key_ids)
             case _:
-                seen = _meet(seen, *mask.interval(row, position))
+                seen = _meet(seen, shape, *mask.interval(row, position))
     if seen.left is None and seen.right is None:
         seen = dataclasses.replace(seen, offset=0)  # nothing asks for a position any more
     return seen
@@ -230,8 +230,8 @@ def _least(a, b):
     return min(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.minimum(a, b)
 
 
-def _meet(seen: Visibility, start: Ints, stop: Ints) -> Visibility:
-    start, stop = jnp.broadcast_arrays(jnp.asarray(start, jnp.int32), jnp.asarray(stop, jnp.int32))
+def _meet(seen: Visibility, shape, start: Ints, stop: Ints) -> Visibility:
+    start, stop = (jnp.broadcast_to(jnp.asarray(end, jnp.int32), shape) for end in (start, stop))
     if seen.start is not None:
         start, stop = jnp.maximum(start, seen.start), jnp.minimum(stop, seen.stop)
     return dataclasses.replace(seen, start=start, stop=stop)

@@ -1,8 +1,15 @@
-"""stub"""
+"""FlashAttention-2 as Pallas kernels for any GPU that Pallas' Triton lowering knows."""
+
+from pallas_flash.arguments import Problem
+from pallas_flash.kernels.portable.backward import backward
+from pallas_flash.kernels.portable.forward import forward
+from pallas_flash.kernels.portable.tuning import tiles
+
+__all__ = ["backward", "forward", "tiles", "why_not"]
 
 
-def why_not(p):
-    return "not yet"
-
-
-tiles = forward = backward = lambda *a: None
+def why_not(problem: Problem) -> str | None:
+    """Why the kernels cannot run a problem, or None."""
+    if max(problem.head_size, problem.value_size) > 256:
+        return f"head sizes above 256 do not fit into registers; got H = {problem.head_size}, Hv = {problem.value_size}"
+    return None

@@ -1,0 +1,168 @@
+"""The backward of FlashAttention-2 (arXiv:2307.08691, algorithm 2) in kernels that add up alone: no atomics, same bits each time.
+
+One kernel owns a tile of keys and sums dK and dV over the queries, one owns a tile of queries and sums dQ over the keys; with a
+bias a third owns a tile of its gradient. Each computes P again from the log-sum-exp.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_flash import online_softmax, schedule
+from pallas_flash.arguments import Operands, Problem
+from pallas_flash.kernels.portable import tile
+from pallas_flash.kernels.portable.forward import by_query_tile, own_rows
+from pallas_flash.kernels.portable.tuning import AllTiles, Tiles
+
+
+def backward(problem: Problem, tiles: AllTiles, x: Operands, o, lse, do, delta):
+    """dq, dk, dv in the operands' dtype and shape, and dbias in the bias's (None without one)."""
+    del o  # delta holds all that is needed of it
+    args = x, do, lse, delta
+    dk, dv = _dkv(problem, tiles.dkv, *args)
+    dbias = None if x.bias is None else _dbias(problem, tiles.dq, *args)
+    return _dq(problem, tiles.dq, *args), dk, dv, dbias
+
+
+def _dkv(p: Problem, tiles: Tiles, x: Operands, do, lse, delta):
+    blocks = schedule.query_blocks(x.visibility, p.queries, tiles.block_q, tiles.block_k)
+    shared = blocks.shape[0] == 1
+    at = tile.layout(p, tiles, lambda j, k, b: dict(b=b, B=b, n=k, k=k, s=j), s=tiles.block_k, n=p.group)
+    block_spec = pl.BlockSpec((None, None, 4), lambda j, k, b: (0 if shared else b, j, 0))
+    return tile.launch(
+        functools.partial(_dkv_kernel, problem=p, tiles=tiles),
+        (x, do, lse, delta, blocks),
+        grid=(schedule.ceil_div(p.keys, tiles.block_k), p.kv_heads, p.batch),
+        in_specs=[at.operands(x), at.spec("btnv"), at.spec("bnt"), at.spec("bnt"), block_spec],
+        out_specs=[at.spec("bskh"), at.spec("bskv")],
+        out_shape=[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x.key, x.value)],
+        tiles=tiles,
+        name="flash_attention_dkv",
+    )
+
+
+def _dkv_kernel(x: Operands, do_ref, lse_ref, delta_ref, blocks_ref, dk_ref, dv_ref, *, problem: Problem, tiles: Tiles):
+    p = problem
+    key = tile.span(pl.program_id(0), tiles.block_k, p.keys)
+    k, v = tile.keys_and_values(p, x.key, x.value, key.inside)  # [bk, H], [bk, Hv]
+    blocks = schedule.Blocks(*(blocks_ref[i] for i in range(4)))
+
+    def query_head(g, carry):
+        def step(i, carry, masked):
+            dk, dv = carry
+            row = tile.span(i, tiles.block_q, p.queries, bounded=masked)
+            view = tile.view(x.visibility, row, p.queries)
+            by_row, by_head = (row.slice, g), (g, row.slice)
+            refs = tile.Rows(x.query.at[by_row], do_ref.at[by_row], lse_ref.at[by_head], delta_ref.at[by_head])
+            rows = refs.load(p, row, view.live(row, masked))
+            seen = view.sees(key, tile.dense(x.mask, (g,), row, key), masked)
+            prob, ds = tile.gradients(p, rows, k, v, tile.dense(x.bias, (g,), row, key), seen)  # [bq, bk]
+            return dk + tile.t_dot(ds.astype(k.dtype), rows.q), dv + tile.t_dot(prob.astype(k.dtype), rows.do)
+
+        return blocks.visit(step, carry)
+
+    zeros = jnp.zeros(dk_ref.shape, jnp.float32), jnp.zeros(dv_ref.shape, jnp.float32)
+    dk, dv = lax.fori_loop(0, p.group, query_head, zeros)
+    tile.store(dk_ref, dk * p.scale, key.inside, tile.head(dk_ref, p.head_size))
+    tile.store(dv_ref, dv, key.inside, tile.head(dv_ref, p.value_size))
+
+
+def _dq(p: Problem, tiles: Tiles, x: Operands, do, lse, delta):
+    grid, at = by_query_tile(p, tiles)
+    (dq,) = tile.launch(
+        functools.partial(_dq_kernel, problem=p, tiles=tiles),
+        (x, do, lse, delta),
+        grid=grid,
+        in_specs=[at.operands(x), at.spec("btnv"), at.spec("bnt"), at.spec("bnt")],
+        out_specs=[at.spec("btnh")],
+        out_shape=[jax.ShapeDtypeStruct(x.query.shape, x.query.dtype)],
+        tiles=tiles,
+        name="flash_attention_dq",
+    )
+    return dq
+
+
+def _dq_kernel(x: Operands, do_ref, lse_ref, delta_ref, dq_ref, *, problem: Problem, tiles: Tiles):
+    p = problem
+    row = own_rows(p, tiles)
+    view = tile.view(x.visibility, row, p.queries)
+    rows = tile.Rows(x.query, do_ref, lse_ref, delta_ref).load(p, row, view.live(row, True))
+
+    def step(j, dq, masked):
+        key = tile.span(j, tiles.block_k, p.keys, bounded=masked)
+        k, v = tile.keys_and_values(p, x.key.at[key.slice], x.value.at[key.slice], view.reach(key, masked))
+        seen = view.sees(key, tile.dense(x.mask, (), row, key), masked)
+        _, ds = tile.gradients(p, rows, k, v, tile.dense(x.bias, (), row, key), seen)  # [bq, bk]
+        return dq + tile.dot(ds.astype(k.dtype), k)
+
+    dq = view.blocks(tiles.block_k).visit(step, jnp.zeros(dq_ref.shape, jnp.float32))
+    tile.store(dq_ref, dq * p.scale, row.inside, tile.head(dq_ref, p.head_size))
+
+
+def _dbias(p: Problem, tiles: Tiles, x: Operands, do, lse, delta):
+    """A program owns a tile of the bias and sums dS over the axes that the bias broadcasts, but for one case: a bias without
+    queries or keys is small, so each batch and head gets its own sum, and those are added afterwards."""
+    b, n, t, s = p.bias
+    small = t == 1 or s == 1
+    B, N = (p.batch, p.heads) if small else (b, n)
+    rows, keys = (schedule.ceil_div(length, size) for length, size in ((t, tiles.block_q), (s, tiles.block_k)))
+
+    def index(i, head, batch):
+        i, j = i // keys, i % keys
+        return dict(b=batch, B=batch, n=head, k=head // p.group if N > 1 else 0, t=i, s=j)
+
+    whole = lambda out, size: 1 if out > 1 else size
+    cut = dict(b=whole(B, p.batch), B=whole(B, p.batch), n=whole(N, p.heads), k=whole(N, p.kv_heads))
+    at = tile.layout(p, tiles, lambda *grid: {c: i for c, i in index(*grid).items() if c not in "ts"}, **cut)
+    out = jax.ShapeDtypeStruct((B, N, t, s), jnp.float32)
+    out_at = tile.layout(p, tiles, index, b=None, n=None, t=tiles.block_q, s=tiles.block_k)
+    (dbias,) = tile.launch(
+        functools.partial(_dbias_kernel, problem=p, tiles=tiles),
+        (x, do, lse, delta),
+        grid=(rows * keys, N, B),
+        in_specs=[at.operands(x), at.spec("btnv"), at.spec("bnt"), at.spec("bnt")],
+        out_specs=[out_at.spec("bnts", out)],
+        out_shape=[out],
+        tiles=tiles,
+        name="flash_attention_dbias",
+    )
+    summed = [axis for axis in (0, 1) if p.bias[axis] < dbias.shape[axis]]
+    return jnp.sum(dbias, summed, keepdims=True).astype(x.bias.dtype)
+
+
+def _dbias_kernel(x: Operands, do_ref, lse_ref, delta_ref, dbias_ref, *, problem: Problem, tiles: Tiles):
+    p = problem
+    (t, s), (B, _, N, _) = p.bias[2:], x.query.shape
+    row_tiles, key_tiles = (schedule.ceil_div(*x) for x in ((p.queries, tiles.block_q), (p.keys, tiles.block_k)))
+    own_i, own_j = pl.program_id(0) // schedule.ceil_div(s, tiles.block_k), pl.program_id(0) % schedule.ceil_div(s, tiles.block_k)
+    i_count = row_tiles if t == 1 else 1
+
+    def query_tile(r, dbias):
+        i = r % i_count if t == 1 else own_i
+        b, n = r // i_count // N, r // i_count % N
+        row = tile.span(i, tiles.block_q, p.queries)
+        view = tile.view(x.visibility, row, p.queries, b)
+        by_row, by_head = (b, row.slice, n), (b, n, row.slice)
+        refs = tile.Rows(x.query.at[by_row], do_ref.at[by_row], lse_ref.at[by_head], delta_ref.at[by_head])
+        rows = refs.load(p, row, view.live(row, True))
+
+        def step(j, dbias):
+            key = tile.span(j, tiles.block_k, p.keys)
+            at = (b, key.slice, n // p.group if N > 1 else tile.FIRST)
+            k, v = tile.keys_and_values(p, x.key.at[at], x.value.at[at], view.reach(key, True))
+            seen = view.sees(key, tile.dense(x.mask, (b, n), row, key), True)
+            _, ds = tile.gradients(p, rows, k, v, tile.dense(x.bias, (b, n), row, key), seen)
+            ds = jnp.sum(ds, 0, keepdims=True) if t == 1 else ds
+            return dbias + (jnp.sum(ds, 1, keepdims=True) if s == 1 else ds)
+
+        blocks = view.blocks(tiles.block_k)
+        first, last = (blocks.first, blocks.last) if s == 1 else (jnp.maximum(blocks.first, own_j), jnp.minimum(blocks.last, own_j + 1))
+        return lax.fori_loop(first, last, step, dbias)
+
+    zeros = jnp.zeros((1 if t == 1 else tiles.block_q, 1 if s == 1 else tiles.block_k), jnp.float32)
+    dbias = lax.fori_loop(0, B * N * i_count, query_tile, zeros)
+    inside = lambda own, size, length: None if length == 1 else tile.span(own, size, length).inside
+    tile.store(dbias_ref, dbias, inside(own_i, tiles.block_q, t), inside(own_j, tiles.block_k, s))

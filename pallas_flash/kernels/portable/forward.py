@@ -1,0 +1,66 @@
+"""The forward of FlashAttention-2 (arXiv:2307.08691, algorithm 1): a program owns a tile of queries and walks over the keys."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_flash import online_softmax, schedule
+from pallas_flash.arguments import Operands, Problem
+from pallas_flash.kernels.portable import tile
+from pallas_flash.kernels.portable.tuning import AllTiles, Tiles
+
+
+def forward(problem: Problem, tiles: AllTiles, x: Operands):
+    """o [B, T, N, Hv] in the query's dtype, lse [B, N, T] in float32."""
+    p, t = problem, tiles.forward
+    grid, at = by_query_tile(p, t)
+    return tile.launch(
+        functools.partial(_kernel, problem=p, tiles=t),
+        (x,),
+        grid=grid,
+        in_specs=[at.operands(x)],
+        out_specs=[at.spec("btnv"), at.spec("bnt")],
+        out_shape=[
+            jax.ShapeDtypeStruct((p.batch, p.queries, p.heads, p.value_size), x.query.dtype),
+            jax.ShapeDtypeStruct((p.batch, p.heads, p.queries), jnp.float32),
+        ],
+        tiles=t,
+        name="flash_attention_forward",
+    )
+
+
+def by_query_tile(p: Problem, tiles: Tiles):
+    """Grid and layout of a kernel that owns one tile of queries of one head: the last tiles, which see most, come first."""
+    count = schedule.ceil_div(p.queries, tiles.block_q)
+    index = lambda i, n, b: dict(b=b, B=b, n=n, k=n // p.group, t=count - 1 - i)
+    return (count, p.heads, p.batch), tile.layout(p, tiles, index, t=tiles.block_q)
+
+
+def own_rows(p: Problem, tiles: Tiles) -> tile.Span:
+    """The queries that a program of `by_query_tile` owns."""
+    return tile.span(pl.num_programs(0) - 1 - pl.program_id(0), tiles.block_q, p.queries)
+
+
+def _kernel(x: Operands, o_ref, lse_ref, *, problem: Problem, tiles: Tiles):
+    p = problem
+    row = own_rows(p, tiles)
+    view = tile.view(x.visibility, row, p.queries)
+    q = tile.load(x.query, row.inside, tile.head(x.query, p.head_size))  # [bq, H]
+
+    def step(j, carry, masked):
+        o, m, l = carry
+        key = tile.span(j, tiles.block_k, p.keys, bounded=masked)
+        k, v = tile.keys_and_values(p, x.key.at[key.slice], x.value.at[key.slice], view.reach(key, masked))
+        s = tile.scores(p, q, k, tile.dense(x.bias, (), row, key))  # [bq, bk]
+        seen = view.sees(key, tile.dense(x.mask, (), row, key), masked)
+        s = s if seen is None else jnp.where(seen, s, -jnp.inf)
+        prob, alpha, m, l = online_softmax.step(s, m, l)
+        return o * alpha[:, None] + tile.dot(prob.astype(v.dtype), v), m, l
+
+    zeros = jnp.zeros(tiles.block_q, jnp.float32)
+    start = jnp.zeros(o_ref.shape, jnp.float32), zeros + online_softmax.LOWEST, zeros
+    o, lse = online_softmax.finish(*view.blocks(tiles.block_k).visit(step, start))
+    tile.store(o_ref, o, row.inside, tile.head(o_ref, p.value_size))
+    tile.store(lse_ref, lse, row.inside)

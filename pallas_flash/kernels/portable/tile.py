@@ -1,0 +1,237 @@
+"""The words that the portable kernels are written in: spans of rows and keys, loads, products, what a tile sees, the launch.
+
+Arrays in a kernel have sizes that are powers of two, and loads are bounded where an array ends earlier.
+"""
+
+import functools
+import operator
+import warnings
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_flash import online_softmax, schedule
+from pallas_flash.arguments import Operands, Problem
+from pallas_flash.kernels.portable.tuning import Tiles, power_of_two
+from pallas_flash.masks import Ints, Visibility
+
+# JAX means to move Pallas on GPUs to Mosaic; a user who calls attention can do nothing about it.
+warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated")
+
+FIRST = np.int32(0)  # as an index; a plain int has no shape, which Pallas' interpreter asks for
+
+
+class Span(NamedTuple):
+    """Neighbouring rows or keys of one tile; `inside` is None where no load needs a bound."""
+
+    slice: pl.Slice
+    index: jax.Array  # [size]
+    inside: jax.Array | None  # [size], bool
+
+
+def span(number, size: int, length: int, bounded: bool = True) -> Span:
+    """Tile `number` of an array of `length`, bounded where the last one may hang over."""
+    index = number * size + jnp.arange(size, dtype=jnp.int32)
+    return Span(pl.ds(number * size, size), index, index < length if bounded and length % size else None)
+
+
+def load(ref, rows=None, columns=None, other=0):
+    """The tile `ref`, with `other` outside of `rows` and `columns`: bools along each axis, None where there is no bound."""
+    inside = _inside(ref.shape, rows, columns)
+    return plgpu.load(ref) if inside is None else plgpu.load(ref, mask=inside, other=jnp.asarray(other, ref.dtype))
+
+
+def store(ref, x, rows=None, columns=None):
+    """Writes the tile x to `ref`, but for what lies outside."""
+    plgpu.store(ref, x.astype(ref.dtype), mask=_inside(ref.shape, rows, columns))
+
+
+def head(ref, size: int):
+    """The columns of a tile's head axis that exist, or None for all."""
+    width = ref.shape[-1]
+    return jnp.arange(width) < size if width > size else None
+
+
+def _inside(shape, rows, columns):
+    if len(shape) == 1:
+        return rows
+    bounds = [] if rows is None else [rows[:, None]]
+    bounds += [] if columns is None else [columns[None, :]]
+    return jnp.broadcast_to(functools.reduce(operator.and_, bounds), shape) if bounds else None
+
+
+def dot(a, b):
+    """a b"""
+    return _product(a, b, 1, 0)
+
+
+def dot_t(a, b):
+    """a b^T"""
+    return _product(a, b, 1, 1)
+
+
+def t_dot(a, b):
+    """a^T b"""
+    return _product(a, b, 0, 0)
+
+
+def _product(a, b, a_axis, b_axis):
+    return lax.dot_general(
+        *(a, b),
+        (((a_axis,), (b_axis,)), ((), ())),
+        precision="highest" if a.dtype == jnp.float32 else None,  # the default would round float32 to TF32
+        preferred_element_type=jnp.float32,
+    )
+
+
+class View(NamedTuple):
+    """What the rows of a query tile see."""
+
+    visibility: Visibility
+    start: Ints  # [rows]
+    stop: Ints
+
+    def blocks(self, block_k: int) -> schedule.Blocks:
+        return schedule.key_blocks(self.start, self.stop, self.visibility.solid, block_k)
+
+    def sees(self, key: Span, mask, masked: bool):
+        """Whether the rows see the keys, or None where they see all; `mask` is a tile of the dense mask, or None."""
+        if not masked:
+            return mask
+        column = lambda x: x if isinstance(x, int) else x[:, None]
+        v = self.visibility
+        ids = () if v.query_ids is None else (v.query_ids[:, None], load(v.key_ids.at[key.slice], key.inside)[None, :])
+        inside = v.sees(column(self.start), column(self.stop), key.index[None, :], *ids)
+        return inside if mask is None else inside & mask
+
+    def reach(self, key: Span, masked: bool):
+        """The keys that any row could see, None for all: beyond the last stop there may be NaN."""
+        if not masked:
+            return None
+        return key.index < (self.stop if isinstance(self.stop, int) else jnp.max(self.stop))
+
+    def live(self, row: Span, masked: bool):
+        """The rows that exist and see something, None for all: the others may be NaN."""
+        if not masked:
+            return None
+        alive = jnp.broadcast_to(self.start < self.stop, row.index.shape)
+        return alive if row.inside is None else alive & row.inside
+
+
+def view(visibility: Visibility, row: Span, queries: int, batch: Ints = FIRST) -> View:
+    """The view of a tile's rows, from the entry `batch` of the data's refs; a row beyond the last one counts as the last."""
+    index = row.index if row.inside is None else jnp.minimum(row.index, queries - 1)
+    at = visibility.narrow(Visibility.BY_BATCH, lambda ref: ref[batch])
+    at = at.narrow(Visibility.BY_QUERY, lambda ref: ref[batch, index])
+    at = at.narrow(Visibility.BY_KEY, lambda ref: ref.at[batch])
+    return View(at, *at.interval(index))
+
+
+def dense(ref, lead: tuple, row: Span, key: Span):
+    """A tile [rows or 1, keys or 1] of a bias (float32) or mask (bool); None without one.
+
+    `lead` indexes the axes before those; axes of size 1 broadcast, and one that holds just the tile is taken whole.
+    """
+    if ref is None:
+        return None
+    lead = tuple(i if n > 1 else FIRST for i, n in zip(lead, ref.shape, strict=False))
+    take = lambda span, n: span.slice if n > span.index.size else pl.ds(0, n)
+    bound = lambda span, n: None if n == 1 else span.inside
+    rows, keys = ref.shape[-2:]
+    x = load(ref.at[(*lead, take(row, rows), take(key, keys))], bound(row, rows), bound(key, keys))
+    return x if x.dtype == bool else x.astype(jnp.float32)
+
+
+def keys_and_values(problem: Problem, k_ref, v_ref, inside):
+    """k [keys, H] and v [keys, Hv] with 0 for keys outside."""
+    k_head, v_head = head(k_ref, problem.head_size), head(v_ref, problem.value_size)
+    return load(k_ref, inside, k_head), load(v_ref, inside, v_head)
+
+
+class Rows(NamedTuple):
+    """What the backward needs of a tile of queries, refs or values."""
+
+    q: jax.Array  # [rows, H]
+    do: jax.Array  # [rows, Hv]
+    lse: jax.Array  # [rows]
+    delta: jax.Array  # [rows]
+
+    def load(self, problem: Problem, row: Span, live) -> "Rows":
+        """The values, such that rows that are not there have no gradient."""
+        q = load(self.q, live, head(self.q, problem.head_size))
+        do = load(self.do, live, head(self.do, problem.value_size))
+        return Rows(q, do, load(self.lse, row.inside, other=jnp.inf), load(self.delta, row.inside))
+
+
+def scores(problem: Problem, q, k, bias):
+    """[rows, keys], in units of log 2."""
+    return online_softmax.scores(dot_t(q, k), bias, problem.scale, problem.soft_cap)
+
+
+def gradients(problem: Problem, rows: Rows, k, v, bias, seen):
+    """P and dS [rows, keys]."""
+    s = scores(problem, rows.q, k, bias)
+    return online_softmax.gradients(s, seen, rows.lse, dot_t(rows.do, v), rows.delta, problem.soft_cap)
+
+
+class Layout(NamedTuple):
+    """How the axes of the operands are cut into blocks: for each letter a block size (None: one entry, without the axis), and
+    from the grid's indices the number of the block (0 for a letter left out).
+
+    b n k batch and heads, t s rows and keys, h v head sizes; B T S the axes of a mask's data.
+    """
+
+    sizes: dict[str, int | None]
+    index: Callable[..., dict[str, Ints]]
+
+    def spec(self, letters: str, broadcast=None) -> pl.BlockSpec:
+        """The BlockSpec of an array with these axes; in an array `broadcast`, axes of size 1 are not cut."""
+        one = [broadcast is not None and broadcast.shape[axis] == 1 for axis in range(len(letters))]
+        cut = lambda size, one: size if size is None or not one else 1
+        sizes = tuple(cut(self.sizes[c], o) for c, o in zip(letters, one, strict=True))
+
+        def index(*grid):
+            at = self.index(*grid)
+            return tuple(0 if o else at.get(c, 0) for c, o in zip(letters, one, strict=True))
+
+        return pl.BlockSpec(sizes, index)
+
+    def operands(self, x: Operands) -> Operands:
+        """The BlockSpecs of all operands."""
+        dense = lambda a: None if a is None else self.spec("bnts", a)
+        visibility = x.visibility.narrow(Visibility.BY_BATCH, lambda _: self.spec("B"))
+        visibility = visibility.narrow(Visibility.BY_QUERY, lambda _: self.spec("BT"))
+        visibility = visibility.narrow(Visibility.BY_KEY, lambda _: self.spec("BS"))
+        return Operands(self.spec("btnh"), self.spec("bskh"), self.spec("bskv"), dense(x.bias), dense(x.mask), visibility)
+
+
+def layout(problem: Problem, tiles: Tiles, index, **sizes: int | None) -> Layout:
+    """A Layout with whole axes of rows, keys and heads but for `sizes`; one batch and head at a time."""
+    p = problem
+    whole = lambda length, size: schedule.ceil_div(length, size) * size
+    T, S = whole(p.queries, tiles.block_q), whole(p.keys, tiles.block_k)
+    wide = dict(h=power_of_two(p.head_size), v=power_of_two(p.value_size))
+    return Layout(dict(b=None, n=None, k=None, t=T, s=S, B=1, T=p.queries, S=S) | wide | sizes, index)
+
+
+def launch(kernel, args, *, grid, in_specs, out_specs, out_shape, tiles: Tiles, name: str):
+    """Runs a kernel over `grid`, compiled on a GPU and in Pallas' interpreter anywhere else."""
+    call = functools.partial(
+        pl.pallas_call,
+        *(kernel, out_shape),
+        grid=grid,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        compiler_params=plgpu.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
+        name=name,
+    )
+    compiled, interpreted = call(interpret=False), call(interpret=True)
+    return lax.platform_dependent(*args, cuda=compiled, rocm=compiled, default=interpreted)
+
+

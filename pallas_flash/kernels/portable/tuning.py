@@ -1,0 +1,49 @@
+"""How the portable kernels tile a problem. Data only; a new row is a new line in the table."""
+
+from typing import NamedTuple
+
+from pallas_flash.arguments import Problem
+
+
+class Tiles(NamedTuple):
+    """Tile sizes of one kernel, in rows of queries and keys."""
+
+    block_q: int
+    block_k: int
+    num_warps: int = 4
+    num_stages: int = 2
+
+
+class AllTiles(NamedTuple):
+    forward: Tiles
+    dkv: Tiles
+    dq: Tiles
+
+    def __str__(self):
+        one = lambda t: f"{t.block_q} x {t.block_k}, {t.num_warps} warps, {t.num_stages} stages"
+        return f"forward {one(self.forward)}; dkv {one(self.dkv)}; dq {one(self.dq)}"
+
+
+# (widest head, bytes of an element): what fits into registers and shared memory of every GPU since sm_80.
+_TABLE = {
+    (64, 2): AllTiles(Tiles(128, 64), Tiles(64, 64), Tiles(64, 64)),
+    (128, 2): AllTiles(Tiles(128, 64, num_warps=8), Tiles(64, 64, num_warps=8), Tiles(64, 64, num_warps=8)),
+    (256, 2): AllTiles(Tiles(64, 32, num_warps=8), Tiles(32, 32, num_warps=8), Tiles(32, 32, num_warps=8)),
+    (64, 4): AllTiles(Tiles(64, 32), Tiles(32, 32), Tiles(32, 32)),
+    (128, 4): AllTiles(Tiles(64, 32, num_warps=8), Tiles(32, 32, num_warps=8), Tiles(32, 32, num_warps=8)),
+    (256, 4): AllTiles(Tiles(32, 16, num_warps=8), Tiles(16, 16, num_warps=8), Tiles(16, 16, num_warps=8)),
+}
+
+
+def tiles(problem: Problem) -> AllTiles:
+    """The tiles for the narrowest row of the table that holds the problem's heads, no longer than its lengths."""
+    p = problem
+    width, size = max(p.head_size, p.value_size), 4 if p.dtype == "float32" else 2
+    row = next(tiles for (widest, bytes_), tiles in _TABLE.items() if width <= widest and size == bytes_)
+    fit = lambda block, length: min(block, power_of_two(length))
+    return AllTiles(*(t._replace(block_q=fit(t.block_q, p.queries), block_k=fit(t.block_k, p.keys)) for t in row))
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two >= n that a tile may have."""
+    return max(16, 1 << (n - 1).bit_length())
