@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_flash import online_softmax, schedule
+from pallas_flash import schedule
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.kernels.portable import tile
 from pallas_flash.kernels.portable.forward import by_query_tile, own_rows
@@ -106,25 +106,22 @@ def _dbias(p: Problem, tiles: Tiles, x: Operands, do, lse, delta):
     """A program owns a tile of the bias and sums dS over the axes that the bias broadcasts, but for one case: a bias without
     queries or keys is small, so each batch and head gets its own sum, and those are added afterwards."""
     b, n, t, s = p.bias
-    small = t == 1 or s == 1
-    B, N = (p.batch, p.heads) if small else (b, n)
-    rows, keys = (schedule.ceil_div(length, size) for length, size in ((t, tiles.block_q), (s, tiles.block_k)))
-
-    def index(i, head, batch):
-        i, j = i // keys, i % keys
-        return dict(b=batch, B=batch, n=head, k=head // p.group if N > 1 else 0, t=i, s=j)
-
-    whole = lambda out, size: 1 if out > 1 else size
-    cut = dict(b=whole(B, p.batch), B=whole(B, p.batch), n=whole(N, p.heads), k=whole(N, p.kv_heads))
-    at = tile.layout(p, tiles, lambda *grid: {c: i for c, i in index(*grid).items() if c not in "ts"}, **cut)
+    B, N = (p.batch, p.heads) if t == 1 or s == 1 else (b, n)
+    all_or_one = lambda programs, size: 1 if programs > 1 else size
+    cut = dict(b=all_or_one(B, p.batch), n=all_or_one(N, p.heads), k=all_or_one(N, p.kv_heads))
+    at = tile.layout(
+        *(p, tiles, lambda j, i, n, b: dict(b=b, B=b, n=n, k=n // p.group if N > 1 else 0)),
+        **cut,
+        B=cut["b"],
+    )
     out = jax.ShapeDtypeStruct((B, N, t, s), jnp.float32)
-    out_at = tile.layout(p, tiles, index, b=None, n=None, t=tiles.block_q, s=tiles.block_k)
+    own = tile.layout(p, tiles, lambda j, i, n, b: dict(b=b, n=n, t=i, s=j), t=tiles.block_q, s=tiles.block_k)
     (dbias,) = tile.launch(
         functools.partial(_dbias_kernel, problem=p, tiles=tiles),
         (x, do, lse, delta),
-        grid=(rows * keys, N, B),
+        grid=(schedule.ceil_div(s, tiles.block_k), schedule.ceil_div(t, tiles.block_q), N, B),
         in_specs=[at.operands(x), at.spec("btnv"), at.spec("bnt"), at.spec("bnt")],
-        out_specs=[out_at.spec("bnts", out)],
+        out_specs=[own.spec("bnts", out)],
         out_shape=[out],
         tiles=tiles,
         name="flash_attention_dbias",
@@ -134,15 +131,11 @@ def _dbias(p: Problem, tiles: Tiles, x: Operands, do, lse, delta):
 
 
 def _dbias_kernel(x: Operands, do_ref, lse_ref, delta_ref, dbias_ref, *, problem: Problem, tiles: Tiles):
-    p = problem
-    (t, s), (B, _, N, _) = p.bias[2:], x.query.shape
-    row_tiles, key_tiles = (schedule.ceil_div(*x) for x in ((p.queries, tiles.block_q), (p.keys, tiles.block_k)))
-    own_i, own_j = pl.program_id(0) // schedule.ceil_div(s, tiles.block_k), pl.program_id(0) % schedule.ceil_div(s, tiles.block_k)
-    i_count = row_tiles if t == 1 else 1
+    p, (B, _, N, _) = problem, x.query.shape
+    own_j, own_i = pl.program_id(0), pl.program_id(1)
+    broadcast_q, broadcast_k = p.bias[2] == 1, p.bias[3] == 1
 
-    def query_tile(r, dbias):
-        i = r % i_count if t == 1 else own_i
-        b, n = r // i_count // N, r // i_count % N
+    def query_tile(b, n, i, dbias):
         row = tile.span(i, tiles.block_q, p.queries)
         view = tile.view(x.visibility, row, p.queries, b)
         by_row, by_head = (b, row.slice, n), (b, n, row.slice)
@@ -151,18 +144,25 @@ def _dbias_kernel(x: Operands, do_ref, lse_ref, delta_ref, dbias_ref, *, problem
 
         def step(j, dbias):
             key = tile.span(j, tiles.block_k, p.keys)
-            at = (b, key.slice, n // p.group if N > 1 else tile.FIRST)
+            at = (b, key.slice, lax.div(n, p.group) if N > 1 else tile.FIRST)
             k, v = tile.keys_and_values(p, x.key.at[at], x.value.at[at], view.reach(key, True))
             seen = view.sees(key, tile.dense(x.mask, (b, n), row, key), True)
             _, ds = tile.gradients(p, rows, k, v, tile.dense(x.bias, (b, n), row, key), seen)
-            ds = jnp.sum(ds, 0, keepdims=True) if t == 1 else ds
-            return dbias + (jnp.sum(ds, 1, keepdims=True) if s == 1 else ds)
+            ds = jnp.sum(ds, 0, keepdims=True) if broadcast_q else ds
+            return dbias + (jnp.sum(ds, 1, keepdims=True) if broadcast_k else ds)
 
-        blocks = view.blocks(tiles.block_k)
-        first, last = (blocks.first, blocks.last) if s == 1 else (jnp.maximum(blocks.first, own_j), jnp.minimum(blocks.last, own_j + 1))
+        first, _, _, last = view.blocks(tiles.block_k)
+        if not broadcast_k:
+            first, last = jnp.maximum(first, own_j), jnp.minimum(last, own_j + 1)
         return lax.fori_loop(first, last, step, dbias)
 
-    zeros = jnp.zeros((1 if t == 1 else tiles.block_q, 1 if s == 1 else tiles.block_k), jnp.float32)
-    dbias = lax.fori_loop(0, B * N * i_count, query_tile, zeros)
-    inside = lambda own, size, length: None if length == 1 else tile.span(own, size, length).inside
-    tile.store(dbias_ref, dbias, inside(own_i, tiles.block_q, t), inside(own_j, tiles.block_k, s))
+    def head(b, n, dbias):
+        if not broadcast_q:
+            return query_tile(b, n, own_i, dbias)
+        return lax.fori_loop(0, schedule.ceil_div(p.queries, tiles.block_q), lambda i, d: query_tile(b, n, i, d), dbias)
+
+    dbias = jnp.zeros((1 if broadcast_q else tiles.block_q, 1 if broadcast_k else tiles.block_k), jnp.float32)
+    dbias = lax.fori_loop(0, B, lambda b, d: lax.fori_loop(0, N, lambda n, d: head(b, n, d), d), dbias)
+    rows = None if broadcast_q else tile.span(own_i, tiles.block_q, p.queries).inside
+    keys = None if broadcast_k else tile.span(own_j, tiles.block_k, p.keys).inside
+    tile.store(dbias_ref, dbias, rows, keys)

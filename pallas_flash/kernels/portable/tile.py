@@ -94,6 +94,7 @@ class View(NamedTuple):
     """What the rows of a query tile see."""
 
     visibility: Visibility
+    batch: Ints  # the entry of the data's refs
     start: Ints  # [rows]
     stop: Ints
 
@@ -106,7 +107,7 @@ class View(NamedTuple):
             return mask
         column = lambda x: x if isinstance(x, int) else x[:, None]
         v = self.visibility
-        ids = () if v.query_ids is None else (v.query_ids[:, None], load(v.key_ids.at[key.slice], key.inside)[None, :])
+        ids = () if v.query_ids is None else (v.query_ids[:, None], v.key_ids[self.batch, key.slice][None, :])
         inside = v.sees(column(self.start), column(self.stop), key.index[None, :], *ids)
         return inside if mask is None else inside & mask
 
@@ -129,8 +130,7 @@ def view(visibility: Visibility, row: Span, queries: int, batch: Ints = FIRST) -
     index = row.index if row.inside is None else jnp.minimum(row.index, queries - 1)
     at = visibility.narrow(Visibility.BY_BATCH, lambda ref: ref[batch])
     at = at.narrow(Visibility.BY_QUERY, lambda ref: ref[batch, index])
-    at = at.narrow(Visibility.BY_KEY, lambda ref: ref.at[batch])
-    return View(at, *at.interval(index))
+    return View(at, batch, *at.interval(index))
 
 
 def dense(ref, lead: tuple, row: Span, key: Span):
@@ -233,5 +233,3 @@ def launch(kernel, args, *, grid, in_specs, out_specs, out_shape, tiles: Tiles, 
     )
     compiled, interpreted = call(interpret=False), call(interpret=True)
     return lax.platform_dependent(*args, cuda=compiled, rocm=compiled, default=interpreted)
-
-
