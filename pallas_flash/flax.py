@@ -13,6 +13,8 @@ from jaxtyping import Array, Float, Int, Shaped
 from pallas_flash.attention import flash_attention
 from pallas_flash.masks import Mask
 
+LECUN_NORMAL = nnx.initializers.lecun_normal()
+
 
 def attention_fn(  # every parameter has a name: linen passes on only those that it finds in the signature
     query: Shaped[Array, "*B T N H"],
@@ -107,7 +109,7 @@ def _as_mask(mask):
 
 
 def rope(x: Float[Array, "B T N H"], positions: Int[Array, "#B T"], base: float) -> Float[Array, "B T N H"]:
-    """Rotary position embedding, RoFormer's (arXiv:2104.09864, eq. 34): turns pair i by the angle position * base^(-2i / H).
+    """Rotary position embedding, RoFormer's (arXiv:2104.09864): turns pair i by the angle position * base^(-2i / H).
 
     Pairs are (x[i], x[i + H/2]), the two halves of the head, as in GPT-NeoX and LLaMA; the paper pairs neighbours. Computed
     in float32. The scores depend on the difference of two positions alone.
@@ -141,13 +143,13 @@ class FlashAttention(nnx.Module):
       head_size: H; in_features / num_heads by default.
       out_features: in_features by default.
       rope_base: of `rope`; None: no RoPE.
-      qk_norm: RMSNorm over the head, with a learned scale, on queries and keys, before RoPE (arXiv:2302.05442).
+      qk_norm: RMSNorm over the head, with a learned scale, on queries and keys, before RoPE (arXiv:2302.05442, there LayerNorm).
       is_causal: a token sees itself and those before it.
       local_window_size, logits_soft_cap, implementation: as in `flash_attention`.
       use_bias: of the four projections.
       dtype: of the computation; None: what x and the parameters promote to.
       param_dtype: of the parameters.
-      kernel_init: of the four projections.
+      kernel_init: of the four projections; Flax's default by default.
       out_kernel_init: of the last one; kernel_init by default.
       rngs: its `params` stream makes the parameters.
     """
@@ -169,7 +171,7 @@ class FlashAttention(nnx.Module):
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         implementation: str | None = None,
-        kernel_init: Callable = nnx.initializers.lecun_normal(),  # noqa: B008
+        kernel_init: Callable = LECUN_NORMAL,
         out_kernel_init: Callable | None = None,
         rngs: nnx.Rngs,
     ):
