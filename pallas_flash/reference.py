@@ -35,6 +35,7 @@ def attend(problem: Problem, x: Operands):
     e = jnp.exp(jnp.where(empty, -jnp.inf, s - jnp.where(empty, 0.0, m)))
     l = jnp.where(empty, 1.0, e.sum(-1, keepdims=True))
     o = jnp.einsum("bnts,bsnh->btnh", e / l, v, precision="highest")
+    o = jnp.where(jnp.swapaxes(empty, 1, 2), 0.0, o)
     lse = jnp.where(empty, -jnp.inf, m + jnp.log(l))[..., 0]
     return o.astype(x.query.dtype), lse
 
@@ -51,6 +52,7 @@ def _seen(p: Problem, visibility: Visibility):
 def backward(problem: Problem, x: Operands, o, lse, do, delta):
     """JAX's own derivative of `attend`; the cotangent of lse is what autodiff took from delta."""
     dlse = jnp.einsum("btnh,btnh->bnt", o.astype(jnp.float32), do.astype(jnp.float32)) - delta
+    dlse = jnp.where(lse == jnp.inf, 0.0, dlse)
 
     def of(query, key, value, bias):
         return attend(problem, x._replace(query=query, key=key, value=value, bias=bias))

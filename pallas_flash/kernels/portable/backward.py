@@ -114,7 +114,8 @@ def _dbias(p: Problem, tiles: Tiles, x: Operands, do, lse, delta):
         **cut,
         B=cut["b"],
     )
-    out = jax.ShapeDtypeStruct((B, N, t, s), jnp.float32)
+    summed = [axis for axis, (whole, parts) in enumerate(((b, B), (n, N))) if whole < parts]
+    out = jax.ShapeDtypeStruct((B, N, t, s), jnp.float32 if summed else x.bias.dtype)
     own = tile.layout(p, tiles, lambda j, i, n, b: dict(b=b, n=n, t=i, s=j), t=tiles.block_q, s=tiles.block_k)
     (dbias,) = tile.launch(
         functools.partial(_dbias_kernel, problem=p, tiles=tiles),
@@ -126,8 +127,7 @@ def _dbias(p: Problem, tiles: Tiles, x: Operands, do, lse, delta):
         tiles=tiles,
         name="flash_attention_dbias",
     )
-    summed = [axis for axis in (0, 1) if p.bias[axis] < dbias.shape[axis]]
-    return jnp.sum(dbias, summed, keepdims=True).astype(x.bias.dtype)
+    return jnp.sum(dbias, summed, keepdims=True).astype(x.bias.dtype) if summed else dbias
 
 
 def _dbias_kernel(x: Operands, do_ref, lse_ref, delta_ref, dbias_ref, *, problem: Problem, tiles: Tiles):

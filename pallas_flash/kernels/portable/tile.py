@@ -105,7 +105,7 @@ class View(NamedTuple):
         """Whether the rows see the keys, or None where they see all; `mask` is a tile of the dense mask, or None."""
         if not masked:
             return mask
-        column = lambda x: x if isinstance(x, int) else x[:, None]
+        column = lambda x: x[:, None] if jnp.ndim(x) else x
         v = self.visibility
         ids = () if v.query_ids is None else (v.query_ids[:, None], v.key_ids[self.batch, key.slice][None, :])
         inside = v.sees(column(self.start), column(self.stop), key.index[None, :], *ids)

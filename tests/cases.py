@@ -1,0 +1,116 @@
+"""The cases that the tests run, as data: sizes, masks and biases."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from pallas_flash import masks
+
+
+class Sizes(NamedTuple):
+    """Distinct primes where they can be, and several blocks of the small tiles that the tests use."""
+
+    B: int = 2
+    T: int = 37
+    S: int = 53
+    N: int = 6
+    K: int = 2
+    H: int = 11
+    Hv: int = 5
+
+
+SIZES = {
+    "grouped": Sizes(),
+    "multi_query": Sizes(N=3, K=1),
+    "multi_head": Sizes(N=3, K=3),
+    "one_query": Sizes(T=1),
+    "one_key": Sizes(S=1),
+    "more_queries": Sizes(T=53, S=19),
+    "whole_blocks": Sizes(T=32, S=64, H=16, Hv=16),
+    "head_1": Sizes(H=1, Hv=1),
+    "head_256": Sizes(B=1, T=17, S=19, N=1, K=1, H=256, Hv=200),
+}
+
+
+def _runs(rng, B, length, documents):
+    """Ids in runs, [B, length]; documents differ in length from row to row."""
+    return np.sort(rng.integers(0, documents, (B, length)), axis=1).astype(np.int32)
+
+
+def _documents(rng, z):
+    return dict(query_segment_ids=_runs(rng, z.B, z.T, 4), key_value_segment_ids=_runs(rng, z.B, z.S, 4))
+
+
+def _scattered(rng, z):
+    return dict(
+        query_segment_ids=rng.integers(0, 3, (z.B, z.T)).astype(np.int32),
+        key_value_segment_ids=rng.integers(1, 4, (z.B, z.S)).astype(np.int32),  # id 0 has no key, id 3 no query
+    )
+
+
+def _lengths(rng, z):
+    return dict(
+        query_seq_lengths=rng.integers(0, z.T + 1, z.B).astype(np.int32),
+        key_value_seq_lengths=rng.integers(0, z.S + 1, z.B).astype(np.int32),
+    )
+
+
+def _offset(rng, z):
+    return dict(query_offset=rng.integers(-9, z.S, z.B).astype(np.int32))
+
+
+# What a query sees: (rng, sizes) -> arguments. `prefix` stands for masks.PrefixLM, see `arguments`.
+MASKS = {
+    "full": lambda rng, z: {},
+    "causal": lambda rng, z: dict(is_causal=True),
+    "causal_bottom_right": lambda rng, z: dict(is_causal=True, query_offset=z.S - z.T),
+    "causal_offset_by_batch": lambda rng, z: dict(is_causal=True, **_offset(rng, z)),
+    "window": lambda rng, z: dict(local_window_size=7),
+    "window_left": lambda rng, z: dict(local_window_size=(9, 0)),
+    "window_right": lambda rng, z: dict(local_window_size=(0, 20)),
+    "window_far_away": lambda rng, z: dict(local_window_size=(3, 3), query_offset=z.S - 5),
+    "window_causal_offset": lambda rng, z: dict(local_window_size=(13, 4), is_causal=True, **_offset(rng, z)),
+    "key_lengths": lambda rng, z: dict(key_value_seq_lengths=np.array([z.S, z.S // 3], np.int32)[: z.B]),
+    "query_lengths": lambda rng, z: dict(query_seq_lengths=np.array([0, z.T // 2 + 1], np.int32)[: z.B]),
+    "lengths_causal": lambda rng, z: dict(is_causal=True, **_lengths(rng, z)),
+    "documents": _documents,
+    "documents_causal": lambda rng, z: dict(is_causal=True, **_documents(rng, z)),
+    "documents_scattered": _scattered,
+    "documents_scattered_window": lambda rng, z: dict(local_window_size=(20, 10), **_scattered(rng, z)),
+    "prefix": lambda rng, z: dict(prefix=rng.integers(0, z.S, z.B).astype(np.int32)),
+    "prefix_window_lengths": lambda rng, z: dict(
+        prefix=np.full(z.B, 11, np.int32), local_window_size=(17, 40), **_lengths(rng, z)
+    ),
+    "everything": lambda rng, z: dict(
+        is_causal=True, local_window_size=(30, 30), **_offset(rng, z), **_lengths(rng, z), **_documents(rng, z)
+    ),
+}
+
+# Axes of [B, N, T, S] that a bias or mask has; the others are 1, a leading "." leaves an axis out.
+BROADCASTS = ("BNTS", "1NTS", "B1TS", "11TS", "BN1S", "B11S", "BNT1", "1N11", "1111", "..TS", ".NT1", "...S")
+
+
+def broadcast_shape(letters: str, z: Sizes):
+    full = dict(B=z.B, N=z.N, T=z.T, S=z.S)
+    return tuple(full.get(c, 1) for c in letters if c != ".")
+
+
+def dense_mask(rng, letters, z):
+    return rng.random(broadcast_shape(letters, z)) < 0.7
+
+
+def bias(rng, letters, z):
+    return rng.normal(size=broadcast_shape(letters, z)).astype(np.float32)
+
+
+def qkv(rng, z: Sizes, dtype="float32"):
+    shapes = (z.B, z.T, z.N, z.H), (z.B, z.S, z.K, z.H), (z.B, z.S, z.K, z.Hv)
+    return tuple(rng.normal(size=shape).astype(np.float32).astype(dtype) for shape in shapes)
+
+
+def arguments(kw):
+    """The keywords of a case as flash_attention takes them."""
+    kw = dict(kw)
+    if (prefix := kw.pop("prefix", None)) is not None:
+        kw["mask"] = masks.PrefixLM(prefix)
+    return kw

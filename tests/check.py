@@ -1,0 +1,61 @@
+"""Runs flash_attention with all gradients and compares with the oracle."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+from cases import arguments
+
+from pallas_flash import flash_attention
+
+# Largest error, relative to the largest entry of the expected array. Half-precision kernels round p and ds to the input's dtype.
+TOLERANCE = {"float32": 5e-6, "float16": 5e-3, "bfloat16": 3e-2}
+
+
+def run(q, k, v, do, dlse, implementation, **kw):
+    """o, lse and (dq, dk, dv, dbias or None) of one jitted call."""
+    kw = arguments(kw)
+    static = {name: kw.pop(name) for name in list(kw) if not (hasattr(kw[name], "shape") or name == "mask")}
+    bias = kw.pop("bias", None)
+
+    @jax.jit
+    def call(q, k, v, bias, do, dlse, kw):
+        attend = lambda q, k, v, bias: flash_attention(
+            q, k, v, bias, implementation=implementation, return_residual=True, **static, **kw
+        )
+        (o, lse), vjp = jax.vjp(attend, q, k, v, bias)
+        # the softmax of an empty row has no gradient, so its lse takes none
+        return o, lse, vjp((do.astype(o.dtype), dlse.astype(lse.dtype)))
+
+    return call(q, k, v, bias, do, dlse, kw)
+
+
+def cotangents(rng, q, v):
+    do = rng.normal(size=(*q.shape[:-1], v.shape[-1])).astype(np.float32).astype(q.dtype)
+    return do, rng.normal(size=q.shape[:-1]).astype(np.float32)
+
+
+def close(actual, expected, tolerance, name=""):
+    actual, expected = np.asarray(actual).astype(np.float64), np.asarray(expected).astype(np.float64)
+    assert actual.shape == expected.shape, f"{name}: shape {actual.shape}, expected {expected.shape}"
+    same = actual == expected  # infinities
+    error = np.abs(np.where(same, 0, actual - np.where(same, 0, expected)))
+    size = np.max(np.abs(expected), initial=0, where=np.isfinite(expected))
+    worst = float(np.max(error, initial=0))
+    assert worst <= tolerance * max(1.0, size), f"{name}: error {worst:.3g} against entries up to {size:.3g}"
+
+
+def check(rng, q, k, v, implementation, **kw):
+    """Output, lse and every gradient agree with the oracle."""
+    do, dlse = cotangents(rng, q, v)
+    o, lse, grads = run(q, k, v, do, dlse, implementation, **kw)
+    expected_o, expected_lse, expected = oracle.attention(q, k, v, do, dlse, **kw)
+    tolerance = TOLERANCE[str(q.dtype)]
+    assert o.dtype == q.dtype and lse.dtype == jnp.float32
+    close(o, expected_o, tolerance, "output")
+    close(lse, expected_lse, max(1e-6, tolerance / 10), "lse")
+    for name, actual, wanted in zip(("dq", "dk", "dv", "dbias"), grads, expected, strict=True):
+        assert (actual is None) == (wanted is None), name
+        if wanted is not None:
+            close(actual, wanted, tolerance, name)
+    return o, lse, grads

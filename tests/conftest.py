@@ -1,0 +1,40 @@
+"""Small tiles, so that small inputs have many blocks; fresh but repeatable random inputs."""
+
+import os
+import zlib
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several test processes may share a GPU
+
+import jax
+import numpy as np
+import pytest
+
+from pallas_flash import blockwise
+from pallas_flash.kernels import portable
+from pallas_flash.kernels.portable.tuning import AllTiles, Tiles
+
+IMPLEMENTATIONS = ("reference", "blockwise", "portable")
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Tiles of 16, clipped to the lengths where an implementation needs that."""
+    monkeypatch.setattr(blockwise, "tiles", lambda p: blockwise.Tiles(min(16, p.queries), min(16, p.keys)))
+    monkeypatch.setattr(portable, "tiles", lambda p: AllTiles(Tiles(16, 16), Tiles(16, 32), Tiles(32, 16)))
+
+
+@pytest.fixture
+def rng(request):
+    return np.random.default_rng(zlib.crc32(request.node.nodeid.encode()))
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
+def implementation(request):
+    return request.param
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _forget_compiled_code():
+    """Compiled code of one file is of no use to the next, and takes memory."""
+    yield
+    jax.clear_caches()

@@ -1,0 +1,70 @@
+"""Attention and its gradients in float64 NumPy, every mask by comparing i and j: shares no line with the package."""
+
+import numpy as np
+
+
+def visible(B, N, T, S, kw):
+    """bool [B, N, T, S]: which key each query may see, from the arguments of flash_attention."""
+    i, j = np.arange(T)[None, :, None], np.arange(S)[None, None, :]
+    by_batch = lambda x: np.broadcast_to(np.asarray(x), (B,))[:, None, None]
+    position = i + by_batch(kw.get("query_offset", 0))
+    seen = np.ones((B, T, S), bool)
+    if kw.get("is_causal"):
+        seen &= j <= position
+    if (window := kw.get("local_window_size")) is not None:
+        left, right = (window, window) if isinstance(window, int) else window
+        seen &= (j >= position - left) & (j <= position + right)
+    if (lengths := kw.get("query_seq_lengths")) is not None:
+        seen &= i < by_batch(lengths)
+    if (lengths := kw.get("key_value_seq_lengths")) is not None:
+        seen &= j < by_batch(lengths)
+    if (ids := kw.get("query_segment_ids")) is not None:
+        key_ids = kw.get("key_value_segment_ids", ids)
+        seen &= np.asarray(ids)[:, :, None] == np.asarray(key_ids)[:, None, :]
+    if (prefix := kw.get("prefix")) is not None:  # PrefixLM, which comes as a mask object
+        seen &= (j <= position) | (j < by_batch(prefix))
+    seen = np.broadcast_to(seen[:, None], (B, N, T, S))
+    mask = kw.get("mask")
+    return seen if mask is None else seen & (np.asarray(mask) != 0)
+
+
+def attention(q, k, v, do, dlse, **kw):
+    """o, lse [B, T, N], and the gradients (dq, dk, dv, dbias or None) for the cotangents do and dlse."""
+    q, k, v, do, dlse = (np.asarray(x).astype(np.float64) for x in (q, k, v, do, dlse))
+    (B, T, N, H), (S, K) = q.shape, v.shape[1:3]
+    seen = visible(B, N, T, S, kw)
+    # padding may hold NaN: what no query sees, and queries that see nothing, count as 0
+    q, do = (np.where(np.moveaxis(seen.any(3), 1, 2)[..., None], x, 0) for x in (q, do))
+    key_seen = seen.reshape(B, K, N // K, T, S).any((2, 3))
+    k, v = (np.where(np.moveaxis(key_seen, 1, 2)[..., None], x, 0) for x in (k, v))
+    k_all, v_all = (np.repeat(x, N // K, axis=2) for x in (k, v))
+    scale = kw.get("scale") or H**-0.5
+
+    logits = scale * np.einsum("btnh,bsnh->bnts", q, k_all)
+    if (bias := kw.get("bias")) is not None:
+        logits = logits + np.asarray(bias).astype(np.float64)
+    if cap := kw.get("logits_soft_cap"):
+        logits = cap * np.tanh(logits / cap)
+    s = np.where(seen, logits, -np.inf)
+    m = s.max(-1, keepdims=True, initial=-np.inf)
+    empty = m == -np.inf
+    e = np.where(empty, 0, np.exp(s - np.where(empty, 0, m)))
+    l = np.where(empty, 1, e.sum(-1, keepdims=True))
+    p = e / l
+    o = np.einsum("bnts,bsnh->btnh", p, v_all)
+    lse = np.moveaxis(np.where(empty, -np.inf, m + np.log(l))[..., 0], 1, 2)
+
+    dv = np.einsum("bnts,btnh->bsnh", p, do)
+    dp = np.einsum("btnh,bsnh->bnts", do, v_all)
+    ds = p * (dp - (p * dp).sum(-1, keepdims=True) + np.moveaxis(dlse, 2, 1)[..., None])
+    if cap:
+        ds = ds * (1 - (logits / cap) ** 2)
+    dq = scale * np.einsum("bnts,bsnh->btnh", ds, k_all)
+    dk = scale * np.einsum("bnts,btnh->bsnh", ds, q)
+    dk, dv = (x.reshape(B, S, K, N // K, -1).sum(3) for x in (dk, dv))
+    dbias = None
+    if bias is not None:
+        shape = (1,) * (4 - np.ndim(bias)) + np.shape(bias)
+        axes = tuple(a for a in range(4) if shape[a] == 1)
+        dbias = ds.sum(axes, keepdims=True).reshape(np.shape(bias))
+    return o, lse, (dq, dk, dv, dbias)

@@ -1,0 +1,152 @@
+"""Every implementation against the oracle: sizes, masks, biases, dtypes, and the contracts that hold on all of them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import BROADCASTS, MASKS, SIZES, Sizes, bias, dense_mask, qkv
+from check import check, cotangents, run
+
+from pallas_flash import flash_attention
+
+pytestmark = pytest.mark.usefixtures("small_tiles")
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_every_mask_gives_the_oracles_output_and_gradients(name, implementation, rng):
+    z = Sizes()
+    check(rng, *qkv(rng, z), implementation, **MASKS[name](rng, z))
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_every_size_gives_the_oracles_output_and_gradients(name, implementation, rng):
+    check(rng, *qkv(rng, SIZES[name]), implementation, is_causal=True, query_offset=3)
+
+
+@pytest.mark.parametrize("letters", BROADCASTS)
+def test_every_shape_of_bias_and_mask_is_added_masked_and_differentiated(letters, implementation, rng):
+    z = Sizes(N=4)
+    others = dict(mask=dense_mask(rng, letters, z), bias=bias(rng, letters, z))
+    check(rng, *qkv(rng, z), implementation, logits_soft_cap=2.5, **others)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_is_as_exact_as_its_dtype(dtype, implementation, rng):
+    z = Sizes(H=32, Hv=16)
+    kw = dict(is_causal=True, bias=bias(rng, "1NTS", z).astype(dtype), scale=0.3)
+    *_, grads = check(rng, *qkv(rng, z, jnp.dtype(dtype)), implementation, **kw)
+    assert {g.dtype for g in grads} == {jnp.dtype(dtype)}
+
+
+def test_a_float_mask_counts_non_zero_as_true(implementation, rng):
+    z = Sizes()
+    mask = np.where(dense_mask(rng, "B1TS", z), -3.5, 0.0).astype(np.float32)
+    check(rng, *qkv(rng, z), implementation, mask=mask)
+
+
+def test_a_row_that_sees_no_key_gives_zero_and_no_gradient(implementation, rng):
+    z = Sizes(T=19, S=23)
+    q, k, v = qkv(rng, z)
+    lengths = np.array([0, 7], np.int32)
+    do, dlse = cotangents(rng, q, v)
+    o, lse, (dq, dk, dv, _) = run(
+        q, k, v, do, dlse, implementation, key_value_seq_lengths=lengths, query_seq_lengths=lengths[::-1]
+    )
+    assert np.all(np.asarray(o) == 0) and np.all(np.asarray(lse) == -np.inf)  # one has no keys, the other no queries
+    for gradient in (dq, dk, dv):
+        assert np.all(np.asarray(gradient) == 0)
+
+
+def test_a_row_hidden_by_an_infinite_bias_gives_zero_and_no_gradient(implementation, rng):
+    z = Sizes()
+    hidden = np.where(np.arange(z.T)[:, None] % 3 == 0, -np.inf, bias(rng, "..TS", z)).astype(np.float32)
+    o, *_ = check(rng, *qkv(rng, z), implementation, bias=hidden)
+    assert np.all(np.asarray(o)[:, ::3] == 0)
+
+
+def test_a_row_of_the_smallest_finite_bias_still_sees_its_keys(implementation, rng):
+    z = Sizes(T=3)
+    q, k, v = qkv(rng, z)
+    lowest = np.full((z.T, z.S), np.finfo(np.float32).min)
+    o = flash_attention(q, k, v, lowest, implementation=implementation)
+    mean = np.repeat(np.mean(v, axis=1, keepdims=True), z.N // z.K, axis=2)
+    np.testing.assert_allclose(o, np.broadcast_to(mean, o.shape), atol=1e-5)
+
+
+@pytest.mark.parametrize("garbage", [np.nan, np.inf])
+@pytest.mark.parametrize("more", [{}, dict(is_causal=True, local_window_size=(30, 0)), dict(mask="BNTS", bias="1NTS")], ids=str)
+def test_garbage_in_padding_changes_no_bit(garbage, more, implementation, rng):
+    z = Sizes()
+    make = dict(mask=dense_mask, bias=bias)
+    more = {name: make[name](rng, x, z) if name in make else x for name, x in more.items()}
+    lengths = dict(query_seq_lengths=np.array([20, z.T], np.int32), key_value_seq_lengths=np.array([z.S, 33], np.int32))
+    q, k, v = qkv(rng, z)
+    do, dlse = cotangents(rng, q, v)
+    clean = run(q, k, v, do, dlse, implementation, **lengths, **more)
+    q[0, 20:], do[0, 20:], dlse[0, 20:] = garbage, garbage, garbage
+    k[1, 33:], v[1, 33:] = garbage, -garbage
+    dirty = run(q, k, v, do, dlse, implementation, **lengths, **more)
+    for a, b in zip(jax.tree.leaves(clean), jax.tree.leaves(dirty), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_the_same_call_gives_the_same_bits(implementation, rng):
+    z = Sizes()
+    q, k, v = qkv(rng, z)
+    args = q, k, v, *cotangents(rng, q, v), implementation
+    kw = dict(is_causal=True, bias=bias(rng, "1N1S", z))
+    for a, b in zip(jax.tree.leaves(run(*args, **kw)), jax.tree.leaves(run(*args, **kw)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_large_logits_neither_overflow_nor_lose_the_maximum(implementation, rng):
+    z = Sizes()
+    q, k, v = qkv(rng, z)
+    check(rng, np.float32(30) * q, np.float32(30) * k, v, implementation, scale=1.0)
+
+
+def test_lse_and_output_of_parts_merge_into_the_whole_with_gradients(implementation, rng):
+    """What ring attention does: attend to halves of the keys and weigh the outputs by their lse."""
+    z = Sizes(S=52)
+    q, k, v = qkv(rng, z)
+
+    def merged(q, k, v):
+        halves = [
+            flash_attention(q, k[:, i : i + 26], v[:, i : i + 26], implementation=implementation, return_residual=True)
+            for i in (0, 26)
+        ]
+        outputs, lses = (jnp.stack(x) for x in zip(*halves, strict=True))
+        weights = jax.nn.softmax(lses, axis=0)[..., None]
+        return jnp.sum(weights * outputs, axis=0)
+
+    whole = lambda q, k, v: flash_attention(q, k, v, implementation=implementation)
+    do = rng.normal(size=(z.B, z.T, z.N, z.Hv)).astype(np.float32)
+    a, b = (jax.jit(lambda *x, f=f: (f(*x), jax.vjp(f, *x)[1](do)))(q, k, v) for f in (merged, whole))
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(x, y, atol=2e-5)
+
+
+def test_leading_axes_fold_into_the_batch(implementation, rng):
+    q, k, v = (rng.normal(size=(2, 3, 19, 4, 8)).astype(np.float32) for _ in range(3))
+    lengths = rng.integers(1, 20, (2, 3)).astype(np.int32)
+    bias5 = rng.normal(size=(3, 1, 19, 19)).astype(np.float32)  # broadcasts over the first axis, not over the second
+    o, lse = flash_attention(q, k, v, bias5, key_value_seq_lengths=lengths, implementation=implementation, return_residual=True)
+    assert o.shape == q.shape and lse.shape == (2, 3, 19, 4)
+    for i in range(2):
+        one = flash_attention(q[i], k[i], v[i], bias5, key_value_seq_lengths=lengths[i], implementation=implementation)
+        np.testing.assert_allclose(o[i], one, atol=2e-6)
+        for j in range(3):
+            alone = flash_attention(
+                q[i, j], k[i, j], v[i, j], bias5[j], key_value_seq_lengths=lengths[i, j], implementation=implementation
+            )
+            np.testing.assert_allclose(o[i, j], alone, atol=2e-6)
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 7, 2), (2, 0, 7, 2), (2, 5, 0, 2)], ids=["B=0", "T=0", "S=0"])
+def test_an_empty_axis_gives_zeros_or_nothing(shape):
+    B, T, S, N = shape
+    q, k = jnp.ones((B, T, N, 3)), jnp.ones((B, S, N, 3))
+    o, lse = flash_attention(q, k, k, return_residual=True)
+    assert o.shape == q.shape and np.all(np.asarray(o) == 0) and np.all(np.asarray(lse) == -np.inf)
+    grads = jax.grad(lambda *x: flash_attention(*x).sum(), argnums=(0, 1, 2))(q, k, k)
+    assert [g.shape for g in grads] == [q.shape, k.shape, k.shape]
