@@ -118,7 +118,7 @@ def rope(x: Float[Array, "B T N H"], positions: Int[Array, "#B T"], base: float)
     frequency = base ** (-jnp.arange(0, H, 2, dtype=jnp.float32) / H)
     angle = positions[..., None, None].astype(jnp.float32) * frequency  # [B | 1, T, 1, H / 2]
     cos, sin = jnp.cos(angle), jnp.sin(angle)
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    a, b = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
@@ -240,8 +240,9 @@ class FlashAttention(nnx.Module):
     def init_cache(self, batch: int, max_length: int, dtype: Any = None) -> KVCache:
         """An empty cache for `batch` rows of up to max_length tokens; its dtype is by default dtype, or else param_dtype."""
         dtype = self.cache_dtype if dtype is None else dtype
-        empty = jnp.zeros((batch, max_length, self.num_kv_heads, self.head_size), dtype)
-        return KVCache(empty, empty, jnp.zeros(batch, jnp.int32))
+        # two arrays, not one twice, so that a jitted step may be given the cache's memory (donate_argnums)
+        empty = lambda: jnp.zeros((batch, max_length, self.num_kv_heads, self.head_size), dtype)
+        return KVCache(empty(), empty(), jnp.zeros(batch, jnp.int32))
 
     def _project(self, x, positions):
         query, key, value = self.query(x), self.key(x), self.value(x)

@@ -387,8 +387,8 @@ def test_rope_turns_halves_in_float32():
 
 
 def decode(layer, x, chunks, max_length):
-    """y of x fed in chunks of these sizes, and the cache."""
-    step = jax.jit(lambda x, cache: layer(x, cache=cache))
+    """y of x fed in chunks of these sizes, each written into the memory of the cache before, and the cache."""
+    step = jax.jit(lambda x, cache: layer(x, cache=cache), donate_argnums=1)
     cache, ys, start = layer.init_cache(x.shape[0], max_length), [], 0
     for t in chunks:
         y, cache = step(x[:, start : start + t], cache)
