@@ -265,7 +265,7 @@ def _with_arrays(sizes, part: masks.Mask) -> masks.Mask:
         if letters == "B" and isinstance(x, int):
             x = np.full(sizes.lead, x)
         arrays[field] = sizes.ints(f"{name}.{field}", x, letters)
-    return dataclasses.replace(part, **arrays)
+    return dataclasses.replace(part, **arrays) if arrays else part
 
 
 def problem_of(call: dict[str, Any]) -> Problem:

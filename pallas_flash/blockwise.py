@@ -42,13 +42,13 @@ def forward(problem: Problem, tiles: Tiles, x: Operands):
             v = view.hide(key, key.of(x.value), masked)
             return o * alpha[..., None] + _dot(prob.astype(v.dtype), v), m, l
 
-        zeros = jnp.zeros((*rows[:3], tiles.block_q))
-        start = jnp.zeros((*zeros.shape, p.value_size)), zeros + online_softmax.LOWEST, zeros
+        zeros = jnp.zeros((*rows[:3], tiles.block_q), jnp.float32)
+        start = jnp.zeros((*zeros.shape, p.value_size), jnp.float32), zeros + online_softmax.LOWEST, zeros
         o, lse = online_softmax.finish(*view.blocks.visit(step, start))
         return row.put(outputs[0], o), row.put(outputs[1], lse[..., None])
 
-    outputs = jnp.zeros((*rows, p.value_size), x.query.dtype), jnp.zeros((*rows, 1))
-    o, lse = lax.fori_loop(0, schedule.ceil_div(p.queries, tiles.block_q), query_block, outputs)
+    outputs = jnp.zeros((*rows, p.value_size), x.query.dtype), jnp.zeros((*rows, 1), jnp.float32)
+    o, lse = schedule.loop(0, schedule.ceil_div(p.queries, tiles.block_q), query_block, outputs)
     return _from_heads(o), lse.reshape(p.batch, p.heads, p.queries)
 
 
@@ -76,12 +76,12 @@ def backward(problem: Problem, tiles: Tiles, x: Operands, o, lse, do, delta):
             return dq, dk, dv, dbias if dbias is None else _add_tile(dbias, ds, row, key)
 
         dq, *gradients = gradients
-        dq_, *gradients = view.blocks.visit(step, (jnp.zeros(q.shape), *gradients))
+        dq_, *gradients = view.blocks.visit(step, (jnp.zeros(q.shape, jnp.float32), *gradients))
         return row.add(dq, dq_ * p.scale), *gradients  # what is not its own is zero
 
     zeros = [jnp.zeros(a.shape, jnp.float32) for a in (x.key, x.value)]
     start = jnp.zeros_like(x.query), *zeros, None if x.bias is None else jnp.zeros(x.bias.shape, jnp.float32)
-    dq, dk, dv, dbias = lax.fori_loop(0, schedule.ceil_div(p.queries, tiles.block_q), query_block, start)
+    dq, dk, dv, dbias = schedule.loop(0, schedule.ceil_div(p.queries, tiles.block_q), query_block, start)
     dk, dv = (_from_heads(d.astype(q.dtype)) for d, q in ((dk * p.scale, x.key), (dv, x.value)))
     if dbias is not None:
         dbias = dbias.reshape(p.bias).astype(bias_dtype)
@@ -165,7 +165,8 @@ def _add_tile(dbias, ds, row: _Block, key: _Block):
     tile = key.of(row.of(dbias), -1)
     broadcast = [axis for axis, n in enumerate(tile.shape) if n == 1]
     tile = tile + jnp.sum(ds, axis=broadcast, keepdims=True)
-    at = [0, 0, 0, row.start if dbias.shape[3] > 1 else 0, key.start if dbias.shape[4] > 1 else 0]
+    zero = jnp.int32(0)
+    at = [zero, zero, zero, row.start if dbias.shape[3] > 1 else zero, key.start if dbias.shape[4] > 1 else zero]
     return lax.dynamic_update_slice(dbias, tile, at)
 
 

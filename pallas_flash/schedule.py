@@ -21,22 +21,25 @@ class Blocks(NamedTuple):
 
     def clipped(self) -> "Blocks":
         """The same with 0 <= first <= full_first <= full_last <= last."""
-        first = _max(self.first, 0)
-        last = _max(self.last, first)
-        full_first = _min(_max(self.full_first, first), last)
-        return Blocks(first, full_first, _min(_max(self.full_last, full_first), last), last)
+        last = _max(self.last, 0)
+        first = _between(self.first, 0, last)
+        full_first = _between(self.full_first, first, last)
+        return Blocks(first, full_first, _between(self.full_last, full_first, last), last)
 
     def visit(self, step, carry):
         """carry = step(block number, carry, masked=...) over all blocks, in order."""
 
-        def loop(start, stop, carry, masked):
-            if isinstance(start, int) and isinstance(stop, int) and start >= stop:
-                return carry
-            return lax.fori_loop(start, stop, lambda j, carry: step(j, carry, masked=masked), carry)
+        masked, full = (lambda j, carry, m=m: step(j, carry, masked=m) for m in (True, False))
+        carry = loop(self.first, self.full_first, masked, carry)
+        carry = loop(self.full_first, self.full_last, full, carry)
+        return loop(self.full_last, self.last, masked, carry)
 
-        carry = loop(self.first, self.full_first, carry, True)
-        carry = loop(self.full_first, self.full_last, carry, False)
-        return loop(self.full_last, self.last, carry, True)
+
+def loop(start: Ints, stop: Ints, step, carry):
+    """carry = step(j, carry) for j in [start, stop), j an int32; traces nothing where that is known to be empty."""
+    if isinstance(start, int) and isinstance(stop, int) and start >= stop:
+        return carry
+    return lax.fori_loop(jnp.asarray(start, jnp.int32), jnp.asarray(stop, jnp.int32), step, carry)
 
 
 def key_blocks(start: Ints, stop: Ints, solid, size: int, axis=None) -> Blocks:
@@ -48,8 +51,9 @@ def key_blocks(start: Ints, stop: Ints, solid, size: int, axis=None) -> Blocks:
         whole = start, stop
     else:
         whole = jnp.where(solid, start, Visibility.ALL), jnp.where(solid, stop, 0)
-    if not isinstance(stop, int):
-        start = jnp.where(start < stop, start, Visibility.ALL)  # a row that sees nothing asks for no block
+    if not isinstance(stop, int):  # a row that sees nothing asks for no block
+        some = start < stop
+        start, stop = jnp.where(some, start, Visibility.ALL), jnp.where(some, stop, 0)
     return Blocks(
         _reduce(jnp.min, start, axis) // size,
         ceil_div(_reduce(jnp.max, whole[0], axis), size),
@@ -104,5 +108,8 @@ def _max(a, b):
     return max(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.maximum(a, b)
 
 
-def _min(a, b):
-    return min(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.minimum(a, b)
+def _between(x, low, high):
+    """x moved into [low, high]; an int where low and x are, so that loops known to be empty are not traced."""
+    if isinstance(x, int) and isinstance(low, int) and x <= low:
+        return low
+    return jnp.minimum(jnp.maximum(x, low), high) if not all(isinstance(n, int) for n in (x, low, high)) else min(x, high)

@@ -65,7 +65,7 @@ def _dkv_kernel(x: Operands, do_ref, lse_ref, delta_ref, blocks_ref, dk_ref, dv_
         return blocks.visit(step, carry)
 
     zeros = jnp.zeros(dk_ref.shape, jnp.float32), jnp.zeros(dv_ref.shape, jnp.float32)
-    dk, dv = lax.fori_loop(0, p.group, query_head, zeros)
+    dk, dv = schedule.loop(0, p.group, query_head, zeros)
     tile.store(dk_ref, dk * p.scale, key.inside, tile.head(dk_ref, p.head_size))
     tile.store(dv_ref, dv, key.inside, tile.head(dv_ref, p.value_size))
 
@@ -154,15 +154,15 @@ def _dbias_kernel(x: Operands, do_ref, lse_ref, delta_ref, dbias_ref, *, problem
         first, _, _, last = view.blocks(tiles.block_k)
         if not broadcast_k:
             first, last = jnp.maximum(first, own_j), jnp.minimum(last, own_j + 1)
-        return lax.fori_loop(first, last, step, dbias)
+        return schedule.loop(first, last, step, dbias)
 
     def head(b, n, dbias):
         if not broadcast_q:
             return query_tile(b, n, own_i, dbias)
-        return lax.fori_loop(0, schedule.ceil_div(p.queries, tiles.block_q), lambda i, d: query_tile(b, n, i, d), dbias)
+        return schedule.loop(0, schedule.ceil_div(p.queries, tiles.block_q), lambda i, d: query_tile(b, n, i, d), dbias)
 
     dbias = jnp.zeros((1 if broadcast_q else tiles.block_q, 1 if broadcast_k else tiles.block_k), jnp.float32)
-    dbias = lax.fori_loop(0, B, lambda b, d: lax.fori_loop(0, N, lambda n, d: head(b, n, d), d), dbias)
+    dbias = schedule.loop(0, B, lambda b, d: schedule.loop(0, N, lambda n, d: head(b, n, d), d), dbias)
     rows = None if broadcast_q else tile.span(own_i, tiles.block_q, p.queries).inside
     keys = None if broadcast_k else tile.span(own_j, tiles.block_k, p.keys).inside
     tile.store(dbias_ref, dbias, rows, keys)

@@ -1,0 +1,128 @@
+"""Every mask on a small full grid against brute force: what is seen, which blocks are visited, which need no mask."""
+
+import jax
+import numpy as np
+import oracle
+import pytest
+from cases import MASKS, Sizes, arguments, qkv
+
+from pallas_flash import masks, schedule
+from pallas_flash.arguments import normalise
+from pallas_flash.attention import _SIGNATURE
+from pallas_flash.masks import Visibility
+
+Z = Sizes(T=23, S=29, N=1, K=1, H=1, Hv=1)
+BLOCKS = [(4, 4), (8, 3), (5, 16), (32, 32)]
+
+
+def visibility(rng, kw) -> Visibility:
+    call = _SIGNATURE.bind(*qkv(rng, Z), **arguments(kw))
+    call.apply_defaults()
+    asked = {name: x for name, x in call.arguments.items() if name not in ("implementation", "return_residual")}
+    return normalise(**asked)[1].visibility
+
+
+def rows_of(v: Visibility, b: int, row):
+    at = v.narrow(Visibility.BY_BATCH, lambda x: x[b])
+    return at.narrow(Visibility.BY_QUERY, lambda x: x[b][row])
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_the_interval_and_ids_say_what_brute_force_says(name, rng):
+    kw = MASKS[name](rng, Z)
+    v, seen = visibility(rng, kw), oracle.visible(Z.B, 1, Z.T, Z.S, kw)[:, 0]
+    row = np.arange(Z.T)
+    for b in range(Z.B):
+        at = rows_of(v, b, row)
+        start, stop = (np.broadcast_to(end, Z.T)[:, None] for end in at.interval(row))
+        ids = () if at.query_ids is None else (at.query_ids[:, None], at.key_ids[b][None])
+        np.testing.assert_array_equal(at.sees(start, stop, np.arange(Z.S), *ids), seen[b])
+
+
+@pytest.mark.parametrize("block_q, block_k", BLOCKS)
+@pytest.mark.parametrize("name", MASKS)
+def test_visited_blocks_hold_all_that_is_seen_and_full_blocks_nothing_else(name, block_q, block_k, rng):
+    kw = MASKS[name](rng, Z)
+    v, seen = visibility(rng, kw), oracle.visible(Z.B, 1, Z.T, Z.S, kw)[:, 0]
+    q_tiles, k_tiles = -(-Z.T // block_q), -(-Z.S // block_k)
+    with jax.ensure_compile_time_eval():
+        transposed = np.asarray(schedule.query_blocks(v, Z.T, block_q, block_k))
+    transposed = np.broadcast_to(transposed, (Z.B, k_tiles, 4))
+    tile = lambda b, i, j: seen[b, i * block_q : (i + 1) * block_q, j * block_k : (j + 1) * block_k]
+    scattered = "scattered" in name  # such a document reaches from its first to its last key
+    gaps = scattered or v.query_ids is not None  # what a tile's rows see together may have gaps
+    for b in range(Z.B):
+        for i in range(q_tiles):
+            row = np.minimum(i * block_q + np.arange(block_q), Z.T - 1)
+            at = rows_of(v, b, row)
+            blocks = schedule.key_blocks(*at.interval(row), at.solid, block_k)
+            _check(blocks, [tile(b, i, j) for j in range(k_tiles)], Z.S % block_k != 0, not scattered)
+        for j in range(k_tiles):
+            blocks = schedule.Blocks(*transposed[b, j])
+            _check(blocks, [tile(b, i, j) for i in range(q_tiles)], Z.T % block_q != 0, not gaps)
+
+
+def _check(blocks, tiles, last_hangs_over, tight):
+    first, full_first, full_last, last = (int(x) for x in blocks)
+    assert 0 <= first <= full_first <= full_last <= last <= len(tiles)
+    for number, tile in enumerate(tiles):
+        if tile.any():
+            assert first <= number < last, f"block {number} is seen and not visited: {blocks}"
+        if full_first <= number < full_last:
+            assert tile.all(), f"block {number} needs a mask: {blocks}"
+            assert not (last_hangs_over and number == len(tiles) - 1), f"block {number} needs bounds: {blocks}"
+    if tight and first < last:
+        assert tiles[first].any() and tiles[last - 1].any(), f"the ends are visited in vain: {blocks}"
+
+
+@pytest.mark.parametrize("T, S, size", [(1024, 1024, 64), (1024, 4096, 64)])
+def test_causal_visits_half_the_blocks_and_masks_only_the_diagonal(T, S, size):
+    v = masks.resolve([masks.Causal()], 1, T, S, S - T)
+    visited = masked = 0
+    for i in range(T // size):
+        row = i * size + np.arange(size)
+        first, full_first, full_last, last = schedule.key_blocks(*v.interval(row), None, size)
+        visited, masked = visited + int(last - first), masked + int(full_first - first) + int(last - full_last)
+    tiles = T // size
+    assert masked == tiles
+    assert visited == tiles * (S - T) // size + tiles * (tiles + 1) // 2
+
+
+def test_packed_documents_in_runs_skip_the_blocks_of_other_documents():
+    ids = np.repeat(np.arange(16), 64)[None].astype(np.int32)
+    v = masks.resolve([masks.Documents(ids, ids)], 1, 1024, 1024, 0)
+    blocks = np.asarray(schedule.query_blocks(v, 1024, 64, 64))[0]
+    np.testing.assert_array_equal(blocks, np.arange(16)[:, None] + [0, 0, 1, 1])  # its own block, which needs no mask
+
+
+def test_masks_meet_with_and(rng):
+    lengths = np.array([7, 20], np.int32)
+    by_object = masks.Causal() & masks.Window(9, None) & masks.KeyLengths(lengths) & masks.QueryLengths(lengths + 1)
+    by_arguments = dict(
+        is_causal=True, local_window_size=(9, 99), key_value_seq_lengths=lengths, query_seq_lengths=lengths + 1
+    )
+    a, b = visibility(rng, dict(mask=by_object)), visibility(rng, by_arguments)
+    for batch in range(Z.B):
+        row = np.arange(Z.T)
+        for x, y in zip(*(rows_of(v, batch, row).interval(row) for v in (a, b)), strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
+def test_a_new_mask_is_one_class_with_one_method(rng):
+    class Strided(masks.Mask):
+        """Blocks of 8 queries see the keys of their own block and the one before."""
+
+        def interval(self, row, position):
+            return position // 8 * 8 - 8, position // 8 * 8 + 8
+
+    v = visibility(rng, dict(mask=Strided()))
+    row = np.arange(Z.T)
+    start, stop = rows_of(v, 0, row).interval(row)
+    np.testing.assert_array_equal(start, np.maximum(row // 8 * 8 - 8, 0))
+    np.testing.assert_array_equal(stop, np.minimum(row // 8 * 8 + 8, Z.S))
+
+
+def test_a_mask_prints_as_words():
+    v = masks.resolve([masks.Causal(), masks.KeyLengths(np.array([3]))], 1, 4, 4, 2)
+    assert str(v) == "causal, query offset 2, key lengths"
+    assert str(masks.resolve([], 1, 4, 4, 7)) == "full"
