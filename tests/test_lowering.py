@@ -1,0 +1,98 @@
+"""The portable kernels lower for NVIDIA GPUs on a machine without one, and put nothing of size T x S into memory."""
+
+import inspect
+import math
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from cases import Sizes, broadcast_shape
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+from pallas_flash import flash_attention
+
+Z = Sizes(B=2, T=300, S=333, N=4, K=2, H=64, Hv=64)
+GPUS = {"sm_80": ("NVIDIA A100-SXM4-80GB", 108), "sm_90": ("NVIDIA H200", 132)}
+ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
+floats = lambda letters: jax.ShapeDtypeStruct(broadcast_shape(letters, Z), jnp.bfloat16)
+bools = lambda letters: jax.ShapeDtypeStruct(broadcast_shape(letters, Z), jnp.bool_)
+
+CASES = {
+    "full": (Z, {}),
+    "causal, odd head sizes": (Z._replace(H=40, Hv=72), dict(is_causal=True)),
+    "head size 256": (Z._replace(H=256, Hv=256), dict(is_causal=True)),
+    "one query": (Z._replace(T=1), dict(query_offset=ints(2), is_causal=True, key_value_seq_lengths=ints(2))),
+    "window and lengths": (
+        Z,
+        dict(local_window_size=(5, 3), query_offset=ints(2), key_value_seq_lengths=ints(2), query_seq_lengths=ints(2)),
+    ),
+    "documents": (Z, dict(query_segment_ids=ints(2, Z.T), key_value_segment_ids=ints(2, Z.S), is_causal=True)),
+    "key bias, soft cap": (Z, dict(bias=floats("BN1S"), mask=bools("B11S"), logits_soft_cap=3.0)),
+    "query bias": (Z, dict(bias=floats(".NT1"))),
+    "scalar bias": (Z, dict(bias=floats("1111"))),
+    "dense bias and mask": (Z, dict(bias=floats("1NTS"), mask=bools("B1TS"))),
+}
+
+
+def lower(gpu, z, kw, dtype):
+    """The StableHLO of forward and backward for a GPU that is not there."""
+    kind, cores = GPUS[gpu]
+    platform = dict(platform="gpu") if "platform" in inspect.signature(AbstractDevice).parameters else {}
+    device = AbstractDevice(device_kind=kind, num_cores=cores, **platform)
+    mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
+    shapes = (z.B, z.T, z.N, z.H), (z.B, z.S, z.K, z.H), (z.B, z.S, z.K, z.Hv)
+    arrays = {name: x for name, x in kw.items() if hasattr(x, "shape")}
+    static = {name: x for name, x in kw.items() if name not in arrays}
+
+    def gradients(q, k, v, arrays):
+        def loss(q, k, v, bias):
+            o, lse = flash_attention(
+                *(q, k, v, bias), implementation="portable", return_residual=True, **{**arrays, **static}
+            )
+            return o.astype(jnp.float32).sum() + lse.sum()
+
+        arrays = dict(arrays)
+        return jax.grad(loss, argnums=(0, 1, 2) + (3,) * ("bias" in arrays))(q, k, v, arrays.pop("bias", None))
+
+    with jax.sharding.use_abstract_mesh(mesh):
+        args = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+        return jax.jit(gradients).trace(*args, arrays).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", CASES)
+def test_every_kernel_lowers_for_a_gpu(gpu, dtype, name):
+    z, kw = CASES[name]
+    text = lower(gpu, z, kw, dtype)
+    kernels = set(re.findall(r"flash_attention_\w+", text))
+    expected = {f"flash_attention_{name}" for name in ("forward", "dkv", "dq", *["dbias"] * ("bias" in kw))}
+    assert expected <= kernels, f"{expected - kernels} of {kernels} are missing"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_of_size_t_x_s_is_in_memory_but_the_users_own_arrays(name):
+    z, kw = CASES[name]
+    text = lower("sm_90", z, kw, "bfloat16")
+    size = lambda shape: math.prod(map(int, shape.split("x")))
+    largest = max(size(shape) for shape in re.findall(r"tensor<((?:\d+x)*\d+)x\w+>", text))
+    own = [math.prod(x.shape) for x in kw.values() if hasattr(x, "shape")]
+    linear = max(z.B * z.N * max(z.T, z.S) * max(z.H, z.Hv), *own, 0)
+    assert largest <= linear, f"an array of {largest} elements; q, k, v and the user's own need {linear}"
+
+
+def test_a_user_meets_no_deprecation_warning():
+    code = """
+import jax, jax.numpy as jnp
+from test_lowering import CASES, lower
+lower("sm_90", *CASES["full"], "bfloat16")
+"""
+    tests = pathlib.Path(__file__).parent
+    paths = dict(cwd=tests, env={**os.environ, "PYTHONPATH": str(tests.parent)})
+    done = subprocess.run([sys.executable, "-W", "default", "-c", code], capture_output=True, text=True, check=True, **paths)
+    assert "deprecated" not in done.stderr, done.stderr

@@ -1,0 +1,79 @@
+"""The house stays in order: each module imports only from the rows below it, and masks are described once."""
+
+import ast
+import pathlib
+import re
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+PACKAGE = ROOT / "pallas_flash"
+
+# Each module may import from those after it.
+ORDER = [
+    "__init__",
+    "flax",
+    "attention",
+    "autodiff",
+    "backends",
+    "reference",
+    "blockwise",
+    "kernels.portable.__init__",
+    "kernels.portable.backward",
+    "kernels.portable.forward",
+    "kernels.portable.tile",
+    "kernels.portable.tuning",
+    "kernels.__init__",
+    "arguments",
+    "schedule",
+    "online_softmax",
+    "masks",
+]
+
+
+def modules():
+    return {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def imported(path):
+    """The package's modules that a file imports, in ORDER's names."""
+    known = modules()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "pallas_flash":
+            base = node.module.removeprefix("pallas_flash").strip(".")
+            for alias in node.names:
+                full = f"{base}.{alias.name}".strip(".")
+                for name in (full, f"{full}.__init__", base, f"{base}.__init__".strip(".")):
+                    if name in known:
+                        yield name
+                        break
+
+
+def test_every_module_has_its_place_in_the_order():
+    assert set(modules()) == set(ORDER)
+
+
+@pytest.mark.parametrize("name", ORDER)
+def test_a_module_imports_only_from_below(name):
+    for other in imported(modules()[name]):
+        assert ORDER.index(other) > ORDER.index(name), f"{name} imports {other}, which stands above it"
+
+
+@pytest.mark.parametrize("path", sorted([*(ROOT / "models").glob("*.py"), *(ROOT / "scripts").glob("*.py")]), ids=lambda p: p.name)
+def test_models_and_scripts_use_only_public_names(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("pallas_flash"):
+            assert node.module in ("pallas_flash", "pallas_flash.flax"), f"{path.name} imports {node.module}"
+
+
+@pytest.mark.parametrize("name", [name for name in ORDER if name not in ("masks", "arguments", "attention", "flax")])
+def test_no_module_but_masks_knows_what_a_mask_means(name):
+    words = re.findall(r"\b(causal|window|prefix|query_offset|key_stop|query_stop)\b", modules()[name].read_text())
+    assert not words, f"{name} speaks of {set(words)}"
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_a_file_says_its_one_job_and_fits_into_one_sitting(path):
+    source = path.read_text()
+    assert ast.get_docstring(ast.parse(source)), "the first line of a file says its job"
+    assert source.count("\n") <= 300
