@@ -51,9 +51,7 @@ def lower(gpu, z, kw, dtype):
 
     def gradients(q, k, v, arrays):
         def loss(q, k, v, bias):
-            o, lse = flash_attention(
-                *(q, k, v, bias), implementation="portable", return_residual=True, **{**arrays, **static}
-            )
+            o, lse = flash_attention(*(q, k, v, bias), implementation="portable", return_residual=True, **{**arrays, **static})
             return o.astype(jnp.float32).sum() + lse.sum()
 
         arrays = dict(arrays)

@@ -98,9 +98,7 @@ def test_packed_documents_in_runs_skip_the_blocks_of_other_documents():
 def test_masks_meet_with_and(rng):
     lengths = np.array([7, 20], np.int32)
     by_object = masks.Causal() & masks.Window(9, None) & masks.KeyLengths(lengths) & masks.QueryLengths(lengths + 1)
-    by_arguments = dict(
-        is_causal=True, local_window_size=(9, 99), key_value_seq_lengths=lengths, query_seq_lengths=lengths + 1
-    )
+    by_arguments = dict(is_causal=True, local_window_size=(9, 99), key_value_seq_lengths=lengths, query_seq_lengths=lengths + 1)
     a, b = visibility(rng, dict(mask=by_object)), visibility(rng, by_arguments)
     for batch in range(Z.B):
         row = np.arange(Z.T)

@@ -59,7 +59,10 @@ def test_a_module_imports_only_from_below(name):
         assert ORDER.index(other) > ORDER.index(name), f"{name} imports {other}, which stands above it"
 
 
-@pytest.mark.parametrize("path", sorted([*(ROOT / "models").glob("*.py"), *(ROOT / "scripts").glob("*.py")]), ids=lambda p: p.name)
+OUTSIDE = sorted([*(ROOT / "models").glob("*.py"), *(ROOT / "scripts").glob("*.py")])
+
+
+@pytest.mark.parametrize("path", OUTSIDE, ids=lambda p: p.name)
 def test_models_and_scripts_use_only_public_names(path):
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("pallas_flash"):
