@@ -1,13 +1,14 @@
 """`flash_attention` and `explain`: the signature, its meaning, and four calls."""
 
 import dataclasses
+import functools
 import inspect
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_flash import arguments, autodiff, backends
+from pallas_flash import arguments, autodiff, backends, sharding
 from pallas_flash.masks import Mask
 
 
@@ -79,12 +80,12 @@ def flash_attention(
       ValueError: a shape or value that does not fit.
       NotImplementedError: the implementation asked for cannot run this call, or an argument is not implemented yet.
     """
-    problem, operands = arguments.normalise(
-        query,
-        key,
-        value,
-        bias,
-        mask,
+    call = dict(
+        query=query,
+        key=key,
+        value=value,
+        bias=bias,
+        mask=mask,
         scale=scale,
         is_causal=is_causal,
         query_seq_lengths=query_seq_lengths,
@@ -99,10 +100,17 @@ def flash_attention(
         dropout_rng=dropout_rng,
         deterministic=deterministic,
     )
+    attend = functools.partial(_attend, implementation)
+    o, lse = sharding.by_device(attend, call) if sharding.is_explicit(query) else attend(**call)
+    return (o, lse) if return_residual else o
+
+
+def _attend(implementation, **call):
+    problem, operands = arguments.normalise(**call)
     choice = backends.choose(problem, implementation)
     o, lse = autodiff.attend(problem, choice, operands)
-    o = o.reshape(*query.shape[:-1], value.shape[-1])
-    return (o, jnp.swapaxes(lse, 1, 2).reshape(query.shape[:-1])) if return_residual else o
+    rows = call["query"].shape[:-1]
+    return o.reshape(*rows, -1), jnp.swapaxes(lse, 1, 2).reshape(rows)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_flash.arguments import Operands, Problem
@@ -12,7 +13,6 @@ from pallas_flash.backends import Choice
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(problem: Problem, choice: Choice, operands: Operands):
-    """o [B, T, N, Hv] in the query's dtype, lse [B, N, T] in float32; both may be differentiated."""
     return choice.backend.forward(problem, choice.tiles, operands)
 
 
@@ -35,4 +35,17 @@ def _backward(problem, choice, residuals, cotangents):
 
 
 _attend.defvjp(_forward, _backward)
-attend = jax.jit(_attend, static_argnums=(0, 1))
+_attend_jit = jax.jit(_attend, static_argnums=(0, 1))
+
+
+def attend(problem: Problem, choice: Choice, operands: Operands):
+    """o [B, T, N, Hv] in the query's dtype, lse [B, N, T] in float32; both may be differentiated."""
+    return _attend_jit(problem, choice, _vary_alike(operands))
+
+
+def _vary_alike(operands: Operands) -> Operands:
+    """Inside of shard_map: all operands vary over every axis of the mesh that one of them varies over, as an implementation's
+    loops need. What was the same on all devices gets the sum of its gradients."""
+    varying = lambda x: jax.typeof(x).manual_axis_type.varying
+    axes = frozenset().union(*map(varying, jax.tree.leaves(operands)))
+    return jax.tree.map(lambda x: lax.pcast(x, tuple(axes - varying(x)), to="varying") if axes - varying(x) else x, operands)

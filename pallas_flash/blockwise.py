@@ -42,12 +42,12 @@ def forward(problem: Problem, tiles: Tiles, x: Operands):
             v = view.hide(key, key.of(x.value), masked)
             return o * alpha[..., None] + _dot(prob.astype(v.dtype), v), m, l
 
-        zeros = jnp.zeros((*rows[:3], tiles.block_q), jnp.float32)
-        start = jnp.zeros((*zeros.shape, p.value_size), jnp.float32), zeros + online_softmax.LOWEST, zeros
+        l = _zeros(x, *rows[:3], tiles.block_q)
+        start = _zeros(x, *l.shape, p.value_size), l + online_softmax.LOWEST, l
         o, lse = online_softmax.finish(*view.blocks.visit(step, start))
         return row.put(outputs[0], o), row.put(outputs[1], lse[..., None])
 
-    outputs = jnp.zeros((*rows, p.value_size), x.query.dtype), jnp.zeros((*rows, 1), jnp.float32)
+    outputs = _zeros(x, *rows, p.value_size).astype(x.query.dtype), _zeros(x, *rows, 1)
     o, lse = schedule.loop(0, schedule.ceil_div(p.queries, tiles.block_q), query_block, outputs)
     return _from_heads(o), lse.reshape(p.batch, p.heads, p.queries)
 
@@ -76,11 +76,11 @@ def backward(problem: Problem, tiles: Tiles, x: Operands, o, lse, do, delta):
             return dq, dk, dv, dbias if dbias is None else _add_tile(dbias, ds, row, key)
 
         dq, *gradients = gradients
-        dq_, *gradients = view.blocks.visit(step, (jnp.zeros(q.shape, jnp.float32), *gradients))
+        dq_, *gradients = view.blocks.visit(step, (_zeros(x, *q.shape), *gradients))
         return row.add(dq, dq_ * p.scale), *gradients  # what is not its own is zero
 
-    zeros = [jnp.zeros(a.shape, jnp.float32) for a in (x.key, x.value)]
-    start = jnp.zeros_like(x.query), *zeros, None if x.bias is None else jnp.zeros(x.bias.shape, jnp.float32)
+    zeros = lambda a: None if a is None else _zeros(x, *a.shape)
+    start = jnp.zeros_like(x.query), zeros(x.key), zeros(x.value), zeros(x.bias)
     dq, dk, dv, dbias = schedule.loop(0, schedule.ceil_div(p.queries, tiles.block_q), query_block, start)
     dk, dv = (_from_heads(d.astype(q.dtype)) for d, q in ((dk * p.scale, x.key), (dv, x.value)))
     if dbias is not None:
@@ -168,6 +168,11 @@ def _add_tile(dbias, ds, row: _Block, key: _Block):
     zero = jnp.int32(0)
     at = [zero, zero, zero, row.start if dbias.shape[3] > 1 else zero, key.start if dbias.shape[4] > 1 else zero]
     return lax.dynamic_update_slice(dbias, tile, at)
+
+
+def _zeros(x: Operands, *shape):
+    """float32 zeros that vary over the same devices as the operands do."""
+    return jnp.zeros_like(x.query, shape=shape, dtype=jnp.float32)
 
 
 def _group(p: Problem, x):

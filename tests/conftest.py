@@ -13,6 +13,8 @@ from pallas_flash import blockwise
 from pallas_flash.kernels import portable
 from pallas_flash.kernels.portable.tuning import AllTiles, Tiles
 
+jax.config.update("jax_num_cpu_devices", 4)  # for test_sharding.py; all else runs on the first
+
 IMPLEMENTATIONS = ("reference", "blockwise", "portable")
 
 

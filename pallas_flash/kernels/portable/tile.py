@@ -222,6 +222,8 @@ def layout(problem: Problem, tiles: Tiles, index, **sizes: int | None) -> Layout
 
 def launch(kernel, args, *, grid, in_specs, out_specs, out_shape, tiles: Tiles, name: str):
     """Runs a kernel over `grid`, compiled on a GPU and in Pallas' interpreter anywhere else."""
+    devices = jax.typeof(args[0].query).manual_axis_type  # over which axes of a mesh the operands vary, and so the results
+    out_shape = [jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=devices) for x in out_shape]
     call = functools.partial(
         pl.pallas_call,
         *(kernel, out_shape),
