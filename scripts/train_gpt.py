@@ -20,6 +20,10 @@ import sysconfig
 import time
 from typing import Any, NamedTuple
 
+import numpy as np
+import tqdm
+
+# jax and what stands on it are imported where they are used: --help and errors come at once
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # models/ is no installed package
 
 VOCABULARY = 256  # bytes
@@ -147,8 +151,6 @@ def resolve(args):
 
 def run(args, state, step, evaluate, save):
     """Takes the steps that are left; returns the state and tokens/s. Ctrl-C and SIGTERM stop it after a checkpoint."""
-    import tqdm
-
     first, tokens, begin = int(state["step"]), args.batch * args.context, time.perf_counter()
     size = dict(total=args.steps * tokens, initial=first * tokens)
     bar = tqdm.tqdm(**size, unit=" tokens", unit_scale=True, disable=None, dynamic_ncols=True, leave=False)
@@ -179,9 +181,6 @@ def finite(loss) -> float:
 
 
 def print_losses(args, state, first: int, begin: float):
-    import numpy as np
-    import tqdm
-
     steps, train, held_out = curves(state)
     train = finite(np.mean(train[-args.eval_every :]))
     pace = (time.perf_counter() - begin) / (len(steps) - first)
@@ -214,7 +213,7 @@ def stop_signals():
 
 def parse(argv) -> argparse.Namespace:
     """The settings: of the command line, else of the run to resume, or of --check, else the defaults."""
-    parser = _parser()
+    parser = make_parser()
     args = parser.parse_args(argv)
     if args.resume is None:
         return parser.parse_args(argv, argparse.Namespace(**(CHECK_SETTINGS if args.check else {})))
@@ -227,15 +226,16 @@ def parse(argv) -> argparse.Namespace:
     return args
 
 
-class _Help(argparse.ArgumentDefaultsHelpFormatter):
+class Help(argparse.ArgumentDefaultsHelpFormatter):
     def _get_help_string(self, action):
         return action.help if action.default is None or action.default is False else super()._get_help_string(action)
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="train_gpt.py",
-        formatter_class=_Help,
+        formatter_class=Help,
+        usage="%(prog)s [--data PATH] [--out FOLDER | --resume RUN | --check] [options]",
         description="Trains a small GPT on bytes of text, with the attention of pallas_flash. Writes checkpoints and the loss "
         "curves (loss.csv, loss.png), and prints samples. Without options: on the source of "
         "Python's standard library, in a few minutes.",
@@ -246,34 +246,40 @@ def _parser() -> argparse.ArgumentParser:
     add("--check", action="store_true", help=HELP_CHECK)
 
     add = parser.add_argument_group("text").add_argument
-    add("--data", type=_absolute, metavar="PATH", help=HELP_DATA)
+    add("--data", type=absolute, metavar="PATH", help=HELP_DATA)
 
     add = parser.add_argument_group("model").add_argument
     add("--attention", metavar="NAME", help="implementation of flash_attention (default: the best that runs here)")
     add("--dtype", choices=["float32", "bfloat16"], help="of activations (default: bfloat16 on a GPU, else float32)")
-    add("--layers", type=_count, default=4, metavar="N", help="blocks")
-    add("--heads", type=_count, default=4, metavar="N", help="query heads")
-    add("--kv-heads", type=_count, metavar="N", help="key/value heads, shared by the query heads (default: one for each)")
-    add("--features", type=_count, default=128, metavar="N", help="width of the model")
+    add("--layers", type=count_type, default=4, metavar="N", help="blocks")
+    add("--heads", type=count_type, default=4, metavar="N", help="query heads")
+    add("--kv-heads", type=count_type, metavar="N", help="key/value heads, shared by the query heads (default: one for each)")
+    add("--features", type=count_type, default=128, metavar="N", help="width of the model")
     add("--untied", action="store_true", help="give the head weights of its own, not the embedding's")
 
     add = parser.add_argument_group("training").add_argument
-    add("--steps", type=_count, default=1500, metavar="N", help="steps of the optimizer")
-    add("--batch", type=_count, default=4, metavar="N", help="sequences a step")
-    add("--context", type=_count, default=128, metavar="N", help="bytes a sequence")
-    add("--learning-rate", type=_positive, default=3e-3, metavar="X", help="its peak, from which a cosine falls to a tenth")
-    add("--warmup", type=_count, default=100, metavar="N", help="steps to the peak")
-    add("--weight-decay", type=_not_negative, default=0.1, metavar="X", help="AdamW's, for matrices")
-    add("--clip", type=_positive, default=1.0, metavar="X", help="largest norm of the gradient")
+    add("--steps", type=count_type, default=1500, metavar="N", help="steps of the optimizer")
+    add("--batch", type=count_type, default=4, metavar="N", help="sequences a step")
+    add("--context", type=count_type, default=128, metavar="N", help="bytes a sequence")
+    add("--learning-rate", type=positive, default=3e-3, metavar="X", help="its peak, from which a cosine falls to a tenth")
+    add("--warmup", type=count_type, default=100, metavar="N", help="steps to the peak")
+    add("--weight-decay", type=not_negative, default=0.1, metavar="X", help="AdamW's, for matrices")
+    add("--clip", type=positive, default=1.0, metavar="X", help="largest norm of the gradient")
     add("--seed", type=int, default=0, metavar="N", help="of the parameters, the batches and the sample")
-    add("--eval-every", type=_count, default=250, metavar="N", help="steps from one held-out loss to the next")
-    add("--save-every", type=_count, default=100, metavar="N", help="steps between checkpoints: the most that a killed run loses")
+    add("--eval-every", type=count_type, default=250, metavar="N", help="steps from one held-out loss to the next")
+    add(
+        "--save-every",
+        type=count_type,
+        default=100,
+        metavar="N",
+        help="steps between checkpoints: the most that a killed run loses",
+    )
 
     add = parser.add_argument_group("sample").add_argument
     add("--prompt", default="def ", metavar="TEXT", help="what the sample begins with")
-    add("--samples", type=_count, default=3, metavar="N", help="how many")
-    add("--sample-length", type=_count, metavar="N", help="bytes to write (default: as many as the context holds)")
-    add("--temperature", type=_not_negative, default=0.7, metavar="X", help="0 takes the likeliest byte every time")
+    add("--samples", type=count_type, default=3, metavar="N", help="how many")
+    add("--sample-length", type=count_type, metavar="N", help="bytes to write (default: as many as the context holds)")
+    add("--temperature", type=not_negative, default=0.7, metavar="X", help="0 takes the likeliest byte every time")
     return parser
 
 
@@ -286,7 +292,7 @@ HELP_DATA = """a file, or a folder: every file in it that holds text. Of ten fil
 the text (default: the standard library of this Python, without its tests and encodings)"""
 
 
-def _number(kind, least, above):
+def number_type(kind, least, above):
     def convert(text: str):
         number = kind(text)
         if not (number > least or (number == least and not above)):
@@ -297,10 +303,10 @@ def _number(kind, least, above):
     return convert
 
 
-_count, _positive, _not_negative = _number(int, 1, False), _number(float, 0, True), _number(float, 0, False)
+count_type, positive, not_negative = number_type(int, 1, False), number_type(float, 0, True), number_type(float, 0, False)
 
 
-def _absolute(path: str) -> str:
+def absolute(path: str) -> str:
     return str(pathlib.Path(path).resolve())  # the run may be resumed from elsewhere
 
 
@@ -317,14 +323,12 @@ class Text(NamedTuple):
 
 
 def read_text(path: str | None, context: int) -> Text:
-    import numpy as np
-
     root = pathlib.Path(path or sysconfig.get_paths()["stdlib"])
     if not root.exists():
         fail(f"--data must be a file or a folder; {root} does not exist.")
-    files = [root] if root.is_file() else sorted(_text_files(root, python_only=path is None))
+    files = [root] if root.is_file() else sorted(text_files(root, python_only=path is None))
     try:
-        texts = [file.read_bytes() for file in files]
+        texts = [text for file in files if b"\0" not in (text := file.read_bytes())]
     except OSError as error:
         fail(f"--data: {error}")
     train, held_out = b"".join(t for i, t in enumerate(texts) if i % 10 != 9), b"".join(texts[9::10])
@@ -333,26 +337,24 @@ def read_text(path: str | None, context: int) -> Text:
         train, held_out = train[:cut], train[cut:]
     if min(len(train), len(held_out)) <= context:
         fail(
-            f"--context {context} needs more than {context} bytes of training text and as many held out; {root} has "
+            f"--context {context} needs more than {context} bytes of training text and as many held out; the text of {root} has "
             f"{len(train):,} and {len(held_out):,}. Give more text or a smaller --context."
         )
-    source = f"{root}, {len(files):,} file{'s' if len(files) > 1 else ''}"
+    source = f"{root}, {len(texts):,} file{'s' if len(texts) > 1 else ''}"
     return Text(np.frombuffer(train, np.uint8), np.frombuffer(held_out, np.uint8), source)
 
 
-def _text_files(root: pathlib.Path, python_only: bool):
+def text_files(root: pathlib.Path, python_only: bool):
     for file in root.rglob("*.py" if python_only else "*"):
         folders = file.relative_to(root).parts[:-1]
         if (python_only and NOT_TEXT.intersection(folders)) or any(part.startswith(".") for part in (*folders, file.name)):
             continue
-        if file.is_file() and b"\0" not in file.read_bytes()[:8192]:
+        if file.is_file():
             yield file
 
 
 def held_out_windows(text: Text, context: int):
     """uint8 [windows, context + 1], evenly spread; the last byte of each is only predicted."""
-    import numpy as np
-
     count = max(1, min(HELD_OUT_BYTES, len(text.held_out) - 1) // context)
     starts = np.linspace(0, len(text.held_out) - context - 1, count).astype(int)
     return text.held_out[starts[:, None] + np.arange(context + 1)]
@@ -360,8 +362,6 @@ def held_out_windows(text: Text, context: int):
 
 def bigram_loss(text: Text, windows) -> float:
     """Nats a byte on the windows, of the frequencies of byte pairs in the training text, each counted once more than it is."""
-    import numpy as np
-
     pairs = text.train[:-1].astype(np.int64) * VOCABULARY + text.train[1:]
     counts = 1.0 + np.bincount(pairs, minlength=VOCABULARY**2).reshape(VOCABULARY, VOCABULARY)
     surprise = -np.log(counts / counts.sum(1, keepdims=True))
@@ -480,7 +480,7 @@ def new_folder(args, text: Text) -> pathlib.Path:
         fail(f"--out: {error}")
     settings = {name: value for name, value in vars(args).items() if name not in NOT_SETTINGS}
     config = dict(settings=settings, text=dict(source=text.source, sha256=text.fingerprint()))
-    _write(folder / "config.json", json.dumps(config, indent=2) + "\n")
+    write_whole(folder / "config.json", json.dumps(config, indent=2) + "\n")
     return folder
 
 
@@ -499,7 +499,7 @@ def read_config(folder: pathlib.Path) -> dict:
         fail(f"--resume must be the folder of a run, as runs/gpt-1; {folder} has no config.json that can be read.")
 
 
-def _write(path: pathlib.Path, text: str):
+def write_whole(path: pathlib.Path, text: str):
     """All of it or nothing, whenever the process is killed."""
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text)
@@ -533,8 +533,6 @@ def save(folder: pathlib.Path, checkpoints, state: dict):
 
 def curves(state: dict):
     """(step, train loss, held-out loss or nan), one row for each step so far."""
-    import numpy as np
-
     number = int(state["step"])
     return np.arange(1, number + 1), *(np.asarray(state[name])[:number] for name in ("train_losses", "held_out_losses"))
 
@@ -546,11 +544,10 @@ def write_csv(folder: pathlib.Path, state: dict):
     rows.writerows(
         (step, train, "" if math.isnan(held_out) else held_out) for step, train, held_out in zip(*curves(state), strict=True)
     )
-    _write(folder / "loss.csv", file.getvalue())
+    write_whole(folder / "loss.csv", file.getvalue())
 
 
 def write_png(folder: pathlib.Path, state: dict, bigram: float):
-    import numpy as np
     from matplotlib.figure import Figure
 
     steps, train, held_out = curves(state)
@@ -584,7 +581,6 @@ def check_sample(args):
 
 def print_samples(args, structure, parameters):
     import jax
-    import numpy as np
 
     prompt = np.tile(np.frombuffer(args.prompt.encode(), np.uint8), (args.samples, 1))
     decode = jax.jit(decoder(structure, args.sample_length, args.temperature))

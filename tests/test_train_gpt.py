@@ -173,6 +173,8 @@ def test_text_that_cannot_be_trained_on_is_refused(script, tmp_path):
     assert "has 0 and 0" in error_of(script, "--data", str(tmp_path / "empty.txt"))
     (tmp_path / "folder").mkdir()
     assert "has 0 and 0" in error_of(script, "--data", str(tmp_path / "folder"))
+    (tmp_path / "binary").write_bytes(bytes(1000))
+    assert "has 0 and 0" in error_of(script, "--data", str(tmp_path / "binary"))
     (tmp_path / "short.txt").write_text("x" * 200)
     assert "--context 32 needs more than 32 bytes" in error_of(script, "--data", str(tmp_path / "short.txt"), "--context", "32")
 
