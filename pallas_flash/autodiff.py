@@ -26,6 +26,7 @@ def _forward(problem, choice, operands):
 def _backward(problem, choice, residuals, cotangents):
     operands, o, lse = residuals
     do, dlse = cotangents
+    do = lax.optimization_barrier(do)  # or XLA may leave out its rounding to 16 bits here, and delta part from the kernels' do
     # d lse / d s = p, and ds = p * (dp - rowsum(o * do)): the cotangent of lse joins delta.
     delta = jnp.einsum("btnh,btnh->bnt", o.astype(jnp.float32), do.astype(jnp.float32), precision="highest") - dlse
     empty = lse == -jnp.inf

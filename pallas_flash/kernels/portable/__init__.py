@@ -1,5 +1,7 @@
 """FlashAttention-2 as Pallas kernels for any GPU that Pallas' Triton lowering knows."""
 
+import jax
+
 from pallas_flash.arguments import Problem
 from pallas_flash.kernels.portable.backward import backward
 from pallas_flash.kernels.portable.forward import forward
@@ -12,4 +14,15 @@ def why_not(problem: Problem) -> str | None:
     """Why the kernels cannot run a problem, or None."""
     if max(problem.head_size, problem.value_size) > 256:
         return f"head sizes above 256 do not fit into registers; got H = {problem.head_size}, Hv = {problem.value_size}"
+    capability = compute_capability()
+    if capability and capability < 8.0:
+        return f"the kernels need an NVIDIA GPU of compute capability 8.0 or higher; this one has {capability}"
     return None
+
+
+def compute_capability() -> float | None:
+    """Of the default GPU, where it is NVIDIA's; else None."""
+    try:
+        return float(jax.devices("cuda")[0].compute_capability)
+    except RuntimeError:
+        return None

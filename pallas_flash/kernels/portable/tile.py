@@ -106,8 +106,9 @@ class View(NamedTuple):
         if not masked:
             return mask
         column = lambda x: x[:, None] if jnp.ndim(x) else x
-        v = self.visibility
-        ids = () if v.query_ids is None else (v.query_ids[:, None], v.key_ids[self.batch, key.slice][None, :])
+        v, ids = self.visibility, ()
+        if v.query_ids is not None:
+            ids = v.query_ids[:, None], load(v.key_ids.at[self.batch, key.slice], key.inside)[None, :]
         inside = v.sees(column(self.start), column(self.stop), key.index[None, :], *ids)
         return inside if mask is None else inside & mask
 
