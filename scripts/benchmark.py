@@ -472,7 +472,8 @@ def write_png(path: pathlib.Path, facts, timed: list[Row], compiled_only: list[R
         right.plot([row.case.T for row in rows], [row.temporary_bytes / 1e6 for row in rows], label=name, **look)
         if rows:
             last = rows[-1]
-            at = dict(xytext=(-6, 4), textcoords="offset points", ha="right", color=f"C{number}")
+            at = dict(xytext=(-6, 5), textcoords="offset points", ha="right", color=f"C{number}")
+            at |= dict(bbox=dict(color="white", pad=0.5))  # over the grid
             right.annotate(f"{last.temporary_bytes / 1e6:,.0f}", (last.case.T, last.temporary_bytes / 1e6), **at)
     left.set_title(facts["inputs"], fontsize=10)
     right.set_title(f"forward+backward, {args.dtype}, B1 N1 H{args.head_size}, compiled only", fontsize=10)
