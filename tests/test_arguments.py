@@ -130,7 +130,7 @@ def test_without_a_gpu_blockwise_is_chosen_and_explain_says_why():
 
 def test_an_old_gpu_is_told_what_is_needed(monkeypatch):
     monkeypatch.setattr(portable, "compute_capability", lambda: 7.5)
-    with pytest.raises(NotImplementedError, match="need an NVIDIA GPU of compute capability 8.0 or higher; this one has 7.5"):
+    with pytest.raises(NotImplementedError, match=r"need an NVIDIA GPU of compute capability 8\.0 or higher; this one has 7\.5"):
         call(implementation="portable")
     assert "7.5" in explain(jnp.ones(Q), jnp.ones(K), jnp.ones(K)).why_not["portable"]
 

@@ -14,6 +14,7 @@ import pytest
 from matplotlib import image
 
 from pallas_flash import backends
+from scripts.gpt_run import text as texts
 
 SCRIPT = pathlib.Path(__file__).resolve().parents[1] / "scripts" / "train_gpt.py"
 TINY = "--layers 1 --heads 2 --features 16 --context 24 --batch 3 --eval-every 5 --save-every 4 --warmup 3".split()
@@ -92,10 +93,10 @@ def test_the_loss_falls_below_that_of_bigrams_and_the_last_lines_say_so(script, 
 
 
 def test_the_bigram_loss_is_that_of_counted_pairs(script):
-    text = script.Text(np.frombuffer(b"ababac", np.uint8), np.frombuffer(b"abac", np.uint8), "")
+    text = texts.Text(np.frombuffer(b"ababac", np.uint8), np.frombuffer(b"abac", np.uint8), "")
     a, b = 3 + 256, 2 + 256  # each of a byte's 256 pairs counts once more than it is
     expected = -np.mean(np.log([3 / a, 3 / b, 2 / a]))
-    assert script.bigram_loss(text, text.held_out[None]) == pytest.approx(expected)
+    assert texts.bigram_loss(text, text.held_out[None]) == pytest.approx(expected)
 
 
 def test_of_ten_files_one_is_held_out_and_what_is_no_text_is_left_out(script, tmp_path):
@@ -103,16 +104,16 @@ def test_of_ten_files_one_is_held_out_and_what_is_no_text_is_left_out(script, tm
         (tmp_path / f"{number:02}.txt").write_text(f"{number:02} ")
     (tmp_path / "99.bin").write_bytes(b"\0\1")
     (tmp_path / ".hidden").write_text("hidden")
-    text = script.read_text(str(tmp_path), context=2)
+    text = texts.read_text(str(tmp_path), context=2)
     assert text.held_out.tobytes() == b"09 19 "
     assert text.train.tobytes() == b"00 01 02 03 04 05 06 07 08 10 11 12 13 14 15 16 17 18 "
 
 
 def test_the_standard_library_is_the_default_text(script):
-    text = script.read_text(None, context=128)
+    text = texts.read_text(None, context=128)
     assert len(text.train) > 5_000_000
-    assert len(text.held_out) > script.HELD_OUT_BYTES
-    assert text.fingerprint() == script.read_text(None, context=128).fingerprint()
+    assert len(text.held_out) > texts.HELD_OUT_BYTES
+    assert text.fingerprint() == texts.read_text(None, context=128).fingerprint()
 
 
 # --- resuming

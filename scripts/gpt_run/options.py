@@ -1,0 +1,104 @@
+"""The command line of train_gpt.py, and how it speaks to its user."""
+
+import argparse
+import pathlib
+from typing import Any
+
+VOCABULARY = 256  # bytes
+NOT_SETTINGS = {"out", "resume", "check", "prompt", "samples", "sample_length", "temperature"}  # may differ when a run is resumed
+# a context of several key blocks, and a length that no block divides
+CHECK_SETTINGS = dict(layers=2, heads=2, features=64, context=300, batch=2, steps=50, warmup=10, dtype="float32")
+CHECK_TOLERANCE = dict(float32=1e-4, bfloat16=4e-3)  # of the loss
+
+
+def fail(message: str):
+    """Ends with exit status 1 and one line on stderr."""
+    raise SystemExit(f"train_gpt.py: error: {message}")
+
+
+def report(name: str, text: Any):
+    print(f"{name:<11}" + str(text).replace("\n", "\n" + " " * 11), flush=True)
+
+
+class Help(argparse.ArgumentDefaultsHelpFormatter):
+    def _get_help_string(self, action):
+        return action.help if action.default is None or action.default is False else super()._get_help_string(action)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="train_gpt.py",
+        formatter_class=Help,
+        usage="%(prog)s [--data PATH] [--out FOLDER | --resume RUN | --check] [options]",
+        description="Trains a small GPT on bytes of text, with the attention of pallas_flash. Writes checkpoints and the loss "
+        "curves (loss.csv, loss.png), and prints samples. Without options: on the source of "
+        "Python's standard library, in a few minutes.",
+    )
+    add = parser.add_argument_group("run").add_mutually_exclusive_group().add_argument
+    add("--out", type=pathlib.Path, metavar="FOLDER", help="a new folder for the results (default: runs/gpt-1, -2, ...)")
+    add("--resume", type=pathlib.Path, metavar="RUN", help=HELP_RESUME)
+    add("--check", action="store_true", help=HELP_CHECK)
+
+    add = parser.add_argument_group("text").add_argument
+    add("--data", type=absolute, metavar="PATH", help=HELP_DATA)
+
+    add = parser.add_argument_group("model").add_argument
+    add("--attention", metavar="NAME", help="implementation of flash_attention (default: the best that runs here)")
+    add("--dtype", choices=["float32", "bfloat16"], help="of activations (default: bfloat16 on a GPU, else float32)")
+    add("--layers", type=count_type, default=4, metavar="N", help="blocks")
+    add("--heads", type=count_type, default=4, metavar="N", help="query heads")
+    add("--kv-heads", type=count_type, metavar="N", help="key/value heads, shared by the query heads (default: one for each)")
+    add("--features", type=count_type, default=128, metavar="N", help="width of the model")
+    add("--untied", action="store_true", help="give the head weights of its own, not the embedding's")
+
+    add = parser.add_argument_group("training").add_argument
+    add("--steps", type=count_type, default=1500, metavar="N", help="steps of the optimizer")
+    add("--batch", type=count_type, default=4, metavar="N", help="sequences a step")
+    add("--context", type=count_type, default=128, metavar="N", help="bytes a sequence")
+    add("--learning-rate", type=positive, default=3e-3, metavar="X", help="its peak, from which a cosine falls to a tenth")
+    add("--warmup", type=count_type, default=100, metavar="N", help="steps to the peak")
+    add("--weight-decay", type=not_negative, default=0.1, metavar="X", help="AdamW's, for matrices")
+    add("--clip", type=positive, default=1.0, metavar="X", help="largest norm of the gradient")
+    add("--seed", type=int, default=0, metavar="N", help="of the parameters, the batches and the sample")
+    add("--eval-every", type=count_type, default=250, metavar="N", help="steps from one held-out loss to the next")
+    add(
+        "--save-every",
+        type=count_type,
+        default=100,
+        metavar="N",
+        help="steps between checkpoints: the most that a killed run loses",
+    )
+
+    add = parser.add_argument_group("sample").add_argument
+    add("--prompt", default="def ", metavar="TEXT", help="what the sample begins with")
+    add("--samples", type=count_type, default=3, metavar="N", help="how many")
+    add("--sample-length", type=count_type, metavar="N", help="bytes to write (default: as many as the context holds)")
+    add("--temperature", type=not_negative, default=0.7, metavar="X", help="0 takes the likeliest byte every time")
+    return parser
+
+
+HELP_RESUME = """go on from the last checkpoint in this folder, with its settings. On a CPU the curves are those of an unbroken
+run, bit for bit; on a GPU with XLA_FLAGS=--xla_gpu_deterministic_ops=true. A run that is complete only writes its sample"""
+HELP_CHECK = f"""train a smaller model in lock-step with the attention and with "reference", and fail where their losses differ by
+more than {CHECK_TOLERANCE["float32"]:g} of their size, or in bfloat16 by {CHECK_TOLERANCE["bfloat16"]:g}. Unless given:
+{", ".join(f"{name} {value}" for name, value in CHECK_SETTINGS.items())}"""
+HELP_DATA = """a file, or a folder: every file in it that holds text. Of ten files one is held out; of fewer, the last tenth of
+the text (default: the standard library of this Python, without its tests and encodings)"""
+
+
+def number_type(kind, least, above):
+    def convert(text: str):
+        number = kind(text)
+        if not (number > least or (number == least and not above)):
+            raise argparse.ArgumentTypeError(f"must be {'above' if above else 'at least'} {least}; got {text}")
+        return number
+
+    convert.__name__ = kind.__name__  # argparse names it where text is no number
+    return convert
+
+
+count_type, positive, not_negative = number_type(int, 1, False), number_type(float, 0, True), number_type(float, 0, False)
+
+
+def absolute(path: str) -> str:
+    return str(pathlib.Path(path).resolve())  # the run may be resumed from elsewhere

@@ -1,0 +1,122 @@
+"""The model, its training step, its evaluation and its decoding, as pure functions of a state."""
+
+import math
+
+from scripts.gpt_run.options import VOCABULARY
+
+
+def new_model(args):
+    """(structure, parameters) of a GPT from the seed."""
+    from flax import nnx
+
+    from models.gpt import GPT, GPTConfig
+
+    config = GPTConfig(
+        vocab_size=VOCABULARY,
+        num_layers=args.layers,
+        num_heads=args.heads,
+        num_kv_heads=args.kv_heads,
+        features=args.features,
+        hidden_features=4 * args.features,
+        tied=not args.untied,
+        implementation=args.attention,
+        dtype=args.dtype,
+    )
+    return nnx.split(GPT(config, rngs=nnx.Rngs(args.seed)))
+
+
+def new_optimizer(args):
+    import jax
+    import optax
+
+    warmup = min(args.warmup, args.steps)
+    rate = optax.warmup_cosine_decay_schedule(
+        0.0, args.learning_rate, warmup, max(args.steps, warmup + 1), args.learning_rate / 10
+    )
+    is_matrix = lambda parameters: jax.tree.map(lambda p: p.ndim > 1, parameters)
+    adamw = optax.adamw(rate, b2=0.95, weight_decay=args.weight_decay, mask=is_matrix)
+    return optax.chain(optax.clip_by_global_norm(args.clip), adamw)
+
+
+def new_state(args, parameters, optimizer) -> dict:
+    """All that a checkpoint holds. The curves are a part of it, so that a resumed run continues them bit for bit."""
+    import jax.numpy as jnp
+
+    return dict(
+        step=jnp.int32(0),
+        parameters=parameters,
+        optimizer=optimizer.init(parameters),
+        train_losses=jnp.full(args.steps, jnp.nan),
+        held_out_losses=jnp.full(args.steps, jnp.nan),  # where it was measured
+    )
+
+
+def loss_of(structure, parameters, windows):
+    """Mean nats a byte of windows [B, context + 1]."""
+    import jax.numpy as jnp
+    import optax
+    from flax import nnx
+
+    windows = windows.astype(jnp.int32)
+    logits = nnx.merge(structure, parameters)(windows[:, :-1])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:]).mean()
+
+
+def train_step(args, structure, optimizer):
+    """step(state, text) -> state, loss. The batch follows from the seed and the number of the step alone."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    def step(state, text):
+        key = jax.random.fold_in(jax.random.key(args.seed), state["step"])
+        starts = jax.random.randint(key, (args.batch, 1), 0, text.size - args.context)
+        windows = text[starts + jnp.arange(args.context + 1)]
+        loss, gradients = jax.value_and_grad(lambda p: loss_of(structure, p, windows))(state["parameters"])
+        updates, optimizer_state = optimizer.update(gradients, state["optimizer"], state["parameters"])
+        new = dict(
+            step=state["step"] + 1,
+            parameters=optax.apply_updates(state["parameters"], updates),
+            optimizer=optimizer_state,
+            train_losses=state["train_losses"].at[state["step"]].set(loss),
+            held_out_losses=state["held_out_losses"],
+        )
+        return new, loss
+
+    return jax.jit(step, donate_argnums=0)
+
+
+def evaluation(structure, windows):
+    """evaluate(state) -> state, with the held-out loss after its last step noted."""
+    import jax
+
+    groups = windows.reshape(-1, math.gcd(len(windows), 16), windows.shape[-1])  # few at once need little memory
+
+    def evaluate(state):
+        losses = jax.lax.map(lambda group: loss_of(structure, state["parameters"], group), groups)
+        return state | dict(held_out_losses=state["held_out_losses"].at[state["step"] - 1].set(losses.mean()))
+
+    return jax.jit(evaluate, donate_argnums=0)
+
+
+def decoder(structure, length: int, temperature: float):
+    """decode(parameters, prompt [B, T], key) -> the next `length` tokens [B, length]; keys and values are computed once."""
+    import jax
+    import jax.numpy as jnp
+    from flax import nnx
+
+    def decode(parameters, prompt, key):
+        model = nnx.merge(structure, parameters)
+
+        def step(carry, key):
+            logits, caches = carry
+            greedy = temperature == 0
+            token = jnp.argmax(logits, -1) if greedy else jax.random.categorical(key, logits / temperature)
+            logits, caches = model(token[:, None], caches)
+            return (logits[:, -1], caches), token
+
+        logits, caches = model(prompt.astype(jnp.int32), model.init_cache(len(prompt), prompt.shape[1] + length))
+        _, tokens = jax.lax.scan(step, (logits[:, -1], caches), jax.random.split(key, length))
+        return tokens.T
+
+    return decode
