@@ -20,9 +20,14 @@ IMPLEMENTATIONS = ("reference", "blockwise", "portable")
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    """Tiles of 16, clipped to the lengths where an implementation needs that; compiled fast, since each test has its own code."""
+    """Tiles of 16, clipped to the lengths where an implementation needs that."""
     monkeypatch.setattr(blockwise, "tiles", lambda p: blockwise.Tiles(min(16, p.queries), min(16, p.keys)))
     monkeypatch.setattr(portable, "tiles", lambda p: AllTiles(Tiles(16, 16), Tiles(16, 32), Tiles(32, 16)))
+
+
+@pytest.fixture
+def quick_compile():
+    """For tests each of which has code of its own, that runs once."""
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)

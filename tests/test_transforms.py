@@ -11,7 +11,7 @@ from check import close
 
 from pallas_flash import flash_attention
 
-pytestmark = pytest.mark.usefixtures("small_tiles")
+pytestmark = pytest.mark.usefixtures("small_tiles", "quick_compile")
 Z = Sizes(T=19, S=23, N=2, K=1, H=8, Hv=8)
 
 
