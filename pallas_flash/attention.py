@@ -110,7 +110,7 @@ def _attend(implementation, **call):
     choice = backends.choose(problem, implementation)
     o, lse = autodiff.attend(problem, choice, operands)
     rows = call["query"].shape[:-1]
-    return o.reshape(*rows, -1), jnp.swapaxes(lse, 1, 2).reshape(rows)
+    return o.reshape(*rows, problem.value_size), jnp.swapaxes(lse, 1, 2).reshape(rows)
 
 
 @dataclasses.dataclass(frozen=True)
