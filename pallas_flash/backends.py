@@ -7,7 +7,7 @@ import jax
 
 from pallas_flash import blockwise, reference
 from pallas_flash.arguments import Problem
-from pallas_flash.kernels import portable
+from pallas_flash.kernels import hopper, portable
 
 
 class Backend(NamedTuple):
@@ -38,6 +38,14 @@ def _no_empty_axis(problem: Problem) -> str | None:
 
 
 BACKENDS = (
+    Backend(
+        "hopper",
+        lambda p: _no_empty_axis(p) or hopper.why_not(p),
+        hopper.why_not_by_default,
+        lambda p: hopper.tiles(p),
+        hopper.forward,
+        hopper.backward,
+    ),
     Backend(
         "portable",
         lambda p: _no_empty_axis(p) or portable.why_not(p),

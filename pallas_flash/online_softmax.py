@@ -6,6 +6,7 @@ Scores are kept in units of log 2, so that every exponential is an exp2 (FlashAt
 import math
 
 import jax.numpy as jnp
+from jax import lax
 
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
@@ -24,22 +25,29 @@ def scores(qk, bias, scale: float, soft_cap: float | None):
     return s * LOG2E
 
 
-def step(s, m, l):
+def step(s, m, l, scale: float | None = None):
     """Adds the scores s [.., q, k] to the running maximum m and sum l [.., q].
 
-    Returns p = 2^(s - m'), the factor alpha = 2^(m - m') that older sums must be scaled by, and the new m' and l'.
+    Returns p = 2^(s - m'), the factor alpha = 2^(m - m') that older sums must be scaled by, and the new m' and l'. A `scale`
+    above 0 multiplies s where a fused multiply-add can do it, at no cost.
     """
-    m_new = jnp.maximum(m, jnp.max(s, axis=-1))
+    highest = jnp.max(s, axis=-1)
+    m_new = jnp.maximum(m, highest if scale is None else highest * scale)
     alpha = jnp.exp2(m - m_new)
-    p = jnp.exp2(s - m_new[..., None])
+    p = jnp.exp2((s if scale is None else s * scale) - _each(m_new, s))
     return p, alpha, m_new, l * alpha + jnp.sum(p, axis=-1)
+
+
+def _each(row, like):
+    """The value of each row [..], repeated along the last axis of `like` [.., n]."""
+    return lax.broadcast_in_dim(row, like.shape, range(row.ndim))
 
 
 def finish(o, m, l):
     """The output o / l and the natural log-sum-exp; 0 and -inf for a row that saw no key."""
     empty = l == 0
     l = jnp.where(empty, 1.0, l)
-    return o * (1.0 / l)[..., None], jnp.where(empty, -jnp.inf, m * LN2 + jnp.log(l))
+    return o * _each(1.0 / l, o), jnp.where(empty, -jnp.inf, m * LN2 + jnp.log(l))
 
 
 def gradients(s, seen, lse, dp, delta, soft_cap: float | None):

@@ -62,24 +62,35 @@ def key_blocks(start: Ints, stop: Ints, solid, size: int, axis=None) -> Blocks:
     ).clipped()
 
 
+def by_query_tile(visibility: Visibility, queries: int, block_q: int, block_k: int):
+    """The mask and the blocks to visit, for kernels that own tiles of queries.
+
+    The mask is the same with its data by rows of whole tiles and by keys of whole blocks; a row beyond the last counts as the
+    last. The blocks are int32 [B or 1, query tiles, 4], `Blocks` for each tile; None where all rows see all keys.
+    """
+    row, at = _whole_tiles(visibility, queries, block_q)
+    start, stop = at.interval(jnp.minimum(row, queries - 1))
+    if isinstance(start, int) and isinstance(stop, int):
+        return visibility, None
+    start, stop, _ = jnp.broadcast_arrays(start, stop, row)
+    blocks = jnp.stack(_by_tile(start, stop, at.solid, block_q, block_k), -1).astype(jnp.int32)
+    if not jax.tree.leaves(visibility):
+        return visibility, blocks
+    ids = at.key_ids
+    if ids is not None:
+        ids = jnp.pad(ids, ((0, 0), (0, -visibility.keys % block_k)))
+    return Visibility(visibility.keys, start=start, stop=stop, query_ids=at.query_ids, key_ids=ids), blocks
+
+
 def query_blocks(visibility: Visibility, queries: int, block_q: int, block_k: int) -> jax.Array:
     """For every key block its Blocks of queries, int32 [B or 1, ceil(S / block_k), 4]: key_blocks transposed.
 
     The last query block is masked where it hangs over the end of the queries.
     """
-    row = jnp.arange(ceil_div(queries, block_q) * block_q, dtype=jnp.int32)[None]
-    inside = jnp.minimum(row, queries - 1)
-    at = visibility.narrow(Visibility.BY_BATCH, lambda x: x[:, None])
-    at = at.narrow(Visibility.BY_QUERY, lambda x: x[:, inside[0]])
-    start, stop = at.interval(inside)
+    row, at = _whole_tiles(visibility, queries, block_q)
+    start, stop = at.interval(jnp.minimum(row, queries - 1))
     stop = jnp.where(row < queries, stop, 0)
-
-    def tiled(x):
-        x = jnp.broadcast_to(x, stop.shape)
-        return x.reshape(x.shape[0], -1, block_q)
-
-    solid = None if at.solid is None else tiled(at.solid)
-    seen = key_blocks(tiled(start), tiled(stop), solid, block_k, axis=-1)
+    seen = _by_tile(start, stop, at.solid, block_q, block_k)
     seen = Blocks(*(x[:, None, :] for x in seen))  # [B, 1, query blocks]
     j = jnp.arange(ceil_div(visibility.keys, block_k), dtype=jnp.int32)[None, :, None]
     i = jnp.arange(seen.first.shape[-1], dtype=jnp.int32)
@@ -94,6 +105,22 @@ def query_blocks(visibility: Visibility, queries: int, block_q: int, block_k: in
         jnp.max(jnp.where(visited, i + 1, 0), -1),
     )
     return jnp.stack(blocks.clipped(), -1).astype(jnp.int32)
+
+
+def _whole_tiles(visibility: Visibility, queries: int, block_q: int):
+    """The rows of whole query tiles [1, n], and the mask with its data for each of them; beyond the last, the last's."""
+    row = jnp.arange(ceil_div(queries, block_q) * block_q, dtype=jnp.int32)[None]
+    at = visibility.narrow(Visibility.BY_BATCH, lambda x: x[:, None])
+    return row, at.narrow(Visibility.BY_QUERY, lambda x: x[:, jnp.minimum(row[0], queries - 1)])
+
+
+def _by_tile(start, stop, solid, block_q: int, block_k: int) -> Blocks:
+    """The Blocks of each query tile, [B or 1, query tiles], from the intervals of its rows."""
+
+    def tiled(x):
+        return jnp.broadcast_to(x, stop.shape).reshape(stop.shape[0], -1, block_q)
+
+    return key_blocks(tiled(start), tiled(stop), None if solid is None else tiled(solid), block_k, axis=-1)
 
 
 def _reduce(reduction, x, axis):

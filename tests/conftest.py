@@ -3,6 +3,7 @@
 import os
 import zlib
 
+os.environ.setdefault("NPROC", "8")  # XLA's threads: gpu_interpreter.py needs one for each warpgroup, on any machine
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several test processes may share a GPU
 
 import jax

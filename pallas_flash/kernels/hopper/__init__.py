@@ -1,0 +1,48 @@
+"""FlashAttention-3 as Mosaic GPU kernels for Hopper: wgmma, TMA, warpgroups with roles. So far the forward."""
+
+import jax
+
+from pallas_flash.arguments import Problem
+from pallas_flash.kernels import portable
+from pallas_flash.kernels.hopper import tile
+from pallas_flash.kernels.hopper.forward import forward
+from pallas_flash.kernels.hopper.tuning import tiles
+
+__all__ = ["backward", "forward", "tiles", "why_not", "why_not_by_default"]
+
+
+def backward(problem: Problem, tiles, *args):
+    """The portable kernels' backward, which needs no more than the forward's lse."""
+    del tiles
+    return portable.backward(problem, portable.tiles(problem), *args)
+
+
+def why_not(problem: Problem) -> str | None:
+    """Why the kernels cannot run a problem, or None."""
+    p = problem
+    if p.dtype not in ("bfloat16", "float16"):
+        return f"wgmma multiplies bfloat16 and float16; got {p.dtype}"
+    if p.bias is not None or p.mask is not None:
+        return "it takes no bias and no dense mask"
+    if max(p.head_size, p.value_size) > 256:
+        return f"head sizes above 256 do not fit into registers; got H = {p.head_size}, Hv = {p.value_size}"
+    if p.scale <= 0:
+        return f"it takes the maximum before it multiplies by the scale, which must be above 0; got {p.scale}"
+    return _why_not_here()
+
+
+def why_not_by_default(problem: Problem) -> str | None:
+    """Why the kernels are not taken unasked."""
+    return "not yet run on hardware: ask for it by name"
+
+
+def _why_not_here() -> str | None:
+    if tile.interpret:
+        return None
+    if not hasattr(tile.plgpu, "InterpretGPUParams"):
+        return f"it needs jax 0.11.2 or newer; this is {jax.__version__}"
+    capability = portable.compute_capability()
+    if capability != 9.0:
+        there = f"this one has {capability}" if capability else "there is none"
+        return f"it needs a GPU of compute capability 9.0 (H100, H200); {there}"
+    return None

@@ -1,0 +1,170 @@
+"""The forward of FlashAttention-3 (arXiv:2407.08608): softmax of a block under the product of the block before it.
+
+A program owns 64 queries of one head for each of its consumers, and walks over the keys; the consumers take turns.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_flash import online_softmax, schedule
+from pallas_flash.arguments import Operands, Problem
+from pallas_flash.kernels.hopper import sync, tile
+from pallas_flash.kernels.hopper.tuning import ROWS, Tiles
+from pallas_flash.masks import Ints, Visibility
+
+
+class Inputs(NamedTuple):
+    """The kernel's arrays, of sizes that TMA can take, and what the mask comes to for rows, tiles and blocks."""
+
+    q: jax.Array  # [B, T, N, width]
+    k: jax.Array  # [B, S, K, width]
+    v: jax.Array  # [B, S, K, width]
+    blocks: jax.Array | None  # int32 [B or 1, query tiles, 4]: schedule.Blocks; None where all are the same and known
+    visibility: Visibility  # its data by rows and keys only
+
+
+def forward(problem: Problem, tiles: Tiles, x: Operands):
+    """o [B, T, N, Hv] in the query's dtype, lse [B, N, T] in float32."""
+    p, t = problem, tiles
+    inputs = _inputs(p, t, x)
+    B, T, N, width = inputs.q.shape
+    o, lse = tile.launch(
+        functools.partial(_kernel, problem=p, tiles=t),
+        inputs,
+        programs=B * N * schedule.ceil_div(p.queries, t.block_q),
+        out_type=[jax.ShapeDtypeStruct((B, T, N, width), x.query.dtype), jax.ShapeDtypeStruct((B, N, T), jnp.float32)],
+        tiles=t,
+        scratch=tile.Scratch.of(t, x.query.dtype),
+        name="flash_attention_forward",
+    )
+    return o[:, : p.queries, :, : p.value_size], lse[:, :, : p.queries]
+
+
+def _inputs(p: Problem, t: Tiles, x: Operands) -> Inputs:
+    visibility, blocks = schedule.by_query_tile(x.visibility, p.queries, t.block_q, t.block_k)
+    value = x.value
+    if (reached := x.visibility.reached(jnp.arange(p.keys))) is not None:
+        value = jnp.where(reached[:, :, None, None], value, 0)  # what is not seen has p = 0, and 0 * NaN is NaN
+    return Inputs(*(_padded(a, t.width) for a in (x.query, x.key, value)), blocks, visibility)
+
+
+def _padded(x, width: int):
+    """[B, length, heads, size] with zeros up to a length that TMA's tiles divide, and up to `width`."""
+    more = (0, -x.shape[1] % 8), (0, 0), (0, width - x.shape[3])
+    return jnp.pad(x, ((0, 0), *more)) if any(high for _, high in more) else x
+
+
+class Place(NamedTuple):
+    """What a program owns: a tile of queries of one head."""
+
+    batch: Ints
+    head: Ints
+    kv_head: Ints
+    tile: Ints
+
+    @classmethod
+    def of(cls, program: Ints, p: Problem, t: Tiles) -> "Place":
+        """Heads that share keys and values are neighbours, and the last tiles, which see most, come first."""
+        div, rem = (lambda a, b, op=op: op(a, jnp.int32(b)) for op in (lax.div, lax.rem))
+        head = rem(program, p.heads)
+        batch = rem(div(program, p.heads), p.batch)
+        tile = schedule.ceil_div(p.queries, t.block_q) - 1 - div(program, p.heads * p.batch)
+        return cls(batch, head, div(head, p.group), tile)
+
+
+def _kernel(program, x: Inputs, o_gmem, lse_gmem, memory: tile.Scratch, *, problem: Problem, tiles: Tiles):
+    at = Place.of(program, problem, tiles)
+    blocks = _blocks(x, at, problem, tiles)
+    number_of = sync.Numbers(tiles)
+    k = sync.Ring(memory.k, memory.k_full, number_of.keys, tiles.warpgroups)
+    v = sync.Ring(memory.v, memory.v_full, number_of.values, tiles.warpgroups)
+
+    def produce():
+        def load(j, _):
+            source = at.batch, pl.ds(j * tiles.block_k, tiles.block_k), at.kv_head
+            k.fill(j, x.k.at[source], blocks.first)
+            v.fill(j, x.v.at[source], blocks.first)
+
+        first, last = tile.opaque(blocks.first), tile.opaque(blocks.last)
+        schedule.loop(first, last, load, None)
+        k.drain(blocks.first, blocks.last)
+        v.drain(blocks.first, blocks.last)
+
+    def consume(own):
+        first_row = at.tile * tiles.block_q + own * ROWS
+        rows = at.batch, pl.ds(first_row, ROWS), at.head
+        q, lse_smem = memory.q.at[own], memory.lse.at[own]
+        tile.copy_in(x.q.at[rows], q, memory.q_full.at[own])
+        everything = tile.View(x.visibility, at.batch, None, 0, problem.keys)
+        view = everything if x.blocks is None else tile.view(x.visibility, at.batch, first_row)
+        turns = sync.Turns(number_of.turns, tiles.warpgroups, own)
+        o, lse = _attend(q, k, v, turns, blocks, view, problem, tiles)
+        q[...], lse_smem[...] = o.astype(q.dtype), lse
+        tile.copy_out((q, o_gmem.at[rows]), (lse_smem, lse_gmem.at[at.batch, at.head, pl.ds(first_row, ROWS)]))
+
+    tile.by_role(tiles, consume, produce)
+
+
+def _blocks(x: Inputs, at: Place, problem: Problem, tiles: Tiles) -> schedule.Blocks:
+    """The blocks of a program, at least one: where no row sees a key it is masked."""
+    if x.blocks is None:
+        return schedule.key_blocks(0, problem.keys, None, tiles.block_k)
+    batch = at.batch if x.blocks.shape[0] > 1 else 0
+    blocks = schedule.Blocks(*(x.blocks[batch, at.tile, i] for i in range(4)))
+    return blocks._replace(last=jnp.maximum(blocks.last, blocks.first + 1))
+
+
+def _attend(
+    q, k: sync.Ring, v: sync.Ring, turns: sync.Turns, blocks: schedule.Blocks, view: tile.View, problem: Problem, tiles: Tiles
+):
+    """o [64, width] and lse [64] of a consumer's queries."""
+    shape = ROWS, tiles.block_k
+
+    def softmax(s, j, m, l, masked):
+        scale = problem.scale * online_softmax.LOG2E
+        if problem.soft_cap is not None:
+            s, scale = online_softmax.scores(s, None, problem.scale, problem.soft_cap), None
+        if masked:
+            s = jnp.where(view.sees(j, shape), s, -jnp.inf)
+        return online_softmax.step(s, m, l, scale)
+
+    turns.open()
+    first, last = blocks.first, blocks.last - 1
+    k.wait(first)
+    turns.take()
+    s = tile.product(lambda acc: (tile.dot_t(acc, q, k.block(first)), turns.pass_on()), shape)  # [bq, bk]
+    k.release(first)
+    known_full = isinstance(blocks.full_last, int) and blocks.full_first <= first < blocks.full_last
+    p, _, m, l = softmax(s, first, tile.rows(online_softmax.LOWEST), tile.rows(0.0), not known_full)
+
+    def step(j, carry, masked):
+        o, m, l, p = carry
+        k.wait(j)
+        turns.take()
+
+        def under_the_products(o_acc, s_acc):
+            tile.dot_t(s_acc, q, k.block(j))
+            v.wait(j - 1)
+            tile.dot(o_acc, p, v.block(j - 1))
+            turns.pass_on()
+            s = tile.finished(s_acc, running=1)  # [bq, bk]
+            k.release(j)
+            return softmax(s, j, m, l, masked)
+
+        o, p, alpha, m, l = tile.overlap(under_the_products, o, shape, m, l)
+        v.release(j - 1)
+        return o * tile.across(alpha, o.shape), m, l, p.astype(q.dtype)  # cast only now: the product before it read the old p
+
+    carry = tile.zeros(ROWS, tiles.width), m, l, p.astype(q.dtype)
+    o, m, l, p = blocks._replace(first=first + 1).clipped().visit(step, carry)
+    v.wait(last)
+    turns.take()
+    o = tile.product_add(lambda acc: tile.dot(acc, p, v.block(last)), o)
+    v.release(last)
+    turns.close()
+    return online_softmax.finish(o, m, l)

@@ -1,0 +1,98 @@
+"""The support module gpu_interpreter: accumulators, operands in registers, named barriers; races where a wait is missing."""
+
+import contextlib
+
+import gpu_interpreter
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_flash.kernels.hopper import sync, tile
+
+pytestmark = pytest.mark.skipif(gpu_interpreter.MISSING is not None, reason=str(gpu_interpreter.MISSING))
+
+M = 64
+BLOCKS = 4
+OMIT = ["nothing", "the wait for the release", "the wait for the product"]
+
+
+def sum_of_products(interpret, a, b, omit="nothing"):
+    """sum_i 2 a b[i] for a [M, M] and b [BLOCKS, M, M]: a producer fills one slot of shared memory, a consumer multiplies."""
+
+    def kernel(a_gmem, b_gmem, out_gmem, a_smem, b_smem, out_smem, a_full, b_full):
+        @pl.when(jax.lax.axis_index("warpgroup") == 1)
+        def _():
+            for i in range(BLOCKS):
+                if i and omit != "the wait for the release":
+                    sync.named_barrier("sync", 3, 2 * sync.WARPGROUP)
+                plgpu.copy_gmem_to_smem(b_gmem.at[i], b_smem, b_full)
+
+        @pl.when(jax.lax.axis_index("warpgroup") == 0)
+        def _():
+            tile.copy_in(a_gmem, a_smem, a_full)
+            a = a_smem[...]
+
+            def add(i, total):
+                plgpu.barrier_wait(b_full)
+
+                def body(refs):
+                    acc, twice = refs
+                    tile.dot(acc, a, b_smem)
+                    if omit == "the wait for the product":
+                        sync.named_barrier("arrive", 3, 2 * sync.WARPGROUP)
+                    twice[...] = 2 * tile.finished(acc)
+
+                _, twice = pl.run_state(body)((plgpu.ACC.init(tile.zeros(M, M)), tile.zeros(M, M)))
+                if omit != "the wait for the product":
+                    pl.when(i < BLOCKS - 1)(lambda: sync.named_barrier("arrive", 3, 2 * sync.WARPGROUP))
+                return total + twice
+
+            out_smem[...] = jax.lax.fori_loop(0, BLOCKS, add, tile.zeros(M, M))
+            tile.copy_out((out_smem, out_gmem))
+
+    swizzled = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
+    square = plgpu.SMEM((M, M), jnp.bfloat16, transforms=swizzled)
+    return plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct((M, M), jnp.float32),
+        scratch_types=[square, square, plgpu.SMEM((M, M), jnp.float32), plgpu.Barrier(), plgpu.Barrier()],
+        num_threads=2,
+        thread_name="warpgroup",
+        interpret=interpret,
+    )(a, b)
+
+
+@pytest.mark.parametrize("omit", OMIT)
+def test_a_missing_wait_is_a_race_and_a_full_set_of_waits_is_none(omit, rng, monkeypatch):
+    monkeypatch.setattr(gpu_interpreter, "DEADLOCK_SECONDS", 20.0)
+    a, b = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in ((M, M), (BLOCKS, M, M)))
+    # without a wait the interpreter may also give up: nobody has seen that a block was there
+    may_fail = contextlib.suppress(*[jax.errors.JaxRuntimeError] * (omit != "nothing"))
+    with may_fail, gpu_interpreter.parameters(detect_races=True) as (interpret, races):
+        out = jax.jit(lambda a, b: sum_of_products(interpret, a, b, omit))(a, b)
+        out.block_until_ready()
+    assert races.found == (omit != "nothing")
+    if omit == "nothing":
+        wide = lambda x: np.asarray(x, np.float32)
+        np.testing.assert_allclose(out, 2 * wide(a) @ wide(b).sum(0), rtol=1e-2, atol=1e-2)
+
+
+def test_waiting_in_vain_is_an_error(rng, monkeypatch):
+    monkeypatch.setattr(gpu_interpreter, "DEADLOCK_SECONDS", 0.5)
+
+    def kernel(out_gmem, out_smem, barrier):
+        plgpu.barrier_wait(barrier)
+
+    with pytest.raises(Exception, match="nothing arrived at a barrier"), gpu_interpreter.parameters() as (interpret, _):
+        call = plgpu.kernel(
+            kernel,
+            out_type=jax.ShapeDtypeStruct((M,), jnp.float32),
+            scratch_types=[plgpu.SMEM((M,), jnp.float32), plgpu.Barrier()],
+            num_threads=2,
+            thread_name="warpgroup",
+            interpret=interpret,
+        )
+        jax.jit(call)().block_until_ready()

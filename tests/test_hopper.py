@@ -1,0 +1,183 @@
+"""The Hopper kernels: against the oracle in jax's GPU interpreter, and compiled for an H200 on a machine without one."""
+
+import contextlib
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import compile_for_gpu
+import gpu_interpreter
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from cases import MASKS, Sizes, arguments, qkv
+from check import TOLERANCE, check, close
+
+from pallas_flash import autodiff, explain, flash_attention
+from pallas_flash.kernels import hopper
+from pallas_flash.kernels.hopper import tile
+
+needs_interpreter = pytest.mark.skipif(gpu_interpreter.MISSING is not None, reason=str(gpu_interpreter.MISSING))
+
+
+@contextlib.contextmanager
+def interpreted(detect_races=False):
+    with gpu_interpreter.parameters(detect_races) as (parameters, races):
+        tile.interpret = parameters
+        autodiff._attend_jit.clear_cache()
+        try:
+            yield races
+        finally:
+            tile.interpret = None
+            autodiff._attend_jit.clear_cache()
+
+
+def forward(q, k, v, **kw):
+    o, lse = flash_attention(q, k, v, implementation="hopper", return_residual=True, **arguments(kw))
+    return np.asarray(o), np.asarray(lse)
+
+
+def agrees(q, k, v, **kw):
+    """Output and lse are the oracle's."""
+    o, lse = forward(q, k, v, **kw)
+    expected_o, expected_lse, _ = oracle.attention(q, k, v, np.zeros(o.shape), np.zeros(lse.shape), **kw)
+    assert o.dtype == q.dtype and lse.dtype == np.float32
+    close(o, expected_o, TOLERANCE[str(q.dtype)], "output")
+    close(lse, expected_lse, 1e-5, "lse")
+
+
+# Several query tiles and key blocks that hang over both ends; at 64 a tile is 192 x 128, at 128 it is 128 x 128.
+SIZES = Sizes(B=2, T=203, S=309, N=2, K=1, H=64, Hv=64)
+BIG_ENOUGH = {
+    "window": dict(local_window_size=70),
+    "window_left": dict(local_window_size=(100, 0)),
+    "window_causal_offset": dict(local_window_size=(200, 4), is_causal=True, query_offset=np.array([-9, 106], np.int32)),
+}
+MASK_NAMES = (
+    "full causal_bottom_right causal_offset_by_batch window window_left window_causal_offset key_lengths query_lengths "
+    "documents_causal documents_scattered prefix_window_lengths everything"
+).split()
+
+
+@needs_interpreter
+@pytest.mark.parametrize("name", MASK_NAMES)
+def test_every_mask_gives_the_oracles_output_and_lse(name, rng):
+    kw = BIG_ENOUGH.get(name) or MASKS[name](rng, SIZES)
+    with interpreted():
+        agrees(*qkv(rng, SIZES, jnp.bfloat16), **kw)
+
+
+OTHER_SIZES = {
+    "128, grouped": Sizes(B=1, T=131, S=257, N=6, K=2, H=128, Hv=128),
+    "256": Sizes(B=1, T=131, S=140, N=1, K=1, H=256, Hv=256),
+    "one query, one key": Sizes(B=1, T=1, S=1, N=1, K=1, H=64, Hv=64),
+    "padded heads": Sizes(B=1, T=37, S=53, N=1, K=1, H=11, Hv=72),
+    "whole tiles": Sizes(B=1, T=192, S=256, N=1, K=1, H=64, Hv=64),
+}
+
+
+@needs_interpreter
+@pytest.mark.parametrize("name", OTHER_SIZES)
+def test_every_size_gives_the_oracles_output_and_lse(name, rng):
+    with interpreted():
+        agrees(*qkv(rng, OTHER_SIZES[name], jnp.float16), scale=0.2)
+
+
+@needs_interpreter
+def test_a_soft_cap_gives_the_oracles_output_and_lse(rng):
+    with interpreted():
+        q, k, v = qkv(rng, OTHER_SIZES["128, grouped"], jnp.bfloat16)
+        agrees(np.asarray(3 * q), k, v, is_causal=True, logits_soft_cap=2.0)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("width", [64, 128])
+def test_there_is_no_race(width, rng):
+    z = Sizes(B=1, T=2 * 192, S=700, N=1, K=1, H=width, Hv=width)
+    with interpreted(detect_races=True) as races:
+        agrees(*qkv(rng, z, jnp.bfloat16), is_causal=True, query_offset=316)
+    assert not races.found
+
+
+@needs_interpreter
+def test_gradients_are_the_oracles(rng):
+    with interpreted():
+        check(rng, *qkv(rng, Sizes(B=1, T=67, S=131, N=2, K=1, H=64, Hv=64), jnp.bfloat16), "hopper", is_causal=True)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("garbage", [np.nan, np.inf])
+def test_garbage_in_padding_changes_no_bit(garbage, rng):
+    lengths = dict(query_seq_lengths=np.array([100, 203], np.int32), key_value_seq_lengths=np.array([309, 130], np.int32))
+    q, k, v = qkv(rng, SIZES, jnp.bfloat16)
+    with interpreted():
+        clean = forward(q, k, v, is_causal=True, **lengths)
+        q[0, 100:], k[1, 130:], v[1, 130:] = garbage, garbage, -garbage
+        dirty = forward(q, k, v, is_causal=True, **lengths)
+    for a, b in zip(clean, dirty, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@needs_interpreter
+def test_a_row_that_sees_no_key_gives_zero(rng):
+    with interpreted():
+        o, lse = forward(*qkv(rng, SIZES, jnp.bfloat16), key_value_seq_lengths=np.array([0, 7], np.int32), is_causal=True)
+        assert np.all(o[0] == 0) and np.all(lse[0] == -np.inf) and np.all(np.isfinite(lse[1]))
+
+
+HALF = jax.ShapeDtypeStruct((1, 8, 2, 64), jnp.bfloat16)
+REFUSED = {
+    "float32": (dict(query=jax.ShapeDtypeStruct(HALF.shape, jnp.float32)), "bfloat16 and float16"),
+    "a bias": (dict(bias=jax.ShapeDtypeStruct((8, 8), jnp.float32)), "no bias"),
+    "a dense mask": (dict(mask=jax.ShapeDtypeStruct((8, 8), bool)), "no dense mask"),
+    "a wide head": (dict(query=jax.ShapeDtypeStruct((1, 8, 2, 300), jnp.bfloat16)), "above 256"),
+    "a negative scale": (dict(scale=-1.0), "above 0"),
+    "no such GPU": ({}, "compute capability 9.0" if gpu_interpreter.MISSING is None else "jax"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_it_does_not_run_it_refuses_with_a_reason(name):
+    kw, reason = REFUSED[name]
+    q = kw.get("query", HALF)
+    call = dict(query=q, key=q, value=q) | kw
+    assert reason in explain(**call).why_not["hopper"]
+    with pytest.raises(NotImplementedError, match=reason):
+        explain(**call, implementation="hopper")
+
+
+@needs_interpreter
+def test_it_is_not_taken_unasked_before_it_has_run_on_hardware(monkeypatch):
+    monkeypatch.setattr(tile, "interpret", True)
+    choice = explain(HALF, HALF, HALF)
+    assert choice.implementation != "hopper" and "not yet run on hardware" in choice.why_not["hopper"]
+    assert explain(HALF, HALF, HALF, implementation="hopper").tiles == hopper.tiles(choice.problem)
+
+
+# Instructions of the loop without a mask may not exceed these by more than 5%, for each width of heads.
+INSTRUCTIONS = {64: 427, 128: 471, 256: 418}
+COMPILED = ("full", "causal", "key_lengths", "documents", "soft_cap")
+
+
+@pytest.mark.parametrize("width", INSTRUCTIONS)
+@pytest.mark.skipif(compile_for_gpu.MISSING is not None, reason=str(compile_for_gpu.MISSING))
+def test_the_compiled_loops_are_tight(width):
+    """No spill in a loop of products, no product that waits for the one before it, no more instructions than there must be."""
+    here = pathlib.Path(__file__).parent
+    command = [sys.executable, str(here / "compile_for_gpu.py"), str(width), *COMPILED]
+    paths = os.pathsep.join([str(here.parent), str(here), os.environ.get("PYTHONPATH", "")])
+    env = os.environ | {"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr[-3000:]
+    reports = json.loads(done.stdout.splitlines()[-1])
+    assert set(reports) == set(COMPILED)
+    for name, report in reports.items():
+        loops = report["loops"]
+        assert len(loops) == (1 if name == "full" else 3), f"{name}: {report}"
+        assert report["serialized"] == [] and not any(loop["spills"] for loop in loops), f"{name}: {report}"
+        if name != "soft_cap":
+            assert min(loop["instructions"] for loop in loops) <= 1.05 * INSTRUCTIONS[width], f"{name}: {report}"
