@@ -32,7 +32,7 @@ try:
 
     MISSING = None if hasattr(gpu_callbacks, "call_named_barrier") else "its GPU interpreter knows no named barriers"
 except ImportError as error:
-    MISSING = f"its GPU interpreter is another one ({error})"
+    MISSING = f"its GPU interpreter lacks {error.name}"
 if MISSING:
     MISSING = f"jax {jax.__version__} is too old to run Mosaic GPU kernels on a CPU: {MISSING}"
 

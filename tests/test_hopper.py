@@ -19,7 +19,7 @@ from check import TOLERANCE, check, close
 
 from pallas_flash import autodiff, explain, flash_attention
 from pallas_flash.kernels import hopper
-from pallas_flash.kernels.hopper import tile
+from pallas_flash.kernels.hopper import sync, tile
 
 needs_interpreter = pytest.mark.skipif(gpu_interpreter.MISSING is not None, reason=str(gpu_interpreter.MISSING))
 
@@ -104,6 +104,18 @@ def test_there_is_no_race(width, rng):
 
 
 @needs_interpreter
+@pytest.mark.parametrize("wait", ["wait", "_release_barrier"])
+def test_without_a_wait_there_is_a_race(wait, rng, monkeypatch):
+    monkeypatch.setattr(sync.Ring, wait, lambda *args: None)
+    monkeypatch.setattr(gpu_interpreter, "DEADLOCK_SECONDS", 5.0)
+    z = Sizes(B=1, T=128, S=512, N=1, K=1, H=128, Hv=128)
+    # the interpreter may also give up, where nobody has seen that a block was there
+    with contextlib.suppress(jax.errors.JaxRuntimeError), interpreted(detect_races=True) as races:
+        forward(*qkv(rng, z, jnp.bfloat16))
+    assert races.found
+
+
+@needs_interpreter
 def test_gradients_are_the_oracles(rng):
     with interpreted():
         check(rng, *qkv(rng, Sizes(B=1, T=67, S=131, N=2, K=1, H=64, Hv=64), jnp.bfloat16), "hopper", is_causal=True)
@@ -160,21 +172,21 @@ def test_it_is_not_taken_unasked_before_it_has_run_on_hardware(monkeypatch):
 
 # Instructions of the loop without a mask may not exceed these by more than 5%, for each width of heads.
 INSTRUCTIONS = {64: 427, 128: 471, 256: 418}
-COMPILED = ("full", "causal", "key_lengths", "documents", "soft_cap")
+COMPILED = {64: ("full", "causal", "documents"), 128: ("full", "causal", "key_lengths", "soft_cap"), 256: ("full", "documents")}
 
 
-@pytest.mark.parametrize("width", INSTRUCTIONS)
+@pytest.mark.parametrize("width", COMPILED)
 @pytest.mark.skipif(compile_for_gpu.MISSING is not None, reason=str(compile_for_gpu.MISSING))
 def test_the_compiled_loops_are_tight(width):
     """No spill in a loop of products, no product that waits for the one before it, no more instructions than there must be."""
     here = pathlib.Path(__file__).parent
-    command = [sys.executable, str(here / "compile_for_gpu.py"), str(width), *COMPILED]
+    command = [sys.executable, str(here / "compile_for_gpu.py"), str(width), *COMPILED[width]]
     paths = os.pathsep.join([str(here.parent), str(here), os.environ.get("PYTHONPATH", "")])
     env = os.environ | {"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
     reports = json.loads(done.stdout.splitlines()[-1])
-    assert set(reports) == set(COMPILED)
+    assert set(reports) == set(COMPILED[width])
     for name, report in reports.items():
         loops = report["loops"]
         assert len(loops) == (1 if name == "full" else 3), f"{name}: {report}"

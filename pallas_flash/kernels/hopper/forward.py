@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from pallas_flash import online_softmax, schedule
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.kernels.hopper import sync, tile
-from pallas_flash.kernels.hopper.tuning import ROWS, Tiles
+from pallas_flash.kernels.hopper.tuning import ROWS, Tiles, heads_together
 from pallas_flash.masks import Ints, Visibility
 
 
@@ -69,12 +69,14 @@ class Place(NamedTuple):
 
     @classmethod
     def of(cls, program: Ints, p: Problem, t: Tiles) -> "Place":
-        """Heads that share keys and values are neighbours, and the last tiles, which see most, come first."""
+        """The programs are in sections of heads whose keys and values fit into the L2 cache together; in a section the last
+        tiles, which see most, come first, and heads that share keys and values are neighbours."""
         div, rem = (lambda a, b, op=op: op(a, jnp.int32(b)) for op in (lax.div, lax.rem))
-        head = rem(program, p.heads)
-        batch = rem(div(program, p.heads), p.batch)
-        tile = schedule.ceil_div(p.queries, t.block_q) - 1 - div(program, p.heads * p.batch)
-        return cls(batch, head, div(head, p.group), tile)
+        together, count = heads_together(p, t), schedule.ceil_div(p.queries, t.block_q)
+        section, within = div(program, together * count), rem(program, together * count)
+        pair = section * together + rem(within, together)  # of batch and head
+        head = rem(pair, p.heads)
+        return cls(div(pair, p.heads), head, div(head, p.group), count - 1 - div(within, together))
 
 
 def _kernel(program, x: Inputs, o_gmem, lse_gmem, memory: tile.Scratch, *, problem: Problem, tiles: Tiles):
@@ -126,9 +128,7 @@ def _attend(
     shape = ROWS, tiles.block_k
 
     def softmax(s, j, m, l, masked):
-        scale = problem.scale * online_softmax.LOG2E
-        if problem.soft_cap is not None:
-            s, scale = online_softmax.scores(s, None, problem.scale, problem.soft_cap), None
+        s, scale = online_softmax.scores_apart(s, problem.scale, problem.soft_cap)
         if masked:
             s = jnp.where(view.sees(j, shape), s, -jnp.inf)
         return online_softmax.step(s, m, l, scale)
@@ -167,4 +167,4 @@ def _attend(
     o = tile.product_add(lambda acc: tile.dot(acc, p, v.block(last)), o)
     v.release(last)
     turns.close()
-    return online_softmax.finish(o, m, l)
+    return online_softmax.finish(o, m, l, problem.soft_cap or 0.0)

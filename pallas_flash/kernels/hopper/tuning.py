@@ -5,6 +5,7 @@ from typing import NamedTuple
 from pallas_flash.arguments import Problem
 
 ROWS = 64  # queries of a warpgroup: the rows of one wgmma
+L2 = 32 * 2**20  # bytes of the L2 cache (50 MB) that keys and values may take
 
 
 class Tiles(NamedTuple):
@@ -35,3 +36,10 @@ _TABLE = (
 def tiles(problem: Problem) -> Tiles:
     """The narrowest row of the table that holds the problem's heads."""
     return next(row for row in _TABLE if max(problem.head_size, problem.value_size) <= row.width)
+
+
+def heads_together(problem: Problem, tiles: Tiles) -> int:
+    """Of how many heads (of all batch rows) the programs run side by side."""
+    p = problem
+    pairs, size = p.batch * p.kv_heads, 2 * 2 * p.keys * tiles.width  # of keys and values: how many, and bytes of one
+    return p.group * max(n for n in range(1, pairs + 1) if pairs % n == 0 and (n == 1 or n * size <= L2))
