@@ -83,7 +83,18 @@ def report(ptx: pathlib.Path):
         registers=number(r"Used (\d+) registers"),
         spilled=number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads"),
         serialized=[code for code in SERIALIZED if code in log],
-        loops=[dict(instructions=len(body), spills=sum("LDL" in x or "STL" in x for x in body)) for body in _loops(cubin)],
+        loops=[_loop(body) for body in _loops(cubin)],
+    )
+
+
+def _loop(body: list[str]):
+    """`overlapped` is the part of the exponentials that comes before the wait for the last product."""
+    at = lambda word: [i for i, instruction in enumerate(body) if word in instruction]
+    exponentials, wait = at("MUFU.EX2"), max(at("WARPGROUP.DEPBAR"))
+    return dict(
+        instructions=len(body),
+        spills=len(at("LDL") + at("STL")),
+        overlapped=sum(i < wait for i in exponentials) / len(exponentials),
     )
 
 

@@ -191,5 +191,7 @@ def test_the_compiled_loops_are_tight(width):
         loops = report["loops"]
         assert len(loops) == (1 if name == "full" else 3), f"{name}: {report}"
         assert report["serialized"] == [] and not any(loop["spills"] for loop in loops), f"{name}: {report}"
+        if name != "documents":  # there ptxas still waits before the exponentials
+            assert all(loop["overlapped"] > 0.6 for loop in loops), f"{name}: {report}"
         if name != "soft_cap":
             assert min(loop["instructions"] for loop in loops) <= 1.05 * INSTRUCTIONS[width], f"{name}: {report}"
