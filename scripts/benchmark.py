@@ -485,6 +485,7 @@ def write_png(path: pathlib.Path, facts, timed: list[Row], compiled_only: list[R
             axes.set_xticks(lengths, [f"{T:,}" for T in lengths])
             axes.xaxis.minorticks_off()
             axes.yaxis.set_major_formatter("{x:,g}")
+            axes.yaxis.set_minor_formatter("")  # or a short axis mixes 10 with 6 x 10^1
             axes.grid(alpha=0.3)
             axes.legend(frameon=False, fontsize=9)
     figure.suptitle(f"{facts['device']}; {facts['versions']}; {facts['commit']}; {facts['date']}", fontsize=10)

@@ -1,9 +1,7 @@
 """scripts/benchmark.py as its user meets it, and what it promises of blockwise's memory, by compiling alone."""
 
 import functools
-import importlib.util
 import json
-import pathlib
 import re
 
 import jax.numpy as jnp
@@ -12,16 +10,14 @@ import pytest
 from jax import lax
 from matplotlib import image
 
-SCRIPT = pathlib.Path(__file__).resolve().parents[1] / "scripts" / "benchmark.py"
+from scripts import benchmark
+
 TINY = "--lengths 67 --heads 2 --kv-heads 1 --head-size 16 --batch 3 --dtype float32 --repeats 3 --memory-lengths".split()
 
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("benchmark", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return benchmark
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """scripts/train_gpt.py as its user meets it: results, resuming, being killed, errors, and --check."""
 
 import csv
-import importlib.util
 import json
 import pathlib
 import signal
@@ -14,6 +13,7 @@ import pytest
 from matplotlib import image
 
 from pallas_flash import backends
+from scripts import train_gpt
 from scripts.gpt_run import text as texts
 
 SCRIPT = pathlib.Path(__file__).resolve().parents[1] / "scripts" / "train_gpt.py"
@@ -23,10 +23,7 @@ STEPS = 13
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("train_gpt", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return train_gpt
 
 
 @pytest.fixture(scope="module")
