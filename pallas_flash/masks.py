@@ -178,6 +178,10 @@ class Visibility:
         """Which of the keys [n] any query of a batch row may see by its lengths, bool [B, n]; None where there are none."""
         return None if self.key_stop is None else key[None] < self.key_stop[:, None]
 
+    def live(self, row: Ints):
+        """Which of the queries [n] of a batch row may see a key by their lengths, bool [B, n]; None where there are none."""
+        return None if self.query_stop is None else row[None] < self.query_stop[:, None]
+
     def __str__(self):
         words = []
         if self.left is not None or self.right is not None:

@@ -8,14 +8,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_flash import online_softmax, schedule
 from pallas_flash.arguments import Operands, Problem
-from pallas_flash.kernels.hopper import sync, tile
-from pallas_flash.kernels.hopper.tuning import ROWS, Tiles, heads_together
-from pallas_flash.masks import Ints, Visibility
+from pallas_flash.kernels.hopper import order, sync, tile
+from pallas_flash.kernels.hopper.tuning import ROWS, AllTiles, Tiles
+from pallas_flash.masks import Visibility
 
 
 class Inputs(NamedTuple):
@@ -28,15 +27,15 @@ class Inputs(NamedTuple):
     visibility: Visibility  # its data by rows and keys only
 
 
-def forward(problem: Problem, tiles: Tiles, x: Operands):
+def forward(problem: Problem, tiles: AllTiles, x: Operands):
     """o [B, T, N, Hv] in the query's dtype, lse [B, N, T] in float32."""
-    p, t = problem, tiles
+    p, t = problem, tiles.forward
     inputs = _inputs(p, t, x)
     B, T, N, width = inputs.q.shape
     o, lse = tile.launch(
         functools.partial(_kernel, problem=p, tiles=t),
         inputs,
-        programs=B * N * schedule.ceil_div(p.queries, t.block_q),
+        programs=order.query_tiles(p, t.block_q),
         out_type=[jax.ShapeDtypeStruct((B, T, N, width), x.query.dtype), jax.ShapeDtypeStruct((B, N, T), jnp.float32)],
         tiles=t,
         scratch=tile.Scratch.of(t, x.query.dtype),
@@ -50,41 +49,19 @@ def _inputs(p: Problem, t: Tiles, x: Operands) -> Inputs:
     value = x.value
     if (reached := x.visibility.reached(jnp.arange(p.keys))) is not None:
         value = jnp.where(reached[:, :, None, None], value, 0)  # what is not seen has p = 0, and 0 * NaN is NaN
-    return Inputs(*(_padded(a, t.width) for a in (x.query, x.key, value)), blocks, visibility)
-
-
-def _padded(x, width: int):
-    """[B, length, heads, size] with zeros up to a length that TMA's tiles divide, and up to `width`."""
-    more = (0, -x.shape[1] % 8), (0, 0), (0, width - x.shape[3])
-    return jnp.pad(x, ((0, 0), *more)) if any(high for _, high in more) else x
-
-
-class Place(NamedTuple):
-    """What a program owns: a tile of queries of one head."""
-
-    batch: Ints
-    head: Ints
-    kv_head: Ints
-    tile: Ints
-
-    @classmethod
-    def of(cls, program: Ints, p: Problem, t: Tiles) -> "Place":
-        """The programs are in sections of heads whose keys and values fit into the L2 cache together; in a section the last
-        tiles, which see most, come first, and heads that share keys and values are neighbours."""
-        div, rem = (lambda a, b, op=op: op(a, jnp.int32(b)) for op in (lax.div, lax.rem))
-        together, count = heads_together(p, t), schedule.ceil_div(p.queries, t.block_q)
-        section, within = div(program, together * count), rem(program, together * count)
-        pair = section * together + rem(within, together)  # of batch and head
-        head = rem(pair, p.heads)
-        return cls(div(pair, p.heads), head, div(head, p.group), count - 1 - div(within, together))
+    return Inputs(*(tile.padded(a, t.width) for a in (x.query, x.key, value)), blocks, visibility)
 
 
 def _kernel(program, x: Inputs, o_gmem, lse_gmem, memory: tile.Scratch, *, problem: Problem, tiles: Tiles):
-    at = Place.of(program, problem, tiles)
-    blocks = _blocks(x, at, problem, tiles)
-    number_of = sync.Numbers(tiles)
-    k = sync.Ring(memory.k, memory.k_full, number_of.keys, tiles.warpgroups)
-    v = sync.Ring(memory.v, memory.v_full, number_of.values, tiles.warpgroups)
+    at = order.query_tile(program, problem, tiles.block_q, tiles.key_bytes)
+    if x.blocks is None:
+        blocks = schedule.key_blocks(0, problem.keys, None, tiles.block_k)
+    else:
+        blocks = tile.blocks(x.blocks, at.batch, at.tile)
+        blocks = blocks._replace(last=jnp.maximum(blocks.last, blocks.first + 1))  # where no row sees a key, one masked block
+    number_of = sync.Numbers(tiles.warpgroups, tiles.stages)
+    k = sync.Ring(memory.k, memory.k_full, number_of.first_ring, tiles.warpgroups)
+    v = sync.Ring(memory.v, memory.v_full, number_of.second_ring, tiles.warpgroups)
 
     def produce():
         def load(j, _):
@@ -102,23 +79,13 @@ def _kernel(program, x: Inputs, o_gmem, lse_gmem, memory: tile.Scratch, *, probl
         rows = at.batch, pl.ds(first_row, ROWS), at.head
         q, lse_smem = memory.q.at[own], memory.lse.at[own]
         tile.copy_in(x.q.at[rows], q, memory.q_full.at[own])
-        everything = tile.View(x.visibility, at.batch, None, 0, problem.keys)
-        view = everything if x.blocks is None else tile.view(x.visibility, at.batch, first_row)
+        view = tile.view(x.visibility, at.batch, first_row)
         turns = sync.Turns(number_of.turns, tiles.warpgroups, own)
         o, lse = _attend(q, k, v, turns, blocks, view, problem, tiles)
         q[...], lse_smem[...] = o.astype(q.dtype), lse
         tile.copy_out((q, o_gmem.at[rows]), (lse_smem, lse_gmem.at[at.batch, at.head, pl.ds(first_row, ROWS)]))
 
     tile.by_role(tiles, consume, produce)
-
-
-def _blocks(x: Inputs, at: Place, problem: Problem, tiles: Tiles) -> schedule.Blocks:
-    """The blocks of a program, at least one: where no row sees a key it is masked."""
-    if x.blocks is None:
-        return schedule.key_blocks(0, problem.keys, None, tiles.block_k)
-    batch = at.batch if x.blocks.shape[0] > 1 else 0
-    blocks = schedule.Blocks(*(x.blocks[batch, at.tile, i] for i in range(4)))
-    return blocks._replace(last=jnp.maximum(blocks.last, blocks.first + 1))
 
 
 def _attend(
@@ -130,7 +97,7 @@ def _attend(
     def softmax(s, j, m, l, masked):
         s, scale = online_softmax.scores_apart(s, problem.scale, problem.soft_cap)
         if masked:
-            s = jnp.where(view.sees(j, shape), s, -jnp.inf)
+            s = jnp.where(view.sees(j * tiles.block_k, shape), s, -jnp.inf)
         return online_softmax.step(s, m, l, scale)
 
     turns.open()
@@ -164,7 +131,7 @@ def _attend(
     o, m, l, p = blocks._replace(first=first + 1).clipped().visit(step, carry)
     v.wait(last)
     turns.take()
-    o = tile.product_add(lambda acc: tile.dot(acc, p, v.block(last)), o)
+    (o,) = tile.products_add(lambda acc: tile.dot(acc, p, v.block(last)), o)
     v.release(last)
     turns.close()
     return online_softmax.finish(o, m, l, problem.soft_cap or 0.0)
