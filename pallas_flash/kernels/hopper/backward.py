@@ -150,6 +150,8 @@ def _dq_kernel(program, x: Inputs, dq_gmem, memory: QueryMemory, *, problem: Pro
 
         def step(j, dq, masked):
             k_j, v_j = k.block(j), v.block(j)
+            num = tile.opaque(own)
+            q, do = memory.q.at[num], memory.do.at[num]
             sees = functools.partial(view.sees, j * tiles.block_k) if masked else None
 
             def scores(s_acc, dp_acc):
@@ -266,6 +268,8 @@ def _dkv_kernel(program, x: Inputs, *outputs, problem: Problem, tiles: KeyTiles)
         plgpu.barrier_wait(memory.kv_full)
 
         def head(g, sums):
+            blocks = schedule.Blocks(0, 0, last, last) if x.blocks is None else tile.blocks(x.blocks, tile.opaque(at.batch), at.tile)
+            steps = blocks.last - blocks.first
             def step(i, sums, masked):
                 owner = Owner(problem, tiles, memory, q, do, tile.opaque(own), *dq_gmem)
                 block = Block(g * steps + i - blocks.first, tile.opaque(at.batch), i * tiles.block_q, at.head + g)
@@ -313,6 +317,7 @@ class Owner(NamedTuple):
 
     @property
     def keys(self) -> pl.Slice:
+        if self.tiles.split: return pl.ds(pl.multiple_of(tile.opaque(0), 64), 64)
         return self._cut(self.tiles.block_k, self.tiles.block_k // ROWS)
 
     @property
@@ -362,6 +367,18 @@ class Owner(NamedTuple):
             return _p_and_ds(self.problem, s_acc, dp_acc, per_query(lse), per_query(delta), sees)
 
         shape = ROWS, self.tiles.block_q
+        if sees is not None or self.problem.soft_cap or self.tiles.width==64:
+            self.q_ring.wait(block.number)
+            s = tile.product(lambda acc: tile.dot_t(acc, k, q), shape)
+            s, scale = online_softmax.scores_apart(s, self.problem.scale, self.problem.soft_cap)
+            p, weight = online_softmax.gradients_apart(s, scale, tile.down(plgpu.load(lse, layout=tile.COLUMN), shape), self.problem.soft_cap)
+            if sees is not None:
+                seen = sees(s.shape)
+                p, weight = jnp.where(seen, p, 0.0), jnp.where(seen, weight, 0.0)
+            self.do_ring.wait(block.number)
+            dp = tile.product(lambda acc: tile.dot_t(acc, v, do), shape)
+            ds = weight * (dp - tile.down(plgpu.load(delta, layout=tile.COLUMN), shape))
+            return p.astype(self.problem.dtype), ds.astype(self.problem.dtype)
         return tile.products(scores, shape, shape)
 
     def add_dq(self, block: Block, ds, begin_next):
