@@ -85,6 +85,11 @@ def view(visibility: Visibility, batch: Ints, first_row: Ints) -> View:
 # Copies
 
 
+def columns(width: int):
+    """The first `width` columns of a global array that may have fewer: TMA reads zeros there, and writes nothing."""
+    return pl.ds(pl.multiple_of(opaque(0), 64), width)
+
+
 def copy_in(source, smem, barrier):
     """From global to shared memory, and waits."""
     plgpu.copy_gmem_to_smem(source, smem, barrier)
@@ -159,9 +164,9 @@ def overlap(body, o, scores_shape, m, l):
 class Scratch(NamedTuple):
     """The shared memory of a program."""
 
-    q: Any  # [warpgroups, 64, width], of the output in the end
+    q: Any  # [warpgroups, 64, the larger width], of the output in the end
     k: Any  # [stages, block_k, width]
-    v: Any
+    v: Any  # [stages, block_k, value_width]
     lse: Any  # [warpgroups, 64]
     q_full: Any
     k_full: Any
@@ -170,12 +175,12 @@ class Scratch(NamedTuple):
     @classmethod
     def of(cls, t: Tiles, dtype) -> "Scratch":
         swizzled = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
-        block = lambda n, size: plgpu.SMEM((n, size, t.width), dtype, transforms=swizzled)
+        block = lambda *shape: plgpu.SMEM(shape, dtype, transforms=swizzled)
         barriers = lambda n: plgpu.Barrier(num_barriers=n)
         return cls(
-            q=block(t.warpgroups, ROWS),
-            k=block(t.stages, t.block_k),
-            v=block(t.stages, t.block_k),
+            q=block(t.warpgroups, ROWS, max(t.width, t.value_width)),
+            k=block(t.stages, t.block_k, t.width),
+            v=block(t.stages, t.block_k, t.value_width),
             lse=plgpu.SMEM((t.warpgroups, ROWS), jnp.float32),
             q_full=barriers(t.warpgroups),
             k_full=barriers(t.stages),
