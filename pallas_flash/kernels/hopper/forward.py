@@ -146,6 +146,7 @@ def _attend(
     k.release(first)
     known_full = isinstance(blocks.full_last, int) and blocks.full_first <= first < blocks.full_last
     p, _, m, l = softmax(s, first, tile.rows(online_softmax.LOWEST), tile.rows(0.0), not known_full)
+    v.wait(first)
 
     def step(j, carry, masked):
         o, m, l, p = carry
@@ -154,12 +155,13 @@ def _attend(
 
         def under_the_products(o_acc, s_acc):
             tile.dot_t(s_acc, q, k.block(j))
-            v.wait(j - 1)
             tile.dot(o_acc, p, v.block(j - 1))
             turns.pass_on()
             s = tile.finished(s_acc, running=1)  # [bq, bk]
             k.release(j)
-            return softmax(s, j, m, l, masked)
+            results = softmax(s, j, m, l, masked)
+            v.wait(j)
+            return results
 
         o, p, alpha, m, l = tile.overlap(under_the_products, o, shape, m, l)
         v.release(j - 1)
@@ -167,7 +169,6 @@ def _attend(
 
     carry = tile.zeros(ROWS, tiles.value_width), m, l, p.astype(q.dtype)
     o, m, l, p = blocks._replace(first=first + 1).clipped().visit(step, carry)
-    v.wait(last)
     turns.take()
     o = tile.product_add(lambda acc: tile.dot(acc, p, v.block(last)), o)
     v.release(last)
