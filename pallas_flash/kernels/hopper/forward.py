@@ -107,7 +107,7 @@ def _kernel(program, x: Inputs, o_gmem, lse_gmem, memory: tile.Scratch, *, probl
         q, o_smem = wide.at[:, : tiles.width], wide.at[:, : tiles.value_width]
         rows = at.batch, pl.ds(first_row, ROWS), at.head, tile.columns(wide.shape[1])
         tile.copy_in(x.q.at[rows], wide, memory.q_full.at[own])
-        everything = tile.View(x.visibility, at.batch, None, 0, problem.keys)
+        everything = tile.View(x.visibility, at.batch, 0, problem.keys)
         view = everything if x.blocks is None else tile.view(x.visibility, at.batch, first_row)
         turns = sync.Turns(number_of.turns, tiles.warpgroups, own)
         o, lse = _attend(q, k, v, turns, blocks, view, problem, tiles)

@@ -56,9 +56,8 @@ def load(ref, layout):
 class View(NamedTuple):
     """What a consumer's 64 rows see."""
 
-    visibility: Visibility  # its data are refs
+    visibility: Visibility  # its data by row are in registers, those by key are refs
     batch: Ints
-    rows: Any
     start: Ints  # [64]
     stop: Ints
 
@@ -66,20 +65,18 @@ class View(NamedTuple):
         """Whether each row sees each key of block j, [64, keys]."""
         size, v = shape[1], self.visibility
         ids = ()
-        if v.query_ids is not None:  # loaded each time: there is no register to keep them in
-            query_ids = load(v.query_ids.at[self.batch, self.rows], ROW)
+        if v.query_ids is not None:
             key_ids = load(v.key_ids.at[self.batch, pl.ds(j * size, size)], COLUMN)
-            ids = across(query_ids, shape), down(key_ids, shape)
+            ids = across(v.query_ids, shape), down(key_ids, shape)
         return v.sees(across(self.start, shape), across(self.stop, shape), down(j * size + count(size, COLUMN), shape), *ids)
 
 
 def view(visibility: Visibility, batch: Ints, first_row: Ints) -> View:
     """The view of the 64 rows from `first_row` on."""
-    rows = pl.ds(first_row, ROWS)
-    at = visibility.narrow(("start", "stop"), lambda ref: load(ref.at[batch, rows], ROW))
+    at = visibility.narrow(("start", "stop", "query_ids"), lambda ref: load(ref.at[batch, pl.ds(first_row, ROWS)], ROW))
     # A row number that nothing reads would be in the way of Mosaic's layout inference.
     row = 0 if at.start is not None else first_row + count(ROWS, ROW)
-    return View(visibility, batch, rows, *at.interval(row))
+    return View(at, batch, *at.interval(row))
 
 
 # Copies
