@@ -73,7 +73,12 @@ def test_every_mask_gives_the_oracles_output_and_lse(name, rng):
 
 OTHER_SIZES = {
     "128, grouped": Sizes(B=1, T=131, S=257, N=6, K=2, H=128, Hv=128),
+    "192": Sizes(B=1, T=67, S=131, N=1, K=1, H=192, Hv=192),
     "256": Sizes(B=1, T=131, S=140, N=1, K=1, H=256, Hv=256),
+    "192 and 128, grouped": Sizes(B=1, T=131, S=257, N=2, K=1, H=192, Hv=128),
+    "64 and 128": Sizes(B=1, T=67, S=131, N=2, K=2, H=64, Hv=128),
+    "128 and 64": Sizes(B=1, T=67, S=131, N=2, K=2, H=128, Hv=64),
+    "128 and 256": Sizes(B=1, T=67, S=67, N=2, K=2, H=128, Hv=256),
     "one query, one key": Sizes(B=1, T=1, S=1, N=1, K=1, H=64, Hv=64),
     "padded heads": Sizes(B=1, T=37, S=53, N=1, K=1, H=11, Hv=72),
     "whole tiles": Sizes(B=1, T=192, S=256, N=1, K=1, H=64, Hv=64),
@@ -87,6 +92,16 @@ def test_every_size_gives_the_oracles_output_and_lse(name, rng):
         agrees(*qkv(rng, OTHER_SIZES[name], jnp.float16), scale=0.2)
 
 
+WIDTHS = {(1, 1): (64, 64), (96, 96): (128, 128), (192, 128): (192, 128), (65, 200): (128, 256), (160, 40): (192, 128)}
+
+
+@pytest.mark.parametrize("sizes", WIDTHS)
+def test_heads_are_padded_to_the_nearest_row_of_the_table(sizes):
+    q, v = (jax.ShapeDtypeStruct((1, 8, 2, size), jnp.bfloat16) for size in sizes)
+    tiles = hopper.tiles(explain(q, q, v).problem)
+    assert (tiles.width, tiles.value_width) == WIDTHS[sizes]
+
+
 @needs_interpreter
 def test_a_soft_cap_gives_the_oracles_output_and_lse(rng):
     with interpreted():
@@ -95,9 +110,9 @@ def test_a_soft_cap_gives_the_oracles_output_and_lse(rng):
 
 
 @needs_interpreter
-@pytest.mark.parametrize("width", [64, 128])
-def test_there_is_no_race(width, rng):
-    z = Sizes(B=1, T=2 * 192, S=700, N=1, K=1, H=width, Hv=width)
+@pytest.mark.parametrize("width, value_width", [(64, 64), (128, 128), (192, 128), (64, 128)])
+def test_there_is_no_race(width, value_width, rng):
+    z = Sizes(B=1, T=2 * 192, S=700, N=1, K=1, H=width, Hv=value_width)
     with interpreted(detect_races=True) as races:
         agrees(*qkv(rng, z, jnp.bfloat16), is_causal=True, query_offset=316)
     assert not races.found

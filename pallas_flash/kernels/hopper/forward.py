@@ -22,7 +22,7 @@ class Inputs(NamedTuple):
 
     q: jax.Array  # [B, T, N, width]
     k: jax.Array  # [B, S, K, width]
-    v: jax.Array  # [B, S, K, width]
+    v: jax.Array  # [B, S, K, value_width]
     blocks: jax.Array | None  # int32 [B or 1, query tiles, 4]: schedule.Blocks; None where all are the same and known
     visibility: Visibility  # its data by rows and keys only
 
@@ -31,12 +31,15 @@ def forward(problem: Problem, tiles: AllTiles, x: Operands):
     """o [B, T, N, Hv] in the query's dtype, lse [B, N, T] in float32."""
     p, t = problem, tiles.forward
     inputs = _inputs(p, t, x)
-    B, T, N, width = inputs.q.shape
+    B, T, N, _ = inputs.q.shape
     o, lse = tile.launch(
         functools.partial(_kernel, problem=p, tiles=t),
         inputs,
         programs=order.query_tiles(p, t.block_q),
-        out_type=[jax.ShapeDtypeStruct((B, T, N, width), x.query.dtype), jax.ShapeDtypeStruct((B, N, T), jnp.float32)],
+        out_type=[
+            jax.ShapeDtypeStruct((B, T, N, t.value_width), x.query.dtype),
+            jax.ShapeDtypeStruct((B, N, T), jnp.float32),
+        ],
         tiles=t,
         scratch=tile.Scratch.of(t, x.query.dtype),
         name="flash_attention_forward",
@@ -49,7 +52,8 @@ def _inputs(p: Problem, t: Tiles, x: Operands) -> Inputs:
     value = x.value
     if (reached := x.visibility.reached(jnp.arange(p.keys))) is not None:
         value = jnp.where(reached[:, :, None, None], value, 0)  # what is not seen has p = 0, and 0 * NaN is NaN
-    return Inputs(*(tile.padded(a, t.width) for a in (x.query, x.key, value)), blocks, visibility)
+    q, k, v = tile.padded(x.query, t.width), tile.padded(x.key, t.width), tile.padded(value, t.value_width)
+    return Inputs(q, k, v, blocks, visibility)
 
 
 def _kernel(program, x: Inputs, o_gmem, lse_gmem, memory: tile.Scratch, *, problem: Problem, tiles: Tiles):
@@ -76,14 +80,15 @@ def _kernel(program, x: Inputs, o_gmem, lse_gmem, memory: tile.Scratch, *, probl
 
     def consume(own):
         first_row = at.tile * tiles.block_q + own * ROWS
-        rows = at.batch, pl.ds(first_row, ROWS), at.head
-        q, lse_smem = memory.q.at[own], memory.lse.at[own]
-        tile.copy_in(x.q.at[rows], q, memory.q_full.at[own])
+        wide, lse_smem = memory.q.at[own], memory.lse.at[own]
+        q, o_smem = wide.at[:, : tiles.width], wide.at[:, : tiles.value_width]
+        rows = at.batch, pl.ds(first_row, ROWS), at.head, tile.columns(wide.shape[1])
+        tile.copy_in(x.q.at[rows], wide, memory.q_full.at[own])
         view = tile.view(x.visibility, at.batch, first_row)
         turns = sync.Turns(number_of.turns, tiles.warpgroups, own)
         o, lse = _attend(q, k, v, turns, blocks, view, problem, tiles)
-        q[...], lse_smem[...] = o.astype(q.dtype), lse
-        tile.copy_out((q, o_gmem.at[rows]), (lse_smem, lse_gmem.at[at.batch, at.head, pl.ds(first_row, ROWS)]))
+        o_smem[...], lse_smem[...] = o.astype(q.dtype), lse
+        tile.copy_out((wide, o_gmem.at[rows]), (lse_smem, lse_gmem.at[at.batch, at.head, pl.ds(first_row, ROWS)]))
 
     tile.by_role(tiles, consume, produce)
 
@@ -91,7 +96,7 @@ def _kernel(program, x: Inputs, o_gmem, lse_gmem, memory: tile.Scratch, *, probl
 def _attend(
     q, k: sync.Ring, v: sync.Ring, turns: sync.Turns, blocks: schedule.Blocks, view: tile.View, problem: Problem, tiles: Tiles
 ):
-    """o [64, width] and lse [64] of a consumer's queries."""
+    """o [64, value_width] and lse [64] of a consumer's queries."""
     shape = ROWS, tiles.block_k
 
     def softmax(s, j, m, l, masked):
@@ -108,6 +113,7 @@ def _attend(
     k.release(first)
     known_full = isinstance(blocks.full_last, int) and blocks.full_first <= first < blocks.full_last
     p, _, m, l = softmax(s, first, tile.rows(online_softmax.LOWEST), tile.rows(0.0), not known_full)
+    v.wait(first)
 
     def step(j, carry, masked):
         o, m, l, p = carry
@@ -116,20 +122,20 @@ def _attend(
 
         def under_the_products(o_acc, s_acc):
             tile.dot_t(s_acc, q, k.block(j))
-            v.wait(j - 1)
             tile.dot(o_acc, p, v.block(j - 1))
             turns.pass_on()
             s = tile.finished(s_acc, running=1)  # [bq, bk]
             k.release(j)
-            return softmax(s, j, m, l, masked)
+            results = softmax(s, j, m, l, masked)
+            v.wait(j)
+            return results
 
         o, p, alpha, m, l = tile.overlap(under_the_products, o, shape, m, l)
         v.release(j - 1)
         return o * tile.across(alpha, o.shape), m, l, p.astype(q.dtype)  # cast only now: the product before it read the old p
 
-    carry = tile.zeros(ROWS, tiles.width), m, l, p.astype(q.dtype)
+    carry = tile.zeros(ROWS, tiles.value_width), m, l, p.astype(q.dtype)
     o, m, l, p = blocks._replace(first=first + 1).clipped().visit(step, carry)
-    v.wait(last)
     turns.take()
     (o,) = tile.products_add(lambda acc: tile.dot(acc, p, v.block(last)), o)
     v.release(last)

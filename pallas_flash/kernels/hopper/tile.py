@@ -57,40 +57,36 @@ def load(ref, layout):
 class View(NamedTuple):
     """What a tile of queries sees. Scores have a row for each query; where they are transposed, a row for each key."""
 
-    visibility: Visibility  # its data are refs
+    visibility: Visibility  # its data by row are in registers, those by key are refs
     batch: Ints
-    queries: Any
     start: Ints  # [queries]
     stop: Ints
     transposed: bool = False
 
     def sees(self, first_key: Ints, shape):
         """Whether each query sees each key of a block, in the shape of the scores."""
-        query_layout, key_layout = _layouts(self.transposed)
-        spread_query, spread_key = (functools.partial(_SPREAD[layout], shape=shape) for layout in (query_layout, key_layout))
+        (_, spread_query), (key_layout, spread_key) = _axes(self.transposed)
         size, v, ids = shape[0 if self.transposed else 1], self.visibility, ()
-        if v.query_ids is not None:  # loaded each time: there is no register to keep them in
-            query_ids = load(v.query_ids.at[self.batch, self.queries], query_layout)
+        if v.query_ids is not None:
             key_ids = load(v.key_ids.at[self.batch, pl.ds(first_key, size)], key_layout)
-            ids = spread_query(query_ids), spread_key(key_ids)
-        return v.sees(spread_query(self.start), spread_query(self.stop), spread_key(first_key + count(size, key_layout)), *ids)
+            ids = spread_query(v.query_ids, shape), spread_key(key_ids, shape)
+        keys = spread_key(first_key + count(size, key_layout), shape)
+        return v.sees(spread_query(self.start, shape), spread_query(self.stop, shape), keys, *ids)
 
 
-def _layouts(transposed: bool):
-    """Of a value for each query, and of a value for each key."""
-    return (COLUMN, ROW) if transposed else (ROW, COLUMN)
-
-
-_SPREAD = {ROW: across, COLUMN: down}
+def _axes(transposed: bool):
+    """Layout and spreading of a value for each query, and of a value for each key."""
+    row, column = (ROW, across), (COLUMN, down)
+    return (column, row) if transposed else (row, column)
 
 
 def view(visibility: Visibility, batch: Ints, first_query: Ints, size: int = ROWS, transposed: bool = False) -> View:
     """The view of `size` queries from `first_query` on."""
-    queries, (layout, _) = pl.ds(first_query, size), _layouts(transposed)
-    at = visibility.narrow(("start", "stop"), lambda ref: load(ref.at[batch, queries], layout))
+    queries, ((layout, _), _) = pl.ds(first_query, size), _axes(transposed)
+    at = visibility.narrow(("start", "stop", "query_ids"), lambda ref: load(ref.at[batch, queries], layout))
     # A row number that nothing reads would be in the way of Mosaic's layout inference.
     row = 0 if at.left is None and at.right is None else first_query + count(size, layout)
-    return View(visibility, batch, queries, *at.interval(row), transposed)
+    return View(at, batch, *at.interval(row), transposed)
 
 
 def blocks(ref, batch: Ints, number: Ints) -> schedule.Blocks:
@@ -99,6 +95,11 @@ def blocks(ref, batch: Ints, number: Ints) -> schedule.Blocks:
 
 
 # Copies
+
+
+def columns(width: int):
+    """The first `width` columns of a global array that may have fewer: TMA reads zeros there, and writes nothing."""
+    return pl.ds(pl.multiple_of(opaque(0), 64), width)
 
 
 def copy_in(source, smem, barrier):
@@ -205,9 +206,9 @@ def block(dtype, *shape: int):
 class Scratch(NamedTuple):
     """The shared memory of a program."""
 
-    q: Any  # [warpgroups, 64, width], of the output in the end
+    q: Any  # [warpgroups, 64, the larger width], of the output in the end
     k: Any  # [stages, block_k, width]
-    v: Any
+    v: Any  # [stages, block_k, value_width]
     lse: Any  # [warpgroups, 64]
     q_full: Any
     k_full: Any
@@ -217,9 +218,9 @@ class Scratch(NamedTuple):
     def of(cls, t: Tiles, dtype) -> "Scratch":
         barriers = lambda n: plgpu.Barrier(num_barriers=n)
         return cls(
-            q=block(dtype, t.warpgroups, ROWS, t.width),
+            q=block(dtype, t.warpgroups, ROWS, max(t.width, t.value_width)),
             k=block(dtype, t.stages, t.block_k, t.width),
-            v=block(dtype, t.stages, t.block_k, t.width),
+            v=block(dtype, t.stages, t.block_k, t.value_width),
             lse=plgpu.SMEM((t.warpgroups, ROWS), jnp.float32),
             q_full=barriers(t.warpgroups),
             k_full=barriers(t.stages),

@@ -77,7 +77,12 @@ class AllTiles(NamedTuple):
 
 _FORWARD = (
     Tiles(width=64, value_width=64, warpgroups=3, block_k=128, stages=2),
+    Tiles(width=64, value_width=128, warpgroups=2, block_k=128, stages=2),
+    Tiles(width=128, value_width=64, warpgroups=3, block_k=128, stages=2),
     Tiles(width=128, value_width=128, warpgroups=2, block_k=128, stages=2),
+    Tiles(width=192, value_width=128, warpgroups=2, block_k=128, stages=2),
+    Tiles(width=192, value_width=192, warpgroups=2, block_k=64, stages=2),
+    Tiles(width=128, value_width=256, warpgroups=2, block_k=64, stages=2),
     Tiles(width=256, value_width=256, warpgroups=2, block_k=64, stages=2),
 )
 _DQ = (
