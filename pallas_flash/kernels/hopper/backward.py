@@ -64,15 +64,37 @@ def _inputs(p: Problem, t: Tiles | KeyTiles, blocks, visibility: Visibility, q, 
     return Inputs(q, k, v, do, lse, delta, blocks, visibility)
 
 
-def _p_and_ds(problem: Problem, s_acc, dp_acc, lse, delta, sees):
-    """P and dS, 16 bits, from the products S and dP, of which dP was begun last. lse() and delta() have the shape of S."""
-    s, scale = online_softmax.scores_apart(tile.finished(s_acc, running=1), problem.scale, problem.soft_cap)
-    p, weight = online_softmax.gradients_apart(s, scale, lse(s.shape), problem.soft_cap)
-    if sees is not None:
-        seen = sees(s.shape)
-        p, weight = jnp.where(seen, p, 0.0), jnp.where(seen, weight, 0.0)
-    ds = weight * (tile.finished(dp_acc) - delta(s.shape))
-    return p.astype(problem.dtype), ds.astype(problem.dtype)
+class Rows(NamedTuple):
+    """What P and dS of a pair of blocks need to know of the queries: each the shape of S, or a value for all."""
+
+    lse: Any  # () -> lse and delta, spread over the shape of S
+    delta: Any
+    sees: Any  # (shape) -> which queries see which keys; None: all see all
+
+
+def _p_and_ds(problem: Problem, begin_s, begin_dp, shape, rows: Rows, together: bool = True):
+    """P and dS, 16 bits, of the products that begin_s(acc) and begin_dp(acc) begin; `together` takes more registers."""
+
+    def p_and_weight(s):
+        s, scale = online_softmax.scores_apart(s, problem.scale, problem.soft_cap)
+        p, weight = online_softmax.gradients_apart(s, scale, rows.lse(shape), problem.soft_cap)
+        if rows.sees is None:
+            return p, weight
+        seen = rows.sees(shape)
+        return jnp.where(seen, p, 0.0), jnp.where(seen, weight, 0.0)
+
+    def both(s_acc, dp_acc):
+        begin_s(s_acc)
+        begin_dp(dp_acc)
+        p, weight = p_and_weight(tile.finished(s_acc, running=1))
+        return p.astype(problem.dtype), weight, tile.finished(dp_acc)
+
+    if together:
+        p, weight, dp = tile.products(both, shape, shape)
+    else:
+        p, weight = p_and_weight(tile.product(begin_s, shape))
+        p, dp = p.astype(problem.dtype), tile.product(begin_dp, shape)
+    return p, (weight * (dp - rows.delta(shape))).astype(problem.dtype)
 
 
 # dQ: a program owns queries, and walks over the keys
@@ -145,28 +167,27 @@ def _dq_kernel(program, x: Inputs, dq_gmem, memory: QueryMemory, *, problem: Pro
         plgpu.copy_gmem_to_smem(x.do.at[by_row], do, memory.do_full.at[own])
         tile.copy_in(x.q.at[by_row], q, memory.q_full.at[own])
         plgpu.barrier_wait(memory.do_full.at[own])
-        lse, delta = tile.load(x.lse.at[by_head], tile.ROW), tile.load(x.delta.at[by_head], tile.ROW)
+        per_row = lambda ref: functools.partial(tile.across, tile.load(ref.at[by_head], tile.ROW))
+        lse, delta = per_row(x.lse), per_row(x.delta)
         view = tile.view(x.visibility, at.batch, first_row)
 
         def step(j, dq, masked):
-            k_j, v_j = k.block(j), v.block(j)
-            num = tile.opaque(own)
-            q, do = memory.q.at[num], memory.do.at[num]
-            sees = functools.partial(view.sees, j * tiles.block_k) if masked else None
+            again = tile.opaque(own)  # or the addresses of all parts of q and do would take registers
+            q, do, k_j, v_j = memory.q.at[again], memory.do.at[again], k.block(j), v.block(j)
 
-            def scores(s_acc, dp_acc):
+            def begin_s(acc):
                 k.wait(j)
-                tile.dot_t(s_acc, q, k_j)
+                tile.dot_t(acc, q, k_j)
+
+            def begin_dp(acc):
                 v.wait(j)
-                tile.dot_t(dp_acc, do, v_j)
-                per_row = lambda row: functools.partial(tile.across, row)
-                _, ds = _p_and_ds(problem, s_acc, dp_acc, per_row(lse), per_row(delta), sees)
-                v.release(j)
-                return ds
+                tile.dot_t(acc, do, v_j)
 
             def product(dq_acc):
-                ds = tile.products(scores, (ROWS, tiles.block_k), (ROWS, tiles.block_k))
-                tile.dot(dq_acc, ds, k_j)
+                rows = Rows(lse, delta, functools.partial(view.sees, j * tiles.block_k) if masked else None)
+                _, ds = _p_and_ds(problem, begin_s, begin_dp, (ROWS, tiles.block_k), rows)
+                v.release(j)
+                tile.dot(dq_acc, ds, k_j)  # dQ += dS K
 
             (dq,) = tile.products_add(product, dq)
             k.release(j)
@@ -268,24 +289,21 @@ def _dkv_kernel(program, x: Inputs, *outputs, problem: Problem, tiles: KeyTiles)
         plgpu.barrier_wait(memory.kv_full)
 
         def head(g, sums):
-            blocks = schedule.Blocks(0, 0, last, last) if x.blocks is None else tile.blocks(x.blocks, tile.opaque(at.batch), at.tile)
-            steps = blocks.last - blocks.first
             def step(i, sums, masked):
-                owner = Owner(problem, tiles, memory, q, do, tile.opaque(own), *dq_gmem)
-                block = Block(g * steps + i - blocks.first, tile.opaque(at.batch), i * tiles.block_q, at.head + g)
-                view = tile.view(x.visibility, block.batch, block.first_row, tiles.block_q, transposed=True) if masked else None
-                return owner.add(block, view and functools.partial(view.sees, first_key + owner.keys.start), *sums)
+                block = Block(g * steps + i - blocks.first, at.head + g, i * tiles.block_q)
+                return owner_of(tile.opaque(own)).add(block, masked, *sums)
 
             return blocks.visit(step, sums)
 
-        owner = Owner(problem, tiles, memory, q, do, own, *dq_gmem)
+        owner_of = lambda own: Owner(problem, tiles, x, memory, q, do, own, at.batch, first_key, *dq_gmem)
+        owner = owner_of(own)
         zeros = tile.zeros(ROWS, owner.columns.size), tile.zeros(ROWS, owner.value_columns.size)
         dk, dv = schedule.loop(0, problem.group, head, zeros)
         owner.meet()  # all have read k and v
         k, v = memory.k.at[owner.keys, owner.columns], memory.v.at[owner.keys, owner.value_columns]
         k[...], v[...] = (dk * problem.scale).astype(k.dtype), dv.astype(v.dtype)
         owner.meet()
-        mine = pl.ds(own * (tiles.block_k // tiles.warpgroups), tiles.block_k // tiles.warpgroups)
+        mine = owner.cut(tiles.block_k, tiles.warpgroups)
         keys = at.batch, pl.ds(first_key + mine.start, mine.size), at.kv_head
         tile.copy_out((memory.k.at[mine], dk_gmem.at[keys]), (memory.v.at[mine], dv_gmem.at[keys]))
 
@@ -296,9 +314,8 @@ class Block(NamedTuple):
     """A block of queries of one head."""
 
     number: Ints  # in the order of the rings
-    batch: Ints
-    first_row: Ints
     head: Ints
+    first_row: Ints
 
 
 class Owner(NamedTuple):
@@ -306,93 +323,103 @@ class Owner(NamedTuple):
 
     problem: Problem
     tiles: KeyTiles
+    x: Inputs
     memory: KeyMemory
     q_ring: sync.Ring
     do_ring: sync.Ring
     number: Ints
+    batch: Ints
+    first_key: Ints
     dq_gmem: Any = None  # in the fused scheme
 
-    def _cut(self, size: int, parts: int) -> pl.Slice:
-        return pl.ds(self.number * (size // parts) if parts > 1 else 0, size // parts)
+    def cut(self, size: int, parts: int) -> pl.Slice:
+        """The consumer's part of an axis that is cut into so many parts, one or one for each consumer."""
+        own = self.number if parts > 1 else tile.opaque(0)
+        return pl.ds(pl.multiple_of(own * (size // parts), size // parts), size // parts)
 
     @property
     def keys(self) -> pl.Slice:
-        if self.tiles.split: return pl.ds(pl.multiple_of(tile.opaque(0), 64), 64)
-        return self._cut(self.tiles.block_k, self.tiles.block_k // ROWS)
+        return self.cut(self.tiles.block_k, self.tiles.block_k // ROWS)
 
     @property
     def columns(self) -> pl.Slice:
-        return self._cut(self.tiles.width, self.tiles.column_parts)
+        return self.cut(self.tiles.width, self.tiles.column_parts)
 
     @property
     def value_columns(self) -> pl.Slice:
-        return self._cut(self.tiles.value_width, self.tiles.column_parts)
+        return self.cut(self.tiles.value_width, self.tiles.column_parts)
 
     def meet(self):
         sync.meet(sync.Numbers(self.tiles.warpgroups, self.tiles.stages).meeting, self.tiles.warpgroups)
 
-    def add(self, block: Block, sees, dk, dv):
-        """dK += dS^T Q and dV += P^T dO, with a block of queries."""
+    def add(self, block: Block, masked: bool, dk, dv):
+        """dK += dS^T Q and dV += P^T dO with a block of queries, by 64 of them at a time."""
         (q, _), (do, _) = self.q_ring.block(block.number), self.do_ring.block(block.number)
         q, do = q.at[:, self.columns], do.at[:, self.value_columns]
+        parts = [pl.ds(first, ROWS) for first in range(0, self.tiles.block_q, ROWS)]
+        shared = None if self.dq_gmem is None else self.memory.ds.at[lax.rem(block.number, jnp.int32(2))]
 
         def products(dk_acc, dv_acc):
-            p, ds = self.p_and_ds(block, sees)
-            if self.dq_gmem is None:
-                tile.dot(dv_acc, p, do)
-                tile.dot(dk_acc, ds, q)
-                tile.wait(running=1)
+            def add_dk():
+                for rows, ds in zip(parts, all_ds, strict=True):
+                    tile.dot(dk_acc, ds, q.at[rows])  # dK += dS^T Q
+
+            all_ds = []
+            for rows in parts:
+                p, ds = self.p_and_ds(block, rows, masked)
+                all_ds.append(ds)
+                if shared is not None:
+                    shared.at[self.keys, rows][...] = ds
+                tile.dot(dv_acc, p, do.at[rows])  # dV += P^T dO
+            if shared is None:
+                sync.fence()  # lse and delta have been read, and TMA may write there
+                add_dk()
+                tile.wait(running=len(parts))
                 self.do_ring.release(block.number)
             else:
-                shared = self.memory.ds.at[lax.rem(block.number, jnp.int32(2))]
-                shared.at[self.keys][...] = ds
-                tile.dot(dv_acc, p, do)
                 self.meet()
-                self.add_dq(block, shared, lambda: tile.dot(dk_acc, ds, q))
+                self.add_dq(block, shared, add_dk)
 
         sums = tile.products_add(products, dk, dv)
         self.q_ring.release(block.number)
         return sums
 
-    def p_and_ds(self, block: Block, sees):
+    def p_and_ds(self, block: Block, rows: pl.Slice, masked: bool):
         (q, lse), (do, delta) = self.q_ring.block(block.number), self.do_ring.block(block.number)
-        k, v = self.memory.k.at[self.keys], self.memory.v.at[self.keys]
+        x, is_first = self.x, rows.start == 0
 
-        def scores(s_acc, dp_acc):
-            self.q_ring.wait(block.number)
-            tile.dot_t(s_acc, k, q)
-            self.do_ring.wait(block.number)
-            tile.dot_t(dp_acc, v, do)
-            per_query = lambda ref: lambda shape: tile.down(plgpu.load(ref, layout=tile.COLUMN), shape)
-            return _p_and_ds(self.problem, s_acc, dp_acc, per_query(lse), per_query(delta), sees)
+        def begin_s(acc):
+            if is_first:
+                self.q_ring.wait(block.number)
+            tile.dot_t(acc, self.memory.k.at[self.keys], q.at[rows])
 
-        shape = ROWS, self.tiles.block_q
-        if sees is not None or self.problem.soft_cap or self.tiles.width==64:
-            self.q_ring.wait(block.number)
-            s = tile.product(lambda acc: tile.dot_t(acc, k, q), shape)
-            s, scale = online_softmax.scores_apart(s, self.problem.scale, self.problem.soft_cap)
-            p, weight = online_softmax.gradients_apart(s, scale, tile.down(plgpu.load(lse, layout=tile.COLUMN), shape), self.problem.soft_cap)
-            if sees is not None:
-                seen = sees(s.shape)
-                p, weight = jnp.where(seen, p, 0.0), jnp.where(seen, weight, 0.0)
-            self.do_ring.wait(block.number)
-            dp = tile.product(lambda acc: tile.dot_t(acc, v, do), shape)
-            ds = weight * (dp - tile.down(plgpu.load(delta, layout=tile.COLUMN), shape))
-            return p.astype(self.problem.dtype), ds.astype(self.problem.dtype)
-        return tile.products(scores, shape, shape)
+        def begin_dp(acc):
+            if is_first:
+                self.do_ring.wait(block.number)
+            tile.dot_t(acc, self.memory.v.at[self.keys], do.at[rows])
 
-    def add_dq(self, block: Block, ds, begin_next):
+        per_query = lambda ref: lambda shape: tile.down(plgpu.load(ref.at[rows], layout=tile.COLUMN), shape)
+        sees = None
+        if masked:
+            view = tile.view(x.visibility, tile.opaque(self.batch), block.first_row + rows.start, ROWS, transposed=True)
+            sees = functools.partial(view.sees, self.first_key + self.keys.start)
+        few_registers = self.problem.soft_cap is not None or masked and jax.tree.leaves(x.visibility)
+        of_queries = Rows(per_query(lse), per_query(delta), sees)
+        return _p_and_ds(self.problem, begin_s, begin_dp, (ROWS, ROWS), of_queries, together=not few_registers)
+
+    def add_dq(self, block: Block, ds, begin_more):
         """dQ += dS K in global memory, of which a consumer adds its part; ds is of all consumers, [block_k, block_q]."""
-        rows = self._cut(self.tiles.block_q, self.tiles.block_q // ROWS)
-        columns = self._cut(self.tiles.width, self.tiles.dq_column_parts)
+        rows = self.cut(self.tiles.block_q, self.tiles.block_q // ROWS)
+        columns = self.cut(self.tiles.width, self.tiles.dq_column_parts)
+        more = self.tiles.block_q // ROWS  # products
 
         def product(dq_acc):
             tile.dot(dq_acc, ds.at[:, rows].transpose((1, 0)), self.memory.k.at[:, columns])
             tile.wait(running=1)
             self.do_ring.release(block.number)
-            begin_next()
-            return tile.finished(dq_acc, running=1)
+            begin_more()
+            return tile.finished(dq_acc, running=more)
 
         dq = tile.products(product, (rows.size, columns.size))
         rows = pl.ds(block.first_row + rows.start, rows.size)
-        tile.add_out(dq, self.memory.dq.at[self.number], self.dq_gmem.at[block.batch, rows, block.head, columns])
+        tile.add_out(dq, self.memory.dq.at[self.number], self.dq_gmem.at[self.batch, rows, block.head, columns])

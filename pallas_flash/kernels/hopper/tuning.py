@@ -88,11 +88,14 @@ _FORWARD = (
 _DQ = (
     Tiles(width=64, value_width=64, warpgroups=2, block_k=128, stages=2),
     Tiles(width=128, value_width=128, warpgroups=2, block_k=64, stages=2),
+    Tiles(width=192, value_width=128, warpgroups=2, block_k=64, stages=2),
+    Tiles(width=192, value_width=192, warpgroups=2, block_k=64, stages=2),
     Tiles(width=256, value_width=256, warpgroups=2, block_k=64, stages=2, value_stages=1),
 )
 _DKV = (
     KeyTiles(width=64, value_width=64, warpgroups=2, block_q=64, stages=2),
     KeyTiles(width=128, value_width=128, warpgroups=2, block_q=64, stages=2),
+    KeyTiles(width=256, value_width=128, warpgroups=2, block_q=64, stages=2, split=True),
     KeyTiles(width=256, value_width=256, warpgroups=2, block_q=64, stages=2, split=True),
 )
 _FUSED = (
