@@ -4,11 +4,12 @@ A program owns 64 queries of one head for each of its consumers, and walks over 
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash import online_softmax, schedule
 from pallas_flash.arguments import Operands, Problem
@@ -41,7 +42,7 @@ def forward(problem: Problem, tiles: AllTiles, x: Operands):
             jax.ShapeDtypeStruct((B, N, T), jnp.float32),
         ],
         tiles=t,
-        scratch=tile.Scratch.of(t, x.query.dtype),
+        scratch=Memory.of(t, x.query.dtype),
         name="flash_attention_forward",
     )
     return o[:, : p.queries, :, : p.value_size], lse[:, :, : p.queries]
@@ -56,7 +57,32 @@ def _inputs(p: Problem, t: Tiles, x: Operands) -> Inputs:
     return Inputs(q, k, v, blocks, visibility)
 
 
-def _kernel(program, x: Inputs, o_gmem, lse_gmem, memory: tile.Scratch, *, problem: Problem, tiles: Tiles):
+class Memory(NamedTuple):
+    """The shared memory of a program."""
+
+    q: Any  # [warpgroups, 64, the larger width], of the output in the end
+    k: Any  # [stages, block_k, width]
+    v: Any  # [stages, block_k, value_width]
+    lse: Any  # [warpgroups, 64]
+    q_full: Any
+    k_full: Any
+    v_full: Any
+
+    @classmethod
+    def of(cls, t: Tiles, dtype) -> "Memory":
+        barriers = lambda n: plgpu.Barrier(num_barriers=n)
+        return cls(
+            q=tile.block(dtype, t.warpgroups, ROWS, max(t.width, t.value_width)),
+            k=tile.block(dtype, t.stages, t.block_k, t.width),
+            v=tile.block(dtype, t.stages, t.block_k, t.value_width),
+            lse=plgpu.SMEM((t.warpgroups, ROWS), jnp.float32),
+            q_full=barriers(t.warpgroups),
+            k_full=barriers(t.stages),
+            v_full=barriers(t.stages),
+        )
+
+
+def _kernel(program, x: Inputs, o_gmem, lse_gmem, memory: Memory, *, problem: Problem, tiles: Tiles):
     at = order.query_tile(program, problem, tiles.block_q, tiles.key_bytes)
     if x.blocks is None:
         blocks = schedule.key_blocks(0, problem.keys, None, tiles.block_k)

@@ -44,7 +44,7 @@ def query_tile(program: Ints, p: Problem, block_q: int, key_bytes: int) -> Place
 
 
 def key_tile(program: Ints, p: Problem, block_k: int, query_bytes: int) -> Place:
-    """Of a program that owns keys; what it reads of a query takes `query_bytes`. The first tiles are seen most if it is causal."""
+    """Of a program that owns keys; a query and its do take `query_bytes`. The first tiles are seen most if it is causal."""
     together = _together(p.batch * p.kv_heads, p.queries * p.group * query_bytes)
     pair, tile = _pair(program, together, schedule.ceil_div(p.keys, block_k))
     batch, kv_head = _div(pair, p.kv_heads)

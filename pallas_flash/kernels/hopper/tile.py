@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash import schedule
-from pallas_flash.kernels.hopper.tuning import ROWS, Tiles
+from pallas_flash.kernels.hopper.tuning import ROWS
 from pallas_flash.masks import Ints, Visibility
 
 interpret: Any = None  # tests put the parameters of jax's GPU interpreter here
@@ -95,6 +95,12 @@ def blocks(ref, batch: Ints, number: Ints) -> schedule.Blocks:
 
 
 # Copies
+
+
+def block(dtype, *shape: int):
+    """Shared memory for matrices in the order that TMA, wgmma and the registers' stores meet without bank conflicts."""
+    row = 128 // jnp.dtype(dtype).itemsize
+    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, row)), plgpu.SwizzleTransform(128)))
 
 
 def columns(width: int):
@@ -197,38 +203,7 @@ def overlap(body, o, scores_shape, m, l):
 # Launch
 
 
-def block(dtype, *shape: int):
-    """Shared memory for matrices in the order that TMA, wgmma and the registers' stores meet without bank conflicts."""
-    row = 128 // jnp.dtype(dtype).itemsize
-    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, row)), plgpu.SwizzleTransform(128)))
-
-
-class Scratch(NamedTuple):
-    """The shared memory of a program."""
-
-    q: Any  # [warpgroups, 64, the larger width], of the output in the end
-    k: Any  # [stages, block_k, width]
-    v: Any  # [stages, block_k, value_width]
-    lse: Any  # [warpgroups, 64]
-    q_full: Any
-    k_full: Any
-    v_full: Any
-
-    @classmethod
-    def of(cls, t: Tiles, dtype) -> "Scratch":
-        barriers = lambda n: plgpu.Barrier(num_barriers=n)
-        return cls(
-            q=block(dtype, t.warpgroups, ROWS, max(t.width, t.value_width)),
-            k=block(dtype, t.stages, t.block_k, t.width),
-            v=block(dtype, t.stages, t.block_k, t.value_width),
-            lse=plgpu.SMEM((t.warpgroups, ROWS), jnp.float32),
-            q_full=barriers(t.warpgroups),
-            k_full=barriers(t.stages),
-            v_full=barriers(t.stages),
-        )
-
-
-def by_role(tiles: Tiles, consume, produce):
+def by_role(tiles, consume, produce):
     """consume(number) in each consumer and produce() in the producer, which gives its registers to the others."""
     number = lax.axis_index("warpgroup")
     few, many = (24, 240) if tiles.warpgroups == 2 else (32, 160)

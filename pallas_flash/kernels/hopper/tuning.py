@@ -27,7 +27,7 @@ class Tiles(NamedTuple):
         return 2 * (self.width + self.value_width)
 
     def __str__(self):
-        return f"{self.block_q} x {self.block_k}, {self.warpgroups} warpgroups, {self.stages} stages, widths {self.width}/{self.value_width}"
+        return _shown(self)
 
 
 class KeyTiles(NamedTuple):
@@ -61,7 +61,12 @@ class KeyTiles(NamedTuple):
         return 2 * (self.width + self.value_width)
 
     def __str__(self):
-        return f"{self.block_q} x {self.block_k}, {self.warpgroups} warpgroups, {self.stages} stages, widths {self.width}/{self.value_width}"
+        return _shown(self)
+
+
+def _shown(t: Tiles | KeyTiles) -> str:
+    size = f"{t.block_q} x {t.block_k}, {t.warpgroups} warpgroups, {t.stages} stages"
+    return f"{size}, widths {t.width}/{t.value_width}"
 
 
 class AllTiles(NamedTuple):
@@ -75,6 +80,10 @@ class AllTiles(NamedTuple):
         return f"forward {self.forward}; {backward}"
 
 
+# By registers, spills, shared memory and instructions of the code compiled for an H200. Not yet timed.
+
+# Three warpgroups hide more latency at value width 64 and spill at 128; blocks of 128 keys spill at 256 and do not fit twice
+# at 192.
 _FORWARD = (
     Tiles(width=64, value_width=64, warpgroups=3, block_k=128, stages=2),
     Tiles(width=64, value_width=128, warpgroups=2, block_k=128, stages=2),
@@ -85,6 +94,7 @@ _FORWARD = (
     Tiles(width=128, value_width=256, warpgroups=2, block_k=64, stages=2),
     Tiles(width=256, value_width=256, warpgroups=2, block_k=64, stages=2),
 )
+# Blocks of 128 keys leave no registers at 128; two blocks of values do not fit at 256.
 _DQ = (
     Tiles(width=64, value_width=64, warpgroups=2, block_k=128, stages=2),
     Tiles(width=128, value_width=128, warpgroups=2, block_k=64, stages=2),
@@ -92,12 +102,15 @@ _DQ = (
     Tiles(width=192, value_width=192, warpgroups=2, block_k=64, stages=2),
     Tiles(width=256, value_width=256, warpgroups=2, block_k=64, stages=2, value_stages=1),
 )
+# At 256 dK and dV of 64 keys are more than the registers of one warpgroup; at 192/128 too, and a half of 192 columns is no whole
+# number of wgmma's tiles.
 _DKV = (
     KeyTiles(width=64, value_width=64, warpgroups=2, block_q=64, stages=2),
     KeyTiles(width=128, value_width=128, warpgroups=2, block_q=64, stages=2),
     KeyTiles(width=256, value_width=128, warpgroups=2, block_q=64, stages=2, split=True),
     KeyTiles(width=256, value_width=256, warpgroups=2, block_q=64, stages=2, split=True),
 )
+# Each consumer computes 64 x 64 of a block's dQ. Wider heads leave no shared memory for it.
 _FUSED = (
     KeyTiles(width=64, value_width=64, warpgroups=2, block_q=128, stages=2),
     KeyTiles(width=128, value_width=128, warpgroups=2, block_q=64, stages=2),
