@@ -23,6 +23,9 @@ import numpy as np
 from jax._src import callback
 from jax._src import core as jax_core
 
+from pallas_flash import autodiff
+from pallas_flash.kernels.hopper import tile
+
 try:
     from jax._src.pallas.mosaic.interpret import thread_map
     from jax._src.pallas.mosaic_gpu import core as gpu_core
@@ -61,6 +64,19 @@ def parameters(detect_races: bool = False):
             gpu_callbacks.reset_gpu_interpret_mode_state()
             raise
         races.found = detect_races and gpu_callbacks.get_races().races_found
+
+
+@contextlib.contextmanager
+def hopper_kernels(detect_races: bool = False):
+    """Lets `implementation="hopper"` run here, in the interpreter; yields Races."""
+    with parameters(detect_races) as (options, races):
+        tile.interpret = options
+        autodiff._attend_jit.clear_cache()
+        try:
+            yield races
+        finally:
+            tile.interpret = None
+            autodiff._attend_jit.clear_cache()
 
 
 def _replacements():
