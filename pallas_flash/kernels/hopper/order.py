@@ -36,7 +36,7 @@ def key_tiles(p: Problem, block_k: int) -> int:
 
 
 def query_tile(program: Ints, p: Problem, block_q: int, key_bytes: int) -> Place:
-    """Of a program that owns queries; a key and its value take `key_bytes`. The last tiles, which as a rule see most, come first."""
+    """Of a program that owns queries; a key and its value take `key_bytes`. The last tiles, as a rule, see most."""
     count = schedule.ceil_div(p.queries, block_q)
     pair, tile = _pair(program, p.group * _together(p.batch * p.kv_heads, p.keys * key_bytes), count)
     batch, head = _div(pair, p.heads)
@@ -44,7 +44,7 @@ def query_tile(program: Ints, p: Problem, block_q: int, key_bytes: int) -> Place
 
 
 def key_tile(program: Ints, p: Problem, block_k: int, query_bytes: int) -> Place:
-    """Of a program that owns keys; a query and its do take `query_bytes`. The first tiles are as a rule seen by most."""
+    """Of a program that owns keys; a query and its do take `query_bytes`. The first tiles, as a rule, are seen by most."""
     together = _together(p.batch * p.kv_heads, p.queries * p.group * query_bytes)
     pair, tile = _pair(program, together, schedule.ceil_div(p.keys, block_k))
     batch, kv_head = _div(pair, p.kv_heads)
