@@ -170,7 +170,7 @@ def _kernel(ptx: pathlib.Path, name: str) -> Kernel:
         stack=number(r"(\d+) bytes stack frame"),
         spill_stores=number(r"(\d+) bytes spill stores"),
         spill_loads=number(r"(\d+) bytes spill loads"),
-        warnings=dict(re.findall(r"\((C75\d\d)\) (.*?)(?: in function|$)", log, re.M)),
+        warnings=dict(re.findall(r"\((C75\d\d)\) (.*?)(?: (?:in|for the) function.*)?$", log, re.M)),
         loops=[_loop(body) for body in loops(_run("nvdisasm", "-c", cubin).stdout)],
     )
 
