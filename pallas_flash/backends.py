@@ -27,7 +27,7 @@ class Choice(NamedTuple):
 
 
 def _on_gpu() -> bool:
-    return jax.default_backend() == "gpu"
+    return portable.compute_capability() is not None or jax.default_backend() == "gpu"
 
 
 def _no_empty_axis(problem: Problem) -> str | None:

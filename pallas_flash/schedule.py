@@ -53,7 +53,9 @@ def key_blocks(start: Ints, stop: Ints, solid, size: int, axis=None) -> Blocks:
         whole = jnp.where(solid, start, Visibility.ALL), jnp.where(solid, stop, 0)
     if not isinstance(stop, int):  # a row that sees nothing asks for no block
         some = start < stop
-        start, stop = jnp.where(some, start, Visibility.ALL), jnp.where(some, stop, 0)
+        # an int stays one: jax's Triton lowering takes a choice between two constants for a bool
+        start = start if isinstance(start, int) else jnp.where(some, start, Visibility.ALL)
+        stop = jnp.where(some, stop, 0)
     return Blocks(
         _reduce(jnp.min, start, axis) // size,
         ceil_div(_reduce(jnp.max, whole[0], axis), size),

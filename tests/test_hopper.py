@@ -1,13 +1,7 @@
-"""The Hopper kernels: against the oracle in jax's GPU interpreter, and compiled for an H200 on a machine without one."""
+"""The Hopper kernels against the oracle, in jax's GPU interpreter."""
 
 import contextlib
-import json
-import os
-import pathlib
-import subprocess
-import sys
 
-import compile_for_gpu
 import gpu_interpreter
 import jax
 import jax.numpy as jnp
@@ -165,30 +159,3 @@ def test_it_is_not_taken_unasked_before_it_has_run_on_hardware(monkeypatch):
     choice = explain(HALF, HALF, HALF)
     assert choice.implementation != "hopper" and "not yet run on hardware" in choice.why_not["hopper"]
     assert explain(HALF, HALF, HALF, implementation="hopper").tiles == hopper.tiles(choice.problem)
-
-
-# Instructions of the loop without a mask may not exceed these by more than 5%, for each width of heads.
-INSTRUCTIONS = {64: 427, 128: 471, 256: 418}
-COMPILED = {64: ("full", "causal", "documents"), 128: ("full", "causal", "key_lengths", "soft_cap"), 256: ("full", "documents")}
-
-
-@pytest.mark.parametrize("width", COMPILED)
-@pytest.mark.skipif(compile_for_gpu.MISSING is not None, reason=str(compile_for_gpu.MISSING))
-def test_the_compiled_loops_are_tight(width):
-    """No spill in a loop of products, no product that waits for the one before it, no more instructions than there must be."""
-    here = pathlib.Path(__file__).parent
-    command = [sys.executable, str(here / "compile_for_gpu.py"), str(width), *COMPILED[width]]
-    paths = os.pathsep.join([str(here.parent), str(here), os.environ.get("PYTHONPATH", "")])
-    env = os.environ | {"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(command, capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stderr[-3000:]
-    reports = json.loads(done.stdout.splitlines()[-1])
-    assert set(reports) == set(COMPILED[width])
-    for name, report in reports.items():
-        loops = report["loops"]
-        assert len(loops) == (1 if name == "full" else 3), f"{name}: {report}"
-        assert report["serialized"] == [] and not any(loop["spills"] for loop in loops), f"{name}: {report}"
-        if name != "documents":  # there ptxas still waits before the exponentials
-            assert all(loop["overlapped"] > 0.6 for loop in loops), f"{name}: {report}"
-        if name != "soft_cap":
-            assert min(loop["instructions"] for loop in loops) <= 1.05 * INSTRUCTIONS[width], f"{name}: {report}"

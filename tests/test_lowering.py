@@ -27,6 +27,7 @@ CASES = {
     "causal, odd head sizes": (Z._replace(H=40, Hv=72), dict(is_causal=True)),
     "head size 256": (Z._replace(H=256, Hv=256), dict(is_causal=True)),
     "one query": (Z._replace(T=1), dict(query_offset=ints(2), is_causal=True, key_value_seq_lengths=ints(2))),
+    "key lengths": (Z, dict(key_value_seq_lengths=ints(2))),
     "window and lengths": (
         Z,
         dict(local_window_size=(5, 3), query_offset=ints(2), key_value_seq_lengths=ints(2), query_seq_lengths=ints(2)),

@@ -20,9 +20,17 @@ def why_not(problem: Problem) -> str | None:
     return None
 
 
+_CAPABILITY = {"A100": 8.0, "H100": 9.0, "H200": 9.0, "B200": 10.0}  # of GPUs that code is compiled for elsewhere
+
+
 def compute_capability() -> float | None:
-    """Of the default GPU, where it is NVIDIA's; else None."""
+    """Of the GPU that the abstract mesh names, for code that is compiled on another machine, else of the default GPU; None where
+    that is not NVIDIA's."""
+    named = jax.sharding.get_abstract_mesh().abstract_device
     try:
-        return float(jax.devices("cuda")[0].compute_capability)
+        here = jax.devices("cuda")[0]
     except RuntimeError:
-        return None
+        here = None
+    if named is None or (here and here.device_kind == named.device_kind):
+        return float(here.compute_capability) if here else None
+    return next((capability for name, capability in _CAPABILITY.items() if name in named.device_kind), None)

@@ -1,0 +1,353 @@
+"""python scripts/inspect_kernels.py [--gpu NAME] [--causal] [--length T] [--heads N] [--head-size H] ...
+
+Says of a call of flash_attention what runs on a GPU, which need not be here: the implementation and why not the others, its
+tiles, the least work and time, and what the compiler made of each kernel, forward and backward. Nothing is run.
+
+`--help` lists the rest.
+"""
+
+import argparse
+import json
+import math
+import pathlib
+import subprocess
+import sys
+import tempfile
+from typing import NamedTuple
+
+import numpy as np
+
+# jax and what stands on it are imported where they are used: gpu_code.prepare comes before
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # scripts/ is no installed package
+
+from scripts import gpu_code
+from scripts.gpu_code import GPUS, Gpu
+
+
+def main(argv=None) -> int:
+    parser = make_parser()
+    args = parse(parser, argv)
+    with tempfile.TemporaryDirectory() as folder:
+        gpu_code.prepare(pathlib.Path(folder))
+        call = call_of(args)
+        report = explained(args, call, parser)
+        if "implementation" in report:
+            report |= compiled(args, call, pathlib.Path(folder))
+    if args.json:
+        print(json.dumps(report, indent=1))
+    else:
+        print_report(report)
+    return int("refused" in report or "failed" in report)
+
+
+# ---- the command line ----
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s [--gpu NAME] [options]",
+        description=__doc__.split("\n\n")[1],
+        epilog="Exit status 1: flash_attention refuses the call, or a kernel does not compile.",
+    )
+    add = parser.add_argument_group("where").add_argument
+    add("--gpu", choices=list(GPUS), help="the GPU to compile for (default: the one in this machine, else H200)")
+    add("--implementation", metavar="NAME", help="of flash_attention (default: what it chooses on that GPU)")
+    help = "whether each run must give the same bits (default: as flash_attention does it)"
+    add("--deterministic", action=argparse.BooleanOptionalAction, help=help)
+    add("--forward", action="store_true", help="compile the forward alone, not forward and backward")
+    add("--json", action="store_true", help="print everything as JSON")
+    add = parser.add_argument_group("shapes").add_argument
+    add("--batch", type=positive, metavar="B", default=1, help="sequences (default: %(default)s)")
+    add("--length", type=positive, metavar="T", default=4096, help="queries (default: %(default)s)")
+    add("--keys", type=positive, metavar="S", help="keys and values (default: T)")
+    add("--heads", type=positive, metavar="N", default=16, help="query heads (default: %(default)s)")
+    add("--kv-heads", type=positive, metavar="K", help="key/value heads, shared by the query heads (default: N)")
+    add("--head-size", type=positive, metavar="H", default=128, help="of queries and keys (default: %(default)s)")
+    add("--value-size", type=positive, metavar="Hv", help="of values (default: H)")
+    add("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16", help="of the inputs (default: %(default)s)")
+    add = parser.add_argument_group("what a query sees, and its logits").add_argument
+    add("--causal", action="store_true", help="the keys up to its own position")
+    help = "W keys before its own and W after it; two numbers: LEFT before and RIGHT after"
+    add("--window", type=int, nargs="+", metavar="W", help=help)
+    add("--query-offset", type=int, metavar="P", default=0, help="the key position of query 0 (default: %(default)s)")
+    add("--key-lengths", type=int, nargs="+", metavar="L", help="only the first L keys, for each batch row")
+    add("--query-lengths", type=int, nargs="+", metavar="L", help="only the first L queries see anything, for each batch row")
+    add("--documents", type=positive, metavar="D", help="the keys of its own document, of D packed documents of equal length")
+    help = "a dense bool mask: BNTS, with a 1 for each axis that it broadcasts, as in B1TS; all of it counts as work"
+    add("--mask", type=axes, metavar="AXES", help=help)
+    add("--bias", type=axes, metavar="AXES", help="a bias, its axes as of --mask")
+    add("--soft-cap", type=float, metavar="C", help="logits become C tanh(logits / C)")
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser, argv) -> argparse.Namespace:
+    args = parser.parse_args(argv)
+    args.gpu = args.gpu or gpu_here() or "H200"
+    args.keys = args.keys or args.length
+    args.kv_heads = args.kv_heads or args.heads
+    args.value_size = args.value_size or args.head_size
+    if args.window and len(args.window) > 2:
+        parser.error(f"--window takes one number or two; got {len(args.window)}.")
+    for name in ("key_lengths", "query_lengths"):
+        given = getattr(args, name)
+        if given and len(given) != args.batch:
+            parser.error(
+                f"--{name.replace('_', '-')} takes one number for each of the {args.batch} batch rows; got {len(given)}."
+            )
+    return args
+
+
+def positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1; got {number}")
+    return number
+
+
+def axes(text: str) -> str:
+    if len(text) != 4 or any(c not in (axis, "1") for c, axis in zip(text, "BNTS", strict=True)):
+        raise argparse.ArgumentTypeError(f"must be BNTS, with a 1 in place of each axis that is broadcast; got {text!r}")
+    return text
+
+
+def gpu_here() -> str | None:
+    """The name in GPUS of this machine's first GPU, if it is one of them."""
+    try:
+        run = subprocess.run(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True)
+    except OSError:
+        return None
+    kind = run.stdout.partition("\n")[0]
+    return next((name for name in GPUS if name in kind), None)
+
+
+# ---- the call ----
+
+
+def call_of(args) -> dict:
+    """The arguments of flash_attention: shapes of what is large, the values of lengths and ids."""
+    import jax
+
+    sizes = dict(B=args.batch, N=args.heads, T=args.length, S=args.keys)
+    floats = lambda *shape: jax.ShapeDtypeStruct(shape, args.dtype)
+    dense = lambda letters: tuple(sizes.get(c, 1) for c in letters)
+    call = dict(
+        query=floats(args.batch, args.length, args.heads, args.head_size),
+        key=floats(args.batch, args.keys, args.kv_heads, args.head_size),
+        value=floats(args.batch, args.keys, args.kv_heads, args.value_size),
+        bias=args.bias and floats(*dense(args.bias)),
+        mask=args.mask and jax.ShapeDtypeStruct(dense(args.mask), bool),
+        is_causal=args.causal,
+        local_window_size=window(args),
+        query_offset=args.query_offset,
+        key_value_seq_lengths=lengths(args.key_lengths),
+        query_seq_lengths=lengths(args.query_lengths),
+        query_segment_ids=documents(args),
+        logits_soft_cap=args.soft_cap,
+        implementation=args.implementation,
+    )
+    return call if args.deterministic is None else call | dict(deterministic=args.deterministic)
+
+
+def window(args) -> tuple[int, int] | None:
+    return args.window and (args.window[0], args.window[-1])
+
+
+def lengths(given: list[int] | None):
+    return given and np.array(given, np.int32)
+
+
+def documents(args):
+    """Document ids [B, T]."""
+    if args.documents is None:
+        return None
+    ids = np.arange(args.length, dtype=np.int32) * args.documents // args.length
+    return np.broadcast_to(ids, (args.batch, args.length))
+
+
+def visible_pairs(args) -> int:
+    """How many pairs there are of a query and a key that it sees, over all batch rows and heads, but for a dense mask."""
+    from pallas_flash import masks
+
+    rules = [masks.Causal()] if args.causal else []
+    if args.window:
+        rules.append(masks.Window(*window(args)))
+    if args.key_lengths:
+        rules.append(masks.KeyLengths(lengths(args.key_lengths)))
+    if args.query_lengths:
+        rules.append(masks.QueryLengths(lengths(args.query_lengths)))
+    if args.documents:
+        rules.append(masks.Documents(documents(args), documents(args)))
+    B, T = args.batch, args.length
+    seen = masks.resolve(rules, B, T, args.keys, args.query_offset)
+    start, stop = seen.narrow(seen.BY_BATCH, lambda x: x[:, None]).interval(np.arange(T)[None])
+    count = np.maximum(np.asarray(stop) - np.asarray(start), 0)
+    return int(np.broadcast_to(count, (B, T)).sum(dtype=np.int64)) * args.heads
+
+
+# ---- the least that must be done ----
+
+
+class Work(NamedTuple):
+    """What a pass must do at least: the products of matrices that it is made of, an exponential for each pair of query and key
+    in each kernel, and each array moved once in each kernel."""
+
+    name: str
+    flops: int
+    exponentials: int
+    bytes: int
+
+    def of(self, gpu: Gpu, dtype: str) -> dict:
+        """With the seconds that each takes alone at the GPU's peaks; all of it takes no less than the slowest."""
+        flops = gpu.flops_float32 if dtype == "float32" else gpu.flops
+        seconds = dict(
+            products=self.flops / flops, exponentials=self.exponentials / gpu.exponentials, memory=self.bytes / gpu.bandwidth
+        )
+        return self._asdict() | dict(seconds=seconds, least_seconds=max(seconds.values()))
+
+
+def works(call: dict, pairs: int) -> list[Work]:
+    """The forward has two products, Q K^T and P V; a backward in one kernel has five, Q K^T, dO V^T, P^T dO, dS K and dS^T Q, and
+    in two, for dQ and for dK with dV, seven, since both need the first two."""
+    q, k, v, bias, mask = (call[name] for name in ("query", "key", "value", "bias", "mask"))
+    H, Hv = q.shape[-1], v.shape[-1]
+    bytes_of = lambda x: 0 if x is None else math.prod(x.shape) * x.dtype.itemsize
+    inputs, mask = sum(map(bytes_of, (q, k, v, bias))), bytes_of(mask)
+    o, statistic = bytes_of(q) // H * Hv, math.prod(q.shape[:-1]) * 4  # lse and delta are float32
+    return [
+        Work("forward", 2 * pairs * (H + Hv), pairs, inputs + mask + o + statistic),
+        Work("backward, 5 products", 2 * pairs * (3 * H + 2 * Hv), pairs, 2 * inputs + mask + 2 * o + 2 * statistic),
+        Work("backward, 7 products", 2 * pairs * (4 * H + 3 * Hv), 2 * pairs, 3 * inputs + 2 * mask + 3 * o + 4 * statistic),
+    ]
+
+
+# ---- the report ----
+
+
+def explained(args, call: dict, parser: argparse.ArgumentParser) -> dict:
+    """What is known of a call without compiling it."""
+    from pallas_flash import explain
+
+    gpu = GPUS[args.gpu]
+    with gpu_code.as_if_on(gpu):
+        try:
+            chosen = explain(**call)
+            found = dict(implementation=chosen.implementation, tiles=chosen.tiles and str(chosen.tiles), why_not=chosen.why_not)
+        except NotImplementedError as error:
+            chosen = explain(**call | dict(implementation=None, deterministic=True))
+            found = dict(refused=str(error))
+        except (TypeError, ValueError) as error:  # about its arguments
+            parser.error(str(error))
+    work = [one.of(gpu, args.dtype) for one in works(call, visible_pairs(args))]
+    return dict(call=str(chosen.problem), gpu=gpu._asdict(), work=work) | found
+
+
+def compiled(args, call: dict, folder: pathlib.Path) -> dict:
+    """What the compiler made of it."""
+    if reason := gpu_code.missing():
+        return dict(not_compiled=reason)
+    try:
+        program = gpu_code.compiled(GPUS[args.gpu], *program_of(args, call))
+        kernels = gpu_code.kernels(folder, "flash_attention")
+    except Exception as error:  # a kernel that does not fit, say: the rest is still of use
+        return dict(failed=f"{type(error).__name__}: {error}")
+    return dict(
+        compiler=gpu_code.compiler(),
+        temporary_bytes=program.memory_analysis().temp_size_in_bytes,
+        kernels=[kernel._asdict() | dict(loops=[loop._asdict() for loop in kernel.loops]) for kernel in kernels],
+    )
+
+
+def program_of(args, call: dict):
+    """Forward, or forward and backward, and the shapes of its arguments."""
+    import jax
+
+    from pallas_flash import flash_attention
+
+    is_array = lambda x: hasattr(x, "shape")
+    arrays = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in call.items() if is_array(x)}
+    static = {name: x for name, x in call.items() if not is_array(x)}
+    floats = {name: arrays.pop(name) for name in ("query", "key", "value", "bias") if name in arrays}
+    attend = lambda floats, arrays: flash_attention(**floats, **arrays, **static)
+    if args.forward:
+        return attend, floats, arrays
+
+    def both(floats, arrays, do):
+        o, vjp = jax.vjp(lambda floats: attend(floats, arrays), floats)
+        return o, vjp(do)
+
+    do = jax.ShapeDtypeStruct((args.batch, args.length, args.heads, args.value_size), args.dtype)
+    return both, floats, arrays, do
+
+
+def print_report(report: dict):
+    line = lambda name, text: print(f"{name:<16}{text}")
+    gpu = Gpu(**report["gpu"])
+    line("call", report["call"])
+    line("GPU", gpu.kind)
+    for name in ("refused", "implementation", "tiles"):
+        if report.get(name):
+            line(name, report[name])
+    for name, reason in report.get("why_not", {}).items():
+        line(f"not {name}", reason)
+    print_work(report["work"], gpu)
+    if "not_compiled" in report:
+        print(f"\nNothing was compiled for the {gpu.kind}: {report['not_compiled']}")
+    if "failed" in report:
+        print(f"\nIt does not compile for the {gpu.kind}: {report['failed']}")
+    if "kernels" in report:
+        print_kernels(report)
+
+
+def print_work(work: list[dict], gpu: Gpu):
+    print(
+        f"\nThe least that must be done, and its time at the peaks of the datasheet: {gpu.flops / 1e12:g} TFLOP/s dense "
+        f"({gpu.flops_float32 / 1e12:g} in\nfloat32), {gpu.bandwidth / 1e12:g} TB/s; {gpu.exponentials / 1e12:.2g} T "
+        f"exponentials/s are 16 a clock in each of {gpu.cores} cores at {gpu.clock:g} GHz.\n"
+        "Arrays move once for a kernel. The backward is one kernel of 5 products, or two of 7 in all: dQ; dK and dV.\n"
+    )
+    header = ["pass", "GFLOP", "G exp2", "MB", "products, ms", "exp2, ms", "memory, ms", "at least, ms", "by"]
+    rows = []
+    for w in work:
+        amounts = w["flops"] / 1e9, w["exponentials"] / 1e9, w["bytes"] / 1e6
+        times = (1e3 * s for s in (*w["seconds"].values(), w["least_seconds"]))
+        rows.append([w["name"], *map(short, (*amounts, *times)), max(w["seconds"], key=w["seconds"].get)])
+    print_table(header, rows)
+
+
+def print_kernels(report: dict):
+    kernels, megabytes = report["kernels"], short(report["temporary_bytes"] / 1e6)
+    print(f"\nCompiled by {report['compiler']}: {megabytes} MB of temporaries beside inputs and outputs.\n")
+    if not kernels:
+        print("It has no kernels of its own: XLA makes them.")
+        return
+    header = ["kernel", "registers", "shared memory, bytes", "stack, bytes", "spill stores, loads, bytes", "ptxas warns"]
+    rows, steps, warnings = [], [], []
+    for k in kernels:
+        spills = f"{k['spill_stores']}, {k['spill_loads']}"
+        rows.append([k["name"], k["registers"], f"{k['shared_memory']:,}", k["stack"], spills, ", ".join(k["warnings"]) or "no"])
+        warnings += [f"{k['name']}: {code}: {text}\n" for code, text in k["warnings"].items()]
+        for number, loop in enumerate(k["loops"], 1):
+            under = "" if loop["under_products"] is None else f"{loop['under_products']:.0%}"
+            steps.append([f"{k['name']}, loop {number}", loop["instructions"], *loop["kinds"].values(), under])
+    print_table(header, rows)
+    print("\n" + "".join(warnings) + "\n" * bool(warnings), end="")
+    print("Instructions of a warp in a step of each loop over tiles, in the order of the code; steps without a mask have fewest.")
+    print("The last column: the part of the exponentials that runs while products of wgmma are in flight.\n")
+    print_table(["", "all", *gpu_code.KINDS, "under products"], steps)
+
+
+def short(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+
+
+def print_table(header, rows):
+    """Text to the left, numbers to the right."""
+    rows = [[str(cell) for cell in row] for row in (header, *rows)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        first, *rest = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        print("  ".join([first.strip().ljust(widths[0]), *rest]).rstrip())
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

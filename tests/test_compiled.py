@@ -1,0 +1,126 @@
+"""What the compiler makes of the kernels for an H200, on a machine without one: the code of their loops, and the memory.
+
+A further kernel is a row of LOOPS: what a step without a mask may cost, and a row of MEMORY: what a token may.
+"""
+
+import json
+import pathlib
+import subprocess
+import sys
+from typing import NamedTuple
+
+import pytest
+
+from pallas_flash.kernels import hopper
+from scripts import gpu_code
+
+SCRIPT = pathlib.Path(__file__).parents[1] / "scripts" / "inspect_kernels.py"
+with gpu_code.as_if_on(gpu_code.GPUS["H200"]):
+    TOO_OLD = hopper._why_not_here()
+pytestmark = pytest.mark.skipif(gpu_code.missing() is not None, reason=f"compiling for a GPU: {gpu_code.missing()}")
+
+
+def report(implementation: str, options: str, deterministic: bool | None = None) -> dict:
+    """Of scripts/inspect_kernels.py, in a process of its own: jax reads the environment once."""
+    if implementation == "hopper" and TOO_OLD:
+        pytest.skip(TOO_OLD)
+    flag = {None: "", True: "--deterministic", False: "--no-deterministic"}[deterministic]
+    command = [
+        sys.executable,
+        SCRIPT,
+        "--json",
+        "--gpu",
+        "H200",
+        "--implementation",
+        implementation,
+        *options.split(),
+        *flag.split(),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:] or done.stdout
+    return json.loads(done.stdout)
+
+
+# ---- loops ----
+
+CASES = {
+    "full": "",
+    "causal": "--causal",
+    "key_lengths": "--key-lengths 4096 1000",
+    "documents": "--causal --documents 8",
+    "soft_cap": "--causal --soft-cap 30",
+}
+
+
+class Row(NamedTuple):
+    """A kernel in a call."""
+
+    kernel: str
+    width: int  # of heads
+    case: str  # of CASES
+    instructions: int  # of a step without a mask; 5% more are let pass
+    loops: int = 3  # masked, without a mask, masked
+    under_products: float = 0.6  # at least this part of the exponentials, in each loop
+    deterministic: bool | None = None
+
+
+LOOPS = [
+    Row("forward", 64, "full", 427, loops=1),
+    Row("forward", 64, "causal", 427),
+    Row("forward", 64, "documents", 427, under_products=0),  # there ptxas waits for the products before the exponentials
+    Row("forward", 128, "full", 471, loops=1),
+    Row("forward", 128, "causal", 471),
+    Row("forward", 128, "key_lengths", 471),
+    Row("forward", 128, "soft_cap", 794),
+    Row("forward", 256, "full", 418, loops=1),
+    Row("forward", 256, "documents", 418, under_products=0),  # and here
+]
+CALLS = sorted({(row.width, row.case, row.deterministic) for row in LOOPS}, key=str)  # each compiles once
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: "-".join(map(str, call)))
+def test_the_loops_are_tight(call):
+    """No spill in a loop of products, no product that waits for the one before it, exponentials under the products, and no more
+    instructions than there must be."""
+    width, case, deterministic = call
+    rows = {f"flash_attention_{row.kernel}": row for row in LOOPS if (row.width, row.case, row.deterministic) == call}
+    forward = "--forward" if all(row.kernel == "forward" for row in rows.values()) else ""
+    options = f"--batch 2 --length 4096 --heads 8 --kv-heads 2 --head-size {width} {CASES[case]} {forward}"
+    kernels = {kernel["name"]: kernel for kernel in report("hopper", options, deterministic)["kernels"]}
+    for name, row in rows.items():
+        kernel = kernels[name]
+        loops = kernel["loops"]
+        assert len(loops) == row.loops, kernel
+        assert kernel["warnings"] == {}, "products wait for each other"
+        assert not any(loop["kinds"]["spill"] for loop in loops), kernel
+        assert all(loop["under_products"] >= row.under_products for loop in loops), kernel
+        assert min(loop["instructions"] for loop in loops) <= 1.05 * row.instructions, kernel
+
+
+# ---- memory ----
+
+N, H, T = 8, 128, 131072
+STATISTICS = 2 * 4 * N  # bytes of a token's lse and delta, float32
+MEMORY = [  # implementation, deterministic, bytes that a token's temporaries may take
+    ("portable", None, STATISTICS),
+    ("hopper", None, STATISTICS),
+]
+
+
+def temporary_bytes(implementation: str, length: int, deterministic: bool | None = None) -> int:
+    """Of forward and backward, beside q, k, v, do and what is returned: o, dq, dk, dv."""
+    return report(implementation, f"--length {length} --heads {N} --head-size {H}", deterministic)["temporary_bytes"]
+
+
+@pytest.mark.parametrize("implementation, deterministic, by_token", MEMORY)
+def test_temporaries_are_linear_in_the_length(implementation, deterministic, by_token):
+    half, whole = (temporary_bytes(implementation, length, deterministic) for length in (T // 2, T))
+    assert whole <= 1.01 * by_token * T
+    assert whole <= 2.01 * half
+
+
+def test_those_of_dense_attention_are_quadratic_and_fit_into_no_gpu():
+    eighth, whole = (temporary_bytes("reference", length) for length in (T // 8, T))
+    scores = 4 * N * T * T
+    assert whole >= scores > max(gpu.memory for gpu in gpu_code.GPUS.values())
+    assert whole >= 60 * eighth
