@@ -29,8 +29,9 @@ class Memory(NamedTuple):
     ds: Any  # [2, block_k, block_q], transposed; None in the deterministic scheme
     dq: Any  # [warpgroups, 64, part of the columns] float32, or None
     kv_full: Any
-    q_full: Any
+    q_full: Any  # of q and lse
     do_full: Any
+    delta_full: Any
 
     @classmethod
     def of(cls, t: KeyTiles, dtype, fused: bool) -> "Memory":
@@ -46,7 +47,8 @@ class Memory(NamedTuple):
             dq=tile.block(jnp.float32, t.warpgroups, ROWS, t.width // t.dq_column_parts) if fused else None,
             kv_full=plgpu.Barrier(num_arrivals=2),
             q_full=plgpu.Barrier(num_arrivals=2, num_barriers=t.stages),
-            do_full=plgpu.Barrier(num_arrivals=2, num_barriers=t.stages),
+            do_full=plgpu.Barrier(num_barriers=t.stages),
+            delta_full=plgpu.Barrier(num_barriers=t.stages),
         )
 
 
@@ -77,8 +79,9 @@ def _kernel(program, x: Inputs, *outputs, problem: Problem, tiles: KeyTiles):
     blocks = schedule.Blocks(0, 0, last, last) if x.blocks is None else tile.blocks(x.blocks, at.batch, at.tile)
     steps = blocks.last - blocks.first  # with one of the heads
     number_of = sync.Numbers(tiles.warpgroups, tiles.stages)
-    q = sync.Ring((memory.q, memory.lse), memory.q_full, number_of.first_ring, tiles.warpgroups)
-    do = sync.Ring((memory.do, memory.delta), memory.do_full, number_of.second_ring, tiles.warpgroups)
+    q_full, do_full = (memory.q_full, memory.q_full), (memory.do_full, memory.delta_full)
+    q = sync.Ring((memory.q, memory.lse), q_full, number_of.first_ring, tiles.warpgroups)
+    do = sync.Ring((memory.do, memory.delta), do_full, number_of.second_ring, tiles.warpgroups)
     first_key = at.tile * tiles.block_k
 
     def produce():
@@ -212,13 +215,19 @@ class Owner(NamedTuple):
                 self.do_ring.wait(block.number)
             tile.dot_t(acc, self.memory.v.at[self.keys], do.at[rows])
 
-        per_query = lambda ref: lambda shape: tile.down(plgpu.load(ref.at[rows], layout=tile.COLUMN), shape)
+        def per_query(ref):
+            return lambda shape: tile.down(plgpu.load(ref.at[rows], layout=tile.COLUMN), shape)
+
+        def wait_for_delta():
+            if is_first:
+                self.do_ring.wait(block.number, array=1)
+
         sees = None
         if masked:
             view = tile.view(x.visibility, tile.opaque(self.batch), block.first_row + rows.start, ROWS, transposed=True)
             sees = functools.partial(view.sees, self.first_key + self.keys.start)
         has_data = bool(jax.tree.leaves(x.visibility))
-        of_queries = Rows(per_query(lse), per_query(delta), sees)
+        of_queries = Rows(per_query(lse), per_query(delta), sees, wait_for_delta)
         return p_and_ds(self.problem, begin_s, begin_dp, (ROWS, ROWS), of_queries, few_registers=masked and has_data)
 
     def add_dq(self, block: Block, ds, begin_more):

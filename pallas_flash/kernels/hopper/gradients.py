@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_flash import online_softmax
 from pallas_flash.arguments import Problem
@@ -40,6 +41,7 @@ class Rows(NamedTuple):
     lse: Callable
     delta: Callable
     sees: Callable | None  # which query sees which key; None: every query sees every key
+    wait_for_delta: Callable = lambda: None  # ptxas moves no wait for a product before this one, and no exponential behind it
 
 
 def p_and_ds(problem: Problem, begin_s, begin_dp, shape, rows: Rows, few_registers: bool = False):
@@ -60,10 +62,13 @@ def p_and_ds(problem: Problem, begin_s, begin_dp, shape, rows: Rows, few_registe
         begin_s(s_acc)
         begin_dp(dp_acc)
         p, weight = probabilities(tile.finished(s_acc, running=1))
-        return p.astype(problem.dtype), weight, tile.finished(dp_acc)
+        p, weight = lax.optimization_barrier((p.astype(problem.dtype), weight))
+        rows.wait_for_delta()
+        return p, weight, tile.finished(dp_acc)
 
     if few_registers or problem.soft_cap is not None:
         p, weight = probabilities(tile.product(begin_s, shape))
+        rows.wait_for_delta()
         p, dp = p.astype(problem.dtype), tile.product(begin_dp, shape)
     else:
         p, weight, dp = tile.products(both, shape, shape)

@@ -92,7 +92,7 @@ class Ring(NamedTuple):
     """Slots of shared memory that the producer fills with blocks; all consumers read each block in order, and release it."""
 
     slots: Any  # [stages, ...], or a tuple of such arrays
-    full: Any  # one mbarrier a slot
+    full: Any  # one mbarrier a slot, for each of the arrays
     released: int  # the first of a named barrier a slot
     consumers: int
 
@@ -109,8 +109,9 @@ class Ring(NamedTuple):
     def block(self, t: Ints):
         return jax.tree.map(lambda slots: slots.at[self._slot(t)], self.slots)
 
-    def wait(self, t: Ints):
-        plgpu.barrier_wait(self.full.at[self._slot(t)])
+    def wait(self, t: Ints, array: int = 0):
+        """Until block t is there, of one of the arrays."""
+        plgpu.barrier_wait(jax.tree.leaves(self.full)[array].at[self._slot(t)])
 
     def release(self, t: Ints):
         self._release_barrier("arrive", t)
@@ -118,8 +119,9 @@ class Ring(NamedTuple):
     def fill(self, t: Ints, source, first: Ints = 0):
         """The producer's: block t, from `source`, once its slot has been released; `first` is the first block of all."""
         pl.when(t - first >= self.stages)(lambda: self._release_barrier("sync", t))
-        full = self.full.at[self._slot(t)]
-        jax.tree.map(lambda slots, x: plgpu.copy_gmem_to_smem(x, slots.at[self._slot(t)], full), self.slots, source)
+        slot = self._slot(t)
+        copy = lambda slots, full, x: plgpu.copy_gmem_to_smem(x, slots.at[slot], full.at[slot])
+        jax.tree.map(copy, self.slots, self.full, source)
 
     def drain(self, first: Ints, last: Ints):
         """The producer's: meets the releases that no block waits for."""
