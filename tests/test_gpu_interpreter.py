@@ -85,7 +85,7 @@ def test_reductions_add_up_in_any_order_and_stop_at_the_end_of_the_array(rng):
 
     def kernel(parts_gmem, total_gmem, smem, full):
         tile.copy_in(parts_gmem.at[jax.lax.axis_index("part")], smem, full)
-        plgpu.copy_smem_to_gmem(smem, total_gmem.at[pl.ds(tile.opaque(M // 2), M)], reduction_op="add")
+        plgpu.copy_smem_to_gmem(smem, total_gmem.at[pl.ds(sync.opaque(M // 2), M)], reduction_op="add")
         plgpu.wait_smem_to_gmem(0)
 
     with gpu_interpreter.parameters(detect_races=True) as (interpret, races):

@@ -96,9 +96,9 @@ def _kernel(program, x: Inputs, *outputs, problem: Problem, tiles: KeyTiles):
                 q.fill(t, (x.q.at[by_row], x.lse.at[by_head]))
                 do.fill(t, (x.do.at[by_row], x.delta.at[by_head]))
 
-            schedule.loop(tile.opaque(blocks.first), tile.opaque(blocks.last), load, None)
+            schedule.loop(sync.opaque(blocks.first), sync.opaque(blocks.last), load, None)
 
-        schedule.loop(0, tile.opaque(problem.group), head, None)
+        schedule.loop(0, sync.opaque(problem.group), head, None)
         q.drain(0, problem.group * steps)
         do.drain(0, problem.group * steps)
 
@@ -108,7 +108,7 @@ def _kernel(program, x: Inputs, *outputs, problem: Problem, tiles: KeyTiles):
         def head(g, sums):
             def step(i, sums, masked):
                 block = Block(g * steps + i - blocks.first, at.head + g, i * tiles.block_q)
-                return owner_of(tile.opaque(own)).add(block, masked, *sums)
+                return owner_of(sync.opaque(own)).add(block, masked, *sums)
 
             return blocks.visit(step, sums)
 
@@ -151,7 +151,7 @@ class Owner(NamedTuple):
 
     def cut(self, size: int, parts: int) -> pl.Slice:
         """The consumer's part of an axis that is cut into so many parts, one or one for each consumer."""
-        own = self.number if parts > 1 else tile.opaque(0)
+        own = self.number if parts > 1 else sync.opaque(0)
         return pl.ds(pl.multiple_of(own * (size // parts), size // parts), size // parts)
 
     @property
@@ -224,7 +224,7 @@ class Owner(NamedTuple):
 
         sees = None
         if masked:
-            view = tile.view(x.visibility, tile.opaque(self.batch), block.first_row + rows.start, ROWS, transposed=True)
+            view = tile.view(x.visibility, sync.opaque(self.batch), block.first_row + rows.start, ROWS, transposed=True)
             sees = functools.partial(view.sees, self.first_key + self.keys.start)
         has_data = bool(jax.tree.leaves(x.visibility))
         of_queries = Rows(per_query(lse), per_query(delta), sees, wait_for_delta)

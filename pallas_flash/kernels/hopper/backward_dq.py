@@ -71,7 +71,7 @@ def _kernel(program, x: Inputs, dq_gmem, memory: Memory, *, problem: Problem, ti
             k.fill(j, x.k.at[source], blocks.first)
             v.fill(j, x.v.at[source], blocks.first)
 
-        schedule.loop(tile.opaque(blocks.first), tile.opaque(blocks.last), load, None)
+        schedule.loop(sync.opaque(blocks.first), sync.opaque(blocks.last), load, None)
         k.drain(blocks.first, blocks.last)
         v.drain(blocks.first, blocks.last)
 
@@ -87,7 +87,7 @@ def _kernel(program, x: Inputs, dq_gmem, memory: Memory, *, problem: Problem, ti
         view = tile.view(x.visibility, at.batch, first_row)
 
         def step(j, dq, masked):
-            again = tile.opaque(own)  # or the addresses of all parts of q and do would take registers
+            again = sync.opaque(own)  # or the addresses of all parts of q and do would take registers
             q, do, k_j, v_j = memory.q.at[again], memory.do.at[again], k.block(j), v.block(j)
 
             def begin_s(acc):

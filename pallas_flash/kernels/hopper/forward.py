@@ -99,7 +99,7 @@ def _kernel(program, x: Inputs, o_gmem, lse_gmem, memory: Memory, *, problem: Pr
             k.fill(j, x.k.at[source], blocks.first)
             v.fill(j, x.v.at[source], blocks.first)
 
-        first, last = tile.opaque(blocks.first), tile.opaque(blocks.last)
+        first, last = sync.opaque(blocks.first), sync.opaque(blocks.last)
         schedule.loop(first, last, load, None)
         k.drain(blocks.first, blocks.last)
         v.drain(blocks.first, blocks.last)

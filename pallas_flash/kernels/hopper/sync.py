@@ -18,6 +18,11 @@ from pallas_flash.masks import Ints
 WARPGROUP = 128  # threads
 
 
+def opaque(n: Ints):
+    """n, unknown to the compiler: it would compute early what depends on n alone, and unroll loops, and has no registers for it."""
+    return lax.optimization_barrier(jnp.asarray(n, jnp.int32))
+
+
 def named_barrier(operation: str, barrier: Ints, num_threads: int):
     # jax's GPU interpreter knows an inline function by this name and by the names that it closes over.
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT,))
@@ -101,7 +106,7 @@ class Ring(NamedTuple):
         return jax.tree.leaves(self.slots)[0].shape[0]
 
     def _slot(self, t: Ints):
-        return lax.rem(t, jnp.int32(self.stages))
+        return lax.rem(t, jnp.int32(self.stages)) if self.stages > 1 else opaque(0)
 
     def _release_barrier(self, operation, t):
         named_barrier(operation, self.released + self._slot(t), (self.consumers + 1) * WARPGROUP)

@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash import schedule
+from pallas_flash.kernels.hopper import sync
 from pallas_flash.kernels.hopper.tuning import ROWS
 from pallas_flash.masks import Ints, Visibility
 
@@ -105,7 +106,7 @@ def block(dtype, *shape: int):
 
 def columns(width: int):
     """The first `width` columns of a global array that may have fewer: TMA reads zeros there, and writes nothing."""
-    return pl.ds(pl.multiple_of(opaque(0), 64), width)
+    return pl.ds(pl.multiple_of(sync.opaque(0), 64), width)
 
 
 def copy_in(source, smem, barrier):
@@ -134,11 +135,6 @@ def padded(x, width: int):
     """[B, length, heads, size] with zeros up to a length that TMA's tiles divide, and up to `width`."""
     more = (0, -x.shape[1] % 8), (0, 0), (0, width - x.shape[3])
     return jnp.pad(x, ((0, 0), *more)) if any(high for _, high in more) else x
-
-
-def opaque(n: Ints):
-    """n, unknown to the compiler: it would unroll a long loop of loads, for which the producer has no registers."""
-    return lax.optimization_barrier(jnp.asarray(n, jnp.int32))
 
 
 # Products
