@@ -14,8 +14,19 @@ from pallas_flash.costs import Cost, total
 from pallas_flash.observation import observe
 
 __all__ = [
-    *("GENERATIONS", "GPU", "GPUS", "Cost", "attention", "backward", "default_tiles", "extra_memory", "forward", "lower_bound"),
-    *("observe", "published", "total"),
+    "GENERATIONS",
+    "GPU",
+    "GPUS",
+    "Cost",
+    "attention",
+    "backward",
+    "default_tiles",
+    "extra_memory",
+    "forward",
+    "lower_bound",
+    "observe",
+    "published",
+    "total",
 ]
 
 

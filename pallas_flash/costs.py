@@ -109,9 +109,7 @@ def standard_backward(p: Problem, t) -> dict[str, Cost]:
     A, R = z.tiled()
     return dict(
         standard_attention_scores=_scores(z),
-        standard_attention_dp=Cost(
-            matrix=2 * A * z.v, reads=z.n_k * z.o + z.n_q * z.group * z.value, writes=4 * z.entries
-        ),
+        standard_attention_dp=Cost(matrix=2 * A * z.v, reads=z.n_k * z.o + z.n_q * z.group * z.value, writes=4 * z.entries),
         standard_attention_softmax_backward=Cost(
             exponentials=A, other=3 * A + R, reads=8 * z.entries + 2 * z.n_k * z.statistic, writes=2 * z.e * z.entries
         ),

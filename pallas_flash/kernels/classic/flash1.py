@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jax.interpreters import mlir
 
@@ -53,18 +52,9 @@ def why_not(problem: Problem) -> str | None:
 def forward(problem: Problem, tiles: Tiles, x: Operands):
     """o [B, T, N, Hv] in the query's dtype, lse [B, N, T] in float32."""
     p = problem
-    o, l, m = running(p, tiles, x)
-    empty = l == 0
-    lse = m * online_softmax.LN2 + jnp.log(jnp.where(empty, 1.0, l))
-    return o.astype(x.query.dtype), jnp.where(empty, -jnp.inf, lse)
-
-
-def running(problem: Problem, tiles: Tiles, x: Operands):
-    """O [B, T, N, Hv], l and m [B, N, T] as the last tile of keys leaves them, float32; m in units of log 2."""
-    p = problem
     at = tile.layout(p, tiles, lambda n, b: dict(b=b, B=b, n=n, k=n // p.group))
     rows = jax.ShapeDtypeStruct((p.batch, p.heads, p.queries), jnp.float32)
-    return tile.launch(
+    o, l, m = tile.launch(
         functools.partial(_kernel, problem=p, tiles=tiles),
         (x,),
         grid=(p.heads, p.batch),
@@ -74,6 +64,9 @@ def running(problem: Problem, tiles: Tiles, x: Operands):
         tiles=tiles,
         name="flash1_attention_forward",
     )
+    empty = l == 0
+    lse = m * online_softmax.LN2 + jnp.log(jnp.where(empty, 1.0, l))  # m in units of log 2
+    return o.astype(x.query.dtype), jnp.where(empty, -jnp.inf, lse)
 
 
 def _kernel(x: Operands, o_ref, l_ref, m_ref, *, problem: Problem, tiles: Tiles):
@@ -143,9 +136,7 @@ def backward(problem: Problem, tiles: Tiles, x: Operands, o, lse, do, delta):
     return dq.astype(x.query.dtype), dk, dv, None
 
 
-def _backward_kernel(
-    x: Operands, do_ref, lse_ref, delta_ref, dq_ref, dk_ref, dv_ref, *, problem: Problem, tiles: Tiles
-):
+def _backward_kernel(x: Operands, do_ref, lse_ref, delta_ref, dq_ref, dk_ref, dv_ref, *, problem: Problem, tiles: Tiles):
     p = problem
     columns = tile.head(dq_ref, p.head_size)
 

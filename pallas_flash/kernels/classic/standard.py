@@ -155,9 +155,7 @@ def _dp_kernel(x: Operands, do_ref, dp_ref, *, problem: Problem, tiles: Tiles):
     tile.store(dp_ref, tile.dot_t(do, v), row.inside, key.inside)
 
 
-def _softmax_backward_kernel(
-    x: Operands, s_ref, dp_ref, lse_ref, delta_ref, p_ref, ds_ref, *, problem: Problem, tiles: Tiles
-):
+def _softmax_backward_kernel(x: Operands, s_ref, dp_ref, lse_ref, delta_ref, p_ref, ds_ref, *, problem: Problem, tiles: Tiles):
     row, key = _own_tile(problem, tiles)
     s = tile.load(s_ref, row.inside, key.inside, other=-jnp.inf)
     dp = tile.load(dp_ref, row.inside, key.inside)
