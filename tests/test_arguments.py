@@ -112,7 +112,7 @@ def test_explain_names_the_implementation_its_tiles_and_why_not_the_others():
     shapes = [jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in (Q, K, K)]
     lengths = jax.ShapeDtypeStruct((2,), jnp.int32)
     text = explain(*shapes, is_causal=True, key_value_seq_lengths=lengths, implementation="portable")
-    assert text.implementation == "portable" and set(text.why_not) == {"hopper", "blockwise", "reference"}
+    assert text.implementation == "portable" and set(text.why_not) == {"hopper", "blockwise", "reference", "flash1", "standard"}
     lines = str(text).splitlines()
     assert lines[0].startswith("call            B=2 T=5 S=7 N=4 K=2 H=8 Hv=8 bfloat16, mask: causal, key lengths, scale 0.3536")
     assert lines[1] == "implementation  portable"
