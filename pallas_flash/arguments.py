@@ -46,6 +46,7 @@ class Problem:
     bias: tuple[int, ...] | None  # shape
     mask: tuple[int, ...] | None  # shape
     visibility: Visibility  # with shapes in place of its arrays
+    deterministic: bool  # the same bits each time, in the backward too
 
     @property
     def group(self) -> int:
@@ -59,6 +60,7 @@ class Problem:
         extras += [f"soft cap {p.soft_cap:g}"] if p.soft_cap is not None else []
         extras += [f"bias {p.bias}"] if p.bias is not None else []
         extras += [f"dense mask {p.mask}"] if p.mask is not None else []
+        extras += ["a backward in any order"] if not p.deterministic else []
         return ", ".join([head, *extras])
 
 
@@ -88,7 +90,6 @@ def normalise(
         sinks=sinks is not None,
         dropout_rate=not (isinstance(dropout_rate, int | float) and dropout_rate == 0),
         dropout_rng=dropout_rng is not None,
-        deterministic=deterministic is not True,
     )
     query, key, value = _arrays(query, key, value)
     lead, (T, N, H) = query.shape[:-3], query.shape[-3:]
@@ -119,6 +120,7 @@ def normalise(
         bias=None if bias is None else bias.shape,
         mask=None if mask is None else mask.shape,
         visibility=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), operands.visibility),
+        deterministic=_flag("deterministic", deterministic),
     )
     return problem, operands
 

@@ -71,7 +71,8 @@ def flash_attention(
       sinks: not implemented yet.
       dropout_rate: not implemented yet.
       dropout_rng: not implemented yet.
-      deterministic: True: same inputs, same bits. False is not implemented yet.
+      deterministic: True: same inputs, same bits, in the gradients too. False lets a backward add in any order: "hopper" then
+        takes one kernel instead of two for heads up to 128; the others have no use for it.
 
     Returns:
       The output [*B, T, N, Hv] in the query's dtype; with return_residual, the pair (output, lse).

@@ -169,14 +169,19 @@ class Visibility:
 
     def sees(self, start: Ints, stop: Ints, key: Ints, query_ids=None, key_ids=None) -> jax.Array:
         """Whether each query sees each key, from the query's interval; all arguments broadcast against the result."""
-        seen = key < stop
-        if not (isinstance(start, int) and start == 0):
-            seen &= start <= key
+        if isinstance(start, int) and start == 0:
+            seen = key < stop
+        else:  # one comparison for both ends: what lies before the start wraps around
+            seen = (key - start).astype(jnp.uint32) < jnp.maximum(stop - start, 0).astype(jnp.uint32)
         return seen if query_ids is None else seen & (query_ids == key_ids)
 
     def reached(self, key: Ints):
         """Which of the keys [n] any query of a batch row may see by its lengths, bool [B, n]; None where there are none."""
         return None if self.key_stop is None else key[None] < self.key_stop[:, None]
+
+    def live(self, row: Ints):
+        """Which of the queries [n] of a batch row may see a key by their lengths, bool [B, n]; None where there are none."""
+        return None if self.query_stop is None else row[None] < self.query_stop[:, None]
 
     def __str__(self):
         words = []

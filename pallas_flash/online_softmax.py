@@ -77,3 +77,12 @@ def gradients(s, seen, lse, dp, delta, soft_cap: float | None):
     if seen is not None:
         p, ds = jnp.where(seen, p, 0.0), jnp.where(seen, ds, 0.0)
     return p, ds
+
+
+def gradients_apart(s, scale: float, lse, soft_cap: float | None):
+    """p, and what dp - delta must be multiplied by to give dlogits, from s and scale of `scores_apart`.
+
+    `lse` is in units of log 2, less the constant soft_cap, and broadcasts against s.
+    """
+    p = jnp.exp2(s * scale - lse)
+    return p, p if soft_cap is None else p * (-4.0 * s * (1.0 + s))  # 1 - tanh^2 is 4 (1 - r) r, and s = -r

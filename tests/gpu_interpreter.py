@@ -2,8 +2,9 @@
 
 jax simulates shared memory, TMA, barriers and warpgroups (as threads), and finds races with vector clocks. This adds:
 `run_state` with accumulators; wgmma with an operand in registers; wgmma as the asynchronous reader of shared memory that it is,
-ordered only by the waits; registers left out of the race detection; an error where a barrier is waited for in vain. It also
-saves most of the time: a kernel is compiled once instead of once a warpgroup, and callbacks take NumPy arrays as they are.
+ordered only by the waits; TMA reductions; registers left out of the race detection; an error where a barrier is waited for in
+vain. It also saves most of the time: a kernel is compiled once instead of once a warpgroup, and callbacks take NumPy arrays as
+they are.
 
 Every warpgroup holds a thread of XLA's CPU pool while it waits, and the pool has as many as the machine has cores: tests set
 NPROC (conftest.py) before jax starts, or the last warpgroup may never get a thread. TMA and wgmma run at once, so that a
@@ -21,6 +22,9 @@ import jax
 import numpy as np
 from jax._src import callback
 from jax._src import core as jax_core
+
+from pallas_flash import autodiff
+from pallas_flash.kernels.hopper import tile
 
 try:
     from jax._src.pallas.mosaic.interpret import thread_map
@@ -62,11 +66,25 @@ def parameters(detect_races: bool = False):
         races.found = detect_races and gpu_callbacks.get_races().races_found
 
 
+@contextlib.contextmanager
+def hopper_kernels(detect_races: bool = False):
+    """Lets `implementation="hopper"` run here, in the interpreter; yields Races."""
+    with parameters(detect_races) as (options, races):
+        tile.interpret = options
+        autodiff._attend_jit.clear_cache()
+        try:
+            yield races
+        finally:
+            tile.interpret = None
+            autodiff._attend_jit.clear_cache()
+
+
 def _replacements():
     checks = race_detection_state.GPURaceDetectionState
     return [
         (jaxpr_interpret.JaxprInterpreter, "interpret", _interpret),
         (gpu_callbacks, "wgmma", _wgmma),
+        (gpu_callbacks, "copy_smem_to_gmem", _copy_smem_to_gmem(gpu_callbacks.copy_smem_to_gmem)),
         (checks, "check_read", _not_for_registers(checks.check_read)),
         (checks, "check_write", _not_for_registers(checks.check_write)),
         (shared_memory.Barrier, "__init__", _with_deadline(shared_memory.Barrier.__init__)),
@@ -250,6 +268,50 @@ def _wait_for_products(memory, thread, *, n):
             products = _products(memory, thread)
             while len(products) > n:
                 memory.clocks[thread].update(products.popleft())
+
+
+def _copy_smem_to_gmem(stock):
+    def copy(*, reduction_op, **kw):
+        if reduction_op is None:
+            return stock(reduction_op=None, **kw)
+        return reduce(reduction_op=reduction_op, **kw)
+
+    @gpu_callbacks.fail_on_exception
+    def reduce(*, token, mesh_location, thread, predicate, source_info, reduction_op, commit_group, **kw):
+        del commit_group
+        if predicate is not None or getattr(reduction_op, "name", reduction_op).lower() != "add":
+            raise NotImplementedError(f"a reduction {reduction_op} with predicate {predicate}")
+        memory = gpu_callbacks._get_shared_memory()
+        (source, read), (target, written) = (
+            _access(memory, kw[f"{end}_allocation_key_as_array"], kw[f"{end}_transforms"]) for end in ("src", "dst")
+        )
+        clock = memory.incr_clock(thread) if memory.detect_races else None
+        task = gpu_callbacks.AsyncCopySmemToGmemTask(mesh_location, thread, source, read, target, written, source_info, clock)
+        memory.execute_async_task(functools.partial(_add, task))
+        return token
+
+    return copy
+
+
+_ADDING = threading.Lock()
+
+
+def _add(task, tma_thread_id):
+    """A TMA copy that adds to what is there: atomic, so that reductions do not race with each other."""
+    memory = gpu_callbacks._get_shared_memory()
+    task.pre_read(tma_thread_id, memory)
+    value, *_ = memory.get_buffer_content(task.src_allocation_key, task.src_access, task.thread)
+    shape = tuple(memory.buffer_shape_and_dtype(task.dst_allocation_key).shape)
+    inside = gpu_callbacks._clip_store_to_shape(task.dst_access, value, shape)
+    if inside is not None:
+        place, value = inside
+        with _ADDING:
+            old, *_ = memory.get_buffer_content(task.dst_allocation_key, place, task.thread)
+            memory.store_buffer_content(task.dst_allocation_key, place, old + value, task.thread)
+    if memory.detect_races:
+        task.clock.inc(tma_thread_id)
+        task.write_clock = task.clock.copy()
+    task.post_write(tma_thread_id, memory)
 
 
 def _not_for_registers(check):

@@ -75,7 +75,7 @@ BAD = {
     "sinks": (dict(sinks=ones(4)), NotImplementedError, "sinks is not implemented yet"),
     "dropout rate": (dict(dropout_rate=0.1), NotImplementedError, "dropout_rate is not implemented yet"),
     "dropout rng": (dict(dropout_rng=jax.random.key(0)), NotImplementedError, "dropout_rng is not implemented yet"),
-    "any order": (dict(deterministic=False), NotImplementedError, "deterministic is not implemented yet"),
+    "a traced order": (dict(deterministic=1), TypeError, "deterministic must be True or False, known while tracing; got int"),
 }
 
 

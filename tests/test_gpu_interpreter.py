@@ -80,6 +80,32 @@ def test_a_missing_wait_is_a_race_and_a_full_set_of_waits_is_none(omit, rng, mon
         np.testing.assert_allclose(out, 2 * wide(a) @ wide(b).sum(0), rtol=1e-2, atol=1e-2)
 
 
+def test_reductions_add_up_in_any_order_and_stop_at_the_end_of_the_array(rng):
+    parts = jnp.asarray(rng.integers(-9, 9, (3, M, M)), jnp.float32)
+
+    def kernel(parts_gmem, total_gmem, smem, full):
+        tile.copy_in(parts_gmem.at[jax.lax.axis_index("part")], smem, full)
+        plgpu.copy_smem_to_gmem(smem, total_gmem.at[pl.ds(tile.opaque(M // 2), M)], reduction_op="add")
+        plgpu.wait_smem_to_gmem(0)
+
+    with gpu_interpreter.parameters(detect_races=True) as (interpret, races):
+        call = plgpu.kernel(
+            kernel,
+            scratch_types=[plgpu.SMEM((M, M), jnp.float32), plgpu.Barrier()],
+            grid=(3,),
+            grid_names=("part",),
+            num_threads=1,
+            thread_name="warpgroup",
+            interpret=interpret,
+        )
+        total = jax.jit(lambda parts: pl.run_state(lambda ref: call(parts, ref))(jnp.ones((M, M))))(parts)
+        total.block_until_ready()
+    expected = np.ones((M, M), np.float32)
+    expected[M // 2 :] += np.asarray(parts).sum(0)[: M // 2]
+    np.testing.assert_array_equal(total, expected)
+    assert not races.found
+
+
 def test_waiting_in_vain_is_an_error(rng, monkeypatch):
     monkeypatch.setattr(gpu_interpreter, "DEADLOCK_SECONDS", 0.5)
 

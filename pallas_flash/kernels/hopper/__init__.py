@@ -1,20 +1,15 @@
-"""FlashAttention-3 as Mosaic GPU kernels for Hopper: wgmma, TMA, warpgroups with roles. So far the forward."""
+"""FlashAttention-3 as Mosaic GPU kernels for Hopper: wgmma, TMA, warpgroups with roles."""
 
 import jax
 
 from pallas_flash.arguments import Problem
 from pallas_flash.kernels import portable
 from pallas_flash.kernels.hopper import tile
+from pallas_flash.kernels.hopper.backward import backward
 from pallas_flash.kernels.hopper.forward import forward
 from pallas_flash.kernels.hopper.tuning import tiles
 
 __all__ = ["backward", "forward", "tiles", "why_not", "why_not_by_default"]
-
-
-def backward(problem: Problem, tiles, *args):
-    """The portable kernels' backward, which needs no more than the forward's lse."""
-    del tiles
-    return portable.backward(problem, portable.tiles(problem), *args)
 
 
 def why_not(problem: Problem) -> str | None:

@@ -4,18 +4,18 @@ A program owns 64 queries of one head for each of its consumers, and walks over 
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash import online_softmax, schedule
 from pallas_flash.arguments import Operands, Problem
-from pallas_flash.kernels.hopper import sync, tile
-from pallas_flash.kernels.hopper.tuning import ROWS, Tiles, heads_together
-from pallas_flash.masks import Ints, Visibility
+from pallas_flash.kernels.hopper import order, sync, tile
+from pallas_flash.kernels.hopper.tuning import ROWS, AllTiles, Tiles
+from pallas_flash.masks import Visibility
 
 
 class Inputs(NamedTuple):
@@ -23,23 +23,26 @@ class Inputs(NamedTuple):
 
     q: jax.Array  # [B, T, N, width]
     k: jax.Array  # [B, S, K, width]
-    v: jax.Array  # [B, S, K, width]
+    v: jax.Array  # [B, S, K, value_width]
     blocks: jax.Array | None  # int32 [B or 1, query tiles, 4]: schedule.Blocks; None where all are the same and known
     visibility: Visibility  # its data by rows and keys only
 
 
-def forward(problem: Problem, tiles: Tiles, x: Operands):
+def forward(problem: Problem, tiles: AllTiles, x: Operands):
     """o [B, T, N, Hv] in the query's dtype, lse [B, N, T] in float32."""
-    p, t = problem, tiles
+    p, t = problem, tiles.forward
     inputs = _inputs(p, t, x)
-    B, T, N, width = inputs.q.shape
+    B, T, N, _ = inputs.q.shape
     o, lse = tile.launch(
         functools.partial(_kernel, problem=p, tiles=t),
         inputs,
-        programs=B * N * schedule.ceil_div(p.queries, t.block_q),
-        out_type=[jax.ShapeDtypeStruct((B, T, N, width), x.query.dtype), jax.ShapeDtypeStruct((B, N, T), jnp.float32)],
+        programs=order.query_tiles(p, t.block_q),
+        out_type=[
+            jax.ShapeDtypeStruct((B, T, N, t.value_width), x.query.dtype),
+            jax.ShapeDtypeStruct((B, N, T), jnp.float32),
+        ],
         tiles=t,
-        scratch=tile.Scratch.of(t, x.query.dtype),
+        scratch=Memory.of(t, x.query.dtype),
         name="flash_attention_forward",
     )
     return o[:, : p.queries, :, : p.value_size], lse[:, :, : p.queries]
@@ -50,41 +53,45 @@ def _inputs(p: Problem, t: Tiles, x: Operands) -> Inputs:
     value = x.value
     if (reached := x.visibility.reached(jnp.arange(p.keys))) is not None:
         value = jnp.where(reached[:, :, None, None], value, 0)  # what is not seen has p = 0, and 0 * NaN is NaN
-    return Inputs(*(_padded(a, t.width) for a in (x.query, x.key, value)), blocks, visibility)
+    q, k, v = tile.padded(x.query, t.width), tile.padded(x.key, t.width), tile.padded(value, t.value_width)
+    return Inputs(q, k, v, blocks, visibility)
 
 
-def _padded(x, width: int):
-    """[B, length, heads, size] with zeros up to a length that TMA's tiles divide, and up to `width`."""
-    more = (0, -x.shape[1] % 8), (0, 0), (0, width - x.shape[3])
-    return jnp.pad(x, ((0, 0), *more)) if any(high for _, high in more) else x
+class Memory(NamedTuple):
+    """The shared memory of a program."""
 
-
-class Place(NamedTuple):
-    """What a program owns: a tile of queries of one head."""
-
-    batch: Ints
-    head: Ints
-    kv_head: Ints
-    tile: Ints
+    q: Any  # [warpgroups, 64, the larger width], of the output in the end
+    k: Any  # [stages, block_k, width]
+    v: Any  # [stages, block_k, value_width]
+    lse: Any  # [warpgroups, 64]
+    q_full: Any
+    k_full: Any
+    v_full: Any
 
     @classmethod
-    def of(cls, program: Ints, p: Problem, t: Tiles) -> "Place":
-        """The programs are in sections of heads whose keys and values fit into the L2 cache together; in a section the last
-        tiles, which see most, come first, and heads that share keys and values are neighbours."""
-        div, rem = (lambda a, b, op=op: op(a, jnp.int32(b)) for op in (lax.div, lax.rem))
-        together, count = heads_together(p, t), schedule.ceil_div(p.queries, t.block_q)
-        section, within = div(program, together * count), rem(program, together * count)
-        pair = section * together + rem(within, together)  # of batch and head
-        head = rem(pair, p.heads)
-        return cls(div(pair, p.heads), head, div(head, p.group), count - 1 - div(within, together))
+    def of(cls, t: Tiles, dtype) -> "Memory":
+        barriers = lambda n: plgpu.Barrier(num_barriers=n)
+        return cls(
+            q=tile.block(dtype, t.warpgroups, ROWS, max(t.width, t.value_width)),
+            k=tile.block(dtype, t.stages, t.block_k, t.width),
+            v=tile.block(dtype, t.stages, t.block_k, t.value_width),
+            lse=plgpu.SMEM((t.warpgroups, ROWS), jnp.float32),
+            q_full=barriers(t.warpgroups),
+            k_full=barriers(t.stages),
+            v_full=barriers(t.stages),
+        )
 
 
-def _kernel(program, x: Inputs, o_gmem, lse_gmem, memory: tile.Scratch, *, problem: Problem, tiles: Tiles):
-    at = Place.of(program, problem, tiles)
-    blocks = _blocks(x, at, problem, tiles)
-    number_of = sync.Numbers(tiles)
-    k = sync.Ring(memory.k, memory.k_full, number_of.keys, tiles.warpgroups)
-    v = sync.Ring(memory.v, memory.v_full, number_of.values, tiles.warpgroups)
+def _kernel(program, x: Inputs, o_gmem, lse_gmem, memory: Memory, *, problem: Problem, tiles: Tiles):
+    at = order.query_tile(program, problem, tiles.block_q, tiles.key_bytes)
+    if x.blocks is None:
+        blocks = schedule.key_blocks(0, problem.keys, None, tiles.block_k)
+    else:
+        blocks = tile.blocks(x.blocks, at.batch, at.tile)
+        blocks = blocks._replace(last=jnp.maximum(blocks.last, blocks.first + 1))  # where no row sees a key, one masked block
+    number_of = sync.Numbers(tiles.warpgroups, tiles.stages)
+    k = sync.Ring(memory.k, memory.k_full, number_of.first_ring, tiles.warpgroups)
+    v = sync.Ring(memory.v, memory.v_full, number_of.second_ring, tiles.warpgroups)
 
     def produce():
         def load(j, _):
@@ -99,38 +106,29 @@ def _kernel(program, x: Inputs, o_gmem, lse_gmem, memory: tile.Scratch, *, probl
 
     def consume(own):
         first_row = at.tile * tiles.block_q + own * ROWS
-        rows = at.batch, pl.ds(first_row, ROWS), at.head
-        q, lse_smem = memory.q.at[own], memory.lse.at[own]
-        tile.copy_in(x.q.at[rows], q, memory.q_full.at[own])
-        everything = tile.View(x.visibility, at.batch, None, 0, problem.keys)
-        view = everything if x.blocks is None else tile.view(x.visibility, at.batch, first_row)
+        wide, lse_smem = memory.q.at[own], memory.lse.at[own]
+        q, o_smem = wide.at[:, : tiles.width], wide.at[:, : tiles.value_width]
+        rows = at.batch, pl.ds(first_row, ROWS), at.head, tile.columns(wide.shape[1])
+        tile.copy_in(x.q.at[rows], wide, memory.q_full.at[own])
+        view = tile.view(x.visibility, at.batch, first_row)
         turns = sync.Turns(number_of.turns, tiles.warpgroups, own)
         o, lse = _attend(q, k, v, turns, blocks, view, problem, tiles)
-        q[...], lse_smem[...] = o.astype(q.dtype), lse
-        tile.copy_out((q, o_gmem.at[rows]), (lse_smem, lse_gmem.at[at.batch, at.head, pl.ds(first_row, ROWS)]))
+        o_smem[...], lse_smem[...] = o.astype(q.dtype), lse
+        tile.copy_out((wide, o_gmem.at[rows]), (lse_smem, lse_gmem.at[at.batch, at.head, pl.ds(first_row, ROWS)]))
 
     tile.by_role(tiles, consume, produce)
-
-
-def _blocks(x: Inputs, at: Place, problem: Problem, tiles: Tiles) -> schedule.Blocks:
-    """The blocks of a program, at least one: where no row sees a key it is masked."""
-    if x.blocks is None:
-        return schedule.key_blocks(0, problem.keys, None, tiles.block_k)
-    batch = at.batch if x.blocks.shape[0] > 1 else 0
-    blocks = schedule.Blocks(*(x.blocks[batch, at.tile, i] for i in range(4)))
-    return blocks._replace(last=jnp.maximum(blocks.last, blocks.first + 1))
 
 
 def _attend(
     q, k: sync.Ring, v: sync.Ring, turns: sync.Turns, blocks: schedule.Blocks, view: tile.View, problem: Problem, tiles: Tiles
 ):
-    """o [64, width] and lse [64] of a consumer's queries."""
+    """o [64, value_width] and lse [64] of a consumer's queries."""
     shape = ROWS, tiles.block_k
 
     def softmax(s, j, m, l, masked):
         s, scale = online_softmax.scores_apart(s, problem.scale, problem.soft_cap)
         if masked:
-            s = jnp.where(view.sees(j, shape), s, -jnp.inf)
+            s = jnp.where(view.sees(j * tiles.block_k, shape), s, -jnp.inf)
         return online_softmax.step(s, m, l, scale)
 
     turns.open()
@@ -141,6 +139,7 @@ def _attend(
     k.release(first)
     known_full = isinstance(blocks.full_last, int) and blocks.full_first <= first < blocks.full_last
     p, _, m, l = softmax(s, first, tile.rows(online_softmax.LOWEST), tile.rows(0.0), not known_full)
+    v.wait(first)
 
     def step(j, carry, masked):
         o, m, l, p = carry
@@ -149,22 +148,22 @@ def _attend(
 
         def under_the_products(o_acc, s_acc):
             tile.dot_t(s_acc, q, k.block(j))
-            v.wait(j - 1)
             tile.dot(o_acc, p, v.block(j - 1))
             turns.pass_on()
             s = tile.finished(s_acc, running=1)  # [bq, bk]
             k.release(j)
-            return softmax(s, j, m, l, masked)
+            results = softmax(s, j, m, l, masked)
+            v.wait(j)
+            return results
 
         o, p, alpha, m, l = tile.overlap(under_the_products, o, shape, m, l)
         v.release(j - 1)
         return o * tile.across(alpha, o.shape), m, l, p.astype(q.dtype)  # cast only now: the product before it read the old p
 
-    carry = tile.zeros(ROWS, tiles.width), m, l, p.astype(q.dtype)
+    carry = tile.zeros(ROWS, tiles.value_width), m, l, p.astype(q.dtype)
     o, m, l, p = blocks._replace(first=first + 1).clipped().visit(step, carry)
-    v.wait(last)
     turns.take()
-    o = tile.product_add(lambda acc: tile.dot(acc, p, v.block(last)), o)
+    (o,) = tile.products_add(lambda acc: tile.dot(acc, p, v.block(last)), o)
     v.release(last)
     turns.close()
     return online_softmax.finish(o, m, l, problem.soft_cap or 0.0)

@@ -5,6 +5,7 @@ Slots are released on named barriers: unlike an mbarrier's, their arrive does no
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -12,7 +13,6 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash import schedule
-from pallas_flash.kernels.hopper.tuning import Tiles
 from pallas_flash.masks import Ints
 
 WARPGROUP = 128  # threads
@@ -30,19 +30,40 @@ def named_barrier(operation: str, barrier: Ints, num_threads: int):
 class Numbers(NamedTuple):
     """The numbers of the named barriers. Mosaic keeps 0, and one more for each warpgroup."""
 
-    tiles: Tiles
+    warpgroups: int  # that compute
+    stages: int
 
     @property
     def turns(self) -> int:
-        return self.tiles.warpgroups + 2
+        return self.warpgroups + 2
 
     @property
-    def keys(self) -> int:
-        return self.turns + self.tiles.warpgroups
+    def meeting(self) -> int:
+        return self.turns  # a kernel has turns or meetings
 
     @property
-    def values(self) -> int:
-        return self.keys + self.tiles.stages
+    def first_ring(self) -> int:
+        return self.turns + self.warpgroups
+
+    @property
+    def second_ring(self) -> int:
+        return self.first_ring + self.stages
+
+
+def fence():
+    """What this thread has written to shared memory may be read by TMA and wgmma."""
+
+    @plgpu.inline_mgpu()
+    def fence_async_shared_cta(_):  # a name that the interpreter knows
+        mgpu.utils.inline_ptx("fence.proxy.async.shared::cta;")
+
+    fence_async_shared_cta()
+
+
+def meet(barrier: int, warpgroups: int):
+    """Each of the consumers waits for all, and may then read by TMA and wgmma what they wrote to shared memory."""
+    fence()
+    named_barrier("sync", barrier, warpgroups * WARPGROUP)
 
 
 class Turns(NamedTuple):
@@ -70,19 +91,23 @@ class Turns(NamedTuple):
 class Ring(NamedTuple):
     """Slots of shared memory that the producer fills with blocks; all consumers read each block in order, and release it."""
 
-    slots: Any  # [stages, keys, width]
+    slots: Any  # [stages, ...], or a tuple of such arrays
     full: Any  # one mbarrier a slot
     released: int  # the first of a named barrier a slot
     consumers: int
 
+    @property
+    def stages(self) -> int:
+        return jax.tree.leaves(self.slots)[0].shape[0]
+
     def _slot(self, t: Ints):
-        return lax.rem(t, jnp.int32(self.slots.shape[0]))
+        return lax.rem(t, jnp.int32(self.stages))
 
     def _release_barrier(self, operation, t):
         named_barrier(operation, self.released + self._slot(t), (self.consumers + 1) * WARPGROUP)
 
     def block(self, t: Ints):
-        return self.slots.at[self._slot(t)]
+        return jax.tree.map(lambda slots: slots.at[self._slot(t)], self.slots)
 
     def wait(self, t: Ints):
         plgpu.barrier_wait(self.full.at[self._slot(t)])
@@ -90,11 +115,12 @@ class Ring(NamedTuple):
     def release(self, t: Ints):
         self._release_barrier("arrive", t)
 
-    def fill(self, t: Ints, source, first: Ints):
+    def fill(self, t: Ints, source, first: Ints = 0):
         """The producer's: block t, from `source`, once its slot has been released; `first` is the first block of all."""
-        pl.when(t - first >= self.slots.shape[0])(lambda: self._release_barrier("sync", t))
-        plgpu.copy_gmem_to_smem(source, self.block(t), self.full.at[self._slot(t)])
+        pl.when(t - first >= self.stages)(lambda: self._release_barrier("sync", t))
+        full = self.full.at[self._slot(t)]
+        jax.tree.map(lambda slots, x: plgpu.copy_gmem_to_smem(x, slots.at[self._slot(t)], full), self.slots, source)
 
     def drain(self, first: Ints, last: Ints):
         """The producer's: meets the releases that no block waits for."""
-        schedule.loop(jnp.maximum(first, last - self.slots.shape[0]), last, lambda t, _: self._release_barrier("sync", t), None)
+        schedule.loop(jnp.maximum(first, last - self.stages), last, lambda t, _: self._release_barrier("sync", t), None)

@@ -13,7 +13,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_flash.kernels.hopper.tuning import ROWS, Tiles
+from pallas_flash import schedule
+from pallas_flash.kernels.hopper.tuning import ROWS
 from pallas_flash.masks import Ints, Visibility
 
 interpret: Any = None  # tests put the parameters of jax's GPU interpreter here
@@ -44,8 +45,8 @@ def across(row, shape):
 
 
 def down(column, shape):
-    """A value of each column, repeated along it."""
-    return lax.broadcast_in_dim(column, shape, [1])
+    """A value of each column, repeated along it; what all columns share stays as it is."""
+    return lax.broadcast_in_dim(column, shape, [1]) if jnp.ndim(column) else column
 
 
 def load(ref, layout):
@@ -54,35 +55,57 @@ def load(ref, layout):
 
 
 class View(NamedTuple):
-    """What a consumer's 64 rows see."""
+    """What a tile of queries sees. Scores have a row for each query; where they are transposed, a row for each key."""
 
-    visibility: Visibility  # its data are refs
+    visibility: Visibility  # its data by row are in registers, those by key are refs
     batch: Ints
-    rows: Any
-    start: Ints  # [64]
+    start: Ints  # [queries]
     stop: Ints
+    transposed: bool = False
 
-    def sees(self, j: Ints, shape):
-        """Whether each row sees each key of block j, [64, keys]."""
-        size, v = shape[1], self.visibility
-        ids = ()
-        if v.query_ids is not None:  # loaded each time: there is no register to keep them in
-            query_ids = load(v.query_ids.at[self.batch, self.rows], ROW)
-            key_ids = load(v.key_ids.at[self.batch, pl.ds(j * size, size)], COLUMN)
-            ids = across(query_ids, shape), down(key_ids, shape)
-        return v.sees(across(self.start, shape), across(self.stop, shape), down(j * size + count(size, COLUMN), shape), *ids)
+    def sees(self, first_key: Ints, shape):
+        """Whether each query sees each key of a block, in the shape of the scores."""
+        (_, spread_query), (key_layout, spread_key) = _axes(self.transposed)
+        size, v, ids = shape[0 if self.transposed else 1], self.visibility, ()
+        if v.query_ids is not None:
+            key_ids = load(v.key_ids.at[self.batch, pl.ds(first_key, size)], key_layout)
+            ids = spread_query(v.query_ids, shape), spread_key(key_ids, shape)
+        keys = spread_key(first_key + count(size, key_layout), shape)
+        return v.sees(spread_query(self.start, shape), spread_query(self.stop, shape), keys, *ids)
 
 
-def view(visibility: Visibility, batch: Ints, first_row: Ints) -> View:
-    """The view of the 64 rows from `first_row` on."""
-    rows = pl.ds(first_row, ROWS)
-    at = visibility.narrow(("start", "stop"), lambda ref: load(ref.at[batch, rows], ROW))
+def _axes(transposed: bool):
+    """Layout and spreading of a value for each query, and of a value for each key."""
+    row, column = (ROW, across), (COLUMN, down)
+    return (column, row) if transposed else (row, column)
+
+
+def view(visibility: Visibility, batch: Ints, first_query: Ints, size: int = ROWS, transposed: bool = False) -> View:
+    """The view of `size` queries from `first_query` on."""
+    queries, ((layout, _), _) = pl.ds(first_query, size), _axes(transposed)
+    at = visibility.narrow(("start", "stop", "query_ids"), lambda ref: load(ref.at[batch, queries], layout))
     # A row number that nothing reads would be in the way of Mosaic's layout inference.
-    row = 0 if at.start is not None else first_row + count(ROWS, ROW)
-    return View(visibility, batch, rows, *at.interval(row))
+    row = 0 if at.left is None and at.right is None else first_query + count(size, layout)
+    return View(at, batch, *at.interval(row), transposed)
+
+
+def blocks(ref, batch: Ints, number: Ints) -> schedule.Blocks:
+    """The Blocks of a tile, from int32 [B or 1, tiles, 4]."""
+    return schedule.Blocks(*(ref[batch if ref.shape[0] > 1 else 0, number, i] for i in range(4)))
 
 
 # Copies
+
+
+def block(dtype, *shape: int):
+    """Shared memory for matrices in the order that TMA, wgmma and the registers' stores meet without bank conflicts."""
+    row = 128 // jnp.dtype(dtype).itemsize
+    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, row)), plgpu.SwizzleTransform(128)))
+
+
+def columns(width: int):
+    """The first `width` columns of a global array that may have fewer: TMA reads zeros there, and writes nothing."""
+    return pl.ds(pl.multiple_of(opaque(0), 64), width)
 
 
 def copy_in(source, smem, barrier):
@@ -97,6 +120,20 @@ def copy_out(*pairs):
     for smem, target in pairs:
         plgpu.copy_smem_to_gmem(smem, target)
     plgpu.wait_smem_to_gmem(0)
+
+
+def add_out(x, smem, target):
+    """Adds x to global memory by way of `smem`, in whatever order; begun only."""
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what was begun before has left smem
+    smem[...] = x
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(smem, target, reduction_op="add")
+
+
+def padded(x, width: int):
+    """[B, length, heads, size] with zeros up to a length that TMA's tiles divide, and up to `width`."""
+    more = (0, -x.shape[1] % 8), (0, 0), (0, width - x.shape[3])
+    return jnp.pad(x, ((0, 0), *more)) if any(high for _, high in more) else x
 
 
 def opaque(n: Ints):
@@ -122,6 +159,16 @@ def finished(acc, running: int = 0):
     return plgpu.wgmma_accumulator_load(acc, wait_n=running)
 
 
+def wait(running: int):
+    """Until no more than the last `running` products are still running."""
+    plgpu.wgmma_wait(running)
+
+
+def products(body, *shapes):
+    """body(accumulator, ...) with an accumulator of zeros for each shape."""
+    return pl.run_scoped(body, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
+
+
 def product(begin, shape):
     """The product that begin(acc) begins."""
 
@@ -129,12 +176,12 @@ def product(begin, shape):
         begin(acc)
         return finished(acc)
 
-    return pl.run_scoped(body, plgpu.ACC(shape, jnp.float32))
+    return products(body, shape)
 
 
-def product_add(begin, o):
-    """o + the product that begin(acc) begins."""
-    return pl.run_state(begin)(plgpu.ACC.init(o))
+def products_add(begin, *sums):
+    """The sums, each plus the products that begin(accumulator, ...) begins."""
+    return pl.run_state(lambda accumulators: begin(*accumulators))(tuple(map(plgpu.ACC.init, sums)))
 
 
 def overlap(body, o, scores_shape, m, l):
@@ -156,34 +203,7 @@ def overlap(body, o, scores_shape, m, l):
 # Launch
 
 
-class Scratch(NamedTuple):
-    """The shared memory of a program."""
-
-    q: Any  # [warpgroups, 64, width], of the output in the end
-    k: Any  # [stages, block_k, width]
-    v: Any
-    lse: Any  # [warpgroups, 64]
-    q_full: Any
-    k_full: Any
-    v_full: Any
-
-    @classmethod
-    def of(cls, t: Tiles, dtype) -> "Scratch":
-        swizzled = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
-        block = lambda n, size: plgpu.SMEM((n, size, t.width), dtype, transforms=swizzled)
-        barriers = lambda n: plgpu.Barrier(num_barriers=n)
-        return cls(
-            q=block(t.warpgroups, ROWS),
-            k=block(t.stages, t.block_k),
-            v=block(t.stages, t.block_k),
-            lse=plgpu.SMEM((t.warpgroups, ROWS), jnp.float32),
-            q_full=barriers(t.warpgroups),
-            k_full=barriers(t.stages),
-            v_full=barriers(t.stages),
-        )
-
-
-def by_role(tiles: Tiles, consume, produce):
+def by_role(tiles, consume, produce):
     """consume(number) in each consumer and produce() in the producer, which gives its registers to the others."""
     number = lax.axis_index("warpgroup")
     few, many = (24, 240) if tiles.warpgroups == 2 else (32, 160)
@@ -199,21 +219,27 @@ def by_role(tiles: Tiles, consume, produce):
         produce()
 
 
-def launch(kernel, args, *, programs: int, out_type, tiles: Tiles, scratch: Scratch, name: str):
-    """kernel(program, args, *outputs, scratch) for each program, where `args` is a pytree and its leaves come as refs."""
+def launch(kernel, args, *, programs: int, out_type, tiles, scratch, name: str):
+    """kernel(program, args, *outputs, scratch) for each program, where `args` is a pytree and its leaves come as refs.
+
+    An array in `out_type` is what the output holds before the programs add to it.
+    """
     leaves, tree = jax.tree.flatten(args)
+    memory, memory_tree = jax.tree.flatten(scratch)
+    is_type = lambda x: isinstance(x, jax.ShapeDtypeStruct)
     devices = jax.typeof(leaves[0]).manual_axis_type  # over which axes of a mesh the operands vary, and so the results
-    out_type = [jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=devices) for x in out_type]
+    results = [jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=devices) if is_type(x) else x for x in out_type]
+    adds = not all(map(is_type, results))
 
     def entry(*refs):
         inputs, outputs = jax.tree.unflatten(tree, refs[: len(leaves)]), refs[len(leaves) :]
         body = functools.partial(kernel, lax.axis_index("program"), inputs, *outputs)
-        pl.run_scoped(lambda *memory: body(Scratch(*memory)), *scratch, collective_axes="warpgroup")
+        pl.run_scoped(lambda *memory: body(jax.tree.unflatten(memory_tree, memory)), *memory, collective_axes="warpgroup")
 
     entry.__name__ = name
-    return plgpu.kernel(
+    call = plgpu.kernel(
         entry,
-        out_type=out_type,
+        out_type=() if adds else results,
         grid=(programs,),
         grid_names=("program",),
         num_threads=tiles.warpgroups + 1,
@@ -224,4 +250,8 @@ def launch(kernel, args, *, programs: int, out_type, tiles: Tiles, scratch: Scra
             unsafe_no_auto_barriers=True,  # the kernels have their own, where they are needed
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
         ),
-    )(*leaves)
+    )
+    if not adds:
+        return call(*leaves)
+    before = tuple(lax.empty(x.shape, x.dtype) if is_type(x) else x for x in results)
+    return pl.run_state(lambda refs: call(*leaves, *refs))(before)

@@ -1,45 +1,130 @@
-"""How the Hopper kernels tile a problem. Data only; a new row is a new line in the table."""
+"""How the Hopper kernels tile a problem. Data only."""
 
 from typing import NamedTuple
 
 from pallas_flash.arguments import Problem
 
-ROWS = 64  # queries of a warpgroup: the rows of one wgmma
-L2 = 32 * 2**20  # bytes of the L2 cache (50 MB) that keys and values may take
+ROWS = 64  # queries or keys of a warpgroup: the rows of one wgmma
 
 
 class Tiles(NamedTuple):
-    """`warpgroups` x 64 queries by `block_k` keys, with `stages` blocks of keys and values in shared memory."""
+    """Of a kernel that owns queries: `warpgroups` x 64 of them by `block_k` keys, with `stages` blocks in shared memory."""
 
-    width: int  # head sizes are zero-padded to this
+    width: int  # of queries and keys; head sizes are zero-padded to this
+    value_width: int  # of values and the output
     warpgroups: int
     block_k: int
     stages: int
+    value_stages: int = 2
 
     @property
     def block_q(self) -> int:
         return self.warpgroups * ROWS
 
+    @property
+    def key_bytes(self) -> int:
+        """Of a key and its value."""
+        return 2 * (self.width + self.value_width)
+
     def __str__(self):
-        return f"forward {self.block_q} x {self.block_k}, {self.warpgroups} warpgroups, {self.stages} stages, width {self.width}"
+        return _shown(self)
 
 
-# By registers, spills and instructions of the code compiled for an H200: three warpgroups hide more latency at 64 and spill at
-# 128; blocks of 128 keys spill at 256. Not yet timed.
-_TABLE = (
-    Tiles(width=64, warpgroups=3, block_k=128, stages=2),
-    Tiles(width=128, warpgroups=2, block_k=128, stages=2),
-    Tiles(width=256, warpgroups=2, block_k=64, stages=2),
+class KeyTiles(NamedTuple):
+    """Of a kernel that owns keys: `block_q` queries at a time by 64 keys for each of `warpgroups`, or by 64 keys in all, if
+    `split`: then each warpgroup owns a part of the columns of dK and dV."""
+
+    width: int
+    value_width: int
+    warpgroups: int
+    block_q: int
+    stages: int
+    split: bool = False
+
+    @property
+    def block_k(self) -> int:
+        return ROWS if self.split else self.warpgroups * ROWS
+
+    @property
+    def column_parts(self) -> int:
+        """Into how many parts the columns of dK and dV are cut, each for another warpgroup."""
+        return self.warpgroups if self.split else 1
+
+    @property
+    def dq_column_parts(self) -> int:
+        """The same of a block's dQ, whose rows are cut into 64 each."""
+        return self.warpgroups * ROWS // self.block_q
+
+    @property
+    def query_bytes(self) -> int:
+        """Of a query and its do."""
+        return 2 * (self.width + self.value_width)
+
+    def __str__(self):
+        return _shown(self)
+
+
+def _shown(t: Tiles | KeyTiles) -> str:
+    size = f"{t.block_q} x {t.block_k}, {t.warpgroups} warpgroups, {t.stages} stages"
+    return f"{size}, widths {t.width}/{t.value_width}"
+
+
+class AllTiles(NamedTuple):
+    forward: Tiles
+    dq: Tiles
+    dkv: KeyTiles
+    fused: KeyTiles | None  # of the backward in one kernel, where it may add in any order; None: in two
+
+    def __str__(self):
+        backward = f"dq {self.dq}; dk, dv {self.dkv}" if self.fused is None else f"dq, dk, dv {self.fused}"
+        return f"forward {self.forward}; {backward}"
+
+
+# By registers, spills, shared memory and instructions of the code compiled for an H200. Not yet timed.
+
+# Three warpgroups hide more latency at value width 64 and spill at 128; blocks of 128 keys spill at 256 and do not fit twice
+# at 192.
+_FORWARD = (
+    Tiles(width=64, value_width=64, warpgroups=3, block_k=128, stages=2),
+    Tiles(width=64, value_width=128, warpgroups=2, block_k=128, stages=2),
+    Tiles(width=128, value_width=64, warpgroups=3, block_k=128, stages=2),
+    Tiles(width=128, value_width=128, warpgroups=2, block_k=128, stages=2),
+    Tiles(width=192, value_width=128, warpgroups=2, block_k=128, stages=2),
+    Tiles(width=192, value_width=192, warpgroups=2, block_k=64, stages=2),
+    Tiles(width=128, value_width=256, warpgroups=2, block_k=64, stages=2),
+    Tiles(width=256, value_width=256, warpgroups=2, block_k=64, stages=2),
+)
+# Blocks of 128 keys leave no registers at 128; two blocks of values do not fit at 256.
+_DQ = (
+    Tiles(width=64, value_width=64, warpgroups=2, block_k=128, stages=2),
+    Tiles(width=128, value_width=128, warpgroups=2, block_k=64, stages=2),
+    Tiles(width=192, value_width=128, warpgroups=2, block_k=64, stages=2),
+    Tiles(width=192, value_width=192, warpgroups=2, block_k=64, stages=2),
+    Tiles(width=256, value_width=256, warpgroups=2, block_k=64, stages=2, value_stages=1),
+)
+# At 256 dK and dV of 64 keys are more than the registers of one warpgroup; at 192/128 too, and a half of 192 columns is no whole
+# number of wgmma's tiles.
+_DKV = (
+    KeyTiles(width=64, value_width=64, warpgroups=2, block_q=64, stages=2),
+    KeyTiles(width=128, value_width=128, warpgroups=2, block_q=64, stages=2),
+    KeyTiles(width=256, value_width=128, warpgroups=2, block_q=64, stages=2, split=True),
+    KeyTiles(width=256, value_width=256, warpgroups=2, block_q=64, stages=2, split=True),
+)
+# Each consumer computes 64 x 64 of a block's dQ. Wider heads leave no shared memory for it.
+_FUSED = (
+    KeyTiles(width=64, value_width=64, warpgroups=2, block_q=128, stages=2),
+    KeyTiles(width=128, value_width=128, warpgroups=2, block_q=64, stages=2),
 )
 
 
-def tiles(problem: Problem) -> Tiles:
-    """The narrowest row of the table that holds the problem's heads."""
-    return next(row for row in _TABLE if max(problem.head_size, problem.value_size) <= row.width)
+def tiles(problem: Problem) -> AllTiles:
+    """The cheapest row of each table that holds the problem's heads."""
+    fused = None if problem.deterministic else _row(_FUSED, problem)
+    return AllTiles(_row(_FORWARD, problem), _row(_DQ, problem), _row(_DKV, problem), fused)
 
 
-def heads_together(problem: Problem, tiles: Tiles) -> int:
-    """Of how many heads (of all batch rows) the programs run side by side."""
+def _row(table, problem: Problem):
+    """Of the rows that hold the problem's heads the one with the fewest multiplications; None where none does."""
     p = problem
-    pairs, size = p.batch * p.kv_heads, 2 * 2 * p.keys * tiles.width  # of keys and values: how many, and bytes of one
-    return p.group * max(n for n in range(1, pairs + 1) if pairs % n == 0 and (n == 1 or n * size <= L2))
+    rows = [row for row in table if p.head_size <= row.width and p.value_size <= row.value_width]
+    return min(rows, key=lambda row: row.width + row.value_width, default=None)

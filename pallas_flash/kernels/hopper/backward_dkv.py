@@ -1,0 +1,239 @@
+"""dK and dV, and in the fused scheme dQ: a program owns keys, and walks over the queries of all heads that share them."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_flash import schedule
+from pallas_flash.arguments import Problem
+from pallas_flash.kernels.hopper import order, sync, tile
+from pallas_flash.kernels.hopper.gradients import Inputs, Rows, inputs, p_and_ds
+from pallas_flash.kernels.hopper.tuning import ROWS, KeyTiles
+from pallas_flash.masks import Ints, Visibility
+
+
+class Memory(NamedTuple):
+    """The shared memory of a program that owns keys."""
+
+    k: Any  # [block_k, width], of dk in the end
+    v: Any  # [block_k, value_width], of dv in the end
+    q: Any  # [stages, block_q, width]
+    do: Any  # [stages, block_q, value_width]
+    lse: Any  # [stages, block_q]
+    delta: Any
+    ds: Any  # [2, block_k, block_q], transposed; None in the deterministic scheme
+    dq: Any  # [warpgroups, 64, part of the columns] float32, or None
+    kv_full: Any
+    q_full: Any
+    do_full: Any
+
+    @classmethod
+    def of(cls, t: KeyTiles, dtype, fused: bool) -> "Memory":
+        rows = plgpu.SMEM((t.stages, t.block_q), jnp.float32)
+        return cls(
+            k=tile.block(dtype, t.block_k, t.width),
+            v=tile.block(dtype, t.block_k, t.value_width),
+            q=tile.block(dtype, t.stages, t.block_q, t.width),
+            do=tile.block(dtype, t.stages, t.block_q, t.value_width),
+            lse=rows,
+            delta=rows,
+            ds=tile.block(dtype, 2, t.block_k, t.block_q) if fused else None,
+            dq=tile.block(jnp.float32, t.warpgroups, ROWS, t.width // t.dq_column_parts) if fused else None,
+            kv_full=plgpu.Barrier(num_arrivals=2),
+            q_full=plgpu.Barrier(num_arrivals=2, num_barriers=t.stages),
+            do_full=plgpu.Barrier(num_arrivals=2, num_barriers=t.stages),
+        )
+
+
+def dkv(p: Problem, t: KeyTiles, visibility: Visibility, *arrays, fused: bool):
+    """dk, dv; before them dq, if fused."""
+    by_key = schedule.query_blocks(visibility, p.queries, t.block_q, t.block_k)
+    visibility, by_query = schedule.by_query_tile(visibility, p.queries, t.block_q, t.block_k)
+    known = by_query is None and p.keys % t.block_k == 0
+    x = inputs(p, t, None if known else by_key, visibility, *arrays)
+    sums = [jnp.zeros(x.q.shape, jnp.float32)] if fused else []
+    *dq, dk, dv = tile.launch(
+        functools.partial(_kernel, problem=p, tiles=t),
+        x,
+        programs=order.key_tiles(p, t.block_k),
+        out_type=[*sums, *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x.k, x.v))],
+        tiles=t,
+        scratch=Memory.of(t, x.k.dtype, fused),
+        name="flash_attention_dq_dk_dv" if fused else "flash_attention_dk_dv",
+    )
+    dq = [(a[:, : p.queries, :, : p.head_size] * p.scale).astype(x.q.dtype) for a in dq]
+    return *dq, dk[:, : p.keys, :, : p.head_size], dv[:, : p.keys, :, : p.value_size]
+
+
+def _kernel(program, x: Inputs, *outputs, problem: Problem, tiles: KeyTiles):
+    *dq_gmem, dk_gmem, dv_gmem, memory = outputs
+    at = order.key_tile(program, problem, tiles.block_k, tiles.query_bytes)
+    last = schedule.ceil_div(problem.queries, tiles.block_q)
+    blocks = schedule.Blocks(0, 0, last, last) if x.blocks is None else tile.blocks(x.blocks, at.batch, at.tile)
+    steps = blocks.last - blocks.first  # with one of the heads
+    number_of = sync.Numbers(tiles.warpgroups, tiles.stages)
+    q = sync.Ring((memory.q, memory.lse), memory.q_full, number_of.first_ring, tiles.warpgroups)
+    do = sync.Ring((memory.do, memory.delta), memory.do_full, number_of.second_ring, tiles.warpgroups)
+    first_key = at.tile * tiles.block_k
+
+    def produce():
+        keys = at.batch, pl.ds(first_key, tiles.block_k), at.kv_head
+        plgpu.copy_gmem_to_smem(x.k.at[keys], memory.k, memory.kv_full)
+        plgpu.copy_gmem_to_smem(x.v.at[keys], memory.v, memory.kv_full)
+
+        def head(g, _):
+            def load(i, _):
+                t, rows = g * steps + i - blocks.first, pl.ds(i * tiles.block_q, tiles.block_q)
+                by_row, by_head = (at.batch, rows, at.head + g), (at.batch, at.head + g, rows)
+                q.fill(t, (x.q.at[by_row], x.lse.at[by_head]))
+                do.fill(t, (x.do.at[by_row], x.delta.at[by_head]))
+
+            schedule.loop(tile.opaque(blocks.first), tile.opaque(blocks.last), load, None)
+
+        schedule.loop(0, tile.opaque(problem.group), head, None)
+        q.drain(0, problem.group * steps)
+        do.drain(0, problem.group * steps)
+
+    def consume(own):
+        plgpu.barrier_wait(memory.kv_full)
+
+        def head(g, sums):
+            def step(i, sums, masked):
+                block = Block(g * steps + i - blocks.first, at.head + g, i * tiles.block_q)
+                return owner_of(tile.opaque(own)).add(block, masked, *sums)
+
+            return blocks.visit(step, sums)
+
+        owner_of = lambda own: Owner(problem, tiles, x, memory, q, do, own, at.batch, first_key, *dq_gmem)
+        owner = owner_of(own)
+        zeros = tile.zeros(ROWS, owner.columns.size), tile.zeros(ROWS, owner.value_columns.size)
+        dk, dv = schedule.loop(0, problem.group, head, zeros)
+        owner.meet()  # all have read k and v
+        k, v = memory.k.at[owner.keys, owner.columns], memory.v.at[owner.keys, owner.value_columns]
+        k[...], v[...] = (dk * problem.scale).astype(k.dtype), dv.astype(v.dtype)
+        owner.meet()
+        mine = owner.cut(tiles.block_k, tiles.warpgroups)
+        keys = at.batch, pl.ds(first_key + mine.start, mine.size), at.kv_head
+        tile.copy_out((memory.k.at[mine], dk_gmem.at[keys]), (memory.v.at[mine], dv_gmem.at[keys]))
+
+    tile.by_role(tiles, consume, produce)
+
+
+class Block(NamedTuple):
+    """A block of queries of one head."""
+
+    number: Ints  # in the order of the rings
+    head: Ints
+    first_row: Ints
+
+
+class Owner(NamedTuple):
+    """A consumer that owns keys: a part of its program's dK and dV. Scores are transposed, [keys, queries]."""
+
+    problem: Problem
+    tiles: KeyTiles
+    x: Inputs
+    memory: Memory
+    q_ring: sync.Ring
+    do_ring: sync.Ring
+    number: Ints
+    batch: Ints
+    first_key: Ints
+    dq_gmem: Any = None  # in the fused scheme
+
+    def cut(self, size: int, parts: int) -> pl.Slice:
+        """The consumer's part of an axis that is cut into so many parts, one or one for each consumer."""
+        own = self.number if parts > 1 else tile.opaque(0)
+        return pl.ds(pl.multiple_of(own * (size // parts), size // parts), size // parts)
+
+    @property
+    def keys(self) -> pl.Slice:
+        return self.cut(self.tiles.block_k, self.tiles.block_k // ROWS)
+
+    @property
+    def columns(self) -> pl.Slice:
+        return self.cut(self.tiles.width, self.tiles.column_parts)
+
+    @property
+    def value_columns(self) -> pl.Slice:
+        return self.cut(self.tiles.value_width, self.tiles.column_parts)
+
+    def meet(self):
+        sync.meet(sync.Numbers(self.tiles.warpgroups, self.tiles.stages).meeting, self.tiles.warpgroups)
+
+    def add(self, block: Block, masked: bool, dk, dv):
+        """dK += dS^T Q and dV += P^T dO with a block of queries, by 64 of them at a time."""
+        (q, _), (do, _) = self.q_ring.block(block.number), self.do_ring.block(block.number)
+        q, do = q.at[:, self.columns], do.at[:, self.value_columns]
+        parts = [pl.ds(first, ROWS) for first in range(0, self.tiles.block_q, ROWS)]
+        shared = None if self.dq_gmem is None else self.memory.ds.at[lax.rem(block.number, jnp.int32(2))]
+
+        def products(dk_acc, dv_acc):
+            def add_dk():
+                for rows, ds in zip(parts, all_ds, strict=True):
+                    tile.dot(dk_acc, ds, q.at[rows])  # dK += dS^T Q
+
+            all_ds = []
+            for rows in parts:
+                p, ds = self.p_and_ds(block, rows, masked)
+                all_ds.append(ds)
+                if shared is not None:
+                    shared.at[self.keys, rows][...] = ds
+                tile.dot(dv_acc, p, do.at[rows])  # dV += P^T dO
+            if shared is None:
+                sync.fence()  # lse and delta have been read, and TMA may write there
+                add_dk()
+                tile.wait(running=len(parts))
+                self.do_ring.release(block.number)
+            else:
+                self.meet()
+                self.add_dq(block, shared, add_dk)
+
+        sums = tile.products_add(products, dk, dv)
+        self.q_ring.release(block.number)
+        return sums
+
+    def p_and_ds(self, block: Block, rows: pl.Slice, masked: bool):
+        (q, lse), (do, delta) = self.q_ring.block(block.number), self.do_ring.block(block.number)
+        x, is_first = self.x, rows.start == 0
+
+        def begin_s(acc):
+            if is_first:
+                self.q_ring.wait(block.number)
+            tile.dot_t(acc, self.memory.k.at[self.keys], q.at[rows])
+
+        def begin_dp(acc):
+            if is_first:
+                self.do_ring.wait(block.number)
+            tile.dot_t(acc, self.memory.v.at[self.keys], do.at[rows])
+
+        per_query = lambda ref: lambda shape: tile.down(plgpu.load(ref.at[rows], layout=tile.COLUMN), shape)
+        sees = None
+        if masked:
+            view = tile.view(x.visibility, tile.opaque(self.batch), block.first_row + rows.start, ROWS, transposed=True)
+            sees = functools.partial(view.sees, self.first_key + self.keys.start)
+        has_data = bool(jax.tree.leaves(x.visibility))
+        of_queries = Rows(per_query(lse), per_query(delta), sees)
+        return p_and_ds(self.problem, begin_s, begin_dp, (ROWS, ROWS), of_queries, few_registers=masked and has_data)
+
+    def add_dq(self, block: Block, ds, begin_more):
+        """dQ += dS K in global memory, of which a consumer adds its part; ds is of all consumers, [block_k, block_q]."""
+        rows = self.cut(self.tiles.block_q, self.tiles.block_q // ROWS)
+        columns = self.cut(self.tiles.width, self.tiles.dq_column_parts)
+        more = self.tiles.block_q // ROWS  # products
+
+        def product(dq_acc):
+            tile.dot(dq_acc, ds.at[:, rows].transpose((1, 0)), self.memory.k.at[:, columns])
+            tile.wait(running=1)
+            self.do_ring.release(block.number)
+            begin_more()
+            return tile.finished(dq_acc, running=more)
+
+        dq = tile.products(product, (rows.size, columns.size))
+        rows = pl.ds(block.first_row + rows.start, rows.size)
+        tile.add_out(dq, self.memory.dq.at[self.number], self.dq_gmem.at[self.batch, rows, block.head, columns])

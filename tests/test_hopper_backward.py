@@ -1,0 +1,113 @@
+"""The gradients of the Hopper kernels, of both schemes, against the oracle in jax's GPU interpreter."""
+
+import contextlib
+
+import gpu_interpreter
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import MASKS, Sizes, qkv
+from check import check, cotangents, run
+
+from pallas_flash import explain
+from pallas_flash.kernels import hopper
+from pallas_flash.kernels.hopper import backward_dkv, sync
+
+pytestmark = pytest.mark.skipif(gpu_interpreter.MISSING is not None, reason=str(gpu_interpreter.MISSING))
+
+DETERMINISTIC, FUSED = True, False
+
+
+def sizes(T, S, H, Hv=None, B=1, N=2, K=1):
+    return Sizes(B=B, T=T, S=S, N=N, K=K, H=H, Hv=Hv or H)
+
+
+def mask(name, z):
+    return lambda rng: MASKS[name](rng, z)
+
+
+# Several tiles of keys and of queries, which hang over both ends unless they are whole.
+NARROW, SQUARE, WIDE = sizes(203, 309, 64, B=2), sizes(205, 205, 128, B=2), sizes(131, 200, 128)
+CASES = {
+    "full, whole tiles": (sizes(128, 256, 128), FUSED, {}),
+    "full, 64": (sizes(70, 140, 64), DETERMINISTIC, {}),
+    "bottom right": (sizes(67, 330, 64, N=4), FUSED, dict(is_causal=True, query_offset=263)),
+    "documents, 64": (NARROW, FUSED, mask("documents_causal", NARROW)),
+    "documents, 128": (SQUARE, DETERMINISTIC, mask("documents_scattered", SQUARE)),
+    "window": (WIDE, FUSED, dict(local_window_size=(40, 4), query_offset=np.array([30], np.int32))),
+    "lengths": (NARROW, DETERMINISTIC, mask("everything", NARROW)),
+    "soft cap": (WIDE, FUSED, dict(is_causal=True, logits_soft_cap=2.0)),
+    "soft cap, 64": (sizes(70, 140, 64), DETERMINISTIC, dict(is_causal=True, logits_soft_cap=2.0)),
+    "256": (sizes(70, 130, 256), DETERMINISTIC, dict(is_causal=True)),
+    "256, in any order": (sizes(67, 67, 200), FUSED, {}),
+    "192 and 128": (sizes(131, 140, 192, Hv=128), DETERMINISTIC, dict(is_causal=True)),
+    "padded heads": (sizes(37, 53, 11, Hv=72), FUSED, {}),
+    "one query, one key": (sizes(1, 1, 64, N=1), FUSED, {}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_the_oracles(name, rng):
+    z, deterministic, kw = CASES[name]
+    kw = kw(rng) if callable(kw) else kw
+    dtype = jnp.float16 if "cap" in name else jnp.bfloat16
+    with gpu_interpreter.hopper_kernels():
+        check(rng, *qkv(rng, z, dtype), "hopper", deterministic=deterministic, **kw)
+
+
+@pytest.mark.parametrize("width, deterministic", [(64, DETERMINISTIC), (128, FUSED), (64, FUSED), (256, DETERMINISTIC)])
+def test_there_is_no_race(width, deterministic, rng):
+    with gpu_interpreter.hopper_kernels(detect_races=True) as races:
+        z = sizes(300 if width == 64 else 200, 260, width, N=1 if width == 256 else 2)
+        check(rng, *qkv(rng, z, jnp.bfloat16), "hopper", deterministic=deterministic, is_causal=True, query_offset=130)
+    assert not races.found
+
+
+LEFT_OUT = {
+    "the meeting before dS is read": (FUSED, backward_dkv.Owner, "meet"),
+    "the wait for a block": (DETERMINISTIC, sync.Ring, "wait"),
+    "the fence after lse and delta are read": (DETERMINISTIC, sync, "fence"),
+}
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_without_it_there_is_a_race(name, rng, monkeypatch):
+    deterministic, owner, word = LEFT_OUT[name]
+    monkeypatch.setattr(owner, word, lambda *args: None)
+    monkeypatch.setattr(gpu_interpreter, "DEADLOCK_SECONDS", 5.0)
+    q, k, v = qkv(rng, sizes(256, 128, 64, N=1), jnp.bfloat16)
+    # the interpreter may also give up, where nobody has seen that a block was there
+    with contextlib.suppress(jax.errors.JaxRuntimeError), gpu_interpreter.hopper_kernels(detect_races=True) as races:
+        run(q, k, v, *cotangents(rng, q, v), "hopper", deterministic=deterministic)
+    assert races.found
+
+
+@pytest.mark.parametrize("deterministic", [DETERMINISTIC, FUSED])
+def test_garbage_in_padding_changes_no_gradient(deterministic, rng):
+    lengths = dict(query_seq_lengths=np.array([40, 67], np.int32), key_value_seq_lengths=np.array([131, 50], np.int32))
+    q, k, v = qkv(rng, sizes(67, 131, 64, B=2), jnp.bfloat16)
+    do, dlse = cotangents(rng, q, v)
+    call = lambda: run(q, k, v, do, dlse, "hopper", deterministic=deterministic, is_causal=True, **lengths)[2][:3]
+    with gpu_interpreter.hopper_kernels():
+        clean = call()
+        q[0, 40:], k[1, 50:], v[1, 50:], do[0, 40:] = np.nan, np.inf, -np.inf, np.nan
+        dirty = call()
+    for x, y in zip(clean, dirty, strict=True):
+        np.testing.assert_allclose(np.float32(x), np.float32(y), rtol=0, atol=0 if deterministic else 1e-2)
+
+
+def test_the_deterministic_scheme_gives_the_same_bits_twice(rng):
+    q, k, v = qkv(rng, sizes(200, 260, 64), jnp.bfloat16)
+    do, dlse = cotangents(rng, q, v)
+    with gpu_interpreter.hopper_kernels():
+        once, again = (run(q, k, v, do, dlse, "hopper")[2][:3] for _ in range(2))
+    for x, y in zip(once, again, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("size, fused", [(64, True), (128, True), (129, False)])
+def test_one_kernel_is_taken_where_any_order_is_allowed_and_it_fits(size, fused):
+    q = jax.ShapeDtypeStruct((1, 8, 2, size), jnp.bfloat16)
+    assert hopper.tiles(explain(q, q, q).problem).fused is None
+    assert (hopper.tiles(explain(q, q, q, deterministic=False).problem).fused is not None) == fused
