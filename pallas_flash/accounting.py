@@ -7,7 +7,7 @@ holds what the paper of FlashAttention compared, as formulas and as it printed t
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from pallas_flash import arguments, autodiff, backends, costs, published
+from pallas_flash import arguments, autodiff, backends, costs, costs_hopper, published
 from pallas_flash.arguments import Problem
 from pallas_flash.attention import flash_attention
 from pallas_flash.costs import Cost, total
@@ -40,6 +40,7 @@ GENERATIONS = {
     "standard": Generation(costs.standard_forward, costs.standard_backward, costs.standard_memory),
     "flash1": Generation(costs.flash1_forward, costs.flash1_backward, costs.flash1_memory),
     "portable": Generation(costs.portable_forward, costs.portable_backward, costs.portable_memory),
+    "hopper": Generation(costs_hopper.forward, costs_hopper.backward, costs_hopper.memory),
 }
 
 

@@ -5,15 +5,15 @@ Per query head, T queries see S keys, n_q = ceil(T / block_q), n_k = ceil(S / bl
 |                     | products | exponentials | bytes                                                                     |
 |---------------------|----------|--------------|---------------------------------------------------------------------------|
 | standard, forward   | 2        | 2 T S        | (4 + 12 + 2 e) T S, and Q n_k, K and V n_q times                          |
-| standard, backward  | 5        | T S          | (4 + 4 + 8 + 5 e) T S, and Q n_k + 1, dO n_k + 1, K 2 n_q, V n_q times    |
+| standard, backward  | 5        | T S          | (4 + 4 + 8 + 5 e) T S, and Q and dO 2 n_k, K 2 n_q, V n_q times            |
 | flash1, forward     | 2        | T S          | K and V once, Q n_k times, O n_k times read and n_k + 1 written, as float32 |
 | flash1, backward    | 5        | T S          | K and V once, Q and dO n_k times, dQ n_k times read and n_k + 1 written   |
 | portable, forward   | 2        | T S          | Q and O once, K and V n_q times                                           |
-| portable, backward  | 5 + 2    | 2 T S        | dkv: K and V once, Q and dO n_k times; dq: Q and dO once, K and V n_q times |
+| portable, backward  | 4 + 3    | 2 T S        | dkv: K and V once, Q and dO n_k times; dq: Q and dO once, K and V n_q times |
 
 A product is 2 T S H FLOPs, or Hv for H. Why flash1 beats standard: n_k = 4 d S / M for an SRAM of M elements, so its bytes are
 Theta(T S d^2 / M), and no exact algorithm needs less for all M in [d, S d] (FlashAttention, theorem 2 and proposition 3).
-portable moves as many: block_q is M / 4 d there; but O stays in registers, and no statistic is read again.
+portable moves K and V n_q times in place of Q and O, the same order for tiles of the same size; but O, l and m stay on the chip.
 
 What is counted is what runs: FLOPs of whole tiles, heads padded to a power of two; but bytes only of elements that exist. Blocks
 that no query sees are left out by portable alone. A cache may serve what the kernels load: the bytes are those asked for.
@@ -120,9 +120,9 @@ def standard_backward(p: Problem, t) -> dict[str, Cost]:
 
 
 def standard_memory(p: Problem) -> dict[str, int]:
-    """S and P; then S, dP, P, dS and delta, when the softmax's backward has run."""
+    """S and P; then S, dP, P, dS, delta and the lse that the backward takes, when the softmax's has run."""
     z = Sizes(p, 1, 1)
-    return dict(forward=(4 + z.e) * z.entries, backward=(8 + 2 * z.e) * z.entries + z.statistic)
+    return dict(forward=(4 + z.e) * z.entries, backward=(8 + 2 * z.e) * z.entries + 2 * z.statistic)
 
 
 def _scores(z: Sizes) -> Cost:
@@ -185,10 +185,10 @@ def flash1_backward(p: Problem, t) -> dict[str, Cost]:
 
 
 def flash1_memory(p: Problem) -> dict[str, int]:
-    """O in float32 where that is not the result, l and m; then dQ in float32 in the same way, and delta."""
+    """O in float32 where that is not the result, l and m; then dQ in the same way, delta and the lse that the backward takes."""
     z = Sizes(p, 1, 1)
     sums = lambda size: 0 if z.e == 4 else 4 * z.heads * z.T * size
-    return dict(forward=sums(z.V) + 2 * z.statistic, backward=sums(z.H) + z.statistic)
+    return dict(forward=sums(z.V) + 2 * z.statistic, backward=sums(z.H) + 2 * z.statistic)
 
 
 def portable_forward(p: Problem, tiles) -> dict[str, Cost]:
@@ -239,14 +239,19 @@ def portable_backward(p: Problem, tiles) -> dict[str, Cost]:
 
 
 def portable_memory(p: Problem) -> dict[str, int]:
-    """Nothing; then delta."""
-    return dict(forward=0, backward=Sizes(p, 1, 1).statistic)
+    """Nothing; then delta, and the lse that the backward takes, with +inf for rows that saw nothing."""
+    return dict(forward=0, backward=2 * Sizes(p, 1, 1).statistic)
+
+
+def interval_of_rows(p: Problem, z: Sizes):
+    """The keys that the rows of each tile of queries see, [n_q, block_q], and the rows."""
+    row = np.arange(z.n_q * z.bq).reshape(z.n_q, z.bq)
+    return np.broadcast_arrays(*p.visibility.interval(np.minimum(row, z.T - 1)), row)
 
 
 def _keys_of_query_tiles(p: Problem, z: Sizes):
     """Of one head, over all tiles of queries: pairs of tiles visited, keys loaded, rows that see something."""
-    row = np.arange(z.n_q * z.bq).reshape(z.n_q, z.bq)
-    start, stop, _ = np.broadcast_arrays(*p.visibility.interval(np.minimum(row, z.T - 1)), row)
+    start, stop, row = interval_of_rows(p, z)
     blocks = schedule.key_blocks(start, stop, None, z.bk, axis=-1)
     first, last = np.asarray(blocks.first), np.asarray(blocks.last)
     keys = np.maximum(np.minimum(last * z.bk, stop.max(-1)) - first * z.bk, 0)

@@ -9,8 +9,9 @@ import pytest
 from cases import Sizes, qkv
 from jax.experimental import pallas as pl
 
-from pallas_flash import accounting, explain
+from pallas_flash import accounting, autodiff, explain
 from pallas_flash.accounting import published
+from pallas_flash.kernels import hopper
 from pallas_flash.kernels.classic import flash1, standard
 from pallas_flash.kernels.portable.tuning import AllTiles
 from pallas_flash.kernels.portable.tuning import Tiles as Portable
@@ -23,7 +24,7 @@ TILES = {
 }
 CALLS = {
     "whole tiles": (Sizes(B=1, T=64, S=96, N=2, K=2, H=32, Hv=32), "bfloat16", {}),
-    "grouped heads, ragged": (Sizes(), "float32", {}),
+    "grouped heads, ragged": (Sizes(N=4), "float32", {}),
     "multi-query, causal": (Sizes(B=1, T=53, S=61, N=3, K=1, H=16, Hv=8), "float16", dict(is_causal=True)),
     "bottom-right window": (Sizes(B=1, T=50, S=70, N=1, K=1), "float32", dict(local_window_size=(20, 9), query_offset=20)),
 }
@@ -69,8 +70,38 @@ def test_kernels_load_store_and_compute_what_the_formulas_say(generation, call):
 
     costs, both = observed(lambda q, k, v, do: jax.vjp(attend, q, k, v)[1](do), q, k, v, do)
     assert costs == merged(forward, backward)
-    delta = lse
-    assert both - memory == extra["backward"] - delta + size(k, v) + (0 if cast else size(q))
+    delta_and_lse = 2 * lse
+    assert both - memory == extra["backward"] - delta_and_lse + size(k, v) + (0 if cast else size(q))
+
+
+HOPPER = {
+    "grouped heads, ragged": (Sizes(B=1, T=203, S=309, N=2, K=1, H=64, Hv=64), {}),
+    "whole tiles": (Sizes(B=1, T=384, S=256, N=2, K=2, H=128, Hv=128), {}),
+    "causal": (Sizes(B=1, T=300, S=200, N=2, K=1, H=40, Hv=72), dict(is_causal=True)),
+    "window, wide heads": (Sizes(B=1, T=200, S=330, N=1, K=1, H=256, Hv=256), dict(local_window_size=(70, 20), query_offset=99)),
+    "in any order": (Sizes(B=1, T=203, S=309, N=2, K=1, H=64, Hv=64), dict(is_causal=True, deterministic=False)),
+}
+
+
+@pytest.fixture
+def traceable(monkeypatch):
+    """The Hopper kernels are traced, not run."""
+    if not hasattr(hopper.tile.plgpu, "InterpretGPUParams"):
+        pytest.skip(f"the Hopper kernels need jax 0.11.2 or newer; this is {jax.__version__}")
+    monkeypatch.setattr(hopper.tile, "interpret", True)
+    autodiff._attend_jit.clear_cache()
+    yield
+    autodiff._attend_jit.clear_cache()
+
+
+@pytest.mark.parametrize("call", HOPPER)
+def test_hopper_kernels_copy_and_compute_what_the_formulas_say(call, traceable):
+    z, call = HOPPER[call]
+    q, k, v, do = arrays(z, "bfloat16")
+    problem = explain(q, k, v, **call).problem
+    attend = accounting.attention("hopper", **call)
+    costs, _ = observed(lambda q, k, v, do: jax.vjp(attend, q, k, v)[1](do), q, k, v, do)
+    assert costs == merged(accounting.forward("hopper", problem), accounting.backward("hopper", problem))
 
 
 def test_bytes_under_a_mask_with_data_are_counted_where_the_data_is_given():
@@ -137,5 +168,5 @@ def test_what_the_formulas_do_not_know_is_refused():
     q, k, v, _ = arrays(Sizes(), "float32")
     with pytest.raises(NotImplementedError, match="observe the kernels"):
         accounting.forward("portable", explain(q, k, v, logits_soft_cap=2.0).problem)
-    with pytest.raises(ValueError, match="generation must be one of standard, flash1, portable"):
+    with pytest.raises(ValueError, match="generation must be one of standard, flash1, portable, hopper"):
         accounting.forward("flash2", explain(q, k, v).problem)

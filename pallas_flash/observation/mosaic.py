@@ -10,7 +10,6 @@ import numpy as np
 from pallas_flash.observation.memory import Array, Kernel, Memory, Ref
 from pallas_flash.observation.walk import UNKNOWN
 
-
 _BEYOND = 512  # how far the last tile may reach over the end of an array
 
 
