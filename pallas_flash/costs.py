@@ -5,11 +5,11 @@ Per query head, T queries see S keys, n_q = ceil(T / block_q), n_k = ceil(S / bl
 |                     | products | exponentials | bytes                                                                     |
 |---------------------|----------|--------------|---------------------------------------------------------------------------|
 | standard, forward   | 2        | 2 T S        | (4 + 12 + 2 e) T S, and Q n_k, K and V n_q times                          |
-| standard, backward  | 5        | T S          | (4 + 4 + 8 + 5 e) T S, and Q n_k + 1, dO n_k + 1, K 2 n_q, V n_q times    |
+| standard, backward  | 5        | T S          | (4 + 4 + 8 + 5 e) T S, and Q and dO 2 n_k, K 2 n_q, V n_q times            |
 | flash1, forward     | 2        | T S          | K and V once, Q n_k times, O n_k times read and n_k + 1 written, as float32 |
 | flash1, backward    | 5        | T S          | K and V once, Q and dO n_k times, dQ n_k times read and n_k + 1 written   |
 | portable, forward   | 2        | T S          | Q and O once, K and V n_q times                                           |
-| portable, backward  | 5 + 2    | 2 T S        | dkv: K and V once, Q and dO n_k times; dq: Q and dO once, K and V n_q times |
+| portable, backward  | 4 + 3    | 2 T S        | dkv: K and V once, Q and dO n_k times; dq: Q and dO once, K and V n_q times |
 
 A product is 2 T S H FLOPs, or Hv for H. Why flash1 beats standard: n_k = 4 d S / M for an SRAM of M elements, so its bytes are
 Theta(T S d^2 / M), and no exact algorithm needs less for all M in [d, S d] (FlashAttention, theorem 2 and proposition 3).
