@@ -8,6 +8,7 @@ import jax
 from pallas_flash import blockwise, reference
 from pallas_flash.arguments import Problem
 from pallas_flash.kernels import hopper, portable
+from pallas_flash.kernels.classic import flash1, standard
 
 
 class Backend(NamedTuple):
@@ -69,6 +70,17 @@ BACKENDS = (
         lambda p: None,
         lambda problem, tiles, operands: reference.attend(problem, operands),
         lambda problem, tiles, *args: reference.backward(problem, *args),
+    ),
+    *(
+        Backend(
+            name,
+            lambda p, kernels=kernels: _no_empty_axis(p) or portable.why_not(p) or kernels.why_not(p),
+            lambda p: "an earlier algorithm, kept to compare with: ask for it by name",
+            lambda p, kernels=kernels: kernels.tiles(p),
+            kernels.forward,
+            kernels.backward,
+        )
+        for name, kernels in (("flash1", flash1), ("standard", standard))
     ),
 )
 NAMES = tuple(backend.name for backend in BACKENDS)

@@ -61,7 +61,7 @@ BAD = {
     "scale nan": (dict(scale=float("nan")), ValueError, "scale must be a finite number; got nan"),
     "scale array": (dict(scale=ones(2)), TypeError, "scale must be a number known while tracing"),
     "soft cap zero": (dict(logits_soft_cap=0.0), ValueError, "logits_soft_cap must be a finite number above 0; got 0.0"),
-    "implementation": (dict(implementation="cudnn"), ValueError, "one of hopper, portable, blockwise, reference; got 'cudnn'"),
+    "implementation": (dict(implementation="cudnn"), ValueError, "reference, flash1, standard; got 'cudnn'"),
     "head of 257": (
         dict(query=(1, 3, 1, 257), key=(1, 3, 1, 257), value=(1, 3, 1, 8), implementation="portable"),
         NotImplementedError,
@@ -112,7 +112,7 @@ def test_explain_names_the_implementation_its_tiles_and_why_not_the_others():
     shapes = [jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in (Q, K, K)]
     lengths = jax.ShapeDtypeStruct((2,), jnp.int32)
     text = explain(*shapes, is_causal=True, key_value_seq_lengths=lengths, implementation="portable")
-    assert text.implementation == "portable" and set(text.why_not) == {"hopper", "blockwise", "reference"}
+    assert text.implementation == "portable" and set(text.why_not) == {"hopper", "blockwise", "reference", "flash1", "standard"}
     lines = str(text).splitlines()
     assert lines[0].startswith("call            B=2 T=5 S=7 N=4 K=2 H=8 Hv=8 bfloat16, mask: causal, key lengths, scale 0.3536")
     assert lines[1] == "implementation  portable"

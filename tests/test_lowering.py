@@ -40,7 +40,7 @@ CASES = {
 }
 
 
-def lower(gpu, z, kw, dtype):
+def lower(gpu, z, kw, dtype, implementation="portable"):
     """The StableHLO of forward and backward for a GPU that is not there."""
     kind, cores = GPUS[gpu]
     platform = dict(platform="gpu") if "platform" in inspect.signature(AbstractDevice).parameters else {}
@@ -52,7 +52,8 @@ def lower(gpu, z, kw, dtype):
 
     def gradients(q, k, v, arrays):
         def loss(q, k, v, bias):
-            o, lse = flash_attention(*(q, k, v, bias), implementation="portable", return_residual=True, **{**arrays, **static})
+            given = {**arrays, **static}
+            o, lse = flash_attention(*(q, k, v, bias), implementation=implementation, return_residual=True, **given)
             return o.astype(jnp.float32).sum() + lse.sum()
 
         arrays = dict(arrays)
@@ -72,6 +73,24 @@ def test_every_kernel_lowers_for_a_gpu(gpu, dtype, name):
     kernels = set(re.findall(r"flash_attention_\w+", text))
     expected = {f"flash_attention_{name}" for name in ("forward", "dkv", "dq", *["dbias"] * ("bias" in kw))}
     assert expected <= kernels, f"{expected - kernels} of {kernels} are missing"
+
+
+STANDARD = "scores", "softmax", "values", "dp", "softmax_backward", "dq", "dk", "dv"
+CLASSIC = {
+    "standard": [f"standard_attention_{name}" for name in STANDARD],
+    "flash1": ["flash1_attention_forward", "flash1_attention_backward"],
+}
+
+
+@pytest.mark.parametrize("implementation", CLASSIC)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", ["causal, odd head sizes", "head size 256", "one query", "documents", "dense bias and mask"])
+def test_the_earlier_algorithms_lower_for_a_gpu(implementation, dtype, name):
+    z, kw = CASES[name]
+    kw = {name: x for name, x in kw.items() if implementation == "standard" or name != "bias"}
+    text = lower("sm_80", z, kw, dtype, implementation)
+    missing = set(CLASSIC[implementation]) - set(re.findall(r"\w+_attention_\w+", text))
+    assert not missing, f"{missing} are missing"
 
 
 @pytest.mark.parametrize("name", CASES)

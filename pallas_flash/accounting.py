@@ -1,0 +1,133 @@
+"""What each generation of attention costs: FLOPs, exponentials, bytes, memory, and the time that a GPU needs at least.
+
+`forward` and `backward` are the formulas of `costs`, by kernel; `observe` counts the same on the kernels themselves; `published`
+holds what the paper of FlashAttention compared, as formulas and as it printed them.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from pallas_flash import arguments, autodiff, backends, costs, costs_hopper, published
+from pallas_flash.arguments import Problem
+from pallas_flash.attention import flash_attention
+from pallas_flash.costs import Cost, total
+from pallas_flash.observation import observe
+
+__all__ = [
+    "GENERATIONS",
+    "GPU",
+    "GPUS",
+    "Cost",
+    "attention",
+    "backward",
+    "default_tiles",
+    "extra_memory",
+    "forward",
+    "lower_bound",
+    "observe",
+    "published",
+    "total",
+]
+
+
+class Generation(NamedTuple):
+    forward: Callable  # (problem, tiles) -> Cost by kernel
+    backward: Callable
+    extra_memory: Callable  # (problem) -> bytes
+
+
+GENERATIONS = {
+    "standard": Generation(costs.standard_forward, costs.standard_backward, costs.standard_memory),
+    "flash1": Generation(costs.flash1_forward, costs.flash1_backward, costs.flash1_memory),
+    "portable": Generation(costs.portable_forward, costs.portable_backward, costs.portable_memory),
+    "hopper": Generation(costs_hopper.forward, costs_hopper.backward, costs_hopper.memory),
+}
+
+
+class GPU(NamedTuple):
+    """Peaks of a data sheet, by the second. Exponentials: 16 to a multiprocessor and clock."""
+
+    products: float  # FLOPs of dense 16-bit products
+    float32: float  # FLOPs; float32 products are computed in float32 too
+    exponentials: float
+    bandwidth: float  # bytes of device memory
+
+    def seconds(self, cost: Cost, dtype: str) -> dict[str, float]:
+        """How long each unit of the GPU is busy at least."""
+        return dict(
+            products=cost.matrix / (self.float32 if dtype == "float32" else self.products),
+            float32=cost.other / self.float32,
+            exponentials=cost.exponentials / self.exponentials,
+            memory=cost.bytes / self.bandwidth,
+        )
+
+    def roofline(self, kernels: dict[str, Cost], dtype: str) -> float:
+        """The seconds that kernels take at least, one after another, each as long as its busiest unit."""
+        return sum(max(self.seconds(cost, dtype).values()) for cost in kernels.values())
+
+
+GPUS = {
+    "A100-40GB": GPU(312e12, 19.5e12, 16 * 108 * 1.41e9, 1.555e12),
+    "A100-80GB": GPU(312e12, 19.5e12, 16 * 108 * 1.41e9, 2.039e12),
+    "H100": GPU(989.4e12, 66.9e12, 16 * 132 * 1.83e9, 3.35e12),
+    "H200": GPU(989.4e12, 66.9e12, 16 * 132 * 1.83e9, 4.8e12),
+}
+
+
+def forward(generation: str, problem: Problem, tiles: Any = None) -> dict[str, Cost]:
+    """By kernel. `finish` is no kernel: XLA's pass that turns float32 sums and statistics into o and lse."""
+    return _named(generation).forward(_countable(problem), tiles or default_tiles(generation, problem))
+
+
+def backward(generation: str, problem: Problem, tiles: Any = None) -> dict[str, Cost]:
+    """By kernel. `delta`, rowsum(o do) - dlse, and `finish` are no kernels but passes of XLA."""
+    kernels = _named(generation).backward(_countable(problem), tiles or default_tiles(generation, problem))
+    return dict(delta=costs.delta(problem)) | kernels
+
+
+def extra_memory(generation: str, problem: Problem) -> dict[str, int]:
+    """Bytes of the arrays that are neither operands nor results at the worst moment of the `forward` and the `backward`."""
+    return _named(generation).extra_memory(_countable(problem))
+
+
+def lower_bound(problem: Problem, sram: int) -> float:
+    """T S d^2 / M: the elements that any exact algorithm moves for an SRAM of M = `sram` elements, but for a constant.
+
+    Theorem 2 and proposition 3 of arXiv:2205.14135: flash1 moves Theta of it, and no algorithm less for all M in [d, S d].
+    """
+    p = problem
+    return p.batch * p.heads * p.queries * p.keys * max(p.head_size, p.value_size) ** 2 / sram
+
+
+def default_tiles(generation: str, problem: Problem) -> Any:
+    """The tiles that an implementation takes unless told otherwise."""
+    return {backend.name: backend for backend in backends.BACKENDS}[generation].tiles(problem)
+
+
+def attention(implementation: str, tiles: Any = None, **call: Any) -> Callable:
+    """(q, k, v) -> o by an implementation, with tiles of your own; `call` is what `flash_attention` takes by name."""
+    defaults = dict(flash_attention.__kwdefaults__, bias=None, mask=None)
+    call = {name: x for name, x in (defaults | call).items() if name not in ("implementation", "return_residual")}
+
+    def attend(q, k, v):
+        problem, operands = arguments.normalise(q, k, v, **call)
+        choice = backends.choose(problem, implementation)
+        o, _ = autodiff.attend(problem, choice._replace(tiles=tiles or choice.tiles), operands)
+        return o
+
+    return attend
+
+
+def _named(generation: str) -> Generation:
+    if generation not in GENERATIONS:
+        raise ValueError(f"generation must be one of {', '.join(GENERATIONS)}; got {generation!r}.")
+    return GENERATIONS[generation]
+
+
+def _countable(p: Problem) -> Problem:
+    data = [name for name, x in vars(p.visibility).items() if not isinstance(x, int | type(None))]
+    if p.bias or p.mask or p.soft_cap or data:
+        raise NotImplementedError(
+            f"the formulas know masks without data, no bias, no dense mask and no soft cap: observe the kernels. The call: {p}."
+        )
+    return p

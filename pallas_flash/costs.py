@@ -1,0 +1,268 @@
+"""FLOPs, exponentials and bytes of every kernel of standard attention, flash1 and portable, in closed form.
+
+Per query head, T queries see S keys, n_q = ceil(T / block_q), n_k = ceil(S / block_k), an element has e bytes, a statistic 4:
+
+|                     | products | exponentials | bytes                                                                     |
+|---------------------|----------|--------------|---------------------------------------------------------------------------|
+| standard, forward   | 2        | 2 T S        | (4 + 12 + 2 e) T S, and Q n_k, K and V n_q times                          |
+| standard, backward  | 5        | T S          | (4 + 4 + 8 + 5 e) T S, and Q and dO 2 n_k, K 2 n_q, V n_q times            |
+| flash1, forward     | 2        | T S          | K and V once, Q n_k times, O n_k times read and n_k + 1 written, as float32 |
+| flash1, backward    | 5        | T S          | K and V once, Q and dO n_k times, dQ n_k times read and n_k + 1 written   |
+| portable, forward   | 2        | T S          | Q and O once, K and V n_q times                                           |
+| portable, backward  | 4 + 3    | 2 T S        | dkv: K and V once, Q and dO n_k times; dq: Q and dO once, K and V n_q times |
+
+A product is 2 T S H FLOPs, or Hv for H. Why flash1 beats standard: n_k = 4 d S / M for an SRAM of M elements, so its bytes are
+Theta(T S d^2 / M), and no exact algorithm needs less for all M in [d, S d] (FlashAttention, theorem 2 and proposition 3).
+portable moves K and V n_q times in place of Q and O, the same order for tiles of the same size; but O, l and m stay on the chip.
+
+What is counted is what runs: FLOPs of whole tiles, heads padded to a power of two; but bytes only of elements that exist. Blocks
+that no query sees are left out by portable alone. A cache may serve what the kernels load: the bytes are those asked for.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_flash import schedule
+from pallas_flash.arguments import Problem
+from pallas_flash.kernels.portable.tuning import power_of_two
+
+
+class Cost(NamedTuple):
+    """What a kernel does, or several: FLOPs of products, exponentials, other FLOPs, bytes from and to device memory."""
+
+    matrix: int = 0
+    exponentials: int = 0
+    other: int = 0
+    reads: int = 0
+    writes: int = 0
+
+    @property
+    def bytes(self) -> int:
+        return self.reads + self.writes
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs to a byte."""
+        return (self.matrix + self.other) / self.bytes
+
+
+class Sizes:
+    """Elements and bytes, of all heads of all batch rows together."""
+
+    def __init__(self, p: Problem, block_q: int, block_k: int):
+        self.T, self.S, self.H, self.V = p.queries, p.keys, p.head_size, p.value_size
+        self.h, self.v = power_of_two(self.H), power_of_two(self.V)
+        self.e = jnp.dtype(p.dtype).itemsize
+        self.heads, self.kv_heads = p.batch * p.heads, p.batch * p.kv_heads
+        self.bq, self.bk = block_q, block_k
+        self.n_q, self.n_k = schedule.ceil_div(self.T, block_q), schedule.ceil_div(self.S, block_k)
+        bytes_ = lambda heads, length, size: heads * length * size * self.e
+        self.q, self.o = bytes_(self.heads, self.T, self.H), bytes_(self.heads, self.T, self.V)
+        self.key, self.value = bytes_(self.kv_heads, self.S, self.H), bytes_(self.kv_heads, self.S, self.V)
+        self.statistic = 4 * self.heads * self.T
+        self.entries = self.heads * self.T * self.S
+        self.group = p.group
+
+    def tiled(self, pairs: int | None = None):
+        """Entries and rows of S in whole tiles, for `pairs` of tiles to a head; all by default."""
+        rows = self.heads * (self.n_q * self.n_k if pairs is None else pairs) * self.bq
+        return rows * self.bk, rows
+
+
+def total(kernels: dict[str, Cost]) -> Cost:
+    """What several kernels do together."""
+    return Cost(*map(sum, zip(*kernels.values(), strict=True)))
+
+
+def delta(p: Problem) -> Cost:
+    """rowsum(o do) - dlse, and lse with +inf for the rows that saw nothing."""
+    z = Sizes(p, 1, 1)
+    return Cost(other=2 * z.heads * z.T * z.V, reads=2 * z.o + 2 * z.statistic, writes=2 * z.statistic)
+
+
+def standard_forward(p: Problem, t) -> dict[str, Cost]:
+    """S is written once and read three times, or two with the online softmax; P is written and read once.
+
+    A program of a product owns a tile of its result, and so loads Q n_k and K n_q times for S, V n_q times for P V.
+    """
+    z = Sizes(p, t.block_q, t.block_k)
+    A, R = z.tiled()
+    rows = z.heads * z.n_q * z.bq
+    passes, exponentials, other = (2, 2 * A + R, 5 * A + 9 * R) if t.online else (3, 2 * A, 5 * A + 7 * R)
+    return dict(
+        standard_attention_scores=_scores(z),
+        standard_attention_softmax=Cost(
+            exponentials=exponentials,
+            other=other + rows,
+            reads=passes * 4 * z.entries,
+            writes=z.e * z.entries + z.statistic,
+        ),
+        standard_attention_values=_over_keys(z, z.V, z.v),
+    )
+
+
+def standard_backward(p: Problem, t) -> dict[str, Cost]:
+    """P again from S, which is computed again; dP, and from both dS; then a product with each of them."""
+    z = Sizes(p, t.block_q, t.block_k)
+    A, R = z.tiled()
+    return dict(
+        standard_attention_scores=_scores(z),
+        standard_attention_dp=Cost(matrix=2 * A * z.v, reads=z.n_k * z.o + z.n_q * z.group * z.value, writes=4 * z.entries),
+        standard_attention_softmax_backward=Cost(
+            exponentials=A, other=3 * A + R, reads=8 * z.entries + 2 * z.n_k * z.statistic, writes=2 * z.e * z.entries
+        ),
+        standard_attention_dq=_over_keys(z, z.H, z.h),
+        standard_attention_dk=_over_queries(z, z.H, z.h),
+        standard_attention_dv=_over_queries(z, z.V, z.v),
+    )
+
+
+def standard_memory(p: Problem) -> dict[str, int]:
+    """S and P; then S, dP, P, dS, delta and the lse that the backward takes, when the softmax's has run."""
+    z = Sizes(p, 1, 1)
+    return dict(forward=(4 + z.e) * z.entries, backward=(8 + 2 * z.e) * z.entries + 2 * z.statistic)
+
+
+def _scores(z: Sizes) -> Cost:
+    A, _ = z.tiled()
+    return Cost(matrix=2 * A * z.h, other=A, reads=z.n_k * z.q + z.n_q * z.group * z.key, writes=4 * z.entries)
+
+
+def _over_keys(z: Sizes, size: int, width: int) -> Cost:
+    A, R = z.tiled()
+    operand = z.n_q * z.heads * z.S * size * z.e
+    return Cost(
+        matrix=2 * A * width,
+        other=(R + z.heads * z.n_q * z.bq) * width,
+        reads=z.e * z.entries + operand,
+        writes=z.heads * z.T * size * z.e,
+    )
+
+
+def _over_queries(z: Sizes, size: int, width: int) -> Cost:
+    A, _ = z.tiled()
+    tile = z.n_k * z.bk * width
+    return Cost(
+        matrix=2 * A * width,
+        other=(z.heads * z.n_q + z.kv_heads) * tile,
+        reads=z.e * z.entries + z.n_k * z.heads * z.T * size * z.e,
+        writes=z.kv_heads * z.S * size * z.e,
+    )
+
+
+def flash1_forward(p: Problem, t) -> dict[str, Cost]:
+    """Of each tile of keys, all queries: n_k times Q, O, l and m are read, and O, l and m written once more, as zeros."""
+    z = Sizes(p, t.block_q, t.block_k)
+    A, R = z.tiled()
+    state = 4 * z.heads * z.T * z.V + 2 * z.statistic
+    kernel = Cost(
+        matrix=2 * A * (z.h + z.v),
+        exponentials=A + R,
+        other=4 * A + 5 * R + 3 * R * z.v + z.heads * z.n_q * z.bq,
+        reads=z.group * (z.key + z.value) + z.n_k * (z.q + state),
+        writes=(z.n_k + 1) * state,
+    )
+    cast = 0 if z.e == 4 else 1
+    finish = Cost(reads=2 * z.statistic + cast * (state - 2 * z.statistic), writes=z.statistic + cast * z.o)
+    return dict(flash1_attention_forward=kernel, finish=finish)
+
+
+def flash1_backward(p: Problem, t) -> dict[str, Cost]:
+    """Of each tile of keys, all queries: n_k times Q, dO, lse, delta and dQ are read, dQ written once more; dK and dV once."""
+    z = Sizes(p, t.block_q, t.block_k)
+    A, R = z.tiled()
+    dq = 4 * z.heads * z.T * z.H
+    kernel = Cost(
+        matrix=2 * A * (3 * z.h + 2 * z.v),
+        exponentials=A,
+        other=4 * A + R + 2 * R * z.h + z.n_k * z.bk * (z.heads * z.n_q * (z.h + z.v) + z.kv_heads * z.h),
+        reads=z.key + z.value + z.n_k * (z.q + z.o + 2 * z.statistic + dq),
+        writes=(z.n_k + 1) * dq + z.key + z.value,
+    )
+    return dict(flash1_attention_backward=kernel) | (dict(finish=Cost(reads=dq, writes=z.q)) if z.e != 4 else {})
+
+
+def flash1_memory(p: Problem) -> dict[str, int]:
+    """O in float32 where that is not the result, l and m; then dQ in the same way, delta and the lse that the backward takes."""
+    z = Sizes(p, 1, 1)
+    sums = lambda size: 0 if z.e == 4 else 4 * z.heads * z.T * size
+    return dict(forward=sums(z.V) + 2 * z.statistic, backward=sums(z.H) + 2 * z.statistic)
+
+
+def portable_forward(p: Problem, tiles) -> dict[str, Cost]:
+    """Of each tile of queries, the keys it sees: without a mask, K and V n_q times."""
+    t = tiles.forward
+    z = Sizes(p, t.block_q, t.block_k)
+    pairs, keys, _ = _keys_of_query_tiles(p, z)
+    A, R = z.tiled(pairs)
+    own = z.heads * z.n_q * z.bq
+    kernel = Cost(
+        matrix=2 * A * (z.h + z.v),
+        exponentials=A + R,
+        other=4 * A + 4 * R + 2 * R * z.v + own * (6 + z.v),
+        reads=z.q + z.heads * keys * (z.H + z.V) * z.e,
+        writes=z.o + z.statistic,
+    )
+    return dict(flash_attention_forward=kernel)
+
+
+def portable_backward(p: Problem, tiles) -> dict[str, Cost]:
+    """dkv: of each tile of keys, the queries that see it, n_k times all without a mask, and which these are (4 int32).
+
+    dq: of each tile of queries, the keys it sees. Each computes S and dP: seven products, not five, in place of atomic sums.
+    """
+    t = tiles.dkv
+    z = Sizes(p, t.block_q, t.block_k)
+    pairs, rows, live = _rows_of_key_tiles(p, z)
+    A, R = z.tiled(pairs)
+    dkv = Cost(
+        matrix=2 * A * 2 * (z.h + z.v),
+        exponentials=A,
+        other=4 * A + R + z.bk * (z.heads * pairs * (z.h + z.v) + z.kv_heads * z.n_k * z.h),
+        reads=z.key + z.value + z.heads * (live * (z.H + z.V) * z.e + 8 * rows) + 16 * z.kv_heads * z.n_k,
+        writes=z.key + z.value,
+    )
+    t = tiles.dq
+    z = Sizes(p, t.block_q, t.block_k)
+    pairs, keys, live = _keys_of_query_tiles(p, z)
+    A, R = z.tiled(pairs)
+    dq = Cost(
+        matrix=2 * A * (2 * z.h + z.v),
+        exponentials=A,
+        other=4 * A + R + (R + z.heads * z.n_q * z.bq) * z.h,
+        reads=z.heads * (live + keys) * (z.H + z.V) * z.e + 2 * z.statistic,
+        writes=z.q,
+    )
+    return dict(flash_attention_dkv=dkv, flash_attention_dq=dq)
+
+
+def portable_memory(p: Problem) -> dict[str, int]:
+    """Nothing; then delta, and the lse that the backward takes, with +inf for rows that saw nothing."""
+    return dict(forward=0, backward=2 * Sizes(p, 1, 1).statistic)
+
+
+def interval_of_rows(p: Problem, z: Sizes):
+    """The keys that the rows of each tile of queries see, [n_q, block_q], and the rows."""
+    row = np.arange(z.n_q * z.bq).reshape(z.n_q, z.bq)
+    return np.broadcast_arrays(*p.visibility.interval(np.minimum(row, z.T - 1)), row)
+
+
+def _keys_of_query_tiles(p: Problem, z: Sizes):
+    """Of one head, over all tiles of queries: pairs of tiles visited, keys loaded, rows that see something."""
+    start, stop, row = interval_of_rows(p, z)
+    blocks = schedule.key_blocks(start, stop, None, z.bk, axis=-1)
+    first, last = np.asarray(blocks.first), np.asarray(blocks.last)
+    keys = np.maximum(np.minimum(last * z.bk, stop.max(-1)) - first * z.bk, 0)
+    return int(np.sum(last - first)), int(keys.sum()), int(np.sum((start < stop) & (row < z.T)))
+
+
+def _rows_of_key_tiles(p: Problem, z: Sizes):
+    """Of one head, over all tiles of keys: pairs of tiles visited, rows loaded, and those of them that see something."""
+    row = np.arange(z.T)
+    start, stop, _ = np.broadcast_arrays(*p.visibility.interval(row), row)
+    blocks = np.asarray(schedule.query_blocks(p.visibility, z.T, z.bq, z.bk))[0]
+    spans = [slice(first * z.bq, last * z.bq) for first, _, _, last in blocks]
+    rows, live = (sum(int(some[span].sum()) for span in spans) for some in (row >= 0, start < stop))
+    return int(np.sum(blocks[:, 3] - blocks[:, 0])), rows, live

@@ -1,0 +1,101 @@
+"""FLOPs, exponentials and bytes of the Hopper kernels, FlashAttention-3, in closed form.
+
+They move what portable moves, all K and V for each tile of queries, but by TMA: rows up to a multiple of 8, heads up to the
+tiles' widths, and what lies beyond an array is not read. block_q is 128 or 192, for two or three warpgroups share K and V in
+shared memory: that is what they gain in bytes. Each warpgroup reads four int32 that say which blocks to visit, unless all do.
+"""
+
+import numpy as np
+
+from pallas_flash import schedule
+from pallas_flash.arguments import Problem
+from pallas_flash.costs import Cost, Sizes, interval_of_rows
+
+
+class _Padded:
+    """Bytes of all heads of all batch rows, with what TMA asks for."""
+
+    def __init__(self, p: Problem, t):
+        self.T, self.S = (-(-length // 8) * 8 for length in (p.queries, p.keys))
+        self.heads, self.kv_heads = p.batch * p.heads, p.batch * p.kv_heads
+        self.width = 2 * (t.width + t.value_width)  # of a key and its value, or of a query and its do
+        self.n_q, self.n_k = schedule.ceil_div(p.queries, t.block_q), schedule.ceil_div(p.keys, t.block_k)
+        self.warpgroups = t.warpgroups + 1  # with the one that loads
+
+    def keys(self, first, last, t) -> int:
+        """Of the blocks of keys that the tiles of queries of one head load."""
+        return int(np.sum(np.maximum(np.minimum(last * t.block_k, self.S) - first * t.block_k, 0)))
+
+
+def _query_tiles(p: Problem, t):
+    """First and last block of keys of each tile of queries, and whether the kernel must be told."""
+    z = Sizes(p, t.block_q, t.block_k)
+    start, stop, _ = interval_of_rows(p, z)
+    blocks = schedule.key_blocks(start, stop, None, t.block_k, axis=-1)
+    told = not all(isinstance(end, int) for end in p.visibility.interval(np.arange(p.queries)))
+    return np.asarray(blocks.first), np.asarray(blocks.last), told
+
+
+def forward(p: Problem, tiles) -> dict[str, Cost]:
+    """Q once, and of each tile of queries the keys it sees, at least a block; alpha rescales O for every block but the first."""
+    t = tiles.forward
+    z = _Padded(p, t)
+    first, last, told = _query_tiles(p, t)
+    last = np.maximum(last, first + 1)
+    R = z.heads * int(np.sum(last - first)) * t.block_q
+    A, own = R * t.block_k, z.heads * z.n_q * t.block_q
+    kernel = Cost(
+        matrix=2 * A * (t.width + t.value_width),
+        exponentials=A + R,
+        other=4 * A + 5 * R + R * t.value_width + 5 * own,
+        reads=z.heads * (2 * z.T * t.width + z.keys(first, last, t) * z.width + 16 * told * z.n_q * z.warpgroups),
+        writes=z.heads * z.T * (2 * t.value_width + 4),
+    )
+    return dict(flash_attention_forward=kernel)
+
+
+def backward(p: Problem, tiles) -> dict[str, Cost]:
+    """dq and dkv as in portable, or both in one kernel that adds up dQ in device memory: five products in place of seven."""
+    if tiles.fused is not None:
+        return dict(flash_attention_dq_dk_dv=_dkv(p, tiles.fused, fused=True))
+    return dict(flash_attention_dq=_dq(p, tiles.dq), flash_attention_dk_dv=_dkv(p, tiles.dkv, fused=False))
+
+
+def _dq(p: Problem, t) -> Cost:
+    z = _Padded(p, t)
+    first, last, told = _query_tiles(p, t)
+    A, own = z.heads * int(np.sum(last - first)) * t.block_q * t.block_k, z.heads * z.n_q * t.block_q
+    return Cost(
+        matrix=2 * A * (2 * t.width + t.value_width),
+        exponentials=A,
+        other=4 * A + own * t.width,
+        reads=z.heads * (z.T + z.keys(first, last, t)) * z.width + 8 * own + 16 * told * z.heads * z.n_q * z.warpgroups,
+        writes=z.heads * z.T * 2 * t.width,
+    )
+
+
+def _dkv(p: Problem, t, fused: bool) -> Cost:
+    """Where warpgroups own columns of dK and dV, each of them computes P and dS; in the fused scheme dQ is read and written."""
+    z = _Padded(p, t)
+    blocks = np.asarray(schedule.query_blocks(p.visibility, p.queries, t.block_q, t.block_k))[0]
+    first, last = blocks[:, 0], blocks[:, 3]
+    A = z.heads * int(np.sum(last - first)) * t.block_q * t.block_k
+    rows = int(np.sum(np.maximum(np.minimum(last * t.block_q, z.T) - first * t.block_q, 0)))
+    _, _, told = _query_tiles(p, t)
+    told = told or p.keys % t.block_k != 0
+    again, dq = t.column_parts, 4 * z.heads * rows * t.width * fused
+    return Cost(
+        matrix=2 * A * ((again + 1) * (t.width + t.value_width) + fused * t.width),
+        exponentials=again * A,
+        other=again * 4 * A + z.kv_heads * z.n_k * t.block_k * t.width,
+        reads=z.kv_heads * (z.S * z.width + 16 * told * z.n_k * z.warpgroups)
+        + z.heads * (rows * z.width + 8 * int(np.sum(last - first)) * t.block_q)
+        + dq,
+        writes=z.kv_heads * z.S * z.width + dq,
+    )
+
+
+def memory(p: Problem) -> dict[str, int]:
+    """Nothing; then delta and the lse that the backward takes, and in one kernel dQ in float32. Copies that pad come on top."""
+    rows = p.batch * p.heads * p.queries
+    return dict(forward=0, backward=4 * rows * (2 + (0 if p.deterministic else p.head_size)))

@@ -1,0 +1,179 @@
+"""FlashAttention's first algorithm (arXiv:2205.14135, algorithms 1 and 4): tiles of keys outside, tiles of queries inside.
+
+A program owns a head. Its O, l and m stay in device memory, are read and written again for every tile of keys, and after
+every tile hold the exact result for the keys so far. The backward does the same with dQ. Masks hide, they skip nothing.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import triton as plgpu
+from jax.interpreters import mlir
+
+from pallas_flash import online_softmax, schedule
+from pallas_flash.arguments import Operands, Problem
+from pallas_flash.kernels.portable import tile
+from pallas_flash.kernels.portable.tuning import power_of_two
+
+# Pallas' interpreter has one thread, which waits for nobody.
+mlir.register_lowering(jax.make_jaxpr(plgpu.debug_barrier)().eqns[0].primitive, lambda ctx: ())
+
+
+class Tiles(NamedTuple):
+    block_q: int  # B_r of the paper
+    block_k: int  # B_c
+    num_warps: int = 8
+    num_stages: int = 2
+
+    def __str__(self):
+        return f"{self.block_q} x {self.block_k}, {self.num_warps} warps"
+
+
+def tiles(problem: Problem) -> Tiles:
+    """The paper's tiles for 64 KiB of the 100 to 228 that an SM has: a multiprocessor keeps more there than q, k, v and o."""
+    return tiles_for(problem, 2**16 // jnp.dtype(problem.dtype).itemsize)
+
+
+def tiles_for(problem: Problem, sram: int) -> Tiles:
+    """B_c = ceil(M / 4 d) and B_r = min(B_c, d) for an SRAM of M = `sram` elements; as powers of two, which Triton asks for."""
+    p = problem
+    d = power_of_two(max(p.head_size, p.value_size))
+    block_k = power_of_two(schedule.ceil_div(sram, 4 * d) // 2 + 1)  # the largest power of two that is not above B_c
+    return Tiles(min(block_k, d, power_of_two(p.queries)), min(block_k, power_of_two(p.keys)))
+
+
+def why_not(problem: Problem) -> str | None:
+    """Why the kernels cannot run a problem that the portable ones can, or None."""
+    return "it has no gradient for a bias" if problem.bias is not None else None
+
+
+def forward(problem: Problem, tiles: Tiles, x: Operands):
+    """o [B, T, N, Hv] in the query's dtype, lse [B, N, T] in float32."""
+    p = problem
+    at = tile.layout(p, tiles, lambda n, b: dict(b=b, B=b, n=n, k=n // p.group))
+    rows = jax.ShapeDtypeStruct((p.batch, p.heads, p.queries), jnp.float32)
+    o, l, m = tile.launch(
+        functools.partial(_kernel, problem=p, tiles=tiles),
+        (x,),
+        grid=(p.heads, p.batch),
+        in_specs=[at.operands(x)],
+        out_specs=[at.spec("btnv"), at.spec("bnt"), at.spec("bnt")],
+        out_shape=[jax.ShapeDtypeStruct((p.batch, p.queries, p.heads, p.value_size), jnp.float32), rows, rows],
+        tiles=tiles,
+        name="flash1_attention_forward",
+    )
+    empty = l == 0
+    lse = m * online_softmax.LN2 + jnp.log(jnp.where(empty, 1.0, l))  # m in units of log 2
+    return o.astype(x.query.dtype), jnp.where(empty, -jnp.inf, lse)
+
+
+def _kernel(x: Operands, o_ref, l_ref, m_ref, *, problem: Problem, tiles: Tiles):
+    p = problem
+    columns = tile.head(o_ref, p.value_size)
+
+    def start(row, _):
+        zeros = jnp.zeros(tiles.block_q, jnp.float32)
+        write(row, jnp.zeros((tiles.block_q, o_ref.shape[1]), jnp.float32), zeros, zeros + online_softmax.LOWEST)
+
+    def write(row, o, l, m):
+        tile.store(o_ref.at[row.slice], o, row.inside, columns)
+        tile.store(l_ref.at[row.slice], l, row.inside)
+        tile.store(m_ref.at[row.slice], m, row.inside)
+
+    def key_tile(j, _):
+        key = tile.span(j, tiles.block_k, p.keys)
+        k, v = tile.keys_and_values(p, x.key.at[key.slice], x.value.at[key.slice], key.inside)  # [bk, H], [bk, Hv]
+
+        def query_tile(row, _):
+            view = tile.view(x.visibility, row, p.queries)
+            q = tile.load(x.query.at[row.slice], row.inside, tile.head(x.query, p.head_size))  # [bq, H]
+            o = tile.load(o_ref.at[row.slice], row.inside, columns)  # [bq, Hv]
+            l, m = (tile.load(ref.at[row.slice], row.inside) for ref in (l_ref, m_ref))
+            s = tile.scores(p, q, k, None)  # [bq, bk]
+            s = jnp.where(view.sees(key, tile.dense(x.mask, (), row, key), True), s, -jnp.inf)
+            prob, alpha, m, l_new = online_softmax.step(s, m, l)
+            pv = tile.dot(prob.astype(v.dtype), jnp.where(view.reach(key, True)[:, None], v, 0))
+            o = ((l * alpha)[:, None] * o + pv) / jnp.where(l_new == 0, 1.0, l_new)[:, None]
+            write(row, o, l_new, m)
+
+        _for_query_tiles(p, tiles, query_tile, None)
+
+    _for_query_tiles(p, tiles, start, None)
+    schedule.loop(0, schedule.ceil_div(p.keys, tiles.block_k), key_tile, None)
+
+
+def _for_query_tiles(p: Problem, tiles: Tiles, body, carry):
+    """carry = body(rows, carry) over all tiles of queries; what it wrote, every thread may read afterwards."""
+    step = lambda i, carry: body(tile.span(i, tiles.block_q, p.queries), carry)
+    carry = schedule.loop(0, schedule.ceil_div(p.queries, tiles.block_q), step, carry)
+    plgpu.debug_barrier()
+    return carry
+
+
+def backward(problem: Problem, tiles: Tiles, x: Operands, o, lse, do, delta):
+    """dq, dk, dv in the operands' dtype and shape; no dbias.
+
+    lse stands for the paper's l and m, and delta comes computed: the cotangent of lse is in it.
+    """
+    del o
+    p = problem
+    at = tile.layout(p, tiles, lambda k, b: dict(b=b, B=b, n=k, k=k), n=p.group)
+    dq, dk, dv = tile.launch(
+        functools.partial(_backward_kernel, problem=p, tiles=tiles),
+        (x, do, lse, delta),
+        grid=(p.kv_heads, p.batch),
+        in_specs=[at.operands(x), at.spec("btnv"), at.spec("bnt"), at.spec("bnt")],
+        out_specs=[at.spec("btnh"), at.spec("bskh"), at.spec("bskv")],
+        out_shape=[
+            jax.ShapeDtypeStruct(x.query.shape, jnp.float32),
+            *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x.key, x.value)),
+        ],
+        tiles=tiles,
+        name="flash1_attention_backward",
+    )
+    return dq.astype(x.query.dtype), dk, dv, None
+
+
+def _backward_kernel(x: Operands, do_ref, lse_ref, delta_ref, dq_ref, dk_ref, dv_ref, *, problem: Problem, tiles: Tiles):
+    p = problem
+    columns = tile.head(dq_ref, p.head_size)
+
+    def start(g, row, _):
+        zeros = jnp.zeros((tiles.block_q, dq_ref.shape[2]), jnp.float32)
+        tile.store(dq_ref.at[row.slice, g], zeros, row.inside, columns)
+
+    def key_tile(j, _):
+        key = tile.span(j, tiles.block_k, p.keys)
+        k, v = tile.keys_and_values(p, x.key.at[key.slice], x.value.at[key.slice], key.inside)  # [bk, H], [bk, Hv]
+
+        def query_tile(g, row, carry):
+            dk, dv = carry
+            view = tile.view(x.visibility, row, p.queries)
+            by_row, by_head = (row.slice, g), (g, row.slice)
+            refs = tile.Rows(x.query.at[by_row], do_ref.at[by_row], lse_ref.at[by_head], delta_ref.at[by_head])
+            rows, live = refs.load(p, row, row.inside), view.live(row, True)[:, None]
+            rows = rows._replace(q=jnp.where(live, rows.q, 0), do=jnp.where(live, rows.do, 0))
+            reach = view.reach(key, True)[:, None]
+            k_, v_ = jnp.where(reach, k, 0), jnp.where(reach, v, 0)
+            seen = view.sees(key, tile.dense(x.mask, (g,), row, key), True)
+            prob, ds = tile.gradients(p, rows, k_, v_, None, seen)  # [bq, bk]
+            ds = ds.astype(k.dtype)
+            dq = tile.load(dq_ref.at[by_row], row.inside, columns) + p.scale * tile.dot(ds, k_)
+            tile.store(dq_ref.at[by_row], dq, row.inside, columns)
+            return dk + tile.t_dot(ds, rows.q), dv + tile.t_dot(prob.astype(k.dtype), rows.do)
+
+        zeros = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
+        dk, dv = _for_heads(p, tiles, query_tile, zeros)
+        tile.store(dk_ref.at[key.slice], dk * p.scale, key.inside, tile.head(dk_ref, p.head_size))
+        tile.store(dv_ref.at[key.slice], dv, key.inside, tile.head(dv_ref, p.value_size))
+
+    _for_heads(p, tiles, start, None)
+    schedule.loop(0, schedule.ceil_div(p.keys, tiles.block_k), key_tile, None)
+
+
+def _for_heads(p: Problem, tiles: Tiles, body, carry):
+    """The same over all heads of a group too: carry = body(head, rows, carry)."""
+    one = lambda g, carry: _for_query_tiles(p, tiles, functools.partial(body, g), carry)
+    return schedule.loop(0, p.group, one, carry)

@@ -1,0 +1,245 @@
+"""Attention as frameworks did it: S and P, and in the backward dP and dS, are written to device memory, a kernel for each step.
+
+Nothing is skipped: what a mask hides is computed and set to -inf. The softmax comes in the two forms of arXiv:1805.02867.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_flash import online_softmax, schedule
+from pallas_flash.arguments import Operands, Problem
+from pallas_flash.kernels.portable import tile
+from pallas_flash.kernels.portable.tuning import power_of_two
+
+
+class Tiles(NamedTuple):
+    block_q: int
+    block_k: int
+    online: bool = False  # the softmax reads S twice, not three times
+    num_warps: int = 4
+    num_stages: int = 2
+
+    def __str__(self):
+        return f"{self.block_q} x {self.block_k}, {'online softmax, 2' if self.online else 'safe softmax, 3'} passes over S"
+
+
+def tiles(problem: Problem) -> Tiles:
+    """Tiles that leave room for products of heads up to 256."""
+    width, size = max(problem.head_size, problem.value_size), 4 if problem.dtype == "float32" else 2
+    block = 64 if width * size <= 256 else 32
+    return Tiles(min(block, power_of_two(problem.queries)), min(block, power_of_two(problem.keys)))
+
+
+def forward(problem: Problem, tiles: Tiles, x: Operands):
+    """o [B, T, N, Hv] in the query's dtype, lse [B, N, T] in float32."""
+    p, t = problem, tiles
+    s = _by_tile(_scores_kernel, p, t, x, out=[jnp.float32], name="scores")[0]
+    prob, lse = _softmax(p, t, x, s)
+    return _sum_over_keys(p, t, x, prob, x.value, name="values"), lse
+
+
+def backward(problem: Problem, tiles: Tiles, x: Operands, o, lse, do, delta):
+    """dq, dk, dv in the operands' dtype and shape, and dbias in the bias's (None without one).
+
+    What frameworks kept from the forward, P, is computed again: between forward and backward there are only o and lse.
+    """
+    del o
+    p, t, dtype = problem, tiles, x.query.dtype
+    s = _by_tile(_scores_kernel, p, t, x, out=[jnp.float32], name="scores")[0]
+    dp = _by_tile(_dp_kernel, p, t, x, (do, "btnv"), out=[jnp.float32], name="dp")[0]
+    args = (s, "bnts"), (dp, "bnts"), (lse, "bnt"), (delta, "bnt")
+    prob, ds = _by_tile(_softmax_backward_kernel, p, t, x, *args, out=[dtype, dtype], name="softmax_backward")
+    dq = _sum_over_keys(p, t, x, ds, x.key, scale=p.scale, name="dq")
+    dk = _sum_over_queries(p, t, x, ds, x.query, x.key, scale=p.scale, name="dk")
+    dv = _sum_over_queries(p, t, x, prob, do, x.value, name="dv")
+    return dq, dk, dv, _dbias(p, x, ds)
+
+
+def why_not(problem: Problem) -> str | None:
+    """Why the kernels cannot run a problem that the portable ones can, or None."""
+    return None
+
+
+def _by_tile(kernel, p: Problem, tiles: Tiles, x: Operands, *arrays, out, name):
+    """[B, N, T, S] arrays of the dtypes `out` from a kernel that owns one tile of each; `arrays` come with their letters."""
+    index = lambda j, i, n, b: dict(b=b, B=b, n=n, k=n // p.group, t=i, s=j)
+    at = tile.layout(p, tiles, index, t=tiles.block_q, s=tiles.block_k)
+    count = schedule.ceil_div
+    return tile.launch(
+        functools.partial(kernel, problem=p, tiles=tiles),
+        (x, *(array for array, _ in arrays)),
+        grid=(count(p.keys, tiles.block_k), count(p.queries, tiles.block_q), p.heads, p.batch),
+        in_specs=[at.operands(x), *(at.spec(letters) for _, letters in arrays)],
+        out_specs=[at.spec("bnts") for _ in out],
+        out_shape=[jax.ShapeDtypeStruct((p.batch, p.heads, p.queries, p.keys), dtype) for dtype in out],
+        tiles=tiles,
+        name=f"standard_attention_{name}",
+    )
+
+
+def _own_tile(p: Problem, tiles: Tiles):
+    """The rows and keys that a program of `_by_tile` owns."""
+    row = tile.span(pl.program_id(1), tiles.block_q, p.queries)
+    return row, tile.span(pl.program_id(0), tiles.block_k, p.keys)
+
+
+def _scores_kernel(x: Operands, s_ref, *, problem: Problem, tiles: Tiles):
+    p = problem
+    row, key = _own_tile(p, tiles)
+    view = tile.view(x.visibility, row, p.queries)
+    q = tile.load(x.query, row.inside, tile.head(x.query, p.head_size))  # [bq, H]
+    k = tile.load(x.key, key.inside, tile.head(x.key, p.head_size))  # [bk, H]
+    s = tile.scores(p, q, k, tile.dense(x.bias, (), row, key))  # [bq, bk]
+    s = jnp.where(view.sees(key, tile.dense(x.mask, (), row, key), True), s, -jnp.inf)
+    tile.store(s_ref, s, row.inside, key.inside)
+
+
+def _softmax(p: Problem, tiles: Tiles, x: Operands, s):
+    """P [B, N, T, S] in the query's dtype, lse [B, N, T]."""
+    at = tile.layout(p, tiles, lambda i, n, b: dict(b=b, B=b, n=n, k=n // p.group, t=i), t=tiles.block_q)
+    return tile.launch(
+        functools.partial(_softmax_kernel, problem=p, tiles=tiles),
+        (x, s),
+        grid=(schedule.ceil_div(p.queries, tiles.block_q), p.heads, p.batch),
+        in_specs=[at.operands(x), at.spec("bnts")],
+        out_specs=[at.spec("bnts"), at.spec("bnt")],
+        out_shape=[jax.ShapeDtypeStruct(s.shape, x.query.dtype), jax.ShapeDtypeStruct(s.shape[:3], jnp.float32)],
+        tiles=tiles,
+        name="standard_attention_softmax",
+    )
+
+
+def _softmax_kernel(x: Operands, s_ref, p_ref, lse_ref, *, problem: Problem, tiles: Tiles):
+    row = tile.span(pl.program_id(0), tiles.block_q, problem.queries)
+
+    def over_keys(step, carry):
+        def load_and_step(j, carry):
+            key = tile.span(j, tiles.block_k, problem.keys)
+            return step(key, tile.load(s_ref.at[:, key.slice], row.inside, key.inside, other=-jnp.inf), carry)
+
+        return schedule.loop(0, schedule.ceil_div(problem.keys, tiles.block_k), load_and_step, carry)
+
+    m, l = (_online if tiles.online else _safe)(over_keys, tiles.block_q)
+
+    def write(key, s, lse):
+        prob, lse = online_softmax.finish(jnp.exp2(s - m[:, None]), m, l)
+        tile.store(p_ref.at[:, key.slice], prob, row.inside, key.inside)
+        return lse
+
+    tile.store(lse_ref, over_keys(write, jnp.zeros(tiles.block_q, jnp.float32)), row.inside)
+
+
+def _safe(over_keys, rows: int):
+    """The maximum m and the sum l of 2^(s - m) of each row, in a pass over the keys for each (algorithm 2)."""
+    zeros = jnp.zeros(rows, jnp.float32)
+    m = over_keys(lambda _, s, m: jnp.maximum(m, jnp.max(s, axis=1)), zeros + online_softmax.LOWEST)
+    return m, over_keys(lambda _, s, l: l + jnp.sum(jnp.exp2(s - m[:, None]), axis=1), zeros)
+
+
+def _online(over_keys, rows: int):
+    """The same in one pass (algorithm 3)."""
+    zeros = jnp.zeros(rows, jnp.float32)
+    return over_keys(lambda _, s, carry: online_softmax.step(s, *carry)[2:], (zeros + online_softmax.LOWEST, zeros))
+
+
+def _dp_kernel(x: Operands, do_ref, dp_ref, *, problem: Problem, tiles: Tiles):
+    p = problem
+    row, key = _own_tile(p, tiles)
+    view = tile.view(x.visibility, row, p.queries)
+    do = _kept(tile.load(do_ref, row.inside, tile.head(do_ref, p.value_size)), view.live(row, True))
+    v = _kept(tile.load(x.value, key.inside, tile.head(x.value, p.value_size)), view.reach(key, True))
+    tile.store(dp_ref, tile.dot_t(do, v), row.inside, key.inside)
+
+
+def _softmax_backward_kernel(x: Operands, s_ref, dp_ref, lse_ref, delta_ref, p_ref, ds_ref, *, problem: Problem, tiles: Tiles):
+    row, key = _own_tile(problem, tiles)
+    s = tile.load(s_ref, row.inside, key.inside, other=-jnp.inf)
+    dp = tile.load(dp_ref, row.inside, key.inside)
+    lse, delta = tile.load(lse_ref, row.inside, other=jnp.inf), tile.load(delta_ref, row.inside)
+    prob, ds = online_softmax.gradients(s, s > -jnp.inf, lse, dp, delta, problem.soft_cap)
+    tile.store(p_ref, prob, row.inside, key.inside)
+    tile.store(ds_ref, ds, row.inside, key.inside)
+
+
+def _sum_over_keys(p: Problem, tiles: Tiles, x: Operands, a, b, scale: float = 1.0, *, name: str):
+    """scale a b for a [B, N, T, S] and b = x.value or x.key: o from P, dq from dS."""
+    letters = "bskv" if b is x.value else "bskh"
+    at = tile.layout(p, tiles, lambda i, n, b: dict(b=b, B=b, n=n, k=n // p.group, t=i), t=tiles.block_q)
+    (out,) = tile.launch(
+        functools.partial(_sum_over_keys_kernel, problem=p, tiles=tiles, width=b.shape[3], scale=scale),
+        (x, a, b),
+        grid=(schedule.ceil_div(p.queries, tiles.block_q), p.heads, p.batch),
+        in_specs=[at.operands(x), at.spec("bnts"), at.spec(letters)],
+        out_specs=[at.spec("btnv" if b is x.value else "btnh")],
+        out_shape=[jax.ShapeDtypeStruct((p.batch, p.queries, p.heads, b.shape[3]), b.dtype)],
+        tiles=tiles,
+        name=f"standard_attention_{name}",
+    )
+    return out
+
+
+def _sum_over_keys_kernel(x: Operands, a_ref, b_ref, out_ref, *, problem: Problem, tiles: Tiles, width: int, scale: float):
+    p = problem
+    row = tile.span(pl.program_id(0), tiles.block_q, p.queries)
+    view, columns = tile.view(x.visibility, row, p.queries), tile.head(b_ref, width)
+
+    def step(j, out):
+        key = tile.span(j, tiles.block_k, p.keys)
+        a = tile.load(a_ref.at[:, key.slice], row.inside, key.inside)  # [bq, bk]
+        b = _kept(tile.load(b_ref.at[key.slice], key.inside, columns), view.reach(key, True))
+        return out + tile.dot(a, b)
+
+    out = schedule.loop(0, schedule.ceil_div(p.keys, tiles.block_k), step, jnp.zeros(out_ref.shape, jnp.float32))
+    tile.store(out_ref, out * scale, row.inside, columns)
+
+
+def _sum_over_queries(p: Problem, tiles: Tiles, x: Operands, a, b, like, scale: float = 1.0, *, name: str):
+    """scale a^T b for a [B, N, T, S] and b = do or x.query, over the queries and the heads of a group: dv from P, dk from dS."""
+    v = "v" if like is x.value else "h"
+    at = tile.layout(p, tiles, lambda j, k, b: dict(b=b, B=b, n=k, k=k, s=j), s=tiles.block_k, n=p.group)
+    (out,) = tile.launch(
+        functools.partial(_sum_over_queries_kernel, problem=p, tiles=tiles, width=b.shape[3], scale=scale),
+        (x, a, b),
+        grid=(schedule.ceil_div(p.keys, tiles.block_k), p.kv_heads, p.batch),
+        in_specs=[at.operands(x), at.spec("bnts"), at.spec(f"btn{v}")],
+        out_specs=[at.spec(f"bsk{v}")],
+        out_shape=[jax.ShapeDtypeStruct(like.shape, like.dtype)],
+        tiles=tiles,
+        name=f"standard_attention_{name}",
+    )
+    return out
+
+
+def _sum_over_queries_kernel(x: Operands, a_ref, b_ref, out_ref, *, problem: Problem, tiles: Tiles, width: int, scale: float):
+    p = problem
+    key = tile.span(pl.program_id(0), tiles.block_k, p.keys)
+    columns = tile.head(b_ref, width)
+
+    def query_head(g, out):
+        def step(i, out):
+            row = tile.span(i, tiles.block_q, p.queries)
+            view = tile.view(x.visibility, row, p.queries)
+            a = tile.load(a_ref.at[g, row.slice], row.inside, key.inside)  # [bq, bk]
+            b = _kept(tile.load(b_ref.at[row.slice, g], row.inside, columns), view.live(row, True))
+            return out + tile.t_dot(a, b)
+
+        return schedule.loop(0, schedule.ceil_div(p.queries, tiles.block_q), step, out)
+
+    out = schedule.loop(0, p.group, query_head, jnp.zeros(out_ref.shape, jnp.float32))
+    tile.store(out_ref, out * scale, key.inside, columns)
+
+
+def _dbias(p: Problem, x: Operands, ds):
+    if x.bias is None:
+        return None
+    broadcast = [axis for axis, (n, whole) in enumerate(zip(p.bias, ds.shape, strict=True)) if n < whole]
+    return jnp.sum(ds.astype(jnp.float32), broadcast, keepdims=True).astype(x.bias.dtype)
+
+
+def _kept(x, rows):
+    """x with 0 in the other rows: what nobody sees may be NaN, and 0 * NaN is NaN."""
+    return jnp.where(rows[:, None], x, 0)
