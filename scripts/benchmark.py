@@ -10,6 +10,7 @@ that is installed. Prints tables; writes benchmark.json, with every single time,
 import argparse
 import datetime
 import faulthandler
+import itertools
 import os
 import pathlib
 import platform
@@ -26,7 +27,7 @@ from scripts.bench import clock, machine, plots, report
 from scripts.bench.cases import PASSES, Case, suite
 from scripts.bench.measure import Row, measure, memory
 from scripts.bench.peers import PEERS, Contender, contender
-from scripts.bench.programs import CHECK_BLOCK, TOLERANCE, check_length, on_gpu
+from scripts.bench.programs import CHECK_BLOCK, TOLERANCE, check_length
 
 DEFAULTS = dict(
     cpu=dict(
@@ -54,10 +55,15 @@ DEFAULTS = dict(
 )
 QUICK = dict(
     cpu=dict(lengths=[256, 1024], memory_lengths=[4096, 8192, 65536], repeats=3),
-    gpu=dict(lengths=[1024, 4096, 16384], repeats=5, budget=400),
+    gpu=dict(
+        implementations=[name for name in DEFAULTS["gpu"]["implementations"] if name != "blockwise"],
+        lengths=[1024, 4096, 16384],
+        repeats=5,
+        budget=390,
+    ),
 )
 SHAPE = ("lengths", "batch", "heads", "kv_heads", "head_size", "causal")  # of the cases that are not the suite's
-COMPILE, LOWER, TIME = 6.0, 0.7, 0.25  # seconds that a program is taken to need: on one thread, of all threads, to be timed
+COMPILE, LOWER, TIME = 4.0, 0.5, 0.25  # seconds that the plan takes a program to be compiled and traced, and a row to be checked
 GRACE = 120  # seconds after the budget in which the last case must end; then it hangs
 
 
@@ -70,7 +76,7 @@ def main(argv=None) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     run = Run(args, facts, contenders)
     if args.budget:
-        faulthandler.dump_traceback_later(args.budget + GRACE, exit=True)
+        faulthandler.dump_traceback_later(args.budget + GRACE, exit=True, file=sys.__stderr__)
     try:
         for case in cases:
             run.measure(case)
@@ -109,22 +115,23 @@ class Run:
         self.write()
 
     def finish(self) -> int:
-        args = self.args
+        args, names = self.args, [one.name for one in self.contenders]
         if args.cases == "suite":
             report.print_times(self.timed, report.label, "case")
-            report.print_ratios(self.timed, [name for name in args.implementations if name not in {peer.name for peer in PEERS}])
+            ours = [name for name in names if all(name != peer.name for peer in PEERS)]
+            report.print_ratios(self.timed, ours, [name for name in names if name not in ours])
         else:
             report.print_times(self.timed)
         report.print_sensors(self.timed)
         for T in args.memory_lengths:
             case = Case(B=1, T=T, S=T, N=1, K=1, H=args.head_size, dtype=args.dtype, causal=args.causal)
             self.compiled_only += [memory(contender, case) for contender in self.contenders]
-        report.print_memory(self.compiled_only, [one.name for one in self.contenders])
+        report.print_memory(self.compiled_only, names)
         rows = self.timed + self.compiled_only
         report.print_reasons(rows)
         self.write()
         if args.cases == "suite":
-            pictures = plots.write_suite(args.out, self.facts, self.timed)
+            pictures = plots.write_suite(args.out, self.facts, self.timed, names)
         else:
             pictures = ["benchmark.png"]
             plots.write_lengths(args.out / pictures[0], self.facts, self.timed, self.compiled_only, args)
@@ -148,18 +155,19 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
 
 
 def parse(argv) -> argparse.Namespace:
-    kind = "gpu" if on_gpu() else "cpu"
+    kind = "gpu" if machine.on_gpu() else "cpu"
     default, quick = DEFAULTS[kind], QUICK[kind]
     parser = make_parser(default, quick)
     parser.set_defaults(**default)
     if parser.parse_known_args(argv)[0].quick:
         parser.set_defaults(**quick)
     given, _ = parser.parse_known_args(argv, argparse.Namespace(**dict.fromkeys(SHAPE)))
-    given = [f"--{name.replace('_', '-')}" for name in SHAPE if getattr(given, name) is not None]
+    given = ["--" + name.replace("_", "-") for name in SHAPE if getattr(given, name) is not None]
     args = parser.parse_args(argv)
-    args.cases = args.cases or ("suite" if on_gpu() and not given else "lengths")
+    args.cases = args.cases or ("suite" if machine.on_gpu() and not given else "lengths")
     if args.cases == "suite" and given:
-        parser.error(f"the suite has its own shapes; leave out {', '.join(given)}, or choose --cases lengths.")
+        given = ", ".join(given).replace("--causal", "--causal or --full")
+        parser.error(f"the suite has its own shapes; leave out {given}, or choose --cases lengths.")
     args.kv_heads = args.kv_heads or args.heads
     if args.heads % args.kv_heads:
         parser.error(f"--heads must be a multiple of --kv-heads; got {args.heads} and {args.kv_heads}.")
@@ -200,8 +208,10 @@ def make_parser(default: dict, quick: dict) -> argparse.ArgumentParser:
     add("--jobs", type=positive, metavar="J", help="programs that are compiled at a time")
     add("--budget", type=positive, metavar="S", help="seconds after which no further case is begun (default: no end)")
     add("--out", type=pathlib.Path, metavar="DIR", default=pathlib.Path("runs/benchmark"), help="folder of the results")
-    words = ", ".join(f"--{name.replace('_', '-')} {' '.join(map(str, np.atleast_1d(value)))}" for name, value in quick.items())
-    add("--quick", action="store_true", help=f"the first cases of the suite alone, and changes defaults: {words}")
+    shown = {name: value for name, value in quick.items() if name != "implementations"}
+    words = ", ".join(f"--{name.replace('_', '-')} {' '.join(map(str, np.atleast_1d(value)))}" for name, value in shown.items())
+    words += ", and no blockwise" if "implementations" in quick else ""
+    add("--quick", action="store_true", help=f"changes defaults: {words}; of the suite only the first cases")
     return parser
 
 
@@ -236,7 +246,7 @@ def print_header(args, everyone: list[Contender], cases: list[Case]) -> dict[str
         error=f"of output and gradients against dense float32, relative, the worst {CHECK_BLOCK} rows of the first"
         f" {check_length()}; up to {TOLERANCE[args.dtype]:g} is right",
     )
-    if on_gpu():
+    if machine.on_gpu():
         facts |= dict(gpu=machine.limits(), plan=plan(args, contenders, cases))
     for name, text in facts.items():
         print(f"{name:<11}{text}", flush=True)
@@ -252,15 +262,15 @@ def _shapes(args) -> str:
 
 def plan(args, contenders: list[Contender], cases: list[Case]) -> str:
     """How long it should take: by programs to compile, the backward alone counting two, and one dense program a case."""
-    compiled = [1 + (name == "backward") for one in contenders if not one.is_torch for name in args.passes if name in one.passes]
-    timed = sum(name in one.passes for one in contenders for name in args.passes)
-    programs = len(cases) * (sum(compiled) + 1)
-    seconds = programs * (LOWER + COMPILE / args.jobs) + len(cases) * timed * (TIME + clock.SAMPLE * args.repeats)
+    programs, timed = len(cases), 0
+    for case, one, name in itertools.product(cases, contenders, args.passes):
+        if name in one.passes and not one.why_not(one.takes(case)):
+            programs += 0 if one.is_torch else 1 + (name == "backward")
+            timed += 1
+    seconds = programs * (LOWER + COMPILE / args.jobs) + timed * (TIME + clock.SAMPLE * args.repeats)
     until = f"; no case begins after {args.budget} s" if args.budget else ""
-    return (
-        f"{len(cases)} cases, {programs} programs, if each takes {COMPILE:g} s to compile ({args.jobs} at a time) and"
-        f" {LOWER:g} s to trace: about {seconds:.0f} s{until}"
-    )
+    each = f"{COMPILE:g} s to compile a program ({args.jobs} at a time), {LOWER:g} s to trace it, {TIME:g} s to check a row"
+    return f"{len(cases)} cases, {programs} programs, {timed} rows: at {each}, about {seconds:.0f} s{until}"
 
 
 if __name__ == "__main__":

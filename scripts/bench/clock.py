@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from scripts.bench import machine
-from scripts.bench.programs import Program, on_gpu
+from scripts.bench.programs import Program
 
 SAMPLE = 0.03  # seconds of calls behind each other that make one turn on a GPU, or dispatch is what is timed
 DEVICE, WALL = "device", "wall"
@@ -38,7 +38,7 @@ def interleave(programs: dict[str, Program], rounds: int) -> list[Turn]:
     """A round has a turn of each, in an order that rotates, so that a slow minute slows all alike."""
     names = list(programs)
     calls = dict.fromkeys(names, 1)
-    if on_gpu():
+    if machine.on_gpu():
         once = {name: max(1e-6, _turn(program, "a trial", 1)) for name, program in programs.items()}
         calls = {name: min(100, math.ceil(SAMPLE / seconds)) for name, seconds in once.items()}
     turns = []
@@ -150,7 +150,7 @@ def _union(spans: list[Span]) -> float:
 
 def which() -> str:
     """The clock that this machine offers, tried out."""
-    if not on_gpu():
+    if not machine.on_gpu():
         return WALL
     x = jnp.ones(1024)
     double = jax.jit(lambda: x * 2)

@@ -14,6 +14,10 @@ _SAMPLED = ("clocks.sm", "power.draw", "temperature.gpu")  # MHz, W, degrees C
 _EVERY_MS = 50
 
 
+def on_gpu() -> bool:
+    return jax.default_backend() == "gpu"
+
+
 def device() -> str:
     if jax.default_backend() != "cpu":
         return jax.devices()[0].device_kind
@@ -63,7 +67,7 @@ def sensors():
 
 
 def _start_sampling(file) -> subprocess.Popen | None:
-    if jax.default_backend() != "gpu":
+    if not on_gpu():
         return None
     with contextlib.suppress(OSError):
         return subprocess.Popen([*_query(_SAMPLED), f"--loop-ms={_EVERY_MS}"], stdout=file, stderr=subprocess.DEVNULL)

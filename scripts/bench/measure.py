@@ -68,17 +68,19 @@ def _verdict(row: Row):
 
 def _compile(row: Row, contender: Contender):
     with _verdict(row):
-        if reason := contender.why_not(row.case):
+        case = contender.takes(row.case)
+        if reason := contender.why_not(case):
             row.status, row.reason = "not run", reason
         elif not contender.is_torch:
-            program = programs.compiled(contender, row.case, row.passes)
+            program = programs.compiled(contender, case, row.passes)
             row.temporary_bytes = program.memory_analysis().temp_size_in_bytes
 
 
 def _check(row: Row, contender: Contender) -> programs.Program | None:
     """The program to time, or None where its results are wrong."""
-    program = programs.program(contender, row.case, row.passes)
-    row.error, row.reason = programs.check(contender, row.case, row.passes)
+    case = contender.takes(row.case)
+    program = programs.program(contender, case, row.passes)
+    row.error, row.reason = programs.check(contender, case, row.passes)
     if row.reason:
         row.status = "wrong"
         return None

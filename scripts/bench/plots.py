@@ -8,7 +8,8 @@ from scripts.bench.cases import PASSES, Case
 from scripts.bench.measure import Row
 from scripts.bench.report import label
 
-MARKERS = "osD^vP*X<>"
+COLORS = ("black", *(f"C{number}" for number in range(10)))
+MARKERS = "osD^vP*X<>h"
 
 
 def _subtitle(facts) -> str:
@@ -16,8 +17,11 @@ def _subtitle(facts) -> str:
 
 
 def _look(names: list[str], name: str) -> dict:
-    at = names.index(name)
-    return dict(color=f"C{at % 10}", marker=MARKERS[at % len(MARKERS)], markersize=4)
+    """The color and marker of its family: what differs in its backward alone is dashed."""
+    families = list(dict.fromkeys(other.removesuffix(" fused") for other in names))
+    at = families.index(name.removesuffix(" fused"))
+    line = "--" if name.endswith(" fused") else "-"
+    return dict(color=COLORS[at % len(COLORS)], marker=MARKERS[at % len(MARKERS)], markersize=4, linestyle=line)
 
 
 def _lengths_axis(axes, lengths: list[int], label_every: bool = True):
@@ -65,10 +69,10 @@ def write_lengths(path: pathlib.Path, facts, timed: list[Row], compiled_only: li
 # ---- the suite: TFLOP/s by length for each head size, and of the masks ----
 
 
-def write_suite(folder: pathlib.Path, facts, rows: list[Row]) -> list[str]:
+def write_suite(folder: pathlib.Path, facts, rows: list[Row], names: list[str]) -> list[str]:
     """The names of the files."""
     timed = [row for row in rows if row.median]
-    names = list(dict.fromkeys(row.name for row in rows))
+    names = [name for name in names if any(row.name == name for row in timed)]
     plain = [row for row in timed if _is_plain(row.case)]
     files = []
     for mask in ("causal", "full"):
@@ -114,7 +118,10 @@ def _bars(path: pathlib.Path, title: str, rows: list[Row], names: list[str]):
         for at, name in enumerate(names):
             mine = {row.case: row.tflops for row in rows if (row.name, row.passes) == (name, line)}
             middle = [i + (at - (len(names) - 1) / 2) * width for i in range(len(cases))]
-            axes.bar(middle, [mine.get(case, 0) for case in cases], width, label=name, color=f"C{at % 10}")
+            hatch = "///" if name.endswith(" fused") else None
+            color = _look(names, name)["color"]
+            heights = [mine.get(case, 0) for case in cases]
+            axes.bar(middle, heights, width, label=name, color=color, hatch=hatch, edgecolor="white", linewidth=0)
         axes.set_title(line, fontsize=10)
         axes.set(ylabel="TFLOP/s")
         axes.grid(alpha=0.3, axis="y")

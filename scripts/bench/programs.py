@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from scripts.bench import machine
 from scripts.bench.cases import PASSES, RESULTS, Case
 from scripts.bench.peers import Contender
 
@@ -25,10 +26,6 @@ class Program(NamedTuple):
 
 class TooLarge(Exception):
     """The program would not fit into the memory."""
-
-
-def on_gpu() -> bool:
-    return jax.default_backend() == "gpu"
 
 
 def compiled(contender: Contender, case: Case, passes: str):
@@ -54,11 +51,11 @@ def _compiled(contender: Contender, case: Case, passes: str) -> list:
         return jax.vjp(attend(operands), q, k, v)[1]
 
     shapes = *case.shapes(), jax.eval_shape(lambda: contender.operands(case))
-    first = {"forward": forward, "backward": residuals, "forward+backward": both}[passes]
-    programs = [jax.jit(first).lower(*shapes).compile()]
+    first = jax.jit({"forward": forward, "backward": residuals, "forward+backward": both}[passes]).trace(*shapes)
+    programs = [first.lower().compile()]
     if passes == "backward":
-        backward = jax.jit(lambda vjp, do: vjp(do))
-        programs.append(backward.lower(jax.eval_shape(first, *shapes), shapes[3]).compile())
+        backward = jax.jit(lambda vjp, do: vjp(do)).trace(first.out_info, shapes[3])
+        programs.append(backward.lower().compile())
     return programs
 
 
@@ -113,7 +110,7 @@ def _torch_program(contender: Contender, case: Case, passes: str) -> Program:
     return Program(call, wait, lambda results: [jnp.from_dlpack(x.detach().contiguous()) for x in results])
 
 
-@functools.lru_cache(maxsize=2)  # a case, and its first tokens
+@functools.lru_cache(maxsize=3)  # a case, its first tokens, and in another dtype
 def inputs(case: Case) -> list[jax.Array]:
     return case.inputs()
 
@@ -137,10 +134,10 @@ def check(contender: Contender, case: Case, passes: str) -> tuple[float, str]:
 
 def check_length() -> int:
     """A longer case is checked on its first tokens: the dense scores of more fit into few machines."""
-    return 16384 if on_gpu() else 8192
+    return 16384 if machine.on_gpu() else 8192
 
 
-@functools.lru_cache(maxsize=1)
+@functools.lru_cache(maxsize=2)
 def expected(case: Case) -> list[jax.Array]:
     """o, dq, dk, dv."""
     with jax.default_matmul_precision("highest"):

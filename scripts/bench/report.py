@@ -53,10 +53,9 @@ def number(x: float | None, form: str) -> str:
     return "" if x is None else format(x, form)
 
 
-def print_ratios(rows: list[Row], ours: list[str]):
+def print_ratios(rows: list[Row], ours: list[str], peers: list[str]):
     """A peer's time over that of each of ours, side by side: above 1, ours is faster."""
     medians = {(row.case, row.passes, row.name): row.median for row in rows}
-    peers = list(dict.fromkeys(row.name for row in rows if row.name not in ours))
     table = []
     for case, passes in dict.fromkeys((row.case, row.passes) for row in rows):
         for name in ours:
