@@ -26,6 +26,7 @@ import pallas_flash
 from scripts.bench import clock, machine, plots, report
 from scripts.bench.cases import PASSES, Case, suite
 from scripts.bench.measure import Row, measure, memory
+from scripts.bench.options import Help, positive
 from scripts.bench.peers import PEERS, Contender, contender
 from scripts.bench.programs import CHECK_BLOCK, TOLERANCE, check_length
 
@@ -57,7 +58,7 @@ QUICK = dict(
     cpu=dict(lengths=[256, 1024], memory_lengths=[4096, 8192, 65536], repeats=3),
     gpu=dict(
         implementations=[name for name in DEFAULTS["gpu"]["implementations"] if name != "blockwise"],
-        lengths=[1024, 4096, 16384],
+        lengths=[4096, 16384],
         repeats=5,
         budget=390,
     ),
@@ -147,13 +148,6 @@ class Run:
 # ---- what is asked ----
 
 
-class _Help(argparse.ArgumentDefaultsHelpFormatter):
-    def _get_help_string(self, action):
-        if isinstance(action.default, list):
-            return f"{action.help} (default: {' '.join(map(str, action.default)) or 'none'})"
-        return action.help if action.default in (None, True, False) else super()._get_help_string(action)
-
-
 def parse(argv) -> argparse.Namespace:
     kind = "gpu" if machine.on_gpu() else "cpu"
     default, quick = DEFAULTS[kind], QUICK[kind]
@@ -184,7 +178,7 @@ def make_parser(default: dict, quick: dict) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n\n")[1],
         epilog="The defaults are for this machine; a GPU has larger ones. Exit status 1: something was wrong or failed.",
-        formatter_class=_Help,
+        formatter_class=Help,
     )
     add = parser.add_argument
     names = "implementations of flash_attention (with ' fused': its backward with deterministic=False), or "
@@ -213,13 +207,6 @@ def make_parser(default: dict, quick: dict) -> argparse.ArgumentParser:
     words += ", and no blockwise" if "implementations" in quick else ""
     add("--quick", action="store_true", help=f"changes defaults: {words}; of the suite only the first cases")
     return parser
-
-
-def positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1; got {number}")
-    return number
 
 
 # ---- what it says first ----

@@ -22,6 +22,7 @@ from pallas_flash import arguments, autodiff, backends, flash_attention  # tiles
 from scripts.bench import clock, machine, report
 from scripts.bench.cases import Case
 from scripts.bench.measure import Row, measure
+from scripts.bench.options import Help, positive
 from scripts.bench.peers import Contender
 from scripts.bench.programs import TOLERANCE
 
@@ -137,30 +138,30 @@ def parse(argv) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n\n")[1],
         epilog="Exit status 1: a kernel has no candidate that is right.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=Help,
     )
     add = parser.add_argument
     add("--implementation", choices=tuned, default="hopper" if machine.on_gpu() else "portable", help="whose kernels")
-    add("--batch", type=int, default=4, metavar="B", help="sequences")
-    add("--length", type=int, default=4096, metavar="T", help="queries and keys")
-    add("--heads", type=int, default=16, metavar="N", help="query heads")
-    add("--kv-heads", type=int, metavar="K", help="key/value heads; as many as query heads if left out")
-    add("--head-size", type=int, default=128, metavar="H", help="of queries and keys")
-    add("--value-size", type=int, metavar="Hv", help="of values; the head size if left out")
+    add("--batch", type=positive, default=4, metavar="B", help="sequences")
+    add("--length", type=positive, default=4096, metavar="T", help="queries and keys")
+    add("--heads", type=positive, default=16, metavar="N", help="query heads")
+    add("--kv-heads", type=positive, metavar="K", help="key/value heads; as many as query heads if left out")
+    add("--head-size", type=positive, default=128, metavar="H", help="of queries and keys")
+    add("--value-size", type=positive, metavar="Hv", help="of values; the head size if left out")
     add("--dtype", choices=list(TOLERANCE), default="bfloat16", help="of the inputs")
     add("--full", action="store_true", help="every query sees every key, rather than those up to its own")
-    add("--window", type=int, metavar="W", help="a query sees that many keys, its own the last")
-    add("--documents", type=int, metavar="D", help="packed into each sequence")
+    add("--window", type=positive, metavar="W", help="a query sees that many keys, its own the last")
+    add("--documents", type=positive, metavar="D", help="packed into each sequence")
     add("--fused", action="store_true", help="with deterministic=False")
     add("--kernels", nargs="+", metavar="PART", help="of the tiles; all if left out")
     known = " ".join(f"{name}={','.join(map(str, values))}" for name, values in VALUES.items())
-    add("--sweep", nargs="+", type=_values, metavar="FIELD=VALUE,...", default=[], help=f"in place of {known}")
-    add("--repeats", type=int, default=5, metavar="R", help="rounds, each of which times each candidate once")
-    add("--jobs", type=int, default=min(8, os.cpu_count() or 1), metavar="J", help="programs that are compiled at a time")
+    add("--sweep", nargs="+", type=_values, metavar="FIELD=VALUE,...", help=f"in place of {known}")
+    add("--repeats", type=positive, default=5, metavar="R", help="rounds, each of which times each candidate once")
+    add("--jobs", type=positive, default=min(8, os.cpu_count() or 1), metavar="J", help="programs that are compiled at a time")
     args = parser.parse_args(argv)
     if args.window and args.full:
         parser.error("--window is causal; leave out --full.")
-    args.sweep = dict(args.sweep) or VALUES
+    args.sweep = dict(args.sweep or VALUES)
     return args
 
 

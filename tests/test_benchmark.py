@@ -107,16 +107,16 @@ def test_a_suite_prints_ratios_and_draws_lengths_and_masks(tmp_path, capsys, mon
 def test_on_a_gpu_it_says_its_plan_and_falls_back_to_the_wall_clock_out_loud(tmp_path, capsys, monkeypatch, as_on_a_gpu):
     monkeypatch.setattr(benchmark, "suite", lambda dtype, quick: [SMALL._replace(dtype=dtype)])
     monkeypatch.setattr(machine, "_query", lambda names: ["no-such-program"])
-    names = ["--implementations", "hopper", "hopper fused", "blockwise", "jax.nn/xla"]
+    names = ["--implementations", "hopper", "hopper fused", "jax.nn/xla"]
     assert benchmark.main([*names, "--quick", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert re.search(
-        r"^plan +1 cases, 9 programs, 6 rows: at .*, about \d+ s; no case begins after 390 s$", printed, re.MULTILINE
+        r"^plan +1 cases, 5 programs, 3 rows: at .*, about \d+ s; no case begins after 390 s$", printed, re.MULTILINE
     )
     assert re.search(r"^clock +wall: the profiler saw nothing run on a GPU", printed, re.MULTILINE)
     assert re.search(r"^gpu +unknown: nvidia-smi gave no answer", printed, re.MULTILINE)
     rows = rows_of(tmp_path)
-    assert len(rows) == 3 + 2 + 3 + 3  # the forward of "hopper fused" is that of hopper
+    assert len(rows) == 3 + 2 + 3  # the forward of "hopper fused" is that of hopper
     for (_, _, name), row in rows.items():
         assert row["status"] == ("not run" if name.startswith("hopper") else "ok"), row["reason"]
         assert row["clock"].startswith("wall: ") == (row["status"] == "ok")
@@ -248,20 +248,28 @@ def test_a_gpu_gets_the_suite_unless_a_shape_is_given(as_on_a_gpu):
 
 
 @pytest.mark.parametrize(
-    "more", [dict(), dict(window=1), dict(window=7), dict(window=99), dict(documents=5), dict(documents=5, window=7)], ids=str
+    "more",
+    [
+        dict(),
+        dict(causal=False),
+        dict(window=1),
+        dict(window=7),
+        dict(window=99),
+        dict(documents=5),
+        dict(documents=5, causal=False),
+        dict(documents=5, window=7),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("causal", [True, False])
-def test_flops_count_each_visible_pair(more, causal):
-    if "window" in more and not causal:
-        pytest.skip("windows are causal")
-    case = SMALL._replace(causal=causal, Hv=8, **more)
+def test_flops_count_each_visible_pair(more):
+    case = SMALL._replace(Hv=8, **more)
     i, j = np.mgrid[: case.T, : case.S]
     ids = case.segment_ids()[0]
-    seen = (i >= j if causal else np.full(i.shape, True)) & (ids[:, None] == ids)
+    seen = (i >= j if case.causal else np.full(i.shape, True)) & (ids[:, None] == ids)
     if case.window:
         seen &= i - j < case.window
     assert np.array_equal(case.visible()[0, 0], seen)
-    pairs = seen.sum() if more or not causal else case.T**2 / 2  # causal alone is half of all by convention
+    pairs = seen.sum() if more else case.T**2 / 2  # causal alone is half of all by convention
     products = dict(forward=16 + 8, backward=16 + 16 + 16 + 8 + 8)  # s and o; s, dq, dk, dp, dv
     for name, width in products.items():
         assert case.flops(name) == 2 * width * pairs * case.B * case.N
@@ -290,7 +298,7 @@ def test_the_suite_has_every_shape_that_is_promised():
         (16, 16, 192, 128, None, None),
         (16, 16, 128, None, 1024, None),
     ]
-    assert suite("bfloat16", quick=True) == cases[:10]
+    assert suite("bfloat16", quick=True) == cases[:9]
 
 
 # ---- clocks ----
@@ -320,26 +328,27 @@ def test_the_trace_finds_each_turn_between_its_own_start_and_stop():
 
 def test_device_time_is_what_kernels_cover_within_a_turn():
     turns = [clock.Turn("a", 2, 1.0), clock.Turn("b", 1, 1.0), clock.Turn("a", 2, 1.0)]
-    spans = {0: clock.Span(0, 1000), 1: clock.Span(1000, 2000), 2: clock.Span(2000, 3000)}
-    kernels = [(10, 110), (50, 210), (1500, 1501), (2100, 2400), (2500, 2600)]  # two of the first turn overlap
-    busy = [clock.Span(*kernel) for kernel in kernels]
-    assert clock.device_seconds(turns, spans, busy) == pytest.approx([200e-9, 1e-9, 400e-9])
+    ms = lambda start, stop: clock.Span(start * 1e6, stop * 1e6)
+    spans = {n: ms(20 * n + 2, 20 * n + 20) for n in range(3)}
+    # two of the first turn overlap; the second's seems to begin just before its turn, as the two clocks differ a little
+    busy = [ms(3, 6), (ms(5, 8)), ms(21.99, 25), ms(43, 46), ms(50, 51)]
+    assert clock.device_seconds(turns, spans, busy) == pytest.approx([5e-3, 3.01e-3, 4e-3])
 
 
 @pytest.mark.parametrize(
     "kernels, spans, message",
     [
         ([], 2, "saw nothing run on a GPU"),
-        ([(10, 20), (30, 40), (1010, 1020)], 2, "the trace lost kernels of a: 1 in a turn of 2 calls"),
-        ([(10, 20), (30, 40), (50, 60), (1010, 1020), (1030, 1040)], 2, "the trace lost kernels of a: 2 in a turn"),
-        ([(10, 20), (30, 40)], 1, "the trace lacks a turn of a"),
+        ([1, 3, 101], 2, "the trace lost kernels of a: 1 in a turn of 2 calls"),
+        ([1, 3, 5, 101, 103], 2, "the trace lost kernels of a: 2 in a turn"),
+        ([1, 3], 1, "the trace lacks a turn of a"),
     ],
 )
 def test_a_trace_that_is_not_whole_gives_no_device_time(kernels, spans, message):
     turns = [clock.Turn("a", 2, 1.0)] * 2
-    spans = {n: clock.Span(1000 * n, 1000 * n + 1000) for n in range(spans)}
+    spans = {n: clock.Span(100e6 * n, 100e6 * n + 90e6) for n in range(spans)}
     with pytest.raises(clock.NoDeviceTime, match=message):
-        clock.device_seconds(turns, spans, [clock.Span(*kernel) for kernel in kernels])
+        clock.device_seconds(turns, spans, [clock.Span(at * 1e6, (at + 1) * 1e6) for at in kernels])
 
 
 def test_the_gpus_clock_and_power_are_medians_of_what_nvidia_smi_says(tmp_path, monkeypatch, as_on_a_gpu):

@@ -20,6 +20,7 @@ from scripts.bench import machine
 from scripts.bench.programs import Program
 
 SAMPLE = 0.03  # seconds of calls behind each other that make one turn on a GPU, or dispatch is what is timed
+PAUSE = 0.002  # seconds between turns on a GPU; the trace's clocks of host and GPU differ by microseconds
 DEVICE, WALL = "device", "wall"
 _MARK = "turn "  # and its number: a span of the trace
 
@@ -45,6 +46,7 @@ def interleave(programs: dict[str, Program], rounds: int) -> list[Turn]:
     for r in range(rounds):
         first = r % max(1, len(names))
         for name in names[first:] + names[:first]:
+            time.sleep(PAUSE if machine.on_gpu() else 0)
             seconds = _turn(programs[name], f"{_MARK}{len(turns)}", calls[name])
             turns.append(Turn(name, calls[name], seconds))
     return turns
@@ -118,7 +120,7 @@ def _read(folder: pathlib.Path) -> tuple[dict[int, Span], list[Span]]:
                     span = Span(event.start_ns, event.start_ns + event.duration_ns)
                     if of_gpu:
                         busy.append(span)
-                    elif event.name.startswith(_MARK):
+                    elif plane.name.startswith("/host:CPU") and event.name.startswith(_MARK):
                         turns[int(event.name.removeprefix(_MARK))] = span
     return turns, sorted(busy)
 
@@ -131,7 +133,9 @@ def device_seconds(turns: list[Turn], spans: dict[int, Span], busy: list[Span]) 
     for number, turn in enumerate(turns):
         if number not in spans:
             raise NoDeviceTime(f"the trace lacks a turn of {turn.name}")
-        first, last = (bisect.bisect_left(busy, (end,)) for end in spans[number])
+        margin = PAUSE / 4 * 1e9
+        first = bisect.bisect_left(busy, (spans[number].start - margin,))
+        last = bisect.bisect_left(busy, (spans[number].stop + margin,))
         count = last - first
         if kernels.setdefault(turn.name, count) != count or count < turn.calls:
             raise NoDeviceTime(f"the trace lost kernels of {turn.name}: {count} in a turn of {turn.calls} calls")
