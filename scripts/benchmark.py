@@ -118,11 +118,12 @@ class Run:
     def finish(self) -> int:
         args, names = self.args, [one.name for one in self.contenders]
         if args.cases == "suite":
-            report.print_times(self.timed, report.label, "case")
+            ran = [row for row in self.timed if row.status != "not run"]
+            report.print_times(ran, args.implementations[0], report.label, "case")
             ours = [name for name in names if all(name != peer.name for peer in PEERS)]
             report.print_ratios(self.timed, ours, [name for name in names if name not in ours])
         else:
-            report.print_times(self.timed)
+            report.print_times(self.timed, args.implementations[0])
         report.print_sensors(self.timed)
         for T in args.memory_lengths:
             case = Case(B=1, T=T, S=T, N=1, K=1, H=args.head_size, dtype=args.dtype, causal=args.causal)
@@ -142,7 +143,7 @@ class Run:
 
     def write(self):
         report.write_json(self.args.out / "benchmark.json", self.facts, self.timed, self.compiled_only)
-        report.write_csv(self.args.out / "benchmark.csv", self.timed)
+        report.write_csv(self.args.out / "benchmark.csv", self.timed, self.args.implementations[0])
 
 
 # ---- what is asked ----
@@ -167,7 +168,7 @@ def parse(argv) -> argparse.Namespace:
         parser.error(f"--heads must be a multiple of --kv-heads; got {args.heads} and {args.kv_heads}.")
     for name in args.implementations:
         try:
-            if not (one := contender(name)).missing():
+            if not (one := contender(name)).modules:
                 one.why_not(Case(1, 1, 1, 1, 1, 8, args.dtype, args.causal))
         except ValueError as error:  # no such name
             parser.error(f"{error} Or one of {', '.join(peer.name for peer in PEERS)}.")
@@ -247,11 +248,19 @@ def _shapes(args) -> str:
     return f"{'causal' if args.causal else 'full'}, {batch} N{args.heads} K{args.kv_heads} H{args.head_size}"
 
 
+def _why_not(one: Contender, case: Case) -> str | None:
+    try:
+        one.load()
+        return one.why_not(one.takes(case))
+    except Exception as error:  # it will be reported case by case
+        return str(error)
+
+
 def plan(args, contenders: list[Contender], cases: list[Case]) -> str:
     """How long it should take: by programs to compile, the backward alone counting two, and one dense program a case."""
     programs, timed = len(cases), 0
     for case, one, name in itertools.product(cases, contenders, args.passes):
-        if name in one.passes and not one.why_not(one.takes(case)):
+        if name in one.passes and not _why_not(one, case):
             programs += 0 if one.is_torch else 1 + (name == "backward")
             timed += 1
     seconds = programs * (LOWER + COMPILE / args.jobs) + timed * (TIME + clock.SAMPLE * args.repeats)

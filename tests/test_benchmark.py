@@ -16,7 +16,7 @@ from matplotlib import image
 
 from pallas_flash import flash_attention
 from scripts import benchmark
-from scripts.bench import clock, machine, measure, peers, programs
+from scripts.bench import clock, machine, measure, peers, programs, report
 from scripts.bench.cases import PASSES, Case, suite
 
 TINY = "--lengths 67 --heads 2 --kv-heads 1 --head-size 16 --batch 3 --dtype float32 --repeats 3 --memory-lengths".split()
@@ -129,13 +129,13 @@ def test_out_of_time_no_case_is_begun_and_the_report_says_so(tmp_path, capsys, m
     assert benchmark.main([*arguments.split(), "--budget", "60", "--out", str(tmp_path)]) == 0
     status = {T: row["status"] for (T, _, _), row in rows_of(tmp_path).items()}
     assert status[16] == "ok" and status[48] == "not run"
-    assert len(lines_of(capsys, "not run", "out of time: the budget is 60 s", "T48")) == 2
+    assert len(lines_of(capsys, "not run", "forward, forward+backward", "out of time: the budget is 60 s", "T48")) == 1
 
 
 def test_nothing_to_compile_or_time_is_no_obstacle(tmp_path, capsys):
     arguments = "--lengths 16 --implementations jax.nn/cudnn --dtype float32 --repeats 1 --memory-lengths --full --out"
     assert benchmark.main([*arguments.split(), str(tmp_path)]) == 0
-    assert len(lines_of(capsys, "not run", "jax.nn/cudnn", "full: it ")) == 2
+    assert len(lines_of(capsys, "not run", "jax.nn/cudnn, forward, forward+backward", "full: it ")) == 1
     assert (tmp_path / "benchmark.png").exists()
 
 
@@ -180,7 +180,7 @@ def test_what_raises_is_reported_with_its_error_and_the_others_are_timed(peer, t
     assert rows[67, "forward", "unfinished"]["reason"] == "no such mask yet"
     status = dict(blockwise="ok", broken="failed", unfinished="not run")
     assert all(row["status"] == status[name] for (*_, name), row in rows.items())
-    assert len(lines_of(capsys, "failed", "broken", "RuntimeError: no kernel for")) == 2 + 1  # and the compiled one
+    assert len(lines_of(capsys, "failed", "broken", "RuntimeError: no kernel for")) == 2  # timed and compiled ones
 
 
 def test_a_peer_that_is_not_installed_is_named_and_left_out(peer, tmp_path, capsys):
@@ -194,7 +194,7 @@ def test_what_would_not_fit_into_memory_is_not_run(monkeypatch, tmp_path, capsys
     monkeypatch.setattr(programs, "memory_limit", lambda: 10**6)
     arguments = "--lengths 1024 --heads 1 --dtype float32 --implementations jax.nn/xla --memory-lengths --out"
     assert benchmark.main([*arguments.split(), str(tmp_path)]) == 0
-    assert len(lines_of(capsys, "not run", "jax.nn/xla", "over the limit of 0.0 GB")) == 2
+    assert len(lines_of(capsys, "not run", "jax.nn/xla", "over the limit of 0.0 GB")) == 1
 
 
 @pytest.mark.parametrize("more", [dict(documents=3), dict(window=7), dict(K=4, Hv=8), dict(documents=3, window=7)], ids=str)
@@ -362,6 +362,12 @@ def test_the_gpus_clock_and_power_are_medians_of_what_nvidia_smi_says(tmp_path, 
         while not printed.exists() and time.monotonic() < deadline:
             time.sleep(0.01)
     assert sensed() == {"clocks.sm": 1400, "power.draw": 400.0, "temperature.gpu": 50}
+
+
+def test_ratios_are_to_the_first_by_name_and_to_nobody_where_it_was_not_timed():
+    timed = lambda name, seconds, T: measure.Row(SMALL._replace(T=T), "forward", name, seconds=seconds)
+    rows = [timed("a", [], 16), timed("b", [2.0], 16), timed("b", [3.0], 32), timed("a", [2.0, 1.0, 9.0], 32)]
+    assert report.ratios(rows, "a") == [None, None, 1.5, 1.0]
 
 
 def test_the_error_is_relative_to_the_block_that_is_wrong():

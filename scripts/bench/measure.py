@@ -38,6 +38,8 @@ class Row:
 def measure(contenders: list[Contender], case: Case, passes: list[str], rounds: int, jobs: int, time_by: str) -> list[Row]:
     """Rows by pass, then by contender; `jobs` programs are compiled at a time."""
     asked = [(Row(case, name, one.name), one) for name in passes for one in contenders if name in one.passes]
+    for row, one in asked:
+        _ask(row, one)
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         list(pool.map(lambda row_and_one: _compile(*row_and_one), asked))
     ready = {}
@@ -66,13 +68,18 @@ def _verdict(row: Row):
         row.status, row.reason = "failed", f"{type(error).__name__}: {error}"
 
 
-def _compile(row: Row, contender: Contender):
+def _ask(row: Row, contender: Contender):
+    """Whether it can be asked for the case; imports it."""
     with _verdict(row):
-        case = contender.takes(row.case)
-        if reason := contender.why_not(case):
+        contender.load()
+        if reason := contender.why_not(contender.takes(row.case)):
             row.status, row.reason = "not run", reason
-        elif not contender.is_torch:
-            program = programs.compiled(contender, case, row.passes)
+
+
+def _compile(row: Row, contender: Contender):
+    if row.status == "ok" and not contender.is_torch:
+        with _verdict(row):
+            program = programs.compiled(contender, contender.takes(row.case), row.passes)
             row.temporary_bytes = program.memory_analysis().temp_size_in_bytes
 
 
@@ -91,5 +98,6 @@ def _check(row: Row, contender: Contender) -> programs.Program | None:
 def memory(contender: Contender, case: Case) -> Row:
     """Compiles forward+backward and runs nothing."""
     row = Row(case, PASSES[-1], contender.name)
+    _ask(row, contender)
     _compile(row, contender)
     return row

@@ -3,6 +3,7 @@
 import functools
 import importlib.metadata
 import importlib.util
+import logging
 import sys
 import types
 from collections.abc import Callable
@@ -21,7 +22,8 @@ class Contender(NamedTuple):
     why_not: Callable[[Case], str | None] = lambda case: None  # None: it can be asked for this case; else the reason
     operands: Callable[[Case], dict] = lambda case: {}  # further arrays of a call, made before it
     package: str = "jax"  # whose version is noted
-    modules: tuple[str, ...] = ()  # that must be installed
+    modules: tuple[str, ...] = ()  # that `attend` imports
+    before_import: Callable[[], None] = lambda: None
     passes: tuple[str, ...] = PASSES
     dtype: str | None = None  # the only one of 16 bits that it takes: it gets its inputs in that
     is_torch: bool = False
@@ -30,8 +32,16 @@ class Contender(NamedTuple):
         return case._replace(dtype=self.dtype) if self.dtype and case.dtype != "float32" else case
 
     def missing(self) -> str | None:
-        absent = [name for name in self.modules if importlib.util.find_spec(name) is None]
+        packages = (name.partition(".")[0] for name in self.modules)
+        absent = [name for name in packages if importlib.util.find_spec(name) is None]
         return f"no module {', '.join(absent)}" if absent else None
+
+    def load(self):
+        """Imports what `attend` will, before several threads do."""
+        if self.modules and self.modules[-1] not in sys.modules:
+            self.before_import()
+            for name in self.modules:
+                importlib.import_module(name)
 
     def version(self) -> str:
         try:
@@ -120,17 +130,18 @@ def _plain(case: Case) -> str | None:
 
 
 def _tokamax(case: Case, q, k, v, mask=None):
+    import tokamax
+
     options = dict(mask=mask, is_causal=case.causal, local_window_size=_window(case), implementation="mosaic")
-    return _import_tokamax().dot_product_attention(q, k, v, **options)
+    return tokamax.dot_product_attention(q, k, v, **options)
 
 
-@functools.cache
-def _import_tokamax():
+def _before_tokamax():
+    logging.getLogger("absl").setLevel(logging.ERROR)  # it warns of every shape that it was not tuned for
     if importlib.util.find_spec("xprof") is None:  # a large profiler, which only tokamax's own benchmarks use
         for name in ("xprof", "xprof.cli", "xprof.cli.tools"):
             sys.modules[name] = types.ModuleType(name)
         sys.modules["xprof.cli.tools"].get_kernel_stats_tool = None
-    return importlib.import_module("tokamax")
 
 
 def _fa3(case: Case, q, k, v, starts=None):
@@ -184,7 +195,7 @@ def _jla_contender(name: str, backward: str, passes=PASSES) -> Contender:
         functools.partial(_jla_why_not, backward=backward),
         lambda case: dict(segment_ids=case.segment_ids()) if case.documents else {},
         package="jax-linear-attention",
-        modules=("jla",),
+        modules=("jla.ops.mosaic_gpu.attention",),
         passes=passes,
     )
 
@@ -200,8 +211,12 @@ def _sdpa(case: Case, q, k, v, mask=None):
 PEERS = [
     Contender("jax.nn/xla", _jax_nn("xla"), _jax_nn_why_not, _dense_documents),
     Contender("jax.nn/cudnn", _jax_nn("cudnn"), _cudnn_why_not, _dense_documents),
-    Contender("attention_mgpu", _mgpu, _plain, modules=("absl",), dtype="float16"),  # its buffers are, whatever it is given
-    Contender("tokamax", _tokamax, operands=_dense_documents, package="tokamax", modules=("tokamax",)),
+    Contender(
+        "attention_mgpu", _mgpu, _plain, modules=("absl", "jax.experimental.pallas.ops.gpu.attention_mgpu"), dtype="float16"
+    ),  # its buffers are, whatever it is given
+    Contender(
+        "tokamax", _tokamax, operands=_dense_documents, package="tokamax", modules=("tokamax",), before_import=_before_tokamax
+    ),
     Contender("fa3", _fa3, _fa3_why_not, _starts, package="flash-attn3-jax", modules=("flash_attn3_jax",)),
     Contender("dew", _dew, _plain, package="dew-flash-attn-cu13", modules=("dew_flash_attn",)),
     _jla_contender("jla", "ranged"),

@@ -20,26 +20,23 @@ def label(case: Case) -> str:
     return f"H{sizes}{heads} T{case.T} {case.mask}"
 
 
-def first_of(rows: list[Row], row: Row) -> Row:
-    """The row that this one is compared with: of the first contender, in the same case."""
-    return next(other for other in rows if (other.case, other.passes) == (row.case, row.passes))
+def ratios(rows: list[Row], first: str) -> list[float | None]:
+    """Each row's time over that of the contender `first` in the same case."""
+    base = {(row.case, row.passes): row.median for row in rows if row.name == first}
+    over = lambda row: base.get((row.case, row.passes))
+    return [row.median / over(row) if row.median and over(row) else None for row in rows]
 
 
-def ratio(rows: list[Row], row: Row) -> float | None:
-    base = first_of(rows, row).median
-    return row.median / base if row.median and base else None
-
-
-def print_times(rows: list[Row], name_of=lambda case: case.T, head="T"):
+def print_times(rows: list[Row], first: str, name_of=lambda case: case.T, head="T"):
     header = (head, "pass", "implementation", "ms", "fastest to slowest", "ratio", "TFLOP/s", "temporaries, MB", "error")
     table = []
-    for row in rows:
+    for row, ratio in zip(rows, ratios(rows, first), strict=True):
         megabytes = "" if row.temporary_bytes is None else f"{row.temporary_bytes / 1e6:,.1f}"
         off = "" if row.error is None else f"{row.error:.0e}" if row.error else "0"
         times = (row.status, "", "", "")
         if row.median:
             spread = f"{milliseconds(min(row.seconds))} to {milliseconds(max(row.seconds))}"
-            times = (milliseconds(row.median), spread, number(ratio(rows, row), ".2f"), f"{row.tflops:.3g}")
+            times = (milliseconds(row.median), spread, number(ratio, ".2f"), f"{row.tflops:.3g}")
         table.append((name_of(row.case), row.passes, row.name, *times, megabytes, off))
     print_table(header, table)
 
@@ -98,14 +95,19 @@ def print_table(header, rows):
 
 
 def print_reasons(rows: list[Row]):
-    """Why what was not timed was not; and where the clock was not the one that was meant."""
-    reasons = [row for row in rows if row.reason]
-    if reasons:
+    """Why what was not timed was not: a line for each reason of each contender."""
+    alike = {}
+    for row in rows:
+        if row.reason:
+            alike.setdefault((row.status, row.name, row.reason), []).append(row)
+    if alike:
         print()
-    for row in reasons:
-        reason = " ".join(row.reason.split())
-        short = reason if len(reason) <= REASON_LENGTH else f"{reason[:REASON_LENGTH]} ..."
-        print(f"{row.status:<11}{row.name}, {row.passes}, {row.case}: {short}")
+    for (status, name, reason), where in alike.items():
+        passes, cases = (dict.fromkeys(getattr(row, what) for row in where) for what in ("passes", "case"))
+        first, *more = map(str, cases)
+        reason = " ".join(reason.split())
+        reason = reason if len(reason) <= REASON_LENGTH else f"{reason[:REASON_LENGTH]} ..."
+        print(f"{status:<11}{name}, {', '.join(passes)}, {first}{f' and {len(more)} more' if more else ''}: {reason}")
 
 
 def write_json(path: pathlib.Path, facts, timed: list[Row], compiled_only: list[Row]):
@@ -114,15 +116,15 @@ def write_json(path: pathlib.Path, facts, timed: list[Row], compiled_only: list[
     _write_whole(path, json.dumps(results, indent=1) + "\n")
 
 
-def write_csv(path: pathlib.Path, timed: list[Row]):
+def write_csv(path: pathlib.Path, timed: list[Row], first: str):
     """A line for each row of the tables."""
     file = io.StringIO()
     lines = csv.writer(file, lineterminator="\n")
     own = ("pass", "implementation", "status", "ms", "ms_min", "ms_max", "ratio", "tflops", "error", "temporary_bytes", "clock")
     lines.writerow([*Case._fields, *own, "reason"])
-    for row in timed:
+    for row, ratio in zip(timed, ratios(timed, first), strict=True):
         ms = [f(row.seconds) * 1e3 for f in (lambda _: row.median, min, max)] if row.seconds else [None] * 3
-        values = row.passes, row.name, row.status, *ms, ratio(timed, row), row.tflops, row.error, row.temporary_bytes, row.clock
+        values = row.passes, row.name, row.status, *ms, ratio, row.tflops, row.error, row.temporary_bytes, row.clock
         lines.writerow([*row.case, *values, row.reason])
     _write_whole(path, file.getvalue())
 
