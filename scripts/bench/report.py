@@ -120,12 +120,13 @@ def write_csv(path: pathlib.Path, timed: list[Row], first: str):
     """A line for each row of the tables."""
     file = io.StringIO()
     lines = csv.writer(file, lineterminator="\n")
-    own = ("pass", "implementation", "status", "ms", "ms_min", "ms_max", "ratio", "tflops", "error", "temporary_bytes", "clock")
-    lines.writerow([*Case._fields, *own, "reason"])
+    own = "pass implementation status ms ms_min ms_max ratio tflops error temporary_bytes clock mhz watts reason".split()
+    lines.writerow([*Case._fields, *own])
     for row, ratio in zip(timed, ratios(timed, first), strict=True):
         ms = [f(row.seconds) * 1e3 for f in (lambda _: row.median, min, max)] if row.seconds else [None] * 3
         values = row.passes, row.name, row.status, *ms, ratio, row.tflops, row.error, row.temporary_bytes, row.clock
-        lines.writerow([*row.case, *values, row.reason])
+        sensors = row.sensors.get("clocks.sm"), row.sensors.get("power.draw")
+        lines.writerow([*row.case, *values, *sensors, row.reason])
     _write_whole(path, file.getvalue())
 
 
