@@ -124,6 +124,7 @@ class Run:
             report.print_ratios(self.timed, ours, [name for name in names if name not in ours])
         else:
             report.print_times(self.timed, args.implementations[0])
+        report.print_clocks(self.timed, self.facts["clock"])
         report.print_sensors(self.timed)
         for T in args.memory_lengths:
             case = Case(B=1, T=T, S=T, N=1, K=1, H=args.head_size, dtype=args.dtype, causal=args.causal)
@@ -235,7 +236,8 @@ def print_header(args, everyone: list[Contender], cases: list[Case]) -> dict[str
         f" {check_length()}; up to {TOLERANCE[args.dtype]:g} is right",
     )
     if machine.on_gpu():
-        facts |= dict(gpu=machine.limits(), plan=plan(args, contenders, cases))
+        turns = f'{clock.SAMPLE * 1e3:g} ms of calls behind each other; the clock "device" counts when any kernel or copy ran'
+        facts |= dict(turns=turns, gpu=machine.limits(), plan=plan(args, contenders, cases))
     for name, text in facts.items():
         print(f"{name:<11}{text}", flush=True)
     return facts

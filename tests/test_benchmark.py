@@ -351,6 +351,20 @@ def test_a_trace_that_is_not_whole_gives_no_device_time(kernels, spans, message)
         clock.device_seconds(turns, spans, [clock.Span(at * 1e6, (at + 1) * 1e6) for at in kernels])
 
 
+def test_a_case_whose_trace_is_not_whole_falls_back_and_the_report_says_so(monkeypatch, as_on_a_gpu, capsys):
+    def lost(*args):
+        raise clock.NoDeviceTime("the trace lost kernels")
+
+    monkeypatch.setattr(clock, "device_seconds", lost)
+    monkeypatch.setattr(machine, "_query", lambda names: ["no-such-program"])
+    timing = clock.timing({"a": program(lambda: None)}, 2, clock.DEVICE)
+    assert timing.clock == "wall: the trace lost kernels" and len(timing.seconds["a"]) == 2
+    rows = [measure.Row(SMALL, "forward", "a", clock=timing.clock), measure.Row(SMALL, "backward", "a", clock=clock.DEVICE)]
+    report.print_clocks(rows, clock.DEVICE)
+    (line,) = lines_of(capsys, "not by the clock")
+    assert line == f"not by the clock 'device': forward, {SMALL}: wall: the trace lost kernels"
+
+
 def test_the_gpus_clock_and_power_are_medians_of_what_nvidia_smi_says(tmp_path, monkeypatch, as_on_a_gpu):
     fake, printed = tmp_path / "nvidia-smi", tmp_path / "printed"
     samples = r"1200, 300.5, 40\n1980, 650.0, [N/A]\n1500, 500.0, 60\n1400, 400.0, 50\n19"  # one without a sensor, one cut off

@@ -73,6 +73,12 @@ def print_sensors(rows: list[Row]):
         print_table(("case", "pass", "MHz", "W", "°C"), table)
 
 
+def print_clocks(rows: list[Row], meant: str):
+    """Where the time was not told by the clock that was meant."""
+    for at, told_by in {(row.case, row.passes): row.clock for row in rows if row.clock not in ("", meant)}.items():
+        print(f"\nnot by the clock {meant!r}: {at[1]}, {at[0]}: {told_by}")
+
+
 def print_memory(rows: list[Row], names: list[str]):
     if not rows:
         return
