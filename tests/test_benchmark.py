@@ -1,8 +1,12 @@
 """scripts/benchmark.py as its user meets it, and what it promises of blockwise's memory, by compiling alone."""
 
+import csv
 import functools
 import json
+import os
 import re
+import time
+import types
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,20 +14,34 @@ import pytest
 from jax import lax
 from matplotlib import image
 
+from pallas_flash import flash_attention
 from scripts import benchmark
+from scripts.bench import clock, machine, measure, peers, programs, report
+from scripts.bench.cases import PASSES, Case, suite
 
 TINY = "--lengths 67 --heads 2 --kv-heads 1 --head-size 16 --batch 3 --dtype float32 --repeats 3 --memory-lengths".split()
-
-
-@pytest.fixture(scope="module")
-def script():
-    return benchmark
+SMALL = Case(B=2, T=48, S=48, N=4, K=2, H=16, dtype="float32", causal=True)
 
 
 @pytest.fixture
-def peer(script, monkeypatch):
-    """Adds a peer for one test: peer(name, attend)."""
-    return lambda *args: monkeypatch.setattr(script, "PEERS", [*script.PEERS, script.Contender(*args)])
+def peer(monkeypatch):
+    """Adds a peer for one test: peer(name, attend, ...)."""
+
+    def add(*args, **kw):
+        monkeypatch.setattr(peers, "PEERS", [*peers.PEERS, peers.Contender(*args, **kw)])
+        monkeypatch.setattr(benchmark, "PEERS", peers.PEERS)
+
+    return add
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """The scripts take the CPU for a GPU."""
+    monkeypatch.setattr(machine, "on_gpu", lambda: True)
+
+
+def xla(q, k, v):
+    return peers.contender("jax.nn/xla").attend(SMALL, q, k, v)
 
 
 def lines_of(capsys, *words):
@@ -36,70 +54,172 @@ def rows_of(folder, part="timed"):
     return {(row["case"]["T"], row["passes"], row["name"]): row for row in rows}
 
 
-def test_a_run_prints_a_table_and_writes_json_and_png(script, tmp_path, capsys):
-    assert script.main([*TINY, "--memory-lengths", "128", "--out", str(tmp_path)]) == 0
+# ---- a run ----
+
+
+def test_a_run_prints_a_table_and_writes_json_csv_and_png(tmp_path, capsys):
+    assert benchmark.main([*TINY, "--memory-lengths", "128", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
-    for name in ("device", "versions", "commit", "date", "inputs", "times", "ratio", "flops", "memory", "error"):
+    names = "device versions peers missing commit date inputs times clock ratio flops memory error".split()
+    for name in names:
         assert re.search(rf"^{name} +\S", printed, re.MULTILINE), name
     rows = rows_of(tmp_path)
     assert len(rows) == 2 * 2
     for (T, passes, name), row in rows.items():
-        assert row["status"] == "ok" and len(row["seconds"]) == 3 and row["error"] < 1e-5
+        assert row["status"] == "ok" and len(row["seconds"]) == 3 and row["error"] < 1e-5 and row["clock"] == "wall"
         assert row["median"] == sorted(row["seconds"])[1]
         ratio = row["median"] / rows[T, passes, "blockwise"]["median"]
         assert re.search(rf"^\| {T} +\| {re.escape(passes)} +\| {name} .*\| {ratio:.2f} ", printed, re.MULTILINE)
     compiled = rows_of(tmp_path, "compiled")
     assert len(compiled) == 2 and all(row["temporary_bytes"] > 0 and not row["seconds"] for row in compiled.values())
     assert image.imread(tmp_path / "benchmark.png").std() > 0.01
+    with (tmp_path / "benchmark.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    assert [float(line["ms"]) for line in lines] == [pytest.approx(row["median"] * 1e3) for row in rows.values()]
+    assert {line["K"] for line in lines} == {"1"} and {line["status"] for line in lines} == {"ok"}
 
 
-def test_nothing_to_compile_or_time_is_no_obstacle(script, tmp_path, capsys):
+def test_the_backward_is_timed_alone_and_counts_its_own_flops(tmp_path):
+    arguments = [*TINY, "--implementations", "blockwise", "--passes", *PASSES, "--out", str(tmp_path)]
+    assert benchmark.main(arguments) == 0
+    rows = [row for (_, _, _), row in rows_of(tmp_path).items()]
+    assert [row["passes"] for row in rows] == list(PASSES)
+    forward, backward, both = (row["tflops"] * row["median"] for row in rows)
+    assert backward == pytest.approx(2.5 * forward) and both == pytest.approx(3.5 * forward)
+    assert rows[1]["error"] == rows[2]["error"] != rows[0]["error"]  # dq, dk, dv; the same, and o; o
+
+
+def test_a_suite_prints_ratios_and_draws_lengths_and_masks(tmp_path, capsys, monkeypatch, quick_compile):
+    cases = [SMALL._replace(K=4), SMALL._replace(K=4, causal=False), SMALL._replace(documents=3)]
+    monkeypatch.setattr(benchmark, "suite", lambda dtype, quick: cases)
+    arguments = "--cases suite --dtype float32 --repeats 2 --memory-lengths --out".split()
+    assert benchmark.main([*arguments, str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    rows = json.loads((tmp_path / "benchmark.json").read_text())["timed"]
+    assert len(rows) == 3 * 2 * 2 and {row["status"] for row in rows} == {"ok"}
+    ratio = rows[-1]["median"] / rows[-2]["median"]
+    label = r"H16 N4/2 T48 causal 3 documents"
+    assert re.search(rf"^\| {label} +\| forward\+backward \| blockwise +\| {ratio:.2f} ", printed, re.MULTILINE)
+    for name in ("causal", "full", "masks"):
+        assert image.imread(tmp_path / f"benchmark-{name}.png").std() > 0.01
+
+
+def test_on_a_gpu_it_says_its_plan_and_falls_back_to_the_wall_clock_out_loud(tmp_path, capsys, monkeypatch, as_on_a_gpu):
+    monkeypatch.setattr(benchmark, "suite", lambda dtype, quick: [SMALL._replace(dtype=dtype)])
+    monkeypatch.setattr(machine, "_query", lambda names: ["no-such-program"])
+    names = ["--implementations", "hopper", "hopper fused", "jax.nn/xla"]
+    assert benchmark.main([*names, "--quick", "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(
+        r"^plan +1 cases, 5 programs, 3 rows: at .*, about \d+ s; no case begins after 390 s$", printed, re.MULTILINE
+    )
+    assert re.search(r"^clock +wall: the profiler saw nothing run on a GPU", printed, re.MULTILINE)
+    assert re.search(r"^gpu +unknown: nvidia-smi gave no answer", printed, re.MULTILINE)
+    rows = rows_of(tmp_path)
+    assert len(rows) == 3 + 2 + 3  # the forward of "hopper fused" is that of hopper
+    for (_, _, name), row in rows.items():
+        assert row["status"] == ("not run" if name.startswith("hopper") else "ok"), row["reason"]
+        assert row["clock"].startswith("wall: ") == (row["status"] == "ok")
+
+
+def test_out_of_time_no_case_is_begun_and_the_report_says_so(tmp_path, capsys, monkeypatch):
+    now = iter(range(0, 10**6, 40))
+    monkeypatch.setattr(benchmark, "time", types.SimpleNamespace(perf_counter=lambda: next(now)))
+    arguments = "--lengths 16 32 48 --heads 1 --dtype float32 --implementations jax.nn/xla --repeats 1 --memory-lengths"
+    assert benchmark.main([*arguments.split(), "--budget", "60", "--out", str(tmp_path)]) == 0
+    status = {T: row["status"] for (T, _, _), row in rows_of(tmp_path).items()}
+    assert status[16] == "ok" and status[48] == "not run"
+    assert len(lines_of(capsys, "not run", "forward, forward+backward", "out of time: the budget is 60 s", "T48")) == 1
+
+
+def test_nothing_to_compile_or_time_is_no_obstacle(tmp_path, capsys):
     arguments = "--lengths 16 --implementations jax.nn/cudnn --dtype float32 --repeats 1 --memory-lengths --full --out"
-    assert script.main([*arguments.split(), str(tmp_path)]) == 0
-    assert len(lines_of(capsys, "not run", "jax.nn/cudnn", "full: it ")) == 2
+    assert benchmark.main([*arguments.split(), str(tmp_path)]) == 0
+    assert len(lines_of(capsys, "not run", "jax.nn/cudnn, forward, forward+backward", "full: it ")) == 1
     assert (tmp_path / "benchmark.png").exists()
 
 
-def wrong_in_its_last_row(script, q, k, v, causal):
-    o = script.jax_nn("xla")(q, k, v, causal)
-    return o.at[:, -1].set(v[:, -1])
+# ---- peers that are absent, wrong, or raise ----
 
 
-def test_a_wrong_result_is_reported_and_not_timed(script, peer, tmp_path, capsys):
-    peer("careless", functools.partial(wrong_in_its_last_row, script))
-    assert script.main([*TINY, "--implementations", "careless", "--dtype", "bfloat16", "--out", str(tmp_path)]) == 1
+def wrong_in_its_last_row(case, q, k, v):
+    o = xla(q, k, v)
+    return o.at[:, -1].set(jnp.repeat(v, q.shape[2] // v.shape[2], axis=2)[:, -1])
+
+
+def test_a_wrong_result_is_reported_and_not_timed(peer, tmp_path, capsys):
+    peer("careless", wrong_in_its_last_row)
+    assert benchmark.main([*TINY, "--implementations", "careless", "--dtype", "bfloat16", "--out", str(tmp_path)]) == 1
     for (_, passes, _), row in rows_of(tmp_path).items():
         assert row["status"] == "wrong" and not row["seconds"] and "o is off by" in row["reason"]
         assert ("dq is off by" in row["reason"]) == (passes == "forward+backward")
     assert len(lines_of(capsys, "wrong", "careless", "o is off by", "the tolerance is")) == 2
 
 
-def test_a_wrong_gradient_is_enough(script, peer, tmp_path):
-    peer("stopped", lambda q, k, v, causal: script.jax_nn("xla")(q, lax.stop_gradient(k), v, causal))
-    assert script.main([*TINY, "--implementations", "stopped", "--out", str(tmp_path)]) == 1
+def test_a_wrong_gradient_is_enough(peer, tmp_path):
+    peer("stopped", lambda case, q, k, v: xla(q, lax.stop_gradient(k), v))
+    arguments = [*TINY, "--implementations", "stopped", "--passes", *PASSES, "--out", str(tmp_path)]
+    assert benchmark.main(arguments) == 1
     status = {passes: row["status"] for (_, passes, _), row in rows_of(tmp_path).items()}
-    assert status == {"forward": "ok", "forward+backward": "wrong"}
+    assert status == {"forward": "ok", "backward": "wrong", "forward+backward": "wrong"}
 
 
-def test_what_raises_is_reported_with_its_error_and_the_others_are_timed(script, peer, tmp_path, capsys):
-    def raises(q, k, v, causal):
+def test_what_raises_is_reported_with_its_error_and_the_others_are_timed(peer, tmp_path, capsys):
+    def raises(case, q, k, v):
         raise RuntimeError(f"no kernel for {q.shape[1]} queries")
 
+    def cannot(case, q, k, v):
+        raise NotImplementedError("no such mask yet")
+
     peer("broken", raises)
-    assert (
-        script.main([*TINY, "--implementations", "blockwise", "broken", "--memory-lengths", "128", "--out", str(tmp_path)]) == 1
-    )
+    peer("unfinished", cannot)
+    names = ["--implementations", "blockwise", "broken", "unfinished"]
+    assert benchmark.main([*TINY, *names, "--memory-lengths", "128", "--out", str(tmp_path)]) == 1
     rows = rows_of(tmp_path)
     assert rows[67, "forward", "broken"]["reason"] == "RuntimeError: no kernel for 67 queries"
-    assert all(row["status"] == ("ok" if name == "blockwise" else "failed") for (*_, name), row in rows.items())
-    assert len(lines_of(capsys, "failed", "broken", "RuntimeError: no kernel for")) == 2 + 1  # and the compiled one
+    assert rows[67, "forward", "unfinished"]["reason"] == "no such mask yet"
+    status = dict(blockwise="ok", broken="failed", unfinished="not run")
+    assert all(row["status"] == status[name] for (*_, name), row in rows.items())
+    assert len(lines_of(capsys, "failed", "broken", "RuntimeError: no kernel for")) == 2  # timed and compiled ones
 
 
-def test_what_would_not_fit_into_memory_is_not_run(script, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(script, "memory_limit", lambda: 10**6)
+def test_a_peer_that_is_not_installed_is_named_and_left_out(peer, tmp_path, capsys):
+    peer("elsewhere", xla, modules=("json", "no_such_module"))
+    assert benchmark.main([*TINY, "--implementations", "jax.nn/xla", "elsewhere", "--out", str(tmp_path)]) == 0
+    assert {name for *_, name in rows_of(tmp_path)} == {"jax.nn/xla"}
+    assert lines_of(capsys, "missing", "elsewhere not installed: no module no_such_module")
+
+
+def test_what_would_not_fit_into_memory_is_not_run(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(programs, "memory_limit", lambda: 10**6)
     arguments = "--lengths 1024 --heads 1 --dtype float32 --implementations jax.nn/xla --memory-lengths --out"
-    assert script.main([*arguments.split(), str(tmp_path)]) == 0
-    assert len(lines_of(capsys, "not run", "jax.nn/xla", "over the limit of 0.0 GB")) == 2
+    assert benchmark.main([*arguments.split(), str(tmp_path)]) == 0
+    assert len(lines_of(capsys, "not run", "jax.nn/xla", "over the limit of 0.0 GB")) == 1
+
+
+@pytest.mark.parametrize("more", [dict(documents=3), dict(window=7), dict(K=4, Hv=8), dict(documents=3, window=7)], ids=str)
+def test_the_adapters_ask_all_for_the_same_attention(more, quick_compile):
+    case = SMALL._replace(**more)
+    contenders = [peers.contender(name) for name in ("blockwise", "jax.nn/xla")]
+    rows = measure.measure(contenders, case, ["backward"], 1, jobs=2, time_by=clock.WALL)
+    reasons = ["", "it wants values of the keys' head size" if case.Hv else ""]
+    assert [row.reason for row in rows] == reasons and rows[0].status == "ok"
+
+
+def test_one_that_takes_a_single_dtype_is_given_and_checked_in_that():
+    seen = []
+
+    def attend(case, q, k, v):
+        seen.append((case.dtype, str(q.dtype)))
+        return flash_attention(q, k, v, is_causal=True)
+
+    one = peers.Contender("half", attend, dtype="float16")
+    (row,) = measure.measure([one], SMALL._replace(dtype="bfloat16"), ["forward"], 1, jobs=1, time_by=clock.WALL)
+    assert row.reason == "" and row.case.dtype == "bfloat16" and set(seen) == {("float16", "float16")}
+    assert row.error < programs.TOLERANCE["float16"]
+
+
+# ---- arguments ----
 
 
 @pytest.mark.parametrize(
@@ -108,51 +228,191 @@ def test_what_would_not_fit_into_memory_is_not_run(script, monkeypatch, tmp_path
         ("--implementations fast", "got 'fast'. Or one of jax.nn/xla"),
         ("--heads 3 --kv-heads 2", "--heads must be a multiple of --kv-heads; got 3 and 2."),
         ("--lengths 0", "must be at least 1; got 0"),
+        ("--cases suite --full --heads 2", "the suite has its own shapes; leave out --heads, --causal or --full"),
     ],
 )
-def test_a_wrong_argument_is_explained(script, capsys, arguments, message):
+def test_a_wrong_argument_is_explained(capsys, arguments, message):
     with pytest.raises(SystemExit, match="2"):
-        script.main(arguments.split())
+        benchmark.main(arguments.split())
     assert message in capsys.readouterr().err
 
 
-def test_a_round_calls_each_once_in_an_order_that_rotates(script):
+def test_a_gpu_gets_the_suite_unless_a_shape_is_given(as_on_a_gpu):
+    assert benchmark.parse([]).cases == benchmark.parse(["--quick"]).cases == "suite"
+    assert benchmark.parse(["--lengths", "512"]).cases == "lengths"
+    names = benchmark.parse([]).implementations
+    assert names[:2] == ["hopper", "hopper fused"] and {peer.name for peer in peers.PEERS} < set(names)
+
+
+# ---- cases ----
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        dict(),
+        dict(causal=False),
+        dict(window=1),
+        dict(window=7),
+        dict(window=99),
+        dict(documents=5),
+        dict(documents=5, causal=False),
+        dict(documents=5, window=7),
+    ],
+    ids=str,
+)
+def test_flops_count_each_visible_pair(more):
+    case = SMALL._replace(Hv=8, **more)
+    i, j = np.mgrid[: case.T, : case.S]
+    ids = case.segment_ids()[0]
+    seen = (i >= j if case.causal else np.full(i.shape, True)) & (ids[:, None] == ids)
+    if case.window:
+        seen &= i - j < case.window
+    assert np.array_equal(case.visible()[0, 0], seen)
+    pairs = seen.sum() if more else case.T**2 / 2  # causal alone is half of all by convention
+    products = dict(forward=16 + 8, backward=16 + 16 + 16 + 8 + 8)  # s and o; s, dq, dk, dp, dv
+    for name, width in products.items():
+        assert case.flops(name) == 2 * width * pairs * case.B * case.N
+    assert case.flops("forward+backward") == case.flops("forward") + case.flops("backward")
+
+
+def test_documents_fill_the_row_and_are_no_multiples_of_blocks():
+    case = SMALL._replace(T=16384, S=16384, documents=16)
+    lengths = case.document_lengths()
+    assert lengths.sum() == case.T and len(lengths) == 16 and lengths.min() > 0 and len(set(lengths % 64)) > 8
+    assert case.segment_ids().shape == (case.B, case.T) and np.array_equal(np.bincount(case.segment_ids()[1]), lengths)
+
+
+def test_the_suite_has_every_shape_that_is_promised():
+    cases = suite("bfloat16")
+    assert all(case.B * case.T == 16384 and case.S == case.T for case in cases) and len(set(cases)) == len(cases)
+    plain = {
+        (case.H, case.T, case.causal) for case in cases if not (case.window or case.documents or case.Hv or case.N != case.K)
+    }
+    assert plain == {(H, 2**n, causal) for H in (64, 128, 256) for n in range(9, 15) for causal in (True, False)}
+    assert all(case.N * case.H == 2048 for case in cases if case.N == case.K and not case.Hv)
+    others = [case for case in cases if case.window or case.documents or case.Hv or case.N != case.K]
+    assert [(c.N, c.K, c.H, c.Hv, c.window, c.documents) for c in others] == [
+        (16, 16, 128, None, None, 16),
+        (64, 8, 128, None, None, None),
+        (16, 16, 192, 128, None, None),
+        (16, 16, 128, None, 1024, None),
+    ]
+    assert suite("bfloat16", quick=True) == cases[:9]
+
+
+# ---- clocks ----
+
+
+def program(call):
+    return programs.Program(call, lambda started: started, list)
+
+
+def test_a_round_calls_each_once_in_an_order_that_rotates():
     called = []
-    calls = {name: functools.partial(called.append, name) for name in "abc"}
-    times = script.interleave(calls, 4)
-    assert [len(times[name]) for name in "abc"] == [4, 4, 4]
-    assert "".join(called[-12:]) == "abcbcacababc"
+    turns = clock.interleave({name: program(functools.partial(called.append, name)) for name in "abc"}, 4)
+    assert "".join(called) == "".join(turn.name for turn in turns) == "abcbcacababc"
+    timing = clock.timing({name: program(lambda: None) for name in "abc"}, 4, clock.WALL)
+    assert [len(timing.seconds[name]) for name in "abc"] == [4, 4, 4] and timing.clock == "wall"
 
 
-def test_the_error_is_relative_to_the_block_that_is_wrong(script):
+def test_the_trace_finds_each_turn_between_its_own_start_and_stop():
+    with clock.trace() as traced:
+        turns = clock.interleave({"a": program(lambda: np.sort(np.zeros(10**6))), "b": program(lambda: None)}, 3)
+    spans, busy = traced()
+    assert sorted(spans) == list(range(6)) and busy == []
+    for number, turn in enumerate(turns):
+        assert (spans[number].stop - spans[number].start) / 1e9 >= turn.seconds * 0.9
+    assert all(spans[n].stop <= spans[n + 1].start for n in range(5))
+
+
+def test_device_time_is_what_kernels_cover_within_a_turn():
+    turns = [clock.Turn("a", 2, 1.0), clock.Turn("b", 1, 1.0), clock.Turn("a", 2, 1.0)]
+    ms = lambda start, stop: clock.Span(start * 1e6, stop * 1e6)
+    spans = {n: ms(20 * n + 2, 20 * n + 20) for n in range(3)}
+    # two of the first turn overlap; the second's seems to begin just before its turn, as the two clocks differ a little
+    busy = [ms(3, 6), (ms(5, 8)), ms(21.99, 25), ms(43, 46), ms(50, 51)]
+    assert clock.device_seconds(turns, spans, busy) == pytest.approx([5e-3, 3.01e-3, 4e-3])
+
+
+@pytest.mark.parametrize(
+    "kernels, spans, message",
+    [
+        ([], 2, "saw nothing run on a GPU"),
+        ([1, 3, 101], 2, "the trace lost kernels of a: 1 in a turn of 2 calls"),
+        ([1, 3, 5, 101, 103], 2, "the trace lost kernels of a: 2 in a turn"),
+        ([1, 3], 1, "the trace lacks a turn of a"),
+    ],
+)
+def test_a_trace_that_is_not_whole_gives_no_device_time(kernels, spans, message):
+    turns = [clock.Turn("a", 2, 1.0)] * 2
+    spans = {n: clock.Span(100e6 * n, 100e6 * n + 90e6) for n in range(spans)}
+    with pytest.raises(clock.NoDeviceTime, match=message):
+        clock.device_seconds(turns, spans, [clock.Span(at * 1e6, (at + 1) * 1e6) for at in kernels])
+
+
+def test_a_case_whose_trace_is_not_whole_falls_back_and_the_report_says_so(monkeypatch, as_on_a_gpu, capsys):
+    def lost(*args):
+        raise clock.NoDeviceTime("the trace lost kernels")
+
+    monkeypatch.setattr(clock, "device_seconds", lost)
+    monkeypatch.setattr(machine, "_query", lambda names: ["no-such-program"])
+    timing = clock.timing({"a": program(lambda: None)}, 2, clock.DEVICE)
+    assert timing.clock == "wall: the trace lost kernels" and len(timing.seconds["a"]) == 2
+    rows = [measure.Row(SMALL, "forward", "a", clock=timing.clock), measure.Row(SMALL, "backward", "a", clock=clock.DEVICE)]
+    report.print_clocks(rows, clock.DEVICE)
+    (line,) = lines_of(capsys, "not by the clock")
+    assert line == f"not by the clock 'device': forward, {SMALL}: wall: the trace lost kernels"
+
+
+def test_the_gpus_clock_and_power_are_medians_of_what_nvidia_smi_says(tmp_path, monkeypatch, as_on_a_gpu):
+    fake, printed = tmp_path / "nvidia-smi", tmp_path / "printed"
+    samples = r"1200, 300.5, 40\n1980, 650.0, [N/A]\n1500, 500.0, 60\n1400, 400.0, 50\n19"  # one without a sensor, one cut off
+    fake.write_text(f"#!/bin/sh\nprintf '{samples}'\ntouch {printed}\nexec sleep 60\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    with machine.sensors() as sensed:
+        deadline = time.monotonic() + 20
+        while not printed.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert sensed() == {"clocks.sm": 1400, "power.draw": 400.0, "temperature.gpu": 50}
+
+
+def test_ratios_are_to_the_first_by_name_and_to_nobody_where_it_was_not_timed():
+    timed = lambda name, seconds, T: measure.Row(SMALL._replace(T=T), "forward", name, seconds=seconds)
+    rows = [timed("a", [], 16), timed("b", [2.0], 16), timed("b", [3.0], 32), timed("a", [2.0, 1.0, 9.0], 32)]
+    assert report.ratios(rows, "a") == [None, None, 1.5, 1.0]
+
+
+def test_the_error_is_relative_to_the_block_that_is_wrong():
     want = np.ones((2, 200, 3, 5), np.float32)
     want[:, 128:] *= 1e-2  # as late rows of causal attention are small
     x = want.copy()
     x[1, 150, 2] *= 2
-    assert script.error(jnp.asarray(want), want) == 0
-    np.testing.assert_allclose(script.error(jnp.asarray(x), want), (1 / 64) ** 0.5, rtol=1e-5)
-    assert np.isnan(script.error(jnp.asarray(x).at[0, 0, 0, 0].set(jnp.nan), want))
+    assert programs.error(jnp.asarray(want), want) == 0
+    np.testing.assert_allclose(programs.error(jnp.asarray(x), want), (1 / 64) ** 0.5, rtol=1e-5)
+    assert np.isnan(programs.error(jnp.asarray(x).at[0, 0, 0, 0].set(jnp.nan), want))
 
 
 # ---- what is claimed of memory; nothing here is run ----
 
 
 @functools.cache
-def temporary_bytes(script, name, T, N):
-    case = script.Case(B=1, T=T, S=T, N=N, K=N, H=64, dtype="float32", causal=True)
-    row = script.memory(script.contender(name), case)
+def temporary_bytes(name, T, N):
+    case = Case(B=1, T=T, S=T, N=N, K=N, H=64, dtype="float32", causal=True)
+    row = measure.memory(peers.contender(name), case)
     assert row.status == "ok", row.reason
     return row.temporary_bytes
 
 
-def test_65536_tokens_take_less_than_300_megabytes(script):
-    assert temporary_bytes(script, "blockwise", 65536, 1) < 300e6
+def test_65536_tokens_take_less_than_300_megabytes():
+    assert temporary_bytes("blockwise", 65536, 1) < 300e6
 
 
 @pytest.mark.parametrize("T", [16384, 32768])
-def test_temporaries_grow_at_most_linearly(script, T):
-    assert temporary_bytes(script, "blockwise", 2 * T, 1) <= 2.1 * temporary_bytes(script, "blockwise", T, 1)
+def test_temporaries_grow_at_most_linearly(T):
+    assert temporary_bytes("blockwise", 2 * T, 1) <= 2.1 * temporary_bytes("blockwise", T, 1)
 
 
-def test_4096_tokens_take_an_eighth_of_the_memory_of_jax_nn(script):
-    assert temporary_bytes(script, "blockwise", 4096, 4) <= temporary_bytes(script, "jax.nn/xla", 4096, 4) / 8
+def test_4096_tokens_take_an_eighth_of_the_memory_of_jax_nn():
+    assert temporary_bytes("blockwise", 4096, 4) <= temporary_bytes("jax.nn/xla", 4096, 4) / 8

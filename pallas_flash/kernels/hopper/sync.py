@@ -19,7 +19,7 @@ WARPGROUP = 128  # threads
 
 
 def opaque(n: Ints):
-    """n, unknown to the compiler: it would compute early what depends on n alone, and unroll loops, and has no registers for it."""
+    """n, unknown to the compiler: it would compute early what depends on n, and unroll loops, and has no registers for that."""
     return lax.optimization_barrier(jnp.asarray(n, jnp.int32))
 
 

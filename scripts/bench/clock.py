@@ -1,0 +1,165 @@
+"""How long a call takes: turns of calls behind each other, on the device's own clock where it can be read.
+
+On a GPU jax's profiler (CUPTI) writes down when each kernel of the process ran, JAX's and torch's alike. A turn is a span of the
+trace with a name of its own, begun and ended with an idle GPU; its device time is the time in which any kernel or copy ran.
+"""
+
+import bisect
+import contextlib
+import math
+import pathlib
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from scripts.bench import machine
+from scripts.bench.programs import Program
+
+SAMPLE = 0.03  # seconds of calls behind each other that make one turn on a GPU, or dispatch is what is timed
+PAUSE = 0.002  # seconds between turns on a GPU; the trace's clocks of host and GPU differ by microseconds
+DEVICE, WALL = "device", "wall"
+_MARK = "turn "  # and its number: a span of the trace
+
+
+class Turn(NamedTuple):
+    name: str  # whose
+    calls: int
+    seconds: float  # wall time, of all calls
+
+
+class NoDeviceTime(Exception):
+    """Why the trace does not tell the device time."""
+
+
+def interleave(programs: dict[str, Program], rounds: int) -> list[Turn]:
+    """A round has a turn of each, in an order that rotates, so that a slow minute slows all alike."""
+    names = list(programs)
+    calls = dict.fromkeys(names, 1)
+    if machine.on_gpu():
+        once = {name: max(1e-6, _turn(program, "a trial", 1)) for name, program in programs.items()}
+        calls = {name: min(100, math.ceil(SAMPLE / seconds)) for name, seconds in once.items()}
+    turns = []
+    for r in range(rounds):
+        first = r % max(1, len(names))
+        for name in names[first:] + names[:first]:
+            time.sleep(PAUSE if machine.on_gpu() else 0)
+            seconds = _turn(programs[name], f"{_MARK}{len(turns)}", calls[name])
+            turns.append(Turn(name, calls[name], seconds))
+    return turns
+
+
+def _turn(program: Program, mark: str, calls: int) -> float:
+    with jax.profiler.TraceAnnotation(mark):
+        start = time.perf_counter()
+        for _ in range(calls):
+            started = program.call()
+        program.wait(started)
+        return time.perf_counter() - start
+
+
+class Timing(NamedTuple):
+    seconds: dict[str, list[float]]  # of a call, by whose it is, round after round
+    clock: str  # DEVICE; WALL; or WALL and why not DEVICE
+    sensors: dict[str, float]  # of the GPU while it worked
+
+
+def timing(programs: dict[str, Program], rounds: int, clock: str) -> Timing:
+    """Times them together, by `clock` if it can be had."""
+    if clock != DEVICE:
+        with machine.sensors() as sensed:
+            turns = interleave(programs, rounds)
+        return _timing(turns, [turn.seconds for turn in turns], clock, sensed())
+    with trace() as traced, machine.sensors() as sensed:
+        turns = interleave(programs, rounds)
+    try:
+        return _timing(turns, device_seconds(turns, *traced()), DEVICE, sensed())
+    except NoDeviceTime as error:
+        return _timing(turns, [turn.seconds for turn in turns], f"{WALL}: {error}", sensed())
+
+
+def _timing(turns: list[Turn], times: list[float], clock: str, sensed) -> Timing:
+    seconds = {}
+    for turn, all_calls in zip(turns, times, strict=True):
+        seconds.setdefault(turn.name, []).append(all_calls / turn.calls)
+    return Timing(seconds, clock, sensed)
+
+
+class Span(NamedTuple):
+    start: float  # nanoseconds
+    stop: float
+
+
+@contextlib.contextmanager
+def trace() -> Iterator[Callable]:
+    """Yields a function that afterwards gives the turns' spans by number, and what the GPU did, in order of time."""
+    options = jax.profiler.ProfileOptions()
+    options.host_tracer_level, options.python_tracer_level = 1, 0
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        jax.profiler.start_trace(folder, profiler_options=options)
+        try:
+            yield lambda: found
+        finally:
+            jax.profiler.stop_trace()
+            found += _read(pathlib.Path(folder))
+
+
+def _read(folder: pathlib.Path) -> tuple[dict[int, Span], list[Span]]:
+    turns, busy = {}, []
+    for path in folder.rglob("*.xplane.pb"):
+        for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
+            of_gpu = plane.name.startswith("/device:GPU")
+            for line in plane.lines:
+                if of_gpu and not line.name.startswith("Stream"):  # the same once more, by module or by operation
+                    continue
+                for event in line.events:
+                    span = Span(event.start_ns, event.start_ns + event.duration_ns)
+                    if of_gpu:
+                        busy.append(span)
+                    elif plane.name.startswith("/host:CPU") and event.name.startswith(_MARK):
+                        turns[int(event.name.removeprefix(_MARK))] = span
+    return turns, sorted(busy)
+
+
+def device_seconds(turns: list[Turn], spans: dict[int, Span], busy: list[Span]) -> list[float]:
+    """The time within each turn in which the GPU did anything; NoDeviceTime where the trace cannot be whole."""
+    if not busy:
+        raise NoDeviceTime("the profiler saw nothing run on a GPU; CUPTI may lack the permission")
+    times, kernels = [], {}
+    for number, turn in enumerate(turns):
+        if number not in spans:
+            raise NoDeviceTime(f"the trace lacks a turn of {turn.name}")
+        margin = PAUSE / 4 * 1e9
+        first = bisect.bisect_left(busy, (spans[number].start - margin,))
+        last = bisect.bisect_left(busy, (spans[number].stop + margin,))
+        count = last - first
+        if kernels.setdefault(turn.name, count) != count or count < turn.calls:
+            raise NoDeviceTime(f"the trace lost kernels of {turn.name}: {count} in a turn of {turn.calls} calls")
+        times.append(_union(busy[first:last]) / 1e9)
+    return times
+
+
+def _union(spans: list[Span]) -> float:
+    """The length of what spans, in order of their start, cover together."""
+    total, end = 0.0, -math.inf
+    for start, stop in spans:
+        total += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return total
+
+
+def which() -> str:
+    """The clock that this machine offers, tried out."""
+    if not machine.on_gpu():
+        return WALL
+    x = jnp.ones(1024)
+    double = jax.jit(lambda: x * 2)
+    double()
+    try:
+        return timing({"a trial": Program(double, jax.block_until_ready, list)}, 2, DEVICE).clock
+    except Exception as error:  # whatever a profiler raises; the benchmark goes on without it
+        return f"{WALL}: the profiler raised {type(error).__name__}: {error}"

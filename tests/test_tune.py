@@ -1,0 +1,90 @@
+"""scripts/tune.py as its user meets it, with kernels in Pallas' interpreter at tiny sizes."""
+
+import re
+from typing import NamedTuple
+
+import pytest
+
+from pallas_flash import backends
+from pallas_flash.kernels.portable.tuning import AllTiles, Tiles
+from scripts import tune
+
+TINY = "--implementation portable --batch 1 --length 32 --heads 2 --kv-heads 1 --head-size 16 --dtype float32 --repeats 2"
+
+
+def run(arguments=""):
+    return tune.main([*TINY.split(), *arguments.split()])
+
+
+def test_every_kernel_is_swept_by_its_own_pass_and_the_row_is_valid_tiles(capsys, quick_compile):
+    assert run("--sweep block_k=16,32") == 0
+    printed = capsys.readouterr().out
+    passes = re.findall(r"^(\w+), by the time of the (\w+)$", printed, re.MULTILINE)
+    assert passes == [("forward", "forward"), ("dkv", "backward"), ("dq", "backward")]
+    assert printed.count("in use") == 3 and printed.count("| 16 ") == 3
+    row = eval(printed.splitlines()[-1], dict(AllTiles=AllTiles, Tiles=Tiles))
+    assert isinstance(row, AllTiles) and all(kernel.block_k in (16, 32) for kernel in row)
+
+
+def test_a_candidate_that_is_wrong_or_raises_is_reported_and_never_the_row(capsys, monkeypatch, quick_compile):
+    portable = next(backend for backend in backends.BACKENDS if backend.name == "portable")
+
+    def forward(problem, tiles, operands):
+        o, lse = portable.forward(problem, tiles, operands)
+        if tiles.forward.num_stages == 3:
+            raise RuntimeError("the blocks do not fit into shared memory")
+        return (o * 2 if tiles.forward.num_stages == 1 else o), lse
+
+    others = [backend for backend in backends.BACKENDS if backend is not portable]
+    monkeypatch.setattr(backends, "BACKENDS", (portable._replace(forward=forward), *others))
+    assert run("--kernels forward --sweep num_stages=1,3") == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"^\| 1 +\| wrong .*o is off by 1.0e\+00", printed, re.MULTILINE)
+    assert re.search(r"^\| 3 +\| failed .*RuntimeError: the blocks do not fit into shared memory", printed, re.MULTILINE)
+    assert "num_stages=2" in printed.splitlines()[-1]
+
+
+def test_documents_and_windows_are_part_of_the_call(capsys, quick_compile):
+    assert run("--kernels forward --documents 3 --window 5 --sweep num_warps=8") == 0
+    assert "causal window 5 3 documents" in capsys.readouterr().out
+
+
+class Flat(NamedTuple):
+    width: int
+    block_k: int
+    split: bool = False
+
+
+class Nested(NamedTuple):
+    forward: Flat
+    fused: Flat | None
+    dq: Flat
+
+
+def test_tiles_of_any_form_are_swept():
+    flat = Flat(64, 128)
+    assert tune.kernels_of(flat) == [tune.Kernel(None, "forward")]
+    assert tune.kernels_of(Nested(flat, None, flat)) == [tune.Kernel("forward", "forward"), tune.Kernel("dq", "backward")]
+    kernel = tune.Kernel("dq", "backward")
+    assert kernel.put(Nested(flat, None, flat), Flat(64, 32)) == Nested(flat, None, Flat(64, 32))
+    found = tune.candidates(flat, dict(block_k=(32, 128), split=(False, True), other=(1, 2)))
+    assert found == [flat, Flat(64, 32), Flat(64, 32, True), Flat(64, 128, True)]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ("--sweep block_k=fast", "must be FIELD=VALUE,VALUE with whole numbers, as block_k=64,128; got 'block_k=fast'"),
+        ("--full --window 3", "--window is causal; leave out --full."),
+        ("--implementation blockwise", "invalid choice: 'blockwise'"),
+    ],
+)
+def test_a_wrong_argument_is_explained(capsys, arguments, message):
+    with pytest.raises(SystemExit, match="2"):
+        run(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_an_implementation_that_cannot_run_the_shape_says_why():
+    with pytest.raises(SystemExit, match=r"tune\.py: implementation 'hopper' cannot run this call: wgmma multiplies"):
+        run("--implementation hopper")
