@@ -1,0 +1,239 @@
+"""DESIGN.md: its loops run and are exact, its links lead somewhere, and its pictures show what the code does today."""
+
+import doctest
+import itertools
+import pathlib
+import re
+from xml.etree import ElementTree
+
+import jax
+import numpy as np
+import oracle
+import pytest
+
+from pallas_flash.arguments import Problem
+from pallas_flash.kernels.hopper import tuning
+from pallas_flash.masks import Visibility
+from scripts import draw_design
+
+ROOT = pathlib.Path(__file__).parents[1]
+DESIGN = ROOT / "pallas_flash" / "DESIGN.md"
+TEXT = DESIGN.read_text()
+PROSE = re.sub(r"```.*?```|`[^`\n]*`", "", TEXT, flags=re.S)
+LINKS = sorted(set(re.findall(r"\]\(([^)\s]+)\)", PROSE)))
+PICTURES = ("memory", "tiles", "timeline")
+
+
+# ---- the loops ----
+
+
+@pytest.fixture(scope="module")
+def doctests():
+    """What the code defines, and how its doctests went."""
+    examples = doctest.DocTestParser().get_doctest(TEXT, {}, DESIGN.name, str(DESIGN), 0)
+    with jax.default_matmul_precision("highest"):
+        results = doctest.DocTestRunner().run(examples, clear_globs=False)
+        yield examples.globs, results
+
+
+@pytest.fixture
+def names(doctests):
+    return doctests[0]
+
+
+def test_the_code_runs_and_prints_what_the_text_says(doctests):
+    assert doctests[1] == (0, TEXT.count("\n>>> "))
+
+
+def one_head(rng, T, S, H, Hv, size=1.0):
+    """q, k, v, do and dlse of one head, and oracle.attention of them."""
+    q, k, v, do = (rng.normal(size=shape).astype(np.float32) for shape in [(T, H), (S, H), (S, Hv), (T, Hv)])
+    q, dlse = size * q, rng.normal(size=T).astype(np.float32)
+    by_head = [x[None, :, None] for x in (q, k, v, do)]
+    o, lse, gradients = oracle.attention(*by_head, dlse[None, :, None], scale=1.0)
+    return (q, k, v, do, dlse), (o[0, :, 0], lse[0, :, 0], [x[0, :, 0] for x in gradients[:3]])
+
+
+@pytest.mark.parametrize("T, S, H, Hv, size", [(1, 1, 3, 2, 1.0), (19, 61, 8, 5, 1.0), (33, 16, 4, 4, 300.0)])
+@pytest.mark.parametrize("loop", ["dense", "three_passes", "two_passes", "flash1", "flash2", "flash3"])
+def test_a_loop_gives_dense_attention(names, loop, T, S, H, Hv, size, rng):
+    (q, k, v, *_), (o, lse, _) = one_head(rng, T, S, H, Hv, size)
+    actual_o, actual_lse = names[loop](*map(jax.numpy.asarray, (q, k, v)))
+    np.testing.assert_allclose(actual_o, o, atol=3e-6 * size, rtol=1e-5)  # logits of hundreds have an ulp of 3e-5
+    np.testing.assert_allclose(actual_lse, lse, atol=1e-5, rtol=1e-6)
+
+
+def test_the_loop_of_the_backward_gives_the_gradients_of_dense_attention(names, rng):
+    (q, k, v, do, dlse), (o, lse, expected) = one_head(rng, 19, 61, 8, 5)
+    actual = names["backward"](*(jax.numpy.asarray(x, np.float32) for x in (q, k, v, o, lse, do, dlse)))
+    for gradient, wanted in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(gradient, wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_the_masked_loop_leaves_a_row_without_keys_empty(names, rng):
+    q, k, v = (jax.numpy.asarray(rng.normal(size=(20, 4)).astype(np.float32)) for _ in range(3))
+    o, lse = names["masked"](q, k, v, Visibility(20, right=0, offset=-3), 8, 8)
+    assert not np.any(o[:3]) and np.all(np.isneginf(lse[:3])) and np.all(np.isfinite(lse[3:]))
+
+
+class Counted:
+    """An array that counts the elements read from it."""
+
+    def __init__(self, x):
+        self.x, self.shape, self.read = x, x.shape, 0
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, rows):
+        self.read += self.x[rows].size
+        return self.x[rows]
+
+
+@pytest.mark.parametrize("loop, formula", [("flash1", draw_design.moved_flash1), ("flash2", draw_design.moved_flash2)])
+def test_the_loops_read_what_the_picture_of_the_memory_counts(names, loop, formula):
+    z, tile = draw_design.Sizes(T=37, S=53, H=16), dict(flash1=1024, flash2=16)[loop]  # M, or block_q
+    arrays = {name: Counted(jax.numpy.ones((length, z.H))) for name, length in dict(q=z.T, k=z.S, v=z.S).items()}
+    names[loop](*arrays.values(), tile)
+    expected = formula(z, tile).read
+    assert {name: x.read for name, x in arrays.items()} == {name: expected[name] for name in arrays}
+
+
+# ---- the text ----
+
+
+@pytest.mark.parametrize("link", [link for link in LINKS if not link.startswith(("http", "#"))])
+def test_a_link_leads_to_a_file(link):
+    assert (DESIGN.parent / link).is_file()
+
+
+@pytest.mark.parametrize("link", [link for link in LINKS if link.startswith("#")])
+def test_a_link_leads_to_a_heading(link):
+    headings = re.findall(r"^#+ (.*)$", TEXT, re.M)
+    assert link[1:] in [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+
+
+def test_the_pictures_are_shown_and_readme_links_the_text():
+    assert {f"design/{name}.svg" for name in PICTURES} <= set(LINKS)
+    assert "(pallas_flash/DESIGN.md)" in (ROOT / "README.md").read_text()
+
+
+def test_inline_formulas_hold_nothing_that_github_takes_for_markdown():
+    assert PROSE.count("$") % 2 == 0
+    for formula in re.finditer(r"\$[^$]*\$", PROSE):
+        assert not re.search(r"\n|[*<>]|\\[^a-zA-Z]|\W_", formula.group()), formula
+        around = PROSE[formula.start() - 1] + PROSE[formula.end()]
+        assert not re.search(r"[\w-]", around), f"it touches a word: {formula}"
+
+
+# ---- the pictures ----
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pictures")
+    draw_design.main(["--out", str(folder)])
+    return folder
+
+
+def content(path):
+    """The texts of a picture, and its shapes with their numbers: without letters' outlines and the legend's places, which differ
+    with matplotlib's version."""
+    texts, shapes = [], []
+
+    def walk(element, in_legend):
+        for child in element:
+            if child.tag is ElementTree.Comment:
+                texts.append(child.text.strip())
+            elif child.tag.endswith(("}defs", "}metadata")) or (child.get("id", "").startswith("text_") and not list(child)):
+                continue
+            elif child.get("id", "").startswith("text_"):
+                texts.extend(c.text.strip() for c in child.iter(ElementTree.Comment))
+            elif child.tag.endswith(("}path", "}use")) and not in_legend:
+                place = " ".join(child.get(name, "") for name in ("d", "x", "y"))
+                shapes.append((child.get("style"), [float(n) for n in re.findall(r"-?\d+\.?\d*", place)]))
+            else:
+                walk(child, in_legend or child.get("id", "").startswith("legend"))
+
+    parser = ElementTree.XMLParser(target=ElementTree.TreeBuilder(insert_comments=True))
+    walk(ElementTree.parse(path, parser).getroot(), in_legend=False)
+    return texts, shapes
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_picture_is_what_the_script_draws_today(name, drawn):
+    again = "stale: run python scripts/draw_design.py"
+    (texts, shapes), (now_texts, now_shapes) = content(DESIGN.parent / "design" / f"{name}.svg"), content(drawn / f"{name}.svg")
+    assert texts == now_texts and len(texts) > 20, again
+    assert len(shapes) == len(now_shapes) > 20, again
+    for (style, numbers), (now_style, now_numbers) in zip(shapes, now_shapes, strict=True):
+        assert style == now_style and len(numbers) == len(now_numbers), again
+        np.testing.assert_allclose(numbers, now_numbers, atol=0.5, err_msg=again)
+
+
+EXAMPLES = {
+    "causal": dict(is_causal=True),
+    "causal window (30, 0)": dict(local_window_size=(30, 0)),
+    "window (20, 12)": dict(local_window_size=(20, 12)),
+    "documents": dict(query_segment_ids=np.repeat(np.arange(4), [20, 36, 12, 28])[None]),
+    "documents, causal": dict(is_causal=True, query_segment_ids=np.repeat(np.arange(4), [20, 36, 12, 28])[None]),
+    "lengths: 70 queries, 60 keys": dict(query_seq_lengths=70, key_value_seq_lengths=60),
+}
+
+
+def test_the_picture_of_tiles_is_the_truth():
+    assert EXAMPLES.keys() == draw_design.example_masks().keys()
+    size, tiles = draw_design.BLOCK, draw_design.LENGTH // draw_design.BLOCK
+    for name, rules in draw_design.example_masks().items():
+        visits = draw_design.visits(rules)
+        seen = oracle.visible(1, 1, draw_design.LENGTH, draw_design.LENGTH, EXAMPLES[name])[0, 0]
+        for i, j in itertools.product(range(tiles), repeat=2):
+            tile = seen[i * size : (i + 1) * size, j * size : (j + 1) * size]
+            truth = "full" if tile.all() else "masked" if tile.any() else "skipped"
+            assert visits.kind(i, j) == truth, f"{name}: tile {i}, {j}"
+        key = np.arange(draw_design.LENGTH)
+        np.testing.assert_array_equal((visits.start[:, None] <= key) & (key < visits.stop[:, None]), seen)
+
+
+@pytest.mark.parametrize("consumers, overlap", draw_design.SCHEDULES.values())
+def test_the_timeline_obeys_what_it_stands_for(consumers, overlap):
+    blocks = 7
+    spans = [span for span in draw_design.simulate(blocks, consumers, overlap) if span.lane != "turns"]
+    for unit in ("products", "TMA", "exp"):
+        busy = sorted((span.start, span.stop) for span in spans if unit in f"{span.lane} {span.label}")
+        assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(busy)), f"{unit}: two jobs at once"
+    loads = {span.label: span for span in spans if span.lane == "TMA"}
+    for own in range(consumers):
+        mine = {span.label: span for span in spans if span.lane.startswith(f"consumer {own}") and span.label != "max"}
+        for j in range(blocks):
+            s, exp, pv = (mine[label] for label in (f"$S_{j}$", f"exp {j}", f"$P_{j}V_{j}$"))
+            assert loads[f"$K_{j}$"].stop <= s.start < s.stop < exp.start and exp.stop <= pv.start
+            assert loads[f"$V_{j}$"].stop <= pv.start
+            if j + draw_design.STAGES < blocks:  # the slot is filled again only after it was read
+                assert pv.stop <= loads[f"$V_{j + draw_design.STAGES}$"].start
+            if j > 0:
+                before = mine[f"$P_{j - 1}V_{j - 1}$"]
+                assert (exp.start < before.stop) == overlap
+
+
+def test_the_timeline_is_of_the_kernel_as_it_is_tuned():
+    shape = dict(batch=1, queries=4096, keys=4096, heads=1, kv_heads=1, head_size=128, value_size=128)
+    extras = dict(scale=1.0, soft_cap=None, bias=None, mask=None, visibility=Visibility(4096))
+    tiles = tuning.tiles(Problem(**shape, dtype="bfloat16", **extras))
+    kernel = draw_design.SCHEDULES["two consumers in turns, softmax under (the kernel)"]
+    assert (tiles.warpgroups, tuning.ROWS, tiles.block_k, tiles.width) == (kernel[0], 64, 128, 128)
+    assert tiles.stages == draw_design.STAGES and tiles.block_q == draw_design.ROWS
+
+
+def test_the_slack_is_what_the_text_says():
+    busy = lambda overlap, softmax: draw_design.busy(2, overlap, softmax - draw_design.EXPONENTIALS)
+    for overlap, most in ((False, 1024), (True, 1536)):
+        assert f" {most} " in TEXT.replace("\n", " ")
+        assert busy(overlap, most) == 1 > busy(overlap, most + 32)
+
+
+def test_the_rates_in_the_text_are_those_of_the_picture():
+    for gpu in draw_design.GPUS:
+        quotient = re.search(rf"{int(gpu.tensor_tflops)} / ([\d.]+) = (\d+)", TEXT.replace("\n", " "))
+        assert float(quotient[1]) == round(gpu.hbm_tb_per_s, 2)
+        assert int(quotient[2]) == round(gpu.tensor_tflops / gpu.hbm_tb_per_s)
