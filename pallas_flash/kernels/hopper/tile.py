@@ -136,7 +136,11 @@ def product(begin, shape):
 
 def product_add(begin, o):
     """o + the product that begin(acc) begins."""
-    return pl.run_state(begin)(plgpu.ACC.init(o))
+
+    def body(acc):
+        begin(acc)
+
+    return pl.run_state(body)(plgpu.ACC.init(o))
 
 
 def overlap(body, o, scores_shape, m, l):
