@@ -10,6 +10,8 @@ import oracle
 import pytest
 from cases import MASKS, Sizes, arguments, qkv
 from check import TOLERANCE, close
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from pallas_flash import explain, flash_attention
 from pallas_flash.kernels import hopper
@@ -110,6 +112,53 @@ def test_without_a_wait_there_is_a_race(wait, rng, monkeypatch):
     with contextlib.suppress(jax.errors.JaxRuntimeError), gpu_interpreter.hopper_kernels(detect_races=True) as races:
         forward(*qkv(rng, z, jnp.bfloat16))
     assert races.found
+
+
+def mesh(kind):
+    """Of one device: on several, jax's interpreter waits in vain at the barriers of the second."""
+    return jax.make_mesh((1,), ("data",), axis_types=(kind,))
+
+
+ON_A_MESH = Sizes(B=2, T=67, S=131, N=2, K=1, H=128, Hv=128)
+
+
+@needs_interpreter
+def test_arrays_on_an_explicit_mesh_stay_where_they_are(rng):
+    arrays = qkv(rng, ON_A_MESH, jnp.bfloat16)
+    sharding = NamedSharding(mesh(AxisType.Explicit), P("data"))
+    with gpu_interpreter.hopper_kernels():
+        o = flash_attention(*(jax.device_put(x, sharding) for x in arrays), implementation="hopper", is_causal=True)
+        assert jax.typeof(o).sharding.spec[0] == "data"
+        np.testing.assert_array_equal(np.asarray(o), forward(*arrays, is_causal=True)[0])
+
+
+@needs_interpreter
+def test_inside_of_a_checked_shard_map_it_gives_the_same(rng):
+    arrays = qkv(rng, ON_A_MESH, jnp.bfloat16)
+    attend = lambda q, k, v: flash_attention(q, k, v, implementation="hopper", is_causal=True)
+    with gpu_interpreter.hopper_kernels():
+        o = jax.jit(jax.shard_map(attend, mesh=mesh(AxisType.Auto), in_specs=P("data"), out_specs=P("data")))(*arrays)
+        np.testing.assert_array_equal(np.asarray(o), forward(*arrays, is_causal=True)[0])
+
+
+# In how many blocks of 128 lie the keys that the rows of each of three consumers see; a row that sees none counts as one block.
+BLOCKS = {
+    "causal": (dict(is_causal=True), (1, 1, 2)),
+    "window": (dict(local_window_size=(0, 64)), (1, 2, 1)),
+    "a later window": (dict(local_window_size=(0, 10), query_offset=100), (2, 1, 2)),
+    "lengths": (dict(is_causal=True, query_seq_lengths=np.array([64], np.int32)), (1, 1, 1)),
+}
+
+
+@needs_interpreter
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_consumer_multiplies_only_the_blocks_that_its_own_rows_need(name, rng, monkeypatch):
+    kw, blocks = BLOCKS[name]
+    products, wgmma = [], gpu_interpreter._wgmma
+    monkeypatch.setattr(gpu_interpreter, "_wgmma", lambda **kw: (products.append(kw["thread"]), wgmma(**kw))[1])
+    with gpu_interpreter.hopper_kernels():
+        agrees(*qkv(rng, Sizes(B=1, T=192, S=512, N=1, K=1, H=64, Hv=64), jnp.bfloat16), **kw)
+    assert len(products) == 2 * sum(blocks)
 
 
 @needs_interpreter

@@ -15,7 +15,7 @@ from pallas_flash import online_softmax, schedule
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.kernels.hopper import order, sync, tile
 from pallas_flash.kernels.hopper.tuning import ROWS, AllTiles, Tiles
-from pallas_flash.masks import Visibility
+from pallas_flash.masks import Ints, Visibility
 
 
 class Inputs(NamedTuple):
@@ -25,6 +25,7 @@ class Inputs(NamedTuple):
     k: jax.Array  # [B, S, K, width]
     v: jax.Array  # [B, S, K, value_width]
     blocks: jax.Array | None  # int32 [B or 1, query tiles, 4]: schedule.Blocks; None where all are the same and known
+    own_blocks: jax.Array | None  # int32 [B or 1, ceil(T / 64), 4]: the same for the rows of each consumer
     visibility: Visibility  # its data by rows and keys only
 
 
@@ -50,11 +51,12 @@ def forward(problem: Problem, tiles: AllTiles, x: Operands):
 
 def _inputs(p: Problem, t: Tiles, x: Operands) -> Inputs:
     visibility, blocks = schedule.by_query_tile(x.visibility, p.queries, t.block_q, t.block_k)
+    _, own_blocks = schedule.by_query_tile(x.visibility, p.queries, ROWS, t.block_k)
     value = x.value
     if (reached := x.visibility.reached(jnp.arange(p.keys))) is not None:
         value = jnp.where(reached[:, :, None, None], value, 0)  # what is not seen has p = 0, and 0 * NaN is NaN
     q, k, v = tile.padded(x.query, t.width), tile.padded(x.key, t.width), tile.padded(value, t.value_width)
-    return Inputs(q, k, v, blocks, visibility)
+    return Inputs(q, k, v, blocks, own_blocks, visibility)
 
 
 class Memory(NamedTuple):
@@ -111,12 +113,36 @@ def _kernel(program, x: Inputs, o_gmem, lse_gmem, memory: Memory, *, problem: Pr
         rows = at.batch, pl.ds(first_row, ROWS), at.head, tile.columns(wide.shape[1])
         tile.copy_in(x.q.at[rows], wide, memory.q_full.at[own])
         view = tile.view(x.visibility, at.batch, first_row)
+        own_blocks = _own_blocks(x, at, own, blocks, tiles)
         turns = sync.Turns(number_of.turns, tiles.warpgroups, own)
-        o, lse = _attend(q, k, v, turns, blocks, view, problem, tiles)
+
+        def pass_by(j, _):  # a block that only others need
+            k.wait(j)
+            turns.take()
+            turns.pass_on()
+            k.release(j)
+            v.wait(j)
+            v.release(j)
+
+        turns.open()
+        schedule.loop(blocks.first, own_blocks.first, pass_by, None)
+        o, lse = _attend(q, k, v, turns, own_blocks, view, problem, tiles)
+        schedule.loop(own_blocks.last, blocks.last, pass_by, None)
         o_smem[...], lse_smem[...] = o.astype(q.dtype), lse
         tile.copy_out((wide, o_gmem.at[rows]), (lse_smem, lse_gmem.at[at.batch, at.head, pl.ds(first_row, ROWS)]))
+        turns.close()
 
     tile.by_role(tiles, consume, produce)
+
+
+def _own_blocks(x: Inputs, at: order.Place, own: Ints, blocks: schedule.Blocks, tiles: Tiles) -> schedule.Blocks:
+    """Those of a program's blocks that a consumer needs, at least one; it passes by the others."""
+    if x.own_blocks is None:
+        return blocks
+    number = jnp.minimum(at.tile * tiles.warpgroups + own, x.own_blocks.shape[1] - 1)
+    mine = tile.blocks(x.own_blocks, at.batch, number)
+    first = jnp.clip(mine.first, blocks.first, blocks.last - 1)
+    return mine._replace(first=first, last=jnp.clip(mine.last, first + 1, blocks.last))
 
 
 def _attend(
@@ -131,7 +157,6 @@ def _attend(
             s = jnp.where(view.sees(j * tiles.block_k, shape), s, -jnp.inf)
         return online_softmax.step(s, m, l, scale)
 
-    turns.open()
     first, last = blocks.first, blocks.last - 1
     k.wait(first)
     turns.take()
@@ -153,7 +178,7 @@ def _attend(
             s = tile.finished(s_acc, running=1)  # [bq, bk]
             k.release(j)
             results = softmax(s, j, m, l, masked)
-            v.wait(j)
+            v.wait(j)  # here and not in the next step: ptxas does not move the wait for the products up over this one
             return results
 
         o, p, alpha, m, l = tile.overlap(under_the_products, o, shape, m, l)
@@ -163,7 +188,6 @@ def _attend(
     carry = tile.zeros(ROWS, tiles.value_width), m, l, p.astype(q.dtype)
     o, m, l, p = blocks._replace(first=first + 1).clipped().visit(step, carry)
     turns.take()
-    (o,) = tile.products_add(lambda acc: tile.dot(acc, p, v.block(last)), o)
+    (o,) = tile.products_add(lambda acc: (tile.dot(acc, p, v.block(last)), turns.pass_on()), o)
     v.release(last)
-    turns.close()
     return online_softmax.finish(o, m, l, problem.soft_cap or 0.0)

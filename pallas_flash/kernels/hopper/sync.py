@@ -86,11 +86,12 @@ class Turns(NamedTuple):
         named_barrier("sync", self.first + self.own, 2 * WARPGROUP)
 
     def pass_on(self):
-        named_barrier("arrive", self.first + lax.rem(self.own + 1, jnp.int32(self.warpgroups)), 2 * WARPGROUP)
+        own = lax.optimization_barrier(self.own)  # computed each time: there is no register to keep it in
+        named_barrier("arrive", self.first + jnp.where(own < self.warpgroups - 1, own + 1, 0), 2 * WARPGROUP)
 
     def close(self):
-        """After its last turn: nobody waits for the last consumer's."""
-        pl.when(self.own < self.warpgroups - 1)(self.pass_on)
+        """The first takes the turn that the last has passed on in the end."""
+        pl.when(self.own == 0)(self.take)
 
 
 class Ring(NamedTuple):
@@ -106,7 +107,10 @@ class Ring(NamedTuple):
         return jax.tree.leaves(self.slots)[0].shape[0]
 
     def _slot(self, t: Ints):
-        return lax.rem(t, jnp.int32(self.stages)) if self.stages > 1 else opaque(0)
+        if self.stages == 1:
+            return opaque(0)
+        unsigned = jnp.asarray(t, jnp.uint32)  # the remainder of a signed number takes more instructions
+        return lax.rem(unsigned, jnp.uint32(self.stages)).astype(jnp.int32)
 
     def _release_barrier(self, operation, t):
         named_barrier(operation, self.released + self._slot(t), (self.consumers + 1) * WARPGROUP)

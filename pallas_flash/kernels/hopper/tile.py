@@ -177,7 +177,11 @@ def product(begin, shape):
 
 def products_add(begin, *sums):
     """The sums, each plus the products that begin(accumulator, ...) begins."""
-    return pl.run_state(lambda accumulators: begin(*accumulators))(tuple(map(plgpu.ACC.init, sums)))
+
+    def body(accumulators):
+        begin(*accumulators)
+
+    return pl.run_state(body)(tuple(map(plgpu.ACC.init, sums)))
 
 
 def overlap(body, o, scores_shape, m, l):
