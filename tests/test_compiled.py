@@ -92,8 +92,8 @@ CALLS = sorted({(row.width, row.case, row.deterministic) for row in LOOPS}, key=
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: "-".join(map(str, call)))
 def test_the_loops_are_tight(call):
-    """No spill in a loop of products, no product that waits for the one before it; without a mask, exponentials under products and
-    no more instructions than there must be."""
+    """No spill in a loop of products, no product that waits for the one before it; and in the loop without a mask, exponentials
+    under the products and no more instructions than there must be."""
     width, case, deterministic = call
     rows = {f"flash_attention_{row.kernel}": row for row in LOOPS if (row.width, row.case, row.deterministic) == call}
     head, value = width if isinstance(width, tuple) else (width, width)
