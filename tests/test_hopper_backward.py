@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from cases import MASKS, Sizes, qkv
 from check import check, cotangents, run
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
-from pallas_flash import explain
+from pallas_flash import explain, flash_attention
 from pallas_flash.kernels import hopper
 from pallas_flash.kernels.hopper import backward_dkv, sync
 
@@ -104,6 +106,21 @@ def test_the_deterministic_scheme_gives_the_same_bits_twice(rng):
         once, again = (run(q, k, v, do, dlse, "hopper")[2][:3] for _ in range(2))
     for x, y in zip(once, again, strict=True):
         np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("deterministic", [DETERMINISTIC, FUSED])
+def test_inside_of_a_checked_shard_map_it_gives_the_same(deterministic, rng):
+    def loss(*qkv):
+        o = flash_attention(*qkv, implementation="hopper", is_causal=True, deterministic=deterministic)
+        return jnp.sum(jnp.sin(o.astype(jnp.float32)))
+
+    arrays = qkv(rng, sizes(67, 131, 64, B=2), jnp.bfloat16)
+    one_device = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))  # on two, the interpreter waits in vain
+    grad = jax.grad(loss, (0, 1, 2))
+    with gpu_interpreter.hopper_kernels():
+        spread = jax.jit(jax.shard_map(grad, mesh=one_device, in_specs=P("data"), out_specs=P("data")))(*arrays)
+        for x, y in zip(spread, grad(*arrays), strict=True):
+            np.testing.assert_allclose(np.float32(x), np.float32(y), rtol=0, atol=0 if deterministic else 1e-2)
 
 
 @pytest.mark.parametrize("size, fused", [(64, True), (128, True), (129, False)])

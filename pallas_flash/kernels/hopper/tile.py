@@ -227,9 +227,7 @@ def launch(kernel, args, *, programs: int, out_type, tiles, scratch, name: str):
     leaves, tree = jax.tree.flatten(args)
     memory, memory_tree = jax.tree.flatten(scratch)
     is_type = lambda x: isinstance(x, jax.ShapeDtypeStruct)
-    devices = jax.typeof(leaves[0]).manual_axis_type  # over which axes of a mesh the operands vary, and so the results
-    results = [jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=devices) if is_type(x) else x for x in out_type]
-    adds = not all(map(is_type, results))
+    adds = not all(map(is_type, out_type))
 
     def entry(*refs):
         inputs, outputs = jax.tree.unflatten(tree, refs[: len(leaves)]), refs[len(leaves) :]
@@ -239,7 +237,7 @@ def launch(kernel, args, *, programs: int, out_type, tiles, scratch, name: str):
     entry.__name__ = name
     call = plgpu.kernel(
         entry,
-        out_type=() if adds else results,
+        out_type=() if adds else out_type,
         grid=(programs,),
         grid_names=("program",),
         num_threads=tiles.warpgroups + 1,
@@ -251,7 +249,11 @@ def launch(kernel, args, *, programs: int, out_type, tiles, scratch, name: str):
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
         ),
     )
-    if not adds:
-        return call(*leaves)
-    before = tuple(lax.empty(x.shape, x.dtype) if is_type(x) else x for x in results)
-    return pl.run_state(lambda refs: call(*leaves, *refs))(before)
+    if adds:
+        before = tuple(lax.empty(x.shape, x.dtype) if is_type(x) else x for x in out_type)
+        results = pl.run_state(lambda refs: call(*leaves, *refs))(before)
+    else:
+        results = call(*leaves)
+    # Inside of shard_map the results vary over the axes of the mesh that the operands vary over, which the call does not see.
+    axes = tuple(jax.typeof(leaves[0]).manual_axis_type.varying)
+    return [lax.pcast(x, axes, to="varying") for x in results] if axes else results
