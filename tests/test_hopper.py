@@ -94,7 +94,7 @@ def test_a_soft_cap_gives_the_oracles_output_and_lse(rng):
 
 
 @needs_interpreter
-@pytest.mark.parametrize("width, value_width", [(64, 64), (128, 128), (192, 128), (64, 128)])
+@pytest.mark.parametrize("width, value_width", [(64, 64), (128, 128), (192, 128), (64, 128), (256, 256)])
 def test_there_is_no_race(width, value_width, rng):
     z = Sizes(B=1, T=2 * 192, S=700, N=1, K=1, H=width, Hv=value_width)
     with gpu_interpreter.hopper_kernels(detect_races=True) as races:

@@ -58,10 +58,13 @@ def test_gradients_are_the_oracles(name, rng):
         check(rng, *qkv(rng, z, dtype), "hopper", deterministic=deterministic, **kw)
 
 
-@pytest.mark.parametrize("width, deterministic", [(64, DETERMINISTIC), (128, FUSED), (64, FUSED), (256, DETERMINISTIC)])
-def test_there_is_no_race(width, deterministic, rng):
+RACES = [(64, 64, DETERMINISTIC), (128, 128, FUSED), (64, 64, FUSED), (256, 256, DETERMINISTIC), (192, 128, DETERMINISTIC)]
+
+
+@pytest.mark.parametrize("width, value_width, deterministic", RACES)
+def test_there_is_no_race(width, value_width, deterministic, rng):
     with gpu_interpreter.hopper_kernels(detect_races=True) as races:
-        z = sizes(300 if width == 64 else 200, 260, width, N=1 if width == 256 else 2)
+        z = sizes(300 if width == 64 else 200, 260, width, value_width, N=1 if width > 128 else 2)
         check(rng, *qkv(rng, z, jnp.bfloat16), "hopper", deterministic=deterministic, is_causal=True, query_offset=130)
     assert not races.found
 
