@@ -95,6 +95,14 @@ def blocks(ref, batch: Ints, number: Ints) -> schedule.Blocks:
     return schedule.Blocks(*(ref[batch if ref.shape[0] > 1 else 0, number, i] for i in range(4)))
 
 
+def key_blocks(ref, at, keys: int, block_k: int) -> schedule.Blocks:
+    """The blocks of keys that a program's tile of queries visits, at least one: where no row sees a key it is masked."""
+    if ref is None:
+        return schedule.key_blocks(0, keys, None, block_k)
+    found = blocks(ref, at.batch, at.tile)
+    return found._replace(last=jnp.maximum(found.last, found.first + 1))
+
+
 # Copies
 
 
@@ -165,12 +173,12 @@ def products(body, *shapes):
     return pl.run_scoped(body, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
 
 
-def product(begin, shape):
-    """The product that begin(acc) begins."""
+def product(begin, shape, running: int = 0):
+    """The product that begin(acc) begins, before `running` others that go on."""
 
     def body(acc):
         begin(acc)
-        return finished(acc)
+        return finished(acc, running)
 
     return products(body, shape)
 
@@ -184,20 +192,18 @@ def products_add(begin, *sums):
     return pl.run_state(body)(tuple(map(plgpu.ACC.init, sums)))
 
 
-def overlap(body, o, scores_shape, m, l):
-    """o', p, alpha, m', l': body(o_acc, s_acc) adds to o_acc, which holds o, and returns the others.
+def overlap(body, sums, like):
+    """The sums and values like `like`, from body(*accumulators), which begins to add to the sums and returns the values.
 
     What it computes runs under the products it has begun, and these have ended when this returns.
     """
 
     def stateful(refs):
-        o_acc, s_acc, *results = refs
-        for ref, value in zip(results, lax.optimization_barrier(body(o_acc, s_acc)), strict=True):
+        values = body(*refs[: len(sums)])
+        for ref, value in zip(refs[len(sums) :], lax.optimization_barrier(tuple(values)), strict=True):
             ref[...] = value
 
-    accumulators = plgpu.ACC.init(o), plgpu.ACC.init(zeros(*scores_shape))
-    o, _, *results = pl.run_state(stateful)((*accumulators, zeros(*scores_shape), rows(1.0), m, l))
-    return o, *results
+    return pl.run_state(stateful)((*map(plgpu.ACC.init, sums), *like))
 
 
 # Launch
