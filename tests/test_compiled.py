@@ -11,11 +11,12 @@ from typing import NamedTuple
 
 import pytest
 
+from pallas_flash.accounting import GPUS
 from pallas_flash.kernels import hopper
 from scripts import gpu_code
 
 SCRIPT = pathlib.Path(__file__).parents[1] / "scripts" / "inspect_kernels.py"
-with gpu_code.as_if_on(gpu_code.GPUS["H200"]):
+with gpu_code.as_if_on(GPUS["H200"]):
     TOO_OLD = hopper._why_not_here()
 pytestmark = pytest.mark.skipif(gpu_code.missing() is not None, reason=f"compiling for a GPU: {gpu_code.missing()}")
 
@@ -136,5 +137,5 @@ def test_temporaries_are_linear_in_the_length(implementation, deterministic, by_
 def test_those_of_dense_attention_are_quadratic_and_fit_into_no_gpu():
     eighth, whole = (temporary_bytes("reference", length) for length in (T // 8, T))
     scores = 4 * N * T * T
-    assert whole >= scores > max(gpu.memory for gpu in gpu_code.GPUS.values())
+    assert whole >= scores > max(gpu.memory for gpu in GPUS.values())
     assert whole >= 60 * eighth
