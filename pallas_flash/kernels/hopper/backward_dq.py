@@ -94,33 +94,35 @@ def _sum(x: Inputs, at, first_row, own, memory: Memory, k: sync.Ring, v: sync.Ri
     lse, delta = (tile.load(ref.at[by_head], tile.ROW) for ref in (x.lse, x.delta))
     view = tile.view(x.visibility, at.batch, first_row)
 
-    def gradient(j, masked, begin_more=None):
-        """dS of block j; its exponentials run under the product that begin_more() begins."""
+    def gradient(j, masked, before=None):
+        """dS of block j. Its exponentials run under dQ += dS K of `before`, the accumulator and the dS of the block before."""
         again = sync.opaque(own)  # or the addresses of all parts of q and do would take registers
         q, do = memory.q.at[again], memory.do.at[again]
 
-        def begin(acc):
+        def begin_s(acc):
+            k.wait(j)
             tile.dot_t(acc, q, k.block(j))
-            if begin_more is not None:
-                begin_more()
+            if before is not None:
+                dq_acc, ds = before
+                tile.dot(dq_acc, ds, k.block(j - 1))
 
-        k.wait(j)
-        s = tile.product(begin, shape, running=int(begin_more is not None))
+        def begin_dp(acc):
+            v.wait(j)
+            tile.dot_t(acc, do, v.block(j))
+            if before is not None:
+                tile.wait(running=1)
+                k.release(j - 1)
+
+        s = tile.product(begin_s, shape, running=0 if before is None else 1)
         sees = functools.partial(view.sees, j * tiles.block_k) if masked else None
         _, weight = probabilities(problem, s, functools.partial(tile.across, lse), sees)
-        v.wait(j)
-        dp = tile.product(lambda acc: tile.dot_t(acc, do, v.block(j)), shape)
+        dp = tile.product(begin_dp, shape)
         v.release(j)
         return weight * (dp - tile.across(delta, shape))
 
     def step(j, carry, masked):
         dq, ds = carry
-
-        def under_the_product(dq_acc):
-            return (gradient(j, masked, lambda: tile.dot(dq_acc, ds, k.block(j - 1))),)  # dQ += dS K
-
-        dq, ds = tile.overlap(under_the_product, (dq,), (tile.zeros(*shape),))
-        k.release(j - 1)
+        dq, ds = tile.overlap(lambda dq_acc: (gradient(j, masked, (dq_acc, ds)),), (dq,), (tile.zeros(*shape),))
         return dq, ds.astype(x.q.dtype)
 
     first, last = blocks.first, blocks.last - 1

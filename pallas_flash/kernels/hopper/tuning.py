@@ -8,7 +8,8 @@ ROWS = 64  # queries or keys of a warpgroup: the rows of one wgmma
 
 
 class Tiles(NamedTuple):
-    """Of a kernel that owns queries: `warpgroups` x 64 of them by `block_k` keys, with `stages` blocks in shared memory."""
+    """Of a kernel that owns queries: `warpgroups` x 64 of them by `block_k` keys, with `stages` blocks of keys and `value_stages`
+    blocks of values in shared memory."""
 
     width: int  # of queries and keys; head sizes are zero-padded to this
     value_width: int  # of values and the output
@@ -80,7 +81,7 @@ class AllTiles(NamedTuple):
         return f"forward {self.forward}; {backward}"
 
 
-# By registers, spills, shared memory and instructions of the code compiled for an H200. Not yet timed.
+# The tables: by registers, spills, shared memory and instructions of the code compiled for an H200. Not yet timed.
 
 # Three warpgroups hide more latency at value width 64 and spill at 128; blocks of 128 keys spill at 256 and do not fit twice
 # at 192.
@@ -94,12 +95,13 @@ _FORWARD = (
     Tiles(width=128, value_width=256, warpgroups=2, block_k=64, stages=2),
     Tiles(width=256, value_width=256, warpgroups=2, block_k=64, stages=2),
 )
-# Blocks of 128 keys leave no registers at 128; two blocks of values do not fit at 256.
+# Blocks of 128 keys leave no registers at 128. A block of keys is held for a step longer than one of values, so there are three;
+# at 256 there is room for two, and one of values.
 _DQ = (
-    Tiles(width=64, value_width=64, warpgroups=2, block_k=128, stages=2),
-    Tiles(width=128, value_width=128, warpgroups=2, block_k=64, stages=2),
-    Tiles(width=192, value_width=128, warpgroups=2, block_k=64, stages=2),
-    Tiles(width=192, value_width=192, warpgroups=2, block_k=64, stages=2),
+    Tiles(width=64, value_width=64, warpgroups=2, block_k=128, stages=3),
+    Tiles(width=128, value_width=128, warpgroups=2, block_k=64, stages=3),
+    Tiles(width=192, value_width=128, warpgroups=2, block_k=64, stages=3),
+    Tiles(width=192, value_width=192, warpgroups=2, block_k=64, stages=3),
     Tiles(width=256, value_width=256, warpgroups=2, block_k=64, stages=2, value_stages=1),
 )
 # At 256 dK and dV of 64 keys are more than the registers of one warpgroup; at 192/128 too, and a half of 192 columns is no whole
