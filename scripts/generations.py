@@ -35,11 +35,13 @@ def main(argv=None) -> int:
     timed = {} if "no times" in facts else measured(p, args, facts["clock"])
     tables.print_paper(p, table, timed.get("shape", []))
     tables.print_ways(ways)
-    tables.print_memory(table, *temporaries(p, args, timed))
+    found, where = temporaries(p, args, timed)
+    tables.print_memory(table, found, where)
     tables.print_lengths(lengths, timed.get("lengths", []))
     tables.print_blocks(blocks, timed.get("tiles", []))
-    tables.print_times(timed)
-    written = write(args, p, facts, timed, dict(table=table, ways=ways, units=units, lengths=lengths, blocks=blocks))
+    tables.print_times(timed, facts.get("clock"))
+    counted = dict(table=table, units=units, lengths=lengths, blocks=blocks)
+    written = write(args, p, facts, timed, counted, dict(ways=ways, temporaries=dict(where=where, bytes=found)))
     print(f"\nwritten    {', '.join(map(str, written))}")
     return int(any(is_bad(row, name) for name, rows in timed.items() for row in rows))
 
@@ -51,29 +53,32 @@ def is_bad(row, part: str) -> bool:
 
 def measured(p, args, timed_by: str) -> dict[str, list]:
     parts = dict(shape=times.at_the_shape, lengths=times.by_length, tiles=times.by_tiles)
-    return {name: part(p, args, timed_by) for name, part in parts.items()}
+    rows = {}
+    for name, part in parts.items():
+        print(f"measuring  {name}", file=sys.stderr, flush=True)
+        rows[name] = part(p, args, timed_by)
+    return rows
 
 
 def temporaries(p, args, timed) -> tuple[dict, str]:
     """As XLA counts them, by generation, and on what; or none, and why."""
     if timed:
-        rows = [
-            row for row in timed["shape"] if row.passes == times.BOTH and not row.case.causal and row.temporary_bytes is not None
-        ]
-        return {row.name: row.temporary_bytes for row in rows}, machine.device()
+        rows = times.as_the_paper(timed["shape"])
+        return {row.name: row.temporary_bytes for row in rows if row.temporary_bytes is not None}, machine.device()
     return ({}, "--counts") if args.counts else compiled.temporaries(SECOND, p)
 
 
-def write(args, p, facts: dict, timed: dict[str, list], counted: dict) -> list[pathlib.Path]:
+def write(args, p, facts: dict, timed: dict[str, list], counted: dict, more: dict) -> list[pathlib.Path]:
     args.out.mkdir(parents=True, exist_ok=True)
     picture, pictures = args.figure or args.out / "generations.svg", []
-    figure.write(picture, figure.counted(p, **{name: x for name, x in counted.items() if name != "ways"}))
+    figure.write(picture, figure.counted(p, **counted))
     if timed:
         pictures.append(args.out / "generations-times.png")
         title = f"{facts['device']}; {facts['versions']}; {facts['commit']}; {facts['date']}"
         figure.write(pictures[0], figure.timed(title, timed["shape"], timed["lengths"], counted["blocks"], timed["tiles"]))
     data = args.out / "generations.json"
-    results = dict(facts=facts, published=_published(), **counted) | {f"timed, {name}": rows for name, rows in timed.items()}
+    results = dict(facts=facts, published=_published(), **counted, **more)
+    results |= {f"timed, {name}": rows for name, rows in timed.items()}
     data.write_text(json.dumps(_plain(results), indent=1) + "\n")
     return [data, picture, *pictures]
 

@@ -15,8 +15,8 @@ from scripts import gpu_code
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-def temporaries(gpu: str, p) -> tuple[dict[str, int], str | None]:
-    """Bytes by generation; or none, and why."""
+def temporaries(gpu: str, p) -> tuple[dict[str, int], str]:
+    """Bytes by generation, and the GPU; or none, and why."""
     if missing := gpu_code.missing():
         return {}, missing
     sizes = p.batch, p.queries, p.heads, p.head_size
@@ -24,7 +24,7 @@ def temporaries(gpu: str, p) -> tuple[dict[str, int], str | None]:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         return {}, done.stderr.strip().rpartition("\n")[2]
-    return json.loads(done.stdout), None
+    return json.loads(done.stdout), gpu
 
 
 def main(gpu: str, *sizes: str):
@@ -47,10 +47,7 @@ def _compiled(gpu: gpu_code.Gpu, *sizes: int) -> dict[str, int]:
             o, vjp = jax.vjp(a.attention(name.partition(", ")[0], tiles_of(name, p)), q, k, v)
             return o, *vjp(do)
 
-        try:
-            found[name] = gpu_code.compiled(gpu, both, q, q, q, q).memory_analysis().temp_size_in_bytes
-        except NotImplementedError:  # what this version of jax, or the GPU, has no kernels for
-            continue
+        found[name] = gpu_code.compiled(gpu, both, q, q, q, q).memory_analysis().temp_size_in_bytes
     return found
 
 

@@ -8,7 +8,7 @@ from scripts.history.counts import FIRST, GENERATIONS, SECOND, Count
 
 
 def print_paper(p, table: dict[str, Count], rows: list):
-    ms = {row.name: row.median for row in rows if row.median and row.passes == times.BOTH and not row.case.causal}
+    ms = {row.name: row.median for row in times.as_the_paper(rows) if row.median}
     lines = []
     for name, row in table.items():
         paper, is_paper, _ = name.partition(", the paper's")
@@ -127,8 +127,11 @@ def print_blocks(blocks, rows: list):
     report.print_table(header, lines)
 
 
-def print_times(timed: dict[str, list]):
+def print_times(timed: dict[str, list], timed_by: str | None):
+    titles = dict(shape="GPT-2 medium", lengths="By length", tiles="flash1 by tiles")
     for name, rows in timed.items():
-        print(f"\n{dict(shape='GPT-2 medium', lengths='By length', tiles='flash1 by tiles')[name]}, timed")
+        print(f"\n{titles[name]}, timed")
         report.print_times(rows, rows[0].name, report.label, "case")
+        report.print_clocks(rows, timed_by)
+        report.print_sensors(rows)
         report.print_reasons(rows)

@@ -41,6 +41,11 @@ def at_the_shape(p: Problem, args, clock: str) -> list[Row]:
     return [row for case in cases for row in measure(everyone, case, list(PASSES), args.repeats, args.jobs, clock)]
 
 
+def as_the_paper(rows: list[Row]) -> list[Row]:
+    """Forward and backward without a mask that skips."""
+    return [row for row in rows if row.passes == BOTH and not row.case.causal]
+
+
 def by_length(p: Problem, args, clock: str) -> list[Row]:
     """As many tokens at each length."""
     everyone, rows = [contender(name, name) for name in GENERATIONS], []
