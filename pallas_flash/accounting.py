@@ -7,7 +7,7 @@ holds what the paper of FlashAttention compared, as formulas and as it printed t
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from pallas_flash import arguments, autodiff, backends, costs, costs_hopper, published
+from pallas_flash import arguments, autodiff, backends, costs, costs_hopper, gpus, published
 from pallas_flash.arguments import Problem
 from pallas_flash.attention import flash_attention
 from pallas_flash.costs import Cost, total
@@ -44,16 +44,11 @@ GENERATIONS = {
 }
 
 
-class GPU(NamedTuple):
-    """Peaks of a data sheet, by the second. Exponentials: 16 to a multiprocessor and clock."""
-
-    products: float  # FLOPs of dense 16-bit products
-    float32: float  # FLOPs; float32 products are computed in float32 too
-    exponentials: float
-    bandwidth: float  # bytes of device memory
+class GPU(gpus.GPU):
+    """A GPU, and the time that it needs at least: at the peaks of its datasheet."""
 
     def seconds(self, cost: Cost, dtype: str) -> dict[str, float]:
-        """How long each unit of the GPU is busy at least."""
+        """How long each unit of the GPU is busy at least; float32 products are computed in float32 too."""
         return dict(
             products=cost.matrix / (self.float32 if dtype == "float32" else self.products),
             float32=cost.other / self.float32,
@@ -66,12 +61,7 @@ class GPU(NamedTuple):
         return sum(max(self.seconds(cost, dtype).values()) for cost in kernels.values())
 
 
-GPUS = {
-    "A100-40GB": GPU(312e12, 19.5e12, 16 * 108 * 1.41e9, 1.555e12),
-    "A100-80GB": GPU(312e12, 19.5e12, 16 * 108 * 1.41e9, 2.039e12),
-    "H100": GPU(989.4e12, 66.9e12, 16 * 132 * 1.83e9, 3.35e12),
-    "H200": GPU(989.4e12, 66.9e12, 16 * 132 * 1.83e9, 4.8e12),
-}
+GPUS = {name: GPU(*facts) for name, facts in gpus.GPUS.items()}
 
 
 def forward(generation: str, problem: Problem, tiles: Any = None) -> dict[str, Cost]:

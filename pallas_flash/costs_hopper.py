@@ -10,6 +10,7 @@ import numpy as np
 from pallas_flash import schedule
 from pallas_flash.arguments import Problem
 from pallas_flash.costs import Cost, Sizes, interval_of_rows
+from pallas_flash.kernels.hopper.tuning import ROWS
 
 
 class _Padded:
@@ -27,28 +28,38 @@ class _Padded:
         return int(np.sum(np.maximum(np.minimum(last * t.block_k, self.S) - first * t.block_k, 0)))
 
 
-def _query_tiles(p: Problem, t):
-    """First and last block of keys of each tile of queries, and whether the kernel must be told."""
-    z = Sizes(p, t.block_q, t.block_k)
-    start, stop, _ = interval_of_rows(p, z)
-    blocks = schedule.key_blocks(start, stop, None, t.block_k, axis=-1)
+def _query_tiles(p: Problem, block_q: int, block_k: int):
+    """First and last block of keys of each tile of queries, at least one, and whether the kernel must be told."""
+    start, stop, _ = interval_of_rows(p, Sizes(p, block_q, block_k))
+    blocks = schedule.key_blocks(start, stop, None, block_k, axis=-1)
     told = not all(isinstance(end, int) for end in p.visibility.interval(np.arange(p.queries)))
-    return np.asarray(blocks.first), np.asarray(blocks.last), told
+    first, last = np.asarray(blocks.first), np.asarray(blocks.last)
+    return first, np.maximum(last, first + 1), told
+
+
+def _consumers(p: Problem, t, first, last) -> int:
+    """The blocks that the consumers of one head compute: of their program's those that their own 64 rows see, at least one."""
+    own_first, own_last, _ = _query_tiles(p, ROWS, t.block_k)
+    own = np.minimum(np.arange(first.size * t.warpgroups), own_first.size - 1)
+    first, last = (np.repeat(x, t.warpgroups) for x in (first, last))
+    own_first = np.clip(own_first[own], first, last - 1)
+    return int(np.sum(np.clip(own_last[own], own_first + 1, last) - own_first))
 
 
 def forward(p: Problem, tiles) -> dict[str, Cost]:
-    """Q once, and of each tile of queries the keys it sees, at least a block; alpha rescales O for every block but the first."""
+    """Q once, and of each tile of queries the keys it sees; alpha rescales O for every block but the first. A consumer reads the
+    blocks of its own rows too."""
     t = tiles.forward
     z = _Padded(p, t)
-    first, last, told = _query_tiles(p, t)
-    last = np.maximum(last, first + 1)
-    R = z.heads * int(np.sum(last - first)) * t.block_q
+    first, last, told = _query_tiles(p, t.block_q, t.block_k)
+    R = z.heads * _consumers(p, t, first, last) * ROWS
+    told *= 16 * z.n_q * (z.warpgroups + t.warpgroups)
     A, own = R * t.block_k, z.heads * z.n_q * t.block_q
     kernel = Cost(
         matrix=2 * A * (t.width + t.value_width),
         exponentials=A + R,
         other=4 * A + 5 * R + R * t.value_width + 5 * own,
-        reads=z.heads * (2 * z.T * t.width + z.keys(first, last, t) * z.width + 16 * told * z.n_q * z.warpgroups),
+        reads=z.heads * (2 * z.T * t.width + z.keys(first, last, t) * z.width + told),
         writes=z.heads * z.T * (2 * t.value_width + 4),
     )
     return dict(flash_attention_forward=kernel)
@@ -63,7 +74,7 @@ def backward(p: Problem, tiles) -> dict[str, Cost]:
 
 def _dq(p: Problem, t) -> Cost:
     z = _Padded(p, t)
-    first, last, told = _query_tiles(p, t)
+    first, last, told = _query_tiles(p, t.block_q, t.block_k)
     A, own = z.heads * int(np.sum(last - first)) * t.block_q * t.block_k, z.heads * z.n_q * t.block_q
     return Cost(
         matrix=2 * A * (2 * t.width + t.value_width),
@@ -81,7 +92,7 @@ def _dkv(p: Problem, t, fused: bool) -> Cost:
     first, last = blocks[:, 0], blocks[:, 3]
     A = z.heads * int(np.sum(last - first)) * t.block_q * t.block_k
     rows = int(np.sum(np.maximum(np.minimum(last * t.block_q, z.T) - first * t.block_q, 0)))
-    _, _, told = _query_tiles(p, t)
+    _, _, told = _query_tiles(p, t.block_q, t.block_k)
     told = told or p.keys % t.block_k != 0
     again, dq = t.column_parts, 4 * z.heads * rows * t.width * fused
     return Cost(

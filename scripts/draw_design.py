@@ -19,7 +19,7 @@ from matplotlib.patches import Patch, PathPatch, Rectangle
 from matplotlib.path import Path
 from matplotlib.transforms import Affine2D
 
-from pallas_flash import masks, schedule
+from pallas_flash import gpus, masks, schedule
 
 FOLDER = pathlib.Path(__file__).parents[1] / "pallas_flash" / "design"
 BLUE, AMBER, GREEN, PURPLE, GRAY, INK = "#3b76af", "#f0b040", "#5aa469", "#9467bd", "#e9e9e9", "#222222"
@@ -114,42 +114,21 @@ def draw_tiles() -> Figure:
 # ---- memory: where things are, and what moves ----
 
 
-class Gpu(NamedTuple):
-    """Datasheet numbers: NVIDIA's A100 and H200 datasheets, A100 whitepaper, tuning guides for Ampere and Hopper."""
-
-    name: str
-    hbm_gb: int
-    hbm_tb_per_s: float
-    l2_mb: int
-    l2_bytes_per_clock: int | None  # None: not published
-    sms: int
-    shared_kb: int  # of an SM
-    registers_kb: int
-    tensor_tflops: float  # dense, 16 bits
-    tensor_flop_per_clock: int  # of an SM
-
-    @property
-    def clock_ghz(self) -> float:
-        """At which the tensor cores' peak is stated."""
-        return self.tensor_tflops * 1e3 / (self.sms * self.tensor_flop_per_clock)
-
-    def levels(self) -> list[str]:
-        """Size and bandwidth from the fastest level to the slowest."""
-        mb = lambda kb: f"{self.sms} x {kb} KB = {self.sms * kb / 1024:.0f} MB"
-        shared = self.sms * 128 * self.clock_ghz / 1e3  # 128 bytes a clock and SM
-        l2 = f"{self.l2_bytes_per_clock * self.clock_ghz / 1e3:.1f} TB/s" if self.l2_bytes_per_clock else "rate not published"
-        return [
-            mb(self.registers_kb),
-            f"{mb(self.shared_kb)}, {shared:.0f} TB/s",
-            f"{self.l2_mb} MB, {l2}",
-            f"{self.hbm_gb} GB, {self.hbm_tb_per_s:.1f} TB/s",
-        ]
+GPUS = {"A100": gpus.GPUS["A100-80GB"], "H200": gpus.GPUS["H200"]}
+L2_RATE = {"A100": 5120}  # bytes a clock, of NVIDIA's whitepaper; the H200's is not published
 
 
-GPUS = (
-    Gpu("A100", 80, 2.039, 40, 5120, 108, 164, 256, 312, 2048),
-    Gpu("H200", 141, 4.8, 50, None, 132, 228, 256, 989.5, 4096),
-)
+def sizes(name: str) -> list[str]:
+    """Size and bandwidth of a GPU's memories, from the fastest level to the slowest."""
+    gpu = GPUS[name]
+    whole = lambda size: f"{gpu.cores} x {size >> 10} KB = {gpu.cores * size / 2**20:.0f} MB"
+    rate = lambda bandwidth: f"{bandwidth / 1e12:.1f} TB/s"
+    return [
+        whole(4 * gpu.registers),
+        f"{whole(gpu.shared_memory)}, {rate(128 * gpu.cores * gpu.clock)}",  # a core moves 128 bytes a clock
+        f"{gpu.l2 >> 20} MB, {rate(L2_RATE[name] * gpu.clock) if name in L2_RATE else 'rate not published'}",
+        f"{gpu.memory >> 30} GB, {rate(gpu.bandwidth)}",
+    ]
 
 
 class Sizes(NamedTuple):
@@ -185,7 +164,7 @@ def moved_flash2(z: Sizes, block_q: int) -> Moved:
 
 
 EXAMPLE, ROWS = Sizes(4096, 4096, 128), 128  # a head of 16-bit elements, and the queries of a tile in generations 2 and 3
-SRAM = GPUS[0].shared_kb * 1024 // 2  # elements: generation 1's M
+SRAM = GPUS["A100"].shared_memory // 2  # elements: generation 1's M
 
 
 class Generation(NamedTuple):
@@ -241,11 +220,11 @@ def draw_memory() -> Figure:
     write = lambda x, y, text, **look: axes.text(x, y, text, **dict(ha="center", va="center", linespacing=1.4) | look)
     levels = ("registers", "shared memory", "L2 cache", "HBM")
     colors, tops, high = ("#fde0b8", "#fbeecb", "#dfeaf4", "#c3d7ea"), (6.1, 5.3, 3.55, 2.75), 0.8
-    for name, color, top, *sizes in zip(levels, colors, tops, *(gpu.levels() for gpu in GPUS), strict=True):
+    for name, color, top, *of in zip(levels, colors, tops, *map(sizes, GPUS), strict=True):
         box(0.1, top - high, width - 0.2, high, color)
         write(0.25, top - 0.2, name, ha="left", weight="bold", fontsize=10)
-        for line, (gpu, size) in enumerate(zip(GPUS, sizes, strict=True)):
-            write(0.25, top - 0.42 - 0.2 * line, f"{gpu.name}  {size}", ha="left", fontsize=8.5)
+        for line, (gpu, size) in enumerate(zip(GPUS, of, strict=True)):
+            write(0.25, top - 0.42 - 0.2 * line, f"{gpu}  {size}", ha="left", fontsize=8.5)
     write(0.25, 4.02, "moved between an SM and\nwhat is behind it, in elements", ha="left")
     write(0.25, 1.35, "the same in MB, for a head with\nT = S = {}, H = {}, 16 bits each".format(*EXAMPLE[1:]), ha="left")
     write(0.25, 0.75, f"$B_r$ = {ROWS}\nM = {SRAM:,} (an SM of the A100)", ha="left")

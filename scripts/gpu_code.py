@@ -1,6 +1,7 @@
 """Compiles a function for a GPU that need not be there, and reads what became of its kernels.
 
-`prepare` must come before jax is imported, which reads the environment once; so this runs in a process of its own.
+`prepare` must come before jax is imported, which reads the environment once; so this runs in a process of its own, and nothing
+here imports the package: a `gpu` is one of `pallas_flash.accounting.GPUS`, and comes from the caller.
 """
 
 import importlib.util
@@ -13,33 +14,6 @@ import sys
 import sysconfig
 from typing import NamedTuple
 
-
-class Gpu(NamedTuple):
-    """What XLA must know of a GPU to compile for it, and the peaks of its datasheet."""
-
-    kind: str
-    capability: tuple[int, int]
-    cores: int  # streaming multiprocessors
-    shared_memory: int  # bytes of a core; a block can have 1024 less
-    l2: int
-    memory: int
-    clock: float  # GHz, at which the datasheet's FLOP/s are counted
-    flops: float  # a second, dense, of bfloat16 and float16
-    flops_float32: float
-    bandwidth: float  # bytes of device memory a second
-
-    @property
-    def exponentials(self) -> float:
-        """A second: each core has 16 special function units."""
-        return 16 * self.cores * self.clock * 1e9
-
-
-GPUS = {
-    "A100": Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 167936, 40 << 20, 80 << 30, 1.41, 312e12, 19.5e12, 2.039e12),
-    "H100": Gpu("NVIDIA H100 80GB HBM3", (9, 0), 132, 233472, 50 << 20, 80 << 30, 1.83, 989e12, 67e12, 3.35e12),
-    "H200": Gpu("NVIDIA H200", (9, 0), 132, 233472, 50 << 20, 141 << 30, 1.83, 989e12, 67e12, 4.8e12),
-}
-
 TARGET = """
 gpu_device_info {{
   cuda_compute_capability {{ major: {major} minor: {minor} }}
@@ -48,16 +22,16 @@ gpu_device_info {{
   threads_per_warp: 32
   threads_per_block_limit: 1024
   threads_per_core_limit: 2048
-  registers_per_block_limit: 65536
-  registers_per_core_limit: 65536
+  registers_per_block_limit: {registers}
+  registers_per_core_limit: {registers}
   shared_memory_per_block: 49152
   shared_memory_per_block_optin: {block}
   shared_memory_per_core: {shared_memory}
   block_dim_limit_x: 2147483647
   block_dim_limit_y: 65535
   block_dim_limit_z: 65535
-  clock_rate_ghz: {clock}
-  memory_bandwidth: {bandwidth}
+  clock_rate_ghz: {ghz}
+  memory_bandwidth: {bandwidth:.0f}
   l2_cache_size: {l2}
   device_memory_size: {memory}
 }}
@@ -101,7 +75,7 @@ def prepare(folder: pathlib.Path):
     )
 
 
-def as_if_on(gpu: Gpu):
+def as_if_on(gpu):
     """The context in which code is traced for `gpu`, and `explain` speaks of it."""
     import jax
     from jax.sharding import AbstractDevice, AbstractMesh, AxisType
@@ -110,15 +84,15 @@ def as_if_on(gpu: Gpu):
     return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device))
 
 
-def compiled(gpu: Gpu, function, *shapes):
+def compiled(gpu, function, *shapes):
     """`function` compiled for `gpu`; shapes are pytrees of jax.ShapeDtypeStruct."""
     import jax
     from jax.experimental import topologies
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    (major, minor), block = gpu.capability, gpu.shared_memory - 1024
-    facts = gpu._asdict() | dict(major=major, minor=minor, block=block, bandwidth=int(gpu.bandwidth))
-    target = TARGET.format(**facts, fpus=64 if major == 8 else 128)
+    major, minor = gpu.capability
+    more = dict(major=major, minor=minor, fpus=64 if major == 8 else 128, block=gpu.shared_memory - 1024, ghz=gpu.clock / 1e9)
+    target = TARGET.format(**gpu._asdict(), **more)
     topology = topologies.get_topology_desc("described", "cuda", target_config=target, topology="1x1x1")
     sharding = NamedSharding(Mesh(topology.devices, "x"), PartitionSpec())
     args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes)

@@ -13,22 +13,20 @@ import pathlib
 import subprocess
 import sys
 import tempfile
-from typing import NamedTuple
 
 import numpy as np
 
-# jax and what stands on it are imported where they are used: gpu_code.prepare comes before
+# jax and the package, which imports it, are imported where they are used: gpu_code.prepare comes before.
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # scripts/ is no installed package
 
 from scripts import gpu_code
-from scripts.gpu_code import GPUS, Gpu
 
 
 def main(argv=None) -> int:
-    parser = make_parser()
-    args = parse(parser, argv)
     with tempfile.TemporaryDirectory() as folder:
         gpu_code.prepare(pathlib.Path(folder))
+        parser = make_parser()
+        args = parse(parser, argv)
         call = call_of(args)
         report = explained(args, call, parser)
         if "implementation" in report:
@@ -44,13 +42,16 @@ def main(argv=None) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
+    from pallas_flash.accounting import GPUS
+
     parser = argparse.ArgumentParser(
         usage="%(prog)s [--gpu NAME] [options]",
         description=__doc__.split("\n\n")[1],
         epilog="Exit status 1: flash_attention refuses the call, or a kernel does not compile.",
     )
     add = parser.add_argument_group("where").add_argument
-    add("--gpu", choices=list(GPUS), help="the GPU to compile for (default: the one in this machine, else H200)")
+    help = "the GPU to compile for; A100 is the one with 80 GB (default: the one in this machine, else H200)"
+    add("--gpu", choices=GPUS, type=lambda name: "A100-80GB" if name == "A100" else name, help=help)
     add("--implementation", metavar="NAME", help="of flash_attention (default: what it chooses on that GPU)")
     help = "whether each run must give the same bits (default: as flash_attention does it)"
     add("--deterministic", action=argparse.BooleanOptionalAction, help=help)
@@ -81,8 +82,10 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parse(parser: argparse.ArgumentParser, argv) -> argparse.Namespace:
+    from pallas_flash.accounting import GPUS
+
     args = parser.parse_args(argv)
-    args.gpu = args.gpu or gpu_here() or "H200"
+    args.gpu = GPUS[args.gpu or gpu_here() or "H200"]
     args.keys = args.keys or args.length
     args.kv_heads = args.kv_heads or args.heads
     args.value_size = args.value_size or args.head_size
@@ -112,12 +115,13 @@ def axes(text: str) -> str:
 
 def gpu_here() -> str | None:
     """The name in GPUS of this machine's first GPU, if it is one of them."""
+    from pallas_flash import gpus
+
     try:
         run = subprocess.run(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True)
     except OSError:
         return None
-    kind = run.stdout.partition("\n")[0]
-    return next((name for name in GPUS if name in kind), None)
+    return gpus.name_of(run.stdout.partition("\n")[0])
 
 
 # ---- the call ----
@@ -187,37 +191,35 @@ def visible_pairs(args) -> int:
 # ---- the least that must be done ----
 
 
-class Work(NamedTuple):
-    """What a pass must do at least: the products of matrices that it is made of, an exponential for each pair of query and key
-    in each kernel, and each array moved once in each kernel."""
+def works(call: dict, pairs: int) -> dict:
+    """The least `Cost` of each pass, by name: products for the `pairs` of a query and a key that it sees, an exponential for each
+    of them in each kernel, each array moved once in each kernel, whatever the mask. `accounting` counts what an implementation
+    does, which is more, whole tiles and arrays moved for each tile that needs them, and refuses masks with data and a bias.
 
-    name: str
-    flops: int
-    exponentials: int
-    bytes: int
+    The forward has two products, Q K^T and P V; a backward in one kernel has five, Q K^T, dO V^T, P^T dO, dS K and dS^T Q, and
+    in two, for dQ and for dK with dV, seven, since both need the first two.
+    """
+    from pallas_flash.accounting import Cost
 
-    def of(self, gpu: Gpu, dtype: str) -> dict:
-        """With the seconds that each takes alone at the GPU's peaks; all of it takes no less than the slowest."""
-        flops = gpu.flops_float32 if dtype == "float32" else gpu.flops
-        seconds = dict(
-            products=self.flops / flops, exponentials=self.exponentials / gpu.exponentials, memory=self.bytes / gpu.bandwidth
-        )
-        return self._asdict() | dict(seconds=seconds, least_seconds=max(seconds.values()))
-
-
-def works(call: dict, pairs: int) -> list[Work]:
-    """The forward has two products, Q K^T and P V; a backward in one kernel has five, Q K^T, dO V^T, P^T dO, dS K and dS^T Q, and
-    in two, for dQ and for dK with dV, seven, since both need the first two."""
     q, k, v, bias, mask = (call[name] for name in ("query", "key", "value", "bias", "mask"))
     H, Hv = q.shape[-1], v.shape[-1]
     bytes_of = lambda x: 0 if x is None else math.prod(x.shape) * x.dtype.itemsize
     inputs, mask = sum(map(bytes_of, (q, k, v, bias))), bytes_of(mask)
-    o, statistic = bytes_of(q) // H * Hv, math.prod(q.shape[:-1]) * 4  # lse and delta are float32
-    return [
-        Work("forward", 2 * pairs * (H + Hv), pairs, inputs + mask + o + statistic),
-        Work("backward, 5 products", 2 * pairs * (3 * H + 2 * Hv), pairs, 2 * inputs + mask + 2 * o + 2 * statistic),
-        Work("backward, 7 products", 2 * pairs * (4 * H + 3 * Hv), 2 * pairs, 3 * inputs + 2 * mask + 3 * o + 4 * statistic),
-    ]
+    o, row = bytes_of(q) // H * Hv, math.prod(q.shape[:-1]) * 4  # lse and delta are float32
+    once = inputs + mask + o + 2 * row  # what each kernel of the backward reads; delta takes o beside it
+    return {
+        "forward": Cost(2 * pairs * (H + Hv), pairs, reads=inputs + mask, writes=o + row),
+        "backward, 5 products": Cost(2 * pairs * (3 * H + 2 * Hv), pairs, reads=once + o, writes=inputs),
+        "backward, 7 products": Cost(2 * pairs * (4 * H + 3 * Hv), 2 * pairs, reads=2 * once + o, writes=inputs),
+    }
+
+
+def least(name: str, cost, args) -> dict:
+    """A pass with the seconds that each part of it takes alone at the GPU's peaks; all of it takes no less than the slowest."""
+    seconds = args.gpu.seconds(cost, args.dtype)
+    del seconds["float32"]  # what is neither a product nor an exponential is not counted here
+    amounts = dict(name=name, flops=cost.matrix, exponentials=cost.exponentials, bytes=cost.bytes)
+    return amounts | dict(seconds=seconds, least_seconds=max(seconds.values()))
 
 
 # ---- the report ----
@@ -227,8 +229,7 @@ def explained(args, call: dict, parser: argparse.ArgumentParser) -> dict:
     """What is known of a call without compiling it."""
     from pallas_flash import explain
 
-    gpu = GPUS[args.gpu]
-    with gpu_code.as_if_on(gpu):
+    with gpu_code.as_if_on(args.gpu):
         try:
             chosen = explain(**call)
             found = dict(implementation=chosen.implementation, tiles=chosen.tiles and str(chosen.tiles), why_not=chosen.why_not)
@@ -237,8 +238,9 @@ def explained(args, call: dict, parser: argparse.ArgumentParser) -> dict:
             found = dict(refused=str(error))
         except (TypeError, ValueError) as error:  # about its arguments
             parser.error(str(error))
-    work = [one.of(gpu, args.dtype) for one in works(call, visible_pairs(args))]
-    return dict(call=str(chosen.problem), gpu=gpu._asdict(), work=work) | found
+    gpu = args.gpu._asdict() | dict(exponentials=args.gpu.exponentials)
+    work = [least(name, cost, args) for name, cost in works(call, visible_pairs(args)).items()]
+    return dict(call=str(chosen.problem), gpu=gpu, work=work) | found
 
 
 def compiled(args, call: dict, folder: pathlib.Path) -> dict:
@@ -246,7 +248,7 @@ def compiled(args, call: dict, folder: pathlib.Path) -> dict:
     if reason := gpu_code.missing():
         return dict(not_compiled=reason)
     try:
-        program = gpu_code.compiled(GPUS[args.gpu], *program_of(args, call))
+        program = gpu_code.compiled(args.gpu, *program_of(args, call))
         kernels = gpu_code.kernels(folder, "flash_attention")
     except Exception as error:  # a kernel that does not fit, say: the rest is still of use
         return dict(failed=f"{type(error).__name__}: {error}")
@@ -281,28 +283,28 @@ def program_of(args, call: dict):
 
 def print_report(report: dict):
     line = lambda name, text: print(f"{name:<16}{text}")
-    gpu = Gpu(**report["gpu"])
+    kind = report["gpu"]["kind"]
     line("call", report["call"])
-    line("GPU", gpu.kind)
+    line("GPU", kind)
     for name in ("refused", "implementation", "tiles"):
         if report.get(name):
             line(name, report[name])
     for name, reason in report.get("why_not", {}).items():
         line(f"not {name}", reason)
-    print_work(report["work"], gpu)
+    print_work(report["work"], report["gpu"])
     if "not_compiled" in report:
-        print(f"\nNothing was compiled for the {gpu.kind}: {report['not_compiled']}")
+        print(f"\nNothing was compiled for the {kind}: {report['not_compiled']}")
     if "failed" in report:
-        print(f"\nIt does not compile for the {gpu.kind}: {report['failed']}")
+        print(f"\nIt does not compile for the {kind}: {report['failed']}")
     if "kernels" in report:
         print_kernels(report)
 
 
-def print_work(work: list[dict], gpu: Gpu):
+def print_work(work: list[dict], gpu: dict):
     print(
-        f"\nThe least that must be done, and its time at the peaks of the datasheet: {gpu.flops / 1e12:g} TFLOP/s dense "
-        f"({gpu.flops_float32 / 1e12:g} in\nfloat32), {gpu.bandwidth / 1e12:g} TB/s; {gpu.exponentials / 1e12:.2g} T "
-        f"exponentials/s are 16 a clock in each of {gpu.cores} cores at {gpu.clock:g} GHz.\n"
+        f"\nThe least that must be done, and its time at the peaks of the datasheet: {gpu['products'] / 1e12:g} TFLOP/s dense "
+        f"({gpu['float32'] / 1e12:g} in\nfloat32), {gpu['bandwidth'] / 1e12:g} TB/s; {gpu['exponentials'] / 1e12:.2g} T "
+        f"exponentials/s are 16 a clock in each of {gpu['cores']} cores at {gpu['clock'] / 1e9:g} GHz.\n"
         "Arrays move once for a kernel. The backward is one kernel of 5 products, or two of 7 in all: dQ; dK and dV.\n"
     )
     header = ["pass", "GFLOP", "G exp2", "MB", "products, ms", "exp2, ms", "memory, ms", "at least, ms", "by"]

@@ -158,7 +158,7 @@ def test_the_formulas_give_what_the_paper_printed_within_ten_percent():
 
 
 def test_the_roofline_is_the_busiest_unit_of_each_kernel():
-    gpu = accounting.GPU(products=100, float32=10, exponentials=5, bandwidth=2)
+    gpu = accounting.GPUS["H200"]._replace(products=100, float32=10, cores=1, clock=5 / 16, bandwidth=2)
     by_memory, by_products = accounting.Cost(reads=6, matrix=100), accounting.Cost(matrix=700, exponentials=5, writes=2)
     assert gpu.roofline(dict(a=by_memory, b=by_products), "bfloat16") == 3 + 7
     assert gpu.roofline(dict(b=by_products), "float32") == 70

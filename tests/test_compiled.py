@@ -11,11 +11,12 @@ from typing import NamedTuple
 
 import pytest
 
+from pallas_flash.accounting import GPUS
 from pallas_flash.kernels import hopper
 from scripts import gpu_code
 
 SCRIPT = pathlib.Path(__file__).parents[1] / "scripts" / "inspect_kernels.py"
-with gpu_code.as_if_on(gpu_code.GPUS["H200"]):
+with gpu_code.as_if_on(GPUS["H200"]):
     TOO_OLD = hopper._why_not_here()
 pytestmark = pytest.mark.skipif(gpu_code.missing() is not None, reason=f"compiling for a GPU: {gpu_code.missing()}")
 
@@ -56,36 +57,48 @@ class Row(NamedTuple):
     """A kernel in a call."""
 
     kernel: str
-    width: int  # of heads
+    width: int | tuple[int, int]  # of heads; of keys and of values
     case: str  # of CASES
     instructions: int  # of a step without a mask; 5% more are let pass
     loops: int = 3  # masked, without a mask, masked
-    under_products: float = 0.6  # at least this part of the exponentials, in each loop
+    under_products: float = 0.9  # at least this part of the exponentials, in the loop without a mask
     deterministic: bool | None = None
 
 
 LOOPS = [
-    Row("forward", 64, "full", 427, loops=1),
-    Row("forward", 64, "causal", 427),
-    Row("forward", 64, "documents", 427, under_products=0),  # there ptxas waits for the products before the exponentials
-    Row("forward", 128, "full", 471, loops=1),
-    Row("forward", 128, "causal", 471),
-    Row("forward", 128, "key_lengths", 471),
+    Row("forward", 64, "full", 427, loops=1, deterministic=False),
+    Row("dq_dk_dv", 64, "full", 737, loops=1, deterministic=False, under_products=0.5),  # the first half of 128 queries
+    Row("forward", 64, "documents", 427),
+    Row("dk_dv", 64, "documents", 366),
+    Row("dq", 64, "documents", 468),
+    Row("forward", 128, "full", 471, loops=1, deterministic=False),
+    Row("dq_dk_dv", 128, "full", 500, loops=1, deterministic=False),
+    Row("dq_dk_dv", 128, "causal", 500, deterministic=False),
+    Row("dq_dk_dv", 128, "documents", 500, deterministic=False),
     Row("forward", 128, "soft_cap", 794),
-    Row("forward", 256, "full", 418, loops=1),
-    Row("forward", 256, "documents", 418, under_products=0),  # and here
+    Row("dk_dv", 128, "soft_cap", 695, under_products=0),
+    Row("dq", 128, "soft_cap", 605),
+    Row("forward", 128, "key_lengths", 471),
+    Row("dk_dv", 128, "key_lengths", 406),
+    Row("dq", 128, "key_lengths", 316),
+    Row("forward", (192, 128), "causal", 482),
+    Row("dk_dv", (192, 128), "causal", 407),
+    Row("dq", (192, 128), "causal", 337),
+    Row("forward", 256, "documents", 418),
+    Row("dk_dv", 256, "documents", 448),
+    Row("dq", 256, "documents", 363),
 ]
 CALLS = sorted({(row.width, row.case, row.deterministic) for row in LOOPS}, key=str)  # each compiles once
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: "-".join(map(str, call)))
 def test_the_loops_are_tight(call):
-    """No spill in a loop of products, no product that waits for the one before it, exponentials under the products, and no more
-    instructions than there must be."""
+    """No spill in a loop of products, no product that waits for the one before it; and in the loop without a mask, exponentials
+    under the products and no more instructions than there must be."""
     width, case, deterministic = call
     rows = {f"flash_attention_{row.kernel}": row for row in LOOPS if (row.width, row.case, row.deterministic) == call}
-    forward = "--forward" if all(row.kernel == "forward" for row in rows.values()) else ""
-    options = f"--batch 2 --length 4096 --heads 8 --kv-heads 2 --head-size {width} {CASES[case]} {forward}"
+    head, value = width if isinstance(width, tuple) else (width, width)
+    options = f"--batch 2 --length 4096 --heads 8 --kv-heads 2 --head-size {head} --value-size {value} {CASES[case]}"
     kernels = {kernel["name"]: kernel for kernel in report("hopper", options, deterministic)["kernels"]}
     for name, row in rows.items():
         kernel = kernels[name]
@@ -93,8 +106,9 @@ def test_the_loops_are_tight(call):
         assert len(loops) == row.loops, kernel
         assert kernel["warnings"] == {}, "products wait for each other"
         assert not any(loop["kinds"]["spill"] for loop in loops), kernel
-        assert all(loop["under_products"] >= row.under_products for loop in loops), kernel
-        assert min(loop["instructions"] for loop in loops) <= 1.05 * row.instructions, kernel
+        unmasked = min(loops, key=lambda loop: loop["instructions"])
+        assert unmasked["under_products"] >= row.under_products, kernel
+        assert unmasked["instructions"] <= 1.05 * row.instructions, kernel
 
 
 # ---- memory ----
@@ -104,6 +118,7 @@ STATISTICS = 2 * 4 * N  # bytes of a token's lse and delta, float32
 MEMORY = [  # implementation, deterministic, bytes that a token's temporaries may take
     ("portable", None, STATISTICS),
     ("hopper", None, STATISTICS),
+    ("hopper", False, STATISTICS + 4 * N * H),  # dQ in float32
 ]
 
 
@@ -122,5 +137,5 @@ def test_temporaries_are_linear_in_the_length(implementation, deterministic, by_
 def test_those_of_dense_attention_are_quadratic_and_fit_into_no_gpu():
     eighth, whole = (temporary_bytes("reference", length) for length in (T // 8, T))
     scores = 4 * N * T * T
-    assert whole >= scores > max(gpu.memory for gpu in gpu_code.GPUS.values())
+    assert whole >= scores > max(gpu.memory for gpu in GPUS.values())
     assert whole >= 60 * eighth

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from cases import MASKS, Sizes, qkv
 from check import check, cotangents, run
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
-from pallas_flash import explain
+from pallas_flash import explain, flash_attention
 from pallas_flash.kernels import hopper
 from pallas_flash.kernels.hopper import backward_dkv, sync
 
@@ -56,10 +58,13 @@ def test_gradients_are_the_oracles(name, rng):
         check(rng, *qkv(rng, z, dtype), "hopper", deterministic=deterministic, **kw)
 
 
-@pytest.mark.parametrize("width, deterministic", [(64, DETERMINISTIC), (128, FUSED), (64, FUSED), (256, DETERMINISTIC)])
-def test_there_is_no_race(width, deterministic, rng):
+RACES = [(64, 64, DETERMINISTIC), (128, 128, FUSED), (64, 64, FUSED), (256, 256, DETERMINISTIC), (192, 128, DETERMINISTIC)]
+
+
+@pytest.mark.parametrize("width, value_width, deterministic", RACES)
+def test_there_is_no_race(width, value_width, deterministic, rng):
     with gpu_interpreter.hopper_kernels(detect_races=True) as races:
-        z = sizes(300 if width == 64 else 200, 260, width, N=1 if width == 256 else 2)
+        z = sizes(300 if width == 64 else 200, 260, width, value_width, N=1 if width > 128 else 2)
         check(rng, *qkv(rng, z, jnp.bfloat16), "hopper", deterministic=deterministic, is_causal=True, query_offset=130)
     assert not races.found
 
@@ -74,7 +79,7 @@ LEFT_OUT = {
 @pytest.mark.parametrize("name", LEFT_OUT)
 def test_without_it_there_is_a_race(name, rng, monkeypatch):
     deterministic, owner, word = LEFT_OUT[name]
-    monkeypatch.setattr(owner, word, lambda *args: None)
+    monkeypatch.setattr(owner, word, lambda *args, **kw: None)
     monkeypatch.setattr(gpu_interpreter, "DEADLOCK_SECONDS", 5.0)
     q, k, v = qkv(rng, sizes(256, 128, 64, N=1), jnp.bfloat16)
     # the interpreter may also give up, where nobody has seen that a block was there
@@ -104,6 +109,21 @@ def test_the_deterministic_scheme_gives_the_same_bits_twice(rng):
         once, again = (run(q, k, v, do, dlse, "hopper")[2][:3] for _ in range(2))
     for x, y in zip(once, again, strict=True):
         np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("deterministic", [DETERMINISTIC, FUSED])
+def test_inside_of_a_checked_shard_map_it_gives_the_same(deterministic, rng):
+    def loss(*qkv):
+        o = flash_attention(*qkv, implementation="hopper", is_causal=True, deterministic=deterministic)
+        return jnp.sum(jnp.sin(o.astype(jnp.float32)))
+
+    arrays = qkv(rng, sizes(67, 131, 64, B=2), jnp.bfloat16)
+    one_device = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))  # on two, the interpreter waits in vain
+    grad = jax.grad(loss, (0, 1, 2))
+    with gpu_interpreter.hopper_kernels():
+        spread = jax.jit(jax.shard_map(grad, mesh=one_device, in_specs=P("data"), out_specs=P("data")))(*arrays)
+        for x, y in zip(spread, grad(*arrays), strict=True):
+            np.testing.assert_allclose(np.float32(x), np.float32(y), rtol=0, atol=0 if deterministic else 1e-2)
 
 
 @pytest.mark.parametrize("size, fused", [(64, True), (128, True), (129, False)])

@@ -11,7 +11,8 @@ import numpy as np
 import oracle
 import pytest
 
-from pallas_flash import explain
+from pallas_flash import explain, gpus
+from pallas_flash.accounting import GPUS
 from scripts import gpu_code, inspect_kernels
 
 HALF = jax.ShapeDtypeStruct((1, 512, 2, 64), "bfloat16")
@@ -92,16 +93,29 @@ def test_without_the_wheels_it_names_them_and_how_to_install_them(monkeypatch):
 # ---- the choice on a GPU that is not here ----
 
 
-@pytest.mark.parametrize("gpu, capability", [("A100", "8.0"), ("H100", "9.0"), ("H200", "9.0")])
+@pytest.mark.parametrize("gpu, capability", [("A100-80GB", "8.0"), ("H100", "9.0"), ("H200", "9.0")])
 def test_the_choice_is_that_of_the_gpu_that_the_abstract_mesh_names(gpu, capability):
     here = explain(HALF, HALF, HALF)
-    with gpu_code.as_if_on(gpu_code.GPUS[gpu]):
+    with gpu_code.as_if_on(GPUS[gpu]):
         choice = explain(HALF, HALF, HALF)
         asked = explain(HALF, HALF, HALF, implementation="portable")
     assert choice.implementation == asked.implementation == "portable"
     if capability == "8.0" and hasattr(jax.experimental.pallas.mosaic_gpu, "InterpretGPUParams"):
         assert choice.why_not["hopper"].endswith("this one has 8.0")
     assert explain(HALF, HALF, HALF) == here, "it lasts as long as the context"
+
+
+KINDS = {
+    "NVIDIA A100-PCIE-40GB": "A100-40GB",
+    "NVIDIA A100 80GB PCIe": "A100-80GB",
+    "NVIDIA H100 PCIe": "H100",
+    "NVIDIA L40S": None,
+}
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *(gpu.kind for gpu in GPUS.values())])
+def test_a_gpu_is_known_by_its_kind(kind):
+    assert gpus.name_of(kind) == (KINDS | {gpu.kind: name for name, gpu in GPUS.items()})[kind]
 
 
 # ---- what it counts ----
@@ -148,8 +162,7 @@ def test_dense_arrays_are_bytes_to_move():
 
 
 def test_the_slowest_part_bounds_the_time():
-    gpu = gpu_code.GPUS["H200"]
-    assert gpu.exponentials == pytest.approx(3.87e12, rel=1e-2)
+    assert GPUS["H200"].exponentials == pytest.approx(3.87e12, rel=1e-2)
     (work, *_) = explained("--gpu H200 --length 16384 --heads 16 --head-size 128 --causal")["work"]
     assert work["least_seconds"] == work["seconds"]["products"] == pytest.approx(1100e9 / 989e12, rel=1e-3)
     (work, *_) = explained("--gpu H200 --length 16384 --heads 16 --head-size 128 --window 0")["work"]

@@ -14,10 +14,10 @@ import pytest
 from cases import Sizes, broadcast_shape
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from pallas_flash import flash_attention
+from pallas_flash import flash_attention, gpus
 
 Z = Sizes(B=2, T=300, S=333, N=4, K=2, H=64, Hv=64)
-GPUS = {"sm_80": ("NVIDIA A100-SXM4-80GB", 108), "sm_90": ("NVIDIA H200", 132)}
+GPUS = {"sm_80": gpus.GPUS["A100-80GB"], "sm_90": gpus.GPUS["H200"]}
 ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
 floats = lambda letters: jax.ShapeDtypeStruct(broadcast_shape(letters, Z), jnp.bfloat16)
 bools = lambda letters: jax.ShapeDtypeStruct(broadcast_shape(letters, Z), jnp.bool_)
@@ -42,9 +42,8 @@ CASES = {
 
 def lower(gpu, z, kw, dtype, implementation="portable"):
     """The StableHLO of forward and backward for a GPU that is not there."""
-    kind, cores = GPUS[gpu]
     platform = dict(platform="gpu") if "platform" in inspect.signature(AbstractDevice).parameters else {}
-    device = AbstractDevice(device_kind=kind, num_cores=cores, **platform)
+    device = AbstractDevice(device_kind=GPUS[gpu].kind, num_cores=GPUS[gpu].cores, **platform)
     mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
     shapes = (z.B, z.T, z.N, z.H), (z.B, z.S, z.K, z.H), (z.B, z.S, z.K, z.Hv)
     arrays = {name: x for name, x in kw.items() if hasattr(x, "shape")}

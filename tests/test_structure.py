@@ -51,6 +51,7 @@ ORDER = [
     "schedule",
     "online_softmax",
     "masks",
+    "gpus",
 ]
 
 

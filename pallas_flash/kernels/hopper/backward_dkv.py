@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_flash import schedule
 from pallas_flash.arguments import Problem
 from pallas_flash.kernels.hopper import order, sync, tile
-from pallas_flash.kernels.hopper.gradients import Inputs, Rows, inputs, p_and_ds
+from pallas_flash.kernels.hopper.gradients import Inputs, inputs, probabilities
 from pallas_flash.kernels.hopper.tuning import ROWS, KeyTiles
 from pallas_flash.masks import Ints, Visibility
 
@@ -202,33 +202,45 @@ class Owner(NamedTuple):
         return sums
 
     def p_and_ds(self, block: Block, rows: pl.Slice, masked: bool):
+        """P and dS, 16 bits, of 64 of the block's queries."""
         (q, lse), (do, delta) = self.q_ring.block(block.number), self.do_ring.block(block.number)
-        x, is_first = self.x, rows.start == 0
+        shape, is_first, has_data = (ROWS, ROWS), rows.start == 0, bool(jax.tree.leaves(self.x.visibility))
+        per_query = lambda ref: lambda shape: tile.down(plgpu.load(ref.at[rows], layout=tile.COLUMN), shape)
+
+        def wait(ring, **which):
+            if is_first:
+                ring.wait(block.number, **which)
 
         def begin_s(acc):
-            if is_first:
-                self.q_ring.wait(block.number)
+            wait(self.q_ring)
             tile.dot_t(acc, self.memory.k.at[self.keys], q.at[rows])
 
         def begin_dp(acc):
-            if is_first:
-                self.do_ring.wait(block.number)
+            wait(self.do_ring)
             tile.dot_t(acc, self.memory.v.at[self.keys], do.at[rows])
 
-        def per_query(ref):
-            return lambda shape: tile.down(plgpu.load(ref.at[rows], layout=tile.COLUMN), shape)
+        def finish_s(s):
+            sees = None
+            if masked:
+                first_row = block.first_row + rows.start
+                view = tile.view(self.x.visibility, sync.opaque(self.batch), first_row, ROWS, transposed=True)
+                sees = functools.partial(view.sees, self.first_key + self.keys.start)
+            p, weight = probabilities(self.problem, s, per_query(lse), sees)
+            p, weight = lax.optimization_barrier((p.astype(q.dtype), weight))
+            wait(self.do_ring, array=1)  # ptxas moves no wait for a product before this one, and no exponential behind it
+            return p, weight
 
-        def wait_for_delta():
-            if is_first:
-                self.do_ring.wait(block.number, array=1)
+        def both(s_acc, dp_acc):
+            begin_s(s_acc)
+            begin_dp(dp_acc)
+            return *finish_s(tile.finished(s_acc, running=1)), tile.finished(dp_acc)
 
-        sees = None
-        if masked:
-            view = tile.view(x.visibility, sync.opaque(self.batch), block.first_row + rows.start, ROWS, transposed=True)
-            sees = functools.partial(view.sees, self.first_key + self.keys.start)
-        has_data = bool(jax.tree.leaves(x.visibility))
-        of_queries = Rows(per_query(lse), per_query(delta), sees, wait_for_delta)
-        return p_and_ds(self.problem, begin_s, begin_dp, (ROWS, ROWS), of_queries, few_registers=masked and has_data)
+        if self.problem.soft_cap is not None or (masked and has_data):  # there are no registers for both products
+            p, weight = finish_s(tile.product(begin_s, shape))
+            dp = tile.product(begin_dp, shape)
+        else:
+            p, weight, dp = tile.products(both, shape, shape)
+        return p, (weight * (dp - per_query(delta)(shape))).astype(q.dtype)
 
     def add_dq(self, block: Block, ds, begin_more):
         """dQ += dS K in global memory, of which a consumer adds its part; ds is of all consumers, [block_k, block_q]."""

@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_flash import schedule
 from pallas_flash.arguments import Problem
 from pallas_flash.kernels.hopper import order, sync, tile
-from pallas_flash.kernels.hopper.gradients import Inputs, Rows, inputs, p_and_ds
+from pallas_flash.kernels.hopper.gradients import Inputs, inputs, probabilities
 from pallas_flash.kernels.hopper.tuning import ROWS, Tiles
 from pallas_flash.masks import Visibility
 
@@ -59,8 +59,7 @@ def dq(p: Problem, t: Tiles, visibility: Visibility, *arrays):
 
 def _kernel(program, x: Inputs, dq_gmem, memory: Memory, *, problem: Problem, tiles: Tiles):
     at = order.query_tile(program, problem, tiles.block_q, tiles.key_bytes)
-    known = schedule.key_blocks(0, problem.keys, None, tiles.block_k)
-    blocks = known if x.blocks is None else tile.blocks(x.blocks, at.batch, at.tile)
+    blocks = tile.key_blocks(x.blocks, at, problem.keys, tiles.block_k)
     number_of = sync.Numbers(tiles.warpgroups, tiles.stages)
     k = sync.Ring(memory.k, memory.k_full, number_of.first_ring, tiles.warpgroups)
     v = sync.Ring(memory.v, memory.v_full, number_of.second_ring, tiles.warpgroups)
@@ -77,39 +76,58 @@ def _kernel(program, x: Inputs, dq_gmem, memory: Memory, *, problem: Problem, ti
 
     def consume(own):
         first_row = at.tile * tiles.block_q + own * ROWS
-        by_row, by_head = (at.batch, pl.ds(first_row, ROWS), at.head), (at.batch, at.head, pl.ds(first_row, ROWS))
+        by_row = at.batch, pl.ds(first_row, ROWS), at.head
         q, do = memory.q.at[own], memory.do.at[own]
         plgpu.copy_gmem_to_smem(x.do.at[by_row], do, memory.do_full.at[own])
         tile.copy_in(x.q.at[by_row], q, memory.q_full.at[own])
         plgpu.barrier_wait(memory.do_full.at[own])
-        per_row = lambda ref: functools.partial(tile.across, tile.load(ref.at[by_head], tile.ROW))
-        lse, delta = per_row(x.lse), per_row(x.delta)
-        view = tile.view(x.visibility, at.batch, first_row)
-
-        def step(j, dq, masked):
-            again = sync.opaque(own)  # or the addresses of all parts of q and do would take registers
-            q, do, k_j, v_j = memory.q.at[again], memory.do.at[again], k.block(j), v.block(j)
-
-            def begin_s(acc):
-                k.wait(j)
-                tile.dot_t(acc, q, k_j)
-
-            def begin_dp(acc):
-                v.wait(j)
-                tile.dot_t(acc, do, v_j)
-
-            def product(dq_acc):
-                rows = Rows(lse, delta, functools.partial(view.sees, j * tiles.block_k) if masked else None)
-                _, ds = p_and_ds(problem, begin_s, begin_dp, (ROWS, tiles.block_k), rows)
-                v.release(j)
-                tile.dot(dq_acc, ds, k_j)  # dQ += dS K
-
-            (dq,) = tile.products_add(product, dq)
-            k.release(j)
-            return dq
-
-        dq = blocks.visit(step, tile.zeros(ROWS, tiles.width))
+        dq = _sum(x, at, first_row, own, memory, k, v, blocks, problem, tiles)
         q[...] = (dq * problem.scale).astype(q.dtype)
         tile.copy_out((q, dq_gmem.at[by_row]))
 
     tile.by_role(tiles, consume, produce)
+
+
+def _sum(x: Inputs, at, first_row, own, memory: Memory, k: sync.Ring, v: sync.Ring, blocks, problem: Problem, tiles: Tiles):
+    """dQ [64, width] of a consumer's queries, but for the scale."""
+    shape, by_head = (ROWS, tiles.block_k), (at.batch, at.head, pl.ds(first_row, ROWS))
+    lse, delta = (tile.load(ref.at[by_head], tile.ROW) for ref in (x.lse, x.delta))
+    view = tile.view(x.visibility, at.batch, first_row)
+
+    def gradient(j, masked, begin_more=None):
+        """dS of block j; its exponentials run under the product that begin_more() begins."""
+        again = sync.opaque(own)  # or the addresses of all parts of q and do would take registers
+        q, do = memory.q.at[again], memory.do.at[again]
+
+        def begin(acc):
+            tile.dot_t(acc, q, k.block(j))
+            if begin_more is not None:
+                begin_more()
+
+        k.wait(j)
+        s = tile.product(begin, shape, running=int(begin_more is not None))
+        sees = functools.partial(view.sees, j * tiles.block_k) if masked else None
+        _, weight = probabilities(problem, s, functools.partial(tile.across, lse), sees)
+        v.wait(j)
+        dp = tile.product(lambda acc: tile.dot_t(acc, do, v.block(j)), shape)
+        v.release(j)
+        return weight * (dp - tile.across(delta, shape))
+
+    def step(j, carry, masked):
+        dq, ds = carry
+
+        def under_the_product(dq_acc):
+            return (gradient(j, masked, lambda: tile.dot(dq_acc, ds, k.block(j - 1))),)  # dQ += dS K
+
+        dq, ds = tile.overlap(under_the_product, (dq,), (tile.zeros(*shape),))
+        k.release(j - 1)
+        return dq, ds.astype(x.q.dtype)
+
+    first, last = blocks.first, blocks.last - 1
+    known_full = isinstance(blocks.full_last, int) and blocks.full_first <= first < blocks.full_last
+    ds = gradient(first, not known_full)
+    carry = tile.zeros(ROWS, tiles.width), ds.astype(x.q.dtype)
+    dq, ds = blocks._replace(first=first + 1).clipped().visit(step, carry)
+    (dq,) = tile.products_add(lambda acc: tile.dot(acc, ds, k.block(last)), dq)
+    k.release(last)
+    return dq

@@ -86,11 +86,7 @@ class Memory(NamedTuple):
 
 def _kernel(program, x: Inputs, o_gmem, lse_gmem, memory: Memory, *, problem: Problem, tiles: Tiles):
     at = order.query_tile(program, problem, tiles.block_q, tiles.key_bytes)
-    if x.blocks is None:
-        blocks = schedule.key_blocks(0, problem.keys, None, tiles.block_k)
-    else:
-        blocks = tile.blocks(x.blocks, at.batch, at.tile)
-        blocks = blocks._replace(last=jnp.maximum(blocks.last, blocks.first + 1))  # where no row sees a key, one masked block
+    blocks = tile.key_blocks(x.blocks, at, problem.keys, tiles.block_k)
     number_of = sync.Numbers(tiles.warpgroups, tiles.stages)
     k = sync.Ring(memory.k, memory.k_full, number_of.first_ring, tiles.warpgroups)
     v = sync.Ring(memory.v, memory.v_full, number_of.second_ring, tiles.warpgroups)
@@ -181,7 +177,8 @@ def _attend(
             v.wait(j)  # here and not in the next step: ptxas does not move the wait for the products up over this one
             return results
 
-        o, p, alpha, m, l = tile.overlap(under_the_products, o, shape, m, l)
+        like = tile.zeros(*shape), tile.rows(1.0), m, l
+        o, _, p, alpha, m, l = tile.overlap(under_the_products, (o, tile.zeros(*shape)), like)
         v.release(j - 1)
         return o * tile.across(alpha, o.shape), m, l, p.astype(q.dtype)  # cast only now: the product before it read the old p
 

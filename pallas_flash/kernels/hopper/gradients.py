@@ -1,11 +1,10 @@
-"""What the kernels of the Hopper backward share: their arrays, and P and dS of a pair of blocks."""
+"""What the kernels of the Hopper backward share: their arrays, and P of a pair of blocks."""
 
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_flash import online_softmax
 from pallas_flash.arguments import Problem
@@ -35,41 +34,14 @@ def inputs(p: Problem, t: Tiles | KeyTiles, blocks, visibility: Visibility, q, k
     return Inputs(q, k, v, do, lse, delta, blocks, visibility)
 
 
-class Rows(NamedTuple):
-    """What P and dS need to know of the queries: each a function of the shape of S."""
+def probabilities(problem: Problem, s, lse: Callable, sees: Callable | None):
+    """P, and what dP - delta must be multiplied by to give dS, from S = Q K^T.
 
-    lse: Callable
-    delta: Callable
-    sees: Callable | None  # which query sees which key; None: every query sees every key
-    wait_for_delta: Callable = lambda: None  # ptxas moves no wait for a product before this one, and no exponential behind it
-
-
-def p_and_ds(problem: Problem, begin_s, begin_dp, shape, rows: Rows, few_registers: bool = False):
-    """P and dS, 16 bits, where begin_s(acc) and begin_dp(acc) begin the products S = Q K^T and dP = dO V^T.
-
-    dP runs under the exponentials, unless there are too few registers for both.
+    lse(shape) and sees(shape), which query sees which key, have the shape of S; None: every query sees every key.
     """
-
-    def probabilities(s):
-        s, scale = online_softmax.scores_apart(s, problem.scale, problem.soft_cap)
-        p, weight = online_softmax.gradients_apart(s, scale, rows.lse(shape), problem.soft_cap)
-        if rows.sees is None:
-            return p, weight
-        seen = rows.sees(shape)
-        return jnp.where(seen, p, 0.0), jnp.where(seen, weight, 0.0)
-
-    def both(s_acc, dp_acc):
-        begin_s(s_acc)
-        begin_dp(dp_acc)
-        p, weight = probabilities(tile.finished(s_acc, running=1))
-        p, weight = lax.optimization_barrier((p.astype(problem.dtype), weight))
-        rows.wait_for_delta()
-        return p, weight, tile.finished(dp_acc)
-
-    if few_registers or problem.soft_cap is not None:
-        p, weight = probabilities(tile.product(begin_s, shape))
-        rows.wait_for_delta()
-        p, dp = p.astype(problem.dtype), tile.product(begin_dp, shape)
-    else:
-        p, weight, dp = tile.products(both, shape, shape)
-    return p, (weight * (dp - rows.delta(shape))).astype(problem.dtype)
+    s, scale = online_softmax.scores_apart(s, problem.scale, problem.soft_cap)
+    p, weight = online_softmax.gradients_apart(s, scale, lse(s.shape), problem.soft_cap)
+    if sees is None:
+        return p, weight
+    seen = sees(s.shape)
+    return jnp.where(seen, p, 0.0), jnp.where(seen, weight, 0.0)

@@ -95,6 +95,14 @@ def blocks(ref, batch: Ints, number: Ints) -> schedule.Blocks:
     return schedule.Blocks(*(ref[batch if ref.shape[0] > 1 else 0, number, i] for i in range(4)))
 
 
+def key_blocks(ref, at, keys: int, block_k: int) -> schedule.Blocks:
+    """The blocks of keys that a program's tile of queries visits, at least one: where no row sees a key it is masked."""
+    if ref is None:
+        return schedule.key_blocks(0, keys, None, block_k)
+    found = blocks(ref, at.batch, at.tile)
+    return found._replace(last=jnp.maximum(found.last, found.first + 1))
+
+
 # Copies
 
 
@@ -165,12 +173,12 @@ def products(body, *shapes):
     return pl.run_scoped(body, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
 
 
-def product(begin, shape):
-    """The product that begin(acc) begins."""
+def product(begin, shape, running: int = 0):
+    """The product that begin(acc) begins, before `running` others that go on."""
 
     def body(acc):
         begin(acc)
-        return finished(acc)
+        return finished(acc, running)
 
     return products(body, shape)
 
@@ -184,20 +192,18 @@ def products_add(begin, *sums):
     return pl.run_state(body)(tuple(map(plgpu.ACC.init, sums)))
 
 
-def overlap(body, o, scores_shape, m, l):
-    """o', p, alpha, m', l': body(o_acc, s_acc) adds to o_acc, which holds o, and returns the others.
+def overlap(body, sums, like):
+    """The sums and values like `like`, from body(*accumulators), which begins to add to the sums and returns the values.
 
     What it computes runs under the products it has begun, and these have ended when this returns.
     """
 
     def stateful(refs):
-        o_acc, s_acc, *results = refs
-        for ref, value in zip(results, lax.optimization_barrier(body(o_acc, s_acc)), strict=True):
+        values = body(*refs[: len(sums)])
+        for ref, value in zip(refs[len(sums) :], lax.optimization_barrier(tuple(values)), strict=True):
             ref[...] = value
 
-    accumulators = plgpu.ACC.init(o), plgpu.ACC.init(zeros(*scores_shape))
-    o, _, *results = pl.run_state(stateful)((*accumulators, zeros(*scores_shape), rows(1.0), m, l))
-    return o, *results
+    return pl.run_state(stateful)((*map(plgpu.ACC.init, sums), *like))
 
 
 # Launch
@@ -227,9 +233,7 @@ def launch(kernel, args, *, programs: int, out_type, tiles, scratch, name: str):
     leaves, tree = jax.tree.flatten(args)
     memory, memory_tree = jax.tree.flatten(scratch)
     is_type = lambda x: isinstance(x, jax.ShapeDtypeStruct)
-    devices = jax.typeof(leaves[0]).manual_axis_type  # over which axes of a mesh the operands vary, and so the results
-    results = [jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=devices) if is_type(x) else x for x in out_type]
-    adds = not all(map(is_type, results))
+    adds = not all(map(is_type, out_type))
 
     def entry(*refs):
         inputs, outputs = jax.tree.unflatten(tree, refs[: len(leaves)]), refs[len(leaves) :]
@@ -239,7 +243,7 @@ def launch(kernel, args, *, programs: int, out_type, tiles, scratch, name: str):
     entry.__name__ = name
     call = plgpu.kernel(
         entry,
-        out_type=() if adds else results,
+        out_type=() if adds else out_type,
         grid=(programs,),
         grid_names=("program",),
         num_threads=tiles.warpgroups + 1,
@@ -251,7 +255,11 @@ def launch(kernel, args, *, programs: int, out_type, tiles, scratch, name: str):
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
         ),
     )
-    if not adds:
-        return call(*leaves)
-    before = tuple(lax.empty(x.shape, x.dtype) if is_type(x) else x for x in results)
-    return pl.run_state(lambda refs: call(*leaves, *refs))(before)
+    if adds:
+        before = tuple(lax.empty(x.shape, x.dtype) if is_type(x) else x for x in out_type)
+        results = pl.run_state(lambda refs: call(*leaves, *refs))(before)
+    else:
+        results = call(*leaves)
+    # Inside of shard_map the results vary over the axes of the mesh that the operands vary over, which the call does not see.
+    axes = tuple(jax.typeof(leaves[0]).manual_axis_type.varying)
+    return [lax.pcast(x, axes, to="varying") for x in results] if axes else results

@@ -3,6 +3,7 @@
 import jax
 
 from pallas_flash.arguments import Problem
+from pallas_flash.gpus import CAPABILITIES
 from pallas_flash.kernels.portable.backward import backward
 from pallas_flash.kernels.portable.forward import forward
 from pallas_flash.kernels.portable.tuning import tiles
@@ -20,9 +21,6 @@ def why_not(problem: Problem) -> str | None:
     return None
 
 
-_CAPABILITY = {"A100": 8.0, "H100": 9.0, "H200": 9.0, "B200": 10.0}  # of GPUs that code is compiled for elsewhere
-
-
 def compute_capability() -> float | None:
     """Of the GPU that the abstract mesh names, for code that is compiled on another machine, else of the default GPU; None where
     that is not NVIDIA's."""
@@ -33,4 +31,4 @@ def compute_capability() -> float | None:
         here = None
     if named is None or (here and here.device_kind == named.device_kind):
         return float(here.compute_capability) if here else None
-    return next((capability for name, capability in _CAPABILITY.items() if name in named.device_kind), None)
+    return next((major + minor / 10 for word, (major, minor) in CAPABILITIES.items() if word in named.device_kind), None)
