@@ -30,10 +30,10 @@ def temporaries(gpu: str, p) -> tuple[dict[str, int], str]:
 def main(gpu: str, *sizes: str):
     with tempfile.TemporaryDirectory() as folder:
         gpu_code.prepare(pathlib.Path(folder))
-        print(json.dumps(_compiled(gpu_code.GPUS[gpu], *map(int, sizes))))
+        print(json.dumps(_compiled(gpu, *map(int, sizes))))
 
 
-def _compiled(gpu: gpu_code.Gpu, *sizes: int) -> dict[str, int]:
+def _compiled(gpu: str, *sizes: int) -> dict[str, int]:
     import jax
 
     from pallas_flash import accounting as a
@@ -47,7 +47,7 @@ def _compiled(gpu: gpu_code.Gpu, *sizes: int) -> dict[str, int]:
             o, vjp = jax.vjp(a.attention(name.partition(", ")[0], tiles_of(name, p)), q, k, v)
             return o, *vjp(do)
 
-        found[name] = gpu_code.compiled(gpu, both, q, q, q, q).memory_analysis().temp_size_in_bytes
+        found[name] = gpu_code.compiled(a.GPUS[gpu], both, q, q, q, q).memory_analysis().temp_size_in_bytes
     return found
 
 
