@@ -4,7 +4,6 @@ from typing import Any
 
 from pallas_flash import accounting as a
 from pallas_flash import explain
-from pallas_flash.arguments import Problem
 from scripts.bench.cases import PASSES, Case
 from scripts.bench.measure import Row, measure
 from scripts.bench.peers import Contender
@@ -30,11 +29,11 @@ def contender(name: str, generation: str, tiles: Any = None) -> Contender:
     return Contender(name, attend, why_not, package="pallas-flash")
 
 
-def case_of(p: Problem, causal: bool) -> Case:
+def case_of(p, causal: bool) -> Case:
     return Case(p.batch, p.queries, p.keys, p.heads, p.kv_heads, p.head_size, p.dtype, causal)
 
 
-def at_the_shape(p: Problem, args, clock: str) -> list[Row]:
+def at_the_shape(p, args, clock: str) -> list[Row]:
     """Full and causal; forward, backward, both."""
     everyone = [contender(name, name) for name in GENERATIONS]
     cases = [case_of(p, causal) for causal in (False, True)]
@@ -46,7 +45,7 @@ def as_the_paper(rows: list[Row]) -> list[Row]:
     return [row for row in rows if row.passes == BOTH and not row.case.causal]
 
 
-def by_length(p: Problem, args, clock: str) -> list[Row]:
+def by_length(p, args, clock: str) -> list[Row]:
     """As many tokens at each length."""
     everyone, rows = [contender(name, name) for name in GENERATIONS], []
     for causal in (False, True):
@@ -56,7 +55,7 @@ def by_length(p: Problem, args, clock: str) -> list[Row]:
     return rows
 
 
-def by_tiles(p: Problem, args, clock: str) -> list[Row]:
+def by_tiles(p, args, clock: str) -> list[Row]:
     everyone = [contender(block_name(at.tiles), "flash1", at.tiles) for at in by_block(p, args.blocks)]
     return measure(everyone, case_of(p, False), [PASSES[0], BOTH], args.repeats, args.jobs, clock)
 
