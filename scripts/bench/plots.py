@@ -24,7 +24,7 @@ def _look(names: list[str], name: str) -> dict:
     return dict(color=COLORS[at % len(COLORS)], marker=MARKERS[at % len(MARKERS)], markersize=4, linestyle=line)
 
 
-def _lengths_axis(axes, lengths: list[int], label_every: bool = True):
+def lengths_axis(axes, lengths: list[int], label_every: bool = True):
     axes.set(xlabel="length T", xscale="log")
     axes.set_xticks(lengths, [f"{T:,}" if label_every else f"{T / 1024:g}k" for T in lengths])
     axes.xaxis.minorticks_off()
@@ -57,7 +57,7 @@ def write_lengths(path: pathlib.Path, facts, timed: list[Row], compiled_only: li
     right.set_ylabel("temporary memory, MB")
     for axes, lengths in ((left, args.lengths), (right, args.memory_lengths)):
         if any(len(line.get_xdata()) for line in axes.lines):  # nothing has no logarithm
-            _lengths_axis(axes, lengths)
+            lengths_axis(axes, lengths)
             axes.set_yscale("log")
             axes.yaxis.set_major_formatter("{x:,g}")
             axes.yaxis.set_minor_formatter("")  # or a short axis mixes 10 with 6 x 10^1
@@ -100,7 +100,7 @@ def _by_length(path: pathlib.Path, title: str, rows: list[Row], names: list[str]
                 mine = [row for row in rows if (row.name, row.passes, row.case.H) == (name, line, H)]
                 mine.sort(key=lambda row: row.case.T)
                 axes.plot([row.case.T for row in mine], [row.tflops for row in mine], label=name, **_look(names, name))
-                _lengths_axis(axes, lengths, label_every=False)
+                lengths_axis(axes, lengths, label_every=False)
                 axes.set(title=f"{line}, H{H}", xlabel="length T" if line == passes[-1] else "")
                 axes.title.set_fontsize(10)
     for panel_row in panels:
