@@ -64,16 +64,6 @@ def _kernel(program, x: Inputs, dq_gmem, memory: Memory, *, problem: Problem, ti
     k = sync.Ring(memory.k, memory.k_full, number_of.first_ring, tiles.warpgroups)
     v = sync.Ring(memory.v, memory.v_full, number_of.second_ring, tiles.warpgroups)
 
-    def produce():
-        def load(j, _):
-            source = at.batch, pl.ds(j * tiles.block_k, tiles.block_k), at.kv_head
-            k.fill(j, x.k.at[source], blocks.first)
-            v.fill(j, x.v.at[source], blocks.first)
-
-        schedule.loop(sync.opaque(blocks.first), sync.opaque(blocks.last), load, None)
-        k.drain(blocks.first, blocks.last)
-        v.drain(blocks.first, blocks.last)
-
     def consume(own):
         first_row = at.tile * tiles.block_q + own * ROWS
         by_row = at.batch, pl.ds(first_row, ROWS), at.head
@@ -85,7 +75,7 @@ def _kernel(program, x: Inputs, dq_gmem, memory: Memory, *, problem: Problem, ti
         q[...] = (dq * problem.scale).astype(q.dtype)
         tile.copy_out((q, dq_gmem.at[by_row]))
 
-    tile.by_role(tiles, consume, produce)
+    tile.by_role(tiles, consume, lambda: tile.feed(x, at, blocks, k, v, tiles.block_k))
 
 
 def _sum(x: Inputs, at, first_row, own, memory: Memory, k: sync.Ring, v: sync.Ring, blocks, problem: Problem, tiles: Tiles):

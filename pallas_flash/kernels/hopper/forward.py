@@ -91,17 +91,6 @@ def _kernel(program, x: Inputs, o_gmem, lse_gmem, memory: Memory, *, problem: Pr
     k = sync.Ring(memory.k, memory.k_full, number_of.first_ring, tiles.warpgroups)
     v = sync.Ring(memory.v, memory.v_full, number_of.second_ring, tiles.warpgroups)
 
-    def produce():
-        def load(j, _):
-            source = at.batch, pl.ds(j * tiles.block_k, tiles.block_k), at.kv_head
-            k.fill(j, x.k.at[source], blocks.first)
-            v.fill(j, x.v.at[source], blocks.first)
-
-        first, last = sync.opaque(blocks.first), sync.opaque(blocks.last)
-        schedule.loop(first, last, load, None)
-        k.drain(blocks.first, blocks.last)
-        v.drain(blocks.first, blocks.last)
-
     def consume(own):
         first_row = at.tile * tiles.block_q + own * ROWS
         wide, lse_smem = memory.q.at[own], memory.lse.at[own]
@@ -128,7 +117,7 @@ def _kernel(program, x: Inputs, o_gmem, lse_gmem, memory: Memory, *, problem: Pr
         tile.copy_out((wide, o_gmem.at[rows]), (lse_smem, lse_gmem.at[at.batch, at.head, pl.ds(first_row, ROWS)]))
         turns.close()
 
-    tile.by_role(tiles, consume, produce)
+    tile.by_role(tiles, consume, lambda: tile.feed(x, at, blocks, k, v, tiles.block_k))
 
 
 def _own_blocks(x: Inputs, at: order.Place, own: Ints, blocks: schedule.Blocks, tiles: Tiles) -> schedule.Blocks:

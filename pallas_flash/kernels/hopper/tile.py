@@ -106,6 +106,19 @@ def key_blocks(ref, at, keys: int, block_k: int) -> schedule.Blocks:
 # Copies
 
 
+def feed(x, at, blocks: schedule.Blocks, k: sync.Ring, v: sync.Ring, block_k: int):
+    """The producer's: fills the rings with the blocks of keys and values that a program visits."""
+
+    def load(j, _):
+        source = at.batch, pl.ds(j * block_k, block_k), at.kv_head
+        k.fill(j, x.k.at[source], blocks.first)
+        v.fill(j, x.v.at[source], blocks.first)
+
+    schedule.loop(sync.opaque(blocks.first), sync.opaque(blocks.last), load, None)
+    k.drain(blocks.first, blocks.last)
+    v.drain(blocks.first, blocks.last)
+
+
 def block(dtype, *shape: int):
     """Shared memory for matrices in the order that TMA, wgmma and the registers' stores meet without bank conflicts."""
     row = 128 // jnp.dtype(dtype).itemsize
