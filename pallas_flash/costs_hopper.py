@@ -94,11 +94,12 @@ def _dkv(p: Problem, t, fused: bool) -> Cost:
     rows = int(np.sum(np.maximum(np.minimum(last * t.block_q, z.T) - first * t.block_q, 0)))
     _, _, told = _query_tiles(p, t.block_q, t.block_k)
     told = told or p.keys % t.block_k != 0
-    again, dq = t.column_parts, 4 * z.heads * rows * t.width * fused
+    again, dq = t.warpgroups if t.split else 1, 4 * z.heads * rows * t.width * fused
+    columns = again * (t.columns(t.width) + t.columns(t.value_width))
     return Cost(
-        matrix=2 * A * ((again + 1) * (t.width + t.value_width) + fused * t.width),
+        matrix=2 * A * (again * (t.width + t.value_width) + columns + fused * t.width),
         exponentials=again * A,
-        other=again * 4 * A + z.kv_heads * z.n_k * t.block_k * t.width,
+        other=again * (4 * A + z.kv_heads * z.n_k * t.block_k * t.columns(t.width)),
         reads=z.kv_heads * (z.S * z.width + 16 * told * z.n_k * z.warpgroups)
         + z.heads * (rows * z.width + 8 * int(np.sum(last - first)) * t.block_q)
         + dq,

@@ -79,6 +79,7 @@ HOPPER = {
     "whole tiles": (Sizes(B=1, T=384, S=256, N=2, K=2, H=128, Hv=128), {}),
     "causal": (Sizes(B=1, T=300, S=200, N=2, K=1, H=40, Hv=72), dict(is_causal=True)),
     "window, wide heads": (Sizes(B=1, T=200, S=330, N=1, K=1, H=256, Hv=256), dict(local_window_size=(70, 20), query_offset=99)),
+    "columns of both": (Sizes(B=1, T=70, S=130, N=2, K=1, H=192, Hv=128), dict(is_causal=True)),
     "in any order": (Sizes(B=1, T=203, S=309, N=2, K=1, H=64, Hv=64), dict(is_causal=True, deterministic=False)),
 }
 

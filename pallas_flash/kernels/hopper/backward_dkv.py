@@ -114,11 +114,19 @@ def _kernel(program, x: Inputs, *outputs, problem: Problem, tiles: KeyTiles):
 
         owner_of = lambda own: Owner(problem, tiles, x, memory, q, do, own, at.batch, first_key, *dq_gmem)
         owner = owner_of(own)
-        zeros = tile.zeros(ROWS, owner.columns.size), tile.zeros(ROWS, owner.value_columns.size)
+        columns, value_columns = owner.columns(tiles.width), owner.columns(tiles.value_width)
+        zeros = tile.zeros(ROWS, columns.size), tile.zeros(ROWS, value_columns.size)
         dk, dv = schedule.loop(0, problem.group, head, zeros)
         owner.meet()  # all have read k and v
-        k, v = memory.k.at[owner.keys, owner.columns], memory.v.at[owner.keys, owner.value_columns]
-        k[...], v[...] = (dk * problem.scale).astype(k.dtype), dv.astype(v.dtype)
+        k, v = memory.k.at[owner.keys, columns], memory.v.at[owner.keys, value_columns]
+
+        def write():
+            k[...], v[...] = (dk * problem.scale).astype(k.dtype), dv.astype(v.dtype)
+
+        if tiles.split:  # some columns may be both's: one after the other
+            pl.when(own == 0)(write)
+            owner.meet()
+        pl.when((own > 0) | (not tiles.split))(write)
         owner.meet()
         mine = owner.cut(tiles.block_k, tiles.warpgroups)
         keys = at.batch, pl.ds(first_key + mine.start, mine.size), at.kv_head
@@ -158,13 +166,10 @@ class Owner(NamedTuple):
     def keys(self) -> pl.Slice:
         return self.cut(self.tiles.block_k, self.tiles.block_k // ROWS)
 
-    @property
-    def columns(self) -> pl.Slice:
-        return self.cut(self.tiles.width, self.tiles.column_parts)
-
-    @property
-    def value_columns(self) -> pl.Slice:
-        return self.cut(self.tiles.value_width, self.tiles.column_parts)
+    def columns(self, width: int) -> pl.Slice:
+        """The consumer's columns of dK or dV: the first ones, or the last."""
+        size = self.tiles.columns(width)
+        return pl.ds(pl.multiple_of(self.number * (width - size), ROWS), size) if size < width else pl.ds(0, size)
 
     def meet(self):
         sync.meet(sync.Numbers(self.tiles.warpgroups, self.tiles.stages).meeting, self.tiles.warpgroups)
@@ -172,7 +177,7 @@ class Owner(NamedTuple):
     def add(self, block: Block, masked: bool, dk, dv):
         """dK += dS^T Q and dV += P^T dO with a block of queries, by 64 of them at a time."""
         (q, _), (do, _) = self.q_ring.block(block.number), self.do_ring.block(block.number)
-        q, do = q.at[:, self.columns], do.at[:, self.value_columns]
+        q, do = q.at[:, self.columns(self.tiles.width)], do.at[:, self.columns(self.tiles.value_width)]
         parts = [pl.ds(first, ROWS) for first in range(0, self.tiles.block_q, ROWS)]
         shared = None if self.dq_gmem is None else self.memory.ds.at[lax.rem(block.number, jnp.int32(2))]
 

@@ -32,8 +32,8 @@ class Tiles(NamedTuple):
 
 
 class KeyTiles(NamedTuple):
-    """Of a kernel that owns keys: `block_q` queries at a time by 64 keys for each of `warpgroups`, or by 64 keys in all, if
-    `split`: then each warpgroup owns a part of the columns of dK and dV."""
+    """Of a kernel that owns keys: `block_q` queries at a time by 64 keys for each of `warpgroups`; or, if `split`, by 64 keys for
+    both, of which each owns half of the columns of dK and dV. Half of 192 columns are 128, of which some are both's."""
 
     width: int
     value_width: int
@@ -46,14 +46,13 @@ class KeyTiles(NamedTuple):
     def block_k(self) -> int:
         return ROWS if self.split else self.warpgroups * ROWS
 
-    @property
-    def column_parts(self) -> int:
-        """Into how many parts the columns of dK and dV are cut, each for another warpgroup."""
-        return self.warpgroups if self.split else 1
+    def columns(self, width: int) -> int:
+        """How many of the columns of dK or dV a warpgroup owns: whole tiles of 64."""
+        return -(-width // (2 * ROWS)) * ROWS if self.split else width
 
     @property
     def dq_column_parts(self) -> int:
-        """The same of a block's dQ, whose rows are cut into 64 each."""
+        """Into how many parts the columns of a block's dQ are cut, each for another warpgroup; its rows are cut into 64 each."""
         return self.warpgroups * ROWS // self.block_q
 
     @property
@@ -104,12 +103,12 @@ _DQ = (
     Tiles(width=192, value_width=192, warpgroups=2, block_k=64, stages=3),
     Tiles(width=256, value_width=256, warpgroups=2, block_k=64, stages=2, value_stages=1),
 )
-# At 256 dK and dV of 64 keys are more than the registers of one warpgroup; at 192/128 too, and a half of 192 columns is no whole
-# number of wgmma's tiles.
+# From 192/128 on dK and dV of 64 keys are more than the registers of one warpgroup.
 _DKV = (
     KeyTiles(width=64, value_width=64, warpgroups=2, block_q=64, stages=2),
     KeyTiles(width=128, value_width=128, warpgroups=2, block_q=64, stages=2),
-    KeyTiles(width=256, value_width=128, warpgroups=2, block_q=64, stages=2, split=True),
+    KeyTiles(width=192, value_width=128, warpgroups=2, block_q=64, stages=2, split=True),
+    KeyTiles(width=192, value_width=192, warpgroups=2, block_q=64, stages=2, split=True),
     KeyTiles(width=256, value_width=256, warpgroups=2, block_q=64, stages=2, split=True),
 )
 # Each consumer computes 64 x 64 of a block's dQ. Wider heads leave no shared memory for it.
