@@ -1,4 +1,4 @@
-"""dQ: a program owns 64 queries of one head for each of its consumers, and walks over the keys (FlashAttention-2's loop)."""
+"""dQ: a program owns 64 queries of one head for each of its consumers, and walks over the keys as the forward does."""
 
 import functools
 from typing import Any, NamedTuple
