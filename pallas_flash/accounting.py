@@ -1,4 +1,4 @@
-"""What each generation of attention costs: FLOPs, exponentials, bytes, memory, and the time that a GPU needs at least.
+"""What each generation of attention costs: FLOPs, exponentials, bytes, memory, and the time at a GPU's peaks.
 
 `forward` and `backward` are the formulas of `costs`, by kernel; `observe` counts the same on the kernels themselves; `published`
 holds what the paper of FlashAttention compared, as formulas and as it printed them.
@@ -45,10 +45,10 @@ GENERATIONS = {
 
 
 class GPU(gpus.GPU):
-    """A GPU, and the time that it needs at least: at the peaks of its datasheet."""
+    """A GPU, and times at the peaks of its datasheet: no GPU is faster, but where a cache serves a load."""
 
     def seconds(self, cost: Cost, dtype: str) -> dict[str, float]:
-        """How long each unit of the GPU is busy at least; float32 products are computed in float32 too."""
+        """How long each unit of the GPU is busy; float32 products are computed in float32 too."""
         return dict(
             products=cost.matrix / (self.float32 if dtype == "float32" else self.products),
             float32=cost.other / self.float32,
@@ -57,7 +57,7 @@ class GPU(gpus.GPU):
         )
 
     def roofline(self, kernels: dict[str, Cost], dtype: str) -> float:
-        """The seconds that kernels take at least, one after another, each as long as its busiest unit."""
+        """The seconds that kernels take one after another, each as long as its busiest unit."""
         return sum(max(self.seconds(cost, dtype).values()) for cost in kernels.values())
 
 

@@ -64,7 +64,7 @@ class Memory(NamedTuple):
 
     q: Any  # [warpgroups, 64, the larger width], of the output in the end
     k: Any  # [stages, block_k, width]
-    v: Any  # [stages, block_k, value_width]
+    v: Any  # [value_stages, block_k, value_width]
     lse: Any  # [warpgroups, 64]
     q_full: Any
     k_full: Any
@@ -76,11 +76,11 @@ class Memory(NamedTuple):
         return cls(
             q=tile.block(dtype, t.warpgroups, ROWS, max(t.width, t.value_width)),
             k=tile.block(dtype, t.stages, t.block_k, t.width),
-            v=tile.block(dtype, t.stages, t.block_k, t.value_width),
+            v=tile.block(dtype, t.value_stages, t.block_k, t.value_width),
             lse=plgpu.SMEM((t.warpgroups, ROWS), jnp.float32),
             q_full=barriers(t.warpgroups),
             k_full=barriers(t.stages),
-            v_full=barriers(t.stages),
+            v_full=barriers(t.value_stages),
         )
 
 

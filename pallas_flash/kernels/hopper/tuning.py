@@ -70,10 +70,12 @@ def _shown(t: Tiles | KeyTiles) -> str:
 
 
 class AllTiles(NamedTuple):
+    """Of the backward in two kernels, or in one that adds in any order; None for those that do not run."""
+
     forward: Tiles
-    dq: Tiles
-    dkv: KeyTiles
-    fused: KeyTiles | None  # of the backward in one kernel, where it may add in any order; None: in two
+    dq: Tiles | None
+    dkv: KeyTiles | None
+    fused: KeyTiles | None
 
     def __str__(self):
         backward = f"dq {self.dq}; dk, dv {self.dkv}" if self.fused is None else f"dq, dk, dv {self.fused}"
@@ -121,7 +123,8 @@ _FUSED = (
 def tiles(problem: Problem) -> AllTiles:
     """The cheapest row of each table that holds the problem's heads."""
     fused = None if problem.deterministic else _row(_FUSED, problem)
-    return AllTiles(_row(_FORWARD, problem), _row(_DQ, problem), _row(_DKV, problem), fused)
+    apart = (None, None) if fused is not None else (_row(_DQ, problem), _row(_DKV, problem))
+    return AllTiles(_row(_FORWARD, problem), *apart, fused)
 
 
 def _row(table, problem: Problem):
