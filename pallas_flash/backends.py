@@ -7,7 +7,7 @@ import jax
 
 from pallas_flash import blockwise, reference
 from pallas_flash.arguments import Problem
-from pallas_flash.kernels import hopper, portable
+from pallas_flash.kernels import device, hopper, portable
 from pallas_flash.kernels.classic import flash1, standard
 
 
@@ -28,7 +28,7 @@ class Choice(NamedTuple):
 
 
 def _on_gpu() -> bool:
-    return portable.compute_capability() is not None or jax.default_backend() == "gpu"
+    return device.compute_capability() is not None or jax.default_backend() == "gpu"
 
 
 def _no_empty_axis(problem: Problem) -> str | None:

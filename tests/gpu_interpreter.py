@@ -24,8 +24,8 @@ from jax._src import callback
 from jax._src import core as jax_core
 
 from pallas_flash import autodiff
+from pallas_flash.kernels.device import compute_capability
 from pallas_flash.kernels.hopper import tile
-from pallas_flash.kernels.portable import compute_capability
 
 try:
     from jax._src.pallas.mosaic.interpret import thread_map
