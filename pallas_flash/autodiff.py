@@ -13,24 +13,29 @@ from pallas_flash.backends import Choice
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(problem: Problem, choice: Choice, operands: Operands):
-    return choice.backend.forward(problem, choice.tiles, operands)
+    o, stats = choice.backend.forward(problem, choice.tiles, operands)
+    return o, stats.lse()
 
 
 def _forward(problem, choice, operands):
-    o, lse = choice.backend.forward(problem, choice.tiles, operands)
+    o, stats = choice.backend.forward(problem, choice.tiles, operands)
     # Named, so that a policy of jax.checkpoint can keep them: the backward needs nothing else that is costly.
-    o, lse = checkpoint_name(o, "flash_attention_out"), checkpoint_name(lse, "flash_attention_lse")
-    return (o, lse), (operands, o, lse)
+    o = checkpoint_name(o, "flash_attention_out")
+    stats = jax.tree.map(lambda x: checkpoint_name(x, "flash_attention_lse"), stats)
+    return (o, stats.lse()), (operands, o, stats)
 
 
 def _backward(problem, choice, residuals, cotangents):
-    operands, o, lse = residuals
+    operands, o, stats = residuals
     do, dlse = cotangents
+    lse, factor = stats.in_one()
+    wide = lse.dtype
+    if factor is not None:  # P = factor * 2^(s - lse) meets do alone, and what is made of do: so do takes the factor
+        do, dlse = (do * jnp.swapaxes(factor, 1, 2)[..., None]).astype(do.dtype), dlse * factor
     do = lax.optimization_barrier(do)  # or XLA may leave out its rounding to 16 bits here, and delta part from the kernels' do
     # d lse / d s = p, and ds = p * (dp - rowsum(o * do)): the cotangent of lse joins delta.
-    delta = jnp.einsum("btnh,btnh->bnt", o.astype(jnp.float32), do.astype(jnp.float32), precision="highest") - dlse
-    empty = lse == -jnp.inf
-    delta, lse = jnp.where(empty, 0.0, delta), jnp.where(empty, jnp.inf, lse)  # exp(s - inf) = 0: an empty row has no gradient
+    delta = jnp.einsum("btnh,btnh->bnt", o.astype(wide), do.astype(wide), precision="highest") - dlse
+    delta = jnp.where(stats.empty, 0.0, delta)
     dq, dk, dv, dbias = choice.backend.backward(problem, choice.tiles, operands, o, lse, do, delta)
     return (Operands(dq, dk, dv, dbias, None, None),)
 

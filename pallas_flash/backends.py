@@ -18,7 +18,8 @@ class Backend(NamedTuple):
     why_not: Callable[[Problem], str | None]  # None: it can run this problem; else the reason
     why_not_by_default: Callable[[Problem], str | None]  # None: it is taken unasked where it can run
     tiles: Callable[[Problem], Any]  # a hashable Tiles, or None
-    forward: Callable  # (problem, tiles, operands)                    -> o, lse
+    forward: Callable  # (problem, tiles, operands)                    -> o, online_softmax.Statistics
+    # lse in units of log 2, +inf for a row that saw no key; do and delta have the factor of `Statistics.in_one`
     backward: Callable  # (problem, tiles, operands, o, lse, do, delta) -> dq, dk, dv, dbias (None without a bias)
 
 

@@ -44,12 +44,13 @@ def forward(problem: Problem, tiles: Tiles, x: Operands):
 
         l = _zeros(x, *rows[:3], tiles.block_q)
         start = _zeros(x, *l.shape, p.value_size), l + online_softmax.LOWEST, l
-        o, lse = online_softmax.finish(*view.blocks.visit(step, start))
-        return row.put(outputs[0], o), row.put(outputs[1], lse[..., None])
+        o, *stats = view.blocks.visit(step, start)
+        rows_of = (online_softmax.finish(o, stats[1]), *(x[..., None] for x in stats))
+        return tuple(row.put(output, block) for output, block in zip(outputs, rows_of, strict=True))
 
-    outputs = _zeros(x, *rows, p.value_size).astype(x.query.dtype), _zeros(x, *rows, 1)
-    o, lse = schedule.loop(0, schedule.ceil_div(p.queries, tiles.block_q), query_block, outputs)
-    return _from_heads(o), lse.reshape(p.batch, p.heads, p.queries)
+    outputs = _zeros(x, *rows, p.value_size).astype(x.query.dtype), _zeros(x, *rows, 1), _zeros(x, *rows, 1)
+    o, *stats = schedule.loop(0, schedule.ceil_div(p.queries, tiles.block_q), query_block, outputs)
+    return _from_heads(o), online_softmax.Statistics(*(x.reshape(p.batch, p.heads, p.queries) for x in stats))
 
 
 def backward(problem: Problem, tiles: Tiles, x: Operands, o, lse, do, delta):

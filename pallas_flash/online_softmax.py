@@ -4,13 +4,44 @@ Scores are kept in units of log 2, so that every exponential is an exp2 (FlashAt
 """
 
 import math
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
 LOWEST = float(jnp.finfo(jnp.float32).min)  # the maximum of no score; finite, so that no row needs a guard against inf - inf
+
+
+class Statistics(NamedTuple):
+    """Of each row's softmax, P = 2^(s - m) / l: the maximum m of its scores, in units of log 2, and the sum l of 2^(s - m).
+
+    l is 0 where a row saw no key. Where l is None, m is the whole log2-sum-exp, and -inf where a row saw no key.
+    """
+
+    m: jax.Array
+    l: jax.Array | None
+
+    @property
+    def empty(self):
+        return self.m == -jnp.inf if self.l is None else self.l == 0
+
+    def lse(self):
+        """The natural log-sum-exp, -inf for a row that saw no key."""
+        if self.l is None:
+            return self.m * LN2
+        return jnp.where(self.empty, -jnp.inf, self.m * LN2 + jnp.log(jnp.where(self.empty, 1.0, self.l)))
+
+    def in_one(self):
+        """What a backward takes: the log2-sum-exp as one number, +inf for a row that saw no key, so that 2^(s - it) = 0; and
+        the factor (None: 1) by which 2^(s - it) is less than P, since at large logits m + log2 l rounds, even to m."""
+        if self.l is None:
+            return jnp.where(self.empty, jnp.inf, self.m), None
+        l = jnp.where(self.empty, 1.0, self.l)
+        lse = self.m + jnp.log2(l)
+        return jnp.where(self.empty, jnp.inf, lse), jnp.exp2(lse - self.m) / l
 
 
 def scores(qk, bias, scale: float, soft_cap: float | None):
@@ -29,7 +60,7 @@ def scores_apart(qk, scale: float, soft_cap: float | None):
     """s, and a factor above 0 for `step`: their product is `scores` without a bias, less the constant soft_cap.
 
     c tanh(x / c) = c - 2 c / (1 + e^(2 x / c)), by an exp2 and a reciprocal square root: the tanh of NVIDIA GPUs errs by 2^-11,
-    times the soft cap. `finish` adds the constant.
+    times the soft cap.
     """
     if soft_cap is None:
         return qk, scale * LOG2E
@@ -55,22 +86,17 @@ def _each(row, like):
     return lax.broadcast_in_dim(row, like.shape, range(row.ndim))
 
 
-def finish(o, m, l, constant: float = 0.0):
-    """The output o / l and the natural log-sum-exp; 0 and -inf for a row that saw no key.
-
-    `constant` is what all scores lacked, in natural units.
-    """
-    empty = l == 0
-    l = jnp.where(empty, 1.0, l)
-    return o * _each(1.0 / l, o), jnp.where(empty, -jnp.inf, m * LN2 + jnp.log(l) + constant)
+def finish(o, l):
+    """The output o / l; 0 for a row that saw no key."""
+    return o * _each(1.0 / jnp.where(l == 0, 1.0, l), o)
 
 
 def gradients(s, seen, lse, dp, delta, soft_cap: float | None):
     """p and dlogits = p * (dp - delta), from scores s and dp [.., q, k], lse and delta [.., q].
 
-    `seen` (or None: all) hides scores; where a row saw no key its lse must come as +inf, so that p = 0.
+    `seen` (or None: all) hides scores; lse is in units of log 2, +inf where a row saw no key, so that p = 0.
     """
-    p = jnp.exp2(s - (lse * LOG2E)[..., None])
+    p = jnp.exp2(s - lse[..., None])
     ds = p * (dp - delta[..., None])
     if soft_cap is not None:
         ds = ds * (1.0 - jnp.square(s * (LN2 / soft_cap)))

@@ -9,11 +9,17 @@ from jax import lax
 
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.masks import Visibility
+from pallas_flash.online_softmax import LOG2E, Statistics
 
 
 def attend(problem: Problem, x: Operands):
-    """o [B, T, N, Hv] in the query's dtype and the natural log-sum-exp lse [B, N, T] in float32."""
-    p = problem
+    """o [B, T, N, Hv] in the query's dtype, and the Statistics of its rows."""
+    o, lse = _attend(problem, x)
+    return o, Statistics(lse * LOG2E, None)
+
+
+def _attend(p: Problem, x: Operands):
+    """o, and the natural log-sum-exp lse [B, N, T] in float32."""
     seen = jnp.broadcast_to(_seen(p, x.visibility), (p.batch, p.heads, p.queries, p.keys))
     if x.mask is not None:
         seen = seen & x.mask
@@ -55,7 +61,7 @@ def backward(problem: Problem, x: Operands, o, lse, do, delta):
     dlse = jnp.where(lse == jnp.inf, 0.0, dlse)
 
     def of(query, key, value, bias):
-        return attend(problem, x._replace(query=query, key=key, value=value, bias=bias))
+        return _attend(problem, x._replace(query=query, key=key, value=value, bias=bias))
 
     _, vjp = jax.vjp(of, x.query, x.key, x.value, x.bias)
     return vjp((do, dlse))

@@ -77,9 +77,9 @@ def total(kernels: dict[str, Cost]) -> Cost:
 
 
 def delta(p: Problem) -> Cost:
-    """rowsum(o do) - dlse, and lse with +inf for the rows that saw nothing."""
+    """rowsum(o do) - dlse; and, from m and l, lse in one number, and do with the factor that this leaves."""
     z = Sizes(p, 1, 1)
-    return Cost(other=2 * z.heads * z.T * z.V, reads=2 * z.o + 2 * z.statistic, writes=2 * z.statistic)
+    return Cost(other=3 * z.heads * z.T * z.V, reads=2 * z.o + 3 * z.statistic, writes=z.o + 2 * z.statistic)
 
 
 def standard_forward(p: Problem, t) -> dict[str, Cost]:
@@ -90,14 +90,14 @@ def standard_forward(p: Problem, t) -> dict[str, Cost]:
     z = Sizes(p, t.block_q, t.block_k)
     A, R = z.tiled()
     rows = z.heads * z.n_q * z.bq
-    passes, exponentials, other = (2, 2 * A + R, 5 * A + 9 * R) if t.online else (3, 2 * A, 5 * A + 7 * R)
+    passes, exponentials, other = (2, 2 * A + R, 5 * A + 5 * R) if t.online else (3, 2 * A, 5 * A + 3 * R)
     return dict(
         standard_attention_scores=_scores(z),
         standard_attention_softmax=Cost(
             exponentials=exponentials,
             other=other + rows,
             reads=passes * 4 * z.entries,
-            writes=z.e * z.entries + z.statistic,
+            writes=z.e * z.entries + 2 * z.statistic,
         ),
         standard_attention_values=_over_keys(z, z.V, z.v),
     )
@@ -111,7 +111,7 @@ def standard_backward(p: Problem, t) -> dict[str, Cost]:
         standard_attention_scores=_scores(z),
         standard_attention_dp=Cost(matrix=2 * A * z.v, reads=z.n_k * z.o + z.n_q * z.group * z.value, writes=4 * z.entries),
         standard_attention_softmax_backward=Cost(
-            exponentials=A, other=3 * A + R, reads=8 * z.entries + 2 * z.n_k * z.statistic, writes=2 * z.e * z.entries
+            exponentials=A, other=3 * A, reads=8 * z.entries + 2 * z.n_k * z.statistic, writes=2 * z.e * z.entries
         ),
         standard_attention_dq=_over_keys(z, z.H, z.h),
         standard_attention_dk=_over_queries(z, z.H, z.h),
@@ -120,9 +120,9 @@ def standard_backward(p: Problem, t) -> dict[str, Cost]:
 
 
 def standard_memory(p: Problem) -> dict[str, int]:
-    """S and P; then S, dP, P, dS, delta and the lse that the backward takes, when the softmax's has run."""
+    """S, P, m and l; then S, dP, P, dS, delta and lse, when the softmax's has run. do lies where a result comes later."""
     z = Sizes(p, 1, 1)
-    return dict(forward=(4 + z.e) * z.entries, backward=(8 + 2 * z.e) * z.entries + 2 * z.statistic)
+    return dict(forward=(4 + z.e) * z.entries + 2 * z.statistic, backward=(8 + 2 * z.e) * z.entries + 2 * z.statistic)
 
 
 def _scores(z: Sizes) -> Cost:
@@ -164,9 +164,7 @@ def flash1_forward(p: Problem, t) -> dict[str, Cost]:
         reads=z.group * (z.key + z.value) + z.n_k * (z.q + state),
         writes=(z.n_k + 1) * state,
     )
-    cast = 0 if z.e == 4 else 1
-    finish = Cost(reads=2 * z.statistic + cast * (state - 2 * z.statistic), writes=z.statistic + cast * z.o)
-    return dict(flash1_attention_forward=kernel, finish=finish)
+    return dict(flash1_attention_forward=kernel) | _cast(z, state - 2 * z.statistic, z.o)
 
 
 def flash1_backward(p: Problem, t) -> dict[str, Cost]:
@@ -177,18 +175,23 @@ def flash1_backward(p: Problem, t) -> dict[str, Cost]:
     kernel = Cost(
         matrix=2 * A * (3 * z.h + 2 * z.v),
         exponentials=A,
-        other=4 * A + R + 2 * R * z.h + z.n_k * z.bk * (z.heads * z.n_q * (z.h + z.v) + z.kv_heads * z.h),
+        other=4 * A + 2 * R * z.h + z.n_k * z.bk * (z.heads * z.n_q * (z.h + z.v) + z.kv_heads * z.h),
         reads=z.key + z.value + z.n_k * (z.q + z.o + 2 * z.statistic + dq),
         writes=(z.n_k + 1) * dq + z.key + z.value,
     )
-    return dict(flash1_attention_backward=kernel) | (dict(finish=Cost(reads=dq, writes=z.q)) if z.e != 4 else {})
+    return dict(flash1_attention_backward=kernel) | _cast(z, dq, z.q)
+
+
+def _cast(z: Sizes, reads: int, writes: int) -> dict[str, Cost]:
+    return dict(cast=Cost(reads=reads, writes=writes)) if z.e != 4 else {}
 
 
 def flash1_memory(p: Problem) -> dict[str, int]:
-    """O in float32 where that is not the result, l and m; then dQ in the same way, delta and the lse that the backward takes."""
+    """O in float32 where that is not the result, l and m; then dQ in the same way, where do lies where the result comes later,
+    and else what `delta` writes."""
     z = Sizes(p, 1, 1)
     sums = lambda size: 0 if z.e == 4 else 4 * z.heads * z.T * size
-    return dict(forward=sums(z.V) + 2 * z.statistic, backward=sums(z.H) + 2 * z.statistic)
+    return dict(forward=sums(z.V) + 2 * z.statistic, backward=sums(z.H) + 2 * z.statistic if z.e != 4 else delta(p).writes)
 
 
 def portable_forward(p: Problem, tiles) -> dict[str, Cost]:
@@ -201,9 +204,9 @@ def portable_forward(p: Problem, tiles) -> dict[str, Cost]:
     kernel = Cost(
         matrix=2 * A * (z.h + z.v),
         exponentials=A + R,
-        other=4 * A + 4 * R + 2 * R * z.v + own * (6 + z.v),
+        other=4 * A + 4 * R + 2 * R * z.v + own * (2 + z.v),
         reads=z.q + z.heads * keys * (z.H + z.V) * z.e,
-        writes=z.o + z.statistic,
+        writes=z.o + 2 * z.statistic,
     )
     return dict(flash_attention_forward=kernel)
 
@@ -220,7 +223,7 @@ def portable_backward(p: Problem, tiles) -> dict[str, Cost]:
     dkv = Cost(
         matrix=2 * A * 2 * (z.h + z.v),
         exponentials=A,
-        other=4 * A + R + z.bk * (z.heads * pairs * (z.h + z.v) + z.kv_heads * z.n_k * z.h),
+        other=4 * A + z.bk * (z.heads * pairs * (z.h + z.v) + z.kv_heads * z.n_k * z.h),
         reads=z.key + z.value + z.heads * (live * (z.H + z.V) * z.e + 8 * rows) + 16 * z.kv_heads * z.n_k,
         writes=z.key + z.value,
     )
@@ -231,7 +234,7 @@ def portable_backward(p: Problem, tiles) -> dict[str, Cost]:
     dq = Cost(
         matrix=2 * A * (2 * z.h + z.v),
         exponentials=A,
-        other=4 * A + R + (R + z.heads * z.n_q * z.bq) * z.h,
+        other=4 * A + (R + z.heads * z.n_q * z.bq) * z.h,
         reads=z.heads * (live + keys) * (z.H + z.V) * z.e + 2 * z.statistic,
         writes=z.q,
     )
@@ -239,8 +242,8 @@ def portable_backward(p: Problem, tiles) -> dict[str, Cost]:
 
 
 def portable_memory(p: Problem) -> dict[str, int]:
-    """Nothing; then delta, and the lse that the backward takes, with +inf for rows that saw nothing."""
-    return dict(forward=0, backward=2 * Sizes(p, 1, 1).statistic)
+    """m and l; then what `delta` writes."""
+    return dict(forward=2 * Sizes(p, 1, 1).statistic, backward=delta(p).writes)
 
 
 def interval_of_rows(p: Problem, z: Sizes):

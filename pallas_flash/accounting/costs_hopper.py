@@ -5,6 +5,7 @@ tiles' widths, and what lies beyond an array is not read. block_q is 128 or 192,
 shared memory: that is what they gain in bytes. Each warpgroup reads four int32 that say which blocks to visit, unless all do.
 """
 
+import jax.numpy as jnp
 import numpy as np
 
 from pallas_flash import schedule
@@ -58,9 +59,9 @@ def forward(p: Problem, tiles) -> dict[str, Cost]:
     kernel = Cost(
         matrix=2 * A * (t.width + t.value_width),
         exponentials=A + R,
-        other=4 * A + 5 * R + R * t.value_width + 5 * own,
+        other=4 * A + 5 * R + R * t.value_width + 2 * own,
         reads=z.heads * (2 * z.T * t.width + z.keys(first, last, t) * z.width + told),
-        writes=z.heads * z.T * (2 * t.value_width + 4),
+        writes=z.heads * (z.T * 2 * t.value_width + 4 * z.n_q * t.block_q),
     )
     return dict(flash_attention_forward=kernel)
 
@@ -105,6 +106,12 @@ def _dkv(p: Problem, t, fused: bool) -> Cost:
         + dq,
         writes=z.kv_heads * z.S * z.width + dq,
     )
+
+
+def delta(p: Problem) -> Cost:
+    """rowsum(o do) - dlse, and lse with +inf for the rows that saw nothing."""
+    rows, size = p.batch * p.heads * p.queries, jnp.dtype(p.dtype).itemsize
+    return Cost(other=2 * rows * p.value_size, reads=2 * rows * p.value_size * size + 8 * rows, writes=8 * rows)
 
 
 def memory(p: Problem) -> dict[str, int]:

@@ -13,26 +13,27 @@ from pallas_flash.attention import flash_attention
 class Generation(NamedTuple):
     forward: Callable  # (problem, tiles) -> Cost by kernel
     backward: Callable
+    delta: Callable  # (problem) -> Cost
     extra_memory: Callable  # (problem) -> bytes
 
 
 GENERATIONS = {
-    "standard": Generation(costs.standard_forward, costs.standard_backward, costs.standard_memory),
-    "flash1": Generation(costs.flash1_forward, costs.flash1_backward, costs.flash1_memory),
-    "portable": Generation(costs.portable_forward, costs.portable_backward, costs.portable_memory),
-    "hopper": Generation(costs_hopper.forward, costs_hopper.backward, costs_hopper.memory),
+    "standard": Generation(costs.standard_forward, costs.standard_backward, costs.delta, costs.standard_memory),
+    "flash1": Generation(costs.flash1_forward, costs.flash1_backward, costs.delta, costs.flash1_memory),
+    "portable": Generation(costs.portable_forward, costs.portable_backward, costs.delta, costs.portable_memory),
+    "hopper": Generation(costs_hopper.forward, costs_hopper.backward, costs_hopper.delta, costs_hopper.memory),
 }
 
 
 def forward(generation: str, problem: Problem, tiles: Any = None) -> dict[str, Cost]:
-    """By kernel. `finish` is no kernel: XLA's pass that turns float32 sums and statistics into o and lse."""
+    """By kernel. `cast` is no kernel: XLA's pass that rounds float32 sums to 16 bits."""
     return _named(generation).forward(_countable(problem), tiles or default_tiles(generation, problem))
 
 
 def backward(generation: str, problem: Problem, tiles: Any = None) -> dict[str, Cost]:
-    """By kernel. `delta`, rowsum(o do) - dlse, and `finish` are no kernels but passes of XLA."""
+    """By kernel. `delta`, what the backward needs of o, do and dlse, and `cast` are no kernels but passes of XLA."""
     kernels = _named(generation).backward(_countable(problem), tiles or default_tiles(generation, problem))
-    return dict(delta=costs.delta(problem)) | kernels
+    return dict(delta=_named(generation).delta(problem)) | kernels
 
 
 def extra_memory(generation: str, problem: Problem) -> dict[str, int]:

@@ -122,7 +122,7 @@ def _to_standard(p) -> Way:
         ("S and dP are float32: S written once and read four times, in the backward in place of P; dP", 7 * (4 - e) * n),
         ("P is not kept: the backward writes S and P again", (4 + e) * n),
         ("a program holds a tile of its result, and loads Q, K, V, dO again for each", loads + stores - once),
-        ("log-sum-exp and rowsum(o do)", z.statistic * (1 + 2 * z.n_k) + a.backward("standard", p)["delta"].bytes),
+        ("m, l, log-sum-exp, rowsum(o do), and do with a factor", z.statistic * (2 + 2 * z.n_k) + a.backward("standard", p)["delta"].bytes),
     ]
     return Way("standard, the paper's", "standard", _bytes(published.frameworks(p)), steps)
 
@@ -144,7 +144,7 @@ def _to_flash1(p) -> Way:
             smaller - begin,
         ),
         ("O and dQ, which are read and written for each tile, are float32", wider),
-        ("XLA casts them", _bytes(kernels_of("flash1", p), "finish")),
+        ("XLA casts them", _bytes(kernels_of("flash1", p), "cast")),
         ("rowsum(o do) once, so that the backward does not read O", a.backward("flash1", p)["delta"].bytes - z.n_k * z.o),
         ("dK and dV are not written as zeros first", -z.key - z.value),
     ]
@@ -159,12 +159,12 @@ def _to_portable(p) -> Way:
     sums = 2 * z.n_k + 1  # times that a sum in device memory is read and written
     state, wide, rows = 4 * z.o // z.e + 2 * z.statistic, 4 * z.q // z.e, z.q + z.o + 2 * z.statistic
     steps = [
-        ("O, l, m stay on the chip", z.o + z.statistic - sums * state - _bytes(kernels, "forward: finish")),
+        ("O, l, m stay on the chip", z.o + 2 * z.statistic - sums * state - _bytes(kernels, "forward: cast")),
         (
             f"forward: Q once, not {z.n_k} times; K and V {f.n_q} times, not once",
             (f.n_q - 1) * (z.key + z.value) - (z.n_k - 1) * z.q,
         ),
-        ("dQ stays on the chip", z.q - sums * wide - _bytes(kernels, "backward: finish")),
+        ("dQ stays on the chip", z.q - sums * wide - _bytes(kernels, "backward: cast")),
         (f"but has a kernel of its own, which loads Q and dO once, K and V {dq.n_q} times", rows + dq.n_q * (z.key + z.value)),
         (
             f"dK and dV: {dkv.n_k} tiles of keys, not {z.n_k}, and a list of blocks for each",
@@ -185,6 +185,7 @@ def _to_hopper(p) -> Way:
         (f"dQ: the same, {new.dq.block_q} queries: {Q} times, not {q}", (Q - q) * keys),
         (f"dK and dV: they share Q and dO, {new.dkv.block_k} keys: {K} times, not {k}", (K - k) * rows),
         ("without a mask there is no list of blocks", -16 * p.batch * p.kv_heads * k),
+        ("m and l are one number, and leave no factor to do", -z.o - 2 * z.statistic),
     ]
     return Way("portable", "hopper", _bytes(kernels_of("portable", p)), steps)
 

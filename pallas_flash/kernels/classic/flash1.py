@@ -50,7 +50,7 @@ def why_not(problem: Problem) -> str | None:
 
 
 def forward(problem: Problem, tiles: Tiles, x: Operands):
-    """o [B, T, N, Hv] in the query's dtype, lse [B, N, T] in float32."""
+    """o [B, T, N, Hv] in the query's dtype, and the Statistics of its rows."""
     p = problem
     at = tile.layout(p, tiles, lambda n, b: dict(b=b, B=b, n=n, k=n // p.group))
     rows = jax.ShapeDtypeStruct((p.batch, p.heads, p.queries), jnp.float32)
@@ -64,9 +64,7 @@ def forward(problem: Problem, tiles: Tiles, x: Operands):
         tiles=tiles,
         name="flash1_attention_forward",
     )
-    empty = l == 0
-    lse = m * online_softmax.LN2 + jnp.log(jnp.where(empty, 1.0, l))  # m in units of log 2
-    return o.astype(x.query.dtype), jnp.where(empty, -jnp.inf, lse)
+    return o.astype(x.query.dtype), online_softmax.Statistics(m, l)
 
 
 def _kernel(x: Operands, o_ref, l_ref, m_ref, *, problem: Problem, tiles: Tiles):

@@ -35,11 +35,11 @@ def tiles(problem: Problem) -> Tiles:
 
 
 def forward(problem: Problem, tiles: Tiles, x: Operands):
-    """o [B, T, N, Hv] in the query's dtype, lse [B, N, T] in float32."""
+    """o [B, T, N, Hv] in the query's dtype, and the Statistics of its rows."""
     p, t = problem, tiles
     s = _by_tile(_scores_kernel, p, t, x, out=[jnp.float32], name="scores")[0]
-    prob, lse = _softmax(p, t, x, s)
-    return _sum_over_keys(p, t, x, prob, x.value, name="values"), lse
+    prob, m, l = _softmax(p, t, x, s)
+    return _sum_over_keys(p, t, x, prob, x.value, name="values"), online_softmax.Statistics(m, l)
 
 
 def backward(problem: Problem, tiles: Tiles, x: Operands, o, lse, do, delta):
@@ -99,21 +99,22 @@ def _scores_kernel(x: Operands, s_ref, *, problem: Problem, tiles: Tiles):
 
 
 def _softmax(p: Problem, tiles: Tiles, x: Operands, s):
-    """P [B, N, T, S] in the query's dtype, lse [B, N, T]."""
+    """P [B, N, T, S] in the query's dtype, m and l [B, N, T]."""
     at = tile.layout(p, tiles, lambda i, n, b: dict(b=b, B=b, n=n, k=n // p.group, t=i), t=tiles.block_q)
+    row = jax.ShapeDtypeStruct(s.shape[:3], jnp.float32)
     return tile.launch(
         functools.partial(_softmax_kernel, problem=p, tiles=tiles),
         (x, s),
         grid=(schedule.ceil_div(p.queries, tiles.block_q), p.heads, p.batch),
         in_specs=[at.operands(x), at.spec("bnts")],
-        out_specs=[at.spec("bnts"), at.spec("bnt")],
-        out_shape=[jax.ShapeDtypeStruct(s.shape, x.query.dtype), jax.ShapeDtypeStruct(s.shape[:3], jnp.float32)],
+        out_specs=[at.spec("bnts"), at.spec("bnt"), at.spec("bnt")],
+        out_shape=[jax.ShapeDtypeStruct(s.shape, x.query.dtype), row, row],
         tiles=tiles,
         name="standard_attention_softmax",
     )
 
 
-def _softmax_kernel(x: Operands, s_ref, p_ref, lse_ref, *, problem: Problem, tiles: Tiles):
+def _softmax_kernel(x: Operands, s_ref, p_ref, m_ref, l_ref, *, problem: Problem, tiles: Tiles):
     row = tile.span(pl.program_id(0), tiles.block_q, problem.queries)
 
     def over_keys(step, carry):
@@ -125,12 +126,13 @@ def _softmax_kernel(x: Operands, s_ref, p_ref, lse_ref, *, problem: Problem, til
 
     m, l = (_online if tiles.online else _safe)(over_keys, tiles.block_q)
 
-    def write(key, s, lse):
-        prob, lse = online_softmax.finish(jnp.exp2(s - m[:, None]), m, l)
+    def write(key, s, _):
+        prob = online_softmax.finish(jnp.exp2(s - m[:, None]), l)
         tile.store(p_ref.at[:, key.slice], prob, row.inside, key.inside)
-        return lse
 
-    tile.store(lse_ref, over_keys(write, jnp.zeros(tiles.block_q, jnp.float32)), row.inside)
+    over_keys(write, None)
+    tile.store(m_ref, m, row.inside)
+    tile.store(l_ref, l, row.inside)
 
 
 def _safe(over_keys, rows: int):

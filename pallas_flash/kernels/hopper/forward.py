@@ -30,7 +30,7 @@ class Inputs(NamedTuple):
 
 
 def forward(problem: Problem, tiles: AllTiles, x: Operands):
-    """o [B, T, N, Hv] in the query's dtype, lse [B, N, T] in float32."""
+    """o [B, T, N, Hv] in the query's dtype, and the Statistics of its rows in one number."""
     p, t = problem, tiles.forward
     inputs = _inputs(p, t, x)
     B, T, N, _ = inputs.q.shape
@@ -47,7 +47,8 @@ def forward(problem: Problem, tiles: AllTiles, x: Operands):
         scratch=Memory.of(t, x.query.dtype),
         name="flash_attention_forward",
     )
-    return o[:, : p.queries, :, : p.value_size], lse[:, :, : p.queries]
+    lse = lse[:, :, : p.queries] + (p.soft_cap or 0.0) * online_softmax.LOG2E  # what `scores_apart` left out
+    return o[:, : p.queries, :, : p.value_size], online_softmax.Statistics(lse, None)
 
 
 def _inputs(p: Problem, t: Tiles, x: Operands) -> Inputs:
@@ -134,7 +135,7 @@ def _own_blocks(x: Inputs, at: order.Place, own: Ints, blocks: schedule.Blocks, 
 def _attend(
     q, k: sync.Ring, v: sync.Ring, turns: sync.Turns, blocks: schedule.Blocks, view: tile.View, problem: Problem, tiles: Tiles
 ):
-    """o [64, value_width] and lse [64] of a consumer's queries."""
+    """o [64, value_width] of a consumer's queries, and their log2-sum-exp [64], less what `scores_apart` leaves out."""
     shape = ROWS, tiles.block_k
 
     def softmax(s, j, m, l, masked):
@@ -177,4 +178,4 @@ def _attend(
     turns.take()
     (o,) = tile.products_add(lambda acc: (tile.dot(acc, p, v.block(last)), turns.pass_on()), o)
     v.release(last)
-    return online_softmax.finish(o, m, l, problem.soft_cap or 0.0)
+    return online_softmax.finish(o, l), jnp.where(l == 0, -jnp.inf, m + jnp.log2(l))

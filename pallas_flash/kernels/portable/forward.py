@@ -13,22 +13,21 @@ from pallas_flash.kernels.portable.tuning import AllTiles, Tiles
 
 
 def forward(problem: Problem, tiles: AllTiles, x: Operands):
-    """o [B, T, N, Hv] in the query's dtype, lse [B, N, T] in float32."""
+    """o [B, T, N, Hv] in the query's dtype, and the Statistics of its rows."""
     p, t = problem, tiles.forward
     grid, at = by_query_tile(p, t)
-    return tile.launch(
+    row = jax.ShapeDtypeStruct((p.batch, p.heads, p.queries), jnp.float32)
+    o, m, l = tile.launch(
         functools.partial(_kernel, problem=p, tiles=t),
         (x,),
         grid=grid,
         in_specs=[at.operands(x)],
-        out_specs=[at.spec("btnv"), at.spec("bnt")],
-        out_shape=[
-            jax.ShapeDtypeStruct((p.batch, p.queries, p.heads, p.value_size), x.query.dtype),
-            jax.ShapeDtypeStruct((p.batch, p.heads, p.queries), jnp.float32),
-        ],
+        out_specs=[at.spec("btnv"), at.spec("bnt"), at.spec("bnt")],
+        out_shape=[jax.ShapeDtypeStruct((p.batch, p.queries, p.heads, p.value_size), x.query.dtype), row, row],
         tiles=t,
         name="flash_attention_forward",
     )
+    return o, online_softmax.Statistics(m, l)
 
 
 def by_query_tile(p: Problem, tiles: Tiles):
@@ -43,7 +42,7 @@ def own_rows(p: Problem, tiles: Tiles) -> tile.Span:
     return tile.span(pl.num_programs(0) - 1 - pl.program_id(0), tiles.block_q, p.queries)
 
 
-def _kernel(x: Operands, o_ref, lse_ref, *, problem: Problem, tiles: Tiles):
+def _kernel(x: Operands, o_ref, m_ref, l_ref, *, problem: Problem, tiles: Tiles):
     p = problem
     row = own_rows(p, tiles)
     view = tile.view(x.visibility, row, p.queries)
@@ -61,6 +60,7 @@ def _kernel(x: Operands, o_ref, lse_ref, *, problem: Problem, tiles: Tiles):
 
     zeros = jnp.zeros(tiles.block_q, jnp.float32)
     start = jnp.zeros(o_ref.shape, jnp.float32), zeros + online_softmax.LOWEST, zeros
-    o, lse = online_softmax.finish(*view.blocks(tiles.block_k).visit(step, start))
-    tile.store(o_ref, o, row.inside, tile.head(o_ref, p.value_size))
-    tile.store(lse_ref, lse, row.inside)
+    o, m, l = view.blocks(tiles.block_k).visit(step, start)
+    tile.store(o_ref, online_softmax.finish(o, l), row.inside, tile.head(o_ref, p.value_size))
+    tile.store(m_ref, m, row.inside)
+    tile.store(l_ref, l, row.inside)

@@ -1,0 +1,93 @@
+"""Numbers hold at any size of logit: errors of output and gradients against float64, in units of those of jax.nn in float32."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from cases import Sizes, qkv
+from check import cotangents
+
+from pallas_flash import flash_attention
+
+SIZES = Sizes(B=1, T=37, S=53, N=3, K=3, Hv=11)  # several blocks of the small tiles
+LOWEST = float(np.finfo(np.float32).min)
+OUTPUTS = ("o", "dq", "dk", "dv", "dbias")
+
+
+def large(size):
+    """Logits that are spread over +-size."""
+    return lambda q, k, hidden: (q * size, k, 0.0)
+
+
+def far_off(size):
+    """Logits that differ by a few, all of about -size or size."""
+    return lambda q, k, hidden: (_with(q, np.sqrt(size)), _with(k, np.sqrt(size)), 0.0)
+
+
+def whole_rows(bias):
+    return lambda q, k, hidden: (q, k, np.where(hidden.any(-1, keepdims=True), bias, 0.0))
+
+
+def parts(bias):
+    return lambda q, k, hidden: (q, k, np.where(hidden, bias, 0.0))
+
+
+def _with(x, column):
+    return np.concatenate([np.full_like(x[..., :1], column), x[..., 1:]], -1)
+
+
+CASES = {f"logits of {size:.0e}": large(size) for size in (1e0, 1e2, 1e4, 1e6, 4e7, 1e9, 4e9)}
+CASES |= {f"logits near {size:.0e}": far_off(size) for size in (1e2, 1e4, 1e6, 1e9)}
+CASES |= {f"rows hidden by {bias:.1e}": whole_rows(bias) for bias in (-1e4, -1e9, LOWEST)}
+CASES |= {f"keys hidden by {bias:.1e}": parts(bias) for bias in (-1e4, -1e9, LOWEST, -np.inf)}
+
+
+def gradients(attend):
+    def of(q, k, v, bias, do):
+        o, vjp = jax.vjp(attend, q, k, v, bias)
+        return o, *vjp(do)
+
+    return jax.jit(of)
+
+
+JAX_NN = gradients(lambda q, k, v, bias: jax.nn.dot_product_attention(q, k, v, bias, scale=1.0))
+
+
+@pytest.mark.parametrize("implementation", ["reference", "blockwise", "portable", "standard"])
+def test_errors_are_at_most_twice_those_of_jax_nn(implementation, small_tiles, rng):
+    """One compiled program for all cases. Beside twice their error a few float32 roundings are let pass."""
+    attend = lambda q, k, v, bias: flash_attention(q, k, v, bias, scale=1.0, implementation=implementation)
+    ours, worse = gradients(attend), {}
+    for name, case in CASES.items():
+        q, k, v = qkv(rng, SIZES)
+        hidden = (rng.random((1, SIZES.N, SIZES.T, SIZES.S)) < 0.3) & (rng.random((1, SIZES.N, SIZES.T, 1)) < 0.5)
+        q, k, bias = case(q, k, hidden)
+        q, bias = np.float32(q), np.broadcast_to(np.float32(bias), hidden.shape)
+        do, _ = cotangents(rng, q, v)
+        o, _, expected = oracle.attention(q, k, v, do, np.zeros(q.shape[:-1]), scale=1.0, bias=bias)
+        results = (f(q, k, v, jnp.asarray(bias), do) for f in (ours, JAX_NN))
+        for of, wanted, mine, theirs in zip(OUTPUTS, (o, *expected), *results, strict=True):
+            size = max(1e-30, np.max(np.abs(wanted)))
+            error, peer = (np.max(np.abs(np.float64(x) - wanted)) / size for x in (mine, theirs))
+            if not error <= 2 * peer + 4e-6:
+                worse[f"{name}: {of}"] = f"{error:.2g}, jax.nn {peer:.2g}"
+    assert not worse
+
+
+@pytest.mark.parametrize("implementation", ["reference", "blockwise", "portable", "flash1", "standard"])
+def test_keys_of_one_large_logit_share_the_gradient(implementation, small_tiles):
+    """Of 8 equal logits of 1e9 each has P = 1/8, forward and backward."""
+    q = k = jnp.full((1, 8, 1, 16), np.sqrt(1e9 / 16), jnp.float32)
+    v = jnp.ones((1, 8, 1, 16))
+    o, dv = jax.value_and_grad(lambda v: flash_attention(q, k, v, scale=1.0, implementation=implementation).sum())(v)
+    np.testing.assert_allclose(o, v.size, rtol=1e-6)
+    np.testing.assert_allclose(dv, 1.0, rtol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "blockwise", "portable", "standard"])
+def test_a_row_that_a_bias_hides_entirely_gives_each_key_its_share(implementation):
+    q = k = v = jax.random.normal(jax.random.key(0), (1, 8, 1, 4))
+    bias = jnp.full((1, 1, 8, 8), -1e9)
+    dv = jax.grad(lambda v: flash_attention(q, k, v, bias, implementation=implementation).sum())(v)
+    np.testing.assert_allclose(dv, 1.0, rtol=1e-5)
