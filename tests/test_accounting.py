@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 
 from pallas_flash import accounting, autodiff, explain
 from pallas_flash.accounting import published
-from pallas_flash.kernels import hopper
+from pallas_flash.kernels import device
 from pallas_flash.kernels.classic import flash1, standard
 from pallas_flash.kernels.portable.tuning import AllTiles
 from pallas_flash.kernels.portable.tuning import Tiles as Portable
@@ -87,9 +87,9 @@ HOPPER = {
 @pytest.fixture
 def traceable(monkeypatch):
     """The Hopper kernels are traced, not run."""
-    if not hasattr(hopper.tile.plgpu, "InterpretGPUParams"):
+    if jax.__version_info__ < (0, 11, 2):
         pytest.skip(f"the Hopper kernels need jax 0.11.2 or newer; this is {jax.__version__}")
-    monkeypatch.setattr(hopper.tile, "interpret", True)
+    monkeypatch.setattr(device, "interpret", True)
     autodiff._attend_jit.clear_cache()
     yield
     autodiff._attend_jit.clear_cache()

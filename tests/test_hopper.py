@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_flash import explain, flash_attention
 from pallas_flash.kernels import device, hopper
-from pallas_flash.kernels.hopper import sync, tile
+from pallas_flash.kernels.hopper import sync
 
 needs_interpreter = pytest.mark.skipif(gpu_interpreter.MISSING is not None, reason=str(gpu_interpreter.MISSING))
 
@@ -205,7 +205,7 @@ def test_what_it_does_not_run_it_refuses_with_a_reason(name, monkeypatch):
 
 @needs_interpreter
 def test_it_is_not_taken_unasked_before_it_has_run_on_hardware(monkeypatch):
-    monkeypatch.setattr(tile, "interpret", True)
+    monkeypatch.setattr(device, "interpret", True)
     choice = explain(HALF, HALF, HALF)
     assert choice.implementation != "hopper" and "not yet run on hardware" in choice.why_not["hopper"]
     assert explain(HALF, HALF, HALF, implementation="hopper").tiles == hopper.tiles(choice.problem)
