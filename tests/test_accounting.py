@@ -143,7 +143,7 @@ def test_observed_values_are_those_of_the_interpreter(rng):
 
 
 def test_flash1_moves_theta_of_the_lower_bound():
-    """12 times, for T_c = 4 d S / M and each time Q is read and O read and written; the rest is l, m, K, V and the zeros."""
+    """12 times, for T_c = 4 H S / M and each time Q is read and O read and written; the rest is l, m, K, V and the zeros."""
     p = published.gpt2_medium()
     for sram in (2**14, 2**15, 2**16):
         kernels = published.flash(p, sram)
