@@ -1,5 +1,7 @@
 """The table of implementations, and which of them serves a problem."""
 
+import functools
+import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -8,7 +10,6 @@ import jax
 from pallas_flash import blockwise, reference
 from pallas_flash.arguments import Problem
 from pallas_flash.kernels import device, hopper, portable
-from pallas_flash.kernels.classic import flash1, standard
 
 
 class Backend(NamedTuple):
@@ -39,22 +40,38 @@ def _no_empty_axis(problem: Problem) -> str | None:
     return f"{', '.join(empty)} = 0: there is nothing to tile" if empty else None
 
 
+def _kernel(module: str, name: str) -> Callable:
+    """A function of a module in `kernels`, which is imported, and with it Mosaic or Triton, when the function is first called."""
+    return lambda *args: getattr(importlib.import_module(f"pallas_flash.kernels.{module}"), name)(*args)
+
+
+@functools.cache
+def _why_no_import(*modules: str) -> str | None:
+    """Why modules in `kernels` cannot be imported here, or None."""
+    try:
+        for module in modules:
+            importlib.import_module(f"pallas_flash.kernels.{module}")
+    except Exception as error:  # another jax may lack a module, a name in it, or what a name was good for
+        return f"its kernels cannot be imported with jax {jax.__version__}: {error}"
+    return None
+
+
 BACKENDS = (
     Backend(
         "hopper",
-        lambda p: _no_empty_axis(p) or hopper.why_not(p),
+        lambda p: _no_empty_axis(p) or hopper.why_not(p) or _why_no_import("hopper.forward", "hopper.backward"),
         hopper.why_not_by_default,
         lambda p: hopper.tiles(p),
-        hopper.forward,
-        hopper.backward,
+        _kernel("hopper.forward", "forward"),
+        _kernel("hopper.backward", "backward"),
     ),
     Backend(
         "portable",
-        lambda p: _no_empty_axis(p) or portable.why_not(p),
+        lambda p: _no_empty_axis(p) or portable.why_not(p) or _why_no_import("portable.forward", "portable.backward"),
         lambda p: None if _on_gpu() else "there is no GPU: it would run in Pallas' interpreter, slowly",
         lambda p: portable.tiles(p),
-        portable.forward,
-        portable.backward,
+        _kernel("portable.forward", "forward"),
+        _kernel("portable.backward", "backward"),
     ),
     Backend(
         "blockwise",
@@ -75,13 +92,11 @@ BACKENDS = (
     *(
         Backend(
             name,
-            lambda p, kernels=kernels: _no_empty_axis(p) or portable.why_not(p) or kernels.why_not(p),
+            lambda p, m=module: _no_empty_axis(p) or portable.why_not(p) or _why_no_import(m) or _kernel(m, "why_not")(p),
             lambda p: "an earlier algorithm, kept to compare with: ask for it by name",
-            lambda p, kernels=kernels: kernels.tiles(p),
-            kernels.forward,
-            kernels.backward,
+            *(_kernel(module, function) for function in ("tiles", "forward", "backward")),
         )
-        for name, kernels in (("flash1", flash1), ("standard", standard))
+        for name, module in (("flash1", "classic.flash1"), ("standard", "classic.standard"))
     ),
 )
 NAMES = tuple(backend.name for backend in BACKENDS)
@@ -94,10 +109,12 @@ def choose(problem: Problem, implementation: str | None = None) -> Choice:
     for backend in BACKENDS:
         if implementation not in (None, backend.name):
             continue
+        if implementation is None and backend.why_not_by_default(problem):  # comes first: why_not may import the kernels
+            continue
         why_not = backend.why_not(problem)
         if implementation is not None and why_not:
             raise NotImplementedError(f"implementation {implementation!r} cannot run this call: {why_not}. The call: {problem}.")
-        if implementation is not None or not (why_not or backend.why_not_by_default(problem)):
+        if not why_not:
             return Choice(backend, backend.tiles(problem))
     raise AssertionError("the reference runs everything")
 

@@ -9,6 +9,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several test 
 import jax
 import numpy as np
 import pytest
+from selection import fast_half
 
 from pallas_flash import blockwise
 from pallas_flash.kernels import portable
@@ -17,6 +18,19 @@ from pallas_flash.kernels.portable.tuning import AllTiles, Tiles
 jax.config.update("jax_num_cpu_devices", 4)  # for test_sharding.py; all else runs on the first
 
 IMPLEMENTATIONS = ("reference", "blockwise", "portable")
+
+
+def pytest_addoption(parser):
+    help = "every test with all of its parameters and many drawn calls; without it, the fast half and tests named by their ids"
+    parser.addoption("--whole", action="store_true", help=help)
+
+
+@pytest.hookimpl(trylast=True)  # what -k and -m leave
+def pytest_collection_modifyitems(config, items):
+    if not config.option.whole and not any("::" in arg for arg in config.args):
+        kept = set(fast_half(items))
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
 
 
 @pytest.fixture

@@ -24,8 +24,7 @@ from jax._src import callback
 from jax._src import core as jax_core
 
 from pallas_flash import autodiff
-from pallas_flash.kernels.device import compute_capability
-from pallas_flash.kernels.hopper import tile
+from pallas_flash.kernels import device
 
 try:
     from jax._src.pallas.mosaic.interpret import thread_map
@@ -70,16 +69,16 @@ def parameters(detect_races: bool = False):
 @contextlib.contextmanager
 def hopper_kernels(detect_races: bool = False, in_interpreter: bool = False):
     """Lets `implementation="hopper"` run here, on a Hopper GPU if there is one, else in the interpreter. Yields Races."""
-    if compute_capability() == 9.0 and not (detect_races or in_interpreter):
+    if device.compute_capability() == 9.0 and not (detect_races or in_interpreter):
         yield Races()
         return
     with parameters(detect_races) as (options, races):
-        tile.interpret = options
+        device.interpret = options
         autodiff._attend_jit.clear_cache()
         try:
             yield races
         finally:
-            tile.interpret = None
+            device.interpret = None
             autodiff._attend_jit.clear_cache()
 
 

@@ -91,7 +91,7 @@ def test_flash1_is_exact_for_the_keys_so_far_after_every_tile_of_keys(rng):
 
 @pytest.mark.parametrize(("sram", "head", "expected"), [(2**14, 64, (64, 64)), (2**15, 64, (64, 128)), (98304, 128, (128, 128))])
 def test_flash1_tiles_by_the_paper(sram, head, expected):
-    """B_c = ceil(M / 4 d), B_r = min(B_c, d); 192 to a power of two is 128."""
+    """B_c = ceil(M / 4 H), B_r = min(B_c, H); 192 to a power of two is 128."""
     q = jax.ShapeDtypeStruct((1, 1024, 1, head), jnp.bfloat16)
     assert flash1.tiles_for(explain(q, q, q).problem, sram)[:2] == expected
 

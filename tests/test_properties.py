@@ -9,9 +9,13 @@ from check import check
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-# 200 calls of each implementation by default; PALLAS_FLASH_EXAMPLES draws more or fewer.
-EXAMPLES = int(os.environ.get("PALLAS_FLASH_EXAMPLES", "200"))
 SLICES = 4  # so that several processes share the work
+
+
+@pytest.fixture
+def examples(request):
+    """Calls to draw in one slice: 200 of each implementation with --whole; PALLAS_FLASH_EXAMPLES draws more or fewer."""
+    return -(-int(os.environ.get("PALLAS_FLASH_EXAMPLES", 200 if request.config.option.whole else 40)) // SLICES)
 
 
 @st.composite
@@ -56,9 +60,9 @@ def calls(draw):
 
 @pytest.mark.usefixtures("small_tiles", "quick_compile")
 @pytest.mark.parametrize("part", range(SLICES))
-def test_a_drawn_call_equals_the_oracle(implementation, part):
+def test_a_drawn_call_equals_the_oracle(implementation, part, examples):
     @settings(
-        max_examples=-(-EXAMPLES // SLICES),
+        max_examples=examples,
         deadline=None,
         database=None,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

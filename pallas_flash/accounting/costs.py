@@ -11,8 +11,8 @@ Per query head, T queries see S keys, n_q = ceil(T / block_q), n_k = ceil(S / bl
 | portable, forward   | 2        | T S          | Q and O once, K and V n_q times                                           |
 | portable, backward  | 4 + 3    | 2 T S        | dkv: K and V once, Q and dO n_k times; dq: Q and dO once, K and V n_q times |
 
-A product is 2 T S H FLOPs, or Hv for H. Why flash1 beats standard: n_k = 4 d S / M for an SRAM of M elements, so its bytes are
-Theta(T S d^2 / M), and no exact algorithm needs less for all M in [d, S d] (FlashAttention, theorem 2 and proposition 3).
+A product is 2 T S H FLOPs, or Hv for H. Why flash1 beats standard: n_k = 4 H S / M for an SRAM of M elements, so its bytes are
+Theta(T S H^2 / M), and no exact algorithm needs less for all M in [H, S H] (FlashAttention, theorem 2 and proposition 3).
 portable moves K and V n_q times in place of Q and O, the same order for tiles of the same size; but O, l and m stay on the chip.
 
 What is counted is what runs: FLOPs of whole tiles, heads padded to a power of two; but bytes only of elements that exist. Blocks

@@ -42,9 +42,9 @@ def extra_memory(generation: str, problem: Problem) -> dict[str, int]:
 
 
 def lower_bound(problem: Problem, sram: int) -> float:
-    """T S d^2 / M: the elements that any exact algorithm moves for an SRAM of M = `sram` elements, but for a constant.
+    """T S H^2 / M: the elements that any exact algorithm moves for an SRAM of M = `sram` elements, but for a constant.
 
-    Theorem 2 and proposition 3 of arXiv:2205.14135: flash1 moves Theta of it, and no algorithm less for all M in [d, S d].
+    Theorem 2 and proposition 3 of arXiv:2205.14135: flash1 moves Theta of it, and no algorithm less for all M in [H, S H].
     """
     p = problem
     return p.batch * p.heads * p.queries * p.keys * max(p.head_size, p.value_size) ** 2 / sram

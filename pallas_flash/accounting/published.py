@@ -10,9 +10,9 @@ Forward and backward of sequence 1024, head size 64, 16 heads, batch 64, in 16 b
 differ: S and all sums are float32, there is no dropout, and P is not kept for the backward. So these formulas are of what the
 paper compared: `frameworks`, attention as PyTorch ran it, and `flash`, the paper's algorithms 1 and 4 as printed.
 
-The bytes follow: 18 passes over T x S and 12 over T x d make 40.3 GB; an SRAM of 192 KB, M = 98304 elements, makes T_c = 3 and
+The bytes follow: 18 passes over T x S and 12 over T x H make 40.3 GB; an SRAM of 192 KB, M = 98304 elements, makes T_c = 3 and
 4.6 GB. The FLOPs do not: the products of all heads are 825 and 962 GFLOPs, and 962 in 7.3 ms are a credible 42% of the A100's
-peak. But the printed difference, 8.6, is the one product that flash computes again, 2 T^2 d B, without the factor of 16 heads;
+peak. But the printed difference, 8.6, is the one product that flash computes again, 2 T^2 H B, without the factor of 16 heads;
 and with all products counted for one head, all else for 16, both come within 2%: `printed_flops`.
 """
 
@@ -57,7 +57,7 @@ def frameworks(p: Problem) -> dict[str, Cost]:
 
 
 def flash(p: Problem, sram: int = A100_SRAM) -> dict[str, Cost]:
-    """Algorithms 1 and 4 for an SRAM of M elements: T_c = ceil(4 d S / M) tiles of keys, with masking and dropout.
+    """Algorithms 1 and 4 for an SRAM of M elements: T_c = ceil(4 H S / M) tiles of keys, with masking and dropout.
 
     Forward: O, l and m written as zeros; K and V once; T_c times Q read, O, l and m read and written. Backward: dQ, dK and dV
     written as zeros; K and V once; T_c times Q, O, dO, dQ, l and m read, dQ written; dK and dV written.

@@ -1,6 +1,10 @@
 """The GPU that a call is for."""
 
+from typing import Any
+
 import jax
+
+interpret: Any = None  # parameters of jax's GPU interpreter: tests put them here, and a Hopper GPU is simulated
 
 # By a word of the device's kind.
 CAPABILITIES = {"A100": (8, 0), "H100": (9, 0), "H200": (9, 0), "B200": (10, 0)}

@@ -236,7 +236,7 @@ class AtBlock(NamedTuple):
 
 
 def by_block(p, blocks: list[int]) -> list[AtBlock]:
-    """flash1 with B_c keys and B_r = min(B_c, d) queries to a tile."""
+    """flash1 with B_c keys and B_r = min(B_c, H) queries to a tile."""
     rows = []
     for block in blocks:
         tiles = tiles_of("flash1", p)._replace(block_q=min(block, p.head_size), block_k=block)

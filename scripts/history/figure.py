@@ -126,8 +126,8 @@ def _by_block(axes, blocks):
     axes.plot(x, GB(at.forward + at.backward for at in blocks), **look, label="flash1, forward and backward")
     axes.plot(x, GB(at.forward for at in blocks), **look, linestyle="--", label="flash1, forward")
     axes.plot(x, GB(at.paper for at in blocks), color=INK, linewidth=1, label="the paper's formulas, forward and backward")
-    axes.plot(x, GB(at.bound for at in blocks), ":", color=INK, label="T S d² / M of the lower bound, forward")
-    axes.set(xscale="log", yscale="log", xlabel="keys of a tile, $B_c = M / 4d$", ylabel="GB read and written")
+    axes.plot(x, GB(at.bound for at in blocks), ":", color=INK, label="T S H² / M of the lower bound, forward")
+    axes.set(xscale="log", yscale="log", xlabel="keys of a tile, $B_c = M / 4H$", ylabel="GB read and written")
     axes.set_xticks(x, [str(block) for block in x])
     axes.minorticks_off()
     axes.set_ylim(1e-2 * min(at.bound for at in blocks) / 1e9, None)  # room for the legend

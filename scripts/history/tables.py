@@ -115,14 +115,14 @@ def print_lengths(lengths, rows: list):
 
 def print_blocks(blocks, rows: list):
     ms = {(row.name, row.passes): row.median for row in rows if row.median}
-    print("\nflash1 by tiles, GB. M: the SRAM, in elements, for which the paper takes such tiles. T S d² / M: of the lower bound")
+    print("\nflash1 by tiles, GB. M: the SRAM, in elements, for which the paper takes such tiles. T S H² / M: of the lower bound")
     lines = []
     for at in blocks:
         name = times.block_name(at.tiles)
         measured = (report.milliseconds(ms[name, one]) if (name, one) in ms else "" for one in ("forward", times.BOTH))
         sizes = (f"{x / 1e9:.2f}" for x in (at.forward, at.backward, at.paper, at.bound))
         lines.append((f"{at.tiles.block_q} x {at.tiles.block_k}", at.sram, *sizes, *measured))
-    formulas, bound = "both, the paper's formulas", "T S d² / M, forward"
+    formulas, bound = "both, the paper's formulas", "T S H² / M, forward"
     header = "queries x keys", "M", "forward", "backward", formulas, bound, "ms, forward", f"ms, {times.BOTH}"
     report.print_table(header, lines)
 

@@ -37,11 +37,11 @@ def tiles(problem: Problem) -> Tiles:
 
 
 def tiles_for(problem: Problem, sram: int) -> Tiles:
-    """B_c = ceil(M / 4 d) and B_r = min(B_c, d) for an SRAM of M = `sram` elements; as powers of two, which Triton asks for."""
+    """B_c = ceil(M / 4 H) and B_r = min(B_c, H) for an SRAM of M = `sram` elements; as powers of two, which Triton asks for."""
     p = problem
-    d = power_of_two(max(p.head_size, p.value_size))
-    block_k = power_of_two(schedule.ceil_div(sram, 4 * d) // 2 + 1)  # the largest power of two that is not above B_c
-    return Tiles(min(block_k, d, power_of_two(p.queries)), min(block_k, power_of_two(p.keys)))
+    size = power_of_two(max(p.head_size, p.value_size))
+    block_k = power_of_two(schedule.ceil_div(sram, 4 * size) // 2 + 1)  # the largest power of two that is not above B_c
+    return Tiles(min(block_k, size, power_of_two(p.queries)), min(block_k, power_of_two(p.keys)))
 
 
 def why_not(problem: Problem) -> str | None:

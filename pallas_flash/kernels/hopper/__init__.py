@@ -4,12 +4,9 @@ import jax
 
 from pallas_flash.arguments import Problem
 from pallas_flash.kernels import device
-from pallas_flash.kernels.hopper import tile
-from pallas_flash.kernels.hopper.backward import backward
-from pallas_flash.kernels.hopper.forward import forward
 from pallas_flash.kernels.hopper.tuning import tiles
 
-__all__ = ["backward", "forward", "tiles", "why_not", "why_not_by_default"]
+__all__ = ["tiles", "why_not", "why_not_by_default"]
 
 
 def why_not(problem: Problem) -> str | None:
@@ -32,9 +29,9 @@ def why_not_by_default(problem: Problem) -> str | None:
 
 
 def _why_not_here() -> str | None:
-    if tile.interpret:
+    if device.interpret:
         return None
-    if not hasattr(tile.plgpu, "InterpretGPUParams"):
+    if jax.__version_info__ < (0, 11, 2):
         return f"it needs jax 0.11.2 or newer; this is {jax.__version__}"
     capability = device.compute_capability()
     if capability != 9.0:

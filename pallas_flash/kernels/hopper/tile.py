@@ -5,7 +5,7 @@ FlashAttention-3 (arXiv:2407.08608) say why.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +14,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash import schedule
+from pallas_flash.kernels import device
 from pallas_flash.kernels.hopper import sync
 from pallas_flash.kernels.hopper.tuning import ROWS
 from pallas_flash.masks import Ints, Visibility
-
-interpret: Any = None  # tests put the parameters of jax's GPU interpreter here
 
 TILE, ROW, COLUMN = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
@@ -261,7 +260,7 @@ def launch(kernel, args, *, programs: int, out_type, tiles, scratch, name: str):
         grid_names=("program",),
         num_threads=tiles.warpgroups + 1,
         thread_name="warpgroup",
-        interpret=interpret,
+        interpret=device.interpret,
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             unsafe_no_auto_barriers=True,  # the kernels have their own, where they are needed

@@ -2,11 +2,9 @@
 
 from pallas_flash.arguments import Problem
 from pallas_flash.kernels import device
-from pallas_flash.kernels.portable.backward import backward
-from pallas_flash.kernels.portable.forward import forward
 from pallas_flash.kernels.portable.tuning import tiles
 
-__all__ = ["backward", "forward", "tiles", "why_not"]
+__all__ = ["tiles", "why_not"]
 
 
 def why_not(problem: Problem) -> str | None:

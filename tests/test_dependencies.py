@@ -1,0 +1,63 @@
+"""What must be installed: jax, jaxtyping and numpy. A jax whose Pallas does not have what kernels import is one without them."""
+
+import json
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+PROGRAM = """
+import contextlib, json, re, sys
+
+import jax
+
+for name in ["jax.experimental.pallas", "jax.experimental.mosaic", "absl", "flax", "optax", "matplotlib"]:
+    sys.modules[name] = None  # to import it raises
+before = set(sys.modules)
+import pallas_flash, pallas_flash.accounting
+loaded = {name.partition(".")[0] for name in set(sys.modules) - before} - sys.stdlib_module_names
+
+with contextlib.redirect_stdout(sys.stderr):
+    exec(re.search(r"```python\\n(.*?)```", open("README.md").read(), re.S).group(1))
+
+from pallas_flash.kernels import device
+
+device.interpret = True  # else hopper asks for a GPU first
+why_not = pallas_flash.explain(q, k, v).why_not
+try:
+    flash_attention(q, k, v, implementation="portable")
+except NotImplementedError as error:
+    print(json.dumps([sorted(loaded), why_not, str(error), bool(jax.numpy.isfinite(o).all())]))
+"""
+
+
+@pytest.fixture(scope="module")
+def without_pallas():
+    run = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+def test_importing_the_package_loads_only_what_it_depends_on(without_pallas):
+    depends = re.search(r"^dependencies = (\[.*\])$", (ROOT / "pyproject.toml").read_text(), re.M).group(1)
+    names = {re.match(r"\w+", dependency).group() for dependency in json.loads(depends)}
+    assert set(without_pallas[0]) <= {"pallas_flash"} | names
+
+
+def test_the_readmes_first_example_runs_without_pallas(without_pallas):
+    assert without_pallas[3]
+
+
+@pytest.mark.parametrize("name", ["hopper", "portable", "flash1", "standard"])
+def test_kernels_that_cannot_be_imported_say_so(without_pallas, name):
+    _, why_not, refused, _ = without_pallas
+    assert re.match(r"its kernels cannot be imported with jax [\d.]+: .*(pallas|mosaic)", why_not[name])
+    assert "'portable' cannot run this call: its kernels cannot be imported" in refused
+
+
+def test_a_newer_jax_is_not_downgraded():
+    (jax,) = re.findall(r'"(jax[<>=][^"]*)"', (ROOT / "pyproject.toml").read_text())
+    assert "<" not in jax and "==" not in jax

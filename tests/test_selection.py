@@ -1,0 +1,23 @@
+"""The fast half of the tests leaves nothing out that has a name."""
+
+import itertools
+
+import pytest
+from selection import diagonal
+
+
+@pytest.mark.parametrize("sizes", [(19, 3), (2, 3, 3), (11, 2, 2), (4,), (2, 2)], ids=str)
+def test_every_value_of_every_parameter_occurs_once_at_least(sizes):
+    rows = list(itertools.product(*(range(size) for size in sizes)))
+    kept = [rows[i] for i in diagonal(rows)]
+    assert len(kept) == max(sizes)
+    assert [len(set(column)) for column in zip(*kept, strict=True)] == list(sizes)
+
+
+def test_pairs_of_other_values_take_turns():
+    rows = list(itertools.product(range(5), "ab", "cd"))
+    assert {rows[i][1:] for i in diagonal(rows)} == {("a", "c"), ("b", "d"), ("a", "d"), ("b", "c")}
+
+
+def test_a_test_without_parameters_runs():
+    assert diagonal([()]) == [0]
