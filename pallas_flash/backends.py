@@ -20,6 +20,7 @@ class Backend(NamedTuple):
     tiles: Callable[[Problem], Any]  # a hashable Tiles, or None
     forward: Callable  # (problem, tiles, operands)                    -> o, lse
     backward: Callable  # (problem, tiles, operands, o, lse, do, delta) -> dq, dk, dv, dbias (None without a bias)
+    own_kernels: bool = False  # not XLA's: a GPU runs them unasked only after selfcheck.py
 
 
 class Choice(NamedTuple):
@@ -27,8 +28,12 @@ class Choice(NamedTuple):
     tiles: Any
 
 
-def _on_gpu() -> bool:
-    return portable.compute_capability() is not None or jax.default_backend() == "gpu"
+WhyNotHere = Callable[[Backend], str | None]  # why this machine does not take it unasked, though it could run
+
+
+def _no_gpu() -> str | None:
+    on_gpu = portable.compute_capability() is not None or jax.default_backend() == "gpu"
+    return None if on_gpu else "there is no GPU: it would run in Pallas' interpreter, slowly"
 
 
 def _no_empty_axis(problem: Problem) -> str | None:
@@ -42,18 +47,20 @@ BACKENDS = (
     Backend(
         "hopper",
         lambda p: _no_empty_axis(p) or hopper.why_not(p),
-        hopper.why_not_by_default,
+        lambda p: _no_gpu(),
         lambda p: hopper.tiles(p),
         hopper.forward,
         hopper.backward,
+        own_kernels=True,
     ),
     Backend(
         "portable",
         lambda p: _no_empty_axis(p) or portable.why_not(p),
-        lambda p: None if _on_gpu() else "there is no GPU: it would run in Pallas' interpreter, slowly",
+        lambda p: _no_gpu(),
         lambda p: portable.tiles(p),
         portable.forward,
         portable.backward,
+        own_kernels=True,
     ),
     Backend(
         "blockwise",
@@ -79,6 +86,7 @@ BACKENDS = (
             lambda p, kernels=kernels: kernels.tiles(p),
             kernels.forward,
             kernels.backward,
+            own_kernels=True,
         )
         for name, kernels in (("flash1", flash1), ("standard", standard))
     ),
@@ -86,7 +94,7 @@ BACKENDS = (
 NAMES = tuple(backend.name for backend in BACKENDS)
 
 
-def choose(problem: Problem, implementation: str | None = None) -> Choice:
+def choose(problem: Problem, implementation: str | None = None, why_not_here: WhyNotHere = lambda backend: None) -> Choice:
     """The implementation asked for, or the first in the table that runs the problem and is taken unasked."""
     if implementation is not None and implementation not in NAMES:
         raise ValueError(f"implementation must be None or one of {', '.join(NAMES)}; got {implementation!r}.")
@@ -96,12 +104,12 @@ def choose(problem: Problem, implementation: str | None = None) -> Choice:
         why_not = backend.why_not(problem)
         if implementation is not None and why_not:
             raise NotImplementedError(f"implementation {implementation!r} cannot run this call: {why_not}. The call: {problem}.")
-        if implementation is not None or not (why_not or backend.why_not_by_default(problem)):
+        if implementation is not None or not (why_not or backend.why_not_by_default(problem) or why_not_here(backend)):
             return Choice(backend, backend.tiles(problem))
     raise AssertionError("the reference runs everything")
 
 
-def why_not_taken(problem: Problem, taken: Backend, asked_for: bool) -> dict[str, str]:
+def why_not_taken(problem: Problem, taken: Backend, asked_for: bool, why_not_here: WhyNotHere) -> dict[str, str]:
     """For each other implementation, why `taken` was taken before it."""
 
     def reason(backend):
@@ -109,6 +117,6 @@ def why_not_taken(problem: Problem, taken: Backend, asked_for: bool) -> dict[str
             return why_not
         if asked_for:
             return f"{taken.name} was asked for"
-        return backend.why_not_by_default(problem) or f"{taken.name} comes before it"
+        return backend.why_not_by_default(problem) or why_not_here(backend) or f"{taken.name} comes before it"
 
     return {backend.name: reason(backend) for backend in BACKENDS if backend is not taken}

@@ -11,6 +11,7 @@ PACKAGE = ROOT / "pallas_flash"
 
 # Each module may import from those after it.
 ORDER = [
+    "__main__",
     "__init__",
     "flax",
     "accounting",
@@ -24,6 +25,8 @@ ORDER = [
     "observation.walk",
     "attention",
     "sharding",
+    "selfcheck",
+    "records",
     "autodiff",
     "backends",
     "reference",

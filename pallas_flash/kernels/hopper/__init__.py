@@ -9,7 +9,7 @@ from pallas_flash.kernels.hopper.backward import backward
 from pallas_flash.kernels.hopper.forward import forward
 from pallas_flash.kernels.hopper.tuning import tiles
 
-__all__ = ["backward", "forward", "tiles", "why_not", "why_not_by_default"]
+__all__ = ["backward", "forward", "tiles", "why_not"]
 
 
 def why_not(problem: Problem) -> str | None:
@@ -24,11 +24,6 @@ def why_not(problem: Problem) -> str | None:
     if p.scale <= 0:
         return f"it takes the maximum before it multiplies by the scale, which must be above 0; got {p.scale}"
     return _why_not_here()
-
-
-def why_not_by_default(problem: Problem) -> str | None:
-    """Why the kernels are not taken unasked."""
-    return "not yet run on hardware: ask for it by name"
 
 
 def _why_not_here() -> str | None:
