@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_flash import explain, flash_attention
 from pallas_flash.kernels import hopper, portable
-from pallas_flash.kernels.hopper import sync, tile
+from pallas_flash.kernels.hopper import sync
 
 needs_interpreter = pytest.mark.skipif(gpu_interpreter.MISSING is not None, reason=str(gpu_interpreter.MISSING))
 

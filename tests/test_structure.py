@@ -12,6 +12,7 @@ PACKAGE = ROOT / "pallas_flash"
 # Each module may import from those after it.
 ORDER = [
     "__main__",
+    "trial",
     "__init__",
     "flax",
     "accounting",
