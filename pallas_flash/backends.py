@@ -7,7 +7,7 @@ import jax
 
 from pallas_flash import blockwise, reference
 from pallas_flash.arguments import Problem
-from pallas_flash.kernels import hopper, portable
+from pallas_flash.kernels import device, hopper, portable
 from pallas_flash.kernels.classic import flash1, standard
 
 
@@ -32,7 +32,7 @@ WhyNotHere = Callable[[Backend], str | None]  # why this machine does not take i
 
 
 def _no_gpu() -> str | None:
-    on_gpu = portable.compute_capability() is not None or jax.default_backend() == "gpu"
+    on_gpu = device.compute_capability() is not None or jax.default_backend() == "gpu"
     return None if on_gpu else "there is no GPU: it would run in Pallas' interpreter, slowly"
 
 

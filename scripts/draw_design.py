@@ -19,7 +19,7 @@ from matplotlib.patches import Patch, PathPatch, Rectangle
 from matplotlib.path import Path
 from matplotlib.transforms import Affine2D
 
-from pallas_flash import gpus, masks, schedule
+from pallas_flash import accounting, masks, schedule
 
 FOLDER = pathlib.Path(__file__).parents[1] / "pallas_flash" / "design"
 BLUE, AMBER, GREEN, PURPLE, GRAY, INK = "#3b76af", "#f0b040", "#5aa469", "#9467bd", "#e9e9e9", "#222222"
@@ -114,7 +114,7 @@ def draw_tiles() -> Figure:
 # ---- memory: where things are, and what moves ----
 
 
-GPUS = {"A100": gpus.GPUS["A100-80GB"], "H200": gpus.GPUS["H200"]}
+GPUS = {"A100": accounting.GPUS["A100-80GB"], "H200": accounting.GPUS["H200"]}
 L2_RATE = {"A100": 5120}  # bytes a clock, of NVIDIA's whitepaper; the H200's is not published
 
 

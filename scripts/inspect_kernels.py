@@ -115,13 +115,13 @@ def axes(text: str) -> str:
 
 def gpu_here() -> str | None:
     """The name in GPUS of this machine's first GPU, if it is one of them."""
-    from pallas_flash import gpus
+    from pallas_flash.accounting import name_of
 
     try:
         run = subprocess.run(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True)
     except OSError:
         return None
-    return gpus.name_of(run.stdout.partition("\n")[0])
+    return name_of(run.stdout.partition("\n")[0])
 
 
 # ---- the call ----

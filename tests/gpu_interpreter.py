@@ -3,7 +3,7 @@
 jax simulates shared memory, TMA, barriers and warpgroups (as threads), and finds races with vector clocks. This adds:
 `run_state` with accumulators; wgmma with an operand in registers; wgmma as the asynchronous reader of shared memory that it is,
 ordered only by the waits; TMA reductions; registers left out of the race detection; an error where a barrier is waited for in
-vain. It also saves most of the time: a kernel is compiled once instead of once a warpgroup, and callbacks take NumPy arrays as
+vain, and where the store of a vector leaves its row. It also saves most of the time: a kernel is compiled once instead of once a warpgroup, and callbacks take NumPy arrays as
 they are.
 
 Every warpgroup holds a thread of XLA's CPU pool while it waits, and the pool has as many as the machine has cores: tests set
@@ -24,8 +24,8 @@ from jax._src import callback
 from jax._src import core as jax_core
 
 from pallas_flash import autodiff
+from pallas_flash.kernels.device import compute_capability
 from pallas_flash.kernels.hopper import tile
-from pallas_flash.kernels.portable import compute_capability
 
 try:
     from jax._src.pallas.mosaic.interpret import thread_map
@@ -277,6 +277,7 @@ def _wait_for_products(memory, thread, *, n):
 def _copy_smem_to_gmem(stock):
     def copy(*, reduction_op, **kw):
         if reduction_op is None:
+            _stays_in_its_row(kw["dst_allocation_key_as_array"], kw["dst_transforms"])
             return stock(reduction_op=None, **kw)
         return reduce(reduction_op=reduction_op, **kw)
 
@@ -295,6 +296,18 @@ def _copy_smem_to_gmem(stock):
         return token
 
     return copy
+
+
+@gpu_callbacks.fail_on_exception
+def _stays_in_its_row(key, transforms):
+    """Mosaic makes the store of a vector a plain bulk copy without a tensor map, and clips it where the whole array ends: what
+    hangs over the end of a row is written to the next."""
+    memory = gpu_callbacks._get_shared_memory()
+    key, place = _access(memory, key, transforms)
+    shape = memory.buffer_shape_and_dtype(key).shape
+    axes = [(part.stop, size) for part, size in zip(place.range, shape, strict=True) if isinstance(part, slice)]
+    if len(axes) == 1 and any(stop > size for stop, size in axes):
+        raise IndexError(f"a vector is stored at {place.range} of an array {tuple(shape)}: the end goes to the next row")
 
 
 _ADDING = threading.Lock()

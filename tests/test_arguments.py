@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pallas_flash import explain, flash_attention, masks
-from pallas_flash.kernels import portable
+from pallas_flash.kernels import device
 
 Q, K = (2, 5, 4, 8), (2, 7, 2, 8)
 
@@ -129,7 +129,7 @@ def test_without_a_gpu_blockwise_is_chosen_and_explain_says_why():
 
 
 def test_an_old_gpu_is_told_what_is_needed(monkeypatch):
-    monkeypatch.setattr(portable, "compute_capability", lambda: 7.5)
+    monkeypatch.setattr(device, "compute_capability", lambda: 7.5)
     with pytest.raises(NotImplementedError, match=r"need an NVIDIA GPU of compute capability 8\.0 or higher; this one has 7\.5"):
         call(implementation="portable")
     assert "7.5" in explain(jnp.ones(Q), jnp.ones(K), jnp.ones(K)).why_not["portable"]

@@ -65,6 +65,27 @@ def sum_of_products(interpret, a, b, omit="nothing"):
     )(a, b)
 
 
+@pytest.mark.parametrize("length, leaves_its_row", [(M, False), (2 * M, False), (M + 8, True)])
+def test_a_vector_that_is_stored_over_the_end_of_its_row_is_an_error(length, leaves_its_row):
+    """On a GPU it goes to the start of the next row."""
+
+    def kernel(out_gmem, smem):
+        smem[...] = tile.rows(1.0)
+        for row in range(2):
+            for first in range(0, length, M):
+                tile.copy_out((smem, out_gmem.at[row, pl.ds(sync.opaque(first), M)]))
+
+    refused = pytest.raises(jax.errors.JaxRuntimeError, match="next row") if leaves_its_row else contextlib.nullcontext()
+    with gpu_interpreter.parameters() as (interpret, _), refused:
+        out = plgpu.kernel(
+            kernel,
+            out_type=jax.ShapeDtypeStruct((2, length), jnp.float32),
+            scratch_types=[plgpu.SMEM((M,), jnp.float32)],
+            interpret=interpret,
+        )()
+        np.testing.assert_array_equal(out, 1)
+
+
 @pytest.mark.parametrize("omit", OMIT)
 def test_a_missing_wait_is_a_race_and_a_full_set_of_waits_is_none(omit, rng, monkeypatch):
     monkeypatch.setattr(gpu_interpreter, "DEADLOCK_SECONDS", 20.0)

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_flash import explain, flash_attention
-from pallas_flash.kernels import hopper, portable
+from pallas_flash.kernels import device, hopper
 from pallas_flash.kernels.hopper import sync
 
 needs_interpreter = pytest.mark.skipif(gpu_interpreter.MISSING is not None, reason=str(gpu_interpreter.MISSING))
@@ -194,7 +194,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_it_does_not_run_it_refuses_with_a_reason(name, monkeypatch):
-    monkeypatch.setattr(portable, "compute_capability", lambda: None)
+    monkeypatch.setattr(device, "compute_capability", lambda: None)
     kw, reason = REFUSED[name]
     q = kw.get("query", HALF)
     call = dict(query=q, key=q, value=q) | kw
@@ -205,7 +205,7 @@ def test_what_it_does_not_run_it_refuses_with_a_reason(name, monkeypatch):
 
 @needs_interpreter
 def test_it_is_the_first_choice_on_its_gpus(monkeypatch):
-    monkeypatch.setattr(portable, "compute_capability", lambda: 9.0)
+    monkeypatch.setattr(device, "compute_capability", lambda: 9.0)
     choice = explain(HALF, HALF, HALF)
     assert choice.implementation == "hopper" and choice.tiles == hopper.tiles(choice.problem)
     assert choice.why_not["portable"] == "hopper comes before it"

@@ -11,8 +11,8 @@ import numpy as np
 import oracle
 import pytest
 
-from pallas_flash import explain, gpus
-from pallas_flash.accounting import GPUS
+from pallas_flash import explain
+from pallas_flash.accounting import GPUS, name_of
 from scripts import gpu_code, inspect_kernels
 
 HALF = jax.ShapeDtypeStruct((1, 512, 2, 64), "bfloat16")
@@ -115,7 +115,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", [*KINDS, *(gpu.kind for gpu in GPUS.values())])
 def test_a_gpu_is_known_by_its_kind(kind):
-    assert gpus.name_of(kind) == (KINDS | {gpu.kind: name for name, gpu in GPUS.items()})[kind]
+    assert name_of(kind) == (KINDS | {gpu.kind: name for name, gpu in GPUS.items()})[kind]
 
 
 # ---- what it counts ----

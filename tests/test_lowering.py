@@ -14,10 +14,10 @@ import pytest
 from cases import Sizes, broadcast_shape
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from pallas_flash import flash_attention, gpus
+from pallas_flash import accounting, flash_attention
 
 Z = Sizes(B=2, T=300, S=333, N=4, K=2, H=64, Hv=64)
-GPUS = {"sm_80": gpus.GPUS["A100-80GB"], "sm_90": gpus.GPUS["H200"]}
+GPUS = {"sm_80": accounting.GPUS["A100-80GB"], "sm_90": accounting.GPUS["H200"]}
 ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
 floats = lambda letters: jax.ShapeDtypeStruct(broadcast_shape(letters, Z), jnp.bfloat16)
 bools = lambda letters: jax.ShapeDtypeStruct(broadcast_shape(letters, Z), jnp.bool_)

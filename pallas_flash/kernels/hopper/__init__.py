@@ -3,7 +3,7 @@
 import jax
 
 from pallas_flash.arguments import Problem
-from pallas_flash.kernels import portable
+from pallas_flash.kernels import device
 from pallas_flash.kernels.hopper import tile
 from pallas_flash.kernels.hopper.backward import backward
 from pallas_flash.kernels.hopper.forward import forward
@@ -31,7 +31,7 @@ def _why_not_here() -> str | None:
         return None
     if not hasattr(tile.plgpu, "InterpretGPUParams"):
         return f"it needs jax 0.11.2 or newer; this is {jax.__version__}"
-    capability = portable.compute_capability()
+    capability = device.compute_capability()
     if capability != 9.0:
         there = f"this one has {capability}" if capability else "there is none"
         return f"it needs a GPU of compute capability 9.0 (H100, H200); {there}"

@@ -40,7 +40,8 @@ def forward(problem: Problem, tiles: AllTiles, x: Operands):
         programs=order.query_tiles(p, t.block_q),
         out_type=[
             jax.ShapeDtypeStruct((B, T, N, t.value_width), x.query.dtype),
-            jax.ShapeDtypeStruct((B, N, T), jnp.float32),
+            # rows of whole tiles: where a vector ends, Mosaic clips its store by the end of the array, not of the row
+            jax.ShapeDtypeStruct((B, N, schedule.ceil_div(p.queries, t.block_q) * t.block_q), jnp.float32),
         ],
         tiles=t,
         scratch=Memory.of(t, x.query.dtype),

@@ -8,8 +8,8 @@ shared memory: that is what they gain in bytes. Each warpgroup reads four int32 
 import numpy as np
 
 from pallas_flash import schedule
+from pallas_flash.accounting.costs import Cost, Sizes, interval_of_rows
 from pallas_flash.arguments import Problem
-from pallas_flash.costs import Cost, Sizes, interval_of_rows
 from pallas_flash.kernels.hopper.tuning import ROWS
 
 

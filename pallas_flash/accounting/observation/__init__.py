@@ -9,10 +9,10 @@ from typing import Any
 
 import jax
 
-from pallas_flash.observation.memory import Kernel
-from pallas_flash.observation.mosaic import Warpgroups
-from pallas_flash.observation.triton import PallasCalls
-from pallas_flash.observation.walk import UNKNOWN
+from pallas_flash.accounting.observation.memory import Kernel
+from pallas_flash.accounting.observation.mosaic import Warpgroups
+from pallas_flash.accounting.observation.triton import PallasCalls
+from pallas_flash.accounting.observation.walk import UNKNOWN
 
 __all__ = ["Kernel", "observe"]
 

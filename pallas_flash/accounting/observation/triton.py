@@ -5,8 +5,8 @@ from collections import Counter
 
 import numpy as np
 
-from pallas_flash.observation.memory import Array, Kernel, Memory, Ref
-from pallas_flash.observation.walk import UNKNOWN
+from pallas_flash.accounting.observation.memory import Array, Kernel, Memory, Ref
+from pallas_flash.accounting.observation.walk import UNKNOWN
 
 
 class PallasCalls(Memory):

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from pallas_flash.observation.walk import UNKNOWN, Walk, known
+from pallas_flash.accounting.observation.walk import UNKNOWN, Walk, known
 
 
 class Kernel(NamedTuple):

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from pallas_flash.observation.memory import Array, Kernel, Memory, Ref
-from pallas_flash.observation.walk import UNKNOWN
+from pallas_flash.accounting.observation.memory import Array, Kernel, Memory, Ref
+from pallas_flash.accounting.observation.walk import UNKNOWN
 
 _BEYOND = 512  # how far the last tile may reach over the end of an array
 

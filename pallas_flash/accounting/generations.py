@@ -1,33 +1,13 @@
-"""What each generation of attention costs: FLOPs, exponentials, bytes, memory, and the time at a GPU's peaks.
-
-`forward` and `backward` are the formulas of `costs`, by kernel; `observe` counts the same on the kernels themselves; `published`
-holds what the paper of FlashAttention compared, as formulas and as it printed them.
-"""
+"""The generations of attention, each with its formulas: what its forward and backward cost, kernel by kernel."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from pallas_flash import arguments, autodiff, backends, costs, costs_hopper, gpus, published
+from pallas_flash import arguments, autodiff, backends
+from pallas_flash.accounting import costs, costs_hopper
+from pallas_flash.accounting.costs import Cost
 from pallas_flash.arguments import Problem
 from pallas_flash.attention import flash_attention
-from pallas_flash.costs import Cost, total
-from pallas_flash.observation import observe
-
-__all__ = [
-    "GENERATIONS",
-    "GPU",
-    "GPUS",
-    "Cost",
-    "attention",
-    "backward",
-    "default_tiles",
-    "extra_memory",
-    "forward",
-    "lower_bound",
-    "observe",
-    "published",
-    "total",
-]
 
 
 class Generation(NamedTuple):
@@ -42,26 +22,6 @@ GENERATIONS = {
     "portable": Generation(costs.portable_forward, costs.portable_backward, costs.portable_memory),
     "hopper": Generation(costs_hopper.forward, costs_hopper.backward, costs_hopper.memory),
 }
-
-
-class GPU(gpus.GPU):
-    """A GPU, and times at the peaks of its datasheet: no GPU is faster, but where a cache serves a load."""
-
-    def seconds(self, cost: Cost, dtype: str) -> dict[str, float]:
-        """How long each unit of the GPU is busy; float32 products are computed in float32 too."""
-        return dict(
-            products=cost.matrix / (self.float32 if dtype == "float32" else self.products),
-            float32=cost.other / self.float32,
-            exponentials=cost.exponentials / self.exponentials,
-            memory=cost.bytes / self.bandwidth,
-        )
-
-    def roofline(self, kernels: dict[str, Cost], dtype: str) -> float:
-        """The seconds that kernels take one after another, each as long as its busiest unit."""
-        return sum(max(self.seconds(cost, dtype).values()) for cost in kernels.values())
-
-
-GPUS = {name: GPU(*facts) for name, facts in gpus.GPUS.items()}
 
 
 def forward(generation: str, problem: Problem, tiles: Any = None) -> dict[str, Cost]:

@@ -19,9 +19,9 @@ and with all products counted for one head, all else for 16, both come within 2%
 import jax
 import jax.numpy as jnp
 
+from pallas_flash.accounting.costs import Cost, Sizes, total
 from pallas_flash.arguments import Problem
 from pallas_flash.attention import explain
-from pallas_flash.costs import Cost, Sizes, total
 
 GFLOPS = dict(standard=66.6, flash=75.2)
 GIGABYTES = dict(standard=40.3, flash=4.4)

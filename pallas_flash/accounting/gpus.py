@@ -1,9 +1,14 @@
-"""The facts of GPUs, as NVIDIA's datasheets, whitepapers and tuning guides state them."""
+"""The facts of GPUs, as NVIDIA's datasheets, whitepapers and tuning guides state them, and times at the peaks."""
 
 from typing import NamedTuple
 
+from pallas_flash.accounting.costs import Cost
+from pallas_flash.kernels.device import CAPABILITIES
+
 
 class GPU(NamedTuple):
+    """Its times are at the peaks of its datasheet: no GPU is faster, but where a cache serves a load."""
+
     kind: str  # jax's name of the device
     capability: tuple[int, int]
     cores: int  # streaming multiprocessors
@@ -21,10 +26,23 @@ class GPU(NamedTuple):
         """A second: 16 a clock and core."""
         return 16 * self.cores * self.clock
 
+    def seconds(self, cost: Cost, dtype: str) -> dict[str, float]:
+        """How long each unit of the GPU is busy; float32 products are computed in float32 too."""
+        return dict(
+            products=cost.matrix / (self.float32 if dtype == "float32" else self.products),
+            float32=cost.other / self.float32,
+            exponentials=cost.exponentials / self.exponentials,
+            memory=cost.bytes / self.bandwidth,
+        )
+
+    def roofline(self, kernels: dict[str, Cost], dtype: str) -> float:
+        """The seconds that kernels take one after another, each as long as its busiest unit."""
+        return sum(max(self.seconds(cost, dtype).values()) for cost in kernels.values())
+
 
 _A100 = GPU(
     kind="NVIDIA A100-SXM4-80GB",
-    capability=(8, 0),
+    capability=CAPABILITIES["A100"],
     cores=108,
     clock=1.41e9,
     products=312e12,
@@ -37,7 +55,7 @@ _A100 = GPU(
 )
 _H100 = GPU(
     kind="NVIDIA H100 80GB HBM3",
-    capability=(9, 0),
+    capability=CAPABILITIES["H100"],
     cores=132,
     clock=1.83e9,
     products=989.4e12,
@@ -54,9 +72,6 @@ GPUS = {
     "H100": _H100,
     "H200": _H100._replace(kind="NVIDIA H200", bandwidth=4.8e12, memory=141 << 30),
 }
-
-# By a word of the device's kind; of a B200 no more is needed.
-CAPABILITIES = {name.partition("-")[0]: gpu.capability for name, gpu in GPUS.items()} | {"B200": (10, 0)}
 
 
 def name_of(kind: str) -> str | None:
