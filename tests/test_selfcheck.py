@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import pathlib
+import sys
 import threading
 import warnings
 
@@ -14,8 +16,9 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from pallas_flash import backends, explain, flash_attention, records, selfcheck
-from pallas_flash.kernels import hopper, portable
+from pallas_flash import backends, explain, flash_attention, records, selfcheck, trial
+from pallas_flash.__main__ import main
+from pallas_flash.kernels import device, hopper, portable
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 Q = np.random.default_rng(0).normal(size=(4, 8, 2, 16)).astype(np.float32)
@@ -311,3 +314,53 @@ def test_schemes_are_told_apart_where_the_kernels_are():
 
     assert schemes(hopper, 128) == ["deterministic", "in any order"]
     assert schemes(hopper, 256) == schemes(portable, 128) == ["deterministic"] * 2
+
+
+# ---- python -m pallas_flash ----
+
+
+@pytest.fixture
+def with_fakes(install, monkeypatch):
+    """Processes that know the fakes, as this one does."""
+    install(*fakes.FORWARDS)
+    tests = str(pathlib.Path(__file__).parent)
+    run = f"import sys; sys.path[:0] = [{tests!r}]; import fakes; fakes.main()"
+    monkeypatch.setattr(trial, "COMMAND", [sys.executable, "-c", run])
+
+
+def test_the_command_tells_right_from_wrong_crashed_and_failed_and_records_what_lasts(with_fakes, capsys):
+    names = "honest", "liar", "crasher", "raiser"
+    assert main(["--implementations", *names, "--dtypes", "float32"]) == 1
+    out = capsys.readouterr().out
+    rows = {name: line for name in names for line in out.splitlines() if line.startswith(f"{name} 64/64 float32")}
+    assert rows["honest"].endswith(" right") and " ms " in rows["honest"]
+    assert "WRONG: dk is off by" in rows["liar"]
+    assert rows["crasher"].endswith("WRONG: its process died of SIGABRT")
+    assert rows["raiser"].endswith("WRONG: RuntimeError: ptxas fell over")
+    assert f"1 of 4 are right. Recorded in {records.folder()}." in out
+    found = {name: records.read(VARIANT._replace(implementation=name), fakes.GPU) for name in names}
+    assert found["honest"]["wrong"] is None and "SIGABRT" in found["crasher"]["wrong"] and found["raiser"] is None
+
+
+def test_a_process_that_hangs_is_ended_and_that_is_its_verdict(with_fakes):
+    finding = trial.in_a_process(trial.Case("sleeper", 64, 64, "float32", True), limit=0.5)
+    assert finding.verdict.wrong == "its check did not end within 0.5 s" and finding.lasting
+
+
+def test_the_command_says_what_is_taken_and_why_not_the_others(capsys, monkeypatch):
+    monkeypatch.setattr(trial, "in_a_process", lambda case, limit: trial.Finding(selfcheck.TRUSTED))
+    monkeypatch.setattr(device, "compute_capability", lambda: None)
+    assert main(["--implementations", "hopper"]) == 1  # there is nothing that it could run
+    out = capsys.readouterr().out
+    assert "hopper is not here: implementation 'hopper' cannot run this call: " in out and "0 of 0 are right." in out
+    if jax.default_backend() == "cpu":
+        assert out.count("takes  blockwise\n") == 5
+    assert main(["--implementations", "blockwise", "--head-sizes", "64", "192/128"]) == 0
+    assert "blockwise 192/128 bfloat16, deterministic" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["0", "64/300", "wide"])
+def test_a_bad_head_size_has_a_clear_error(text, capsys):
+    with pytest.raises(SystemExit):
+        main(["--head-sizes", text])
+    assert "--head-sizes: " in capsys.readouterr().err
