@@ -61,8 +61,9 @@ def flash_attention(
       local_window_size: w or (left, right): query i sees keys i + query_offset - left to i + query_offset + right, both
         inclusive. A window is not causal by itself.
       implementation: "hopper" (Pallas Mosaic GPU kernels for H100 and H200), "portable" (Pallas kernels), "blockwise" (plain
-        JAX) or "reference" (dense); None chooses, `explain` says what and why. One that cannot run the call raises. Without a
-        GPU "portable" runs in Pallas' interpreter. "flash1" and "standard" are earlier algorithms, to compare with.
+        JAX) or "reference" (dense); None chooses, `explain` says what and why: a GPU runs the first two unasked once it has found
+        them right. One that cannot run the call raises. Without a GPU "portable" runs in Pallas' interpreter. "flash1" and
+        "standard" are earlier algorithms, to compare with.
       return_residual: return (output, lse), lse the natural log-sum-exp of the logits, float32 [*B, T, N], differentiable.
       query_offset: the key position of query 0, an int or int32 [*B]; it moves is_causal, local_window_size and masks.
       query_segment_ids: int32 [*B, T], packed documents: a query sees the keys with its own id.
