@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_flash import arguments, autodiff, backends, sharding
+from pallas_flash import arguments, autodiff, selfcheck, sharding
 from pallas_flash.masks import Mask
 
 
@@ -61,8 +61,9 @@ def flash_attention(
       local_window_size: w or (left, right): query i sees keys i + query_offset - left to i + query_offset + right, both
         inclusive. A window is not causal by itself.
       implementation: "hopper" (Pallas Mosaic GPU kernels for H100 and H200), "portable" (Pallas kernels), "blockwise" (plain
-        JAX) or "reference" (dense); None chooses, `explain` says what and why. One that cannot run the call raises. Without a
-        GPU "portable" runs in Pallas' interpreter. "flash1" and "standard" are earlier algorithms, to compare with.
+        JAX) or "reference" (dense); None chooses, `explain` says what and why: a GPU runs the first two unasked once it has found
+        them right. One that cannot run the call raises. Without a GPU "portable" runs in Pallas' interpreter. "flash1" and
+        "standard" are earlier algorithms, to compare with.
       return_residual: return (output, lse), lse the natural log-sum-exp of the logits, float32 [*B, T, N], differentiable.
       query_offset: the key position of query 0, an int or int32 [*B]; it moves is_causal, local_window_size and masks.
       query_segment_ids: int32 [*B, T], packed documents: a query sees the keys with its own id.
@@ -109,7 +110,7 @@ def flash_attention(
 
 def _attend(implementation, **call):
     problem, operands = arguments.normalise(**call)
-    choice = backends.choose(problem, implementation)
+    choice = selfcheck.choose(problem, implementation)
     o, lse = autodiff.attend(problem, choice, operands)
     rows = call["query"].shape[:-1]
     return o.reshape(*rows, problem.value_size), jnp.swapaxes(lse, 1, 2).reshape(rows)
@@ -123,9 +124,11 @@ class Explanation:
     implementation: str
     tiles: Any  # the block sizes of that implementation, None where it has none
     why_not: dict[str, str]  # for each other implementation, why it was not taken
+    condition: str | None = None  # of taking it
 
     def __str__(self):
-        lines = [f"call            {self.problem}", f"implementation  {self.implementation}"]
+        taken = ", ".join(filter(None, (self.implementation, self.condition)))
+        lines = [f"call            {self.problem}", f"implementation  {taken}"]
         lines += [f"tiles           {self.tiles}"] if self.tiles is not None else []
         lines += [f"not {name:<11} {reason}" for name, reason in self.why_not.items()]
         return "\n".join(lines)
@@ -141,6 +144,6 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
     asked = dict(call.arguments)
     implementation, _ = asked.pop("implementation"), asked.pop("return_residual")
     problem = arguments.problem_of(asked)
-    choice = backends.choose(problem, implementation)
-    why_not = backends.why_not_taken(problem, choice.backend, asked_for=implementation is not None)
-    return Explanation(problem, choice.backend.name, choice.tiles, why_not)
+    choice = selfcheck.choose(problem, implementation, check=False)
+    why_not, condition = selfcheck.reasons(problem, choice, implementation)
+    return Explanation(problem, choice.backend.name, choice.tiles, why_not, condition)

@@ -22,6 +22,7 @@ class Backend(NamedTuple):
     forward: Callable  # (problem, tiles, operands)                    -> o, online_softmax.Statistics
     # lse in units of log 2, +inf for a row that saw no key; do and delta have the factor of `Statistics.in_one`
     backward: Callable  # (problem, tiles, operands, o, lse, do, delta) -> dq, dk, dv, dbias (None without a bias)
+    own_kernels: bool = False  # not XLA's: a GPU runs them unasked only after selfcheck.py
 
 
 class Choice(NamedTuple):
@@ -29,8 +30,12 @@ class Choice(NamedTuple):
     tiles: Any
 
 
-def _on_gpu() -> bool:
-    return device.compute_capability() is not None or jax.default_backend() == "gpu"
+WhyNotHere = Callable[[Backend], str | None]  # why this machine does not take it unasked, though it could run
+
+
+def _no_gpu() -> str | None:
+    on_gpu = device.compute_capability() is not None or jax.default_backend() == "gpu"
+    return None if on_gpu else "there is no GPU: it would run in Pallas' interpreter, slowly"
 
 
 def _no_empty_axis(problem: Problem) -> str | None:
@@ -60,18 +65,20 @@ BACKENDS = (
     Backend(
         "hopper",
         lambda p: _no_empty_axis(p) or hopper.why_not(p) or _why_no_import("hopper.forward", "hopper.backward"),
-        hopper.why_not_by_default,
+        lambda p: _no_gpu(),
         lambda p: hopper.tiles(p),
         _kernel("hopper.forward", "forward"),
         _kernel("hopper.backward", "backward"),
+        own_kernels=True,
     ),
     Backend(
         "portable",
         lambda p: _no_empty_axis(p) or portable.why_not(p) or _why_no_import("portable.forward", "portable.backward"),
-        lambda p: None if _on_gpu() else "there is no GPU: it would run in Pallas' interpreter, slowly",
+        lambda p: _no_gpu(),
         lambda p: portable.tiles(p),
         _kernel("portable.forward", "forward"),
         _kernel("portable.backward", "backward"),
+        own_kernels=True,
     ),
     Backend(
         "blockwise",
@@ -95,6 +102,7 @@ BACKENDS = (
             lambda p, m=module: _no_empty_axis(p) or portable.why_not(p) or _why_no_import(m) or _kernel(m, "why_not")(p),
             lambda p: "an earlier algorithm, kept to compare with: ask for it by name",
             *(_kernel(module, function) for function in ("tiles", "forward", "backward")),
+            own_kernels=True,
         )
         for name, module in (("flash1", "classic.flash1"), ("standard", "classic.standard"))
     ),
@@ -102,7 +110,7 @@ BACKENDS = (
 NAMES = tuple(backend.name for backend in BACKENDS)
 
 
-def choose(problem: Problem, implementation: str | None = None) -> Choice:
+def choose(problem: Problem, implementation: str | None = None, why_not_here: WhyNotHere = lambda backend: None) -> Choice:
     """The implementation asked for, or the first in the table that runs the problem and is taken unasked."""
     if implementation is not None and implementation not in NAMES:
         raise ValueError(f"implementation must be None or one of {', '.join(NAMES)}; got {implementation!r}.")
@@ -114,12 +122,12 @@ def choose(problem: Problem, implementation: str | None = None) -> Choice:
         why_not = backend.why_not(problem)
         if implementation is not None and why_not:
             raise NotImplementedError(f"implementation {implementation!r} cannot run this call: {why_not}. The call: {problem}.")
-        if not why_not:
+        if not why_not and (implementation is not None or not why_not_here(backend)):
             return Choice(backend, backend.tiles(problem))
     raise AssertionError("the reference runs everything")
 
 
-def why_not_taken(problem: Problem, taken: Backend, asked_for: bool) -> dict[str, str]:
+def why_not_taken(problem: Problem, taken: Backend, asked_for: bool, why_not_here: WhyNotHere) -> dict[str, str]:
     """For each other implementation, why `taken` was taken before it."""
 
     def reason(backend):
@@ -127,6 +135,6 @@ def why_not_taken(problem: Problem, taken: Backend, asked_for: bool) -> dict[str
             return why_not
         if asked_for:
             return f"{taken.name} was asked for"
-        return backend.why_not_by_default(problem) or f"{taken.name} comes before it"
+        return backend.why_not_by_default(problem) or why_not_here(backend) or f"{taken.name} comes before it"
 
     return {backend.name: reason(backend) for backend in BACKENDS if backend is not taken}

@@ -4,6 +4,7 @@ import os
 import zlib
 
 os.environ.setdefault("NPROC", "8")  # XLA's threads: gpu_interpreter.py needs one for each warpgroup, on any machine
+os.environ.setdefault("PALLAS_FLASH_SELF_CHECK", "0")  # tests change tiles; test_selfcheck.py checks the check
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several test processes may share a GPU
 
 import jax

@@ -3,8 +3,8 @@
 jax simulates shared memory, TMA, barriers and warpgroups (as threads), and finds races with vector clocks. This adds:
 `run_state` with accumulators; wgmma with an operand in registers; wgmma as the asynchronous reader of shared memory that it is,
 ordered only by the waits; TMA reductions; registers left out of the race detection; an error where a barrier is waited for in
-vain, and where the store of a vector leaves its row. It also saves most of the time: a kernel is compiled once instead of once a warpgroup, and callbacks take NumPy arrays as
-they are.
+vain, and where the store of a vector leaves its row. It also saves most of the time: a kernel is compiled once instead of once a
+warpgroup, and callbacks take NumPy arrays as they are.
 
 Every warpgroup holds a thread of XLA's CPU pool while it waits, and the pool has as many as the machine has cores: tests set
 NPROC (conftest.py) before jax starts, or the last warpgroup may never get a thread. TMA and wgmma run at once, so that a

@@ -205,8 +205,8 @@ def test_what_it_does_not_run_it_refuses_with_a_reason(name, monkeypatch):
 
 
 @needs_interpreter
-def test_it_is_not_taken_unasked_before_it_has_run_on_hardware(monkeypatch):
-    monkeypatch.setattr(device, "interpret", True)
+def test_it_is_the_first_choice_on_its_gpus(monkeypatch):
+    monkeypatch.setattr(device, "compute_capability", lambda: 9.0)
     choice = explain(HALF, HALF, HALF)
-    assert choice.implementation != "hopper" and "not yet run on hardware" in choice.why_not["hopper"]
-    assert explain(HALF, HALF, HALF, implementation="hopper").tiles == hopper.tiles(choice.problem)
+    assert choice.implementation == "hopper" and choice.tiles == hopper.tiles(choice.problem)
+    assert choice.why_not["portable"] == "hopper comes before it"

@@ -11,6 +11,8 @@ PACKAGE = ROOT / "pallas_flash"
 
 # Each module may import from those after it.
 ORDER = [
+    "__main__",
+    "trial",
     "__init__",
     "flax",
     "accounting.__init__",
@@ -26,6 +28,8 @@ ORDER = [
     "accounting.observation.walk",
     "attention",
     "sharding",
+    "selfcheck",
+    "records",
     "autodiff",
     "backends",
     "reference",

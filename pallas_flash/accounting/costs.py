@@ -106,7 +106,7 @@ def standard_forward(p: Problem, t) -> dict[str, Cost]:
 def standard_backward(p: Problem, t) -> dict[str, Cost]:
     """P again from S, which is computed again; dP, and from both dS; then a product with each of them."""
     z = Sizes(p, t.block_q, t.block_k)
-    A, R = z.tiled()
+    A, _ = z.tiled()
     return dict(
         standard_attention_scores=_scores(z),
         standard_attention_dp=Cost(matrix=2 * A * z.v, reads=z.n_k * z.o + z.n_q * z.group * z.value, writes=4 * z.entries),

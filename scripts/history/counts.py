@@ -122,7 +122,10 @@ def _to_standard(p) -> Way:
         ("S and dP are float32: S written once and read four times, in the backward in place of P; dP", 7 * (4 - e) * n),
         ("P is not kept: the backward writes S and P again", (4 + e) * n),
         ("a program holds a tile of its result, and loads Q, K, V, dO again for each", loads + stores - once),
-        ("m, l, log-sum-exp, rowsum(o do), and do with a factor", z.statistic * (2 + 2 * z.n_k) + a.backward("standard", p)["delta"].bytes),
+        (
+            "m, l, log-sum-exp, rowsum(o do), and do with a factor",
+            z.statistic * (2 + 2 * z.n_k) + a.backward("standard", p)["delta"].bytes,
+        ),
     ]
     return Way("standard, the paper's", "standard", _bytes(published.frameworks(p)), steps)
 

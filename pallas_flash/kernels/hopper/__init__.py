@@ -6,7 +6,7 @@ from pallas_flash.arguments import Problem
 from pallas_flash.kernels import device
 from pallas_flash.kernels.hopper.tuning import tiles
 
-__all__ = ["tiles", "why_not", "why_not_by_default"]
+__all__ = ["tiles", "why_not"]
 
 
 def why_not(problem: Problem) -> str | None:
@@ -21,11 +21,6 @@ def why_not(problem: Problem) -> str | None:
     if p.scale <= 0:
         return f"it takes the maximum before it multiplies by the scale, which must be above 0; got {p.scale}"
     return _why_not_here()
-
-
-def why_not_by_default(problem: Problem) -> str | None:
-    """Why the kernels are not taken unasked."""
-    return "not yet run on hardware: ask for it by name"
 
 
 def _why_not_here() -> str | None:

@@ -1,0 +1,146 @@
+"""python -m pallas_flash: what flash_attention takes on this machine and why, and whether each implementation is right here."""
+
+import argparse
+import collections
+import json
+import os
+import platform
+
+import jax
+import jaxlib
+
+import pallas_flash
+from pallas_flash import backends, records, selfcheck, trial
+from pallas_flash.attention import explain
+
+DESCRIPTION = """
+Prints what flash_attention takes on this machine for typical calls, and why. Then runs all that this machine can run, forward and
+backward, each variant in a process of its own: first on a small ragged problem, compared with the reference; then, timed, on a
+larger one, beside jax.nn.dot_product_attention. On a GPU the verdicts are recorded, and later calls need no check of their own:
+kernels that are right are taken, kernels that are wrong, hang or crash are not."""
+EPILOG = f"""
+environment:
+  PALLAS_FLASH_IMPLEMENTATION=NAME  what runs the calls that name none: {", ".join(backends.NAMES)}
+  PALLAS_FLASH_SELF_CHECK=0         kernels are taken unchecked
+  XDG_CACHE_HOME                    verdicts are recorded in its folder pallas_flash (default: ~/.cache)
+
+Exit status 1: something is wrong, hangs, crashes or fails, or nothing could be run."""
+
+
+def main(argv=None) -> int:
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # this process and those that it starts share a GPU
+    args = parse(argv)
+    if args.case:
+        print(json.dumps(trial.measured(trial.Case(*json.loads(args.case)))))
+        return 0
+    try:
+        print_machine()
+        print_choices()
+        return int(not check_all(args))
+    except KeyboardInterrupt:
+        return 130
+
+
+def parse(argv) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m pallas_flash",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--implementations", nargs="+", choices=backends.NAMES, metavar="NAME", help="which to check (default: all)")
+    help = "of queries and keys, and of values where they differ (default: 64 128 192/128 256 for what a GPU may take, else 64)"
+    add("--head-sizes", nargs="+", type=head_sizes, metavar="H[/Hv]", help=help)
+    help = "(default: bfloat16 float16 float32 on a GPU, else float32 bfloat16)"
+    add("--dtypes", nargs="+", choices=sorted(selfcheck.TOLERANCE), metavar="DTYPE", help=help)
+    help = "seconds after which a process counts as hanging and is ended (default: %(default)g)"
+    add("--limit", type=float, default=180, metavar="SECONDS", help=help)
+    add(trial.CASE, help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    on_gpu = jax.default_backend() == "gpu"
+    args.implementations = args.implementations or backends.NAMES
+    args.dtypes = args.dtypes or (["bfloat16", "float16", "float32"] if on_gpu else ["float32", "bfloat16"])
+    return args
+
+
+def head_sizes(text: str) -> tuple[int, int]:
+    size, _, value_size = text.partition("/")
+    sizes = int(size), int(value_size or size)
+    if not all(1 <= size <= 256 for size in sizes):
+        raise argparse.ArgumentTypeError(f"must be H or H/Hv, each from 1 to 256; got {text!r}")
+    return sizes
+
+
+# ---- what would run ----
+
+
+def typical_calls() -> dict[str, tuple[list, dict]]:
+    array = lambda *shape, dtype="bfloat16": jax.ShapeDtypeStruct(shape, dtype)
+    qkv = lambda B, T, S, N, K, H, **kw: [array(B, *size, H, **kw) for size in ((T, N), (S, K), (S, K))]
+    ints = lambda *shape: array(*shape, dtype="int32")
+    return {
+        "training": (qkv(4, 4096, 4096, 16, 16, 128), dict(is_causal=True)),
+        "packed documents": (qkv(1, 8192, 8192, 32, 8, 128), dict(is_causal=True, query_segment_ids=ints(1, 8192))),
+        "float32": (qkv(8, 512, 512, 8, 8, 64, dtype="float32"), dict(is_causal=True)),
+        "a bias": (qkv(8, 512, 512, 12, 12, 64), dict(bias=array(1, 12, 512, 512))),
+        "decoding": (qkv(8, 1, 4096, 32, 8, 128), dict(key_value_seq_lengths=ints(8))),
+    }
+
+
+def print_machine():
+    ours, theirs = f"pallas_flash {pallas_flash.__version__}", f"jax {jax.__version__}, jaxlib {jaxlib.__version__}"
+    print(f"{ours}, {theirs}, Python {platform.python_version()}")
+    kinds = collections.Counter(device.device_kind for device in jax.local_devices())
+    devices = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+    driver = f", driver {records.driver()}" if records.machine() else ""
+    print(f"devices: {devices}{driver}; {os.cpu_count()} CPU cores")
+    for name in ("PALLAS_FLASH_IMPLEMENTATION", "PALLAS_FLASH_SELF_CHECK"):
+        if name in os.environ:
+            print(f"{name}={os.environ[name]}")
+
+
+def print_choices():
+    """What `explain` says, but of the implementations that come after the one taken."""
+    print("\nWhat flash_attention takes")
+    for name, (arrays, call) in typical_calls().items():
+        found = explain(*arrays, **call)
+        print(f"\n{name:<18}{found.problem}")
+        print(f"{'takes':>16}  {', '.join(filter(None, (found.implementation, found.condition)))}")
+        for other in backends.NAMES[: backends.NAMES.index(found.implementation)]:
+            print(f"{f'not {other}':>16}  {found.why_not[other]}")
+
+
+# ---- what is right ----
+
+COLUMNS = "{:<44}{:>15}{:>10}{:>12}{:>16}   {}"
+
+
+def check_all(args) -> bool:
+    """Prints a row for each case as it ends; whether there is one, and all are right."""
+    cases, refused = trial.cases(args.implementations, args.head_sizes, args.dtypes)
+    print(f"\nWhat is right here: {len(cases)} variants, each in a process of its own\n")
+    print(COLUMNS.format("head sizes, dtype and order of the backward", "largest error", "compile", "run", "jax.nn / ours", ""))
+    right = [print_row(variant, trial.in_a_process(case, args.limit)) for variant, case in cases.items()]
+    for name, reason in refused.items():
+        print(f"{name} is not here: {reason}")
+    print(f"\n{sum(right)} of {len(right)} are right." + (f" Recorded in {records.folder()}." if records.machine() else ""))
+    return bool(right) and all(right)
+
+
+def print_row(variant: selfcheck.Variant, finding: trial.Finding) -> bool:
+    errors = finding.verdict.errors
+    largest = max(errors, key=errors.get, default=None)
+    milliseconds = lambda seconds: "" if seconds is None else f"{seconds * 1e3:.3g} ms"
+    cells = [
+        f"{errors[largest]:.1e} of {largest}" if largest else "",
+        "" if finding.compile is None else f"{finding.compile:.1f} s",
+        milliseconds(finding.run),
+        f"{finding.jax_nn / finding.run:.2f}" if finding.jax_nn else "",
+    ]
+    print(COLUMNS.format(str(variant), *cells, trial.judged(variant, finding)), flush=True)
+    return finding.verdict.wrong is None
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,85 @@
+"""What was found of kernels on this machine, kept in the user's cache folder, a file for each finding."""
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import pathlib
+import subprocess
+import tempfile
+from typing import Any, NamedTuple
+
+import jax
+
+
+class Machine(NamedTuple):
+    """What a finding depends on, beside the kernels' variant."""
+
+    gpu: str
+    driver: str
+    jax: str
+    pallas_flash: str  # a digest of its sources: the version says too little of a checkout
+
+
+def machine() -> Machine | None:
+    """This one; None without a GPU, or where code is traced for a GPU that is not here: nothing can be tried then."""
+    try:
+        gpu = jax.local_devices(backend="gpu")[0].device_kind
+    except RuntimeError:
+        return None
+    named = jax.sharding.get_abstract_mesh().abstract_device
+    if named is not None and named.device_kind != gpu:
+        return None
+    return Machine(gpu, driver(), jax.__version__, _sources())
+
+
+@functools.cache
+def driver() -> str:
+    """The version of NVIDIA's driver."""
+    loaded = pathlib.Path("/proc/driver/nvidia/version")
+    with contextlib.suppress(OSError, StopIteration):
+        return next(word for word in loaded.read_text().split() if word[0].isdigit() and "." in word)
+    with contextlib.suppress(OSError, subprocess.SubprocessError, IndexError):
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        return subprocess.run(query, capture_output=True, text=True, check=True, timeout=20).stdout.split()[0]
+    return "unknown"
+
+
+@functools.cache
+def _sources() -> str:
+    digest = hashlib.sha256()
+    for path in sorted(pathlib.Path(__file__).parent.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def folder() -> pathlib.Path:
+    return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache", "pallas_flash")
+
+
+def read(variant: NamedTuple, machine: Machine) -> dict[str, Any] | None:
+    """What was written of the variant on such a machine; None if nothing can be read."""
+    with contextlib.suppress(OSError, RuntimeError, ValueError):  # RuntimeError: there is no home folder
+        record = json.loads(_path(variant, machine).read_text())
+        return record if isinstance(record, dict) else None
+    return None
+
+
+def write(variant: NamedTuple, machine: Machine, found: dict[str, Any]) -> str | None:
+    """Writes what was found, whole or not at all, whoever else writes the same. Returns why it cannot, if it cannot."""
+    record = json.dumps(variant._asdict() | machine._asdict() | found, indent=1)
+    try:
+        path = _path(variant, machine)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            file.write(record)
+        os.replace(file.name, path)
+    except (OSError, RuntimeError) as error:
+        return str(error)
+    return None
+
+
+def _path(variant: NamedTuple, machine: Machine) -> pathlib.Path:
+    digest = hashlib.sha256(json.dumps([variant, machine]).encode()).hexdigest()[:12]
+    return folder() / f"{'-'.join(map(str, variant))}-{digest}.json".replace(" ", "-")

@@ -1,0 +1,64 @@
+"""Implementations that are right, lie, raise, hang and crash, put before all others in the table; a GPU that is not there."""
+
+import os
+import time
+
+import pallas_flash.__main__
+from pallas_flash import backends, records, selfcheck
+from pallas_flash.backends import Backend
+
+GPU = records.Machine("Fake GPU", "1.2", "jax", "sources")
+TINY = dict(batch=1, queries=67, keys=131, heads=2, kv_heads=1)
+REFERENCE = next(backend for backend in backends.BACKENDS if backend.name == "reference")
+
+
+def lie(position: int):
+    """A forward and backward of which the array at `position` of o, lse, dq, dk, dv is off in the last row of one head."""
+
+    def change(arrays, start):
+        return tuple(x if x is None or i + start != position else x.at[0, -1, -1].multiply(1.5) for i, x in enumerate(arrays))
+
+    def forward(problem, tiles, operands):
+        return change(REFERENCE.forward(problem, tiles, operands), 0)
+
+    def backward(problem, tiles, *args):
+        return change(REFERENCE.backward(problem, tiles, *args), 2)
+
+    return forward, backward
+
+
+def raises(*_):
+    raise RuntimeError("ptxas fell over\nand so on")
+
+
+def hangs(*_):
+    time.sleep(3600)
+
+
+def crashes(*_):
+    os.abort()
+
+
+FORWARDS = dict(honest=REFERENCE.forward, liar=lie(3)[0], raiser=raises, sleeper=hangs, crasher=crashes)
+
+
+def backend(name: str, forward=None, backward=None) -> Backend:
+    backward = backward or (lie(3)[1] if name == "liar" else REFERENCE.backward)
+    nothing = lambda problem: None
+    return Backend(name, nothing, nothing, nothing, forward or FORWARDS[name], backward, own_kernels=True)
+
+
+def install(put, *fakes: Backend):
+    """`put` is monkeypatch.setattr, or setattr where a process ends with it."""
+    table = (*fakes, *backends.BACKENDS)
+    put(backends, "BACKENDS", table)
+    put(backends, "NAMES", tuple(backend.name for backend in table))
+    put(records, "machine", lambda: GPU)
+    put(selfcheck, "SIZES", TINY)
+    put(selfcheck, "_known", {})
+
+
+def main():
+    """python -m pallas_flash with all of them."""
+    install(setattr, *map(backend, FORWARDS))
+    raise SystemExit(pallas_flash.__main__.main())
