@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_flash import arguments, autodiff, backends, sharding
+from pallas_flash import arguments, autodiff, backends, checks, sharding
 from pallas_flash.masks import Mask
 
 
@@ -41,19 +41,24 @@ def flash_attention(
     (arXiv:2307.08691): blocks of keys pass by a running maximum and sum, and the backward computes the scores again.
 
     The letters: B leading axes (none, one or more), T queries, S keys, N query heads, K key/value heads, H and Hv head sizes.
-    query, key and value share one dtype: float32, bfloat16 or float16. Sums and softmax statistics are float32 in any case.
+    query, key and value share one dtype: float32, bfloat16, float16, or with jax_enable_x64 float64. Sums and softmax statistics
+    are float32, for float64 float64.
 
     Which keys a query sees is the intersection of everything below. A query that sees no key gets output 0, a log-sum-exp of
-    -inf and no gradient. What lies beyond the lengths may be NaN.
+    -inf and no gradient. What lies beyond the lengths may be NaN; keys that only a mask array or a bias of -inf hides may not.
+
+    An array is data: it may be traced, and one compiled program serves all its values. Flags, names, windows, the soft cap and
+    numbers of Python and NumPy belong to the program.
 
     Args:
       query: [*B, T, N, H].
       key: [*B, S, K, H]. N must be a multiple of K: N / K neighbouring query heads share one key/value head.
       value: [*B, S, K, Hv].
-      bias: floating, broadcastable to [*B, N, T, S]; added to the logits after the scale. Its gradient has its own shape.
-      mask: a bool array broadcastable to [*B, N, T, S] (True: attend; in a floating array: non-zero), or an object of
-        `pallas_flash.masks`, whose blocks that no query sees cost nothing.
-      scale: multiplies query key^T; 1 / sqrt(H) by default.
+      bias: real, broadcastable to [*B, N, T, S]; added to the logits after the scale. Its gradient has its own shape.
+      mask: a bool array broadcastable to [*B, N, T, S] (True: attend), or an object of `pallas_flash.masks`, whose blocks that
+        no query sees cost nothing.
+      scale: multiplies query key^T; 1 / sqrt(H) by default. A number, or an array, one or [N] by head, which may be learned: it
+        is multiplied into query, and the product rounded to query's dtype.
       is_causal: query i sees keys up to position i + query_offset. With T != S this is top-left aligned, as in jax.nn;
         query_offset = S - T aligns the last query with the last key.
       query_seq_lengths: int32 [*B]; later queries see nothing.
@@ -61,8 +66,9 @@ def flash_attention(
       local_window_size: w or (left, right): query i sees keys i + query_offset - left to i + query_offset + right, both
         inclusive. A window is not causal by itself.
       implementation: "hopper" (Pallas Mosaic GPU kernels for H100 and H200), "portable" (Pallas kernels), "blockwise" (plain
-        JAX) or "reference" (dense); None chooses, `explain` says what and why. One that cannot run the call raises. Without a
-        GPU "portable" runs in Pallas' interpreter. "flash1" and "standard" are earlier algorithms, to compare with.
+        JAX) or "reference" (dense); None chooses, and so do jax.nn's "xla" and "cudnn"; `explain` says what and why. One that
+        cannot run the call raises. Without a GPU "portable" runs in Pallas' interpreter. "flash1" and "standard" are earlier
+        algorithms, to compare with.
       return_residual: return (output, lse), lse the natural log-sum-exp of the logits, float32 [*B, T, N], differentiable.
       query_offset: the key position of query 0, an int or int32 [*B]; it moves is_causal, local_window_size and masks.
       query_segment_ids: int32 [*B, T], packed documents: a query sees the keys with its own id.
@@ -103,7 +109,8 @@ def flash_attention(
         deterministic=deterministic,
     )
     attend = functools.partial(_attend, implementation)
-    o, lse = sharding.by_device(attend, call) if sharding.is_explicit(query) else attend(**call)
+    return_residual = checks.flag("return_residual", return_residual)
+    o, lse = sharding.by_device(attend, arguments.exact(call)) if sharding.is_explicit(query) else attend(**call)
     return (o, lse) if return_residual else o
 
 
@@ -111,7 +118,7 @@ def _attend(implementation, **call):
     problem, operands = arguments.normalise(**call)
     choice = backends.choose(problem, implementation)
     o, lse = autodiff.attend(problem, choice, operands)
-    rows = call["query"].shape[:-1]
+    rows = jnp.shape(call["query"])[:-1]
     return o.reshape(*rows, problem.value_size), jnp.swapaxes(lse, 1, 2).reshape(rows)
 
 
@@ -123,9 +130,11 @@ class Explanation:
     implementation: str
     tiles: Any  # the block sizes of that implementation, None where it has none
     why_not: dict[str, str]  # for each other implementation, why it was not taken
+    chosen_for: str | None = None  # the name of jax.nn that it stands in for
 
     def __str__(self):
-        lines = [f"call            {self.problem}", f"implementation  {self.implementation}"]
+        chosen_for = f", chosen: {self.chosen_for!r} is a name of jax.nn, and chooses as None does" * bool(self.chosen_for)
+        lines = [f"call            {self.problem}", f"implementation  {self.implementation}{chosen_for}"]
         lines += [f"tiles           {self.tiles}"] if self.tiles is not None else []
         lines += [f"not {name:<11} {reason}" for name, reason in self.why_not.items()]
         return "\n".join(lines)
@@ -142,5 +151,6 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
     implementation, _ = asked.pop("implementation"), asked.pop("return_residual")
     problem = arguments.problem_of(asked)
     choice = backends.choose(problem, implementation)
-    why_not = backends.why_not_taken(problem, choice.backend, asked_for=implementation is not None)
-    return Explanation(problem, choice.backend.name, choice.tiles, why_not)
+    why_not = backends.why_not_taken(problem, choice.backend, asked_for=implementation in backends.NAMES)
+    chosen_for = implementation if implementation in backends.OF_JAX_NN else None
+    return Explanation(problem, choice.backend.name, choice.tiles, why_not, chosen_for)

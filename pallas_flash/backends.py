@@ -84,12 +84,17 @@ BACKENDS = (
     ),
 )
 NAMES = tuple(backend.name for backend in BACKENDS)
+OF_JAX_NN = ("xla", "cudnn")  # its names for what it has; here they choose, as None does
 
 
 def choose(problem: Problem, implementation: str | None = None) -> Choice:
     """The implementation asked for, or the first in the table that runs the problem and is taken unasked."""
-    if implementation is not None and implementation not in NAMES:
-        raise ValueError(f"implementation must be None or one of {', '.join(NAMES)}; got {implementation!r}.")
+    if implementation is not None and implementation not in NAMES + OF_JAX_NN:
+        raise ValueError(
+            f"implementation must be None or one of {', '.join(NAMES)}, or jax.nn's {' or '.join(OF_JAX_NN)}, which choose as "
+            f"None does; got {implementation!r}."
+        )
+    implementation = None if implementation in OF_JAX_NN else implementation
     for backend in BACKENDS:
         if implementation not in (None, backend.name):
             continue
