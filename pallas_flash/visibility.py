@@ -85,6 +85,7 @@ class Visibility:
 
     def sees(self, start: Ints, stop: Ints, key: Ints, query_ids=None, key_ids=None) -> jax.Array:
         """Whether each query sees each key, from the query's interval; all arguments broadcast against the result."""
+        key = jnp.reshape(key, (1,) * (max(jnp.ndim(start), jnp.ndim(stop)) - jnp.ndim(key)) + jnp.shape(key))
         if isinstance(start, int) and start == 0:
             seen = key < stop
         else:  # one comparison for both ends: what lies before the start wraps around

@@ -127,7 +127,7 @@ def _softmax_kernel(x: Operands, s_ref, p_ref, lse_ref, *, problem: Problem, til
 
     def write(key, s, lse):
         prob, lse = online_softmax.finish(jnp.exp2(s - m[:, None]), m, l)
-        tile.store(p_ref.at[:, key.slice], prob, row.inside, key.inside)
+        tile.store(tile.part(p_ref, None, key.slice), prob, row.inside, key.inside)
         return lse
 
     tile.store(lse_ref, over_keys(write, jnp.zeros(tiles.block_q, jnp.float32)), row.inside)
