@@ -6,6 +6,7 @@ import inspect
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_flash import arguments, autodiff, backends, checks, sharding
@@ -118,7 +119,7 @@ def _attend(implementation, **call):
     problem, operands = arguments.normalise(**call)
     choice = backends.choose(problem, implementation)
     o, lse = autodiff.attend(problem, choice, operands)
-    rows = jnp.shape(call["query"])[:-1]
+    rows = np.shape(call["query"])[:-1]
     return o.reshape(*rows, problem.value_size), jnp.swapaxes(lse, 1, 2).reshape(rows)
 
 

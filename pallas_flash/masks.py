@@ -122,9 +122,10 @@ class Documents(Mask):
 def _runs(query_ids, key_ids):
     order = jnp.argsort(key_ids, stable=True).astype(jnp.int32)
     ids = key_ids[order]
-    low, high = (jnp.searchsorted(ids, query_ids, side).astype(jnp.int32) for side in ("left", "right"))
+    method = "scan" if isinstance(ids.size, int) else "sort"  # jax.export's symbols have no number of steps
+    low, high = (jnp.searchsorted(ids, query_ids, side, method=method).astype(jnp.int32) for side in ("left", "right"))
     found = low < high
-    start = jnp.where(found, order[jnp.minimum(low, ids.size - 1)], 0)
+    start = jnp.where(found, order[jnp.minimum(low, jnp.asarray(ids.size - 1, jnp.int32))], 0)
     stop = jnp.where(found, order[jnp.maximum(high - 1, 0)] + 1, 0)
     return start, stop, stop - start == high - low
 

@@ -14,18 +14,19 @@ def is_data(value) -> bool:
     return value is not None and not isinstance(value, int)
 
 
-def register(cls):
-    """Makes a mask a pytree: arrays are its leaves, ints and None belong to its structure."""
+def register(cls, *static: str):
+    """Makes a mask a pytree: arrays are its leaves, ints and None, and the fields `static`, belong to its structure."""
     names = [field.name for field in dataclasses.fields(cls)]
 
     def flatten(mask):
         values = [getattr(mask, name) for name in names]
-        data = [x if is_data(x) else None for x in values]
-        return data, tuple(None if is_data(x) else x for x in values)
+        is_leaf = [is_data(x) and name not in static for name, x in zip(names, values, strict=True)]
+        data = [x if leaf else None for x, leaf in zip(values, is_leaf, strict=True)]
+        return data, tuple(None if leaf else x for x, leaf in zip(values, is_leaf, strict=True))
 
-    def unflatten(static, data):
+    def unflatten(structure, data):
         mask = object.__new__(cls)
-        for name, s, d in zip(names, static, data, strict=True):
+        for name, s, d in zip(names, structure, data, strict=True):
             object.__setattr__(mask, name, s if d is None else d)
         return mask
 
@@ -119,4 +120,4 @@ _WORDS = {
 }
 
 
-register(Visibility)
+register(Visibility, "keys")  # which jax.export may make a symbol
