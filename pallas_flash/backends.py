@@ -38,10 +38,18 @@ def _no_empty_axis(problem: Problem) -> str | None:
     return f"{', '.join(empty)} = 0: there is nothing to tile" if empty else None
 
 
+def _no_tiles(problem: Problem) -> str | None:
+    """Why no Pallas kernel can tile a problem."""
+    symbols = [str(n) for n in (problem.batch, problem.queries, problem.keys) if not isinstance(n, int)]
+    if symbols:
+        return f"a kernel's grid is made of known sizes; got {', '.join(symbols)} of jax.export"
+    return _no_empty_axis(problem)
+
+
 BACKENDS = (
     Backend(
         "hopper",
-        lambda p: _no_empty_axis(p) or hopper.why_not(p),
+        lambda p: _no_tiles(p) or hopper.why_not(p),
         hopper.why_not_by_default,
         lambda p: hopper.tiles(p),
         hopper.forward,
@@ -49,7 +57,7 @@ BACKENDS = (
     ),
     Backend(
         "portable",
-        lambda p: _no_empty_axis(p) or portable.why_not(p),
+        lambda p: _no_tiles(p) or portable.why_not(p),
         lambda p: None if _on_gpu() else "there is no GPU: it would run in Pallas' interpreter, slowly",
         lambda p: portable.tiles(p),
         portable.forward,
@@ -74,7 +82,7 @@ BACKENDS = (
     *(
         Backend(
             name,
-            lambda p, kernels=kernels: _no_empty_axis(p) or portable.why_not(p) or kernels.why_not(p),
+            lambda p, kernels=kernels: _no_tiles(p) or portable.why_not(p) or kernels.why_not(p),
             lambda p: "an earlier algorithm, kept to compare with: ask for it by name",
             lambda p, kernels=kernels: kernels.tiles(p),
             kernels.forward,

@@ -116,16 +116,18 @@ class Documents(Mask):
 
     def runs(self):
         """First and one past the last key with each query's id, and whether no other id lies between: 3 x [B, T]."""
+        if not isinstance(self.key_ids.shape[1], int):  # a symbol of jax.export, which no search takes: nothing is skipped
+            start = jnp.zeros(self.query_ids.shape, jnp.int32)
+            return start, start + self.key_ids.shape[1], start > 0
         return jax.vmap(_runs)(self.query_ids, self.key_ids)
 
 
 def _runs(query_ids, key_ids):
     order = jnp.argsort(key_ids, stable=True).astype(jnp.int32)
     ids = key_ids[order]
-    method = "scan" if isinstance(ids.size, int) else "sort"  # jax.export's symbols have no number of steps
-    low, high = (jnp.searchsorted(ids, query_ids, side, method=method).astype(jnp.int32) for side in ("left", "right"))
+    low, high = (jnp.searchsorted(ids, query_ids, side).astype(jnp.int32) for side in ("left", "right"))
     found = low < high
-    start = jnp.where(found, order[jnp.minimum(low, jnp.asarray(ids.size - 1, jnp.int32))], 0)
+    start = jnp.where(found, order[jnp.minimum(low, ids.size - 1)], 0)
     stop = jnp.where(found, order[jnp.maximum(high - 1, 0)] + 1, 0)
     return start, stop, stop - start == high - low
 
