@@ -11,6 +11,17 @@ from pallas_flash.arguments import Operands, Problem
 from pallas_flash.backends import Choice
 
 
+@jax.custom_jvp
+def _first_order(x):
+    """x, which has no derivative in its turn: the implementations' loops have none, and say so less clearly."""
+    return x
+
+
+@_first_order.defjvp
+def _no_second_order(primals, tangents):
+    raise NotImplementedError('flash_attention has first derivatives alone; implementation="reference" has second ones.')
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(problem: Problem, choice: Choice, operands: Operands):
     return choice.backend.forward(problem, choice.tiles, operands)
@@ -25,6 +36,8 @@ def _forward(problem, choice, operands):
 
 def _backward(problem, choice, residuals, cotangents):
     operands, o, lse = residuals
+    if choice.backend.name != "reference":
+        operands, cotangents = operands._replace(query=_first_order(operands.query)), _first_order(cotangents)
     do, dlse = cotangents
     do = lax.optimization_barrier(do)  # or XLA may leave out its rounding to 16 bits here, and delta part from the kernels' do
     # d lse / d s = p, and ds = p * (dp - rowsum(o * do)): the cotangent of lse joins delta.

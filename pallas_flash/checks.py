@@ -88,10 +88,12 @@ def window(size) -> Window:
         left, right = (size, size) if is_int(size) else size
         return Window(left, right)
     except (TypeError, ValueError, jax.errors.JAXTypeError):
-        got = f"local_window_size must be an int or (left, right), ints from 0 to {INT32.max}, known while tracing; got "
-        if traced := [x for x in jax.tree.leaves(size) if isinstance(x, jax.core.Tracer)]:
-            raise ValueError(f"{got}{_kind(traced[0])}.{_if_traced('local_window_size', traced[0])}") from None
-        raise ValueError(f"{got}{size!r}.") from None
+        traced = next((x for x in jax.tree.leaves(size) if isinstance(x, jax.core.Tracer)), None)
+        got = repr(size) if traced is None else _kind(traced)
+        raise ValueError(
+            f"local_window_size must be an int or (left, right), ints from 0 to {INT32.max}, known while tracing; got {got}."
+            + _if_traced("local_window_size", traced)
+        ) from None
 
 
 def ints(name: str, x):

@@ -138,3 +138,9 @@ def test_derivatives_that_are_not_there_raise(implementation, rng):
     f = lambda q: jnp.sum(attend(implementation)(q, k, v) ** 2)
     with pytest.raises(TypeError, match=r"can't apply forward-mode differentiation \(jvp\) to a custom_vjp function"):
         jax.jvp(f, (q,), (q,))
+    second = lambda: jax.grad(lambda q: jnp.sum(jax.grad(f)(q) ** 2))(q)
+    if implementation == "reference":
+        assert np.all(np.isfinite(second()))
+        return
+    with pytest.raises(NotImplementedError, match="first derivatives alone"):
+        second()
