@@ -39,7 +39,11 @@ BAD = {
         TypeError,
         "mask must be bool .* got float32.* goes to bias, or as mask=x > -1",
     ),
-    "mask string": (dict(mask="causal"), TypeError, "mask must be an array or a pallas_flash.masks object; got the text 'causal'"),
+    "mask string": (
+        dict(mask="causal"),
+        TypeError,
+        "mask must be an array or a pallas_flash.masks object; got the text 'causal'",
+    ),
     "key lengths shape": (dict(key_value_seq_lengths=ones(3, int)), ValueError, r"key_value_seq_lengths must be int32 \[B\]"),
     "key lengths dtype": (dict(key_value_seq_lengths=ones(2)), TypeError, "key_value_seq_lengths must be integers; got float"),
     "query lengths shape": (dict(query_seq_lengths=3), ValueError, r"query_seq_lengths must be int32 \[B\] = \(2,\); got \(\)"),

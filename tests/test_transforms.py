@@ -136,7 +136,7 @@ def test_kernels_say_that_they_need_known_sizes():
 def test_derivatives_that_are_not_there_raise(implementation, rng):
     q, k, v = qkv(rng, Z)
     f = lambda q: jnp.sum(attend(implementation)(q, k, v) ** 2)
-    with pytest.raises(TypeError, match=r"can't apply forward-mode differentiation \(jvp\) to a custom_vjp function"):
+    with pytest.raises(TypeError, match=r"can't apply forward-mode .*\(jvp\) to a custom_vjp function"):
         jax.jvp(f, (q,), (q,))
     second = lambda: jax.grad(lambda q: jnp.sum(jax.grad(f)(q) ** 2))(q)
     if implementation == "reference":
