@@ -4,18 +4,18 @@ Every error that a user can cause is raised here, before anything is traced into
 """
 
 import dataclasses
+import functools
 import math
 import operator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from pallas_flash import masks
+from pallas_flash import checks, masks
 from pallas_flash.masks import Visibility
 
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 class Operands(NamedTuple):
@@ -94,11 +94,11 @@ def normalise(
     query, key, value = _arrays(query, key, value)
     lead, (T, N, H) = query.shape[:-3], query.shape[-3:]
     (S, K, Hv), B = value.shape[-3:], math.prod(query.shape[:-3])
-    sizes = _Sizes(lead, dict(B=B, T=T, S=S, N=N))
+    sizes = _Sizes(lead or (1,), dict(B=B, T=T, S=S, N=N, K=K))
 
-    rules: list[masks.Mask] = [masks.Causal()] if _flag("is_causal", is_causal) else []
+    rules: list[masks.Mask] = [masks.Causal()] if checks.flag("is_causal", is_causal) else []
     if local_window_size is not None:
-        rules.append(_window(local_window_size))
+        rules.append(checks.window(local_window_size))
     if query_seq_lengths is not None:
         rules.append(masks.QueryLengths(sizes.ints("query_seq_lengths", query_seq_lengths, "B")))
     if key_value_seq_lengths is not None:
@@ -107,20 +107,21 @@ def normalise(
     if isinstance(mask, masks.Mask):
         rules += [_with_arrays(sizes, part) for part in masks.parts(mask)]
         mask = None
-    offset = sizes.offset(query_offset)
-    bias, mask = sizes.dense("bias", bias), sizes.dense("mask", mask)
+    visibility = masks.resolve(rules, B, T, S, sizes.offset(query_offset))
+    scale, factors = checks.scale(scale, H**-0.5 if H else 1.0, N)
+    bias, mask = sizes.dense("bias", bias, query.dtype), sizes.dense("mask", mask, bool)
 
     flat = lambda x: x.reshape(B, *x.shape[-3:])
-    operands = Operands(flat(query), flat(key), flat(value), bias, mask, masks.resolve(rules, B, T, S, offset))
+    operands = Operands(_times(flat(query), factors, visibility), flat(key), flat(value), bias, mask, visibility)
     problem = Problem(
         *(B, T, S, N, K, H, Hv),
         dtype=str(query.dtype),
-        scale=_number("scale", scale, H**-0.5 if H else 1.0),
-        soft_cap=_number("logits_soft_cap", logits_soft_cap, None, positive=True),
+        scale=scale,
+        soft_cap=checks.number("logits_soft_cap", logits_soft_cap, None, positive=True),
         bias=None if bias is None else bias.shape,
         mask=None if mask is None else mask.shape,
-        visibility=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), operands.visibility),
-        deterministic=_flag("deterministic", deterministic),
+        visibility=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), visibility),
+        deterministic=checks.flag("deterministic", deterministic),
     )
     return problem, operands
 
@@ -131,11 +132,37 @@ def _not_yet(**asked: bool):
             raise NotImplementedError(f"{name} is not implemented yet: leave it at its default.")
 
 
+def exact(call: dict[str, Any]) -> dict[str, Any]:
+    """The call with lists as arrays, and all integers as int32: before jax takes them, which would cut off what is wider."""
+    call, ids = dict(call), ("query_segment_ids", "key_value_segment_ids")
+    for name in ("query", "key", "value", "bias", "mask", "scale"):
+        call[name] = jnp.asarray(call[name]) if isinstance(call[name], list) else call[name]
+    for name in ("query_seq_lengths", "key_value_seq_lengths", "query_offset"):
+        if call[name] is not None and not checks.is_int(call[name]):
+            call[name] = checks.ints(name, call[name])
+    if checks.is_array(call["scale"]):
+        call["scale"] = jnp.reshape(call["scale"], () if jnp.size(call["scale"]) == 1 else -1)
+    there = {name: call[name] for name in ids if call[name] is not None}
+    call |= zip(there, checks.ids(there), strict=True)
+    if isinstance(call["mask"], masks.Mask):
+        call["mask"] = functools.reduce(operator.and_, map(_exact_part, masks.parts(call["mask"])))
+    return call
+
+
+def _exact_part(part: masks.Mask) -> masks.Mask:
+    """A mask with its arrays as int32; an int that stands for all batch rows stays."""
+    prefix = type(part).__name__
+    arrays = {field: getattr(part, field) for field in part.ARRAYS}
+    if isinstance(part, masks.Documents):
+        named = {f"{prefix}.{field}": x for field, x in arrays.items()}
+        return masks.Documents(*checks.ids(named))
+    of = lambda field, x: int(x) if checks.is_int(x) else checks.ints(f"{prefix}.{field}", x)
+    return dataclasses.replace(part, **{field: of(field, x) for field, x in arrays.items()}) if arrays else part
+
+
 def _arrays(query, key, value):
-    named = dict(query=query, key=key, value=value)
-    for name, x in named.items():
-        if not hasattr(x, "shape") or not hasattr(x, "dtype"):
-            raise TypeError(f"{name} must be an array; got {type(x).__name__}.")
+    query, key, value = (checks.array(name, x) for name, x in dict(query=query, key=key, value=value).items())
+    for name, x in dict(query=query, key=key, value=value).items():
         if str(x.dtype) not in DTYPES:
             raise TypeError(f"{name} must be {', '.join(DTYPES)}; got {x.dtype}. Cast it with {name}.astype(...).")
         if x.dtype != query.dtype:
@@ -154,93 +181,66 @@ def _arrays(query, key, value):
     if K == 0 or N % K:
         raise ValueError(
             f"the query heads must be a multiple of the key/value heads, each serving N / K of them; got N = {N}, K = {K}."
+            + _HEADS_FIRST * (K > 0 and S > 0 and query.shape[-3] % S == 0)
         )
-    return tuple(jnp.asarray(x) for x in named.values())
+    return query, key, value
+
+
+_HEADS_FIRST = " Do the heads come before the length? Here they come after it: jnp.swapaxes(x, -3, -2)."
+
+
+def _times(query, factors, visibility: Visibility):
+    """query [B, T, N, H] times factors [N], or one for all heads, rounded to its own dtype; None leaves it."""
+    if factors is None:
+        return query
+    live = visibility.live(jnp.arange(query.shape[1], dtype=jnp.int32))
+    if live is not None:  # there may be NaN, which would reach the gradient of the factors
+        query = jnp.where(live[:, :, None, None], query, 0)
+    wide = jnp.promote_types(query.dtype, jnp.float32)
+    return (query.astype(wide) * factors.astype(wide).reshape(1, 1, -1, 1)).astype(query.dtype)
 
 
 class _Sizes(NamedTuple):
-    """The sizes that further arrays must have: the leading axes of query, and the letters of features."""
+    """The sizes that further arrays must have: the leading axes of query, at least one, and the letters of features."""
 
     lead: tuple[int, ...]
     of: dict[str, int]
 
     def ints(self, name: str, x, letters: str):
         """x as an int32 array of the shape that `letters` spell; the leading axes of query stand for B."""
-        x = _int_array(name, x)
-        shape = self.lead + tuple(self.of[c] for c in letters[1:])
-        if x.shape != shape:
-            raise ValueError(f"{name} must be int32 [{', '.join(letters)}] = {shape}; got {x.shape}.")
-        return x.reshape(self.of["B"], *shape[len(self.lead) :])
+        x = jnp.asarray(checks.ints(name, x))
+        tail = tuple(self.of[c] for c in letters[1:])
+        if x.shape != (*self.lead, *tail) and not (self.lead == (1,) and x.shape == tail):
+            raise ValueError(f"{name} must be int32 [{', '.join(letters)}] = {(*self.lead, *tail)}; got {x.shape}.")
+        return x.reshape(self.of["B"], *tail)
 
     def offset(self, x):
-        """query_offset as an int, or as int32 [B]."""
-        try:
-            return operator.index(x)
-        except TypeError:
-            x = _int_array("query_offset", x)
-        x = jnp.broadcast_to(x, self.lead) if x.shape == () else x
-        return self.ints("query_offset", x, "B")
+        """query_offset as an int, or as int32 [B]: an array is data, and serves every value with one compiled program."""
+        offset = checks.ints("query_offset", x)
+        if checks.is_int(x):
+            return int(offset)
+        return self.ints("query_offset", jnp.broadcast_to(offset, self.lead) if offset.shape == () else offset, "B")
 
-    def dense(self, name: str, x):
+    def dense(self, name: str, x, dtype):
         """A bias or mask as [B | 1, N | 1, T | 1, S | 1]; axes of size 1 stay so, since the kernels sum or repeat over them."""
         if x is None:
             return None
-        if not hasattr(x, "shape") or not hasattr(x, "dtype"):
-            raise TypeError(
-                f"{name} must be an array{' or a pallas_flash.masks object' * (name == 'mask')}; got {type(x).__name__}."
-            )
+        x = checks.dense(name, x, dtype)
         full = (*self.lead, *(self.of[c] for c in "NTS"))
-        try:
-            fits = np.broadcast_shapes(x.shape, full) == full
-        except ValueError:
-            fits = False
-        if not fits:
-            raise ValueError(f"{name} must be broadcastable to [..., N, T, S] = {full}; got {x.shape}.")
-        x = jnp.asarray(x)
-        if name == "mask":
-            if not (x.dtype == bool or jnp.issubdtype(x.dtype, jnp.floating)):
-                raise TypeError(f"mask must be bool (True: attend) or floating (non-zero: attend); got {x.dtype}.")
-            x = x.astype(bool)
-        elif not jnp.issubdtype(x.dtype, jnp.floating):
-            raise TypeError(f"bias must be floating, it is added to the logits; got {x.dtype}. A bool array goes to mask.")
+        if not _fits(x.shape, full):
+            hint = _HEADS_FIRST * _fits(x.shape, (*self.lead, *(self.of[c] for c in "TNK")))
+            raise ValueError(f"{name} must be broadcastable to [..., N, T, S] = {full}; got {x.shape}.{hint}")
         x = x.reshape((1,) * (len(full) - x.ndim) + x.shape)
         lead = x.shape[:-3]
         if any(n != 1 for n in lead) and lead != self.lead:  # some leading axes broadcast, some do not
             x = jnp.broadcast_to(x, self.lead + x.shape[-3:])
-        return x.reshape(-1 if x.size else math.prod(x.shape[:-3]), *x.shape[-3:])
+        return x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:])
 
 
-def _int_array(name, x):
-    x = x if hasattr(x, "dtype") else np.asarray(x)
-    if not jnp.issubdtype(x.dtype, jnp.integer):
-        raise TypeError(f"{name} must be integers; got {x.dtype}.")
-    return jnp.asarray(x).astype(jnp.int32)
-
-
-def _flag(name, x) -> bool:
-    if not isinstance(x, bool | np.bool_):
-        raise TypeError(f"{name} must be True or False, known while tracing; got {type(x).__name__}.")
-    return bool(x)
-
-
-def _number(name, x, default, positive=False):
-    if x is None:
-        return default
-    try:
-        x = float(x)
-    except (TypeError, jax.errors.ConcretizationTypeError):
-        raise TypeError(f"{name} must be a number known while tracing; got {type(x).__name__}.") from None
-    if not math.isfinite(x) or (positive and x <= 0):
-        raise ValueError(f"{name} must be a finite number{' above 0' if positive else ''}; got {x}.")
-    return x
-
-
-def _window(size) -> masks.Window:
-    try:
-        left, right = (size, size) if isinstance(size, int | np.integer) else size
-        return masks.Window(left, right)
-    except (TypeError, ValueError):
-        raise ValueError(f"local_window_size must be an int or (left, right), ints >= 0; got {size!r}.") from None
+def _fits(shape, full) -> bool:
+    """Whether an array broadcasts to `full`."""
+    tail = full[len(full) - len(shape) :]
+    return len(shape) <= len(full) and all(n in (1, m) for n, m in zip(shape, tail, strict=True))
 
 
 def _documents(sizes, query_ids, key_ids, square) -> list[masks.Mask]:
@@ -248,32 +248,29 @@ def _documents(sizes, query_ids, key_ids, square) -> list[masks.Mask]:
         return []
     if query_ids is None:
         raise ValueError("key_value_segment_ids needs query_segment_ids beside it.")
-    query_ids = sizes.ints("query_segment_ids", query_ids, "BT")
-    if key_ids is None:
-        if not square:
-            raise ValueError(
-                f"query_segment_ids alone serves as many keys as queries; got T = {sizes.of['T']}, S = {sizes.of['S']}: "
-                "give key_value_segment_ids too."
-            )
-        return [masks.Documents(query_ids, query_ids)]
-    return [masks.Documents(query_ids, sizes.ints("key_value_segment_ids", key_ids, "BS"))]
+    if key_ids is None and not square:
+        raise ValueError(
+            f"query_segment_ids alone serves as many keys as queries; got T = {sizes.of['T']}, S = {sizes.of['S']}: "
+            "give key_value_segment_ids too."
+        )
+    named = dict(query_segment_ids=query_ids, key_value_segment_ids=query_ids if key_ids is None else key_ids)
+    return [masks.Documents(*map(sizes.ints, named, checks.ids(named), ("BT", "BS")))]
 
 
 def _with_arrays(sizes, part: masks.Mask) -> masks.Mask:
-    name = type(part).__name__
-    arrays = {}
+    part, arrays = _exact_part(part), {}
     for field, letters in part.ARRAYS.items():
-        x = getattr(part, field)
+        x, name = getattr(part, field), f"{type(part).__name__}.{field}"
         if letters == "B" and isinstance(x, int):
-            x = np.full(sizes.lead, x)
-        arrays[field] = sizes.ints(f"{name}.{field}", x, letters)
+            x = jnp.full(sizes.lead, checks.ints(name, x))
+        arrays[field] = sizes.ints(name, x, letters)
     return dataclasses.replace(part, **arrays) if arrays else part
 
 
 def problem_of(call: dict[str, Any]) -> Problem:
     """The Problem of a call of `normalise`, from arrays or from shapes; computes nothing."""
     leaves, tree = jax.tree.flatten(call)
-    is_array = [hasattr(x, "shape") and hasattr(x, "dtype") for x in leaves]
+    is_array = [checks.is_array(x) and not checks.is_constant(x) for x in leaves]
     problems = []
 
     def trace(arrays):

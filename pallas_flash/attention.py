@@ -6,9 +6,10 @@ import inspect
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_flash import arguments, autodiff, selfcheck, sharding
+from pallas_flash import arguments, autodiff, backends, checks, selfcheck, sharding
 from pallas_flash.masks import Mask
 
 
@@ -41,19 +42,24 @@ def flash_attention(
     (arXiv:2307.08691): blocks of keys pass by a running maximum and sum, and the backward computes the scores again.
 
     The letters: B leading axes (none, one or more), T queries, S keys, N query heads, K key/value heads, H and Hv head sizes.
-    query, key and value share one dtype: float32, bfloat16 or float16. Sums and softmax statistics are float32 in any case.
+    query, key and value share one dtype: float32, bfloat16, float16, or with jax_enable_x64 float64. Sums and softmax statistics
+    are float32, for float64 float64.
 
     Which keys a query sees is the intersection of everything below. A query that sees no key gets output 0, a log-sum-exp of
-    -inf and no gradient. What lies beyond the lengths may be NaN.
+    -inf and no gradient. What lies beyond the lengths may be NaN; keys that only a mask array or a bias of -inf hides may not.
+
+    An array is data: it may be traced, and one compiled program serves all its values. Flags, names, windows, the soft cap and
+    numbers of Python and NumPy belong to the program.
 
     Args:
       query: [*B, T, N, H].
       key: [*B, S, K, H]. N must be a multiple of K: N / K neighbouring query heads share one key/value head.
       value: [*B, S, K, Hv].
-      bias: floating, broadcastable to [*B, N, T, S]; added to the logits after the scale. Its gradient has its own shape.
-      mask: a bool array broadcastable to [*B, N, T, S] (True: attend; in a floating array: non-zero), or an object of
-        `pallas_flash.masks`, whose blocks that no query sees cost nothing.
-      scale: multiplies query key^T; 1 / sqrt(H) by default.
+      bias: real, broadcastable to [*B, N, T, S]; added to the logits after the scale. Its gradient has its own shape.
+      mask: a bool array broadcastable to [*B, N, T, S] (True: attend), or an object of `pallas_flash.masks`, whose blocks that
+        no query sees cost nothing.
+      scale: multiplies query key^T; 1 / sqrt(H) by default. A number, or an array, one or [N] by head, which may be learned: it
+        is multiplied into query, and the product rounded to query's dtype.
       is_causal: query i sees keys up to position i + query_offset. With T != S this is top-left aligned, as in jax.nn;
         query_offset = S - T aligns the last query with the last key.
       query_seq_lengths: int32 [*B]; later queries see nothing.
@@ -61,9 +67,9 @@ def flash_attention(
       local_window_size: w or (left, right): query i sees keys i + query_offset - left to i + query_offset + right, both
         inclusive. A window is not causal by itself.
       implementation: "hopper" (Pallas Mosaic GPU kernels for H100 and H200), "portable" (Pallas kernels), "blockwise" (plain
-        JAX) or "reference" (dense); None chooses, `explain` says what and why: a GPU runs the first two unasked once it has found
-        them right. One that cannot run the call raises. Without a GPU "portable" runs in Pallas' interpreter. "flash1" and
-        "standard" are earlier algorithms, to compare with.
+        JAX) or "reference" (dense); None chooses, and so do jax.nn's "xla" and "cudnn"; `explain` says what and why: a GPU runs
+        the first two unasked once it has found them right. One that cannot run the call raises. Without a GPU "portable" runs in
+        Pallas' interpreter. "flash1" and "standard" are earlier algorithms, to compare with.
       return_residual: return (output, lse), lse the natural log-sum-exp of the logits, float32 [*B, T, N], differentiable.
       query_offset: the key position of query 0, an int or int32 [*B]; it moves is_causal, local_window_size and masks.
       query_segment_ids: int32 [*B, T], packed documents: a query sees the keys with its own id.
@@ -104,7 +110,8 @@ def flash_attention(
         deterministic=deterministic,
     )
     attend = functools.partial(_attend, implementation)
-    o, lse = sharding.by_device(attend, call) if sharding.is_explicit(query) else attend(**call)
+    return_residual = checks.flag("return_residual", return_residual)
+    o, lse = sharding.by_device(attend, arguments.exact(call)) if sharding.is_explicit(query) else attend(**call)
     return (o, lse) if return_residual else o
 
 
@@ -112,7 +119,7 @@ def _attend(implementation, **call):
     problem, operands = arguments.normalise(**call)
     choice = selfcheck.choose(problem, implementation)
     o, lse = autodiff.attend(problem, choice, operands)
-    rows = call["query"].shape[:-1]
+    rows = np.shape(call["query"])[:-1]
     return o.reshape(*rows, problem.value_size), jnp.swapaxes(lse, 1, 2).reshape(rows)
 
 

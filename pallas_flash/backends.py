@@ -61,10 +61,18 @@ def _why_no_import(*modules: str) -> str | None:
     return None
 
 
+def _no_tiles(problem: Problem) -> str | None:
+    """Why no Pallas kernel can tile a problem."""
+    symbols = [str(n) for n in (problem.batch, problem.queries, problem.keys) if not isinstance(n, int)]
+    if symbols:
+        return f"a kernel's grid is made of known sizes; got {', '.join(symbols)} of jax.export"
+    return _no_empty_axis(problem)
+
+
 BACKENDS = (
     Backend(
         "hopper",
-        lambda p: _no_empty_axis(p) or hopper.why_not(p) or _why_no_import("hopper.forward", "hopper.backward"),
+        lambda p: _no_tiles(p) or hopper.why_not(p) or _why_no_import("hopper.forward", "hopper.backward"),
         lambda p: _no_gpu(),
         lambda p: hopper.tiles(p),
         _kernel("hopper.forward", "forward"),
@@ -73,7 +81,7 @@ BACKENDS = (
     ),
     Backend(
         "portable",
-        lambda p: _no_empty_axis(p) or portable.why_not(p) or _why_no_import("portable.forward", "portable.backward"),
+        lambda p: _no_tiles(p) or portable.why_not(p) or _why_no_import("portable.forward", "portable.backward"),
         lambda p: _no_gpu(),
         lambda p: portable.tiles(p),
         _kernel("portable.forward", "forward"),
@@ -99,7 +107,7 @@ BACKENDS = (
     *(
         Backend(
             name,
-            lambda p, m=module: _no_empty_axis(p) or portable.why_not(p) or _why_no_import(m) or _kernel(m, "why_not")(p),
+            lambda p, m=module: _no_tiles(p) or portable.why_not(p) or _why_no_import(m) or _kernel(m, "why_not")(p),
             lambda p: "an earlier algorithm, kept to compare with: ask for it by name",
             *(_kernel(module, function) for function in ("tiles", "forward", "backward")),
             own_kernels=True,
@@ -108,12 +116,17 @@ BACKENDS = (
     ),
 )
 NAMES = tuple(backend.name for backend in BACKENDS)
+OF_JAX_NN = ("xla", "cudnn")  # its names for what it has; here they choose, as None does
 
 
 def choose(problem: Problem, implementation: str | None = None, why_not_here: WhyNotHere = lambda backend: None) -> Choice:
     """The implementation asked for, or the first in the table that runs the problem and is taken unasked."""
-    if implementation is not None and implementation not in NAMES:
-        raise ValueError(f"implementation must be None or one of {', '.join(NAMES)}; got {implementation!r}.")
+    implementation = None if implementation in OF_JAX_NN else implementation
+    if implementation not in (None, *NAMES):
+        raise ValueError(
+            f"implementation must be None or one of {', '.join(NAMES)}, or jax.nn's {' or '.join(OF_JAX_NN)}, which choose as "
+            f"None does; got {implementation!r}."
+        )
     for backend in BACKENDS:
         if implementation not in (None, backend.name):
             continue

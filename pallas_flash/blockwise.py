@@ -128,14 +128,14 @@ class _View(NamedTuple):
         if masked:
             v = self.visibility
             ids = () if v.query_ids is None else (_rows(v.query_ids), key.of(v.key_ids, 1)[:, None, None, None, :])
-            inside = v.sees(self.start, self.stop, key.index, *ids) & key.own
+            inside = v.sees(self.start, self.stop, key.index, *ids) & key.own[(None,) * 4]
             seen = inside if seen is None else seen & inside
         return seen
 
     def hide(self, key: _Block, x, masked: bool):
         """x [.., keys, H] with 0 for the keys beyond every row's interval: there may be NaN."""
         limit = jnp.max(self.stop, axis=-2, keepdims=True)
-        return jnp.where(key.index[:, None] < limit, x, 0) if masked else x
+        return jnp.where(key.index[(None,) * 3][..., None] < limit, x, 0) if masked else x
 
     def filled(self, x):
         """x [.., rows, H] with 0 for the rows that see nothing."""

@@ -1,8 +1,7 @@
-"""Which keys a query may see: the only file that compares positions.
+"""Which keys a query may see, as a user writes it: `Causal() & Window(128, 0)`.
 
-Almost every mask in use is, for each query row i, a half-open interval of keys [start(i), stop(i)). A `Mask` is what a user
-writes: `Causal() & Window(128, 0)`. `resolve` turns any of them into one `Visibility`, which is all that the implementations
-know. A new mask is one class here with one method, `interval`.
+Almost every mask in use is, for each query row i, a half-open interval of keys [start(i), stop(i)). `resolve` turns any `Mask`s
+into one `Visibility`, which is all that the implementations know. A new mask is one class here with one method, `interval`.
 """
 
 import dataclasses
@@ -12,7 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-Ints = Any  # an int, or an int32 array
+from pallas_flash.visibility import Ints, Visibility, register
+
+REACH = 2**28  # no query and key lie further apart: offsets and windows are cut there, and no sum of positions leaves int32
 
 
 class Mask:
@@ -25,10 +26,18 @@ class Mask:
 
         `row` [1, T] counts the queries; `position` [B, T] or [1, T] is the key position of each, row + query_offset.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} needs a method interval(self, row, position).")
 
     def __and__(self, other: "Mask") -> "Mask":
+        if not isinstance(other, Mask):
+            raise TypeError(
+                f"& joins two objects of pallas_flash.masks; got {type(other).__name__}. An array goes to mask= alone, beside "
+                "is_causal, local_window_size, lengths and segment ids."
+            )
         return Both(self, other)
+
+    __rand__ = __and__  # of what is no mask
+    __array_ufunc__ = None  # or numpy would ask for each of its entries
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,9 +56,13 @@ class Window(Mask):
     right: int | None = None
 
     def __post_init__(self):
-        for side in (self.left, self.right):
-            if side is not None and (isinstance(side, bool) or not isinstance(side, int | np.integer) or side < 0):
-                raise ValueError(f"a window is (left, right), each an int >= 0 or None; got ({self.left!r}, {self.right!r}).")
+        for name, side in (("left", self.left), ("right", self.right)):
+            if side is None:
+                continue
+            if isinstance(side, bool) or not isinstance(side, int | np.integer) or not 0 <= side < 2**31:
+                got = f"({self.left!r}, {self.right!r})"
+                raise ValueError(f"a window is (left, right), each an int from 0 to {2**31 - 1} or None; got {got}.")
+            object.__setattr__(self, name, int(side))
 
 
 def Causal() -> Window:
@@ -103,6 +116,9 @@ class Documents(Mask):
 
     def runs(self):
         """First and one past the last key with each query's id, and whether no other id lies between: 3 x [B, T]."""
+        if not isinstance(self.key_ids.shape[1], int):  # a symbol of jax.export, which no search takes: nothing is skipped
+            start = jnp.zeros(self.query_ids.shape, jnp.int32)
+            return start, start + self.key_ids.shape[1], start > 0
         return jax.vmap(_runs)(self.query_ids, self.key_ids)
 
 
@@ -116,92 +132,6 @@ def _runs(query_ids, key_ids):
     return start, stop, stop - start == high - low
 
 
-@dataclasses.dataclass(frozen=True)
-class Visibility:
-    """A resolved mask: a diagonal band, lengths, one more interval per row, and document ids.
-
-    Static: `keys` = S, and the band's `left` and `right`. The rest is data, None where there is none: by batch `offset`,
-    `key_stop` and `query_stop` [B]; by query `start`, `stop`, `solid` (the ids fill the interval) and `query_ids` [B, T];
-    by key `key_ids` [B, S]. A kernel narrows the data to its own batch and rows, and then asks for the interval.
-    """
-
-    keys: int
-    left: int | None = None
-    right: int | None = None
-    offset: Ints = 0
-    key_stop: Ints | None = None
-    query_stop: Ints | None = None
-    start: Ints | None = None
-    stop: Ints | None = None
-    solid: Ints | None = None
-    query_ids: Ints | None = None
-    key_ids: Ints | None = None
-
-    ALL = np.iinfo(np.int32).max // 2  # a stop that hides nothing
-    BY_BATCH = ("offset", "key_stop", "query_stop")
-    BY_QUERY = ("start", "stop", "solid", "query_ids")
-    BY_KEY = ("key_ids",)
-
-    def narrow(self, fields, pick) -> "Visibility":
-        """The same mask with `pick` applied to the data in `fields`."""
-        values = {name: getattr(self, name) for name in fields}
-        return dataclasses.replace(self, **{name: pick(x) for name, x in values.items() if _is_data(x)})
-
-    def interval(self, row: Ints) -> tuple[Ints, Ints]:
-        """The keys [start, stop) that the queries `row` see, within [0, S); start >= stop where a query sees none.
-
-        The data must have been narrowed to shapes that broadcast against `row`. Ends that are the same for all rows and
-        known while tracing are ints.
-        """
-        position = row + self.offset
-        start, stop = 0, self.keys
-        if self.left is not None:
-            start = jnp.maximum(start, position - self.left)
-        if self.right is not None:
-            stop = jnp.minimum(stop, position + self.right + 1)
-        if self.start is not None:
-            start, stop = jnp.maximum(start, self.start), jnp.minimum(stop, self.stop)
-        if self.key_stop is not None:
-            stop = jnp.minimum(stop, self.key_stop)
-        if self.query_stop is not None:
-            stop = jnp.where(row < self.query_stop, stop, 0)
-        return start, stop
-
-    def sees(self, start: Ints, stop: Ints, key: Ints, query_ids=None, key_ids=None) -> jax.Array:
-        """Whether each query sees each key, from the query's interval; all arguments broadcast against the result."""
-        if isinstance(start, int) and start == 0:
-            seen = key < stop
-        else:  # one comparison for both ends: what lies before the start wraps around
-            seen = (key - start).astype(jnp.uint32) < jnp.maximum(stop - start, 0).astype(jnp.uint32)
-        return seen if query_ids is None else seen & (query_ids == key_ids)
-
-    def reached(self, key: Ints):
-        """Which of the keys [n] any query of a batch row may see by its lengths, bool [B, n]; None where there are none."""
-        return None if self.key_stop is None else key[None] < self.key_stop[:, None]
-
-    def live(self, row: Ints):
-        """Which of the queries [n] of a batch row may see a key by their lengths, bool [B, n]; None where there are none."""
-        return None if self.query_stop is None else row[None] < self.query_stop[:, None]
-
-    def __str__(self):
-        words = []
-        if self.left is not None or self.right is not None:
-            causal = self.left is None and self.right == 0
-            words.append("causal" if causal else f"window ({self.left}, {self.right})")
-        if words and not (isinstance(self.offset, int) and self.offset == 0):
-            words.append(f"query offset {self.offset if isinstance(self.offset, int) else 'by batch'}")
-        words += [text for name, text in _WORDS.items() if getattr(self, name) is not None]
-        return ", ".join(words) or "full"
-
-
-_WORDS = {
-    "key_stop": "key lengths",
-    "query_stop": "query lengths",
-    "start": "an interval by row",
-    "query_ids": "document ids",
-}
-
-
 def parts(mask: Mask | None) -> list[Mask]:
     """The masks that `&` put together."""
     if mask is None:
@@ -211,17 +141,18 @@ def parts(mask: Mask | None) -> list[Mask]:
 
 def resolve(masks: list[Mask], batch: int, queries: int, keys: int, offset: Ints) -> Visibility:
     """One Visibility for all of `masks`: starts are joined by max, stops by min. `offset` is an int or int32 [B]."""
-    seen, shape = Visibility(keys, offset=offset), (batch, queries)
+    seen, shape, left, right = Visibility(keys), (batch, queries), None, None
     row = jnp.arange(queries, dtype=jnp.int32)[None]
-    position = row + (offset if isinstance(offset, int) else offset[:, None])
+    near = _clip(offset, -REACH, REACH)
+    position = row + (near if isinstance(near, int) else near[:, None])
     for mask in masks:
         match mask:
-            case Window(left, right):
-                seen = dataclasses.replace(seen, left=_least(seen.left, left), right=_least(seen.right, right))
+            case Window():
+                left, right = _least(left, mask.left), _least(right, mask.right)
             case KeyLengths(lengths):
-                seen = dataclasses.replace(seen, key_stop=_least(seen.key_stop, lengths))
+                seen = dataclasses.replace(seen, key_stop=_least(seen.key_stop, jnp.maximum(lengths, 0)))
             case QueryLengths(lengths):
-                seen = dataclasses.replace(seen, query_stop=_least(seen.query_stop, lengths))
+                seen = dataclasses.replace(seen, query_stop=_least(seen.query_stop, jnp.maximum(lengths, 0)))
             case Documents(query_ids, key_ids):
                 if seen.query_ids is not None:
                     raise ValueError("one call takes one set of document ids; got several Documents masks or segment ids.")
@@ -229,10 +160,45 @@ def resolve(masks: list[Mask], batch: int, queries: int, keys: int, offset: Ints
                 seen = _meet(seen, shape, start, stop)
                 seen = dataclasses.replace(seen, solid=solid, query_ids=query_ids, key_ids=key_ids)
             case _:
-                seen = _meet(seen, shape, *mask.interval(row, position))
-    if seen.left is None and seen.right is None:
-        seen = dataclasses.replace(seen, offset=0)  # nothing asks for a position any more
-    return seen
+                seen = _meet(seen, shape, *_ends(mask, row, position, shape))
+    return _band(seen, shape, row, left, right, offset)
+
+
+def _ends(mask: Mask, row, position, shape):
+    """mask.interval, as int32 [B, T] from 0 to Visibility.ALL."""
+    name, ends = f"{type(mask).__name__}.interval()", mask.interval(row, position)
+    if not (isinstance(ends, tuple | list) and len(ends) == 2):
+        raise TypeError(f"{name} must return (start, stop); got {type(ends).__name__}.")
+    for end in (x if hasattr(x, "dtype") else np.asarray(x) for x in ends):
+        if not jnp.issubdtype(end.dtype, jnp.integer):
+            raise TypeError(f"{name} must return integers, the keys [start, stop) of each query; got {end.dtype}.")
+        if len(end.shape) > 2 or any(n not in (1, m) for n, m in zip(end.shape[::-1], shape[::-1], strict=False)):
+            raise ValueError(f"{name} must return what broadcasts to [B, T] = {shape}; got {end.shape}.")
+        end = end.astype(np.int32) if np.can_cast(end.dtype, np.int32) else end  # int8 holds no ALL
+        yield end.clip(0, Visibility.ALL).astype(np.int32)
+
+
+def _band(seen: Visibility, shape, row, left: int | None, right: int | None, offset: Ints) -> Visibility:
+    """Of what is seen, the keys from position - left to position + right."""
+    if left is None and right is None:
+        return seen
+    if isinstance(offset, int):
+        near = _clip(offset, -REACH, REACH)
+        left = None if left is None else near - _clip(offset - left, -REACH, REACH)
+        right = None if right is None else _clip(offset + right, -REACH, REACH) - near
+        return dataclasses.replace(seen, offset=near, left=left, right=right)
+    if max(left or 0, right or 0) > REACH:  # the offset may be as far away: the ends of each row
+        from_ = lambda at: row + (_clip(offset, at - REACH, at + REACH) - at)[:, None]
+        start, stop = 0 if left is None else from_(left), Visibility.ALL if right is None else from_(-right) + 1
+        return _meet(seen, shape, start, stop)
+    near = _clip(offset, -REACH - (right or 0), REACH + (left or 0))
+    return dataclasses.replace(seen, offset=near, left=left, right=right)
+
+
+def _clip(x: Ints, low: int, high: int) -> Ints:
+    if isinstance(x, int):
+        return min(max(x, low), high)
+    return jnp.clip(x, max(low, -(2**31)), min(high, 2**31 - 1))
 
 
 def _least(a, b):
@@ -248,27 +214,5 @@ def _meet(seen: Visibility, shape, start: Ints, stop: Ints) -> Visibility:
     return dataclasses.replace(seen, start=start, stop=stop)
 
 
-def _is_data(value) -> bool:
-    return value is not None and not isinstance(value, int)
-
-
-def _register(cls):
-    """Makes a mask a pytree: arrays are its leaves, ints and None belong to its structure."""
-    names = [field.name for field in dataclasses.fields(cls)]
-
-    def flatten(mask):
-        values = [getattr(mask, name) for name in names]
-        data = [x if _is_data(x) else None for x in values]
-        return data, tuple(None if _is_data(x) else x for x in values)
-
-    def unflatten(static, data):
-        mask = object.__new__(cls)
-        for name, s, d in zip(names, static, data, strict=True):
-            object.__setattr__(mask, name, s if d is None else d)
-        return mask
-
-    jax.tree_util.register_pytree_node(cls, flatten, unflatten)
-
-
-for _cls in (Both, Window, KeyLengths, QueryLengths, PrefixLM, Documents, Visibility):
-    _register(_cls)
+for _cls in (Both, Window, KeyLengths, QueryLengths, PrefixLM, Documents):
+    register(_cls)

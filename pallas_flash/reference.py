@@ -49,9 +49,9 @@ def _attend(p: Problem, x: Operands):
 def _seen(p: Problem, visibility: Visibility):
     """[B or 1, 1, T, S]"""
     at = visibility.narrow(Visibility.BY_BATCH, lambda x: x[:, None])
-    start, stop = (jnp.asarray(end)[..., None] for end in at.interval(jnp.arange(p.queries)[None]))
+    start, stop = (jnp.asarray(end)[..., None] for end in at.interval(jnp.arange(p.queries, dtype=jnp.int32)[None]))
     ids = (None, None) if at.query_ids is None else (at.query_ids[:, :, None], at.key_ids[:, None, :])
-    seen = at.sees(start, stop, jnp.arange(p.keys), *ids)
+    seen = at.sees(start, stop, jnp.arange(p.keys, dtype=jnp.int32), *ids)
     return jnp.broadcast_to(seen, (seen.shape[0] if seen.ndim == 3 else 1, p.queries, p.keys))[:, None]
 
 

@@ -95,7 +95,7 @@ def query_blocks(visibility: Visibility, queries: int, block_q: int, block_k: in
     seen = _by_tile(start, stop, at.solid, block_q, block_k)
     seen = Blocks(*(x[:, None, :] for x in seen))  # [B, 1, query blocks]
     j = jnp.arange(ceil_div(visibility.keys, block_k), dtype=jnp.int32)[None, :, None]
-    i = jnp.arange(seen.first.shape[-1], dtype=jnp.int32)
+    i = jnp.arange(seen.first.shape[-1], dtype=jnp.int32)[None, None]
     visited = (seen.first <= j) & (j < seen.last)
     full = (seen.full_first <= j) & (j < seen.full_last)
     end = i.size

@@ -32,11 +32,13 @@ _log = logging.getLogger("pallas_flash")
 def choose(problem: Problem, implementation: str | None = None, check: bool = True) -> Choice:
     """What was asked for, by the call or else the environment, or the first that is taken unasked and not wrong on this machine.
     Without `check` nothing runs, and what was never checked counts as right."""
-    return backends.choose(problem, implementation or asked_for(), lambda backend: why_not(backend, problem, check))
+    return backends.choose(problem, asked_for(implementation), lambda backend: why_not(backend, problem, check))
 
 
-def asked_for() -> str | None:
-    """The implementation that PALLAS_FLASH_IMPLEMENTATION names for the calls that name none."""
+def asked_for(implementation: str | None = None) -> str | None:
+    """The implementation that a call names, or else PALLAS_FLASH_IMPLEMENTATION."""
+    if implementation not in (None, *backends.OF_JAX_NN):
+        return implementation
     name = os.environ.get("PALLAS_FLASH_IMPLEMENTATION") or None
     if name is not None and name not in backends.NAMES:
         raise ValueError(f"PALLAS_FLASH_IMPLEMENTATION must be unset or one of {', '.join(backends.NAMES)}; got {name!r}.")
@@ -51,14 +53,17 @@ def why_not(backend: Backend, problem: Problem, check: bool = True) -> str | Non
 
 def reasons(problem: Problem, choice: Choice, implementation: str | None) -> tuple[dict[str, str], str | None]:
     """For each implementation that `choose` did not take, why; and on what condition it took the one it took."""
-    asked = implementation or asked_for()
+    asked, conditions = asked_for(implementation), []
+    if implementation in backends.OF_JAX_NN:
+        conditions.append(f"chosen: {implementation!r} is a name of jax.nn, and chooses as None does")
     why = backends.why_not_taken(
         problem, choice.backend, asked is not None, lambda backend: why_not(backend, problem, check=False)
     )
-    if asked is not None:
-        return why, None if implementation else "as PALLAS_FLASH_IMPLEMENTATION asks"
-    known = _verdict(choice.backend, problem, check=False)
-    return why, None if known else "if this machine's check finds it right: the first call checks it, or python -m pallas_flash"
+    if asked is None and not _verdict(choice.backend, problem, check=False):
+        conditions.append("if this machine's check finds it right: the first call checks it, or python -m pallas_flash")
+    elif asked not in (None, implementation):
+        conditions.append("as PALLAS_FLASH_IMPLEMENTATION asks")
+    return why, ", ".join(conditions) or None
 
 
 # ---- what is known of the kernels ----

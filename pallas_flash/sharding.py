@@ -19,6 +19,7 @@ LETTERS = {  # of the arrays of a call but bias and mask, whose axes may be 1
     "query_offset": "B",
     "query_segment_ids": "BT",
     "key_value_segment_ids": "BS",
+    "scale": "N",
 }
 
 
@@ -41,10 +42,10 @@ def by_device(attend: Callable, call: dict[str, Any]):
         )
     kv_heads = _kv_heads(call["key"].shape[-2], heads, sharding.mesh)
     axes = dict(N=heads, K=kv_heads)
-    spec = lambda letters: P(*lead, *(axes.get(c) for c in letters[1:]))
+    spec = lambda letters: P(*(axis for c in letters for axis in (lead if c == "B" else [axes.get(c)])))
 
     def dense(x):  # [*B | 1, N | 1, T | 1, S | 1], or the last of these axes
-        full = (*lead, heads, None, None)[-x.ndim or 4 :]
+        full = (*(lead or [None]), heads, None, None)[-x.ndim :]
         return P(*(None if n == 1 else axis for n, axis in zip(x.shape, full, strict=True)))
 
     specs = {}

@@ -70,6 +70,9 @@ MASKS = {
     "window_right": lambda rng, z: dict(local_window_size=(0, 20)),
     "window_far_away": lambda rng, z: dict(local_window_size=(3, 3), query_offset=z.S - 5),
     "window_causal_offset": lambda rng, z: dict(local_window_size=(13, 4), is_causal=True, **_offset(rng, z)),
+    "window_and_offset_at_the_ends_of_int32": lambda rng, z: dict(
+        local_window_size=(2**31 - 1, 5), is_causal=True, query_offset=np.array([2**31 - 1, -(2**31)], np.int32)[: z.B]
+    ),
     "key_lengths": lambda rng, z: dict(key_value_seq_lengths=np.array([z.S, z.S // 3], np.int32)[: z.B]),
     "query_lengths": lambda rng, z: dict(query_seq_lengths=np.array([0, z.T // 2 + 1], np.int32)[: z.B]),
     "lengths_causal": lambda rng, z: dict(is_causal=True, **_lengths(rng, z)),

@@ -18,9 +18,8 @@ def call(query=Q, key=K, value=K, dtype="float32", **kw):
 
 ones = jnp.ones
 BAD = {
-    "not an array": (dict(query=[1.0]), TypeError, "query must be an array; got list"),
-    "float64 numpy": (dict(key=np.ones(K)), TypeError, r"key must be float32, bfloat16, float16; got float64. Cast it"),
-    "integers": (dict(dtype="int32"), TypeError, "query must be float32, bfloat16, float16; got int32"),
+    "not an array": (dict(query=None), TypeError, "query must be an array; got NoneType"),
+    "integers": (dict(dtype="int32"), TypeError, "query must be float32, bfloat16, float16, float64; got int32. Cast it"),
     "mixed dtypes": (dict(value=ones(K, "bfloat16")), TypeError, "one dtype; got query float32 and value bfloat16"),
     "rank 2": (dict(query=(4, 8), key=(4, 8), value=(4, 8)), ValueError, "at least 3; got query"),
     "ranks differ": (dict(key=K[1:]), ValueError, r"as many axes as query, at least 3; got key \(7, 2, 8\)"),
@@ -31,18 +30,35 @@ BAD = {
     "groups": (dict(key=(2, 7, 3, 8), value=(2, 7, 3, 8)), ValueError, "multiple of the key/value heads.*N = 4, K = 3"),
     "bias shape": (dict(bias=ones((2, 4, 5, 6))), ValueError, r"bias must be broadcastable to .* = \(2, 4, 5, 7\); got"),
     "bias rank": (dict(bias=ones((1, 2, 4, 5, 7))), ValueError, "bias must be broadcastable"),
-    "bool bias": (dict(bias=ones((5, 7), bool)), TypeError, "bias must be floating.*A bool array goes to mask"),
-    "bias list": (dict(bias=[0.0]), TypeError, "bias must be an array; got list"),
+    "bool bias": (dict(bias=ones((5, 7), bool)), TypeError, "bias must be real numbers.*A bool array goes to mask"),
+    "bias text": (dict(bias="alibi"), TypeError, "bias must be an array; got the text 'alibi'"),
     "mask shape": (dict(mask=ones((2, 3, 5, 7), bool)), ValueError, "mask must be broadcastable"),
-    "int mask": (dict(mask=ones((5, 7), int)), TypeError, "mask must be bool"),
-    "mask string": (dict(mask="causal"), TypeError, "mask must be an array or a pallas_flash.masks object; got str"),
+    "int mask": (dict(mask=ones((5, 7), int)), TypeError, "mask must be bool .* got int32.* mask=x != 0"),
+    "additive mask": (
+        dict(mask=-1e9 * ones((5, 7))),
+        TypeError,
+        "mask must be bool .* got float32.* goes to bias, or as mask=x > -1",
+    ),
+    "mask string": (
+        dict(mask="causal"),
+        TypeError,
+        "mask must be an array or a pallas_flash.masks object; got the text 'causal'",
+    ),
     "key lengths shape": (dict(key_value_seq_lengths=ones(3, int)), ValueError, r"key_value_seq_lengths must be int32 \[B\]"),
     "key lengths dtype": (dict(key_value_seq_lengths=ones(2)), TypeError, "key_value_seq_lengths must be integers; got float"),
     "query lengths shape": (dict(query_seq_lengths=3), ValueError, r"query_seq_lengths must be int32 \[B\] = \(2,\); got \(\)"),
     "window negative": (dict(local_window_size=-1), ValueError, "local_window_size must be an int or"),
     "window of three": (dict(local_window_size=(1, 2, 3)), ValueError, "local_window_size must be an int or"),
     "window of floats": (dict(local_window_size=(1.0, 2)), ValueError, "local_window_size must be an int or"),
+    "window beyond int32": (dict(local_window_size=2**31), ValueError, "ints from 0 to 2147483647, .* got 2147483648"),
     "offset float": (dict(query_offset=1.5), TypeError, "query_offset must be integers; got float64"),
+    "offset bool": (dict(query_offset=True), TypeError, "query_offset must be integers; got bool"),
+    "offset beyond int32": (dict(query_offset=-(2**31) - 1), ValueError, "query_offset must fit into int32; got -2147483649"),
+    "lengths beyond int32": (
+        dict(key_value_seq_lengths=[3, 2**32]),
+        ValueError,
+        "key_value_seq_lengths must fit .* got 4294967296",
+    ),
     "offset shape": (dict(query_offset=ones(3, int)), ValueError, r"query_offset must be int32 \[B\] = \(2,\)"),
     "ids without keys": (dict(query_segment_ids=ones((2, 5), int)), ValueError, "give key_value_segment_ids too"),
     "ids without queries": (dict(key_value_segment_ids=ones((2, 7), int)), ValueError, "needs query_segment_ids"),
@@ -59,9 +75,25 @@ BAD = {
     "mask object's shape": (dict(mask=masks.KeyLengths(ones(5, int))), ValueError, r"KeyLengths.lengths must be int32 \[B\]"),
     "causal number": (dict(is_causal=1), TypeError, "is_causal must be True or False"),
     "scale nan": (dict(scale=float("nan")), ValueError, "scale must be a finite number; got nan"),
-    "scale array": (dict(scale=ones(2)), TypeError, "scale must be a number known while tracing"),
+    "scale text": (dict(scale="0.25"), TypeError, "scale must be a number .*, or an array; got the text '0.25'"),
+    "scale shape": (dict(scale=ones(2)), ValueError, r"one for each query head, \[N\] = \(4,\); got float32 \(2,\)"),
+    "soft cap text": (
+        dict(logits_soft_cap="30"),
+        TypeError,
+        "logits_soft_cap must be a number known while tracing; got the text",
+    ),
     "soft cap zero": (dict(logits_soft_cap=0.0), ValueError, "logits_soft_cap must be a finite number above 0; got 0.0"),
-    "implementation": (dict(implementation="cudnn"), ValueError, "reference, flash1, standard; got 'cudnn'"),
+    "implementation": (dict(implementation="triton"), ValueError, "reference, flash1, standard, or jax.nn's xla .* got 'triton'"),
+    "heads before length": (
+        dict(query=(2, 4, 5, 8), key=(2, 2, 7, 8), value=(2, 2, 7, 8)),
+        ValueError,
+        r"got N = 5, K = 7. Do the heads come before the length\? Here they come after it: jnp.swapaxes\(x, -3, -2\)",
+    ),
+    "mask of heads before length": (
+        dict(query=(2, 4, 5, 8), key=(2, 2, 5, 8), value=(2, 2, 5, 8), mask=ones((2, 1, 5, 5), bool)),
+        ValueError,
+        r"got \(2, 1, 5, 5\). Do the heads come before the length",
+    ),
     "head of 257": (
         dict(query=(1, 3, 1, 257), key=(1, 3, 1, 257), value=(1, 3, 1, 8), implementation="portable"),
         NotImplementedError,
@@ -93,19 +125,109 @@ def test_a_mistake_is_found_before_anything_is_computed():
 
 
 def test_a_bad_window_object_says_what_a_window_is():
-    with pytest.raises(ValueError, match=r"a window is \(left, right\), each an int >= 0 or None; got \(-1, None\)"):
+    with pytest.raises(
+        ValueError, match=r"a window is \(left, right\), each an int from 0 to 2147483647 or None; got \(-1, None\)"
+    ):
         masks.Window(-1)
 
 
-def test_a_traced_scale_has_a_clear_error():
-    with pytest.raises(TypeError, match="scale must be a number known while tracing"):
-        jax.jit(lambda s: call(scale=s))(0.5)
+@pytest.mark.parametrize("name", ["is_causal", "return_residual", "deterministic", "local_window_size", "logits_soft_cap"])
+def test_what_belongs_to_the_program_cannot_be_traced_and_says_how_to_name_it(name):
+    value = 3 if name in ("local_window_size", "logits_soft_cap") else True
+    with pytest.raises((TypeError, ValueError), match=f"known while tracing; got a traced array .*static_argnames='{name}'"):
+        jax.jit(flash_attention)(ones(Q), ones(K), ones(K), **{name: value})
 
 
-def test_lists_and_numpy_integers_serve_as_lengths_and_offsets():
-    expected = call(key_value_seq_lengths=jnp.array([3, 7]), is_causal=True, query_offset=2)
-    actual = call(key_value_seq_lengths=[3, 7], is_causal=np.bool_(True), query_offset=np.int64(2))
-    np.testing.assert_array_equal(actual, expected)
+def _q(rng, shape):
+    return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+
+def test_lists_numpy_numbers_and_single_flags_serve_as_arguments(rng):
+    q, k = _q(rng, Q), _q(rng, K)
+    bias = [[0.5] * 7] * 5
+    expected = flash_attention(
+        *(q, k, k, jnp.array(bias)),
+        key_value_seq_lengths=jnp.array([3, 7]),
+        is_causal=True,
+        query_offset=2,
+        local_window_size=3,
+        scale=0.5,
+    )
+    for flag in (np.bool_(True), np.array(True), jnp.array(True)):
+        actual = flash_attention(
+            *(q.tolist(), np.asarray(k, np.float64), k, bias),
+            key_value_seq_lengths=[3, 7],
+            is_causal=flag,
+            query_offset=np.int64(2),
+            local_window_size=(np.int64(3), np.int8(3)),
+            scale=np.float64(0.5),
+        )
+        np.testing.assert_array_equal(actual, expected)
+    assert masks.Window(np.int64(3), np.int8(3)) == masks.Window(3, 3)
+    assert jax.tree.leaves(masks.Window(np.int64(3))) == []
+
+
+def test_a_query_without_batch_axes_takes_bias_mask_and_lengths_of_a_batch_of_one(rng):
+    q, k = _q(rng, Q[1:]), _q(rng, K[1:])
+    bias, mask, ids = _q(rng, (1, 4, 5, 7)), rng.random((1, 1, 5, 7)) < 0.7, np.zeros((1, 5), int)
+    key_ids = np.arange(7)[None] % 2
+    ints = dict(key_value_seq_lengths=jnp.array([6]), query_segment_ids=ids, key_value_segment_ids=key_ids)
+    expected = flash_attention(q[None], k[None], k[None], bias, mask, **ints)[0]
+    np.testing.assert_array_equal(flash_attention(q, k, k, bias, mask, **ints), expected)
+    ints = {name: x[0] for name, x in ints.items()}
+    np.testing.assert_array_equal(flash_attention(q, k, k, bias[0], mask[0], **ints), expected)
+
+
+def test_an_integer_bias_is_added_as_jax_nn_adds_it(rng):
+    q, k, bias = _q(rng, Q), _q(rng, (2, 7, 4, 8)), rng.integers(-3, 3, (1, 4, 5, 7))
+    np.testing.assert_allclose(flash_attention(q, k, k, bias), jax.nn.dot_product_attention(q, k, k, bias), atol=1e-6)
+
+
+def test_a_scale_of_any_sign_may_be_traced_and_learned_one_for_all_or_one_for_each_head(rng):
+    q, k = _q(rng, Q), _q(rng, K)
+    lengths = jnp.array([3, 5])
+    padded = q.at[0, 3:].set(jnp.nan)  # has no part in the gradient of the scale
+    attend = lambda q, scale: jnp.sum(jnp.sin(flash_attention(q, k, k, scale=scale, is_causal=True, query_seq_lengths=lengths)))
+
+    def by_hand(q, scale):
+        return attend(q * scale.reshape(-1, 1), 1.0)
+
+    for scale in jnp.array(0.7), jnp.array([0.7, -0.3, 0.0, 1.5]):
+        value, (dq, dscale) = jax.jit(jax.value_and_grad(attend, argnums=(0, 1)))(padded, scale)
+        expected, (dq_by_hand, dscale_by_hand) = jax.value_and_grad(by_hand, argnums=(0, 1))(q, scale)
+        np.testing.assert_allclose(value, expected, rtol=1e-5)
+        np.testing.assert_allclose(dq, dq_by_hand, atol=1e-6)
+        np.testing.assert_allclose(dscale, dscale_by_hand, atol=1e-5)
+
+
+def test_arrays_are_data_and_one_program_serves_every_value():
+    problem = lambda **kw: explain(ones(Q), ones(K), ones(K), is_causal=True, **kw).problem
+    for name, values in dict(query_offset=(3, 4), scale=(0.5, -0.5)).items():
+        a, b = (problem(**{name: jnp.asarray(x)}) for x in values)
+        assert a == b and hash(a) == hash(b)
+        assert problem(**{name: abs(values[0])}) != problem(**{name: abs(values[1]) + 1})
+
+
+def test_names_of_jax_nn_choose_and_explain_says_so():
+    q, k = ones(Q), ones(K)
+    for name in ("xla", "cudnn"):
+        text = explain(q, k, k, implementation=name)
+        assert text.implementation == explain(q, k, k).implementation and text.why_not == explain(q, k, k).why_not
+        assert f"chosen: {name!r} is a name of jax.nn, and chooses as None does" in str(text)
+        np.testing.assert_array_equal(flash_attention(q, k, k, implementation=name), flash_attention(q, k, k))
+
+
+def test_kernels_say_that_they_take_no_float64_and_no_mask_that_jax_cannot_index():
+    shapes = lambda T, dtype: [jax.ShapeDtypeStruct((1, T, 1, 8), dtype)] * 3
+    with jax.enable_x64(True):
+        assert explain(*shapes(5, "float64")).why_not["portable"] == "the kernels sum in float32; got float64"
+    T = 2**16
+    for queries, reason in (2**15, None), (2**15 + 1, "indexes a dense mask of 2^31 to 2^32 elements by an int32"):
+        mask = jax.ShapeDtypeStruct((queries, T), bool)
+        q = jax.ShapeDtypeStruct((1, queries, 1, 8), jnp.float32)
+        why_not = explain(q, *shapes(T, jnp.float32)[:2], mask=mask).why_not
+        for name in ("portable", "flash1", "standard"):
+            assert (reason in why_not[name]) if reason else ("indexes" not in why_not[name])
 
 
 def test_explain_names_the_implementation_its_tiles_and_why_not_the_others():

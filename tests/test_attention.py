@@ -38,12 +38,6 @@ def test_half_precision_is_as_exact_as_its_dtype(dtype, implementation, rng):
     assert {g.dtype for g in grads} == {jnp.dtype(dtype)}
 
 
-def test_a_float_mask_counts_non_zero_as_true(implementation, rng):
-    z = Sizes()
-    mask = np.where(dense_mask(rng, "B1TS", z), -3.5, 0.0).astype(np.float32)
-    check(rng, *qkv(rng, z), implementation, mask=mask)
-
-
 def test_a_row_that_sees_no_key_gives_zero_and_no_gradient(implementation, rng):
     z = Sizes(T=19, S=23)
     q, k, v = qkv(rng, z)

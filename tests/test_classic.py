@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_attention
+import test_transforms
 from cases import Sizes, bias, dense_mask, qkv
 from check import check, cotangents, run
 
@@ -16,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 # Contracts of every implementation, here on these two.
 test_every_mask_gives_the_oracles_results = test_attention.test_every_mask_gives_the_oracles_output_and_gradients
 test_every_size_gives_the_oracles_results = test_attention.test_every_size_gives_the_oracles_output_and_gradients
-test_a_float_mask_counts_non_zero_as_true = test_attention.test_a_float_mask_counts_non_zero_as_true
+test_64_bits_and_strict_promotion_change_nothing = test_transforms.test_64_bits_and_strict_promotion_change_nothing
 test_a_row_that_sees_no_key_gives_zero_and_no_gradient = test_attention.test_a_row_that_sees_no_key_gives_zero_and_no_gradient
 test_large_logits_neither_overflow_nor_lose_the_maximum = test_attention.test_large_logits_neither_overflow_nor_lose_the_maximum
 

@@ -6,7 +6,7 @@ import oracle
 import pytest
 from cases import MASKS, Sizes, arguments, qkv
 
-from pallas_flash import masks, schedule
+from pallas_flash import checks, masks, schedule
 from pallas_flash.arguments import normalise
 from pallas_flash.attention import _SIGNATURE
 from pallas_flash.masks import Visibility
@@ -27,11 +27,35 @@ def rows_of(v: Visibility, b: int, row):
     return at.narrow(Visibility.BY_QUERY, lambda x: x[b][row])
 
 
-@pytest.mark.parametrize("name", MASKS)
+END = 2**31 - 1
+WIDE = {  # far away, or wider than int32
+    "window": lambda: dict(local_window_size=END),
+    "window of the last position": lambda: dict(local_window_size=(END, 0), query_offset=END),
+    "window of the first position": lambda: dict(local_window_size=(0, END), query_offset=-END),
+    "last position": lambda: dict(is_causal=True, local_window_size=(END - 9, 3), query_offset=END),
+    "first position": lambda: dict(is_causal=True, query_offset=-END - 1),
+    "positions by batch": lambda: dict(is_causal=True, local_window_size=20, query_offset=np.array([END, 9], np.int32)),
+    "far windows by batch": lambda: dict(local_window_size=(END, END - 7), query_offset=np.array([END, -END], np.int32)),
+    "prefix": lambda: dict(prefix=np.array([3, -END]), query_offset=np.array([END, -END])),
+    "lengths": lambda: dict(
+        key_value_seq_lengths=np.array([-END, END]), query_seq_lengths=[END, 7], local_window_size=(3, 9), query_offset=5
+    ),
+    "ids of 64 bits": lambda: dict(
+        query_segment_ids=np.arange(2 * Z.T).reshape(2, -1) % 3 * 2**32 + 1,
+        key_value_segment_ids=np.arange(2 * Z.S).reshape(2, -1) % 4 * 2**32 + 1,
+    ),
+    "ids of two widths": lambda: dict(
+        query_segment_ids=np.arange(2 * Z.T, dtype=np.uint32).reshape(2, -1) % 3 - 1,
+        key_value_segment_ids=np.arange(2 * Z.S, dtype=np.int32).reshape(2, -1) % 4 - 1,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [*MASKS, *WIDE])
 def test_the_interval_and_ids_say_what_brute_force_says(name, rng):
-    kw = MASKS[name](rng, Z)
+    kw = MASKS[name](rng, Z) if name in MASKS else WIDE[name]()
     v, seen = visibility(rng, kw), oracle.visible(Z.B, 1, Z.T, Z.S, kw)[:, 0]
-    row = np.arange(Z.T)
+    row = np.arange(Z.T, dtype=np.int32)
     for b in range(Z.B):
         at = rows_of(v, b, row)
         start, stop = (np.broadcast_to(end, Z.T)[:, None] for end in at.interval(row))
@@ -124,3 +148,59 @@ def test_a_mask_prints_as_words():
     v = masks.resolve([masks.Causal(), masks.KeyLengths(np.array([3]))], 1, 4, 4, 2)
     assert str(v) == "causal, query offset 2, key lengths"
     assert str(masks.resolve([], 1, 4, 4, 7)) == "full"
+
+
+def test_traced_ids_lengths_and_offsets_of_64_bits_keep_their_meaning():
+    with jax.enable_x64(True):
+        a, b = np.array([[1, 2**32 + 1, -(2**40)]]), np.array([[2**32 + 1, 1]])
+        ids = jax.jit(lambda **named: checks.ids(named))(a=a, b=b)
+        lengths = jax.jit(lambda x: checks.ints("x", x))(np.array([-(2**40), 5, 2**32]))
+    np.testing.assert_array_equal(ids[0][:, :, None] == ids[1][:, None], a[:, :, None] == b[:, None])
+    np.testing.assert_array_equal(lengths, [-END - 1, 5, END])
+    assert {x.dtype for x in (*ids, lengths)} == {np.dtype("int32")}
+
+
+def test_ids_that_jax_would_cut_to_32_bits_are_refused():
+    with pytest.raises(TypeError, match="a and b must be integers of one dtype, or fit into int32; got int32 and int64"):
+        jax.jit(lambda a: checks.ids(dict(a=a, b=np.array([2**40]))))(np.array([1], np.int32))
+
+
+class Interval(masks.Mask):
+    """Whatever a user may return."""
+
+    def __init__(self, *ends):
+        self.ends = ends
+
+    def interval(self, row, position):
+        return self.ends
+
+
+@pytest.mark.parametrize(
+    "start, stop", [(-(2**40), 2**40), (np.int32(5), np.int32(-END)), (np.uint32(3), np.uint64(2**63)), (np.int8(2), 9)]
+)
+def test_an_interval_of_any_integers_means_what_it_says(start, stop, rng):
+    at = rows_of(visibility(rng, dict(mask=Interval(start, stop))), 0, np.arange(Z.T))
+    seen = at.sees(*(end[:, None] for end in at.interval(np.arange(Z.T))), np.arange(Z.S, dtype=np.int32))
+    np.testing.assert_array_equal(seen, np.broadcast_to([int(start) <= j < int(stop) for j in range(Z.S)], seen.shape))
+
+
+MISTAKES = {
+    "floats": (Interval(0, 2.0), TypeError, r"Interval.interval\(\) must return integers, the keys .* got float64"),
+    "one end": (Interval(0), TypeError, r"must return \(start, stop\); got tuple"),
+    "keys": (Interval(0, np.zeros(Z.S, int)), ValueError, r"must return what broadcasts to \[B, T\] = \(2, 23\); got \(29,\)"),
+    "nothing": (masks.Mask(), NotImplementedError, r"Mask needs a method interval\(self, row, position\)"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mask_with_a_mistake_says_which(name, rng):
+    mask, error, text = MISTAKES[name]
+    with pytest.raises(error, match=text):
+        visibility(rng, dict(mask=mask))
+
+
+@pytest.mark.parametrize("other", [np.ones((2, 3), bool), jax.numpy.ones((2, 3), bool), True], ids=["numpy", "jax", "bool"])
+def test_a_mask_meets_no_array_and_says_where_arrays_go(other):
+    for join in (lambda: masks.Causal() & other, lambda: other & masks.Causal()):
+        with pytest.raises(TypeError, match=r"& joins two objects of pallas_flash\.masks; got .*An array goes to mask= alone"):
+            join()

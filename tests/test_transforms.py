@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from cases import Sizes, bias, dense_mask, qkv
 from check import close
+from jax import export
 
-from pallas_flash import flash_attention
+from pallas_flash import flash_attention, masks
 
 pytestmark = pytest.mark.usefixtures("small_tiles", "quick_compile")
 Z = Sizes(T=19, S=23, N=2, K=1, H=8, Hv=8)
@@ -93,12 +94,53 @@ def test_abstract_shapes_go_through(implementation):
     assert (o.shape, o.dtype, lse.shape, lse.dtype) == (q.shape, jnp.bfloat16, (2, 37, 4), jnp.float32)
 
 
-def test_enabling_64_bits_changes_nothing(implementation, rng):
+def test_64_bits_and_strict_promotion_change_nothing(implementation, rng):
     q, k, v = qkv(rng, Z)
-    kw = dict(is_causal=True, query_offset=2, key_value_seq_lengths=[5, 23], bias=bias(rng, "1N1S", Z))
+    ids = dict(
+        query_segment_ids=np.arange(2 * Z.T).reshape(2, -1) % 2, key_value_segment_ids=np.arange(2 * Z.S).reshape(2, -1) % 3
+    )
+    kw = dict(local_window_size=9, query_offset=2, key_value_seq_lengths=[5, 23], mask=masks.PrefixLM(np.array([3, 9])), **ids)
+    kw |= dict(bias=bias(rng, "1N1S", Z)) if implementation != "flash1" else {}
     f = lambda q, k, v: jnp.sum(jnp.sin(attend(implementation, **kw)(q, k, v)))
     expected = jax.grad(f, argnums=(0, 1, 2))(q, k, v)
-    with jax.enable_x64(True):
+    with jax.enable_x64(True), jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
         actual = jax.grad(f, argnums=(0, 1, 2))(*(jnp.asarray(x) for x in (q, k, v)))
     assert {x.dtype for x in actual} == {jnp.dtype("float32")}
     equal(actual, expected)
+
+
+@pytest.mark.parametrize("implementation", ["reference"])
+def test_a_program_with_symbols_for_batch_and_length_serves_all_sizes(implementation, rng):
+    def gradients(q, k, v, lengths, ids):
+        more = dict(key_value_seq_lengths=lengths, query_segment_ids=ids, key_value_segment_ids=ids)
+        more |= dict(is_causal=True, query_offset=k.shape[1] - q.shape[1], implementation=implementation)
+        return jax.value_and_grad(lambda *x: jnp.sum(jnp.sin(flash_attention(*x, **more))), argnums=(0, 1, 2))(q, k, v)
+
+    b, t = export.symbolic_shape("b, t")
+    shape = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)
+    ints = shape(b, dtype=jnp.int32), shape(b, t, dtype=jnp.int32)
+    program = export.export(jax.jit(gradients))(shape(b, t, Z.N, Z.H), *[shape(b, t, Z.K, Z.H)] * 2, *ints)
+    for B, T in (2, 5), (1, 19):
+        x = *qkv(rng, Z._replace(B=B, T=T, S=T)), np.full(B, 4, np.int32), np.arange(B * T, dtype=np.int32).reshape(B, T) // 3
+        equal(program.call(*x), gradients(*x))
+
+
+def test_kernels_say_that_they_need_known_sizes():
+    b, t = export.symbolic_shape("b, t")
+    q = jax.ShapeDtypeStruct((b, t, 2, 8), jnp.float32)
+    f = lambda q: flash_attention(q, q, q, implementation="portable")
+    with pytest.raises(NotImplementedError, match="a kernel's grid is made of known sizes; got b, t, t"):
+        jax.eval_shape(f, q)
+
+
+def test_derivatives_that_are_not_there_raise(implementation, rng):
+    q, k, v = qkv(rng, Z)
+    f = lambda q: jnp.sum(attend(implementation)(q, k, v) ** 2)
+    with pytest.raises(TypeError, match=r"can't apply forward-mode .*\(jvp\) to a custom_vjp function"):
+        jax.jvp(f, (q,), (q,))
+    second = lambda: jax.grad(lambda q: jnp.sum(jax.grad(f)(q) ** 2))(q)
+    if implementation == "reference":
+        assert np.all(np.isfinite(second()))
+        return
+    with pytest.raises(NotImplementedError, match="first derivatives alone"):
+        second()

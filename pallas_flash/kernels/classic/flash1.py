@@ -76,7 +76,7 @@ def _kernel(x: Operands, o_ref, l_ref, m_ref, *, problem: Problem, tiles: Tiles)
         write(row, jnp.zeros((tiles.block_q, o_ref.shape[1]), jnp.float32), zeros, zeros + online_softmax.LOWEST)
 
     def write(row, o, l, m):
-        tile.store(o_ref.at[row.slice], o, row.inside, columns)
+        tile.store(tile.part(o_ref, row.slice), o, row.inside, columns)
         tile.store(l_ref.at[row.slice], l, row.inside)
         tile.store(m_ref.at[row.slice], m, row.inside)
 
@@ -140,7 +140,7 @@ def _backward_kernel(x: Operands, do_ref, lse_ref, delta_ref, dq_ref, dk_ref, dv
 
     def start(g, row, _):
         zeros = jnp.zeros((tiles.block_q, dq_ref.shape[2]), jnp.float32)
-        tile.store(dq_ref.at[row.slice, g], zeros, row.inside, columns)
+        tile.store(tile.part(dq_ref, row.slice, g), zeros, row.inside, columns)
 
     def key_tile(j, _):
         key = tile.span(j, tiles.block_k, p.keys)
@@ -159,13 +159,13 @@ def _backward_kernel(x: Operands, do_ref, lse_ref, delta_ref, dq_ref, dk_ref, dv
             prob, ds = tile.gradients(p, rows, k_, v_, None, seen)  # [bq, bk]
             ds = ds.astype(k.dtype)
             dq = tile.load(dq_ref.at[by_row], row.inside, columns) + p.scale * tile.dot(ds, k_)
-            tile.store(dq_ref.at[by_row], dq, row.inside, columns)
+            tile.store(tile.part(dq_ref, *by_row), dq, row.inside, columns)
             return dk + tile.t_dot(ds, rows.q), dv + tile.t_dot(prob.astype(k.dtype), rows.do)
 
         zeros = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
         dk, dv = _for_heads(p, tiles, query_tile, zeros)
-        tile.store(dk_ref.at[key.slice], dk * p.scale, key.inside, tile.head(dk_ref, p.head_size))
-        tile.store(dv_ref.at[key.slice], dv, key.inside, tile.head(dv_ref, p.value_size))
+        tile.store(tile.part(dk_ref, key.slice), dk * p.scale, key.inside, tile.head(dk_ref, p.head_size))
+        tile.store(tile.part(dv_ref, key.slice), dv, key.inside, tile.head(dv_ref, p.value_size))
 
     _for_heads(p, tiles, start, None)
     schedule.loop(0, schedule.ceil_div(p.keys, tiles.block_k), key_tile, None)

@@ -128,7 +128,7 @@ def _softmax_kernel(x: Operands, s_ref, p_ref, m_ref, l_ref, *, problem: Problem
 
     def write(key, s, _):
         prob = online_softmax.finish(jnp.exp2(s - m[:, None]), l)
-        tile.store(p_ref.at[:, key.slice], prob, row.inside, key.inside)
+        tile.store(tile.part(p_ref, None, key.slice), prob, row.inside, key.inside)
 
     over_keys(write, None)
     tile.store(m_ref, m, row.inside)

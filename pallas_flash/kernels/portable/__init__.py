@@ -1,5 +1,7 @@
 """FlashAttention-2 as Pallas kernels for any GPU that Pallas' Triton lowering knows."""
 
+import math
+
 from pallas_flash.arguments import Problem
 from pallas_flash.kernels import device
 from pallas_flash.kernels.portable.tuning import tiles
@@ -9,6 +11,10 @@ __all__ = ["tiles", "why_not"]
 
 def why_not(problem: Problem) -> str | None:
     """Why the kernels cannot run a problem, or None."""
+    if problem.dtype == "float64":
+        return "the kernels sum in float32; got float64"
+    if problem.mask and 2**31 < math.prod(problem.mask) <= 2**32:  # from 2^32 bytes on its index has 64 bits
+        return f"jax's Triton lowering indexes a dense mask of 2^31 to 2^32 elements by an int32; got {problem.mask}"
     if max(problem.head_size, problem.value_size) > 256:
         return f"head sizes above 256 do not fit into registers; got H = {problem.head_size}, Hv = {problem.value_size}"
     capability = device.compute_capability()

@@ -52,6 +52,13 @@ def store(ref, x, rows=None, columns=None):
     plgpu.store(ref, x.astype(ref.dtype), mask=_inside(ref.shape, rows, columns))
 
 
+def part(ref, *index):
+    """The part of `ref` at `index`, None for all of an axis, to store into: with 64-bit integers enabled Pallas' interpreter asks
+    that all its starts be of one type."""
+    index = (*index, *[None] * (len(ref.shape) - len(index)))
+    return ref.at[tuple(pl.ds(FIRST, n) if i is None else i for i, n in zip(index, ref.shape, strict=True))]
+
+
 def head(ref, size: int):
     """The columns of a tile's head axis that exist, or None for all."""
     width = ref.shape[-1]

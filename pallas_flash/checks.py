@@ -1,0 +1,151 @@
+"""What a single argument may be: arrays, integers, flags, numbers and windows; each comes back exact, or raises."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_flash.masks import Window
+
+INT32 = np.iinfo(np.int32)
+
+
+def is_array(x) -> bool:
+    return hasattr(x, "shape") and hasattr(x, "dtype")
+
+
+def is_int(x) -> bool:
+    return isinstance(x, int | np.integer)
+
+
+def is_constant(x) -> bool:
+    """Whether an array's values belong to the call: numpy's numbers and integers, which jax could cut, and single flags."""
+    known = isinstance(x, np.ndarray) or _is_known(x)
+    return isinstance(x, np.generic) or (known and (x.dtype.kind in "iu" or (x.dtype == bool and x.shape == ())))
+
+
+def array(name: str, x, more: str = ""):
+    """x as a jax array; lists and numbers too, as jax takes them."""
+    if not is_array(x) and not isinstance(x, list | tuple | int | float):
+        raise TypeError(f"{name} must be an array{more}; got {_kind(x)}.")
+    return jnp.asarray(x)
+
+
+def dense(name: str, x, dtype):
+    """A bias, floating and no wider than sums of `dtype`, or a bool mask."""
+    x = array(name, x, " or a pallas_flash.masks object" * (name == "mask"))
+    if name == "mask":
+        if x.dtype != bool:
+            raise TypeError(
+                f"mask must be bool (True: attend); got {x.dtype}. What is added to the logits, as 0 and -1e9, goes to bias, "
+                "or as mask=x > -1; of 1 and 0 make mask=x != 0."
+            )
+        return x
+    if not (jnp.issubdtype(x.dtype, jnp.floating) or jnp.issubdtype(x.dtype, jnp.integer)):
+        hint = " A bool array goes to mask." if x.dtype == bool else ""
+        raise TypeError(f"bias must be real numbers, it is added to the logits; got {x.dtype}.{hint}")
+    return x if str(x.dtype) in ("float32", "bfloat16", "float16") else x.astype(sums(dtype))
+
+
+def sums(dtype):
+    """The dtype that values of `dtype` are summed in."""
+    return jnp.float64 if dtype == jnp.float64 else jnp.float32
+
+
+def flag(name: str, x) -> bool:
+    if isinstance(x, bool | np.bool_) or (_is_known(x) and x.dtype == bool and x.shape == ()):
+        return bool(x)
+    raise TypeError(f"{name} must be True or False, known while tracing; got {_kind(x)}.{_if_traced(name, x)}")
+
+
+def number(name: str, x, default, positive=False, more: str = ""):
+    if x is None:
+        return default
+    try:
+        if isinstance(x, str | bytes | bool):
+            raise TypeError
+        x = float(x)
+    except (TypeError, jax.errors.ConcretizationTypeError):
+        raise TypeError(f"{name} must be a number known while tracing{more}; got {_kind(x)}.{_if_traced(name, x)}") from None
+    if not math.isfinite(x) or (positive and x <= 0):
+        raise ValueError(f"{name} must be a finite number{' above 0' if positive else ''}; got {x}.")
+    return x
+
+
+def scale(x, default: float, heads: int):
+    """The scale as a number and None, or 1.0 and the factors of the queries, one or [N]: an array is data, and may be traced."""
+    x = jnp.asarray(x) if isinstance(x, list) else x
+    if not is_array(x) or isinstance(x, np.generic):
+        return number("scale", x, default, more=", or an array"), None
+    if x.shape not in ((), (1,), (heads,)) or x.dtype == bool or jnp.issubdtype(x.dtype, jnp.complexfloating):
+        raise ValueError(f"scale must be one real number, or one for each query head, [N] = ({heads},); got {x.dtype} {x.shape}.")
+    return 1.0, jnp.asarray(x)
+
+
+def window(size) -> Window:
+    try:
+        left, right = (size, size) if is_int(size) else size
+        return Window(left, right)
+    except (TypeError, ValueError, jax.errors.JAXTypeError):
+        traced = next((x for x in jax.tree.leaves(size) if isinstance(x, jax.core.Tracer)), None)
+        got = repr(size) if traced is None else _kind(traced)
+        raise ValueError(
+            f"local_window_size must be an int or (left, right), ints from 0 to {INT32.max}, known while tracing; got {got}."
+            + _if_traced("local_window_size", traced)
+        ) from None
+
+
+def ints(name: str, x):
+    """x as int32. What is too large for that raises where it can be seen, and is brought to the ends of int32 where it is traced:
+    a length or position so far away is as good as any beyond the last key."""
+    x = _narrow(name, x)
+    if np.can_cast(x.dtype, np.int32):
+        return x.astype(np.int32)
+    if _is_known(x):
+        raise ValueError(f"{name} must fit into int32; got {max(int(x.min()), int(x.max()), key=abs)}.")
+    low = jnp.asarray(0 if x.dtype.kind == "u" else INT32.min, x.dtype)
+    return jnp.clip(x, low, jnp.asarray(INT32.max, x.dtype)).astype(jnp.int32)
+
+
+def ids(named: dict):
+    """One or two arrays of integers as int32, equal where these are."""
+    x = [_narrow(name, x) for name, x in named.items()]
+    if all(np.can_cast(a.dtype, np.int32) for a in x):
+        return [a.astype(np.int32) for a in x]
+    xp, wide = np if all(map(_is_known, x)) else jnp, np.result_type(*(a.dtype for a in x))
+    if wide.kind == "f" or (xp is jnp and jax.dtypes.canonicalize_dtype(wide) != wide):
+        got = " and ".join(str(a.dtype) for a in x)
+        raise TypeError(f"{' and '.join(named)} must be integers of one dtype, or fit into int32; got {got}.")
+    x = [xp.asarray(a).astype(wide) for a in x]
+    known = xp.sort(xp.concatenate([a.reshape(-1) for a in x]))
+    return [xp.searchsorted(known, a.reshape(-1)).reshape(a.shape).astype(np.int32) for a in x]
+
+
+def _narrow(name: str, x):
+    """An array of integers; if its values are known numpy's, and int32 where that holds them."""
+    if type(x).__name__ == "_DimExpr":  # a symbol of jax.export, as S - T may be
+        x = jnp.asarray(x, jnp.int32)
+    x = x if is_array(x) else np.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise TypeError(f"{name} must be integers; got {x.dtype}.")
+    if np.can_cast(x.dtype, np.int32) or not _is_known(x):
+        return x
+    x = np.asarray(x)
+    return x.astype(np.int32) if x.size == 0 or INT32.min <= int(x.min()) <= int(x.max()) <= INT32.max else x
+
+
+def _is_known(x) -> bool:
+    """Whether the values of an array are known here and now."""
+    concrete = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_fully_addressable
+    return concrete or isinstance(x, np.ndarray | np.generic)
+
+
+def _if_traced(name: str, x) -> str:
+    return f" Under jax.jit name it: static_argnames={name!r}." if isinstance(x, jax.core.Tracer) else ""
+
+
+def _kind(x) -> str:
+    if isinstance(x, str | bytes):
+        return f"the text {x!r}"
+    return f"a traced array {x.dtype}{list(x.shape)}" if isinstance(x, jax.core.Tracer) else type(x).__name__

@@ -1,0 +1,123 @@
+"""What each query sees, for all implementations: with masks.py the only file that compares positions."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Ints = Any  # an int, or an int32 array
+
+
+def is_data(value) -> bool:
+    return value is not None and not isinstance(value, int)
+
+
+def register(cls, *static: str):
+    """Makes a mask a pytree: arrays are its leaves, ints and None, and the fields `static`, belong to its structure."""
+    names = [field.name for field in dataclasses.fields(cls)]
+
+    def flatten(mask):
+        values = [getattr(mask, name) for name in names]
+        is_leaf = [is_data(x) and name not in static for name, x in zip(names, values, strict=True)]
+        data = [x if leaf else None for x, leaf in zip(values, is_leaf, strict=True)]
+        return data, tuple(None if leaf else x for x, leaf in zip(values, is_leaf, strict=True))
+
+    def unflatten(structure, data):
+        mask = object.__new__(cls)
+        for name, s, d in zip(names, structure, data, strict=True):
+            object.__setattr__(mask, name, s if d is None else d)
+        return mask
+
+    jax.tree_util.register_pytree_node(cls, flatten, unflatten)
+
+
+@dataclasses.dataclass(frozen=True)
+class Visibility:
+    """A resolved mask: a diagonal band, lengths, one more interval per row, and document ids.
+
+    Static: `keys` = S, and the band's `left` and `right`. The rest is data, None where there is none: by batch `offset`,
+    `key_stop` and `query_stop` [B]; by query `start`, `stop`, `solid` (the ids fill the interval) and `query_ids` [B, T];
+    by key `key_ids` [B, S]. A kernel narrows the data to its own batch and rows, and then asks for the interval.
+    """
+
+    keys: int
+    left: int | None = None
+    right: int | None = None
+    offset: Ints = 0
+    key_stop: Ints | None = None
+    query_stop: Ints | None = None
+    start: Ints | None = None
+    stop: Ints | None = None
+    solid: Ints | None = None
+    query_ids: Ints | None = None
+    key_ids: Ints | None = None
+
+    ALL = np.iinfo(np.int32).max // 2  # a stop that hides nothing
+    BY_BATCH = ("offset", "key_stop", "query_stop")
+    BY_QUERY = ("start", "stop", "solid", "query_ids")
+    BY_KEY = ("key_ids",)
+
+    def narrow(self, fields, pick) -> "Visibility":
+        """The same mask with `pick` applied to the data in `fields`."""
+        values = {name: getattr(self, name) for name in fields}
+        return dataclasses.replace(self, **{name: pick(x) for name, x in values.items() if is_data(x)})
+
+    def interval(self, row: Ints) -> tuple[Ints, Ints]:
+        """The keys [start, stop) that the queries `row` see, within [0, S); start >= stop where a query sees none.
+
+        The data must have been narrowed to shapes that broadcast against `row`. Ends that are the same for all rows and
+        known while tracing are ints.
+        """
+        position = row + self.offset
+        start, stop = 0, self.keys
+        if self.left is not None:
+            start = jnp.maximum(start, position - self.left)
+        if self.right is not None:
+            stop = jnp.minimum(stop, position + self.right + 1)
+        if self.start is not None:
+            start, stop = jnp.maximum(start, self.start), jnp.minimum(stop, self.stop)
+        if self.key_stop is not None:
+            stop = jnp.minimum(stop, self.key_stop)
+        if self.query_stop is not None:
+            stop = jnp.where(row < self.query_stop, stop, 0)
+        return start, stop
+
+    def sees(self, start: Ints, stop: Ints, key: Ints, query_ids=None, key_ids=None) -> jax.Array:
+        """Whether each query sees each key, from the query's interval; all arguments broadcast against the result."""
+        key = jnp.reshape(key, (1,) * (max(jnp.ndim(start), jnp.ndim(stop)) - jnp.ndim(key)) + jnp.shape(key))
+        if isinstance(start, int) and start == 0:
+            seen = key < stop
+        else:  # one comparison for both ends: what lies before the start wraps around
+            seen = (key - start).astype(jnp.uint32) < jnp.maximum(stop - start, 0).astype(jnp.uint32)
+        return seen if query_ids is None else seen & (query_ids == key_ids)
+
+    def reached(self, key: Ints):
+        """Which of the keys [n] any query of a batch row may see by its lengths, bool [B, n]; None where there are none."""
+        return None if self.key_stop is None else key[None] < self.key_stop[:, None]
+
+    def live(self, row: Ints):
+        """Which of the queries [n] of a batch row may see a key by their lengths, bool [B, n]; None where there are none."""
+        return None if self.query_stop is None else row[None] < self.query_stop[:, None]
+
+    def __str__(self):
+        words = []
+        if self.left is not None or self.right is not None:
+            causal = self.left is None and self.right == 0
+            words.append("causal" if causal else f"window ({self.left}, {self.right})")
+        if words and not (isinstance(self.offset, int) and self.offset == 0):
+            words.append(f"query offset {self.offset if isinstance(self.offset, int) else 'by batch'}")
+        words += [text for name, text in _WORDS.items() if getattr(self, name) is not None]
+        return ", ".join(words) or "full"
+
+
+_WORDS = {
+    "key_stop": "key lengths",
+    "query_stop": "query lengths",
+    "start": "an interval by row",
+    "query_ids": "document ids",
+}
+
+
+register(Visibility, "keys")  # which jax.export may make a symbol
