@@ -33,21 +33,22 @@ LETTERS = {  # of the arrays of a call
 
 def mesh_of(call: dict[str, Any]) -> AbstractMesh | None:
     """The mesh with axes of type Explicit that an array of the call is on, or else that jax.set_mesh named; None without."""
-    meshes = [jax.typeof(x).sharding.mesh for x in _arrays(call).values()]
+    meshes = [jax.typeof(x).sharding.mesh for x in _arrays(call).values() if isinstance(x, jax.Array)]
     return next((m for m in [*meshes, jax.sharding.get_abstract_mesh()] if AxisType.Explicit in m.axis_types), None)
 
 
 def by_device(attend: Callable, call: dict[str, Any], mesh: AbstractMesh):
     """attend(**call), (o, lse), by jax.shard_map over the axes of the mesh that the batch and the heads lie on."""
-    arrays = _arrays(call)
-    query = arrays.get(("query",))
-    if query is None or query.ndim < 3:
+    arrays = {path: jnp.asarray(x) if isinstance(x, list) else x for path, x in _arrays(call).items()}
+    named = {name: arrays.get((name,)) for name in ("query", "key", "value")}
+    if any(x is None or x.ndim < 3 for x in named.values()):
         return attend(**call)  # has an error to raise
-    for name in ("query", "key", "value"):
-        _check_rows(name, arrays.get((name,)))
+    for name, x in named.items():
+        _check_rows(name, x)
     axes = _axes(arrays, call, mesh)
     specs = tuple(_spec(_letters(path, call), x.shape, axes, mesh) for path, x in arrays.items())
-    outs = _spec("BTNH", query.shape, axes, mesh), _spec("BTN", query.shape[:-1], axes, mesh)
+    shape = named["query"].shape
+    outs = _spec("BTNH", shape, axes, mesh), _spec("BTN", shape[:-1], axes, mesh)
     rest = tuple(_with(call, dict.fromkeys(arrays)).items())
     program = _program_once if _is_hashable(rest) else _program
     return program(attend, mesh, tuple(arrays), specs, outs, rest)(tuple(arrays.values()))
@@ -107,9 +108,8 @@ def _arrays(call) -> dict[tuple, Any]:
     found = {(name,): call[name] for name in LETTERS if not isinstance(call[name], Mask)}
     for number, part in enumerate(parts(call["mask"])) if isinstance(call["mask"], Mask) else ():
         found |= {("mask", number, field): getattr(part, field) for field in part.ARRAYS}
-    found = {path: jnp.asarray(x) if isinstance(x, list) else x for path, x in found.items()}
     # NumPy's numbers stay outside: they are known while tracing
-    return {path: x for path, x in found.items() if isinstance(x, jax.Array) or (hasattr(x, "dtype") and len(x.shape))}
+    return {path: x for path, x in found.items() if isinstance(x, jax.Array | list) or (hasattr(x, "dtype") and len(x.shape))}
 
 
 def _letters(path, call) -> str:
@@ -136,8 +136,8 @@ def _is_hashable(x) -> bool:
 
 
 def _check_rows(name, x):
-    spec = () if x is None else jax.typeof(x).sharding.spec
-    if len(spec) > 2 and (spec[-3] is not None or spec[-1] is not None):
+    spec = jax.typeof(x).sharding.spec
+    if spec[-3] is not None or spec[-1] is not None:
         raise ValueError(
             f"{name} may be sharded along batch and heads, since a row sees all keys; got {spec}. "
             "Use jax.reshard, or jax.shard_map around a ring of your own."
@@ -147,7 +147,7 @@ def _check_rows(name, x):
 def _axes(arrays, call, mesh) -> list:
     """The axes of the mesh that each leading axis and, last, the heads lie on: the query's, else those of another array."""
     lead = arrays["query",].ndim - 3
-    axes, K = [None] * (lead + 1), call["key"].shape[-2]
+    axes, K = [None] * (lead + 1), arrays["key",].shape[-2]
     for path, x in arrays.items():
         for i, axis in zip(_places(_letters(path, call), x.ndim, lead), jax.typeof(x).sharding.spec, strict=True):
             taken = {name for axis in axes for name in _names(axis)}
