@@ -1,41 +1,115 @@
 """`flash_attention` and `explain`: the signature, its meaning, and four calls."""
 
 import dataclasses
-import functools
 import inspect
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_flash import arguments, autodiff, backends, checks, selfcheck, sharding
+from pallas_flash import arguments, autodiff, checks, selfcheck, sharding
 from pallas_flash.masks import Mask
 
+AnyArray = Array | np.ndarray
+Implementation = Literal["hopper", "portable", "blockwise", "reference", "flash1", "standard", "xla", "cudnn"]
 
+
+@overload
 def flash_attention(
-    query: Float[Array, "*B T N H"],
-    key: Float[Array, "*B S K H"],
-    value: Float[Array, "*B S K Hv"],
-    bias: Float[Array, "*#B #N #T #S"] | None = None,
-    mask: Bool[Array, "*#B #N #T #S"] | Mask | None = None,
+    query: Float[AnyArray, "*B T N H"],
+    key: Float[AnyArray, "*B S K H"],
+    value: Float[AnyArray, "*B S K Hv"],
+    bias: Float[AnyArray, "*#B #N #T #S"] | None = None,
+    mask: Bool[AnyArray, "*#B #N #T #S"] | Mask | None = None,
     *,
-    scale: float | None = None,
+    scale: float | Float[AnyArray, "..."] | None = None,
     is_causal: bool = False,
-    query_seq_lengths: Int[Array, "*B"] | None = None,
-    key_value_seq_lengths: Int[Array, "*B"] | None = None,
+    query_seq_lengths: Int[AnyArray, "*B"] | None = None,
+    key_value_seq_lengths: Int[AnyArray, "*B"] | None = None,
     local_window_size: int | tuple[int, int] | None = None,
-    implementation: str | None = None,
-    return_residual: bool = False,
-    query_offset: int | Int[Array, "*B"] = 0,
-    query_segment_ids: Int[Array, "*B T"] | None = None,
-    key_value_segment_ids: Int[Array, "*B S"] | None = None,
+    implementation: Implementation | None = None,
+    return_residual: Literal[False] = False,
+    query_offset: int | Int[AnyArray, "*B"] = 0,
+    query_segment_ids: Int[AnyArray, "*B T"] | None = None,
+    key_value_segment_ids: Int[AnyArray, "*B S"] | None = None,
     logits_soft_cap: float | None = None,
-    sinks: Float[Array, "N"] | None = None,
+    sinks: Float[AnyArray, "N"] | None = None,
     dropout_rate: float = 0.0,
     dropout_rng: Array | None = None,
     deterministic: bool = True,
-) -> Any:
+) -> Float[Array, "*B T N Hv"]: ...
+@overload
+def flash_attention(
+    query: Float[AnyArray, "*B T N H"],
+    key: Float[AnyArray, "*B S K H"],
+    value: Float[AnyArray, "*B S K Hv"],
+    bias: Float[AnyArray, "*#B #N #T #S"] | None = None,
+    mask: Bool[AnyArray, "*#B #N #T #S"] | Mask | None = None,
+    *,
+    scale: float | Float[AnyArray, "..."] | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Int[AnyArray, "*B"] | None = None,
+    key_value_seq_lengths: Int[AnyArray, "*B"] | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: Implementation | None = None,
+    return_residual: Literal[True],
+    query_offset: int | Int[AnyArray, "*B"] = 0,
+    query_segment_ids: Int[AnyArray, "*B T"] | None = None,
+    key_value_segment_ids: Int[AnyArray, "*B S"] | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: Float[AnyArray, "N"] | None = None,
+    dropout_rate: float = 0.0,
+    dropout_rng: Array | None = None,
+    deterministic: bool = True,
+) -> tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"]]: ...
+@overload
+def flash_attention(
+    query: Float[AnyArray, "*B T N H"],
+    key: Float[AnyArray, "*B S K H"],
+    value: Float[AnyArray, "*B S K Hv"],
+    bias: Float[AnyArray, "*#B #N #T #S"] | None = None,
+    mask: Bool[AnyArray, "*#B #N #T #S"] | Mask | None = None,
+    *,
+    scale: float | Float[AnyArray, "..."] | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Int[AnyArray, "*B"] | None = None,
+    key_value_seq_lengths: Int[AnyArray, "*B"] | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: Implementation | None = None,
+    return_residual: bool,
+    query_offset: int | Int[AnyArray, "*B"] = 0,
+    query_segment_ids: Int[AnyArray, "*B T"] | None = None,
+    key_value_segment_ids: Int[AnyArray, "*B S"] | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: Float[AnyArray, "N"] | None = None,
+    dropout_rate: float = 0.0,
+    dropout_rng: Array | None = None,
+    deterministic: bool = True,
+) -> Float[Array, "*B T N Hv"] | tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"]]: ...
+def flash_attention(
+    query: Float[AnyArray, "*B T N H"],
+    key: Float[AnyArray, "*B S K H"],
+    value: Float[AnyArray, "*B S K Hv"],
+    bias: Float[AnyArray, "*#B #N #T #S"] | None = None,
+    mask: Bool[AnyArray, "*#B #N #T #S"] | Mask | None = None,
+    *,
+    scale: float | Float[AnyArray, "..."] | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Int[AnyArray, "*B"] | None = None,
+    key_value_seq_lengths: Int[AnyArray, "*B"] | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: Implementation | None = None,
+    return_residual: bool = False,
+    query_offset: int | Int[AnyArray, "*B"] = 0,
+    query_segment_ids: Int[AnyArray, "*B T"] | None = None,
+    key_value_segment_ids: Int[AnyArray, "*B S"] | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: Float[AnyArray, "N"] | None = None,
+    dropout_rate: float = 0.0,
+    dropout_rng: Array | None = None,
+    deterministic: bool = True,
+) -> Float[Array, "*B T N Hv"] | tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"]]:
     """Exact attention, softmax(scale * query key^T + bias) value, in O(T + S) memory, differentiable in every float argument.
 
     A superset of `jax.nn.dot_product_attention`: same names, same order, same defaults. The algorithm is FlashAttention-2
@@ -108,16 +182,17 @@ def flash_attention(
         dropout_rate=dropout_rate,
         dropout_rng=dropout_rng,
         deterministic=deterministic,
+        implementation=implementation,
     )
-    attend = functools.partial(_attend, implementation)
     return_residual = checks.flag("return_residual", return_residual)
-    o, lse = sharding.by_device(attend, arguments.exact(call)) if sharding.is_explicit(query) else attend(**call)
+    mesh = sharding.mesh_of(call)
+    o, lse = _attend(**call) if mesh is None else sharding.by_device(_attend, arguments.exact(call), mesh)
     return (o, lse) if return_residual else o
 
 
 def _attend(implementation, **call):
     problem, operands = arguments.normalise(**call)
-    choice = selfcheck.choose(problem, implementation)
+    choice = sharding.under_vmap(selfcheck.choose(problem, implementation), operands.query)
     o, lse = autodiff.attend(problem, choice, operands)
     rows = np.shape(call["query"])[:-1]
     return o.reshape(*rows, problem.value_size), jnp.swapaxes(lse, 1, 2).reshape(rows)

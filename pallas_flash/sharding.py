@@ -1,92 +1,188 @@
 """A mesh of devices: each attends for its own batch rows and heads, without communication."""
 
-import dataclasses
+import copy
+import functools
+import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, NamedSharding
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_flash.masks import Mask
+from pallas_flash.backends import Choice
+from pallas_flash.masks import Mask, parts
 
-LETTERS = {  # of the arrays of a call but bias and mask, whose axes may be 1
+LETTERS = {  # of the arrays of a call
     "query": "BTNH",
     "key": "BSKH",
     "value": "BSKH",
+    "bias": "BNTS",
+    "mask": "BNTS",
+    "scale": "N",
     "query_seq_lengths": "B",
     "key_value_seq_lengths": "B",
     "query_offset": "B",
     "query_segment_ids": "BT",
     "key_value_segment_ids": "BS",
-    "scale": "N",
+    "sinks": "N",
 }
 
 
-def is_explicit(query) -> bool:
-    """Whether the type of `query` says that it is spread over devices: its mesh has axes of type Explicit."""
-    if not hasattr(query, "shape"):
+def mesh_of(call: dict[str, Any]) -> AbstractMesh | None:
+    """The mesh with axes of type Explicit that an array of the call is on, or else that jax.set_mesh named; None without."""
+    meshes = [jax.typeof(x).sharding.mesh for x in _arrays(call).values() if isinstance(x, jax.Array)]
+    return next((m for m in [*meshes, jax.sharding.get_abstract_mesh()] if AxisType.Explicit in m.axis_types), None)
+
+
+def by_device(attend: Callable, call: dict[str, Any], mesh: AbstractMesh):
+    """attend(**call), (o, lse), by jax.shard_map over the axes of the mesh that the batch and the heads lie on."""
+    arrays = {path: jnp.asarray(x) if isinstance(x, list) else x for path, x in _arrays(call).items()}
+    named = {name: arrays.get((name,)) for name in ("query", "key", "value")}
+    if any(x is None or x.ndim < 3 for x in named.values()):
+        return attend(**call)  # has an error to raise
+    for name, x in named.items():
+        _check_rows(name, x)
+    axes = _axes(arrays, call, mesh)
+    specs = tuple(_spec(_letters(path, call), x.shape, axes, mesh) for path, x in arrays.items())
+    shape = named["query"].shape
+    outs = _spec("BTNH", shape, axes, mesh), _spec("BTN", shape[:-1], axes, mesh)
+    rest = tuple(_with(call, dict.fromkeys(arrays)).items())
+    program = _program_once if _is_hashable(rest) else _program
+    return program(attend, mesh, tuple(arrays), specs, outs, rest)(tuple(arrays.values()))
+
+
+def _program(attend, mesh, paths, specs, outs, rest):
+    local = lambda arrays: attend(**_with(dict(rest), dict(zip(paths, arrays, strict=True))))
+    placed = lambda x, spec: jax.reshard(x, NamedSharding(mesh, spec))
+
+    def run(arrays):  # shard_map keeps what it finds on its first call, and a vmap over an axis of the mesh is another call
+        mapped = jax.shard_map(
+            local, mesh=mesh, in_specs=(specs,), out_specs=outs, check_vma=False
+        )  # Pallas' interpreter cannot be checked
+        return mapped(tuple(map(placed, arrays, specs)))
+
+    return jax.jit(run)
+
+
+_program_once = functools.lru_cache(_program)  # or a call outside of jit would compile each time
+
+
+def under_vmap(choice: Choice, query) -> Choice:
+    """The choice for a query inside of `by_device`: where axes of its mesh are Explicit still, a vmap outside goes over them."""
+    if AxisType.Explicit not in jax.typeof(query).sharding.mesh.axis_types:
+        return choice
+    forward, backward = map(_by_mapped_axis, (choice.backend.forward, choice.backend.backward))
+    return choice._replace(backend=choice.backend._replace(forward=forward, backward=backward))
+
+
+@functools.cache
+def _by_mapped_axis(f: Callable):
+    """f(problem, tiles, *arrays), of which vmap makes a jax.shard_map over the axes of the mesh that it maps over."""
+
+    def run(problem, tiles, *arrays):
+        leaves, tree = jax.tree.flatten(arrays)
+
+        plain = lambda *leaves: f(problem, tiles, *jax.tree.unflatten(tree, leaves))
+        call = jax.custom_batching.custom_vmap(plain)
+
+        @call.def_vmap
+        def rule(_, is_mapped, *leaves):
+            mapped = jax.vmap(plain, [0 if m else None for m in is_mapped])
+            axis = next(jax.typeof(x).sharding.spec[0] for x, m in zip(leaves, is_mapped, strict=True) if m)
+            if axis is not None:
+                specs = tuple(P(axis) if m else P() for m in is_mapped)
+                mapped = jax.shard_map(mapped, in_specs=specs, out_specs=P(axis), axis_names=set(_names(axis)), check_vma=False)
+            outputs = mapped(*leaves)
+            return outputs, jax.tree.map(lambda _: True, outputs)
+
+        return call(*leaves)
+
+    return run
+
+
+def _arrays(call) -> dict[tuple, Any]:
+    """The arrays of a call by where they are: (name,), or ("mask", number of the part, field)."""
+    found = {(name,): call[name] for name in LETTERS if not isinstance(call[name], Mask)}
+    for number, part in enumerate(parts(call["mask"])) if isinstance(call["mask"], Mask) else ():
+        found |= {("mask", number, field): getattr(part, field) for field in part.ARRAYS}
+    # NumPy's numbers stay outside: they are known while tracing
+    return {path: x for path, x in found.items() if isinstance(x, jax.Array | list) or (hasattr(x, "dtype") and len(x.shape))}
+
+
+def _letters(path, call) -> str:
+    return LETTERS[path[0]] if len(path) == 1 else parts(call["mask"])[path[1]].ARRAYS[path[2]]
+
+
+def _with(call, arrays: dict[tuple, Any]) -> dict[str, Any]:
+    """The call with other arrays where `_arrays` found some."""
+    call, rules = dict(call), list(map(copy.copy, parts(call["mask"]) if isinstance(call["mask"], Mask) else ()))
+    for path, x in arrays.items():
+        if len(path) == 1:
+            call[path[0]] = x
+        else:
+            object.__setattr__(rules[path[1]], path[2], x)  # the classes are frozen
+    return call | (dict(mask=functools.reduce(operator.and_, rules)) if rules else {})
+
+
+def _is_hashable(x) -> bool:
+    try:
+        hash(x)
+    except TypeError:
         return False
-    sharding = jax.typeof(query).sharding
-    return any(axis is not None for axis in sharding.spec) and AxisType.Explicit in sharding.mesh.axis_types
+    return True
 
 
-def by_device(attend: Callable, call: dict[str, Any]):
-    """attend(**call), (o, lse), by jax.shard_map over the axes of the mesh that the query's batch and heads lie on."""
-    sharding = jax.typeof(call["query"]).sharding
-    *lead, rows, heads, features = sharding.spec
-    if rows is not None or features is not None:
+def _check_rows(name, x):
+    spec = jax.typeof(x).sharding.spec
+    if spec[-3] is not None or spec[-1] is not None:
         raise ValueError(
-            f"query may be sharded along batch and heads, since a row sees all keys; got {sharding.spec}. "
+            f"{name} may be sharded along batch and heads, since a row sees all keys; got {spec}. "
             "Use jax.reshard, or jax.shard_map around a ring of your own."
         )
-    kv_heads = _kv_heads(call["key"].shape[-2], heads, sharding.mesh)
-    axes = dict(N=heads, K=kv_heads)
-    spec = lambda letters: P(*(axis for c in letters for axis in (lead if c == "B" else [axes.get(c)])))
-
-    def dense(x):  # [*B | 1, N | 1, T | 1, S | 1], or the last of these axes
-        full = (*(lead or [None]), heads, None, None)[-x.ndim :]
-        return P(*(None if n == 1 else axis for n, axis in zip(x.shape, full, strict=True)))
-
-    specs = {}
-    for name, x in call.items():
-        if isinstance(x, Mask):
-            specs[name] = _mask_specs(x, spec)
-        elif hasattr(x, "shape") and len(x.shape):
-            specs[name] = spec(LETTERS[name]) if name in LETTERS else dense(x)
-    arrays = {name: call[name] for name in specs}
-    rest = {name: x for name, x in call.items() if name not in specs}
-    # unchecked, since Pallas' interpreter cannot be checked
-    mapped = jax.shard_map(
-        lambda arrays: attend(**arrays, **rest),
-        mesh=sharding.mesh,
-        in_specs=(specs,),
-        out_specs=(spec("BTNH"), spec("BTN")),
-        check_vma=False,
-    )
-    placed = lambda x, spec: jax.reshard(x, NamedSharding(sharding.mesh, spec))
-    return jax.jit(lambda arrays: mapped(jax.tree.map(placed, arrays, specs)))(arrays)
 
 
-def _kv_heads(K: int, heads, mesh):
-    names = () if heads is None else heads if isinstance(heads, tuple) else (heads,)
-    parts = 1
-    for name in names:
-        parts *= mesh.shape[name]
-    if K % parts == 0:
-        return heads
-    if K == 1:
-        return None
-    raise ValueError(f"the {K} key/value heads must be a multiple of the {parts} devices that the query heads lie on.")
+def _axes(arrays, call, mesh) -> list:
+    """The axes of the mesh that each leading axis and, last, the heads lie on: the query's, else those of another array."""
+    lead = arrays["query",].ndim - 3
+    axes, K = [None] * (lead + 1), arrays["key",].shape[-2]
+    for path, x in arrays.items():
+        for i, axis in zip(_places(_letters(path, call), x.ndim, lead), jax.typeof(x).sharding.spec, strict=True):
+            taken = {name for axis in axes for name in _names(axis)}
+            serves = path == ("query",) or i != lead or _fits(K, axis, mesh)
+            if i is not None and axes[i] is None and serves and not taken & set(_names(axis)):
+                axes[i] = axis
+    return axes
 
 
-def _mask_specs(mask: Mask, spec):
-    """The mask with a PartitionSpec for each of its arrays."""
-    changed = {}
-    for field in dataclasses.fields(mask):
-        x = getattr(mask, field.name)
-        if isinstance(x, Mask):
-            changed[field.name] = _mask_specs(x, spec)
-        elif hasattr(x, "shape"):
-            changed[field.name] = spec(mask.ARRAYS[field.name])
-    return dataclasses.replace(mask, **changed)
+def _places(letters: str, ndim: int, lead: int) -> list[int | None]:
+    """For each axis of an array with these letters, which of `_axes` it follows; axes may be left out on the left."""
+    places = {"B": list(range(lead)), "N": [lead], "K": [lead]}
+    full = [None] * ndim + [place for letter in letters for place in places.get(letter, [None])]
+    return full[len(full) - ndim :]
+
+
+def _spec(letters: str, shape, axes, mesh) -> P:
+    lead = len(axes) - 1
+    if "K" in letters and not _fits(shape[-2], axes[lead], mesh):
+        parts = _count(axes[lead], mesh)
+        raise ValueError(
+            f"the {shape[-2]} key/value heads must be a multiple of the {parts} devices that the query heads lie on."
+        )
+    axis_of = lambda i, n: None if i is None or n % _count(axes[i], mesh) else axes[i]  # an axis of 1 is broadcast
+    return P(*(axis_of(i, n) for i, n in zip(_places(letters, len(shape), lead), shape, strict=True)))
+
+
+def _fits(K: int, axis, mesh) -> bool:
+    """Whether each device has the key/value heads of its query heads; one head may be on all."""
+    return K == 1 or K % _count(axis, mesh) == 0
+
+
+def _count(axis, mesh) -> int:
+    return math.prod(mesh.shape[name] for name in _names(axis))
+
+
+def _names(axis) -> tuple:
+    return () if axis is None else axis if isinstance(axis, tuple) else (axis,)

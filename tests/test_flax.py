@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from flax import linen, nnx
 
-from pallas_flash import flax, masks
-from pallas_flash.flax import FlashAttention, KVCache, attention_fn, rope
+from pallas_flash import flash_attention, masks
+from pallas_flash.flax import FlashAttention, KVCache, attention_fn, hook, rope
 
 B, T, N, H = 2, 7, 4, 6
 D = N * H
@@ -153,7 +153,7 @@ def test_partial_chooses_the_implementation(library):
 
 def test_a_padding_mask_is_not_spread_over_the_queries(monkeypatch):
     seen = []
-    monkeypatch.setattr(flax, "flash_attention", lambda q, k, v, bias, mask, **_: seen.append(mask) or q)
+    monkeypatch.setattr(hook, "flash_attention", lambda q, k, v, bias, mask, **_: seen.append(mask) or q)
     ours, params = nnx_module(dict(attention_fn=attention_fn))
     ours(params, normal(1, B, T, D), mask=MASKS["float, padded keys"])
     assert seen[0].shape == (B, 1, 1, T) and seen[0].dtype == bool
@@ -498,11 +498,11 @@ def test_an_odd_head_size_is_possible_without_rope():
 
 def test_impossible_calls_raise():
     layer, x = layer_of(num_kv_heads=2), normal(0, B, T, D)
-    with pytest.raises(ValueError, match=r"x must be \[B, T, in_features\] = \(B, T, 24\); got \(2, 7, 23\)"):
+    with pytest.raises(ValueError, match=r"inputs_q must be \[B, T, in_features\] = \(B, T, 24\); got \(2, 7, 23\)"):
         layer(x[..., 1:])
-    with pytest.raises(ValueError, match=r"x must be .*; got \(7, 24\)"):
+    with pytest.raises(ValueError, match=r"inputs_q must be .*; got \(7, 24\)"):
         layer(x[0])
-    with pytest.raises(ValueError, match="the 7 tokens of x must fit into the cache's max_length; got 6"):
+    with pytest.raises(ValueError, match="the 7 tokens of inputs_q must fit into the cache's max_length; got 6"):
         layer(x, cache=layer.init_cache(B, 6))
     with pytest.raises(ValueError, match=r"cache.key must be .*\(2, max_length, 2, 6\) .*; got \(3, 9, 2, 6\).*init_cache\(2,"):
         layer(x, cache=layer.init_cache(3, 9))
@@ -514,3 +514,96 @@ def test_the_cache_is_a_pytree_of_arrays():
     cache = layer_of().init_cache(B, 9)
     assert isinstance(jax.tree.map(jnp.copy, cache), KVCache)
     assert [x.shape for x in jax.tree.leaves(cache)] == [(B, 9, N, H), (B, 9, N, H), (B,)]
+
+
+# ---- cross-attention
+
+
+def cross_layer(**options):
+    return layer_of(num_kv_heads=2, in_kv_features=11, is_causal=False, rope_base=None, **options)
+
+
+def test_cross_attention_is_that_of_flax_on_the_same_parameters():
+    options = dict(num_kv_heads=2, in_kv_features=11, use_bias=False)
+    theirs = nnx.MultiHeadAttention(N, D, decode=False, rngs=nnx.Rngs(3), **options)
+    ours = FlashAttention(N, D, is_causal=False, rope_base=None, rngs=nnx.Rngs(0), **options)
+    nnx.update(ours, nnx.state(theirs, nnx.Param))
+    inputs = normal(1, B, T, D), normal(2, B, T + 4, 11), normal(3, B, T + 4, 11)
+    assert_close(jax.jit(ours)(*inputs), jax.jit(theirs)(*inputs))
+    assert_close(jax.jit(ours)(*inputs[:2]), jax.jit(theirs)(*inputs[:2]))
+
+
+def test_cross_attention_sees_the_real_inputs_alone():
+    layer, x, y = cross_layer(qk_norm=True), normal(1, B, T, D), normal(2, B, T + 4, 11)
+    kv_lengths, lengths = np.array([T + 4, 3], np.int32), np.array([T, 2], np.int32)
+    padded = jnp.where(np.arange(T + 4)[None, :, None] < kv_lengths[:, None, None], y, jnp.nan)
+    z = jax.jit(lambda x, y: layer(x, y, lengths=lengths, kv_lengths=kv_lengths))(x, padded)
+    assert_close(z[:1], jax.jit(layer)(x[:1], y[:1]))
+    assert_close(z[1:, :2], jax.jit(layer)(x[1:, :2], y[1:, :3]))
+    assert np.all(np.asarray(z[1, 2:]) == 0)
+
+
+def test_what_makes_no_sense_in_cross_attention_raises():
+    layer, x, y = cross_layer(), normal(0, B, T, D), normal(0, B, 9, 11)
+    for options in (dict(is_causal=True), dict(rope_base=10.0), dict(local_window_size=3)):
+        with pytest.raises(ValueError, match="is_causal=False, rope_base=None and no local_window_size"):
+            layer_of(**(dict(in_kv_features=11, is_causal=False, rope_base=None) | options))(x, y)
+    with pytest.raises(ValueError, match="in_kv_features = 11 beside 24 needs inputs_k"):
+        layer(x)
+    with pytest.raises(ValueError, match="give inputs_k too"):
+        layer_of()(x, inputs_v=x)
+    with pytest.raises(ValueError, match="give inputs_k too, or lengths"):
+        layer_of()(x, kv_lengths=np.array([1, 2]))
+    with pytest.raises(ValueError, match=r"masks\.Documents"):
+        layer(x, y, segment_ids=np.zeros((B, T), int))
+    with pytest.raises(ValueError, match="a cache cannot go with inputs_k"):
+        layer(x, y, cache=layer.init_cache(B, 9))
+    with pytest.raises(ValueError, match=r"inputs_k must be .* = \(2, S, 11\) .*; got \(2, 9, 10\)"):
+        layer(x, y[..., 1:])
+    with pytest.raises(ValueError, match=r"inputs_v must be .* = \(2, 9, 11\) .*; got \(2, 8, 11\)"):
+        layer(x, y, y[:, 1:])
+
+
+# ---- masks and options
+
+
+@pytest.mark.parametrize("axes", ["TS", "NTS", "11TS", "B1TS"])
+def test_leading_axes_of_a_mask_may_be_left_out(axes):
+    sizes = {"B": B, "N": N, "T": T, "S": T, "1": 1}
+    mask = (np.random.default_rng(0).random([sizes[a] for a in axes]) < 0.6) | np.eye(T, dtype=bool)
+    layer, x = layer_of(implementation="reference"), normal(1, B, T, D)
+    q = normal(2, B, T, N, H)
+    full = np.broadcast_to(mask, (B, N, T, T))
+    assert_close(layer(x, mask=mask), layer(x, mask=full))
+    assert_close(layer(x, mask=mask.astype("f4")), layer(x, mask=full))
+    assert_close(attention_fn(q, q, q, mask=mask.astype("f4")), flash_attention(q, q, q, mask=full))
+
+
+@pytest.mark.parametrize("mask", [np.array([0.0, -1e9]), jnp.array([0, 2]), np.array([1.0, np.nan])])
+def test_a_mask_of_other_numbers_than_0_and_1_raises_where_they_can_be_seen(mask):
+    q, mask = normal(0, B, 2, N, H), mask[None]
+    for attend in (functools.partial(attention_fn, mask=mask), jax.jit(functools.partial(attention_fn, mask=mask))):
+        with pytest.raises(ValueError, match=r"mask must be bool, or 0 and 1 as Flax makes it; got .*mask > -1"):
+            attend(q, q, q)
+    with pytest.raises(ValueError, match="mask must be bool"):
+        layer_of()(normal(0, B, 2, D), mask=mask)
+
+
+@pytest.mark.parametrize(
+    "options, text",
+    [
+        (dict(local_window_size=-1), r"local_window_size must be an int or \(left, right\)"),
+        (dict(local_window_size=(1, 2, 3)), "local_window_size must be"),
+        (dict(logits_soft_cap=0.0), "logits_soft_cap must be a finite number above 0; got 0"),
+        (dict(implementation="flash3"), "implementation must be None or one of .*; got 'flash3'"),
+        (dict(is_causal="yes"), "is_causal must be True or False"),
+        (dict(rope_base=0.0), "rope_base must be a number above 0, or None"),
+    ],
+)
+def test_the_constructor_refuses_what_the_first_call_would(options, text):
+    with pytest.raises((TypeError, ValueError), match=text):
+        layer_of(**options)
+
+
+def test_the_constructor_leaves_it_to_the_call_what_an_implementation_can_run():
+    assert layer_of(implementation="hopper").implementation == "hopper"

@@ -103,3 +103,89 @@ def test_key_heads_that_do_not_divide_have_a_clear_error(rng):
     (q,) = place(mesh(AxisType.Explicit), SPEC, q)
     with pytest.raises(ValueError, match="the 3 key/value heads must be a multiple of the 2 devices"):
         flash_attention(q, k, v)
+
+
+SMALL = Sizes(B=4, T=5, S=7, N=4, K=2, H=8, Hv=8)
+AS = {  # the arrays' places on a mesh of two by two; None: not on the mesh
+    "all of them on every device": dict(query=P(), key=P(), value=P(), bias=P(), lengths=P()),
+    "keys by batch, the query on every device": dict(query=P(), key=P("data"), value=P("data")),
+    "the query by batch, keys by head": dict(query=P("data"), key=P(None, None, "model"), value=P(None, None, "model")),
+    "the query and the keys by the same axis": dict(query=P("data"), key=P(None, None, "data"), bias=P(None, "data")),
+    "nothing but the bias": dict(bias=P(None, "model")),
+    "nothing but the lengths": dict(lengths=P("data")),
+}
+
+
+@pytest.mark.usefixtures("quick_compile")
+@pytest.mark.parametrize("places", AS)
+def test_arrays_may_be_anywhere_on_an_explicit_mesh(places):
+    rng = np.random.default_rng(0)
+    arrays = dict(zip(("query", "key", "value"), qkv(rng, SMALL), strict=True))
+    arrays |= dict(bias=bias(rng, "1NTS", SMALL), lengths=np.array([3, 7, 0, 5], np.int32))
+    loss = loss_of("reference", is_causal=True)
+    placed = {name: place(mesh(AxisType.Explicit), spec, arrays[name])[0] for name, spec in AS[places].items()}
+    equal(loss(*(arrays | placed).values()), loss(*arrays.values()))
+
+
+@pytest.mark.usefixtures("quick_compile")
+def test_a_mesh_of_one_device_and_one_that_was_set_change_nothing(implementation, rng):
+    q, k, v = qkv(rng, SMALL)
+    attend = jax.jit(
+        jax.value_and_grad(lambda *x: jnp.sum(jnp.sin(flash_attention(*x, implementation=implementation))), argnums=(0, 1, 2))
+    )
+    one = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Explicit,))
+    expected = attend(q, k, v)
+    equal(attend(*place(one, P(), q, k, v)), expected)
+    with jax.set_mesh(mesh(AxisType.Explicit)):
+        equal(attend(q, k, v), expected)
+
+
+@pytest.mark.usefixtures("quick_compile")
+@pytest.mark.parametrize(
+    "names, implementation",
+    [(("data", "model"), "reference"), (("data",), "reference"), (("data",), "blockwise"), (("data",), "portable")],
+)
+def test_vmap_goes_over_an_axis_of_the_mesh(names, implementation, rng):
+    m = jax.make_mesh((4 // len(names),) * len(names), names, axis_types=(AxisType.Explicit,) * len(names))
+    arrays = [x[:, None] for x in qkv(rng, SMALL)]
+    attend = jax.vmap(lambda *x: flash_attention(*x, is_causal=True, implementation=implementation))
+    loss = jax.jit(jax.value_and_grad(lambda *x: jnp.sum(jnp.sin(attend(*x))), argnums=(0, 1, 2)))
+    spread = loss(*place(m, P("data"), *arrays))
+    equal(spread, loss(*arrays))
+    assert jax.typeof(spread[1][0]).sharding.spec[0] == "data"
+
+
+def test_a_call_outside_of_jit_is_compiled_once(rng):
+    q, k, v = place(mesh(AxisType.Explicit), P("data"), *qkv(rng, SMALL))
+    attend = lambda **kw: jax.block_until_ready(flash_attention(q, k, v, implementation="reference", **kw))
+    attend(is_causal=True)
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiled.append(event))
+    attend(is_causal=True)
+    assert not [event for event in compiled if "compile" in event]
+    attend(is_causal=True, scale=0.5)
+    assert [event for event in compiled if "compile" in event]
+
+
+class Pairs(masks.Mask):
+    """A user's mask, that no pytree knows."""
+
+    def interval(self, row, position):
+        return position // 2 * 2, position // 2 * 2 + 2
+
+
+def test_masks_of_every_kind_go_along(rng):
+    q, k, v = qkv(rng, SMALL)
+    attend = lambda *x, prefix: flash_attention(*x, mask=Pairs() & masks.PrefixLM(prefix), implementation="reference")
+    prefix = np.array([1, 3, 0, 7], np.int32)
+    spread = place(mesh(AxisType.Explicit), P("data"), q, k, v)
+    equal(attend(*spread, prefix=prefix), attend(q, k, v, prefix=prefix))
+    equal(attend(*spread, prefix=prefix.tolist()), attend(q, k, v, prefix=prefix))
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_rows_of_any_array_stay_whole(name, rng):
+    call = dict(zip(("query", "key", "value"), qkv(rng, SMALL._replace(T=8, S=8)), strict=True))
+    (call[name],) = place(mesh(AxisType.Explicit), P(None, "data"), call[name])
+    with pytest.raises(ValueError, match=f"{name} may be sharded along batch and heads.*jax.reshard"):
+        flash_attention(**call)

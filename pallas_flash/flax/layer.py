@@ -1,111 +1,20 @@
-"""For Flax: `attention_fn`, the hook of its attention modules, and `FlashAttention`, a layer with RoPE and a KV cache."""
+"""`FlashAttention`, a layer with RoPE, grouped heads and a KV cache."""
 
+import contextlib
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from flax.nnx.nn import dtypes
 from jaxtyping import Array, Float, Int, Shaped
 
-from pallas_flash.attention import flash_attention
+from pallas_flash.attention import AnyArray, Implementation, explain, flash_attention
+from pallas_flash.flax.hook import as_mask
 from pallas_flash.masks import Mask
 
 LECUN_NORMAL = nnx.initializers.lecun_normal()
-
-
-def attention_fn(  # every parameter has a name: linen passes on only those that it finds in the signature
-    query: Shaped[Array, "*B T N H"],
-    key: Shaped[Array, "*B S K H"],
-    value: Shaped[Array, "*B S K Hv"],
-    bias: Float[Array, "*#B #N #T #S"] | None = None,
-    mask: Shaped[Array, "*#B #N #T #S"] | Mask | None = None,
-    broadcast_dropout: bool = True,
-    dropout_rng: Array | None = None,
-    dropout_rate: float = 0.0,
-    deterministic: bool = False,
-    dtype: Any = None,
-    precision: Any = None,
-    module: Any = None,
-    force_fp32_for_softmax: bool = False,
-    einsum_dot_general: Callable | None = None,
-    qk_attn_weights_einsum: Callable | None = None,
-    attn_weights_value_einsum: Callable | None = None,
-    promote_dtype: Callable = dtypes.promote_dtype,
-    is_causal: bool = False,
-    input_positions: Array | None = None,
-    *,
-    implementation: str | None = None,
-) -> Float[Array, "*B T N Hv"]:
-    """`flash_attention` with the signature of Flax's `dot_product_attention`, of nnx and of linen.
-
-    `nnx.MultiHeadAttention(..., attention_fn=attention_fn)`, and the same for `linen.MultiHeadDotProductAttention`. Another
-    implementation is `functools.partial(attention_fn, implementation="portable")`.
-
-    Differs from Flax in one result: a query that sees no key gets 0, where Flax gives the mean of the values.
-
-    Args:
-      query, key, value, bias: as in `flash_attention`; any number of leading axes.
-      mask: True, or any number but 0, lets a query see a key; Flax makes float32. Or an object of `pallas_flash.masks`.
-      broadcast_dropout, dropout_rng: read only where dropout is on, which is not implemented yet.
-      dropout_rate, deterministic: dropout is on when the rate is above 0 and deterministic is False.
-      dtype: query, key and value are cast to it; None: to the dtype that they promote to.
-      precision: a `jax.lax.Precision`, its name, or a pair. All are met and none changes anything: float32 is multiplied in
-        float32, 16-bit numbers exactly, and sums are float32. An algorithm of `jax.lax.DotAlgorithm` cannot be chosen.
-      module: must be None: the weights are never in memory, so that none can be sown.
-      force_fp32_for_softmax: either; the softmax is always float32.
-      einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum: must be None: there is no einsum to replace.
-      promote_dtype: nnx's; called as promote_dtype((query, key, value), dtype=dtype).
-      is_causal: top-left aligned; joined with the mask.
-      input_positions: must be None: `FlashAttention` has RoPE.
-      implementation: as in `flash_attention`.
-
-    Raises:
-      NotImplementedError: an argument that cannot be honoured.
-      TypeError, ValueError: as `flash_attention`.
-    """
-    _refuse_module(module)
-    _refuse_einsums(einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum)
-    _check_precision(precision)
-    if input_positions is not None:
-        raise NotImplementedError("attention_fn takes no input_positions, it has no RoPE: pallas_flash.flax.FlashAttention has.")
-    query, key, value = promote_dtype((query, key, value), dtype=dtype)
-    dropout = {} if deterministic or dropout_rate == 0 else dict(dropout_rate=dropout_rate, dropout_rng=dropout_rng)
-    # Flax's `deterministic` means no dropout; that of flash_attention means the same bits twice, which is its default
-    return flash_attention(query, key, value, bias, _as_mask(mask), is_causal=is_causal, implementation=implementation, **dropout)
-
-
-def _refuse_module(module):
-    if module is not None:
-        raise NotImplementedError(
-            f"attention_fn cannot sow attention weights into {type(module).__name__}, it never has them in memory: "
-            "leave sow_weights False, or use Flax's own attention_fn to look at weights."
-        )
-
-
-def _refuse_einsums(*einsums):
-    if any(einsum is not None for einsum in einsums):
-        raise NotImplementedError(
-            "attention_fn has no einsum to replace: leave einsum_dot_general, qk_attn_weights_einsum and "
-            "attn_weights_value_einsum (in linen's module: the same with _cls) None, or use Flax's own attention_fn."
-        )
-
-
-def _check_precision(precision):
-    for each in precision if isinstance(precision, tuple | list) else [precision]:
-        try:
-            jax.lax.Precision(each)
-        except ValueError:
-            raise NotImplementedError(
-                f"precision must be None, a jax.lax.Precision or its name, or a pair of them; got {each!r}: the kernels choose "
-                "their own algorithm, which is at least as precise."
-            ) from None
-
-
-def _as_mask(mask):
-    return mask if mask is None or isinstance(mask, Mask) else jnp.asarray(mask).astype(bool)
 
 
 def rope(x: Float[Array, "B T N H"], positions: Int[Array, "#B T"], base: float) -> Float[Array, "B T N H"]:
@@ -131,17 +40,20 @@ class KVCache(NamedTuple):
 
 
 class FlashAttention(nnx.Module):
-    """Self-attention: grouped heads, RoPE, QK norm, packed documents, and a KV cache that is passed in and handed back.
+    """Attention with projections: grouped heads, RoPE, QK norm, packed documents, a KV cache that is passed in and handed back.
+
+    For cross-attention make it with is_causal=False, rope_base=None and no window, and give it inputs_k.
 
     The submodules query, key, value and out are `nnx.LinearGeneral`, with the names and shapes of `nnx.MultiHeadAttention`;
     query_norm and key_norm are `nnx.RMSNorm`.
 
     Args:
       num_heads: query heads N.
-      in_features: size of the last axis of x.
+      in_features: size of the last axis of inputs_q.
       num_kv_heads: key/value heads K, a divisor of num_heads; num_heads by default.
       head_size: H; in_features / num_heads by default.
       out_features: in_features by default.
+      in_kv_features: size of the last axis of inputs_k and inputs_v in cross-attention; in_features by default.
       rope_base: of `rope`; None: no RoPE.
       qk_norm: RMSNorm over the head, with a learned scale, on queries and keys, before RoPE (arXiv:2302.05442, there LayerNorm).
       is_causal: a token sees itself and those before it.
@@ -162,6 +74,7 @@ class FlashAttention(nnx.Module):
         num_kv_heads: int | None = None,
         head_size: int | None = None,
         out_features: int | None = None,
+        in_kv_features: int | None = None,
         rope_base: float | None = 10_000.0,
         qk_norm: bool = False,
         is_causal: bool = True,
@@ -170,58 +83,92 @@ class FlashAttention(nnx.Module):
         use_bias: bool = False,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
-        implementation: str | None = None,
+        implementation: Implementation | None = None,
         kernel_init: Callable = LECUN_NORMAL,
         out_kernel_init: Callable | None = None,
         rngs: nnx.Rngs,
     ):
         N, K, H = _heads(num_heads, num_kv_heads, head_size, in_features, rope_base)
         self.in_features, self.num_kv_heads, self.head_size = in_features, K, H
+        self.in_kv_features = in_features if in_kv_features is None else in_kv_features
         self.rope_base, self.is_causal, self.local_window_size = rope_base, is_causal, local_window_size
         self.logits_soft_cap, self.implementation = logits_soft_cap, implementation
         self.cache_dtype = param_dtype if dtype is None else dtype
+        self._check_options(N)
 
         types = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         linear = functools.partial(nnx.LinearGeneral, use_bias=use_bias, **types)
         self.query = linear(in_features, (N, H), kernel_init=kernel_init)
-        self.key = linear(in_features, (K, H), kernel_init=kernel_init)
-        self.value = linear(in_features, (K, H), kernel_init=kernel_init)
+        self.key = linear(self.in_kv_features, (K, H), kernel_init=kernel_init)
+        self.value = linear(self.in_kv_features, (K, H), kernel_init=kernel_init)
         self.out = linear((N, H), out_features or in_features, axis=(-2, -1), kernel_init=out_kernel_init or kernel_init)
         self.query_norm = nnx.RMSNorm(H, **types) if qk_norm else None
         self.key_norm = nnx.RMSNorm(H, **types) if qk_norm else None
 
+    @overload
     def __call__(
         self,
-        x: Float[Array, "B T D"],
+        inputs_q: Float[AnyArray, "B T D"],
+        inputs_k: Float[AnyArray, "B S Dkv"] | None = None,
+        inputs_v: Float[AnyArray, "B S Dkv"] | None = None,
         *,
-        mask: Shaped[Array, "#B #N #T #S"] | Mask | None = None,
-        segment_ids: Int[Array, "B T"] | None = None,
-        lengths: Int[Array, "B"] | None = None,
-        cache: KVCache | None = None,
-    ) -> Float[Array, "B T Dout"] | tuple[Float[Array, "B T Dout"], KVCache]:
-        """Without a cache, the T tokens attend to each other; with one, they come after its tokens and are added to it.
+        mask: Shaped[AnyArray, "*#B #N #T #S"] | Mask | None = None,
+        segment_ids: Int[AnyArray, "B T"] | None = None,
+        lengths: Int[AnyArray, "B"] | None = None,
+        kv_lengths: Int[AnyArray, "B"] | None = None,
+        cache: None = None,
+    ) -> Float[Array, "B T Dout"]: ...
+    @overload
+    def __call__(
+        self,
+        inputs_q: Float[AnyArray, "B T D"],
+        *,
+        mask: Shaped[AnyArray, "*#B #N #T #S"] | Mask | None = None,
+        lengths: Int[AnyArray, "B"] | None = None,
+        cache: KVCache,
+    ) -> tuple[Float[Array, "B T Dout"], KVCache]: ...
+    def __call__(
+        self,
+        inputs_q,
+        inputs_k=None,
+        inputs_v=None,
+        *,
+        mask=None,
+        segment_ids=None,
+        lengths=None,
+        kv_lengths=None,
+        cache=None,
+    ):
+        """The T tokens of inputs_q attend to each other; to those of a cache, to which they are added; or to inputs_k.
 
         Args:
-          x: [B, T, in_features].
+          inputs_q: [B, T, in_features].
+          inputs_k: [B, S, in_kv_features], cross-attention: the keys are made of it. The queries' own inputs by default.
+          inputs_v: [B, S, in_kv_features]: the values are made of it; inputs_k by default.
           mask: as in `attention_fn`, joined with is_causal and the rest. With a cache, its S axis is the cache's slots.
           segment_ids: int32 [B, T], packed documents: tokens see those with their own id. RoPE's positions count on from
-            document to document, which changes nothing: only differences within a document matter. Not with a cache.
+            document to document, which changes nothing: only differences within a document matter. Not with a cache, and not
+            with inputs_k, where masks.Documents says the ids of both.
           lengths: int32 [B]: only the first lengths[b] tokens of row b are real, and only they stay in a cache. The
             attention of the others is 0. Prompts of different lengths fill a cache in one call so.
+          kv_lengths: int32 [B]: only the first kv_lengths[b] of inputs_k are real.
           cache: of `init_cache` or of the call before. Row b's tokens are at positions length[b], length[b] + 1, ...
 
         Returns:
           y [B, T, out_features]; with a cache, (y, the new cache). A token at position max_length or later finds no room:
           it is not stored, and as tracing cannot raise, its y is NaN; rows and tokens that fit stay right.
         """
+        x, is_cross = inputs_q, inputs_k is not None
         self._check(x, segment_ids, cache)
+        self._check_cross(x, inputs_k, inputs_v, segment_ids, kv_lengths, cache)
+        inputs_k = inputs_k if is_cross else x
         start = jnp.zeros(1, jnp.int32) if cache is None else cache.length
         positions = start[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)  # [1 | B, T]
-        query, key, value = self._project(x, positions)
+        query, key, value = self._project(x, inputs_k, inputs_k if inputs_v is None else inputs_v, positions)
         attend = functools.partial(
             flash_attention,
             query,
-            mask=_as_mask(mask),
+            mask=as_mask(mask),
             is_causal=self.is_causal,
             query_seq_lengths=lengths,
             local_window_size=self.local_window_size,
@@ -229,7 +176,8 @@ class FlashAttention(nnx.Module):
             logits_soft_cap=self.logits_soft_cap,
         )
         if cache is None:
-            return self.out(attend(key=key, value=value, key_value_seq_lengths=lengths, query_segment_ids=segment_ids))
+            kv_lengths = kv_lengths if is_cross else lengths
+            return self.out(attend(key=key, value=value, key_value_seq_lengths=kv_lengths, query_segment_ids=segment_ids))
 
         cache = _append(cache, key, value, positions, x.shape[1] if lengths is None else lengths)
         key, value = cache.key.astype(query.dtype), cache.value.astype(query.dtype)
@@ -244,8 +192,8 @@ class FlashAttention(nnx.Module):
         empty = lambda: jnp.zeros((batch, max_length, self.num_kv_heads, self.head_size), dtype)
         return KVCache(empty(), empty(), jnp.zeros(batch, jnp.int32))
 
-    def _project(self, x, positions):
-        query, key, value = self.query(x), self.key(x), self.value(x)
+    def _project(self, inputs_q, inputs_k, inputs_v, positions):
+        query, key, value = self.query(inputs_q), self.key(inputs_k), self.value(inputs_v)
         if self.query_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         if self.rope_base is not None:
@@ -254,7 +202,7 @@ class FlashAttention(nnx.Module):
 
     def _check(self, x, segment_ids, cache):
         if x.ndim != 3 or x.shape[-1] != self.in_features:
-            raise ValueError(f"x must be [B, T, in_features] = (B, T, {self.in_features}); got {x.shape}.")
+            raise ValueError(f"inputs_q must be [B, T, in_features] = (B, T, {self.in_features}); got {x.shape}.")
         if cache is None:
             return
         B, T, _ = x.shape
@@ -262,12 +210,45 @@ class FlashAttention(nnx.Module):
         if cache.key.shape != slots:
             raise ValueError(
                 f"cache.key must be [B, max_length, K, H] = ({B}, max_length, {self.num_kv_heads}, {self.head_size}) to match "
-                f"x {x.shape} and the layer; got {cache.key.shape}. Make it with init_cache({B}, max_length)."
+                f"inputs_q {x.shape} and the layer; got {cache.key.shape}. Make it with init_cache({B}, max_length)."
             )
         if T > cache.key.shape[1]:
-            raise ValueError(f"the {T} tokens of x must fit into the cache's max_length; got {cache.key.shape[1]}.")
+            raise ValueError(f"the {T} tokens of inputs_q must fit into the cache's max_length; got {cache.key.shape[1]}.")
         if segment_ids is not None:
             raise ValueError("segment_ids cannot go with a cache: give each document a row of its own.")
+
+    def _check_cross(self, x, inputs_k, inputs_v, segment_ids, kv_lengths, cache):
+        if inputs_k is None:
+            if inputs_v is not None or kv_lengths is not None:
+                raise ValueError("inputs_v and kv_lengths belong to inputs_k: give inputs_k too, or lengths for self-attention.")
+            if self.in_kv_features != self.in_features:
+                raise ValueError(f"a layer with in_kv_features = {self.in_kv_features} beside {self.in_features} needs inputs_k.")
+            return
+        if self.is_causal or self.rope_base is not None or self.local_window_size is not None:
+            raise ValueError(
+                "inputs_k has positions of its own, that those of inputs_q cannot be compared with: for cross-attention make "
+                "the layer with is_causal=False, rope_base=None and no local_window_size."
+            )
+        if segment_ids is not None:
+            raise ValueError(
+                "segment_ids are those of self-attention: with inputs_k give mask=masks.Documents(query_ids, key_ids)."
+            )
+        if cache is not None:
+            raise ValueError(
+                "a cache cannot go with inputs_k: it holds the tokens of self-attention. Give inputs_k at each step."
+            )
+        for name, y in dict(inputs_k=inputs_k, inputs_v=inputs_k if inputs_v is None else inputs_v).items():
+            if y.ndim != 3 or y.shape != (x.shape[0], inputs_k.shape[1], self.in_kv_features):
+                shape = f"({x.shape[0]}, {'S' if name == 'inputs_k' else inputs_k.shape[1]}, {self.in_kv_features})"
+                raise ValueError(f"{name} must be [B, S, in_kv_features] = {shape} to match inputs_q {x.shape}; got {y.shape}.")
+
+    def _check_options(self, N):
+        """Raises here what flash_attention would raise in the first call."""
+        query, key = (jax.ShapeDtypeStruct((1, 1, heads, self.head_size), jnp.float32) for heads in (N, self.num_kv_heads))
+        options = dict(local_window_size=self.local_window_size, logits_soft_cap=self.logits_soft_cap)
+        # whether an implementation can run a call is a matter of the call
+        with contextlib.suppress(NotImplementedError):
+            explain(query, key, key, is_causal=self.is_causal, implementation=self.implementation, **options)
 
 
 def _heads(num_heads, num_kv_heads, head_size, in_features, rope_base) -> tuple[int, int, int]:
@@ -278,6 +259,8 @@ def _heads(num_heads, num_kv_heads, head_size, in_features, rope_base) -> tuple[
     if head_size is None and in_features % N:
         raise ValueError(f"in_features must be a multiple of num_heads = {N}; got {in_features}. Or give head_size.")
     H = in_features // N if head_size is None else head_size
+    if rope_base is not None and not rope_base > 0:
+        raise ValueError(f"rope_base must be a number above 0, or None for no RoPE; got {rope_base}.")
     if rope_base is not None and H % 2:
         raise ValueError(f"head_size must be even, RoPE turns pairs; got {H}. Or leave RoPE out with rope_base=None.")
     return N, K, H

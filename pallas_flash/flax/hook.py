@@ -1,0 +1,115 @@
+"""`attention_fn`, the hook of Flax's own attention modules, of nnx and of linen."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.nnx.nn import dtypes
+from jaxtyping import Array, Float, Shaped
+
+from pallas_flash.attention import AnyArray, Implementation, flash_attention
+from pallas_flash.masks import Mask
+
+
+def attention_fn(  # every parameter has a name: linen passes on only those that it finds in the signature
+    query: Shaped[AnyArray, "*B T N H"],
+    key: Shaped[AnyArray, "*B S K H"],
+    value: Shaped[AnyArray, "*B S K Hv"],
+    bias: Float[AnyArray, "*#B #N #T #S"] | None = None,
+    mask: Shaped[AnyArray, "*#B #N #T #S"] | Mask | None = None,
+    broadcast_dropout: bool = True,
+    dropout_rng: Array | None = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype: Any = None,
+    precision: Any = None,
+    module: Any = None,
+    force_fp32_for_softmax: bool = False,
+    einsum_dot_general: Callable | None = None,
+    qk_attn_weights_einsum: Callable | None = None,
+    attn_weights_value_einsum: Callable | None = None,
+    promote_dtype: Callable = dtypes.promote_dtype,
+    is_causal: bool = False,
+    input_positions: Array | None = None,
+    *,
+    implementation: Implementation | None = None,
+) -> Float[Array, "*B T N Hv"]:
+    """`flash_attention` with the signature of Flax's `dot_product_attention`, of nnx and of linen.
+
+    `nnx.MultiHeadAttention(..., attention_fn=attention_fn)`, and the same for `linen.MultiHeadDotProductAttention`. Another
+    implementation is `functools.partial(attention_fn, implementation="portable")`.
+
+    Differs from Flax in one result: a query that sees no key gets 0, where Flax gives the mean of the values.
+
+    Args:
+      query, key, value, bias: as in `flash_attention`; any number of leading axes.
+      mask: True or 1 lets a query see a key; Flax makes the numbers 0 and 1. Or an object of `pallas_flash.masks`.
+      broadcast_dropout, dropout_rng: read only where dropout is on, which is not implemented yet.
+      dropout_rate, deterministic: dropout is on when the rate is above 0 and deterministic is False.
+      dtype: query, key and value are cast to it; None: to the dtype that they promote to.
+      precision: a `jax.lax.Precision`, its name, or a pair. All are met and none changes anything: float32 is multiplied in
+        float32, 16-bit numbers exactly, and sums are float32. An algorithm of `jax.lax.DotAlgorithm` cannot be chosen.
+      module: must be None: the weights are never in memory, so that none can be sown.
+      force_fp32_for_softmax: either; the softmax is always float32.
+      einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum: must be None: there is no einsum to replace.
+      promote_dtype: nnx's; called as promote_dtype((query, key, value), dtype=dtype).
+      is_causal: top-left aligned; joined with the mask.
+      input_positions: must be None: `FlashAttention` has RoPE.
+      implementation: as in `flash_attention`.
+
+    Raises:
+      NotImplementedError: an argument that cannot be honoured.
+      TypeError, ValueError: as `flash_attention`.
+    """
+    _refuse_module(module)
+    _refuse_einsums(einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum)
+    _check_precision(precision)
+    if input_positions is not None:
+        raise NotImplementedError("attention_fn takes no input_positions, it has no RoPE: pallas_flash.flax.FlashAttention has.")
+    query, key, value = promote_dtype((query, key, value), dtype=dtype)
+    dropout = {} if deterministic or dropout_rate == 0 else dict(dropout_rate=dropout_rate, dropout_rng=dropout_rng)
+    # Flax's `deterministic` means no dropout; that of flash_attention means the same bits twice, which is its default
+    return flash_attention(query, key, value, bias, as_mask(mask), is_causal=is_causal, implementation=implementation, **dropout)
+
+
+def _refuse_module(module):
+    if module is not None:
+        raise NotImplementedError(
+            f"attention_fn cannot sow attention weights into {type(module).__name__}, it never has them in memory: "
+            "leave sow_weights False, or use Flax's own attention_fn to look at weights."
+        )
+
+
+def _refuse_einsums(*einsums):
+    if any(einsum is not None for einsum in einsums):
+        raise NotImplementedError(
+            "attention_fn has no einsum to replace: leave einsum_dot_general, qk_attn_weights_einsum and "
+            "attn_weights_value_einsum (in linen's module: the same with _cls) None, or use Flax's own attention_fn."
+        )
+
+
+def _check_precision(precision):
+    for each in precision if isinstance(precision, tuple | list) else [precision]:
+        try:
+            jax.lax.Precision(each)
+        except ValueError:
+            raise NotImplementedError(
+                f"precision must be None, a jax.lax.Precision or its name, or a pair of them; got {each!r}: the kernels choose "
+                "their own algorithm, which is at least as precise."
+            ) from None
+
+
+def as_mask(mask):
+    """A mask as flash_attention takes it: bool in place of Flax's numbers 0 and 1. What is traced is taken to be such."""
+    if mask is None or isinstance(mask, Mask):
+        return mask
+    if not isinstance(mask, jax.core.Tracer) and getattr(mask, "is_fully_addressable", True):
+        other = (values := np.asarray(mask))[(values != 0) & (values != 1)]
+        if other.size:
+            raise ValueError(
+                f"mask must be bool, or 0 and 1 as Flax makes it; got {other.flat[0]}. Numbers to add to the logits are a bias; "
+                "of 0 and -1e9 a mask is made by mask > -1."
+            )
+    return jnp.asarray(mask).astype(bool)
