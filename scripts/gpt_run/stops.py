@@ -17,11 +17,11 @@ class Refused(Exception):
 @contextlib.contextmanager
 def one_line():
     """What a user can mend ends with one line on stderr and status 1, a signal with 128 and its number."""
-    with _handler(_interrupt, signal.SIGTERM):
+    with _handler(_interrupt, signal.SIGINT, signal.SIGTERM):
         try:
             yield
         except KeyboardInterrupt as interrupt:
-            number = signal.Signals(*interrupt.args or [signal.SIGINT])
+            number = signal.Signals(*interrupt.args)
             report("stopped", f"by {number.name}")
             raise SystemExit(128 + number) from None
         except Exception as error:
