@@ -21,7 +21,7 @@ def one_line():
         try:
             yield
         except KeyboardInterrupt as interrupt:
-            number = signal.Signals(*interrupt.args)
+            number = signal.Signals(*interrupt.args or [signal.SIGINT])
             report("stopped", f"by {number.name}")
             raise SystemExit(128 + number) from None
         except Exception as error:
