@@ -2,7 +2,7 @@
 
 Times implementations of attention side by side, in one process: forward, backward, and forward with backward, and the temporary
 memory of the compiled programs. Every result is checked before it is timed. On a GPU it runs a suite of cases against every peer
-that is installed. Prints tables; writes benchmark.json, with every single time, benchmark.csv and pictures.
+that is installed. Prints tables; writes benchmark.json, with every single time, benchmark.csv and pictures into a new folder.
 
 `--help` lists the rest. A further peer is a row of PEERS in bench/peers.py, a further case one of suite() in bench/cases.py.
 """
@@ -23,16 +23,16 @@ import numpy as np
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # scripts/ is no installed package
 
 import pallas_flash
-from scripts.bench import clock, machine, plots, report
+from scripts.bench import clock, machine, plots, product, report
 from scripts.bench.cases import PASSES, Case, suite
 from scripts.bench.measure import Row, measure, memory
-from scripts.bench.options import Help, positive
+from scripts.bench.options import Help, numbered, positive
 from scripts.bench.peers import PEERS, Contender, contender
 from scripts.bench.programs import CHECK_BLOCK, TOLERANCE, check_length
 
 DEFAULTS = dict(
     cpu=dict(
-        implementations=["blockwise", "jax.nn/xla"],
+        implementations=["blockwise", "jax.nn/xla", "torch"],
         passes=[PASSES[0], PASSES[2]],
         lengths=[512, 1024, 2048, 4096],
         heads=4,
@@ -73,8 +73,8 @@ def main(argv=None) -> int:
     everyone = [contender(name) for name in args.implementations]
     contenders = [one for one in everyone if not one.missing()]
     cases = the_cases(args)
+    args.out = new_folder(args.out)
     facts = print_header(args, everyone, cases)
-    args.out.mkdir(parents=True, exist_ok=True)
     run = Run(args, facts, contenders)
     if args.budget:
         faulthandler.dump_traceback_later(args.budget + GRACE, exit=True, file=sys.__stderr__)
@@ -85,6 +85,19 @@ def main(argv=None) -> int:
         if args.budget:
             faulthandler.cancel_dump_traceback_later()
     return run.finish()
+
+
+def new_folder(folder: pathlib.Path | None) -> pathlib.Path:
+    """What was measured once is never overwritten."""
+    if folder is None:
+        return numbered(pathlib.Path("runs", "benchmark"))
+    if list(folder.glob("benchmark*")):
+        raise SystemExit(f"benchmark.py: error: --out must be a folder without results; {folder} has some. Choose another.")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SystemExit(f"benchmark.py: error: --out: {error}") from None
+    return folder
 
 
 def the_cases(args) -> list[Case]:
@@ -99,6 +112,7 @@ class Run:
 
     def __init__(self, args, facts: dict, contenders: list[Contender]):
         self.args, self.facts, self.contenders = args, facts, contenders
+        self.mark = product.measure(args.dtype, facts["clock"])[0]
         self.started = time.perf_counter()
         self.timed: list[Row] = []
         self.compiled_only: list[Row] = []
@@ -119,19 +133,21 @@ class Run:
         args, names = self.args, [one.name for one in self.contenders]
         if args.cases == "suite":
             ran = [row for row in self.timed if row.status != "not run"]
-            report.print_times(ran, args.implementations[0], report.label, "case")
+            report.print_times(ran, args.implementations[0], report.label, "case", self.mark)
             ours = [name for name in names if all(name != peer.name for peer in PEERS)]
             report.print_ratios(self.timed, ours, [name for name in names if name not in ours])
         else:
-            report.print_times(self.timed, args.implementations[0])
+            report.print_times(self.timed, args.implementations[0], mark=self.mark)
         report.print_clocks(self.timed, self.facts["clock"])
         report.print_sensors(self.timed)
         for T in args.memory_lengths:
             case = Case(B=1, T=T, S=T, N=1, K=1, H=args.head_size, dtype=args.dtype, causal=args.causal)
-            self.compiled_only += [memory(contender, case) for contender in self.contenders]
-        report.print_memory(self.compiled_only, names)
+            self.compiled_only += [memory(one, case) for one in self.contenders if not one.is_torch]
+        report.print_memory(self.compiled_only, [one.name for one in self.contenders if not one.is_torch])
         rows = self.timed + self.compiled_only
         report.print_reasons(rows)
+        if not (ran := any(row.seconds for row in self.timed)):
+            print("nothing ran")
         self.write()
         if args.cases == "suite":
             pictures = plots.write_suite(args.out, self.facts, self.timed, names)
@@ -140,7 +156,7 @@ class Run:
             plots.write_lengths(args.out / pictures[0], self.facts, self.timed, self.compiled_only, args)
         took = time.perf_counter() - self.started
         print(f"\nwritten    {args.out}: {', '.join(['benchmark.json', 'benchmark.csv', *pictures])}; {took:.0f} s in all")
-        return int(any(row.status in ("wrong", "failed") for row in rows))
+        return int(not ran or any(row.status in ("wrong", "failed") for row in rows))
 
     def write(self):
         report.write_json(self.args.out / "benchmark.json", self.facts, self.timed, self.compiled_only)
@@ -179,7 +195,7 @@ def parse(argv) -> argparse.Namespace:
 def make_parser(default: dict, quick: dict) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n\n")[1],
-        epilog="The defaults are for this machine; a GPU has larger ones. Exit status 1: something was wrong or failed.",
+        epilog="The defaults are for this machine; a GPU has larger ones. Status 1: something was wrong, failed, or nothing ran.",
         formatter_class=Help,
     )
     add = parser.add_argument
@@ -203,7 +219,7 @@ def make_parser(default: dict, quick: dict) -> argparse.ArgumentParser:
     add("--memory-lengths", nargs="*", type=positive, metavar="T", help=memory)
     add("--jobs", type=positive, metavar="J", help="programs that are compiled at a time")
     add("--budget", type=positive, metavar="S", help="seconds after which no further case is begun (default: no end)")
-    add("--out", type=pathlib.Path, metavar="DIR", default=pathlib.Path("runs/benchmark"), help="folder of the results")
+    add("--out", type=pathlib.Path, metavar="DIR", help="folder of the results (default: runs/benchmark-1, -2, ...)")
     shown = {name: value for name, value in quick.items() if name != "implementations"}
     words = ", ".join(f"--{name.replace('_', '-')} {' '.join(map(str, np.atleast_1d(value)))}" for name, value in shown.items())
     words += ", and no blockwise" if "implementations" in quick else ""
@@ -227,7 +243,8 @@ def print_header(args, everyone: list[Contender], cases: list[Case]) -> dict[str
         date=f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC",
         inputs=f"random normal, {args.dtype}, {_shapes(args)}, S = T",
         times=f"median of {args.repeats} rounds, interleaved: each contender once a round, in rotating order",
-        clock=clock.which(),
+        clock=(time_by := clock.which()),
+        product=product.measure(args.dtype, time_by)[1],
         ratio=f"its time / time of {first}: above 1, {first} is faster",
         flops="forward 2 (H + Hv) for each query and key that it sees, backward 2 (3 H + 2 Hv): 4 B N T S H and 2.5 times that;"
         " half for causal, the exact pairs for windows and documents",
@@ -235,9 +252,12 @@ def print_header(args, everyone: list[Contender], cases: list[Case]) -> dict[str
         error=f"of output and gradients against dense float32, relative, the worst {CHECK_BLOCK} rows of the first"
         f" {check_length()}; up to {TOLERANCE[args.dtype]:g} is right",
     )
+    turns = f"{clock.SAMPLE * 1e3:g} ms of calls"
     if machine.on_gpu():
-        turns = f'{clock.SAMPLE * 1e3:g} ms of calls behind each other; the clock "device" counts when any kernel or copy ran'
+        turns = f'{turns} behind each other; the clock "device" counts when any kernel or copy ran'
         facts |= dict(turns=turns, gpu=machine.limits(), plan=plan(args, contenders, cases))
+    else:
+        facts |= dict(turns=f"{turns}, at least one, each waited for")
     for name, text in facts.items():
         print(f"{name:<11}{text}", flush=True)
     return facts

@@ -1,102 +1,200 @@
-"""python scripts/train_gpt.py [--data PATH] [--resume RUN] [--check]
+"""python scripts/train_gpt.py [--data PATH] [--resume RUN] [--eval-only RUN] [--preset NAME] [--check]
 
 Trains a small GPT on bytes of text with pallas_flash. Without an argument the text is the source of Python's standard library,
 and a few minutes on two cores are enough. `--help` lists the rest.
 """
 
 import argparse
-import collections
-import contextlib
-import math
 import pathlib
-import signal
 import sys
-import time
 
 import numpy as np
-import tqdm
 
 # jax and what stands on it are imported where they are used: --help and errors come at once
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # models/ and scripts/ are no installed packages
 
+from scripts.gpt_run.curves import Events, csv_of, png_of
 from scripts.gpt_run.folder import (
-    curves,
-    new_folder,
+    held,
     open_checkpoints,
     read_config,
     restore,
-    resumed_folder,
     save,
-    write_csv,
-    write_png,
+    saved_steps,
+    write_config,
+    write_whole,
+    writing,
 )
-from scripts.gpt_run.options import CHECK_SETTINGS, CHECK_TOLERANCE, fail, make_parser, report
-from scripts.gpt_run.steps import decoder, evaluation, new_model, new_optimizer, new_state, train_step
+from scripts.gpt_run.loop import run
+from scripts.gpt_run.machine import must_fit, speed_in_words
+from scripts.gpt_run.options import CHECK_SETTINGS, CHECK_TOLERANCE, MODEL, PRESETS, make_parser, report
+from scripts.gpt_run.steps import decoder, evaluation, learning_rate, new_model, new_optimizer, new_state, train_step
+from scripts.gpt_run.stops import Refused, one_line
 from scripts.gpt_run.text import bigram_loss, held_out_windows, read_text
 
 
 def main(argv=None):
-    args = parse(argv)
-    if args.check:
-        check(args)
-    else:
-        train(args)
+    with one_line():
+        args = parse(argv)
+        check_sizes(args)
+        what = check if args.check else evaluate if args.eval_only else train
+        what(args)
 
 
 def parse(argv) -> argparse.Namespace:
-    """The settings: of the command line, else of the run to resume, or of --check, else the defaults."""
+    """The settings: of the command line, else of the run to go on with, else of --check or --preset, else the defaults."""
     parser = make_parser()
     args = parser.parse_args(argv)
-    if args.resume is None:
-        return parser.parse_args(argv, argparse.Namespace(**(CHECK_SETTINGS if args.check else {})))
-    saved = read_config(args.resume)["settings"]
+    if args.preset and (args.resume or args.eval_only):
+        raise Refused("--preset is for new runs; a run goes on with the settings that it began with. Leave it out.")
+    if args.resume:
+        return parse_again(parser, argv, read_config(args.resume)["settings"], args.resume, lambda name: True)
+    if args.eval_only:
+        saved = read_config(args.eval_only, "--eval-only")["settings"] | dict(attention=None)
+        return parse_again(parser, argv, saved, args.eval_only, lambda name: name in MODEL)
+    settings = PRESETS.get(args.preset, {})
+    if args.check:
+        settings = CHECK_SETTINGS | settings | dict(steps=CHECK_SETTINGS["steps"])
+    return parser.parse_args(argv, argparse.Namespace(**settings))
+
+
+def parse_again(parser, argv, saved: dict, run: pathlib.Path, fixed) -> argparse.Namespace:
+    """With a run's settings as defaults; those that are `fixed` stay as they are, and steps may be added."""
     args = parser.parse_args(argv, argparse.Namespace(**saved))
     for name, value in saved.items():
-        if getattr(args, name) != value:
-            option = "--" + name.replace("_", "-")
-            fail(f"{option} must be {value} as in {args.resume}; got {getattr(args, name)}. Leave it out, or start a new run.")
+        if not fixed(name) or (got := getattr(args, name)) == value or (name == "steps" and got > value):
+            continue
+        option, more = "--" + name.replace("_", "-"), " or more," * (name == "steps")
+        raise Refused(f"{option} must be {value}{more} as in {run}; got {got}. Leave it out, or start a new run.")
     return args
 
 
+def check_sizes(args):
+    """What can be told without jax; replaces the defaults that follow from other settings."""
+    args.kv_heads = args.kv_heads or args.heads
+    N, K = args.heads, args.kv_heads
+    if args.features % (2 * N) or N % K:
+        message = "--features must be a multiple of twice --heads, and --heads of --kv-heads"
+        raise Refused(f"{message}; got {args.features}, {N} and {K}.")
+    if args.batch % args.accumulate:
+        raise Refused(f"--batch must be a multiple of --accumulate; got {args.batch} and {args.accumulate}.")
+    args.warmup = args.steps // 15 if args.warmup is None else args.warmup
+    if args.warmup >= args.steps:
+        raise Refused(f"--warmup must be below --steps = {args.steps}; got {args.warmup}. Left out, it is a fifteenth of them.")
+    prompt = len(args.prompt.encode())
+    args.sample_length = args.sample_length or max(1, args.context - prompt)
+    if not 0 < prompt <= args.context - args.sample_length:
+        raise Refused(
+            f"--prompt and --sample-length must hold a byte or more each, and at most --context = {args.context} together; got "
+            f"{prompt} and {args.sample_length}."
+        )
+
+
 def train(args):
-    import jax
+    text = read_text(args.data, args.context)
+    with held(args) as folder:
+        resolve(args)
+        train_in(folder, args, text)
+
+
+def train_in(folder: pathlib.Path, args, text):
     import jax.numpy as jnp
 
-    text = read_text(args.data, args.context)
-    check_sample(args)
-    resolve(args)
     windows = held_out_windows(text, args.context)
     bigram = bigram_loss(text, windows)
     structure, parameters = new_model(args)
     optimizer = new_optimizer(args)
-    folder = resumed_folder(args.resume, text) if args.resume else new_folder(args, text)
-    size = sum(p.size for p in jax.tree.leaves(parameters))
-    report("model", f"{size:,} parameters, {args.dtype}, on {jax.devices()[0].device_kind}")
-    report("text", f"{text.source}\n{len(text.train):,} bytes to train on, {len(text.held_out):,} held out")
+    words = speed_in_words(args, parameters)
+    print_model(args, parameters)
+    report("text", f"{text.source}: {len(text.train):,} bytes to train on, {len(text.held_out):,} held out")
     report("bigram", f"{bigram:.4f} nats per byte on {windows[:, 1:].size:,} held-out bytes")
+    state, data = new_state(args, parameters, optimizer), jnp.asarray(text.train)
+    step = train_step(args, structure, optimizer).lower(state, data).compile()  # now, lest it counts in the speed
+    must_fit(step)
+    evaluate = evaluation(structure, jnp.asarray(windows))
+    if not args.resume:
+        write_config(folder, args, text)
 
     with open_checkpoints(folder) as checkpoints:
-        state = restore(checkpoints, new_state(args, parameters, optimizer))
+        state = restore(folder, checkpoints, state)
         report("run", f"{folder}, from step {state['step']} on" if args.resume else folder)
-        write_csv(folder, state)  # without the steps after the checkpoint
-        data = jnp.asarray(text.train)
-        step = train_step(args, structure, optimizer).lower(state, data).compile()  # now, lest it counts in the speed
-        evaluate = evaluation(structure, jnp.asarray(windows))
-        state, speed = run(args, state, lambda s: step(s, data), evaluate, lambda s: save(folder, checkpoints, s))
-    write_png(folder, state, bigram)
-    if state["step"] < args.steps:
+        if args.resume:
+            go_on(folder, args, text, int(state["step"]))
+        with writing(folder):
+            write_whole(folder / "loss.csv", csv_of(state))  # without the steps after the checkpoint
+            write_events = Events(folder).write if args.tensorboard else lambda state: None
+
+        def save_all(state):
+            save(folder, checkpoints, state)
+            with writing(folder):
+                write_events(state)
+
+        state, speed, stopped = run(args, state, lambda s: step(s, data), evaluate, save_all, words)
+    with writing(folder):
+        write_whole(folder / "loss.png", png_of(state, bigram))
+    if stopped and state["step"] < args.steps:
         report("stopped", f"after step {state['step']} of {args.steps}; go on with --resume {folder}")
-        raise SystemExit(128 + signal.SIGINT)
+        raise SystemExit(128 + stopped[0])
     print_samples(args, structure, state["parameters"])
-    loss = float(state["held_out_losses"][-1])
-    below = 1 - loss / bigram
-    report(
-        "held out",
-        f"{loss:.4f} nats per byte, {abs(below):.1%} {'below' if below > 0 else 'ABOVE'} the bigram model's {bigram:.4f}",
-    )
+    print_loss(state["held_out_losses"][-1], bigram)
     if speed:
-        report("speed", f"{speed:,.0f} tokens/s")
-    report("files", f"{folder}: loss.png, loss.csv, checkpoints")
+        report("speed", words(speed))
+    report("files", f"{folder}: loss.png, loss.csv, checkpoints{', tensorboard' if args.tensorboard else ''}")
+
+
+def go_on(folder: pathlib.Path, args, text, done: int):
+    """Whether the run may go on; says what changes with more steps."""
+    was = read_config(folder)
+    if done < args.steps and was["text"]["sha256"] != text.fingerprint():
+        source = was["text"]["source"]
+        raise Refused(f"--resume needs the text that the run began with ({source}); {text.source} differs. Start a new run.")
+    before = argparse.Namespace(**was["settings"])
+    if before.steps < args.steps:
+        rates = [float(learning_rate(settings)(done)) for settings in (before, args)]
+        change = f"{args.steps} steps in place of {before.steps}: the cosine of the learning rate is as long, which is now"
+        report("schedule", f"{change} {rates[1]:.2g} and not {rates[0]:.2g} at step {done + 1}")
+        write_config(folder, args, text)
+
+
+def evaluate(args):
+    """A run's last checkpoint: the held-out loss, where the text is there, and samples. Writes nothing."""
+    import jax
+    import jax.numpy as jnp
+
+    folder, text = args.eval_only, None
+    if not saved_steps(folder):
+        raise Refused(f"--eval-only needs a checkpoint; {folder} has none yet.")
+    try:
+        text = read_text(args.data, args.context)
+    except (Refused, OSError) as error:
+        report("text", f"{error} Without it there is no held-out loss.")
+    resolve(args)
+    structure, parameters = new_model(args)
+    print_model(args, parameters)
+    with open_checkpoints(folder, read_only=True) as checkpoints:
+        new = jax.eval_shape(lambda: new_state(args, parameters, new_optimizer(args)))
+        state = restore(folder, checkpoints, new, read_only=True)
+    report("run", f"{folder}, after step {state['step']} of {args.steps}")
+    print_samples(args, structure, state["parameters"])
+    if text:
+        changed = read_config(folder, "--eval-only")["text"]["sha256"] != text.fingerprint()
+        report("text", f"{text.source}{', which is not what the run was trained on' if changed else ''}")
+        windows = held_out_windows(text, args.context)
+        measured = evaluation(structure, jnp.asarray(windows))(state)
+        print_loss(measured["held_out_losses"][measured["step"] - 1], bigram_loss(text, windows))
+
+
+def print_model(args, parameters):
+    import jax
+
+    size = sum(p.size for p in jax.tree.leaves(parameters))
+    report("model", f"{size:,} parameters, {args.dtype}, attention {args.attention}, on {jax.devices()[0].device_kind}")
+
+
+def print_loss(loss, bigram: float):
+    below = 1 - float(loss) / bigram
+    against = f"{abs(below):.1%} {'below' if below > 0 else 'ABOVE'} the bigram model's {bigram:.4f}"
+    report("held out", f"{float(loss):.4f} nats per byte, {against}")
 
 
 def check(args):
@@ -118,7 +216,7 @@ def check(args):
             if not agree or number % 5 == 0 or number == 1:
                 print(f"{number:<11}{loss:<14.7f}{expected:<14.7f}{difference:.1e}", flush=True)
             if not agree:
-                fail(
+                raise Refused(
                     f"the losses of {args.attention} and reference part at step {number}: {difference:.1e} is over {tolerance:g}"
                 )
     report("passed", f"largest difference {worst:.1e} of the loss")
@@ -135,93 +233,24 @@ def trainer(args, data):
 
 
 def resolve(args):
-    """Replaces the defaults that depend on the machine or on each other; prints what attention runs and why."""
+    """Replaces the defaults that depend on the machine; with --verbose says what attention runs and why."""
     import jax
     import jax.numpy as jnp
 
     from pallas_flash import explain
 
     args.dtype = args.dtype or ("bfloat16" if jax.default_backend() == "gpu" else "float32")
-    args.kv_heads = args.kv_heads or args.heads
     N, K, H = args.heads, args.kv_heads, args.features // args.heads
-    if args.features % (2 * N) or N % K:
-        fail(f"--features must be a multiple of twice --heads, and --heads of --kv-heads; got {args.features}, {N} and {K}.")
-    q, kv = (jax.ShapeDtypeStruct((args.batch, args.context, heads, H), jnp.dtype(args.dtype)) for heads in (N, K))
+    q, kv = (
+        jax.ShapeDtypeStruct((args.batch // args.accumulate, args.context, heads, H), jnp.dtype(args.dtype)) for heads in (N, K)
+    )
     try:
         explanation = explain(q, kv, kv, is_causal=True, implementation=args.attention)
     except (ValueError, NotImplementedError) as error:
-        fail(f"--attention: {error}")
+        raise Refused(f"--attention: {error}") from None
     args.attention = explanation.implementation
-    report("attention", explanation)
-
-
-def run(args, state, step, evaluate, save):
-    """Takes the steps that are left; returns the state and tokens/s. Ctrl-C and SIGTERM stop it after a checkpoint."""
-    first, tokens, begin = int(state["step"]), args.batch * args.context, time.perf_counter()
-    size = dict(total=args.steps * tokens, initial=first * tokens)
-    bar = tqdm.tqdm(**size, unit=" tokens", unit_scale=True, disable=None, dynamic_ncols=True, leave=False)
-    flying, speed = collections.deque(), 0.0  # losses that are not fetched yet, lest the device waits for Python
-    with bar, stop_signals() as stopped:
-        for done in range(first + 1, args.steps + 1):
-            state, loss = step(state)
-            flying.append(loss)
-            if len(flying) > 4:
-                bar.set_postfix(step=done, loss=f"{finite(flying.popleft()):.3f}", refresh=False)
-            bar.update(tokens)
-            last = done == args.steps or bool(stopped)  # read once: a later signal waits for the next step
-            if done % args.eval_every == 0 or done == args.steps:
-                state = evaluate(state)
-                print_losses(args, state, first, begin)
-            if done % args.save_every == 0 or last:
-                save(state)
-            speed = (done - first) * tokens / (time.perf_counter() - begin)
-            if last:
-                break
-    return state, speed
-
-
-def finite(loss) -> float:
-    if not math.isfinite(loss := float(loss)):
-        fail(f"the loss became {loss}; try a smaller --learning-rate.")
-    return loss
-
-
-def print_losses(args, state, first: int, begin: float):
-    steps, train, held_out = curves(state)
-    train = finite(np.mean(train[-args.eval_every :]))
-    pace = (time.perf_counter() - begin) / (len(steps) - first)
-    left = tqdm.tqdm.format_interval(pace * (args.steps - len(steps)))
-    speed = f"{args.batch * args.context / pace:,.0f} tokens/s"
-    tqdm.tqdm.write(f"step {len(steps):>6}/{args.steps}  training {train:.4f}  held out {held_out[-1]:.4f}  {speed}  {left} left")
-    sys.stdout.flush()
-
-
-@contextlib.contextmanager
-def stop_signals():
-    """A list that holds the first SIGINT or SIGTERM once it has come; a second one ends the process."""
-    stopped, old = [], {}
-
-    def stop(number, frame):
-        stopped.append(number)
-        signal.signal(number, signal.SIG_DFL)
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        old[number] = signal.signal(number, stop)
-    try:
-        yield stopped
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
-
-
-def check_sample(args):
-    prompt = len(args.prompt.encode())
-    args.sample_length = args.sample_length or max(1, args.context - prompt)
-    if not 0 < prompt <= args.context - args.sample_length:
-        fail(
-            f"--prompt and --sample-length must hold a byte or more each, and at most --context = {args.context} together; got "
-            f"{prompt} and {args.sample_length}."
-        )
+    if args.verbose:
+        report("attention", explanation)
 
 
 def print_samples(args, structure, parameters):

@@ -55,6 +55,8 @@ class Kernel:
 
 def main(argv=None) -> int:
     args = parse(argv)
+    if not (machine.on_gpu() or args.interpret):
+        raise SystemExit("tune.py: error: there is no GPU here to tune for. --interpret goes on without; give it a small shape.")
     case = the_case(args)
     try:
         tiles = default_tiles(args, case)
@@ -153,6 +155,7 @@ def parse(argv) -> argparse.Namespace:
     add("--window", type=positive, metavar="W", help="a query sees that many keys, its own the last")
     add("--documents", type=positive, metavar="D", help="packed into each sequence")
     add("--fused", action="store_true", help="with deterministic=False")
+    add("--interpret", action="store_true", help="go on without a GPU, in Pallas' interpreter, whose times mean nothing")
     add("--kernels", nargs="+", metavar="PART", help="of the tiles; all if left out")
     known = " ".join(f"{name}={','.join(map(str, values))}" for name, values in VALUES.items())
     add("--sweep", nargs="+", type=_values, metavar="FIELD=VALUE,...", help=f"in place of {known}")

@@ -16,7 +16,7 @@ from matplotlib import image
 
 from pallas_flash import flash_attention
 from scripts import benchmark
-from scripts.bench import clock, machine, measure, peers, programs, report
+from scripts.bench import clock, machine, measure, peers, product, programs, report
 from scripts.bench.cases import PASSES, Case, suite
 
 TINY = "--lengths 67 --heads 2 --kv-heads 1 --head-size 16 --batch 3 --dtype float32 --repeats 3 --memory-lengths".split()
@@ -38,6 +38,7 @@ def peer(monkeypatch):
 def as_on_a_gpu(monkeypatch):
     """The scripts take the CPU for a GPU."""
     monkeypatch.setattr(machine, "on_gpu", lambda: True)
+    monkeypatch.setattr(product, "measure", lambda dtype, time_by: (1e12, "1 TFLOP/s"))  # a GPU's size would take long
 
 
 def xla(q, k, v):
@@ -58,9 +59,10 @@ def rows_of(folder, part="timed"):
 
 
 def test_a_run_prints_a_table_and_writes_json_csv_and_png(tmp_path, capsys):
-    assert benchmark.main([*TINY, "--memory-lengths", "128", "--out", str(tmp_path)]) == 0
+    names = ["--implementations", "blockwise", "jax.nn/xla"]
+    assert benchmark.main([*TINY, *names, "--memory-lengths", "128", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
-    names = "device versions peers missing commit date inputs times clock ratio flops memory error".split()
+    names = "device versions peers missing commit date inputs times turns clock product ratio flops memory error".split()
     for name in names:
         assert re.search(rf"^{name} +\S", printed, re.MULTILINE), name
     rows = rows_of(tmp_path)
@@ -70,6 +72,9 @@ def test_a_run_prints_a_table_and_writes_json_csv_and_png(tmp_path, capsys):
         assert row["median"] == sorted(row["seconds"])[1]
         ratio = row["median"] / rows[T, passes, "blockwise"]["median"]
         assert re.search(rf"^\| {T} +\| {re.escape(passes)} +\| {name} .*\| {ratio:.2f} ", printed, re.MULTILINE)
+        speeds = rf"{row['tflops'] * 1e3:.3g} +\| {row['tflops'] * 1e12 / product.measure('float32', clock.WALL)[0]:.0%}"
+        assert re.search(rf"^\| {T} +\| {re.escape(passes)} +\| {name} .*\| {speeds} ", printed, re.MULTILINE)
+    assert "| GFLOP/s | of a product's |" in printed
     compiled = rows_of(tmp_path, "compiled")
     assert len(compiled) == 2 and all(row["temporary_bytes"] > 0 and not row["seconds"] for row in compiled.values())
     assert image.imread(tmp_path / "benchmark.png").std() > 0.01
@@ -77,6 +82,24 @@ def test_a_run_prints_a_table_and_writes_json_csv_and_png(tmp_path, capsys):
         lines = list(csv.DictReader(file))
     assert [float(line["ms"]) for line in lines] == [pytest.approx(row["median"] * 1e3) for row in rows.values()]
     assert {line["K"] for line in lines} == {"1"} and {line["status"] for line in lines} == {"ok"}
+
+
+def test_results_are_never_overwritten(tmp_path, monkeypatch):
+    (tmp_path / "benchmark.csv").write_text("measured")
+    with pytest.raises(SystemExit, match=r"error: --out must be a folder without results; .* Choose another"):
+        benchmark.main([*TINY, "--out", str(tmp_path)])
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("benchmark.csv", "measured")]
+    monkeypatch.chdir(tmp_path)
+    assert [str(benchmark.new_folder(None)) for _ in range(2)] == ["runs/benchmark-1", "runs/benchmark-2"]
+
+
+def test_pytorch_is_a_peer_on_the_cpu(tmp_path):
+    pytest.importorskip("torch")
+    arguments = [*TINY, "--implementations", "blockwise", "torch", "--passes", *PASSES, "--memory-lengths", "128"]
+    assert benchmark.main([*arguments, "--out", str(tmp_path)]) == 0
+    rows = rows_of(tmp_path)
+    assert all(rows[67, passes, "torch"]["median"] > 0 for passes in PASSES)
+    assert [name for *_, name in rows_of(tmp_path, "compiled")] == ["blockwise"], "XLA counts no memory of torch"
 
 
 def test_the_backward_is_timed_alone_and_counts_its_own_flops(tmp_path):
@@ -92,7 +115,7 @@ def test_the_backward_is_timed_alone_and_counts_its_own_flops(tmp_path):
 def test_a_suite_prints_ratios_and_draws_lengths_and_masks(tmp_path, capsys, monkeypatch, quick_compile):
     cases = [SMALL._replace(K=4), SMALL._replace(K=4, causal=False), SMALL._replace(documents=3)]
     monkeypatch.setattr(benchmark, "suite", lambda dtype, quick: cases)
-    arguments = "--cases suite --dtype float32 --repeats 2 --memory-lengths --out".split()
+    arguments = "--cases suite --implementations blockwise jax.nn/xla --dtype float32 --repeats 2 --memory-lengths --out".split()
     assert benchmark.main([*arguments, str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     rows = json.loads((tmp_path / "benchmark.json").read_text())["timed"]
@@ -132,10 +155,12 @@ def test_out_of_time_no_case_is_begun_and_the_report_says_so(tmp_path, capsys, m
     assert len(lines_of(capsys, "not run", "forward, forward+backward", "out of time: the budget is 60 s", "T48")) == 1
 
 
-def test_nothing_to_compile_or_time_is_no_obstacle(tmp_path, capsys):
+def test_where_nothing_ran_it_says_so_and_ends_with_status_1(tmp_path, capsys):
     arguments = "--lengths 16 --implementations jax.nn/cudnn --dtype float32 --repeats 1 --memory-lengths --full --out"
-    assert benchmark.main([*arguments.split(), str(tmp_path)]) == 0
-    assert len(lines_of(capsys, "not run", "jax.nn/cudnn, forward, forward+backward", "full: it ")) == 1
+    assert benchmark.main([*arguments.split(), str(tmp_path)]) == 1
+    *_, reason, nothing, _, _ = capsys.readouterr().out.splitlines()
+    assert reason.startswith("not run    jax.nn/cudnn, forward, forward+backward, ") and "full: it needs" in reason
+    assert nothing == "nothing ran"
     assert (tmp_path / "benchmark.png").exists()
 
 
@@ -193,7 +218,7 @@ def test_a_peer_that_is_not_installed_is_named_and_left_out(peer, tmp_path, caps
 def test_what_would_not_fit_into_memory_is_not_run(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(programs, "memory_limit", lambda: 10**6)
     arguments = "--lengths 1024 --heads 1 --dtype float32 --implementations jax.nn/xla --memory-lengths --out"
-    assert benchmark.main([*arguments.split(), str(tmp_path)]) == 0
+    assert benchmark.main([*arguments.split(), str(tmp_path)]) == 1
     assert len(lines_of(capsys, "not run", "jax.nn/xla", "over the limit of 0.0 GB")) == 1
 
 
@@ -308,10 +333,17 @@ def program(call):
     return programs.Program(call, lambda started: started, list)
 
 
-def test_a_round_calls_each_once_in_an_order_that_rotates():
+def test_after_a_trial_a_round_calls_each_in_an_order_that_rotates(monkeypatch):
     called = []
+    monkeypatch.setattr(clock, "SAMPLE", 0)
     turns = clock.interleave({name: program(functools.partial(called.append, name)) for name in "abc"}, 4)
-    assert "".join(called) == "".join(turn.name for turn in turns) == "abcbcacababc"
+    assert "".join(called) == "abc" + "".join(turn.name for turn in turns) == "abcabcbcacababc"
+
+
+def test_a_short_call_is_repeated_and_on_a_cpu_each_is_waited_for():
+    waited = []
+    (turn,) = clock.interleave({"a": programs.Program(lambda: time.sleep(0.004), waited.append, list)}, 1)
+    assert 1 < turn.calls <= 8 and len(waited) == 1 + turn.calls
     timing = clock.timing({name: program(lambda: None) for name in "abc"}, 4, clock.WALL)
     assert [len(timing.seconds[name]) for name in "abc"] == [4, 4, 4] and timing.clock == "wall"
 

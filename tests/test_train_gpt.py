@@ -2,23 +2,45 @@
 
 import csv
 import json
+import math
 import pathlib
+import re
+import resource
+import shutil
 import signal
+import struct
 import subprocess
 import sys
 import time
 
+import filelock
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from matplotlib import image
+from tensorboardX.proto.event_pb2 import Event
 
 from pallas_flash import backends
 from scripts import train_gpt
+from scripts.gpt_run import curves, machine, steps, stops
 from scripts.gpt_run import text as texts
 
 SCRIPT = pathlib.Path(__file__).resolve().parents[1] / "scripts" / "train_gpt.py"
 TINY = "--layers 1 --heads 2 --features 16 --context 24 --batch 3 --eval-every 5 --save-every 4 --warmup 3".split()
 STEPS = 13
+CACHE = dict(jax_compilation_cache_dir=None, jax_persistent_cache_min_compile_time_secs=0.0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled_once(tmp_path_factory):
+    """Most runs have the same programs."""
+    before = {name: getattr(jax.config, name) for name in CACHE}
+    for name, value in (CACHE | dict(jax_compilation_cache_dir=str(tmp_path_factory.mktemp("compiled")))).items():
+        jax.config.update(name, value)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +62,18 @@ def text(tmp_path_factory):
 def unbroken(script, text, tmp_path_factory):
     """The folder of a run that nothing stopped."""
     folder = tmp_path_factory.mktemp("runs") / "unbroken"
-    script.main([*TINY, "--steps", str(STEPS), "--data", text, "--out", str(folder)])
+    script.main([*TINY, "--steps", str(STEPS), "--data", text, "--out", str(folder), "--tensorboard"])
     return folder
+
+
+@pytest.fixture
+def copy(unbroken, tmp_path):
+    """Of the run that nothing stopped."""
+    return shutil.copytree(unbroken, tmp_path / "copy")
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "lock"}
 
 
 def loss_curve(folder):
@@ -76,6 +108,28 @@ def test_the_plot_is_a_picture_with_something_on_it(unbroken):
     assert len(np.unique(pixels.reshape(-1, 3), axis=0)) > 50
 
 
+def test_the_plot_shows_the_end_of_training_and_not_the_fall_from_the_start():
+    steps = np.arange(1, 1001)
+    train, held_out = 2 + 3.5 * np.exp(-steps / 20) + 0.2 * (1 - steps / 1000), np.where(steps % 250, np.nan, 2.15)
+    low, high = curves.interesting(train, train, held_out, bigram=2.4)
+    assert low < 2 and 2.4 < high < 2.6
+    assert np.isfinite(curves.interesting(train[:1], train[:1], held_out[:1], bigram=2.4)).all(), "before a held-out loss"
+
+
+def test_tensorboards_events_hold_the_curves(unbroken):
+    (file,) = (unbroken / "tensorboard").iterdir()
+    data, events = file.read_bytes(), []
+    while data:  # each: length, checksum, event, checksum
+        (length,) = struct.unpack("<Q", data[:8])
+        events.append(Event.FromString(data[12 : 12 + length]))
+        data = data[16 + length :]
+    written = {(value.tag, event.step): value.simple_value for event in events for value in event.summary.value}
+    for step, losses in loss_curve(unbroken).items():
+        for name, loss in zip(("loss/training", "loss/held_out"), losses, strict=True):
+            assert written.get((name, step)) == (None if loss is None else pytest.approx(loss))
+    assert [event.session_log.status for event in events if event.HasField("session_log")] == [1], "it starts anew here"
+
+
 def test_the_loss_falls_below_that_of_bigrams_and_the_last_lines_say_so(script, text, tmp_path, capsys):
     sizes = "--layers 2 --features 32 --steps 150 --learning-rate 0.01 --eval-every 150 --save-every 150".split()
     script.main([*TINY, *sizes, "--data", text, "--out", str(tmp_path / "run"), "--prompt", "cab", "--samples", "2"])
@@ -86,7 +140,9 @@ def test_the_loss_falls_below_that_of_bigrams_and_the_last_lines_say_so(script, 
     assert loss < 0.85 * bigram
     assert f"{1 - loss / bigram:.0%}"[0] == lines["held out"].split("byte, ")[1][0]
     assert "below the bigram model's" in lines["held out"]
-    assert output.count("\ncab") == 2, "both samples begin with the prompt"
+    assert len(re.findall(r"^--- sample \d\ncab", output, re.M)) == 2, "both samples begin with the prompt"
+    assert list(lines)[:4] == ["model", "text", "bigram", "run"], "before the first step there are four lines"
+    assert "not hopper" not in output
 
 
 def test_the_bigram_loss_is_that_of_counted_pairs(script):
@@ -104,6 +160,7 @@ def test_of_ten_files_one_is_held_out_and_what_is_no_text_is_left_out(script, tm
     text = texts.read_text(str(tmp_path), context=2)
     assert text.held_out.tobytes() == b"09 19 "
     assert text.train.tobytes() == b"00 01 02 03 04 05 06 07 08 10 11 12 13 14 15 16 17 18 "
+    assert "left out for their NUL bytes: " in text.source and "99.bin" in text.source
 
 
 def test_the_standard_library_is_the_default_text(script):
@@ -127,7 +184,7 @@ def test_a_stopped_and_resumed_run_has_the_curves_of_an_unbroken_one(script, tex
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended:
         patch.setattr(script, "save", save_and_stop)
         script.main([*TINY, "--steps", str(STEPS), "--data", text, "--out", str(folder)])
-    assert ended.value.code == 130
+    assert ended.value.code == 128 + signal.SIGTERM == 143
     assert f"--resume {folder}" in capsys.readouterr().out
     assert list(loss_curve(folder)) == [1, 2, 3, 4, 5], "a step that has begun is finished and saved"
 
@@ -148,7 +205,7 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(script, text, tmp_path):
     process.kill()
     assert process.wait() == -signal.SIGKILL, "it was over before it could be killed"
     left = len(loss_curve(killed))
-    assert 20 <= left < 200
+    assert 40 <= left < 200
     assert left % 20 == 0
 
     script.main(["--resume", str(killed)])
@@ -170,9 +227,11 @@ def test_text_that_cannot_be_trained_on_is_refused(script, tmp_path):
     (tmp_path / "empty.txt").touch()
     assert "has 0 and 0" in error_of(script, "--data", str(tmp_path / "empty.txt"))
     (tmp_path / "folder").mkdir()
-    assert "has 0 and 0" in error_of(script, "--data", str(tmp_path / "folder"))
-    (tmp_path / "binary").write_bytes(bytes(1000))
-    assert "has 0 and 0" in error_of(script, "--data", str(tmp_path / "binary"))
+    assert "folder has no files" in error_of(script, "--data", str(tmp_path / "folder"))
+    for name in ("a", "b"):
+        (tmp_path / "folder" / name).write_bytes(bytes(1000))
+    assert "NUL bytes in" in error_of(script, "--data", str(tmp_path / "folder" / "a"))
+    assert "folder/a and 1 more" in error_of(script, "--data", str(tmp_path / "folder"))
     (tmp_path / "short.txt").write_text("x" * 200)
     assert "--context 32 needs more than 32 bytes" in error_of(script, "--data", str(tmp_path / "short.txt"), "--context", "32")
 
@@ -190,9 +249,13 @@ def test_a_wrong_resume_folder_is_refused(script, tmp_path):
 
 def test_resuming_with_other_settings_or_another_text_is_refused(script, unbroken, tmp_path):
     assert "--features must be 16" in error_of(script, "--resume", str(unbroken), "--features", "32")
+    assert "--steps must be 13 or more" in error_of(script, "--resume", str(unbroken), "--steps", "12")
+    assert "--features must be 16" in error_of(script, "--eval-only", str(unbroken), "--features", "32")
+    assert "--preset is for new runs" in error_of(script, "--resume", str(unbroken), "--preset", "tiny")
     config = json.loads((unbroken / "config.json").read_text())
     config["text"]["sha256"] = "another"
     (tmp_path / "config.json").write_text(json.dumps(config))
+    assert "has none yet" in error_of(script, "--eval-only", str(tmp_path))
     assert "the text that the run began with" in error_of(script, "--resume", str(tmp_path))
 
 
@@ -201,6 +264,8 @@ def test_sizes_and_names_that_do_not_fit_are_refused(script, text):
         return error_of(script, *TINY, "--data", text, *arguments)
 
     assert "--features must be a multiple of twice --heads" in error("--heads", "3")
+    assert "--batch must be a multiple of --accumulate; got 3 and 2" in error("--accumulate", "2")
+    assert "--warmup must be below --steps = 3; got 3" in error("--steps", "3")
     assert "got 'nothing'" in error("--attention", "nothing")
     assert "at most --context = 24" in error("--sample-length", "24")
     assert "at most --context = 24" in error("--prompt", "")
@@ -217,6 +282,197 @@ def test_an_error_is_one_line_on_stderr_and_no_traceback():
     assert ended.stdout == ""
     assert ended.stderr.startswith("train_gpt.py: error: --data must be")
     assert ended.stderr.count("\n") == 1
+
+
+def test_wrong_paths_are_refused_before_jax_is_imported(unbroken, tmp_path):
+    wrong = {"--data": tmp_path / "missing", "--out": unbroken, "--resume": tmp_path, "--eval-only": tmp_path}
+    calls = "".join(f"main([{option!r}, {str(path)!r}])" + "\n" for option, path in wrong.items())
+    calls = re.sub("^main(.*)$", r"try: main\1\nexcept SystemExit as error: print(error)", calls, flags=re.M)
+    code = "import sys; sys.modules['jax'] = None\nfrom scripts.train_gpt import main\n" + calls
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=SCRIPT.parents[1])
+    errors = ended.stdout.splitlines()
+    assert [error.split("error: ")[1].split()[0] for error in errors] == list(wrong), ended.stderr
+
+
+def test_a_full_disk_ends_with_one_line_and_leaves_what_was_there_whole(script, text, tmp_path, monkeypatch, unbroken):
+    folder, save = tmp_path / "run", script.save
+
+    def save_on_a_full_disk(folder, checkpoints, state):
+        if state["step"] != 8:
+            return save(folder, checkpoints, state)
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+        try:
+            save(folder, checkpoints, state)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(script, "save", save_on_a_full_disk)
+        message = error_of(script, *TINY, "--steps", str(STEPS), "--data", text, "--out", str(folder))
+    assert f"{folder} cannot be written: File too large. The checkpoint of step 4 is whole" in message
+    assert len(loss_curve(folder)) == 8
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["4"], "nothing is left that takes room"
+    script.main(["--resume", str(folder)])
+    assert (folder / "loss.csv").read_text() == (unbroken / "loss.csv").read_text()
+
+
+def test_a_file_that_cannot_be_written_is_the_old_one(tmp_path, monkeypatch):
+    def full(number):
+        raise OSError(28, "No space left on device")
+
+    (tmp_path / "loss.csv").write_bytes(b"old")
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(stops.Refused, match=r"No space left on device.* Begin again"), train_gpt.writing(tmp_path):
+        train_gpt.write_whole(tmp_path / "loss.csv", b"new")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"loss.csv": b"old"}
+
+
+@pytest.mark.parametrize("damage", [lambda data: b"", lambda data: data[: len(data) // 2]], ids=["empty", "half"])
+def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_goes_on(script, copy, unbroken, capsys, damage):
+    largest = max((copy / "checkpoints" / str(STEPS)).rglob("d/*"), key=lambda path: path.stat().st_size)
+    largest.write_bytes(damage(largest.read_bytes()))
+    script.main(["--resume", str(copy)])
+    printed = capsys.readouterr().out
+    assert f"damaged    the checkpoint of step {STEPS}: " in printed
+    assert "from step 12 on" in printed
+    assert (copy / "loss.csv").read_text() == (unbroken / "loss.csv").read_text()
+    assert (copy / f"damaged-{STEPS}").exists()
+
+
+def test_a_run_without_a_checkpoint_that_can_be_read_is_refused(script, copy):
+    for path in (copy / "checkpoints").rglob("*"):
+        if path.is_file():
+            path.write_bytes(b"")
+    before = contents(copy)
+    assert "no checkpoint in" in error_of(script, "--resume", str(copy))
+    assert contents(copy) == before
+
+
+def test_a_step_that_the_memory_cannot_hold_is_refused(script, text, tmp_path, monkeypatch):
+    monkeypatch.setattr(machine.os, "sysconf", lambda name: 100)  # pages, and bytes of each
+    error = error_of(script, *TINY, "--steps", str(STEPS), "--data", text, "--out", str(tmp_path / "run"))
+    assert re.search(r"out of memory: a step needs [\d,.]+ GB, and there are 0.0. Try a smaller --batch or --context", error)
+    assert not (tmp_path / "run").exists(), "nothing came of it"
+
+
+def test_an_allocation_that_fails_names_what_to_change():
+    def ended(error):
+        with pytest.raises(SystemExit) as caught, stops.one_line():
+            raise error
+        return caught.value.code
+
+    failed = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 99 bytes.\nmore")
+    assert "out of memory (RESOURCE_EXHAUSTED: Out of memory allocating 99 bytes.). Try a smaller --batch" in ended(failed)
+    assert "--context" in ended(MemoryError())
+    with pytest.raises(ZeroDivisionError), stops.one_line():
+        1 / 0  # noqa: B018
+
+
+def test_two_processes_cannot_train_in_one_folder(script, unbroken, text, tmp_path):
+    with filelock.FileLock(unbroken / "lock"):
+        assert "another process trains in" in error_of(script, "--resume", str(unbroken))
+    (tmp_path / "new").mkdir()
+    with filelock.FileLock(tmp_path / "new" / "lock"):
+        assert "another process trains in" in error_of(script, "--data", text, "--out", str(tmp_path / "new"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_the_first_step_ends_with_one_line_and_leaves_no_folder(
+    script, text, tmp_path, monkeypatch, capsys, number
+):
+    monkeypatch.setattr(script, "new_model", lambda args: signal.raise_signal(number))
+    with pytest.raises(SystemExit) as ended:
+        script.main([*TINY, "--data", text, "--out", str(tmp_path / "run")])
+    assert ended.value.code == 128 + number
+    assert capsys.readouterr().out == f"stopped    by {number.name}\n"
+    assert not (tmp_path / "run").exists()
+
+
+# --- more of a run: evaluation, more steps, presets
+
+
+def test_eval_only_measures_the_last_checkpoint_and_writes_nothing(script, copy, capsys):
+    before, (*_, (_, held_out)) = contents(copy), loss_curve(copy).values()
+    (copy / "config.json").chmod(0o400)
+    script.main(["--eval-only", str(copy), "--prompt", "nab"])
+    printed = capsys.readouterr().out
+    assert f"\nheld out   {held_out:.4f} nats" in printed and "\nnab" in printed
+    assert contents(copy) == before
+
+
+def test_eval_only_takes_another_text_and_says_so(script, unbroken, tmp_path, capsys):
+    (tmp_path / "other.txt").write_text("another text " * 100)
+    script.main(["--eval-only", str(unbroken), "--data", str(tmp_path / "other.txt")])
+    printed = capsys.readouterr().out
+    assert "which is not what the run was trained on" in printed and "\nheld out " in printed
+    script.main(["--eval-only", str(unbroken), "--data", str(tmp_path / "gone.txt")])
+    printed = capsys.readouterr().out
+    assert "gone.txt does not exist. Without it there is no held-out loss." in printed
+    assert printed.count("--- sample") == 3
+
+
+def test_a_run_is_extended_by_more_steps_and_says_how_the_schedule_changes(script, copy, unbroken, capsys):
+    script.main(["--resume", str(copy), "--steps", "20"])
+    printed = capsys.readouterr().out
+    (rates,) = re.findall(r"^schedule +20 steps in place of 13: .* (\S+) and not (\S+) at step 14$", printed, re.M)
+    assert float(rates[0]) > float(rates[1]) == pytest.approx(3e-4, rel=0.02)
+    curve = loss_curve(copy)
+    assert list(curve) == list(range(1, 21))
+    assert list(curve.items())[:STEPS] == list(loss_curve(unbroken).items())
+    script.main(["--resume", str(copy)])
+    assert loss_curve(copy) == curve, "the run has its new length"
+
+
+def test_accumulated_gradients_are_those_of_the_whole_batch(script, quick_compile):
+    args = script.parse([*TINY, "--batch", "6", "--dtype", "float32"])
+    script.check_sizes(args)
+    structure, parameters = steps.new_model(args)
+    windows = jax.random.randint(jax.random.key(0), (6, 25), 0, 256)
+    whole, parts = (jax.jit(lambda p, n=n: steps.loss_and_gradients(structure, p, windows, n))(parameters) for n in (1, 3))
+    for one, other in zip(jax.tree.leaves(whole), jax.tree.leaves(parts), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_the_preset_gpt2_has_gpt2s_parameters_and_context(script):
+    args = script.parse(["--preset", "gpt2", "--context", "512"])
+    assert (args.dtype, args.context, script.parse(["--preset", "gpt2"]).context) == ("bfloat16", 512, 1024)
+    script.check_sizes(args)
+    size = sum(math.prod(p.shape) for p in jax.tree.leaves(jax.eval_shape(lambda: steps.new_model(args)[1])))
+    assert round(size / 1e6) == 124
+
+
+def test_short_runs_warm_up_for_a_fifteenth_and_their_first_step_learns(script):
+    for count in (1, 14, 30, 1500):
+        args = script.parse(["--steps", str(count)])
+        script.check_sizes(args)
+        rate = steps.learning_rate(args)
+        assert args.warmup == count // 15
+        assert rate(args.warmup) == pytest.approx(args.learning_rate)
+        assert 0 < rate(0) <= args.learning_rate
+
+
+def test_model_flops_are_those_of_the_products(script):
+    args = script.parse("--layers 2 --heads 2 --features 128 --context 64 --dtype float32 --attention reference".split())
+    script.check_sizes(args)
+    structure, parameters = steps.new_model(args)
+    windows = jax.ShapeDtypeStruct((1, args.context + 1), jnp.int32)
+    run = jax.jit(lambda p, w: steps.loss_and_gradients(structure, p, w, 1)).lower(parameters, windows)
+    products = run.cost_analysis()["flops"] / args.context
+    dense = 6 * args.layers * args.context * args.features  # the reference computes what causal attention does not need
+    counted = machine.flops_per_token(args, jax.tree.leaves(parameters)) + dense
+    assert counted == pytest.approx(products, rel=0.1)
+
+
+def test_the_speed_says_what_part_of_a_known_gpus_peak_it_is(script, monkeypatch):
+    assert machine.peak_of("NVIDIA H100 80GB HBM3") == 989.4e12
+    assert machine.peak_of("cpu") is None
+    args = script.parse(["--dtype", "bfloat16"])
+    assert machine.speed_in_words(args, {})(1e6) == "1,000,000 tokens/s"
+    monkeypatch.setattr(machine, "peak_of", lambda kind: 1e9)
+    monkeypatch.setattr(machine, "flops_per_token", lambda *_: 1e4)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert machine.speed_in_words(args, {})(25e3) == "25,000 tokens/s, 25.0% MFU"
 
 
 # --- --check

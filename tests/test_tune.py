@@ -9,7 +9,8 @@ from pallas_flash import backends
 from pallas_flash.kernels.portable.tuning import AllTiles, Tiles
 from scripts import tune
 
-TINY = "--implementation portable --batch 1 --length 32 --heads 2 --kv-heads 1 --head-size 16 --dtype float32 --repeats 2"
+TINY = "--interpret --implementation portable --batch 1 --length 32 --heads 2 --kv-heads 1 --head-size 16 --dtype float32"
+TINY += " --repeats 2"
 
 
 def run(arguments=""):
@@ -83,6 +84,12 @@ def test_a_wrong_argument_is_explained(capsys, arguments, message):
     with pytest.raises(SystemExit, match="2"):
         run(arguments)
     assert message in capsys.readouterr().err
+
+
+def test_without_a_gpu_it_says_so_in_one_line():
+    with pytest.raises(SystemExit) as ended:
+        tune.main([])
+    assert ended.value.code.startswith("tune.py: error: there is no GPU here to tune for") and "\n" not in ended.value.code
 
 
 def test_an_implementation_that_cannot_run_the_shape_says_why():

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from scripts.bench import machine
 from scripts.bench.programs import Program
 
-SAMPLE = 0.03  # seconds of calls behind each other that make one turn on a GPU, or dispatch is what is timed
-PAUSE = 0.002  # seconds between turns on a GPU; the trace's clocks of host and GPU differ by microseconds
+SAMPLE = 0.03  # seconds of calls that make one turn: on a GPU behind each other, or dispatch is what is timed
+PAUSE = 0.002  # seconds between turns: the trace's clocks of host and GPU differ, and a CPU's idle threads spin for a while
 DEVICE, WALL = "device", "wall"
 _MARK = "turn "  # and its number: a span of the trace
 
@@ -38,15 +38,13 @@ class NoDeviceTime(Exception):
 def interleave(programs: dict[str, Program], rounds: int) -> list[Turn]:
     """A round has a turn of each, in an order that rotates, so that a slow minute slows all alike."""
     names = list(programs)
-    calls = dict.fromkeys(names, 1)
-    if machine.on_gpu():
-        once = {name: max(1e-6, _turn(program, "a trial", 1)) for name, program in programs.items()}
-        calls = {name: min(100, math.ceil(SAMPLE / seconds)) for name, seconds in once.items()}
+    once = {name: max(1e-6, _turn(program, "a trial", 1)) for name, program in programs.items()}
+    calls = {name: max(1, min(100, math.ceil(SAMPLE / seconds))) for name, seconds in once.items()}
     turns = []
     for r in range(rounds):
         first = r % max(1, len(names))
         for name in names[first:] + names[:first]:
-            time.sleep(PAUSE if machine.on_gpu() else 0)
+            time.sleep(PAUSE)
             seconds = _turn(programs[name], f"{_MARK}{len(turns)}", calls[name])
             turns.append(Turn(name, calls[name], seconds))
     return turns
@@ -55,9 +53,10 @@ def interleave(programs: dict[str, Program], rounds: int) -> list[Turn]:
 def _turn(program: Program, mark: str, calls: int) -> float:
     with jax.profiler.TraceAnnotation(mark):
         start = time.perf_counter()
-        for _ in range(calls):
+        for number in range(1, calls + 1):
             started = program.call()
-        program.wait(started)
+            if number == calls or not machine.on_gpu():  # calls that a CPU is not waited for run at the same time
+                program.wait(started)
         return time.perf_counter() - start
 
 

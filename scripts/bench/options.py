@@ -1,6 +1,8 @@
 """What the scripts' command lines have in common."""
 
 import argparse
+import itertools
+import pathlib
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter):
@@ -18,3 +20,14 @@ def positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1; got {number}")
     return number
+
+
+def numbered(stem: pathlib.Path) -> pathlib.Path:
+    """A new folder, of the first number that is free: stem-1, stem-2, ..."""
+    for number in itertools.count(1):
+        folder = stem.with_name(f"{stem.name}-{number}")
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            continue

@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 
+from scripts.bench import product
 from scripts.bench.cases import Case
 from scripts.bench.measure import Row
 
@@ -27,16 +28,22 @@ def ratios(rows: list[Row], first: str) -> list[float | None]:
     return [row.median / over(row) if row.median and over(row) else None for row in rows]
 
 
-def print_times(rows: list[Row], first: str, name_of=lambda case: case.T, head="T"):
-    header = (head, "pass", "implementation", "ms", "fastest to slowest", "ratio", "TFLOP/s", "temporaries, MB", "error")
+def print_times(rows: list[Row], first: str, name_of=lambda case: case.T, head="T", mark: float | None = None):
+    """`mark` is the FLOP/s of a matrix product, beside which each row's are put."""
+    unit, scale = product.unit_and_scale()
+    speeds = {unit: lambda flops: f"{flops / scale:.3g}"} | (
+        {"of a product's": lambda flops: f"{flops / mark:.0%}"} if mark else {}
+    )
+    header = (head, "pass", "implementation", "ms", "fastest to slowest", "ratio", *speeds, "temporaries, MB", "error")
     table = []
     for row, ratio in zip(rows, ratios(rows, first), strict=True):
         megabytes = "" if row.temporary_bytes is None else f"{row.temporary_bytes / 1e6:,.1f}"
         off = "" if row.error is None else f"{row.error:.0e}" if row.error else "0"
-        times = (row.status, "", "", "")
+        times = (row.status, "", "", *("" for _ in speeds))
         if row.median:
             spread = f"{milliseconds(min(row.seconds))} to {milliseconds(max(row.seconds))}"
-            times = (milliseconds(row.median), spread, number(ratio, ".2f"), f"{row.tflops:.3g}")
+            of_it = (speed(row.tflops * 1e12) for speed in speeds.values())
+            times = (milliseconds(row.median), spread, number(ratio, ".2f"), *of_it)
         table.append((name_of(row.case), row.passes, row.name, *times, megabytes, off))
     print_table(header, table)
 

@@ -1,111 +1,157 @@
-"""A run's folder: config.json, checkpoints/, loss.csv, loss.png. Whatever kills the run, each is whole or absent."""
+"""A run's folder: config.json, checkpoints/ and the lock. Whatever kills the run, each file is whole, or the old one."""
 
-import csv
-import io
+import contextlib
 import json
-import math
+import logging
 import os
 import pathlib
+import shutil
 
-import numpy as np
-
-from scripts.gpt_run.options import NOT_SETTINGS, fail
+from scripts.bench.options import numbered
+from scripts.gpt_run.curves import CURVES, csv_of
+from scripts.gpt_run.options import NOT_SETTINGS, report
+from scripts.gpt_run.stops import Refused, cannot_write, out_of_memory
 from scripts.gpt_run.text import Text
 
 
-def new_folder(args, text: Text) -> pathlib.Path:
-    folder, number = args.out, 1
-    while folder is None or (args.out is None and folder.exists()):
-        folder, number = pathlib.Path("runs", f"gpt-{number}"), number + 1
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        fail(f"--out must be a new or an empty folder; {folder} is not. Choose another, or --resume it if it is a run.")
+@contextlib.contextmanager
+def held(args):
+    """The run's folder, new or to be resumed; no other process can train in it meanwhile."""
+    import filelock
+
+    folder = args.resume or new_folder(args.out)
+    lock = filelock.FileLock(folder / "lock")
+    try:
+        lock.acquire(timeout=0)
+    except filelock.Timeout:
+        raise Refused(f"another process trains in {folder}; wait for its end, or start a new run.") from None
+    try:
+        yield folder
+    finally:
+        lock.release()
+        if not (folder / "config.json").exists():  # nothing came of it
+            (folder / "lock").unlink(missing_ok=True)
+            folder.rmdir()
+
+
+def new_folder(folder: pathlib.Path | None) -> pathlib.Path:
+    if folder is None:
+        return numbered(pathlib.Path("runs", "gpt"))
+    if folder.exists() and not (folder.is_dir() and not any(path.name != "lock" for path in folder.iterdir())):
+        raise Refused(f"--out must be a new or an empty folder; {folder} is not. Choose another, or --resume it if it is a run.")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        fail(f"--out: {error}")
+        raise Refused(f"--out: {error}") from None
+    return folder
+
+
+def write_config(folder: pathlib.Path, args, text: Text):
     settings = {name: value for name, value in vars(args).items() if name not in NOT_SETTINGS}
     config = dict(settings=settings, text=dict(source=text.source, sha256=text.fingerprint()))
-    write_whole(folder / "config.json", json.dumps(config, indent=2) + "\n")
-    return folder
+    with writing(folder):
+        write_whole(folder / "config.json", (json.dumps(config, indent=2) + "\n").encode())
 
 
-def resumed_folder(folder: pathlib.Path, text: Text) -> pathlib.Path:
-    was = read_config(folder)["text"]
-    if was["sha256"] != text.fingerprint():
-        fail(f"--resume needs the text that the run began with ({was['source']}); {text.source} differs. Start a new run.")
-    return folder
-
-
-def read_config(folder: pathlib.Path) -> dict:
+def read_config(folder: pathlib.Path, option: str = "--resume") -> dict:
     try:
         config = json.loads((folder / "config.json").read_text())
-        return dict(settings=config["settings"], text=config["text"])
+        return dict(settings=dict(config["settings"]), text=dict(config["text"]))
     except (OSError, ValueError, KeyError, TypeError):
-        fail(f"--resume must be the folder of a run, as runs/gpt-1; {folder} has no config.json that can be read.")
+        message = f"{option} must be the folder of a run, as runs/gpt-1; {folder} has no config.json that can be read."
+        raise Refused(message) from None
 
 
-def write_whole(path: pathlib.Path, text: str):
-    """All of it or nothing, whenever the process is killed."""
+@contextlib.contextmanager
+def writing(folder: pathlib.Path):
+    """A full disk, or one that cannot be written, is told in one line, with what is left of the run."""
+    try:
+        yield
+    except Exception as error:
+        if not (why := cannot_write(error)):
+            raise
+        steps = saved_steps(folder)
+        left = f"The checkpoint of step {steps[-1]} is whole: go on with --resume {folder}" if steps else "Begin again"
+        raise Refused(f"{folder} cannot be written: {why}. {left} once there is room.") from None
+
+
+def write_whole(path: pathlib.Path, content: bytes):
+    """All of it or nothing, whenever the process is killed or the disk is full."""
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(text)
-    os.replace(partial, path)
+    try:
+        with partial.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
-def open_checkpoints(folder: pathlib.Path):
+# ---- checkpoints ----
+
+
+def saved_steps(folder: pathlib.Path) -> list[int]:
+    return sorted(int(path.name) for path in (folder / "checkpoints").glob("*") if path.name.isdigit())
+
+
+def open_checkpoints(folder: pathlib.Path, read_only: bool = False):
     import orbax.checkpoint as ocp
 
     # not in the background: the next step overwrites the state, which was donated to it
-    options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
-    return ocp.CheckpointManager((folder / "checkpoints").resolve(), options=options)
+    options = ocp.CheckpointManagerOptions(
+        max_to_keep=2, enable_async_checkpointing=False, read_only=read_only, create=not read_only
+    )
+    if read_only:
+        logging.getLogger("absl").setLevel(logging.ERROR)  # it warns that it will not write
+    path = (folder / "checkpoints").resolve()
+    return ocp.CheckpointManager(path, options=options, item_handlers=ocp.StandardCheckpointHandler())
 
 
-def restore(checkpoints, state: dict) -> dict:
-    """The last checkpoint, or `state` where there is none yet."""
+def restore(folder: pathlib.Path, checkpoints, new: dict, read_only: bool = False) -> dict:
+    """The last checkpoint that can be read, or `new` where there is none yet. The damaged ones after it are put aside."""
+    steps, damaged = saved_steps(folder), []
+    for step in reversed(steps):
+        try:
+            state = _restore(checkpoints, step, new)
+            break
+        except Exception as error:  # whatever a damaged file makes the library raise
+            if out_of_memory(error):
+                raise
+            damaged.append(step)
+            report("damaged", f"the checkpoint of step {step}: {type(error).__name__}: {' '.join(str(error).split())[:150]}")
+    else:
+        if steps:
+            raise Refused(f"no checkpoint in {folder} can be read. Start a new run.")
+        return new
+    for step in [] if read_only else damaged:  # its place will be needed
+        shutil.rmtree(folder / f"damaged-{step}", ignore_errors=True)
+        shutil.move(folder / "checkpoints" / str(step), folder / f"damaged-{step}")
+        checkpoints.reload()
+    return state
+
+
+def _restore(checkpoints, step: int, new: dict) -> dict:
     import jax
+    import jax.numpy as jnp
     import orbax.checkpoint as ocp
 
-    if checkpoints.latest_step() is None:
-        return state
-    return checkpoints.restore(checkpoints.latest_step(), args=ocp.args.StandardRestore(jax.eval_shape(lambda: state)))
+    done = checkpoints.item_metadata(step)["train_losses"].shape[0]  # the steps of its run, that may be extended since
+    like = jax.eval_shape(lambda: new) | {name: jax.ShapeDtypeStruct((done,), jnp.float32) for name in CURVES}
+    state = checkpoints.restore(step, args=ocp.args.StandardRestore(like))
+    longer = lambda curve, size: jnp.pad(curve, (0, size - done), constant_values=jnp.nan)
+    return state | {name: longer(state[name], new[name].size) for name in CURVES}
 
 
 def save(folder: pathlib.Path, checkpoints, state: dict):
+    """The curve first: it is small, and a full disk leaves room for it."""
     import orbax.checkpoint as ocp
 
-    checkpoints.save(int(state["step"]), args=ocp.args.StandardSave(state))
-    write_csv(folder, state)
-
-
-def curves(state: dict):
-    """(step, train loss, held-out loss or nan), one row for each step so far."""
-    number = int(state["step"])
-    return np.arange(1, number + 1), *(np.asarray(state[name])[:number] for name in ("train_losses", "held_out_losses"))
-
-
-def write_csv(folder: pathlib.Path, state: dict):
-    file = io.StringIO()
-    rows = csv.writer(file, lineterminator="\n")
-    rows.writerow(["step", "train_loss", "held_out_loss"])
-    rows.writerows(
-        (step, train, "" if math.isnan(held_out) else held_out) for step, train, held_out in zip(*curves(state), strict=True)
-    )
-    write_whole(folder / "loss.csv", file.getvalue())
-
-
-def write_png(folder: pathlib.Path, state: dict, bigram: float):
-    from matplotlib.figure import Figure
-
-    steps, train, held_out = curves(state)
-    window = max(1, len(train) // 50)
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    axes.plot(steps, train, color="C0", alpha=0.25, linewidth=0.8)
-    smooth = np.convolve(train, np.ones(window) / window, "valid")
-    axes.plot(steps[window - 1 :], smooth, color="C0", label=f"training, mean of {window} steps")
-    measured = ~np.isnan(held_out)
-    axes.plot(steps[measured], held_out[measured], "o-", color="C1", label="held out")
-    axes.axhline(bigram, color="gray", linestyle="--", label="bigram model, held out")
-    axes.set(xlabel="step", ylabel="loss [nats per byte]", xlim=(0, steps[-1]))
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(folder / "loss.png", dpi=120)
+    with writing(folder):
+        write_whole(folder / "loss.csv", csv_of(state))
+        try:
+            checkpoints.save(int(state["step"]), args=ocp.args.StandardSave(state))
+        except Exception:
+            for partial in (folder / "checkpoints").glob("*.orbax-checkpoint-tmp*"):
+                shutil.rmtree(partial, ignore_errors=True)
+            raise

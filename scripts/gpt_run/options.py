@@ -4,40 +4,56 @@ import argparse
 import pathlib
 from typing import Any
 
-VOCABULARY = 256  # bytes
-NOT_SETTINGS = {"out", "resume", "check", "prompt", "samples", "sample_length", "temperature"}  # may differ when a run is resumed
+from scripts.bench.options import Help
+
+BYTES = 256
+# not kept with a run
+NOT_SETTINGS = set("out resume eval_only check preset verbose tensorboard prompt samples sample_length temperature".split())
+MODEL = ("layers", "heads", "kv_heads", "features", "untied", "vocabulary")  # what the parameters' shapes follow from
+PRESETS = dict(
+    tiny=dict(layers=2, heads=2, features=64, context=64, batch=4, steps=300, eval_every=100),
+    gpt2=dict(
+        layers=12,
+        heads=12,
+        features=768,
+        vocabulary=50304,
+        context=1024,
+        dtype="bfloat16",
+        batch=64,
+        accumulate=4,
+        steps=5000,
+        learning_rate=6e-4,
+        save_every=250,
+    ),
+)
 # a context of several key blocks, and a length that no block divides
-CHECK_SETTINGS = dict(layers=2, heads=2, features=64, context=300, batch=2, steps=50, warmup=10, dtype="float32")
+CHECK_SETTINGS = dict(layers=2, heads=2, features=64, context=300, batch=2, steps=50, dtype="float32")
 CHECK_TOLERANCE = dict(float32=1e-4, bfloat16=4e-3)  # of the loss
-
-
-def fail(message: str):
-    """Ends with exit status 1 and one line on stderr."""
-    raise SystemExit(f"train_gpt.py: error: {message}")
 
 
 def report(name: str, text: Any):
     print(f"{name:<11}" + str(text).replace("\n", "\n" + " " * 11), flush=True)
 
 
-class Help(argparse.ArgumentDefaultsHelpFormatter):
-    def _get_help_string(self, action):
-        return action.help if action.default is None or action.default is False else super()._get_help_string(action)
-
-
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="train_gpt.py",
         formatter_class=Help,
-        usage="%(prog)s [--data PATH] [--out FOLDER | --resume RUN | --check] [options]",
+        usage="%(prog)s [--data PATH] [--out FOLDER | --resume RUN | --eval-only RUN | --check] [options]",
         description="Trains a small GPT on bytes of text, with the attention of pallas_flash. Writes checkpoints and the loss "
         "curves (loss.csv, loss.png), and prints samples. Without options: on the source of "
         "Python's standard library, in a few minutes.",
     )
-    add = parser.add_argument_group("run").add_mutually_exclusive_group().add_argument
+    group = parser.add_argument_group("run")
+    add = group.add_mutually_exclusive_group().add_argument
     add("--out", type=pathlib.Path, metavar="FOLDER", help="a new folder for the results (default: runs/gpt-1, -2, ...)")
     add("--resume", type=pathlib.Path, metavar="RUN", help=HELP_RESUME)
+    add("--eval-only", type=pathlib.Path, metavar="RUN", help=HELP_EVAL)
     add("--check", action="store_true", help=HELP_CHECK)
+    add = group.add_argument
+    add("--preset", choices=list(PRESETS), help=HELP_PRESET)
+    add("--tensorboard", action="store_true", help="write the curves for TensorBoard too; to be given again with --resume")
+    add("--verbose", action="store_true", help="say what attention runs, with which tiles, and why not the others")
 
     add = parser.add_argument_group("text").add_argument
     add("--data", type=absolute, metavar="PATH", help=HELP_DATA)
@@ -50,13 +66,15 @@ def make_parser() -> argparse.ArgumentParser:
     add("--kv-heads", type=count_type, metavar="N", help="key/value heads, shared by the query heads (default: one for each)")
     add("--features", type=count_type, default=128, metavar="N", help="width of the model")
     add("--untied", action="store_true", help="give the head weights of its own, not the embedding's")
+    add("--vocabulary", type=whole(BYTES), default=BYTES, metavar="N", help="rows of the embedding; bytes use the first 256")
 
     add = parser.add_argument_group("training").add_argument
     add("--steps", type=count_type, default=1500, metavar="N", help="steps of the optimizer")
     add("--batch", type=count_type, default=4, metavar="N", help="sequences a step")
+    add("--accumulate", type=count_type, default=1, metavar="N", help="parts in which a step takes them, to save memory")
     add("--context", type=count_type, default=128, metavar="N", help="bytes a sequence")
     add("--learning-rate", type=positive, default=3e-3, metavar="X", help="its peak, from which a cosine falls to a tenth")
-    add("--warmup", type=count_type, default=100, metavar="N", help="steps to the peak")
+    add("--warmup", type=whole(0), metavar="N", help="steps to the peak (default: a fifteenth of all)")
     add("--weight-decay", type=not_negative, default=0.1, metavar="X", help="AdamW's, for matrices")
     add("--clip", type=positive, default=1.0, metavar="X", help="largest norm of the gradient")
     add("--seed", type=int, default=0, metavar="N", help="of the parameters, the batches and the sample")
@@ -77,8 +95,13 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-HELP_RESUME = """go on from the last checkpoint in this folder, with its settings. On a CPU the curves are those of an unbroken
-run, bit for bit; on a GPU with XLA_FLAGS=--xla_gpu_deterministic_ops=true. A run that is complete only writes its sample"""
+HELP_RESUME = """go on from the last checkpoint in this folder, with its settings; a larger --steps extends it. On a CPU the
+curves are those of an unbroken run, bit for bit; on a GPU with XLA_FLAGS=--xla_gpu_deterministic_ops=true. A run that is
+complete only writes its sample"""
+HELP_EVAL = """measure the held-out loss of this run's last checkpoint on its text, or on that of --data, print samples, and
+write nothing"""
+HELP_PRESET = """settings that are used where none are given. tiny: for a first try; gpt2: the 124 million parameters of
+GPT-2, with its vocabulary though the text is bytes, its context of 1024, in bfloat16, for a GPU"""
 HELP_CHECK = f"""train a smaller model in lock-step with the attention and with "reference", and fail where their losses differ by
 more than {CHECK_TOLERANCE["float32"]:g} of their size, or in bfloat16 by {CHECK_TOLERANCE["bfloat16"]:g}. Unless given:
 {", ".join(f"{name} {value}" for name, value in CHECK_SETTINGS.items())}"""
@@ -97,7 +120,11 @@ def number_type(kind, least, above):
     return convert
 
 
-count_type, positive, not_negative = number_type(int, 1, False), number_type(float, 0, True), number_type(float, 0, False)
+def whole(least: int):
+    return number_type(int, least, False)
+
+
+count_type, positive, not_negative = whole(1), number_type(float, 0, True), number_type(float, 0, False)
 
 
 def absolute(path: str) -> str:

@@ -2,7 +2,7 @@
 
 import math
 
-from scripts.gpt_run.options import VOCABULARY
+from scripts.gpt_run.options import BYTES
 
 
 def new_model(args):
@@ -12,7 +12,7 @@ def new_model(args):
     from models.gpt import GPT, GPTConfig
 
     config = GPTConfig(
-        vocab_size=VOCABULARY,
+        vocab_size=args.vocabulary,
         num_layers=args.layers,
         num_heads=args.heads,
         num_kv_heads=args.kv_heads,
@@ -29,13 +29,17 @@ def new_optimizer(args):
     import jax
     import optax
 
-    warmup = min(args.warmup, args.steps)
-    rate = optax.warmup_cosine_decay_schedule(
-        0.0, args.learning_rate, warmup, max(args.steps, warmup + 1), args.learning_rate / 10
-    )
     is_matrix = lambda parameters: jax.tree.map(lambda p: p.ndim > 1, parameters)
-    adamw = optax.adamw(rate, b2=0.95, weight_decay=args.weight_decay, mask=is_matrix)
+    adamw = optax.adamw(learning_rate(args), b2=0.95, weight_decay=args.weight_decay, mask=is_matrix)
     return optax.chain(optax.clip_by_global_norm(args.clip), adamw)
+
+
+def learning_rate(args):
+    """Of a step, counted from 0: up in a straight line, down along a cosine."""
+    import optax
+
+    peak, warmup = args.learning_rate, args.warmup
+    return optax.warmup_cosine_decay_schedule(peak / (warmup + 1), peak, warmup, max(args.steps, warmup + 1), peak / 10)
 
 
 def new_state(args, parameters, optimizer) -> dict:
@@ -62,6 +66,20 @@ def loss_of(structure, parameters, windows):
     return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:]).mean()
 
 
+def loss_and_gradients(structure, parameters, windows, parts: int):
+    """Of all windows, taken in `parts` one after another."""
+    import jax
+    import jax.numpy as jnp
+
+    of = jax.value_and_grad(lambda parameters, windows: loss_of(structure, parameters, windows))
+    if parts == 1:
+        return of(parameters, windows)
+    add = lambda sums, part: (jax.tree.map(jnp.add, sums, of(parameters, part)), None)
+    zeros = jnp.float32(0), jax.tree.map(jnp.zeros_like, parameters)
+    sums, _ = jax.lax.scan(add, zeros, windows.reshape(parts, -1, windows.shape[-1]))
+    return jax.tree.map(lambda x: x / parts, sums)
+
+
 def train_step(args, structure, optimizer):
     """step(state, text) -> state, loss. The batch follows from the seed and the number of the step alone."""
     import jax
@@ -72,7 +90,7 @@ def train_step(args, structure, optimizer):
         key = jax.random.fold_in(jax.random.key(args.seed), state["step"])
         starts = jax.random.randint(key, (args.batch, 1), 0, text.size - args.context)
         windows = text[starts + jnp.arange(args.context + 1)]
-        loss, gradients = jax.value_and_grad(lambda p: loss_of(structure, p, windows))(state["parameters"])
+        loss, gradients = loss_and_gradients(structure, state["parameters"], windows, args.accumulate)
         updates, optimizer_state = optimizer.update(gradients, state["optimizer"], state["parameters"])
         new = dict(
             step=state["step"] + 1,
@@ -110,7 +128,7 @@ def decoder(structure, length: int, temperature: float):
 
         def step(carry, key):
             logits, caches = carry
-            greedy = temperature == 0
+            greedy, logits = temperature == 0, logits[:, :BYTES]
             token = jnp.argmax(logits, -1) if greedy else jax.random.categorical(key, logits / temperature)
             logits, caches = model(token[:, None], caches)
             return (logits[:, -1], caches), token

@@ -1,0 +1,42 @@
+"""What the machine gives: whether a program fits into its memory, and how much of its peak a speed is."""
+
+import os
+
+from scripts.gpt_run.stops import Refused
+
+
+def must_fit(program):
+    """Refuses a compiled program that the memory cannot hold: a CPU's process would be killed without a word."""
+    import jax
+
+    stats = jax.devices()[0].memory_stats()
+    memory = stats["bytes_limit"] if stats else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    sizes = program.memory_analysis()
+    needed = sizes.temp_size_in_bytes + sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+    if needed > memory:
+        raise Refused(
+            f"out of memory: a step needs {needed / 1e9:,.1f} GB, and there are {memory / 1e9:,.1f}. Try a smaller --batch or "
+            "--context, or a larger --accumulate."
+        )
+
+
+def speed_in_words(args, parameters):
+    """words(tokens a second): with the model FLOPs utilisation, where the GPU's peak is known."""
+    import jax
+
+    peak = peak_of(jax.devices()[0].device_kind) if args.dtype == "bfloat16" and jax.default_backend() == "gpu" else None
+    each = flops_per_token(args, jax.tree.leaves(parameters))
+    return lambda speed: f"{speed:,.0f} tokens/s" + (f", {speed * each / peak:.1%} MFU" if peak else "")
+
+
+def flops_per_token(args, parameters) -> float:
+    """Forward and backward, which is twice it: 6 for each weight that multiplies, and 6 T D a layer for causal attention."""
+    weights = sum(p.size for p in parameters if p.ndim > 1) - (args.vocabulary * args.features if args.untied else 0)
+    return 6 * weights + 6 * args.layers * args.context * args.features
+
+
+def peak_of(kind: str) -> float | None:
+    """FLOP/s of dense 16-bit products."""
+    from pallas_flash.accounting import GPUS
+
+    return next((gpu.products for gpu in GPUS.values() if gpu.kind == kind), None)
