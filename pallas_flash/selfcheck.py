@@ -152,13 +152,17 @@ def _tried(backend: Backend, problem: Problem, variant: Variant, machine: record
             f"Start again: {variant.implementation} will not be taken. PALLAS_FLASH_IMPLEMENTATION names another for all calls."
         ) from None
     except Exception as error:  # of the compiler, the GPU or the memory; another day may be better, so there is no record
-        return Verdict({}, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+        return fails(error)
     record(variant, machine, verdict)
     return verdict
 
 
 def hangs(limit: float) -> Verdict:
     return Verdict({}, f"its check did not end within {limit:g} s")
+
+
+def fails(error: Exception) -> Verdict:
+    return Verdict({}, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
 
 
 def _in_a_thread(f: Callable, limit: float):

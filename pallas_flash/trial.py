@@ -81,7 +81,7 @@ def in_a_process(case: Case, limit: float) -> Finding:
         return Finding(selfcheck.hangs(limit))
     if done.returncode < 0:
         return Finding(Verdict({}, f"its process died of {signal.Signals(-done.returncode).name}"))
-    if done.returncode > 0:  # an exception, of the compiler or the memory: another day may be better
+    if done.returncode > 0:
         return Finding(Verdict({}, (done.stderr.strip().splitlines() or ["its process failed"])[-1]), lasting=False)
     verdict, *times = json.loads(done.stdout.splitlines()[-1])
     return Finding(Verdict(*verdict), *times)
@@ -106,8 +106,15 @@ def setting(case: Case) -> Setting:
     return INTERPRETED if case.backend().own_kernels else ON_CPU
 
 
-def measured(case: Case) -> Finding:
+def tried(case: Case) -> Finding:
     """What this process finds."""
+    try:
+        return measured(case)
+    except Exception as error:  # of the compiler or the memory: another day may be better
+        return Finding(selfcheck.fails(error), lasting=False)
+
+
+def measured(case: Case) -> Finding:
     size = setting(case)
     verdict = selfcheck.check(case.backend(), case.problem(), size.checked)
     shapes = case.shapes(**size.timed)
