@@ -61,7 +61,7 @@ def forward(p: Problem, tiles) -> dict[str, Cost]:
         exponentials=A + R,
         other=4 * A + 5 * R + R * t.value_width + 2 * own,
         reads=z.heads * (2 * z.T * t.width + z.keys(first, last, t) * z.width + told),
-        writes=z.heads * (z.T * 2 * t.value_width + 4 * z.n_q * t.block_q),
+        writes=z.heads * (2 * z.T * t.value_width + 4 * z.n_q * t.block_q),  # lse has rows of whole tiles
     )
     return dict(flash_attention_forward=kernel)
 
