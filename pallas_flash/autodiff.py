@@ -28,6 +28,8 @@ def _attend(problem: Problem, choice: Choice, operands: Operands):
 
 
 def _forward(problem, choice, operands):
+    if choice.backend.name != "reference":
+        operands = Operands(*_first_order(operands[:4]), *operands[4:])
     o, lse = choice.backend.forward(problem, choice.tiles, operands)
     # Named, so that a policy of jax.checkpoint can keep them: the backward needs nothing else that is costly.
     o, lse = checkpoint_name(o, "flash_attention_out"), checkpoint_name(lse, "flash_attention_lse")
@@ -36,9 +38,7 @@ def _forward(problem, choice, operands):
 
 def _backward(problem, choice, residuals, cotangents):
     operands, o, lse = residuals
-    if choice.backend.name != "reference":
-        operands, cotangents = operands._replace(query=_first_order(operands.query)), _first_order(cotangents)
-    do, dlse = cotangents
+    do, dlse = cotangents if choice.backend.name == "reference" else _first_order(cotangents)
     do = lax.optimization_barrier(do)  # or XLA may leave out its rounding to 16 bits here, and delta part from the kernels' do
     # d lse / d s = p, and ds = p * (dp - rowsum(o * do)): the cotangent of lse joins delta.
     delta = jnp.einsum("btnh,btnh->bnt", o.astype(jnp.float32), do.astype(jnp.float32), precision="highest") - dlse
