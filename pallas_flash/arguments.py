@@ -140,8 +140,9 @@ def exact(call: dict[str, Any]) -> dict[str, Any]:
     for name in ("query_seq_lengths", "key_value_seq_lengths", "query_offset"):
         if call[name] is not None and not checks.is_int(call[name]):
             call[name] = checks.ints(name, call[name])
-    if checks.is_array(call["scale"]):
-        call["scale"] = jnp.reshape(call["scale"], () if jnp.size(call["scale"]) == 1 else -1)
+    for name, shape in dict(scale=call["query"].shape[-2:-1], query_offset=call["query"].shape[:-3]).items():
+        if isinstance(call[name], jax.Array) and call[name].size == 1:  # one for all is one for each, to spread over devices
+            call[name] = jnp.broadcast_to(jnp.reshape(call[name], ()), shape)
     there = {name: call[name] for name in ids if call[name] is not None}
     call |= zip(there, checks.ids(there), strict=True)
     if isinstance(call["mask"], masks.Mask):

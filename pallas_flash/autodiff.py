@@ -29,6 +29,8 @@ def _attend(problem: Problem, choice: Choice, operands: Operands):
 
 
 def _forward(problem, choice, operands):
+    if choice.backend.name != "reference":
+        operands = Operands(*_first_order(operands[:4]), *operands[4:])
     o, stats = choice.backend.forward(problem, choice.tiles, operands)
     # Named, so that a policy of jax.checkpoint can keep them: the backward needs nothing else that is costly.
     o = checkpoint_name(o, "flash_attention_out")
@@ -38,13 +40,12 @@ def _forward(problem, choice, operands):
 
 def _backward(problem, choice, residuals, cotangents):
     operands, o, stats = residuals
-    if choice.backend.name != "reference":
-        operands, cotangents = operands._replace(query=_first_order(operands.query)), _first_order(cotangents)
-    do, dlse = cotangents
+    do, dlse = cotangents if choice.backend.name == "reference" else _first_order(cotangents)
     lse, factor = stats.in_one()
     wide = lse.dtype
     if factor is not None:  # P = factor * 2^(s - lse) meets do alone, and what is made of do: so do takes the factor
-        do, dlse = (do * jnp.swapaxes(factor, 1, 2)[..., None]).astype(do.dtype), dlse * factor
+        do = (do.astype(wide) * jnp.swapaxes(factor, 1, 2)[..., None]).astype(do.dtype)
+        dlse = dlse * factor
     do = lax.optimization_barrier(do)  # or XLA may leave out its rounding to 16 bits here, and delta part from the kernels' do
     # d lse / d s = p, and ds = p * (dp - rowsum(o * do)): the cotangent of lse joins delta.
     delta = jnp.einsum("btnh,btnh->bnt", o.astype(wide), do.astype(wide), precision="highest") - dlse
