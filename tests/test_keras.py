@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(keras.backend.backend() != "jax", reason="Keras 
 B, T, S, D = 2, 7, 9, 12
 LAYERS = {
     "MultiHeadAttention": lambda: keras.layers.MultiHeadAttention(num_heads=4, key_dim=6),
-    "GroupedQueryAttention": lambda: keras.layers.GroupedQueryAttention(head_dim=6, num_query_heads=4, num_key_value_heads=2),
+    "GroupQueryAttention": lambda: keras.layers.GroupQueryAttention(head_dim=6, num_query_heads=4, num_key_value_heads=2),
 }
 SEEN = np.random.default_rng(5).random((B, T, S)) < 0.7
 SEEN[..., 0] = True  # a row that sees no key is 0 here, and the mean of the values there
