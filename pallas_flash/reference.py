@@ -1,4 +1,4 @@
-"""Dense attention in float32: the oracle, O(T S) memory, differentiated by JAX.
+"""Dense attention in float32 (of float64: in float64): the oracle, O(T S) memory, differentiated by JAX.
 
 Attention Is All You Need (arXiv:1706.03762), equation 1, with masks, bias and a soft cap, and 0 for a row that sees no key.
 """
@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_flash.arguments import Operands, Problem
+from pallas_flash.checks import sums
 from pallas_flash.masks import Visibility
 from pallas_flash.online_softmax import LOG2E, Statistics
 
@@ -19,19 +20,20 @@ def attend(problem: Problem, x: Operands):
 
 
 def _attend(p: Problem, x: Operands):
-    """o, and the natural log-sum-exp lse [B, N, T] in float32."""
+    """o, and the natural log-sum-exp lse [B, N, T]."""
+    wide = sums(x.query.dtype)
     seen = jnp.broadcast_to(_seen(p, x.visibility), (p.batch, p.heads, p.queries, p.keys))
     if x.mask is not None:
         seen = seen & x.mask
     # What nobody sees counts as 0, so that NaN there changes nothing.
     by_head = lambda seen: jnp.moveaxis(seen, 1, 2)[..., None]
-    q = jnp.where(by_head(seen.any(3)), x.query, 0).astype(jnp.float32)
+    q = jnp.where(by_head(seen.any(3)), x.query, 0).astype(wide)
     key_seen = by_head(seen.reshape(p.batch, p.kv_heads, p.group, p.queries, p.keys).any((2, 3)))
-    k, v = (jnp.repeat(jnp.where(key_seen, kv, 0).astype(jnp.float32), p.group, axis=2) for kv in (x.key, x.value))
+    k, v = (jnp.repeat(jnp.where(key_seen, kv, 0).astype(wide), p.group, axis=2) for kv in (x.key, x.value))
 
     s = p.scale * jnp.einsum("btnh,bsnh->bnts", q, k, precision="highest")
     if x.bias is not None:
-        s = s + x.bias.astype(jnp.float32)
+        s = s + x.bias.astype(wide)
     if p.soft_cap is not None:
         s = p.soft_cap * jnp.tanh(s / p.soft_cap)
     s = jnp.where(seen, s, -jnp.inf)
@@ -57,7 +59,7 @@ def _seen(p: Problem, visibility: Visibility):
 
 def backward(problem: Problem, x: Operands, o, lse, do, delta):
     """JAX's own derivative of `attend`; the cotangent of lse is what autodiff took from delta."""
-    dlse = jnp.einsum("btnh,btnh->bnt", o.astype(jnp.float32), do.astype(jnp.float32)) - delta
+    dlse = jnp.einsum("btnh,btnh->bnt", o.astype(delta.dtype), do.astype(delta.dtype)) - delta
     dlse = jnp.where(lse == jnp.inf, 0.0, dlse)
 
     def of(query, key, value, bias):
