@@ -2,7 +2,7 @@
 
 import dataclasses
 import inspect
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,78 +15,67 @@ AnyArray = Array | np.ndarray
 Implementation = Literal["hopper", "portable", "blockwise", "reference", "flash1", "standard", "xla", "cudnn"]
 
 
+class _Options(TypedDict, total=False):
+    """For type checkers: what `flash_attention` takes by name, but return_residual, which tells its overloads apart."""
+
+    scale: float | Float[AnyArray, "..."] | None
+    is_causal: bool
+    query_seq_lengths: Int[AnyArray, "*B"] | None
+    key_value_seq_lengths: Int[AnyArray, "*B"] | None
+    local_window_size: int | tuple[int, int] | None
+    implementation: Implementation | None
+    query_offset: int | Int[AnyArray, "*B"]
+    query_segment_ids: Int[AnyArray, "*B T"] | None
+    key_value_segment_ids: Int[AnyArray, "*B S"] | None
+    logits_soft_cap: float | None
+    sinks: Float[AnyArray, "N"] | None
+    dropout_rate: float
+    dropout_rng: Array | None
+    deterministic: bool
+
+
+_Query = Float[AnyArray, "*B T N H"]
+_Key = Float[AnyArray, "*B S K H"]
+_Value = Float[AnyArray, "*B S K Hv"]
+_Bias = Float[AnyArray, "*#B #N #T #S"] | None
+_Mask = Bool[AnyArray, "*#B #N #T #S"] | Mask | None
+_Output = Float[Array, "*B T N Hv"]
+_Residual = Float[Array, "*B T N"]
+
+
 @overload
 def flash_attention(
-    query: Float[AnyArray, "*B T N H"],
-    key: Float[AnyArray, "*B S K H"],
-    value: Float[AnyArray, "*B S K Hv"],
-    bias: Float[AnyArray, "*#B #N #T #S"] | None = None,
-    mask: Bool[AnyArray, "*#B #N #T #S"] | Mask | None = None,
+    query: _Query,
+    key: _Key,
+    value: _Value,
+    bias: _Bias = None,
+    mask: _Mask = None,
     *,
-    scale: float | Float[AnyArray, "..."] | None = None,
-    is_causal: bool = False,
-    query_seq_lengths: Int[AnyArray, "*B"] | None = None,
-    key_value_seq_lengths: Int[AnyArray, "*B"] | None = None,
-    local_window_size: int | tuple[int, int] | None = None,
-    implementation: Implementation | None = None,
     return_residual: Literal[False] = False,
-    query_offset: int | Int[AnyArray, "*B"] = 0,
-    query_segment_ids: Int[AnyArray, "*B T"] | None = None,
-    key_value_segment_ids: Int[AnyArray, "*B S"] | None = None,
-    logits_soft_cap: float | None = None,
-    sinks: Float[AnyArray, "N"] | None = None,
-    dropout_rate: float = 0.0,
-    dropout_rng: Array | None = None,
-    deterministic: bool = True,
-) -> Float[Array, "*B T N Hv"]: ...
+    **options: Unpack[_Options],
+) -> _Output: ...
 @overload
 def flash_attention(
-    query: Float[AnyArray, "*B T N H"],
-    key: Float[AnyArray, "*B S K H"],
-    value: Float[AnyArray, "*B S K Hv"],
-    bias: Float[AnyArray, "*#B #N #T #S"] | None = None,
-    mask: Bool[AnyArray, "*#B #N #T #S"] | Mask | None = None,
+    query: _Query,
+    key: _Key,
+    value: _Value,
+    bias: _Bias = None,
+    mask: _Mask = None,
     *,
-    scale: float | Float[AnyArray, "..."] | None = None,
-    is_causal: bool = False,
-    query_seq_lengths: Int[AnyArray, "*B"] | None = None,
-    key_value_seq_lengths: Int[AnyArray, "*B"] | None = None,
-    local_window_size: int | tuple[int, int] | None = None,
-    implementation: Implementation | None = None,
     return_residual: Literal[True],
-    query_offset: int | Int[AnyArray, "*B"] = 0,
-    query_segment_ids: Int[AnyArray, "*B T"] | None = None,
-    key_value_segment_ids: Int[AnyArray, "*B S"] | None = None,
-    logits_soft_cap: float | None = None,
-    sinks: Float[AnyArray, "N"] | None = None,
-    dropout_rate: float = 0.0,
-    dropout_rng: Array | None = None,
-    deterministic: bool = True,
-) -> tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"]]: ...
+    **options: Unpack[_Options],
+) -> tuple[_Output, _Residual]: ...
 @overload
 def flash_attention(
-    query: Float[AnyArray, "*B T N H"],
-    key: Float[AnyArray, "*B S K H"],
-    value: Float[AnyArray, "*B S K Hv"],
-    bias: Float[AnyArray, "*#B #N #T #S"] | None = None,
-    mask: Bool[AnyArray, "*#B #N #T #S"] | Mask | None = None,
+    query: _Query,
+    key: _Key,
+    value: _Value,
+    bias: _Bias = None,
+    mask: _Mask = None,
     *,
-    scale: float | Float[AnyArray, "..."] | None = None,
-    is_causal: bool = False,
-    query_seq_lengths: Int[AnyArray, "*B"] | None = None,
-    key_value_seq_lengths: Int[AnyArray, "*B"] | None = None,
-    local_window_size: int | tuple[int, int] | None = None,
-    implementation: Implementation | None = None,
     return_residual: bool,
-    query_offset: int | Int[AnyArray, "*B"] = 0,
-    query_segment_ids: Int[AnyArray, "*B T"] | None = None,
-    key_value_segment_ids: Int[AnyArray, "*B S"] | None = None,
-    logits_soft_cap: float | None = None,
-    sinks: Float[AnyArray, "N"] | None = None,
-    dropout_rate: float = 0.0,
-    dropout_rng: Array | None = None,
-    deterministic: bool = True,
-) -> Float[Array, "*B T N Hv"] | tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"]]: ...
+    **options: Unpack[_Options],
+) -> _Output | tuple[_Output, _Residual]: ...
 def flash_attention(
     query: Float[AnyArray, "*B T N H"],
     key: Float[AnyArray, "*B S K H"],
