@@ -81,6 +81,18 @@ def step(s, m, l, scale: float | None = None):
     return p, alpha, m_new, l * alpha + jnp.sum(p, axis=-1)
 
 
+def step_by_key(s, m, l):
+    """`step` for scores s [.., k, q]. m and l are None, and so is alpha, where there was no step before."""
+    highest = jnp.max(s, axis=-2, initial=LOWEST)
+    m_new = highest if m is None else jnp.maximum(m, highest)
+    p = jnp.exp2(s - m_new[..., None, :])
+    total = jnp.sum(p, axis=-2)
+    if m is None:
+        return p, None, m_new, total
+    alpha = jnp.exp2(m - m_new)
+    return p, alpha, m_new, l * alpha + total
+
+
 def _each(row, like):
     """The value of each row [..], repeated along the last axis of `like` [.., n]."""
     return lax.broadcast_in_dim(row, like.shape, range(row.ndim))
@@ -92,12 +104,12 @@ def finish(o, l):
 
 
 def gradients(s, seen, lse, dp, delta, soft_cap: float | None):
-    """p and dlogits = p * (dp - delta), from scores s and dp [.., q, k], lse and delta [.., q].
+    """p and dlogits = p * (dp - delta), from scores s and dp, and lse and delta of each row, that broadcast against them.
 
     `seen` (or None: all) hides scores; lse is in units of log 2, +inf where a row saw no key, so that p = 0.
     """
-    p = jnp.exp2(s - lse[..., None])
-    ds = p * (dp - delta[..., None])
+    p = jnp.exp2(s - lse)
+    ds = p * (dp - delta)
     if soft_cap is not None:
         ds = ds * (1.0 - jnp.square(s * (LN2 / soft_cap)))
     if seen is not None:

@@ -64,6 +64,20 @@ def key_blocks(start: Ints, stop: Ints, solid, size: int, axis=None) -> Blocks:
     ).clipped()
 
 
+def key_ranges(visibility: Visibility, queries: int, block_q: int) -> list[tuple[int, int, bool]]:
+    """For every query block the keys [first, last) that its rows may see, and whether each sees all of them: what is known while
+    tracing, data apart, and without a key that only data of the mask could let a row see."""
+    seen = visibility
+    known = Visibility(seen.keys, seen.left, seen.right, seen.offset) if isinstance(seen.offset, int) else Visibility(seen.keys)
+    ranges = []
+    with jax.ensure_compile_time_eval():
+        for i in range(0, queries, block_q):
+            top, bottom = (tuple(map(int, known.interval(row))) for row in (i, min(i + block_q, queries) - 1))
+            first, last = top[0], bottom[1]
+            ranges.append((first, max(first, last), (first, last) == (bottom[0], top[1])))
+    return ranges
+
+
 def by_query_tile(visibility: Visibility, queries: int, block_q: int, block_k: int):
     """The mask and the blocks to visit, for kernels that own tiles of queries.
 

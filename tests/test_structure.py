@@ -36,6 +36,7 @@ ORDER = [
     "backends",
     "reference",
     "blockwise",
+    "parts",
     "kernels.hopper.__init__",
     "kernels.hopper.forward",
     "kernels.hopper.backward",

@@ -162,7 +162,7 @@ def _softmax_backward_kernel(x: Operands, s_ref, dp_ref, lse_ref, delta_ref, p_r
     s = tile.load(s_ref, row.inside, key.inside, other=-jnp.inf)
     dp = tile.load(dp_ref, row.inside, key.inside)
     lse, delta = tile.load(lse_ref, row.inside, other=jnp.inf), tile.load(delta_ref, row.inside)
-    prob, ds = online_softmax.gradients(s, s > -jnp.inf, lse, dp, delta, problem.soft_cap)
+    prob, ds = online_softmax.gradients(s, s > -jnp.inf, lse[..., None], dp, delta[..., None], problem.soft_cap)
     tile.store(p_ref, prob, row.inside, key.inside)
     tile.store(ds_ref, ds, row.inside, key.inside)
 

@@ -185,7 +185,7 @@ def scores(problem: Problem, q, k, bias):
 def gradients(problem: Problem, rows: Rows, k, v, bias, seen):
     """P and dS [rows, keys]."""
     s = scores(problem, rows.q, k, bias)
-    return online_softmax.gradients(s, seen, rows.lse, dot_t(rows.do, v), rows.delta, problem.soft_cap)
+    return online_softmax.gradients(s, seen, rows.lse[..., None], dot_t(rows.do, v), rows.delta[..., None], problem.soft_cap)
 
 
 class Layout(NamedTuple):

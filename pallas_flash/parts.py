@@ -1,0 +1,84 @@
+"""Parts of arrays: a block of neighbouring rows or keys, some batch rows and heads; cut out, and put back."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_flash.visibility import Ints
+
+
+class Block(NamedTuple):
+    """`size` neighbouring rows or keys. Those before `own` (None: none) belong to the block before it."""
+
+    start: Ints
+    size: int
+    own: Ints | None = None
+
+    @property
+    def index(self):
+        return self.start + jnp.arange(self.size, dtype=jnp.int32)
+
+    def of(self, x, axis: int):
+        """The block of x, or all of an axis that broadcasts."""
+        return _cut(x, {axis % x.ndim: (self.start, self.size)})
+
+    def put(self, x, block, axis: int):
+        return _put(x, block, {axis % x.ndim: self.start})
+
+    def add(self, x, block, axis: int):
+        return self.put(x, self.of(x, axis) + block, axis)
+
+
+def numbered(number: Ints, size: int, length: int) -> Block:
+    """Block `number` of a length; the last of a ragged one is moved back until it ends with the array."""
+    start = jnp.minimum(number * size, length - size)
+    return Block(start, size, number * size)
+
+
+class Heads(NamedTuple):
+    """`batch` rows from `row` on, and of them `heads` key/value heads of K from `head` on. An axis of size 1 broadcasts."""
+
+    row: Ints
+    batch: int
+    head: Ints
+    heads: int
+    K: int
+
+    def of(self, x, axis: int | None = None):
+        """Of x [B | 1, ..] the rows, and on `axis` the heads, query heads or key/value heads."""
+        return _cut(x, self._ranges(x, axis))
+
+    def put(self, x, part, axis: int):
+        return _put(x, part, {at: start for at, (start, _) in self._ranges(x, axis).items()})
+
+    def add(self, x, part, axis: int):
+        return self.put(x, self.of(x, axis) + part, axis)
+
+    def _ranges(self, x, axis):
+        ranges = {0: (self.row, self.batch)}
+        if axis is not None:
+            each = x.shape[axis] // self.K  # 0 where the heads broadcast
+            ranges[axis] = self.head * each, self.heads * each
+        return ranges
+
+
+def _cut(x, ranges):
+    sizes = {axis: size for axis, (_, size) in ranges.items() if x.shape[axis] not in (1, size)}
+    if not sizes:
+        return x
+    starts = [ranges[axis][0] if axis in sizes else 0 for axis in range(x.ndim)]
+    return lax.dynamic_slice(x, _int32(starts), [sizes.get(axis, n) for axis, n in enumerate(x.shape)])
+
+
+def _put(x, part, starts):
+    part = part.astype(x.dtype)
+    if part.shape == x.shape:
+        return part
+    starts = [starts.get(axis, 0) if part.shape[axis] != x.shape[axis] else 0 for axis in range(x.ndim)]
+    return lax.dynamic_update_slice(x, part, _int32(starts))
+
+
+def _int32(starts) -> list[jax.Array]:
+    return [jnp.asarray(start, jnp.int32) for start in starts]
