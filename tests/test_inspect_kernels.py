@@ -99,7 +99,9 @@ def test_the_choice_is_that_of_the_gpu_that_the_abstract_mesh_names(gpu, capabil
     with gpu_code.as_if_on(GPUS[gpu]):
         choice = explain(HALF, HALF, HALF)
         asked = explain(HALF, HALF, HALF, implementation="portable")
-    assert choice.implementation == asked.implementation == "portable"
+    assert asked.implementation == "portable"
+    has_hopper = capability == "9.0" and jax.__version_info__ >= (0, 11, 2)
+    assert choice.implementation == ("hopper" if has_hopper else "portable")
     if capability == "8.0" and jax.__version_info__ >= (0, 11, 2):
         assert choice.why_not["hopper"].endswith("this one has 8.0")
     assert explain(HALF, HALF, HALF) == here, "it lasts as long as the context"
