@@ -37,7 +37,7 @@ def pytest_collection_modifyitems(config, items):
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Tiles of 16, clipped to the lengths where an implementation needs that."""
-    monkeypatch.setattr(blockwise, "tiles", lambda p: blockwise.Tiles(min(16, p.queries), min(16, p.keys), None, p.dtype))
+    monkeypatch.setattr(blockwise, "tiles", lambda p: blockwise.Tiles(min(16, p.queries), min(16, p.keys), 1, p.dtype))
     monkeypatch.setattr(portable, "tiles", lambda p: AllTiles(Tiles(16, 16), Tiles(16, 32), Tiles(32, 16)))
 
 

@@ -1,0 +1,142 @@
+"""FlashAttention-2 in plain JAX: query blocks outside, key blocks inside, O(T + S) memory, on any device.
+
+On a CPU a few heads go at a time, so that what passes between two products stays in the caches, and where the blocks are few and
+known while tracing they are no loop. Scores stand as [keys, rows]: then each of the backward's products, but that of the keys
+with ds, takes its operands as they lie, and a row's statistics lie along the vector. Rows are those of all query heads that
+share a key/value head.
+"""
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_flash import online_softmax, schedule
+from pallas_flash.arguments import Operands, Problem
+from pallas_flash.blockwise.parts import Block, Heads
+from pallas_flash.blockwise.tuning import Tiles, tiles
+from pallas_flash.blockwise.view import View, by_head, dot, dot_t
+
+__all__ = ["Tiles", "backward", "forward", "tiles"]
+
+
+def forward(problem: Problem, tiles: Tiles, x: Operands):
+    p, wide = problem, _wide(tiles)
+
+    def some_heads(part: Heads, outputs):
+        view = View.of(p, tiles, part, x)
+        v_t = lax.optimization_barrier(jnp.swapaxes(view.value, 2, 3))
+        zeros = lambda *shape: _zeros(x, wide, part.batch, part.heads, *shape)
+
+        def query_block(row: Block, keys, outputs):
+            q = view.rows(row, view.query)
+
+            def step(key: Block, seen, carry):
+                o, m, l = carry
+                s = view.scores(q, row, key)
+                s = s if seen is None else jnp.where(seen, s, -jnp.inf)
+                prob, alpha, m, l = online_softmax.step_by_key(s, m, l)
+                pv = dot(key.of(v_t, 3), prob.astype(v_t.dtype))
+                return pv if alpha is None else o * alpha[:, :, None] + pv, m, l
+
+            l = zeros(q.shape[2])
+            start = zeros(p.value_size, q.shape[2]), l + online_softmax.LOWEST, l
+            o, m, l = view.visit(row, keys, step, (None, None, None), start)
+            o = online_softmax.finish(_transposed(o), l)
+            new = (view.by_query(a) for a in (o, m[..., None], l[..., None]))
+            return tuple(row.put(out, a, 3) for out, a in zip(outputs, new, strict=True))
+
+        rows = p.group, p.queries
+        o, *stats = view.each_query_block(query_block, (zeros(*rows, p.value_size), zeros(*rows, 1), zeros(*rows, 1)))
+        new = _from_heads(o), *(a.reshape(part.batch, -1, p.queries) for a in stats)
+        return tuple(part.put(out, a, axis) for out, a, axis in zip(outputs, new, (2, 1, 1), strict=True))
+
+    stats = [_zeros(x, wide, p.batch, p.heads, p.queries)] * 2
+    o, *stats = _each_part(p, tiles, some_heads, (_zeros(x, p.dtype, p.batch, p.queries, p.heads, p.value_size), *stats))
+    return o, online_softmax.Statistics(*stats)
+
+
+def backward(problem: Problem, tiles: Tiles, x: Operands, o, lse, do, delta):
+    p, wide = problem, _wide(tiles)
+
+    def some_heads(part: Heads, outputs):
+        view = View.of(p, tiles, part, x)
+        k_t = lax.optimization_barrier(jnp.swapaxes(view.key, 2, 3))
+        do_ = view.filled(by_head(part.of(do, 2), part.heads).astype(tiles.dtype))
+        by_row = [part.of(a, 1).reshape(*do_.shape[:-1], 1) for a in (lse, delta)]
+
+        def query_block(row: Block, keys, gradients):
+            q, do_i = view.rows(row, view.query), view.rows(row, do_)
+            lse_i, delta_i = (view.rows(row, a)[:, :, None, :, 0] for a in by_row)
+            if row.own is not None:
+                lse_i = jnp.where(view.of_rows(row.index[None] >= row.own), lse_i, jnp.inf)
+
+            def step(key: Block, seen, carry):
+                dq, dk, dv, dbias = carry
+                s, dp = view.scores(q, row, key), dot_t(key.of(view.value, 2), do_i)
+                if seen is not None and p.soft_cap is None:
+                    s, seen = jnp.where(seen, s, -jnp.inf), None
+                prob, ds = online_softmax.gradients(s, seen, lse_i, dp, delta_i, p.soft_cap)
+                low = ds.astype(q.dtype)
+                dk = key.add(dk, dot(low, q), 2)
+                dv = key.add(dv, dot(prob.astype(q.dtype), do_i), 2)
+                return dq + dot(key.of(k_t, 3), low), dk, dv, dbias if dbias is None else view.add_tile(dbias, ds, row, key)
+
+            dq, *gradients = gradients
+            start = _zeros(x, wide, *q.shape[:2], p.head_size, q.shape[2]), *gradients
+            dq_i, *gradients = view.visit(row, keys, step, start, start)
+            return row.add(dq, view.by_query(_transposed(dq_i)), 3), *gradients  # what is not its own is zero
+
+        like = view.query, view.key, view.value, view.bias
+        zeros = tuple(None if a is None else _zeros(x, wide, *a.shape) for a in like)
+        dq, dk, dv, dbias = view.each_query_block(query_block, zeros)
+        new = _from_heads(dq * p.scale), *(_from_heads(d[:, :, None]) for d in (dk * (p.scale / view.fold), dv))
+        new = [part.put(out, a, 2) for out, a in zip(outputs, new, strict=False)]
+        return *new, dbias if dbias is None else part.add(outputs[3], dbias.reshape(part.of(outputs[3], 1).shape), 1)
+
+    bias = None if x.bias is None else _zeros(x, wide, *x.bias.shape)
+    start = *(jnp.zeros_like(a) for a in (x.query, x.key, x.value)), bias
+    dq, dk, dv, dbias = _each_part(p, tiles, some_heads, start)
+    return dq, dk, dv, dbias if dbias is None else dbias.astype(x.bias.dtype)
+
+
+def _each_part(p: Problem, tiles: Tiles, some_heads: Callable, outputs):
+    """outputs = some_heads(part, outputs) for all batch rows and heads, tiles.heads of them at a time."""
+    B, K = p.batch, p.kv_heads
+    batch, heads = B, K
+    if tiles.heads is not None:
+        heads = _divisor(K, tiles.heads)
+        batch = _divisor(B, tiles.heads // K) if heads == K else 1
+    across = K // heads
+
+    def step(n, outputs):
+        return some_heads(Heads(n // across * batch, batch, n % across * heads, heads, K), outputs)
+
+    if (batch, heads) == (B, K):
+        return step(0, outputs)
+    return schedule.loop(0, B // batch * across, step, outputs)
+
+
+def _divisor(n: int, most: int) -> int:
+    """The largest divisor of n that is at most `most`, at least 1."""
+    return max(d for d in range(1, n + 1) if n % d == 0 and d <= max(most, 1))
+
+
+def _wide(tiles: Tiles):
+    return jnp.promote_types(tiles.dtype, jnp.float32)
+
+
+def _zeros(x: Operands, dtype, *shape):
+    """Zeros that vary over the same devices as the operands do."""
+    return jnp.zeros_like(x.query, shape=shape, dtype=dtype)
+
+
+def _from_heads(x):
+    """[B, K, G, T, H] -> [B, T, K * G, H]"""
+    x = jnp.moveaxis(x, 3, 1)
+    return x.reshape(*x.shape[:2], -1, x.shape[-1])
+
+
+def _transposed(x):
+    """x^T for itself: XLA would make it part of a product, and with the first operand transposed a CPU's products are slow."""
+    return jnp.swapaxes(lax.optimization_barrier(x), 2, 3)

@@ -1,0 +1,176 @@
+"""What some heads' operands are, which of their blocks are visited, and what the rows of a block see."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_flash import online_softmax, schedule
+from pallas_flash.arguments import Operands, Problem
+from pallas_flash.blockwise import parts
+from pallas_flash.blockwise.parts import Block, Heads
+from pallas_flash.blockwise.tuning import Tiles
+from pallas_flash.visibility import Ints, Visibility
+
+UNROLLED = 40  # blocks; more of them are loops, which compile in the same time at any length
+
+
+class View(NamedTuple):
+    """The operands of some heads, and what their rows see. B, K and G, T, S are those of the part."""
+
+    problem: Problem
+    tiles: Tiles
+    fold: float  # what the queries are multiplied by
+    query: jax.Array  # [B, K, G, T, H]
+    key: jax.Array  # [B, K, S, H]
+    value: jax.Array  # [B, K, S, Hv]
+    bias: jax.Array | None  # [B | 1, K | 1, G | 1, T | 1, S | 1]
+    mask: jax.Array | None  # the same
+    visibility: Visibility
+    start: Ints  # [B | 1, T], the keys that each row sees
+    stop: Ints
+
+    @classmethod
+    def of(cls, p: Problem, tiles: Tiles, part: Heads, x: Operands) -> "View":
+        visibility = x.visibility.narrow(Visibility.BY_BATCH, lambda a: part.of(a)[:, None])
+        visibility = visibility.narrow(Visibility.BY_QUERY + Visibility.BY_KEY, part.of)
+        start, stop = visibility.interval(jnp.arange(p.queries, dtype=jnp.int32)[None])
+        plain = x.bias is None and p.soft_cap is None and tiles.dtype in ("float32", "float64")
+        fold = p.scale * online_softmax.LOG2E or 1.0 if plain else 1.0
+        q, k, v = (by_head(part.of(a, 2), part.heads).astype(tiles.dtype) for a in (x.query, x.key, x.value))
+        bias, mask = (None if a is None else _tiled(part.of(a, 1), part.heads) for a in (x.bias, x.mask))
+        view = cls(p, tiles, fold, q * fold, k[:, :, 0], v[:, :, 0], bias, mask, visibility, start, stop)
+        return view._replace(query=view.filled(view.query), key=view.reached(view.key), value=view.reached(view.value))
+
+    @property
+    def is_data(self) -> bool:
+        return bool(jax.tree.leaves(self.visibility))
+
+    def filled(self, x):
+        """x [B, K, G, T, n] with 0 for the rows that see nothing: there may be NaN."""
+        return jnp.where((self.start < self.stop)[:, None, None, :, None], x, 0) if self.is_data else x
+
+    def reached(self, x):
+        """x [B, K, S, n] with 0 for the keys beyond every row's interval: there may be NaN."""
+        if not self.is_data:
+            return x
+        last = jnp.max(jnp.where(self.start < self.stop, self.stop, 0), axis=1, keepdims=True)
+        return jnp.where((jnp.arange(x.shape[2], dtype=jnp.int32)[None] < last)[:, None, :, None], x, 0)
+
+    def each_query_block(self, query_block, outputs):
+        """outputs = query_block(row, keys, outputs) for all of them; `keys` is what `visit` takes."""
+        size, length = self.tiles.block_q, self.problem.queries
+        ranges = _ranges(self.problem, self.tiles)
+        if ranges is None:
+            last = schedule.ceil_div(length, size)
+            return schedule.loop(0, last, lambda i, out: query_block(parts.numbered(i, size, length), None, out), outputs)
+        for i, keys in enumerate(ranges):
+            outputs = query_block(Block(i * size, size if size == length else min(size, length - i * size)), keys, outputs)
+        return outputs
+
+    def visit(self, row: Block, keys: list | None, step, first, start):
+        """carry = step(key block, what is seen of it, carry), from `first` on over the keys known while tracing, else from
+        `start` on in loops."""
+        if keys:
+            for key, masked in keys:
+                first = step(key, self.sees(row, key, masked), first)
+            return first
+        if keys is not None:
+            return start
+        of = lambda a: a if a is None or isinstance(a, int) else row.of(a, 1)
+        size, length = self.tiles.block_k, self.problem.keys
+        blocks = schedule.key_blocks(of(self.start), of(self.stop), of(self.visibility.solid), size)
+
+        def numbered(j, carry, masked):
+            key = parts.numbered(j, size, length)
+            return step(key, self.sees(row, key, masked), carry)
+
+        return blocks.visit(numbered, start)
+
+    def sees(self, row: Block, key: Block, masked: bool):
+        """Whether the rows see the keys, to broadcast against [B, K, keys, rows], or None where they see all."""
+        seen = None if self.mask is None else self.scored(row, key, self.mask)
+        if masked:
+            of = lambda a: a if isinstance(a, int) else self.of_rows(row.of(a, 1))
+            v, index = self.visibility, key.index[None, None, :, None]
+            ids = () if v.query_ids is None else (of(v.query_ids), key.of(v.key_ids, 1)[:, None, :, None])
+            inside = v.sees(of(self.start), of(self.stop), index, *ids)
+            inside = inside if key.own is None else inside & (index >= key.own)
+            seen = inside if seen is None else seen & inside
+        return seen
+
+    def scores(self, q, row: Block, key: Block):
+        """[B, K, keys, rows]"""
+        qk = dot_t(key.of(self.key, 2), q)
+        if self.fold != 1.0:
+            return qk
+        bias = None if self.bias is None else self.scored(row, key, self.bias).astype(qk.dtype)
+        return online_softmax.scores(qk, bias, self.problem.scale, self.problem.soft_cap)
+
+    def rows(self, row: Block, x):
+        """[B, K, G, T, n] -> [B, K, rows, n]"""
+        x = row.of(x, 3)
+        return x.reshape(*x.shape[:2], -1, x.shape[-1])
+
+    def by_query(self, x):
+        """[B, K, rows, n] -> [B, K, G, block_q, n]"""
+        return x.reshape(*x.shape[:2], self.problem.group, -1, x.shape[-1])
+
+    def of_rows(self, x):
+        """[B | 1, block_q | 1] -> [B | 1, 1, 1, rows | 1]"""
+        return jnp.tile(x[:, None, None], (1, 1, 1, self.problem.group if x.shape[1] > 1 else 1))
+
+    def scored(self, row: Block, key: Block, x):
+        """The tile of a bias or mask: [B | 1, K | 1, G | 1, T | 1, S | 1] -> [B | 1, K | 1, keys | 1, rows | 1]"""
+        tile = jnp.moveaxis(key.of(row.of(x, 3), 4), 4, 2)
+        if tile.shape[3:] != (1, 1):
+            tile = jnp.broadcast_to(tile, (*tile.shape[:3], self.problem.group, row.size))
+        return tile.reshape(*tile.shape[:3], -1)
+
+    def add_tile(self, dbias, ds, row: Block, key: Block):
+        """Adds ds [B, K, keys, rows] to its place in dbias, summed over the axes that the bias broadcasts."""
+        ds = jnp.moveaxis(ds.reshape(*ds.shape[:3], self.problem.group, row.size), 2, 4)
+        old = row.of(dbias, 3)
+        tile = jnp.sum(ds, axis=[axis for axis, n in enumerate(dbias.shape) if n == 1], keepdims=True)
+        return row.put(dbias, key.add(old, tile, 4), 3)
+
+
+def _ranges(p: Problem, tiles: Tiles) -> list | None:
+    """For each query block the key blocks known while tracing, and whether they need a mask; None: loops find them."""
+    one_q, one_k = tiles.block_q == p.queries, tiles.block_k == p.keys
+    is_data = bool(jax.tree.leaves(p.visibility))
+    if (is_data and not one_k) or (not one_q and schedule.ceil_div(p.queries, tiles.block_q) > UNROLLED):
+        return None
+    if not isinstance(p.keys, int) or not isinstance(p.queries, int):
+        return [[(Block(0, p.keys), True)]] if one_q and one_k else None
+    size, blocks = tiles.block_k, []
+    for first, last, whole in schedule.key_ranges(p.visibility, p.queries, tiles.block_q):
+        blocks.append([(Block(i, min(size, last - i)), is_data or not whole) for i in range(first, last, size)])
+    return blocks if sum(map(len, blocks)) <= UNROLLED else None
+
+
+def by_head(x, heads: int):
+    """[B, T, N, H] -> [B, K, G, T, H]"""
+    return jnp.moveaxis(x.reshape(*x.shape[:2], heads, -1, x.shape[-1]), 1, 3)
+
+
+def _tiled(x, heads: int):
+    """[B | 1, N | 1, T | 1, S | 1] -> [B | 1, K | 1, G | 1, T | 1, S | 1]"""
+    return x.reshape(x.shape[0], *((heads, -1) if x.shape[1] > 1 else (1, 1)), *x.shape[2:])
+
+
+def dot(a, b):
+    """[B, K, m, n] [B, K, n, h] -> [B, K, m, h]"""
+    return _product(a, b, 2)
+
+
+def dot_t(a, b):
+    """[B, K, m, h] [B, K, n, h] -> [B, K, m, n]"""
+    return _product(a, b, 3)
+
+
+def _product(a, b, axis: int):
+    dims = (((3,), (axis,)), ((0, 1), (0, 1)))
+    dtype = jnp.promote_types(a.dtype, jnp.float32)
+    return lax.dot_general(a, b, dims, precision="highest", preferred_element_type=dtype)
