@@ -70,11 +70,9 @@ def key_ranges(visibility: Visibility, queries: int, block_q: int) -> list[tuple
     seen = visibility
     known = Visibility(seen.keys, seen.left, seen.right, seen.offset) if isinstance(seen.offset, int) else Visibility(seen.keys)
     ranges = []
-    with jax.ensure_compile_time_eval():
-        for i in range(0, queries, block_q):
-            top, bottom = (tuple(map(int, known.interval(row))) for row in (i, min(i + block_q, queries) - 1))
-            first, last = top[0], bottom[1]
-            ranges.append((first, max(first, last), (first, last) == (bottom[0], top[1])))
+    for i in range(0, queries, block_q):
+        (first, whole_first), (whole_last, last) = zip(*map(known.interval, (i, min(i + block_q, queries) - 1)), strict=True)
+        ranges.append((first, max(first, last), (first, last) == (whole_first, whole_last)))
     return ranges
 
 

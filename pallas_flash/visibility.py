@@ -68,14 +68,14 @@ class Visibility:
         """The keys [start, stop) that the queries `row` see, within [0, S); start >= stop where a query sees none.
 
         The data must have been narrowed to shapes that broadcast against `row`. Ends that are the same for all rows and
-        known while tracing are ints.
+        known while tracing are ints, and so are those of one row, an int, where there is no data.
         """
         position = row + self.offset
         start, stop = 0, self.keys
         if self.left is not None:
-            start = jnp.maximum(start, position - self.left)
+            start = _larger(start, position - self.left)
         if self.right is not None:
-            stop = jnp.minimum(stop, position + self.right + 1)
+            stop = _smaller(stop, position + self.right + 1)
         if self.start is not None:
             start, stop = jnp.maximum(start, self.start), jnp.minimum(stop, self.stop)
         if self.key_stop is not None:
@@ -110,6 +110,14 @@ class Visibility:
             words.append(f"query offset {self.offset if isinstance(self.offset, int) else 'by batch'}")
         words += [text for name, text in _WORDS.items() if getattr(self, name) is not None]
         return ", ".join(words) or "full"
+
+
+def _larger(a: Ints, b: Ints) -> Ints:
+    return max(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.maximum(a, b)
+
+
+def _smaller(a: Ints, b: Ints) -> Ints:
+    return min(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.minimum(a, b)
 
 
 _WORDS = {

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import jax
 
 from pallas_flash.arguments import Problem
+from pallas_flash.schedule import ceil_div
 
 
 class Tiles(NamedTuple):
@@ -18,18 +19,20 @@ class Tiles(NamedTuple):
         return f"{self.block_q} queries of {heads} key/value heads by {self.block_k} keys, multiplied in {self.dtype}"
 
 
+UNROLLED = 8  # blocks; more of them are loops, which compile in the same time at any length
 SCORES = 2**20  # that are in flight at a time on a CPU: what its caches hold, with what is made of them
 
 
 def tiles(problem: Problem) -> Tiles:
     p = problem
-    if not _is_one_cpu():
+    if jax.default_backend() != "cpu":
         return Tiles(_at_most(512, p.queries), _at_most(256, p.keys), None, p.dtype)
-    block_q, block_k = _at_most(max(128 // p.group, 16), p.queries), _at_most(2048, p.keys)
-    dtype = "float64" if p.dtype == "float64" else "float32"  # its products of 16 bits are slow
-    if not all(isinstance(n, int) for n in (p.batch, p.queries, p.keys)):
-        return Tiles(block_q, block_k, None, dtype)
-    return Tiles(block_q, block_k, max(SCORES // (p.group * block_q * block_k), 1), dtype)
+    block_q = _at_most(max(128 // p.group, 16), p.queries)
+    known = all(isinstance(n, int) for n in (p.batch, p.queries, p.keys))
+    in_loops = jax.tree.leaves(p.visibility) or (known and ceil_div(p.queries, block_q) > UNROLLED)
+    block_k = _at_most(512 if in_loops else 2048, p.keys)
+    heads = max(SCORES // (p.group * block_q * block_k), 1) if known and _is_one_device() else None
+    return Tiles(block_q, block_k, heads, "float64" if p.dtype == "float64" else "float32")  # products of 16 bits are slow
 
 
 def _at_most(size: int, length: int) -> int:
@@ -37,8 +40,7 @@ def _at_most(size: int, length: int) -> int:
     return min(size, length) if isinstance(length, int) else length
 
 
-def _is_one_cpu() -> bool:
+def _is_one_device() -> bool:
     """Whether a loop over heads is no loop over devices: that would gather what a partitioner has spread."""
     types = jax.sharding.get_abstract_mesh().axis_types
-    alone = jax.device_count() == 1 or (types and all(t == jax.sharding.AxisType.Manual for t in types))
-    return jax.default_backend() == "cpu" and bool(alone)
+    return jax.device_count() == 1 or (bool(types) and all(t == jax.sharding.AxisType.Manual for t in types))

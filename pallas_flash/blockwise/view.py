@@ -10,10 +10,8 @@ from pallas_flash import online_softmax, schedule
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.blockwise import parts
 from pallas_flash.blockwise.parts import Block, Heads
-from pallas_flash.blockwise.tuning import Tiles
+from pallas_flash.blockwise.tuning import UNROLLED, Tiles
 from pallas_flash.visibility import Ints, Visibility
-
-UNROLLED = 40  # blocks; more of them are loops, which compile in the same time at any length
 
 
 class View(NamedTuple):
@@ -106,7 +104,8 @@ class View(NamedTuple):
         if self.fold != 1.0:
             return qk
         bias = None if self.bias is None else self.scored(row, key, self.bias).astype(qk.dtype)
-        return online_softmax.scores(qk, bias, self.problem.scale, self.problem.soft_cap)
+        # behind a barrier: a fused multiply-add of them and less their maximum errs by a rounding of the score
+        return lax.optimization_barrier(online_softmax.scores(qk, bias, self.problem.scale, self.problem.soft_cap))
 
     def rows(self, row: Block, x):
         """[B, K, G, T, n] -> [B, K, rows, n]"""
