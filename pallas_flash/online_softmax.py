@@ -46,14 +46,11 @@ class Statistics(NamedTuple):
 
 def scores(qk, bias, scale: float, soft_cap: float | None):
     """log2(e) * c * tanh((scale * qk + bias) / c): what the softmax sees, from q k^T. Shapes broadcast."""
-    if bias is None and soft_cap is None:
-        return qk * (scale * LOG2E)
-    s = qk * scale
+    unit = LOG2E if soft_cap is None else 1.0  # first of all: a product at the end and less m would be one multiply-add
+    s = qk * (scale * unit)
     if bias is not None:
-        s = jnp.where(bias == -jnp.inf, bias, jnp.maximum(s + bias, LOWEST / 2))  # a finite bias hides nothing
-    if soft_cap is not None:
-        s = soft_cap * jnp.tanh(s / soft_cap)
-    return s * LOG2E
+        s = s + jnp.where(bias == -jnp.inf, bias, jnp.maximum(bias * unit, LOWEST / 2))  # a finite bias hides nothing
+    return s if soft_cap is None else soft_cap * LOG2E * jnp.tanh(s / soft_cap)
 
 
 def scores_apart(qk, scale: float, soft_cap: float | None):
