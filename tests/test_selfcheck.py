@@ -330,7 +330,7 @@ def with_fakes(install, monkeypatch):
 
 def test_the_command_tells_right_from_wrong_crashed_and_failed_and_records_what_lasts(with_fakes, capsys):
     names = "honest", "liar", "crasher", "raiser"
-    assert main(["--implementations", *names, "--dtypes", "float32"]) == 1
+    assert main(["--implementations", *names, "--dtypes", "float32", "--head-sizes", "64"]) == 1
     out = capsys.readouterr().out
     rows = {name: line for name in names for line in out.splitlines() if line.startswith(f"{name} 64/64 float32")}
     assert rows["honest"].endswith(" right") and " ms " in rows["honest"]
