@@ -189,6 +189,7 @@ def _to_hopper(p) -> Way:
         (f"dK and dV: they share Q and dO, {new.dkv.block_k} keys: {K} times, not {k}", (K - k) * rows),
         ("without a mask there is no list of blocks", -16 * p.batch * p.kv_heads * k),
         ("m and l are one number, and leave no factor to do", -z.o - 2 * z.statistic),
+        ("it is written in rows of whole tiles", 4 * p.batch * p.heads * (F * new.forward.block_q - p.queries)),
     ]
     return Way("portable", "hopper", _bytes(kernels_of("portable", p)), steps)
 
