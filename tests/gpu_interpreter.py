@@ -274,9 +274,11 @@ def _wait_for_products(memory, thread, *, n):
 
 
 def _copy_smem_to_gmem(stock):
+    stays_in_its_row = gpu_callbacks.fail_on_exception(_stays_in_its_row)
+
     def copy(*, reduction_op, **kw):
         if reduction_op is None:
-            _stays_in_its_row(kw["dst_allocation_key_as_array"], kw["dst_transforms"])
+            stays_in_its_row(kw["dst_allocation_key_as_array"], kw["dst_transforms"])
             return stock(reduction_op=None, **kw)
         return reduce(reduction_op=reduction_op, **kw)
 
@@ -297,7 +299,6 @@ def _copy_smem_to_gmem(stock):
     return copy
 
 
-@gpu_callbacks.fail_on_exception
 def _stays_in_its_row(key, transforms):
     """Mosaic makes the store of a vector a plain bulk copy without a tensor map, and clips it where the whole array ends: what
     hangs over the end of a row is written to the next."""
