@@ -46,9 +46,10 @@ def _backward(problem, choice, residuals, cotangents):
     if factor is not None:  # P = factor * 2^(s - lse) meets do alone, and what is made of do: so do takes the factor
         do = (do.astype(wide) * jnp.swapaxes(factor, 1, 2)[..., None]).astype(do.dtype)
         dlse = dlse * factor
-    do = lax.optimization_barrier(do)  # or XLA may leave out its rounding to 16 bits here, and delta part from the kernels' do
+    if do.dtype != wide:  # XLA may leave out its rounding to 16 bits here, and delta part from the kernels' do
+        do = lax.optimization_barrier(do)
     # d lse / d s = p, and ds = p * (dp - rowsum(o * do)): the cotangent of lse joins delta.
-    delta = jnp.einsum("btnh,btnh->bnt", o.astype(wide), do.astype(wide), precision="highest") - dlse
+    delta = jnp.swapaxes(jnp.sum(o.astype(wide) * do.astype(wide), axis=-1), 1, 2) - dlse
     delta = jnp.where(stats.empty, 0.0, delta)
     dq, dk, dv, dbias = choice.backend.backward(problem, choice.tiles, operands, o, lse, do, delta)
     return (Operands(dq, dk, dv, dbias, None, None),)

@@ -20,7 +20,7 @@ class Tiles(NamedTuple):
 
 
 UNROLLED = 8  # blocks; more of them are loops, which compile in the same time at any length
-SCORES = 2**20  # that are in flight at a time on a CPU: what its caches hold, with what is made of them
+SCORES = 2**19  # that are in flight at a time on a CPU: what its caches hold, with what is made of them
 
 
 def tiles(problem: Problem) -> Tiles:
@@ -31,8 +31,13 @@ def tiles(problem: Problem) -> Tiles:
     known = all(isinstance(n, int) for n in (p.batch, p.queries, p.keys))
     in_loops = jax.tree.leaves(p.visibility) or (known and ceil_div(p.queries, block_q) > UNROLLED)
     block_k = _at_most(512 if in_loops else 2048, p.keys)
-    heads = max(SCORES // (p.group * block_q * block_k), 1) if known and _is_one_device() else None
+    heads = _heads(p, p.group * block_q * block_k) if known and _is_one_device() else None
     return Tiles(block_q, block_k, heads, "float64" if p.dtype == "float64" else "float32")  # products of 16 bits are slow
+
+
+def _heads(p: Problem, scores: int) -> int | None:
+    """How many key/value heads of so many scores go at a time; a loop of two steps would gain nothing."""
+    return max(SCORES // scores, 1) if p.batch * p.kv_heads * scores > 2 * SCORES else None
 
 
 def _at_most(size: int, length: int) -> int:
