@@ -18,9 +18,15 @@ def fast_half(items: list) -> list:
     """The tests not marked `whole`; of one with several parameters a diagonal."""
     by_function = collections.defaultdict(list)
     for item in items:
-        if not item.get_closest_marker("whole"):
+        if not _is_whole(item):
             by_function[item.function, item.path].append(item)
     return [tests[i] for tests in by_function.values() for i in diagonal([_values(test) for test in tests])]
+
+
+def _is_whole(item) -> bool:
+    """Marked `whole`: all of it, or the implementations named."""
+    marker = item.get_closest_marker("whole")
+    return marker is not None and (not marker.args or item.callspec.params["implementation"] in marker.args)
 
 
 def diagonal(rows: list[tuple]) -> list[int]:

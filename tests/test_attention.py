@@ -84,6 +84,7 @@ def test_garbage_in_padding_changes_no_bit(garbage, more, implementation, rng):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.whole("reference", "portable")
 def test_the_same_call_gives_the_same_bits(implementation, rng):
     z = Sizes()
     q, k, v = qkv(rng, z)
@@ -100,6 +101,7 @@ def test_large_logits_neither_overflow_nor_lose_the_maximum(implementation, rng)
     check(rng, np.float32(6) * q, np.float32(6) * k, v, implementation, scale=1.0, tolerance=2e-4)
 
 
+@pytest.mark.whole("reference", "portable")
 def test_lse_and_output_of_parts_merge_into_the_whole_with_gradients(implementation, rng):
     """What ring attention does: attend to halves of the keys and weigh the outputs by their lse."""
     z = Sizes(S=52)

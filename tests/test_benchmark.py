@@ -102,6 +102,7 @@ def test_pytorch_is_a_peer_on_the_cpu(tmp_path):
     assert [name for *_, name in rows_of(tmp_path, "compiled")] == ["blockwise"], "XLA counts no memory of torch"
 
 
+@pytest.mark.whole
 def test_the_backward_is_timed_alone_and_counts_its_own_flops(tmp_path):
     arguments = [*TINY, "--implementations", "blockwise", "--passes", *PASSES, "--out", str(tmp_path)]
     assert benchmark.main(arguments) == 0
@@ -113,6 +114,7 @@ def test_the_backward_is_timed_alone_and_counts_its_own_flops(tmp_path):
     assert o != gradients and all_of_them == max(o, gradients)
 
 
+@pytest.mark.whole
 def test_a_suite_prints_ratios_and_draws_lengths_and_masks(tmp_path, capsys, monkeypatch, quick_compile):
     cases = [SMALL._replace(K=4), SMALL._replace(K=4, causal=False), SMALL._replace(documents=3)]
     monkeypatch.setattr(benchmark, "suite", lambda dtype, quick: cases)
@@ -128,6 +130,7 @@ def test_a_suite_prints_ratios_and_draws_lengths_and_masks(tmp_path, capsys, mon
         assert image.imread(tmp_path / f"benchmark-{name}.png").std() > 0.01
 
 
+@pytest.mark.whole
 def test_on_a_gpu_it_says_its_plan_and_falls_back_to_the_wall_clock_out_loud(tmp_path, capsys, monkeypatch, as_on_a_gpu):
     monkeypatch.setattr(benchmark, "suite", lambda dtype, quick: [SMALL._replace(dtype=dtype)])
     monkeypatch.setattr(machine, "_query", lambda names: ["no-such-program"])

@@ -29,6 +29,7 @@ def implementation(request, monkeypatch):
     return request.param
 
 
+@pytest.mark.whole
 def test_half_precision_soft_cap_and_a_dense_mask(implementation, rng):
     z = Sizes(H=32, Hv=16)
     kw = dict(is_causal=True, scale=0.3, logits_soft_cap=2.5, mask=dense_mask(rng, "1NTS", z))
@@ -36,6 +37,7 @@ def test_half_precision_soft_cap_and_a_dense_mask(implementation, rng):
     assert dq.dtype == dk.dtype == dv.dtype == jnp.bfloat16
 
 
+@pytest.mark.whole
 def test_garbage_in_padding_changes_no_bit(implementation, rng):
     z = Sizes()
     lengths = dict(query_seq_lengths=np.array([20, z.T], np.int32), key_value_seq_lengths=np.array([z.S, 33], np.int32))

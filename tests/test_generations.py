@@ -126,6 +126,7 @@ def test_compiled_memory_is_what_the_formulas_say():
 # ---- as on a GPU ----
 
 
+@pytest.mark.whole
 def test_on_a_gpu_it_times_every_generation_and_says_what_could_not_run(tmp_path, capsys, monkeypatch, quick_compile):
     monkeypatch.setattr(machine, "on_gpu", lambda: True)
     monkeypatch.setattr(machine, "_query", lambda names: ["no-such-program"])

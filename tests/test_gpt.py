@@ -36,6 +36,7 @@ def close(actual, expected):
     np.testing.assert_allclose(actual, expected, atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.whole
 def test_a_logit_depends_on_every_earlier_token_and_on_no_later_one():
     # the way from a token to a logit leads through its embedding: with tokens 0 .. T - 1 row s of the gradient is token s
     model = new_gpt(tied=False)
@@ -66,6 +67,7 @@ def test_a_new_model_finds_all_tokens_equally_likely(tied):
     assert -chosen.mean() == pytest.approx(math.log(V), rel=0.02)
 
 
+@pytest.mark.whole
 def test_decoding_with_the_cache_gives_the_logits_of_the_whole_sequence():
     model, tokens = new_gpt(), some_tokens(B, T)
     caches, parts, start = model.init_cache(B, T + 4), [], 0

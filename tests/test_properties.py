@@ -14,8 +14,8 @@ SLICES = 4  # so that several processes share the work
 
 @pytest.fixture
 def examples(request):
-    """Calls to draw in one slice: 200 of each implementation with --whole; PALLAS_FLASH_EXAMPLES draws more or fewer."""
-    return -(-int(os.environ.get("PALLAS_FLASH_EXAMPLES", 200 if request.config.option.whole else 40)) // SLICES)
+    """Calls to draw in one slice: 200 of each implementation with --whole, else 16; PALLAS_FLASH_EXAMPLES draws more or fewer."""
+    return -(-int(os.environ.get("PALLAS_FLASH_EXAMPLES", 200 if request.config.option.whole else 16)) // SLICES)
 
 
 @st.composite

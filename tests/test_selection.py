@@ -1,9 +1,10 @@
 """The fast half of the tests leaves nothing out that has a name."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
-from selection import diagonal
+from selection import diagonal, fast_half
 
 
 @pytest.mark.parametrize("sizes", [(19, 3), (2, 3, 3), (11, 2, 2), (4,), (2, 2)], ids=str)
@@ -21,3 +22,14 @@ def test_pairs_of_other_values_take_turns():
 
 def test_a_test_without_parameters_runs():
     assert diagonal([()]) == [0]
+
+
+def test_what_is_marked_whole_is_left_out_and_with_names_these_implementations_alone():
+    def item(implementation, *marks):
+        spec = SimpleNamespace(params=dict(implementation=implementation))
+        marker = pytest.mark.whole(*marks[0]).mark if marks else None
+        common = dict(function="f", path="p", iter_markers=lambda name: [], get_closest_marker=lambda name: marker)
+        return SimpleNamespace(callspec=spec, **common)
+
+    items = [item("a"), item("b", ("b", "c")), item("d", ("b", "c")), item("e", ())]
+    assert fast_half(items) == [items[0], items[2]]

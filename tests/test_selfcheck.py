@@ -328,6 +328,7 @@ def with_fakes(install, monkeypatch):
     monkeypatch.setattr(trial, "COMMAND", [sys.executable, "-c", run])
 
 
+@pytest.mark.whole
 def test_the_command_tells_right_from_wrong_crashed_and_failed_and_records_what_lasts(with_fakes, capsys):
     names = "honest", "liar", "crasher", "raiser"
     assert main(["--implementations", *names, "--dtypes", "float32", "--head-sizes", "64"]) == 1

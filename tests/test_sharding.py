@@ -44,6 +44,7 @@ def equal(a, b):
         close(x, y, 1e-5)
 
 
+@pytest.mark.whole("reference", "portable")
 def test_arrays_on_an_explicit_mesh_stay_where_they_are(implementation, rng):
     q, k, v = qkv(rng, Z)
     b, lengths = bias(rng, "1NTS", Z), np.array([3, 23, 0, 10], np.int32)
@@ -60,6 +61,7 @@ def test_arrays_on_an_explicit_mesh_stay_where_they_are(implementation, rng):
     assert not re.findall(r"= \S+ (all-gather|all-to-all|collective-permute)", text)
 
 
+@pytest.mark.whole("reference", "portable")
 def test_one_key_head_serves_query_heads_on_several_devices(implementation, rng):
     q, k, v = qkv(rng, Z._replace(K=1))
     loss = loss_of(implementation, is_causal=True)
@@ -129,6 +131,7 @@ def test_arrays_may_be_anywhere_on_an_explicit_mesh(places):
 
 
 @pytest.mark.usefixtures("quick_compile")
+@pytest.mark.whole("reference", "portable")
 def test_a_mesh_of_one_device_and_one_that_was_set_change_nothing(implementation, rng):
     q, k, v = qkv(rng, SMALL)
     attend = jax.jit(

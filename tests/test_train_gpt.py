@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from matplotlib import image
+from selection import whole_but
 from tensorboardX.proto.event_pb2 import Event
 
 from pallas_flash import backends
@@ -196,6 +197,7 @@ def test_a_stopped_and_resumed_run_has_the_curves_of_an_unbroken_one(script, tex
     assert (folder / "loss.csv").read_text() == (unbroken / "loss.csv").read_text()
 
 
+@pytest.mark.whole
 def test_a_killed_run_goes_on_from_its_last_checkpoint(script, text, tmp_path):
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     settings = [*TINY, "--steps", "200", "--save-every", "20", "--eval-every", "50", "--data", text]
@@ -481,7 +483,7 @@ def test_the_speed_says_what_part_of_a_known_gpus_peak_it_is(script, monkeypatch
 CHECK = "--layers 1 --heads 2 --features 32 --context 37 --batch 2 --check".split()
 
 
-@pytest.mark.parametrize("implementation, steps", [("blockwise", 50), ("portable", 10)])
+@pytest.mark.parametrize("implementation, steps", whole_but([("blockwise", 50), ("portable", 10)], ("blockwise", 50)))
 def test_check_passes(script, text, capsys, small_tiles, implementation, steps):
     script.main([*CHECK, "--data", text, "--attention", implementation, "--steps", str(steps)])
     output = capsys.readouterr().out

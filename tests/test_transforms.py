@@ -25,6 +25,7 @@ def equal(a, b, tolerance=5e-6):
         close(x, y, tolerance)
 
 
+@pytest.mark.whole("reference", "portable")
 def test_jit_and_eager_agree_and_value_and_grad_works(implementation, rng):
     q, k, v = qkv(rng, Z)
     f = lambda q, k, v: jnp.sum(attend(implementation, is_causal=True)(q, k, v) ** 2)
@@ -62,6 +63,7 @@ def test_vmap_over_documents_bias_and_mask_equals_a_loop(implementation, rng):
         equal(actual[i], f(ids[i], key_ids[i], biases[i], masks[i]))
 
 
+@pytest.mark.whole("reference", "portable")
 def test_remat_by_name_keeps_output_and_lse_and_nothing_is_kept_without_names(implementation, rng, capsys):
     q, k, v = qkv(rng, Z)
     f = lambda q, k, v: jnp.sum(jnp.sin(attend(implementation)(jnp.tanh(q), k, v)))
@@ -74,6 +76,7 @@ def test_remat_by_name_keeps_output_and_lse_and_nothing_is_kept_without_names(im
         assert sum("from the argument" not in line for line in capsys.readouterr().out.splitlines()) == saved
 
 
+@pytest.mark.whole("reference", "portable")
 def test_scan_over_layers_differentiates(implementation, rng):
     z = Z._replace(S=Z.T, K=Z.N)
     x, *_ = qkv(rng, z)
@@ -95,6 +98,7 @@ def test_abstract_shapes_go_through(implementation):
     assert (o.shape, o.dtype, lse.shape, lse.dtype) == (q.shape, jnp.bfloat16, (2, 37, 4), jnp.float32)
 
 
+@pytest.mark.whole("reference", "portable", "standard", "flash1")
 def test_64_bits_and_strict_promotion_change_nothing(implementation, rng):
     q, k, v = qkv(rng, Z)
     ids = dict(

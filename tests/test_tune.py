@@ -17,6 +17,7 @@ def run(arguments=""):
     return tune.main([*TINY.split(), *arguments.split()])
 
 
+@pytest.mark.whole
 def test_every_kernel_is_swept_by_its_own_pass_and_the_row_is_valid_tiles(capsys, quick_compile):
     assert run("--sweep block_k=16,32") == 0
     printed = capsys.readouterr().out

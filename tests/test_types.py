@@ -24,6 +24,7 @@ flash_attention(q, k, v, implementation="none of them")  # type: ignore[call-ove
 """
 
 
+@pytest.mark.whole
 def test_mypy_finds_nothing_in_the_examples(tmp_path, monkeypatch):
     mypy = pytest.importorskip("mypy.api", reason="mypy is in the extra test")
     monkeypatch.setenv("MYPYPATH", str(ROOT))
