@@ -146,14 +146,18 @@ def exact(call: dict[str, Any]) -> dict[str, Any]:
     there = {name: call[name] for name in ids if call[name] is not None}
     call |= zip(there, checks.ids(there), strict=True)
     if isinstance(call["mask"], masks.Mask):
-        call["mask"] = functools.reduce(operator.and_, map(_exact_part, masks.parts(call["mask"])))
+        numbered = lambda part: part.numbered(call["query"].shape[:-3], call["query"].shape[-2])
+        rules = [numbered(part) if isinstance(part, masks.Where) else part for part in masks.parts(call["mask"])]
+        call["mask"] = functools.reduce(operator.and_, map(_exact_part, rules))
     return call
 
 
 def _exact_part(part: masks.Mask) -> masks.Mask:
     """A mask with its arrays as int32; an int that stands for all batch rows stays."""
     prefix = type(part).__name__
-    arrays = {field: getattr(part, field) for field in part.ARRAYS}
+    if isinstance(part, masks.Kinds):
+        return part
+    arrays = {field: x for field in part.ARRAYS if (x := getattr(part, field)) is not None}
     if isinstance(part, masks.Documents):
         named = {f"{prefix}.{field}": x for field, x in arrays.items()}
         return masks.Documents(*checks.ids(named))
@@ -210,6 +214,8 @@ class _Sizes(NamedTuple):
     def ints(self, name: str, x, letters: str):
         """x as an int32 array of the shape that `letters` spell; the leading axes of query stand for B."""
         x = jnp.asarray(checks.ints(name, x))
+        if "B" not in letters:
+            return x
         tail = tuple(self.of[c] for c in letters[1:])
         if x.shape != (*self.lead, *tail) and not (self.lead == (1,) and x.shape == tail):
             raise ValueError(f"{name} must be int32 [{', '.join(letters)}] = {(*self.lead, *tail)}; got {x.shape}.")
@@ -260,8 +266,12 @@ def _documents(sizes, query_ids, key_ids, square) -> list[masks.Mask]:
 
 def _with_arrays(sizes, part: masks.Mask) -> masks.Mask:
     part, arrays = _exact_part(part), {}
+    if isinstance(part, masks.Kinds):
+        return part.fitting(sizes.of["B"], sizes.of["N"])
     for field, letters in part.ARRAYS.items():
         x, name = getattr(part, field), f"{type(part).__name__}.{field}"
+        if x is None:
+            continue
         if letters == "B" and isinstance(x, int):
             x = jnp.full(sizes.lead, checks.ints(name, x))
         arrays[field] = sizes.ints(name, x, letters)

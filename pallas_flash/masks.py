@@ -1,51 +1,24 @@
 """Which keys a query may see, as a user writes it: `Causal() & Window(128, 0)`.
 
-Almost every mask in use is, for each query row i, a half-open interval of keys [start(i), stop(i)). `resolve` turns any `Mask`s
-into one `Visibility`, which is all that the implementations know. A new mask is one class here with one method, `interval`.
+Almost every mask in use is, for each query row i, a half-open interval of keys [start(i), stop(i)); a `Where` is any other rule.
+`resolve` turns any `Mask`s into one `Visibility`, which is all that the implementations know. A new mask is one class here with
+one method, `interval`.
 """
 
 import dataclasses
+import operator
+from collections import Counter
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_flash import kinds, rule
+from pallas_flash.mask import REACH, Both, Mask, Where, joined, parts, positive
+from pallas_flash.mask import Dilated as Dilated
+from pallas_flash.mask import GlobalTokens as GlobalTokens
 from pallas_flash.visibility import Ints, Visibility, register
-
-REACH = 2**28  # no query and key lie further apart: offsets and windows are cut there, and no sum of positions leaves int32
-
-
-class Mask:
-    """A rule that says which keys each query may see. `a & b` lets a query see what both let it see."""
-
-    ARRAYS = {}  # its int32 arrays: field name -> letters of its shape, out of B, T and S
-
-    def interval(self, row: Ints, position: Ints) -> tuple[Ints, Ints]:
-        """The keys [start, stop) that queries see; both broadcast against [B, T].
-
-        `row` [1, T] counts the queries; `position` [B, T] or [1, T] is the key position of each, row + query_offset.
-        """
-        raise NotImplementedError(f"{type(self).__name__} needs a method interval(self, row, position).")
-
-    def __and__(self, other: "Mask") -> "Mask":
-        if not isinstance(other, Mask):
-            raise TypeError(
-                f"& joins two objects of pallas_flash.masks; got {type(other).__name__}. An array goes to mask= alone, beside "
-                "is_causal, local_window_size, lengths and segment ids."
-            )
-        return Both(self, other)
-
-    __rand__ = __and__  # of what is no mask
-    __array_ufunc__ = None  # or numpy would ask for each of its entries
-
-
-@dataclasses.dataclass(frozen=True)
-class Both(Mask):
-    """What two masks both let a query see."""
-
-    first: Mask
-    second: Mask
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,10 +37,32 @@ class Window(Mask):
                 raise ValueError(f"a window is (left, right), each an int from 0 to {2**31 - 1} or None; got {got}.")
             object.__setattr__(self, name, int(side))
 
+    def mask_mod(self):
+        left, right = (None if side is None else min(side, REACH) for side in (self.left, self.right))
+        from_left = lambda q, k: True if left is None else k >= q - left
+        return lambda b, h, q, k: jnp.logical_and(from_left(q, k), True if right is None else k <= q + right)
+
 
 def Causal() -> Window:
     """A query sees the keys up to its own position."""
     return Window(None, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunked(Mask):
+    """Queries see the chunk of `size` neighbouring positions that they are in; with Causal() what came before in it."""
+
+    size: int
+
+    def __post_init__(self):
+        positive("a chunk's size", self.size)
+
+    def interval(self, row, position):
+        start = position // self.size * self.size
+        return start, start + self.size
+
+    def mask_mod(self):
+        return lambda b, h, q, k: q // self.size == k // self.size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,11 +127,64 @@ def _runs(query_ids, key_ids):
     return start, stop, stop - start == high - low
 
 
-def parts(mask: Mask | None) -> list[Mask]:
-    """The masks that `&` put together."""
-    if mask is None:
-        return []
-    return parts(mask.first) + parts(mask.second) if isinstance(mask, Both) else [mask]
+@dataclasses.dataclass(frozen=True)
+class Kinds(Mask):
+    """What is known of the blocks of a mask that this stands beside: int8 `kinds` as in kinds.py."""
+
+    kinds: Any  # [B | 1, N | 1, query blocks, key blocks]
+    rules: tuple  # of the Where that it knows
+    queries: int
+    keys: int
+    block: int
+    offset: int
+    ARRAYS = {"kinds": "BNTS"}
+
+    def fitting(self, batch: int, heads: int) -> "Kinds":
+        """Itself, if it was made for so many batch rows and heads, or for any."""
+        made = self.kinds.shape[:2]
+        if any(n not in (1, m) for n, m in zip(made, (batch, heads), strict=True)):
+            raise ValueError(f"the block_map was made for (batch, heads) = {made}; the call's are {(batch, heads)}.")
+        return self
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class BlockMap(Both):
+    """A mask, and of each block of queries and keys whether none, some or all of its pairs are seen. A pytree."""
+
+    def counts(self) -> dict[str, int]:
+        """How many blocks are skipped, full and partial, over all batch rows and heads that differ."""
+        kind = np.asarray(self.second.kinds)
+        of = dict(skipped=kinds.EMPTY, full=kinds.FULL, partial=kinds.PARTIAL)
+        return {name: int(np.sum(kind == number)) for name, number in of.items()}
+
+    def __repr__(self):
+        of = self.second
+        size = f"{of.queries} x {of.keys} in blocks of {of.block}"
+        if isinstance(of.kinds, jax.core.Tracer):
+            return f"block_map({self.first!r}, {size})"
+        return f"block_map({self.first!r}, {size}: {', '.join(f'{n} {name}' for name, n in self.counts().items())})"
+
+
+def block_map(
+    mask: Mask, queries: int, keys: int, *, block: int = 64, query_offset: int = 0, batch: int = 1, heads: int = 1
+) -> BlockMap:
+    """The mask with a map of its blocks, made once for all the calls that take it: outside of layers, of jit, of scan.
+
+    For calls with as many queries and keys, and this query_offset. `batch` and `heads` are needed where the mask depends on them.
+    A call makes the map of a Where without arrays by itself while it is traced, if it is not too long.
+    """
+    rules = list(map(_as_arrays, parts(mask)))
+    rows = {len(x) for part in rules for name in part.ARRAYS if (x := getattr(part, name)) is not None}
+    batch = max({batch, *rows})
+    visibility = resolve(rules, batch, queries, keys, query_offset)
+    found = kinds.of(visibility, batch, heads, queries, block, block)
+    where = tuple(part.function for part in rules if isinstance(part, Where))
+    return BlockMap(mask, Kinds(found, where, queries, keys, block, query_offset))
+
+
+def _as_arrays(part: Mask) -> Mask:
+    arrays = {name: jnp.atleast_1d(jnp.asarray(x)) for name in part.ARRAYS if (x := getattr(part, name)) is not None}
+    return dataclasses.replace(part, **arrays) if arrays else part
 
 
 def resolve(masks: list[Mask], batch: int, queries: int, keys: int, offset: Ints) -> Visibility:
@@ -145,8 +193,13 @@ def resolve(masks: list[Mask], batch: int, queries: int, keys: int, offset: Ints
     row = jnp.arange(queries, dtype=jnp.int32)[None]
     near = _clip(offset, -REACH, REACH)
     position = row + (near if isinstance(near, int) else near[:, None])
+    where, known = [], []
     for mask in masks:
         match mask:
+            case Where():
+                where.append(mask)
+            case Kinds():
+                known.append(mask)
             case Window():
                 left, right = _least(left, mask.left), _least(right, mask.right)
             case KeyLengths(lengths):
@@ -161,7 +214,27 @@ def resolve(masks: list[Mask], batch: int, queries: int, keys: int, offset: Ints
                 seen = dataclasses.replace(seen, solid=solid, query_ids=query_ids, key_ids=key_ids)
             case _:
                 seen = _meet(seen, shape, *_ends(mask, row, position, shape))
+    if where:
+        seen = dataclasses.replace(seen, where=_predicate(where, known, shape, keys, near, offset))
     return _band(seen, shape, row, left, right, offset)
+
+
+def _predicate(where: list[Where], known: list[Kinds], shape, keys: int, near: Ints, offset: Ints) -> rule.Predicate:
+    """All of `where` as one, with what is known of the blocks of just these."""
+    found = block = None
+    for of in known:
+        made, asked = (of.queries, of.keys, of.offset), (shape[1], keys, offset if isinstance(offset, int) else "an array")
+        if made != asked:
+            of_what = "(T, S, query_offset)"
+            raise ValueError(f"the block_map was made for {of_what} = {made}; the call's are ({', '.join(map(str, asked))}).")
+        if Counter(of.rules) == Counter(mask.function for mask in where):
+            found, block = of.kinds, of.block
+    one = where[0]
+    for mask in where[1:]:
+        one = dataclasses.replace(
+            joined(operator.and_, one, mask), batch=_least(one.batch, mask.batch), head=_least(one.head, mask.head)
+        )
+    return rule.Predicate(one.function, one.arrays, near, one.batch, one.head, found, block)
 
 
 def _ends(mask: Mask, row, position, shape):
@@ -214,5 +287,6 @@ def _meet(seen: Visibility, shape, start: Ints, stop: Ints) -> Visibility:
     return dataclasses.replace(seen, start=start, stop=stop)
 
 
-for _cls in (Both, Window, KeyLengths, QueryLengths, PrefixLM, Documents):
+for _cls in (BlockMap, Window, Chunked, KeyLengths, QueryLengths, PrefixLM, Documents):
     register(_cls)
+register(Kinds, "rules")

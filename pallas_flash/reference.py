@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_flash import kinds
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.checks import sums
-from pallas_flash.masks import Visibility
 from pallas_flash.online_softmax import LOG2E, Statistics
 
 
@@ -22,7 +22,9 @@ def attend(problem: Problem, x: Operands):
 def _attend(p: Problem, x: Operands):
     """o, and the natural log-sum-exp lse [B, N, T]."""
     wide = sums(x.query.dtype)
-    seen = jnp.broadcast_to(_seen(p, x.visibility), (p.batch, p.heads, p.queries, p.keys))
+    row, key = (jnp.arange(n, dtype=jnp.int32) for n in (p.queries, p.keys))
+    seen = kinds.seen(x.visibility, p.batch, p.heads, row, key)
+    seen = jnp.broadcast_to(seen, (p.batch, p.heads, p.queries, p.keys))
     if x.mask is not None:
         seen = seen & x.mask
     # What nobody sees counts as 0, so that NaN there changes nothing.
@@ -46,15 +48,6 @@ def _attend(p: Problem, x: Operands):
     o = jnp.where(jnp.swapaxes(empty, 1, 2), 0.0, o)
     lse = jnp.where(empty, -jnp.inf, m + jnp.log(l))[..., 0]
     return o.astype(x.query.dtype), lse
-
-
-def _seen(p: Problem, visibility: Visibility):
-    """[B or 1, 1, T, S]"""
-    at = visibility.narrow(Visibility.BY_BATCH, lambda x: x[:, None])
-    start, stop = (jnp.asarray(end)[..., None] for end in at.interval(jnp.arange(p.queries, dtype=jnp.int32)[None]))
-    ids = (None, None) if at.query_ids is None else (at.query_ids[:, :, None], at.key_ids[:, None, :])
-    seen = at.sees(start, stop, jnp.arange(p.keys, dtype=jnp.int32), *ids)
-    return jnp.broadcast_to(seen, (seen.shape[0] if seen.ndim == 3 else 1, p.queries, p.keys))[:, None]
 
 
 def backward(problem: Problem, x: Operands, o, lse, do, delta):

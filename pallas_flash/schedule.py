@@ -1,15 +1,20 @@
 """Which key blocks a query block visits, which of them need no mask, and the same seen from a key block.
 
 Blocks are half-open ranges of block numbers. Of the blocks in [first, last) those in [full_first, full_last) are seen whole by
-every row, so their scores need no mask and their loads no bounds.
+every row, so their scores need no mask and their loads no bounds. Where the mask is no interval, they are a list of numbers.
 """
 
+import contextlib
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+from pallas_flash import kinds
 from pallas_flash.masks import Ints, Visibility
 
 
@@ -33,6 +38,23 @@ class Blocks(NamedTuple):
         carry = loop(self.first, self.full_first, masked, carry)
         carry = loop(self.full_first, self.full_last, full, carry)
         return loop(self.full_last, self.last, masked, carry)
+
+
+class Listed(NamedTuple):
+    """Blocks by their numbers, of which the first `masked` need a mask; the same words as `Blocks`."""
+
+    masked: Ints
+    last: Ints
+    number: Callable
+
+    @classmethod
+    def of(cls, lists, *row: Ints) -> "Listed":
+        """From a row of `lists`."""
+        return cls(lists[(*row, 0)], lists[(*row, 1)], lambda n: lists[(*row, 2 + n)])
+
+    def visit(self, step, carry):
+        masked, full = (lambda n, carry, m=m: step(self.number(n), carry, masked=m) for m in (True, False))
+        return loop(self.masked, self.last, full, loop(0, self.masked, masked, carry))
 
 
 def loop(start: Ints, stop: Ints, step, carry):
@@ -119,6 +141,49 @@ def query_blocks(visibility: Visibility, queries: int, block_q: int, block_k: in
         jnp.max(jnp.where(visited, i + 1, 0), -1),
     )
     return jnp.stack(blocks.clipped(), -1).astype(jnp.int32)
+
+
+KNOWN = 2**26  # pairs of a query and a key that are asked while tracing; more of them are asked in the program
+
+
+def block_kinds(visibility: Visibility, batch, heads, queries: int, block_q: int, block_k: int):
+    """Whether each block is empty, partial or full, int8 [B | 1, N | 1, query tiles, key tiles], for a mask with a Predicate:
+    numpy's where it is known while tracing."""
+    if jax.tree.leaves(visibility) or queries * visibility.keys > KNOWN:
+        return _block_kinds(visibility, batch, heads, queries, block_q, block_k)
+    return _known_kinds(visibility, batch, heads, queries, block_q, block_k)
+
+
+@functools.lru_cache(64)
+def _known_kinds(*args) -> np.ndarray:
+    with jax.ensure_compile_time_eval():
+        return np.asarray(_block_kinds(*args))
+
+
+def _block_kinds(visibility, batch, heads, queries, block_q, block_k):
+    where = visibility.where
+    if where.kinds is None:
+        asked = Visibility(visibility.keys, where=where)
+        found = kinds.of(asked, batch, heads, queries, block_q, block_k)
+    else:
+        found = kinds.recut(where.kinds, where.block, queries, visibility.keys, block_q, block_k)
+    row, at = _whole_tiles(visibility, queries, block_q)
+    start, stop, _ = jnp.broadcast_arrays(*at.interval(jnp.minimum(row, queries - 1)), row)
+    seen = Blocks(*(x[:, None, :, None] for x in _by_tile(start, stop, at.solid, block_q, block_k)))
+    j = jnp.arange(found.shape[3], dtype=jnp.int32)
+    inside = ((seen.first <= j) & (j < seen.last)).astype(jnp.int8) + ((seen.full_first <= j) & (j < seen.full_last))
+    return jnp.minimum(found, inside)
+
+
+def lists(found) -> jax.Array:
+    """Of kinds [.., tiles, blocks] for each tile how many blocks are partial, how many are not empty, and the blocks' numbers:
+    the partial ones, then the full ones. int32 [.., tiles, 2 + blocks]"""
+    known = isinstance(found, np.ndarray)
+    with jax.ensure_compile_time_eval() if known else contextlib.nullcontext():
+        count = lambda which: jnp.sum(which, -1, dtype=jnp.int32, keepdims=True)
+        partial, visited = count(found == kinds.PARTIAL), count(found > kinds.EMPTY)
+        order = jnp.argsort((found + 2) % 3, axis=-1, stable=True).astype(jnp.int32)
+        return jnp.concatenate([partial, visited, order[..., : int(visited.max()) if known else None]], -1)
 
 
 def _whole_tiles(visibility: Visibility, queries: int, block_q: int):

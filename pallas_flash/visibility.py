@@ -35,7 +35,7 @@ def register(cls, *static: str):
 
 @dataclasses.dataclass(frozen=True)
 class Visibility:
-    """A resolved mask: a diagonal band, lengths, one more interval per row, and document ids.
+    """A resolved mask: a diagonal band, lengths, one more interval per row, document ids, and a rule.Predicate.
 
     Static: `keys` = S, and the band's `left` and `right`. The rest is data, None where there is none: by batch `offset`,
     `key_stop` and `query_stop` [B]; by query `start`, `stop`, `solid` (the ids fill the interval) and `query_ids` [B, T];
@@ -53,6 +53,7 @@ class Visibility:
     solid: Ints | None = None
     query_ids: Ints | None = None
     key_ids: Ints | None = None
+    where: Any = None  # a Predicate, with data of its own
 
     ALL = np.iinfo(np.int32).max // 2  # a stop that hides nothing
     BY_BATCH = ("offset", "key_stop", "query_stop")
@@ -109,6 +110,7 @@ class Visibility:
         if words and not (isinstance(self.offset, int) and self.offset == 0):
             words.append(f"query offset {self.offset if isinstance(self.offset, int) else 'by batch'}")
         words += [text for name, text in _WORDS.items() if getattr(self, name) is not None]
+        words += [] if self.where is None else [f"where {self.where.rule}"]
         return ", ".join(words) or "full"
 
 

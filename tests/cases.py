@@ -89,6 +89,19 @@ MASKS = {
     ),
 }
 
+# Rules (b, h, q_idx, kv_idx) that no interval of keys says, in what NumPy and JAX share, and what else hides keys beside them.
+RULES = {
+    "dilated": (lambda b, h, q, k: (q - k) % 3 == 0, {}),
+    "global tokens and a window": (lambda b, h, q, k: (abs(q - k) < 5) | (k < 3) | (q < 3), dict(query_offset=1)),
+    "holes by head": (lambda b, h, q, k: (q // 16 + k // 16 + h) % 3 != 0, dict(is_causal=True)),
+    "by batch, with lengths": (
+        lambda b, h, q, k: (k // 16) % 2 == b,
+        dict(key_value_seq_lengths=np.array([50, 20], np.int32), query_offset=np.array([3, 30], np.int32)),
+    ),
+    "nothing for some rows": (lambda b, h, q, k: (q % 4 > 0) & (k > q + 8), dict(local_window_size=30)),
+    "nothing": (lambda b, h, q, k: k < 0, {}),
+}
+
 # Axes of [B, N, T, S] that a bias or mask has; the others are 1, a leading "." leaves an axis out.
 BROADCASTS = ("BNTS", "1NTS", "B1TS", "11TS", "BN1S", "B11S", "BNT1", "1N11", "1111", "..TS", ".NT1", "...S")
 
@@ -116,4 +129,6 @@ def arguments(kw):
     kw = dict(kw)
     if (prefix := kw.pop("prefix", None)) is not None:
         kw["mask"] = masks.PrefixLM(prefix)
+    if (rule := kw.pop("rule", None)) is not None:
+        kw["mask"] = masks.Where(rule)
     return kw

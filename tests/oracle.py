@@ -24,6 +24,8 @@ def visible(B, N, T, S, kw):
     if (prefix := kw.get("prefix")) is not None:  # PrefixLM, which comes as a mask object
         seen &= (j <= position) | (j < by_batch(prefix))
     seen = np.broadcast_to(seen[:, None], (B, N, T, S))
+    if (rule := kw.get("rule")) is not None:  # masks.Where
+        seen = seen & rule(np.arange(B)[:, None, None, None], np.arange(N)[:, None, None], position[:, None], j)
     mask = kw.get("mask")
     return seen if mask is None else seen & (np.asarray(mask) != 0)
 

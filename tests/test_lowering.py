@@ -14,7 +14,7 @@ import pytest
 from cases import Sizes, broadcast_shape
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from pallas_flash import accounting, flash_attention
+from pallas_flash import accounting, flash_attention, masks
 
 Z = Sizes(B=2, T=300, S=333, N=4, K=2, H=64, Hv=64)
 GPUS = {"sm_80": accounting.GPUS["A100-80GB"], "sm_90": accounting.GPUS["H200"]}
@@ -36,6 +36,7 @@ CASES = {
     "key bias, soft cap": (Z, dict(bias=floats("BN1S"), mask=bools("B11S"), logits_soft_cap=3.0)),
     "query bias": (Z, dict(bias=floats(".NT1"))),
     "scalar bias": (Z, dict(bias=floats("1111"))),
+    "a rule": (Z, dict(mask=masks.Where(lambda b, h, q, k: ((q // 64 + k // 64 + h) % 3 > 0) | (k < 4)), is_causal=True)),
     "dense bias and mask": (Z, dict(bias=floats("1NTS"), mask=bools("B1TS"))),
 }
 

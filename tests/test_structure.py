@@ -56,6 +56,7 @@ ORDER = [
     "kernels.portable.backward",
     "kernels.portable.forward",
     "kernels.portable.tile",
+    "kernels.portable.predicate",
     "kernels.portable.tuning",
     "kernels.device",
     "kernels.__init__",
@@ -64,6 +65,9 @@ ORDER = [
     "schedule",
     "online_softmax",
     "masks",
+    "mask",
+    "kinds",
+    "rule",
     "visibility",
 ]
 
@@ -107,7 +111,7 @@ def test_models_and_scripts_use_only_public_names(path):
             assert node.module in PUBLIC, f"{path.name} imports {node.module}"
 
 
-KNOWS_MASKS = ("masks", "visibility", "arguments", "checks", "attention", "sharding", "flax.layer", "flax.hook")
+KNOWS_MASKS = ("masks", "mask", "visibility", "arguments", "checks", "attention", "sharding", "flax.layer", "flax.hook")
 
 
 @pytest.mark.parametrize("name", [name for name in ORDER if name not in KNOWS_MASKS])

@@ -114,7 +114,7 @@ def test_64_bits_and_strict_promotion_change_nothing(implementation, rng):
     equal(actual, expected)
 
 
-@pytest.mark.parametrize("implementation", ["reference"])
+@pytest.mark.parametrize("implementation", ["reference", "blockwise"])
 def test_a_program_with_symbols_for_batch_and_length_serves_all_sizes(implementation, rng):
     def gradients(q, k, v, lengths, ids):
         more = dict(key_value_seq_lengths=lengths, query_segment_ids=ids, key_value_segment_ids=ids)

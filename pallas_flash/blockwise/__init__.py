@@ -16,13 +16,13 @@ from pallas_flash import online_softmax, schedule
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.blockwise.parts import Block, Heads
 from pallas_flash.blockwise.tuning import Tiles, tiles
-from pallas_flash.blockwise.view import View, by_head, dot, dot_t
+from pallas_flash.blockwise.view import View, by_head, dot, dot_t, with_lists
 
 __all__ = ["Tiles", "backward", "forward", "tiles"]
 
 
 def forward(problem: Problem, tiles: Tiles, x: Operands):
-    p, wide = problem, _wide(tiles)
+    p, wide, x = problem, _wide(tiles), x._replace(visibility=with_lists(problem, tiles, x.visibility))
 
     def some_heads(part: Heads, outputs):
         view = View.of(p, tiles, part, x)
@@ -58,7 +58,7 @@ def forward(problem: Problem, tiles: Tiles, x: Operands):
 
 
 def backward(problem: Problem, tiles: Tiles, x: Operands, o, lse, do, delta):
-    p, wide = problem, _wide(tiles)
+    p, wide, x = problem, _wide(tiles), x._replace(visibility=with_lists(problem, tiles, x.visibility))
 
     def some_heads(part: Heads, outputs):
         view = View.of(p, tiles, part, x)

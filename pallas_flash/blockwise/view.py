@@ -1,16 +1,19 @@
 """What some heads' operands are, which of their blocks are visited, and what the rows of a block see."""
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from pallas_flash import online_softmax, schedule
+from pallas_flash import kinds, online_softmax, schedule
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.blockwise import parts
 from pallas_flash.blockwise.parts import Block, Heads
 from pallas_flash.blockwise.tuning import UNROLLED, Tiles
+from pallas_flash.rule import Predicate
 from pallas_flash.visibility import Ints, Visibility
 
 
@@ -33,6 +36,7 @@ class View(NamedTuple):
     def of(cls, p: Problem, tiles: Tiles, part: Heads, x: Operands) -> "View":
         visibility = x.visibility.narrow(Visibility.BY_BATCH, lambda a: part.of(a)[:, None])
         visibility = visibility.narrow(Visibility.BY_QUERY + Visibility.BY_KEY, part.of)
+        visibility = dataclasses.replace(visibility, where=_of_heads(visibility.where, p, part))
         start, stop = visibility.interval(jnp.arange(p.queries, dtype=jnp.int32)[None])
         plain = x.bias is None and p.soft_cap is None and tiles.dtype in ("float32", "float64")
         fold = p.scale * online_softmax.LOG2E or 1.0 if plain else 1.0
@@ -43,7 +47,7 @@ class View(NamedTuple):
 
     @property
     def is_data(self) -> bool:
-        return bool(jax.tree.leaves(self.visibility))
+        return bool(jax.tree.leaves(dataclasses.replace(self.visibility, where=None)))
 
     def filled(self, x):
         """x [B, K, G, T, n] with 0 for the rows that see nothing: there may be NaN."""
@@ -77,8 +81,11 @@ class View(NamedTuple):
         if keys is not None:
             return start
         of = lambda a: a if a is None or isinstance(a, int) else row.of(a, 1)
-        size, length = self.tiles.block_k, self.problem.keys
+        size, length, where = self.tiles.block_k, self.problem.keys, self.visibility.where
         blocks = schedule.key_blocks(of(self.start), of(self.stop), of(self.visibility.solid), size)
+        if where is not None:
+            all_masked = schedule.Blocks(blocks.first, blocks.last, blocks.last, blocks.last)
+            blocks = all_masked if where.kinds is None else schedule.Listed.of(where.kinds, row.own // self.tiles.block_q)
 
         def numbered(j, carry, masked):
             key = parts.numbered(j, size, length)
@@ -95,8 +102,18 @@ class View(NamedTuple):
             ids = () if v.query_ids is None else (of(v.query_ids), key.of(v.key_ids, 1)[:, None, :, None])
             inside = v.sees(of(self.start), of(self.stop), index, *ids)
             inside = inside if key.own is None else inside & (index >= key.own)
+            inside = inside if v.where is None else inside & self.allowed(row, key)
             seen = inside if seen is None else seen & inside
         return seen
+
+    def allowed(self, row: Block, key: Block):
+        """Whether the mask's Predicate lets the rows see the keys, to broadcast against [B, K, keys, rows]."""
+        where = self.visibility.where
+        position = self.of_rows(row.index[None] + where.offset)
+        heads = where.head
+        if where.rule.reads_head:
+            heads = jnp.broadcast_to(heads[..., None], (*heads.shape, row.size)).reshape(1, heads.shape[1], 1, -1)
+        return where.sees(where.batch[:, None, None, None], heads, position, key.index[:, None])
 
     def scores(self, q, row: Block, key: Block):
         """[B, K, keys, rows]"""
@@ -117,7 +134,7 @@ class View(NamedTuple):
 
     def of_rows(self, x):
         """[B | 1, block_q | 1] -> [B | 1, 1, 1, rows | 1]"""
-        return jnp.tile(x[:, None, None], (1, 1, 1, self.problem.group if x.shape[1] > 1 else 1))
+        return jnp.tile(x[:, None, None], (1, 1, 1, self.problem.group if x.shape[1] != 1 else 1))
 
     def scored(self, row: Block, key: Block, x):
         """The tile of a bias or mask: [B | 1, K | 1, G | 1, T | 1, S | 1] -> [B | 1, K | 1, keys | 1, rows | 1]"""
@@ -134,6 +151,30 @@ class View(NamedTuple):
         return row.put(dbias, key.add(old, tile, 4), 3)
 
 
+def with_lists(p: Problem, tiles: Tiles, visibility: Visibility) -> Visibility:
+    """The mask with the kinds of these tiles' blocks, if it has a Predicate and there are loops to go over them."""
+    where, known = visibility.where, all(isinstance(n, int) for n in (p.batch, p.queries, p.keys))
+    if where is None or not known or _ranges(p, tiles) is not None:
+        return visibility
+    found = schedule.block_kinds(visibility, p.batch, p.heads, p.queries, tiles.block_q, tiles.block_k)
+    if p.queries % tiles.block_q:  # the last block is moved back over the one before it
+        xp = np if isinstance(found, np.ndarray) else jnp
+        found = xp.concatenate([found[:, :, :-1], kinds.join(found[:, :, -2:], 2)[:, :, None]], 2)
+    return dataclasses.replace(visibility, where=dataclasses.replace(where, kinds=found))
+
+
+def _of_heads(where: Predicate | None, p: Problem, part: Heads) -> Predicate | None:
+    """A Predicate with the numbers of some heads [1, K, 1, G] and batch rows, and of its blocks lists for all of them."""
+    if where is None:
+        return None
+    batch, heads = where.numbers(p.batch, p.heads)
+    batch, heads = part.of(batch) if batch.size > 1 else batch, part.of(heads[None], 1)
+    heads = heads.reshape(1, part.heads, 1, -1) if where.rule.reads_head else heads.reshape(1, 1, 1, 1)
+    offset = where.offset if isinstance(where.offset, int) else part.of(where.offset)[:, None]
+    lists = None if where.kinds is None else schedule.lists(kinds.join(part.of(where.kinds, 1), (0, 1)))
+    return dataclasses.replace(where, batch=batch, head=heads, offset=offset, kinds=lists)
+
+
 def _ranges(p: Problem, tiles: Tiles) -> list | None:
     """For each query block the key blocks known while tracing, and whether they need a mask; None: loops find them."""
     one_q, one_k = tiles.block_q == p.queries, tiles.block_k == p.keys
@@ -143,6 +184,11 @@ def _ranges(p: Problem, tiles: Tiles) -> list | None:
     if not isinstance(p.keys, int) or not isinstance(p.queries, int):
         return [[(Block(0, p.keys), True)]] if one_q and one_k else None
     size, blocks = tiles.block_k, []
+    if p.visibility.where is not None and not is_data:
+        found = kinds.join(schedule.block_kinds(p.visibility, p.batch, p.heads, p.queries, tiles.block_q, size), (0, 1))
+        block = lambda j: Block(int(j) * size, min(size, p.keys - int(j) * size))
+        blocks = [[(block(j), bool(kind[j] == kinds.PARTIAL)) for j in kind.nonzero()[0]] for kind in found]
+        return blocks if sum(map(len, blocks)) <= UNROLLED else None
     for first, last, whole in schedule.key_ranges(p.visibility, p.queries, tiles.block_q):
         blocks.append([(Block(i, min(size, last - i)), is_data or not whole) for i in range(first, last, size)])
     return blocks if sum(map(len, blocks)) <= UNROLLED else None

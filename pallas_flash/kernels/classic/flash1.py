@@ -9,12 +9,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jax.interpreters import mlir
 
 from pallas_flash import online_softmax, schedule
 from pallas_flash.arguments import Operands, Problem
-from pallas_flash.kernels.portable import tile
+from pallas_flash.kernels.portable import predicate, tile
 from pallas_flash.kernels.portable.tuning import power_of_two
 
 # Pallas' interpreter has one thread, which waits for nobody.
@@ -51,7 +52,7 @@ def why_not(problem: Problem) -> str | None:
 
 def forward(problem: Problem, tiles: Tiles, x: Operands):
     """o [B, T, N, Hv] in the query's dtype, and the Statistics of its rows."""
-    p = problem
+    p, x = problem, predicate.plain(x)
     at = tile.layout(p, tiles, lambda n, b: dict(b=b, B=b, n=n, k=n // p.group))
     rows = jax.ShapeDtypeStruct((p.batch, p.heads, p.queries), jnp.float32)
     o, l, m = tile.launch(
@@ -68,7 +69,7 @@ def forward(problem: Problem, tiles: Tiles, x: Operands):
 
 
 def _kernel(x: Operands, o_ref, l_ref, m_ref, *, problem: Problem, tiles: Tiles):
-    p = problem
+    p, pair = problem, (pl.program_id(1), pl.program_id(0))
     columns = tile.head(o_ref, p.value_size)
 
     def start(row, _):
@@ -85,7 +86,7 @@ def _kernel(x: Operands, o_ref, l_ref, m_ref, *, problem: Problem, tiles: Tiles)
         k, v = tile.keys_and_values(p, x.key.at[key.slice], x.value.at[key.slice], key.inside)  # [bk, H], [bk, Hv]
 
         def query_tile(row, _):
-            view = tile.view(x.visibility, row, p.queries)
+            view = tile.view(x.visibility, row, p.queries, pair=pair)
             q = tile.load(x.query.at[row.slice], row.inside, tile.head(x.query, p.head_size))  # [bq, H]
             o = tile.load(o_ref.at[row.slice], row.inside, columns)  # [bq, Hv]
             l, m = (tile.load(ref.at[row.slice], row.inside) for ref in (l_ref, m_ref))
@@ -116,7 +117,7 @@ def backward(problem: Problem, tiles: Tiles, x: Operands, o, lse, do, delta):
     lse stands for the paper's l and m, and delta comes computed: the cotangent of lse is in it.
     """
     del o
-    p = problem
+    p, x = problem, predicate.plain(x)
     at = tile.layout(p, tiles, lambda k, b: dict(b=b, B=b, n=k, k=k), n=p.group)
     dq, dk, dv = tile.launch(
         functools.partial(_backward_kernel, problem=p, tiles=tiles),
@@ -135,7 +136,7 @@ def backward(problem: Problem, tiles: Tiles, x: Operands, o, lse, do, delta):
 
 
 def _backward_kernel(x: Operands, do_ref, lse_ref, delta_ref, dq_ref, dk_ref, dv_ref, *, problem: Problem, tiles: Tiles):
-    p = problem
+    p, b, head = problem, pl.program_id(1), pl.program_id(0) * problem.group
     columns = tile.head(dq_ref, p.head_size)
 
     def start(g, row, _):
@@ -148,7 +149,7 @@ def _backward_kernel(x: Operands, do_ref, lse_ref, delta_ref, dq_ref, dk_ref, dv
 
         def query_tile(g, row, carry):
             dk, dv = carry
-            view = tile.view(x.visibility, row, p.queries)
+            view = tile.view(x.visibility, row, p.queries, pair=(b, head + g))
             by_row, by_head = (row.slice, g), (g, row.slice)
             refs = tile.Rows(x.query.at[by_row], do_ref.at[by_row], lse_ref.at[by_head], delta_ref.at[by_head])
             rows, live = refs.load(p, row, row.inside), view.live(row, True)[:, None]

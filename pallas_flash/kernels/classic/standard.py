@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 
 from pallas_flash import online_softmax, schedule
 from pallas_flash.arguments import Operands, Problem
-from pallas_flash.kernels.portable import tile
+from pallas_flash.kernels.portable import predicate, tile
 from pallas_flash.kernels.portable.tuning import power_of_two
 
 
@@ -36,7 +36,7 @@ def tiles(problem: Problem) -> Tiles:
 
 def forward(problem: Problem, tiles: Tiles, x: Operands):
     """o [B, T, N, Hv] in the query's dtype, and the Statistics of its rows."""
-    p, t = problem, tiles
+    p, t, x = problem, tiles, predicate.plain(x)
     s = _by_tile(_scores_kernel, p, t, x, out=[jnp.float32], name="scores")[0]
     prob, m, l = _softmax(p, t, x, s)
     return _sum_over_keys(p, t, x, prob, x.value, name="values"), online_softmax.Statistics(m, l)
@@ -48,7 +48,7 @@ def backward(problem: Problem, tiles: Tiles, x: Operands, o, lse, do, delta):
     What frameworks kept from the forward, P, is computed again: between forward and backward there are only o and lse.
     """
     del o
-    p, t, dtype = problem, tiles, x.query.dtype
+    p, t, dtype, x = problem, tiles, x.query.dtype, predicate.plain(x)
     s = _by_tile(_scores_kernel, p, t, x, out=[jnp.float32], name="scores")[0]
     dp = _by_tile(_dp_kernel, p, t, x, (do, "btnv"), out=[jnp.float32], name="dp")[0]
     args = (s, "bnts"), (dp, "bnts"), (lse, "bnt"), (delta, "bnt")
@@ -90,7 +90,7 @@ def _own_tile(p: Problem, tiles: Tiles):
 def _scores_kernel(x: Operands, s_ref, *, problem: Problem, tiles: Tiles):
     p = problem
     row, key = _own_tile(p, tiles)
-    view = tile.view(x.visibility, row, p.queries)
+    view = tile.view(x.visibility, row, p.queries, pair=(pl.program_id(3), pl.program_id(2)))
     q = tile.load(x.query, row.inside, tile.head(x.query, p.head_size))  # [bq, H]
     k = tile.load(x.key, key.inside, tile.head(x.key, p.head_size))  # [bk, H]
     s = tile.scores(p, q, k, tile.dense(x.bias, (), row, key))  # [bq, bk]

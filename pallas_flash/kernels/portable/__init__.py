@@ -17,7 +17,27 @@ def why_not(problem: Problem) -> str | None:
         return f"jax's Triton lowering indexes a dense mask of 2^31 to 2^32 elements by an int32; got {problem.mask}"
     if max(problem.head_size, problem.value_size) > 256:
         return f"head sizes above 256 do not fit into registers; got H = {problem.head_size}, Hv = {problem.value_size}"
+    if why_not := _why_no_predicate(problem):
+        return why_not
     capability = device.compute_capability()
     if capability and capability < 8.0:
         return f"the kernels need an NVIDIA GPU of compute capability 8.0 or higher; this one has {capability}"
+    return None
+
+
+# What Pallas' Triton lowering knows of what a rule of numbers may be made of.
+_OPERATIONS = """
+abs acos acosh add and asin asinh atan atan2 atanh bitcast_convert_type broadcast_in_dim cbrt ceil clamp clz
+convert_element_type copy cos cosh div eq erf_inv exp exp2 expm1 floor ge gt integer_pow is_finite le log log1p log2 logistic
+lt max min mul ne neg nextafter not or population_count pow rem reshape rsqrt select_n shift_left shift_right_arithmetic
+shift_right_logical sign sin sinh sqrt square squeeze sub tan tanh xor
+""".split()
+
+
+def _why_no_predicate(problem: Problem) -> str | None:
+    where = problem.visibility.where
+    if where is None:
+        return None
+    if lacking := sorted(where.rule.operations - set(_OPERATIONS)):
+        return f"{where.rule} needs {', '.join(lacking)}, which jax's Triton lowering does not know for tiles"
     return None

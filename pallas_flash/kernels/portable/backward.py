@@ -13,8 +13,8 @@ from jax.experimental import pallas as pl
 
 from pallas_flash import schedule
 from pallas_flash.arguments import Operands, Problem
-from pallas_flash.kernels.portable import tile
-from pallas_flash.kernels.portable.forward import by_query_tile, own_rows
+from pallas_flash.kernels.portable import predicate, tile
+from pallas_flash.kernels.portable.forward import by_query_tile, own_pair, own_rows
 from pallas_flash.kernels.portable.tuning import AllTiles, Tiles
 
 
@@ -29,6 +29,7 @@ def backward(problem: Problem, tiles: AllTiles, x: Operands, o, lse, do, delta):
 
 def _dkv(p: Problem, tiles: Tiles, x: Operands, do, lse, delta):
     blocks = schedule.query_blocks(x.visibility, p.queries, tiles.block_q, tiles.block_k)
+    x = predicate.listed(p, tiles, x, by_key=True)
     shared = blocks.shape[0] == 1
     at = tile.layout(p, tiles, lambda j, k, b: dict(b=b, B=b, n=k, k=k, s=j), s=tiles.block_k, n=p.group)
     block_spec = pl.BlockSpec((None, None, 4), lambda j, k, b: (0 if shared else b, j, 0))
@@ -49,12 +50,16 @@ def _dkv_kernel(x: Operands, do_ref, lse_ref, delta_ref, blocks_ref, dk_ref, dv_
     key = tile.span(pl.program_id(0), tiles.block_k, p.keys)
     k, v = tile.keys_and_values(p, x.key, x.value, key.inside)  # [bk, H], [bk, Hv]
     blocks = schedule.Blocks(*(blocks_ref[i] for i in range(4)))
+    b, head = pl.program_id(2), pl.program_id(1) * p.group
+    lists = None if x.visibility.where is None else x.visibility.where.kinds
 
     def query_head(g, carry):
+        pair = b, head + g
+
         def step(i, carry, masked):
             dk, dv = carry
             row = tile.span(i, tiles.block_q, p.queries, bounded=masked)
-            view = tile.view(x.visibility, row, p.queries)
+            view = tile.view(x.visibility, row, p.queries, pair=pair)
             by_row, by_head = (row.slice, g), (g, row.slice)
             refs = tile.Rows(x.query.at[by_row], do_ref.at[by_row], lse_ref.at[by_head], delta_ref.at[by_head])
             rows = refs.load(p, row, view.live(row, masked))
@@ -62,7 +67,9 @@ def _dkv_kernel(x: Operands, do_ref, lse_ref, delta_ref, blocks_ref, dk_ref, dv_
             prob, ds = tile.gradients(p, rows, k, v, tile.dense(x.bias, (g,), row, key), seen)  # [bq, bk]
             return dk + tile.t_dot(ds.astype(k.dtype), rows.q), dv + tile.t_dot(prob.astype(k.dtype), rows.do)
 
-        return blocks.visit(step, carry)
+        if lists is None:
+            return blocks.visit(step, carry)
+        return schedule.Listed.of(lists, *([g] if len(lists.shape) == 2 else [])).visit(step, carry)
 
     zeros = jnp.zeros(dk_ref.shape, jnp.float32), jnp.zeros(dv_ref.shape, jnp.float32)
     dk, dv = schedule.loop(0, p.group, query_head, zeros)
@@ -72,6 +79,7 @@ def _dkv_kernel(x: Operands, do_ref, lse_ref, delta_ref, blocks_ref, dk_ref, dv_
 
 def _dq(p: Problem, tiles: Tiles, x: Operands, do, lse, delta):
     grid, at = by_query_tile(p, tiles)
+    x = predicate.listed(p, tiles, x)
     (dq,) = tile.launch(
         functools.partial(_dq_kernel, problem=p, tiles=tiles),
         (x, do, lse, delta),
@@ -88,7 +96,7 @@ def _dq(p: Problem, tiles: Tiles, x: Operands, do, lse, delta):
 def _dq_kernel(x: Operands, do_ref, lse_ref, delta_ref, dq_ref, *, problem: Problem, tiles: Tiles):
     p = problem
     row = own_rows(p, tiles)
-    view = tile.view(x.visibility, row, p.queries)
+    view = tile.view(x.visibility, row, p.queries, pair=own_pair())
     rows = tile.Rows(x.query, do_ref, lse_ref, delta_ref).load(p, row, view.live(row, True))
 
     def step(j, dq, masked):
@@ -105,7 +113,7 @@ def _dq_kernel(x: Operands, do_ref, lse_ref, delta_ref, dq_ref, *, problem: Prob
 def _dbias(p: Problem, tiles: Tiles, x: Operands, do, lse, delta):
     """A program owns a tile of the bias and sums dS over the axes that the bias broadcasts, but for one case: a bias without
     queries or keys is small, so each batch and head gets its own sum, and those are added afterwards."""
-    b, n, t, s = p.bias
+    (b, n, t, s), x = p.bias, predicate.plain(x)
     B, N = (p.batch, p.heads) if t == 1 or s == 1 else (b, n)
     all_or_one = lambda programs, size: 1 if programs > 1 else size
     cut = dict(b=all_or_one(B, p.batch), n=all_or_one(N, p.heads), k=all_or_one(N, p.kv_heads))
@@ -132,12 +140,12 @@ def _dbias(p: Problem, tiles: Tiles, x: Operands, do, lse, delta):
 
 def _dbias_kernel(x: Operands, do_ref, lse_ref, delta_ref, dbias_ref, *, problem: Problem, tiles: Tiles):
     p, (B, _, N, _) = problem, x.query.shape
-    own_j, own_i = pl.program_id(0), pl.program_id(1)
+    own_j, own_i, first_n, first_b = map(pl.program_id, range(4))
     broadcast_q, broadcast_k = p.bias[2] == 1, p.bias[3] == 1
 
     def query_tile(b, n, i, dbias):
         row = tile.span(i, tiles.block_q, p.queries)
-        view = tile.view(x.visibility, row, p.queries, b)
+        view = tile.view(x.visibility, row, p.queries, b, (first_b + b, first_n + n))
         by_row, by_head = (b, row.slice, n), (b, n, row.slice)
         refs = tile.Rows(x.query.at[by_row], do_ref.at[by_row], lse_ref.at[by_head], delta_ref.at[by_head])
         rows = refs.load(p, row, view.live(row, True))

@@ -8,13 +8,14 @@ from jax.experimental import pallas as pl
 
 from pallas_flash import online_softmax, schedule
 from pallas_flash.arguments import Operands, Problem
-from pallas_flash.kernels.portable import tile
+from pallas_flash.kernels.portable import predicate, tile
 from pallas_flash.kernels.portable.tuning import AllTiles, Tiles
 
 
 def forward(problem: Problem, tiles: AllTiles, x: Operands):
     """o [B, T, N, Hv] in the query's dtype, and the Statistics of its rows."""
     p, t = problem, tiles.forward
+    x = predicate.listed(p, t, x)
     grid, at = by_query_tile(p, t)
     row = jax.ShapeDtypeStruct((p.batch, p.heads, p.queries), jnp.float32)
     o, m, l = tile.launch(
@@ -42,10 +43,15 @@ def own_rows(p: Problem, tiles: Tiles) -> tile.Span:
     return tile.span(pl.num_programs(0) - 1 - pl.program_id(0), tiles.block_q, p.queries)
 
 
+def own_pair() -> tuple:
+    """The batch row and head that a program of `by_query_tile` owns."""
+    return pl.program_id(2), pl.program_id(1)
+
+
 def _kernel(x: Operands, o_ref, m_ref, l_ref, *, problem: Problem, tiles: Tiles):
     p = problem
     row = own_rows(p, tiles)
-    view = tile.view(x.visibility, row, p.queries)
+    view = tile.view(x.visibility, row, p.queries, pair=own_pair())
     q = tile.load(x.query, row.inside, tile.head(x.query, p.head_size))  # [bq, H]
 
     def step(j, carry, masked):

@@ -3,6 +3,7 @@
 Arrays in a kernel have sizes that are powers of two, and loads are bounded where an array ends earlier.
 """
 
+import dataclasses
 import functools
 import operator
 import warnings
@@ -18,6 +19,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_flash import online_softmax, schedule
 from pallas_flash.arguments import Operands, Problem
+from pallas_flash.kernels.portable import predicate
 from pallas_flash.kernels.portable.tuning import Tiles, power_of_two
 from pallas_flash.masks import Ints, Visibility
 
@@ -104,8 +106,12 @@ class View(NamedTuple):
     batch: Ints  # the entry of the data's refs
     start: Ints  # [rows]
     stop: Ints
+    allowed: Callable | None  # key indices -> [rows, keys], by the mask's Predicate
 
-    def blocks(self, block_k: int) -> schedule.Blocks:
+    def blocks(self, block_k: int) -> schedule.Blocks | schedule.Listed:
+        where = self.visibility.where
+        if where is not None and where.kinds is not None:
+            return schedule.Listed.of(where.kinds)
         return schedule.key_blocks(self.start, self.stop, self.visibility.solid, block_k)
 
     def sees(self, key: Span, mask, masked: bool):
@@ -117,6 +123,7 @@ class View(NamedTuple):
         if v.query_ids is not None:
             ids = v.query_ids[:, None], load(v.key_ids.at[self.batch, key.slice], key.inside)[None, :]
         inside = v.sees(column(self.start), column(self.stop), key.index[None, :], *ids)
+        inside = inside if self.allowed is None else inside & self.allowed(key.index)
         return inside if mask is None else inside & mask
 
     def reach(self, key: Span, masked: bool):
@@ -133,12 +140,16 @@ class View(NamedTuple):
         return alive if row.inside is None else alive & row.inside
 
 
-def view(visibility: Visibility, row: Span, queries: int, batch: Ints = FIRST) -> View:
-    """The view of a tile's rows, from the entry `batch` of the data's refs; a row beyond the last one counts as the last."""
+def view(visibility: Visibility, row: Span, queries: int, batch: Ints = FIRST, pair: tuple[Ints, Ints] | None = None) -> View:
+    """The view of a tile's rows, from the entry `batch` of the data's refs; a row beyond the last one counts as the last.
+
+    `pair` is the (batch row, head) that a Predicate is asked about, where `sees` is called.
+    """
     index = row.index if row.inside is None else jnp.minimum(row.index, queries - 1)
+    allowed = None if visibility.where is None else functools.partial(predicate.allowed, visibility.where, pair, batch, index)
     at = visibility.narrow(Visibility.BY_BATCH, lambda ref: ref[batch])
     at = at.narrow(Visibility.BY_QUERY, lambda ref: ref[batch, index])
-    return View(at, batch, *at.interval(index))
+    return View(at, batch, *at.interval(index), allowed)
 
 
 def dense(ref, lead: tuple, row: Span, key: Span):
@@ -216,6 +227,7 @@ class Layout(NamedTuple):
         visibility = x.visibility.narrow(Visibility.BY_BATCH, lambda _: self.spec("B"))
         visibility = visibility.narrow(Visibility.BY_QUERY, lambda _: self.spec("BT"))
         visibility = visibility.narrow(Visibility.BY_KEY, lambda _: self.spec("BS"))
+        visibility = dataclasses.replace(visibility, where=predicate.specs(self, visibility.where))
         return Operands(self.spec("btnh"), self.spec("bskh"), self.spec("bskv"), dense(x.bias), dense(x.mask), visibility)
 
 

@@ -1,0 +1,68 @@
+"""Which blocks of queries and keys are empty, partial or full, for masks that are no intervals."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_flash.visibility import Visibility
+
+EMPTY, PARTIAL, FULL = 0, 1, 2
+
+
+def seen(v: Visibility, batch, heads, row, key) -> jax.Array:
+    """Whether the rows of existing queries see the keys, [B | 1, N | 1, rows, keys]."""
+    at = v.narrow(Visibility.BY_BATCH, lambda x: x[:, None]).narrow(Visibility.BY_QUERY, lambda x: x[:, row])
+    start, stop = (jnp.asarray(end)[..., None] for end in at.interval(row[None]))
+    ids = (None, None) if at.query_ids is None else (at.query_ids[:, :, None], at.key_ids[:, None, :])
+    inside = at.sees(start, stop, key, *ids)
+    inside = jnp.broadcast_to(inside, (inside.shape[0] if inside.ndim == 3 else 1, row.size, key.size))[:, None]
+    if (where := v.where) is None:
+        return inside
+    b, h = where.numbers(batch, heads)
+    position = row + (where.offset if isinstance(where.offset, int) else where.offset[:, None])
+    position = position[:, None, :, None] if position.ndim == 2 else position[:, None]
+    return inside & where.sees(b[:, None, None, None], h[:, None, None], position, key)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
+def of(v: Visibility, batch, heads, queries: int, block_q: int, block_k: int) -> jax.Array:
+    """The kinds of all blocks, int8 [B | 1, N | 1, query blocks, key blocks], from block_q rows at a time. A block that hangs
+    over an end is not full."""
+    key = jnp.arange(v.keys, dtype=jnp.int32)
+
+    def of_rows(i):
+        row = i * block_q + jnp.arange(block_q, dtype=jnp.int32)
+        x = seen(v, batch, heads, jnp.minimum(row, queries - 1), key) & (row < queries)[:, None]
+        x = jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, -v.keys % block_k)))
+        x = x.reshape(*x.shape[:3], -1, block_k)
+        return x.any((2, 4)).astype(jnp.int8) + x.all((2, 4))
+
+    return jnp.moveaxis(lax.map(of_rows, jnp.arange(-(-queries // block_q), dtype=jnp.int32)), 0, 2)
+
+
+def join(kinds, axis):
+    """The kinds of what several blocks are together."""
+    return (kinds.max(axis) > 0).astype(np.int8) + (kinds.min(axis) == FULL)
+
+
+def recut(kinds, block: int, queries: int, keys: int, block_q: int, block_k: int):
+    """Kinds of blocks of `block` queries and keys as those of blocks of another size, partial where these do not tell."""
+    for axis, length, size in ((2, queries, block_q), (3, keys, block_k)):
+        kinds = _recut(kinds, axis, block, -(-length // size), size)
+    return kinds
+
+
+def _recut(kinds, axis: int, block: int, count: int, size: int):
+    if size == block:
+        return kinds
+    first = np.arange(count)[:, None] * size // block
+    number = first + np.arange((size - 1) // block + 2)
+    within = number * block < (np.arange(count)[:, None] + 1) * size
+    number = np.where(within, number, first)
+    there = number < kinds.shape[axis]
+    parts = jnp.take(kinds, jnp.asarray(np.where(there, number, 0), jnp.int32), axis)
+    parts = jnp.where(there.reshape(*there.shape, *(1,) * (kinds.ndim - 1 - axis)), parts, EMPTY)
+    return join(parts, axis + 1)

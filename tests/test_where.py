@@ -1,0 +1,277 @@
+"""Masks that are rules: what brute force says in every implementation, their algebra, and maps of their blocks."""
+
+import functools
+import operator
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from cases import RULES, Sizes, bias, qkv
+from check import check, close
+from jax import export
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pallas_flash import explain, flash_attention, kinds, masks, schedule
+from pallas_flash.masks import Visibility
+
+pytestmark = pytest.mark.usefixtures("small_tiles", "quick_compile")
+Z = Sizes(B=2, T=37, S=53, N=4, K=2, H=8, Hv=8)
+Q, KV = np.arange(40)[:, None], np.arange(40)
+
+
+def dense(mask, batch=1, heads=1, offset=0, T=40, S=40):
+    """bool [B | 1, N | 1, T, S]"""
+    visibility = masks.resolve(masks.parts(mask), batch, T, S, offset)
+    return np.asarray(kinds.seen(visibility, batch, heads, jnp.arange(T), jnp.arange(S)))
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_rule_hides_what_brute_force_hides_with_all_gradients(name, implementation, rng):
+    rule, kw = RULES[name]
+    check(rng, *qkv(rng, Z), implementation, rule=rule, **kw)
+
+
+@pytest.mark.parametrize("implementation", ["flash1", "standard"])
+def test_the_earlier_algorithms_take_a_rule(implementation, rng):
+    rule, kw = RULES["holes by head"]
+    check(rng, *qkv(rng, Z), implementation, rule=rule, **kw)
+
+
+def test_a_rule_goes_with_a_bias_its_gradient_and_a_soft_cap(implementation, rng):
+    rule, kw = RULES["holes by head"]
+    check(rng, *qkv(rng, Z), implementation, rule=rule, bias=bias(rng, "1N1S", Z), logits_soft_cap=3.0, **kw)
+
+
+ALGEBRA = {
+    "or": (masks.Window(2, 3) | masks.GlobalTokens(4), (Q - KV <= 2) & (KV - Q <= 3) | (Q < 4) | (KV < 4)),
+    "not": (~masks.Causal(), KV > Q),
+    "and": (
+        masks.Dilated(3) & masks.Causal() & masks.Where(lambda b, h, q, k: k != 5),
+        ((Q - KV) % 3 == 0) & (KV <= Q) & (KV != 5),
+    ),
+    "both in or": ((masks.Causal() & masks.Chunked(8)) | masks.Dilated(9), (KV <= Q) & (KV // 8 == Q // 8) | ((Q - KV) % 9 == 0)),
+    "chunks": (masks.Chunked(7), Q // 7 == KV // 7),
+    "far windows": (~masks.Window(2**31 - 1, 0), KV > Q),
+}
+
+
+@pytest.mark.parametrize("name", ALGEBRA)
+def test_masks_join_as_sets_do(name):
+    mask, expected = ALGEBRA[name]
+    np.testing.assert_array_equal(dense(mask)[0, 0], expected)
+
+
+def test_a_rule_counts_positions_from_the_offset():
+    np.testing.assert_array_equal(
+        dense(masks.Chunked(7) & masks.Dilated(2), offset=5)[0, 0],
+        dense(ALGEBRA["chunks"][0], offset=5)[0, 0] & ((Q + 5 - KV) % 2 == 0),
+    )
+
+
+def test_masks_compare_hash_and_print_by_what_they_say():
+    assert masks.Where(lambda b, h, q, k: q - k < 3) == masks.Where(lambda batch, head, i, j: i - j < 3)
+    assert len({masks.Dilated(3), masks.Dilated(3), masks.Dilated(4), masks.Chunked(3), masks.Chunked(3)}) == 3
+    assert repr(masks.Window(8, 0) | masks.GlobalTokens(2)) == "(Window(left=8, right=0) | GlobalTokens(2))"
+    assert repr(masks.Dilated(4) & ~masks.Chunked(2)) == "Dilated(4) & ~(Chunked(size=2))"
+    q = jax.ShapeDtypeStruct((1, 40, 1, 8), jnp.float32)
+    said = explain(q, q, q, mask=masks.Dilated(4), is_causal=True)
+    assert "mask: causal, where Dilated(4)" in str(said)
+    assert "Where" in said.why_not["hopper"] or "bfloat16" in said.why_not["hopper"]
+
+
+def test_calls_with_equal_rules_share_one_compiled_program(rng):
+    q, k, v = qkv(rng, Z)
+    traced = []
+
+    @jax.jit
+    def f(q, k, v, mask):
+        traced.append(mask)
+        return flash_attention(q, k, v, mask=mask, implementation="blockwise")
+
+    for _ in range(2):
+        f(q, k, v, masks.Where(lambda b, h, q, k: q - k < 3))
+    assert len(traced) == 1
+
+
+MISTAKES = {
+    "no function": (lambda: masks.Where(3), TypeError, r"takes a function mask_mod\(b, h, q_idx, kv_idx\) -> bool; got int"),
+    "no bool": (
+        lambda: masks.Where(lambda b, h, q, k: q - k),
+        TypeError,
+        r"must return one bool for four numbers; got int32\[\]",
+    ),
+    "many": (lambda: masks.Where(lambda b, h, q, k: jnp.arange(3) < k), TypeError, r"one bool for four numbers; got bool\[3\]"),
+    "no positions": (lambda: ~masks.KeyLengths([3]), TypeError, r"take masks that positions alone decide: .*; got KeyLengths"),
+    "or an array": (
+        lambda: masks.Causal() | np.ones((3, 3), bool),
+        TypeError,
+        r"\| joins two objects of pallas_flash.masks; got ndarray",
+    ),
+    "size": (lambda: masks.Chunked(0), ValueError, r"a chunk's size must be an int from 1 to .*; got 0"),
+    "stride": (lambda: masks.Dilated(True), ValueError, r"a stride must be an int from 1 to .*; got True"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_says_what_was_expected(name):
+    make, error, text = MISTAKES[name]
+    with pytest.raises(error, match=text):
+        make()
+
+
+# ---- arrays that a rule closes over ----
+
+
+@pytest.mark.parametrize("implementation", ["reference", "blockwise"])
+def test_a_rule_may_read_arrays_traced_ones_too(implementation, rng):
+    q, k, v = qkv(rng, Z)
+    ids, limit = jnp.asarray(rng.integers(0, 3, (Z.B, Z.S)), jnp.int32), np.int32(9)
+
+    @jax.jit
+    @functools.partial(jax.vmap, in_axes=(None, 0))
+    def f(ids, limit):
+        same = masks.Where(lambda b, h, q, k: (ids[b, q] == ids[b, k]) | (k < limit))
+        return jax.grad(lambda q: jnp.sum(jnp.sin(flash_attention(q, k, v, mask=same, implementation=implementation))))(q)
+
+    actual = f(ids, jnp.stack([limit, limit + 20]))
+    for gradient, n in zip(actual, (9, 29), strict=True):
+        seen = (ids[:, : Z.T, None] == ids[:, None]) | (np.arange(Z.S) < n)
+        wanted = jax.grad(lambda q: jnp.sum(jnp.sin(flash_attention(q, k, v, mask=seen[:, None], implementation="reference"))))(q)
+        close(gradient, wanted, 5e-6)
+
+
+def test_kernels_take_numbers_that_are_traced_and_say_that_they_read_no_arrays(rng):
+    q, k, v = qkv(rng, Z)
+    within = lambda n, **kw: flash_attention(q, k, v, mask=masks.Where(lambda b, h, q, k: abs(q - k) < n), **kw)
+    close(jax.jit(functools.partial(within, implementation="portable"))(9), within(9, implementation="reference"), 5e-6)
+    ids = jnp.arange(Z.S) // 5
+    by_id = masks.Where(lambda b, h, q, k: ids[q] == ids[k], "by_id")
+    with pytest.raises(
+        NotImplementedError, match="by_id needs dynamic_slice, which jax's Triton lowering does not know for tiles"
+    ):
+        flash_attention(q, k, v, mask=by_id, implementation="portable")
+
+
+# ---- blocks ----
+
+
+@pytest.mark.parametrize("T, S, block_q, block_k", [(40, 40, 8, 8), (37, 53, 16, 16), (37, 53, 8, 32), (16, 64, 16, 64)])
+@pytest.mark.parametrize("name", ["holes by head", "by batch, with lengths", "global tokens and a window"])
+def test_every_block_is_told_empty_partial_or_full_as_brute_force_has_it(name, T, S, block_q, block_k):
+    rule, _ = RULES[name]
+    found = kinds.of(masks.resolve([masks.Where(rule)], 2, T, S, 3), 2, 3, T, block_q, block_k)
+    seen = oracle.visible(2, 3, T, S, dict(rule=rule, query_offset=3))
+    padded = np.pad(seen, ((0, 0), (0, 0), (0, -T % block_q), (0, -S % block_k)))
+    tiles = padded.reshape(2, 3, -(-T // block_q), block_q, -1, block_k)
+    np.testing.assert_array_equal(np.broadcast_to(found, (2, 3, *found.shape[2:])), tiles.any((3, 5)) + tiles.all((3, 5)) * 1)
+
+
+@pytest.mark.parametrize("block, block_q, block_k", [(8, 16, 32), (16, 8, 8), (8, 12, 20), (64, 16, 16)])
+def test_a_map_of_other_blocks_tells_nothing_wrong(block, block_q, block_k):
+    visibility = masks.resolve([masks.Where(RULES["holes by head"][0])], 1, 37, 53, 0)
+    exact = np.asarray(kinds.of(visibility, 1, 3, 37, block_q, block_k))
+    recut = np.asarray(kinds.recut(kinds.of(visibility, 1, 3, 37, block, block), block, 37, 53, block_q, block_k))
+    assert exact.shape == recut.shape
+    assert np.all((recut == exact) | (recut == kinds.PARTIAL))
+    if block_q % block == block_k % block == 0:
+        np.testing.assert_array_equal(recut, exact)
+
+
+def test_a_list_names_the_partial_blocks_then_the_full_ones():
+    partial, visited, *numbers = np.asarray(schedule.lists(np.array([[2, 0, 1, 2, 1]], np.int8)))[0]
+    assert (partial, visited, numbers) == (2, 4, [2, 4, 0, 3])
+
+
+@pytest.mark.parametrize("implementation", ["blockwise", "portable"])
+@pytest.mark.parametrize("mapped", [False, True])
+def test_empty_blocks_in_the_middle_are_skipped_in_both_passes(implementation, mapped, rng):
+    q, k, v = qkv(rng, Z)
+    k[:, 16:32] = v[:, 16:32] = np.nan  # a block that no query sees: masked it would spoil every row
+    mask = masks.Where(lambda b, h, q, k: (k // 16 != 1) & (k <= q + 20))
+    mask = masks.block_map(mask, Z.T, Z.S, block=16) if mapped else mask
+    f = jax.value_and_grad(
+        lambda *x: jnp.sum(jnp.sin(flash_attention(*x, mask=mask, implementation=implementation))), argnums=(0, 1, 2)
+    )
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(jax.jit(f)(q, k, v)))
+
+
+@pytest.mark.parametrize("implementation", ["blockwise", "portable"])
+def test_in_blocks_that_a_map_calls_full_the_rule_is_not_asked(implementation, rng):
+    q, k, v = (x[:, :32] for x in qkv(rng, Z))
+    mask = masks.block_map(masks.Where(lambda b, h, q, k: k < 0), 32, 32, block=16)
+    mask = jax.tree.map(lambda x: jnp.full_like(x, kinds.FULL), mask)
+    f = lambda mask: jax.grad(
+        lambda *x: jnp.sum(jnp.sin(flash_attention(*x, mask=mask, implementation=implementation))), argnums=(0, 1, 2)
+    )
+    for actual, wanted in zip(jax.jit(f(mask))(q, k, v), jax.jit(f(None))(q, k, v), strict=True):
+        close(actual, wanted, 5e-6)
+
+
+def test_a_map_is_a_pytree_made_once_for_all_layers(rng):
+    x = qkv(rng, Z._replace(K=4, S=37))[0]
+    mask = masks.Causal() & masks.Dilated(2)
+
+    @jax.jit
+    def layers(x, mask):
+        layer = lambda x, _: (x + flash_attention(x, x, x, mask=mask, implementation="blockwise"), None)
+        return jax.lax.scan(layer, x, None, length=2)[0]
+
+    made = masks.block_map(mask, 37, 37, block=16)
+    assert made.counts() == dict(skipped=3, full=0, partial=6)
+    assert repr(made).endswith("37 x 37 in blocks of 16: 3 skipped, 0 full, 6 partial)")
+    close(layers(x, made), layers(x, mask), 5e-6)
+
+
+def test_a_map_serves_no_other_rule_and_no_other_sizes(rng):
+    q, k, v = qkv(rng, Z)
+    everything = masks.block_map(masks.Where(lambda b, h, q, k: k >= 0), Z.T, Z.S, block=16)
+    less = masks.Dilated(3)
+    close(*(flash_attention(q, k, v, mask=mask, implementation="blockwise") for mask in (everything & less, less)), 5e-6)
+    with pytest.raises(ValueError, match=r"was made for \(T, S, query_offset\) = \(37, 53, 0\); the call's are \(36, 53, 0\)"):
+        flash_attention(q[:, :36], k, v, mask=everything)
+    with pytest.raises(ValueError, match=r"the call's are \(37, 53, an array\)"):
+        flash_attention(q, k, v, mask=everything, query_offset=np.zeros(2, np.int32))
+    by_head = masks.block_map(masks.Where(lambda b, h, q, k: k >= h), Z.T, Z.S, heads=3)
+    with pytest.raises(ValueError, match=r"was made for \(batch, heads\) = \(1, 3\); the call's are \(2, 4\)"):
+        flash_attention(q, k, v, mask=by_head)
+
+
+def test_a_map_of_long_sequences_is_made_by_strips():
+    visibility = Visibility(2**17, where=masks.resolve(masks.parts(masks.Dilated(3)), 1, 2**17, 2**17, 0).where)
+    text = str(jax.make_jaxpr(lambda: schedule.block_kinds(visibility, 1, 1, 2**17, 64, 64))())
+    sizes = [np.prod([int(n) for n in shape.split(",")]) for shape in re.findall(r"\[([\d,]+)\]", text)]
+    assert max(sizes) <= 64 * 2**17
+
+
+# ---- elsewhere ----
+
+
+def test_on_a_mesh_a_rule_counts_all_batch_rows_and_heads(rng):
+    mesh = jax.make_mesh((2, 2), ("b", "h"), axis_types=(AxisType.Explicit,) * 2)
+    x = qkv(rng, Z)
+    rule, _ = RULES["holes by head"]
+    mask = masks.Where(rule) & masks.Where(lambda b, h, q, k: k != b)
+    f = jax.jit(lambda q, k, v: flash_attention(q, k, v, mask=mask, implementation="blockwise"))
+    placed = (jax.device_put(a, NamedSharding(mesh, P("b", None, "h"))) for a in x)
+    close(f(*placed), f(*x), 5e-6)
+
+
+def test_a_program_with_symbols_takes_a_rule(rng):
+    b, t = export.symbolic_shape("b, t")
+    shape = lambda heads: jax.ShapeDtypeStruct((b, t, heads, Z.H), jnp.float32)
+    f = jax.jit(lambda q, k, v: flash_attention(q, k, v, mask=masks.Dilated(3), is_causal=True, implementation="blockwise"))
+    program = export.export(f)(shape(Z.N), shape(Z.K), shape(Z.K))
+    q, k, v = qkv(rng, Z._replace(S=Z.T))
+    close(program.call(q, k, v), f(q, k, v), 5e-6)
+
+
+def test_masks_of_every_kind_meet(rng):
+    given = masks.KeyLengths(np.array([30, 53], np.int32)), masks.Causal(), masks.Dilated(2), masks.PrefixLM(9), masks.Chunked(32)
+    mask = functools.reduce(operator.and_, given)
+    q, k, v = qkv(rng, Z)
+    actual, wanted = (flash_attention(q, k, v, mask=mask, implementation=name) for name in ("blockwise", "reference"))
+    close(actual, wanted, 5e-6)
