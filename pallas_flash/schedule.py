@@ -27,9 +27,21 @@ class Blocks(NamedTuple):
     def clipped(self) -> "Blocks":
         """The same with 0 <= first <= full_first <= full_last <= last."""
         last = _max(self.last, 0)
-        first = _between(self.first, 0, last)
-        full_first = _between(self.full_first, first, last)
-        return Blocks(first, full_first, _between(self.full_last, full_first, last), last)
+        first = between(self.first, 0, last)
+        full_first = between(self.full_first, first, last)
+        return Blocks(first, full_first, between(self.full_last, full_first, last), last)
+
+    def turned(self, end: Ints) -> "Blocks":
+        """The same, counted down from `end`: number t is block end - 1 - t."""
+        down = lambda n: end if isinstance(n, int) and n == 0 else end - n
+        return Blocks(*map(down, reversed(self)))
+
+    def rest(self) -> "Blocks":
+        """All but the first, of at least one."""
+        first = self.first + 1
+        full_first = _max(self.full_first, first)
+        full_last = self.full_last if self.full_last is self.last else _max(self.full_last, full_first)
+        return Blocks(first, full_first, full_last, self.last)
 
     def visit(self, step, carry):
         """carry = step(block number, carry, masked=...) over all blocks, in order."""
@@ -59,7 +71,7 @@ class Listed(NamedTuple):
 
 def loop(start: Ints, stop: Ints, step, carry):
     """carry = step(j, carry) for j in [start, stop), j an int32; traces nothing where that is known to be empty."""
-    if isinstance(start, int) and isinstance(stop, int) and start >= stop:
+    if start is stop or (isinstance(start, int) and isinstance(stop, int) and start >= stop):
         return carry
     return lax.fori_loop(jnp.asarray(start, jnp.int32), jnp.asarray(stop, jnp.int32), step, carry)
 
@@ -86,6 +98,14 @@ def key_blocks(start: Ints, stop: Ints, solid, size: int, axis=None) -> Blocks:
     ).clipped()
 
 
+def known_blocks(visibility: Visibility, first: Ints, last: Ints, size: int) -> Blocks:
+    """key_blocks of the rows from `first` to `last`, numbers in a kernel, where the mask has no data: what a row sees begins and
+    ends no earlier than what the row before it sees."""
+    (start, whole_stop), (whole_start, stop) = map(visibility.interval, (first, last))
+    div = lambda n: n // size if isinstance(n, int) else lax.div(n, jnp.int32(size))  # rounds to 0: below it are no blocks
+    return Blocks(div(start), div(whole_start + size - 1), div(whole_stop), div(stop + size - 1)).clipped()
+
+
 def key_ranges(visibility: Visibility, queries: int, block_q: int) -> list[tuple[int, int, bool]]:
     """For every query block the keys [first, last) that its rows may see, and whether each sees all of them: what is known while
     tracing, data apart, and without a key that only data of the mask could let a row see."""
@@ -102,16 +122,13 @@ def by_query_tile(visibility: Visibility, queries: int, block_q: int, block_k: i
     """The mask and the blocks to visit, for kernels that own tiles of queries.
 
     The mask is the same with its data by rows of whole tiles and by keys of whole blocks; a row beyond the last counts as the
-    last. The blocks are int32 [B or 1, query tiles, 4], `Blocks` for each tile; None where all rows see all keys.
+    last. The blocks are int32 [B or 1, query tiles, 4], `Blocks` for each tile; None where the mask has no data: `known_blocks`.
     """
-    row, at = _whole_tiles(visibility, queries, block_q)
-    start, stop = at.interval(jnp.minimum(row, queries - 1))
-    if isinstance(start, int) and isinstance(stop, int):
-        return visibility, None
-    start, stop, _ = jnp.broadcast_arrays(start, stop, row)
-    blocks = jnp.stack(_by_tile(start, stop, at.solid, block_q, block_k), -1).astype(jnp.int32)
     if not jax.tree.leaves(visibility):
-        return visibility, blocks
+        return visibility, None
+    row, at = _whole_tiles(visibility, queries, block_q)
+    start, stop, _ = jnp.broadcast_arrays(*at.interval(jnp.minimum(row, queries - 1)), row)
+    blocks = jnp.stack(_by_tile(start, stop, at.solid, block_q, block_k), -1).astype(jnp.int32)
     ids = at.key_ids
     if ids is not None:
         ids = jnp.pad(ids, ((0, 0), (0, -visibility.keys % block_k)))
@@ -214,8 +231,10 @@ def _max(a, b):
     return max(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.maximum(a, b)
 
 
-def _between(x, low, high):
-    """x moved into [low, high]; an int where low and x are, so that loops known to be empty are not traced."""
+def between(x, low, high):
+    """x moved into [low, high]; an int where it can be, so that loops known to be empty are not traced."""
     if isinstance(x, int) and isinstance(low, int) and x <= low:
         return low
-    return jnp.minimum(jnp.maximum(x, low), high) if not all(isinstance(n, int) for n in (x, low, high)) else min(x, high)
+    if isinstance(x, int) and isinstance(high, int) and (isinstance(low, int) or x >= high):
+        return min(x, high)
+    return jnp.minimum(jnp.maximum(x, low), high)

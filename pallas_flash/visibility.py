@@ -94,6 +94,10 @@ class Visibility:
             seen = (key - start).astype(jnp.uint32) < jnp.maximum(stop - start, 0).astype(jnp.uint32)
         return seen if query_ids is None else seen & (query_ids == key_ids)
 
+    def by_key(self, queries: int) -> "Visibility":
+        """The same from the keys' side, of a mask without data: `interval` of a key is the queries that see it."""
+        return Visibility(queries, self.right, self.left, -self.offset)
+
     def reached(self, key: Ints):
         """Which of the keys [n] any query of a batch row may see by its lengths, bool [B, n]; None where there are none."""
         return None if self.key_stop is None else key[None] < self.key_stop[:, None]

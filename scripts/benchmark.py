@@ -258,6 +258,7 @@ def print_header(args, everyone: list[Contender], cases: list[Case]) -> dict[str
         facts |= dict(turns=turns, gpu=machine.limits(), plan=plan(args, contenders, cases))
     else:
         facts |= dict(turns=f"{turns}, at least one, each waited for")
+    facts |= {one.name: one.note for one in contenders if one.note}
     for name, text in facts.items():
         print(f"{name:<11}{text}", flush=True)
     return facts

@@ -185,6 +185,12 @@ def test_a_wrong_result_is_reported_and_not_timed(peer, tmp_path, capsys):
     assert len(lines_of(capsys, "wrong", "careless", "o is off by", "the tolerance is")) == 2
 
 
+def test_what_a_reader_of_a_peers_numbers_must_know_stands_above_them(peer, tmp_path, capsys):
+    peer("cautious", lambda case, q, k, v: xla(q, k, v), note="compiled without care")
+    benchmark.main([*TINY, "--implementations", "cautious", "--passes", "forward", "--out", str(tmp_path)])
+    assert lines_of(capsys, "cautious", "compiled without care")[0].startswith("cautious")
+
+
 def test_a_wrong_gradient_is_enough(peer, tmp_path):
     peer("stopped", lambda case, q, k, v: xla(q, lax.stop_gradient(k), v))
     arguments = [*TINY, "--implementations", "stopped", "--passes", *PASSES, "--out", str(tmp_path)]

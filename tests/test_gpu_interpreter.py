@@ -76,7 +76,7 @@ def test_a_vector_that_is_stored_over_the_end_of_its_row_is_an_error(length, lea
                 tile.copy_out((smem, out_gmem.at[row, pl.ds(sync.opaque(first), M)]))
 
     refused = pytest.raises(jax.errors.JaxRuntimeError, match="next row") if leaves_its_row else contextlib.nullcontext()
-    with gpu_interpreter.parameters() as (interpret, _), refused:
+    with refused, gpu_interpreter.parameters() as (interpret, _):
         out = plgpu.kernel(
             kernel,
             out_type=jax.ShapeDtypeStruct((2, length), jnp.float32),

@@ -86,6 +86,20 @@ def test_visited_blocks_hold_all_that_is_seen_and_full_blocks_nothing_else(name,
             _check(blocks, [tile(b, i, j) for i in range(q_tiles)], Z.T % block_q != 0, not gaps)
 
 
+@pytest.mark.parametrize(
+    "left, right, offset", [(None, 0, 0), (None, 0, -60), (30, 0, 5), (0, 10, 100), (70, 70, 0), (10, None, -20)]
+)
+def test_a_kernel_computes_the_blocks_of_a_band_from_its_first_and_last_row(left, right, offset):
+    v = masks.resolve([masks.Window(left, right)], 1, Z.T, Z.S, offset)
+    for size, block in BLOCKS:
+        for first in range(0, Z.T, size):
+            last = min(first + size, Z.T) - 1
+            blocks = schedule.known_blocks(v, np.int32(first), np.int32(last), block)
+            expected = schedule.key_blocks(*v.interval(np.arange(first, last + 1)), None, block)
+            if expected.first < expected.last:
+                np.testing.assert_array_equal(blocks, expected)
+
+
 def _check(blocks, tiles, last_hangs_over, tight):
     first, full_first, full_last, last = (int(x) for x in blocks)
     assert 0 <= first <= full_first <= full_last <= last <= len(tiles)

@@ -46,6 +46,7 @@ ORDER = [
     "kernels.hopper.backward_dq",
     "kernels.hopper.gradients",
     "kernels.hopper.order",
+    "kernels.hopper.seen",
     "kernels.hopper.tile",
     "kernels.hopper.sync",
     "kernels.hopper.tuning",

@@ -2,7 +2,7 @@
 
 They move what portable moves, all K and V for each tile of queries, but by TMA: rows up to a multiple of 8, heads up to the
 tiles' widths, and what lies beyond an array is not read. block_q is 128 or 192, for two or three warpgroups share K and V in
-shared memory: that is what they gain in bytes. Each warpgroup reads four int32 that say which blocks to visit, unless all do.
+shared memory: that is what they gain in bytes. Which blocks to visit they compute.
 """
 
 import jax.numpy as jnp
@@ -22,7 +22,6 @@ class _Padded:
         self.heads, self.kv_heads = p.batch * p.heads, p.batch * p.kv_heads
         self.width = 2 * (t.width + t.value_width)  # of a key and its value, or of a query and its do
         self.n_q, self.n_k = schedule.ceil_div(p.queries, t.block_q), schedule.ceil_div(p.keys, t.block_k)
-        self.warpgroups = t.warpgroups + 1  # with the one that loads
 
     def keys(self, first, last, t) -> int:
         """Of the blocks of keys that the tiles of queries of one head load."""
@@ -30,17 +29,16 @@ class _Padded:
 
 
 def _query_tiles(p: Problem, block_q: int, block_k: int):
-    """First and last block of keys of each tile of queries, at least one, and whether the kernel must be told."""
+    """First and last block of keys of each tile of queries, at least one."""
     start, stop, _ = interval_of_rows(p, Sizes(p, block_q, block_k))
     blocks = schedule.key_blocks(start, stop, None, block_k, axis=-1)
-    told = not all(isinstance(end, int) for end in p.visibility.interval(np.arange(p.queries)))
     first, last = np.asarray(blocks.first), np.asarray(blocks.last)
-    return first, np.maximum(last, first + 1), told
+    return first, np.maximum(last, first + 1)
 
 
 def _consumers(p: Problem, t, first, last) -> int:
     """The blocks that the consumers of one head compute: of their program's those that their own 64 rows see, at least one."""
-    own_first, own_last, _ = _query_tiles(p, ROWS, t.block_k)
+    own_first, own_last = _query_tiles(p, ROWS, t.block_k)
     own = np.minimum(np.arange(first.size * t.warpgroups), own_first.size - 1)
     first, last = (np.repeat(x, t.warpgroups) for x in (first, last))
     own_first = np.clip(own_first[own], first, last - 1)
@@ -48,19 +46,17 @@ def _consumers(p: Problem, t, first, last) -> int:
 
 
 def forward(p: Problem, tiles) -> dict[str, Cost]:
-    """Q once, and of each tile of queries the keys it sees; alpha rescales O for every block but the first. A consumer reads the
-    blocks of its own rows too."""
+    """Q once, and of each tile of queries the keys it sees; alpha rescales O for every block but the first."""
     t = tiles.forward
     z = _Padded(p, t)
-    first, last, told = _query_tiles(p, t.block_q, t.block_k)
+    first, last = _query_tiles(p, t.block_q, t.block_k)
     R = z.heads * _consumers(p, t, first, last) * ROWS
-    told *= 16 * z.n_q * (z.warpgroups + t.warpgroups)
     A, own = R * t.block_k, z.heads * z.n_q * t.block_q
     kernel = Cost(
         matrix=2 * A * (t.width + t.value_width),
         exponentials=A + R,
         other=4 * A + 5 * R + R * t.value_width + 2 * own,
-        reads=z.heads * (2 * z.T * t.width + z.keys(first, last, t) * z.width + told),
+        reads=z.heads * (2 * z.T * t.width + z.keys(first, last, t) * z.width),
         writes=z.heads * (2 * z.T * t.value_width + 4 * z.n_q * t.block_q),  # lse has rows of whole tiles
     )
     return dict(flash_attention_forward=kernel)
@@ -75,13 +71,13 @@ def backward(p: Problem, tiles) -> dict[str, Cost]:
 
 def _dq(p: Problem, t) -> Cost:
     z = _Padded(p, t)
-    first, last, told = _query_tiles(p, t.block_q, t.block_k)
+    first, last = _query_tiles(p, t.block_q, t.block_k)
     A, own = z.heads * int(np.sum(last - first)) * t.block_q * t.block_k, z.heads * z.n_q * t.block_q
     return Cost(
         matrix=2 * A * (2 * t.width + t.value_width),
         exponentials=A,
         other=4 * A + own * t.width,
-        reads=z.heads * (z.T + z.keys(first, last, t)) * z.width + 8 * own + 16 * told * z.heads * z.n_q * z.warpgroups,
+        reads=z.heads * (z.T + z.keys(first, last, t)) * z.width + 8 * own,
         writes=z.heads * z.T * 2 * t.width,
     )
 
@@ -89,21 +85,19 @@ def _dq(p: Problem, t) -> Cost:
 def _dkv(p: Problem, t, fused: bool) -> Cost:
     """Where warpgroups own columns of dK and dV, each of them computes P and dS; in the fused scheme dQ is read and written."""
     z = _Padded(p, t)
-    blocks = np.asarray(schedule.query_blocks(p.visibility, p.queries, t.block_q, t.block_k))[0]
-    first, last = blocks[:, 0], blocks[:, 3]
+    keys = np.arange(z.n_k, dtype=np.int32) * t.block_k
+    seen_by = p.visibility.by_key(schedule.ceil_div(p.queries, t.block_q) * t.block_q)
+    blocks = schedule.known_blocks(seen_by, keys, np.minimum(keys + t.block_k, p.keys) - 1, t.block_q)
+    first, last = (np.broadcast_to(n, keys.shape) for n in (blocks.first, blocks.last))
     A = z.heads * int(np.sum(last - first)) * t.block_q * t.block_k
     rows = int(np.sum(np.maximum(np.minimum(last * t.block_q, z.T) - first * t.block_q, 0)))
-    _, _, told = _query_tiles(p, t.block_q, t.block_k)
-    told = told or p.keys % t.block_k != 0
     again, dq = t.warpgroups if t.split else 1, 4 * z.heads * rows * t.width * fused
     columns = again * (t.columns(t.width) + t.columns(t.value_width))
     return Cost(
         matrix=2 * A * (again * (t.width + t.value_width) + columns + fused * t.width),
         exponentials=again * A,
         other=again * (4 * A + z.kv_heads * z.n_k * t.block_k * t.columns(t.width)),
-        reads=z.kv_heads * (z.S * z.width + 16 * told * z.n_k * z.warpgroups)
-        + z.heads * (rows * z.width + 8 * int(np.sum(last - first)) * t.block_q)
-        + dq,
+        reads=z.kv_heads * z.S * z.width + z.heads * (rows * z.width + 8 * int(np.sum(last - first)) * t.block_q) + dq,
         writes=z.kv_heads * z.S * z.width + dq,
     )
 

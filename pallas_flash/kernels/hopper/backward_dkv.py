@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash import schedule
 from pallas_flash.arguments import Problem
-from pallas_flash.kernels.hopper import order, sync, tile
+from pallas_flash.kernels.hopper import order, seen, sync, tile
 from pallas_flash.kernels.hopper.gradients import Inputs, inputs, probabilities
 from pallas_flash.kernels.hopper.tuning import ROWS, KeyTiles
 from pallas_flash.masks import Ints, Visibility
@@ -56,8 +56,7 @@ def dkv(p: Problem, t: KeyTiles, visibility: Visibility, *arrays, fused: bool):
     """dk, dv; before them dq, if fused."""
     by_key = schedule.query_blocks(visibility, p.queries, t.block_q, t.block_k)
     visibility, by_query = schedule.by_query_tile(visibility, p.queries, t.block_q, t.block_k)
-    known = by_query is None and p.keys % t.block_k == 0
-    x = inputs(p, t, None if known else by_key, visibility, *arrays)
+    x = inputs(p, t, None if by_query is None else by_key, visibility, *arrays)
     sums = [jnp.zeros(x.q.shape, jnp.float32)] if fused else []
     *dq, dk, dv = tile.launch(
         functools.partial(_kernel, problem=p, tiles=t),
@@ -75,8 +74,7 @@ def dkv(p: Problem, t: KeyTiles, visibility: Visibility, *arrays, fused: bool):
 def _kernel(program, x: Inputs, *outputs, problem: Problem, tiles: KeyTiles):
     *dq_gmem, dk_gmem, dv_gmem, memory = outputs
     at = order.key_tile(program, problem, tiles.block_k, tiles.query_bytes)
-    last = schedule.ceil_div(problem.queries, tiles.block_q)
-    blocks = schedule.Blocks(0, 0, last, last) if x.blocks is None else tile.blocks(x.blocks, at.batch, at.tile)
+    blocks = seen.query_blocks(x.blocks, x.visibility, at.batch, at.tile, problem.queries, tiles.block_q, tiles.block_k)
     steps = blocks.last - blocks.first  # with one of the heads
     number_of = sync.Numbers(tiles.warpgroups, tiles.stages)
     q_full, do_full = (memory.q_full, memory.q_full), (memory.do_full, memory.delta_full)
@@ -99,8 +97,8 @@ def _kernel(program, x: Inputs, *outputs, problem: Problem, tiles: KeyTiles):
             schedule.loop(sync.opaque(blocks.first), sync.opaque(blocks.last), load, None)
 
         schedule.loop(0, sync.opaque(problem.group), head, None)
-        q.drain(0, problem.group * steps)
-        do.drain(0, problem.group * steps)
+        q.drain(problem.group * steps)
+        do.drain(problem.group * steps)
 
     def consume(own):
         plgpu.barrier_wait(memory.kv_full)
@@ -228,7 +226,7 @@ class Owner(NamedTuple):
             sees = None
             if masked:
                 first_row = block.first_row + rows.start
-                view = tile.view(self.x.visibility, sync.opaque(self.batch), first_row, ROWS, transposed=True)
+                view = seen.view(self.x.visibility, sync.opaque(self.batch), first_row, ROWS, transposed=True)
                 sees = functools.partial(view.sees, self.first_key + self.keys.start)
             p, weight = probabilities(self.problem, s, per_query(lse), sees)
             p, weight = lax.optimization_barrier((p.astype(q.dtype), weight))

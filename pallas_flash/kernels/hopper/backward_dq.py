@@ -9,7 +9,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash import schedule
 from pallas_flash.arguments import Problem
-from pallas_flash.kernels.hopper import order, sync, tile
+from pallas_flash.kernels.hopper import order, seen, sync, tile
 from pallas_flash.kernels.hopper.gradients import Inputs, inputs, probabilities
 from pallas_flash.kernels.hopper.tuning import ROWS, Tiles
 from pallas_flash.masks import Visibility
@@ -59,67 +59,69 @@ def dq(p: Problem, t: Tiles, visibility: Visibility, *arrays):
 
 def _kernel(program, x: Inputs, dq_gmem, memory: Memory, *, problem: Problem, tiles: Tiles):
     at = order.query_tile(program, problem, tiles.block_q, tiles.key_bytes)
-    blocks = tile.key_blocks(x.blocks, at, problem.keys, tiles.block_k)
     number_of = sync.Numbers(tiles.warpgroups, tiles.stages)
     k = sync.Ring(memory.k, memory.k_full, number_of.first_ring, tiles.warpgroups)
     v = sync.Ring(memory.v, memory.v_full, number_of.second_ring, tiles.warpgroups)
+
+    all_blocks = lambda: seen.key_blocks(x.blocks, x.visibility, at.batch, at.tile, problem.queries, tiles.block_q, tiles.block_k)
 
     def consume(own):
         first_row = at.tile * tiles.block_q + own * ROWS
         by_row = at.batch, pl.ds(first_row, ROWS), at.head
         q, do = memory.q.at[own], memory.do.at[own]
         plgpu.copy_gmem_to_smem(x.do.at[by_row], do, memory.do_full.at[own])
-        tile.copy_in(x.q.at[by_row], q, memory.q_full.at[own])
-        plgpu.barrier_wait(memory.do_full.at[own])
-        dq = _sum(x, at, first_row, own, memory, k, v, blocks, problem, tiles)
+        plgpu.copy_gmem_to_smem(x.q.at[by_row], q, memory.q_full.at[own])
+        dq = _sum(x, at, first_row, own, memory, k, v, all_blocks(), problem, tiles)
         q[...] = (dq * problem.scale).astype(q.dtype)
         tile.copy_out((q, dq_gmem.at[by_row]))
 
-    tile.by_role(tiles, consume, lambda: tile.feed(x, at, blocks, k, v, tiles.block_k))
+    tile.by_role(tiles, consume, lambda: tile.feed(x, at, all_blocks(), k, v, tiles.block_k))
 
 
 def _sum(x: Inputs, at, first_row, own, memory: Memory, k: sync.Ring, v: sync.Ring, blocks, problem: Problem, tiles: Tiles):
     """dQ [64, width] of a consumer's queries, but for the scale."""
     shape, by_head = (ROWS, tiles.block_k), (at.batch, at.head, pl.ds(first_row, ROWS))
     lse, delta = (tile.load(ref.at[by_head], tile.ROW) for ref in (x.lse, x.delta))
-    view = tile.view(x.visibility, at.batch, first_row)
+    view, order = seen.view(x.visibility, at.batch, first_row), blocks.turned(blocks.last)
+    for full in memory.q_full, memory.do_full:
+        plgpu.barrier_wait(full.at[own])
 
-    def gradient(j, masked, before=None):
-        """dS of block j. Its exponentials run under dQ += dS K of `before`, the accumulator and the dS of the block before."""
+    def gradient(t, masked, before=None):
+        """dS of block t. Its exponentials run under dQ += dS K of `before`, the accumulator and the dS of the block before."""
         again = sync.opaque(own)  # or the addresses of all parts of q and do would take registers
         q, do = memory.q.at[again], memory.do.at[again]
 
         def begin_s(acc):
-            k.wait(j)
-            tile.dot_t(acc, q, k.block(j))
+            k.wait(t)
+            tile.dot_t(acc, q, k.block(t))
             if before is not None:
                 dq_acc, ds = before
-                tile.dot(dq_acc, ds, k.block(j - 1))
+                tile.dot(dq_acc, ds, k.block(t - 1))
 
         def begin_dp(acc):
-            v.wait(j)
-            tile.dot_t(acc, do, v.block(j))
+            v.wait(t)
+            tile.dot_t(acc, do, v.block(t))
             if before is not None:
                 tile.wait(running=1)
-                k.release(j - 1)
+                k.release(t - 1)
 
         s = tile.product(begin_s, shape, running=0 if before is None else 1)
-        sees = functools.partial(view.sees, j * tiles.block_k) if masked else None
+        sees = functools.partial(view.sees, (blocks.last - 1 - t) * tiles.block_k) if masked else None
         _, weight = probabilities(problem, s, functools.partial(tile.across, lse), sees)
         dp = tile.product(begin_dp, shape)
-        v.release(j)
+        v.release(t)
         return weight * (dp - tile.across(delta, shape))
 
-    def step(j, carry, masked):
+    def step(t, carry, masked):
         dq, ds = carry
-        dq, ds = tile.overlap(lambda dq_acc: (gradient(j, masked, (dq_acc, ds)),), (dq,), (tile.zeros(*shape),))
+        dq, ds = tile.overlap(lambda dq_acc: (gradient(t, masked, (dq_acc, ds)),), (dq,), (tile.zeros(*shape),))
         return dq, ds.astype(x.q.dtype)
 
-    first, last = blocks.first, blocks.last - 1
-    known_full = isinstance(blocks.full_last, int) and blocks.full_first <= first < blocks.full_last
-    ds = gradient(first, not known_full)
+    last = order.last - 1
+    known_full = isinstance(blocks.last, int) and order.full_first == 0
+    ds = gradient(0, not known_full)
     carry = tile.zeros(ROWS, tiles.width), ds.astype(x.q.dtype)
-    dq, ds = blocks._replace(first=first + 1).clipped().visit(step, carry)
+    dq, ds = order.rest().visit(step, carry)
     (dq,) = tile.products_add(lambda acc: tile.dot(acc, ds, k.block(last)), dq)
     k.release(last)
     return dq

@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash import online_softmax, schedule
 from pallas_flash.arguments import Operands, Problem
-from pallas_flash.kernels.hopper import order, sync, tile
+from pallas_flash.kernels.hopper import order, seen, sync, tile
 from pallas_flash.kernels.hopper.tuning import ROWS, AllTiles, Tiles
 from pallas_flash.masks import Ints, Visibility
 
@@ -88,60 +88,66 @@ class Memory(NamedTuple):
 
 def _kernel(program, x: Inputs, o_gmem, lse_gmem, memory: Memory, *, problem: Problem, tiles: Tiles):
     at = order.query_tile(program, problem, tiles.block_q, tiles.key_bytes)
-    blocks = tile.key_blocks(x.blocks, at, problem.keys, tiles.block_k)
     number_of = sync.Numbers(tiles.warpgroups, tiles.stages)
     k = sync.Ring(memory.k, memory.k_full, number_of.first_ring, tiles.warpgroups)
     v = sync.Ring(memory.v, memory.v_full, number_of.second_ring, tiles.warpgroups)
+    all_blocks = lambda: seen.key_blocks(x.blocks, x.visibility, at.batch, at.tile, problem.queries, tiles.block_q, tiles.block_k)
 
     def consume(own):
         first_row = at.tile * tiles.block_q + own * ROWS
         wide, lse_smem = memory.q.at[own], memory.lse.at[own]
         q, o_smem = wide.at[:, : tiles.width], wide.at[:, : tiles.value_width]
         rows = at.batch, pl.ds(first_row, ROWS), at.head, tile.columns(wide.shape[1])
-        tile.copy_in(x.q.at[rows], wide, memory.q_full.at[own])
-        view = tile.view(x.visibility, at.batch, first_row)
-        own_blocks = _own_blocks(x, at, own, blocks, tiles)
+        plgpu.copy_gmem_to_smem(x.q.at[rows], wide, memory.q_full.at[own])
+        view, blocks = seen.view(x.visibility, at.batch, first_row), all_blocks()
+        own_blocks = _own_blocks(x, at, own, blocks, problem, tiles)
         turns = sync.Turns(number_of.turns, tiles.warpgroups, own)
 
-        def pass_by(j, _):  # a block that only others need
-            k.wait(j)
+        def pass_by(t, _):  # a block that only others need
+            k.wait(t)
             turns.take()
             turns.pass_on()
-            k.release(j)
-            v.wait(j)
-            v.release(j)
+            k.release(t)
+            v.wait(t)
+            v.release(t)
 
         turns.open()
-        schedule.loop(blocks.first, own_blocks.first, pass_by, None)
-        o, lse = _attend(q, k, v, turns, own_blocks, view, problem, tiles)
-        schedule.loop(own_blocks.last, blocks.last, pass_by, None)
+        plgpu.barrier_wait(memory.q_full.at[own])
+        mine = own_blocks.turned(blocks.last)
+        sees = lambda t: view.sees((blocks.last - 1 - t) * tiles.block_k, (ROWS, tiles.block_k))
+        schedule.loop(0, mine.first, pass_by, None)
+        o, lse = _attend(q, k, v, turns, mine, sees, problem, tiles)
+        schedule.loop(mine.last, blocks.last - blocks.first, pass_by, None)
         o_smem[...], lse_smem[...] = o.astype(q.dtype), lse
         tile.copy_out((wide, o_gmem.at[rows]), (lse_smem, lse_gmem.at[at.batch, at.head, pl.ds(first_row, ROWS)]))
         turns.close()
 
-    tile.by_role(tiles, consume, lambda: tile.feed(x, at, blocks, k, v, tiles.block_k))
+    tile.by_role(tiles, consume, lambda: tile.feed(x, at, all_blocks(), k, v, tiles.block_k))
 
 
-def _own_blocks(x: Inputs, at: order.Place, own: Ints, blocks: schedule.Blocks, tiles: Tiles) -> schedule.Blocks:
+def _own_blocks(
+    x: Inputs, at: order.Place, own: Ints, blocks: schedule.Blocks, problem: Problem, tiles: Tiles
+) -> schedule.Blocks:
     """Those of a program's blocks that a consumer needs, at least one; it passes by the others."""
-    if x.own_blocks is None:
+    if isinstance(blocks.last, int):  # all rows see all keys
         return blocks
-    number = jnp.minimum(at.tile * tiles.warpgroups + own, x.own_blocks.shape[1] - 1)
-    mine = tile.blocks(x.own_blocks, at.batch, number)
-    first = jnp.clip(mine.first, blocks.first, blocks.last - 1)
-    return mine._replace(first=first, last=jnp.clip(mine.last, first + 1, blocks.last))
+    number = jnp.minimum(at.tile * tiles.warpgroups + own, schedule.ceil_div(problem.queries, ROWS) - 1)
+    mine = seen.key_blocks(x.own_blocks, x.visibility, at.batch, number, problem.queries, ROWS, tiles.block_k)
+    first = schedule.between(mine.first, blocks.first, blocks.last - 1)
+    return mine._replace(first=first, last=schedule.between(mine.last, first + 1, blocks.last)).clipped()
 
 
-def _attend(
-    q, k: sync.Ring, v: sync.Ring, turns: sync.Turns, blocks: schedule.Blocks, view: tile.View, problem: Problem, tiles: Tiles
-):
-    """o [64, value_width] of a consumer's queries, and their log2-sum-exp [64], less what `scores_apart` leaves out."""
+def _attend(q, k: sync.Ring, v: sync.Ring, turns: sync.Turns, blocks: schedule.Blocks, sees, problem: Problem, tiles: Tiles):
+    """o [64, value_width] of a consumer's queries, and their log2-sum-exp [64], less what `scores_apart` leaves out.
+
+    `blocks` are numbered as they come; sees(t) is which query sees which key of the t-th.
+    """
     shape = ROWS, tiles.block_k
 
-    def softmax(s, j, m, l, masked):
+    def softmax(s, t, m, l, masked):
         s, scale = online_softmax.scores_apart(s, problem.scale, problem.soft_cap)
         if masked:
-            s = jnp.where(view.sees(j * tiles.block_k, shape), s, -jnp.inf)
+            s = jnp.where(sees(t), s, -jnp.inf)
         return online_softmax.step(s, m, l, scale)
 
     first, last = blocks.first, blocks.last - 1
@@ -149,33 +155,32 @@ def _attend(
     turns.take()
     s = tile.product(lambda acc: (tile.dot_t(acc, q, k.block(first)), turns.pass_on()), shape)  # [bq, bk]
     k.release(first)
-    known_full = isinstance(blocks.full_last, int) and blocks.full_first <= first < blocks.full_last
+    known_full = isinstance(last, int) and blocks.full_first <= first
     p, _, m, l = softmax(s, first, tile.rows(online_softmax.LOWEST), tile.rows(0.0), not known_full)
-    v.wait(first)
 
-    def step(j, carry, masked):
+    def step(t, carry, masked):
         o, m, l, p = carry
-        k.wait(j)
+        k.wait(t)
         turns.take()
 
         def under_the_products(o_acc, s_acc):
-            tile.dot_t(s_acc, q, k.block(j))
-            tile.dot(o_acc, p, v.block(j - 1))
+            tile.dot_t(s_acc, q, k.block(t))
+            v.wait(t - 1)
+            tile.dot(o_acc, p, v.block(t - 1))
             turns.pass_on()
             s = tile.finished(s_acc, running=1)  # [bq, bk]
-            k.release(j)
-            results = softmax(s, j, m, l, masked)
-            v.wait(j)  # here and not in the next step: ptxas does not move the wait for the products up over this one
-            return results
+            k.release(t)
+            return softmax(s, t, m, l, masked)
 
         like = tile.zeros(*shape), tile.rows(1.0), m, l
         o, _, p, alpha, m, l = tile.overlap(under_the_products, (o, tile.zeros(*shape)), like)
-        v.release(j - 1)
+        v.release(t - 1)
         return o * tile.across(alpha, o.shape), m, l, p.astype(q.dtype)  # cast only now: the product before it read the old p
 
     carry = tile.zeros(ROWS, tiles.value_width), m, l, p.astype(q.dtype)
-    o, m, l, p = blocks._replace(first=first + 1).clipped().visit(step, carry)
+    o, m, l, p = blocks.rest().visit(step, carry)
     turns.take()
+    v.wait(last)
     (o,) = tile.products_add(lambda acc: (tile.dot(acc, p, v.block(last)), turns.pass_on()), o)
     v.release(last)
     return online_softmax.finish(o, l), jnp.where(l == 0, -jnp.inf, m + jnp.log2(l))

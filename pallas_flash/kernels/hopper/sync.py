@@ -125,13 +125,13 @@ class Ring(NamedTuple):
     def release(self, t: Ints):
         self._release_barrier("arrive", t)
 
-    def fill(self, t: Ints, source, first: Ints = 0):
-        """The producer's: block t, from `source`, once its slot has been released; `first` is the first block of all."""
-        pl.when(t - first >= self.stages)(lambda: self._release_barrier("sync", t))
+    def fill(self, t: Ints, source):
+        """The producer's: block t, counted from 0, from `source`, once its slot has been released."""
+        pl.when(t >= self.stages)(lambda: self._release_barrier("sync", t))
         slot = self._slot(t)
         copy = lambda slots, full, x: plgpu.copy_gmem_to_smem(x, slots.at[slot], full.at[slot])
         jax.tree.map(copy, self.slots, self.full, source)
 
-    def drain(self, first: Ints, last: Ints):
-        """The producer's: meets the releases that no block waits for."""
-        schedule.loop(jnp.maximum(first, last - self.stages), last, lambda t, _: self._release_barrier("sync", t), None)
+    def drain(self, count: Ints):
+        """The producer's: meets the releases that no block waits for, of so many in all."""
+        schedule.loop(jnp.maximum(0, count - self.stages), count, lambda t, _: self._release_barrier("sync", t), None)

@@ -1,11 +1,10 @@
-"""The words that the Hopper kernels are written in: values in registers, what rows see, copies, products, the launch.
+"""The words that the Hopper kernels are written in: values in registers, copies, products, the launch.
 
 A program is a few warpgroups: one loads blocks by TMA (the producer), the others compute (the consumers). Sections 3 and 4 of
 FlashAttention-3 (arXiv:2407.08608) say why.
 """
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,6 @@ from pallas_flash import schedule
 from pallas_flash.kernels import device
 from pallas_flash.kernels.hopper import sync
 from pallas_flash.kernels.hopper.tuning import ROWS
-from pallas_flash.masks import Ints, Visibility
 
 TILE, ROW, COLUMN = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
@@ -54,68 +52,21 @@ def load(ref, layout):
     return plgpu.load(ref, layout=layout, optimized=False)
 
 
-class View(NamedTuple):
-    """What a tile of queries sees. Scores have a row for each query; where they are transposed, a row for each key."""
-
-    visibility: Visibility  # its data by row are in registers, those by key are refs
-    batch: Ints
-    start: Ints  # [queries]
-    stop: Ints
-    transposed: bool = False
-
-    def sees(self, first_key: Ints, shape):
-        """Whether each query sees each key of a block, in the shape of the scores."""
-        (_, spread_query), (key_layout, spread_key) = _axes(self.transposed)
-        size, v, ids = shape[0 if self.transposed else 1], self.visibility, ()
-        if v.query_ids is not None:
-            key_ids = load(v.key_ids.at[self.batch, pl.ds(first_key, size)], key_layout)
-            ids = spread_query(v.query_ids, shape), spread_key(key_ids, shape)
-        keys = spread_key(first_key + count(size, key_layout), shape)
-        return v.sees(spread_query(self.start, shape), spread_query(self.stop, shape), keys, *ids)
-
-
-def _axes(transposed: bool):
-    """Layout and spreading of a value for each query, and of a value for each key."""
-    row, column = (ROW, across), (COLUMN, down)
-    return (column, row) if transposed else (row, column)
-
-
-def view(visibility: Visibility, batch: Ints, first_query: Ints, size: int = ROWS, transposed: bool = False) -> View:
-    """The view of `size` queries from `first_query` on."""
-    queries, ((layout, _), _) = pl.ds(first_query, size), _axes(transposed)
-    at = visibility.narrow(("start", "stop", "query_ids"), lambda ref: load(ref.at[batch, queries], layout))
-    # A row number that nothing reads would be in the way of Mosaic's layout inference.
-    row = 0 if at.left is None and at.right is None else first_query + count(size, layout)
-    return View(at, batch, *at.interval(row), transposed)
-
-
-def blocks(ref, batch: Ints, number: Ints) -> schedule.Blocks:
-    """The Blocks of a tile, from int32 [B or 1, tiles, 4]."""
-    return schedule.Blocks(*(ref[batch if ref.shape[0] > 1 else 0, number, i] for i in range(4)))
-
-
-def key_blocks(ref, at, keys: int, block_k: int) -> schedule.Blocks:
-    """The blocks of keys that a program's tile of queries visits, at least one: where no row sees a key it is masked."""
-    if ref is None:
-        return schedule.key_blocks(0, keys, None, block_k)
-    found = blocks(ref, at.batch, at.tile)
-    return found._replace(last=jnp.maximum(found.last, found.first + 1))
-
-
 # Copies
 
 
 def feed(x, at, blocks: schedule.Blocks, k: sync.Ring, v: sync.Ring, block_k: int):
-    """The producer's: fills the rings with the blocks of keys and values that a program visits."""
+    """The producer's: fills the rings with the blocks of keys and values that a program visits, the last one first."""
+    count = sync.opaque(blocks.last - blocks.first)
 
-    def load(j, _):
-        source = at.batch, pl.ds(j * block_k, block_k), at.kv_head
-        k.fill(j, x.k.at[source], blocks.first)
-        v.fill(j, x.v.at[source], blocks.first)
+    def load(t, _):
+        source = at.batch, pl.ds((blocks.last - 1 - t) * block_k, block_k), at.kv_head
+        k.fill(t, x.k.at[source])
+        v.fill(t, x.v.at[source])
 
-    schedule.loop(sync.opaque(blocks.first), sync.opaque(blocks.last), load, None)
-    k.drain(blocks.first, blocks.last)
-    v.drain(blocks.first, blocks.last)
+    schedule.loop(sync.opaque(0), count, load, None)
+    k.drain(count)
+    v.drain(count)
 
 
 def block(dtype, *shape: int):
@@ -136,11 +87,11 @@ def copy_in(source, smem, barrier):
 
 
 def copy_out(*pairs):
-    """From shared to global memory, what was just written there, and waits."""
+    """From shared to global memory, what was just written there, and waits until it has left: a program may end then."""
     plgpu.commit_smem()
     for smem, target in pairs:
         plgpu.copy_smem_to_gmem(smem, target)
-    plgpu.wait_smem_to_gmem(0)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def add_out(x, smem, target):
