@@ -88,9 +88,9 @@ class AllTiles(NamedTuple):
 
 # Three warpgroups hide more latency at value width 64 and spill at 128; blocks of 128 keys spill at 256 and do not fit twice
 # at 192. Where O is seldom rescaled, ptxas leaves the wait for products in its place, and V can be awaited late; at 64 documents
-# spill with it, and at 256 it gains nothing.
+# spill with it, and with V early too, and at 256 it gains nothing.
 _FORWARD = (
-    Tiles(width=64, value_width=64, warpgroups=3, block_k=128, stages=2),
+    Tiles(width=64, value_width=64, warpgroups=3, block_k=128, stages=2, v_late=True),
     Tiles(width=64, value_width=128, warpgroups=2, block_k=128, stages=2, v_late=True, slack=8.0),
     Tiles(width=128, value_width=64, warpgroups=3, block_k=128, stages=2),
     Tiles(width=128, value_width=128, warpgroups=2, block_k=128, stages=2, v_late=True, slack=8.0),
