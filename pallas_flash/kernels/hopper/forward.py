@@ -24,7 +24,7 @@ class Inputs(NamedTuple):
     q: jax.Array  # [B, T, N, width]
     k: jax.Array  # [B, S, K, width]
     v: jax.Array  # [B, S, K, value_width]
-    blocks: jax.Array | None  # int32 [B or 1, query tiles, 4]: schedule.Blocks; None where all are the same and known
+    blocks: jax.Array | None  # int32 [B or 1, query tiles, 4]: schedule.Blocks; None where the mask has no data
     own_blocks: jax.Array | None  # int32 [B or 1, ceil(T / 64), 4]: the same for the rows of each consumer
     visibility: Visibility  # its data by rows and keys only
 

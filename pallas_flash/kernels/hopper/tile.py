@@ -96,12 +96,6 @@ def columns(width: int):
     return pl.ds(pl.multiple_of(sync.opaque(0), 64), width)
 
 
-def copy_in(source, smem, barrier):
-    """From global to shared memory, and waits."""
-    plgpu.copy_gmem_to_smem(source, smem, barrier)
-    plgpu.barrier_wait(barrier)
-
-
 def copy_out(*pairs):
     """From shared to global memory, what was just written there, and waits until it has left: a program may end then."""
     plgpu.commit_smem()
