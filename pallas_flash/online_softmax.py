@@ -65,14 +65,16 @@ def scores_apart(qk, scale: float, soft_cap: float | None):
     return -(root * root), 2 * soft_cap * LOG2E
 
 
-def step(s, m, l, scale: float | None = None):
+def step(s, m, l, scale: float | None = None, slack: float = 0.0):
     """Adds the scores s [.., q, k] to the running maximum m and sum l [.., q].
 
     Returns p = 2^(s - m'), the factor alpha = 2^(m - m') that older sums must be scaled by, and the new m' and l'. A `scale`
-    above 0 multiplies s where a fused multiply-add can do it, at no cost.
+    above 0 multiplies s where a fused multiply-add can do it, at no cost. A maximum that grows by no more than `slack` stays
+    what it was, and alpha is 1: any m' gives the same P = p / l, and none of p exceeds 2^slack.
     """
     highest = jnp.max(s, axis=-1)
-    m_new = jnp.maximum(m, highest if scale is None else highest * scale)
+    highest = highest if scale is None else highest * scale
+    m_new = jnp.where(highest > m + slack, highest, m) if slack else jnp.maximum(m, highest)
     alpha = jnp.exp2(m - m_new)
     p = jnp.exp2((s if scale is None else s * scale) - _each(m_new, s))
     return p, alpha, m_new, l * alpha + jnp.sum(p, axis=-1)

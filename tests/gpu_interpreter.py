@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax._src import callback
 from jax._src import core as jax_core
@@ -194,9 +195,16 @@ def _wgmma_wait(self, eqn, token, values):
     return _call(self, functools.partial(_wait_for_products, n=eqn.params["n"]), token), []
 
 
+def _inline_mgpu(self, eqn, token, values):
+    if eqn.params["mgpu_fn"].__name__ == "some_below_one":
+        return token, [jnp.any(values[0] < 1).astype(jnp.int32)]
+    return self._interpret_inline_mgpu_p(eqn, token, lambda: values)
+
+
 RULES = {}
 if not MISSING:
     RULES = {
+        gpu.inline_mgpu_p: _inline_mgpu,
         discharge.run_state_p: _run_state,
         gpu.wgmma_accumulator_deref_p: _accumulator_load,
         gpu.wgmma_wait_p: _wgmma_wait,

@@ -44,12 +44,12 @@ def report(implementation: str, options: str, deterministic: bool | None = None)
 
 # ---- loops ----
 
-CASES = {
-    "full": "",
-    "causal": "--causal",
-    "key_lengths": "--key-lengths 4096 1000",
-    "documents": "--causal --documents 8",
-    "soft_cap": "--causal --soft-cap 30",
+CASES = {  # options, and how many loops: without a mask; with one before it; and with one behind it too
+    "full": ("", 1),
+    "causal": ("--causal", 2),
+    "key_lengths": ("--key-lengths 4096 1000", 3),
+    "documents": ("--causal --documents 8", 3),
+    "soft_cap": ("--causal --soft-cap 30", 2),
 }
 
 
@@ -60,19 +60,18 @@ class Row(NamedTuple):
     width: int | tuple[int, int]  # of heads; of keys and of values
     case: str  # of CASES
     instructions: int  # of a step without a mask; 5% more are let pass
-    loops: int = 3  # masked, without a mask, masked
     under_products: float = 0.9  # at least this part of the exponentials, in the loop without a mask
     deterministic: bool | None = None
 
 
 LOOPS = [
-    Row("forward", 64, "full", 427, loops=1, deterministic=False),
-    Row("dq_dk_dv", 64, "full", 737, loops=1, deterministic=False, under_products=0.5),  # the first half of 128 queries
-    Row("forward", 64, "documents", 427),
+    Row("forward", 64, "full", 427, deterministic=False),
+    Row("dq_dk_dv", 64, "full", 737, deterministic=False, under_products=0.5),  # the first half of 128 queries
+    Row("forward", 64, "documents", 432, under_products=0),  # with V early it spills
     Row("dk_dv", 64, "documents", 366),
     Row("dq", 64, "documents", 525),
-    Row("forward", 128, "full", 471, loops=1, deterministic=False),
-    Row("dq_dk_dv", 128, "full", 500, loops=1, deterministic=False),
+    Row("forward", 128, "full", 478, deterministic=False),
+    Row("dq_dk_dv", 128, "full", 500, deterministic=False),
     Row("dq_dk_dv", 128, "causal", 500, deterministic=False),
     Row("dq_dk_dv", 128, "documents", 500, deterministic=False),
     Row("forward", 128, "soft_cap", 794),
@@ -104,12 +103,13 @@ def test_the_loops_are_tight(call):
     width, case, deterministic = call
     rows = {f"flash_attention_{row.kernel}": row for row in LOOPS if (row.width, row.case, row.deterministic) == call}
     head, value = width if isinstance(width, tuple) else (width, width)
-    options = f"--batch 2 --length 4096 --heads 8 --kv-heads 2 --head-size {head} --value-size {value} {CASES[case]}"
+    more, count = CASES[case]
+    options = f"--batch 2 --length 4096 --heads 8 --kv-heads 2 --head-size {head} --value-size {value} {more}"
     kernels = {kernel["name"]: kernel for kernel in report("hopper", options, deterministic)["kernels"]}
     for name, row in rows.items():
         kernel = kernels[name]
         loops = kernel["loops"]
-        assert len(loops) == row.loops, kernel
+        assert len(loops) == count, kernel
         assert kernel["warnings"] == {}, "products wait for each other"
         assert not any(loop["kinds"]["spill"] for loop in loops), kernel
         unmasked = min(loops, key=lambda loop: loop["instructions"])

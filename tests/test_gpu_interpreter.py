@@ -19,6 +19,11 @@ BLOCKS = 4
 OMIT = ["nothing", "the wait for the release", "the wait for the product"]
 
 
+def copy_in(source, smem, barrier):
+    plgpu.copy_gmem_to_smem(source, smem, barrier)
+    plgpu.barrier_wait(barrier)
+
+
 def sum_of_products(interpret, a, b, omit="nothing"):
     """sum_i 2 a b[i] for a [M, M] and b [BLOCKS, M, M]: a producer fills one slot of shared memory, a consumer multiplies."""
 
@@ -32,7 +37,7 @@ def sum_of_products(interpret, a, b, omit="nothing"):
 
         @pl.when(jax.lax.axis_index("warpgroup") == 0)
         def _():
-            tile.copy_in(a_gmem, a_smem, a_full)
+            copy_in(a_gmem, a_smem, a_full)
             a = a_smem[...]
 
             def add(i, total):
@@ -105,7 +110,7 @@ def test_reductions_add_up_in_any_order_and_stop_at_the_end_of_the_array(rng):
     parts = jnp.asarray(rng.integers(-9, 9, (3, M, M)), jnp.float32)
 
     def kernel(parts_gmem, total_gmem, smem, full):
-        tile.copy_in(parts_gmem.at[jax.lax.axis_index("part")], smem, full)
+        copy_in(parts_gmem.at[jax.lax.axis_index("part")], smem, full)
         plgpu.copy_smem_to_gmem(smem, total_gmem.at[pl.ds(sync.opaque(M // 2), M)], reduction_op="add")
         plgpu.wait_smem_to_gmem(0)
 

@@ -95,6 +95,15 @@ def test_a_soft_cap_gives_the_oracles_output_and_lse(rng):
 
 
 @needs_interpreter
+def test_maxima_that_grow_by_little_and_by_much_give_the_oracles_output_and_lse(rng):
+    q, k, v = qkv(rng, Sizes(B=1, T=131, S=700, N=1, K=1, H=128, Hv=128), jnp.bfloat16)
+    k = k * np.linspace(8, 0.1, 700, dtype=k.dtype)[:, None, None]  # blocks come from the last to the first
+    q[:, ::2] /= 8
+    with gpu_interpreter.hopper_kernels():
+        agrees(q, k, v)
+
+
+@needs_interpreter
 @pytest.mark.parametrize("width, value_width", whole_but([(64, 64), (128, 128), (192, 128), (64, 128), (256, 256)], (128, 128)))
 def test_there_is_no_race(width, value_width, rng):
     z = Sizes(B=1, T=2 * 192, S=700, N=1, K=1, H=width, Hv=value_width)

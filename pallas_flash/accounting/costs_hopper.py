@@ -46,7 +46,7 @@ def _consumers(p: Problem, t, first, last) -> int:
 
 
 def forward(p: Problem, tiles) -> dict[str, Cost]:
-    """Q once, and of each tile of queries the keys it sees; alpha rescales O for every block but the first."""
+    """Q once, and of each tile of queries the keys it sees; alpha may rescale O for every block but the first."""
     t = tiles.forward
     z = _Padded(p, t)
     first, last = _query_tiles(p, t.block_q, t.block_k)

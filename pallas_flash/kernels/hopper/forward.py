@@ -24,7 +24,7 @@ class Inputs(NamedTuple):
     q: jax.Array  # [B, T, N, width]
     k: jax.Array  # [B, S, K, width]
     v: jax.Array  # [B, S, K, value_width]
-    blocks: jax.Array | None  # int32 [B or 1, query tiles, 4]: schedule.Blocks; None where all are the same and known
+    blocks: jax.Array | None  # int32 [B or 1, query tiles, 4]: schedule.Blocks; None where the mask has no data
     own_blocks: jax.Array | None  # int32 [B or 1, ceil(T / 64), 4]: the same for the rows of each consumer
     visibility: Visibility  # its data by rows and keys only
 
@@ -148,7 +148,11 @@ def _attend(q, k: sync.Ring, v: sync.Ring, turns: sync.Turns, blocks: schedule.B
         s, scale = online_softmax.scores_apart(s, problem.scale, problem.soft_cap)
         if masked:
             s = jnp.where(sees(t), s, -jnp.inf)
-        return online_softmax.step(s, m, l, scale)
+        return online_softmax.step(s, m, l, scale, tiles.slack)
+
+    def await_v(t, late: bool):  # early: ptxas moves the wait for the products up over the exponentials, but not over this one
+        if late == tiles.v_late:
+            v.wait(t)
 
     first, last = blocks.first, blocks.last - 1
     k.wait(first)
@@ -157,6 +161,7 @@ def _attend(q, k: sync.Ring, v: sync.Ring, turns: sync.Turns, blocks: schedule.B
     k.release(first)
     known_full = isinstance(last, int) and blocks.full_first <= first
     p, _, m, l = softmax(s, first, tile.rows(online_softmax.LOWEST), tile.rows(0.0), not known_full)
+    await_v(first, late=False)
 
     def step(t, carry, masked):
         o, m, l, p = carry
@@ -165,22 +170,25 @@ def _attend(q, k: sync.Ring, v: sync.Ring, turns: sync.Turns, blocks: schedule.B
 
         def under_the_products(o_acc, s_acc):
             tile.dot_t(s_acc, q, k.block(t))
-            v.wait(t - 1)
+            await_v(t - 1, late=True)
             tile.dot(o_acc, p, v.block(t - 1))
             turns.pass_on()
             s = tile.finished(s_acc, running=1)  # [bq, bk]
             k.release(t)
-            return softmax(s, t, m, l, masked)
+            results = softmax(s, t, m, l, masked)
+            await_v(t, late=False)
+            return results
 
         like = tile.zeros(*shape), tile.rows(1.0), m, l
         o, _, p, alpha, m, l = tile.overlap(under_the_products, (o, tile.zeros(*shape)), like)
         v.release(t - 1)
-        return o * tile.across(alpha, o.shape), m, l, p.astype(q.dtype)  # cast only now: the product before it read the old p
+        o = tile.rescaled(o, alpha) if tiles.slack else o * tile.across(alpha, o.shape)
+        return o, m, l, p.astype(q.dtype)  # cast only now: the product before it read the old p
 
     carry = tile.zeros(ROWS, tiles.value_width), m, l, p.astype(q.dtype)
     o, m, l, p = blocks.rest().visit(step, carry)
     turns.take()
-    v.wait(last)
+    await_v(last, late=True)
     (o,) = tile.products_add(lambda acc: (tile.dot(acc, p, v.block(last)), turns.pass_on()), o)
     v.release(last)
     return online_softmax.finish(o, l), jnp.where(l == 0, -jnp.inf, m + jnp.log2(l))

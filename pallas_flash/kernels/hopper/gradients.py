@@ -22,7 +22,7 @@ class Inputs(NamedTuple):
     do: jax.Array  # [B, T, N, value_width]
     lse: jax.Array  # [B, N, whole tiles of T]: in units of log 2, less what `scores_apart` leaves out; +inf: p = 0
     delta: jax.Array  # the same shape
-    blocks: jax.Array | None  # int32 [B or 1, tiles, 4]: schedule.Blocks; None where all are the same and known
+    blocks: jax.Array | None  # int32 [B or 1, tiles, 4]: schedule.Blocks; None where the mask has no data
     visibility: Visibility  # its data by rows and keys only
 
 

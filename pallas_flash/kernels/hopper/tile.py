@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash import schedule
@@ -47,6 +48,21 @@ def down(column, shape):
     return lax.broadcast_in_dim(column, shape, [1]) if jnp.ndim(column) else column
 
 
+def rescaled(o, alpha):
+    """o [64, n] times alpha [64], at most 1, of each row; each warp multiplies only if one of its rows asks for it."""
+
+    @plgpu.inline_mgpu(arg_types=(ROW,), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT))
+    def some_below_one(_, alpha):  # a name that the interpreter in tests/ knows
+        i32 = mgpu.utils.ir.IntegerType.get_signless(32)
+        rows = [mgpu.utils.bitcast(x, i32) for x in alpha.registers.flat]
+        compare = "".join(f"setp.lt.or.f32 p, ${i}, 0f3F800000, p; " for i in range(1, 1 + len(rows)))
+        vote = f"{{ .reg .pred p; setp.ne.u32 p, 0, 0; {compare}vote.sync.any.pred p, p, -1; selp.s32 $0, 1, 0, p; }}"
+        some = mgpu.utils.inline_ptx(vote, *rows, result_types=i32, has_side_effects=True)
+        return mgpu.FragmentedArray.splat(some, (), is_signed=True)
+
+    return lax.cond(some_below_one(alpha) > 0, lambda: o * across(alpha, o.shape), lambda: o)
+
+
 def load(ref, layout):
     """A vector from global memory."""
     return plgpu.load(ref, layout=layout, optimized=False)
@@ -78,12 +94,6 @@ def block(dtype, *shape: int):
 def columns(width: int):
     """The first `width` columns of a global array that may have fewer: TMA reads zeros there, and writes nothing."""
     return pl.ds(pl.multiple_of(sync.opaque(0), 64), width)
-
-
-def copy_in(source, smem, barrier):
-    """From global to shared memory, and waits."""
-    plgpu.copy_gmem_to_smem(source, smem, barrier)
-    plgpu.barrier_wait(barrier)
 
 
 def copy_out(*pairs):

@@ -17,6 +17,8 @@ class Tiles(NamedTuple):
     block_k: int
     stages: int
     value_stages: int = 2
+    v_late: bool = False  # V is awaited where it is used, not at the end of the step before
+    slack: float = 0.0  # how far scores may exceed the maximum they are taken from, in units of log 2; O is rescaled only beyond
 
     @property
     def block_q(self) -> int:
@@ -85,13 +87,14 @@ class AllTiles(NamedTuple):
 # The tables: by registers, spills, shared memory and instructions of the code compiled for an H200. Not yet timed.
 
 # Three warpgroups hide more latency at value width 64 and spill at 128; blocks of 128 keys spill at 256 and do not fit twice
-# at 192.
+# at 192. Where O is seldom rescaled, ptxas leaves the wait for products in its place, and V can be awaited late; at 64 documents
+# spill with it, and with V early too, and at 256 it gains nothing.
 _FORWARD = (
-    Tiles(width=64, value_width=64, warpgroups=3, block_k=128, stages=2),
-    Tiles(width=64, value_width=128, warpgroups=2, block_k=128, stages=2),
+    Tiles(width=64, value_width=64, warpgroups=3, block_k=128, stages=2, v_late=True),
+    Tiles(width=64, value_width=128, warpgroups=2, block_k=128, stages=2, v_late=True, slack=8.0),
     Tiles(width=128, value_width=64, warpgroups=3, block_k=128, stages=2),
-    Tiles(width=128, value_width=128, warpgroups=2, block_k=128, stages=2),
-    Tiles(width=192, value_width=128, warpgroups=2, block_k=128, stages=2),
+    Tiles(width=128, value_width=128, warpgroups=2, block_k=128, stages=2, v_late=True, slack=8.0),
+    Tiles(width=192, value_width=128, warpgroups=2, block_k=128, stages=2, v_late=True, slack=8.0),
     Tiles(width=192, value_width=192, warpgroups=2, block_k=64, stages=2),
     Tiles(width=128, value_width=256, warpgroups=2, block_k=64, stages=2),
     Tiles(width=256, value_width=256, warpgroups=2, block_k=64, stages=2),
