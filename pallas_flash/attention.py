@@ -113,6 +113,9 @@ def flash_attention(
     Which keys a query sees is the intersection of everything below. A query that sees no key gets output 0, a log-sum-exp of
     -inf and no gradient. What lies beyond the lengths may be NaN; keys that only a mask array or a bias of -inf hides may not.
 
+    Derivatives are in reverse; `flash_attention_jvp` is forward mode. Of second order "reference" has all, "blockwise" those
+    forward over reverse, as jax.jvp of jax.grad; the kernels have none, and say so.
+
     An array is data: it may be traced, and one compiled program serves all its values. Flags, names, windows, the soft cap and
     numbers of Python and NumPy belong to the program.
 
