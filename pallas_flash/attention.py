@@ -1,14 +1,16 @@
-"""`flash_attention` and `explain`: the signature, its meaning, and four calls."""
+"""`flash_attention`, `flash_attention_jvp` and `explain`: the signature, its meaning, and four calls."""
 
 import dataclasses
 import inspect
+from collections.abc import Sequence
 from typing import Any, Literal, TypedDict, Unpack, overload
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_flash import arguments, autodiff, checks, selfcheck, sharding
+from pallas_flash import arguments, autodiff, backends, checks, selfcheck, sharding
 from pallas_flash.masks import Mask
 
 AnyArray = Array | np.ndarray
@@ -111,6 +113,9 @@ def flash_attention(
     Which keys a query sees is the intersection of everything below. A query that sees no key gets output 0, a log-sum-exp of
     -inf and no gradient. What lies beyond the lengths may be NaN; keys that only a mask array or a bias of -inf hides may not.
 
+    Derivatives are in reverse; `flash_attention_jvp` is forward mode. Of second order "reference" has all, "blockwise" those
+    forward over reverse, as jax.jvp of jax.grad; the kernels have none, and say so.
+
     An array is data: it may be traced, and one compiled program serves all its values. Flags, names, windows, the soft cap and
     numbers of Python and NumPy belong to the program.
 
@@ -173,16 +178,58 @@ def flash_attention(
         deterministic=deterministic,
         implementation=implementation,
     )
+    return _outputs(_attend, call, return_residual)
+
+
+def flash_attention_jvp(primals: Sequence, tangents: Sequence, **options: Any):
+    """flash_attention in forward mode: `jax.jvp(flash_attention, primals, tangents)`, in O(T + S) memory.
+
+    The tangent is one more online sum, do = sum_j p_j ((ds_j - mu) v_j + dv_j) with mu = sum_j p_j ds_j, which is that of lse.
+
+    Args:
+      primals: (query, key, value), or with bias a fourth.
+      tangents: as many, of the same shapes and dtypes.
+      **options: those of `flash_attention`, without a derivative. implementation may be "blockwise", which None takes, or
+        "reference".
+
+    Returns:
+      What flash_attention returns, and its tangent.
+
+    Raises:
+      What flash_attention does; NotImplementedError: an implementation that has no forward mode.
+    """
+
+    def attend(*primals):
+        call = _SIGNATURE.bind(*primals, **options)
+        call.apply_defaults()
+        asked = dict(call.arguments)
+        return_residual = asked.pop("return_residual")
+        return _outputs(_attend_in_forward_mode, asked, return_residual)
+
+    return jax.jvp(attend, tuple(primals), tuple(tangents))
+
+
+def _outputs(attend, call, return_residual):
     return_residual = checks.flag("return_residual", return_residual)
     mesh = sharding.mesh_of(call)
-    o, lse = _attend(**call) if mesh is None else sharding.by_device(_attend, arguments.exact(call), mesh)
+    o, lse = attend(**call) if mesh is None else sharding.by_device(attend, arguments.exact(call), mesh)
     return (o, lse) if return_residual else o
 
 
 def _attend(implementation, **call):
     problem, operands = arguments.normalise(**call)
     choice = sharding.under_vmap(selfcheck.choose(problem, implementation), operands.query)
-    o, lse = autodiff.attend(problem, choice, operands)
+    return _shaped(call, problem, *autodiff.attend(problem, choice, operands))
+
+
+def _attend_in_forward_mode(implementation, **call):
+    problem, operands = arguments.normalise(**call)
+    why_not = lambda backend: None if backend.name in autodiff.IN_FORWARD_MODE else "it has no forward mode"
+    choice = backends.choose(problem, implementation, why_not)
+    return _shaped(call, problem, *autodiff.attend_in_forward_mode(problem, choice, operands))
+
+
+def _shaped(call, problem, o, lse):
     rows = np.shape(call["query"])[:-1]
     return o.reshape(*rows, problem.value_size), jnp.swapaxes(lse, 1, 2).reshape(rows)
 

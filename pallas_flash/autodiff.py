@@ -1,25 +1,25 @@
 """The one custom_vjp that ties forward and backward of every implementation together."""
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from pallas_flash import modes
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.backends import Choice
 
-
-@jax.custom_jvp
-def _first_order(x):
-    """x, which has no derivative in its turn: the implementations' loops have none, and say so less clearly."""
-    return x
+IN_FORWARD_MODE = ("blockwise", "reference")
 
 
-@_first_order.defjvp
-def _no_second_order(primals, tangents):
-    raise NotImplementedError('flash_attention has first derivatives alone; implementation="reference" has second ones.')
+def _second_of(choice: Choice) -> Callable:
+    """What lets the second derivatives through that an implementation has."""
+    if choice.backend.name == "reference":
+        return lambda x: x
+    return modes.second_in_forward_alone if choice.backend.name in IN_FORWARD_MODE else modes.no_second
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -29,18 +29,20 @@ def _attend(problem: Problem, choice: Choice, operands: Operands):
 
 
 def _forward(problem, choice, operands):
-    if choice.backend.name != "reference":
-        operands = Operands(*_first_order(operands[:4]), *operands[4:])
+    second = _second_of(choice)  # of what goes in, for the kernels, and of what comes out, where a transposition begins
+    operands = Operands(*second(operands[:4]), *operands[4:])
     o, stats = choice.backend.forward(problem, choice.tiles, operands)
     # Named, so that a policy of jax.checkpoint can keep them: the backward needs nothing else that is costly.
     o = checkpoint_name(o, "flash_attention_out")
     stats = jax.tree.map(lambda x: checkpoint_name(x, "flash_attention_lse"), stats)
-    return (o, stats.lse()), (operands, o, stats)
+    o, lse = second((o, stats.lse()))
+    return (o, lse), (operands, o, stats)
 
 
 def _backward(problem, choice, residuals, cotangents):
     operands, o, stats = residuals
-    do, dlse = cotangents if choice.backend.name == "reference" else _first_order(cotangents)
+    second = _second_of(choice)
+    do, dlse = second(cotangents)
     lse, factor = stats.in_one()
     wide = lse.dtype
     if factor is not None:  # P = factor * 2^(s - lse) meets do alone, and what is made of do: so do takes the factor
@@ -51,17 +53,27 @@ def _backward(problem, choice, residuals, cotangents):
     # d lse / d s = p, and ds = p * (dp - rowsum(o * do)): the cotangent of lse joins delta.
     delta = jnp.swapaxes(jnp.sum(o.astype(wide) * do.astype(wide), axis=-1), 1, 2) - dlse
     delta = jnp.where(stats.empty, 0.0, delta)
-    dq, dk, dv, dbias = choice.backend.backward(problem, choice.tiles, operands, o, lse, do, delta)
+    dq, dk, dv, dbias = second(choice.backend.backward(problem, choice.tiles, operands, o, lse, do, delta))
     return (Operands(dq, dk, dv, dbias, None, None),)
 
 
 _attend.defvjp(_forward, _backward)
 _attend_jit = jax.jit(_attend, static_argnums=(0, 1))
+_forward_jit = jax.jit(lambda forward, *args: forward(*args), static_argnums=(0, 1, 2))
 
 
 def attend(problem: Problem, choice: Choice, operands: Operands):
     """o [B, T, N, Hv] in the query's dtype, lse [B, N, T] in float32; both may be differentiated."""
+    operands = Operands(*modes.first_in_reverse_alone(operands[:4]), *operands[4:])
     return _attend_jit(problem, choice, _vary_alike(operands))
+
+
+def attend_in_forward_mode(problem: Problem, choice: Choice, operands: Operands):
+    """The same for jax.jvp, in the memory of the forward: the running sums have tangents, which are sums of their own."""
+    if choice.backend.name not in IN_FORWARD_MODE:
+        raise NotImplementedError(f"forward mode is for {' and '.join(IN_FORWARD_MODE)}; got {choice.backend.name}.")
+    o, stats = _forward_jit(choice.backend.forward, problem, choice.tiles, _vary_alike(operands))
+    return o, stats.lse()
 
 
 def _vary_alike(operands: Operands) -> Operands:

@@ -33,6 +33,7 @@ ORDER = [
     "selfcheck",
     "records",
     "autodiff",
+    "modes",
     "backends",
     "reference",
     "blockwise.__init__",

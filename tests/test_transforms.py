@@ -1,6 +1,8 @@
 """The function under JAX's transformations, on every implementation."""
 
 import functools
+import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,7 @@ from cases import Sizes, bias, dense_mask, qkv
 from check import close
 from jax import export
 
-from pallas_flash import flash_attention, masks
+from pallas_flash import flash_attention, flash_attention_jvp, masks
 
 pytestmark = pytest.mark.usefixtures("small_tiles", "quick_compile")
 Z = Sizes(T=19, S=23, N=2, K=1, H=8, Hv=8)
@@ -138,14 +140,80 @@ def test_kernels_say_that_they_need_known_sizes():
         jax.eval_shape(f, q)
 
 
-def test_derivatives_that_are_not_there_raise(implementation, rng):
+def test_forward_mode_is_a_function_of_its_own_in_o_of_t_memory(rng):
     q, k, v = qkv(rng, Z)
-    f = lambda q: jnp.sum(attend(implementation)(q, k, v) ** 2)
-    with pytest.raises(TypeError, match=r"can't apply forward-mode .*\(jvp\) to a custom_vjp function"):
-        jax.jvp(f, (q,), (q,))
-    second = lambda: jax.grad(lambda q: jnp.sum(jax.grad(f)(q) ** 2))(q)
+    x, dx = (q, k, v, bias(rng, "1N1S", Z)), (*qkv(rng, Z), bias(rng, "1N1S", Z))
+    options = dict(is_causal=True, query_offset=2, logits_soft_cap=3.0, return_residual=True)
+    jvp = lambda name: jax.jit(functools.partial(flash_attention_jvp, implementation=name, **options))
+    equal(jvp("blockwise")(x, dx), jvp("reference")(x, dx))
+    step = 1e-2
+    shifted = [[a + sign * step * da for a, da in zip(x, dx, strict=True)] for sign in (1, -1)]
+    above, below = (flash_attention(*x, implementation="reference", **options) for x in shifted)
+    equal(jvp("blockwise")(x, dx)[1], jax.tree.map(lambda a, b: (a - b) / (2 * step), above, below), 2e-3)
+    long = [jax.ShapeDtypeStruct((1, 4096, 1, 8), jnp.float32)] * 3
+    sizes = re.findall(r"\[([\d,]+)\]", str(jax.make_jaxpr(lambda *x: flash_attention_jvp(x, x, is_causal=True))(*long)))
+    assert max(math.prod(map(int, size.split(","))) for size in sizes) < 4096**2 / 8
+
+
+def test_forward_mode_of_what_has_none_says_where_it_is(implementation, rng):
+    x = qkv(rng, Z)
+    f = lambda *x: jnp.sum(attend(implementation)(*x) ** 2)
+    for run in (lambda: jax.jit(functools.partial(jax.jvp, f))(x, x), lambda: jax.jacfwd(f)(*x)):
+        with pytest.raises(NotImplementedError, match=r"forward mode flash_attention_jvp\(primals, tangents\) takes its place"):
+            run()
+    with pytest.raises(NotImplementedError, match="forward mode is for blockwise and reference; got portable"):
+        flash_attention_jvp(x, x, implementation="portable")
+
+
+def test_second_derivatives_are_right_or_say_where_they_are(implementation, rng):
+    x, dx = qkv(rng, Z), qkv(rng, Z)
+    of = lambda name: jax.grad(lambda *x: jnp.sum(jnp.sin(attend(name, is_causal=True)(*x))), argnums=(0, 1, 2))
+    twice = lambda name: jax.grad(lambda q: jnp.sum(of(name)(q, *x[1:])[0] ** 2))(x[0])
+    hvp = lambda name: jax.jit(lambda x, dx: jax.jvp(of(name), x, dx)[1])(x, dx)
     if implementation == "reference":
-        assert np.all(np.isfinite(second()))
-        return
-    with pytest.raises(NotImplementedError, match="first derivatives alone"):
-        second()
+        g = of("reference")(*x)[0]
+        equal(
+            twice("reference"),
+            2 * jax.jit(lambda q, dq: jax.jvp(lambda q: of("reference")(q, *x[1:])[0], (q,), (dq,))[1])(x[0], g),
+        )
+    elif implementation == "blockwise":
+        equal(hvp("blockwise"), hvp("reference"), 2e-5)
+        with pytest.raises(NotImplementedError, match="no derivative in reverse of its gradient: take it forward over reverse"):
+            twice("blockwise")
+    else:
+        for run in (twice, hvp):
+            with pytest.raises(NotImplementedError, match="these kernels of flash_attention have first derivatives alone"):
+                run(implementation)
+
+
+def test_gradients_of_vmap_nested_vmap_and_jacrev_are_those_of_loops(implementation, rng):
+    q, k, v = (np.stack([x, x[::-1] * 0.5]) for x in qkv(rng, Z._replace(T=5, S=7)))
+    f = lambda q, k, v: attend(implementation, is_causal=True)(q, k, v)
+    mapped = jax.vmap(
+        jax.vmap(f, in_axes=(0, 0, 0)), in_axes=(1, 1, 1), out_axes=1
+    )  # over the batch inside, with no leading axis
+    loop = lambda q, k, v: jnp.stack([f(*x) for x in zip(q, k, v, strict=True)])
+    loss = lambda f: jax.jit(jax.grad(lambda *x: jnp.sum(jnp.sin(f(*x))), argnums=(0, 1, 2)))
+    equal(loss(mapped)(q, k, v), loss(loop)(q, k, v))
+    one = q[0, :1, :2, :, :2], k[0, :1, :2, :, :2], v[0, :1, :2, :, :2]
+    rows = lambda name: jax.jit(jax.jacrev(attend(name), argnums=(0, 1, 2)))(*one)
+    equal(rows(implementation), rows("reference"))
+
+
+def test_remat_by_name_runs_the_forward_kernel_once(rng):
+    q, k, v = qkv(rng, Z)
+    policy = jax.checkpoint_policies.save_only_these_names("flash_attention_out", "flash_attention_lse")
+    f = lambda q, k, v: jnp.sum(jnp.sin(attend("portable")(jnp.tanh(q), k, v)))
+    count = lambda g: str(jax.make_jaxpr(jax.grad(g))(q, k, v)).count("name=flash_attention_forward")
+    plain, kept, again = count(f), count(jax.checkpoint(f, policy=policy)), count(jax.checkpoint(f))
+    assert plain == kept < again
+
+
+def test_nan_checks_and_leak_checks_pass(implementation, rng):
+    q, k, v = qkv(rng, Z)
+    f = lambda q, k, v: attend(implementation, is_causal=True, query_offset=-3)(q, k, v)  # the first rows see no key
+    expected = f(q, k, v)
+    with jax.debug_nans(True), jax.checking_leaks():
+        loss = lambda *x: jnp.sum(jnp.sin(f(*x)))
+        o, _ = jax.jit(lambda *x: (f(*x), jax.grad(loss, argnums=(0, 1, 2))(*x)))(q, k, v)
+    equal(o, expected)

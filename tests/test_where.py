@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_flash import explain, flash_attention, kinds, masks, schedule
 from pallas_flash.masks import Visibility
+from scripts import draw_mask
 
 pytestmark = pytest.mark.usefixtures("small_tiles", "quick_compile")
 Z = Sizes(B=2, T=37, S=53, N=4, K=2, H=8, Hv=8)
@@ -258,6 +259,14 @@ def test_on_a_mesh_a_rule_counts_all_batch_rows_and_heads(rng):
     f = jax.jit(lambda q, k, v: flash_attention(q, k, v, mask=mask, implementation="blockwise"))
     placed = (jax.device_put(a, NamedSharding(mesh, P("b", None, "h"))) for a in x)
     close(f(*placed), f(*x), 5e-6)
+
+
+def test_a_picture_is_drawn_and_says_what_is_saved(tmp_path, capsys):
+    draw_mask.main(["Causal() & Chunked(128)", "--queries", "256", "--out", str(tmp_path / "mask.png")])
+    assert "16 blocks, 10 skipped, 2 full, 4 partial; 62% of the work saved" in capsys.readouterr().out
+    assert (tmp_path / "mask.png").stat().st_size > 1000
+    with pytest.raises(SystemExit):
+        draw_mask.main(["Causal"])
 
 
 def test_a_program_with_symbols_takes_a_rule(rng):
