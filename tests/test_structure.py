@@ -60,6 +60,7 @@ ORDER = [
     "kernels.device",
     "kernels.__init__",
     "arguments",
+    "dropout",
     "checks",
     "schedule",
     "online_softmax",

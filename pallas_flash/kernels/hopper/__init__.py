@@ -16,6 +16,8 @@ def why_not(problem: Problem) -> str | None:
         return f"wgmma multiplies bfloat16 and float16; got {p.dtype}"
     if p.bias is not None or p.mask is not None:
         return "it takes no bias and no dense mask"
+    if p.dropped:
+        return "it takes no dropout: most instructions of its backward's step would make random bits"
     if max(p.head_size, p.value_size) > 256:
         return f"head sizes above 256 do not fit into registers; got H = {p.head_size}, Hv = {p.value_size}"
     if p.scale <= 0:

@@ -26,6 +26,7 @@ class Inputs(NamedTuple):
     v: jax.Array  # [B, S, K, value_width]
     blocks: jax.Array | None  # int32 [B or 1, query tiles, 4]: schedule.Blocks; None where all are the same and known
     own_blocks: jax.Array | None  # int32 [B or 1, ceil(T / 64), 4]: the same for the rows of each consumer
+    sinks: jax.Array | None  # [N], less what `scores_apart` leaves out
     visibility: Visibility  # its data by rows and keys only
 
 
@@ -58,7 +59,8 @@ def _inputs(p: Problem, t: Tiles, x: Operands) -> Inputs:
     if (reached := x.visibility.reached(jnp.arange(p.keys))) is not None:
         value = jnp.where(reached[:, :, None, None], value, 0)  # what is not seen has p = 0, and 0 * NaN is NaN
     q, k, v = tile.padded(x.query, t.width), tile.padded(x.key, t.width), tile.padded(value, t.value_width)
-    return Inputs(q, k, v, blocks, own_blocks, visibility)
+    sinks = None if x.sinks is None else x.sinks - (p.soft_cap or 0.0)
+    return Inputs(q, k, v, blocks, own_blocks, sinks, visibility)
 
 
 class Memory(NamedTuple):
@@ -113,7 +115,8 @@ def _kernel(program, x: Inputs, o_gmem, lse_gmem, memory: Memory, *, problem: Pr
 
         turns.open()
         schedule.loop(blocks.first, own_blocks.first, pass_by, None)
-        o, lse = _attend(q, k, v, turns, own_blocks, view, problem, tiles)
+        start = online_softmax.start(tile.rows(0.0), None if x.sinks is None else x.sinks[at.head])
+        o, lse = _attend(q, k, v, turns, own_blocks, view, start, problem, tiles)
         schedule.loop(own_blocks.last, blocks.last, pass_by, None)
         o_smem[...], lse_smem[...] = o.astype(q.dtype), lse
         tile.copy_out((wide, o_gmem.at[rows]), (lse_smem, lse_gmem.at[at.batch, at.head, pl.ds(first_row, ROWS)]))
@@ -133,7 +136,15 @@ def _own_blocks(x: Inputs, at: order.Place, own: Ints, blocks: schedule.Blocks, 
 
 
 def _attend(
-    q, k: sync.Ring, v: sync.Ring, turns: sync.Turns, blocks: schedule.Blocks, view: tile.View, problem: Problem, tiles: Tiles
+    q,
+    k: sync.Ring,
+    v: sync.Ring,
+    turns: sync.Turns,
+    blocks: schedule.Blocks,
+    view: tile.View,
+    start: tuple,
+    problem: Problem,
+    tiles: Tiles,
 ):
     """o [64, value_width] of a consumer's queries, and their log2-sum-exp [64], less what `scores_apart` leaves out."""
     shape = ROWS, tiles.block_k
@@ -150,7 +161,7 @@ def _attend(
     s = tile.product(lambda acc: (tile.dot_t(acc, q, k.block(first)), turns.pass_on()), shape)  # [bq, bk]
     k.release(first)
     known_full = isinstance(blocks.full_last, int) and blocks.full_first <= first < blocks.full_last
-    p, _, m, l = softmax(s, first, tile.rows(online_softmax.LOWEST), tile.rows(0.0), not known_full)
+    p, _, m, l = softmax(s, first, *start, not known_full)
     v.wait(first)
 
     def step(j, carry, masked):
