@@ -23,6 +23,7 @@ class GPTConfig:
     features: int = 128
     hidden_features: int = 512
     tied: bool = True  # the head's weights are the embedding's
+    dropout: float = 0.0  # in training: of the attention's weights, the embeddings, and what each branch adds
     implementation: str | None = None  # of flash_attention; None chooses
     dtype: str = "float32"  # of activations; parameters are float32
 
@@ -39,6 +40,7 @@ class Block(nnx.Module):
             c.num_heads,
             c.features,
             num_kv_heads=c.num_kv_heads,
+            dropout_rate=c.dropout,
             implementation=c.implementation,
             dtype=c.dtype,
             out_kernel_init=small,
@@ -47,13 +49,15 @@ class Block(nnx.Module):
         self.mlp_norm = nnx.RMSNorm(c.features, dtype=c.dtype, rngs=rngs)
         self.up = nnx.Linear(c.features, c.hidden_features, use_bias=False, dtype=c.dtype, rngs=rngs)
         self.down = nnx.Linear(c.hidden_features, c.features, use_bias=False, dtype=c.dtype, kernel_init=small, rngs=rngs)
+        self.dropout = nnx.Dropout(c.dropout)
 
-    def __call__(self, x: Float[Array, "B T D"], cache: KVCache | None = None):
-        y = self.attention(self.attention_norm(x), cache=cache)
+    def __call__(self, x: Float[Array, "B T D"], cache: KVCache | None = None, rngs: nnx.Rngs | None = None):
+        training = dict(rngs=rngs, deterministic=rngs is None)
+        y = self.attention(self.attention_norm(x), cache=cache, **training)
         if cache is not None:
             y, cache = y
-        x = x + y
-        return x + self.down(nnx.gelu(self.up(self.mlp_norm(x)))), cache
+        x = x + self.dropout(y, **training)
+        return x + self.dropout(self.down(nnx.gelu(self.up(self.mlp_norm(x)))), **training), cache
 
 
 class GPT(nnx.Module):
@@ -65,6 +69,7 @@ class GPT(nnx.Module):
         self.embedding = nnx.Embed(c.vocab_size, c.features, embedding_init=small, dtype=c.dtype, rngs=rngs)
         self.blocks = nnx.List([Block(c, rngs=rngs) for _ in range(c.num_layers)])
         self.norm = nnx.RMSNorm(c.features, dtype=c.dtype, rngs=rngs)
+        self.dropout = nnx.Dropout(c.dropout)
         if not c.tied:
             self.head = nnx.Linear(c.features, c.vocab_size, use_bias=False, dtype=c.dtype, kernel_init=small, rngs=rngs)
 
@@ -72,12 +77,15 @@ class GPT(nnx.Module):
         """Empty caches, one a block, for `batch` sequences of up to `max_length` tokens."""
         return [block.attention.init_cache(batch, max_length) for block in self.blocks]
 
-    def __call__(self, tokens: Int[Array, "B T"], caches: list[KVCache] | None = None):
-        """float32 logits [B, T, V]; with caches (logits, caches), where tokens are the next T of each sequence."""
-        x = self.embedding(tokens)
+    def __call__(self, tokens: Int[Array, "B T"], caches: list[KVCache] | None = None, rngs: nnx.Rngs | None = None):
+        """float32 logits [B, T, V]; with caches (logits, caches), where tokens are the next T of each sequence.
+
+        With rngs, of which the stream `dropout` is read, it is training; without there is no dropout.
+        """
+        x = self.dropout(self.embedding(tokens), rngs=rngs, deterministic=rngs is None)
         new_caches = []
         for block, cache in zip(self.blocks, caches or [None] * len(self.blocks), strict=True):
-            x, cache = block(x, cache)
+            x, cache = block(x, cache, rngs)
             new_caches.append(cache)
         x = self.norm(x)
         logits = (self.embedding.attend(x) if self.config.tied else self.head(x)).astype(jnp.float32)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_flash import checks, masks
+from pallas_flash import checks, dropout, masks
 from pallas_flash.masks import Visibility
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -25,8 +25,10 @@ class Operands(NamedTuple):
     key: jax.Array  # [B, S, K, H]
     value: jax.Array  # [B, S, K, Hv]
     bias: jax.Array | None  # [B | 1, N | 1, T | 1, S | 1], floating
-    mask: jax.Array | None  # the same, bool
+    sinks: jax.Array | None  # [N], in the dtype of sums
+    mask: jax.Array | None  # as the bias, bool
     visibility: Visibility  # with its int32 arrays
+    seeds: jax.Array | None = None  # uint32 [B, N, 2], of dropout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +49,13 @@ class Problem:
     mask: tuple[int, ...] | None  # shape
     visibility: Visibility  # with shapes in place of its arrays
     deterministic: bool  # the same bits each time, in the backward too
+    sinks: bool = False  # whether each head has one more logit
+    dropped: int = 0  # of 256 weights
+
+    @property
+    def kept(self) -> float:
+        """The part of the weights that dropout keeps."""
+        return 1 - self.dropped / dropout.LEVELS
 
     @property
     def group(self) -> int:
@@ -60,6 +69,8 @@ class Problem:
         extras += [f"soft cap {p.soft_cap:g}"] if p.soft_cap is not None else []
         extras += [f"bias {p.bias}"] if p.bias is not None else []
         extras += [f"dense mask {p.mask}"] if p.mask is not None else []
+        extras += ["sinks"] if p.sinks else []
+        extras += [f"dropout {1 - p.kept:.4g}"] if p.dropped else []
         extras += ["a backward in any order"] if not p.deterministic else []
         return ", ".join([head, *extras])
 
@@ -84,13 +95,12 @@ def normalise(
     dropout_rate,
     dropout_rng,
     deterministic,
+    dropout_seeds=None,
 ) -> tuple[Problem, Operands]:
-    """The arguments of `flash_attention` as a Problem and Operands; raises TypeError or ValueError on what does not fit."""
-    _not_yet(
-        sinks=sinks is not None,
-        dropout_rate=not (isinstance(dropout_rate, int | float) and dropout_rate == 0),
-        dropout_rng=dropout_rng is not None,
-    )
+    """The arguments of `flash_attention` as a Problem and Operands; raises TypeError or ValueError on what does not fit.
+
+    `dropout_seeds` [*B, N, 2] are those of dropout_rng, from someone who sees all batch rows and heads.
+    """
     query, key, value = _arrays(query, key, value)
     lead, (T, N, H) = query.shape[:-3], query.shape[-3:]
     (S, K, Hv), B = value.shape[-3:], math.prod(query.shape[:-3])
@@ -112,7 +122,13 @@ def normalise(
     bias, mask = sizes.dense("bias", bias, query.dtype), sizes.dense("mask", mask, bool)
 
     flat = lambda x: x.reshape(B, *x.shape[-3:])
-    operands = Operands(_times(flat(query), factors, visibility), flat(key), flat(value), bias, mask, visibility)
+    sinks = None if sinks is None else checks.sinks(sinks, N).astype(checks.sums(query.dtype))
+    dropped = dropout.dropped(checks.rate("dropout_rate", dropout_rate))
+    if dropped and dropout_seeds is None:
+        dropout_seeds = dropout.seeds(checks.rng("dropout_rng", dropout_rng), *lead, N)
+    seeds = dropout_seeds.reshape(B, N, 2) if dropped else None
+    qkv = _times(flat(query), factors, visibility), flat(key), flat(value)
+    operands = Operands(*qkv, bias, sinks, mask, visibility, seeds)
     problem = Problem(
         *(B, T, S, N, K, H, Hv),
         dtype=str(query.dtype),
@@ -122,20 +138,17 @@ def normalise(
         mask=None if mask is None else mask.shape,
         visibility=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), visibility),
         deterministic=checks.flag("deterministic", deterministic),
+        sinks=sinks is not None,
+        dropped=dropped,
     )
     return problem, operands
 
 
-def _not_yet(**asked: bool):
-    for name, is_asked in asked.items():
-        if is_asked:
-            raise NotImplementedError(f"{name} is not implemented yet: leave it at its default.")
-
-
 def exact(call: dict[str, Any]) -> dict[str, Any]:
-    """The call with lists as arrays, and all integers as int32: before jax takes them, which would cut off what is wider."""
+    """The call with lists as arrays, and all integers as int32: before jax takes them, which would cut off what is wider. For the
+    key of dropout it has the seeds of all batch rows and heads."""
     call, ids = dict(call), ("query_segment_ids", "key_value_segment_ids")
-    for name in ("query", "key", "value", "bias", "mask", "scale"):
+    for name in ("query", "key", "value", "bias", "mask", "scale", "sinks"):
         call[name] = jnp.asarray(call[name]) if isinstance(call[name], list) else call[name]
     for name in ("query_seq_lengths", "key_value_seq_lengths", "query_offset"):
         if call[name] is not None and not checks.is_int(call[name]):
@@ -143,6 +156,10 @@ def exact(call: dict[str, Any]) -> dict[str, Any]:
     for name, shape in dict(scale=call["query"].shape[-2:-1], query_offset=call["query"].shape[:-3]).items():
         if isinstance(call[name], jax.Array) and call[name].size == 1:  # one for all is one for each, to spread over devices
             call[name] = jnp.broadcast_to(jnp.reshape(call[name], ()), shape)
+    if dropout.dropped(checks.rate("dropout_rate", call["dropout_rate"])):
+        *lead, _, N, _ = call["query"].shape
+        call["dropout_seeds"] = dropout.seeds(checks.rng("dropout_rng", call["dropout_rng"]), *lead, N)
+    call["dropout_rng"] = None
     there = {name: call[name] for name in ids if call[name] is not None}
     call |= zip(there, checks.ids(there), strict=True)
     if isinstance(call["mask"], masks.Mask):

@@ -111,7 +111,8 @@ def flash_attention(
     are float32, for float64 float64.
 
     Which keys a query sees is the intersection of everything below. A query that sees no key gets output 0, a log-sum-exp of
-    -inf and no gradient. What lies beyond the lengths may be NaN; keys that only a mask array or a bias of -inf hides may not.
+    -inf, or of its head's sink, and no gradient. What lies beyond the lengths may be NaN; keys that only a mask array or a bias
+    of -inf hides may not.
 
     Derivatives are in reverse; `flash_attention_jvp` is forward mode. Of second order "reference" has all, "blockwise" those
     forward over reverse, as jax.jvp of jax.grad; the kernels have none, and say so.
@@ -143,9 +144,15 @@ def flash_attention(
       query_segment_ids: int32 [*B, T], packed documents: a query sees the keys with its own id.
       key_value_segment_ids: int32 [*B, S]; the query's by default when T == S.
       logits_soft_cap: c: the logits become c * tanh(logits / c), after scale and bias, before the mask.
-      sinks: not implemented yet.
-      dropout_rate: not implemented yet.
-      dropout_rng: not implemented yet.
+      sinks: real, [N]: for each head one more logit in the softmax's denominator, as if of a key with the value 0 that every
+        query sees. The log-sum-exp includes it.
+      dropout_rate: from 0 up to, not including, 1, known while tracing: each weight of the softmax becomes 0 with this
+        probability, and else is divided by that of staying. It is taken to the nearest 256th, and to 1/256 at least: 0.1 is
+        26/256 = 0.1016. The log-sum-exp is of the softmax before it.
+      dropout_rng: a key of `jax.random`, typed or raw, which may be traced; needed where dropout_rate is above 0. The weights
+        that stay are those of `pallas_flash.dropout_mask`: they follow from the key, batch row, head, query and key alone, and
+        are the same in every implementation and on any mesh. Inside of your own jax.shard_map each device counts its batch rows
+        and heads from 0: fold jax.lax.axis_index into the key.
       deterministic: True: same inputs, same bits, in the gradients too. False lets a backward add in any order: "hopper" then
         takes one kernel instead of two for heads up to 128; the others have no use for it.
 
@@ -155,7 +162,7 @@ def flash_attention(
     Raises:
       TypeError: a dtype or type that does not fit.
       ValueError: a shape or value that does not fit.
-      NotImplementedError: the implementation asked for cannot run this call, or an argument is not implemented yet.
+      NotImplementedError: the implementation asked for cannot run this call.
     """
     call = dict(
         query=query,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from pallas_flash import modes
+from pallas_flash import modes, online_softmax
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.backends import Choice
 
@@ -30,7 +30,7 @@ def _attend(problem: Problem, choice: Choice, operands: Operands):
 
 def _forward(problem, choice, operands):
     second = _second_of(choice)  # of what goes in, for the kernels, and of what comes out, where a transposition begins
-    operands = Operands(*second(operands[:4]), *operands[4:])
+    operands = Operands(*second(operands[:5]), *operands[5:])
     o, stats = choice.backend.forward(problem, choice.tiles, operands)
     # Named, so that a policy of jax.checkpoint can keep them: the backward needs nothing else that is costly.
     o = checkpoint_name(o, "flash_attention_out")
@@ -43,18 +43,40 @@ def _backward(problem, choice, residuals, cotangents):
     operands, o, stats = residuals
     second = _second_of(choice)
     do, dlse = second(cotangents)
+    if operands.sinks is not None:  # without them the rows that are not there, of which all may be NaN, have no lse
+        do, dlse = _of_live_rows(operands, do, dlse)
     lse, factor = stats.in_one()
     wide = lse.dtype
     if factor is not None:  # P = factor * 2^(s - lse) meets do alone, and what is made of do: so do takes the factor
-        do = (do.astype(wide) * jnp.swapaxes(factor, 1, 2)[..., None]).astype(do.dtype)
         dlse = dlse * factor
+    if problem.dropped:  # P is dropped and divided by the part that is kept where it meets do: so do takes the divisor too
+        factor = jnp.ones_like(lse) / problem.kept if factor is None else factor / problem.kept
+    if factor is not None:
+        do = (do.astype(wide) * jnp.swapaxes(factor, 1, 2)[..., None]).astype(do.dtype)
     if do.dtype != wide:  # XLA may leave out its rounding to 16 bits here, and delta part from the kernels' do
         do = lax.optimization_barrier(do)
     # d lse / d s = p, and ds = p * (dp - rowsum(o * do)): the cotangent of lse joins delta.
-    delta = jnp.swapaxes(jnp.sum(o.astype(wide) * do.astype(wide), axis=-1), 1, 2) - dlse
+    delta = jnp.swapaxes(jnp.sum(o.astype(wide) * do.astype(wide), axis=-1), 1, 2)
+    delta = (delta if problem.kept == 1 else delta * problem.kept) - dlse
     delta = jnp.where(stats.empty, 0.0, delta)
     dq, dk, dv, dbias = second(choice.backend.backward(problem, choice.tiles, operands, o, lse, do, delta))
-    return (Operands(dq, dk, dv, dbias, None, None),)
+    return (Operands(dq, dk, dv, dbias, _of_sinks(operands.sinks, lse, delta), None, None),)
+
+
+def _of_live_rows(operands: Operands, do, dlse):
+    """do [B, T, N, Hv] and dlse [B, N, T] with 0 for queries beyond their lengths."""
+    live = operands.visibility.live(jnp.arange(do.shape[1], dtype=jnp.int32))
+    if live is None:
+        return do, dlse
+    return jnp.where(live[:, :, None, None], do, 0), jnp.where(live[:, None], dlse, 0)
+
+
+def _of_sinks(sinks, lse, delta):
+    """The gradient of the sinks: that of logits with the value 0, of which each row has one; None without them."""
+    if sinks is None:
+        return None
+    p = jnp.exp2((sinks * online_softmax.LOG2E)[None, :, None] - lse)
+    return -jnp.sum(p * delta, axis=(0, 2)).astype(sinks.dtype)
 
 
 _attend.defvjp(_forward, _backward)
@@ -64,7 +86,7 @@ _forward_jit = jax.jit(lambda forward, *args: forward(*args), static_argnums=(0,
 
 def attend(problem: Problem, choice: Choice, operands: Operands):
     """o [B, T, N, Hv] in the query's dtype, lse [B, N, T] in float32; both may be differentiated."""
-    operands = Operands(*modes.first_in_reverse_alone(operands[:4]), *operands[4:])
+    operands = Operands(*modes.first_in_reverse_alone(operands[:5]), *operands[5:])
     return _attend_jit(problem, choice, _vary_alike(operands))
 
 

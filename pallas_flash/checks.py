@@ -21,8 +21,8 @@ def is_int(x) -> bool:
 
 def is_constant(x) -> bool:
     """Whether an array's values belong to the call: numpy's numbers and integers, which jax could cut, and single flags."""
-    known = isinstance(x, np.ndarray) or _is_known(x)
-    return isinstance(x, np.generic) or (known and (x.dtype.kind in "iu" or (x.dtype == bool and x.shape == ())))
+    known, kind = isinstance(x, np.ndarray) or _is_known(x), getattr(x.dtype, "kind", None)  # a key of jax.random has none
+    return isinstance(x, np.generic) or (known and (kind in ("i", "u") or (x.dtype == bool and x.shape == ())))
 
 
 def array(name: str, x, more: str = ""):
@@ -81,6 +81,32 @@ def scale(x, default: float, heads: int):
     if x.shape not in ((), (1,), (heads,)) or x.dtype == bool or jnp.issubdtype(x.dtype, jnp.complexfloating):
         raise ValueError(f"scale must be one real number, or one for each query head, [N] = ({heads},); got {x.dtype} {x.shape}.")
     return 1.0, jnp.asarray(x)
+
+
+def sinks(x, heads: int):
+    """A logit for each query head."""
+    x = array("sinks", x)
+    if x.shape != (heads,) or not (jnp.issubdtype(x.dtype, jnp.floating) or jnp.issubdtype(x.dtype, jnp.integer)):
+        raise ValueError(f"sinks must be real numbers, one for each query head, [N] = ({heads},); got {x.dtype} {x.shape}.")
+    return x
+
+
+def rate(name: str, x) -> float:
+    x = number(name, x, 0.0)
+    if not 0 <= x < 1:
+        raise ValueError(f"{name} must be a number from 0 up to, not including, 1; got {x}.")
+    return x
+
+
+def rng(name: str, x):
+    """A key of jax.random."""
+    if x is None:
+        raise ValueError(f"dropout_rate above 0 needs {name}, a key of jax.random: jax.random.key(0), split for each call.")
+    axes = 0 if is_array(x) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else 1  # a raw key is one of uint32
+    if not is_array(x) or len(x.shape) != axes or (axes and x.dtype != jnp.uint32):
+        got = f"{x.dtype} {x.shape}" if is_array(x) else _kind(x)
+        raise TypeError(f"{name} must be one key of jax.random, as jax.random.key(0) makes it; got {got}.")
+    return x
 
 
 def window(size) -> Window:

@@ -18,7 +18,8 @@ LOWEST = float(jnp.finfo(jnp.float32).min)  # the maximum of no score; finite, s
 class Statistics(NamedTuple):
     """Of each row's softmax, P = 2^(s - m) / l: the maximum m of its scores, in units of log 2, and the sum l of 2^(s - m).
 
-    l is 0 where a row saw no key. Where l is None, m is the whole log2-sum-exp, and -inf where a row saw no key.
+    l is 0 where a row saw no key. Where l is None, m is the whole log2-sum-exp, and -inf where a row saw no key. A sink is a key
+    that every row saw.
     """
 
     m: jax.Array
@@ -65,6 +66,15 @@ def scores_apart(qk, scale: float, soft_cap: float | None):
     return -(root * root), 2 * soft_cap * LOG2E
 
 
+def start(zeros, sink=None):
+    """m and l before any key, of the shape of `zeros`. A sink, a logit that broadcasts against it, is as if a key with this
+    score and the value 0 had passed by."""
+    if sink is None:
+        return zeros + LOWEST, zeros
+    sink = zeros + sink  # Mosaic has no choice of vectors by a scalar
+    return jnp.maximum(sink * LOG2E, LOWEST), jnp.where(sink > -jnp.inf, zeros + 1.0, zeros)
+
+
 def step(s, m, l, scale: float | None = None, slack: float = 0.0):
     """Adds the scores s [.., q, k] to the running maximum m and sum l [.., q].
 
@@ -97,9 +107,9 @@ def _each(row, like):
     return lax.broadcast_in_dim(row, like.shape, range(row.ndim))
 
 
-def finish(o, l):
-    """The output o / l; 0 for a row that saw no key."""
-    return o * _each(1.0 / jnp.where(l == 0, 1.0, l), o)
+def finish(o, l, kept: float = 1.0):
+    """The output o / l, of weights of which dropout kept the part `kept`; 0 for a row that saw no key."""
+    return o * _each(1.0 / jnp.where(l == 0, 1.0, l if kept == 1.0 else l * kept), o)
 
 
 def gradients(s, seen, lse, dp, delta, soft_cap: float | None):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_flash import kinds
+from pallas_flash import dropout, kinds
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.checks import sums
 from pallas_flash.online_softmax import LOG2E, Statistics
@@ -39,19 +39,30 @@ def _attend(p: Problem, x: Operands):
     if p.soft_cap is not None:
         s = p.soft_cap * jnp.tanh(s / p.soft_cap)
     s = jnp.where(seen, s, -jnp.inf)
+    if x.sinks is not None:  # one more key, with the value 0
+        s = jnp.concatenate([s, jnp.broadcast_to(x.sinks[:, None, None], (*s.shape[:3], 1))], axis=-1)
 
     m = lax.stop_gradient(jnp.max(s, axis=-1, keepdims=True, initial=-jnp.inf))
     empty = m == -jnp.inf
     e = jnp.exp(jnp.where(empty, -jnp.inf, s - jnp.where(empty, 0.0, m)))
     l = jnp.where(empty, 1.0, e.sum(-1, keepdims=True))
-    o = jnp.einsum("bnts,bsnh->btnh", e / l, v, precision="highest")
+    weights = e / l if x.sinks is None else (e / l)[..., :-1]
+    o = jnp.einsum("bnts,bsnh->btnh", _dropped(p, x, weights), v, precision="highest")
     o = jnp.where(jnp.swapaxes(empty, 1, 2), 0.0, o)
     lse = jnp.where(empty, -jnp.inf, m + jnp.log(l))[..., 0]
     return o.astype(x.query.dtype), lse
 
 
+def _dropped(p: Problem, x: Operands, weights):
+    """The weights [B, N, T, S] that dropout keeps, divided by the part of them that it keeps."""
+    if x.seeds is None:
+        return weights
+    return jnp.where(dropout.mask(p.dropped, x.seeds, p.queries, p.keys), weights / p.kept, 0)
+
+
 def backward(problem: Problem, x: Operands, o, lse, do, delta):
-    """JAX's own derivative of `attend`; the cotangent of lse is what autodiff took from delta."""
+    """JAX's own derivative of `attend`; the cotangents of o and lse are what autodiff made do and delta of."""
+    do = do if problem.kept == 1 else do * jnp.asarray(problem.kept, do.dtype)
     dlse = jnp.einsum("btnh,btnh->bnt", o.astype(delta.dtype), do.astype(delta.dtype)) - delta
     dlse = jnp.where(lse == jnp.inf, 0.0, dlse)
 

@@ -210,13 +210,13 @@ def trial(problem: Problem, sizes: dict[str, int]) -> tuple[Problem, Operands, t
     rules = [masks.Causal(), masks.KeyLengths(jax.device_put(lengths))]
     visibility = masks.resolve(rules, p.batch, p.queries, p.keys, p.keys - p.queries)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), visibility)
-    p = dataclasses.replace(p, soft_cap=None, bias=None, mask=None, visibility=shapes)
+    p = dataclasses.replace(p, soft_cap=None, bias=None, sinks=False, dropped=0, mask=None, visibility=shapes)
     rng = np.random.default_rng(0)
     normal = lambda *shape: jax.device_put(rng.standard_normal(shape, np.float32).astype(jnp.dtype(p.dtype)))
     q, k = normal(p.batch, p.queries, p.heads, width), normal(p.batch, p.keys, p.kv_heads, width)
     v, do = normal(p.batch, p.keys, p.kv_heads, value_width), normal(p.batch, p.queries, p.heads, value_width)
     dlse = normal(p.batch, p.heads, p.queries).astype(jnp.float32)
-    return p, Operands(q, k, v, None, None, visibility), (do, dlse)
+    return p, Operands(q, k, v, None, None, None, visibility), (do, dlse)
 
 
 def _exact(x):

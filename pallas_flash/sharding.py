@@ -28,6 +28,7 @@ LETTERS = {  # of the arrays of a call
     "query_segment_ids": "BT",
     "key_value_segment_ids": "BS",
     "sinks": "N",
+    "dropout_seeds": "BNC",
 }
 
 
@@ -105,7 +106,7 @@ def _by_mapped_axis(f: Callable):
 
 def _arrays(call) -> dict[tuple, Any]:
     """The arrays of a call by where they are: (name,), or ("mask", number of the part, field)."""
-    found = {(name,): call[name] for name in LETTERS if not isinstance(call[name], Mask)}
+    found = {(name,): call[name] for name in LETTERS if name in call and not isinstance(call[name], Mask)}
     for number, part in enumerate(parts(call["mask"])) if isinstance(call["mask"], Mask) else ():
         found |= {("mask", number, field): getattr(part, field) for field in part.ARRAYS}
     # NumPy's numbers stay outside: they are known while tracing

@@ -78,6 +78,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--mask", type=axes, metavar="AXES", help=help)
     add("--bias", type=axes, metavar="AXES", help="a bias, its axes as of --mask")
     add("--soft-cap", type=float, metavar="C", help="logits become C tanh(logits / C)")
+    add("--sinks", action="store_true", help="one more logit for each head")
+    add("--dropout", type=float, default=0.0, metavar="RATE", help="of the softmax's weights")
     return parser
 
 
@@ -147,6 +149,9 @@ def call_of(args) -> dict:
         query_seq_lengths=lengths(args.query_lengths),
         query_segment_ids=documents(args),
         logits_soft_cap=args.soft_cap,
+        sinks=jax.ShapeDtypeStruct((args.heads,), "float32") if args.sinks else None,
+        dropout_rate=args.dropout,
+        dropout_rng=jax.ShapeDtypeStruct((2,), "uint32") if args.dropout else None,
         implementation=args.implementation,
     )
     return call if args.deterministic is None else call | dict(deterministic=args.deterministic)
@@ -268,7 +273,7 @@ def program_of(args, call: dict):
     is_array = lambda x: hasattr(x, "shape")
     arrays = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in call.items() if is_array(x)}
     static = {name: x for name, x in call.items() if not is_array(x)}
-    floats = {name: arrays.pop(name) for name in ("query", "key", "value", "bias") if name in arrays}
+    floats = {name: arrays.pop(name) for name in ("query", "key", "value", "bias", "sinks") if name in arrays}
     attend = lambda floats, arrays: flash_attention(**floats, **arrays, **static)
     if args.forward:
         return attend, floats, arrays

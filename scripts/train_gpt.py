@@ -245,7 +245,8 @@ def resolve(args):
         jax.ShapeDtypeStruct((args.batch // args.accumulate, args.context, heads, H), jnp.dtype(args.dtype)) for heads in (N, K)
     )
     try:
-        explanation = explain(q, kv, kv, is_causal=True, implementation=args.attention)
+        dropout = dict(dropout_rate=args.dropout, dropout_rng=jax.random.key(args.seed))
+        explanation = explain(q, kv, kv, is_causal=True, implementation=args.attention, **dropout)
     except (ValueError, NotImplementedError) as error:
         raise Refused(f"--attention: {error}") from None
     args.attention = explanation.implementation

@@ -13,21 +13,22 @@ TOLERANCE = {"float32": 5e-6, "float16": 5e-3, "bfloat16": 3e-2}
 
 
 def run(q, k, v, do, dlse, implementation, **kw):
-    """o, lse and (dq, dk, dv, dbias or None) of one jitted call."""
+    """o, lse and (dq, dk, dv, dbias or None, and of sinks if there are any) of one jitted call."""
     kw = arguments(kw)
     static = {name: kw.pop(name) for name in list(kw) if not (hasattr(kw[name], "shape") or name == "mask")}
-    bias = kw.pop("bias", None)
+    floats = q, k, v, kw.pop("bias", None), *([kw.pop("sinks")] if "sinks" in kw else [])
 
     @jax.jit
-    def call(q, k, v, bias, do, dlse, kw):
-        attend = lambda q, k, v, bias: flash_attention(
-            q, k, v, bias, implementation=implementation, return_residual=True, **static, **kw
-        )
-        (o, lse), vjp = jax.vjp(attend, q, k, v, bias)
+    def call(floats, do, dlse, kw):
+        def attend(q, k, v, bias, sinks=None):
+            options = dict(implementation=implementation, return_residual=True, **static, **kw)
+            return flash_attention(q, k, v, bias, sinks=sinks, **options)
+
+        (o, lse), vjp = jax.vjp(attend, *floats)
         # the softmax of an empty row has no gradient, so its lse takes none
         return o, lse, vjp((do.astype(o.dtype), dlse.astype(lse.dtype)))
 
-    return call(q, k, v, bias, do, dlse, kw)
+    return call(floats, do, dlse, kw)
 
 
 def cotangents(rng, q, v):
@@ -54,7 +55,7 @@ def check(rng, q, k, v, implementation, tolerance=None, **kw):
     assert o.dtype == q.dtype and lse.dtype == jnp.float32
     close(o, expected_o, tolerance, "output")
     close(lse, expected_lse, max(1e-6, tolerance / 10), "lse")
-    for name, actual, wanted in zip(("dq", "dk", "dv", "dbias"), grads, expected, strict=True):
+    for name, actual, wanted in zip(("dq", "dk", "dv", "dbias", "dsinks")[: len(expected)], grads, expected, strict=True):
         assert (actual is None) == (wanted is None), name
         if wanted is not None:
             close(actual, wanted, tolerance, name)

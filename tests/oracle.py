@@ -31,12 +31,14 @@ def visible(B, N, T, S, kw):
 
 
 def attention(q, k, v, do, dlse, **kw):
-    """o, lse [B, T, N], and the gradients (dq, dk, dv, dbias or None) for the cotangents do and dlse."""
+    """o, lse [B, T, N], and the gradients (dq, dk, dv, dbias or None, dsinks if there are any) for the cotangents do and dlse."""
     q, k, v, do, dlse = (np.asarray(x).astype(np.float64) for x in (q, k, v, do, dlse))
     (B, T, N, H), (S, K) = q.shape, v.shape[1:3]
     seen = visible(B, N, T, S, kw)
     # padding may hold NaN: what no query sees, and queries that see nothing, count as 0
     q, do = (np.where(np.moveaxis(seen.any(3), 1, 2)[..., None], x, 0) for x in (q, do))
+    if (lengths := kw.get("query_seq_lengths")) is not None:
+        dlse = np.where(np.arange(T)[:, None] < np.asarray(lengths)[:, None, None], dlse, 0)
     key_seen = seen.reshape(B, K, N // K, T, S).any((2, 3))
     k, v = (np.where(np.moveaxis(key_seen, 1, 2)[..., None], x, 0) for x in (k, v))
     k_all, v_all = (np.repeat(x, N // K, axis=2) for x in (k, v))
@@ -48,17 +50,20 @@ def attention(q, k, v, do, dlse, **kw):
     if cap := kw.get("logits_soft_cap"):
         logits = cap * np.tanh(logits / cap)
     s = np.where(seen, logits, -np.inf)
+    if (sinks := kw.get("sinks")) is not None:  # a key with the value 0
+        s = np.concatenate([s, np.broadcast_to(np.asarray(sinks, np.float64)[:, None, None], (B, N, T, 1))], -1)
     m = s.max(-1, keepdims=True, initial=-np.inf)
     empty = m == -np.inf
     e = np.where(empty, 0, np.exp(s - np.where(empty, 0, m)))
     l = np.where(empty, 1, e.sum(-1, keepdims=True))
-    p = e / l
+    p, p_sink = (e / l)[..., :S], (e / l)[..., S:]
     o = np.einsum("bnts,bsnh->btnh", p, v_all)
     lse = np.moveaxis(np.where(empty, -np.inf, m + np.log(l))[..., 0], 1, 2)
 
     dv = np.einsum("bnts,btnh->bsnh", p, do)
     dp = np.einsum("btnh,bsnh->bnts", do, v_all)
-    ds = p * (dp - (p * dp).sum(-1, keepdims=True) + np.moveaxis(dlse, 2, 1)[..., None])
+    delta = (p * dp).sum(-1, keepdims=True) - np.moveaxis(dlse, 2, 1)[..., None]
+    ds = p * (dp - delta)
     if cap:
         ds = ds * (1 - (logits / cap) ** 2)
     dq = scale * np.einsum("bnts,bsnh->btnh", ds, k_all)
@@ -69,4 +74,4 @@ def attention(q, k, v, do, dlse, **kw):
         shape = (1,) * (4 - np.ndim(bias)) + np.shape(bias)
         axes = tuple(a for a in range(4) if shape[a] == 1)
         dbias = ds.sum(axes, keepdims=True).reshape(np.shape(bias))
-    return o, lse, (dq, dk, dv, dbias)
+    return o, lse, (dq, dk, dv, dbias) + (() if sinks is None else (-(p_sink * delta).sum((0, 2, 3)),))

@@ -104,9 +104,25 @@ BAD = {
         NotImplementedError,
         "'blockwise' cannot run this call: S = 0: there is nothing to tile",
     ),
-    "sinks": (dict(sinks=ones(4)), NotImplementedError, "sinks is not implemented yet"),
-    "dropout rate": (dict(dropout_rate=0.1), NotImplementedError, "dropout_rate is not implemented yet"),
-    "dropout rng": (dict(dropout_rng=jax.random.key(0)), NotImplementedError, "dropout_rng is not implemented yet"),
+    "sinks by key head": (dict(sinks=ones(2)), ValueError, r"one for each query head, \[N\] = \(4,\); got float32 \(2,\)"),
+    "a number for sinks": (dict(sinks=0.5), ValueError, r"sinks must be real numbers, .* got float32 \(\)"),
+    "bool sinks": (dict(sinks=ones(4, bool)), ValueError, "sinks must be real numbers, .* got bool"),
+    "dropout without a key": (dict(dropout_rate=0.1), ValueError, r"dropout_rate above 0 needs dropout_rng, a key"),
+    "dropout of all": (
+        dict(dropout_rate=1.0, dropout_rng=jax.random.key(0)),
+        ValueError,
+        "dropout_rate must be a number from 0 up to, not including, 1; got 1.0",
+    ),
+    "a seed for a key": (
+        dict(dropout_rate=0.1, dropout_rng=0),
+        TypeError,
+        r"dropout_rng must be one key of jax.random, as jax.random.key\(0\) makes it; got int",
+    ),
+    "several keys": (
+        dict(dropout_rate=0.1, dropout_rng=jax.random.split(jax.random.key(0))),
+        TypeError,
+        r"dropout_rng must be one key .* got key<fry> \(2,\)",
+    ),
     "a traced order": (dict(deterministic=1), TypeError, "deterministic must be True or False, known while tracing; got int"),
 }
 
@@ -131,7 +147,9 @@ def test_a_bad_window_object_says_what_a_window_is():
         masks.Window(-1)
 
 
-@pytest.mark.parametrize("name", ["is_causal", "return_residual", "deterministic", "local_window_size", "logits_soft_cap"])
+@pytest.mark.parametrize(
+    "name", ["is_causal", "return_residual", "deterministic", "local_window_size", "logits_soft_cap", "dropout_rate"]
+)
 def test_what_belongs_to_the_program_cannot_be_traced_and_says_how_to_name_it(name):
     value = 3 if name in ("local_window_size", "logits_soft_cap") else True
     with pytest.raises((TypeError, ValueError), match=f"known while tracing; got a traced array .*static_argnames='{name}'"):
@@ -258,7 +276,7 @@ def test_an_old_gpu_is_told_what_is_needed(monkeypatch):
 
 
 def test_explain_has_the_errors_of_the_call():
-    with pytest.raises(NotImplementedError, match="sinks"):
-        explain(jnp.ones(Q), jnp.ones(K), jnp.ones(K), sinks=jnp.ones(4))
+    with pytest.raises(ValueError, match="sinks must be"):
+        explain(jnp.ones(Q), jnp.ones(K), jnp.ones(K), sinks=jnp.ones(5))
     with pytest.raises(TypeError, match="unexpected keyword argument 'causal'"):
         explain(jnp.ones(Q), jnp.ones(K), jnp.ones(K), causal=True)

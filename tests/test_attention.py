@@ -30,6 +30,15 @@ def test_every_shape_of_bias_and_mask_is_added_masked_and_differentiated(letters
     check(rng, *qkv(rng, z), implementation, logits_soft_cap=2.5, **others)
 
 
+@pytest.mark.parametrize("name", ["full", "documents_scattered_window", "everything"])
+def test_sinks_join_the_softmax_with_gradients_and_are_all_that_a_row_without_keys_sees(name, implementation, rng):
+    z = Sizes()
+    sinks = np.array([0.5, -3.0, 4.0, -np.inf, 6.0, -1e9], np.float32)
+    o, lse, _ = check(rng, *qkv(rng, z), implementation, sinks=sinks, logits_soft_cap=5.0, **MASKS[name](rng, z))
+    empty = np.asarray(lse) == sinks
+    assert np.all(np.asarray(o)[empty] == 0) and np.any(empty) == (name != "full")
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_is_as_exact_as_its_dtype(dtype, implementation, rng):
     z = Sizes(H=32, Hv=16)

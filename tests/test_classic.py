@@ -21,6 +21,8 @@ test_64_bits_and_strict_promotion_change_nothing = test_transforms.test_64_bits_
 test_a_row_that_sees_no_key_gives_zero_and_no_gradient = test_attention.test_a_row_that_sees_no_key_gives_zero_and_no_gradient
 test_large_logits_neither_overflow_nor_lose_the_maximum = test_attention.test_large_logits_neither_overflow_nor_lose_the_maximum
 
+test_sinks_join_the_softmax = test_attention.test_sinks_join_the_softmax_with_gradients_and_are_all_that_a_row_without_keys_sees
+
 
 @pytest.fixture(params=["standard", "flash1"])
 def implementation(request, monkeypatch):

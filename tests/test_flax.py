@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import linen, nnx
 
-from pallas_flash import flash_attention, masks
+from pallas_flash import dropout_mask, flash_attention, masks
 from pallas_flash.flax import FlashAttention, KVCache, attention_fn, hook, rope
 
 B, T, N, H = 2, 7, 4, 6
@@ -200,8 +200,22 @@ def test_deterministic_turns_dropout_off():
     ours, params = nnx_module(dict(attention_fn=attention_fn), dropout_rate=0.5)
     theirs, _ = nnx_module({}, dropout_rate=0.5)
     assert_close(ours(params, x, deterministic=True), theirs(params, x, deterministic=True))
-    with pytest.raises(NotImplementedError, match="dropout_rate"):
+    with pytest.raises(NotImplementedError, match="make the module with broadcast_dropout=False"):
         ours(params, x, deterministic=False)
+
+
+@pytest.mark.parametrize("library", MODULES)
+def test_the_hook_drops_what_flash_attention_drops_with_the_key_that_flax_hands_on(library, monkeypatch):
+    given, attend = [], hook.flash_attention
+    watched = lambda *args, **kw: given.append((args, kw)) or attend(*args, **kw)
+    monkeypatch.setattr(hook, "flash_attention", watched)
+    ours, params = MODULES[library](dict(attention_fn=attention_fn), dropout_rate=0.5, broadcast_dropout=False)
+    x, rngs = normal(1, B, T, D), dict(rngs=nnx.Rngs(dropout=3) if library == "nnx" else dict(dropout=jax.random.key(3)))
+    first, again = (ours(params, x, deterministic=False, **rngs) for _ in range(2))
+    _, kw = given[0]
+    assert kw["dropout_rate"] == 0.5 and kw["dropout_rng"] is not None
+    assert np.array_equal(first, again) == (library == "linen"), "nnx counts its calls"
+    assert not np.array_equal(first, ours(params, x, deterministic=True))
 
 
 @pytest.mark.parametrize("library", MODULES)
@@ -381,6 +395,29 @@ def test_rope_turns_halves_in_float32():
     assert_close(rope(x, positions, 500.0), plain_rope(x, positions, 500.0), 1e-4)
     half = rope(x.astype(jnp.bfloat16), positions, 500.0)
     assert jnp.array_equal(half, rope(x.astype(jnp.bfloat16).astype(jnp.float32), positions, 500.0).astype(jnp.bfloat16))
+
+
+def test_sinks_and_dropout_of_the_layer_are_those_of_flash_attention():
+    layer, x = layer_of(num_kv_heads=2, sinks=True, dropout_rate=0.3, implementation="reference"), normal(1, B, T, D)
+    assert layer.sinks[...].shape == (N,) and np.any(np.asarray(layer.sinks[...]) != 0)
+    key = jax.random.key(5)
+    mask = dropout_mask(key, 0.3, (B, N, T, T)) / (1 - 77 / 256)
+
+    def plain(p, x):
+        q, k, v = (jnp.einsum("btd,dnh->btnh", x, p[name]["kernel"]) for name in ("query", "key", "value"))
+        q, k = (plain_rope(a, np.arange(T), 10_000.0) for a in (q, k))
+        k, v = (jnp.repeat(a, 2, axis=2) for a in (k, v))
+        e = jnp.where(CAUSAL[:, None], jnp.exp(jnp.einsum("btnh,bsnh->bnts", q, k) / H**0.5), 0)
+        weights = mask * e / (e.sum(-1, keepdims=True) + jnp.exp(p["sinks"])[:, None, None])
+        return jnp.einsum("bnts,bsnh,nhe->bte", weights, v, p["out"]["kernel"])
+
+    ours, args = functools.partial(apply(layer), rngs=key), (pure(layer), x)
+    assert_close(value_and_grads(ours, *args), value_and_grads(plain, *args))
+    with pytest.raises(ValueError, match="dropout needs rngs in training"):
+        layer(x)
+    layer.eval()
+    assert_close(layer(x), layer(x, deterministic=True))
+    assert not np.array_equal(layer(x), layer(x, rngs=nnx.Rngs(dropout=0), deterministic=False))
 
 
 # ---- the cache
@@ -597,6 +634,7 @@ def test_a_mask_of_other_numbers_than_0_and_1_raises_where_they_can_be_seen(mask
         (dict(logits_soft_cap=0.0), "logits_soft_cap must be a finite number above 0; got 0"),
         (dict(implementation="flash3"), "implementation must be None or one of .*; got 'flash3'"),
         (dict(is_causal="yes"), "is_causal must be True or False"),
+        (dict(dropout_rate=1.0), "dropout_rate must be a number from 0 up to, not including, 1; got 1.0"),
         (dict(rope_base=0.0), "rope_base must be a number above 0, or None"),
     ],
 )

@@ -99,6 +99,17 @@ def test_every_implementation_gives_the_same_logits():
         close(forward(new_gpt(implementation=implementation), tokens), expected)
 
 
+def test_dropout_acts_where_rngs_are_given_and_every_implementation_drops_the_same():
+    tokens, parameters = some_tokens(B, T), count(new_gpt())
+    assert count(new_gpt(dropout=0.2)) == parameters
+    close(forward(new_gpt(dropout=0.2), tokens), forward(new_gpt(), tokens))
+    train = nnx.jit(lambda model, seed: model(tokens, rngs=nnx.Rngs(dropout=jax.random.key(seed))))
+    dropped = train(new_gpt(dropout=0.2, implementation="reference"), 0)
+    close(train(new_gpt(dropout=0.2), 0), dropped)
+    assert not np.allclose(train(new_gpt(dropout=0.2), 1), dropped, atol=1e-3)
+    assert not np.allclose(forward(new_gpt(), tokens), dropped, atol=1e-3)
+
+
 def test_bfloat16_computes_in_16_bits_with_float32_parameters_and_logits():
     model = new_gpt(dtype="bfloat16")
     assert {parameter.dtype for parameter in jax.tree.leaves(nnx.state(model, nnx.Param))} == {jnp.dtype("float32")}

@@ -42,6 +42,11 @@ CASES = {
     "lengths": (NARROW, DETERMINISTIC, mask("everything", NARROW)),
     "soft cap": (WIDE, FUSED, dict(is_causal=True, logits_soft_cap=2.0)),
     "soft cap, 64": (sizes(70, 140, 64), DETERMINISTIC, dict(is_causal=True, logits_soft_cap=2.0)),
+    "sinks, soft cap": (
+        sizes(70, 140, 64),
+        DETERMINISTIC,
+        dict(is_causal=True, query_offset=-9, logits_soft_cap=2.0, sinks=np.array([0.5, -np.inf], np.float32)),
+    ),
     "256": (sizes(70, 130, 256), DETERMINISTIC, dict(is_causal=True)),
     "256, in any order": (sizes(67, 67, 200), FUSED, {}),
     "192 and 128": (sizes(131, 140, 192, Hv=128), DETERMINISTIC, dict(is_causal=True)),
@@ -50,7 +55,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", whole_but(CASES, "full, whole tiles", "full, 64", "padded heads", "one query, one key"))
+@pytest.mark.parametrize("name", whole_but(CASES, "full, whole tiles", "sinks, soft cap", "padded heads", "one query, one key"))
 def test_gradients_are_the_oracles(name, rng):
     z, deterministic, kw = CASES[name]
     kw = kw(rng) if callable(kw) else kw

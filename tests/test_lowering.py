@@ -35,6 +35,15 @@ CASES = {
     "documents": (Z, dict(query_segment_ids=ints(2, Z.T), key_value_segment_ids=ints(2, Z.S), is_causal=True)),
     "key bias, soft cap": (Z, dict(bias=floats("BN1S"), mask=bools("B11S"), logits_soft_cap=3.0)),
     "query bias": (Z, dict(bias=floats(".NT1"))),
+    "sinks, dropout": (
+        Z,
+        dict(
+            sinks=jax.ShapeDtypeStruct((Z.N,), jnp.float32),
+            dropout_rate=0.1,
+            dropout_rng=jax.ShapeDtypeStruct((2,), jnp.uint32),
+            is_causal=True,
+        ),
+    ),
     "scalar bias": (Z, dict(bias=floats("1111"))),
     "a rule": (Z, dict(mask=masks.Where(lambda b, h, q, k: ((q // 64 + k // 64 + h) % 3 > 0) | (k < 4)), is_causal=True)),
     "dense bias and mask": (Z, dict(bias=floats("1NTS"), mask=bools("B1TS"))),

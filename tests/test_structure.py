@@ -63,6 +63,7 @@ ORDER = [
     "kernels.device",
     "kernels.__init__",
     "arguments",
+    "dropout",
     "checks",
     "schedule",
     "online_softmax",

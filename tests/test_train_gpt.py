@@ -480,6 +480,18 @@ def test_the_speed_says_what_part_of_a_known_gpus_peak_it_is(script, monkeypatch
 # --- --check
 
 
+def test_with_dropout_a_resumed_run_has_the_curves_of_an_unbroken_one_and_check_passes(script, text, tmp_path, capsys):
+    dropout = [*TINY, "--dropout", "0.2", "--accumulate", "3", "--data", text]
+    script.main([*dropout, "--steps", "8", "--out", str(tmp_path / "whole")])
+    script.main([*dropout, "--steps", "8", "--out", str(tmp_path / "parts"), "--save-every", "3"])
+    shutil.rmtree(tmp_path / "parts" / "checkpoints" / "8")
+    script.main(["--resume", str(tmp_path / "parts")])
+    assert "from step 6 on" in capsys.readouterr().out
+    assert (tmp_path / "parts" / "loss.csv").read_text() == (tmp_path / "whole" / "loss.csv").read_text()
+    script.main([*CHECK, "--data", text, "--dropout", "0.1", "--attention", "blockwise", "--steps", "10"])
+    assert "\npassed" in capsys.readouterr().out
+
+
 CHECK = "--layers 1 --heads 2 --features 32 --context 37 --batch 2 --check".split()
 
 

@@ -108,6 +108,7 @@ def test_64_bits_and_strict_promotion_change_nothing(implementation, rng):
     )
     kw = dict(local_window_size=9, query_offset=2, key_value_seq_lengths=[5, 23], mask=masks.PrefixLM(np.array([3, 9])), **ids)
     kw |= dict(bias=bias(rng, "1N1S", Z)) if implementation != "flash1" else {}
+    kw |= dict(sinks=[0.5, -1.0], dropout_rate=0.1, dropout_rng=jax.random.key(0))
     f = lambda q, k, v: jnp.sum(jnp.sin(attend(implementation, **kw)(q, k, v)))
     expected = jax.grad(f, argnums=(0, 1, 2))(q, k, v)
     with jax.enable_x64(True), jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):

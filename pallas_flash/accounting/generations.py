@@ -77,8 +77,9 @@ def _named(generation: str) -> Generation:
 
 def _countable(p: Problem) -> Problem:
     data = [name for name, x in vars(p.visibility).items() if not isinstance(x, int | type(None))]
-    if p.bias or p.mask or p.soft_cap or data:
+    if p.bias or p.mask or p.soft_cap or p.sinks or p.dropped or data:
         raise NotImplementedError(
-            f"the formulas know masks without data, no bias, no dense mask and no soft cap: observe the kernels. The call: {p}."
+            "the formulas know masks without data, no bias, dense mask, soft cap, sinks or dropout: observe the kernels. "
+            f"The call: {p}."
         )
     return p

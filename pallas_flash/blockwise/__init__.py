@@ -37,13 +37,12 @@ def forward(problem: Problem, tiles: Tiles, x: Operands):
                 s = view.scores(q, row, key)
                 s = s if seen is None else jnp.where(seen, s, -jnp.inf)
                 prob, alpha, m, l = online_softmax.step_by_key(s, m, l)
-                pv = dot(key.of(v_t, 3), prob.astype(v_t.dtype))
+                pv = dot(key.of(v_t, 3), view.dropped(prob, row, key).astype(v_t.dtype))
                 return pv if alpha is None else o * alpha[:, :, None] + pv, m, l
 
-            l = zeros(q.shape[2])
-            start = zeros(p.value_size, q.shape[2]), l + online_softmax.LOWEST, l
-            o, m, l = view.visit(row, keys, step, (None, None, None), start)
-            o = online_softmax.finish(_transposed(o), l)
+            start = zeros(p.value_size, q.shape[2]), *online_softmax.start(zeros(q.shape[2]), view.sinks_of(row))
+            o, m, l = view.visit(row, keys, step, (None, None, None) if x.sinks is None else start, start)
+            o = online_softmax.finish(_transposed(o), l, p.kept)
             new = (view.by_query(a) for a in (o, m[..., None], l[..., None]))
             return tuple(row.put(out, a, 3) for out, a in zip(outputs, new, strict=True))
 
@@ -74,13 +73,13 @@ def backward(problem: Problem, tiles: Tiles, x: Operands, o, lse, do, delta):
 
             def step(key: Block, seen, carry):
                 dq, dk, dv, dbias = carry
-                s, dp = view.scores(q, row, key), dot_t(key.of(view.value, 2), do_i)
+                s, dp = view.scores(q, row, key), view.dropped(dot_t(key.of(view.value, 2), do_i), row, key)
                 if seen is not None and p.soft_cap is None:
                     s, seen = jnp.where(seen, s, -jnp.inf), None
                 prob, ds = online_softmax.gradients(s, seen, lse_i, dp, delta_i, p.soft_cap)
                 low = ds.astype(q.dtype)
                 dk = key.add(dk, dot(low, q), 2)
-                dv = key.add(dv, dot(prob.astype(q.dtype), do_i), 2)
+                dv = key.add(dv, dot(view.dropped(prob, row, key).astype(q.dtype), do_i), 2)
                 return dq + dot(key.of(k_t, 3), low), dk, dv, dbias if dbias is None else view.add_tile(dbias, ds, row, key)
 
             dq, *gradients = gradients

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_flash import kinds, online_softmax, schedule
+from pallas_flash import dropout, kinds, online_softmax, schedule
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.blockwise import parts
 from pallas_flash.blockwise.parts import Block, Heads
@@ -31,6 +31,8 @@ class View(NamedTuple):
     visibility: Visibility
     start: Ints  # [B | 1, T], the keys that each row sees
     stop: Ints
+    sinks: jax.Array | None  # [K, G]
+    seeds: jax.Array | None  # [B, K, G, 2]
 
     @classmethod
     def of(cls, p: Problem, tiles: Tiles, part: Heads, x: Operands) -> "View":
@@ -42,7 +44,9 @@ class View(NamedTuple):
         fold = p.scale * online_softmax.LOG2E or 1.0 if plain else 1.0
         q, k, v = (by_head(part.of(a, 2), part.heads).astype(tiles.dtype) for a in (x.query, x.key, x.value))
         bias, mask = (None if a is None else _tiled(part.of(a, 1), part.heads) for a in (x.bias, x.mask))
-        view = cls(p, tiles, fold, q * fold, k[:, :, 0], v[:, :, 0], bias, mask, visibility, start, stop)
+        sinks = None if x.sinks is None else part.of(x.sinks[None], 1).reshape(part.heads, -1)
+        seeds = None if x.seeds is None else part.of(x.seeds, 1).reshape(part.batch, part.heads, -1, 2)
+        view = cls(p, tiles, fold, q * fold, k[:, :, 0], v[:, :, 0], bias, mask, visibility, start, stop, sinks, seeds)
         return view._replace(query=view.filled(view.query), key=view.reached(view.key), value=view.reached(view.value))
 
     @property
@@ -135,6 +139,19 @@ class View(NamedTuple):
     def of_rows(self, x):
         """[B | 1, block_q | 1] -> [B | 1, 1, 1, rows | 1]"""
         return jnp.tile(x[:, None, None], (1, 1, 1, self.problem.group if x.shape[1] != 1 else 1))
+
+    def sinks_of(self, row: Block):
+        """The sink of each row's head, [1, K, rows]."""
+        return None if self.sinks is None else jnp.repeat(self.sinks, row.size, axis=1)[None]
+
+    def dropped(self, x, row: Block, key: Block):
+        """x [B, K, keys, rows] with 0 where dropout drops the weight."""
+        if self.seeds is None:
+            return x
+        first, second = (self.seeds[:, :, None, :, i, None] for i in range(2))  # [B, K, 1, G, 1]
+        index, key_index = row.index[None, None, None, None], key.index[None, None, :, None, None]
+        kept = dropout.keeps(self.problem.dropped, first, second, index, key_index)  # [B, K, keys, G, block_q]
+        return jnp.where(kept.reshape(x.shape), x, 0)
 
     def scored(self, row: Block, key: Block, x):
         """The tile of a bias or mask: [B | 1, K | 1, G | 1, T | 1, S | 1] -> [B | 1, K | 1, keys | 1, rows | 1]"""

@@ -1,5 +1,6 @@
 """`attention_fn`, the hook of Flax's own attention modules, of nnx and of linen."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -46,8 +47,9 @@ def attention_fn(  # every parameter has a name: linen passes on only those that
     Args:
       query, key, value, bias: as in `flash_attention`; any number of leading axes.
       mask: True or 1 lets a query see a key; Flax makes the numbers 0 and 1. Or an object of `pallas_flash.masks`.
-      broadcast_dropout, dropout_rng: read only where dropout is on, which is not implemented yet.
       dropout_rate, deterministic: dropout is on when the rate is above 0 and deterministic is False.
+      dropout_rng, dropout_rate: as in `flash_attention`. The weights that stay are not those of Flax.
+      broadcast_dropout: must be False where dropout is on: each batch row and head has a mask of its own.
       dtype: query, key and value are cast to it; None: to the dtype that they promote to.
       precision: a `jax.lax.Precision`, its name, or a pair. All are met and none changes anything: float32 is multiplied in
         float32, 16-bit numbers exactly, and sums are float32. An algorithm of `jax.lax.DotAlgorithm` cannot be chosen.
@@ -70,6 +72,11 @@ def attention_fn(  # every parameter has a name: linen passes on only those that
         raise NotImplementedError("attention_fn takes no input_positions, it has no RoPE: pallas_flash.flax.FlashAttention has.")
     query, key, value = promote_dtype((query, key, value), dtype=dtype)
     dropout = {} if deterministic or dropout_rate == 0 else dict(dropout_rate=dropout_rate, dropout_rng=dropout_rng)
+    if dropout and broadcast_dropout and math.prod(query.shape[:-3]) * query.shape[-2] > 1:
+        raise NotImplementedError(
+            "attention_fn has a dropout mask of its own for each batch row and head, and broadcast_dropout=True, Flax's default, "
+            "asks for one mask for all: make the module with broadcast_dropout=False."
+        )
     # Flax's `deterministic` means no dropout; that of flash_attention means the same bits twice, which is its default
     return flash_attention(query, key, value, bias, as_mask(mask), is_causal=is_causal, implementation=implementation, **dropout)
 

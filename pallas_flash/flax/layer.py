@@ -15,6 +15,7 @@ from pallas_flash.flax.hook import as_mask
 from pallas_flash.masks import Mask
 
 LECUN_NORMAL = nnx.initializers.lecun_normal()
+Rngs = nnx.Rngs | Array | None
 
 
 def rope(x: Float[Array, "B T N H"], positions: Int[Array, "#B T"], base: float) -> Float[Array, "B T N H"]:
@@ -58,11 +59,12 @@ class FlashAttention(nnx.Module):
       qk_norm: RMSNorm over the head, with a learned scale, on queries and keys, before RoPE (arXiv:2302.05442, there LayerNorm).
       is_causal: a token sees itself and those before it.
       local_window_size, logits_soft_cap, implementation: as in `flash_attention`.
+      dropout_rate: as in `flash_attention`, where the attribute `deterministic` is False, as it is until `eval()`.
+      sinks: learn a sink for each query head, which begins as 0.
       use_bias: of the four projections.
       dtype: of the computation; None: what x and the parameters promote to.
       param_dtype: of the parameters.
-      kernel_init: of the four projections; Flax's default by default.
-      out_kernel_init: of the last one; kernel_init by default.
+      kernel_init, out_kernel_init: of the four projections, Flax's default by default, and of the last one, by default the same.
       rngs: its `params` stream makes the parameters.
     """
 
@@ -80,6 +82,8 @@ class FlashAttention(nnx.Module):
         is_causal: bool = True,
         local_window_size: int | tuple[int, int] | None = None,
         logits_soft_cap: float | None = None,
+        dropout_rate: float = 0.0,
+        sinks: bool = False,
         use_bias: bool = False,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
@@ -92,7 +96,8 @@ class FlashAttention(nnx.Module):
         self.in_features, self.num_kv_heads, self.head_size = in_features, K, H
         self.in_kv_features = in_features if in_kv_features is None else in_kv_features
         self.rope_base, self.is_causal, self.local_window_size = rope_base, is_causal, local_window_size
-        self.logits_soft_cap, self.implementation = logits_soft_cap, implementation
+        self.logits_soft_cap, self.dropout_rate, self.deterministic = logits_soft_cap, dropout_rate, False
+        self.implementation = implementation
         self.cache_dtype = param_dtype if dtype is None else dtype
         self._check_options(N)
 
@@ -104,6 +109,7 @@ class FlashAttention(nnx.Module):
         self.out = linear((N, H), out_features or in_features, axis=(-2, -1), kernel_init=out_kernel_init or kernel_init)
         self.query_norm = nnx.RMSNorm(H, **types) if qk_norm else None
         self.key_norm = nnx.RMSNorm(H, **types) if qk_norm else None
+        self.sinks = nnx.Param(jnp.zeros(N, param_dtype)) if sinks else None
 
     @overload
     def __call__(
@@ -117,6 +123,8 @@ class FlashAttention(nnx.Module):
         lengths: Int[AnyArray, "B"] | None = None,
         kv_lengths: Int[AnyArray, "B"] | None = None,
         cache: None = None,
+        rngs: Rngs = None,
+        deterministic: bool | None = None,
     ) -> Float[Array, "B T Dout"]: ...
     @overload
     def __call__(
@@ -126,6 +134,8 @@ class FlashAttention(nnx.Module):
         mask: Shaped[AnyArray, "*#B #N #T #S"] | Mask | None = None,
         lengths: Int[AnyArray, "B"] | None = None,
         cache: KVCache,
+        rngs: Rngs = None,
+        deterministic: bool | None = None,
     ) -> tuple[Float[Array, "B T Dout"], KVCache]: ...
     def __call__(
         self,
@@ -138,6 +148,8 @@ class FlashAttention(nnx.Module):
         lengths=None,
         kv_lengths=None,
         cache=None,
+        rngs=None,
+        deterministic=None,
     ):
         """The T tokens of inputs_q attend to each other; to those of a cache, to which they are added; or to inputs_k.
 
@@ -153,6 +165,7 @@ class FlashAttention(nnx.Module):
             attention of the others is 0. Prompts of different lengths fill a cache in one call so.
           kv_lengths: int32 [B]: only the first kv_lengths[b] of inputs_k are real.
           cache: of `init_cache` or of the call before. Row b's tokens are at positions length[b], length[b] + 1, ...
+          rngs: for dropout, nnx.Rngs or a key; needed unless deterministic, by default the layer's attribute, is True.
 
         Returns:
           y [B, T, out_features]; with a cache, (y, the new cache). A token at position max_length or later finds no room:
@@ -174,6 +187,8 @@ class FlashAttention(nnx.Module):
             local_window_size=self.local_window_size,
             implementation=self.implementation,
             logits_soft_cap=self.logits_soft_cap,
+            sinks=None if self.sinks is None else self.sinks[...],
+            **self._dropout(rngs, self.deterministic if deterministic is None else deterministic),
         )
         if cache is None:
             kv_lengths = kv_lengths if is_cross else lengths
@@ -191,6 +206,13 @@ class FlashAttention(nnx.Module):
         # two arrays, not one twice, so that a jitted step may be given the cache's memory (donate_argnums)
         empty = lambda: jnp.zeros((batch, max_length, self.num_kv_heads, self.head_size), dtype)
         return KVCache(empty(), empty(), jnp.zeros(batch, jnp.int32))
+
+    def _dropout(self, rngs, deterministic) -> dict:
+        if deterministic or self.dropout_rate == 0:
+            return {}
+        if rngs is None:
+            raise ValueError("dropout needs rngs in training, nnx.Rngs(dropout=key) or a key; for evaluation call layer.eval().")
+        return dict(dropout_rate=self.dropout_rate, dropout_rng=rngs.dropout() if isinstance(rngs, nnx.Rngs) else rngs)
 
     def _project(self, inputs_q, inputs_k, inputs_v, positions):
         query, key, value = self.query(inputs_q), self.key(inputs_k), self.value(inputs_v)
@@ -246,6 +268,7 @@ class FlashAttention(nnx.Module):
         """Raises here what flash_attention would raise in the first call."""
         query, key = (jax.ShapeDtypeStruct((1, 1, heads, self.head_size), jnp.float32) for heads in (N, self.num_kv_heads))
         options = dict(local_window_size=self.local_window_size, logits_soft_cap=self.logits_soft_cap)
+        options |= dict(dropout_rate=self.dropout_rate, dropout_rng=jax.eval_shape(lambda: jax.random.key(0)))
         # whether an implementation can run a call is a matter of the call
         with contextlib.suppress(NotImplementedError):
             explain(query, key, key, is_causal=self.is_causal, implementation=self.implementation, **options)

@@ -75,6 +75,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--context", type=count_type, default=128, metavar="N", help="bytes a sequence")
     add("--learning-rate", type=positive, default=3e-3, metavar="X", help="its peak, from which a cosine falls to a tenth")
     add("--warmup", type=whole(0), metavar="N", help="steps to the peak (default: a fifteenth of all)")
+    add("--dropout", type=rate, default=0.0, metavar="X", help="rate of dropout: attention weights, embeddings, branches")
     add("--weight-decay", type=not_negative, default=0.1, metavar="X", help="AdamW's, for matrices")
     add("--clip", type=positive, default=1.0, metavar="X", help="largest norm of the gradient")
     add("--seed", type=int, default=0, metavar="N", help="of the parameters, the batches and the sample")
@@ -125,6 +126,12 @@ def whole(least: int):
 
 
 count_type, positive, not_negative = whole(1), number_type(float, 0, True), number_type(float, 0, False)
+
+
+def rate(text: str) -> float:
+    if not 0 <= (number := float(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be from 0 up to, not including, 1; got {text}")
+    return number
 
 
 def absolute(path: str) -> str:

@@ -19,6 +19,7 @@ def new_model(args):
         features=args.features,
         hidden_features=4 * args.features,
         tied=not args.untied,
+        dropout=args.dropout,
         implementation=args.attention,
         dtype=args.dtype,
     )
@@ -55,33 +56,35 @@ def new_state(args, parameters, optimizer) -> dict:
     )
 
 
-def loss_of(structure, parameters, windows):
-    """Mean nats a byte of windows [B, context + 1]."""
+def loss_of(structure, parameters, windows, key=None):
+    """Mean nats a byte of windows [B, context + 1]; with a key for dropout it is training."""
     import jax.numpy as jnp
     import optax
     from flax import nnx
 
     windows = windows.astype(jnp.int32)
-    logits = nnx.merge(structure, parameters)(windows[:, :-1])
+    rngs = None if key is None else nnx.Rngs(dropout=key)
+    logits = nnx.merge(structure, parameters)(windows[:, :-1], rngs=rngs)
     return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:]).mean()
 
 
-def loss_and_gradients(structure, parameters, windows, parts: int):
+def loss_and_gradients(structure, parameters, windows, parts: int, key=None):
     """Of all windows, taken in `parts` one after another."""
     import jax
     import jax.numpy as jnp
 
-    of = jax.value_and_grad(lambda parameters, windows: loss_of(structure, parameters, windows))
+    of = jax.value_and_grad(lambda parameters, windows, key: loss_of(structure, parameters, windows, key))
     if parts == 1:
-        return of(parameters, windows)
-    add = lambda sums, part: (jax.tree.map(jnp.add, sums, of(parameters, part)), None)
+        return of(parameters, windows, key)
+    add = lambda sums, part: (jax.tree.map(jnp.add, sums, of(parameters, *part)), None)
     zeros = jnp.float32(0), jax.tree.map(jnp.zeros_like, parameters)
-    sums, _ = jax.lax.scan(add, zeros, windows.reshape(parts, -1, windows.shape[-1]))
+    keys = None if key is None else jax.random.split(key, parts)
+    sums, _ = jax.lax.scan(add, zeros, (windows.reshape(parts, -1, windows.shape[-1]), keys))
     return jax.tree.map(lambda x: x / parts, sums)
 
 
 def train_step(args, structure, optimizer):
-    """step(state, text) -> state, loss. The batch follows from the seed and the number of the step alone."""
+    """step(state, text) -> state, loss. Batch and dropout follow from the seed and the number of the step alone."""
     import jax
     import jax.numpy as jnp
     import optax
@@ -90,7 +93,8 @@ def train_step(args, structure, optimizer):
         key = jax.random.fold_in(jax.random.key(args.seed), state["step"])
         starts = jax.random.randint(key, (args.batch, 1), 0, text.size - args.context)
         windows = text[starts + jnp.arange(args.context + 1)]
-        loss, gradients = loss_and_gradients(structure, state["parameters"], windows, args.accumulate)
+        dropout = jax.random.fold_in(key, 1) if args.dropout else None
+        loss, gradients = loss_and_gradients(structure, state["parameters"], windows, args.accumulate, dropout)
         updates, optimizer_state = optimizer.update(gradients, state["optimizer"], state["parameters"])
         new = dict(
             step=state["step"] + 1,

@@ -65,7 +65,7 @@ def forward(problem: Problem, tiles: Tiles, x: Operands):
         tiles=tiles,
         name="flash1_attention_forward",
     )
-    return o.astype(x.query.dtype), online_softmax.Statistics(m, l)
+    return (o if p.kept == 1 else o / p.kept).astype(x.query.dtype), online_softmax.Statistics(m, l)
 
 
 def _kernel(x: Operands, o_ref, l_ref, m_ref, *, problem: Problem, tiles: Tiles):
@@ -73,8 +73,8 @@ def _kernel(x: Operands, o_ref, l_ref, m_ref, *, problem: Problem, tiles: Tiles)
     columns = tile.head(o_ref, p.value_size)
 
     def start(row, _):
-        zeros = jnp.zeros(tiles.block_q, jnp.float32)
-        write(row, jnp.zeros((tiles.block_q, o_ref.shape[1]), jnp.float32), zeros, zeros + online_softmax.LOWEST)
+        m, l = tile.start(x, tiles.block_q)
+        write(row, jnp.zeros((tiles.block_q, o_ref.shape[1]), jnp.float32), l, m)
 
     def write(row, o, l, m):
         tile.store(tile.part(o_ref, row.slice), o, row.inside, columns)
@@ -93,6 +93,7 @@ def _kernel(x: Operands, o_ref, l_ref, m_ref, *, problem: Problem, tiles: Tiles)
             s = tile.scores(p, q, k, None)  # [bq, bk]
             s = jnp.where(view.sees(key, tile.dense(x.mask, (), row, key), True), s, -jnp.inf)
             prob, alpha, m, l_new = online_softmax.step(s, m, l)
+            prob = tile.dropped(p, x.seeds, (), row, key, prob)
             pv = tile.dot(prob.astype(v.dtype), jnp.where(view.reach(key, True)[:, None], v, 0))
             o = ((l * alpha)[:, None] * o + pv) / jnp.where(l_new == 0, 1.0, l_new)[:, None]
             write(row, o, l_new, m)
@@ -157,7 +158,8 @@ def _backward_kernel(x: Operands, do_ref, lse_ref, delta_ref, dq_ref, dk_ref, dv
             reach = view.reach(key, True)[:, None]
             k_, v_ = jnp.where(reach, k, 0), jnp.where(reach, v, 0)
             seen = view.sees(key, tile.dense(x.mask, (g,), row, key), True)
-            prob, ds = tile.gradients(p, rows, k_, v_, None, seen)  # [bq, bk]
+            drop = functools.partial(tile.dropped, p, x.seeds, (g,), row, key)
+            prob, ds = tile.gradients(p, rows, k_, v_, None, seen, drop)  # [bq, bk]
             ds = ds.astype(k.dtype)
             dq = tile.load(dq_ref.at[by_row], row.inside, columns) + p.scale * tile.dot(ds, k_)
             tile.store(tile.part(dq_ref, *by_row), dq, row.inside, columns)

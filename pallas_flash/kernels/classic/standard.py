@@ -124,10 +124,11 @@ def _softmax_kernel(x: Operands, s_ref, p_ref, m_ref, l_ref, *, problem: Problem
 
         return schedule.loop(0, schedule.ceil_div(problem.keys, tiles.block_k), load_and_step, carry)
 
-    m, l = (_online if tiles.online else _safe)(over_keys, tiles.block_q)
+    m, l = (_online if tiles.online else _safe)(over_keys, x, tiles.block_q)
 
     def write(key, s, _):
-        prob = online_softmax.finish(jnp.exp2(s - m[:, None]), l)
+        prob = online_softmax.finish(jnp.exp2(s - m[:, None]), l, problem.kept)
+        prob = tile.dropped(problem, x.seeds, (), row, key, prob)
         tile.store(tile.part(p_ref, None, key.slice), prob, row.inside, key.inside)
 
     over_keys(write, None)
@@ -135,17 +136,17 @@ def _softmax_kernel(x: Operands, s_ref, p_ref, m_ref, l_ref, *, problem: Problem
     tile.store(l_ref, l, row.inside)
 
 
-def _safe(over_keys, rows: int):
+def _safe(over_keys, x: Operands, rows: int):
     """The maximum m and the sum l of 2^(s - m) of each row, in a pass over the keys for each (algorithm 2)."""
-    zeros = jnp.zeros(rows, jnp.float32)
-    m = over_keys(lambda _, s, m: jnp.maximum(m, jnp.max(s, axis=1)), zeros + online_softmax.LOWEST)
-    return m, over_keys(lambda _, s, l: l + jnp.sum(jnp.exp2(s - m[:, None]), axis=1), zeros)
+    first, l = tile.start(x, rows)
+    m = over_keys(lambda _, s, m: jnp.maximum(m, jnp.max(s, axis=1)), first)
+    l = l if x.sinks is None else l * jnp.exp2(first - m)
+    return m, over_keys(lambda _, s, l: l + jnp.sum(jnp.exp2(s - m[:, None]), axis=1), l)
 
 
-def _online(over_keys, rows: int):
+def _online(over_keys, x: Operands, rows: int):
     """The same in one pass (algorithm 3)."""
-    zeros = jnp.zeros(rows, jnp.float32)
-    return over_keys(lambda _, s, carry: online_softmax.step(s, *carry)[2:], (zeros + online_softmax.LOWEST, zeros))
+    return over_keys(lambda _, s, carry: online_softmax.step(s, *carry)[2:], tile.start(x, rows))
 
 
 def _dp_kernel(x: Operands, do_ref, dp_ref, *, problem: Problem, tiles: Tiles):
@@ -154,7 +155,7 @@ def _dp_kernel(x: Operands, do_ref, dp_ref, *, problem: Problem, tiles: Tiles):
     view = tile.view(x.visibility, row, p.queries)
     do = _kept(tile.load(do_ref, row.inside, tile.head(do_ref, p.value_size)), view.live(row, True))
     v = _kept(tile.load(x.value, key.inside, tile.head(x.value, p.value_size)), view.reach(key, True))
-    tile.store(dp_ref, tile.dot_t(do, v), row.inside, key.inside)
+    tile.store(dp_ref, tile.dropped(p, x.seeds, (), row, key, tile.dot_t(do, v)), row.inside, key.inside)
 
 
 def _softmax_backward_kernel(x: Operands, s_ref, dp_ref, lse_ref, delta_ref, p_ref, ds_ref, *, problem: Problem, tiles: Tiles):
@@ -163,7 +164,7 @@ def _softmax_backward_kernel(x: Operands, s_ref, dp_ref, lse_ref, delta_ref, p_r
     dp = tile.load(dp_ref, row.inside, key.inside)
     lse, delta = tile.load(lse_ref, row.inside, other=jnp.inf), tile.load(delta_ref, row.inside)
     prob, ds = online_softmax.gradients(s, s > -jnp.inf, lse[..., None], dp, delta[..., None], problem.soft_cap)
-    tile.store(p_ref, prob, row.inside, key.inside)
+    tile.store(p_ref, tile.dropped(problem, x.seeds, (), row, key, prob), row.inside, key.inside)
     tile.store(ds_ref, ds, row.inside, key.inside)
 
 

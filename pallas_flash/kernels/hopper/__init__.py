@@ -18,6 +18,8 @@ def why_not(problem: Problem) -> str | None:
         return "it takes no bias and no dense mask"
     if p.visibility.where is not None:
         return "its loops go over intervals of blocks, which masks.Where has none of"
+    if p.dropped:
+        return "it takes no dropout: most instructions of its backward's step would make random bits"
     if max(p.head_size, p.value_size) > 256:
         return f"head sizes above 256 do not fit into registers; got H = {p.head_size}, Hv = {p.value_size}"
     if p.scale <= 0:

@@ -26,6 +26,7 @@ class Inputs(NamedTuple):
     v: jax.Array  # [B, S, K, value_width]
     blocks: jax.Array | None  # int32 [B or 1, query tiles, 4]: schedule.Blocks; None where the mask has no data
     own_blocks: jax.Array | None  # int32 [B or 1, ceil(T / 64), 4]: the same for the rows of each consumer
+    sinks: jax.Array | None  # [N], less what `scores_apart` leaves out
     visibility: Visibility  # its data by rows and keys only
 
 
@@ -58,7 +59,8 @@ def _inputs(p: Problem, t: Tiles, x: Operands) -> Inputs:
     if (reached := x.visibility.reached(jnp.arange(p.keys))) is not None:
         value = jnp.where(reached[:, :, None, None], value, 0)  # what is not seen has p = 0, and 0 * NaN is NaN
     q, k, v = tile.padded(x.query, t.width), tile.padded(x.key, t.width), tile.padded(value, t.value_width)
-    return Inputs(q, k, v, blocks, own_blocks, visibility)
+    sinks = None if x.sinks is None else x.sinks - (p.soft_cap or 0.0)
+    return Inputs(q, k, v, blocks, own_blocks, sinks, visibility)
 
 
 class Memory(NamedTuple):
@@ -115,8 +117,9 @@ def _kernel(program, x: Inputs, o_gmem, lse_gmem, memory: Memory, *, problem: Pr
         plgpu.barrier_wait(memory.q_full.at[own])
         mine = own_blocks.turned(blocks.last)
         sees = lambda t: view.sees((blocks.last - 1 - t) * tiles.block_k, (ROWS, tiles.block_k))
+        start = online_softmax.start(tile.rows(0.0), None if x.sinks is None else x.sinks[at.head])
         schedule.loop(0, mine.first, pass_by, None)
-        o, lse = _attend(q, k, v, turns, mine, sees, problem, tiles)
+        o, lse = _attend(q, k, v, turns, start, mine, sees, problem, tiles)
         schedule.loop(mine.last, blocks.last - blocks.first, pass_by, None)
         o_smem[...], lse_smem[...] = o.astype(q.dtype), lse
         tile.copy_out((wide, o_gmem.at[rows]), (lse_smem, lse_gmem.at[at.batch, at.head, pl.ds(first_row, ROWS)]))
@@ -137,10 +140,12 @@ def _own_blocks(
     return mine._replace(first=first, last=schedule.between(mine.last, first + 1, blocks.last)).clipped()
 
 
-def _attend(q, k: sync.Ring, v: sync.Ring, turns: sync.Turns, blocks: schedule.Blocks, sees, problem: Problem, tiles: Tiles):
+def _attend(
+    q, k: sync.Ring, v: sync.Ring, turns: sync.Turns, start, blocks: schedule.Blocks, sees, problem: Problem, tiles: Tiles
+):
     """o [64, value_width] of a consumer's queries, and their log2-sum-exp [64], less what `scores_apart` leaves out.
 
-    `blocks` are numbered as they come; sees(t) is which query sees which key of the t-th.
+    `start` is (m, l) before any key. `blocks` are numbered as they come; sees(t) is which query sees which key of the t-th.
     """
     shape = ROWS, tiles.block_k
 
@@ -160,7 +165,7 @@ def _attend(q, k: sync.Ring, v: sync.Ring, turns: sync.Turns, blocks: schedule.B
     s = tile.product(lambda acc: (tile.dot_t(acc, q, k.block(first)), turns.pass_on()), shape)  # [bq, bk]
     k.release(first)
     known_full = isinstance(last, int) and blocks.full_first <= first
-    p, _, m, l = softmax(s, first, tile.rows(online_softmax.LOWEST), tile.rows(0.0), not known_full)
+    p, _, m, l = softmax(s, first, *start, not known_full)
     await_v(first, late=False)
 
     def step(t, carry, masked):

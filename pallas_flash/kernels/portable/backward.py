@@ -64,7 +64,8 @@ def _dkv_kernel(x: Operands, do_ref, lse_ref, delta_ref, blocks_ref, dk_ref, dv_
             refs = tile.Rows(x.query.at[by_row], do_ref.at[by_row], lse_ref.at[by_head], delta_ref.at[by_head])
             rows = refs.load(p, row, view.live(row, masked))
             seen = view.sees(key, tile.dense(x.mask, (g,), row, key), masked)
-            prob, ds = tile.gradients(p, rows, k, v, tile.dense(x.bias, (g,), row, key), seen)  # [bq, bk]
+            drop = functools.partial(tile.dropped, p, x.seeds, (g,), row, key)
+            prob, ds = tile.gradients(p, rows, k, v, tile.dense(x.bias, (g,), row, key), seen, drop)  # [bq, bk]
             return dk + tile.t_dot(ds.astype(k.dtype), rows.q), dv + tile.t_dot(prob.astype(k.dtype), rows.do)
 
         if lists is None:
@@ -103,7 +104,8 @@ def _dq_kernel(x: Operands, do_ref, lse_ref, delta_ref, dq_ref, *, problem: Prob
         key = tile.span(j, tiles.block_k, p.keys, bounded=masked)
         k, v = tile.keys_and_values(p, x.key.at[key.slice], x.value.at[key.slice], view.reach(key, masked))
         seen = view.sees(key, tile.dense(x.mask, (), row, key), masked)
-        _, ds = tile.gradients(p, rows, k, v, tile.dense(x.bias, (), row, key), seen)  # [bq, bk]
+        drop = functools.partial(tile.dropped, p, x.seeds, (), row, key)
+        _, ds = tile.gradients(p, rows, k, v, tile.dense(x.bias, (), row, key), seen, drop)  # [bq, bk]
         return dq + tile.dot(ds.astype(k.dtype), k)
 
     dq = view.blocks(tiles.block_k).visit(step, jnp.zeros(dq_ref.shape, jnp.float32))
@@ -155,7 +157,8 @@ def _dbias_kernel(x: Operands, do_ref, lse_ref, delta_ref, dbias_ref, *, problem
             at = (b, key.slice, lax.div(n, p.group) if N > 1 else tile.FIRST)
             k, v = tile.keys_and_values(p, x.key.at[at], x.value.at[at], view.reach(key, True))
             seen = view.sees(key, tile.dense(x.mask, (b, n), row, key), True)
-            _, ds = tile.gradients(p, rows, k, v, tile.dense(x.bias, (b, n), row, key), seen)
+            drop = functools.partial(tile.dropped, p, x.seeds, (b, n), row, key)
+            _, ds = tile.gradients(p, rows, k, v, tile.dense(x.bias, (b, n), row, key), seen, drop)
             ds = jnp.sum(ds, 0, keepdims=True) if broadcast_q else ds
             return dbias + (jnp.sum(ds, 1, keepdims=True) if broadcast_k else ds)
 

@@ -62,11 +62,11 @@ def _kernel(x: Operands, o_ref, m_ref, l_ref, *, problem: Problem, tiles: Tiles)
         seen = view.sees(key, tile.dense(x.mask, (), row, key), masked)
         s = s if seen is None else jnp.where(seen, s, -jnp.inf)
         prob, alpha, m, l = online_softmax.step(s, m, l)
+        prob = tile.dropped(p, x.seeds, (), row, key, prob)
         return o * alpha[:, None] + tile.dot(prob.astype(v.dtype), v), m, l
 
-    zeros = jnp.zeros(tiles.block_q, jnp.float32)
-    start = jnp.zeros(o_ref.shape, jnp.float32), zeros + online_softmax.LOWEST, zeros
+    start = jnp.zeros(o_ref.shape, jnp.float32), *tile.start(x, tiles.block_q)
     o, m, l = view.blocks(tiles.block_k).visit(step, start)
-    tile.store(o_ref, online_softmax.finish(o, l), row.inside, tile.head(o_ref, p.value_size))
+    tile.store(o_ref, online_softmax.finish(o, l, p.kept), row.inside, tile.head(o_ref, p.value_size))
     tile.store(m_ref, m, row.inside)
     tile.store(l_ref, l, row.inside)

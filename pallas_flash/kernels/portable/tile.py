@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_flash import online_softmax, schedule
+from pallas_flash import dropout, online_softmax, schedule
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.kernels.portable import predicate
 from pallas_flash.kernels.portable.tuning import Tiles, power_of_two
@@ -188,22 +188,37 @@ class Rows(NamedTuple):
         return Rows(q, do, load(self.lse, row.inside, other=jnp.inf), load(self.delta, row.inside))
 
 
+def start(x: Operands, rows: int):
+    """m and l [rows] of one head before any key."""
+    return online_softmax.start(jnp.zeros(rows, jnp.float32), None if x.sinks is None else x.sinks[...])
+
+
 def scores(problem: Problem, q, k, bias):
     """[rows, keys], in units of log 2."""
     return online_softmax.scores(dot_t(q, k), bias, problem.scale, problem.soft_cap)
 
 
-def gradients(problem: Problem, rows: Rows, k, v, bias, seen):
-    """P and dS [rows, keys]."""
-    s = scores(problem, rows.q, k, bias)
-    return online_softmax.gradients(s, seen, rows.lse[..., None], dot_t(rows.do, v), rows.delta[..., None], problem.soft_cap)
+def dropped(problem: Problem, seeds, lead: tuple, row: Span, key: Span, x):
+    """x [rows, keys] with 0 where dropout drops the weight; `lead` indexes the axes of `seeds` before the last."""
+    if seeds is None:
+        return x
+    first, second = (seeds[(*lead, np.int32(i))] for i in range(2))
+    kept = dropout.keeps(problem.dropped, first, second, row.index[:, None], key.index[None, :])
+    return jnp.where(kept, x, 0.0)
+
+
+def gradients(problem: Problem, rows: Rows, k, v, bias, seen, drop):
+    """P, of which drop(P) is left, and dS [rows, keys]."""
+    s, dp = scores(problem, rows.q, k, bias), drop(dot_t(rows.do, v))
+    p, ds = online_softmax.gradients(s, seen, rows.lse[..., None], dp, rows.delta[..., None], problem.soft_cap)
+    return drop(p), ds
 
 
 class Layout(NamedTuple):
     """How the axes of the operands are cut into blocks: for each letter a block size (None: one entry, without the axis), and
     from the grid's indices the number of the block (0 for a letter left out).
 
-    b n k batch and heads, t s rows and keys, h v head sizes; B T S the axes of a mask's data.
+    b n k batch and heads, t s rows and keys, h v head sizes; B T S the axes of a mask's data; c the seeds of a head.
     """
 
     sizes: dict[str, int | None]
@@ -228,7 +243,9 @@ class Layout(NamedTuple):
         visibility = visibility.narrow(Visibility.BY_QUERY, lambda _: self.spec("BT"))
         visibility = visibility.narrow(Visibility.BY_KEY, lambda _: self.spec("BS"))
         visibility = dataclasses.replace(visibility, where=predicate.specs(self, visibility.where))
-        return Operands(self.spec("btnh"), self.spec("bskh"), self.spec("bskv"), dense(x.bias), dense(x.mask), visibility)
+        qkv, sinks = (self.spec("btnh"), self.spec("bskh"), self.spec("bskv")), None if x.sinks is None else self.spec("n")
+        seeds = None if x.seeds is None else self.spec("bnc")
+        return Operands(*qkv, dense(x.bias), sinks, dense(x.mask), visibility, seeds)
 
 
 def layout(problem: Problem, tiles: Tiles, index, **sizes: int | None) -> Layout:
@@ -237,7 +254,7 @@ def layout(problem: Problem, tiles: Tiles, index, **sizes: int | None) -> Layout
     whole = lambda length, size: schedule.ceil_div(length, size) * size
     T, S = whole(p.queries, tiles.block_q), whole(p.keys, tiles.block_k)
     wide = dict(h=power_of_two(p.head_size), v=power_of_two(p.value_size))
-    return Layout(dict(b=None, n=None, k=None, t=T, s=S, B=1, T=p.queries, S=S) | wide | sizes, index)
+    return Layout(dict(b=None, n=None, k=None, t=T, s=S, B=1, T=p.queries, S=S, c=2) | wide | sizes, index)
 
 
 def launch(kernel, args, *, grid, in_specs, out_specs, out_shape, tiles: Tiles, name: str):

@@ -1,0 +1,204 @@
+"""Dropout: the mask is as random as chance, the same everywhere, and what is dropped is dropped in the gradients too."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import Sizes, bias, qkv
+from check import TOLERANCE, close
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from selection import whole_but
+
+from pallas_flash import blockwise, dropout, dropout_mask, explain, flash_attention
+from pallas_flash.kernels import portable
+from pallas_flash.kernels.classic import flash1, standard
+from pallas_flash.kernels.portable.tuning import AllTiles, Tiles
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+ALL = ("reference", "blockwise", "portable", "flash1", "standard")
+KEY = jax.random.key(7)
+
+
+# ---- the mask
+
+
+@functools.cache
+def masks(keys=20, heads=2, length=512):
+    """[key, head, T, S] with mean 0 and deviation 1, at a rate of 26 in 256."""
+    mask = jax.vmap(lambda key: dropout_mask(key, 0.1, (heads, length, length)))
+    kept = 1 - 26 / 256
+    return (np.asarray(mask(jax.random.split(jax.random.key(0), keys)), np.float32) - kept) / (kept * (1 - kept)) ** 0.5
+
+
+def deviations(x):
+    """How many standard deviations the mean of independent x [key, ...] is off, for the worst key."""
+    return np.abs(x.mean(tuple(range(1, x.ndim)))).max() * x[0].size ** 0.5
+
+
+SUMS = {  # of the masks of 20 keys, numbers with mean 0 and deviation 1
+    "of a head": lambda x: x.reshape(40, -1),
+    "of a row": lambda x: x.reshape(-1, 512),
+    "of a column": lambda x: x.swapaxes(2, 3).reshape(-1, 512),
+    "the squares of the rows' sums": lambda x: (np.square(x.sum(3)) / 512 - 1) / 2**0.5,
+    "the squares of the columns' sums": lambda x: (np.square(x.sum(2)) / 512 - 1) / 2**0.5,
+    "of two heads": lambda x: x[:, 0] * x[:, 1],
+    "of two keys": lambda x: x * np.roll(x, 1, axis=0),
+    "of corners": lambda x: x[..., 1:, 1:] * x[..., :-1, :-1] * x[..., 1:, :-1] * x[..., :-1, 1:],
+    **{f"of rows {n} apart": lambda x, n=n: x[..., n:, :] * x[..., :-n, :] for n in (1, 8, 16, 64, 128)},
+    **{f"of columns {n} apart": lambda x, n=n: x[..., n:] * x[..., :-n] for n in (1, 8, 16, 64, 128)},
+    **{f"of diagonals {n} apart": lambda x, n=n: x[..., n:, n:] * x[..., :-n, :-n] for n in (1, 8, 64)},
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_the_mask_is_as_random_as_chance(name):
+    assert deviations(SUMS[name](masks())) < 5
+
+
+def test_far_rows_and_columns_are_independent_beyond_16_bits():
+    """What a counter of 16 bits each would repeat."""
+    first, second = (np.uint32(x) for x in (123456789, 987654321))
+    near, far = jnp.arange(512), jnp.arange(512) + 2**16
+    of = lambda row, column: np.asarray(dropout.keeps(128, first, second, row[:, None], column), np.float32) * 2 - 1
+    for other in (of(far, near), of(near, far), of(far, far)):
+        assert deviations((of(near, near) * other)[None]) < 5
+
+
+@pytest.mark.parametrize("rate, dropped", [(0.001, 1), (0.1, 26), (0.5, 128), (0.999, 255)])
+def test_the_rate_is_taken_to_the_nearest_of_256_that_drops_some_and_not_all(rate, dropped):
+    mask = np.asarray(dropout_mask(KEY, rate, (512, 512)))
+    p = dropped / 256
+    assert abs(mask.mean() - (1 - p)) < 5 * (p * (1 - p)) ** 0.5 / 512
+
+
+def of_tiles(monkeypatch, block_q, block_k):
+    t = Tiles(block_q, block_k)
+    monkeypatch.setattr(blockwise, "tiles", lambda p: blockwise.Tiles(min(block_q, p.queries), min(block_k, p.keys), 1, p.dtype))
+    monkeypatch.setattr(portable, "tiles", lambda p: AllTiles(t, t, t))
+    monkeypatch.setattr(flash1, "tiles", lambda p: flash1.Tiles(block_q, block_k))
+    monkeypatch.setattr(standard, "tiles", lambda p: standard.Tiles(block_q, block_k))
+
+
+def seen_through(implementation, key, T=37, S=53, B=2, N=2, **kw):
+    """The mask of forward and backward: with equal weights and v = 1, o is P, and dv is P^T where do = 1."""
+    q, k = np.zeros((B, T, N, 8), np.float32), np.zeros((B, S, 1, 8), np.float32)
+    v = np.broadcast_to(np.eye(S, dtype=np.float32)[:, None], (B, S, 1, S))
+    do = np.broadcast_to(np.eye(T, S, dtype=np.float32)[:, None], (B, T, N, S))
+
+    @jax.jit
+    def both(v):
+        return jax.vjp(
+            lambda v: flash_attention(q, k, v, dropout_rate=0.3, dropout_rng=key, implementation=implementation, **kw), v
+        )
+
+    o, vjp = both(v)
+    return np.moveaxis(np.asarray(o) > 0, 2, 1), np.moveaxis(np.asarray(vjp(do)[0])[:, :, 0, :T], 1, 2)
+
+
+@pytest.mark.parametrize("tiles", [(16, 16), (32, 64), (64, 32)], ids=str)
+@pytest.mark.parametrize("implementation", ALL)
+def test_every_implementation_drops_the_same_weights_for_every_size_of_tile(implementation, tiles, monkeypatch):
+    of_tiles(monkeypatch, *tiles)
+    expected = np.asarray(dropout_mask(KEY, 0.3, (2, 2, 37, 53)))
+    forward, backward = seen_through(implementation, KEY)
+    np.testing.assert_array_equal(forward, expected)
+    kept = 1 - 77 / 256
+    np.testing.assert_allclose(backward, expected.sum(1) / (53 * kept), atol=1e-6)
+
+
+# ---- results and gradients
+
+
+def dense(q, k, v, b, mask):
+    """Attention with dropout, causal with an offset of 20, in a few lines; and its lse."""
+    k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+    s = jnp.einsum("btnh,bsnh->bnts", q, k, precision="highest") * q.shape[3] ** -0.5 + b
+    s = jnp.where(jnp.arange(s.shape[3]) <= jnp.arange(s.shape[2])[:, None] + 20, s, -jnp.inf)
+    p = jnp.where(mask, jax.nn.softmax(s) / (1 - 77 / 256), 0)
+    return jnp.einsum("bnts,bsnh->btnh", p, v, precision="highest"), jnp.swapaxes(jax.nn.logsumexp(s, axis=-1), 1, 2)
+
+
+@pytest.mark.parametrize("implementation", ALL)
+def test_output_lse_and_gradients_are_those_of_a_dense_mask(implementation, rng, monkeypatch):
+    of_tiles(monkeypatch, 16, 32)
+    z = Sizes()
+    q, k, v = qkv(rng, z)
+    b = np.zeros((1, 1, 1, 1), np.float32) if implementation == "flash1" else bias(rng, "1N1S", z)
+    mask = dropout_mask(KEY, 0.3, (z.B, z.N, z.T, z.S))
+
+    def ours(q, k, v, b):
+        options = dict(is_causal=True, query_offset=20, return_residual=True, implementation=implementation)
+        b = None if implementation == "flash1" else b
+        return flash_attention(q, k, v, b, dropout_rate=0.3, dropout_rng=KEY, **options)
+
+    def results(f):
+        def loss(*x):
+            o, lse = f(*x)
+            return jnp.sum(jnp.sin(o)) + jnp.sum(jnp.cos(lse)), (o, lse)
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True))(q, k, v, b)
+
+    for a, e in zip(jax.tree.leaves(results(ours)), jax.tree.leaves(results(lambda *x: dense(*x, mask))), strict=True):
+        if implementation != "flash1" or a.shape != b.shape:
+            close(a, e, TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize("implementation", whole_but(["blockwise", "portable"], "blockwise"))
+def test_half_precision_is_as_exact_as_its_dtype(implementation, rng, small_tiles):
+    q, k, v = qkv(rng, Sizes(H=32, Hv=16), jnp.bfloat16)
+    attend = lambda name: lambda *x: flash_attention(*x, dropout_rate=0.1, dropout_rng=KEY, is_causal=True, implementation=name)
+    run = lambda f, *x: jax.jit(jax.value_and_grad(lambda *x: jnp.sum(jnp.sin(f(*x).astype(jnp.float32))), argnums=(0, 1, 2)))(*x)
+    exact = run(attend("reference"), *(x.astype(np.float32) for x in (q, k, v)))
+    for a, e in zip(jax.tree.leaves(run(attend(implementation), q, k, v)), jax.tree.leaves(exact), strict=True):
+        close(a, e, TOLERANCE["bfloat16"])
+
+
+@pytest.mark.parametrize("implementation", whole_but(["blockwise", "portable"], "portable"))
+def test_vmap_over_keys_equals_a_loop_with_gradients(implementation, rng, small_tiles):
+    q, k, v = qkv(rng, Sizes(T=19, S=23, N=2, K=1, H=8, Hv=8))
+    keys = jax.random.split(KEY, 2)
+    attend = lambda q, key: flash_attention(q, k, v, dropout_rate=0.2, dropout_rng=key, implementation=implementation)
+    loss = jax.value_and_grad(lambda q, key: jnp.sum(jnp.sin(attend(q, key))))
+    together = jax.jit(jax.vmap(loss, in_axes=(None, 0)))(q, keys)
+    alone = [jax.jit(loss)(q, key) for key in keys]
+    for a, e in zip(jax.tree.leaves(together), jax.tree.leaves(jax.tree.map(lambda *x: jnp.stack(x), *alone)), strict=True):
+        close(a, e, 5e-6)
+
+
+@pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices; conftest asks for them on a CPU")
+@pytest.mark.parametrize("implementation", ["reference", "blockwise", "portable"])
+def test_on_a_mesh_of_eight_the_same_weights_are_dropped(implementation, small_tiles):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    T, S, B, N = 19, 23, 4, 4
+    q = jax.device_put(np.zeros((B, T, N, 8), np.float32), NamedSharding(mesh, P("data", None, "model")))
+    k = np.zeros((B, S, 2, 8), np.float32)
+    v = np.broadcast_to(np.eye(S, dtype=np.float32)[:, None], (B, S, 2, S))
+    o = jax.jit(lambda q, key: flash_attention(q, k, v, dropout_rate=0.3, dropout_rng=key, implementation=implementation))(q, KEY)
+    assert jax.typeof(o).sharding.spec[0] == "data"
+    np.testing.assert_array_equal(np.moveaxis(np.asarray(o) > 0, 2, 1), dropout_mask(KEY, 0.3, (B, N, T, S)))
+
+
+# ---- arguments
+
+
+def test_raw_and_typed_keys_give_the_same_and_other_keys_another_mask(rng):
+    q, k, v = qkv(rng, Sizes(T=19, S=23))
+    attend = lambda key: np.asarray(flash_attention(q, k, v, dropout_rate=0.3, dropout_rng=key, implementation="reference"))
+    np.testing.assert_array_equal(attend(KEY), attend(jax.random.key_data(KEY)))
+    assert not np.array_equal(attend(KEY), attend(jax.random.fold_in(KEY, 0)))
+
+
+def test_a_rate_of_zero_is_the_program_without_dropout(rng):
+    q, k, v = qkv(rng, Sizes())
+    program = lambda **kw: str(jax.make_jaxpr(lambda q: flash_attention(q, k, v, **kw))(q))
+    assert program() == program(dropout_rate=0.0, dropout_rng=KEY) == program(dropout_rate=0)
+    assert program() != program(dropout_rate=0.1, dropout_rng=KEY)
+
+
+def test_explain_says_the_rate_that_is_taken():
+    q = jax.ShapeDtypeStruct((2, 5, 4, 8), jnp.bfloat16)
+    text = explain(q, q, q, dropout_rate=0.1, dropout_rng=KEY, sinks=jnp.ones(4))
+    assert "sinks, dropout 0.1016" in str(text) and "dropout" in text.why_not["hopper"]
