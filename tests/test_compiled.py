@@ -62,6 +62,7 @@ class Row(NamedTuple):
     instructions: int  # of a step without a mask; 5% more are let pass
     under_products: float = 0.9  # at least this part of the exponentials, in the loop without a mask
     deterministic: bool | None = None
+    straight: int = 0  # masked blocks that are known to be one: no loop
 
 
 LOOPS = [
@@ -84,10 +85,10 @@ LOOPS = [
     Row("forward", (128, 64), "causal", 437),
     Row("forward", (128, 256), "causal", 382),
     Row("forward", (192, 192), "causal", 362),
-    Row("dk_dv", (192, 192), "causal", 416),
+    Row("dk_dv", (192, 192), "causal", 416, straight=1),
     Row("dq", (192, 192), "causal", 391),
     Row("forward", (192, 128), "causal", 482),
-    Row("dk_dv", (192, 128), "causal", 395),
+    Row("dk_dv", (192, 128), "causal", 395, straight=1),
     Row("dq", (192, 128), "causal", 378),
     Row("forward", 256, "documents", 418),
     Row("dk_dv", 256, "documents", 448),
@@ -109,7 +110,7 @@ def test_the_loops_are_tight(call):
     for name, row in rows.items():
         kernel = kernels[name]
         loops = kernel["loops"]
-        assert len(loops) == count, kernel
+        assert len(loops) == count - row.straight, kernel
         assert kernel["warnings"] == {}, "products wait for each other"
         assert not any(loop["kinds"]["spill"] for loop in loops), kernel
         unmasked = min(loops, key=lambda loop: loop["instructions"])
