@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_flash import arguments, autodiff, checks, selfcheck, sharding
+from pallas_flash import arguments, autodiff, checks, partition, selfcheck, sharding
 from pallas_flash.masks import Mask
 
 AnyArray = Array | np.ndarray
@@ -182,7 +182,7 @@ def flash_attention(
 def _attend(implementation, **call):
     problem, operands = arguments.normalise(**call)
     choice = sharding.under_vmap(selfcheck.choose(problem, implementation), operands.query)
-    o, lse = autodiff.attend(problem, choice, operands)
+    o, lse = autodiff.attend(problem, partition.under_jit(choice, operands), operands)
     rows = np.shape(call["query"])[:-1]
     return o.reshape(*rows, problem.value_size), jnp.swapaxes(lse, 1, 2).reshape(rows)
 

@@ -29,6 +29,7 @@ ORDER = [
     "accounting.observation.memory",
     "accounting.observation.walk",
     "attention",
+    "partition",
     "sharding",
     "selfcheck",
     "records",

@@ -1,0 +1,249 @@
+"""jit over a mesh with Auto axes: XLA's partitioner, which cannot look into a kernel, is told what each device computes of it.
+
+Batch rows and heads may lie on axes of the mesh, and all else is whole on each device. The partitioner says where they lie; each
+device then has a Problem of its own, and what devices share of a gradient is summed.
+"""
+
+import dataclasses
+import hashlib
+import math
+import re
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax._src import custom_partitioning, dispatch  # where jax's own attention has them from: there is no public place
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pallas_flash.arguments import Operands, Problem
+from pallas_flash.backends import Backend, Choice
+from pallas_flash.sharding import count, names
+from pallas_flash.visibility import Visibility
+
+LETTERS = dict(query="BTNH", key="BSKH", value="BSKV", bias="BNTS", mask="BNTS")
+ROWS = "BNT"  # of statistics
+SPREAD = "BNK"  # along these an array may lie on the mesh, and along each axis of a vmap
+
+
+class Part(NamedTuple):
+    """A forward or a backward without its arrays, hashable: the parameter of the primitive."""
+
+    backend: Backend
+    is_forward: bool
+    problem: Problem
+    tiles: Any
+    tree: Any  # of the arrays
+    letters: tuple[str, ...]  # of each array's axes, "." where one is broadcast
+    results: tuple[str, ...]  # the same of what comes out
+    shapes: tuple[jax.ShapeDtypeStruct, ...]  # of what comes out
+    digest: str  # of what is computed
+    maps: tuple[tuple[int | None, ...], ...] = ()  # in_axes of the vmaps around, the innermost first
+
+    def run(self, *leaves):
+        operands, *rest = jax.tree.unflatten(self.tree, leaves)
+        return jax.tree.leaves(self._half(self.problem, self.tiles, operands, *rest))
+
+    def run_apart(self, axes: dict[str, Any], mesh, *leaves):
+        """`run` on one device: the batch rows B and the heads N lie on these axes of the mesh."""
+        operands, *rest = jax.tree.unflatten(self.tree, leaves)
+        batch, heads = operands.query.shape[0], operands.query.shape[2]
+        whole = self.problem.kv_heads == operands.key.shape[2] and count(axes.get("N"), mesh) > 1
+        mine = _own_keys(self.problem, heads, axes["N"]) if whole else None
+        local = operands if mine is None else operands._replace(key=operands.key[:, :, mine], value=operands.value[:, :, mine])
+        local = _numbered(local, axes, batch, heads)
+        problem = _problem_of(self.problem, local)
+        results = jax.tree.leaves(self._half(problem, self.backend.tiles(problem), local, *rest))
+        if self.is_forward:
+            return results
+        if whole:  # of all key heads, the gradient of its own
+            results[1:3] = (
+                jnp.zeros_like(x).at[:, :, mine].add(dx) for x, dx in zip(operands[1:3], results[1:3], strict=True)
+            )
+        return [_summed(x, letters, axes, whole) for x, letters in zip(results, self.results, strict=True)]
+
+    @property
+    def _half(self):
+        return self.backend.forward if self.is_forward else self.backend.backward
+
+    def mapped(self, f):
+        for in_axes in self.maps:
+            f = jax.vmap(f, in_axes)
+        return f
+
+
+def _own_keys(problem: Problem, heads: int, axis):
+    """The key heads of this device's query heads, each for as many of them as share it on every device."""
+    step = math.gcd(heads, problem.group)
+    return (lax.axis_index(names(axis)) * heads + jnp.arange(0, heads, step)) // problem.group
+
+
+def _numbered(operands: Operands, axes, batch: int, heads: int) -> Operands:
+    """The operands with this device's numbers of batch rows and heads, where a rule of the mask asks for them."""
+    visibility, where = operands.visibility, operands.visibility.where
+    if where is None:
+        return operands
+
+    def number(known, asked, letter, n):
+        axis = names(axes.get(letter))
+        return lax.axis_index(axis) * n + jnp.arange(n, dtype=jnp.int32) if asked and axis and known is None else known
+
+    b = number(where.batch, where.rule.reads_batch, "B", batch)
+    h = number(where.head, where.rule.reads_head, "N", heads)
+    where = dataclasses.replace(where, batch=b, head=h)
+    return operands._replace(visibility=dataclasses.replace(visibility, where=where))
+
+
+def _problem_of(problem: Problem, x: Operands) -> Problem:
+    shape = lambda a: None if a is None else a.shape
+    return dataclasses.replace(
+        problem,
+        batch=x.query.shape[0],
+        heads=x.query.shape[2],
+        kv_heads=x.key.shape[2],
+        bias=shape(x.bias),
+        mask=shape(x.mask),
+        visibility=jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), x.visibility),
+    )
+
+
+def _summed(x, letters: str, axes, whole_keys: bool):
+    """A gradient, added up over the devices that hold the same array."""
+    letters = letters if whole_keys else letters.replace("K", "N")
+    over = [name for letter in "BN" if letter not in letters for name in names(axes.get(letter))]
+    return lax.psum(x, tuple(over)) if over else x
+
+
+def under_jit(choice: Choice, operands: Operands) -> Choice:
+    """The choice for operands on a mesh with Auto axes; one of plain JAX the partitioner can look into."""
+    meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(operands)] + [jax.sharding.get_abstract_mesh()]
+    kinds = {kind for mesh in meshes for kind in mesh.axis_types}
+    if not choice.backend.own_kernels or kinds != {AxisType.Auto} or all(mesh.size == 1 for mesh in meshes):
+        return choice
+    return choice._replace(backend=_partitioned(choice.backend))
+
+
+def _partitioned(backend: Backend) -> Backend:
+    return backend._replace(forward=_Half(backend, True), backward=_Half(backend, False))
+
+
+class _Half(NamedTuple):
+    backend: Backend
+    is_forward: bool
+
+    def __call__(self, problem: Problem, tiles, operands: Operands, *rest):
+        letters = _letters(problem, operands)
+        leaves, tree = jax.tree.flatten((operands, *rest))
+        half = self.backend.forward if self.is_forward else self.backend.backward
+        run = lambda *leaves: half(problem, tiles, *jax.tree.unflatten(tree, leaves))
+        traced, out = jax.make_jaxpr(run, return_shape=True)(*leaves)
+        shapes, out_tree = jax.tree.flatten(out)
+        inputs = *jax.tree.leaves(letters), *(() if self.is_forward else ("BTNV", ROWS, "BTNV", ROWS))
+        results = ("BTNV", ROWS, ROWS) if self.is_forward else jax.tree.leaves(letters[:4])
+        digest = hashlib.sha256(re.sub("0x[0-9a-f]+", "", f"{problem!r} {traced}").encode()).hexdigest()
+        shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in shapes)
+        part = Part(*self, problem, tiles, tree, inputs, tuple(results[: len(shapes)]), shapes, digest)
+        return jax.tree.unflatten(out_tree, attention_p.bind(*leaves, part=part))
+
+
+def _letters(problem: Problem, operands: Operands) -> Operands:
+    """The operands with a letter for each axis in place of each array."""
+    full = dict(B=problem.batch, N=problem.heads, K=problem.kv_heads)
+    of = lambda x, letters: "".join(
+        c if n == full.get(c, n) else "." for c, n in zip(letters.ljust(x.ndim, "."), x.shape, strict=True)
+    )
+    visibility = operands.visibility
+    for fields, letters in (Visibility.BY_BATCH, "B"), (Visibility.BY_QUERY, "BT"), (Visibility.BY_KEY, "BS"):
+        visibility = visibility.narrow(fields, lambda x, letters=letters: of(x, letters))
+    if (where := visibility.where) is not None:
+        by = dict(batch="B", head="N", kinds="BN", offset="B")
+        known = {name: of(x, by[name]) for name in by if hasattr(x := getattr(where, name), "ndim")}
+        where = dataclasses.replace(where, arrays=tuple(of(x, "") for x in where.arrays), **known)
+        visibility = dataclasses.replace(visibility, where=where)
+    there = {name: of(x, letters) for name, letters in LETTERS.items() if (x := getattr(operands, name)) is not None}
+    return operands._replace(visibility=visibility, **there)
+
+
+attention_p = Primitive("flash_attention")
+attention_p.multiple_results = True
+dispatch.prim_requires_devices_during_lowering.add(attention_p)
+
+
+@attention_p.def_impl
+def _whole(*leaves, part: Part):
+    return part.mapped(part.run)(*leaves)
+
+
+@attention_p.def_abstract_eval
+def _abstract(*leaves, part: Part):
+    mesh = next((x.sharding.mesh for x in leaves if not x.sharding.mesh.empty), None)
+    like = leaves[0].update(weak_type=False)
+    placed = lambda x: like.sharding if mesh is None else NamedSharding(mesh, P(*[None] * len(x.shape)))
+    return [like.update(shape=x.shape, dtype=x.dtype, sharding=placed(x)) for x in part.shapes]
+
+
+def _batch(leaves, axes, *, part: Part):
+    is_mapped = [axis is not batching.not_mapped for axis in axes]
+    leaves = [jnp.moveaxis(x, axis, 0) if m else x for x, axis, m in zip(leaves, axes, is_mapped, strict=True)]
+    size = next(x.shape[0] for x, m in zip(leaves, is_mapped, strict=True) if m)
+    letter = chr(ord("a") + len(part.maps))
+    part = part._replace(
+        letters=tuple(letter * m + letters for m, letters in zip(is_mapped, part.letters, strict=True)),
+        results=tuple(letter + letters for letters in part.results),
+        shapes=tuple(jax.ShapeDtypeStruct((size, *x.shape), x.dtype) for x in part.shapes),
+        maps=(*part.maps, tuple(0 if m else None for m in is_mapped)),
+    )
+    return attention_p.bind(*leaves, part=part), [0] * len(part.shapes)
+
+
+batching.primitive_batchers[attention_p] = _batch
+
+
+def _lower(ctx, *leaves, part: Part):
+    on_mesh = getattr(ctx.module_context.axis_context, "abstract_mesh", None) is not None
+    if not on_mesh or ctx.module_context.lowering_parameters.for_export:  # what is exported may not call back
+        return mlir.lower_fun(lambda *leaves: _whole(*leaves, part=part), multiple_results=True)(ctx, *leaves)
+    call = custom_partitioning.custom_partitioning(lambda *leaves: _whole(*leaves, part=part))
+    call.def_partition(lambda *args: _partition(part, *args), sharding_rule=_rule(part))
+    results = mlir.lower_fun(call, multiple_results=True)(ctx, *leaves)
+    return results
+
+
+mlir.register_lowering(attention_p, _lower)
+
+
+def _rule(part: Part) -> str:
+    """Shardy's rule: an axis of a letter that may be spread lies where all of that letter lie."""
+    same_heads = part.problem.kv_heads == part.problem.heads
+    number = iter(range(10**6))
+
+    def factors(letters):
+        letters = letters.replace("K", "N") if same_heads else letters
+        return " ".join(c if c in SPREAD or c.islower() else f"whole{next(number)}" for c in letters)
+
+    return ", ".join(map(factors, part.letters)) + " -> " + ", ".join(map(factors, part.results))
+
+
+def _partition(part: Part, mesh, arrays, results):
+    axes = _axes(part, mesh, arrays, results)
+    keys_fit = part.problem.kv_heads % count(axes.get("N"), mesh) == 0
+    axis_of = lambda c: axes.get("N" if c == "K" and keys_fit else c)
+    placed = lambda letters: NamedSharding(mesh, P(*map(axis_of, letters)))
+    run = part.mapped(lambda *leaves: part.run_apart(axes, mesh, *leaves))
+    return mesh, run, list(map(placed, part.results)), tuple(map(placed, part.letters))
+
+
+def _axes(part: Part, mesh, arrays, results) -> dict[str, Any]:
+    """The axes of the mesh that each letter lies on: the query's, else those of another array."""
+    axes = {}
+    for x, letters in zip((*arrays, *results), (*part.letters, *part.results), strict=True):
+        for letter, n, axis in zip(letters, x.shape, (*x.sharding.spec, *[None] * len(x.shape)), strict=False):
+            letter = letter.replace("K", "N")
+            taken = {name for axis in axes.values() for name in names(axis)}
+            may = letter in "BN" or letter.islower()
+            if may and letter not in axes and names(axis) and not n % count(axis, mesh) and not taken & set(names(axis)):
+                axes[letter] = axis
+    return axes
