@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax._src import custom_partitioning, dispatch  # where jax's own attention has them from: there is no public place
 from jax.extend.core import Primitive
+from jax.extend.mlir import ir
 from jax.interpreters import batching, mlir
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -60,9 +61,7 @@ class Part(NamedTuple):
         if self.is_forward:
             return results
         if whole:  # of all key heads, the gradient of its own
-            results[1:3] = (
-                jnp.zeros_like(x).at[:, :, mine].add(dx) for x, dx in zip(operands[1:3], results[1:3], strict=True)
-            )
+            results[1:3] = (jnp.zeros_like(x).at[:, :, mine].add(dx) for x, dx in zip(operands[1:3], results[1:3], strict=True))
         return [_summed(x, letters, axes, whole) for x, letters in zip(results, self.results, strict=True)]
 
     @property
@@ -118,10 +117,10 @@ def _summed(x, letters: str, axes, whole_keys: bool):
 
 
 def under_jit(choice: Choice, operands: Operands) -> Choice:
-    """The choice for operands on a mesh with Auto axes; one of plain JAX the partitioner can look into."""
+    """The choice for operands on a mesh with Auto axes; the reference is products and sums, which the partitioner knows."""
     meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(operands)] + [jax.sharding.get_abstract_mesh()]
     kinds = {kind for mesh in meshes for kind in mesh.axis_types}
-    if not choice.backend.own_kernels or kinds != {AxisType.Auto} or all(mesh.size == 1 for mesh in meshes):
+    if choice.backend.name == "reference" or kinds != {AxisType.Auto} or all(mesh.size <= 1 for mesh in meshes):
         return choice
     return choice._replace(backend=_partitioned(choice.backend))
 
@@ -179,14 +178,13 @@ def _whole(*leaves, part: Part):
 
 @attention_p.def_abstract_eval
 def _abstract(*leaves, part: Part):
-    mesh = next((x.sharding.mesh for x in leaves if not x.sharding.mesh.empty), None)
-    like = leaves[0].update(weak_type=False)
-    placed = lambda x: like.sharding if mesh is None else NamedSharding(mesh, P(*[None] * len(x.shape)))
-    return [like.update(shape=x.shape, dtype=x.dtype, sharding=placed(x)) for x in part.shapes]
+    mesh = next((x.sharding.mesh for x in leaves if not x.sharding.mesh.empty), leaves[0].sharding.mesh)
+    placed = lambda x: NamedSharding(mesh, P(*[None] * len(x.shape)))
+    return [leaves[0].update(shape=x.shape, dtype=x.dtype, sharding=placed(x), weak_type=False) for x in part.shapes]
 
 
 def _batch(leaves, axes, *, part: Part):
-    is_mapped = [axis is not batching.not_mapped for axis in axes]
+    is_mapped = [axis is not None for axis in axes]
     leaves = [jnp.moveaxis(x, axis, 0) if m else x for x, axis, m in zip(leaves, axes, is_mapped, strict=True)]
     size = next(x.shape[0] for x, m in zip(leaves, is_mapped, strict=True) if m)
     letter = chr(ord("a") + len(part.maps))
@@ -203,13 +201,27 @@ batching.primitive_batchers[attention_p] = _batch
 
 
 def _lower(ctx, *leaves, part: Part):
-    on_mesh = getattr(ctx.module_context.axis_context, "abstract_mesh", None) is not None
-    if not on_mesh or ctx.module_context.lowering_parameters.for_export:  # what is exported may not call back
+    mesh = getattr(ctx.module_context.axis_context, "abstract_mesh", None)
+    is_whole = mesh is None or mesh.size == 1
+    if is_whole or ctx.module_context.lowering_parameters.for_export:  # what is exported may not call back
         return mlir.lower_fun(lambda *leaves: _whole(*leaves, part=part), multiple_results=True)(ctx, *leaves)
-    call = custom_partitioning.custom_partitioning(lambda *leaves: _whole(*leaves, part=part))
+    like = lambda *leaves: [jnp.zeros(x.shape, x.dtype) for x in part.shapes]  # asked for its shapes alone
+    call = custom_partitioning.custom_partitioning(like)
     call.def_partition(lambda *args: _partition(part, *args), sharding_rule=_rule(part))
     results = mlir.lower_fun(call, multiple_results=True)(ctx, *leaves)
+    _rename(ctx, results[0].owner, part)
     return results
+
+
+def _rename(ctx, call, part: Part):
+    """Names what XLA calls back by what it computes: jax names it by an address, and no cache would know the program again."""
+    known = custom_partitioning._sharding_callbacks
+    found = known[call.attributes["backend_config"].value.encode()]
+    devices = [device.id for device in found.mesh.devices.flat]
+    unique = part.digest, part.letters, part.maps, found.mesh, devices, ctx.module_context.platforms
+    name = f"flash_attention {hashlib.sha256(repr(unique).encode()).hexdigest()}"
+    ctx.module_context.add_keepalive(known.setdefault(name.encode(), found))
+    call.attributes["backend_config"] = ir.StringAttr.get(name)
 
 
 mlir.register_lowering(attention_p, _lower)
