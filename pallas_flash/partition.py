@@ -6,6 +6,7 @@ device then has a Problem of its own, and what devices share of a gradient is su
 
 import dataclasses
 import hashlib
+import itertools
 import math
 import re
 from typing import Any, NamedTuple
@@ -22,19 +23,39 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.backends import Backend, Choice
-from pallas_flash.sharding import count, names
+from pallas_flash.sharding import LETTERS, count, names
 from pallas_flash.visibility import Visibility
 
-LETTERS = dict(query="BTNH", key="BSKH", value="BSKV", bias="BNTS", mask="BNTS")
-ROWS = "BNT"  # of statistics
-SPREAD = "BNK"  # along these an array may lie on the mesh, and along each axis of a vmap
 
-
-class Part(NamedTuple):
-    """A forward or a backward without its arrays, hashable: the parameter of the primitive."""
+class Half(NamedTuple):
+    """The forward or the backward of a backend, to be called as that is."""
 
     backend: Backend
     is_forward: bool
+
+    def run(self, problem: Problem, tiles, operands: Operands, *rest):
+        half = self.backend.forward if self.is_forward else self.backend.backward
+        return half(problem, tiles, operands, *rest)
+
+    def __call__(self, problem: Problem, tiles, operands: Operands, *rest):
+        letters = _letters(problem, operands)
+        rows = "BTNH", "BNT", "BTNH", "BNT"  # o, lse, do, delta
+        inputs = *jax.tree.leaves(letters), *rows[: len(rest)]
+        results = (*rows[:2], "BNT") if self.is_forward else jax.tree.leaves(letters[:4])
+        leaves, tree = jax.tree.flatten((operands, *rest))
+        run = lambda *leaves: self.run(problem, tiles, *jax.tree.unflatten(tree, leaves))
+        traced, out = jax.make_jaxpr(run, return_shape=True)(*leaves)
+        shapes, out_tree = jax.tree.flatten(out)
+        shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in shapes)
+        digest = hashlib.sha256(re.sub("0x[0-9a-f]+", "", f"{problem!r} {traced}").encode()).hexdigest()
+        part = Part(self, problem, tiles, tree, inputs, tuple(results[: len(shapes)]), shapes, digest)
+        return jax.tree.unflatten(out_tree, attention_p.bind(*leaves, part=part))
+
+
+class Part(NamedTuple):
+    """A Half of a problem, without its arrays: hashable, the parameter of the primitive."""
+
+    half: Half
     problem: Problem
     tiles: Any
     tree: Any  # of the arrays
@@ -46,27 +67,24 @@ class Part(NamedTuple):
 
     def run(self, *leaves):
         operands, *rest = jax.tree.unflatten(self.tree, leaves)
-        return jax.tree.leaves(self._half(self.problem, self.tiles, operands, *rest))
+        return jax.tree.leaves(self.half.run(self.problem, self.tiles, operands, *rest))
 
     def run_apart(self, axes: dict[str, Any], mesh, *leaves):
         """`run` on one device: the batch rows B and the heads N lie on these axes of the mesh."""
         operands, *rest = jax.tree.unflatten(self.tree, leaves)
         batch, heads = operands.query.shape[0], operands.query.shape[2]
         whole = self.problem.kv_heads == operands.key.shape[2] and count(axes.get("N"), mesh) > 1
-        mine = _own_keys(self.problem, heads, axes["N"]) if whole else None
-        local = operands if mine is None else operands._replace(key=operands.key[:, :, mine], value=operands.value[:, :, mine])
-        local = _numbered(local, axes, batch, heads)
+        local = _numbered(operands, axes, batch, heads)
+        if whole:
+            mine = _own_keys(self.problem, heads, axes["N"])
+            local = local._replace(key=local.key[:, :, mine], value=local.value[:, :, mine])
         problem = _problem_of(self.problem, local)
-        results = jax.tree.leaves(self._half(problem, self.backend.tiles(problem), local, *rest))
-        if self.is_forward:
+        results = jax.tree.leaves(self.half.run(problem, self.half.backend.tiles(problem), local, *rest))
+        if self.half.is_forward:
             return results
         if whole:  # of all key heads, the gradient of its own
             results[1:3] = (jnp.zeros_like(x).at[:, :, mine].add(dx) for x, dx in zip(operands[1:3], results[1:3], strict=True))
         return [_summed(x, letters, axes, whole) for x, letters in zip(results, self.results, strict=True)]
-
-    @property
-    def _half(self):
-        return self.backend.forward if self.is_forward else self.backend.backward
 
     def mapped(self, f):
         for in_axes in self.maps:
@@ -122,30 +140,8 @@ def under_jit(choice: Choice, operands: Operands) -> Choice:
     kinds = {kind for mesh in meshes for kind in mesh.axis_types}
     if choice.backend.name == "reference" or kinds != {AxisType.Auto} or all(mesh.size <= 1 for mesh in meshes):
         return choice
-    return choice._replace(backend=_partitioned(choice.backend))
-
-
-def _partitioned(backend: Backend) -> Backend:
-    return backend._replace(forward=_Half(backend, True), backward=_Half(backend, False))
-
-
-class _Half(NamedTuple):
-    backend: Backend
-    is_forward: bool
-
-    def __call__(self, problem: Problem, tiles, operands: Operands, *rest):
-        letters = _letters(problem, operands)
-        leaves, tree = jax.tree.flatten((operands, *rest))
-        half = self.backend.forward if self.is_forward else self.backend.backward
-        run = lambda *leaves: half(problem, tiles, *jax.tree.unflatten(tree, leaves))
-        traced, out = jax.make_jaxpr(run, return_shape=True)(*leaves)
-        shapes, out_tree = jax.tree.flatten(out)
-        inputs = *jax.tree.leaves(letters), *(() if self.is_forward else ("BTNV", ROWS, "BTNV", ROWS))
-        results = ("BTNV", ROWS, ROWS) if self.is_forward else jax.tree.leaves(letters[:4])
-        digest = hashlib.sha256(re.sub("0x[0-9a-f]+", "", f"{problem!r} {traced}").encode()).hexdigest()
-        shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in shapes)
-        part = Part(*self, problem, tiles, tree, inputs, tuple(results[: len(shapes)]), shapes, digest)
-        return jax.tree.unflatten(out_tree, attention_p.bind(*leaves, part=part))
+    backend = choice.backend
+    return choice._replace(backend=backend._replace(forward=Half(backend, True), backward=Half(backend, False)))
 
 
 def _letters(problem: Problem, operands: Operands) -> Operands:
@@ -162,8 +158,8 @@ def _letters(problem: Problem, operands: Operands) -> Operands:
         known = {name: of(x, by[name]) for name in by if hasattr(x := getattr(where, name), "ndim")}
         where = dataclasses.replace(where, arrays=tuple(of(x, "") for x in where.arrays), **known)
         visibility = dataclasses.replace(visibility, where=where)
-    there = {name: of(x, letters) for name, letters in LETTERS.items() if (x := getattr(operands, name)) is not None}
-    return operands._replace(visibility=visibility, **there)
+    there = {name: x for name, x in operands._asdict().items() if x is not None and name != "visibility"}
+    return operands._replace(visibility=visibility, **{name: of(x, LETTERS[name]) for name, x in there.items()})
 
 
 attention_p = Primitive("flash_attention")
@@ -227,14 +223,19 @@ def _rename(ctx, call, part: Part):
 mlir.register_lowering(attention_p, _lower)
 
 
+def _may_spread(letter: str) -> bool:
+    """Batch rows, heads, and the axes of vmaps."""
+    return letter in "BNK" or letter.islower()
+
+
 def _rule(part: Part) -> str:
     """Shardy's rule: an axis of a letter that may be spread lies where all of that letter lie."""
     same_heads = part.problem.kv_heads == part.problem.heads
-    number = iter(range(10**6))
+    number = itertools.count()
 
     def factors(letters):
         letters = letters.replace("K", "N") if same_heads else letters
-        return " ".join(c if c in SPREAD or c.islower() else f"whole{next(number)}" for c in letters)
+        return " ".join(c if _may_spread(c) else f"whole{next(number)}" for c in letters)
 
     return ", ".join(map(factors, part.letters)) + " -> " + ", ".join(map(factors, part.results))
 
@@ -252,10 +253,9 @@ def _axes(part: Part, mesh, arrays, results) -> dict[str, Any]:
     """The axes of the mesh that each letter lies on: the query's, else those of another array."""
     axes = {}
     for x, letters in zip((*arrays, *results), (*part.letters, *part.results), strict=True):
-        for letter, n, axis in zip(letters, x.shape, (*x.sharding.spec, *[None] * len(x.shape)), strict=False):
-            letter = letter.replace("K", "N")
+        for letter, n, axis in zip(letters.replace("K", "N"), x.shape, x.sharding.spec, strict=False):
             taken = {name for axis in axes.values() for name in names(axis)}
-            may = letter in "BN" or letter.islower()
-            if may and letter not in axes and names(axis) and not n % count(axis, mesh) and not taken & set(names(axis)):
+            is_free = names(axis) and n % count(axis, mesh) == 0 and not taken & set(names(axis))
+            if _may_spread(letter) and letter not in axes and is_free:
                 axes[letter] = axis
     return axes

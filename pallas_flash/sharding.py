@@ -1,4 +1,4 @@
-"""A mesh of devices: each attends for its own batch rows and heads, without communication."""
+"""A mesh with explicit axes: each device attends for its own batch rows and heads, without communication."""
 
 import copy
 import functools
