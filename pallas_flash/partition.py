@@ -5,6 +5,7 @@ device then has a Problem of its own, and what devices share of a gradient is su
 """
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import math
@@ -17,7 +18,7 @@ from jax import lax
 from jax._src import custom_partitioning, dispatch  # where jax's own attention has them from: there is no public place
 from jax.extend.core import Primitive
 from jax.extend.mlir import ir
-from jax.interpreters import batching, mlir
+from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -135,7 +136,8 @@ def _summed(x, letters: str, axes, whole_keys: bool):
 
 
 def under_jit(choice: Choice, operands: Operands) -> Choice:
-    """The choice for operands on a mesh with Auto axes; the reference is products and sums, which the partitioner knows."""
+    """The choice for operands on a mesh with Auto axes that their types, or jax.set_mesh, name: a mesh that jit's in_shardings alone
+    name is not seen here. The reference is products and sums, which the partitioner knows."""
     meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(operands)] + [jax.sharding.get_abstract_mesh()]
     kinds = {kind for mesh in meshes for kind in mesh.axis_types}
     if choice.backend.name == "reference" or kinds != {AxisType.Auto} or all(mesh.size <= 1 for mesh in meshes):
@@ -159,7 +161,7 @@ def _letters(problem: Problem, operands: Operands) -> Operands:
         where = dataclasses.replace(where, arrays=tuple(of(x, "") for x in where.arrays), **known)
         visibility = dataclasses.replace(visibility, where=where)
     there = {name: x for name, x in operands._asdict().items() if x is not None and name != "visibility"}
-    return operands._replace(visibility=visibility, **{name: of(x, LETTERS[name]) for name, x in there.items()})
+    return operands._replace(visibility=visibility, **{name: of(x, LETTERS.get(name, "BN")) for name, x in there.items()})
 
 
 attention_p = Primitive("flash_attention")
@@ -194,6 +196,14 @@ def _batch(leaves, axes, *, part: Part):
 
 
 batching.primitive_batchers[attention_p] = _batch
+
+
+def _jvp(primals, tangents, *, part: Part):
+    """Second derivatives, which plain JAX has: into that the partitioner can look."""
+    return jax.jvp(functools.partial(_whole, part=part), primals, tuple(map(ad.instantiate_zeros, tangents)))
+
+
+ad.primitive_jvps[attention_p] = _jvp
 
 
 def _lower(ctx, *leaves, part: Part):
