@@ -182,7 +182,8 @@ def flash_attention(
 def _attend(implementation, **call):
     problem, operands = arguments.normalise(**call)
     choice = sharding.under_vmap(selfcheck.choose(problem, implementation), operands.query)
-    o, lse = autodiff.attend(problem, partition.under_jit(choice, operands), operands)
+    choice = partition.under_jit(choice, operands)
+    o, lse = autodiff.attend(problem, choice, operands)
     rows = np.shape(call["query"])[:-1]
     return o.reshape(*rows, problem.value_size), jnp.swapaxes(lse, 1, 2).reshape(rows)
 
