@@ -136,8 +136,8 @@ def _summed(x, letters: str, axes, whole_keys: bool):
 
 
 def under_jit(choice: Choice, operands: Operands) -> Choice:
-    """The choice for operands on a mesh with Auto axes, which their types or jax.set_mesh must name: what jit's in_shardings alone
-    name is not seen here. The reference is products and sums, which the partitioner knows."""
+    """The choice for operands on a mesh with Auto axes, which their types or jax.set_mesh must name: what jit's in_shardings
+    alone name is not seen here. The reference is products and sums, which the partitioner knows."""
     meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(operands)] + [jax.sharding.get_abstract_mesh()]
     kinds = {kind for mesh in meshes for kind in mesh.axis_types}
     if choice.backend.name == "reference" or kinds != {AxisType.Auto} or all(mesh.size <= 1 for mesh in meshes):
