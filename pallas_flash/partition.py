@@ -48,9 +48,14 @@ class Half(NamedTuple):
         traced, out = jax.make_jaxpr(run, return_shape=True)(*leaves)
         shapes, out_tree = jax.tree.flatten(out)
         shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in shapes)
-        digest = hashlib.sha256(re.sub("0x[0-9a-f]+", "", f"{problem!r} {traced}").encode()).hexdigest()
+        rule = problem.visibility.where and problem.visibility.where.rule.text
+        digest = _digest(re.sub("0x[0-9a-f]+", "", f"{problem!r} {tiles} {rule} {traced}"))
         part = Part(self, problem, tiles, tree, inputs, tuple(results[: len(shapes)]), shapes, digest)
         return jax.tree.unflatten(out_tree, attention_p.bind(*leaves, part=part))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 class Part(NamedTuple):
@@ -225,7 +230,7 @@ def _rename(ctx, call, part: Part):
     found = known[call.attributes["backend_config"].value.encode()]
     devices = [device.id for device in found.mesh.devices.flat]
     unique = part.digest, part.letters, part.maps, found.mesh, devices, ctx.module_context.platforms
-    name = f"flash_attention {hashlib.sha256(repr(unique).encode()).hexdigest()}"
+    name = f"flash_attention {_digest(repr(unique))}"
     ctx.module_context.add_keepalive(known.setdefault(name.encode(), found))
     call.attributes["backend_config"] = ir.StringAttr.get(name)
 
