@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import warnings
 from collections.abc import Sequence
 from typing import Any, Literal, TypedDict, Unpack, overload
 
@@ -226,7 +227,20 @@ def _outputs(attend, call, return_residual):
 def _attend(implementation, **call):
     problem, operands = arguments.normalise(**call)
     choice = sharding.under_vmap(selfcheck.choose(problem, implementation), operands.query)
-    return _shaped(call, problem, *autodiff.attend(problem, choice, operands))
+    return _shaped(call, problem, *autodiff.attend(problem, _on_auto_axes(choice, operands), operands))
+
+
+def _on_auto_axes(choice: backends.Choice, operands) -> backends.Choice:
+    """The choice on a mesh with Auto axes; the reference is products and sums, which XLA's partitioner knows."""
+    if choice.backend.name == "reference" or not sharding.is_auto(operands):
+        return choice
+    try:
+        from pallas_flash import partition  # not at the top: it needs of jax what is not public
+    except (ImportError, AttributeError) as error:
+        lacks = f"jax {jax.__version__} lacks what keeps arrays on a mesh with Auto axes where they are"
+        warnings.warn(f"{lacks}: they are gathered. {error}", stacklevel=5)
+        return choice
+    return partition.under_jit(choice)
 
 
 def _attend_in_forward_mode(implementation, **call):

@@ -1,4 +1,4 @@
-"""A mesh of devices: each attends for its own batch rows and heads, without communication."""
+"""A mesh with explicit axes: each device attends for its own batch rows and heads, without communication."""
 
 import copy
 import functools
@@ -95,7 +95,7 @@ def _by_mapped_axis(f: Callable):
             axis = next(jax.typeof(x).sharding.spec[0] for x, m in zip(leaves, is_mapped, strict=True) if m)
             if axis is not None:
                 specs = tuple(P(axis) if m else P() for m in is_mapped)
-                mapped = jax.shard_map(mapped, in_specs=specs, out_specs=P(axis), axis_names=set(_names(axis)), check_vma=False)
+                mapped = jax.shard_map(mapped, in_specs=specs, out_specs=P(axis), axis_names=set(names(axis)), check_vma=False)
             outputs = mapped(*leaves)
             return outputs, jax.tree.map(lambda _: True, outputs)
 
@@ -151,9 +151,9 @@ def _axes(arrays, call, mesh) -> list:
     axes, K = [None] * (lead + 1), arrays["key",].shape[-2]
     for path, x in arrays.items():
         for i, axis in zip(_places(_letters(path, call), x.ndim, lead), jax.typeof(x).sharding.spec, strict=True):
-            taken = {name for axis in axes for name in _names(axis)}
+            taken = {name for axis in axes for name in names(axis)}
             serves = path == ("query",) or i != lead or _fits(K, axis, mesh)
-            if i is not None and axes[i] is None and serves and not taken & set(_names(axis)):
+            if i is not None and axes[i] is None and serves and not taken & set(names(axis)):
                 axes[i] = axis
     return axes
 
@@ -168,22 +168,30 @@ def _places(letters: str, ndim: int, lead: int) -> list[int | None]:
 def _spec(letters: str, shape, axes, mesh) -> P:
     lead = len(axes) - 1
     if "K" in letters and not _fits(shape[-2], axes[lead], mesh):
-        parts = _count(axes[lead], mesh)
+        parts = count(axes[lead], mesh)
         raise ValueError(
             f"the {shape[-2]} key/value heads must be a multiple of the {parts} devices that the query heads lie on."
         )
-    axis_of = lambda i, n: None if i is None or n % _count(axes[i], mesh) else axes[i]  # an axis of 1 is broadcast
+    axis_of = lambda i, n: None if i is None or n % count(axes[i], mesh) else axes[i]  # an axis of 1 is broadcast
     return P(*(axis_of(i, n) for i, n in zip(_places(letters, len(shape), lead), shape, strict=True)))
 
 
 def _fits(K: int, axis, mesh) -> bool:
     """Whether each device has the key/value heads of its query heads; one head may be on all."""
-    return K == 1 or K % _count(axis, mesh) == 0
+    return K == 1 or K % count(axis, mesh) == 0
 
 
-def _count(axis, mesh) -> int:
-    return math.prod(mesh.shape[name] for name in _names(axis))
+def is_auto(operands) -> bool:
+    """Whether they lie on a mesh of several devices with Auto axes alone, as their types or jax.set_mesh say; what jit's
+    in_shardings alone name is not seen here."""
+    meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(operands)] + [jax.sharding.get_abstract_mesh()]
+    kinds = {kind for mesh in meshes for kind in mesh.axis_types}
+    return kinds == {AxisType.Auto} and any(mesh.size > 1 for mesh in meshes)
 
 
-def _names(axis) -> tuple:
+def count(axis, mesh) -> int:
+    return math.prod(mesh.shape[name] for name in names(axis))
+
+
+def names(axis) -> tuple:
     return () if axis is None else axis if isinstance(axis, tuple) else (axis,)

@@ -16,7 +16,7 @@ from pallas_flash import blockwise
 from pallas_flash.kernels import portable
 from pallas_flash.kernels.portable.tuning import AllTiles, Tiles
 
-jax.config.update("jax_num_cpu_devices", 8)  # for test_sharding.py and test_dropout.py; all else runs on the first
+jax.config.update("jax_num_cpu_devices", 8)  # for tests of meshes; all else runs on the first
 
 IMPLEMENTATIONS = ("reference", "blockwise", "portable")
 

@@ -55,7 +55,7 @@ def forward(p: Problem, tiles) -> dict[str, Cost]:
     kernel = Cost(
         matrix=2 * A * (t.width + t.value_width),
         exponentials=A + R,
-        other=4 * A + 5 * R + R * t.value_width + 2 * own,
+        other=4 * A + 5 * R + R * t.value_width + 3 * own,
         reads=z.heads * (2 * z.T * t.width + z.keys(first, last, t) * z.width),
         writes=z.heads * (2 * z.T * t.value_width + 4 * z.n_q * t.block_q),  # lse has rows of whole tiles
     )

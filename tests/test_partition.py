@@ -1,0 +1,132 @@
+"""Under jit over a mesh with Auto axes each device computes its own batch rows and heads, and no row is gathered."""
+
+import functools
+import re
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import Sizes, bias, dense_mask, qkv
+from check import close
+from jax import export
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import pallas_flash
+from pallas_flash import flash_attention, masks
+
+pytestmark = [
+    pytest.mark.usefixtures("small_tiles", "quick_compile"),
+    pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices; conftest asks for eight on a CPU"),
+]
+Z = Sizes(B=4, T=5, S=7, N=8, K=4, H=8, Hv=8)
+SPEC = P("data", None, "model")
+FEW_KEYS = P("data")  # key heads on each device
+MOVED = r" = .* (all-gather|all-to-all|collective-permute)"
+
+
+def on_mesh(spec, *arrays, kind=AxisType.Auto):
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind, kind))
+    return tuple(jax.device_put(x, NamedSharding(mesh, spec)) for x in arrays)
+
+
+def equal(a, b):
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        close(x, y, 1e-5)
+
+
+def not_gathered(f, *x):
+    """The result of jitted f(*x), of whose program no part moves rows between devices."""
+    compiled = f.lower(*x).compile()
+    assert not re.findall(MOVED, compiled.as_text())
+    return compiled(*x)
+
+
+def numbers_of_batch_and_head(b, h, q, k):
+    return (q + b + h) % 3 != k % 3
+
+
+LENGTHS = dict(
+    key_value_seq_lengths=np.array([3, 7, 0, 5], np.int32), query_offset=np.array([2, 0, 3, 1], np.int32), is_causal=True
+)
+IDS = dict(query_segment_ids=np.arange(20).reshape(4, 5) // 3, key_value_segment_ids=np.arange(28).reshape(4, 7) // 4)
+CASES = {
+    "key heads that divide": (4, SPEC, "1N1S", "B11S", LENGTHS),
+    "key heads that do not divide": (2, FEW_KEYS, "B1TS", "1NT1", IDS),
+    "one key head": (1, FEW_KEYS, None, "", dict(mask=masks.Where(numbers_of_batch_and_head))),
+}
+
+
+@pytest.mark.parametrize("implementation", ["portable", "blockwise"])
+@pytest.mark.parametrize("case", CASES)
+def test_rows_of_no_array_and_no_gradient_are_gathered(case, implementation, rng):
+    K, key_spec, of_bias, of_mask, kw = CASES[case]
+    z = Z._replace(K=K)
+    q, k, v = qkv(rng, z)
+    b, kw = of_bias and bias(rng, of_bias, z), dict(mask=dense_mask(rng, of_mask, z)) | kw
+
+    def loss(q, k, v, b, implementation=implementation):
+        o, lse = flash_attention(q, k, v, b, implementation=implementation, return_residual=True, **kw)
+        return jnp.sum(jnp.sin(o)) + jnp.sum(jnp.where(lse == -jnp.inf, 0.0, lse))
+
+    gradients = lambda f: jax.jit(jax.value_and_grad(f, argnums=(0, 1, 2, 3)))
+    spread = not_gathered(gradients(loss), *on_mesh(SPEC, q), *on_mesh(key_spec, k, v), b)
+    assert [x.sharding.spec for x in spread[1][:3]] == [SPEC, key_spec, key_spec]
+    equal(spread, gradients(functools.partial(loss, implementation="reference"))(q, k, v, b))
+
+
+attend, dense = (functools.partial(flash_attention, is_causal=True, implementation=name) for name in ("portable", "reference"))
+
+
+@pytest.mark.parametrize("spec", [P(None, *SPEC), P("data", None, None, "model")], ids=["whole", "spread"])
+def test_vmap_keeps_arrays_where_they_are(spec, rng):
+    q, k, v = (np.stack([x, x[::-1]]) for x in qkv(rng, Z._replace(B=2, K=8)))
+    f = jax.jit(jax.vmap(attend, (0, None, 0)))
+    spread = not_gathered(f, *on_mesh(spec, q), k[0], *on_mesh(spec, v))
+    assert spread.sharding.spec == spec
+    equal(spread, jax.vmap(dense, (0, None, 0))(q, k[0], v))
+
+
+def test_remat_and_scan_go_around_it(rng):
+    x, *_ = qkv(rng, Z._replace(S=5, K=8))
+
+    def loss(attend, x):
+        layer = jax.checkpoint(lambda x, _: (x + attend(x, x, x), None))
+        return jnp.sum(jax.lax.scan(layer, x, None, length=2)[0] ** 2)
+
+    gradient = lambda attend: jax.jit(jax.value_and_grad(functools.partial(loss, attend)))
+    equal(not_gathered(gradient(attend), *on_mesh(SPEC, x)), gradient(dense)(x))
+
+
+def test_without_a_mesh_of_several_devices_the_program_has_no_trace_of_it(rng):
+    x = qkv(rng, Z)
+    is_told = lambda *x: " flash_attention[" in str(jax.make_jaxpr(attend)(*x))
+    with jax.set_mesh(jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))):
+        assert not is_told(*x)
+    assert not is_told(*x) and not is_told(*on_mesh(SPEC, *x, kind=AxisType.Explicit)) and is_told(*on_mesh(SPEC, *x))
+
+
+def test_a_program_is_the_same_each_time_and_another_with_another_mask(rng):
+    x = qkv(rng, Z)
+    lower = lambda **kw: jax.jit(functools.partial(attend, **kw)).lower(*on_mesh(SPEC, *x))
+    first, again, other = lower(), lower(), lower(is_causal=False)  # all alive, at addresses of their own
+    assert "CustomSPMDPartitioning" in first.as_text()
+    assert first.as_text() == again.as_text() != other.as_text()
+    equal(again.compile()(*on_mesh(SPEC, *x)), dense(*x))
+
+
+def test_what_is_exported_for_several_devices_calls_nothing_back(rng):
+    x = qkv(rng, Z)
+    program = export.export(jax.jit(attend))(*on_mesh(SPEC, *x))
+    assert program.nr_devices == 8 and "CustomSPMDPartitioning" not in program.mlir_module()
+    equal(jax.jit(program.call)(*on_mesh(SPEC, *x)), dense(*x))
+
+
+def test_a_jax_that_cannot_do_it_gathers_and_says_so(rng, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pallas_flash.partition", None)  # to import it raises
+    monkeypatch.delattr(pallas_flash, "partition", raising=False)
+    x = qkv(rng, Z)
+    with pytest.warns(UserWarning, match="they are gathered"):
+        equal(jax.jit(attend)(*on_mesh(SPEC, *x)), dense(*x))
