@@ -116,7 +116,7 @@ def test_models_and_scripts_use_only_public_names(path):
             assert node.module in PUBLIC, f"{path.name} imports {node.module}"
 
 
-KNOWS_MASKS = ("masks", "mask", "visibility", "arguments", "checks", "attention", "sharding", "flax.layer", "flax.hook")
+KNOWS_MASKS = ("masks", "mask", "visibility", "arguments", "sizes", "checks", "attention", "sharding", "flax.layer", "flax.hook")
 
 
 @pytest.mark.parametrize("name", [name for name in ORDER if name not in KNOWS_MASKS])
