@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import layout
 
 from pallas_flash import online_softmax, schedule
 from pallas_flash.arguments import Operands, Problem
@@ -26,7 +25,7 @@ def forward(problem: Problem, tiles: Tiles, x: Operands):
 
     def some_heads(part: Heads, outputs):
         view = View.of(p, tiles, part, x)
-        v_t = _transposed_operand(view.value)
+        v_t = lax.optimization_barrier(jnp.swapaxes(view.value, 2, 3))
         zeros = lambda *shape: _zeros(x, wide, part.batch, part.heads, *shape)
 
         def query_block(row: Block, keys, outputs):
@@ -61,7 +60,7 @@ def backward(problem: Problem, tiles: Tiles, x: Operands, o, lse, do, delta):
 
     def some_heads(part: Heads, outputs):
         view = View.of(p, tiles, part, x)
-        k_t = _transposed_operand(view.key)
+        k_t = lax.optimization_barrier(jnp.swapaxes(view.key, 2, 3))
         do_ = view.filled(by_head(part.of(do, 2), part.heads).astype(tiles.dtype))
         by_row = [part.of(a, 1).reshape(*do_.shape[:-1], 1) for a in (lse, delta)]
 
@@ -140,8 +139,3 @@ def _from_heads(x):
 def _transposed(x):
     """x^T for itself: XLA would make it part of a product, and with the first operand transposed a CPU's products are slow."""
     return jnp.swapaxes(lax.optimization_barrier(x), 2, 3)
-
-
-def _transposed_operand(x):
-    """The same for what a product takes, in one pass over it."""
-    return layout.with_layout_constraint(jnp.swapaxes(x, 2, 3), layout.Layout(tuple(range(x.ndim))))
