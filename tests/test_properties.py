@@ -46,6 +46,7 @@ def calls(draw):
                 prefix=by_batch(0, z.S),
                 logits_soft_cap=st.sampled_from([0.5, 3.0, 50.0]),
                 scale=st.sampled_from([0.1, 1.0]),
+                sinks=st.just(True),
                 bias=axes,
                 mask=axes,
             ),
@@ -74,6 +75,8 @@ def test_a_drawn_call_equals_the_oracle(implementation, part, examples):
         kw = dict(kw)
         if "bias" in kw:
             kw["bias"] = rng.normal(size=kw["bias"]).astype(np.float32)
+        if "sinks" in kw:
+            kw["sinks"] = rng.normal(size=z.N).astype(np.float32)
         if "mask" in kw:
             kw["mask"] = rng.random(kw["mask"]) < 0.8
         check(rng, *qkv(rng, z), implementation, **kw)
