@@ -35,6 +35,7 @@ def row_of(printed, name):
     return re.search(rf"^\| {re.escape(name)} +\|(.*)\|$", printed, re.MULTILINE).group(1).split("|")
 
 
+@pytest.mark.whole
 def test_the_paper_stands_beside_its_formulas_and_the_kernels(run):
     _, printed = run
     p = published.gpt2_medium()
@@ -55,6 +56,7 @@ def test_the_paper_stands_beside_its_formulas_and_the_kernels(run):
     assert "no times   --counts" in printed
 
 
+@pytest.mark.whole
 def test_the_notes_derive_what_the_paper_printed(run):
     _, printed = run
     assert "75.2 - 66.6 = 8.6: the one product that flash computes again, of one head, is 8.59" in printed
@@ -88,6 +90,7 @@ def test_larger_tiles_move_fewer_bytes_and_never_less_than_the_bound():
     assert all(12 < row.forward / row.bound < 36 for row in rows)
 
 
+@pytest.mark.whole
 def test_the_json_holds_what_was_printed(run):
     folder, _ = run
     data = json.loads((folder / "generations.json").read_text())
@@ -96,6 +99,7 @@ def test_the_json_holds_what_was_printed(run):
     assert data["ways"][0]["begin"] + sum(step for _, step in data["ways"][0]["steps"]) == data["table"]["standard"]["bytes"]
 
 
+@pytest.mark.whole
 def test_the_committed_figure_shows_what_is_counted_today(run):
     folder, _ = run
     again = f"stale: run python scripts/generations.py --counts --figure {FIGURE.relative_to(ROOT)}"

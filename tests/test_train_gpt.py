@@ -480,6 +480,7 @@ def test_the_speed_says_what_part_of_a_known_gpus_peak_it_is(script, monkeypatch
 # --- --check
 
 
+@pytest.mark.whole
 def test_with_dropout_a_resumed_run_has_the_curves_of_an_unbroken_one_and_check_passes(script, text, tmp_path, capsys):
     dropout = [*TINY, "--dropout", "0.2", "--accumulate", "3", "--data", text]
     script.main([*dropout, "--steps", "8", "--out", str(tmp_path / "whole")])
