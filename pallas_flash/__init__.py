@@ -1,8 +1,23 @@
 """FlashAttention in Pallas: exact attention in O(T) memory, for JAX."""
 
-from pallas_flash import masks
-from pallas_flash.attention import Explanation, explain, flash_attention, flash_attention_jvp
+from pallas_flash import context_parallel, masks, scores
+from pallas_flash.attention import flash_attention, flash_attention_jvp
 from pallas_flash.dropout import dropout_mask
+from pallas_flash.explanation import Explanation, explain
+from pallas_flash.paged import paged_attention
+from pallas_flash.pages import PagedCache, paged_cache
 
-__all__ = ["Explanation", "dropout_mask", "explain", "flash_attention", "flash_attention_jvp", "masks"]
+__all__ = [
+    "Explanation",
+    "PagedCache",
+    "context_parallel",
+    "dropout_mask",
+    "explain",
+    "flash_attention",
+    "flash_attention_jvp",
+    "masks",
+    "paged_attention",
+    "paged_cache",
+    "scores",
+]
 __version__ = "0.1.0"

@@ -11,7 +11,7 @@ import jaxlib
 
 import pallas_flash
 from pallas_flash import backends, records, selfcheck, trial
-from pallas_flash.attention import explain
+from pallas_flash.explanation import explain
 
 DESCRIPTION = """
 Prints what flash_attention takes on this machine for typical calls, and why. Then runs all that this machine can run, forward and

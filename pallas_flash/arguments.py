@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from pallas_flash import checks, dropout, masks
 from pallas_flash.masks import Visibility
+from pallas_flash.score import Score
 from pallas_flash.sizes import HEADS_FIRST, Sizes
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -30,6 +31,7 @@ class Operands(NamedTuple):
     mask: jax.Array | None  # as the bias, bool
     visibility: Visibility  # with its int32 arrays
     seeds: jax.Array | None = None  # uint32 [B, N, 2], of dropout
+    score: Score | None = None  # with its arrays
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +54,7 @@ class Problem:
     deterministic: bool  # the same bits each time, in the backward too
     sinks: bool = False  # whether each head has one more logit
     dropped: int = 0  # of 256 weights
+    score: Score | None = None  # with shapes in place of its arrays
 
     @property
     def kept(self) -> float:
@@ -68,6 +71,7 @@ class Problem:
         head = f"B={p.batch} T={p.queries} S={p.keys} N={p.heads} K={p.kv_heads} H={p.head_size} Hv={p.value_size} {p.dtype}"
         extras = [f"mask: {p.visibility}", f"scale {p.scale:.4g}"]
         extras += [f"soft cap {p.soft_cap:g}"] if p.soft_cap is not None else []
+        extras += [f"score_mod {p.score.rule}"] if p.score is not None else []
         extras += [f"bias {p.bias}"] if p.bias is not None else []
         extras += [f"dense mask {p.mask}"] if p.mask is not None else []
         extras += ["sinks"] if p.sinks else []
@@ -96,29 +100,33 @@ def normalise(
     dropout_rate,
     dropout_rng,
     deterministic,
+    score_mod=None,
     dropout_seeds=None,
+    visibility=None,
 ) -> tuple[Problem, Operands]:
     """The arguments of `flash_attention` as a Problem and Operands; raises TypeError or ValueError on what does not fit.
 
-    `dropout_seeds` [*B, N, 2] are those of dropout_rng, from someone who sees all batch rows and heads.
+    `dropout_seeds` [*B, N, 2] are those of dropout_rng, from someone who sees all batch rows and heads; `visibility` is what all
+    else that hides keys comes to, from someone who sees all rows.
     """
-    query, key, value = _arrays(query, key, value)
+    query, key, value = arrays(query, key, value)
     lead, (T, N, H) = query.shape[:-3], query.shape[-3:]
     (S, K, Hv), B = value.shape[-3:], math.prod(query.shape[:-3])
     sizes = Sizes(lead or (1,), dict(B=B, T=T, S=S, N=N, K=K))
 
-    rules: list[masks.Mask] = [masks.Causal()] if checks.flag("is_causal", is_causal) else []
-    if local_window_size is not None:
-        rules.append(checks.window(local_window_size))
-    if query_seq_lengths is not None:
-        rules.append(masks.QueryLengths(sizes.ints("query_seq_lengths", query_seq_lengths, "B")))
-    if key_value_seq_lengths is not None:
-        rules.append(masks.KeyLengths(sizes.ints("key_value_seq_lengths", key_value_seq_lengths, "B")))
-    rules += _documents(sizes, query_segment_ids, key_value_segment_ids, T == S)
-    if isinstance(mask, masks.Mask):
-        rules += [_with_arrays(sizes, part) for part in masks.parts(mask)]
-        mask = None
-    visibility = masks.resolve(rules, B, T, S, sizes.offset(query_offset))
+    if visibility is None:
+        visibility = visible(
+            sizes,
+            mask if isinstance(mask, masks.Mask) else None,
+            is_causal=is_causal,
+            query_seq_lengths=query_seq_lengths,
+            key_value_seq_lengths=key_value_seq_lengths,
+            local_window_size=local_window_size,
+            query_offset=query_offset,
+            query_segment_ids=query_segment_ids,
+            key_value_segment_ids=key_value_segment_ids,
+        )
+    mask = None if isinstance(mask, masks.Mask) else mask
     scale, factors = checks.scale(scale, H**-0.5 if H else 1.0, N)
     bias, mask = sizes.dense("bias", bias, query.dtype), sizes.dense("mask", mask, bool)
 
@@ -129,7 +137,10 @@ def normalise(
         dropout_seeds = dropout.seeds(checks.rng("dropout_rng", dropout_rng), *lead, N)
     seeds = dropout_seeds.reshape(B, N, 2) if dropped else None
     qkv = _times(flat(query), factors, visibility), flat(key), flat(value)
-    operands = Operands(*qkv, bias, sinks, mask, visibility, seeds)
+    near = masks.within_reach(sizes.offset(query_offset))
+    score = None if score_mod is None else Score.of_call(score_mod, checks.sums(query.dtype), near, B)
+    operands = Operands(*qkv, bias, sinks, mask, visibility, seeds, score)
+    shapes = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
     problem = Problem(
         *(B, T, S, N, K, H, Hv),
         dtype=str(query.dtype),
@@ -137,12 +148,39 @@ def normalise(
         soft_cap=checks.number("logits_soft_cap", logits_soft_cap, None, positive=True),
         bias=None if bias is None else bias.shape,
         mask=None if mask is None else mask.shape,
-        visibility=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), visibility),
+        visibility=shapes(visibility),
         deterministic=checks.flag("deterministic", deterministic),
         sinks=sinks is not None,
         dropped=dropped,
+        score=shapes(score),
     )
     return problem, operands
+
+
+def visible(
+    sizes: Sizes,
+    mask: masks.Mask | None,
+    *,
+    is_causal,
+    query_seq_lengths,
+    key_value_seq_lengths,
+    local_window_size,
+    query_offset,
+    query_segment_ids,
+    key_value_segment_ids,
+) -> Visibility:
+    """What all arguments but arrays of bool let the queries see."""
+    rules: list[masks.Mask] = [masks.Causal()] if checks.flag("is_causal", is_causal) else []
+    if local_window_size is not None:
+        rules.append(checks.window(local_window_size))
+    if query_seq_lengths is not None:
+        rules.append(masks.QueryLengths(sizes.ints("query_seq_lengths", query_seq_lengths, "B")))
+    if key_value_seq_lengths is not None:
+        rules.append(masks.KeyLengths(sizes.ints("key_value_seq_lengths", key_value_seq_lengths, "B")))
+    B, T, S = (sizes.of[c] for c in "BTS")
+    rules += _documents(sizes, query_segment_ids, key_value_segment_ids, T == S)
+    rules += [_with_arrays(sizes, part) for part in masks.parts(mask)]
+    return masks.resolve(rules, B, T, S, sizes.offset(query_offset))
 
 
 def exact(call: dict[str, Any]) -> dict[str, Any]:
@@ -161,6 +199,9 @@ def exact(call: dict[str, Any]) -> dict[str, Any]:
         *lead, _, N, _ = call["query"].shape
         call["dropout_seeds"] = dropout.seeds(checks.rng("dropout_rng", call["dropout_rng"]), *lead, N)
     call["dropout_rng"] = None
+    if call["score_mod"] is not None:
+        score = Score.of_call(call["score_mod"], checks.sums(call["query"].dtype))
+        call["score_mod"] = score.numbered(call["query"].shape[:-3], call["query"].shape[-2])
     there = {name: call[name] for name in ids if call[name] is not None}
     call |= zip(there, checks.ids(there), strict=True)
     if isinstance(call["mask"], masks.Mask):
@@ -183,7 +224,8 @@ def _exact_part(part: masks.Mask) -> masks.Mask:
     return dataclasses.replace(part, **{field: of(field, x) for field, x in arrays.items()}) if arrays else part
 
 
-def _arrays(query, key, value):
+def arrays(query, key, value):
+    """query, key and value, of dtypes and shapes that fit each other."""
     query, key, value = (checks.array(name, x) for name, x in dict(query=query, key=key, value=value).items())
     for name, x in dict(query=query, key=key, value=value).items():
         if str(x.dtype) not in DTYPES:
@@ -246,18 +288,3 @@ def _with_arrays(sizes, part: masks.Mask) -> masks.Mask:
             x = jnp.full(sizes.lead, checks.ints(name, x))
         arrays[field] = sizes.ints(name, x, letters)
     return dataclasses.replace(part, **arrays) if arrays else part
-
-
-def problem_of(call: dict[str, Any]) -> Problem:
-    """The Problem of a call of `normalise`, from arrays or from shapes; computes nothing."""
-    leaves, tree = jax.tree.flatten(call)
-    is_array = [checks.is_array(x) and not checks.is_constant(x) for x in leaves]
-    problems = []
-
-    def trace(arrays):
-        arrays = iter(arrays)
-        values = [next(arrays) if a else x for x, a in zip(leaves, is_array, strict=True)]
-        problems.append(normalise(**jax.tree.unflatten(tree, values))[0])
-
-    jax.eval_shape(trace, [x for x, a in zip(leaves, is_array, strict=True) if a])
-    return problems[0]

@@ -1,9 +1,8 @@
-"""`flash_attention`, `flash_attention_jvp` and `explain`: the signature, its meaning, and four calls."""
+"""`flash_attention` and `flash_attention_jvp`: the signature, its meaning, and what is called."""
 
-import dataclasses
 import inspect
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_flash import arguments, autodiff, backends, checks, selfcheck, sharding
+from pallas_flash import arguments, autodiff, backends, checks, context_parallel, ring, selfcheck, sharding
 from pallas_flash.masks import Mask
 
 AnyArray = Array | np.ndarray
@@ -35,6 +34,8 @@ class _Options(TypedDict, total=False):
     dropout_rate: float
     dropout_rng: Array | None
     deterministic: bool
+    context: context_parallel.Context | None
+    score_mod: Callable[..., Array] | None
 
 
 _Query = Float[AnyArray, "*B T N H"]
@@ -101,6 +102,8 @@ def flash_attention(
     dropout_rate: float = 0.0,
     dropout_rng: Array | None = None,
     deterministic: bool = True,
+    context: context_parallel.Context | None = None,
+    score_mod: Callable[..., Array] | None = None,
 ) -> Float[Array, "*B T N Hv"] | tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"]]:
     """Exact attention, softmax(scale * query key^T + bias) value, in O(T + S) memory, differentiable in every float argument.
 
@@ -156,6 +159,18 @@ def flash_attention(
         and heads from 0: fold jax.lax.axis_index into the key.
       deterministic: True: same inputs, same bits, in the gradients too. False lets a backward add in any order: "hopper" then
         takes one kernel instead of two for heads up to 128; the others have no use for it.
+      context: how the devices that the sequence lies on work together: `Ring(axis)`, `Zigzag(axis)` or `AllToAll(axis)` of
+        `pallas_flash.context_parallel`, for an axis of the mesh. Inside of jax.shard_map, where each device passes its part: of
+        query, key, value and ids its rows, of bias and mask arrays its rows of T and all of S; offsets, lengths, sinks and keys
+        of dropout are those of the whole. Arrays with explicit axes are whole to the eye, and a sharded T is a Ring unasked.
+      score_mod: score_mod(score, b, h, q_idx, kv_idx) -> score, any function of single numbers that jax can trace: what it
+        returns for each pair takes the place of the logit, after scale, bias and soft cap, before the mask; -inf hides the key.
+        `pallas_flash.scores` has some. score is float32 (of float64: float64), the rest int32: the numbers of batch row, over all
+        leading axes, and query head, the query's key position, its row + query_offset, and the key's. It may close over arrays,
+        traced ones too, and read single numbers of them, as table[h, kv_idx]; floats among them get gradients, which
+        "blockwise" on a GPU adds in any order. It may be asked about pairs that a mask hides, and what it makes of them is not
+        used; but in "reference" its derivative there must be finite. Inside of your own jax.shard_map b and h count from 0 on
+        each device.
 
     Returns:
       The output [*B, T, N, Hv] in the query's dtype; with return_residual, the pair (output, lse).
@@ -184,6 +199,8 @@ def flash_attention(
         dropout_rate=dropout_rate,
         dropout_rng=dropout_rng,
         deterministic=deterministic,
+        context=context,
+        score_mod=score_mod,
         implementation=implementation,
     )
     return _outputs(_attend, call, return_residual)
@@ -208,23 +225,41 @@ def flash_attention_jvp(primals: Sequence, tangents: Sequence, **options: Any):
     """
 
     def attend(*primals):
-        call = _SIGNATURE.bind(*primals, **options)
-        call.apply_defaults()
-        asked = dict(call.arguments)
-        return_residual = asked.pop("return_residual")
-        return _outputs(_attend_in_forward_mode, asked, return_residual)
+        return _outputs(_attend_in_forward_mode, *asked(*primals, **options))
 
     return jax.jvp(attend, tuple(primals), tuple(tangents))
 
 
+def asked(*args, **kwargs) -> tuple[dict[str, Any], Any]:
+    """A call of flash_attention, with its defaults, without return_residual; and that."""
+    call = inspect.signature(flash_attention).bind(*args, **kwargs)
+    call.apply_defaults()
+    return_residual = call.arguments.pop("return_residual")
+    return dict(call.arguments), return_residual
+
+
 def _outputs(attend, call, return_residual):
     return_residual = checks.flag("return_residual", return_residual)
-    mesh = sharding.mesh_of(call)
-    o, lse = attend(**call) if mesh is None else sharding.by_device(attend, arguments.exact(call), mesh)
+    o, lse = on_devices(attend, call)
     return (o, lse) if return_residual else o
 
 
-def _attend(implementation, **call):
+def on_devices(attend, call):
+    """attend(**call) of what each device has, where arrays lie on a mesh."""
+    call = context_parallel.chosen(call)
+    mesh = sharding.mesh_of(call)
+    call = call if mesh is None and call["context"] is None else arguments.exact(call)
+    return attend(**call) if mesh is None else sharding.by_device(attend, call, mesh)
+
+
+def _attend(implementation, context, **call):
+    if isinstance(context, context_parallel.AllToAll):
+        outputs = _attend(implementation, None, **context_parallel.own_heads(context, call))
+        return tuple(context_parallel.own_rows(context, x, np.ndim(call["query"])) for x in outputs)
+    if context is not None:
+        loop, pair, problem, operands = context_parallel.in_a_ring(context, call)
+        choice = ring.around(loop, selfcheck.choose(pair, implementation))
+        return _shaped(call, problem, *autodiff.attend(problem, choice, operands))
     problem, operands = arguments.normalise(**call)
     choice = sharding.under_vmap(selfcheck.choose(problem, implementation), operands.query)
     return _shaped(call, problem, *autodiff.attend(problem, _on_auto_axes(choice, operands), operands))
@@ -243,7 +278,9 @@ def _on_auto_axes(choice: backends.Choice, operands) -> backends.Choice:
     return partition.under_jit(choice)
 
 
-def _attend_in_forward_mode(implementation, **call):
+def _attend_in_forward_mode(implementation, context, **call):
+    if context is not None:
+        raise NotImplementedError(f"flash_attention_jvp is for sequences that are whole on a device; got context={context}.")
     problem, operands = arguments.normalise(**call)
     why_not = lambda backend: None if backend.name in autodiff.IN_FORWARD_MODE else "it has no forward mode"
     choice = backends.choose(problem, implementation, why_not)
@@ -253,36 +290,3 @@ def _attend_in_forward_mode(implementation, **call):
 def _shaped(call, problem, o, lse):
     rows = np.shape(call["query"])[:-1]
     return o.reshape(*rows, problem.value_size), jnp.swapaxes(lse, 1, 2).reshape(rows)
-
-
-@dataclasses.dataclass(frozen=True)
-class Explanation:
-    """What `flash_attention` would run for a call, and why. `print` it."""
-
-    problem: arguments.Problem
-    implementation: str
-    tiles: Any  # the block sizes of that implementation, None where it has none
-    why_not: dict[str, str]  # for each other implementation, why it was not taken
-    condition: str | None = None  # of taking it
-
-    def __str__(self):
-        taken = ", ".join(filter(None, (self.implementation, self.condition)))
-        lines = [f"call            {self.problem}", f"implementation  {taken}"]
-        lines += [f"tiles           {self.tiles}"] if self.tiles is not None else []
-        lines += [f"not {name:<11} {reason}" for name, reason in self.why_not.items()]
-        return "\n".join(lines)
-
-
-_SIGNATURE = inspect.signature(flash_attention)
-
-
-def explain(*args: Any, **kwargs: Any) -> Explanation:
-    """Takes the arguments of `flash_attention`, arrays or `jax.ShapeDtypeStruct`s, and says what would run. Computes nothing."""
-    call = _SIGNATURE.bind(*args, **kwargs)
-    call.apply_defaults()
-    asked = dict(call.arguments)
-    implementation, _ = asked.pop("implementation"), asked.pop("return_residual")
-    problem = arguments.problem_of(asked)
-    choice = selfcheck.choose(problem, implementation, check=False)
-    why_not, condition = selfcheck.reasons(problem, choice, implementation)
-    return Explanation(problem, choice.backend.name, choice.tiles, why_not, condition)

@@ -30,7 +30,7 @@ def _attend(problem: Problem, choice: Choice, operands: Operands):
 
 def _forward(problem, choice, operands):
     second = _second_of(choice)  # of what goes in, for the kernels, and of what comes out, where a transposition begins
-    operands = Operands(*second(operands[:5]), *operands[5:])
+    operands = _floats_through(second, operands)
     o, stats = choice.backend.forward(problem, choice.tiles, operands)
     # Named, so that a policy of jax.checkpoint can keep them: the backward needs nothing else that is costly.
     o = checkpoint_name(o, "flash_attention_out")
@@ -59,8 +59,9 @@ def _backward(problem, choice, residuals, cotangents):
     delta = jnp.swapaxes(jnp.sum(o.astype(wide) * do.astype(wide), axis=-1), 1, 2)
     delta = (delta if problem.kept == 1 else delta * problem.kept) - dlse
     delta = jnp.where(stats.empty, 0.0, delta)
-    dq, dk, dv, dbias = second(choice.backend.backward(problem, choice.tiles, operands, o, lse, do, delta))
-    return (Operands(dq, dk, dv, dbias, _of_sinks(operands.sinks, lse, delta), None, None),)
+    dq, dk, dv, dbias, *dtables = second(choice.backend.backward(problem, choice.tiles, operands, o, lse, do, delta))
+    dscore = jax.tree.map(lambda _: None, operands.score).with_tables(*dtables) if dtables else None
+    return (Operands(dq, dk, dv, dbias, _of_sinks(operands.sinks, lse, delta), None, None, score=dscore),)
 
 
 def _of_live_rows(operands: Operands, do, dlse):
@@ -86,19 +87,26 @@ _forward_jit = jax.jit(lambda forward, *args: forward(*args), static_argnums=(0,
 
 def attend(problem: Problem, choice: Choice, operands: Operands):
     """o [B, T, N, Hv] in the query's dtype, lse [B, N, T] in float32; both may be differentiated."""
-    operands = Operands(*modes.first_in_reverse_alone(operands[:5]), *operands[5:])
-    return _attend_jit(problem, choice, _vary_alike(operands))
+    operands = _floats_through(modes.first_in_reverse_alone, operands)
+    return _attend_jit(problem, choice, vary_alike(operands))
+
+
+def _floats_through(identity: Callable, x: Operands) -> Operands:
+    """The operands, of which those that have derivatives went through."""
+    floats, tables = identity((x[:5], () if x.score is None else x.score.tables))
+    x = x._replace(**dict(zip(x._fields, floats, strict=False)))
+    return x if x.score is None else x._replace(score=x.score.with_tables(tables))
 
 
 def attend_in_forward_mode(problem: Problem, choice: Choice, operands: Operands):
     """The same for jax.jvp, in the memory of the forward: the running sums have tangents, which are sums of their own."""
     if choice.backend.name not in IN_FORWARD_MODE:
         raise NotImplementedError(f"forward mode is for {' and '.join(IN_FORWARD_MODE)}; got {choice.backend.name}.")
-    o, stats = _forward_jit(choice.backend.forward, problem, choice.tiles, _vary_alike(operands))
+    o, stats = _forward_jit(choice.backend.forward, problem, choice.tiles, vary_alike(operands))
     return o, stats.lse()
 
 
-def _vary_alike(operands: Operands) -> Operands:
+def vary_alike(operands: Operands) -> Operands:
     """Inside of shard_map: all operands vary over every axis of the mesh that one of them varies over, as an implementation's
     loops need. What was the same on all devices gets the sum of its gradients."""
     varying = lambda x: jax.typeof(x).manual_axis_type.varying

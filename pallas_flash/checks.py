@@ -1,6 +1,8 @@
 """What a single argument may be: arrays, integers, flags, numbers and windows; each comes back exact, or raises."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +25,21 @@ def is_constant(x) -> bool:
     """Whether an array's values belong to the call: numpy's numbers and integers, which jax could cut, and single flags."""
     known, kind = isinstance(x, np.ndarray) or _is_known(x), getattr(x.dtype, "kind", None)  # a key of jax.random has none
     return isinstance(x, np.generic) or (known and (kind in ("i", "u") or (x.dtype == bool and x.shape == ())))
+
+
+def from_shapes(f: Callable, call: dict[str, Any]):
+    """f(call), what of it is no array, from arrays or from shapes; computes nothing."""
+    leaves, tree = jax.tree.flatten(call)
+    data = [is_array(x) and not is_constant(x) for x in leaves]
+    found = []
+
+    def trace(arrays):
+        arrays = iter(arrays)
+        values = [next(arrays) if a else x for x, a in zip(leaves, data, strict=True)]
+        found.append(f(jax.tree.unflatten(tree, values)))
+
+    jax.eval_shape(trace, [x for x, a in zip(leaves, data, strict=True) if a])
+    return found[0]
 
 
 def array(name: str, x, more: str = ""):

@@ -14,6 +14,8 @@ from pallas_flash import checks
 
 LEVELS = 256  # a weight has 8 random bits
 SHARED = np.uint32(24)  # bits of a column, that choose 8 of 32
+STRIDE = np.uint32(0x9E3779B9)  # from column to column
+UNIT = 32  # columns that begin where a part of the weights may
 
 
 def dropped(rate: float) -> int:
@@ -26,16 +28,35 @@ def seeds(rng, *shape: int):
     return jax.random.bits(rng, (*shape, 2), jnp.uint32)
 
 
-def keeps(dropped: int, first, second, row, column):
-    """Whether the weights at `row` and `column` are kept, from the two seeds of their batch row and head; shapes broadcast.
+def moved(seeds, row=0, column=0):
+    """The seeds of the weights from this row and column on, which count from 0 there; a column is a multiple of UNIT."""
+    by = [jnp.asarray(n, jnp.int32).astype(jnp.uint32) for n in (row, column)]
+    return seeds + jnp.stack([by[0], by[1] * STRIDE + jnp.zeros_like(by[0])], axis=-1)
 
-    Four weights of a row, whose columns differ in the bits of SHARED alone, have 8 bits each of one random word: a thread of a
-    tensor core that holds one of them holds all.
-    """
-    row, column = row.astype(jnp.uint32), column.astype(jnp.uint32)
-    by_column = (column & ~SHARED) * np.uint32(0x9E3779B9) + second
-    word = _mixed(_mixed(row ^ first) ^ by_column)
-    return word << (column & SHARED) >= np.uint32(dropped * (2**32 // LEVELS))
+
+def keeps(dropped: int, first, second, row, column):
+    """Whether the weights at `row` and `column` are kept, from the two seeds of their batch row and head; shapes broadcast."""
+    return stays(dropped, word(of_row(first, row), of_column(second, column)), column)
+
+
+def of_row(first, row):
+    """What the random words of a row have in common."""
+    return _mixed(row.astype(jnp.uint32) + first)
+
+
+def of_column(second, column):
+    """The same of four columns, which differ in the bits of SHARED alone."""
+    return (column.astype(jnp.uint32) & ~SHARED) * STRIDE + second
+
+
+def word(of_row, of_column):
+    """32 random bits for four weights of a row: a thread of a tensor core that holds one of them holds all."""
+    return _mixed(of_row ^ of_column)
+
+
+def stays(dropped: int, word, column):
+    """Whether a weight is kept, by its 8 bits of the word."""
+    return word << (column.astype(jnp.uint32) & SHARED) >= np.uint32(dropped * (2**32 // LEVELS))
 
 
 def _mixed(x):

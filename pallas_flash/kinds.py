@@ -15,16 +15,15 @@ EMPTY, PARTIAL, FULL = 0, 1, 2
 def seen(v: Visibility, batch, heads, row, key) -> jax.Array:
     """Whether the rows of existing queries see the keys, [B | 1, N | 1, rows, keys]."""
     at = v.narrow(Visibility.BY_BATCH, lambda x: x[:, None]).narrow(Visibility.BY_QUERY, lambda x: x[:, row])
-    start, stop = (jnp.asarray(end)[..., None] for end in at.interval(row[None]))
+    start, stop = (end if isinstance(end, int) else end[..., None] for end in at.interval(row[None]))
     ids = (None, None) if at.query_ids is None else (at.query_ids[:, :, None], at.key_ids[:, None, :])
-    inside = at.sees(start, stop, key, *ids)
+    inside = at.sees(start, stop, key[None, None], *ids)
     inside = jnp.broadcast_to(inside, (inside.shape[0] if inside.ndim == 3 else 1, row.size, key.size))[:, None]
     if (where := v.where) is None:
         return inside
     b, h = where.numbers(batch, heads)
-    position = row + (where.offset if isinstance(where.offset, int) else where.offset[:, None])
-    position = position[:, None, :, None] if position.ndim == 2 else position[:, None]
-    return inside & where.sees(b[:, None, None, None], h[:, None, None], position, key)
+    position = row[None] + (where.offset if isinstance(where.offset, int) else where.offset[:, None])
+    return inside & where.sees(b[:, None, None, None], h[:, None, None], position[:, None, :, None], key)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
@@ -35,10 +34,10 @@ def of(v: Visibility, batch, heads, queries: int, block_q: int, block_k: int) ->
 
     def of_rows(i):
         row = i * block_q + jnp.arange(block_q, dtype=jnp.int32)
-        x = seen(v, batch, heads, jnp.minimum(row, queries - 1), key) & (row < queries)[:, None]
+        x = seen(v, batch, heads, jnp.minimum(row, queries - 1), key) & (row < queries)[None, None, :, None]
         x = jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, -v.keys % block_k)))
         x = x.reshape(*x.shape[:3], -1, block_k)
-        return x.any((2, 4)).astype(jnp.int8) + x.all((2, 4))
+        return x.any((2, 4)).astype(jnp.int8) + x.all((2, 4)).astype(jnp.int8)
 
     return jnp.moveaxis(lax.map(of_rows, jnp.arange(-(-queries // block_q), dtype=jnp.int32)), 0, 2)
 

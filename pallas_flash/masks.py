@@ -191,7 +191,7 @@ def resolve(masks: list[Mask], batch: int, queries: int, keys: int, offset: Ints
     """One Visibility for all of `masks`: starts are joined by max, stops by min. `offset` is an int or int32 [B]."""
     seen, shape, left, right = Visibility(keys), (batch, queries), None, None
     row = jnp.arange(queries, dtype=jnp.int32)[None]
-    near = _clip(offset, -REACH, REACH)
+    near = within_reach(offset)
     position = row + (near if isinstance(near, int) else near[:, None])
     where, known = [], []
     for mask in masks:
@@ -266,6 +266,11 @@ def _band(seen: Visibility, shape, row, left: int | None, right: int | None, off
         return _meet(seen, shape, start, stop)
     near = _clip(offset, -REACH - (right or 0), REACH + (left or 0))
     return dataclasses.replace(seen, offset=near, left=left, right=right)
+
+
+def within_reach(offset: Ints) -> Ints:
+    """The offset that makes a row a position."""
+    return _clip(offset, -REACH, REACH)
 
 
 def _clip(x: Ints, low: int, high: int) -> Ints:

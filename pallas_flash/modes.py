@@ -56,6 +56,20 @@ first_in_reverse_alone = _one_way("flash_attention_tangent", NO_FORWARD, None)
 second_in_forward_alone = _one_way("flash_attention_second_tangent", None, NO_SECOND_REVERSE)
 
 
+NONE = "paged_attention has no derivative: it is for tokens that are generated. flash_attention has."
+
+
+@jax.custom_jvp
+def none(x):
+    """x for itself, without derivative."""
+    return x
+
+
+@none.defjvp
+def _raise_first(primals, tangents):
+    raise NotImplementedError(NONE)
+
+
 @jax.custom_jvp
 def no_second(x):
     """x for itself, which has no derivative in its turn."""

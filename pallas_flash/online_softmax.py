@@ -45,13 +45,13 @@ class Statistics(NamedTuple):
         return jnp.where(self.empty, jnp.inf, lse), jnp.exp2(lse - self.m) / l
 
 
-def scores(qk, bias, scale: float, soft_cap: float | None):
-    """log2(e) * c * tanh((scale * qk + bias) / c): what the softmax sees, from q k^T. Shapes broadcast."""
-    unit = LOG2E if soft_cap is None else 1.0  # first of all: a product at the end and less m would be one multiply-add
-    s = qk * (scale * unit)
+def scores(qk, bias, scale: float, soft_cap: float | None, unit: float = LOG2E):
+    """log2(e) * c * tanh((scale * qk + bias) / c): what the softmax sees, from q k^T. Shapes broadcast. The unit 1: natural."""
+    of_x = unit if soft_cap is None else 1.0  # first of all: a product at the end and less m would be one multiply-add
+    s = qk * (scale * of_x)
     if bias is not None:
-        s = s + jnp.where(bias == -jnp.inf, bias, jnp.maximum(bias * unit, LOWEST / 2))  # a finite bias hides nothing
-    return s if soft_cap is None else soft_cap * LOG2E * jnp.tanh(s / soft_cap)
+        s = s + jnp.where(bias == -jnp.inf, bias, jnp.maximum(bias * of_x, LOWEST / 2))  # a finite bias hides nothing
+    return s if soft_cap is None else soft_cap * unit * jnp.tanh(s / soft_cap)
 
 
 def scores_apart(qk, scale: float, soft_cap: float | None):
@@ -112,6 +112,32 @@ def finish(o, l, kept: float = 1.0):
     return o * _each(1.0 / jnp.where(l == 0, 1.0, l if kept == 1.0 else l * kept), o)
 
 
+def merge_all(o, stats: Statistics, axis: int):
+    """Of the attention of the same rows to several sets of keys, along an axis of o [.., n] and stats [..], that to all."""
+    stats = _in_two(stats)
+    highest = jnp.max(stats.m, axis, keepdims=True)
+    l = stats.l * jnp.exp2(stats.m - highest)
+    total = jnp.sum(l, axis, keepdims=True)
+    part = l / jnp.where(total == 0, 1.0, total)
+    return jnp.sum(o * part[..., None], axis), Statistics(jnp.squeeze(highest, axis), jnp.squeeze(total, axis))
+
+
+def merge(one, other):
+    """Of the attention of the same rows [B, T, N] to two sets of keys, each (o, Statistics), that to both: o is wide."""
+    (o, a), (o_other, b) = ((o.astype(jnp.float32) if o.dtype.itemsize < 4 else o, _in_two(stats)) for o, stats in (one, other))
+    m = jnp.maximum(a.m, b.m)
+    l, l_other = a.l * jnp.exp2(a.m - m), b.l * jnp.exp2(b.m - m)
+    both = l + l_other
+    part = lambda l: jnp.swapaxes(l / jnp.where(both == 0, 1.0, both), 1, 2)[..., None]
+    return o * part(l) + o_other * part(l_other), Statistics(m, both)
+
+
+def _in_two(stats: Statistics) -> Statistics:
+    """With an l, and with a maximum that is finite."""
+    l = jnp.where(stats.empty, 0.0, jnp.ones_like(stats.m) if stats.l is None else stats.l)
+    return Statistics(jnp.maximum(stats.m, LOWEST), l)
+
+
 def gradients(s, seen, lse, dp, delta, soft_cap: float | None):
     """p and dlogits = p * (dp - delta), from scores s and dp, and lse and delta of each row, that broadcast against them.
 
@@ -120,10 +146,15 @@ def gradients(s, seen, lse, dp, delta, soft_cap: float | None):
     p = jnp.exp2(s - lse)
     ds = p * (dp - delta)
     if soft_cap is not None:
-        ds = ds * (1.0 - jnp.square(s * (LN2 / soft_cap)))
+        ds = capped(ds, s, soft_cap, LN2)
     if seen is not None:
         p, ds = jnp.where(seen, p, 0.0), jnp.where(seen, ds, 0.0)
     return p, ds
+
+
+def capped(ds, s, soft_cap: float | None, unit: float = 1.0):
+    """The cotangent of what a soft cap was put on, from that of the scores s after it, which are natural in this unit."""
+    return ds if soft_cap is None else ds * (1.0 - jnp.square(s * (unit / soft_cap)))
 
 
 def gradients_apart(s, scale: float, lse, soft_cap: float | None):

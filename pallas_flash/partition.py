@@ -42,14 +42,15 @@ class Half(NamedTuple):
         letters = _letters(problem, operands)
         rows = "BTNH", "BNT", "BTNH", "BNT"  # o, lse, do, delta
         inputs = *jax.tree.leaves(letters), *rows[: len(rest)]
-        results = (*rows[:2], "BNT") if self.is_forward else jax.tree.leaves(letters[:4])
+        tables = () if letters.score is None else letters.score.tables
+        results = (*rows[:2], "BNT") if self.is_forward else jax.tree.leaves((letters[:4], tables))
         leaves, tree = jax.tree.flatten((operands, *rest))
         run = lambda *leaves: self.run(problem, tiles, *jax.tree.unflatten(tree, leaves))
         traced, out = jax.make_jaxpr(run, return_shape=True)(*leaves)
         shapes, out_tree = jax.tree.flatten(out)
         shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in shapes)
-        rule = problem.visibility.where and problem.visibility.where.rule.text
-        digest = _digest(re.sub("0x[0-9a-f]+", "", f"{problem!r} {tiles} {rule} {traced}"))
+        rules = [asked and asked.rule.text for asked in (problem.visibility.where, problem.score)]
+        digest = _digest(re.sub("0x[0-9a-f]+", "", f"{problem!r} {tiles} {rules} {traced}"))
         part = Part(self, problem, tiles, tree, inputs, tuple(results[: len(shapes)]), shapes, digest)
         return jax.tree.unflatten(out_tree, attention_p.bind(*leaves, part=part))
 
@@ -105,23 +106,25 @@ def _own_keys(problem: Problem, heads: int, axis):
 
 
 def _numbered(operands: Operands, axes, batch: int, heads: int) -> Operands:
-    """The operands with this device's numbers of batch rows and heads, where a rule of the mask asks for them."""
-    visibility, where = operands.visibility, operands.visibility.where
-    if where is None:
-        return operands
+    """The operands with this device's numbers of batch rows and heads, where a rule of the mask or a score asks for them."""
 
     def number(known, asked, letter, n):
         axis = names(axes.get(letter))
         return lax.axis_index(axis) * n + jnp.arange(n, dtype=jnp.int32) if asked and axis and known is None else known
 
-    b = number(where.batch, where.rule.reads_batch, "B", batch)
-    h = number(where.head, where.rule.reads_head, "N", heads)
-    where = dataclasses.replace(where, batch=b, head=h)
-    return operands._replace(visibility=dataclasses.replace(visibility, where=where))
+    def numbered(asked):
+        if asked is None:
+            return None
+        b = number(asked.batch, asked.rule.reads_batch, "B", batch)
+        return dataclasses.replace(asked, batch=b, head=number(asked.head, asked.rule.reads_head, "N", heads))
+
+    visibility = dataclasses.replace(operands.visibility, where=numbered(operands.visibility.where))
+    return operands._replace(visibility=visibility, score=numbered(operands.score))
 
 
 def _problem_of(problem: Problem, x: Operands) -> Problem:
     shape = lambda a: None if a is None else a.shape
+    shapes = lambda tree: jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tree)
     return dataclasses.replace(
         problem,
         batch=x.query.shape[0],
@@ -129,7 +132,8 @@ def _problem_of(problem: Problem, x: Operands) -> Problem:
         kv_heads=x.key.shape[2],
         bias=shape(x.bias),
         mask=shape(x.mask),
-        visibility=jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), x.visibility),
+        visibility=shapes(x.visibility),
+        score=shapes(x.score),
     )
 
 
@@ -154,13 +158,18 @@ def _letters(problem: Problem, operands: Operands) -> Operands:
     visibility = operands.visibility
     for fields, letters in (Visibility.BY_BATCH, "B"), (Visibility.BY_QUERY, "BT"), (Visibility.BY_KEY, "BS"):
         visibility = visibility.narrow(fields, lambda x, letters=letters: of(x, letters))
-    if (where := visibility.where) is not None:
+
+    def of_rule(asked):
+        if asked is None:
+            return None
         by = dict(batch="B", head="N", kinds="BN", offset="B")
-        known = {name: of(x, by[name]) for name in by if hasattr(x := getattr(where, name), "ndim")}
-        where = dataclasses.replace(where, arrays=tuple(of(x, "") for x in where.arrays), **known)
-        visibility = dataclasses.replace(visibility, where=where)
-    there = {name: x for name, x in operands._asdict().items() if x is not None and name != "visibility"}
-    return operands._replace(visibility=visibility, **{name: of(x, LETTERS.get(name, "BN")) for name, x in there.items()})
+        known = {name: of(x, by[name]) for name in by if hasattr(x := getattr(asked, name, None), "ndim")}
+        return dataclasses.replace(asked, arrays=tuple(of(x, "") for x in asked.arrays), **known)
+
+    visibility = dataclasses.replace(visibility, where=of_rule(visibility.where))
+    there = {name: x for name, x in operands._asdict().items() if hasattr(x, "ndim")}
+    there = {name: of(x, LETTERS.get(name, "BN")) for name, x in there.items()}
+    return operands._replace(visibility=visibility, score=of_rule(operands.score), **there)
 
 
 attention_p = Primitive("flash_attention")

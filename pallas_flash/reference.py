@@ -38,6 +38,8 @@ def _attend(p: Problem, x: Operands):
         s = s + x.bias.astype(wide)
     if p.soft_cap is not None:
         s = p.soft_cap * jnp.tanh(s / p.soft_cap)
+    if x.score is not None:
+        s = x.score.of(s, lambda n, index: x.score.arrays[n][index], *_numbers(p, x))
     s = jnp.where(seen, s, -jnp.inf)
     if x.sinks is not None:  # one more key, with the value 0
         s = jnp.concatenate([s, jnp.broadcast_to(x.sinks[:, None, None], (*s.shape[:3], 1))], axis=-1)
@@ -53,6 +55,15 @@ def _attend(p: Problem, x: Operands):
     return o.astype(x.query.dtype), lse
 
 
+def _numbers(p: Problem, x: Operands):
+    """Batch row, head, position and key of each score, to broadcast against [B, N, T, S]."""
+    b, h = x.score.numbers(p.batch, p.heads)
+    row, key = (jnp.arange(n, dtype=jnp.int32) for n in (p.queries, p.keys))
+    offset = x.score.offset
+    position = row[None] + (offset if isinstance(offset, int) else offset[:, None])
+    return b[:, None, None, None], h[:, None, None], position[:, None, :, None], key
+
+
 def _dropped(p: Problem, x: Operands, weights):
     """The weights [B, N, T, S] that dropout keeps, divided by the part of them that it keeps."""
     if x.seeds is None:
@@ -63,11 +74,22 @@ def _dropped(p: Problem, x: Operands, weights):
 def backward(problem: Problem, x: Operands, o, lse, do, delta):
     """JAX's own derivative of `attend`; the cotangents of o and lse are what autodiff made do and delta of."""
     do = do if problem.kept == 1 else do * jnp.asarray(problem.kept, do.dtype)
+
+    def of(query, key, value, bias, *tables):
+        score = x.score.with_tables(tables) if tables else x.score
+        return _attend(problem, x._replace(query=query, key=key, value=value, bias=bias, score=score))
+
+    (o, own), vjp = jax.vjp(of, x.query, x.key, x.value, x.bias, *(x.score.tables if x.score is not None else ()))
+    part = lax.stop_gradient(_part(own * LOG2E, lse))
     dlse = jnp.einsum("btnh,btnh->bnt", o.astype(delta.dtype), do.astype(delta.dtype)) - delta
-    dlse = jnp.where(lse == jnp.inf, 0.0, dlse)
+    dlse = jnp.where((lse == jnp.inf) | (part == 0), 0.0, dlse * part)
+    do = (do.astype(delta.dtype) * jnp.swapaxes(part, 1, 2)[..., None]).astype(do.dtype)
+    dq, dk, dv, dbias, *dtables = vjp((do, dlse))
+    return (dq, dk, dv, dbias) if x.score is None else (dq, dk, dv, dbias, tuple(dtables))
 
-    def of(query, key, value, bias):
-        return _attend(problem, x._replace(query=query, key=key, value=value, bias=bias))
 
-    _, vjp = jax.vjp(of, x.query, x.key, x.value, x.bias)
-    return vjp((do, dlse))
+def _part(own, lse):
+    """By how much P is less than that of these keys alone, if lse is of more keys: 1 where they are all, but for rounding."""
+    gap = own - lse
+    whole = (lse == jnp.inf) | (jnp.abs(gap) <= 4 * jnp.finfo(lse.dtype).eps * jnp.abs(lse))
+    return jnp.where(whole, 1.0, jnp.exp2(gap))

@@ -1,28 +1,33 @@
-"""A mask as a function of batch, head, query and key: traced once, compared by what it computes, evaluated anywhere."""
+"""A function of batch, head, query and key: traced once, compared by what it computes, evaluated anywhere."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
+from pallas_flash import reads
 from pallas_flash.visibility import Ints, register
 
 INDEX = jax.ShapeDtypeStruct((), jnp.int32)
 
 
 class Rule:
-    """The program of a mask_mod(b, h, q_idx, kv_idx), of int32 numbers, without the arrays that it closes over."""
+    """The program of a function of int32 numbers (b, h, q_idx, kv_idx), and perhaps of a score, without the arrays that it closes
+    over: `mask_mod` or `score_mod`. The program takes first them, then the numbers."""
 
-    def __init__(self, jaxpr, name: str):
+    def __init__(self, jaxpr, arrays: int, name: str, source: Any = None):
         self.jaxpr, self.name, self.text = jaxpr, name, str(jaxpr)
+        self.source = source if "custom_" in self.text else None  # no text tells one derivative of a user's own from another
+        self.arrays, self.numbers = jaxpr.invars[:arrays], jaxpr.invars[arrays:]
         used = {id(x) for eqn in jaxpr.eqns for x in eqn.invars} | {id(x) for x in jaxpr.outvars}
-        self.reads_batch, self.reads_head, *_ = (id(x) in used for x in jaxpr.invars)
+        self.reads_batch, self.reads_head, *_ = (id(x) in used for x in self.numbers)
 
     def __eq__(self, other):
-        return isinstance(other, Rule) and self.text == other.text
+        return isinstance(other, Rule) and self.text == other.text and self.source is other.source
 
     def __hash__(self):
         return hash(self.text)
@@ -30,14 +35,43 @@ class Rule:
     def __repr__(self):
         return self.name
 
-    def __call__(self, arrays, b: Ints, h: Ints, query: Ints, key: Ints) -> jax.Array:
-        """One number each; `vmap` and `jnp.vectorize` make it that of many."""
-        return jaxpr_as_fun(ClosedJaxpr(self.jaxpr, list(arrays)))(*(jnp.asarray(x, jnp.int32) for x in (b, h, query, key)))[0]
+    def __call__(self, arrays, *numbers: Ints) -> jax.Array:
+        """Of one number each; `vmap` and `jnp.vectorize` make it that of many."""
+        return jaxpr_as_fun(ClosedJaxpr(self.jaxpr, []))(*arrays, *self.typed(*numbers))[0]
+
+    def typed(self, *numbers: Ints) -> list[jax.Array]:
+        return [jnp.asarray(x, known.aval.dtype) for x, known in zip(numbers, self.numbers, strict=True)]
+
+    @functools.cached_property
+    def reads(self) -> tuple[reads.Read, ...]:
+        """The numbers that it reads of its arrays, one after the other."""
+        return reads.of(self.jaxpr, len(self.numbers))
+
+    def index(self, *x) -> tuple[jax.Array, ...]:
+        """What it reads next, of b, h, q_idx, kv_idx and all that it has read before."""
+        more = [0] * (len(self.numbers) - 4)
+        _, index = reads.index(self.jaxpr, self.typed(*x[:4], *more), x[4:])
+        return tuple(jnp.asarray(i, jnp.int32) for i in index)
+
+    def result(self, numbers, values) -> jax.Array:
+        """What it returns where it reads these values."""
+        return jnp.asarray(reads.result(self.jaxpr, self.typed(*numbers), values))
 
     @property
     def operations(self) -> set[str]:
-        """The names of the primitives it is made of."""
-        return set(_operations(self.jaxpr))
+        """The names of the primitives it is made of, but for its reads."""
+
+        def run(numbers, values):
+            return self.result(numbers, values), [self.index(*numbers[:4], *values[:n]) for n in range(len(values))]
+
+        shape = lambda x: jax.ShapeDtypeStruct((), x.aval.dtype)
+        of = list(map(shape, self.numbers)), [shape(self.arrays[at.array]) for at in self.reads]
+        return operations(jax.make_jaxpr(run)(*of).jaxpr)
+
+
+def operations(jaxpr) -> set[str]:
+    """The names of the primitives that a program is made of."""
+    return set(_operations(jaxpr))
 
 
 def _operations(jaxpr):
@@ -52,20 +86,54 @@ def trace(mask_mod: Callable, name: str | None = None) -> tuple[Rule, tuple]:
     """The rule of a mask_mod, and the arrays that it closes over."""
     if not callable(mask_mod):
         raise TypeError(f"Where takes a function mask_mod(b, h, q_idx, kv_idx) -> bool; got {type(mask_mod).__name__}.")
-    traced, out = jax.make_jaxpr(mask_mod, return_shape=True)(INDEX, INDEX, INDEX, INDEX)
+    jaxpr, arrays, out = traced(mask_mod, INDEX, INDEX, INDEX, INDEX)
     if getattr(out, "shape", None) != () or out.dtype != bool:
-        got = f"{out.dtype}{list(out.shape)}" if hasattr(out, "shape") else type(out).__name__
-        raise TypeError(f"mask_mod(b, h, q_idx, kv_idx) must return one bool for four numbers; got {got}.")
-    return Rule(traced.jaxpr, name or getattr(mask_mod, "__name__", type(mask_mod).__name__)), tuple(traced.consts)
+        raise TypeError(f"mask_mod(b, h, q_idx, kv_idx) must return one bool for four numbers; got {kind(out)}.")
+    return Rule(jaxpr, len(arrays), name or getattr(mask_mod, "__name__", type(mask_mod).__name__)), arrays
+
+
+def kind(out) -> str:
+    """What a function returned, by its shape."""
+    return f"{out.dtype}{list(out.shape)}" if hasattr(out, "shape") else type(out).__name__
+
+
+def traced(function: Callable, *shapes) -> tuple[Any, tuple, Any]:
+    """Its program, the arrays that this takes from outside, floats first, and the shape of what it returns. What it computes of
+    these arrays alone is computed here and now."""
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):  # a program for any mesh
+        return _traced(function, *shapes)
+
+
+def _traced(function, *shapes):
+    closed, out = jax.make_jaxpr(function, return_shape=True)(*shapes)
+    jaxpr, known, left = closed.jaxpr, dict(zip(closed.jaxpr.constvars, closed.consts, strict=True)), []
+    for eqn in jaxpr.eqns:
+        of = [x for x in eqn.invars if not isinstance(x, Literal)]
+        if of and all(x in known for x in of) and not eqn.effects:
+            inputs = [x.val if isinstance(x, Literal) else known[x] for x in eqn.invars]
+            known |= zip(eqn.outvars, reads.bind(eqn, inputs), strict=True)
+        else:
+            left.append(eqn)
+    used = {id(x) for eqn in left for x in eqn.invars} | {id(x) for x in jaxpr.outvars}
+    arrays = sorted((x for x in known if id(x) in used), key=lambda x: not jnp.issubdtype(x.aval.dtype, jnp.floating))
+    inputs = *arrays, *jaxpr.invars
+    run = lambda values, numbers: reads.run(left, jaxpr.outvars, dict(zip(inputs, (*values, *numbers), strict=True)))
+    rest = jax.make_jaxpr(run)([jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in arrays], shapes)
+    return rest.jaxpr, tuple(known[x] for x in arrays), out
+
+
+def each(f: Callable, *x):
+    """f of single numbers, for arrays that broadcast, of any ranks."""
+    rank = max(map(jnp.ndim, x))
+    return jnp.vectorize(f)(*(a if jnp.ndim(a) == 0 else jnp.reshape(a, (1,) * (rank - jnp.ndim(a)) + jnp.shape(a)) for a in x))
 
 
 @dataclasses.dataclass(frozen=True)
-class Predicate:
-    """A rule with all that it is asked about: which of a block's queries and keys it lets see each other.
+class Asked:
+    """A rule with all that it is asked about.
 
     `offset` is what makes a row a position, an int or [B]. `batch` [B] and `head` [N] number the batch rows and the heads, None
-    from 0 on. `kinds` int8 [B | 1, N | 1, tiles, tiles] says of the blocks of `block` queries and keys whether they are empty,
-    partial or full (kinds.py), None: not known yet.
+    from 0 on.
     """
 
     rule: Rule
@@ -73,8 +141,6 @@ class Predicate:
     offset: Ints = 0
     batch: Any = None
     head: Any = None
-    kinds: Any = None
-    block: int | None = None
 
     def numbers(self, batch: Ints, heads: Ints) -> tuple[Ints, Ints]:
         """The numbers of `batch` batch rows [B] and `heads` heads [N]; 0 where the rule does not ask."""
@@ -82,14 +148,52 @@ class Predicate:
         b = of(self.batch, batch) if self.rule.reads_batch else jnp.zeros(1, jnp.int32)
         return b, of(self.head, heads) if self.rule.reads_head else jnp.zeros(1, jnp.int32)
 
+    @property
+    def operations(self) -> set[str]:
+        """The names of the primitives that a kernel needs."""
+        return self.rule.operations
+
+    def reads(self, read: Callable, *numbers: Ints) -> list[tuple[tuple, jax.Array]]:
+        """For each read the index, and what `read(array, index)` finds there, no larger than the `numbers` b, h, position and
+        key that it is made of."""
+        found = []
+        for at in self.rule.reads:
+            asked = [x if n in at.numbers else 0 for n, x in enumerate(numbers)]
+            values = [value for _, value in found]
+            index = each(self.rule.index, *asked, *values) if at.made_of else ()
+            found.append((index, read(at.array, index).astype(self.rule.arrays[at.array].aval.dtype)))
+        return found
+
+    def made(self, values, *numbers) -> jax.Array:
+        """What the rule makes of `numbers`, which broadcast, where it reads these `values`."""
+        return each(lambda *x: self.rule.result(x[: len(numbers)], x[len(numbers) :]), *numbers, *values)
+
+
+@dataclasses.dataclass(frozen=True)
+class Predicate(Asked):
+    """The rule of a mask: which of a block's queries and keys it lets see each other.
+
+    `kinds` int8 [B | 1, N | 1, tiles, tiles] says of the blocks of `block` queries and keys whether they are empty, partial or
+    full (kinds.py), None: not known yet.
+    """
+
+    kinds: Any = None
+    block: int | None = None
+
+    def of_chunks(self, size: int, first) -> "Predicate":
+        """The same where each of `size` batch rows is cut into chunks, whose first rows these are [C]: [B * C]."""
+        offset = (jnp.broadcast_to(self.offset, size)[:, None] + first).reshape(-1)
+        batch = self.batch if self.batch is None else jnp.repeat(self.batch, first.size)
+        return dataclasses.replace(self, offset=offset, batch=batch, kinds=None, block=None)
+
+    def of_keys(self, first) -> "Predicate":
+        """The same where keys count from 0 at the one numbered `first`."""
+        rule, arrays = trace(lambda b, h, query, key: self.rule(self.arrays, b, h, query, key + first), self.rule.name)
+        return dataclasses.replace(self, rule=rule, arrays=arrays)
+
     def sees(self, b: Ints, h: Ints, position: Ints, key: Ints) -> jax.Array:
         """bool, of the shape that the arguments broadcast to."""
-        return jnp.vectorize(lambda *x: self.rule(self.arrays, *x))(b, h, position, key)
-
-    def sees_tile(self, b: Ints, h: Ints, position: jax.Array, key: jax.Array) -> jax.Array:
-        """[positions, keys] of one batch row and head, for kernels."""
-        by_key = jax.vmap(lambda q, k: self.rule(self.arrays, b, h, q, k), (None, 0))
-        return jax.vmap(by_key, (0, None))(position, key)
+        return each(lambda *x: self.rule(self.arrays, *x), b, h, position, key)
 
 
 register(Predicate, "rule")

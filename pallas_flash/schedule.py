@@ -4,9 +4,9 @@ Blocks are half-open ranges of block numbers. Of the blocks in [first, last) tho
 every row, so their scores need no mask and their loads no bounds. Where the mask is no interval, they are a list of numbers.
 """
 
-import contextlib
 import functools
 from collections.abc import Callable
+from concurrent import futures
 from typing import NamedTuple
 
 import jax
@@ -35,6 +35,12 @@ class Blocks(NamedTuple):
         """The same, counted down from `end`: number t is block end - 1 - t."""
         down = lambda n: end if isinstance(n, int) and n == 0 else end - n
         return Blocks(*map(down, reversed(self)))
+
+    def part(self, number: Ints, count: int) -> "Blocks":
+        """Part `number` of as many, as long as each other; masks stay where they were."""
+        end = lambda n: self.first + lax.div((self.last - self.first) * n, jnp.int32(count))
+        first, last = end(number), end(number + 1)
+        return Blocks(first, between(self.full_first, first, last), between(self.full_last, first, last), last)
 
     def rest(self) -> "Blocks":
         """All but the first, of at least one."""
@@ -171,10 +177,15 @@ def block_kinds(visibility: Visibility, batch, heads, queries: int, block_q: int
     return _known_kinds(visibility, batch, heads, queries, block_q, block_k)
 
 
+def _now(f: Callable, *args):
+    """f(*args), known while tracing: in a thread of its own, in which no function is traced, and no mesh is set."""
+    with futures.ThreadPoolExecutor(1) as thread:
+        return thread.submit(f, *args).result()
+
+
 @functools.lru_cache(64)
 def _known_kinds(*args) -> np.ndarray:
-    with jax.ensure_compile_time_eval():
-        return np.asarray(_block_kinds(*args))
+    return np.asarray(_now(_block_kinds, *args))
 
 
 def _block_kinds(visibility, batch, heads, queries, block_q, block_k):
@@ -187,20 +198,24 @@ def _block_kinds(visibility, batch, heads, queries, block_q, block_k):
     row, at = _whole_tiles(visibility, queries, block_q)
     start, stop, _ = jnp.broadcast_arrays(*at.interval(jnp.minimum(row, queries - 1)), row)
     seen = Blocks(*(x[:, None, :, None] for x in _by_tile(start, stop, at.solid, block_q, block_k)))
-    j = jnp.arange(found.shape[3], dtype=jnp.int32)
-    inside = ((seen.first <= j) & (j < seen.last)).astype(jnp.int8) + ((seen.full_first <= j) & (j < seen.full_last))
-    return jnp.minimum(found, inside)
+    j = jnp.arange(found.shape[3], dtype=jnp.int32)[None, None, None]
+    within = lambda first, last: ((first <= j) & (j < last)).astype(jnp.int8)
+    return jnp.minimum(found, within(seen.first, seen.last) + within(seen.full_first, seen.full_last))
 
 
 def lists(found) -> jax.Array:
     """Of kinds [.., tiles, blocks] for each tile how many blocks are partial, how many are not empty, and the blocks' numbers:
     the partial ones, then the full ones. int32 [.., tiles, 2 + blocks]"""
-    known = isinstance(found, np.ndarray)
-    with jax.ensure_compile_time_eval() if known else contextlib.nullcontext():
-        count = lambda which: jnp.sum(which, -1, dtype=jnp.int32, keepdims=True)
-        partial, visited = count(found == kinds.PARTIAL), count(found > kinds.EMPTY)
-        order = jnp.argsort((found + 2) % 3, axis=-1, stable=True).astype(jnp.int32)
-        return jnp.concatenate([partial, visited, order[..., : int(visited.max()) if known else None]], -1)
+    if not isinstance(found, np.ndarray):
+        return _lists(found)
+    known = np.asarray(_now(_lists, found))
+    return jnp.asarray(known[..., : 2 + int(known[..., 1].max())])
+
+
+def _lists(found) -> jax.Array:
+    count = lambda which: jnp.sum(which, -1, dtype=jnp.int32, keepdims=True)
+    order = jnp.argsort((found + 2) % 3, axis=-1, stable=True).astype(jnp.int32)
+    return jnp.concatenate([count(found == kinds.PARTIAL), count(found > kinds.EMPTY), order], -1)
 
 
 def _whole_tiles(visibility: Visibility, queries: int, block_q: int):
@@ -214,7 +229,7 @@ def _by_tile(start, stop, solid, block_q: int, block_k: int) -> Blocks:
     """The Blocks of each query tile, [B or 1, query tiles], from the intervals of its rows."""
 
     def tiled(x):
-        return jnp.broadcast_to(x, stop.shape).reshape(stop.shape[0], -1, block_q)
+        return jnp.broadcast_to(jnp.asarray(x, jnp.int32), stop.shape).reshape(stop.shape[0], -1, block_q)
 
     return key_blocks(tiled(start), tiled(stop), None if solid is None else tiled(solid), block_k, axis=-1)
 

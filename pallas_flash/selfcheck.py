@@ -13,12 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_flash import autodiff, backends, masks, records
+from pallas_flash import autodiff, backends, decode, masks, records
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.backends import Backend, Choice
 
 LIMIT = 300  # seconds; a check that takes longer hangs
 SIZES = dict(batch=2, queries=523, keys=709, heads=8, kv_heads=2)  # blocks that need a mask, blocks that need none, ragged ones
+DECODING = SIZES | dict(queries=3)
 WIDTH = 64  # the kernels' tables tell head sizes apart by multiples of this
 ROWS = 64  # that are compared as one vector: a single row of a gradient may be zero but for rounding
 TOLERANCE = dict(float32=1e-4, bfloat16=2e-2, float16=4e-3)
@@ -76,7 +77,7 @@ class Variant(NamedTuple):
     head_size: int  # as wide as the kernels make it
     value_size: int
     dtype: str
-    scheme: str  # of the backward
+    scheme: str  # of the backward; and whether the forward is decoding
 
     def __str__(self):
         v = self
@@ -95,7 +96,8 @@ _one_at_a_time = threading.Lock()
 
 def variant_of(backend: Backend, problem: Problem) -> Variant:
     same = backend.tiles(problem) == backend.tiles(dataclasses.replace(problem, deterministic=True))
-    return Variant(backend.name, *_widths(problem), problem.dtype, "deterministic" if same else "in any order")
+    scheme = "deterministic" if same else "in any order"
+    return Variant(backend.name, *_widths(problem), problem.dtype, scheme + ", decoding" * decode.takes(problem))
 
 
 def _widths(problem: Problem) -> list[int]:
@@ -143,7 +145,7 @@ def _tried(backend: Backend, problem: Problem, variant: Variant, machine: record
         variant,
     )
     try:
-        verdict = _in_a_thread(lambda: check(backend, problem, SIZES), LIMIT)
+        verdict = _in_a_thread(lambda: check(backend, problem, DECODING if decode.takes(problem) else SIZES), LIMIT)
     except TimeoutError:
         _known[variant, machine] = hangs(LIMIT)
         record(variant, machine, hangs(LIMIT))
@@ -210,7 +212,7 @@ def trial(problem: Problem, sizes: dict[str, int]) -> tuple[Problem, Operands, t
     rules = [masks.Causal(), masks.KeyLengths(jax.device_put(lengths))]
     visibility = masks.resolve(rules, p.batch, p.queries, p.keys, p.keys - p.queries)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), visibility)
-    p = dataclasses.replace(p, soft_cap=None, bias=None, sinks=False, dropped=0, mask=None, visibility=shapes)
+    p = dataclasses.replace(p, soft_cap=None, bias=None, sinks=False, dropped=0, mask=None, score=None, visibility=shapes)
     rng = np.random.default_rng(0)
     normal = lambda *shape: jax.device_put(rng.standard_normal(shape, np.float32).astype(jnp.dtype(p.dtype)))
     q, k = normal(p.batch, p.queries, p.heads, width), normal(p.batch, p.keys, p.kv_heads, width)

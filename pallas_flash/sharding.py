@@ -1,6 +1,7 @@
-"""A mesh with explicit axes: each device attends for its own batch rows and heads, without communication."""
+"""A mesh with explicit axes: each device attends for its own batch rows and heads, and without a context for all rows."""
 
 import copy
+import dataclasses
 import functools
 import math
 import operator
@@ -14,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_flash.backends import Choice
 from pallas_flash.masks import Mask, parts
+from pallas_flash.score import Score
 
 LETTERS = {  # of the arrays of a call
     "query": "BTNH",
@@ -30,34 +32,47 @@ LETTERS = {  # of the arrays of a call
     "sinks": "N",
     "dropout_seeds": "BNC",
 }
+SCORE_LETTERS = {"batch": "B", "head": "N"}  # of a Score; its other arrays are whole on each device
 
 
 def mesh_of(call: dict[str, Any]) -> AbstractMesh | None:
-    """The mesh with axes of type Explicit that an array of the call is on, or else that jax.set_mesh named; None without."""
-    meshes = [jax.typeof(x).sharding.mesh for x in _arrays(call).values() if isinstance(x, jax.Array)]
-    return next((m for m in [*meshes, jax.sharding.get_abstract_mesh()] if AxisType.Explicit in m.axis_types), None)
+    """The mesh with axes of type Explicit that an array of the call is on, or else that jax.set_mesh named; or one with Auto axes
+    that the call's context names. None without."""
+    meshes = [jax.typeof(x).sharding.mesh for x in arrays_of(call).values() if isinstance(x, jax.Array)]
+    meshes += [jax.sharding.get_abstract_mesh()]
+    explicit = next((m for m in meshes if AxisType.Explicit in m.axis_types), None)
+    if explicit is not None or call["context"] is None:
+        return explicit
+    axes = set(names(call["context"].axis))
+    is_auto = lambda m: axes <= {name for name, kind in zip(m.axis_names, m.axis_types, strict=True) if kind == AxisType.Auto}
+    return next(filter(is_auto, meshes), None)
 
 
 def by_device(attend: Callable, call: dict[str, Any], mesh: AbstractMesh):
-    """attend(**call), (o, lse), by jax.shard_map over the axes of the mesh that the batch and the heads lie on."""
-    arrays = {path: jnp.asarray(x) if isinstance(x, list) else x for path, x in _arrays(call).items()}
+    """attend(**call), (o, lse), by jax.shard_map over the axes of the mesh that the batch, the heads, and with a context the rows
+    lie on."""
+    arrays = {path: jnp.asarray(x) if isinstance(x, list) else x for path, x in arrays_of(call).items()}
     named = {name: arrays.get((name,)) for name in ("query", "key", "value")}
     if any(x is None or x.ndim < 3 for x in named.values()):
         return attend(**call)  # has an error to raise
+    context, is_explicit = call["context"], AxisType.Explicit in mesh.axis_types
+    rows = context and context.axis
     for name, x in named.items():
-        _check_rows(name, x)
-    axes = _axes(arrays, call, mesh)
-    specs = tuple(_spec(_letters(path, call), x.shape, axes, mesh) for path, x in arrays.items())
+        _check(name, x, rows, mesh)
+    named_axes = _axes(arrays, call, mesh, rows) if is_explicit else _axes_of(context, named["query"].ndim - 3)
+    axes = [*named_axes, rows]
+    specs = tuple(_spec(letters_of(path, call), x.shape, axes, mesh) for path, x in arrays.items())
     shape = named["query"].shape
     outs = _spec("BTNH", shape, axes, mesh), _spec("BTN", shape[:-1], axes, mesh)
-    rest = tuple(_with(call, dict.fromkeys(arrays)).items())
+    rest = tuple(with_arrays(call, dict.fromkeys(arrays)).items())
     program = _program_once if _is_hashable(rest) else _program
     return program(attend, mesh, tuple(arrays), specs, outs, rest)(tuple(arrays.values()))
 
 
 def _program(attend, mesh, paths, specs, outs, rest):
-    local = lambda arrays: attend(**_with(dict(rest), dict(zip(paths, arrays, strict=True))))
-    placed = lambda x, spec: jax.reshard(x, NamedSharding(mesh, spec))
+    local = lambda arrays: attend(**with_arrays(dict(rest), dict(zip(paths, arrays, strict=True))))
+    is_explicit = AxisType.Explicit in mesh.axis_types
+    placed = lambda x, spec: jax.reshard(x, NamedSharding(mesh, spec)) if is_explicit else x
 
     def run(arrays):  # shard_map keeps what it finds on its first call, and a vmap over an axis of the mesh is another call
         mapped = jax.shard_map(
@@ -104,28 +119,42 @@ def _by_mapped_axis(f: Callable):
     return run
 
 
-def _arrays(call) -> dict[tuple, Any]:
+def arrays_of(call) -> dict[tuple, Any]:
     """The arrays of a call by where they are: (name,), or ("mask", number of the part, field)."""
     found = {(name,): call[name] for name in LETTERS if name in call and not isinstance(call[name], Mask)}
     for number, part in enumerate(parts(call["mask"])) if isinstance(call["mask"], Mask) else ():
         found |= {("mask", number, field): getattr(part, field) for field in part.ARRAYS}
+    if isinstance(score := call.get("score_mod"), Score):
+        found |= {("score_mod", name): getattr(score, name) for name in SCORE_LETTERS}
+        found |= {("score_mod", n): x for n, x in enumerate(score.arrays)}
     # NumPy's numbers stay outside: they are known while tracing
     return {path: x for path, x in found.items() if isinstance(x, jax.Array | list) or (hasattr(x, "dtype") and len(x.shape))}
 
 
-def _letters(path, call) -> str:
+def letters_of(path, call) -> str:
+    if path[0] == "score_mod":
+        return SCORE_LETTERS.get(path[1], "")
     return LETTERS[path[0]] if len(path) == 1 else parts(call["mask"])[path[1]].ARRAYS[path[2]]
 
 
-def _with(call, arrays: dict[tuple, Any]) -> dict[str, Any]:
-    """The call with other arrays where `_arrays` found some."""
+def with_arrays(call, arrays: dict[tuple, Any]) -> dict[str, Any]:
+    """The call with other arrays where `arrays_of` found some."""
     call, rules = dict(call), list(map(copy.copy, parts(call["mask"]) if isinstance(call["mask"], Mask) else ()))
     for path, x in arrays.items():
         if len(path) == 1:
             call[path[0]] = x
+        elif path[0] == "score_mod":
+            call["score_mod"] = _replaced(call["score_mod"], path[1], x)
         else:
             object.__setattr__(rules[path[1]], path[2], x)  # the classes are frozen
     return call | (dict(mask=functools.reduce(operator.and_, rules)) if rules else {})
+
+
+def _replaced(score: Score, name: str | int, x) -> Score:
+    """With another array: its batch or head, or that of a number."""
+    if isinstance(name, str):
+        return dataclasses.replace(score, **{name: x})
+    return dataclasses.replace(score, arrays=(*score.arrays[:name], x, *score.arrays[name + 1 :]))
 
 
 def _is_hashable(x) -> bool:
@@ -136,37 +165,49 @@ def _is_hashable(x) -> bool:
     return True
 
 
-def _check_rows(name, x):
-    spec = jax.typeof(x).sharding.spec
-    if spec[-3] is not None or spec[-1] is not None:
-        raise ValueError(
-            f"{name} may be sharded along batch and heads, since a row sees all keys; got {spec}. "
-            "Use jax.reshard, or jax.shard_map around a ring of your own."
-        )
+def rows_of(call: dict[str, Any]):
+    """The axes of the mesh that rows or keys lie on, None if they are whole."""
+    specs = [jax.typeof(x).sharding.spec for name in ("query", "key", "value") if isinstance(x := call[name], jax.Array)]
+    return next((spec[-3] for spec in specs if len(spec) > 2 and spec[-3] is not None), None)
 
 
-def _axes(arrays, call, mesh) -> list:
+def _check(name, x, rows, mesh):
+    if jax.typeof(x).sharding.spec[-1] is not None:
+        raise ValueError(f"{name} must not be sharded along its last axis, the head size; got {jax.typeof(x).sharding.spec}.")
+    if lacking := set(names(rows)) - set(mesh.shape):
+        raise ValueError(f"context names the axis {', '.join(lacking)}; the arrays are on a mesh with {', '.join(mesh.shape)}.")
+    if x.shape[-3] % count(rows, mesh):
+        raise ValueError(f"the length of {name} must be a multiple of its {count(rows, mesh)} devices; got {x.shape[-3]}.")
+
+
+def _axes(arrays, call, mesh, rows) -> list:
     """The axes of the mesh that each leading axis and, last, the heads lie on: the query's, else those of another array."""
     lead = arrays["query",].ndim - 3
     axes, K = [None] * (lead + 1), arrays["key",].shape[-2]
     for path, x in arrays.items():
-        for i, axis in zip(_places(_letters(path, call), x.ndim, lead), jax.typeof(x).sharding.spec, strict=True):
-            taken = {name for axis in axes for name in names(axis)}
+        for i, axis in zip(_places(letters_of(path, call), x.ndim, lead), jax.typeof(x).sharding.spec, strict=True):
+            taken = {name for axis in (*axes, rows) for name in names(axis)}
             serves = path == ("query",) or i != lead or _fits(K, axis, mesh)
-            if i is not None and axes[i] is None and serves and not taken & set(names(axis)):
+            if i is not None and i <= lead and axes[i] is None and serves and not taken & set(names(axis)):
                 axes[i] = axis
     return axes
 
 
+def _axes_of(context, lead: int) -> list:
+    """The same, as a context says it."""
+    return [*([context.batch, *[None] * (lead - 1)] if lead else []), context.heads]
+
+
 def _places(letters: str, ndim: int, lead: int) -> list[int | None]:
-    """For each axis of an array with these letters, which of `_axes` it follows; axes may be left out on the left."""
-    places = {"B": list(range(lead)), "N": [lead], "K": [lead]}
+    """For each axis of an array with these letters, which of `_axes`, or last the rows', it follows; axes may be left out on the
+    left. What has rows has all keys."""
+    places = {"B": list(range(lead)), "N": [lead], "K": [lead], "T": [lead + 1], "S": [lead + 1 if "NT" not in letters else None]}
     full = [None] * ndim + [place for letter in letters for place in places.get(letter, [None])]
     return full[len(full) - ndim :]
 
 
 def _spec(letters: str, shape, axes, mesh) -> P:
-    lead = len(axes) - 1
+    lead = len(axes) - 2
     if "K" in letters and not _fits(shape[-2], axes[lead], mesh):
         parts = count(axes[lead], mesh)
         raise ValueError(

@@ -13,8 +13,9 @@ import jax
 
 from pallas_flash import backends, records, selfcheck
 from pallas_flash.arguments import Problem
-from pallas_flash.attention import explain, flash_attention
+from pallas_flash.attention import flash_attention
 from pallas_flash.backends import Backend
+from pallas_flash.explanation import explain
 from pallas_flash.selfcheck import Variant, Verdict
 
 COMMAND = [sys.executable, "-m", "pallas_flash"]  # that does what CASE tells it

@@ -94,6 +94,30 @@ class Visibility:
             seen = (key - start).astype(jnp.uint32) < jnp.maximum(stop - start, 0).astype(jnp.uint32)
         return seen if query_ids is None else seen & (query_ids == key_ids)
 
+    def of_chunks(self, batch: int, chunks: jax.Array, queries: int) -> "Visibility":
+        """The same of some chunks of `queries` rows alone, by their numbers [C], each of which becomes a batch row: [B * C]."""
+        first, has_band = chunks * queries, self.left is not None or self.right is not None
+        each = lambda x: (x[:, None] + jnp.zeros_like(chunks)).reshape(-1)
+        seen = self.narrow(("query_stop",), lambda x: jnp.maximum(x[:, None] - first, 0).reshape(-1)).narrow(("key_stop",), each)
+        rows = lambda x: x.reshape(x.shape[0], -1, queries)[:, chunks].reshape(-1, queries)
+        offset = (jnp.broadcast_to(self.offset, batch)[:, None] + first).reshape(-1) if has_band else 0
+        where = None if self.where is None else self.where.of_chunks(batch, first)
+        return dataclasses.replace(seen.narrow(self.BY_QUERY, rows), offset=offset, where=where)
+
+    def of_keys(self, first: jax.Array, keys: int) -> "Visibility":
+        """The same of `keys` keys alone, which count from 0 at the one numbered `first`."""
+        seen = self.narrow(("offset", "start", "stop"), lambda x: x - first)
+        seen = seen.narrow(("key_stop",), lambda x: jnp.maximum(x - first, 0))
+        seen = seen.narrow(self.BY_KEY, lambda x: jax.lax.dynamic_slice_in_dim(x, first, keys, 1))
+        where = None if self.where is None else self.where.of_keys(first)
+        return dataclasses.replace(seen, keys=keys, where=where)
+
+    def sees_any(self, queries: int):
+        """Whether some of the queries may see a key: a bool, or an array of one, by their intervals alone."""
+        seen = self.narrow(self.BY_BATCH, lambda x: x[:, None])
+        start, stop = seen.interval(jnp.arange(queries, dtype=jnp.int32)[None])
+        return start < stop if isinstance(start, int) and isinstance(stop, int) else jnp.any(start < stop)
+
     def by_key(self, queries: int) -> "Visibility":
         """The same from the keys' side, of a mask without data: `interval` of a key is the queries that see it."""
         return Visibility(queries, self.right, self.left, -self.offset)

@@ -103,6 +103,21 @@ def test_hopper_kernels_copy_and_compute_what_the_formulas_say(call, traceable):
     assert costs == merged(accounting.forward("hopper", problem), accounting.backward("hopper", problem))
 
 
+DECODING = {
+    "one token": (Sizes(B=2, T=1, S=512, N=8, K=2, H=64, Hv=64), {}),
+    "a ragged window": (Sizes(B=2, T=3, S=500, N=8, K=2, H=64, Hv=128), dict(local_window_size=(150, 0), query_offset=300)),
+}
+
+
+@pytest.mark.parametrize("call", DECODING)
+def test_decoding_on_hopper_copies_and_computes_what_the_formulas_say(call, traceable):
+    z, call = DECODING[call]
+    q, k, v, _ = arrays(z, "bfloat16")
+    costs, _ = observed(accounting.attention("hopper", **call), q, k, v)
+    expected = accounting.forward("hopper", explain(q, k, v, **call).problem)
+    assert costs == {name: cost for name, cost in expected.items() if name != "merge"}
+
+
 def test_bytes_under_a_mask_with_data_are_counted_where_the_data_is_given():
     z = Sizes(B=2, T=64, S=64, N=1, K=1, H=16, Hv=16)
     q, k, v, _ = arrays(z, "float32")
@@ -167,5 +182,8 @@ def test_what_the_formulas_do_not_know_is_refused():
     q, k, v, _ = arrays(Sizes(), "float32")
     with pytest.raises(NotImplementedError, match="observe the kernels"):
         accounting.forward("portable", explain(q, k, v, logits_soft_cap=2.0).problem)
+    token, cache = (jax.ShapeDtypeStruct((1, length, 1, 64), "float32") for length in (1, 512))
+    with pytest.raises(NotImplementedError, match="decoding in hopper alone"):
+        accounting.forward("portable", explain(token, cache, cache).problem)
     with pytest.raises(ValueError, match="generation must be one of standard, flash1, portable, hopper"):
         accounting.forward("flash2", explain(q, k, v).problem)

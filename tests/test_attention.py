@@ -76,6 +76,7 @@ def test_a_row_of_the_smallest_finite_bias_still_sees_its_keys(implementation, r
     np.testing.assert_allclose(o, np.broadcast_to(mean, o.shape), atol=1e-5)
 
 
+@pytest.mark.whole("portable")
 @pytest.mark.parametrize("garbage", [np.nan, np.inf])
 @pytest.mark.parametrize("more", [{}, dict(is_causal=True, local_window_size=(30, 0)), dict(mask="BNTS", bias="1NTS")], ids=str)
 def test_garbage_in_padding_changes_no_bit(garbage, more, implementation, rng):

@@ -2,6 +2,7 @@
 
 import functools
 
+import gpu_interpreter
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +19,7 @@ from pallas_flash.kernels.classic import flash1, standard
 from pallas_flash.kernels.portable.tuning import AllTiles, Tiles
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
-ALL = ("reference", "blockwise", "portable", "flash1", "standard")
+ALL = ("reference", "blockwise", "portable", "flash1", "standard")  # hopper has tests of its own, in jax's GPU interpreter
 KEY = jax.random.key(7)
 
 
@@ -82,11 +83,11 @@ def of_tiles(monkeypatch, block_q, block_k):
     monkeypatch.setattr(standard, "tiles", lambda p: standard.Tiles(block_q, block_k))
 
 
-def seen_through(implementation, key, T=37, S=53, B=2, N=2, **kw):
+def seen_through(implementation, key, T=37, S=53, B=2, N=2, dtype=np.float32, **kw):
     """The mask of forward and backward: with equal weights and v = 1, o is P, and dv is P^T where do = 1."""
-    q, k = np.zeros((B, T, N, 8), np.float32), np.zeros((B, S, 1, 8), np.float32)
-    v = np.broadcast_to(np.eye(S, dtype=np.float32)[:, None], (B, S, 1, S))
-    do = np.broadcast_to(np.eye(T, S, dtype=np.float32)[:, None], (B, T, N, S))
+    q, k = np.zeros((B, T, N, 8), dtype), np.zeros((B, S, 1, 8), dtype)
+    v = np.broadcast_to(np.eye(S, dtype=dtype)[:, None], (B, S, 1, S))
+    do = np.broadcast_to(np.eye(T, S, dtype=dtype)[:, None], (B, T, N, S))
 
     @jax.jit
     def both(v):
@@ -98,15 +99,30 @@ def seen_through(implementation, key, T=37, S=53, B=2, N=2, **kw):
     return np.moveaxis(np.asarray(o) > 0, 2, 1), np.moveaxis(np.asarray(vjp(do)[0])[:, :, 0, :T], 1, 2)
 
 
+def drops_the_same(implementation, T=37, S=53, atol=1e-6, **kw):
+    """Forward and backward have the mask of dropout_mask."""
+    expected = np.asarray(dropout_mask(KEY, 0.3, (2, 2, T, S)))
+    forward, backward = seen_through(implementation, KEY, T, S, **kw)
+    np.testing.assert_array_equal(forward, expected)
+    kept = 1 - 77 / 256
+    np.testing.assert_allclose(backward, expected.sum(1)[:, :S] / (S * kept), atol=atol)
+
+
 @pytest.mark.parametrize("tiles", [(16, 16), (32, 64), (64, 32)], ids=str)
 @pytest.mark.parametrize("implementation", ALL)
 def test_every_implementation_drops_the_same_weights_for_every_size_of_tile(implementation, tiles, monkeypatch):
     of_tiles(monkeypatch, *tiles)
-    expected = np.asarray(dropout_mask(KEY, 0.3, (2, 2, 37, 53)))
-    forward, backward = seen_through(implementation, KEY)
-    np.testing.assert_array_equal(forward, expected)
-    kept = 1 - 77 / 256
-    np.testing.assert_allclose(backward, expected.sum(1) / (53 * kept), atol=1e-6)
+    drops_the_same(implementation)
+
+
+needs_interpreter = pytest.mark.skipif(gpu_interpreter.MISSING is not None, reason=str(gpu_interpreter.MISSING))
+
+
+@needs_interpreter
+@pytest.mark.parametrize("deterministic, T, S", whole_but([(True, 100, 250), (False, 120, 128)], (False, 120, 128)))
+def test_the_hopper_kernels_drop_the_same_weights_in_both_schemes(deterministic, T, S):
+    with gpu_interpreter.hopper_kernels():
+        drops_the_same("hopper", T, S, atol=1e-4, dtype=np.float16, deterministic=deterministic)
 
 
 # ---- results and gradients
@@ -121,6 +137,7 @@ def dense(q, k, v, b, mask):
     return jnp.einsum("bnts,bsnh->btnh", p, v, precision="highest"), jnp.swapaxes(jax.nn.logsumexp(s, axis=-1), 1, 2)
 
 
+@pytest.mark.whole("portable", "standard")
 @pytest.mark.parametrize("implementation", ALL)
 def test_output_lse_and_gradients_are_those_of_a_dense_mask(implementation, rng, monkeypatch):
     of_tiles(monkeypatch, 16, 32)
@@ -146,14 +163,38 @@ def test_output_lse_and_gradients_are_those_of_a_dense_mask(implementation, rng,
             close(a, e, TOLERANCE["float32"])
 
 
+def is_exact_in_half_precision(implementation, rng, sizes, **kw):
+    """Output and gradients are those of the reference in float32."""
+    q, k, v = qkv(rng, sizes, jnp.bfloat16)
+    kw |= dict(dropout_rate=0.1, dropout_rng=KEY, is_causal=True)
+
+    def run(implementation, *x):
+        attend = lambda *x: flash_attention(*x, implementation=implementation, **kw).astype(jnp.float32)
+        return jax.jit(jax.value_and_grad(lambda *x: jnp.sum(jnp.sin(attend(*x))), argnums=(0, 1, 2)))(*x)
+
+    exact = run("reference", *(x.astype(np.float32) for x in (q, k, v)))
+    for a, e in zip(jax.tree.leaves(run(implementation, q, k, v)), jax.tree.leaves(exact), strict=True):
+        close(a, e, TOLERANCE["bfloat16"])
+
+
 @pytest.mark.parametrize("implementation", whole_but(["blockwise", "portable"], "blockwise"))
 def test_half_precision_is_as_exact_as_its_dtype(implementation, rng, small_tiles):
-    q, k, v = qkv(rng, Sizes(H=32, Hv=16), jnp.bfloat16)
-    attend = lambda name: lambda *x: flash_attention(*x, dropout_rate=0.1, dropout_rng=KEY, is_causal=True, implementation=name)
-    run = lambda f, *x: jax.jit(jax.value_and_grad(lambda *x: jnp.sum(jnp.sin(f(*x).astype(jnp.float32))), argnums=(0, 1, 2)))(*x)
-    exact = run(attend("reference"), *(x.astype(np.float32) for x in (q, k, v)))
-    for a, e in zip(jax.tree.leaves(run(attend(implementation), q, k, v)), jax.tree.leaves(exact), strict=True):
-        close(a, e, TOLERANCE["bfloat16"])
+    is_exact_in_half_precision(implementation, rng, Sizes(H=32, Hv=16))
+
+
+HOPPER = {  # several tiles of queries and of keys, a head in a group
+    "two kernels": (True, Sizes(B=1, T=203, S=309, N=4, K=2, H=64, Hv=64), {}),
+    "one kernel": (False, Sizes(B=1, T=203, S=309, N=2, K=1, H=128, Hv=128), dict(query_offset=106)),
+    "soft cap": (True, Sizes(B=1, T=67, S=131, N=1, K=1, H=128, Hv=128), dict(logits_soft_cap=2.0)),
+}
+
+
+@needs_interpreter
+@pytest.mark.parametrize("name", whole_but(HOPPER, "one kernel"))
+def test_the_hopper_kernels_are_as_exact_as_their_dtype(name, rng):
+    deterministic, sizes, kw = HOPPER[name]
+    with gpu_interpreter.hopper_kernels():
+        is_exact_in_half_precision("hopper", rng, sizes, deterministic=deterministic, **kw)
 
 
 @pytest.mark.parametrize("implementation", whole_but(["blockwise", "portable"], "portable"))
@@ -201,4 +242,4 @@ def test_a_rate_of_zero_is_the_program_without_dropout(rng):
 def test_explain_says_the_rate_that_is_taken():
     q = jax.ShapeDtypeStruct((2, 5, 4, 8), jnp.bfloat16)
     text = explain(q, q, q, dropout_rate=0.1, dropout_rng=KEY, sinks=jnp.ones(4))
-    assert "sinks, dropout 0.1016" in str(text) and "dropout" in text.why_not["hopper"]
+    assert "sinks, dropout 0.1016" in str(text)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import linen, nnx
 
-from pallas_flash import dropout_mask, flash_attention, masks
+from pallas_flash import dropout_mask, flash_attention, masks, scores
 from pallas_flash.flax import FlashAttention, KVCache, attention_fn, hook, rope
 
 B, T, N, H = 2, 7, 4, 6
@@ -645,3 +645,28 @@ def test_the_constructor_refuses_what_the_first_call_would(options, text):
 
 def test_the_constructor_leaves_it_to_the_call_what_an_implementation_can_run():
     assert layer_of(implementation="hopper").implementation == "hopper"
+
+
+def test_the_layer_learns_the_parameters_of_a_score_mod_that_is_a_module():
+    class Relative(nnx.Module):
+        def __init__(self):
+            self.table = nnx.Param(jnp.linspace(-1, 1, 32).reshape(2, 16))
+
+        def __call__(self, score, b, h, q_idx, kv_idx):
+            return scores.T5Bias(self.table[...], bidirectional=False, max_distance=20)(score, b, h, q_idx, kv_idx)
+
+    make = lambda score_mod: FlashAttention(2, 16, score_mod=score_mod, rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(0), (1, 9, 16))
+    layer, loss = make(Relative()), lambda layer, x: jnp.sum(jnp.sin(layer(x)))
+    gradient = nnx.grad(loss)(layer, x)["score_mod"]["table"][...]
+    assert gradient.shape == (2, 16) and jnp.all(gradient[:, :8] != 0)
+    y, cache = layer(x[:, :6], cache=layer.init_cache(1, 9))  # positions count from the offset
+    y = jnp.concatenate([y, layer(x[:, 6:], cache=cache)[0]], axis=1)
+    np.testing.assert_allclose(y, layer(x), atol=1e-5)
+    slopes = [0.5, 0.25]
+    hook = functools.partial(attention_fn, is_causal=True, score_mod=scores.Alibi(slopes))
+    q = x.reshape(1, 9, 2, 8)
+    np.testing.assert_allclose(hook(q, q, q), flash_attention(q, q, q, is_causal=True, score_mod=scores.Alibi(slopes)), atol=1e-6)
+    assert make(scores.Alibi(slopes))(x).shape == x.shape
+    with pytest.raises(TypeError, match="score_mod must be a function"):
+        make(3)

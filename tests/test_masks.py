@@ -8,7 +8,7 @@ from cases import MASKS, Sizes, arguments, qkv
 
 from pallas_flash import checks, masks, schedule
 from pallas_flash.arguments import normalise
-from pallas_flash.attention import _SIGNATURE
+from pallas_flash.attention import asked
 from pallas_flash.masks import Visibility
 
 Z = Sizes(T=23, S=29, N=1, K=1, H=1, Hv=1)
@@ -16,10 +16,8 @@ BLOCKS = [(4, 4), (8, 3), (5, 16), (32, 32)]
 
 
 def visibility(rng, kw) -> Visibility:
-    call = _SIGNATURE.bind(*qkv(rng, Z), **arguments(kw))
-    call.apply_defaults()
-    asked = {name: x for name, x in call.arguments.items() if name not in ("implementation", "return_residual")}
-    return normalise(**asked)[1].visibility
+    call, _ = asked(*qkv(rng, Z), **arguments(kw))
+    return normalise(**{name: x for name, x in call.items() if name not in ("implementation", "context")})[1].visibility
 
 
 def rows_of(v: Visibility, b: int, row):

@@ -60,6 +60,7 @@ def calls(draw):
 
 
 @pytest.mark.usefixtures("small_tiles", "quick_compile")
+@pytest.mark.whole("portable")
 @pytest.mark.parametrize("part", range(SLICES))
 def test_a_drawn_call_equals_the_oracle(implementation, part, examples):
     @settings(

@@ -316,6 +316,14 @@ def test_schemes_are_told_apart_where_the_kernels_are():
     assert schemes(hopper, 256) == schemes(portable, 128) == ["deterministic"] * 2
 
 
+def test_decoding_is_checked_by_itself_on_a_problem_that_is_decoding():
+    (_, portable, *_) = backends.BACKENDS
+    q, k = (jax.ShapeDtypeStruct((1, length, 2, 64), "bfloat16") for length in (1, 4096))
+    problem = explain(q, k, k).problem
+    assert selfcheck.variant_of(portable, problem).scheme == "deterministic, decoding"
+    assert portable.tiles(selfcheck.trial(problem, selfcheck.DECODING)[0]).decode is not None
+
+
 # ---- python -m pallas_flash ----
 
 

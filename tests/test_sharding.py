@@ -92,13 +92,6 @@ def test_the_partitioner_of_jit_gathers_nothing_of_the_reference(rng):
     assert not re.findall(r"= \S+ (all-gather|all-to-all|collective-permute)", text)
 
 
-def test_sharded_rows_have_a_clear_error(rng):
-    q, k, v = place(mesh(AxisType.Explicit), P(None, None, "model"), *qkv(rng, Z._replace(T=24)))
-    rows = jax.device_put(q, NamedSharding(mesh(AxisType.Explicit), P(None, "data")))
-    with pytest.raises(ValueError, match="query may be sharded along batch and heads"):
-        flash_attention(rows, k, v)
-
-
 def test_key_heads_that_do_not_divide_have_a_clear_error(rng):
     q, k, v = qkv(rng, Z._replace(N=12, K=3))
     (q,) = place(mesh(AxisType.Explicit), SPEC, q)
@@ -186,8 +179,11 @@ def test_masks_of_every_kind_go_along(rng):
 
 
 @pytest.mark.parametrize("name", ["query", "key", "value"])
-def test_rows_of_any_array_stay_whole(name, rng):
+def test_rows_of_any_array_may_be_sharded_and_head_sizes_may_not(name, rng):
     call = dict(zip(("query", "key", "value"), qkv(rng, SMALL._replace(T=8, S=8)), strict=True))
-    (call[name],) = place(mesh(AxisType.Explicit), P(None, "data"), call[name])
-    with pytest.raises(ValueError, match=f"{name} may be sharded along batch and heads.*jax.reshard"):
-        flash_attention(**call)
+    m, attend = mesh(AxisType.Explicit), lambda x: flash_attention(**call | {name: x}, is_causal=True, implementation="reference")
+    spread = attend(*place(m, P(None, "data"), call[name]))
+    equal(spread, attend(call[name]))
+    assert jax.typeof(spread).sharding.spec[1] == "data"
+    with pytest.raises(ValueError, match=f"{name} must not be sharded along its last axis"):
+        attend(*place(m, P(None, None, None, "data"), call[name]))

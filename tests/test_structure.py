@@ -17,6 +17,8 @@ ORDER = [
     "flax.__init__",
     "flax.layer",
     "flax.hook",
+    "flax.cache",
+    "flax.rotary",
     "accounting.__init__",
     "accounting.generations",
     "accounting.gpus",
@@ -28,8 +30,13 @@ ORDER = [
     "accounting.observation.triton",
     "accounting.observation.memory",
     "accounting.observation.walk",
+    "explanation",
     "attention",
+    "pages",
+    "paged",
     "partition",
+    "context_parallel",
+    "ring",
     "sharding",
     "selfcheck",
     "records",
@@ -38,6 +45,7 @@ ORDER = [
     "backends",
     "reference",
     "blockwise.__init__",
+    "blockwise.decode",
     "blockwise.view",
     "blockwise.parts",
     "blockwise.tuning",
@@ -46,7 +54,9 @@ ORDER = [
     "kernels.hopper.backward",
     "kernels.hopper.backward_dkv",
     "kernels.hopper.backward_dq",
+    "kernels.hopper.decode",
     "kernels.hopper.gradients",
+    "kernels.hopper.kept",
     "kernels.hopper.order",
     "kernels.hopper.seen",
     "kernels.hopper.tile",
@@ -58,11 +68,14 @@ ORDER = [
     "kernels.portable.__init__",
     "kernels.portable.backward",
     "kernels.portable.forward",
+    "kernels.portable.decode",
+    "kernels.portable.tables",
     "kernels.portable.tile",
     "kernels.portable.predicate",
     "kernels.portable.tuning",
     "kernels.device",
     "kernels.__init__",
+    "decode",
     "arguments",
     "dropout",
     "sizes",
@@ -72,7 +85,10 @@ ORDER = [
     "masks",
     "mask",
     "kinds",
+    "scores",
+    "score",
     "rule",
+    "reads",
     "visibility",
 ]
 
@@ -116,7 +132,21 @@ def test_models_and_scripts_use_only_public_names(path):
             assert node.module in PUBLIC, f"{path.name} imports {node.module}"
 
 
-KNOWS_MASKS = ("masks", "mask", "visibility", "arguments", "sizes", "checks", "attention", "sharding", "flax.layer", "flax.hook")
+KNOWS_MASKS = (
+    "masks",
+    "mask",
+    "visibility",
+    "arguments",
+    "sizes",
+    "checks",
+    "attention",
+    "paged",
+    "sharding",
+    "context_parallel",
+    "flax.layer",
+    "flax.hook",
+    "flax.cache",
+)
 
 
 @pytest.mark.parametrize("name", [name for name in ORDER if name not in KNOWS_MASKS])

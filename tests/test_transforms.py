@@ -100,7 +100,7 @@ def test_abstract_shapes_go_through(implementation):
     assert (o.shape, o.dtype, lse.shape, lse.dtype) == (q.shape, jnp.bfloat16, (2, 37, 4), jnp.float32)
 
 
-@pytest.mark.whole("reference", "portable", "standard", "flash1")
+@pytest.mark.whole
 def test_64_bits_and_strict_promotion_change_nothing(implementation, rng):
     q, k, v = qkv(rng, Z)
     ids = dict(
@@ -117,6 +117,7 @@ def test_64_bits_and_strict_promotion_change_nothing(implementation, rng):
     equal(actual, expected)
 
 
+@pytest.mark.whole("reference")
 @pytest.mark.parametrize("implementation", ["reference", "blockwise"])
 def test_a_program_with_symbols_for_batch_and_length_serves_all_sizes(implementation, rng):
     def gradients(q, k, v, lengths, ids):
@@ -187,6 +188,7 @@ def test_second_derivatives_are_right_or_say_where_they_are(implementation, rng)
                 run(implementation)
 
 
+@pytest.mark.whole("reference", "portable")
 def test_gradients_of_vmap_nested_vmap_and_jacrev_are_those_of_loops(implementation, rng):
     q, k, v = (np.stack([x, x[::-1] * 0.5]) for x in qkv(rng, Z._replace(T=5, S=7)))
     f = lambda q, k, v: attend(implementation, is_causal=True)(q, k, v)

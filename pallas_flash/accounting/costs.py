@@ -196,6 +196,8 @@ def flash1_memory(p: Problem) -> dict[str, int]:
 
 def portable_forward(p: Problem, tiles) -> dict[str, Cost]:
     """Of each tile of queries, the keys it sees: without a mask, K and V n_q times."""
+    if tiles.decode is not None:
+        raise NotImplementedError(f"the formulas know decoding in hopper alone, not in portable. The call: {p}.")
     t = tiles.forward
     z = Sizes(p, t.block_q, t.block_k)
     pairs, keys, _ = _keys_of_query_tiles(p, z)

@@ -47,6 +47,8 @@ def _consumers(p: Problem, t, first, last) -> int:
 
 def forward(p: Problem, tiles) -> dict[str, Cost]:
     """Q once, and of each tile of queries the keys it sees; alpha may rescale O for every block but the first."""
+    if tiles.decode is not None:
+        return _decode(p, tiles.decode)
     t = tiles.forward
     z = _Padded(p, t)
     first, last = _query_tiles(p, t.block_q, t.block_k)
@@ -60,6 +62,28 @@ def forward(p: Problem, tiles) -> dict[str, Cost]:
         writes=z.heads * (2 * z.T * t.value_width + 4 * z.n_q * t.block_q),  # lse has rows of whole tiles
     )
     return dict(flash_attention_forward=kernel)
+
+
+def _decode(p: Problem, t) -> dict[str, Cost]:
+    """Keys and values once, of the blocks that any row sees; Q, and what the rows see, for each part of the keys. `merge` is no
+    kernel but XLA's pass over the parts' outputs, which are float32."""
+    start, stop, _ = interval_of_rows(p, Sizes(p, p.queries, t.block_k))
+    blocks = [int(np.asarray(n).item()) for n in schedule.key_blocks(start, stop, None, t.block_k)]
+    first, full_first, full_last, last = schedule.Blocks(*blocks).clipped()
+    kv_heads, S = p.batch * p.kv_heads, -(-p.keys // 8) * 8
+    programs, rows = kv_heads * t.parts, -(-p.queries * p.group // 8) * 8
+    keys, masked = min(last * t.block_k, S) - first * t.block_k, last - full_last + full_first - first
+    R, own = kv_heads * (last - first) * ROWS, programs * ROWS
+    A, table = R * t.block_k, 32 * programs + 8 * kv_heads * masked
+    kernel = Cost(
+        matrix=2 * A * (t.width + t.value_width),
+        exponentials=A + R,
+        other=4 * A + 5 * R + R * t.value_width + (3 + t.value_width) * own,
+        reads=2 * kv_heads * keys * (t.width + t.value_width) + 2 * programs * rows * t.width + 8 * own + table,
+        writes=4 * (programs * rows * t.value_width + own),
+    )
+    o = 2 * p.batch * p.queries * p.heads * p.value_size
+    return dict(flash_attention_decode=kernel, merge=Cost(reads=kernel.writes, writes=o + 8 * p.batch * p.queries * p.heads))
 
 
 def backward(p: Problem, tiles) -> dict[str, Cost]:

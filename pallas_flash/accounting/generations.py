@@ -26,7 +26,7 @@ GENERATIONS = {
 
 
 def forward(generation: str, problem: Problem, tiles: Any = None) -> dict[str, Cost]:
-    """By kernel. `cast` is no kernel: XLA's pass that rounds float32 sums to 16 bits."""
+    """By kernel. `cast` and `merge` are no kernels but XLA's: float32 sums rounded to 16 bits, and decoding's parts joined."""
     return _named(generation).forward(_countable(problem), tiles or default_tiles(generation, problem))
 
 
@@ -58,7 +58,7 @@ def default_tiles(generation: str, problem: Problem) -> Any:
 def attention(implementation: str, tiles: Any = None, **call: Any) -> Callable:
     """(q, k, v) -> o by an implementation, with tiles of your own; `call` is what `flash_attention` takes by name."""
     defaults = dict(flash_attention.__kwdefaults__, bias=None, mask=None)
-    call = {name: x for name, x in (defaults | call).items() if name not in ("implementation", "return_residual")}
+    call = {name: x for name, x in (defaults | call).items() if name not in ("implementation", "context", "return_residual")}
 
     def attend(q, k, v):
         problem, operands = arguments.normalise(q, k, v, **call)

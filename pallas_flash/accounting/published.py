@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from pallas_flash.accounting.costs import Cost, Sizes, total
 from pallas_flash.arguments import Problem
-from pallas_flash.attention import explain
+from pallas_flash.explanation import explain
 
 GFLOPS = dict(standard=66.6, flash=75.2)
 GIGABYTES = dict(standard=40.3, flash=4.4)

@@ -13,14 +13,17 @@ from jax import lax
 
 from pallas_flash import online_softmax, schedule
 from pallas_flash.arguments import Operands, Problem
+from pallas_flash.blockwise import decode
 from pallas_flash.blockwise.parts import Block, Heads
-from pallas_flash.blockwise.tuning import Tiles, tiles
+from pallas_flash.blockwise.tuning import Tiles, decode_tiles, tiles
 from pallas_flash.blockwise.view import View, by_head, dot, dot_t, with_lists
 
-__all__ = ["Tiles", "backward", "forward", "tiles"]
+__all__ = ["Tiles", "backward", "decode_tiles", "forward", "tiles"]
 
 
 def forward(problem: Problem, tiles: Tiles, x: Operands):
+    if tiles.decode is not None:
+        return decode.forward(problem, tiles.decode, x)
     p, wide, x = problem, _wide(tiles), x._replace(visibility=with_lists(problem, tiles, x.visibility))
 
     def some_heads(part: Heads, outputs):
@@ -71,15 +74,18 @@ def backward(problem: Problem, tiles: Tiles, x: Operands, o, lse, do, delta):
                 lse_i = jnp.where(view.of_rows(row.index[None] >= row.own), lse_i, jnp.inf)
 
             def step(key: Block, seen, carry):
-                dq, dk, dv, dbias = carry
-                s, dp = view.scores(q, row, key), view.dropped(dot_t(key.of(view.value, 2), do_i), row, key)
+                dq, dk, dv, dbias, dtables = carry
+                dp = view.dropped(dot_t(key.of(view.value, 2), do_i), row, key)
+                s, back = view.scores_vjp(q, row, key)
                 if seen is not None and p.soft_cap is None:
                     s, seen = jnp.where(seen, s, -jnp.inf), None
-                prob, ds = online_softmax.gradients(s, seen, lse_i, dp, delta_i, p.soft_cap)
+                prob, ds = online_softmax.gradients(s, seen, lse_i, dp, delta_i, None if back else p.soft_cap)
+                ds, dtables = back(ds, dtables) if back else (ds, dtables)
                 low = ds.astype(q.dtype)
                 dk = key.add(dk, dot(low, q), 2)
                 dv = key.add(dv, dot(view.dropped(prob, row, key).astype(q.dtype), do_i), 2)
-                return dq + dot(key.of(k_t, 3), low), dk, dv, dbias if dbias is None else view.add_tile(dbias, ds, row, key)
+                dbias = dbias if dbias is None else view.add_tile(dbias, ds, row, key)
+                return dq + dot(key.of(k_t, 3), low), dk, dv, dbias, dtables
 
             dq, *gradients = gradients
             start = _zeros(x, wide, *q.shape[:2], p.head_size, q.shape[2]), *gradients
@@ -88,15 +94,18 @@ def backward(problem: Problem, tiles: Tiles, x: Operands, o, lse, do, delta):
 
         like = view.query, view.key, view.value, view.bias
         zeros = tuple(None if a is None else _zeros(x, wide, *a.shape) for a in like)
-        dq, dk, dv, dbias = view.each_query_block(query_block, zeros)
+        dq, dk, dv, dbias, dtables = view.each_query_block(query_block, (*zeros, outputs[4]))
         new = _from_heads(dq * p.scale), *(_from_heads(d[:, :, None]) for d in (dk * (p.scale / view.fold), dv))
         new = [part.put(out, a, 2) for out, a in zip(outputs, new, strict=False)]
-        return *new, dbias if dbias is None else part.add(outputs[3], dbias.reshape(part.of(outputs[3], 1).shape), 1)
+        dbias = dbias if dbias is None else part.add(outputs[3], dbias.reshape(part.of(outputs[3], 1).shape), 1)
+        return *new, dbias, dtables
 
     bias = None if x.bias is None else _zeros(x, wide, *x.bias.shape)
-    start = *(jnp.zeros_like(a) for a in (x.query, x.key, x.value)), bias
-    dq, dk, dv, dbias = _each_part(p, tiles, some_heads, start)
-    return dq, dk, dv, dbias if dbias is None else dbias.astype(x.bias.dtype)
+    tables = () if x.score is None else tuple(_zeros(x, wide, *a.shape) for a in x.score.tables)
+    start = *(jnp.zeros_like(a) for a in (x.query, x.key, x.value)), bias, tables
+    dq, dk, dv, dbias, dtables = _each_part(p, tiles, some_heads, start)
+    dbias = dbias if dbias is None else dbias.astype(x.bias.dtype)
+    return (dq, dk, dv, dbias) if x.score is None else (dq, dk, dv, dbias, dtables)
 
 
 def _each_part(p: Problem, tiles: Tiles, some_heads: Callable, outputs):

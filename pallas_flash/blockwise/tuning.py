@@ -4,8 +4,15 @@ from typing import NamedTuple
 
 import jax
 
+from pallas_flash import decode
 from pallas_flash.arguments import Problem
 from pallas_flash.schedule import ceil_div
+
+
+class DecodeTiles(NamedTuple):
+    block_k: int
+    batch: int | None  # rows of the batch at a time; None: all
+    dtype: str  # of the products' operands
 
 
 class Tiles(NamedTuple):
@@ -13,17 +20,35 @@ class Tiles(NamedTuple):
     block_k: int
     heads: int | None  # key/value heads at a time, of all B * K; None: all, which a partitioner can spread over devices
     dtype: str  # of the products' operands
+    decode: DecodeTiles | None = None  # of the forward, where it is decoding
 
     def __str__(self):
+        if self.decode is not None:
+            rows = "all batch rows" if self.decode.batch is None else "a batch row"
+            forward = f"decoding: {rows} at a time by {self.decode.block_k} keys, multiplied in {self.decode.dtype}"
+            return f"{forward}; backward {self._replace(decode=None)}"
         heads = "all" if self.heads is None else self.heads
         return f"{self.block_q} queries of {heads} key/value heads by {self.block_k} keys, multiplied in {self.dtype}"
 
 
 UNROLLED = 8  # blocks; more of them are loops, which compile in the same time at any length
+BLOCK = 512  # keys of all heads that are in the caches at a time, in decoding
 SCORES = 2**19  # that are in flight at a time on a CPU: what its caches hold, with what is made of them
 
 
 def tiles(problem: Problem) -> Tiles:
+    return _tiles(problem)._replace(decode=decode_tiles(problem) if decode.takes(problem) else None)
+
+
+def decode_tiles(problem: Problem, page: int = 1) -> DecodeTiles:
+    """A block is of whole pages."""
+    p, on_cpu = problem, jax.default_backend() == "cpu"
+    block_k = min(max(BLOCK // page, 1) * page, p.keys)
+    wide = "float64" if p.dtype == "float64" else "float32"
+    return DecodeTiles(block_k, 1 if on_cpu and _is_one_device() else None, wide if on_cpu else p.dtype)
+
+
+def _tiles(problem: Problem) -> Tiles:
     p = problem
     if jax.default_backend() != "cpu":
         return Tiles(_at_most(512, p.queries), _at_most(256, p.keys), None, p.dtype)

@@ -13,7 +13,8 @@ from pallas_flash.arguments import Operands, Problem
 from pallas_flash.blockwise import parts
 from pallas_flash.blockwise.parts import Block, Heads
 from pallas_flash.blockwise.tuning import UNROLLED, Tiles
-from pallas_flash.rule import Predicate
+from pallas_flash.rule import Asked
+from pallas_flash.score import Score
 from pallas_flash.visibility import Ints, Visibility
 
 
@@ -33,20 +34,24 @@ class View(NamedTuple):
     stop: Ints
     sinks: jax.Array | None  # [K, G]
     seeds: jax.Array | None  # [B, K, G, 2]
+    score: Score | None  # with numbers as the visibility's where
 
     @classmethod
     def of(cls, p: Problem, tiles: Tiles, part: Heads, x: Operands) -> "View":
         visibility = x.visibility.narrow(Visibility.BY_BATCH, lambda a: part.of(a)[:, None])
         visibility = visibility.narrow(Visibility.BY_QUERY + Visibility.BY_KEY, part.of)
-        visibility = dataclasses.replace(visibility, where=_of_heads(visibility.where, p, part))
+        where, score = (_of_heads(asked, p, part) for asked in (visibility.where, x.score))
+        if where is not None and where.kinds is not None:
+            where = dataclasses.replace(where, kinds=schedule.lists(kinds.join(part.of(where.kinds, 1), (0, 1))))
+        visibility = dataclasses.replace(visibility, where=where)
         start, stop = visibility.interval(jnp.arange(p.queries, dtype=jnp.int32)[None])
-        plain = x.bias is None and p.soft_cap is None and tiles.dtype in ("float32", "float64")
+        plain = x.bias is None and p.soft_cap is None and score is None and tiles.dtype in ("float32", "float64")
         fold = p.scale * online_softmax.LOG2E or 1.0 if plain else 1.0
         q, k, v = (by_head(part.of(a, 2), part.heads).astype(tiles.dtype) for a in (x.query, x.key, x.value))
         bias, mask = (None if a is None else _tiled(part.of(a, 1), part.heads) for a in (x.bias, x.mask))
         sinks = None if x.sinks is None else part.of(x.sinks[None], 1).reshape(part.heads, -1)
         seeds = None if x.seeds is None else part.of(x.seeds, 1).reshape(part.batch, part.heads, -1, 2)
-        view = cls(p, tiles, fold, q * fold, k[:, :, 0], v[:, :, 0], bias, mask, visibility, start, stop, sinks, seeds)
+        view = cls(p, tiles, fold, q * fold, k[:, :, 0], v[:, :, 0], bias, mask, visibility, start, stop, sinks, seeds, score)
         return view._replace(query=view.filled(view.query), key=view.reached(view.key), value=view.reached(view.value))
 
     @property
@@ -113,19 +118,49 @@ class View(NamedTuple):
     def allowed(self, row: Block, key: Block):
         """Whether the mask's Predicate lets the rows see the keys, to broadcast against [B, K, keys, rows]."""
         where = self.visibility.where
-        position = self.of_rows(row.index[None] + where.offset)
-        heads = where.head
-        if where.rule.reads_head:
+        return where.sees(*self.numbers(where, row, key))
+
+    def numbers(self, asked: Asked, row: Block, key: Block):
+        """Batch row, head, position and key of each pair, to broadcast against [B, K, keys, rows]."""
+        position, heads = self.of_rows(row.index[None] + asked.offset), asked.head
+        if asked.rule.reads_head:
             heads = jnp.broadcast_to(heads[..., None], (*heads.shape, row.size)).reshape(1, heads.shape[1], 1, -1)
-        return where.sees(where.batch[:, None, None, None], heads, position, key.index[:, None])
+        return asked.batch[:, None, None, None], heads, position, key.index[:, None]
 
     def scores(self, q, row: Block, key: Block):
         """[B, K, keys, rows]"""
+        if self.score is None:
+            return self.logits(q, row, key, online_softmax.LOG2E)
+        of = self.numbers(self.score, row, key)
+        return self.score.of(self.logits(q, row, key, 1.0), self.read, *of) * online_softmax.LOG2E
+
+    def scores_vjp(self, q, row: Block, key: Block):
+        """The same, and with a score_mod (else None) what makes of the cotangent of these natural scores that of what q k^T was
+        made, and adds to the gradients of the tables."""
+        if self.score is None:
+            return self.scores(q, row, key), None
+        logits = self.logits(q, row, key, 1.0)
+        s, pull = self.score.vjp(logits, self.read, *self.numbers(self.score, row, key))
+
+        def back(ds, dtables):
+            ds, of_tables = pull(ds)
+            dtables = list(dtables)
+            for array, index, d in of_tables:
+                dtables[array] = dtables[array].at[index].add(d.astype(dtables[array].dtype))
+            return online_softmax.capped(ds, logits, self.problem.soft_cap), tuple(dtables)
+
+        return s * online_softmax.LOG2E, back
+
+    def read(self, array: int, index: tuple):
+        return self.score.arrays[array].at[index].get(mode="promise_in_bounds")
+
+    def logits(self, q, row: Block, key: Block, unit: float):
+        """[B, K, keys, rows]: scale q k^T, with bias and soft cap, in this unit."""
         qk = dot_t(key.of(self.key, 2), q)
         if self.fold != 1.0:
             return qk
         bias = None if self.bias is None else self.scored(row, key, self.bias).astype(qk.dtype)
-        return online_softmax.scores(qk, bias, self.problem.scale, self.problem.soft_cap)
+        return online_softmax.scores(qk, bias, self.problem.scale, self.problem.soft_cap, unit)
 
     def rows(self, row: Block, x):
         """[B, K, G, T, n] -> [B, K, rows, n]"""
@@ -180,16 +215,15 @@ def with_lists(p: Problem, tiles: Tiles, visibility: Visibility) -> Visibility:
     return dataclasses.replace(visibility, where=dataclasses.replace(where, kinds=found))
 
 
-def _of_heads(where: Predicate | None, p: Problem, part: Heads) -> Predicate | None:
-    """A Predicate with the numbers of some heads [1, K, 1, G] and batch rows, and of its blocks lists for all of them."""
-    if where is None:
+def _of_heads(asked: Asked | None, p: Problem, part: Heads) -> Asked | None:
+    """A rule with the numbers of some heads [1, K, 1, G] and batch rows."""
+    if asked is None:
         return None
-    batch, heads = where.numbers(p.batch, p.heads)
-    batch, heads = part.of(batch) if batch.size > 1 else batch, part.of(heads[None], 1)
-    heads = heads.reshape(1, part.heads, 1, -1) if where.rule.reads_head else heads.reshape(1, 1, 1, 1)
-    offset = where.offset if isinstance(where.offset, int) else part.of(where.offset)[:, None]
-    lists = None if where.kinds is None else schedule.lists(kinds.join(part.of(where.kinds, 1), (0, 1)))
-    return dataclasses.replace(where, batch=batch, head=heads, offset=offset, kinds=lists)
+    batch, heads = asked.numbers(p.batch, p.heads)
+    batch, heads = part.of(batch) if asked.rule.reads_batch else batch, part.of(heads[None], 1)
+    heads = heads.reshape(1, part.heads, 1, -1) if asked.rule.reads_head else heads.reshape(1, 1, 1, 1)
+    offset = asked.offset if isinstance(asked.offset, int) else part.of(asked.offset)[:, None]
+    return dataclasses.replace(asked, batch=batch, head=heads, offset=offset)
 
 
 def _ranges(p: Problem, tiles: Tiles) -> list | None:

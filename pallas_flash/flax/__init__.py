@@ -1,6 +1,8 @@
 """For Flax: `attention_fn`, the hook of its attention modules, and `FlashAttention`, a layer with RoPE and a KV cache."""
 
+from pallas_flash.flax.cache import KVCache, RollingCache
 from pallas_flash.flax.hook import attention_fn
-from pallas_flash.flax.layer import FlashAttention, KVCache, rope
+from pallas_flash.flax.layer import FlashAttention
+from pallas_flash.flax.rotary import rope
 
-__all__ = ["FlashAttention", "KVCache", "attention_fn", "rope"]
+__all__ = ["FlashAttention", "KVCache", "RollingCache", "attention_fn", "rope"]

@@ -36,6 +36,7 @@ def attention_fn(  # every parameter has a name: linen passes on only those that
     input_positions: Array | None = None,
     *,
     implementation: Implementation | None = None,
+    score_mod: Callable[..., Array] | None = None,
 ) -> Float[Array, "*B T N Hv"]:
     """`flash_attention` with the signature of Flax's `dot_product_attention`, of nnx and of linen.
 
@@ -59,7 +60,7 @@ def attention_fn(  # every parameter has a name: linen passes on only those that
       promote_dtype: nnx's; called as promote_dtype((query, key, value), dtype=dtype).
       is_causal: top-left aligned; joined with the mask.
       input_positions: must be None: `FlashAttention` has RoPE.
-      implementation: as in `flash_attention`.
+      implementation, score_mod: as in `flash_attention`; `functools.partial` gives them.
 
     Raises:
       NotImplementedError: an argument that cannot be honoured.
@@ -78,7 +79,8 @@ def attention_fn(  # every parameter has a name: linen passes on only those that
             "asks for one mask for all: make the module with broadcast_dropout=False."
         )
     # Flax's `deterministic` means no dropout; that of flash_attention means the same bits twice, which is its default
-    return flash_attention(query, key, value, bias, as_mask(mask), is_causal=is_causal, implementation=implementation, **dropout)
+    options = dict(is_causal=is_causal, implementation=implementation, score_mod=score_mod, **dropout)
+    return flash_attention(query, key, value, bias, as_mask(mask), **options)
 
 
 def _refuse_module(module):

@@ -3,41 +3,24 @@
 import contextlib
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, overload
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int, Shaped
 
-from pallas_flash.attention import AnyArray, Implementation, explain, flash_attention
+from pallas_flash.attention import AnyArray, Implementation, flash_attention
+from pallas_flash.context_parallel import Context
+from pallas_flash.explanation import explain
+from pallas_flash.flax import cache as caches
+from pallas_flash.flax.cache import Cache, KVCache, RollingCache
 from pallas_flash.flax.hook import as_mask
+from pallas_flash.flax.rotary import rope
 from pallas_flash.masks import Mask
 
 LECUN_NORMAL = nnx.initializers.lecun_normal()
 Rngs = nnx.Rngs | Array | None
-
-
-def rope(x: Float[Array, "B T N H"], positions: Int[Array, "#B T"], base: float) -> Float[Array, "B T N H"]:
-    """Rotary position embedding, RoFormer's (arXiv:2104.09864): turns pair i by the angle position * base^(-2i / H).
-
-    Pairs are (x[i], x[i + H/2]), the two halves of the head, as in GPT-NeoX and LLaMA; the paper pairs neighbours. Computed
-    in float32. The scores depend on the difference of two positions alone.
-    """
-    H = x.shape[-1]
-    frequency = base ** (-jnp.arange(0, H, 2, dtype=jnp.float32) / H)
-    angle = positions[..., None, None].astype(jnp.float32) * frequency  # [B | 1, T, 1, H / 2]
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    a, b = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
-
-
-class KVCache(NamedTuple):
-    """The keys (normalised and rotated) and values of the tokens so far; row b holds length[b] of them, from slot 0 on."""
-
-    key: Float[Array, "B S K H"]
-    value: Float[Array, "B S K H"]
-    length: Int[Array, "B"]
 
 
 class FlashAttention(nnx.Module):
@@ -59,11 +42,11 @@ class FlashAttention(nnx.Module):
       qk_norm: RMSNorm over the head, with a learned scale, on queries and keys, before RoPE (arXiv:2302.05442, there LayerNorm).
       is_causal: a token sees itself and those before it.
       local_window_size, logits_soft_cap, implementation: as in `flash_attention`.
+      score_mod, context: as in `flash_attention`; an nnx.Module as score_mod learns, and with a cache there is no context.
       dropout_rate: as in `flash_attention`, where the attribute `deterministic` is False, as it is until `eval()`.
       sinks: learn a sink for each query head, which begins as 0.
       use_bias: of the four projections.
-      dtype: of the computation; None: what x and the parameters promote to.
-      param_dtype: of the parameters.
+      dtype, param_dtype: of the computation, None: what x and the parameters promote to; and of the parameters.
       kernel_init, out_kernel_init: of the four projections, Flax's default by default, and of the last one, by default the same.
       rngs: its `params` stream makes the parameters.
     """
@@ -88,6 +71,8 @@ class FlashAttention(nnx.Module):
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         implementation: Implementation | None = None,
+        score_mod: Callable[..., Array] | None = None,
+        context: Context | None = None,
         kernel_init: Callable = LECUN_NORMAL,
         out_kernel_init: Callable | None = None,
         rngs: nnx.Rngs,
@@ -97,7 +82,7 @@ class FlashAttention(nnx.Module):
         self.in_kv_features = in_features if in_kv_features is None else in_kv_features
         self.rope_base, self.is_causal, self.local_window_size = rope_base, is_causal, local_window_size
         self.logits_soft_cap, self.dropout_rate, self.deterministic = logits_soft_cap, dropout_rate, False
-        self.implementation = implementation
+        self.implementation, self.score_mod, self.context = implementation, score_mod, context
         self.cache_dtype = param_dtype if dtype is None else dtype
         self._check_options(N)
 
@@ -133,7 +118,7 @@ class FlashAttention(nnx.Module):
         *,
         mask: Shaped[AnyArray, "*#B #N #T #S"] | Mask | None = None,
         lengths: Int[AnyArray, "B"] | None = None,
-        cache: KVCache,
+        cache: Cache,
         rngs: Rngs = None,
         deterministic: bool | None = None,
     ) -> tuple[Float[Array, "B T Dout"], KVCache]: ...
@@ -157,14 +142,16 @@ class FlashAttention(nnx.Module):
           inputs_q: [B, T, in_features].
           inputs_k: [B, S, in_kv_features], cross-attention: the keys are made of it. The queries' own inputs by default.
           inputs_v: [B, S, in_kv_features]: the values are made of it; inputs_k by default.
-          mask: as in `attention_fn`, joined with is_causal and the rest. With a cache, its S axis is the cache's slots.
+          mask: as in `attention_fn`, joined with is_causal and the rest. With a cache, its S axis is the cache's slots; a
+            RollingCache and a PagedCache take none.
           segment_ids: int32 [B, T], packed documents: tokens see those with their own id. RoPE's positions count on from
             document to document, which changes nothing: only differences within a document matter. Not with a cache, and not
             with inputs_k, where masks.Documents says the ids of both.
           lengths: int32 [B]: only the first lengths[b] tokens of row b are real, and only they stay in a cache. The
             attention of the others is 0. Prompts of different lengths fill a cache in one call so.
           kv_lengths: int32 [B]: only the first kv_lengths[b] of inputs_k are real.
-          cache: of `init_cache` or of the call before. Row b's tokens are at positions length[b], length[b] + 1, ...
+          cache: of `init_cache`, `init_rolling_cache` or `pallas_flash.paged_cache`, or of the call before. Row
+            b's tokens are at positions length[b], length[b] + 1, ...
           rngs: for dropout, nnx.Rngs or a key; needed unless deterministic, by default the layer's attribute, is True.
 
         Returns:
@@ -178,34 +165,44 @@ class FlashAttention(nnx.Module):
         start = jnp.zeros(1, jnp.int32) if cache is None else cache.length
         positions = start[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)  # [1 | B, T]
         query, key, value = self._project(x, inputs_k, inputs_k if inputs_v is None else inputs_v, positions)
-        attend = functools.partial(
-            flash_attention,
-            query,
-            mask=as_mask(mask),
+        mask = as_mask(mask)
+        options = dict(
             is_causal=self.is_causal,
-            query_seq_lengths=lengths,
             local_window_size=self.local_window_size,
             implementation=self.implementation,
             logits_soft_cap=self.logits_soft_cap,
+            score_mod=self.score_mod,
             sinks=None if self.sinks is None else self.sinks[...],
             **self._dropout(rngs, self.deterministic if deterministic is None else deterministic),
         )
-        if cache is None:
-            kv_lengths = kv_lengths if is_cross else lengths
-            return self.out(attend(key=key, value=value, key_value_seq_lengths=kv_lengths, query_segment_ids=segment_ids))
+        if cache is not None:
+            o, cache = caches.attend(cache, query, key, value, self._left, mask, lengths, options)
+            return self.out(o), cache
+        ends = dict(query_seq_lengths=lengths, key_value_seq_lengths=kv_lengths if is_cross else lengths)
+        more = dict(mask=mask, query_segment_ids=segment_ids, context=self.context)
+        return self.out(flash_attention(query, key, value, **more, **ends, **options))
 
-        cache = _append(cache, key, value, positions, x.shape[1] if lengths is None else lengths)
-        key, value = cache.key.astype(query.dtype), cache.value.astype(query.dtype)
-        o = attend(key=key, value=value, key_value_seq_lengths=cache.length, query_offset=start)
-        has_room = positions < key.shape[1]
-        return self.out(jnp.where(has_room[..., None, None], o, jnp.nan)), cache
+    @property
+    def _left(self) -> int | None:
+        """How many tokens before its own each sees; None: all."""
+        window = self.local_window_size
+        return window if window is None or isinstance(window, int) else window[0]
 
     def init_cache(self, batch: int, max_length: int, dtype: Any = None) -> KVCache:
-        """An empty cache for `batch` rows of up to max_length tokens; its dtype is by default dtype, or else param_dtype."""
+        """An empty cache for `batch` rows of up to max_length tokens; its dtype is by default dtype, or else param_dtype.
+        A cache of another dtype than the computation's is cast whole in each call."""
+        return self._empty(KVCache, batch, max_length, dtype)
+
+    def init_rolling_cache(self, batch: int, tokens: int = 1, dtype: Any = None) -> RollingCache:
+        """An empty cache of the tokens in a causal layer's window alone, for texts of any length: O(local_window_size) memory. A
+        call has up to `tokens` tokens; a longer prompt is given in pieces."""
+        if self._left is None or not self.is_causal:
+            raise ValueError("a rolling cache holds a window's tokens: it needs a layer with local_window_size that is causal.")
+        return self._empty(RollingCache, batch, caches.rolling_slots(self._left, tokens), dtype)
+
+    def _empty(self, kind, batch: int, slots: int, dtype):
         dtype = self.cache_dtype if dtype is None else dtype
-        # two arrays, not one twice, so that a jitted step may be given the cache's memory (donate_argnums)
-        empty = lambda: jnp.zeros((batch, max_length, self.num_kv_heads, self.head_size), dtype)
-        return KVCache(empty(), empty(), jnp.zeros(batch, jnp.int32))
+        return caches.empty(kind, batch, slots, self.num_kv_heads, self.head_size, dtype)
 
     def _dropout(self, rngs, deterministic) -> dict:
         if deterministic or self.dropout_rate == 0:
@@ -227,15 +224,7 @@ class FlashAttention(nnx.Module):
             raise ValueError(f"inputs_q must be [B, T, in_features] = (B, T, {self.in_features}); got {x.shape}.")
         if cache is None:
             return
-        B, T, _ = x.shape
-        slots = (B, *cache.key.shape[1:2], self.num_kv_heads, self.head_size)
-        if cache.key.shape != slots:
-            raise ValueError(
-                f"cache.key must be [B, max_length, K, H] = ({B}, max_length, {self.num_kv_heads}, {self.head_size}) to match "
-                f"inputs_q {x.shape} and the layer; got {cache.key.shape}. Make it with init_cache({B}, max_length)."
-            )
-        if T > cache.key.shape[1]:
-            raise ValueError(f"the {T} tokens of inputs_q must fit into the cache's max_length; got {cache.key.shape[1]}.")
+        caches.check(cache, x, self._left if self.is_causal else None, self.num_kv_heads, self.head_size)
         if segment_ids is not None:
             raise ValueError("segment_ids cannot go with a cache: give each document a row of its own.")
 
@@ -267,7 +256,7 @@ class FlashAttention(nnx.Module):
     def _check_options(self, N):
         """Raises here what flash_attention would raise in the first call."""
         query, key = (jax.ShapeDtypeStruct((1, 1, heads, self.head_size), jnp.float32) for heads in (N, self.num_kv_heads))
-        options = dict(local_window_size=self.local_window_size, logits_soft_cap=self.logits_soft_cap)
+        options = dict(local_window_size=self.local_window_size, logits_soft_cap=self.logits_soft_cap, score_mod=self.score_mod)
         options |= dict(dropout_rate=self.dropout_rate, dropout_rng=jax.eval_shape(lambda: jax.random.key(0)))
         # whether an implementation can run a call is a matter of the call
         with contextlib.suppress(NotImplementedError):
@@ -287,14 +276,3 @@ def _heads(num_heads, num_kv_heads, head_size, in_features, rope_base) -> tuple[
     if rope_base is not None and H % 2:
         raise ValueError(f"head_size must be even, RoPE turns pairs; got {H}. Or leave RoPE out with rope_base=None.")
     return N, K, H
-
-
-def _append(cache: KVCache, key, value, positions, count) -> KVCache:
-    """The cache with key and value [B, T, K, H] written at positions [B, T], of which the first `count` are real.
-
-    A position past the last slot is dropped. Those that are not real lie beyond the new length, where nobody looks.
-    """
-    row = jnp.arange(len(positions))[:, None]
-    write = lambda slots, x: slots.at[row, positions].set(x.astype(slots.dtype), mode="drop", unique_indices=True)
-    length = (cache.length + count).astype(cache.length.dtype)
-    return KVCache(write(cache.key, key), write(cache.value, value), length)

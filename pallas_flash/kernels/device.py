@@ -8,6 +8,7 @@ interpret: Any = None  # parameters of jax's GPU interpreter: tests put them her
 
 # By a word of the device's kind.
 CAPABILITIES = {"A100": (8, 0), "H100": (9, 0), "H200": (9, 0), "B200": (10, 0)}
+PROCESSORS = {"A100": 108, "H100": 132, "H200": 132, "B200": 148}
 
 
 def compute_capability() -> float | None:
@@ -21,3 +22,12 @@ def compute_capability() -> float | None:
     if named is None or (here and here.device_kind == named.device_kind):
         return float(here.compute_capability) if here else None
     return next((major + minor / 10 for word, (major, minor) in CAPABILITIES.items() if word in named.device_kind), None)
+
+
+def processors() -> int:
+    """How many multiprocessors it has; where there is none, as many as an H100."""
+    named = jax.sharding.get_abstract_mesh().abstract_device
+    if named is not None:
+        return next((n for word, n in PROCESSORS.items() if word in named.device_kind), PROCESSORS["H100"])
+    here = jax.devices()[0]
+    return here.core_count if here.platform == "gpu" else PROCESSORS["H100"]

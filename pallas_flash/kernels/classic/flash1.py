@@ -47,6 +47,8 @@ def tiles_for(problem: Problem, sram: int) -> Tiles:
 
 def why_not(problem: Problem) -> str | None:
     """Why the kernels cannot run a problem that the portable ones can, or None."""
+    if problem.score is not None:
+        return "it has no gradients for the arrays of a score_mod"
     return "it has no gradient for a bias" if problem.bias is not None else None
 
 

@@ -61,7 +61,7 @@ def backward(problem: Problem, tiles: Tiles, x: Operands, o, lse, do, delta):
 
 def why_not(problem: Problem) -> str | None:
     """Why the kernels cannot run a problem that the portable ones can, or None."""
-    return None
+    return "it keeps the scores, not what a score_mod made them of" if problem.score is not None else None
 
 
 def _by_tile(kernel, p: Problem, tiles: Tiles, x: Operands, *arrays, out, name):

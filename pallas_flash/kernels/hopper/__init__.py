@@ -4,9 +4,9 @@ import jax
 
 from pallas_flash.arguments import Problem
 from pallas_flash.kernels import device
-from pallas_flash.kernels.hopper.tuning import tiles
+from pallas_flash.kernels.hopper.tuning import decode_tiles, tiles
 
-__all__ = ["tiles", "why_not"]
+__all__ = ["decode_tiles", "tiles", "why_not"]
 
 
 def why_not(problem: Problem) -> str | None:
@@ -18,8 +18,8 @@ def why_not(problem: Problem) -> str | None:
         return "it takes no bias and no dense mask"
     if p.visibility.where is not None:
         return "its loops go over intervals of blocks, which masks.Where has none of"
-    if p.dropped:
-        return "it takes no dropout: most instructions of its backward's step would make random bits"
+    if p.score is not None:
+        return "its loops have no place for a score_mod"
     if max(p.head_size, p.value_size) > 256:
         return f"head sizes above 256 do not fit into registers; got H = {p.head_size}, Hv = {p.value_size}"
     if p.scale <= 0:

@@ -11,8 +11,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash import schedule
 from pallas_flash.arguments import Problem
-from pallas_flash.kernels.hopper import order, seen, sync, tile
-from pallas_flash.kernels.hopper.gradients import Inputs, inputs, probabilities
+from pallas_flash.kernels.hopper import kept, order, seen, sync, tile
+from pallas_flash.kernels.hopper.gradients import Inputs, dlogits, inputs, probabilities
 from pallas_flash.kernels.hopper.tuning import ROWS, KeyTiles
 from pallas_flash.masks import Ints, Visibility
 
@@ -77,9 +77,9 @@ def _kernel(program, x: Inputs, *outputs, problem: Problem, tiles: KeyTiles):
     blocks = seen.query_blocks(x.blocks, x.visibility, at.batch, at.tile, problem.queries, tiles.block_q, tiles.block_k)
     steps = blocks.last - blocks.first  # with one of the heads
     number_of = sync.Numbers(tiles.warpgroups, tiles.stages)
-    q_full, do_full = (memory.q_full, memory.q_full), (memory.do_full, memory.delta_full)
-    q = sync.Ring((memory.q, memory.lse), q_full, number_of.first_ring, tiles.warpgroups)
-    do = sync.Ring((memory.do, memory.delta), do_full, number_of.second_ring, tiles.warpgroups)
+    slots = memory.q, memory.lse, memory.do, memory.delta
+    full = memory.q_full, memory.q_full, memory.do_full, memory.delta_full
+    queries = sync.Ring(slots, full, number_of.first_ring, tiles.warpgroups)
     first_key = at.tile * tiles.block_k
 
     def produce():
@@ -91,26 +91,26 @@ def _kernel(program, x: Inputs, *outputs, problem: Problem, tiles: KeyTiles):
             def load(i, _):
                 t, rows = g * steps + i - blocks.first, pl.ds(i * tiles.block_q, tiles.block_q)
                 by_row, by_head = (at.batch, rows, at.head + g), (at.batch, at.head + g, rows)
-                q.fill(t, (x.q.at[by_row], x.lse.at[by_head]))
-                do.fill(t, (x.do.at[by_row], x.delta.at[by_head]))
+                queries.fill(t, (x.q.at[by_row], x.lse.at[by_head], x.do.at[by_row], x.delta.at[by_head]))
 
             schedule.loop(sync.opaque(blocks.first), sync.opaque(blocks.last), load, None)
 
         schedule.loop(0, sync.opaque(problem.group), head, None)
-        q.drain(problem.group * steps)
-        do.drain(problem.group * steps)
+        queries.drain(problem.group * steps)
 
     def consume(own):
         plgpu.barrier_wait(memory.kv_full)
 
         def head(g, sums):
+            dropout = kept.of(problem.dropped, x.seeds, at.batch, at.head + g)
+
             def step(i, sums, masked):
-                block = Block(g * steps + i - blocks.first, at.head + g, i * tiles.block_q)
+                block = Block(g * steps + i - blocks.first, at.head + g, i * tiles.block_q, dropout)
                 return owner_of(sync.opaque(own)).add(block, masked, *sums)
 
             return blocks.visit(step, sums)
 
-        owner_of = lambda own: Owner(problem, tiles, x, memory, q, do, own, at.batch, first_key, *dq_gmem)
+        owner_of = lambda own: Owner(problem, tiles, x, memory, queries, own, at.batch, first_key, *dq_gmem)
         owner = owner_of(own)
         columns, value_columns = owner.columns(tiles.width), owner.columns(tiles.value_width)
         zeros = tile.zeros(ROWS, columns.size), tile.zeros(ROWS, value_columns.size)
@@ -139,6 +139,7 @@ class Block(NamedTuple):
     number: Ints  # in the order of the rings
     head: Ints
     first_row: Ints
+    dropout: kept.Dropout | None
 
 
 class Owner(NamedTuple):
@@ -148,8 +149,7 @@ class Owner(NamedTuple):
     tiles: KeyTiles
     x: Inputs
     memory: Memory
-    q_ring: sync.Ring
-    do_ring: sync.Ring
+    queries: sync.Ring  # q, lse, do, delta
     number: Ints
     batch: Ints
     first_key: Ints
@@ -174,7 +174,7 @@ class Owner(NamedTuple):
 
     def add(self, block: Block, masked: bool, dk, dv):
         """dK += dS^T Q and dV += P^T dO with a block of queries, by 64 of them at a time."""
-        (q, _), (do, _) = self.q_ring.block(block.number), self.do_ring.block(block.number)
+        q, _, do, _ = self.queries.block(block.number)
         q, do = q.at[:, self.columns(self.tiles.width)], do.at[:, self.columns(self.tiles.value_width)]
         parts = [pl.ds(first, ROWS) for first in range(0, self.tiles.block_q, ROWS)]
         shared = None if self.dq_gmem is None else self.memory.ds.at[lax.rem(block.number, jnp.int32(2))]
@@ -194,43 +194,42 @@ class Owner(NamedTuple):
             if shared is None:
                 sync.fence()  # lse and delta have been read, and TMA may write there
                 add_dk()
-                tile.wait(running=len(parts))
-                self.do_ring.release(block.number)
             else:
                 self.meet()
                 self.add_dq(block, shared, add_dk)
 
         sums = tile.products_add(products, dk, dv)
-        self.q_ring.release(block.number)
+        self.queries.release(block.number)
         return sums
 
     def p_and_ds(self, block: Block, rows: pl.Slice, masked: bool):
         """P and dS, 16 bits, of 64 of the block's queries."""
-        (q, lse), (do, delta) = self.q_ring.block(block.number), self.do_ring.block(block.number)
+        q, lse, do, delta = self.queries.block(block.number)
         shape, is_first, has_data = (ROWS, ROWS), rows.start == 0, bool(jax.tree.leaves(self.x.visibility))
         per_query = lambda ref: lambda shape: tile.down(plgpu.load(ref.at[rows], layout=tile.COLUMN), shape)
 
-        def wait(ring, **which):
+        def wait(array):
             if is_first:
-                ring.wait(block.number, **which)
+                self.queries.wait(block.number, array)
 
         def begin_s(acc):
-            wait(self.q_ring)
+            wait(array=0)
             tile.dot_t(acc, self.memory.k.at[self.keys], q.at[rows])
 
         def begin_dp(acc):
-            wait(self.do_ring)
+            wait(array=2)
             tile.dot_t(acc, self.memory.v.at[self.keys], do.at[rows])
 
         def finish_s(s):
-            sees = None
+            sees, keeps, first_row, first_key = None, None, block.first_row + rows.start, self.first_key + self.keys.start
             if masked:
-                first_row = block.first_row + rows.start
                 view = seen.view(self.x.visibility, sync.opaque(self.batch), first_row, ROWS, transposed=True)
-                sees = functools.partial(view.sees, self.first_key + self.keys.start)
-            p, weight = probabilities(self.problem, s, per_query(lse), sees)
+                sees = functools.partial(view.sees, first_key)
+            if block.dropout is not None:
+                keeps = functools.partial(block.dropout.keeps_transposed, first_row, first_key)
+            p, weight = probabilities(self.problem, s, per_query(lse), sees, keeps)
             p, weight = lax.optimization_barrier((p.astype(q.dtype), weight))
-            wait(self.do_ring, array=1)  # ptxas moves no wait for a product before this one, and no exponential behind it
+            wait(array=3)  # ptxas moves no wait for a product before this one, and no exponential behind it
             return p, weight
 
         def both(s_acc, dp_acc):
@@ -243,7 +242,7 @@ class Owner(NamedTuple):
             dp = tile.product(begin_dp, shape)
         else:
             p, weight, dp = tile.products(both, shape, shape)
-        return p, (weight * (dp - per_query(delta)(shape))).astype(q.dtype)
+        return p, dlogits(self.problem, weight, dp, per_query(delta)(shape)).astype(q.dtype)
 
     def add_dq(self, block: Block, ds, begin_more):
         """dQ += dS K in global memory, of which a consumer adds its part; ds is of all consumers, [block_k, block_q]."""
@@ -253,8 +252,6 @@ class Owner(NamedTuple):
 
         def product(dq_acc):
             tile.dot(dq_acc, ds.at[:, rows].transpose((1, 0)), self.memory.k.at[:, columns])
-            tile.wait(running=1)
-            self.do_ring.release(block.number)
             begin_more()
             return tile.finished(dq_acc, running=more)
 

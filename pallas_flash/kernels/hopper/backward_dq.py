@@ -9,8 +9,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash import schedule
 from pallas_flash.arguments import Problem
-from pallas_flash.kernels.hopper import order, seen, sync, tile
-from pallas_flash.kernels.hopper.gradients import Inputs, inputs, probabilities
+from pallas_flash.kernels.hopper import kept, order, seen, sync, tile
+from pallas_flash.kernels.hopper.gradients import Inputs, dlogits, inputs, probabilities
 from pallas_flash.kernels.hopper.tuning import ROWS, Tiles
 from pallas_flash.masks import Visibility
 
@@ -83,6 +83,7 @@ def _sum(x: Inputs, at, first_row, own, memory: Memory, k: sync.Ring, v: sync.Ri
     shape, by_head = (ROWS, tiles.block_k), (at.batch, at.head, pl.ds(first_row, ROWS))
     lse, delta = (tile.load(ref.at[by_head], tile.ROW) for ref in (x.lse, x.delta))
     view, order = seen.view(x.visibility, at.batch, first_row), blocks.turned(blocks.last)
+    dropout = kept.of(problem.dropped, x.seeds, at.batch, at.head)
     for full in memory.q_full, memory.do_full:
         plgpu.barrier_wait(full.at[own])
 
@@ -106,11 +107,13 @@ def _sum(x: Inputs, at, first_row, own, memory: Memory, k: sync.Ring, v: sync.Ri
                 k.release(t - 1)
 
         s = tile.product(begin_s, shape, running=0 if before is None else 1)
-        sees = functools.partial(view.sees, (blocks.last - 1 - t) * tiles.block_k) if masked else None
-        _, weight = probabilities(problem, s, functools.partial(tile.across, lse), sees)
+        first_key = (blocks.last - 1 - t) * tiles.block_k
+        sees = functools.partial(view.sees, first_key) if masked else None
+        keeps = functools.partial(dropout.keeps, first_row, first_key) if problem.dropped else None
+        _, weight = probabilities(problem, s, functools.partial(tile.across, lse), sees, keeps)
         dp = tile.product(begin_dp, shape)
         v.release(t)
-        return weight * (dp - tile.across(delta, shape))
+        return dlogits(problem, weight, dp, tile.across(delta, shape))
 
     def step(t, carry, masked):
         dq, ds = carry

@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash import online_softmax, schedule
 from pallas_flash.arguments import Operands, Problem
-from pallas_flash.kernels.hopper import order, seen, sync, tile
+from pallas_flash.kernels.hopper import decode, kept, order, seen, sync, tile
 from pallas_flash.kernels.hopper.tuning import ROWS, AllTiles, Tiles
 from pallas_flash.masks import Ints, Visibility
 
@@ -27,11 +27,14 @@ class Inputs(NamedTuple):
     blocks: jax.Array | None  # int32 [B or 1, query tiles, 4]: schedule.Blocks; None where the mask has no data
     own_blocks: jax.Array | None  # int32 [B or 1, ceil(T / 64), 4]: the same for the rows of each consumer
     sinks: jax.Array | None  # [N], less what `scores_apart` leaves out
+    seeds: jax.Array | None  # uint32 [B, N, 2], of dropout
     visibility: Visibility  # its data by rows and keys only
 
 
 def forward(problem: Problem, tiles: AllTiles, x: Operands):
     """o [B, T, N, Hv] in the query's dtype, and the Statistics of its rows in one number."""
+    if tiles.decode is not None:
+        return decode.forward(problem, tiles.decode, x)
     p, t = problem, tiles.forward
     inputs = _inputs(p, t, x)
     B, T, N, _ = inputs.q.shape
@@ -60,7 +63,7 @@ def _inputs(p: Problem, t: Tiles, x: Operands) -> Inputs:
         value = jnp.where(reached[:, :, None, None], value, 0)  # what is not seen has p = 0, and 0 * NaN is NaN
     q, k, v = tile.padded(x.query, t.width), tile.padded(x.key, t.width), tile.padded(value, t.value_width)
     sinks = None if x.sinks is None else x.sinks - (p.soft_cap or 0.0)
-    return Inputs(q, k, v, blocks, own_blocks, sinks, visibility)
+    return Inputs(q, k, v, blocks, own_blocks, sinks, x.seeds, visibility)
 
 
 class Memory(NamedTuple):
@@ -116,10 +119,13 @@ def _kernel(program, x: Inputs, o_gmem, lse_gmem, memory: Memory, *, problem: Pr
         turns.open()
         plgpu.barrier_wait(memory.q_full.at[own])
         mine = own_blocks.turned(blocks.last)
-        sees = lambda t: view.sees((blocks.last - 1 - t) * tiles.block_k, (ROWS, tiles.block_k))
+        shape, first_key = (ROWS, tiles.block_k), lambda t: (blocks.last - 1 - t) * tiles.block_k
+        sees = lambda t: view.sees(first_key(t), shape)
+        dropout = kept.of(problem.dropped, x.seeds, at.batch, at.head)
+        drop = lambda p, t: p if dropout is None else jnp.where(dropout.keeps(first_row, first_key(t), shape), p, 0.0)
         start = online_softmax.start(tile.rows(0.0), None if x.sinks is None else x.sinks[at.head])
         schedule.loop(0, mine.first, pass_by, None)
-        o, lse = _attend(q, k, v, turns, start, mine, sees, problem, tiles)
+        o, lse = _attend(q, k, v, turns, start, mine, sees, drop, problem, tiles)
         schedule.loop(mine.last, blocks.last - blocks.first, pass_by, None)
         o_smem[...], lse_smem[...] = o.astype(q.dtype), lse
         tile.copy_out((wide, o_gmem.at[rows]), (lse_smem, lse_gmem.at[at.batch, at.head, pl.ds(first_row, ROWS)]))
@@ -141,11 +147,12 @@ def _own_blocks(
 
 
 def _attend(
-    q, k: sync.Ring, v: sync.Ring, turns: sync.Turns, start, blocks: schedule.Blocks, sees, problem: Problem, tiles: Tiles
+    q, k: sync.Ring, v: sync.Ring, turns: sync.Turns, start, blocks: schedule.Blocks, sees, drop, problem: Problem, tiles: Tiles
 ):
     """o [64, value_width] of a consumer's queries, and their log2-sum-exp [64], less what `scores_apart` leaves out.
 
-    `start` is (m, l) before any key. `blocks` are numbered as they come; sees(t) is which query sees which key of the t-th.
+    `start` is (m, l) before any key. `blocks` are numbered as they come; sees(t) is which query sees which key of the t-th, and
+    drop(p, t) its P with 0 where dropout drops a weight.
     """
     shape = ROWS, tiles.block_k
 
@@ -153,7 +160,8 @@ def _attend(
         s, scale = online_softmax.scores_apart(s, problem.scale, problem.soft_cap)
         if masked:
             s = jnp.where(sees(t), s, -jnp.inf)
-        return online_softmax.step(s, m, l, scale, tiles.slack)
+        p, alpha, m, l = online_softmax.step(s, m, l, scale, tiles.slack)
+        return drop(p, t), alpha, m, l
 
     def await_v(t, late: bool):  # early: ptxas moves the wait for the products up over the exponentials, but not over this one
         if late == tiles.v_late:
@@ -196,4 +204,4 @@ def _attend(
     await_v(last, late=True)
     (o,) = tile.products_add(lambda acc: (tile.dot(acc, p, v.block(last)), turns.pass_on()), o)
     v.release(last)
-    return online_softmax.finish(o, l), jnp.where(l == 0, -jnp.inf, m + jnp.log2(l))
+    return online_softmax.finish(o, l, problem.kept), jnp.where(l == 0, -jnp.inf, m + jnp.log2(l))

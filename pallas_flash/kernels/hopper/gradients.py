@@ -22,26 +22,38 @@ class Inputs(NamedTuple):
     do: jax.Array  # [B, T, N, value_width]
     lse: jax.Array  # [B, N, whole tiles of T]: in units of log 2, less what `scores_apart` leaves out; +inf: p = 0
     delta: jax.Array  # the same shape
+    seeds: jax.Array | None  # uint32 [B, N, 2], of dropout
     blocks: jax.Array | None  # int32 [B or 1, tiles, 4]: schedule.Blocks; None where the mask has no data
     visibility: Visibility  # its data by rows and keys only
 
 
-def inputs(p: Problem, t: Tiles | KeyTiles, blocks, visibility: Visibility, q, k, v, do, lse, delta) -> Inputs:
+def inputs(p: Problem, t: Tiles | KeyTiles, blocks, visibility: Visibility, seeds, q, k, v, do, lse, delta) -> Inputs:
     more = (0, 0), (0, 0), (0, -p.queries % t.block_q)
     lse, delta = jnp.pad(lse, more, constant_values=jnp.inf), jnp.pad(delta, more)
     q, k = (tile.padded(x, t.width) for x in (q, k))
     v, do = (tile.padded(x, t.value_width) for x in (v, do))
-    return Inputs(q, k, v, do, lse, delta, blocks, visibility)
+    return Inputs(q, k, v, do, lse, delta, seeds, blocks, visibility)
 
 
-def probabilities(problem: Problem, s, lse: Callable, sees: Callable | None):
-    """P, and what dP - delta must be multiplied by to give dS, from S = Q K^T.
+def probabilities(problem: Problem, s, lse: Callable, sees: Callable | None, keeps: Callable | None):
+    """P as dropout leaves it, and the weight that `dlogits` takes, from S = Q K^T.
 
-    lse(shape) and sees(shape), which query sees which key, have the shape of S; None: every query sees every key.
+    lse(shape), sees(shape), which query sees which key, and keeps(shape), which weights dropout keeps, have the shape of S; None:
+    every query sees every key, and all weights are kept.
     """
     s, scale = online_softmax.scores_apart(s, problem.scale, problem.soft_cap)
     p, weight = online_softmax.gradients_apart(s, scale, lse(s.shape), problem.soft_cap)
-    if sees is None:
-        return p, weight
-    seen = sees(s.shape)
-    return jnp.where(seen, p, 0.0), jnp.where(seen, weight, 0.0)
+    if sees is not None:
+        seen = sees(s.shape)
+        p, weight = jnp.where(seen, p, 0.0), jnp.where(seen, weight, 0.0)
+    if keeps is not None:
+        kept = keeps(s.shape)
+        p, weight = jnp.where(kept, p, 0.0), jnp.where(kept, weight, -weight)
+    return p, weight
+
+
+def dlogits(problem: Problem, weight, dp, delta):
+    """|weight| (dP - delta), where dropout leaves dP if the weight, which is never below 0 without it, is above 0."""
+    if not problem.dropped:
+        return weight * (dp - delta)
+    return jnp.maximum(weight, 0.0) * dp - jnp.abs(weight) * delta

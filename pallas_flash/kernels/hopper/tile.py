@@ -183,18 +183,21 @@ def overlap(body, sums, like):
 
 
 def by_role(tiles, consume, produce):
-    """consume(number) in each consumer and produce() in the producer, which gives its registers to the others."""
+    """consume(number) in each consumer and produce() in the producer, which gives its registers to several others."""
     number = lax.axis_index("warpgroup")
     few, many = (24, 240) if tiles.warpgroups == 2 else (32, 160)
+    several = tiles.warpgroups > 1  # one has 255 from the start
 
     @pl.when(number < tiles.warpgroups)
     def _():
-        plgpu.set_max_registers(many, action="increase")
+        if several:
+            plgpu.set_max_registers(many, action="increase")
         consume(number)
 
     @pl.when(number == tiles.warpgroups)
     def _():
-        plgpu.set_max_registers(few, action="decrease")
+        if several:
+            plgpu.set_max_registers(few, action="decrease")
         produce()
 
 

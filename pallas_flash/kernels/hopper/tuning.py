@@ -2,7 +2,9 @@
 
 from typing import NamedTuple
 
+from pallas_flash import decode
 from pallas_flash.arguments import Problem
+from pallas_flash.kernels import device
 
 ROWS = 64  # queries or keys of a warpgroup: the rows of one wgmma
 
@@ -66,6 +68,22 @@ class KeyTiles(NamedTuple):
         return _shown(self)
 
 
+class DecodeTiles(NamedTuple):
+    """Of the forward where it is decoding: 64 rows by `block_k` keys, the keys cut into `parts`, a program each."""
+
+    width: int
+    value_width: int
+    parts: int
+    stages: int
+    copies: int = 1  # that a block of keys takes
+    block_k: int = ROWS
+    warpgroups: int = 1
+
+    def __str__(self):
+        size = f"{ROWS} x {self.block_k}, {self.parts} parts, {self.stages} stages"
+        return f"{size}, widths {self.width}/{self.value_width}"
+
+
 def _shown(t: Tiles | KeyTiles) -> str:
     size = f"{t.block_q} x {t.block_k}, {t.warpgroups} warpgroups, {t.stages} stages"
     return f"{size}, widths {t.width}/{t.value_width}"
@@ -78,19 +96,25 @@ class AllTiles(NamedTuple):
     dq: Tiles | None
     dkv: KeyTiles | None
     fused: KeyTiles | None
+    decode: DecodeTiles | None = None
 
     def __str__(self):
         backward = f"dq {self.dq}; dk, dv {self.dkv}" if self.fused is None else f"dq, dk, dv {self.fused}"
-        return f"forward {self.forward}; {backward}"
+        forward = f"forward {self.forward}" if self.decode is None else f"decoding {self.decode}"
+        return f"{forward}; {backward}"
 
+
+COLUMNS = 64  # of a decoding tile that are moved at a time
+SHARED = 223 * 2**10  # bytes of shared memory for a program's matrices
 
 # The tables: by registers, spills, shared memory and instructions of the code compiled for an H200. Not yet timed.
 
 # Three warpgroups hide more latency at value width 64 and spill at 128; blocks of 128 keys spill at 256 and do not fit twice
 # at 192. Where O is seldom rescaled, ptxas leaves the wait for products in its place, and V can be awaited late; at 64 documents
-# spill with it, and with V early too, and at 256 it gains nothing.
+# spill with it, and with V early too, and at 256 it gains nothing. Dropout spills wherever there are three warpgroups.
 _FORWARD = (
     Tiles(width=64, value_width=64, warpgroups=3, block_k=128, stages=2, v_late=True),
+    Tiles(width=64, value_width=64, warpgroups=2, block_k=128, stages=2, v_late=True, slack=8.0),
     Tiles(width=64, value_width=128, warpgroups=2, block_k=128, stages=2, v_late=True, slack=8.0),
     Tiles(width=128, value_width=64, warpgroups=3, block_k=128, stages=2),
     Tiles(width=128, value_width=128, warpgroups=2, block_k=128, stages=2, v_late=True, slack=8.0),
@@ -127,7 +151,22 @@ def tiles(problem: Problem) -> AllTiles:
     """The cheapest row of each table that holds the problem's heads."""
     fused = None if problem.deterministic else _row(_FUSED, problem)
     apart = (None, None) if fused is not None else (_row(_DQ, problem), _row(_DKV, problem))
-    return AllTiles(_row(_FORWARD, problem), *apart, fused)
+    forward = [row for row in _FORWARD if row.warpgroups == 2 or not problem.dropped]
+    return AllTiles(_row(forward, problem), *apart, fused, _decoding(problem))
+
+
+def _decoding(p: Problem) -> DecodeTiles | None:
+    """Wider values leave no registers."""
+    return decode_tiles(p) if decode.takes(p) and p.value_size <= 128 else None
+
+
+def decode_tiles(problem: Problem, page: int = ROWS) -> DecodeTiles:
+    """As many stages as shared memory holds beside q and o, and as there are barriers for."""
+    p, forward = problem, _row(_FORWARD, problem)
+    left = SHARED - ROWS * (2 * forward.width + 4 * COLUMNS)
+    stages = min(left // (ROWS * forward.key_bytes), 6)
+    copies = max(ROWS // page, 1)
+    return DecodeTiles(forward.width, forward.value_width, decode.parts(p, ROWS, device.processors()), stages, copies)
 
 
 def _row(table, problem: Problem):

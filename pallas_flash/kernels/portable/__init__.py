@@ -4,9 +4,9 @@ import math
 
 from pallas_flash.arguments import Problem
 from pallas_flash.kernels import device
-from pallas_flash.kernels.portable.tuning import tiles
+from pallas_flash.kernels.portable.tuning import decode_tiles, tiles
 
-__all__ = ["tiles", "why_not"]
+__all__ = ["decode_tiles", "tiles", "why_not"]
 
 
 def why_not(problem: Problem) -> str | None:
@@ -17,7 +17,7 @@ def why_not(problem: Problem) -> str | None:
         return f"jax's Triton lowering indexes a dense mask of 2^31 to 2^32 elements by an int32; got {problem.mask}"
     if max(problem.head_size, problem.value_size) > 256:
         return f"head sizes above 256 do not fit into registers; got H = {problem.head_size}, Hv = {problem.value_size}"
-    if why_not := _why_no_predicate(problem):
+    if why_not := _why_no_rule(problem):
         return why_not
     capability = device.compute_capability()
     if capability and capability < 8.0:
@@ -27,17 +27,19 @@ def why_not(problem: Problem) -> str | None:
 
 # What Pallas' Triton lowering knows of what a rule of numbers may be made of.
 _OPERATIONS = """
-abs acos acosh add and asin asinh atan atan2 atanh bitcast_convert_type broadcast_in_dim cbrt ceil clamp clz
-convert_element_type copy cos cosh div eq erf_inv exp exp2 expm1 floor ge gt integer_pow is_finite le log log1p log2 logistic
-lt max min mul ne neg nextafter not or population_count pow rem reshape rsqrt select_n shift_left shift_right_arithmetic
-shift_right_logical sign sin sinh sqrt square squeeze sub tan tanh xor
+abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type broadcast_in_dim cbrt ceil clamp clz
+convert_element_type copy cos cosh div eq erf_inv exp exp2 expm1 floor ge gt integer_pow is_finite le log log1p log2 logistic lt
+max min mul ne neg nextafter not one_minus_square or population_count pow rem reshape rsqrt select_n shift_left
+shift_right_arithmetic shift_right_logical sign sin sinh sqrt square squeeze sub tan tanh xor
 """.split()
 
 
-def _why_no_predicate(problem: Problem) -> str | None:
-    where = problem.visibility.where
-    if where is None:
-        return None
-    if lacking := sorted(where.rule.operations - set(_OPERATIONS)):
-        return f"{where.rule} needs {', '.join(lacking)}, which jax's Triton lowering does not know for tiles"
+def _why_no_rule(problem: Problem) -> str | None:
+    for asked in (problem.visibility.where, problem.score):
+        try:
+            lacking = sorted(asked.operations - set(_OPERATIONS)) if asked else []
+        except TypeError as error:  # of a mask, which elsewhere may read what it likes
+            return f"{asked.rule}: {error}"
+        if lacking:
+            return f"{asked.rule} needs {', '.join(lacking)}, which jax's Triton lowering does not know for tiles"
     return None

@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 
 from pallas_flash import schedule
 from pallas_flash.arguments import Operands, Problem
-from pallas_flash.kernels.portable import predicate, tile
+from pallas_flash.kernels.portable import predicate, tables, tile
 from pallas_flash.kernels.portable.forward import by_query_tile, own_pair, own_rows
 from pallas_flash.kernels.portable.tuning import AllTiles, Tiles
 
@@ -24,7 +24,8 @@ def backward(problem: Problem, tiles: AllTiles, x: Operands, o, lse, do, delta):
     args = x, do, lse, delta
     dk, dv = _dkv(problem, tiles.dkv, *args)
     dbias = None if x.bias is None else _dbias(problem, tiles.dq, *args)
-    return _dq(problem, tiles.dq, *args), dk, dv, dbias
+    dq = _dq(problem, tiles.dq, *args)
+    return (dq, dk, dv, dbias) if x.score is None else (dq, dk, dv, dbias, tables.gradients(problem, tiles.dq, *args))
 
 
 def _dkv(p: Problem, tiles: Tiles, x: Operands, do, lse, delta):
@@ -65,7 +66,8 @@ def _dkv_kernel(x: Operands, do_ref, lse_ref, delta_ref, blocks_ref, dk_ref, dv_
             rows = refs.load(p, row, view.live(row, masked))
             seen = view.sees(key, tile.dense(x.mask, (g,), row, key), masked)
             drop = functools.partial(tile.dropped, p, x.seeds, (g,), row, key)
-            prob, ds = tile.gradients(p, rows, k, v, tile.dense(x.bias, (g,), row, key), seen, drop)  # [bq, bk]
+            ask = tile.question(x, row, key, pair)
+            prob, ds = tile.gradients(p, rows, k, v, tile.dense(x.bias, (g,), row, key), seen, drop, ask)  # [bq, bk]
             return dk + tile.t_dot(ds.astype(k.dtype), rows.q), dv + tile.t_dot(prob.astype(k.dtype), rows.do)
 
         if lists is None:
@@ -96,8 +98,8 @@ def _dq(p: Problem, tiles: Tiles, x: Operands, do, lse, delta):
 
 def _dq_kernel(x: Operands, do_ref, lse_ref, delta_ref, dq_ref, *, problem: Problem, tiles: Tiles):
     p = problem
-    row = own_rows(p, tiles)
-    view = tile.view(x.visibility, row, p.queries, pair=own_pair())
+    row, pair = own_rows(p, tiles), own_pair()
+    view = tile.view(x.visibility, row, p.queries, pair=pair)
     rows = tile.Rows(x.query, do_ref, lse_ref, delta_ref).load(p, row, view.live(row, True))
 
     def step(j, dq, masked):
@@ -105,7 +107,8 @@ def _dq_kernel(x: Operands, do_ref, lse_ref, delta_ref, dq_ref, *, problem: Prob
         k, v = tile.keys_and_values(p, x.key.at[key.slice], x.value.at[key.slice], view.reach(key, masked))
         seen = view.sees(key, tile.dense(x.mask, (), row, key), masked)
         drop = functools.partial(tile.dropped, p, x.seeds, (), row, key)
-        _, ds = tile.gradients(p, rows, k, v, tile.dense(x.bias, (), row, key), seen, drop)  # [bq, bk]
+        ask = tile.question(x, row, key, pair)
+        _, ds = tile.gradients(p, rows, k, v, tile.dense(x.bias, (), row, key), seen, drop, ask)  # [bq, bk]
         return dq + tile.dot(ds.astype(k.dtype), k)
 
     dq = view.blocks(tiles.block_k).visit(step, jnp.zeros(dq_ref.shape, jnp.float32))
@@ -158,7 +161,8 @@ def _dbias_kernel(x: Operands, do_ref, lse_ref, delta_ref, dbias_ref, *, problem
             k, v = tile.keys_and_values(p, x.key.at[at], x.value.at[at], view.reach(key, True))
             seen = view.sees(key, tile.dense(x.mask, (b, n), row, key), True)
             drop = functools.partial(tile.dropped, p, x.seeds, (b, n), row, key)
-            _, ds = tile.gradients(p, rows, k, v, tile.dense(x.bias, (b, n), row, key), seen, drop)
+            ask = tile.question(x, row, key, (first_b + b, first_n + n), b)
+            _, ds = tile.gradients(p, rows, k, v, tile.dense(x.bias, (b, n), row, key), seen, drop, ask)
             ds = jnp.sum(ds, 0, keepdims=True) if broadcast_q else ds
             return dbias + (jnp.sum(ds, 1, keepdims=True) if broadcast_k else ds)
 

@@ -8,12 +8,14 @@ from jax.experimental import pallas as pl
 
 from pallas_flash import online_softmax, schedule
 from pallas_flash.arguments import Operands, Problem
-from pallas_flash.kernels.portable import predicate, tile
+from pallas_flash.kernels.portable import decode, predicate, tile
 from pallas_flash.kernels.portable.tuning import AllTiles, Tiles
 
 
 def forward(problem: Problem, tiles: AllTiles, x: Operands):
     """o [B, T, N, Hv] in the query's dtype, and the Statistics of its rows."""
+    if tiles.decode is not None:
+        return decode.forward(problem, tiles.decode, x)
     p, t = problem, tiles.forward
     x = predicate.listed(p, t, x)
     grid, at = by_query_tile(p, t)
@@ -50,15 +52,16 @@ def own_pair() -> tuple:
 
 def _kernel(x: Operands, o_ref, m_ref, l_ref, *, problem: Problem, tiles: Tiles):
     p = problem
-    row = own_rows(p, tiles)
-    view = tile.view(x.visibility, row, p.queries, pair=own_pair())
+    row, pair = own_rows(p, tiles), own_pair()
+    view = tile.view(x.visibility, row, p.queries, pair=pair)
     q = tile.load(x.query, row.inside, tile.head(x.query, p.head_size))  # [bq, H]
 
     def step(j, carry, masked):
         o, m, l = carry
         key = tile.span(j, tiles.block_k, p.keys, bounded=masked)
         k, v = tile.keys_and_values(p, x.key.at[key.slice], x.value.at[key.slice], view.reach(key, masked))
-        s = tile.scores(p, q, k, tile.dense(x.bias, (), row, key))  # [bq, bk]
+        ask = tile.question(x, row, key, pair)
+        s = tile.scores(p, q, k, tile.dense(x.bias, (), row, key), ask)  # [bq, bk]
         seen = view.sees(key, tile.dense(x.mask, (), row, key), masked)
         s = s if seen is None else jnp.where(seen, s, -jnp.inf)
         prob, alpha, m, l = online_softmax.step(s, m, l)

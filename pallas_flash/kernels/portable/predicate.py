@@ -1,46 +1,48 @@
-"""A mask that is a rule in the portable kernels: its operands, their blocks, and the question."""
+"""Rules in the portable kernels, of a mask and of a score: their operands, their blocks, and the question."""
 
 import dataclasses
+import math
+from typing import NamedTuple
 
 import numpy as np
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
 
 from pallas_flash import schedule
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.kernels.portable.tuning import Tiles
 from pallas_flash.masks import Ints
-from pallas_flash.rule import Predicate
+from pallas_flash.rule import Asked
 
 FIRST = np.int32(0)
 
 
 def plain(x: Operands) -> Operands:
-    """The operands for kernels that mask every block: a Predicate without its blocks' kinds, with its numbers as arrays [1]."""
-    where = x.visibility.where
-    if where is None:
-        return x
-    where = dataclasses.replace(where, arrays=tuple(a.reshape(1) for a in where.arrays), kinds=None, block=None)
-    return x._replace(visibility=dataclasses.replace(x.visibility, where=where))
+    """The operands for kernels that mask every block: a Predicate without its blocks' kinds; the arrays of rules as vectors."""
+    flat = lambda asked: None if asked is None else dataclasses.replace(asked, arrays=tuple(a.reshape(-1) for a in asked.arrays))
+    where = flat(x.visibility.where)
+    where = where and dataclasses.replace(where, kinds=None, block=None)
+    return x._replace(visibility=dataclasses.replace(x.visibility, where=where), score=flat(x.score))
 
 
 def listed(p: Problem, tiles: Tiles, x: Operands, by_key: bool = False) -> Operands:
     """The operands for kernels that go over the blocks of a tile of queries, or of keys: a Predicate with `schedule.lists`."""
+    flat = plain(x)
     if x.visibility.where is None:
-        return x
+        return flat
     found = schedule.block_kinds(x.visibility, p.batch, p.heads, p.queries, tiles.block_q, tiles.block_k)
-    visibility = plain(x).visibility
-    where = dataclasses.replace(visibility.where, kinds=schedule.lists(found.swapaxes(2, 3) if by_key else found))
-    return x._replace(visibility=dataclasses.replace(visibility, where=where))
+    where = dataclasses.replace(flat.visibility.where, kinds=schedule.lists(found.swapaxes(2, 3) if by_key else found))
+    return flat._replace(visibility=dataclasses.replace(flat.visibility, where=where))
 
 
-def specs(layout, where: Predicate | None) -> Predicate | None:
-    """The BlockSpecs of a Predicate's arrays in a tile.Layout."""
-    if where is None:
+def specs(layout, asked: Asked | None) -> Asked | None:
+    """The BlockSpecs of a rule's arrays in a tile.Layout."""
+    if asked is None:
         return None
     whole = lambda x: None if x is None else pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim)
-    offset = where.offset if isinstance(where.offset, int) else layout.spec("B")
-    own = dict(arrays=tuple(map(whole, where.arrays)), batch=whole(where.batch), head=whole(where.head))
-    return dataclasses.replace(where, offset=offset, kinds=_lists(layout, where.kinds), **own)
+    own = dict(arrays=tuple(map(whole, asked.arrays)), batch=whole(asked.batch), head=whole(asked.head))
+    own |= dict(kinds=_lists(layout, asked.kinds)) if hasattr(asked, "kinds") else {}
+    return dataclasses.replace(asked, offset=asked.offset if isinstance(asked.offset, int) else layout.spec("B"), **own)
 
 
 def _lists(layout, lists) -> pl.BlockSpec | None:
@@ -56,9 +58,39 @@ def _lists(layout, lists) -> pl.BlockSpec | None:
     return pl.BlockSpec((None, layout.sizes["n"] if lists.shape[1] > 1 else None, None, lists.shape[3]), index)
 
 
-def allowed(where: Predicate, pair: tuple[Ints, Ints], batch: Ints, row, key):
-    """Whether the rows see the keys, from refs; `pair` is the (batch row, head), `batch` the entry of the data by batch."""
-    of = lambda numbers, n: n if numbers is None else numbers[n]
-    position = row + (where.offset if isinstance(where.offset, int) else where.offset[batch])
-    where = dataclasses.replace(where, arrays=tuple(ref[FIRST] for ref in where.arrays))
-    return where.sees_tile(of(where.batch, pair[0]), of(where.head, pair[1]), position, key)
+class Question(NamedTuple):
+    """A rule, from refs, about a tile's rows and some keys."""
+
+    asked: Asked
+    numbers: tuple  # batch row, head, positions [rows, 1], keys [1, keys]
+
+    @classmethod
+    def of(cls, asked: Asked, pair: tuple[Ints, Ints], batch: Ints, row, key) -> "Question":
+        """`pair` is the (batch row, head), `batch` the entry of the data by batch."""
+        of = lambda numbers, n: n if numbers is None else numbers[n]
+        position = row + (asked.offset if isinstance(asked.offset, int) else asked.offset[batch])
+        return cls(asked, (of(asked.batch, pair[0]), of(asked.head, pair[1]), position[:, None], key[None, :]))
+
+    def read(self, array: int, index: tuple):
+        """The number at this index of an array, which lies in memory as a vector."""
+        return plgpu.load(self.asked.arrays[array].at[flat(index, self.asked.rule.arrays[array].aval.shape)])
+
+    def allowed(self):
+        """Whether the rows see the keys, [rows, keys]."""
+        return self.asked.made([value for _, value in self.asked.reads(self.read, *self.numbers)], *self.numbers)
+
+    def score(self, s):
+        """What the rule makes of the logits s."""
+        return self.asked.of(s, self.read, *self.numbers)
+
+    def score_vjp(self, s):
+        return self.asked.vjp(s, self.read, *self.numbers)
+
+
+def flat(index: tuple, shape: tuple[int, ...]):
+    """The place of an index in an array of this shape."""
+    steps = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    place = FIRST
+    for i, step in zip(index, steps, strict=True):
+        place = place + i * np.int32(step)
+    return place

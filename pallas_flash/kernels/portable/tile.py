@@ -106,7 +106,7 @@ class View(NamedTuple):
     batch: Ints  # the entry of the data's refs
     start: Ints  # [rows]
     stop: Ints
-    allowed: Callable | None  # key indices -> [rows, keys], by the mask's Predicate
+    ask: Callable | None  # key indices -> the Question of the mask's Predicate
 
     def blocks(self, block_k: int) -> schedule.Blocks | schedule.Listed:
         where = self.visibility.where
@@ -123,7 +123,7 @@ class View(NamedTuple):
         if v.query_ids is not None:
             ids = v.query_ids[:, None], load(v.key_ids.at[self.batch, key.slice], key.inside)[None, :]
         inside = v.sees(column(self.start), column(self.stop), key.index[None, :], *ids)
-        inside = inside if self.allowed is None else inside & self.allowed(key.index)
+        inside = inside if self.ask is None else inside & self.ask(key.index).allowed()
         return inside if mask is None else inside & mask
 
     def reach(self, key: Span, masked: bool):
@@ -146,10 +146,11 @@ def view(visibility: Visibility, row: Span, queries: int, batch: Ints = FIRST, p
     `pair` is the (batch row, head) that a Predicate is asked about, where `sees` is called.
     """
     index = row.index if row.inside is None else jnp.minimum(row.index, queries - 1)
-    allowed = None if visibility.where is None else functools.partial(predicate.allowed, visibility.where, pair, batch, index)
+    where = visibility.where
+    ask = None if where is None else functools.partial(predicate.Question.of, where, pair, batch, index)
     at = visibility.narrow(Visibility.BY_BATCH, lambda ref: ref[batch])
     at = at.narrow(Visibility.BY_QUERY, lambda ref: ref[batch, index])
-    return View(at, batch, *at.interval(index), allowed)
+    return View(at, batch, *at.interval(index), ask)
 
 
 def dense(ref, lead: tuple, row: Span, key: Span):
@@ -193,9 +194,17 @@ def start(x: Operands, rows: int):
     return online_softmax.start(jnp.zeros(rows, jnp.float32), None if x.sinks is None else x.sinks[...])
 
 
-def scores(problem: Problem, q, k, bias):
+def question(x: Operands, row: Span, key: Span, pair: tuple[Ints, Ints], batch: Ints = FIRST) -> predicate.Question | None:
+    """That of the score_mod, None without one, about a (batch row, head); `batch` is the entry of the data's refs."""
+    return None if x.score is None else predicate.Question.of(x.score, pair, batch, row.index, key.index)
+
+
+def scores(problem: Problem, q, k, bias, ask: predicate.Question | None = None):
     """[rows, keys], in units of log 2."""
-    return online_softmax.scores(dot_t(q, k), bias, problem.scale, problem.soft_cap)
+    if ask is None:
+        return online_softmax.scores(dot_t(q, k), bias, problem.scale, problem.soft_cap)
+    s = online_softmax.scores(dot_t(q, k), bias, problem.scale, problem.soft_cap, unit=1.0)
+    return ask.score(s) * online_softmax.LOG2E
 
 
 def dropped(problem: Problem, seeds, lead: tuple, row: Span, key: Span, x):
@@ -207,11 +216,23 @@ def dropped(problem: Problem, seeds, lead: tuple, row: Span, key: Span, x):
     return jnp.where(kept, x, 0.0)
 
 
-def gradients(problem: Problem, rows: Rows, k, v, bias, seen, drop):
+def gradients(problem: Problem, rows: Rows, k, v, bias, seen, drop, ask: predicate.Question | None = None):
     """P, of which drop(P) is left, and dS [rows, keys]."""
+    if ask is not None:
+        return with_tables(problem, rows, k, v, bias, seen, drop, ask)[:2]
     s, dp = scores(problem, rows.q, k, bias), drop(dot_t(rows.do, v))
     p, ds = online_softmax.gradients(s, seen, rows.lse[..., None], dp, rows.delta[..., None], problem.soft_cap)
     return drop(p), ds
+
+
+def with_tables(problem: Problem, rows: Rows, k, v, bias, seen, drop, ask: predicate.Question):
+    """The same, and for each read of the score_mod's tables (array, index, cotangent)."""
+    logits = online_softmax.scores(dot_t(rows.q, k), bias, problem.scale, problem.soft_cap, unit=1.0)
+    (s, back), dp, lse = ask.score_vjp(logits), drop(dot_t(rows.do, v)), rows.lse[..., None]
+    s = jnp.where(lse == jnp.inf, 0.0, s * online_softmax.LOG2E)  # of rows that are not there it may be NaN
+    p, ds = online_softmax.gradients(s, seen, lse, dp, rows.delta[..., None], None)
+    ds, tables = back(ds)
+    return drop(p), online_softmax.capped(ds, logits, problem.soft_cap), tables
 
 
 class Layout(NamedTuple):
@@ -245,7 +266,8 @@ class Layout(NamedTuple):
         visibility = dataclasses.replace(visibility, where=predicate.specs(self, visibility.where))
         qkv, sinks = (self.spec("btnh"), self.spec("bskh"), self.spec("bskv")), None if x.sinks is None else self.spec("n")
         seeds = None if x.seeds is None else self.spec("bnc")
-        return Operands(*qkv, dense(x.bias), sinks, dense(x.mask), visibility, seeds)
+        score = predicate.specs(self, x.score)
+        return Operands(*qkv, dense(x.bias), sinks, dense(x.mask), visibility, seeds, score)
 
 
 def layout(problem: Problem, tiles: Tiles, index, **sizes: int | None) -> Layout:

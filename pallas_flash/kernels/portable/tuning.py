@@ -2,7 +2,9 @@
 
 from typing import NamedTuple
 
+from pallas_flash import decode
 from pallas_flash.arguments import Problem
+from pallas_flash.kernels import device
 
 
 class Tiles(NamedTuple):
@@ -14,14 +16,27 @@ class Tiles(NamedTuple):
     num_stages: int = 2
 
 
+class DecodeTiles(NamedTuple):
+    """Of the forward where it is decoding: all rows by `block_k` keys, and the keys cut into `parts`, a program each."""
+
+    block_q: int
+    block_k: int
+    parts: int
+    num_warps: int = 4
+    num_stages: int = 3
+
+
 class AllTiles(NamedTuple):
     forward: Tiles
     dkv: Tiles
     dq: Tiles
+    decode: DecodeTiles | None = None
 
     def __str__(self):
         one = lambda t: f"{t.block_q} x {t.block_k}, {t.num_warps} warps, {t.num_stages} stages"
-        return f"forward {one(self.forward)}; dkv {one(self.dkv)}; dq {one(self.dq)}"
+        d = self.decode
+        forward = f"forward {one(self.forward)}" if d is None else f"decoding {one(d)}, {d.parts} parts"
+        return f"{forward}; dkv {one(self.dkv)}; dq {one(self.dq)}"
 
 
 # (widest head, bytes of an element): chosen by registers and spills of the code compiled for an A100 and an H200; not yet timed.
@@ -37,11 +52,23 @@ _TABLE = {
 
 def tiles(problem: Problem) -> AllTiles:
     """The tiles for the narrowest row of the table that holds the problem's heads, no longer than its lengths."""
+    p, row = problem, _row(problem)
+    fit = lambda block, length: min(block, power_of_two(length))
+    apart = (row.forward, row.dkv, row.dq)
+    decoding = decode_tiles(p) if decode.takes(p) else None
+    return AllTiles(*(t._replace(block_q=fit(t.block_q, p.queries), block_k=fit(t.block_k, p.keys)) for t in apart), decoding)
+
+
+def decode_tiles(problem: Problem, page: int | None = None) -> DecodeTiles:
+    """Pages may be of any size."""
+    p, block_k = problem, _row(problem).forward.block_k
+    return DecodeTiles(power_of_two(p.queries * p.group), block_k, decode.parts(p, block_k, device.processors()))
+
+
+def _row(problem: Problem) -> AllTiles:
     p = problem
     width, size = max(p.head_size, p.value_size), 4 if p.dtype == "float32" else 2
-    row = next(tiles for (widest, bytes_), tiles in _TABLE.items() if width <= widest and size == bytes_)
-    fit = lambda block, length: min(block, power_of_two(length))
-    return AllTiles(*(t._replace(block_q=fit(t.block_q, p.queries), block_k=fit(t.block_k, p.keys)) for t in row))
+    return next(tiles for (widest, bytes_), tiles in _TABLE.items() if width <= widest and size == bytes_)
 
 
 def power_of_two(n: int) -> int:

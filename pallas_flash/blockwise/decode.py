@@ -1,0 +1,77 @@
+"""Decoding in plain JAX: on a CPU row after row of the batch, by blocks of keys, of which those that nobody sees are not read.
+
+A block's keys and values are brought into the order of the heads in the caches, and no more of them is in memory twice.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_flash import decode, online_softmax, schedule
+from pallas_flash.arguments import Operands, Problem
+from pallas_flash.blockwise.parts import Block, Heads, numbered
+from pallas_flash.blockwise.tuning import DecodeTiles
+from pallas_flash.visibility import Visibility
+
+
+def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None):
+    """o [B, T, N, Hv] in the query's dtype, and the Statistics of its rows. With a `table` int32 [B, pages] of page numbers, key
+    and value are pages [P, page, K, n]."""
+    p, wide = problem, jnp.promote_types(tiles.dtype, jnp.float32)
+    rows, x_rows = decode.as_rows(p, x)
+    q = jnp.swapaxes(x_rows.query, 1, 2)
+    zeros = lambda *shape: jnp.zeros_like(q, shape=shape, dtype=wide)
+    batch = p.batch if tiles.batch is None else tiles.batch
+    heads = p.batch, p.kv_heads, rows.queries
+    start = zeros(*heads, p.value_size), zeros(*heads), zeros(*heads)
+
+    def some(n, outputs):
+        part = Heads(n * batch, batch, 0, p.kv_heads, p.kv_heads)
+        new = _attend(rows, tiles, part, part.of(q).astype(wide), x_rows, table)
+        return tuple(part.put(out, a, 1) for out, a in zip(outputs, new, strict=True))
+
+    o, m, l = schedule.loop(0, p.batch // batch, some, start) if batch < p.batch else some(0, start)
+    o, m, l = (a[:, None] for a in (o, m, l))
+    return decode.merged(p, x, o, online_softmax.Statistics(m, l))
+
+
+def _attend(p: Problem, tiles: DecodeTiles, part: Heads, q, x: Operands, table):
+    """o [B, K, rows, Hv], m and l of some of the batch. Scores are [B, K, keys, rows]."""
+    see = x.visibility.narrow(Visibility.BY_QUERY + Visibility.BY_KEY, part.of)
+    column = lambda a: a[:, None, None]
+
+    def step(j, carry, masked):
+        o, m, l = carry
+        key = numbered(j, tiles.block_k, p.keys)
+        k, v = (_block(a, table, part, key).astype(tiles.dtype) for a in (x.key, x.value))  # [B, keys, K, n]
+        qk = jnp.einsum("bkrh,bskh->bksr", q, k, precision="highest", preferred_element_type=q.dtype)
+        s = online_softmax.scores(qk, None, p.scale, p.soft_cap)
+        if masked:
+            seen = _seen(see, key, column)
+            s = jnp.where(seen, s, -jnp.inf)
+            v = jnp.where(seen.any((1, 3))[:, :, None, None], v, 0)  # there may be NaN
+        prob, alpha, m, l = online_softmax.step_by_key(s, m, l)
+        pv = jnp.einsum("bksr,bskh->bkrh", prob.astype(v.dtype), v, precision="highest", preferred_element_type=q.dtype)
+        return o * alpha[..., None] + pv, m, l
+
+    zeros = jnp.zeros_like(q[..., 0])
+    carry = jnp.zeros_like(q, shape=(*q.shape[:-1], p.value_size)), *online_softmax.start(zeros)
+    blocks = schedule.key_blocks(see.start, see.stop, see.solid, tiles.block_k)
+    o, m, l = blocks.visit(step, carry)
+    return online_softmax.finish(o, l), m, l
+
+
+def _seen(see: Visibility, key: Block, column):
+    """Which keys of a block the rows see, [B | 1, 1, keys, rows]."""
+    index = key.index[:, None]
+    ids = () if see.query_ids is None else (column(see.query_ids), key.of(see.key_ids, 1)[:, None, :, None])
+    return see.sees(column(see.start), column(see.stop), index, *ids) & (index >= key.own)
+
+
+def _block(x, table, part: Heads, key: Block):
+    """The keys or values of a block, [B, keys, K, n]."""
+    at = lambda start: jnp.asarray(start, jnp.int32)
+    if table is None:
+        return lax.dynamic_slice(x, [at(part.row), at(key.start), at(0), at(0)], [part.batch, key.size, *x.shape[2:]])
+    page = x.shape[1]
+    numbers = lax.dynamic_slice(table, [at(part.row), at(key.start) // page], [part.batch, key.size // page])
+    return jnp.take(x, numbers, axis=0, mode="clip").reshape(part.batch, key.size, *x.shape[2:])

@@ -1,0 +1,237 @@
+"""Context parallelism: one sequence lies on several devices. The schemes, and what each device computes by them."""
+
+import dataclasses
+import functools
+import math
+import operator
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+
+from pallas_flash import arguments, dropout, masks, ring, sharding
+from pallas_flash.arguments import Operands, Problem
+from pallas_flash.sizes import Sizes
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Context:
+    """The axis of the mesh, or axes, that the sequence lies on: device i has the i-th part. Under jit with Auto axes `batch` and
+    `heads` name the axes of these, which the arrays' types do not."""
+
+    axis: str | tuple[str, ...]
+    batch: str | tuple[str, ...] | None = None
+    heads: str | tuple[str, ...] | None = None
+    CHUNKS = 1  # that a part is made of
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return sharding.names(self.axis)
+
+    def __repr__(self):
+        named = [f", {name}={axis!r}" for name, axis in (("batch", self.batch), ("heads", self.heads)) if axis is not None]
+        return f"{type(self).__name__}({self.axis!r}{''.join(named)})"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Ring(Context):
+    """Keys and values go around the devices, and the queries of each attend to what passes by."""
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Zigzag(Context):
+    """A ring for causal masks, in which all devices have equal work: each has a chunk from the front of the sequence and one from
+    its back. All that lies along the sequence is in the order of `zigzag`."""
+
+    CHUNKS = 2
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class AllToAll(Context):
+    """Each device gets all queries and keys of its part of the heads, and gives back its part of the sequence (DeepSpeed's
+    Ulysses). Query and key heads must be multiples of the devices; one key head may be on all."""
+
+
+def zigzag(x, devices: int, axis: int = 1):
+    """A batch, positions or ids, an array or a tree of them, from the order of the sequence into that of `Zigzag`: the first and
+    the last chunk are on the first device."""
+    numbers = np.arange(2 * devices)
+    return _in_chunks(x, np.stack([numbers[:devices], numbers[devices:][::-1]], 1).reshape(-1), axis)
+
+
+def unzigzag(x, devices: int, axis: int = 1):
+    """`zigzag` back."""
+    numbers = np.arange(2 * devices).reshape(-1, 2)
+    return _in_chunks(x, np.concatenate([numbers[:, 0], numbers[::-1, 1]]), axis)
+
+
+def _in_chunks(x, order, axis: int):
+    def reordered(x):
+        at, n = axis % x.ndim, x.shape[axis]
+        if n % len(order):
+            raise ValueError(f"zigzag cuts an axis into {len(order)} chunks, two for each device; got {n} along axis {axis}.")
+        return x.reshape(*x.shape[:at], len(order), -1, *x.shape[at + 1 :]).take(order, at).reshape(x.shape)
+
+    return jax.tree.map(reordered, x)
+
+
+# ---- inside of a shard_map: what this device computes
+
+
+def _devices(scheme: Context) -> int:
+    try:
+        return math.prod(map(lax.axis_size, scheme.names))
+    except NameError:
+        raise ValueError(
+            f"context={scheme} needs a mesh with the axis {scheme.axis!r}: that of the arrays, of jax.set_mesh, or of a "
+            "jax.shard_map around."
+        ) from None
+
+
+def _gathered(scheme: Context, call: dict[str, Any], devices: int) -> dict[str, Any]:
+    """The call with the integers of all rows and keys, which are few, in the order of the sequence."""
+
+    def whole(path, x):
+        letters = sharding.letters_of(path, call)
+        if len(letters) != 2 or letters[1] not in "TS":
+            return x
+        x = lax.all_gather(x, scheme.names, axis=x.ndim - 1, tiled=True)
+        return unzigzag(x, devices, -1) if scheme.CHUNKS == 2 else x
+
+    return sharding.with_arrays(call, {path: whole(path, x) for path, x in sharding.arrays_of(call).items()})
+
+
+SEEN = (
+    *("is_causal", "query_seq_lengths", "key_value_seq_lengths", "local_window_size", "query_offset"),
+    *("query_segment_ids", "key_value_segment_ids"),
+)
+OTHERS = (
+    *("query", "key", "value", "bias", "mask", "scale", "logits_soft_cap", "sinks", "deterministic"),
+    *("dropout_rate", "dropout_rng", "dropout_seeds"),
+)
+
+
+def in_a_ring(scheme: Context, call: dict[str, Any]) -> tuple[ring.Loop, Problem, Problem, Operands]:
+    """The loop, the problem of a pair in it, and problem and operands of all, for a call in the form of arguments.exact with this
+    device's part of each array."""
+    devices, C = _devices(scheme), scheme.CHUNKS
+    if unknown := [name for name, x in call.items() if name not in SEEN + OTHERS and x is not None]:
+        raise NotImplementedError(f"context={scheme} does not go with {', '.join(unknown)}; AllToAll may.")
+    query, key, value = arguments.arrays(call["query"], call["key"], call["value"])
+    lead, (T, N, _), (S, K) = query.shape[:-3], query.shape[-3:], key.shape[-3:-1]
+    for name, n in dict(query=T, key=S).items():
+        if n % C:
+            raise ValueError(f"{scheme} cuts the rows of a device into two chunks; got {n} rows of {name}.")
+    B, call = math.prod(lead), _gathered(scheme, call, devices)
+    sizes = lambda T: Sizes(lead or (1,), dict(B=B, T=T, S=devices * S, N=N, K=K))
+    mask = call["mask"]
+    rule, mask = (mask, None) if isinstance(mask, masks.Mask) else (None, mask)
+    seen = arguments.visible(sizes(devices * T), rule, **{name: call[name] for name in SEEN})
+    loop = ring.Loop.of(scheme.names, devices, C, seen, devices * T)
+
+    numbers = loop.numbers(lax.axis_index(scheme.names))
+    chunked = lambda x: x.reshape(B * C, x.shape[-3] // C, *x.shape[-2:])
+    local = dict.fromkeys(SEEN) | dict(is_causal=False, query_offset=0, visibility=seen.of_chunks(B, numbers, T // C))
+    local |= dict(query=chunked(query), key=chunked(key), value=chunked(value), bias=None, mask=None)
+    if "dropout_seeds" in call:
+        local["dropout_seeds"] = _seeds(call["dropout_seeds"].reshape(B, 1, N, 2), numbers * (T // C), S // C)
+    problem, operands = arguments.normalise(**call | local)
+
+    bias, mask = sizes(T).dense("bias", call["bias"], query.dtype), sizes(T).dense("mask", mask, bool)
+    operands = operands._replace(bias=bias, mask=mask)
+    shape = lambda x: None if x is None else x.shape
+    problem = dataclasses.replace(problem, bias=shape(bias), mask=shape(mask))
+    pair = jax.eval_shape(lambda x: ring.operands_of(loop, problem, x, (x.key, x.value), 0, 0, 0), operands)
+    return loop, ring.problem_of(problem, pair), problem, operands
+
+
+def _seeds(seeds, first, keys: int):
+    """Those of each chunk of rows, by their first rows."""
+    if keys % dropout.UNIT:
+        raise ValueError(f"dropout over a ring takes chunks of keys that are multiples of {dropout.UNIT}; got {keys}.")
+    return dropout.moved(seeds, first[:, None]).reshape(-1, *seeds.shape[2:])
+
+
+def own_heads(scheme: AllToAll, call: dict[str, Any]) -> dict[str, Any]:
+    """The call of all rows of this device's part of the heads."""
+    devices, axis = _devices(scheme), scheme.names
+    query, key, _ = arguments.arrays(call["query"], call["key"], call["value"])
+    (N, K), lead = (query.shape[-2], key.shape[-2]), query.ndim - 3
+    if N % devices or (K % devices and K != 1):
+        takes = f"{scheme} takes heads that are multiples of its {devices} devices, or one key head"
+        raise ValueError(f"{takes}; got N = {N}, K = {K}. Ring takes any.")
+    call = _gathered(scheme, call, devices)
+    rows = lambda x, at: lax.all_gather(x, axis, axis=at, tiled=True)
+    swap = lambda x, heads, at: lax.all_to_all(x, axis, heads, at, tiled=True)
+    mine = lambda x, at: lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * (N // devices), N // devices, at)
+
+    def local(path, x):
+        letters = sharding.letters_of(path, call)
+        at = {letter: x.ndim - len(letters) + i for i, letter in enumerate(letters)}
+        if path[0] in ("query", "key", "value"):
+            return swap(x, lead + 1, lead) if x.shape[lead + 1] > 1 else rows(x, lead)
+        has_heads = "N" in at and at["N"] >= 0 and x.shape[at["N"]] == N and N > 1
+        has_rows = "NT" in letters and x.shape[at["T"]] > 1
+        if has_heads and has_rows:
+            return swap(x, at["N"], at["T"])
+        return mine(x, at["N"]) if has_heads else rows(x, at["T"]) if has_rows else x
+
+    return sharding.with_arrays(call, {path: local(path, x) for path, x in sharding.arrays_of(call).items()})
+
+
+def own_rows(scheme: AllToAll, x, ndim: int):
+    """Of all rows of this device's heads, an array like the query but perhaps its last axis, its rows of all heads."""
+    return lax.all_to_all(x, scheme.names, ndim - 3, ndim - 2, tiled=True)
+
+
+# ---- outside: what is asked, and what it costs
+
+
+def chosen(call: dict[str, Any]) -> dict[str, Any]:
+    """The call with a context: a Ring where rows lie on a mesh with explicit axes, if it asks for none."""
+    context = call["context"]
+    if context is None and (axis := sharding.rows_of(call)) is not None:
+        context = Ring(axis)
+    if not isinstance(context, Context | None):
+        raise TypeError(f"context must be None, Ring(axis), Zigzag(axis) or AllToAll(axis) of context_parallel; got {context!r}.")
+    if context is not None and isinstance(call["mask"], masks.Mask):  # a map of all blocks is of no use to one device
+        rules = [part for part in masks.parts(call["mask"]) if not isinstance(part, masks.Kinds)]
+        call = call | dict(mask=functools.reduce(operator.and_, rules))
+    return call | dict(context=context)
+
+
+def sent_around(scheme: Context, loop: ring.Loop, problem: Problem) -> str:
+    """What a ring sends, in words."""
+    p, size = problem, np.dtype(problem.dtype).itemsize
+    numbers = p.batch * loop.chunks * p.keys * p.kv_heads * (p.head_size + p.value_size)
+    hops = max(loop.steps - 1, 0) + (loop.steps > 0 and loop.first != 0)
+    if hops == 0:
+        return f"{scheme} of {loop.devices} devices: nothing is sent"
+    each = f"each of {loop.devices} devices sends {_bytes(numbers * size)} of K and V a step, in {hops} of {loop.steps} steps"
+    return f"{scheme}: {each}; the backward as much again, and {_bytes(numbers * max(size, 4))} of dK and dV a step"
+
+
+def plan(scheme: Context, call: dict[str, Any]) -> tuple[Problem, str]:
+    """What a device is asked for, of a pair where there are pairs, and what it sends."""
+    if isinstance(scheme, AllToAll):
+        problem = arguments.normalise(**own_heads(scheme, call))[0]
+        return problem, sent_to_all(scheme, problem, _devices(scheme))
+    loop, pair, _, _ = in_a_ring(scheme, call)
+    return pair, sent_around(scheme, loop, pair)
+
+
+def sent_to_all(scheme: Context, problem: Problem, devices: int) -> str:
+    """What an exchange of rows for heads sends, in words; the problem is that of a device."""
+    p, size = problem, np.dtype(problem.dtype).itemsize
+    rows = lambda n, *sizes: p.batch * n * sum(sizes) * size * (devices - 1) // devices
+    qkvo = rows(p.queries * p.heads, p.head_size, p.value_size) + rows(p.keys * p.kv_heads, p.head_size, p.value_size)
+    return f"{scheme}: each of {devices} devices sends {_bytes(qkvo)} of Q, K, V and O, in one step; the backward as much again"
+
+
+def _bytes(n: int) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if n < 1024:
+            return f"{n:.4g} {unit}"
+        n /= 1024
+    return f"{n:.4g} GiB"

@@ -1,0 +1,80 @@
+"""Decoding, a few new tokens against many keys: which calls it is, the rows that they make, and into how many parts keys are cut.
+
+The query heads that share a key/value head, times the new tokens, are the rows of one tile: keys and values pass by once. The
+keys of a tile are cut into parts, a program each, whose outputs are merged.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from pallas_flash import online_softmax, schedule
+from pallas_flash.arguments import Operands, Problem
+from pallas_flash.online_softmax import Statistics
+from pallas_flash.visibility import Visibility
+
+ROWS = 64  # of one tile
+KEYS = 256  # fewer are few blocks, of which the ordinary forward reads each as fast
+WORTH = 1.05  # more parts must save more than this
+
+_TAKEN = """
+batch queries keys heads kv_heads head_size value_size dtype scale soft_cap visibility deterministic sinks
+""".split()
+
+
+def takes(problem: Problem) -> bool:
+    """Whether the forward of a problem is decoding: its rows are few, its keys many, and it asks for nothing else."""
+    p = problem
+    known = all(isinstance(n, int) for n in (p.batch, p.queries, p.keys))
+    more = [getattr(p, field.name) for field in dataclasses.fields(p) if field.name not in _TAKEN]
+    plain = not any(more) and p.visibility.where is None
+    return known and plain and why_not(p) is None and p.keys >= KEYS
+
+
+def why_not(problem: Problem) -> str | None:
+    """Why the rows of a problem are no single tile, or None."""
+    p = problem
+    if p.queries * p.group <= ROWS:
+        return None
+    return f"one tile has up to {ROWS} rows, T N / K; got {p.queries} x {p.group}"
+
+
+def parts(problem: Problem, block_k: int, processors: int) -> int:
+    """Into how many parts the keys are cut: the fewest with which so many processors are as busy as with any number."""
+    p = problem
+    programs, most = p.batch * p.kv_heads, schedule.ceil_div(p.keys, block_k)
+    time = {n: schedule.ceil_div(programs * n, processors) / n for n in range(1, min(most, processors) + 1)}
+    return next(n for n in time if time[n] <= WORTH * min(time.values()))
+
+
+def as_rows(problem: Problem, x: Operands) -> tuple[Problem, Operands]:
+    """The same with a row for each token and query head, token by token, in place of a query: each key head is a head, and what
+    its rows see is data by row. Without the sinks, which `merged` adds."""
+    p, row = problem, jnp.arange(problem.queries, dtype=jnp.int32)[None]
+    at = x.visibility.narrow(Visibility.BY_BATCH, lambda a: a[:, None])
+    each = lambda a: jnp.broadcast_to(jnp.repeat(a, p.group, axis=1), (p.batch, p.queries * p.group))
+    start, stop, _ = jnp.broadcast_arrays(*at.interval(row), row)
+    of = lambda a: None if a is None else each(a)
+    seen = Visibility(
+        p.keys, start=each(start), stop=each(stop), solid=of(at.solid), query_ids=of(at.query_ids), key_ids=at.key_ids
+    )
+    q = x.query.reshape(p.batch, p.queries, p.kv_heads, p.group, -1)
+    q = jnp.swapaxes(q, 2, 3).reshape(p.batch, -1, p.kv_heads, p.head_size)
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), seen)
+    rows = dataclasses.replace(p, queries=q.shape[1], heads=p.kv_heads, visibility=shapes, sinks=False)
+    return rows, x._replace(query=q, sinks=None, visibility=seen)
+
+
+def merged(problem: Problem, x: Operands, o, stats: Statistics):
+    """o [B, T, N, Hv] and its Statistics [B, N, T], from those of the parts, o [B, parts, K, rows, Hv], [B, parts, K, rows]."""
+    p = problem
+    o, stats = online_softmax.merge_all(o, stats, axis=1)
+    by_query = lambda a: jnp.moveaxis(a.reshape(p.batch, p.kv_heads, p.queries, p.group, *a.shape[3:]), 2, 3)
+    o, m, l = (by_query(a).reshape(p.batch, p.heads, p.queries, *a.shape[3:]) for a in (o, *stats))
+    if x.sinks is not None:  # one more part, with the value 0
+        sink = Statistics(*online_softmax.start(jnp.zeros_like(m), x.sinks[:, None]))
+        pair = lambda a, b: jnp.stack([a, b])
+        o, stats = online_softmax.merge_all(pair(o, jnp.zeros_like(o)), jax.tree.map(pair, Statistics(m, l), sink), axis=0)
+        m, l = stats
+    return jnp.swapaxes(o, 1, 2).astype(x.query.dtype), Statistics(m, l)

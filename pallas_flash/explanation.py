@@ -1,0 +1,52 @@
+"""`explain`: what `flash_attention` would run for a call, and why."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+from pallas_flash import arguments, attention, checks, context_parallel, selfcheck
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What `flash_attention` would run for a call, and why. `print` it."""
+
+    problem: arguments.Problem
+    implementation: str
+    tiles: Any  # the block sizes of that implementation, None where it has none
+    why_not: dict[str, str]  # for each other implementation, why it was not taken
+    condition: str | None = None  # of taking it
+    context: str | None = None  # where a sequence lies on several devices, what they send; the problem is then that of a pair
+
+    def __str__(self):
+        taken = ", ".join(filter(None, (self.implementation, self.condition)))
+        lines = [f"call            {self.problem}", f"implementation  {taken}"]
+        lines += [f"tiles           {self.tiles}"] if self.tiles is not None else []
+        lines += [f"context         {self.context}"] if self.context is not None else []
+        lines += [f"not {name:<11} {reason}" for name, reason in self.why_not.items()]
+        return "\n".join(lines)
+
+
+def explain(*args: Any, **kwargs: Any) -> Explanation:
+    """Takes the arguments of `flash_attention`, arrays or `jax.ShapeDtypeStruct`s, and says what would run. Computes nothing."""
+    call, _ = attention.asked(*args, **kwargs)
+    problem, context = checks.from_shapes(_problem_of, call)
+    choice = selfcheck.choose(problem, call["implementation"], check=False)
+    why_not, condition = selfcheck.reasons(problem, choice, call["implementation"])
+    return Explanation(problem, choice.backend.name, choice.tiles, why_not, condition, context)
+
+
+def _problem_of(call) -> tuple[arguments.Problem, str | None]:
+    """What is asked; where a sequence lies on several devices, what is asked of each, and what they send."""
+    call, found = context_parallel.chosen(call), []
+    if call["context"] is None:
+        return arguments.normalise(**{name: x for name, x in call.items() if name not in ("implementation", "context")})[0], None
+
+    def note(implementation, context, **call):
+        found.append(context_parallel.plan(context, call))
+        o = jnp.zeros_like(call["query"], shape=(*call["query"].shape[:-1], call["value"].shape[-1]))
+        return o, o[..., 0]
+
+    attention.on_devices(note, call)
+    return found[0]

@@ -1,0 +1,128 @@
+"""The caches of `FlashAttention`, of all tokens in one piece or in pages, or of a window's alone, and attention to them."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_flash.attention import flash_attention
+from pallas_flash.paged import paged_attention
+from pallas_flash.pages import PagedCache
+
+PAGE = 64  # keys of a page of a rolling cache
+
+
+class KVCache(NamedTuple):
+    """The keys (normalised and rotated) and values of the tokens so far; row b holds length[b] of them, from slot 0 on."""
+
+    key: Float[Array, "B S K H"]
+    value: Float[Array, "B S K H"]
+    length: Int[Array, "B"]
+
+
+class RollingCache(NamedTuple):
+    """The same of the last S tokens: the one at position i is in slot i % S. Row b has had length[b] tokens."""
+
+    key: Float[Array, "B S K H"]
+    value: Float[Array, "B S K H"]
+    length: Int[Array, "B"]
+
+
+_PAGED = ("is_causal", "local_window_size", "logits_soft_cap", "sinks", "implementation")  # options of paged_attention
+Cache = KVCache | RollingCache | PagedCache
+
+
+def empty(kind, batch: int, slots: int, heads: int, size: int, dtype) -> Any:
+    # two arrays, not one twice, so that a jitted step may be given the cache's memory (donate_argnums)
+    zeros = lambda: jnp.zeros((batch, slots, heads, size), dtype)
+    return kind(zeros(), zeros(), jnp.zeros(batch, jnp.int32))
+
+
+def rolling_slots(left: int, tokens: int) -> int:
+    """Whole pages for so many new tokens and the `left` before the first of them, wherever in its page that begins."""
+    return -(-(left + tokens + PAGE - 1) // PAGE) * PAGE
+
+
+def attend(cache: Cache, query, key, value, left: int | None, mask, lengths, options: dict[str, Any]):
+    """The attention of T new tokens, of which `lengths` [B] are there, None: all; and the cache with them. Tokens without room
+    get NaN. `options` are those of flash_attention; a query sees `left` tokens before its own, None: all."""
+    T, start = query.shape[1], cache.length
+    count = T if lengths is None else lengths
+    positions = start[:, None] + jnp.arange(T, dtype=jnp.int32)
+    asked = options | dict(query_seq_lengths=lengths)
+    if isinstance(cache, KVCache):
+        cache = _append(cache, key, value, positions, count)
+        key, value = cache.key.astype(query.dtype), cache.value.astype(query.dtype)
+        o = flash_attention(query, key, value, mask=mask, key_value_seq_lengths=cache.length, query_offset=start, **asked)
+        return _or_nan(o, positions < key.shape[1]), cache
+    more = [name for name, x in dict(options, mask=mask).items() if name not in _PAGED and x is not None]
+    if more:
+        raise ValueError(f"a {type(cache).__name__} takes no {', '.join(more)}: a KVCache does, and layer.eval() ends dropout.")
+    asked = {name: x for name, x in asked.items() if x is not None}
+    if isinstance(cache, RollingCache):
+        return _attend_rolling(cache, query, key, value, left, positions, count, asked)
+    cache = cache.append(key, value, count if lengths is not None else None)
+    pages = (x.astype(query.dtype) for x in (cache.key, cache.value))
+    o = paged_attention(query, *pages, cache.table, cache.length, query_offset=start, **asked)
+    missing = (positions >= cache.length[:, None]) & (positions < (start + count)[:, None])
+    return _or_nan(o, ~missing), cache
+
+
+def _attend_rolling(cache: RollingCache, query, key, value, left: int, positions, count, options):
+    """The slots are pages of a ring: a table in which the page of the oldest token in sight comes first puts them in order."""
+    B, S, *head = cache.key.shape
+    pages, start = S // PAGE, cache.length
+    row, token = jnp.arange(B)[:, None], jnp.arange(positions.shape[1])
+    to = jnp.where(token < jnp.reshape(count, (-1, 1)), positions % S, S)
+    write = lambda slots, x: slots.at[row, to].set(x.astype(slots.dtype), mode="drop", unique_indices=True)
+    cache = RollingCache(write(cache.key, key), write(cache.value, value), (start + count).astype(start.dtype))
+    first = jnp.maximum(start - left, 0) // PAGE
+    table = row * pages + (first[:, None] + jnp.arange(pages)) % pages
+    as_pages = lambda x: x.astype(query.dtype).reshape(B * pages, PAGE, *head)
+    ends = dict(lengths=cache.length - first * PAGE, query_offset=start - first * PAGE)
+    o = paged_attention(query, as_pages(cache.key), as_pages(cache.value), table.astype(jnp.int32), **ends, **options)
+    return o, cache
+
+
+def _append(cache: KVCache, key, value, positions, count) -> KVCache:
+    """The cache with key and value [B, T, K, H] written at positions [B, T], of which the first `count` are real.
+
+    A position past the last slot is dropped. Those that are not real lie beyond the new length, where nobody looks.
+    """
+    row = jnp.arange(len(positions))[:, None]
+    write = lambda slots, x: slots.at[row, positions].set(x.astype(slots.dtype), mode="drop", unique_indices=True)
+    length = (cache.length + count).astype(cache.length.dtype)
+    return KVCache(write(cache.key, key), write(cache.value, value), length)
+
+
+def _or_nan(o, has_room):
+    return jnp.where(has_room[..., None, None], o, jnp.nan)
+
+
+def check(cache: Cache, x, left: int | None, heads: int, size: int):
+    """Raises where a cache does not fit the inputs x [B, T, D] and a layer with so many key/value heads of this size."""
+    B, T, _ = x.shape
+    name, shape, rows = type(cache).__name__, cache.key.shape, cache.length.shape[0]
+    slots = (*shape[:2], heads, size)
+    if isinstance(cache, PagedCache):
+        if shape != slots or rows != B:
+            raise ValueError(
+                f"the PagedCache must have {B} rows and pages of [{heads}, {size}] keys; got {rows} and {shape[2:]}."
+            )
+        return
+    slots = (B, *slots[1:])
+    if shape != slots:
+        make = "init_rolling_cache" if isinstance(cache, RollingCache) else "init_cache"
+        raise ValueError(
+            f"cache.key must be [B, max_length, K, H] = ({B}, max_length, {heads}, {size}) to match "
+            f"inputs_q {x.shape} and the layer; got {shape}. Make it with {make}({B}, max_length)."
+        )
+    if isinstance(cache, RollingCache) and left is None:
+        raise ValueError(f"a {name} holds a window's tokens: it needs a layer with local_window_size that is causal.")
+    if isinstance(cache, RollingCache) and rolling_slots(left, T) > shape[1]:
+        raise ValueError(
+            f"a {name} of {shape[1]} slots takes up to {shape[1] - left - PAGE + 1} tokens at a time after a window of {left}; "
+            f"got {T}. Give a prompt in pieces, or make the cache with init_rolling_cache({B}, tokens={T})."
+        )
+    if T > shape[1]:
+        raise ValueError(f"the {T} tokens of inputs_q must fit into the cache's max_length; got {shape[1]}.")

@@ -1,0 +1,77 @@
+"""Decoding: a program owns a part of the keys of one key/value head, and all rows of the tokens that see them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_flash import decode, online_softmax
+from pallas_flash.arguments import Operands, Problem
+from pallas_flash.kernels.portable import tile
+from pallas_flash.kernels.portable.tuning import DecodeTiles, power_of_two
+from pallas_flash.visibility import Visibility
+
+
+def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None):
+    """o [B, T, N, Hv] in the query's dtype, and the Statistics of its rows. With a `table` int32 [B, pages] of page numbers, key
+    and value are pages [P, page, K, n]."""
+    p, rows = decode.as_rows(problem, x)
+    index = lambda part, k, b: dict(b=b, B=b, n=k, k=k, p=part)
+    at = tile.layout(p, tiles, index, t=tiles.block_q, p=None)
+    specs = at.operands(rows)
+    table_spec = None
+    if table is not None:
+        table_spec = pl.BlockSpec((None, table.shape[1]), lambda part, k, b: (b, 0))
+        whole = lambda x: pl.BlockSpec((*x.shape[:2], None, power_of_two(x.shape[3])), lambda part, k, b: (0, 0, k, 0))
+        specs = specs._replace(key=whole(x.key), value=whole(x.value))
+    stats = jax.ShapeDtypeStruct((p.batch, tiles.parts, p.heads, p.queries), jnp.float32)
+    o = jax.ShapeDtypeStruct((p.batch, tiles.parts, p.heads, p.queries, p.value_size), jnp.float32)
+    o, m, l = tile.launch(
+        functools.partial(_kernel, problem=p, tiles=tiles),
+        (rows, table),
+        grid=(tiles.parts, p.heads, p.batch),
+        in_specs=[specs, table_spec],
+        out_specs=[at.spec("bpntv"), at.spec("bpnt"), at.spec("bpnt")],
+        out_shape=[o, stats, stats],
+        tiles=tiles,
+        name="flash_attention_decode",
+    )
+    return decode.merged(problem, x, o, online_softmax.Statistics(m, l))
+
+
+def _kernel(x: Operands, table_ref, o_ref, m_ref, l_ref, *, problem: Problem, tiles: DecodeTiles):
+    p = problem
+    row = tile.span(tile.FIRST, tiles.block_q, p.queries)
+    view = tile.view(x.visibility, row, p.queries)
+    q = tile.load(x.query, row.inside, tile.head(x.query, p.head_size))  # [bq, H]
+
+    def step(j, carry, masked):
+        o, m, l = carry
+        key = tile.span(j, tiles.block_k, p.keys, bounded=masked)
+        inside = (key.index >= first) & view.reach(key, masked) if masked else None
+        k_ref, v_ref = (_block(ref, table_ref, key) for ref in (x.key, x.value))
+        k, v = tile.keys_and_values(p, k_ref, v_ref, inside)
+        s = tile.scores(p, q, k, None)  # [bq, bk]
+        seen = view.sees(key, None, masked)
+        s = s if seen is None else jnp.where(seen, s, -jnp.inf)
+        prob, alpha, m, l = online_softmax.step(s, m, l)
+        return o * alpha[:, None] + tile.dot(prob.astype(v.dtype), v), m, l
+
+    first = jnp.min(jnp.where(view.start < view.stop, view.start, Visibility.ALL))  # pages before it may hold NaN
+    start = jnp.zeros(o_ref.shape, jnp.float32), *online_softmax.start(jnp.zeros(tiles.block_q, jnp.float32))
+    blocks = view.blocks(tiles.block_k).part(pl.program_id(0), tiles.parts)
+    o, m, l = blocks.visit(step, start)
+    tile.store(o_ref, online_softmax.finish(o, l), row.inside, tile.head(o_ref, p.value_size))
+    tile.store(m_ref, m, row.inside)
+    tile.store(l_ref, l, row.inside)
+
+
+def _block(ref, table_ref, key: tile.Span):
+    """Of keys or values [S, n], or pages [P, page, n], those of a block."""
+    if table_ref is None:
+        return ref.at[key.slice]
+    number, page, width = ref.shape
+    entry = table_ref[jnp.minimum(key.index // page, table_ref.shape[0] - 1)]
+    at = jnp.clip(entry, 0, number - 1)[:, None], (key.index % page)[:, None], jnp.arange(width, dtype=jnp.int32)[None]
+    return ref.at[tuple(jnp.broadcast_to(i, (key.index.size, width)) for i in at)]  # the interpreter takes no slice beside them

@@ -1,0 +1,120 @@
+"""The gradients of the tables that a score_mod reads: a program owns some of a table's entries for one batch row and head."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_flash import schedule
+from pallas_flash.arguments import Operands, Problem
+from pallas_flash.kernels.portable import predicate, tile
+from pallas_flash.kernels.portable.tuning import Tiles, power_of_two
+from pallas_flash.reads import Read
+
+OWN = 128  # entries at most
+BY_PAIR = {2, 3}  # the query's and the key's number, which differ within a tile
+
+
+def gradients(p: Problem, tiles: Tiles, x: Operands, do, lse, delta) -> tuple:
+    """One for each table, summed over all pairs that read an entry, always in the same order."""
+    totals = [jnp.zeros_like(table) for table in x.score.tables]
+    number = 0
+    for read, (index, _) in zip(x.score.rule.reads, _by_head(p, x), strict=True):
+        if read.array < len(totals):
+            sums = _sums(p, tiles, predicate.plain(x), do, lse, delta, read, number)
+            total = _together(sums, index, read, totals[read.array].shape)
+            totals[read.array] = totals[read.array] + total
+            number += 1
+    return tuple(totals)
+
+
+def _by_head(p: Problem, x: Operands):
+    """The reads of each batch row and head, at the first position and key."""
+    b, h = x.score.numbers(p.batch, p.heads)
+    return x.score.reads(lambda array, index: x.score.arrays[array][index], b[:, None], h, 0, 0)
+
+
+def _axes(read: Read) -> tuple[list[int], list[int]]:
+    """The axes of a table whose index is one for all pairs of a batch row and head, and the others."""
+    differ = [axis for axis, numbers in enumerate(read.made_of) if numbers & BY_PAIR]
+    return [axis for axis in range(len(read.made_of)) if axis not in differ], differ
+
+
+def _together(sums, index: tuple, read: Read, shape: tuple[int, ...]):
+    """The gradient of a table from the sums [B, N, entries of the axes that differ]."""
+    same, differ = _axes(read)
+    sizes = [shape[axis] for axis in same]
+    place = jnp.broadcast_to(predicate.flat([index[axis] for axis in same], sizes), sums.shape[:2])
+    here = (place[..., None] == jnp.arange(math.prod(sizes), dtype=jnp.int32)[None, None]).astype(sums.dtype)
+    total = jnp.einsum("bnf,bne->fe", here, sums, precision="highest")
+    return jnp.moveaxis(total.reshape([shape[axis] for axis in same + differ]), range(len(shape)), same + differ)
+
+
+def _sums(p: Problem, tiles: Tiles, x: Operands, do, lse, delta, read: Read, number: int):
+    """[B, N, entries of the axes that differ], of the tables' read `number`."""
+    shape = x.score.rule.arrays[read.array].aval.shape
+    entries = math.prod(shape[axis] for axis in _axes(read)[1])
+    own = min(OWN, power_of_two(entries))
+    at = tile.layout(p, tiles, lambda e, n, b: dict(b=b, B=b, n=n, k=n // p.group))
+    (sums,) = tile.launch(
+        functools.partial(_kernel, problem=p, tiles=tiles, read=read, number=number, entries=entries),
+        (x, do, lse, delta),
+        grid=(schedule.ceil_div(entries, own), p.heads, p.batch),
+        in_specs=[at.operands(x), at.spec("btnv"), at.spec("bnt"), at.spec("bnt")],
+        out_specs=[pl.BlockSpec((None, None, own), lambda e, n, b: (b, n, e))],
+        out_shape=[jax.ShapeDtypeStruct((p.batch, p.heads, entries), jnp.float32)],
+        tiles=tiles,
+        name="flash_attention_dtable",
+    )
+    return sums
+
+
+def _kernel(
+    x: Operands, do_ref, lse_ref, delta_ref, sums_ref, *, problem: Problem, tiles: Tiles, read: Read, number: int, entries: int
+):
+    p, own = problem, tile.span(pl.program_id(0), sums_ref.shape[0], entries)
+    pair, end = (pl.program_id(2), pl.program_id(1)), (pl.program_id(0) + 1) * sums_ref.shape[0]
+
+    def query_tile(i, sums):
+        row = tile.span(i, tiles.block_q, p.queries)
+        view = tile.view(x.visibility, row, p.queries, pair=pair)
+        refs = tile.Rows(*(ref.at[row.slice] for ref in (x.query, do_ref, lse_ref, delta_ref)))
+        rows = refs.load(p, row, view.live(row, True))
+
+        def key_tile(j, sums):
+            key = tile.span(j, tiles.block_k, p.keys)
+            ask = tile.question(x, row, key, pair)
+            entry = _entry(ask, read)
+            first = jnp.maximum(jnp.min(entry), end - sums_ref.shape[0])
+            last = jnp.minimum(jnp.max(entry) + 1, end)
+
+            def added(_, sums):
+                k, v = tile.keys_and_values(p, x.key.at[key.slice], x.value.at[key.slice], view.reach(key, True))
+                seen = view.sees(key, tile.dense(x.mask, (), row, key), True)
+                drop = functools.partial(tile.dropped, p, x.seeds, (), row, key)
+                bias = tile.dense(x.bias, (), row, key)
+                *_, tables = tile.with_tables(p, rows, k, v, bias, seen, drop, ask)
+                d = tables[number][2]
+                of = lambda e: jnp.sum(jnp.where(jnp.broadcast_to(entry, d.shape) == e, d, 0.0))
+                one_more = lambda e, sums: sums + jnp.where(own.index == e, of(e), 0.0)
+                return schedule.loop(first, last, one_more, sums)
+
+            return schedule.loop(0, (first < last).astype(jnp.int32), added, sums)
+
+        first, _, _, last = view.blocks(tiles.block_k)
+        return schedule.loop(first, last, key_tile, sums)
+
+    sums = jnp.zeros(sums_ref.shape, jnp.float32)
+    sums = schedule.loop(0, schedule.ceil_div(p.queries, tiles.block_q), query_tile, sums)
+    tile.store(sums_ref, sums, own.inside)
+
+
+def _entry(ask: predicate.Question, read: Read):
+    """Which entry each pair of a tile reads, of those along the axes that differ."""
+    number = ask.asked.rule.reads.index(read)
+    index, _ = ask.asked.reads(ask.read, *ask.numbers)[number]
+    differ = _axes(read)[1]
+    shape = ask.asked.rule.arrays[read.array].aval.shape
+    return predicate.flat([index[axis] for axis in differ], [shape[axis] for axis in differ])

@@ -1,0 +1,186 @@
+"""`paged_attention`: attention of a few new tokens to keys and values that lie in pages, which rows may share."""
+
+import dataclasses
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Literal, TypedDict, Unpack, overload
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_flash import arguments, autodiff, backends, checks, decode, modes, selfcheck
+from pallas_flash.arguments import Problem
+
+PAGE = 8  # a page is a multiple of so many keys
+IMPLEMENTATIONS = ("hopper", "portable", "blockwise")
+
+
+class _Options(TypedDict, total=False):
+    """For type checkers: what `paged_attention` takes by name, but return_residual, which tells its overloads apart."""
+
+    query_seq_lengths: Int[Array, "B"] | None
+    query_offset: Int[Array, "B"] | None
+    scale: float | Float[Array, "..."] | None
+    is_causal: bool
+    local_window_size: int | tuple[int, int] | None
+    logits_soft_cap: float | None
+    sinks: Float[Array, "N"] | None
+    implementation: Literal["hopper", "portable", "blockwise"] | None
+
+
+_Query = Float[Array, "B T N H"]
+_Keys = Float[Array, "P page K H"]
+_Values = Float[Array, "P page K Hv"]
+_Table = Int[Array, "B pages"]
+_Lengths = Int[Array, "B"]
+_Output = Float[Array, "B T N Hv"]
+_Residual = Float[Array, "B T N"]
+
+
+@overload
+def paged_attention(
+    query: _Query,
+    k_pages: _Keys,
+    v_pages: _Values,
+    page_table: _Table,
+    lengths: _Lengths,
+    *,
+    return_residual: Literal[False] = False,
+    **options: Unpack[_Options],
+) -> _Output: ...
+@overload
+def paged_attention(
+    query: _Query,
+    k_pages: _Keys,
+    v_pages: _Values,
+    page_table: _Table,
+    lengths: _Lengths,
+    *,
+    return_residual: Literal[True],
+    **options: Unpack[_Options],
+) -> tuple[_Output, _Residual]: ...
+@overload
+def paged_attention(
+    query: _Query,
+    k_pages: _Keys,
+    v_pages: _Values,
+    page_table: _Table,
+    lengths: _Lengths,
+    *,
+    return_residual: bool,
+    **options: Unpack[_Options],
+) -> _Output | tuple[_Output, _Residual]: ...
+def paged_attention(
+    query: Float[Array, "B T N H"],
+    k_pages: Float[Array, "P page K H"],
+    v_pages: Float[Array, "P page K Hv"],
+    page_table: Int[Array, "B pages"],
+    lengths: Int[Array, "B"],
+    *,
+    query_seq_lengths: Int[Array, "B"] | None = None,
+    query_offset: Int[Array, "B"] | None = None,
+    scale: float | Float[Array, "..."] | None = None,
+    is_causal: bool = True,
+    local_window_size: int | tuple[int, int] | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: Float[Array, "N"] | None = None,
+    implementation: Literal["hopper", "portable", "blockwise"] | None = None,
+    return_residual: bool = False,
+) -> Float[Array, "B T N Hv"] | tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
+    """`flash_attention` of the newest tokens of each row to its `lengths` keys: key i is k_pages[table[i // page], i % page].
+
+    Pages may be in any order, and rows may share them. Entries of the table that no key in sight needs may be anything; those
+    that are needed must be pages from 0 to P - 1: others are taken for the nearest, and the result is that of its keys. There is
+    no derivative.
+
+    Args:
+      query: [B, T, N, H], the newest tokens of each row; N is a multiple of K. Up to T N / K = 64 the kernels of GPUs take it,
+        "blockwise" any T.
+      k_pages: [P, page, K, H], page a multiple of 8. v_pages: [P, page, K, Hv].
+      page_table: int32 [B, pages of a row].
+      lengths: int32 [B], the keys of each row, those of its new tokens among them. What lies beyond in a page may be NaN.
+      query_seq_lengths: int32 [B]: only so many of the T queries of each row are there; all of them by default.
+      query_offset: int32 [B], the position of each row's first query; by default the queries are the last of the row's keys.
+      scale, is_causal, local_window_size, logits_soft_cap, sinks, return_residual: as in `flash_attention`; causal by default.
+      implementation: "hopper", which takes pages of 8, 16, 32, or a multiple of 64 keys; "portable"; "blockwise"; None chooses.
+
+    Raises:
+      TypeError, ValueError: what does not fit.
+      NotImplementedError: the implementation asked for cannot run this call; a derivative.
+    """
+    query, k_pages, v_pages = (checks.array(*x) for x in (("query", query), ("k_pages", k_pages), ("v_pages", v_pages)))
+    table, lengths = checks.ints("page_table", page_table), checks.ints("lengths", lengths)
+    _check(query, k_pages, v_pages, table, lengths)
+    if query_offset is None:
+        new = query.shape[1] if query_seq_lengths is None else checks.ints("query_seq_lengths", query_seq_lengths)
+        query_offset = jnp.minimum(lengths, table.shape[1] * k_pages.shape[1]) - new
+    arrays = dict(scale=scale) if checks.is_array(scale) else {}
+    static = dict(is_causal=is_causal, local_window_size=local_window_size, logits_soft_cap=logits_soft_cap)
+    static |= {} if arrays else dict(scale=scale)
+    arrays |= dict(
+        query=query, query_seq_lengths=query_seq_lengths, query_offset=query_offset, sinks=sinks, key_value_seq_lengths=lengths
+    )
+    o, lse = _attend(implementation, tuple(static.items()), arrays, k_pages, v_pages, table)
+    return (o, lse) if return_residual else o
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _attend(implementation, static, arrays, k_pages, v_pages, table):
+    (B, pages), page = table.shape, k_pages.shape[1]
+    like = lambda x: jnp.broadcast_to(x[0, 0], (B, pages * page, *x.shape[2:]))  # never made: only its shape is read
+    absent = dict.fromkeys(("bias", "mask", "query_segment_ids", "key_value_segment_ids", "dropout_rng"))
+    call = absent | dict(static) | arrays | dict(key=like(k_pages), value=like(v_pages), dropout_rate=0.0, deterministic=True)
+    problem, operands = arguments.normalise(**call)
+    forward = _chosen(problem, page, implementation)
+    query, key, value, sinks = modes.none((operands.query, k_pages, v_pages, operands.sinks))
+    operands = autodiff.vary_alike(operands._replace(query=query, key=key, value=value, sinks=sinks))
+    o, stats = forward(operands, jnp.clip(table, 0, k_pages.shape[0] - 1))
+    return o, jnp.swapaxes(stats.lse(), 1, 2)
+
+
+def _chosen(problem: Problem, page: int, implementation: str | None) -> Callable:
+    """What takes (operands, table)."""
+    asked = selfcheck.asked_for(implementation)
+    if asked is not None and (why_not := _why_not(asked, problem, page)):
+        raise NotImplementedError(f"implementation {asked!r} cannot run this call of paged_attention: {why_not}. {problem}.")
+    checked = dataclasses.replace(problem, keys=max(problem.keys, decode.KEYS))  # the kernel is the one without pages
+    here = lambda backend: _why_not(backend.name, problem, page) or selfcheck.why_not(backend, checked)
+    name = backends.choose(problem, asked, here).backend.name
+    module = importlib.import_module(f"pallas_flash.{'' if name == 'blockwise' else 'kernels.'}{name}")
+    run = importlib.import_module(f"{module.__name__}.decode").forward
+    return functools.partial(run, problem, module.decode_tiles(problem, page))
+
+
+def _why_not(name: str, problem: Problem, page: int) -> str | None:
+    """Why an implementation does not take pages of this size, or None."""
+    if name not in IMPLEMENTATIONS:
+        return f"it takes no pages; {', '.join(IMPLEMENTATIONS)} do"
+    if name == "blockwise":
+        return None
+    if name == "hopper" and page % 64 and 64 % page:
+        return f"it takes pages of 8, 16, 32 or a multiple of 64 keys; got {page}"
+    if name == "hopper" and problem.value_size > 128:
+        return f"pages of values wider than 128 leave no registers; got {problem.value_size}"
+    return decode.why_not(problem)
+
+
+def _check(query, k_pages, v_pages, page_table, lengths):
+    named = dict(query=query, k_pages=k_pages, v_pages=v_pages, page_table=page_table, lengths=lengths)
+    shapes = dict(query="[B, T, N, H]", k_pages="[P, page, K, H]", v_pages="[P, page, K, Hv]")
+    shapes |= dict(page_table="[B, pages]", lengths="[B]")
+    for name, shape in shapes.items():
+        got = jnp.shape(named[name])
+        if len(got) != shape.count(",") + 1 or 0 in got:
+            raise ValueError(f"{name} must be {shape}, no size 0; got {got}.")
+    B = query.shape[0]
+    if k_pages.shape[1] % PAGE:
+        raise ValueError(f"k_pages must be [P, page, K, H] with pages of a multiple of {PAGE} keys; got {k_pages.shape}.")
+    if v_pages.shape[:3] != k_pages.shape[:3]:
+        raise ValueError(f"v_pages must be [P, page, K, Hv] like k_pages {k_pages.shape}; got {v_pages.shape}.")
+    if page_table.shape[0] != B or jnp.shape(lengths) != (B,):
+        raise ValueError(
+            f"page_table [B, pages] and lengths [B] must have the B = {B} rows of query; got {page_table.shape} and "
+            f"{jnp.shape(lengths)}."
+        )

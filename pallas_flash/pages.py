@@ -1,0 +1,76 @@
+"""`PagedCache`: keys and values in pages, which rows of it take, fill, share and give back. Pure functions, for jax.jit."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_flash.paged import PAGE
+
+
+class PagedCache(NamedTuple):
+    """Key i of row b is key[table[b, i // page], i % page]; entries of the table without a page are P."""
+
+    key: Float[Array, "P page K H"]
+    value: Float[Array, "P page K H"]
+    table: Int[Array, "B pages"]
+    length: Int[Array, "B"]  # keys of each row
+    users: Int[Array, "P"]  # how many rows have each page
+
+    @property
+    def room(self) -> Int[Array, "B"]:
+        """How many keys the pages of each row hold."""
+        return jnp.sum(self.table < self.key.shape[0], 1, dtype=jnp.int32) * self.key.shape[1]
+
+    def reserve(self, tokens: Int[Array, "#B"] | int) -> "PagedCache":
+        """With pages for so many more tokens of each row, as long as there are free ones and the table has entries."""
+        P, page = self.key.shape[:2]
+        held, number = self.room // page, jnp.arange(self.table.shape[1], dtype=jnp.int32)[None]
+        more = jnp.maximum(-(-(self.length + tokens) // page) - held, 0)
+        wanted = (number >= held[:, None]) & (number < (held + more)[:, None])
+        order = jnp.argsort(self.users > 0, stable=True).astype(jnp.int32)  # free pages first
+        nth = jnp.cumsum(wanted.ravel(), dtype=jnp.int32).reshape(wanted.shape) - 1
+        given = wanted & (nth < jnp.sum(self.users == 0))
+        table = jnp.where(given, order[jnp.clip(nth, 0, P - 1)], self.table)
+        users = self.users.at[jnp.where(given, table, P)].add(1, mode="drop")
+        return self._replace(table=table, users=users)
+
+    def append(self, key: Float[Array, "B T K H"], value: Float[Array, "B T K H"], count: Int[Array, "B"] | None = None):
+        """With the first `count` of T tokens behind each row's, all of them by default, in pages that `reserve` gives. Where
+        there is no room, tokens are left out, and `length` says how many there are."""
+        (P, page), (T, pages) = self.key.shape[:2], (key.shape[1], self.table.shape[1])
+        cache, token = self.reserve(T if count is None else count), jnp.arange(T, dtype=jnp.int32)[None]
+        length = jnp.minimum(self.length + (T if count is None else count), cache.room).astype(self.length.dtype)
+        at = self.length[:, None] + token
+        entry = jnp.take_along_axis(cache.table, jnp.minimum(at // page, pages - 1), 1)
+        to = jnp.where(at < length[:, None], entry, P), at % page
+        write = lambda pages, x: pages.at[to].set(x.astype(pages.dtype), mode="drop", unique_indices=True)
+        return cache._replace(key=write(cache.key, key), value=write(cache.value, value), length=length)
+
+    def release(self, rows: Bool[Array, "B"]) -> "PagedCache":
+        """With these rows empty; pages that no other row has are free again."""
+        P = self.key.shape[0]
+        users = self.users.at[jnp.where(rows[:, None], self.table, P)].add(-1, mode="drop")
+        table = jnp.where(rows[:, None], P, self.table)
+        return self._replace(table=table, users=users, length=jnp.where(rows, 0, self.length))
+
+    def share(self, source: Int[Array, ""] | int, target: Int[Array, ""] | int) -> "PagedCache":
+        """With row `target` at the start of row `source`, whose full pages both have; the target's own are released. What is
+        behind the full pages is for the target to append."""
+        P, page = self.key.shape[:2]
+        rows = jnp.arange(len(self.table))
+        cache, full = self.release(rows == target), self.length[source] // page
+        entries = jnp.where(jnp.arange(self.table.shape[1]) < full, self.table[source], P)
+        table, length = cache.table.at[target].set(entries), cache.length.at[target].set(full * page)
+        return cache._replace(table=table, length=length, users=cache.users.at[entries].add(1, mode="drop"))
+
+
+def paged_cache(
+    batch: int, max_length: int, kv_heads: int, head_size: int, *, pages: int, page: int = 64, dtype=jnp.bfloat16
+) -> PagedCache:
+    """An empty cache of so many pages for `batch` rows of up to max_length tokens."""
+    if page % PAGE or page <= 0:
+        raise ValueError(f"page must be a multiple of {PAGE} keys; got {page}.")
+    empty = lambda: jnp.zeros((pages, page, kv_heads, head_size), dtype)
+    table = jnp.full((batch, -(-max_length // page)), pages, jnp.int32)
+    return PagedCache(empty(), empty(), table, jnp.zeros(batch, jnp.int32), jnp.zeros(pages, jnp.int32))

@@ -1,0 +1,114 @@
+"""A programmable score: what a user's score_mod makes of each logit, and the derivative of that, by jax's own autodiff."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_flash import rule
+from pallas_flash.visibility import Ints, register
+
+SIGNATURE = "score_mod(score, b, h, q_idx, kv_idx)"
+
+
+@dataclasses.dataclass(frozen=True)
+class Score(rule.Asked):
+    """The rule of a score. Its `arrays` are the tables, floats, and then the others."""
+
+    @classmethod
+    def of_call(cls, score_mod: Any, dtype, offset: Ints = 0, batch: int | None = None) -> "Score":
+        """That of a score_mod of scores of this dtype, or of what `numbered` made of one: then of so many batch rows."""
+        score = score_mod if isinstance(score_mod, cls) else trace(score_mod, dtype)
+        rows = score.batch if score.batch is None or batch is None else jnp.reshape(score.batch, batch)
+        return dataclasses.replace(score, offset=offset, batch=rows)
+
+    @property
+    def tables(self) -> tuple:
+        return self.arrays[: sum(self._is_table(n) for n in range(len(self.arrays)))]
+
+    def with_tables(self, tables) -> "Score":
+        return dataclasses.replace(self, arrays=(*tables, *self.arrays[len(tables) :]))
+
+    def _is_table(self, number: int) -> bool:
+        return jnp.issubdtype(self.rule.arrays[number].aval.dtype, jnp.floating)
+
+    @property
+    def operations(self) -> set[str]:
+        """The names of the primitives that a kernel needs, in the backward too."""
+        dtype = self.rule.numbers[-1].aval.dtype
+        number = lambda dtype: jax.ShapeDtypeStruct((), dtype)
+        back = lambda s, ds, *at: self.vjp(s, lambda n, _: jnp.zeros((), self.rule.arrays[n].aval.dtype), *at)[1](ds)
+        traced = jax.make_jaxpr(back)(number(dtype), number(dtype), *[number(jnp.int32)] * 4)
+        return self.rule.operations | rule.operations(traced.jaxpr) - {"reduce_sum"}
+
+    def numbered(self, batch: tuple[int, ...], heads: int) -> "Score":
+        """The same with the batch rows' and heads' numbers as arrays, where it asks for them."""
+        b = np.arange(np.prod(batch), dtype=np.int32).reshape(batch) if self.rule.reads_batch else None
+        return dataclasses.replace(self, batch=b, head=np.arange(heads, dtype=np.int32) if self.rule.reads_head else None)
+
+    def of(self, s, read: Callable, *numbers: Ints):
+        """What the rule makes of the logits s, for the numbers b, h, position and key, which broadcast against s."""
+        return self.made([value for _, value in self.reads(read, *numbers)], *numbers, s)
+
+    def vjp(self, s, read: Callable, *numbers: Ints):
+        """The same, and the function from its cotangent to that of s, and the (array, index, cotangent) of each read of a table.
+
+        Where the cotangent is 0, as of a pair that a mask hides, so are the others: there the rule may have no derivative.
+        """
+        found, is_table = self.reads(read, *numbers), [self._is_table(at.array) for at in self.rule.reads]
+        whole = [jnp.broadcast_to(value, s.shape) if table else value for (_, value), table in zip(found, is_table, strict=True)]
+
+        def made(s, tables):
+            tables = iter(tables)
+            return self.made([next(tables) if t else x for x, t in zip(whole, is_table, strict=True)], *numbers, s)
+
+        new, pull = jax.vjp(made, s, [x for x, t in zip(whole, is_table, strict=True) if t])
+
+        def back(ds):
+            live = lambda d: jnp.where(ds == 0, jnp.zeros_like(d), d)
+            of_s, of_tables = pull(ds)
+            tables = [(at.array, *what) for at, what, t in zip(self.rule.reads, found, is_table, strict=True) if t]
+            given = [(n, i, _summed(live(d), value)) for (n, i, value), d in zip(tables, of_tables, strict=True)]
+            return live(of_s), given
+
+        return new, back
+
+
+def _summed(x, like):
+    """x, in its sum's precision, summed to a shape that broadcasts to its own."""
+    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    if jnp.ndim(like) == 0:
+        return jnp.sum(x)
+    axes = tuple(axis for axis, n in enumerate(jnp.shape(like)) if n == 1 and x.shape[axis] != 1)
+    return jnp.sum(x, axes, keepdims=True) if axes else x
+
+
+def trace(score_mod: Any, dtype) -> Score:
+    """The Score of a score_mod of scores of this dtype."""
+    if not callable(score_mod):
+        raise TypeError(f"score_mod must be a function {SIGNATURE} that returns the new score; got {type(score_mod).__name__}.")
+    number = jax.ShapeDtypeStruct((), dtype)
+    last = lambda b, h, q, k, score: score_mod(score, b, h, q, k)
+    try:
+        jaxpr, arrays, out = rule.traced(last, *[rule.INDEX] * 4, number)
+    except (TypeError, ValueError, IndexError) as error:
+        is_numpy = isinstance(error, jax.errors.TracerArrayConversionError)
+        hint = " NumPy's arrays have no such index: jnp.asarray makes one that has." * is_numpy
+        raise TypeError(
+            f"{SIGNATURE} is called once, with single numbers of shape (), and serves all pairs of a query and a key one by one; "
+            f"it raised {type(error).__name__}: {str(error).partition(chr(10))[0]}{hint}"
+        ) from error
+    if getattr(out, "shape", None) != () or out.dtype != number.dtype:
+        hint = " What hides keys is a mask, masks.Where, or jnp.where(rule, score, -jnp.inf)." * (rule.kind(out) == "bool[]")
+        raise TypeError(f"{SIGNATURE} must return one number of the score's dtype, {number.dtype}[]; got {rule.kind(out)}.{hint}")
+    found = rule.Rule(jaxpr, len(arrays), getattr(score_mod, "__name__", type(score_mod).__name__), score_mod)
+    if any(4 in at.numbers for at in found.reads):
+        raise TypeError(f"{SIGNATURE} may read arrays at an index made of b, h, q_idx and kv_idx; got one made of the score.")
+    wide = lambda x: x.astype(number.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+    return Score(found, tuple(wide(jnp.asarray(x)) for x in arrays))
+
+
+register(Score, "rule")

@@ -1,0 +1,110 @@
+"""Programmable scores that are ready: what a model adds to its logits, or makes of them, before the softmax."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_flash.visibility import register
+
+
+class _ScoreMod:
+    """A score_mod(score, b, h, q_idx, kv_idx) that prints itself; numbers are part of the program, arrays are data."""
+
+    @property
+    def __name__(self):
+        return repr(self)
+
+    def __repr__(self):
+        of = (getattr(self, field.name) for field in dataclasses.fields(self))
+        return f"{type(self).__name__}({', '.join(map(_shown, of))})"
+
+
+def _shown(x) -> str:
+    return f"{x.dtype}{list(x.shape)}" if hasattr(x, "shape") else repr(x)
+
+
+def _numbers(x):
+    """Lists as tuples, which compare and hash."""
+    return tuple(map(_numbers, x)) if isinstance(x, list | tuple) else x
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Alibi(_ScoreMod):
+    """Attention with linear biases (arXiv:2108.12409): score - slopes[h] * |q_idx - kv_idx|.
+
+    slopes: [N], an array, which may be learned, or numbers. The paper's for N = 8 are 2^-1, 2^-2, ..., 2^-8.
+    """
+
+    slopes: Any
+
+    def __post_init__(self):
+        object.__setattr__(self, "slopes", _numbers(self.slopes))
+
+    def __call__(self, score, b, h, q_idx, kv_idx):
+        return score - jnp.asarray(self.slopes)[h].astype(score.dtype) * jnp.abs(q_idx - kv_idx).astype(score.dtype)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class T5Bias(_ScoreMod):
+    """T5's relative position bias (arXiv:1910.10683): score + table[h, bucket of kv_idx - q_idx].
+
+    Distances from 0 on have a bucket each, then larger ones share buckets whose widths grow as a logarithm up to max_distance,
+    beyond which there is one. `bidirectional`, as in an encoder, gives keys to the right half of the buckets; without it they
+    are all in bucket 0.
+
+    table: [N, buckets], or [buckets] for all heads; an array, which may be learned, or numbers. Where an embedding is
+    [buckets, N], give its transpose. T5 has 32 buckets and multiplies no scale: flash_attention(scale=1.0).
+    """
+
+    table: Any
+    bidirectional: bool = True
+    max_distance: int = 128
+
+    def __post_init__(self):
+        object.__setattr__(self, "table", _numbers(self.table))
+        shape = np.shape(self.table)
+        buckets = shape[-1] if shape else 0
+        if len(shape) not in (1, 2) or buckets < (4 if self.bidirectional else 2) or buckets % (1 + self.bidirectional):
+            raise ValueError(f"T5Bias takes a table [N, buckets] or [buckets], of an even number of buckets; got {shape}.")
+        if self.max_distance <= buckets // (1 + self.bidirectional) // 2:
+            raise ValueError(f"max_distance must be above the distances with buckets of their own; got {self.max_distance}.")
+
+    def __call__(self, score, b, h, q_idx, kv_idx):
+        table = jnp.asarray(self.table)
+        bucket = self.bucket(kv_idx - q_idx)
+        return score + (table[bucket] if table.ndim == 1 else table[h, bucket]).astype(score.dtype)
+
+    def bucket(self, distance):
+        """The bucket of a key so far to the right of a query."""
+        buckets = np.shape(self.table)[-1] // (1 + self.bidirectional)
+        away = jnp.abs(distance) if self.bidirectional else jnp.maximum(-distance, 0)
+        bucket = jnp.minimum(away, buckets // 2)
+        for first in _first_of_buckets(buckets, self.max_distance):  # not a logarithm, which GPUs round in their own way
+            bucket = bucket + (away >= first).astype(bucket.dtype)
+        return jnp.where(distance > 0, bucket + buckets, bucket) if self.bidirectional else bucket
+
+
+def _first_of_buckets(buckets: int, max_distance: int) -> list[int]:
+    """The distances at which the buckets after the first that is shared begin, from T5's formula in float32."""
+    exact = buckets // 2
+    distance = np.arange(exact, max_distance + 1)
+    steps = np.log(distance.astype(np.float32) / exact) / math.log(max_distance / exact) * (buckets - exact)
+    number = np.minimum(exact + steps.astype(np.int32), buckets - 1)
+    return [int(distance[np.argmax(number >= n)]) for n in range(exact + 1, buckets)]
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class SoftCap(_ScoreMod):
+    """cap * tanh(score / cap), as logits_soft_cap, in a rule of one's own or after another: cap is a number, or data."""
+
+    cap: Any
+
+    def __call__(self, score, b, h, q_idx, kv_idx):
+        return self.cap * jnp.tanh(score / self.cap)
+
+
+for _cls in (Alibi, T5Bias, SoftCap):
+    register(_cls)

@@ -1,0 +1,254 @@
+"""A sequence that lies on several devices gives what it gives on one, and of keys and values only parts travel."""
+
+import contextlib
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from cases import MASKS, RULES, Sizes, arguments, bias, dense_mask, qkv
+from check import close, cotangents
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from selection import whole_but
+
+from pallas_flash import explain, flash_attention, flash_attention_jvp, masks, schedule
+from pallas_flash.context_parallel import AllToAll, Ring, Zigzag, unzigzag, zigzag
+from pallas_flash.ring import Loop
+
+pytestmark = [
+    pytest.mark.usefixtures("small_tiles", "quick_compile"),
+    pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices; conftest asks for eight on a CPU"),
+]
+Z = Sizes(B=2, T=40, S=56, N=4, K=4, H=8, Hv=4)
+MESH = (2, 4), ("data", "context")
+ROWS = P("data", "context")
+FLOATS = "query", "key", "value", "bias", "sinks"
+SCHEMES = {"ring": Ring("context"), "zigzag": Zigzag("context"), "all to all": AllToAll("context")}
+
+
+def mesh(kind=AxisType.Explicit):
+    return jax.make_mesh(*MESH, axis_types=(kind, kind))
+
+
+def in_order(context, x, axes, order=zigzag):
+    """x in the order of the context along some axes, or with `unzigzag` back."""
+    for axis in axes if isinstance(context, Zigzag) else ():
+        x = order(x, 4, axis) if x.shape[axis] > 1 else x
+    return x
+
+
+def axes_of(name, x):
+    """The axes of an argument that lie along the sequence."""
+    dense = tuple(axis for axis in (-2, -1) if np.ndim(x) >= -axis)
+    return dict(query=(1,), key=(1,), value=(1,), bias=dense, mask=dense).get(name, (-1,) if name.endswith("_ids") else ())
+
+
+def run(call, static, cotangents, m=None, context=None):
+    """o, lse and the gradients of all floats, of one device or of those of a mesh."""
+    call = {name: in_order(context, x, axes_of(name, x)) if hasattr(x, "shape") else x for name, x in call.items()}
+    cotangents = tuple(in_order(context, x, (1,)) for x in cotangents)
+    if m is not None:
+        at = lambda name: NamedSharding(m, ROWS if name in ("query", "key", "value") else P())
+        call = {name: jax.device_put(x, at(name)) for name, x in call.items()}
+        cotangents = jax.device_put(cotangents, NamedSharding(m, ROWS))
+    floats = [name for name in FLOATS if name in call]
+
+    def outputs_and_gradients(of, rest, cotangents):
+        attend = lambda of: flash_attention(**of, **rest, **static, context=context, return_residual=True)
+        outs, vjp = jax.vjp(attend, of)
+        return outs, vjp(cotangents)[0]
+
+    of = {name: call.pop(name) for name in floats}
+    with jax.set_mesh(m) if m is not None else contextlib.nullcontext():  # or what hides all from all were on one device
+        outs, gradients = jax.tree.map(np.asarray, jax.jit(outputs_and_gradients)(of, call, cotangents))
+    back = lambda x, axes: in_order(context, x, axes, unzigzag)
+    return [back(x, (1,)) for x in outs], {name: back(x, axes_of(name, x)) for name, x in gradients.items()}
+
+
+def check(context, case, implementation, z=Z):
+    """As the oracle says, or where that knows nothing of a feature, one device."""
+    rng = np.random.default_rng(3)
+    q, k, v = qkv(rng, z)
+    case, cotangents_ = case(rng, z), cotangents(rng, q, v)
+    kw = arguments(case) | dict(query=q, key=k, value=v)
+    call = {name: x for name, x in kw.items() if hasattr(x, "shape") or name == "mask"}
+    static = {name: x for name, x in kw.items() if name not in call} | dict(implementation=implementation)
+    outs, gradients = run(call, static, cotangents_, mesh(), context)
+    if "dropout_rate" in case or np.ndim(case.get("scale", 0)):
+        expected, wanted = run(call, static, cotangents_)
+    else:
+        *expected, wanted = oracle.attention(q, k, v, *cotangents_, **case)
+        wanted = dict(zip(FLOATS, wanted, strict=False))
+    for name, x, x_expected in zip(("output", "lse"), outs, expected, strict=True):
+        close(x, x_expected, 1e-5, name)
+    for name, gradient in gradients.items():
+        close(gradient, wanted[name], 1e-5, name)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("mask", whole_but(MASKS, "causal", "window_right", "everything"))
+def test_a_sequence_on_several_devices_gives_what_it_gives_on_one(mask, scheme):
+    check(SCHEMES[scheme], MASKS[mask], "blockwise")
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("rule", whole_but(RULES, "by batch, with lengths"))
+def test_a_rule_of_positions_is_asked_for_those_of_the_whole_sequence(rule, scheme):
+    function, more = RULES[rule]
+    check(SCHEMES[scheme], lambda rng, z: dict(rule=function, **more), "blockwise")
+
+
+FEATURES = {
+    "a bias": lambda rng, z: dict(is_causal=True, bias=bias(rng, "BNTS", z)),
+    "a bias of the keys, and sinks": lambda rng, z: dict(bias=bias(rng, "1N1S", z), sinks=np.arange(z.N, dtype=np.float32)),
+    "a bias of the queries, and a mask": lambda rng, z: dict(bias=bias(rng, "11T1", z), mask=dense_mask(rng, "BNTS", z)),
+    "a mask of the keys, and a scale by head": lambda rng, z: dict(
+        mask=dense_mask(rng, "B11S", z), scale=np.linspace(0.1, 1, z.N, dtype=np.float32)
+    ),
+    "sinks, lengths and a soft cap": lambda rng, z: dict(
+        sinks=np.arange(z.N, dtype=np.float32), logits_soft_cap=2.0, query_seq_lengths=np.array([7, 31], np.int32)
+    ),
+    "dropout": lambda rng, z: dict(is_causal=True, dropout_rate=0.4, dropout_rng=jax.random.key(5)),
+}
+
+
+OF_BLOCKWISE = [("blockwise", feature) for feature in FEATURES]
+OF_EACH = [(i, f) for i in ("reference", "portable", "flash1", "standard") for f in ("sinks, lengths and a soft cap", "dropout")]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(("implementation", "feature"), whole_but([*OF_BLOCKWISE, *OF_EACH], *OF_BLOCKWISE))
+def test_features_are_the_same_on_several_devices(implementation, feature, scheme):
+    z = Z._replace(T=256, S=256, K=4 if scheme == "all to all" else 2) if feature == "dropout" else Z
+    check(SCHEMES[scheme], FEATURES[feature], implementation, z)
+
+
+# ---- inside of a shard_map, and under jit
+
+
+def attend(q, k, v, ids, b, sinks, context=None):
+    options = dict(query_segment_ids=ids, key_value_segment_ids=ids, sinks=sinks, is_causal=True, context=context)
+    return flash_attention(q, k, v, b, implementation="blockwise", **options)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_inside_of_a_checked_shard_map_each_device_passes_its_part(scheme):
+    rng = np.random.default_rng(0)
+    z = Z._replace(S=Z.T)
+    floats = *qkv(rng, z), bias(rng, "1N1S", z), np.ones(z.N, np.float32)
+    ids = np.sort(rng.integers(0, 3, (z.B, z.T))).astype(np.int32)
+    specs = ROWS, ROWS, ROWS, P(), P(), ROWS
+    mapped = lambda q, k, v, b, sinks, ids: attend(q, k, v, ids, b, sinks, SCHEMES[scheme])
+    spread = jax.shard_map(mapped, mesh=mesh(AxisType.Auto), in_specs=specs, out_specs=ROWS)
+    loss = lambda f: jax.jit(jax.value_and_grad(lambda *x: jnp.sum(jnp.sin(f(*x))), argnums=range(5)))
+    to, back = (lambda x, axis: zigzag(x, 4, axis)), (lambda x, axis: unzigzag(x, 4, axis))
+    if scheme != "zigzag":
+        to = back = lambda x, axis: x
+    q, k, v, b, sinks = floats
+    actual, gradients = loss(spread)(*to((q, k, v), 1), to(b, -1), sinks, to(ids, 1))
+    expected, wanted = loss(lambda q, k, v, b, sinks, ids: attend(q, k, v, ids, b, sinks))(*floats, ids)
+    close(actual, expected, 1e-5)
+    for x, y in zip((*back(gradients[:3], 1), back(gradients[3], -1), gradients[4]), wanted, strict=True):
+        close(x, y, 1e-5)
+
+
+def test_two_axes_of_the_mesh_are_one_ring():
+    q, k, v = qkv(np.random.default_rng(0), Z)
+    attend = jax.jit(lambda q, k, v: flash_attention(q, k, v, is_causal=True, query_offset=5, implementation="blockwise"))
+    close(attend(*jax.device_put((q, k, v), NamedSharding(mesh(), P(None, ("data", "context"))))), attend(q, k, v), 1e-5)
+
+
+def compiled(f, T, m=None, heads=1):
+    """The gradient of a call with T rows."""
+    sharding = None if m is None else NamedSharding(m, P(None, "context"))
+    q, k = (jax.ShapeDtypeStruct((1, T, n, 64), jnp.float32, sharding=sharding) for n in (heads, 1))
+    return jax.jit(jax.grad(lambda *x: jnp.sum(f(*x)), argnums=(0, 1, 2))).lower(q, k, k).compile()
+
+
+def all_devices():
+    return jax.make_mesh((8,), ("context",), axis_types=(AxisType.Explicit,))
+
+
+def test_keys_travel_and_nothing_is_gathered():
+    attend = lambda *x, **kw: flash_attention(*x, implementation="blockwise", **kw)
+    for kw in (dict(is_causal=True), dict(context=Zigzag("context"))):
+        text = compiled(functools.partial(attend, **kw), 64, all_devices()).as_text()
+        assert "collective-permute" in text
+        assert not re.findall(r" = .* (all-gather|all-to-all)", text)
+
+
+def test_where_a_window_is_known_only_the_keys_in_it_travel():
+    x = jax.device_put(jnp.ones((1, 64, 1, 8)), NamedSharding(all_devices(), P(None, "context")))
+    steps = lambda **kw: re.search(r"in (\d) of (\d) steps|nothing is sent", explain(x, x, x, **kw).context)
+    assert steps(is_causal=True).groups() == ("7", "8")
+    assert steps(local_window_size=(9, 0)).groups() == ("2", "3")
+    assert steps(local_window_size=(0, 8)).groups() == ("2", "2")  # what comes after is fetched first
+    assert steps(local_window_size=(3, 3), query_offset=500)[0] == "nothing is sent"
+
+
+@pytest.mark.whole
+def test_temporaries_of_one_of_eight_devices_are_less_than_a_quarter_of_those_of_one_alone():
+    attend = functools.partial(flash_attention, is_causal=True, implementation="blockwise")
+    size = lambda m=None: compiled(attend, 65536, m, heads=8).memory_analysis().temp_size_in_bytes
+    assert size(all_devices()) < size() / 4
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_zigzag_gives_all_devices_equal_work_under_a_causal_mask(chunks):
+    n, T = 8 * chunks, 8192
+    causal = masks.resolve([masks.Causal()], 1, T, T, 0)
+
+    def visited(a, b):
+        pair = causal.of_chunks(1, a[None], T // n).of_keys(b * (T // n), T // n)
+        blocks = schedule.by_query_tile(pair, T // n, 64, 64)[1]
+        return jnp.sum(blocks[..., 3] - blocks[..., 0])
+
+    by_chunk = jax.jit(jax.vmap(jax.vmap(visited, (None, 0)), (0, None)))(jnp.arange(n), jnp.arange(n)).sum(1)
+    of_device = np.asarray(by_chunk)[Loop(("context",), 8, chunks, 0, 8, True).numbers(jnp.arange(8))].sum(0)
+    most = of_device.max() / of_device.min()
+    assert most <= 1.1 if chunks == 2 else most > 5
+
+
+def test_zigzag_and_back_is_the_same():
+    batch = dict(tokens=jnp.arange(48).reshape(2, 24), mask=jnp.ones((2, 24, 3)))
+    there = zigzag(batch, 4)
+    assert there["tokens"][0].tolist() == [0, 1, 2, 21, 22, 23, 3, 4, 5, 18, 19, 20, 6, 7, 8, 15, 16, 17, 9, 10, 11, 12, 13, 14]
+    assert jax.tree.all(jax.tree.map(lambda x, y: (x == y).all(), unzigzag(there, 4), batch))
+    with pytest.raises(ValueError, match="zigzag cuts an axis into 8 chunks, two for each device; got 20 along axis 1"):
+        zigzag(jnp.zeros((2, 20)), 4)
+
+
+REFUSED = {
+    "context must be None, Ring": dict(context="context"),
+    "needs a mesh with the axis 'rows'": dict(context=Ring("rows"), m=None),
+    "context names the axis rows; the arrays are on a mesh with data, context": dict(context=Ring("rows")),
+    "the length of query must be a multiple of its 4 devices; got 42": dict(context=Ring("context"), T=42),
+    "cuts the rows of a device into two chunks; got 5 rows": dict(context=Zigzag("context"), T=20),
+    "takes heads that are multiples of its 4 devices, or one key head; got N = 6, K = 2": dict(context=AllToAll("context"), N=6),
+    "dropout over a ring takes chunks of keys that are multiples of 32; got 10": dict(
+        context=Ring("context"), dropout_rate=0.1, dropout_rng=jax.random.key(0)
+    ),
+}
+
+
+@pytest.mark.parametrize("sentence", REFUSED)
+def test_what_does_not_fit_is_refused_with_a_sentence(sentence):
+    kw = dict(REFUSED[sentence])
+    T, N, m = kw.pop("T", 40), kw.pop("N", 4), kw.pop("m", mesh())
+    q, k = jnp.ones((2, T, N, 8)), jnp.ones((2, T, min(N, 2), 8))
+    if m is not None:
+        q, k = jax.device_put((q, k), NamedSharding(m, P("data")))
+    with pytest.raises((TypeError, ValueError), match=re.escape(sentence)):
+        flash_attention(q, k, k, **kw)
+
+
+def test_forward_mode_and_second_derivatives_are_refused():
+    x = jax.device_put(jnp.ones((2, 8, 1, 8)), NamedSharding(mesh(), ROWS))
+    with pytest.raises(NotImplementedError, match="sequences that are whole on a device"):
+        flash_attention_jvp((x, x, x), (x, x, x))
+    with pytest.raises(NotImplementedError, match="first derivatives alone"):
+        jax.hessian(lambda x: flash_attention(x, x, x, implementation="reference").sum())(x)

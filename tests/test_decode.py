@@ -1,0 +1,299 @@
+"""Decoding, contiguous and paged: what it takes, and that it equals the oracle."""
+
+import functools
+import os
+
+import gpu_interpreter
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from check import TOLERANCE, check, close
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from selection import whole_but
+
+from pallas_flash import blockwise, decode, explain, flash_attention, paged_attention, paged_cache
+from pallas_flash.kernels import portable
+from pallas_flash.kernels.hopper import tuning as hopper_tuning
+
+IMPLEMENTATIONS = ("blockwise", "portable")
+B, N, K, H, HV = 3, 6, 2, 11, 5
+needs_interpreter = pytest.mark.skipif(gpu_interpreter.MISSING is not None, reason=str(gpu_interpreter.MISSING))
+ints = lambda *x: np.array(x, np.int32)
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
+def implementation(request):
+    return request.param
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Few keys are decoding too, in blocks of 16 and three parts."""
+    monkeypatch.setattr(decode, "KEYS", 1)
+    monkeypatch.setattr(decode, "parts", lambda *_: 3)
+    monkeypatch.setattr(blockwise.tuning, "BLOCK", 16)
+    monkeypatch.setattr(blockwise.tuning, "_is_one_device", lambda: True)
+    of = portable.tuning.decode_tiles
+    monkeypatch.setattr(portable.tuning, "decode_tiles", lambda *args: of(*args)._replace(block_k=16))
+    monkeypatch.setattr(portable, "decode_tiles", portable.tuning.decode_tiles)
+
+
+def arrays(rng, T, S, dtype="float32", head=H, value=HV, heads=N):
+    shapes = (B, T, heads, head), (B, S, K, head), (B, S, K, value)
+    return [rng.normal(size=shape).astype(np.float32).astype(dtype) for shape in shapes]
+
+
+# ---- which calls ----
+
+SHAPE = dict(T=1, S=4096, N=16, K=2)
+NOT_DECODING = {
+    "rows of more than a tile": dict(T=9),
+    "few keys": dict(S=255),
+    "a bias": dict(bias=jax.ShapeDtypeStruct((1, 4096), "float32")),
+    "dropout": dict(dropout_rate=0.5, dropout_rng=jax.ShapeDtypeStruct((2,), "uint32")),
+}
+
+
+def problem(T, S, N, K, batch=1, **kw):
+    q, k = (jax.ShapeDtypeStruct((batch, length, heads, 128), jnp.bfloat16) for length, heads in ((T, N), (S, K)))
+    return explain(q, k, k, **kw).problem
+
+
+def test_a_few_tokens_against_many_keys_are_decoding():
+    assert decode.takes(problem(**SHAPE)) and decode.takes(problem(**SHAPE | dict(T=8)))
+    assert decode.takes(problem(**SHAPE, is_causal=True, query_offset=4095, logits_soft_cap=3.0, local_window_size=(9, 0)))
+
+
+@pytest.mark.parametrize("name", NOT_DECODING)
+def test_other_calls_are_not(name):
+    assert not decode.takes(problem(**SHAPE | NOT_DECODING[name]))
+
+
+def test_explain_shows_the_parts():
+    q, k = (jax.ShapeDtypeStruct((1, length, heads, 64), jnp.float32) for length, heads in ((1, 16), (8192, 2)))
+    assert "decoding 16 x 32, 4 warps, 3 stages, 63 parts" in str(explain(q, k, k, implementation="portable"))
+    assert "decoding: all batch rows at a time by 512 keys" in str(explain(q, k, k, implementation="blockwise"))
+
+
+@pytest.mark.parametrize(
+    "batch, S, parts", [(1, 1024, 16), (1, 8192, 16), (4, 8192, 4), (16, 8192, 1), (17, 8192, 13), (64, 131072, 1), (1, 64, 1)]
+)
+def test_parts_keep_the_processors_of_an_h200_busy(batch, S, parts):
+    assert decode.parts(problem(1, S, 64, 8, batch), 64, 132) == parts
+
+
+# ---- against the oracle ----
+
+SEEN = {
+    "full": {},
+    "causal with lengths": dict(is_causal=True, query_offset=ints(50, 298, -2), key_value_seq_lengths=ints(53, 301, 0)),
+    "a window": dict(local_window_size=(40, 0), query_offset=ints(50, 298, 5), logits_soft_cap=2.0),
+    "documents": dict(
+        query_segment_ids=ints([0, 1, 2], [1, 1, 1], [7, 0, 0]), key_value_segment_ids=np.arange(B * 301).reshape(B, 301) % 3
+    ),
+    "some queries": dict(query_seq_lengths=ints(1, 0, 3), key_value_seq_lengths=ints(1, 2, 400)),
+}
+
+
+@pytest.mark.usefixtures("quick_compile")
+@pytest.mark.parametrize("name", SEEN)
+def test_output_lse_and_gradients_equal_the_oracle(implementation, name, rng):
+    sinks = rng.normal(size=N).astype(np.float32)
+    check(rng, *arrays(rng, 3, 301), implementation, sinks=sinks, **SEEN[name])
+
+
+def test_garbage_beyond_the_lengths_changes_no_bit(implementation, rng):
+    q, k, v = arrays(rng, 1, 301)
+    attend = jax.jit(functools.partial(flash_attention, key_value_seq_lengths=ints(0, 77, 300), implementation=implementation))
+    clean = attend(q, k, v)
+    for b, length in enumerate((0, 77, 300)):
+        k[b, length:], v[b, length:] = np.nan, np.inf
+    np.testing.assert_array_equal(clean, attend(q, k, v))
+
+
+# ---- pages ----
+
+T, PAGES = 5, 6
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def contiguous(implementation, window, q, k, v, lengths, count):
+    options = dict(is_causal=True, local_window_size=window, query_seq_lengths=count, key_value_seq_lengths=lengths)
+    return flash_attention(q, k, v, query_offset=lengths - count, implementation=implementation, return_residual=True, **options)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def paged(implementation, window, q, k, v, table, lengths, count):
+    options = dict(local_window_size=window, query_seq_lengths=count, implementation=implementation, return_residual=True)
+    return paged_attention(q, k, v, table, lengths, **options)
+
+
+@st.composite
+def decode_calls(draw):
+    """A page size, a window, lengths, how many tokens are new, pages in any order that rows may share, and a seed."""
+    page, window = draw(st.sampled_from([(8, None), (24, (9, 0))]))
+    by_row = lambda low, high: ints(*draw(st.lists(st.integers(low, high), min_size=B, max_size=B)))
+    lengths = by_row(0, page * PAGES)
+    order = draw(st.permutations(range(B * PAGES)))
+    shared = draw(st.integers(0, PAGES))
+    count = np.minimum(by_row(1, T), lengths)
+    return page, window, lengths, count, order, shared, draw(st.integers(0, 99))
+
+
+def calls(request) -> int:
+    """To draw for each implementation: 500 with --whole, else 25; PALLAS_FLASH_EXAMPLES draws more or fewer."""
+    return int(os.environ.get("PALLAS_FLASH_EXAMPLES", 500 if request.config.option.whole else 25))
+
+
+@pytest.mark.usefixtures("small_blocks", "quick_compile")
+def test_a_drawn_call_equals_the_oracle_with_pages_and_without(implementation, request):
+    @settings(max_examples=calls(request), deadline=None, database=None)
+    @given(decode_calls())
+    def equals(call):
+        page, window, lengths, count, order, shared, seed = call
+        rng = np.random.default_rng(seed)
+        table = ints(*order).reshape(B, PAGES)
+        table[1, :shared] = table[0, :shared]  # a common prefix
+        dead = len(order)
+        k_pages, v_pages = (rng.normal(size=(dead + 1, page, K, n)).astype(np.float32) for n in (H, HV))
+        k_pages[dead] = v_pages[dead] = np.nan
+        q = rng.normal(size=(B, T, N, H)).astype(np.float32)
+        k, v = (x[table].reshape(B, PAGES * page, K, -1) for x in (k_pages, v_pages))
+        for b in range(B):
+            table[b, -(-lengths[b] // page) :] = [dead, -1, 10**6][b]
+            first = lengths[b] - count[b] - 9 if window else 0
+            table[b, : max(first, 0) // page] = dead
+        options = dict(is_causal=True, query_offset=lengths - count, query_seq_lengths=count, key_value_seq_lengths=lengths)
+        options |= dict(local_window_size=window) if window else {}
+        zeros = np.zeros((B, T, N, HV)), np.zeros((B, T, N))
+        expected = oracle.attention(q, k, v, *zeros, **options)
+        for found in (
+            contiguous(implementation, window, q, k, v, lengths, count),
+            paged(implementation, window, q, k_pages, v_pages, table, lengths, count),
+        ):
+            close(found[0], expected[0], TOLERANCE["float32"], "output")
+            close(found[1], expected[1], 1e-6, "lse")
+
+    equals()
+
+
+def pages(P=4, page=8, rows=1, width=8):
+    k = jnp.ones((P, page, 1, width))
+    return dict(query=jnp.ones((1, 1, 1, 8)), k_pages=k, v_pages=k, page_table=jnp.zeros((rows, 2), int), lengths=ints(3))
+
+
+WRONG = {
+    "a page that is no multiple of 8": (dict(page=9), {}, "multiple of 8 keys; got"),
+    "rows that are not the query's": (dict(rows=2), {}, "B = 1 rows of query; got"),
+    "an implementation without pages": ({}, dict(implementation="reference"), "takes no pages"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_does_not_fit_raises_and_says_what_does(name):
+    shape, more, message = WRONG[name]
+    with pytest.raises((ValueError, NotImplementedError), match=message):
+        paged_attention(**pages(**shape), **more)
+
+
+def test_paged_attention_has_no_derivative_and_says_so():
+    call = pages()
+    with pytest.raises(NotImplementedError, match="no derivative"):
+        jax.grad(lambda q: paged_attention(**call | dict(query=q)).sum())(call["query"])
+
+
+# ---- hopper ----
+
+HOPPER = {
+    "causal with lengths, 128": (128, dict(SEEN["causal with lengths"])),
+    "a window and sinks, 64": (64, dict(SEEN["a window"], sinks=np.ones(8, np.float32))),
+}
+
+
+@needs_interpreter
+@pytest.mark.parametrize("name", whole_but(HOPPER, "causal with lengths, 128"))
+def test_on_hopper_output_and_lse_equal_the_oracle_without_a_race(name, rng):
+    head, kw = HOPPER[name]
+    q, k, v = arrays(rng, 3, 301, jnp.bfloat16, head, head, 8)
+    with gpu_interpreter.hopper_kernels(detect_races=True) as races:
+        o, lse = flash_attention(q, k, v, implementation="hopper", return_residual=True, **kw)
+    expected_o, expected_lse, _ = oracle.attention(q, k, v, np.zeros(o.shape), np.zeros(lse.shape), **kw)
+    close(o, expected_o, TOLERANCE["bfloat16"], "output")
+    close(lse, expected_lse, 1e-5, "lse")
+    assert not races.found
+
+
+@needs_interpreter
+@pytest.mark.parametrize("page", whole_but([16, 64, 128], 16))
+def test_on_hopper_pages_equal_the_oracle_without_a_race(page, rng):
+    count, lengths = 384 // page, ints(150, 384, 0)
+    table = rng.permutation(B * count).astype(np.int32).reshape(B, count)
+    pool = [rng.normal(size=(B * count + 1, page, K, 128)).astype(jnp.bfloat16) for _ in range(2)]
+    k, v = (x[table].reshape(B, 384, K, 128) for x in pool)
+    for x in pool:
+        x[-1] = np.nan
+    for b in range(B):
+        table[b, -(-lengths[b] // page) :] = [B * count, 10**6, -7][b]
+    q = arrays(rng, 3, 1, jnp.bfloat16, 128, heads=8)[0]
+    with gpu_interpreter.hopper_kernels(detect_races=True) as races:
+        o, lse = paged_attention(q, *pool, table, lengths, implementation="hopper", return_residual=True)
+    kw = dict(is_causal=True, query_offset=lengths - 3, key_value_seq_lengths=lengths)
+    expected_o, expected_lse, _ = oracle.attention(q, k, v, np.zeros(o.shape), np.zeros(lse.shape), **kw)
+    close(o, expected_o, TOLERANCE["bfloat16"], "output")
+    close(lse, expected_lse, 1e-5, "lse")
+    assert not races.found
+
+
+def test_on_hopper_at_least_64_kb_of_loads_are_in_flight():
+    for width, value in ((64, 64), (128, 128), (192, 128), (128, 64)):
+        q, k, v = (jax.ShapeDtypeStruct((1, *n), jnp.bfloat16) for n in ((1, 8, width), (8192, 1, width), (8192, 1, value)))
+        tiles = hopper_tuning.tiles(explain(q, k, v).problem).decode
+        assert tiles.stages * tiles.block_k * 2 * (tiles.width + tiles.value_width) >= 2**16
+
+
+# ---- a cache of pages ----
+
+
+def filled(cache, rng, counts):
+    """The cache with counts[n][b] more tokens of row b in step n, and the keys of each row in order."""
+    rows = [np.zeros((0, K, H), np.float32) for _ in range(B)]
+    append = jax.jit(type(cache).append, donate_argnums=0)
+    for count in counts:
+        new = rng.normal(size=(B, T, K, H)).astype(np.float32)
+        cache = append(cache, new, 2 * new, ints(*count))
+        rows = [np.concatenate([row, new[b, : count[b]]]) for b, row in enumerate(rows)]
+    return cache, rows
+
+
+def holds(cache, b, row):
+    length = int(cache.length[b])
+    keys = np.asarray(cache.key[cache.table[b]]).reshape(-1, K, H)[:length]
+    np.testing.assert_array_equal(keys, row[:length])
+    return length
+
+
+def test_tokens_are_found_where_they_were_appended(rng):
+    cache, rows = filled(paged_cache(B, 24, K, H, pages=8, page=8, dtype="float32"), rng, [(5, 0, 2), (4, 5, 5), (5, 1, 0)])
+    assert [holds(cache, b, row) for b, row in enumerate(rows)] == [14, 6, 7]
+    assert sorted(cache.users.tolist()) == [0] * 4 + [1] * 4  # no page is two rows'
+
+
+def test_without_a_free_page_or_entry_tokens_are_left_out_and_the_others_stay_right(rng):
+    cache, rows = filled(paged_cache(B, 16, K, H, pages=3, page=8, dtype="float32"), rng, [(5, 5, 5)] * 4)
+    assert [holds(cache, b, row) for b, row in enumerate(rows)] == [8, 8, 8]
+    cache, rows = filled(paged_cache(B, 16, K, H, pages=9, page=8, dtype="float32"), rng, [(5, 0, 1)] * 4)
+    assert [holds(cache, b, row) for b, row in enumerate(rows)] == [16, 0, 4]
+
+
+def test_shared_pages_are_free_when_the_last_row_releases_them(rng):
+    cache, rows = filled(paged_cache(B, 24, K, H, pages=6, page=8, dtype="float32"), rng, [(5, 3, 0)] * 4)
+    cache = jax.jit(type(cache).share)(cache, 0, 1)
+    assert holds(cache, 1, rows[0]) == 16 and sorted(cache.users.tolist()) == [0, 0, 0, 1, 2, 2]
+    cache, more = filled(cache, rng, [(0, 5, 0)])
+    assert holds(cache, 0, rows[0]) == 20 and holds(cache, 1, np.concatenate([rows[0][:16], more[1]])) == 21
+    cache = cache.release(np.array([True, False, False]))
+    assert sorted(cache.users.tolist()) == [0, 0, 0, 1, 1, 1]
+    assert not cache.release(np.array([False, True, False])).users.any()

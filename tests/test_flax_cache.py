@@ -1,0 +1,88 @@
+"""The layer's rolling and paged caches: token after token gives what the whole text gives at once."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from pallas_flash import paged_cache
+from pallas_flash.flax import FlashAttention
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+B, LENGTH, SIZE, STEP = 2, 150, 12, 10
+
+
+def layer(**kw):
+    return FlashAttention(4, SIZE, num_kv_heads=2, head_size=6, rngs=nnx.Rngs(0), **kw)
+
+
+def tokens(rng, length=LENGTH):
+    return rng.normal(size=(B, length, SIZE)).astype(np.float32)
+
+
+def at_once(model, x):
+    return jax.jit(lambda x: model(x))(x)
+
+
+def in_steps(model, x, cache, **kw):
+    step = jax.jit(lambda x, cache: model(x, cache=cache, **kw), donate_argnums=1)
+    ys = []
+    for start in range(0, x.shape[1], STEP):
+        y, cache = step(x[:, start : start + STEP], cache)
+        ys.append(y)
+    return jnp.concatenate(ys, 1), cache
+
+
+def test_a_rolling_cache_gives_what_the_whole_text_gives_however_long(rng):
+    model, x = layer(local_window_size=7, sinks=True, qk_norm=True), tokens(rng)
+    cache = model.init_rolling_cache(B, tokens=STEP)
+    assert cache.key.shape[1] == 128 < LENGTH
+    y, cache = in_steps(model, x, cache)
+    np.testing.assert_allclose(y, at_once(model, x), atol=2e-6)
+    assert cache.length.tolist() == [LENGTH] * B
+
+
+def test_rows_of_a_rolling_cache_go_on_from_their_own_lengths(rng):
+    model, x = layer(local_window_size=7), tokens(rng, 20)
+    lengths = np.array([3, 10], np.int32)
+    prompts = jnp.where(np.arange(10)[:, None] < lengths[:, None, None], x[:, :10], jnp.nan)
+    step = jax.jit(lambda x, cache, lengths: model(x, cache=cache, lengths=lengths))
+    _, cache = step(prompts, model.init_rolling_cache(B, 10), lengths)
+    following = np.stack([x[b, n : n + 4] for b, n in enumerate(lengths)])
+    y, _ = step(jnp.pad(following, ((0, 0), (0, 6), (0, 0))), cache, np.array([4, 4], np.int32))
+    expected = at_once(model, x)
+    np.testing.assert_allclose(y[:, :4], np.stack([expected[b, n : n + 4] for b, n in enumerate(lengths)]), atol=2e-6)
+
+
+def test_a_paged_cache_gives_what_the_whole_text_gives(rng):
+    model, x = layer(), tokens(rng)
+    y, cache = in_steps(model, x, paged_cache(B, LENGTH, 2, 6, pages=2 * 19, page=8, dtype="float32"))
+    np.testing.assert_allclose(y, at_once(model, x), atol=2e-6)
+    assert cache.users.tolist() == [1] * 38
+
+
+def test_tokens_that_find_no_page_get_nan_and_the_others_stay_right(rng):
+    model, x = layer(), tokens(rng, 20)
+    y, cache = in_steps(model, x, paged_cache(B, LENGTH, 2, 6, pages=4, page=8, dtype="float32"))
+    assert cache.length.tolist() == [16, 16] and jnp.isnan(y[:, 16:]).all()
+    np.testing.assert_allclose(y[:, :16], at_once(model, x)[:, :16], atol=2e-6)
+
+
+def refused(message, model, x, cache, **kw):
+    with pytest.raises(ValueError, match=message):
+        model(x, cache=cache, **kw)
+
+
+def test_what_a_cache_cannot_hold_it_refuses_with_a_reason(rng):
+    model, x = layer(local_window_size=7), tokens(rng, 90)
+    cache = model.init_rolling_cache(B, STEP)
+    refused(r"takes up to 58 tokens .* got 90. Give a prompt in pieces", model, x, cache)
+    refused("a RollingCache takes no mask", model, x[:, :4], cache, mask=np.ones((4, 128), bool))
+    refused("needs a layer with local_window_size that is causal", layer(), x[:, :4], cache)
+    refused("PagedCache must have 2 rows", model, x[:, :4], paged_cache(3, 9, 2, 6, pages=9))
+    in_training = layer(dropout_rate=0.1)
+    pages = paged_cache(B, 9, 2, 6, pages=9)
+    refused("takes no dropout_rate, dropout_rng: .* layer.eval", in_training, x[:, :4], pages, rngs=jax.random.key(0))
+    with pytest.raises(ValueError, match="needs a layer with local_window_size"):
+        layer().init_rolling_cache(B)
