@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from pallas_flash import context_parallel
 from pallas_flash.flax import FlashAttention, KVCache
 
 
@@ -22,9 +23,11 @@ class GPTConfig:
     num_kv_heads: int | None = None  # None: as many as num_heads
     features: int = 128
     hidden_features: int = 512
+    window: int | None = None  # a token sees itself and the window - 1 before it; None: all before it
     tied: bool = True  # the head's weights are the embedding's
     dropout: float = 0.0  # in training: of the attention's weights, the embeddings, and what each branch adds
     implementation: str | None = None  # of flash_attention; None chooses
+    context: context_parallel.Context | None = None  # of flash_attention, where sequences lie on several devices
     dtype: str = "float32"  # of activations; parameters are float32
 
 
@@ -40,8 +43,10 @@ class Block(nnx.Module):
             c.num_heads,
             c.features,
             num_kv_heads=c.num_kv_heads,
+            local_window_size=c.window and (c.window - 1, 0),
             dropout_rate=c.dropout,
             implementation=c.implementation,
+            context=c.context,
             dtype=c.dtype,
             out_kernel_init=small,
             rngs=rngs,
@@ -51,9 +56,9 @@ class Block(nnx.Module):
         self.down = nnx.Linear(c.hidden_features, c.features, use_bias=False, dtype=c.dtype, kernel_init=small, rngs=rngs)
         self.dropout = nnx.Dropout(c.dropout)
 
-    def __call__(self, x: Float[Array, "B T D"], cache: KVCache | None = None, rngs: nnx.Rngs | None = None):
+    def __call__(self, x: Float[Array, "B T D"], cache: KVCache | None = None, rngs: nnx.Rngs | None = None, lengths=None):
         training = dict(rngs=rngs, deterministic=rngs is None)
-        y = self.attention(self.attention_norm(x), cache=cache, **training)
+        y = self.attention(self.attention_norm(x), cache=cache, lengths=lengths, **training)
         if cache is not None:
             y, cache = y
         x = x + self.dropout(y, **training)
@@ -77,15 +82,22 @@ class GPT(nnx.Module):
         """Empty caches, one a block, for `batch` sequences of up to `max_length` tokens."""
         return [block.attention.init_cache(batch, max_length) for block in self.blocks]
 
-    def __call__(self, tokens: Int[Array, "B T"], caches: list[KVCache] | None = None, rngs: nnx.Rngs | None = None):
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        caches: list[KVCache] | None = None,
+        rngs: nnx.Rngs | None = None,
+        lengths: Int[Array, "B"] | None = None,
+    ):
         """float32 logits [B, T, V]; with caches (logits, caches), where tokens are the next T of each sequence.
 
+        With lengths only the first lengths[b] tokens of row b are real: the logits of the others mean nothing.
         With rngs, of which the stream `dropout` is read, it is training; without there is no dropout.
         """
         x = self.dropout(self.embedding(tokens), rngs=rngs, deterministic=rngs is None)
         new_caches = []
         for block, cache in zip(self.blocks, caches or [None] * len(self.blocks), strict=True):
-            x, cache = block(x, cache, rngs)
+            x, cache = block(x, cache, rngs, lengths)
             new_caches.append(cache)
         x = self.norm(x)
         logits = (self.embedding.attend(x) if self.config.tied else self.head(x)).astype(jnp.float32)

@@ -8,8 +8,6 @@ import argparse
 import pathlib
 import sys
 
-import numpy as np
-
 # jax and what stands on it are imported where they are used: --help and errors come at once
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # models/ and scripts/ are no installed packages
 
@@ -25,20 +23,23 @@ from scripts.gpt_run.folder import (
     write_whole,
     writing,
 )
+from scripts.gpt_run.generation import Row, Sampling, compiled, generate, printable
 from scripts.gpt_run.loop import run
 from scripts.gpt_run.machine import must_fit, speed_in_words
+from scripts.gpt_run.mesh import context_of, on_mesh, placed
 from scripts.gpt_run.options import CHECK_SETTINGS, CHECK_TOLERANCE, MODEL, PRESETS, make_parser, report
-from scripts.gpt_run.steps import decoder, evaluation, learning_rate, new_model, new_optimizer, new_state, train_step
+from scripts.gpt_run.steps import evaluation, learning_rate, new_model, new_optimizer, new_state, train_step
 from scripts.gpt_run.stops import Refused, one_line
 from scripts.gpt_run.text import bigram_loss, held_out_windows, read_text
 
 
 def main(argv=None):
-    with one_line():
+    with one_line("train_gpt.py", "Try a smaller --batch or --context, or a larger --accumulate."):
         args = parse(argv)
         check_sizes(args)
         what = check if args.check else evaluate if args.eval_only else train
-        what(args)
+        with on_mesh(args):
+            what(args)
 
 
 def parse(argv) -> argparse.Namespace:
@@ -102,13 +103,13 @@ def train_in(folder: pathlib.Path, args, text):
 
     windows = held_out_windows(text, args.context)
     bigram = bigram_loss(text, windows)
-    structure, parameters = new_model(args)
+    structure, parameters = new_model(args, context=context_of(args))
     optimizer = new_optimizer(args)
     words = speed_in_words(args, parameters)
     print_model(args, parameters)
     report("text", f"{text.source}: {len(text.train):,} bytes to train on, {len(text.held_out):,} held out")
     report("bigram", f"{bigram:.4f} nats per byte on {windows[:, 1:].size:,} held-out bytes")
-    state, data = new_state(args, parameters, optimizer), jnp.asarray(text.train)
+    state, data = placed(new_state(args, parameters, optimizer)), jnp.asarray(text.train)
     step = train_step(args, structure, optimizer).lower(state, data).compile()  # now, lest it counts in the speed
     must_fit(step)
     evaluate = evaluation(structure, jnp.asarray(windows))
@@ -169,7 +170,7 @@ def evaluate(args):
     except (Refused, OSError) as error:
         report("text", f"{error} Without it there is no held-out loss.")
     resolve(args)
-    structure, parameters = new_model(args)
+    structure, parameters = new_model(args, context=context_of(args))
     print_model(args, parameters)
     with open_checkpoints(folder, read_only=True) as checkpoints:
         new = jax.eval_shape(lambda: new_state(args, parameters, new_optimizer(args)))
@@ -224,9 +225,9 @@ def check(args):
 
 def trainer(args, data):
     """Yields the loss of one step after the other."""
-    structure, parameters = new_model(args)
+    structure, parameters = new_model(args, context=context_of(args))
     optimizer = new_optimizer(args)
-    state, step = new_state(args, parameters, optimizer), train_step(args, structure, optimizer)
+    state, step = placed(new_state(args, parameters, optimizer)), train_step(args, structure, optimizer)
     while True:
         state, loss = step(state, data)
         yield float(loss)
@@ -255,14 +256,15 @@ def resolve(args):
 
 
 def print_samples(args, structure, parameters):
-    import jax
-
-    prompt = np.tile(np.frombuffer(args.prompt.encode(), np.uint8), (args.samples, 1))
-    decode = jax.jit(decoder(structure, args.sample_length, args.temperature))
-    tokens = np.concatenate([prompt, decode(parameters, prompt, jax.random.key(args.seed))], 1).astype(np.uint8)
-    for number, row in enumerate(tokens, 1):
-        text = row.tobytes().decode(errors="replace")
-        print(f"--- sample {number}\n" + "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text))
+    prompts, sampling = [args.prompt.encode()] * args.samples, Sampling(args.temperature)
+    programs = compiled(structure, parameters, prompts, args.sample_length, sampling, args.seed)
+    rows = [Row() for _ in prompts]
+    for token in generate(programs, parameters, args.sample_length):
+        for row, byte in zip(rows, token, strict=True):
+            row.add(int(byte))
+    for number, row in enumerate(rows, 1):
+        row.finish()
+        print(f"--- sample {number}\n{printable(args.prompt)}{row.take()}")
     print("---")
 
 

@@ -9,6 +9,7 @@ import shutil
 
 from scripts.bench.options import numbered
 from scripts.gpt_run.curves import CURVES, csv_of
+from scripts.gpt_run.mesh import shardings
 from scripts.gpt_run.options import NOT_SETTINGS, report
 from scripts.gpt_run.stops import Refused, cannot_write, out_of_memory
 from scripts.gpt_run.text import Text
@@ -98,12 +99,12 @@ def saved_steps(folder: pathlib.Path) -> list[int]:
 def open_checkpoints(folder: pathlib.Path, read_only: bool = False):
     import orbax.checkpoint as ocp
 
+    if read_only:
+        logging.getLogger("absl").setLevel(logging.ERROR)  # it warns that it will not write
     # not in the background: the next step overwrites the state, which was donated to it
     options = ocp.CheckpointManagerOptions(
         max_to_keep=2, enable_async_checkpointing=False, read_only=read_only, create=not read_only
     )
-    if read_only:
-        logging.getLogger("absl").setLevel(logging.ERROR)  # it warns that it will not write
     path = (folder / "checkpoints").resolve()
     return ocp.CheckpointManager(path, options=options, item_handlers=ocp.StandardCheckpointHandler())
 
@@ -138,6 +139,7 @@ def _restore(checkpoints, step: int, new: dict) -> dict:
 
     done = checkpoints.item_metadata(step)["train_losses"].shape[0]  # the steps of its run, that may be extended since
     like = jax.eval_shape(lambda: new) | {name: jax.ShapeDtypeStruct((done,), jnp.float32) for name in CURVES}
+    like = jax.tree.map(lambda x, here: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), like, shardings(like))
     state = checkpoints.restore(step, args=ocp.args.StandardRestore(like))
     longer = lambda curve, size: jnp.pad(curve, (0, size - done), constant_values=jnp.nan)
     return state | {name: longer(state[name], new[name].size) for name in CURVES}

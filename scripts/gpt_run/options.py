@@ -1,4 +1,4 @@
-"""The command line of train_gpt.py, and how it speaks to its user."""
+"""The command line of train_gpt.py, what generate.py's shares with it, and how they speak to their user."""
 
 import argparse
 import pathlib
@@ -8,7 +8,9 @@ from scripts.bench.options import Help
 
 BYTES = 256
 # not kept with a run
-NOT_SETTINGS = set("out resume eval_only check preset verbose tensorboard prompt samples sample_length temperature".split())
+NOT_SETTINGS = """
+mesh simulate_devices out resume eval_only check preset verbose tensorboard prompt samples sample_length temperature
+""".split()
 MODEL = ("layers", "heads", "kv_heads", "features", "untied", "vocabulary")  # what the parameters' shapes follow from
 PRESETS = dict(
     tiny=dict(layers=2, heads=2, features=64, context=64, batch=4, steps=300, eval_every=100),
@@ -52,6 +54,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--check", action="store_true", help=HELP_CHECK)
     add = group.add_argument
     add("--preset", choices=list(PRESETS), help=HELP_PRESET)
+    add("--mesh", type=mesh_type, metavar="AXIS=N,...", help=HELP_MESH)
+    add("--simulate-devices", type=count_type, metavar="N", help="split this machine's CPU into so many devices, to try a --mesh")
     add("--tensorboard", action="store_true", help="write the curves for TensorBoard too; to be given again with --resume")
     add("--verbose", action="store_true", help="say what attention runs, with which tiles, and why not the others")
 
@@ -96,6 +100,9 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+AXES = ("data", "model", "context")  # of a mesh
+HELP_MESH = """train on several devices, as data=2,model=2,context=2: the batch lies on data, and so do parameters and optimizer
+(FSDP); heads and hidden features on model; each sequence on context. Any of them, in any order; a run may go on with another"""
 HELP_RESUME = """go on from the last checkpoint in this folder, with its settings; a larger --steps extends it. On a CPU the
 curves are those of an unbroken run, bit for bit; on a GPU with XLA_FLAGS=--xla_gpu_deterministic_ops=true. A run that is
 complete only writes its sample"""
@@ -128,9 +135,24 @@ def whole(least: int):
 count_type, positive, not_negative = whole(1), number_type(float, 0, True), number_type(float, 0, False)
 
 
+def mesh_type(text: str) -> dict[str, int]:
+    """data=2,model=2,context=2: any of them, in any order."""
+    sizes = dict(part.partition("=")[::2] for part in text.split(","))
+    if len(sizes) <= text.count(",") or not set(sizes) <= set(AXES) or not all(n.isdecimal() and int(n) for n in sizes.values()):
+        named = ", ".join(AXES)
+        raise argparse.ArgumentTypeError(f"must be sizes of {named}, each at most once, as data=2,context=4; got {text!r}")
+    return {name: int(size) for name, size in sizes.items()}
+
+
 def rate(text: str) -> float:
     if not 0 <= (number := float(text)) < 1:
         raise argparse.ArgumentTypeError(f"must be from 0 up to, not including, 1; got {text}")
+    return number
+
+
+def share(text: str) -> float:
+    if not 0 < (number := float(text)) <= 1:
+        raise argparse.ArgumentTypeError(f"must be above 0, and at most 1; got {text}")
     return number
 
 

@@ -1,11 +1,11 @@
-"""The model, its training step, its evaluation and its decoding, as pure functions of a state."""
+"""The model, its training step and its evaluation, as pure functions of a state."""
 
 import math
 
-from scripts.gpt_run.options import BYTES
+from scripts.gpt_run.mesh import kept, spread
 
 
-def new_model(args):
+def new_model(args, window: int | None = None, context=None):
     """(structure, parameters) of a GPT from the seed."""
     from flax import nnx
 
@@ -18,9 +18,11 @@ def new_model(args):
         num_kv_heads=args.kv_heads,
         features=args.features,
         hidden_features=4 * args.features,
+        window=window,
         tied=not args.untied,
         dropout=args.dropout,
         implementation=args.attention,
+        context=context,
         dtype=args.dtype,
     )
     return nnx.split(GPT(config, rngs=nnx.Rngs(args.seed)))
@@ -64,7 +66,7 @@ def loss_of(structure, parameters, windows, key=None):
 
     windows = windows.astype(jnp.int32)
     rngs = None if key is None else nnx.Rngs(dropout=key)
-    logits = nnx.merge(structure, parameters)(windows[:, :-1], rngs=rngs)
+    logits = nnx.merge(structure, parameters)(spread(windows[:, :-1]), rngs=rngs)
     return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:]).mean()
 
 
@@ -103,7 +105,7 @@ def train_step(args, structure, optimizer):
             train_losses=state["train_losses"].at[state["step"]].set(loss),
             held_out_losses=state["held_out_losses"],
         )
-        return new, loss
+        return kept(new), loss
 
     return jax.jit(step, donate_argnums=0)
 
@@ -116,29 +118,6 @@ def evaluation(structure, windows):
 
     def evaluate(state):
         losses = jax.lax.map(lambda group: loss_of(structure, state["parameters"], group), groups)
-        return state | dict(held_out_losses=state["held_out_losses"].at[state["step"] - 1].set(losses.mean()))
+        return kept(state | dict(held_out_losses=state["held_out_losses"].at[state["step"] - 1].set(losses.mean())))
 
     return jax.jit(evaluate, donate_argnums=0)
-
-
-def decoder(structure, length: int, temperature: float):
-    """decode(parameters, prompt [B, T], key) -> the next `length` tokens [B, length]; keys and values are computed once."""
-    import jax
-    import jax.numpy as jnp
-    from flax import nnx
-
-    def decode(parameters, prompt, key):
-        model = nnx.merge(structure, parameters)
-
-        def step(carry, key):
-            logits, caches = carry
-            greedy, logits = temperature == 0, logits[:, :BYTES]
-            token = jnp.argmax(logits, -1) if greedy else jax.random.categorical(key, logits / temperature)
-            logits, caches = model(token[:, None], caches)
-            return (logits[:, -1], caches), token
-
-        logits, caches = model(prompt.astype(jnp.int32), model.init_cache(len(prompt), prompt.shape[1] + length))
-        _, tokens = jax.lax.scan(step, (logits[:, -1], caches), jax.random.split(key, length))
-        return tokens.T
-
-    return decode

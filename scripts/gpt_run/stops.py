@@ -15,7 +15,7 @@ class Refused(Exception):
 
 
 @contextlib.contextmanager
-def one_line():
+def one_line(program: str, less_memory: str):
     """What a user can mend ends with one line on stderr and status 1, a signal with 128 and its number."""
     with _handler(_interrupt, signal.SIGINT, signal.SIGTERM):
         try:
@@ -25,18 +25,18 @@ def one_line():
             report("stopped", f"by {number.name}")
             raise SystemExit(128 + number) from None
         except Exception as error:
-            if line := plain(error):
-                raise SystemExit(f"train_gpt.py: error: {line}") from None
+            if line := plain(error, less_memory):
+                raise SystemExit(f"{program}: error: {line}") from None
             raise
 
 
-def plain(error: Exception) -> str | None:
+def plain(error: Exception, less_memory: str) -> str | None:
     """The line for a user; None for what only a developer can mend."""
     if isinstance(error, Refused | OSError):
         return str(error)
     if out_of_memory(error):
         first = str(error).partition("\n")[0] or "Python had no more"
-        return f"out of memory ({first}). Try a smaller --batch or --context, or a larger --accumulate."
+        return f"out of memory ({first}). {less_memory}"
     return None
 
 
