@@ -2,7 +2,8 @@
 
 Times implementations of attention side by side, in one process: forward, backward, and forward with backward, and the temporary
 memory of the compiled programs. Every result is checked before it is timed. On a GPU it runs a suite of cases against every peer
-that is installed. Prints tables; writes benchmark.json, with every single time, benchmark.csv and pictures into a new folder.
+that is installed; with --cases decode, anywhere, one new token against caches. Prints tables; writes benchmark.json, with every
+single time, benchmark.csv and pictures into a new folder.
 
 `--help` lists the rest. A further peer is a row of PEERS in bench/peers.py, a further case one of suite() in bench/cases.py.
 """
@@ -24,7 +25,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # scripts/
 
 import pallas_flash
 from scripts.bench import clock, machine, plots, product, report
-from scripts.bench.cases import PASSES, Case, suite
+from scripts.bench.cases import PASSES, Case, decoding, suite
 from scripts.bench.measure import Row, measure, memory
 from scripts.bench.options import Help, numbered, positive
 from scripts.bench.peers import PEERS, Contender, contender
@@ -62,6 +63,10 @@ QUICK = dict(
         repeats=5,
         budget=390,
     ),
+)
+DECODE = dict(  # where no shape is given
+    cpu=dict(batch=[1, 8], lengths=[1024, 8192], heads=32, kv_heads=8, head_size=128),
+    gpu=dict(batch=[1, 8, 64], lengths=[1024, 8192, 32768, 131072], heads=64, kv_heads=8, head_size=128),
 )
 SHAPE = ("lengths", "batch", "heads", "kv_heads", "head_size", "causal")  # of the cases that are not the suite's
 COMPILE, LOWER, TIME = 4.0, 0.5, 0.25  # seconds that the plan takes a program to be compiled and traced, and a row to be checked
@@ -103,8 +108,18 @@ def new_folder(folder: pathlib.Path | None) -> pathlib.Path:
 def the_cases(args) -> list[Case]:
     if args.cases == "suite":
         return suite(args.dtype, args.quick)
-    shape = dict(N=args.heads, K=args.kv_heads, H=args.head_size, dtype=args.dtype, causal=args.causal)
+    shape = dict(N=args.heads, K=args.kv_heads, H=args.head_size, dtype=args.dtype)
+    if args.cases == "decode":
+        return decoding(np.atleast_1d(args.batch).tolist(), args.lengths, **shape)
+    shape |= dict(causal=args.causal)
     return [Case(B=args.batch or max(1, args.tokens // T), T=T, S=T, **shape) for T in args.lengths]
+
+
+def speeds(args, time_by: str) -> report.Speeds:
+    """The columns beside a time: of what bounds the cases, and the part of it that is reached."""
+    if args.cases == "decode":
+        return report.bytes_read(product.measure_copy(time_by)[0])
+    return report.flops(product.measure(args.dtype, time_by)[0])
 
 
 class Run:
@@ -112,7 +127,7 @@ class Run:
 
     def __init__(self, args, facts: dict, contenders: list[Contender]):
         self.args, self.facts, self.contenders = args, facts, contenders
-        self.mark = product.measure(args.dtype, facts["clock"])[0]
+        self.speeds = speeds(args, facts["clock"])
         self.started = time.perf_counter()
         self.timed: list[Row] = []
         self.compiled_only: list[Row] = []
@@ -133,11 +148,13 @@ class Run:
         args, names = self.args, [one.name for one in self.contenders]
         if args.cases == "suite":
             ran = [row for row in self.timed if row.status != "not run"]
-            report.print_times(ran, args.implementations[0], report.label, "case", self.mark)
+            report.print_times(ran, args.implementations[0], self.speeds, report.label, "case")
             ours = [name for name in names if all(name != peer.name for peer in PEERS)]
             report.print_ratios(self.timed, ours, [name for name in names if name not in ours])
+        elif args.cases == "decode":
+            report.print_times(self.timed, args.implementations[0], self.speeds, lambda case: f"B{case.B} S{case.S}", "case")
         else:
-            report.print_times(self.timed, args.implementations[0], mark=self.mark)
+            report.print_times(self.timed, args.implementations[0], self.speeds)
         report.print_clocks(self.timed, self.facts["clock"])
         report.print_sensors(self.timed)
         for T in args.memory_lengths:
@@ -151,6 +168,8 @@ class Run:
         self.write()
         if args.cases == "suite":
             pictures = plots.write_suite(args.out, self.facts, self.timed, names)
+        elif args.cases == "decode":
+            pictures = []
         else:
             pictures = ["benchmark.png"]
             plots.write_lengths(args.out / pictures[0], self.facts, self.timed, self.compiled_only, args)
@@ -175,6 +194,8 @@ def parse(argv) -> argparse.Namespace:
         parser.set_defaults(**quick)
     given, _ = parser.parse_known_args(argv, argparse.Namespace(**dict.fromkeys(SHAPE)))
     given = ["--" + name.replace("_", "-") for name in SHAPE if getattr(given, name) is not None]
+    if parser.parse_known_args(argv)[0].cases == "decode":
+        parser.set_defaults(**DECODE[kind], passes=PASSES[:1], memory_lengths=[])
     args = parser.parse_args(argv)
     args.cases = args.cases or ("suite" if machine.on_gpu() and not given else "lengths")
     if args.cases == "suite" and given:
@@ -203,9 +224,10 @@ def make_parser(default: dict, quick: dict) -> argparse.ArgumentParser:
     names += f"{', '.join(peer.name for peer in PEERS)}; the others are compared with the first"
     add("--implementations", nargs="+", metavar="NAME", help=names)
     add("--passes", nargs="+", choices=PASSES, metavar="PASS", help="of forward, backward and forward+backward")
-    add("--cases", choices=("lengths", "suite"), help="what is timed: one shape at several lengths (default without a GPU, and "
-        "where a shape is given), or the suite: head sizes, lengths, and masks")  # fmt: skip
-    add("--lengths", nargs="+", type=positive, metavar="T", help="T = S of the cases that are timed")
+    add("--cases", choices=("lengths", "suite", "decode"), help="what is timed: one shape at several lengths (default without a "
+        "GPU, and where a shape is given), the suite: head sizes, lengths, and masks; or decoding: one new token, that sees "
+        "all of caches of several lengths")  # fmt: skip
+    add("--lengths", nargs="+", type=positive, metavar="T", help="T = S of the cases that are timed; in decoding S, and T is 1")
     add("--batch", type=positive, metavar="B", help="sequences (default: %s)" % ("16384 // T" if default["tokens"] > 1 else 1))
     add("--heads", type=positive, metavar="N", help="query heads")
     add("--kv-heads", type=positive, metavar="K", help="key/value heads (default: as many as query heads)")
@@ -241,10 +263,10 @@ def print_header(args, everyone: list[Contender], cases: list[Case]) -> dict[str
         missing="; ".join(f"{one.name} not installed: {one.missing()}" for one in everyone if one.missing()) or "none",
         commit=machine.commit(),
         date=f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC",
-        inputs=f"random normal, {args.dtype}, {_shapes(args)}, S = T",
+        inputs=f"random normal, {args.dtype}, {_shapes(args)}",
         times=f"median of {args.repeats} rounds, interleaved: each contender once a round, in rotating order",
         clock=(time_by := clock.which()),
-        product=product.measure(args.dtype, time_by)[1],
+        **_marks(args, time_by),
         ratio=f"its time / time of {first}: above 1, {first} is faster",
         flops="forward 2 (H + Hv) for each query and key that it sees, backward 2 (3 H + 2 Hv): 4 B N T S H and 2.5 times that;"
         " half for causal, the exact pairs for windows and documents",
@@ -264,11 +286,19 @@ def print_header(args, everyone: list[Contender], cases: list[Case]) -> dict[str
     return facts
 
 
+def _marks(args, time_by: str) -> dict[str, str]:
+    if args.cases == "decode":
+        return dict(copy=product.measure_copy(time_by)[1])
+    return dict(product=product.measure(args.dtype, time_by)[1])
+
+
 def _shapes(args) -> str:
+    if args.cases == "decode":
+        return f"N{args.heads} K{args.kv_heads} H{args.head_size}, one new token that sees all keys"
     if args.cases == "suite":
-        return "16384 tokens in all, hidden size 2048"
+        return "16384 tokens in all, hidden size 2048, S = T"
     batch = f"B{args.batch}" if args.batch else f"B*T {args.tokens}" if args.tokens > 1 else "B1"
-    return f"{'causal' if args.causal else 'full'}, {batch} N{args.heads} K{args.kv_heads} H{args.head_size}"
+    return f"{'causal' if args.causal else 'full'}, {batch} N{args.heads} K{args.kv_heads} H{args.head_size}, S = T"
 
 
 def _why_not(one: Contender, case: Case) -> str | None:

@@ -129,7 +129,9 @@ def _normalise(args, case: Case, q, k, v):
     call |= dict(is_causal=case.causal, deterministic=not args.fused)
     call |= dict(local_window_size=(case.window - 1, 0)) if case.window else {}
     call |= dict(query_segment_ids=case.segment_ids()) if case.documents else {}
-    return arguments.normalise(**{name: x for name, x in call.items() if name not in ("implementation", "return_residual")})
+    return arguments.normalise(
+        **{name: x for name, x in call.items() if name not in ("implementation", "context", "return_residual")}
+    )
 
 
 # ---- what is asked, and what it says ----

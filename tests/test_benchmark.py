@@ -114,6 +114,20 @@ def test_the_backward_is_timed_alone_and_counts_its_own_flops(tmp_path):
     assert o != gradients and all_of_them == max(o, gradients)
 
 
+def test_decoding_is_timed_beside_the_bytes_of_a_copy(tmp_path, capsys, monkeypatch, quick_compile):
+    monkeypatch.setattr(benchmark.product, "measure_copy", lambda time_by: (1e9, "a copy"))
+    arguments = "--cases decode --batch 2 --lengths 300 --heads 4 --kv-heads 2 --head-size 16 --repeats 2 --out".split()
+    assert benchmark.main([*arguments, str(tmp_path), "--implementations", "blockwise", "jax.nn/xla", "decode_attention"]) == 0
+    printed = capsys.readouterr().out
+    rows = json.loads((tmp_path / "benchmark.json").read_text())["timed"]
+    assert [(row["case"]["T"], row["case"]["S"], row["passes"]) for row in rows] == [(1, 300, "forward")] * 3
+    assert [row["status"] for row in rows] == ["ok", "ok", "not run"]
+    caches, rest = 2 * 2 * 300 * 2 * 16 * 4, 2 * 2 * 4 * 16 * 4
+    rate = (caches + rest) / rows[0]["median"] / 1e9
+    assert re.search(rf"^\| B2 S300 \| forward \| blockwise .*\| {rate:.3g} +\| {rate:.0%} ", printed, re.MULTILINE)
+    assert benchmark.parse(["--cases", "decode"]).batch == [1, 8]
+
+
 @pytest.mark.whole
 def test_a_suite_prints_ratios_and_draws_lengths_and_masks(tmp_path, capsys, monkeypatch, quick_compile):
     cases = [SMALL._replace(K=4), SMALL._replace(K=4, causal=False), SMALL._replace(documents=3)]

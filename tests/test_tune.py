@@ -25,7 +25,7 @@ def test_every_kernel_is_swept_by_its_own_pass_and_the_row_is_valid_tiles(capsys
     assert passes == [("forward", "forward"), ("dkv", "backward"), ("dq", "backward")]
     assert printed.count("in use") == 3 and printed.count("| 16 ") == 3
     row = eval(printed.splitlines()[-1], dict(AllTiles=AllTiles, Tiles=Tiles))
-    assert isinstance(row, AllTiles) and all(kernel.block_k in (16, 32) for kernel in row)
+    assert isinstance(row, AllTiles) and all(kernel.block_k in (16, 32) for kernel in (row.forward, row.dkv, row.dq))
 
 
 def test_a_candidate_that_is_wrong_or_raises_is_reported_and_never_the_row(capsys, monkeypatch, quick_compile):

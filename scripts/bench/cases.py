@@ -1,5 +1,6 @@
 """What is measured: a call of attention as data, the arithmetic that it asks for, and the suite of cases for a GPU."""
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -84,11 +85,20 @@ class Case(NamedTuple):
         window = min(self.window or length, length)
         return window * (window + 1) // 2 + (length - window) * window
 
+    def bytes(self) -> int:
+        """Of query, key, value and output."""
+        return sum(math.prod(x.shape) * x.dtype.itemsize for x in self.shapes())
+
     def flops(self, passes: str) -> float:
         """Two for each product of numbers: q k^T and p v forward; q k^T again, do v^T, and dq, dk, dv backward."""
         H, Hv = self.H, self.value_size
         each = dict(forward=H + Hv, backward=3 * H + 2 * Hv)
         return 2 * self.B * self.N * self.pairs() * sum(each[name] for name in passes.split("+"))
+
+
+def decoding(batches, lengths, **shape) -> list[Case]:
+    """One new token a row, that sees all S keys."""
+    return [Case(B=B, T=1, S=S, causal=False, **shape) for B in batches for S in lengths]
 
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)

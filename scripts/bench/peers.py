@@ -103,6 +103,18 @@ def _jax_nn(implementation: str) -> Callable:
     return attend
 
 
+def _decode_attention(case: Case, q, k, v):
+    from jax.experimental.pallas.ops.gpu import decode_attention
+
+    return decode_attention.gqa(q[:, 0], k, v)[:, None]
+
+
+def _decode_why_not(case: Case) -> str | None:
+    if jax.default_backend() != "gpu":
+        return "it needs a GPU"
+    return f"it takes one new token; got T = {case.T}" if case.T > 1 else _plain(case._replace(T=case.S))
+
+
 def _jax_nn_why_not(case: Case) -> str | None:
     return "it wants values of the keys' head size" if case.value_size != case.H else None
 
@@ -127,6 +139,7 @@ def _mgpu(case: Case, q, k, v):
 def _plain(case: Case) -> str | None:
     """For those that know causal and full."""
     extras = [case.window and "window", case.documents and "documents", case.value_size != case.H and "value size of its own"]
+    extras += [case.T != case.S and "lengths that differ"]
     return f"it has no {', no '.join(filter(None, extras))}" if any(extras) else None
 
 
@@ -213,12 +226,14 @@ FA3 = (
     "in the machine code of flash-attn3-jax 0.2.3 the loops without a mask wait for all products before the exponentials;"
     " published for FlashAttention-3 are 648 TFLOP/s full and 616 causal, forward, head size 128, 16384 long, an H100 SXM"
 )
+PALLAS = "jax.experimental.pallas.ops.gpu"
 PEERS = [
     Contender("jax.nn/xla", _jax_nn("xla"), _jax_nn_why_not, _dense_documents),
     Contender("jax.nn/cudnn", _jax_nn("cudnn"), _cudnn_why_not, _dense_documents),
     Contender(
-        "attention_mgpu", _mgpu, _plain, modules=("absl", "jax.experimental.pallas.ops.gpu.attention_mgpu"), dtype="float16"
+        "attention_mgpu", _mgpu, _plain, modules=("absl", f"{PALLAS}.attention_mgpu"), dtype="float16"
     ),  # its buffers are, whatever it is given
+    Contender("decode_attention", _decode_attention, _decode_why_not, modules=(f"{PALLAS}.decode_attention",), passes=PASSES[:1]),
     Contender(
         "tokamax", _tokamax, operands=_dense_documents, package="tokamax", modules=("tokamax",), before_import=_before_tokamax
     ),

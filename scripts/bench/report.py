@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pathlib
+from collections.abc import Callable
 
 from scripts.bench import product
 from scripts.bench.cases import Case
@@ -28,12 +29,24 @@ def ratios(rows: list[Row], first: str) -> list[float | None]:
     return [row.median / over(row) if row.median and over(row) else None for row in rows]
 
 
-def print_times(rows: list[Row], first: str, name_of=lambda case: case.T, head="T", mark: float | None = None):
-    """`mark` is the FLOP/s of a matrix product, beside which each row's are put."""
+Speeds = dict[str, Callable[[Row], str]]  # columns of a table
+
+
+def flops(mark: float | None = None) -> Speeds:
+    """And beside those of a matrix product, where `mark` says them."""
     unit, scale = product.unit_and_scale()
-    speeds = {unit: lambda flops: f"{flops / scale:.3g}"} | (
-        {"of a product's": lambda flops: f"{flops / mark:.0%}"} if mark else {}
-    )
+    speed = lambda row: row.tflops * 1e12
+    beside = {"of a product's": lambda row: f"{speed(row) / mark:.0%}"} if mark else {}
+    return {unit: lambda row: f"{speed(row) / scale:.3g}"} | beside
+
+
+def bytes_read(mark: float) -> Speeds:
+    """Of keys, values and the little else, beside those that a copy reads and writes."""
+    speed = lambda row: row.case.bytes() / row.median
+    return {"GB/s": lambda row: f"{speed(row) / 1e9:.3g}", "of a copy's": lambda row: f"{speed(row) / mark:.0%}"}
+
+
+def print_times(rows: list[Row], first: str, speeds: Speeds, name_of=lambda case: case.T, head="T"):
     header = (head, "pass", "implementation", "ms", "fastest to slowest", "ratio", *speeds, "temporaries, MB", "error")
     table = []
     for row, ratio in zip(rows, ratios(rows, first), strict=True):
@@ -42,7 +55,7 @@ def print_times(rows: list[Row], first: str, name_of=lambda case: case.T, head="
         times = (row.status, "", "", *("" for _ in speeds))
         if row.median:
             spread = f"{milliseconds(min(row.seconds))} to {milliseconds(max(row.seconds))}"
-            of_it = (speed(row.tflops * 1e12) for speed in speeds.values())
+            of_it = (speed(row) for speed in speeds.values())
             times = (milliseconds(row.median), spread, number(ratio, ".2f"), *of_it)
         table.append((name_of(row.case), row.passes, row.name, *times, megabytes, off))
     print_table(header, table)

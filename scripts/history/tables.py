@@ -131,7 +131,7 @@ def print_times(timed: dict[str, list], timed_by: str | None):
     titles = dict(shape="GPT-2 medium", lengths="By length", tiles="flash1 by tiles")
     for name, rows in timed.items():
         print(f"\n{titles[name]}, timed")
-        report.print_times(rows, rows[0].name, report.label, "case")
+        report.print_times(rows, rows[0].name, report.flops(), report.label, "case")
         report.print_clocks(rows, timed_by)
         report.print_sensors(rows)
         report.print_reasons(rows)
