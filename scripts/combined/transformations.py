@@ -1,0 +1,177 @@
+"""Every transformation that a call may be under, and what it must equal."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import export
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pallas_flash import flash_attention_jvp
+from scripts.combined.calls import INPUTS, LETTERS, Call
+
+
+class Transformation(NamedTuple):
+    """What is done to a call. `run` is compared with `plain` of the reference."""
+
+    run: Callable[[Call, dict], Any]
+    plain: Callable[[Call, dict], Any]
+    apart: dict[str, str | None] = {}  # features that mean something else under it; None: that it refuses
+
+
+def _stacked(x):
+    return {name: jnp.stack([a, a[::-1]]) for name, a in x.items()}
+
+
+def _loop(f):
+    def run(call, x):
+        each = [f(call, {name: a[i] for name, a in _stacked(x).items()}) for i in range(2)]
+        return jax.tree.map(lambda *a: jnp.stack(a), *each)
+
+    return run
+
+
+def _vmap(f):
+    """Over the first axis of some arrays, the last of others, and not over the rest, which are the same in both."""
+
+    def run(call, x):
+        places = {name: (0, a.ndim)[i % 2] for i, (name, a) in enumerate(x.items())}
+        moved = {name: jnp.moveaxis(a, 0, places[name]) for name, a in _stacked(x).items()}
+        return jax.jit(jax.vmap(lambda x: f(call, x), in_axes=(places,)))(moved)
+
+    return run
+
+
+def _gradient_of_vmaps(call, x):
+    """Of a vmap in a vmap."""
+    twice = {name: jnp.stack([a, a[::-1]]) for name, a in _stacked(x).items()}
+    learned, rest = call.split(twice)
+    loss = lambda learned: jnp.sum(jax.vmap(jax.vmap(call.loss))(learned | rest))
+    return jax.jit(jax.grad(loss))(learned)
+
+
+def _gradient_of_loops(call, x):
+    return _loop(lambda call, x: _loop(Call.gradients)(call, x))(call, x)
+
+
+def _jacobian(call, x):
+    learned, rest = call.split(x)
+    return jax.jit(jax.jacrev(lambda learned: call(learned | rest)[0][0, -1, 0, :2]))(learned)
+
+
+def _forward_mode(call, x):
+    names = [*INPUTS, *(["bias"] if "`bias`" in call.features else [])]
+    primals, tangents = [x[name] for name in names], [jnp.cos(x[name]) for name in names]
+    options = {name: value for name, value in call.options(x).items() if name != "bias"}
+    return jax.jit(lambda *a: flash_attention_jvp(a[: len(names)], a[len(names) :], **options))(*primals, *tangents)
+
+
+def _forward_over_reverse(call, x):
+    learned, rest = call.split(x)
+    gradients = lambda learned: call.gradients(learned | rest)
+    return jax.jit(lambda a: jax.jvp(gradients, (a,), (jax.tree.map(jnp.cos, a),))[1])(learned)
+
+
+def _reverse_over_reverse(call, x):
+    learned, rest = call.split(x)
+    of = lambda learned: sum(jnp.sum(jnp.sin(g)) for g in jax.tree.leaves(call.gradients(learned | rest)))
+    return jax.jit(jax.grad(of))(learned)
+
+
+def _layers(in_scan):
+    def run(call, x):
+        learned, rest = call.split(x)
+        start = learned["query"]
+
+        def layer(query, _):
+            o, _ = call(learned | rest | dict(query=query))
+            return query + jnp.pad(o, [(0, 0)] * 3 + [(0, query.shape[-1] - o.shape[-1])]), None
+
+        def loss(query):
+            if in_scan:
+                return jnp.sum(jnp.sin(jax.lax.scan(layer, query, None, length=2)[0]))
+            return jnp.sum(jnp.sin(layer(layer(query, None)[0], None)[0]))
+
+        return jax.jit(jax.grad(loss))(start)
+
+    return run
+
+
+def _checkpoint(call, x):
+    learned, rest = call.split(x)
+    policy = jax.checkpoint_policies.save_only_these_names("flash_attention_out", "flash_attention_lse")
+    return jax.jit(jax.grad(jax.checkpoint(lambda learned: call.loss(learned | rest), policy=policy)))(learned)
+
+
+def _export(call, x):
+    used = _used(call, x)
+    program = export.export(jax.jit(call.gradients))(used).serialize()
+    return export.deserialize(program).call(used)
+
+
+def _strict(call, x):
+    with jax.enable_x64(True), jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        return jax.jit(call.gradients)(_used(call, x))
+
+
+def _donated(call, x):
+    copies = {name: jnp.array(a) for name, a in _used(call, x).items()}
+    return jax.jit(call.gradients, donate_argnums=0)(copies)
+
+
+def _on_mesh(kind, **axes):
+    """Each letter in `axes` lies on that axis of the mesh."""
+
+    def run(call, x):
+        mesh = jax.make_mesh((2, 2), ("one", "other"), axis_types=(kind, kind), devices=jax.devices()[:4])
+        placed = {name: jax.device_put(a, NamedSharding(mesh, _spec(name, axes))) for name, a in _used(call, x).items()}
+        with jax.set_mesh(mesh):
+            return jax.jit(call.gradients)(placed)
+
+    return run
+
+
+def _spec(name, axes: dict[str, str]) -> P:
+    letters = LETTERS[name].replace("TS", "T.")  # what has rows has all keys
+    return P(*(axes.get(letter) for letter in letters))
+
+
+def _shard_map(call, x):
+    mesh = jax.make_mesh((2,), ("one",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    used = _used(call, x)
+    specs = {name: _spec(name, dict(B="one")) for name in used}
+    return jax.jit(jax.shard_map(call, mesh=mesh, in_specs=(specs,), out_specs=P("one"), check_vma=False))(used)
+
+
+def _used(call, x):
+    learned, rest = call.split(x)
+    return learned | rest
+
+
+forward, gradients = (lambda call, x: jax.jit(call)(x)), (lambda call, x: jax.jit(call.gradients)(x))
+BY_HEAD, BY_ROW = dict(B="one", N="other", K="other"), dict(B="one", T="other", S="other")
+OF_ITS_OWN = "each device counts its batch rows from 0"
+TRANSFORMATIONS = {
+    "`jit`": Transformation(forward, lambda call, x: call(x)),
+    "`grad`": Transformation(gradients, gradients),
+    "`vmap`, axes of any place": Transformation(_vmap(lambda call, x: call(x)), _loop(forward)),
+    "`vmap` of `grad`": Transformation(_vmap(Call.gradients), _loop(gradients)),
+    "`grad` of nested `vmap`": Transformation(_gradient_of_vmaps, _gradient_of_loops),
+    "`jacrev`": Transformation(_jacobian, _jacobian),
+    "`flash_attention_jvp`": Transformation(_forward_mode, _forward_mode),
+    "`jvp` of `grad`": Transformation(_forward_over_reverse, _forward_over_reverse),
+    "`grad` of `grad`": Transformation(_reverse_over_reverse, _reverse_over_reverse),
+    "`checkpoint` by name": Transformation(_checkpoint, gradients),
+    "`scan` over layers": Transformation(_layers(True), _layers(False)),
+    "`jax.export` through bytes": Transformation(_export, gradients),
+    "64 bits, strict promotion": Transformation(_strict, gradients),
+    "donated arguments": Transformation(_donated, gradients),
+    "a mesh, explicit axes": Transformation(_on_mesh(AxisType.Explicit, **BY_HEAD), gradients),
+    "a mesh, Auto axes": Transformation(_on_mesh(AxisType.Auto, **BY_HEAD), gradients),
+    "rows on an explicit axis": Transformation(
+        _on_mesh(AxisType.Explicit, **BY_ROW), gradients, {"`score_mod`, a learned table": None}
+    ),
+    "`shard_map`": Transformation(_shard_map, forward, {"dropout": OF_ITS_OWN, "`mask`: `masks.Where`": OF_ITS_OWN}),
+}
