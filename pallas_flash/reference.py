@@ -33,7 +33,7 @@ def _attend(p: Problem, x: Operands):
     key_seen = by_head(seen.reshape(p.batch, p.kv_heads, p.group, p.queries, p.keys).any((2, 3)))
     k, v = (jnp.repeat(jnp.where(key_seen, kv, 0).astype(wide), p.group, axis=2) for kv in (x.key, x.value))
 
-    s = p.scale * jnp.einsum("btnh,bsnh->bnts", q, k, precision="highest")
+    s = jnp.einsum("btnh,bsnh->bnts", p.scale * q, k, precision="highest")  # scaled after it and less m: one multiply-add
     if x.bias is not None:
         s = s + x.bias.astype(wide)
     if p.soft_cap is not None:

@@ -70,6 +70,10 @@ class Sizes:
         rows = self.heads * (self.n_q * self.n_k if pairs is None else pairs) * self.bq
         return rows * self.bk, rows
 
+    def scaled(self, A: int, R: int) -> int:
+        """FLOPs of the scale: in float32 the queries take it, for each tile of S again, with 16 bits S."""
+        return R * self.h if self.e == 4 else A
+
 
 def total(kernels: dict[str, Cost]) -> Cost:
     """What several kernels do together."""
@@ -126,8 +130,8 @@ def standard_memory(p: Problem) -> dict[str, int]:
 
 
 def _scores(z: Sizes) -> Cost:
-    A, _ = z.tiled()
-    return Cost(matrix=2 * A * z.h, other=A, reads=z.n_k * z.q + z.n_q * z.group * z.key, writes=4 * z.entries)
+    A, R = z.tiled()
+    return Cost(matrix=2 * A * z.h, other=z.scaled(A, R), reads=z.n_k * z.q + z.n_q * z.group * z.key, writes=4 * z.entries)
 
 
 def _over_keys(z: Sizes, size: int, width: int) -> Cost:
@@ -160,7 +164,7 @@ def flash1_forward(p: Problem, t) -> dict[str, Cost]:
     kernel = Cost(
         matrix=2 * A * (z.h + z.v),
         exponentials=A + R,
-        other=4 * A + 5 * R + 3 * R * z.v + z.heads * z.n_q * z.bq,
+        other=z.scaled(A, R) + 3 * A + 5 * R + 3 * R * z.v + z.heads * z.n_q * z.bq,
         reads=z.group * (z.key + z.value) + z.n_k * (z.q + state),
         writes=(z.n_k + 1) * state,
     )
@@ -175,7 +179,7 @@ def flash1_backward(p: Problem, t) -> dict[str, Cost]:
     kernel = Cost(
         matrix=2 * A * (3 * z.h + 2 * z.v),
         exponentials=A,
-        other=4 * A + 2 * R * z.h + z.n_k * z.bk * (z.heads * z.n_q * (z.h + z.v) + z.kv_heads * z.h),
+        other=z.scaled(A, R) + 3 * A + 2 * R * z.h + z.n_k * z.bk * (z.heads * z.n_q * (z.h + z.v) + z.kv_heads * z.h),
         reads=z.key + z.value + z.n_k * (z.q + z.o + 2 * z.statistic + dq),
         writes=(z.n_k + 1) * dq + z.key + z.value,
     )
@@ -206,7 +210,7 @@ def portable_forward(p: Problem, tiles) -> dict[str, Cost]:
     kernel = Cost(
         matrix=2 * A * (z.h + z.v),
         exponentials=A + R,
-        other=4 * A + 4 * R + 2 * R * z.v + own * (2 + z.v),
+        other=z.scaled(A, R) + 3 * A + 4 * R + 2 * R * z.v + own * (2 + z.v),
         reads=z.q + z.heads * keys * (z.H + z.V) * z.e,
         writes=z.o + 2 * z.statistic,
     )
@@ -225,7 +229,7 @@ def portable_backward(p: Problem, tiles) -> dict[str, Cost]:
     dkv = Cost(
         matrix=2 * A * 2 * (z.h + z.v),
         exponentials=A,
-        other=4 * A + z.bk * (z.heads * pairs * (z.h + z.v) + z.kv_heads * z.n_k * z.h),
+        other=z.scaled(A, R) + 3 * A + z.bk * (z.heads * pairs * (z.h + z.v) + z.kv_heads * z.n_k * z.h),
         reads=z.key + z.value + z.heads * (live * (z.H + z.V) * z.e + 8 * rows) + 16 * z.kv_heads * z.n_k,
         writes=z.key + z.value,
     )
@@ -236,7 +240,7 @@ def portable_backward(p: Problem, tiles) -> dict[str, Cost]:
     dq = Cost(
         matrix=2 * A * (2 * z.h + z.v),
         exponentials=A,
-        other=4 * A + (R + z.heads * z.n_q * z.bq) * z.h,
+        other=z.scaled(A, R) + 3 * A + (R + z.heads * z.n_q * z.bq) * z.h,
         reads=z.heads * (live + keys) * (z.H + z.V) * z.e + 2 * z.statistic,
         writes=z.q,
     )

@@ -18,15 +18,16 @@ def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None):
     and value are pages [P, page, K, n]."""
     p, wide = problem, jnp.promote_types(tiles.dtype, jnp.float32)
     rows, x_rows = decode.as_rows(p, x)
-    q = jnp.swapaxes(x_rows.query, 1, 2)
-    zeros = lambda *shape: jnp.zeros_like(q, shape=shape, dtype=wide)
+    q = jnp.swapaxes(x_rows.query, 1, 2).astype(wide)
+    q = q * (p.scale * online_softmax.LOG2E) if p.soft_cap is None else q  # as View's
+    zeros = lambda *shape: jnp.zeros_like(q, shape=shape)
     batch = p.batch if tiles.batch is None else tiles.batch
     heads = p.batch, p.kv_heads, rows.queries
     start = zeros(*heads, p.value_size), zeros(*heads), zeros(*heads)
 
     def some(n, outputs):
         part = Heads(n * batch, batch, 0, p.kv_heads, p.kv_heads)
-        new = _attend(rows, tiles, part, part.of(q).astype(wide), x_rows, table)
+        new = _attend(rows, tiles, part, part.of(q), x_rows, table)
         return tuple(part.put(out, a, 1) for out, a in zip(outputs, new, strict=True))
 
     o, m, l = schedule.loop(0, p.batch // batch, some, start) if batch < p.batch else some(0, start)
@@ -44,7 +45,7 @@ def _attend(p: Problem, tiles: DecodeTiles, part: Heads, q, x: Operands, table):
         key = numbered(j, tiles.block_k, p.keys)
         k, v = (_block(a, table, part, key).astype(tiles.dtype) for a in (x.key, x.value))  # [B, keys, K, n]
         qk = jnp.einsum("bkrh,bskh->bksr", q, k, precision="highest", preferred_element_type=q.dtype)
-        s = online_softmax.scores(qk, None, p.scale, p.soft_cap)
+        s = qk if p.soft_cap is None else online_softmax.scores(qk, None, p.scale, p.soft_cap)
         if masked:
             seen = _seen(see, key, column)
             s = jnp.where(seen, s, -jnp.inf)

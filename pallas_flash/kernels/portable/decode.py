@@ -52,7 +52,7 @@ def _kernel(x: Operands, table_ref, o_ref, m_ref, l_ref, *, problem: Problem, ti
         inside = (key.index >= first) & view.reach(key, masked) if masked else None
         k_ref, v_ref = (_block(ref, table_ref, key) for ref in (x.key, x.value))
         k, v = tile.keys_and_values(p, k_ref, v_ref, inside)
-        s = tile.scores(p, q, k, None)  # [bq, bk]
+        s = jnp.maximum(tile.scores(p, q, k, None), online_softmax.LOWEST)  # [bq, bk], and no multiply-add with -m
         seen = view.sees(key, None, masked)
         s = s if seen is None else jnp.where(seen, s, -jnp.inf)
         prob, alpha, m, l = online_softmax.step(s, m, l)

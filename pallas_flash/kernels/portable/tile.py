@@ -201,6 +201,8 @@ def question(x: Operands, row: Span, key: Span, pair: tuple[Ints, Ints], batch: 
 
 def scores(problem: Problem, q, k, bias, ask: predicate.Question | None = None):
     """[rows, keys], in units of log 2."""
+    if ask is None and bias is None and problem.soft_cap is None and q.dtype == jnp.float32:
+        return dot_t(q * (problem.scale * online_softmax.LOG2E), k)  # no product is left that with less m is one multiply-add
     if ask is None:
         return online_softmax.scores(dot_t(q, k), bias, problem.scale, problem.soft_cap)
     s = online_softmax.scores(dot_t(q, k), bias, problem.scale, problem.soft_cap, unit=1.0)
