@@ -148,7 +148,11 @@ def _evaluated(eqn, inputs):
 
 
 def bind(eqn, inputs) -> list[Any]:
-    """The outputs of one equation."""
+    """The outputs of one equation; a jitted function is taken apart."""
+    if eqn.primitive.name in ("jit", "pjit"):
+        inner = eqn.params["jaxpr"]
+        variables = *inner.jaxpr.constvars, *inner.jaxpr.invars
+        return run(inner.eqns, inner.jaxpr.outvars, dict(zip(variables, (*inner.consts, *inputs), strict=True)))
     out = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
     return out if eqn.primitive.multiple_results else [out]
 

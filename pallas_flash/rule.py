@@ -105,7 +105,12 @@ def traced(function: Callable, *shapes) -> tuple[Any, tuple, Any]:
 
 
 def _traced(function, *shapes):
-    closed, out = jax.make_jaxpr(function, return_shape=True)(*shapes)
+    written, out = jax.make_jaxpr(function, return_shape=True)(*shapes)
+    variables, consts = (*written.jaxpr.constvars, *written.jaxpr.invars), written.consts
+    whole = lambda *numbers: reads.run(
+        written.eqns, written.jaxpr.outvars, dict(zip(variables, (*consts, *numbers), strict=True))
+    )
+    closed = jax.make_jaxpr(whole)(*shapes)  # with the arrays that jitted functions close over
     jaxpr, known, left = closed.jaxpr, dict(zip(closed.jaxpr.constvars, closed.consts, strict=True)), []
     for eqn in jaxpr.eqns:
         of = [x for x in eqn.invars if not isinstance(x, Literal)]

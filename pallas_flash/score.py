@@ -80,10 +80,10 @@ class Score(rule.Asked):
 def _summed(x, like):
     """x, in its sum's precision, summed to a shape that broadcasts to its own."""
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    if jnp.ndim(like) == 0:
-        return jnp.sum(x)
-    axes = tuple(axis for axis, n in enumerate(jnp.shape(like)) if n == 1 and x.shape[axis] != 1)
-    return jnp.sum(x, axes, keepdims=True) if axes else x
+    more = jnp.ndim(x) - jnp.ndim(like)
+    axes = tuple(axis for axis, n in enumerate(jnp.shape(like), more) if n == 1 and x.shape[axis] != 1)
+    x = jnp.sum(x, axes, keepdims=True) if axes else x
+    return jnp.sum(x, tuple(range(more))) if more else x
 
 
 def trace(score_mod: Any, dtype) -> Score:

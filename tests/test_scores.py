@@ -26,7 +26,10 @@ OFFSET = np.array([3, 18], np.int32)
 # From a table [N, 23] a score_mod.
 RULES = {
     "by head and distance": lambda table: lambda s, b, h, q, k: s + table[h, jnp.clip(q - k + 11, 0, 22)],
-    "of what other arrays say": lambda table: lambda s, b, h, q, k: s * table[h, jnp.clip(IDS[q] - IDS[k], 0, 22)],
+    "of what other arrays say": lambda table: (
+        lambda s, b, h, q, k: s * table[h, jax.jit(lambda q: jnp.clip(IDS[q], 0, 22))(q - k)]
+    ),
+    "by key alone": lambda table: lambda s, b, h, q, k: s * table[0, k % 23],
     "a number by head": lambda table: lambda s, b, h, q, k: s - jnp.exp(table)[h, 1] * abs(q - k),
     "one number and a row": lambda table: lambda s, b, h, q, k: jnp.tanh(s * table[0, 0]) + table[h][k % 23] * b,
     "two reads of one table": lambda table: lambda s, b, h, q, k: s + table.T[k % 5, h] * jnp.take(table[1], q % 23),
