@@ -33,7 +33,7 @@ class Tiles(NamedTuple):
 
 UNROLLED = 8  # blocks; more of them are loops, which compile in the same time at any length
 BLOCK = 512  # keys of all heads that are in the caches at a time, in decoding
-SCORES = 2**19  # that are in flight at a time on a CPU: what its caches hold, with what is made of them
+SCORES = 2**18  # that are in flight at a time on a CPU: what its caches hold, with what is made of them
 
 
 def tiles(problem: Problem) -> Tiles:
@@ -61,8 +61,9 @@ def _tiles(problem: Problem) -> Tiles:
 
 
 def _heads(p: Problem, scores: int) -> int | None:
-    """How many key/value heads of so many scores go at a time; a loop of two steps would gain nothing."""
-    return max(SCORES // scores, 1) if p.batch * p.kv_heads * scores > 2 * SCORES else None
+    """How many key/value heads of so many scores go at a time; a loop of few steps gains little, of small products less."""
+    few = 2 if scores >= SCORES // 8 else 4
+    return max(SCORES // scores, 1) if p.batch * p.kv_heads * scores > few * SCORES else None
 
 
 def _at_most(size: int, length: int) -> int:
