@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_flash import arguments, autodiff, backends, checks, decode, modes, selfcheck
+from pallas_flash import arguments, autodiff, backends, checks, decode, modes, selfcheck, sharding
 from pallas_flash.arguments import Problem
 
 PAGE = 8  # a page is a multiple of so many keys
@@ -93,7 +93,7 @@ def paged_attention(
 
     Pages may be in any order, and rows may share them. Entries of the table that no key in sight needs may be anything; those
     that are needed must be pages from 0 to P - 1: others are taken for the nearest, and the result is that of its keys. There is
-    no derivative.
+    no derivative. On a mesh with explicit axes the batch and the heads may be sharded, the pages by heads alone.
 
     Args:
       query: [B, T, N, H], the newest tokens of each row; N is a multiple of K. Up to T N / K = 64 the kernels of GPUs take it,
@@ -113,25 +113,35 @@ def paged_attention(
     query, k_pages, v_pages = (checks.array(*x) for x in (("query", query), ("k_pages", k_pages), ("v_pages", v_pages)))
     table, lengths = checks.ints("page_table", page_table), checks.ints("lengths", lengths)
     _check(query, k_pages, v_pages, table, lengths)
-    if query_offset is None:
-        new = query.shape[1] if query_seq_lengths is None else checks.ints("query_seq_lengths", query_seq_lengths)
-        query_offset = jnp.minimum(lengths, table.shape[1] * k_pages.shape[1]) - new
-    arrays = dict(scale=scale) if checks.is_array(scale) else {}
-    static = dict(is_causal=is_causal, local_window_size=local_window_size, logits_soft_cap=logits_soft_cap)
-    static |= {} if arrays else dict(scale=scale)
-    arrays |= dict(
-        query=query, query_seq_lengths=query_seq_lengths, query_offset=query_offset, sinks=sinks, key_value_seq_lengths=lengths
-    )
-    o, lse = _attend(implementation, tuple(static.items()), arrays, k_pages, v_pages, table)
+    sinks = None if sinks is None else checks.array("sinks", sinks)
+    call = dict(query=query, k_pages=k_pages, v_pages=v_pages, page_table=table, lengths=lengths, scale=scale, sinks=sinks)
+    for name, x in dict(query_seq_lengths=query_seq_lengths, query_offset=query_offset).items():
+        call[name] = None if x is None else checks.ints(name, x)
+    call |= dict(is_causal=is_causal, local_window_size=local_window_size, logits_soft_cap=logits_soft_cap)
+    call |= dict(implementation=implementation, mask=None, context=None)
+    mesh = sharding.mesh_of(call)
+    o, lse = _attend(**call) if mesh is None else sharding.pages_by_device(_attend, call, mesh)
     return (o, lse) if return_residual else o
 
 
+def _attend(implementation, **call):
+    arrays = {name: x for name, x in call.items() if checks.is_array(x)}
+    static = {name: x for name, x in call.items() if name not in arrays}
+    return _attend_jit(implementation, tuple(static.items()), arrays)
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _attend(implementation, static, arrays, k_pages, v_pages, table):
+def _attend_jit(implementation, static, arrays):
+    call = dict(static) | arrays
+    del call["context"]
+    k_pages, v_pages, table, lengths = (call.pop(name) for name in ("k_pages", "v_pages", "page_table", "lengths"))
     (B, pages), page = table.shape, k_pages.shape[1]
+    if call["query_offset"] is None:
+        new = call["query"].shape[1] if call["query_seq_lengths"] is None else call["query_seq_lengths"]
+        call["query_offset"] = jnp.minimum(lengths, pages * page) - new
     like = lambda x: jnp.broadcast_to(x[0, 0], (B, pages * page, *x.shape[2:]))  # never made: only its shape is read
-    absent = dict.fromkeys(("bias", "mask", "query_segment_ids", "key_value_segment_ids", "dropout_rng"))
-    call = absent | dict(static) | arrays | dict(key=like(k_pages), value=like(v_pages), dropout_rate=0.0, deterministic=True)
+    call |= dict.fromkeys(("bias", "query_segment_ids", "key_value_segment_ids", "dropout_rng"))
+    call |= dict(key=like(k_pages), value=like(v_pages), key_value_seq_lengths=lengths, dropout_rate=0.0, deterministic=True)
     problem, operands = arguments.normalise(**call)
     forward = _chosen(problem, page, implementation)
     query, key, value, sinks = modes.none((operands.query, k_pages, v_pages, operands.sinks))
