@@ -33,6 +33,8 @@ LETTERS = {  # of the arrays of a call
     "dropout_seeds": "BNC",
     "k_pages": "PCKH",
     "v_pages": "PCKH",
+    "k_scales": "PCK",
+    "v_scales": "PCK",
     "page_table": "BC",
     "lengths": "B",
 }
@@ -230,11 +232,10 @@ def _places(letters: str, ndim: int, lead: int) -> list[int | None]:
 
 def _spec(letters: str, shape, axes, mesh) -> P:
     lead = len(axes) - 2
-    if "K" in letters and not _fits(shape[-2], axes[lead], mesh):
+    K = shape[letters.find("K") - len(letters)] if "K" in letters else 1
+    if not _fits(K, axes[lead], mesh):
         parts = count(axes[lead], mesh)
-        raise ValueError(
-            f"the {shape[-2]} key/value heads must be a multiple of the {parts} devices that the query heads lie on."
-        )
+        raise ValueError(f"the {K} key/value heads must be a multiple of the {parts} devices that the query heads lie on.")
     axis_of = lambda i, n: None if i is None or n % count(axes[i], mesh) else axes[i]  # an axis of 1 is broadcast
     return P(*(axis_of(i, n) for i, n in zip(_places(letters, len(shape), lead), shape, strict=True)))
 
