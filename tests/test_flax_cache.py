@@ -25,11 +25,11 @@ def at_once(model, x):
     return jax.jit(lambda x: model(x))(x)
 
 
-def in_steps(model, x, cache, **kw):
-    step = jax.jit(lambda x, cache: model(x, cache=cache, **kw), donate_argnums=1)
+def in_steps(model, x, cache, size=STEP):
+    step = jax.jit(lambda x, cache: model(x, cache=cache), donate_argnums=1)
     ys = []
-    for start in range(0, x.shape[1], STEP):
-        y, cache = step(x[:, start : start + STEP], cache)
+    for start in range(0, x.shape[1], size):
+        y, cache = step(x[:, start : start + size], cache)
         ys.append(y)
     return jnp.concatenate(ys, 1), cache
 
@@ -41,6 +41,13 @@ def test_a_rolling_cache_gives_what_the_whole_text_gives_however_long(rng):
     y, cache = in_steps(model, x, cache)
     np.testing.assert_allclose(y, at_once(model, x), atol=2e-6)
     assert cache.length.tolist() == [LENGTH] * B
+
+
+@pytest.mark.parametrize("size, implementation", [(50, None), (10, "reference")])
+def test_what_is_no_decoding_goes_from_a_rolling_cache_to_the_ordinary_forward(size, implementation, rng):
+    model, x = layer(local_window_size=7, implementation=implementation), tokens(rng)
+    y, _ = in_steps(model, x, model.init_rolling_cache(B, tokens=size), size)
+    np.testing.assert_allclose(y, at_once(model, x), atol=2e-6)
 
 
 def test_rows_of_a_rolling_cache_go_on_from_their_own_lengths(rng):
