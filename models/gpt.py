@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from pallas_flash import context_parallel
-from pallas_flash.flax import FlashAttention, KVCache
+from pallas_flash.flax import FlashAttention, KVCache, RollingCache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,9 @@ class Block(nnx.Module):
         self.down = nnx.Linear(c.hidden_features, c.features, use_bias=False, dtype=c.dtype, kernel_init=small, rngs=rngs)
         self.dropout = nnx.Dropout(c.dropout)
 
-    def __call__(self, x: Float[Array, "B T D"], cache: KVCache | None = None, rngs: nnx.Rngs | None = None, lengths=None):
+    def __call__(
+        self, x: Float[Array, "B T D"], cache: KVCache | RollingCache | None = None, rngs: nnx.Rngs | None = None, lengths=None
+    ):
         training = dict(rngs=rngs, deterministic=rngs is None)
         y = self.attention(self.attention_norm(x), cache=cache, lengths=lengths, **training)
         if cache is not None:
@@ -82,10 +84,14 @@ class GPT(nnx.Module):
         """Empty caches, one a block, for `batch` sequences of up to `max_length` tokens."""
         return [block.attention.init_cache(batch, max_length) for block in self.blocks]
 
+    def init_rolling_cache(self, batch: int, tokens: int) -> list[RollingCache]:
+        """The same of the window's tokens alone, for sequences of any length; a call has up to `tokens` of them."""
+        return [block.attention.init_rolling_cache(batch, tokens) for block in self.blocks]
+
     def __call__(
         self,
         tokens: Int[Array, "B T"],
-        caches: list[KVCache] | None = None,
+        caches: list[KVCache] | list[RollingCache] | None = None,
         rngs: nnx.Rngs | None = None,
         lengths: Int[Array, "B"] | None = None,
     ):

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -106,7 +107,7 @@ def attend_in_forward_mode(problem: Problem, choice: Choice, operands: Operands)
     return o, stats.lse()
 
 
-def vary_alike(operands: Operands) -> Operands:
+def vary_alike(operands: Any) -> Any:
     """Inside of shard_map: all operands vary over every axis of the mesh that one of them varies over, as an implementation's
     loops need. What was the same on all devices gets the sum of its gradients."""
     varying = lambda x: jax.typeof(x).manual_axis_type.varying

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_flash import arguments, autodiff, backends, checks, decode, modes, selfcheck
+from pallas_flash import arguments, autodiff, backends, checks, decode, modes, quantised, selfcheck, sharding
 from pallas_flash.arguments import Problem
+from pallas_flash.kernels import device
 
 PAGE = 8  # a page is a multiple of so many keys
 IMPLEMENTATIONS = ("hopper", "portable", "blockwise")
@@ -27,6 +28,8 @@ class _Options(TypedDict, total=False):
     local_window_size: int | tuple[int, int] | None
     logits_soft_cap: float | None
     sinks: Float[Array, "N"] | None
+    k_scales: Float[Array, "P page K"] | None
+    v_scales: Float[Array, "P page K"] | None
     implementation: Literal["hopper", "portable", "blockwise"] | None
 
 
@@ -86,6 +89,8 @@ def paged_attention(
     local_window_size: int | tuple[int, int] | None = None,
     logits_soft_cap: float | None = None,
     sinks: Float[Array, "N"] | None = None,
+    k_scales: Float[Array, "P page K"] | None = None,
+    v_scales: Float[Array, "P page K"] | None = None,
     implementation: Literal["hopper", "portable", "blockwise"] | None = None,
     return_residual: bool = False,
 ) -> Float[Array, "B T N Hv"] | tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
@@ -93,7 +98,7 @@ def paged_attention(
 
     Pages may be in any order, and rows may share them. Entries of the table that no key in sight needs may be anything; those
     that are needed must be pages from 0 to P - 1: others are taken for the nearest, and the result is that of its keys. There is
-    no derivative.
+    no derivative. On a mesh with explicit axes the batch and the heads may be sharded, the pages by heads alone.
 
     Args:
       query: [B, T, N, H], the newest tokens of each row; N is a multiple of K. Up to T N / K = 64 the kernels of GPUs take it,
@@ -104,6 +109,8 @@ def paged_attention(
       query_seq_lengths: int32 [B]: only so many of the T queries of each row are there; all of them by default.
       query_offset: int32 [B], the position of each row's first query; by default the queries are the last of the row's keys.
       scale, is_causal, local_window_size, logits_soft_cap, sinks, return_residual: as in `flash_attention`; causal by default.
+      k_scales, v_scales: float32 [P, page, K], for pages of int8 or float8_e4m3fn: a key is its page's entry times its scale, as
+        `PagedCache` makes them. The kernels multiply logits and weights by them, and nothing in memory is wider than the pages.
       implementation: "hopper", which takes pages of 8, 16, 32, or a multiple of 64 keys; "portable"; "blockwise"; None chooses.
 
     Raises:
@@ -113,52 +120,74 @@ def paged_attention(
     query, k_pages, v_pages = (checks.array(*x) for x in (("query", query), ("k_pages", k_pages), ("v_pages", v_pages)))
     table, lengths = checks.ints("page_table", page_table), checks.ints("lengths", lengths)
     _check(query, k_pages, v_pages, table, lengths)
-    if query_offset is None:
-        new = query.shape[1] if query_seq_lengths is None else checks.ints("query_seq_lengths", query_seq_lengths)
-        query_offset = jnp.minimum(lengths, table.shape[1] * k_pages.shape[1]) - new
-    arrays = dict(scale=scale) if checks.is_array(scale) else {}
-    static = dict(is_causal=is_causal, local_window_size=local_window_size, logits_soft_cap=logits_soft_cap)
-    static |= {} if arrays else dict(scale=scale)
-    arrays |= dict(
-        query=query, query_seq_lengths=query_seq_lengths, query_offset=query_offset, sinks=sinks, key_value_seq_lengths=lengths
-    )
-    o, lse = _attend(implementation, tuple(static.items()), arrays, k_pages, v_pages, table)
+    scales = dict(k_scales=k_scales, v_scales=v_scales)
+    scales = {name: None if x is None else checks.array(name, x) for name, x in scales.items()}
+    quantised.check(k_pages, v_pages, **scales)
+    sinks = None if sinks is None else checks.array("sinks", sinks)
+    call = dict(query=query, k_pages=k_pages, v_pages=v_pages, page_table=table, lengths=lengths, scale=scale, sinks=sinks)
+    for name, x in dict(query_seq_lengths=query_seq_lengths, query_offset=query_offset).items():
+        call[name] = None if x is None else checks.ints(name, x)
+    call |= dict(is_causal=is_causal, local_window_size=local_window_size, logits_soft_cap=logits_soft_cap)
+    call |= dict(implementation=implementation, mask=None, context=None, **scales)
+    mesh = sharding.mesh_of(call)
+    o, lse = _attend(**call) if mesh is None else sharding.pages_by_device(_attend, call, mesh)
     return (o, lse) if return_residual else o
 
 
+def _attend(implementation, **call):
+    arrays = {name: x for name, x in call.items() if checks.is_array(x)}
+    static = {name: x for name, x in call.items() if name not in arrays}
+    return _attend_jit(implementation, tuple(static.items()), arrays)
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _attend(implementation, static, arrays, k_pages, v_pages, table):
+def _attend_jit(implementation, static, arrays):
+    call = dict(static) | arrays
+    del call["context"]
+    k_pages, v_pages, table, lengths = (call.pop(name) for name in ("k_pages", "v_pages", "page_table", "lengths"))
+    k_scales, v_scales = call.pop("k_scales"), call.pop("v_scales")
     (B, pages), page = table.shape, k_pages.shape[1]
-    like = lambda x: jnp.broadcast_to(x[0, 0], (B, pages * page, *x.shape[2:]))  # never made: only its shape is read
-    absent = dict.fromkeys(("bias", "mask", "query_segment_ids", "key_value_segment_ids", "dropout_rng"))
-    call = absent | dict(static) | arrays | dict(key=like(k_pages), value=like(v_pages), dropout_rate=0.0, deterministic=True)
+    if call["query_offset"] is None:
+        new = call["query"].shape[1] if call["query_seq_lengths"] is None else call["query_seq_lengths"]
+        call["query_offset"] = jnp.minimum(lengths, pages * page) - new
+    dtype = k_pages.dtype if k_scales is None else call["query"].dtype
+    like = lambda x: jnp.broadcast_to(x[0, 0].astype(dtype), (B, pages * page, *x.shape[2:]))  # never made: its shape is read
+    call |= dict.fromkeys(("bias", "query_segment_ids", "key_value_segment_ids", "dropout_rng"))
+    call |= dict(key=like(k_pages), value=like(v_pages), key_value_seq_lengths=lengths, dropout_rate=0.0, deterministic=True)
     problem, operands = arguments.normalise(**call)
-    forward = _chosen(problem, page, implementation)
-    query, key, value, sinks = modes.none((operands.query, k_pages, v_pages, operands.sinks))
-    operands = autodiff.vary_alike(operands._replace(query=query, key=key, value=value, sinks=sinks))
-    o, stats = forward(operands, jnp.clip(table, 0, k_pages.shape[0] - 1))
+    forward = _chosen(problem, page, None if k_scales is None else str(k_pages.dtype), implementation)
+    scales = () if k_scales is None else ((k_scales, v_scales),)
+    query, key, value, sinks, scales = modes.none((operands.query, k_pages, v_pages, operands.sinks, scales))
+    operands = operands._replace(query=query, key=key, value=value, sinks=sinks)
+    operands, scales = autodiff.vary_alike((operands, scales))
+    o, stats = forward(operands, jnp.clip(table, 0, k_pages.shape[0] - 1), *scales)
     return o, jnp.swapaxes(stats.lse(), 1, 2)
 
 
-def _chosen(problem: Problem, page: int, implementation: str | None) -> Callable:
-    """What takes (operands, table)."""
+def _chosen(problem: Problem, page: int, stored: str | None, implementation: str | None) -> Callable:
+    """What takes (operands, table), and where pages are `stored` in 8 bits their scales."""
     asked = selfcheck.asked_for(implementation)
-    if asked is not None and (why_not := _why_not(asked, problem, page)):
+    if asked is not None and (why_not := _why_not(asked, problem, page, stored)):
         raise NotImplementedError(f"implementation {asked!r} cannot run this call of paged_attention: {why_not}. {problem}.")
     checked = dataclasses.replace(problem, keys=max(problem.keys, decode.KEYS))  # the kernel is the one without pages
-    here = lambda backend: _why_not(backend.name, problem, page) or selfcheck.why_not(backend, checked)
+    here = lambda backend: _why_not(backend.name, problem, page, stored) or selfcheck.why_not(backend, checked)
     name = backends.choose(problem, asked, here).backend.name
     module = importlib.import_module(f"pallas_flash.{'' if name == 'blockwise' else 'kernels.'}{name}")
     run = importlib.import_module(f"{module.__name__}.decode").forward
     return functools.partial(run, problem, module.decode_tiles(problem, page))
 
 
-def _why_not(name: str, problem: Problem, page: int) -> str | None:
-    """Why an implementation does not take pages of this size, or None."""
+def _why_not(name: str, problem: Problem, page: int, stored: str | None) -> str | None:
+    """Why an implementation does not take pages of this size, or `stored` in these 8 bits, or None."""
     if name not in IMPLEMENTATIONS:
         return f"it takes no pages; {', '.join(IMPLEMENTATIONS)} do"
     if name == "blockwise":
         return None
+    if name == "hopper" and stored:
+        return f"wgmma multiplies pages as they lie, in {problem.dtype}; got {stored}: portable and blockwise take them"
+    capability = device.compute_capability()
+    if stored == "float8_e4m3fn" and capability and capability < 8.9:
+        return f"float8_e4m3fn needs an NVIDIA GPU of compute capability 8.9 or higher; this one has {capability}: int8 does not"
     if name == "hopper" and page % 64 and 64 % page:
         return f"it takes pages of 8, 16, 32 or a multiple of 64 keys; got {page}"
     if name == "hopper" and problem.value_size > 128:

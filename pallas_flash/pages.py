@@ -5,6 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_flash import quantised
 from pallas_flash.paged import PAGE
 
 
@@ -16,6 +17,8 @@ class PagedCache(NamedTuple):
     table: Int[Array, "B pages"]
     length: Int[Array, "B"]  # keys of each row
     users: Int[Array, "P"]  # how many rows have each page
+    key_scale: Float[Array, "P page K"] | None = None  # of a cache in 8 bits
+    value_scale: Float[Array, "P page K"] | None = None
 
     @property
     def room(self) -> Int[Array, "B"]:
@@ -44,8 +47,7 @@ class PagedCache(NamedTuple):
         at = self.length[:, None] + token
         entry = jnp.take_along_axis(cache.table, jnp.minimum(at // page, pages - 1), 1)
         to = jnp.where(at < length[:, None], entry, P), at % page
-        write = lambda pages, x: pages.at[to].set(x.astype(pages.dtype), mode="drop", unique_indices=True)
-        return cache._replace(key=write(cache.key, key), value=write(cache.value, value), length=length)
+        return quantised.written(cache, to, key, value)._replace(length=length)
 
     def release(self, rows: Bool[Array, "B"]) -> "PagedCache":
         """With these rows empty; pages that no other row has are free again."""
@@ -68,9 +70,14 @@ class PagedCache(NamedTuple):
 def paged_cache(
     batch: int, max_length: int, kv_heads: int, head_size: int, *, pages: int, page: int = 64, dtype=jnp.bfloat16
 ) -> PagedCache:
-    """An empty cache of so many pages for `batch` rows of up to max_length tokens."""
+    """An empty cache of so many pages for `batch` rows of up to max_length tokens.
+
+    With the dtypes int8 and float8_e4m3fn it is quantised, with a float32 scale for each token and head, which `paged_attention`
+    takes as k_scales and v_scales. The output then errs by 1% and 4% (norms of normal numbers; bfloat16: 0.3%).
+    """
     if page % PAGE or page <= 0:
         raise ValueError(f"page must be a multiple of {PAGE} keys; got {page}.")
-    empty = lambda: jnp.zeros((pages, page, kv_heads, head_size), dtype)
-    table = jnp.full((batch, -(-max_length // page)), pages, jnp.int32)
-    return PagedCache(empty(), empty(), table, jnp.zeros(batch, jnp.int32), jnp.zeros(pages, jnp.int32))
+    shape = pages, page, kv_heads, head_size
+    table, zeros = jnp.full((batch, -(-max_length // page)), pages, jnp.int32), lambda n: jnp.zeros(n, jnp.int32)
+    scales = quantised.empty_scales(shape, dtype)
+    return PagedCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), table, zeros(batch), zeros(pages), *scales)

@@ -31,6 +31,12 @@ LETTERS = {  # of the arrays of a call
     "key_value_segment_ids": "BS",
     "sinks": "N",
     "dropout_seeds": "BNC",
+    "k_pages": "PCKH",
+    "v_pages": "PCKH",
+    "k_scales": "PCK",
+    "v_scales": "PCK",
+    "page_table": "BC",
+    "lengths": "B",
 }
 SCORE_LETTERS = {"batch": "B", "head": "N"}  # of a Score; its other arrays are whole on each device
 
@@ -60,9 +66,27 @@ def by_device(attend: Callable, call: dict[str, Any], mesh: AbstractMesh):
     for name, x in named.items():
         _check(name, x, rows, mesh)
     named_axes = _axes(arrays, call, mesh, rows) if is_explicit else _axes_of(context, named["query"].ndim - 3)
-    axes = [*named_axes, rows]
+    return _mapped(attend, call, arrays, [*named_axes, rows], mesh)
+
+
+def pages_by_device(attend: Callable, call: dict[str, Any], mesh: AbstractMesh):
+    """The same of paged_attention: each device has all pages, of its own key/value heads, and nothing is gathered."""
+    arrays = arrays_of(call)
+    axes = [*_axes(arrays, call, mesh, None), None]
+    for path, x in arrays.items():
+        found, may = jax.typeof(x).sharding.spec, _spec(letters_of(path, call), x.shape, axes, mesh)
+        if any(axis not in (None, other) for axis, other in zip(found, may, strict=True)):
+            raise ValueError(
+                f"{path[0]} may be sharded as {may} here: the batch of all arrays alike, their heads alike, and pages by heads "
+                f"alone; got {found}. jax.reshard moves it."
+            )
+    return _mapped(attend, call, arrays, axes, mesh)
+
+
+def _mapped(attend: Callable, call: dict[str, Any], arrays: dict[tuple, Any], axes: list, mesh: AbstractMesh):
+    """attend(**call) by jax.shard_map, where each leading axis, the heads and the rows lie on these axes."""
     specs = tuple(_spec(letters_of(path, call), x.shape, axes, mesh) for path, x in arrays.items())
-    shape = named["query"].shape
+    shape = arrays["query",].shape
     outs = _spec("BTNH", shape, axes, mesh), _spec("BTN", shape[:-1], axes, mesh)
     rest = tuple(with_arrays(call, dict.fromkeys(arrays)).items())
     program = _program_once if _is_hashable(rest) else _program
@@ -183,7 +207,7 @@ def _check(name, x, rows, mesh):
 def _axes(arrays, call, mesh, rows) -> list:
     """The axes of the mesh that each leading axis and, last, the heads lie on: the query's, else those of another array."""
     lead = arrays["query",].ndim - 3
-    axes, K = [None] * (lead + 1), arrays["key",].shape[-2]
+    axes, K = [None] * (lead + 1), (arrays["key",] if ("key",) in arrays else arrays["k_pages",]).shape[-2]
     for path, x in arrays.items():
         for i, axis in zip(_places(letters_of(path, call), x.ndim, lead), jax.typeof(x).sharding.spec, strict=True):
             taken = {name for axis in (*axes, rows) for name in names(axis)}
@@ -208,11 +232,10 @@ def _places(letters: str, ndim: int, lead: int) -> list[int | None]:
 
 def _spec(letters: str, shape, axes, mesh) -> P:
     lead = len(axes) - 2
-    if "K" in letters and not _fits(shape[-2], axes[lead], mesh):
+    K = shape[letters.find("K") - len(letters)] if "K" in letters else 1
+    if not _fits(K, axes[lead], mesh):
         parts = count(axes[lead], mesh)
-        raise ValueError(
-            f"the {shape[-2]} key/value heads must be a multiple of the {parts} devices that the query heads lie on."
-        )
+        raise ValueError(f"the {K} key/value heads must be a multiple of the {parts} devices that the query heads lie on.")
     axis_of = lambda i, n: None if i is None or n % count(axes[i], mesh) else axes[i]  # an axis of 1 is broadcast
     return P(*(axis_of(i, n) for i, n in zip(_places(letters, len(shape), lead), shape, strict=True)))
 

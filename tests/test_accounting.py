@@ -112,10 +112,22 @@ DECODING = {
 @pytest.mark.parametrize("call", DECODING)
 def test_decoding_on_hopper_copies_and_computes_what_the_formulas_say(call, traceable):
     z, call = DECODING[call]
-    q, k, v, _ = arrays(z, "bfloat16")
-    costs, _ = observed(accounting.attention("hopper", **call), q, k, v)
-    expected = accounting.forward("hopper", explain(q, k, v, **call).problem)
+    equal_the_formulas("hopper", "bfloat16", z, call)
+
+
+@pytest.mark.parametrize("call", DECODING)
+def test_decoding_in_portable_loads_and_computes_what_the_formulas_say(call):
+    z, call = DECODING[call]
+    equal_the_formulas("portable", "float32", z._replace(H=40), call)
+
+
+def equal_the_formulas(generation, dtype, z, call):
+    q, k, v, _ = arrays(z, dtype)
+    costs, memory = observed(accounting.attention(generation, **call), q, k, v)
+    problem = explain(q, k, v, **call).problem
+    expected = accounting.forward(generation, problem)
     assert costs == {name: cost for name, cost in expected.items() if name != "merge"}
+    assert memory == accounting.extra_memory(generation, problem)["forward"]
 
 
 def test_bytes_under_a_mask_with_data_are_counted_where_the_data_is_given():
@@ -182,8 +194,5 @@ def test_what_the_formulas_do_not_know_is_refused():
     q, k, v, _ = arrays(Sizes(), "float32")
     with pytest.raises(NotImplementedError, match="observe the kernels"):
         accounting.forward("portable", explain(q, k, v, logits_soft_cap=2.0).problem)
-    token, cache = (jax.ShapeDtypeStruct((1, length, 1, 64), "float32") for length in (1, 512))
-    with pytest.raises(NotImplementedError, match="decoding in hopper alone"):
-        accounting.forward("portable", explain(token, cache, cache).problem)
     with pytest.raises(ValueError, match="generation must be one of standard, flash1, portable, hopper"):
         accounting.forward("flash2", explain(q, k, v).problem)

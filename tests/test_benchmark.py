@@ -8,6 +8,7 @@ import re
 import time
 import types
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from matplotlib import image
 from pallas_flash import flash_attention
 from scripts import benchmark
 from scripts.bench import clock, machine, measure, peers, product, programs, report
-from scripts.bench.cases import PASSES, Case, suite
+from scripts.bench.cases import PASSES, Case, decoding, suite
 
 TINY = "--lengths 67 --heads 2 --kv-heads 1 --head-size 16 --batch 3 --dtype float32 --repeats 3 --memory-lengths".split()
 SMALL = Case(B=2, T=48, S=48, N=4, K=2, H=16, dtype="float32", causal=True)
@@ -114,14 +115,17 @@ def test_the_backward_is_timed_alone_and_counts_its_own_flops(tmp_path):
     assert o != gradients and all_of_them == max(o, gradients)
 
 
+PAGED = ["decode_attention", "paged_attention"]
+
+
 def test_decoding_is_timed_beside_the_bytes_of_a_copy(tmp_path, capsys, monkeypatch, quick_compile):
     monkeypatch.setattr(benchmark.product, "measure_copy", lambda time_by: (1e9, "a copy"))
     arguments = "--cases decode --batch 2 --lengths 300 --heads 4 --kv-heads 2 --head-size 16 --repeats 2 --out".split()
-    assert benchmark.main([*arguments, str(tmp_path), "--implementations", "blockwise", "jax.nn/xla", "decode_attention"]) == 0
+    assert benchmark.main([*arguments, str(tmp_path), "--implementations", "blockwise", "jax.nn/xla", *PAGED]) == 0
     printed = capsys.readouterr().out
     rows = json.loads((tmp_path / "benchmark.json").read_text())["timed"]
-    assert [(row["case"]["T"], row["case"]["S"], row["passes"]) for row in rows] == [(1, 300, "forward")] * 3
-    assert [row["status"] for row in rows] == ["ok", "ok", "not run"]
+    assert [(row["case"]["T"], row["case"]["S"], row["passes"]) for row in rows] == [(1, 300, "forward")] * 4
+    assert [(row["status"], row["reason"]) for row in rows[2:]] == [("not run", "it needs a GPU")] * 2
     caches, rest = 2 * 2 * 300 * 2 * 16 * 4, 2 * 2 * 4 * 16 * 4
     rate = (caches + rest) / rows[0]["median"] / 1e9
     assert re.search(rf"^\| B2 S300 \| forward \| blockwise .*\| {rate:.3g} +\| {rate:.0%} ", printed, re.MULTILINE)
@@ -253,6 +257,19 @@ def test_the_adapters_ask_all_for_the_same_attention(more, quick_compile):
     rows = measure.measure(contenders, case, ["backward"], 1, jobs=2, time_by=clock.WALL)
     reasons = ["", "it wants values of the keys' head size" if case.Hv else ""]
     assert [row.reason for row in rows] == reasons and rows[0].status == "ok"
+
+
+def test_jaxs_paged_attention_gets_the_same_caches_in_pages_or_says_why_not(monkeypatch):
+    kernels = pytest.importorskip("jax.experimental.pallas.ops.gpu.paged_attention", reason="this jax has it no more")
+    interpreted = functools.partial(kernels.paged_attention, interpret=True)
+    monkeypatch.setattr(kernels, "paged_attention", interpreted)
+    one, (case,) = peers.contender("paged_attention"), decoding([2], [512], N=4, K=2, H=16, dtype="float32")
+    o = one.attend(case, *case.inputs()[:3], **one.operands(case))
+    np.testing.assert_allclose(o, peers.contender("jax.nn/xla").attend(case, *case.inputs()[:3]), atol=1e-5)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert one.why_not(case) is None
+    assert "got S = 576" in one.why_not(case._replace(S=576)) and "got S = 300" in one.why_not(case._replace(S=300))
+    assert "one new token" in one.why_not(case._replace(T=2))
 
 
 def test_one_that_takes_a_single_dtype_is_given_and_checked_in_that():

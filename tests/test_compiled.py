@@ -124,14 +124,14 @@ def test_the_loops_are_tight(call):
         assert unmasked["instructions"] <= 1.05 * row.instructions, kernel
 
 
-DECODING = [(64, 64, 274, 168), (128, 128, 320, 168), (192, 128, 317, 176)]
+DECODING = [(64, 64, 274), (128, 128, 320), (192, 128, 317)]
 
 
-@pytest.mark.parametrize("head, value, instructions, registers", whole_but(DECODING, DECODING[1]))
-def test_decoding_has_no_spill_and_its_loops_are_under_the_time_of_a_load(head, value, instructions, registers):
+@pytest.mark.parametrize("head, value, instructions", whole_but(DECODING, DECODING[1]))
+def test_decoding_has_no_spill_and_its_loops_are_under_the_time_of_a_load(head, value, instructions):
     options = f"--forward --batch 2 --length 1 --keys 8192 --heads 64 --kv-heads 8 --head-size {head} --value-size {value}"
     (kernel,) = report("hopper", f"{options} --key-lengths 8000 10")["kernels"]
-    assert kernel["spill_stores"] == kernel["spill_loads"] == 0 and kernel["registers"] <= registers and kernel["warnings"] == {}
+    assert kernel["spill_stores"] == kernel["spill_loads"] == 0 and kernel["registers"] <= 168 and kernel["warnings"] == {}
     assert min(loop["instructions"] for loop in kernel["loops"]) <= 1.05 * instructions
 
 

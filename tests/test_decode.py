@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from selection import whole_but
 
-from pallas_flash import blockwise, decode, explain, flash_attention, paged_attention, paged_cache
+from pallas_flash import blockwise, decode, explain, flash_attention, paged_attention, paged_cache, quantised
 from pallas_flash.kernels import portable
 from pallas_flash.kernels.hopper import tuning as hopper_tuning
 
@@ -180,22 +180,35 @@ def test_a_drawn_call_equals_the_oracle_with_pages_and_without(implementation, r
     equals()
 
 
-def pages(P=4, page=8, rows=1, width=8):
-    k = jnp.ones((P, page, 1, width))
+def pages(P=4, page=8, rows=1, width=8, dtype=jnp.float32):
+    k = jnp.ones((P, page, 1, width), dtype)
     return dict(query=jnp.ones((1, 1, 1, 8)), k_pages=k, v_pages=k, page_table=jnp.zeros((rows, 2), int), lengths=ints(3))
 
 
+SCALES = jnp.ones((4, 8, 1))
 WRONG = {
     "a page that is no multiple of 8": (dict(page=9), {}, "multiple of 8 keys; got"),
     "rows that are not the query's": (dict(rows=2), {}, "B = 1 rows of query; got"),
     "an implementation without pages": ({}, dict(implementation="reference"), "takes no pages"),
+    "8 bits without scales": (dict(dtype=jnp.int8), {}, r"k_pages of int8 needs k_scales \[P, page, K\]"),
+    "scales of floats": (
+        {},
+        dict(k_scales=SCALES, v_scales=SCALES),
+        "float32 is for int8 or float8_e4m3fn, .* no place for k_sc",
+    ),
+    "scales of other pages": (dict(dtype=jnp.int8), dict(k_scales=SCALES[:3], v_scales=SCALES), r"\(4, 8, 1\) like k_.*; got"),
+    "8 bits on hopper": (
+        dict(dtype=jnp.int8),
+        dict(k_scales=SCALES, v_scales=SCALES, implementation="hopper"),
+        "wgmma multiplies pages as they lie, in float32; got int8: portable and blockwise take them",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_what_does_not_fit_raises_and_says_what_does(name):
     shape, more, message = WRONG[name]
-    with pytest.raises((ValueError, NotImplementedError), match=message):
+    with pytest.raises((ValueError, TypeError, NotImplementedError), match=message):
         paged_attention(**pages(**shape), **more)
 
 
@@ -203,6 +216,64 @@ def test_paged_attention_has_no_derivative_and_says_so():
     call = pages()
     with pytest.raises(NotImplementedError, match="no derivative"):
         jax.grad(lambda q: paged_attention(**call | dict(query=q)).sum())(call["query"])
+
+
+# ---- pages in 8 bits ----
+
+QUANTISED = ("int8", "float8_e4m3fn")
+QUERIES = [(query, stored) for query in ("float32", "float16", "bfloat16") for stored in QUANTISED]
+
+
+@pytest.mark.usefixtures("small_blocks", "quick_compile")
+@pytest.mark.parametrize("query, stored", QUERIES)
+def test_pages_in_8_bits_equal_the_oracle_on_what_they_stand_for(implementation, query, stored, rng):
+    """Small values too, whose scales float16 does not hold; shared pages, NaN where nobody looks."""
+    lengths, count = ints(29, 48, 0), ints(5, 2, 0)
+    table = ints(*rng.permutation(B * PAGES)).reshape(B, PAGES)
+    table[1, :3] = table[0, :3]
+    x8, scales, wide = [], [], []
+    for n, size in ((H, 1.0), (HV, 1e-3)):
+        stored_x, scale = map(np.array, quantised.quantised(size * rng.normal(size=(B * PAGES + 1, 8, K, n)), stored))
+        wide.append((stored_x.astype(np.float32) * scale[..., None])[table].reshape(B, PAGES * 8, K, n))
+        used = np.zeros(scale.shape[:2], bool)
+        for b in range(B):
+            used[table[b, np.arange(lengths[b]) // 8], np.arange(lengths[b]) % 8] = True
+        stored_x[~used], scale[~used] = 127 if stored == "int8" else np.nan, np.nan
+        x8, scales = [*x8, stored_x], [*scales, scale]
+    for b in range(B):
+        table[b, -(-lengths[b] // 8) :] = [B * PAGES, -1, 10**6][b]
+    q = rng.normal(size=(B, T, N, H)).astype(query)
+    more, shared = dict(zip(("k_scales", "v_scales"), scales, strict=True)), dict(local_window_size=(30, 0), logits_soft_cap=2.0)
+    attend = functools.partial(paged_attention, implementation=implementation, return_residual=True, **shared)
+    o, lse = jax.jit(attend)(q, *x8, table, lengths, query_seq_lengths=count, **more)
+    zeros = np.zeros((B, T, N, HV)), np.zeros((B, T, N))
+    options = dict(is_causal=True, query_offset=lengths - count, query_seq_lengths=count, key_value_seq_lengths=lengths)
+    expected = oracle.attention(q, *wide, *zeros, **options, **shared)
+    close(o * 1e3, 1e3 * expected[0], TOLERANCE[query], "output")
+    close(lse, expected[1], 1e-5, "lse")
+
+
+@pytest.mark.parametrize("stored", QUANTISED)
+def test_8_bits_err_as_stated_and_a_row_of_0_or_nan_stays_what_it_is(stored, rng):
+    x = rng.normal(size=(1000, 64)).astype(np.float32) * np.exp(rng.normal(size=(1000, 1)) * 20)
+    x[0], x[1, 3], x[2] = 0, np.nan, 1e-45
+    x8, scales = quantised.quantised(x, stored)
+    found = np.array(x8.astype(jnp.float32) * scales[:, None])
+    assert (found[0] == 0).all() and np.isnan(found[1]).all() and (abs(found[2]) < 1e-36).all()
+    found, x = found[3:].astype(np.float64), x[3:].astype(np.float64)
+    largest = abs(x).max(1, keepdims=True)
+    limit = largest / 254 if stored == "int8" else np.maximum(abs(x) / 16, largest / 448 / 1024)
+    assert (abs(found - x) <= 1.001 * limit).all()
+
+
+def test_the_output_of_a_cache_in_8_bits_errs_by_1_and_4_percent(rng):
+    q, k, v = (rng.normal(size=(1, length, 8, 128)).astype(np.float32) for length in (4, 2048, 2048))
+    exact = flash_attention(q, k, v)
+    for stored, stated in dict(int8=0.01, float8_e4m3fn=0.04).items():
+        cache = paged_cache(1, 2048, 8, 128, pages=32, dtype=stored).append(k, v)
+        options = dict(k_scales=cache.key_scale, v_scales=cache.value_scale, is_causal=False)
+        o = paged_attention(q, cache.key, cache.value, cache.table, cache.length, **options)
+        assert jnp.linalg.norm(o - exact) < stated * jnp.linalg.norm(exact)
 
 
 # ---- hopper ----

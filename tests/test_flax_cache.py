@@ -25,11 +25,11 @@ def at_once(model, x):
     return jax.jit(lambda x: model(x))(x)
 
 
-def in_steps(model, x, cache, **kw):
-    step = jax.jit(lambda x, cache: model(x, cache=cache, **kw), donate_argnums=1)
+def in_steps(model, x, cache, size=STEP):
+    step = jax.jit(lambda x, cache: model(x, cache=cache), donate_argnums=1)
     ys = []
-    for start in range(0, x.shape[1], STEP):
-        y, cache = step(x[:, start : start + STEP], cache)
+    for start in range(0, x.shape[1], size):
+        y, cache = step(x[:, start : start + size], cache)
         ys.append(y)
     return jnp.concatenate(ys, 1), cache
 
@@ -41,6 +41,13 @@ def test_a_rolling_cache_gives_what_the_whole_text_gives_however_long(rng):
     y, cache = in_steps(model, x, cache)
     np.testing.assert_allclose(y, at_once(model, x), atol=2e-6)
     assert cache.length.tolist() == [LENGTH] * B
+
+
+@pytest.mark.parametrize("size, implementation", [(50, None), (10, "reference")])
+def test_what_is_no_decoding_goes_from_a_rolling_cache_to_the_ordinary_forward(size, implementation, rng):
+    model, x = layer(local_window_size=7, implementation=implementation), tokens(rng)
+    y, _ = in_steps(model, x, model.init_rolling_cache(B, tokens=size), size)
+    np.testing.assert_allclose(y, at_once(model, x), atol=2e-6)
 
 
 def test_rows_of_a_rolling_cache_go_on_from_their_own_lengths(rng):
@@ -69,6 +76,34 @@ def test_tokens_that_find_no_page_get_nan_and_the_others_stay_right(rng):
     np.testing.assert_allclose(y[:, :16], at_once(model, x)[:, :16], atol=2e-6)
 
 
+CACHES = {
+    "in one piece": ({}, lambda model, dtype: model.init_cache(B, LENGTH, dtype)),
+    "rolling": (dict(local_window_size=7), lambda model, dtype: model.init_rolling_cache(B, STEP, dtype)),
+    "in pages": ({}, lambda model, dtype: paged_cache(B, LENGTH, 2, 6, pages=2 * 19, page=8, dtype=dtype)),
+}
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("kind", CACHES)
+def test_a_quantised_cache_gives_nearly_what_the_whole_text_gives(kind, dtype, rng):
+    options, make = CACHES[kind]
+    model, x = layer(sinks=True, **options), tokens(rng)
+    y, cache = in_steps(model, x, make(model, dtype))
+    assert cache.key.dtype == dtype and cache.length.tolist() == [LENGTH] * B
+    error = jnp.linalg.norm(y - at_once(model, x)) / jnp.linalg.norm(y)
+    assert 1e-4 < error < dict(int8=0.01, float8_e4m3fn=0.05)[dtype]
+
+
+def test_tokens_without_room_in_a_quantised_cache_get_nan_and_padding_is_not_kept(rng):
+    model, x = layer(), tokens(rng, 70)
+    step = jax.jit(lambda x, cache, lengths: model(x, cache=cache, lengths=lengths))
+    _, cache = step(jnp.array(x[:, :10]).at[1, 4:].set(jnp.nan), model.init_cache(B, 10, jnp.int8), np.array([10, 4], np.int32))
+    assert cache.key.shape[1] == 64 and not jnp.isnan(cache.key_scale).any()
+    x = jnp.stack([x[0, 10:70], x[1, 4:64]])
+    y, _ = jax.jit(lambda x, cache: model(x, cache=cache))(x, cache)
+    assert jnp.isnan(y[0, 54:]).all() and not jnp.isnan(y[0, :54]).any() and not jnp.isnan(y[1]).any()
+
+
 def refused(message, model, x, cache, **kw):
     with pytest.raises(ValueError, match=message):
         model(x, cache=cache, **kw)
@@ -80,6 +115,8 @@ def test_what_a_cache_cannot_hold_it_refuses_with_a_reason(rng):
     refused(r"takes up to 58 tokens .* got 90. Give a prompt in pieces", model, x, cache)
     refused("a RollingCache takes no mask", model, x[:, :4], cache, mask=np.ones((4, 128), bool))
     refused("needs a layer with local_window_size that is causal", layer(), x[:, :4], cache)
+    whole = layer().init_cache(B, 9, jnp.int8)
+    refused("a quantised KVCache takes no mask: a KVCache of floats", layer(), x[:, :4], whole, mask=np.ones((4, 64), bool))
     refused("PagedCache must have 2 rows", model, x[:, :4], paged_cache(3, 9, 2, 6, pages=9))
     in_training = layer(dropout_rate=0.1)
     pages = paged_cache(B, 9, 2, 6, pages=9)

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from scripts import generate, train_gpt
-from scripts.gpt_run.generation import Row, Sampling, choose
+from scripts.gpt_run.generation import Row, Sampling, choose, compiled
 from scripts.gpt_run.steps import new_model
 
 CONTEXT = 24
@@ -62,6 +62,13 @@ def test_the_cache_writes_what_the_whole_text_computed_again_each_time_does(run,
         row.add(int(byte))
     row.finish()
     assert text == row.take() + "\n"
+
+
+def test_memory_does_not_grow_with_the_text(run):
+    settings = generate.argparse.Namespace(**generate.read_config(run)["settings"])
+    structure, parameters = generate.read_model(generate.argparse.Namespace(run=run), settings)
+    programs = compiled(structure, parameters, [b"a" * 60, b"b"], 10**6, Sampling(0.0), 0)
+    assert programs.begin.memory_analysis().output_size_in_bytes < 10**5
 
 
 def test_the_model_sees_as_far_back_as_its_training_did(run):

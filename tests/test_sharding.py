@@ -11,7 +11,7 @@ from check import close
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_flash import flash_attention, masks
+from pallas_flash import flash_attention, masks, paged_attention, quantised
 
 pytestmark = [
     pytest.mark.usefixtures("small_tiles"),
@@ -187,3 +187,56 @@ def test_rows_of_any_array_may_be_sharded_and_head_sizes_may_not(name, rng):
     assert jax.typeof(spread).sharding.spec[1] == "data"
     with pytest.raises(ValueError, match=f"{name} must not be sharded along its last axis"):
         attend(*place(m, P(None, None, None, "data"), call[name]))
+
+
+# ---- pages ----
+
+PAGED = {  # the places of the query, of the pages and of the rows' data on a mesh of two by two; implementation
+    "all of them on every device": (P(), P(), P(), "blockwise"),
+    "the batch and the heads": (SPEC, P(None, None, "model"), P("data"), "blockwise"),
+    "the batch and the heads, in 8 bits": (SPEC, P(None, None, "model"), P("data"), "blockwise"),
+    "the batch and the heads, portable": (SPEC, P(None, None, "model"), P("data"), "portable"),
+    "nothing but the pages' heads": (None, P(None, None, "model"), None, "blockwise"),
+    "nothing but the rows' data": (None, None, P("data"), "blockwise"),
+}
+
+
+def paged_call(rng, dtype=None):
+    normal = lambda *shape: rng.normal(size=shape).astype(np.float32)
+    call = dict(query=normal(4, 3, 4, 8), k_pages=normal(12, 8, 2, 8), v_pages=normal(12, 8, 2, 5))
+    call |= dict(page_table=rng.permutation(12).astype(np.int32).reshape(4, 3), lengths=np.array([5, 24, 0, 13], np.int32))
+    call |= dict(query_seq_lengths=np.array([3, 1, 0, 2], np.int32), sinks=normal(4))
+    if dtype is None:
+        return call
+    k, v = (quantised.quantised(call[name], dtype) for name in ("k_pages", "v_pages"))
+    return call | dict(k_pages=k[0], v_pages=v[0], k_scales=k[1], v_scales=v[1])
+
+
+@pytest.mark.usefixtures("quick_compile")
+@pytest.mark.parametrize("places", PAGED)
+def test_pages_on_an_explicit_mesh_stay_where_they_are(places, rng):
+    *specs, name = PAGED[places]
+    call, m = paged_call(rng, "int8" if "8 bits" in places else None), mesh(AxisType.Explicit)
+    of = {name: specs[1] for name in ("k_pages", "v_pages", "k_scales", "v_scales") if name in call}
+    of |= dict(query=specs[0]) | dict.fromkeys(("page_table", "lengths"), specs[2])
+    placed = call | {name: place(m, spec, call[name])[0] for name, spec in of.items() if spec is not None}
+    attend = jax.jit(lambda call: paged_attention(**call, implementation=name, return_residual=True))
+    equal(attend(placed), attend(call))
+    text = attend.lower(placed).compile().as_text()
+    assert not re.findall(r"= \S+ (all-gather|all-to-all|collective-permute)", text)
+
+
+REFUSED = {
+    "pages that lie on several devices": dict(k_pages=P("data")),
+    "tokens that do": dict(query=P(None, "data")),
+    "pages whose heads lie where the batch does": dict(query=P("data"), k_pages=P(None, None, "data")),
+    "rows that are not where the query's are": dict(query=P("data"), lengths=P("model")),
+}
+
+
+@pytest.mark.parametrize("places", REFUSED)
+def test_where_pages_cannot_be_is_refused_in_words(places, rng):
+    call, m = paged_call(rng) | dict(query=np.ones((4, 2, 4, 8), np.float32)), mesh(AxisType.Explicit)
+    call |= {name: place(m, spec, call[name])[0] for name, spec in REFUSED[places].items()}
+    with pytest.raises(ValueError, match=r"may be sharded as .* here: .* pages by heads alone; got .* jax\.reshard moves it"):
+        paged_attention(**call)

@@ -76,6 +76,7 @@ ORDER = [
     "kernels.device",
     "kernels.__init__",
     "decode",
+    "quantised",
     "arguments",
     "dropout",
     "sizes",

@@ -9,6 +9,7 @@ Per query head, T queries see S keys, n_q = ceil(T / block_q), n_k = ceil(S / bl
 | flash1, forward     | 2        | T S          | K and V once, Q n_k times, O n_k times read and n_k + 1 written, as float32 |
 | flash1, backward    | 5        | T S          | K and V once, Q and dO n_k times, dQ n_k times read and n_k + 1 written   |
 | portable, forward   | 2        | T S          | Q and O once, K and V n_q times                                           |
+| portable, decoding  | 2        | T S          | K and V once for all heads that share them, Q once a part, O a part in float32 |
 | portable, backward  | 4 + 3    | 2 T S        | dkv: K and V once, Q and dO n_k times; dq: Q and dO once, K and V n_q times |
 
 A product is 2 T S H FLOPs, or Hv for H. Why flash1 beats standard: n_k = 4 H S / M for an SRAM of M elements, so its bytes are
@@ -26,6 +27,7 @@ import numpy as np
 
 from pallas_flash import schedule
 from pallas_flash.arguments import Problem
+from pallas_flash.kernels.portable import tuning
 from pallas_flash.kernels.portable.tuning import power_of_two
 
 
@@ -201,7 +203,7 @@ def flash1_memory(p: Problem) -> dict[str, int]:
 def portable_forward(p: Problem, tiles) -> dict[str, Cost]:
     """Of each tile of queries, the keys it sees: without a mask, K and V n_q times."""
     if tiles.decode is not None:
-        raise NotImplementedError(f"the formulas know decoding in hopper alone, not in portable. The call: {p}.")
+        return _portable_decode(p, tiles.decode)
     t = tiles.forward
     z = Sizes(p, t.block_q, t.block_k)
     pairs, keys, _ = _keys_of_query_tiles(p, z)
@@ -247,9 +249,30 @@ def portable_backward(p: Problem, tiles) -> dict[str, Cost]:
     return dict(flash_attention_dkv=dkv, flash_attention_dq=dq)
 
 
+def _portable_decode(p: Problem, t) -> dict[str, Cost]:
+    """Of the keys that any row sees, K and V once; Q, and what the rows see, for each part of the keys. `merge` is no kernel but
+    XLA's pass over the parts' outputs, which are float32."""
+    z, rows = Sizes(p, p.queries, t.block_k), p.queries * p.group
+    start, stop, _ = interval_of_rows(p, z)
+    blocks, some = schedule.key_blocks(start, stop, None, t.block_k).clipped(), start < stop
+    keys = np.max(stop, where=some, initial=0) - np.min(start, where=some, initial=p.keys)
+    R, own = z.kv_heads * int(blocks.last - blocks.first) * t.block_q, z.kv_heads * t.parts * t.block_q
+    programs = z.kv_heads * t.parts
+    kernel = Cost(
+        matrix=2 * R * t.block_k * (z.h + z.v),
+        exponentials=R * t.block_k + R,
+        other=R * (4 * t.block_k + 4 + 2 * z.v) + own * (2 + z.v),
+        reads=z.kv_heads * max(int(keys), 0) * (z.H + z.V) * z.e + programs * rows * z.H * z.e + 8 * own,
+        writes=4 * programs * rows * (z.V + 2),
+    )
+    return dict(flash_attention_decode=kernel, merge=Cost(reads=kernel.writes, writes=z.o + 2 * z.statistic))
+
+
 def portable_memory(p: Problem) -> dict[str, int]:
-    """m and l; then what `delta` writes."""
-    return dict(forward=2 * Sizes(p, 1, 1).statistic, backward=delta(p).writes)
+    """m and l, or the outputs of decoding's parts; then what `delta` writes."""
+    t = tuning.tiles(p).decode
+    forward = 2 * Sizes(p, 1, 1).statistic if t is None else _portable_decode(p, t)["flash_attention_decode"].writes
+    return dict(forward=forward, backward=delta(p).writes)
 
 
 def interval_of_rows(p: Problem, z: Sizes):

@@ -11,6 +11,7 @@ import numpy as np
 from pallas_flash import schedule
 from pallas_flash.accounting.costs import Cost, Sizes, interval_of_rows
 from pallas_flash.arguments import Problem
+from pallas_flash.kernels.hopper import tuning
 from pallas_flash.kernels.hopper.tuning import ROWS
 
 
@@ -133,6 +134,10 @@ def delta(p: Problem) -> Cost:
 
 
 def memory(p: Problem) -> dict[str, int]:
-    """Nothing; then delta and the lse that the backward takes, and in one kernel dQ in float32. Copies that pad come on top."""
-    rows = p.batch * p.heads * p.queries
-    return dict(forward=0, backward=4 * rows * (2 + (0 if p.deterministic else p.head_size)))
+    """Nothing, or the outputs of decoding's parts; then delta and the lse that the backward takes, and in one kernel dQ in
+    float32. Copies that pad come on top."""
+    rows, t = p.batch * p.heads * p.queries, tuning.tiles(p).decode
+    return dict(
+        forward=0 if t is None else _decode(p, t)["flash_attention_decode"].writes,
+        backward=4 * rows * (2 + (0 if p.deterministic else p.head_size)),
+    )

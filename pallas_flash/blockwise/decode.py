@@ -10,12 +10,13 @@ from pallas_flash import decode, online_softmax, schedule
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.blockwise.parts import Block, Heads, numbered
 from pallas_flash.blockwise.tuning import DecodeTiles
+from pallas_flash.quantised import weights
 from pallas_flash.visibility import Visibility
 
 
-def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None):
+def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None, scales=(None, None)):
     """o [B, T, N, Hv] in the query's dtype, and the Statistics of its rows. With a `table` int32 [B, pages] of page numbers, key
-    and value are pages [P, page, K, n]."""
+    and value are pages [P, page, K, n]; where these are quantised, both have `scales` [P, page, K]."""
     p, wide = problem, jnp.promote_types(tiles.dtype, jnp.float32)
     rows, x_rows = decode.as_rows(p, x)
     q = jnp.swapaxes(x_rows.query, 1, 2).astype(wide)
@@ -27,7 +28,7 @@ def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None):
 
     def some(n, outputs):
         part = Heads(n * batch, batch, 0, p.kv_heads, p.kv_heads)
-        new = _attend(rows, tiles, part, part.of(q), x_rows, table)
+        new = _attend(rows, tiles, part, part.of(q), x_rows, table, scales)
         return tuple(part.put(out, a, 1) for out, a in zip(outputs, new, strict=True))
 
     o, m, l = schedule.loop(0, p.batch // batch, some, start) if batch < p.batch else some(0, start)
@@ -35,7 +36,7 @@ def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None):
     return decode.merged(p, x, o, online_softmax.Statistics(m, l))
 
 
-def _attend(p: Problem, tiles: DecodeTiles, part: Heads, q, x: Operands, table):
+def _attend(p: Problem, tiles: DecodeTiles, part: Heads, q, x: Operands, table, scales):
     """o [B, K, rows, Hv], m and l of some of the batch. Scores are [B, K, keys, rows]."""
     see = x.visibility.narrow(Visibility.BY_QUERY + Visibility.BY_KEY, part.of)
     column = lambda a: a[:, None, None]
@@ -44,13 +45,19 @@ def _attend(p: Problem, tiles: DecodeTiles, part: Heads, q, x: Operands, table):
         o, m, l = carry
         key = numbered(j, tiles.block_k, p.keys)
         k, v = (_block(a, table, part, key).astype(tiles.dtype) for a in (x.key, x.value))  # [B, keys, K, n]
+        k_scale, v_scale = (None if a is None else _block(a, table, part, key).swapaxes(1, 2)[..., None] for a in scales)
         qk = jnp.einsum("bkrh,bskh->bksr", q, k, precision="highest", preferred_element_type=q.dtype)
+        qk = qk if k_scale is None else jnp.maximum(qk * k_scale, online_softmax.LOWEST)  # no multiply-add with -m
         s = qk if p.soft_cap is None else online_softmax.scores(qk, None, p.scale, p.soft_cap)
         if masked:
             seen = _seen(see, key, column)
             s = jnp.where(seen, s, -jnp.inf)
-            v = jnp.where(seen.any((1, 3))[:, :, None, None], v, 0)  # there may be NaN
+            seen = seen.any(3, keepdims=True)
+            v = jnp.where(seen[:, 0, :, :, None], v, 0)  # there may be NaN
+            v_scale = None if v_scale is None else jnp.where(seen, v_scale, 0)
         prob, alpha, m, l = online_softmax.step_by_key(s, m, l)
+        if v_scale is not None:
+            prob, v = prob * v_scale, v.astype(weights(v.dtype))
         pv = jnp.einsum("bksr,bskh->bkrh", prob.astype(v.dtype), v, precision="highest", preferred_element_type=q.dtype)
         return o * alpha[..., None] + pv, m, l
 

@@ -1,15 +1,18 @@
 """The caches of `FlashAttention`, of all tokens in one piece or in pages, or of a window's alone, and attention to them."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_flash import quantised
 from pallas_flash.attention import flash_attention
-from pallas_flash.paged import paged_attention
+from pallas_flash.decode import ROWS
+from pallas_flash.paged import IMPLEMENTATIONS, paged_attention
 from pallas_flash.pages import PagedCache
 
-PAGE = 64  # keys of a page of a rolling cache
+PAGE = 64  # keys of a page of a rolling or quantised cache
 
 
 class KVCache(NamedTuple):
@@ -18,6 +21,8 @@ class KVCache(NamedTuple):
     key: Float[Array, "B S K H"]
     value: Float[Array, "B S K H"]
     length: Int[Array, "B"]
+    key_scale: Float[Array, "B S K"] | None = None  # of a cache in 8 bits
+    value_scale: Float[Array, "B S K"] | None = None
 
 
 class RollingCache(NamedTuple):
@@ -26,16 +31,21 @@ class RollingCache(NamedTuple):
     key: Float[Array, "B S K H"]
     value: Float[Array, "B S K H"]
     length: Int[Array, "B"]
+    key_scale: Float[Array, "B S K"] | None = None
+    value_scale: Float[Array, "B S K"] | None = None
 
 
 _PAGED = ("is_causal", "local_window_size", "logits_soft_cap", "sinks", "implementation")  # options of paged_attention
 Cache = KVCache | RollingCache | PagedCache
 
 
-def empty(kind, batch: int, slots: int, heads: int, size: int, dtype) -> Any:
+def empty(kind: Callable, batch: int, slots: int, heads: int, size: int, dtype) -> Any:
+    """A KVCache or a RollingCache; a quantised one is made of whole pages."""
+    slots = -(-slots // PAGE) * PAGE if quantised.is_quantised(dtype) else slots
+    shape = batch, slots, heads, size
     # two arrays, not one twice, so that a jitted step may be given the cache's memory (donate_argnums)
-    zeros = lambda: jnp.zeros((batch, slots, heads, size), dtype)
-    return kind(zeros(), zeros(), jnp.zeros(batch, jnp.int32))
+    zeros = lambda: jnp.zeros(shape, dtype)
+    return kind(zeros(), zeros(), jnp.zeros(batch, jnp.int32), *quantised.empty_scales(shape, dtype))
 
 
 def rolling_slots(left: int, tokens: int) -> int:
@@ -49,39 +59,59 @@ def attend(cache: Cache, query, key, value, left: int | None, mask, lengths, opt
     T, start = query.shape[1], cache.length
     count = T if lengths is None else lengths
     positions = start[:, None] + jnp.arange(T, dtype=jnp.int32)
-    asked = options | dict(query_seq_lengths=lengths)
-    if isinstance(cache, KVCache):
+    asked, is_quantised = options | dict(query_seq_lengths=lengths), cache.key_scale is not None
+    if isinstance(cache, KVCache) and not is_quantised:
         cache = _append(cache, key, value, positions, count)
         key, value = cache.key.astype(query.dtype), cache.value.astype(query.dtype)
         o = flash_attention(query, key, value, mask=mask, key_value_seq_lengths=cache.length, query_offset=start, **asked)
         return _or_nan(o, positions < key.shape[1]), cache
     more = [name for name, x in dict(options, mask=mask).items() if name not in _PAGED and x is not None]
     if more:
-        raise ValueError(f"a {type(cache).__name__} takes no {', '.join(more)}: a KVCache does, and layer.eval() ends dropout.")
+        name = "quantised " * is_quantised + type(cache).__name__
+        raise ValueError(f"a {name} takes no {', '.join(more)}: a KVCache of floats does, and layer.eval() ends dropout.")
     asked = {name: x for name, x in asked.items() if x is not None}
-    if isinstance(cache, RollingCache):
-        return _attend_rolling(cache, query, key, value, left, positions, count, asked)
+    if not isinstance(cache, PagedCache):
+        return _attend_slots(cache, query, key, value, left, positions, count, asked)
     cache = cache.append(key, value, count if lengths is not None else None)
-    pages = (x.astype(query.dtype) for x in (cache.key, cache.value))
-    o = paged_attention(query, *pages, cache.table, cache.length, query_offset=start, **asked)
+    o = _paged(cache, query, lambda pages: pages, cache.table, cache.length, query_offset=start, **asked)
     missing = (positions >= cache.length[:, None]) & (positions < (start + count)[:, None])
     return _or_nan(o, ~missing), cache
 
 
-def _attend_rolling(cache: RollingCache, query, key, value, left: int, positions, count, options):
-    """The slots are pages of a ring: a table in which the page of the oldest token in sight comes first puts them in order."""
-    B, S, *head = cache.key.shape
+def _paged(cache: Cache, query, as_pages: Callable, table, lengths, **options):
+    """paged_attention to a cache, of whose arrays `as_pages` makes pages."""
+    key, value = as_pages(cache.key), as_pages(cache.value)
+    if cache.key_scale is None:
+        key, value = key.astype(query.dtype), value.astype(query.dtype)
+    else:
+        options |= dict(k_scales=as_pages(cache.key_scale), v_scales=as_pages(cache.value_scale))
+    return paged_attention(query, key, value, table, lengths, **options)
+
+
+def _attend_slots(cache: KVCache | RollingCache, query, key, value, left: int | None, positions, count, options):
+    """The slots of a row are pages. In a RollingCache they are a ring: a table in which the page of the oldest token in sight
+    comes first puts them in order. More tokens than decoding takes go to the ordinary forward, with a copy of the ring."""
+    is_ring, (B, S) = isinstance(cache, RollingCache), cache.key.shape[:2]
     pages, start = S // PAGE, cache.length
     row, token = jnp.arange(B)[:, None], jnp.arange(positions.shape[1])
-    to = jnp.where(token < jnp.reshape(count, (-1, 1)), positions % S, S)
-    write = lambda slots, x: slots.at[row, to].set(x.astype(slots.dtype), mode="drop", unique_indices=True)
-    cache = RollingCache(write(cache.key, key), write(cache.value, value), (start + count).astype(start.dtype))
-    first = jnp.maximum(start - left, 0) // PAGE
+    to = jnp.where(token < jnp.reshape(count, (-1, 1)), positions % S if is_ring else positions, S)
+    cache = quantised.written(cache, (row, to), key, value)._replace(length=(start + count).astype(start.dtype))
+    first = jnp.maximum(start - left, 0) // PAGE if is_ring else jnp.zeros_like(start)
     table = row * pages + (first[:, None] + jnp.arange(pages)) % pages
-    as_pages = lambda x: x.astype(query.dtype).reshape(B * pages, PAGE, *head)
-    ends = dict(lengths=cache.length - first * PAGE, query_offset=start - first * PAGE)
-    o = paged_attention(query, as_pages(cache.key), as_pages(cache.value), table.astype(jnp.int32), **ends, **options)
-    return o, cache
+    as_pages = lambda x: x.reshape(B * pages, PAGE, *x.shape[2:])
+    length, options = cache.length - first * PAGE, options | dict(query_offset=start - first * PAGE)
+    if cache.key_scale is None and not _is_for_pages(query, cache, options):
+        in_order = lambda x: as_pages(x)[table].reshape(x.shape).astype(query.dtype)
+        o = flash_attention(query, in_order(cache.key), in_order(cache.value), key_value_seq_lengths=length, **options)
+    else:
+        o = _paged(cache, query, as_pages, table.astype(jnp.int32), length, **options)
+    return (o if is_ring else _or_nan(o, positions < S)), cache
+
+
+def _is_for_pages(query, cache: RollingCache, options) -> bool:
+    """Whether paged_attention is decoding on any device, by the implementation that is asked for."""
+    rows = query.shape[1] * query.shape[2] // cache.key.shape[2]
+    return rows <= ROWS and options.get("implementation") in (None, *IMPLEMENTATIONS)
 
 
 def _append(cache: KVCache, key, value, positions, count) -> KVCache:
@@ -90,9 +120,8 @@ def _append(cache: KVCache, key, value, positions, count) -> KVCache:
     A position past the last slot is dropped. Those that are not real lie beyond the new length, where nobody looks.
     """
     row = jnp.arange(len(positions))[:, None]
-    write = lambda slots, x: slots.at[row, positions].set(x.astype(slots.dtype), mode="drop", unique_indices=True)
     length = (cache.length + count).astype(cache.length.dtype)
-    return KVCache(write(cache.key, key), write(cache.value, value), length)
+    return quantised.written(cache, (row, positions), key, value)._replace(length=length)
 
 
 def _or_nan(o, has_room):

@@ -190,12 +190,13 @@ class FlashAttention(nnx.Module):
 
     def init_cache(self, batch: int, max_length: int, dtype: Any = None) -> KVCache:
         """An empty cache for `batch` rows of up to max_length tokens; its dtype is by default dtype, or else param_dtype.
-        A cache of another dtype than the computation's is cast whole in each call."""
+        A cache of another dtype than the computation's is cast whole in each call; not so one of int8 or float8_e4m3fn, which
+        is quantised as `paged_cache` says. That takes no mask and is of whole pages: max_length is rounded up to 64 tokens."""
         return self._empty(KVCache, batch, max_length, dtype)
 
     def init_rolling_cache(self, batch: int, tokens: int = 1, dtype: Any = None) -> RollingCache:
         """An empty cache of the tokens in a causal layer's window alone, for texts of any length: O(local_window_size) memory. A
-        call has up to `tokens` tokens; a longer prompt is given in pieces."""
+        call has up to `tokens` tokens; a longer prompt is given in pieces. Its dtype is as in `init_cache`."""
         if self._left is None or not self.is_causal:
             raise ValueError("a rolling cache holds a window's tokens: it needs a layer with local_window_size that is causal.")
         return self._empty(RollingCache, batch, caches.rolling_slots(self._left, tokens), dtype)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from pallas_flash import explain, flash_attention
@@ -113,6 +114,32 @@ def _decode_why_not(case: Case) -> str | None:
     if jax.default_backend() != "gpu":
         return "it needs a GPU"
     return f"it takes one new token; got T = {case.T}" if case.T > 1 else _plain(case._replace(T=case.S))
+
+
+def _paged_attention(case: Case, q, k, v, k_pages, v_pages, table):
+    from jax.experimental.pallas.ops.gpu import paged_attention
+
+    q = q[:, 0] * case.H**-0.5  # it does not scale
+    return paged_attention.paged_attention(q, k_pages, v_pages, table, None, k_splits=min(16, table.shape[1]))[:, None]
+
+
+def _pages(case: Case) -> dict:
+    """The caches of all rows in pages [K, B * S / PAGE, PAGE, H]; it is not timed how they get there."""
+    as_pages = lambda x: jnp.moveaxis(x.reshape(-1, PAGE, case.K, case.H), 2, 0)
+    _, k, v, _ = case.inputs()
+    table = jnp.arange(case.B * case.S // PAGE, dtype=jnp.int32).reshape(case.B, -1)
+    return dict(k_pages=as_pages(k), v_pages=as_pages(v), table=table)
+
+
+def _paged_why_not(case: Case) -> str | None:
+    if importlib.util.find_spec(f"{PALLAS}.paged_attention") is None:
+        return f"jax {jax.__version__} has no {PALLAS}.paged_attention any more"
+    if reason := _decode_why_not(case):
+        return reason
+    pages = case.S // PAGE
+    if case.S % PAGE or pages & (pages - 1) or case.H & (case.H - 1):
+        return f"its blocks are powers of two: of S, in pages of {PAGE} keys, and H; got S = {case.S}, H = {case.H}"
+    return None
 
 
 def _jax_nn_why_not(case: Case) -> str | None:
@@ -227,6 +254,7 @@ FA3 = (
     " published for FlashAttention-3 are 648 TFLOP/s full and 616 causal, forward, head size 128, 16384 long, an H100 SXM"
 )
 PALLAS = "jax.experimental.pallas.ops.gpu"
+PAGE = 64  # keys, of a paged cache
 PEERS = [
     Contender("jax.nn/xla", _jax_nn("xla"), _jax_nn_why_not, _dense_documents),
     Contender("jax.nn/cudnn", _jax_nn("cudnn"), _cudnn_why_not, _dense_documents),
@@ -234,6 +262,7 @@ PEERS = [
         "attention_mgpu", _mgpu, _plain, modules=("absl", f"{PALLAS}.attention_mgpu"), dtype="float16"
     ),  # its buffers are, whatever it is given
     Contender("decode_attention", _decode_attention, _decode_why_not, modules=(f"{PALLAS}.decode_attention",), passes=PASSES[:1]),
+    Contender("paged_attention", _paged_attention, _paged_why_not, _pages, passes=PASSES[:1]),
     Contender(
         "tokamax", _tokamax, operands=_dense_documents, package="tokamax", modules=("tokamax",), before_import=_before_tokamax
     ),

@@ -41,7 +41,8 @@ class Programs(NamedTuple):
 
 
 def compiled(structure, parameters, prompts: list[bytes], length: int, sampling: Sampling, seed: int) -> Programs:
-    """Compiled for these prompts and up to `length` bytes after each; keys and values are computed once.
+    """Compiled for these prompts and up to `length` bytes after each; keys and values are computed once, and of a model with a
+    window those out of sight are forgotten.
 
     What a row draws follows from the seed and its prompt, and for equal prompts from their order: the rows beside it change
     nothing.
@@ -58,8 +59,24 @@ def compiled(structure, parameters, prompts: list[bytes], length: int, sampling:
 
     def begin(parameters):
         model = nnx.merge(structure, parameters)
-        logits, caches = model(tokens, model.init_cache(len(prompts), tokens.shape[1] + length), lengths=lengths)
-        return jnp.take_along_axis(logits, lengths[:, None, None] - 1, 1)[:, 0], caches, jnp.int32(0)
+        if model.config.window is None:
+            logits, caches = model(tokens, model.init_cache(len(prompts), tokens.shape[1] + length), lengths=lengths)
+            return jnp.take_along_axis(logits, lengths[:, None, None] - 1, 1)[:, 0], caches, jnp.int32(0)
+        piece = min(model.config.window, tokens.shape[1])
+        pieces = -(-tokens.shape[1] // piece)
+        padded = np.pad(tokens, ((0, 0), (0, pieces * piece - tokens.shape[1]))).reshape(len(prompts), pieces, piece)
+
+        def read(state, piece_and_number):
+            last, caches = state
+            tokens, number = piece_and_number
+            count = jnp.clip(lengths - number * piece, 0, piece)
+            logits, caches = model(tokens, caches, lengths=count)
+            new = jnp.take_along_axis(logits, jnp.maximum(count, 1)[:, None, None] - 1, 1)[:, 0]
+            return (jnp.where(count[:, None] > 0, new, last), caches), None
+
+        start = jnp.zeros((len(prompts), model.config.vocab_size), jnp.float32), model.init_rolling_cache(len(prompts), piece)
+        (logits, caches), _ = jax.lax.scan(read, start, (padded.swapaxes(0, 1), np.arange(pieces, dtype=np.int32)))
+        return logits, caches, jnp.int32(0)
 
     def step(parameters, state):
         logits, caches, number = state

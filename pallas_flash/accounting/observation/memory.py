@@ -36,10 +36,19 @@ class Ref(NamedTuple):
 
     def narrow(self, indexer) -> "Ref":
         """What an indexer of Pallas takes of it."""
-        indices, at = iter(indexer.indices), []
+        indices, at = iter(self._each(indexer.indices)), []
         for axis in self.at:
             at.append(self._along(axis, next(indices)) if axis.ndim else axis)
         return self._replace(at=tuple(at))
+
+    def _each(self, indices) -> list:
+        """The indices, each of its own axis: vectors are one index together, of which here all but one repeat a number."""
+        is_vector = lambda i: not hasattr(i, "stride") and np.ndim(known(i, f"an index into {self.array.name}")) > 0
+        vectors = [n for n, i in enumerate(indices) if is_vector(i)]
+        moving = [n for n in vectors if np.ptp(indices[n])] or vectors[-1:]
+        if len(moving) > 1:
+            raise NotImplementedError(f"{self.array.name}: several vectors of indices that move are not walked through.")
+        return [np.ravel(i)[0] if n in vectors and n not in moving else i for n, i in enumerate(indices)]
 
     def _along(self, axis, index):
         if not hasattr(index, "stride"):

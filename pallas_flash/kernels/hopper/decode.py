@@ -118,16 +118,18 @@ def _kernel(program, x: Inputs, o_gmem, lse_gmem, memory: Memory, *, problem: Pr
 
         def step(n, carry, masked):
             o, m, l = carry
+            first_key = (first + n) * t.block_k
+            if masked:  # here, where no scores are in registers
+                v.wait(n)
+                _clear(v.block(n), x.reach[b, 0] - first_key, x.reach[b, 1] - first_key, number_of.meeting)
             k.wait(n)
             s = tile.product(lambda acc: tile.dot_t(acc, memory.q, k.block(n)), shape)  # [bq, bk]
             k.release(n)
             s, scale = online_softmax.scores_apart(s, p.scale, p.soft_cap)
-            first_key = (first + n) * t.block_k
             s = jnp.where(view.sees(first_key, shape), s, -jnp.inf) if masked else s
             prob, alpha, m, l = online_softmax.step(s, m, l, scale)
-            v.wait(n)
-            if masked:
-                _clear(v.block(n), x.reach[b, 0] - first_key, x.reach[b, 1] - first_key, number_of.meeting)
+            if not masked:
+                v.wait(n)
             o = o * tile.across(alpha, o.shape)
             (o,) = tile.products_add(lambda acc: tile.dot(acc, prob.astype(x.q.dtype), v.block(n)), o)
             v.release(n)
@@ -173,7 +175,7 @@ def _clear(v_smem, first, last, barrier: int):
     @pl.when((first > 0) | (last < v_smem.shape[0]))
     def _():
         row = tile.count(ROWS, tile.ROW)
-        for column in range(0, v_smem.shape[1], COLUMNS):  # few at a time: o and p are in registers
+        for column in range(0, v_smem.shape[1], COLUMNS):  # few at a time: o is in registers
             part = v_smem.at[:, pl.ds(column, COLUMNS)]
             v = plgpu.layout_cast(part[...], tile.TILE)
             part[...] = jnp.where(tile.across((row >= first) & (row < last), v.shape), v, jnp.zeros_like(v))

@@ -10,12 +10,13 @@ from pallas_flash import decode, online_softmax
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.kernels.portable import tile
 from pallas_flash.kernels.portable.tuning import DecodeTiles, power_of_two
+from pallas_flash.quantised import weights
 from pallas_flash.visibility import Visibility
 
 
-def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None):
+def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None, scales=(None, None)):
     """o [B, T, N, Hv] in the query's dtype, and the Statistics of its rows. With a `table` int32 [B, pages] of page numbers, key
-    and value are pages [P, page, K, n]."""
+    and value are pages [P, page, K, n]; where these are quantised, both have `scales` [P, page, K]."""
     p, rows = decode.as_rows(problem, x)
     index = lambda part, k, b: dict(b=b, B=b, n=k, k=k, p=part)
     at = tile.layout(p, tiles, index, t=tiles.block_q, p=None)
@@ -25,13 +26,14 @@ def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None):
         table_spec = pl.BlockSpec((None, table.shape[1]), lambda part, k, b: (b, 0))
         whole = lambda x: pl.BlockSpec((*x.shape[:2], None, power_of_two(x.shape[3])), lambda part, k, b: (0, 0, k, 0))
         specs = specs._replace(key=whole(x.key), value=whole(x.value))
+    of_scale = lambda x: None if x is None else pl.BlockSpec((*x.shape[:2], None), lambda part, k, b: (0, 0, k))
     stats = jax.ShapeDtypeStruct((p.batch, tiles.parts, p.heads, p.queries), jnp.float32)
     o = jax.ShapeDtypeStruct((p.batch, tiles.parts, p.heads, p.queries, p.value_size), jnp.float32)
     o, m, l = tile.launch(
         functools.partial(_kernel, problem=p, tiles=tiles),
-        (rows, table),
+        (rows, table, scales),
         grid=(tiles.parts, p.heads, p.batch),
-        in_specs=[specs, table_spec],
+        in_specs=[specs, table_spec, tuple(map(of_scale, scales))],
         out_specs=[at.spec("bpntv"), at.spec("bpnt"), at.spec("bpnt")],
         out_shape=[o, stats, stats],
         tiles=tiles,
@@ -40,7 +42,7 @@ def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None):
     return decode.merged(problem, x, o, online_softmax.Statistics(m, l))
 
 
-def _kernel(x: Operands, table_ref, o_ref, m_ref, l_ref, *, problem: Problem, tiles: DecodeTiles):
+def _kernel(x: Operands, table_ref, scale_refs, o_ref, m_ref, l_ref, *, problem: Problem, tiles: DecodeTiles):
     p = problem
     row = tile.span(tile.FIRST, tiles.block_q, p.queries)
     view = tile.view(x.visibility, row, p.queries)
@@ -52,10 +54,16 @@ def _kernel(x: Operands, table_ref, o_ref, m_ref, l_ref, *, problem: Problem, ti
         inside = (key.index >= first) & view.reach(key, masked) if masked else None
         k_ref, v_ref = (_block(ref, table_ref, key) for ref in (x.key, x.value))
         k, v = tile.keys_and_values(p, k_ref, v_ref, inside)
-        s = jnp.maximum(tile.scores(p, q, k, None), online_softmax.LOWEST)  # [bq, bk], and no multiply-add with -m
+        k_scale, v_scale = (None if ref is None else tile.load(_block(ref, table_ref, key), inside)[None] for ref in scale_refs)
+        qk = tile.dot_t(q, k.astype(q.dtype))
+        qk = qk if k_scale is None else qk * k_scale
+        s = online_softmax.scores(qk, None, p.scale, p.soft_cap)  # [bq, bk]
+        s = jnp.maximum(s, online_softmax.LOWEST)  # no multiply-add with -m
         seen = view.sees(key, None, masked)
         s = s if seen is None else jnp.where(seen, s, -jnp.inf)
         prob, alpha, m, l = online_softmax.step(s, m, l)
+        if v_scale is not None:
+            prob, v = prob * v_scale, v.astype(weights(q.dtype))
         return o * alpha[:, None] + tile.dot(prob.astype(v.dtype), v), m, l
 
     first = jnp.min(jnp.where(view.start < view.stop, view.start, Visibility.ALL))  # pages before it may hold NaN
@@ -68,10 +76,14 @@ def _kernel(x: Operands, table_ref, o_ref, m_ref, l_ref, *, problem: Problem, ti
 
 
 def _block(ref, table_ref, key: tile.Span):
-    """Of keys or values [S, n], or pages [P, page, n], those of a block."""
+    """Of keys or values [S, n], or pages [P, page, n] or [P, page], those of a block."""
     if table_ref is None:
         return ref.at[key.slice]
-    number, page, width = ref.shape
+    number, page, *width = ref.shape
     entry = table_ref[jnp.minimum(key.index // page, table_ref.shape[0] - 1)]
-    at = jnp.clip(entry, 0, number - 1)[:, None], (key.index % page)[:, None], jnp.arange(width, dtype=jnp.int32)[None]
+    at = jnp.clip(entry, 0, number - 1), key.index % page
+    if not width:
+        return ref.at[at]
+    (width,) = width
+    at = at[0][:, None], at[1][:, None], jnp.arange(width, dtype=jnp.int32)[None]
     return ref.at[tuple(jnp.broadcast_to(i, (key.index.size, width)) for i in at)]  # the interpreter takes no slice beside them
