@@ -261,7 +261,7 @@ def _portable_decode(p: Problem, t) -> dict[str, Cost]:
     kernel = Cost(
         matrix=2 * R * t.block_k * (z.h + z.v),
         exponentials=R * t.block_k + R,
-        other=R * (4 * t.block_k + 4 + 2 * z.v) + own * (2 + z.v),
+        other=R * (5 * t.block_k + 4 + 2 * z.v) + own * (2 + z.v),
         reads=z.kv_heads * max(int(keys), 0) * (z.H + z.V) * z.e + programs * rows * z.H * z.e + 8 * own,
         writes=4 * programs * rows * (z.V + 2),
     )
