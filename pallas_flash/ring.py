@@ -60,11 +60,11 @@ class Loop(NamedTuple):
         to = [(i, (i + by) % self.devices) for i in range(self.devices) if wraps or 0 <= i + by < self.devices]
         return jax.tree.map(lambda a: lax.ppermute(a, self.axis, to), x) if by else x
 
-    def go(self, step: Callable, keys, carry):
-        """carry = step(t, keys, carry) for all t; the next keys are on their way meanwhile."""
+    def go(self, step: Callable, keys, carry, onward: Callable = lambda carry: carry):
+        """carry = step(t, keys, carry) for all t, onward(carry) between two; the next keys are on their way meanwhile."""
         if self.steps == 0:
             return carry
-        both = lambda t, state: (self.sent(state[0], 1, self.wraps), step(t, *state))
+        both = lambda t, state: (self.sent(state[0], 1, self.wraps), onward(step(t, *state)))
         keys, carry = schedule.loop(0, self.steps - 1, both, (self.sent(keys, -self.first, self.wraps), carry))
         return step(self.steps - 1, keys, carry)
 
@@ -246,9 +246,6 @@ def _backward(half: Half, groups: int, problem: Problem, tiles, x: Operands, o, 
     zeros = lambda y: None if y is None else _zeros(x.query, y.shape, wide)
 
     def step(t, keys, carry):
-        (dq, dbias), dkv = carry
-        dkv = loop.sent(dkv, 1)  # what the devices before found goes along with the keys, and then further, home
-
         def added(rows, b, p, pair, carry):
             (dq, dbias), dkv = carry
             by_row = map(rows.of, (o, lse, do, delta), (2, 1, 2, 1))
@@ -260,10 +257,11 @@ def _backward(half: Half, groups: int, problem: Problem, tiles, x: Operands, o, 
             keys = Part(loop.chunks, b)
             return (plus(dq, rows, new_dq, 2), dbias), tuple(plus(y, keys, new) for y, new in zip(dkv, new_dkv, strict=True))
 
-        return half.each_pair(groups, problem, x, t, keys, added, ((dq, dbias), dkv))
+        return half.each_pair(groups, problem, x, t, keys, added, carry)
 
     start = (zeros(x.query), zeros(x.bias)), (zeros(x.key), zeros(x.value))
-    (dq, dbias), dkv = loop.go(step, (x.key, x.value), start)
+    along = lambda carry: (carry[0], loop.sent(carry[1], 1))  # what was found goes along with the keys, and then further, home
+    (dq, dbias), dkv = loop.go(step, (x.key, x.value), start, along)
     dkv = loop.sent(dkv, loop.first - loop.steps + 1) if loop.steps else dkv  # home
     typed = lambda dy, y: None if y is None else dy.astype(y.dtype)
     return typed(dq, x.query), *map(typed, dkv, (x.key, x.value)), typed(dbias, x.bias)
