@@ -2,7 +2,7 @@
 
 Times implementations of attention side by side, in one process: forward, backward, and forward with backward, and the temporary
 memory of the compiled programs. Every result is checked before it is timed. On a GPU it runs a suite of cases against every peer
-that is installed; with --cases decode, anywhere, one new token against caches; with --cases context it counts, without running it,
+that is installed; with --cases decode, anywhere, one new token against caches; with --cases context it counts, and runs nothing,
 what a sequence on eight devices takes of each. Prints tables; writes benchmark.json, with every single time, benchmark.csv and
 pictures into a new folder.
 
