@@ -142,8 +142,7 @@ def in_a_ring(scheme: Context, call: dict[str, Any]) -> tuple[ring.Loop, Problem
     operands = operands._replace(bias=bias, mask=mask)
     shape = lambda x: None if x is None else x.shape
     problem = dataclasses.replace(problem, bias=shape(bias), mask=shape(mask))
-    pair = jax.eval_shape(lambda x: ring.operands_of(loop, problem, x, (x.key, x.value), 0, 0, 0), operands)
-    return loop, ring.problem_of(problem, pair), problem, operands
+    return loop, ring.pair_of(loop, problem, operands), problem, operands
 
 
 def _seeds(seeds, first, keys: int):
@@ -202,9 +201,9 @@ def chosen(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def sent_around(scheme: Context, loop: ring.Loop, problem: Problem) -> str:
-    """What a ring sends, in words."""
+    """What a ring sends, in words; the problem is that of all chunks and heads."""
     p, size = problem, np.dtype(problem.dtype).itemsize
-    numbers = p.batch * loop.chunks * p.keys * p.kv_heads * (p.head_size + p.value_size)
+    numbers = p.batch * p.keys * p.kv_heads * (p.head_size + p.value_size)
     hops = max(loop.steps - 1, 0) + (loop.steps > 0 and loop.first != 0)
     if hops == 0:
         return f"{scheme} of {loop.devices} devices: nothing is sent"
@@ -217,8 +216,8 @@ def plan(scheme: Context, call: dict[str, Any]) -> tuple[Problem, str]:
     if isinstance(scheme, AllToAll):
         problem = arguments.normalise(**own_heads(scheme, call))[0]
         return problem, sent_to_all(scheme, problem, _devices(scheme))
-    loop, pair, _, _ = in_a_ring(scheme, call)
-    return pair, sent_around(scheme, loop, pair)
+    loop, pair, problem, _ = in_a_ring(scheme, call)
+    return pair, sent_around(scheme, loop, problem)
 
 
 def sent_to_all(scheme: Context, problem: Problem, devices: int) -> str:

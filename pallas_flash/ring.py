@@ -1,12 +1,14 @@
 """Ring attention: keys and values go around the devices, and the queries of each attend to what passes by.
 
 Within a device a sequence lies in chunks, each a batch row of its own; a pair is one chunk of queries and one of keys. What the
-pairs give is merged by its log-sum-exp; in the backward, which takes that of all keys, the gradients of the pairs add up.
+pairs give is merged by its log-sum-exp; in the backward, which takes that of all keys, the gradients of the pairs add up. Where
+some of the heads are enough to fill a GPU, they go around before the others do: buffers are then as large as they need.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -58,13 +60,63 @@ class Loop(NamedTuple):
         to = [(i, (i + by) % self.devices) for i in range(self.devices) if wraps or 0 <= i + by < self.devices]
         return jax.tree.map(lambda a: lax.ppermute(a, self.axis, to), x) if by else x
 
-    def go(self, step: Callable, keys, carry):
-        """carry = step(t, keys, carry) for all t; the next keys are on their way meanwhile."""
+    def go(self, step: Callable, keys, carry, onward: Callable = lambda carry: carry):
+        """carry = step(t, keys, carry) for all t, onward(carry) between two; the next keys are on their way meanwhile."""
         if self.steps == 0:
             return carry
-        both = lambda t, state: (self.sent(state[0], 1, self.wraps), step(t, *state))
+        both = lambda t, state: (self.sent(state[0], 1, self.wraps), onward(step(t, *state)))
         keys, carry = schedule.loop(0, self.steps - 1, both, (self.sent(keys, -self.first, self.wraps), carry))
         return step(self.steps - 1, keys, carry)
+
+
+class Part(NamedTuple):
+    """Of arrays [B * C, .., shared * parts * n, ..] one of the C chunks, and one of the parts of the heads, or of the heads that
+    share each key head: [B, .., shared * n, ..]."""
+
+    chunks: int = 1
+    chunk: Any = 0
+    shared: int = 1
+    parts: int = 1
+    part: Any = 0
+
+    def of(self, y, axis: int = 0):
+        """Of y with its heads on `axis`; 0: without."""
+        if y is None or (self.chunks == 1 and (axis == 0 or self.parts == 1)):
+            return y
+        shape, starts, sizes, own = self._cut(y.shape, axis)
+        return lax.dynamic_slice(y.reshape(shape), starts, sizes).reshape(own)
+
+    def put(self, y, new, axis: int = 0):
+        """y with another part."""
+        if self.chunks == 1 and (axis == 0 or self.parts == 1):
+            return new
+        shape, starts, sizes, _ = self._cut(y.shape, axis)
+        return lax.dynamic_update_slice(y.reshape(shape), new.reshape(sizes), starts).reshape(y.shape)
+
+    def _cut(self, whole, axis: int):
+        """The shape of y with axes for chunks and parts; in it where the part begins, and its sizes; the part's shape."""
+        B, rows, heads, rest = whole[0] // self.chunks, whole[1:axis], whole[axis], whole[axis + 1 :]
+        if axis == 0:
+            return (B, self.chunks, *rest), (0, self.chunk, *[0] * len(rest)), (B, 1, *rest), (B, *rest)
+        n = heads // (self.shared * self.parts)
+        shape = B, self.chunks, *rows, self.shared, self.parts, n, *rest
+        starts = 0, self.chunk, *[0] * len(rows), 0, self.part, 0, *[0] * len(rest)
+        return shape, starts, (B, 1, *rows, self.shared, 1, n, *rest), (B, *rows, self.shared * n, *rest)
+
+
+HEADS = 2, Statistics(1, 1)  # the axes of the heads in what a forward gives
+ROWS = 2**14  # of queries, of all batch rows and heads of a pair: what is enough for all SMs of a GPU
+
+
+def parts_of(problem: Problem, chunks: int) -> tuple[int, int]:
+    """In how many parts the key heads go around, and the query heads of each meet them: as many as leave `ROWS` to a pair. All go
+    together where a bias or mask array, or a rule, tells them apart."""
+    p = problem
+    if p.bias is not None or p.mask is not None or p.visibility.where is not None:
+        return 1, 1
+    most = p.batch // chunks * p.queries * p.heads // ROWS
+    by_key = schedule.divisor(p.kv_heads, most)
+    return by_key, schedule.divisor(p.group, most // by_key)
 
 
 class Half(NamedTuple):
@@ -75,19 +127,34 @@ class Half(NamedTuple):
     is_forward: bool
 
     def __call__(self, problem: Problem, tiles, x: Operands, *rest):
-        return (_forward if self.is_forward else _backward)(self, problem, tiles, x, *rest)
+        parts, groups = parts_of(problem, self.loop.chunks)
+        run = functools.partial(_forward if self.is_forward else _backward, self, groups)
+        axes = HEADS if self.is_forward else (2, 2, 2, None)
 
-    def each_pair(self, problem: Problem, x: Operands, t, keys, step: Callable, carry):
-        """carry = step(a, b, problem, operands, carry) of all pairs of chunks a and b that may see each other."""
+        def some_heads(n, outputs):
+            part = Part(parts=parts, part=n)
+            some = heads_of(x, part)
+            new = run(problem_of(problem, some), tiles, some, *map(part.of, rest, (2, 1, 2, 1)))
+            return jax.tree.map(part.put, outputs, new, axes)
+
+        if parts == 1:
+            return run(problem, tiles, x, *rest)
+        outputs = jax.eval_shape(lambda *x: run(problem, tiles, *x), x, *rest)
+        return schedule.loop(0, parts, some_heads, jax.tree.map(lambda y: _zeros(x.query, y.shape, y.dtype), outputs))
+
+    def each_pair(self, groups: int, problem: Problem, x: Operands, t, keys, step: Callable, carry):
+        """carry = step(rows, b, problem, operands, carry) of all pairs, `rows` and a chunk b of keys, that may see each other."""
         device, chunks = self.loop.device_at(t), self.loop.chunks
 
         def visit(n, carry):
-            a, b = n // chunks, n % chunks
-            pair = operands_of(self.loop, problem, x, keys, device, a, b)
+            a, b, part = n // chunks % chunks, n % chunks, n // chunks**2
+            rows = Part(chunks, a, problem.kv_heads, groups, part)
+            pair = operands_of(self.loop, problem, x, keys, device, rows, b)
             some = self.loop.is_there(device) & pair.visibility.sees_any(problem.queries)
-            return lax.cond(some, lambda carry: step(a, b, problem_of(problem, pair), pair, carry), lambda carry: carry, carry)
+            return lax.cond(some, lambda carry: step(rows, b, problem_of(problem, pair), pair, carry), lambda carry: carry, carry)
 
-        return visit(0, carry) if chunks == 1 else schedule.loop(0, chunks**2, visit, carry)
+        pairs = chunks**2 * groups
+        return visit(0, carry) if pairs == 1 else schedule.loop(0, pairs, visit, carry)
 
 
 def around(loop: Loop, choice: Choice) -> Choice:
@@ -97,32 +164,50 @@ def around(loop: Loop, choice: Choice) -> Choice:
 
 
 def problem_of(problem: Problem, x: Operands) -> Problem:
-    """The problem of a pair."""
+    """The problem of a part of the operands."""
     shape = lambda a: None if a is None else a.shape
     visibility = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), x.visibility)
-    sizes = dict(batch=x.query.shape[0], bias=shape(x.bias), mask=shape(x.mask))
-    return dataclasses.replace(problem, visibility=visibility, sinks=False, **sizes)
+    sizes = dict(batch=x.query.shape[0], heads=x.query.shape[2], kv_heads=x.key.shape[2], bias=shape(x.bias), mask=shape(x.mask))
+    return dataclasses.replace(problem, visibility=visibility, sinks=x.sinks is not None, **sizes)
 
 
-def operands_of(loop: Loop, problem: Problem, x: Operands, keys, device, a, b) -> Operands:
-    """The operands of a pair: this device's chunk a of queries, and chunk b of the `keys`, K and V, of `device`."""
-    rows, C = (lambda y: _chunk(y, loop.chunks, a)), loop.chunks
-    key, value = (_chunk(y, C, b) for y in keys)
+def heads_of(x: Operands, part: Part) -> Operands:
+    """The operands of some key heads."""
+    sinks = None if x.sinks is None else part.of(x.sinks[None], 1)[0]
+    query, key, value = (part.of(y, 2) for y in x[:3])
+    return x._replace(query=query, key=key, value=value, sinks=sinks, seeds=part.of(x.seeds, 1))
+
+
+def pair_of(loop: Loop, problem: Problem, x: Operands) -> Problem:
+    """The problem of a pair."""
+
+    def pair(x):
+        parts, groups = parts_of(problem, loop.chunks)
+        some = heads_of(x, Part(parts=parts))
+        rows = Part(loop.chunks, 0, problem.kv_heads // parts, groups)
+        return operands_of(loop, problem, some, (some.key, some.value), 0, rows, 0)
+
+    return problem_of(problem, jax.eval_shape(pair, x))
+
+
+def operands_of(loop: Loop, problem: Problem, x: Operands, keys, device, rows: Part, b) -> Operands:
+    """The operands of a pair: this device's `rows`, and chunk b of the `keys`, K and V, of `device`."""
+    key, value = (Part(loop.chunks, b).of(y) for y in keys)
     first = jnp.maximum(loop.numbers(device)[b], 0) * problem.keys
-    visibility = x.visibility.narrow(Visibility.BY_BATCH + Visibility.BY_QUERY, rows)
+    visibility = x.visibility.narrow(Visibility.BY_BATCH + Visibility.BY_QUERY, rows.of)
     if (where := visibility.where) is not None:
-        batch = where.batch if where.batch is None else rows(where.batch)
-        visibility = dataclasses.replace(visibility, where=dataclasses.replace(where, offset=rows(where.offset), batch=batch))
-    tile = lambda y: None if y is None else _tile(y, *_at(loop, problem, y, device, a, b))
+        where = dataclasses.replace(where, offset=rows.of(where.offset), batch=rows.of(where.batch))
+        visibility = dataclasses.replace(visibility, where=where)
+    tile = lambda y: None if y is None else lax.dynamic_slice(y, *_at(loop, problem, y, device, rows.chunk, b))
     return x._replace(
-        query=rows(x.query),
+        query=rows.of(x.query, 2),
         key=key,
         value=value,
         bias=tile(x.bias),
         sinks=None,
         mask=tile(x.mask),
         visibility=visibility.of_keys(first, problem.keys),
-        seeds=None if x.seeds is None else dropout.moved(rows(x.seeds), column=first),
+        seeds=None if x.seeds is None else dropout.moved(rows.of(x.seeds, 1), column=first),
     )
 
 
@@ -134,67 +219,49 @@ def _at(loop: Loop, problem: Problem, y, device, a, b):
     return (0, 0, *starts), (*y.shape[:2], *(min(n, size) for n, size in zip(y.shape[2:], sizes, strict=True)))
 
 
-def _tile(y, starts, sizes):
-    return lax.dynamic_slice(y, starts, sizes)
-
-
-def _chunk(y, chunks: int, n):
-    """Of [B * C, ..] the chunk n of each batch row."""
-    return y if chunks == 1 else lax.dynamic_index_in_dim(y.reshape(-1, chunks, *y.shape[1:]), n, 1, keepdims=False)
-
-
-def _put(y, chunks: int, n, new):
-    """y with another chunk n."""
-    if chunks == 1:
-        return new
-    return lax.dynamic_update_index_in_dim(y.reshape(-1, chunks, *y.shape[1:]), new, n, 1).reshape(y.shape)
-
-
 def _zeros(like, shape, dtype):
     """Zeros that vary over the same devices."""
     return jnp.zeros_like(like, shape=shape, dtype=dtype)
 
 
-def _forward(half: Half, problem: Problem, tiles, x: Operands):
+def _forward(half: Half, groups: int, problem: Problem, tiles, x: Operands):
     B, T, N, _ = x.query.shape
-    wide, C = sums(x.query.dtype), half.loop.chunks
+    wide = sums(x.query.dtype)
     sinks = None if x.sinks is None else x.sinks[None, :, None]
     start = Statistics(*online_softmax.start(_zeros(x.query, (B, N, T), wide), sinks))
 
     def attend(t, keys, carry):
-        def merged(a, b, p, pair, carry):
-            own = jax.tree.map(lambda y: _chunk(y, C, a), carry)
-            new = online_softmax.merge(own, half.backend.forward(p, tiles, pair))
-            return jax.tree.map(lambda y, y_new: _put(y, C, a, y_new), carry, new)
+        def merged(rows, _, p, pair, carry):
+            new = online_softmax.merge(jax.tree.map(rows.of, carry, HEADS), half.backend.forward(p, tiles, pair))
+            return jax.tree.map(rows.put, carry, new, HEADS)
 
-        return half.each_pair(problem, x, t, keys, merged, carry)
+        return half.each_pair(groups, problem, x, t, keys, merged, carry)
 
     o, stats = half.loop.go(attend, (x.key, x.value), (_zeros(x.query, (B, T, N, problem.value_size), wide), start))
     return o.astype(x.query.dtype), stats
 
 
-def _backward(half: Half, problem: Problem, tiles, x: Operands, o, lse, do, delta):
-    loop, C, wide = half.loop, half.loop.chunks, delta.dtype
+def _backward(half: Half, groups: int, problem: Problem, tiles, x: Operands, o, lse, do, delta):
+    loop, wide = half.loop, delta.dtype
     zeros = lambda y: None if y is None else _zeros(x.query, y.shape, wide)
 
     def step(t, keys, carry):
-        (dq, dbias), dkv = carry
-        dkv = loop.sent(dkv, 1)  # what the devices before found goes along with the keys, and then further, home
-
-        def added(a, b, p, pair, carry):
+        def added(rows, b, p, pair, carry):
             (dq, dbias), dkv = carry
-            by_row = (_chunk(y, C, a) for y in (o, lse, do, delta))
+            by_row = map(rows.of, (o, lse, do, delta), (2, 1, 2, 1))
             new_dq, *new_dkv, new_dbias = half.backend.backward(p, tiles, pair, *by_row)
-            plus = lambda y, n, new: _put(y, C, n, _chunk(y, C, n) + new.astype(wide))
+            plus = lambda y, part, new, axis=0: part.put(y, part.of(y, axis) + new.astype(wide), axis)
             if dbias is not None:
-                starts, sizes = _at(loop, problem, dbias, loop.device_at(t), a, b)
-                dbias = lax.dynamic_update_slice(dbias, _tile(dbias, starts, sizes) + new_dbias.astype(wide), starts)
-            return (plus(dq, a, new_dq), dbias), tuple(plus(y, b, new) for y, new in zip(dkv, new_dkv, strict=True))
+                starts, sizes = _at(loop, problem, dbias, loop.device_at(t), rows.chunk, b)
+                dbias = lax.dynamic_update_slice(dbias, lax.dynamic_slice(dbias, starts, sizes) + new_dbias.astype(wide), starts)
+            keys = Part(loop.chunks, b)
+            return (plus(dq, rows, new_dq, 2), dbias), tuple(plus(y, keys, new) for y, new in zip(dkv, new_dkv, strict=True))
 
-        return half.each_pair(problem, x, t, keys, added, ((dq, dbias), dkv))
+        return half.each_pair(groups, problem, x, t, keys, added, carry)
 
     start = (zeros(x.query), zeros(x.bias)), (zeros(x.key), zeros(x.value))
-    (dq, dbias), dkv = loop.go(step, (x.key, x.value), start)
+    along = lambda carry: (carry[0], loop.sent(carry[1], 1))  # what was found goes along with the keys, and then further, home
+    (dq, dbias), dkv = loop.go(step, (x.key, x.value), start, along)
     dkv = loop.sent(dkv, loop.first - loop.steps + 1) if loop.steps else dkv  # home
     typed = lambda dy, y: None if y is None else dy.astype(y.dtype)
     return typed(dq, x.query), *map(typed, dkv, (x.key, x.value)), typed(dbias, x.bias)

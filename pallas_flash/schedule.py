@@ -75,6 +75,11 @@ class Listed(NamedTuple):
         return loop(self.masked, self.last, full, loop(0, self.masked, masked, carry))
 
 
+def divisor(n: int, most: int) -> int:
+    """The largest divisor of n that is at most `most`, at least 1."""
+    return max(d for d in range(1, n + 1) if n % d == 0 and d <= max(most, 1))
+
+
 def loop(start: Ints, stop: Ints, step, carry):
     """carry = step(j, carry) for j in [start, stop), j an int32; traces nothing where that is known to be empty."""
     if start is stop or (isinstance(start, int) and isinstance(stop, int) and start >= stop):

@@ -2,8 +2,9 @@
 
 Times implementations of attention side by side, in one process: forward, backward, and forward with backward, and the temporary
 memory of the compiled programs. Every result is checked before it is timed. On a GPU it runs a suite of cases against every peer
-that is installed; with --cases decode, anywhere, one new token against caches. Prints tables; writes benchmark.json, with every
-single time, benchmark.csv and pictures into a new folder.
+that is installed; with --cases decode, anywhere, one new token against caches; with --cases context it counts, and runs nothing,
+what a sequence on eight devices takes of each. Prints tables; writes benchmark.json, with every single time, benchmark.csv and
+pictures into a new folder.
 
 `--help` lists the rest. A further peer is a row of PEERS in bench/peers.py, a further case one of suite() in bench/cases.py.
 """
@@ -12,6 +13,7 @@ import argparse
 import datetime
 import faulthandler
 import itertools
+import json
 import os
 import pathlib
 import platform
@@ -24,7 +26,7 @@ import numpy as np
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # scripts/ is no installed package
 
 import pallas_flash
-from scripts.bench import clock, machine, plots, product, report
+from scripts.bench import clock, context, machine, plots, product, report
 from scripts.bench.cases import PASSES, Case, decoding, suite
 from scripts.bench.measure import Row, measure, memory
 from scripts.bench.options import Help, numbered, positive
@@ -68,6 +70,7 @@ DECODE = dict(  # where no shape is given
     cpu=dict(batch=[1, 8], lengths=[1024, 8192], heads=32, kv_heads=8, head_size=128),
     gpu=dict(batch=[1, 8, 64], lengths=[1024, 8192, 32768, 131072], heads=64, kv_heads=8, head_size=128),
 )
+CONTEXT = dict(implementations=["blockwise"], batch=1, lengths=[65536], heads=8, head_size=64, dtype="float32")
 SHAPE = ("lengths", "batch", "heads", "kv_heads", "head_size", "causal")  # of the cases that are not the suite's
 COMPILE, LOWER, TIME = 4.0, 0.5, 0.25  # seconds that the plan takes a program to be compiled and traced, and a row to be checked
 GRACE = 120  # seconds after the budget in which the last case must end; then it hangs
@@ -75,6 +78,8 @@ GRACE = 120  # seconds after the budget in which the last case must end; then it
 
 def main(argv=None) -> int:
     args = parse(argv)
+    if args.cases == "context":
+        return count_context(args)
     everyone = [contender(name) for name in args.implementations]
     contenders = [one for one in everyone if not one.missing()]
     cases = the_cases(args)
@@ -90,6 +95,20 @@ def main(argv=None) -> int:
         if args.budget:
             faulthandler.cancel_dump_traceback_later()
     return run.finish()
+
+
+def count_context(args) -> int:
+    args.out = new_folder(args.out)
+    facts = {name: text for name, text in where().items() if name != "device"}
+    for name, text in facts.items():
+        print(f"{name:<11}{text}", flush=True)
+    try:
+        rows = context.count(args.implementations, the_cases(args))
+    except (ValueError, NotImplementedError) as error:
+        raise SystemExit(f"benchmark.py: error: {error}") from None
+    (args.out / "benchmark.json").write_text(json.dumps(facts | dict(context=rows), indent=1) + "\n")
+    print(f"\nwritten    {args.out}: benchmark.json")
+    return 0
 
 
 def new_folder(folder: pathlib.Path | None) -> pathlib.Path:
@@ -194,8 +213,11 @@ def parse(argv) -> argparse.Namespace:
         parser.set_defaults(**quick)
     given, _ = parser.parse_known_args(argv, argparse.Namespace(**dict.fromkeys(SHAPE)))
     given = ["--" + name.replace("_", "-") for name in SHAPE if getattr(given, name) is not None]
-    if parser.parse_known_args(argv)[0].cases == "decode":
+    asked = parser.parse_known_args(argv)[0].cases
+    if asked == "decode":
         parser.set_defaults(**DECODE[kind], passes=PASSES[:1], memory_lengths=[])
+    if asked == "context":
+        parser.set_defaults(**CONTEXT)
     args = parser.parse_args(argv)
     args.cases = args.cases or ("suite" if machine.on_gpu() and not given else "lengths")
     if args.cases == "suite" and given:
@@ -210,6 +232,8 @@ def parse(argv) -> argparse.Namespace:
                 one.why_not(Case(1, 1, 1, 1, 1, 8, args.dtype, args.causal))
         except ValueError as error:  # no such name
             parser.error(f"{error} Or one of {', '.join(peer.name for peer in PEERS)}.")
+        if args.cases == "context" and name in [peer.name for peer in PEERS]:
+            parser.error(f"--cases context counts implementations of flash_attention; got {name!r}. Leave it out.")
     return args
 
 
@@ -224,9 +248,11 @@ def make_parser(default: dict, quick: dict) -> argparse.ArgumentParser:
     names += f"{', '.join(peer.name for peer in PEERS)}; the others are compared with the first"
     add("--implementations", nargs="+", metavar="NAME", help=names)
     add("--passes", nargs="+", choices=PASSES, metavar="PASS", help="of forward, backward and forward+backward")
-    add("--cases", choices=("lengths", "suite", "decode"), help="what is timed: one shape at several lengths (default without a "
+    add("--cases", choices=("lengths", "suite", "decode", "context"),
+        help="what is timed: one shape at several lengths (default without a "
         "GPU, and where a shape is given), the suite: head sizes, lengths, and masks; or decoding: one new token, that sees "
-        "all of caches of several lengths")  # fmt: skip
+        "all of caches of several lengths; or context, which is counted and not run: temporaries, bytes sent and blocks visited "
+        "by each of eight devices that a sequence lies on")  # fmt: skip
     add("--lengths", nargs="+", type=positive, metavar="T", help="T = S of the cases that are timed; in decoding S, and T is 1")
     add("--batch", type=positive, metavar="B", help="sequences (default: %s)" % ("16384 // T" if default["tokens"] > 1 else 1))
     add("--heads", type=positive, metavar="N", help="query heads")
@@ -252,17 +278,23 @@ def make_parser(default: dict, quick: dict) -> argparse.ArgumentParser:
 # ---- what it says first ----
 
 
+def where() -> dict[str, str]:
+    """And with what, and when."""
+    return dict(
+        device=machine.device(),
+        versions=f"jax {jax.__version__}, Python {platform.python_version()}, pallas_flash {pallas_flash.__version__}",
+        commit=machine.commit(),
+        date=f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC",
+    )
+
+
 def print_header(args, everyone: list[Contender], cases: list[Case]) -> dict[str, str]:
     first = args.implementations[0]
     contenders = [one for one in everyone if not one.missing()]
     versions = dict.fromkeys(one.version() for one in contenders if one.package not in ("jax", "pallas-flash"))
-    facts = dict(
-        device=machine.device(),
-        versions=f"jax {jax.__version__}, Python {platform.python_version()}, pallas_flash {pallas_flash.__version__}",
+    facts = where() | dict(
         peers=", ".join(versions) or "none but jax's own",
         missing="; ".join(f"{one.name} not installed: {one.missing()}" for one in everyone if one.missing()) or "none",
-        commit=machine.commit(),
-        date=f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC",
         inputs=f"random normal, {args.dtype}, {_shapes(args)}",
         times=f"median of {args.repeats} rounds, interleaved: each contender once a round, in rotating order",
         clock=(time_by := clock.which()),

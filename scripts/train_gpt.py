@@ -24,6 +24,7 @@ from scripts.gpt_run.folder import (
     writing,
 )
 from scripts.gpt_run.generation import Row, Sampling, compiled, generate, printable
+from scripts.gpt_run.hosts import are_several, everywhere, is_first, joined
 from scripts.gpt_run.loop import run
 from scripts.gpt_run.machine import must_fit, speed_in_words
 from scripts.gpt_run.mesh import context_of, on_mesh, placed
@@ -38,7 +39,7 @@ def main(argv=None):
         args = parse(argv)
         check_sizes(args)
         what = check if args.check else evaluate if args.eval_only else train
-        with on_mesh(args):
+        with joined(args), on_mesh(args):
             what(args)
 
 
@@ -109,7 +110,7 @@ def train_in(folder: pathlib.Path, args, text):
     print_model(args, parameters)
     report("text", f"{text.source}: {len(text.train):,} bytes to train on, {len(text.held_out):,} held out")
     report("bigram", f"{bigram:.4f} nats per byte on {windows[:, 1:].size:,} held-out bytes")
-    state, data = placed(new_state(args, parameters, optimizer)), jnp.asarray(text.train)
+    state, data = placed(new_state(args, parameters, optimizer)), everywhere(text.train)
     step = train_step(args, structure, optimizer).lower(state, data).compile()  # now, lest it counts in the speed
     must_fit(step)
     evaluate = evaluation(structure, jnp.asarray(windows))
@@ -123,7 +124,7 @@ def train_in(folder: pathlib.Path, args, text):
             go_on(folder, args, text, int(state["step"]))
         with writing(folder):
             write_whole(folder / "loss.csv", csv_of(state))  # without the steps after the checkpoint
-            write_events = Events(folder).write if args.tensorboard else lambda state: None
+            write_events = Events(folder).write if args.tensorboard and is_first() else lambda state: None
 
         def save_all(state):
             save(folder, checkpoints, state)
@@ -136,7 +137,10 @@ def train_in(folder: pathlib.Path, args, text):
     if stopped and state["step"] < args.steps:
         report("stopped", f"after step {state['step']} of {args.steps}; go on with --resume {folder}")
         raise SystemExit(128 + stopped[0])
-    print_samples(args, structure, state["parameters"])
+    if are_several():
+        report("sample", f"scripts/generate.py {folder} writes some: the parameters lie with all processes")
+    else:
+        print_samples(args, structure, state["parameters"])
     print_loss(state["held_out_losses"][-1], bigram)
     if speed:
         report("speed", words(speed))

@@ -15,9 +15,9 @@ import pytest
 from jax import lax
 from matplotlib import image
 
-from pallas_flash import flash_attention
+from pallas_flash import flash_attention, ring
 from scripts import benchmark
-from scripts.bench import clock, machine, measure, peers, product, programs, report
+from scripts.bench import clock, context, machine, measure, peers, product, programs, report
 from scripts.bench.cases import PASSES, Case, decoding, suite
 
 TINY = "--lengths 67 --heads 2 --kv-heads 1 --head-size 16 --batch 3 --dtype float32 --repeats 3 --memory-lengths".split()
@@ -285,6 +285,43 @@ def test_one_that_takes_a_single_dtype_is_given_and_checked_in_that():
     assert row.error < programs.TOLERANCE["float16"]
 
 
+# ---- a sequence on several devices, counted ----
+
+
+def test_what_devices_send_and_hold_is_counted_from_the_compiled_program(tmp_path, capsys, quick_compile):
+    sizes = "--cases context --lengths 512 --heads 8 --head-size 16 --out".split()
+    assert benchmark.main([*sizes, str(tmp_path / "run")]) == 0
+    sent = {row["scheme"]: row["sent"] for row in json.loads((tmp_path / "run" / "benchmark.json").read_text())["context"]}
+    unit = 512 // 8 * 8 * 16 * 4  # of one device's rows: K, V forward; K, V, dK, dV backward, these home
+    around, exchanged = (7 * 2 + 7 * 2 + 8 * 2) * unit, 8 * unit * 7 // 8
+    assert sent == {"one device": 0, "Ring('context')": around, "Zigzag('context')": around, "AllToAll('context')": exchanged}
+    assert "| zigzag" in capsys.readouterr().out
+
+
+def test_some_heads_at_a_time_send_as_many_bytes_as_all(monkeypatch, quick_compile):
+    case, scheme = Case(1, 512, 512, 8, 2, 16, "float32", True), context.SCHEMES[0]
+    sent = lambda: context.bytes_sent(context.compiled.__wrapped__("blockwise", case, scheme).as_text())
+    together = sent()
+    monkeypatch.setattr(ring, "ROWS", 64)
+    jax.clear_caches()
+    assert sent() == together == 44 * 512 // 8 * 2 * 16 * 4
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("heads", [(8, 1), (8, 8)], ids=["one key head", "many"])
+def test_temporaries_of_one_of_eight_devices_are_a_sixth_of_those_of_one_alone(heads):
+    case = Case(1, 65536, 65536, *heads, 64, "float32", True)
+    alone, ring, zigzag = (context.temporaries("blockwise", case, scheme) for scheme in (None, *context.SCHEMES[:2]))
+    assert ring <= alone / 7 and zigzag <= alone / 5.6
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_zigzag_gives_all_devices_equal_work_under_a_causal_mask(chunks):
+    of_device = context.visited(chunks)
+    most = of_device.max() / of_device.min()
+    assert most <= 1.1 if chunks == 2 else most > 5
+
+
 # ---- arguments ----
 
 
@@ -294,6 +331,7 @@ def test_one_that_takes_a_single_dtype_is_given_and_checked_in_that():
         ("--implementations fast", "got 'fast'. Or one of jax.nn/xla"),
         ("--heads 3 --kv-heads 2", "--heads must be a multiple of --kv-heads; got 3 and 2."),
         ("--lengths 0", "must be at least 1; got 0"),
+        ("--cases context --implementations jax.nn/xla", "counts implementations of flash_attention; got 'jax.nn/xla'"),
         ("--cases suite --full --heads 2", "the suite has its own shapes; leave out --heads, --causal or --full"),
     ],
 )

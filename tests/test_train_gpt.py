@@ -1,5 +1,6 @@
 """scripts/train_gpt.py as its user meets it: results, resuming, being killed, errors, and --check."""
 
+import argparse
 import csv
 import json
 import math
@@ -8,6 +9,7 @@ import re
 import resource
 import shutil
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -23,7 +25,7 @@ from tensorboardX.proto.event_pb2 import Event
 
 from pallas_flash import backends
 from scripts import train_gpt
-from scripts.gpt_run import curves, machine, mesh, steps, stops
+from scripts.gpt_run import curves, machine, mesh, options, steps, stops
 from scripts.gpt_run import text as texts
 
 SCRIPT = pathlib.Path(__file__).resolve().parents[1] / "scripts" / "train_gpt.py"
@@ -212,6 +214,30 @@ def test_a_run_on_a_mesh_has_the_losses_of_one_device_and_goes_on_with_another_m
     np.testing.assert_allclose(losses(spread)[:54], losses(tmp_path / "one"), rtol=1e-4)
 
 
+@pytest.mark.whole
+def test_two_processes_with_four_devices_each_have_the_losses_of_one_device(script, text, tmp_path):
+    settings, together = [*TINY, "--batch", "4", "--steps", "9", "--data", text], tmp_path / "together"
+    script.main([*settings, "--out", str(tmp_path / "one")])
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    mesh = ["--simulate-devices", "4", "--mesh", "data=2,model=2,context=2", "--out", together]
+    start = lambda i: subprocess.Popen(
+        [sys.executable, SCRIPT, *settings, *mesh, "--hosts", f"{address},2,{i}"], stdout=subprocess.PIPE, text=True
+    )
+    first, second = map(start, range(2))
+    try:
+        said, silent = (process.communicate(timeout=300)[0] for process in (first, second))
+    finally:
+        first.kill(), second.kill()
+    assert first.returncode == second.returncode == 0
+    assert "writes some" in said and not [line for line in silent.splitlines() if "[Gloo]" not in line]
+    np.testing.assert_allclose(losses(together), losses(tmp_path / "one"), rtol=1e-4)
+    for folder in together, tmp_path / "one":
+        script.main(["--resume", str(folder), "--steps", "11"])  # one process reads what two have written
+    np.testing.assert_allclose(losses(together), losses(tmp_path / "one"), rtol=1e-4)
+
+
 def losses(folder):
     return np.array([train for train, _ in loss_curve(folder).values()])
 
@@ -303,6 +329,15 @@ def test_sizes_and_names_that_do_not_fit_are_refused(script, text):
     assert "--batch / --accumulate must be a multiple of data in --mesh, 2; got 3" in error("--mesh", "data=2")
     assert "--context must be a multiple of context in --mesh, 5; got 24" in error("--mesh", "model=2,context=5")
     assert f"--mesh needs 24 devices; there are {len(jax.devices())}" in error("--mesh", "context=24")
+    assert "--hosts is for training on a --mesh, with a folder that all" in error("--hosts", "localhost:1234,2,0")
+    assert "--hosts is for training on a --mesh" in error("--hosts")
+
+
+def test_an_address_of_hosts_is_a_place_and_two_numbers():
+    assert options.hosts_type("a:1,2,0") == dict(coordinator_address="a:1", num_processes=2, process_id=0)
+    for wrong in "localhost,2,0", "a:1,2,2", "a:1,2":
+        with pytest.raises(argparse.ArgumentTypeError, match="as host:1234,2,0; got"):
+            options.hosts_type(wrong)
 
 
 def test_a_loss_that_is_no_number_ends_the_run(script, text, tmp_path):

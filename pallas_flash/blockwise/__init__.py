@@ -113,8 +113,8 @@ def _each_part(p: Problem, tiles: Tiles, some_heads: Callable, outputs):
     B, K = p.batch, p.kv_heads
     batch, heads = B, K
     if tiles.heads is not None:
-        heads = _divisor(K, tiles.heads)
-        batch = _divisor(B, tiles.heads // K) if heads == K else 1
+        heads = schedule.divisor(K, tiles.heads)
+        batch = schedule.divisor(B, tiles.heads // K) if heads == K else 1
     across = K // heads
 
     def step(n, outputs):
@@ -123,11 +123,6 @@ def _each_part(p: Problem, tiles: Tiles, some_heads: Callable, outputs):
     if (batch, heads) == (B, K):
         return step(0, outputs)
     return schedule.loop(0, B // batch * across, step, outputs)
-
-
-def _divisor(n: int, most: int) -> int:
-    """The largest divisor of n that is at most `most`, at least 1."""
-    return max(d for d in range(1, n + 1) if n % d == 0 and d <= max(most, 1))
 
 
 def _wide(tiles: Tiles):

@@ -9,6 +9,7 @@ import shutil
 
 from scripts.bench.options import numbered
 from scripts.gpt_run.curves import CURVES, csv_of
+from scripts.gpt_run.hosts import is_first
 from scripts.gpt_run.mesh import shardings
 from scripts.gpt_run.options import NOT_SETTINGS, report
 from scripts.gpt_run.stops import Refused, cannot_write, out_of_memory
@@ -20,6 +21,9 @@ def held(args):
     """The run's folder, new or to be resumed; no other process can train in it meanwhile."""
     import filelock
 
+    if not is_first():
+        yield args.resume or args.out
+        return
     folder = args.resume or new_folder(args.out)
     lock = filelock.FileLock(folder / "lock")
     try:
@@ -77,7 +81,9 @@ def writing(folder: pathlib.Path):
 
 
 def write_whole(path: pathlib.Path, content: bytes):
-    """All of it or nothing, whenever the process is killed or the disk is full."""
+    """All of it or nothing, whenever the process is killed or the disk is full; of several processes the first writes."""
+    if not is_first():
+        return
     partial = path.with_name(path.name + ".partial")
     try:
         with partial.open("wb") as file:
@@ -125,7 +131,7 @@ def restore(folder: pathlib.Path, checkpoints, new: dict, read_only: bool = Fals
         if steps:
             raise Refused(f"no checkpoint in {folder} can be read. Start a new run.")
         return new
-    for step in [] if read_only else damaged:  # its place will be needed
+    for step in [] if read_only or not is_first() else damaged:  # its place will be needed
         shutil.rmtree(folder / f"damaged-{step}", ignore_errors=True)
         shutil.move(folder / "checkpoints" / str(step), folder / f"damaged-{step}")
         checkpoints.reload()

@@ -9,7 +9,7 @@ def must_fit(program):
     """Refuses a compiled program that the memory cannot hold: a CPU's process would be killed without a word."""
     import jax
 
-    stats = jax.devices()[0].memory_stats()
+    stats = jax.local_devices()[0].memory_stats()
     memory = stats["bytes_limit"] if stats else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     sizes = program.memory_analysis()
     needed = sizes.temp_size_in_bytes + sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes

@@ -26,7 +26,7 @@ def on_mesh(args):
     import jax
     from jax.sharding import AxisType
 
-    if args.simulate_devices:
+    if args.simulate_devices and args.hosts is None:
         jax.config.update("jax_num_cpu_devices", args.simulate_devices)
     needed, devices = math.prod(sizes.values()), jax.devices()
     if needed > len(devices):
@@ -76,10 +76,14 @@ def shardings(state):
 
 
 def placed(state):
-    """A new state, where it lies."""
+    """A new state, where it lies; of several processes each has all of it, and puts there its part."""
     import jax
+    import numpy as np
 
-    return jax.device_put(state, shardings(state))
+    if jax.process_count() == 1:
+        return jax.device_put(state, shardings(state))
+    part = lambda x, sharding: jax.make_array_from_callback(x.shape, sharding, np.asarray(x).__getitem__)
+    return jax.tree.map(part, state, shardings(state))
 
 
 def kept(state):

@@ -9,7 +9,7 @@ from scripts.bench.options import Help
 BYTES = 256
 # not kept with a run
 NOT_SETTINGS = """
-mesh simulate_devices out resume eval_only check preset verbose tensorboard prompt samples sample_length temperature
+mesh simulate_devices hosts out resume eval_only check preset verbose tensorboard prompt samples sample_length temperature
 """.split()
 MODEL = ("layers", "heads", "kv_heads", "features", "untied", "vocabulary")  # what the parameters' shapes follow from
 PRESETS = dict(
@@ -56,6 +56,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--preset", choices=list(PRESETS), help=HELP_PRESET)
     add("--mesh", type=mesh_type, metavar="AXIS=N,...", help=HELP_MESH)
     add("--simulate-devices", type=count_type, metavar="N", help="split this machine's CPU into so many devices, to try a --mesh")
+    add("--hosts", type=hosts_type, nargs="?", const={}, metavar="ADDRESS,N,I", help=HELP_HOSTS)
     add("--tensorboard", action="store_true", help="write the curves for TensorBoard too; to be given again with --resume")
     add("--verbose", action="store_true", help="say what attention runs, with which tiles, and why not the others")
 
@@ -103,6 +104,10 @@ def make_parser() -> argparse.ArgumentParser:
 AXES = ("data", "model", "context")  # of a mesh
 HELP_MESH = """train on several devices, as data=2,model=2,context=2: the batch lies on data, and so do parameters and optimizer
 (FSDP); heads and hidden features on model; each sequence on context. Any of them, in any order; a run may go on with another"""
+HELP_HOSTS = """this is one of several processes that train together on the devices of all: number I, from 0, of N; the first
+listens at ADDRESS, as host:1234. Without a value: as the cluster says (jax.distributed.initialize). All are called alike, but for
+I, with an --out or --resume that all see, and the first writes. A signal ends them at once; --resume goes on from the last
+checkpoint"""
 HELP_RESUME = """go on from the last checkpoint in this folder, with its settings; a larger --steps extends it. On a CPU the
 curves are those of an unbroken run, bit for bit; on a GPU with XLA_FLAGS=--xla_gpu_deterministic_ops=true. A run that is
 complete only writes its sample"""
@@ -142,6 +147,16 @@ def mesh_type(text: str) -> dict[str, int]:
         named = ", ".join(AXES)
         raise argparse.ArgumentTypeError(f"must be sizes of {named}, each at most once, as data=2,context=4; got {text!r}")
     return {name: int(size) for name, size in sizes.items()}
+
+
+def hosts_type(text: str) -> dict[str, Any]:
+    """The arguments of jax.distributed.initialize."""
+    address, *numbers = text.split(",")
+    if ":" not in address or len(numbers) != 2 or not all(map(str.isdecimal, numbers)) or int(numbers[1]) >= int(numbers[0]):
+        raise argparse.ArgumentTypeError(
+            f"must be an address, how many processes, and which of them, as host:1234,2,0; got {text!r}"
+        )
+    return dict(coordinator_address=address, num_processes=int(numbers[0]), process_id=int(numbers[1]))
 
 
 def rate(text: str) -> float:
