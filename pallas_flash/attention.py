@@ -167,10 +167,10 @@ def flash_attention(
         returns for each pair takes the place of the logit, after scale, bias and soft cap, before the mask; -inf hides the key.
         `pallas_flash.scores` has some. score is float32 (of float64: float64), the rest int32: the numbers of batch row, over all
         leading axes, and query head, the query's key position, its row + query_offset, and the key's. It may close over arrays,
-        traced ones too, and read single numbers of them, as table[h, kv_idx]; floats among them get gradients, which
-        "blockwise" on a GPU adds in any order. It may be asked about pairs that a mask hides, and what it makes of them is not
-        used; but in "reference" its derivative there must be finite. Inside of your own jax.shard_map b and h count from 0 on
-        each device.
+        traced ones too, and read single numbers of them, as table[h, kv_idx] ("hopper": by b and h alone); floats among them get
+        gradients, which "blockwise" on a GPU adds in any order. It may be asked about pairs that a mask hides, and what it makes
+        of them is not used; but in "reference" its derivative there must be finite. Inside of your own jax.shard_map b and h
+        count from 0 on each device.
 
     Returns:
       The output [*B, T, N, Hv] in the query's dtype; with return_residual, the pair (output, lse).

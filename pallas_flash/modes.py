@@ -56,26 +56,16 @@ first_in_reverse_alone = _one_way("flash_attention_tangent", NO_FORWARD, None)
 second_in_forward_alone = _one_way("flash_attention_second_tangent", None, NO_SECOND_REVERSE)
 
 
-NONE = "paged_attention has no derivative: it is for tokens that are generated. flash_attention has."
-
-
-@jax.custom_jvp
-def none(x):
+def _no_way(why_not: str) -> Callable:
     """x for itself, without derivative."""
-    return x
+
+    def raises(primals, tangents):
+        raise NotImplementedError(why_not)
+
+    identity = jax.custom_jvp(lambda x: x)
+    identity.defjvp(raises)
+    return identity
 
 
-@none.defjvp
-def _raise_first(primals, tangents):
-    raise NotImplementedError(NONE)
-
-
-@jax.custom_jvp
-def no_second(x):
-    """x for itself, which has no derivative in its turn."""
-    return x
-
-
-@no_second.defjvp
-def _raise(primals, tangents):
-    raise NotImplementedError(NO_SECOND)
+none = _no_way("paged_attention has no derivative: it is for tokens that are generated. flash_attention has.")
+no_second = _no_way(NO_SECOND)

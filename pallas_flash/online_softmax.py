@@ -163,4 +163,9 @@ def gradients_apart(s, scale: float, lse, soft_cap: float | None):
     `lse` is in units of log 2, less the constant soft_cap, and broadcasts against s.
     """
     p = jnp.exp2(s * scale - lse)
-    return p, p if soft_cap is None else p * (-4.0 * s * (1.0 + s))  # 1 - tanh^2 is 4 (1 - r) r, and s = -r
+    return p, capped_apart(p, s, soft_cap)
+
+
+def capped_apart(ds, s, soft_cap: float | None):
+    """The cotangent of what a soft cap was put on, from that of what came of it, and s of `scores_apart`."""
+    return ds if soft_cap is None else ds * (-4.0 * s * (1.0 + s))  # 1 - tanh^2 is 4 (1 - r) r, and s = -r

@@ -14,6 +14,8 @@ from pallas_flash.visibility import Ints
 
 MAY_READ = "of the arrays that it closes over a rule may read single numbers, as table[h, kv_idx]"
 
+BY_PAIR = {2, 3}  # of a rule's numbers: the query's and the key's, which differ within a tile
+
 
 class Part(NamedTuple):
     """What a rule has taken of array `number`: from the index `start` on, along those `axes` of the array that are left."""
@@ -114,6 +116,16 @@ def _made_of(jaxpr) -> list[frozenset[int]]:
     for eqn in jaxpr.eqns:
         known |= dict.fromkeys(eqn.outvars, inputs(eqn.invars))
     return [inputs([x]) for x in jaxpr.outvars]
+
+
+def needed(jaxpr) -> list:
+    """The equations that a program's outputs are made of."""
+    found, of = [], set(map(id, jaxpr.outvars))
+    for eqn in reversed(jaxpr.eqns):
+        if of & set(map(id, eqn.outvars)):
+            of |= set(map(id, eqn.invars))
+            found.append(eqn)
+    return found[::-1]
 
 
 def run(eqns, outvars, known: dict) -> list[Any]:

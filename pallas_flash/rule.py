@@ -49,9 +49,23 @@ class Rule:
 
     def index(self, *x) -> tuple[jax.Array, ...]:
         """What it reads next, of b, h, q_idx, kv_idx and all that it has read before."""
-        more = [0] * (len(self.numbers) - 4)
-        _, index = reads.index(self.jaxpr, self.typed(*x[:4], *more), x[4:])
-        return tuple(jnp.asarray(i, jnp.int32) for i in index)
+        program = self._indices[len(x) - 4]
+        inputs = [jnp.asarray(value, known.aval.dtype) for value, known in zip(x, program.invars, strict=True)]
+        return tuple(reads.run(reads.needed(program), program.outvars, dict(zip(program.invars, inputs, strict=True))))
+
+    @functools.cached_property
+    def _indices(self) -> list:
+        """The program of the index of each read, which needs nothing of a score that comes before it in the rule."""
+
+        def index(*x):
+            more = [jnp.zeros((), known.aval.dtype) for known in self.numbers[4:]]
+            _, found = reads.index(self.jaxpr, [*x[:4], *more], x[4:])
+            return [jnp.asarray(i, jnp.int32) for i in found]
+
+        shape = lambda x: jax.ShapeDtypeStruct((), x.aval.dtype)
+        numbers, values = list(map(shape, self.numbers[:4])), [shape(self.arrays[at.array]) for at in self.reads]
+        with any_mesh():
+            return [jax.make_jaxpr(index)(*numbers, *values[:n]).jaxpr for n in range(len(values))]
 
     def result(self, numbers, values) -> jax.Array:
         """What it returns where it reads these values."""
@@ -66,18 +80,21 @@ class Rule:
 
         shape = lambda x: jax.ShapeDtypeStruct((), x.aval.dtype)
         of = list(map(shape, self.numbers)), [shape(self.arrays[at.array]) for at in self.reads]
-        return operations(jax.make_jaxpr(run)(*of).jaxpr)
+        with any_mesh():
+            return operations(jax.make_jaxpr(run)(*of).jaxpr)
 
 
 def operations(jaxpr) -> set[str]:
-    """The names of the primitives that a program is made of."""
+    """The names of the primitives that a program is made of, loops too; fmod is rem of floats."""
     return set(_operations(jaxpr))
 
 
 def _operations(jaxpr):
     for eqn in jaxpr.eqns:
         inner = [x for x in eqn.params.values() if hasattr(x, "eqns") or hasattr(x, "jaxpr")]
-        yield from [eqn.primitive.name] if not inner else ()
+        name = eqn.primitive.name
+        if not inner or name in ("scan", "while"):
+            yield "fmod" if name == "rem" and jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.floating) else name
         for x in inner:
             yield from _operations(getattr(x, "jaxpr", x))
 
@@ -100,8 +117,13 @@ def kind(out) -> str:
 def traced(function: Callable, *shapes) -> tuple[Any, tuple, Any]:
     """Its program, the arrays that this takes from outside, floats first, and the shape of what it returns. What it computes of
     these arrays alone is computed here and now."""
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):  # a program for any mesh
+    with any_mesh():
         return _traced(function, *shapes)
+
+
+def any_mesh():
+    """The context in which a program is traced that is the same on any mesh."""
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
 
 
 def _traced(function, *shapes):

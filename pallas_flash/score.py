@@ -41,13 +41,19 @@ class Score(rule.Asked):
         dtype = self.rule.numbers[-1].aval.dtype
         number = lambda dtype: jax.ShapeDtypeStruct((), dtype)
         back = lambda s, ds, *at: self.vjp(s, lambda n, _: jnp.zeros((), self.rule.arrays[n].aval.dtype), *at)[1](ds)
-        traced = jax.make_jaxpr(back)(number(dtype), number(dtype), *[number(jnp.int32)] * 4)
+        with rule.any_mesh():
+            traced = jax.make_jaxpr(back)(number(dtype), number(dtype), *[number(jnp.int32)] * 4)
         return self.rule.operations | rule.operations(traced.jaxpr) - {"reduce_sum"}
 
     def numbered(self, batch: tuple[int, ...], heads: int) -> "Score":
         """The same with the batch rows' and heads' numbers as arrays, where it asks for them."""
         b = np.arange(np.prod(batch), dtype=np.int32).reshape(batch) if self.rule.reads_batch else None
         return dataclasses.replace(self, batch=b, head=np.arange(heads, dtype=np.int32) if self.rule.reads_head else None)
+
+    def by_head(self, batch: int, heads: int) -> list[tuple[tuple, jax.Array]]:
+        """The reads of each of so many batch rows and heads, [B | 1, N | 1], at the first position and key."""
+        b, h = self.numbers(batch, heads)
+        return self.reads(lambda array, index: self.arrays[array][index], b[:, None], h, 0, 0)
 
     def of(self, s, read: Callable, *numbers: Ints):
         """What the rule makes of the logits s, for the numbers b, h, position and key, which broadcast against s."""

@@ -78,6 +78,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--mask", type=axes, metavar="AXES", help=help)
     add("--bias", type=axes, metavar="AXES", help="a bias, its axes as of --mask")
     add("--soft-cap", type=float, metavar="C", help="logits become C tanh(logits / C)")
+    add("--alibi", action="store_true", help="a score_mod: a slope for each head times the distance is taken off")
     add("--sinks", action="store_true", help="one more logit for each head")
     add("--dropout", type=float, default=0.0, metavar="RATE", help="of the softmax's weights")
     return parser
@@ -133,6 +134,8 @@ def call_of(args) -> dict:
     """The arguments of flash_attention: shapes of what is large, the values of lengths and ids."""
     import jax
 
+    from pallas_flash import scores
+
     sizes = dict(B=args.batch, N=args.heads, T=args.length, S=args.keys)
     floats = lambda *shape: jax.ShapeDtypeStruct(shape, args.dtype)
     dense = lambda letters: tuple(sizes.get(c, 1) for c in letters)
@@ -150,6 +153,7 @@ def call_of(args) -> dict:
         query_segment_ids=documents(args),
         logits_soft_cap=args.soft_cap,
         sinks=jax.ShapeDtypeStruct((args.heads,), "float32") if args.sinks else None,
+        score_mod=scores.Alibi([2**-n for n in range(1, args.heads + 1)]) if args.alibi else None,
         dropout_rate=args.dropout,
         dropout_rng=jax.ShapeDtypeStruct((2,), "uint32") if args.dropout else None,
         implementation=args.implementation,

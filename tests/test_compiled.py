@@ -52,6 +52,7 @@ CASES = {  # options, and how many loops: without a mask; with one before it; an
     "documents": ("--causal --documents 8", 3),
     "soft_cap": ("--causal --soft-cap 30 --sinks", 2),  # sinks cost a step nothing
     "dropout": ("--causal --dropout 0.1", 2),
+    "alibi": ("--causal --alibi", 2),
 }
 
 
@@ -87,6 +88,11 @@ LOOPS = [
     Row("dk_dv", (128, 64), "dropout", 849),
     Row("dq", (128, 64), "dropout", 539),
     Row("dq_dk_dv", 128, "dropout", 1003, deterministic=False),
+    Row("forward", 64, "alibi", 791, under_products=0.6),
+    Row("dk_dv", 64, "alibi", 563, under_products=0),
+    Row("dq", 64, "alibi", 974),
+    Row("forward", 128, "alibi", 853, deterministic=False),
+    Row("dq_dk_dv", 128, "alibi", 758, under_products=0, deterministic=False),
     Row("forward", (64, 128), "causal", 461),
     Row("forward", (128, 64), "causal", 437),
     Row("forward", (128, 256), "causal", 382),

@@ -18,6 +18,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from pallas_flash import accounting, flash_attention, masks, scores
 
 Z = Sizes(B=2, T=300, S=333, N=4, K=2, H=64, Hv=64)
+SLOPES = jnp.arange(Z.N, dtype=jnp.float32)
 GPUS = {"sm_80": accounting.GPUS["A100-80GB"], "sm_90": accounting.GPUS["H200"]}
 ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
 floats = lambda letters: jax.ShapeDtypeStruct(broadcast_shape(letters, Z), jnp.bfloat16)
@@ -48,6 +49,7 @@ CASES = {
     "scalar bias": (Z, dict(bias=floats("1111"))),
     "a rule": (Z, dict(mask=masks.Where(lambda b, h, q, k: ((q // 64 + k // 64 + h) % 3 > 0) | (k < 4)), is_causal=True)),
     "a score": (Z, dict(score_mod=scores.T5Bias(np.zeros((Z.N, 32))), is_causal=True, query_offset=ints(2))),
+    "a score by head": (Z, dict(score_mod=lambda s, b, h, q, k: jnp.square(s) - SLOPES[h])),
     "dense bias and mask": (Z, dict(bias=floats("1NTS"), mask=bools("B1TS"))),
 }
 

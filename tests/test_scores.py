@@ -313,7 +313,19 @@ def test_kernels_name_the_operation_that_they_lack():
     for name, text in dict(flash1="no gradients for the arrays of a score_mod", standard="keeps the scores, not what").items():
         with pytest.raises(NotImplementedError, match=text):
             flash_attention(bfloat16, bfloat16, bfloat16, score_mod=scores.SoftCap(3.0), implementation=name)
-    assert "no place for a score_mod" in explain(*[bfloat16] * 3, score_mod=scores.SoftCap(3.0)).why_not["hopper"]
+    why_not = lambda score_mod: explain(*[bfloat16] * 3, score_mod=score_mod).why_not["hopper"]
+    assert "odd needs erf, which Mosaic GPU does not know for registers" in why_not(odd)
+    assert "needs scan," in why_not(lambda s, b, h, q, k: jax.lax.fori_loop(0, 3, lambda _, s: 2 * s, s))
+    assert "needs fmod," in why_not(lambda s, b, h, q, k: s % 2.0)
+    assert "at an index made of q_idx or kv_idx: Mosaic GPU has no gather" in why_not(scores.T5Bias(np.zeros((2, 32))))
+    assert "registers" not in why_not(lambda s, b, h, q, k: scores.Alibi((0.5, 2.0))(jnp.tanh(s), b, h, q, k))
+
+
+def test_a_score_mod_is_refused_on_no_mesh_that_is_not_refused_elsewhere():
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",))):
+        score_mod = lambda s, b, h, q, k: jnp.maximum(s, abs(s) / 2)
+        x = [jax.ShapeDtypeStruct((1, 4, 2, 8), jnp.float32)] * 3
+        assert explain(*x, score_mod=score_mod, implementation="portable").implementation == "portable"
 
 
 @pytest.mark.parametrize(

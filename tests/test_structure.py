@@ -58,6 +58,7 @@ ORDER = [
     "kernels.hopper.gradients",
     "kernels.hopper.kept",
     "kernels.hopper.order",
+    "kernels.hopper.scored",
     "kernels.hopper.seen",
     "kernels.hopper.tile",
     "kernels.hopper.sync",

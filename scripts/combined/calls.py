@@ -21,7 +21,10 @@ class Feature(NamedTuple):
 
 
 def _by_distance(table):
-    return lambda score, b, h, q, k: score + table[h, (q - k) % SIZES["R"]] * jnp.tanh(score)
+    def by_distance(score, b, h, q, k):
+        return score + table[h, (q - k) % SIZES["R"]] * jnp.tanh(score)
+
+    return by_distance
 
 
 FEATURES = {

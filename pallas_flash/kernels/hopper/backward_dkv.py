@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash import schedule
 from pallas_flash.arguments import Problem
-from pallas_flash.kernels.hopper import kept, order, seen, sync, tile
+from pallas_flash.kernels.hopper import kept, order, scored, seen, sync, tile
 from pallas_flash.kernels.hopper.gradients import Inputs, dlogits, inputs, probabilities
 from pallas_flash.kernels.hopper.tuning import ROWS, KeyTiles
 from pallas_flash.masks import Ints, Visibility
@@ -103,9 +103,10 @@ def _kernel(program, x: Inputs, *outputs, problem: Problem, tiles: KeyTiles):
 
         def head(g, sums):
             dropout = kept.of(problem.dropped, x.seeds, at.batch, at.head + g)
+            score = scored.of(problem, x.score, at.batch, at.head + g)
 
             def step(i, sums, masked):
-                block = Block(g * steps + i - blocks.first, at.head + g, i * tiles.block_q, dropout)
+                block = Block(g * steps + i - blocks.first, at.head + g, i * tiles.block_q, dropout, score)
                 return owner_of(sync.opaque(own)).add(block, masked, *sums)
 
             return blocks.visit(step, sums)
@@ -140,6 +141,7 @@ class Block(NamedTuple):
     head: Ints
     first_row: Ints
     dropout: kept.Dropout | None
+    score: scored.OfHead | None
 
 
 class Owner(NamedTuple):
@@ -221,28 +223,34 @@ class Owner(NamedTuple):
             tile.dot_t(acc, self.memory.v.at[self.keys], do.at[rows])
 
         def finish_s(s):
-            sees, keeps, first_row, first_key = None, None, block.first_row + rows.start, self.first_key + self.keys.start
+            sees = keeps = modify = None
+            first_row, first_key = block.first_row + rows.start, self.first_key + self.keys.start
             if masked:
                 view = seen.view(self.x.visibility, sync.opaque(self.batch), first_row, ROWS, transposed=True)
                 sees = functools.partial(view.sees, first_key)
             if block.dropout is not None:
                 keeps = functools.partial(block.dropout.keeps_transposed, first_row, first_key)
-            p, weight = probabilities(self.problem, s, per_query(lse), sees, keeps)
+            if block.score is not None:
+                modify = lambda s, scale: block.score.vjp(s, scale, first_row, first_key, transposed=True)
+            p, weight, back = probabilities(self.problem, s, per_query(lse), sees, keeps, modify)
             p, weight = lax.optimization_barrier((p.astype(q.dtype), weight))
             wait(array=3)  # ptxas moves no wait for a product before this one, and no exponential behind it
-            return p, weight
+            return p, weight, back
 
         def both(s_acc, dp_acc):
             begin_s(s_acc)
             begin_dp(dp_acc)
-            return *finish_s(tile.finished(s_acc, running=1)), tile.finished(dp_acc)
+            p, weight, _ = finish_s(tile.finished(s_acc, running=1))
+            return p, weight, tile.finished(dp_acc)
 
-        if self.problem.soft_cap is not None or (masked and has_data):  # there are no registers for both products
-            p, weight = finish_s(tile.product(begin_s, shape))
+        many = self.problem.soft_cap is not None or block.score is not None
+        if many or (masked and has_data):  # there are no registers for both products
+            p, weight, back = finish_s(tile.product(begin_s, shape))
             dp = tile.product(begin_dp, shape)
         else:
             p, weight, dp = tile.products(both, shape, shape)
-        return p, dlogits(self.problem, weight, dp, per_query(delta)(shape)).astype(q.dtype)
+            back = None
+        return p, dlogits(self.problem, weight, back, dp, per_query(delta)(shape)).astype(q.dtype)
 
     def add_dq(self, block: Block, ds, begin_more):
         """dQ += dS K in global memory, of which a consumer adds its part; ds is of all consumers, [block_k, block_q]."""

@@ -9,7 +9,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash import schedule
 from pallas_flash.arguments import Problem
-from pallas_flash.kernels.hopper import kept, order, seen, sync, tile
+from pallas_flash.kernels.hopper import kept, order, scored, seen, sync, tile
 from pallas_flash.kernels.hopper.gradients import Inputs, dlogits, inputs, probabilities
 from pallas_flash.kernels.hopper.tuning import ROWS, Tiles
 from pallas_flash.masks import Visibility
@@ -84,6 +84,7 @@ def _sum(x: Inputs, at, first_row, own, memory: Memory, k: sync.Ring, v: sync.Ri
     lse, delta = (tile.load(ref.at[by_head], tile.ROW) for ref in (x.lse, x.delta))
     view, order = seen.view(x.visibility, at.batch, first_row), blocks.turned(blocks.last)
     dropout = kept.of(problem.dropped, x.seeds, at.batch, at.head)
+    score = scored.of(problem, x.score, at.batch, at.head)
     for full in memory.q_full, memory.do_full:
         plgpu.barrier_wait(full.at[own])
 
@@ -110,10 +111,11 @@ def _sum(x: Inputs, at, first_row, own, memory: Memory, k: sync.Ring, v: sync.Ri
         first_key = (blocks.last - 1 - t) * tiles.block_k
         sees = functools.partial(view.sees, first_key) if masked else None
         keeps = functools.partial(dropout.keeps, first_row, first_key) if problem.dropped else None
-        _, weight = probabilities(problem, s, functools.partial(tile.across, lse), sees, keeps)
+        modify = None if score is None else lambda s, scale: score.vjp(s, scale, first_row, first_key)
+        _, weight, back = probabilities(problem, s, functools.partial(tile.across, lse), sees, keeps, modify)
         dp = tile.product(begin_dp, shape)
         v.release(t)
-        return dlogits(problem, weight, dp, tile.across(delta, shape))
+        return dlogits(problem, weight, back, dp, tile.across(delta, shape))
 
     def step(t, carry, masked):
         dq, ds = carry

@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash import online_softmax, schedule
 from pallas_flash.arguments import Operands, Problem
-from pallas_flash.kernels.hopper import decode, kept, order, seen, sync, tile
+from pallas_flash.kernels.hopper import decode, kept, order, scored, seen, sync, tile
 from pallas_flash.kernels.hopper.tuning import ROWS, AllTiles, Tiles
 from pallas_flash.masks import Ints, Visibility
 
@@ -28,6 +28,7 @@ class Inputs(NamedTuple):
     own_blocks: jax.Array | None  # int32 [B or 1, ceil(T / 64), 4]: the same for the rows of each consumer
     sinks: jax.Array | None  # [N], less what `scores_apart` leaves out
     seeds: jax.Array | None  # uint32 [B, N, 2], of dropout
+    score: scored.Numbers | None  # of a score_mod
     visibility: Visibility  # its data by rows and keys only
 
 
@@ -63,7 +64,7 @@ def _inputs(p: Problem, t: Tiles, x: Operands) -> Inputs:
         value = jnp.where(reached[:, :, None, None], value, 0)  # what is not seen has p = 0, and 0 * NaN is NaN
     q, k, v = tile.padded(x.query, t.width), tile.padded(x.key, t.width), tile.padded(value, t.value_width)
     sinks = None if x.sinks is None else x.sinks - (p.soft_cap or 0.0)
-    return Inputs(q, k, v, blocks, own_blocks, sinks, x.seeds, visibility)
+    return Inputs(q, k, v, blocks, own_blocks, sinks, x.seeds, scored.numbers(p, x.score), visibility)
 
 
 class Memory(NamedTuple):
@@ -122,10 +123,12 @@ def _kernel(program, x: Inputs, o_gmem, lse_gmem, memory: Memory, *, problem: Pr
         shape, first_key = (ROWS, tiles.block_k), lambda t: (blocks.last - 1 - t) * tiles.block_k
         sees = lambda t: view.sees(first_key(t), shape)
         dropout = kept.of(problem.dropped, x.seeds, at.batch, at.head)
+        score = scored.of(problem, x.score, at.batch, at.head)
+        modify = lambda s, scale, t: (s, scale) if score is None else score.of(s, scale, first_row, first_key(t))
         drop = lambda p, t: p if dropout is None else jnp.where(dropout.keeps(first_row, first_key(t), shape), p, 0.0)
         start = online_softmax.start(tile.rows(0.0), None if x.sinks is None else x.sinks[at.head])
         schedule.loop(0, mine.first, pass_by, None)
-        o, lse = _attend(q, k, v, turns, start, mine, sees, drop, problem, tiles)
+        o, lse = _attend(q, k, v, turns, start, mine, sees, modify, drop, problem, tiles)
         schedule.loop(mine.last, blocks.last - blocks.first, pass_by, None)
         o_smem[...], lse_smem[...] = o.astype(q.dtype), lse
         tile.copy_out((wide, o_gmem.at[rows]), (lse_smem, lse_gmem.at[at.batch, at.head, pl.ds(first_row, ROWS)]))
@@ -147,17 +150,27 @@ def _own_blocks(
 
 
 def _attend(
-    q, k: sync.Ring, v: sync.Ring, turns: sync.Turns, start, blocks: schedule.Blocks, sees, drop, problem: Problem, tiles: Tiles
+    q,
+    k: sync.Ring,
+    v: sync.Ring,
+    turns: sync.Turns,
+    start,
+    blocks: schedule.Blocks,
+    sees,
+    modify,
+    drop,
+    problem: Problem,
+    tiles: Tiles,
 ):
     """o [64, value_width] of a consumer's queries, and their log2-sum-exp [64], less what `scores_apart` leaves out.
 
-    `start` is (m, l) before any key. `blocks` are numbered as they come; sees(t) is which query sees which key of the t-th, and
-    drop(p, t) its P with 0 where dropout drops a weight.
+    `start` is (m, l) before any key. `blocks` are numbered as they come; of the t-th sees(t) is which query sees which key,
+    modify(s, scale, t) what a score_mod makes of both of `scores_apart`, and drop(p, t) P with 0 where dropout drops a weight.
     """
     shape = ROWS, tiles.block_k
 
     def softmax(s, t, m, l, masked):
-        s, scale = online_softmax.scores_apart(s, problem.scale, problem.soft_cap)
+        s, scale = modify(*online_softmax.scores_apart(s, problem.scale, problem.soft_cap), t)
         if masked:
             s = jnp.where(sees(t), s, -jnp.inf)
         p, alpha, m, l = online_softmax.step(s, m, l, scale, tiles.slack)

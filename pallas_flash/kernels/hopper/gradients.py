@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from pallas_flash import online_softmax
 from pallas_flash.arguments import Problem
-from pallas_flash.kernels.hopper import tile
+from pallas_flash.kernels.hopper import scored, tile
 from pallas_flash.kernels.hopper.tuning import KeyTiles, Tiles
 from pallas_flash.masks import Visibility
 
@@ -23,37 +23,48 @@ class Inputs(NamedTuple):
     lse: jax.Array  # [B, N, whole tiles of T]: in units of log 2, less what `scores_apart` leaves out; +inf: p = 0
     delta: jax.Array  # the same shape
     seeds: jax.Array | None  # uint32 [B, N, 2], of dropout
+    score: scored.Numbers | None  # of a score_mod
     blocks: jax.Array | None  # int32 [B or 1, tiles, 4]: schedule.Blocks; None where the mask has no data
     visibility: Visibility  # its data by rows and keys only
 
 
-def inputs(p: Problem, t: Tiles | KeyTiles, blocks, visibility: Visibility, seeds, q, k, v, do, lse, delta) -> Inputs:
+def inputs(p: Problem, t: Tiles | KeyTiles, blocks, visibility: Visibility, seeds, score, q, k, v, do, lse, delta) -> Inputs:
     more = (0, 0), (0, 0), (0, -p.queries % t.block_q)
     lse, delta = jnp.pad(lse, more, constant_values=jnp.inf), jnp.pad(delta, more)
     q, k = (tile.padded(x, t.width) for x in (q, k))
     v, do = (tile.padded(x, t.value_width) for x in (v, do))
-    return Inputs(q, k, v, do, lse, delta, seeds, blocks, visibility)
+    return Inputs(q, k, v, do, lse, delta, seeds, score, blocks, visibility)
 
 
-def probabilities(problem: Problem, s, lse: Callable, sees: Callable | None, keeps: Callable | None):
-    """P as dropout leaves it, and the weight that `dlogits` takes, from S = Q K^T.
+def probabilities(problem: Problem, s, lse: Callable, sees: Callable | None, keeps: Callable | None, modify: Callable | None):
+    """P as dropout leaves it, and the weight and the function that `dlogits` takes, from S = Q K^T.
 
     lse(shape), sees(shape), which query sees which key, and keeps(shape), which weights dropout keeps, have the shape of S; None:
-    every query sees every key, and all weights are kept.
+    every query sees every key, and all weights are kept. modify(s, scale) is scored.OfHead.vjp of both of `scores_apart`; None:
+    there is no score_mod.
     """
     s, scale = online_softmax.scores_apart(s, problem.scale, problem.soft_cap)
-    p, weight = online_softmax.gradients_apart(s, scale, lse(s.shape), problem.soft_cap)
+    if modify is None:
+        (p, weight), back = online_softmax.gradients_apart(s, scale, lse(s.shape), problem.soft_cap), None
+    else:
+        (new, unit), of_score = modify(s, scale)
+        rows = lse(s.shape)
+        p = jnp.where(rows == jnp.inf, 0.0, jnp.exp2(new * unit - rows))  # of rows that are not there `new` may be NaN
+        weight, back = p, lambda ds: online_softmax.capped_apart(of_score(ds), s, problem.soft_cap)
     if sees is not None:
         seen = sees(s.shape)
         p, weight = jnp.where(seen, p, 0.0), jnp.where(seen, weight, 0.0)
     if keeps is not None:
         kept = keeps(s.shape)
         p, weight = jnp.where(kept, p, 0.0), jnp.where(kept, weight, -weight)
-    return p, weight
+    return p, weight, back
 
 
-def dlogits(problem: Problem, weight, dp, delta):
-    """|weight| (dP - delta), where dropout leaves dP if the weight, which is never below 0 without it, is above 0."""
-    if not problem.dropped:
-        return weight * (dp - delta)
-    return jnp.maximum(weight, 0.0) * dp - jnp.abs(weight) * delta
+def dlogits(problem: Problem, weight, back: Callable | None, dp, delta):
+    """|weight| (dP - delta), where dropout leaves dP if the weight, which is never below 0 without it, is above 0; and what
+    `back` makes of it."""
+    if problem.dropped:
+        ds = jnp.maximum(weight, 0.0) * dp - jnp.abs(weight) * delta
+    else:
+        ds = weight * (dp - delta)
+    return ds if back is None else back(ds)

@@ -27,7 +27,7 @@ class View(NamedTuple):
         if v.query_ids is not None:
             key_ids = tile.load(v.key_ids.at[self.batch, pl.ds(first_key, size)], key_layout)
             ids = spread_query(v.query_ids, shape), spread_key(key_ids, shape)
-        keys = spread_key(first_key + tile.count(size, key_layout), shape)
+        keys = of_keys(first_key, shape, self.transposed)
         return v.sees(spread_query(self.start, shape), spread_query(self.stop, shape), keys, *ids)
 
 
@@ -35,6 +35,18 @@ def _axes(transposed: bool):
     """Layout and spreading of a value for each query, and of a value for each key."""
     row, column = (tile.ROW, tile.across), (tile.COLUMN, tile.down)
     return (column, row) if transposed else (row, column)
+
+
+def of_queries(first_query: Ints, shape, transposed: bool = False):
+    """The number of the query of each score."""
+    (layout, spread), _ = _axes(transposed)
+    return spread(first_query + tile.count(shape[1 if transposed else 0], layout), shape)
+
+
+def of_keys(first_key: Ints, shape, transposed: bool = False):
+    """The number of the key of each score."""
+    _, (layout, spread) = _axes(transposed)
+    return spread(first_key + tile.count(shape[0 if transposed else 1], layout), shape)
 
 
 def view(visibility: Visibility, batch: Ints, first_query: Ints, size: int = ROWS, transposed: bool = False) -> View:

@@ -1,4 +1,5 @@
-"""The gradients of the tables that a score_mod reads: a program owns some of a table's entries for one batch row and head."""
+"""The gradients of the tables that a score_mod reads: a program owns some of a table's entries for one batch row and head, or
+of the one entry that these read the part that comes from a tile of queries."""
 
 import functools
 import math
@@ -11,29 +12,22 @@ from pallas_flash import schedule
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.kernels.portable import predicate, tile
 from pallas_flash.kernels.portable.tuning import Tiles, power_of_two
-from pallas_flash.reads import Read
+from pallas_flash.reads import BY_PAIR, Read
 
 OWN = 128  # entries at most
-BY_PAIR = {2, 3}  # the query's and the key's number, which differ within a tile
 
 
 def gradients(p: Problem, tiles: Tiles, x: Operands, do, lse, delta) -> tuple:
     """One for each table, summed over all pairs that read an entry, always in the same order."""
     totals = [jnp.zeros_like(table) for table in x.score.tables]
     number = 0
-    for read, (index, _) in zip(x.score.rule.reads, _by_head(p, x), strict=True):
+    for read, (index, _) in zip(x.score.rule.reads, x.score.by_head(p.batch, p.heads), strict=True):
         if read.array < len(totals):
             sums = _sums(p, tiles, predicate.plain(x), do, lse, delta, read, number)
             total = _together(sums, index, read, totals[read.array].shape)
             totals[read.array] = totals[read.array] + total
             number += 1
     return tuple(totals)
-
-
-def _by_head(p: Problem, x: Operands):
-    """The reads of each batch row and head, at the first position and key."""
-    b, h = x.score.numbers(p.batch, p.heads)
-    return x.score.reads(lambda array, index: x.score.arrays[array][index], b[:, None], h, 0, 0)
 
 
 def _axes(read: Read) -> tuple[list[int], list[int]]:
@@ -56,26 +50,27 @@ def _sums(p: Problem, tiles: Tiles, x: Operands, do, lse, delta, read: Read, num
     """[B, N, entries of the axes that differ], of the tables' read `number`."""
     shape = x.score.rule.arrays[read.array].aval.shape
     entries = math.prod(shape[axis] for axis in _axes(read)[1])
-    own = min(OWN, power_of_two(entries))
+    own = min(OWN, power_of_two(entries)) if entries > 1 else 1
+    programs = schedule.ceil_div(entries, own) if entries > 1 else schedule.ceil_div(p.queries, tiles.block_q)
     at = tile.layout(p, tiles, lambda e, n, b: dict(b=b, B=b, n=n, k=n // p.group))
     (sums,) = tile.launch(
         functools.partial(_kernel, problem=p, tiles=tiles, read=read, number=number, entries=entries),
         (x, do, lse, delta),
-        grid=(schedule.ceil_div(entries, own), p.heads, p.batch),
+        grid=(programs, p.heads, p.batch),
         in_specs=[at.operands(x), at.spec("btnv"), at.spec("bnt"), at.spec("bnt")],
         out_specs=[pl.BlockSpec((None, None, own), lambda e, n, b: (b, n, e))],
-        out_shape=[jax.ShapeDtypeStruct((p.batch, p.heads, entries), jnp.float32)],
+        out_shape=[jax.ShapeDtypeStruct((p.batch, p.heads, max(entries, programs)), jnp.float32)],
         tiles=tiles,
         name="flash_attention_dtable",
     )
-    return sums
+    return sums if entries > 1 else jnp.sum(sums, axis=2, keepdims=True)
 
 
 def _kernel(
     x: Operands, do_ref, lse_ref, delta_ref, sums_ref, *, problem: Problem, tiles: Tiles, read: Read, number: int, entries: int
 ):
-    p, own = problem, tile.span(pl.program_id(0), sums_ref.shape[0], entries)
-    pair, end = (pl.program_id(2), pl.program_id(1)), (pl.program_id(0) + 1) * sums_ref.shape[0]
+    p, part, pair = problem, pl.program_id(0) if entries > 1 else 0, (pl.program_id(2), pl.program_id(1))
+    own, end = tile.span(part, sums_ref.shape[0], entries), (part + 1) * sums_ref.shape[0]
 
     def query_tile(i, sums):
         row = tile.span(i, tiles.block_q, p.queries)
@@ -107,7 +102,10 @@ def _kernel(
         return schedule.loop(first, last, key_tile, sums)
 
     sums = jnp.zeros(sums_ref.shape, jnp.float32)
-    sums = schedule.loop(0, schedule.ceil_div(p.queries, tiles.block_q), query_tile, sums)
+    if entries > 1:
+        sums = schedule.loop(0, schedule.ceil_div(p.queries, tiles.block_q), query_tile, sums)
+    else:
+        sums = query_tile(pl.program_id(0), sums)
     tile.store(sums_ref, sums, own.inside)
 
 
