@@ -111,7 +111,8 @@ def paged_attention(
       scale, is_causal, local_window_size, logits_soft_cap, sinks, return_residual: as in `flash_attention`; causal by default.
       k_scales, v_scales: float32 [P, page, K], for pages of int8 or float8_e4m3fn: a key is its page's entry times its scale, as
         `PagedCache` makes them. The kernels multiply logits and weights by them, and nothing in memory is wider than the pages.
-      implementation: "hopper", which takes pages of 8, 16, 32, or a multiple of 64 keys; "portable"; "blockwise"; None chooses.
+      implementation: "hopper", which takes pages of 8, 16, 32, or a multiple of 64 keys, none in 8 bits; "portable";
+        "blockwise"; None chooses.
 
     Raises:
       TypeError, ValueError: what does not fit.

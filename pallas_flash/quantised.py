@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
 
 LARGEST = {"int8": 127, "float8_e4m3fn": 448}
@@ -22,6 +23,12 @@ def quantised(x: Float[Array, "*n H"], dtype) -> tuple[Array, Float[Array, "*n"]
     return (jnp.round(x) if jnp.issubdtype(dtype, jnp.integer) else x).astype(dtype), scales
 
 
+def bits(x):
+    """float8 as uint8, to gather from and scatter into: XLA for a CPU would make float16 of the whole array for that, and so it
+    copies it once."""
+    return lax.bitcast_convert_type(x, jnp.uint8) if x.dtype == jnp.float8_e4m3fn else x
+
+
 def empty_scales(shape, dtype) -> tuple[Array, Array] | tuple[None, None]:
     """Of the keys and the values of an empty cache of this shape [..., H]; None where the dtype needs none."""
     return (jnp.zeros(shape[:-1], jnp.float32), jnp.zeros(shape[:-1], jnp.float32)) if is_quantised(dtype) else (None, None)
@@ -33,7 +40,11 @@ def written(cache: Any, to, key: Float[Array, "B T K H"], value: Float[Array, "B
     if cache.key_scale is not None:
         new["key"], new["key_scale"] = quantised(key, cache.key.dtype)
         new["value"], new["value_scale"] = quantised(value, cache.value.dtype)
-    write = lambda slots, x: slots.at[to].set(x.astype(slots.dtype), mode="drop", unique_indices=True)
+
+    def write(slots, x):
+        found = bits(slots).at[to].set(bits(x.astype(slots.dtype)), mode="drop", unique_indices=True)
+        return found if found.dtype == slots.dtype else lax.bitcast_convert_type(found, slots.dtype)
+
     return cache._replace(**{name: write(getattr(cache, name), x) for name, x in new.items()})
 
 

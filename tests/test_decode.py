@@ -266,6 +266,20 @@ def test_8_bits_err_as_stated_and_a_row_of_0_or_nan_stays_what_it_is(stored, rng
     assert (abs(found - x) <= 1.001 * limit).all()
 
 
+@pytest.mark.parametrize("stored, part", [("int8", 0.1), ("float8_e4m3fn", 1.1)])
+def test_beside_a_cache_in_8_bits_nothing_wider_is_in_memory(stored, part, monkeypatch):
+    monkeypatch.setattr(blockwise.tuning, "_is_one_device", lambda: True)
+    cache = jax.eval_shape(lambda: paged_cache(8, 8192, 8, 128, pages=1024, dtype=stored))
+
+    def step(cache, q, new):
+        cache, scales = cache.append(new, new), dict(k_scales=cache.key_scale, v_scales=cache.value_scale)
+        return paged_attention(q, cache.key, cache.value, cache.table, cache.length, implementation="blockwise", **scales), cache
+
+    new = (jax.ShapeDtypeStruct((8, 1, heads, 128), jnp.float32) for heads in (32, 8))
+    memory = jax.jit(step, donate_argnums=0).lower(cache, *new).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < part * 2 * 8 * 8192 * 8 * 128
+
+
 def test_the_output_of_a_cache_in_8_bits_errs_by_1_and_4_percent(rng):
     q, k, v = (rng.normal(size=(1, length, 8, 128)).astype(np.float32) for length in (4, 2048, 2048))
     exact = flash_attention(q, k, v)

@@ -10,7 +10,7 @@ from pallas_flash import decode, online_softmax, schedule
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.blockwise.parts import Block, Heads, numbered
 from pallas_flash.blockwise.tuning import DecodeTiles
-from pallas_flash.quantised import weights
+from pallas_flash.quantised import bits, weights
 from pallas_flash.visibility import Visibility
 
 
@@ -82,4 +82,5 @@ def _block(x, table, part: Heads, key: Block):
         return lax.dynamic_slice(x, [at(part.row), at(key.start), at(0), at(0)], [part.batch, key.size, *x.shape[2:]])
     page = x.shape[1]
     numbers = lax.dynamic_slice(table, [at(part.row), at(key.start) // page], [part.batch, key.size // page])
-    return jnp.take(x, numbers, axis=0, mode="clip").reshape(part.batch, key.size, *x.shape[2:])
+    found = jnp.take(bits(x), numbers, axis=0, mode="clip").reshape(part.batch, key.size, *x.shape[2:])
+    return found if found.dtype == x.dtype else lax.bitcast_convert_type(found, x.dtype)
