@@ -238,6 +238,12 @@ def asked(*args, **kwargs) -> tuple[dict[str, Any], Any]:
     return dict(call.arguments), return_residual
 
 
+def normalised(*args, **kwargs) -> tuple[arguments.Problem, arguments.Operands]:
+    """The problem and the operands of a call of flash_attention, all of it on one device."""
+    call, _ = asked(*args, **kwargs)
+    return arguments.normalise(**{name: x for name, x in call.items() if name not in ("implementation", "context")})
+
+
 def _outputs(attend, call, return_residual):
     return_residual = checks.flag("return_residual", return_residual)
     o, lse = on_devices(attend, call)

@@ -41,7 +41,7 @@ def _problem_of(call) -> tuple[arguments.Problem, str | None]:
     """What is asked; where a sequence lies on several devices, what is asked of each, and what they send."""
     call, found = context_parallel.chosen(call), []
     if call["context"] is None:
-        return arguments.normalise(**{name: x for name, x in call.items() if name not in ("implementation", "context")})[0], None
+        return attention.normalised(**call)[0], None
 
     def note(implementation, context, **call):
         found.append(context_parallel.plan(context, call))

@@ -18,7 +18,7 @@ import jax
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # scripts/ is no installed package
 
-from pallas_flash import arguments, autodiff, backends, flash_attention  # tiles are no argument of the public function
+from pallas_flash import attention, autodiff, backends  # tiles are no argument of the public function
 from scripts.bench import clock, machine, report
 from scripts.bench.cases import Case
 from scripts.bench.measure import Row, measure
@@ -125,13 +125,10 @@ def contender(args, name: str, tiles) -> Contender:
 
 
 def _normalise(args, case: Case, q, k, v):
-    call = dict(flash_attention.__kwdefaults__, query=q, key=k, value=v, bias=None, mask=None)
-    call |= dict(is_causal=case.causal, deterministic=not args.fused)
+    call = dict(is_causal=case.causal, deterministic=not args.fused)
     call |= dict(local_window_size=(case.window - 1, 0)) if case.window else {}
     call |= dict(query_segment_ids=case.segment_ids()) if case.documents else {}
-    return arguments.normalise(
-        **{name: x for name, x in call.items() if name not in ("implementation", "context", "return_residual")}
-    )
+    return attention.normalised(q, k, v, **call)
 
 
 # ---- what is asked, and what it says ----

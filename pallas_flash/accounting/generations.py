@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from pallas_flash import arguments, autodiff, backends
+from pallas_flash import autodiff, backends
 from pallas_flash.accounting import costs, costs_hopper
 from pallas_flash.accounting.costs import Cost
 from pallas_flash.arguments import Problem
-from pallas_flash.attention import flash_attention
+from pallas_flash.attention import normalised
 
 
 class Generation(NamedTuple):
@@ -57,11 +57,9 @@ def default_tiles(generation: str, problem: Problem) -> Any:
 
 def attention(implementation: str, tiles: Any = None, **call: Any) -> Callable:
     """(q, k, v) -> o by an implementation, with tiles of your own; `call` is what `flash_attention` takes by name."""
-    defaults = dict(flash_attention.__kwdefaults__, bias=None, mask=None)
-    call = {name: x for name, x in (defaults | call).items() if name not in ("implementation", "context", "return_residual")}
 
     def attend(q, k, v):
-        problem, operands = arguments.normalise(q, k, v, **call)
+        problem, operands = normalised(q, k, v, **call)
         choice = backends.choose(problem, implementation)
         o, _ = autodiff.attend(problem, choice._replace(tiles=tiles or choice.tiles), operands)
         return o
