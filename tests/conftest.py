@@ -3,9 +3,14 @@
 import os
 import zlib
 
+from jaxlib import version
+
 os.environ.setdefault("NPROC", "8")  # XLA's threads: gpu_interpreter.py needs one for each warpgroup, on any machine
 os.environ.setdefault("PALLAS_FLASH_SELF_CHECK", "0")  # tests change tiles; test_selfcheck.py checks the check
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several test processes may share a GPU
+if version.__version__.startswith("0.10."):  # XLA's older emitter compiles in a third of the time; from 0.11.2 on it is gone
+    fast = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+    os.environ["XLA_FLAGS"] = f"{fast} {os.environ.get('XLA_FLAGS', '')}"
 
 import jax
 import numpy as np
@@ -17,6 +22,7 @@ from pallas_flash.kernels import portable
 from pallas_flash.kernels.portable.tuning import AllTiles, Tiles
 
 jax.config.update("jax_num_cpu_devices", 8)  # for tests of meshes; all else runs on the first
+jax.config.update("jax_disable_most_optimizations", True)  # most programs run once, and small
 
 IMPLEMENTATIONS = ("reference", "blockwise", "portable")
 
@@ -42,14 +48,6 @@ def small_tiles(monkeypatch):
     tiles = lambda p: blockwise.Tiles(at_most_16(p.queries), at_most_16(p.keys), heads(p), p.dtype)
     monkeypatch.setattr(blockwise, "tiles", tiles)
     monkeypatch.setattr(portable, "tiles", lambda p: AllTiles(Tiles(16, 16), Tiles(16, 32), Tiles(32, 16)))
-
-
-@pytest.fixture
-def quick_compile():
-    """For tests each of which has code of its own, that runs once."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture

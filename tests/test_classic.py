@@ -12,8 +12,6 @@ from check import check, cotangents, run
 from pallas_flash import accounting, explain, flash_attention, online_softmax
 from pallas_flash.kernels.classic import flash1, standard
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 # Contracts of every implementation, here on these two.
 test_every_mask_gives_the_oracles_results = test_attention.test_every_mask_gives_the_oracles_output_and_gradients
 test_every_size_gives_the_oracles_results = test_attention.test_every_size_gives_the_oracles_output_and_gradients
