@@ -51,6 +51,14 @@ def small_tiles(monkeypatch):
 
 
 @pytest.fixture
+def optimized():
+    """For tests of roundings: programs as users have them."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
+@pytest.fixture
 def rng(request):
     return np.random.default_rng(zlib.crc32(request.node.nodeid.encode()))
 
