@@ -77,7 +77,9 @@ def _of_sinks(sinks, lse, delta):
     """The gradient of the sinks: that of logits with the value 0, of which each row has one; None without them."""
     if sinks is None:
         return None
-    p = jnp.exp2((sinks * online_softmax.LOG2E)[None, :, None] - lse)
+    # as in online_softmax.start a maximum parts product and difference: one multiply-add would round otherwise than lse did
+    s = jnp.maximum(sinks * online_softmax.LOG2E, online_softmax.LOWEST)
+    p = jnp.exp2(s[None, :, None] - lse)
     return -jnp.sum(p * delta, axis=(0, 2)).astype(sinks.dtype)
 
 

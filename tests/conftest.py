@@ -3,9 +3,14 @@
 import os
 import zlib
 
+from jaxlib import version
+
 os.environ.setdefault("NPROC", "8")  # XLA's threads: gpu_interpreter.py needs one for each warpgroup, on any machine
 os.environ.setdefault("PALLAS_FLASH_SELF_CHECK", "0")  # tests change tiles; test_selfcheck.py checks the check
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several test processes may share a GPU
+if version.__version__.startswith("0.10."):  # XLA's older emitter compiles in a third of the time; from 0.11.2 on it is gone
+    fast = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+    os.environ["XLA_FLAGS"] = f"{fast} {os.environ.get('XLA_FLAGS', '')}"
 
 import jax
 import numpy as np
@@ -24,6 +29,12 @@ IMPLEMENTATIONS = ("reference", "blockwise", "portable")
 def pytest_addoption(parser):
     help = "every test with all of its parameters and many drawn calls; without it, the fast half and tests named by their ids"
     parser.addoption("--whole", action="store_true", help=help)
+    help = "compile programs as users do; without it most optimizations are off, since most programs run once, and small"
+    parser.addoption("--optimized", action="store_true", help=help)
+
+
+def pytest_configure(config):
+    jax.config.update("jax_disable_most_optimizations", not config.option.optimized)
 
 
 @pytest.hookimpl(trylast=True)  # what -k and -m leave
@@ -45,11 +56,11 @@ def small_tiles(monkeypatch):
 
 
 @pytest.fixture
-def quick_compile():
-    """For tests each of which has code of its own, that runs once."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
+def optimized(request):
+    """For tests of roundings: programs as users have them."""
     jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", not request.config.option.optimized)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from check import check, cotangents, run
 
 from pallas_flash import flash_attention
 
-pytestmark = pytest.mark.usefixtures("small_tiles", "quick_compile")
+pytestmark = pytest.mark.usefixtures("small_tiles")
 
 
 @pytest.mark.parametrize("name", MASKS)

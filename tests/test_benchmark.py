@@ -118,7 +118,7 @@ def test_the_backward_is_timed_alone_and_counts_its_own_flops(tmp_path):
 PAGED = ["decode_attention", "paged_attention"]
 
 
-def test_decoding_is_timed_beside_the_bytes_of_a_copy(tmp_path, capsys, monkeypatch, quick_compile):
+def test_decoding_is_timed_beside_the_bytes_of_a_copy(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(benchmark.product, "measure_copy", lambda time_by: (1e9, "a copy"))
     arguments = "--cases decode --batch 2 --lengths 300 --heads 4 --kv-heads 2 --head-size 16 --repeats 2 --out".split()
     assert benchmark.main([*arguments, str(tmp_path), "--implementations", "blockwise", "jax.nn/xla", *PAGED]) == 0
@@ -133,7 +133,7 @@ def test_decoding_is_timed_beside_the_bytes_of_a_copy(tmp_path, capsys, monkeypa
 
 
 @pytest.mark.whole
-def test_a_suite_prints_ratios_and_draws_lengths_and_masks(tmp_path, capsys, monkeypatch, quick_compile):
+def test_a_suite_prints_ratios_and_draws_lengths_and_masks(tmp_path, capsys, monkeypatch):
     cases = [SMALL._replace(K=4), SMALL._replace(K=4, causal=False), SMALL._replace(documents=3)]
     monkeypatch.setattr(benchmark, "suite", lambda dtype, quick: cases)
     arguments = "--cases suite --implementations blockwise jax.nn/xla --dtype float32 --repeats 2 --memory-lengths --out".split()
@@ -251,7 +251,7 @@ def test_what_would_not_fit_into_memory_is_not_run(monkeypatch, tmp_path, capsys
 
 
 @pytest.mark.parametrize("more", [dict(documents=3), dict(window=7), dict(K=4, Hv=8), dict(documents=3, window=7)], ids=str)
-def test_the_adapters_ask_all_for_the_same_attention(more, quick_compile):
+def test_the_adapters_ask_all_for_the_same_attention(more):
     case = SMALL._replace(**more)
     contenders = [peers.contender(name) for name in ("blockwise", "jax.nn/xla")]
     rows = measure.measure(contenders, case, ["backward"], 1, jobs=2, time_by=clock.WALL)
@@ -288,7 +288,7 @@ def test_one_that_takes_a_single_dtype_is_given_and_checked_in_that():
 # ---- a sequence on several devices, counted ----
 
 
-def test_what_devices_send_and_hold_is_counted_from_the_compiled_program(tmp_path, capsys, quick_compile):
+def test_what_devices_send_and_hold_is_counted_from_the_compiled_program(tmp_path, capsys):
     sizes = "--cases context --lengths 512 --heads 8 --head-size 16 --out".split()
     assert benchmark.main([*sizes, str(tmp_path / "run")]) == 0
     sent = {row["scheme"]: row["sent"] for row in json.loads((tmp_path / "run" / "benchmark.json").read_text())["context"]}
@@ -298,7 +298,7 @@ def test_what_devices_send_and_hold_is_counted_from_the_compiled_program(tmp_pat
     assert "| zigzag" in capsys.readouterr().out
 
 
-def test_some_heads_at_a_time_send_as_many_bytes_as_all(monkeypatch, quick_compile):
+def test_some_heads_at_a_time_send_as_many_bytes_as_all(monkeypatch):
     case, scheme = Case(1, 512, 512, 8, 2, 16, "float32", True), context.SCHEMES[0]
     sent = lambda: context.bytes_sent(context.compiled.__wrapped__("blockwise", case, scheme).as_text())
     together = sent()

@@ -6,22 +6,30 @@ import numpy as np
 import pytest
 import test_attention
 import test_transforms
-from cases import Sizes, bias, dense_mask, qkv
+from cases import MASKS, SIZES, Sizes, bias, dense_mask, qkv
 from check import check, cotangents, run
+from selection import whole_but
 
 from pallas_flash import accounting, explain, flash_attention, online_softmax
 from pallas_flash.kernels.classic import flash1, standard
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 # Contracts of every implementation, here on these two.
-test_every_mask_gives_the_oracles_results = test_attention.test_every_mask_gives_the_oracles_output_and_gradients
-test_every_size_gives_the_oracles_results = test_attention.test_every_size_gives_the_oracles_output_and_gradients
 test_64_bits_and_strict_promotion_change_nothing = test_transforms.test_64_bits_and_strict_promotion_change_nothing
 test_a_row_that_sees_no_key_gives_zero_and_no_gradient = test_attention.test_a_row_that_sees_no_key_gives_zero_and_no_gradient
 test_large_logits_neither_overflow_nor_lose_the_maximum = test_attention.test_large_logits_neither_overflow_nor_lose_the_maximum
 
 test_sinks_join_the_softmax = test_attention.test_sinks_join_the_softmax_with_gradients_and_are_all_that_a_row_without_keys_sees
+FEW_MASKS = "causal_bottom_right", "window_left", "lengths_causal", "documents_scattered_window", "prefix", "everything"
+
+
+@pytest.mark.parametrize("name", whole_but(MASKS, *FEW_MASKS))
+def test_every_mask_gives_the_oracles_results(name, implementation, rng):
+    test_attention.test_every_mask_gives_the_oracles_output_and_gradients(name, implementation, rng)
+
+
+@pytest.mark.parametrize("name", whole_but(SIZES, "grouped", "one_query", "more_queries", "head_256"))
+def test_every_size_gives_the_oracles_results(name, implementation, rng):
+    test_attention.test_every_size_gives_the_oracles_output_and_gradients(name, implementation, rng)
 
 
 @pytest.fixture(params=["standard", "flash1"])

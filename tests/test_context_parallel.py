@@ -19,7 +19,7 @@ from pallas_flash import explain, flash_attention, flash_attention_jvp, ring
 from pallas_flash.context_parallel import AllToAll, Ring, Zigzag, unzigzag, zigzag
 
 pytestmark = [
-    pytest.mark.usefixtures("small_tiles", "quick_compile"),
+    pytest.mark.usefixtures("small_tiles"),
     pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices; conftest asks for eight on a CPU"),
 ]
 Z = Sizes(B=2, T=40, S=56, N=4, K=4, H=8, Hv=4)

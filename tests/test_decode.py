@@ -98,7 +98,6 @@ SEEN = {
 }
 
 
-@pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize("name", SEEN)
 def test_output_lse_and_gradients_equal_the_oracle(implementation, name, rng):
     sinks = rng.normal(size=N).astype(np.float32)
@@ -148,7 +147,7 @@ def calls(request) -> int:
     return int(os.environ.get("PALLAS_FLASH_EXAMPLES", 500 if request.config.option.whole else 25))
 
 
-@pytest.mark.usefixtures("small_blocks", "quick_compile")
+@pytest.mark.usefixtures("small_blocks")
 def test_a_drawn_call_equals_the_oracle_with_pages_and_without(implementation, request):
     @settings(max_examples=calls(request), deadline=None, database=None)
     @given(decode_calls())
@@ -224,7 +223,7 @@ QUANTISED = ("int8", "float8_e4m3fn")
 QUERIES = [(query, stored) for query in ("float32", "float16", "bfloat16") for stored in QUANTISED]
 
 
-@pytest.mark.usefixtures("small_blocks", "quick_compile")
+@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("query, stored", QUERIES)
 def test_pages_in_8_bits_equal_the_oracle_on_what_they_stand_for(implementation, query, stored, rng):
     """Small values too, whose scales float16 does not hold; shared pages, NaN where nobody looks."""

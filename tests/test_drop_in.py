@@ -11,7 +11,7 @@ from check import close
 
 from pallas_flash import flash_attention
 
-pytestmark = pytest.mark.usefixtures("small_tiles", "quick_compile")
+pytestmark = pytest.mark.usefixtures("small_tiles")
 Z = Sizes(H=8, Hv=8)
 
 

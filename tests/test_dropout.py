@@ -18,7 +18,6 @@ from pallas_flash.kernels import portable
 from pallas_flash.kernels.classic import flash1, standard
 from pallas_flash.kernels.portable.tuning import AllTiles, Tiles
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
 ALL = ("reference", "blockwise", "portable", "flash1", "standard")  # hopper has tests of its own, in jax's GPU interpreter
 KEY = jax.random.key(7)
 

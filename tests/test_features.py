@@ -10,8 +10,6 @@ from scripts import features
 from scripts.combined.calls import FEATURES
 from scripts.combined.transformations import TRANSFORMATIONS
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 
 def stated(head: str) -> dict[str, dict[str, str]]:
     """The rows of the table with this head: what each says of each implementation, a sentence in place of its number."""

@@ -9,7 +9,6 @@ from flax import nnx
 from pallas_flash import paged_cache
 from pallas_flash.flax import FlashAttention
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
 B, LENGTH, SIZE, STEP = 2, 150, 12, 10
 
 

@@ -131,7 +131,7 @@ def test_compiled_memory_is_what_the_formulas_say():
 
 
 @pytest.mark.whole
-def test_on_a_gpu_it_times_every_generation_and_says_what_could_not_run(tmp_path, capsys, monkeypatch, quick_compile):
+def test_on_a_gpu_it_times_every_generation_and_says_what_could_not_run(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(machine, "on_gpu", lambda: True)
     monkeypatch.setattr(machine, "_query", lambda names: ["no-such-program"])
     monkeypatch.setattr(times, "GENERATIONS", ("standard", "flash1", "hopper"))

@@ -80,7 +80,7 @@ def lower(gpu, z, kw, dtype, implementation="portable"):
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", CASES)
-def test_every_kernel_lowers_for_a_gpu(gpu, dtype, name):
+def test_every_kernel_lowers_for_a_gpu_and_only_the_users_own_arrays_of_size_t_x_s_are_in_memory(gpu, dtype, name):
     z, kw = CASES[name]
     text = lower(gpu, z, kw, dtype).replace("flash_attention_decode", "flash_attention_forward")  # that of few queries
     kernels = set(re.findall(r"flash_attention_\w+", text))
@@ -89,6 +89,11 @@ def test_every_kernel_lowers_for_a_gpu(gpu, dtype, name):
         for name in ("forward", "dkv", "dq", *["dbias"] * ("bias" in kw), *["dtable"] * ("score_mod" in kw))
     }
     assert expected <= kernels, f"{expected - kernels} of {kernels} are missing"
+    size = lambda shape: math.prod(map(int, shape.split("x")))
+    largest = max(size(shape) for shape in re.findall(r"tensor<((?:\d+x)*\d+)x\w+>", text))
+    own = [math.prod(x.shape) for x in kw.values() if hasattr(x, "shape")]
+    linear = max(z.B * z.N * max(z.T, z.S) * max(z.H, z.Hv), *own, 0)
+    assert largest <= linear, f"an array of {largest} elements; q, k, v and the user's own need {linear}"
 
 
 STANDARD = "scores", "softmax", "values", "dp", "softmax_backward", "dq", "dk", "dv"
@@ -107,17 +112,6 @@ def test_the_earlier_algorithms_lower_for_a_gpu(implementation, dtype, name):
     text = lower("sm_80", z, kw, dtype, implementation)
     missing = set(CLASSIC[implementation]) - set(re.findall(r"\w+_attention_\w+", text))
     assert not missing, f"{missing} are missing"
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_nothing_of_size_t_x_s_is_in_memory_but_the_users_own_arrays(name):
-    z, kw = CASES[name]
-    text = lower("sm_90", z, kw, "bfloat16")
-    size = lambda shape: math.prod(map(int, shape.split("x")))
-    largest = max(size(shape) for shape in re.findall(r"tensor<((?:\d+x)*\d+)x\w+>", text))
-    own = [math.prod(x.shape) for x in kw.values() if hasattr(x, "shape")]
-    linear = max(z.B * z.N * max(z.T, z.S) * max(z.H, z.Hv), *own, 0)
-    assert largest <= linear, f"an array of {largest} elements; q, k, v and the user's own need {linear}"
 
 
 def test_a_user_meets_no_deprecation_warning():

@@ -15,6 +15,7 @@ from pallas_flash import flash_attention
 from pallas_flash.kernels import portable
 from pallas_flash.kernels.portable.tuning import AllTiles, Tiles
 
+pytestmark = pytest.mark.usefixtures("optimized")
 SIZES = Sizes(B=1, T=37, S=53, N=3, K=3, Hv=11)  # several blocks of the small tiles
 LOWEST = float(np.finfo(np.float32).min)
 OUTPUTS = ("o", "dq", "dk", "dv", "dbias")

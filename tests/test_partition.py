@@ -18,7 +18,7 @@ import pallas_flash
 from pallas_flash import flash_attention, masks
 
 pytestmark = [
-    pytest.mark.usefixtures("small_tiles", "quick_compile"),
+    pytest.mark.usefixtures("small_tiles"),
     pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices; conftest asks for eight on a CPU"),
 ]
 Z = Sizes(B=4, T=5, S=7, N=8, K=4, H=8, Hv=8)

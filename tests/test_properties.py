@@ -59,7 +59,7 @@ def calls(draw):
     return z, kw, draw(st.integers(0, 2**32 - 1))
 
 
-@pytest.mark.usefixtures("small_tiles", "quick_compile")
+@pytest.mark.usefixtures("small_tiles")
 @pytest.mark.whole("portable")
 @pytest.mark.parametrize("part", range(SLICES))
 def test_a_drawn_call_equals_the_oracle(implementation, part, examples):

@@ -16,7 +16,7 @@ from selection import whole_but
 
 from pallas_flash import autodiff, context_parallel, explain, flash_attention, flash_attention_jvp, masks, scores
 
-pytestmark = pytest.mark.usefixtures("small_tiles", "quick_compile")
+pytestmark = pytest.mark.usefixtures("small_tiles")
 Z = Sizes(B=2, T=19, S=37, N=4, K=2, H=8, Hv=8)
 IDS = np.arange(40, dtype=np.int32) // 3
 

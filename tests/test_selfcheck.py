@@ -20,7 +20,6 @@ from pallas_flash import backends, explain, flash_attention, records, selfcheck,
 from pallas_flash.__main__ import main
 from pallas_flash.kernels import device, hopper, portable
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
 Q = np.random.default_rng(0).normal(size=(4, 8, 2, 16)).astype(np.float32)
 
 

@@ -110,7 +110,6 @@ AS = {  # the arrays' places on a mesh of two by two; None: not on the mesh
 }
 
 
-@pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize("places", AS)
 def test_arrays_may_be_anywhere_on_an_explicit_mesh(places):
     rng = np.random.default_rng(0)
@@ -121,7 +120,6 @@ def test_arrays_may_be_anywhere_on_an_explicit_mesh(places):
     equal(loss(*(arrays | placed).values()), loss(*arrays.values()))
 
 
-@pytest.mark.usefixtures("quick_compile")
 @pytest.mark.whole("reference", "portable")
 def test_a_mesh_of_one_device_and_one_that_was_set_change_nothing(implementation, rng):
     q, k, v = qkv(rng, SMALL)
@@ -135,7 +133,6 @@ def test_a_mesh_of_one_device_and_one_that_was_set_change_nothing(implementation
         equal(attend(q, k, v), expected)
 
 
-@pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize(
     "names, implementation",
     [(("data", "model"), "reference"), (("data",), "reference"), (("data",), "blockwise"), (("data",), "portable")],
@@ -212,7 +209,6 @@ def paged_call(rng, dtype=None):
     return call | dict(k_pages=k[0], v_pages=v[0], k_scales=k[1], v_scales=v[1])
 
 
-@pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize("places", PAGED)
 def test_pages_on_an_explicit_mesh_stay_where_they_are(places, rng):
     *specs, name = PAGED[places]

@@ -14,7 +14,7 @@ from jax import export
 
 from pallas_flash import flash_attention, flash_attention_jvp, masks
 
-pytestmark = pytest.mark.usefixtures("small_tiles", "quick_compile")
+pytestmark = pytest.mark.usefixtures("small_tiles")
 Z = Sizes(T=19, S=23, N=2, K=1, H=8, Hv=8)
 
 

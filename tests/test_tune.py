@@ -18,7 +18,7 @@ def run(arguments=""):
 
 
 @pytest.mark.whole
-def test_every_kernel_is_swept_by_its_own_pass_and_the_row_is_valid_tiles(capsys, quick_compile):
+def test_every_kernel_is_swept_by_its_own_pass_and_the_row_is_valid_tiles(capsys):
     assert run("--sweep block_k=16,32") == 0
     printed = capsys.readouterr().out
     passes = re.findall(r"^(\w+), by the time of the (\w+)$", printed, re.MULTILINE)
@@ -28,7 +28,7 @@ def test_every_kernel_is_swept_by_its_own_pass_and_the_row_is_valid_tiles(capsys
     assert isinstance(row, AllTiles) and all(kernel.block_k in (16, 32) for kernel in (row.forward, row.dkv, row.dq))
 
 
-def test_a_candidate_that_is_wrong_or_raises_is_reported_and_never_the_row(capsys, monkeypatch, quick_compile):
+def test_a_candidate_that_is_wrong_or_raises_is_reported_and_never_the_row(capsys, monkeypatch):
     portable = next(backend for backend in backends.BACKENDS if backend.name == "portable")
 
     def forward(problem, tiles, operands):
@@ -46,7 +46,7 @@ def test_a_candidate_that_is_wrong_or_raises_is_reported_and_never_the_row(capsy
     assert "num_stages=2" in printed.splitlines()[-1]
 
 
-def test_documents_and_windows_are_part_of_the_call(capsys, quick_compile):
+def test_documents_and_windows_are_part_of_the_call(capsys):
     assert run("--kernels forward --documents 3 --window 5 --sweep num_warps=8") == 0
     assert "causal window 5 3 documents" in capsys.readouterr().out
 

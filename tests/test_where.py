@@ -19,7 +19,7 @@ from pallas_flash import explain, flash_attention, kinds, masks, schedule
 from pallas_flash.masks import Visibility
 from scripts import draw_mask
 
-pytestmark = pytest.mark.usefixtures("small_tiles", "quick_compile")
+pytestmark = pytest.mark.usefixtures("small_tiles")
 Z = Sizes(B=2, T=37, S=53, N=4, K=2, H=8, Hv=8)
 Q, KV = np.arange(40)[:, None], np.arange(40)
 
