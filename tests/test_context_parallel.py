@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from selection import whole_but
 
-from pallas_flash import explain, flash_attention, flash_attention_jvp, ring
+from pallas_flash import explain, flash_attention, flash_attention_jvp, masks, ring
 from pallas_flash.context_parallel import AllToAll, Ring, Zigzag, unzigzag, zigzag
 
 pytestmark = [
@@ -99,6 +99,16 @@ def test_a_sequence_on_several_devices_gives_what_it_gives_on_one(mask, scheme):
 def test_a_rule_of_positions_is_asked_for_those_of_the_whole_sequence(rule, scheme):
     function, more = RULES[rule]
     check(SCHEMES[scheme], lambda rng, z: dict(rule=function, **more), "blockwise")
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_block_map_of_all_is_asked_as_its_rule(scheme):
+    rule = masks.Where(lambda b, h, q, k: (q - k) % 3 != 1)
+    q, k, v = qkv(np.random.default_rng(0), Z)
+    attend = lambda q, k, v, **kw: flash_attention(q, k, v, implementation="blockwise", **kw)
+    spread = jax.device_put([in_order(SCHEMES[scheme], x, (1,)) for x in (q, k, v)], NamedSharding(mesh(), ROWS))
+    mapped = attend(*spread, mask=masks.block_map(rule, Z.T, Z.S, block=16), context=SCHEMES[scheme])
+    close(in_order(SCHEMES[scheme], np.asarray(mapped), (1,), unzigzag), attend(q, k, v, mask=rule), 1e-5)
 
 
 FEATURES = {
@@ -231,6 +241,13 @@ def test_what_does_not_fit_is_refused_with_a_sentence(sentence):
         q, k = jax.device_put((q, k), NamedSharding(m, P("data")))
     with pytest.raises((TypeError, ValueError), match=re.escape(sentence)):
         flash_attention(q, k, k, **kw)
+
+
+def test_a_score_mod_is_refused_in_a_ring():
+    x = jax.device_put(jnp.ones((2, 8, 1, 8)), NamedSharding(mesh(), ROWS))
+    for context in Ring("context"), Zigzag("context"):
+        with pytest.raises(NotImplementedError, match=re.escape(f"context={context} does not go with score_mod; AllToAll may.")):
+            flash_attention(x, x, x, score_mod=lambda s, b, h, q, k: s, context=context)
 
 
 def test_forward_mode_and_second_derivatives_are_refused():
