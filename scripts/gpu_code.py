@@ -5,6 +5,7 @@ here imports the package: a `gpu` is one of `pallas_flash.accounting.GPUS`, and 
 """
 
 import importlib.util
+import math
 import os
 import pathlib
 import re
@@ -75,29 +76,41 @@ def prepare(folder: pathlib.Path):
     )
 
 
-def as_if_on(gpu):
-    """The context in which code is traced for `gpu`, and `explain` speaks of it."""
+def as_if_on(gpu, axes: dict[str, int] | None = None, explicit: bool = False):
+    """The context in which code is traced for `gpu`, or for a mesh of several with these axes, and `explain` speaks of it."""
     import jax
-    from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+    from jax.sharding import AbstractDevice, AbstractMesh
 
     device = AbstractDevice(device_kind=gpu.kind, num_cores=gpu.cores, platform="gpu")
-    return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device))
+    names, sizes, types = _axes(axes, explicit)
+    return jax.sharding.use_abstract_mesh(AbstractMesh(sizes, names, axis_types=types, abstract_device=device))
 
 
-def compiled(gpu, function, *shapes):
-    """`function` compiled for `gpu`; shapes are pytrees of jax.ShapeDtypeStruct."""
+def compiled(gpu, function, *shapes, axes: dict[str, int] | None = None, explicit: bool = False, spec: tuple = ()):
+    """`function` compiled for `gpu`; shapes are pytrees of jax.ShapeDtypeStruct, on a mesh all sharded by `spec`."""
     import jax
+    import numpy as np
     from jax.experimental import topologies
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     major, minor = gpu.capability
     more = dict(major=major, minor=minor, fpus=64 if major == 8 else 128, block=gpu.shared_memory - 1024, ghz=gpu.clock / 1e9)
-    target = TARGET.format(**gpu._asdict(), **more)
-    topology = topologies.get_topology_desc("described", "cuda", target_config=target, topology="1x1x1")
-    sharding = NamedSharding(Mesh(topology.devices, "x"), PartitionSpec())
+    names, sizes, types = _axes(axes, explicit)
+    target, devices = TARGET.format(**gpu._asdict(), **more), math.prod(sizes)
+    topology = topologies.get_topology_desc("described", "cuda", target_config=target, topology=f"1x1x{devices}")
+    mesh = Mesh(np.reshape(topology.devices, sizes), names, axis_types=types)
+    sharding = NamedSharding(mesh, PartitionSpec(*spec))
     args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes)
-    with as_if_on(gpu):
+    with as_if_on(gpu, axes, explicit):
         return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).compile()
+
+
+def _axes(axes: dict[str, int] | None, explicit: bool):
+    """Names, sizes and types of the axes of a mesh; of one device by default."""
+    from jax.sharding import AxisType
+
+    axes = axes or dict(x=1)
+    return tuple(axes), tuple(axes.values()), (AxisType.Explicit if explicit else AxisType.Auto,) * len(axes)
 
 
 # ---- reading ----

@@ -309,7 +309,7 @@ def test_some_heads_at_a_time_send_as_many_bytes_as_all(monkeypatch):
 
 @pytest.mark.whole
 @pytest.mark.parametrize("heads", [(8, 1), (8, 8)], ids=["one key head", "many"])
-def test_temporaries_of_one_of_eight_devices_are_a_sixth_of_those_of_one_alone(heads):
+def test_each_of_eight_devices_has_a_small_part_of_the_temporaries_of_one_alone(heads):
     case = Case(1, 65536, 65536, *heads, 64, "float32", True)
     alone, ring, zigzag = (context.temporaries("blockwise", case, scheme) for scheme in (None, *context.SCHEMES[:2]))
     assert ring <= alone / 7 and zigzag <= alone / 5.6

@@ -170,3 +170,32 @@ def test_those_of_dense_attention_are_quadratic_and_fit_into_no_gpu():
     scores = 4 * N * T * T
     assert whole >= scores > max(gpu.memory for gpu in GPUS.values())
     assert whole >= 60 * eighth
+
+
+# ---- eight GPUs ----
+
+EIGHT = r"""
+import pathlib, re, sys
+from scripts import gpu_code
+gpu_code.prepare(pathlib.Path(sys.argv[1]))
+import jax, jax.numpy as jnp
+from pallas_flash import accounting, flash_attention
+
+implementation = sys.argv[2]
+attend = lambda q, k, v: flash_attention(q, k, v, is_causal=True, implementation=implementation).astype(jnp.float32).sum()
+x = [jax.ShapeDtypeStruct((2, 4096, heads, 64), jnp.bfloat16) for heads in (8, 4, 4)]
+for mesh in dict(axes=dict(data=2, model=4), spec=("data", None, "model")), dict(axes=dict(x=8), explicit=True, spec=(None, "x")):
+    code = gpu_code.compiled(accounting.GPUS["H200"], jax.grad(attend, argnums=(0, 1, 2)), *x, **mesh).as_text()
+    print(*sorted(set(re.findall(r" (all-gather|all-to-all|collective-permute)(?:-start)?\(", code))))
+"""
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("implementation", ["blockwise", "portable", "hopper"])
+def test_for_eight_gpus_nothing_is_gathered_and_a_sharded_sequence_goes_around(implementation, tmp_path):
+    if implementation == "hopper" and TOO_OLD:
+        pytest.skip(TOO_OLD)
+    command = [sys.executable, "-c", EIGHT, tmp_path, implementation]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=SCRIPT.parents[1])
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout == "\ncollective-permute\n"
