@@ -91,9 +91,13 @@ def step(s, m, l, scale: float | None = None, slack: float = 0.0):
 
 
 def step_by_key(s, m, l):
-    """`step` for scores s [.., k, q]. m and l are None, and so is alpha, where there was no step before."""
+    """`step` for scores s [.., k, q]. m and l are None, and so is alpha, where there was no step before.
+
+    The new m has no tangent: any m' gives the same P. JAX's own divides by how many scores equal the maximum, and that is none
+    where XLA computes them twice and rounds otherwise.
+    """
     highest = jnp.max(s, axis=-2, initial=LOWEST)
-    m_new = highest if m is None else jnp.maximum(m, highest)
+    m_new = lax.stop_gradient(highest if m is None else jnp.maximum(m, highest))
     p = jnp.exp2(s - m_new[..., None, :])
     total = jnp.sum(p, axis=-2)
     if m is None:
@@ -115,7 +119,7 @@ def finish(o, l, kept: float = 1.0):
 def merge_all(o, stats: Statistics, axis: int):
     """Of the attention of the same rows to several sets of keys, along an axis of o [.., n] and stats [..], that to all."""
     stats = _in_two(stats)
-    highest = jnp.max(stats.m, axis, keepdims=True)
+    highest = lax.stop_gradient(jnp.max(stats.m, axis, keepdims=True))
     l = stats.l * jnp.exp2(stats.m - highest)
     total = jnp.sum(l, axis, keepdims=True)
     part = l / jnp.where(total == 0, 1.0, total)
@@ -125,7 +129,7 @@ def merge_all(o, stats: Statistics, axis: int):
 def merge(one, other):
     """Of the attention of the same rows [B, T, N] to two sets of keys, each (o, Statistics), that to both: o is wide."""
     (o, a), (o_other, b) = ((o.astype(jnp.float32) if o.dtype.itemsize < 4 else o, _in_two(stats)) for o, stats in (one, other))
-    m = jnp.maximum(a.m, b.m)
+    m = lax.stop_gradient(jnp.maximum(a.m, b.m))
     l, l_other = a.l * jnp.exp2(a.m - m), b.l * jnp.exp2(b.m - m)
     both = l + l_other
     part = lambda l: jnp.swapaxes(l / jnp.where(both == 0, 1.0, both), 1, 2)[..., None]

@@ -60,13 +60,23 @@ class Loop(NamedTuple):
         to = [(i, (i + by) % self.devices) for i in range(self.devices) if wraps or 0 <= i + by < self.devices]
         return jax.tree.map(lambda a: lax.ppermute(a, self.axis, to), x) if by else x
 
-    def go(self, step: Callable, keys, carry, onward: Callable = lambda carry: carry):
-        """carry = step(t, keys, carry) for all t, onward(carry) between two; the next keys are on their way meanwhile."""
+    def go(self, step: Callable, keys, carry):
+        """carry = step(t, keys, carry) for all t; the next keys are on their way meanwhile."""
         if self.steps == 0:
             return carry
-        both = lambda t, state: (self.sent(state[0], 1, self.wraps), onward(step(t, *state)))
+        both = lambda t, state: (self.sent(state[0], 1, self.wraps), step(t, *state))
         keys, carry = schedule.loop(0, self.steps - 1, both, (self.sent(keys, -self.first, self.wraps), carry))
         return step(self.steps - 1, keys, carry)
+
+    def go_together(self, step: Callable, keys, carry, found):
+        """carry, found = step(t, keys, carry, found) for all t, and found at home. It goes along with the keys, and is on its way
+        meanwhile too. The last keys are sent further for nothing: one step less would stand apart from the loop."""
+        if self.steps == 0:
+            return carry, found
+        keys, sent = self.sent(keys, -self.first, self.wraps), lambda keys: self.sent(keys, 1, self.wraps)
+        both = lambda t, state: (sent(state[0]), *step(t, state[0], state[1], self.sent(state[2], 1)))
+        _, carry, found = schedule.loop(1, self.steps, both, (sent(keys), *step(0, keys, carry, found)))
+        return carry, self.sent(found, self.first - self.steps + 1)
 
 
 class Part(NamedTuple):
@@ -245,7 +255,7 @@ def _backward(half: Half, groups: int, problem: Problem, tiles, x: Operands, o, 
     loop, wide = half.loop, delta.dtype
     zeros = lambda y: None if y is None else _zeros(x.query, y.shape, wide)
 
-    def step(t, keys, carry):
+    def step(t, keys, mine, dkv):
         def added(rows, b, p, pair, carry):
             (dq, dbias), dkv = carry
             by_row = map(rows.of, (o, lse, do, delta), (2, 1, 2, 1))
@@ -257,11 +267,10 @@ def _backward(half: Half, groups: int, problem: Problem, tiles, x: Operands, o, 
             keys = Part(loop.chunks, b)
             return (plus(dq, rows, new_dq, 2), dbias), tuple(plus(y, keys, new) for y, new in zip(dkv, new_dkv, strict=True))
 
-        return half.each_pair(groups, problem, x, t, keys, added, carry)
+        mine, own = half.each_pair(groups, problem, x, t, keys, added, (mine, (zeros(x.key), zeros(x.value))))
+        return mine, jax.tree.map(jnp.add, dkv, own)  # what was on its way is not waited for before
 
     start = (zeros(x.query), zeros(x.bias)), (zeros(x.key), zeros(x.value))
-    along = lambda carry: (carry[0], loop.sent(carry[1], 1))  # what was found goes along with the keys, and then further, home
-    (dq, dbias), dkv = loop.go(step, (x.key, x.value), start, along)
-    dkv = loop.sent(dkv, loop.first - loop.steps + 1) if loop.steps else dkv  # home
+    (dq, dbias), dkv = loop.go_together(step, (x.key, x.value), *start)
     typed = lambda dy, y: None if y is None else dy.astype(y.dtype)
     return typed(dq, x.query), *map(typed, dkv, (x.key, x.value)), typed(dbias, x.bias)

@@ -292,8 +292,8 @@ def test_what_devices_send_and_hold_is_counted_from_the_compiled_program(tmp_pat
     sizes = "--cases context --lengths 512 --heads 8 --head-size 16 --out".split()
     assert benchmark.main([*sizes, str(tmp_path / "run")]) == 0
     sent = {row["scheme"]: row["sent"] for row in json.loads((tmp_path / "run" / "benchmark.json").read_text())["context"]}
-    unit = 512 // 8 * 8 * 16 * 4  # of one device's rows: K, V forward; K, V, dK, dV backward, these home
-    around, exchanged = (7 * 2 + 7 * 2 + 8 * 2) * unit, 8 * unit * 7 // 8
+    unit = 512 // 8 * 8 * 16 * 4  # of one device's rows: K, V forward; K, V, dK, dV backward, once around
+    around, exchanged = (7 * 2 + 8 * 4) * unit, 8 * unit * 7 // 8
     assert sent == {"one device": 0, "Ring('context')": around, "Zigzag('context')": around, "AllToAll('context')": exchanged}
     assert "| zigzag" in capsys.readouterr().out
 
@@ -304,7 +304,7 @@ def test_some_heads_at_a_time_send_as_many_bytes_as_all(monkeypatch):
     together = sent()
     monkeypatch.setattr(ring, "ROWS", 64)
     jax.clear_caches()
-    assert sent() == together == 44 * 512 // 8 * 2 * 16 * 4
+    assert sent() == together == 46 * 512 // 8 * 2 * 16 * 4
 
 
 @pytest.mark.whole
@@ -312,7 +312,7 @@ def test_some_heads_at_a_time_send_as_many_bytes_as_all(monkeypatch):
 def test_each_of_eight_devices_has_a_small_part_of_the_temporaries_of_one_alone(heads):
     case = Case(1, 65536, 65536, *heads, 64, "float32", True)
     alone, ring, zigzag = (context.temporaries("blockwise", case, scheme) for scheme in (None, *context.SCHEMES[:2]))
-    assert ring <= alone / 7 and zigzag <= alone / 5.6
+    assert ring <= alone / 7 and zigzag <= alone / 5
 
 
 @pytest.mark.parametrize("chunks", [1, 2])

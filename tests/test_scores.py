@@ -189,6 +189,12 @@ def unmasked(q, k, v, score_mod):
     return dense(q, k, v, position_too, np.full(Z.B, Z.S))[0]
 
 
+def test_forward_mode_is_right_where_scores_are_computed_twice_and_round_otherwise(rng):
+    x = arrays(rng)[:3]
+    of = lambda name: flash_attention_jvp(x, x, score_mod=lambda s, b, h, q, k: s - 0.1 * abs(q - k), implementation=name)
+    equal(jax.jit(of, static_argnums=0)("blockwise"), jax.jit(of, static_argnums=0)("reference"))
+
+
 @pytest.mark.whole
 def test_forward_mode_and_second_derivatives_are_those_of_reference(rng):
     x, dx = arrays(rng), arrays(rng)

@@ -27,6 +27,10 @@ def _by_distance(table):
     return by_distance
 
 
+def _by_head(slopes):
+    return lambda score, b, h, q, k: jnp.maximum(score, 0.1 * score) - slopes[h] * jnp.abs(q - k)
+
+
 FEATURES = {
     "`is_causal`": Feature({}, lambda x: dict(is_causal=True)),
     "`local_window_size`": Feature({}, lambda x: dict(local_window_size=(16, 9))),
@@ -43,15 +47,16 @@ FEATURES = {
     "`scale` by head, learned": Feature(dict(scale="N"), lambda x: dict(scale=x["scale"])),
     "`logits_soft_cap`": Feature({}, lambda x: dict(logits_soft_cap=2.0)),
     "`score_mod`, a learned table": Feature(dict(table="MR"), lambda x: dict(score_mod=_by_distance(x["table"]))),
+    "`score_mod`, a learned number by head": Feature(dict(slopes="M"), lambda x: dict(score_mod=_by_head(x["slopes"]))),
     "`sinks`": Feature(dict(sinks="N"), lambda x: dict(sinks=x["sinks"])),
     "dropout": Feature({}, lambda x: dict(dropout_rate=0.3, dropout_rng=jax.random.key(1))),
 }
-AN_ARRAY = "`mask`: an array"
-TOGETHER = (tuple(name for name in FEATURES if name != AN_ARRAY), (AN_ARRAY,))
+APART = "`mask`: an array", "`score_mod`, a learned number by head"  # the call has another mask and score_mod
+TOGETHER = (tuple(name for name in FEATURES if name not in APART), APART)
 LETTERS = dict(query="BTNH", key="BSKH", value="BSKV") | {k: v for f in FEATURES.values() for k, v in f.arrays.items()}
 INTEGERS = dict(offset=(0, 5), queries=(15, 20), keys=(40, 65), q_ids=(0, 2), kv_ids=(0, 2), prefix=(0, 9))
 INPUTS = ("query", "key", "value")
-LEARNED = (*INPUTS, "bias", "scale", "sinks", "table")
+LEARNED = (*INPUTS, "bias", "scale", "sinks", "slopes", "table")
 
 
 def arrays(dtype="float32") -> dict[str, Any]:

@@ -171,7 +171,9 @@ TRANSFORMATIONS = {
     "a mesh, explicit axes": Transformation(_on_mesh(AxisType.Explicit, **BY_HEAD), gradients),
     "a mesh, Auto axes": Transformation(_on_mesh(AxisType.Auto, **BY_HEAD), gradients),
     "rows on an explicit axis": Transformation(
-        _on_mesh(AxisType.Explicit, **BY_ROW), gradients, {"`score_mod`, a learned table": None}
+        _on_mesh(AxisType.Explicit, **BY_ROW),
+        gradients,
+        {"`score_mod`, a learned table": None, "`score_mod`, a learned number by head": None},
     ),
     "`shard_map`": Transformation(_shard_map, forward, {"dropout": OF_ITS_OWN, "`mask`: `masks.Where`": OF_ITS_OWN}),
 }

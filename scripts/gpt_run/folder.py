@@ -21,7 +21,7 @@ def held(args):
     """The run's folder, new or to be resumed; no other process can train in it meanwhile."""
     import filelock
 
-    if not is_first():
+    if args.hosts is not None and not is_first():
         yield args.resume or args.out
         return
     folder = args.resume or new_folder(args.out)
