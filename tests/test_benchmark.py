@@ -298,6 +298,7 @@ def test_what_devices_send_and_hold_is_counted_from_the_compiled_program(tmp_pat
     assert "| zigzag" in capsys.readouterr().out
 
 
+@pytest.mark.whole
 def test_some_heads_at_a_time_send_as_many_bytes_as_all(monkeypatch):
     case, scheme = Case(1, 512, 512, 8, 2, 16, "float32", True), context.SCHEMES[0]
     sent = lambda: context.bytes_sent(context.compiled.__wrapped__("blockwise", case, scheme).as_text())

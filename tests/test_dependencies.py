@@ -1,6 +1,7 @@
 """What must be installed: jax, jaxtyping and numpy. A jax whose Pallas does not have what kernels import is one without them."""
 
 import json
+import os
 import pathlib
 import re
 import subprocess
@@ -36,7 +37,8 @@ except NotImplementedError as error:
 
 @pytest.fixture(scope="module")
 def without_pallas():
-    run = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True)
+    quick = {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    run = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, env=quick)
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout)
 

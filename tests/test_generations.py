@@ -74,6 +74,7 @@ def test_every_step_from_the_papers_bytes_to_the_kernels_is_accounted_for(shape)
         assert way.end == accounting.total(counts.kernels_of(way.stop, p)).bytes, way.stop
 
 
+@pytest.mark.whole
 def test_memory_of_flash_is_linear_and_the_published_ratios_follow():
     rows = [row for row in counts.by_length(published.gpt2_medium(), [1024, 2048, 4096]) if not row.causal]
     for one, twice in itertools.pairwise(rows):

@@ -167,6 +167,7 @@ def test_of_ten_files_one_is_held_out_and_what_is_no_text_is_left_out(script, tm
     assert "left out for their NUL bytes: " in text.source and "99.bin" in text.source
 
 
+@pytest.mark.whole
 def test_the_standard_library_is_the_default_text(script):
     text = texts.read_text(None, context=128)
     assert len(text.train) > 5_000_000
