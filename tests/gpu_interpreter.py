@@ -95,7 +95,30 @@ def _replacements():
         (thread_map, "_run_jaxpr", _compiled_once()),
         (callback, "io_callback_impl", _io_callback_of_numpy),
         (shared_memory, "_to_int", _to_int(shared_memory._to_int)),
+        (jaxpr_interpret, "DeviceInfo", functools.partial(SimpleNamespace, **ONE_DEVICE)),
+        *_one_after_another(),
     ]
+
+
+ONE_DEVICE = dict(device_id=0, num_devices=1, axis_indices={}, axis_sizes={})  # no kernel here speaks to another device's
+
+
+def _one_after_another():
+    """Kernels of several devices run one after another, each as if alone: jax's end together, and wait in vain for a device
+    that runs none, or another one."""
+    turn, initialise, clean_up = threading.Lock(), gpu_callbacks._initialize_shared_memory, gpu_callbacks._clean_up_shared_memory
+
+    def begin(**kw):
+        if not turn.acquire(timeout=DEADLOCK_SECONDS):
+            raise TimeoutError(f"another device's kernel did not end in {DEADLOCK_SECONDS} s: a deadlock, or NPROC is too small")
+        return initialise(**kw)
+
+    def end(token):
+        token = clean_up(token)
+        turn.release()
+        return token
+
+    return [(gpu_callbacks, "_initialize_shared_memory", begin), (gpu_callbacks, "_clean_up_shared_memory", end)]
 
 
 # A step of the interpreter: the equations of a jaxpr, those below by these rules, the runs between them by jax's.

@@ -4,13 +4,14 @@ import contextlib
 import functools
 import re
 
+import gpu_interpreter
 import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
 from cases import MASKS, RULES, Sizes, arguments, bias, dense_mask, qkv
-from check import close, cotangents
+from check import TOLERANCE, close, cotangents
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from selection import whole_but
@@ -256,3 +257,22 @@ def test_forward_mode_and_second_derivatives_are_refused():
         flash_attention_jvp((x, x, x), (x, x, x))
     with pytest.raises(NotImplementedError, match="first derivatives alone"):
         jax.hessian(lambda x: flash_attention(x, x, x, implementation="reference").sum())(x)
+
+
+@pytest.mark.whole
+@pytest.mark.skipif(gpu_interpreter.MISSING is not None, reason=str(gpu_interpreter.MISSING))
+def test_the_kernels_for_hopper_go_around_too(rng):
+    q, k, v = (jnp.asarray(rng.normal(size=(1, 128, 1, 64)), jnp.float16) for _ in range(3))
+
+    def gradients(q, k, v, name):
+        o, vjp = jax.vjp(lambda *x: flash_attention(*x, is_causal=True, implementation=name), q, k, v)
+        return o, *vjp(jnp.sin(o))
+
+    two = jax.make_mesh((2,), ("context",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+    there = jax.device_put((q, k, v), NamedSharding(two, P(None, "context")))
+    with gpu_interpreter.hopper_kernels(detect_races=True) as races:
+        found = jax.jit(gradients, static_argnums=3)(*there, "hopper")
+        jax.block_until_ready(found)
+    assert not races.found
+    for a, b in zip(found, gradients(q, k, v, "reference"), strict=True):
+        close(a, b, TOLERANCE["float16"])
