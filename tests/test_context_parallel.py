@@ -140,7 +140,7 @@ def test_features_are_the_same_on_several_devices(implementation, feature, schem
 @pytest.mark.parametrize("scheme", ["ring", "zigzag"])
 @pytest.mark.parametrize("feature", ["sinks, lengths and a soft cap", "dropout"])
 def test_some_heads_go_around_before_the_others(feature, scheme, monkeypatch):
-    monkeypatch.setattr(ring, "ROWS", 16)
+    monkeypatch.setattr(ring, "ROWS", 8)
     z = Z._replace(N=8, K=2) if feature != "dropout" else Z._replace(T=256, S=256, N=8, K=2)
     q, k = (jax.device_put(np.ones((z.B, z.T, n, z.H)), NamedSharding(mesh(), ROWS)) for n in (z.N, z.K))
     pair = explain(q, k, k, context=SCHEMES[scheme]).problem

@@ -28,7 +28,7 @@ def _by_distance(table):
 
 
 def _by_head(slopes):
-    return lambda score, b, h, q, k: jnp.maximum(score, 0.1 * score) - slopes[h] * jnp.abs(q - k)
+    return lambda score, b, h, q, k: jnp.maximum(score, 0.1 * score) - slopes[h] * jnp.abs(q - k).astype(jnp.float32)
 
 
 FEATURES = {
