@@ -208,7 +208,8 @@ def sent_around(scheme: Context, loop: ring.Loop, problem: Problem) -> str:
     if hops == 0:
         return f"{scheme} of {loop.devices} devices: nothing is sent"
     each = f"each of {loop.devices} devices sends {_bytes(numbers * size)} of K and V a step, in {hops} of {loop.steps} steps"
-    return f"{scheme}: {each}; the backward as much again, and {_bytes(numbers * max(size, 4))} of dK and dV a step"
+    again = "once more than that" if loop.steps > 1 else "as often"
+    return f"{scheme}: {each}; the backward {again}, and {_bytes(numbers * max(size, 4))} of dK and dV a step"
 
 
 def plan(scheme: Context, call: dict[str, Any]) -> tuple[Problem, str]:

@@ -30,7 +30,10 @@ def bits(x):
 
 
 def empty_scales(shape, dtype) -> tuple[Array, Array] | tuple[None, None]:
-    """Of the keys and the values of an empty cache of this shape [..., H]; None where the dtype needs none."""
+    """Of the keys and the values of an empty cache of this shape [..., H]; None where the dtype needs none. TypeError for one
+    that a cache cannot have."""
+    if not (is_quantised(dtype) or jnp.issubdtype(dtype, jnp.floating)):
+        raise TypeError(f"a cache's dtype must be a float's, or {' or '.join(LARGEST)}; got {jnp.dtype(dtype)}.")
     return (jnp.zeros(shape[:-1], jnp.float32), jnp.zeros(shape[:-1], jnp.float32)) if is_quantised(dtype) else (None, None)
 
 

@@ -209,6 +209,7 @@ def test_where_a_window_is_known_only_the_keys_in_it_travel():
     assert steps(local_window_size=(9, 0)).groups() == ("2", "3")
     assert steps(local_window_size=(0, 8)).groups() == ("2", "2")  # what comes after is fetched first
     assert steps(local_window_size=(3, 3), query_offset=500)[0] == "nothing is sent"
+    assert "in 7 of 8 steps; the backward once more than that" in explain(x, x, x, is_causal=True).context  # as is counted
 
 
 def test_zigzag_and_back_is_the_same():

@@ -381,3 +381,9 @@ def test_shared_pages_are_free_when_the_last_row_releases_them(rng):
     cache = cache.release(np.array([True, False, False]))
     assert sorted(cache.users.tolist()) == [0, 0, 0, 1, 1, 1]
     assert not cache.release(np.array([False, True, False])).users.any()
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "bool"])
+def test_a_cache_is_of_floats_or_of_8_bits_that_have_scales(dtype):
+    with pytest.raises(TypeError, match=f"must be a float's, or int8 or float8_e4m3fn; got {dtype}"):
+        paged_cache(batch=1, max_length=8, kv_heads=1, head_size=8, pages=1, page=8, dtype=dtype)
