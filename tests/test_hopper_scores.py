@@ -18,7 +18,7 @@ def curved(slopes):
     """Reads two numbers, asks for all indices, has a tanh, a derivative below 0, and none where the query is the last but one."""
 
     def score_mod(s, b, h, q, k):
-        bent = jnp.tanh(s * slopes[0]) * 3 - jnp.maximum(s, 0.1 * s) / 2
+        bent = jnp.tanh(s * slopes[0]) * 3 - jnp.maximum(s, 0.1 * s) / 2 + s**0
         far = slopes[h] * jnp.abs(q - k).astype(s.dtype) * (b + 1)
         return bent - far + jnp.where((q - k) % 3 == h, 0.3, 0.0) + 0.01 * jnp.sqrt(1.0 * (q - k))  # NaN beyond the query
 

@@ -128,6 +128,8 @@ def _outputs(eqn, inputs: list[Callable]) -> list[Callable]:
 
 
 def _power(x, y: int):
+    if y == 0:
+        return jnp.ones_like(x)
     power = functools.reduce(lax.mul, [x] * abs(y))
     return power if y > 0 else 1.0 / power
 
