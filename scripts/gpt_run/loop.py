@@ -1,6 +1,7 @@
 """Takes the steps: the bar, the lines of losses, evaluation, checkpoints, and the end."""
 
 import collections
+import contextlib
 import math
 import sys
 import time
@@ -9,6 +10,7 @@ import numpy as np
 import tqdm
 
 from scripts.gpt_run.curves import curves
+from scripts.gpt_run.hosts import are_several
 from scripts.gpt_run.stops import Refused, stop_signals
 
 
@@ -18,7 +20,8 @@ def run(args, state, step, evaluate, save, words):
     size = dict(total=args.steps * tokens, initial=first * tokens)
     bar = tqdm.tqdm(**size, unit=" tokens", unit_scale=True, disable=None, dynamic_ncols=True, leave=False)
     flying, speed = collections.deque(), 0.0  # losses that are not fetched yet, lest the device waits for Python
-    with bar, stop_signals() as stopped:
+    # several processes go in step: there the first signal ends one at once
+    with bar, contextlib.nullcontext([]) if are_several() else stop_signals() as stopped:
         for done in range(first + 1, args.steps + 1):
             state, loss = step(state)
             flying.append(loss)

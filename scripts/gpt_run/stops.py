@@ -53,14 +53,8 @@ def cannot_write(error: Exception) -> str | None:
 
 @contextlib.contextmanager
 def stop_signals():
-    """A list that holds the first SIGINT or SIGTERM once it has come; a second one ends the process. Where several processes go
-    in step, the first does."""
-    from scripts.gpt_run.hosts import are_several
-
+    """A list that holds the first SIGINT or SIGTERM once it has come; a second one ends the process."""
     stopped = []
-    if are_several():
-        yield stopped
-        return
 
     def stop(number, frame):
         stopped.append(number)
