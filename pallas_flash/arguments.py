@@ -206,7 +206,7 @@ def exact(call: dict[str, Any]) -> dict[str, Any]:
     call |= zip(there, checks.ids(there), strict=True)
     if isinstance(call["mask"], masks.Mask):
         numbered = lambda part: part.numbered(call["query"].shape[:-3], call["query"].shape[-2])
-        rules = [numbered(part) if isinstance(part, masks.Where) else part for part in masks.parts(call["mask"])]
+        rules = [numbered(part) if isinstance(part, masks.Where | masks.Kinds) else part for part in masks.parts(call["mask"])]
         call["mask"] = functools.reduce(operator.and_, map(_exact_part, rules))
     return call
 

@@ -6,6 +6,7 @@ one method, `interval`.
 """
 
 import dataclasses
+import math
 import operator
 from collections import Counter
 from typing import Any
@@ -140,11 +141,18 @@ class Kinds(Mask):
     ARRAYS = {"kinds": "BNTS"}
 
     def fitting(self, batch: int, heads: int) -> "Kinds":
-        """Itself, if it was made for so many batch rows and heads, or for any."""
-        made = self.kinds.shape[:2]
-        if any(n not in (1, m) for n, m in zip(made, (batch, heads), strict=True)):
+        """The same, if it was made for so many batch rows and heads, or for any."""
+        kinds = self.kinds.reshape(-1, *self.kinds.shape[-3:])
+        asks = [any(getattr(rule, name) for rule in self.rules) for name in ("reads_batch", "reads_head")]
+        made = kinds.shape[:2]
+        if any(n != m and (n > 1 or asked) for n, m, asked in zip(made, (batch, heads), asks, strict=True)):
             raise ValueError(f"the block_map was made for (batch, heads) = {made}; the call's are {(batch, heads)}.")
-        return self
+        return dataclasses.replace(self, kinds=kinds)
+
+    def numbered(self, batch: tuple[int, ...], heads: int) -> "Kinds":
+        """The same with these leading axes in place of all batch rows, where it tells them apart."""
+        kinds = self.fitting(math.prod(batch), heads).kinds
+        return self if kinds.shape[0] == 1 else dataclasses.replace(self, kinds=kinds.reshape(*batch, *kinds.shape[1:]))
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
