@@ -106,6 +106,10 @@ MISTAKES = {
         r"must return one bool for four numbers; got int32\[\]",
     ),
     "many": (lambda: masks.Where(lambda b, h, q, k: jnp.arange(3) < k), TypeError, r"one bool for four numbers; got bool\[3\]"),
+    "too few numbers": (lambda: masks.Where(lambda q, k: q >= k), TypeError, r"is called once, .* takes 2 positional arguments"),
+    "an if": (lambda: masks.Where(lambda b, h, q, k: q >= k and k > 2), TypeError, r"TracerBool.*if, and, or need .*: jnp.where"),
+    "of NumPy": (lambda: masks.Where(lambda b, h, q, k: np.ones(3, bool)[k]), TypeError, "NumPy's arrays have no such index"),
+    "a map of an array": (lambda: masks.block_map(np.ones((3, 3), bool), 3, 3), TypeError, "an object of pallas_flash.masks, as"),
     "no positions": (lambda: ~masks.KeyLengths([3]), TypeError, r"take masks that positions alone decide: .*; got KeyLengths"),
     "or an array": (
         lambda: masks.Causal() | np.ones((3, 3), bool),
