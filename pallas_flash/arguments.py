@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_flash import checks, dropout, masks
+from pallas_flash import checks, dropout, masks, scores
 from pallas_flash.masks import Visibility
 from pallas_flash.score import Score
 from pallas_flash.sizes import HEADS_FIRST, Sizes
@@ -138,7 +138,7 @@ def normalise(
     seeds = dropout_seeds.reshape(B, N, 2) if dropped else None
     qkv = _times(flat(query), factors, visibility), flat(key), flat(value)
     near = masks.within_reach(sizes.offset(query_offset))
-    score = None if score_mod is None else Score.of_call(score_mod, checks.sums(query.dtype), near, B)
+    score = None if score_mod is None else Score.of_call(scores.fitting(score_mod, N), checks.sums(query.dtype), near, B)
     operands = Operands(*qkv, bias, sinks, mask, visibility, seeds, score)
     shapes = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
     problem = Problem(
@@ -200,13 +200,14 @@ def exact(call: dict[str, Any]) -> dict[str, Any]:
         call["dropout_seeds"] = dropout.seeds(checks.rng("dropout_rng", call["dropout_rng"]), *lead, N)
     call["dropout_rng"] = None
     if call["score_mod"] is not None:
-        score = Score.of_call(call["score_mod"], checks.sums(call["query"].dtype))
-        call["score_mod"] = score.numbered(call["query"].shape[:-3], call["query"].shape[-2])
+        *lead, _, N, _ = call["query"].shape
+        score = Score.of_call(scores.fitting(call["score_mod"], N), checks.sums(call["query"].dtype))
+        call["score_mod"] = score.numbered(lead, N)
     there = {name: call[name] for name in ids if call[name] is not None}
     call |= zip(there, checks.ids(there), strict=True)
     if isinstance(call["mask"], masks.Mask):
         numbered = lambda part: part.numbered(call["query"].shape[:-3], call["query"].shape[-2])
-        rules = [numbered(part) if isinstance(part, masks.Where) else part for part in masks.parts(call["mask"])]
+        rules = [numbered(part) if isinstance(part, masks.Where | masks.Kinds) else part for part in masks.parts(call["mask"])]
         call["mask"] = functools.reduce(operator.and_, map(_exact_part, rules))
     return call
 

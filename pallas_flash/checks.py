@@ -45,8 +45,14 @@ def from_shapes(f: Callable, call: dict[str, Any]):
 def array(name: str, x, more: str = ""):
     """x as a jax array; lists and numbers too, as jax takes them."""
     if not is_array(x) and not isinstance(x, list | tuple | int | float):
-        raise TypeError(f"{name} must be an array{more}; got {_kind(x)}.")
-    return jnp.asarray(x)
+        call = " A rule of your own is masks.Where(rule), and others are made, as masks.Causal()." * (
+            name == "mask" and callable(x)
+        )
+        raise TypeError(f"{name} must be an array{more}; got {_kind(x)}.{call}")
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name} must be an array{more}; got a {_kind(x)} that is none: {error}") from None
 
 
 def dense(name: str, x, dtype):

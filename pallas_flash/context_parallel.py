@@ -25,6 +25,12 @@ class Context:
     heads: str | tuple[str, ...] | None = None
     CHUNKS = 1  # that a part is made of
 
+    def __post_init__(self):
+        if not (self.axis and all(isinstance(name, str) for name in self.names)):
+            raise TypeError(
+                f"{type(self).__name__} takes the name of an axis of the mesh, or a tuple of them; got {self.axis!r}."
+            )
+
     @property
     def names(self) -> tuple[str, ...]:
         return sharding.names(self.axis)
@@ -42,7 +48,7 @@ class Ring(Context):
 @dataclasses.dataclass(frozen=True, repr=False)
 class Zigzag(Context):
     """A ring for causal masks, in which all devices have equal work: each has a chunk from the front of the sequence and one from
-    its back. All that lies along the sequence is in the order of `zigzag`."""
+    its back. All that lies along the sequence, a bias or mask array along both axes, is in the order of `zigzag`."""
 
     CHUNKS = 2
 

@@ -68,7 +68,10 @@ def _mixed(x):
 
 def dropout_mask(dropout_rng: Array, dropout_rate: float, shape: tuple[int, ...]) -> Bool[Array, "*B N T S"]:
     """Which weights `flash_attention` keeps with this key and rate, dense, for shape = (*B, N, T, S)."""
-    *lead, T, S = shape
+    try:
+        *lead, T, S = shape
+    except (TypeError, ValueError):
+        raise ValueError(f"shape must be (*B, N, T, S), that of the weights; got {shape!r}.") from None
     rng, rate = checks.rng("dropout_rng", dropout_rng), checks.rate("dropout_rate", dropout_rate)
     return mask(dropped(rate), seeds(rng, *lead), T, S)
 

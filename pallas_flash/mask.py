@@ -1,6 +1,7 @@
 """What a mask is, and what &, | and ~ make of it: intervals of keys stay so where they can, and all else is a `Where`."""
 
 import dataclasses
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -103,6 +104,34 @@ class Where(Mask):
         return dataclasses.replace(self, batch=b, head=h)
 
 
+@dataclasses.dataclass(frozen=True)
+class Kinds(Mask):
+    """What is known of the blocks of a mask that this stands beside: int8 `kinds` as in kinds.py."""
+
+    kinds: Any  # [B | 1, N | 1, query blocks, key blocks]
+    rules: tuple  # of the Where that it knows
+    queries: int
+    keys: int
+    block: int
+    offset: int
+    ARRAYS = {"kinds": "BNTS"}
+
+    def fitting(self, batch: int, heads: int) -> "Kinds":
+        """The same, if it was made for so many batch rows and heads, or for any."""
+        shape = self.kinds.shape
+        kinds = self.kinds.reshape(math.prod(shape[:-3]), *shape[-3:])
+        asks = [any(getattr(rule, name) for rule in self.rules) for name in ("reads_batch", "reads_head")]
+        made = kinds.shape[:2]
+        if any(n != m and (n > 1 or asked) for n, m, asked in zip(made, (batch, heads), asks, strict=True)):
+            raise ValueError(f"the block_map was made for (batch, heads) = {made}; the call's are {(batch, heads)}.")
+        return dataclasses.replace(self, kinds=kinds)
+
+    def numbered(self, batch: tuple[int, ...], heads: int) -> "Kinds":
+        """The same with these leading axes in place of all batch rows, where it tells them apart."""
+        kinds = self.fitting(math.prod(batch), heads).kinds
+        return self if kinds.shape[0] == 1 else dataclasses.replace(self, kinds=kinds.reshape(*batch, *kinds.shape[1:]))
+
+
 def Dilated(stride: int) -> Where:
     """A query sees every stride-th key, counted from its own position."""
     positive("a stride", stride)
@@ -132,8 +161,11 @@ def parts(mask: Mask | None) -> list[Mask]:
     """The masks that `&` put together."""
     if mask is None:
         return []
+    if not isinstance(mask, Mask):
+        raise TypeError(f"mask must be an object of pallas_flash.masks, as masks.Causal(); got {type(mask).__name__}.")
     return parts(mask.first) + parts(mask.second) if isinstance(mask, Both) else [mask]
 
 
 register(Both)
 register(Where, "function", "name")
+register(Kinds, "rules")

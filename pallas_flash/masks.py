@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_flash import kinds, rule
-from pallas_flash.mask import REACH, Both, Mask, Where, joined, parts, positive
+from pallas_flash.mask import REACH, Both, Kinds, Mask, Where, joined, parts, positive
 from pallas_flash.mask import Dilated as Dilated
 from pallas_flash.mask import GlobalTokens as GlobalTokens
 from pallas_flash.visibility import Ints, Visibility, register
@@ -125,26 +125,6 @@ def _runs(query_ids, key_ids):
     start = jnp.where(found, order[jnp.minimum(low, ids.size - 1)], 0)
     stop = jnp.where(found, order[jnp.maximum(high - 1, 0)] + 1, 0)
     return start, stop, stop - start == high - low
-
-
-@dataclasses.dataclass(frozen=True)
-class Kinds(Mask):
-    """What is known of the blocks of a mask that this stands beside: int8 `kinds` as in kinds.py."""
-
-    kinds: Any  # [B | 1, N | 1, query blocks, key blocks]
-    rules: tuple  # of the Where that it knows
-    queries: int
-    keys: int
-    block: int
-    offset: int
-    ARRAYS = {"kinds": "BNTS"}
-
-    def fitting(self, batch: int, heads: int) -> "Kinds":
-        """Itself, if it was made for so many batch rows and heads, or for any."""
-        made = self.kinds.shape[:2]
-        if any(n not in (1, m) for n, m in zip(made, (batch, heads), strict=True)):
-            raise ValueError(f"the block_map was made for (batch, heads) = {made}; the call's are {(batch, heads)}.")
-        return self
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -294,4 +274,3 @@ def _meet(seen: Visibility, shape, start: Ints, stop: Ints) -> Visibility:
 
 for _cls in (BlockMap, Window, Chunked, KeyLengths, QueryLengths, PrefixLM, Documents):
     register(_cls)
-register(Kinds, "rules")

@@ -125,11 +125,17 @@ def paged_attention(
     scales = {name: None if x is None else checks.array(name, x) for name, x in scales.items()}
     quantised.check(k_pages, v_pages, **scales)
     sinks = None if sinks is None else checks.array("sinks", sinks)
-    call = dict(query=query, k_pages=k_pages, v_pages=v_pages, page_table=table, lengths=lengths, scale=scale, sinks=sinks)
+    number, factors = checks.scale(scale, query.shape[-1] ** -0.5, query.shape[2])
+    call = dict(query=query, k_pages=k_pages, v_pages=v_pages, page_table=table, lengths=lengths, sinks=sinks)
     for name, x in dict(query_seq_lengths=query_seq_lengths, query_offset=query_offset).items():
         call[name] = None if x is None else checks.ints(name, x)
-    call |= dict(is_causal=is_causal, local_window_size=local_window_size, logits_soft_cap=logits_soft_cap)
-    call |= dict(implementation=implementation, mask=None, context=None, **scales)
+        if x is not None and call[name].shape != lengths.shape and (name, call[name].shape) != ("query_offset", ()):
+            raise ValueError(f"{name} must be int32 [B] = {lengths.shape}; got {call[name].shape}.")
+    window = None if local_window_size is None else checks.window(local_window_size)
+    call |= dict(is_causal=checks.flag("is_causal", is_causal), local_window_size=window and (window.left, window.right))
+    call |= dict(logits_soft_cap=checks.number("logits_soft_cap", logits_soft_cap, None, positive=True))
+    call |= dict(implementation=implementation, mask=None, context=None, scale=number if factors is None else factors, **scales)
+    return_residual = checks.flag("return_residual", return_residual)
     mesh = sharding.mesh_of(call)
     o, lse = _attend(**call) if mesh is None else sharding.pages_by_device(_attend, call, mesh)
     return (o, lse) if return_residual else o
@@ -207,6 +213,8 @@ def _check(query, k_pages, v_pages, page_table, lengths):
     B = query.shape[0]
     if k_pages.shape[1] % PAGE:
         raise ValueError(f"k_pages must be [P, page, K, H] with pages of a multiple of {PAGE} keys; got {k_pages.shape}.")
+    if k_pages.shape[3] != query.shape[3]:
+        raise ValueError(f"k_pages must be [P, page, K, H] with the H of query {query.shape}; got {k_pages.shape}.")
     if v_pages.shape[:3] != k_pages.shape[:3]:
         raise ValueError(f"v_pages must be [P, page, K, Hv] like k_pages {k_pages.shape}; got {v_pages.shape}.")
     if page_table.shape[0] != B or jnp.shape(lengths) != (B,):

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_flash import quantised
+from pallas_flash import checks, quantised
 from pallas_flash.paged import PAGE
 
 
@@ -28,6 +28,7 @@ class PagedCache(NamedTuple):
     def reserve(self, tokens: Int[Array, "#B"] | int) -> "PagedCache":
         """With pages for so many more tokens of each row, as long as there are free ones and the table has entries."""
         P, page = self.key.shape[:2]
+        tokens = checks.ints("tokens", tokens)
         held, number = self.room // page, jnp.arange(self.table.shape[1], dtype=jnp.int32)[None]
         more = jnp.maximum(-(-(self.length + tokens) // page) - held, 0)
         wanted = (number >= held[:, None]) & (number < (held + more)[:, None])
@@ -41,9 +42,15 @@ class PagedCache(NamedTuple):
     def append(self, key: Float[Array, "B T K H"], value: Float[Array, "B T K H"], count: Int[Array, "B"] | None = None):
         """With the first `count` of T tokens behind each row's, all of them by default, in pages that `reserve` gives. Where
         there is no room, tokens are left out, and `length` says how many there are."""
-        (P, page), (T, pages) = self.key.shape[:2], (key.shape[1], self.table.shape[1])
-        cache, token = self.reserve(T if count is None else count), jnp.arange(T, dtype=jnp.int32)[None]
-        length = jnp.minimum(self.length + (T if count is None else count), cache.room).astype(self.length.dtype)
+        (P, page), (B, pages) = self.key.shape[:2], self.table.shape
+        for name, x, slots in (("key", key, self.key), ("value", value, self.value)):
+            fits = (B, *key.shape[1:2], *slots.shape[2:])
+            if x.shape != fits:
+                raise ValueError(f"{name} must be [B, T, K, H] = {fits} to match the cache; got {x.shape}.")
+        T = key.shape[1]
+        count = jnp.clip(checks.ints("count", T if count is None else count), 0, T)
+        cache, token = self.reserve(count), jnp.arange(T, dtype=jnp.int32)[None]
+        length = jnp.minimum(self.length + count, cache.room).astype(self.length.dtype)
         at = self.length[:, None] + token
         entry = jnp.take_along_axis(cache.table, jnp.minimum(at // page, pages - 1), 1)
         to = jnp.where(at < length[:, None], entry, P), at % page
@@ -51,7 +58,9 @@ class PagedCache(NamedTuple):
 
     def release(self, rows: Bool[Array, "B"]) -> "PagedCache":
         """With these rows empty; pages that no other row has are free again."""
-        P = self.key.shape[0]
+        P, rows = self.key.shape[0], jnp.asarray(rows)
+        if rows.dtype != bool or rows.shape != self.length.shape:
+            raise ValueError(f"rows must be bool [B] = {self.length.shape}, True: release; got {rows.dtype} {rows.shape}.")
         users = self.users.at[jnp.where(rows[:, None], self.table, P)].add(-1, mode="drop")
         table = jnp.where(rows[:, None], P, self.table)
         return self._replace(table=table, users=users, length=jnp.where(rows, 0, self.length))
@@ -61,6 +70,9 @@ class PagedCache(NamedTuple):
         behind the full pages is for the target to append."""
         P, page = self.key.shape[:2]
         rows = jnp.arange(len(self.table))
+        for name, row in dict(source=source, target=target).items():
+            if checks.is_int(row) and not 0 <= row < len(rows):
+                raise ValueError(f"{name} must be the number of a row, from 0 to {len(rows) - 1}; got {row}.")
         cache, full = self.release(rows == target), self.length[source] // page
         entries = jnp.where(jnp.arange(self.table.shape[1]) < full, self.table[source], P)
         table, length = cache.table.at[target].set(entries), cache.length.at[target].set(full * page)

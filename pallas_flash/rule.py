@@ -103,7 +103,7 @@ def trace(mask_mod: Callable, name: str | None = None) -> tuple[Rule, tuple]:
     """The rule of a mask_mod, and the arrays that it closes over."""
     if not callable(mask_mod):
         raise TypeError(f"Where takes a function mask_mod(b, h, q_idx, kv_idx) -> bool; got {type(mask_mod).__name__}.")
-    jaxpr, arrays, out = traced(mask_mod, INDEX, INDEX, INDEX, INDEX)
+    jaxpr, arrays, out = traced("mask_mod(b, h, q_idx, kv_idx)", mask_mod, INDEX, INDEX, INDEX, INDEX)
     if getattr(out, "shape", None) != () or out.dtype != bool:
         raise TypeError(f"mask_mod(b, h, q_idx, kv_idx) must return one bool for four numbers; got {kind(out)}.")
     return Rule(jaxpr, len(arrays), name or getattr(mask_mod, "__name__", type(mask_mod).__name__)), arrays
@@ -114,11 +114,23 @@ def kind(out) -> str:
     return f"{out.dtype}{list(out.shape)}" if hasattr(out, "shape") else type(out).__name__
 
 
-def traced(function: Callable, *shapes) -> tuple[Any, tuple, Any]:
-    """Its program, the arrays that this takes from outside, floats first, and the shape of what it returns. What it computes of
-    these arrays alone is computed here and now."""
-    with any_mesh():
-        return _traced(function, *shapes)
+HINTS = {
+    jax.errors.TracerArrayConversionError: " NumPy's arrays have no such index: jnp.asarray makes one that has.",
+    jax.errors.TracerBoolConversionError: " Python's if, and, or need a bool that is known: jnp.where, & and | do not.",
+}
+
+
+def traced(signature: str, function: Callable, *shapes) -> tuple[Any, tuple, Any]:
+    """The program of a user's function, the arrays that this takes from outside, floats first, and the shape of what it returns.
+    What it computes of these arrays alone is computed here and now."""
+    try:
+        with any_mesh():
+            return _traced(function, *shapes)
+    except (TypeError, ValueError, IndexError) as error:
+        raise TypeError(
+            f"{signature} is called once, with single numbers of shape (), and serves all pairs of a query and a key one by one; "
+            f"it raised {type(error).__name__}: {str(error).partition(chr(10))[0]}{HINTS.get(type(error), '')}"
+        ) from error
 
 
 def any_mesh():

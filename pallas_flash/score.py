@@ -98,15 +98,7 @@ def trace(score_mod: Any, dtype) -> Score:
         raise TypeError(f"score_mod must be a function {SIGNATURE} that returns the new score; got {type(score_mod).__name__}.")
     number = jax.ShapeDtypeStruct((), dtype)
     last = lambda b, h, q, k, score: score_mod(score, b, h, q, k)
-    try:
-        jaxpr, arrays, out = rule.traced(last, *[rule.INDEX] * 4, number)
-    except (TypeError, ValueError, IndexError) as error:
-        is_numpy = isinstance(error, jax.errors.TracerArrayConversionError)
-        hint = " NumPy's arrays have no such index: jnp.asarray makes one that has." * is_numpy
-        raise TypeError(
-            f"{SIGNATURE} is called once, with single numbers of shape (), and serves all pairs of a query and a key one by one; "
-            f"it raised {type(error).__name__}: {str(error).partition(chr(10))[0]}{hint}"
-        ) from error
+    jaxpr, arrays, out = rule.traced(SIGNATURE, last, *[rule.INDEX] * 4, number)
     if getattr(out, "shape", None) != () or out.dtype != number.dtype:
         hint = " What hides keys is a mask, masks.Where, or jnp.where(rule, score, -jnp.inf)." * (rule.kind(out) == "bool[]")
         raise TypeError(f"{SIGNATURE} must return one number of the score's dtype, {number.dtype}[]; got {rule.kind(out)}.{hint}")

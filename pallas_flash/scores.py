@@ -13,6 +13,8 @@ from pallas_flash.visibility import register
 class _ScoreMod:
     """A score_mod(score, b, h, q_idx, kv_idx) that prints itself; numbers are part of the program, arrays are data."""
 
+    heads = None  # how many query heads it has numbers for, None: any
+
     @property
     def __name__(self):
         return repr(self)
@@ -22,6 +24,14 @@ class _ScoreMod:
         return f"{type(self).__name__}({', '.join(map(_shown, of))})"
 
 
+def fitting(score_mod: Any, heads: int) -> Any:
+    """The same; one of this file that has numbers for other heads raises, for beyond their end jax reads the last again."""
+    made = score_mod.heads if isinstance(score_mod, _ScoreMod) else None
+    if made not in (None, heads):
+        raise ValueError(f"{score_mod!r} has numbers for {made} query heads; the call has N = {heads}.")
+    return score_mod
+
+
 def _shown(x) -> str:
     return f"{x.dtype}{list(x.shape)}" if hasattr(x, "shape") else repr(x)
 
@@ -29,6 +39,11 @@ def _shown(x) -> str:
 def _numbers(x):
     """Lists as tuples, which compare and hash."""
     return tuple(map(_numbers, x)) if isinstance(x, list | tuple) else x
+
+
+def _shape(x) -> tuple[int, ...]:
+    """Of tuples that jax.jit filled with traced numbers, too."""
+    return (len(x), *_shape(x[0])) if isinstance(x, tuple) and x else np.shape(x)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -42,6 +57,12 @@ class Alibi(_ScoreMod):
 
     def __post_init__(self):
         object.__setattr__(self, "slopes", _numbers(self.slopes))
+        if len(_shape(self.slopes)) != 1:
+            raise ValueError(f"Alibi takes slopes [N], one for each query head; got {_shape(self.slopes)}.")
+
+    @property
+    def heads(self) -> int:
+        return _shape(self.slopes)[0]
 
     def __call__(self, score, b, h, q_idx, kv_idx):
         return score - jnp.asarray(self.slopes)[h].astype(score.dtype) * jnp.abs(q_idx - kv_idx).astype(score.dtype)
@@ -65,12 +86,16 @@ class T5Bias(_ScoreMod):
 
     def __post_init__(self):
         object.__setattr__(self, "table", _numbers(self.table))
-        shape = np.shape(self.table)
+        shape = _shape(self.table)
         buckets = shape[-1] if shape else 0
         if len(shape) not in (1, 2) or buckets < (4 if self.bidirectional else 2) or buckets % (1 + self.bidirectional):
             raise ValueError(f"T5Bias takes a table [N, buckets] or [buckets], of an even number of buckets; got {shape}.")
         if self.max_distance <= buckets // (1 + self.bidirectional) // 2:
             raise ValueError(f"max_distance must be above the distances with buckets of their own; got {self.max_distance}.")
+
+    @property
+    def heads(self) -> int | None:
+        return _shape(self.table)[0] if len(_shape(self.table)) == 2 else None
 
     def __call__(self, score, b, h, q_idx, kv_idx):
         table = jnp.asarray(self.table)
@@ -79,7 +104,7 @@ class T5Bias(_ScoreMod):
 
     def bucket(self, distance):
         """The bucket of a key so far to the right of a query."""
-        buckets = np.shape(self.table)[-1] // (1 + self.bidirectional)
+        buckets = _shape(self.table)[-1] // (1 + self.bidirectional)
         away = jnp.abs(distance) if self.bidirectional else jnp.maximum(-distance, 0)
         bucket = jnp.minimum(away, buckets // 2)
         for first in _first_of_buckets(buckets, self.max_distance):  # not a logarithm, which GPUs round in their own way

@@ -221,6 +221,14 @@ def test_zigzag_and_back_is_the_same():
         zigzag(jnp.zeros((2, 20)), 4)
 
 
+@pytest.mark.parametrize("axis", [3, None, ["data", "context"]])
+def test_an_axis_that_is_no_name_is_refused_where_it_is_given(axis):
+    with pytest.raises(
+        TypeError, match=f"Ring takes the name of an axis of the mesh, or a tuple of them; got {re.escape(repr(axis))}"
+    ):
+        Ring(axis)
+
+
 REFUSED = {
     "context must be None, Ring": dict(context="context"),
     "needs a mesh with the axis 'rows'": dict(context=Ring("rows"), m=None),

@@ -188,6 +188,9 @@ SCALES = jnp.ones((4, 8, 1))
 WRONG = {
     "a page that is no multiple of 8": (dict(page=9), {}, "multiple of 8 keys; got"),
     "rows that are not the query's": (dict(rows=2), {}, "B = 1 rows of query; got"),
+    "heads of another size": (dict(width=16), {}, r"with the H of query \(1, 1, 1, 8\); got \(4, 8, 1, 16\)"),
+    "a number for a flag": ({}, dict(is_causal=1), "is_causal must be True or False, known while tracing; got int"),
+    "lengths of other rows": ({}, dict(query_seq_lengths=[1, 1]), r"query_seq_lengths must be int32 \[B\] = \(1,\); got \(2,\)"),
     "an implementation without pages": ({}, dict(implementation="reference"), "takes no pages"),
     "8 bits without scales": (dict(dtype=jnp.int8), {}, r"k_pages of int8 needs k_scales \[P, page, K\]"),
     "scales of floats": (
@@ -209,6 +212,12 @@ def test_what_does_not_fit_raises_and_says_what_does(name):
     shape, more, message = WRONG[name]
     with pytest.raises((ValueError, TypeError, NotImplementedError), match=message):
         paged_attention(**pages(**shape), **more)
+
+
+def test_lists_and_what_is_of_numpy_serve_as_in_flash_attention():
+    expected = paged_attention(**pages(), scale=0.5, local_window_size=(1, 0), logits_soft_cap=2.0)
+    kinds = dict(scale=[0.5], local_window_size=[1, 0], logits_soft_cap=jnp.float32(2.0), is_causal=np.bool_(True))
+    np.testing.assert_array_equal(paged_attention(**pages(), **kinds), expected)
 
 
 def test_paged_attention_has_no_derivative_and_says_so():
@@ -381,6 +390,31 @@ def test_shared_pages_are_free_when_the_last_row_releases_them(rng):
     cache = cache.release(np.array([True, False, False]))
     assert sorted(cache.users.tolist()) == [0, 0, 0, 1, 1, 1]
     assert not cache.release(np.array([False, True, False])).users.any()
+
+
+def test_more_tokens_than_there_are_count_as_those_and_fewer_than_none_as_none(rng):
+    cache = paged_cache(B, 24, K, H, pages=8, page=8, dtype="float32")
+    new = jnp.ones((B, 3, K, H))
+    assert cache.append(new, new, count=[9, -1, 2]).length.tolist() == [3, 0, 2]
+
+
+NEW = jnp.ones((2, 3, 2, 8))
+MISUSED = {
+    "one head for all": (
+        lambda cache: cache.append(NEW[:, :, :1], NEW),
+        r"key must be .* = \(2, 3, 2, 8\) .* got \(2, 3, 1, 8\)",
+    ),
+    "fewer values": (lambda cache: cache.append(NEW, NEW[:, :1]), r"value must be .* = \(2, 3, 2, 8\) .* got \(2, 1, 2, 8\)"),
+    "numbers of rows": (lambda cache: cache.release(np.array([0])), r"rows must be bool \[B\] = \(2,\), True: .* int32 \(1,\)"),
+    "no such row": (lambda cache: cache.share(0, -1), "target must be the number of a row, from 0 to 1; got -1"),
+}
+
+
+@pytest.mark.parametrize("name", MISUSED)
+def test_what_a_cache_would_broadcast_or_drop_in_silence_raises(name):
+    misuse, message = MISUSED[name]
+    with pytest.raises(ValueError, match=message):
+        misuse(paged_cache(2, 16, 2, 8, pages=4, page=8, dtype="float32"))
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int16", "bool"])

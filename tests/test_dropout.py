@@ -238,6 +238,12 @@ def test_a_rate_of_zero_is_the_program_without_dropout(rng):
     assert program() != program(dropout_rate=0.1, dropout_rng=KEY)
 
 
+@pytest.mark.parametrize("shape", [5, (7,)])
+def test_a_shape_that_is_not_that_of_weights_says_which_is(shape):
+    with pytest.raises(ValueError, match=r"shape must be \(\*B, N, T, S\), that of the weights; got"):
+        dropout_mask(jax.random.key(0), 0.1, shape)
+
+
 def test_explain_says_the_rate_that_is_taken():
     q = jax.ShapeDtypeStruct((2, 5, 4, 8), jnp.bfloat16)
     text = explain(q, q, q, dropout_rate=0.1, dropout_rng=KEY, sinks=jnp.ones(4))

@@ -116,9 +116,17 @@ def test_what_a_cache_cannot_hold_it_refuses_with_a_reason(rng):
     refused("needs a layer with local_window_size that is causal", layer(), x[:, :4], cache)
     whole = layer().init_cache(B, 9, jnp.int8)
     refused("a quantised KVCache takes no mask: a KVCache of floats", layer(), x[:, :4], whole, mask=np.ones((4, 64), bool))
+    refused(r"lengths must be int32 \[B\] = \(2,\); got \(3,\)", model, x[:, :4], cache, lengths=[1, 2, 3])
     refused("PagedCache must have 2 rows", model, x[:, :4], paged_cache(3, 9, 2, 6, pages=9))
     in_training = layer(dropout_rate=0.1)
     pages = paged_cache(B, 9, 2, 6, pages=9)
     refused("takes no dropout_rate, dropout_rng: .* layer.eval", in_training, x[:, :4], pages, rngs=jax.random.key(0))
     with pytest.raises(ValueError, match="needs a layer with local_window_size"):
         layer().init_rolling_cache(B)
+
+
+def test_lengths_beyond_the_tokens_keep_no_more_than_there_are(rng):
+    model, x = layer(local_window_size=7), tokens(rng, 4)
+    for cache in model.init_cache(B, 9), model.init_rolling_cache(B, 4), paged_cache(B, 9, 2, 6, pages=2, dtype="float32"):
+        _, kept = model(x, cache=cache, lengths=[9, 2])
+        assert kept.length.tolist() == [4, 2]

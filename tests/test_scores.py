@@ -138,6 +138,7 @@ def test_those_that_are_ready_print_compare_and_go_through_jit(rng):
     assert "score_mod" in explain(q, k, v, score_mod=scores.SoftCap(2.0), implementation="blockwise").why_not["standard"]
     f = jax.jit(lambda score_mod: flash_attention(q, k, v, score_mod=score_mod, implementation="blockwise"))
     close(f(scores.Alibi(np.array(slopes, np.float32))), f(scores.Alibi(slopes)), 1e-6)
+    assert jax.eval_shape(f, scores.T5Bias(np.zeros((4, 8)).tolist())).shape == (*q.shape[:-1], v.shape[-1])
 
 
 # ---- -inf, transforms, devices ----
@@ -341,8 +342,18 @@ def test_a_score_mod_is_refused_on_no_mesh_that_is_not_refused_elsewhere():
         (lambda: scores.T5Bias(np.zeros((2, 3, 4))), r"T5Bias takes a table \[N, buckets\] or \[buckets\].*; got \(2, 3, 4\)"),
         (lambda: scores.T5Bias(np.zeros((2, 7))), "an even number of buckets"),
         (lambda: scores.T5Bias(np.zeros((2, 32)), max_distance=8), "max_distance must be above"),
+        (lambda: scores.Alibi(0.5), r"Alibi takes slopes \[N\], one for each query head; got \(\)"),
     ],
 )
-def test_a_table_of_t5_that_does_not_fit_raises(make, text):
+def test_a_table_that_does_not_fit_raises(make, text):
     with pytest.raises(ValueError, match=text):
         make()
+
+
+@pytest.mark.parametrize("score_mod", [scores.Alibi((0.5, 0.25)), scores.T5Bias(np.zeros((32, 4))), scores.Alibi(np.ones(8))])
+def test_numbers_for_other_heads_than_the_calls_raise_on_a_mesh_too(score_mod):
+    q = jnp.ones((1, 5, 4, 8))
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Explicit,))
+    for x in q, jax.device_put(q, NamedSharding(mesh, P())):
+        with pytest.raises(ValueError, match=rf"has numbers for {score_mod.heads} query heads; the call has N = 4"):
+            flash_attention(x, x, x, score_mod=score_mod)

@@ -106,6 +106,10 @@ MISTAKES = {
         r"must return one bool for four numbers; got int32\[\]",
     ),
     "many": (lambda: masks.Where(lambda b, h, q, k: jnp.arange(3) < k), TypeError, r"one bool for four numbers; got bool\[3\]"),
+    "too few numbers": (lambda: masks.Where(lambda q, k: q >= k), TypeError, r"is called once, .* takes 2 positional arguments"),
+    "an if": (lambda: masks.Where(lambda b, h, q, k: q >= k and k > 2), TypeError, r"TracerBool.*if, and, or need .*: jnp.where"),
+    "of NumPy": (lambda: masks.Where(lambda b, h, q, k: np.ones(3, bool)[k]), TypeError, "NumPy's arrays have no such index"),
+    "a map of an array": (lambda: masks.block_map(np.ones((3, 3), bool), 3, 3), TypeError, "an object of pallas_flash.masks, as"),
     "no positions": (lambda: ~masks.KeyLengths([3]), TypeError, r"take masks that positions alone decide: .*; got KeyLengths"),
     "or an array": (
         lambda: masks.Causal() | np.ones((3, 3), bool),
@@ -242,6 +246,9 @@ def test_a_map_serves_no_other_rule_and_no_other_sizes(rng):
     by_head = masks.block_map(masks.Where(lambda b, h, q, k: k >= h), Z.T, Z.S, heads=3)
     with pytest.raises(ValueError, match=r"was made for \(batch, heads\) = \(1, 3\); the call's are \(2, 4\)"):
         flash_attention(q, k, v, mask=by_head)
+    of_the_first = masks.block_map(masks.Where(lambda b, h, q, k: k >= h), Z.T, Z.S)
+    with pytest.raises(ValueError, match=r"was made for \(batch, heads\) = \(1, 1\); the call's are \(2, 4\)"):
+        flash_attention(q, k, v, mask=of_the_first)
 
 
 def test_a_map_of_long_sequences_is_made_by_strips():
@@ -262,6 +269,17 @@ def test_on_a_mesh_a_rule_counts_all_batch_rows_and_heads(rng):
     f = jax.jit(lambda q, k, v: flash_attention(q, k, v, mask=mask, implementation="blockwise"))
     placed = (jax.device_put(a, NamedSharding(mesh, P("b", None, "h"))) for a in x)
     close(f(*placed), f(*x), 5e-6)
+
+
+def test_on_a_mesh_a_map_goes_with_the_batch_rows_whatever_axes_they_lie_on(rng):
+    mesh = jax.make_mesh((2, 2), ("b", "h"), axis_types=(AxisType.Explicit,) * 2)
+    x = [a.reshape(2, 2, *a.shape[1:]) for a in qkv(rng, Z._replace(B=4))]
+    rule = masks.Where(lambda b, h, q, k: (q // 16 + k // 16 + b + h) % 2 == 0)
+    mask = masks.block_map(rule, Z.T, Z.S, block=16, batch=4, heads=Z.N)
+    f = jax.jit(lambda q, k, v: flash_attention(q, k, v, mask=mask, implementation="blockwise"))
+    expected = flash_attention(*x, mask=rule, implementation="reference")
+    for spec in P("b", None, None, "h"), P(None, "b"):
+        close(f(*(jax.device_put(a, NamedSharding(mesh, spec)) for a in x)), expected, 5e-6)
 
 
 def test_a_picture_is_drawn_and_says_what_is_saved(tmp_path, capsys):

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_flash import quantised
+from pallas_flash import checks, quantised
 from pallas_flash.attention import flash_attention
 from pallas_flash.decode import ROWS
 from pallas_flash.paged import IMPLEMENTATIONS, paged_attention
@@ -57,7 +57,7 @@ def attend(cache: Cache, query, key, value, left: int | None, mask, lengths, opt
     """The attention of T new tokens, of which `lengths` [B] are there, None: all; and the cache with them. Tokens without room
     get NaN. `options` are those of flash_attention; a query sees `left` tokens before its own, None: all."""
     T, start = query.shape[1], cache.length
-    count = T if lengths is None else lengths
+    count = T if lengths is None else _count(lengths, start, T)
     positions = start[:, None] + jnp.arange(T, dtype=jnp.int32)
     asked, is_quantised = options | dict(query_seq_lengths=lengths), cache.key_scale is not None
     if isinstance(cache, KVCache) and not is_quantised:
@@ -76,6 +76,14 @@ def attend(cache: Cache, query, key, value, left: int | None, mask, lengths, opt
     o = _paged(cache, query, lambda pages: pages, cache.table, cache.length, query_offset=start, **asked)
     missing = (positions >= cache.length[:, None]) & (positions < (start + count)[:, None])
     return _or_nan(o, ~missing), cache
+
+
+def _count(lengths, start, T: int):
+    """How many of T tokens are there: what is beyond them must not count as kept."""
+    lengths = checks.ints("lengths", lengths)
+    if lengths.shape != start.shape:
+        raise ValueError(f"lengths must be int32 [B] = {start.shape}; got {lengths.shape}.")
+    return jnp.clip(lengths, 0, T)
 
 
 def _paged(cache: Cache, query, as_pages: Callable, table, lengths, **options):
