@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_flash import arguments, autodiff, backends, checks, context_parallel, ring, selfcheck, sharding
+from pallas_flash import arguments, autodiff, backends, checks, context_parallel, exchange, ring, selfcheck, sharding
 from pallas_flash.masks import Mask
 
 AnyArray = Array | np.ndarray
@@ -260,8 +260,10 @@ def on_devices(attend, call):
 
 def _attend(implementation, context, **call):
     if isinstance(context, context_parallel.AllToAll):
-        outputs = _attend(implementation, None, **context_parallel.own_heads(context, call))
-        return tuple(context_parallel.own_rows(context, x, np.ndim(call["query"])) for x in outputs)
+        problem, operands = arguments.normalise(**context_parallel.own_heads(context, call))
+        choice = sharding.under_vmap(selfcheck.choose(problem, implementation), operands.query)
+        operands = exchange.own_rows(context.names, problem, operands, call["sinks"])
+        return _shaped(call, problem, *autodiff.attend(problem, exchange.around(context.names, choice), operands))
     if context is not None:
         loop, pair, problem, operands = context_parallel.in_a_ring(context, call)
         choice = ring.around(loop, selfcheck.choose(pair, implementation))

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from pallas_flash import arguments, dropout, masks, ring, sharding
+from pallas_flash import arguments, checks, dropout, masks, ring, sharding
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.sizes import Sizes
 
@@ -185,11 +185,6 @@ def own_heads(scheme: AllToAll, call: dict[str, Any]) -> dict[str, Any]:
     return sharding.with_arrays(call, {path: local(path, x) for path, x in sharding.arrays_of(call).items()})
 
 
-def own_rows(scheme: AllToAll, x, ndim: int):
-    """Of all rows of this device's heads, an array like the query but perhaps its last axis, its rows of all heads."""
-    return lax.all_to_all(x, scheme.names, ndim - 3, ndim - 2, tiled=True)
-
-
 # ---- outside: what is asked, and what it costs
 
 
@@ -232,7 +227,9 @@ def sent_to_all(scheme: Context, problem: Problem, devices: int) -> str:
     p, size = problem, np.dtype(problem.dtype).itemsize
     rows = lambda n, *sizes: p.batch * n * sum(sizes) * size * (devices - 1) // devices
     qkvo = rows(p.queries * p.heads, p.head_size, p.value_size) + rows(p.keys * p.kv_heads, p.head_size, p.value_size)
-    return f"{scheme}: each of {devices} devices sends {_bytes(qkvo)} of Q, K, V and O, in one step; the backward as much again"
+    statistics = p.batch * p.queries * p.heads * 2 * np.dtype(checks.sums(p.dtype)).itemsize * (devices - 1) // devices
+    sends = f"each of {devices} devices sends {_bytes(qkvo)} of Q, K, V and O and at most {_bytes(statistics)} of statistics"
+    return f"{scheme}: {sends}, in one step; the backward as much again"
 
 
 def _bytes(n: int) -> str:

@@ -143,25 +143,28 @@ class Half(NamedTuple):
 
         def some_heads(n, outputs):
             part = Part(parts=parts, part=n)
-            some = heads_of(x, part)
-            new = run(problem_of(problem, some), tiles, some, *map(part.of, rest, (2, 1, 2, 1)))
-            return jax.tree.map(part.put, outputs, new, axes)
+            return jax.tree.map(part.put, outputs, run(part, problem, tiles, x, *rest), axes)
 
         if parts == 1:
-            return run(problem, tiles, x, *rest)
-        outputs = jax.eval_shape(lambda *x: run(problem, tiles, *x), x, *rest)
+            return run(Part(), problem, tiles, x, *rest)
+        outputs = jax.eval_shape(lambda *x: run(Part(), problem, tiles, *x), x, *rest)
         return schedule.loop(0, parts, some_heads, jax.tree.map(lambda y: _zeros(x.query, y.shape, y.dtype), outputs))
 
-    def each_pair(self, groups: int, problem: Problem, x: Operands, t, keys, step: Callable, carry):
+    def each_pair(self, heads: Part, groups: int, problem: Problem, x: Operands, t, keys, step: Callable, carry):
         """carry = step(rows, b, problem, operands, carry) of all pairs, `rows` and a chunk b of keys, that may see each other."""
         device, chunks = self.loop.device_at(t), self.loop.chunks
 
         def visit(n, carry):
             a, b, part = n // chunks % chunks, n % chunks, n // chunks**2
-            rows = Part(chunks, a, problem.kv_heads, groups, part)
-            pair = operands_of(self.loop, problem, x, keys, device, rows, b)
-            some = self.loop.is_there(device) & pair.visibility.sees_any(problem.queries)
-            return lax.cond(some, lambda carry: step(rows, b, problem_of(problem, pair), pair, carry), lambda carry: carry, carry)
+            rows = Part(chunks, a, keys[0].shape[2], groups, part)
+            pair = lambda: operands_of(self.loop, problem, heads_of(x, heads), keys, device, rows, b)
+            some = self.loop.is_there(device) & pair().visibility.sees_any(problem.queries)
+
+            def visited(carry):  # what a pair needs of all rows and heads is cut out for it alone
+                own = pair()
+                return step(rows, b, problem_of(problem, own), own, carry)
+
+            return lax.cond(some, visited, lambda carry: carry, carry)
 
         pairs = chunks**2 * groups
         return visit(0, carry) if pairs == 1 else schedule.loop(0, pairs, visit, carry)
@@ -234,10 +237,11 @@ def _zeros(like, shape, dtype):
     return jnp.zeros_like(like, shape=shape, dtype=dtype)
 
 
-def _forward(half: Half, groups: int, problem: Problem, tiles, x: Operands):
-    B, T, N, _ = x.query.shape
+def _forward(half: Half, groups: int, heads: Part, problem: Problem, tiles, x: Operands):
+    some = heads_of(x, heads)
+    B, T, N, _ = some.query.shape
     wide = sums(x.query.dtype)
-    sinks = None if x.sinks is None else x.sinks[None, :, None]
+    sinks = None if x.sinks is None else some.sinks[None, :, None]
     start = Statistics(*online_softmax.start(_zeros(x.query, (B, N, T), wide), sinks))
 
     def attend(t, keys, carry):
@@ -245,20 +249,20 @@ def _forward(half: Half, groups: int, problem: Problem, tiles, x: Operands):
             new = online_softmax.merge(jax.tree.map(rows.of, carry, HEADS), half.backend.forward(p, tiles, pair))
             return jax.tree.map(rows.put, carry, new, HEADS)
 
-        return half.each_pair(groups, problem, x, t, keys, merged, carry)
+        return half.each_pair(heads, groups, problem, x, t, keys, merged, carry)
 
-    o, stats = half.loop.go(attend, (x.key, x.value), (_zeros(x.query, (B, T, N, problem.value_size), wide), start))
+    o, stats = half.loop.go(attend, (some.key, some.value), (_zeros(x.query, (B, T, N, problem.value_size), wide), start))
     return o.astype(x.query.dtype), stats
 
 
-def _backward(half: Half, groups: int, problem: Problem, tiles, x: Operands, o, lse, do, delta):
-    loop, wide = half.loop, delta.dtype
+def _backward(half: Half, groups: int, heads: Part, problem: Problem, tiles, x: Operands, o, lse, do, delta):
+    loop, wide, some = half.loop, delta.dtype, heads_of(x, heads)
     zeros = lambda y: None if y is None else _zeros(x.query, y.shape, wide)
 
     def step(t, keys, mine, dkv):
         def added(rows, b, p, pair, carry):
             (dq, dbias), dkv = carry
-            by_row = map(rows.of, (o, lse, do, delta), (2, 1, 2, 1))
+            by_row = (rows.of(heads.of(y, axis), axis) for y, axis in zip((o, lse, do, delta), (2, 1, 2, 1), strict=True))
             new_dq, *new_dkv, new_dbias = half.backend.backward(p, tiles, pair, *by_row)
             plus = lambda y, part, new, axis=0: part.put(y, part.of(y, axis) + new.astype(wide), axis)
             if dbias is not None:
@@ -267,10 +271,10 @@ def _backward(half: Half, groups: int, problem: Problem, tiles, x: Operands, o, 
             keys = Part(loop.chunks, b)
             return (plus(dq, rows, new_dq, 2), dbias), tuple(plus(y, keys, new) for y, new in zip(dkv, new_dkv, strict=True))
 
-        mine, own = half.each_pair(groups, problem, x, t, keys, added, (mine, (zeros(x.key), zeros(x.value))))
+        mine, own = half.each_pair(heads, groups, problem, x, t, keys, added, (mine, (zeros(some.key), zeros(some.value))))
         return mine, jax.tree.map(jnp.add, dkv, own)  # what was on its way is not waited for before
 
-    start = (zeros(x.query), zeros(x.bias)), (zeros(x.key), zeros(x.value))
-    (dq, dbias), dkv = loop.go_together(step, (x.key, x.value), *start)
+    start = (zeros(some.query), zeros(x.bias)), (zeros(some.key), zeros(some.value))
+    (dq, dbias), dkv = loop.go_together(step, (some.key, some.value), *start)
     typed = lambda dy, y: None if y is None else dy.astype(y.dtype)
     return typed(dq, x.query), *map(typed, dkv, (x.key, x.value)), typed(dbias, x.bias)

@@ -104,6 +104,10 @@ class Visibility:
         where = None if self.where is None else self.where.of_chunks(batch, first)
         return dataclasses.replace(seen.narrow(self.BY_QUERY, rows), offset=offset, where=where)
 
+    def rows_from(self, first: jax.Array) -> "Visibility":
+        """The same lengths for rows that count from 0 at the one numbered `first`."""
+        return self.narrow(("query_stop",), lambda x: x - first)
+
     def of_keys(self, first: jax.Array, keys: int) -> "Visibility":
         """The same of `keys` keys alone, which count from 0 at the one numbered `first`."""
         seen = self.narrow(("offset", "start", "stop"), lambda x: x - first)

@@ -148,6 +148,25 @@ def test_some_heads_go_around_before_the_others(feature, scheme, monkeypatch):
     check(SCHEMES[scheme], FEATURES[feature], "blockwise", z)
 
 
+@pytest.mark.parametrize("scheme", whole_but(SCHEMES, "all to all"))
+def test_beyond_its_lengths_all_may_be_nan_where_there_are_sinks(scheme, rng):
+    z, stop = Z._replace(S=Z.T), np.array([7, 31], np.int32)
+    inside = np.arange(z.T) < stop[:, None]
+    q, k, v, do = (rng.normal(size=(z.B, z.T, z.N, z.H)).astype(np.float32) for _ in range(4))
+    dlse = rng.normal(size=do.shape[:3]).astype(np.float32)
+
+    def call(fill):
+        filled = lambda x: np.where(inside.reshape(*inside.shape, *[1] * (x.ndim - 2)), x, np.float32(fill))
+        floats = dict(query=filled(q), key=filled(k), value=filled(v), sinks=np.arange(z.N, dtype=np.float32))
+        static = dict(implementation="blockwise")
+        return floats | dict(query_seq_lengths=stop, key_value_seq_lengths=stop), static, (filled(do), filled(dlse))
+
+    outs, gradients = run(*call(np.nan), mesh(), SCHEMES[scheme])
+    expected, wanted = run(*call(0.0))
+    for x, y in zip((*outs, *gradients.values()), (*expected, *wanted.values()), strict=True):
+        close(x, y, 1e-5)
+
+
 # ---- inside of a shard_map, and under jit
 
 

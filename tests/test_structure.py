@@ -37,6 +37,7 @@ ORDER = [
     "partition",
     "context_parallel",
     "ring",
+    "exchange",
     "sharding",
     "selfcheck",
     "records",

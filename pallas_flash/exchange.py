@@ -1,0 +1,59 @@
+"""Heads for rows and back: a backend that has all rows of its device's part of the heads, for who has some rows of all heads.
+
+Q, K and V are exchanged before, as in context_parallel.py. o is exchanged back inside of the forward, so that what a backward
+keeps of it is this device's rows, which the caller keeps anyway; delta is made of these, and exchanged as one number a row.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_flash import checks
+from pallas_flash.arguments import Operands, Problem
+from pallas_flash.backends import Backend, Choice
+
+
+class Half(NamedTuple):
+    """The forward or the backward of a backend, to be called as that is: with the operands of `own_rows`, and o, the statistics,
+    lse, do and delta of this device's rows of all heads."""
+
+    backend: Backend
+    axis: tuple[str, ...]
+    is_forward: bool
+
+    def __call__(self, problem: Problem, tiles, x: Operands, *rest):
+        x = _own_heads(self.axis, problem, x)
+        swapped = lambda y, whole, cut: lax.all_to_all(y, self.axis, cut, whole, tiled=True)
+        if self.is_forward:
+            o, stats = self.backend.forward(problem, tiles, x)
+            numbers, tree = jax.tree.flatten(stats)
+            return swapped(o, 2, 1), jax.tree.unflatten(tree, swapped(jnp.stack(numbers), 2, 3))
+        o, lse, do, delta = rest
+        lse, delta = swapped(jnp.stack([lse, delta]), 3, 2)
+        return self.backend.backward(problem, tiles, x, o, lse, swapped(do, 1, 2), delta)
+
+
+def around(axis: tuple[str, ...], choice: Choice) -> Choice:
+    forward, backward = (Half(choice.backend, axis, is_forward) for is_forward in (True, False))
+    return choice._replace(backend=choice.backend._replace(forward=forward, backward=backward))
+
+
+def own_rows(axis: tuple[str, ...], problem: Problem, x: Operands, sinks) -> Operands:
+    """The operands of this device's heads, but of all heads the sinks, and of this device's rows what says which are live: for
+    the derivatives that are made of o and do."""
+    if sinks is not None:
+        sinks = checks.sinks(sinks, problem.heads * lax.axis_size(axis)).astype(x.sinks.dtype)
+    return x._replace(sinks=sinks, visibility=x.visibility.rows_from(_first(axis, problem)))
+
+
+def _own_heads(axis: tuple[str, ...], problem: Problem, x: Operands) -> Operands:
+    """`own_rows` back."""
+    sinks, N = x.sinks, problem.heads
+    sinks = None if sinks is None else lax.dynamic_slice_in_dim(sinks, lax.axis_index(axis) * N, N)
+    return x._replace(sinks=sinks, visibility=x.visibility.rows_from(-_first(axis, problem)))
+
+
+def _first(axis: tuple[str, ...], problem: Problem):
+    return lax.axis_index(axis) * (problem.queries // lax.axis_size(axis))
