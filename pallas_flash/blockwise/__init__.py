@@ -63,7 +63,7 @@ def backward(problem: Problem, tiles: Tiles, x: Operands, o, lse, do, delta):
     def some_heads(part: Heads, outputs):
         view = View.of(p, tiles, part, x)
         do_ = view.filled(by_head(part.of(do, 2), part.heads).astype(tiles.dtype))
-        transposed = [(a, jnp.moveaxis(a, 4, 2)) for a in (view.query, do_)]
+        transposed = [(a, jnp.moveaxis(lax.optimization_barrier(a), 4, 2)) for a in (view.query, do_)]
         by_row = [part.of(a, 1).reshape(*do_.shape[:-1], 1) for a in (lse, delta)]
 
         def query_block(row: Block, keys, gradients):
