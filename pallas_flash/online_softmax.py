@@ -45,8 +45,8 @@ class Statistics(NamedTuple):
         return jnp.where(self.empty, jnp.inf, lse), jnp.exp2(lse - self.m) / l
 
     def as_computed(self):
-        """The same for blockwise in wide numbers: m, so that 2^(s - m) is what the forward computed, which XLA then does once, and
-        the factor 1 / l, which 16 bits would round. The m of a row that saw no key is finite: 2^(-inf - m) = 0."""
+        """The same for blockwise in wide numbers: m, so that 2^(s - m) is what the forward computed, which XLA does once where it
+        sees both; and the factor 1 / l, which 16 bits would round. The m of a row that saw no key is finite: 2^(-inf - m) = 0."""
         return self.m, 1.0 / jnp.where(self.empty, 1.0, self.l)
 
 

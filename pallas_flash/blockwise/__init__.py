@@ -1,9 +1,10 @@
 """FlashAttention-2 in plain JAX: query blocks outside, key blocks inside, O(T + S) memory, on any device.
 
 On a CPU a few heads go at a time, so that what passes between two products stays in the caches, and where the blocks are few and
-known while tracing they are no loop. Scores stand as [keys, rows]: then each of the backward's products, but that of the keys
-with ds, takes its operands as they lie, and a row's statistics lie along the vector. Rows are those of all query heads that
-share a key/value head.
+known while tracing they are no loop. Scores stand as [rows, keys]: then the forward's products take their operands as they lie,
+and XLA gives q k^T and the softmax of it to its CPU library in one call. The backward has q and do transposed too, and dk and dv
+come out transposed: with the first operand transposed, p or ds, a CPU's products are slow. Rows are those of all query heads
+that share a key/value head.
 """
 
 from collections.abc import Callable
@@ -63,11 +64,11 @@ def backward(problem: Problem, tiles: Tiles, x: Operands, o, lse, do, delta):
     def some_heads(part: Heads, outputs):
         view = View.of(p, tiles, part, x)
         do_ = view.filled(by_head(part.of(do, 2), part.heads).astype(tiles.dtype))
-        transposed = [(a, jnp.moveaxis(lax.optimization_barrier(a), 4, 2)) for a in (view.query, do_)]
+        both = [(a, jnp.moveaxis(_transposed(a), 3, 2)) for a in (view.query, do_)]
         by_row = [part.of(a, 1).reshape(*do_.shape[:-1], 1) for a in (lse, delta)]
 
         def query_block(row: Block, keys, gradients):
-            (q, q_t), (do_i, do_t) = ((view.rows(row, a), view.columns(row, a_t)) for a, a_t in transposed)
+            (q, q_t), (do_i, do_t) = ((view.rows(row, a), view.columns(row, a_t)) for a, a_t in both)
             lse_i, delta_i = (view.rows(row, a) for a in by_row)
             if row.own is not None:
                 lse_i = jnp.where(view.of_rows(row.index[None] >= row.own), lse_i, jnp.inf)
@@ -94,7 +95,8 @@ def backward(problem: Problem, tiles: Tiles, x: Operands, o, lse, do, delta):
         like = view.query, *(jnp.swapaxes(a, 2, 3) for a in (view.key, view.value)), view.bias
         zeros = tuple(None if a is None else _zeros(x, wide, *a.shape) for a in like)
         dq, dk, dv, dbias, dtables = view.each_query_block(query_block, (*zeros, outputs[4]))
-        new = _from_heads(dq * p.scale), *(_from_heads(d[:, :, None]) for d in (_transposed(dk) * (p.scale / view.fold), _transposed(dv)))
+        dk, dv = (_transposed(d)[:, :, None] for d in (dk, dv))
+        new = map(_from_heads, (dq * p.scale, dk * (p.scale / view.fold), dv))
         new = [part.put(out, a, 2) for out, a in zip(outputs, new, strict=False)]
         dbias = dbias if dbias is None else part.add(outputs[3], dbias.reshape(part.of(outputs[3], 1).shape), 1)
         return *new, dbias, dtables
@@ -140,5 +142,5 @@ def _from_heads(x):
 
 
 def _transposed(x):
-    """x^T for itself: XLA would make it part of a product, and with the first operand transposed a CPU's products are slow."""
-    return jnp.swapaxes(lax.optimization_barrier(x), 2, 3)
+    """[.., m, n] -> [.., n, m] of x that is made first: else XLA makes both in one loop, which reads far apart and is slow."""
+    return jnp.swapaxes(lax.optimization_barrier(x), -1, -2)
