@@ -46,8 +46,9 @@ def _backward(problem, choice, residuals, cotangents):
     do, dlse = second(cotangents)
     if operands.sinks is not None:  # without them the rows that are not there, of which all may be NaN, have no lse
         do, dlse = _of_live_rows(operands, do, dlse)
-    lse, factor = stats.in_one()
-    wide = lse.dtype
+    wide = stats.m.dtype
+    is_wide = choice.backend.name == "blockwise" and do.dtype == wide
+    lse, factor = stats.as_computed() if is_wide else stats.in_one()
     if factor is not None:  # P = factor * 2^(s - lse) meets do alone, and what is made of do: so do takes the factor
         dlse = dlse * factor
     if problem.dropped:  # P is dropped and divided by the part that is kept where it meets do: so do takes the divisor too

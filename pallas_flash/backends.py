@@ -20,8 +20,8 @@ class Backend(NamedTuple):
     why_not_by_default: Callable[[Problem], str | None]  # None: it is taken unasked where it can run
     tiles: Callable[[Problem], Any]  # a hashable Tiles, or None
     forward: Callable  # (problem, tiles, operands)                    -> o, online_softmax.Statistics
-    # lse in units of log 2, +inf for a row that saw no key; do and delta have the factor of `Statistics.in_one`. With a score_mod
-    # one more: the gradients of its tables
+    # lse in units of log 2, +inf for a row that saw no key; do and delta have the factor of `Statistics.in_one`, or for blockwise
+    # both are those of `as_computed`. With a score_mod one more: the gradients of its tables
     backward: Callable  # (problem, tiles, operands, o, lse, do, delta) -> dq, dk, dv, dbias (None without a bias)
     own_kernels: bool = False  # not XLA's: a GPU runs them unasked only after selfcheck.py
 

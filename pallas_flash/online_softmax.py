@@ -44,6 +44,11 @@ class Statistics(NamedTuple):
         lse = self.m + jnp.log2(l)
         return jnp.where(self.empty, jnp.inf, lse), jnp.exp2(lse - self.m) / l
 
+    def as_computed(self):
+        """The same for blockwise in wide numbers: m, so that 2^(s - m) is what the forward computed, which XLA does once where it
+        sees both; and the factor 1 / l, which 16 bits would round. The m of a row that saw no key is finite: 2^(-inf - m) = 0."""
+        return self.m, 1.0 / jnp.where(self.empty, 1.0, self.l)
+
 
 def scores(qk, bias, scale: float, soft_cap: float | None, unit: float = LOG2E):
     """log2(e) * c * tanh((scale * qk + bias) / c): what the softmax sees, from q k^T. Shapes broadcast. The unit 1: natural."""
@@ -90,16 +95,16 @@ def step(s, m, l, scale: float | None = None, slack: float = 0.0):
     return p, alpha, m_new, l * alpha + jnp.sum(p, axis=-1)
 
 
-def step_by_key(s, m, l):
-    """`step` for scores s [.., k, q]. m and l are None, and so is alpha, where there was no step before.
+def step_along(axis: int, s, m, l):
+    """`step` for scores with the keys along `axis`. m and l are None, and so is alpha, where there was no step before.
 
     The new m has no tangent: any m' gives the same P. JAX's own divides by how many scores equal the maximum, and that is none
     where XLA computes them twice and rounds otherwise.
     """
-    highest = jnp.max(s, axis=-2, initial=LOWEST)
+    highest = jnp.max(s, axis, initial=LOWEST)
     m_new = lax.stop_gradient(highest if m is None else jnp.maximum(m, highest))
-    p = jnp.exp2(s - m_new[..., None, :])
-    total = jnp.sum(p, axis=-2)
+    p = jnp.exp2(s - jnp.expand_dims(m_new, axis))
+    total = jnp.sum(p, axis)
     if m is None:
         return p, None, m_new, total
     alpha = jnp.exp2(m - m_new)

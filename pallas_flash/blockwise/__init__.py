@@ -1,9 +1,10 @@
 """FlashAttention-2 in plain JAX: query blocks outside, key blocks inside, O(T + S) memory, on any device.
 
 On a CPU a few heads go at a time, so that what passes between two products stays in the caches, and where the blocks are few and
-known while tracing they are no loop. Scores stand as [keys, rows]: then each of the backward's products, but that of the keys
-with ds, takes its operands as they lie, and a row's statistics lie along the vector. Rows are those of all query heads that
-share a key/value head.
+known while tracing they are no loop. Scores stand as [rows, keys]: then the forward's products take their operands as they lie,
+and XLA gives q k^T and the softmax of it to its CPU library in one call. The backward has q and do transposed too, and dk and dv
+come out transposed: with the first operand transposed, p or ds, a CPU's products are slow. Rows are those of all query heads
+that share a key/value head.
 """
 
 from collections.abc import Callable
@@ -28,7 +29,6 @@ def forward(problem: Problem, tiles: Tiles, x: Operands):
 
     def some_heads(part: Heads, outputs):
         view = View.of(p, tiles, part, x)
-        v_t = lax.optimization_barrier(jnp.swapaxes(view.value, 2, 3))
         zeros = lambda *shape: _zeros(x, wide, part.batch, part.heads, *shape)
 
         def query_block(row: Block, keys, outputs):
@@ -38,13 +38,13 @@ def forward(problem: Problem, tiles: Tiles, x: Operands):
                 o, m, l = carry
                 s = view.scores(q, row, key)
                 s = s if seen is None else jnp.where(seen, s, -jnp.inf)
-                prob, alpha, m, l = online_softmax.step_by_key(s, m, l)
-                pv = dot(key.of(v_t, 3), view.dropped(prob, row, key).astype(v_t.dtype))
-                return pv if alpha is None else o * alpha[:, :, None] + pv, m, l
+                prob, alpha, m, l = online_softmax.step_along(3, s, m, l)
+                pv = dot(view.dropped(prob, row, key).astype(view.value.dtype), key.of(view.value, 2))
+                return pv if alpha is None else o * alpha[..., None] + pv, m, l
 
-            start = zeros(p.value_size, q.shape[2]), *online_softmax.start(zeros(q.shape[2]), view.sinks_of(row))
+            start = zeros(q.shape[2], p.value_size), *online_softmax.start(zeros(q.shape[2]), view.sinks_of(row))
             o, m, l = view.visit(row, keys, step, (None, None, None) if x.sinks is None else start, start)
-            o = online_softmax.finish(_transposed(o), l, p.kept)
+            o = online_softmax.finish(o, l, p.kept)
             new = (view.by_query(a) for a in (o, m[..., None], l[..., None]))
             return tuple(row.put(out, a, 3) for out, a in zip(outputs, new, strict=True))
 
@@ -63,39 +63,40 @@ def backward(problem: Problem, tiles: Tiles, x: Operands, o, lse, do, delta):
 
     def some_heads(part: Heads, outputs):
         view = View.of(p, tiles, part, x)
-        k_t = lax.optimization_barrier(jnp.swapaxes(view.key, 2, 3))
         do_ = view.filled(by_head(part.of(do, 2), part.heads).astype(tiles.dtype))
+        both = [(a, jnp.moveaxis(_transposed(a), 3, 2)) for a in (view.query, do_)]
         by_row = [part.of(a, 1).reshape(*do_.shape[:-1], 1) for a in (lse, delta)]
 
         def query_block(row: Block, keys, gradients):
-            q, do_i = view.rows(row, view.query), view.rows(row, do_)
-            lse_i, delta_i = (view.rows(row, a)[:, :, None, :, 0] for a in by_row)
+            (q, q_t), (do_i, do_t) = ((view.rows(row, a), view.columns(row, a_t)) for a, a_t in both)
+            lse_i, delta_i = (view.rows(row, a) for a in by_row)
             if row.own is not None:
                 lse_i = jnp.where(view.of_rows(row.index[None] >= row.own), lse_i, jnp.inf)
 
             def step(key: Block, seen, carry):
                 dq, dk, dv, dbias, dtables = carry
-                dp = view.dropped(dot_t(key.of(view.value, 2), do_i), row, key)
+                dp = view.dropped(dot_t(do_i, key.of(view.value, 2)), row, key)
                 s, back = view.scores_vjp(q, row, key)
                 if seen is not None and p.soft_cap is None:
                     s, seen = jnp.where(seen, s, -jnp.inf), None
                 prob, ds = online_softmax.gradients(s, seen, lse_i, dp, delta_i, None if back else p.soft_cap)
                 ds, dtables = back(ds, dtables) if back else (ds, dtables)
                 low = ds.astype(q.dtype)
-                dk = key.add(dk, dot(low, q), 2)
-                dv = key.add(dv, dot(view.dropped(prob, row, key).astype(q.dtype), do_i), 2)
+                dk = key.add(dk, dot(q_t, low), 3)
+                dv = key.add(dv, dot(do_t, view.dropped(prob, row, key).astype(q.dtype)), 3)
                 dbias = dbias if dbias is None else view.add_tile(dbias, ds, row, key)
-                return dq + dot(key.of(k_t, 3), low), dk, dv, dbias, dtables
+                return dq + dot(low, key.of(view.key, 2)), dk, dv, dbias, dtables
 
             dq, *gradients = gradients
-            start = _zeros(x, wide, *q.shape[:2], p.head_size, q.shape[2]), *gradients
+            start = _zeros(x, wide, *q.shape), *gradients
             dq_i, *gradients = view.visit(row, keys, step, start, start)
-            return row.add(dq, view.by_query(_transposed(dq_i)), 3), *gradients  # what is not its own is zero
+            return row.add(dq, view.by_query(dq_i), 3), *gradients  # what is not its own is zero
 
-        like = view.query, view.key, view.value, view.bias
+        like = view.query, *(jnp.swapaxes(a, 2, 3) for a in (view.key, view.value)), view.bias
         zeros = tuple(None if a is None else _zeros(x, wide, *a.shape) for a in like)
         dq, dk, dv, dbias, dtables = view.each_query_block(query_block, (*zeros, outputs[4]))
-        new = _from_heads(dq * p.scale), *(_from_heads(d[:, :, None]) for d in (dk * (p.scale / view.fold), dv))
+        dk, dv = (_transposed(d)[:, :, None] for d in (dk, dv))
+        new = map(_from_heads, (dq * p.scale, dk * (p.scale / view.fold), dv))
         new = [part.put(out, a, 2) for out, a in zip(outputs, new, strict=False)]
         dbias = dbias if dbias is None else part.add(outputs[3], dbias.reshape(part.of(outputs[3], 1).shape), 1)
         return *new, dbias, dtables
@@ -141,5 +142,5 @@ def _from_heads(x):
 
 
 def _transposed(x):
-    """x^T for itself: XLA would make it part of a product, and with the first operand transposed a CPU's products are slow."""
-    return jnp.swapaxes(lax.optimization_barrier(x), 2, 3)
+    """[.., m, n] -> [.., n, m] of x that is made first: else XLA makes both in one loop, which reads far apart and is slow."""
+    return jnp.swapaxes(lax.optimization_barrier(x), -1, -2)

@@ -55,7 +55,7 @@ def _attend(p: Problem, tiles: DecodeTiles, part: Heads, q, x: Operands, table, 
             seen = seen.any(3, keepdims=True)
             v = jnp.where(seen[:, 0, :, :, None], v, 0)  # there may be NaN
             v_scale = None if v_scale is None else jnp.where(seen, v_scale, 0)
-        prob, alpha, m, l = online_softmax.step_by_key(s, m, l)
+        prob, alpha, m, l = online_softmax.step_along(2, s, m, l)
         if v_scale is not None:
             prob, v = prob * v_scale, v.astype(weights(v.dtype))
         pv = jnp.einsum("bksr,bskh->bkrh", prob.astype(v.dtype), v, precision="highest", preferred_element_type=q.dtype)

@@ -52,8 +52,9 @@ def _tiles(problem: Problem) -> Tiles:
     p = problem
     if jax.default_backend() != "cpu":
         return Tiles(_at_most(512, p.queries), _at_most(256, p.keys), None, p.dtype)
-    block_q = _at_most(max(128 // p.group, 16), p.queries)
     known = all(isinstance(n, int) for n in (p.batch, p.queries, p.keys))
+    halves = known and p.queries <= 128 and p.visibility.right is not None  # the first half sees half of the keys
+    block_q = _at_most(max(min(64 if halves else 128, 128 // p.group), 16), p.queries)
     in_loops = jax.tree.leaves(p.visibility) or (known and ceil_div(p.queries, block_q) > UNROLLED)
     block_k = _at_most(512 if in_loops else 2048, p.keys)
     heads = _heads(p, p.group * block_q * block_k) if known and _is_one_device() else None

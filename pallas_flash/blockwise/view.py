@@ -103,12 +103,12 @@ class View(NamedTuple):
         return blocks.visit(numbered, start)
 
     def sees(self, row: Block, key: Block, masked: bool):
-        """Whether the rows see the keys, to broadcast against [B, K, keys, rows], or None where they see all."""
+        """Whether the rows see the keys, to broadcast against [B, K, rows, keys], or None where they see all."""
         seen = None if self.mask is None else self.scored(row, key, self.mask)
         if masked:
             of = lambda a: a if isinstance(a, int) else self.of_rows(row.of(a, 1))
-            v, index = self.visibility, key.index[None, None, :, None]
-            ids = () if v.query_ids is None else (of(v.query_ids), key.of(v.key_ids, 1)[:, None, :, None])
+            v, index = self.visibility, key.index
+            ids = () if v.query_ids is None else (of(v.query_ids), key.of(v.key_ids, 1)[:, None, None])
             inside = v.sees(of(self.start), of(self.stop), index, *ids)
             inside = inside if key.own is None else inside & (index >= key.own)
             inside = inside if v.where is None else inside & self.allowed(row, key)
@@ -116,19 +116,19 @@ class View(NamedTuple):
         return seen
 
     def allowed(self, row: Block, key: Block):
-        """Whether the mask's Predicate lets the rows see the keys, to broadcast against [B, K, keys, rows]."""
+        """Whether the mask's Predicate lets the rows see the keys, to broadcast against [B, K, rows, keys]."""
         where = self.visibility.where
         return where.sees(*self.numbers(where, row, key))
 
     def numbers(self, asked: Asked, row: Block, key: Block):
-        """Batch row, head, position and key of each pair, to broadcast against [B, K, keys, rows]."""
+        """Batch row, head, position and key of each pair, to broadcast against [B, K, rows, keys]."""
         position, heads = self.of_rows(row.index[None] + asked.offset), asked.head
         if asked.rule.reads_head:
-            heads = jnp.broadcast_to(heads[..., None], (*heads.shape, row.size)).reshape(1, heads.shape[1], 1, -1)
-        return asked.batch[:, None, None, None], heads, position, key.index[:, None]
+            heads = jnp.broadcast_to(heads, (*heads.shape[:3], row.size)).reshape(1, heads.shape[1], -1, 1)
+        return asked.batch[:, None, None, None], heads, position, key.index
 
     def scores(self, q, row: Block, key: Block):
-        """[B, K, keys, rows]"""
+        """[B, K, rows, keys]"""
         if self.score is None:
             return self.logits(q, row, key, online_softmax.LOG2E)
         of = self.numbers(self.score, row, key)
@@ -155,8 +155,8 @@ class View(NamedTuple):
         return self.score.arrays[array].at[index].get(mode="promise_in_bounds")
 
     def logits(self, q, row: Block, key: Block, unit: float):
-        """[B, K, keys, rows]: scale q k^T, with bias and soft cap, in this unit."""
-        qk = dot_t(key.of(self.key, 2), q)
+        """[B, K, rows, keys]: scale q k^T, with bias and soft cap, in this unit."""
+        qk = dot_t(q, key.of(self.key, 2))
         if self.fold != 1.0:
             return qk
         bias = None if self.bias is None else self.scored(row, key, self.bias).astype(qk.dtype)
@@ -167,37 +167,41 @@ class View(NamedTuple):
         x = row.of(x, 3)
         return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
+    def columns(self, row: Block, x):
+        """[B, K, n, G, T] -> [B, K, n, rows]"""
+        x = row.of(x, 4)
+        return x.reshape(*x.shape[:3], -1)
+
     def by_query(self, x):
         """[B, K, rows, n] -> [B, K, G, block_q, n]"""
         return x.reshape(*x.shape[:2], self.problem.group, -1, x.shape[-1])
 
     def of_rows(self, x):
-        """[B | 1, block_q | 1] -> [B | 1, 1, 1, rows | 1]"""
-        return jnp.tile(x[:, None, None], (1, 1, 1, self.problem.group if x.shape[1] != 1 else 1))
+        """[B | 1, block_q | 1] -> [B | 1, 1, rows | 1, 1]"""
+        return jnp.tile(x[:, None, :, None], (1, 1, self.problem.group if x.shape[1] != 1 else 1, 1))
 
     def sinks_of(self, row: Block):
         """The sink of each row's head, [1, K, rows]."""
         return None if self.sinks is None else jnp.repeat(self.sinks, row.size, axis=1)[None]
 
     def dropped(self, x, row: Block, key: Block):
-        """x [B, K, keys, rows] with 0 where dropout drops the weight."""
+        """x [B, K, rows, keys] with 0 where dropout drops the weight."""
         if self.seeds is None:
             return x
-        first, second = (self.seeds[:, :, None, :, i, None] for i in range(2))  # [B, K, 1, G, 1]
-        index, key_index = row.index[None, None, None, None], key.index[None, None, :, None, None]
-        kept = dropout.keeps(self.problem.dropped, first, second, index, key_index)  # [B, K, keys, G, block_q]
+        first, second = (self.seeds[:, :, :, i, None, None] for i in range(2))  # [B, K, G, 1, 1]
+        kept = dropout.keeps(self.problem.dropped, first, second, row.index[:, None], key.index)  # [B, K, G, block_q, keys]
         return jnp.where(kept.reshape(x.shape), x, 0)
 
     def scored(self, row: Block, key: Block, x):
-        """The tile of a bias or mask: [B | 1, K | 1, G | 1, T | 1, S | 1] -> [B | 1, K | 1, keys | 1, rows | 1]"""
-        tile = jnp.moveaxis(key.of(row.of(x, 3), 4), 4, 2)
-        if tile.shape[3:] != (1, 1):
-            tile = jnp.broadcast_to(tile, (*tile.shape[:3], self.problem.group, row.size))
-        return tile.reshape(*tile.shape[:3], -1)
+        """The tile of a bias or mask: [B | 1, K | 1, G | 1, T | 1, S | 1] -> [B | 1, K | 1, rows | 1, keys | 1]"""
+        tile = key.of(row.of(x, 3), 4)
+        if tile.shape[2:4] != (1, 1):
+            tile = jnp.broadcast_to(tile, (*tile.shape[:2], self.problem.group, row.size, tile.shape[4]))
+        return tile.reshape(*tile.shape[:2], -1, tile.shape[4])
 
     def add_tile(self, dbias, ds, row: Block, key: Block):
-        """Adds ds [B, K, keys, rows] to its place in dbias, summed over the axes that the bias broadcasts."""
-        ds = jnp.moveaxis(ds.reshape(*ds.shape[:3], self.problem.group, row.size), 2, 4)
+        """Adds ds [B, K, rows, keys] to its place in dbias, summed over the axes that the bias broadcasts."""
+        ds = self.by_query(ds)
         old = row.of(dbias, 3)
         tile = jnp.sum(ds, axis=[axis for axis, n in enumerate(dbias.shape) if n == 1], keepdims=True)
         return row.put(dbias, key.add(old, tile, 4), 3)
@@ -216,12 +220,12 @@ def with_lists(p: Problem, tiles: Tiles, visibility: Visibility) -> Visibility:
 
 
 def _of_heads(asked: Asked | None, p: Problem, part: Heads) -> Asked | None:
-    """A rule with the numbers of some heads [1, K, 1, G] and batch rows."""
+    """A rule with the numbers of some heads [1, K, G, 1] and batch rows."""
     if asked is None:
         return None
     batch, heads = asked.numbers(p.batch, p.heads)
     batch, heads = part.of(batch) if asked.rule.reads_batch else batch, part.of(heads[None], 1)
-    heads = heads.reshape(1, part.heads, 1, -1) if asked.rule.reads_head else heads.reshape(1, 1, 1, 1)
+    heads = heads.reshape(1, part.heads, -1, 1) if asked.rule.reads_head else heads.reshape(1, 1, 1, 1)
     offset = asked.offset if isinstance(asked.offset, int) else part.of(asked.offset)[:, None]
     return dataclasses.replace(asked, batch=batch, head=heads, offset=offset)
 
