@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import test_attention
 import test_transforms
-from cases import MASKS, SIZES, Sizes, bias, dense_mask, qkv
+from cases import SIZES, Sizes, bias, dense_mask, qkv
 from check import check, cotangents, run
 from selection import whole_but
 
@@ -19,10 +19,10 @@ test_a_row_that_sees_no_key_gives_zero_and_no_gradient = test_attention.test_a_r
 test_large_logits_neither_overflow_nor_lose_the_maximum = test_attention.test_large_logits_neither_overflow_nor_lose_the_maximum
 
 test_sinks_join_the_softmax = test_attention.test_sinks_join_the_softmax_with_gradients_and_are_all_that_a_row_without_keys_sees
-FEW_MASKS = "window_left", "documents_scattered_window", "everything"
+FEW_MASKS = "window", "documents_scattered_window", "everything"
 
 
-@pytest.mark.parametrize("name", whole_but(MASKS, *FEW_MASKS))
+@pytest.mark.parametrize("name", whole_but(test_attention.FEW_MASKS, *FEW_MASKS))
 def test_every_mask_gives_the_oracles_results(name, implementation, rng):
     test_attention.test_every_mask_gives_the_oracles_output_and_gradients(name, implementation, rng)
 
