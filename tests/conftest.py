@@ -1,5 +1,6 @@
 """Small tiles, so that small inputs have many blocks; fresh but repeatable random inputs."""
 
+import gc
 import os
 import zlib
 
@@ -35,6 +36,12 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     jax.config.update("jax_disable_most_optimizations", not config.option.optimized)
+
+
+def pytest_collection_finish(session):
+    """Tracing makes many objects and few cycles: those of the imports are searched no more, and new ones seldom."""
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 100)
 
 
 @pytest.hookimpl(trylast=True)  # what -k and -m leave

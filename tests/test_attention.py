@@ -6,13 +6,18 @@ import numpy as np
 import pytest
 from cases import BROADCASTS, MASKS, SIZES, Sizes, bias, dense_mask, qkv
 from check import check, cotangents, run
+from selection import whole_but
 
 from pallas_flash import flash_attention
 
 pytestmark = pytest.mark.usefixtures("small_tiles")
 
 
-@pytest.mark.parametrize("name", MASKS)
+FEW_MASKS = ["full", "causal", "causal_bottom_right", "window", "window_causal_offset", "window_and_offset_at_the_ends_of_int32"]
+FEW_MASKS += ["key_lengths", "query_lengths", "documents", "documents_scattered_window", "prefix_window_lengths", "everything"]
+
+
+@pytest.mark.parametrize("name", whole_but(MASKS, *FEW_MASKS))
 def test_every_mask_gives_the_oracles_output_and_gradients(name, implementation, rng):
     z = Sizes()
     check(rng, *qkv(rng, z), implementation, **MASKS[name](rng, z))
@@ -23,7 +28,7 @@ def test_every_size_gives_the_oracles_output_and_gradients(name, implementation,
     check(rng, *qkv(rng, SIZES[name]), implementation, is_causal=True, query_offset=3)
 
 
-@pytest.mark.parametrize("letters", BROADCASTS)
+@pytest.mark.parametrize("letters", whole_but(BROADCASTS, "BNTS", "B1TS", "BN1S", "1N11", ".NT1", "...S"))
 def test_every_shape_of_bias_and_mask_is_added_masked_and_differentiated(letters, implementation, rng):
     z = Sizes(N=4)
     others = dict(mask=dense_mask(rng, letters, z), bias=bias(rng, letters, z))
@@ -47,6 +52,7 @@ def test_half_precision_is_as_exact_as_its_dtype(dtype, implementation, rng):
     assert {g.dtype for g in grads} == {jnp.dtype(dtype)}
 
 
+@pytest.mark.whole("reference", "portable", "standard")
 def test_a_row_that_sees_no_key_gives_zero_and_no_gradient(implementation, rng):
     z = Sizes(T=19, S=23)
     q, k, v = qkv(rng, z)
@@ -104,6 +110,7 @@ def test_the_same_call_gives_the_same_bits(implementation, rng):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.whole  # test_numerics.py holds it in the fast half
 def test_large_logits_neither_overflow_nor_lose_the_maximum(implementation, rng):
     z = Sizes()
     q, k, v = qkv(rng, z)

@@ -118,6 +118,7 @@ def test_the_loops_are_tight(call):
     head, value = width if isinstance(width, tuple) else (width, width)
     more, count = CASES[case]
     options = f"--batch 2 --length 4096 --heads 8 --kv-heads 2 --head-size {head} --value-size {value} {more}"
+    options += " --forward" * (rows.keys() == {"flash_attention_forward"})
     kernels = {kernel["name"]: kernel for kernel in report("hopper", options, deterministic)["kernels"]}
     for name, row in rows.items():
         kernel = kernels[name]
@@ -160,16 +161,13 @@ def temporary_bytes(implementation: str, length: int, deterministic: bool | None
 
 @pytest.mark.parametrize("implementation, deterministic, by_token", MEMORY)
 def test_temporaries_are_linear_in_the_length(implementation, deterministic, by_token):
-    half, whole = (temporary_bytes(implementation, length, deterministic) for length in (T // 2, T))
-    assert whole <= 1.01 * by_token * T
-    assert whole <= 2.01 * half
+    """A byte for each of 10,000 pairs of a query and a key would exceed it."""
+    assert temporary_bytes(implementation, T, deterministic) <= 1.01 * by_token * T
 
 
 def test_those_of_dense_attention_are_quadratic_and_fit_into_no_gpu():
-    eighth, whole = (temporary_bytes("reference", length) for length in (T // 8, T))
     scores = 4 * N * T * T
-    assert whole >= scores > max(gpu.memory for gpu in GPUS.values())
-    assert whole >= 60 * eighth
+    assert temporary_bytes("reference", T) >= scores > max(gpu.memory for gpu in GPUS.values())
 
 
 # ---- eight GPUs ----

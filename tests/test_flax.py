@@ -658,11 +658,15 @@ def test_the_layer_learns_the_parameters_of_a_score_mod_that_is_a_module():
     make = lambda score_mod: FlashAttention(2, 16, score_mod=score_mod, rngs=nnx.Rngs(0))
     x = jax.random.normal(jax.random.key(0), (1, 9, 16))
     layer, loss = make(Relative()), lambda layer, x: jnp.sum(jnp.sin(layer(x)))
-    gradient = nnx.grad(loss)(layer, x)["score_mod"]["table"][...]
+    gradient = nnx.jit(nnx.grad(loss))(layer, x)["score_mod"]["table"][...]
     assert gradient.shape == (2, 16) and jnp.all(gradient[:, :8] != 0)
-    y, cache = layer(x[:, :6], cache=layer.init_cache(1, 9))  # positions count from the offset
-    y = jnp.concatenate([y, layer(x[:, 6:], cache=cache)[0]], axis=1)
-    np.testing.assert_allclose(y, layer(x), atol=1e-5)
+
+    @nnx.jit
+    def cached_and_whole(layer, x):
+        y, cache = layer(x[:, :6], cache=layer.init_cache(1, 9))  # positions count from the offset
+        return jnp.concatenate([y, layer(x[:, 6:], cache=cache)[0]], axis=1), layer(x)
+
+    np.testing.assert_allclose(*cached_and_whole(layer, x), atol=1e-5)
     slopes = [0.5, 0.25]
     hook = functools.partial(attention_fn, is_causal=True, score_mod=scores.Alibi(slopes))
     q = x.reshape(1, 9, 2, 8)

@@ -41,10 +41,10 @@ def test_a_batch_writes_what_each_prompt_writes_alone_and_equal_prompts_differ(r
     together = written(capsys, *options, *several(PROMPTS))
     _, *texts = together.replace("\n--- prompt", "--- prompt").split("--- prompt ")
     texts = [text[2:] for text in texts]  # behind the number
-    alone = [written(capsys, *options, "--prompt", text) for text in PROMPTS[:2]]
-    assert [text.rstrip("\n") for text in texts[:2]] == [text.rstrip("\n") for text in alone]
+    alone = written(capsys, *options, "--prompt", PROMPTS[0])
+    assert texts[0].rstrip("\n") == alone.rstrip("\n")
     assert texts[2] != texts[0]
-    assert written(capsys, *options, "--prompt", PROMPTS[0], "--seed", 1) != alone[0]
+    assert written(capsys, *options, "--prompt", PROMPTS[0], "--seed", 1) != alone
 
 
 def test_the_cache_writes_what_the_whole_text_computed_again_each_time_does(run, capsys):

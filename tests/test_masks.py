@@ -1,6 +1,7 @@
 """Every mask on a small full grid against brute force: what is seen, which blocks are visited, which need no mask."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
@@ -19,8 +20,8 @@ def visibility(rng, kw) -> Visibility:
 
 
 def rows_of(v: Visibility, b: int, row):
-    at = v.narrow(Visibility.BY_BATCH, lambda x: x[b])
-    return at.narrow(Visibility.BY_QUERY, lambda x: x[b][row])
+    at = v.narrow(Visibility.BY_BATCH, lambda x: jnp.asarray(x)[b])
+    return at.narrow(Visibility.BY_QUERY, lambda x: jnp.asarray(x)[b][row])
 
 
 END = 2**31 - 1
@@ -65,20 +66,27 @@ def test_visited_blocks_hold_all_that_is_seen_and_full_blocks_nothing_else(name,
     kw = MASKS[name](rng, Z)
     v, seen = visibility(rng, kw), oracle.visible(Z.B, 1, Z.T, Z.S, kw)[:, 0]
     q_tiles, k_tiles = -(-Z.T // block_q), -(-Z.S // block_k)
-    with jax.ensure_compile_time_eval():
-        transposed = np.asarray(schedule.query_blocks(v, Z.T, block_q, block_k))
-    transposed = np.broadcast_to(transposed, (Z.B, k_tiles, 4))
+    rows = np.minimum(np.arange(q_tiles)[:, None] * block_q + np.arange(block_q), Z.T - 1)
+
+    def of_keys(b, row):
+        at = rows_of(v, b, row)
+        return jnp.stack(jnp.broadcast_arrays(*schedule.key_blocks(*at.interval(row), at.solid, block_k)))
+
+    @jax.jit
+    def both(b, rows):
+        by_row = jax.vmap(jax.vmap(of_keys, in_axes=(None, 0)), in_axes=(0, None))
+        return by_row(b, rows), schedule.query_blocks(v, Z.T, block_q, block_k)
+
+    by_query, by_key = (np.broadcast_to(x, (Z.B, *x.shape[1:])) for x in both(np.arange(Z.B), rows))
     tile = lambda b, i, j: seen[b, i * block_q : (i + 1) * block_q, j * block_k : (j + 1) * block_k]
     scattered = "scattered" in name  # such a document reaches from its first to its last key
     gaps = scattered or v.query_ids is not None  # what a tile's rows see together may have gaps
     for b in range(Z.B):
         for i in range(q_tiles):
-            row = np.minimum(i * block_q + np.arange(block_q), Z.T - 1)
-            at = rows_of(v, b, row)
-            blocks = schedule.key_blocks(*at.interval(row), at.solid, block_k)
+            blocks = schedule.Blocks(*by_query[b, i])
             _check(blocks, [tile(b, i, j) for j in range(k_tiles)], Z.S % block_k != 0, not scattered)
         for j in range(k_tiles):
-            blocks = schedule.Blocks(*transposed[b, j])
+            blocks = schedule.Blocks(*by_key[b, j])
             _check(blocks, [tile(b, i, j) for i in range(q_tiles)], Z.T % block_q != 0, not gaps)
 
 

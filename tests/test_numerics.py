@@ -117,6 +117,7 @@ def worse_than_jax_nn(attend, scale, cases, outputs, rng):
     return worse
 
 
+@pytest.mark.whole("reference", "portable", "standard")
 @pytest.mark.parametrize("implementation", ["reference", "blockwise", "portable", "flash1", "standard"])
 def test_keys_of_one_large_logit_share_the_gradient(implementation, small_tiles):
     """Of 8 equal logits of 1e9 each has P = 1/8, forward and backward."""
@@ -127,6 +128,7 @@ def test_keys_of_one_large_logit_share_the_gradient(implementation, small_tiles)
     np.testing.assert_allclose(dv, 1.0, rtol=1e-5)
 
 
+@pytest.mark.whole("reference", "portable", "standard")
 @pytest.mark.parametrize("implementation", ["reference", "blockwise", "portable", "standard"])
 def test_a_row_that_a_bias_hides_entirely_gives_each_key_its_share(implementation):
     q = k = v = jax.random.normal(jax.random.key(0), (1, 8, 1, 4))

@@ -59,7 +59,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("implementation", ["portable", "blockwise"])
+@pytest.mark.parametrize("implementation", ["blockwise", "portable"])
 @pytest.mark.parametrize("case", CASES)
 def test_rows_of_no_array_and_no_gradient_are_gathered(case, implementation, rng):
     K, key_spec, of_bias, of_mask, kw = CASES[case]

@@ -10,6 +10,7 @@ from cases import Sizes, bias, qkv
 from check import close
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from selection import whole_but
 
 from pallas_flash import flash_attention, masks, paged_attention, quantised
 
@@ -52,13 +53,13 @@ def test_arrays_on_an_explicit_mesh_stay_where_they_are(implementation, rng):
     key_ids = np.sort(rng.integers(0, 3, (Z.B, Z.S))).astype(np.int32)
     loss = loss_of(implementation, is_causal=True, mask=masks.Documents(ids, key_ids))
     m = mesh(AxisType.Explicit)
-    placed = place(m, SPEC, q, k, v)
-    spread = loss(*placed, *place(m, P(None, "model"), b), *place(m, P(), lengths))
+    placed = *place(m, SPEC, q, k, v), *place(m, P(None, "model"), b), *place(m, P("data"), lengths)
+    program = loss.lower(*placed).compile()
+    spread = program(*placed)
     equal(spread, loss(q, k, v, b, lengths))
     for gradient in spread[1][:3]:
         assert jax.typeof(gradient).sharding.spec == SPEC
-    text = loss.lower(*placed, *place(m, P(None, "model"), b), *place(m, P("data"), lengths)).compile().as_text()
-    assert not re.findall(r"= \S+ (all-gather|all-to-all|collective-permute)", text)
+    assert not re.findall(r"= \S+ (all-gather|all-to-all|collective-permute)", program.as_text())
 
 
 @pytest.mark.whole("reference", "portable")
@@ -133,10 +134,10 @@ def test_a_mesh_of_one_device_and_one_that_was_set_change_nothing(implementation
         equal(attend(q, k, v), expected)
 
 
-@pytest.mark.parametrize(
-    "names, implementation",
-    [(("data", "model"), "reference"), (("data",), "reference"), (("data",), "blockwise"), (("data",), "portable")],
-)
+OVER = [(("data", "model"), "reference"), (("data",), "reference"), (("data",), "blockwise"), (("data",), "portable")]
+
+
+@pytest.mark.parametrize("names, implementation", whole_but(OVER, OVER[0], OVER[2]))
 def test_vmap_goes_over_an_axis_of_the_mesh(names, implementation, rng):
     m = jax.make_mesh((4 // len(names),) * len(names), names, axis_types=(AxisType.Explicit,) * len(names))
     arrays = [x[:, None] for x in qkv(rng, SMALL)]
