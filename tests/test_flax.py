@@ -415,6 +415,7 @@ def test_sinks_and_dropout_of_the_layer_are_those_of_flash_attention():
     assert_close(value_and_grads(ours, *args), value_and_grads(plain, *args))
     with pytest.raises(ValueError, match="dropout needs rngs in training"):
         layer(x)
+    assert_close(nnx.view(layer, deterministic=True)(x), layer(x, deterministic=True))
     layer.eval()
     assert_close(layer(x), layer(x, deterministic=True))
     assert not np.array_equal(layer(x), layer(x, rngs=nnx.Rngs(dropout=0), deterministic=False))

@@ -130,3 +130,9 @@ def test_lengths_beyond_the_tokens_keep_no_more_than_there_are(rng):
     for cache in model.init_cache(B, 9), model.init_rolling_cache(B, 4), paged_cache(B, 9, 2, 6, pages=2, dtype="float32"):
         _, kept = model(x, cache=cache, lengths=[9, 2])
         assert kept.length.tolist() == [4, 2]
+
+
+def test_a_window_of_numpy_is_one(rng):
+    x, models = tokens(rng, 4), [layer(local_window_size=n) for n in (np.int64(2), 2)]
+    y, expected = (model(x, cache=model.init_rolling_cache(B, 4))[0] for model in models)
+    np.testing.assert_array_equal(y, expected)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int, Shaped
 
+from pallas_flash import checks
 from pallas_flash.attention import AnyArray, Implementation, flash_attention
 from pallas_flash.context_parallel import Context
 from pallas_flash.explanation import explain
@@ -186,7 +187,12 @@ class FlashAttention(nnx.Module):
     def _left(self) -> int | None:
         """How many tokens before its own each sees; None: all."""
         window = self.local_window_size
-        return window if window is None or isinstance(window, int) else window[0]
+        return window if window is None or checks.is_int(window) else window[0]
+
+    def set_view(self, deterministic: bool | None = None):
+        """For nnx.view(model, deterministic=True), which leaves out dropout in what it returns, as in nnx.Dropout."""
+        if deterministic is not None:
+            self.deterministic = deterministic
 
     def init_cache(self, batch: int, max_length: int, dtype: Any = None) -> KVCache:
         """An empty cache for `batch` rows of up to max_length tokens; its dtype is by default dtype, or else param_dtype.
