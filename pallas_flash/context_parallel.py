@@ -176,7 +176,10 @@ def own_heads(scheme: AllToAll, call: dict[str, Any]) -> dict[str, Any]:
         at = {letter: x.ndim - len(letters) + i for i, letter in enumerate(letters)}
         if path[0] in ("query", "key", "value"):
             return swap(x, lead + 1, lead) if x.shape[lead + 1] > 1 else rows(x, lead)
-        has_heads = "N" in at and at["N"] >= 0 and x.shape[at["N"]] == N and N > 1
+        heads = x.shape[at["N"]] if at.get("N", -1) >= 0 else 1
+        if heads not in (1, N):  # which might be as many as a device's own
+            raise ValueError(f"{path[0]} must be of all {N} query heads, or of 1; got {heads}.")
+        has_heads = heads > 1
         has_rows = "NT" in letters and x.shape[at["T"]] > 1
         if has_heads and has_rows:
             return swap(x, at["N"], at["T"])

@@ -272,6 +272,13 @@ def test_what_does_not_fit_is_refused_with_a_sentence(sentence):
         flash_attention(q, k, k, **kw)
 
 
+@pytest.mark.parametrize("name, shape", [("sinks", (2,)), ("scale", (2,)), ("bias", (2, 8, 8))])
+def test_as_many_heads_as_are_a_devices_own_are_not_those_of_all(name, shape):
+    x = jax.device_put(jnp.ones((2, 8, 8, 8)), NamedSharding(mesh(), ROWS))
+    with pytest.raises(ValueError, match=re.escape(f"{name} must be of all 8 query heads, or of 1; got 2.")):
+        explain(x, x, x, context=AllToAll("context"), **{name: jnp.ones(shape)})
+
+
 def test_a_score_mod_is_refused_in_a_ring():
     x = jax.device_put(jnp.ones((2, 8, 1, 8)), NamedSharding(mesh(), ROWS))
     for context in Ring("context"), Zigzag("context"):
