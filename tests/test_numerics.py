@@ -135,3 +135,11 @@ def test_a_row_that_a_bias_hides_entirely_gives_each_key_its_share(implementatio
     bias = jnp.full((1, 1, 8, 8), -1e9)
     dv = jax.grad(lambda v: flash_attention(q, k, v, bias, implementation=implementation).sum())(v)
     np.testing.assert_allclose(dv, 1.0, rtol=1e-5)
+
+
+def test_in_float32_p_of_the_backward_is_that_of_the_forward_and_computed_once():
+    """XLA sees it where no loop parts them: of seven products six are left, and of two exponentials one."""
+    x = jax.ShapeDtypeStruct((8, 64, 8, 16), jnp.float32)
+    both = gradients(lambda q, k, v, bias: flash_attention(q, k, v, is_causal=True, implementation="blockwise"))
+    program = both.lower(x, x, x, x, x).compile().as_text()
+    assert (program.count(" dot("), program.count(" exponential(")) == (6, 1)
