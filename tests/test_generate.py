@@ -36,6 +36,7 @@ def several(prompts) -> list[str]:
     return [word for text in prompts for word in ("--prompt", text)]
 
 
+@pytest.mark.whole
 def test_a_batch_writes_what_each_prompt_writes_alone_and_equal_prompts_differ(run, capsys):
     options = [run, "--max-bytes", 30, "--temperature", 1, "--top-k", 50, "--top-p", 0.9]
     together = written(capsys, *options, *several(PROMPTS))
