@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from selection import whole_but
 
-from pallas_flash import explain, flash_attention
+from pallas_flash import dropout, explain, flash_attention
 from pallas_flash.kernels import device, hopper
 from pallas_flash.kernels.hopper import sync
 
@@ -85,6 +85,13 @@ def test_heads_are_padded_to_the_nearest_row_of_the_table(sizes):
     q, v = (jax.ShapeDtypeStruct((1, 8, 2, size), jnp.bfloat16) for size in sizes)
     tiles = hopper.tiles(explain(q, q, v).problem).forward
     assert (tiles.width, tiles.value_width) == WIDTHS[sizes]
+
+
+@pytest.mark.parametrize("head, block_k", [(128, 128), (192, 96), (256, 64)])
+def test_random_words_of_dropout_are_shared_within_a_block(head, block_k):
+    q = jax.ShapeDtypeStruct((1, 8, 2, head), jnp.bfloat16)
+    tiles = hopper.tiles(explain(q, q, q, dropout_rate=0.1, dropout_rng=jax.random.key(0)).problem).forward
+    assert tiles.block_k == block_k and block_k % dropout.UNIT == 0
 
 
 @needs_interpreter

@@ -61,7 +61,7 @@ def _kernel(program, x: Inputs, dq_gmem, memory: Memory, *, problem: Problem, ti
     at = order.query_tile(program, problem, tiles.block_q, tiles.key_bytes)
     number_of = sync.Numbers(tiles.warpgroups, tiles.stages)
     k = sync.Ring(memory.k, memory.k_full, number_of.first_ring, tiles.warpgroups)
-    v = sync.Ring(memory.v, memory.v_full, number_of.second_ring, tiles.warpgroups)
+    v = sync.Ring((memory.v,), (memory.v_full,), number_of.second_ring, tiles.warpgroups)
 
     all_blocks = lambda: seen.key_blocks(x.blocks, x.visibility, at.batch, at.tile, problem.queries, tiles.block_q, tiles.block_k)
 
@@ -102,7 +102,7 @@ def _sum(x: Inputs, at, first_row, own, memory: Memory, k: sync.Ring, v: sync.Ri
 
         def begin_dp(acc):
             v.wait(t)
-            tile.dot_t(acc, do, v.block(t))
+            tile.dot_t(acc, do, *v.block(t))
             if before is not None:
                 tile.wait(running=1)
                 k.release(t - 1)

@@ -72,7 +72,7 @@ class Memory(NamedTuple):
 
     q: Any  # [warpgroups, 64, the larger width], of the output in the end
     k: Any  # [stages, block_k, width]
-    v: Any  # [value_stages, block_k, value_width]
+    v: Any  # [value_stages, block_k, value_width], in tile.parts
     lse: Any  # [warpgroups, 64]
     q_full: Any
     k_full: Any
@@ -84,11 +84,11 @@ class Memory(NamedTuple):
         return cls(
             q=tile.block(dtype, t.warpgroups, ROWS, max(t.width, t.value_width)),
             k=tile.block(dtype, t.stages, t.block_k, t.width),
-            v=tile.block(dtype, t.value_stages, t.block_k, t.value_width),
+            v=tile.block_in_parts(dtype, t.value_stages, t.block_k, t.value_width),
             lse=plgpu.SMEM((t.warpgroups, ROWS), jnp.float32),
             q_full=barriers(t.warpgroups),
             k_full=barriers(t.stages),
-            v_full=barriers(t.value_stages),
+            v_full=plgpu.Barrier(num_arrivals=len(tile.parts(t.block_k)), num_barriers=t.value_stages),
         )
 
 
@@ -96,7 +96,7 @@ def _kernel(program, x: Inputs, o_gmem, lse_gmem, memory: Memory, *, problem: Pr
     at = order.query_tile(program, problem, tiles.block_q, tiles.key_bytes)
     number_of = sync.Numbers(tiles.warpgroups, tiles.stages)
     k = sync.Ring(memory.k, memory.k_full, number_of.first_ring, tiles.warpgroups)
-    v = sync.Ring(memory.v, memory.v_full, number_of.second_ring, tiles.warpgroups)
+    v = sync.Ring(memory.v, (memory.v_full,) * len(memory.v), number_of.second_ring, tiles.warpgroups)
     all_blocks = lambda: seen.key_blocks(x.blocks, x.visibility, at.batch, at.tile, problem.queries, tiles.block_q, tiles.block_k)
 
     def consume(own):
@@ -197,9 +197,9 @@ def _attend(
         def under_the_products(o_acc, s_acc):
             tile.dot_t(s_acc, q, k.block(t))
             await_v(t - 1, late=True)
-            tile.dot(o_acc, p, v.block(t - 1))
+            tile.dot_in_parts(o_acc, p, v.block(t - 1))
             turns.pass_on()
-            s = tile.finished(s_acc, running=1)  # [bq, bk]
+            s = tile.finished(s_acc, running=len(tile.parts(tiles.block_k)))  # [bq, bk]
             k.release(t)
             results = softmax(s, t, m, l, masked)
             await_v(t, late=False)
@@ -215,6 +215,6 @@ def _attend(
     o, m, l, p = blocks.rest().visit(step, carry)
     turns.take()
     await_v(last, late=True)
-    (o,) = tile.products_add(lambda acc: (tile.dot(acc, p, v.block(last)), turns.pass_on()), o)
+    (o,) = tile.products_add(lambda acc: (tile.dot_in_parts(acc, p, v.block(last)), turns.pass_on()), o)
     v.release(last)
     return online_softmax.finish(o, l, problem.kept), jnp.where(l == 0, -jnp.inf, m + jnp.log2(l))

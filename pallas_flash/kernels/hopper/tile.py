@@ -72,23 +72,35 @@ def load(ref, layout):
 
 
 def feed(x, at, blocks: schedule.Blocks, k: sync.Ring, v: sync.Ring, block_k: int):
-    """The producer's: fills the rings with the blocks of keys and values that a program visits, the last one first."""
+    """The producer's: fills the rings with the blocks of keys, and of values in `parts`, that a program visits, the last one
+    first."""
     count = sync.opaque(blocks.last - blocks.first)
 
     def load(t, _):
-        source = at.batch, pl.ds((blocks.last - 1 - t) * block_k, block_k), at.kv_head
-        k.fill(t, x.k.at[source])
-        v.fill(t, x.v.at[source])
+        first = (blocks.last - 1 - t) * block_k
+        k.fill(t, x.k.at[at.batch, pl.ds(first, block_k), at.kv_head])
+        v.fill(t, tuple(x.v.at[at.batch, pl.ds(first + part.start, part.size), at.kv_head] for part in parts(block_k)))
 
     schedule.loop(sync.opaque(0), count, load, None)
     k.drain(count)
     v.drain(count)
 
 
-def block(dtype, *shape: int):
+def block(dtype, *shape: int, swizzle: int = 128):
     """Shared memory for matrices in the order that TMA, wgmma and the registers' stores meet without bank conflicts."""
-    row = 128 // jnp.dtype(dtype).itemsize
-    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, row)), plgpu.SwizzleTransform(128)))
+    row = swizzle // jnp.dtype(dtype).itemsize
+    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, row)), plgpu.SwizzleTransform(swizzle)))
+
+
+def parts(rows: int) -> list[pl.Slice]:
+    """A block's rows as Mosaic's products sum over them: whole 64, and the 16 or 32 that are left, in a narrower swizzle."""
+    whole = rows // ROWS * ROWS
+    return [part for part in (pl.ds(0, whole), pl.ds(whole, rows - whole)) if part.size]
+
+
+def block_in_parts(dtype, stages: int, rows: int, width: int):
+    """`block`s of 16 bits for `stages` x rows x width, one for each of the `parts` of the rows."""
+    return tuple(block(dtype, stages, part.size, width, swizzle=min(2 * part.size, 128)) for part in parts(rows))
 
 
 def columns(width: int):
@@ -129,6 +141,12 @@ def dot_t(acc, a, b):
 def dot(acc, a, b):
     """acc += a b, begun only."""
     plgpu.wgmma(acc, a, b)
+
+
+def dot_in_parts(acc, a, b):
+    """acc += a b, begun only, a product for each of the `parts` of b's rows."""
+    for part, rows in zip(parts(a.shape[1]), b, strict=True):
+        dot(acc, a[:, part.start : part.start + part.size], rows)
 
 
 def finished(acc, running: int = 0):
@@ -227,6 +245,7 @@ def launch(kernel, args, *, programs: int, out_type, tiles, scratch, name: str):
         interpret=device.interpret,
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
+            reduction_scratch_bytes=0,  # a row is in the registers of a quarter of a warp
             unsafe_no_auto_barriers=True,  # the kernels have their own, where they are needed
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
         ),

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from pallas_flash import decode
+from pallas_flash import decode, dropout
 from pallas_flash.arguments import Problem
 from pallas_flash.kernels import device
 
@@ -109,9 +109,11 @@ SHARED = 223 * 2**10  # bytes of shared memory for a program's matrices
 
 # The tables: by registers, spills, shared memory and instructions of the code compiled for an H200. Not yet timed.
 
-# Three warpgroups hide more latency at value width 64 and spill at 128; blocks of 128 keys spill at 256 and do not fit twice
-# at 192. Where O is seldom rescaled, ptxas leaves the wait for products in its place, and V can be awaited late; at 64 documents
-# spill with it, and with V early too, and at 256 it gains nothing. Dropout spills wherever there are three warpgroups.
+# Three warpgroups hide more latency at value width 64 and spill at 128. From 192 on shared memory is as busy as it can be, of
+# which Q takes less the wider a block is; 128 keys spill at 256 and do not fit twice at 192. A block whose size is no multiple
+# of 32 takes no dropout. Where O is seldom rescaled, ptxas leaves the wait for products in its place, and V can be awaited
+# late; at 64 documents spill with it, and with V early too, and at 256 it gains nothing. Dropout spills wherever there are
+# three warpgroups.
 _FORWARD = (
     Tiles(width=64, value_width=64, warpgroups=3, block_k=128, stages=2, v_late=True),
     Tiles(width=64, value_width=64, warpgroups=2, block_k=128, stages=2, v_late=True, slack=8.0),
@@ -119,8 +121,9 @@ _FORWARD = (
     Tiles(width=128, value_width=64, warpgroups=3, block_k=128, stages=2),
     Tiles(width=128, value_width=128, warpgroups=2, block_k=128, stages=2, v_late=True, slack=8.0),
     Tiles(width=192, value_width=128, warpgroups=2, block_k=128, stages=2, v_late=True, slack=8.0),
-    Tiles(width=192, value_width=192, warpgroups=2, block_k=64, stages=2),
-    Tiles(width=128, value_width=256, warpgroups=2, block_k=64, stages=2),
+    Tiles(width=192, value_width=192, warpgroups=2, block_k=96, stages=2, v_late=True),
+    Tiles(width=128, value_width=256, warpgroups=2, block_k=96, stages=2),
+    Tiles(width=256, value_width=256, warpgroups=2, block_k=80, stages=2),
     Tiles(width=256, value_width=256, warpgroups=2, block_k=64, stages=2),
 )
 # Blocks of 128 keys leave no registers at 128. A block of keys is held for a step longer than one of values, so there are three;
@@ -151,7 +154,7 @@ def tiles(problem: Problem) -> AllTiles:
     """The cheapest row of each table that holds the problem's heads."""
     fused = None if problem.deterministic else _row(_FUSED, problem)
     apart = (None, None) if fused is not None else (_row(_DQ, problem), _row(_DKV, problem))
-    forward = [row for row in _FORWARD if row.warpgroups == 2 or not problem.dropped]
+    forward = [row for row in _FORWARD if not problem.dropped or (row.warpgroups == 2 and row.block_k % dropout.UNIT == 0)]
     return AllTiles(_row(forward, problem), *apart, fused, _decoding(problem))
 
 
