@@ -33,10 +33,7 @@ def test_what_an_implementation_refuses_is_refused_in_the_words_of_the_table(imp
     assert features.refused(implementation) == {k: v for k, v in said.items() if v not in (features.YES, features.UNSEEN)}
 
 
-# The script runs all of them. Of portable these are in test_partition.py, test_context_parallel.py and test_transforms.py.
-ELSEWHERE = "a mesh, Auto axes", "rows on an explicit axis", "`vmap` of `grad`", "`grad` of nested `vmap`"
 EACH = [(name, implementation) for name in TRANSFORMATIONS for implementation in ("blockwise", "portable")]
-EACH = [row for row in EACH if row not in [(name, "portable") for name in ELSEWHERE]]
 FEW = [(name, "blockwise") for name in ("`grad`", "64 bits, strict promotion", "a mesh, explicit axes")]
 SAME = [("`grad`", name) for name in ("reference", "flash1", "standard")]  # as for those: the script runs all of them
 
