@@ -107,7 +107,7 @@ class View(NamedTuple):
         seen = None if self.mask is None else self.scored(row, key, self.mask)
         if masked:
             of = lambda a: a if isinstance(a, int) else self.of_rows(row.of(a, 1))
-            v, index = self.visibility, key.index
+            v, index = self.visibility, key.index[None, None, None]
             ids = () if v.query_ids is None else (of(v.query_ids), key.of(v.key_ids, 1)[:, None, None])
             inside = v.sees(of(self.start), of(self.stop), index, *ids)
             inside = inside if key.own is None else inside & (index >= key.own)
@@ -189,7 +189,8 @@ class View(NamedTuple):
         if self.seeds is None:
             return x
         first, second = (self.seeds[:, :, :, i, None, None] for i in range(2))  # [B, K, G, 1, 1]
-        kept = dropout.keeps(self.problem.dropped, first, second, row.index[:, None], key.index)  # [B, K, G, block_q, keys]
+        index, key_index = row.index[None, None, None, :, None], key.index[None, None, None, None]
+        kept = dropout.keeps(self.problem.dropped, first, second, index, key_index)  # [B, K, G, block_q, keys]
         return jnp.where(kept.reshape(x.shape), x, 0)
 
     def scored(self, row: Block, key: Block, x):
