@@ -12,6 +12,7 @@ from jax import lax
 
 from pallas_flash import arguments, checks, dropout, masks, ring, sharding
 from pallas_flash.arguments import Operands, Problem
+from pallas_flash.score import Score
 from pallas_flash.sizes import Sizes
 
 
@@ -112,18 +113,12 @@ SEEN = (
     *("is_causal", "query_seq_lengths", "key_value_seq_lengths", "local_window_size", "query_offset"),
     *("query_segment_ids", "key_value_segment_ids"),
 )
-OTHERS = (
-    *("query", "key", "value", "bias", "mask", "scale", "logits_soft_cap", "sinks", "deterministic"),
-    *("dropout_rate", "dropout_rng", "dropout_seeds"),
-)
 
 
 def in_a_ring(scheme: Context, call: dict[str, Any]) -> tuple[ring.Loop, Problem, Problem, Operands]:
     """The loop, the problem of a pair in it, and problem and operands of all, for a call in the form of arguments.exact with this
     device's part of each array."""
     devices, C = _devices(scheme), scheme.CHUNKS
-    if unknown := [name for name, x in call.items() if name not in SEEN + OTHERS and x is not None]:
-        raise NotImplementedError(f"context={scheme} does not go with {', '.join(unknown)}; AllToAll may.")
     query, key, value = arguments.arrays(call["query"], call["key"], call["value"])
     lead, (T, N, _), (S, K) = query.shape[:-3], query.shape[-3:], key.shape[-3:-1]
     for name, n in dict(query=T, key=S).items():
@@ -142,12 +137,14 @@ def in_a_ring(scheme: Context, call: dict[str, Any]) -> tuple[ring.Loop, Problem
     local |= dict(query=chunked(query), key=chunked(key), value=chunked(value), bias=None, mask=None)
     if "dropout_seeds" in call:
         local["dropout_seeds"] = _seeds(call["dropout_seeds"].reshape(B, 1, N, 2), numbers * (T // C), S // C)
-    problem, operands = arguments.normalise(**call | local)
+    if (score := call["score_mod"]) is not None:
+        near = masks.within_reach(sizes(T).offset(call["query_offset"]))
+        score = Score.of_call(score, checks.sums(query.dtype), near, B).of_chunks(B, numbers * (T // C))
+    problem, operands = arguments.normalise(**call | local | dict(score_mod=None))
 
     bias, mask = sizes(T).dense("bias", call["bias"], query.dtype), sizes(T).dense("mask", mask, bool)
-    operands = operands._replace(bias=bias, mask=mask)
-    shape = lambda x: None if x is None else x.shape
-    problem = dataclasses.replace(problem, bias=shape(bias), mask=shape(mask))
+    operands = operands._replace(bias=bias, mask=mask, score=score)
+    problem = ring.problem_of(problem, operands)
     return loop, ring.pair_of(loop, problem, operands), problem, operands
 
 

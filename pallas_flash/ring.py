@@ -122,7 +122,7 @@ def parts_of(problem: Problem, chunks: int) -> tuple[int, int]:
     """In how many parts the key heads go around, and the query heads of each meet them: as many as leave `ROWS` to a pair. All go
     together where a bias or mask array, or a rule, tells them apart."""
     p = problem
-    if p.bias is not None or p.mask is not None or p.visibility.where is not None:
+    if any(x is not None for x in (p.bias, p.mask, p.visibility.where, p.score)):
         return 1, 1
     most = p.batch // chunks * p.queries * p.heads // ROWS
     by_key = schedule.divisor(p.kv_heads, most)
@@ -179,9 +179,9 @@ def around(loop: Loop, choice: Choice) -> Choice:
 def problem_of(problem: Problem, x: Operands) -> Problem:
     """The problem of a part of the operands."""
     shape = lambda a: None if a is None else a.shape
-    visibility = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), x.visibility)
+    visibility, score = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (x.visibility, x.score))
     sizes = dict(batch=x.query.shape[0], heads=x.query.shape[2], kv_heads=x.key.shape[2], bias=shape(x.bias), mask=shape(x.mask))
-    return dataclasses.replace(problem, visibility=visibility, sinks=x.sinks is not None, **sizes)
+    return dataclasses.replace(problem, visibility=visibility, score=score, sinks=x.sinks is not None, **sizes)
 
 
 def heads_of(x: Operands, part: Part) -> Operands:
@@ -208,9 +208,8 @@ def operands_of(loop: Loop, problem: Problem, x: Operands, keys, device, rows: P
     key, value = (Part(loop.chunks, b).of(y) for y in keys)
     first = jnp.maximum(loop.numbers(device)[b], 0) * problem.keys
     visibility = x.visibility.narrow(Visibility.BY_BATCH + Visibility.BY_QUERY, rows.of)
-    if (where := visibility.where) is not None:
-        where = dataclasses.replace(where, offset=rows.of(where.offset), batch=rows.of(where.batch))
-        visibility = dataclasses.replace(visibility, where=where)
+    if visibility.where is not None:
+        visibility = dataclasses.replace(visibility, where=visibility.where.of_rows(rows.of))
     tile = lambda y: None if y is None else lax.dynamic_slice(y, *_at(loop, problem, y, device, rows.chunk, b))
     return x._replace(
         query=rows.of(x.query, 2),
@@ -221,6 +220,7 @@ def operands_of(loop: Loop, problem: Problem, x: Operands, keys, device, rows: P
         mask=tile(x.mask),
         visibility=visibility.of_keys(first, problem.keys),
         seeds=None if x.seeds is None else dropout.moved(rows.of(x.seeds, 1), column=first),
+        score=None if x.score is None else x.score.of_rows(rows.of).of_keys(first),
     )
 
 
@@ -261,20 +261,24 @@ def _backward(half: Half, groups: int, heads: Part, problem: Problem, tiles, x: 
 
     def step(t, keys, mine, dkv):
         def added(rows, b, p, pair, carry):
-            (dq, dbias), dkv = carry
+            (dq, dbias, dtables), dkv = carry
             by_row = (rows.of(heads.of(y, axis), axis) for y, axis in zip((o, lse, do, delta), (2, 1, 2, 1), strict=True))
-            new_dq, *new_dkv, new_dbias = half.backend.backward(p, tiles, pair, *by_row)
+            new_dq, new_dk, new_dv, new_dbias, *new_dtables = half.backend.backward(p, tiles, pair, *by_row)
             plus = lambda y, part, new, axis=0: part.put(y, part.of(y, axis) + new.astype(wide), axis)
             if dbias is not None:
                 starts, sizes = _at(loop, problem, dbias, loop.device_at(t), rows.chunk, b)
                 dbias = lax.dynamic_update_slice(dbias, lax.dynamic_slice(dbias, starts, sizes) + new_dbias.astype(wide), starts)
             keys = Part(loop.chunks, b)
-            return (plus(dq, rows, new_dq, 2), dbias), tuple(plus(y, keys, new) for y, new in zip(dkv, new_dkv, strict=True))
+            dtables = tuple(map(jnp.add, dtables, *new_dtables))
+            dkv = tuple(plus(y, keys, new) for y, new in zip(dkv, (new_dk, new_dv), strict=True))
+            return (plus(dq, rows, new_dq, 2), dbias, dtables), dkv
 
         mine, own = half.each_pair(heads, groups, problem, x, t, keys, added, (mine, (zeros(some.key), zeros(some.value))))
         return mine, jax.tree.map(jnp.add, dkv, own)  # what was on its way is not waited for before
 
-    start = (zeros(some.query), zeros(x.bias)), (zeros(some.key), zeros(some.value))
-    (dq, dbias), dkv = loop.go_together(step, (some.key, some.value), *start)
+    dtables = () if x.score is None else tuple(map(zeros, x.score.tables))
+    start = (zeros(some.query), zeros(x.bias), dtables), (zeros(some.key), zeros(some.value))
+    (dq, dbias, dtables), dkv = loop.go_together(step, (some.key, some.value), *start)
     typed = lambda dy, y: None if y is None else dy.astype(y.dtype)
-    return typed(dq, x.query), *map(typed, dkv, (x.key, x.value)), typed(dbias, x.bias)
+    gradients = typed(dq, x.query), *map(typed, dkv, (x.key, x.value)), typed(dbias, x.bias)
+    return gradients if x.score is None else (*gradients, dtables)

@@ -43,6 +43,14 @@ class Rule:
         return [jnp.asarray(x, known.aval.dtype) for x, known in zip(numbers, self.numbers, strict=True)]
 
     @functools.cached_property
+    def from_key(self) -> "Rule":
+        """The same of keys that count from 0 at another, whose number is one more array, the last."""
+        moved = lambda arrays, first, b, h, q, k, *score: self(arrays, b, h, q, k + first, *score)
+        arrays, numbers = ([jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in of] for of in (self.arrays, self.numbers))
+        with any_mesh():
+            return Rule(jax.make_jaxpr(moved)(arrays, INDEX, *numbers).jaxpr, len(arrays) + 1, self.name, self.source)
+
+    @functools.cached_property
     def reads(self) -> tuple[reads.Read, ...]:
         """The numbers that it reads of its arrays, one after the other."""
         return reads.of(self.jaxpr, len(self.numbers))
@@ -187,6 +195,20 @@ class Asked:
         b = of(self.batch, batch) if self.rule.reads_batch else jnp.zeros(1, jnp.int32)
         return b, of(self.head, heads) if self.rule.reads_head else jnp.zeros(1, jnp.int32)
 
+    def of_chunks(self, size: int, first):
+        """The same where each of `size` batch rows is cut into chunks, whose first rows these are [C]: [B * C]."""
+        offset = (jnp.broadcast_to(self.offset, size)[:, None] + first).reshape(-1)
+        batch = self.batch if self.batch is None else jnp.repeat(self.batch, first.size)
+        return dataclasses.replace(self, offset=offset, batch=batch)
+
+    def of_rows(self, pick: Callable):
+        """The same of some of its batch rows, those that `pick` takes of an array [B]."""
+        return dataclasses.replace(self, offset=pick(self.offset), batch=pick(self.batch))
+
+    def of_keys(self, first):
+        """The same where keys count from 0 at the one numbered `first`, an array of the rule's from now on."""
+        return dataclasses.replace(self, rule=self.rule.from_key, arrays=(*self.arrays, jnp.asarray(first, jnp.int32)))
+
     @property
     def operations(self) -> set[str]:
         """The names of the primitives that a kernel needs."""
@@ -220,15 +242,7 @@ class Predicate(Asked):
     block: int | None = None
 
     def of_chunks(self, size: int, first) -> "Predicate":
-        """The same where each of `size` batch rows is cut into chunks, whose first rows these are [C]: [B * C]."""
-        offset = (jnp.broadcast_to(self.offset, size)[:, None] + first).reshape(-1)
-        batch = self.batch if self.batch is None else jnp.repeat(self.batch, first.size)
-        return dataclasses.replace(self, offset=offset, batch=batch, kinds=None, block=None)
-
-    def of_keys(self, first) -> "Predicate":
-        """The same where keys count from 0 at the one numbered `first`."""
-        rule, arrays = trace(lambda b, h, query, key: self.rule(self.arrays, b, h, query, key + first), self.rule.name)
-        return dataclasses.replace(self, rule=rule, arrays=arrays)
+        return dataclasses.replace(super().of_chunks(size, first), kinds=None, block=None)
 
     def sees(self, b: Ints, h: Ints, position: Ints, key: Ints) -> jax.Array:
         """bool, of the shape that the arguments broadcast to."""

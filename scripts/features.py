@@ -98,19 +98,12 @@ def _is_hopper_here() -> bool:
 
 
 def written(tables: Tables) -> str:
-    apart = [f"* {f} under {t}: {why or refusal(t, f)}" for t, of in TRANSFORMATIONS.items() for f, why in of.apart.items()]
+    apart = [f"* {f} under {t}: {why}" for t, of in TRANSFORMATIONS.items() for f, why in of.apart.items()]
     return TEXT.format(
         features=_table("a call with", tables.features),
         transformations=_table("under", tables.transformations),
         apart="\n".join(apart),
     )
-
-
-def refusal(transformation: str, feature: str) -> str:
-    """The sentence with which every implementation refuses a feature under a transformation."""
-    _, why_not = tried(TRANSFORMATIONS[transformation].run, Call("blockwise", (feature,)), arrays())
-    assert why_not, f"{feature} is taken under {transformation}"
-    return why_not
 
 
 def _table(head: str, rows: dict[str, dict[str, str]]) -> str:

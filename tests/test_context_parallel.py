@@ -26,7 +26,7 @@ pytestmark = [
 Z = Sizes(B=2, T=40, S=56, N=4, K=4, H=8, Hv=4)
 MESH = (2, 4), ("data", "context")
 ROWS = P("data", "context")
-FLOATS = "query", "key", "value", "bias", "sinks"
+FLOATS = "query", "key", "value", "bias", "sinks", "table"
 SCHEMES = {"ring": Ring("context"), "zigzag": Zigzag("context"), "all to all": AllToAll("context")}
 
 
@@ -58,7 +58,7 @@ def run(call, static, cotangents, m=None, context=None):
     floats = [name for name in FLOATS if name in call]
 
     def outputs_and_gradients(of, rest, cotangents):
-        attend = lambda of: flash_attention(**of, **rest, **static, context=context, return_residual=True)
+        attend = lambda of: flash_attention(**scored(of), **rest, **static, context=context, return_residual=True)
         outs, vjp = jax.vjp(attend, of)
         return outs, vjp(cotangents)[0]
 
@@ -67,6 +67,14 @@ def run(call, static, cotangents, m=None, context=None):
         outs, gradients = jax.tree.map(np.asarray, jax.jit(outputs_and_gradients)(of, call, cotangents))
     back = lambda x, axes: in_order(context, x, axes, unzigzag)
     return [back(x, (1,)) for x in outs], {name: back(x, axes_of(name, x)) for name, x in gradients.items()}
+
+
+def scored(of):
+    """The floats with a score_mod in place of the table [N, 7] that it reads."""
+    of = dict(of)
+    if (table := of.pop("table", None)) is not None:
+        of["score_mod"] = lambda s, b, h, q, k: jnp.tanh(s) * table[h, (q - k) % 7] + 0.1 * b * jnp.abs(q - k)
+    return of
 
 
 def check(context, case, implementation, z=Z):
@@ -78,7 +86,7 @@ def check(context, case, implementation, z=Z):
     call = {name: x for name, x in kw.items() if hasattr(x, "shape") or name == "mask"}
     static = {name: x for name, x in kw.items() if name not in call} | dict(implementation=implementation)
     outs, gradients = run(call, static, cotangents_, mesh(), context)
-    if "dropout_rate" in case or np.ndim(case.get("scale", 0)):
+    if "dropout_rate" in case or "table" in case or np.ndim(case.get("scale", 0)):
         expected, wanted = run(call, static, cotangents_)
     else:
         *expected, wanted = oracle.attention(q, k, v, *cotangents_, **case)
@@ -122,12 +130,19 @@ FEATURES = {
     "sinks, lengths and a soft cap": lambda rng, z: dict(
         sinks=np.arange(z.N, dtype=np.float32), logits_soft_cap=2.0, query_seq_lengths=np.array([7, 31], np.int32)
     ),
+    "a score_mod, with lengths and an offset": lambda rng, z: dict(
+        table=rng.normal(size=(z.N, 7)).astype(np.float32),
+        local_window_size=(30, 5),
+        query_offset=np.array([3, 16], np.int32),
+        key_value_seq_lengths=np.array([56, 20], np.int32),
+    ),
     "dropout": lambda rng, z: dict(is_causal=True, dropout_rate=0.4, dropout_rng=jax.random.key(5)),
 }
 
 
 OF_BLOCKWISE = [("blockwise", feature) for feature in FEATURES]
 OF_EACH = [(i, f) for i in ("reference", "portable", "flash1", "standard") for f in ("sinks, lengths and a soft cap", "dropout")]
+OF_EACH += [(i, "a score_mod, with lengths and an offset") for i in ("reference", "portable")]
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -277,13 +292,6 @@ def test_as_many_heads_as_are_a_devices_own_are_not_those_of_all(name, shape):
     x = jax.device_put(jnp.ones((2, 8, 8, 8)), NamedSharding(mesh(), ROWS))
     with pytest.raises(ValueError, match=re.escape(f"{name} must be of all 8 query heads, or of 1; got 2.")):
         explain(x, x, x, context=AllToAll("context"), **{name: jnp.ones(shape)})
-
-
-def test_a_score_mod_is_refused_in_a_ring():
-    x = jax.device_put(jnp.ones((2, 8, 1, 8)), NamedSharding(mesh(), ROWS))
-    for context in Ring("context"), Zigzag("context"):
-        with pytest.raises(NotImplementedError, match=re.escape(f"context={context} does not go with score_mod; AllToAll may.")):
-            flash_attention(x, x, x, score_mod=lambda s, b, h, q, k: s, context=context)
 
 
 def test_forward_mode_and_second_derivatives_are_refused():

@@ -18,7 +18,7 @@ class Transformation(NamedTuple):
 
     run: Callable[[Call, dict], Any]
     plain: Callable[[Call, dict], Any]
-    apart: dict[str, str | None] = {}  # features that mean something else under it; None: that it refuses
+    apart: dict[str, str] = {}  # features that mean something else under it, and what
 
 
 def _stacked(x):
@@ -170,10 +170,6 @@ TRANSFORMATIONS = {
     "donated arguments": Transformation(_donated, gradients),
     "a mesh, explicit axes": Transformation(_on_mesh(AxisType.Explicit, **BY_HEAD), gradients),
     "a mesh, Auto axes": Transformation(_on_mesh(AxisType.Auto, **BY_HEAD), gradients),
-    "rows on an explicit axis": Transformation(
-        _on_mesh(AxisType.Explicit, **BY_ROW),
-        gradients,
-        {"`score_mod`, a learned table": None, "`score_mod`, a learned number by head": None},
-    ),
+    "rows on an explicit axis": Transformation(_on_mesh(AxisType.Explicit, **BY_ROW), gradients),
     "`shard_map`": Transformation(_shard_map, forward, {"dropout": OF_ITS_OWN, "`mask`: `masks.Where`": OF_ITS_OWN}),
 }
