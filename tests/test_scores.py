@@ -229,14 +229,13 @@ def test_on_a_mesh_batch_rows_and_heads_are_numbered_over_all_devices(kind, impl
 
 @pytest.mark.whole
 @pytest.mark.skipif(len(jax.devices()) < 4, reason="needs four devices; conftest asks for them on a CPU")
-def test_heads_are_numbered_over_all_devices_that_exchange_rows_for_heads_and_a_ring_refuses(rng):
+def test_heads_are_numbered_over_all_devices_that_a_sequence_lies_on(rng):
     q, k, v, table = (x[:, : x.shape[1] // 4 * 4] for x in arrays(rng))
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Explicit,))
     attend = lambda q, k, v, **kw: flash_attention(q, k, v, score_mod=scores.Alibi(table[:, 0]), **kw)
     placed = [jax.device_put(jnp.repeat(a, Z.N // a.shape[2], 2), NamedSharding(mesh, P(None, "x"))) for a in (q, k, v)]
-    close(attend(*placed, context=context_parallel.AllToAll("x")), attend(q, k, v), 1e-5)
-    with pytest.raises(NotImplementedError, match="does not go with score_mod; AllToAll may"):
-        attend(*placed, context=context_parallel.Ring("x"))
+    for context in context_parallel.AllToAll("x"), context_parallel.Ring("x"):
+        close(attend(*placed, context=context), attend(q, k, v), 1e-5)
 
 
 @pytest.mark.whole
