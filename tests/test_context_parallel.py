@@ -16,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from selection import whole_but
 
-from pallas_flash import explain, flash_attention, flash_attention_jvp, masks, ring
+from pallas_flash import explain, flash_attention, flash_attention_jvp, masks, ring, scores
 from pallas_flash.context_parallel import AllToAll, Ring, Zigzag, unzigzag, zigzag
 
 pytestmark = [
@@ -304,11 +304,16 @@ def test_forward_mode_and_second_derivatives_are_refused():
 
 @pytest.mark.whole
 @pytest.mark.skipif(gpu_interpreter.MISSING is not None, reason=str(gpu_interpreter.MISSING))
-def test_the_kernels_for_hopper_go_around_too(rng):
-    q, k, v = (jnp.asarray(rng.normal(size=(1, 128, 1, 64)), jnp.float16) for _ in range(3))
+@pytest.mark.parametrize("slopes", [(), (0.05, 0.3)], ids=["plain", "alibi"])
+def test_the_kernels_for_hopper_go_around_too(rng, slopes):
+    q, k, v = (jnp.asarray(rng.normal(size=(1, 128, len(slopes) or 1, 64)), jnp.float16) for _ in range(3))
 
     def gradients(q, k, v, name):
-        o, vjp = jax.vjp(lambda *x: flash_attention(*x, is_causal=True, implementation=name), q, k, v)
+        def attend(q, k, v, *slopes):
+            score_mod = scores.Alibi(jnp.stack(slopes)) if slopes else None
+            return flash_attention(q, k, v, is_causal=True, score_mod=score_mod, implementation=name)
+
+        o, vjp = jax.vjp(attend, q, k, v, *slopes)
         return o, *vjp(jnp.sin(o))
 
     two = jax.make_mesh((2,), ("context",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
