@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from pallas_flash import modes, online_softmax
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.backends import Choice
+from pallas_flash.reads import vary_alike
 
 IN_FORWARD_MODE = ("blockwise", "reference")
 
@@ -108,11 +108,3 @@ def attend_in_forward_mode(problem: Problem, choice: Choice, operands: Operands)
         raise NotImplementedError(f"forward mode is for {' and '.join(IN_FORWARD_MODE)}; got {choice.backend.name}.")
     o, stats = _forward_jit(choice.backend.forward, problem, choice.tiles, vary_alike(operands))
     return o, stats.lse()
-
-
-def vary_alike(operands: Any) -> Any:
-    """Inside of shard_map: all operands vary over every axis of the mesh that one of them varies over, as an implementation's
-    loops need. What was the same on all devices gets the sum of its gradients."""
-    varying = lambda x: jax.typeof(x).manual_axis_type.varying
-    axes = frozenset().union(*map(varying, jax.tree.leaves(operands)))
-    return jax.tree.map(lambda x: lax.pcast(x, tuple(axes - varying(x)), to="varying") if axes - varying(x) else x, operands)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_flash import arguments, autodiff, backends, checks, decode, modes, quantised, selfcheck, sharding
+from pallas_flash import arguments, backends, checks, decode, modes, quantised, reads, selfcheck, sharding
 from pallas_flash.arguments import Problem
 from pallas_flash.kernels import device
 
@@ -166,7 +166,7 @@ def _attend_jit(implementation, static, arrays):
     scales = () if k_scales is None else ((k_scales, v_scales),)
     query, key, value, sinks, scales = modes.none((operands.query, k_pages, v_pages, operands.sinks, scales))
     operands = operands._replace(query=query, key=key, value=value, sinks=sinks)
-    operands, scales = autodiff.vary_alike((operands, scales))
+    operands, scales = reads.vary_alike((operands, scales))
     o, stats = forward(operands, jnp.clip(table, 0, k_pages.shape[0] - 1), *scales)
     return o, jnp.swapaxes(stats.lse(), 1, 2)
 

@@ -159,13 +159,21 @@ def _evaluated(eqn, inputs):
     return [value if inside is None else jnp.where(inside, value, other)]
 
 
+def vary_alike(tree: Any) -> Any:
+    """Inside of shard_map: all arrays vary over every axis of the mesh that one of them varies over, as an operation and a loop
+    need. What was the same on all devices gets the sum of its gradients."""
+    varying = lambda x: jax.typeof(x).manual_axis_type.varying
+    axes = frozenset().union(*map(varying, jax.tree.leaves(tree)))
+    return jax.tree.map(lambda x: lax.pcast(x, tuple(axes - varying(x)), to="varying") if axes - varying(x) else x, tree)
+
+
 def bind(eqn, inputs) -> list[Any]:
     """The outputs of one equation; a jitted function is taken apart."""
     if eqn.primitive.name in ("jit", "pjit"):
         inner = eqn.params["jaxpr"]
         variables = *inner.jaxpr.constvars, *inner.jaxpr.invars
         return run(inner.eqns, inner.jaxpr.outvars, dict(zip(variables, (*inner.consts, *inputs), strict=True)))
-    out = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
+    out = eqn.primitive.bind(*vary_alike(inputs), **eqn.primitive.get_bind_params(eqn.params))
     return out if eqn.primitive.multiple_results else [out]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import Literal
 
 from pallas_flash import reads
 from pallas_flash.visibility import Ints, register
@@ -37,7 +37,8 @@ class Rule:
 
     def __call__(self, arrays, *numbers: Ints) -> jax.Array:
         """Of one number each; `vmap` and `jnp.vectorize` make it that of many."""
-        return jaxpr_as_fun(ClosedJaxpr(self.jaxpr, []))(*arrays, *self.typed(*numbers))[0]
+        inputs = zip(self.jaxpr.invars, (*arrays, *self.typed(*numbers)), strict=True)
+        return reads.run(self.jaxpr.eqns, self.jaxpr.outvars, dict(inputs))[0]
 
     def typed(self, *numbers: Ints) -> list[jax.Array]:
         return [jnp.asarray(x, known.aval.dtype) for x, known in zip(numbers, self.numbers, strict=True)]

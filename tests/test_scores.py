@@ -238,6 +238,28 @@ def test_heads_are_numbered_over_all_devices_that_a_sequence_lies_on(rng):
         close(attend(*placed, context=context), attend(q, k, v), 1e-5)
 
 
+@pytest.mark.skipif(len(jax.devices()) < 4, reason="needs four devices; conftest asks for them on a CPU")
+@pytest.mark.parametrize("context", [None, context_parallel.Ring("x")], ids=["rows whole", "a ring"])
+def test_rules_are_asked_inside_of_a_checked_shard_map(rng, context):
+    q, k, v, table = (x[:, : x.shape[1] // 4 * 4] for x in arrays(rng))
+    rule = masks.Where(lambda b, h, q, k: (q - k) % 3 != 1)
+
+    def attend(q, k, v, table, offset, context=None):
+        score_mod = lambda s, b, h, i, j: jnp.tanh(s) - table[h, (i - j) % 4]
+        return flash_attention(q, k, v, mask=rule, score_mod=score_mod, query_offset=offset, context=context)
+
+    mesh, spec = jax.make_mesh((2, 2), ("b", "x")), P("b", None if context is None else "x")
+    spread = jax.shard_map(
+        lambda *x: attend(*x, context=context), mesh=mesh, in_specs=(spec, spec, spec, P(), P("b")), out_specs=spec
+    )
+    of = lambda f: jax.jit(jax.grad(lambda q, k, v, table, o: jnp.sin(f(q, k, v, table, o)).sum(), argnums=(0, 1, 2, 3)))
+    placed = [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip((q, k, v, table), (spec, spec, spec, P()), strict=True)]
+    offset = jnp.arange(2, dtype=jnp.int32)
+    found = of(spread)(*placed, jax.device_put(offset, NamedSharding(mesh, P("b"))))
+    for x, expected in zip(found, of(attend)(q, k, v, table, offset), strict=True):
+        close(x, expected, 1e-5)
+
+
 @pytest.mark.whole
 def test_a_program_with_symbols_for_batch_and_length_has_scores(rng):
     def gradients(q, k, v, table):
