@@ -2,10 +2,10 @@
 
 from pallas_flash import context_parallel, masks, scores
 from pallas_flash.attention import flash_attention, flash_attention_jvp
+from pallas_flash.caches.paged import paged_attention
+from pallas_flash.caches.pages import PagedCache, paged_cache
 from pallas_flash.dropout import dropout_mask
 from pallas_flash.explanation import Explanation, explain
-from pallas_flash.paged import paged_attention
-from pallas_flash.pages import PagedCache, paged_cache
 
 __all__ = [
     "Explanation",

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from pallas_flash import checks, dropout, masks, scores
 from pallas_flash.masks import Visibility
-from pallas_flash.score import Score
+from pallas_flash.rules.score import Score
 from pallas_flash.sizes import HEADS_FIRST, Sizes
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")

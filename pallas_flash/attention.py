@@ -1,16 +1,14 @@
-"""`flash_attention` and `flash_attention_jvp`: the signature, its meaning, and what is called."""
+"""`flash_attention` and `flash_attention_jvp`: the signature, and its meaning."""
 
 import inspect
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_flash import arguments, autodiff, backends, checks, context_parallel, exchange, ring, selfcheck, sharding
+from pallas_flash import arguments, checks, context_parallel, dispatch
 from pallas_flash.masks import Mask
 
 AnyArray = Array | np.ndarray
@@ -203,7 +201,7 @@ def flash_attention(
         score_mod=score_mod,
         implementation=implementation,
     )
-    return _outputs(_attend, call, return_residual)
+    return _outputs(dispatch.attend, call, return_residual)
 
 
 def flash_attention_jvp(primals: Sequence, tangents: Sequence, **options: Any):
@@ -225,7 +223,7 @@ def flash_attention_jvp(primals: Sequence, tangents: Sequence, **options: Any):
     """
 
     def attend(*primals):
-        return _outputs(_attend_in_forward_mode, *asked(*primals, **options))
+        return _outputs(dispatch.attend_in_forward_mode, *asked(*primals, **options))
 
     return jax.jvp(attend, tuple(primals), tuple(tangents))
 
@@ -246,55 +244,5 @@ def normalised(*args, **kwargs) -> tuple[arguments.Problem, arguments.Operands]:
 
 def _outputs(attend, call, return_residual):
     return_residual = checks.flag("return_residual", return_residual)
-    o, lse = on_devices(attend, call)
+    o, lse = dispatch.on_devices(attend, call)
     return (o, lse) if return_residual else o
-
-
-def on_devices(attend, call):
-    """attend(**call) of what each device has, where arrays lie on a mesh."""
-    call = context_parallel.chosen(call)
-    mesh = sharding.mesh_of(call)
-    call = call if mesh is None and call["context"] is None else arguments.exact(call)
-    return attend(**call) if mesh is None else sharding.by_device(attend, call, mesh)
-
-
-def _attend(implementation, context, **call):
-    if isinstance(context, context_parallel.AllToAll):
-        problem, operands = arguments.normalise(**context_parallel.own_heads(context, call))
-        choice = sharding.under_vmap(selfcheck.choose(problem, implementation), operands.query)
-        operands = exchange.own_rows(context.names, problem, operands, call["sinks"])
-        return _shaped(call, problem, *autodiff.attend(problem, exchange.around(context.names, choice), operands))
-    if context is not None:
-        loop, pair, problem, operands = context_parallel.in_a_ring(context, call)
-        choice = ring.around(loop, selfcheck.choose(pair, implementation))
-        return _shaped(call, problem, *autodiff.attend(problem, choice, operands))
-    problem, operands = arguments.normalise(**call)
-    choice = sharding.under_vmap(selfcheck.choose(problem, implementation), operands.query)
-    return _shaped(call, problem, *autodiff.attend(problem, _on_auto_axes(choice, operands), operands))
-
-
-def _on_auto_axes(choice: backends.Choice, operands) -> backends.Choice:
-    """The choice on a mesh with Auto axes; the reference is products and sums, which XLA's partitioner knows."""
-    if choice.backend.name == "reference" or not sharding.is_auto(operands):
-        return choice
-    try:
-        from pallas_flash import partition  # not at the top: it needs of jax what is not public
-    except (ImportError, AttributeError) as error:
-        lacks = f"jax {jax.__version__} lacks what keeps arrays on a mesh with Auto axes where they are"
-        warnings.warn(f"{lacks}: they are gathered. {error}", stacklevel=5)
-        return choice
-    return partition.under_jit(choice)
-
-
-def _attend_in_forward_mode(implementation, context, **call):
-    if context is not None:
-        raise NotImplementedError(f"flash_attention_jvp is for sequences that are whole on a device; got context={context}.")
-    problem, operands = arguments.normalise(**call)
-    why_not = lambda backend: None if backend.name in autodiff.IN_FORWARD_MODE else "it has no forward mode"
-    choice = backends.choose(problem, implementation, why_not)
-    return _shaped(call, problem, *autodiff.attend_in_forward_mode(problem, choice, operands))
-
-
-def _shaped(call, problem, o, lse):
-    rows = np.shape(call["query"])[:-1]
-    return o.reshape(*rows, problem.value_size), jnp.swapaxes(lse, 1, 2).reshape(rows)

@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from pallas_flash import modes, online_softmax
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.backends import Choice
-from pallas_flash.reads import vary_alike
+from pallas_flash.rules.reads import vary_alike
 
 IN_FORWARD_MODE = ("blockwise", "reference")
 

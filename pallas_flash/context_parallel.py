@@ -10,9 +10,10 @@ import jax
 import numpy as np
 from jax import lax
 
-from pallas_flash import arguments, checks, dropout, masks, ring, sharding
+from pallas_flash import arguments, checks, dropout, masks
 from pallas_flash.arguments import Operands, Problem
-from pallas_flash.score import Score
+from pallas_flash.devices import ring, sharding
+from pallas_flash.rules.score import Score
 from pallas_flash.sizes import Sizes
 
 

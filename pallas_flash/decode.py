@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from pallas_flash import online_softmax, schedule
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.online_softmax import Statistics
-from pallas_flash.visibility import Visibility
+from pallas_flash.rules.visibility import Visibility
 
 ROWS = 64  # of one tile
 KEYS = 256  # fewer are few blocks, of which the ordinary forward reads each as fast

@@ -5,7 +5,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_flash import arguments, attention, checks, context_parallel, selfcheck
+from pallas_flash import arguments, attention, checks, context_parallel, dispatch
+from pallas_flash.machine import selfcheck
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,5 +49,5 @@ def _problem_of(call) -> tuple[arguments.Problem, str | None]:
         o = jnp.zeros_like(call["query"], shape=(*call["query"].shape[:-1], call["value"].shape[-1]))
         return o, o[..., 0]
 
-    attention.on_devices(note, call)
+    dispatch.on_devices(note, call)
     return found[0]

@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_flash import kinds, rule
-from pallas_flash.mask import REACH, Both, Kinds, Mask, Where, joined, parts, positive
-from pallas_flash.mask import Dilated as Dilated
-from pallas_flash.mask import GlobalTokens as GlobalTokens
-from pallas_flash.visibility import Ints, Visibility, register
+from pallas_flash.rules import kinds, rule
+from pallas_flash.rules.mask import REACH, Both, Kinds, Mask, Where, joined, parts, positive
+from pallas_flash.rules.mask import Dilated as Dilated
+from pallas_flash.rules.mask import GlobalTokens as GlobalTokens
+from pallas_flash.rules.visibility import Ints, Visibility, register
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_flash import dropout, kinds
+from pallas_flash import dropout
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.checks import sums
 from pallas_flash.online_softmax import LOG2E, Statistics
+from pallas_flash.rules import kinds
 
 
 def attend(problem: Problem, x: Operands):

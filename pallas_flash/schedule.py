@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_flash import kinds
 from pallas_flash.masks import Ints, Visibility
+from pallas_flash.rules import kinds
 
 
 class Blocks(NamedTuple):

@@ -4,8 +4,9 @@ import os
 import time
 
 import pallas_flash.__main__
-from pallas_flash import backends, records, selfcheck
+from pallas_flash import backends
 from pallas_flash.backends import Backend
+from pallas_flash.machine import records, selfcheck
 
 GPU = records.Machine("Fake GPU", "1.2", "jax", "sources")
 TINY = dict(batch=1, queries=67, keys=131, heads=2, kv_heads=1)

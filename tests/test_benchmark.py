@@ -15,7 +15,8 @@ import pytest
 from jax import lax
 from matplotlib import image
 
-from pallas_flash import flash_attention, ring
+from pallas_flash import flash_attention
+from pallas_flash.devices import ring
 from scripts import benchmark
 from scripts.bench import clock, context, machine, measure, peers, product, programs, report
 from scripts.bench.cases import PASSES, Case, decoding, suite

@@ -16,8 +16,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from selection import whole_but
 
-from pallas_flash import explain, flash_attention, flash_attention_jvp, masks, ring, scores
+from pallas_flash import explain, flash_attention, flash_attention_jvp, masks, scores
 from pallas_flash.context_parallel import AllToAll, Ring, Zigzag, unzigzag, zigzag
+from pallas_flash.devices import ring
 
 pytestmark = [
     pytest.mark.usefixtures("small_tiles"),

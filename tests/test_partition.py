@@ -125,9 +125,10 @@ def test_what_is_exported_for_several_devices_calls_nothing_back(rng):
 
 
 def test_a_jax_that_cannot_do_it_gathers_and_says_so(rng, monkeypatch):
-    monkeypatch.setitem(sys.modules, "pallas_flash.partition", None)  # to import it raises
-    monkeypatch.delattr(pallas_flash, "partition", raising=False)
+    monkeypatch.setitem(sys.modules, "pallas_flash.devices.partition", None)  # to import it raises
+    monkeypatch.delattr(pallas_flash.devices, "partition", raising=False)
     x = qkv(rng, Z)
-    with pytest.warns(UserWarning, match="they are gathered"):
+    with pytest.warns(UserWarning, match="they are gathered") as told:
         gathering = jax.jit(lambda *x: attend(*x))(*on_mesh(SPEC, *x))
+    assert told[0].filename == __file__  # the caller's line
     equal(gathering, dense(*x))

@@ -16,9 +16,11 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from pallas_flash import backends, explain, flash_attention, records, selfcheck, trial
+import pallas_flash
+from pallas_flash import backends, explain, flash_attention
 from pallas_flash.__main__ import main
 from pallas_flash.kernels import device, hopper, portable
+from pallas_flash.machine import records, selfcheck, trial
 
 Q = np.random.default_rng(0).normal(size=(4, 8, 2, 16)).astype(np.float32)
 
@@ -214,6 +216,19 @@ def test_a_record_holds_for_one_gpu_driver_jax_and_package(field):
     assert records.write(VARIANT, fakes.GPU, dict(wrong=None)) is None
     assert records.read(VARIANT, fakes.GPU)["wrong"] is None
     assert records.read(VARIANT, fakes.GPU._replace(**{field: "another"})) is None
+
+
+def test_a_record_holds_as_long_as_no_source_of_the_package_changes(monkeypatch):
+    sources = {path: path.read_bytes() for path in pathlib.Path(pallas_flash.__file__).parent.rglob("*.py")}
+    digest = lambda: records._sources.__wrapped__()
+    monkeypatch.setattr(pathlib.Path, "read_bytes", lambda path: sources[path])
+    before = digest()
+    for name in ("kernels/hopper/forward.py", "online_softmax.py", "machine/selfcheck.py"):
+        path = next(path for path in sources if path.as_posix().endswith(name))
+        with monkeypatch.context() as patch:
+            patch.setitem(sources, path, sources[path] + b"#")
+            assert digest() != before, name
+    assert digest() == before
 
 
 def test_a_folder_that_cannot_be_written_leaves_all_but_the_record(install, checked, cache, caplog):

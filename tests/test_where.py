@@ -16,8 +16,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from selection import whole_but
 
-from pallas_flash import explain, flash_attention, kinds, masks, schedule
+from pallas_flash import explain, flash_attention, masks, schedule
 from pallas_flash.masks import Visibility
+from pallas_flash.rules import kinds
 from scripts import draw_mask
 
 pytestmark = pytest.mark.usefixtures("small_tiles")

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_flash.visibility import Ints
+from pallas_flash.rules.visibility import Ints
 
 
 class Block(NamedTuple):

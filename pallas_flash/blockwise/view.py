@@ -8,14 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_flash import dropout, kinds, online_softmax, schedule
+from pallas_flash import dropout, online_softmax, schedule
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.blockwise import parts
 from pallas_flash.blockwise.parts import Block, Heads
 from pallas_flash.blockwise.tuning import UNROLLED, Tiles
-from pallas_flash.rule import Asked
-from pallas_flash.score import Score
-from pallas_flash.visibility import Ints, Visibility
+from pallas_flash.rules import kinds
+from pallas_flash.rules.rule import Asked
+from pallas_flash.rules.score import Score
+from pallas_flash.rules.visibility import Ints, Visibility
 
 
 class View(NamedTuple):

@@ -10,7 +10,7 @@ from jax.extend import backend
 from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_flash import context_parallel, flash_attention, masks, ring, schedule
+from pallas_flash import context_parallel, flash_attention, masks, schedule
 from scripts.bench.cases import Case
 from scripts.bench.report import print_table
 
@@ -99,8 +99,8 @@ def visited(chunks: int, T: int = COUNTED) -> np.ndarray:
         return jnp.sum(blocks[..., 3] - blocks[..., 0])
 
     by_chunk = jax.jit(jax.vmap(jax.vmap(of_pair, (None, 0)), (0, None)))(jnp.arange(n), jnp.arange(n)).sum(1)
-    loop = ring.Loop(("context",), DEVICES, chunks, 0, DEVICES, True)
-    return np.asarray(by_chunk)[loop.numbers(jnp.arange(DEVICES))].sum(0)
+    in_order = by_chunk if chunks == 1 else context_parallel.zigzag(by_chunk, DEVICES, axis=0)
+    return np.asarray(in_order).reshape(DEVICES, chunks).sum(1)
 
 
 def count(implementations: list[str], cases: list[Case]) -> list[dict]:

@@ -5,7 +5,7 @@ import jax
 from pallas_flash.arguments import Problem
 from pallas_flash.kernels import device, portable
 from pallas_flash.kernels.hopper.tuning import decode_tiles, tiles
-from pallas_flash.reads import BY_PAIR
+from pallas_flash.rules.reads import BY_PAIR
 
 __all__ = ["decode_tiles", "tiles", "why_not"]
 

@@ -10,12 +10,12 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Literal
 
-from pallas_flash import reads, rule
 from pallas_flash.arguments import Problem
 from pallas_flash.kernels.hopper import seen
 from pallas_flash.masks import Ints
 from pallas_flash.online_softmax import LN2, LOG2E
-from pallas_flash.score import Score
+from pallas_flash.rules import reads, rule
+from pallas_flash.rules.score import Score
 
 
 class Numbers(NamedTuple):

@@ -8,10 +8,10 @@ from jax.experimental import pallas as pl
 
 from pallas_flash import decode, online_softmax
 from pallas_flash.arguments import Operands, Problem
+from pallas_flash.caches.quantised import weights
 from pallas_flash.kernels.portable import tile
 from pallas_flash.kernels.portable.tuning import DecodeTiles, power_of_two
-from pallas_flash.quantised import weights
-from pallas_flash.visibility import Visibility
+from pallas_flash.rules.visibility import Visibility
 
 
 def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None, scales=(None, None)):

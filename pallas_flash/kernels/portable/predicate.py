@@ -12,7 +12,7 @@ from pallas_flash import schedule
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.kernels.portable.tuning import Tiles
 from pallas_flash.masks import Ints
-from pallas_flash.rule import Asked
+from pallas_flash.rules.rule import Asked
 
 FIRST = np.int32(0)
 

@@ -12,7 +12,7 @@ from pallas_flash import schedule
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.kernels.portable import predicate, tile
 from pallas_flash.kernels.portable.tuning import Tiles, power_of_two
-from pallas_flash.reads import BY_PAIR, Read
+from pallas_flash.rules.reads import BY_PAIR, Read
 
 OWN = 128  # entries at most
 

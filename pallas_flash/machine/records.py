@@ -49,7 +49,7 @@ def driver() -> str:
 @functools.cache
 def _sources() -> str:
     digest = hashlib.sha256()
-    for path in sorted(pathlib.Path(__file__).parent.rglob("*.py")):
+    for path in sorted(pathlib.Path(__file__).parents[1].rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
 

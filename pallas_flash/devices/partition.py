@@ -24,8 +24,8 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.backends import Backend, Choice
-from pallas_flash.sharding import LETTERS, count, names
-from pallas_flash.visibility import Visibility
+from pallas_flash.devices.sharding import LETTERS, count, names
+from pallas_flash.rules.visibility import Visibility
 
 
 class Half(NamedTuple):

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from pallas_flash import reads
-from pallas_flash.visibility import Ints, register
+from pallas_flash.rules import reads
+from pallas_flash.rules.visibility import Ints, register
 
 INDEX = jax.ShapeDtypeStruct((), jnp.int32)
 

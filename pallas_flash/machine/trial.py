@@ -11,12 +11,13 @@ from typing import NamedTuple
 
 import jax
 
-from pallas_flash import backends, records, selfcheck
+from pallas_flash import backends
 from pallas_flash.arguments import Problem
 from pallas_flash.attention import flash_attention
 from pallas_flash.backends import Backend
 from pallas_flash.explanation import explain
-from pallas_flash.selfcheck import Variant, Verdict
+from pallas_flash.machine import records, selfcheck
+from pallas_flash.machine.selfcheck import Variant, Verdict
 
 COMMAND = [sys.executable, "-m", "pallas_flash"]  # that does what CASE tells it
 CASE = "--case"

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Literal
 
-from pallas_flash.visibility import Ints
+from pallas_flash.rules.visibility import Ints
 
 MAY_READ = "of the arrays that it closes over a rule may read single numbers, as table[h, kv_idx]"
 

@@ -19,7 +19,7 @@ from pallas_flash.arguments import Operands, Problem
 from pallas_flash.backends import Backend, Choice
 from pallas_flash.checks import sums
 from pallas_flash.online_softmax import Statistics
-from pallas_flash.visibility import Visibility
+from pallas_flash.rules.visibility import Visibility
 
 
 class Loop(NamedTuple):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_flash.visibility import Visibility
+from pallas_flash.rules.visibility import Visibility
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_flash.backends import Choice
 from pallas_flash.masks import Mask, parts
-from pallas_flash.score import Score
+from pallas_flash.rules.score import Score
 
 LETTERS = {  # of the arrays of a call
     "query": "BTNH",

@@ -9,8 +9,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_flash import rule
-from pallas_flash.visibility import Ints, register
+from pallas_flash.rules import rule
+from pallas_flash.rules.visibility import Ints, register
 
 REACH = 2**28  # no query and key lie further apart: offsets and windows are cut there, and no sum of positions leaves int32
 

@@ -1,0 +1,1 @@
+"""Keys and values that are kept: in pages, in 8 bits."""

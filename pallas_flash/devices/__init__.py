@@ -1,0 +1,1 @@
+"""Several devices: each attends for its own part, and what crosses between them."""

@@ -1,0 +1,1 @@
+"""What is right on this machine: found by trying, and kept."""
