@@ -10,9 +10,9 @@ import jax
 import jaxlib
 
 import pallas_flash
-from pallas_flash import backends
+from pallas_flash import backends, trial
 from pallas_flash.explanation import explain
-from pallas_flash.machine import records, selfcheck, trial
+from pallas_flash.machine import records, selfcheck
 
 DESCRIPTION = """
 Prints what flash_attention takes on this machine for typical calls, and why. Then runs all that this machine can run, forward and

@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from selection import whole_but
 
-from pallas_flash import blockwise, decode, explain, flash_attention, paged_attention, paged_cache
-from pallas_flash.caches import quantised
+from pallas_flash import blockwise, decode, explain, flash_attention, paged_attention, paged_cache, quantised
 from pallas_flash.kernels import portable
 from pallas_flash.kernels.hopper import tuning as hopper_tuning
 

@@ -17,10 +17,10 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import pallas_flash
-from pallas_flash import backends, explain, flash_attention
+from pallas_flash import backends, explain, flash_attention, trial
 from pallas_flash.__main__ import main
 from pallas_flash.kernels import device, hopper, portable
-from pallas_flash.machine import records, selfcheck, trial
+from pallas_flash.machine import records, selfcheck
 
 Q = np.random.default_rng(0).normal(size=(4, 8, 2, 16)).astype(np.float32)
 

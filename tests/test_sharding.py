@@ -12,8 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from selection import whole_but
 
-from pallas_flash import flash_attention, masks, paged_attention
-from pallas_flash.caches import quantised
+from pallas_flash import flash_attention, masks, paged_attention, quantised
 
 pytestmark = [
     pytest.mark.usefixtures("small_tiles"),

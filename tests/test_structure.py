@@ -12,7 +12,7 @@ PACKAGE = ROOT / "pallas_flash"
 # Each module may import from those after it.
 ORDER = [
     "__main__",
-    "machine.trial",
+    "trial",
     "__init__",
     "flax.__init__",
     "flax.layer",
@@ -79,7 +79,7 @@ ORDER = [
     "kernels.device",
     "kernels.__init__",
     "decode",
-    "caches.quantised",
+    "quantised",
     "arguments",
     "dropout",
     "sizes",

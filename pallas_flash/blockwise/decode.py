@@ -10,7 +10,7 @@ from pallas_flash import decode, online_softmax, schedule
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.blockwise.parts import Block, Heads, numbered
 from pallas_flash.blockwise.tuning import DecodeTiles
-from pallas_flash.caches.quantised import bits, weights
+from pallas_flash.quantised import bits, weights
 from pallas_flash.rules.visibility import Visibility
 
 

@@ -1,1 +1,1 @@
-"""Keys and values that are kept: in pages, in 8 bits."""
+"""Keys and values that are kept in pages."""

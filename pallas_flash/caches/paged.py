@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_flash import arguments, backends, checks, decode, modes
+from pallas_flash import arguments, backends, checks, decode, modes, quantised
 from pallas_flash.arguments import Problem
-from pallas_flash.caches import quantised
 from pallas_flash.devices import sharding
 from pallas_flash.kernels import device
 from pallas_flash.machine import selfcheck

@@ -5,8 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_flash import checks
-from pallas_flash.caches import quantised
+from pallas_flash import checks, quantised
 from pallas_flash.caches.paged import PAGE
 
 

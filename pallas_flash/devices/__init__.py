@@ -1,1 +1,1 @@
-"""Several devices: each attends for its own part, and what crosses between them."""
+"""What several devices are told, and what they send each other."""

@@ -6,9 +6,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_flash import checks
+from pallas_flash import checks, quantised
 from pallas_flash.attention import flash_attention
-from pallas_flash.caches import quantised
 from pallas_flash.caches.paged import IMPLEMENTATIONS, paged_attention
 from pallas_flash.caches.pages import PagedCache
 from pallas_flash.decode import ROWS

@@ -1,1 +1,1 @@
-"""What is right on this machine: found by trying, and kept."""
+"""Which kernels are right on this machine: found by trying, and kept."""

@@ -1,1 +1,1 @@
-"""Masks and scores on the inside: functions of positions, traced once and asked anywhere."""
+"""Masks and scores on the inside: functions of positions."""

@@ -8,9 +8,9 @@ from jax.experimental import pallas as pl
 
 from pallas_flash import decode, online_softmax
 from pallas_flash.arguments import Operands, Problem
-from pallas_flash.caches.quantised import weights
 from pallas_flash.kernels.portable import tile
 from pallas_flash.kernels.portable.tuning import DecodeTiles, power_of_two
+from pallas_flash.quantised import weights
 from pallas_flash.rules.visibility import Visibility
 
 
