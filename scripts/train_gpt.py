@@ -75,11 +75,12 @@ def check_sizes(args):
     """What can be told without jax; replaces the defaults that follow from other settings."""
     args.kv_heads = args.kv_heads or args.heads
     N, K = args.heads, args.kv_heads
+    preset = f", with --preset {args.preset}" if args.preset else ""
     if args.features % (2 * N) or N % K:
         message = "--features must be a multiple of twice --heads, and --heads of --kv-heads"
-        raise Refused(f"{message}; got {args.features}, {N} and {K}.")
+        raise Refused(f"{message}; got {args.features}, {N} and {K}{preset}.")
     if args.batch % args.accumulate:
-        raise Refused(f"--batch must be a multiple of --accumulate; got {args.batch} and {args.accumulate}.")
+        raise Refused(f"--batch must be a multiple of --accumulate; got {args.batch} and {args.accumulate}{preset}.")
     args.warmup = args.steps // 15 if args.warmup is None else args.warmup
     if args.warmup >= args.steps:
         raise Refused(f"--warmup must be below --steps = {args.steps}; got {args.warmup}. Left out, it is a fifteenth of them.")
