@@ -114,14 +114,15 @@ def print_choices():
 
 # ---- what is right ----
 
-COLUMNS = "{:<44}{:>15}{:>10}{:>12}{:>16}   {}"
+COLUMNS = "{:<48}{:>15}{:>10}{:>12}{:>16}   {}"
 
 
 def check_all(args) -> bool:
     """Prints a row for each case as it ends; whether there is one, and all are right."""
     cases, refused = trial.cases(args.implementations, args.head_sizes, args.dtypes)
     print(f"\nWhat is right here: {len(cases)} variants, each in a process of its own\n")
-    print(COLUMNS.format("head sizes, dtype and order of the backward", "largest error", "compile", "run", "jax.nn / ours", ""))
+    head = "head sizes, dtype, the backward's order, dropout"
+    print(COLUMNS.format(head, "largest error", "compile", "run", "jax.nn / ours", ""))
     right = [print_row(variant, trial.in_a_process(case, args.limit)) for variant, case in cases.items()]
     for name, reason in refused.items():
         print(f"{name} is not here: {reason}")

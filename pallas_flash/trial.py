@@ -1,5 +1,6 @@
 """An implementation on trial, in a process of its own: compared with the reference, then timed beside jax.nn."""
 
+import itertools
 import json
 import signal
 import statistics
@@ -22,6 +23,7 @@ from pallas_flash.machine.selfcheck import Variant, Verdict
 COMMAND = [sys.executable, "-m", "pallas_flash"]  # that does what CASE tells it
 CASE = "--case"
 Sizes = list[tuple[int, int]]  # of heads: of queries and keys, and of values
+SCHEMES = list(itertools.product((True, False), (0.0, 0.25)))  # deterministic, and the rate of dropout
 
 
 class Case(NamedTuple):
@@ -30,9 +32,11 @@ class Case(NamedTuple):
     value_size: int
     dtype: str
     deterministic: bool
+    dropout_rate: float
 
     def call(self) -> dict:
-        return dict(implementation=self.implementation, deterministic=self.deterministic, is_causal=True)
+        call = dict(implementation=self.implementation, deterministic=self.deterministic, is_causal=True)
+        return call | (dict(dropout_rate=self.dropout_rate, dropout_rng=jax.random.key(0)) if self.dropout_rate else {})
 
     def shapes(self, B: int, T: int, N: int) -> list[jax.ShapeDtypeStruct]:
         """Of query, key and value."""
@@ -57,7 +61,7 @@ class Finding(NamedTuple):
 def cases(names: Iterable[str], sizes: Sizes | None, dtypes: list[str]) -> tuple[dict[Variant, Case], dict[str, str]]:
     """A case for each variant that this machine can run; and for each implementation that has none, why."""
     found, refused = {}, {}
-    of = lambda name: [(*size, dtype, d) for size in sizes or default_sizes(name) for dtype in dtypes for d in (True, False)]
+    of = lambda name: [(*size, dtype, *scheme) for size in sizes or default_sizes(name) for dtype in dtypes for scheme in SCHEMES]
     for case in [Case(name, *variant) for name in names for variant in of(name)]:
         try:
             found.setdefault(selfcheck.variant_of(case.backend(), case.problem()), case)
@@ -69,7 +73,7 @@ def cases(names: Iterable[str], sizes: Sizes | None, dtypes: list[str]) -> tuple
 
 def default_sizes(name: str) -> Sizes:
     """All widths of kernels that this machine may take unasked."""
-    case = Case(name, 64, 64, "bfloat16", True)
+    case = Case(name, 64, 64, "bfloat16", True, 0.0)
     some = explain(*case.shapes(1, 8, 2)).problem
     unasked = case.backend().own_kernels and case.backend().why_not_by_default(some) is None
     return [(64, 64), (128, 128), (192, 128), (256, 256)] if unasked else [(64, 64)]
@@ -126,7 +130,7 @@ def measured(case: Case) -> Finding:
     start = time.perf_counter()
     ours = _compiled(lambda *x: flash_attention(*x, **case.call()), arrays)
     compile_ = time.perf_counter() - start
-    if size is INTERPRETED or case.head_size != case.value_size:  # jax.nn takes one head size
+    if size is INTERPRETED or case.head_size != case.value_size or case.dropout_rate:  # jax.nn has one head size, and no dropout
         return Finding(verdict, compile_, *_times([ours], arrays, size.rounds))
     theirs = _compiled(lambda *x: jax.nn.dot_product_attention(*x, is_causal=True), arrays)
     return Finding(verdict, compile_, *_times([ours, theirs], arrays, size.rounds))

@@ -4,7 +4,7 @@ import os
 import time
 
 import pallas_flash.__main__
-from pallas_flash import backends
+from pallas_flash import backends, trial
 from pallas_flash.backends import Backend
 from pallas_flash.machine import records, selfcheck
 
@@ -58,6 +58,7 @@ def install(put, *fakes: Backend):
     put(backends, "NAMES", tuple(backend.name for backend in table))
     put(records, "machine", lambda: GPU)
     put(selfcheck, "SIZES", TINY)
+    put(trial, "SCHEMES", [(True, 0.0)])
     put(selfcheck, "_known", {})
 
 

@@ -1,6 +1,7 @@
 """Kernels are tried on this machine before they are taken unasked: implementations that lie, raise, hang and crash are found."""
 
 import dataclasses
+import itertools
 import json
 import pathlib
 import sys
@@ -290,12 +291,15 @@ def test_nan_is_wrong():
     assert selfcheck.error(x, x) == 0
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_portable_kernels_pass_with_room_to_spare(dtype):
+DROPOUT = dict(dropout_rate=0.25, dropout_rng=jax.random.key(0))
+
+
+@pytest.mark.parametrize("dtype, call", [("float32", {}), ("bfloat16", DROPOUT)])
+def test_the_portable_kernels_pass_with_room_to_spare(dtype, call):
     (backend,) = (backend for backend in backends.BACKENDS if backend.name == "portable")
     q = jax.ShapeDtypeStruct((1, 8, 2, 50), dtype)
-    errors, wrong = selfcheck.check(backend, explain(q, q, q).problem, fakes.TINY)
-    assert wrong is None and max(errors.values()) < selfcheck.TOLERANCE[dtype] / 3
+    errors, wrong = selfcheck.check(backend, explain(q, q, q, **call).problem, fakes.TINY)
+    assert wrong is None and max(errors.values()) < selfcheck.TOLERANCE[dtype] / 2
 
 
 @pytest.mark.skipif(gpu_interpreter.MISSING is not None, reason=str(gpu_interpreter.MISSING))
@@ -313,8 +317,8 @@ def test_all_problems_of_a_variant_have_the_tiles_that_were_checked(kernels):
     some = explain(shape(523, 1), shape(709, 1), shape(709, 1)).problem
     for size in range(1, 257, 9):
         for value_size in range(1, 257, 11):
-            for deterministic in (True, False):
-                p = dataclasses.replace(some, head_size=size, value_size=value_size, deterministic=deterministic)
+            for deterministic, dropped in itertools.product((True, False), (0, 1)):
+                p = dataclasses.replace(some, head_size=size, value_size=value_size, deterministic=deterministic, dropped=dropped)
                 wide = dict(zip(("head_size", "value_size"), selfcheck._widths(p), strict=True))
                 assert kernels.tiles(p) == kernels.tiles(dataclasses.replace(p, **wide))
 
@@ -328,6 +332,16 @@ def test_schemes_are_told_apart_where_the_kernels_are():
 
     assert schemes(hopper, 128) == ["deterministic", "in any order"]
     assert schemes(hopper, 256) == schemes(portable, 128) == ["deterministic"] * 2
+
+
+def test_dropout_is_checked_by_itself_with_weights_dropped():
+    (hopper, *_), q = backends.BACKENDS, jax.ShapeDtypeStruct((1, 8, 2, 64), "bfloat16")
+    plain, dropping = (explain(q, q, q, **call).problem for call in ({}, DROPOUT))
+    assert selfcheck.variant_of(hopper, dropping).scheme == "deterministic, dropout"
+    assert hopper.tiles(plain) != hopper.tiles(dropping) == hopper.tiles(selfcheck.trial(dropping, fakes.TINY)[0])
+    other = lambda problem, tiles, x: fakes.REFERENCE.forward(problem, tiles, x._replace(seeds=x.seeds + 1))
+    wrong = selfcheck.check(fakes.backend("liar", other, fakes.REFERENCE.backward), dropping, fakes.TINY).wrong
+    assert "o is off by" in wrong
 
 
 def test_decoding_is_checked_by_itself_on_a_problem_that_is_decoding():
@@ -366,7 +380,7 @@ def test_the_command_tells_right_from_wrong_crashed_and_failed_and_records_what_
 
 
 def test_a_process_that_hangs_is_ended_and_that_is_its_verdict(with_fakes):
-    finding = trial.in_a_process(trial.Case("sleeper", 64, 64, "float32", True), limit=0.5)
+    finding = trial.in_a_process(trial.Case("sleeper", 64, 64, "float32", True, 0.0), limit=0.5)
     assert finding.verdict.wrong == "its check did not end within 0.5 s" and finding.lasting
 
 
@@ -379,7 +393,7 @@ def test_the_command_says_what_is_taken_and_why_not_the_others(capsys, monkeypat
     if jax.default_backend() == "cpu":
         assert out.count("takes  blockwise\n") == 5
     assert main(["--implementations", "blockwise", "--head-sizes", "64", "192/128"]) == 0
-    assert "blockwise 192/128 bfloat16, deterministic" in capsys.readouterr().out
+    assert "blockwise 192/128 bfloat16, deterministic, dropout  " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("text", ["0", "64/300", "wide"])

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_flash import autodiff, backends, decode, masks
+from pallas_flash import autodiff, backends, decode, dropout, masks
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.backends import Backend, Choice
 from pallas_flash.machine import records
@@ -78,7 +78,7 @@ class Variant(NamedTuple):
     head_size: int  # as wide as the kernels make it
     value_size: int
     dtype: str
-    scheme: str  # of the backward; and whether the forward is decoding
+    scheme: str  # of the backward; and whether the forward is decoding, and weights are dropped
 
     def __str__(self):
         v = self
@@ -98,7 +98,8 @@ _one_at_a_time = threading.Lock()
 def variant_of(backend: Backend, problem: Problem) -> Variant:
     same = backend.tiles(problem) == backend.tiles(dataclasses.replace(problem, deterministic=True))
     scheme = "deterministic" if same else "in any order"
-    return Variant(backend.name, *_widths(problem), problem.dtype, scheme + ", decoding" * decode.takes(problem))
+    scheme += ", decoding" * decode.takes(problem) + ", dropout" * (problem.dropped > 0)
+    return Variant(backend.name, *_widths(problem), problem.dtype, scheme)
 
 
 def _widths(problem: Problem) -> list[int]:
@@ -213,13 +214,14 @@ def trial(problem: Problem, sizes: dict[str, int]) -> tuple[Problem, Operands, t
     rules = [masks.Causal(), masks.KeyLengths(jax.device_put(lengths))]
     visibility = masks.resolve(rules, p.batch, p.queries, p.keys, p.keys - p.queries)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), visibility)
-    p = dataclasses.replace(p, soft_cap=None, bias=None, sinks=False, dropped=0, mask=None, score=None, visibility=shapes)
+    p = dataclasses.replace(p, soft_cap=None, bias=None, sinks=False, mask=None, score=None, visibility=shapes)
+    seeds = dropout.seeds(jax.random.key(0), p.batch, p.heads) if p.dropped else None
     rng = np.random.default_rng(0)
     normal = lambda *shape: jax.device_put(rng.standard_normal(shape, np.float32).astype(jnp.dtype(p.dtype)))
     q, k = normal(p.batch, p.queries, p.heads, width), normal(p.batch, p.keys, p.kv_heads, width)
     v, do = normal(p.batch, p.keys, p.kv_heads, value_width), normal(p.batch, p.queries, p.heads, value_width)
     dlse = normal(p.batch, p.heads, p.queries).astype(jnp.float32)
-    return p, Operands(q, k, v, None, None, None, visibility), (do, dlse)
+    return p, Operands(q, k, v, None, None, None, visibility, seeds), (do, dlse)
 
 
 def _exact(x):
