@@ -155,11 +155,15 @@ _FUSED = (
 
 
 def tiles(problem: Problem) -> AllTiles:
-    """The cheapest row of each table that holds the problem's heads, as narrow as they are; one kernel cuts dQ in two halves."""
-    fused = None if problem.deterministic else _row(_FUSED, problem)
-    apart = (None, None) if fused is not None else (_narrow_row(_DQ, problem), _narrow_row(_DKV, problem))
-    forward = [row for row in _FORWARD if not problem.dropped or (row.warpgroups == 2 and row.block_k % dropout.UNIT == 0)]
-    return AllTiles(_narrow_row(forward, problem), *apart, fused, _decoding(problem))
+    """The cheapest row of each table that holds the problem's heads, as narrow as they are."""
+    p, narrow = problem, lambda row, parts=1: _narrow(row, problem, parts)
+    fused = None if p.deterministic else _row(_FUSED, p)
+    if fused is None:
+        backward = narrow(_row(_DQ, p)), narrow(_row(_DKV, p)), None
+    else:
+        backward = None, None, narrow(fused, fused.dq_column_parts)
+    forward = [row for row in _FORWARD if not p.dropped or (row.warpgroups == 2 and row.block_k % dropout.UNIT == 0)]
+    return AllTiles(narrow(_row(forward, p)), *backward, _decoding(p))
 
 
 def _decoding(p: Problem) -> DecodeTiles | None:
@@ -185,10 +189,11 @@ def _row(table, problem: Problem):
     return row and row._replace(swizzle=_swizzle(p.head_size, p.value_size))
 
 
-def _narrow_row(table, problem: Problem):
-    row = _row(table, problem)
-    whole = lambda size: -(-size // (row.swizzle // 2)) * (row.swizzle // 2)
-    return row._replace(width=whole(problem.head_size), value_width=whole(problem.value_size))
+def _narrow(row, problem: Problem, parts: int):
+    """A row with no more columns than the heads need, those of queries and keys in so many parts of whole tiles."""
+    whole = lambda size, columns: -(-size // columns) * columns
+    columns = row.swizzle // 2
+    return row._replace(width=whole(problem.head_size, parts * columns), value_width=whole(problem.value_size, columns))
 
 
 def _swizzle(*sizes: int) -> int:
