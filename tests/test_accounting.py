@@ -79,6 +79,8 @@ HOPPER = {
     "window, wide heads": (Sizes(B=1, T=200, S=330, N=1, K=1, H=256, Hv=256), dict(local_window_size=(70, 20), query_offset=99)),
     "columns of both": (Sizes(B=1, T=70, S=130, N=2, K=1, H=192, Hv=128), dict(is_causal=True)),
     "in any order": (Sizes(B=1, T=203, S=309, N=2, K=1, H=64, Hv=64), dict(is_causal=True, deterministic=False)),
+    "heads of 80 and 40, in any order": (Sizes(B=1, T=70, S=130, N=2, K=1, H=80, Hv=40), dict(deterministic=False)),
+    "columns of both, 160": (Sizes(B=1, T=70, S=130, N=2, K=1, H=160, Hv=160), {}),
 }
 
 
@@ -105,6 +107,7 @@ def test_hopper_kernels_copy_and_compute_what_the_formulas_say(call, traceable):
 
 DECODING = {
     "one token": (Sizes(B=2, T=1, S=512, N=8, K=2, H=64, Hv=64), {}),
+    "heads of 96": (Sizes(B=2, T=1, S=512, N=8, K=2, H=96, Hv=96), {}),
     "a ragged window": (Sizes(B=2, T=3, S=500, N=8, K=2, H=64, Hv=128), dict(local_window_size=(150, 0), query_offset=300)),
 }
 

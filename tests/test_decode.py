@@ -304,6 +304,7 @@ def test_the_output_of_a_cache_in_8_bits_errs_by_1_and_4_percent(rng):
 HOPPER = {
     "causal with lengths, 128": (128, dict(SEEN["causal with lengths"])),
     "a window and sinks, 64": (64, dict(SEEN["a window"], sinks=np.ones(8, np.float32))),
+    "a window, 80": (80, SEEN["a window"]),
 }
 
 

@@ -1,6 +1,7 @@
 """The Hopper kernels against the oracle, in jax's GPU interpreter."""
 
 import contextlib
+import re
 
 import gpu_interpreter
 import jax
@@ -16,7 +17,7 @@ from selection import whole_but
 
 from pallas_flash import dropout, explain, flash_attention
 from pallas_flash.kernels import device, hopper
-from pallas_flash.kernels.hopper import sync
+from pallas_flash.kernels.hopper import sync, tuning
 
 needs_interpreter = pytest.mark.skipif(gpu_interpreter.MISSING is not None, reason=str(gpu_interpreter.MISSING))
 
@@ -66,25 +67,50 @@ OTHER_SIZES = {
     "128 and 256": Sizes(B=1, T=67, S=67, N=2, K=2, H=128, Hv=256),
     "one query, one key": Sizes(B=1, T=1, S=1, N=1, K=1, H=64, Hv=64),
     "padded heads": Sizes(B=1, T=37, S=53, N=1, K=1, H=11, Hv=72),
+    "heads of 80 and 40": Sizes(B=1, T=67, S=131, N=2, K=1, H=80, Hv=40),
+    "heads of 160": Sizes(B=1, T=67, S=131, N=2, K=2, H=160, Hv=160),
     "whole tiles": Sizes(B=1, T=192, S=256, N=1, K=1, H=64, Hv=64),
 }
 
 
 @needs_interpreter
-@pytest.mark.parametrize("name", whole_but(OTHER_SIZES, "128, grouped", "64 and 128", "one query, one key", "padded heads"))
+@pytest.mark.parametrize(
+    "name", whole_but(OTHER_SIZES, "128, grouped", "64 and 128", "one query, one key", "padded heads", "heads of 80 and 40")
+)
 def test_every_size_gives_the_oracles_output_and_lse(name, rng):
     with gpu_interpreter.hopper_kernels():
         agrees(*qkv(rng, OTHER_SIZES[name], jnp.float16), scale=0.2)
 
 
-WIDTHS = {(1, 1): (64, 64), (96, 96): (128, 128), (192, 128): (192, 128), (65, 200): (128, 256), (160, 40): (192, 128)}
+WIDTHS = {  # of the tiles, and their swizzle, and the sizes that arrays have
+    (1, 1): (64, 64, 128, 8, 8),
+    (40, 64): (64, 64, 128, 40, 64),
+    (96, 96): (96, 96, 64, 96, 96),
+    (192, 128): (192, 128, 128, 192, 128),
+    (80, 24): (80, 32, 32, 80, 32),
+    (65, 200): (80, 208, 32, 80, 208),
+    (160, 32): (160, 32, 64, 160, 32),
+    (120, 250): (128, 256, 128, 128, 256),
+}
 
 
 @pytest.mark.parametrize("sizes", WIDTHS)
-def test_heads_are_padded_to_the_nearest_row_of_the_table(sizes):
+def test_tiles_are_no_wider_than_whole_columns_of_them_that_hold_the_heads(sizes):
     q, v = (jax.ShapeDtypeStruct((1, 8, 2, size), jnp.bfloat16) for size in sizes)
     tiles = hopper.tiles(explain(q, q, v).problem).forward
-    assert (tiles.width, tiles.value_width) == WIDTHS[sizes]
+    arrays = (tuning.stored(size, tiles.swizzle) for size in sizes)
+    assert (tiles.width, tiles.value_width, tiles.swizzle, *arrays) == WIDTHS[sizes]
+
+
+@needs_interpreter
+@pytest.mark.parametrize("head, deterministic", [(80, True), (80, False), (96, True), (96, False), (40, True)])
+def test_heads_that_are_no_row_of_the_table_are_neither_padded_nor_cut(head, deterministic):
+    arrays = [jax.ShapeDtypeStruct((1, 200, heads, head), jnp.bfloat16) for heads in (2, 1, 1, 2)]
+    attend = lambda *qkv: flash_attention(*qkv, implementation="hopper", is_causal=True, deterministic=deterministic)
+    with gpu_interpreter.hopper_kernels():
+        program = str(jax.make_jaxpr(lambda *x: jax.vjp(attend, *x[:3])[1](x[3]))(*arrays))
+    assert program.count("mpmd_map[") == (3 if deterministic else 2)
+    assert not re.findall(r"\w+\[\d+,\d+,\d+,\d+\] = (?:pad|slice|dynamic_slice|gather|concatenate)\[", program)
 
 
 @pytest.mark.parametrize("head, block_k", [(128, 128), (192, 96), (256, 64)])

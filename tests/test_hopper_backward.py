@@ -51,11 +51,16 @@ CASES = {
     "256, in any order": (sizes(67, 67, 200), FUSED, {}),
     "192 and 128": (sizes(131, 140, 192, Hv=128), DETERMINISTIC, dict(is_causal=True)),
     "padded heads": (sizes(37, 53, 11, Hv=72), FUSED, {}),
+    "heads of 80, in any order": (sizes(67, 131, 80), FUSED, dict(is_causal=True, query_offset=64)),
+    "heads of 96": (sizes(67, 131, 96), DETERMINISTIC, dict(is_causal=True, query_offset=64)),
+    "heads of 144": (sizes(67, 67, 144), DETERMINISTIC, {}),
     "one query, one key": (sizes(1, 1, 64, N=1), FUSED, {}),
 }
 
 
-@pytest.mark.parametrize("name", whole_but(CASES, "full, whole tiles", "sinks, soft cap", "padded heads", "one query, one key"))
+@pytest.mark.parametrize(
+    "name", whole_but(CASES, "full, whole tiles", "sinks, soft cap", "heads of 80, in any order", "one query, one key")
+)
 def test_gradients_are_the_oracles(name, rng):
     z, deterministic, kw = CASES[name]
     kw = kw(rng) if callable(kw) else kw

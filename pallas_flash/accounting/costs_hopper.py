@@ -1,8 +1,8 @@
 """FLOPs, exponentials and bytes of the Hopper kernels, FlashAttention-3, in closed form.
 
-They move what portable moves, all K and V for each tile of queries, but by TMA: rows up to a multiple of 8, heads up to the
-tiles' widths, and what lies beyond an array is not read. block_q is 128 or 192, for two or three warpgroups share K and V in
-shared memory: that is what they gain in bytes. Which blocks to visit they compute.
+They move what portable moves, all K and V for each tile of queries, but by TMA: rows up to a multiple of 8, heads as
+`tuning.stored` has them, and what lies beyond an array is not read. block_q is 128 or 192, for two or three warpgroups share
+K and V in shared memory: that is what they gain in bytes. Which blocks to visit they compute.
 """
 
 import jax.numpy as jnp
@@ -21,7 +21,8 @@ class _Padded:
     def __init__(self, p: Problem, t):
         self.T, self.S = (-(-length // 8) * 8 for length in (p.queries, p.keys))
         self.heads, self.kv_heads = p.batch * p.heads, p.batch * p.kv_heads
-        self.width = 2 * (t.width + t.value_width)  # of a key and its value, or of a query and its do
+        self.size, self.value_size = (tuning.stored(size, t.swizzle) for size in (p.head_size, p.value_size))
+        self.both = 2 * (self.size + self.value_size)  # of a key and its value, or of a query and its do
         self.n_q, self.n_k = schedule.ceil_div(p.queries, t.block_q), schedule.ceil_div(p.keys, t.block_k)
 
     def keys(self, first, last, t) -> int:
@@ -59,8 +60,8 @@ def forward(p: Problem, tiles) -> dict[str, Cost]:
         matrix=2 * A * (t.width + t.value_width),
         exponentials=A + R,
         other=4 * A + 5 * R + R * t.value_width + 3 * own,
-        reads=z.heads * (2 * z.T * t.width + z.keys(first, last, t) * z.width),
-        writes=z.heads * (2 * z.T * t.value_width + 4 * z.n_q * t.block_q),  # lse has rows of whole tiles
+        reads=z.heads * (2 * z.T * z.size + z.keys(first, last, t) * z.both),
+        writes=z.heads * (2 * z.T * z.value_size + 4 * z.n_q * t.block_q),  # lse has rows of whole tiles
     )
     return dict(flash_attention_forward=kernel)
 
@@ -73,6 +74,7 @@ def _decode(p: Problem, t) -> dict[str, Cost]:
     first, full_first, full_last, last = schedule.Blocks(*blocks).clipped()
     kv_heads, S = p.batch * p.kv_heads, -(-p.keys // 8) * 8
     programs, rows = kv_heads * t.parts, -(-p.queries * p.group // 8) * 8
+    size, value_size = (tuning.stored(size, t.swizzle) for size in (p.head_size, p.value_size))
     keys, masked = min(last * t.block_k, S) - first * t.block_k, last - full_last + full_first - first
     R, own = kv_heads * (last - first) * ROWS, programs * ROWS
     A, table = R * t.block_k, 32 * programs + 8 * kv_heads * masked
@@ -80,7 +82,7 @@ def _decode(p: Problem, t) -> dict[str, Cost]:
         matrix=2 * A * (t.width + t.value_width),
         exponentials=A + R,
         other=4 * A + 5 * R + R * t.value_width + (3 + t.value_width) * own,
-        reads=2 * kv_heads * keys * (t.width + t.value_width) + 2 * programs * rows * t.width + 8 * own + table,
+        reads=2 * kv_heads * keys * (size + value_size) + 2 * programs * rows * size + 8 * own + table,
         writes=4 * (programs * rows * t.value_width + own),
     )
     o = 2 * p.batch * p.queries * p.heads * p.value_size
@@ -102,8 +104,8 @@ def _dq(p: Problem, t) -> Cost:
         matrix=2 * A * (2 * t.width + t.value_width),
         exponentials=A,
         other=4 * A + own * t.width,
-        reads=z.heads * (z.T + z.keys(first, last, t)) * z.width + 8 * own,
-        writes=z.heads * z.T * 2 * t.width,
+        reads=z.heads * (z.T + z.keys(first, last, t)) * z.both + 8 * own,
+        writes=z.heads * z.T * 2 * z.size,
     )
 
 
@@ -116,14 +118,14 @@ def _dkv(p: Problem, t, fused: bool) -> Cost:
     first, last = (np.broadcast_to(n, keys.shape) for n in (blocks.first, blocks.last))
     A = z.heads * int(np.sum(last - first)) * t.block_q * t.block_k
     rows = int(np.sum(np.maximum(np.minimum(last * t.block_q, z.T) - first * t.block_q, 0)))
-    again, dq = t.warpgroups if t.split else 1, 4 * z.heads * rows * t.width * fused
+    again, dq = t.warpgroups if t.split else 1, 4 * z.heads * rows * tuning.stored(p.head_size, t.swizzle, 4) * fused
     columns = again * (t.columns(t.width) + t.columns(t.value_width))
     return Cost(
         matrix=2 * A * (again * (t.width + t.value_width) + columns + fused * t.width),
         exponentials=again * A,
         other=again * (4 * A + z.kv_heads * z.n_k * t.block_k * t.columns(t.width)),
-        reads=z.kv_heads * z.S * z.width + z.heads * (rows * z.width + 8 * int(np.sum(last - first)) * t.block_q) + dq,
-        writes=z.kv_heads * z.S * z.width + dq,
+        reads=z.kv_heads * z.S * z.both + z.heads * (rows * z.both + 8 * int(np.sum(last - first)) * t.block_q) + dq,
+        writes=z.kv_heads * z.S * z.both + dq,
     )
 
 

@@ -21,7 +21,7 @@ from pallas_flash.machine import records
 LIMIT = 300  # seconds; a check that takes longer hangs
 SIZES = dict(batch=2, queries=523, keys=709, heads=8, kv_heads=2)  # blocks that need a mask, blocks that need none, ragged ones
 DECODING = SIZES | dict(queries=3)
-WIDTH = 64  # the kernels' tables tell head sizes apart by multiples of this
+WIDTH = 16  # multiples of this tell heads apart in the kernels
 ROWS = 64  # that are compared as one vector: a single row of a gradient may be zero but for rounding
 TOLERANCE = dict(float32=1e-4, bfloat16=2e-2, float16=4e-3)
 

@@ -13,7 +13,7 @@ from pallas_flash import schedule
 from pallas_flash.arguments import Problem
 from pallas_flash.kernels.hopper import kept, order, scored, seen, sync, tile
 from pallas_flash.kernels.hopper.gradients import Inputs, dlogits, inputs, probabilities
-from pallas_flash.kernels.hopper.tuning import ROWS, KeyTiles
+from pallas_flash.kernels.hopper.tuning import ROWS, KeyTiles, stored
 from pallas_flash.masks import Ints, Visibility
 
 
@@ -35,16 +35,16 @@ class Memory(NamedTuple):
 
     @classmethod
     def of(cls, t: KeyTiles, dtype, fused: bool) -> "Memory":
-        rows = plgpu.SMEM((t.stages, t.block_q), jnp.float32)
+        rows, block = plgpu.SMEM((t.stages, t.block_q), jnp.float32), functools.partial(tile.block, swizzle=t.swizzle)
         return cls(
-            k=tile.block(dtype, t.block_k, t.width),
-            v=tile.block(dtype, t.block_k, t.value_width),
-            q=tile.block(dtype, t.stages, t.block_q, t.width),
-            do=tile.block(dtype, t.stages, t.block_q, t.value_width),
+            k=block(dtype, t.block_k, t.width),
+            v=block(dtype, t.block_k, t.value_width),
+            q=block(dtype, t.stages, t.block_q, t.width),
+            do=block(dtype, t.stages, t.block_q, t.value_width),
             lse=rows,
             delta=rows,
-            ds=tile.block(dtype, 2, t.block_k, t.block_q) if fused else None,
-            dq=tile.block(jnp.float32, t.warpgroups, ROWS, t.width // t.dq_column_parts) if fused else None,
+            ds=block(dtype, 2, t.block_k, t.block_q) if fused else None,
+            dq=block(jnp.float32, t.warpgroups, ROWS, t.width // t.dq_column_parts) if fused else None,
             kv_full=plgpu.Barrier(num_arrivals=2),
             q_full=plgpu.Barrier(num_arrivals=2, num_barriers=t.stages),
             do_full=plgpu.Barrier(num_barriers=t.stages),
@@ -57,7 +57,7 @@ def dkv(p: Problem, t: KeyTiles, visibility: Visibility, *arrays, fused: bool):
     by_key = schedule.query_blocks(visibility, p.queries, t.block_q, t.block_k)
     visibility, by_query = schedule.by_query_tile(visibility, p.queries, t.block_q, t.block_k)
     x = inputs(p, t, None if by_query is None else by_key, visibility, *arrays)
-    sums = [jnp.zeros(x.q.shape, jnp.float32)] if fused else []
+    sums = [jnp.zeros((*x.q.shape[:3], stored(p.head_size, t.swizzle, 4)), jnp.float32)] if fused else []
     *dq, dk, dv = tile.launch(
         functools.partial(_kernel, problem=p, tiles=t),
         x,
@@ -83,15 +83,17 @@ def _kernel(program, x: Inputs, *outputs, problem: Problem, tiles: KeyTiles):
     first_key = at.tile * tiles.block_k
 
     def produce():
-        keys = at.batch, pl.ds(first_key, tiles.block_k), at.kv_head
-        plgpu.copy_gmem_to_smem(x.k.at[keys], memory.k, memory.kv_full)
-        plgpu.copy_gmem_to_smem(x.v.at[keys], memory.v, memory.kv_full)
+        keys = lambda x, width: tile.rows_of(x, at.batch, pl.ds(first_key, tiles.block_k), at.kv_head, width)
+        plgpu.copy_gmem_to_smem(keys(x.k, tiles.width), memory.k, memory.kv_full)
+        plgpu.copy_gmem_to_smem(keys(x.v, tiles.value_width), memory.v, memory.kv_full)
 
         def head(g, _):
             def load(i, _):
                 t, rows = g * steps + i - blocks.first, pl.ds(i * tiles.block_q, tiles.block_q)
-                by_row, by_head = (at.batch, rows, at.head + g), (at.batch, at.head + g, rows)
-                queries.fill(t, (x.q.at[by_row], x.lse.at[by_head], x.do.at[by_row], x.delta.at[by_head]))
+                of_head = lambda x, width: tile.rows_of(x, at.batch, rows, at.head + g, width)
+                q, do = of_head(x.q, tiles.width), of_head(x.do, tiles.value_width)
+                lse, delta = (ref.at[at.batch, at.head + g, rows] for ref in (x.lse, x.delta))
+                queries.fill(t, (q, lse, do, delta))
 
             schedule.loop(sync.opaque(blocks.first), sync.opaque(blocks.last), load, None)
 
@@ -128,8 +130,9 @@ def _kernel(program, x: Inputs, *outputs, problem: Problem, tiles: KeyTiles):
         pl.when((own > 0) | (not tiles.split))(write)
         owner.meet()
         mine = owner.cut(tiles.block_k, tiles.warpgroups)
-        keys = at.batch, pl.ds(first_key + mine.start, mine.size), at.kv_head
-        tile.copy_out((memory.k.at[mine], dk_gmem.at[keys]), (memory.v.at[mine], dv_gmem.at[keys]))
+        keys = lambda x, width: tile.rows_of(x, at.batch, pl.ds(first_key + mine.start, mine.size), at.kv_head, width)
+        dk_to, dv_to = keys(dk_gmem, tiles.width), keys(dv_gmem, tiles.value_width)
+        tile.copy_out((memory.k.at[mine], dk_to), (memory.v.at[mine], dv_to))
 
     tile.by_role(tiles, consume, produce)
 
@@ -169,7 +172,8 @@ class Owner(NamedTuple):
     def columns(self, width: int) -> pl.Slice:
         """The consumer's columns of dK or dV: the first ones, or the last."""
         size = self.tiles.columns(width)
-        return pl.ds(pl.multiple_of(self.number * (width - size), ROWS), size) if size < width else pl.ds(0, size)
+        first = pl.multiple_of(self.number * (width - size), self.tiles.swizzle // 2)
+        return pl.ds(first if size < width else 0, size)
 
     def meet(self):
         sync.meet(sync.Numbers(self.tiles.warpgroups, self.tiles.stages).meeting, self.tiles.warpgroups)

@@ -29,12 +29,12 @@ class Memory(NamedTuple):
 
     @classmethod
     def of(cls, t: Tiles, dtype) -> "Memory":
-        barriers = lambda n: plgpu.Barrier(num_barriers=n)
+        barriers, block = lambda n: plgpu.Barrier(num_barriers=n), functools.partial(tile.block, swizzle=t.swizzle)
         return cls(
-            q=tile.block(dtype, t.warpgroups, ROWS, t.width),
-            do=tile.block(dtype, t.warpgroups, ROWS, t.value_width),
-            k=tile.block(dtype, t.stages, t.block_k, t.width),
-            v=tile.block(dtype, t.value_stages, t.block_k, t.value_width),
+            q=block(dtype, t.warpgroups, ROWS, t.width),
+            do=block(dtype, t.warpgroups, ROWS, t.value_width),
+            k=block(dtype, t.stages, t.block_k, t.width),
+            v=block(dtype, t.value_stages, t.block_k, t.value_width),
             q_full=barriers(t.warpgroups),
             do_full=barriers(t.warpgroups),
             k_full=barriers(t.stages),
@@ -67,15 +67,15 @@ def _kernel(program, x: Inputs, dq_gmem, memory: Memory, *, problem: Problem, ti
 
     def consume(own):
         first_row = at.tile * tiles.block_q + own * ROWS
-        by_row = at.batch, pl.ds(first_row, ROWS), at.head
+        rows = lambda x, width: tile.rows_of(x, at.batch, pl.ds(first_row, ROWS), at.head, width)
         q, do = memory.q.at[own], memory.do.at[own]
-        plgpu.copy_gmem_to_smem(x.do.at[by_row], do, memory.do_full.at[own])
-        plgpu.copy_gmem_to_smem(x.q.at[by_row], q, memory.q_full.at[own])
+        plgpu.copy_gmem_to_smem(rows(x.do, tiles.value_width), do, memory.do_full.at[own])
+        plgpu.copy_gmem_to_smem(rows(x.q, tiles.width), q, memory.q_full.at[own])
         dq = _sum(x, at, first_row, own, memory, k, v, all_blocks(), problem, tiles)
         q[...] = (dq * problem.scale).astype(q.dtype)
-        tile.copy_out((q, dq_gmem.at[by_row]))
+        tile.copy_out((q, rows(dq_gmem, tiles.width)))
 
-    tile.by_role(tiles, consume, lambda: tile.feed(x, at, all_blocks(), k, v, tiles.block_k))
+    tile.by_role(tiles, consume, lambda: tile.feed(x, at, all_blocks(), k, v, tiles))
 
 
 def _sum(x: Inputs, at, first_row, own, memory: Memory, k: sync.Ring, v: sync.Ring, blocks, problem: Problem, tiles: Tiles):

@@ -21,8 +21,8 @@ from pallas_flash.masks import Visibility
 
 
 class Inputs(NamedTuple):
-    q: jax.Array  # [B, rows, K, width]
-    k: jax.Array  # [B, S, K, width], or pages [P, page, K, width]
+    q: jax.Array  # [B, rows, K, H]
+    k: jax.Array  # [B, S, K, H], or pages [P, page, K, H]
     v: jax.Array
     blocks: jax.Array  # int32 [B, 1, 4], schedule.Blocks
     reach: jax.Array  # int32 [B, 2], the keys that any row sees
@@ -45,10 +45,11 @@ class Memory(NamedTuple):
     @classmethod
     def of(cls, t: DecodeTiles, dtype) -> "Memory":
         full = plgpu.Barrier(num_barriers=t.stages, num_arrivals=t.copies)
+        block = functools.partial(tile.block, swizzle=t.swizzle)
         return cls(
-            q=tile.block(dtype, ROWS, t.width),
-            k=tile.block(dtype, t.stages, t.block_k, t.width),
-            v=tile.block(dtype, t.stages, t.block_k, t.value_width),
+            q=block(dtype, ROWS, t.width),
+            k=block(dtype, t.stages, t.block_k, t.width),
+            v=block(dtype, t.stages, t.block_k, t.value_width),
             o=tile.block(jnp.float32, ROWS, COLUMNS),
             lse=plgpu.SMEM((ROWS,), jnp.float32),
             q_full=plgpu.Barrier(),
@@ -84,7 +85,7 @@ def _inputs(p: Problem, t: DecodeTiles, x: Operands, table) -> Inputs:
     start, stop = visibility.start, visibility.stop
     some = start < stop
     reach = jnp.stack([jnp.min(jnp.where(some, start, p.keys), 1), jnp.max(jnp.where(some, stop, 0), 1)], 1)
-    q, k, v = tile.padded(x.query, t.width), tile.padded(x.key, t.width), tile.padded(x.value, t.value_width)
+    q, k, v = (tile.padded(a, t.swizzle) for a in (x.query, x.key, x.value))
     return Inputs(q, k, v, blocks, reach, table, visibility)
 
 
@@ -103,8 +104,8 @@ def _kernel(program, x: Inputs, o_gmem, lse_gmem, memory: Memory, *, problem: Pr
 
     def produce():
         def load(n, _):
-            k.fill(n, *_sources(x.k, x.table, b, h, first + n, t))
-            v.fill(n, *_sources(x.v, x.table, b, h, first + n, t))
+            k.fill(n, *_sources(x.k, x.table, b, h, first + n, t, t.width))
+            v.fill(n, *_sources(x.v, x.table, b, h, first + n, t, t.value_width))
 
         count = sync.opaque(blocks.last)
         schedule.loop(sync.opaque(0), count, load, None)
@@ -112,7 +113,7 @@ def _kernel(program, x: Inputs, o_gmem, lse_gmem, memory: Memory, *, problem: Pr
         v.drain(count)
 
     def consume(_):
-        plgpu.copy_gmem_to_smem(x.q.at[b, top, h], memory.q, memory.q_full)
+        plgpu.copy_gmem_to_smem(tile.rows_of(x.q, b, top, h, t.width), memory.q, memory.q_full)
         view, shape = seen.view(x.visibility, b, 0), (ROWS, t.block_k)
         plgpu.barrier_wait(memory.q_full)
 
@@ -157,16 +158,16 @@ class Ring(sync.Ring):
             plgpu.copy_gmem_to_smem(source, part, self.full.at[slot])
 
 
-def _sources(ref, table, b, h, j, t: DecodeTiles) -> list:
+def _sources(ref, table, b, h, j, t: DecodeTiles, width: int) -> list:
     """Where block j of the keys or values is, page by page."""
     if table is None:
-        return [ref.at[b, pl.ds(j * t.block_k, t.block_k), h]]
+        return [tile.rows_of(ref, b, pl.ds(j * t.block_k, t.block_k), h, width)]
     page, last = ref.shape[1], table.shape[1] - 1
     entry = lambda n: table[b, jnp.minimum(n, last)]
     if page >= t.block_k:
         number, within = lax.div(j, jnp.int32(page // t.block_k)), lax.rem(j, jnp.int32(page // t.block_k))
-        return [ref.at[entry(number), pl.ds(within * t.block_k, t.block_k), h]]
-    return [ref.at[entry(j * t.copies + i), pl.ds(0, page), h] for i in range(t.copies)]
+        return [tile.rows_of(ref, entry(number), pl.ds(within * t.block_k, t.block_k), h, width)]
+    return [tile.rows_of(ref, entry(j * t.copies + i), pl.ds(0, page), h, width) for i in range(t.copies)]
 
 
 def _clear(v_smem, first, last, barrier: int):

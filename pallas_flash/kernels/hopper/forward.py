@@ -21,9 +21,9 @@ from pallas_flash.masks import Ints, Visibility
 class Inputs(NamedTuple):
     """The kernel's arrays, of sizes that TMA can take, and what the mask comes to for rows, tiles and blocks."""
 
-    q: jax.Array  # [B, T, N, width]
-    k: jax.Array  # [B, S, K, width]
-    v: jax.Array  # [B, S, K, value_width]
+    q: jax.Array  # [B, T, N, H]
+    k: jax.Array  # [B, S, K, H]
+    v: jax.Array  # [B, S, K, Hv]
     blocks: jax.Array | None  # int32 [B or 1, query tiles, 4]: schedule.Blocks; None where the mask has no data
     own_blocks: jax.Array | None  # int32 [B or 1, ceil(T / 64), 4]: the same for the rows of each consumer
     sinks: jax.Array | None  # [N], less what `scores_apart` leaves out
@@ -44,7 +44,7 @@ def forward(problem: Problem, tiles: AllTiles, x: Operands):
         inputs,
         programs=order.query_tiles(p, t.block_q),
         out_type=[
-            jax.ShapeDtypeStruct((B, T, N, t.value_width), x.query.dtype),
+            jax.ShapeDtypeStruct((B, T, N, inputs.v.shape[3]), x.query.dtype),
             # rows of whole tiles: where a vector ends, Mosaic clips its store by the end of the array, not of the row
             jax.ShapeDtypeStruct((B, N, schedule.ceil_div(p.queries, t.block_q) * t.block_q), jnp.float32),
         ],
@@ -62,7 +62,7 @@ def _inputs(p: Problem, t: Tiles, x: Operands) -> Inputs:
     value = x.value
     if (reached := x.visibility.reached(jnp.arange(p.keys))) is not None:
         value = jnp.where(reached[:, :, None, None], value, 0)  # what is not seen has p = 0, and 0 * NaN is NaN
-    q, k, v = tile.padded(x.query, t.width), tile.padded(x.key, t.width), tile.padded(value, t.value_width)
+    q, k, v = (tile.padded(a, t.swizzle) for a in (x.query, x.key, value))
     sinks = None if x.sinks is None else x.sinks - (p.soft_cap or 0.0)
     return Inputs(q, k, v, blocks, own_blocks, sinks, x.seeds, scored.numbers(p, x.score), visibility)
 
@@ -82,9 +82,9 @@ class Memory(NamedTuple):
     def of(cls, t: Tiles, dtype) -> "Memory":
         barriers = lambda n: plgpu.Barrier(num_barriers=n)
         return cls(
-            q=tile.block(dtype, t.warpgroups, ROWS, max(t.width, t.value_width)),
-            k=tile.block(dtype, t.stages, t.block_k, t.width),
-            v=tile.block_in_parts(dtype, t.value_stages, t.block_k, t.value_width),
+            q=tile.block(dtype, t.warpgroups, ROWS, max(t.width, t.value_width), swizzle=t.swizzle),
+            k=tile.block(dtype, t.stages, t.block_k, t.width, swizzle=t.swizzle),
+            v=tile.block_in_parts(dtype, t.value_stages, t.block_k, t.value_width, t.swizzle),
             lse=plgpu.SMEM((t.warpgroups, ROWS), jnp.float32),
             q_full=barriers(t.warpgroups),
             k_full=barriers(t.stages),
@@ -103,8 +103,8 @@ def _kernel(program, x: Inputs, o_gmem, lse_gmem, memory: Memory, *, problem: Pr
         first_row = at.tile * tiles.block_q + own * ROWS
         wide, lse_smem = memory.q.at[own], memory.lse.at[own]
         q, o_smem = wide.at[:, : tiles.width], wide.at[:, : tiles.value_width]
-        rows = at.batch, pl.ds(first_row, ROWS), at.head, tile.columns(wide.shape[1])
-        plgpu.copy_gmem_to_smem(x.q.at[rows], wide, memory.q_full.at[own])
+        rows = lambda x: tile.rows_of(x, at.batch, pl.ds(first_row, ROWS), at.head, wide.shape[1])
+        plgpu.copy_gmem_to_smem(rows(x.q), wide, memory.q_full.at[own])
         view, blocks = seen.view(x.visibility, at.batch, first_row), all_blocks()
         own_blocks = _own_blocks(x, at, own, blocks, problem, tiles)
         turns = sync.Turns(number_of.turns, tiles.warpgroups, own)
@@ -131,10 +131,10 @@ def _kernel(program, x: Inputs, o_gmem, lse_gmem, memory: Memory, *, problem: Pr
         o, lse = _attend(q, k, v, turns, start, mine, sees, modify, drop, problem, tiles)
         schedule.loop(mine.last, blocks.last - blocks.first, pass_by, None)
         o_smem[...], lse_smem[...] = o.astype(q.dtype), lse
-        tile.copy_out((wide, o_gmem.at[rows]), (lse_smem, lse_gmem.at[at.batch, at.head, pl.ds(first_row, ROWS)]))
+        tile.copy_out((wide, rows(o_gmem)), (lse_smem, lse_gmem.at[at.batch, at.head, pl.ds(first_row, ROWS)]))
         turns.close()
 
-    tile.by_role(tiles, consume, lambda: tile.feed(x, at, all_blocks(), k, v, tiles.block_k))
+    tile.by_role(tiles, consume, lambda: tile.feed(x, at, all_blocks(), k, v, tiles))
 
 
 def _own_blocks(

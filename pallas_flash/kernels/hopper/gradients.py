@@ -16,10 +16,10 @@ from pallas_flash.masks import Visibility
 class Inputs(NamedTuple):
     """The kernels' arrays, of sizes that TMA can take, and what the mask comes to for rows, tiles and blocks."""
 
-    q: jax.Array  # [B, T, N, width]
-    k: jax.Array  # [B, S, K, width]
-    v: jax.Array  # [B, S, K, value_width]
-    do: jax.Array  # [B, T, N, value_width]
+    q: jax.Array  # [B, T, N, H]
+    k: jax.Array  # [B, S, K, H]
+    v: jax.Array  # [B, S, K, Hv]
+    do: jax.Array  # [B, T, N, Hv]
     lse: jax.Array  # [B, N, whole tiles of T]: in units of log 2, less what `scores_apart` leaves out; +inf: p = 0
     delta: jax.Array  # the same shape
     seeds: jax.Array | None  # uint32 [B, N, 2], of dropout
@@ -31,8 +31,7 @@ class Inputs(NamedTuple):
 def inputs(p: Problem, t: Tiles | KeyTiles, blocks, visibility: Visibility, seeds, score, q, k, v, do, lse, delta) -> Inputs:
     more = (0, 0), (0, 0), (0, -p.queries % t.block_q)
     lse, delta = jnp.pad(lse, more, constant_values=jnp.inf), jnp.pad(delta, more)
-    q, k = (tile.padded(x, t.width) for x in (q, k))
-    v, do = (tile.padded(x, t.value_width) for x in (v, do))
+    q, k, v, do = (tile.padded(x, t.swizzle) for x in (q, k, v, do))
     return Inputs(q, k, v, do, lse, delta, seeds, score, blocks, visibility)
 
 

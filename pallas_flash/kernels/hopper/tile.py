@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_flash import schedule
 from pallas_flash.kernels import device
 from pallas_flash.kernels.hopper import sync
-from pallas_flash.kernels.hopper.tuning import ROWS
+from pallas_flash.kernels.hopper.tuning import ROWS, stored
 
 TILE, ROW, COLUMN = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
@@ -71,15 +71,16 @@ def load(ref, layout):
 # Copies
 
 
-def feed(x, at, blocks: schedule.Blocks, k: sync.Ring, v: sync.Ring, block_k: int):
+def feed(x, at, blocks: schedule.Blocks, k: sync.Ring, v: sync.Ring, tiles):
     """The producer's: fills the rings with the blocks of keys, and of values in `parts`, that a program visits, the last one
     first."""
     count = sync.opaque(blocks.last - blocks.first)
 
     def load(t, _):
-        first = (blocks.last - 1 - t) * block_k
-        k.fill(t, x.k.at[at.batch, pl.ds(first, block_k), at.kv_head])
-        v.fill(t, tuple(x.v.at[at.batch, pl.ds(first + part.start, part.size), at.kv_head] for part in parts(block_k)))
+        first = (blocks.last - 1 - t) * tiles.block_k
+        rows = lambda x, start, size, width: rows_of(x, at.batch, pl.ds(first + start, size), at.kv_head, width)
+        k.fill(t, rows(x.k, 0, tiles.block_k, tiles.width))
+        v.fill(t, tuple(rows(x.v, part.start, part.size, tiles.value_width) for part in parts(tiles.block_k)))
 
     schedule.loop(sync.opaque(0), count, load, None)
     k.drain(count)
@@ -98,14 +99,17 @@ def parts(rows: int) -> list[pl.Slice]:
     return [part for part in (pl.ds(0, whole), pl.ds(whole, rows - whole)) if part.size]
 
 
-def block_in_parts(dtype, stages: int, rows: int, width: int):
+def block_in_parts(dtype, stages: int, rows: int, width: int, swizzle: int):
     """`block`s of 16 bits for `stages` x rows x width, one for each of the `parts` of the rows."""
-    return tuple(block(dtype, stages, part.size, width, swizzle=min(2 * part.size, 128)) for part in parts(rows))
+    return tuple(block(dtype, stages, part.size, width, swizzle=min(2 * part.size, swizzle)) for part in parts(rows))
 
 
-def columns(width: int):
-    """The first `width` columns of a global array that may have fewer: TMA reads zeros there, and writes nothing."""
-    return pl.ds(pl.multiple_of(sync.opaque(0), 64), width)
+def rows_of(array, batch, rows: pl.Slice, head, width: int):
+    """Rows of a head, of a global array [B, length, heads, n]: `width` columns, of which TMA reads those from n on as zeros and
+    writes nothing there."""
+    whole = array.shape[3] == width
+    columns = pl.ds(0 if whole else pl.multiple_of(sync.opaque(0), ROWS), width)  # jax 0.12 refuses to know that it hangs over
+    return array.at[batch, rows, head, columns]
 
 
 def copy_out(*pairs):
@@ -124,9 +128,9 @@ def add_out(x, smem, target):
     plgpu.copy_smem_to_gmem(smem, target, reduction_op="add")
 
 
-def padded(x, width: int):
-    """[B, length, heads, size] with zeros up to a length that TMA's tiles divide, and up to `width`."""
-    more = (0, -x.shape[1] % 8), (0, 0), (0, width - x.shape[3])
+def padded(x, swizzle: int):
+    """[B, length, heads, size] with zeros up to what TMA's tiles, of 8 rows, divide."""
+    more = (0, -x.shape[1] % 8), (0, 0), (0, stored(x.shape[3], swizzle) - x.shape[3])
     return jnp.pad(x, ((0, 0), *more)) if any(high for _, high in more) else x
 
 

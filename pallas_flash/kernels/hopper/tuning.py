@@ -7,13 +7,14 @@ from pallas_flash.arguments import Problem
 from pallas_flash.kernels import device
 
 ROWS = 64  # queries or keys of a warpgroup: the rows of one wgmma
+SWIZZLES = 128, 64, 32  # bytes of a row, of 16 bits a column, that are one column of tiles in shared memory; TMA copies by them
 
 
 class Tiles(NamedTuple):
     """Of a kernel that owns queries: `warpgroups` x 64 of them by `block_k` keys, with `stages` blocks of keys and `value_stages`
     blocks of values in shared memory."""
 
-    width: int  # of queries and keys; head sizes are zero-padded to this
+    width: int  # of queries and keys in shared memory, with zeros in the columns that heads do not have
     value_width: int  # of values and the output
     warpgroups: int
     block_k: int
@@ -21,6 +22,7 @@ class Tiles(NamedTuple):
     value_stages: int = 2
     v_late: bool = False  # V is awaited where it is used, not at the end of the step before
     slack: float = 0.0  # how far scores may exceed the maximum they are taken from, in units of log 2; O is rescaled only beyond
+    swizzle: int = SWIZZLES[0]
 
     @property
     def block_q(self) -> int:
@@ -45,14 +47,15 @@ class KeyTiles(NamedTuple):
     block_q: int
     stages: int
     split: bool = False
+    swizzle: int = SWIZZLES[0]
 
     @property
     def block_k(self) -> int:
         return ROWS if self.split else self.warpgroups * ROWS
 
     def columns(self, width: int) -> int:
-        """How many of the columns of dK or dV a warpgroup owns: whole tiles of 64."""
-        return -(-width // (2 * ROWS)) * ROWS if self.split else width
+        """How many of the columns of dK or dV a warpgroup owns: whole tiles."""
+        return -(-width // self.swizzle) * self.swizzle // 2 if self.split else width
 
     @property
     def dq_column_parts(self) -> int:
@@ -78,6 +81,7 @@ class DecodeTiles(NamedTuple):
     copies: int = 1  # that a block of keys takes
     block_k: int = ROWS
     warpgroups: int = 1
+    swizzle: int = SWIZZLES[0]
 
     def __str__(self):
         size = f"{ROWS} x {self.block_k}, {self.parts} parts, {self.stages} stages"
@@ -151,11 +155,15 @@ _FUSED = (
 
 
 def tiles(problem: Problem) -> AllTiles:
-    """The cheapest row of each table that holds the problem's heads."""
-    fused = None if problem.deterministic else _row(_FUSED, problem)
-    apart = (None, None) if fused is not None else (_row(_DQ, problem), _row(_DKV, problem))
-    forward = [row for row in _FORWARD if not problem.dropped or (row.warpgroups == 2 and row.block_k % dropout.UNIT == 0)]
-    return AllTiles(_row(forward, problem), *apart, fused, _decoding(problem))
+    """The cheapest row of each table that holds the problem's heads, as narrow as they are."""
+    p, narrow = problem, lambda row, parts=1: _narrow(row, problem, parts)
+    fused = None if p.deterministic else _row(_FUSED, p)
+    if fused is None:
+        backward = narrow(_row(_DQ, p)), narrow(_row(_DKV, p)), None
+    else:
+        backward = None, None, narrow(fused, fused.dq_column_parts)
+    forward = [row for row in _FORWARD if not p.dropped or (row.warpgroups == 2 and row.block_k % dropout.UNIT == 0)]
+    return AllTiles(narrow(_row(forward, p)), *backward, _decoding(p))
 
 
 def _decoding(p: Problem) -> DecodeTiles | None:
@@ -169,11 +177,32 @@ def decode_tiles(problem: Problem, page: int = ROWS) -> DecodeTiles:
     left = SHARED - ROWS * (2 * forward.width + 4 * COLUMNS)
     stages = min(left // (ROWS * forward.key_bytes), 6)
     copies = max(ROWS // page, 1)
-    return DecodeTiles(forward.width, forward.value_width, decode.parts(p, ROWS, device.processors()), stages, copies)
+    parts = decode.parts(p, ROWS, device.processors())
+    return DecodeTiles(forward.width, forward.value_width, parts, stages, copies, swizzle=forward.swizzle)
 
 
 def _row(table, problem: Problem):
     """Of the rows that hold the problem's heads the one with the fewest multiplications; None where none does."""
     p = problem
     rows = [row for row in table if p.head_size <= row.width and p.value_size <= row.value_width]
-    return min(rows, key=lambda row: row.width + row.value_width, default=None)
+    row = min(rows, key=lambda row: row.width + row.value_width, default=None)
+    return row and row._replace(swizzle=_swizzle(p.head_size, p.value_size))
+
+
+def _narrow(row, problem: Problem, parts: int):
+    """A row with no more columns than the heads need, those of queries and keys in so many parts of whole tiles."""
+    whole = lambda size, columns: -(-size // columns) * columns
+    columns = row.swizzle // 2
+    return row._replace(width=whole(problem.head_size, parts * columns), value_width=whole(problem.value_size, columns))
+
+
+def _swizzle(*sizes: int) -> int:
+    """The widest for heads of these sizes: their columns are whole tiles, or one that hangs over."""
+    fits = lambda size, columns: size <= columns or -(-size // 16) * 16 % columns == 0
+    return next(swizzle for swizzle in SWIZZLES if all(fits(size, swizzle // 2) for size in sizes))
+
+
+def stored(size: int, swizzle: int, itemsize: int = 2) -> int:
+    """How many columns an array has for heads of `size`: whole tiles, or one that hangs over, in strides of 16 bytes."""
+    columns = (16 if size <= swizzle // itemsize else swizzle) // itemsize
+    return -(-size // columns) * columns
