@@ -17,6 +17,7 @@ from pallas_flash import schedule
 from pallas_flash.kernels import device
 from pallas_flash.kernels.hopper import sync
 from pallas_flash.kernels.hopper.tuning import ROWS
+from pallas_flash.masks import Ints
 
 TILE, ROW, COLUMN = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
@@ -71,19 +72,18 @@ def load(ref, layout):
 # Copies
 
 
-def feed(x, at, blocks: schedule.Blocks, k: sync.Ring, v: sync.Ring, block_k: int):
+def feed(x, at, blocks: schedule.Blocks, k: sync.Ring, v: sync.Ring, block_k: int, used: Ints = 0):
     """The producer's: fills the rings with the blocks of keys, and of values in `parts`, that a program visits, the last one
     first."""
     count = sync.opaque(blocks.last - blocks.first)
 
     def load(t, _):
         first = (blocks.last - 1 - t) * block_k
-        k.fill(t, x.k.at[at.batch, pl.ds(first, block_k), at.kv_head])
-        v.fill(t, tuple(x.v.at[at.batch, pl.ds(first + part.start, part.size), at.kv_head] for part in parts(block_k)))
+        k.fill(t, x.k.at[at.batch, pl.ds(first, block_k), at.kv_head], used)
+        v.fill(t, tuple(x.v.at[at.batch, pl.ds(first + part.start, part.size), at.kv_head] for part in parts(block_k)), used)
 
     schedule.loop(sync.opaque(0), count, load, None)
-    k.drain(count)
-    v.drain(count)
+    return jnp.maximum(used, count)
 
 
 def block(dtype, *shape: int, swizzle: int = 128):
