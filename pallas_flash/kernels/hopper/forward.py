@@ -1,6 +1,7 @@
 """The forward of FlashAttention-3 (arXiv:2407.08608): softmax of a block under the product of the block before it.
 
-A program owns 64 queries of one head for each of its consumers, and walks over the keys; the consumers take turns.
+A program owns 64 queries of one head for each of its consumers, walks over the keys, and may go on with other queries of the head;
+the consumers take turns.
 """
 
 import functools
@@ -199,8 +200,9 @@ def _attend(
         p, alpha, m, l = online_softmax.step(s, m, l, scale, tiles.slack)
         return drop(p, t), alpha, m, l
 
-    def await_next_k(t):  # here, because ptxas moves the wait for the products up over the exponentials, but not over this one
-        pl.when(t < last)(lambda: k.wait(t + 1))
+    def await_k(t, early: bool):  # early: ptxas moves the wait for the products up over the exponentials, but not over this one
+        if early == tiles.k_early:
+            pl.when(t <= last)(lambda: k.wait(t)) if early else k.wait(t)
 
     first, last = blocks.first, blocks.last - 1
     k.wait(first)
@@ -209,10 +211,11 @@ def _attend(
     k.release(first)
     known_full = isinstance(last, int) and blocks.full_first <= first
     p, _, m, l = softmax(s, first, *start, not known_full)
-    await_next_k(first)
+    await_k(first + 1, early=True)
 
     def step(t, carry, masked):
         o, m, l, p = carry
+        await_k(t, early=False)
         turns.take()
 
         def under_the_products(o_acc, s_acc):
@@ -223,7 +226,7 @@ def _attend(
             s = tile.finished(s_acc, running=len(tile.parts(tiles.block_k)))  # [bq, bk]
             k.release(t)
             results = softmax(s, t, m, l, masked)
-            await_next_k(t)
+            await_k(t + 1, early=True)
             return results
 
         like = tile.zeros(*shape), tile.rows(1.0), m, l

@@ -19,6 +19,7 @@ class Tiles(NamedTuple):
     block_k: int
     stages: int
     value_stages: int = 2
+    k_early: bool = False  # K is awaited at the end of the step before, not where it is used
     slack: float = 0.0  # how far scores may exceed the maximum they are taken from, in units of log 2; O is rescaled only beyond
     q_stages: int = 1  # tiles of queries that shared memory has room for
     rounds: int = 1  # tiles of queries that a program goes over, one behind the other
@@ -115,18 +116,19 @@ SHARED = 223 * 2**10  # bytes of shared memory for a program's matrices
 # Three warpgroups hide more latency at value width 64 and spill at 128. From 192 on shared memory is as busy as it can be, of
 # which Q takes less the wider a block is; 128 keys spill at 256 and do not fit twice at 192. A block whose size is no multiple
 # of 32 takes no dropout, and dropout spills wherever there are three warpgroups. O rescaled seldom spills at 64 with documents,
-# and gains nothing at 256.
+# and gains nothing at 256; where it is, ptxas leaves the wait for products in its place, but not if a program goes over several
+# tiles: entry 19 of scripts/results.md.
 _FORWARD = (
-    Tiles(width=64, value_width=64, warpgroups=3, block_k=128, stages=2, q_stages=2),
+    Tiles(width=64, value_width=64, warpgroups=3, block_k=128, stages=2, k_early=True, q_stages=2),
     Tiles(width=64, value_width=64, warpgroups=2, block_k=128, stages=2, slack=8.0),
     Tiles(width=64, value_width=128, warpgroups=2, block_k=128, stages=2, slack=8.0),
-    Tiles(width=128, value_width=64, warpgroups=3, block_k=128, stages=2),
+    Tiles(width=128, value_width=64, warpgroups=3, block_k=128, stages=2, k_early=True),
     Tiles(width=128, value_width=128, warpgroups=2, block_k=128, stages=2, slack=8.0, q_stages=2),
     Tiles(width=192, value_width=128, warpgroups=2, block_k=128, stages=2, slack=8.0),
-    Tiles(width=192, value_width=192, warpgroups=2, block_k=96, stages=2),
-    Tiles(width=128, value_width=256, warpgroups=2, block_k=96, stages=2),
-    Tiles(width=256, value_width=256, warpgroups=2, block_k=80, stages=2),
-    Tiles(width=256, value_width=256, warpgroups=2, block_k=64, stages=2),
+    Tiles(width=192, value_width=192, warpgroups=2, block_k=96, stages=2, k_early=True),
+    Tiles(width=128, value_width=256, warpgroups=2, block_k=96, stages=2, k_early=True),
+    Tiles(width=256, value_width=256, warpgroups=2, block_k=80, stages=2, k_early=True),
+    Tiles(width=256, value_width=256, warpgroups=2, block_k=64, stages=2, k_early=True),
 )
 # Blocks of 128 keys leave no registers at 128. A block of keys is held for a step longer than one of values, so there are three;
 # at 256 there is room for two, and one of values.
@@ -169,7 +171,7 @@ def _several(t: Tiles, p: Problem) -> Tiles:
     fits = lambda rounds: count % rounds == 0 and programs(rounds) > processors and work(rounds) <= work(1)
     most = LONG // schedule.ceil_div(p.keys, t.block_k) if t.q_stages > 1 else 1
     rounds = max(filter(fits, range(2, min(most, count) + 1)), default=1)
-    return t._replace(rounds=rounds, q_stages=min(rounds, t.q_stages))
+    return t._replace(rounds=rounds, q_stages=min(rounds, t.q_stages), k_early=t.k_early or rounds > 1)
 
 
 def _decoding(p: Problem) -> DecodeTiles | None:
