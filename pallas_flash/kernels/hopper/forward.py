@@ -1,7 +1,7 @@
 """The forward of FlashAttention-3 (arXiv:2407.08608): softmax of a block under the product of the block before it.
 
-A program owns 64 queries of one head for each of its consumers, walks over the keys, and may go on with other queries of the head;
-the consumers take turns.
+A program owns 64 queries of one head for each of its consumers, and walks over the keys; the consumers take turns. It may go on
+with other queries of the head.
 """
 
 import functools
