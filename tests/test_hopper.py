@@ -145,6 +145,35 @@ def test_there_is_no_race(width, value_width, rng):
     assert not races.found
 
 
+# The tiles of a program see three blocks of keys and then one, or one and then three: its second tile is the first to use a slot.
+SEVERAL = {
+    "fewer": dict(is_causal=True, query_offset=-150),
+    "more": dict(local_window_size=(100, 400), query_offset=200),
+}
+
+
+@needs_interpreter
+@pytest.mark.parametrize("head, name", whole_but([(128, "fewer"), (128, "more"), (64, "fewer"), (64, "more")], (128, "more")))
+def test_a_program_that_goes_over_several_tiles_has_no_race(head, name, rng, monkeypatch):
+    monkeypatch.setattr(device, "processors", lambda: 1)
+    q, k, v = qkv(rng, Sizes(B=1, T=500 if head == 128 else 760, S=300, N=1, K=1, H=head, Hv=head), jnp.bfloat16)
+    assert hopper.tiles(explain(q, k, v).problem).forward.rounds == 2
+    with gpu_interpreter.hopper_kernels(detect_races=True) as races:
+        agrees(q, k, v, **SEVERAL[name])
+    assert not races.found
+
+
+# Heads, length: with two tiles to a program 132 processors would have more to do, or nothing; 64 blocks of keys are many.
+ROUNDS = {(8, 2048): 1, (32, 1024): 1, (32, 2048): 2, (128, 512): 2, (128, 1024): 4, (128, 4096): 2, (128, 8192): 1}
+
+
+@pytest.mark.parametrize("heads, length", ROUNDS)
+def test_short_programs_go_over_several_tiles_where_all_processors_stay_busy(heads, length, monkeypatch):
+    monkeypatch.setattr(device, "processors", lambda: 132)
+    q = jax.ShapeDtypeStruct((1, length, heads, 128), jnp.bfloat16)
+    assert hopper.tiles(explain(q, q, q).problem).forward.rounds == ROUNDS[heads, length]
+
+
 @needs_interpreter
 @pytest.mark.parametrize("wait", whole_but(["wait", "_release_barrier"], "wait"))
 def test_without_a_wait_there_is_a_race(wait, rng, monkeypatch):

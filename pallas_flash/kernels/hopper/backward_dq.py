@@ -75,7 +75,12 @@ def _kernel(program, x: Inputs, dq_gmem, memory: Memory, *, problem: Problem, ti
         q[...] = (dq * problem.scale).astype(q.dtype)
         tile.copy_out((q, rows(dq_gmem, tiles.width)))
 
-    tile.by_role(tiles, consume, lambda: tile.feed(x, at, all_blocks(), k, v, tiles))
+    def produce():
+        count = tile.feed(x, at, all_blocks(), k, v, tiles)
+        k.drain(count)
+        v.drain(count)
+
+    tile.by_role(tiles, consume, produce)
 
 
 def _sum(x: Inputs, at, first_row, own, memory: Memory, k: sync.Ring, v: sync.Ring, blocks, problem: Problem, tiles: Tiles):

@@ -1,6 +1,7 @@
 """The forward of FlashAttention-3 (arXiv:2407.08608): softmax of a block under the product of the block before it.
 
-A program owns 64 queries of one head for each of its consumers, and walks over the keys; the consumers take turns.
+A program owns 64 queries of one head for each of its consumers, and walks over the keys; the consumers take turns. It may go on
+with other queries of the head.
 """
 
 import functools
@@ -42,7 +43,7 @@ def forward(problem: Problem, tiles: AllTiles, x: Operands):
     o, lse = tile.launch(
         functools.partial(_kernel, problem=p, tiles=t),
         inputs,
-        programs=order.query_tiles(p, t.block_q),
+        programs=order.query_tiles(p, t.block_q, t.rounds),
         out_type=[
             jax.ShapeDtypeStruct((B, T, N, inputs.v.shape[3]), x.query.dtype),
             # rows of whole tiles: where a vector ends, Mosaic clips its store by the end of the array, not of the row
@@ -70,7 +71,7 @@ def _inputs(p: Problem, t: Tiles, x: Operands) -> Inputs:
 class Memory(NamedTuple):
     """The shared memory of a program."""
 
-    q: Any  # [warpgroups, 64, the larger width], of the output in the end
+    q: Any  # [q_stages x warpgroups, 64, the larger width], of the output in the end
     k: Any  # [stages, block_k, width]
     v: Any  # [value_stages, block_k, value_width], in tile.parts
     lse: Any  # [warpgroups, 64]
@@ -82,59 +83,82 @@ class Memory(NamedTuple):
     def of(cls, t: Tiles, dtype) -> "Memory":
         barriers = lambda n: plgpu.Barrier(num_barriers=n)
         return cls(
-            q=tile.block(dtype, t.warpgroups, ROWS, max(t.width, t.value_width), swizzle=t.swizzle),
+            q=tile.block(dtype, t.q_stages * t.warpgroups, ROWS, max(t.width, t.value_width), swizzle=t.swizzle),
             k=tile.block(dtype, t.stages, t.block_k, t.width, swizzle=t.swizzle),
             v=tile.block_in_parts(dtype, t.value_stages, t.block_k, t.value_width, t.swizzle),
             lse=plgpu.SMEM((t.warpgroups, ROWS), jnp.float32),
-            q_full=barriers(t.warpgroups),
+            q_full=barriers(t.q_stages * t.warpgroups),
             k_full=barriers(t.stages),
             v_full=plgpu.Barrier(num_arrivals=len(tile.parts(t.block_k)), num_barriers=t.value_stages),
         )
 
 
 def _kernel(program, x: Inputs, o_gmem, lse_gmem, memory: Memory, *, problem: Problem, tiles: Tiles):
-    at = order.query_tile(program, problem, tiles.block_q, tiles.key_bytes)
+    place = functools.partial(order.query_tile, program, problem, tiles.block_q, tiles.key_bytes, tiles.rounds)
     number_of = sync.Numbers(tiles.warpgroups, tiles.stages)
     k = sync.Ring(memory.k, memory.k_full, number_of.first_ring, tiles.warpgroups)
     v = sync.Ring(memory.v, (memory.v_full,) * len(memory.v), number_of.second_ring, tiles.warpgroups)
-    all_blocks = lambda: seen.key_blocks(x.blocks, x.visibility, at.batch, at.tile, problem.queries, tiles.block_q, tiles.block_k)
+    visited = lambda at: seen.key_blocks(x.blocks, x.visibility, at.batch, at.tile, problem.queries, tiles.block_q, tiles.block_k)
 
     def consume(own):
-        first_row = at.tile * tiles.block_q + own * ROWS
-        wide, lse_smem = memory.q.at[own], memory.lse.at[own]
-        q, o_smem = wide.at[:, : tiles.width], wide.at[:, : tiles.value_width]
-        rows = lambda x: tile.rows_of(x, at.batch, pl.ds(first_row, ROWS), at.head, wide.shape[1])
-        plgpu.copy_gmem_to_smem(rows(x.q), wide, memory.q_full.at[own])
-        view, blocks = seen.view(x.visibility, at.batch, first_row), all_blocks()
-        own_blocks = _own_blocks(x, at, own, blocks, problem, tiles)
         turns = sync.Turns(number_of.turns, tiles.warpgroups, own)
+        first_row = lambda at: at.tile * tiles.block_q + own * ROWS
+        rows = lambda x, at: tile.rows_of(x, at.batch, pl.ds(first_row(at), ROWS), at.head, memory.q.shape[2])
+        slot = lambda n: sync.slot(n, tiles.q_stages) * tiles.warpgroups + own
 
-        def pass_by(t, _):  # a block that only others need
-            k.wait(t)
-            turns.take()
-            turns.pass_on()
-            k.release(t)
-            v.wait(t)
-            v.release(t)
+        def load_q(n):
+            copy = lambda: plgpu.copy_gmem_to_smem(rows(x.q, place(n)), memory.q.at[slot(n)], memory.q_full.at[slot(n)])
+            pl.when(n < tiles.rounds)(copy)
 
+        def attend(n, _):
+            at = place(n)
+            blocks, view = visited(at), seen.view(x.visibility, at.batch, first_row(at))
+            mine = _own_blocks(x, at, own, blocks, problem, tiles).turned(blocks.last)
+            wide, lse_smem = memory.q.at[slot(n)], memory.lse.at[own]
+            q, o_smem = wide.at[:, : tiles.width], wide.at[:, : tiles.value_width]
+            plgpu.barrier_wait(memory.q_full.at[slot(n)])
+            shape, first_key = (ROWS, tiles.block_k), lambda t: (blocks.last - 1 - t) * tiles.block_k
+            sees = lambda t: view.sees(first_key(t), shape)
+            dropout = kept.of(problem.dropped, x.seeds, at.batch, at.head)
+            score = scored.of(problem, x.score, at.batch, at.head)
+            modify = lambda s, scale, t: (s, scale) if score is None else score.of(s, scale, first_row(at), first_key(t))
+            drop = lambda p, t: p if dropout is None else jnp.where(dropout.keeps(first_row(at), first_key(t), shape), p, 0.0)
+            start = online_softmax.start(tile.rows(0.0), None if x.sinks is None else x.sinks[at.head])
+            pass_by = functools.partial(_pass_by, k, v, turns)
+            schedule.loop(0, mine.first, pass_by, None)
+            o, lse = _attend(q, k, v, turns, start, mine, sees, modify, drop, problem, tiles)
+            schedule.loop(mine.last, blocks.last - blocks.first, pass_by, None)
+            o_smem[...], lse_smem[...] = o.astype(q.dtype), lse
+            lse_rows = lse_gmem.at[at.batch, at.head, pl.ds(first_row(at), ROWS)]
+            tile.copy_out((wide, rows(o_gmem, at)), (lse_smem, lse_rows))
+            load_q(n + tiles.q_stages)
+
+        for n in range(tiles.q_stages):
+            load_q(n)
         turns.open()
-        plgpu.barrier_wait(memory.q_full.at[own])
-        mine = own_blocks.turned(blocks.last)
-        shape, first_key = (ROWS, tiles.block_k), lambda t: (blocks.last - 1 - t) * tiles.block_k
-        sees = lambda t: view.sees(first_key(t), shape)
-        dropout = kept.of(problem.dropped, x.seeds, at.batch, at.head)
-        score = scored.of(problem, x.score, at.batch, at.head)
-        modify = lambda s, scale, t: (s, scale) if score is None else score.of(s, scale, first_row, first_key(t))
-        drop = lambda p, t: p if dropout is None else jnp.where(dropout.keeps(first_row, first_key(t), shape), p, 0.0)
-        start = online_softmax.start(tile.rows(0.0), None if x.sinks is None else x.sinks[at.head])
-        schedule.loop(0, mine.first, pass_by, None)
-        o, lse = _attend(q, k, v, turns, start, mine, sees, modify, drop, problem, tiles)
-        schedule.loop(mine.last, blocks.last - blocks.first, pass_by, None)
-        o_smem[...], lse_smem[...] = o.astype(q.dtype), lse
-        tile.copy_out((wide, rows(o_gmem)), (lse_smem, lse_gmem.at[at.batch, at.head, pl.ds(first_row, ROWS)]))
+        schedule.loop(0, tiles.rounds, attend, None)
         turns.close()
 
-    tile.by_role(tiles, consume, lambda: tile.feed(x, at, all_blocks(), k, v, tiles))
+    def produce():
+        def load(n, used):
+            at = place(n)
+            return tile.feed(x, at, visited(at), k, v, tiles, used)
+
+        used = schedule.loop(0, tiles.rounds, load, jnp.int32(0))
+        k.drain(used)
+        v.drain(used)
+
+    tile.by_role(tiles, consume, produce)
+
+
+def _pass_by(k: sync.Ring, v: sync.Ring, turns: sync.Turns, t, _):
+    """A block that only other consumers need."""
+    k.wait(t)
+    turns.take()
+    turns.pass_on()
+    k.release(t)
+    v.wait(t)
+    v.release(t)
 
 
 def _own_blocks(
@@ -176,9 +200,9 @@ def _attend(
         p, alpha, m, l = online_softmax.step(s, m, l, scale, tiles.slack)
         return drop(p, t), alpha, m, l
 
-    def await_v(t, late: bool):  # early: ptxas moves the wait for the products up over the exponentials, but not over this one
-        if late == tiles.v_late:
-            v.wait(t)
+    def await_k(t, early: bool):  # early: ptxas moves the wait for the products up over the exponentials, but not over this one
+        if early == tiles.k_early:
+            pl.when(t <= last)(lambda: k.wait(t)) if early else k.wait(t)
 
     first, last = blocks.first, blocks.last - 1
     k.wait(first)
@@ -187,22 +211,22 @@ def _attend(
     k.release(first)
     known_full = isinstance(last, int) and blocks.full_first <= first
     p, _, m, l = softmax(s, first, *start, not known_full)
-    await_v(first, late=False)
+    await_k(first + 1, early=True)
 
     def step(t, carry, masked):
         o, m, l, p = carry
-        k.wait(t)
+        await_k(t, early=False)
         turns.take()
 
         def under_the_products(o_acc, s_acc):
             tile.dot_t(s_acc, q, k.block(t))
-            await_v(t - 1, late=True)
+            v.wait(t - 1)
             tile.dot_in_parts(o_acc, p, v.block(t - 1))
             turns.pass_on()
             s = tile.finished(s_acc, running=len(tile.parts(tiles.block_k)))  # [bq, bk]
             k.release(t)
             results = softmax(s, t, m, l, masked)
-            await_v(t, late=False)
+            await_k(t + 1, early=True)
             return results
 
         like = tile.zeros(*shape), tile.rows(1.0), m, l
@@ -214,7 +238,7 @@ def _attend(
     carry = tile.zeros(ROWS, tiles.value_width), m, l, p.astype(q.dtype)
     o, m, l, p = blocks.rest().visit(step, carry)
     turns.take()
-    await_v(last, late=True)
+    v.wait(last)
     (o,) = tile.products_add(lambda acc: (tile.dot_in_parts(acc, p, v.block(last)), turns.pass_on()), o)
     v.release(last)
     return online_softmax.finish(o, l, problem.kept), jnp.where(l == 0, -jnp.inf, m + jnp.log2(l))

@@ -25,9 +25,9 @@ class Place(NamedTuple):
     tile: Ints
 
 
-def query_tiles(p: Problem, block_q: int) -> int:
-    """The number of programs that each own a tile of queries."""
-    return p.batch * p.heads * schedule.ceil_div(p.queries, block_q)
+def query_tiles(p: Problem, block_q: int, rounds: int = 1) -> int:
+    """The number of programs that each own `rounds` tiles of queries."""
+    return p.batch * p.heads * schedule.ceil_div(p.queries, block_q) // rounds
 
 
 def key_tiles(p: Problem, block_k: int) -> int:
@@ -35,12 +35,13 @@ def key_tiles(p: Problem, block_k: int) -> int:
     return p.batch * p.kv_heads * schedule.ceil_div(p.keys, block_k)
 
 
-def query_tile(program: Ints, p: Problem, block_q: int, key_bytes: int) -> Place:
-    """Of a program that owns queries; a key and its value take `key_bytes`. The last tiles, as a rule, see most."""
+def query_tile(program: Ints, p: Problem, block_q: int, key_bytes: int, rounds: int = 1, turn: Ints = 0) -> Place:
+    """Tile number `turn` of the `rounds` of a program that owns queries, all of one head and as far from each other as can be; a
+    key and its value take `key_bytes`. The last tiles, as a rule, see most."""
     count = schedule.ceil_div(p.queries, block_q)
-    pair, tile = _pair(program, p.group * _together(p.batch * p.kv_heads, p.keys * key_bytes), count)
+    pair, tile = _pair(program, p.group * _together(p.batch * p.kv_heads, p.keys * key_bytes), count // rounds)
     batch, head = _div(pair, p.heads)
-    return Place(batch, head, _div(head, p.group)[0], count - 1 - tile)
+    return Place(batch, head, _div(head, p.group)[0], count - 1 - tile - turn * (count // rounds))
 
 
 def key_tile(program: Ints, p: Problem, block_k: int, query_bytes: int) -> Place:

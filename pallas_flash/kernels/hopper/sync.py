@@ -94,6 +94,12 @@ class Turns(NamedTuple):
         pl.when(self.own == 0)(self.take)
 
 
+def slot(t: Ints, stages: int):
+    """The one of so many slots that the t-th takes."""
+    unsigned = jnp.asarray(t, jnp.uint32)  # the remainder of a signed number takes more instructions
+    return lax.rem(unsigned, jnp.uint32(stages)).astype(jnp.int32)
+
+
 class Ring(NamedTuple):
     """Slots of shared memory that the producer fills with blocks; all consumers read each block in order, and release it."""
 
@@ -107,10 +113,7 @@ class Ring(NamedTuple):
         return jax.tree.leaves(self.slots)[0].shape[0]
 
     def _slot(self, t: Ints):
-        if self.stages == 1:
-            return opaque(0)
-        unsigned = jnp.asarray(t, jnp.uint32)  # the remainder of a signed number takes more instructions
-        return lax.rem(unsigned, jnp.uint32(self.stages)).astype(jnp.int32)
+        return opaque(0) if self.stages == 1 else slot(t, self.stages)
 
     def _release_barrier(self, operation, t):
         named_barrier(operation, self.released + self._slot(t), (self.consumers + 1) * WARPGROUP)
@@ -125,9 +128,10 @@ class Ring(NamedTuple):
     def release(self, t: Ints):
         self._release_barrier("arrive", t)
 
-    def fill(self, t: Ints, source):
-        """The producer's: block t, counted from 0, from `source`, once its slot has been released."""
-        pl.when(t >= self.stages)(lambda: self._release_barrier("sync", t))
+    def fill(self, t: Ints, source, used: Ints = 0):
+        """The producer's: block t, counted from 0, from `source`, once its slot has been released; so many slots, or more, have
+        been used before block 0."""
+        pl.when((t >= self.stages) | (t < used))(lambda: self._release_barrier("sync", t))
         slot = self._slot(t)
         copy = lambda slots, full, x: plgpu.copy_gmem_to_smem(x, slots.at[slot], full.at[slot])
         jax.tree.map(copy, self.slots, self.full, source)

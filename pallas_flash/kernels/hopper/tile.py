@@ -17,6 +17,7 @@ from pallas_flash import schedule
 from pallas_flash.kernels import device
 from pallas_flash.kernels.hopper import sync
 from pallas_flash.kernels.hopper.tuning import ROWS, stored
+from pallas_flash.masks import Ints
 
 TILE, ROW, COLUMN = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
@@ -71,7 +72,7 @@ def load(ref, layout):
 # Copies
 
 
-def feed(x, at, blocks: schedule.Blocks, k: sync.Ring, v: sync.Ring, tiles):
+def feed(x, at, blocks: schedule.Blocks, k: sync.Ring, v: sync.Ring, tiles, used: Ints = 0):
     """The producer's: fills the rings with the blocks of keys, and of values in `parts`, that a program visits, the last one
     first."""
     count = sync.opaque(blocks.last - blocks.first)
@@ -79,12 +80,11 @@ def feed(x, at, blocks: schedule.Blocks, k: sync.Ring, v: sync.Ring, tiles):
     def load(t, _):
         first = (blocks.last - 1 - t) * tiles.block_k
         rows = lambda x, start, size, width: rows_of(x, at.batch, pl.ds(first + start, size), at.kv_head, width)
-        k.fill(t, rows(x.k, 0, tiles.block_k, tiles.width))
-        v.fill(t, tuple(rows(x.v, part.start, part.size, tiles.value_width) for part in parts(tiles.block_k)))
+        k.fill(t, rows(x.k, 0, tiles.block_k, tiles.width), used)
+        v.fill(t, tuple(rows(x.v, part.start, part.size, tiles.value_width) for part in parts(tiles.block_k)), used)
 
     schedule.loop(sync.opaque(0), count, load, None)
-    k.drain(count)
-    v.drain(count)
+    return jnp.maximum(used, count)
 
 
 def block(dtype, *shape: int, swizzle: int = 128):

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from pallas_flash import decode, dropout
+from pallas_flash import decode, dropout, schedule
 from pallas_flash.arguments import Problem
 from pallas_flash.kernels import device
 
@@ -20,9 +20,11 @@ class Tiles(NamedTuple):
     block_k: int
     stages: int
     value_stages: int = 2
-    v_late: bool = False  # V is awaited where it is used, not at the end of the step before
+    k_early: bool = False  # K is awaited at the end of the step before, not where it is used
     slack: float = 0.0  # how far scores may exceed the maximum they are taken from, in units of log 2; O is rescaled only beyond
     swizzle: int = SWIZZLES[0]
+    q_stages: int = 1  # tiles of queries that shared memory has room for
+    rounds: int = 1  # tiles of queries that a program goes over, one behind the other
 
     @property
     def block_q(self) -> int:
@@ -90,7 +92,8 @@ class DecodeTiles(NamedTuple):
 
 def _shown(t: Tiles | KeyTiles) -> str:
     size = f"{t.block_q} x {t.block_k}, {t.warpgroups} warpgroups, {t.stages} stages"
-    return f"{size}, widths {t.width}/{t.value_width}"
+    several = f", {t.rounds} tiles of queries to a program" if isinstance(t, Tiles) and t.rounds > 1 else ""
+    return f"{size}, widths {t.width}/{t.value_width}{several}"
 
 
 class AllTiles(NamedTuple):
@@ -109,26 +112,27 @@ class AllTiles(NamedTuple):
 
 
 COLUMNS = 64  # of a decoding tile that are moved at a time
+LONG = 64  # blocks of keys, beside which the start and the end of a program are short
 SHARED = 223 * 2**10  # bytes of shared memory for a program's matrices
 
 # The tables: by registers, spills, shared memory and instructions of the code compiled for an H200. Not yet timed.
 
 # Three warpgroups hide more latency at value width 64 and spill at 128. From 192 on shared memory is as busy as it can be, of
 # which Q takes less the wider a block is; 128 keys spill at 256 and do not fit twice at 192. A block whose size is no multiple
-# of 32 takes no dropout. Where O is seldom rescaled, ptxas leaves the wait for products in its place, and V can be awaited
-# late; at 64 documents spill with it, and with V early too, and at 256 it gains nothing. Dropout spills wherever there are
-# three warpgroups.
+# of 32 takes no dropout, and dropout spills wherever there are three warpgroups. O rescaled seldom spills at 64 with documents,
+# and gains nothing at 256; where it is, ptxas leaves the wait for products in its place, but not if a program goes over several
+# tiles: entry 19 of scripts/results.md.
 _FORWARD = (
-    Tiles(width=64, value_width=64, warpgroups=3, block_k=128, stages=2, v_late=True),
-    Tiles(width=64, value_width=64, warpgroups=2, block_k=128, stages=2, v_late=True, slack=8.0),
-    Tiles(width=64, value_width=128, warpgroups=2, block_k=128, stages=2, v_late=True, slack=8.0),
-    Tiles(width=128, value_width=64, warpgroups=3, block_k=128, stages=2),
-    Tiles(width=128, value_width=128, warpgroups=2, block_k=128, stages=2, v_late=True, slack=8.0),
-    Tiles(width=192, value_width=128, warpgroups=2, block_k=128, stages=2, v_late=True, slack=8.0),
-    Tiles(width=192, value_width=192, warpgroups=2, block_k=96, stages=2, v_late=True),
-    Tiles(width=128, value_width=256, warpgroups=2, block_k=96, stages=2),
-    Tiles(width=256, value_width=256, warpgroups=2, block_k=80, stages=2),
-    Tiles(width=256, value_width=256, warpgroups=2, block_k=64, stages=2),
+    Tiles(width=64, value_width=64, warpgroups=3, block_k=128, stages=2, k_early=True, q_stages=2),
+    Tiles(width=64, value_width=64, warpgroups=2, block_k=128, stages=2, slack=8.0),
+    Tiles(width=64, value_width=128, warpgroups=2, block_k=128, stages=2, slack=8.0),
+    Tiles(width=128, value_width=64, warpgroups=3, block_k=128, stages=2, k_early=True),
+    Tiles(width=128, value_width=128, warpgroups=2, block_k=128, stages=2, slack=8.0, q_stages=2),
+    Tiles(width=192, value_width=128, warpgroups=2, block_k=128, stages=2, slack=8.0),
+    Tiles(width=192, value_width=192, warpgroups=2, block_k=96, stages=2, k_early=True),
+    Tiles(width=128, value_width=256, warpgroups=2, block_k=96, stages=2, k_early=True),
+    Tiles(width=256, value_width=256, warpgroups=2, block_k=80, stages=2, k_early=True),
+    Tiles(width=256, value_width=256, warpgroups=2, block_k=64, stages=2, k_early=True),
 )
 # Blocks of 128 keys leave no registers at 128. A block of keys is held for a step longer than one of values, so there are three;
 # at 256 there is room for two, and one of values.
@@ -163,7 +167,19 @@ def tiles(problem: Problem) -> AllTiles:
     else:
         backward = None, None, narrow(fused, fused.dq_column_parts)
     forward = [row for row in _FORWARD if not p.dropped or (row.warpgroups == 2 and row.block_k % dropout.UNIT == 0)]
-    return AllTiles(narrow(_row(forward, p)), *backward, _decoding(p))
+    return AllTiles(_several(narrow(_row(forward, p)), p), *backward, _decoding(p))
+
+
+def _several(t: Tiles, p: Problem) -> Tiles:
+    """The same with as many tiles of queries to a program as LONG blocks of keys allow, where two fit into shared memory:
+    all programs have as many, each processor has one to begin with, and none has more to do than before."""
+    count, processors = schedule.ceil_div(p.queries, t.block_q), device.processors()
+    programs = lambda rounds: p.batch * p.heads * count // rounds
+    work = lambda rounds: schedule.ceil_div(programs(rounds), processors) * rounds
+    fits = lambda rounds: count % rounds == 0 and programs(rounds) > processors and work(rounds) <= work(1)
+    most = LONG // schedule.ceil_div(p.keys, t.block_k) if t.q_stages > 1 else 1
+    rounds = max(filter(fits, range(2, min(most, count) + 1)), default=1)
+    return t._replace(rounds=rounds, q_stages=min(rounds, t.q_stages), k_early=t.k_early or rounds > 1)
 
 
 def _decoding(p: Problem) -> DecodeTiles | None:
