@@ -33,7 +33,7 @@ class Tiles(NamedTuple):
 
 UNROLLED = 8  # blocks; more of them are loops, which compile in the same time at any length
 BLOCK = 512  # keys of all heads that are in the caches at a time, in decoding
-SCORES = 2**18  # that are in flight at a time on a CPU: what its caches hold, with what is made of them
+KEYS = 2048  # of all heads that go at a time on a CPU: its caches hold their scores, with what is made of them
 
 
 def tiles(problem: Problem) -> Tiles:
@@ -53,18 +53,35 @@ def _tiles(problem: Problem) -> Tiles:
     if jax.default_backend() != "cpu":
         return Tiles(_at_most(512, p.queries), _at_most(256, p.keys), None, p.dtype)
     known = all(isinstance(n, int) for n in (p.batch, p.queries, p.keys))
-    halves = known and p.queries <= 128 and p.visibility.right is not None  # the first half sees half of the keys
-    block_q = _at_most(max(min(64 if halves else 128, 128 // p.group), 16), p.queries)
+    rows = _rows(p) if known else 128
+    block_q = _at_most(max(min(rows, max(rows, 128) // p.group), 16), p.queries)
     in_loops = jax.tree.leaves(p.visibility) or (known and ceil_div(p.queries, block_q) > UNROLLED)
     block_k = _at_most(512 if in_loops else 2048, p.keys)
-    heads = _heads(p, p.group * block_q * block_k) if known and _is_one_device() else None
-    return Tiles(block_q, block_k, heads, "float64" if p.dtype == "float64" else "float32")  # products of 16 bits are slow
+    heads = _heads(p, p.group * block_q, block_k) if known and _is_one_device() else None
+    in_own = p.dtype == "float64" or (p.dtype == "bfloat16" and scaled_last(p))  # products of float16 are slow
+    return Tiles(block_q, block_k, heads, p.dtype if in_own else "float32")
 
 
-def _heads(p: Problem, scores: int) -> int | None:
-    """How many key/value heads of so many scores go at a time; a loop of few steps gains little, of small products less."""
-    few = 2 if scores >= SCORES // 8 else 4
-    return max(SCORES // scores, 1) if p.batch * p.kv_heads * scores > few * SCORES else None
+def scaled_last(p: Problem) -> bool:
+    """Whether scores of 16 bits may stay q k^T until their maximum is off: all else would have to be in their unit."""
+    return p.scale > 0 and not p.sinks and p.bias is None and p.soft_cap is None and p.score is None
+
+
+def _rows(p: Problem) -> int:
+    """Of a block: fewer, where a mask would hide much of it."""
+    v = p.visibility
+    if v.right is not None and p.queries <= 128:
+        return 64  # the first half sees half of the keys
+    sparse = jax.tree.leaves(v) or v.where is not None or v.left is not None or (v.right is not None and p.queries <= 1024)
+    return 128 if sparse else 256
+
+
+def _heads(p: Problem, rows: int, keys: int) -> int | None:
+    """How many key/value heads go at a time, in blocks of so many rows and keys; a loop of few steps gains little, of small
+    products less."""
+    scores, most = rows * keys, max(rows, 128) * KEYS
+    few = 2 if scores >= most // 8 else 4
+    return max(most // scores, 1) if p.batch * p.kv_heads * scores > few * most else None
 
 
 def _at_most(size: int, length: int) -> int:

@@ -12,7 +12,7 @@ from pallas_flash import dropout, online_softmax, schedule
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.blockwise import parts
 from pallas_flash.blockwise.parts import Block, Heads
-from pallas_flash.blockwise.tuning import UNROLLED, Tiles
+from pallas_flash.blockwise.tuning import UNROLLED, Tiles, scaled_last
 from pallas_flash.rules import kinds
 from pallas_flash.rules.rule import Asked
 from pallas_flash.rules.score import Score
@@ -25,6 +25,7 @@ class View(NamedTuple):
     problem: Problem
     tiles: Tiles
     fold: float  # what the queries are multiplied by
+    unit: float  # of the scores, in that of log 2
     query: jax.Array  # [B, K, G, T, H]
     key: jax.Array  # [B, K, S, H]
     value: jax.Array  # [B, K, S, Hv]
@@ -46,13 +47,15 @@ class View(NamedTuple):
             where = dataclasses.replace(where, kinds=schedule.lists(kinds.join(part.of(where.kinds, 1), (0, 1))))
         visibility = dataclasses.replace(visibility, where=where)
         start, stop = visibility.interval(jnp.arange(p.queries, dtype=jnp.int32)[None])
-        plain = x.bias is None and p.soft_cap is None and score is None and tiles.dtype in ("float32", "float64")
-        fold = p.scale * online_softmax.LOG2E or 1.0 if plain else 1.0
+        plain = x.bias is None and p.soft_cap is None and score is None
+        wide, factor = tiles.dtype in ("float32", "float64"), p.scale * online_softmax.LOG2E
+        fold, unit = factor or 1.0 if plain and wide else 1.0, factor if scaled_last(p) and not wide else 1.0
         q, k, v = (by_head(part.of(a, 2), part.heads).astype(tiles.dtype) for a in (x.query, x.key, x.value))
         bias, mask = (None if a is None else _tiled(part.of(a, 1), part.heads) for a in (x.bias, x.mask))
         sinks = None if x.sinks is None else part.of(x.sinks[None], 1).reshape(part.heads, -1)
         seeds = None if x.seeds is None else part.of(x.seeds, 1).reshape(part.batch, part.heads, -1, 2)
-        view = cls(p, tiles, fold, q * fold, k[:, :, 0], v[:, :, 0], bias, mask, visibility, start, stop, sinks, seeds, score)
+        q, k, v = q * fold, k[:, :, 0], v[:, :, 0]
+        view = cls(p, tiles, fold, unit, q, k, v, bias, mask, visibility, start, stop, sinks, seeds, score)
         return view._replace(query=view.filled(view.query), key=view.reached(view.key), value=view.reached(view.value))
 
     @property
@@ -156,9 +159,9 @@ class View(NamedTuple):
         return self.score.arrays[array].at[index].get(mode="promise_in_bounds")
 
     def logits(self, q, row: Block, key: Block, unit: float):
-        """[B, K, rows, keys]: scale q k^T, with bias and soft cap, in this unit."""
+        """[B, K, rows, keys]: scale q k^T, with bias and soft cap, in this unit; or q k^T, where the scale comes last."""
         qk = dot_t(q, key.of(self.key, 2))
-        if self.fold != 1.0:
+        if self.fold != 1.0 or self.unit != 1.0:
             return qk
         bias = None if self.bias is None else self.scored(row, key, self.bias).astype(qk.dtype)
         return online_softmax.scores(qk, bias, self.problem.scale, self.problem.soft_cap, unit)
