@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from pallas_flash import paged_cache
 from pallas_flash.flax import FlashAttention
@@ -101,6 +103,42 @@ def test_tokens_without_room_in_a_quantised_cache_get_nan_and_padding_is_not_kep
     x = jnp.stack([x[0, 10:70], x[1, 4:64]])
     y, _ = jax.jit(lambda x, cache: model(x, cache=cache))(x, cache)
     assert jnp.isnan(y[0, 54:]).all() and not jnp.isnan(y[0, :54]).any() and not jnp.isnan(y[1]).any()
+
+
+ON_A_MESH = {
+    "in one piece": (dict(sinks=True), lambda model: model.init_cache(B, 9)),
+    "in one piece, 8 bits": (dict(sinks=True), lambda model: model.init_cache(B, 9, jnp.int8)),
+    "rolling": (dict(sinks=True, local_window_size=3), lambda model: model.init_rolling_cache(B, 6)),
+    "paged": (dict(sinks=True), lambda model: paged_cache(B, 9, 2, 6, pages=5, page=8, dtype="float32")),
+}
+
+
+@pytest.mark.parametrize("kind", ON_A_MESH)
+def test_on_a_mesh_with_explicit_axes_a_cache_stays_where_it_lies(kind, rng):
+    options, make = ON_A_MESH[kind]
+    model, x = layer(**options), tokens(rng, 9)
+    graph, params = nnx.split(model)
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    place = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))
+    heads = dict(sinks=P("model"), out=P("model"))  # which axis of each parameter they are
+    by_head = lambda path, w: place(w, *heads.get(path[0].key, P(None, "model")))
+    rows = None if kind == "paged" else "data"
+    places = dict.fromkeys(("key", "value", "key_scale", "value_scale"), P(rows, None, "model")) | dict(length=P(rows))
+    cache = make(model)
+    placed = cache._replace(**{name: place(y, *places.get(name, ())) for name, y in cache._asdict().items() if y is not None})
+
+    def generate(params, x, cache):
+        model = nnx.merge(graph, params)
+        prompt, cache = model(x[:, :5], cache=cache, lengths=jnp.full(B, 4, jnp.int32))
+        step = lambda cache, x: model(x[:, None], cache=cache)[::-1]
+        cache, ys = jax.lax.scan(step, cache, jnp.swapaxes(x[:, 4:], 0, 1))  # whose carry keeps its type
+        return jnp.concatenate([prompt[:, :4], jnp.swapaxes(ys[:, :, 0], 0, 1)], 1), cache
+
+    expected, full = jax.jit(generate)(params, x, cache)
+    y, filled = jax.jit(generate)(jax.tree_util.tree_map_with_path(by_head, params), place(x, "data"), placed)
+    np.testing.assert_allclose(y, expected, atol=2e-6)
+    np.testing.assert_array_equal(filled.length, full.length)
+    assert jax.tree.map(jax.typeof, filled) == jax.tree.map(jax.typeof, placed)
 
 
 def refused(message, model, x, cache, **kw):

@@ -313,6 +313,10 @@ MISTAKES = {
         lambda s, b, h, q, k: s + jnp.sum(IDS.reshape(20, 2)[b]),
         r"may read single numbers, .*; got reduce_sum of one \[2\]",
     ),
+    "in a loop": (
+        lambda s, b, h, q, k: jax.lax.fori_loop(0, 3, lambda i, s: s + jnp.sin(IDS * 1.0)[k + i], s),
+        r"got scan of one \[40\]\. What a loop or a branch needs it reads before",
+    ),
     "by score": (
         lambda s, b, h, q, k: s + jnp.sin(IDS * 1.0)[s.astype(int)],
         "of b, h, q_idx and kv_idx; got one made of the score",

@@ -163,6 +163,10 @@ def test_kernels_take_numbers_that_are_traced_and_name_what_they_do_not_know(rng
             lambda b, h, q, k: jnp.any(ids[jnp.arange(3)] == q),
             "reads: of the arrays that it closes over a rule may read single numbers",
         ),
+        (
+            lambda b, h, q, k: jax.lax.fori_loop(0, 3, lambda i, n: n + ids[k + i], q) > 9,
+            r"got scan of one \[53\]\. What .* reads before\. The",
+        ),
         (lambda b, h, q, k: jax.lax.erf(1.0 * ids[q]) < 0.5, r"reads needs erf.*, which jax's Triton lowering does not know"),
     ):
         with pytest.raises(NotImplementedError, match=text):

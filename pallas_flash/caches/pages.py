@@ -7,6 +7,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_flash import checks, quantised
 from pallas_flash.caches.paged import PAGE
+from pallas_flash.devices import sharding
 
 
 class PagedCache(NamedTuple):
@@ -42,19 +43,15 @@ class PagedCache(NamedTuple):
     def append(self, key: Float[Array, "B T K H"], value: Float[Array, "B T K H"], count: Int[Array, "B"] | None = None):
         """With the first `count` of T tokens behind each row's, all of them by default, in pages that `reserve` gives. Where
         there is no room, tokens are left out, and `length` says how many there are."""
-        (P, page), (B, pages) = self.key.shape[:2], self.table.shape
+        B = len(self.table)
         for name, x, slots in (("key", key, self.key), ("value", value, self.value)):
             fits = (B, *key.shape[1:2], *slots.shape[2:])
             if x.shape != fits:
                 raise ValueError(f"{name} must be [B, T, K, H] = {fits} to match the cache; got {x.shape}.")
         T = key.shape[1]
         count = jnp.clip(checks.ints("count", T if count is None else count), 0, T)
-        cache, token = self.reserve(count), jnp.arange(T, dtype=jnp.int32)[None]
-        length = jnp.minimum(self.length + count, cache.room).astype(self.length.dtype)
-        at = self.length[:, None] + token
-        entry = jnp.take_along_axis(cache.table, jnp.minimum(at // page, pages - 1), 1)
-        to = jnp.where(at < length[:, None], entry, P), at % page
-        return quantised.written(cache, to, key, value)._replace(length=length)
+        new = dict(key=key, value=value, count=jnp.broadcast_to(count, B))
+        return sharding.of_cache(_appended, self, new)[1]
 
     def release(self, rows: Bool[Array, "B"]) -> "PagedCache":
         """With these rows empty; pages that no other row has are free again."""
@@ -77,6 +74,17 @@ class PagedCache(NamedTuple):
         entries = jnp.where(jnp.arange(self.table.shape[1]) < full, self.table[source], P)
         table, length = cache.table.at[target].set(entries), cache.length.at[target].set(full * page)
         return cache._replace(table=table, length=length, users=cache.users.at[entries].add(1, mode="drop"))
+
+
+def _appended(cache: PagedCache, *, key, value, count) -> tuple[None, PagedCache]:
+    """With the first `count` [B] of the tokens of each row."""
+    (P, page), pages, start = cache.key.shape[:2], cache.table.shape[1], cache.length
+    cache, token = cache.reserve(count), jnp.arange(key.shape[1], dtype=jnp.int32)[None]
+    length = jnp.minimum(start + count, cache.room).astype(start.dtype)
+    at = start[:, None] + token
+    entry = jnp.take_along_axis(cache.table, jnp.minimum(at // page, pages - 1), 1)
+    to = jnp.where(at < length[:, None], entry, P), at % page
+    return None, quantised.written(cache, to, key, value)._replace(length=length)
 
 
 def paged_cache(

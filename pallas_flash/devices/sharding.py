@@ -38,20 +38,29 @@ LETTERS = {  # of the arrays of a call
     "page_table": "BC",
     "lengths": "B",
 }
+CACHE_LETTERS = LETTERS | dict(length="B", key_scale="BSK", value_scale="BSK", table="BC", users="P", count="B")  # beside a cache
 SCORE_LETTERS = {"batch": "B", "head": "N"}  # of a Score; its other arrays are whole on each device
 
 
 def mesh_of(call: dict[str, Any]) -> AbstractMesh | None:
     """The mesh with axes of type Explicit that an array of the call is on, or else that jax.set_mesh named; or one with Auto axes
     that the call's context names. None without."""
-    meshes = [jax.typeof(x).sharding.mesh for x in arrays_of(call).values() if isinstance(x, jax.Array)]
-    meshes += [jax.sharding.get_abstract_mesh()]
-    explicit = next((m for m in meshes if AxisType.Explicit in m.axis_types), None)
+    meshes = _meshes(arrays_of(call).values())
+    explicit = _explicit(meshes)
     if explicit is not None or call["context"] is None:
         return explicit
     axes = set(names(call["context"].axis))
     is_auto = lambda m: axes <= {name for name, kind in zip(m.axis_names, m.axis_types, strict=True) if kind == AxisType.Auto}
     return next(filter(is_auto, meshes), None)
+
+
+def _meshes(arrays) -> list[AbstractMesh]:
+    """Those that arrays are on, and the one that jax.set_mesh named."""
+    return [jax.typeof(x).sharding.mesh for x in arrays if isinstance(x, jax.Array)] + [jax.sharding.get_abstract_mesh()]
+
+
+def _explicit(meshes: list[AbstractMesh]) -> AbstractMesh | None:
+    return next((m for m in meshes if AxisType.Explicit in m.axis_types), None)
 
 
 def by_device(attend: Callable, call: dict[str, Any], mesh: AbstractMesh):
@@ -91,6 +100,32 @@ def _mapped(attend: Callable, call: dict[str, Any], arrays: dict[tuple, Any], ax
     rest = tuple(with_arrays(call, dict.fromkeys(arrays)).items())
     program = _program_once if _is_hashable(rest) else _program
     return program(attend, mesh, tuple(arrays), specs, outs, rest)(tuple(arrays.values()))
+
+
+def of_cache(f: Callable, cache, arrays: dict[str, Any], *static):
+    """f(cache, *static, **arrays): an output [B, T, N, H] or None, and the new cache. On a mesh with explicit axes each device
+    has the batch rows and heads of the cache that lie on it, of one in pages all rows; the arrays go there, and the new cache
+    lies where the old one does."""
+    mesh = _explicit(_meshes(jax.tree.leaves((cache, arrays))))
+    return f(cache, *static, **arrays) if mesh is None else _of_cache(f, mesh, static, cache, arrays)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _of_cache(f, mesh, static, cache, arrays):
+    fields = {name: x for name, x in cache._asdict().items() if x is not None}
+    batch, _, heads, _ = jax.typeof(cache.key).sharding.spec
+    axes = dict(B=None if "table" in fields else batch, K=heads, N=heads)
+    spec = lambda name: P(*map(axes.get, CACHE_LETTERS[name]))
+    specs, of_arrays = ({name: spec(name) for name in of} for of in (fields, arrays))
+    placed = lambda x, spec: jax.reshard(x, NamedSharding(mesh, spec))
+
+    def run(fields, arrays):
+        o, new = f(cache._replace(**fields), *static, **arrays)
+        return o, {name: getattr(new, name) for name in fields}
+
+    mapped = jax.shard_map(run, mesh=mesh, in_specs=(specs, of_arrays), out_specs=(spec("query"), specs), check_vma=False)
+    o, new = mapped(*jax.tree.map(placed, (fields, arrays), (specs, of_arrays)))
+    return o, cache._replace(**{name: placed(x, jax.typeof(fields[name]).sharding.spec) for name, x in new.items()})
 
 
 def _program(attend, mesh, paths, specs, outs, rest):

@@ -11,6 +11,7 @@ from pallas_flash.attention import flash_attention
 from pallas_flash.caches.paged import IMPLEMENTATIONS, paged_attention
 from pallas_flash.caches.pages import PagedCache
 from pallas_flash.decode import ROWS
+from pallas_flash.devices import sharding
 
 PAGE = 64  # keys of a page of a rolling or quantised cache
 
@@ -57,11 +58,12 @@ def attend(cache: Cache, query, key, value, left: int | None, mask, lengths, opt
     """The attention of T new tokens, of which `lengths` [B] are there, None: all; and the cache with them. Tokens without room
     get NaN. `options` are those of flash_attention; a query sees `left` tokens before its own, None: all."""
     T, start = query.shape[1], cache.length
-    count = T if lengths is None else _count(lengths, start, T)
+    count = jnp.full_like(start, T) if lengths is None else _count(lengths, start, T)
     positions = start[:, None] + jnp.arange(T, dtype=jnp.int32)
     asked, is_quantised = options | dict(query_seq_lengths=lengths), cache.key_scale is not None
+    new = dict(key=key, value=value, count=count)
     if isinstance(cache, KVCache) and not is_quantised:
-        cache = _append(cache, key, value, positions, count)
+        _, cache = sharding.of_cache(_append, cache, new)
         key, value = cache.key.astype(query.dtype), cache.value.astype(query.dtype)
         o = flash_attention(query, key, value, mask=mask, key_value_seq_lengths=cache.length, query_offset=start, **asked)
         return _or_nan(o, positions < key.shape[1]), cache
@@ -71,7 +73,8 @@ def attend(cache: Cache, query, key, value, left: int | None, mask, lengths, opt
         raise ValueError(f"a {name} takes no {', '.join(more)}: a KVCache of floats does, and layer.eval() ends dropout.")
     asked = {name: x for name, x in asked.items() if x is not None}
     if not isinstance(cache, PagedCache):
-        return _attend_slots(cache, query, key, value, left, positions, count, asked)
+        arrays = {name: asked.pop(name) for name in ("sinks", "query_seq_lengths") if name in asked}
+        return sharding.of_cache(_attend_slots, cache, dict(query=query) | new | arrays, left, tuple(asked.items()))
     cache = cache.append(key, value, count if lengths is not None else None)
     o = _paged(cache, query, lambda pages: pages, cache.table, cache.length, query_offset=start, **asked)
     missing = (positions >= cache.length[:, None]) & (positions < (start + count)[:, None])
@@ -96,13 +99,14 @@ def _paged(cache: Cache, query, as_pages: Callable, table, lengths, **options):
     return paged_attention(query, key, value, table, lengths, **options)
 
 
-def _attend_slots(cache: KVCache | RollingCache, query, key, value, left: int | None, positions, count, options):
+def _attend_slots(cache: KVCache | RollingCache, left: int | None, options: tuple, *, query, key, value, count, **arrays):
     """The slots of a row are pages. In a RollingCache they are a ring: a table in which the page of the oldest token in sight
     comes first puts them in order. More tokens than decoding takes go to the ordinary forward, with a copy of the ring."""
     is_ring, (B, S) = isinstance(cache, RollingCache), cache.key.shape[:2]
-    pages, start = S // PAGE, cache.length
-    row, token = jnp.arange(B)[:, None], jnp.arange(positions.shape[1])
-    to = jnp.where(token < jnp.reshape(count, (-1, 1)), positions % S if is_ring else positions, S)
+    pages, start, options = S // PAGE, cache.length, dict(options) | arrays
+    row, token = jnp.arange(B)[:, None], jnp.arange(query.shape[1], dtype=jnp.int32)
+    positions = start[:, None] + token
+    to = jnp.where(token < count[:, None], positions % S if is_ring else positions, S)
     cache = quantised.written(cache, (row, to), key, value)._replace(length=(start + count).astype(start.dtype))
     first = jnp.maximum(start - left, 0) // PAGE if is_ring else jnp.zeros_like(start)
     table = row * pages + (first[:, None] + jnp.arange(pages)) % pages
@@ -122,14 +126,15 @@ def _is_for_pages(query, cache: RollingCache, options) -> bool:
     return rows <= ROWS and options.get("implementation") in (None, *IMPLEMENTATIONS)
 
 
-def _append(cache: KVCache, key, value, positions, count) -> KVCache:
-    """The cache with key and value [B, T, K, H] written at positions [B, T], of which the first `count` are real.
+def _append(cache: KVCache, *, key, value, count) -> tuple[None, KVCache]:
+    """The cache with key and value [B, T, K, H] behind the tokens of each row, of which the first `count` are real.
 
     A position past the last slot is dropped. Those that are not real lie beyond the new length, where nobody looks.
     """
-    row = jnp.arange(len(positions))[:, None]
+    row, token = jnp.arange(len(key))[:, None], jnp.arange(key.shape[1], dtype=jnp.int32)
     length = (cache.length + count).astype(cache.length.dtype)
-    return quantised.written(cache, (row, positions), key, value)._replace(length=length)
+    to = row, cache.length[:, None] + token
+    return None, quantised.written(cache, to, key, value)._replace(length=length)
 
 
 def _or_nan(o, has_room):

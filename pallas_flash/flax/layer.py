@@ -8,6 +8,8 @@ from typing import Any, overload
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, Shaped
 
 from pallas_flash import checks
@@ -178,10 +180,10 @@ class FlashAttention(nnx.Module):
         )
         if cache is not None:
             o, cache = caches.attend(cache, query, key, value, self._left, mask, lengths, options)
-            return self.out(o), cache
+            return self._out(o), cache
         ends = dict(query_seq_lengths=lengths, key_value_seq_lengths=kv_lengths if is_cross else lengths)
         more = dict(mask=mask, query_segment_ids=segment_ids, context=self.context)
-        return self.out(flash_attention(query, key, value, **more, **ends, **options))
+        return self._out(flash_attention(query, key, value, **more, **ends, **options))
 
     @property
     def _left(self) -> int | None:
@@ -225,6 +227,12 @@ class FlashAttention(nnx.Module):
         if self.rope_base is not None:
             query, key = rope(query, positions, self.rope_base), rope(key, positions, self.rope_base)
         return query, key, value
+
+    def _out(self, o):
+        """Of heads that explicit axes of a mesh have on several devices, each of these gets the sum."""
+        lies = jax.typeof(o).sharding
+        summed = lies.spec[2] is not None
+        return self.out(o, NamedSharding(lies.mesh, P(*lies.spec[:2], None)) if summed else None)
 
     def _check(self, x, segment_ids, cache):
         if x.ndim != 3 or x.shape[-1] != self.in_features:

@@ -148,12 +148,13 @@ def _run(jaxpr, values):
 def _evaluated(eqn, inputs):
     if not any(isinstance(x, Part) for x in inputs):
         return bind(eqn, inputs)
-    if "jaxpr" in eqn.params:
+    if eqn.primitive.name in _STRAIGHT:
         return (yield from _run(getattr(eqn.params["jaxpr"], "jaxpr", eqn.params["jaxpr"]), inputs))
     name, (part, *rest) = eqn.primitive.name, inputs
     if name not in _TAKES or not isinstance(part, Part):
         shape = ", ".join(map(str, next(x for x in inputs if isinstance(x, Part)).shape))
-        raise TypeError(f"{MAY_READ}; got {name} of one [{shape}].")
+        hint = " What a loop or a branch needs it reads before." * (name in ("scan", "while", "cond"))
+        raise TypeError(f"{MAY_READ}; got {name} of one [{shape}].{hint}")
     part, inside, other = _TAKES[name](eqn.params, part, *rest)
     value = yield from _read(part)
     return [value if inside is None else jnp.where(inside, value, other)]
@@ -230,4 +231,5 @@ def _clamped(i, last: int):
     return lax.clamp(jnp.asarray(0, i.dtype), i, jnp.asarray(last, i.dtype)).astype(jnp.int32)
 
 
+_STRAIGHT = ("jit", "pjit", "remat2")  # what runs the program that it holds, once
 _TAKES = dict(dynamic_slice=_dynamic_slice, slice=_slice, squeeze=_squeeze, reshape=_reshape, gather=_gather)

@@ -39,7 +39,7 @@ def _why_no_rule(problem: Problem) -> str | None:
         try:
             lacking = sorted(asked.operations - set(_OPERATIONS)) if asked else []
         except TypeError as error:  # of a mask, which elsewhere may read what it likes
-            return f"{asked.rule}: {error}"
+            return f"{asked.rule}: {str(error).removesuffix('.')}"
         if lacking:
             return f"{asked.rule} needs {', '.join(lacking)}, which jax's Triton lowering does not know for tiles"
     return None
