@@ -17,7 +17,7 @@ from selection import whole_but
 
 from pallas_flash import dropout, explain, flash_attention
 from pallas_flash.kernels import device, hopper
-from pallas_flash.kernels.hopper import sync, tuning
+from pallas_flash.kernels.hopper import order, sync, tuning
 
 needs_interpreter = pytest.mark.skipif(gpu_interpreter.MISSING is not None, reason=str(gpu_interpreter.MISSING))
 
@@ -172,6 +172,12 @@ def test_short_programs_go_over_several_tiles_where_all_processors_stay_busy(hea
     monkeypatch.setattr(device, "processors", lambda: 132)
     q = jax.ShapeDtypeStruct((1, length, heads, 128), jnp.bfloat16)
     assert hopper.tiles(explain(q, q, q).problem).forward.rounds == ROUNDS[heads, length]
+
+
+def test_programs_of_unequal_numbers_of_tiles_are_refused():
+    q = jax.ShapeDtypeStruct((1, 3 * 128, 1, 128), jnp.bfloat16)
+    with pytest.raises(ValueError, match="got 2 to a program, of 3 to a head"):
+        order.query_tiles(explain(q, q, q).problem, 128, rounds=2)
 
 
 @needs_interpreter

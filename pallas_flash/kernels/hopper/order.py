@@ -27,7 +27,10 @@ class Place(NamedTuple):
 
 def query_tiles(p: Problem, block_q: int, rounds: int = 1) -> int:
     """The number of programs that each own `rounds` tiles of queries."""
-    return p.batch * p.heads * schedule.ceil_div(p.queries, block_q) // rounds
+    count = schedule.ceil_div(p.queries, block_q)
+    if count % rounds:
+        raise ValueError(f"each program owns as many tiles of a head; got {rounds} to a program, of {count} to a head.")
+    return p.batch * p.heads * (count // rounds)
 
 
 def key_tiles(p: Problem, block_k: int) -> int:
