@@ -57,7 +57,7 @@ def install(put, *fakes: Backend):
     put(backends, "BACKENDS", table)
     put(backends, "NAMES", tuple(backend.name for backend in table))
     put(records, "machine", lambda: GPU)
-    put(selfcheck, "SIZES", TINY)
+    put(selfcheck, "trials", lambda problem: [TINY])
     put(trial, "SCHEMES", [(True, 0.0)])
     put(selfcheck, "_known", {})
 

@@ -79,12 +79,12 @@ def test_kernels_that_are_right_are_checked_once_recorded_and_taken(install, che
     call()
     assert checked == ["honest"] and taken() == "honest" and len(list(cache.iterdir())) == 1
     (line,) = caplog.messages
-    assert line.startswith("pallas_flash checks its kernels on this Fake GPU, once: honest 64/64 float32, deterministic")
+    assert line.startswith("pallas_flash checks its kernels on this Fake GPU, once: honest 16/16 float32, deterministic")
 
 
 def test_kernels_that_lie_are_told_with_numbers_and_the_next_are_taken(install, checked):
     install("liar", "honest")
-    with pytest.warns(RuntimeWarning, match=r"does not take liar 64/64 float32, .*: dk is off by \d.*; the tolerance is 1e-04"):
+    with pytest.warns(RuntimeWarning, match=r"does not take liar 16/16 float32, .*: dk is off by \d.*; the tolerance is 1e-04"):
         np.testing.assert_array_equal(call(), call(implementation="reference"))
     assert taken() == "honest" and "wrong on this machine: dk is off by" in explain(Q, Q, Q).why_not["liar"]
     install("liar", "honest")  # a new process knows it, and says it again
@@ -281,7 +281,7 @@ def test_code_that_is_traced_for_a_gpu_elsewhere_is_not_checked(monkeypatch):
 @pytest.mark.parametrize("position, name", list(enumerate(["o", "lse", "dq", "dk", "dv"])))
 def test_one_wrong_row_is_found_in_every_result(position, name, install):
     backend = fakes.backend("liar", *fakes.lie(position))
-    wrong = selfcheck.check(backend, explain(Q, Q, Q).problem, fakes.TINY).wrong
+    wrong = selfcheck.check(backend, explain(Q, Q, Q).problem, [fakes.TINY]).wrong
     assert f"{name} is off by" in wrong
 
 
@@ -298,7 +298,7 @@ DROPOUT = dict(dropout_rate=0.25, dropout_rng=jax.random.key(0))
 def test_the_portable_kernels_pass_with_room_to_spare(dtype, call):
     (backend,) = (backend for backend in backends.BACKENDS if backend.name == "portable")
     q = jax.ShapeDtypeStruct((1, 8, 2, 50), dtype)
-    errors, wrong = selfcheck.check(backend, explain(q, q, q, **call).problem, fakes.TINY)
+    errors, wrong = selfcheck.check(backend, explain(q, q, q, **call).problem, [fakes.TINY])
     assert wrong is None and max(errors.values()) < selfcheck.TOLERANCE[dtype] / 2
 
 
@@ -307,7 +307,7 @@ def test_the_hopper_kernels_pass_with_room_to_spare():
     (backend,) = (backend for backend in backends.BACKENDS if backend.name == "hopper")
     q = jax.ShapeDtypeStruct((1, 8, 2, 50), "bfloat16")
     with gpu_interpreter.hopper_kernels():
-        errors, wrong = selfcheck.check(backend, explain(q, q, q, deterministic=False).problem, fakes.TINY)
+        errors, wrong = selfcheck.check(backend, explain(q, q, q, deterministic=False).problem, [fakes.TINY])
     assert wrong is None and max(errors.values()) < selfcheck.TOLERANCE["bfloat16"] / 3
 
 
@@ -340,7 +340,7 @@ def test_dropout_is_checked_by_itself_with_weights_dropped():
     assert selfcheck.variant_of(hopper, dropping).scheme == "deterministic, dropout"
     assert hopper.tiles(plain) != hopper.tiles(dropping) == hopper.tiles(selfcheck.trial(dropping, fakes.TINY)[0])
     other = lambda problem, tiles, x: fakes.REFERENCE.forward(problem, tiles, x._replace(seeds=x.seeds + 1))
-    wrong = selfcheck.check(fakes.backend("liar", other, fakes.REFERENCE.backward), dropping, fakes.TINY).wrong
+    wrong = selfcheck.check(fakes.backend("liar", other, fakes.REFERENCE.backward), dropping, [fakes.TINY]).wrong
     assert "o is off by" in wrong
 
 
@@ -349,7 +349,24 @@ def test_decoding_is_checked_by_itself_on_a_problem_that_is_decoding():
     q, k = (jax.ShapeDtypeStruct((1, length, 2, 64), "bfloat16") for length in (1, 4096))
     problem = explain(q, k, k).problem
     assert selfcheck.variant_of(portable, problem).scheme == "deterministic, decoding"
-    assert portable.tiles(selfcheck.trial(problem, selfcheck.DECODING)[0]).decode is not None
+    (sizes,) = selfcheck.trials(problem)
+    assert portable.tiles(selfcheck.trial(problem, sizes)[0]).decode is not None
+
+
+@pytest.mark.parametrize("size", [64, 96, 128])
+def test_hopper_is_checked_with_one_tile_to_a_program_and_with_several(size):
+    (hopper, *_), q = backends.BACKENDS, jax.ShapeDtypeStruct((4, 4096, 8, size), "bfloat16")
+    problem = explain(q, q, q, is_causal=True).problem
+    one, several = (hopper.tiles(selfcheck.trial(problem, sizes)[0]).forward for sizes in selfcheck.trials(problem))
+    assert one.rounds == 1 < several.rounds and several.q_stages == 2
+
+
+def test_the_largest_error_of_all_trials_counts_and_nan_most(monkeypatch):
+    problem = explain(Q, Q, Q).problem
+    found = [dict(o=1e-6, dq=float("nan")), dict(o=0.5, dq=1e-6)]
+    monkeypatch.setattr(selfcheck, "_errors", lambda *_: found.pop(0))
+    wrong = selfcheck.check(fakes.backend("honest"), problem, [fakes.TINY, fakes.TINY]).wrong
+    assert wrong.startswith("o is off by 5.0e-01, dq is off by nan; ")
 
 
 # ---- python -m pallas_flash ----

@@ -16,11 +16,11 @@ import numpy as np
 from pallas_flash import autodiff, backends, decode, dropout, masks
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.backends import Backend, Choice
+from pallas_flash.kernels import device
 from pallas_flash.machine import records
 
 LIMIT = 300  # seconds; a check that takes longer hangs
 SIZES = dict(batch=2, queries=523, keys=709, heads=8, kv_heads=2)  # blocks that need a mask, blocks that need none, ragged ones
-DECODING = SIZES | dict(queries=3)
 WIDTH = 16  # multiples of this tell heads apart in the kernels
 ROWS = 64  # that are compared as one vector: a single row of a gradient may be zero but for rounding
 TOLERANCE = dict(float32=1e-4, bfloat16=2e-2, float16=4e-3)
@@ -147,7 +147,7 @@ def _tried(backend: Backend, problem: Problem, variant: Variant, machine: record
         variant,
     )
     try:
-        verdict = _in_a_thread(lambda: check(backend, problem, DECODING if decode.takes(problem) else SIZES), LIMIT)
+        verdict = _in_a_thread(lambda: check(backend, problem, trials(problem)), LIMIT)
     except TimeoutError:
         _known[variant, machine] = hangs(LIMIT)
         record(variant, machine, hangs(LIMIT))
@@ -193,17 +193,29 @@ def _warning(variant: Variant, machine: records.Machine, verdict: Verdict) -> st
 # ---- the check ----
 
 
-def check(backend: Backend, problem: Problem, sizes: dict[str, int]) -> Verdict:
-    """Compares output, log-sum-exp and gradients with the reference's in float32, on a small problem of the same variant."""
-    small, operands, cotangents = trial(problem, sizes)
+def trials(problem: Problem) -> list[dict[str, int]]:
+    """The sizes of the problems that are tried, the last with so many heads that programs go over several tiles."""
+    if decode.takes(problem):
+        return [SIZES | dict(queries=3)]
+    processors = device.processors()
+    return [SIZES, SIZES | dict(batch=1, queries=509, heads=2 * processors, kv_heads=processors)]
+
+
+def check(backend: Backend, problem: Problem, trials: list[dict[str, int]]) -> Verdict:
+    """Compares output, log-sum-exp and gradients with the reference's in float32, on small problems of the same variant."""
+    errors = [_errors(backend, *trial(problem, sizes)) for sizes in trials]
+    largest = {name: max((e[name] for e in errors), key=lambda e: (e != e, e)) for name in errors[0]}
+    tolerance = TOLERANCE[problem.dtype]
+    wrong = [f"{name} is off by {e:.1e}" for name, e in largest.items() if not e <= tolerance]  # nan is not
+    return Verdict(largest, f"{', '.join(wrong)}; the tolerance is {tolerance:.0e}" if wrong else None)
+
+
+def _errors(backend: Backend, small: Problem, operands: Operands, cotangents: tuple) -> dict[str, float]:
     found = run(small, Choice(backend, backend.tiles(small)), operands, cotangents)
     reference = next(backend for backend in backends.BACKENDS if backend.name == "reference")
     exact = dataclasses.replace(small, dtype="float32")
     wanted = run(exact, Choice(reference, reference.tiles(exact)), *jax.tree.map(_exact, (operands, cotangents)))
-    errors = {name: error(found[name], wanted[name]) for name in wanted}
-    tolerance = TOLERANCE[problem.dtype]
-    wrong = [f"{name} is off by {e:.1e}" for name, e in errors.items() if not e <= tolerance]  # nan is not
-    return Verdict(errors, f"{', '.join(wrong)}; the tolerance is {tolerance:.0e}" if wrong else None)
+    return {name: error(found[name], wanted[name]) for name in wanted}
 
 
 def trial(problem: Problem, sizes: dict[str, int]) -> tuple[Problem, Operands, tuple]:
