@@ -16,7 +16,7 @@ from pallas_flash.machine import records, selfcheck
 
 DESCRIPTION = """
 Prints what flash_attention takes on this machine for typical calls, and why. Then runs all that this machine can run, forward and
-backward, each variant in a process of its own: first on a small ragged problem, compared with the reference; then, timed, on a
+backward, each variant in a process of its own: first on small ragged problems, compared with the reference; then, timed, on a
 larger one, beside jax.nn.dot_product_attention. On a GPU the verdicts are recorded, and later calls need no check of their own:
 kernels that are right are taken, kernels that are wrong, hang or crash are not."""
 EPILOG = f"""
