@@ -296,7 +296,7 @@ def print_header(args, everyone: list[Contender], cases: list[Case]) -> dict[str
         peers=", ".join(versions) or "none but jax's own",
         missing="; ".join(f"{one.name} not installed: {one.missing()}" for one in everyone if one.missing()) or "none",
         inputs=f"random normal, {args.dtype}, {_shapes(args)}",
-        times=f"median of {args.repeats} rounds, interleaved: each contender once a round, in rotating order",
+        times=f"median of {args.repeats} rounds, interleaved: each contender once a round, in an order drawn anew",
         clock=(time_by := clock.which()),
         **_marks(args, time_by),
         ratio=f"its time / time of {first}: above 1, {first} is faster",

@@ -190,7 +190,7 @@ def print_header(args, case: Case, tiles):
         date=f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC",
         case=f"{case}{', deterministic=False' if args.fused else ''}",
         tiles=repr(tiles),
-        times=f"median of {args.repeats} rounds, interleaved: each candidate once a round, in rotating order",
+        times=f"median of {args.repeats} rounds, interleaved: each candidate once a round, in an order drawn anew",
     )
     if not machine.on_gpu():
         facts |= dict(beware="there is no GPU: the kernels run in Pallas' interpreter, and their times mean nothing")

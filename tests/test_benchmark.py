@@ -2,6 +2,7 @@
 
 import csv
 import functools
+import itertools
 import json
 import os
 import re
@@ -417,11 +418,14 @@ def program(call):
     return programs.Program(call, lambda started: started, list)
 
 
-def test_after_a_trial_a_round_calls_each_in_an_order_that_rotates(monkeypatch):
+def test_after_a_trial_a_round_calls_each_behind_any_other(monkeypatch):
     called = []
     monkeypatch.setattr(clock, "SAMPLE", 0)
-    turns = clock.interleave({name: program(functools.partial(called.append, name)) for name in "abc"}, 4)
-    assert "".join(called) == "abc" + "".join(turn.name for turn in turns) == "abcabcbcacababc"
+    turns = clock.interleave({name: program(functools.partial(called.append, name)) for name in "abc"}, 9)
+    text = "".join(called)
+    assert text == "abc" + "".join(turn.name for turn in turns)
+    assert all(sorted(text[i : i + 3]) == ["a", "b", "c"] for i in range(0, 30, 3))
+    assert {a + b for a, b in itertools.pairwise(text)} >= {"ab", "ac", "ba", "bc", "ca", "cb"}
 
 
 def test_a_short_call_is_repeated_and_on_a_cpu_each_is_waited_for():

@@ -8,6 +8,7 @@ import bisect
 import contextlib
 import math
 import pathlib
+import random
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -36,14 +37,14 @@ class NoDeviceTime(Exception):
 
 
 def interleave(programs: dict[str, Program], rounds: int) -> list[Turn]:
-    """A round has a turn of each, in an order that rotates, so that a slow minute slows all alike."""
+    """A round has a turn of each, so that a slow minute slows all alike, in an order drawn anew: one that rotates would put each
+    behind the same one, whose arrays are in the caches."""
     names = list(programs)
     once = {name: max(1e-6, _turn(program, "a trial", 1)) for name, program in programs.items()}
     calls = {name: max(1, min(100, math.ceil(SAMPLE / seconds))) for name, seconds in once.items()}
-    turns = []
-    for r in range(rounds):
-        first = r % max(1, len(names))
-        for name in names[first:] + names[:first]:
+    turns, draw = [], random.Random(0)
+    for _ in range(rounds):
+        for name in draw.sample(names, len(names)):
             time.sleep(PAUSE)
             seconds = _turn(programs[name], f"{_MARK}{len(turns)}", calls[name])
             turns.append(Turn(name, calls[name], seconds))
