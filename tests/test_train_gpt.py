@@ -14,6 +14,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 
 import filelock
@@ -28,6 +29,7 @@ from pallas_flash import backends
 from scripts import train_gpt
 from scripts.gpt_run import curves, machine, mesh, options, steps, stops
 from scripts.gpt_run import text as texts
+from scripts.gpt_run.folder import remove_partial
 
 SCRIPT = pathlib.Path(__file__).resolve().parents[1] / "scripts" / "train_gpt.py"
 TINY = "--layers 1 --heads 2 --features 16 --context 24 --batch 3 --eval-every 5 --save-every 4 --warmup 3".split()
@@ -386,6 +388,19 @@ def test_a_full_disk_ends_with_one_line_and_leaves_what_was_there_whole(script, 
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["4"], "nothing is left that takes room"
     script.main(["--resume", str(folder)])
     assert (folder / "loss.csv").read_text() == (unbroken / "loss.csv").read_text()
+
+
+def test_what_a_failed_save_still_writes_is_removed_as_well(tmp_path):
+    partial = tmp_path / "checkpoints" / "8.orbax-checkpoint-tmp" / "default"
+    writers = [threading.Timer(seconds, partial.mkdir, kwargs=dict(parents=True, exist_ok=True)) for seconds in (0.05, 0.2)]
+    partial.mkdir(parents=True)
+    for writer in writers:
+        writer.start()
+    remove_partial(tmp_path)
+    for writer in writers:
+        writer.join()
+    assert not any(writer.is_alive() for writer in writers)
+    assert not any((tmp_path / "checkpoints").iterdir())
 
 
 def test_a_file_that_cannot_be_written_is_the_old_one(tmp_path, monkeypatch):

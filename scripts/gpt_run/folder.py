@@ -6,6 +6,7 @@ import logging
 import os
 import pathlib
 import shutil
+import time
 
 from scripts.bench.options import numbered
 from scripts.gpt_run.curves import CURVES, csv_of
@@ -160,6 +161,13 @@ def save(folder: pathlib.Path, checkpoints, state: dict):
         try:
             checkpoints.save(int(state["step"]), args=ocp.args.StandardSave(state))
         except Exception:
-            for partial in (folder / "checkpoints").glob("*.orbax-checkpoint-tmp*"):
-                shutil.rmtree(partial, ignore_errors=True)
+            remove_partial(folder)
             raise
+
+
+def remove_partial(folder: pathlib.Path):
+    """What a save that failed leaves. Its writers end a moment later, and make the folder anew."""
+    for seconds in (0, 0.1, 0.3, 1):
+        time.sleep(seconds)
+        for partial in (folder / "checkpoints").glob("*.orbax-checkpoint-tmp*"):
+            shutil.rmtree(partial, ignore_errors=True)
