@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
 import filelock
 import jax
@@ -28,8 +29,8 @@ from tensorboardX.proto.event_pb2 import Event
 from pallas_flash import backends
 from scripts import train_gpt
 from scripts.gpt_run import curves, machine, mesh, options, steps, stops
+from scripts.gpt_run import folder as folders
 from scripts.gpt_run import text as texts
-from scripts.gpt_run.folder import remove_partial
 
 SCRIPT = pathlib.Path(__file__).resolve().parents[1] / "scripts" / "train_gpt.py"
 TINY = "--layers 1 --heads 2 --features 16 --context 24 --batch 3 --eval-every 5 --save-every 4 --warmup 3".split()
@@ -390,13 +391,24 @@ def test_a_full_disk_ends_with_one_line_and_leaves_what_was_there_whole(script, 
     assert (folder / "loss.csv").read_text() == (unbroken / "loss.csv").read_text()
 
 
+def test_a_checkpoint_without_room_is_not_begun(tmp_path, monkeypatch):
+    state, disk = dict(step=np.int32(4), losses=np.zeros(1000, "f4")), shutil.disk_usage(tmp_path)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: disk._replace(free=2**20 + 4004))
+    save = lambda: folders.save(tmp_path, types.SimpleNamespace(save=lambda step, args: None), state)
+    monkeypatch.setattr(folders, "csv_of", lambda state: b"4")
+    save()
+    monkeypatch.setattr("shutil.disk_usage", lambda path: disk._replace(free=2**20 + 4003))
+    with pytest.raises(stops.Refused, match=r"No space left on device \(1.1 MB are free, a checkpoint takes 1.1\). Begin again"):
+        save()
+
+
 def test_what_a_failed_save_still_writes_is_removed_as_well(tmp_path):
     partial = tmp_path / "checkpoints" / "8.orbax-checkpoint-tmp" / "default"
     writers = [threading.Timer(seconds, partial.mkdir, kwargs=dict(parents=True, exist_ok=True)) for seconds in (0.05, 0.2)]
     partial.mkdir(parents=True)
     for writer in writers:
         writer.start()
-    remove_partial(tmp_path)
+    folders.remove_partial(tmp_path)
     for writer in writers:
         writer.join()
     assert not any(writer.is_alive() for writer in writers)

@@ -1,6 +1,7 @@
 """A run's folder: config.json, checkpoints/ and the lock. Whatever kills the run, each file is whole, or the old one."""
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -15,6 +16,8 @@ from scripts.gpt_run.mesh import shardings
 from scripts.gpt_run.options import NOT_SETTINGS, report
 from scripts.gpt_run.stops import Refused, cannot_write, out_of_memory
 from scripts.gpt_run.text import Text
+
+METADATA = 2**20  # bytes of a checkpoint beyond its arrays, at most
 
 
 @contextlib.contextmanager
@@ -106,8 +109,7 @@ def saved_steps(folder: pathlib.Path) -> list[int]:
 def open_checkpoints(folder: pathlib.Path, read_only: bool = False):
     import orbax.checkpoint as ocp
 
-    if read_only:
-        logging.getLogger("absl").setLevel(logging.ERROR)  # it warns that it will not write
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # what it logs of its threads' errors comes as an exception, too
     # not in the background: the next step overwrites the state, which was donated to it
     options = ocp.CheckpointManagerOptions(
         max_to_keep=2, enable_async_checkpointing=False, read_only=read_only, create=not read_only
@@ -158,11 +160,22 @@ def save(folder: pathlib.Path, checkpoints, state: dict):
 
     with writing(folder):
         write_whole(folder / "loss.csv", csv_of(state))
+        must_have_room(folder, state)
         try:
             checkpoints.save(int(state["step"]), args=ocp.args.StandardSave(state))
         except Exception:
             remove_partial(folder)
             raise
+
+
+def must_have_room(folder: pathlib.Path, state: dict):
+    """Before the library begins: its threads print pages when they meet a full disk."""
+    import jax
+
+    free, size = shutil.disk_usage(folder).free, sum(x.nbytes for x in jax.tree.leaves(state)) + METADATA
+    if free < size:
+        room = f"{os.strerror(errno.ENOSPC)} ({free / 1e6:,.1f} MB are free, a checkpoint takes {size / 1e6:,.1f})"
+        raise OSError(errno.ENOSPC, room)
 
 
 def remove_partial(folder: pathlib.Path):
