@@ -428,10 +428,13 @@ def test_after_a_trial_a_round_calls_each_behind_any_other(monkeypatch):
     assert {a + b for a, b in itertools.pairwise(text)} >= {"ab", "ac", "ba", "bc", "ca", "cb"}
 
 
-def test_a_short_call_is_repeated_and_on_a_cpu_each_is_waited_for():
-    waited = []
-    (turn,) = clock.interleave({"a": programs.Program(lambda: time.sleep(0.004), waited.append, list)}, 1)
-    assert 1 < turn.calls <= 8 and len(waited) == 1 + turn.calls
+def test_a_short_call_is_repeated_and_on_a_cpu_each_is_waited_for(monkeypatch):
+    waited, now = [], [0.0]
+    with monkeypatch.context() as patch:
+        patch.setattr(clock, "time", types.SimpleNamespace(perf_counter=lambda: now[0], sleep=lambda seconds: None))
+        call = lambda: now.append(now.pop() + clock.SAMPLE / 7)
+        (turn,) = clock.interleave({"a": programs.Program(call, waited.append, list)}, 1)
+    assert turn.calls in (7, 8) and len(waited) == 1 + turn.calls and turn.seconds == pytest.approx(turn.calls / 7 * clock.SAMPLE)
     timing = clock.timing({name: program(lambda: None) for name in "abc"}, 4, clock.WALL)
     assert [len(timing.seconds[name]) for name in "abc"] == [4, 4, 4] and timing.clock == "wall"
 
