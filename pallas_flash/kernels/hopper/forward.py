@@ -101,7 +101,7 @@ def _kernel(program, x: Inputs, o_gmem, lse_gmem, memory: Memory, *, problem: Pr
     visited = lambda at: seen.key_blocks(x.blocks, x.visibility, at.batch, at.tile, problem.queries, tiles.block_q, tiles.block_k)
 
     def consume(own):
-        turns = sync.Turns(number_of.turns, tiles.warpgroups, own)
+        turns = sync.Turns(number_of.turns, number_of.alone, tiles.warpgroups, own)
         first_row = lambda at: at.tile * tiles.block_q + own * ROWS
         rows = lambda x, at: tile.rows_of(x, at.batch, pl.ds(first_row(at), ROWS), at.head, memory.q.shape[2])
         slot = lambda n: sync.slot(n, tiles.q_stages) * tiles.warpgroups + own
@@ -200,9 +200,11 @@ def _attend(
         p, alpha, m, l = online_softmax.step(s, m, l, scale, tiles.slack)
         return drop(p, t), alpha, m, l
 
-    def await_k(t, early: bool):  # early: ptxas moves the wait for the products up over the exponentials, but not over this one
-        if early == tiles.k_early:
+    def await_k(t, early: bool, masked: bool = False):  # early: ptxas moves the wait for the products up over the exponentials,
+        if early == tiles.k_early:  # but neither over this wait nor, in steps with a mask, over the barrier
             pl.when(t <= last)(lambda: k.wait(t)) if early else k.wait(t)
+        elif early and masked:
+            turns.stand()
 
     first, last = blocks.first, blocks.last - 1
     k.wait(first)
@@ -226,7 +228,7 @@ def _attend(
             s = tile.finished(s_acc, running=len(tile.parts(tiles.block_k)))  # [bq, bk]
             k.release(t)
             results = softmax(s, t, m, l, masked)
-            await_k(t + 1, early=True)
+            await_k(t + 1, early=True, masked=masked)
             return results
 
         like = tile.zeros(*shape), tile.rows(1.0), m, l
