@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash import online_softmax, schedule
 from pallas_flash.arguments import Operands, Problem
-from pallas_flash.kernels.hopper import decode, kept, order, scored, seen, sync, tile
+from pallas_flash.kernels.hopper import decode, ends, kept, order, scored, seen, sync, tile
 from pallas_flash.kernels.hopper.tuning import ROWS, AllTiles, Tiles
 from pallas_flash.masks import Ints, Visibility
 
@@ -25,6 +25,7 @@ class Inputs(NamedTuple):
     q: jax.Array  # [B, T, N, H]
     k: jax.Array  # [B, S, K, H]
     v: jax.Array  # [B, S, K, Hv]
+    last: ends.Blocks | None  # of k and v
     blocks: jax.Array | None  # int32 [B or 1, query tiles, 4]: schedule.Blocks; None where the mask has no data
     own_blocks: jax.Array | None  # int32 [B or 1, ceil(T / 64), 4]: the same for the rows of each consumer
     sinks: jax.Array | None  # [N], less what `scores_apart` leaves out
@@ -60,12 +61,10 @@ def forward(problem: Problem, tiles: AllTiles, x: Operands):
 def _inputs(p: Problem, t: Tiles, x: Operands) -> Inputs:
     visibility, blocks = schedule.by_query_tile(x.visibility, p.queries, t.block_q, t.block_k)
     _, own_blocks = schedule.by_query_tile(x.visibility, p.queries, ROWS, t.block_k)
-    value = x.value
-    if (reached := x.visibility.reached(jnp.arange(p.keys))) is not None:
-        value = jnp.where(reached[:, :, None, None], value, 0)  # what is not seen has p = 0, and 0 * NaN is NaN
-    q, k, v = (tile.padded(a, t.swizzle) for a in (x.query, x.key, value))
+    q, k, v = (tile.padded(a, t.swizzle) for a in (x.query, x.key, x.value))
+    last = ends.blocks(x.visibility.lengths[1], t.block_k, k, v)
     sinks = None if x.sinks is None else x.sinks - (p.soft_cap or 0.0)
-    return Inputs(q, k, v, blocks, own_blocks, sinks, x.seeds, scored.numbers(p, x.score), visibility)
+    return Inputs(q, k, v, last, blocks, own_blocks, sinks, x.seeds, scored.numbers(p, x.score), visibility)
 
 
 class Memory(NamedTuple):
