@@ -253,6 +253,18 @@ def test_garbage_in_padding_changes_no_bit(garbage, rng):
 
 
 @needs_interpreter
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_of_arrays_that_end_at_lengths_no_more_than_a_block_is_copied(deterministic):
+    arrays = [jax.ShapeDtypeStruct((2, 512, heads, 64), jnp.bfloat16) for heads in (2, 1, 1, 2)]
+    lengths = np.array([300, 7], np.int32)
+    options = dict(query_seq_lengths=lengths, key_value_seq_lengths=lengths, implementation="hopper", deterministic=deterministic)
+    with gpu_interpreter.hopper_kernels():
+        program = str(jax.make_jaxpr(lambda *x: jax.vjp(lambda *qkv: flash_attention(*qkv, **options), *x[:3])[1](x[3]))(*arrays))
+    copied = set(re.findall(r"bf16\[2,(\d+),\d+,\d+\] = (?:pad|slice|select_n|gather|concatenate)\[?", program))
+    assert "512" not in copied and "128" in copied
+
+
+@needs_interpreter
 def test_a_row_that_sees_no_key_gives_zero(rng):
     with gpu_interpreter.hopper_kernels():
         o, lse = forward(*qkv(rng, SIZES, jnp.bfloat16), key_value_seq_lengths=np.array([0, 7], np.int32), is_causal=True)

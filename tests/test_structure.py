@@ -63,6 +63,7 @@ ORDER = [
     "kernels.hopper.scored",
     "kernels.hopper.seen",
     "kernels.hopper.tile",
+    "kernels.hopper.ends",
     "kernels.hopper.sync",
     "kernels.hopper.tuning",
     "kernels.classic.__init__",

@@ -126,9 +126,10 @@ class Visibility:
         """The same from the keys' side, of a mask without data: `interval` of a key is the queries that see it."""
         return Visibility(queries, self.right, self.left, -self.offset)
 
-    def reached(self, key: Ints):
-        """Which of the keys [n] any query of a batch row may see by its lengths, bool [B, n]; None where there are none."""
-        return None if self.key_stop is None else key[None] < self.key_stop[:, None]
+    @property
+    def lengths(self) -> tuple[Ints | None, Ints | None]:
+        """How many queries and how many keys of each batch row there are, int32 [B]; None: all."""
+        return self.query_stop, self.key_stop
 
     def live(self, row: Ints):
         """Which of the queries [n] of a batch row may see a key by their lengths, bool [B, n]; None where there are none."""

@@ -5,8 +5,6 @@ keys; 7 products for a pair of blocks. Fused: the first of them also computes it
 in whatever order the tiles come; 5 products, and the last bits of dQ differ from run to run.
 """
 
-import jax.numpy as jnp
-
 from pallas_flash import online_softmax
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.kernels import portable
@@ -21,19 +19,11 @@ def backward(problem: Problem, tiles: AllTiles, x: Operands, o, lse, do, delta):
     del o  # delta holds all that is needed of it
     p = problem
     of_score = () if x.score is None else (tables.gradients(p, portable.tiles(p).dq, x, do, lse, delta),)
-    live, reached = x.visibility.live(jnp.arange(p.queries)), x.visibility.reached(jnp.arange(p.keys))
-    q, do = (_where(live, a) for a in (x.query, do))
-    k, v = (_where(reached, a) for a in (x.key, x.value))
     lse = lse - (p.soft_cap or 0.0) * online_softmax.LOG2E
-    arrays = x.seeds, scored.numbers(p, x.score), q, k, v, do, lse, delta
+    arrays = x.seeds, scored.numbers(p, x.score), x.query, x.key, x.value, do, lse, delta
     if tiles.fused is not None:
         dq, dk, dv = backward_dkv.dkv(p, tiles.fused, x.visibility, *arrays, fused=True)
     else:
         dq = backward_dq.dq(p, tiles.dq, x.visibility, *arrays)
         dk, dv = backward_dkv.dkv(p, tiles.dkv, x.visibility, *arrays, fused=False)
     return dq, dk, dv, None, *of_score
-
-
-def _where(rows, x):
-    """x with zeros outside of `rows` [B, length]: what is not seen has p = ds = 0, and 0 * NaN is NaN."""
-    return x if rows is None else jnp.where(rows[:, :, None, None], x, 0)

@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash import schedule
 from pallas_flash.arguments import Problem
-from pallas_flash.kernels.hopper import kept, order, scored, seen, sync, tile
+from pallas_flash.kernels.hopper import ends, kept, order, scored, seen, sync, tile
 from pallas_flash.kernels.hopper.gradients import Inputs, dlogits, inputs, probabilities
 from pallas_flash.kernels.hopper.tuning import ROWS, KeyTiles, stored
 from pallas_flash.masks import Ints, Visibility
@@ -54,9 +54,10 @@ class Memory(NamedTuple):
 
 def dkv(p: Problem, t: KeyTiles, visibility: Visibility, *arrays, fused: bool):
     """dk, dv; before them dq, if fused."""
+    lengths = visibility.lengths
     by_key = schedule.query_blocks(visibility, p.queries, t.block_q, t.block_k)
     visibility, by_query = schedule.by_query_tile(visibility, p.queries, t.block_q, t.block_k)
-    x = inputs(p, t, None if by_query is None else by_key, visibility, *arrays)
+    x = inputs(p, t, lengths, None if by_query is None else by_key, visibility, *arrays)
     sums = [jnp.zeros((*x.q.shape[:3], stored(p.head_size, t.swizzle, 4)), jnp.float32)] if fused else []
     *dq, dk, dv = tile.launch(
         functools.partial(_kernel, problem=p, tiles=t),
@@ -83,17 +84,23 @@ def _kernel(program, x: Inputs, *outputs, problem: Problem, tiles: KeyTiles):
     first_key = at.tile * tiles.block_k
 
     def produce():
-        keys = lambda x, width: tile.rows_of(x, at.batch, pl.ds(first_key, tiles.block_k), at.kv_head, width)
-        plgpu.copy_gmem_to_smem(keys(x.k, tiles.width), memory.k, memory.kv_full)
-        plgpu.copy_gmem_to_smem(keys(x.v, tiles.value_width), memory.v, memory.kv_full)
+        def keys(first, k_gmem, v_gmem):
+            rows = lambda x, width: tile.rows_of(x, at.batch, pl.ds(first, tiles.block_k), at.kv_head, width)
+            plgpu.copy_gmem_to_smem(rows(k_gmem, tiles.width), memory.k, memory.kv_full)
+            plgpu.copy_gmem_to_smem(rows(v_gmem, tiles.value_width), memory.v, memory.kv_full)
+
+        ends.reader(x.last, at.batch, tiles.block_k)(at.tile, keys, x.k, x.v)
+        read = ends.reader(x.last_queries, at.batch, tiles.block_q)
 
         def head(g, _):
             def load(i, _):
-                t, rows = g * steps + i - blocks.first, pl.ds(i * tiles.block_q, tiles.block_q)
-                of_head = lambda x, width: tile.rows_of(x, at.batch, rows, at.head + g, width)
-                q, do = of_head(x.q, tiles.width), of_head(x.do, tiles.value_width)
-                lse, delta = (ref.at[at.batch, at.head + g, rows] for ref in (x.lse, x.delta))
-                queries.fill(t, (q, lse, do, delta))
+                def fill(first, q_gmem, do_gmem):
+                    rows = lambda x, width: tile.rows_of(x, at.batch, pl.ds(first, tiles.block_q), at.head + g, width)
+                    by_row = at.batch, at.head + g, pl.ds(i * tiles.block_q, tiles.block_q)
+                    q, do = rows(q_gmem, tiles.width), rows(do_gmem, tiles.value_width)
+                    queries.fill(g * steps + i - blocks.first, (q, x.lse.at[by_row], do, x.delta.at[by_row]))
+
+                read(i, fill, x.q, x.do)
 
             schedule.loop(sync.opaque(blocks.first), sync.opaque(blocks.last), load, None)
 

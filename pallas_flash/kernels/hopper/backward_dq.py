@@ -9,7 +9,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash import schedule
 from pallas_flash.arguments import Problem
-from pallas_flash.kernels.hopper import kept, order, scored, seen, sync, tile
+from pallas_flash.kernels.hopper import ends, kept, order, scored, seen, sync, tile
 from pallas_flash.kernels.hopper.gradients import Inputs, dlogits, inputs, probabilities
 from pallas_flash.kernels.hopper.tuning import ROWS, Tiles
 from pallas_flash.masks import Visibility
@@ -43,8 +43,9 @@ class Memory(NamedTuple):
 
 
 def dq(p: Problem, t: Tiles, visibility: Visibility, *arrays):
+    lengths = visibility.lengths
     visibility, blocks = schedule.by_query_tile(visibility, p.queries, t.block_q, t.block_k)
-    x = inputs(p, t, blocks, visibility, *arrays)
+    x = inputs(p, t, lengths, blocks, visibility, *arrays)
     (dq,) = tile.launch(
         functools.partial(_kernel, problem=p, tiles=t),
         x,
@@ -66,14 +67,18 @@ def _kernel(program, x: Inputs, dq_gmem, memory: Memory, *, problem: Problem, ti
     all_blocks = lambda: seen.key_blocks(x.blocks, x.visibility, at.batch, at.tile, problem.queries, tiles.block_q, tiles.block_k)
 
     def consume(own):
-        first_row = at.tile * tiles.block_q + own * ROWS
-        rows = lambda x, width: tile.rows_of(x, at.batch, pl.ds(first_row, ROWS), at.head, width)
+        rows = lambda x, first, width: tile.rows_of(x, at.batch, pl.ds(first + own * ROWS, ROWS), at.head, width)
         q, do = memory.q.at[own], memory.do.at[own]
-        plgpu.copy_gmem_to_smem(rows(x.do, tiles.value_width), do, memory.do_full.at[own])
-        plgpu.copy_gmem_to_smem(rows(x.q, tiles.width), q, memory.q_full.at[own])
+
+        def copy(first, q_gmem, do_gmem):
+            plgpu.copy_gmem_to_smem(rows(do_gmem, first, tiles.value_width), do, memory.do_full.at[own])
+            plgpu.copy_gmem_to_smem(rows(q_gmem, first, tiles.width), q, memory.q_full.at[own])
+
+        ends.reader(x.last_queries, at.batch, tiles.block_q)(at.tile, copy, x.q, x.do)
+        first_row = at.tile * tiles.block_q + own * ROWS
         dq = _sum(x, at, first_row, own, memory, k, v, all_blocks(), problem, tiles)
         q[...] = (dq * problem.scale).astype(q.dtype)
-        tile.copy_out((q, rows(dq_gmem, tiles.width)))
+        tile.copy_out((q, rows(dq_gmem, at.tile * tiles.block_q, tiles.width)))
 
     def produce():
         count = tile.feed(x, at, all_blocks(), k, v, tiles)

@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash import online_softmax, schedule
 from pallas_flash.arguments import Operands, Problem
-from pallas_flash.kernels.hopper import decode, kept, order, scored, seen, sync, tile
+from pallas_flash.kernels.hopper import decode, ends, kept, order, scored, seen, sync, tile
 from pallas_flash.kernels.hopper.tuning import ROWS, AllTiles, Tiles
 from pallas_flash.masks import Ints, Visibility
 
@@ -25,6 +25,7 @@ class Inputs(NamedTuple):
     q: jax.Array  # [B, T, N, H]
     k: jax.Array  # [B, S, K, H]
     v: jax.Array  # [B, S, K, Hv]
+    last: ends.Blocks | None  # of k and v
     blocks: jax.Array | None  # int32 [B or 1, query tiles, 4]: schedule.Blocks; None where the mask has no data
     own_blocks: jax.Array | None  # int32 [B or 1, ceil(T / 64), 4]: the same for the rows of each consumer
     sinks: jax.Array | None  # [N], less what `scores_apart` leaves out
@@ -60,12 +61,10 @@ def forward(problem: Problem, tiles: AllTiles, x: Operands):
 def _inputs(p: Problem, t: Tiles, x: Operands) -> Inputs:
     visibility, blocks = schedule.by_query_tile(x.visibility, p.queries, t.block_q, t.block_k)
     _, own_blocks = schedule.by_query_tile(x.visibility, p.queries, ROWS, t.block_k)
-    value = x.value
-    if (reached := x.visibility.reached(jnp.arange(p.keys))) is not None:
-        value = jnp.where(reached[:, :, None, None], value, 0)  # what is not seen has p = 0, and 0 * NaN is NaN
-    q, k, v = (tile.padded(a, t.swizzle) for a in (x.query, x.key, value))
+    q, k, v = (tile.padded(a, t.swizzle) for a in (x.query, x.key, x.value))
+    last = ends.blocks(x.visibility.lengths[1], t.block_k, k, v)
     sinks = None if x.sinks is None else x.sinks - (p.soft_cap or 0.0)
-    return Inputs(q, k, v, blocks, own_blocks, sinks, x.seeds, scored.numbers(p, x.score), visibility)
+    return Inputs(q, k, v, last, blocks, own_blocks, sinks, x.seeds, scored.numbers(p, x.score), visibility)
 
 
 class Memory(NamedTuple):
@@ -101,7 +100,7 @@ def _kernel(program, x: Inputs, o_gmem, lse_gmem, memory: Memory, *, problem: Pr
     visited = lambda at: seen.key_blocks(x.blocks, x.visibility, at.batch, at.tile, problem.queries, tiles.block_q, tiles.block_k)
 
     def consume(own):
-        turns = sync.Turns(number_of.turns, tiles.warpgroups, own)
+        turns = sync.Turns(number_of.turns, number_of.alone, tiles.warpgroups, own)
         first_row = lambda at: at.tile * tiles.block_q + own * ROWS
         rows = lambda x, at: tile.rows_of(x, at.batch, pl.ds(first_row(at), ROWS), at.head, memory.q.shape[2])
         slot = lambda n: sync.slot(n, tiles.q_stages) * tiles.warpgroups + own
@@ -200,9 +199,11 @@ def _attend(
         p, alpha, m, l = online_softmax.step(s, m, l, scale, tiles.slack)
         return drop(p, t), alpha, m, l
 
-    def await_k(t, early: bool):  # early: ptxas moves the wait for the products up over the exponentials, but not over this one
-        if early == tiles.k_early:
+    def await_k(t, early: bool, masked: bool = False):  # early: ptxas moves the wait for the products up over the exponentials,
+        if early == tiles.k_early:  # but neither over this wait nor, in steps with a mask, over the barrier
             pl.when(t <= last)(lambda: k.wait(t)) if early else k.wait(t)
+        elif early and masked:
+            turns.stand()
 
     first, last = blocks.first, blocks.last - 1
     k.wait(first)
@@ -226,7 +227,7 @@ def _attend(
             s = tile.finished(s_acc, running=len(tile.parts(tiles.block_k)))  # [bq, bk]
             k.release(t)
             results = softmax(s, t, m, l, masked)
-            await_k(t + 1, early=True)
+            await_k(t + 1, early=True, masked=masked)
             return results
 
         like = tile.zeros(*shape), tile.rows(1.0), m, l

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from pallas_flash import online_softmax
 from pallas_flash.arguments import Problem
-from pallas_flash.kernels.hopper import scored, tile
+from pallas_flash.kernels.hopper import ends, scored, tile
 from pallas_flash.kernels.hopper.tuning import KeyTiles, Tiles
 from pallas_flash.masks import Visibility
 
@@ -20,6 +20,8 @@ class Inputs(NamedTuple):
     k: jax.Array  # [B, S, K, H]
     v: jax.Array  # [B, S, K, Hv]
     do: jax.Array  # [B, T, N, Hv]
+    last: ends.Blocks | None  # of k and v
+    last_queries: ends.Blocks | None  # of q and do
     lse: jax.Array  # [B, N, whole tiles of T]: in units of log 2, less what `scores_apart` leaves out; +inf: p = 0
     delta: jax.Array  # the same shape
     seeds: jax.Array | None  # uint32 [B, N, 2], of dropout
@@ -28,11 +30,14 @@ class Inputs(NamedTuple):
     visibility: Visibility  # its data by rows and keys only
 
 
-def inputs(p: Problem, t: Tiles | KeyTiles, blocks, visibility: Visibility, seeds, score, q, k, v, do, lse, delta) -> Inputs:
+def inputs(
+    p: Problem, t: Tiles | KeyTiles, lengths, blocks, visibility: Visibility, seeds, score, q, k, v, do, lse, delta
+) -> Inputs:
     more = (0, 0), (0, 0), (0, -p.queries % t.block_q)
     lse, delta = jnp.pad(lse, more, constant_values=jnp.inf), jnp.pad(delta, more)
     q, k, v, do = (tile.padded(x, t.swizzle) for x in (q, k, v, do))
-    return Inputs(q, k, v, do, lse, delta, seeds, score, blocks, visibility)
+    last, last_queries = ends.blocks(lengths[1], t.block_k, k, v), ends.blocks(lengths[0], t.block_q, q, do)
+    return Inputs(q, k, v, do, last, last_queries, lse, delta, seeds, score, blocks, visibility)
 
 
 def probabilities(problem: Problem, s, lse: Callable, sees: Callable | None, keeps: Callable | None, modify: Callable | None):

@@ -54,6 +54,10 @@ class Numbers(NamedTuple):
     def second_ring(self) -> int:
         return self.first_ring + self.stages
 
+    @property
+    def alone(self) -> int:
+        return self.second_ring + self.stages
+
 
 def fence():
     """What this thread has written to shared memory may be read by TMA and wgmma."""
@@ -75,6 +79,7 @@ class Turns(NamedTuple):
     """Consumers take turns with the tensor cores: while one's products run, the others compute their softmax."""
 
     first: int  # named barrier of the first consumer
+    alone: int  # the same, for its own warps
     warpgroups: int
     own: Ints
 
@@ -88,6 +93,10 @@ class Turns(NamedTuple):
     def pass_on(self):
         own = lax.optimization_barrier(self.own)  # computed each time: there is no register to keep it in
         named_barrier("arrive", self.first + jnp.where(own < self.warpgroups - 1, own + 1, 0), 2 * WARPGROUP)
+
+    def stand(self):
+        """The consumer's own warps wait for each other."""
+        named_barrier("sync", self.alone + self.own, WARPGROUP)
 
     def close(self):
         """The first takes the turn that the last has passed on in the end."""

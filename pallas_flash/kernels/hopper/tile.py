@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash import schedule
 from pallas_flash.kernels import device
-from pallas_flash.kernels.hopper import sync
+from pallas_flash.kernels.hopper import ends, sync
 from pallas_flash.kernels.hopper.tuning import ROWS, stored
 from pallas_flash.masks import Ints
 
@@ -75,13 +75,15 @@ def load(ref, layout):
 def feed(x, at, blocks: schedule.Blocks, k: sync.Ring, v: sync.Ring, tiles, used: Ints = 0):
     """The producer's: fills the rings with the blocks of keys, and of values in `parts`, that a program visits, the last one
     first."""
-    count = sync.opaque(blocks.last - blocks.first)
+    count, read = sync.opaque(blocks.last - blocks.first), ends.reader(x.last, at.batch, tiles.block_k)
 
     def load(t, _):
-        first = (blocks.last - 1 - t) * tiles.block_k
-        rows = lambda x, start, size, width: rows_of(x, at.batch, pl.ds(first + start, size), at.kv_head, width)
-        k.fill(t, rows(x.k, 0, tiles.block_k, tiles.width), used)
-        v.fill(t, tuple(rows(x.v, part.start, part.size, tiles.value_width) for part in parts(tiles.block_k)), used)
+        def fill(first, k_gmem, v_gmem):
+            rows = lambda x, start, size, width: rows_of(x, at.batch, pl.ds(first + start, size), at.kv_head, width)
+            k.fill(t, rows(k_gmem, 0, tiles.block_k, tiles.width), used)
+            v.fill(t, tuple(rows(v_gmem, part.start, part.size, tiles.value_width) for part in parts(tiles.block_k)), used)
+
+        read(blocks.last - 1 - t, fill, x.k, x.v)
 
     schedule.loop(sync.opaque(0), count, load, None)
     return jnp.maximum(used, count)
