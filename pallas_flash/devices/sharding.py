@@ -1,6 +1,5 @@
 """A mesh with explicit axes: each device attends for its own batch rows and heads, and without a context for all rows."""
 
-import copy
 import dataclasses
 import functools
 import math
@@ -14,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_flash.backends import Choice
-from pallas_flash.masks import Mask, parts
+from pallas_flash.masks import Mask, Where, parts
 from pallas_flash.rules.score import Score
 
 LETTERS = {  # of the arrays of a call
@@ -39,7 +38,7 @@ LETTERS = {  # of the arrays of a call
     "lengths": "B",
 }
 CACHE_LETTERS = LETTERS | dict(length="B", key_scale="BSK", value_scale="BSK", table="BC", users="P", count="B")  # beside a cache
-SCORE_LETTERS = {"batch": "B", "head": "N"}  # of a Score; its other arrays are whole on each device
+SCORE_LETTERS = {"batch": "B", "head": "N"}  # of a Score; the arrays that rules read are whole on each device
 
 
 def mesh_of(call: dict[str, Any]) -> AbstractMesh | None:
@@ -183,6 +182,7 @@ def arrays_of(call) -> dict[tuple, Any]:
     found = {(name,): call[name] for name in LETTERS if name in call and not isinstance(call[name], Mask)}
     for number, part in enumerate(parts(call["mask"])) if isinstance(call["mask"], Mask) else ():
         found |= {("mask", number, field): getattr(part, field) for field in part.ARRAYS}
+        found |= {("mask", number, n): x for n, x in enumerate(part.arrays if isinstance(part, Where) else ())}
     if isinstance(score := call.get("score_mod"), Score):
         found |= {("score_mod", name): getattr(score, name) for name in SCORE_LETTERS}
         found |= {("score_mod", n): x for n, x in enumerate(score.arrays)}
@@ -193,27 +193,27 @@ def arrays_of(call) -> dict[tuple, Any]:
 def letters_of(path, call) -> str:
     if path[0] == "score_mod":
         return SCORE_LETTERS.get(path[1], "")
-    return LETTERS[path[0]] if len(path) == 1 else parts(call["mask"])[path[1]].ARRAYS[path[2]]
+    return LETTERS[path[0]] if len(path) == 1 else parts(call["mask"])[path[1]].ARRAYS.get(path[2], "")
 
 
 def with_arrays(call, arrays: dict[tuple, Any]) -> dict[str, Any]:
     """The call with other arrays where `arrays_of` found some."""
-    call, rules = dict(call), list(map(copy.copy, parts(call["mask"]) if isinstance(call["mask"], Mask) else ()))
+    call, rules = dict(call), parts(call["mask"]) if isinstance(call["mask"], Mask) else []
     for path, x in arrays.items():
         if len(path) == 1:
             call[path[0]] = x
         elif path[0] == "score_mod":
             call["score_mod"] = _replaced(call["score_mod"], path[1], x)
         else:
-            object.__setattr__(rules[path[1]], path[2], x)  # the classes are frozen
+            rules[path[1]] = _replaced(rules[path[1]], path[2], x)
     return call | (dict(mask=functools.reduce(operator.and_, rules)) if rules else {})
 
 
-def _replaced(score: Score, name: str | int, x) -> Score:
-    """With another array: its batch or head, or that of a number."""
+def _replaced(rule, name: str | int, x):
+    """A part of a mask or a Score with another array: of a field, or with a number of those that it reads."""
     if isinstance(name, str):
-        return dataclasses.replace(score, **{name: x})
-    return dataclasses.replace(score, arrays=(*score.arrays[:name], x, *score.arrays[name + 1 :]))
+        return dataclasses.replace(rule, **{name: x})
+    return dataclasses.replace(rule, arrays=(*rule.arrays[:name], x, *rule.arrays[name + 1 :]))
 
 
 def _is_hashable(x) -> bool:
