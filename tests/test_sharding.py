@@ -100,12 +100,13 @@ def test_key_heads_that_do_not_divide_have_a_clear_error(rng):
         flash_attention(q, k, v)
 
 
-SMALL = Sizes(B=4, T=5, S=7, N=4, K=2, H=8, Hv=8)
+SMALL = Sizes(B=4, T=5, S=8, N=4, K=2, H=8, Hv=8)
 AS = {  # the arrays' places on a mesh of two by two; None: not on the mesh
     "all of them on every device": dict(query=P(), key=P(), value=P(), bias=P(), lengths=P()),
     "keys by batch, the query on every device": dict(query=P(), key=P("data"), value=P("data")),
     "the query by batch, keys by head": dict(query=P("data"), key=P(None, None, "model"), value=P(None, None, "model")),
     "the query and the keys by the same axis": dict(query=P("data"), key=P(None, None, "data"), bias=P(None, "data")),
+    "the query by the axis of the keys' rows": dict(query=P(None, None, "data"), key=P(None, "data"), value=P(None, "data")),
     "nothing but the bias": dict(bias=P(None, "model")),
     "nothing but the lengths": dict(lengths=P("data")),
 }
@@ -115,7 +116,7 @@ AS = {  # the arrays' places on a mesh of two by two; None: not on the mesh
 def test_arrays_may_be_anywhere_on_an_explicit_mesh(places):
     rng = np.random.default_rng(0)
     arrays = dict(zip(("query", "key", "value"), qkv(rng, SMALL), strict=True))
-    arrays |= dict(bias=bias(rng, "1NTS", SMALL), lengths=np.array([3, 7, 0, 5], np.int32))
+    arrays |= dict(bias=bias(rng, "1NTS", SMALL), lengths=np.array([3, 8, 0, 5], np.int32))
     loss = loss_of("reference", is_causal=True)
     placed = {name: place(mesh(AxisType.Explicit), spec, arrays[name])[0] for name, spec in AS[places].items()}
     equal(loss(*(arrays | placed).values()), loss(*arrays.values()))

@@ -49,8 +49,7 @@ def mesh_of(call: dict[str, Any]) -> AbstractMesh | None:
     if explicit is not None or call["context"] is None:
         return explicit
     axes = set(names(call["context"].axis))
-    is_auto = lambda m: axes <= {name for name, kind in zip(m.axis_names, m.axis_types, strict=True) if kind == AxisType.Auto}
-    return next(filter(is_auto, meshes), None)
+    return next((m for m in meshes if axes <= _of_kind(m, AxisType.Auto)), None)
 
 
 def _meshes(arrays) -> list[AbstractMesh]:
@@ -69,11 +68,12 @@ def by_device(attend: Callable, call: dict[str, Any], mesh: AbstractMesh):
     named = {name: arrays.get((name,)) for name in ("query", "key", "value")}
     if any(x is None or x.ndim < 3 for x in named.values()):
         return attend(**call)  # has an error to raise
-    context, is_explicit = call["context"], AxisType.Explicit in mesh.axis_types
-    rows = context and context.axis
+    context, lead = call["context"], named["query"].ndim - 3
+    is_outside = context is None or set(context.names) <= _of_kind(mesh, AxisType.Manual)  # a shard_map goes over them
+    rows = None if is_outside else context.axis
     for name, x in named.items():
         _check(name, x, rows, mesh)
-    named_axes = _axes(arrays, call, mesh, rows) if is_explicit else _axes_of(context, named["query"].ndim - 3)
+    named_axes = [found or said for found, said in zip(_axes(arrays, call, mesh, rows), _axes_of(context, lead), strict=True)]
     return _mapped(attend, call, arrays, [*named_axes, rows], mesh)
 
 
@@ -129,13 +129,13 @@ def _of_cache(f, mesh, static, cache, arrays):
 
 def _program(attend, mesh, paths, specs, outs, rest):
     local = lambda arrays: attend(**with_arrays(dict(rest), dict(zip(paths, arrays, strict=True))))
-    is_explicit = AxisType.Explicit in mesh.axis_types
-    placed = lambda x, spec: jax.reshard(x, NamedSharding(mesh, spec)) if is_explicit else x
+    explicit = lambda axis: tuple(name for name in names(axis) if name in _of_kind(mesh, AxisType.Explicit)) or None
+    placed = lambda x, spec: jax.reshard(x, NamedSharding(mesh, P(*map(explicit, spec))))
 
-    def run(arrays):  # shard_map keeps what it finds on its first call, and a vmap over an axis of the mesh is another call
-        mapped = jax.shard_map(
-            local, mesh=mesh, in_specs=(specs,), out_specs=outs, check_vma=False
-        )  # Pallas' interpreter cannot be checked
+    # shard_map keeps what it finds on its first call, and a vmap over an axis of the mesh is another; Pallas' interpreter has no
+    # rules for checks
+    def run(arrays):
+        mapped = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=outs, check_vma=False)
         return mapped(tuple(map(placed, arrays, specs)))
 
     return jax.jit(run)
@@ -158,7 +158,6 @@ def _by_mapped_axis(f: Callable):
 
     def run(problem, tiles, *arrays):
         leaves, tree = jax.tree.flatten(arrays)
-
         plain = lambda *leaves: f(problem, tiles, *jax.tree.unflatten(tree, leaves))
         call = jax.custom_batching.custom_vmap(plain)
 
@@ -225,9 +224,10 @@ def _is_hashable(x) -> bool:
 
 
 def rows_of(call: dict[str, Any]):
-    """The axes of the mesh that rows or keys lie on, None if they are whole."""
+    """The axes of the mesh that rows or keys lie on, and nothing else of the query; None if they are whole."""
     specs = [jax.typeof(x).sharding.spec for name in ("query", "key", "value") if isinstance(x := call[name], jax.Array)]
-    return next((spec[-3] for spec in specs if len(spec) > 2 and spec[-3] is not None), None)
+    taken = {name for spec in specs[:1] for axis in (*spec[:-3], *spec[-2:]) for name in names(axis)}
+    return next((spec[-3] for spec in specs if len(spec) > 2 and names(spec[-3]) and not taken & set(names(spec[-3]))), None)
 
 
 def _check(name, x, rows, mesh):
@@ -254,7 +254,7 @@ def _axes(arrays, call, mesh, rows) -> list:
 
 def _axes_of(context, lead: int) -> list:
     """The same, as a context says it."""
-    return [*([context.batch, *[None] * (lead - 1)] if lead else []), context.heads]
+    return [*([context.batch, *[None] * (lead - 1)] if lead else []), context.heads] if context else [None] * (lead + 1)
 
 
 def _places(letters: str, ndim: int, lead: int) -> list[int | None]:
@@ -286,6 +286,10 @@ def is_auto(operands) -> bool:
     meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(operands)] + [jax.sharding.get_abstract_mesh()]
     kinds = {kind for mesh in meshes for kind in mesh.axis_types}
     return kinds == {AxisType.Auto} and any(mesh.size > 1 for mesh in meshes)
+
+
+def _of_kind(mesh: AbstractMesh, kind: AxisType) -> set[str]:
+    return {name for name, of in zip(mesh.axis_names, mesh.axis_types, strict=True) if of == kind}
 
 
 def count(axis, mesh) -> int:
