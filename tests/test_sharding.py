@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from selection import whole_but
 
-from pallas_flash import flash_attention, masks, paged_attention, quantised
+from pallas_flash import flash_attention, masks, paged_attention, paged_cache, quantised
 
 pytestmark = [
     pytest.mark.usefixtures("small_tiles"),
@@ -222,6 +222,23 @@ def test_pages_on_an_explicit_mesh_stay_where_they_are(places, rng):
     equal(attend(placed), attend(call))
     text = attend.lower(placed).compile().as_text()
     assert not re.findall(r"= \S+ (all-gather|all-to-all|collective-permute)", text)
+
+
+def test_a_cache_whose_table_lies_by_batch_reserves_appends_shares_and_releases(rng):
+    cache, new = paged_cache(4, 24, 2, 8, pages=9, page=8, dtype="float32"), rng.normal(size=(4, 9, 2, 8)).astype(np.float32)
+    places, m = dict(key=P(None, None, "model"), table=P("data"), length=P("data")), mesh(AxisType.Explicit)
+    placed = {name: place(m, places.get(name, P()), x)[0] for name, x in cache._asdict().items() if x is not None}
+
+    def used(cache, new, count, rows):
+        cache = cache.reserve(count).append(new, new, count).share(0, 3).append(new, new, count).release(rows)
+        return cache.share(3, 1)
+
+    arrays = new, np.array([9, 3, 8, 5], np.int32), np.array([True, False, True, False])
+    expected = jax.jit(used)(cache, *arrays)
+    for spec in P(), P("data"):
+        spread = jax.jit(used)(cache._replace(**placed), *place(m, spec, *arrays))
+        equal(spread, expected)
+        assert all(jax.typeof(getattr(spread, name)) == jax.typeof(x) for name, x in placed.items())
 
 
 REFUSED = {

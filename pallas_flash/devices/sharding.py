@@ -44,20 +44,20 @@ SCORE_LETTERS = {"batch": "B", "head": "N"}  # of a Score; the arrays that rules
 def mesh_of(call: dict[str, Any]) -> AbstractMesh | None:
     """The mesh with axes of type Explicit that an array of the call is on, or else that jax.set_mesh named; or one with Auto axes
     that the call's context names. None without."""
-    meshes = _meshes(arrays_of(call).values())
-    explicit = _explicit(meshes)
+    meshes = meshes_of(arrays_of(call).values())
+    explicit = explicit_of(meshes)
     if explicit is not None or call["context"] is None:
         return explicit
     axes = set(names(call["context"].axis))
     return next((m for m in meshes if axes <= _of_kind(m, AxisType.Auto)), None)
 
 
-def _meshes(arrays) -> list[AbstractMesh]:
+def meshes_of(arrays) -> list[AbstractMesh]:
     """Those that arrays are on, and the one that jax.set_mesh named."""
     return [jax.typeof(x).sharding.mesh for x in arrays if isinstance(x, jax.Array)] + [jax.sharding.get_abstract_mesh()]
 
 
-def _explicit(meshes: list[AbstractMesh]) -> AbstractMesh | None:
+def explicit_of(meshes: list[AbstractMesh]) -> AbstractMesh | None:
     return next((m for m in meshes if AxisType.Explicit in m.axis_types), None)
 
 
@@ -105,7 +105,7 @@ def of_cache(f: Callable, cache, arrays: dict[str, Any], *static):
     """f(cache, *static, **arrays): an output [B, T, N, H] or None, and the new cache. On a mesh with explicit axes each device
     has the batch rows and heads of the cache that lie on it, of one in pages all rows; the arrays go there, and the new cache
     lies where the old one does."""
-    mesh = _explicit(_meshes(jax.tree.leaves((cache, arrays))))
+    mesh = explicit_of(meshes_of(jax.tree.leaves((cache, arrays))))
     return f(cache, *static, **arrays) if mesh is None else _of_cache(f, mesh, static, cache, arrays)
 
 
