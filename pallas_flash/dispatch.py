@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_flash import arguments, autodiff, backends, context_parallel
+from pallas_flash import arguments, autodiff, backends, context_parallel, modes
 from pallas_flash.devices import exchange, ring, sharding
 from pallas_flash.machine import selfcheck
+from pallas_flash.rules import reads
 
 
 def on_devices(attend, call):
@@ -16,7 +17,10 @@ def on_devices(attend, call):
     call = context_parallel.chosen(call)
     mesh = sharding.mesh_of(call)
     call = call if mesh is None and call["context"] is None else arguments.exact(call)
-    return attend(**call) if mesh is None else sharding.by_device(attend, call, mesh)
+    if mesh is None:
+        return attend(**call)
+    outputs, floats = sharding.by_device(attend, call, mesh), (call["query"], call["key"], call["value"])
+    return modes.without_reverse(outputs) if any(map(reads.varying, floats)) else outputs
 
 
 def attend(implementation, context, **call):

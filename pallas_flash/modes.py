@@ -19,6 +19,11 @@ NO_SECOND = (
     'reverse, as jax.jvp of jax.grad, and "reference" in every mode.'
 )
 
+NO_REVERSE_UNDER_CHECKS = (
+    "jax has no gradient of a shard_map inside of one that checks its types, and on a mesh whose other axes are Explicit "
+    "flash_attention is one: give yours check_vma=False, or name all axes of the mesh in it."
+)
+
 
 def _one_way(name: str, no_forward: str | None, no_reverse: str | None) -> Callable:
     """x for itself, whose tangents raise where they are computed (`no_forward`) or transposed (`no_reverse`)."""
@@ -53,6 +58,7 @@ def _one_way(name: str, no_forward: str | None, no_reverse: str | None) -> Calla
 
 
 first_in_reverse_alone = _one_way("flash_attention_tangent", NO_FORWARD, None)
+without_reverse = _one_way("flash_attention_under_checks", None, NO_REVERSE_UNDER_CHECKS)
 second_in_forward_alone = _one_way("flash_attention_second_tangent", None, NO_SECOND_REVERSE)
 
 

@@ -212,6 +212,42 @@ def test_inside_of_a_checked_shard_map_each_device_passes_its_part(scheme):
         close(x, y, 1e-5)
 
 
+def value_and_gradients(f):
+    return jax.jit(jax.value_and_grad(lambda *x: jnp.sum(jnp.sin(f(*x))), argnums=(0, 1, 2)))
+
+
+@pytest.mark.parametrize("kinds", [(AxisType.Explicit, AxisType.Auto), (AxisType.Auto, AxisType.Explicit)], ids=str)
+def test_batch_and_rows_may_lie_on_axes_of_different_kinds(kinds):
+    x = qkv(np.random.default_rng(0), Z)
+    attend = lambda *x, **kw: flash_attention(*x, is_causal=True, implementation="blockwise", **kw)
+    placed = jax.device_put(x, NamedSharding(jax.make_mesh(*MESH, axis_types=kinds), ROWS))
+    along = dict(context=Ring("context", batch="data"))
+    assert explain(*placed, **along).problem.batch == 1
+    found = value_and_gradients(functools.partial(attend, **along))(*placed)
+    jax.tree.map(lambda a, b: close(a, b, 1e-5), found, value_and_gradients(attend)(*x))
+
+
+def by_rows(f, **kw):
+    """f in a shard_map over the axis of the rows alone."""
+    along = P(None, "context")
+    return jax.shard_map(f, in_specs=(along, along, along), out_specs=along, axis_names={"context"}, **kw)
+
+
+@pytest.mark.parametrize("scheme", whole_but(["ring", "all to all"], "ring"))
+def test_a_shard_map_over_the_rows_leaves_other_axes_explicit(scheme):
+    x, context = qkv(np.random.default_rng(0), Z), SCHEMES[scheme]
+    attend = lambda *x, **kw: flash_attention(*x, is_causal=True, implementation="blockwise", **kw)
+    with jax.set_mesh(mesh()):
+        placed = jax.device_put(x, NamedSharding(mesh(), ROWS))
+        spread = by_rows(functools.partial(attend, context=context), check_vma=False)
+        found = value_and_gradients(spread)(*placed)
+        checked = by_rows(functools.partial(attend, context=context))
+        with pytest.raises(NotImplementedError, match="no gradient of a shard_map inside of one that checks"):
+            value_and_gradients(checked)(*placed)
+        close(jax.jit(checked)(*placed), jax.jit(spread)(*placed), 1e-6)
+    jax.tree.map(lambda a, b: close(a, b, 1e-5), found, value_and_gradients(attend)(*x))
+
+
 def test_two_axes_of_the_mesh_are_one_ring():
     q, k, v = qkv(np.random.default_rng(0), Z)
     attend = jax.jit(lambda q, k, v: flash_attention(q, k, v, is_causal=True, query_offset=5, implementation="blockwise"))

@@ -400,6 +400,14 @@ def test_more_tokens_than_there_are_count_as_those_and_fewer_than_none_as_none(r
     assert cache.append(new, new, count=[9, -1, 2]).length.tolist() == [3, 0, 2]
 
 
+@pytest.mark.parametrize("source, target", [(0, 3), (0, -1), (-1, 1), (3, 1)])
+def test_to_share_with_no_row_changes_nothing_where_it_is_traced(source, target, rng):
+    cache, _ = filled(paged_cache(B, 24, K, H, pages=6, page=8, dtype="float32"), rng, [(5, 3, 0)] * 2)
+    shared = jax.jit(type(cache).share)(cache, source, target)
+    for name in ("table", "length", "users"):
+        np.testing.assert_array_equal(getattr(shared, name), getattr(cache, name))
+
+
 NEW = jnp.ones((2, 3, 2, 8))
 MISUSED = {
     "one head for all": (
@@ -408,6 +416,12 @@ MISUSED = {
     ),
     "fewer values": (lambda cache: cache.append(NEW, NEW[:, :1]), r"value must be .* = \(2, 3, 2, 8\) .* got \(2, 1, 2, 8\)"),
     "numbers of rows": (lambda cache: cache.release(np.array([0])), r"rows must be bool \[B\] = \(2,\), True: .* int32 \(1,\)"),
+    "tokens of other rows": (
+        lambda cache: cache.append(NEW, NEW, [1, 2, 3]),
+        r"count must be int32 \[B\] = \(2,\), or one for all rows; got \(3,\)",
+    ),
+    "room for other rows": (lambda cache: cache.reserve([1, 2, 3]), r"tokens must be int32 \[B\] = \(2,\), or .* got \(3,\)"),
+    "several rows": (lambda cache: cache.share(0, jnp.array([1, 0])), r"target must be the number of one row; got \(2,\)"),
     "no such row": (lambda cache: cache.share(0, -1), "target must be the number of a row, from 0 to 1; got -1"),
 }
 

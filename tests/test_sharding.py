@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from selection import whole_but
 
-from pallas_flash import flash_attention, masks, paged_attention, quantised
+from pallas_flash import flash_attention, masks, paged_attention, paged_cache, quantised
 
 pytestmark = [
     pytest.mark.usefixtures("small_tiles"),
@@ -100,12 +100,13 @@ def test_key_heads_that_do_not_divide_have_a_clear_error(rng):
         flash_attention(q, k, v)
 
 
-SMALL = Sizes(B=4, T=5, S=7, N=4, K=2, H=8, Hv=8)
+SMALL = Sizes(B=4, T=5, S=8, N=4, K=2, H=8, Hv=8)
 AS = {  # the arrays' places on a mesh of two by two; None: not on the mesh
     "all of them on every device": dict(query=P(), key=P(), value=P(), bias=P(), lengths=P()),
     "keys by batch, the query on every device": dict(query=P(), key=P("data"), value=P("data")),
     "the query by batch, keys by head": dict(query=P("data"), key=P(None, None, "model"), value=P(None, None, "model")),
     "the query and the keys by the same axis": dict(query=P("data"), key=P(None, None, "data"), bias=P(None, "data")),
+    "the query by the axis of the keys' rows": dict(query=P(None, None, "data"), key=P(None, "data"), value=P(None, "data")),
     "nothing but the bias": dict(bias=P(None, "model")),
     "nothing but the lengths": dict(lengths=P("data")),
 }
@@ -115,7 +116,7 @@ AS = {  # the arrays' places on a mesh of two by two; None: not on the mesh
 def test_arrays_may_be_anywhere_on_an_explicit_mesh(places):
     rng = np.random.default_rng(0)
     arrays = dict(zip(("query", "key", "value"), qkv(rng, SMALL), strict=True))
-    arrays |= dict(bias=bias(rng, "1NTS", SMALL), lengths=np.array([3, 7, 0, 5], np.int32))
+    arrays |= dict(bias=bias(rng, "1NTS", SMALL), lengths=np.array([3, 8, 0, 5], np.int32))
     loss = loss_of("reference", is_causal=True)
     placed = {name: place(mesh(AxisType.Explicit), spec, arrays[name])[0] for name, spec in AS[places].items()}
     equal(loss(*(arrays | placed).values()), loss(*arrays.values()))
@@ -221,6 +222,23 @@ def test_pages_on_an_explicit_mesh_stay_where_they_are(places, rng):
     equal(attend(placed), attend(call))
     text = attend.lower(placed).compile().as_text()
     assert not re.findall(r"= \S+ (all-gather|all-to-all|collective-permute)", text)
+
+
+def test_a_cache_whose_table_lies_by_batch_reserves_appends_shares_and_releases(rng):
+    cache, new = paged_cache(4, 24, 2, 8, pages=9, page=8, dtype="float32"), rng.normal(size=(4, 9, 2, 8)).astype(np.float32)
+    places, m = dict(key=P(None, None, "model"), table=P("data"), length=P("data")), mesh(AxisType.Explicit)
+    placed = {name: place(m, places.get(name, P()), x)[0] for name, x in cache._asdict().items() if x is not None}
+
+    def used(cache, new, count, rows):
+        cache = cache.reserve(count).append(new, new, count).share(0, 3).append(new, new, count).release(rows)
+        return cache.share(3, 1)
+
+    arrays = new, np.array([9, 3, 8, 5], np.int32), np.array([True, False, True, False])
+    expected = jax.jit(used)(cache, *arrays)
+    for spec in P(), P("data"):
+        spread = jax.jit(used)(cache._replace(**placed), *place(m, spec, *arrays))
+        equal(spread, expected)
+        assert all(jax.typeof(getattr(spread, name)) == jax.typeof(x) for name, x in placed.items())
 
 
 REFUSED = {

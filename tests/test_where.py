@@ -280,6 +280,27 @@ def test_on_a_mesh_a_rule_counts_all_batch_rows_and_heads(rng):
     close(f(*placed), f(*x), 5e-6)
 
 
+SPREAD = {"heads": P("b", None, "h"), "rows": P("b", "h")}
+
+
+@pytest.mark.parametrize("spread", whole_but(SPREAD, "rows"))
+def test_on_a_mesh_a_rule_reads_arrays_that_lie_on_it(spread, rng):
+    mesh = jax.make_mesh((2, 2), ("b", "h"), axis_types=(AxisType.Explicit,) * 2)
+    x = qkv(rng, Z._replace(T=40, S=40))
+    ids, far = np.sort(rng.integers(0, 3, (Z.B, 40))).astype(np.int32), np.array([3.0, 9, 0, 40], np.float32)
+
+    @jax.jit
+    def gradients(q, k, v, ids, far):
+        mask = masks.Causal() & masks.Where(lambda b, h, q, k: (ids[b, q] == ids[b, k]) | (q - k < far[h]))
+        loss = lambda *x: jnp.sum(jnp.sin(flash_attention(*x, mask=mask, implementation="blockwise")))
+        return jax.grad(loss, argnums=(0, 1, 2))(q, k, v)
+
+    places = *[SPREAD[spread]] * 3, P(), P()
+    placed = (jax.device_put(a, NamedSharding(mesh, place)) for a, place in zip((*x, ids, far), places, strict=True))
+    for actual, wanted in zip(gradients(*placed), gradients(*x, ids, far), strict=True):
+        close(actual, wanted, 5e-6)
+
+
 def test_on_a_mesh_a_map_goes_with_the_batch_rows_whatever_axes_they_lie_on(rng):
     mesh = jax.make_mesh((2, 2), ("b", "h"), axis_types=(AxisType.Explicit,) * 2)
     x = [a.reshape(2, 2, *a.shape[1:]) for a in qkv(rng, Z._replace(B=4))]

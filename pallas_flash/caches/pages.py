@@ -1,8 +1,12 @@
 """`PagedCache`: keys and values in pages, which rows of it take, fill, share and give back. Pure functions, for jax.jit."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_flash import checks, quantised
@@ -28,58 +32,92 @@ class PagedCache(NamedTuple):
 
     def reserve(self, tokens: Int[Array, "#B"] | int) -> "PagedCache":
         """With pages for so many more tokens of each row, as long as there are free ones and the table has entries."""
-        P, page = self.key.shape[:2]
-        tokens = checks.ints("tokens", tokens)
-        held, number = self.room // page, jnp.arange(self.table.shape[1], dtype=jnp.int32)[None]
-        more = jnp.maximum(-(-(self.length + tokens) // page) - held, 0)
-        wanted = (number >= held[:, None]) & (number < (held + more)[:, None])
-        order = jnp.argsort(self.users > 0, stable=True).astype(jnp.int32)  # free pages first
-        nth = jnp.cumsum(wanted.ravel(), dtype=jnp.int32).reshape(wanted.shape) - 1
-        given = wanted & (nth < jnp.sum(self.users == 0))
-        table = jnp.where(given, order[jnp.clip(nth, 0, P - 1)], self.table)
-        users = self.users.at[jnp.where(given, table, P)].add(1, mode="drop")
-        return self._replace(table=table, users=users)
+        return _changed(_reserved, self, tokens=self._by_row("tokens", tokens))
 
     def append(self, key: Float[Array, "B T K H"], value: Float[Array, "B T K H"], count: Int[Array, "B"] | None = None):
         """With the first `count` of T tokens behind each row's, all of them by default, in pages that `reserve` gives. Where
         there is no room, tokens are left out, and `length` says how many there are."""
-        B = len(self.table)
+        B, key, value = len(self.table), checks.array("key", key), checks.array("value", value)
         for name, x, slots in (("key", key, self.key), ("value", value, self.value)):
             fits = (B, *key.shape[1:2], *slots.shape[2:])
             if x.shape != fits:
                 raise ValueError(f"{name} must be [B, T, K, H] = {fits} to match the cache; got {x.shape}.")
         T = key.shape[1]
-        count = jnp.clip(checks.ints("count", T if count is None else count), 0, T)
-        new = dict(key=key, value=value, count=jnp.broadcast_to(count, B))
+        new = dict(key=key, value=value, count=jnp.clip(self._by_row("count", T if count is None else count), 0, T))
         return sharding.of_cache(_appended, self, new)[1]
 
     def release(self, rows: Bool[Array, "B"]) -> "PagedCache":
         """With these rows empty; pages that no other row has are free again."""
-        P, rows = self.key.shape[0], jnp.asarray(rows)
+        rows = jnp.asarray(rows)
         if rows.dtype != bool or rows.shape != self.length.shape:
             raise ValueError(f"rows must be bool [B] = {self.length.shape}, True: release; got {rows.dtype} {rows.shape}.")
-        users = self.users.at[jnp.where(rows[:, None], self.table, P)].add(-1, mode="drop")
-        table = jnp.where(rows[:, None], P, self.table)
-        return self._replace(table=table, users=users, length=jnp.where(rows, 0, self.length))
+        return _changed(_released, self, rows=rows)
 
     def share(self, source: Int[Array, ""] | int, target: Int[Array, ""] | int) -> "PagedCache":
         """With row `target` at the start of row `source`, whose full pages both have; the target's own are released. What is
-        behind the full pages is for the target to append."""
-        P, page = self.key.shape[:2]
-        rows = jnp.arange(len(self.table))
-        for name, row in dict(source=source, target=target).items():
-            if checks.is_int(row) and not 0 <= row < len(rows):
-                raise ValueError(f"{name} must be the number of a row, from 0 to {len(rows) - 1}; got {row}.")
-        cache, full = self.release(rows == target), self.length[source] // page
-        entries = jnp.where(jnp.arange(self.table.shape[1]) < full, self.table[source], P)
-        table, length = cache.table.at[target].set(entries), cache.length.at[target].set(full * page)
-        return cache._replace(table=table, length=length, users=cache.users.at[entries].add(1, mode="drop"))
+        behind the full pages is for the target to append. Where a number that is traced is that of no row, nothing changes."""
+        rows, B = {name: checks.ints(name, row) for name, row in dict(source=source, target=target).items()}, len(self.table)
+        for name, row in rows.items():
+            if row.shape:
+                raise ValueError(f"{name} must be the number of one row; got {row.shape}.")
+            if isinstance(row, np.ndarray | np.generic) and not 0 <= row < B:
+                raise ValueError(f"{name} must be the number of a row, from 0 to {B - 1}; got {row}.")
+        return _changed(_shared, self, **rows)
+
+    def _by_row(self, name: str, x) -> Int[Array, "B"]:
+        """Numbers of each row, or one for all."""
+        x, shape = checks.ints(name, x), self.length.shape
+        if x.shape not in (shape, (1,), ()):
+            raise ValueError(f"{name} must be int32 [B] = {shape}, or one for all rows; got {x.shape}.")
+        return jnp.broadcast_to(x, shape)
+
+
+def _changed(change: Callable, cache: PagedCache, **arrays) -> PagedCache:
+    """change(cache, **arrays), of table, length and users; on a mesh with explicit axes all devices have them whole meanwhile."""
+    numbers = dict(table=cache.table, length=cache.length, users=cache.users)
+    mesh = sharding.explicit_of(sharding.meshes_of(jax.tree.leaves((cache, arrays))))
+    if mesh is None:
+        return change(cache, **arrays)
+    placed = lambda x, spec: jax.reshard(x, NamedSharding(mesh, spec))
+    whole = lambda x: placed(x, PartitionSpec())
+    new = change(cache._replace(**jax.tree.map(whole, numbers)), **jax.tree.map(whole, arrays))
+    return new._replace(**{name: placed(getattr(new, name), jax.typeof(x).sharding.spec) for name, x in numbers.items()})
+
+
+def _reserved(cache: PagedCache, *, tokens) -> PagedCache:
+    P, page = cache.key.shape[:2]
+    held, number = cache.room // page, jnp.arange(cache.table.shape[1], dtype=jnp.int32)[None]
+    more = jnp.maximum(-(-(cache.length + tokens) // page) - held, 0)
+    wanted = (number >= held[:, None]) & (number < (held + more)[:, None])
+    order = jnp.argsort(cache.users > 0, stable=True).astype(jnp.int32)  # free pages first
+    nth = jnp.cumsum(wanted.ravel(), dtype=jnp.int32).reshape(wanted.shape) - 1
+    given = wanted & (nth < jnp.sum(cache.users == 0))
+    table = jnp.where(given, order[jnp.clip(nth, 0, P - 1)], cache.table)
+    users = cache.users.at[jnp.where(given, table, P)].add(1, mode="drop")
+    return cache._replace(table=table, users=users)
+
+
+def _released(cache: PagedCache, *, rows) -> PagedCache:
+    P = cache.key.shape[0]
+    users = cache.users.at[jnp.where(rows[:, None], cache.table, P)].add(-1, mode="drop")
+    table = jnp.where(rows[:, None], P, cache.table)
+    return cache._replace(table=table, users=users, length=jnp.where(rows, 0, cache.length))
+
+
+def _shared(cache: PagedCache, *, source, target) -> PagedCache:
+    (P, page), B = cache.key.shape[:2], len(cache.table)
+    rows = (jnp.arange(B) == target) & (0 <= source) & (source < B)
+    full, pages = cache.length[source] // page, cache.table[source]
+    entries = jnp.where(jnp.any(rows) & (jnp.arange(len(pages)) < full), pages, P)
+    cache = _released(cache, rows=rows)
+    table, length = jnp.where(rows[:, None], entries, cache.table), jnp.where(rows, full * page, cache.length)
+    return cache._replace(table=table, length=length, users=cache.users.at[entries].add(1, mode="drop"))
 
 
 def _appended(cache: PagedCache, *, key, value, count) -> tuple[None, PagedCache]:
     """With the first `count` [B] of the tokens of each row."""
     (P, page), pages, start = cache.key.shape[:2], cache.table.shape[1], cache.length
-    cache, token = cache.reserve(count), jnp.arange(key.shape[1], dtype=jnp.int32)[None]
+    cache, token = _reserved(cache, tokens=count), jnp.arange(key.shape[1], dtype=jnp.int32)[None]
     length = jnp.minimum(start + count, cache.room).astype(start.dtype)
     at = start[:, None] + token
     entry = jnp.take_along_axis(cache.table, jnp.minimum(at // page, pages - 1), 1)

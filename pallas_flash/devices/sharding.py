@@ -1,6 +1,5 @@
 """A mesh with explicit axes: each device attends for its own batch rows and heads, and without a context for all rows."""
 
-import copy
 import dataclasses
 import functools
 import math
@@ -14,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_flash.backends import Choice
-from pallas_flash.masks import Mask, parts
+from pallas_flash.masks import Mask, Where, parts
 from pallas_flash.rules.score import Score
 
 LETTERS = {  # of the arrays of a call
@@ -39,27 +38,26 @@ LETTERS = {  # of the arrays of a call
     "lengths": "B",
 }
 CACHE_LETTERS = LETTERS | dict(length="B", key_scale="BSK", value_scale="BSK", table="BC", users="P", count="B")  # beside a cache
-SCORE_LETTERS = {"batch": "B", "head": "N"}  # of a Score; its other arrays are whole on each device
+SCORE_LETTERS = {"batch": "B", "head": "N"}  # of a Score; the arrays that rules read are whole on each device
 
 
 def mesh_of(call: dict[str, Any]) -> AbstractMesh | None:
     """The mesh with axes of type Explicit that an array of the call is on, or else that jax.set_mesh named; or one with Auto axes
     that the call's context names. None without."""
-    meshes = _meshes(arrays_of(call).values())
-    explicit = _explicit(meshes)
+    meshes = meshes_of(arrays_of(call).values())
+    explicit = explicit_of(meshes)
     if explicit is not None or call["context"] is None:
         return explicit
     axes = set(names(call["context"].axis))
-    is_auto = lambda m: axes <= {name for name, kind in zip(m.axis_names, m.axis_types, strict=True) if kind == AxisType.Auto}
-    return next(filter(is_auto, meshes), None)
+    return next((m for m in meshes if axes <= _of_kind(m, AxisType.Auto)), None)
 
 
-def _meshes(arrays) -> list[AbstractMesh]:
+def meshes_of(arrays) -> list[AbstractMesh]:
     """Those that arrays are on, and the one that jax.set_mesh named."""
     return [jax.typeof(x).sharding.mesh for x in arrays if isinstance(x, jax.Array)] + [jax.sharding.get_abstract_mesh()]
 
 
-def _explicit(meshes: list[AbstractMesh]) -> AbstractMesh | None:
+def explicit_of(meshes: list[AbstractMesh]) -> AbstractMesh | None:
     return next((m for m in meshes if AxisType.Explicit in m.axis_types), None)
 
 
@@ -70,11 +68,12 @@ def by_device(attend: Callable, call: dict[str, Any], mesh: AbstractMesh):
     named = {name: arrays.get((name,)) for name in ("query", "key", "value")}
     if any(x is None or x.ndim < 3 for x in named.values()):
         return attend(**call)  # has an error to raise
-    context, is_explicit = call["context"], AxisType.Explicit in mesh.axis_types
-    rows = context and context.axis
+    context, lead = call["context"], named["query"].ndim - 3
+    is_outside = context is None or set(context.names) <= _of_kind(mesh, AxisType.Manual)  # a shard_map goes over them
+    rows = None if is_outside else context.axis
     for name, x in named.items():
         _check(name, x, rows, mesh)
-    named_axes = _axes(arrays, call, mesh, rows) if is_explicit else _axes_of(context, named["query"].ndim - 3)
+    named_axes = [found or said for found, said in zip(_axes(arrays, call, mesh, rows), _axes_of(context, lead), strict=True)]
     return _mapped(attend, call, arrays, [*named_axes, rows], mesh)
 
 
@@ -106,7 +105,7 @@ def of_cache(f: Callable, cache, arrays: dict[str, Any], *static):
     """f(cache, *static, **arrays): an output [B, T, N, H] or None, and the new cache. On a mesh with explicit axes each device
     has the batch rows and heads of the cache that lie on it, of one in pages all rows; the arrays go there, and the new cache
     lies where the old one does."""
-    mesh = _explicit(_meshes(jax.tree.leaves((cache, arrays))))
+    mesh = explicit_of(meshes_of(jax.tree.leaves((cache, arrays))))
     return f(cache, *static, **arrays) if mesh is None else _of_cache(f, mesh, static, cache, arrays)
 
 
@@ -130,13 +129,13 @@ def _of_cache(f, mesh, static, cache, arrays):
 
 def _program(attend, mesh, paths, specs, outs, rest):
     local = lambda arrays: attend(**with_arrays(dict(rest), dict(zip(paths, arrays, strict=True))))
-    is_explicit = AxisType.Explicit in mesh.axis_types
-    placed = lambda x, spec: jax.reshard(x, NamedSharding(mesh, spec)) if is_explicit else x
+    explicit = lambda axis: tuple(name for name in names(axis) if name in _of_kind(mesh, AxisType.Explicit)) or None
+    placed = lambda x, spec: jax.reshard(x, NamedSharding(mesh, P(*map(explicit, spec))))
 
-    def run(arrays):  # shard_map keeps what it finds on its first call, and a vmap over an axis of the mesh is another call
-        mapped = jax.shard_map(
-            local, mesh=mesh, in_specs=(specs,), out_specs=outs, check_vma=False
-        )  # Pallas' interpreter cannot be checked
+    # shard_map keeps what it finds on its first call, and a vmap over an axis of the mesh is another; Pallas' interpreter has no
+    # rules for checks
+    def run(arrays):
+        mapped = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=outs, check_vma=False)
         return mapped(tuple(map(placed, arrays, specs)))
 
     return jax.jit(run)
@@ -159,7 +158,6 @@ def _by_mapped_axis(f: Callable):
 
     def run(problem, tiles, *arrays):
         leaves, tree = jax.tree.flatten(arrays)
-
         plain = lambda *leaves: f(problem, tiles, *jax.tree.unflatten(tree, leaves))
         call = jax.custom_batching.custom_vmap(plain)
 
@@ -183,6 +181,7 @@ def arrays_of(call) -> dict[tuple, Any]:
     found = {(name,): call[name] for name in LETTERS if name in call and not isinstance(call[name], Mask)}
     for number, part in enumerate(parts(call["mask"])) if isinstance(call["mask"], Mask) else ():
         found |= {("mask", number, field): getattr(part, field) for field in part.ARRAYS}
+        found |= {("mask", number, n): x for n, x in enumerate(part.arrays if isinstance(part, Where) else ())}
     if isinstance(score := call.get("score_mod"), Score):
         found |= {("score_mod", name): getattr(score, name) for name in SCORE_LETTERS}
         found |= {("score_mod", n): x for n, x in enumerate(score.arrays)}
@@ -193,27 +192,27 @@ def arrays_of(call) -> dict[tuple, Any]:
 def letters_of(path, call) -> str:
     if path[0] == "score_mod":
         return SCORE_LETTERS.get(path[1], "")
-    return LETTERS[path[0]] if len(path) == 1 else parts(call["mask"])[path[1]].ARRAYS[path[2]]
+    return LETTERS[path[0]] if len(path) == 1 else parts(call["mask"])[path[1]].ARRAYS.get(path[2], "")
 
 
 def with_arrays(call, arrays: dict[tuple, Any]) -> dict[str, Any]:
     """The call with other arrays where `arrays_of` found some."""
-    call, rules = dict(call), list(map(copy.copy, parts(call["mask"]) if isinstance(call["mask"], Mask) else ()))
+    call, rules = dict(call), parts(call["mask"]) if isinstance(call["mask"], Mask) else []
     for path, x in arrays.items():
         if len(path) == 1:
             call[path[0]] = x
         elif path[0] == "score_mod":
             call["score_mod"] = _replaced(call["score_mod"], path[1], x)
         else:
-            object.__setattr__(rules[path[1]], path[2], x)  # the classes are frozen
+            rules[path[1]] = _replaced(rules[path[1]], path[2], x)
     return call | (dict(mask=functools.reduce(operator.and_, rules)) if rules else {})
 
 
-def _replaced(score: Score, name: str | int, x) -> Score:
-    """With another array: its batch or head, or that of a number."""
+def _replaced(rule, name: str | int, x):
+    """A part of a mask or a Score with another array: of a field, or with a number of those that it reads."""
     if isinstance(name, str):
-        return dataclasses.replace(score, **{name: x})
-    return dataclasses.replace(score, arrays=(*score.arrays[:name], x, *score.arrays[name + 1 :]))
+        return dataclasses.replace(rule, **{name: x})
+    return dataclasses.replace(rule, arrays=(*rule.arrays[:name], x, *rule.arrays[name + 1 :]))
 
 
 def _is_hashable(x) -> bool:
@@ -225,9 +224,10 @@ def _is_hashable(x) -> bool:
 
 
 def rows_of(call: dict[str, Any]):
-    """The axes of the mesh that rows or keys lie on, None if they are whole."""
+    """The axes of the mesh that rows or keys lie on, and nothing else of the query; None if they are whole."""
     specs = [jax.typeof(x).sharding.spec for name in ("query", "key", "value") if isinstance(x := call[name], jax.Array)]
-    return next((spec[-3] for spec in specs if len(spec) > 2 and spec[-3] is not None), None)
+    taken = {name for spec in specs[:1] for axis in (*spec[:-3], *spec[-2:]) for name in names(axis)}
+    return next((spec[-3] for spec in specs if len(spec) > 2 and names(spec[-3]) and not taken & set(names(spec[-3]))), None)
 
 
 def _check(name, x, rows, mesh):
@@ -254,7 +254,7 @@ def _axes(arrays, call, mesh, rows) -> list:
 
 def _axes_of(context, lead: int) -> list:
     """The same, as a context says it."""
-    return [*([context.batch, *[None] * (lead - 1)] if lead else []), context.heads]
+    return [*([context.batch, *[None] * (lead - 1)] if lead else []), context.heads] if context else [None] * (lead + 1)
 
 
 def _places(letters: str, ndim: int, lead: int) -> list[int | None]:
@@ -286,6 +286,10 @@ def is_auto(operands) -> bool:
     meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(operands)] + [jax.sharding.get_abstract_mesh()]
     kinds = {kind for mesh in meshes for kind in mesh.axis_types}
     return kinds == {AxisType.Auto} and any(mesh.size > 1 for mesh in meshes)
+
+
+def _of_kind(mesh: AbstractMesh, kind: AxisType) -> set[str]:
+    return {name for name, of in zip(mesh.axis_names, mesh.axis_types, strict=True) if of == kind}
 
 
 def count(axis, mesh) -> int:

@@ -163,9 +163,13 @@ def _evaluated(eqn, inputs):
 def vary_alike(tree: Any) -> Any:
     """Inside of shard_map: all arrays vary over every axis of the mesh that one of them varies over, as an operation and a loop
     need. What was the same on all devices gets the sum of its gradients."""
-    varying = lambda x: jax.typeof(x).manual_axis_type.varying
     axes = frozenset().union(*map(varying, jax.tree.leaves(tree)))
     return jax.tree.map(lambda x: lax.pcast(x, tuple(axes - varying(x)), to="varying") if axes - varying(x) else x, tree)
+
+
+def varying(x) -> frozenset[str]:
+    """The axes of the mesh over which an array varies inside of a shard_map that checks this."""
+    return jax.typeof(x).manual_axis_type.varying
 
 
 def bind(eqn, inputs) -> list[Any]:
