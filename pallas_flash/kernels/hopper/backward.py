@@ -24,7 +24,7 @@ def backward(problem: Problem, tiles: AllTiles, x: Operands, o, lse, do, delta):
     live, reached = x.visibility.live(jnp.arange(p.queries)), x.visibility.reached(jnp.arange(p.keys))
     q, do = (_where(live, a) for a in (x.query, do))
     k, v = (_where(reached, a) for a in (x.key, x.value))
-    lse = lse - (p.soft_cap or 0.0) * online_softmax.LOG2E
+    lse = lse * (online_softmax.LOG2E / p.unit) - (p.soft_cap or 0.0) * online_softmax.LOG2E
     arrays = x.seeds, scored.numbers(p, x.score), q, k, v, do, lse, delta
     if tiles.fused is not None:
         dq, dk, dv = backward_dkv.dkv(p, tiles.fused, x.visibility, *arrays, fused=True)
