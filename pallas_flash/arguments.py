@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_flash import checks, dropout, masks, scores
+from pallas_flash import checks, dropout, masks, online_softmax, scores
 from pallas_flash.masks import Visibility
 from pallas_flash.rules.score import Score
 from pallas_flash.sizes import HEADS_FIRST, Sizes
@@ -60,6 +60,11 @@ class Problem:
     def kept(self) -> float:
         """The part of the weights that dropout keeps."""
         return 1 - self.dropped / dropout.LEVELS
+
+    @property
+    def unit(self) -> float:
+        """Of the scores whose maxima the kernels keep: what natural ones are multiplied by."""
+        return online_softmax.LOG2E if self.bias is None and self.score is None else 1.0
 
     @property
     def group(self) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from pallas_flash import blockwise, reference
 from pallas_flash.arguments import Problem
@@ -20,8 +21,8 @@ class Backend(NamedTuple):
     why_not_by_default: Callable[[Problem], str | None]  # None: it is taken unasked where it can run
     tiles: Callable[[Problem], Any]  # a hashable Tiles, or None
     forward: Callable  # (problem, tiles, operands)                    -> o, online_softmax.Statistics
-    # lse in units of log 2, +inf for a row that saw no key; do and delta have the factor of `Statistics.in_one`, or for blockwise
-    # both are those of `as_computed`. With a score_mod one more: the gradients of its tables
+    # lse in the problem's unit, +inf for a row that saw no key; do and delta have the factor of `Statistics.in_one`, or for
+    # blockwise both are those of `as_computed`. With a score_mod one more: the gradients of its tables
     backward: Callable  # (problem, tiles, operands, o, lse, do, delta) -> dq, dk, dv, dbias (None without a bias)
     own_kernels: bool = False  # not XLA's: a GPU runs them unasked only after selfcheck.py
 
@@ -67,7 +68,16 @@ def _no_tiles(problem: Problem) -> str | None:
     symbols = [str(n) for n in (problem.batch, problem.queries, problem.keys) if not isinstance(n, int)]
     if symbols:
         return f"a kernel's grid is made of known sizes; got {', '.join(symbols)} of jax.export"
+    if not _traces():
+        return "its kernels are traced, and jax.ensure_compile_time_eval would evaluate what they are made of"
     return _no_empty_axis(problem)
+
+
+def _traces() -> bool:
+    """Whether what jax traces here is traced also where it takes nothing that is."""
+    found = []
+    jax.eval_shape(lambda: found.append(isinstance(jnp.zeros(()), jax.core.Tracer)))
+    return found[0]
 
 
 BACKENDS = (

@@ -1,9 +1,11 @@
 """The softmax of attention, one block at a time: a forward step, its end, and the backward's p and ds. Plain values only.
 
-Scores are kept in units of log 2, so that every exponential is an exp2 (FlashAttention-2, arXiv:2307.08691, section 3).
+Scores are kept in units of log 2, so that every exponential is an exp2 (FlashAttention-2, arXiv:2307.08691, section 3), but for
+those that a bias or a score_mod may bring to the ends of float32: these are natural. A `unit` is what natural ones are times.
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -16,9 +18,10 @@ LOWEST = float(jnp.finfo(jnp.float32).min)  # the maximum of no score; finite, s
 
 
 class Statistics(NamedTuple):
-    """Of each row's softmax, P = 2^(s - m) / l: the maximum m of its scores, in units of log 2, and the sum l of 2^(s - m).
+    """Of each row's softmax, P = 2^(s - m) / l: the maximum m of its scores, in their unit, and the sum l of 2^(s - m), which
+    is e^(s - m) where they are natural.
 
-    l is 0 where a row saw no key. Where l is None, m is the whole log2-sum-exp, and -inf where a row saw no key. A sink is a key
+    l is 0 where a row saw no key. Where l is None, m is the whole log-sum-exp, and -inf where a row saw no key. A sink is a key
     that every row saw.
     """
 
@@ -29,20 +32,19 @@ class Statistics(NamedTuple):
     def empty(self):
         return self.m == -jnp.inf if self.l is None else self.l == 0
 
-    def lse(self):
+    def lse(self, unit: float = LOG2E):
         """The natural log-sum-exp, -inf for a row that saw no key."""
-        if self.l is None:
-            return self.m * LN2
-        return jnp.where(self.empty, -jnp.inf, self.m * LN2 + jnp.log(jnp.where(self.empty, 1.0, self.l)))
+        m = self.m / unit
+        return m if self.l is None else jnp.where(self.empty, -jnp.inf, m + jnp.log(jnp.where(self.empty, 1.0, self.l)))
 
-    def in_one(self):
-        """What a backward takes: the log2-sum-exp as one number, +inf for a row that saw no key, so that 2^(s - it) = 0; and
+    def in_one(self, unit: float = LOG2E):
+        """What a backward takes: the log-sum-exp in one number, +inf for a row that saw no key, so that 2^(s - it) = 0; and
         the factor (None: 1) by which 2^(s - it) is less than P, since at large logits m + log2 l rounds, even to m."""
         if self.l is None:
             return jnp.where(self.empty, jnp.inf, self.m), None
         l = jnp.where(self.empty, 1.0, self.l)
-        lse = self.m + jnp.log2(l)
-        return jnp.where(self.empty, jnp.inf, lse), jnp.exp2(lse - self.m) / l
+        lse = self.m + jnp.log2(l) * (unit / LOG2E)
+        return jnp.where(self.empty, jnp.inf, lse), power(lse - self.m, unit) / l
 
     def as_computed(self):
         """The same for blockwise in wide numbers: m, so that 2^(s - m) is what the forward computed, which XLA does once where it
@@ -50,12 +52,16 @@ class Statistics(NamedTuple):
         return self.m, 1.0 / jnp.where(self.empty, 1.0, self.l)
 
 
+def power(x, unit: float = LOG2E):
+    """2^x, or e^x where x is natural."""
+    return jnp.exp2(x if unit == LOG2E else x * (LOG2E / unit))
+
+
 def scores(qk, bias, scale: float, soft_cap: float | None, unit: float = LOG2E):
-    """log2(e) * c * tanh((scale * qk + bias) / c): what the softmax sees, from q k^T. Shapes broadcast. The unit 1: natural."""
+    """unit * c * tanh((scale * qk + bias) / c): what the softmax sees, from q k^T. Shapes broadcast. A bias is natural."""
     of_x = unit if soft_cap is None else 1.0  # first of all: a product at the end and less m would be one multiply-add
     s = qk * (scale * of_x)
-    if bias is not None:
-        s = s + jnp.where(bias == -jnp.inf, bias, jnp.maximum(bias * of_x, LOWEST / 2))  # a finite bias hides nothing
+    s = s if bias is None else s + bias
     return s if soft_cap is None else soft_cap * unit * jnp.tanh(s / soft_cap)
 
 
@@ -71,16 +77,21 @@ def scores_apart(qk, scale: float, soft_cap: float | None):
     return -(root * root), 2 * soft_cap * LOG2E
 
 
-def start(zeros, sink=None):
+def start(zeros, sink=None, unit: float = LOG2E):
     """m and l before any key, of the shape of `zeros`. A sink, a logit that broadcasts against it, is as if a key with this
     score and the value 0 had passed by."""
     if sink is None:
         return zeros + LOWEST, zeros
     sink = zeros + sink  # Mosaic has no choice of vectors by a scalar
-    return jnp.maximum(sink * LOG2E, LOWEST), jnp.where(sink > -jnp.inf, zeros + 1.0, zeros)
+    return finite(sink * unit), jnp.where(sink > -jnp.inf, zeros + 1.0, zeros)
 
 
-def step(s, m, l, scale: float | None = None, slack: float = 0.0):
+def finite(s):
+    """A score that units of log 2 may have brought beyond the ends of float32, at one of them."""
+    return jnp.minimum(jnp.maximum(s, LOWEST), -LOWEST)
+
+
+def step(s, m, l, scale: float | None = None, slack: float = 0.0, unit: float = LOG2E):
     """Adds the scores s [.., q, k] to the running maximum m and sum l [.., q].
 
     Returns p = 2^(s - m'), the factor alpha = 2^(m - m') that older sums must be scaled by, and the new m' and l'. A `scale`
@@ -90,15 +101,15 @@ def step(s, m, l, scale: float | None = None, slack: float = 0.0):
     highest = jnp.max(s, axis=-1)
     highest = highest if scale is None else highest * scale
     m_new = jnp.where(highest > m + slack, highest, m) if slack else jnp.maximum(m, highest)
-    alpha = jnp.exp2(m - m_new)
-    p = jnp.exp2((s if scale is None else s * scale) - _each(m_new, s))
+    alpha = power(m - m_new, unit)
+    p = power((s if scale is None else s * scale) - _each(m_new, s), unit)
     return p, alpha, m_new, l * alpha + jnp.sum(p, axis=-1)
 
 
-def step_along(axis: int, s, m, l, scale: float = 1.0):
+def step_along(axis: int, s, m, l, unit: float = LOG2E, scale: float = 1.0):
     """`step` for scores with the keys along `axis`. m and l are None, and so is alpha, where there was no step before.
 
-    A `scale` above 0 multiplies what is left of the scores less m, both not yet in units of log 2: scale * s - m in one
+    A `scale` above 0 multiplies what is left of the scores less m, both not yet in their unit: scale * s - m in one
     multiply-add would exceed 0 by the rounding of m, and its power of 2 overflow where m is large.
 
     The new m has no tangent: any m' gives the same P. JAX's own divides by how many scores equal the maximum, and that is none
@@ -106,11 +117,11 @@ def step_along(axis: int, s, m, l, scale: float = 1.0):
     """
     highest = jnp.max(s, axis, initial=LOWEST)
     m_new = lax.stop_gradient(highest if m is None else jnp.maximum(m, highest))
-    p = jnp.exp2((s - jnp.expand_dims(m_new, axis)) * scale)
+    p = power((s - jnp.expand_dims(m_new, axis)) * scale, unit)
     total = jnp.sum(p, axis)
     if m is None:
         return p, None, m_new, total
-    alpha = jnp.exp2((m - m_new) * scale)
+    alpha = power((m - m_new) * scale, unit)
     return p, alpha, m_new, l * alpha + total
 
 
@@ -134,11 +145,11 @@ def merge_all(o, stats: Statistics, axis: int):
     return jnp.sum(o * part[..., None], axis), Statistics(jnp.squeeze(highest, axis), jnp.squeeze(total, axis))
 
 
-def merge(one, other):
+def merge(one, other, unit: float = LOG2E):
     """Of the attention of the same rows [B, T, N] to two sets of keys, each (o, Statistics), that to both: o is wide."""
     (o, a), (o_other, b) = ((o.astype(jnp.float32) if o.dtype.itemsize < 4 else o, _in_two(stats)) for o, stats in (one, other))
     m = lax.stop_gradient(jnp.maximum(a.m, b.m))
-    l, l_other = a.l * jnp.exp2(a.m - m), b.l * jnp.exp2(b.m - m)
+    l, l_other = (part.l * power(part.m - m, unit) for part in (a, b))
     both = l + l_other
     part = lambda l: jnp.swapaxes(l / jnp.where(both == 0, 1.0, both), 1, 2)[..., None]
     return o * part(l) + o_other * part(l_other), Statistics(m, both)
@@ -155,28 +166,36 @@ def in_log2(m, scale: float):
     return m if scale == 1.0 else jnp.maximum(m * scale, LOWEST)
 
 
-def gradients(s, seen, lse, dp, delta, soft_cap: float | None, scale: float = 1.0):
-    """p and dlogits = p * (dp - delta), from scores s and dp, and lse and delta of each row, that broadcast against them.
+def gradients(s, seen, lse, dp, delta, tanh, unit: float = LOG2E, scale: float = 1.0):
+    """p and dlogits = p * (dp - delta), from scores s and dp, and lse and delta of each row, that broadcast against them. The
+    logits are those before a soft cap, which made `tanh` of them (None: there is no soft cap).
 
-    `seen` (or None: all) hides scores; lse is in units of log 2, +inf where a row saw no key, so that p = 0. With a `scale`, as
-    in `step_along`, keys are along the last axis, and the scores meet their own maximum, and that lse.
+    `seen` (or None: all) hides scores; lse is in their unit, +inf where a row saw no key, so that p = 0. With a `scale`, as in
+    `step_along`, keys are along the last axis, and the scores meet their own maximum, and an lse in units of log 2.
     """
     if scale == 1.0:
-        p = jnp.exp2(s - lse)
+        p = power(s - lse, unit)
     else:
-        p, _, m, _ = step_along(-1, s, None, None, scale)
+        p, _, m, _ = step_along(-1, s, None, None, scale=scale)
         p = p * jnp.exp2(jnp.expand_dims(in_log2(m, scale), -1) - lse)
     ds = p * (dp - delta)
-    if soft_cap is not None:
-        ds = capped(ds, s, soft_cap, LN2)
+    ds = capped(ds, tanh)
     if seen is not None:
         p, ds = jnp.where(seen, p, 0.0), jnp.where(seen, ds, 0.0)
     return p, ds
 
 
-def capped(ds, s, soft_cap: float | None, unit: float = 1.0):
-    """The cotangent of what a soft cap was put on, from that of the scores s after it, which are natural in this unit."""
-    return ds if soft_cap is None else ds * (1.0 - jnp.square(s * (unit / soft_cap)))
+def with_tanh(logits: Callable, soft_cap: float | None, unit: float):
+    """logits(unit), made by `scores`, and their tanh, None without a soft cap: 1 where that is reached, as no quotient is."""
+    if soft_cap is None:
+        return logits(unit), None
+    tanh = logits(1.0 / soft_cap)
+    return tanh * (soft_cap * unit), tanh
+
+
+def capped(ds, tanh):
+    """The cotangent of what a soft cap was put on, from that of what came of it."""
+    return ds if tanh is None else ds * (1.0 - jnp.square(tanh))
 
 
 def gradients_apart(s, scale: float, lse, soft_cap: float | None):

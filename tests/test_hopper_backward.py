@@ -69,6 +69,15 @@ def test_gradients_are_the_oracles(name, rng):
         check(rng, *qkv(rng, z, dtype), "hopper", deterministic=deterministic, **kw)
 
 
+def test_sinks_and_capped_logits_go_to_the_ends_of_float32(rng):
+    q, k, v = qkv(rng, sizes(70, 140, 64), jnp.bfloat16)
+    large, one_sign = (np.abs(x.astype(np.float32)) * np.float32(1e25) for x in (q, k))
+    with gpu_interpreter.hopper_kernels():
+        check(rng, q, k, v, "hopper", sinks=np.array([3e38, -3e38], np.float32))
+        one_sign *= rng.choice(np.float32([-1, 1]), (*k.shape[:-1], 1))
+        check(rng, large.astype(q.dtype), one_sign.astype(q.dtype), v, "hopper", logits_soft_cap=30.0)
+
+
 RACES = [(64, 64, DETERMINISTIC), (128, 128, FUSED), (64, 64, FUSED), (256, 256, DETERMINISTIC), (192, 128, DETERMINISTIC)]
 
 

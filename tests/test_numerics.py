@@ -2,6 +2,7 @@
 jax.nn in float32."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import numpy as np
 import oracle
 import pytest
 from cases import Sizes, qkv
-from check import TOLERANCE, close, cotangents
+from check import TOLERANCE, close, cotangents, run
 
 from pallas_flash import flash_attention
 from pallas_flash.kernels import portable
@@ -35,8 +36,8 @@ def whole_rows(bias):
     return lambda q, k, hidden: (q, k, np.where(hidden.any(-1, keepdims=True), bias, 0.0))
 
 
-def parts(bias):
-    return lambda q, k, hidden: (q, k, np.where(hidden, bias, 0.0))
+def parts(bias, others=0.0):
+    return lambda q, k, hidden: (q, k, np.where(hidden, bias, others))
 
 
 def _with(x, column):
@@ -49,8 +50,9 @@ def norm(x):
 
 CASES = {f"logits of {size:.0e}": large(size) for size in (1e0, 1e2, 1e4, 1e6, 4e7, 1e9, 4e9)}
 CASES |= {f"logits near {size:.0e}": far_off(size) for size in (1e2, 1e4, 1e6, 1e9)}
-CASES |= {f"rows hidden by {bias:.1e}": whole_rows(bias) for bias in (-1e4, -1e9, LOWEST)}
-CASES |= {f"keys hidden by {bias:.1e}": parts(bias) for bias in (-1e4, -1e9, LOWEST, -np.inf)}
+CASES |= {f"rows hidden by {bias:.1e}": whole_rows(bias) for bias in (-1e4, -1e9, LOWEST, -LOWEST)}
+CASES |= {f"keys hidden by {bias:.1e}": parts(bias) for bias in (-1e4, -1e9, LOWEST, -np.inf, -LOWEST)}
+CASES["keys hidden by -3e38 and others by -2e38"] = parts(-3e38, others=-2e38)
 LOGITS = {f"logits of {size:.0e}": large(size) for size in (1e0, 1e4, 1e9, 1e12, 1e20)}
 
 
@@ -61,9 +63,11 @@ def alike_tiles(small_tiles, monkeypatch):
 
 
 def gradients(attend):
-    def of(q, k, v, bias, do):
-        o, vjp = jax.vjp(attend, q, k, v, bias)
-        return o, *vjp(do)
+    """jit of what takes attend's operands and its cotangent."""
+
+    def of(*x):
+        o, vjp = jax.vjp(attend, *x[:-1])
+        return o, *vjp(x[-1])
 
     return jax.jit(of)
 
@@ -84,6 +88,65 @@ def test_without_a_bias_too_at_a_scale_that_rounds(implementation, alike_tiles, 
     """scale * q k^T and less the maximum must be no one multiply-add, whose result exceeds 0 by the rounding of the maximum."""
     attend = lambda q, k, v, bias: flash_attention(q, k, v, scale=0.3, implementation=implementation)
     assert not worse_than_jax_nn(attend, 0.3, LOGITS, OUTPUTS[:-1], rng)
+
+
+@pytest.mark.whole("reference", "standard")
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("implementation", ["reference", "blockwise", "portable", "standard"])
+def test_sinks_biases_and_lse_go_to_the_ends_of_float32(implementation, with_bias, small_tiles, rng):
+    """Where units of log 2 do not reach, and where finfo.min hides whole rows: it is a number like any other."""
+    q, k, v = qkv(rng, SIZES)
+    do, dlse = cotangents(rng, q, v)
+    hidden = rng.random((1, SIZES.N, SIZES.T, SIZES.S)) < 0.3
+    rows = hidden[..., :1]
+    sinks = [(1.0, -3e38, -LOWEST), (-np.inf, 3e38, -3e38)]
+    sinks += [] if implementation == "reference" else [(LOWEST, 0.0, 2e38)]  # equal to some logits
+    biases = (rows * LOWEST, hidden * 2e38, np.full(hidden.shape, LOWEST)) if with_bias else (None,)
+    attend = lambda *x: flash_attention(*x[:4], sinks=x[4], return_residual=True, implementation=implementation)
+    ours = gradients(attend)
+    for bias, sink in itertools.product(biases, sinks):
+        kw = dict(sinks=np.float32(sink)) | ({} if bias is None else dict(bias=np.float32(bias)))
+        (o, lse), *found = ours(q, k, v, kw.get("bias"), kw["sinks"], (do, dlse))
+        wanted, wanted_lse, expected = oracle.attention(q, k, v, do, dlse, **kw)
+        np.testing.assert_allclose(lse, wanted_lse, rtol=1e-6, atol=1e-6)
+        for x, y in zip((o, *found), (wanted, *expected), strict=True):
+            if y is not None:
+                close(x, y, TOLERANCE["float32"])
+
+
+@pytest.mark.whole("portable")
+@pytest.mark.parametrize("implementation", ["blockwise", "portable"])
+def test_a_score_mod_may_hide_by_the_lowest_number(implementation, small_tiles, rng):
+    """A row of nothing else gives each key its share."""
+    q, k, v = qkv(rng, SIZES)
+    lowest = lambda score, b, h, q_idx, kv_idx: jnp.where((q_idx == 1) | (kv_idx > 30), LOWEST, score)
+    attend = lambda v: flash_attention(q, k, v, score_mod=lowest, implementation=implementation)
+    (o, back), expected = jax.vjp(attend, v), v.mean(1)
+    np.testing.assert_allclose(o[:, 1], expected, atol=1e-6)
+    np.testing.assert_allclose(back(o.at[:].set(0).at[:, 1].set(1.0))[0], 1 / SIZES.S, rtol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["blockwise", "portable"])
+def test_a_soft_cap_holds_logits_that_overflow(implementation, small_tiles, rng):
+    q, k, v = qkv(rng, SIZES)
+    q, k = np.abs(q) * np.float32(1e25), np.sign(k[..., :1]) * np.abs(k) * np.float32(1e25)
+    do, _ = cotangents(rng, q, v)
+    o, _, (dq, dk, dv, _) = run(q, k, v, do, np.zeros(q.shape[:-1], np.float32), implementation, logits_soft_cap=30.0)
+    wanted, _, (*_, wanted_dv, _) = oracle.attention(q, k, v, do, np.zeros(q.shape[:-1]), logits_soft_cap=30.0)
+    close(o, wanted, TOLERANCE["float32"])
+    close(dv, wanted_dv, TOLERANCE["float32"])
+    assert not np.any(dq) and not np.any(dk)
+
+
+def test_the_interpreters_products_round_alike_forward_and_backward(rng):
+    """A CPU's products round by how many keys they take, and at logits so large P is 0, 1 or infinity by that."""
+    q, k, v = qkv(rng, Sizes(B=1, T=16, S=53, N=1, K=1, H=72, Hv=5))
+    do, _ = cotangents(rng, q, v)
+    kw = dict(scale=1e30)
+    *_, gradients = run(q, k, v, do, np.zeros(q.shape[:-1], np.float32), "portable", **kw)
+    *_, expected = oracle.attention(q, k, v, do, np.zeros(q.shape[:-1]), **kw)
+    assert all(np.isfinite(x).all() for x in gradients[:3])
+    close(gradients[2], expected[2], TOLERANCE["float32"])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -160,11 +160,28 @@ def test_forward_mode_is_a_function_of_its_own_in_o_of_t_memory(rng):
 def test_forward_mode_of_what_has_none_says_where_it_is(implementation, rng):
     x = qkv(rng, Z)
     f = lambda *x: jnp.sum(attend(implementation)(*x) ** 2)
-    for run in (lambda: jax.jit(functools.partial(jax.jvp, f))(x, x), lambda: jax.jacfwd(f)(*x)):
-        with pytest.raises(NotImplementedError, match=r"forward mode flash_attention_jvp\(primals, tangents\) takes its place"):
+    for run in (
+        lambda: jax.jit(functools.partial(jax.jvp, f))(x, x),
+        lambda: jax.jacfwd(f)(*x),
+        lambda: jax.linearize(f, *x)[1](*x),
+    ):
+        with pytest.raises(NotImplementedError, match=r"jax.linearize of it there is flash_attention_jvp\(primals, tangents\)"):
             run()
     with pytest.raises(NotImplementedError, match="forward mode is for blockwise and reference; got portable"):
         flash_attention_jvp(x, x, implementation="portable")
+
+
+@pytest.mark.parametrize("name", ["portable", "flash1", "standard"])
+def test_what_is_evaluated_while_tracing_takes_no_kernel_and_says_so(name, rng):
+    x = qkv(rng, Z)
+
+    def evaluated(y, implementation):
+        with jax.ensure_compile_time_eval():
+            return y + np.asarray(flash_attention(*x, implementation=implementation)).sum()
+
+    assert np.isfinite(jax.jit(evaluated, static_argnums=1)(0.0, None))
+    with pytest.raises(NotImplementedError, match=r"jax\.ensure_compile_time_eval would evaluate"):
+        jax.jit(evaluated, static_argnums=1)(0.0, name)
 
 
 def test_second_derivatives_are_right_or_say_where_they_are(implementation, rng):

@@ -38,11 +38,11 @@ def forward(problem: Problem, tiles: Tiles, x: Operands):
                 o, m, l = carry
                 s = view.scores(q, row, key)
                 s = s if seen is None else jnp.where(seen, s, -jnp.inf)
-                prob, alpha, m, l = online_softmax.step_along(3, s, m, l, view.unit)
+                prob, alpha, m, l = online_softmax.step_along(3, s, m, l, p.unit, view.unit)
                 pv = dot(view.dropped(prob, row, key).astype(view.value.dtype), key.of(view.value, 2))
                 return pv if alpha is None else o * alpha[..., None] + pv, m, l
 
-            start = zeros(q.shape[2], p.value_size), *online_softmax.start(zeros(q.shape[2]), view.sinks_of(row))
+            start = zeros(q.shape[2], p.value_size), *online_softmax.start(zeros(q.shape[2]), view.sinks_of(row), p.unit)
             o, m, l = view.visit(row, keys, step, (None, None, None) if x.sinks is None else start, start)
             o = online_softmax.finish(o, l, p.kept)
             m = online_softmax.in_log2(m, view.unit)
@@ -77,11 +77,10 @@ def backward(problem: Problem, tiles: Tiles, x: Operands, o, lse, do, delta):
             def step(key: Block, seen, carry):
                 dq, dk, dv, dbias, dtables = carry
                 dp = view.dropped(dot_t(do_i, key.of(view.value, 2)), row, key)
-                s, back = view.scores_vjp(q, row, key)
+                s, tanh, back = view.scores_vjp(q, row, key)
                 if seen is not None and p.soft_cap is None:
                     s, seen = jnp.where(seen, s, -jnp.inf), None
-                soft_cap = None if back else p.soft_cap
-                prob, ds = online_softmax.gradients(s, seen, lse_i, dp, delta_i, soft_cap, view.unit)
+                prob, ds = online_softmax.gradients(s, seen, lse_i, dp, delta_i, tanh, p.unit, view.unit)
                 ds, dtables = back(ds, dtables) if back else (ds, dtables)
                 low = ds.astype(q.dtype)
                 dk = key.add(dk, dot(q_t, low), 3)

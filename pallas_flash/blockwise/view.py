@@ -1,6 +1,7 @@
 """What some heads' operands are, which of their blocks are visited, and what the rows of a block see."""
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
@@ -25,7 +26,8 @@ class View(NamedTuple):
     problem: Problem
     tiles: Tiles
     fold: float  # what the queries are multiplied by
-    unit: float  # of the scores, in that of log 2
+    unit: float  # of the scores, in that of the problem
+    is_product: bool  # whether they are q k^T alone
     query: jax.Array  # [B, K, G, T, H]
     key: jax.Array  # [B, K, S, H]
     value: jax.Array  # [B, K, S, Hv]
@@ -48,14 +50,15 @@ class View(NamedTuple):
         visibility = dataclasses.replace(visibility, where=where)
         start, stop = visibility.interval(jnp.arange(p.queries, dtype=jnp.int32)[None])
         plain = x.bias is None and p.soft_cap is None and score is None
-        wide, factor = tiles.dtype in ("float32", "float64"), p.scale * online_softmax.LOG2E
-        fold, unit = factor or 1.0 if plain and wide else 1.0, factor if scaled_last(p) and not wide else 1.0
+        wide, factor = tiles.dtype in ("float32", "float64"), p.scale * (p.unit if plain else 1.0)
+        fold, unit = factor or 1.0 if wide else 1.0, factor if scaled_last(p) and not wide else 1.0
+        is_product = plain and fold * unit == factor
         q, k, v = (by_head(part.of(a, 2), part.heads).astype(tiles.dtype) for a in (x.query, x.key, x.value))
         bias, mask = (None if a is None else _tiled(part.of(a, 1), part.heads) for a in (x.bias, x.mask))
         sinks = None if x.sinks is None else part.of(x.sinks[None], 1).reshape(part.heads, -1)
         seeds = None if x.seeds is None else part.of(x.seeds, 1).reshape(part.batch, part.heads, -1, 2)
         q, k, v = q * fold, k[:, :, 0], v[:, :, 0]
-        view = cls(p, tiles, fold, unit, q, k, v, bias, mask, visibility, start, stop, sinks, seeds, score)
+        view = cls(p, tiles, fold, unit, is_product, q, k, v, bias, mask, visibility, start, stop, sinks, seeds, score)
         return view._replace(query=view.filled(view.query), key=view.reached(view.key), value=view.reached(view.value))
 
     @property
@@ -134,16 +137,17 @@ class View(NamedTuple):
     def scores(self, q, row: Block, key: Block):
         """[B, K, rows, keys]"""
         if self.score is None:
-            return self.logits(q, row, key, online_softmax.LOG2E)
+            return self.logits(q, row, key, self.problem.unit)
         of = self.numbers(self.score, row, key)
-        return self.score.of(self.logits(q, row, key, 1.0), self.read, *of) * online_softmax.LOG2E
+        return self.score.of(self.logits(q, row, key, 1.0), self.read, *of)
 
     def scores_vjp(self, q, row: Block, key: Block):
-        """The same, and with a score_mod (else None) what makes of the cotangent of these natural scores that of what q k^T was
-        made, and adds to the gradients of the tables."""
+        """The same, the tanh of a soft cap on them (else None), and with a score_mod (else None) what makes of their cotangent
+        that of what q k^T was made, and adds to the gradients of the tables."""
+        logits, cap = functools.partial(self.logits, q, row, key), self.problem.soft_cap
         if self.score is None:
-            return self.scores(q, row, key), None
-        logits = self.logits(q, row, key, 1.0)
+            return *online_softmax.with_tanh(logits, cap, self.problem.unit), None
+        logits, tanh = online_softmax.with_tanh(logits, cap, 1.0)
         s, pull = self.score.vjp(logits, self.read, *self.numbers(self.score, row, key))
 
         def back(ds, dtables):
@@ -151,20 +155,20 @@ class View(NamedTuple):
             dtables = list(dtables)
             for array, index, d in of_tables:
                 dtables[array] = dtables[array].at[index].add(d.astype(dtables[array].dtype))
-            return online_softmax.capped(ds, logits, self.problem.soft_cap), tuple(dtables)
+            return online_softmax.capped(ds, tanh), tuple(dtables)
 
-        return s * online_softmax.LOG2E, back
+        return s, None, back
 
     def read(self, array: int, index: tuple):
         return self.score.arrays[array].at[index].get(mode="promise_in_bounds")
 
     def logits(self, q, row: Block, key: Block, unit: float):
         """[B, K, rows, keys]: scale q k^T, with bias and soft cap, in this unit; or q k^T, where the scale comes last."""
-        qk = dot_t(q, key.of(self.key, 2))
-        if self.fold != 1.0 or self.unit != 1.0:
+        p, qk = self.problem, dot_t(q, key.of(self.key, 2))
+        if self.is_product:
             return qk
         bias = None if self.bias is None else self.scored(row, key, self.bias).astype(qk.dtype)
-        return online_softmax.scores(qk, bias, self.problem.scale, self.problem.soft_cap, unit)
+        return online_softmax.scores(qk, bias, p.scale / self.fold, p.soft_cap, unit)
 
     def rows(self, row: Block, x):
         """[B, K, G, T, n] -> [B, K, rows, n]"""

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_flash import arguments, backends, checks, decode, modes, quantised
+from pallas_flash import arguments, autodiff, backends, checks, decode, modes, quantised
 from pallas_flash.arguments import Problem
 from pallas_flash.devices import sharding
 from pallas_flash.kernels import device
@@ -171,7 +171,7 @@ def _attend_jit(implementation, static, arrays):
     operands = operands._replace(query=query, key=key, value=value, sinks=sinks)
     operands, scales = reads.vary_alike((operands, scales))
     o, stats = forward(operands, jnp.clip(table, 0, k_pages.shape[0] - 1), *scales)
-    return o, jnp.swapaxes(stats.lse(), 1, 2)
+    return o, jnp.swapaxes(autodiff.natural_lse(problem, operands, stats), 1, 2)
 
 
 def _chosen(problem: Problem, page: int, stored: str | None, implementation: str | None) -> Callable:

@@ -75,7 +75,7 @@ def _kernel(x: Operands, o_ref, l_ref, m_ref, *, problem: Problem, tiles: Tiles)
     columns = tile.head(o_ref, p.value_size)
 
     def start(row, _):
-        m, l = tile.start(x, tiles.block_q)
+        m, l = tile.start(p, x, tiles.block_q)
         write(row, jnp.zeros((tiles.block_q, o_ref.shape[1]), jnp.float32), l, m)
 
     def write(row, o, l, m):

@@ -124,10 +124,10 @@ def _softmax_kernel(x: Operands, s_ref, p_ref, m_ref, l_ref, *, problem: Problem
 
         return schedule.loop(0, schedule.ceil_div(problem.keys, tiles.block_k), load_and_step, carry)
 
-    m, l = (_online if tiles.online else _safe)(over_keys, x, tiles.block_q)
+    m, l = (_online if tiles.online else _safe)(over_keys, problem, x, tiles.block_q)
 
     def write(key, s, _):
-        prob = online_softmax.finish(jnp.exp2(s - m[:, None]), l, problem.kept)
+        prob = online_softmax.finish(online_softmax.power(s - m[:, None], problem.unit), l, problem.kept)
         prob = tile.dropped(problem, x.seeds, (), row, key, prob)
         tile.store(tile.part(p_ref, None, key.slice), prob, row.inside, key.inside)
 
@@ -136,17 +136,18 @@ def _softmax_kernel(x: Operands, s_ref, p_ref, m_ref, l_ref, *, problem: Problem
     tile.store(l_ref, l, row.inside)
 
 
-def _safe(over_keys, x: Operands, rows: int):
+def _safe(over_keys, p: Problem, x: Operands, rows: int):
     """The maximum m and the sum l of 2^(s - m) of each row, in a pass over the keys for each (algorithm 2)."""
-    first, l = tile.start(x, rows)
+    power = functools.partial(online_softmax.power, unit=p.unit)
+    first, l = tile.start(p, x, rows)
     m = over_keys(lambda _, s, m: jnp.maximum(m, jnp.max(s, axis=1)), first)
-    l = l if x.sinks is None else l * jnp.exp2(first - m)
-    return m, over_keys(lambda _, s, l: l + jnp.sum(jnp.exp2(s - m[:, None]), axis=1), l)
+    l = l if x.sinks is None else l * power(first - m)
+    return m, over_keys(lambda _, s, l: l + jnp.sum(power(s - m[:, None]), axis=1), l)
 
 
-def _online(over_keys, x: Operands, rows: int):
+def _online(over_keys, p: Problem, x: Operands, rows: int):
     """The same in one pass (algorithm 3)."""
-    return over_keys(lambda _, s, carry: online_softmax.step(s, *carry)[2:], tile.start(x, rows))
+    return over_keys(lambda _, s, carry: online_softmax.step(s, *carry, unit=p.unit)[2:], tile.start(p, x, rows))
 
 
 def _dp_kernel(x: Operands, do_ref, dp_ref, *, problem: Problem, tiles: Tiles):
@@ -163,7 +164,8 @@ def _softmax_backward_kernel(x: Operands, s_ref, dp_ref, lse_ref, delta_ref, p_r
     s = tile.load(s_ref, row.inside, key.inside, other=-jnp.inf)
     dp = tile.load(dp_ref, row.inside, key.inside)
     lse, delta = tile.load(lse_ref, row.inside, other=jnp.inf), tile.load(delta_ref, row.inside)
-    prob, ds = online_softmax.gradients(s, s > -jnp.inf, lse[..., None], dp, delta[..., None], problem.soft_cap)
+    tanh = None if problem.soft_cap is None else s / (problem.soft_cap * problem.unit)
+    prob, ds = online_softmax.gradients(s, s > -jnp.inf, lse[..., None], dp, delta[..., None], tanh, problem.unit)
     tile.store(p_ref, tile.dropped(problem, x.seeds, (), row, key, prob), row.inside, key.inside)
     tile.store(ds_ref, ds, row.inside, key.inside)
 

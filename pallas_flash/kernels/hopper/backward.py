@@ -19,7 +19,7 @@ def backward(problem: Problem, tiles: AllTiles, x: Operands, o, lse, do, delta):
     del o  # delta holds all that is needed of it
     p = problem
     of_score = () if x.score is None else (tables.gradients(p, portable.tiles(p).dq, x, do, lse, delta),)
-    lse = lse - (p.soft_cap or 0.0) * online_softmax.LOG2E
+    lse = lse * (online_softmax.LOG2E / p.unit) - (p.soft_cap or 0.0) * online_softmax.LOG2E
     arrays = x.seeds, scored.numbers(p, x.score), x.query, x.key, x.value, do, lse, delta
     if tiles.fused is not None:
         dq, dk, dv = backward_dkv.dkv(p, tiles.fused, x.visibility, *arrays, fused=True)

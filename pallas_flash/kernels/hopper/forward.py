@@ -55,6 +55,7 @@ def forward(problem: Problem, tiles: AllTiles, x: Operands):
         name="flash_attention_forward",
     )
     lse = lse[:, :, : p.queries] + (p.soft_cap or 0.0) * online_softmax.LOG2E  # what `scores_apart` left out
+    lse = lse * (p.unit / online_softmax.LOG2E)
     return o[:, : p.queries, :, : p.value_size], online_softmax.Statistics(lse, None)
 
 

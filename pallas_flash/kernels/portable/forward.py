@@ -64,11 +64,11 @@ def _kernel(x: Operands, o_ref, m_ref, l_ref, *, problem: Problem, tiles: Tiles)
         s = tile.scores(p, q, k, tile.dense(x.bias, (), row, key), ask)  # [bq, bk]
         seen = view.sees(key, tile.dense(x.mask, (), row, key), masked)
         s = s if seen is None else jnp.where(seen, s, -jnp.inf)
-        prob, alpha, m, l = online_softmax.step(s, m, l)
+        prob, alpha, m, l = online_softmax.step(s, m, l, unit=p.unit)
         prob = tile.dropped(p, x.seeds, (), row, key, prob)
         return o * alpha[:, None] + tile.dot(prob.astype(v.dtype), v), m, l
 
-    start = jnp.zeros(o_ref.shape, jnp.float32), *tile.start(x, tiles.block_q)
+    start = jnp.zeros(o_ref.shape, jnp.float32), *tile.start(p, x, tiles.block_q)
     o, m, l = view.blocks(tiles.block_k).visit(step, start)
     tile.store(o_ref, online_softmax.finish(o, l, p.kept), row.inside, tile.head(o_ref, p.value_size))
     tile.store(m_ref, m, row.inside)

@@ -63,15 +63,13 @@ def part(ref, *index):
 
 def head(ref, size: int):
     """The columns of a tile's head axis that exist, or None for all."""
-    width = ref.shape[-1]
-    return jnp.arange(width) < size if width > size else None
+    return jnp.arange(ref.shape[-1]) < size if ref.shape[-1] > size else None
 
 
 def _inside(shape, rows, columns):
     if len(shape) == 1:
         return rows
-    bounds = [] if rows is None else [rows[:, None]]
-    bounds += [] if columns is None else [columns[None, :]]
+    bounds = ([] if rows is None else [rows[:, None]]) + ([] if columns is None else [columns[None, :]])
     return jnp.broadcast_to(functools.reduce(operator.and_, bounds), shape) if bounds else None
 
 
@@ -91,12 +89,9 @@ def t_dot(a, b):
 
 
 def _product(a, b, a_axis, b_axis):
-    return lax.dot_general(
-        *(a, b),
-        (((a_axis,), (b_axis,)), ((), ())),
-        precision="highest" if a.dtype == jnp.float32 else None,  # the default would round float32 to TF32
-        preferred_element_type=jnp.float32,
-    )
+    precision = "highest" if a.dtype == jnp.float32 else None  # the default would round float32 to TF32
+    dims = ((a_axis,), (b_axis,)), ((), ())
+    return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
 class View(NamedTuple):
@@ -189,9 +184,9 @@ class Rows(NamedTuple):
         return Rows(q, do, load(self.lse, row.inside, other=jnp.inf), load(self.delta, row.inside))
 
 
-def start(x: Operands, rows: int):
+def start(problem: Problem, x: Operands, rows: int):
     """m and l [rows] of one head before any key."""
-    return online_softmax.start(jnp.zeros(rows, jnp.float32), None if x.sinks is None else x.sinks[...])
+    return online_softmax.start(jnp.zeros(rows, jnp.float32), None if x.sinks is None else x.sinks[...], problem.unit)
 
 
 def question(x: Operands, row: Span, key: Span, pair: tuple[Ints, Ints], batch: Ints = FIRST) -> predicate.Question | None:
@@ -200,13 +195,19 @@ def question(x: Operands, row: Span, key: Span, pair: tuple[Ints, Ints], batch: 
 
 
 def scores(problem: Problem, q, k, bias, ask: predicate.Question | None = None):
-    """[rows, keys], in units of log 2."""
-    if ask is None and bias is None and problem.soft_cap is None and q.dtype == jnp.float32:
-        return dot_t(q * (problem.scale * online_softmax.LOG2E), k)  # no product is left that with less m is one multiply-add
-    if ask is None:
-        return online_softmax.scores(dot_t(q, k), bias, problem.scale, problem.soft_cap)
-    s = online_softmax.scores(dot_t(q, k), bias, problem.scale, problem.soft_cap, unit=1.0)
-    return ask.score(s) * online_softmax.LOG2E
+    """[rows, keys], in the problem's unit."""
+    s = logits(problem, q, k, bias, problem.unit)
+    return s if ask is None else ask.score(s)
+
+
+def logits(problem: Problem, q, k, bias, unit: float):
+    """[rows, keys], scale q k^T with bias and soft cap, in this unit."""
+    p, scale = problem, problem.scale
+    if q.dtype == jnp.float32:
+        if bias is None and p.soft_cap is None:
+            return dot_t(q * (scale * unit), k)  # no product is left that with less m is one multiply-add
+        q, scale = q * scale, 1.0
+    return online_softmax.scores(dot_t(q, k), bias, scale, p.soft_cap, unit)
 
 
 def dropped(problem: Problem, seeds, lead: tuple, row: Span, key: Span, x):
@@ -222,19 +223,20 @@ def gradients(problem: Problem, rows: Rows, k, v, bias, seen, drop, ask: predica
     """P, of which drop(P) is left, and dS [rows, keys]."""
     if ask is not None:
         return with_tables(problem, rows, k, v, bias, seen, drop, ask)[:2]
-    s, dp = scores(problem, rows.q, k, bias), drop(dot_t(rows.do, v))
-    p, ds = online_softmax.gradients(s, seen, rows.lse[..., None], dp, rows.delta[..., None], problem.soft_cap)
+    of = functools.partial(logits, problem, rows.q, k, bias)
+    (s, tanh), dp = online_softmax.with_tanh(of, problem.soft_cap, problem.unit), drop(dot_t(rows.do, v))
+    p, ds = online_softmax.gradients(s, seen, rows.lse[..., None], dp, rows.delta[..., None], tanh, problem.unit)
     return drop(p), ds
 
 
 def with_tables(problem: Problem, rows: Rows, k, v, bias, seen, drop, ask: predicate.Question):
     """The same, and for each read of the score_mod's tables (array, index, cotangent)."""
-    logits = online_softmax.scores(dot_t(rows.q, k), bias, problem.scale, problem.soft_cap, unit=1.0)
-    (s, back), dp, lse = ask.score_vjp(logits), drop(dot_t(rows.do, v)), rows.lse[..., None]
-    s = jnp.where(lse == jnp.inf, 0.0, s * online_softmax.LOG2E)  # of rows that are not there it may be NaN
-    p, ds = online_softmax.gradients(s, seen, lse, dp, rows.delta[..., None], None)
+    x, tanh = online_softmax.with_tanh(functools.partial(logits, problem, rows.q, k, bias), problem.soft_cap, unit=1.0)
+    (s, back), dp, lse = ask.score_vjp(x), drop(dot_t(rows.do, v)), rows.lse[..., None]
+    s = jnp.where(lse == jnp.inf, 0.0, s)  # of rows that are not there it may be NaN
+    p, ds = online_softmax.gradients(s, seen, lse, dp, rows.delta[..., None], None, problem.unit)
     ds, tables = back(ds)
-    return drop(p), online_softmax.capped(ds, logits, problem.soft_cap), tables
+    return drop(p), online_softmax.capped(ds, tanh), tables
 
 
 class Layout(NamedTuple):

@@ -54,7 +54,9 @@ def tiles(problem: Problem) -> AllTiles:
     """The tiles for the narrowest row of the table that holds the problem's heads, no longer than its lengths."""
     p, row = problem, _row(problem)
     fit = lambda block, length: min(block, power_of_two(length))
-    apart = (row.forward, row.dkv, row.dq)
+    apart = [row.forward, row.dkv, row.dq]
+    if device.compute_capability() is None:  # a CPU's products round by how many keys they take, and P at large logits with them
+        apart = [t._replace(block_k=row.forward.block_k) for t in apart]
     decoding = decode_tiles(p) if decode.takes(p) else None
     return AllTiles(*(t._replace(block_q=fit(t.block_q, p.queries), block_k=fit(t.block_k, p.keys)) for t in apart), decoding)
 
