@@ -2,6 +2,7 @@
 jax.nn in float32."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -160,3 +161,13 @@ def test_p_of_the_backward_is_that_of_the_forward_and_computed_once(dtype, expon
     both = gradients(lambda q, k, v, bias: flash_attention(q, k, v, is_causal=True, implementation="blockwise"))
     program = both.lower(x, x, x, x, x).compile().as_text()
     assert (program.count(" dot("), program.count(" exponential(")) == (6, exponentials)
+
+
+def test_the_maximum_is_guarded_where_a_row_may_see_no_key_and_not_where_each_is_known_to_see_one():
+    """Without the guard XLA's CPU library takes the product and the softmax of it in one call."""
+    x = jnp.ones((2, 8, 2, 16))
+    attend = lambda **kw: jax.make_jaxpr(lambda x: flash_attention(x, x, x, implementation="blockwise", **kw))(x)
+    guarded = lambda **kw: re.search(rf"= max .*{str(LOWEST)[:8]}", str(attend(**kw)))
+    assert not any(guarded(**kw) for kw in (dict(), dict(is_causal=True), dict(local_window_size=(2, 0))))
+    assert all(guarded(is_causal=True, **kw) for kw in (dict(query_offset=-1), dict(key_value_seq_lengths=np.array([8, 0]))))
+    assert all(guarded(**kw) for kw in (dict(bias=jnp.ones((1, 2, 8, 8))), dict(mask=jnp.ones((1, 2, 8, 8), bool))))
