@@ -106,16 +106,17 @@ def step(s, m, l, scale: float | None = None, slack: float = 0.0, unit: float = 
     return p, alpha, m_new, l * alpha + jnp.sum(p, axis=-1)
 
 
-def step_along(axis: int, s, m, l, unit: float = LOG2E, scale: float = 1.0):
+def step_along(axis: int, s, m, l, unit: float = LOG2E, scale: float = 1.0, finite: bool = False):
     """`step` for scores with the keys along `axis`. m and l are None, and so is alpha, where there was no step before.
 
     A `scale` above 0 multiplies what is left of the scores less m, both not yet in their unit: scale * s - m in one
-    multiply-add would exceed 0 by the rounding of m, and its power of 2 overflow where m is large.
+    multiply-add would exceed 0 by the rounding of m, and its power of 2 overflow where m is large. `finite`: each row has a
+    score above -inf, and m needs no guard; then a CPU's library takes the product and the softmax of it in one call.
 
     The new m has no tangent: any m' gives the same P. JAX's own divides by how many scores equal the maximum, and that is none
     where XLA computes them twice and rounds otherwise.
     """
-    highest = jnp.max(s, axis, initial=LOWEST)
+    highest = jnp.max(s, axis) if finite else jnp.max(s, axis, initial=LOWEST)
     m_new = lax.stop_gradient(highest if m is None else jnp.maximum(m, highest))
     p = power((s - jnp.expand_dims(m_new, axis)) * scale, unit)
     total = jnp.sum(p, axis)
@@ -166,17 +167,18 @@ def in_log2(m, scale: float):
     return m if scale == 1.0 else jnp.maximum(m * scale, LOWEST)
 
 
-def gradients(s, seen, lse, dp, delta, tanh, unit: float = LOG2E, scale: float = 1.0):
+def gradients(s, seen, lse, dp, delta, tanh, unit: float = LOG2E, scale: float = 1.0, finite: bool = False):
     """p and dlogits = p * (dp - delta), from scores s and dp, and lse and delta of each row, that broadcast against them. The
     logits are those before a soft cap, which made `tanh` of them (None: there is no soft cap).
 
-    `seen` (or None: all) hides scores; lse is in their unit, +inf where a row saw no key, so that p = 0. With a `scale`, as in
-    `step_along`, keys are along the last axis, and the scores meet their own maximum, and an lse in units of log 2.
+    `seen` (or None: all) hides scores; lse is in their unit, +inf where a row saw no key, so that p = 0. With a `scale`, as,
+    with `finite`, in `step_along`, keys are along the last axis, and the scores meet their own maximum, and an lse in units of
+    log 2.
     """
     if scale == 1.0:
         p = power(s - lse, unit)
     else:
-        p, _, m, _ = step_along(-1, s, None, None, scale=scale)
+        p, _, m, _ = step_along(-1, s, None, None, scale=scale, finite=finite)
         p = p * jnp.exp2(jnp.expand_dims(in_log2(m, scale), -1) - lse)
     ds = p * (dp - delta)
     ds = capped(ds, tanh)

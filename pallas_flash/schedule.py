@@ -117,15 +117,15 @@ def known_blocks(visibility: Visibility, first: Ints, last: Ints, size: int) -> 
     return Blocks(div(start), div(whole_start + size - 1), div(whole_stop), div(stop + size - 1)).clipped()
 
 
-def key_ranges(visibility: Visibility, queries: int, block_q: int) -> list[tuple[int, int, bool]]:
-    """For every query block the keys [first, last) that its rows may see, and whether each sees all of them: what is known while
+def key_ranges(visibility: Visibility, queries: int, block_q: int) -> list[Blocks]:
+    """For every query block the keys that its rows may see, and those that each sees, as blocks of one key: what is known while
     tracing, data apart, and without a key that only data of the mask could let a row see."""
     seen = visibility
     known = Visibility(seen.keys, seen.left, seen.right, seen.offset) if isinstance(seen.offset, int) else Visibility(seen.keys)
     ranges = []
     for i in range(0, queries, block_q):
         (first, whole_first), (whole_last, last) = zip(*map(known.interval, (i, min(i + block_q, queries) - 1)), strict=True)
-        ranges.append((first, max(first, last), (first, last) == (whole_first, whole_last)))
+        ranges.append(Blocks(first, whole_first, whole_last, max(first, last)))
     return ranges
 
 

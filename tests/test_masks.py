@@ -1,5 +1,7 @@
 """Every mask on a small full grid against brute force: what is seen, which blocks are visited, which need no mask."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from cases import MASKS, Sizes, arguments, qkv
 
 from pallas_flash import checks, masks, schedule
 from pallas_flash.attention import normalised
+from pallas_flash.blockwise import Tiles, view
 from pallas_flash.masks import Visibility
 
 Z = Sizes(T=23, S=29, N=1, K=1, H=1, Hv=1)
@@ -90,9 +93,10 @@ def test_visited_blocks_hold_all_that_is_seen_and_full_blocks_nothing_else(name,
             _check(blocks, [tile(b, i, j) for i in range(q_tiles)], Z.T % block_q != 0, not gaps)
 
 
-@pytest.mark.parametrize(
-    "left, right, offset", [(None, 0, 0), (None, 0, -60), (30, 0, 5), (0, 10, 100), (70, 70, 0), (10, None, -20)]
-)
+BANDS = [(None, 0, 0), (None, 0, -60), (30, 0, 5), (0, 10, 100), (70, 70, 0), (10, None, -20)]
+
+
+@pytest.mark.parametrize("left, right, offset", BANDS)
 def test_a_kernel_computes_the_blocks_of_a_band_from_its_first_and_last_row(left, right, offset):
     v = masks.resolve([masks.Window(left, right)], 1, Z.T, Z.S, offset)
     for size, block in BLOCKS:
@@ -102,6 +106,23 @@ def test_a_kernel_computes_the_blocks_of_a_band_from_its_first_and_last_row(left
             expected = schedule.key_blocks(*v.interval(np.arange(first, last + 1)), None, block)
             if expected.first < expected.last:
                 np.testing.assert_array_equal(blocks, expected)
+
+
+@pytest.mark.parametrize("left, right, offset", [*BANDS, (None, None, 0), (None, 0, -9), (None, 0, 9), (2, 1, -7), (3, 3, 12)])
+@pytest.mark.parametrize("block_q, block_k", [(8, 16), (16, 8), (32, 32)])
+def test_blockwise_knows_which_blocks_all_rows_see_and_of_which_each_row_sees_a_key(block_q, block_k, left, right, offset):
+    v = masks.resolve([masks.Window(left, right)], 1, Z.T, Z.S, offset)
+    problem = dataclasses.replace(normalised(*qkv(np.random.default_rng(0), Z))[0], visibility=v)
+    position, key = np.arange(Z.T)[:, None] + offset, np.arange(Z.S)
+    seen = (key >= position - (np.inf if left is None else left)) & (key <= position + (np.inf if right is None else right))
+    known = view.known_keys(problem, Tiles(min(block_q, Z.T), min(block_k, Z.S), None, "float32"))
+    for i, blocks in enumerate(known):
+        rows = seen[i * block_q : (i + 1) * block_q]
+        for block, masked, some in blocks:
+            tile = rows[:, block.start : block.start + block.size]
+            assert (masked or tile.all()) and some == tile.any(1).all()
+            rows = np.where((key >= block.start) & (key < block.start + block.size), False, rows)
+        assert not rows.any(), "what is seen is not visited"
 
 
 def _check(blocks, tiles, last_hangs_over, tight):

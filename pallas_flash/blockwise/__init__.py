@@ -34,11 +34,11 @@ def forward(problem: Problem, tiles: Tiles, x: Operands):
         def query_block(row: Block, keys, outputs):
             q = view.rows(row, view.query)
 
-            def step(key: Block, seen, carry):
+            def step(key: Block, seen, carry, finite=False):
                 o, m, l = carry
                 s = view.scores(q, row, key)
                 s = s if seen is None else jnp.where(seen, s, -jnp.inf)
-                prob, alpha, m, l = online_softmax.step_along(3, s, m, l, p.unit, view.unit)
+                prob, alpha, m, l = online_softmax.step_along(3, s, m, l, p.unit, view.unit, finite)
                 pv = dot(view.dropped(prob, row, key).astype(view.value.dtype), key.of(view.value, 2))
                 return pv if alpha is None else o * alpha[..., None] + pv, m, l
 
@@ -74,13 +74,13 @@ def backward(problem: Problem, tiles: Tiles, x: Operands, o, lse, do, delta):
             if row.own is not None:
                 lse_i = jnp.where(view.of_rows(row.index[None] >= row.own), lse_i, jnp.inf)
 
-            def step(key: Block, seen, carry):
+            def step(key: Block, seen, carry, finite=False):
                 dq, dk, dv, dbias, dtables = carry
                 dp = view.dropped(dot_t(do_i, key.of(view.value, 2)), row, key)
                 s, tanh, back = view.scores_vjp(q, row, key)
                 if seen is not None and p.soft_cap is None:
                     s, seen = jnp.where(seen, s, -jnp.inf), None
-                prob, ds = online_softmax.gradients(s, seen, lse_i, dp, delta_i, tanh, p.unit, view.unit)
+                prob, ds = online_softmax.gradients(s, seen, lse_i, dp, delta_i, tanh, p.unit, view.unit, finite)
                 ds, dtables = back(ds, dtables) if back else (ds, dtables)
                 low = ds.astype(q.dtype)
                 dk = key.add(dk, dot(q_t, low), 3)

@@ -79,7 +79,7 @@ class View(NamedTuple):
     def each_query_block(self, query_block, outputs):
         """outputs = query_block(row, keys, outputs) for all of them; `keys` is what `visit` takes."""
         size, length = self.tiles.block_q, self.problem.queries
-        ranges = _ranges(self.problem, self.tiles)
+        ranges = known_keys(self.problem, self.tiles)
         if ranges is None:
             last = schedule.ceil_div(length, size)
             return schedule.loop(0, last, lambda i, out: query_block(parts.numbered(i, size, length), None, out), outputs)
@@ -88,11 +88,12 @@ class View(NamedTuple):
         return outputs
 
     def visit(self, row: Block, keys: list | None, step, first, start):
-        """carry = step(key block, what is seen of it, carry), from `first` on over the keys known while tracing, else from
-        `start` on in loops."""
+        """carry = step(key block, what is seen of it, carry), from `first` on over the keys known while tracing, and then with
+        whether each row has a score above -inf; else from `start` on in loops."""
         if keys:
-            for key, masked in keys:
-                first = step(key, self.sees(row, key, masked), first)
+            for key, masked, some in keys:
+                finite = some and self.is_product and self.mask is None
+                first = step(key, self.sees(row, key, masked), first, finite)
             return first
         if keys is not None:
             return start
@@ -219,7 +220,7 @@ class View(NamedTuple):
 def with_lists(p: Problem, tiles: Tiles, visibility: Visibility) -> Visibility:
     """The mask with the kinds of these tiles' blocks, if it has a Predicate and there are loops to go over them."""
     where, known = visibility.where, all(isinstance(n, int) for n in (p.batch, p.queries, p.keys))
-    if where is None or not known or _ranges(p, tiles) is not None:
+    if where is None or not known or known_keys(p, tiles) is not None:
         return visibility
     found = schedule.block_kinds(visibility, p.batch, p.heads, p.queries, tiles.block_q, tiles.block_k)
     if p.queries % tiles.block_q:  # the last block is moved back over the one before it
@@ -239,22 +240,26 @@ def _of_heads(asked: Asked | None, p: Problem, part: Heads) -> Asked | None:
     return dataclasses.replace(asked, batch=batch, head=heads, offset=offset)
 
 
-def _ranges(p: Problem, tiles: Tiles) -> list | None:
-    """For each query block the key blocks known while tracing, and whether they need a mask; None: loops find them."""
+def known_keys(p: Problem, tiles: Tiles) -> list | None:
+    """For each query block the key blocks known while tracing, whether they need a mask, and whether each row is known to see one
+    of their keys; None: loops find them."""
     one_q, one_k = tiles.block_q == p.queries, tiles.block_k == p.keys
     is_data = bool(jax.tree.leaves(p.visibility))
     if (is_data and not one_k) or (not one_q and schedule.ceil_div(p.queries, tiles.block_q) > UNROLLED):
         return None
     if not isinstance(p.keys, int) or not isinstance(p.queries, int):
-        return [[(Block(0, p.keys), True)]] if one_q and one_k else None
+        return [[(Block(0, p.keys), True, False)]] if one_q and one_k else None
     size, blocks = tiles.block_k, []
     if p.visibility.where is not None and not is_data:
         found = kinds.join(schedule.block_kinds(p.visibility, p.batch, p.heads, p.queries, tiles.block_q, size), (0, 1))
         block = lambda j: Block(int(j) * size, min(size, p.keys - int(j) * size))
-        blocks = [[(block(j), bool(kind[j] == kinds.PARTIAL)) for j in kind.nonzero()[0]] for kind in found]
+        blocks = [[(block(j), kind[j] == kinds.PARTIAL, kind[j] == kinds.FULL) for j in kind.nonzero()[0]] for kind in found]
         return blocks if sum(map(len, blocks)) <= UNROLLED else None
-    for first, last, whole in schedule.key_ranges(p.visibility, p.queries, tiles.block_q):
-        blocks.append([(Block(i, min(size, last - i)), is_data or not whole) for i in range(first, last, size)])
+    for seen in schedule.key_ranges(p.visibility, p.queries, tiles.block_q):
+        masked = is_data or (seen.full_first, seen.full_last) != (seen.first, seen.last)
+        some = lambda i, end, seen=seen: not is_data and seen.full_first < end and i < seen.full_last
+        ends = [(i, min(i + size, seen.last)) for i in range(seen.first, seen.last, size)]
+        blocks.append([(Block(i, end - i), masked, some(i, end)) for i, end in ends])
     return blocks if sum(map(len, blocks)) <= UNROLLED else None
 
 

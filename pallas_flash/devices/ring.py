@@ -37,7 +37,7 @@ class Loop(NamedTuple):
         """The shortest loop that brings each of `queries` rows the keys that it may see by what is known while tracing."""
         ends = schedule.key_ranges(visibility, queries, queries // devices) if chunks == 1 else []
         size = visibility.keys // devices
-        apart = [(first // size - i, (last - 1) // size - i) for i, (first, last, _) in enumerate(ends) if first < last]
+        apart = [(first // size - i, (last - 1) // size - i) for i, (first, *_, last) in enumerate(ends) if first < last]
         lowest, highest = min((a for a, _ in apart), default=0), max((b for _, b in apart), default=-1)
         if chunks > 1 or highest - lowest >= devices:
             return cls(axis, devices, chunks, 0, devices, True)
