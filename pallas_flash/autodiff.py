@@ -43,7 +43,7 @@ def _forward(problem, choice, operands):
 def natural_lse(problem: Problem, operands: Operands, stats: online_softmax.Statistics):
     """The natural log-sum-exp [B, N, T]; that of a sink that units of log 2 do not reach is the sink."""
     lse = stats.lse(problem.unit)
-    return lse if operands.sinks is None else jnp.where(lse < 2e38, lse, jnp.maximum(lse, operands.sinks[:, None]))
+    return lse if operands.sinks is None else jnp.where(lse < 2e38, lse, jnp.maximum(lse, operands.sinks[None, :, None]))
 
 
 def _backward(problem, choice, residuals, cotangents):
