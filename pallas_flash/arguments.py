@@ -244,6 +244,8 @@ def arrays(query, key, value):
                 f"got {name} {x.shape} and query {query.shape}."
             )
     lead, (N, H), (S, K) = query.shape[:-3], query.shape[-2:], key.shape[-3:-1]
+    if symbols := [str(n) for n in (N, K, H, value.shape[-1]) if not isinstance(n, int)]:
+        raise ValueError(f"heads and their sizes must be known, lengths and batch may be symbols of jax.export; got {symbols}.")
     show = lambda *tail: "(" + ", ".join(map(str, (*lead, *tail))) + ")"
     if key.shape[:-3] != lead or key.shape[-1] != H:
         raise ValueError(f"key must be {show('S', 'K', H)} to match query {query.shape}; got {key.shape}.")

@@ -134,6 +134,24 @@ def test_a_program_with_symbols_for_batch_and_length_serves_all_sizes(implementa
         equal(program.call(*x), jax.jit(gradients)(*x))
 
 
+@pytest.mark.parametrize("implementation", ["reference", "blockwise"])
+def test_a_program_with_symbols_needs_no_mask(implementation, rng):
+    def gradients(q, k, v):
+        sees = lambda mask: jnp.sum(jnp.sin(flash_attention(q, k, v, mask=mask, implementation=implementation)))
+        return jax.grad(lambda q: sum(map(sees, (None, masks.Window(3), masks.Where(lambda b, h, q, k: k % 3 > 0)))))(q)
+
+    t, s = export.symbolic_shape("t, s")
+    shapes = [jax.ShapeDtypeStruct((1, *shape), jnp.float32) for shape in ((t, Z.N, 4), (s, Z.K, 4), (s, Z.K, 4))]
+    x = qkv(rng, Z._replace(B=1, T=5, S=7, H=4, Hv=4))
+    equal(export.export(jax.jit(gradients))(*shapes).call(*x), jax.jit(gradients)(*x))
+
+
+def test_heads_are_no_symbols():
+    n, q = export.symbolic_shape("n")[0], jnp.ones((1, 4, 2, 8))
+    with pytest.raises(ValueError, match=r"heads and their sizes must be known, .* got \['n'\]"):
+        jax.eval_shape(lambda q, k: flash_attention(q, k, k), jax.ShapeDtypeStruct((1, 4, n, 8), jnp.float32), q[:, :, :1])
+
+
 def test_kernels_say_that_they_need_known_sizes():
     b, t = export.symbolic_shape("b, t")
     q = jax.ShapeDtypeStruct((b, t, 2, 8), jnp.float32)

@@ -73,6 +73,8 @@ class Visibility:
         """
         position = row + self.offset
         start, stop = 0, self.keys
+        if not isinstance(stop, int):  # a symbol of jax.export
+            stop = jnp.broadcast_to(jnp.asarray(stop, jnp.int32), jnp.shape(row))
         if self.left is not None:
             start = _larger(start, position - self.left)
         if self.right is not None:
