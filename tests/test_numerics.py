@@ -97,17 +97,22 @@ def test_decoding_too(implementation, dtype, rng):
         close(ours(q * size), reference(q * size), TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("options", [dict(), dict(bias=True), dict(bias=True, logits_soft_cap=7.0)], ids=str)
 @pytest.mark.parametrize("tiles", ["few blocks", "many"])
-def test_products_of_bfloat16_hold_at_any_size_too(tiles, request, rng):
-    """scale * (q k^T - maximum): nothing overflows, forward and backward, and dS errs by the rounding of what cancels in it."""
+def test_products_of_bfloat16_hold_at_any_size_too(tiles, options, request, rng):
+    """scale * (q k^T - maximum), or with something between the two: nothing overflows, forward and backward, and dS errs by the
+    rounding of what cancels in it."""
     if tiles == "many":
         request.getfixturevalue("small_tiles")
     q, k, v, do = (jnp.asarray(rng.normal(size=(1, n, 3, 16)), "bfloat16") for n in (37, 53, 53, 37))
-    attend = lambda name: lambda q, k, v, bias: flash_attention(q, k, v, scale=0.3, implementation=name)
+    bias = jnp.asarray(rng.normal(size=(1, 3, 37, 53)), "bfloat16") if options else None
+    options = dict(scale=0.3, logits_soft_cap=options.get("logits_soft_cap"))
+    attend = lambda name: lambda q, k, v, bias: flash_attention(q, k, v, bias, implementation=name, **options)
     ours, reference = (gradients(attend(name)) for name in ("blockwise", "reference"))
     for size in (1.0, 1e4, 1e9, 1e12, 1e20):
-        terms = (0, norm(do) * norm(v) * norm(k), norm(do) * norm(v) * size, 0)
-        for mine, wanted, term in zip(ours(q * size, k, v, None, do), reference(q * size, k, v, None, do), terms, strict=False):
+        terms = (0, norm(do) * norm(v) * norm(k), norm(do) * norm(v) * size, 0, norm(do) * norm(v))
+        results = (jax.tree.leaves(run(q * size, k, v, bias, do)) for run in (ours, reference))
+        for mine, wanted, term in zip(*results, terms, strict=False):
             mine, wanted = np.float32(mine) / size, np.float32(wanted) / size
             assert norm(mine - wanted) <= TOLERANCE["bfloat16"] / 4 * max(norm(wanted), term / size), size
 

@@ -58,13 +58,19 @@ def _tiles(problem: Problem) -> Tiles:
     in_loops = jax.tree.leaves(p.visibility) or (known and ceil_div(p.queries, block_q) > UNROLLED)
     block_k = _at_most(512 if in_loops else 2048, p.keys)
     heads = _heads(p, p.group * block_q, block_k) if known and _is_one_device() else None
-    in_own = p.dtype == "float64" or (p.dtype == "bfloat16" and scaled_last(p))  # products of float16 are slow
+    in_own = p.dtype == "float64" or (p.dtype == "bfloat16" and _is_apart(p))  # products of float16 are slow
     return Tiles(block_q, block_k, heads, p.dtype if in_own else "float32")
 
 
 def scaled_last(p: Problem) -> bool:
     """Whether scores of 16 bits may stay q k^T until their maximum is off: all else would have to be in their unit."""
     return p.scale > 0 and not p.sinks and p.bias is None and p.soft_cap is None and p.score is None
+
+
+def _is_apart(p: Problem) -> bool:
+    """Whether the scale and the maximum cannot meet in one multiply-add, whose result would exceed 0: the scale comes last, or
+    something stands between."""
+    return scaled_last(p) or (p.score is None and (p.bias is not None or p.soft_cap is not None))
 
 
 def _rows(p: Problem) -> int:
