@@ -59,17 +59,15 @@ def _backward(problem, choice, residuals, cotangents):
         dlse = dlse * factor
     if problem.dropped:  # P is dropped and divided by the part that is kept where it meets do: so do takes the divisor too
         factor = jnp.ones_like(lse) / problem.kept if factor is None else factor / problem.kept
+    if factor is not None:
+        do = (do.astype(wide) * jnp.swapaxes(factor, 1, 2)[..., None]).astype(do.dtype)
+    if do.dtype != wide:  # XLA may leave out its rounding to 16 bits here, and delta part from the kernels' do
+        do = lax.optimization_barrier(do)
     # d lse / d s = p, and ds = p * (dp - rowsum(o * do)): the cotangent of lse joins delta.
-    rowsum = lambda do: jnp.swapaxes(jnp.sum(o.astype(wide) * do.astype(wide), axis=-1), 1, 2)
-    scaled = do if factor is None else (do.astype(wide) * jnp.swapaxes(factor, 1, 2)[..., None]).astype(do.dtype)
-    if do.dtype == wide:  # the factor comes last: do need not be written once more
-        delta = rowsum(do) if factor is None else rowsum(do) * factor
-    else:  # XLA may leave out the rounding to 16 bits here, and delta part from the kernels' do
-        scaled = lax.optimization_barrier(scaled)
-        delta = rowsum(scaled)
+    delta = jnp.swapaxes(jnp.sum(o.astype(wide) * do.astype(wide), axis=-1), 1, 2)
     delta = (delta if problem.kept == 1 else delta * problem.kept) - dlse
     delta = jnp.where(stats.empty, 0.0, delta)
-    dq, dk, dv, dbias, *dtables = second(choice.backend.backward(problem, choice.tiles, operands, o, lse, scaled, delta))
+    dq, dk, dv, dbias, *dtables = second(choice.backend.backward(problem, choice.tiles, operands, o, lse, do, delta))
     dscore = jax.tree.map(lambda _: None, operands.score).with_tables(*dtables) if dtables else None
     return (Operands(dq, dk, dv, dbias, _of_sinks(problem, operands.sinks, lse, delta), None, None, score=dscore),)
 
