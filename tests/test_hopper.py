@@ -186,9 +186,11 @@ def test_without_a_wait_there_is_a_race(wait, rng, monkeypatch):
     monkeypatch.setattr(sync.Ring, wait, lambda *args: None)
     monkeypatch.setattr(gpu_interpreter, "DEADLOCK_SECONDS", 5.0)
     z = Sizes(B=1, T=128, S=512, N=1, K=1, H=128, Hv=128)
-    # the interpreter may also give up, where nobody has seen that a block was there
-    with contextlib.suppress(jax.errors.JaxRuntimeError), gpu_interpreter.hopper_kernels(detect_races=True) as races:
-        forward(*qkv(rng, z, jnp.bfloat16))
+    for _ in range(3):  # the interpreter may also give up, where nobody has seen that a block was there, on a busy machine early
+        with contextlib.suppress(jax.errors.JaxRuntimeError), gpu_interpreter.hopper_kernels(detect_races=True) as races:
+            forward(*qkv(rng, z, jnp.bfloat16))
+        if races.found:
+            break
     assert races.found
 
 
