@@ -304,7 +304,7 @@ REFUSED = {
     "context must be None, Ring": dict(context="context"),
     "needs a mesh with the axis 'rows'": dict(context=Ring("rows"), m=None),
     "context names the axis rows; the arrays are on a mesh with data, context": dict(context=Ring("rows")),
-    "the length of query must be a multiple of its 4 devices; got 42": dict(context=Ring("context"), T=42),
+    "the 4 devices that rows or keys lie on must divide the length of query; got 42": dict(context=Ring("context"), T=42),
     "cuts the rows of a device into two chunks; got 5 rows": dict(context=Zigzag("context"), T=20),
     "takes heads that are multiples of its 4 devices, or one key head; got N = 6, K = 2": dict(context=AllToAll("context"), N=6),
     "dropout over a ring takes chunks of keys that are multiples of 32; got 10": dict(

@@ -235,8 +235,8 @@ def _check(name, x, rows, mesh):
         raise ValueError(f"{name} must not be sharded along its last axis, the head size; got {jax.typeof(x).sharding.spec}.")
     if lacking := set(names(rows)) - set(mesh.shape):
         raise ValueError(f"context names the axis {', '.join(lacking)}; the arrays are on a mesh with {', '.join(mesh.shape)}.")
-    if x.shape[-3] % count(rows, mesh):
-        raise ValueError(f"the length of {name} must be a multiple of its {count(rows, mesh)} devices; got {x.shape[-3]}.")
+    if x.shape[-3] % (devices := count(rows, mesh)):
+        raise ValueError(f"the {devices} devices that rows or keys lie on must divide the length of {name}; got {x.shape[-3]}.")
 
 
 def _axes(arrays, call, mesh, rows) -> list:
