@@ -216,14 +216,15 @@ def arrays(query, key, value):
     query, key, value = (checks.array(name, x) for name, x in dict(query=query, key=key, value=value).items())
     for name, x in dict(query=query, key=key, value=value).items():
         if str(x.dtype) not in DTYPES:
-            raise TypeError(f"{name} must be {', '.join(DTYPES)}; got {x.dtype}. Cast it with {name}.astype(...).")
+            raise TypeError(
+                f"{name} must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}; got {x.dtype}. Cast it with {name}.astype(...)."
+            )
         if x.dtype != query.dtype:
             raise TypeError(f"query, key and value must have one dtype; got query {query.dtype} and {name} {x.dtype}.")
-        if len(x.shape) < 3 or len(x.shape) != len(query.shape):
-            raise ValueError(
-                f"{name} must be [..., length, heads, head size] with as many axes as query, at least 3; "
-                f"got {name} {x.shape} and query {query.shape}."
-            )
+        if len(x.shape) < 3:
+            raise ValueError(f"{name} must be [..., length, heads, head size], 3 axes or more; got {x.shape}.")
+        if len(x.shape) != len(query.shape):
+            raise ValueError(f"{name} must have as many axes as query {query.shape}; got {x.shape}.")
     lead, (N, H), (S, K) = query.shape[:-3], query.shape[-2:], key.shape[-3:-1]
     if symbols := [str(n) for n in (N, K, H, value.shape[-1]) if not isinstance(n, int)]:
         raise ValueError(f"heads and their sizes must be known, lengths and batch may be symbols of jax.export; got {symbols}.")
