@@ -16,7 +16,7 @@ from pallas_flash import flash_attention, masks, paged_attention, paged_cache, q
 
 pytestmark = [
     pytest.mark.usefixtures("small_tiles"),
-    pytest.mark.skipif(len(jax.devices()) < 4, reason="needs four devices; conftest asks for four on a CPU"),
+    pytest.mark.skipif(len(jax.devices()) < 4, reason="needs four devices; conftest asks for eight on a CPU"),
 ]
 Z = Sizes(B=4, T=19, S=23, N=4, K=2, H=8, Hv=8)
 SPEC = P("data", None, "model", None)
