@@ -151,7 +151,7 @@ TRANSFORMED = {
 @pytest.mark.parametrize("name", TRANSFORMED)
 def test_a_check_in_the_middle_of_tracing_is_made_and_disturbs_nothing(name, install, checked):
     if len(jax.devices()) < 4:
-        pytest.skip("needs four devices; conftest asks for four on a CPU")
+        pytest.skip("needs four devices; conftest asks for eight on a CPU")
     install("honest")
     q = jax.device_put(Q)
     found = TRANSFORMED[name](call)(q)
