@@ -33,6 +33,7 @@ class Tiles(NamedTuple):
 
 UNROLLED = 8  # blocks; more of them are loops, which compile in the same time at any length
 BLOCK = 512  # keys of all heads that are in the caches at a time, in decoding
+FEW = 128  # keys, which a mask of data or blocks need not cut further
 KEYS = 2048  # of all heads that go at a time on a CPU: its caches hold their scores, with what is made of them
 
 
@@ -76,6 +77,8 @@ def _is_apart(p: Problem) -> bool:
 def _rows(p: Problem) -> int:
     """Of a block: fewer, where a mask would hide much of it."""
     v = p.visibility
+    if p.keys <= FEW and v.left is None and v.right is None:
+        return 2**18 // p.keys
     if v.right is not None and p.queries <= 128:
         return 64  # the first half sees half of the keys
     sparse = jax.tree.leaves(v) or v.where is not None or v.left is not None or (v.right is not None and p.queries <= 1024)

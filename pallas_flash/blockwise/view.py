@@ -177,9 +177,8 @@ class View(NamedTuple):
         return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
     def columns(self, row: Block, x):
-        """[B, K, n, G, T] -> [B, K, n, rows]"""
-        x = row.of(x, 4)
-        return x.reshape(*x.shape[:3], -1)
+        """[B, K, n, G, T] -> [B, K, n, rows], None of None"""
+        return x if x is None else row.of(x, 4).reshape(*x.shape[:3], -1)
 
     def by_query(self, x):
         """[B, K, rows, n] -> [B, K, G, block_q, n]"""
@@ -281,6 +280,14 @@ def dot(a, b):
 def dot_t(a, b):
     """[B, K, m, h] [B, K, n, h] -> [B, K, m, n]"""
     return _product(a, b, 3)
+
+
+def over_rows(x, x_t, weights):
+    """[B, K, h, keys], the sum of rows x [B, K, rows, h] by weights [B, K, rows, keys]: from x_t, which is x transposed, or, where
+    it is None, from the weights transposed."""
+    if x_t is not None:
+        return dot(x_t, weights)
+    return jnp.swapaxes(dot(lax.optimization_barrier(jnp.swapaxes(weights, 2, 3)), x), 2, 3)
 
 
 def _product(a, b, axis: int):
