@@ -18,7 +18,7 @@ from pallas_flash.rules import kinds, rule
 from pallas_flash.rules.mask import REACH, Both, Kinds, Mask, Where, joined, parts, positive
 from pallas_flash.rules.mask import Dilated as Dilated
 from pallas_flash.rules.mask import GlobalTokens as GlobalTokens
-from pallas_flash.rules.visibility import Ints, Visibility, register
+from pallas_flash.rules.visibility import Ints, Visibility, register, smaller
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,9 +72,6 @@ class KeyLengths(Mask):
     lengths: Any
     ARRAYS = {"lengths": "B"}
 
-    def interval(self, row, position):
-        return 0, self.lengths[:, None]
-
 
 @dataclasses.dataclass(frozen=True)
 class QueryLengths(Mask):
@@ -82,9 +79,6 @@ class QueryLengths(Mask):
 
     lengths: Any
     ARRAYS = {"lengths": "B"}
-
-    def interval(self, row, position):
-        return 0, jnp.where(row < self.lengths[:, None], Visibility.ALL, 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,9 +99,6 @@ class Documents(Mask):
     query_ids: Any
     key_ids: Any
     ARRAYS = {"query_ids": "BT", "key_ids": "BS"}
-
-    def interval(self, row, position):
-        return self.runs()[:2]
 
     def runs(self):
         """First and one past the last key with each query's id, and whether no other id lies between: 3 x [B, T]."""
@@ -262,7 +253,7 @@ def _clip(x: Ints, low: int, high: int) -> Ints:
 def _least(a, b):
     if a is None or b is None:
         return b if a is None else a
-    return min(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.minimum(a, b)
+    return smaller(a, b)
 
 
 def _meet(seen: Visibility, shape, start: Ints, stop: Ints) -> Visibility:

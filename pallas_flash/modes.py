@@ -63,7 +63,7 @@ second_in_forward_alone = _one_way("flash_attention_second_tangent", None, NO_SE
 
 
 def _no_way(why_not: str) -> Callable:
-    """x for itself, without derivative."""
+    """x for itself, whose derivative raises."""
 
     def raises(primals, tangents):
         raise NotImplementedError(why_not)
@@ -73,5 +73,5 @@ def _no_way(why_not: str) -> Callable:
     return identity
 
 
-none = _no_way("paged_attention has no derivative: it is for tokens that are generated. flash_attention has.")
+no_first = _no_way("paged_attention has no derivative: it is for tokens that are generated. flash_attention has one.")
 no_second = _no_way(NO_SECOND)

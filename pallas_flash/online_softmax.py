@@ -1,7 +1,7 @@
 """The softmax of attention, one block at a time: a forward step, its end, and the backward's p and ds. Plain values only.
 
 Scores are kept in units of log 2, so that every exponential is an exp2 (FlashAttention-2, arXiv:2307.08691, section 3), but for
-those that a bias or a score_mod may bring to the ends of float32: these are natural. A `unit` is what natural ones are times.
+those that a bias or a score_mod may bring to the ends of float32: these are natural. Their `unit` is what natural ones are times.
 """
 
 import math
@@ -53,7 +53,7 @@ class Statistics(NamedTuple):
 
 
 def power(x, unit: float = LOG2E):
-    """2^x, or e^x where x is natural."""
+    """e^(x / unit): 2^x in units of log 2."""
     return jnp.exp2(x if unit == LOG2E else x * (LOG2E / unit))
 
 
@@ -106,23 +106,23 @@ def step(s, m, l, scale: float | None = None, slack: float = 0.0, unit: float = 
     return p, alpha, m_new, l * alpha + jnp.sum(p, axis=-1)
 
 
-def step_along(axis: int, s, m, l, unit: float = LOG2E, scale: float = 1.0, finite: bool = False):
-    """`step` for scores with the keys along `axis`. m and l are None, and so is alpha, where there was no step before.
+def step_along(axis: int, s, m, l, unit: float = LOG2E, finite: bool = False):
+    """`step` for scores with the keys along `axis`, in any unit. m and l are None, and so is alpha, if there was no step before.
 
-    A `scale` above 0 multiplies what is left of the scores less m, both not yet in their unit: scale * s - m in one
-    multiply-add would exceed 0 by the rounding of m, and its power of 2 overflow where m is large. `finite`: each row has a
-    score above -inf, and m needs no guard; then a CPU's library takes the product and the softmax of it in one call.
+    It is s - m that is brought into units of log 2: a product less m, in one multiply-add, would exceed 0 by the rounding of m,
+    and its power of 2 overflow where m is large. `finite`: each row has a score above -inf, and m needs no guard; then a CPU's
+    library takes the product and the softmax of it in one call.
 
     The new m has no tangent: any m' gives the same P. JAX's own divides by how many scores equal the maximum, and that is none
     where XLA computes them twice and rounds otherwise.
     """
     highest = jnp.max(s, axis) if finite else jnp.max(s, axis, initial=LOWEST)
     m_new = lax.stop_gradient(highest if m is None else jnp.maximum(m, highest))
-    p = power((s - jnp.expand_dims(m_new, axis)) * scale, unit)
+    p = power(s - jnp.expand_dims(m_new, axis), unit)
     total = jnp.sum(p, axis)
     if m is None:
         return p, None, m_new, total
-    alpha = power((m - m_new) * scale, unit)
+    alpha = power(m - m_new, unit)
     return p, alpha, m_new, l * alpha + total
 
 
@@ -162,26 +162,24 @@ def _in_two(stats: Statistics) -> Statistics:
     return Statistics(jnp.maximum(stats.m, LOWEST), l)
 
 
-def in_log2(m, scale: float):
-    """The maximum m of scores, times the `scale` that `step_along` was given."""
-    return m if scale == 1.0 else jnp.maximum(m * scale, LOWEST)
+def converted(m, unit: float, to: float):
+    """A maximum of scores in this unit, in another."""
+    return m if unit == to else jnp.maximum(m * (to / unit), LOWEST)
 
 
-def gradients(s, seen, lse, dp, delta, tanh, unit: float = LOG2E, scale: float = 1.0, finite: bool = False):
-    """p and dlogits = p * (dp - delta), from scores s and dp, and lse and delta of each row, that broadcast against them. The
-    logits are those before a soft cap, which made `tanh` of them (None: there is no soft cap).
+def probabilities(s, lse, unit: float, of_lse: float, finite: bool = False):
+    """p = 2^(s - lse) of scores with the keys along the last axis, and of each row's lse, +inf where it saw no key. Where that is
+    in another unit, the scores meet their own maximum first, for `step_along`'s reason, and with its `finite`."""
+    if unit == of_lse:
+        return power(s - lse, unit)
+    p, _, m, _ = step_along(-1, s, None, None, unit, finite)
+    return p * power(jnp.expand_dims(converted(m, unit, of_lse), -1) - lse, of_lse)
 
-    `seen` (or None: all) hides scores; lse is in their unit, +inf where a row saw no key, so that p = 0. With a `scale`, as,
-    with `finite`, in `step_along`, keys are along the last axis, and the scores meet their own maximum, and an lse in units of
-    log 2.
-    """
-    if scale == 1.0:
-        p = power(s - lse, unit)
-    else:
-        p, _, m, _ = step_along(-1, s, None, None, scale=scale, finite=finite)
-        p = p * jnp.exp2(jnp.expand_dims(in_log2(m, scale), -1) - lse)
-    ds = p * (dp - delta)
-    ds = capped(ds, tanh)
+
+def gradients(p, dp, delta, seen, tanh):
+    """p and dlogits = p * (dp - delta), both 0 where `seen` (None: nowhere) hides a score; each row's delta broadcasts against p.
+    The logits are those before a soft cap, which made `tanh` of them (None: there is no soft cap)."""
+    ds = capped(p * (dp - delta), tanh)
     if seen is not None:
         p, ds = jnp.where(seen, p, 0.0), jnp.where(seen, ds, 0.0)
     return p, ds

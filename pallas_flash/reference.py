@@ -40,7 +40,7 @@ def _attend(p: Problem, x: Operands):
     if p.soft_cap is not None:
         s = p.soft_cap * jnp.tanh(s / p.soft_cap)
     if x.score is not None:
-        s = x.score.of(s, lambda n, index: x.score.arrays[n][index], *_numbers(p, x))
+        s = x.score.of(s, lambda n, index: x.score.arrays[n][index], *x.score.pairs(p.batch, p.heads, row, key))
     s = jnp.where(seen, s, -jnp.inf)
     if x.sinks is not None:  # one more key, with the value 0
         s = jnp.concatenate([s, jnp.broadcast_to(x.sinks[:, None, None], (*s.shape[:3], 1))], axis=-1)
@@ -54,15 +54,6 @@ def _attend(p: Problem, x: Operands):
     o = jnp.where(jnp.swapaxes(empty, 1, 2), 0.0, o)
     lse = jnp.where(empty, -jnp.inf, m + jnp.log(l))[..., 0]
     return o.astype(x.query.dtype), lse
-
-
-def _numbers(p: Problem, x: Operands):
-    """Batch row, head, position and key of each score, to broadcast against [B, N, T, S]."""
-    b, h = x.score.numbers(p.batch, p.heads)
-    row, key = (jnp.arange(n, dtype=jnp.int32) for n in (p.queries, p.keys))
-    offset = x.score.offset
-    position = row[None] + (offset if isinstance(offset, int) else offset[:, None])
-    return b[:, None, None, None], h[:, None, None], position[:, None, :, None], key
 
 
 def _dropped(p: Problem, x: Operands, weights):

@@ -16,6 +16,7 @@ from jax import lax
 
 from pallas_flash.masks import Ints, Visibility
 from pallas_flash.rules import kinds
+from pallas_flash.rules.visibility import larger
 
 
 class Blocks(NamedTuple):
@@ -26,7 +27,7 @@ class Blocks(NamedTuple):
 
     def clipped(self) -> "Blocks":
         """The same with 0 <= first <= full_first <= full_last <= last."""
-        last = _max(self.last, 0)
+        last = larger(self.last, 0)
         first = between(self.first, 0, last)
         full_first = between(self.full_first, first, last)
         return Blocks(first, full_first, between(self.full_last, full_first, last), last)
@@ -45,8 +46,8 @@ class Blocks(NamedTuple):
     def rest(self) -> "Blocks":
         """All but the first, of at least one."""
         first = self.first + 1
-        full_first = _max(self.full_first, first)
-        full_last = self.full_last if self.full_last is self.last else _max(self.full_last, full_first)
+        full_first = larger(self.full_first, first)
+        full_last = self.full_last if self.full_last is self.last else larger(self.full_last, full_first)
         return Blocks(first, full_first, full_last, self.last)
 
     def visit(self, step, carry):
@@ -245,10 +246,6 @@ def _reduce(reduction, x, axis):
 
 def ceil_div(a, b: int):
     return (a + b - 1) // b
-
-
-def _max(a, b):
-    return max(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.maximum(a, b)
 
 
 def between(x, low, high):

@@ -44,11 +44,6 @@ class Cost(NamedTuple):
     def bytes(self) -> int:
         return self.reads + self.writes
 
-    @property
-    def intensity(self) -> float:
-        """FLOPs to a byte."""
-        return (self.matrix + self.other) / self.bytes
-
 
 class Sizes:
     """Elements and bytes, of all heads of all batch rows together."""

@@ -26,7 +26,7 @@ class View(NamedTuple):
     problem: Problem
     tiles: Tiles
     fold: float  # what the queries are multiplied by
-    unit: float  # of the scores, in that of the problem
+    unit: float  # of the scores: the problem's, or that of q k^T, whose scale comes last
     is_product: bool  # whether they are q k^T alone
     query: jax.Array  # [B, K, G, T, H]
     key: jax.Array  # [B, K, S, H]
@@ -51,8 +51,9 @@ class View(NamedTuple):
         start, stop = visibility.interval(jnp.arange(p.queries, dtype=jnp.int32)[None])
         plain = x.bias is None and p.soft_cap is None and score is None
         wide, factor = tiles.dtype in ("float32", "float64"), p.scale * (p.unit if plain else 1.0)
-        fold, unit = factor or 1.0 if wide else 1.0, factor if scaled_last(p) and not wide else 1.0
-        is_product = plain and fold * unit == factor
+        last = scaled_last(p) and not wide
+        fold, unit = factor or 1.0 if wide else 1.0, 1 / p.scale if last else p.unit
+        is_product = last or (plain and fold == factor)
         q, k, v = (by_head(part.of(a, 2), part.heads).astype(tiles.dtype) for a in (x.query, x.key, x.value))
         bias, mask = (None if a is None else _tiled(part.of(a, 1), part.heads) for a in (x.bias, x.mask))
         sinks = None if x.sinks is None else part.of(x.sinks[None], 1).reshape(part.heads, -1)

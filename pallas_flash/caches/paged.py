@@ -167,7 +167,7 @@ def _attend_jit(implementation, static, arrays):
     problem, operands = arguments.normalise(**call)
     forward = _chosen(problem, page, None if k_scales is None else str(k_pages.dtype), implementation)
     scales = () if k_scales is None else ((k_scales, v_scales),)
-    query, key, value, sinks, scales = modes.none((operands.query, k_pages, v_pages, operands.sinks, scales))
+    query, key, value, sinks, scales = modes.no_first((operands.query, k_pages, v_pages, operands.sinks, scales))
     operands = operands._replace(query=query, key=key, value=value, sinks=sinks)
     operands, scales = reads.vary_alike((operands, scales))
     o, stats = forward(operands, jnp.clip(table, 0, k_pages.shape[0] - 1), *scales)

@@ -19,11 +19,7 @@ def seen(v: Visibility, batch, heads, row, key) -> jax.Array:
     ids = (None, None) if at.query_ids is None else (at.query_ids[:, :, None], at.key_ids[:, None, :])
     inside = at.sees(start, stop, key[None, None], *ids)
     inside = jnp.broadcast_to(inside, (inside.shape[0] if inside.ndim == 3 else 1, row.size, key.size))[:, None]
-    if (where := v.where) is None:
-        return inside
-    b, h = where.numbers(batch, heads)
-    position = row[None] + (where.offset if isinstance(where.offset, int) else where.offset[:, None])
-    return inside & where.sees(b[:, None, None, None], h[:, None, None], position[:, None, :, None], key)
+    return inside if v.where is None else inside & v.where.sees(*v.where.pairs(batch, heads, row, key))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))

@@ -99,9 +99,7 @@ class Where(Mask):
 
     def numbered(self, batch: tuple[int, ...], heads: int) -> "Where":
         """The same with the batch rows' and heads' numbers as arrays, where it asks for them."""
-        b = np.arange(np.prod(batch), dtype=np.int32).reshape(batch) if self.function.reads_batch else None
-        h = np.arange(heads, dtype=np.int32) if self.function.reads_head else None
-        return dataclasses.replace(self, batch=b, head=h)
+        return dataclasses.replace(self, **self.function.numbered(batch, heads))
 
 
 @dataclasses.dataclass(frozen=True)

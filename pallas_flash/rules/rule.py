@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Literal
 
 from pallas_flash.rules import reads
@@ -42,6 +43,11 @@ class Rule:
 
     def typed(self, *numbers: Ints) -> list[jax.Array]:
         return [jnp.asarray(x, known.aval.dtype) for x, known in zip(numbers, self.numbers, strict=True)]
+
+    def numbered(self, batch: tuple[int, ...], heads: int) -> dict[str, Any]:
+        """The numbers of the batch rows [*batch] and of the heads, None for those that it does not ask for."""
+        b = np.arange(np.prod(batch), dtype=np.int32).reshape(batch) if self.reads_batch else None
+        return dict(batch=b, head=np.arange(heads, dtype=np.int32) if self.reads_head else None)
 
     @functools.cached_property
     def from_key(self) -> "Rule":
@@ -195,6 +201,12 @@ class Asked:
         of = lambda known, n: jnp.arange(n, dtype=jnp.int32) if known is None else known
         b = of(self.batch, batch) if self.rule.reads_batch else jnp.zeros(1, jnp.int32)
         return b, of(self.head, heads) if self.rule.reads_head else jnp.zeros(1, jnp.int32)
+
+    def pairs(self, batch: Ints, heads: Ints, row, key) -> tuple[jax.Array, ...]:
+        """Batch row, head, position and key of the pairs of some rows and keys, to broadcast against [B, N, rows, keys]."""
+        b, h = self.numbers(batch, heads)
+        position = row[None] + (self.offset if isinstance(self.offset, int) else self.offset[:, None])
+        return b[:, None, None, None], h[:, None, None], position[:, None, :, None], key
 
     def of_chunks(self, size: int, first):
         """The same where each of `size` batch rows is cut into chunks, whose first rows these are [C]: [B * C]."""

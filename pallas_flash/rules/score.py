@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from pallas_flash.rules import rule
 from pallas_flash.rules.visibility import Ints, register
@@ -47,8 +46,7 @@ class Score(rule.Asked):
 
     def numbered(self, batch: tuple[int, ...], heads: int) -> "Score":
         """The same with the batch rows' and heads' numbers as arrays, where it asks for them."""
-        b = np.arange(np.prod(batch), dtype=np.int32).reshape(batch) if self.rule.reads_batch else None
-        return dataclasses.replace(self, batch=b, head=np.arange(heads, dtype=np.int32) if self.rule.reads_head else None)
+        return dataclasses.replace(self, **self.rule.numbered(batch, heads))
 
     def by_head(self, batch: int, heads: int) -> list[tuple[tuple, jax.Array]]:
         """The reads of each of so many batch rows and heads, [B | 1, N | 1], at the first position and key."""

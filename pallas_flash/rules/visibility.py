@@ -1,4 +1,4 @@
-"""What each query sees, for all implementations: with masks.py the only file that compares positions."""
+"""What each query sees, for all implementations: with masks.py and mask.py the only file that compares positions."""
 
 import dataclasses
 from typing import Any
@@ -76,9 +76,9 @@ class Visibility:
         if not isinstance(stop, int):  # a symbol of jax.export
             stop = jnp.broadcast_to(jnp.asarray(stop, jnp.int32), jnp.shape(row))
         if self.left is not None:
-            start = _larger(start, position - self.left)
+            start = larger(start, position - self.left)
         if self.right is not None:
-            stop = _smaller(stop, position + self.right + 1)
+            stop = smaller(stop, position + self.right + 1)
         if self.start is not None:
             start, stop = jnp.maximum(start, self.start), jnp.minimum(stop, self.stop)
         if self.key_stop is not None:
@@ -134,7 +134,7 @@ class Visibility:
         return self.query_stop, self.key_stop
 
     def live(self, row: Ints):
-        """Which of the queries [n] of a batch row may see a key by their lengths, bool [B, n]; None where there are none."""
+        """Which of the queries [n] of a batch row may see a key by their lengths, bool [B, n]; None: all."""
         return None if self.query_stop is None else row[None] < self.query_stop[:, None]
 
     def __str__(self):
@@ -149,11 +149,12 @@ class Visibility:
         return ", ".join(words) or "full"
 
 
-def _larger(a: Ints, b: Ints) -> Ints:
+def larger(a: Ints, b: Ints) -> Ints:
+    """An int where both are."""
     return max(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.maximum(a, b)
 
 
-def _smaller(a: Ints, b: Ints) -> Ints:
+def smaller(a: Ints, b: Ints) -> Ints:
     return min(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.minimum(a, b)
 
 

@@ -165,7 +165,8 @@ def _softmax_backward_kernel(x: Operands, s_ref, dp_ref, lse_ref, delta_ref, p_r
     dp = tile.load(dp_ref, row.inside, key.inside)
     lse, delta = tile.load(lse_ref, row.inside, other=jnp.inf), tile.load(delta_ref, row.inside)
     tanh = None if problem.soft_cap is None else s / (problem.soft_cap * problem.unit)
-    prob, ds = online_softmax.gradients(s, s > -jnp.inf, lse[..., None], dp, delta[..., None], tanh, problem.unit)
+    prob = online_softmax.power(s - lse[..., None], problem.unit)
+    prob, ds = online_softmax.gradients(prob, dp, delta[..., None], s > -jnp.inf, tanh)
     tile.store(p_ref, tile.dropped(problem, x.seeds, (), row, key, prob), row.inside, key.inside)
     tile.store(ds_ref, ds, row.inside, key.inside)
 

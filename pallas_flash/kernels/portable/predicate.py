@@ -14,7 +14,7 @@ from pallas_flash.kernels.portable.tuning import Tiles
 from pallas_flash.masks import Ints
 from pallas_flash.rules.rule import Asked
 
-FIRST = np.int32(0)
+FIRST = np.int32(0)  # as an index; a plain int has no shape, which Pallas' interpreter asks for
 
 
 def plain(x: Operands) -> Operands:

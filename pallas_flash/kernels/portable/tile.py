@@ -20,13 +20,12 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_flash import dropout, online_softmax, schedule
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.kernels.portable import predicate
+from pallas_flash.kernels.portable.predicate import FIRST
 from pallas_flash.kernels.portable.tuning import Tiles, power_of_two
 from pallas_flash.masks import Ints, Visibility
 
 # JAX means to move Pallas on GPUs to Mosaic; a user who calls attention can do nothing about it.
 warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated")
-
-FIRST = np.int32(0)  # as an index; a plain int has no shape, which Pallas' interpreter asks for
 
 
 class Span(NamedTuple):
@@ -225,7 +224,8 @@ def gradients(problem: Problem, rows: Rows, k, v, bias, seen, drop, ask: predica
         return with_tables(problem, rows, k, v, bias, seen, drop, ask)[:2]
     of = functools.partial(logits, problem, rows.q, k, bias)
     (s, tanh), dp = online_softmax.with_tanh(of, problem.soft_cap, problem.unit), drop(dot_t(rows.do, v))
-    p, ds = online_softmax.gradients(s, seen, rows.lse[..., None], dp, rows.delta[..., None], tanh, problem.unit)
+    p = online_softmax.power(s - rows.lse[..., None], problem.unit)
+    p, ds = online_softmax.gradients(p, dp, rows.delta[..., None], seen, tanh)
     return drop(p), ds
 
 
@@ -234,7 +234,7 @@ def with_tables(problem: Problem, rows: Rows, k, v, bias, seen, drop, ask: predi
     x, tanh = online_softmax.with_tanh(functools.partial(logits, problem, rows.q, k, bias), problem.soft_cap, unit=1.0)
     (s, back), dp, lse = ask.score_vjp(x), drop(dot_t(rows.do, v)), rows.lse[..., None]
     s = jnp.where(lse == jnp.inf, 0.0, s)  # of rows that are not there it may be NaN
-    p, ds = online_softmax.gradients(s, seen, lse, dp, rows.delta[..., None], None, problem.unit)
+    p, ds = online_softmax.gradients(online_softmax.power(s - lse, problem.unit), dp, rows.delta[..., None], seen, None)
     ds, tables = back(ds)
     return drop(p), online_softmax.capped(ds, tanh), tables
 
