@@ -1,7 +1,8 @@
 """The softmax of attention, one block at a time: a forward step, its end, and the backward's p and ds. Plain values only.
 
-Scores are kept in units of log 2, so that every exponential is an exp2 (FlashAttention-2, arXiv:2307.08691, section 3), but for
-those that a bias or a score_mod may bring to the ends of float32: these are natural. Their `unit` is what natural ones are times.
+The kernels keep scores in units of log 2, so that every exponential is an exp2 (FlashAttention-2, arXiv:2307.08691, section 3),
+but for those that a bias or a score_mod may bring to the ends of float32: these are natural, and so are XLA's, which makes a
+product and an exp of exp2. Their `unit` is what natural ones are times.
 """
 
 import math
@@ -54,7 +55,7 @@ class Statistics(NamedTuple):
 
 def power(x, unit: float = LOG2E):
     """e^(x / unit): 2^x in units of log 2."""
-    return jnp.exp2(x if unit == LOG2E else x * (LOG2E / unit))
+    return jnp.exp2(x) if unit == LOG2E else jnp.exp(x if unit == 1.0 else x * (1 / unit))
 
 
 def scores(qk, bias, scale: float, soft_cap: float | None, unit: float = LOG2E):
@@ -106,11 +107,11 @@ def step(s, m, l, scale: float | None = None, slack: float = 0.0, unit: float = 
     return p, alpha, m_new, l * alpha + jnp.sum(p, axis=-1)
 
 
-def step_along(axis: int, s, m, l, unit: float = LOG2E, finite: bool = False):
+def step_along(axis: int, s, m, l, unit: float = 1.0, finite: bool = False):
     """`step` for scores with the keys along `axis`, in any unit. m and l are None, and so is alpha, if there was no step before.
 
-    It is s - m that is brought into units of log 2: a product less m, in one multiply-add, would exceed 0 by the rounding of m,
-    and its power of 2 overflow where m is large. `finite`: each row has a score above -inf, and m needs no guard; then a CPU's
+    It is s - m that is made natural: a product less m, in one multiply-add, would exceed 0 by the rounding of m,
+    and its power overflow where m is large. `finite`: each row has a score above -inf, and m needs no guard; then a CPU's
     library takes the product and the softmax of it in one call.
 
     The new m has no tangent: any m' gives the same P. JAX's own divides by how many scores equal the maximum, and that is none
@@ -136,11 +137,11 @@ def finish(o, l, kept: float = 1.0):
     return o * _each(1.0 / jnp.where(l == 0, 1.0, l if kept == 1.0 else l * kept), o)
 
 
-def merge_all(o, stats: Statistics, axis: int):
+def merge_all(o, stats: Statistics, axis: int, unit: float = LOG2E):
     """Of the attention of the same rows to several sets of keys, along an axis of o [.., n] and stats [..], that to all."""
     stats = _in_two(stats)
     highest = lax.stop_gradient(jnp.max(stats.m, axis, keepdims=True))
-    l = stats.l * jnp.exp2(stats.m - highest)
+    l = stats.l * power(stats.m - highest, unit)
     total = jnp.sum(l, axis, keepdims=True)
     part = l / jnp.where(total == 0, 1.0, total)
     return jnp.sum(o * part[..., None], axis), Statistics(jnp.squeeze(highest, axis), jnp.squeeze(total, axis))
@@ -162,18 +163,18 @@ def _in_two(stats: Statistics) -> Statistics:
     return Statistics(jnp.maximum(stats.m, LOWEST), l)
 
 
-def converted(m, unit: float, to: float):
-    """A maximum of scores in this unit, in another."""
-    return m if unit == to else jnp.maximum(m * (to / unit), LOWEST)
+def natural(m, unit: float):
+    """A maximum of scores in this unit, in natural ones."""
+    return m if unit == 1.0 else jnp.maximum(m * (1 / unit), LOWEST)
 
 
-def probabilities(s, lse, unit: float, of_lse: float, finite: bool = False):
-    """p = 2^(s - lse) of scores with the keys along the last axis, and of each row's lse, +inf where it saw no key. Where that is
-    in another unit, the scores meet their own maximum first, for `step_along`'s reason, and with its `finite`."""
-    if unit == of_lse:
+def probabilities(s, lse, unit: float = 1.0, finite: bool = False):
+    """p = e^(s - lse) of scores with the keys along the last axis, and of each row's natural lse, +inf where it saw no key.
+    Scores in another unit meet their own maximum first, for `step_along`'s reason, and with its `finite`."""
+    if unit == 1.0:
         return power(s - lse, unit)
     p, _, m, _ = step_along(-1, s, None, None, unit, finite)
-    return p * power(jnp.expand_dims(converted(m, unit, of_lse), -1) - lse, of_lse)
+    return p * power(jnp.expand_dims(natural(m, unit), -1) - lse, 1.0)
 
 
 def gradients(p, dp, delta, seen, tanh):

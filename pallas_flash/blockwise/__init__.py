@@ -42,10 +42,10 @@ def forward(problem: Problem, tiles: Tiles, x: Operands):
                 pv = dot(view.dropped(prob, row, key).astype(view.value.dtype), key.of(view.value, 2))
                 return pv if alpha is None else o * alpha[..., None] + pv, m, l
 
-            start = zeros(q.shape[2], p.value_size), *online_softmax.start(zeros(q.shape[2]), view.sinks_of(row), p.unit)
+            start = zeros(q.shape[2], p.value_size), *online_softmax.start(zeros(q.shape[2]), view.sinks_of(row), 1.0)
             o, m, l = view.visit(row, keys, step, (None, None, None) if x.sinks is None else start, start)
             o = online_softmax.finish(o, l, p.kept)
-            m = online_softmax.converted(m, view.unit, p.unit)
+            m = online_softmax.natural(m, view.unit)
             new = (view.by_query(a) for a in (o, m[..., None], l[..., None]))
             return tuple(row.put(out, a, 3) for out, a in zip(outputs, new, strict=True))
 
@@ -81,7 +81,7 @@ def backward(problem: Problem, tiles: Tiles, x: Operands, o, lse, do, delta):
                 s, tanh, back = view.scores_vjp(q, row, key)
                 if seen is not None and p.soft_cap is None:
                     s, seen = jnp.where(seen, s, -jnp.inf), None
-                prob = online_softmax.probabilities(s, lse_i, view.unit, p.unit, finite)
+                prob = online_softmax.probabilities(s, lse_i, view.unit, finite)
                 prob, ds = online_softmax.gradients(prob, dp, delta_i, seen, tanh)
                 ds, dtables = back(ds, dtables) if back else (ds, dtables)
                 low = ds.astype(q.dtype)

@@ -89,7 +89,7 @@ def _heads(p: Problem, rows: int, keys: int) -> int | None:
     """How many key/value heads go at a time, in blocks of so many rows and keys; a loop of few steps gains little, of small
     products less."""
     scores, most = rows * keys, max(rows, 128) * KEYS
-    few = 2 if scores >= most // 8 else 4
+    few = 4 if scores < most // 8 else 2 if scores < 2**18 else 1
     return max(most // scores, 1) if p.batch * p.kv_heads * scores > few * most else None
 
 
