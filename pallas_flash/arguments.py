@@ -4,9 +4,7 @@ Every error that a user can cause is raised here, before anything is traced into
 """
 
 import dataclasses
-import functools
 import math
-import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -56,6 +54,14 @@ class Problem:
     dropped: int = 0  # of 256 weights
     score: Score | None = None  # with shapes in place of its arrays
 
+    def of_part(self, x: Operands) -> "Problem":
+        """That of a part of the operands: of some batch rows and heads."""
+        sizes = dict(batch=x.query.shape[0], heads=x.query.shape[2], kv_heads=x.key.shape[2])
+        visibility, score = shapes((x.visibility, x.score))
+        bias, mask = (None if a is None else a.shape for a in (x.bias, x.mask))
+        more = dict(bias=bias, mask=mask, visibility=visibility, score=score, sinks=x.sinks is not None)
+        return dataclasses.replace(self, **sizes, **more)
+
     @property
     def kept(self) -> float:
         """The part of the weights that dropout keeps."""
@@ -83,6 +89,11 @@ class Problem:
         extras += [f"dropout {1 - p.kept:.4g}"] if p.dropped else []
         extras += ["a backward in any order"] if not p.deterministic else []
         return ", ".join([head, *extras])
+
+
+def shapes(tree: Any) -> Any:
+    """The tree with shapes in place of its arrays."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
 def normalise(
@@ -145,7 +156,6 @@ def normalise(
     near = masks.within_reach(sizes.offset(query_offset))
     score = None if score_mod is None else Score.of_call(scores.fitting(score_mod, N), checks.sums(query.dtype), near, B)
     operands = Operands(*qkv, bias, sinks, mask, visibility, seeds, score)
-    shapes = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
     problem = Problem(
         *(B, T, S, N, K, H, Hv),
         dtype=str(query.dtype),
@@ -188,36 +198,7 @@ def visible(
     return masks.resolve(rules, B, T, S, sizes.offset(query_offset))
 
 
-def exact(call: dict[str, Any]) -> dict[str, Any]:
-    """The call with lists as arrays, and all integers as int32: before jax takes them, which would cut off what is wider. For the
-    key of dropout it has the seeds of all batch rows and heads."""
-    call, ids = dict(call), ("query_segment_ids", "key_value_segment_ids")
-    for name in ("query", "key", "value", "bias", "mask", "scale", "sinks"):
-        call[name] = jnp.asarray(call[name]) if isinstance(call[name], list) else call[name]
-    for name in ("query_seq_lengths", "key_value_seq_lengths", "query_offset"):
-        if call[name] is not None and not checks.is_int(call[name]):
-            call[name] = checks.ints(name, call[name])
-    for name, shape in dict(scale=call["query"].shape[-2:-1], query_offset=call["query"].shape[:-3]).items():
-        if isinstance(call[name], jax.Array) and call[name].size == 1:  # one for all is one for each, to spread over devices
-            call[name] = jnp.broadcast_to(jnp.reshape(call[name], ()), shape)
-    if dropout.dropped(checks.rate("dropout_rate", call["dropout_rate"])):
-        *lead, _, N, _ = call["query"].shape
-        call["dropout_seeds"] = dropout.seeds(checks.rng("dropout_rng", call["dropout_rng"]), *lead, N)
-    call["dropout_rng"] = None
-    if call["score_mod"] is not None:
-        *lead, _, N, _ = call["query"].shape
-        score = Score.of_call(scores.fitting(call["score_mod"], N), checks.sums(call["query"].dtype))
-        call["score_mod"] = score.numbered(lead, N)
-    there = {name: call[name] for name in ids if call[name] is not None}
-    call |= zip(there, checks.ids(there), strict=True)
-    if isinstance(call["mask"], masks.Mask):
-        numbered = lambda part: part.numbered(call["query"].shape[:-3], call["query"].shape[-2])
-        rules = [numbered(part) if isinstance(part, masks.Where | masks.Kinds) else part for part in masks.parts(call["mask"])]
-        call["mask"] = functools.reduce(operator.and_, map(_exact_part, rules))
-    return call
-
-
-def _exact_part(part: masks.Mask) -> masks.Mask:
+def exact_part(part: masks.Mask) -> masks.Mask:
     """A mask with its arrays as int32; an int that stands for all batch rows stays."""
     prefix = type(part).__name__
     if isinstance(part, masks.Kinds):
@@ -235,14 +216,15 @@ def arrays(query, key, value):
     query, key, value = (checks.array(name, x) for name, x in dict(query=query, key=key, value=value).items())
     for name, x in dict(query=query, key=key, value=value).items():
         if str(x.dtype) not in DTYPES:
-            raise TypeError(f"{name} must be {', '.join(DTYPES)}; got {x.dtype}. Cast it with {name}.astype(...).")
+            raise TypeError(
+                f"{name} must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}; got {x.dtype}. Cast it with {name}.astype(...)."
+            )
         if x.dtype != query.dtype:
             raise TypeError(f"query, key and value must have one dtype; got query {query.dtype} and {name} {x.dtype}.")
-        if len(x.shape) < 3 or len(x.shape) != len(query.shape):
-            raise ValueError(
-                f"{name} must be [..., length, heads, head size] with as many axes as query, at least 3; "
-                f"got {name} {x.shape} and query {query.shape}."
-            )
+        if len(x.shape) < 3:
+            raise ValueError(f"{name} must be [..., length, heads, head size], 3 axes or more; got {x.shape}.")
+        if len(x.shape) != len(query.shape):
+            raise ValueError(f"{name} must have as many axes as query {query.shape}; got {x.shape}.")
     lead, (N, H), (S, K) = query.shape[:-3], query.shape[-2:], key.shape[-3:-1]
     if symbols := [str(n) for n in (N, K, H, value.shape[-1]) if not isinstance(n, int)]:
         raise ValueError(f"heads and their sizes must be known, lengths and batch may be symbols of jax.export; got {symbols}.")
@@ -285,7 +267,7 @@ def _documents(sizes, query_ids, key_ids, square) -> list[masks.Mask]:
 
 
 def _with_arrays(sizes, part: masks.Mask) -> masks.Mask:
-    part, arrays = _exact_part(part), {}
+    part, arrays = exact_part(part), {}
     if isinstance(part, masks.Kinds):
         return part.fitting(sizes.of["B"], sizes.of["N"])
     for field, letters in part.ARRAYS.items():

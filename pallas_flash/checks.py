@@ -52,7 +52,7 @@ def array(name: str, x, more: str = ""):
     try:
         return jnp.asarray(x)
     except (TypeError, ValueError) as error:
-        raise TypeError(f"{name} must be an array{more}; got a {_kind(x)} that is none: {error}") from None
+        raise TypeError(f"{name} must be an array{more}; of this {_kind(x)} none can be made: {error}") from None
 
 
 def dense(name: str, x, dtype):
@@ -197,4 +197,6 @@ def _if_traced(name: str, x) -> str:
 def _kind(x) -> str:
     if isinstance(x, str | bytes):
         return f"the text {x!r}"
-    return f"a traced array {x.dtype}{list(x.shape)}" if isinstance(x, jax.core.Tracer) else type(x).__name__
+    if is_array(x):
+        return f"{'a traced' if isinstance(x, jax.core.Tracer) else 'an'} array {x.dtype}{list(x.shape)}"
+    return type(x).__name__

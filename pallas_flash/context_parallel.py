@@ -13,6 +13,7 @@ from jax import lax
 from pallas_flash import arguments, checks, dropout, masks
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.devices import ring, sharding
+from pallas_flash.devices.call import arrays_of, letters_of, with_arrays
 from pallas_flash.rules.score import Score
 from pallas_flash.sizes import Sizes
 
@@ -101,13 +102,13 @@ def _gathered(scheme: Context, call: dict[str, Any], devices: int) -> dict[str, 
     """The call with the integers of all rows and keys, which are few, in the order of the sequence."""
 
     def whole(path, x):
-        letters = sharding.letters_of(path, call)
+        letters = letters_of(path, call)
         if len(letters) != 2 or letters[1] not in "TS":
             return x
         x = lax.all_gather(x, scheme.names, axis=x.ndim - 1, tiled=True)
         return unzigzag(x, devices, -1) if scheme.CHUNKS == 2 else x
 
-    return sharding.with_arrays(call, {path: whole(path, x) for path, x in sharding.arrays_of(call).items()})
+    return with_arrays(call, {path: whole(path, x) for path, x in arrays_of(call).items()})
 
 
 SEEN = (
@@ -117,8 +118,8 @@ SEEN = (
 
 
 def in_a_ring(scheme: Context, call: dict[str, Any]) -> tuple[ring.Loop, Problem, Problem, Operands]:
-    """The loop, the problem of a pair in it, and problem and operands of all, for a call in the form of arguments.exact with this
-    device's part of each array."""
+    """The loop, the problem of a pair in it, and problem and operands of all, for a call that is `exact`, with this device's part
+    of each array."""
     devices, C = _devices(scheme), scheme.CHUNKS
     query, key, value = arguments.arrays(call["query"], call["key"], call["value"])
     lead, (T, N, _), (S, K) = query.shape[:-3], query.shape[-3:], key.shape[-3:-1]
@@ -145,7 +146,7 @@ def in_a_ring(scheme: Context, call: dict[str, Any]) -> tuple[ring.Loop, Problem
 
     bias, mask = sizes(T).dense("bias", call["bias"], query.dtype), sizes(T).dense("mask", mask, bool)
     operands = operands._replace(bias=bias, mask=mask, score=score)
-    problem = ring.problem_of(problem, operands)
+    problem = problem.of_part(operands)
     return loop, ring.pair_of(loop, problem, operands), problem, operands
 
 
@@ -170,7 +171,7 @@ def own_heads(scheme: AllToAll, call: dict[str, Any]) -> dict[str, Any]:
     mine = lambda x, at: lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * (N // devices), N // devices, at)
 
     def local(path, x):
-        letters = sharding.letters_of(path, call)
+        letters = letters_of(path, call)
         at = {letter: x.ndim - len(letters) + i for i, letter in enumerate(letters)}
         if path[0] in ("query", "key", "value"):
             return swap(x, lead + 1, lead) if x.shape[lead + 1] > 1 else rows(x, lead)
@@ -183,7 +184,7 @@ def own_heads(scheme: AllToAll, call: dict[str, Any]) -> dict[str, Any]:
             return swap(x, at["N"], at["T"])
         return mine(x, at["N"]) if has_heads else rows(x, at["T"]) if has_rows else x
 
-    return sharding.with_arrays(call, {path: local(path, x) for path, x in sharding.arrays_of(call).items()})
+    return with_arrays(call, {path: local(path, x) for path, x in arrays_of(call).items()})
 
 
 # ---- outside: what is asked, and what it costs

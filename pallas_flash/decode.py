@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_flash import online_softmax, schedule
-from pallas_flash.arguments import Operands, Problem
+from pallas_flash.arguments import Operands, Problem, shapes
 from pallas_flash.online_softmax import Statistics
 from pallas_flash.rules.visibility import Visibility
 
@@ -61,8 +61,7 @@ def as_rows(problem: Problem, x: Operands) -> tuple[Problem, Operands]:
     )
     q = x.query.reshape(p.batch, p.queries, p.kv_heads, p.group, -1)
     q = jnp.swapaxes(q, 2, 3).reshape(p.batch, -1, p.kv_heads, p.head_size)
-    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), seen)
-    rows = dataclasses.replace(p, queries=q.shape[1], heads=p.kv_heads, visibility=shapes, sinks=False)
+    rows = dataclasses.replace(p, queries=q.shape[1], heads=p.kv_heads, visibility=shapes(seen), sinks=False)
     return rows, x._replace(query=q, sinks=None, visibility=seen)
 
 

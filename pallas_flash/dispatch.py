@@ -8,6 +8,7 @@ import numpy as np
 
 from pallas_flash import arguments, autodiff, backends, context_parallel, modes
 from pallas_flash.devices import exchange, ring, sharding
+from pallas_flash.devices.call import exact
 from pallas_flash.machine import selfcheck
 from pallas_flash.rules import reads
 
@@ -16,7 +17,7 @@ def on_devices(attend, call):
     """attend(**call) of what each device has, where arrays lie on a mesh."""
     call = context_parallel.chosen(call)
     mesh = sharding.mesh_of(call)
-    call = call if mesh is None and call["context"] is None else arguments.exact(call)
+    call = call if mesh is None and call["context"] is None else exact(call)
     if mesh is None:
         return attend(**call)
     outputs, floats = sharding.by_device(attend, call, mesh), (call["query"], call["key"], call["value"])

@@ -90,8 +90,8 @@ class T5Bias(_ScoreMod):
         buckets = shape[-1] if shape else 0
         if len(shape) not in (1, 2) or buckets < (4 if self.bidirectional else 2) or buckets % (1 + self.bidirectional):
             raise ValueError(f"T5Bias takes a table [N, buckets] or [buckets], of an even number of buckets; got {shape}.")
-        if self.max_distance <= buckets // (1 + self.bidirectional) // 2:
-            raise ValueError(f"max_distance must be above the distances with buckets of their own; got {self.max_distance}.")
+        if self.max_distance <= (own := buckets // (1 + self.bidirectional) // 2):
+            raise ValueError(f"max_distance must be above {own}, how many distances have a bucket; got {self.max_distance}.")
 
     @property
     def heads(self) -> int | None:

@@ -188,6 +188,15 @@ def test_rows_of_any_array_may_be_sharded_and_head_sizes_may_not(name, rng):
         attend(*place(m, P(None, None, None, "data"), call[name]))
 
 
+@pytest.mark.parametrize("more", [{}, dict(dropout_rate=0.1, dropout_rng=jax.random.key(0))], ids=["", "dropout"])
+def test_what_is_no_query_is_told_as_without_a_mesh(more):
+    (x,) = place(mesh(AxisType.Explicit), SPEC, jnp.ones((2, 8, 4, 8)))
+    with pytest.raises(TypeError, match="query must be an array; got NoneType"):
+        flash_attention(None, x, x, **more)
+    with pytest.raises(ValueError, match=r"query must be \[.*3 axes or more; got \(4, 8\)"):
+        flash_attention(jnp.ones((4, 8)), x, x, **more)
+
+
 # ---- pages ----
 
 PAGED = {  # the places of the query, of the pages and of the rows' data on a mesh of two by two; implementation

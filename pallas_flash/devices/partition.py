@@ -22,9 +22,10 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_flash.arguments import Operands, Problem
+from pallas_flash.arguments import Operands, Problem, shapes
 from pallas_flash.backends import Backend, Choice
-from pallas_flash.devices.sharding import LETTERS, count, names
+from pallas_flash.devices.call import LETTERS
+from pallas_flash.devices.sharding import count, names
 from pallas_flash.rules.visibility import Visibility
 
 
@@ -47,11 +48,10 @@ class Half(NamedTuple):
         leaves, tree = jax.tree.flatten((operands, *rest))
         run = lambda *leaves: self.run(problem, tiles, *jax.tree.unflatten(tree, leaves))
         traced, out = jax.make_jaxpr(run, return_shape=True)(*leaves)
-        shapes, out_tree = jax.tree.flatten(out)
-        shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in shapes)
+        found, out_tree = jax.tree.flatten(shapes(out))
         rules = [asked and asked.rule.text for asked in (problem.visibility.where, problem.score)]
         digest = _digest(re.sub("0x[0-9a-f]+", "", f"{problem!r} {tiles} {rules} {traced}"))
-        part = Part(self, problem, tiles, tree, inputs, tuple(results[: len(shapes)]), shapes, digest)
+        part = Part(self, problem, tiles, tree, inputs, tuple(results[: len(found)]), tuple(found), digest)
         return jax.tree.unflatten(out_tree, attention_p.bind(*leaves, part=part))
 
 
@@ -85,7 +85,7 @@ class Part(NamedTuple):
         if whole:
             mine = _own_keys(self.problem, heads, axes["N"])
             local = local._replace(key=local.key[:, :, mine], value=local.value[:, :, mine])
-        problem = _problem_of(self.problem, local)
+        problem = self.problem.of_part(local)
         results = jax.tree.leaves(self.half.run(problem, self.half.backend.tiles(problem), local, *rest))
         if self.half.is_forward:
             return results
@@ -120,21 +120,6 @@ def _numbered(operands: Operands, axes, batch: int, heads: int) -> Operands:
 
     visibility = dataclasses.replace(operands.visibility, where=numbered(operands.visibility.where))
     return operands._replace(visibility=visibility, score=numbered(operands.score))
-
-
-def _problem_of(problem: Problem, x: Operands) -> Problem:
-    shape = lambda a: None if a is None else a.shape
-    shapes = lambda tree: jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tree)
-    return dataclasses.replace(
-        problem,
-        batch=x.query.shape[0],
-        heads=x.query.shape[2],
-        kv_heads=x.key.shape[2],
-        bias=shape(x.bias),
-        mask=shape(x.mask),
-        visibility=shapes(x.visibility),
-        score=shapes(x.score),
-    )
 
 
 def _summed(x, letters: str, axes, whole_keys: bool):

@@ -162,7 +162,7 @@ class Half(NamedTuple):
 
             def visited(carry):  # what a pair needs of all rows and heads is cut out for it alone
                 own = pair()
-                return step(rows, b, problem_of(problem, own), own, carry)
+                return step(rows, b, problem.of_part(own), own, carry)
 
             return lax.cond(some, visited, lambda carry: carry, carry)
 
@@ -174,14 +174,6 @@ def around(loop: Loop, choice: Choice) -> Choice:
     name = f"{choice.backend.name} in a ring"  # whose gradient has no derivative
     forward, backward = (Half(choice.backend, loop, is_forward) for is_forward in (True, False))
     return choice._replace(backend=choice.backend._replace(name=name, forward=forward, backward=backward))
-
-
-def problem_of(problem: Problem, x: Operands) -> Problem:
-    """The problem of a part of the operands."""
-    shape = lambda a: None if a is None else a.shape
-    visibility, score = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (x.visibility, x.score))
-    sizes = dict(batch=x.query.shape[0], heads=x.query.shape[2], kv_heads=x.key.shape[2], bias=shape(x.bias), mask=shape(x.mask))
-    return dataclasses.replace(problem, visibility=visibility, score=score, sinks=x.sinks is not None, **sizes)
 
 
 def heads_of(x: Operands, part: Part) -> Operands:
@@ -200,7 +192,7 @@ def pair_of(loop: Loop, problem: Problem, x: Operands) -> Problem:
         rows = Part(loop.chunks, 0, problem.kv_heads // parts, groups)
         return operands_of(loop, problem, some, (some.key, some.value), 0, rows, 0)
 
-    return problem_of(problem, jax.eval_shape(pair, x))
+    return problem.of_part(jax.eval_shape(pair, x))
 
 
 def operands_of(loop: Loop, problem: Problem, x: Operands, keys, device, rows: Part, b) -> Operands:

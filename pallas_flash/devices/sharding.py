@@ -1,44 +1,16 @@
 """A mesh with explicit axes: each device attends for its own batch rows and heads, and without a context for all rows."""
 
-import dataclasses
 import functools
 import math
-import operator
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_flash.backends import Choice
-from pallas_flash.masks import Mask, Where, parts
-from pallas_flash.rules.score import Score
-
-LETTERS = {  # of the arrays of a call
-    "query": "BTNH",
-    "key": "BSKH",
-    "value": "BSKH",
-    "bias": "BNTS",
-    "mask": "BNTS",
-    "scale": "N",
-    "query_seq_lengths": "B",
-    "key_value_seq_lengths": "B",
-    "query_offset": "B",
-    "query_segment_ids": "BT",
-    "key_value_segment_ids": "BS",
-    "sinks": "N",
-    "dropout_seeds": "BNC",
-    "k_pages": "PCKH",
-    "v_pages": "PCKH",
-    "k_scales": "PCK",
-    "v_scales": "PCK",
-    "page_table": "BC",
-    "lengths": "B",
-}
-CACHE_LETTERS = LETTERS | dict(length="B", key_scale="BSK", value_scale="BSK", table="BC", users="P", count="B")  # beside a cache
-SCORE_LETTERS = {"batch": "B", "head": "N"}  # of a Score; the arrays that rules read are whole on each device
+from pallas_flash.devices.call import CACHE_LETTERS, arrays_of, letters_of, with_arrays
 
 
 def mesh_of(call: dict[str, Any]) -> AbstractMesh | None:
@@ -62,19 +34,15 @@ def explicit_of(meshes: list[AbstractMesh]) -> AbstractMesh | None:
 
 
 def by_device(attend: Callable, call: dict[str, Any], mesh: AbstractMesh):
-    """attend(**call), (o, lse), by jax.shard_map over the axes of the mesh that the batch, the heads, and with a context the rows
-    lie on."""
-    arrays = {path: jnp.asarray(x) if isinstance(x, list) else x for path, x in arrays_of(call).items()}
-    named = {name: arrays.get((name,)) for name in ("query", "key", "value")}
-    if any(x is None or x.ndim < 3 for x in named.values()):
-        return attend(**call)  # has an error to raise
-    context, lead = call["context"], named["query"].ndim - 3
+    """attend(**call), (o, lse), of a call that is `exact`, by jax.shard_map over the axes of the mesh that the batch, the heads,
+    and with a context the rows lie on."""
+    arrays, context, lead = arrays_of(call), call["context"], call["query"].ndim - 3
     is_outside = context is None or set(context.names) <= _of_kind(mesh, AxisType.Manual)  # a shard_map goes over them
     rows = None if is_outside else context.axis
-    for name, x in named.items():
-        _check(name, x, rows, mesh)
-    named_axes = [found or said for found, said in zip(_axes(arrays, call, mesh, rows), _axes_of(context, lead), strict=True)]
-    return _mapped(attend, call, arrays, [*named_axes, rows], mesh)
+    for name in ("query", "key", "value"):
+        _check(name, call[name], rows, mesh)
+    axes = [found or said for found, said in zip(_axes(arrays, call, mesh, rows), _axes_of(context, lead), strict=True)]
+    return _mapped(attend, call, arrays, [*axes, rows], mesh)
 
 
 def pages_by_device(attend: Callable, call: dict[str, Any], mesh: AbstractMesh):
@@ -174,45 +142,6 @@ def _by_mapped_axis(f: Callable):
         return call(*leaves)
 
     return run
-
-
-def arrays_of(call) -> dict[tuple, Any]:
-    """The arrays of a call by where they are: (name,), or ("mask", number of the part, field)."""
-    found = {(name,): call[name] for name in LETTERS if name in call and not isinstance(call[name], Mask)}
-    for number, part in enumerate(parts(call["mask"])) if isinstance(call["mask"], Mask) else ():
-        found |= {("mask", number, field): getattr(part, field) for field in part.ARRAYS}
-        found |= {("mask", number, n): x for n, x in enumerate(part.arrays if isinstance(part, Where) else ())}
-    if isinstance(score := call.get("score_mod"), Score):
-        found |= {("score_mod", name): getattr(score, name) for name in SCORE_LETTERS}
-        found |= {("score_mod", n): x for n, x in enumerate(score.arrays)}
-    # NumPy's numbers stay outside: they are known while tracing
-    return {path: x for path, x in found.items() if isinstance(x, jax.Array | list) or (hasattr(x, "dtype") and len(x.shape))}
-
-
-def letters_of(path, call) -> str:
-    if path[0] == "score_mod":
-        return SCORE_LETTERS.get(path[1], "")
-    return LETTERS[path[0]] if len(path) == 1 else parts(call["mask"])[path[1]].ARRAYS.get(path[2], "")
-
-
-def with_arrays(call, arrays: dict[tuple, Any]) -> dict[str, Any]:
-    """The call with other arrays where `arrays_of` found some."""
-    call, rules = dict(call), parts(call["mask"]) if isinstance(call["mask"], Mask) else []
-    for path, x in arrays.items():
-        if len(path) == 1:
-            call[path[0]] = x
-        elif path[0] == "score_mod":
-            call["score_mod"] = _replaced(call["score_mod"], path[1], x)
-        else:
-            rules[path[1]] = _replaced(rules[path[1]], path[2], x)
-    return call | (dict(mask=functools.reduce(operator.and_, rules)) if rules else {})
-
-
-def _replaced(rule, name: str | int, x):
-    """A part of a mask or a Score with another array: of a field, or with a number of those that it reads."""
-    if isinstance(name, str):
-        return dataclasses.replace(rule, **{name: x})
-    return dataclasses.replace(rule, arrays=(*rule.arrays[:name], x, *rule.arrays[name + 1 :]))
 
 
 def _is_hashable(x) -> bool:

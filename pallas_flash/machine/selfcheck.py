@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_flash import autodiff, backends, decode, dropout, masks
-from pallas_flash.arguments import Operands, Problem
+from pallas_flash.arguments import Operands, Problem, shapes
 from pallas_flash.backends import Backend, Choice
 from pallas_flash.kernels import device
 from pallas_flash.machine import records
@@ -225,8 +225,7 @@ def trial(problem: Problem, sizes: dict[str, int]) -> tuple[Problem, Operands, t
     lengths = p.keys - p.keys // 7 * np.arange(p.batch, dtype=np.int32)
     rules = [masks.Causal(), masks.KeyLengths(jax.device_put(lengths))]
     visibility = masks.resolve(rules, p.batch, p.queries, p.keys, p.keys - p.queries)
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), visibility)
-    p = dataclasses.replace(p, soft_cap=None, bias=None, sinks=False, mask=None, score=None, visibility=shapes)
+    p = dataclasses.replace(p, soft_cap=None, bias=None, sinks=False, mask=None, score=None, visibility=shapes(visibility))
     seeds = dropout.seeds(jax.random.key(0), p.batch, p.heads) if p.dropped else None
     rng = np.random.default_rng(0)
     normal = lambda *shape: jax.device_put(rng.standard_normal(shape, np.float32).astype(jnp.dtype(p.dtype)))

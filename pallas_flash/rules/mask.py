@@ -31,8 +31,8 @@ class Mask:
     def __and__(self, other: "Mask") -> "Mask":
         if not isinstance(other, Mask):
             raise TypeError(
-                f"& joins two objects of pallas_flash.masks; got {type(other).__name__}. An array goes to mask= alone, beside "
-                "is_causal, local_window_size, lengths and segment ids."
+                f"& joins two objects of pallas_flash.masks; got {type(other).__name__}. An array goes to mask= without them: "
+                "is_causal, local_window_size, lengths and segment ids go beside it."
             )
         return Both(self, other)
 

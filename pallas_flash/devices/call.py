@@ -1,0 +1,105 @@
+"""The arrays of a call as devices share them: exact, by where they are in it, and with a letter for each of their axes."""
+
+import dataclasses
+import functools
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_flash import arguments, checks, dropout, masks, scores
+from pallas_flash.rules.score import Score
+
+LETTERS = {  # of the arrays of a call; P pages, C an axis that is whole on each device
+    "query": "BTNH",
+    "key": "BSKH",
+    "value": "BSKH",
+    "bias": "BNTS",
+    "mask": "BNTS",
+    "scale": "N",
+    "query_seq_lengths": "B",
+    "key_value_seq_lengths": "B",
+    "query_offset": "B",
+    "query_segment_ids": "BT",
+    "key_value_segment_ids": "BS",
+    "sinks": "N",
+    "dropout_seeds": "BNC",
+    "k_pages": "PCKH",
+    "v_pages": "PCKH",
+    "k_scales": "PCK",
+    "v_scales": "PCK",
+    "page_table": "BC",
+    "lengths": "B",
+}
+CACHE_LETTERS = LETTERS | dict(length="B", key_scale="BSK", value_scale="BSK", table="BC", users="P", count="B")  # beside a cache
+SCORE_LETTERS = {"batch": "B", "head": "N"}  # of a Score; the arrays that rules read are whole on each device
+
+
+def exact(call: dict[str, Any]) -> dict[str, Any]:
+    """The call with query, key and value that fit each other, lists as arrays, and all integers as int32: before jax takes them,
+    which would cut off what is wider. For the key of dropout it has the seeds of all batch rows and heads."""
+    names, ids = ("query", "key", "value"), ("query_segment_ids", "key_value_segment_ids")
+    call = call | dict(zip(names, arguments.arrays(*(call[name] for name in names)), strict=True))
+    lead, N = call["query"].shape[:-3], call["query"].shape[-2]
+    for name in ("bias", "mask", "scale", "sinks"):
+        call[name] = jnp.asarray(call[name]) if isinstance(call[name], list) else call[name]
+    for name in ("query_seq_lengths", "key_value_seq_lengths", "query_offset"):
+        if call[name] is not None and not checks.is_int(call[name]):
+            call[name] = checks.ints(name, call[name])
+    for name, shape in dict(scale=(N,), query_offset=lead).items():
+        if isinstance(call[name], jax.Array) and call[name].size == 1:  # one for all is one for each, to spread over devices
+            call[name] = jnp.broadcast_to(jnp.reshape(call[name], ()), shape)
+    if dropout.dropped(checks.rate("dropout_rate", call["dropout_rate"])):
+        call["dropout_seeds"] = dropout.seeds(checks.rng("dropout_rng", call["dropout_rng"]), *lead, N)
+    call["dropout_rng"] = None
+    if call["score_mod"] is not None:
+        score = Score.of_call(scores.fitting(call["score_mod"], N), checks.sums(call["query"].dtype))
+        call["score_mod"] = score.numbered(lead, N)
+    there = {name: call[name] for name in ids if call[name] is not None}
+    call |= zip(there, checks.ids(there), strict=True)
+    if isinstance(call["mask"], masks.Mask):
+        numbered = lambda part: part.numbered(lead, N) if isinstance(part, masks.Where | masks.Kinds) else part
+        rules = [arguments.exact_part(numbered(part)) for part in masks.parts(call["mask"])]
+        call["mask"] = functools.reduce(operator.and_, rules)
+    return call
+
+
+def arrays_of(call) -> dict[tuple, Any]:
+    """The arrays of a call by where they are: (name,), or ("mask", number of the part, field)."""
+    found = {(name,): call[name] for name in LETTERS if name in call and not isinstance(call[name], masks.Mask)}
+    for number, part in enumerate(masks.parts(call["mask"])) if isinstance(call["mask"], masks.Mask) else ():
+        found |= {("mask", number, field): getattr(part, field) for field in part.ARRAYS}
+        found |= {("mask", number, n): x for n, x in enumerate(part.arrays if isinstance(part, masks.Where) else ())}
+    if isinstance(score := call.get("score_mod"), Score):
+        found |= {("score_mod", name): getattr(score, name) for name in SCORE_LETTERS}
+        found |= {("score_mod", n): x for n, x in enumerate(score.arrays)}
+    # NumPy's numbers stay outside: they are known while tracing
+    return {path: x for path, x in found.items() if isinstance(x, jax.Array) or (hasattr(x, "dtype") and len(x.shape))}
+
+
+def letters_of(path, call) -> str:
+    """One for each axis of an array of `arrays_of`, the last ones if it may have fewer axes."""
+    if path[0] == "score_mod":
+        return SCORE_LETTERS.get(path[1], "")
+    return LETTERS[path[0]] if len(path) == 1 else masks.parts(call["mask"])[path[1]].ARRAYS.get(path[2], "")
+
+
+def with_arrays(call, arrays: dict[tuple, Any]) -> dict[str, Any]:
+    """The call with other arrays where `arrays_of` found some."""
+    call, rules = dict(call), masks.parts(call["mask"]) if isinstance(call["mask"], masks.Mask) else []
+    for path, x in arrays.items():
+        if len(path) == 1:
+            call[path[0]] = x
+        elif path[0] == "score_mod":
+            call["score_mod"] = _replaced(call["score_mod"], path[1], x)
+        else:
+            rules[path[1]] = _replaced(rules[path[1]], path[2], x)
+    return call | (dict(mask=functools.reduce(operator.and_, rules)) if rules else {})
+
+
+def _replaced(rule, name: str | int, x):
+    """A part of a mask or a Score with another array: of a field, or with a number of those that it reads."""
+    if isinstance(name, str):
+        return dataclasses.replace(rule, **{name: x})
+    return dataclasses.replace(rule, arrays=(*rule.arrays[:name], x, *rule.arrays[name + 1 :]))
