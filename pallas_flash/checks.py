@@ -28,7 +28,7 @@ def is_constant(x) -> bool:
 
 
 def from_shapes(f: Callable, call: dict[str, Any]):
-    """f(call), what of it is no array, from arrays or from shapes; computes nothing."""
+    """f(call), which returns no array, of a call of arrays or of shapes; computes nothing."""
     leaves, tree = jax.tree.flatten(call)
     data = [is_array(x) and not is_constant(x) for x in leaves]
     found = []

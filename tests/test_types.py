@@ -14,11 +14,14 @@ TYPES = """
 from jax import Array
 from typing import assert_type
 
+from pallas_flash.flax import RollingCache
+
 assert_type(flash_attention(q, k, v), Array)
 assert_type(flash_attention(q, k, v, return_residual=True), tuple[Array, Array])
 assert_type(flash_attention(q, k, v, return_residual=bool(q.ndim)), Array | tuple[Array, Array])
 assert_type(ours(jnp.ones((1, 5, 512))), Array)
 assert_type(ours(jnp.ones((1, 5, 512)), cache=ours.init_cache(1, 9))[1].length, Array)
+assert_type(recent, RollingCache)
 flash_attention(q, k, v, implementation="xla")
 flash_attention(q, k, v, implementation="none of them")  # type: ignore[call-overload]
 """

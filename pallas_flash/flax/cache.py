@@ -1,7 +1,7 @@
 """The caches of `FlashAttention`, of all tokens in one piece or in pages, or of a window's alone, and attention to them."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -38,6 +38,7 @@ class RollingCache(NamedTuple):
 
 _PAGED = ("is_causal", "local_window_size", "logits_soft_cap", "sinks", "implementation")  # options of paged_attention
 Cache = KVCache | RollingCache | PagedCache
+SomeCache = TypeVar("SomeCache", bound=Cache)
 
 
 def empty(kind: Callable, batch: int, slots: int, heads: int, size: int, dtype) -> Any:

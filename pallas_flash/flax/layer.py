@@ -17,7 +17,7 @@ from pallas_flash.attention import AnyArray, Implementation, flash_attention
 from pallas_flash.context_parallel import Context
 from pallas_flash.explanation import explain
 from pallas_flash.flax import cache as caches
-from pallas_flash.flax.cache import Cache, KVCache, RollingCache
+from pallas_flash.flax.cache import KVCache, RollingCache, SomeCache
 from pallas_flash.flax.hook import as_mask
 from pallas_flash.flax.rotary import rope
 from pallas_flash.masks import Mask
@@ -121,10 +121,10 @@ class FlashAttention(nnx.Module):
         *,
         mask: Shaped[AnyArray, "*#B #N #T #S"] | Mask | None = None,
         lengths: Int[AnyArray, "B"] | None = None,
-        cache: Cache,
+        cache: SomeCache,
         rngs: Rngs = None,
         deterministic: bool | None = None,
-    ) -> tuple[Float[Array, "B T Dout"], KVCache]: ...
+    ) -> tuple[Float[Array, "B T Dout"], SomeCache]: ...
     def __call__(
         self,
         inputs_q,
