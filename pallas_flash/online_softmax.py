@@ -55,7 +55,7 @@ class Statistics(NamedTuple):
 
 def power(x, unit: float = LOG2E):
     """e^(x / unit): 2^x in units of log 2."""
-    return jnp.exp2(x) if unit == LOG2E else jnp.exp(x if unit == 1.0 else x * (1 / unit))
+    return jnp.exp2(x if unit == LOG2E else x * (LOG2E / unit))
 
 
 def scores(qk, bias, scale: float, soft_cap: float | None, unit: float = LOG2E):
@@ -110,20 +110,20 @@ def step(s, m, l, scale: float | None = None, slack: float = 0.0, unit: float = 
 def step_along(axis: int, s, m, l, unit: float = 1.0, finite: bool = False):
     """`step` for scores with the keys along `axis`, in any unit. m and l are None, and so is alpha, if there was no step before.
 
-    It is s - m that is made natural: a product less m, in one multiply-add, would exceed 0 by the rounding of m,
-    and its power overflow where m is large. `finite`: each row has a score above -inf, and m needs no guard; then a CPU's
-    library takes the product and the softmax of it in one call.
+    It is s - m that is made natural: a product less m, in one multiply-add, would exceed 0 by the rounding of m, and its power
+    overflow where m is large. `finite`: each row has a score above -inf, and m needs no guard; then a CPU's library takes the
+    product and the softmax of it in one call.
 
     The new m has no tangent: any m' gives the same P. JAX's own divides by how many scores equal the maximum, and that is none
     where XLA computes them twice and rounds otherwise.
     """
     highest = jnp.max(s, axis) if finite else jnp.max(s, axis, initial=LOWEST)
     m_new = lax.stop_gradient(highest if m is None else jnp.maximum(m, highest))
-    p = power(s - jnp.expand_dims(m_new, axis), unit)
+    p = jnp.exp(natural(s - jnp.expand_dims(m_new, axis), unit))
     total = jnp.sum(p, axis)
     if m is None:
         return p, None, m_new, total
-    alpha = power(m - m_new, unit)
+    alpha = jnp.exp(natural(m - m_new, unit))
     return p, alpha, m_new, l * alpha + total
 
 
@@ -163,18 +163,23 @@ def _in_two(stats: Statistics) -> Statistics:
     return Statistics(jnp.maximum(stats.m, LOWEST), l)
 
 
-def natural(m, unit: float):
-    """A maximum of scores in this unit, in natural ones."""
-    return m if unit == 1.0 else jnp.maximum(m * (1 / unit), LOWEST)
+def natural(s, unit: float):
+    """Scores in this unit, in natural ones."""
+    return s if unit == 1.0 else s * (1 / unit)
+
+
+def natural_maximum(m, unit: float):
+    """The same of what `step_along` has as their maximum; finite, as that is."""
+    return m if unit == 1.0 else jnp.maximum(natural(m, unit), LOWEST)
 
 
 def probabilities(s, lse, unit: float = 1.0, finite: bool = False):
     """p = e^(s - lse) of scores with the keys along the last axis, and of each row's natural lse, +inf where it saw no key.
     Scores in another unit meet their own maximum first, for `step_along`'s reason, and with its `finite`."""
     if unit == 1.0:
-        return power(s - lse, unit)
+        return jnp.exp(s - lse)
     p, _, m, _ = step_along(-1, s, None, None, unit, finite)
-    return p * power(jnp.expand_dims(natural(m, unit), -1) - lse, 1.0)
+    return p * jnp.exp(jnp.expand_dims(natural_maximum(m, unit), -1) - lse)
 
 
 def gradients(p, dp, delta, seen, tanh):

@@ -45,7 +45,7 @@ def forward(problem: Problem, tiles: Tiles, x: Operands):
             start = zeros(q.shape[2], p.value_size), *online_softmax.start(zeros(q.shape[2]), view.sinks_of(row), 1.0)
             o, m, l = view.visit(row, keys, step, (None, None, None) if x.sinks is None else start, start)
             o = online_softmax.finish(o, l, p.kept)
-            m = online_softmax.natural(m, view.unit)
+            m = online_softmax.natural_maximum(m, view.unit)
             new = (view.by_query(a) for a in (o, m[..., None], l[..., None]))
             return tuple(row.put(out, a, 3) for out, a in zip(outputs, new, strict=True))
 
