@@ -69,7 +69,7 @@ class Problem:
 
     @property
     def unit(self) -> float:
-        """Of the scores whose maxima the kernels keep: what natural ones are multiplied by."""
+        """Of the kernels' scores: what natural ones are times."""
         return online_softmax.LOG2E if self.bias is None and self.score is None else 1.0
 
     @property

@@ -26,7 +26,7 @@ def _second_of(choice: Choice) -> Callable:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(problem: Problem, choice: Choice, operands: Operands):
     o, stats = choice.backend.forward(problem, choice.tiles, operands)
-    return o, natural_lse(problem, operands, stats)
+    return o, natural_lse(choice.backend.unit(problem), operands, stats)
 
 
 def _forward(problem, choice, operands):
@@ -36,13 +36,13 @@ def _forward(problem, choice, operands):
     # Named, so that a policy of jax.checkpoint can keep them: the backward needs nothing else that is costly.
     o = checkpoint_name(o, "flash_attention_out")
     stats = jax.tree.map(lambda x: checkpoint_name(x, "flash_attention_lse"), stats)
-    o, lse = second((o, natural_lse(problem, operands, stats)))
+    o, lse = second((o, natural_lse(choice.backend.unit(problem), operands, stats)))
     return (o, lse), (operands, o, stats)
 
 
-def natural_lse(problem: Problem, operands: Operands, stats: online_softmax.Statistics):
-    """The natural log-sum-exp [B, N, T]; that of a sink that units of log 2 do not reach is the sink."""
-    lse = stats.lse(problem.unit)
+def natural_lse(unit: float, operands: Operands, stats: online_softmax.Statistics):
+    """The natural log-sum-exp [B, N, T] of what an implementation has in its unit; that of a sink beyond its ends is the sink."""
+    lse = stats.lse(unit)
     return lse if operands.sinks is None else jnp.where(lse < 2e38, lse, jnp.maximum(lse, operands.sinks[None, :, None]))
 
 
@@ -52,9 +52,9 @@ def _backward(problem, choice, residuals, cotangents):
     do, dlse = second(cotangents)
     if operands.sinks is not None:  # without them the rows that are not there, of which all may be NaN, have no lse
         do, dlse = _of_live_rows(operands, do, dlse)
-    wide = stats.m.dtype
+    wide, unit = stats.m.dtype, choice.backend.unit(problem)
     is_wide = choice.backend.name == "blockwise" and do.dtype == wide
-    lse, factor = stats.as_computed() if is_wide else stats.in_one(problem.unit)
+    lse, factor = stats.as_computed() if is_wide else stats.in_one(unit)
     if factor is not None:  # P = factor * 2^(s - lse) meets do alone, and what is made of do: so do takes the factor
         dlse = dlse * factor
     if problem.dropped:  # P is dropped and divided by the part that is kept where it meets do: so do takes the divisor too
@@ -69,7 +69,7 @@ def _backward(problem, choice, residuals, cotangents):
     delta = jnp.where(stats.empty, 0.0, delta)
     dq, dk, dv, dbias, *dtables = second(choice.backend.backward(problem, choice.tiles, operands, o, lse, do, delta))
     dscore = jax.tree.map(lambda _: None, operands.score).with_tables(*dtables) if dtables else None
-    return (Operands(dq, dk, dv, dbias, _of_sinks(problem, operands.sinks, lse, delta), None, None, score=dscore),)
+    return (Operands(dq, dk, dv, dbias, _of_sinks(unit, operands.sinks, lse, delta), None, None, score=dscore),)
 
 
 def _of_live_rows(operands: Operands, do, dlse):
@@ -80,13 +80,13 @@ def _of_live_rows(operands: Operands, do, dlse):
     return jnp.where(live[:, :, None, None], do, 0), jnp.where(live[:, None], dlse, 0)
 
 
-def _of_sinks(problem: Problem, sinks, lse, delta):
+def _of_sinks(unit: float, sinks, lse, delta):
     """The gradient of the sinks: that of logits with the value 0, of which each row has one; None without them."""
     if sinks is None:
         return None
     # as in online_softmax.start a maximum parts product and difference: one multiply-add would round otherwise than lse did
-    s = jnp.where(sinks == -jnp.inf, sinks, online_softmax.finite(sinks * problem.unit))
-    p = online_softmax.power(s[None, :, None] - lse, problem.unit)
+    s = jnp.where(sinks == -jnp.inf, sinks, online_softmax.finite(sinks * unit))
+    p = online_softmax.power(s[None, :, None] - lse, unit)
     return -jnp.sum(p * delta, axis=(0, 2)).astype(sinks.dtype)
 
 
@@ -113,4 +113,4 @@ def attend_in_forward_mode(problem: Problem, choice: Choice, operands: Operands)
     if choice.backend.name not in IN_FORWARD_MODE:
         raise NotImplementedError(f"forward mode is for {' and '.join(IN_FORWARD_MODE)}; got {choice.backend.name}.")
     o, stats = _forward_jit(choice.backend.forward, problem, choice.tiles, vary_alike(operands))
-    return o, natural_lse(problem, operands, stats)
+    return o, natural_lse(choice.backend.unit(problem), operands, stats)

@@ -20,10 +20,14 @@ class Backend(NamedTuple):
     why_not_by_default: Callable[[Problem], str | None]  # None: it is taken unasked where it can run
     tiles: Callable[[Problem], Any]  # a hashable Tiles, or None
     forward: Callable  # (problem, tiles, operands)                    -> o, online_softmax.Statistics
-    # lse in the problem's unit, +inf for a row that saw no key; do and delta have the factor of `Statistics.in_one`, or for
+    # lse in its unit, +inf for a row that saw no key; do and delta have the factor of `Statistics.in_one`, or for
     # blockwise both are those of `as_computed`. With a score_mod one more: the gradients of its tables
     backward: Callable  # (problem, tiles, operands, o, lse, do, delta) -> dq, dk, dv, dbias (None without a bias)
     own_kernels: bool = False  # not XLA's: a GPU runs them unasked only after selfcheck.py
+
+    def unit(self, problem: Problem) -> float:
+        """Of its scores, of whose maxima its Statistics are: what natural ones are times."""
+        return problem.unit if self.own_kernels else 1.0
 
 
 class Choice(NamedTuple):

@@ -65,15 +65,15 @@ def as_rows(problem: Problem, x: Operands) -> tuple[Problem, Operands]:
     return rows, x._replace(query=q, sinks=None, visibility=seen)
 
 
-def merged(problem: Problem, x: Operands, o, stats: Statistics):
+def merged(problem: Problem, x: Operands, o, stats: Statistics, unit: float):
     """o [B, T, N, Hv] and its Statistics [B, N, T], from those of the parts, o [B, parts, K, rows, Hv], [B, parts, K, rows]."""
     p = problem
-    o, stats = online_softmax.merge_all(o, stats, axis=1)
+    o, stats = online_softmax.merge_all(o, stats, 1, unit)
     by_query = lambda a: jnp.moveaxis(a.reshape(p.batch, p.kv_heads, p.queries, p.group, *a.shape[3:]), 2, 3)
     o, m, l = (by_query(a).reshape(p.batch, p.heads, p.queries, *a.shape[3:]) for a in (o, *stats))
     if x.sinks is not None:  # one more part, with the value 0
-        sink = Statistics(*online_softmax.start(jnp.zeros_like(m), x.sinks[:, None]))
+        sink = Statistics(*online_softmax.start(jnp.zeros_like(m), x.sinks[:, None], unit))
         pair = lambda a, b: jnp.stack([a, b])
-        o, stats = online_softmax.merge_all(pair(o, jnp.zeros_like(o)), jax.tree.map(pair, Statistics(m, l), sink), axis=0)
+        o, stats = online_softmax.merge_all(pair(o, jnp.zeros_like(o)), jax.tree.map(pair, Statistics(m, l), sink), 0, unit)
         m, l = stats
     return jnp.swapaxes(o, 1, 2).astype(x.query.dtype), Statistics(m, l)

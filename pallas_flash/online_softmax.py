@@ -1,7 +1,8 @@
 """The softmax of attention, one block at a time: a forward step, its end, and the backward's p and ds. Plain values only.
 
-Scores are kept in units of log 2, so that every exponential is an exp2 (FlashAttention-2, arXiv:2307.08691, section 3), but for
-those that a bias or a score_mod may bring to the ends of float32: these are natural. Their `unit` is what natural ones are times.
+The kernels keep scores in units of log 2, so that every exponential is an exp2 (FlashAttention-2, arXiv:2307.08691, section 3),
+but for those that a bias or a score_mod may bring to the ends of float32: these are natural, and so are XLA's, which makes a
+product and an exp of exp2. Their `unit` is what natural ones are times.
 """
 
 import math
@@ -106,23 +107,23 @@ def step(s, m, l, scale: float | None = None, slack: float = 0.0, unit: float = 
     return p, alpha, m_new, l * alpha + jnp.sum(p, axis=-1)
 
 
-def step_along(axis: int, s, m, l, unit: float = LOG2E, finite: bool = False):
+def step_along(axis: int, s, m, l, unit: float = 1.0, finite: bool = False):
     """`step` for scores with the keys along `axis`, in any unit. m and l are None, and so is alpha, if there was no step before.
 
-    It is s - m that is brought into units of log 2: a product less m, in one multiply-add, would exceed 0 by the rounding of m,
-    and its power of 2 overflow where m is large. `finite`: each row has a score above -inf, and m needs no guard; then a CPU's
-    library takes the product and the softmax of it in one call.
+    It is s - m that is made natural: a product less m, in one multiply-add, would exceed 0 by the rounding of m, and its power
+    overflow where m is large. `finite`: each row has a score above -inf, and m needs no guard; then a CPU's library takes the
+    product and the softmax of it in one call.
 
     The new m has no tangent: any m' gives the same P. JAX's own divides by how many scores equal the maximum, and that is none
     where XLA computes them twice and rounds otherwise.
     """
     highest = jnp.max(s, axis) if finite else jnp.max(s, axis, initial=LOWEST)
     m_new = lax.stop_gradient(highest if m is None else jnp.maximum(m, highest))
-    p = power(s - jnp.expand_dims(m_new, axis), unit)
+    p = jnp.exp(natural(s - jnp.expand_dims(m_new, axis), unit))
     total = jnp.sum(p, axis)
     if m is None:
         return p, None, m_new, total
-    alpha = power(m - m_new, unit)
+    alpha = jnp.exp(natural(m - m_new, unit))
     return p, alpha, m_new, l * alpha + total
 
 
@@ -136,11 +137,11 @@ def finish(o, l, kept: float = 1.0):
     return o * _each(1.0 / jnp.where(l == 0, 1.0, l if kept == 1.0 else l * kept), o)
 
 
-def merge_all(o, stats: Statistics, axis: int):
+def merge_all(o, stats: Statistics, axis: int, unit: float = LOG2E):
     """Of the attention of the same rows to several sets of keys, along an axis of o [.., n] and stats [..], that to all."""
     stats = _in_two(stats)
     highest = lax.stop_gradient(jnp.max(stats.m, axis, keepdims=True))
-    l = stats.l * jnp.exp2(stats.m - highest)
+    l = stats.l * power(stats.m - highest, unit)
     total = jnp.sum(l, axis, keepdims=True)
     part = l / jnp.where(total == 0, 1.0, total)
     return jnp.sum(o * part[..., None], axis), Statistics(jnp.squeeze(highest, axis), jnp.squeeze(total, axis))
@@ -162,18 +163,23 @@ def _in_two(stats: Statistics) -> Statistics:
     return Statistics(jnp.maximum(stats.m, LOWEST), l)
 
 
-def converted(m, unit: float, to: float):
-    """A maximum of scores in this unit, in another."""
-    return m if unit == to else jnp.maximum(m * (to / unit), LOWEST)
+def natural(s, unit: float):
+    """Scores in this unit, in natural ones."""
+    return s if unit == 1.0 else s * (1 / unit)
 
 
-def probabilities(s, lse, unit: float, of_lse: float, finite: bool = False):
-    """p = 2^(s - lse) of scores with the keys along the last axis, and of each row's lse, +inf where it saw no key. Where that is
-    in another unit, the scores meet their own maximum first, for `step_along`'s reason, and with its `finite`."""
-    if unit == of_lse:
-        return power(s - lse, unit)
+def natural_maximum(m, unit: float):
+    """The same of what `step_along` has as their maximum; finite, as that is."""
+    return m if unit == 1.0 else jnp.maximum(natural(m, unit), LOWEST)
+
+
+def probabilities(s, lse, unit: float = 1.0, finite: bool = False):
+    """p = e^(s - lse) of scores with the keys along the last axis, and of each row's natural lse, +inf where it saw no key.
+    Scores in another unit meet their own maximum first, for `step_along`'s reason, and with its `finite`."""
+    if unit == 1.0:
+        return jnp.exp(s - lse)
     p, _, m, _ = step_along(-1, s, None, None, unit, finite)
-    return p * power(jnp.expand_dims(converted(m, unit, of_lse), -1) - lse, of_lse)
+    return p * jnp.exp(jnp.expand_dims(natural_maximum(m, unit), -1) - lse)
 
 
 def gradients(p, dp, delta, seen, tanh):

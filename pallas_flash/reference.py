@@ -10,14 +10,14 @@ from jax import lax
 from pallas_flash import dropout
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.checks import sums
-from pallas_flash.online_softmax import Statistics, finite, power
+from pallas_flash.online_softmax import Statistics
 from pallas_flash.rules import kinds
 
 
 def attend(problem: Problem, x: Operands):
     """o [B, T, N, Hv] in the query's dtype, and the Statistics of its rows."""
     o, lse = _attend(problem, x)
-    return o, Statistics(_in_unit(problem, lse), None)
+    return o, Statistics(lse, None)
 
 
 def _attend(p: Problem, x: Operands):
@@ -72,7 +72,7 @@ def backward(problem: Problem, x: Operands, o, lse, do, delta):
         return _attend(problem, x._replace(query=query, key=key, value=value, bias=bias, score=score))
 
     (o, own), vjp = jax.vjp(of, x.query, x.key, x.value, x.bias, *(x.score.tables if x.score is not None else ()))
-    part = lax.stop_gradient(_part(problem, own, lse))
+    part = lax.stop_gradient(_part(own, lse))
     dlse = jnp.einsum("btnh,btnh->bnt", o.astype(delta.dtype), do.astype(delta.dtype)) - delta
     dlse = jnp.where((lse == jnp.inf) | (part == 0), 0.0, dlse * part)
     do = (do.astype(delta.dtype) * jnp.swapaxes(part, 1, 2)[..., None]).astype(do.dtype)
@@ -80,12 +80,8 @@ def backward(problem: Problem, x: Operands, o, lse, do, delta):
     return (dq, dk, dv, dbias) if x.score is None else (dq, dk, dv, dbias, tuple(dtables))
 
 
-def _in_unit(p: Problem, lse):
-    return jnp.where(lse == -jnp.inf, lse, finite(lse * p.unit))
-
-
-def _part(p: Problem, own, lse):
+def _part(own, lse):
     """By how much P is less than that of these keys alone, if lse is of more keys: 1 where they are all, but for rounding."""
-    gap = _in_unit(p, own) - lse
+    gap = own - lse
     whole = (lse == jnp.inf) | (jnp.abs(gap) <= 4 * jnp.finfo(lse.dtype).eps * jnp.abs(lse))
-    return jnp.where(whole, 1.0, power(gap, p.unit))
+    return jnp.where(whole, 1.0, jnp.exp(gap))

@@ -26,6 +26,7 @@ SIZES = {
     "one_query": Sizes(T=1),
     "one_key": Sizes(S=1),
     "more_queries": Sizes(T=53, S=19),
+    "fewer_keys_than_columns": Sizes(S=7),
     "whole_blocks": Sizes(T=32, S=64, H=16, Hv=16),
     "head_1": Sizes(H=1, Hv=1),
     "head_256": Sizes(B=1, T=17, S=19, N=1, K=1, H=256, Hv=200),

@@ -2,9 +2,9 @@
 
 On a CPU a few heads go at a time, so that what passes between two products stays in the caches, and where the blocks are few and
 known while tracing they are no loop. Scores stand as [rows, keys]: then the forward's products take their operands as they lie,
-and XLA gives q k^T and the softmax of it to its CPU library in one call. The backward has q and do transposed too, and dk and dv
-come out transposed: with the first operand transposed, p or ds, a CPU's products are slow. Rows are those of all query heads
-that share a key/value head.
+and XLA gives q k^T and the softmax of it to its CPU library in one call. In the backward q and do are transposed, and dk and dv
+come out transposed, or p and ds are, where these are smaller: with the first operand left transposed a CPU's products are slow.
+Rows are those of all query heads that share a key/value head.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from pallas_flash.arguments import Operands, Problem
 from pallas_flash.blockwise import decode
 from pallas_flash.blockwise.parts import Block, Heads
 from pallas_flash.blockwise.tuning import Tiles, decode_tiles, tiles
-from pallas_flash.blockwise.view import View, by_head, dot, dot_t, with_lists
+from pallas_flash.blockwise.view import View, by_head, dot, dot_t, over_rows, with_lists
 
 __all__ = ["Tiles", "backward", "decode_tiles", "forward", "tiles"]
 
@@ -42,10 +42,10 @@ def forward(problem: Problem, tiles: Tiles, x: Operands):
                 pv = dot(view.dropped(prob, row, key).astype(view.value.dtype), key.of(view.value, 2))
                 return pv if alpha is None else o * alpha[..., None] + pv, m, l
 
-            start = zeros(q.shape[2], p.value_size), *online_softmax.start(zeros(q.shape[2]), view.sinks_of(row), p.unit)
+            start = zeros(q.shape[2], p.value_size), *online_softmax.start(zeros(q.shape[2]), view.sinks_of(row), 1.0)
             o, m, l = view.visit(row, keys, step, (None, None, None) if x.sinks is None else start, start)
             o = online_softmax.finish(o, l, p.kept)
-            m = online_softmax.converted(m, view.unit, p.unit)
+            m = online_softmax.natural_maximum(m, view.unit)
             new = (view.by_query(a) for a in (o, m[..., None], l[..., None]))
             return tuple(row.put(out, a, 3) for out, a in zip(outputs, new, strict=True))
 
@@ -65,7 +65,8 @@ def backward(problem: Problem, tiles: Tiles, x: Operands, o, lse, do, delta):
     def some_heads(part: Heads, outputs):
         view = View.of(p, tiles, part, x)
         do_ = view.filled(by_head(part.of(do, 2), part.heads).astype(tiles.dtype))
-        both = [(a, jnp.moveaxis(_transposed(a), 3, 2)) for a in (view.query, do_)]
+        few = tiles.block_k < p.head_size and tiles.dtype == wide  # scores of a row, so p and ds are smaller than q and do
+        both = [(a, None if few else jnp.moveaxis(_transposed(a), 3, 2)) for a in (view.query, do_)]
         by_row = [part.of(a, 1).reshape(*do_.shape[:-1], 1) for a in (lse, delta)]
 
         def query_block(row: Block, keys, gradients):
@@ -80,12 +81,12 @@ def backward(problem: Problem, tiles: Tiles, x: Operands, o, lse, do, delta):
                 s, tanh, back = view.scores_vjp(q, row, key)
                 if seen is not None and p.soft_cap is None:
                     s, seen = jnp.where(seen, s, -jnp.inf), None
-                prob = online_softmax.probabilities(s, lse_i, view.unit, p.unit, finite)
+                prob = online_softmax.probabilities(s, lse_i, view.unit, finite)
                 prob, ds = online_softmax.gradients(prob, dp, delta_i, seen, tanh)
                 ds, dtables = back(ds, dtables) if back else (ds, dtables)
                 low = ds.astype(q.dtype)
-                dk = key.add(dk, dot(q_t, low), 3)
-                dv = key.add(dv, dot(do_t, view.dropped(prob, row, key).astype(q.dtype)), 3)
+                dk = key.add(dk, over_rows(q, q_t, low), 3)
+                dv = key.add(dv, over_rows(do_i, do_t, view.dropped(prob, row, key).astype(q.dtype)), 3)
                 dbias = dbias if dbias is None else view.add_tile(dbias, ds, row, key)
                 return dq + dot(low, key.of(view.key, 2)), dk, dv, dbias, dtables
 
@@ -97,7 +98,7 @@ def backward(problem: Problem, tiles: Tiles, x: Operands, o, lse, do, delta):
         like = view.query, *(jnp.swapaxes(a, 2, 3) for a in (view.key, view.value)), view.bias
         zeros = tuple(None if a is None else _zeros(x, wide, *a.shape) for a in like)
         dq, dk, dv, dbias, dtables = view.each_query_block(query_block, (*zeros, outputs[4]))
-        dk, dv = (_transposed(d)[:, :, None] for d in (dk, dv))
+        dk, dv = ((jnp.swapaxes(d, 2, 3) if few else _transposed(d))[:, :, None] for d in (dk, dv))
         new = map(_from_heads, (dq * p.scale, dk * (p.scale / view.fold), dv))
         new = [part.put(out, a, 2) for out, a in zip(outputs, new, strict=False)]
         dbias = dbias if dbias is None else part.add(outputs[3], dbias.reshape(part.of(outputs[3], 1).shape), 1)

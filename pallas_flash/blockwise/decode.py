@@ -20,7 +20,7 @@ def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None, scale
     p, wide = problem, jnp.promote_types(tiles.dtype, jnp.float32)
     rows, x_rows = decode.as_rows(p, x)
     q = jnp.swapaxes(x_rows.query, 1, 2).astype(wide)
-    q = q * (p.scale * online_softmax.LOG2E) if p.soft_cap is None else q  # as View's
+    q = q * p.scale if p.soft_cap is None else q  # as View's
     zeros = lambda *shape: jnp.zeros_like(q, shape=shape)
     batch = p.batch if tiles.batch is None else tiles.batch
     heads = p.batch, p.kv_heads, rows.queries
@@ -33,7 +33,7 @@ def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None, scale
 
     o, m, l = schedule.loop(0, p.batch // batch, some, start) if batch < p.batch else some(0, start)
     o, m, l = (a[:, None] for a in (o, m, l))
-    return decode.merged(p, x, o, online_softmax.Statistics(m, l))
+    return decode.merged(p, x, o, online_softmax.Statistics(m, l), 1.0)
 
 
 def _attend(p: Problem, tiles: DecodeTiles, part: Heads, q, x: Operands, table, scales):
@@ -48,7 +48,7 @@ def _attend(p: Problem, tiles: DecodeTiles, part: Heads, q, x: Operands, table, 
         k_scale, v_scale = (None if a is None else _block(a, table, part, key).swapaxes(1, 2)[..., None] for a in scales)
         qk = jnp.einsum("bkrh,bskh->bksr", q, k, precision="highest", preferred_element_type=q.dtype)
         qk = qk if k_scale is None else jnp.maximum(qk * k_scale, online_softmax.LOWEST)  # no multiply-add with -m
-        s = qk if p.soft_cap is None else online_softmax.scores(qk, None, p.scale, p.soft_cap)
+        s = qk if p.soft_cap is None else online_softmax.scores(qk, None, p.scale, p.soft_cap, 1.0)
         if masked:
             seen = _seen(see, key, column)
             s = jnp.where(seen, s, -jnp.inf)

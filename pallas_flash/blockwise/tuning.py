@@ -33,6 +33,8 @@ class Tiles(NamedTuple):
 
 UNROLLED = 8  # blocks; more of them are loops, which compile in the same time at any length
 BLOCK = 512  # keys of all heads that are in the caches at a time, in decoding
+FEW = 128  # keys, which a mask of data or blocks need not cut further
+SCORES = 2**18  # of a head, which with what is made of them fill a cache
 KEYS = 2048  # of all heads that go at a time on a CPU: its caches hold their scores, with what is made of them
 
 
@@ -76,6 +78,8 @@ def _is_apart(p: Problem) -> bool:
 def _rows(p: Problem) -> int:
     """Of a block: fewer, where a mask would hide much of it."""
     v = p.visibility
+    if p.keys <= FEW and v.left is None and v.right is None:
+        return ceil_div(p.queries, ceil_div(p.queries * p.keys, SCORES))
     if v.right is not None and p.queries <= 128:
         return 64  # the first half sees half of the keys
     sparse = jax.tree.leaves(v) or v.where is not None or v.left is not None or (v.right is not None and p.queries <= 1024)
@@ -86,7 +90,7 @@ def _heads(p: Problem, rows: int, keys: int) -> int | None:
     """How many key/value heads go at a time, in blocks of so many rows and keys; a loop of few steps gains little, of small
     products less."""
     scores, most = rows * keys, max(rows, 128) * KEYS
-    few = 2 if scores >= most // 8 else 4
+    few = 4 if scores < most // 8 else 2 if scores < SCORES else 1
     return max(most // scores, 1) if p.batch * p.kv_heads * scores > few * most else None
 
 

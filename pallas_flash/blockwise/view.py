@@ -26,7 +26,7 @@ class View(NamedTuple):
     problem: Problem
     tiles: Tiles
     fold: float  # what the queries are multiplied by
-    unit: float  # of the scores: the problem's, or that of q k^T, whose scale comes last
+    unit: float  # of the scores: natural, or that of q k^T, whose scale comes last
     is_product: bool  # whether they are q k^T alone
     query: jax.Array  # [B, K, G, T, H]
     key: jax.Array  # [B, K, S, H]
@@ -50,10 +50,10 @@ class View(NamedTuple):
         visibility = dataclasses.replace(visibility, where=where)
         start, stop = visibility.interval(jnp.arange(p.queries, dtype=jnp.int32)[None])
         plain = x.bias is None and p.soft_cap is None and score is None
-        wide, factor = tiles.dtype in ("float32", "float64"), p.scale * (p.unit if plain else 1.0)
+        wide = tiles.dtype in ("float32", "float64")
         last = scaled_last(p) and not wide
-        fold, unit = factor or 1.0 if wide else 1.0, 1 / p.scale if last else p.unit
-        is_product = last or (plain and fold == factor)
+        fold, unit = p.scale or 1.0 if wide else 1.0, 1 / p.scale if last else 1.0
+        is_product = last or (plain and fold == p.scale)
         q, k, v = (by_head(part.of(a, 2), part.heads).astype(tiles.dtype) for a in (x.query, x.key, x.value))
         bias, mask = (None if a is None else _tiled(part.of(a, 1), part.heads) for a in (x.bias, x.mask))
         sinks = None if x.sinks is None else part.of(x.sinks[None], 1).reshape(part.heads, -1)
@@ -138,19 +138,16 @@ class View(NamedTuple):
 
     def scores(self, q, row: Block, key: Block):
         """[B, K, rows, keys]"""
-        if self.score is None:
-            return self.logits(q, row, key, self.problem.unit)
-        of = self.numbers(self.score, row, key)
-        return self.score.of(self.logits(q, row, key, 1.0), self.read, *of)
+        s = self.logits(q, row, key, 1.0)
+        return s if self.score is None else self.score.of(s, self.read, *self.numbers(self.score, row, key))
 
     def scores_vjp(self, q, row: Block, key: Block):
         """The same, the tanh of a soft cap on them (else None), and with a score_mod (else None) what makes of their cotangent
         that of what q k^T was made, and adds to the gradients of the tables."""
-        logits, cap = functools.partial(self.logits, q, row, key), self.problem.soft_cap
+        s, tanh = online_softmax.with_tanh(functools.partial(self.logits, q, row, key), self.problem.soft_cap, 1.0)
         if self.score is None:
-            return *online_softmax.with_tanh(logits, cap, self.problem.unit), None
-        logits, tanh = online_softmax.with_tanh(logits, cap, 1.0)
-        s, pull = self.score.vjp(logits, self.read, *self.numbers(self.score, row, key))
+            return s, tanh, None
+        s, pull = self.score.vjp(s, self.read, *self.numbers(self.score, row, key))
 
         def back(ds, dtables):
             ds, of_tables = pull(ds)
@@ -178,9 +175,8 @@ class View(NamedTuple):
         return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
     def columns(self, row: Block, x):
-        """[B, K, n, G, T] -> [B, K, n, rows]"""
-        x = row.of(x, 4)
-        return x.reshape(*x.shape[:3], -1)
+        """[B, K, n, G, T] -> [B, K, n, rows], None of None"""
+        return x if x is None else row.of(x, 4).reshape(*x.shape[:3], -1)
 
     def by_query(self, x):
         """[B, K, rows, n] -> [B, K, G, block_q, n]"""
@@ -282,6 +278,14 @@ def dot(a, b):
 def dot_t(a, b):
     """[B, K, m, h] [B, K, n, h] -> [B, K, m, n]"""
     return _product(a, b, 3)
+
+
+def over_rows(x, x_t, weights):
+    """[B, K, h, keys], the sum of rows x [B, K, rows, h] by weights [B, K, rows, keys]: from x_t, which is x transposed, or, if
+    that is None, from the weights transposed."""
+    if x_t is not None:
+        return dot(x_t, weights)
+    return jnp.swapaxes(dot(lax.optimization_barrier(jnp.swapaxes(weights, 2, 3)), x), 2, 3)
 
 
 def _product(a, b, axis: int):

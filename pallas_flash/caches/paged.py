@@ -165,26 +165,27 @@ def _attend_jit(implementation, static, arrays):
     call |= dict.fromkeys(("bias", "query_segment_ids", "key_value_segment_ids", "dropout_rng"))
     call |= dict(key=like(k_pages), value=like(v_pages), key_value_seq_lengths=lengths, dropout_rate=0.0, deterministic=True)
     problem, operands = arguments.normalise(**call)
-    forward = _chosen(problem, page, None if k_scales is None else str(k_pages.dtype), implementation)
+    forward, unit = _chosen(problem, page, None if k_scales is None else str(k_pages.dtype), implementation)
     scales = () if k_scales is None else ((k_scales, v_scales),)
     query, key, value, sinks, scales = modes.no_first((operands.query, k_pages, v_pages, operands.sinks, scales))
     operands = operands._replace(query=query, key=key, value=value, sinks=sinks)
     operands, scales = reads.vary_alike((operands, scales))
     o, stats = forward(operands, jnp.clip(table, 0, k_pages.shape[0] - 1), *scales)
-    return o, jnp.swapaxes(autodiff.natural_lse(problem, operands, stats), 1, 2)
+    return o, jnp.swapaxes(autodiff.natural_lse(unit, operands, stats), 1, 2)
 
 
-def _chosen(problem: Problem, page: int, stored: str | None, implementation: str | None) -> Callable:
-    """What takes (operands, table), and where pages are `stored` in 8 bits their scales."""
+def _chosen(problem: Problem, page: int, stored: str | None, implementation: str | None) -> tuple[Callable, float]:
+    """What takes (operands, table), and where pages are `stored` in 8 bits their scales; and the unit of its Statistics."""
     asked = selfcheck.asked_for(implementation)
     if asked is not None and (why_not := _why_not(asked, problem, page, stored)):
         raise NotImplementedError(f"implementation {asked!r} cannot run this call of paged_attention: {why_not}. {problem}.")
     checked = dataclasses.replace(problem, keys=max(problem.keys, decode.KEYS))  # the kernel is the one without pages
     here = lambda backend: _why_not(backend.name, problem, page, stored) or selfcheck.why_not(backend, checked)
-    name = backends.choose(problem, asked, here).backend.name
+    backend = backends.choose(problem, asked, here).backend
+    name = backend.name
     module = importlib.import_module(f"pallas_flash.{'' if name == 'blockwise' else 'kernels.'}{name}")
     run = importlib.import_module(f"{module.__name__}.decode").forward
-    return functools.partial(run, problem, module.decode_tiles(problem, page))
+    return functools.partial(run, problem, module.decode_tiles(problem, page)), backend.unit(problem)
 
 
 def _why_not(name: str, problem: Problem, page: int, stored: str | None) -> str | None:

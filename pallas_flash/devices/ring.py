@@ -234,11 +234,12 @@ def _forward(half: Half, groups: int, heads: Part, problem: Problem, tiles, x: O
     B, T, N, _ = some.query.shape
     wide = sums(x.query.dtype)
     sinks = None if x.sinks is None else some.sinks[None, :, None]
-    start = Statistics(*online_softmax.start(_zeros(x.query, (B, N, T), wide), sinks, problem.unit))
+    unit = half.backend.unit(problem)
+    start = Statistics(*online_softmax.start(_zeros(x.query, (B, N, T), wide), sinks, unit))
 
     def attend(t, keys, carry):
         def merged(rows, _, p, pair, carry):
-            new = online_softmax.merge(jax.tree.map(rows.of, carry, HEADS), half.backend.forward(p, tiles, pair), p.unit)
+            new = online_softmax.merge(jax.tree.map(rows.of, carry, HEADS), half.backend.forward(p, tiles, pair), unit)
             return jax.tree.map(rows.put, carry, new, HEADS)
 
         return half.each_pair(heads, groups, problem, x, t, keys, merged, carry)

@@ -77,7 +77,7 @@ def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None):
         name="flash_attention_decode",
     )
     lse = lse[..., : p.queries] + (p.soft_cap or 0.0) * online_softmax.LOG2E  # what `scores_apart` left out
-    return decode.merged(problem, x, o[..., : p.queries, : p.value_size], online_softmax.Statistics(lse, None))
+    return decode.merged(problem, x, o[..., : p.queries, : p.value_size], online_softmax.Statistics(lse, None), problem.unit)
 
 
 def _inputs(p: Problem, t: DecodeTiles, x: Operands, table) -> Inputs:

@@ -39,7 +39,7 @@ def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None, scale
         tiles=tiles,
         name="flash_attention_decode",
     )
-    return decode.merged(problem, x, o, online_softmax.Statistics(m, l))
+    return decode.merged(problem, x, o, online_softmax.Statistics(m, l), problem.unit)
 
 
 def _kernel(x: Operands, table_ref, scale_refs, o_ref, m_ref, l_ref, *, problem: Problem, tiles: DecodeTiles):
