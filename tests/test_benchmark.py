@@ -138,8 +138,8 @@ def test_decoding_is_timed_beside_the_bytes_of_a_copy(tmp_path, capsys, monkeypa
 def test_a_suite_prints_ratios_and_draws_lengths_and_masks(tmp_path, capsys, monkeypatch):
     cases = [SMALL._replace(K=4), SMALL._replace(K=4, causal=False), SMALL._replace(documents=3)]
     monkeypatch.setattr(benchmark, "suite", lambda dtype, quick: cases)
-    arguments = "--cases suite --implementations blockwise jax.nn/xla --dtype float32 --repeats 2 --memory-lengths 48 --out".split()
-    assert benchmark.main([*arguments, str(tmp_path)]) == 0
+    arguments = "--cases suite --implementations blockwise jax.nn/xla --dtype float32 --repeats 2 --memory-lengths 48".split()
+    assert benchmark.main([*arguments, "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     _, _, ratios = printed.partition("above 1, pallas_flash is faster")
     assert "| case" in ratios and "Temporaries" not in ratios
