@@ -168,8 +168,6 @@ class Run:
         if args.cases == "suite":
             ran = [row for row in self.timed if row.status != "not run"]
             report.print_times(ran, args.implementations[0], self.speeds, report.label, "case")
-            ours = [name for name in names if all(name != peer.name for peer in PEERS)]
-            report.print_ratios(self.timed, ours, [name for name in names if name not in ours])
         elif args.cases == "decode":
             report.print_times(self.timed, args.implementations[0], self.speeds, lambda case: f"B{case.B} S{case.S}", "case")
         else:
@@ -182,6 +180,9 @@ class Run:
         report.print_memory(self.compiled_only, [one.name for one in self.contenders if not one.is_torch])
         rows = self.timed + self.compiled_only
         report.print_reasons(rows)
+        if args.cases == "suite":  # last, for whoever sees the end alone
+            ours = [name for name in names if all(name != peer.name for peer in PEERS)]
+            report.print_ratios(self.timed, ours, [name for name in names if name not in ours])
         if not (ran := any(row.seconds for row in self.timed)):
             print("nothing ran")
         self.write()

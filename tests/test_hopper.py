@@ -174,6 +174,13 @@ def test_short_programs_go_over_several_tiles_where_all_processors_stay_busy(hea
     assert hopper.tiles(explain(q, q, q).problem).forward.rounds == ROUNDS[heads, length]
 
 
+@pytest.mark.parametrize("kind, cores, processors", [("NVIDIA H100 PCIe", 114, 114), ("NVIDIA A100", None, 108)])
+def test_a_mesh_says_how_many_processors_its_gpus_have(kind, cores, processors):
+    named = jax.sharding.AbstractDevice(device_kind=kind, num_cores=cores, platform="gpu")
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=named)):
+        assert device.processors() == processors
+
+
 def test_programs_of_unequal_numbers_of_tiles_are_refused():
     q = jax.ShapeDtypeStruct((1, 3 * 128, 1, 128), jnp.bfloat16)
     with pytest.raises(ValueError, match="got 2 to a program, of 3 to a head"):

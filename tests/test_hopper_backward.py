@@ -146,6 +146,24 @@ def test_inside_of_a_checked_shard_map_it_gives_the_same(deterministic, rng):
             np.testing.assert_allclose(np.float32(x), np.float32(y), rtol=0, atol=0 if deterministic else 1e-2)
 
 
+@pytest.mark.parametrize("deterministic", whole_but([DETERMINISTIC, FUSED], FUSED))
+def test_vmap_gives_what_more_batch_rows_give(deterministic, rng):
+    def gradients(q, k, v, length):
+        o, vjp = jax.vjp(
+            lambda *qkv: flash_attention(
+                *qkv, implementation="hopper", key_value_seq_lengths=length, deterministic=deterministic
+            ),
+            *(q, k, v),
+        )
+        return vjp(o)
+
+    arrays, lengths = qkv(rng, sizes(67, 131, 64, B=2, N=1), jnp.bfloat16), jnp.array([131, 40], jnp.int32)
+    with gpu_interpreter.hopper_kernels():
+        rows = jax.jit(jax.vmap(gradients))(*arrays, lengths)
+        for x, y in zip(rows, jax.jit(gradients)(*arrays, lengths), strict=True):
+            np.testing.assert_allclose(np.float32(x), np.float32(y), rtol=0, atol=0 if deterministic else 1e-2)
+
+
 @pytest.mark.parametrize("size, fused", [(64, True), (128, True), (129, False)])
 def test_one_kernel_is_taken_where_any_order_is_allowed_and_it_fits(size, fused):
     q = jax.ShapeDtypeStruct((1, 8, 2, size), jnp.bfloat16)

@@ -25,9 +25,10 @@ def compute_capability() -> float | None:
 
 
 def processors() -> int:
-    """How many multiprocessors it has; where there is none, as many as an H100."""
+    """How many multiprocessors it has, of which a part of a GPU has fewer; where there is none, as many as an H100."""
     named = jax.sharding.get_abstract_mesh().abstract_device
     if named is not None:
-        return next((n for word, n in PROCESSORS.items() if word in named.device_kind), PROCESSORS["H100"])
+        of_kind = (n for word, n in PROCESSORS.items() if word in named.device_kind)
+        return named.num_cores or next(of_kind, PROCESSORS["H100"])
     here = jax.devices()[0]
     return here.core_count if here.platform == "gpu" else PROCESSORS["H100"]

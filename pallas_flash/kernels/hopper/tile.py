@@ -258,7 +258,8 @@ def launch(kernel, args, *, programs: int, out_type, tiles, scratch, name: str):
     )
     if adds:
         before = tuple(lax.empty(x.shape, x.dtype) if is_type(x) else x for x in out_type)
-        results = pl.run_state(lambda refs: call(*leaves, *refs))(before)
+        adding = lambda *arrays: pl.run_state(lambda refs: call(*arrays[len(before) :], *refs))(arrays[: len(before)])
+        results = jax.custom_batching.sequential_vmap(adding)(*before, *leaves)  # jax cannot batch run_state
     else:
         results = call(*leaves)
     # Inside of shard_map the results vary over the axes of the mesh that the operands vary over, which the call does not see.
