@@ -72,8 +72,8 @@ def dense(name: str, x, dtype):
 
 
 def sums(dtype):
-    """The dtype that values of `dtype` are summed in."""
-    return jnp.float64 if dtype == jnp.float64 else jnp.float32
+    """The dtype that values of `dtype` are summed in. No promotion: under jax_numpy_dtype_promotion="strict" that raises."""
+    return jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32
 
 
 def flag(name: str, x) -> bool:
