@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_flash import explain, flash_attention, masks
+from pallas_flash import checks, explain, flash_attention, masks
 from pallas_flash.attention import normalised
 from pallas_flash.kernels import device
 
@@ -204,6 +204,11 @@ def test_a_query_without_batch_axes_takes_bias_mask_and_lengths_of_a_batch_of_on
     np.testing.assert_array_equal(flash_attention(q, k, k, bias, mask, **ints), expected)
     ints = {name: x[0] for name, x in ints.items()}
     np.testing.assert_array_equal(flash_attention(q, k, k, bias[0], mask[0], **ints), expected)
+
+
+@pytest.mark.parametrize("dtype, sums", [("float64", "float64"), ("float32", "float32"), ("bfloat16", "float32")])
+def test_what_sums_are_in_is_the_same_for_a_dtype_and_its_name(dtype, sums):
+    assert checks.sums(dtype) == checks.sums(jnp.dtype(dtype)) == getattr(jnp, sums)
 
 
 def test_a_window_may_have_a_limit_on_one_side_alone():
