@@ -248,7 +248,7 @@ def _times(query, factors, visibility: Visibility):
     live = visibility.live(jnp.arange(query.shape[1], dtype=jnp.int32))
     if live is not None:  # there may be NaN, which would reach the gradient of the factors
         query = jnp.where(live[:, :, None, None], query, 0)
-    wide = jnp.promote_types(query.dtype, jnp.float32)
+    wide = checks.sums(query.dtype)
     return (query.astype(wide) * factors.astype(wide).reshape(1, 1, -1, 1)).astype(query.dtype)
 
 

@@ -22,7 +22,7 @@ class _Options(TypedDict, total=False):
     is_causal: bool
     query_seq_lengths: Int[AnyArray, "*B"] | None
     key_value_seq_lengths: Int[AnyArray, "*B"] | None
-    local_window_size: int | tuple[int, int] | None
+    local_window_size: int | tuple[int | None, int | None] | None
     implementation: Implementation | None
     query_offset: int | Int[AnyArray, "*B"]
     query_segment_ids: Int[AnyArray, "*B T"] | None
@@ -89,7 +89,7 @@ def flash_attention(
     is_causal: bool = False,
     query_seq_lengths: Int[AnyArray, "*B"] | None = None,
     key_value_seq_lengths: Int[AnyArray, "*B"] | None = None,
-    local_window_size: int | tuple[int, int] | None = None,
+    local_window_size: int | tuple[int | None, int | None] | None = None,
     implementation: Implementation | None = None,
     return_residual: bool = False,
     query_offset: int | Int[AnyArray, "*B"] = 0,
@@ -136,7 +136,7 @@ def flash_attention(
       query_seq_lengths: int32 [*B]; later queries see nothing.
       key_value_seq_lengths: int32 [*B]; later keys are not seen.
       local_window_size: w or (left, right): query i sees keys i + query_offset - left to i + query_offset + right, both
-        inclusive. A window is not causal by itself.
+        inclusive; None on a side is no limit. A window is not causal by itself.
       implementation: "hopper" (Pallas Mosaic GPU kernels for H100 and H200), "portable" (Pallas kernels), "blockwise" (plain
         JAX) or "reference" (dense); None chooses, and so do jax.nn's "xla" and "cudnn"; `explain` says what and why: a GPU runs
         the first two unasked once it has found them right. One that cannot run the call raises. Without a GPU "portable" runs in

@@ -72,8 +72,8 @@ def dense(name: str, x, dtype):
 
 
 def sums(dtype):
-    """The dtype that values of `dtype` are summed in."""
-    return jnp.float64 if dtype == jnp.float64 else jnp.float32
+    """The dtype that values of `dtype` are summed in. No promotion: under jax_numpy_dtype_promotion="strict" that raises."""
+    return jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32
 
 
 def flag(name: str, x) -> bool:
@@ -92,7 +92,7 @@ def number(name: str, x, default, positive=False, more: str = ""):
     except (TypeError, jax.errors.ConcretizationTypeError):
         raise TypeError(f"{name} must be a number known while tracing{more}; got {_kind(x)}.{_if_traced(name, x)}") from None
     if not math.isfinite(x) or (positive and x <= 0):
-        raise ValueError(f"{name} must be a finite number{' above 0' if positive else ''}; got {x}.")
+        raise ValueError(f"{name} must be a finite number{' above 0, or None' if positive else ''}; got {x}.")
     return x
 
 
@@ -140,8 +140,8 @@ def window(size) -> Window:
         traced = next((x for x in jax.tree.leaves(size) if isinstance(x, jax.core.Tracer)), None)
         got = repr(size) if traced is None else _kind(traced)
         raise ValueError(
-            f"local_window_size must be an int or (left, right), ints from 0 to {INT32.max}, known while tracing; got {got}."
-            + _if_traced("local_window_size", traced)
+            f"local_window_size must be an int or (left, right), ints from 0 to {INT32.max}, or None for a side without a limit, "
+            f"known while tracing; got {got}." + _if_traced("local_window_size", traced)
         ) from None
 
 

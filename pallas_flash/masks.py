@@ -74,6 +74,17 @@ class KeyLengths(Mask):
 
 
 @dataclasses.dataclass(frozen=True)
+class KeyStarts(Mask):
+    """Keys before starts[b] are not seen, as where prompts are padded on the left; starts is int32 [B]."""
+
+    starts: Any
+    ARRAYS = {"starts": "B"}
+
+    def interval(self, row, position):
+        return self.starts[:, None], Visibility.ALL
+
+
+@dataclasses.dataclass(frozen=True)
 class QueryLengths(Mask):
     """Only the first lengths[b] queries see anything; lengths is int32 [B]."""
 
@@ -263,5 +274,5 @@ def _meet(seen: Visibility, shape, start: Ints, stop: Ints) -> Visibility:
     return dataclasses.replace(seen, start=start, stop=stop)
 
 
-for _cls in (BlockMap, Window, Chunked, KeyLengths, QueryLengths, PrefixLM, Documents):
+for _cls in (BlockMap, Window, Chunked, KeyLengths, KeyStarts, QueryLengths, PrefixLM, Documents):
     register(_cls)

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_flash import explain, flash_attention, masks
+from pallas_flash import checks, explain, flash_attention, masks
+from pallas_flash.attention import normalised
 from pallas_flash.kernels import device
 
 Q, K = (2, 5, 4, 8), (2, 7, 2, 8)
@@ -56,6 +57,7 @@ BAD = {
     "key lengths dtype": (dict(key_value_seq_lengths=ones(2)), TypeError, "key_value_seq_lengths must be integers; got float"),
     "query lengths shape": (dict(query_seq_lengths=3), ValueError, r"query_seq_lengths must be int32 \[B\] = \(2,\); got \(\)"),
     "window negative": (dict(local_window_size=-1), ValueError, "local_window_size must be an int or"),
+    "window of -1": (dict(local_window_size=(-1, 0)), ValueError, r"or None for a side without a limit, .* got \(-1, 0\)"),
     "window of three": (dict(local_window_size=(1, 2, 3)), ValueError, "local_window_size must be an int or"),
     "window of floats": (dict(local_window_size=(1.0, 2)), ValueError, "local_window_size must be an int or"),
     "window beyond int32": (dict(local_window_size=2**31), ValueError, "ints from 0 to 2147483647, .* got 2147483648"),
@@ -90,7 +92,7 @@ BAD = {
         TypeError,
         "logits_soft_cap must be a number known while tracing; got the text",
     ),
-    "soft cap zero": (dict(logits_soft_cap=0.0), ValueError, "logits_soft_cap must be a finite number above 0; got 0.0"),
+    "soft cap zero": (dict(logits_soft_cap=0.0), ValueError, "logits_soft_cap must be a finite number above 0, or None; got 0.0"),
     "implementation": (dict(implementation="triton"), ValueError, "reference, flash1, standard, or jax.nn's xla .* got 'triton'"),
     "heads before length": (
         dict(query=(2, 4, 5, 8), key=(2, 2, 7, 8), value=(2, 2, 7, 8)),
@@ -202,6 +204,18 @@ def test_a_query_without_batch_axes_takes_bias_mask_and_lengths_of_a_batch_of_on
     np.testing.assert_array_equal(flash_attention(q, k, k, bias, mask, **ints), expected)
     ints = {name: x[0] for name, x in ints.items()}
     np.testing.assert_array_equal(flash_attention(q, k, k, bias[0], mask[0], **ints), expected)
+
+
+@pytest.mark.parametrize("dtype, sums", [("float64", "float64"), ("float32", "float32"), ("bfloat16", "float32")])
+def test_what_sums_are_in_is_the_same_for_a_dtype_and_its_name(dtype, sums):
+    assert checks.sums(dtype) == checks.sums(jnp.dtype(dtype)) == getattr(jnp, sums)
+
+
+def test_a_window_may_have_a_limit_on_one_side_alone():
+    x = ones((1, 9, 2, 8))
+    asked = lambda **kw: normalised(x, x, x, **kw)[0]
+    assert asked(local_window_size=(None, 0)) == asked(is_causal=True)
+    assert asked(local_window_size=(None, None)) == asked()
 
 
 def test_an_integer_bias_is_added_as_jax_nn_adds_it(rng):

@@ -632,7 +632,7 @@ def test_a_mask_of_other_numbers_than_0_and_1_raises_where_they_can_be_seen(mask
     [
         (dict(local_window_size=-1), r"local_window_size must be an int or \(left, right\)"),
         (dict(local_window_size=(1, 2, 3)), "local_window_size must be"),
-        (dict(logits_soft_cap=0.0), "logits_soft_cap must be a finite number above 0; got 0"),
+        (dict(logits_soft_cap=0.0), "logits_soft_cap must be a finite number above 0, or None; got 0"),
         (dict(implementation="flash3"), "implementation must be None or one of .*; got 'flash3'"),
         (dict(is_causal="yes"), "is_causal must be True or False"),
         (dict(dropout_rate=1.0), "dropout_rate must be a number from 0 up to, not including, 1; got 1.0"),

@@ -169,6 +169,15 @@ def test_masks_meet_with_and(rng):
             np.testing.assert_array_equal(x, y)
 
 
+def test_keys_before_their_start_are_not_seen(rng):
+    starts, row = np.array([0, 11], np.int32), np.arange(Z.T)
+    v = visibility(rng, dict(mask=masks.KeyStarts(starts) & masks.Causal()))
+    for batch in range(Z.B):
+        start, stop = rows_of(v, batch, row).interval(row)
+        np.testing.assert_array_equal(np.broadcast_to(start, Z.T), starts[batch])
+        np.testing.assert_array_equal(np.broadcast_to(stop, Z.T), row + 1)
+
+
 def test_a_new_mask_is_one_class_with_one_method(rng):
     class Strided(masks.Mask):
         """Blocks of 8 queries see the keys of their own block and the one before."""

@@ -12,7 +12,7 @@ from cases import Sizes, bias, dense_mask, qkv
 from check import close
 from jax import export
 
-from pallas_flash import flash_attention, flash_attention_jvp, masks
+from pallas_flash import flash_attention, flash_attention_jvp, masks, scores
 
 pytestmark = pytest.mark.usefixtures("small_tiles")
 Z = Sizes(T=19, S=23, N=2, K=1, H=8, Hv=8)
@@ -115,6 +115,18 @@ def test_64_bits_and_strict_promotion_change_nothing(implementation, rng):
         actual = jax.grad(f, argnums=(0, 1, 2))(*(jnp.asarray(x) for x in (q, k, v)))
     assert {x.dtype for x in actual} == {jnp.dtype("float32")}
     equal(actual, expected)
+
+
+@pytest.mark.parametrize("keys", [Z.S, 256], ids=["", "decoding"])
+def test_half_precision_is_summed_in_float32_where_promotion_is_strict(keys, implementation, rng):
+    q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in qkv(rng, Z._replace(S=keys)))
+    kw = dict(scale=jnp.full(Z.N, 0.3), key_value_seq_lengths=[5, 23])
+    if implementation not in ("flash1", "standard"):
+        kw |= dict(score_mod=scores.Alibi(jnp.ones(Z.N, jnp.bfloat16)))
+    f = lambda q, k, v: jnp.sum(attend(implementation, **kw)(q, k, v).astype(jnp.float32))
+    with jax.numpy_dtype_promotion("strict"):
+        gradients = jax.eval_shape(jax.grad(f, argnums=(0, 1, 2)), q, k, v)
+    assert [x.dtype for x in gradients] == [jnp.bfloat16] * 3
 
 
 @pytest.mark.whole("reference")

@@ -18,6 +18,7 @@ from pallas_flash.blockwise import decode
 from pallas_flash.blockwise.parts import Block, Heads
 from pallas_flash.blockwise.tuning import Tiles, decode_tiles, tiles
 from pallas_flash.blockwise.view import View, by_head, dot, dot_t, over_rows, with_lists
+from pallas_flash.checks import sums
 
 __all__ = ["Tiles", "backward", "decode_tiles", "forward", "tiles"]
 
@@ -25,7 +26,7 @@ __all__ = ["Tiles", "backward", "decode_tiles", "forward", "tiles"]
 def forward(problem: Problem, tiles: Tiles, x: Operands):
     if tiles.decode is not None:
         return decode.forward(problem, tiles.decode, x)
-    p, wide, x = problem, _wide(tiles), x._replace(visibility=with_lists(problem, tiles, x.visibility))
+    p, wide, x = problem, sums(tiles.dtype), x._replace(visibility=with_lists(problem, tiles, x.visibility))
 
     def some_heads(part: Heads, outputs):
         view = View.of(p, tiles, part, x)
@@ -60,7 +61,7 @@ def forward(problem: Problem, tiles: Tiles, x: Operands):
 
 
 def backward(problem: Problem, tiles: Tiles, x: Operands, o, lse, do, delta):
-    p, wide, x = problem, _wide(tiles), x._replace(visibility=with_lists(problem, tiles, x.visibility))
+    p, wide, x = problem, sums(tiles.dtype), x._replace(visibility=with_lists(problem, tiles, x.visibility))
 
     def some_heads(part: Heads, outputs):
         view = View.of(p, tiles, part, x)
@@ -127,10 +128,6 @@ def _each_part(p: Problem, tiles: Tiles, some_heads: Callable, outputs):
     if (batch, heads) == (B, K):
         return step(0, outputs)
     return schedule.loop(0, B // batch * across, step, outputs)
-
-
-def _wide(tiles: Tiles):
-    return jnp.promote_types(tiles.dtype, jnp.float32)
 
 
 def _zeros(x: Operands, dtype, *shape):

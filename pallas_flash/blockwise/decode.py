@@ -10,6 +10,7 @@ from pallas_flash import decode, online_softmax, schedule
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.blockwise.parts import Block, Heads, numbered
 from pallas_flash.blockwise.tuning import DecodeTiles
+from pallas_flash.checks import sums
 from pallas_flash.quantised import bits, weights
 from pallas_flash.rules.visibility import Visibility
 
@@ -17,7 +18,7 @@ from pallas_flash.rules.visibility import Visibility
 def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None, scales=(None, None)):
     """o [B, T, N, Hv] in the query's dtype, and the Statistics of its rows. With a `table` int32 [B, pages] of page numbers, key
     and value are pages [P, page, K, n]; where these are quantised, both have `scales` [P, page, K]."""
-    p, wide = problem, jnp.promote_types(tiles.dtype, jnp.float32)
+    p, wide = problem, sums(tiles.dtype)
     rows, x_rows = decode.as_rows(p, x)
     q = jnp.swapaxes(x_rows.query, 1, 2).astype(wide)
     q = q * p.scale if p.soft_cap is None else q  # as View's

@@ -14,6 +14,7 @@ from pallas_flash.arguments import Operands, Problem
 from pallas_flash.blockwise import parts
 from pallas_flash.blockwise.parts import Block, Heads
 from pallas_flash.blockwise.tuning import UNROLLED, Tiles, scaled_last
+from pallas_flash.checks import sums
 from pallas_flash.rules import kinds
 from pallas_flash.rules.rule import Asked
 from pallas_flash.rules.score import Score
@@ -290,5 +291,4 @@ def over_rows(x, x_t, weights):
 
 def _product(a, b, axis: int):
     dims = (((3,), (axis,)), ((0, 1), (0, 1)))
-    dtype = jnp.promote_types(a.dtype, jnp.float32)
-    return lax.dot_general(a, b, dims, precision="highest", preferred_element_type=dtype)
+    return lax.dot_general(a, b, dims, precision="highest", preferred_element_type=sums(a.dtype))

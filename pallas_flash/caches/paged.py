@@ -28,7 +28,7 @@ class _Options(TypedDict, total=False):
     query_offset: Int[Array, "B"] | None
     scale: float | Float[Array, "..."] | None
     is_causal: bool
-    local_window_size: int | tuple[int, int] | None
+    local_window_size: int | tuple[int | None, int | None] | None
     logits_soft_cap: float | None
     sinks: Float[Array, "N"] | None
     k_scales: Float[Array, "P page K"] | None
@@ -89,7 +89,7 @@ def paged_attention(
     query_offset: Int[Array, "B"] | None = None,
     scale: float | Float[Array, "..."] | None = None,
     is_causal: bool = True,
-    local_window_size: int | tuple[int, int] | None = None,
+    local_window_size: int | tuple[int | None, int | None] | None = None,
     logits_soft_cap: float | None = None,
     sinks: Float[Array, "N"] | None = None,
     k_scales: Float[Array, "P page K"] | None = None,

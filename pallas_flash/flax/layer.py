@@ -66,7 +66,7 @@ class FlashAttention(nnx.Module):
         rope_base: float | None = 10_000.0,
         qk_norm: bool = False,
         is_causal: bool = True,
-        local_window_size: int | tuple[int, int] | None = None,
+        local_window_size: int | tuple[int | None, int | None] | None = None,
         logits_soft_cap: float | None = None,
         dropout_rate: float = 0.0,
         sinks: bool = False,

@@ -83,7 +83,7 @@ class Score(rule.Asked):
 
 def _summed(x, like):
     """x, in its sum's precision, summed to a shape that broadcasts to its own."""
-    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    x = x.astype(np.promote_types(x.dtype, np.float32))  # jax's raises where promotion is strict
     more = jnp.ndim(x) - jnp.ndim(like)
     axes = tuple(axis for axis, n in enumerate(jnp.shape(like), more) if n == 1 and x.shape[axis] != 1)
     x = jnp.sum(x, axes, keepdims=True) if axes else x
