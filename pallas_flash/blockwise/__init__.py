@@ -66,7 +66,7 @@ def backward(problem: Problem, tiles: Tiles, x: Operands, o, lse, do, delta):
     def some_heads(part: Heads, outputs):
         view = View.of(p, tiles, part, x)
         do_ = view.filled(by_head(part.of(do, 2), part.heads).astype(tiles.dtype))
-        few = tiles.block_k < p.head_size and tiles.dtype == wide  # scores of a row, so p and ds are smaller than q and do
+        few = tiles.is_wide and isinstance(tiles.block_k, int) and tiles.block_k < p.head_size  # p and ds are smaller than q, do
         both = [(a, None if few else jnp.moveaxis(_transposed(a), 3, 2)) for a in (view.query, do_)]
         by_row = [part.of(a, 1).reshape(*do_.shape[:-1], 1) for a in (lse, delta)]
 

@@ -22,6 +22,10 @@ class Tiles(NamedTuple):
     dtype: str  # of the products' operands
     decode: DecodeTiles | None = None  # of the forward, where it is decoding
 
+    @property
+    def is_wide(self) -> bool:
+        return self.dtype in ("float32", "float64")
+
     def __str__(self):
         if self.decode is not None:
             rows = "all batch rows" if self.decode.batch is None else "a batch row"

@@ -51,9 +51,8 @@ class View(NamedTuple):
         visibility = dataclasses.replace(visibility, where=where)
         start, stop = visibility.interval(jnp.arange(p.queries, dtype=jnp.int32)[None])
         plain = x.bias is None and p.soft_cap is None and score is None
-        wide = tiles.dtype in ("float32", "float64")
-        last = scaled_last(p) and not wide
-        fold, unit = p.scale or 1.0 if wide else 1.0, 1 / p.scale if last else 1.0
+        last = scaled_last(p) and not tiles.is_wide
+        fold, unit = p.scale or 1.0 if tiles.is_wide else 1.0, 1 / p.scale if last else 1.0
         is_product = last or (plain and fold == p.scale)
         q, k, v = (by_head(part.of(a, 2), part.heads).astype(tiles.dtype) for a in (x.query, x.key, x.value))
         bias, mask = (None if a is None else _tiled(part.of(a, 1), part.heads) for a in (x.bias, x.mask))

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_flash.rules import rule
 from pallas_flash.rules.visibility import Ints, register
