@@ -340,6 +340,9 @@ def test_kernels_name_the_operation_that_they_lack():
             return jax.lax.erf(score)
 
         flash_attention(q, q, q, score_mod=odd, implementation="portable")
+    loop = lambda s, b, h, q, k: jax.lax.fori_loop(0, 3, lambda _, s: s * s, s)
+    with pytest.raises(NotImplementedError, match=r"needs scan in reverse, which jax's Triton"):  # the gradient does
+        flash_attention(q, q, q, score_mod=loop, implementation="portable")
     bfloat16 = q.astype(jnp.bfloat16)
     for name, text in dict(flash1="no gradients for the arrays of a score_mod", standard="keeps the scores, not what").items():
         with pytest.raises(NotImplementedError, match=text):

@@ -168,6 +168,8 @@ def test_kernels_take_numbers_that_are_traced_and_name_what_they_do_not_know(rng
             r"got scan of one \[53\]\. What .* reads before\. The",
         ),
         (lambda b, h, q, k: jax.lax.erf(1.0 * ids[q]) < 0.5, r"reads needs erf.*, which jax's Triton lowering does not know"),
+        (lambda b, h, q, k: jax.lax.fori_loop(0, q, lambda i, n: n + i, k) % 3 > 0, r"reads needs while, which jax's Triton"),
+        (lambda b, h, q, k: jax.lax.fori_loop(0, 4, lambda i, n: n + i, k, unroll=2) > q, r"reads needs scan unrolled, which"),
     ):
         with pytest.raises(NotImplementedError, match=text):
             flash_attention(q, k, v, mask=masks.Where(reads, "reads"), implementation="portable")

@@ -91,7 +91,7 @@ def standard_forward(p: Problem, t) -> dict[str, Cost]:
     z = Sizes(p, t.block_q, t.block_k)
     A, R = z.tiled()
     rows = z.heads * z.n_q * z.bq
-    passes, exponentials, other = (2, 2 * A + R, 5 * A + 5 * R) if t.online else (3, 2 * A, 5 * A + 3 * R)
+    passes, exponentials, other = (2, 2 * A + R, 5 * A + 5 * R) if t.online else (3, 2 * A, 6 * A + 2 * R)
     return dict(
         standard_attention_scores=_scores(z),
         standard_attention_softmax=Cost(

@@ -100,7 +100,7 @@ class Rule:
 
 
 def operations(jaxpr) -> set[str]:
-    """The names of the primitives that a program is made of, loops too; fmod is rem of floats."""
+    """The names of the primitives that a program is made of, loops too; fmod is rem of floats, and a scan says how it runs."""
     return set(_operations(jaxpr))
 
 
@@ -109,7 +109,11 @@ def _operations(jaxpr):
         inner = [x for x in eqn.params.values() if hasattr(x, "eqns") or hasattr(x, "jaxpr")]
         name = eqn.primitive.name
         if not inner or name in ("scan", "while"):
-            yield "fmod" if name == "rem" and jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.floating) else name
+            if name == "rem" and jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.floating):
+                name = "fmod"
+            if name == "scan":
+                name += " in reverse" * eqn.params["reverse"] + " unrolled" * (eqn.params["unroll"] != 1)
+            yield name
         for x in inner:
             yield from _operations(getattr(x, "jaxpr", x))
 

@@ -140,7 +140,8 @@ def _safe(over_keys, p: Problem, x: Operands, rows: int):
     """The maximum m and the sum l of 2^(s - m) of each row, in a pass over the keys for each (algorithm 2)."""
     power = functools.partial(online_softmax.power, unit=p.unit)
     first, l = tile.start(p, x, rows)
-    m = over_keys(lambda _, s, m: jnp.maximum(m, jnp.max(s, axis=1)), first)
+    # not the larger of m and the block's maximum: Triton then stores as m what it began with (results.md, entry 23)
+    m = over_keys(lambda _, s, m: jnp.max(jnp.maximum(s, m[:, None]), axis=1), first)
     l = l if x.sinks is None else l * power(first - m)
     return m, over_keys(lambda _, s, l: l + jnp.sum(power(s - m[:, None]), axis=1), l)
 

@@ -25,12 +25,13 @@ def why_not(problem: Problem) -> str | None:
     return None
 
 
-# What Pallas' Triton lowering knows of what a rule of numbers may be made of.
+# What Pallas' Triton lowering knows of what a rule of numbers may be made of. A while whose condition is a tile's lowers too, but
+# does not compile.
 _OPERATIONS = """
 abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type broadcast_in_dim cbrt ceil clamp clz
 convert_element_type copy cos cosh div eq erf_inv exp exp2 expm1 floor fmod ge gt integer_pow is_finite le log log1p log2
 logistic lt max min mul ne neg nextafter not one_minus_square or population_count pow rem reshape rsqrt scan select_n shift_left
-shift_right_arithmetic shift_right_logical sign sin sinh sqrt square squeeze sub tan tanh while xor
+shift_right_arithmetic shift_right_logical sign sin sinh sqrt square squeeze stop_gradient sub tan tanh xor
 """.split()
 
 
