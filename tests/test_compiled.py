@@ -151,6 +151,38 @@ def test_decoding_has_no_spill_and_its_loops_are_under_the_time_of_a_load(head, 
     assert min(loop["instructions"] for loop in kernel["loops"]) <= 1.05 * instructions
 
 
+# ---- what is stored ----
+
+STORES = r"""
+import pathlib, re, sys
+from scripts import gpu_code
+folder = pathlib.Path(sys.argv[1])
+gpu_code.prepare(folder)
+import jax, jax.numpy as jnp
+from pallas_flash import accounting, flash_attention
+
+attend = lambda x: flash_attention(x, x, x, implementation=sys.argv[2], return_residual=True)
+for gpu, length in ("A100-80GB", 64), ("A100-80GB", 256), ("H200", 300):
+    gpu_code.compiled(accounting.GPUS[gpu], attend, jax.ShapeDtypeStruct((1, length, 2, 64), jnp.bfloat16))
+for ptx in folder.glob("*.ptx"):
+    code = ptx.read_text()
+    lowest = re.findall(r"mov\.b32\s+(%r\d+), (?:-8388609|0fFF7FFFFF);", code)
+    stored = {register for store in re.findall(r"st\.global.*\{(.*)\}", code) for register in re.findall(r"%r\d+", store)}
+    print(re.search(r"\.entry (\w+)", code).group(1) if ".entry" in code else "", *stored.intersection(lowest))
+"""
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("implementation", ["portable", "standard"])  # flash1's m lies in device memory from the beginning
+def test_no_kernel_stores_as_the_maximum_of_a_row_what_it_begins_with(implementation, tmp_path):
+    """Triton made that of the larger of it and a block's maximum, in standard's softmax."""
+    command = [sys.executable, "-c", STORES, tmp_path, implementation]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=SCRIPT.parents[1])
+    assert done.returncode == 0, done.stderr[-3000:]
+    kernels = [line.split() for line in done.stdout.splitlines() if line.strip()]
+    assert len(kernels) >= 3 and all(len(words) == 1 for words in kernels), done.stdout
+
+
 # ---- memory ----
 
 N, H, T = 8, 128, 131072
