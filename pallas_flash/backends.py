@@ -24,10 +24,11 @@ class Backend(NamedTuple):
     # blockwise both are those of `as_computed`. With a score_mod one more: the gradients of its tables
     backward: Callable  # (problem, tiles, operands, o, lse, do, delta) -> dq, dk, dv, dbias (None without a bias)
     own_kernels: bool = False  # not XLA's: a GPU runs them unasked only after selfcheck.py
+    is_natural: bool = True  # its scores, of whose maxima its Statistics are; else they are in the problem's unit
 
     def unit(self, problem: Problem) -> float:
-        """Of its scores, of whose maxima its Statistics are: what natural ones are times."""
-        return problem.unit if self.own_kernels else 1.0
+        """What natural scores are times in it."""
+        return 1.0 if self.is_natural else problem.unit
 
 
 class Choice(NamedTuple):
@@ -85,6 +86,7 @@ BACKENDS = (
         _kernel("hopper.forward", "forward"),
         _kernel("hopper.backward", "backward"),
         own_kernels=True,
+        is_natural=False,
     ),
     Backend(
         "portable",
@@ -94,6 +96,7 @@ BACKENDS = (
         _kernel("portable.forward", "forward"),
         _kernel("portable.backward", "backward"),
         own_kernels=True,
+        is_natural=False,
     ),
     Backend(
         "blockwise",
@@ -118,6 +121,7 @@ BACKENDS = (
             lambda p: "an earlier algorithm, kept to compare with: ask for it by name",
             *(_kernel(module, function) for function in ("tiles", "forward", "backward")),
             own_kernels=True,
+            is_natural=False,
         )
         for name, module in (("flash1", "classic.flash1"), ("standard", "classic.standard"))
     ),

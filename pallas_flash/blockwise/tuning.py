@@ -31,8 +31,9 @@ class Tiles(NamedTuple):
             rows = "all batch rows" if self.decode.batch is None else "a batch row"
             forward = f"decoding: {rows} at a time by {self.decode.block_k} keys, multiplied in {self.decode.dtype}"
             return f"{forward}; backward {self._replace(decode=None)}"
-        heads = "all" if self.heads is None else self.heads
-        return f"{self.block_q} queries of {heads} key/value heads by {self.block_k} keys, multiplied in {self.dtype}"
+        queries = "1 query" if self.block_q == 1 else f"{self.block_q} queries"
+        heads = "1 head" if self.heads == 1 else f"{'all' if self.heads is None else self.heads} heads"
+        return f"{queries} of {heads} of key and value by {self.block_k} keys, multiplied in {self.dtype}"
 
 
 UNROLLED = 8  # blocks; more of them are loops, which compile in the same time at any length
