@@ -61,7 +61,10 @@ def _tiles(problem: Problem) -> Tiles:
         return Tiles(_at_most(512, p.queries), _at_most(256, p.keys), None, p.dtype)
     known = all(isinstance(n, int) for n in (p.batch, p.queries, p.keys))
     rows = _rows(p) if known else 128
-    block_q = _at_most(max(min(rows, max(rows, 128) // p.group), 16), p.queries)
+    block_q = max(min(rows, max(rows, 128) // p.group), 16)
+    if known and p.queries <= 1024 and p.visibility.right is not None:
+        block_q = max(block_q, ceil_div(p.queries, UNROLLED))  # else nothing that is hidden is known while tracing
+    block_q = _at_most(block_q, p.queries)
     in_loops = jax.tree.leaves(p.visibility) or (known and ceil_div(p.queries, block_q) > UNROLLED)
     block_k = _at_most(512 if in_loops else 2048, p.keys)
     heads = _heads(p, p.group * block_q, block_k) if known and _is_one_device() else None
@@ -96,7 +99,8 @@ def _heads(p: Problem, rows: int, keys: int) -> int | None:
     products less."""
     scores, most = rows * keys, max(rows, 128) * KEYS
     few = 4 if scores < most // 8 else 2 if scores < SCORES else 1
-    return max(most // scores, 1) if p.batch * p.kv_heads * scores > few * most else None
+    at_a_time = max(most // scores, 1) if scores < SCORES else 1
+    return at_a_time if p.batch * p.kv_heads * scores > few * most else None
 
 
 def _at_most(size: int, length: int) -> int:
