@@ -250,5 +250,5 @@ def test_a_mask_with_a_mistake_says_which(name, rng):
 @pytest.mark.parametrize("other", [np.ones((2, 3), bool), jax.numpy.ones((2, 3), bool), True], ids=["numpy", "jax", "bool"])
 def test_a_mask_meets_no_array_and_says_where_arrays_go(other):
     for join in (lambda: masks.Causal() & other, lambda: other & masks.Causal()):
-        with pytest.raises(TypeError, match=r"& joins two objects of pallas_flash\.masks; got .*An array goes to mask= without them"):
+        with pytest.raises(TypeError, match=r"& joins two objects of pallas_flash\.masks; got .*An array goes to mask= without"):
             join()
