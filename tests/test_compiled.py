@@ -183,6 +183,33 @@ def test_no_kernel_stores_as_the_maximum_of_a_row_what_it_begins_with(implementa
     assert len(kernels) >= 3 and all(len(words) == 1 for words in kernels), done.stdout
 
 
+COPIES = r"""
+import pathlib, re, sys
+from scripts import gpu_code
+folder = pathlib.Path(sys.argv[1])
+gpu_code.prepare(folder)
+import jax, jax.numpy as jnp
+from pallas_flash import accounting, flash_attention
+
+x = [jax.ShapeDtypeStruct((1, length, 2, 64), jnp.bfloat16) for length in (1, 600, 600)]
+attend = lambda q, k, v: flash_attention(q, k, v, implementation="portable").astype(jnp.float32).sum()
+gpu_code.compiled(accounting.GPUS["H200"], jax.grad(attend, argnums=(0, 1, 2)), *x)
+for ptx in folder.glob("*.ptx"):
+    code = ptx.read_text()
+    if name := re.search(r"\.entry (flash_attention_\w+)", code):
+        print(name.group(1), "cp.async" in code)
+"""
+
+
+@pytest.mark.whole
+def test_nothing_is_copied_over_what_a_product_of_dk_and_dv_still_reads(tmp_path):
+    """On Hopper, where Triton waits for the products of a warp alone before it does."""
+    done = subprocess.run([sys.executable, "-c", COPIES, tmp_path], capture_output=True, text=True, cwd=SCRIPT.parents[1])
+    assert done.returncode == 0, done.stderr[-3000:]
+    copies = dict(line.split() for line in done.stdout.splitlines())
+    assert copies["flash_attention_dkv"] == "False", done.stdout
+
+
 # ---- memory ----
 
 N, H, T = 8, 128, 131072

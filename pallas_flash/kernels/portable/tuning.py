@@ -54,9 +54,11 @@ def tiles(problem: Problem) -> AllTiles:
     """The tiles for the narrowest row of the table that holds the problem's heads, no longer than its lengths."""
     p, row = problem, _row(problem)
     fit = lambda block, length: min(block, power_of_two(length))
-    apart = [row.forward, row.dkv, row.dq]
-    if device.compute_capability() is None:  # a CPU's products round by how many keys they take, and P at large logits with them
+    apart, capability = [row.forward, row.dkv, row.dq], device.compute_capability()
+    if capability is None:  # a CPU's products round by how many keys they take, and P at large logits with them
         apart = [t._replace(block_k=row.forward.block_k) for t in apart]
+    elif capability >= 9:  # Triton copies the next block over what a wgmma still reads (results.md, entry 23)
+        apart[1] = apart[1]._replace(num_stages=1)
     decoding = decode_tiles(p) if decode.takes(p) else None
     return AllTiles(*(t._replace(block_q=fit(t.block_q, p.queries), block_k=fit(t.block_k, p.keys)) for t in apart), decoding)
 
