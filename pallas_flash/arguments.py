@@ -130,10 +130,11 @@ def normalise(
     (S, K, Hv), B = value.shape[-3:], math.prod(query.shape[:-3])
     sizes = Sizes(lead or (1,), dict(B=B, T=T, S=S, N=N, K=K))
 
+    rules, mask = (mask, None) if isinstance(mask, masks.Mask) else (None, mask)
     if visibility is None:
         visibility = visible(
             sizes,
-            mask if isinstance(mask, masks.Mask) else None,
+            rules,
             is_causal=is_causal,
             query_seq_lengths=query_seq_lengths,
             key_value_seq_lengths=key_value_seq_lengths,
@@ -142,7 +143,6 @@ def normalise(
             query_segment_ids=query_segment_ids,
             key_value_segment_ids=key_value_segment_ids,
         )
-    mask = None if isinstance(mask, masks.Mask) else mask
     scale, factors = checks.scale(scale, H**-0.5 if H else 1.0, N)
     bias, mask = sizes.dense("bias", bias, query.dtype), sizes.dense("mask", mask, bool)
 
@@ -153,8 +153,10 @@ def normalise(
         dropout_seeds = dropout.seeds(checks.rng("dropout_rng", dropout_rng), *lead, N)
     seeds = dropout_seeds.reshape(B, N, 2) if dropped else None
     qkv = _times(flat(query), factors, visibility), flat(key), flat(value)
-    near = masks.within_reach(sizes.offset(query_offset))
-    score = None if score_mod is None else Score.of_call(scores.fitting(score_mod, N), checks.sums(query.dtype), near, B)
+    score = None
+    if score_mod is not None:
+        near = masks.offset_of_rules(masks.parts(rules), sizes.offset(query_offset))
+        score = Score.of_call(scores.fitting(score_mod, N), checks.sums(query.dtype), near, B)
     operands = Operands(*qkv, bias, sinks, mask, visibility, seeds, score)
     problem = Problem(
         *(B, T, S, N, K, H, Hv),

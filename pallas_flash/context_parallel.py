@@ -140,7 +140,7 @@ def in_a_ring(scheme: Context, call: dict[str, Any]) -> tuple[ring.Loop, Problem
     if "dropout_seeds" in call:
         local["dropout_seeds"] = _seeds(call["dropout_seeds"].reshape(B, 1, N, 2), numbers * (T // C), S // C)
     if (score := call["score_mod"]) is not None:
-        near = masks.within_reach(sizes(T).offset(call["query_offset"]))
+        near = masks.offset_of_rules(masks.parts(rule), sizes(T).offset(call["query_offset"]))
         score = Score.of_call(score, checks.sums(query.dtype), near, B).of_chunks(B, numbers * (T // C))
     problem, operands = arguments.normalise(**call | local | dict(score_mod=None))
 

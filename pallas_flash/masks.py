@@ -18,6 +18,7 @@ from pallas_flash.rules import kinds, rule
 from pallas_flash.rules.mask import REACH, Both, Kinds, Mask, Where, joined, parts, positive
 from pallas_flash.rules.mask import Dilated as Dilated
 from pallas_flash.rules.mask import GlobalTokens as GlobalTokens
+from pallas_flash.rules.packed import Documents, Varlen
 from pallas_flash.rules.visibility import Ints, Visibility, register, smaller
 
 
@@ -103,32 +104,6 @@ class PrefixLM(Mask):
         return 0, jnp.maximum(position + 1, self.prefix[:, None])
 
 
-@dataclasses.dataclass(frozen=True)
-class Documents(Mask):
-    """Packed documents: a query sees the keys with its own id. query_ids is int32 [B, T], key_ids int32 [B, S]."""
-
-    query_ids: Any
-    key_ids: Any
-    ARRAYS = {"query_ids": "BT", "key_ids": "BS"}
-
-    def runs(self):
-        """First and one past the last key with each query's id, and whether no other id lies between: 3 x [B, T]."""
-        if not isinstance(self.key_ids.shape[1], int):  # a symbol of jax.export, which no search takes: nothing is skipped
-            start = jnp.zeros(self.query_ids.shape, jnp.int32)
-            return start, start + self.key_ids.shape[1], start > 0
-        return jax.vmap(_runs)(self.query_ids, self.key_ids)
-
-
-def _runs(query_ids, key_ids):
-    order = jnp.argsort(key_ids, stable=True).astype(jnp.int32)
-    ids = key_ids[order]
-    low, high = (jnp.searchsorted(ids, query_ids, side).astype(jnp.int32) for side in ("left", "right"))
-    found = low < high
-    start = jnp.where(found, order[jnp.minimum(low, ids.size - 1)], 0)
-    stop = jnp.where(found, order[jnp.maximum(high - 1, 0)] + 1, 0)
-    return start, stop, stop - start == high - low
-
-
 @dataclasses.dataclass(frozen=True, repr=False)
 class BlockMap(Both):
     """A mask, and of each block of queries and keys whether none, some or all of its pairs are seen. A pytree."""
@@ -165,7 +140,7 @@ def block_map(
 
 
 def _as_arrays(part: Mask) -> Mask:
-    arrays = {name: jnp.atleast_1d(jnp.asarray(x)) for name in part.ARRAYS if (x := getattr(part, name)) is not None}
+    arrays = {name: jnp.array(x, ndmin=len(c)) for name, c in part.ARRAYS.items() if (x := getattr(part, name)) is not None}
     return dataclasses.replace(part, **arrays) if arrays else part
 
 
@@ -173,8 +148,8 @@ def resolve(masks: list[Mask], batch: int, queries: int, keys: int, offset: Ints
     """One Visibility for all of `masks`: starts are joined by max, stops by min. `offset` is an int or int32 [B]."""
     seen, shape, left, right = Visibility(keys), (batch, queries), None, None
     row = jnp.arange(queries, dtype=jnp.int32)[None]
-    near = within_reach(offset)
-    position = row + (near if isinstance(near, int) else near[:, None])
+    near, apart = within_reach(offset), _apart(masks, offset)
+    position = row + (near if isinstance(near, int) else near[:, None]) if apart is None else apart.position(row)
     where, known = [], []
     for mask in masks:
         match mask:
@@ -197,8 +172,34 @@ def resolve(masks: list[Mask], batch: int, queries: int, keys: int, offset: Ints
             case _:
                 seen = _meet(seen, shape, *_ends(mask, row, position, shape))
     if where:
-        seen = dataclasses.replace(seen, where=_predicate(where, known, shape, keys, near, offset))
+        at = offset_of_rules(masks, offset)
+        seen = dataclasses.replace(seen, where=_predicate(where, known, shape, keys, at, offset))
+    if apart is not None:
+        return _meet(seen, shape, *_ends_of_band(position, left, right))
     return _band(seen, shape, row, left, right, offset)
+
+
+def _apart(masks: list[Mask], offset: Ints) -> Varlen | None:
+    """The one whose sequences each have an offset of their own, if there is one."""
+    found = [mask for mask in masks if isinstance(mask, Varlen) and mask.cu_seqlens_k is not None]
+    if len(found) > 1 or (found and not (isinstance(offset, int) and offset == 0)):
+        raise ValueError("Varlen with cu_seqlens_k says where each query is: no query_offset and no second one go with it.")
+    return found[0] if found else None
+
+
+def offset_of_rules(masks: list[Mask], offset: Ints) -> Ints:
+    """The offset that makes a row the position that a Where or a score_mod beside these masks is asked about."""
+    if _apart(masks, 0) is not None:
+        raise ValueError(
+            "masks.Where and score_mod count queries from one query_offset, and in Varlen with cu_seqlens_k each sequence has "
+            "its own: they do not go together. With cu_seqlens_q alone they do."
+        )
+    return within_reach(offset)
+
+
+def _ends_of_band(position, left: int | None, right: int | None):
+    start = 0 if left is None else position - min(left, REACH)
+    return start, Visibility.ALL if right is None else position + min(right, REACH) + 1
 
 
 def _predicate(where: list[Where], known: list[Kinds], shape, keys: int, near: Ints, offset: Ints) -> rule.Predicate:
@@ -274,5 +275,5 @@ def _meet(seen: Visibility, shape, start: Ints, stop: Ints) -> Visibility:
     return dataclasses.replace(seen, start=start, stop=stop)
 
 
-for _cls in (BlockMap, Window, Chunked, KeyLengths, KeyStarts, QueryLengths, PrefixLM, Documents):
+for _cls in (BlockMap, Window, Chunked, KeyLengths, KeyStarts, QueryLengths, PrefixLM):
     register(_cls)

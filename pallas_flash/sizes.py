@@ -11,7 +11,8 @@ HEADS_FIRST = " Do the heads come before the length? Here they come after it: jn
 
 
 class Sizes(NamedTuple):
-    """The sizes that further arrays must have: the leading axes of query, at least one, and the letters of features."""
+    """The sizes that further arrays must have: the leading axes of query, at least one, and the letters of features. C is an axis
+    of any size."""
 
     lead: tuple[int, ...]
     of: dict[str, int]
@@ -21,7 +22,8 @@ class Sizes(NamedTuple):
         x = jnp.asarray(checks.ints(name, x))
         if "B" not in letters:
             return x
-        tail = tuple(self.of[c] for c in letters[1:])
+        of = self.of | dict(C=x.shape[-1] if x.shape else 0)
+        tail = tuple(of[c] for c in letters[1:])
         if x.shape != (*self.lead, *tail) and not (self.lead == (1,) and x.shape == tail):
             raise ValueError(f"{name} must be int32 [{', '.join(letters)}] = {(*self.lead, *tail)}; got {x.shape}.")
         return x.reshape(self.of["B"], *tail)

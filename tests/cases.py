@@ -49,6 +49,12 @@ def _scattered(rng, z):
     )
 
 
+def _varlen(rng, z):
+    """Ends of five sequences, some of them without queries or without keys, and rows and keys behind the last."""
+    ends = lambda size: np.sort(rng.integers(0, size + 1, (z.B, 6)), axis=1).astype(np.int32)
+    return dict(varlen=(ends(z.T), ends(z.S)))
+
+
 def _lengths(rng, z):
     return dict(
         query_seq_lengths=rng.integers(0, z.T + 1, z.B).astype(np.int32),
@@ -60,7 +66,7 @@ def _offset(rng, z):
     return dict(query_offset=rng.integers(-9, z.S, z.B).astype(np.int32))
 
 
-# What a query sees: (rng, sizes) -> arguments. `prefix` stands for masks.PrefixLM, see `arguments`.
+# What a query sees: (rng, sizes) -> arguments. `prefix` stands for masks.PrefixLM, `varlen` for masks.Varlen: `arguments`.
 MASKS = {
     "full": lambda rng, z: {},
     "causal": lambda rng, z: dict(is_causal=True),
@@ -81,6 +87,8 @@ MASKS = {
     "documents_causal": lambda rng, z: dict(is_causal=True, **_documents(rng, z)),
     "documents_scattered": _scattered,
     "documents_scattered_window": lambda rng, z: dict(local_window_size=(20, 10), **_scattered(rng, z)),
+    "varlen": _varlen,
+    "varlen_window_causal": lambda rng, z: dict(local_window_size=(9, 4), is_causal=True, **_varlen(rng, z)),
     "prefix": lambda rng, z: dict(prefix=rng.integers(0, z.S, z.B).astype(np.int32)),
     "prefix_window_lengths": lambda rng, z: dict(
         prefix=np.full(z.B, 11, np.int32), local_window_size=(17, 40), **_lengths(rng, z)
@@ -130,6 +138,8 @@ def arguments(kw):
     kw = dict(kw)
     if (prefix := kw.pop("prefix", None)) is not None:
         kw["mask"] = masks.PrefixLM(prefix)
+    if (ends := kw.pop("varlen", None)) is not None:
+        kw["mask"] = masks.Varlen(*ends)
     if (rule := kw.pop("rule", None)) is not None:
         kw["mask"] = masks.Where(rule)
     return kw

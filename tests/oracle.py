@@ -1,5 +1,7 @@
 """Attention and its gradients in float64 NumPy, every mask by comparing i and j: shares no line with the package."""
 
+from itertools import pairwise
+
 import numpy as np
 
 
@@ -9,6 +11,12 @@ def visible(B, N, T, S, kw):
     by_batch = lambda x: np.broadcast_to(np.asarray(x), (B,))[:, None, None]
     position = i + by_batch(kw.get("query_offset", 0))
     seen = np.ones((B, T, S), bool)
+    if (ends := kw.get("varlen")) is not None:  # masks.Varlen, sequence by sequence
+        seen, position = np.zeros((B, T, S), bool), np.broadcast_to(position, (B, T, 1)).copy()
+        for b, (of_q, of_k) in enumerate(zip(*ends, strict=True)):
+            for (q, q_end), (k, k_end) in zip(pairwise(of_q), pairwise(of_k), strict=True):
+                seen[b, q:q_end, k:k_end] = True
+                position[b, q:q_end, 0] = k_end - q_end + np.arange(q, q_end)
     if kw.get("is_causal"):
         seen &= j <= position
     if (window := kw.get("local_window_size")) is not None:

@@ -18,6 +18,8 @@ def call(query=Q, key=K, value=K, dtype="float32", **kw):
 
 
 ones = jnp.ones
+SEQUENCES = np.array([[0, 3, 5]] * 2)
+VARLEN = masks.Varlen(SEQUENCES, SEQUENCES + 2)
 BAD = {
     "not an array": (dict(query=None), TypeError, "query must be an array; got NoneType"),
     "integers": (dict(dtype="int32"), TypeError, "query must be float32, bfloat16, float16 or float64; got int32. Cast it"),
@@ -83,6 +85,23 @@ BAD = {
         "one set of document ids",
     ),
     "mask object's shape": (dict(mask=masks.KeyLengths(ones(5, int))), ValueError, r"KeyLengths.lengths must be int32 \[B\]"),
+    "varlen's ends": (
+        dict(mask=masks.Varlen([0, 3, 5])),
+        ValueError,
+        r"Varlen.cu_seqlens_q must be int32 \[B, C\] = \(2, 3\); got",
+    ),
+    "varlen's other ends": (
+        dict(mask=masks.Varlen(SEQUENCES, SEQUENCES[:, 1:])),
+        ValueError,
+        "as many ends of queries as of keys",
+    ),
+    "varlen and an offset": (dict(mask=VARLEN, query_offset=2), ValueError, "where each query is: no query_offset and no second"),
+    "varlen and a rule": (dict(mask=VARLEN & masks.Dilated(2)), ValueError, "With cu_seqlens_q alone they do"),
+    "varlen and a score": (
+        dict(mask=VARLEN, score_mod=lambda s, b, h, q, k: s + q),
+        ValueError,
+        "count queries from one query_off",
+    ),
     "causal number": (dict(is_causal=1), TypeError, "is_causal must be True or False"),
     "scale nan": (dict(scale=float("nan")), ValueError, "scale must be a finite number; got nan"),
     "scale text": (dict(scale="0.25"), TypeError, "scale must be a number .*, or an array; got the text '0.25'"),

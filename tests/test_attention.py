@@ -1,5 +1,7 @@
 """Every implementation against the oracle: sizes, masks, biases, dtypes, and the contracts that hold on all of them."""
 
+from itertools import pairwise
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,19 +10,42 @@ from cases import BROADCASTS, MASKS, SIZES, Sizes, bias, dense_mask, qkv
 from check import check, cotangents, run
 from selection import whole_but
 
-from pallas_flash import flash_attention
+from pallas_flash import flash_attention, masks
 
 pytestmark = pytest.mark.usefixtures("small_tiles")
 
 
 FEW_MASKS = ["full", "causal", "causal_bottom_right", "window", "window_causal_offset", "window_and_offset_at_the_ends_of_int32"]
 FEW_MASKS += ["key_lengths", "query_lengths", "documents", "documents_scattered_window", "prefix_window_lengths", "everything"]
+FEW_MASKS += ["varlen_window_causal"]
 
 
 @pytest.mark.parametrize("name", whole_but(MASKS, *FEW_MASKS))
 def test_every_mask_gives_the_oracles_output_and_gradients(name, implementation, rng):
     z = Sizes()
     check(rng, *qkv(rng, z), implementation, **MASKS[name](rng, z))
+
+
+def test_sequences_of_varlen_attend_as_each_does_alone_with_its_last_query_at_its_last_key(rng):
+    of_q, of_k = [0, 9, 9, 20, 33], [0, 5, 7, 30, 44]
+    q, k, v = (x[0] for x in qkv(rng, Sizes(B=1, T=37, S=47)))  # [T, N, H], and rows and keys that are in no sequence
+
+    def packed(q, k, v):
+        o = flash_attention(q, k, v, mask=masks.Varlen(of_q, of_k), is_causal=True, local_window_size=(8, 0))
+        return jnp.sum(jnp.sin(o)), o
+
+    def apart(q, k, v):
+        one = lambda q, k, v: flash_attention(
+            q, k, v, is_causal=True, local_window_size=(8, 0), query_offset=len(k) - len(q), implementation="reference"
+        )
+        ends = zip(pairwise(of_q), pairwise(of_k), strict=True)
+        o = [one(q[a:b], k[c:d], v[c:d]) for (a, b), (c, d) in ends if a < b]
+        o = jnp.concatenate([*o, jnp.zeros((len(q) - of_q[-1], 6, 5))])
+        return jnp.sum(jnp.sin(o)), o
+
+    actual, expected = (jax.jit(jax.grad(f, (0, 1, 2), has_aux=True))(q, k, v) for f in (packed, apart))
+    for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, atol=2e-6)
 
 
 @pytest.mark.parametrize("name", SIZES)

@@ -89,6 +89,7 @@ ORDER = [
     "schedule",
     "online_softmax",
     "masks",
+    "rules.packed",
     "rules.mask",
     "rules.kinds",
     "scores",

@@ -19,7 +19,7 @@ class Mask:
     """A rule that says which keys each query may see: with `a & b` what both let it see, `a | b` what one of them does, `~a` what
     a does not."""
 
-    ARRAYS = {}  # its int32 arrays: field name -> letters of its shape, out of B, T and S
+    ARRAYS = {}  # its int32 arrays: field name -> letters of its shape, out of B, T, S and C, any size
 
     def interval(self, row: Ints, position: Ints) -> tuple[Ints, Ints]:
         """The keys [start, stop) that queries see; both broadcast against [B, T].
