@@ -19,7 +19,7 @@ KEYS = 256  # fewer are few blocks, of which the ordinary forward reads each as 
 WORTH = 1.05  # more parts must save more than this
 
 _TAKEN = """
-batch queries keys heads kv_heads head_size value_size dtype scale soft_cap visibility deterministic sinks
+batch queries keys heads kv_heads head_size value_size dtype scale soft_cap visibility deterministic sinks score
 """.split()
 
 

@@ -179,6 +179,37 @@ def test_a_drawn_call_equals_the_oracle_with_pages_and_without(implementation, r
     equals()
 
 
+@pytest.mark.usefixtures("small_blocks")
+def test_a_score_mod_equals_the_reference_with_pages_and_without_and_in_the_gradient(implementation, rng):
+    """By token, query head, batch row and key, and by arrays of them."""
+    lengths, count = ints(29, 48, 9), ints(5, 2, 3)
+    table = ints(*rng.permutation(B * PAGES)).reshape(B, PAGES)
+    q = rng.normal(size=(B, T, N, H)).astype(np.float32)
+    k_pages, v_pages = (rng.normal(size=(B * PAGES, 8, K, n)).astype(np.float32) for n in (H, HV))
+    k, v = (x[table].reshape(B, PAGES * 8, K, -1) for x in (k_pages, v_pages))
+    by_row, near, by_key = (jnp.asarray(rng.normal(size=size), jnp.float32) for size in ((B, N), (N, 9), (48,)))
+    options = dict(is_causal=True, query_offset=lengths - count, query_seq_lengths=count, key_value_seq_lengths=lengths)
+
+    def loss(attend, tables):
+        by_row, near, by_key = tables
+        mod = lambda s, b, h, i, j: s * 1.1 + by_row[b, h] * (i - j) * 0.1 + near[h, jnp.clip(i - j, 0, 8)] + by_key[j]
+        o, lse = attend(score_mod=mod, return_residual=True)
+        return jnp.sum(jnp.sin(o)), (o, lse)
+
+    def dense(implementation):
+        attend = lambda **kw: flash_attention(q, k, v, implementation=implementation, logits_soft_cap=3.0, **options, **kw)
+        return jax.jit(jax.value_and_grad(functools.partial(loss, attend), has_aux=True))((by_row, near, by_key))
+
+    assert decode.takes(explain(q, k, v, score_mod=lambda s, b, h, i, j: s + h).problem)
+    more = dict(query_seq_lengths=count, implementation=implementation, logits_soft_cap=3.0)
+    paged = jax.jit(lambda tables: loss(functools.partial(paged_attention, q, k_pages, v_pages, table, lengths, **more), tables))
+    expected, actual = dense("reference"), dense(implementation)
+    for x, y in zip(jax.tree.leaves(expected), jax.tree.leaves(actual), strict=True):
+        close(y, x, 2e-6, "decoding, and its gradients")
+    for x, y in zip(expected[0][1], paged((by_row, near, by_key))[1], strict=True):
+        close(y, x, 2e-6, "paged")
+
+
 def pages(P=4, page=8, rows=1, width=8, dtype=jnp.float32):
     k = jnp.ones((P, page, 1, width), dtype)
     return dict(query=jnp.ones((1, 1, 1, 8)), k_pages=k, v_pages=k, page_table=jnp.zeros((rows, 2), int), lengths=ints(3))

@@ -8,10 +8,11 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_flash import paged_cache
+from pallas_flash import paged_cache, scores
 from pallas_flash.flax import FlashAttention
 
 B, LENGTH, SIZE, STEP = 2, 150, 12, 10
+SLOPES = 0.5, 0.25, 0.125, 0.0625
 
 
 def layer(**kw):
@@ -64,7 +65,7 @@ def test_rows_of_a_rolling_cache_go_on_from_their_own_lengths(rng):
 
 
 def test_a_paged_cache_gives_what_the_whole_text_gives(rng):
-    model, x = layer(), tokens(rng)
+    model, x = layer(score_mod=scores.Alibi(SLOPES)), tokens(rng)
     y, cache = in_steps(model, x, paged_cache(B, LENGTH, 2, 6, pages=2 * 19, page=8, dtype="float32"))
     np.testing.assert_allclose(y, at_once(model, x), atol=2e-6)
     assert cache.users.tolist() == [1] * 38
@@ -109,7 +110,10 @@ ON_A_MESH = {
     "in one piece": (dict(sinks=True), lambda model: model.init_cache(B, 9)),
     "in one piece, 8 bits": (dict(sinks=True), lambda model: model.init_cache(B, 9, jnp.int8)),
     "rolling": (dict(sinks=True, local_window_size=3), lambda model: model.init_rolling_cache(B, 6)),
-    "paged": (dict(sinks=True), lambda model: paged_cache(B, 9, 2, 6, pages=5, page=8, dtype="float32")),
+    "paged": (
+        dict(sinks=True, score_mod=scores.Alibi(SLOPES)),
+        lambda model: paged_cache(B, 9, 2, 6, pages=5, page=8, dtype="float32"),
+    ),
 }
 
 

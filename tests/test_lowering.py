@@ -50,6 +50,7 @@ CASES = {
     "scalar bias": (Z, dict(bias=floats("1111"))),
     "a rule": (Z, dict(mask=masks.Where(lambda b, h, q, k: ((q // 64 + k // 64 + h) % 3 > 0) | (k < 4)), is_causal=True)),
     "a score": (Z, dict(score_mod=scores.T5Bias(np.zeros((Z.N, 32))), is_causal=True, query_offset=ints(2))),
+    "one query, a score": (Z._replace(T=1), dict(score_mod=scores.T5Bias(np.zeros((Z.N, 32))), query_offset=ints(2))),
     "a score by head": (Z, dict(score_mod=lambda s, b, h, q, k: jnp.square(s) - jax.lax.stop_gradient(SLOPES[h]))),
     "dense bias and mask": (Z, dict(bias=floats("1NTS"), mask=bools("B1TS"))),
 }

@@ -227,7 +227,9 @@ def test_pages_on_an_explicit_mesh_stay_where_they_are(places, rng):
     of = {name: specs[1] for name in ("k_pages", "v_pages", "k_scales", "v_scales") if name in call}
     of |= dict(query=specs[0]) | dict.fromkeys(("page_table", "lengths"), specs[2])
     placed = call | {name: place(m, spec, call[name])[0] for name, spec in of.items() if spec is not None}
-    attend = jax.jit(lambda call: paged_attention(**call, implementation=name, return_residual=True))
+    slopes = jnp.asarray(rng.normal(size=(4, 4)), jnp.float32)
+    options = dict(score_mod=lambda s, b, h, i, j: s + slopes[b, h] * (i - j), implementation=name, return_residual=True)
+    attend = jax.jit(lambda call: paged_attention(**call, **options))
     equal(attend(placed), attend(call))
     text = attend.lower(placed).compile().as_text()
     assert not re.findall(r"= \S+ (all-gather|all-to-all|collective-permute)", text)

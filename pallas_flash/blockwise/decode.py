@@ -3,6 +3,8 @@
 A block's keys and values are brought into the order of the heads in the caches, and no more of them is in memory twice.
 """
 
+import functools
+
 import jax.numpy as jnp
 from jax import lax
 
@@ -12,6 +14,7 @@ from pallas_flash.blockwise.parts import Block, Heads, numbered
 from pallas_flash.blockwise.tuning import DecodeTiles
 from pallas_flash.checks import sums
 from pallas_flash.quantised import bits, weights
+from pallas_flash.rules.score import Score
 from pallas_flash.rules.visibility import Visibility
 
 
@@ -29,7 +32,8 @@ def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None, scale
 
     def some(n, outputs):
         part = Heads(n * batch, batch, 0, p.kv_heads, p.kv_heads)
-        new = _attend(rows, tiles, part, part.of(q), x_rows, table, scales)
+        score = None if x.score is None else functools.partial(_scored, p, x.score, part)
+        new = _attend(rows, tiles, part, part.of(q), x_rows, table, scales, score)
         return tuple(part.put(out, a, 1) for out, a in zip(outputs, new, strict=True))
 
     o, m, l = schedule.loop(0, p.batch // batch, some, start) if batch < p.batch else some(0, start)
@@ -37,7 +41,7 @@ def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None, scale
     return decode.merged(p, x, o, online_softmax.Statistics(m, l), 1.0)
 
 
-def _attend(p: Problem, tiles: DecodeTiles, part: Heads, q, x: Operands, table, scales):
+def _attend(p: Problem, tiles: DecodeTiles, part: Heads, q, x: Operands, table, scales, score):
     """o [B, K, rows, Hv], m and l of some of the batch. Scores are [B, K, keys, rows]."""
     see = x.visibility.narrow(Visibility.BY_QUERY + Visibility.BY_KEY, part.of)
     column = lambda a: a[:, None, None]
@@ -50,6 +54,7 @@ def _attend(p: Problem, tiles: DecodeTiles, part: Heads, q, x: Operands, table, 
         qk = jnp.einsum("bkrh,bskh->bksr", q, k, precision="highest", preferred_element_type=q.dtype)
         qk = qk if k_scale is None else jnp.maximum(qk * k_scale, online_softmax.LOWEST)  # no multiply-add with -m
         s = qk if p.soft_cap is None else online_softmax.scores(qk, None, p.scale, p.soft_cap, 1.0)
+        s = s if score is None else score(s, key)
         if masked:
             seen = _seen(see, key, column)
             s = jnp.where(seen, s, -jnp.inf)
@@ -67,6 +72,17 @@ def _attend(p: Problem, tiles: DecodeTiles, part: Heads, q, x: Operands, table, 
     blocks = schedule.key_blocks(see.start, see.stop, see.solid, tiles.block_k)
     o, m, l = blocks.visit(step, carry)
     return online_softmax.finish(o, l), m, l
+
+
+def _scored(p: Problem, score: Score, part: Heads, s, key: Block):
+    """What a score_mod makes of the logits [B, K, keys, rows]."""
+    batch, heads = score.numbers(p.batch, p.heads)
+    b = part.of(batch) if score.rule.reads_batch else batch
+    h = jnp.tile(heads.reshape(1, p.kv_heads, 1, -1), p.queries) if score.rule.reads_head else heads
+    first = score.offset if isinstance(score.offset, int) else part.of(score.offset)[:, None, None, None]
+    position = first + jnp.repeat(jnp.arange(p.queries, dtype=jnp.int32), p.group)
+    read = lambda array, index: score.arrays[array].at[index].get(mode="promise_in_bounds")
+    return score.of(s, read, b[:, None, None, None], h, position, key.index[:, None])
 
 
 def _seen(see: Visibility, key: Block, column):

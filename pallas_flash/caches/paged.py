@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_flash import arguments, autodiff, backends, checks, decode, modes, quantised
+from pallas_flash import arguments, autodiff, backends, checks, decode, modes, quantised, scores
 from pallas_flash.arguments import Problem
 from pallas_flash.devices import sharding
 from pallas_flash.kernels import device
 from pallas_flash.machine import selfcheck
 from pallas_flash.rules import reads
+from pallas_flash.rules.score import Score
 
 PAGE = 8  # a page is a multiple of so many keys
 IMPLEMENTATIONS = ("hopper", "portable", "blockwise")
@@ -33,6 +34,7 @@ class _Options(TypedDict, total=False):
     sinks: Float[Array, "N"] | None
     k_scales: Float[Array, "P page K"] | None
     v_scales: Float[Array, "P page K"] | None
+    score_mod: Callable[..., Array] | None
     implementation: Literal["hopper", "portable", "blockwise"] | None
 
 
@@ -94,6 +96,7 @@ def paged_attention(
     sinks: Float[Array, "N"] | None = None,
     k_scales: Float[Array, "P page K"] | None = None,
     v_scales: Float[Array, "P page K"] | None = None,
+    score_mod: Callable[..., Array] | None = None,
     implementation: Literal["hopper", "portable", "blockwise"] | None = None,
     return_residual: bool = False,
 ) -> Float[Array, "B T N Hv"] | tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
@@ -111,11 +114,12 @@ def paged_attention(
       lengths: int32 [B], the keys of each row, those of its new tokens among them. What lies beyond in a page may be NaN.
       query_seq_lengths: int32 [B]: only so many of the T queries of each row are there; all of them by default.
       query_offset: int32 [B], the position of each row's first query; by default the queries are the last of the row's keys.
-      scale, is_causal, local_window_size, logits_soft_cap, sinks, return_residual: as in `flash_attention`; causal by default.
+      scale, is_causal, local_window_size, logits_soft_cap, sinks, score_mod, return_residual: as in `flash_attention`; causal by
+        default.
       k_scales, v_scales: float32 [P, page, K], for pages of int8 or float8_e4m3fn: a key is its page's entry times its scale, as
         `PagedCache` makes them. The kernels multiply logits and weights by them, and nothing in memory is wider than the pages.
-      implementation: "hopper", which takes pages of 8, 16, 32, or a multiple of 64 keys, none in 8 bits; "portable";
-        "blockwise"; None chooses.
+      implementation: "hopper", which takes pages of 8, 16, 32, or a multiple of 64 keys, none in 8 bits, and no score_mod;
+        "portable"; "blockwise"; None chooses.
 
     Raises:
       TypeError, ValueError: what does not fit.
@@ -137,15 +141,19 @@ def paged_attention(
     window = None if local_window_size is None else checks.window(local_window_size)
     call |= dict(is_causal=checks.flag("is_causal", is_causal), local_window_size=window and (window.left, window.right))
     call |= dict(logits_soft_cap=checks.number("logits_soft_cap", logits_soft_cap, None, positive=True))
+    if score_mod is not None:
+        call["score_mod"] = Score.of_call(scores.fitting(score_mod, query.shape[2]), checks.sums(query.dtype))
     call |= dict(implementation=implementation, mask=None, context=None, scale=number if factors is None else factors, **scales)
     return_residual = checks.flag("return_residual", return_residual)
     mesh = sharding.mesh_of(call)
+    if mesh is not None and score_mod is not None:
+        call["score_mod"] = call["score_mod"].numbered(lengths.shape, query.shape[2])
     o, lse = _attend(**call) if mesh is None else sharding.pages_by_device(_attend, call, mesh)
     return (o, lse) if return_residual else o
 
 
 def _attend(implementation, **call):
-    arrays = {name: x for name, x in call.items() if checks.is_array(x)}
+    arrays = {name: x for name, x in call.items() if checks.is_array(x) or isinstance(x, Score)}
     static = {name: x for name, x in call.items() if name not in arrays}
     return _attend_jit(implementation, tuple(static.items()), arrays)
 
@@ -167,8 +175,7 @@ def _attend_jit(implementation, static, arrays):
     problem, operands = arguments.normalise(**call)
     forward, unit = _chosen(problem, page, None if k_scales is None else str(k_pages.dtype), implementation)
     scales = () if k_scales is None else ((k_scales, v_scales),)
-    query, key, value, sinks, scales = modes.no_first((operands.query, k_pages, v_pages, operands.sinks, scales))
-    operands = operands._replace(query=query, key=key, value=value, sinks=sinks)
+    operands, scales = modes.no_first((operands._replace(key=k_pages, value=v_pages), scales))
     operands, scales = reads.vary_alike((operands, scales))
     o, stats = forward(operands, jnp.clip(table, 0, k_pages.shape[0] - 1), *scales)
     return o, jnp.swapaxes(autodiff.natural_lse(unit, operands, stats), 1, 2)
@@ -194,6 +201,8 @@ def _why_not(name: str, problem: Problem, page: int, stored: str | None) -> str 
         return f"it takes no pages; {', '.join(IMPLEMENTATIONS)} do"
     if name == "blockwise":
         return None
+    if name == "hopper" and problem.score is not None:
+        return "its decoding takes no score_mod: portable and blockwise do"
     if name == "hopper" and stored:
         return f"wgmma multiplies pages as they lie, in {problem.dtype}; got {stored}: portable and blockwise take them"
     capability = device.compute_capability()

@@ -68,7 +68,8 @@ def attend(cache: Cache, query, key, value, left: int | None, mask, lengths, opt
         key, value = cache.key.astype(query.dtype), cache.value.astype(query.dtype)
         o = flash_attention(query, key, value, mask=mask, key_value_seq_lengths=cache.length, query_offset=start, **asked)
         return _or_nan(o, positions < key.shape[1]), cache
-    more = [name for name, x in dict(options, mask=mask).items() if name not in _PAGED and x is not None]
+    taken = (*_PAGED, "score_mod") if isinstance(cache, PagedCache) else _PAGED  # in a ring positions do not count from 0
+    more = [name for name, x in dict(options, mask=mask).items() if name not in taken and x is not None]
     if more:
         name = "quantised " * is_quantised + type(cache).__name__
         raise ValueError(f"a {name} takes no {', '.join(more)}: a KVCache of floats does, and layer.eval() ends dropout.")

@@ -183,8 +183,8 @@ def _several(t: Tiles, p: Problem) -> Tiles:
 
 
 def _decoding(p: Problem) -> DecodeTiles | None:
-    """Wider values leave no registers."""
-    return decode_tiles(p) if decode.takes(p) and p.value_size <= 128 else None
+    """Wider values leave no registers, and a score_mod's rows are of one head each in the ordinary forward."""
+    return decode_tiles(p) if decode.takes(p) and p.value_size <= 128 and p.score is None else None
 
 
 def decode_tiles(problem: Problem, page: int = ROWS) -> DecodeTiles:

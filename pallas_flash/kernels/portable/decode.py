@@ -8,7 +8,7 @@ from jax.experimental import pallas as pl
 
 from pallas_flash import decode, online_softmax
 from pallas_flash.arguments import Operands, Problem
-from pallas_flash.kernels.portable import tile
+from pallas_flash.kernels.portable import predicate, tile
 from pallas_flash.kernels.portable.tuning import DecodeTiles, power_of_two
 from pallas_flash.quantised import weights
 from pallas_flash.rules.visibility import Visibility
@@ -17,7 +17,7 @@ from pallas_flash.rules.visibility import Visibility
 def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None, scales=(None, None)):
     """o [B, T, N, Hv] in the query's dtype, and the Statistics of its rows. With a `table` int32 [B, pages] of page numbers, key
     and value are pages [P, page, K, n]; where these are quantised, both have `scales` [P, page, K]."""
-    p, rows = decode.as_rows(problem, x)
+    p, rows = decode.as_rows(problem, predicate.plain(x))
     index = lambda part, k, b: dict(b=b, B=b, n=k, k=k, p=part)
     at = tile.layout(p, tiles, index, t=tiles.block_q, p=None)
     specs = at.operands(rows)
@@ -30,7 +30,7 @@ def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None, scale
     stats = jax.ShapeDtypeStruct((p.batch, tiles.parts, p.heads, p.queries), jnp.float32)
     o = jax.ShapeDtypeStruct((p.batch, tiles.parts, p.heads, p.queries, p.value_size), jnp.float32)
     o, m, l = tile.launch(
-        functools.partial(_kernel, problem=p, tiles=tiles),
+        functools.partial(_kernel, problem=p, group=problem.group, tiles=tiles),
         (rows, table, scales),
         grid=(tiles.parts, p.heads, p.batch),
         in_specs=[specs, table_spec, tuple(map(of_scale, scales))],
@@ -42,9 +42,10 @@ def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None, scale
     return decode.merged(problem, x, o, online_softmax.Statistics(m, l), problem.unit)
 
 
-def _kernel(x: Operands, table_ref, scale_refs, o_ref, m_ref, l_ref, *, problem: Problem, tiles: DecodeTiles):
+def _kernel(x: Operands, table_ref, scale_refs, o_ref, m_ref, l_ref, *, problem: Problem, group: int, tiles: DecodeTiles):
     p = problem
     row = tile.span(tile.FIRST, tiles.block_q, p.queries)
+    token, pair = row.index // group, (pl.program_id(2), pl.program_id(1) * group + row.index[:, None] % group)
     view = tile.view(x.visibility, row, p.queries)
     q = tile.load(x.query, row.inside, tile.head(x.query, p.head_size))  # [bq, H]
 
@@ -57,11 +58,13 @@ def _kernel(x: Operands, table_ref, scale_refs, o_ref, m_ref, l_ref, *, problem:
         k_scale, v_scale = (None if ref is None else tile.load(_block(ref, table_ref, key), inside)[None] for ref in scale_refs)
         qk = tile.dot_t(q, k.astype(q.dtype))
         qk = qk if k_scale is None else qk * k_scale
-        s = online_softmax.scores(qk, None, p.scale, p.soft_cap)  # [bq, bk]
+        s = online_softmax.scores(qk, None, p.scale, p.soft_cap, p.unit)  # [bq, bk]
         s = jnp.maximum(s, online_softmax.LOWEST)  # no multiply-add with -m
+        if x.score is not None:
+            s = predicate.Question.of(x.score, pair, tile.FIRST, token, key.index).score(s)
         seen = view.sees(key, None, masked)
         s = s if seen is None else jnp.where(seen, s, -jnp.inf)
-        prob, alpha, m, l = online_softmax.step(s, m, l)
+        prob, alpha, m, l = online_softmax.step(s, m, l, unit=p.unit)
         if v_scale is not None:
             prob, v = prob * v_scale, v.astype(weights(q.dtype))
         return o * alpha[:, None] + tile.dot(prob.astype(v.dtype), v), m, l
