@@ -32,7 +32,7 @@ def _attend(problem: Problem, choice: Choice, operands: Operands):
 def _forward(problem, choice, operands):
     second = _second_of(choice)  # of what goes in, for the kernels, and of what comes out, where a transposition begins
     operands = _floats_through(second, operands)
-    o, stats = choice.backend.forward(problem, choice.tiles, operands)
+    o, stats = choice.backend.forward(problem, choice.backend.of_gradient(choice.tiles), operands)
     # Named, so that a policy of jax.checkpoint can keep them: the backward needs nothing else that is costly.
     o = checkpoint_name(o, "flash_attention_out")
     stats = jax.tree.map(lambda x: checkpoint_name(x, "flash_attention_lse"), stats)

@@ -24,6 +24,7 @@ class Backend(NamedTuple):
     # blockwise both are those of `as_computed`. With a score_mod one more: the gradients of its tables
     backward: Callable  # (problem, tiles, operands, o, lse, do, delta) -> dq, dk, dv, dbias (None without a bias)
     own_kernels: bool = False  # not XLA's: a GPU runs them unasked only after selfcheck.py
+    of_gradient: Callable = lambda tiles: tiles  # the tiles of a forward that the backward follows
     is_natural: bool = True  # its scores, of whose maxima its Statistics are; else they are in the problem's unit
 
     def unit(self, problem: Problem) -> float:
@@ -105,6 +106,7 @@ BACKENDS = (
         lambda p: blockwise.tiles(p),
         blockwise.forward,
         blockwise.backward,
+        of_gradient=lambda tiles: tiles._replace(decode=None),  # whose products round otherwise than the backward's
     ),
     Backend(
         "reference",

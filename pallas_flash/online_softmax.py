@@ -199,9 +199,13 @@ def with_tanh(logits: Callable, soft_cap: float | None, unit: float):
     return tanh * (soft_cap * unit), tanh
 
 
-def capped(ds, tanh):
-    """The cotangent of what a soft cap was put on, from that of what came of it."""
-    return ds if tanh is None else ds * (1.0 - jnp.square(tanh))
+def capped(ds, tanh, seen=None):
+    """The cotangent of what a soft cap was put on, from that of what came of it; 0 where `seen` (None: nowhere) hides a score, of
+    which the tanh may be NaN."""
+    if tanh is None:
+        return ds
+    ds = ds * (1.0 - jnp.square(tanh))
+    return ds if seen is None else jnp.where(seen, ds, 0.0)
 
 
 def gradients_apart(s, scale: float, lse, soft_cap: float | None):

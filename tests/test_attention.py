@@ -10,7 +10,7 @@ from cases import BROADCASTS, MASKS, SIZES, Sizes, bias, dense_mask, qkv
 from check import check, cotangents, run
 from selection import whole_but
 
-from pallas_flash import flash_attention, masks
+from pallas_flash import flash_attention, masks, scores
 
 pytestmark = pytest.mark.usefixtures("small_tiles")
 
@@ -109,7 +109,16 @@ def test_a_row_of_the_smallest_finite_bias_still_sees_its_keys(implementation, r
 
 @pytest.mark.whole("portable")
 @pytest.mark.parametrize("garbage", [np.nan, np.inf])
-@pytest.mark.parametrize("more", [{}, dict(is_causal=True, local_window_size=(30, 0)), dict(mask="BNTS", bias="1NTS")], ids=str)
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        dict(is_causal=True, local_window_size=(30, 0)),
+        dict(mask="BNTS", bias="1NTS"),
+        dict(logits_soft_cap=3.0, score_mod=scores.Alibi((0.1,) * Sizes().N)),
+    ],
+    ids=str,
+)
 def test_garbage_in_padding_changes_no_bit(garbage, more, implementation, rng):
     z = Sizes()
     make = dict(mask=dense_mask, bias=bias)

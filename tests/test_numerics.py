@@ -160,6 +160,20 @@ def test_decoding_too(implementation, dtype, rng):
         close(ours(q * size), reference(q * size), TOLERANCE[dtype])
 
 
+def test_gradients_of_decoding_too(rng):
+    """Where one key takes all, P of the backward is 1 only if it rounds the logits as the forward did."""
+    q, k, v = (rng.normal(size=(2, n, heads, 16)).astype(np.float32) for n, heads in ((8, 8), (300, 1), (300, 1)))
+    do, _ = cotangents(rng, q, v)
+    ours = gradients(lambda q, k, v: flash_attention(q, k, v, scale=0.3, implementation="blockwise"))
+    for size in (1.0, 1e4, 1e9, 1e20):
+        o, dq, dk, dv = ours(q * np.float32(size), k, v, do)
+        wanted, _, expected = oracle.attention(q * np.float32(size), k, v, do, np.zeros(q.shape[:-1]), scale=0.3)
+        terms = norm(do) * norm(v) * norm(k), norm(do) * norm(v) * size, 0
+        close(o, wanted, TOLERANCE["float32"] * 10)
+        for mine, want, term in zip((dq, dk, dv), expected, terms, strict=False):
+            assert norm(mine - want) <= 1e-3 * max(norm(want), term), size
+
+
 @pytest.mark.parametrize("options", [dict(), dict(bias=True), dict(bias=True, logits_soft_cap=7.0)], ids=str)
 @pytest.mark.parametrize("tiles", ["few blocks", "many"])
 def test_products_of_bfloat16_hold_at_any_size_too(tiles, options, request, rng):

@@ -85,8 +85,11 @@ class Part(NamedTuple):
         if whole:
             mine = _own_keys(self.problem, heads, axes["N"])
             local = local._replace(key=local.key[:, :, mine], value=local.value[:, :, mine])
-        problem = self.problem.of_part(local)
-        results = jax.tree.leaves(self.half.run(problem, self.half.backend.tiles(problem), local, *rest))
+        problem, backend = self.problem.of_part(local), self.half.backend
+        tiles = backend.tiles(problem)
+        if self.tiles == backend.of_gradient(self.tiles):
+            tiles = backend.of_gradient(tiles)
+        results = jax.tree.leaves(self.half.run(problem, tiles, local, *rest))
         if self.half.is_forward:
             return results
         if whole:  # of all key heads, the gradient of its own

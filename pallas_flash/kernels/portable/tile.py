@@ -236,7 +236,7 @@ def with_tables(problem: Problem, rows: Rows, k, v, bias, seen, drop, ask: predi
     s = jnp.where(lse == jnp.inf, 0.0, s)  # of rows that are not there it may be NaN
     p, ds = online_softmax.gradients(online_softmax.power(s - lse, problem.unit), dp, rows.delta[..., None], seen, None)
     ds, tables = back(ds)
-    return drop(p), online_softmax.capped(ds, tanh), tables
+    return drop(p), online_softmax.capped(ds, tanh, seen), tables
 
 
 class Layout(NamedTuple):
