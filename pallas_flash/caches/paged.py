@@ -134,8 +134,10 @@ def paged_attention(
         call[name] = None if x is None else checks.ints(name, x)
         if x is not None and call[name].shape != lengths.shape and (name, call[name].shape) != ("query_offset", ()):
             raise ValueError(f"{name} must be int32 [B] = {lengths.shape}; got {call[name].shape}.")
-    window = None if local_window_size is None else checks.window(local_window_size)
-    call |= dict(is_causal=checks.flag("is_causal", is_causal), local_window_size=window and (window.left, window.right))
+    if local_window_size is not None:
+        window = checks.window(local_window_size)
+        local_window_size = window.left, window.right
+    call |= dict(is_causal=checks.flag("is_causal", is_causal), local_window_size=local_window_size)
     call |= dict(logits_soft_cap=checks.number("logits_soft_cap", logits_soft_cap, None, positive=True))
     call |= dict(implementation=implementation, mask=None, context=None, scale=number if factors is None else factors, **scales)
     return_residual = checks.flag("return_residual", return_residual)
@@ -219,6 +221,11 @@ def _check(query, k_pages, v_pages, page_table, lengths):
         raise ValueError(f"k_pages must be [P, page, K, H] with pages of a multiple of {PAGE} keys; got {k_pages.shape}.")
     if k_pages.shape[3] != query.shape[3]:
         raise ValueError(f"k_pages must be [P, page, K, H] with the H of query {query.shape}; got {k_pages.shape}.")
+    if query.shape[2] % k_pages.shape[2]:
+        raise ValueError(
+            f"k_pages must be [P, page, K, H], the N = {query.shape[2]} of query a multiple of K; got {k_pages.shape}. Do "
+            "the heads come before the pages? Here they come after them: jnp.moveaxis(x, 0, 2)."
+        )
     if v_pages.shape[:3] != k_pages.shape[:3]:
         raise ValueError(f"v_pages must be [P, page, K, Hv] like k_pages {k_pages.shape}; got {v_pages.shape}.")
     if page_table.shape[0] != B or jnp.shape(lengths) != (B,):
