@@ -7,9 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 from pallas_flash.masks import Window
 
+AnyArray = Array | np.ndarray
 INT32 = np.iinfo(np.int32)
 
 

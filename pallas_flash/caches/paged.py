@@ -8,10 +8,11 @@ from typing import Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Real
 
 from pallas_flash import arguments, autodiff, backends, checks, decode, modes, quantised
 from pallas_flash.arguments import Problem
+from pallas_flash.checks import AnyArray
 from pallas_flash.devices import sharding
 from pallas_flash.kernels import device
 from pallas_flash.machine import selfcheck
@@ -24,23 +25,23 @@ IMPLEMENTATIONS = ("hopper", "portable", "blockwise")
 class _Options(TypedDict, total=False):
     """For type checkers: what `paged_attention` takes by name, but return_residual, which tells its overloads apart."""
 
-    query_seq_lengths: Int[Array, "B"] | None
-    query_offset: Int[Array, "B"] | None
-    scale: float | Float[Array, "..."] | None
+    query_seq_lengths: Int[AnyArray, "B"] | None
+    query_offset: Int[AnyArray, "B"] | None
+    scale: float | Float[AnyArray, "..."] | None
     is_causal: bool
     local_window_size: int | tuple[int | None, int | None] | None
     logits_soft_cap: float | None
-    sinks: Float[Array, "N"] | None
-    k_scales: Float[Array, "P page K"] | None
-    v_scales: Float[Array, "P page K"] | None
+    sinks: Float[AnyArray, "N"] | None
+    k_scales: Float[AnyArray, "P page K"] | None
+    v_scales: Float[AnyArray, "P page K"] | None
     implementation: Literal["hopper", "portable", "blockwise"] | None
 
 
-_Query = Float[Array, "B T N H"]
-_Keys = Float[Array, "P page K H"]
-_Values = Float[Array, "P page K Hv"]
-_Table = Int[Array, "B pages"]
-_Lengths = Int[Array, "B"]
+_Query = Float[AnyArray, "B T N H"]
+_Keys = Real[AnyArray, "P page K H"]
+_Values = Real[AnyArray, "P page K Hv"]
+_Table = Int[AnyArray, "B pages"]
+_Lengths = Int[AnyArray, "B"]
 _Output = Float[Array, "B T N Hv"]
 _Residual = Float[Array, "B T N"]
 
@@ -79,21 +80,21 @@ def paged_attention(
     **options: Unpack[_Options],
 ) -> _Output | tuple[_Output, _Residual]: ...
 def paged_attention(
-    query: Float[Array, "B T N H"],
-    k_pages: Float[Array, "P page K H"],
-    v_pages: Float[Array, "P page K Hv"],
-    page_table: Int[Array, "B pages"],
-    lengths: Int[Array, "B"],
+    query: Float[AnyArray, "B T N H"],
+    k_pages: Real[AnyArray, "P page K H"],
+    v_pages: Real[AnyArray, "P page K Hv"],
+    page_table: Int[AnyArray, "B pages"],
+    lengths: Int[AnyArray, "B"],
     *,
-    query_seq_lengths: Int[Array, "B"] | None = None,
-    query_offset: Int[Array, "B"] | None = None,
-    scale: float | Float[Array, "..."] | None = None,
+    query_seq_lengths: Int[AnyArray, "B"] | None = None,
+    query_offset: Int[AnyArray, "B"] | None = None,
+    scale: float | Float[AnyArray, "..."] | None = None,
     is_causal: bool = True,
     local_window_size: int | tuple[int | None, int | None] | None = None,
     logits_soft_cap: float | None = None,
-    sinks: Float[Array, "N"] | None = None,
-    k_scales: Float[Array, "P page K"] | None = None,
-    v_scales: Float[Array, "P page K"] | None = None,
+    sinks: Float[AnyArray, "N"] | None = None,
+    k_scales: Float[AnyArray, "P page K"] | None = None,
+    v_scales: Float[AnyArray, "P page K"] | None = None,
     implementation: Literal["hopper", "portable", "blockwise"] | None = None,
     return_residual: bool = False,
 ) -> Float[Array, "B T N Hv"] | tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
