@@ -245,6 +245,17 @@ def test_a_map_is_a_pytree_made_once_for_all_layers(rng):
     close(layers(x, made), layers(x, mask), 5e-6)
 
 
+def test_what_is_found_while_tracing_is_no_transfer_of_the_program(rng):
+    q, k, v = map(jnp.asarray, qkv(rng, Z))
+    mask = masks.Where(lambda b, h, q, k: (q - k) % 7 != 5)  # of no other test: what is found is kept
+    jax.config.update("jax_transfer_guard", "disallow")
+    try:
+        o = jax.jit(functools.partial(flash_attention, mask=mask, implementation="blockwise"))(q, k, v)
+    finally:
+        jax.config.update("jax_transfer_guard", None)
+    close(o, flash_attention(q, k, v, mask=mask, implementation="reference"), 5e-6)
+
+
 def test_a_map_serves_no_other_rule_and_no_other_sizes(rng):
     q, k, v = qkv(rng, Z)
     everything = masks.block_map(masks.Where(lambda b, h, q, k: k >= 0), Z.T, Z.S, block=16)
