@@ -5,13 +5,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_flash import arguments, checks, context_parallel, dispatch
+from pallas_flash.checks import AnyArray
 from pallas_flash.masks import Mask
 
-AnyArray = Array | np.ndarray
 Implementation = Literal["hopper", "portable", "blockwise", "reference", "flash1", "standard", "xla", "cudnn"]
 
 
@@ -24,7 +23,7 @@ class _Options(TypedDict, total=False):
     key_value_seq_lengths: Int[AnyArray, "*B"] | None
     local_window_size: int | tuple[int | None, int | None] | None
     implementation: Implementation | None
-    query_offset: int | Int[AnyArray, "*B"]
+    query_offset: int | Int[AnyArray, "*#B"]
     query_segment_ids: Int[AnyArray, "*B T"] | None
     key_value_segment_ids: Int[AnyArray, "*B S"] | None
     logits_soft_cap: float | None
@@ -39,8 +38,8 @@ class _Options(TypedDict, total=False):
 _Query = Float[AnyArray, "*B T N H"]
 _Key = Float[AnyArray, "*B S K H"]
 _Value = Float[AnyArray, "*B S K Hv"]
-_Bias = Float[AnyArray, "*#B #N #T #S"] | None
-_Mask = Bool[AnyArray, "*#B #N #T #S"] | Mask | None
+_Bias = Float[AnyArray, "*#BNTS"] | None
+_Mask = Bool[AnyArray, "*#BNTS"] | Mask | None
 _Output = Float[Array, "*B T N Hv"]
 _Residual = Float[Array, "*B T N"]
 
@@ -82,8 +81,8 @@ def flash_attention(
     query: Float[AnyArray, "*B T N H"],
     key: Float[AnyArray, "*B S K H"],
     value: Float[AnyArray, "*B S K Hv"],
-    bias: Float[AnyArray, "*#B #N #T #S"] | None = None,
-    mask: Bool[AnyArray, "*#B #N #T #S"] | Mask | None = None,
+    bias: Float[AnyArray, "*#BNTS"] | None = None,
+    mask: Bool[AnyArray, "*#BNTS"] | Mask | None = None,
     *,
     scale: float | Float[AnyArray, "..."] | None = None,
     is_causal: bool = False,
@@ -92,7 +91,7 @@ def flash_attention(
     local_window_size: int | tuple[int | None, int | None] | None = None,
     implementation: Implementation | None = None,
     return_residual: bool = False,
-    query_offset: int | Int[AnyArray, "*B"] = 0,
+    query_offset: int | Int[AnyArray, "*#B"] = 0,
     query_segment_ids: Int[AnyArray, "*B T"] | None = None,
     key_value_segment_ids: Int[AnyArray, "*B S"] | None = None,
     logits_soft_cap: float | None = None,
@@ -142,7 +141,7 @@ def flash_attention(
         the first two unasked once it has found them right. One that cannot run the call raises. Without a GPU "portable" runs in
         Pallas' interpreter. "flash1" and "standard" are earlier algorithms, to compare with.
       return_residual: return (output, lse), lse the natural log-sum-exp of the logits, float32 [*B, T, N], differentiable.
-      query_offset: the key position of query 0, an int or int32 [*B]; it moves is_causal, local_window_size and masks.
+      query_offset: the key position of query 0, an int, or int32, one or [*B]; it moves is_causal, local_window_size and masks.
       query_segment_ids: int32 [*B, T], packed documents: a query sees the keys with its own id.
       key_value_segment_ids: int32 [*B, S]; the query's by default when T == S.
       logits_soft_cap: c: the logits become c * tanh(logits / c), after scale and bias, before the mask.

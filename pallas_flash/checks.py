@@ -7,9 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 from pallas_flash.masks import Window
 
+AnyArray = Array | np.ndarray
 INT32 = np.iinfo(np.int32)
 
 
@@ -175,9 +177,9 @@ def _narrow(name: str, x):
     """An array of integers; if its values are known numpy's, and int32 where that holds them."""
     if type(x).__name__ == "_DimExpr":  # a symbol of jax.export, as S - T may be
         x = jnp.asarray(x, jnp.int32)
-    x = x if is_array(x) else np.asarray(x)
+    given, x = x, x if is_array(x) else np.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
-        raise TypeError(f"{name} must be integers; got {x.dtype}.")
+        raise TypeError(f"{name} must be integers; got {_kind(given) if x.dtype == object else x.dtype}.")
     if np.can_cast(x.dtype, np.int32) or not _is_known(x):
         return x
     x = np.asarray(x)

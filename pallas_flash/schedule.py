@@ -183,15 +183,21 @@ def block_kinds(visibility: Visibility, batch, heads, queries: int, block_q: int
     return _known_kinds(visibility, batch, heads, queries, block_q, block_k)
 
 
-def _now(f: Callable, *args):
-    """f(*args), known while tracing: in a thread of its own, in which no function is traced, and no mesh is set."""
+def _now(f: Callable, *args) -> np.ndarray:
+    """f(*args), known while tracing: in a thread of its own, in which no function is traced, and no mesh is set. What
+    jax_transfer_guard says is said of the program's numbers, not of these."""
+
+    def known():
+        with jax.transfer_guard("allow"):
+            return np.asarray(f(*args))
+
     with futures.ThreadPoolExecutor(1) as thread:
-        return thread.submit(f, *args).result()
+        return thread.submit(known).result()
 
 
 @functools.lru_cache(64)
 def _known_kinds(*args) -> np.ndarray:
-    return np.asarray(_now(_block_kinds, *args))
+    return _now(_block_kinds, *args)
 
 
 def _block_kinds(visibility, batch, heads, queries, block_q, block_k):
@@ -214,7 +220,7 @@ def lists(found) -> jax.Array:
     the partial ones, then the full ones. int32 [.., tiles, 2 + blocks]"""
     if not isinstance(found, np.ndarray):
         return _lists(found)
-    known = np.asarray(_now(_lists, found))
+    known = _now(_lists, found)
     return jnp.asarray(known[..., : 2 + int(known[..., 1].max())])
 
 

@@ -35,6 +35,8 @@ BAD = {
     "bias rank": (dict(bias=ones((1, 2, 4, 5, 7))), ValueError, "bias must be broadcastable"),
     "bool bias": (dict(bias=ones((5, 7), bool)), TypeError, "bias must be real numbers.*A bool array goes to mask"),
     "bias text": (dict(bias="alibi"), TypeError, "bias must be an array; got the text 'alibi'"),
+    "mask of keys": (dict(mask=ones((2, 7), bool)), ValueError, r"got \(2, 7\). .* as padding does: x\[..., None, None, :\]"),
+    "mask of pairs": (dict(mask=ones((2, 5, 7), bool)), ValueError, r"got \(2, 5, 7\). .* heads: x\[..., None, :, :\]"),
     "mask shape": (dict(mask=ones((2, 3, 5, 7), bool)), ValueError, "mask must be broadcastable"),
     "int mask": (dict(mask=ones((5, 7), int)), TypeError, "mask must be bool .* got int32.* mask=x != 0"),
     "additive mask": (
@@ -57,6 +59,7 @@ BAD = {
     "ragged bias": (dict(bias=[[0.0, 1.0], [2.0]]), TypeError, "bias must be an array; of this list none can be made"),
     "key lengths shape": (dict(key_value_seq_lengths=ones(3, int)), ValueError, r"key_value_seq_lengths must be int32 \[B\]"),
     "key lengths dtype": (dict(key_value_seq_lengths=ones(2)), TypeError, "key_value_seq_lengths must be integers; got float"),
+    "no offset": (dict(query_offset=None), TypeError, "query_offset must be integers; got NoneType"),
     "query lengths shape": (dict(query_seq_lengths=3), ValueError, r"query_seq_lengths must be int32 \[B\] = \(2,\); got \(\)"),
     "window negative": (dict(local_window_size=-1), ValueError, "local_window_size must be an int or"),
     "window of -1": (dict(local_window_size=(-1, 0)), ValueError, r"or None for a side without a limit, .* got \(-1, 0\)"),

@@ -210,8 +210,8 @@ def test_a_score_mod_equals_the_reference_with_pages_and_without_and_in_the_grad
         close(y, x, 2e-6, "paged")
 
 
-def pages(P=4, page=8, rows=1, width=8, dtype=jnp.float32):
-    k = jnp.ones((P, page, 1, width), dtype)
+def pages(P=4, page=8, heads=1, rows=1, width=8, dtype=jnp.float32):
+    k = jnp.ones((P, page, heads, width), dtype)
     return dict(query=jnp.ones((1, 1, 1, 8)), k_pages=k, v_pages=k, page_table=jnp.zeros((rows, 2), int), lengths=ints(3))
 
 
@@ -220,6 +220,8 @@ WRONG = {
     "a page that is no multiple of 8": (dict(page=9), {}, "multiple of 8 keys; got"),
     "rows that are not the query's": (dict(rows=2), {}, "B = 1 rows of query; got"),
     "heads of another size": (dict(width=16), {}, r"with the H of query \(1, 1, 1, 8\); got \(4, 8, 1, 16\)"),
+    "pages behind heads": (dict(P=1, heads=4), {}, r"got \(1, 8, 4, 8\). Do the heads come .*: jnp.moveaxis\(x, 0, 2\)"),
+    "no lengths": ({}, dict(lengths=None), "lengths must be integers; got NoneType"),
     "a number for a flag": ({}, dict(is_causal=1), "is_causal must be True or False, known while tracing; got int"),
     "lengths of other rows": ({}, dict(query_seq_lengths=[1, 1]), r"query_seq_lengths must be int32 \[B\] = \(1,\); got \(2,\)"),
     "an implementation without pages": ({}, dict(implementation="reference"), "takes no pages"),
@@ -242,7 +244,7 @@ WRONG = {
 def test_what_does_not_fit_raises_and_says_what_does(name):
     shape, more, message = WRONG[name]
     with pytest.raises((ValueError, TypeError, NotImplementedError), match=message):
-        paged_attention(**pages(**shape), **more)
+        paged_attention(**pages(**shape) | more)
 
 
 def test_lists_and_what_is_of_numpy_serve_as_in_flash_attention():

@@ -308,7 +308,8 @@ MISTAKES = {
     "many": (lambda s, b, h, q, k: s + jnp.arange(3.0), r"float32\[\]; got float32\[3\]"),
     "a shape": (lambda s, b, h, q, k: s / s.shape[-1], OF_SHAPE + "IndexError"),
     "a softmax": (lambda s, b, h, q, k: jax.nn.softmax(s, axis=-1), OF_SHAPE + "ValueError"),
-    "of NumPy": (lambda s, b, h, q, k: s + np.ones(4)[h], "NumPy's arrays have no such index: jnp.asarray makes one that has"),
+    "of NumPy": (lambda s, b, h, q, k: s + np.ones(4)[h], "NumPy takes no traced numbers: .* jnp.asarray makes arrays"),
+    "a function of NumPy": (lambda s, b, h, q, k: np.where(q < k, s, 0), r"bool\[\]\. NumPy takes .*: jnp does"),
     "a row": (
         lambda s, b, h, q, k: s + jnp.sum(IDS.reshape(20, 2)[b]),
         r"may read single numbers, .*; got reduce_sum of one \[2\]",

@@ -268,3 +268,19 @@ def test_nan_checks_and_leak_checks_pass(implementation, rng):
         loss = lambda *x: jnp.sum(jnp.sin(f(*x)))
         o, _ = jax.jit(lambda *x: (f(*x), jax.grad(loss, argnums=(0, 1, 2))(*x)))(q, k, v)
     equal(o, expected)
+
+
+def test_a_mask_or_score_keeps_its_structure_whatever_stands_in_its_leaves_places():
+    """Equinox' filters and optax.masked put bools there, and Equinox takes None for a leaf."""
+    table, ids = jnp.ones(4), np.zeros((1, 4), np.int32)
+    where = masks.Where(lambda b, h, q, k: table[k] > q)
+    for x in (
+        masks.KeyStarts([3]),
+        masks.Causal() & masks.Documents(ids, ids),
+        masks.block_map(where, 4, 4),
+        scores.Alibi(table),
+    ):
+        flags = jax.tree.map(lambda _: True, x)
+        assert jax.tree.structure(flags) == jax.tree.structure(x) == jax.tree.structure(jax.tree.map(lambda _: 0, flags))
+        everywhere = jax.tree.map(lambda _: True, x, is_leaf=lambda x: x is None)
+        assert jax.tree.leaves(jax.tree.map(lambda flag, x: x, everywhere, x)) == jax.tree.leaves(x)

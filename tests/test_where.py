@@ -111,13 +111,13 @@ MISTAKES = {
     "many": (lambda: masks.Where(lambda b, h, q, k: jnp.arange(3) < k), TypeError, r"one bool for four numbers; got bool\[3\]"),
     "too few numbers": (lambda: masks.Where(lambda q, k: q >= k), TypeError, r"is called once, .* takes 2 positional arguments"),
     "an if": (lambda: masks.Where(lambda b, h, q, k: q >= k and k > 2), TypeError, r"TracerBool.*if, and, or need .*: jnp.where"),
-    "of NumPy": (lambda: masks.Where(lambda b, h, q, k: np.ones(3, bool)[k]), TypeError, "NumPy's arrays have no such index"),
+    "of NumPy": (lambda: masks.Where(lambda b, h, q, k: np.ones(3, bool)[k]), TypeError, "NumPy takes no traced numbers: jnp"),
     "a map of an array": (lambda: masks.block_map(np.ones((3, 3), bool), 3, 3), TypeError, "an object of pallas_flash.masks, as"),
     "no positions": (lambda: ~masks.KeyLengths([3]), TypeError, r"take masks that positions alone decide: .*; got KeyLengths"),
     "or an array": (
         lambda: masks.Causal() | np.ones((3, 3), bool),
         TypeError,
-        r"\| joins two objects of pallas_flash.masks; got ndarray",
+        r"\| joins two objects of pallas_flash.masks; got ndarray. An array x becomes one as masks.Where\(lambda",
     ),
     "size": (lambda: masks.Chunked(0), ValueError, r"a chunk's size must be an int from 1 to .*; got 0"),
     "stride": (lambda: masks.Dilated(True), ValueError, r"a stride must be an int from 1 to .*; got True"),
@@ -243,6 +243,17 @@ def test_a_map_is_a_pytree_made_once_for_all_layers(rng):
     assert made.counts() == dict(skipped=3, full=0, partial=6)
     assert repr(made).endswith("37 x 37 in blocks of 16: 3 skipped, 0 full, 6 partial)")
     close(layers(x, made), layers(x, mask), 5e-6)
+
+
+def test_what_is_found_while_tracing_is_no_transfer_of_the_program(rng):
+    q, k, v = map(jnp.asarray, qkv(rng, Z))
+    mask = masks.Where(lambda b, h, q, k: (q - k) % 7 != 5)  # of no other test: what is found is kept
+    jax.config.update("jax_transfer_guard", "disallow")
+    try:
+        o = jax.jit(functools.partial(flash_attention, mask=mask, implementation="blockwise"))(q, k, v)
+    finally:
+        jax.config.update("jax_transfer_guard", None)
+    close(o, flash_attention(q, k, v, mask=mask, implementation="reference"), 5e-6)
 
 
 def test_a_map_serves_no_other_rule_and_no_other_sizes(rng):

@@ -250,7 +250,8 @@ def known_keys(p: Problem, tiles: Tiles) -> list | None:
     if p.visibility.where is not None and not is_data:
         found = kinds.join(schedule.block_kinds(p.visibility, p.batch, p.heads, p.queries, tiles.block_q, size), (0, 1))
         block = lambda j: Block(int(j) * size, min(size, p.keys - int(j) * size))
-        blocks = [[(block(j), kind[j] == kinds.PARTIAL, kind[j] == kinds.FULL) for j in kind.nonzero()[0]] for kind in found]
+        kind_of = lambda kind, j: (bool(kind[j] == kinds.PARTIAL), bool(kind[j] == kinds.FULL))
+        blocks = [[(block(j), *kind_of(kind, j)) for j in kind.nonzero()[0]] for kind in found]
         return blocks if sum(map(len, blocks)) <= UNROLLED else None
     for seen in schedule.key_ranges(p.visibility, p.queries, tiles.block_q):
         masked = is_data or (seen.full_first, seen.full_last) != (seen.first, seen.last)

@@ -8,10 +8,11 @@ from typing import Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Real
 
 from pallas_flash import arguments, autodiff, backends, checks, decode, modes, quantised, scores
 from pallas_flash.arguments import Problem
+from pallas_flash.checks import AnyArray
 from pallas_flash.devices import sharding
 from pallas_flash.kernels import device
 from pallas_flash.machine import selfcheck
@@ -25,24 +26,24 @@ IMPLEMENTATIONS = ("hopper", "portable", "blockwise")
 class _Options(TypedDict, total=False):
     """For type checkers: what `paged_attention` takes by name, but return_residual, which tells its overloads apart."""
 
-    query_seq_lengths: Int[Array, "B"] | None
-    query_offset: Int[Array, "B"] | None
-    scale: float | Float[Array, "..."] | None
+    query_seq_lengths: Int[AnyArray, "B"] | None
+    query_offset: Int[AnyArray, "B"] | None
+    scale: float | Float[AnyArray, "..."] | None
     is_causal: bool
     local_window_size: int | tuple[int | None, int | None] | None
     logits_soft_cap: float | None
-    sinks: Float[Array, "N"] | None
-    k_scales: Float[Array, "P page K"] | None
-    v_scales: Float[Array, "P page K"] | None
+    sinks: Float[AnyArray, "N"] | None
+    k_scales: Float[AnyArray, "P page K"] | None
+    v_scales: Float[AnyArray, "P page K"] | None
     score_mod: Callable[..., Array] | None
     implementation: Literal["hopper", "portable", "blockwise"] | None
 
 
-_Query = Float[Array, "B T N H"]
-_Keys = Float[Array, "P page K H"]
-_Values = Float[Array, "P page K Hv"]
-_Table = Int[Array, "B pages"]
-_Lengths = Int[Array, "B"]
+_Query = Float[AnyArray, "B T N H"]
+_Keys = Real[AnyArray, "P page K H"]
+_Values = Real[AnyArray, "P page K Hv"]
+_Table = Int[AnyArray, "B pages"]
+_Lengths = Int[AnyArray, "B"]
 _Output = Float[Array, "B T N Hv"]
 _Residual = Float[Array, "B T N"]
 
@@ -81,21 +82,21 @@ def paged_attention(
     **options: Unpack[_Options],
 ) -> _Output | tuple[_Output, _Residual]: ...
 def paged_attention(
-    query: Float[Array, "B T N H"],
-    k_pages: Float[Array, "P page K H"],
-    v_pages: Float[Array, "P page K Hv"],
-    page_table: Int[Array, "B pages"],
-    lengths: Int[Array, "B"],
+    query: Float[AnyArray, "B T N H"],
+    k_pages: Real[AnyArray, "P page K H"],
+    v_pages: Real[AnyArray, "P page K Hv"],
+    page_table: Int[AnyArray, "B pages"],
+    lengths: Int[AnyArray, "B"],
     *,
-    query_seq_lengths: Int[Array, "B"] | None = None,
-    query_offset: Int[Array, "B"] | None = None,
-    scale: float | Float[Array, "..."] | None = None,
+    query_seq_lengths: Int[AnyArray, "B"] | None = None,
+    query_offset: Int[AnyArray, "B"] | None = None,
+    scale: float | Float[AnyArray, "..."] | None = None,
     is_causal: bool = True,
     local_window_size: int | tuple[int | None, int | None] | None = None,
     logits_soft_cap: float | None = None,
-    sinks: Float[Array, "N"] | None = None,
-    k_scales: Float[Array, "P page K"] | None = None,
-    v_scales: Float[Array, "P page K"] | None = None,
+    sinks: Float[AnyArray, "N"] | None = None,
+    k_scales: Float[AnyArray, "P page K"] | None = None,
+    v_scales: Float[AnyArray, "P page K"] | None = None,
     score_mod: Callable[..., Array] | None = None,
     implementation: Literal["hopper", "portable", "blockwise"] | None = None,
     return_residual: bool = False,
@@ -138,8 +139,10 @@ def paged_attention(
         call[name] = None if x is None else checks.ints(name, x)
         if x is not None and call[name].shape != lengths.shape and (name, call[name].shape) != ("query_offset", ()):
             raise ValueError(f"{name} must be int32 [B] = {lengths.shape}; got {call[name].shape}.")
-    window = None if local_window_size is None else checks.window(local_window_size)
-    call |= dict(is_causal=checks.flag("is_causal", is_causal), local_window_size=window and (window.left, window.right))
+    if local_window_size is not None:
+        window = checks.window(local_window_size)
+        local_window_size = window.left, window.right
+    call |= dict(is_causal=checks.flag("is_causal", is_causal), local_window_size=local_window_size)
     call |= dict(logits_soft_cap=checks.number("logits_soft_cap", logits_soft_cap, None, positive=True))
     if score_mod is not None:
         call["score_mod"] = Score.of_call(scores.fitting(score_mod, query.shape[2]), checks.sums(query.dtype))
@@ -228,6 +231,11 @@ def _check(query, k_pages, v_pages, page_table, lengths):
         raise ValueError(f"k_pages must be [P, page, K, H] with pages of a multiple of {PAGE} keys; got {k_pages.shape}.")
     if k_pages.shape[3] != query.shape[3]:
         raise ValueError(f"k_pages must be [P, page, K, H] with the H of query {query.shape}; got {k_pages.shape}.")
+    if query.shape[2] % k_pages.shape[2]:
+        raise ValueError(
+            f"k_pages must be [P, page, K, H], the N = {query.shape[2]} of query a multiple of K; got {k_pages.shape}. Do "
+            "the heads come before the pages? Here they come after them: jnp.moveaxis(x, 0, 2)."
+        )
     if v_pages.shape[:3] != k_pages.shape[:3]:
         raise ValueError(f"v_pages must be [P, page, K, Hv] like k_pages {k_pages.shape}; got {v_pages.shape}.")
     if page_table.shape[0] != B or jnp.shape(lengths) != (B,):

@@ -7,18 +7,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Real
 
 from pallas_flash import checks, quantised
 from pallas_flash.caches.paged import PAGE
+from pallas_flash.checks import AnyArray
 from pallas_flash.devices import sharding
 
 
 class PagedCache(NamedTuple):
     """Key i of row b is key[table[b, i // page], i % page]; entries of the table without a page are P."""
 
-    key: Float[Array, "P page K H"]
-    value: Float[Array, "P page K H"]
+    key: Real[Array, "P page K H"]
+    value: Real[Array, "P page K H"]
     table: Int[Array, "B pages"]
     length: Int[Array, "B"]  # keys of each row
     users: Int[Array, "P"]  # how many rows have each page
@@ -30,11 +31,13 @@ class PagedCache(NamedTuple):
         """How many keys the pages of each row hold."""
         return jnp.sum(self.table < self.key.shape[0], 1, dtype=jnp.int32) * self.key.shape[1]
 
-    def reserve(self, tokens: Int[Array, "#B"] | int) -> "PagedCache":
+    def reserve(self, tokens: Int[AnyArray, "#B"] | int) -> "PagedCache":
         """With pages for so many more tokens of each row, as long as there are free ones and the table has entries."""
         return _changed(_reserved, self, tokens=self._by_row("tokens", tokens))
 
-    def append(self, key: Float[Array, "B T K H"], value: Float[Array, "B T K H"], count: Int[Array, "B"] | None = None):
+    def append(
+        self, key: Float[AnyArray, "B T K H"], value: Float[AnyArray, "B T K H"], count: Int[AnyArray, "#B"] | int | None = None
+    ) -> "PagedCache":
         """With the first `count` of T tokens behind each row's, all of them by default, in pages that `reserve` gives. Where
         there is no room, tokens are left out, and `length` says how many there are."""
         B, key, value = len(self.table), checks.array("key", key), checks.array("value", value)
@@ -46,14 +49,14 @@ class PagedCache(NamedTuple):
         new = dict(key=key, value=value, count=jnp.clip(self._by_row("count", T if count is None else count), 0, T))
         return sharding.of_cache(_appended, self, new)[1]
 
-    def release(self, rows: Bool[Array, "B"]) -> "PagedCache":
+    def release(self, rows: Bool[AnyArray, "B"]) -> "PagedCache":
         """With these rows empty; pages that no other row has are free again."""
         rows = jnp.asarray(rows)
         if rows.dtype != bool or rows.shape != self.length.shape:
             raise ValueError(f"rows must be bool [B] = {self.length.shape}, True: release; got {rows.dtype} {rows.shape}.")
         return _changed(_released, self, rows=rows)
 
-    def share(self, source: Int[Array, ""] | int, target: Int[Array, ""] | int) -> "PagedCache":
+    def share(self, source: Int[AnyArray, ""] | int, target: Int[AnyArray, ""] | int) -> "PagedCache":
         """With row `target` at the start of row `source`, whose full pages both have; the target's own are released. What is
         behind the full pages is for the target to append. Where a number that is traced is that of no row, nothing changes."""
         rows, B = {name: checks.ints(name, row) for name, row in dict(source=source, target=target).items()}, len(self.table)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Real
 
 from pallas_flash import checks, quantised
 from pallas_flash.attention import flash_attention
@@ -19,8 +19,8 @@ PAGE = 64  # keys of a page of a rolling or quantised cache
 class KVCache(NamedTuple):
     """The keys (normalised and rotated) and values of the tokens so far; row b holds length[b] of them, from slot 0 on."""
 
-    key: Float[Array, "B S K H"]
-    value: Float[Array, "B S K H"]
+    key: Real[Array, "B S K H"]
+    value: Real[Array, "B S K H"]
     length: Int[Array, "B"]
     key_scale: Float[Array, "B S K"] | None = None  # of a cache in 8 bits
     value_scale: Float[Array, "B S K"] | None = None
@@ -29,8 +29,8 @@ class KVCache(NamedTuple):
 class RollingCache(NamedTuple):
     """The same of the last S tokens: the one at position i is in slot i % S. Row b has had length[b] tokens."""
 
-    key: Float[Array, "B S K H"]
-    value: Float[Array, "B S K H"]
+    key: Real[Array, "B S K H"]
+    value: Real[Array, "B S K H"]
     length: Int[Array, "B"]
     key_scale: Float[Array, "B S K"] | None = None
     value_scale: Float[Array, "B S K"] | None = None

@@ -10,7 +10,8 @@ import numpy as np
 from flax.nnx.nn import dtypes
 from jaxtyping import Array, Float, Shaped
 
-from pallas_flash.attention import AnyArray, Implementation, flash_attention
+from pallas_flash.attention import Implementation, flash_attention
+from pallas_flash.checks import AnyArray
 from pallas_flash.masks import Mask
 
 
@@ -18,8 +19,8 @@ def attention_fn(  # every parameter has a name: linen passes on only those that
     query: Shaped[AnyArray, "*B T N H"],
     key: Shaped[AnyArray, "*B S K H"],
     value: Shaped[AnyArray, "*B S K Hv"],
-    bias: Float[AnyArray, "*#B #N #T #S"] | None = None,
-    mask: Shaped[AnyArray, "*#B #N #T #S"] | Mask | None = None,
+    bias: Float[AnyArray, "*#BNTS"] | None = None,
+    mask: Shaped[AnyArray, "*#BNTS"] | Mask | None = None,
     broadcast_dropout: bool = True,
     dropout_rng: Array | None = None,
     dropout_rate: float = 0.0,

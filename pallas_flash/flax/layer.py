@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, Shaped
 
 from pallas_flash import checks
-from pallas_flash.attention import AnyArray, Implementation, flash_attention
+from pallas_flash.attention import Implementation, flash_attention
+from pallas_flash.checks import AnyArray
 from pallas_flash.context_parallel import Context
 from pallas_flash.explanation import explain
 from pallas_flash.flax import cache as caches
@@ -106,7 +107,7 @@ class FlashAttention(nnx.Module):
         inputs_k: Float[AnyArray, "B S Dkv"] | None = None,
         inputs_v: Float[AnyArray, "B S Dkv"] | None = None,
         *,
-        mask: Shaped[AnyArray, "*#B #N #T #S"] | Mask | None = None,
+        mask: Shaped[AnyArray, "*#BNTS"] | Mask | None = None,
         segment_ids: Int[AnyArray, "B T"] | None = None,
         lengths: Int[AnyArray, "B"] | None = None,
         kv_lengths: Int[AnyArray, "B"] | None = None,
@@ -119,7 +120,7 @@ class FlashAttention(nnx.Module):
         self,
         inputs_q: Float[AnyArray, "B T D"],
         *,
-        mask: Shaped[AnyArray, "*#B #N #T #S"] | Mask | None = None,
+        mask: Shaped[AnyArray, "*#BNTS"] | Mask | None = None,
         lengths: Int[AnyArray, "B"] | None = None,
         cache: SomeCache,
         rngs: Rngs = None,

@@ -58,7 +58,7 @@ def folder() -> pathlib.Path:
     return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache", "pallas_flash")
 
 
-def read(variant: NamedTuple, machine: Machine) -> dict[str, Any] | None:
+def read(variant: Any, machine: Machine) -> dict[str, Any] | None:
     """What was written of the variant on such a machine; None if nothing can be read."""
     with contextlib.suppress(OSError, RuntimeError, ValueError):  # RuntimeError: there is no home folder
         record = json.loads(_path(variant, machine).read_text())
@@ -66,7 +66,7 @@ def read(variant: NamedTuple, machine: Machine) -> dict[str, Any] | None:
     return None
 
 
-def write(variant: NamedTuple, machine: Machine, found: dict[str, Any]) -> str | None:
+def write(variant: Any, machine: Machine, found: dict[str, Any]) -> str | None:
     """Writes what was found, whole or not at all, whoever else writes the same. Returns why it cannot, if it cannot."""
     record = json.dumps(variant._asdict() | machine._asdict() | found, indent=1)
     try:
@@ -80,6 +80,6 @@ def write(variant: NamedTuple, machine: Machine, found: dict[str, Any]) -> str |
     return None
 
 
-def _path(variant: NamedTuple, machine: Machine) -> pathlib.Path:
+def _path(variant: Any, machine: Machine) -> pathlib.Path:
     digest = hashlib.sha256(json.dumps([variant, machine]).encode()).hexdigest()[:12]
     return folder() / f"{'-'.join(map(str, variant))}-{digest}.json".replace(" ", "-")

@@ -39,6 +39,9 @@ class Mask:
     def __or__(self, other: "Mask") -> "Where":
         return joined(operator.or_, self, other)
 
+    def __bool__(self) -> bool:
+        raise TypeError("a mask is no bool: &, | and ~ make masks of masks, where `and`, `or` and `not` would drop one.")
+
     def __invert__(self) -> "Where":
         f = self.mask_mod()
         return Where(lambda *at: jnp.logical_not(f(*at)), f"~({self!r})")
@@ -149,7 +152,10 @@ def positive(what: str, n):
 
 def joined(join: Callable, a: Mask, b: Mask) -> Where:
     if not isinstance(b, Mask) or not isinstance(a, Mask):
-        raise TypeError(f"| joins two objects of pallas_flash.masks; got {type(b).__name__}.")
+        raise TypeError(
+            f"| joins two objects of pallas_flash.masks; got {type(b).__name__}. An array x becomes one as "
+            "masks.Where(lambda b, h, q_idx, kv_idx: jnp.asarray(x)[q_idx, kv_idx])."
+        )
     f, g = a.mask_mod(), b.mask_mod()
     sign = {operator.or_: "|", operator.and_: "&"}[join]
     return Where(lambda *at: join(f(*at), g(*at)), f"({a!r} {sign} {b!r})")

@@ -134,7 +134,7 @@ def kind(out) -> str:
 
 
 HINTS = {
-    jax.errors.TracerArrayConversionError: " NumPy's arrays have no such index: jnp.asarray makes one that has.",
+    jax.errors.TracerArrayConversionError: " NumPy takes no traced numbers: jnp does; jnp.asarray makes arrays that they index.",
     jax.errors.TracerBoolConversionError: " Python's if, and, or need a bool that is known: jnp.where, & and | do not.",
 }
 
@@ -148,7 +148,7 @@ def traced(signature: str, function: Callable, *shapes) -> tuple[Any, tuple, Any
     except (TypeError, ValueError, IndexError) as error:
         raise TypeError(
             f"{signature} is called once, with single numbers of shape (), and serves all pairs of a query and a key one by one; "
-            f"it raised {type(error).__name__}: {str(error).partition(chr(10))[0]}{HINTS.get(type(error), '')}"
+            f"it raised {type(error).__name__}: {str(error).partition(chr(10))[0].rstrip('.')}.{HINTS.get(type(error), '')}"
         ) from error
 
 

@@ -19,15 +19,17 @@ def register(cls, *static: str):
     names = [field.name for field in dataclasses.fields(cls)]
 
     def flatten(mask):
-        values = [getattr(mask, name) for name in names]
-        is_leaf = [is_data(x) and name not in static for name, x in zip(names, values, strict=True)]
+        values, known = [getattr(mask, name) for name in names], vars(mask).get("_leaves", ())
+        is_leaf = [name in known or (is_data(x) and name not in static) for name, x in zip(names, values, strict=True)]
         data = [x if leaf else None for x, leaf in zip(values, is_leaf, strict=True)]
         return data, tuple(None if leaf else x for x, leaf in zip(values, is_leaf, strict=True))
 
     def unflatten(structure, data):
         mask = object.__new__(cls)
         for name, s, d in zip(names, structure, data, strict=True):
-            object.__setattr__(mask, name, s if d is None else d)
+            object.__setattr__(mask, name, d if s is None else s)
+        leaves = [name for name, s, d in zip(names, structure, data, strict=True) if s is None and d is not None]
+        object.__setattr__(mask, "_leaves", leaves)  # they stay so where jax.tree.map made ints or bools of them
         return mask
 
     jax.tree_util.register_pytree_node(cls, flatten, unflatten)

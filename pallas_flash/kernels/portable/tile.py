@@ -21,7 +21,7 @@ from pallas_flash import dropout, online_softmax, schedule
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.kernels.portable import predicate
 from pallas_flash.kernels.portable.predicate import FIRST
-from pallas_flash.kernels.portable.tuning import Tiles, power_of_two
+from pallas_flash.kernels.portable.tuning import power_of_two
 from pallas_flash.masks import Ints, Visibility
 
 # JAX means to move Pallas on GPUs to Mosaic; a user who calls attention can do nothing about it.
@@ -274,7 +274,7 @@ class Layout(NamedTuple):
         return Operands(*qkv, dense(x.bias), sinks, dense(x.mask), visibility, seeds, score)
 
 
-def layout(problem: Problem, tiles: Tiles, index, **sizes: int | None) -> Layout:
+def layout(problem: Problem, tiles, index, **sizes: int | None) -> Layout:
     """A Layout with whole axes of rows, keys and heads but for `sizes`; one batch and head at a time."""
     p = problem
     whole = lambda length, size: schedule.ceil_div(length, size) * size
@@ -283,7 +283,7 @@ def layout(problem: Problem, tiles: Tiles, index, **sizes: int | None) -> Layout
     return Layout(dict(b=None, n=None, k=None, t=T, s=S, B=1, T=p.queries, S=S, c=2) | wide | sizes, index)
 
 
-def launch(kernel, args, *, grid, in_specs, out_specs, out_shape, tiles: Tiles, name: str):
+def launch(kernel, args, *, grid, in_specs, out_specs, out_shape, tiles, name: str):
     """Runs a kernel over `grid`, compiled on a GPU and in Pallas' interpreter anywhere else."""
     devices = jax.typeof(args[0].query).manual_axis_type  # over which axes of a mesh the operands vary, and so the results
     out_shape = [jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=devices) for x in out_shape]
