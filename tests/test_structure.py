@@ -56,6 +56,7 @@ ORDER = [
     "kernels.hopper.forward",
     "kernels.hopper.backward",
     "kernels.hopper.backward_dkv",
+    "kernels.hopper.owner",
     "kernels.hopper.backward_dq",
     "kernels.hopper.decode",
     "kernels.hopper.gradients",

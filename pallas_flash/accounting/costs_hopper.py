@@ -110,7 +110,7 @@ def _dq(p: Problem, t) -> Cost:
 
 
 def _dkv(p: Problem, t, fused: bool) -> Cost:
-    """Where warpgroups own columns of dK and dV, each of them computes P and dS; in the fused scheme dQ is read and written."""
+    """Where warpgroups own columns of dK and dV, some may be both's; in the fused scheme dQ is read and written."""
     z = _Padded(p, t)
     keys = np.arange(z.n_k, dtype=np.int32) * t.block_k
     seen_by = p.visibility.by_key(schedule.ceil_div(p.queries, t.block_q) * t.block_q)
@@ -118,12 +118,12 @@ def _dkv(p: Problem, t, fused: bool) -> Cost:
     first, last = (np.broadcast_to(n, keys.shape) for n in (blocks.first, blocks.last))
     A = z.heads * int(np.sum(last - first)) * t.block_q * t.block_k
     rows = int(np.sum(np.maximum(np.minimum(last * t.block_q, z.T) - first * t.block_q, 0)))
-    again, dq = t.warpgroups if t.split else 1, 4 * z.heads * rows * tuning.stored(p.head_size, t.swizzle, 4) * fused
-    columns = again * (t.columns(t.width) + t.columns(t.value_width))
+    owners, dq = t.warpgroups if t.split else 1, 4 * z.heads * rows * tuning.stored(p.head_size, t.swizzle, 4) * fused
+    columns = owners * (t.columns(t.width) + t.columns(t.value_width))
     return Cost(
-        matrix=2 * A * (again * (t.width + t.value_width) + columns + fused * t.width),
-        exponentials=again * A,
-        other=again * (4 * A + z.kv_heads * z.n_k * t.block_k * t.columns(t.width)),
+        matrix=2 * A * (t.width + t.value_width + columns + fused * t.width),
+        exponentials=A,
+        other=4 * A + owners * z.kv_heads * z.n_k * t.block_k * t.columns(t.width),
         reads=z.kv_heads * z.S * z.both + z.heads * (rows * z.both + 8 * int(np.sum(last - first)) * t.block_q) + dq,
         writes=z.kv_heads * z.S * z.both + dq,
     )

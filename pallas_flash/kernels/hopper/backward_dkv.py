@@ -5,16 +5,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash import schedule
 from pallas_flash.arguments import Problem
 from pallas_flash.kernels.hopper import ends, kept, order, scored, seen, sync, tile
-from pallas_flash.kernels.hopper.gradients import Inputs, dlogits, inputs, probabilities
+from pallas_flash.kernels.hopper.gradients import Inputs, inputs
+from pallas_flash.kernels.hopper.owner import Block, Owner
 from pallas_flash.kernels.hopper.tuning import ROWS, KeyTiles, stored
-from pallas_flash.masks import Ints, Visibility
+from pallas_flash.masks import Visibility
 
 
 class Memory(NamedTuple):
@@ -26,7 +26,9 @@ class Memory(NamedTuple):
     do: Any  # [stages, block_q, value_width]
     lse: Any  # [stages, block_q]
     delta: Any
-    ds: Any  # [2, block_k, block_q], transposed; None in the deterministic scheme
+    p: Any  # [2, block_k, block_q], transposed, as dp and ds; None but where the consumers split the columns
+    dp: Any  # [block_k, block_q], dP - delta; None but there
+    ds: Any  # the same there, and in the fused scheme [2, block_k, block_q]; else None
     dq: Any  # [warpgroups, 64, part of the columns] float32, or None
     kv_full: Any
     q_full: Any  # of q and lse
@@ -43,7 +45,9 @@ class Memory(NamedTuple):
             do=block(dtype, t.stages, t.block_q, t.value_width),
             lse=rows,
             delta=rows,
-            ds=block(dtype, 2, t.block_k, t.block_q) if fused else None,
+            p=block(dtype, 2, t.block_k, t.block_q) if t.split else None,
+            dp=block(dtype, t.block_k, t.block_q) if t.split else None,
+            ds=block(dtype, *[2] * fused, t.block_k, t.block_q) if fused or t.split else None,
             dq=block(jnp.float32, t.warpgroups, ROWS, t.width // t.dq_column_parts) if fused else None,
             kv_full=plgpu.Barrier(num_arrivals=2),
             q_full=plgpu.Barrier(num_arrivals=2, num_barriers=t.stages),
@@ -108,6 +112,12 @@ def _kernel(program, x: Inputs, *outputs, problem: Problem, tiles: KeyTiles):
         queries.drain(problem.group * steps)
 
     def consume(own):
+        if not tiles.split:
+            return own_keys(own)
+        for is_first in (True, False):  # each has a loop of its own
+            pl.when((own == 0) == is_first)(functools.partial(own_keys, own, is_first))
+
+    def own_keys(own, is_first=None):
         plgpu.barrier_wait(memory.kv_full)
 
         def head(g, sums):
@@ -120,21 +130,18 @@ def _kernel(program, x: Inputs, *outputs, problem: Problem, tiles: KeyTiles):
 
             return blocks.visit(step, sums)
 
-        owner_of = lambda own: Owner(problem, tiles, x, memory, queries, own, at.batch, first_key, *dq_gmem)
+        owner_of = lambda own: Owner(problem, tiles, x, memory, queries, own, at.batch, first_key, is_first, *dq_gmem)
         owner = owner_of(own)
         columns, value_columns = owner.columns(tiles.width), owner.columns(tiles.value_width)
         zeros = tile.zeros(ROWS, columns.size), tile.zeros(ROWS, value_columns.size)
         dk, dv = schedule.loop(0, problem.group, head, zeros)
         owner.meet()  # all have read k and v
         k, v = memory.k.at[owner.keys, columns], memory.v.at[owner.keys, value_columns]
-
-        def write():
-            k[...], v[...] = (dk * problem.scale).astype(k.dtype), dv.astype(v.dtype)
-
-        if tiles.split:  # some columns may be both's: one after the other
-            pl.when(own == 0)(write)
+        if is_first is False:  # some columns may be both's: one after the other
             owner.meet()
-        pl.when((own > 0) | (not tiles.split))(write)
+        k[...], v[...] = (dk * problem.scale).astype(k.dtype), dv.astype(v.dtype)
+        if is_first:
+            owner.meet()
         owner.meet()
         mine = owner.cut(tiles.block_k, tiles.warpgroups)
         keys = lambda x, width: tile.rows_of(x, at.batch, pl.ds(first_key + mine.start, mine.size), at.kv_head, width)
@@ -142,138 +149,3 @@ def _kernel(program, x: Inputs, *outputs, problem: Problem, tiles: KeyTiles):
         tile.copy_out((memory.k.at[mine], dk_to), (memory.v.at[mine], dv_to))
 
     tile.by_role(tiles, consume, produce)
-
-
-class Block(NamedTuple):
-    """A block of queries of one head."""
-
-    number: Ints  # in the order of the rings
-    head: Ints
-    first_row: Ints
-    dropout: kept.Dropout | None
-    score: scored.OfHead | None
-
-
-class Owner(NamedTuple):
-    """A consumer that owns keys: a part of its program's dK and dV. Scores are transposed, [keys, queries]."""
-
-    problem: Problem
-    tiles: KeyTiles
-    x: Inputs
-    memory: Memory
-    queries: sync.Ring  # q, lse, do, delta
-    number: Ints
-    batch: Ints
-    first_key: Ints
-    dq_gmem: Any = None  # in the fused scheme
-
-    def cut(self, size: int, parts: int) -> pl.Slice:
-        """The consumer's part of an axis that is cut into so many parts, one or one for each consumer."""
-        own = self.number if parts > 1 else sync.opaque(0)
-        return pl.ds(pl.multiple_of(own * (size // parts), size // parts), size // parts)
-
-    @property
-    def keys(self) -> pl.Slice:
-        return self.cut(self.tiles.block_k, self.tiles.block_k // ROWS)
-
-    def columns(self, width: int) -> pl.Slice:
-        """The consumer's columns of dK or dV: the first ones, or the last."""
-        size = self.tiles.columns(width)
-        first = pl.multiple_of(self.number * (width - size), self.tiles.swizzle // 2)
-        return pl.ds(first if size < width else 0, size)
-
-    def meet(self):
-        sync.meet(sync.Numbers(self.tiles.warpgroups, self.tiles.stages).meeting, self.tiles.warpgroups)
-
-    def add(self, block: Block, masked: bool, dk, dv):
-        """dK += dS^T Q and dV += P^T dO with a block of queries, by 64 of them at a time."""
-        q, _, do, _ = self.queries.block(block.number)
-        q, do = q.at[:, self.columns(self.tiles.width)], do.at[:, self.columns(self.tiles.value_width)]
-        parts = [pl.ds(first, ROWS) for first in range(0, self.tiles.block_q, ROWS)]
-        shared = None if self.dq_gmem is None else self.memory.ds.at[lax.rem(block.number, jnp.int32(2))]
-
-        def products(dk_acc, dv_acc):
-            def add_dk():
-                for rows, ds in zip(parts, all_ds, strict=True):
-                    tile.dot(dk_acc, ds, q.at[rows])  # dK += dS^T Q
-
-            all_ds = []
-            for rows in parts:
-                p, ds = self.p_and_ds(block, rows, masked)
-                all_ds.append(ds)
-                if shared is not None:
-                    shared.at[self.keys, rows][...] = ds
-                tile.dot(dv_acc, p, do.at[rows])  # dV += P^T dO
-            if shared is None:
-                sync.fence()  # lse and delta have been read, and TMA may write there
-                add_dk()
-            else:
-                self.meet()
-                self.add_dq(block, shared, add_dk)
-
-        sums = tile.products_add(products, dk, dv)
-        self.queries.release(block.number)
-        return sums
-
-    def p_and_ds(self, block: Block, rows: pl.Slice, masked: bool):
-        """P and dS, 16 bits, of 64 of the block's queries."""
-        q, lse, do, delta = self.queries.block(block.number)
-        shape, is_first, has_data = (ROWS, ROWS), rows.start == 0, bool(jax.tree.leaves(self.x.visibility))
-        per_query = lambda ref: lambda shape: tile.down(plgpu.load(ref.at[rows], layout=tile.COLUMN), shape)
-
-        def wait(array):
-            if is_first:
-                self.queries.wait(block.number, array)
-
-        def begin_s(acc):
-            wait(array=0)
-            tile.dot_t(acc, self.memory.k.at[self.keys], q.at[rows])
-
-        def begin_dp(acc):
-            wait(array=2)
-            tile.dot_t(acc, self.memory.v.at[self.keys], do.at[rows])
-
-        def finish_s(s):
-            sees = keeps = modify = None
-            first_row, first_key = block.first_row + rows.start, self.first_key + self.keys.start
-            if masked:
-                view = seen.view(self.x.visibility, sync.opaque(self.batch), first_row, ROWS, transposed=True)
-                sees = functools.partial(view.sees, first_key)
-            if block.dropout is not None:
-                keeps = functools.partial(block.dropout.keeps_transposed, first_row, first_key)
-            if block.score is not None:
-                modify = lambda s, scale: block.score.vjp(s, scale, first_row, first_key, transposed=True)
-            p, weight, back = probabilities(self.problem, s, per_query(lse), sees, keeps, modify)
-            p, weight = lax.optimization_barrier((p.astype(q.dtype), weight))
-            wait(array=3)  # ptxas moves no wait for a product before this one, and no exponential behind it
-            return p, weight, back
-
-        def both(s_acc, dp_acc):
-            begin_s(s_acc)
-            begin_dp(dp_acc)
-            p, weight, _ = finish_s(tile.finished(s_acc, running=1))
-            return p, weight, tile.finished(dp_acc)
-
-        many = self.problem.soft_cap is not None or block.score is not None
-        if many or (masked and has_data):  # there are no registers for both products
-            p, weight, back = finish_s(tile.product(begin_s, shape))
-            dp = tile.product(begin_dp, shape)
-        else:
-            p, weight, dp = tile.products(both, shape, shape)
-            back = None
-        return p, dlogits(self.problem, weight, back, dp, per_query(delta)(shape)).astype(q.dtype)
-
-    def add_dq(self, block: Block, ds, begin_more):
-        """dQ += dS K in global memory, of which a consumer adds its part; ds is of all consumers, [block_k, block_q]."""
-        rows = self.cut(self.tiles.block_q, self.tiles.block_q // ROWS)
-        columns = self.cut(self.tiles.width, self.tiles.dq_column_parts)
-        more = self.tiles.block_q // ROWS  # products
-
-        def product(dq_acc):
-            tile.dot(dq_acc, ds.at[:, rows].transpose((1, 0)), self.memory.k.at[:, columns])
-            begin_more()
-            return tile.finished(dq_acc, running=more)
-
-        dq = tile.products(product, (rows.size, columns.size))
-        rows = pl.ds(block.first_row + rows.start, rows.size)
-        tile.add_out(dq, self.memory.dq.at[self.number], self.dq_gmem.at[self.batch, rows, block.head, columns])

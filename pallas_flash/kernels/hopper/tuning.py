@@ -41,7 +41,8 @@ class Tiles(NamedTuple):
 
 class KeyTiles(NamedTuple):
     """Of a kernel that owns keys: `block_q` queries at a time by 64 keys for each of `warpgroups`; or, if `split`, by 64 keys for
-    both, of which each owns half of the columns of dK and dV. Half of 192 columns are 128, of which some are both's."""
+    both: one computes P and dS, the other dP, and each owns half of the columns of dK and dV. Half of 192 columns are 128, of
+    which some are both's."""
 
     width: int
     value_width: int
