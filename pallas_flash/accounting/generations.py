@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
+
 from pallas_flash import autodiff, backends
 from pallas_flash.accounting import costs, costs_hopper
 from pallas_flash.accounting.costs import Cost
@@ -74,10 +76,10 @@ def _named(generation: str) -> Generation:
 
 
 def _countable(p: Problem) -> Problem:
-    data = [name for name, x in vars(p.visibility).items() if not isinstance(x, int | type(None))]
-    if p.bias or p.mask or p.soft_cap or p.sinks or p.dropped or data:
+    has_data = bool(jax.tree.leaves(p.visibility)) or p.visibility.where is not None
+    if p.bias or p.mask or p.score or p.soft_cap or p.sinks or p.dropped or has_data:
         raise NotImplementedError(
-            "the formulas know masks without data, no bias, dense mask, soft cap, sinks or dropout: observe the kernels. "
-            f"The call: {p}."
+            "the formulas know masks without data, no bias, dense mask, score_mod, soft cap, sinks or dropout: observe the "
+            f"kernels. The call: {p}."
         )
     return p
