@@ -58,6 +58,11 @@ class Owner(NamedTuple):
     def meet(self):
         sync.meet(sync.Numbers(self.tiles.warpgroups, self.tiles.stages).meeting, self.tiles.warpgroups)
 
+    def after_s(self, operation: str):
+        """The second consumer's product comes behind the first one's."""
+        number = sync.Numbers(self.tiles.warpgroups, self.tiles.stages).order
+        sync.named_barrier(operation, number, self.tiles.warpgroups * sync.WARPGROUP)
+
     def add(self, block: Block, masked: bool, dk, dv):
         """dK += dS^T Q and dV += P^T dO with a block of queries, by 64 of them at a time."""
         if self.is_first is not None:
@@ -97,11 +102,12 @@ class Owner(NamedTuple):
         less = lambda: self.per_query(delta, rows)(shape)
         if self.is_first:
             wait(array=0)
-            s = tile.product(lambda acc: tile.dot_t(acc, k, q), shape)
+            s = tile.product(lambda acc: (tile.dot_t(acc, k, q), self.after_s("arrive")), shape)
             p[...], weight, back = self.probabilities(block, rows, masked, s)
             wait(array=2)
         else:
             wait(array=2)
+            self.after_s("sync")  # so that dP runs under the exponentials
             x = tile.product(lambda acc: tile.dot_t(acc, v, do), shape)
             wait(array=3)
             dp[...] = (x - less()).astype(dp.dtype)

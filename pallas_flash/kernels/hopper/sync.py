@@ -47,6 +47,10 @@ class Numbers(NamedTuple):
         return self.turns  # a kernel has turns or meetings
 
     @property
+    def order(self) -> int:
+        return self.meeting + 1
+
+    @property
     def first_ring(self) -> int:
         return self.turns + self.warpgroups
 
