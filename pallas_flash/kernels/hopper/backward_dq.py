@@ -125,8 +125,7 @@ def _sum(x: Inputs, at, first_row, own, memory: Memory, k: sync.Ring, v: sync.Ri
         _, weight, back = probabilities(problem, s, functools.partial(tile.across, lse), sees, keeps, modify)
         dp = tile.product(begin_dp, shape)
         v.release(t)
-        less = tile.across(delta, shape)
-        return dlogits(problem, weight, back, dp - less, lambda: less)
+        return dlogits(problem, weight, back, dp, tile.across(delta, shape))
 
     def step(t, carry, masked):
         dq, ds = carry

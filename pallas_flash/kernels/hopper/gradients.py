@@ -64,10 +64,11 @@ def probabilities(problem: Problem, s, lse: Callable, sees: Callable | None, kee
     return p, weight, back
 
 
-def dlogits(problem: Problem, weight, back: Callable | None, dp, delta: Callable):
-    """|weight| dp, from dp = dP - delta, of which dropout leaves -delta() if the weight, which is never below 0 without it, is;
-    and what `back` makes of it."""
+def dlogits(problem: Problem, weight, back: Callable | None, dp, delta):
+    """|weight| (dP - delta), where dropout leaves dP if the weight, which is never below 0 without it, is above 0; and what
+    `back` makes of it."""
     if problem.dropped:
-        dp = jnp.where(weight < 0, delta(), dp)
-    ds = weight * dp
+        ds = jnp.maximum(weight, 0.0) * dp - jnp.abs(weight) * delta
+    else:
+        ds = weight * (dp - delta)
     return ds if back is None else back(ds)

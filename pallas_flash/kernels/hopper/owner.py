@@ -99,7 +99,6 @@ class Owner(NamedTuple):
         (q, _, do, delta), shape, rows = self.queries.block(block.number), (ROWS, ROWS), pl.ds(0, ROWS)
         k, v, dp, ds = (x.at[self.keys] for x in (self.memory.k, self.memory.v, self.memory.dp, self.memory.ds))
         p, wait = self.memory.p.at[lax.rem(block.number, jnp.int32(2))], functools.partial(self.queries.wait, block.number)
-        less = lambda: self.per_query(delta, rows)(shape)
         if self.is_first:
             wait(array=0)
             s = tile.product(lambda acc: (tile.dot_t(acc, k, q), self.after_s("arrive")), shape)
@@ -110,14 +109,17 @@ class Owner(NamedTuple):
             self.after_s("sync")  # so that dP runs under the exponentials
             x = tile.product(lambda acc: tile.dot_t(acc, v, do), shape)
             wait(array=3)
-            dp[...] = (x - less()).astype(dp.dtype)
+            dp[...] = (x - self.per_query(delta, rows)(shape)).astype(dp.dtype)
             wait(array=0)
         self.meet()  # p and dp are there
 
         def products(dk_acc, dv_acc):
             tile.dot(dv_acc, p, do.at[:, self.columns(self.tiles.value_width)])  # dV += P^T dO
             if self.is_first:
-                x = plgpu.layout_cast(dp[...], tile.TILE).astype(jnp.float32)
+                x, less = plgpu.layout_cast(dp[...], tile.TILE).astype(jnp.float32), 0.0
+                if self.problem.dropped:  # of which dropout leaves -delta
+                    less = self.per_query(delta, rows)(shape)
+                    x = x + less
                 ds[...] = dlogits(self.problem, weight, back, x, less).astype(ds.dtype)
             self.meet()  # ds is there
             tile.dot(dk_acc, ds, q.at[:, self.columns(self.tiles.width)])  # dK += dS^T Q
@@ -161,8 +163,7 @@ class Owner(NamedTuple):
         else:
             p, weight, dp = tile.products(both, shape, shape)
             back = None
-        delta = self.per_query(delta, rows)(shape)
-        return p, dlogits(self.problem, weight, back, dp - delta, lambda: delta).astype(q.dtype)
+        return p, dlogits(self.problem, weight, back, dp, self.per_query(delta, rows)(shape)).astype(q.dtype)
 
     def probabilities(self, block: Block, rows: pl.Slice, masked: bool, s):
         """P, 16 bits, of 64 of the block's queries, and what `dlogits` takes."""
