@@ -66,9 +66,9 @@ def probabilities(problem: Problem, s, lse: Callable, sees: Callable | None, kee
 
 def dlogits(problem: Problem, weight, back: Callable | None, dp, delta):
     """|weight| (dP - delta), where dropout leaves dP if the weight, which is never below 0 without it, is above 0; and what
-    `back` makes of it."""
+    `back` makes of it. Without delta (None) dp is dP - delta."""
     if problem.dropped:
         ds = jnp.maximum(weight, 0.0) * dp - jnp.abs(weight) * delta
     else:
-        ds = weight * (dp - delta)
+        ds = weight * (dp if delta is None else dp - delta)
     return ds if back is None else back(ds)

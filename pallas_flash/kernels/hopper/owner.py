@@ -116,8 +116,8 @@ class Owner(NamedTuple):
         def products(dk_acc, dv_acc):
             tile.dot(dv_acc, p, do.at[:, self.columns(self.tiles.value_width)])  # dV += P^T dO
             if self.is_first:
-                x, less = plgpu.layout_cast(dp[...], tile.TILE).astype(jnp.float32), 0.0
-                if self.problem.dropped:  # of which dropout leaves -delta
+                x, less = plgpu.layout_cast(dp[...], tile.TILE).astype(jnp.float32), None
+                if self.problem.dropped:  # which leaves -delta of it
                     less = self.per_query(delta, rows)(shape)
                     x = x + less
                 ds[...] = dlogits(self.problem, weight, back, x, less).astype(ds.dtype)
