@@ -38,8 +38,16 @@ class Window(Mask):
                 raise ValueError(f"a window is (left, right), each an int from 0 to {2**31 - 1} or None; got {got}.")
             object.__setattr__(self, name, int(side))
 
+    def interval(self, row, position):
+        left, right = self._near
+        return 0 if left is None else position - left, Visibility.ALL if right is None else position + right + 1
+
+    @property
+    def _near(self) -> tuple[int | None, int | None]:
+        return tuple(None if side is None else min(side, REACH) for side in (self.left, self.right))
+
     def mask_mod(self):
-        left, right = (None if side is None else min(side, REACH) for side in (self.left, self.right))
+        left, right = self._near
         from_left = lambda q, k: True if left is None else k >= q - left
         return lambda b, h, q, k: jnp.logical_and(from_left(q, k), True if right is None else k <= q + right)
 
@@ -157,7 +165,7 @@ def resolve(masks: list[Mask], batch: int, queries: int, keys: int, offset: Ints
                 where.append(mask)
             case Kinds():
                 known.append(mask)
-            case Window():
+            case Window() if apart is None:
                 left, right = _least(left, mask.left), _least(right, mask.right)
             case KeyLengths(lengths):
                 seen = dataclasses.replace(seen, key_stop=_least(seen.key_stop, jnp.maximum(lengths, 0)))
@@ -174,8 +182,6 @@ def resolve(masks: list[Mask], batch: int, queries: int, keys: int, offset: Ints
     if where:
         at = offset_of_rules(masks, offset)
         seen = dataclasses.replace(seen, where=_predicate(where, known, shape, keys, at, offset))
-    if apart is not None:
-        return _meet(seen, shape, *_ends_of_band(position, left, right))
     return _band(seen, shape, row, left, right, offset)
 
 
@@ -195,11 +201,6 @@ def offset_of_rules(masks: list[Mask], offset: Ints) -> Ints:
             "its own: they do not go together. With cu_seqlens_q alone they do."
         )
     return within_reach(offset)
-
-
-def _ends_of_band(position, left: int | None, right: int | None):
-    start = 0 if left is None else position - min(left, REACH)
-    return start, Visibility.ALL if right is None else position + min(right, REACH) + 1
 
 
 def _predicate(where: list[Where], known: list[Kinds], shape, keys: int, near: Ints, offset: Ints) -> rule.Predicate:

@@ -87,7 +87,7 @@ class Part(NamedTuple):
             local = local._replace(key=local.key[:, :, mine], value=local.value[:, :, mine])
         problem, backend = self.problem.of_part(local), self.half.backend
         tiles = backend.tiles(problem)
-        if self.tiles == backend.of_gradient(self.tiles):
+        if self.tiles == backend.of_gradient(self.tiles):  # those of a forward that a backward follows
             tiles = backend.of_gradient(tiles)
         results = jax.tree.leaves(self.half.run(problem, tiles, local, *rest))
         if self.half.is_forward:

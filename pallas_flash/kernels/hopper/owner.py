@@ -104,6 +104,8 @@ class Owner(NamedTuple):
             s = tile.product(lambda acc: (tile.dot_t(acc, k, q), self.after_s("arrive")), shape)
             p[...], weight, back = self.probabilities(block, rows, masked, s)
             wait(array=2)
+            if self.problem.dropped:
+                wait(array=3)
         else:
             wait(array=2)
             self.after_s("sync")  # so that dP runs under the exponentials
