@@ -5,20 +5,24 @@ Draws which blocks of queries and keys a mask of pallas_flash.masks leaves empty
 
 import argparse
 import pathlib
+import sys
 
 import numpy as np
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # scripts/ is no installed package
+
 from pallas_flash import masks
+from scripts.typed_mask import typed_mask
 
 KINDS = {"skipped": "#e9e9e9", "partial: masked": "#f0b040", "full: no mask": "#3b76af"}
 
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("mask", help="an expression of the names in pallas_flash.masks")
+    parser.add_argument("mask", type=typed_mask, help="an expression of the names in pallas_flash.masks")
     parser.add_argument("--queries", type=int, default=1024, metavar="T")
     parser.add_argument("--keys", type=int, metavar="S", help="as many as queries, if not given")
     parser.add_argument("--block", type=int, default=64, help="queries and keys of a block")
@@ -26,14 +30,8 @@ def main(argv=None):
     parser.add_argument("--heads", type=int, default=1, help="for a mask that differs by head: one picture each")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("mask.png"))
     args = parser.parse_args(argv)
-    try:
-        mask = eval(args.mask, vars(masks).copy())
-    except (SyntaxError, NameError, TypeError, ValueError) as error:
-        parser.error(f"{args.mask!r} makes no mask: {error}")
-    if not isinstance(mask, masks.Mask):
-        parser.error(f"{args.mask!r} must be a mask such as Causal() & Dilated(4); it is a {type(mask).__name__}")
     made = masks.block_map(
-        mask, args.queries, args.keys or args.queries, block=args.block, query_offset=args.query_offset, heads=args.heads
+        args.mask, args.queries, args.keys or args.queries, block=args.block, query_offset=args.query_offset, heads=args.heads
     )
     draw(made).savefig(args.out, dpi=110, facecolor="white")
     print(f"{said(made)}\nwritten  {args.out}")

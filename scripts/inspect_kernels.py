@@ -7,8 +7,10 @@ tiles, the least work and time, and what the compiler made of each kernel, forwa
 """
 
 import argparse
+import functools
 import json
 import math
+import operator
 import pathlib
 import subprocess
 import sys
@@ -20,6 +22,7 @@ import numpy as np
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # scripts/ is no installed package
 
 from scripts import gpu_code
+from scripts.typed_mask import typed_mask
 
 
 def main(argv=None) -> int:
@@ -74,6 +77,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--key-lengths", type=int, nargs="+", metavar="L", help="only the first L keys, for each batch row")
     add("--query-lengths", type=int, nargs="+", metavar="L", help="only the first L queries see anything, for each batch row")
     add("--documents", type=positive, metavar="D", help="the keys of its own document, of D packed documents of equal length")
+    help = "an expression of the names in pallas_flash.masks, as 'Window(128, 128) | GlobalTokens(4)'"
+    add("--rule", type=typed_mask, metavar="MASK", help=help)
     help = "a dense bool mask: BNTS, with a 1 for each axis that it broadcasts, as in B1TS; all of it counts as work"
     add("--mask", type=axes, metavar="AXES", help=help)
     add("--bias", type=axes, metavar="AXES", help="a bias, its axes as of --mask")
@@ -100,6 +105,8 @@ def parse(parser: argparse.ArgumentParser, argv) -> argparse.Namespace:
             parser.error(
                 f"--{name.replace('_', '-')} takes one number for each of the {args.batch} batch rows; got {len(given)}."
             )
+    if args.mask and args.rule is not None:
+        parser.error("a call has one mask: --mask or --rule.")
     return args
 
 
@@ -144,7 +151,7 @@ def call_of(args) -> dict:
         key=floats(args.batch, args.keys, args.kv_heads, args.head_size),
         value=floats(args.batch, args.keys, args.kv_heads, args.value_size),
         bias=args.bias and floats(*dense(args.bias)),
-        mask=args.mask and jax.ShapeDtypeStruct(dense(args.mask), bool),
+        mask=jax.ShapeDtypeStruct(dense(args.mask), bool) if args.mask else args.rule,
         is_causal=args.causal,
         local_window_size=window(args),
         query_offset=args.query_offset,
@@ -190,11 +197,15 @@ def visible_pairs(args) -> int:
         rules.append(masks.QueryLengths(lengths(args.query_lengths)))
     if args.documents:
         rules.append(masks.Documents(documents(args), documents(args)))
-    B, T = args.batch, args.length
-    seen = masks.resolve(rules, B, T, args.keys, args.query_offset)
+    B, N, T, S = args.batch, args.heads, args.length, args.keys
+    if args.rule is not None:
+        rule = functools.reduce(operator.and_, rules, args.rule)
+        count = masks.block_map(rule, T, S, block=1, query_offset=args.query_offset, batch=B, heads=N).counts()
+        return count["full"] * (B * N * T * S // sum(count.values()))
+    seen = masks.resolve(rules, B, T, S, args.query_offset)
     start, stop = seen.narrow(seen.BY_BATCH, lambda x: x[:, None]).interval(np.arange(T)[None])
     count = np.maximum(np.asarray(stop) - np.asarray(start), 0)
-    return int(np.broadcast_to(count, (B, T)).sum(dtype=np.int64)) * args.heads
+    return int(np.broadcast_to(count, (B, T)).sum(dtype=np.int64)) * N
 
 
 # ---- the least that must be done ----
@@ -212,7 +223,7 @@ def works(call: dict, pairs: int) -> dict:
 
     q, k, v, bias, mask = (call[name] for name in ("query", "key", "value", "bias", "mask"))
     H, Hv = q.shape[-1], v.shape[-1]
-    bytes_of = lambda x: 0 if x is None else math.prod(x.shape) * x.dtype.itemsize
+    bytes_of = lambda x: math.prod(x.shape) * x.dtype.itemsize if hasattr(x, "shape") else 0
     inputs, mask = sum(map(bytes_of, (q, k, v, bias))), bytes_of(mask)
     o, row = bytes_of(q) // H * Hv, math.prod(q.shape[:-1]) * 4  # lse and delta are float32
     once = inputs + mask + o + 2 * row  # what each kernel of the backward reads; delta takes o beside it

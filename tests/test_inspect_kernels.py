@@ -141,6 +141,13 @@ def test_pairs_are_those_that_brute_force_counts(name):
     assert inspect_kernels.visible_pairs(args) == np.sum(seen)
 
 
+def test_pairs_of_a_rule_are_those_that_brute_force_counts():
+    args, _ = parsed("--batch 2 --length 37 --rule Dilated(3)|GlobalTokens(2) --causal --key-lengths 5 37")
+    i, j = np.ogrid[:37, :37]
+    seen = (((i - j) % 3 == 0) | (i < 2) | (j < 2)) & (j <= i)
+    assert inspect_kernels.visible_pairs(args) == args.heads * sum(np.sum(seen & (j < length)) for length in (5, 37))
+
+
 def test_work_is_counted_from_shapes_and_pairs():
     report = explained("--gpu H100 --batch 2 --length 64 --keys 48 --heads 6 --kv-heads 2 --head-size 24 --value-size 40")
     forward, one, two = report["work"]
