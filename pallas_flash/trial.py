@@ -23,7 +23,8 @@ from pallas_flash.machine.selfcheck import Variant, Verdict
 COMMAND = [sys.executable, "-m", "pallas_flash"]  # that does what CASE tells it
 CASE = "--case"
 Sizes = list[tuple[int, int]]  # of heads: of queries and keys, and of values
-SCHEMES = list(itertools.product((True, False), (0.0, 0.25)))  # deterministic, and the rate of dropout
+SCHEMES = [(*scheme, False) for scheme in itertools.product((True, False), (0.0, 0.25))]  # the last three of a Case
+SCHEMES += [(True, 0.0, True), (False, 0.0, True)]
 
 
 class Case(NamedTuple):
@@ -33,9 +34,11 @@ class Case(NamedTuple):
     dtype: str
     deterministic: bool
     dropout_rate: float
+    has_rule: bool
 
     def call(self) -> dict:
         call = dict(implementation=self.implementation, deterministic=self.deterministic, is_causal=True)
+        call |= dict(mask=selfcheck.RULE) if self.has_rule else {}
         return call | (dict(dropout_rate=self.dropout_rate, dropout_rng=jax.random.key(0)) if self.dropout_rate else {})
 
     def shapes(self, B: int, T: int, N: int) -> list[jax.ShapeDtypeStruct]:
@@ -73,7 +76,7 @@ def cases(names: Iterable[str], sizes: Sizes | None, dtypes: list[str]) -> tuple
 
 def default_sizes(name: str) -> Sizes:
     """All widths of kernels that this machine may take unasked."""
-    case = Case(name, 64, 64, "bfloat16", True, 0.0)
+    case = Case(name, 64, 64, "bfloat16", *SCHEMES[0])
     some = explain(*case.shapes(1, 8, 2)).problem
     unasked = case.backend().own_kernels and case.backend().why_not_by_default(some) is None
     return [(64, 64), (128, 128), (192, 128), (256, 256)] if unasked else [(64, 64)]
@@ -131,7 +134,8 @@ def measured(case: Case) -> Finding:
     start = time.perf_counter()
     ours = _compiled(lambda *x: flash_attention(*x, **case.call()), arrays)
     compile_ = time.perf_counter() - start
-    if size is INTERPRETED or case.head_size != case.value_size or case.dropout_rate:  # jax.nn has one head size, and no dropout
+    # jax.nn has one head size, no dropout and no rules
+    if size is INTERPRETED or case.head_size != case.value_size or case.dropout_rate or case.has_rule:
         return Finding(verdict, compile_, *_times([ours], arrays, size.rounds))
     theirs = _compiled(lambda *x: jax.nn.dot_product_attention(*x, is_causal=True), arrays)
     return Finding(verdict, compile_, *_times([ours, theirs], arrays, size.rounds))

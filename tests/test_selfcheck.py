@@ -18,10 +18,11 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import pallas_flash
-from pallas_flash import backends, explain, flash_attention, trial
+from pallas_flash import backends, explain, flash_attention, masks, schedule, trial
 from pallas_flash.__main__ import main
 from pallas_flash.kernels import device, hopper, portable
 from pallas_flash.machine import records, selfcheck
+from pallas_flash.rules import kinds
 
 Q = np.random.default_rng(0).normal(size=(4, 8, 2, 16)).astype(np.float32)
 
@@ -344,6 +345,17 @@ def test_dropout_is_checked_by_itself_with_weights_dropped():
     assert "o is off by" in wrong
 
 
+def test_masks_that_are_rules_are_checked_by_themselves_with_blocks_of_all_kinds():
+    (hopper, *_), q = backends.BACKENDS, jax.ShapeDtypeStruct((1, 8, 2, 64), "bfloat16")
+    problem = explain(q, q, q, mask=masks.Dilated(2)).problem
+    assert selfcheck.variant_of(hopper, problem).scheme == "deterministic, a rule"
+    small, operands, _ = selfcheck.trial(problem, selfcheck.SIZES)
+    tiles = hopper.tiles(small).forward
+    found = schedule.block_kinds(operands.visibility, small.batch, small.heads, small.queries, tiles.block_q, tiles.block_k)
+    assert set(np.asarray(found).ravel().tolist()) == {kinds.EMPTY, kinds.PARTIAL, kinds.FULL}
+    assert len({head.tobytes() for head in np.asarray(found)[0]}) > 1
+
+
 def test_decoding_is_checked_by_itself_on_a_problem_that_is_decoding():
     (_, portable, *_) = backends.BACKENDS
     q, k = (jax.ShapeDtypeStruct((1, length, 2, 64), "bfloat16") for length in (1, 4096))
@@ -397,7 +409,7 @@ def test_the_command_tells_right_from_wrong_crashed_and_failed_and_records_what_
 
 
 def test_a_process_that_hangs_is_ended_and_that_is_its_verdict(with_fakes):
-    finding = trial.in_a_process(trial.Case("sleeper", 64, 64, "float32", True, 0.0), limit=0.5)
+    finding = trial.in_a_process(trial.Case("sleeper", 64, 64, "float32", *trial.SCHEMES[0]), limit=0.5)
     assert finding.verdict.wrong == "its check did not end within 0.5 s" and finding.lasting
 
 

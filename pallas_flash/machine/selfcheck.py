@@ -23,6 +23,7 @@ LIMIT = 300  # seconds; a check that takes longer hangs
 SIZES = dict(batch=2, queries=523, keys=709, heads=8, kv_heads=2)  # blocks that need a mask, blocks that need none, ragged ones
 WIDTH = 16  # multiples of this tell heads apart in the kernels
 ROWS = 64  # that are compared as one vector: a single row of a gradient may be zero but for rounding
+RULE = masks.Where(lambda b, h, q, k: ((q // 256 + k // 256 + h) % 3 > 0) | (k < 4), "RULE")  # blocks of all kinds, by head
 TOLERANCE = dict(float32=1e-4, bfloat16=2e-2, float16=4e-3)
 
 _log = logging.getLogger("pallas_flash")
@@ -78,7 +79,7 @@ class Variant(NamedTuple):
     head_size: int  # as wide as the kernels make it
     value_size: int
     dtype: str
-    scheme: str  # of the backward; and whether the forward is decoding, and weights are dropped
+    scheme: str  # of the backward; and whether the forward is decoding, weights are dropped, and the mask is a rule
 
     def __str__(self):
         v = self
@@ -99,6 +100,7 @@ def variant_of(backend: Backend, problem: Problem) -> Variant:
     same = backend.tiles(problem) == backend.tiles(dataclasses.replace(problem, deterministic=True))
     scheme = "deterministic" if same else "in any order"
     scheme += ", decoding" * decode.takes(problem) + ", dropout" * (problem.dropped > 0)
+    scheme += ", a rule" * (problem.visibility.where is not None)
     return Variant(backend.name, *_widths(problem), problem.dtype, scheme)
 
 
@@ -223,7 +225,7 @@ def trial(problem: Problem, sizes: dict[str, int]) -> tuple[Problem, Operands, t
     width, value_width = _widths(problem)
     p = dataclasses.replace(problem, **sizes, head_size=width, value_size=value_width, scale=width**-0.5)
     lengths = p.keys - p.keys // 7 * np.arange(p.batch, dtype=np.int32)
-    rules = [masks.Causal(), masks.KeyLengths(jax.device_put(lengths))]
+    rules = [masks.Causal(), masks.KeyLengths(jax.device_put(lengths)), *([RULE] if p.visibility.where is not None else [])]
     visibility = masks.resolve(rules, p.batch, p.queries, p.keys, p.keys - p.queries)
     p = dataclasses.replace(p, soft_cap=None, bias=None, sinks=False, mask=None, score=None, visibility=shapes(visibility))
     seeds = dropout.seeds(jax.random.key(0), p.batch, p.heads) if p.dropped else None
