@@ -37,6 +37,14 @@ class Blocks(NamedTuple):
         down = lambda n: end if isinstance(n, int) and n == 0 else end - n
         return Blocks(*map(down, reversed(self)))
 
+    @property
+    def count(self) -> Ints:
+        return self.last - self.first
+
+    def walk(self) -> "Walk":
+        """From the last one to the first."""
+        return Walk(self.turned(self.last), lambda t: self.last - 1 - t)
+
     def part(self, number: Ints, count: int) -> "Blocks":
         """Part `number` of as many, as long as each other; masks stay where they were."""
         end = lambda n: self.first + lax.div((self.last - self.first) * n, jnp.int32(count))
@@ -71,9 +79,19 @@ class Listed(NamedTuple):
         """From a row of `lists`."""
         return cls(lists[(*row, 0)], lists[(*row, 1)], lambda n: lists[(*row, 2 + n)])
 
+    def walk(self) -> "Walk":
+        return Walk(Blocks(0, self.masked, self.last, self.last), self.number)
+
     def visit(self, step, carry):
         masked, full = (lambda n, carry, m=m: step(self.number(n), carry, masked=m) for m in (True, False))
         return loop(self.masked, self.last, full, loop(0, self.masked, masked, carry))
+
+
+class Walk(NamedTuple):
+    """Blocks by their places in the order in which they come."""
+
+    blocks: Blocks
+    number: Callable  # of the block at a place
 
 
 def divisor(n: int, most: int) -> int:
@@ -215,19 +233,21 @@ def _block_kinds(visibility, batch, heads, queries, block_q, block_k):
     return jnp.minimum(found, within(seen.first, seen.last) + within(seen.full_first, seen.full_last))
 
 
-def lists(found) -> jax.Array:
-    """Of kinds [.., tiles, blocks] for each tile how many blocks are partial, how many are not empty, and the blocks' numbers:
-    the partial ones, then the full ones. int32 [.., tiles, 2 + blocks]"""
+def lists(found, least: int = 0) -> jax.Array:
+    """Of kinds [.., tiles, blocks] for each tile how many blocks are to be masked, how many to be visited, and the blocks'
+    numbers: the partial ones, then the full ones; where these are less than `least`, empty ones too, which are masked. int32
+    [.., tiles, 2 + blocks]"""
     if not isinstance(found, np.ndarray):
-        return _lists(found)
-    known = _now(_lists, found)
+        return _lists(found, least)
+    known = _now(_lists, found, least)
     return jnp.asarray(known[..., : 2 + int(known[..., 1].max())])
 
 
-def _lists(found) -> jax.Array:
+def _lists(found, least: int) -> jax.Array:
     count = lambda which: jnp.sum(which, -1, dtype=jnp.int32, keepdims=True)
     order = jnp.argsort((found + 2) % 3, axis=-1, stable=True).astype(jnp.int32)
-    return jnp.concatenate([count(found == kinds.PARTIAL), count(found > kinds.EMPTY), order], -1)
+    visited = jnp.maximum(count(found > kinds.EMPTY), least)
+    return jnp.concatenate([visited - count(found == kinds.FULL), visited, order], -1)
 
 
 def _whole_tiles(visibility: Visibility, queries: int, block_q: int):

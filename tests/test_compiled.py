@@ -53,6 +53,7 @@ CASES = {  # options, and how many loops: without a mask; with one before it; an
     "soft_cap": ("--causal --soft-cap 30 --sinks", 2),  # sinks cost a step nothing
     "dropout": ("--causal --dropout 0.1", 2),
     "alibi": ("--causal --alibi", 2),
+    "rule": ("--rule Window(512,512)|GlobalTokens(64)", 2),  # the blocks that ask it, then those that all see
     "one tile, window": ("--batch 1 --window 1000 17", 3),  # to a program
     "one tile, lengths": ("--batch 1 --key-lengths 1000", 3),
 }
@@ -98,6 +99,14 @@ LOOPS = [
     Row("dq", 64, "alibi", 974),
     Row("forward", 128, "alibi", 853, deterministic=False),
     Row("dq_dk_dv", 128, "alibi", 758, under_products=0, deterministic=False),
+    Row("forward", 64, "rule", 436),
+    Row("dk_dv", 64, "rule", 349),
+    Row("dq", 64, "rule", 526, with_a_mask=0.9),
+    Row("forward", 128, "rule", 500, with_a_mask=0.9, deterministic=False),
+    Row("dq_dk_dv", 128, "rule", 525, deterministic=False),
+    Row("forward", 256, "rule", 471, with_a_mask=0.9),
+    Row("dk_dv", 256, "rule", 367, under_products=0),
+    Row("dq", 256, "rule", 398),
     Row("forward", 80, "causal", 451),  # as narrow as the heads
     Row("dk_dv", 80, "causal", 338),
     Row("dq", 80, "causal", 323),

@@ -6,6 +6,7 @@ from pallas_flash.arguments import Problem
 from pallas_flash.kernels import device, portable
 from pallas_flash.kernels.hopper.tuning import decode_tiles, tiles
 from pallas_flash.rules.reads import BY_PAIR
+from pallas_flash.rules.rule import Asked
 
 __all__ = ["decode_tiles", "tiles", "why_not"]
 
@@ -17,9 +18,9 @@ def why_not(problem: Problem) -> str | None:
         return f"wgmma multiplies bfloat16 and float16; got {p.dtype}"
     if p.bias is not None or p.mask is not None:
         return "it takes no bias and no dense mask"
-    if p.visibility.where is not None:
-        return "its loops go over intervals of blocks, which masks.Where has none of"
-    if why_not := _why_no_score(p):
+    if why_not := _why_no_rule(p.visibility.where) or _why_no_rule(p.score):
+        return why_not
+    if p.score is not None and p.score.tables and (why_not := portable.why_not(p)):  # whose kernels sum the gradients of tables
         return why_not
     if max(p.head_size, p.value_size) > 256:
         return f"head sizes above 256 do not fit into registers; got H = {p.head_size}, Hv = {p.value_size}"
@@ -28,7 +29,7 @@ def why_not(problem: Problem) -> str | None:
     return _why_not_here()
 
 
-# What Mosaic GPU knows, as exactly as float32 asks for, of what a score_mod may be made of, or kernels/hopper/scored.py instead.
+# What Mosaic GPU knows, as exactly as float32 asks for, of what a rule may be made of, or kernels/hopper/ruled.py instead.
 _OPERATIONS = """
 abs add add_any and broadcast_in_dim clamp convert_element_type copy div eq exp exp2 ge gt integer_pow le log log2 logistic lt max
 min mul ne neg not one_minus_square or rem reshape rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sqrt
@@ -36,14 +37,14 @@ square squeeze sub tanh xor
 """.split()
 
 
-def _why_no_score(p: Problem) -> str | None:
-    if p.score is None:
+def _why_no_rule(asked: Asked | None) -> str | None:
+    if asked is None:
         return None
-    if any(read.numbers & BY_PAIR for read in p.score.rule.reads):
-        return f"{p.score.rule} reads an array at an index made of q_idx or kv_idx: Mosaic GPU has no gather for registers"
-    if lacking := sorted(p.score.operations - set(_OPERATIONS)):
-        return f"{p.score.rule} needs {', '.join(lacking)}, which Mosaic GPU does not know for registers"
-    return portable.why_not(p) if p.score.tables else None  # whose kernels sum the gradients of tables
+    if any(read.numbers & BY_PAIR for read in asked.rule.reads):
+        return f"{asked.rule} reads an array at an index made of q_idx or kv_idx: Mosaic GPU has no gather for registers"
+    if lacking := sorted(asked.operations - set(_OPERATIONS)):
+        return f"{asked.rule} needs {', '.join(lacking)}, which Mosaic GPU does not know for registers"
+    return None
 
 
 def _why_not_here() -> str | None:

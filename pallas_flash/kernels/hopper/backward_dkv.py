@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash import schedule
 from pallas_flash.arguments import Problem
-from pallas_flash.kernels.hopper import ends, kept, order, scored, seen, sync, tile
+from pallas_flash.kernels.hopper import ends, kept, order, ruled, scored, seen, sync, tile
 from pallas_flash.kernels.hopper.gradients import Inputs, inputs
 from pallas_flash.kernels.hopper.owner import Block, Owner
 from pallas_flash.kernels.hopper.tuning import ROWS, KeyTiles, stored
@@ -58,10 +58,7 @@ class Memory(NamedTuple):
 
 def dkv(p: Problem, t: KeyTiles, visibility: Visibility, *arrays, fused: bool):
     """dk, dv; before them dq, if fused."""
-    lengths = visibility.lengths
-    by_key = schedule.query_blocks(visibility, p.queries, t.block_q, t.block_k)
-    visibility, by_query = schedule.by_query_tile(visibility, p.queries, t.block_q, t.block_k)
-    x = inputs(p, t, lengths, None if by_query is None else by_key, visibility, *arrays)
+    x = inputs(p, t, visibility, seen.by_key_tile(p, visibility, t.block_q, t.block_k), *arrays)
     sums = [jnp.zeros((*x.q.shape[:3], stored(p.head_size, t.swizzle, 4)), jnp.float32)] if fused else []
     *dq, dk, dv = tile.launch(
         functools.partial(_kernel, problem=p, tiles=t),
@@ -79,8 +76,7 @@ def dkv(p: Problem, t: KeyTiles, visibility: Visibility, *arrays, fused: bool):
 def _kernel(program, x: Inputs, *outputs, problem: Problem, tiles: KeyTiles):
     *dq_gmem, dk_gmem, dv_gmem, memory = outputs
     at = order.key_tile(program, problem, tiles.block_k, tiles.query_bytes)
-    blocks = seen.query_blocks(x.blocks, x.visibility, at.batch, at.tile, problem.queries, tiles.block_q, tiles.block_k)
-    steps = blocks.last - blocks.first  # with one of the heads
+    of_head = seen.query_blocks(x.blocks, x.visibility, at, problem.queries, tiles.block_q, tiles.block_k)
     number_of = sync.Numbers(tiles.warpgroups, tiles.stages)
     slots = memory.q, memory.lse, memory.do, memory.delta
     full = memory.q_full, memory.q_full, memory.do_full, memory.delta_full
@@ -97,19 +93,24 @@ def _kernel(program, x: Inputs, *outputs, problem: Problem, tiles: KeyTiles):
         read = ends.reader(x.last_queries, at.batch, tiles.block_q)
 
         def head(g, _):
-            def load(i, _):
+            blocks, number, before = of_head(g)
+
+            def load(t, _):
+                i = number(t)
+
                 def fill(first, q_gmem, do_gmem):
                     rows = lambda x, width: tile.rows_of(x, at.batch, pl.ds(first, tiles.block_q), at.head + g, width)
                     by_row = at.batch, at.head + g, pl.ds(i * tiles.block_q, tiles.block_q)
                     q, do = rows(q_gmem, tiles.width), rows(do_gmem, tiles.value_width)
-                    queries.fill(g * steps + i - blocks.first, (q, x.lse.at[by_row], do, x.delta.at[by_row]))
+                    queries.fill(before(t), (q, x.lse.at[by_row], do, x.delta.at[by_row]))
 
                 read(i, fill, x.q, x.do)
 
             schedule.loop(sync.opaque(blocks.first), sync.opaque(blocks.last), load, None)
 
         schedule.loop(0, sync.opaque(problem.group), head, None)
-        queries.drain(problem.group * steps)
+        blocks, _, before = of_head(problem.group - 1)
+        queries.drain(before(blocks.last))
 
     def consume(own):
         if not tiles.split:
@@ -121,11 +122,13 @@ def _kernel(program, x: Inputs, *outputs, problem: Problem, tiles: KeyTiles):
         plgpu.barrier_wait(memory.kv_full)
 
         def head(g, sums):
+            blocks, number, before = of_head(g)
             dropout = kept.of(problem.dropped, x.seeds, at.batch, at.head + g)
             score = scored.of(problem, x.score, at.batch, at.head + g)
+            rule = ruled.of(problem.visibility.where, x.where, at.batch, at.head + g)
 
-            def step(i, sums, masked):
-                block = Block(g * steps + i - blocks.first, at.head + g, i * tiles.block_q, dropout, score)
+            def step(t, sums, masked):
+                block = Block(before(t), at.head + g, number(t) * tiles.block_q, dropout, score, rule)
                 return owner_of(sync.opaque(own)).add(block, masked, *sums)
 
             return blocks.visit(step, sums)

@@ -7,9 +7,8 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_flash import schedule
 from pallas_flash.arguments import Problem
-from pallas_flash.kernels.hopper import ends, kept, order, scored, seen, sync, tile
+from pallas_flash.kernels.hopper import ends, kept, order, ruled, scored, seen, sync, tile
 from pallas_flash.kernels.hopper.gradients import Inputs, dlogits, inputs, probabilities
 from pallas_flash.kernels.hopper.tuning import ROWS, Tiles
 from pallas_flash.masks import Visibility
@@ -43,9 +42,7 @@ class Memory(NamedTuple):
 
 
 def dq(p: Problem, t: Tiles, visibility: Visibility, *arrays):
-    lengths = visibility.lengths
-    visibility, blocks = schedule.by_query_tile(visibility, p.queries, t.block_q, t.block_k)
-    x = inputs(p, t, lengths, blocks, visibility, *arrays)
+    x = inputs(p, t, visibility, seen.by_query_tile(p, visibility, t.block_q, t.block_k), *arrays)
     (dq,) = tile.launch(
         functools.partial(_kernel, problem=p, tiles=t),
         x,
@@ -64,7 +61,7 @@ def _kernel(program, x: Inputs, dq_gmem, memory: Memory, *, problem: Problem, ti
     k = sync.Ring(memory.k, memory.k_full, number_of.first_ring, tiles.warpgroups)
     v = sync.Ring((memory.v,), (memory.v_full,), number_of.second_ring, tiles.warpgroups)
 
-    all_blocks = lambda: seen.key_blocks(x.blocks, x.visibility, at.batch, at.tile, problem.queries, tiles.block_q, tiles.block_k)
+    visited = lambda: seen.key_blocks(x.blocks, x.visibility, at, at.tile, problem.queries, tiles.block_q, tiles.block_k).walk()
 
     def consume(own):
         rows = lambda x, first, width: tile.rows_of(x, at.batch, pl.ds(first + own * ROWS, ROWS), at.head, width)
@@ -76,23 +73,24 @@ def _kernel(program, x: Inputs, dq_gmem, memory: Memory, *, problem: Problem, ti
 
         ends.reader(x.last_queries, at.batch, tiles.block_q)(at.tile, copy, x.q, x.do)
         first_row = at.tile * tiles.block_q + own * ROWS
-        dq = _sum(x, at, first_row, own, memory, k, v, all_blocks(), problem, tiles)
+        dq = _sum(x, at, first_row, own, memory, k, v, visited(), problem, tiles)
         q[...] = (dq * problem.scale).astype(q.dtype)
         tile.copy_out((q, rows(dq_gmem, at.tile * tiles.block_q, tiles.width)))
 
     def produce():
-        count = tile.feed(x, at, all_blocks(), k, v, tiles)
+        count = tile.feed(x, at, visited(), k, v, tiles)
         k.drain(count)
         v.drain(count)
 
     tile.by_role(tiles, consume, produce)
 
 
-def _sum(x: Inputs, at, first_row, own, memory: Memory, k: sync.Ring, v: sync.Ring, blocks, problem: Problem, tiles: Tiles):
+def _sum(x: Inputs, at, first_row, own, memory: Memory, k: sync.Ring, v: sync.Ring, walk, problem: Problem, tiles: Tiles):
     """dQ [64, width] of a consumer's queries, but for the scale."""
     shape, by_head = (ROWS, tiles.block_k), (at.batch, at.head, pl.ds(first_row, ROWS))
     lse, delta = (tile.load(ref.at[by_head], tile.ROW) for ref in (x.lse, x.delta))
-    view, order = seen.view(x.visibility, at.batch, first_row), blocks.turned(blocks.last)
+    rule = ruled.of(problem.visibility.where, x.where, at.batch, at.head)
+    view, blocks = seen.view(x.visibility, at.batch, first_row, rule), walk.blocks
     dropout = kept.of(problem.dropped, x.seeds, at.batch, at.head)
     score = scored.of(problem, x.score, at.batch, at.head)
     for full in memory.q_full, memory.do_full:
@@ -118,7 +116,7 @@ def _sum(x: Inputs, at, first_row, own, memory: Memory, k: sync.Ring, v: sync.Ri
                 k.release(t - 1)
 
         s = tile.product(begin_s, shape, running=0 if before is None else 1)
-        first_key = (blocks.last - 1 - t) * tiles.block_k
+        first_key = walk.number(t) * tiles.block_k
         sees = functools.partial(view.sees, first_key) if masked else None
         keeps = functools.partial(dropout.keeps, first_row, first_key) if problem.dropped else None
         modify = None if score is None else lambda s, scale: score.vjp(s, scale, first_row, first_key)
@@ -132,11 +130,11 @@ def _sum(x: Inputs, at, first_row, own, memory: Memory, k: sync.Ring, v: sync.Ri
         dq, ds = tile.overlap(lambda dq_acc: (gradient(t, masked, (dq_acc, ds)),), (dq,), (tile.zeros(*shape),))
         return dq, ds.astype(x.q.dtype)
 
-    last = order.last - 1
-    known_full = isinstance(blocks.last, int) and order.full_first == 0
+    last = blocks.last - 1
+    known_full = isinstance(blocks.last, int) and blocks.full_first == 0
     ds = gradient(0, not known_full)
     carry = tile.zeros(ROWS, tiles.width), ds.astype(x.q.dtype)
-    dq, ds = order.rest().visit(step, carry)
+    dq, ds = blocks.rest().visit(step, carry)
     (dq,) = tile.products_add(lambda acc: tile.dot(acc, ds, k.block(last)), dq)
     k.release(last)
     return dq

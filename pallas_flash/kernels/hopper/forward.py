@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash import online_softmax, schedule
 from pallas_flash.arguments import Operands, Problem
-from pallas_flash.kernels.hopper import decode, ends, kept, order, scored, seen, sync, tile
+from pallas_flash.kernels.hopper import decode, ends, kept, order, ruled, scored, seen, sync, tile
 from pallas_flash.kernels.hopper.tuning import ROWS, AllTiles, Tiles
 from pallas_flash.masks import Ints, Visibility
 
@@ -26,12 +26,13 @@ class Inputs(NamedTuple):
     k: jax.Array  # [B, S, K, H]
     v: jax.Array  # [B, S, K, Hv]
     last: ends.Blocks | None  # of k and v
-    blocks: jax.Array | None  # int32 [B or 1, query tiles, 4]: schedule.Blocks; None where the mask has no data
-    own_blocks: jax.Array | None  # int32 [B or 1, ceil(T / 64), 4]: the same for the rows of each consumer
+    blocks: jax.Array | seen.Lists | None  # of seen.by_query_tile
+    own_blocks: jax.Array | None  # the same for the rows of each consumer; None too where they are lists
     sinks: jax.Array | None  # [N], less what `scores_apart` leaves out
     seeds: jax.Array | None  # uint32 [B, N, 2], of dropout
-    score: scored.Numbers | None  # of a score_mod
-    visibility: Visibility  # its data by rows and keys only
+    score: ruled.Numbers | None  # of a score_mod
+    where: ruled.Numbers | None  # of the mask's Predicate
+    visibility: Visibility  # its data by rows and keys only, without the Predicate
 
 
 def forward(problem: Problem, tiles: AllTiles, x: Operands):
@@ -60,12 +61,15 @@ def forward(problem: Problem, tiles: AllTiles, x: Operands):
 
 
 def _inputs(p: Problem, t: Tiles, x: Operands) -> Inputs:
-    visibility, blocks = schedule.by_query_tile(x.visibility, p.queries, t.block_q, t.block_k)
-    _, own_blocks = schedule.by_query_tile(x.visibility, p.queries, ROWS, t.block_k)
+    where = x.visibility.where
+    blocks = seen.by_query_tile(p, x.visibility, t.block_q, t.block_k)
+    own_blocks = None if where is not None else seen.by_query_tile(p, x.visibility, ROWS, t.block_k)
+    visibility, _ = seen.intervals(p, x.visibility, t.block_q, t.block_k)
     q, k, v = (tile.padded(a, t.swizzle) for a in (x.query, x.key, x.value))
     last = ends.blocks(x.visibility.lengths[1], t.block_k, k, v)
     sinks = None if x.sinks is None else x.sinks - (p.soft_cap or 0.0)
-    return Inputs(q, k, v, last, blocks, own_blocks, sinks, x.seeds, scored.numbers(p, x.score), visibility)
+    rules = ruled.numbers(p, x.score), ruled.numbers(p, where)
+    return Inputs(q, k, v, last, blocks, own_blocks, sinks, x.seeds, *rules, visibility)
 
 
 class Memory(NamedTuple):
@@ -98,7 +102,7 @@ def _kernel(program, x: Inputs, o_gmem, lse_gmem, memory: Memory, *, problem: Pr
     number_of = sync.Numbers(tiles.warpgroups, tiles.stages)
     k = sync.Ring(memory.k, memory.k_full, number_of.first_ring, tiles.warpgroups)
     v = sync.Ring(memory.v, (memory.v_full,) * len(memory.v), number_of.second_ring, tiles.warpgroups)
-    visited = lambda at: seen.key_blocks(x.blocks, x.visibility, at.batch, at.tile, problem.queries, tiles.block_q, tiles.block_k)
+    visited = lambda at: seen.key_blocks(x.blocks, x.visibility, at, at.tile, problem.queries, tiles.block_q, tiles.block_k)
 
     def consume(own):
         turns = sync.Turns(number_of.turns, number_of.alone, tiles.warpgroups, own)
@@ -112,12 +116,13 @@ def _kernel(program, x: Inputs, o_gmem, lse_gmem, memory: Memory, *, problem: Pr
 
         def attend(n, _):
             at = place(n)
-            blocks, view = visited(at), seen.view(x.visibility, at.batch, first_row(at))
-            mine = _own_blocks(x, at, own, blocks, problem, tiles).turned(blocks.last)
+            rule = ruled.of(problem.visibility.where, x.where, at.batch, at.head)
+            blocks, view = visited(at), seen.view(x.visibility, at.batch, first_row(at), rule)
+            walk, mine = blocks.walk(), _own_blocks(x, at, own, blocks, problem, tiles)
             wide, lse_smem = memory.q.at[slot(n)], memory.lse.at[own]
             q, o_smem = wide.at[:, : tiles.width], wide.at[:, : tiles.value_width]
             plgpu.barrier_wait(memory.q_full.at[slot(n)])
-            shape, first_key = (ROWS, tiles.block_k), lambda t: (blocks.last - 1 - t) * tiles.block_k
+            shape, first_key = (ROWS, tiles.block_k), lambda t: walk.number(t) * tiles.block_k
             sees = lambda t: view.sees(first_key(t), shape)
             dropout = kept.of(problem.dropped, x.seeds, at.batch, at.head)
             score = scored.of(problem, x.score, at.batch, at.head)
@@ -127,7 +132,7 @@ def _kernel(program, x: Inputs, o_gmem, lse_gmem, memory: Memory, *, problem: Pr
             pass_by = functools.partial(_pass_by, k, v, turns)
             schedule.loop(0, mine.first, pass_by, None)
             o, lse = _attend(q, k, v, turns, start, mine, sees, modify, drop, problem, tiles)
-            schedule.loop(mine.last, blocks.last - blocks.first, pass_by, None)
+            schedule.loop(mine.last, walk.blocks.last, pass_by, None)
             o_smem[...], lse_smem[...] = o.astype(q.dtype), lse
             lse_rows = lse_gmem.at[at.batch, at.head, pl.ds(first_row(at), ROWS)]
             tile.copy_out((wide, rows(o_gmem, at)), (lse_smem, lse_rows))
@@ -142,7 +147,7 @@ def _kernel(program, x: Inputs, o_gmem, lse_gmem, memory: Memory, *, problem: Pr
     def produce():
         def load(n, used):
             at = place(n)
-            return tile.feed(x, at, visited(at), k, v, tiles, used)
+            return tile.feed(x, at, visited(at).walk(), k, v, tiles, used)
 
         used = schedule.loop(0, tiles.rounds, load, jnp.int32(0))
         k.drain(used)
@@ -162,15 +167,15 @@ def _pass_by(k: sync.Ring, v: sync.Ring, turns: sync.Turns, t, _):
 
 
 def _own_blocks(
-    x: Inputs, at: order.Place, own: Ints, blocks: schedule.Blocks, problem: Problem, tiles: Tiles
+    x: Inputs, at: order.Place, own: Ints, blocks: schedule.Blocks | schedule.Listed, problem: Problem, tiles: Tiles
 ) -> schedule.Blocks:
-    """Those of a program's blocks that a consumer needs, at least one; it passes by the others."""
-    if isinstance(blocks.last, int):  # all rows see all keys
-        return blocks
+    """The places of those of a program's blocks that a consumer needs, at least one; it passes by the others."""
+    if isinstance(blocks, schedule.Listed) or isinstance(blocks.last, int):  # the latter: all rows see all keys
+        return blocks.walk().blocks
     number = jnp.minimum(at.tile * tiles.warpgroups + own, schedule.ceil_div(problem.queries, ROWS) - 1)
-    mine = seen.key_blocks(x.own_blocks, x.visibility, at.batch, number, problem.queries, ROWS, tiles.block_k)
+    mine = seen.key_blocks(x.own_blocks, x.visibility, at, number, problem.queries, ROWS, tiles.block_k)
     first = schedule.between(mine.first, blocks.first, blocks.last - 1)
-    return mine._replace(first=first, last=schedule.between(mine.last, first + 1, blocks.last)).clipped()
+    return mine._replace(first=first, last=schedule.between(mine.last, first + 1, blocks.last)).clipped().turned(blocks.last)
 
 
 def _attend(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from pallas_flash import online_softmax
 from pallas_flash.arguments import Problem
-from pallas_flash.kernels.hopper import ends, scored, tile
+from pallas_flash.kernels.hopper import ends, ruled, seen, tile
 from pallas_flash.kernels.hopper.tuning import KeyTiles, Tiles
 from pallas_flash.masks import Visibility
 
@@ -25,19 +25,20 @@ class Inputs(NamedTuple):
     lse: jax.Array  # [B, N, whole tiles of T]: in units of log 2, less what `scores_apart` leaves out; +inf: p = 0
     delta: jax.Array  # the same shape
     seeds: jax.Array | None  # uint32 [B, N, 2], of dropout
-    score: scored.Numbers | None  # of a score_mod
-    blocks: jax.Array | None  # int32 [B or 1, tiles, 4]: schedule.Blocks; None where the mask has no data
-    visibility: Visibility  # its data by rows and keys only
+    score: ruled.Numbers | None  # of a score_mod
+    where: ruled.Numbers | None  # of the mask's Predicate
+    blocks: jax.Array | seen.Lists | None  # of seen.by_query_tile, or by_key_tile
+    visibility: Visibility  # its data by rows and keys only, without the Predicate
 
 
-def inputs(
-    p: Problem, t: Tiles | KeyTiles, lengths, blocks, visibility: Visibility, seeds, score, q, k, v, do, lse, delta
-) -> Inputs:
+def inputs(p: Problem, t: Tiles | KeyTiles, visibility: Visibility, blocks, seeds, score, q, k, v, do, lse, delta) -> Inputs:
+    lengths, where = visibility.lengths, ruled.numbers(p, visibility.where)
+    visibility, _ = seen.intervals(p, visibility, t.block_q, t.block_k)
     more = (0, 0), (0, 0), (0, -p.queries % t.block_q)
     lse, delta = jnp.pad(lse, more, constant_values=jnp.inf), jnp.pad(delta, more)
     q, k, v, do = (tile.padded(x, t.swizzle) for x in (q, k, v, do))
     last, last_queries = ends.blocks(lengths[1], t.block_k, k, v), ends.blocks(lengths[0], t.block_q, q, do)
-    return Inputs(q, k, v, do, last, last_queries, lse, delta, seeds, score, blocks, visibility)
+    return Inputs(q, k, v, do, last, last_queries, lse, delta, seeds, score, where, blocks, visibility)
 
 
 def probabilities(problem: Problem, s, lse: Callable, sees: Callable | None, keeps: Callable | None, modify: Callable | None):

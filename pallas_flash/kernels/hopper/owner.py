@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.arguments import Problem
-from pallas_flash.kernels.hopper import kept, scored, seen, sync, tile
+from pallas_flash.kernels.hopper import kept, ruled, scored, seen, sync, tile
 from pallas_flash.kernels.hopper.gradients import Inputs, dlogits, probabilities
 from pallas_flash.kernels.hopper.tuning import ROWS, KeyTiles
 from pallas_flash.masks import Ints
@@ -24,6 +24,7 @@ class Block(NamedTuple):
     first_row: Ints
     dropout: kept.Dropout | None
     score: scored.OfHead | None
+    rule: ruled.OfHead | None  # of the mask
 
 
 class Owner(NamedTuple):
@@ -133,7 +134,7 @@ class Owner(NamedTuple):
     def p_and_ds(self, block: Block, rows: pl.Slice, masked: bool):
         """P and dS, 16 bits, of 64 of the block's queries."""
         q, _, do, delta = self.queries.block(block.number)
-        shape, has_data = (ROWS, ROWS), bool(jax.tree.leaves(self.x.visibility))
+        shape, has_data = (ROWS, ROWS), bool(jax.tree.leaves(self.x.visibility)) or block.rule is not None
 
         def wait(array):
             if rows.start == 0:
@@ -173,7 +174,7 @@ class Owner(NamedTuple):
         sees = keeps = modify = None
         first_row, first_key = block.first_row + rows.start, self.first_key + self.keys.start
         if masked:
-            view = seen.view(self.x.visibility, sync.opaque(self.batch), first_row, ROWS, transposed=True)
+            view = seen.view(self.x.visibility, sync.opaque(self.batch), first_row, block.rule, transposed=True)
             sees = functools.partial(view.sees, first_key)
         if block.dropout is not None:
             keeps = functools.partial(block.dropout.keeps_transposed, first_row, first_key)

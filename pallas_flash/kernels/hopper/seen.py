@@ -1,12 +1,18 @@
 """What a tile of queries or keys sees: which key each query does, and which blocks to visit."""
 
-from typing import NamedTuple
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_flash import schedule
+from pallas_flash.arguments import Problem
 from pallas_flash.kernels.hopper import tile
+from pallas_flash.kernels.hopper.order import Place
 from pallas_flash.kernels.hopper.tuning import ROWS
 from pallas_flash.masks import Ints, Visibility
 
@@ -18,6 +24,7 @@ class View(NamedTuple):
     batch: Ints
     start: Ints  # [queries]
     stop: Ints
+    where: Callable | None = None  # what its Predicate allows: of the first key, the shape, and whether that is transposed
     transposed: bool = False
 
     def sees(self, first_key: Ints, shape):
@@ -28,7 +35,8 @@ class View(NamedTuple):
             key_ids = tile.load(v.key_ids.at[self.batch, pl.ds(first_key, size)], key_layout)
             ids = spread_query(v.query_ids, shape), spread_key(key_ids, shape)
         keys = of_keys(first_key, shape, self.transposed)
-        return v.sees(spread_query(self.start, shape), spread_query(self.stop, shape), keys, *ids)
+        inside = v.sees(spread_query(self.start, shape), spread_query(self.stop, shape), keys, *ids)
+        return inside if self.where is None else inside & self.where(first_key, shape, self.transposed)
 
 
 def _axes(transposed: bool):
@@ -49,34 +57,107 @@ def of_keys(first_key: Ints, shape, transposed: bool = False):
     return spread(first_key + tile.count(shape[0 if transposed else 1], layout), shape)
 
 
-def view(visibility: Visibility, batch: Ints, first_query: Ints, size: int = ROWS, transposed: bool = False) -> View:
-    """The view of `size` queries from `first_query` on."""
+def view(visibility: Visibility, batch: Ints, first_query: Ints, rule=None, size: int = ROWS, transposed: bool = False) -> View:
+    """The view of `size` queries from `first_query` on; `rule` is the ruled.OfHead of the mask's Predicate."""
     queries, ((layout, _), _) = pl.ds(first_query, size), _axes(transposed)
     at = visibility.narrow(("start", "stop", "query_ids"), lambda ref: tile.load(ref.at[batch, queries], layout))
     # A row number that nothing reads would be in the way of Mosaic's layout inference.
     row = 0 if at.left is None and at.right is None else first_query + tile.count(size, layout)
-    return View(at, batch, *at.interval(row), transposed)
+    where = None if rule is None else functools.partial(rule.allowed, first_query)
+    return View(at, batch, *at.interval(row), where, transposed)
+
+
+class Lists(NamedTuple):
+    """The blocks that each tile visits, of a mask with a Predicate."""
+
+    numbers: Any  # int32 [B or 1, N or 1, tiles, 2 + blocks]: schedule.lists
+    before: Any = None  # int32 [B or 1, N, tiles], of tiles of keys: how many there are of the heads before that share the keys
+
+    def of(self, batch: Ints, head: Ints, number: Ints) -> schedule.Listed:
+        """Those of tile `number` of a head, from refs."""
+        b, h = _entry(self.numbers, batch), head if self.numbers.shape[1] > 1 else 0
+        return schedule.Listed.of(self.numbers, b, h, number)
+
+
+def intervals(p: Problem, visibility: Visibility, block_q: int, block_k: int) -> tuple[Visibility, jax.Array | None]:
+    """The mask without its Predicate, and the blocks of each tile of queries, as schedule.by_query_tile has both."""
+    return schedule.by_query_tile(dataclasses.replace(visibility, where=None), p.queries, block_q, block_k)
+
+
+def by_query_tile(p: Problem, visibility: Visibility, block_q: int, block_k: int) -> jax.Array | Lists | None:
+    """The blocks of keys that each tile of queries visits, a table as of schedule.by_query_tile, or lists of at least one; None
+    where the kernel computes them."""
+    if visibility.where is None:
+        return intervals(p, visibility, block_q, block_k)[1]
+    return Lists(schedule.lists(_kinds(p, visibility, block_q, block_k), least=1))
+
+
+def by_key_tile(p: Problem, visibility: Visibility, block_q: int, block_k: int) -> jax.Array | Lists | None:
+    """The same from the keys' side: the blocks of queries that see each tile of keys, perhaps none."""
+    if visibility.where is None:
+        has_data = bool(jax.tree.leaves(visibility))
+        return schedule.query_blocks(visibility, p.queries, block_q, block_k) if has_data else None
+    numbers = schedule.lists(_kinds(p, visibility, block_q, block_k).swapaxes(2, 3))
+    B, _, tiles, _ = numbers.shape
+    count = jnp.broadcast_to(numbers[..., 1], (B, p.heads, tiles)).reshape(B, p.kv_heads, p.group, tiles)
+    return Lists(numbers, (jnp.cumsum(count, 2) - count).reshape(B, p.heads, tiles))
+
+
+def _kinds(p: Problem, visibility: Visibility, block_q: int, block_k: int):
+    return schedule.block_kinds(visibility, p.batch, p.heads, p.queries, block_q, block_k)
+
+
+def _entry(ref, batch: Ints) -> Ints:
+    """That of a batch row in data for each of them, or for all."""
+    return batch if ref.shape[0] > 1 else 0
 
 
 def _from_table(ref, batch: Ints, number: Ints) -> schedule.Blocks:
     """The Blocks of a tile, from int32 [B or 1, tiles, 4]."""
-    return schedule.Blocks(*(ref[batch if ref.shape[0] > 1 else 0, number, i] for i in range(4)))
+    return schedule.Blocks(*(ref[_entry(ref, batch), number, i] for i in range(4)))
 
 
-def key_blocks(ref, visibility: Visibility, batch: Ints, number: Ints, queries: int, size: int, block_k: int) -> schedule.Blocks:
-    """The blocks of keys that tile `number` of `size` queries visits, at least one: where no row sees a key it is masked."""
-    if ref is None:
+def key_blocks(
+    found, visibility: Visibility, at: Place, number: Ints, queries: int, size: int, block_k: int
+) -> schedule.Blocks | schedule.Listed:
+    """The blocks of keys that tile `number` of `size` queries visits, from what by_query_tile found; at least one: where no row
+    sees a key it is masked."""
+    if isinstance(found, Lists):
+        return found.of(at.batch, at.head, number)
+    if found is None:
         rows = number * size, jnp.minimum((number + 1) * size, queries) - 1
-        found = schedule.known_blocks(visibility, *rows, block_k)
+        blocks = schedule.known_blocks(visibility, *rows, block_k)
     else:
-        found = _from_table(ref, batch, number)
-    return found if isinstance(found.last, int) else found._replace(last=jnp.maximum(found.last, found.first + 1))
+        blocks = _from_table(found, at.batch, number)
+    return blocks if isinstance(blocks.last, int) else blocks._replace(last=jnp.maximum(blocks.last, blocks.first + 1))
 
 
-def query_blocks(ref, visibility: Visibility, batch: Ints, number: Ints, queries: int, block_q: int, size: int):
-    """The blocks of queries that see tile `number` of `size` keys; none is full where it hangs over the last key."""
-    if ref is not None:
-        return _from_table(ref, batch, number)
+class Queries(NamedTuple):
+    """The blocks of queries of one head that see a tile of keys, by their places in the order in which they come."""
+
+    blocks: schedule.Blocks
+    number: Callable  # of the block at a place
+    before: Callable  # how many blocks come before it, those of the heads before too that share the keys
+
+
+def query_blocks(found, visibility: Visibility, at: Place, queries: int, block_q: int, size: int) -> Callable:
+    """The Queries of the g-th head that shares the tile's `size` keys, from what by_key_tile found; no block is full where the
+    tile hangs over the last key."""
+    if isinstance(found, Lists):
+
+        def listed(g):
+            start = found.before[_entry(found.before, at.batch), at.head + g, at.tile]
+            return Queries(*found.of(at.batch, at.head + g, at.tile).walk(), lambda t: start + t)
+
+        return listed
+    if found is None:
+        blocks = _known_queries(visibility, at.tile, queries, block_q, size)
+    else:
+        blocks = _from_table(found, at.batch, at.tile)
+    return lambda g: Queries(blocks, lambda t: t, lambda t: g * blocks.count + t - blocks.first)
+
+
+def _known_queries(visibility: Visibility, number: Ints, queries: int, block_q: int, size: int) -> schedule.Blocks:
     keys, stop, rows = visibility.keys, (number + 1) * size, schedule.ceil_div(queries, block_q) * block_q
     found = schedule.known_blocks(visibility.by_key(rows), number * size, jnp.minimum(stop, keys) - 1, block_q)
     if keys % size == 0:

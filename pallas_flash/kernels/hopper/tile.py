@@ -72,10 +72,9 @@ def load(ref, layout):
 # Copies
 
 
-def feed(x, at, blocks: schedule.Blocks, k: sync.Ring, v: sync.Ring, tiles, used: Ints = 0):
-    """The producer's: fills the rings with the blocks of keys, and of values in `parts`, that a program visits, the last one
-    first."""
-    count, read = sync.opaque(blocks.last - blocks.first), ends.reader(x.last, at.batch, tiles.block_k)
+def feed(x, at, walk: schedule.Walk, k: sync.Ring, v: sync.Ring, tiles, used: Ints = 0):
+    """The producer's: fills the rings with the blocks of keys, and of values in `parts`, that a program visits."""
+    count, read = sync.opaque(walk.blocks.last), ends.reader(x.last, at.batch, tiles.block_k)
 
     def load(t, _):
         def fill(first, k_gmem, v_gmem):
@@ -83,7 +82,7 @@ def feed(x, at, blocks: schedule.Blocks, k: sync.Ring, v: sync.Ring, tiles, used
             k.fill(t, rows(k_gmem, 0, tiles.block_k, tiles.width), used)
             v.fill(t, tuple(rows(v_gmem, part.start, part.size, tiles.value_width) for part in parts(tiles.block_k)), used)
 
-        read(blocks.last - 1 - t, fill, x.k, x.v)
+        read(walk.number(t), fill, x.k, x.v)
 
     schedule.loop(sync.opaque(0), count, load, None)
     return jnp.maximum(used, count)

@@ -1,0 +1,124 @@
+"""A user's rule in registers: what a mask_mod or a score_mod is given, and its steps on tiles."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Literal
+
+from pallas_flash.arguments import Problem
+from pallas_flash.kernels.hopper import seen
+from pallas_flash.masks import Ints
+from pallas_flash.rules import reads, rule
+
+
+class Numbers(NamedTuple):
+    """What a rule is given of batch rows and heads."""
+
+    batch: Any  # int32 [B], their numbers; None where it does not ask for them
+    head: Any  # int32 [N]
+    offset: Any  # int32 [B]; None where it is known
+    values: tuple  # that it reads, each [B, N]
+
+
+def numbers(p: Problem, asked: rule.Asked | None) -> Numbers | None:
+    """Those of a rule, None without one."""
+    if asked is None:
+        return None
+    b, h = asked.numbers(p.batch, p.heads)
+    values = tuple(jnp.broadcast_to(value, (p.batch, p.heads)) for _, value in asked.by_head(p.batch, p.heads))
+    offset = None if isinstance(asked.offset, int) else asked.offset
+    return Numbers(b if asked.rule.reads_batch else None, h if asked.rule.reads_head else None, offset, values)
+
+
+class OfHead(NamedTuple):
+    """A rule of one batch row and head."""
+
+    asked: rule.Asked
+    batch: Ints
+    head: Ints
+    offset: Ints
+    values: list
+
+    def allowed(self, first_query: Ints, first_key: Ints, shape, transposed: bool = False):
+        """Whether the rule of a mask lets each query see each key of a block, in the shape of the scores."""
+        return self.steps(self.asked.made, shape, first_query, first_key, transposed).output(0)
+
+    def steps(self, f: Callable, shape, first_query: Ints, first_key: Ints, transposed: bool, *more: Callable) -> "Steps":
+        """Those of f(values, b, h, query, key, *more), where more() are float32 tiles."""
+        logit, index, number = (jax.ShapeDtypeStruct(*x) for x in ((shape, jnp.float32), (shape, jnp.int32), ((), jnp.int32)))
+        values = [jax.ShapeDtypeStruct((), x.dtype) for x in self.values]
+        with rule.any_mesh():
+            program = jax.make_jaxpr(f)(values, number, number, index, index, *[logit for _ in more])
+        return Steps(
+            program,
+            *(lambda x=x: x for x in self.values),
+            lambda: self.batch,
+            lambda: self.head,
+            lambda: seen.of_queries(first_query + self.offset, shape, transposed),
+            lambda: seen.of_keys(first_key, shape, transposed),
+            *more,
+        )
+
+
+def of(asked: rule.Asked | None, x: Numbers | None, batch: Ints, head: Ints) -> OfHead | None:
+    """From refs; None without a rule."""
+    if x is None:
+        return None
+    b, h = None if x.batch is None else x.batch[batch], None if x.head is None else x.head[head]
+    return OfHead(asked, b, h, asked.offset if x.offset is None else x.offset[batch], [value[batch, head] for value in x.values])
+
+
+class Steps:
+    """A program of tiles. What it computes it computes once, and where it is asked for: what nobody reads would be in the way of
+    Mosaic's layout inference."""
+
+    def __init__(self, program, *inputs: Callable):
+        self.jaxpr, self.known = program.jaxpr, {}
+        self.makes = dict(zip(self.jaxpr.invars, inputs, strict=True))
+        self.equations = {out: eqn for eqn in self.jaxpr.eqns for out in eqn.outvars}
+
+    def output(self, number: int):
+        return self(self.jaxpr.outvars[number])
+
+    def __call__(self, x):
+        if isinstance(x, Literal):
+            return x.val
+        if x not in self.known:
+            if x not in self.makes:
+                eqn = self.equations[x]
+                self.makes |= zip(eqn.outvars, _outputs(eqn, [functools.partial(self, of) for of in eqn.invars]), strict=True)
+            self.known[x] = self.makes[x]()
+        return self.known[x]
+
+
+def _outputs(eqn, inputs: list[Callable]) -> list[Callable]:
+    """One for each output of an equation, from those of its inputs."""
+    if (inner := eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))) is not None:
+        steps = Steps(inner, *inputs)
+        return [functools.partial(steps.output, n) for n in range(len(eqn.outvars))]
+    compute = _INSTEAD.get(eqn.primitive.name)
+    if compute is None:
+        return [lambda: reads.bind(eqn, [x() for x in inputs])[0]]
+    return [lambda: compute(*(x() for x in inputs), **eqn.params)]
+
+
+def _power(x, y: int):
+    if y == 0:
+        return jnp.ones_like(x)
+    power = functools.reduce(lax.mul, [x] * abs(y))
+    return power if y > 0 else 1.0 / power
+
+
+# What Mosaic does not know, or computes with an error of 2^-11: the tanh of NVIDIA GPUs.
+_INSTEAD = {
+    "add_any": lax.add,
+    "copy": lambda x: x,
+    "integer_pow": _power,
+    "not": lambda x: x ^ (True if x.dtype == bool else np.array(-1).astype(x.dtype)),
+    "tanh": lambda x, **_: 2.0 * lax.logistic(2.0 * x) - 1.0,
+}

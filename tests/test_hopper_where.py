@@ -1,0 +1,118 @@
+"""Masks that are any rule in the Hopper kernels, in jax's GPU interpreter: what the reference says, by lists of blocks."""
+
+import gpu_interpreter
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import Sizes, qkv
+from check import TOLERANCE, close
+
+from pallas_flash import explain, flash_attention, masks, scores
+from pallas_flash.kernels import hopper
+
+pytestmark = pytest.mark.skipif(gpu_interpreter.MISSING is not None, reason=str(gpu_interpreter.MISSING))
+
+LONGFORMER = masks.Window(40, 40) | masks.GlobalTokens(4)
+
+
+def holes(numbers):
+    """Reads a number for each head, asks for all indices, hides all keys from head 0 of row 1, and blocks here and there."""
+    return masks.Where(lambda b, h, q, k: ((q // 64 + k // 64 + numbers[h]) % 3 > 0) & (h + 1 > b) | (h > 0) & (k < 4))
+
+
+HIDDEN = masks.Where(lambda b, h, q, k: (q - k) % 5 * (q // 70) == 2 + h)  # all keys from the first 70 queries
+LENGTHS = dict(
+    query_offset=np.array([50, -4], np.int32),
+    query_seq_lengths=np.array([100, 131], np.int32),
+    key_value_seq_lengths=np.array([205, 150], np.int32),
+)
+MORE = LENGTHS | dict(logits_soft_cap=3.0, sinks=np.array([0.5, -1.0], np.float32), score_mod=scores.Alibi((0.05, 0.02)))
+DROPOUT = dict(dropout_rate=0.25, dropout_rng=jax.random.key(0))
+CASES = {  # head size, whether the same bits each time, the mask, and what else
+    "numbers by head, all that changes logits": (64, True, lambda: holes(jnp.array([0, 2])), MORE),
+    "one kernel": (128, False, lambda: holes(jnp.array([1, 2])), LENGTHS | dict(local_window_size=(150, 40))),
+    "known while tracing": (64, False, lambda: LONGFORMER, {}),
+    "a list made before": (128, True, lambda: masks.block_map(LONGFORMER, 131, 205), dict(is_causal=True)),
+    "queries that see nothing, dropout": (64, True, lambda: HIDDEN, DROPOUT),
+    "halves of dK and dV": (192, True, lambda: HIDDEN, dict(is_causal=True, query_offset=80) | DROPOUT),
+    "the widest": (256, True, lambda: LONGFORMER & masks.Dilated(2), {}),
+}
+FAST = "numbers by head, all that changes logits"
+
+
+@pytest.mark.parametrize("name", [FAST, *(pytest.param(n, marks=pytest.mark.whole) for n in CASES if n != FAST)])
+def test_output_lse_and_all_gradients_are_the_references(name, rng):
+    size, deterministic, mask, options = CASES[name]
+    q, k, v = qkv(rng, Sizes(B=2, T=131, S=205, N=2, K=1, H=size, Hv=size), jnp.bfloat16)
+
+    def attended(implementation, *x):
+        def loss(q, k, v):
+            more = dict(return_residual=True, implementation=implementation, deterministic=deterministic)
+            o, lse = flash_attention(q, k, v, mask=mask(), **more, **options)
+            seen = jnp.where(lse == -jnp.inf, 0, lse)
+            return jnp.sum(jnp.sin(o.astype(jnp.float32))) + jnp.sum(jnp.cos(seen)), (o, lse)
+
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))(*x)
+
+    (_, (expected_o, expected_lse)), expected = attended("reference", *(x.astype(np.float32) for x in (q, k, v)))
+    for row in range(2 if "query_offset" in options and "query_seq_lengths" in options else 0):
+        queries, keys = LENGTHS["query_seq_lengths"][row], LENGTHS["key_value_seq_lengths"][row]
+        q[row, queries:], k[row, keys:], v[row, keys:] = np.nan, np.nan, np.nan
+    with gpu_interpreter.hopper_kernels():
+        (_, (o, lse)), found = attended("hopper", q, k, v)
+    close(o, expected_o, TOLERANCE["bfloat16"], "output")
+    close(lse, expected_lse, 1e-5, "lse")
+    for name, x, y in zip(("dq", "dk", "dv"), found, expected, strict=True):
+        close(x, y, TOLERANCE["bfloat16"], name)
+
+
+# Of blocks of 192 queries by 128 keys: one to a tile; or all four of one tile of the second head, and one of each other.
+BLOCKS = {
+    "by distance": (masks.Where(lambda b, h, q, k: q // 192 == k // 128), 3),
+    "by head": (masks.Where(lambda b, h, q, k: (q < 192) & (h == 1)), 1 + 1 + 4 + 1),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_only_blocks_that_some_pair_needs_are_multiplied(name, rng, monkeypatch):
+    mask, blocks = BLOCKS[name]
+    heads = 1 + ("head" in name)
+    products, wgmma = [], gpu_interpreter._wgmma
+    monkeypatch.setattr(gpu_interpreter, "_wgmma", lambda **kw: (products.append(kw["thread"]), wgmma(**kw))[1])
+    q, k, v = qkv(rng, Sizes(B=1, T=576 if heads == 1 else 384, S=512, N=heads, K=1, H=64, Hv=64), jnp.bfloat16)
+    with gpu_interpreter.hopper_kernels(in_interpreter=True):
+        o = flash_attention(q, k, v, mask=mask, implementation="hopper")
+    close(o, flash_attention(*(x.astype(np.float32) for x in (q, k, v)), mask=mask), TOLERANCE["bfloat16"], "output")
+    assert len(products) == 2 * 3 * blocks  # by three consumers; a tile that sees nothing visits one
+
+
+@pytest.mark.whole
+def test_there_is_no_race(rng):
+    q, k, v = qkv(rng, Sizes(B=1, T=259, S=530, N=2, K=1, H=64, Hv=64), jnp.bfloat16)
+    rule = holes(jnp.array([0, 2]))
+    loss = lambda q, k, v: flash_attention(q, k, v, mask=rule, implementation="hopper").astype(jnp.float32).sum()
+    with gpu_interpreter.hopper_kernels(detect_races=True) as races:
+        jax.block_until_ready(jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(q, k, v))
+    assert not races.found
+
+
+TABLE = jnp.arange(8)
+REFUSED = {
+    "an array read by position": (lambda b, h, q, k: TABLE[q] > k, "reads an array at an index made of q_idx or kv_idx"),
+    "what registers do not know": (lambda b, h, q, k: jnp.floor(q / 3) > k, "needs floor, which Mosaic GPU does not know"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_rules_that_do_not_lower_are_refused_with_a_reason(name):
+    rule, reason = REFUSED[name]
+    q = jax.ShapeDtypeStruct((1, 8, 2, 64), jnp.bfloat16)
+    assert reason in explain(q, q, q, mask=masks.Where(rule)).why_not["hopper"]
+    with pytest.raises(NotImplementedError, match=reason):
+        explain(q, q, q, mask=masks.Where(rule), implementation="hopper")
+
+
+def test_it_is_not_decoding():
+    q, k = (jax.ShapeDtypeStruct((1, n, 2, 64), jnp.bfloat16) for n in (1, 300))
+    assert hopper.tiles(explain(q, k, k, mask=LONGFORMER).problem).decode is None
