@@ -1,4 +1,4 @@
-"""The caches of `FlashAttention`, of all tokens in one piece or in pages, or of a window's alone, and attention to them."""
+"""The caches of `FlashAttention`, of all tokens, in one piece or in pages, or of a window's tokens, and attention to them."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
@@ -27,7 +27,7 @@ class KVCache(NamedTuple):
 
 
 class RollingCache(NamedTuple):
-    """The same of the last S tokens: the one at position i is in slot i % S. Row b has had length[b] tokens."""
+    """The keys and values of the last S tokens: the token at position i is in slot i % S. Row b has had length[b] tokens."""
 
     key: Real[Array, "B S K H"]
     value: Real[Array, "B S K H"]

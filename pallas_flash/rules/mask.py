@@ -16,8 +16,8 @@ REACH = 2**28  # no query and key lie further apart: offsets and windows are cut
 
 
 class Mask:
-    """A rule that says which keys each query may see: with `a & b` what both let it see, `a | b` what one of them does, `~a` what
-    a does not."""
+    """A rule that says which keys each query may see: `a & b` shows the keys that both show, `a | b` those that at least one
+    shows, `~a` those that a does not."""
 
     ARRAYS = {}  # its int32 arrays: field name -> letters of its shape, out of B, T, S and C, any size
 
@@ -60,7 +60,7 @@ class Mask:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Both(Mask):
-    """What two masks both let a query see."""
+    """Lets a query see the keys that both masks let it see."""
 
     first: Mask
     second: Mask
