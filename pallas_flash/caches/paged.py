@@ -194,7 +194,8 @@ def _chosen(problem: Problem, page: int, stored: str | None, implementation: str
     """What takes (operands, table), and where pages are `stored` in 8 bits their scales; and the unit of its Statistics."""
     asked = selfcheck.asked_for(implementation)
     if asked is not None and (why_not := _why_not(asked, problem, page, stored)):
-        raise NotImplementedError(f"implementation {asked!r} cannot run this call of paged_attention: {why_not}. {problem}.")
+        cannot = f"implementation {asked!r} cannot run this call of paged_attention"
+        raise NotImplementedError(f"{cannot}: {why_not}. The call: {problem}.")
     checked = dataclasses.replace(problem, keys=max(problem.keys, decode.KEYS))  # the kernel is the one without pages
     here = lambda backend: _why_not(backend.name, problem, page, stored) or selfcheck.why_not(backend, checked)
     backend = backends.choose(problem, asked, here).backend

@@ -72,7 +72,7 @@ def attend(cache: Cache, query, key, value, left: int | None, mask, lengths, opt
     more = [name for name, x in dict(options, mask=mask).items() if name not in taken and x is not None]
     if more:
         name = "quantised " * is_quantised + type(cache).__name__
-        raise ValueError(f"a {name} takes no {', '.join(more)}: a KVCache of floats does, and layer.eval() ends dropout.")
+        raise ValueError(f"a {name} takes no {', '.join(more)}: a KVCache of floats does, and layer.eval() turns dropout off.")
     asked = {name: x for name, x in asked.items() if x is not None}
     if not isinstance(cache, PagedCache):
         arrays = {name: asked.pop(name) for name in ("sinks", "query_seq_lengths") if name in asked}
@@ -162,7 +162,7 @@ def check(cache: Cache, x, left: int | None, heads: int, size: int):
             f"inputs_q {x.shape} and the layer; got {shape}. Make it with {make}({B}, max_length)."
         )
     if isinstance(cache, RollingCache) and left is None:
-        raise ValueError(f"a {name} holds a window's tokens: it needs a layer with local_window_size that is causal.")
+        raise ValueError(f"a {name} holds a window's tokens: it needs a causal layer with local_window_size.")
     if isinstance(cache, RollingCache) and rolling_slots(left, T) > shape[1]:
         raise ValueError(
             f"a {name} of {shape[1]} slots takes up to {shape[1] - left - PAGE + 1} tokens at a time after a window of {left}; "

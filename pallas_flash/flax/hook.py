@@ -72,13 +72,15 @@ def attention_fn(  # every parameter has a name: linen passes on only those that
     _refuse_einsums(einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum)
     _check_precision(precision)
     if input_positions is not None:
-        raise NotImplementedError("attention_fn takes no input_positions, it has no RoPE: pallas_flash.flax.FlashAttention has.")
+        raise NotImplementedError(
+            "attention_fn takes no input_positions, as it has no RoPE: pallas_flash.flax.FlashAttention has."
+        )
     query, key, value = promote_dtype((query, key, value), dtype=dtype)
     dropout = {} if deterministic or dropout_rate == 0 else dict(dropout_rate=dropout_rate, dropout_rng=dropout_rng)
     if dropout and broadcast_dropout and math.prod(query.shape[:-3]) * query.shape[-2] > 1:
         raise NotImplementedError(
-            "attention_fn has a dropout mask of its own for each batch row and head, and broadcast_dropout=True, Flax's default, "
-            "asks for one mask for all: make the module with broadcast_dropout=False."
+            "attention_fn has a dropout mask for each batch row and head, but broadcast_dropout=True, Flax's default, asks for "
+            "one mask for all: make the module with broadcast_dropout=False."
         )
     # Flax's `deterministic` means no dropout; that of flash_attention means the same bits twice, which is its default
     options = dict(is_causal=is_causal, implementation=implementation, score_mod=score_mod, **dropout)
@@ -88,7 +90,7 @@ def attention_fn(  # every parameter has a name: linen passes on only those that
 def _refuse_module(module):
     if module is not None:
         raise NotImplementedError(
-            f"attention_fn cannot sow attention weights into {type(module).__name__}, it never has them in memory: "
+            f"attention_fn cannot sow attention weights into {type(module).__name__}, since it never has them in memory: "
             "leave sow_weights False, or use Flax's own attention_fn to look at weights."
         )
 
@@ -120,7 +122,7 @@ def as_mask(mask):
         other = (values := np.asarray(mask))[(values != 0) & (values != 1)]
         if other.size:
             raise ValueError(
-                f"mask must be bool, or 0 and 1 as Flax makes it; got {other.flat[0]}. Numbers to add to the logits are a bias; "
-                "of 0 and -1e9 a mask is made by mask > -1."
+                f"mask must be bool, or 0 and 1 as Flax makes it; got {other.flat[0]}. Pass numbers to add to the logits as "
+                "bias; to make a mask of 0 and -1e9, pass mask > -1."
             )
     return jnp.asarray(mask).astype(bool)

@@ -211,7 +211,7 @@ class FlashAttention(nnx.Module):
         """An empty cache for the tokens in a causal layer's window alone: texts of any length take O(local_window_size) memory. A
         call may add up to `tokens` tokens; give a longer prompt in pieces. dtype is as in `init_cache`."""
         if self._left is None or not self.is_causal:
-            raise ValueError("a rolling cache holds a window's tokens: it needs a layer with local_window_size that is causal.")
+            raise ValueError("a rolling cache holds a window's tokens: it needs a causal layer with local_window_size.")
         return self._empty(RollingCache, batch, caches.rolling_slots(self._left, tokens), dtype)
 
     def _empty(self, kind, batch: int, slots: int, dtype):
@@ -257,8 +257,8 @@ class FlashAttention(nnx.Module):
             return
         if self.is_causal or self.rope_base is not None or self.local_window_size is not None:
             raise ValueError(
-                "inputs_k has positions of its own, that those of inputs_q cannot be compared with: for cross-attention make "
-                "the layer with is_causal=False, rope_base=None and no local_window_size."
+                "positions in inputs_q and in inputs_k cannot be compared with each other: for cross-attention make the layer "
+                "with is_causal=False, rope_base=None and no local_window_size."
             )
         if segment_ids is not None:
             raise ValueError(
@@ -294,5 +294,5 @@ def _heads(num_heads, num_kv_heads, head_size, in_features, rope_base) -> tuple[
     if rope_base is not None and not rope_base > 0:
         raise ValueError(f"rope_base must be a number above 0, or None for no RoPE; got {rope_base}.")
     if rope_base is not None and H % 2:
-        raise ValueError(f"head_size must be even, RoPE turns pairs; got {H}. Or leave RoPE out with rope_base=None.")
+        raise ValueError(f"head_size must be even, since RoPE turns pairs; got {H}. Or leave RoPE out with rope_base=None.")
     return N, K, H
