@@ -1,4 +1,4 @@
-"""Identities that let derivatives through in one mode alone, and say so in the other."""
+"""Identities that let derivatives through in one mode alone, and raise in the other."""
 
 from collections.abc import Callable
 

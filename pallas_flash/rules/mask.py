@@ -1,4 +1,4 @@
-"""What a mask is, and what &, | and ~ make of it: intervals of keys stay so where they can, and all else is a `Where`."""
+"""What a mask is, and what &, | and ~ make of it: intervals of keys stay intervals where they can, and all else is a `Where`."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""The numbers that a rule reads of arrays, one at a time, apart from what it makes of them: how they are read is the caller's."""
+"""The numbers that a rule reads from arrays, one at a time, apart from what it makes of them; the caller does the reading."""
 
 import functools
 import math
