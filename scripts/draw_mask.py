@@ -19,8 +19,8 @@ KINDS = {"skipped": "#e9e9e9", "partial: masked": "#f0b040", "full: no mask": "#
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("mask", help="an expression of the names in pallas_flash.masks")
-    parser.add_argument("--queries", type=int, default=1024, metavar="T", help="how many (default: %(default)s)")
-    parser.add_argument("--keys", type=int, metavar="S", help="how many (default: as many as queries)")
+    parser.add_argument("--queries", type=int, default=1024, metavar="T")
+    parser.add_argument("--keys", type=int, metavar="S", help="as many as queries if not given")
     parser.add_argument("--block", type=int, default=64, help="queries and keys of a block (default: %(default)s)")
     parser.add_argument("--query-offset", type=int, default=0, help="the key position of query 0")
     parser.add_argument("--heads", type=int, default=1, help="for a mask that differs by head: a picture of each")

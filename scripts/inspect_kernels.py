@@ -67,14 +67,14 @@ def make_parser() -> argparse.ArgumentParser:
     add("--value-size", type=positive, metavar="Hv", help="head size of values (default: H)")
     add("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16", help="of the inputs (default: %(default)s)")
     add = parser.add_argument_group("what a query sees, and its logits").add_argument
-    add("--causal", action="store_true", help="a query sees the keys up to its own position")
-    help = "a query sees W keys before its own and W after it; two numbers: LEFT before and RIGHT after"
+    add("--causal", action="store_true", help="the keys up to its own position")
+    help = "W keys before its own and W after it; two numbers: LEFT before and RIGHT after"
     add("--window", type=int, nargs="+", metavar="W", help=help)
     add("--query-offset", type=int, metavar="P", default=0, help="the key position of query 0 (default: %(default)s)")
-    add("--key-lengths", type=int, nargs="+", metavar="L", help="only the first L keys are seen, an L for each batch row")
-    add("--query-lengths", type=int, nargs="+", metavar="L", help="only the first L queries see keys, an L for each batch row")
-    add("--documents", type=positive, metavar="D", help="a query sees its own document, of D packed documents of equal length")
-    help = "a dense bool mask: BNTS, with a 1 for each axis that is broadcast, as in B1TS; all of it counts as work"
+    add("--key-lengths", type=int, nargs="+", metavar="L", help="only the first L keys, for each batch row")
+    add("--query-lengths", type=int, nargs="+", metavar="L", help="only the first L queries see anything, for each batch row")
+    add("--documents", type=positive, metavar="D", help="the keys of its own document, of D packed documents of equal length")
+    help = "a dense bool mask: BNTS, with a 1 for each axis that it broadcasts, as in B1TS; all of it counts as work"
     add("--mask", type=axes, metavar="AXES", help=help)
     add("--bias", type=axes, metavar="AXES", help="a bias, with its axes written as for --mask")
     add("--soft-cap", type=float, metavar="C", help="logits become C tanh(logits / C)")
