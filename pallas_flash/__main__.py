@@ -1,4 +1,4 @@
-"""python -m pallas_flash: what flash_attention takes on this machine and why, and whether each implementation is right here."""
+"""python -m pallas_flash: which implementations flash_attention takes on this machine and why, and whether each is right here."""
 
 import argparse
 import collections
@@ -15,15 +15,15 @@ from pallas_flash.explanation import explain
 from pallas_flash.machine import records, selfcheck
 
 DESCRIPTION = """
-Prints what flash_attention takes on this machine for typical calls, and why. Then runs all that this machine can run, forward and
-backward, each variant in a process of its own: first on small ragged problems, compared with the reference; then, timed, on a
-larger one, beside jax.nn.dot_product_attention. On a GPU the verdicts are recorded, and later calls need no check of their own:
-kernels that are right are taken, kernels that are wrong, hang or crash are not."""
+Prints which implementation flash_attention takes on this machine for typical calls, and why. Then runs every variant that this
+machine can run, forward and backward, each in a process of its own. It compares each with the reference on small ragged problems,
+and times it on a larger one beside jax.nn.dot_product_attention. On a GPU the verdicts are recorded, so that later calls need no
+check of their own: kernels that are right are taken, kernels that are wrong, hang or crash are not."""
 EPILOG = f"""
 environment:
-  PALLAS_FLASH_IMPLEMENTATION=NAME  what runs the calls that name none: {", ".join(backends.NAMES)}
+  PALLAS_FLASH_IMPLEMENTATION=NAME  runs the calls that name no implementation: {", ".join(backends.NAMES)}
   PALLAS_FLASH_SELF_CHECK=0         kernels are taken unchecked
-  XDG_CACHE_HOME                    verdicts are recorded in its folder pallas_flash (default: ~/.cache)
+  XDG_CACHE_HOME                    verdicts are recorded in pallas_flash under this folder (default: ~/.cache)
 
 Exit status 1: something is wrong, hangs, crashes or fails, or nothing could be run."""
 
@@ -50,10 +50,10 @@ def parse(argv) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--implementations", nargs="+", choices=backends.NAMES, metavar="NAME", help="which to check (default: all)")
-    help = "of queries and keys, and of values where they differ (default: 64 128 192/128 256 for what a GPU may take, else 64)"
+    add("--implementations", nargs="+", choices=backends.NAMES, metavar="NAME", help="implementations to check (default: all)")
+    help = "head sizes of queries and keys / of values (default: 64 128 192/128 256 for what a GPU may take, else 64)"
     add("--head-sizes", nargs="+", type=head_sizes, metavar="H[/Hv]", help=help)
-    help = "(default: bfloat16 float16 float32 on a GPU, else float32 bfloat16)"
+    help = "dtypes to check (default: bfloat16 float16 float32 on a GPU, else float32 bfloat16)"
     add("--dtypes", nargs="+", choices=sorted(selfcheck.TOLERANCE), metavar="DTYPE", help=help)
     help = "seconds after which a process counts as hanging and is ended (default: %(default)g)"
     add("--limit", type=float, default=180, metavar="SECONDS", help=help)
@@ -102,7 +102,7 @@ def print_machine():
 
 
 def print_choices():
-    """What `explain` says, but of the implementations that come after the one taken."""
+    """What `explain` says, without the implementations that come after the one taken."""
     print("\nWhat flash_attention takes")
     for name, (arrays, call) in typical_calls().items():
         found = explain(*arrays, **call)

@@ -261,7 +261,7 @@ def _documents(sizes, query_ids, key_ids, square) -> list[masks.Mask]:
         raise ValueError("key_value_segment_ids needs query_segment_ids beside it.")
     if key_ids is None and not square:
         raise ValueError(
-            f"query_segment_ids alone serves as many keys as queries; got T = {sizes.of['T']}, S = {sizes.of['S']}: "
+            f"query_segment_ids alone is enough only where T == S; got T = {sizes.of['T']}, S = {sizes.of['S']}: "
             "give key_value_segment_ids too."
         )
     named = dict(query_segment_ids=query_ids, key_value_segment_ids=query_ids if key_ids is None else key_ids)

@@ -1,4 +1,4 @@
-"""`flash_attention` and `flash_attention_jvp`: the signature, and its meaning."""
+"""`flash_attention` and `flash_attention_jvp`: their signatures, and what they mean."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ Implementation = Literal["hopper", "portable", "blockwise", "reference", "flash1
 
 
 class _Options(TypedDict, total=False):
-    """For type checkers: what `flash_attention` takes by name, but return_residual, which tells its overloads apart."""
+    """For type checkers: the arguments of `flash_attention` by name, without return_residual, which tells its overloads apart."""
 
     scale: float | Float[AnyArray, "..."] | None
     is_causal: bool
@@ -108,74 +108,78 @@ def flash_attention(
     (arXiv:2307.08691): blocks of keys pass by a running maximum and sum, and the backward computes the scores again.
 
     The letters: B leading axes (none, one or more), T queries, S keys, N query heads, K key/value heads, H and Hv head sizes.
-    query, key and value share one dtype: float32, bfloat16, float16, or with jax_enable_x64 float64. Sums and softmax statistics
-    are float32, for float64 float64.
+    query, key and value share one dtype: float32, bfloat16, float16, or, with jax_enable_x64, float64. Sums and the statistics of
+    the softmax are float32, or float64 for float64.
 
-    Which keys a query sees is the intersection of everything below. A query that sees no key gets output 0, a log-sum-exp of
-    -inf, or of its head's sink, and no gradient. What lies beyond the lengths may be NaN; keys that only a mask array or a bias
+    A query sees the keys that everything below lets it see. A query that sees no key gets the output 0, no gradient, and a
+    log-sum-exp of -inf, or of its head's sink. Rows and keys beyond the lengths may be NaN; keys that only a mask array or a bias
     of -inf hides may not.
 
-    Derivatives are in reverse; `flash_attention_jvp` is forward mode. Of second order "reference" has all, "blockwise" those
-    forward over reverse, as jax.jvp of jax.grad; the kernels have none, and say so.
+    Derivatives are in reverse mode; `flash_attention_jvp` is forward mode. "reference" has all second derivatives, "blockwise"
+    those that are forward over reverse, as jax.jvp of jax.grad; the kernels have none, and raise.
 
     An array is data: it may be traced, and one compiled program serves all its values. Flags, names, windows, the soft cap and
-    numbers of Python and NumPy belong to the program.
+    numbers of Python and NumPy are part of the program.
 
     Args:
       query: [*B, T, N, H].
-      key: [*B, S, K, H]. N must be a multiple of K: N / K neighbouring query heads share one key/value head.
+      key: [*B, S, K, H]. N must be a multiple of K: each key/value head serves N / K neighbouring query heads.
       value: [*B, S, K, Hv].
       bias: real, broadcastable to [*B, N, T, S]; added to the logits after the scale. Its gradient has its own shape.
-      mask: a bool array broadcastable to [*B, N, T, S] (True: attend), or an object of `pallas_flash.masks`, whose blocks that
-        no query sees cost nothing.
-      scale: multiplies query key^T; 1 / sqrt(H) by default. A number, or an array, one or [N] by head, which may be learned: it
-        is multiplied into query, and the product rounded to query's dtype.
+      mask: a bool array broadcastable to [*B, N, T, S] (True: attend), or an object of `pallas_flash.masks`, which costs nothing
+        in blocks where no query sees a key.
+      scale: multiplies query key^T; 1 / sqrt(H) by default. A number, or an array of one value or of [N], one for each head. An
+        array may be learned: it is multiplied into query, and the product rounded to query's dtype.
       is_causal: query i sees keys up to position i + query_offset. With T != S this is top-left aligned, as in jax.nn;
         query_offset = S - T aligns the last query with the last key.
-      query_seq_lengths: int32 [*B]; later queries see nothing.
-      key_value_seq_lengths: int32 [*B]; later keys are not seen.
+      query_seq_lengths: int32 [*B]; queries from there on see nothing.
+      key_value_seq_lengths: int32 [*B]; keys from there on are not seen.
       local_window_size: w or (left, right): query i sees keys i + query_offset - left to i + query_offset + right, both
         inclusive; None on a side is no limit. A window is not causal by itself.
       implementation: "hopper" (Pallas Mosaic GPU kernels for H100 and H200), "portable" (Pallas kernels), "blockwise" (plain
-        JAX) or "reference" (dense); None chooses, and so do jax.nn's "xla" and "cudnn"; `explain` says what and why: a GPU runs
-        the first two unasked once it has found them right. One that cannot run the call raises. Without a GPU "portable" runs in
-        Pallas' interpreter. "flash1" and "standard" are earlier algorithms, to compare with.
-      return_residual: return (output, lse), lse the natural log-sum-exp of the logits, float32 [*B, T, N], differentiable.
-      query_offset: the key position of query 0, an int, or int32, one or [*B]; it moves is_causal, local_window_size and masks.
-      query_segment_ids: int32 [*B, T], packed documents: a query sees the keys with its own id.
-      key_value_segment_ids: int32 [*B, S]; the query's by default when T == S.
+        JAX) or "reference" (dense). One that is named and cannot run the call raises. None, "xla" and "cudnn" (jax.nn's names)
+        leave the choice to this function, and `explain` says what it is and why: a GPU runs "hopper" and "portable" unasked once
+        it has found them right. Without a GPU "portable" runs in Pallas' interpreter. "flash1" and "standard" are earlier
+        algorithms, to compare with.
+      return_residual: return (output, lse), where lse is the natural log-sum-exp of the logits, float32 [*B, T, N],
+        differentiable.
+      query_offset: the key position of query 0, as an int, or as int32, one value or [*B]. It moves is_causal, local_window_size
+        and masks.
+      query_segment_ids: int32 [*B, T], for packed documents: a query sees the keys with its own id.
+      key_value_segment_ids: int32 [*B, S]; by default those of the queries, if T == S.
       logits_soft_cap: c: the logits become c * tanh(logits / c), after scale and bias, before the mask.
-      sinks: real, [N]: for each head one more logit in the softmax's denominator, as if of a key with the value 0 that every
+      sinks: real, [N]: one more logit for each head in the softmax's denominator, as if of a key with the value 0 that every
         query sees. The log-sum-exp includes it.
-      dropout_rate: from 0 up to, not including, 1, known while tracing: each weight of the softmax becomes 0 with this
-        probability, and else is divided by that of staying. It is taken to the nearest 256th, and to 1/256 at least: 0.1 is
-        26/256 = 0.1016. The log-sum-exp is of the softmax before it.
+      dropout_rate: from 0 up to, not including, 1, known while tracing. Each weight of the softmax becomes 0 with this
+        probability, and is otherwise divided by the probability of staying. The rate is rounded to the nearest 256th, and to
+        1/256 at least: 0.1 is 26/256 = 0.1016. The log-sum-exp is that of the softmax before dropout.
       dropout_rng: a key of `jax.random`, typed or raw, which may be traced; needed where dropout_rate is above 0. The weights
-        that stay are those of `pallas_flash.dropout_mask`: they follow from the key, batch row, head, query and key alone, and
-        are the same in every implementation and on any mesh. Inside of your own jax.shard_map each device counts its batch rows
-        and heads from 0: fold jax.lax.axis_index into the key.
-      deterministic: True: same inputs, same bits, in the gradients too. False lets a backward add in any order: "hopper" then
-        takes one kernel instead of two for heads up to 128; the others have no use for it.
-      context: how the devices that the sequence lies on work together: `Ring(axis)`, `Zigzag(axis)` or `AllToAll(axis)` of
-        `pallas_flash.context_parallel`, for an axis of the mesh. Inside of jax.shard_map, where each device passes its part: of
-        query, key, value and ids its rows, of bias and mask arrays its rows of T and all of S; offsets, lengths, sinks and keys
-        of dropout are those of the whole. Arrays with explicit axes are whole to the eye, and a sharded T is a Ring unasked.
-      score_mod: score_mod(score, b, h, q_idx, kv_idx) -> score, any function of single numbers that jax can trace: what it
-        returns for each pair takes the place of the logit, after scale, bias and soft cap, before the mask; -inf hides the key.
-        `pallas_flash.scores` has some. score is float32 (of float64: float64), the rest int32: the numbers of batch row, over all
-        leading axes, and query head, the query's key position, its row + query_offset, and the key's. It may close over arrays,
-        traced ones too, and read single numbers of them, as table[h, kv_idx] ("hopper": by b and h alone); floats among them get
-        gradients, which "blockwise" on a GPU adds in any order. It may be asked about pairs that a mask hides, and what it makes
-        of them is not used; but in "reference" its derivative there must be finite. Inside of your own jax.shard_map b and h
-        count from 0 on each device.
+        that stay are those of `pallas_flash.dropout_mask`: they depend on this key and on batch row, head, query and key alone,
+        so they are the same in every implementation and on any mesh. Inside of your own jax.shard_map each device counts its
+        batch rows and heads from 0: fold jax.lax.axis_index into the key.
+      deterministic: True: the same inputs give the same bits, in the gradients too. False lets a backward add in any order:
+        "hopper" then takes one kernel instead of two for heads up to 128; the others make no use of it.
+      context: how the devices that hold a sequence work together: `Ring(axis)`, `Zigzag(axis)` or `AllToAll(axis)` of
+        `pallas_flash.context_parallel`, for an axis of the mesh. Inside of jax.shard_map each device passes its own part: its
+        rows of query, key, value and ids; of bias and mask arrays its rows of T and all of S; offsets, lengths, sinks and dropout
+        keys as for the whole call. Arrays with explicit axes are passed whole, and a sharded T is a Ring unasked.
+      score_mod: score_mod(score, b, h, q_idx, kv_idx) -> score, any function of single numbers that jax can trace. For each pair
+        of query and key its result takes the place of the logit, after scale, bias and soft cap, before the mask; -inf hides the
+        key. `pallas_flash.scores` has some.
+        score is float32 (float64 for float64), the others are int32: the number of the batch row, over all leading axes; of the
+        query head; the query's key position, which is its row + query_offset; and the key's position.
+        It may close over arrays, traced ones too, and read single numbers of them, as table[h, kv_idx] ("hopper": by b and h
+        alone). Float arrays among them get gradients, which "blockwise" on a GPU adds in any order.
+        It may be called for pairs that a mask hides; the result is not used, but in "reference" its derivative there must be
+        finite. Inside of your own jax.shard_map b and h count from 0 on each device.
 
     Returns:
       The output [*B, T, N, Hv] in the query's dtype; with return_residual, the pair (output, lse).
 
     Raises:
-      TypeError: a dtype or type that does not fit.
-      ValueError: a shape or value that does not fit.
-      NotImplementedError: the implementation asked for cannot run this call.
+      TypeError: a dtype or type does not fit.
+      ValueError: a shape or value does not fit.
+      NotImplementedError: the named implementation cannot run this call.
     """
     call = dict(
         query=query,
@@ -204,21 +208,22 @@ def flash_attention(
 
 
 def flash_attention_jvp(primals: Sequence, tangents: Sequence, **options: Any):
-    """flash_attention in forward mode: `jax.jvp(flash_attention, primals, tangents)`, in O(T + S) memory.
+    """flash_attention in forward mode: what `jax.jvp(flash_attention, primals, tangents)` would give, in O(T + S) memory.
 
-    The tangent is one more online sum, do = sum_j p_j ((ds_j - mu) v_j + dv_j) with mu = sum_j p_j ds_j, which is that of lse.
+    The tangent of the output is one more online sum, do = sum_j p_j ((ds_j - mu) v_j + dv_j); mu = sum_j p_j ds_j is the tangent
+    of lse.
 
     Args:
-      primals: (query, key, value), or with bias a fourth.
+      primals: (query, key, value), or (query, key, value, bias).
       tangents: as many, of the same shapes and dtypes.
-      **options: those of `flash_attention`, without a derivative. implementation may be "blockwise", which None takes, or
-        "reference".
+      **options: the other arguments of `flash_attention`; they have no tangents. implementation may be "blockwise", which None
+        means here, or "reference".
 
     Returns:
-      What flash_attention returns, and its tangent.
+      The pair of what flash_attention returns and its tangent.
 
     Raises:
-      What flash_attention does; NotImplementedError: an implementation that has no forward mode.
+      The errors of flash_attention; NotImplementedError: the implementation has no forward mode.
     """
 
     def attend(*primals):
@@ -228,7 +233,7 @@ def flash_attention_jvp(primals: Sequence, tangents: Sequence, **options: Any):
 
 
 def asked(*args, **kwargs) -> tuple[dict[str, Any], Any]:
-    """A call of flash_attention, with its defaults, without return_residual; and that."""
+    """The arguments of a call of flash_attention with their defaults, but return_residual; and return_residual."""
     call = inspect.signature(flash_attention).bind(*args, **kwargs)
     call.apply_defaults()
     return_residual = call.arguments.pop("return_residual")
@@ -236,7 +241,7 @@ def asked(*args, **kwargs) -> tuple[dict[str, Any], Any]:
 
 
 def normalised(*args, **kwargs) -> tuple[arguments.Problem, arguments.Operands]:
-    """The problem and the operands of a call of flash_attention, all of it on one device."""
+    """The problem and the operands of a call of flash_attention, as if all of it were on one device."""
     call, _ = asked(*args, **kwargs)
     return arguments.normalise(**{name: x for name, x in call.items() if name not in ("implementation", "context")})
 

@@ -137,8 +137,8 @@ def choose(problem: Problem, implementation: str | None = None, why_not_here: Wh
     implementation = None if implementation in OF_JAX_NN else implementation
     if implementation not in (None, *NAMES):
         raise ValueError(
-            f"implementation must be None or one of {', '.join(NAMES)}, or jax.nn's {' or '.join(OF_JAX_NN)}, which choose as "
-            f"None does; got {implementation!r}."
+            f"implementation must be None or one of {', '.join(NAMES)}, or jax.nn's {' or '.join(OF_JAX_NN)}, which mean the "
+            f"same as None; got {implementation!r}."
         )
     for backend in BACKENDS:
         if implementation not in (None, backend.name):

@@ -47,10 +47,8 @@ def from_shapes(f: Callable, call: dict[str, Any]):
 def array(name: str, x, more: str = ""):
     """x as a jax array; lists and numbers too, as jax takes them."""
     if not is_array(x) and not isinstance(x, list | tuple | int | float):
-        call = " A rule of your own is masks.Where(rule), and others are made, as masks.Causal()." * (
-            name == "mask" and callable(x)
-        )
-        raise TypeError(f"{name} must be an array{more}; got {_kind(x)}.{call}")
+        hint = " Pass a function of your own as masks.Where(function), and call what makes a mask, as masks.Causal()."
+        raise TypeError(f"{name} must be an array{more}; got {_kind(x)}.{hint * (name == 'mask' and callable(x))}")
     try:
         return jnp.asarray(x)
     except (TypeError, ValueError) as error:
@@ -63,13 +61,13 @@ def dense(name: str, x, dtype):
     if name == "mask":
         if x.dtype != bool:
             raise TypeError(
-                f"mask must be bool (True: attend); got {x.dtype}. What is added to the logits, as 0 and -1e9, goes to bias, "
-                "or as mask=x > -1; of 1 and 0 make mask=x != 0."
+                f"mask must be bool (True: attend); got {x.dtype}. Numbers to add to the logits, as 0 and -1e9, go to bias, or "
+                "pass mask=x > -1; if 1 means attend and 0 does not, pass mask=x != 0."
             )
         return x
     if not (jnp.issubdtype(x.dtype, jnp.floating) or jnp.issubdtype(x.dtype, jnp.integer)):
         hint = " A bool array goes to mask." if x.dtype == bool else ""
-        raise TypeError(f"bias must be real numbers, it is added to the logits; got {x.dtype}.{hint}")
+        raise TypeError(f"bias must be real numbers, which are added to the logits; got {x.dtype}.{hint}")
     return x if str(x.dtype) in ("float32", "bfloat16", "float16") else x.astype(sums(dtype))
 
 
@@ -126,7 +124,7 @@ def rate(name: str, x) -> float:
 def rng(name: str, x):
     """A key of jax.random."""
     if x is None:
-        raise ValueError(f"dropout_rate above 0 needs {name}, a key of jax.random: jax.random.key(0), split for each call.")
+        raise ValueError(f"dropout_rate above 0 needs {name}, a key of jax.random, as jax.random.key(0), split for each call.")
     axes = 0 if is_array(x) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else 1  # a raw key is one of uint32
     if not is_array(x) or len(x.shape) != axes or (axes and x.dtype != jnp.uint32):
         got = f"{x.dtype} {x.shape}" if is_array(x) else _kind(x)
@@ -193,7 +191,7 @@ def _is_known(x) -> bool:
 
 
 def _if_traced(name: str, x) -> str:
-    return f" Under jax.jit name it: static_argnames={name!r}." if isinstance(x, jax.core.Tracer) else ""
+    return f" Under jax.jit make it static: static_argnames={name!r}." if isinstance(x, jax.core.Tracer) else ""
 
 
 def _kind(x) -> str:

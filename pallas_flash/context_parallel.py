@@ -1,4 +1,4 @@
-"""Context parallelism: one sequence lies on several devices. The schemes, and what each device computes by them."""
+"""Context parallelism, where one sequence lies on several devices: the schemes, and what each device computes in them."""
 
 import dataclasses
 import functools
@@ -20,8 +20,8 @@ from pallas_flash.sizes import Sizes
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Context:
-    """The axis of the mesh, or axes, that the sequence lies on: device i has the i-th part. Under jit with Auto axes `batch` and
-    `heads` name the axes of these, which the arrays' types do not."""
+    """`axis` names the axis or axes of the mesh that the sequence lies on: device i has the i-th part. Under jit with Auto axes,
+    `batch` and `heads` name the axes that batch rows and heads lie on, since the arrays' types do not."""
 
     axis: str | tuple[str, ...]
     batch: str | tuple[str, ...] | None = None
@@ -45,13 +45,13 @@ class Context:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Ring(Context):
-    """Keys and values go around the devices, and the queries of each attend to what passes by."""
+    """Keys and values go around the devices, and each device's queries attend to those that pass by."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Zigzag(Context):
-    """A ring for causal masks, in which all devices have equal work: each has a chunk from the front of the sequence and one from
-    its back. All that lies along the sequence, a bias or mask array along both axes, is in the order of `zigzag`."""
+    """A ring with equal work for all devices under a causal mask: each has a chunk from the front of the sequence and one from
+    its back. Every array along the sequence must be in the order of `zigzag`; a bias or mask array along both its axes."""
 
     CHUNKS = 2
 
@@ -59,18 +59,18 @@ class Zigzag(Context):
 @dataclasses.dataclass(frozen=True, repr=False)
 class AllToAll(Context):
     """Each device gets all queries and keys of its part of the heads, and gives back its part of the sequence (DeepSpeed's
-    Ulysses). Query and key heads must be multiples of the devices; one key head may be on all."""
+    Ulysses). The numbers of query and key heads must be multiples of the number of devices; a single key head may be on all."""
 
 
 def zigzag(x, devices: int, axis: int = 1):
-    """A batch, positions or ids, an array or a tree of them, from the order of the sequence into that of `Zigzag`: the first and
-    the last chunk are on the first device."""
+    """Brings an array, or a tree of arrays (a batch, positions, ids), from the order of the sequence into the order of `Zigzag`.
+    `axis` is cut into two chunks for each of `devices`; the first device gets the first and the last chunk."""
     numbers = np.arange(2 * devices)
     return _in_chunks(x, np.stack([numbers[:devices], numbers[devices:][::-1]], 1).reshape(-1), axis)
 
 
 def unzigzag(x, devices: int, axis: int = 1):
-    """`zigzag` back."""
+    """The inverse of `zigzag`."""
     numbers = np.arange(2 * devices).reshape(-1, 2)
     return _in_chunks(x, np.concatenate([numbers[:, 0], numbers[::-1, 1]]), axis)
 
@@ -99,7 +99,7 @@ def _devices(scheme: Context) -> int:
 
 
 def _gathered(scheme: Context, call: dict[str, Any], devices: int) -> dict[str, Any]:
-    """The call with the integers of all rows and keys, which are few, in the order of the sequence."""
+    """The call with its integers by row or key gathered from all devices, since they are small, in the order of the sequence."""
 
     def whole(path, x):
         letters = letters_of(path, call)
@@ -118,8 +118,8 @@ SEEN = (
 
 
 def in_a_ring(scheme: Context, call: dict[str, Any]) -> tuple[ring.Loop, Problem, Problem, Operands]:
-    """The loop, the problem of a pair in it, and problem and operands of all, for a call that is `exact`, with this device's part
-    of each array."""
+    """The loop, the problem of a pair in it, and the problem and operands of all pairs. The call is `exact`, with this device's
+    part of each array."""
     devices, C = _devices(scheme), scheme.CHUNKS
     query, key, value = arguments.arrays(call["query"], call["key"], call["value"])
     lead, (T, N, _), (S, K) = query.shape[:-3], query.shape[-3:], key.shape[-3:-1]
@@ -151,14 +151,14 @@ def in_a_ring(scheme: Context, call: dict[str, Any]) -> tuple[ring.Loop, Problem
 
 
 def _seeds(seeds, first, keys: int):
-    """Those of each chunk of rows, by their first rows."""
+    """The seeds of each chunk of rows, from its first row."""
     if keys % dropout.UNIT:
         raise ValueError(f"dropout over a ring takes chunks of keys that are multiples of {dropout.UNIT}; got {keys}.")
     return dropout.moved(seeds, first[:, None]).reshape(-1, *seeds.shape[2:])
 
 
 def own_heads(scheme: AllToAll, call: dict[str, Any]) -> dict[str, Any]:
-    """The call of all rows of this device's part of the heads."""
+    """The call for all rows and this device's part of the heads."""
     devices, axis = _devices(scheme), scheme.names
     query, key, _ = arguments.arrays(call["query"], call["key"], call["value"])
     (N, K), lead = (query.shape[-2], key.shape[-2]), query.ndim - 3
@@ -191,7 +191,7 @@ def own_heads(scheme: AllToAll, call: dict[str, Any]) -> dict[str, Any]:
 
 
 def chosen(call: dict[str, Any]) -> dict[str, Any]:
-    """The call with a context: a Ring where rows lie on a mesh with explicit axes, if it asks for none."""
+    """The call with its context; if it names none, a Ring where its rows lie on a mesh with explicit axes."""
     context = call["context"]
     if context is None and (axis := sharding.rows_of(call)) is not None:
         context = Ring(axis)
@@ -204,7 +204,7 @@ def chosen(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def sent_around(scheme: Context, loop: ring.Loop, problem: Problem) -> str:
-    """What a ring sends, in words; the problem is that of all chunks and heads."""
+    """What a ring sends, in words. The problem is that of all chunks and heads."""
     p, size = problem, np.dtype(problem.dtype).itemsize
     numbers = p.batch * p.keys * p.kv_heads * (p.head_size + p.value_size)
     hops = max(loop.steps - 1, 0) + (loop.steps > 0 and loop.first != 0)
@@ -216,7 +216,7 @@ def sent_around(scheme: Context, loop: ring.Loop, problem: Problem) -> str:
 
 
 def plan(scheme: Context, call: dict[str, Any]) -> tuple[Problem, str]:
-    """What a device is asked for, of a pair where there are pairs, and what it sends."""
+    """The problem of a device, or of one of its pairs in a ring, and what the device sends."""
     if isinstance(scheme, AllToAll):
         problem = arguments.normalise(**own_heads(scheme, call))[0]
         return problem, sent_to_all(scheme, problem, _devices(scheme))
@@ -225,7 +225,7 @@ def plan(scheme: Context, call: dict[str, Any]) -> tuple[Problem, str]:
 
 
 def sent_to_all(scheme: Context, problem: Problem, devices: int) -> str:
-    """What an exchange of rows for heads sends, in words; the problem is that of a device."""
+    """What an exchange of rows for heads sends, in words. The problem is that of a device."""
     p, size = problem, np.dtype(problem.dtype).itemsize
     rows = lambda n, *sizes: p.batch * n * sum(sizes) * size * (devices - 1) // devices
     qkvo = rows(p.queries * p.heads, p.head_size, p.value_size) + rows(p.keys * p.kv_heads, p.head_size, p.value_size)

@@ -1,7 +1,7 @@
-"""Decoding, a few new tokens against many keys: which calls it is, the rows that they make, and into how many parts keys are cut.
+"""Decoding, a few new tokens against many keys: which calls are decoding, their rows, and into how many parts the keys are cut.
 
-The query heads that share a key/value head, times the new tokens, are the rows of one tile: keys and values pass by once. The
-keys of a tile are cut into parts, a program each, whose outputs are merged.
+The new tokens, times the query heads that share a key/value head, are the rows of one tile, so keys and values pass by once. The
+keys of a tile are cut into parts, with a program for each, and the outputs of the parts are merged.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ def takes(problem: Problem) -> bool:
 
 
 def why_not(problem: Problem) -> str | None:
-    """Why the rows of a problem are no single tile, or None."""
+    """Why the rows of a problem are not a single tile, or None."""
     p = problem
     if p.queries * p.group <= ROWS:
         return None
@@ -41,7 +41,7 @@ def why_not(problem: Problem) -> str | None:
 
 
 def parts(problem: Problem, block_k: int, processors: int) -> int:
-    """Into how many parts the keys are cut: the fewest with which so many processors are as busy as with any number."""
+    """Into how many parts the keys are cut: the fewest that keep so many processors as busy as any number would."""
     p = problem
     programs, most = p.batch * p.kv_heads, schedule.ceil_div(p.keys, block_k)
     time = {n: schedule.ceil_div(programs * n, processors) / n for n in range(1, min(most, processors) + 1)}
@@ -49,8 +49,8 @@ def parts(problem: Problem, block_k: int, processors: int) -> int:
 
 
 def as_rows(problem: Problem, x: Operands) -> tuple[Problem, Operands]:
-    """The same with a row for each token and query head, token by token, in place of a query: each key head is a head, and what
-    its rows see is data by row. Without the sinks, which `merged` adds."""
+    """The same problem and operands with a row for each token and query head, token by token, in place of a query. Each key head
+    is a head, and what its rows see is data by row. The sinks are left out: `merged` adds them."""
     p, row = problem, jnp.arange(problem.queries, dtype=jnp.int32)[None]
     at = x.visibility.narrow(Visibility.BY_BATCH, lambda a: a[:, None])
     each = lambda a: jnp.broadcast_to(jnp.repeat(a, p.group, axis=1), (p.batch, p.queries * p.group))

@@ -1,4 +1,4 @@
-"""What a call comes to: on which devices, by which implementation, under which derivative."""
+"""Takes a call to its devices, its implementation and its derivative."""
 
 import warnings
 

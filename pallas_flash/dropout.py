@@ -67,7 +67,7 @@ def _mixed(x):
 
 
 def dropout_mask(dropout_rng: Array, dropout_rate: float, shape: tuple[int, ...]) -> Bool[Array, "*B N T S"]:
-    """Which weights `flash_attention` keeps with this key and rate, dense, for shape = (*B, N, T, S)."""
+    """The dense mask, of shape (*B, N, T, S), of the weights that `flash_attention` keeps with this key and rate."""
     try:
         *lead, T, S = shape
     except (TypeError, ValueError):

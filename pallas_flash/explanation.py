@@ -11,14 +11,14 @@ from pallas_flash.machine import selfcheck
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What `flash_attention` would run for a call, and why. `print` it."""
+    """What `flash_attention` would run for a call, and why; made to be printed."""
 
     problem: arguments.Problem
     implementation: str
     tiles: Any  # the block sizes of that implementation, None where it has none
     why_not: dict[str, str]  # for each other implementation, why it was not taken
-    condition: str | None = None  # of taking it
-    context: str | None = None  # where a sequence lies on several devices, what they send; the problem is then that of a pair
+    condition: str | None = None  # on which the implementation is taken
+    context: str | None = None  # what devices send that hold parts of a sequence; the problem is then that of a pair of parts
 
     def __str__(self):
         taken = ", ".join(filter(None, (self.implementation, self.condition)))
@@ -30,7 +30,7 @@ class Explanation:
 
 
 def explain(*args: Any, **kwargs: Any) -> Explanation:
-    """Takes the arguments of `flash_attention`, arrays or `jax.ShapeDtypeStruct`s, and says what would run. Computes nothing."""
+    """What `flash_attention` would run for these arguments, arrays or `jax.ShapeDtypeStruct`s, and why. Computes nothing."""
     call, _ = attention.asked(*args, **kwargs)
     problem, context = checks.from_shapes(_problem_of, call)
     choice = selfcheck.choose(problem, call["implementation"], check=False)
@@ -39,7 +39,7 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
 
 
 def _problem_of(call) -> tuple[arguments.Problem, str | None]:
-    """What is asked; where a sequence lies on several devices, what is asked of each, and what they send."""
+    """The problem of a call, and None; where a sequence lies on several devices, the problem of each, and what they send."""
     call, found = context_parallel.chosen(call), []
     if call["context"] is None:
         return attention.normalised(**call)[0], None

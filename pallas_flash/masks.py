@@ -1,8 +1,8 @@
 """Which keys a query may see, as a user writes it: `Causal() & Window(128, 0)`.
 
-Almost every mask in use is, for each query row i, a half-open interval of keys [start(i), stop(i)); a `Where` is any other rule.
-`resolve` turns any `Mask`s into one `Visibility`, which is all that the implementations know. A new mask is one class here with
-one method, `interval`.
+Almost every mask in use lets query row i see a half-open interval of keys, [start(i), stop(i)); a `Where` is any other rule.
+`resolve` turns several `Mask`s into one `Visibility`, which is all that the implementations know. To add a mask, write one class
+here with one method, `interval`.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from pallas_flash.rules.visibility import Ints, Visibility, register, smaller
 
 @dataclasses.dataclass(frozen=True)
 class Window(Mask):
-    """The query at position p sees keys p - left to p + right, both inclusive; None is no limit on that side."""
+    """The query at position p sees the keys p - left to p + right, both inclusive; None is no limit on that side."""
 
     left: int | None = None
     right: int | None = None
@@ -59,7 +59,7 @@ def Causal() -> Window:
 
 @dataclasses.dataclass(frozen=True)
 class Chunked(Mask):
-    """Queries see the chunk of `size` neighbouring positions that they are in; with Causal() what came before in it."""
+    """Positions are cut into chunks of `size`, and a query sees its own chunk; with Causal() only what comes before it there."""
 
     size: int
 
@@ -103,7 +103,7 @@ class QueryLengths(Mask):
 
 @dataclasses.dataclass(frozen=True)
 class PrefixLM(Mask):
-    """Causal, and every query sees the first prefix[b] keys; prefix is int32 [B]."""
+    """Causal, but every query also sees the first prefix[b] keys; prefix is int32 [B]."""
 
     prefix: Any
     ARRAYS = {"prefix": "B"}
@@ -114,10 +114,10 @@ class PrefixLM(Mask):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class BlockMap(Both):
-    """A mask, and of each block of queries and keys whether none, some or all of its pairs are seen. A pytree."""
+    """A mask, and for each block of queries and keys whether none, some or all of its pairs are seen. A pytree."""
 
     def counts(self) -> dict[str, int]:
-        """How many blocks are skipped, full and partial, over all batch rows and heads that differ."""
+        """The numbers of blocks that are skipped, full and partial, over all batch rows and heads that differ."""
         kind = np.asarray(self.second.kinds)
         of = dict(skipped=kinds.EMPTY, full=kinds.FULL, partial=kinds.PARTIAL)
         return {name: int(np.sum(kind == number)) for name, number in of.items()}
@@ -133,10 +133,10 @@ class BlockMap(Both):
 def block_map(
     mask: Mask, queries: int, keys: int, *, block: int = 64, query_offset: int = 0, batch: int = 1, heads: int = 1
 ) -> BlockMap:
-    """The mask with a map of its blocks, made once for all the calls that take it: outside of layers, of jit, of scan.
+    """The mask with a map of its blocks. Make it once, outside of layers, jit and scan, for all the calls that take it.
 
-    For calls with as many queries and keys, and this query_offset. `batch` and `heads` are needed where the mask depends on them.
-    A call makes the map of a Where without arrays by itself while it is traced, if it is not too long.
+    These calls must have so many queries and keys, and this query_offset. `batch` and `heads` are needed where the mask depends
+    on them. A call makes the map of a Where without arrays by itself while it is traced, if the map is not too long.
     """
     rules = list(map(_as_arrays, parts(mask)))
     rows = {len(x) for part in rules for name in part.ARRAYS if (x := getattr(part, name)) is not None}
@@ -153,7 +153,7 @@ def _as_arrays(part: Mask) -> Mask:
 
 
 def resolve(masks: list[Mask], batch: int, queries: int, keys: int, offset: Ints) -> Visibility:
-    """One Visibility for all of `masks`: starts are joined by max, stops by min. `offset` is an int or int32 [B]."""
+    """One Visibility for all of `masks`, with the largest start and the smallest stop. `offset` is an int or int32 [B]."""
     seen, shape, left, right = Visibility(keys), (batch, queries), None, None
     row = jnp.arange(queries, dtype=jnp.int32)[None]
     near, apart = within_reach(offset), _apart(masks, offset)
@@ -186,7 +186,7 @@ def resolve(masks: list[Mask], batch: int, queries: int, keys: int, offset: Ints
 
 
 def _apart(masks: list[Mask], offset: Ints) -> Varlen | None:
-    """The one whose sequences each have an offset of their own, if there is one."""
+    """The Varlen whose sequences each have an offset of their own, if there is one."""
     found = [mask for mask in masks if isinstance(mask, Varlen) and mask.cu_seqlens_k is not None]
     if len(found) > 1 or (found and not (isinstance(offset, int) and offset == 0)):
         raise ValueError("Varlen with cu_seqlens_k says where each query is: no query_offset and no second one go with it.")
@@ -194,7 +194,7 @@ def _apart(masks: list[Mask], offset: Ints) -> Varlen | None:
 
 
 def offset_of_rules(masks: list[Mask], offset: Ints) -> Ints:
-    """The offset that makes a row the position that a Where or a score_mod beside these masks is asked about."""
+    """The offset from a row to the position that a Where or a score_mod beside these masks is asked about."""
     if _apart(masks, 0) is not None:
         raise ValueError(
             "masks.Where and score_mod count queries from one query_offset, and in Varlen with cu_seqlens_k each sequence has "
@@ -204,7 +204,7 @@ def offset_of_rules(masks: list[Mask], offset: Ints) -> Ints:
 
 
 def _predicate(where: list[Where], known: list[Kinds], shape, keys: int, near: Ints, offset: Ints) -> rule.Predicate:
-    """All of `where` as one, with what is known of the blocks of just these."""
+    """All of `where` as one rule, with the kinds of its blocks, if they are known for just these rules."""
     found = block = None
     for of in known:
         made, asked = (of.queries, of.keys, of.offset), (shape[1], keys, offset if isinstance(offset, int) else "an array")
@@ -236,7 +236,7 @@ def _ends(mask: Mask, row, position, shape):
 
 
 def _band(seen: Visibility, shape, row, left: int | None, right: int | None, offset: Ints) -> Visibility:
-    """Of what is seen, the keys from position - left to position + right."""
+    """Of the keys that are seen, those from position - left to position + right."""
     if left is None and right is None:
         return seen
     if isinstance(offset, int):
@@ -253,7 +253,7 @@ def _band(seen: Visibility, shape, row, left: int | None, right: int | None, off
 
 
 def within_reach(offset: Ints) -> Ints:
-    """The offset that makes a row a position."""
+    """The offset from a row to its position."""
     return _clip(offset, -REACH, REACH)
 
 

@@ -1,4 +1,4 @@
-"""Identities that let derivatives through in one mode alone, and say so in the other."""
+"""Identities that let derivatives through in one mode alone, and raise in the other."""
 
 from collections.abc import Callable
 
@@ -7,8 +7,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 NO_FORWARD = (
-    "flash_attention is differentiated in reverse, by jax.grad, jax.vjp and jax.jacrev; in place of jax.jvp, jax.jacfwd and "
-    "jax.linearize of it there is flash_attention_jvp(primals, tangents)."
+    "flash_attention has derivatives in reverse mode only, by jax.grad, jax.vjp and jax.jacrev. In place of jax.jvp, jax.jacfwd "
+    "and jax.linearize call flash_attention_jvp(primals, tangents)."
 )
 NO_SECOND_REVERSE = (
     "flash_attention has no derivative in reverse of its gradient: take it forward over reverse, as jax.jvp of jax.grad with "

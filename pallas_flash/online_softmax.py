@@ -1,8 +1,8 @@
 """The softmax of attention, one block at a time: a forward step, its end, and the backward's p and ds. Plain values only.
 
-The kernels keep scores in units of log 2, so that every exponential is an exp2 (FlashAttention-2, arXiv:2307.08691, section 3),
-but for those that a bias or a score_mod may bring to the ends of float32: these are natural, and so are XLA's, which makes a
-product and an exp of exp2. Their `unit` is what natural ones are times.
+The kernels keep scores in units of log 2, so that every exponential is an exp2 (FlashAttention-2, arXiv:2307.08691, section 3).
+Scores that a bias or a score_mod may bring to the ends of float32 stay natural, and so do XLA's scores, since XLA turns an exp2
+into a product and an exp. The `unit` of scores is the factor by which natural ones are multiplied.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Programmable scores that are ready: what a model adds to its logits, or makes of them, before the softmax."""
+"""Ready score_mods: what a model adds to its logits, or makes of them, before the softmax."""
 
 import dataclasses
 import math
@@ -25,7 +25,7 @@ class _ScoreMod:
 
 
 def fitting(score_mod: Any, heads: int) -> Any:
-    """The same; one of this file that has numbers for other heads raises, for beyond their end jax reads the last again."""
+    """The same score_mod. One of this file with numbers for other heads raises: jax would read the last number again."""
     made = score_mod.heads if isinstance(score_mod, _ScoreMod) else None
     if made not in (None, heads):
         raise ValueError(f"{score_mod!r} has numbers for {made} query heads; the call has N = {heads}.")
@@ -42,7 +42,7 @@ def _numbers(x):
 
 
 def _shape(x) -> tuple[int, ...]:
-    """Of tuples that jax.jit filled with traced numbers, too."""
+    """The shape, also of tuples that jax.jit filled with traced numbers."""
     return (len(x), *_shape(x[0])) if isinstance(x, tuple) and x else np.shape(x)
 
 
@@ -50,7 +50,7 @@ def _shape(x) -> tuple[int, ...]:
 class Alibi(_ScoreMod):
     """Attention with linear biases (arXiv:2108.12409): score - slopes[h] * |q_idx - kv_idx|.
 
-    slopes: [N], an array, which may be learned, or numbers. The paper's for N = 8 are 2^-1, 2^-2, ..., 2^-8.
+    slopes: [N], numbers, or an array, which may be learned. The paper's slopes for N = 8 are 2^-1, 2^-2, ..., 2^-8.
     """
 
     slopes: Any
@@ -72,12 +72,12 @@ class Alibi(_ScoreMod):
 class T5Bias(_ScoreMod):
     """T5's relative position bias (arXiv:1910.10683): score + table[h, bucket of kv_idx - q_idx].
 
-    Distances from 0 on have a bucket each, then larger ones share buckets whose widths grow as a logarithm up to max_distance,
-    beyond which there is one. `bidirectional`, as in an encoder, gives keys to the right half of the buckets; without it they
-    are all in bucket 0.
+    Small distances have a bucket each. Larger ones share buckets, whose widths grow as a logarithm up to max_distance; all beyond
+    it share one. `bidirectional`, as in an encoder, gives half of the buckets to keys on the right of the query; without it these
+    keys are all in bucket 0.
 
-    table: [N, buckets], or [buckets] for all heads; an array, which may be learned, or numbers. Where an embedding is
-    [buckets, N], give its transpose. T5 has 32 buckets and multiplies no scale: flash_attention(scale=1.0).
+    table: [N, buckets], or [buckets] for all heads; numbers, or an array, which may be learned. Transpose an embedding that is
+    [buckets, N]. T5 has 32 buckets and no scale: call flash_attention(scale=1.0).
     """
 
     table: Any
@@ -103,7 +103,7 @@ class T5Bias(_ScoreMod):
         return score + (table[bucket] if table.ndim == 1 else table[h, bucket]).astype(score.dtype)
 
     def bucket(self, distance):
-        """The bucket of a key so far to the right of a query."""
+        """The bucket of a key that is `distance` positions to the right of the query."""
         buckets = _shape(self.table)[-1] // (1 + self.bidirectional)
         away = jnp.abs(distance) if self.bidirectional else jnp.maximum(-distance, 0)
         bucket = jnp.minimum(away, buckets // 2)
@@ -123,7 +123,7 @@ def _first_of_buckets(buckets: int, max_distance: int) -> list[int]:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class SoftCap(_ScoreMod):
-    """cap * tanh(score / cap), as logits_soft_cap, in a rule of one's own or after another: cap is a number, or data."""
+    """cap * tanh(score / cap), as logits_soft_cap; to be used in a score_mod of your own. cap is a number or an array."""
 
     cap: Any
 

@@ -43,8 +43,8 @@ class Sizes(NamedTuple):
         full = (*self.lead, *(self.of[c] for c in "NTS"))
         if not _fits(x.shape, full):
             hint = HEADS_FIRST * _fits(x.shape, (*self.lead, *(self.of[c] for c in "TNK")))
-            hint += " What hides keys of each row, as padding does: x[..., None, None, :]." * (x.shape == (*self.lead, full[-1]))
-            hint += " The same for all heads: x[..., None, :, :]." * (x.shape == (*self.lead, *full[-2:]))
+            hint += " To hide keys of rows, as padding does, pass x[..., None, None, :]." * (x.shape == (*self.lead, full[-1]))
+            hint += " For the same in all heads, pass x[..., None, :, :]." * (x.shape == (*self.lead, *full[-2:]))
             raise ValueError(f"{name} must be broadcastable to [..., N, T, S] = {full}; got {x.shape}.{hint}")
         x = x.reshape((1,) * (len(full) - x.ndim) + x.shape)
         lead = x.shape[:-3]

@@ -1,10 +1,10 @@
 """python scripts/benchmark.py [--quick] [--implementations NAME ...] [--lengths T ...]
 
-Times implementations of attention side by side, in one process: forward, backward, and forward with backward, and the temporary
+Times implementations of attention side by side, in one process: forward, backward, and both together. Also gives the temporary
 memory of the compiled programs. Every result is checked before it is timed. On a GPU it runs a suite of cases against every peer
-that is installed; with --cases decode, anywhere, one new token against caches; with --cases context it counts, and runs nothing,
-what a sequence on eight devices takes of each. Prints tables; writes benchmark.json, with every single time, benchmark.csv and
-pictures into a new folder.
+that is installed. --cases decode times, with or without a GPU, one new token against caches. --cases context runs nothing: it
+counts what a sequence on eight devices takes of each. Prints tables, and writes benchmark.json, with every single time,
+benchmark.csv and pictures into a new folder.
 
 `--help` lists the rest. A further peer is a row of PEERS in bench/peers.py, a further case one of suite() in bench/cases.py.
 """
@@ -248,25 +248,25 @@ def make_parser(default: dict, quick: dict) -> argparse.ArgumentParser:
     names = "implementations of flash_attention (with ' fused': its backward with deterministic=False), or "
     names += f"{', '.join(peer.name for peer in PEERS)}; the others are compared with the first"
     add("--implementations", nargs="+", metavar="NAME", help=names)
-    add("--passes", nargs="+", choices=PASSES, metavar="PASS", help="of forward, backward and forward+backward")
+    add("--passes", nargs="+", choices=PASSES, metavar="PASS", help="which to time: forward, backward, forward+backward")
     add("--cases", choices=("lengths", "suite", "decode", "context"),
-        help="what is timed: one shape at several lengths (default without a "
-        "GPU, and where a shape is given), the suite: head sizes, lengths, and masks; or decoding: one new token, that sees "
-        "all of caches of several lengths; or context, which is counted and not run: temporaries, bytes sent and blocks visited "
-        "by each of eight devices that a sequence lies on")  # fmt: skip
-    add("--lengths", nargs="+", type=positive, metavar="T", help="T = S of the cases that are timed; in decoding S, and T is 1")
+        help="what is timed. lengths: one shape at several lengths, the "
+        "default without a GPU, and where a shape is given; suite: several head sizes, lengths and masks; decode: one new token "
+        "that sees all of a cache, at several lengths; context, which is counted and not run: temporaries, bytes sent and blocks "
+        "visited by each of eight devices that a sequence lies on")  # fmt: skip
+    add("--lengths", nargs="+", type=positive, metavar="T", help="T = S of the timed cases; in decoding S, and T is 1")
     add("--batch", type=positive, metavar="B", help="sequences (default: %s)" % ("16384 // T" if default["tokens"] > 1 else 1))
     add("--heads", type=positive, metavar="N", help="query heads")
     add("--kv-heads", type=positive, metavar="K", help="key/value heads (default: as many as query heads)")
-    add("--head-size", type=positive, metavar="H")
-    add("--dtype", choices=list(TOLERANCE), help="of the inputs")
+    add("--head-size", type=positive, metavar="H", help="size of each head")
+    add("--dtype", choices=list(TOLERANCE), help="dtype of the inputs")
     mask = parser.add_mutually_exclusive_group()
     mask.add_argument("--causal", action="store_true", default=True, help="a query sees the keys up to its own; the default")
     mask.add_argument("--full", action="store_false", dest="causal", help="a query sees every key")
     add("--repeats", type=positive, metavar="R", default=9, help="rounds, each of which times each contender once")
-    memory = "T of the cases, B1 N1, that are compiled for their memory and not run; none: leave them out"
+    memory = "T of the cases, B1 N1, that are compiled for their memory and not run; give no T to leave them out"
     add("--memory-lengths", nargs="*", type=positive, metavar="T", help=memory)
-    add("--jobs", type=positive, metavar="J", help="programs that are compiled at a time")
+    add("--jobs", type=positive, metavar="J", help="how many programs compile at a time")
     add("--budget", type=positive, metavar="S", help="seconds after which no further case is begun (default: no end)")
     add("--out", type=pathlib.Path, metavar="DIR", help="folder of the results (default: runs/benchmark-1, -2, ...)")
     shown = {name: value for name, value in quick.items() if name != "implementations"}

@@ -28,7 +28,7 @@ BLUE, AMBER, GREEN, PURPLE, GRAY, INK = "#3b76af", "#f0b040", "#5aa469", "#9467b
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[1])
     parser.add_argument("--out", type=pathlib.Path, metavar="DIR", default=FOLDER, help="folder of the pictures")
-    parser.add_argument("--format", choices=("svg", "png"), default="svg", help="svg is what DESIGN.md shows")
+    parser.add_argument("--format", choices=("svg", "png"), default="svg", help="DESIGN.md shows svg, the default")
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     for name, draw in dict(tiles=draw_tiles, memory=draw_memory, timeline=draw_timeline).items():

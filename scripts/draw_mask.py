@@ -24,11 +24,11 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("mask", type=typed_mask, help="an expression of the names in pallas_flash.masks")
     parser.add_argument("--queries", type=int, default=1024, metavar="T")
-    parser.add_argument("--keys", type=int, metavar="S", help="as many as queries, if not given")
-    parser.add_argument("--block", type=int, default=64, help="queries and keys of a block")
+    parser.add_argument("--keys", type=int, metavar="S", help="as many as queries if not given")
+    parser.add_argument("--block", type=int, default=64, help="queries and keys of a block (default: %(default)s)")
     parser.add_argument("--query-offset", type=int, default=0, help="the key position of query 0")
-    parser.add_argument("--heads", type=int, default=1, help="for a mask that differs by head: one picture each")
-    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("mask.png"))
+    parser.add_argument("--heads", type=int, default=1, help="for a mask that differs by head: a picture of each")
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("mask.png"), help="the picture (default: %(default)s)")
     args = parser.parse_args(argv)
     made = masks.block_map(
         args.mask, args.queries, args.keys or args.queries, block=args.block, query_offset=args.query_offset, heads=args.heads

@@ -33,18 +33,18 @@ def make_parser() -> argparse.ArgumentParser:
         prog="generate.py",
         formatter_class=Help,
         usage="%(prog)s RUN [--prompt TEXT]... [options]",
-        description="Writes text with the model of a run of train_gpt.py, from its last checkpoint. Each byte is written as it "
-        "comes; the speed is told on stderr. The model sees as many bytes back as in training; the text may be longer.",
+        description="Writes text with the last checkpoint of a run of train_gpt.py. Each byte is written as it comes; stderr "
+        "tells the speed. The model sees as many bytes back as in training; the text may be longer.",
     )
     add = parser.add_argument
-    add("run", type=pathlib.Path, metavar="RUN", help="a folder of train_gpt.py, as runs/gpt-1")
+    add("run", type=pathlib.Path, metavar="RUN", help="a folder that train_gpt.py wrote, as runs/gpt-1")
     add("--prompt", action="append", metavar="TEXT", help=HELP_PROMPT)
     add("--max-bytes", type=count_type, default=500, metavar="N", help="the most to write after a prompt")
     add("--stop", metavar="TEXT", help="end before this string, if the model writes it")
     add("--temperature", type=not_negative, default=0.7, metavar="X", help="0 takes the likeliest byte every time")
     add("--top-k", type=count_type, metavar="N", help="draw from the N likeliest bytes alone (default: all)")
     add("--top-p", type=share, default=1.0, metavar="X", help="draw from the fewest bytes whose probabilities add up to X")
-    add("--seed", type=int, default=0, metavar="N", help="of what is drawn")
+    add("--seed", type=int, default=0, metavar="N", help="seed of the random draws")
     add("--attention", metavar="NAME", help="implementation of flash_attention (default: the best that runs here)")
     return parser
 

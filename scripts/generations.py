@@ -1,8 +1,8 @@
 """python scripts/generations.py [--counts] [--lengths T ...] [--blocks B ...] [--out DIR]
 
-From standard attention to FlashAttention-3, counted, and on a GPU timed: the table of FlashAttention's paper beside the kernels
-here and why they differ; speed and memory by length, with and without a mask; flash1 by tiles. Prints tables; writes
-generations.json and generations.svg, which is of counts alone, and where there is a GPU generations-times.png.
+Counts, and on a GPU times, the generations from standard attention to FlashAttention-3: the table of FlashAttention's paper
+beside the kernels here, and why they differ; speed and memory by length, with and without a mask; flash1 by tiles. Prints tables,
+and writes generations.json, generations.svg, which shows counts alone, and on a GPU generations-times.png.
 """
 
 import argparse
@@ -109,11 +109,11 @@ def parse(argv) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--counts", action="store_true", help="counts alone: nothing is compiled or timed")
-    add("--lengths", nargs="+", type=positive, metavar="T", default=[128, 256, 512, 1024, 2048, 4096], help="queries and keys")
+    add("--lengths", nargs="+", type=positive, metavar="T", default=[128, 256, 512, 1024, 2048, 4096], help="sequence lengths")
     add("--blocks", nargs="+", type=_block, metavar="B", default=[16, 32, 64, 128, 256, 512], help="keys of flash1's tiles")
-    add("--tokens", type=positive, metavar="N", default=16384, help="in all, of the lengths that are timed")
+    add("--tokens", type=positive, metavar="N", default=16384, help="in all, at each length that is timed")
     add("--repeats", type=positive, metavar="R", default=5, help="rounds, each of which times each generation once")
-    add("--jobs", type=positive, metavar="J", default=min(8, os.cpu_count() or 1), help="programs compiled at a time")
+    add("--jobs", type=positive, metavar="J", default=min(8, os.cpu_count() or 1), help="how many programs compile at a time")
     add("--out", type=pathlib.Path, metavar="DIR", default=pathlib.Path("runs/generations"), help="folder of the results")
     add("--figure", type=pathlib.Path, metavar="FILE", help="the picture of the counts, .svg or .png; in DIR if left out")
     return parser.parse_args(argv)

@@ -1,6 +1,6 @@
 """python scripts/inspect_kernels.py [--gpu NAME] [--causal] [--length T] [--heads N] [--head-size H] ...
 
-Says of a call of flash_attention what runs on a GPU, which need not be here: the implementation and why not the others, its
+Says what a call of flash_attention runs on a GPU, which need not be here: the implementation and why not the others, its
 tiles, the least work and time, and what the compiler made of each kernel, forward and backward. Nothing is run.
 
 `--help` lists the rest.
@@ -55,8 +55,8 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("where").add_argument
     help = "the GPU to compile for; A100 is the one with 80 GB (default: the one in this machine, else H200)"
     add("--gpu", choices=GPUS, type=lambda name: "A100-80GB" if name == "A100" else name, help=help)
-    add("--implementation", metavar="NAME", help="of flash_attention (default: what it chooses on that GPU)")
-    help = "whether each run must give the same bits (default: as flash_attention does it)"
+    add("--implementation", metavar="NAME", help="of flash_attention (default: the one that it chooses on that GPU)")
+    help = "whether each run must give the same bits (default: as in flash_attention)"
     add("--deterministic", action=argparse.BooleanOptionalAction, help=help)
     add("--forward", action="store_true", help="compile the forward alone, not forward and backward")
     add("--json", action="store_true", help="print everything as JSON")
@@ -66,8 +66,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--keys", type=positive, metavar="S", help="keys and values (default: T)")
     add("--heads", type=positive, metavar="N", default=16, help="query heads (default: %(default)s)")
     add("--kv-heads", type=positive, metavar="K", help="key/value heads, shared by the query heads (default: N)")
-    add("--head-size", type=positive, metavar="H", default=128, help="of queries and keys (default: %(default)s)")
-    add("--value-size", type=positive, metavar="Hv", help="of values (default: H)")
+    add("--head-size", type=positive, metavar="H", default=128, help="head size of queries and keys (default: %(default)s)")
+    add("--value-size", type=positive, metavar="Hv", help="head size of values (default: H)")
     add("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16", help="of the inputs (default: %(default)s)")
     add = parser.add_argument_group("what a query sees, and its logits").add_argument
     add("--causal", action="store_true", help="the keys up to its own position")
@@ -81,11 +81,11 @@ def make_parser() -> argparse.ArgumentParser:
     add("--rule", type=typed_mask, metavar="MASK", help=help)
     help = "a dense bool mask: BNTS, with a 1 for each axis that it broadcasts, as in B1TS; all of it counts as work"
     add("--mask", type=axes, metavar="AXES", help=help)
-    add("--bias", type=axes, metavar="AXES", help="a bias, its axes as of --mask")
+    add("--bias", type=axes, metavar="AXES", help="a bias, with its axes written as for --mask")
     add("--soft-cap", type=float, metavar="C", help="logits become C tanh(logits / C)")
-    add("--alibi", action="store_true", help="a score_mod: a slope for each head times the distance is taken off")
+    add("--alibi", action="store_true", help="a score_mod that subtracts a slope for each head times the distance")
     add("--sinks", action="store_true", help="one more logit for each head")
-    add("--dropout", type=float, default=0.0, metavar="RATE", help="of the softmax's weights")
+    add("--dropout", type=float, default=0.0, metavar="RATE", help="rate of dropout on the softmax's weights")
     return parser
 
 

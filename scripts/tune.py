@@ -1,8 +1,8 @@
 """python scripts/tune.py [--implementation NAME] [--length T] [--head-size H] [--sweep FIELD=VALUE,VALUE ...]
 
-Sweeps the tiles of an implementation's kernels for one shape: the forward kernel's by the time of the forward, each kernel's of
-the backward by the time of the backward, the other kernels as they are. Every candidate is checked against dense float32 before
-it is timed. Prints a table for each kernel and the row for kernels/NAME/tuning.py.
+Sweeps the tiles of an implementation's kernels for one shape. The forward kernel's tiles are judged by the time of the forward,
+those of each backward kernel by the time of the backward, with the other kernels as they are. Every candidate is checked against
+dense float32 before it is timed. Prints a table for each kernel, and the row for kernels/NAME/tuning.py.
 """
 
 import argparse
@@ -142,24 +142,24 @@ def parse(argv) -> argparse.Namespace:
         formatter_class=Help,
     )
     add = parser.add_argument
-    add("--implementation", choices=tuned, default="hopper" if machine.on_gpu() else "portable", help="whose kernels")
+    add("--implementation", choices=tuned, default="hopper" if machine.on_gpu() else "portable", help="whose kernels to sweep")
     add("--batch", type=positive, default=4, metavar="B", help="sequences")
-    add("--length", type=positive, default=4096, metavar="T", help="queries and keys")
+    add("--length", type=positive, default=4096, metavar="T", help="number of queries and of keys")
     add("--heads", type=positive, default=16, metavar="N", help="query heads")
     add("--kv-heads", type=positive, metavar="K", help="key/value heads; as many as query heads if left out")
-    add("--head-size", type=positive, default=128, metavar="H", help="of queries and keys")
-    add("--value-size", type=positive, metavar="Hv", help="of values; the head size if left out")
-    add("--dtype", choices=list(TOLERANCE), default="bfloat16", help="of the inputs")
+    add("--head-size", type=positive, default=128, metavar="H", help="head size of queries and keys")
+    add("--value-size", type=positive, metavar="Hv", help="head size of values; as of queries and keys if left out")
+    add("--dtype", choices=list(TOLERANCE), default="bfloat16", help="dtype of the inputs")
     add("--full", action="store_true", help="every query sees every key, rather than those up to its own")
-    add("--window", type=positive, metavar="W", help="a query sees that many keys, its own the last")
-    add("--documents", type=positive, metavar="D", help="packed into each sequence")
-    add("--fused", action="store_true", help="with deterministic=False")
+    add("--window", type=positive, metavar="W", help="a query sees W keys, the last of them its own")
+    add("--documents", type=positive, metavar="D", help="number of documents packed into each sequence")
+    add("--fused", action="store_true", help="sweep with deterministic=False")
     add("--interpret", action="store_true", help="go on without a GPU, in Pallas' interpreter, whose times mean nothing")
-    add("--kernels", nargs="+", metavar="PART", help="of the tiles; all if left out")
+    add("--kernels", nargs="+", metavar="PART", help="kernels to sweep; all if left out")
     known = " ".join(f"{name}={','.join(map(str, values))}" for name, values in VALUES.items())
-    add("--sweep", nargs="+", type=_values, metavar="FIELD=VALUE,...", help=f"in place of {known}")
+    add("--sweep", nargs="+", type=_values, metavar="FIELD=VALUE,...", help=f"values to try, in place of {known}")
     add("--repeats", type=positive, default=5, metavar="R", help="rounds, each of which times each candidate once")
-    add("--jobs", type=positive, default=min(8, os.cpu_count() or 1), metavar="J", help="programs that are compiled at a time")
+    add("--jobs", type=positive, default=min(8, os.cpu_count() or 1), metavar="J", help="how many programs compile at a time")
     args = parser.parse_args(argv)
     if args.window and args.full:
         parser.error("--window is causal; leave out --full.")

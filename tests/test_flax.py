@@ -521,7 +521,7 @@ def test_a_cache_of_another_dtype_keeps_it():
     [
         (dict(num_kv_heads=3), "num_heads must be a multiple of num_kv_heads, both above 0; got 4 and 3"),
         (dict(num_kv_heads=0), "got 4 and 0"),
-        (dict(head_size=5), "head_size must be even, RoPE turns pairs; got 5"),
+        (dict(head_size=5), "head_size must be even, since RoPE turns pairs; got 5"),
         (dict(in_features=22), "in_features must be a multiple of num_heads = 4; got 22"),
     ],
 )

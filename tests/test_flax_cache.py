@@ -155,7 +155,7 @@ def test_what_a_cache_cannot_hold_it_refuses_with_a_reason(rng):
     cache = model.init_rolling_cache(B, STEP)
     refused(r"takes up to 58 tokens .* got 90. Give a prompt in pieces", model, x, cache)
     refused("a RollingCache takes no mask", model, x[:, :4], cache, mask=np.ones((4, 128), bool))
-    refused("needs a layer with local_window_size that is causal", layer(), x[:, :4], cache)
+    refused("needs a causal layer with local_window_size", layer(), x[:, :4], cache)
     whole = layer().init_cache(B, 9, jnp.int8)
     refused("a quantised KVCache takes no mask: a KVCache of floats", layer(), x[:, :4], whole, mask=np.ones((4, 64), bool))
     refused(r"lengths must be int32 \[B\] = \(2,\); got \(3,\)", model, x[:, :4], cache, lengths=[1, 2, 3])
@@ -163,7 +163,7 @@ def test_what_a_cache_cannot_hold_it_refuses_with_a_reason(rng):
     in_training = layer(dropout_rate=0.1)
     pages = paged_cache(B, 9, 2, 6, pages=9)
     refused("takes no dropout_rate, dropout_rng: .* layer.eval", in_training, x[:, :4], pages, rngs=jax.random.key(0))
-    with pytest.raises(ValueError, match="needs a layer with local_window_size"):
+    with pytest.raises(ValueError, match="needs a causal layer with local_window_size"):
         layer().init_rolling_cache(B)
 
 

@@ -250,12 +250,12 @@ def test_a_mask_with_a_mistake_says_which(name, rng):
 def test_and_or_and_not_take_no_masks():
     one, other = masks.Causal(), masks.Chunked(3)
     for join in (lambda: one and other, lambda: one or other, lambda: not one):
-        with pytest.raises(TypeError, match=r"a mask is no bool: &, \| and ~ make masks of masks"):
+        with pytest.raises(TypeError, match=r"a mask is not a bool: combine masks with &, \| and ~"):
             join()
 
 
 @pytest.mark.parametrize("other", [np.ones((2, 3), bool), jax.numpy.ones((2, 3), bool), True], ids=["numpy", "jax", "bool"])
 def test_a_mask_meets_no_array_and_says_where_arrays_go(other):
     for join in (lambda: masks.Causal() & other, lambda: other & masks.Causal()):
-        with pytest.raises(TypeError, match=r"& joins two objects of pallas_flash\.masks; got .*An array goes to mask= without"):
+        with pytest.raises(TypeError, match=r"& joins two objects of pallas_flash\.masks; got .*Pass an array alone as mask="):
             join()

@@ -302,21 +302,21 @@ OF_SHAPE = r"is called once, with single numbers of shape \(\).* it raised "
 MISTAKES = {
     "no function": (0.5, r"must be a function score_mod\(score, b, h, q_idx, kv_idx\) that returns the new score; got float"),
     "too few": (lambda score: score, r"it raised TypeError: .*takes 1 positional argument but 5 were given"),
-    "a bool": (lambda s, b, h, q, k: q >= k, r"of the score's dtype, float32\[\]; got bool\[\]. What hides keys is a mask"),
+    "a bool": (lambda s, b, h, q, k: q >= k, r"of the score's dtype, float32\[\]; got bool\[\]. To hide keys, pass a mask"),
     "an int": (lambda s, b, h, q, k: q - k, r"float32\[\]; got int32\[\]"),
     "half": (lambda s, b, h, q, k: s.astype(jnp.bfloat16), r"float32\[\]; got bfloat16\[\]"),
     "many": (lambda s, b, h, q, k: s + jnp.arange(3.0), r"float32\[\]; got float32\[3\]"),
     "a shape": (lambda s, b, h, q, k: s / s.shape[-1], OF_SHAPE + "IndexError"),
     "a softmax": (lambda s, b, h, q, k: jax.nn.softmax(s, axis=-1), OF_SHAPE + "ValueError"),
-    "of NumPy": (lambda s, b, h, q, k: s + np.ones(4)[h], "NumPy takes no traced numbers: .* jnp.asarray makes arrays"),
-    "a function of NumPy": (lambda s, b, h, q, k: np.where(q < k, s, 0), r"bool\[\]\. NumPy takes .*: jnp does"),
+    "of NumPy": (lambda s, b, h, q, k: s + np.ones(4)[h], "NumPy takes no traced numbers: .* jnp.asarray for arrays"),
+    "a function of NumPy": (lambda s, b, h, q, k: np.where(q < k, s, 0), r"bool\[\]\. NumPy takes .*: use jnp"),
     "a row": (
         lambda s, b, h, q, k: s + jnp.sum(IDS.reshape(20, 2)[b]),
-        r"may read single numbers, .*; got reduce_sum of one \[2\]",
+        r"may read single numbers of the arrays .*; got reduce_sum of one \[2\]",
     ),
     "in a loop": (
         lambda s, b, h, q, k: jax.lax.fori_loop(0, 3, lambda i, s: s + jnp.sin(IDS * 1.0)[k + i], s),
-        r"got scan of one \[40\]\. What a loop or a branch needs it reads before",
+        r"got scan of one \[40\]\. Read what a loop or a branch needs before it",
     ),
     "by score": (
         lambda s, b, h, q, k: s + jnp.sin(IDS * 1.0)[s.astype(int)],

@@ -110,10 +110,10 @@ MISTAKES = {
     ),
     "many": (lambda: masks.Where(lambda b, h, q, k: jnp.arange(3) < k), TypeError, r"one bool for four numbers; got bool\[3\]"),
     "too few numbers": (lambda: masks.Where(lambda q, k: q >= k), TypeError, r"is called once, .* takes 2 positional arguments"),
-    "an if": (lambda: masks.Where(lambda b, h, q, k: q >= k and k > 2), TypeError, r"TracerBool.*if, and, or need .*: jnp.where"),
-    "of NumPy": (lambda: masks.Where(lambda b, h, q, k: np.ones(3, bool)[k]), TypeError, "NumPy takes no traced numbers: jnp"),
+    "an if": (lambda: masks.Where(lambda b, h, q, k: q >= k and k > 2), TypeError, r"TracerBool.*if, and, or need .*: use jnp"),
+    "of NumPy": (lambda: masks.Where(lambda b, h, q, k: np.ones(3, bool)[k]), TypeError, "NumPy takes no traced numbers: use"),
     "a map of an array": (lambda: masks.block_map(np.ones((3, 3), bool), 3, 3), TypeError, "an object of pallas_flash.masks, as"),
-    "no positions": (lambda: ~masks.KeyLengths([3]), TypeError, r"take masks that positions alone decide: .*; got KeyLengths"),
+    "no positions": (lambda: ~masks.KeyLengths([3]), TypeError, r"take masks that depend on positions alone: .*; got KeyLengths"),
     "or an array": (
         lambda: masks.Causal() | np.ones((3, 3), bool),
         TypeError,
@@ -161,11 +161,11 @@ def test_kernels_take_numbers_that_are_traced_and_name_what_they_do_not_know(rng
     for reads, text in (
         (
             lambda b, h, q, k: jnp.any(ids[jnp.arange(3)] == q),
-            "reads: of the arrays that it closes over a rule may read single numbers",
+            "reads: a rule may read single numbers of the arrays that it closes over",
         ),
         (
             lambda b, h, q, k: jax.lax.fori_loop(0, 3, lambda i, n: n + ids[k + i], q) > 9,
-            r"got scan of one \[53\]\. What .* reads before\. The",
+            r"got scan of one \[53\]\. Read what .* before it\. The",
         ),
         (lambda b, h, q, k: jax.lax.erf(1.0 * ids[q]) < 0.5, r"reads needs erf.*, which jax's Triton lowering does not know"),
         (lambda b, h, q, k: jax.lax.fori_loop(0, q, lambda i, n: n + i, k) % 3 > 0, r"reads needs while, which jax's Triton"),

@@ -1,10 +1,10 @@
 """FlashAttention-2 in plain JAX: query blocks outside, key blocks inside, O(T + S) memory, on any device.
 
-On a CPU a few heads go at a time, so that what passes between two products stays in the caches, and where the blocks are few and
-known while tracing they are no loop. Scores stand as [rows, keys]: then the forward's products take their operands as they lie,
-and XLA gives q k^T and the softmax of it to its CPU library in one call. In the backward q and do are transposed, and dk and dv
-come out transposed, or p and ds are, where these are smaller: with the first operand left transposed a CPU's products are slow.
-Rows are those of all query heads that share a key/value head.
+On a CPU a few heads go at a time, so that what passes between two products stays in the caches. Blocks that are few and known
+while tracing are not a loop. Scores are [rows, keys]: then the forward's products take their operands as they lie, and XLA gives
+q k^T and its softmax to its CPU library in one call. In the backward q and do are transposed, and dk and dv come out transposed;
+where p and ds are smaller, they are transposed instead. With the first operand left transposed a CPU's products are slow. The
+rows are those of all query heads that share a key/value head.
 """
 
 from collections.abc import Callable

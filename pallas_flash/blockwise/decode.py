@@ -1,6 +1,7 @@
-"""Decoding in plain JAX: on a CPU row after row of the batch, by blocks of keys, of which those that nobody sees are not read.
+"""Decoding in plain JAX: on a CPU one batch row after the other, by blocks of keys; blocks that no row sees are not read.
 
-A block's keys and values are brought into the order of the heads in the caches, and no more of them is in memory twice.
+The keys and values of one block at a time are brought into the order of the heads, in the CPU's caches; no more of them is in
+memory twice.
 """
 
 import functools

@@ -24,7 +24,7 @@ IMPLEMENTATIONS = ("hopper", "portable", "blockwise")
 
 
 class _Options(TypedDict, total=False):
-    """For type checkers: what `paged_attention` takes by name, but return_residual, which tells its overloads apart."""
+    """For type checkers: the arguments of `paged_attention` by name, without return_residual, which tells its overloads apart."""
 
     query_seq_lengths: Int[AnyArray, "B"] | None
     query_offset: Int[AnyArray, "B"] | None
@@ -101,30 +101,36 @@ def paged_attention(
     implementation: Literal["hopper", "portable", "blockwise"] | None = None,
     return_residual: bool = False,
 ) -> Float[Array, "B T N Hv"] | tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
-    """`flash_attention` of the newest tokens of each row to its `lengths` keys: key i is k_pages[table[i // page], i % page].
+    """`flash_attention` of the newest tokens of each row to the row's keys, which lie in pages.
 
-    Pages may be in any order, and rows may share them. Entries of the table that no key in sight needs may be anything; those
-    that are needed must be pages from 0 to P - 1: others are taken for the nearest, and the result is that of its keys. There is
-    no derivative. On a mesh with explicit axes the batch and the heads may be sharded, the pages by heads alone.
+    Row b has lengths[b] keys; key i of it is k_pages[page_table[b, i // page], i % page]. Pages may be in any order, and rows may
+    share them. An entry of the table that no visible key needs may be anything; an entry that is needed must be a page from 0 to
+    P - 1. Any other number is taken for the nearest page, and the result is that of this page's keys. There is no derivative. On
+    a mesh with explicit axes the batch and the heads may be sharded, the pages by heads alone.
 
     Args:
-      query: [B, T, N, H], the newest tokens of each row; N is a multiple of K. Up to T N / K = 64 the kernels of GPUs take it,
+      query: [B, T, N, H], the newest tokens of each row; N is a multiple of K. The kernels of GPUs take up to T N / K = 64,
         "blockwise" any T.
-      k_pages: [P, page, K, H], page a multiple of 8. v_pages: [P, page, K, Hv].
+      k_pages: [P, page, K, H], where page is a multiple of 8.
+      v_pages: [P, page, K, Hv].
       page_table: int32 [B, pages of a row].
-      lengths: int32 [B], the keys of each row, those of its new tokens among them. What lies beyond in a page may be NaN.
-      query_seq_lengths: int32 [B]: only so many of the T queries of each row are there; all of them by default.
-      query_offset: int32 [B], the position of each row's first query; by default the queries are the last of the row's keys.
+      lengths: int32 [B], how many keys each row has, those of its new tokens included. Keys of a page beyond them may be NaN.
+      query_seq_lengths: int32 [B]: how many of the T queries of each row are real; all by default.
+      query_offset: int32 [B], the position of each row's first query; by default the queries are at the last of the row's keys.
       scale, is_causal, local_window_size, logits_soft_cap, sinks, score_mod, return_residual: as in `flash_attention`; causal by
         default.
-      k_scales, v_scales: float32 [P, page, K], for pages of int8 or float8_e4m3fn: a key is its page's entry times its scale, as
-        `PagedCache` makes them. The kernels multiply logits and weights by them, and nothing in memory is wider than the pages.
-      implementation: "hopper", which takes pages of 8, 16, 32, or a multiple of 64 keys, none in 8 bits, and no score_mod;
-        "portable"; "blockwise"; None chooses.
+      k_scales, v_scales: float32 [P, page, K], for pages of int8 or float8_e4m3fn: a key is its entry in the page times its
+        scale, as `PagedCache` makes them. The kernels multiply logits and weights by the scales, and nothing in memory is wider
+        than the pages.
+      implementation: "hopper", "portable" or "blockwise"; None chooses. "hopper" takes pages of 8, 16, 32, or a multiple of 64
+        keys, but no pages in 8 bits, and no score_mod.
+
+    Returns:
+      The output [B, T, N, Hv] in the query's dtype; with return_residual, the pair (output, lse), lse float32 [B, T, N].
 
     Raises:
-      TypeError, ValueError: what does not fit.
-      NotImplementedError: the implementation asked for cannot run this call; a derivative.
+      TypeError, ValueError: an argument does not fit.
+      NotImplementedError: the named implementation cannot run this call, or a derivative is asked for.
     """
     query, k_pages, v_pages = (checks.array(*x) for x in (("query", query), ("k_pages", k_pages), ("v_pages", v_pages)))
     table, lengths = checks.ints("page_table", page_table), checks.ints("lengths", lengths)
@@ -188,7 +194,8 @@ def _chosen(problem: Problem, page: int, stored: str | None, implementation: str
     """What takes (operands, table), and where pages are `stored` in 8 bits their scales; and the unit of its Statistics."""
     asked = selfcheck.asked_for(implementation)
     if asked is not None and (why_not := _why_not(asked, problem, page, stored)):
-        raise NotImplementedError(f"implementation {asked!r} cannot run this call of paged_attention: {why_not}. {problem}.")
+        cannot = f"implementation {asked!r} cannot run this call of paged_attention"
+        raise NotImplementedError(f"{cannot}: {why_not}. The call: {problem}.")
     checked = dataclasses.replace(problem, keys=max(problem.keys, decode.KEYS))  # the kernel is the one without pages
     here = lambda backend: _why_not(backend.name, problem, page, stored) or selfcheck.why_not(backend, checked)
     backend = backends.choose(problem, asked, here).backend

@@ -1,4 +1,4 @@
-"""`PagedCache`: keys and values in pages, which rows of it take, fill, share and give back. Pure functions, for jax.jit."""
+"""`PagedCache`: keys and values in pages, which its rows take, fill, share and give back. Pure functions, for jax.jit."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -16,7 +16,9 @@ from pallas_flash.devices import sharding
 
 
 class PagedCache(NamedTuple):
-    """Key i of row b is key[table[b, i // page], i % page]; entries of the table without a page are P."""
+    """Keys and values in P pages. Key i of row b is key[table[b, i // page], i % page]; an entry without a page is P.
+
+    Its methods return a new cache and change nothing, so that they may be called inside of jax.jit."""
 
     key: Real[Array, "P page K H"]
     value: Real[Array, "P page K H"]
@@ -32,14 +34,14 @@ class PagedCache(NamedTuple):
         return jnp.sum(self.table < self.key.shape[0], 1, dtype=jnp.int32) * self.key.shape[1]
 
     def reserve(self, tokens: Int[AnyArray, "#B"] | int) -> "PagedCache":
-        """With pages for so many more tokens of each row, as long as there are free ones and the table has entries."""
+        """The cache with pages for `tokens` more tokens of each row, as long as there are free pages and entries of the table."""
         return _changed(_reserved, self, tokens=self._by_row("tokens", tokens))
 
     def append(
         self, key: Float[AnyArray, "B T K H"], value: Float[AnyArray, "B T K H"], count: Int[AnyArray, "#B"] | int | None = None
     ) -> "PagedCache":
-        """With the first `count` of T tokens behind each row's, all of them by default, in pages that `reserve` gives. Where
-        there is no room, tokens are left out, and `length` says how many there are."""
+        """The cache with the first `count` of T tokens added to each row, by default all, in pages as `reserve` gives them.
+        Tokens for which there is no room are left out; `length` says how many there are."""
         B, key, value = len(self.table), checks.array("key", key), checks.array("value", value)
         for name, x, slots in (("key", key, self.key), ("value", value, self.value)):
             fits = (B, *key.shape[1:2], *slots.shape[2:])
@@ -50,15 +52,16 @@ class PagedCache(NamedTuple):
         return sharding.of_cache(_appended, self, new)[1]
 
     def release(self, rows: Bool[AnyArray, "B"]) -> "PagedCache":
-        """With these rows empty; pages that no other row has are free again."""
+        """The cache with these rows empty; their pages that no other row has are free again."""
         rows = jnp.asarray(rows)
         if rows.dtype != bool or rows.shape != self.length.shape:
             raise ValueError(f"rows must be bool [B] = {self.length.shape}, True: release; got {rows.dtype} {rows.shape}.")
         return _changed(_released, self, rows=rows)
 
     def share(self, source: Int[AnyArray, ""] | int, target: Int[AnyArray, ""] | int) -> "PagedCache":
-        """With row `target` at the start of row `source`, whose full pages both have; the target's own are released. What is
-        behind the full pages is for the target to append. Where a number that is traced is that of no row, nothing changes."""
+        """The cache in which row `target` begins as row `source`: both have the full pages of the source, and the target's own
+        pages are released. Tokens behind the full pages are not shared; append them to the target. If one of the numbers is
+        traced and is that of no row, nothing changes."""
         rows, B = {name: checks.ints(name, row) for name, row in dict(source=source, target=target).items()}, len(self.table)
         for name, row in rows.items():
             if row.shape:
@@ -68,7 +71,7 @@ class PagedCache(NamedTuple):
         return _changed(_shared, self, **rows)
 
     def _by_row(self, name: str, x) -> Int[Array, "B"]:
-        """Numbers of each row, or one for all."""
+        """A number for each row, given so or as one for all."""
         x, shape = checks.ints(name, x), self.length.shape
         if x.shape not in (shape, (1,), ()):
             raise ValueError(f"{name} must be int32 [B] = {shape}, or one for all rows; got {x.shape}.")
@@ -76,7 +79,8 @@ class PagedCache(NamedTuple):
 
 
 def _changed(change: Callable, cache: PagedCache, **arrays) -> PagedCache:
-    """change(cache, **arrays), of table, length and users; on a mesh with explicit axes all devices have them whole meanwhile."""
+    """change(cache, **arrays), which changes table, length and users; on a mesh with explicit axes, meanwhile, each device has
+    these whole."""
     numbers = dict(table=cache.table, length=cache.length, users=cache.users)
     mesh = sharding.explicit_of(sharding.meshes_of(jax.tree.leaves((cache, arrays))))
     if mesh is None:
@@ -131,11 +135,11 @@ def _appended(cache: PagedCache, *, key, value, count) -> tuple[None, PagedCache
 def paged_cache(
     batch: int, max_length: int, kv_heads: int, head_size: int, *, pages: int, page: int = 64, dtype=jnp.bfloat16
 ) -> PagedCache:
-    """An empty cache of so many pages for `batch` rows of up to max_length tokens.
+    """An empty cache of `pages` pages of `page` tokens each, for `batch` rows of up to max_length tokens.
 
-    With the dtypes int8 and float8_e4m3fn it is quantised, with a float32 scale for each token and head, which `paged_attention`
-    takes as k_scales and v_scales. The output then errs by 1% and 4% (norms of normal numbers; bfloat16: 0.3%). On a CPU
-    float8_e4m3fn is copied whole in each call, int8 is not.
+    With the dtypes int8 and float8_e4m3fn the cache is quantised: each token and head has a float32 scale, which
+    `paged_attention` takes as k_scales and v_scales. The output then errs by 1% and 4% (norms, for normally distributed numbers;
+    bfloat16: 0.3%). On a CPU float8_e4m3fn is copied whole in each call, int8 is not.
     """
     if page % PAGE or page <= 0:
         raise ValueError(f"page must be a multiple of {PAGE} keys; got {page}.")

@@ -1,1 +1,1 @@
-"""What several devices are told, and what they send each other."""
+"""Several devices: what each computes, and what they send each other."""

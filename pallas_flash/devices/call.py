@@ -1,4 +1,4 @@
-"""The arrays of a call as devices share them: exact, by where they are in it, and with a letter for each of their axes."""
+"""The arrays of a call as devices share them: in exact form, by their place in the call, with a letter for each axis."""
 
 import dataclasses
 import functools

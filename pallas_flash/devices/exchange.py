@@ -1,7 +1,7 @@
-"""Heads for rows and back: a backend that has all rows of its device's part of the heads, for who has some rows of all heads.
+"""Heads for rows and back: a backend for callers that have some rows of all heads; it computes all rows of some heads.
 
-Q, K and V are exchanged before, as in context_parallel.py. o is exchanged back inside of the forward, so that what a backward
-keeps of it is this device's rows, which the caller keeps anyway; delta is made of these, and exchanged as one number a row.
+Q, K and V are exchanged before, in context_parallel.py. The forward itself exchanges o back, so that the backward keeps this
+device's rows of o, which the caller keeps anyway. delta is made of these rows and exchanged, one number for each row.
 """
 
 from typing import NamedTuple

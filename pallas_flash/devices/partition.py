@@ -1,7 +1,7 @@
-"""jit over a mesh with Auto axes: XLA's partitioner, which cannot look into a kernel, is told what each device computes of it.
+"""jit over a mesh with Auto axes: tells XLA's partitioner, which cannot look into a kernel, what each device computes of it.
 
-Batch rows and heads may lie on axes of the mesh, and all else is whole on each device. The partitioner says where they lie; each
-device then has a Problem of its own, and what devices share of a gradient is summed.
+Batch rows and heads may lie on axes of the mesh, and all else is whole on each device. The partitioner says where they lie. Each
+device then has a Problem of its own, and the shares that devices have in one gradient are summed.
 """
 
 import dataclasses

@@ -1,8 +1,8 @@
 """Ring attention: keys and values go around the devices, and the queries of each attend to what passes by.
 
-Within a device a sequence lies in chunks, each a batch row of its own; a pair is one chunk of queries and one of keys. What the
-pairs give is merged by its log-sum-exp; in the backward, which takes that of all keys, the gradients of the pairs add up. Where
-some of the heads are enough to fill a GPU, they go around before the others do: buffers are then as large as they need.
+Within a device a sequence lies in chunks, each a batch row of its own; a pair is one chunk of queries and one of keys. The
+outputs of the pairs are merged by their log-sum-exp. The backward takes that of all keys, so the gradients of the pairs add up.
+Where some of the heads are enough to fill a GPU, they go around before the others do, and the buffers hold them alone.
 """
 
 import dataclasses

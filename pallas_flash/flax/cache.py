@@ -1,4 +1,4 @@
-"""The caches of `FlashAttention`, of all tokens in one piece or in pages, or of a window's alone, and attention to them."""
+"""The caches of `FlashAttention`, of all tokens, in one piece or in pages, or of a window's tokens, and attention to them."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
@@ -27,7 +27,7 @@ class KVCache(NamedTuple):
 
 
 class RollingCache(NamedTuple):
-    """The same of the last S tokens: the one at position i is in slot i % S. Row b has had length[b] tokens."""
+    """The keys and values of the last S tokens: the token at position i is in slot i % S. Row b has had length[b] tokens."""
 
     key: Real[Array, "B S K H"]
     value: Real[Array, "B S K H"]
@@ -72,7 +72,7 @@ def attend(cache: Cache, query, key, value, left: int | None, mask, lengths, opt
     more = [name for name, x in dict(options, mask=mask).items() if name not in taken and x is not None]
     if more:
         name = "quantised " * is_quantised + type(cache).__name__
-        raise ValueError(f"a {name} takes no {', '.join(more)}: a KVCache of floats does, and layer.eval() ends dropout.")
+        raise ValueError(f"a {name} takes no {', '.join(more)}: a KVCache of floats does, and layer.eval() turns dropout off.")
     asked = {name: x for name, x in asked.items() if x is not None}
     if not isinstance(cache, PagedCache):
         arrays = {name: asked.pop(name) for name in ("sinks", "query_seq_lengths") if name in asked}
@@ -162,7 +162,7 @@ def check(cache: Cache, x, left: int | None, heads: int, size: int):
             f"inputs_q {x.shape} and the layer; got {shape}. Make it with {make}({B}, max_length)."
         )
     if isinstance(cache, RollingCache) and left is None:
-        raise ValueError(f"a {name} holds a window's tokens: it needs a layer with local_window_size that is causal.")
+        raise ValueError(f"a {name} holds a window's tokens: it needs a causal layer with local_window_size.")
     if isinstance(cache, RollingCache) and rolling_slots(left, T) > shape[1]:
         raise ValueError(
             f"a {name} of {shape[1]} slots takes up to {shape[1] - left - PAGE + 1} tokens at a time after a window of {left}; "

@@ -1,4 +1,4 @@
-"""`attention_fn`, the hook of Flax's own attention modules, of nnx and of linen."""
+"""`attention_fn`, for Flax's own attention modules, of nnx and of linen."""
 
 import math
 from collections.abc import Callable
@@ -44,19 +44,20 @@ def attention_fn(  # every parameter has a name: linen passes on only those that
     `nnx.MultiHeadAttention(..., attention_fn=attention_fn)`, and the same for `linen.MultiHeadDotProductAttention`. Another
     implementation is `functools.partial(attention_fn, implementation="portable")`.
 
-    Differs from Flax in one result: a query that sees no key gets 0, where Flax gives the mean of the values.
+    One result differs from Flax's: a query that sees no key gets 0, where Flax gives the mean of the values.
 
     Args:
       query, key, value, bias: as in `flash_attention`; any number of leading axes.
-      mask: True or 1 lets a query see a key; Flax makes the numbers 0 and 1. Or an object of `pallas_flash.masks`.
+      mask: an array in which True or 1 lets a query see a key (Flax makes the numbers 0 and 1), or an object of
+        `pallas_flash.masks`.
       dropout_rate, deterministic: dropout is on when the rate is above 0 and deterministic is False.
       dropout_rng, dropout_rate: as in `flash_attention`. The weights that stay are not those of Flax.
       broadcast_dropout: must be False where dropout is on: each batch row and head has a mask of its own.
       dtype: query, key and value are cast to it; None: to the dtype that they promote to.
-      precision: a `jax.lax.Precision`, its name, or a pair. All are met and none changes anything: float32 is multiplied in
-        float32, 16-bit numbers exactly, and sums are float32. An algorithm of `jax.lax.DotAlgorithm` cannot be chosen.
-      module: must be None: the weights are never in memory, so that none can be sown.
-      force_fp32_for_softmax: either; the softmax is always float32.
+      precision: a `jax.lax.Precision`, its name, or a pair of them. Each is met and none changes anything: float32 is multiplied
+        in float32, 16-bit numbers exactly, and sums are float32. An algorithm of `jax.lax.DotAlgorithm` cannot be chosen.
+      module: must be None: the weights are never in memory, so none can be sown.
+      force_fp32_for_softmax: True or False, without effect; the softmax is always float32.
       einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum: must be None: there is no einsum to replace.
       promote_dtype: nnx's; called as promote_dtype((query, key, value), dtype=dtype).
       is_causal: top-left aligned; joined with the mask.
@@ -65,19 +66,21 @@ def attention_fn(  # every parameter has a name: linen passes on only those that
 
     Raises:
       NotImplementedError: an argument that cannot be honoured.
-      TypeError, ValueError: as `flash_attention`.
+      TypeError, ValueError: as in `flash_attention`.
     """
     _refuse_module(module)
     _refuse_einsums(einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum)
     _check_precision(precision)
     if input_positions is not None:
-        raise NotImplementedError("attention_fn takes no input_positions, it has no RoPE: pallas_flash.flax.FlashAttention has.")
+        raise NotImplementedError(
+            "attention_fn takes no input_positions, as it has no RoPE: pallas_flash.flax.FlashAttention has."
+        )
     query, key, value = promote_dtype((query, key, value), dtype=dtype)
     dropout = {} if deterministic or dropout_rate == 0 else dict(dropout_rate=dropout_rate, dropout_rng=dropout_rng)
     if dropout and broadcast_dropout and math.prod(query.shape[:-3]) * query.shape[-2] > 1:
         raise NotImplementedError(
-            "attention_fn has a dropout mask of its own for each batch row and head, and broadcast_dropout=True, Flax's default, "
-            "asks for one mask for all: make the module with broadcast_dropout=False."
+            "attention_fn has a dropout mask for each batch row and head, but broadcast_dropout=True, Flax's default, asks for "
+            "one mask for all: make the module with broadcast_dropout=False."
         )
     # Flax's `deterministic` means no dropout; that of flash_attention means the same bits twice, which is its default
     options = dict(is_causal=is_causal, implementation=implementation, score_mod=score_mod, **dropout)
@@ -87,7 +90,7 @@ def attention_fn(  # every parameter has a name: linen passes on only those that
 def _refuse_module(module):
     if module is not None:
         raise NotImplementedError(
-            f"attention_fn cannot sow attention weights into {type(module).__name__}, it never has them in memory: "
+            f"attention_fn cannot sow attention weights into {type(module).__name__}, since it never has them in memory: "
             "leave sow_weights False, or use Flax's own attention_fn to look at weights."
         )
 
@@ -112,14 +115,14 @@ def _check_precision(precision):
 
 
 def as_mask(mask):
-    """A mask as flash_attention takes it: bool in place of Flax's numbers 0 and 1. What is traced is taken to be such."""
+    """A mask as flash_attention takes it, bool in place of Flax's numbers 0 and 1; traced numbers are taken to be 0 and 1."""
     if mask is None or isinstance(mask, Mask):
         return mask
     if not isinstance(mask, jax.core.Tracer) and getattr(mask, "is_fully_addressable", True):
         other = (values := np.asarray(mask))[(values != 0) & (values != 1)]
         if other.size:
             raise ValueError(
-                f"mask must be bool, or 0 and 1 as Flax makes it; got {other.flat[0]}. Numbers to add to the logits are a bias; "
-                "of 0 and -1e9 a mask is made by mask > -1."
+                f"mask must be bool, or 0 and 1 as Flax makes it; got {other.flat[0]}. Pass numbers to add to the logits as "
+                "bias; to make a mask of 0 and -1e9, pass mask > -1."
             )
     return jnp.asarray(mask).astype(bool)

@@ -28,9 +28,9 @@ Rngs = nnx.Rngs | Array | None
 
 
 class FlashAttention(nnx.Module):
-    """Attention with projections: grouped heads, RoPE, QK norm, packed documents, a KV cache that is passed in and handed back.
+    """Attention with projections: grouped heads, RoPE, QK norm, packed documents, and a KV cache that is passed in and returned.
 
-    For cross-attention make it with is_causal=False, rope_base=None and no window, and give it inputs_k.
+    For cross-attention make the layer with is_causal=False, rope_base=None and no window, and call it with inputs_k.
 
     The submodules query, key, value and out are `nnx.LinearGeneral`, with the names and shapes of `nnx.MultiHeadAttention`;
     query_norm and key_norm are `nnx.RMSNorm`.
@@ -42,16 +42,18 @@ class FlashAttention(nnx.Module):
       head_size: H; in_features / num_heads by default.
       out_features: in_features by default.
       in_kv_features: size of the last axis of inputs_k and inputs_v in cross-attention; in_features by default.
-      rope_base: of `rope`; None: no RoPE.
+      rope_base: the base of `rope`; None: no RoPE.
       qk_norm: RMSNorm over the head, with a learned scale, on queries and keys, before RoPE (arXiv:2302.05442, there LayerNorm).
       is_causal: a token sees itself and those before it.
       local_window_size, logits_soft_cap, implementation: as in `flash_attention`.
-      score_mod, context: as in `flash_attention`; an nnx.Module as score_mod learns, and with a cache there is no context.
-      dropout_rate: as in `flash_attention`, where the attribute `deterministic` is False, as it is until `eval()`.
-      sinks: learn a sink for each query head, which begins as 0.
-      use_bias: of the four projections.
-      dtype, param_dtype: of the computation, None: what x and the parameters promote to; and of the parameters.
-      kernel_init, out_kernel_init: of the four projections, Flax's default by default, and of the last one, by default the same.
+      score_mod, context: as in `flash_attention`. An nnx.Module as score_mod learns. With a cache, context is not used.
+      dropout_rate: as in `flash_attention`; used while the attribute `deterministic` is False, that is, until `eval()`.
+      sinks: whether to learn a sink for each query head, which begins as 0.
+      use_bias: whether the four projections have a bias.
+      dtype: of the computation; None: what the inputs and the parameters promote to.
+      param_dtype: of the parameters.
+      kernel_init: of the four projections; Flax's default by default.
+      out_kernel_init: of the last projection, out; kernel_init by default.
       rngs: its `params` stream makes the parameters.
     """
 
@@ -140,27 +142,28 @@ class FlashAttention(nnx.Module):
         rngs=None,
         deterministic=None,
     ):
-        """The T tokens of inputs_q attend to each other; to those of a cache, to which they are added; or to inputs_k.
+        """Attention of the T tokens of inputs_q: to each other; to the tokens of a cache and each other; or to inputs_k.
 
         Args:
           inputs_q: [B, T, in_features].
-          inputs_k: [B, S, in_kv_features], cross-attention: the keys are made of it. The queries' own inputs by default.
+          inputs_k: [B, S, in_kv_features], for cross-attention: the keys are made of it. By default they are made of inputs_q.
           inputs_v: [B, S, in_kv_features]: the values are made of it; inputs_k by default.
-          mask: as in `attention_fn`, joined with is_causal and the rest. With a cache, its S axis is the cache's slots; a
-            RollingCache and a PagedCache take none.
-          segment_ids: int32 [B, T], packed documents: tokens see those with their own id. RoPE's positions count on from
-            document to document, which changes nothing: only differences within a document matter. Not with a cache, and not
-            with inputs_k, where masks.Documents says the ids of both.
-          lengths: int32 [B]: only the first lengths[b] tokens of row b are real, and only they stay in a cache. The
-            attention of the others is 0. Prompts of different lengths fill a cache in one call so.
+          mask: as in `attention_fn`, joined with is_causal and the rest. With a cache, its S axis counts the cache's slots; with
+            a RollingCache or a PagedCache there must be none.
+          segment_ids: int32 [B, T], for packed documents: tokens see those with their own id. RoPE's positions count on from
+            document to document, which changes nothing, since only differences within a document matter. Cannot go with a cache,
+            nor with inputs_k, for which masks.Documents takes the ids of both.
+          lengths: int32 [B]: only the first lengths[b] tokens of row b are real, and only they are kept in a cache. The attention
+            of the others is 0. So prompts of different lengths can fill a cache in one call.
           kv_lengths: int32 [B]: only the first kv_lengths[b] of inputs_k are real.
-          cache: of `init_cache`, `init_rolling_cache` or `pallas_flash.paged_cache`, or of the call before. Row
-            b's tokens are at positions length[b], length[b] + 1, ...
-          rngs: for dropout, nnx.Rngs or a key; needed unless deterministic, by default the layer's attribute, is True.
+          cache: from `init_cache`, `init_rolling_cache` or `pallas_flash.paged_cache`, or from the call before. The new tokens
+            are added to it; those of row b are at the positions length[b], length[b] + 1, ...
+          rngs: for dropout, nnx.Rngs or a key; needed with dropout, unless `deterministic` is True.
+          deterministic: whether to leave out dropout; by default the layer's attribute.
 
         Returns:
-          y [B, T, out_features]; with a cache, (y, the new cache). A token at position max_length or later finds no room:
-          it is not stored, and as tracing cannot raise, its y is NaN; rows and tokens that fit stay right.
+          y [B, T, out_features]; with a cache, (y, the new cache). A token at position max_length or later finds no room: it is
+          not stored, and, as traced code cannot raise, its y is NaN. The rows and tokens that fit are right all the same.
         """
         x, is_cross = inputs_q, inputs_k is not None
         self._check(x, segment_ids, cache)
@@ -188,26 +191,27 @@ class FlashAttention(nnx.Module):
 
     @property
     def _left(self) -> int | None:
-        """How many tokens before its own each sees; None: all."""
+        """How many tokens before its own a token sees; None: all."""
         window = self.local_window_size
         return window if window is None or checks.is_int(window) else window[0]
 
     def set_view(self, deterministic: bool | None = None):
-        """For nnx.view(model, deterministic=True), which leaves out dropout in what it returns, as in nnx.Dropout."""
+        """For nnx.view(model, deterministic=True), which returns a model without dropout, as for nnx.Dropout."""
         if deterministic is not None:
             self.deterministic = deterministic
 
     def init_cache(self, batch: int, max_length: int, dtype: Any = None) -> KVCache:
-        """An empty cache for `batch` rows of up to max_length tokens; its dtype is by default dtype, or else param_dtype.
-        A cache of another dtype than the computation's is cast whole in each call; not so one of int8 or float8_e4m3fn, which
-        is quantised as `paged_cache` says. That takes no mask and is of whole pages: max_length is rounded up to 64 tokens."""
+        """An empty cache for `batch` rows of up to max_length tokens. Its dtype is by default the layer's dtype, or else
+        param_dtype. A cache of another dtype than the computation's is cast whole in each call. A cache of int8 or float8_e4m3fn
+        is not: it is quantised as in `paged_cache`. It takes no mask, and its max_length is rounded up to a multiple of 64
+        tokens."""
         return self._empty(KVCache, batch, max_length, dtype)
 
     def init_rolling_cache(self, batch: int, tokens: int = 1, dtype: Any = None) -> RollingCache:
-        """An empty cache of the tokens in a causal layer's window alone, for texts of any length: O(local_window_size) memory. A
-        call has up to `tokens` tokens; a longer prompt is given in pieces. Its dtype is as in `init_cache`."""
+        """An empty cache for the tokens in a causal layer's window alone: texts of any length take O(local_window_size) memory. A
+        call may add up to `tokens` tokens; give a longer prompt in pieces. dtype is as in `init_cache`."""
         if self._left is None or not self.is_causal:
-            raise ValueError("a rolling cache holds a window's tokens: it needs a layer with local_window_size that is causal.")
+            raise ValueError("a rolling cache holds a window's tokens: it needs a causal layer with local_window_size.")
         return self._empty(RollingCache, batch, caches.rolling_slots(self._left, tokens), dtype)
 
     def _empty(self, kind, batch: int, slots: int, dtype):
@@ -230,7 +234,7 @@ class FlashAttention(nnx.Module):
         return query, key, value
 
     def _out(self, o):
-        """Of heads that explicit axes of a mesh have on several devices, each of these gets the sum."""
+        """The last projection. Where explicit axes of a mesh spread the heads over several devices, each gets the sum."""
         lies = jax.typeof(o).sharding
         summed = lies.spec[2] is not None
         return self.out(o, NamedSharding(lies.mesh, P(*lies.spec[:2], None)) if summed else None)
@@ -253,8 +257,8 @@ class FlashAttention(nnx.Module):
             return
         if self.is_causal or self.rope_base is not None or self.local_window_size is not None:
             raise ValueError(
-                "inputs_k has positions of its own, that those of inputs_q cannot be compared with: for cross-attention make "
-                "the layer with is_causal=False, rope_base=None and no local_window_size."
+                "positions in inputs_q and in inputs_k cannot be compared with each other: for cross-attention make the layer "
+                "with is_causal=False, rope_base=None and no local_window_size."
             )
         if segment_ids is not None:
             raise ValueError(
@@ -270,7 +274,7 @@ class FlashAttention(nnx.Module):
                 raise ValueError(f"{name} must be [B, S, in_kv_features] = {shape} to match inputs_q {x.shape}; got {y.shape}.")
 
     def _check_options(self, N):
-        """Raises here what flash_attention would raise in the first call."""
+        """Raises now what flash_attention would raise in the first call."""
         query, key = (jax.ShapeDtypeStruct((1, 1, heads, self.head_size), jnp.float32) for heads in (N, self.num_kv_heads))
         options = dict(local_window_size=self.local_window_size, logits_soft_cap=self.logits_soft_cap, score_mod=self.score_mod)
         options |= dict(dropout_rate=self.dropout_rate, dropout_rng=jax.eval_shape(lambda: jax.random.key(0)))
@@ -290,5 +294,5 @@ def _heads(num_heads, num_kv_heads, head_size, in_features, rope_base) -> tuple[
     if rope_base is not None and not rope_base > 0:
         raise ValueError(f"rope_base must be a number above 0, or None for no RoPE; got {rope_base}.")
     if rope_base is not None and H % 2:
-        raise ValueError(f"head_size must be even, RoPE turns pairs; got {H}. Or leave RoPE out with rope_base=None.")
+        raise ValueError(f"head_size must be even, since RoPE turns pairs; got {H}. Or leave RoPE out with rope_base=None.")
     return N, K, H

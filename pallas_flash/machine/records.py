@@ -1,4 +1,4 @@
-"""What was found of kernels on this machine, kept in the user's cache folder, a file for each finding."""
+"""Keeps the findings about kernels on this machine in the user's cache folder, a file for each finding."""
 
 import contextlib
 import functools

@@ -1,1 +1,1 @@
-"""Masks and scores on the inside: functions of positions."""
+"""Masks and scores from the inside, as functions of positions."""

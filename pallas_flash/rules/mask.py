@@ -1,4 +1,4 @@
-"""What a mask is, and what &, | and ~ make of it: intervals of keys stay so where they can, and all else is a `Where`."""
+"""What a mask is, and what &, | and ~ make of it: intervals of keys stay intervals where they can, and all else is a `Where`."""
 
 import dataclasses
 import math
@@ -16,8 +16,8 @@ REACH = 2**28  # no query and key lie further apart: offsets and windows are cut
 
 
 class Mask:
-    """A rule that says which keys each query may see: with `a & b` what both let it see, `a | b` what one of them does, `~a` what
-    a does not."""
+    """A rule that says which keys each query may see: `a & b` shows the keys that both show, `a | b` those that at least one
+    shows, `~a` those that a does not."""
 
     ARRAYS = {}  # its int32 arrays: field name -> letters of its shape, out of B, T, S and C, any size
 
@@ -31,8 +31,8 @@ class Mask:
     def __and__(self, other: "Mask") -> "Mask":
         if not isinstance(other, Mask):
             raise TypeError(
-                f"& joins two objects of pallas_flash.masks; got {type(other).__name__}. An array goes to mask= without them: "
-                "is_causal, local_window_size, lengths and segment ids go beside it."
+                f"& joins two objects of pallas_flash.masks; got {type(other).__name__}. Pass an array alone as mask=: "
+                "is_causal, local_window_size, lengths and segment ids may stand beside it."
             )
         return Both(self, other)
 
@@ -40,7 +40,7 @@ class Mask:
         return joined(operator.or_, self, other)
 
     def __bool__(self) -> bool:
-        raise TypeError("a mask is no bool: &, | and ~ make masks of masks, where `and`, `or` and `not` would drop one.")
+        raise TypeError("a mask is not a bool: combine masks with &, | and ~; `and`, `or` and `not` would drop one.")
 
     def __invert__(self) -> "Where":
         f = self.mask_mod()
@@ -49,8 +49,8 @@ class Mask:
     def mask_mod(self) -> Callable:
         """The mask as a mask_mod(b, h, q_idx, kv_idx), which `|` and `~` make theirs from."""
         raise TypeError(
-            f"| and ~ take masks that positions alone decide: Where, Causal, Window, Chunked, Dilated and GlobalTokens; got "
-            f"{type(self).__name__}. Write what is meant as one masks.Where(mask_mod)."
+            f"| and ~ take masks that depend on positions alone: Where, Causal, Window, Chunked, Dilated and GlobalTokens; got "
+            f"{type(self).__name__}. Write the whole mask as one masks.Where(mask_mod)."
         )
 
     __rand__ = __and__  # of what is no mask
@@ -60,7 +60,7 @@ class Mask:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Both(Mask):
-    """What two masks both let a query see."""
+    """Lets a query see the keys that both masks let it see."""
 
     first: Mask
     second: Mask

@@ -1,4 +1,4 @@
-"""Masks of packed sequences: several to a row, of which each attends to itself alone."""
+"""Masks of packed sequences: a row holds several, and each attends to itself alone."""
 
 import dataclasses
 from typing import Any
@@ -38,11 +38,12 @@ def _runs(query_ids, key_ids):
 
 @dataclasses.dataclass(frozen=True)
 class Varlen(Mask):
-    """Sequences of any lengths one behind the other: queries and keys of sequence i are those from cu_seqlens[i] up to, not
-    including, cu_seqlens[i + 1], and see each other alone; what lies beyond the last sees nothing. int32 [B, sequences + 1], or
-    [sequences + 1] for one row, ascending; cu_seqlens_k where the lengths of keys differ from those of queries.
+    """Sequences of any lengths, one behind the other. Sequence i has the queries and keys from cu_seqlens[i] up to, not
+    including, cu_seqlens[i + 1], which see each other alone. Rows beyond the last sequence see nothing.
 
-    The last query of a sequence is then at the position of its last key, from which is_causal and windows count.
+    cu_seqlens_q is int32 [B, sequences + 1], or [sequences + 1] for one row, ascending. Give cu_seqlens_k as well where the keys
+    have other lengths than the queries: the last query of a sequence is then at the position of its last key, and is_causal and
+    windows count from there.
     """
 
     cu_seqlens_q: Any

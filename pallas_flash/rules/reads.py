@@ -1,4 +1,4 @@
-"""The numbers that a rule reads of arrays, one at a time, apart from what it makes of them: how they are read is the caller's."""
+"""The numbers that a rule reads from arrays, one at a time, apart from what it makes of them; the caller does the reading."""
 
 import functools
 import math
@@ -12,7 +12,7 @@ from jax.extend.core import Literal
 
 from pallas_flash.rules.visibility import Ints
 
-MAY_READ = "of the arrays that it closes over a rule may read single numbers, as table[h, kv_idx]"
+MAY_READ = "a rule may read single numbers of the arrays that it closes over, as table[h, kv_idx]"
 
 BY_PAIR = {2, 3}  # of a rule's numbers: the query's and the key's, which differ within a tile
 
@@ -153,7 +153,7 @@ def _evaluated(eqn, inputs):
     name, (part, *rest) = eqn.primitive.name, inputs
     if name not in _TAKES or not isinstance(part, Part):
         shape = ", ".join(map(str, next(x for x in inputs if isinstance(x, Part)).shape))
-        hint = " What a loop or a branch needs it reads before." * (name in ("scan", "while", "cond"))
+        hint = " Read what a loop or a branch needs before it." * (name in ("scan", "while", "cond"))
         raise TypeError(f"{MAY_READ}; got {name} of one [{shape}].{hint}")
     part, inside, other = _TAKES[name](eqn.params, part, *rest)
     value = yield from _read(part)

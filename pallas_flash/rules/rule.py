@@ -134,8 +134,8 @@ def kind(out) -> str:
 
 
 HINTS = {
-    jax.errors.TracerArrayConversionError: " NumPy takes no traced numbers: jnp does; jnp.asarray makes arrays that they index.",
-    jax.errors.TracerBoolConversionError: " Python's if, and, or need a bool that is known: jnp.where, & and | do not.",
+    jax.errors.TracerArrayConversionError: " NumPy takes no traced numbers: use jnp, and jnp.asarray for arrays that they index.",
+    jax.errors.TracerBoolConversionError: " Python's if, and, or need a known bool: use jnp.where, & and |.",
 }
 
 
@@ -147,7 +147,7 @@ def traced(signature: str, function: Callable, *shapes) -> tuple[Any, tuple, Any
             return _traced(function, *shapes)
     except (TypeError, ValueError, IndexError) as error:
         raise TypeError(
-            f"{signature} is called once, with single numbers of shape (), and serves all pairs of a query and a key one by one; "
+            f"{signature} is called once, with single numbers of shape (), and traced for all pairs of a query and a key; "
             f"it raised {type(error).__name__}: {str(error).partition(chr(10))[0].rstrip('.')}.{HINTS.get(type(error), '')}"
         ) from error
 

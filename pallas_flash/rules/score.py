@@ -94,7 +94,8 @@ def trace(score_mod: Any, dtype) -> Score:
     last = lambda b, h, q, k, score: score_mod(score, b, h, q, k)
     jaxpr, arrays, out = rule.traced(SIGNATURE, last, *[rule.INDEX] * 4, number)
     if getattr(out, "shape", None) != () or out.dtype != number.dtype:
-        hint = " What hides keys is a mask, masks.Where, or jnp.where(rule, score, -jnp.inf)." * (rule.kind(out) == "bool[]")
+        hint = " To hide keys, pass a mask, masks.Where, or return jnp.where(rule, score, -jnp.inf)."
+        hint *= rule.kind(out) == "bool[]"
         raise TypeError(f"{SIGNATURE} must return one number of the score's dtype, {number.dtype}[]; got {rule.kind(out)}.{hint}")
     found = rule.Rule(jaxpr, len(arrays), getattr(score_mod, "__name__", type(score_mod).__name__), score_mod)
     if any(4 in at.numbers for at in found.reads):

@@ -55,17 +55,17 @@ def make_parser() -> argparse.ArgumentParser:
     add = group.add_argument
     add("--preset", choices=list(PRESETS), help=HELP_PRESET)
     add("--mesh", type=mesh_type, metavar="AXIS=N,...", help=HELP_MESH)
-    add("--simulate-devices", type=count_type, metavar="N", help="split this machine's CPU into so many devices, to try a --mesh")
+    add("--simulate-devices", type=count_type, metavar="N", help="split this machine's CPU into N devices, to try a --mesh")
     add("--hosts", type=hosts_type, nargs="?", const={}, metavar="ADDRESS,N,I", help=HELP_HOSTS)
-    add("--tensorboard", action="store_true", help="write the curves for TensorBoard too; to be given again with --resume")
-    add("--verbose", action="store_true", help="say what attention runs, with which tiles, and why not the others")
+    add("--tensorboard", action="store_true", help="also write the curves for TensorBoard; give it again with --resume")
+    add("--verbose", action="store_true", help="say which attention runs, with which tiles, and why not the others")
 
     add = parser.add_argument_group("text").add_argument
     add("--data", type=absolute, metavar="PATH", help=HELP_DATA)
 
     add = parser.add_argument_group("model").add_argument
     add("--attention", metavar="NAME", help="implementation of flash_attention (default: the best that runs here)")
-    add("--dtype", choices=["float32", "bfloat16"], help="of activations (default: bfloat16 on a GPU, else float32)")
+    add("--dtype", choices=["float32", "bfloat16"], help="dtype of the activations (default: bfloat16 on a GPU, else float32)")
     add("--layers", type=count_type, default=4, metavar="N", help="blocks")
     add("--heads", type=count_type, default=4, metavar="N", help="query heads")
     add("--kv-heads", type=count_type, metavar="N", help="key/value heads, shared by the query heads (default: one for each)")
@@ -75,16 +75,16 @@ def make_parser() -> argparse.ArgumentParser:
 
     add = parser.add_argument_group("training").add_argument
     add("--steps", type=count_type, default=1500, metavar="N", help="steps of the optimizer")
-    add("--batch", type=count_type, default=4, metavar="N", help="sequences a step")
-    add("--accumulate", type=count_type, default=1, metavar="N", help="parts in which a step takes them, to save memory")
-    add("--context", type=count_type, default=128, metavar="N", help="bytes a sequence")
-    add("--learning-rate", type=positive, default=3e-3, metavar="X", help="its peak, from which a cosine falls to a tenth")
+    add("--batch", type=count_type, default=4, metavar="N", help="sequences in a step")
+    add("--accumulate", type=count_type, default=1, metavar="N", help="parts into which a step cuts its batch, to save memory")
+    add("--context", type=count_type, default=128, metavar="N", help="bytes in a sequence")
+    add("--learning-rate", type=positive, default=3e-3, metavar="X", help="the peak, from which a cosine falls to a tenth")
     add("--warmup", type=whole(0), metavar="N", help="steps to the peak (default: a fifteenth of all)")
     add("--dropout", type=rate, default=0.0, metavar="X", help="rate of dropout: attention weights, embeddings, branches")
-    add("--weight-decay", type=not_negative, default=0.1, metavar="X", help="AdamW's, for matrices")
+    add("--weight-decay", type=not_negative, default=0.1, metavar="X", help="weight decay of AdamW, for matrices alone")
     add("--clip", type=positive, default=1.0, metavar="X", help="largest norm of the gradient")
-    add("--seed", type=int, default=0, metavar="N", help="of the parameters, the batches and the sample")
-    add("--eval-every", type=count_type, default=250, metavar="N", help="steps from one held-out loss to the next")
+    add("--seed", type=int, default=0, metavar="N", help="seed of the parameters, the batches and the sample")
+    add("--eval-every", type=count_type, default=250, metavar="N", help="steps between measurements of the held-out loss")
     add(
         "--save-every",
         type=count_type,
@@ -95,7 +95,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     add = parser.add_argument_group("sample").add_argument
     add("--prompt", default="def ", metavar="TEXT", help="what the sample begins with")
-    add("--samples", type=count_type, default=3, metavar="N", help="how many")
+    add("--samples", type=count_type, default=3, metavar="N", help="how many samples")
     add("--sample-length", type=count_type, metavar="N", help="bytes to write (default: as many as the context holds)")
     add("--temperature", type=not_negative, default=0.7, metavar="X", help="0 takes the likeliest byte every time")
     return parser
@@ -104,16 +104,16 @@ def make_parser() -> argparse.ArgumentParser:
 AXES = ("data", "model", "context")  # of a mesh
 HELP_MESH = """train on several devices, as data=2,model=2,context=2: the batch lies on data, and so do parameters and optimizer
 (FSDP); heads and hidden features on model; each sequence on context. Any of them, in any order; a run may go on with another"""
-HELP_HOSTS = """this is one of several processes that train together on the devices of all: number I, from 0, of N; the first
-listens at ADDRESS, as host:1234. Without a value: as the cluster says (jax.distributed.initialize). All are called alike, but for
-I, with an --out or --resume that all see, and the first writes. A signal ends them at once; --resume goes on from the last
+HELP_HOSTS = """this process is number I, from 0, of N that train together on the devices of all. The first listens at ADDRESS, as
+host:1234. Without a value, the cluster says which (jax.distributed.initialize). Start all with the same options but for I; all
+must see the folder of --out or --resume, and the first writes it. A signal ends them at once; --resume goes on from the last
 checkpoint"""
 HELP_RESUME = """go on from the last checkpoint in this folder, with its settings; a larger --steps extends it. On a CPU the
 curves are those of an unbroken run, bit for bit; on a GPU with XLA_FLAGS=--xla_gpu_deterministic_ops=true. A run that is
 complete only writes its sample"""
 HELP_EVAL = """measure the held-out loss of this run's last checkpoint on its text, or on that of --data, print samples, and
 write nothing"""
-HELP_PRESET = """settings that are used where none are given. tiny: for a first try; gpt2: the 124 million parameters of
+HELP_PRESET = """settings for the options that are not given. tiny: for a first try; gpt2: the 124 million parameters of
 GPT-2, with its vocabulary though the text is bytes, its context of 1024, in bfloat16, for a GPU"""
 HELP_CHECK = f"""train a smaller model in lock-step with the attention and with "reference", and fail where their losses differ by
 more than {CHECK_TOLERANCE["float32"]:g} of their size, or in bfloat16 by {CHECK_TOLERANCE["bfloat16"]:g}. Unless given:

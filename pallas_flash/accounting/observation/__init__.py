@@ -1,8 +1,8 @@
 """What Pallas kernels load, store and compute: counted by running their jaxprs program by program, load by load.
 
-A load counts what it reads of an array in device memory, under its mask; so do stores. Whether a cache holds the bytes already
-is the GPU's own affair. Integers are computed, for loops, masks and indices depend on them; what is made of floats is computed
-only where the floats are given.
+A load counts what it reads of an array in device memory, under its mask; a store counts what it writes. Whether a cache holds the
+bytes already is not considered. Integers are computed, because loops, masks and indices depend on them. Results of floats are
+computed only where the floats are given.
 """
 
 from typing import Any

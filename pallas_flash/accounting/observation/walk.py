@@ -1,4 +1,4 @@
-"""Runs jaxprs on values of which some are unknown: integers are computed, for loops and indices depend on them."""
+"""Runs jaxprs on values of which some are unknown: integers are computed, because loops and indices depend on them."""
 
 from typing import Any
 

@@ -1,7 +1,7 @@
 """FlashAttention's first algorithm (arXiv:2205.14135, algorithms 1 and 4): tiles of keys outside, tiles of queries inside.
 
 A program owns a head. Its O, l and m stay in device memory, are read and written again for every tile of keys, and after
-every tile hold the exact result for the keys so far. The backward does the same with dQ. Masks hide, they skip nothing.
+every tile hold the exact result for the keys so far. The backward does the same with dQ. Masks hide, but skip no tile.
 """
 
 import functools

@@ -1,6 +1,6 @@
-"""Attention as frameworks did it: S and P, and in the backward dP and dS, are written to device memory, a kernel for each step.
+"""Attention as frameworks used to compute it: S and P, in the backward dP and dS, are in device memory, a kernel for each step.
 
-Nothing is skipped: what a mask hides is computed and set to -inf. The softmax comes in the two forms of arXiv:1805.02867.
+Nothing is skipped: scores that a mask hides are computed and set to -inf. The softmax comes in the two forms of arXiv:1805.02867.
 """
 
 import functools

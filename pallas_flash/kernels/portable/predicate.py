@@ -1,4 +1,4 @@
-"""Rules in the portable kernels, of a mask and of a score: their operands, their blocks, and the question."""
+"""Rules in the portable kernels, of a mask and of a score: their operands, their blocks, and how they are asked."""
 
 import dataclasses
 import math

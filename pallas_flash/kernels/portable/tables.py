@@ -1,5 +1,5 @@
-"""The gradients of the tables that a score_mod reads: a program owns some of a table's entries for one batch row and head, or
-of the one entry that these read the part that comes from a tile of queries."""
+"""The gradients of the tables that a score_mod reads: a program owns some entries of a table for one batch row and head. Where
+these read one entry alone, a program owns the part of it that comes from a tile of queries."""
 
 import functools
 import math
