@@ -25,6 +25,12 @@ def curved(slopes):
     return score_mod
 
 
+def waved(slopes):
+    """Reads a number for each key and head, and one for each query."""
+    waves = jnp.sin(jnp.outer(slopes, jnp.arange(300.0)))
+    return lambda s, b, h, q, k: s + waves[h, k] * waves[0, q]
+
+
 EVERYTHING = dict(
     is_causal=True,
     query_offset=np.array([50, -4], np.int32),
@@ -36,6 +42,7 @@ EVERYTHING = dict(
 CASES = {  # head size, whether the same bits each time, the rule, and what else
     "all that changes logits": (64, True, curved, EVERYTHING),
     "dropout, one kernel": (128, False, curved, EVERYTHING | dict(dropout_rate=0.25, dropout_rng=jax.random.key(0))),
+    "numbers by position": (64, True, waved, dict(is_causal=True, query_offset=74)),
     "ALiBi, few queries": (64, False, scores.Alibi, dict(is_causal=True, query_offset=200)),
     "dropout, halves of dK and dV": (192, True, curved, dict(is_causal=True, dropout_rate=0.25, dropout_rng=jax.random.key(0))),
 }

@@ -21,6 +21,12 @@ def holes(numbers):
     return masks.Where(lambda b, h, q, k: ((q // 64 + k // 64 + numbers[h]) % 3 > 0) & (h + 1 > b) | (h > 0) & (k < 4))
 
 
+def documents(ids, far):
+    """Reads a number for each query and each key, of the batch row, and a flag for each head and key."""
+    ids, far = jnp.array(ids), jnp.array(far)
+    return masks.Where(lambda b, h, q, k: (ids[b, q] == ids[b, k]) | (q - k < 9) & far[h, k])
+
+
 HIDDEN = masks.Where(lambda b, h, q, k: (q - k) % 5 * (q // 70) == 2 + h)  # all keys from the first 70 queries
 LENGTHS = dict(
     query_offset=np.array([50, -4], np.int32),
@@ -28,20 +34,29 @@ LENGTHS = dict(
     key_value_seq_lengths=np.array([205, 150], np.int32),
 )
 MORE = LENGTHS | dict(logits_soft_cap=3.0, sinks=np.array([0.5, -1.0], np.float32), score_mod=scores.Alibi((0.05, 0.02)))
+IDS = np.sort(np.random.default_rng(0).integers(0, 5, (2, 400)), 1).astype(np.int8)
+FAR = np.random.default_rng(1).random((2, 400)) < 0.1
 DROPOUT = dict(dropout_rate=0.25, dropout_rng=jax.random.key(0))
 CASES = {  # head size, whether the same bits each time, the mask, and what else
     "numbers by head, all that changes logits": (64, True, lambda: holes(jnp.array([0, 2])), MORE),
     "one kernel": (128, False, lambda: holes(jnp.array([1, 2])), LENGTHS | dict(local_window_size=(150, 40))),
     "known while tracing": (64, False, lambda: LONGFORMER, {}),
     "a list made before": (128, True, lambda: masks.block_map(LONGFORMER, 131, 205), dict(is_causal=True)),
+    "arrays read by position": (
+        64,
+        True,
+        lambda: documents(IDS, FAR),
+        dict(is_causal=True, query_offset=74),
+    ),
+    "arrays read by position, one kernel": (128, False, lambda: documents(IDS, FAR), LENGTHS),
     "queries that see nothing, dropout": (64, True, lambda: HIDDEN, DROPOUT),
     "halves of dK and dV": (192, True, lambda: HIDDEN, dict(is_causal=True, query_offset=80) | DROPOUT),
     "the widest": (256, True, lambda: LONGFORMER & masks.Dilated(2), {}),
 }
-FAST = "numbers by head, all that changes logits"
+FAST = "numbers by head, all that changes logits", "arrays read by position"
 
 
-@pytest.mark.parametrize("name", [FAST, *(pytest.param(n, marks=pytest.mark.whole) for n in CASES if n != FAST)])
+@pytest.mark.parametrize("name", [*FAST, *(pytest.param(n, marks=pytest.mark.whole) for n in CASES if n not in FAST)])
 def test_output_lse_and_all_gradients_are_the_references(name, rng):
     size, deterministic, mask, options = CASES[name]
     q, k, v = qkv(rng, Sizes(B=2, T=131, S=205, N=2, K=1, H=size, Hv=size), jnp.bfloat16)
@@ -99,7 +114,7 @@ def test_there_is_no_race(rng):
 
 TABLE = jnp.arange(8)
 REFUSED = {
-    "an array read by position": (lambda b, h, q, k: TABLE[q] > k, "reads an array at an index made of q_idx or kv_idx"),
+    "an array read by pair": (lambda b, h, q, k: TABLE[(q - k) % 8] > k, "reads an array at an index made of q_idx and kv_idx"),
     "what registers do not know": (lambda b, h, q, k: jnp.floor(q / 3) > k, "needs floor, which Mosaic GPU does not know"),
 }
 

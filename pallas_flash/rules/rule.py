@@ -242,11 +242,6 @@ class Asked:
             found.append((index, read(at.array, index).astype(self.rule.arrays[at.array].aval.dtype)))
         return found
 
-    def by_head(self, batch: int, heads: int) -> list[tuple[tuple, jax.Array]]:
-        """The reads of each of so many batch rows and heads, [B | 1, N | 1], at the first position and key."""
-        b, h = self.numbers(batch, heads)
-        return self.reads(lambda array, index: self.arrays[array][index], b[:, None], h, 0, 0)
-
     def made(self, values, *numbers) -> jax.Array:
         """What the rule makes of `numbers`, which broadcast, where it reads these `values`."""
         return each(lambda *x: self.rule.result(x[: len(numbers)], x[len(numbers) :]), *numbers, *values)

@@ -49,6 +49,11 @@ class Score(rule.Asked):
         """The same with the batch rows' and heads' numbers as arrays, where it asks for them."""
         return dataclasses.replace(self, **self.rule.numbered(batch, heads))
 
+    def by_head(self, batch: int, heads: int) -> list[tuple[tuple, jax.Array]]:
+        """The reads of each of so many batch rows and heads, [B | 1, N | 1], at the first position and key."""
+        b, h = self.numbers(batch, heads)
+        return self.reads(lambda array, index: self.arrays[array][index], b[:, None], h, 0, 0)
+
     def of(self, s, read: Callable, *numbers: Ints):
         """What the rule makes of the logits s, for the numbers b, h, position and key, which broadcast against s."""
         return self.made([value for _, value in self.reads(read, *numbers)], *numbers, s)

@@ -40,8 +40,8 @@ square squeeze sub tanh xor
 def _why_no_rule(asked: Asked | None) -> str | None:
     if asked is None:
         return None
-    if any(read.numbers & BY_PAIR for read in asked.rule.reads):
-        return f"{asked.rule} reads an array at an index made of q_idx or kv_idx: Mosaic GPU has no gather for registers"
+    if any(read.numbers >= BY_PAIR for read in asked.rule.reads):
+        return f"{asked.rule} reads an array at an index made of q_idx and kv_idx: Mosaic GPU has no gather for registers"
     if lacking := sorted(asked.operations - set(_OPERATIONS)):
         return f"{asked.rule} needs {', '.join(lacking)}, which Mosaic GPU does not know for registers"
     return None

@@ -8,7 +8,7 @@ in whatever order the tiles come; 5 products, and the last bits of dQ differ fro
 from pallas_flash import online_softmax
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.kernels import portable
-from pallas_flash.kernels.hopper import backward_dkv, backward_dq, ruled
+from pallas_flash.kernels.hopper import backward_dkv, backward_dq
 from pallas_flash.kernels.hopper.tuning import AllTiles
 from pallas_flash.kernels.portable import tables
 
@@ -20,7 +20,7 @@ def backward(problem: Problem, tiles: AllTiles, x: Operands, o, lse, do, delta):
     p = problem
     of_score = () if x.score is None else (tables.gradients(p, portable.tiles(p).dq, x, do, lse, delta),)
     lse = lse * (online_softmax.LOG2E / p.unit) - (p.soft_cap or 0.0) * online_softmax.LOG2E
-    arrays = x.seeds, ruled.numbers(p, x.score), x.query, x.key, x.value, do, lse, delta
+    arrays = x.seeds, x.score, x.query, x.key, x.value, do, lse, delta
     if tiles.fused is not None:
         dq, dk, dv = backward_dkv.dkv(p, tiles.fused, x.visibility, *arrays, fused=True)
     else:

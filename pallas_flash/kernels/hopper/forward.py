@@ -68,7 +68,7 @@ def _inputs(p: Problem, t: Tiles, x: Operands) -> Inputs:
     q, k, v = (tile.padded(a, t.swizzle) for a in (x.query, x.key, x.value))
     last = ends.blocks(x.visibility.lengths[1], t.block_k, k, v)
     sinks = None if x.sinks is None else x.sinks - (p.soft_cap or 0.0)
-    rules = ruled.numbers(p, x.score), ruled.numbers(p, where)
+    rules = (ruled.numbers(p, asked, t.block_q, t.block_k) for asked in (x.score, where))
     return Inputs(q, k, v, last, blocks, own_blocks, sinks, x.seeds, *rules, visibility)
 
 

@@ -32,13 +32,13 @@ class Inputs(NamedTuple):
 
 
 def inputs(p: Problem, t: Tiles | KeyTiles, visibility: Visibility, blocks, seeds, score, q, k, v, do, lse, delta) -> Inputs:
-    lengths, where = visibility.lengths, ruled.numbers(p, visibility.where)
+    lengths, rules = visibility.lengths, (ruled.numbers(p, asked, t.block_q, t.block_k) for asked in (score, visibility.where))
     visibility, _ = seen.intervals(p, visibility, t.block_q, t.block_k)
     more = (0, 0), (0, 0), (0, -p.queries % t.block_q)
     lse, delta = jnp.pad(lse, more, constant_values=jnp.inf), jnp.pad(delta, more)
     q, k, v, do = (tile.padded(x, t.swizzle) for x in (q, k, v, do))
     last, last_queries = ends.blocks(lengths[1], t.block_k, k, v), ends.blocks(lengths[0], t.block_q, q, do)
-    return Inputs(q, k, v, do, last, last_queries, lse, delta, seeds, score, where, blocks, visibility)
+    return Inputs(q, k, v, do, last, last_queries, lse, delta, seeds, *rules, blocks, visibility)
 
 
 def probabilities(problem: Problem, s, lse: Callable, sees: Callable | None, keeps: Callable | None, modify: Callable | None):

@@ -10,29 +10,47 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Literal
 
+from pallas_flash import schedule
 from pallas_flash.arguments import Problem
-from pallas_flash.kernels.hopper import seen
+from pallas_flash.kernels.hopper import seen, sync
 from pallas_flash.masks import Ints
 from pallas_flash.rules import reads, rule
+from pallas_flash.rules.reads import BY_PAIR
 
 
 class Numbers(NamedTuple):
-    """What a rule is given of batch rows and heads."""
+    """What a rule is given of batch rows and heads, and what it reads of arrays."""
 
     batch: Any  # int32 [B], their numbers; None where it does not ask for them
     head: Any  # int32 [N]
     offset: Any  # int32 [B]; None where it is known
-    values: tuple  # that it reads, each [B, N]
+    values: tuple  # each [B or 1, N or 1, n], n = 1, or whole tiles of queries or of keys where the index is made of theirs
 
 
-def numbers(p: Problem, asked: rule.Asked | None) -> Numbers | None:
+def numbers(p: Problem, asked: rule.Asked | None, block_q: int, block_k: int) -> Numbers | None:
     """Those of a rule, None without one."""
     if asked is None:
         return None
     b, h = asked.numbers(p.batch, p.heads)
-    values = tuple(jnp.broadcast_to(value, (p.batch, p.heads)) for _, value in asked.by_head(p.batch, p.heads))
     offset = None if isinstance(asked.offset, int) else asked.offset
+    # beyond the last query or key is what it reads for the last
+    count = lambda n, size: jnp.minimum(jnp.arange(schedule.ceil_div(n, size) * size, dtype=jnp.int32), n - 1)
+    position = count(p.queries, block_q) + (asked.offset if offset is None else offset[:, None, None])
+    read = lambda array, index: asked.arrays[array][index]
+    of = lambda *at: [_stored(value) for _, value in asked.reads(read, b[:, None, None], h[:, None], *at)]
+    both = zip(asked.rule.reads, of(position, 0), of(0, count(p.keys, block_k)), strict=True)
+    values = tuple(of_key if KEY in at.numbers else of_query for at, of_query, of_key in both)
     return Numbers(b if asked.rule.reads_batch else None, h if asked.rule.reads_head else None, offset, values)
+
+
+QUERY, KEY = 2, 3  # of a rule's numbers
+
+
+def _stored(value) -> jax.Array:
+    """[B or 1, N or 1, n], bools and small integers as int32."""
+    is_small = value.dtype.kind in "biu" and value.dtype.itemsize < 4
+    value = value.astype(jnp.int32) if is_small else value
+    return value.reshape((1,) * (3 - value.ndim) + value.shape)
 
 
 class OfHead(NamedTuple):
@@ -42,7 +60,7 @@ class OfHead(NamedTuple):
     batch: Ints
     head: Ints
     offset: Ints
-    values: list
+    values: list  # numbers; where they are those of queries or keys, a function from a slice of these to its ref
 
     def allowed(self, first_query: Ints, first_key: Ints, shape, transposed: bool = False):
         """Whether the rule of a mask lets each query see each key of a block, in the shape of the scores."""
@@ -51,12 +69,21 @@ class OfHead(NamedTuple):
     def steps(self, f: Callable, shape, first_query: Ints, first_key: Ints, transposed: bool, *more: Callable) -> "Steps":
         """Those of f(values, b, h, query, key, *more), where more() are float32 tiles."""
         logit, index, number = (jax.ShapeDtypeStruct(*x) for x in ((shape, jnp.float32), (shape, jnp.int32), ((), jnp.int32)))
-        values = [jax.ShapeDtypeStruct((), x.dtype) for x in self.values]
+        values = [jax.ShapeDtypeStruct(shape if at.numbers & BY_PAIR else (), dtype) for at, dtype in self._reads()]
         with rule.any_mesh():
             program = jax.make_jaxpr(f)(values, number, number, index, index, *[logit for _ in more])
+
+        def value(n, at, dtype):
+            x = self.values[n]
+            if KEY in at.numbers:
+                x = seen.for_keys(x, first_key, shape, transposed)
+            elif QUERY in at.numbers:
+                x = seen.for_queries(x, first_query, shape, transposed)
+            return x != 0 if dtype.kind == "b" else x.astype(dtype)
+
         return Steps(
             program,
-            *(lambda x=x: x for x in self.values),
+            *(functools.partial(value, n, *read) for n, read in enumerate(self._reads())),
             lambda: self.batch,
             lambda: self.head,
             lambda: seen.of_queries(first_query + self.offset, shape, transposed),
@@ -64,13 +91,22 @@ class OfHead(NamedTuple):
             *more,
         )
 
+    def _reads(self):
+        """The reads of the rule, and the types of what they find."""
+        return [(at, self.asked.rule.arrays[at.array].aval.dtype) for at in self.asked.rule.reads]
+
 
 def of(asked: rule.Asked | None, x: Numbers | None, batch: Ints, head: Ints) -> OfHead | None:
     """From refs; None without a rule."""
     if x is None:
         return None
     b, h = None if x.batch is None else x.batch[batch], None if x.head is None else x.head[head]
-    return OfHead(asked, b, h, asked.offset if x.offset is None else x.offset[batch], [value[batch, head] for value in x.values])
+    entry = lambda ref: (batch if ref.shape[0] > 1 else 0, head if ref.shape[1] > 1 else 0)
+    part = lambda ref: lambda rows: ref.at[(*(n if isinstance(n, int) else sync.opaque(n) for n in entry(ref)), rows)]
+    values = [
+        part(ref) if at.numbers & BY_PAIR else ref[(*entry(ref), 0)] for at, ref in zip(asked.rule.reads, x.values, strict=True)
+    ]
+    return OfHead(asked, b, h, asked.offset if x.offset is None else x.offset[batch], values)
 
 
 class Steps:

@@ -31,12 +31,13 @@ class View(NamedTuple):
         """Whether each query sees each key of a block, in the shape of the scores."""
         (_, spread_query), (key_layout, spread_key) = _axes(self.transposed)
         size, v, ids = shape[0 if self.transposed else 1], self.visibility, ()
+        allowed = None if self.where is None else self.where(first_key, shape, self.transposed)
         if v.query_ids is not None:
             key_ids = tile.load(v.key_ids.at[self.batch, pl.ds(first_key, size)], key_layout)
             ids = spread_query(v.query_ids, shape), spread_key(key_ids, shape)
         keys = of_keys(first_key, shape, self.transposed)
         inside = v.sees(spread_query(self.start, shape), spread_query(self.stop, shape), keys, *ids)
-        return inside if self.where is None else inside & self.where(first_key, shape, self.transposed)
+        return inside if allowed is None else inside & allowed
 
 
 def _axes(transposed: bool):
@@ -55,6 +56,18 @@ def of_keys(first_key: Ints, shape, transposed: bool = False):
     """The number of the key of each score."""
     _, (layout, spread) = _axes(transposed)
     return spread(first_key + tile.count(shape[0 if transposed else 1], layout), shape)
+
+
+def for_queries(part: Callable, first_query: Ints, shape, transposed: bool):
+    """What the ref part(slice of queries) has for the query of each score."""
+    (layout, spread), _ = _axes(transposed)
+    return spread(tile.load(part(pl.ds(first_query, shape[1 if transposed else 0])), layout), shape)
+
+
+def for_keys(part: Callable, first_key: Ints, shape, transposed: bool):
+    """What the ref part(slice of keys) has for the key of each score."""
+    _, (layout, spread) = _axes(transposed)
+    return spread(tile.load(part(pl.ds(first_key, shape[0 if transposed else 1])), layout), shape)
 
 
 def view(visibility: Visibility, batch: Ints, first_query: Ints, rule=None, size: int = ROWS, transposed: bool = False) -> View:
