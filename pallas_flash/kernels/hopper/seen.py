@@ -113,7 +113,7 @@ def by_key_tile(p: Problem, visibility: Visibility, block_q: int, block_k: int) 
     numbers = schedule.lists(_kinds(p, visibility, block_q, block_k).swapaxes(2, 3))
     B, _, tiles, _ = numbers.shape
     count = jnp.broadcast_to(numbers[..., 1], (B, p.heads, tiles)).reshape(B, p.kv_heads, p.group, tiles)
-    return Lists(numbers, (jnp.cumsum(count, 2) - count).reshape(B, p.heads, tiles))
+    return Lists(numbers, (jnp.cumsum(count, 2, dtype=jnp.int32) - count).reshape(B, p.heads, tiles))
 
 
 def _kinds(p: Problem, visibility: Visibility, block_q: int, block_k: int):
