@@ -235,6 +235,22 @@ def test_second_derivatives_are_right_or_say_where_they_are(implementation, rng)
                 run(implementation)
 
 
+def test_second_derivatives_of_bfloat16_err_as_its_rounding_does(rng):
+    """Tangents of a scale: of what they add to those of P, most is taken off again in those of o."""
+    (q, k, v), do = qkv(rng, Z, "bfloat16"), rng.normal(size=(Z.B, Z.T, Z.N, Z.Hv))
+    x, dx = (3 * q, k, v), (3 * q, 0 * k, 0 * v)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def hvp(name, x, dx):
+        loss = lambda *x: jnp.sum(attend(name)(*x) * jnp.asarray(do, jnp.float32))
+        return jax.jvp(jax.grad(loss, argnums=(0, 1, 2)), x, dx)[1]
+
+    expected = hvp("reference", *([a.astype(np.float32) for a in y] for y in (x, dx)))
+    norm = lambda x: np.linalg.norm(np.float32(x))
+    for mine, wanted in zip(hvp("blockwise", x, dx), expected, strict=True):
+        assert norm(mine - wanted) <= 0.01 * norm(wanted)
+
+
 @pytest.mark.whole("reference", "portable")
 def test_gradients_of_vmap_nested_vmap_and_jacrev_are_those_of_loops(implementation, rng):
     q, k, v = (np.stack([x, x[::-1] * 0.5]) for x in qkv(rng, Z._replace(T=5, S=7)))
