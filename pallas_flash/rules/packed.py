@@ -20,9 +20,10 @@ class Documents(Mask):
 
     def runs(self):
         """First and one past the last key with each query's id, and whether no other id lies between: 3 x [B, T]."""
-        if not isinstance(self.key_ids.shape[1], int):  # a symbol of jax.export, which no search takes: nothing is skipped
+        keys = self.key_ids.shape[1]
+        if not isinstance(keys, int) or keys == 0:  # no search takes a symbol of jax.export, or nothing: nothing is skipped
             start = jnp.zeros(self.query_ids.shape, jnp.int32)
-            return start, start + self.key_ids.shape[1], start > 0
+            return start, start + keys, start > 0
         return jax.vmap(_runs)(self.query_ids, self.key_ids)
 
 
