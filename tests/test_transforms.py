@@ -158,6 +158,17 @@ def test_a_program_with_symbols_needs_no_mask(implementation, rng):
     equal(export.export(jax.jit(gradients))(*shapes).call(*x), jax.jit(gradients)(*x))
 
 
+def test_a_program_serves_any_number_of_sequences(rng):
+    attend = lambda *x: flash_attention(*x[:3], mask=masks.Varlen(*x[3:]), is_causal=True, implementation="blockwise")
+    t, s, n = export.symbolic_shape("t, s, n")
+    shapes = [jax.ShapeDtypeStruct((1, *shape), jnp.float32) for shape in ((t, Z.N, 4), (s, Z.K, 4), (s, Z.K, 4))]
+    program = export.export(jax.jit(attend))(*shapes, *[jax.ShapeDtypeStruct((n,), jnp.int32)] * 2)
+    x = qkv(rng, Z._replace(B=1, T=5, S=7, H=4, Hv=4))
+    for ends in [([0, 5], [1, 6]), ([0, 2, 2, 4], [0, 3, 4, 7])]:
+        ends = [np.array(each, np.int32) for each in ends]
+        equal(program.call(*x, *ends), attend(*x, *ends))
+
+
 def test_heads_are_no_symbols():
     n, q = export.symbolic_shape("n")[0], jnp.ones((1, 4, 2, 8))
     with pytest.raises(ValueError, match=r"heads and their sizes must be known, .* got \['n'\]"):

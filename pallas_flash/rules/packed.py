@@ -66,7 +66,10 @@ class Varlen(Mask):
 
     def _sequence(self, row, ends):
         """Where the sequence that each row is in begins and ends among `ends`: 2 x [B, T]. Beyond the last both are 0."""
-        after = jax.vmap(lambda own: jnp.searchsorted(own, row[0], side="right"))(self.cu_seqlens_q)  # the number of its end
+        if isinstance(self.cu_seqlens_q.shape[1], int):  # the number of its end
+            after = jax.vmap(lambda own: jnp.searchsorted(own, row[0], side="right"))(self.cu_seqlens_q)
+        else:  # no search takes a symbol of jax.export
+            after = jnp.sum(self.cu_seqlens_q[:, None] <= row[..., None], axis=2, dtype=jnp.int32)
         last = ends.shape[1] - 1
         at = lambda number: jnp.take_along_axis(ends, jnp.clip(number, 0, last), 1)
         return tuple(jnp.where((0 < after) & (after <= last), at(number), 0) for number in (after - 1, after))
