@@ -292,6 +292,14 @@ def test_zigzag_and_back_is_the_same():
         zigzag(jnp.zeros((2, 20)), 4)
 
 
+def test_zigzag_leaves_arrays_on_the_explicit_axes_that_they_lie_on():
+    x = np.arange(48).reshape(2, 24)
+    there = zigzag(jax.device_put(x, NamedSharding(mesh(), ROWS)), 4)
+    for y, expected in (there, zigzag(x, 4)), (unzigzag(there, 4), x):
+        np.testing.assert_array_equal(y, expected)
+        assert jax.typeof(y).sharding.spec == ROWS
+
+
 @pytest.mark.parametrize("axis", [3, None, ["data", "context"]])
 def test_an_axis_that_is_no_name_is_refused_where_it_is_given(axis):
     with pytest.raises(
