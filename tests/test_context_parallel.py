@@ -153,6 +153,12 @@ def test_features_are_the_same_on_several_devices(implementation, feature, schem
     check(SCHEMES[scheme], FEATURES[feature], implementation, z)
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_sequence_may_lie_on_several_devices_with_x64_too(scheme):
+    with jax.enable_x64(True):
+        check(SCHEMES[scheme], FEATURES["a bias"], "blockwise")
+
+
 @pytest.mark.parametrize("scheme", ["ring", "zigzag"])
 @pytest.mark.parametrize("feature", ["sinks, lengths and a soft cap", "dropout"])
 def test_some_heads_go_around_before_the_others(feature, scheme, monkeypatch):
