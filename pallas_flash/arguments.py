@@ -205,7 +205,8 @@ def exact_part(part: masks.Mask) -> masks.Mask:
     prefix = type(part).__name__
     if isinstance(part, masks.Kinds):
         return part
-    arrays = {field: x for field in part.ARRAYS if (x := getattr(part, field)) is not None}
+    may_lack = lambda field: hasattr(type(part), field)  # it has a default
+    arrays = {field: x for field in part.ARRAYS if (x := getattr(part, field)) is not None or not may_lack(field)}
     if isinstance(part, masks.Documents):
         named = {f"{prefix}.{field}": x for field, x in arrays.items()}
         return masks.Documents(*checks.ids(named))

@@ -80,7 +80,11 @@ def _in_chunks(x, order, axis: int):
         at, n = axis % x.ndim, x.shape[axis]
         if n % len(order):
             raise ValueError(f"zigzag cuts an axis into {len(order)} chunks, two for each device; got {n} along axis {axis}.")
-        return x.reshape(*x.shape[:at], len(order), -1, *x.shape[at + 1 :]).take(order, at).reshape(x.shape)
+        chunks = x.reshape(*x.shape[:at], len(order), -1, *x.shape[at + 1 :])
+        lies = jax.typeof(chunks).sharding
+        if any(lies.spec):  # on explicit axes of a mesh, where it stays
+            return chunks.at[(slice(None),) * at + (order,)].get(out_sharding=lies).reshape(x.shape)
+        return chunks.take(order, at).reshape(x.shape)
 
     return jax.tree.map(reordered, x)
 

@@ -93,6 +93,8 @@ BAD = {
         ValueError,
         r"Varlen.cu_seqlens_q must be int32 \[B, C\] = \(2, 3\); got",
     ),
+    "mask without its array": (dict(mask=masks.PrefixLM(None)), TypeError, "PrefixLM.prefix must be integers; got NoneType"),
+    "varlen without ends": (dict(mask=masks.Varlen(None)), TypeError, "Varlen.cu_seqlens_q must be integers; got NoneType"),
     "varlen's other ends": (
         dict(mask=masks.Varlen(SEQUENCES, SEQUENCES[:, 1:])),
         ValueError,

@@ -194,7 +194,9 @@ def test_leading_axes_fold_into_the_batch(implementation, rng):
 def test_an_empty_axis_gives_zeros_or_nothing(shape):
     B, T, S, N = shape
     q, k = jnp.ones((B, T, N, 3)), jnp.ones((B, S, N, 3))
-    o, lse = flash_attention(q, k, k, return_residual=True)
-    assert o.shape == q.shape and np.all(np.asarray(o) == 0) and np.all(np.asarray(lse) == -np.inf)
+    ids = dict(query_segment_ids=np.zeros((B, T), np.int32), key_value_segment_ids=np.zeros((B, S), np.int32))
+    for options in {}, ids:
+        o, lse = flash_attention(q, k, k, return_residual=True, **options)
+        assert o.shape == q.shape and np.all(np.asarray(o) == 0) and np.all(np.asarray(lse) == -np.inf)
     grads = jax.grad(lambda *x: flash_attention(*x).sum(), argnums=(0, 1, 2))(q, k, k)
     assert [g.shape for g in grads] == [q.shape, k.shape, k.shape]

@@ -153,6 +153,12 @@ def test_features_are_the_same_on_several_devices(implementation, feature, schem
     check(SCHEMES[scheme], FEATURES[feature], implementation, z)
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_sequence_may_lie_on_several_devices_with_x64_too(scheme):
+    with jax.enable_x64(True):
+        check(SCHEMES[scheme], FEATURES["a bias"], "blockwise")
+
+
 @pytest.mark.parametrize("scheme", ["ring", "zigzag"])
 @pytest.mark.parametrize("feature", ["sinks, lengths and a soft cap", "dropout"])
 def test_some_heads_go_around_before_the_others(feature, scheme, monkeypatch):
@@ -290,6 +296,14 @@ def test_zigzag_and_back_is_the_same():
     assert jax.tree.all(jax.tree.map(lambda x, y: (x == y).all(), unzigzag(there, 4), batch))
     with pytest.raises(ValueError, match="zigzag cuts an axis into 8 chunks, two for each device; got 20 along axis 1"):
         zigzag(jnp.zeros((2, 20)), 4)
+
+
+def test_zigzag_leaves_arrays_on_the_explicit_axes_that_they_lie_on():
+    x = np.arange(48).reshape(2, 24)
+    there = zigzag(jax.device_put(x, NamedSharding(mesh(), ROWS)), 4)
+    for y, expected in (there, zigzag(x, 4)), (unzigzag(there, 4), x):
+        np.testing.assert_array_equal(y, expected)
+        assert jax.typeof(y).sharding.spec == ROWS
 
 
 @pytest.mark.parametrize("axis", [3, None, ["data", "context"]])

@@ -158,6 +158,17 @@ def test_a_program_with_symbols_needs_no_mask(implementation, rng):
     equal(export.export(jax.jit(gradients))(*shapes).call(*x), jax.jit(gradients)(*x))
 
 
+def test_a_program_serves_any_number_of_sequences(rng):
+    attend = lambda *x: flash_attention(*x[:3], mask=masks.Varlen(*x[3:]), is_causal=True, implementation="blockwise")
+    t, s, n = export.symbolic_shape("t, s, n")
+    shapes = [jax.ShapeDtypeStruct((1, *shape), jnp.float32) for shape in ((t, Z.N, 4), (s, Z.K, 4), (s, Z.K, 4))]
+    program = export.export(jax.jit(attend))(*shapes, *[jax.ShapeDtypeStruct((n,), jnp.int32)] * 2)
+    x = qkv(rng, Z._replace(B=1, T=5, S=7, H=4, Hv=4))
+    for ends in [([0, 5], [1, 6]), ([0, 2, 2, 4], [0, 3, 4, 7])]:
+        ends = [np.array(each, np.int32) for each in ends]
+        equal(program.call(*x, *ends), attend(*x, *ends))
+
+
 def test_heads_are_no_symbols():
     n, q = export.symbolic_shape("n")[0], jnp.ones((1, 4, 2, 8))
     with pytest.raises(ValueError, match=r"heads and their sizes must be known, .* got \['n'\]"):
@@ -233,6 +244,22 @@ def test_second_derivatives_are_right_or_say_where_they_are(implementation, rng)
         for run in (twice, hvp):
             with pytest.raises(NotImplementedError, match="these kernels of flash_attention have first derivatives alone"):
                 run(implementation)
+
+
+def test_second_derivatives_of_bfloat16_err_as_its_rounding_does(rng):
+    """Tangents of a scale: of what they add to those of P, most is taken off again in those of o."""
+    (q, k, v), do = qkv(rng, Z, "bfloat16"), rng.normal(size=(Z.B, Z.T, Z.N, Z.Hv))
+    x, dx = (3 * q, k, v), (3 * q, 0 * k, 0 * v)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def hvp(name, x, dx):
+        loss = lambda *x: jnp.sum(attend(name)(*x) * jnp.asarray(do, jnp.float32))
+        return jax.jvp(jax.grad(loss, argnums=(0, 1, 2)), x, dx)[1]
+
+    expected = hvp("reference", *([a.astype(np.float32) for a in y] for y in (x, dx)))
+    norm = lambda x: np.linalg.norm(np.float32(x))
+    for mine, wanted in zip(hvp("blockwise", x, dx), expected, strict=True):
+        assert norm(mine - wanted) <= 0.01 * norm(wanted)
 
 
 @pytest.mark.whole("reference", "portable")

@@ -9,6 +9,7 @@ rows are those of all query heads that share a key/value head.
 
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -40,7 +41,7 @@ def forward(problem: Problem, tiles: Tiles, x: Operands):
                 s = view.scores(q, row, key)
                 s = s if seen is None else jnp.where(seen, s, -jnp.inf)
                 prob, alpha, m, l = online_softmax.step_along(3, s, m, l, view.unit, finite)
-                pv = dot(view.dropped(prob, row, key).astype(view.value.dtype), key.of(view.value, 2))
+                pv = _weighted(view.dropped(prob, row, key), key.of(view.value, 2))
                 return pv if alpha is None else o * alpha[..., None] + pv, m, l
 
             start = zeros(q.shape[2], p.value_size), *online_softmax.start(zeros(q.shape[2]), view.sinks_of(row), 1.0)
@@ -58,6 +59,19 @@ def forward(problem: Problem, tiles: Tiles, x: Operands):
     stats = [_zeros(x, wide, p.batch, p.heads, p.queries)] * 2
     o, *stats = _each_part(p, tiles, some_heads, (_zeros(x, p.dtype, p.batch, p.queries, p.heads, p.value_size), *stats))
     return o, online_softmax.Statistics(*stats)
+
+
+@jax.custom_jvp
+def _weighted(p, v):
+    """p v [B, K, m, h] of weights p [B, K, m, n], rounded to the dtype of v [B, K, n, h]."""
+    return dot(p.astype(v.dtype), v)
+
+
+@_weighted.defjvp
+def _(primals, tangents):
+    """The tangents of weights are not rounded: less o dl / l little of what they sum to may be left."""
+    (p, v), (dp, dv) = primals, tangents
+    return _weighted(p, v), dot(dp, v.astype(dp.dtype)) + dot(p.astype(v.dtype), dv)
 
 
 def backward(problem: Problem, tiles: Tiles, x: Operands, o, lse, do, delta):

@@ -107,10 +107,10 @@ class Part(NamedTuple):
         """The shape of y with axes for chunks and parts; in it where the part begins, and its sizes; the part's shape."""
         B, rows, heads, rest = whole[0] // self.chunks, whole[1:axis], whole[axis], whole[axis + 1 :]
         if axis == 0:
-            return (B, self.chunks, *rest), (0, self.chunk, *[0] * len(rest)), (B, 1, *rest), (B, *rest)
+            return (B, self.chunks, *rest), _int32((0, self.chunk, *[0] * len(rest))), (B, 1, *rest), (B, *rest)
         n = heads // (self.shared * self.parts)
         shape = B, self.chunks, *rows, self.shared, self.parts, n, *rest
-        starts = 0, self.chunk, *[0] * len(rows), 0, self.part, 0, *[0] * len(rest)
+        starts = _int32((0, self.chunk, *[0] * len(rows), 0, self.part, 0, *[0] * len(rest)))
         return shape, starts, (B, 1, *rows, self.shared, 1, n, *rest), (B, *rows, self.shared * n, *rest)
 
 
@@ -221,7 +221,12 @@ def _at(loop: Loop, problem: Problem, y, device, a, b):
     C, sizes = loop.chunks, (problem.queries, problem.keys)
     starts = a, jnp.maximum(device, 0) * C + b
     starts = [n * size if length > 1 else 0 for n, size, length in zip(starts, sizes, y.shape[2:], strict=True)]
-    return (0, 0, *starts), (*y.shape[:2], *(min(n, size) for n, size in zip(y.shape[2:], sizes, strict=True)))
+    return _int32((0, 0, *starts)), (*y.shape[:2], *(min(n, size) for n, size in zip(y.shape[2:], sizes, strict=True)))
+
+
+def _int32(starts) -> list[jax.Array]:
+    """Where a slice begins, in one dtype: with jax_enable_x64 the numbers of Python and of loops have two."""
+    return [jnp.asarray(start, jnp.int32) for start in starts]
 
 
 def _zeros(like, shape, dtype):

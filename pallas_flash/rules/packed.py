@@ -20,9 +20,10 @@ class Documents(Mask):
 
     def runs(self):
         """First and one past the last key with each query's id, and whether no other id lies between: 3 x [B, T]."""
-        if not isinstance(self.key_ids.shape[1], int):  # a symbol of jax.export, which no search takes: nothing is skipped
+        keys = self.key_ids.shape[1]
+        if not isinstance(keys, int) or keys == 0:  # no search takes a symbol of jax.export, or nothing: nothing is skipped
             start = jnp.zeros(self.query_ids.shape, jnp.int32)
-            return start, start + self.key_ids.shape[1], start > 0
+            return start, start + keys, start > 0
         return jax.vmap(_runs)(self.query_ids, self.key_ids)
 
 
@@ -66,7 +67,10 @@ class Varlen(Mask):
 
     def _sequence(self, row, ends):
         """Where the sequence that each row is in begins and ends among `ends`: 2 x [B, T]. Beyond the last both are 0."""
-        after = jax.vmap(lambda own: jnp.searchsorted(own, row[0], side="right"))(self.cu_seqlens_q)  # the number of its end
+        if isinstance(self.cu_seqlens_q.shape[1], int):  # the number of its end
+            after = jax.vmap(lambda own: jnp.searchsorted(own, row[0], side="right"))(self.cu_seqlens_q)
+        else:  # no search takes a symbol of jax.export
+            after = jnp.sum(self.cu_seqlens_q[:, None] <= row[..., None], axis=2, dtype=jnp.int32)
         last = ends.shape[1] - 1
         at = lambda number: jnp.take_along_axis(ends, jnp.clip(number, 0, last), 1)
         return tuple(jnp.where((0 < after) & (after <= last), at(number), 0) for number in (after - 1, after))
