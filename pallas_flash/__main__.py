@@ -121,7 +121,7 @@ def check_all(args) -> bool:
     """Prints a row for each case as it ends; whether there is one, and all are right."""
     cases, refused = trial.cases(args.implementations, args.head_sizes, args.dtypes)
     print(f"\nWhat is right here: {len(cases)} variants, each in a process of its own\n")
-    head = "head sizes, dtype, the backward's order, dropout, a rule for a mask"
+    head = "head sizes, dtype, the backward's order, options"
     print(COLUMNS.format(head, "largest error", "compile", "run", "jax.nn / ours", ""))
     right = [print_row(variant, trial.in_a_process(case, args.limit)) for variant, case in cases.items()]
     for name, reason in refused.items():
