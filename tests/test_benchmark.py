@@ -254,7 +254,11 @@ def test_what_would_not_fit_into_memory_is_not_run(monkeypatch, tmp_path, capsys
     assert len(lines_of(capsys, "not run", "jax.nn/xla", "over the limit of 0.0 GB")) == 1
 
 
-@pytest.mark.parametrize("more", [dict(documents=3), dict(window=7), dict(K=4, Hv=8), dict(documents=3, window=7)], ids=str)
+@pytest.mark.parametrize(
+    "more",
+    [dict(documents=3), dict(window=7), dict(K=4, Hv=8), dict(documents=3, window=7), dict(window=7, global_tokens=3)],
+    ids=str,
+)
 def test_the_adapters_ask_all_for_the_same_attention(more):
     case = SMALL._replace(**more)
     contenders = [peers.contender(name) for name in ("blockwise", "jax.nn/xla")]
@@ -370,6 +374,8 @@ def test_a_gpu_gets_the_suite_unless_a_shape_is_given(as_on_a_gpu):
         dict(documents=5),
         dict(documents=5, causal=False),
         dict(documents=5, window=7),
+        dict(window=7, global_tokens=3),
+        dict(window=7, global_tokens=99),
     ],
     ids=str,
 )
@@ -379,7 +385,7 @@ def test_flops_count_each_visible_pair(more):
     ids = case.segment_ids()[0]
     seen = (i >= j if case.causal else np.full(i.shape, True)) & (ids[:, None] == ids)
     if case.window:
-        seen &= i - j < case.window
+        seen &= (i - j < case.window) | (j < (case.global_tokens or 0))
     assert np.array_equal(case.visible()[0, 0], seen)
     pairs = seen.sum() if more else case.T**2 / 2  # causal alone is half of all by convention
     products = dict(forward=16 + 8, backward=16 + 16 + 16 + 8 + 8)  # s and o; s, dq, dk, dp, dv
@@ -404,13 +410,14 @@ def test_the_suite_has_every_shape_that_is_promised():
     assert plain == {(H, 2**n, causal) for H in (64, 128, 256) for n in range(9, 15) for causal in (True, False)}
     assert all(case.N * case.H == 2048 for case in cases if case.N == case.K and not case.Hv)
     others = [case for case in cases if case.window or case.documents or case.Hv or case.N != case.K]
-    assert [(c.N, c.K, c.H, c.Hv, c.window, c.documents) for c in others] == [
-        (16, 16, 128, None, None, 16),
-        (64, 8, 128, None, None, None),
-        (16, 16, 192, 128, None, None),
-        (16, 16, 128, None, 1024, None),
+    assert [(c.N, c.K, c.H, c.Hv, c.window, c.documents, c.global_tokens) for c in others] == [
+        (16, 16, 128, None, None, 16, None),
+        (64, 8, 128, None, None, None, None),
+        (16, 16, 192, 128, None, None, None),
+        (16, 16, 128, None, 1024, None, None),
+        (16, 16, 128, None, 1024, None, 64),
     ]
-    assert suite("bfloat16", quick=True) == cases[:9]
+    assert suite("bfloat16", quick=True) == cases[:10]
 
 
 # ---- clocks ----

@@ -23,6 +23,7 @@ class Case(NamedTuple):
     Hv: int | None = None  # None: H
     window: int | None = None  # a query sees its own key and the window - 1 before it; only with `causal`
     documents: int | None = None  # packed into each row, in lengths drawn at random
+    global_tokens: int | None = None  # the first keys, which all later queries see; only with `window`, without documents
 
     def __str__(self):
         value = f" Hv{self.Hv}" if self.Hv else ""
@@ -33,6 +34,7 @@ class Case(NamedTuple):
         words = ["causal" if self.causal else "full"]
         words += [f"window {self.window}"] if self.window else []
         words += [f"{self.documents} documents"] if self.documents else []
+        words += [f"{self.global_tokens} global tokens"] if self.global_tokens else []
         return " ".join(words)
 
     @property
@@ -67,7 +69,7 @@ class Case(NamedTuple):
         row, key = jnp.arange(self.T)[:, None], jnp.arange(self.S)
         seen = row >= key if self.causal else jnp.ones((self.T, self.S), bool)
         if self.window:
-            seen &= key > row - self.window
+            seen &= (key > row - self.window) | (key < (self.global_tokens or 0))
         if self.documents:
             ids = self.segment_ids()[0]
             seen &= ids[:, None] == ids
@@ -83,7 +85,8 @@ class Case(NamedTuple):
         if not self.causal:
             return length**2
         window = min(self.window or length, length)
-        return window * (window + 1) // 2 + (length - window) * window
+        far = min(self.global_tokens or 0, length - window)  # keys before the window, of the last query
+        return _triangle(window) + (length - window) * window + _triangle(far) + (length - window - far) * far
 
     def bytes(self) -> int:
         """Of query, key, value and output."""
@@ -94,6 +97,10 @@ class Case(NamedTuple):
         H, Hv = self.H, self.value_size
         each = dict(forward=H + Hv, backward=3 * H + 2 * Hv)
         return 2 * self.B * self.N * self.pairs() * sum(each[name] for name in passes.split("+"))
+
+
+def _triangle(n: int) -> int:
+    return n * (n + 1) // 2
 
 
 def decoding(batches, lengths, **shape) -> list[Case]:
@@ -118,6 +125,7 @@ def suite(dtype: str, quick: bool = False, tokens: int = 16384, hidden: int = 20
         case(128, long, True, N=hidden // 32, K=hidden // 256),  # 64 query heads on 8, where hidden is 2048
         case(192, long, True, N=hidden // 128, Hv=128),  # multi-head latent attention
         case(128, longest, True, window=longest // 16),
+        case(128, longest, True, window=longest // 16, global_tokens=64),
     ]
     first = [case(*shape) for shape in QUICK if shape[1] in lengths] + masks
     rest = [case(H, T, causal) for causal in (True, False) for H in (128, 64, 256) for T in lengths]

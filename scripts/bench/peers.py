@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_flash import explain, flash_attention
+from pallas_flash import explain, flash_attention, masks
 from scripts.bench.cases import PASSES, Case
 
 
@@ -66,6 +66,7 @@ def _ours(name: str) -> Contender:
     options = lambda case: dict(
         is_causal=case.causal,
         local_window_size=_window(case),
+        mask=_rule(case),
         implementation=implementation,
         **dict(deterministic=False) if fused else {},
     )
@@ -86,14 +87,18 @@ def _ids(case: Case) -> dict:
 
 
 def _window(case: Case) -> tuple[int, int] | None:
-    return (case.window - 1, 0) if case.window else None
+    return (case.window - 1, 0) if case.window and not case.global_tokens else None
+
+
+def _rule(case: Case) -> masks.Mask | None:
+    return masks.Window(case.window - 1, 0) | masks.GlobalTokens(case.global_tokens) if case.global_tokens else None
 
 
 # ---- peers ----
 
 
-def _dense_documents(case: Case) -> dict:
-    return dict(mask=case.visible()) if case.documents else {}
+def _dense(case: Case) -> dict:
+    return dict(mask=case.visible()) if case.documents or case.global_tokens else {}
 
 
 def _jax_nn(implementation: str) -> Callable:
@@ -204,6 +209,8 @@ def _starts(case: Case) -> dict:
 
 def _fa3_why_not(case: Case) -> str | None:
     sizes = case.H, case.value_size
+    if case.global_tokens:
+        return "it has no global tokens"
     return None if sizes == (128, 128) else f"its wheel holds head size 128 only; got H = {sizes[0]}, Hv = {sizes[1]}"
 
 
@@ -224,6 +231,8 @@ def _jla_why_not(case: Case, backward: str) -> str | None:
 
     if not case.causal:
         return "it is causal only"
+    if case.global_tokens:
+        return "it has no global tokens"
     if backward == "fused" and case.value_size != case.H:
         return "its fused backward wants values of the keys' head size"
     return supported(*case.shapes()[:3])
@@ -256,16 +265,14 @@ FA3 = (
 PALLAS = "jax.experimental.pallas.ops.gpu"
 PAGE = 64  # keys, of a paged cache
 PEERS = [
-    Contender("jax.nn/xla", _jax_nn("xla"), _jax_nn_why_not, _dense_documents),
-    Contender("jax.nn/cudnn", _jax_nn("cudnn"), _cudnn_why_not, _dense_documents),
+    Contender("jax.nn/xla", _jax_nn("xla"), _jax_nn_why_not, _dense),
+    Contender("jax.nn/cudnn", _jax_nn("cudnn"), _cudnn_why_not, _dense),
     Contender(
         "attention_mgpu", _mgpu, _plain, modules=("absl", f"{PALLAS}.attention_mgpu"), dtype="float16"
     ),  # its buffers are, whatever it is given
     Contender("decode_attention", _decode_attention, _decode_why_not, modules=(f"{PALLAS}.decode_attention",), passes=PASSES[:1]),
     Contender("paged_attention", _paged_attention, _paged_why_not, _pages, passes=PASSES[:1]),
-    Contender(
-        "tokamax", _tokamax, operands=_dense_documents, package="tokamax", modules=("tokamax",), before_import=_before_tokamax
-    ),
+    Contender("tokamax", _tokamax, operands=_dense, package="tokamax", modules=("tokamax",), before_import=_before_tokamax),
     Contender("fa3", _fa3, _fa3_why_not, _starts, package="flash-attn3-jax", modules=("flash_attn3_jax",), note=FA3),
     Contender("dew", _dew, _plain, package="dew-flash-attn-cu13", modules=("dew_flash_attn",)),
     _jla_contender("jla", "ranged"),
