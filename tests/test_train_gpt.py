@@ -369,6 +369,7 @@ def test_wrong_paths_are_refused_before_jax_is_imported(unbroken, tmp_path):
     assert [error.split("error: ")[1].split()[0] for error in errors] == list(wrong), ended.stderr
 
 
+@pytest.mark.filterwarnings(r"ignore:(?s)Exception ignored in. None.*Event loop is closed")  # Orbax, of a failed save
 def test_a_full_disk_ends_with_one_line_and_leaves_what_was_there_whole(script, text, tmp_path, monkeypatch, unbroken):
     folder, save = tmp_path / "run", script.save
 
