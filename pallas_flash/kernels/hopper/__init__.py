@@ -1,5 +1,7 @@
 """FlashAttention-3 as Mosaic GPU kernels for Hopper: wgmma, TMA, warpgroups with roles."""
 
+import re
+
 import jax
 
 from pallas_flash.arguments import Problem
@@ -42,6 +44,8 @@ def _why_no_rule(asked: Asked | None) -> str | None:
         return None
     if any(read.numbers >= BY_PAIR for read in asked.rule.reads):
         return f"{asked.rule} reads an array at an index made of q_idx and kv_idx: Mosaic GPU has no gather for registers"
+    if narrow := re.search(r"\b[iuf]8\w*(?=\[)", asked.rule.text):
+        return f"{asked.rule} computes with numbers of 8 bits ({narrow[0]}), for which Mosaic GPU lacks operations: int32 will do"
     if lacking := sorted(asked.operations - set(_OPERATIONS)):
         return f"{asked.rule} needs {', '.join(lacking)}, which Mosaic GPU does not know for registers"
     return None

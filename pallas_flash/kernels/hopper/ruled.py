@@ -47,7 +47,7 @@ QUERY, KEY = 2, 3  # of a rule's numbers
 
 
 def _stored(value) -> jax.Array:
-    """[B or 1, N or 1, n], bools and small integers as int32."""
+    """[B or 1, N or 1, n], bools and integers of 16 bits as int32."""
     is_small = value.dtype.kind in "biu" and value.dtype.itemsize < 4
     value = value.astype(jnp.int32) if is_small else value
     return value.reshape((1,) * (3 - value.ndim) + value.shape)
