@@ -29,12 +29,12 @@ class View(NamedTuple):
 
     def sees(self, first_key: Ints, shape):
         """Whether each query sees each key of a block, in the shape of the scores."""
-        (_, spread_query), (key_layout, spread_key) = _axes(self.transposed)
-        size, v, ids = shape[0 if self.transposed else 1], self.visibility, ()
+        (_, spread_query), _ = _axes(self.transposed)
+        v, ids = self.visibility, ()
         allowed = None if self.where is None else self.where(first_key, shape, self.transposed)
         if v.query_ids is not None:
-            key_ids = tile.load(v.key_ids.at[self.batch, pl.ds(first_key, size)], key_layout)
-            ids = spread_query(v.query_ids, shape), spread_key(key_ids, shape)
+            key_ids = for_keys(lambda keys: v.key_ids.at[self.batch, keys], first_key, shape, self.transposed)
+            ids = spread_query(v.query_ids, shape), key_ids
         keys = of_keys(first_key, shape, self.transposed)
         inside = v.sees(spread_query(self.start, shape), spread_query(self.stop, shape), keys, *ids)
         return inside if allowed is None else inside & allowed
