@@ -114,7 +114,7 @@ def print_choices():
 
 # ---- what is right ----
 
-COLUMNS = "{:<48}{:>15}{:>10}{:>12}{:>16}   {}"
+COLUMNS = "{:<51}{:>15}{:>10}{:>12}{:>16}   {}"
 
 
 def check_all(args) -> bool:

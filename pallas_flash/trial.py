@@ -23,8 +23,8 @@ from pallas_flash.machine.selfcheck import Variant, Verdict
 COMMAND = [sys.executable, "-m", "pallas_flash"]  # that does what CASE tells it
 CASE = "--case"
 Sizes = list[tuple[int, int]]  # of heads: of queries and keys, and of values
-SCHEMES = [(*scheme, False) for scheme in itertools.product((True, False), (0.0, 0.25))]  # the last three of a Case
-SCHEMES += [(True, 0.0, True), (False, 0.0, True)]
+SCHEMES = [(*scheme, None) for scheme in itertools.product((True, False), (0.0, 0.25))]  # the last three of a Case
+SCHEMES += [(deterministic, 0.0, more) for more in selfcheck.MORE for deterministic in (True, False)]
 
 
 class Case(NamedTuple):
@@ -34,20 +34,23 @@ class Case(NamedTuple):
     dtype: str
     deterministic: bool
     dropout_rate: float
-    has_rule: bool
+    more: str | None  # of selfcheck.MORE
 
     def call(self) -> dict:
         call = dict(implementation=self.implementation, deterministic=self.deterministic, is_causal=True)
-        call |= dict(mask=selfcheck.RULE) if self.has_rule else {}
+        call |= {"a rule": dict(mask=selfcheck.RULE), "a score_mod": dict(score_mod=selfcheck.far_is_less)}.get(self.more, {})
         return call | (dict(dropout_rate=self.dropout_rate, dropout_rng=jax.random.key(0)) if self.dropout_rate else {})
 
-    def shapes(self, B: int, T: int, N: int) -> list[jax.ShapeDtypeStruct]:
-        """Of query, key and value."""
-        return [jax.ShapeDtypeStruct((B, T, N, size), self.dtype) for size in (self.head_size, self.head_size, self.value_size)]
+    def shapes(self, B: int, T: int, N: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """Of query, key and value, and of a mask or a bias."""
+        sizes = dict(query=self.head_size, key=self.head_size, value=self.value_size)
+        shapes = {name: jax.ShapeDtypeStruct((B, T, N, size), self.dtype) for name, size in sizes.items()}
+        dense = dict(mask=((1, 1, T, T), bool), bias=((1, N, T, T), self.dtype))
+        return shapes | {name: jax.ShapeDtypeStruct(*x) for name, x in dense.items() if self.more == f"a {name}"}
 
     def problem(self) -> Problem:
         """NotImplementedError says why this machine cannot run it."""
-        return explain(*self.shapes(1, 8, 2), **self.call()).problem
+        return explain(**self.shapes(1, 8, 2), **self.call()).problem
 
     def backend(self) -> Backend:
         return next(backend for backend in backends.BACKENDS if backend.name == self.implementation)
@@ -77,7 +80,7 @@ def cases(names: Iterable[str], sizes: Sizes | None, dtypes: list[str]) -> tuple
 def default_sizes(name: str) -> Sizes:
     """All widths of kernels that this machine may take unasked."""
     case = Case(name, 64, 64, "bfloat16", *SCHEMES[0])
-    some = explain(*case.shapes(1, 8, 2)).problem
+    some = explain(**case.shapes(1, 8, 2)).problem
     unasked = case.backend().own_kernels and case.backend().why_not_by_default(some) is None
     return [(64, 64), (128, 128), (192, 128), (256, 256)] if unasked else [(64, 64)]
 
@@ -127,39 +130,43 @@ def measured(case: Case) -> Finding:
     size = setting(case)
     problem = case.problem()
     verdict = selfcheck.check(case.backend(), problem, size.checked or selfcheck.trials(problem))
-    shapes = case.shapes(**size.timed)
-    arrays = [
-        jax.random.normal(key, x.shape, x.dtype) for key, x in zip(jax.random.split(jax.random.key(0), 3), shapes, strict=True)
-    ]
+    arrays = {name: _random(number, x) for number, (name, x) in enumerate(case.shapes(**size.timed).items())}
     start = time.perf_counter()
-    ours = _compiled(lambda *x: flash_attention(*x, **case.call()), arrays)
+    ours = _compiled(lambda **x: flash_attention(**x, **case.call()), arrays)
     compile_ = time.perf_counter() - start
-    # jax.nn has one head size, no dropout and no rules
-    if size is INTERPRETED or case.head_size != case.value_size or case.dropout_rate or case.has_rule:
+    # jax.nn has one head size, no dropout, no rules and no score_mods
+    more = case.more in ("a rule", "a score_mod")
+    if size is INTERPRETED or case.head_size != case.value_size or case.dropout_rate or more:
         return Finding(verdict, compile_, *_times([ours], arrays, size.rounds))
-    theirs = _compiled(lambda *x: jax.nn.dot_product_attention(*x, is_causal=True), arrays)
+    theirs = _compiled(lambda **x: jax.nn.dot_product_attention(**x, is_causal=True), arrays)
     return Finding(verdict, compile_, *_times([ours, theirs], arrays, size.rounds))
 
 
-def _compiled(attend: Callable, arrays: list[jax.Array]) -> Callable:
+def _random(number: int, x: jax.ShapeDtypeStruct) -> jax.Array:
+    key = jax.random.key(number)
+    return jax.random.bernoulli(key, 0.7, x.shape) if x.dtype == bool else jax.random.normal(key, x.shape, x.dtype)
+
+
+def _compiled(attend: Callable, arrays: dict[str, jax.Array]) -> Callable:
     """Forward and backward, run once."""
 
-    def both(*arrays):
-        o, vjp = jax.vjp(attend, *arrays)
+    def both(arrays):
+        floats, others = ({n: x for n, x in arrays.items() if (x.dtype == bool) == dense} for dense in (False, True))
+        o, vjp = jax.vjp(lambda floats: attend(**floats, **others), floats)
         return o, vjp(o)
 
-    program = jax.jit(both).lower(*arrays).compile()
-    jax.block_until_ready(program(*arrays))
+    program = jax.jit(both).lower(arrays).compile()
+    jax.block_until_ready(program(arrays))
     return program
 
 
-def _times(programs: list[Callable], arrays: list[jax.Array], rounds: int) -> list[float]:
+def _times(programs: list[Callable], arrays: dict[str, jax.Array], rounds: int) -> list[float]:
     """Medians of seconds, the programs in turns."""
     times = [[] for _ in programs]
     for _ in range(rounds):
         for program, seconds in zip(programs, times, strict=True):
             start = time.perf_counter()
-            jax.block_until_ready(program(*arrays))
+            jax.block_until_ready(program(arrays))
             seconds.append(time.perf_counter() - start)
     return [statistics.median(seconds) for seconds in times]
 

@@ -58,7 +58,7 @@ def install(put, *fakes: Backend):
     put(backends, "NAMES", tuple(backend.name for backend in table))
     put(records, "machine", lambda: GPU)
     put(selfcheck, "trials", lambda problem: [TINY])
-    put(trial, "SCHEMES", [(True, 0.0, False)])
+    put(trial, "SCHEMES", [(True, 0.0, None)])
     put(selfcheck, "_known", {})
 
 

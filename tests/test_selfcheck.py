@@ -356,6 +356,30 @@ def test_masks_that_are_rules_are_checked_by_themselves_with_blocks_of_all_kinds
     assert len({head.tobytes() for head in np.asarray(found)[0]}) > 1
 
 
+@pytest.mark.parametrize("name", ["mask", "bias", "score"])
+def test_what_else_changes_logits_is_checked_by_itself(name):
+    more = next(more for more in selfcheck.MORE if more.startswith(f"a {name}"))
+    problem = trial.Case("reference", 64, 64, "bfloat16", True, 0.0, more).problem()
+    assert selfcheck.variant_of(fakes.REFERENCE, problem).scheme == f"deterministic, {more}"
+
+    def without(problem, tiles, x):
+        return fakes.REFERENCE.forward(dataclasses.replace(problem, **{name: None}), tiles, x._replace(**{name: None}))
+
+    wrong = lambda *fake: selfcheck.check(fakes.backend("fake", *fake), problem, [fakes.TINY]).wrong
+    assert "o is off by" in wrong(without) and wrong(fakes.REFERENCE.forward) is None
+
+
+def test_the_gradient_of_a_bias_is_checked():
+    problem = trial.Case("reference", 64, 64, "float32", True, 0.0, "a bias").problem()
+
+    def backward(*args):
+        dq, dk, dv, dbias = fakes.REFERENCE.backward(*args)
+        return dq, dk, dv, dbias * 1.01
+
+    wrong = selfcheck.check(fakes.backend("liar", fakes.REFERENCE.forward, backward), problem, [fakes.TINY]).wrong
+    assert wrong.startswith("dbias is off by 1.0e-02")
+
+
 def test_decoding_is_checked_by_itself_on_a_problem_that_is_decoding():
     (_, portable, *_) = backends.BACKENDS
     q, k = (jax.ShapeDtypeStruct((1, length, 2, 64), "bfloat16") for length in (1, 4096))

@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_flash import autodiff, backends, decode, dropout, masks
-from pallas_flash.arguments import Operands, Problem, shapes
+from pallas_flash.arguments import Operands, Problem
 from pallas_flash.backends import Backend, Choice
 from pallas_flash.kernels import device
 from pallas_flash.machine import records
+from pallas_flash.rules.score import Score
 
 LIMIT = 300  # seconds; a check that takes longer hangs
 SIZES = dict(batch=2, queries=523, keys=709, heads=8, kv_heads=2)  # blocks that need a mask, blocks that need none, ragged ones
@@ -25,6 +26,7 @@ WIDTH = 16  # multiples of this tell heads apart in the kernels
 ROWS = 64  # that are compared as one vector: a single row of a gradient may be zero but for rounding
 RULE = masks.Where(lambda b, h, q, k: ((q // 256 + k // 256 + h) % 3 > 0) | (k < 4), "RULE")  # blocks of all kinds, by head
 TOLERANCE = dict(float32=1e-4, bfloat16=2e-2, float16=4e-3)
+MORE = "a rule", "a mask", "a bias", "a score_mod"  # with any of them kernels are right or wrong by themselves
 
 _log = logging.getLogger("pallas_flash")
 
@@ -79,7 +81,7 @@ class Variant(NamedTuple):
     head_size: int  # as wide as the kernels make it
     value_size: int
     dtype: str
-    scheme: str  # of the backward; and whether the forward is decoding, weights are dropped, and the mask is a rule
+    scheme: str  # of the backward; and whether the forward is decoding, weights are dropped, and what else there is
 
     def __str__(self):
         v = self
@@ -100,8 +102,14 @@ def variant_of(backend: Backend, problem: Problem) -> Variant:
     same = backend.tiles(problem) == backend.tiles(dataclasses.replace(problem, deterministic=True))
     scheme = "deterministic" if same else "in any order"
     scheme += ", decoding" * decode.takes(problem) + ", dropout" * (problem.dropped > 0)
-    scheme += ", a rule" * (problem.visibility.where is not None)
+    scheme += "".join(f", {name}" for name in _more(problem))
     return Variant(backend.name, *_widths(problem), problem.dtype, scheme)
+
+
+def _more(problem: Problem) -> list[str]:
+    """What it has of MORE."""
+    p = problem
+    return [name for name, x in zip(MORE, (p.visibility.where, p.mask, p.bias, p.score), strict=True) if x is not None]
 
 
 def _widths(problem: Problem) -> list[int]:
@@ -226,15 +234,24 @@ def trial(problem: Problem, sizes: dict[str, int]) -> tuple[Problem, Operands, t
     p = dataclasses.replace(problem, **sizes, head_size=width, value_size=value_width, scale=width**-0.5)
     lengths = p.keys - p.keys // 7 * np.arange(p.batch, dtype=np.int32)
     rules = [masks.Causal(), masks.KeyLengths(jax.device_put(lengths)), *([RULE] if p.visibility.where is not None else [])]
-    visibility = masks.resolve(rules, p.batch, p.queries, p.keys, p.keys - p.queries)
-    p = dataclasses.replace(p, soft_cap=None, bias=None, sinks=False, mask=None, score=None, visibility=shapes(visibility))
+    offset = p.keys - p.queries
+    visibility = masks.resolve(rules, p.batch, p.queries, p.keys, offset)
     seeds = dropout.seeds(jax.random.key(0), p.batch, p.heads) if p.dropped else None
     rng = np.random.default_rng(0)
     normal = lambda *shape: jax.device_put(rng.standard_normal(shape, np.float32).astype(jnp.dtype(p.dtype)))
+    bias = None if p.bias is None else normal(1, p.heads, p.queries, p.keys)
+    score = None if p.score is None else Score.of_call(far_is_less, jnp.float32, offset)
+    mask = None if p.mask is None else jax.device_put(rng.random((p.batch, 1, p.queries, p.keys)) < 0.7)
     q, k = normal(p.batch, p.queries, p.heads, width), normal(p.batch, p.keys, p.kv_heads, width)
     v, do = normal(p.batch, p.keys, p.kv_heads, value_width), normal(p.batch, p.queries, p.heads, value_width)
     dlse = normal(p.batch, p.heads, p.queries).astype(jnp.float32)
-    return p, Operands(q, k, v, None, None, None, visibility, seeds), (do, dlse)
+    operands = Operands(q, k, v, bias, None, mask, visibility, seeds, score)
+    return dataclasses.replace(p, soft_cap=None).of_part(operands), operands, (do, dlse)
+
+
+def far_is_less(s, b, h, q, k):
+    """The score_mod of trials."""
+    return s - 0.01 * (h + 1) * jnp.abs(q - k)
 
 
 def _exact(x):
@@ -244,13 +261,17 @@ def _exact(x):
 def run(problem: Problem, choice: Choice, operands: Operands, cotangents: tuple) -> dict[str, np.ndarray]:
     """o, lse and the gradients, each [B, length, heads, ...]."""
 
+    by_length = lambda x: jnp.swapaxes(x, 1, 2)
+
     @jax.jit
     def both(operands, cotangents):
-        attend = lambda q, k, v: autodiff.attend(problem, choice, operands._replace(query=q, key=k, value=v))
-        (o, lse), vjp = jax.vjp(attend, operands.query, operands.key, operands.value)
-        return (o, jnp.swapaxes(lse, 1, 2)[..., None], *vjp(cotangents))
+        attend = lambda q, k, v, bias: autodiff.attend(problem, choice, operands._replace(query=q, key=k, value=v, bias=bias))
+        (o, lse), vjp = jax.vjp(attend, *operands[:4])
+        dq, dk, dv, dbias = vjp(cotangents)
+        found = dict(o=o, lse=by_length(lse)[..., None], dq=dq, dk=dk, dv=dv)
+        return found if dbias is None else found | dict(dbias=by_length(dbias))
 
-    return dict(zip(("o", "lse", "dq", "dk", "dv"), jax.device_get(both(operands, cotangents)), strict=True))
+    return jax.device_get(both(operands, cotangents))
 
 
 def error(x, want) -> float:
