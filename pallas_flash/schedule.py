@@ -193,11 +193,11 @@ def query_blocks(visibility: Visibility, queries: int, block_q: int, block_k: in
 KNOWN = 2**26  # pairs of a query and a key that are asked while tracing; more of them are asked in the program
 
 
-def block_kinds(visibility: Visibility, batch, heads, queries: int, block_q: int, block_k: int):
-    """Whether each block is empty, partial or full, int8 [B | 1, N | 1, query tiles, key tiles], for a mask with a Predicate:
-    numpy's where it is known while tracing."""
-    if jax.tree.leaves(visibility) or queries * visibility.keys > KNOWN:
-        return _block_kinds(visibility, batch, heads, queries, block_q, block_k)
+def block_kinds(visibility: Visibility, batch, heads, queries: int, block_q: int, block_k: int, mask=None):
+    """Whether each block is empty, partial or full, int8 [B | 1, N | 1, query tiles, key tiles], for a mask with a Predicate, or
+    a dense one, bool [B | 1, N | 1, T | 1, S | 1]: numpy's where it is known while tracing."""
+    if mask is not None or jax.tree.leaves(visibility) or queries * visibility.keys > KNOWN:
+        return _block_kinds(visibility, batch, heads, queries, block_q, block_k, mask)
     return _known_kinds(visibility, batch, heads, queries, block_q, block_k)
 
 
@@ -218,9 +218,11 @@ def _known_kinds(*args) -> np.ndarray:
     return _now(_block_kinds, *args)
 
 
-def _block_kinds(visibility, batch, heads, queries, block_q, block_k):
+def _block_kinds(visibility, batch, heads, queries, block_q, block_k, mask=None):
     where = visibility.where
-    if where.kinds is None:
+    if mask is not None:
+        found = kinds.of_array(mask, queries, visibility.keys, block_q, block_k)
+    elif where.kinds is None:
         asked = Visibility(visibility.keys, where=where)
         found = kinds.of(asked, batch, heads, queries, block_q, block_k)
     else:

@@ -283,8 +283,6 @@ def test_a_row_that_sees_no_key_gives_zero(rng):
 HALF = jax.ShapeDtypeStruct((1, 8, 2, 64), jnp.bfloat16)
 REFUSED = {
     "float32": (dict(query=jax.ShapeDtypeStruct(HALF.shape, jnp.float32)), "bfloat16 and float16"),
-    "a bias": (dict(bias=jax.ShapeDtypeStruct((8, 8), jnp.float32)), "no bias"),
-    "a dense mask": (dict(mask=jax.ShapeDtypeStruct((8, 8), bool)), "no dense mask"),
     "a wide head": (dict(query=jax.ShapeDtypeStruct((1, 8, 2, 300), jnp.bfloat16)), "above 256"),
     "a negative scale": (dict(scale=-1.0), "above 0"),
     "no such GPU": ({}, "compute capability 9.0" if gpu_interpreter.MISSING is None else "jax"),

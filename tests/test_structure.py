@@ -62,6 +62,8 @@ ORDER = [
     "kernels.hopper.gradients",
     "kernels.hopper.kept",
     "kernels.hopper.scored",
+    "kernels.hopper.biased",
+    "kernels.hopper.bits",
     "kernels.hopper.ruled",
     "kernels.hopper.seen",
     "kernels.hopper.order",

@@ -31,11 +31,22 @@ def of(v: Visibility, batch, heads, queries: int, block_q: int, block_k: int) ->
     def of_rows(i):
         row = i * block_q + jnp.arange(block_q, dtype=jnp.int32)
         x = seen(v, batch, heads, jnp.minimum(row, queries - 1), key) & (row < queries)[None, None, :, None]
-        x = jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, -v.keys % block_k)))
-        x = x.reshape(*x.shape[:3], -1, block_k)
-        return x.any((2, 4)).astype(jnp.int8) + x.all((2, 4)).astype(jnp.int8)
+        return _of_blocks(x, block_q, block_k)[:, :, 0]
 
     return jnp.moveaxis(lax.map(of_rows, jnp.arange(-(-queries // block_q), dtype=jnp.int32)), 0, 2)
+
+
+def of_array(mask, queries: int, keys: int, block_q: int, block_k: int) -> jax.Array:
+    """The same of a mask bool [B | 1, N | 1, T | 1, S | 1]."""
+    return _of_blocks(jnp.broadcast_to(mask, (*mask.shape[:2], queries, keys)), block_q, block_k)
+
+
+def _of_blocks(x, block_q: int, block_k: int) -> jax.Array:
+    """Of [.., queries, keys], which see each other."""
+    B, N, T, S = x.shape
+    x = jnp.pad(x, ((0, 0), (0, 0), (0, -T % block_q), (0, -S % block_k)))
+    x = x.reshape(B, N, -1, block_q, -(-S // block_k), block_k)
+    return x.any((3, 5)).astype(jnp.int8) + x.all((3, 5)).astype(jnp.int8)
 
 
 def join(kinds, axis):

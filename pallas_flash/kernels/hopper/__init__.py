@@ -18,11 +18,10 @@ def why_not(problem: Problem) -> str | None:
     p = problem
     if p.dtype not in ("bfloat16", "float16"):
         return f"wgmma multiplies bfloat16 and float16; got {p.dtype}"
-    if p.bias is not None or p.mask is not None:
-        return "it takes no bias and no dense mask"
     if why_not := _why_no_rule(p.visibility.where) or _why_no_rule(p.score):
         return why_not
-    if p.score is not None and p.score.tables and (why_not := portable.why_not(p)):  # whose kernels sum the gradients of tables
+    has_more = p.bias is not None or (p.score is not None and p.score.tables)
+    if has_more and (why_not := portable.why_not(p)):  # whose kernels sum the gradients of biases and tables
         return why_not
     if max(p.head_size, p.value_size) > 256:
         return f"head sizes above 256 do not fit into registers; got H = {p.head_size}, Hv = {p.value_size}"

@@ -5,25 +5,26 @@ keys; 7 products for a pair of blocks. Fused: the first of them also computes it
 in whatever order the tiles come; 5 products, and the last bits of dQ differ from run to run.
 """
 
-from pallas_flash import online_softmax
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.kernels import portable
-from pallas_flash.kernels.hopper import backward_dkv, backward_dq
+from pallas_flash.kernels.hopper import backward_dkv, backward_dq, scored
 from pallas_flash.kernels.hopper.tuning import AllTiles
+from pallas_flash.kernels.portable import backward as portable_backward
 from pallas_flash.kernels.portable import tables
 
 
 def backward(problem: Problem, tiles: AllTiles, x: Operands, o, lse, do, delta):
-    """dq, dk, dv in the operands' dtype and shape; no bias, so no dbias; with a score_mod the gradients of its tables, by kernels
-    that XLA leaves out where nobody asks for them."""
+    """dq, dk, dv in the operands' dtype and shape, dbias in the bias's (None without one), and with a score_mod the gradients of
+    its tables; these and dbias by portable kernels, which XLA leaves out where nobody asks for them."""
     del o  # delta holds all that is needed of it
     p = problem
-    of_score = () if x.score is None else (tables.gradients(p, portable.tiles(p).dq, x, do, lse, delta),)
-    lse = lse * (online_softmax.LOG2E / p.unit) - (p.soft_cap or 0.0) * online_softmax.LOG2E
-    arrays = x.seeds, x.score, x.query, x.key, x.value, do, lse, delta
+    more = lambda of: of(p, portable.tiles(p).dq, x, do, lse, delta)
+    dbias = None if x.bias is None else more(portable_backward.dbias)
+    of_score = () if x.score is None else (more(tables.gradients),)
+    arrays = x.visibility, x.mask, x.seeds, x.bias, x.score, x.query, x.key, x.value, do, lse - scored.left_out(p), delta
     if tiles.fused is not None:
-        dq, dk, dv = backward_dkv.dkv(p, tiles.fused, x.visibility, *arrays, fused=True)
+        dq, dk, dv = backward_dkv.dkv(p, tiles.fused, *arrays, fused=True)
     else:
-        dq = backward_dq.dq(p, tiles.dq, x.visibility, *arrays)
-        dk, dv = backward_dkv.dkv(p, tiles.dkv, x.visibility, *arrays, fused=False)
-    return dq, dk, dv, None, *of_score
+        dq = backward_dq.dq(p, tiles.dq, *arrays)
+        dk, dv = backward_dkv.dkv(p, tiles.dkv, *arrays, fused=False)
+    return dq, dk, dv, dbias, *of_score

@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash import schedule
 from pallas_flash.arguments import Problem
-from pallas_flash.kernels.hopper import ends, kept, order, ruled, scored, seen, sync, tile
+from pallas_flash.kernels.hopper import bits, ends, kept, order, scored, seen, sync, tile
 from pallas_flash.kernels.hopper.gradients import Inputs, inputs
 from pallas_flash.kernels.hopper.owner import Block, Owner
 from pallas_flash.kernels.hopper.tuning import ROWS, KeyTiles, stored
@@ -56,9 +56,9 @@ class Memory(NamedTuple):
         )
 
 
-def dkv(p: Problem, t: KeyTiles, visibility: Visibility, *arrays, fused: bool):
+def dkv(p: Problem, t: KeyTiles, visibility: Visibility, mask, *arrays, fused: bool):
     """dk, dv; before them dq, if fused."""
-    x = inputs(p, t, visibility, seen.by_key_tile(p, visibility, t.block_q, t.block_k), *arrays)
+    x = inputs(p, t, visibility, mask, seen.by_key_tile(p, visibility, mask, t.block_q, t.block_k), *arrays)
     sums = [jnp.zeros((*x.q.shape[:3], stored(p.head_size, t.swizzle, 4)), jnp.float32)] if fused else []
     *dq, dk, dv = tile.launch(
         functools.partial(_kernel, problem=p, tiles=t),
@@ -124,8 +124,8 @@ def _kernel(program, x: Inputs, *outputs, problem: Problem, tiles: KeyTiles):
         def head(g, sums):
             blocks, number, before = of_head(g)
             dropout = kept.of(problem.dropped, x.seeds, at.batch, at.head + g)
-            score = scored.of(problem, x.score, at.batch, at.head + g)
-            rule = ruled.of(problem.visibility.where, x.where, at.batch, at.head + g)
+            score = scored.of(problem, x.bias, x.score, at.batch, at.head + g)
+            rule = bits.of(problem, x.where, at.batch, at.head + g)
 
             def step(t, sums, masked):
                 block = Block(before(t), at.head + g, number(t) * tiles.block_q, dropout, score, rule)

@@ -8,7 +8,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.arguments import Problem
-from pallas_flash.kernels.hopper import ends, kept, order, ruled, scored, seen, sync, tile
+from pallas_flash.kernels.hopper import bits, ends, kept, order, scored, seen, sync, tile
 from pallas_flash.kernels.hopper.gradients import Inputs, dlogits, inputs, probabilities
 from pallas_flash.kernels.hopper.tuning import ROWS, Tiles
 from pallas_flash.masks import Visibility
@@ -41,8 +41,8 @@ class Memory(NamedTuple):
         )
 
 
-def dq(p: Problem, t: Tiles, visibility: Visibility, *arrays):
-    x = inputs(p, t, visibility, seen.by_query_tile(p, visibility, t.block_q, t.block_k), *arrays)
+def dq(p: Problem, t: Tiles, visibility: Visibility, mask, *arrays):
+    x = inputs(p, t, visibility, mask, seen.by_query_tile(p, visibility, mask, t.block_q, t.block_k), *arrays)
     (dq,) = tile.launch(
         functools.partial(_kernel, problem=p, tiles=t),
         x,
@@ -89,10 +89,10 @@ def _sum(x: Inputs, at, first_row, own, memory: Memory, k: sync.Ring, v: sync.Ri
     """dQ [64, width] of a consumer's queries, but for the scale."""
     shape, by_head = (ROWS, tiles.block_k), (at.batch, at.head, pl.ds(first_row, ROWS))
     lse, delta = (tile.load(ref.at[by_head], tile.ROW) for ref in (x.lse, x.delta))
-    rule = ruled.of(problem.visibility.where, x.where, at.batch, at.head)
+    rule = bits.of(problem, x.where, at.batch, at.head)
     view, blocks = seen.view(x.visibility, at.batch, first_row, rule), walk.blocks
     dropout = kept.of(problem.dropped, x.seeds, at.batch, at.head)
-    score = scored.of(problem, x.score, at.batch, at.head)
+    score = scored.of(problem, x.bias, x.score, at.batch, at.head)
     for full in memory.q_full, memory.do_full:
         plgpu.barrier_wait(full.at[own])
 
@@ -119,8 +119,8 @@ def _sum(x: Inputs, at, first_row, own, memory: Memory, k: sync.Ring, v: sync.Ri
         first_key = walk.number(t) * tiles.block_k
         sees = functools.partial(view.sees, first_key) if masked else None
         keeps = functools.partial(dropout.keeps, first_row, first_key) if problem.dropped else None
-        modify = None if score is None else lambda s, scale: score.vjp(s, scale, first_row, first_key)
-        _, weight, back = probabilities(problem, s, functools.partial(tile.across, lse), sees, keeps, modify)
+        natural = None if score is None else lambda s: score.vjp(s, first_row, first_key)
+        _, weight, back = probabilities(problem, s, functools.partial(tile.across, lse), sees, keeps, natural)
         dp = tile.product(begin_dp, shape)
         v.release(t)
         return dlogits(problem, weight, back, dp, tile.across(delta, shape))

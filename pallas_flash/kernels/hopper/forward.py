@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash import online_softmax, schedule
 from pallas_flash.arguments import Operands, Problem
-from pallas_flash.kernels.hopper import decode, ends, kept, order, ruled, scored, seen, sync, tile
+from pallas_flash.kernels.hopper import biased, bits, decode, ends, kept, order, ruled, scored, seen, sync, tile
 from pallas_flash.kernels.hopper.tuning import ROWS, AllTiles, Tiles
 from pallas_flash.masks import Ints, Visibility
 
@@ -30,46 +30,46 @@ class Inputs(NamedTuple):
     own_blocks: jax.Array | None  # the same for the rows of each consumer; None too where they are lists
     sinks: jax.Array | None  # [N], less what `scores_apart` leaves out
     seeds: jax.Array | None  # uint32 [B, N, 2], of dropout
+    bias: jax.Array | None  # of biased.whole
     score: ruled.Numbers | None  # of a score_mod
-    where: ruled.Numbers | None  # of the mask's Predicate
+    where: bits.Words | ruled.Numbers | None  # of a dense mask, or of the mask's Predicate
     visibility: Visibility  # its data by rows and keys only, without the Predicate
 
 
 def forward(problem: Problem, tiles: AllTiles, x: Operands):
-    """o [B, T, N, Hv] in the query's dtype, and the Statistics of its rows in one number."""
+    """o [B, T, N, Hv] in the query's dtype, and the Statistics of its rows, in two numbers where the scores are natural."""
     if tiles.decode is not None:
         return decode.forward(problem, tiles.decode, x)
     p, t = problem, tiles.forward
     inputs = _inputs(p, t, x)
     B, T, N, _ = inputs.q.shape
-    o, lse = tile.launch(
+    rows, numbers = (B, N, schedule.ceil_div(p.queries, t.block_q) * t.block_q), 2 if scored.is_natural(p) else 1
+    o, *stats = tile.launch(
         functools.partial(_kernel, problem=p, tiles=t),
         inputs,
         programs=order.query_tiles(p, t.block_q, t.rounds),
         out_type=[
             jax.ShapeDtypeStruct((B, T, N, inputs.v.shape[3]), x.query.dtype),
             # rows of whole tiles: where a vector ends, Mosaic clips its store by the end of the array, not of the row
-            jax.ShapeDtypeStruct((B, N, schedule.ceil_div(p.queries, t.block_q) * t.block_q), jnp.float32),
+            *[jax.ShapeDtypeStruct(rows, jnp.float32)] * numbers,
         ],
         tiles=t,
-        scratch=Memory.of(t, x.query.dtype),
+        scratch=Memory.of(t, x.query.dtype, numbers),
         name="flash_attention_forward",
     )
-    lse = lse[:, :, : p.queries] + (p.soft_cap or 0.0) * online_softmax.LOG2E  # what `scores_apart` left out
-    lse = lse * (p.unit / online_softmax.LOG2E)
-    return o[:, : p.queries, :, : p.value_size], online_softmax.Statistics(lse, None)
+    m, l = (*(x[:, :, : p.queries] for x in stats), None)[:2]
+    return o[:, : p.queries, :, : p.value_size], online_softmax.Statistics(m + scored.left_out(p), l)
 
 
 def _inputs(p: Problem, t: Tiles, x: Operands) -> Inputs:
-    where = x.visibility.where
-    blocks = seen.by_query_tile(p, x.visibility, t.block_q, t.block_k)
-    own_blocks = None if where is not None else seen.by_query_tile(p, x.visibility, ROWS, t.block_k)
+    blocks = seen.by_query_tile(p, x.visibility, x.mask, t.block_q, t.block_k)
+    own_blocks = None if isinstance(blocks, seen.Lists) else seen.by_query_tile(p, x.visibility, x.mask, ROWS, t.block_k)
     visibility, _ = seen.intervals(p, x.visibility, t.block_q, t.block_k)
     q, k, v = (tile.padded(a, t.swizzle) for a in (x.query, x.key, x.value))
     last = ends.blocks(x.visibility.lengths[1], t.block_k, k, v)
-    sinks = None if x.sinks is None else x.sinks - (p.soft_cap or 0.0)
-    rules = (ruled.numbers(p, asked, t.block_q, t.block_k) for asked in (x.score, where))
-    return Inputs(q, k, v, last, blocks, own_blocks, sinks, x.seeds, *rules, visibility)
+    sinks = None if x.sinks is None else x.sinks - scored.left_out(p) / p.unit
+    score, where = ruled.numbers(p, x.score, t.block_q, t.block_k), bits.inputs(p, x.mask, x.visibility.where, t)
+    return Inputs(q, k, v, last, blocks, own_blocks, sinks, x.seeds, biased.whole(x.bias, t), score, where, visibility)
 
 
 class Memory(NamedTuple):
@@ -78,26 +78,27 @@ class Memory(NamedTuple):
     q: Any  # [q_stages x warpgroups, 64, the larger width], of the output in the end
     k: Any  # [stages, block_k, width]
     v: Any  # [value_stages, block_k, value_width], in tile.parts
-    lse: Any  # [warpgroups, 64]
+    stats: Any  # for each number of the Statistics [warpgroups, 64]
     q_full: Any
     k_full: Any
     v_full: Any
 
     @classmethod
-    def of(cls, t: Tiles, dtype) -> "Memory":
+    def of(cls, t: Tiles, dtype, numbers: int) -> "Memory":
         barriers = lambda n: plgpu.Barrier(num_barriers=n)
         return cls(
             q=tile.block(dtype, t.q_stages * t.warpgroups, ROWS, max(t.width, t.value_width), swizzle=t.swizzle),
             k=tile.block(dtype, t.stages, t.block_k, t.width, swizzle=t.swizzle),
             v=tile.block_in_parts(dtype, t.value_stages, t.block_k, t.value_width, t.swizzle),
-            lse=plgpu.SMEM((t.warpgroups, ROWS), jnp.float32),
+            stats=(plgpu.SMEM((t.warpgroups, ROWS), jnp.float32),) * numbers,
             q_full=barriers(t.q_stages * t.warpgroups),
             k_full=barriers(t.stages),
             v_full=plgpu.Barrier(num_arrivals=len(tile.parts(t.block_k)), num_barriers=t.value_stages),
         )
 
 
-def _kernel(program, x: Inputs, o_gmem, lse_gmem, memory: Memory, *, problem: Problem, tiles: Tiles):
+def _kernel(program, x: Inputs, o_gmem, *outputs, problem: Problem, tiles: Tiles):
+    *stats_gmem, memory = outputs
     place = functools.partial(order.query_tile, program, problem, tiles.block_q, tiles.key_bytes, tiles.rounds)
     number_of = sync.Numbers(tiles.warpgroups, tiles.stages)
     k = sync.Ring(memory.k, memory.k_full, number_of.first_ring, tiles.warpgroups)
@@ -116,26 +117,28 @@ def _kernel(program, x: Inputs, o_gmem, lse_gmem, memory: Memory, *, problem: Pr
 
         def attend(n, _):
             at = place(n)
-            rule = ruled.of(problem.visibility.where, x.where, at.batch, at.head)
+            rule = bits.of(problem, x.where, at.batch, at.head)
             blocks, view = visited(at), seen.view(x.visibility, at.batch, first_row(at), rule)
             walk, mine = blocks.walk(), _own_blocks(x, at, own, blocks, problem, tiles)
-            wide, lse_smem = memory.q.at[slot(n)], memory.lse.at[own]
+            wide, stats_smem = memory.q.at[slot(n)], [x.at[own] for x in memory.stats]
             q, o_smem = wide.at[:, : tiles.width], wide.at[:, : tiles.value_width]
             plgpu.barrier_wait(memory.q_full.at[slot(n)])
             shape, first_key = (ROWS, tiles.block_k), lambda t: walk.number(t) * tiles.block_k
             sees = lambda t: view.sees(first_key(t), shape)
             dropout = kept.of(problem.dropped, x.seeds, at.batch, at.head)
-            score = scored.of(problem, x.score, at.batch, at.head)
-            modify = lambda s, scale, t: (s, scale) if score is None else score.of(s, scale, first_row(at), first_key(t))
+            score = scored.of(problem, x.bias, x.score, at.batch, at.head)
+            natural = None if score is None else lambda s, t: score.of(s, first_row(at), first_key(t))
             drop = lambda p, t: p if dropout is None else jnp.where(dropout.keeps(first_row(at), first_key(t), shape), p, 0.0)
-            start = online_softmax.start(tile.rows(0.0), None if x.sinks is None else x.sinks[at.head])
+            start = online_softmax.start(tile.rows(0.0), None if x.sinks is None else x.sinks[at.head], problem.unit)
             pass_by = functools.partial(_pass_by, k, v, turns)
             schedule.loop(0, mine.first, pass_by, None)
-            o, lse = _attend(q, k, v, turns, start, mine, sees, modify, drop, problem, tiles)
+            o, *stats = _attend(q, k, v, turns, start, mine, sees, natural, drop, problem, tiles)
             schedule.loop(mine.last, walk.blocks.last, pass_by, None)
-            o_smem[...], lse_smem[...] = o.astype(q.dtype), lse
-            lse_rows = lse_gmem.at[at.batch, at.head, pl.ds(first_row(at), ROWS)]
-            tile.copy_out((wide, rows(o_gmem, at)), (lse_smem, lse_rows))
+            o_smem[...] = o.astype(q.dtype)
+            for smem, number in zip(stats_smem, stats, strict=True):
+                smem[...] = number
+            by_row = at.batch, at.head, pl.ds(first_row(at), ROWS)
+            tile.copy_out((wide, rows(o_gmem, at)), *zip(stats_smem, (x.at[by_row] for x in stats_gmem), strict=True))
             load_q(n + tiles.q_stages)
 
         for n in range(tiles.q_stages):
@@ -186,23 +189,28 @@ def _attend(
     start,
     blocks: schedule.Blocks,
     sees,
-    modify,
+    natural,
     drop,
     problem: Problem,
     tiles: Tiles,
 ):
-    """o [64, value_width] of a consumer's queries, and their log2-sum-exp [64], less what `scores_apart` leaves out.
+    """o [64, value_width] of a consumer's queries, and their m and l [64] where scores are natural; else their log2-sum-exp, less
+    what `scores_apart` leaves out.
 
     `start` is (m, l) before any key. `blocks` are numbered as they come; of the t-th sees(t) is which query sees which key,
-    modify(s, scale, t) what a score_mod makes of both of `scores_apart`, and drop(p, t) P with 0 where dropout drops a weight.
+    natural(s, t) the logits that a bias or a score_mod makes of S (None: there are neither), and drop(p, t) P with 0 where
+    dropout drops a weight.
     """
     shape = ROWS, tiles.block_k
 
     def softmax(s, t, m, l, masked):
-        s, scale = modify(*online_softmax.scores_apart(s, problem.scale, problem.soft_cap), t)
+        if natural is None:
+            s, scale = online_softmax.scores_apart(s, problem.scale, problem.soft_cap)
+        else:
+            s, scale = natural(s, t), None
         if masked:
             s = jnp.where(sees(t), s, -jnp.inf)
-        p, alpha, m, l = online_softmax.step(s, m, l, scale, tiles.slack)
+        p, alpha, m, l = online_softmax.step(s, m, l, scale, tiles.slack, problem.unit)
         return drop(p, t), alpha, m, l
 
     def await_k(t, early: bool, masked: bool = False):  # early: ptxas moves the wait for the products up over the exponentials,
@@ -248,4 +256,5 @@ def _attend(
     v.wait(last)
     (o,) = tile.products_add(lambda acc: (tile.dot_in_parts(acc, p, v.block(last)), turns.pass_on()), o)
     v.release(last)
-    return online_softmax.finish(o, l, problem.kept), jnp.where(l == 0, -jnp.inf, m + jnp.log2(l))
+    stats = (m, l) if natural is not None else (jnp.where(l == 0, -jnp.inf, m + jnp.log2(l)),)
+    return online_softmax.finish(o, l, problem.kept), *stats

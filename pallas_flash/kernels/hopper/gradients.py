@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from pallas_flash import online_softmax
 from pallas_flash.arguments import Problem
-from pallas_flash.kernels.hopper import ends, ruled, seen, tile
+from pallas_flash.kernels.hopper import biased, bits, ends, ruled, seen, tile
 from pallas_flash.kernels.hopper.tuning import KeyTiles, Tiles
 from pallas_flash.masks import Visibility
 
@@ -22,40 +22,42 @@ class Inputs(NamedTuple):
     do: jax.Array  # [B, T, N, Hv]
     last: ends.Blocks | None  # of k and v
     last_queries: ends.Blocks | None  # of q and do
-    lse: jax.Array  # [B, N, whole tiles of T]: in units of log 2, less what `scores_apart` leaves out; +inf: p = 0
+    lse: jax.Array  # [B, N, whole tiles of T]: in the problem's unit, less what `scores_apart` leaves out; +inf: p = 0
     delta: jax.Array  # the same shape
     seeds: jax.Array | None  # uint32 [B, N, 2], of dropout
+    bias: jax.Array | None  # of biased.whole
     score: ruled.Numbers | None  # of a score_mod
-    where: ruled.Numbers | None  # of the mask's Predicate
+    where: bits.Words | ruled.Numbers | None  # of a dense mask, or of the mask's Predicate
     blocks: jax.Array | seen.Lists | None  # of seen.by_query_tile, or by_key_tile
     visibility: Visibility  # its data by rows and keys only, without the Predicate
 
 
-def inputs(p: Problem, t: Tiles | KeyTiles, visibility: Visibility, blocks, seeds, score, q, k, v, do, lse, delta) -> Inputs:
-    lengths, rules = visibility.lengths, (ruled.numbers(p, asked, t.block_q, t.block_k) for asked in (score, visibility.where))
+def inputs(p: Problem, t: Tiles | KeyTiles, visibility: Visibility, mask, blocks, seeds, bias, score, *arrays) -> Inputs:
+    (q, k, v, do, lse, delta), lengths, bias = arrays, visibility.lengths, biased.whole(bias, t)
+    score, where = ruled.numbers(p, score, t.block_q, t.block_k), bits.inputs(p, mask, visibility.where, t)
     visibility, _ = seen.intervals(p, visibility, t.block_q, t.block_k)
     more = (0, 0), (0, 0), (0, -p.queries % t.block_q)
     lse, delta = jnp.pad(lse, more, constant_values=jnp.inf), jnp.pad(delta, more)
     q, k, v, do = (tile.padded(x, t.swizzle) for x in (q, k, v, do))
     last, last_queries = ends.blocks(lengths[1], t.block_k, k, v), ends.blocks(lengths[0], t.block_q, q, do)
-    return Inputs(q, k, v, do, last, last_queries, lse, delta, seeds, *rules, blocks, visibility)
+    return Inputs(q, k, v, do, last, last_queries, lse, delta, seeds, bias, score, where, blocks, visibility)
 
 
-def probabilities(problem: Problem, s, lse: Callable, sees: Callable | None, keeps: Callable | None, modify: Callable | None):
+def probabilities(problem: Problem, s, lse: Callable, sees: Callable | None, keeps: Callable | None, natural: Callable | None):
     """P as dropout leaves it, and the weight and the function that `dlogits` takes, from S = Q K^T.
 
     lse(shape), sees(shape), which query sees which key, and keeps(shape), which weights dropout keeps, have the shape of S; None:
-    every query sees every key, and all weights are kept. modify(s, scale) is scored.OfHead.vjp of both of `scores_apart`; None:
-    there is no score_mod.
+    every query sees every key, and all weights are kept. natural(s) is scored.OfHead.vjp; None: there is no bias, and no
+    score_mod.
     """
-    s, scale = online_softmax.scores_apart(s, problem.scale, problem.soft_cap)
-    if modify is None:
-        (p, weight), back = online_softmax.gradients_apart(s, scale, lse(s.shape), problem.soft_cap), None
+    if natural is None:
+        apart, back = online_softmax.scores_apart(s, problem.scale, problem.soft_cap), None
+        p, weight = online_softmax.gradients_apart(*apart, lse(s.shape), problem.soft_cap)
     else:
-        (new, unit), of_score = modify(s, scale)
+        logits, back = natural(s)
         rows = lse(s.shape)
-        p = jnp.where(rows == jnp.inf, 0.0, jnp.exp2(new * unit - rows))  # of rows that are not there `new` may be NaN
-        weight, back = p, lambda ds: online_softmax.capped_apart(of_score(ds), s, problem.soft_cap)
+        p = jnp.where(rows == jnp.inf, 0.0, online_softmax.power(logits - rows, 1.0))  # of rows that are not there may be NaN
+        weight = p
     if sees is not None:
         seen = sees(s.shape)
         p, weight = jnp.where(seen, p, 0.0), jnp.where(seen, weight, 0.0)

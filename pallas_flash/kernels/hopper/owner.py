@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.arguments import Problem
-from pallas_flash.kernels.hopper import kept, ruled, scored, seen, sync, tile
+from pallas_flash.kernels.hopper import bits, kept, ruled, scored, seen, sync, tile
 from pallas_flash.kernels.hopper.gradients import Inputs, dlogits, probabilities
 from pallas_flash.kernels.hopper.tuning import ROWS, KeyTiles
 from pallas_flash.masks import Ints
@@ -24,7 +24,7 @@ class Block(NamedTuple):
     first_row: Ints
     dropout: kept.Dropout | None
     score: scored.OfHead | None
-    rule: ruled.OfHead | None  # of the mask
+    rule: bits.OfHead | ruled.OfHead | None  # of the mask
 
 
 class Owner(NamedTuple):
@@ -134,7 +134,7 @@ class Owner(NamedTuple):
     def p_and_ds(self, block: Block, rows: pl.Slice, masked: bool):
         """P and dS, 16 bits, of 64 of the block's queries."""
         q, _, do, delta = self.queries.block(block.number)
-        shape, has_data = (ROWS, ROWS), bool(jax.tree.leaves(self.x.visibility)) or block.rule is not None
+        shape, has_data = (ROWS, ROWS), bool(jax.tree.leaves(self.x.visibility)) or isinstance(block.rule, ruled.OfHead)
 
         def wait(array):
             if rows.start == 0:
@@ -159,7 +159,7 @@ class Owner(NamedTuple):
             p, weight, _ = finish_s(tile.finished(s_acc, running=1))
             return p, weight, tile.finished(dp_acc)
 
-        many = self.problem.soft_cap is not None or block.score is not None
+        many = self.problem.soft_cap is not None or self.problem.score is not None
         if many or (masked and has_data):  # there are no registers for both products
             p, weight, back = finish_s(tile.product(begin_s, shape))
             dp = tile.product(begin_dp, shape)
@@ -171,7 +171,7 @@ class Owner(NamedTuple):
     def probabilities(self, block: Block, rows: pl.Slice, masked: bool, s):
         """P, 16 bits, of 64 of the block's queries, and what `dlogits` takes."""
         q, lse, _, _ = self.queries.block(block.number)
-        sees = keeps = modify = None
+        sees = keeps = natural = None
         first_row, first_key = block.first_row + rows.start, self.first_key + self.keys.start
         if masked:
             view = seen.view(self.x.visibility, sync.opaque(self.batch), first_row, block.rule, transposed=True)
@@ -179,8 +179,8 @@ class Owner(NamedTuple):
         if block.dropout is not None:
             keeps = functools.partial(block.dropout.keeps_transposed, first_row, first_key)
         if block.score is not None:
-            modify = lambda s, scale: block.score.vjp(s, scale, first_row, first_key, transposed=True)
-        p, weight, back = probabilities(self.problem, s, self.per_query(lse, rows), sees, keeps, modify)
+            natural = lambda s: block.score.vjp(s, first_row, first_key, transposed=True)
+        p, weight, back = probabilities(self.problem, s, self.per_query(lse, rows), sees, keeps, natural)
         return (*lax.optimization_barrier((p.astype(q.dtype), weight)), back)
 
     def per_query(self, ref, rows: pl.Slice):

@@ -24,7 +24,7 @@ class View(NamedTuple):
     batch: Ints
     start: Ints  # [queries]
     stop: Ints
-    where: Callable | None = None  # what its Predicate allows: of the first key, the shape, and whether that is transposed
+    where: Callable | None = None  # what array or Predicate allow: of the first key, the shape, and whether that is transposed
     transposed: bool = False
 
     def sees(self, first_key: Ints, shape):
@@ -71,7 +71,7 @@ def for_keys(part: Callable, first_key: Ints, shape, transposed: bool):
 
 
 def view(visibility: Visibility, batch: Ints, first_query: Ints, rule=None, size: int = ROWS, transposed: bool = False) -> View:
-    """The view of `size` queries from `first_query` on; `rule` is the ruled.OfHead of the mask's Predicate."""
+    """The view of `size` queries from `first_query` on; `rule` is what bits.of has of the mask."""
     queries, ((layout, _), _) = pl.ds(first_query, size), _axes(transposed)
     at = visibility.narrow(("start", "stop", "query_ids"), lambda ref: tile.load(ref.at[batch, queries], layout))
     # A row number that nothing reads would be in the way of Mosaic's layout inference.
@@ -81,7 +81,7 @@ def view(visibility: Visibility, batch: Ints, first_query: Ints, rule=None, size
 
 
 class Lists(NamedTuple):
-    """The blocks that each tile visits, of a mask with a Predicate."""
+    """The blocks that each tile visits, of a mask with an array or a Predicate."""
 
     numbers: Any  # int32 [B or 1, N or 1, tiles, 2 + blocks]: schedule.lists
     before: Any = None  # int32 [B or 1, N, tiles], of tiles of keys: how many there are of the heads before that share the keys
@@ -97,27 +97,27 @@ def intervals(p: Problem, visibility: Visibility, block_q: int, block_k: int) ->
     return schedule.by_query_tile(dataclasses.replace(visibility, where=None), p.queries, block_q, block_k)
 
 
-def by_query_tile(p: Problem, visibility: Visibility, block_q: int, block_k: int) -> jax.Array | Lists | None:
+def by_query_tile(p: Problem, visibility: Visibility, mask, block_q: int, block_k: int) -> jax.Array | Lists | None:
     """The blocks of keys that each tile of queries visits, a table as of schedule.by_query_tile, or lists of at least one; None
     where the kernel computes them."""
-    if visibility.where is None:
+    if mask is None and visibility.where is None:
         return intervals(p, visibility, block_q, block_k)[1]
-    return Lists(schedule.lists(_kinds(p, visibility, block_q, block_k), least=1))
+    return Lists(schedule.lists(_kinds(p, visibility, mask, block_q, block_k), least=1))
 
 
-def by_key_tile(p: Problem, visibility: Visibility, block_q: int, block_k: int) -> jax.Array | Lists | None:
+def by_key_tile(p: Problem, visibility: Visibility, mask, block_q: int, block_k: int) -> jax.Array | Lists | None:
     """The same from the keys' side: the blocks of queries that see each tile of keys, perhaps none."""
-    if visibility.where is None:
+    if mask is None and visibility.where is None:
         has_data = bool(jax.tree.leaves(visibility))
         return schedule.query_blocks(visibility, p.queries, block_q, block_k) if has_data else None
-    numbers = schedule.lists(_kinds(p, visibility, block_q, block_k).swapaxes(2, 3))
+    numbers = schedule.lists(_kinds(p, visibility, mask, block_q, block_k).swapaxes(2, 3))
     B, _, tiles, _ = numbers.shape
     count = jnp.broadcast_to(numbers[..., 1], (B, p.heads, tiles)).reshape(B, p.kv_heads, p.group, tiles)
     return Lists(numbers, (jnp.cumsum(count, 2, dtype=jnp.int32) - count).reshape(B, p.heads, tiles))
 
 
-def _kinds(p: Problem, visibility: Visibility, block_q: int, block_k: int):
-    return schedule.block_kinds(visibility, p.batch, p.heads, p.queries, block_q, block_k)
+def _kinds(p: Problem, visibility: Visibility, mask, block_q: int, block_k: int):
+    return schedule.block_kinds(visibility, p.batch, p.heads, p.queries, block_q, block_k, mask)
 
 
 def _entry(ref, batch: Ints) -> Ints:

@@ -23,9 +23,9 @@ def backward(problem: Problem, tiles: AllTiles, x: Operands, o, lse, do, delta):
     del o  # delta holds all that is needed of it
     args = x, do, lse, delta
     dk, dv = _dkv(problem, tiles.dkv, *args)
-    dbias = None if x.bias is None else _dbias(problem, tiles.dq, *args)
+    of_bias = None if x.bias is None else dbias(problem, tiles.dq, *args)
     dq = _dq(problem, tiles.dq, *args)
-    return (dq, dk, dv, dbias) if x.score is None else (dq, dk, dv, dbias, tables.gradients(problem, tiles.dq, *args))
+    return (dq, dk, dv, of_bias) if x.score is None else (dq, dk, dv, of_bias, tables.gradients(problem, tiles.dq, *args))
 
 
 def _dkv(p: Problem, tiles: Tiles, x: Operands, do, lse, delta):
@@ -115,7 +115,7 @@ def _dq_kernel(x: Operands, do_ref, lse_ref, delta_ref, dq_ref, *, problem: Prob
     tile.store(dq_ref, dq * p.scale, row.inside, tile.head(dq_ref, p.head_size))
 
 
-def _dbias(p: Problem, tiles: Tiles, x: Operands, do, lse, delta):
+def dbias(p: Problem, tiles: Tiles, x: Operands, do, lse, delta):
     """A program owns a tile of the bias and sums dS over the axes that the bias broadcasts, but for one case: a bias without
     queries or keys is small, so each batch and head gets its own sum, and those are added afterwards."""
     (b, n, t, s), x = p.bias, predicate.plain(x)
