@@ -221,6 +221,9 @@ def _wgmma_wait(self, eqn, token, values):
 def _inline_mgpu(self, eqn, token, values):
     if eqn.params["mgpu_fn"].__name__ == "some_below_one":
         return token, [jnp.any(values[0] < 1).astype(jnp.int32)]
+    if eqn.params["mgpu_fn"].__name__ == "gather":
+        token, value = _call(self, _gather, token, eqn.outvars[0].aval, key=values[0], index=values[1])
+        return token, [value]
     return self._interpret_inline_mgpu_p(eqn, token, lambda: values)
 
 
@@ -244,6 +247,10 @@ def _access(memory, key, transforms=()):
 
 def _read_registers(memory, thread, *, key):
     return memory.get_buffer_content(*_access(memory, key), thread)[0]
+
+
+def _gather(memory, thread, *, key, index):
+    return memory.get_buffer_content(*_access(memory, key), thread)[0][index]
 
 
 def _wgmma(

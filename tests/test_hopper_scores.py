@@ -31,6 +31,11 @@ def waved(slopes):
     return lambda s, b, h, q, k: s + waves[h, k] * waves[0, q]
 
 
+def by_distance(slopes):
+    """Reads T5's table, whose entries are made of the slopes."""
+    return scores.T5Bias(jnp.sin(jnp.outer(slopes, jnp.arange(8.0)) * 30), max_distance=40)
+
+
 EVERYTHING = dict(
     is_causal=True,
     query_offset=np.array([50, -4], np.int32),
@@ -43,6 +48,8 @@ CASES = {  # head size, whether the same bits each time, the rule, and what else
     "all that changes logits": (64, True, curved, EVERYTHING),
     "dropout, one kernel": (128, False, curved, EVERYTHING | dict(dropout_rate=0.25, dropout_rng=jax.random.key(0))),
     "numbers by position": (64, True, waved, dict(is_causal=True, query_offset=74)),
+    "a table by distance": (128, False, by_distance, EVERYTHING),
+    "a table by distance, blocks of 80 keys": (256, True, by_distance, dict(is_causal=True, query_offset=74)),
     "ALiBi, few queries": (64, False, scores.Alibi, dict(is_causal=True, query_offset=200)),
     "dropout, halves of dK and dV": (192, True, curved, dict(is_causal=True, dropout_rate=0.25, dropout_rng=jax.random.key(0))),
 }

@@ -29,6 +29,12 @@ def documents(ids, far):
     return masks.Where(lambda b, h, q, k: (ids[b, q] == ids[b, k]) | (q - k < 9) & far[h, k])
 
 
+def neighbours(seen, turn):
+    """Reads a flag for each pair, and then one at a place that this and a table by distance say."""
+    seen, turn = jnp.array(seen), jnp.array(turn)
+    return masks.Where(lambda b, h, q, k: seen[b, q, k] | seen[h, k, turn[(q - k) % 7] + seen[b, q, k]])
+
+
 HIDDEN = masks.Where(lambda b, h, q, k: (q - k) % 5 * (q // 70) == 2 + h)  # all keys from the first 70 queries
 LENGTHS = dict(
     query_offset=np.array([50, -4], np.int32),
@@ -38,6 +44,8 @@ LENGTHS = dict(
 MORE = LENGTHS | dict(logits_soft_cap=3.0, sinks=np.array([0.5, -1.0], np.float32), score_mod=scores.Alibi((0.05, 0.02)))
 IDS = np.sort(np.random.default_rng(0).integers(0, 5, (2, 400)), 1).astype(np.int16)
 FAR = np.random.default_rng(1).random((2, 400)) < 0.1
+PAIRS = np.random.default_rng(2).random((2, 300, 300)) < 0.4
+TURN = np.arange(7, dtype=np.int16) * 31 % 7
 DROPOUT = dict(dropout_rate=0.25, dropout_rng=jax.random.key(0))
 CASES = {  # head size, whether the same bits each time, the mask, and what else
     "numbers by head, all that changes logits": (64, True, lambda: holes(jnp.array([0, 2])), MORE),
@@ -50,12 +58,13 @@ CASES = {  # head size, whether the same bits each time, the mask, and what else
         lambda: documents(IDS, FAR),
         dict(is_causal=True, query_offset=74),
     ),
+    "arrays read by pair": (64, True, lambda: neighbours(PAIRS, TURN), dict(query_offset=74)),
     "arrays read by position, one kernel": (128, False, lambda: documents(IDS, FAR), LENGTHS),
     "queries that see nothing, dropout": (64, True, lambda: HIDDEN, DROPOUT),
     "halves of dK and dV": (192, True, lambda: HIDDEN, dict(is_causal=True, query_offset=80) | DROPOUT),
     "the widest": (256, True, lambda: LONGFORMER & masks.Dilated(2), {}),
 }
-FAST = "numbers by head, all that changes logits", "arrays read by position"
+FAST = "numbers by head, all that changes logits", "arrays read by position", "arrays read by pair"
 
 
 @pytest.mark.parametrize("name", [*FAST, *(pytest.param(n, marks=pytest.mark.whole) for n in CASES if n not in FAST)])
@@ -114,10 +123,10 @@ def test_there_is_no_race(rng):
     assert not races.found
 
 
-TABLE = jnp.arange(8)
-BYTES = TABLE.astype(jnp.uint8)
+BYTES = jnp.arange(8, dtype=jnp.uint8)
+ROWS = jnp.ones((8, 8))
 REFUSED = {
-    "an array read by pair": (lambda b, h, q, k: TABLE[(q - k) % 8] > k, "reads an array at an index made of q_idx and kv_idx"),
+    "more than numbers of an array": (lambda b, h, q, k: jnp.sum(ROWS[q]) > k, "may read single numbers .*; got reduce_sum"),
     "numbers of 8 bits": (lambda b, h, q, k: BYTES[q] > BYTES[k], r"numbers of 8 bits \(u8\), for which Mosaic GPU"),
     "what registers do not know": (lambda b, h, q, k: jnp.floor(q / 3) > k, "needs floor, which Mosaic GPU does not know"),
 }
@@ -130,6 +139,18 @@ def test_rules_that_do_not_lower_are_refused_with_a_reason(name):
     assert re.search(reason, explain(q, q, q, mask=masks.Where(rule)).why_not["hopper"])
     with pytest.raises(NotImplementedError, match=reason):
         explain(q, q, q, mask=masks.Where(rule), implementation="hopper")
+
+
+def test_arrays_that_no_int32_counts_are_refused_with_a_reason():
+    q = jax.ShapeDtypeStruct((1, 8, 2, 64), jnp.bfloat16)
+
+    def reasons(seen):
+        found.append(explain(q, q, q, mask=masks.Where(lambda b, h, q, k: seen[q, k])).why_not)
+
+    found = []
+    jax.eval_shape(reasons, jax.ShapeDtypeStruct((2**16, 2**15), bool))
+    for name in ("hopper", "portable"):
+        assert "an array of 2^31 numbers or more, which no int32 counts; got (65536, 32768)" in found[0][name]
 
 
 def test_it_is_not_decoding():

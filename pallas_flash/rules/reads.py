@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import Literal
 
@@ -116,6 +117,15 @@ def _made_of(jaxpr) -> list[frozenset[int]]:
     for eqn in jaxpr.eqns:
         known |= dict.fromkeys(eqn.outvars, inputs(eqn.invars))
     return [inputs([x]) for x in jaxpr.outvars]
+
+
+def flat(index: tuple, shape: tuple[int, ...]):
+    """The place of an index in an array of this shape."""
+    steps = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    place = np.int32(0)
+    for i, step in zip(index, steps, strict=True):
+        place = place + i * np.int32(step)
+    return place
 
 
 def needed(jaxpr) -> list:

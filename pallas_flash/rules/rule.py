@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -230,6 +231,13 @@ class Asked:
     def operations(self) -> set[str]:
         """The names of the primitives that a kernel needs."""
         return self.rule.operations
+
+    @property
+    def why_no_vectors(self) -> str | None:
+        """Why its arrays cannot lie in memory as vectors, or None."""
+        shapes = [self.rule.arrays[at.array].aval.shape for at in self.rule.reads]
+        large = next((shape for shape in shapes if math.prod(shape) >= 2**31), None)
+        return large and f"{self.rule} reads an array of 2^31 numbers or more, which no int32 counts; got {large}"
 
     def reads(self, read: Callable, *numbers: Ints) -> list[tuple[tuple, jax.Array]]:
         """For each read the index, and what `read(array, index)` finds there, no larger than the `numbers` b, h, position and

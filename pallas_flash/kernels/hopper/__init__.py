@@ -7,7 +7,6 @@ import jax
 from pallas_flash.arguments import Problem
 from pallas_flash.kernels import device, portable
 from pallas_flash.kernels.hopper.tuning import decode_tiles, tiles
-from pallas_flash.rules.reads import BY_PAIR
 from pallas_flash.rules.rule import Asked
 
 __all__ = ["decode_tiles", "tiles", "why_not"]
@@ -41,11 +40,15 @@ square squeeze sub tanh xor
 def _why_no_rule(asked: Asked | None) -> str | None:
     if asked is None:
         return None
-    if any(read.numbers >= BY_PAIR for read in asked.rule.reads):
-        return f"{asked.rule} reads an array at an index made of q_idx and kv_idx: Mosaic GPU has no gather for registers"
+    try:
+        operations = asked.operations
+    except TypeError as error:  # of a mask, which elsewhere may read what it likes
+        return f"{asked.rule}: {str(error).removesuffix('.')}"
+    if asked.why_no_vectors:
+        return asked.why_no_vectors
     if narrow := re.search(r"\b[iuf]8\w*(?=\[)", asked.rule.text):
         return f"{asked.rule} computes with numbers of 8 bits ({narrow[0]}), for which Mosaic GPU lacks operations: int32 will do"
-    if lacking := sorted(asked.operations - set(_OPERATIONS)):
+    if lacking := sorted(operations - set(_OPERATIONS)):
         return f"{asked.rule} needs {', '.join(lacking)}, which Mosaic GPU does not know for registers"
     return None
 

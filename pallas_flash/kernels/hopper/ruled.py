@@ -12,7 +12,7 @@ from jax.extend.core import Literal
 
 from pallas_flash import schedule
 from pallas_flash.arguments import Problem
-from pallas_flash.kernels.hopper import seen, sync
+from pallas_flash.kernels.hopper import seen, sync, tile
 from pallas_flash.masks import Ints
 from pallas_flash.rules import reads, rule
 from pallas_flash.rules.reads import BY_PAIR
@@ -24,7 +24,10 @@ class Numbers(NamedTuple):
     batch: Any  # int32 [B], their numbers; None where it does not ask for them
     head: Any  # int32 [N]
     offset: Any  # int32 [B]; None where it is known
-    values: tuple  # each [B or 1, N or 1, n], n = 1, or whole tiles of queries or of keys where the index is made of theirs
+    values: (
+        tuple  # each [B or 1, N or 1, n], n = 1, or whole tiles of queries or of keys where the index is made of theirs; where
+    )
+    # it is made of both, all of the array, [n]
 
 
 def numbers(p: Problem, asked: rule.Asked | None, block_q: int, block_k: int) -> Numbers | None:
@@ -39,11 +42,15 @@ def numbers(p: Problem, asked: rule.Asked | None, block_q: int, block_k: int) ->
     read = lambda array, index: asked.arrays[array][index]
     of = lambda *at: [_stored(value) for _, value in asked.reads(read, b[:, None, None], h[:, None], *at)]
     both = zip(asked.rule.reads, of(position, 0), of(0, count(p.keys, block_k)), strict=True)
-    values = tuple(of_key if KEY in at.numbers else of_query for at, of_query, of_key in both)
+    whole = lambda at: _stored(asked.arrays[at.array].reshape(-1)).reshape(-1)
+    values = tuple(
+        whole(at) if at.numbers >= BY_PAIR else of_key if KEY in at.numbers else of_query for at, of_query, of_key in both
+    )
     return Numbers(b if asked.rule.reads_batch else None, h if asked.rule.reads_head else None, offset, values)
 
 
 QUERY, KEY = 2, 3  # of a rule's numbers
+AT_ONCE = 32  # columns of a tile whose numbers are read one by one: registers do not hold the indices of many more
 
 
 def _stored(value) -> jax.Array:
@@ -53,6 +60,21 @@ def _stored(value) -> jax.Array:
     return value.reshape((1,) * (3 - value.ndim) + value.shape)
 
 
+class Block(NamedTuple):
+    """The pairs of some queries and keys, in a tile of this shape."""
+
+    first_query: Ints
+    first_key: Ints
+    shape: tuple[int, int]
+    transposed: bool
+
+    def parts(self, size: int) -> list["Block"]:
+        """The same in blocks of so many columns at most."""
+        rows, columns = self.shape
+        at = lambda n: (self.first_query + n, self.first_key) if self.transposed else (self.first_query, self.first_key + n)
+        return [Block(*at(n), (rows, min(size, columns - n)), self.transposed) for n in range(0, columns, size)]
+
+
 class OfHead(NamedTuple):
     """A rule of one batch row and head."""
 
@@ -60,40 +82,50 @@ class OfHead(NamedTuple):
     batch: Ints
     head: Ints
     offset: Ints
-    values: list  # numbers; where they are those of queries or keys, a function from a slice of these to its ref
+    values: list  # numbers; where they are those of queries or keys, a function from a slice of these to its ref; of both, a ref
 
     def allowed(self, first_query: Ints, first_key: Ints, shape, transposed: bool = False):
         """Whether the rule of a mask lets each query see each key of a block, in the shape of the scores."""
-        return self.steps(self.asked.made, shape, first_query, first_key, transposed).output(0)
+        return self.steps(self.asked.made, Block(first_query, first_key, shape, transposed)).output(0)
 
-    def steps(self, f: Callable, shape, first_query: Ints, first_key: Ints, transposed: bool, *more: Callable) -> "Steps":
-        """Those of f(values, b, h, query, key, *more), where more() are float32 tiles."""
+    def steps(self, f: Callable, block: Block, *more: Callable, first: int | None = None) -> "Steps":
+        """Those of f(values, b, h, query, key, *more), where more() are float32 tiles, and values what the rule reads, or the
+        first of that alone."""
+        shape, values = block.shape, self._reads()[:first]
         logit, index, number = (jax.ShapeDtypeStruct(*x) for x in ((shape, jnp.float32), (shape, jnp.int32), ((), jnp.int32)))
-        values = [jax.ShapeDtypeStruct(shape if at.numbers & BY_PAIR else (), dtype) for at, dtype in self._reads()]
+        found = [jax.ShapeDtypeStruct(shape if at.numbers & BY_PAIR else (), dtype) for at, dtype in values]
         with rule.any_mesh():
-            program = jax.make_jaxpr(f)(values, number, number, index, index, *[logit for _ in more])
-
-        def value(n, at, dtype):
-            x = self.values[n]
-            if KEY in at.numbers:
-                x = seen.for_keys(x, first_key, shape, transposed)
-            elif QUERY in at.numbers:
-                x = seen.for_queries(x, first_query, shape, transposed)
-            return x != 0 if dtype.kind == "b" else x.astype(dtype)
-
+            program = jax.make_jaxpr(f)(found, number, number, index, index, *[logit for _ in more])
         return Steps(
             program,
-            *(functools.partial(value, n, *read) for n, read in enumerate(self._reads())),
+            *(functools.partial(self._found, n, block) for n in range(len(values))),
             lambda: self.batch,
             lambda: self.head,
-            lambda: seen.of_queries(first_query + self.offset, shape, transposed),
-            lambda: seen.of_keys(first_key, shape, transposed),
+            lambda: seen.of_queries(block.first_query + self.offset, shape, block.transposed),
+            lambda: seen.of_keys(block.first_key, shape, block.transposed),
             *more,
         )
 
     def _reads(self):
         """The reads of the rule, and the types of what they find."""
         return [(at, self.asked.rule.arrays[at.array].aval.dtype) for at in self.asked.rule.reads]
+
+    def _found(self, n: int, block: Block):
+        """What its read number n finds for a block."""
+        x, (at, dtype) = self.values[n], self._reads()[n]
+        if at.numbers >= BY_PAIR:
+            x = jnp.concatenate([tile.gathered(x, self._place(n, part)) for part in block.parts(AT_ONCE)], axis=1)
+        elif KEY in at.numbers:
+            x = seen.for_keys(x, block.first_key, block.shape, block.transposed)
+        elif QUERY in at.numbers:
+            x = seen.for_queries(x, block.first_query, block.shape, block.transposed)
+        return x != 0 if dtype.kind == "b" else x.astype(dtype)
+
+    def _place(self, n: int, block: Block):
+        """Where in its array that is, which lies in memory as a vector."""
+        asked, shape = self.asked.rule, self.asked.rule.arrays[self.asked.rule.reads[n].array].aval.shape
+        place = lambda values, *at: reads.flat(rule.each(asked.index, *at, *values), shape)
+        return self.steps(lambda *x: jnp.broadcast_to(place(*x), block.shape), block, first=n).output(0)
 
 
 def of(asked: rule.Asked | None, x: Numbers | None, batch: Ints, head: Ints) -> OfHead | None:
@@ -104,7 +136,8 @@ def of(asked: rule.Asked | None, x: Numbers | None, batch: Ints, head: Ints) -> 
     entry = lambda ref: (batch if ref.shape[0] > 1 else 0, head if ref.shape[1] > 1 else 0)
     part = lambda ref: lambda rows: ref.at[(*(n if isinstance(n, int) else sync.opaque(n) for n in entry(ref)), rows)]
     values = [
-        part(ref) if at.numbers & BY_PAIR else ref[(*entry(ref), 0)] for at, ref in zip(asked.rule.reads, x.values, strict=True)
+        ref if at.numbers >= BY_PAIR else part(ref) if at.numbers & BY_PAIR else ref[(*entry(ref), 0)]
+        for at, ref in zip(asked.rule.reads, x.values, strict=True)
     ]
     return OfHead(asked, b, h, asked.offset if x.offset is None else x.offset[batch], values)
 

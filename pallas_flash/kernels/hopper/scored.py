@@ -59,7 +59,8 @@ class OfHead(NamedTuple):
             new, pull = jax.vjp(lambda s: made(values, b, h, query, key, s), s)
             return new, *pull(ds)
 
-        steps = self.rule.steps(both, logits.shape, first_query, first_key, transposed, lambda: logits, lambda: given[0])
+        block = ruled.Block(first_query, first_key, logits.shape, transposed)
+        steps = self.rule.steps(both, block, lambda: logits, lambda: given[0])
 
         def back(ds):
             given.append(ds)

@@ -37,10 +37,14 @@ shift_right_arithmetic shift_right_logical sign sin sinh sqrt square squeeze sto
 
 def _why_no_rule(problem: Problem) -> str | None:
     for asked in (problem.visibility.where, problem.score):
+        if asked is None:
+            continue
         try:
-            lacking = sorted(asked.operations - set(_OPERATIONS)) if asked else []
+            lacking = sorted(asked.operations - set(_OPERATIONS))
         except TypeError as error:  # of a mask, which elsewhere may read what it likes
             return f"{asked.rule}: {str(error).removesuffix('.')}"
+        if asked.why_no_vectors:
+            return asked.why_no_vectors
         if lacking:
             return f"{asked.rule} needs {', '.join(lacking)}, which jax's Triton lowering does not know for tiles"
     return None

@@ -1,7 +1,6 @@
 """Rules in the portable kernels, of a mask and of a score: their operands, their blocks, and how they are asked."""
 
 import dataclasses
-import math
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +11,7 @@ from pallas_flash import schedule
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.kernels.portable.tuning import Tiles
 from pallas_flash.masks import Ints
+from pallas_flash.rules import reads
 from pallas_flash.rules.rule import Asked
 
 FIRST = np.int32(0)  # as an index; a plain int has no shape, which Pallas' interpreter asks for
@@ -73,7 +73,7 @@ class Question(NamedTuple):
 
     def read(self, array: int, index: tuple):
         """The number at this index of an array, which lies in memory as a vector."""
-        return plgpu.load(self.asked.arrays[array].at[flat(index, self.asked.rule.arrays[array].aval.shape)])
+        return plgpu.load(self.asked.arrays[array].at[reads.flat(index, self.asked.rule.arrays[array].aval.shape)])
 
     def allowed(self):
         """Whether the rows see the keys, [rows, keys]."""
@@ -85,12 +85,3 @@ class Question(NamedTuple):
 
     def score_vjp(self, s):
         return self.asked.vjp(s, self.read, *self.numbers)
-
-
-def flat(index: tuple, shape: tuple[int, ...]):
-    """The place of an index in an array of this shape."""
-    steps = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    place = FIRST
-    for i, step in zip(index, steps, strict=True):
-        place = place + i * np.int32(step)
-    return place

@@ -12,6 +12,7 @@ from pallas_flash import schedule
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.kernels.portable import predicate, tile
 from pallas_flash.kernels.portable.tuning import Tiles, power_of_two
+from pallas_flash.rules import reads
 from pallas_flash.rules.reads import BY_PAIR, Read
 
 OWN = 128  # entries at most
@@ -40,7 +41,7 @@ def _together(sums, index: tuple, read: Read, shape: tuple[int, ...]):
     """The gradient of a table from the sums [B, N, entries of the axes that differ]."""
     same, differ = _axes(read)
     sizes = [shape[axis] for axis in same]
-    place = jnp.broadcast_to(predicate.flat([index[axis] for axis in same], sizes), sums.shape[:2])
+    place = jnp.broadcast_to(reads.flat([index[axis] for axis in same], sizes), sums.shape[:2])
     here = (place[..., None] == jnp.arange(math.prod(sizes), dtype=jnp.int32)[None, None]).astype(sums.dtype)
     total = jnp.einsum("bnf,bne->fe", here, sums, precision="highest")
     return jnp.moveaxis(total.reshape([shape[axis] for axis in same + differ]), range(len(shape)), same + differ)
@@ -115,4 +116,4 @@ def _entry(ask: predicate.Question, read: Read):
     index, _ = ask.asked.reads(ask.read, *ask.numbers)[number]
     differ = _axes(read)[1]
     shape = ask.asked.rule.arrays[read.array].aval.shape
-    return predicate.flat([index[axis] for axis in differ], [shape[axis] for axis in differ])
+    return reads.flat([index[axis] for axis in differ], [shape[axis] for axis in differ])
