@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_flash.kernels.hopper import tile
+from pallas_flash.kernels.hopper import seen, tile
 from pallas_flash.kernels.hopper.tuning import KeyTiles, Tiles
 from pallas_flash.masks import Ints
 
@@ -42,5 +42,4 @@ class OfHead(NamedTuple):
 
 def of(x, batch: Ints, head: Ints) -> OfHead | None:
     """From a ref of `whole`; None without one."""
-    entry = lambda axis, n: n if x.shape[axis] > 1 else 0
-    return None if x is None else OfHead(x, entry(0, batch), entry(1, head))
+    return None if x is None else OfHead(x, *seen.entry(x, batch, head))

@@ -8,7 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_flash.arguments import Problem
-from pallas_flash.kernels.hopper import ruled, sync, tile
+from pallas_flash.kernels.hopper import ruled, seen, sync, tile
 from pallas_flash.kernels.hopper.tuning import ROWS, KeyTiles, Tiles
 from pallas_flash.masks import Ints
 from pallas_flash.rules import rule
@@ -25,8 +25,7 @@ class Words(NamedTuple):
 
     def of(self, batch: Ints, head: Ints) -> "OfHead":
         """From refs."""
-        entry = lambda axis, n: n if self.words.shape[axis] > 1 else 0
-        return OfHead(self.words, entry(0, batch), entry(1, head))
+        return OfHead(self.words, *seen.entry(self.words, batch, head))
 
 
 def inputs(p: Problem, mask: jax.Array | None, where: rule.Predicate | None, t: Tiles | KeyTiles) -> Words | ruled.Numbers | None:

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.core import Literal
 
 from pallas_flash import schedule
@@ -114,7 +116,7 @@ class OfHead(NamedTuple):
         """What its read number n finds for a block."""
         x, (at, dtype) = self.values[n], self._reads()[n]
         if at.numbers >= BY_PAIR:
-            x = jnp.concatenate([tile.gathered(x, self._place(n, part)) for part in block.parts(AT_ONCE)], axis=1)
+            x = jnp.concatenate([_gathered(x, self._place(n, part)) for part in block.parts(AT_ONCE)], axis=1)
         elif KEY in at.numbers:
             x = seen.for_keys(x, block.first_key, block.shape, block.transposed)
         elif QUERY in at.numbers:
@@ -128,12 +130,31 @@ class OfHead(NamedTuple):
         return self.steps(lambda *x: jnp.broadcast_to(place(*x), block.shape), block, first=n).output(0)
 
 
+def _gathered(ref, index):
+    """Of a vector in global memory the elements with these numbers, a tile: a load for each, of which L1 serves most."""
+    of_tile = plgpu.ShapeDtypeStruct(index.shape, ref.dtype, layout=tile.TILE)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), tile.TILE), return_type=of_tile)
+    def gather(_, ref, index):  # a name that the interpreter in tests/ knows
+        arith, ir, memref, vector = (getattr(mgpu.utils, name) for name in ("arith", "ir", "memref", "vector"))
+
+        def loaded(numbers):
+            each = [vector.extract(numbers, [], [n]) for n in range(ir.VectorType(numbers.type).shape[0])]
+            values = [memref.load(ref, [arith.index_cast(ir.IndexType.get(), n)]) for n in each]
+            return vector.from_elements(ir.VectorType.get((len(values),), values[0].type), values)
+
+        registers = np.vectorize(loaded, otypes=[object])(index.registers)
+        return mgpu.FragmentedArray(_registers=registers, _layout=index.layout, _is_signed=mgpu.utils.is_signed(of_tile.dtype))
+
+    return gather(ref, index)
+
+
 def of(asked: rule.Asked | None, x: Numbers | None, batch: Ints, head: Ints) -> OfHead | None:
     """From refs; None without a rule."""
     if x is None:
         return None
     b, h = None if x.batch is None else x.batch[batch], None if x.head is None else x.head[head]
-    entry = lambda ref: (batch if ref.shape[0] > 1 else 0, head if ref.shape[1] > 1 else 0)
+    entry = lambda ref: seen.entry(ref, batch, head)
     part = lambda ref: lambda rows: ref.at[(*(n if isinstance(n, int) else sync.opaque(n) for n in entry(ref)), rows)]
     values = [
         ref if at.numbers >= BY_PAIR else part(ref) if at.numbers & BY_PAIR else ref[(*entry(ref), 0)]

@@ -13,8 +13,8 @@ from pallas_flash.masks import Ints
 
 
 def is_natural(p: Problem) -> bool:
-    """Whether there is a bias or a score_mod; else scores are in units of log 2."""
-    return p.bias is not None or p.score is not None
+    """Whether scores are; else they are in units of log 2."""
+    return p.unit == 1.0
 
 
 def left_out(p: Problem) -> float:

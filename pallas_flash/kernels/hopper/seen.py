@@ -88,8 +88,7 @@ class Lists(NamedTuple):
 
     def of(self, batch: Ints, head: Ints, number: Ints) -> schedule.Listed:
         """Those of tile `number` of a head, from refs."""
-        b, h = _entry(self.numbers, batch), head if self.numbers.shape[1] > 1 else 0
-        return schedule.Listed.of(self.numbers, b, h, number)
+        return schedule.Listed.of(self.numbers, *entry(self.numbers, batch, head), number)
 
 
 def intervals(p: Problem, visibility: Visibility, block_q: int, block_k: int) -> tuple[Visibility, jax.Array | None]:
@@ -120,14 +119,14 @@ def _kinds(p: Problem, visibility: Visibility, mask, block_q: int, block_k: int)
     return schedule.block_kinds(visibility, p.batch, p.heads, p.queries, block_q, block_k, mask)
 
 
-def _entry(ref, batch: Ints) -> Ints:
-    """That of a batch row in data for each of them, or for all."""
-    return batch if ref.shape[0] > 1 else 0
+def entry(ref, *numbers: Ints) -> tuple[Ints, ...]:
+    """That of a batch row, or of a batch row and a head, in data for each of them, or for all."""
+    return tuple(n if size > 1 else 0 for n, size in zip(numbers, ref.shape, strict=False))
 
 
 def _from_table(ref, batch: Ints, number: Ints) -> schedule.Blocks:
     """The Blocks of a tile, from int32 [B or 1, tiles, 4]."""
-    return schedule.Blocks(*(ref[_entry(ref, batch), number, i] for i in range(4)))
+    return schedule.Blocks(*(ref[(*entry(ref, batch), number, i)] for i in range(4)))
 
 
 def key_blocks(
@@ -159,7 +158,7 @@ def query_blocks(found, visibility: Visibility, at: Place, queries: int, block_q
     if isinstance(found, Lists):
 
         def listed(g):
-            start = found.before[_entry(found.before, at.batch), at.head + g, at.tile]
+            start = found.before[(*entry(found.before, at.batch), at.head + g, at.tile)]
             return Queries(*found.of(at.batch, at.head + g, at.tile).walk(), lambda t: start + t)
 
         return listed

@@ -8,7 +8,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
@@ -68,25 +67,6 @@ def rescaled(o, alpha):
 def load(ref, layout):
     """A vector or a tile from global memory."""
     return plgpu.load(ref, layout=layout, optimized=False)
-
-
-def gathered(ref, index):
-    """Of a vector in global memory the elements with these numbers, a tile: a load for each, of which L1 serves most."""
-    of_tile = plgpu.ShapeDtypeStruct(index.shape, ref.dtype, layout=TILE)
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), TILE), return_type=of_tile)
-    def gather(_, ref, index):  # a name that the interpreter in tests/ knows
-        arith, ir, memref, vector = (getattr(mgpu.utils, name) for name in ("arith", "ir", "memref", "vector"))
-
-        def loaded(numbers):
-            each = [vector.extract(numbers, [], [n]) for n in range(ir.VectorType(numbers.type).shape[0])]
-            values = [memref.load(ref, [arith.index_cast(ir.IndexType.get(), n)]) for n in each]
-            return vector.from_elements(ir.VectorType.get((len(values),), values[0].type), values)
-
-        registers = np.vectorize(loaded, otypes=[object])(index.registers)
-        return mgpu.FragmentedArray(_registers=registers, _layout=index.layout, _is_signed=mgpu.utils.is_signed(of_tile.dtype))
-
-    return gather(ref, index)
 
 
 # Copies

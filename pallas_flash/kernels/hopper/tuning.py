@@ -21,7 +21,7 @@ class Tiles(NamedTuple):
     stages: int
     value_stages: int = 2
     k_early: bool = False  # K is awaited at the end of the step before, not where it is used
-    slack: float = 0.0  # how far scores may exceed the maximum they are taken from, in units of log 2; O is rescaled only beyond
+    slack: float = 0.0  # how far scores may exceed the maximum they are taken from, in their unit; O is rescaled only beyond
     swizzle: int = SWIZZLES[0]
     q_stages: int = 1  # tiles of queries that shared memory has room for
     rounds: int = 1  # tiles of queries that a program goes over, one behind the other
