@@ -45,6 +45,16 @@ def _no_gpu() -> str | None:
     return None if on_gpu else "there is no GPU: it would run in Pallas' interpreter, slowly"
 
 
+FEW = 64  # queries
+
+
+def _few_queries(problem: Problem) -> str | None:
+    """Why the Hopper kernels are not for a call with a mask that is an array."""
+    if problem.mask is None or not isinstance(problem.queries, int) or problem.queries > FEW:
+        return None
+    return f"XLA prepares a mask that is an array, which takes long beside {problem.queries} queries"
+
+
 def _no_empty_axis(problem: Problem) -> str | None:
     p = problem
     sizes = dict(B=p.batch, T=p.queries, S=p.keys, N=p.heads, H=p.head_size, Hv=p.value_size)
@@ -82,7 +92,7 @@ BACKENDS = (
     Backend(
         "hopper",
         lambda p: _no_tiles(p) or hopper.why_not(p) or _why_no_import("hopper.forward", "hopper.backward"),
-        lambda p: _no_gpu(),
+        lambda p: _no_gpu() or _few_queries(p),
         lambda p: hopper.tiles(p),
         _kernel("hopper.forward", "forward"),
         _kernel("hopper.backward", "backward"),

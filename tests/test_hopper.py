@@ -306,3 +306,6 @@ def test_it_is_the_first_choice_on_its_gpus(monkeypatch):
     choice = explain(HALF, HALF, HALF)
     assert choice.implementation == "hopper" and choice.tiles == hopper.tiles(choice.problem)
     assert choice.why_not["portable"] == "hopper comes before it"
+    for queries, taken in (64, "portable"), (65, "hopper"):  # XLA prepares a mask that is an array
+        q = jax.ShapeDtypeStruct((1, queries, 2, 64), jnp.bfloat16)
+        assert explain(q, HALF, HALF, mask=jax.ShapeDtypeStruct((2, 1, 8), bool)).implementation == taken
