@@ -37,9 +37,9 @@ def run(*command):
 
 
 def test_a_refused_call_is_an_exit_status_with_the_reason_and_the_work():
-    done = run("--gpu", "H200", "--implementation", "hopper", "--bias", "1NTS")
+    done = run("--gpu", "H200", "--implementation", "hopper", "--dtype", "float32")
     assert done.returncode == 1, done.stderr
-    assert "refused         implementation 'hopper' cannot run this call: it takes no bias" in done.stdout
+    assert "refused         implementation 'hopper' cannot run this call: wgmma multiplies bfloat16 and float16" in done.stdout
     assert "backward, 5 products" in done.stdout
 
 

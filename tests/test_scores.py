@@ -352,7 +352,6 @@ def test_kernels_name_the_operation_that_they_lack():
     assert re.search(r"odd needs .*\berf\b.*, which Mosaic GPU does not know for registers", why_not(odd))
     assert "needs scan," in why_not(lambda s, b, h, q, k: jax.lax.fori_loop(0, 3, lambda _, s: 2 * s, s))
     assert "needs fmod," in why_not(lambda s, b, h, q, k: s % 2.0)
-    assert "at an index made of q_idx and kv_idx: Mosaic GPU has no gather" in why_not(scores.T5Bias(np.zeros((2, 32))))
     assert "registers" not in why_not(lambda s, b, h, q, k: scores.Alibi((0.5, 2.0))(jnp.tanh(s), b, h, q, k))
 
 
