@@ -355,16 +355,18 @@ def test_forward_mode_and_second_derivatives_are_refused():
 
 @pytest.mark.whole
 @pytest.mark.skipif(gpu_interpreter.MISSING is not None, reason=str(gpu_interpreter.MISSING))
-@pytest.mark.parametrize("slopes", [(), (0.05, 0.3)], ids=["plain", "alibi"])
-def test_the_kernels_for_hopper_go_around_too(rng, slopes):
-    q, k, v = (jnp.asarray(rng.normal(size=(1, 128, len(slopes) or 1, 64)), jnp.float16) for _ in range(3))
+@pytest.mark.parametrize("more", ["nothing more", "alibi", "a mask and a bias"])
+def test_the_kernels_for_hopper_go_around_too(rng, more):
+    q, k, v = (jnp.asarray(rng.normal(size=(1, 128, 2 if more == "alibi" else 1, 64)), jnp.float16) for _ in range(3))
+    slopes, bias, mask = np.float32([0.05, 0.3]), np.float32(rng.normal(size=(128, 128))), rng.random((128, 128)) < 0.7
 
     def gradients(q, k, v, name):
-        def attend(q, k, v, *slopes):
-            score_mod = scores.Alibi(jnp.stack(slopes)) if slopes else None
-            return flash_attention(q, k, v, is_causal=True, score_mod=score_mod, implementation=name)
+        def attend(q, k, v, slopes, bias):
+            call = dict(bias=bias, mask=mask) if more == "a mask and a bias" else {}
+            call |= dict(score_mod=scores.Alibi(slopes)) if more == "alibi" else {}
+            return flash_attention(q, k, v, is_causal=True, implementation=name, **call)
 
-        o, vjp = jax.vjp(attend, q, k, v, *slopes)
+        o, vjp = jax.vjp(attend, q, k, v, slopes, bias)
         return o, *vjp(jnp.sin(o))
 
     two = jax.make_mesh((2,), ("context",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
