@@ -356,6 +356,14 @@ def test_masks_that_are_rules_are_checked_by_themselves_with_blocks_of_all_kinds
     assert len({head.tobytes() for head in np.asarray(found)[0]}) > 1
 
 
+def test_a_mask_that_is_an_array_has_blocks_of_all_kinds():
+    problem = trial.Case("reference", 64, 64, "bfloat16", True, 0.0, "a mask").problem()
+    small, operands, _ = selfcheck.trial(problem, selfcheck.SIZES)
+    tiles = backends.BACKENDS[0].tiles(small).forward
+    found = kinds.of_array(operands.mask, small.queries, small.keys, tiles.block_q, tiles.block_k)
+    assert set(np.asarray(found).ravel().tolist()) == {kinds.EMPTY, kinds.PARTIAL, kinds.FULL}
+
+
 @pytest.mark.parametrize("name", ["mask", "bias", "score"])
 def test_what_else_changes_logits_is_checked_by_itself(name):
     more = next(more for more in selfcheck.MORE if more.startswith(f"a {name}"))
