@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import Sizes, qkv
-from check import close
+from check import TOLERANCE, close
 from jax import export
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -383,3 +383,13 @@ def test_numbers_for_other_heads_than_the_calls_raise_on_a_mesh_too(score_mod):
     for x in q, jax.device_put(q, NamedSharding(mesh, P())):
         with pytest.raises(ValueError, match=rf"has numbers for {score_mod.heads} query heads; the call has N = 4"):
             flash_attention(x, x, x, score_mod=score_mod)
+
+
+def test_a_table_of_64_bits_has_its_gradient_with_strict_promotion(rng):
+    q = jnp.asarray(rng.normal(size=(1, 9, 2, 16)), jnp.bfloat16)
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        rule = lambda t: lambda s, b, h, i, j: s + t[h, (i - j) % jnp.int32(8)].astype(s.dtype)
+        loss = lambda t, name: flash_attention(q, q, q, score_mod=rule(t), implementation=name).astype(jnp.float32).sum()
+        found, expected = (jax.grad(loss)(jnp.asarray(np.eye(2, 8)), name) for name in ("portable", "reference"))
+        assert found.dtype == jnp.float64
+        close(found, expected, TOLERANCE["bfloat16"])

@@ -26,7 +26,7 @@ def gradients(p: Problem, tiles: Tiles, x: Operands, do, lse, delta) -> tuple:
         if read.array < len(totals):
             sums = _sums(p, tiles, predicate.plain(x), do, lse, delta, read, number)
             total = _together(sums, index, read, totals[read.array].shape)
-            totals[read.array] = totals[read.array] + total
+            totals[read.array] = totals[read.array] + total.astype(totals[read.array].dtype)
             number += 1
     return tuple(totals)
 
@@ -92,7 +92,7 @@ def _kernel(
                 drop = functools.partial(tile.dropped, p, x.seeds, (), row, key)
                 bias = tile.dense(x.bias, (), row, key)
                 *_, tables = tile.with_tables(p, rows, k, v, bias, seen, drop, ask)
-                d = tables[number][2]
+                d = tables[number][2].astype(jnp.float32)
                 of = lambda e: jnp.sum(jnp.where(jnp.broadcast_to(entry, d.shape) == e, d, 0.0))
                 one_more = lambda e, sums: sums + jnp.where(own.index == e, of(e), 0.0)
                 return schedule.loop(first, last, one_more, sums)
