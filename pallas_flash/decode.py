@@ -48,6 +48,12 @@ def parts(problem: Problem, block_k: int, processors: int) -> int:
     return next(n for n in time if time[n] <= WORTH * min(time.values()))
 
 
+def reach(start, stop, keys: int) -> tuple[jax.Array, jax.Array]:
+    """The first key that any of the rows [B, rows] sees, and the end of those; an empty range where none sees one."""
+    some = start < stop
+    return jnp.min(jnp.where(some, start, keys), 1), jnp.max(jnp.where(some, stop, 0), 1)
+
+
 def as_rows(problem: Problem, x: Operands) -> tuple[Problem, Operands]:
     """The same problem and operands with a row for each token and query head, token by token, in place of a query. Each key head
     is a head, and what its rows see is data by row. The sinks are left out: `merged` adds them."""

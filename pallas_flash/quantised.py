@@ -29,6 +29,12 @@ def bits(x):
     return lax.bitcast_convert_type(x, jnp.uint8) if x.dtype == jnp.float8_e4m3fn else x
 
 
+def taken(pages: Array, numbers) -> Array:
+    """The pages with these numbers, or the nearest that there are."""
+    found = jnp.take(bits(pages), numbers, axis=0, mode="clip")
+    return found if found.dtype == pages.dtype else lax.bitcast_convert_type(found, pages.dtype)
+
+
 def empty_scales(shape, dtype) -> tuple[Array, Array] | tuple[None, None]:
     """Of the keys and the values of an empty cache of this shape [..., H]; None where the dtype needs none. TypeError for one
     that a cache cannot have."""

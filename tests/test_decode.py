@@ -1,5 +1,6 @@
 """Decoding, contiguous and paged: what it takes, and that it equals the oracle."""
 
+import contextlib
 import functools
 import os
 
@@ -210,6 +211,40 @@ def test_a_score_mod_equals_the_reference_with_pages_and_without_and_in_the_grad
         close(y, x, 2e-6, "paged")
 
 
+LONG = {"pages as they are": None, "in 8 bits": "int8"}
+ANY = "portable", "blockwise", "reference", "flash1", "standard", pytest.param("hopper", marks=needs_interpreter)
+
+
+@pytest.mark.parametrize("stored", LONG.values(), ids=LONG)
+@pytest.mark.parametrize("implementation", ANY)
+def test_a_piece_of_a_prompt_equals_the_oracle_by_any_implementation_whatever_nobody_sees(implementation, stored, rng):
+    """300 rows of a key head. The first row of the batch has a short table's worth of keys, the last none."""
+    page, count, lengths, window = 16, ints(100, 37, 0), ints(180, 37, 0), dict(local_window_size=(60, 0))
+    dtype, wide = ("bfloat16", 64) if implementation == "hopper" else ("float32", H)
+    for pages in (12, 50):
+        table = rng.permutation(B * pages).astype(np.int32).reshape(B, pages)
+        pool = [rng.normal(size=(B * pages + 1, page, K, n)).astype(dtype) for n in (wide, HV)]
+        scales = None, None
+        if stored:
+            pool, scales = zip(*(map(np.array, quantised.quantised(x, stored)) for x in pool), strict=True)
+        read = [x if s is None else (x * s[..., None]).astype(dtype) for x, s in zip(pool, scales, strict=True)]
+        k, v = (x[table].reshape(B, pages * page, K, -1) for x in read)
+        for x in pool if stored is None else scales:
+            x[-1] = np.nan
+            x[table[0, 180 // page], 180 % page :] = np.nan
+        table[:, 180 // page + 1 :], table[1:, 37 // page + 1 :], table[2], table[0, :1] = B * pages, -1, 10**6, B * pages
+        q = arrays(rng, 100, 1, dtype, wide)[0]
+        more = dict(window, query_seq_lengths=count, implementation=implementation, return_residual=True)
+        more |= {} if stored is None else dict(zip(("k_scales", "v_scales"), scales, strict=True))
+        attend = jax.jit(functools.partial(paged_attention, **more))
+        with gpu_interpreter.hopper_kernels() if implementation == "hopper" else contextlib.nullcontext():
+            o, lse = attend(q, *pool, table, lengths)
+        options = dict(is_causal=True, query_offset=lengths - count, query_seq_lengths=count, key_value_seq_lengths=lengths)
+        expected = oracle.attention(q, k, v, np.zeros(o.shape), np.zeros(lse.shape), **options, **window)
+        close(o, expected[0], TOLERANCE[dtype], "output")
+        close(lse, expected[1], 1e-5, "lse")
+
+
 def pages(P=4, page=8, heads=1, rows=1, width=8, dtype=jnp.float32):
     k = jnp.ones((P, page, heads, width), dtype)
     return dict(query=jnp.ones((1, 1, 1, 8)), k_pages=k, v_pages=k, page_table=jnp.zeros((rows, 2), int), lengths=ints(3))
@@ -224,7 +259,7 @@ WRONG = {
     "no lengths": ({}, dict(lengths=None), "lengths must be integers; got NoneType"),
     "a number for a flag": ({}, dict(is_causal=1), "is_causal must be True or False, known while tracing; got int"),
     "lengths of other rows": ({}, dict(query_seq_lengths=[1, 1]), r"query_seq_lengths must be int32 \[B\] = \(1,\); got \(2,\)"),
-    "an implementation without pages": ({}, dict(implementation="reference"), "takes no pages"),
+    "a name of no implementation": ({}, dict(implementation="flash"), "implementation must be None or one of hopper, portable"),
     "8 bits without scales": (dict(dtype=jnp.int8), {}, r"k_pages of int8 needs k_scales \[P, page, K\]"),
     "scales of floats": (
         {},

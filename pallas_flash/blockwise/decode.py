@@ -14,7 +14,7 @@ from pallas_flash.arguments import Operands, Problem
 from pallas_flash.blockwise.parts import Block, Heads, numbered
 from pallas_flash.blockwise.tuning import DecodeTiles
 from pallas_flash.checks import sums
-from pallas_flash.quantised import bits, weights
+from pallas_flash.quantised import taken, weights
 from pallas_flash.rules.score import Score
 from pallas_flash.rules.visibility import Visibility
 
@@ -100,5 +100,4 @@ def _block(x, table, part: Heads, key: Block):
         return lax.dynamic_slice(x, [at(part.row), at(key.start), at(0), at(0)], [part.batch, key.size, *x.shape[2:]])
     page = x.shape[1]
     numbers = lax.dynamic_slice(table, [at(part.row), at(key.start) // page], [part.batch, key.size // page])
-    found = jnp.take(bits(x), numbers, axis=0, mode="clip").reshape(part.batch, key.size, *x.shape[2:])
-    return found if found.dtype == x.dtype else lax.bitcast_convert_type(found, x.dtype)
+    return taken(x, numbers).reshape(part.batch, key.size, *x.shape[2:])

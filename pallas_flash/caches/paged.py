@@ -10,17 +10,20 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Real
 
-from pallas_flash import arguments, autodiff, backends, checks, decode, modes, quantised, scores
+from pallas_flash import arguments, autodiff, backends, checks, decode, dispatch, modes, quantised, scores
 from pallas_flash.arguments import Problem
+from pallas_flash.attention import Implementation
+from pallas_flash.backends import Backend
 from pallas_flash.checks import AnyArray
 from pallas_flash.devices import sharding
 from pallas_flash.kernels import device
 from pallas_flash.machine import selfcheck
 from pallas_flash.rules import reads
 from pallas_flash.rules.score import Score
+from pallas_flash.rules.visibility import Visibility
 
 PAGE = 8  # a page is a multiple of so many keys
-IMPLEMENTATIONS = ("hopper", "portable", "blockwise")
+IN_PLACE = ("hopper", "portable", "blockwise")  # read pages where they lie
 
 
 class _Options(TypedDict, total=False):
@@ -36,7 +39,7 @@ class _Options(TypedDict, total=False):
     k_scales: Float[AnyArray, "P page K"] | None
     v_scales: Float[AnyArray, "P page K"] | None
     score_mod: Callable[..., Array] | None
-    implementation: Literal["hopper", "portable", "blockwise"] | None
+    implementation: Implementation | None
 
 
 _Query = Float[AnyArray, "B T N H"]
@@ -98,7 +101,7 @@ def paged_attention(
     k_scales: Float[AnyArray, "P page K"] | None = None,
     v_scales: Float[AnyArray, "P page K"] | None = None,
     score_mod: Callable[..., Array] | None = None,
-    implementation: Literal["hopper", "portable", "blockwise"] | None = None,
+    implementation: Implementation | None = None,
     return_residual: bool = False,
 ) -> Float[Array, "B T N Hv"] | tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
     """`flash_attention` of the newest tokens of each row to the row's keys, which lie in pages.
@@ -109,8 +112,9 @@ def paged_attention(
     a mesh with explicit axes the batch and the heads may be sharded, the pages by heads alone.
 
     Args:
-      query: [B, T, N, H], the newest tokens of each row; N is a multiple of K. The kernels of GPUs take up to T N / K = 64,
-        "blockwise" any T.
+      query: [B, T, N, H], the newest tokens of each row; N is a multiple of K. Up to T N / K = 64 pages are read where they lie.
+        For more, as in a prompt, all pages in the table are first copied in order, and the kernels of `flash_attention` run;
+        "blockwise" copies them only if they hold no more than T N / K keys.
       k_pages: [P, page, K, H], where page is a multiple of 8.
       v_pages: [P, page, K, Hv].
       page_table: int32 [B, pages of a row].
@@ -120,10 +124,10 @@ def paged_attention(
       scale, is_causal, local_window_size, logits_soft_cap, sinks, score_mod, return_residual: as in `flash_attention`; causal by
         default.
       k_scales, v_scales: float32 [P, page, K], for pages of int8 or float8_e4m3fn: a key is its entry in the page times its
-        scale, as `PagedCache` makes them. The kernels multiply logits and weights by the scales, and nothing in memory is wider
-        than the pages.
-      implementation: "hopper", "portable" or "blockwise"; None chooses. "hopper" takes pages of 8, 16, 32, or a multiple of 64
-        keys, but no pages in 8 bits, and no score_mod.
+        scale, as `PagedCache` makes them. Pages that are read where they lie stay as they are in memory: logits and weights are
+        multiplied by the scales. A copy has the query's dtype.
+      implementation: as in `flash_attention`; "hopper" reads pages where they lie if they are of 8, 16, 32, or a multiple of 64
+        keys, but not in 8 bits, nor with a score_mod. "reference", "flash1" and "standard" always copy them.
 
     Returns:
       The output [B, T, N, Hv] in the query's dtype; with return_residual, the pair (output, lse), lse float32 [B, T, N].
@@ -169,7 +173,7 @@ def _attend(implementation, **call):
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _attend_jit(implementation, static, arrays):
-    call = dict(static) | arrays
+    call = dict(static) | modes.no_first(arrays)
     del call["context"]
     k_pages, v_pages, table, lengths = (call.pop(name) for name in ("k_pages", "v_pages", "page_table", "lengths"))
     k_scales, v_scales = call.pop("k_scales"), call.pop("v_scales")
@@ -182,34 +186,52 @@ def _attend_jit(implementation, static, arrays):
     call |= dict.fromkeys(("bias", "query_segment_ids", "key_value_segment_ids", "dropout_rng"))
     call |= dict(key=like(k_pages), value=like(v_pages), key_value_seq_lengths=lengths, dropout_rate=0.0, deterministic=True)
     problem, operands = arguments.normalise(**call)
-    forward, unit = _chosen(problem, page, None if k_scales is None else str(k_pages.dtype), implementation)
+    backend = _chosen(problem, page, None if k_scales is None else str(k_pages.dtype), implementation)
+    if _copies(backend.name, problem):
+        copied = functools.partial(_in_order, problem, operands.visibility, table, dtype)
+        return dispatch.attend(backend.name, None, **call | dict(key=copied(k_pages, k_scales), value=copied(v_pages, v_scales)))
     scales = () if k_scales is None else ((k_scales, v_scales),)
-    operands, scales = modes.no_first((operands._replace(key=k_pages, value=v_pages), scales))
-    operands, scales = reads.vary_alike((operands, scales))
-    o, stats = forward(operands, jnp.clip(table, 0, k_pages.shape[0] - 1), *scales)
-    return o, jnp.swapaxes(autodiff.natural_lse(unit, operands, stats), 1, 2)
+    operands, scales = reads.vary_alike((operands._replace(key=k_pages, value=v_pages), scales))
+    module = importlib.import_module(f"pallas_flash.{'' if backend.name == 'blockwise' else 'kernels.'}{backend.name}")
+    forward = importlib.import_module(f"{module.__name__}.decode").forward
+    o, stats = forward(problem, module.decode_tiles(problem, page), operands, jnp.clip(table, 0, k_pages.shape[0] - 1), *scales)
+    return o, jnp.swapaxes(autodiff.natural_lse(backend.unit(problem), operands, stats), 1, 2)
 
 
-def _chosen(problem: Problem, page: int, stored: str | None, implementation: str | None) -> tuple[Callable, float]:
-    """What takes (operands, table), and where pages are `stored` in 8 bits their scales; and the unit of its Statistics."""
+def _in_order(problem: Problem, seen: Visibility, table, dtype, pages, scales):
+    """The keys or values [B, S, K, n] of the rows, 0 where no query of a row looks: there may be NaN."""
+    p = problem
+    x = quantised.taken(pages, table)  # [B, pages, page, K, n]
+    x = x if scales is None else (x.astype(jnp.float32) * quantised.taken(scales, table)[..., None]).astype(dtype)
+    by_query = seen.narrow(Visibility.BY_BATCH, lambda a: a[:, None])
+    row, key = jnp.arange(p.queries, dtype=jnp.int32)[None], jnp.arange(p.keys, dtype=jnp.int32)[:, None, None]
+    first, last = (n[:, None, None, None] for n in decode.reach(*jnp.broadcast_arrays(*by_query.interval(row), row)[:2], p.keys))
+    return jnp.where((first <= key) & (key < last), x.reshape(p.batch, p.keys, *x.shape[3:]), 0)
+
+
+def _copies(name: str, problem: Problem) -> bool:
+    """Whether an implementation attends to a copy of the pages in order."""
+    p = problem
+    if name == "blockwise":  # what nobody sees it does not read: a table may be much longer than its rows
+        return decode.why_not(p) is not None and p.keys <= p.queries * p.group
+    return name not in IN_PLACE or decode.why_not(p) is not None
+
+
+def _chosen(problem: Problem, page: int, stored: str | None, implementation: str | None) -> Backend:
     asked = selfcheck.asked_for(implementation)
     if asked is not None and (why_not := _why_not(asked, problem, page, stored)):
         cannot = f"implementation {asked!r} cannot run this call of paged_attention"
         raise NotImplementedError(f"{cannot}: {why_not}. The call: {problem}.")
-    checked = dataclasses.replace(problem, keys=max(problem.keys, decode.KEYS))  # the kernel is the one without pages
-    here = lambda backend: _why_not(backend.name, problem, page, stored) or selfcheck.why_not(backend, checked)
-    backend = backends.choose(problem, asked, here).backend
-    name = backend.name
-    module = importlib.import_module(f"pallas_flash.{'' if name == 'blockwise' else 'kernels.'}{name}")
-    run = importlib.import_module(f"{module.__name__}.decode").forward
-    return functools.partial(run, problem, module.decode_tiles(problem, page)), backend.unit(problem)
+    decoding = dataclasses.replace(problem, keys=max(problem.keys, decode.KEYS))  # the kernel is the one without pages
+    checked = lambda backend: problem if _copies(backend.name, problem) else decoding
+    here = lambda backend: _why_not(backend.name, problem, page, stored) or selfcheck.why_not(backend, checked(backend))
+    return backends.choose(problem, asked, here).backend
 
 
 def _why_not(name: str, problem: Problem, page: int, stored: str | None) -> str | None:
-    """Why an implementation does not take pages of this size, or `stored` in these 8 bits, or None."""
-    if name not in IMPLEMENTATIONS:
-        return f"it takes no pages; {', '.join(IMPLEMENTATIONS)} do"
-    if name == "blockwise":
+    """Why an implementation does not read pages of this size, or `stored` in these 8 bits, where they lie; None: it does, or it
+    copies them."""
+    if name == "blockwise" or _copies(name, problem):
         return None
     if name == "hopper" and problem.score is not None:
         return "its decoding takes no score_mod: portable and blockwise do"
@@ -222,7 +244,7 @@ def _why_not(name: str, problem: Problem, page: int, stored: str | None) -> str 
         return f"it takes pages of 8, 16, 32 or a multiple of 64 keys; got {page}"
     if name == "hopper" and problem.value_size > 128:
         return f"pages of values wider than 128 leave no registers; got {problem.value_size}"
-    return decode.why_not(problem)
+    return None
 
 
 def _check(query, k_pages, v_pages, page_table, lengths):

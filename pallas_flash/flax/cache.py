@@ -8,9 +8,8 @@ from jaxtyping import Array, Float, Int, Real
 
 from pallas_flash import checks, quantised
 from pallas_flash.attention import flash_attention
-from pallas_flash.caches.paged import IMPLEMENTATIONS, paged_attention
+from pallas_flash.caches.paged import paged_attention
 from pallas_flash.caches.pages import PagedCache
-from pallas_flash.decode import ROWS
 from pallas_flash.devices import sharding
 
 PAGE = 64  # keys of a page of a rolling or quantised cache
@@ -103,7 +102,7 @@ def _paged(cache: Cache, query, as_pages: Callable, table, lengths, **options):
 
 def _attend_slots(cache: KVCache | RollingCache, left: int | None, options: tuple, *, query, key, value, count, **arrays):
     """The slots of a row are pages. In a RollingCache they are a ring: a table in which the page of the oldest token in sight
-    comes first puts them in order. More tokens than decoding takes go to the ordinary forward, with a copy of the ring."""
+    comes first puts them in order."""
     is_ring, (B, S) = isinstance(cache, RollingCache), cache.key.shape[:2]
     pages, start, options = S // PAGE, cache.length, dict(options) | arrays
     row, token = jnp.arange(B)[:, None], jnp.arange(query.shape[1], dtype=jnp.int32)
@@ -114,18 +113,8 @@ def _attend_slots(cache: KVCache | RollingCache, left: int | None, options: tupl
     table = row * pages + (first[:, None] + jnp.arange(pages)) % pages
     as_pages = lambda x: x.reshape(B * pages, PAGE, *x.shape[2:])
     length, options = cache.length - first * PAGE, options | dict(query_offset=start - first * PAGE)
-    if cache.key_scale is None and not _is_for_pages(query, cache, options):
-        in_order = lambda x: as_pages(x)[table].reshape(x.shape).astype(query.dtype)
-        o = flash_attention(query, in_order(cache.key), in_order(cache.value), key_value_seq_lengths=length, **options)
-    else:
-        o = _paged(cache, query, as_pages, table.astype(jnp.int32), length, **options)
+    o = _paged(cache, query, as_pages, table.astype(jnp.int32), length, **options)
     return (o if is_ring else _or_nan(o, positions < S)), cache
-
-
-def _is_for_pages(query, cache: RollingCache, options) -> bool:
-    """Whether paged_attention is decoding on any device, by the implementation that is asked for."""
-    rows = query.shape[1] * query.shape[2] // cache.key.shape[2]
-    return rows <= ROWS and options.get("implementation") in (None, *IMPLEMENTATIONS)
 
 
 def _append(cache: KVCache, *, key, value, count) -> tuple[None, KVCache]:

@@ -82,9 +82,7 @@ def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None):
 
 def _inputs(p: Problem, t: DecodeTiles, x: Operands, table) -> Inputs:
     visibility, blocks = schedule.by_query_tile(x.visibility, p.queries, ROWS, t.block_k)
-    start, stop = visibility.start, visibility.stop
-    some = start < stop
-    reach = jnp.stack([jnp.min(jnp.where(some, start, p.keys), 1), jnp.max(jnp.where(some, stop, 0), 1)], 1)
+    reach = jnp.stack(decode.reach(visibility.start, visibility.stop, p.keys), 1)
     q, k, v = (tile.padded(a, t.swizzle) for a in (x.query, x.key, x.value))
     return Inputs(q, k, v, blocks, reach, table, visibility)
 
