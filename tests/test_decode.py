@@ -245,6 +245,89 @@ def test_a_piece_of_a_prompt_equals_the_oracle_by_any_implementation_whatever_no
         close(lse, expected[1], 1e-5, "lse")
 
 
+# ---- ragged queries ----
+
+TOKENS = 50  # of which a tile takes 64 K / N = 21
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def ragged(implementation, window, q, k, v, table, lengths, ends, by_row):
+    mod = lambda s, b, h, i, j: s + by_row[b, h] * (i - j) * 0.1
+    more = dict(local_window_size=window, score_mod=mod, sinks=by_row[0])
+    options = dict(cu_seqlens_q=ends, implementation=implementation, return_residual=True)
+    return paged_attention(q, k, v, table, lengths, **options, **more)
+
+
+@st.composite
+def ragged_calls(draw):
+    """A window, where the tokens of each row begin and end, how many keys each row had before, and a seed."""
+    ends = np.sort(ints(*draw(st.lists(st.integers(0, TOKENS), min_size=B + 1, max_size=B + 1))))
+    before = ints(*draw(st.lists(st.integers(0, 30), min_size=B, max_size=B)))
+    return draw(st.sampled_from([None, (9, 0)])), ends, before, draw(st.integers(0, 99))
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_ragged_tokens_equal_the_oracle_row_by_row(implementation, request):
+    @settings(max_examples=calls(request), deadline=None, database=None)
+    @given(ragged_calls())
+    def equals(call):
+        window, ends, before, seed = call
+        rng = np.random.default_rng(seed)
+        lengths = before + np.diff(ends)
+        table = ints(*rng.permutation(B * 10)).reshape(B, 10)
+        q = rng.normal(size=(TOKENS, N, H)).astype(np.float32)
+        k_pages, v_pages = (rng.normal(size=(B * 10, 8, K, n)).astype(np.float32) for n in (H, HV))
+        by_row = rng.normal(size=(B, N)).astype(np.float32)
+        o, lse = ragged(implementation, window, q, k_pages, v_pages, table, lengths, ends, by_row)
+        more = dict(is_causal=True, sinks=by_row[0]) | (dict(local_window_size=window) if window else {})
+        for b, (first, last) in enumerate(zip(ends, ends[1:], strict=False)):
+            k, v = (x[table[b]].reshape(1, 80, K, -1)[:, : lengths[b]] for x in (k_pages, v_pages))
+            zeros = np.zeros((1, last - first, N, HV)), np.zeros((1, last - first, N))
+            distance = before[b] + np.arange(last - first)[:, None] - np.arange(lengths[b])
+            options = more | dict(query_offset=int(before[b]), bias=0.1 * by_row[b][:, None, None] * distance)
+            expected = oracle.attention(q[None, first:last], k, v, *zeros, **options) if last > first else zeros
+            close(o[first:last], expected[0][0], TOLERANCE["float32"], "output")
+            close(lse[first:last], expected[1][0], 1e-6, "lse")
+        assert not o[: ends[0]].any() and not o[ends[-1] :].any()
+        assert np.isneginf(lse[: ends[0]]).all() and np.isneginf(lse[ends[-1] :]).all()
+
+    equals()
+
+
+RAGGED = {
+    "hopper": pytest.param("hopper", None, marks=needs_interpreter),
+    "reference": ("reference", None),
+    "standard": ("standard", None),
+    "blockwise, int8": ("blockwise", "int8"),
+    "portable, float8_e4m3fn": ("portable", "float8_e4m3fn"),
+}
+
+
+@pytest.mark.parametrize("implementation, stored", RAGGED.values(), ids=RAGGED)
+def test_ragged_tokens_get_what_padded_ones_get(implementation, stored, rng):
+    """From a cache to which they are appended ragged and padded. Of the second row there is none."""
+    ends, before, page = ints(1, 31, 31, 48), 60, 16
+    count, size = np.diff(ends), 64 if implementation == "hopper" else H
+    dtype = "bfloat16" if implementation == "hopper" else "float32"
+    cache = paged_cache(B, 96, K, size, pages=20, page=page, dtype=stored or dtype)
+    cache = cache.append(*[rng.normal(size=(B, before, K, size)).astype(dtype)] * 2)
+    q, k, v = (rng.normal(size=(TOKENS, heads, size)).astype(dtype) for heads in (N, K, K))
+    at = np.minimum(ends[:-1, None] + np.arange(30), TOKENS - 1)
+    padded, cache = cache.append(k[at], v[at], count), cache.append(k, v, cu_seqlens=ends)
+    jax.tree.map(np.testing.assert_array_equal, padded, cache)
+
+    def attend(q, cache, **more):
+        more |= {} if stored is None else dict(k_scales=cache.key_scale, v_scales=cache.value_scale)
+        more |= dict(implementation=implementation, local_window_size=(40, 0), return_residual=True)
+        with gpu_interpreter.hopper_kernels() if implementation == "hopper" else contextlib.nullcontext():
+            return paged_attention(q, cache.key, cache.value, cache.table, cache.length, **more)
+
+    expected, found = attend(q[at], padded, query_seq_lengths=count), attend(q, cache, cu_seqlens_q=ends)
+    for x, y in zip(expected, found, strict=True):
+        for b, (first, last) in enumerate(zip(ends, ends[1:], strict=False)):
+            close(y[first:last], x[b, : last - first], TOLERANCE[dtype], "output and lse")
+
+
 def pages(P=4, page=8, heads=1, rows=1, width=8, dtype=jnp.float32):
     k = jnp.ones((P, page, heads, width), dtype)
     return dict(query=jnp.ones((1, 1, 1, 8)), k_pages=k, v_pages=k, page_table=jnp.zeros((rows, 2), int), lengths=ints(3))
@@ -253,13 +336,24 @@ def pages(P=4, page=8, heads=1, rows=1, width=8, dtype=jnp.float32):
 SCALES = jnp.ones((4, 8, 1))
 WRONG = {
     "a page that is no multiple of 8": (dict(page=9), {}, "multiple of 8 keys; got"),
-    "rows that are not the query's": (dict(rows=2), {}, "B = 1 rows of query; got"),
+    "rows that are not the query's": (dict(rows=2), {}, r"the same B rows, here 1, as query or cu_seqlens_q; got \(2, 2\) and \(1,\)"),
     "heads of another size": (dict(width=16), {}, r"with the H of query \(1, 1, 1, 8\); got \(4, 8, 1, 16\)"),
     "pages behind heads": (dict(P=1, heads=4), {}, r"got \(1, 8, 4, 8\). Do the heads come .*: jnp.moveaxis\(x, 0, 2\)"),
     "no lengths": ({}, dict(lengths=None), "lengths must be integers; got NoneType"),
     "a number for a flag": ({}, dict(is_causal=1), "is_causal must be True or False, known while tracing; got int"),
     "lengths of other rows": ({}, dict(query_seq_lengths=[1, 1]), r"query_seq_lengths must be int32 \[B\] = \(1,\); got \(2,\)"),
     "a name of no implementation": ({}, dict(implementation="flash"), "implementation must be None or one of hopper, portable"),
+    "ragged tokens of other rows": (
+        {},
+        dict(query=jnp.ones((5, 1, 8)), cu_seqlens_q=[0, 2, 5]),
+        r"the same B rows, here 2, as query or cu_seqlens_q; got \(1, 2\) and \(1,\)",
+    ),
+    "ragged tokens in a batch": ({}, dict(cu_seqlens_q=[0, 1]), r"query must be \[T, N, H\] with cu_seqlens_q \[B \+ 1\]"),
+    "ragged tokens and lengths": (
+        {},
+        dict(query=jnp.ones((5, 1, 8)), cu_seqlens_q=[0, 5], query_seq_lengths=[5]),
+        "query_seq_lengths cannot go with cu_seqlens_q",
+    ),
     "8 bits without scales": (dict(dtype=jnp.int8), {}, r"k_pages of int8 needs k_scales \[P, page, K\]"),
     "scales of floats": (
         {},

@@ -235,6 +235,28 @@ def test_pages_on_an_explicit_mesh_stay_where_they_are(places, rng):
     assert not re.findall(r"= \S+ (all-gather|all-to-all|collective-permute)", text)
 
 
+@pytest.mark.parametrize("name", ["blockwise", "portable"])
+def test_ragged_tokens_on_an_explicit_mesh_are_spread_by_heads(name, rng):
+    call, m, heads = paged_call(rng), mesh(AxisType.Explicit), P(None, "model")
+    del call["query_seq_lengths"]
+    cache = paged_cache(4, 24, 2, 8, pages=20, page=8, dtype="float32")
+    query, key, ends = rng.normal(size=(9, 4, 8)), rng.normal(size=(9, 2, 8)), np.array([0, 3, 4, 4, 9], np.int32)
+    query, key, slopes = (jnp.asarray(x, jnp.float32) for x in (query, key, rng.normal(size=(4, 4))))
+
+    def step(query, key, cache):
+        cache = cache.append(key, key, cu_seqlens=ends)
+        mod = lambda s, b, h, i, j: s + slopes[b, h] * (i - j)
+        more = dict(cu_seqlens_q=ends, score_mod=mod, implementation=name, return_residual=True)
+        return paged_attention(query, cache.key, cache.value, cache.table, cache.length, **more), cache
+
+    of_pages = dict.fromkeys(("key", "value"), P(None, None, "model"))
+    placed = {n: place(m, of_pages.get(n, P()), x)[0] for n, x in cache._asdict().items() if x is not None}
+    expected = jax.jit(step)(query, key, cache)
+    (o, lse), spread = jax.jit(step)(place(m, heads, query)[0], place(m, heads, key)[0], cache._replace(**placed))
+    equal(((o, lse), spread), expected)
+    assert jax.typeof(o).sharding.spec[1] == "model" and jax.typeof(spread.key) == jax.typeof(placed["key"])
+
+
 def test_a_cache_whose_table_lies_by_batch_reserves_appends_shares_and_releases(rng):
     cache, new = paged_cache(4, 24, 2, 8, pages=9, page=8, dtype="float32"), rng.normal(size=(4, 9, 2, 8)).astype(np.float32)
     places, m = dict(key=P(None, None, "model"), table=P("data"), length=P("data")), mesh(AxisType.Explicit)

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, Real
 
 from pallas_flash import checks, quantised
 from pallas_flash.caches.paged import PAGE
+from pallas_flash.caches.ragged import Places
 from pallas_flash.checks import AnyArray
 from pallas_flash.devices import sharding
 
@@ -38,18 +39,29 @@ class PagedCache(NamedTuple):
         return _changed(_reserved, self, tokens=self._by_row("tokens", tokens))
 
     def append(
-        self, key: Float[AnyArray, "B T K H"], value: Float[AnyArray, "B T K H"], count: Int[AnyArray, "#B"] | int | None = None
+        self,
+        key: Float[AnyArray, "*B T K H"],
+        value: Float[AnyArray, "*B T K H"],
+        count: Int[AnyArray, "#B"] | int | None = None,
+        cu_seqlens: Int[AnyArray, "B+1"] | None = None,
     ) -> "PagedCache":
-        """The cache with the first `count` of T tokens added to each row, by default all, in pages as `reserve` gives them.
-        Tokens for which there is no room are left out; `length` says how many there are."""
+        """The cache with the first `count` of T tokens added to each row, by default all, in pages as `reserve` gives them. With
+        cu_seqlens, int32 [B + 1], key and value are [T, K, H], and row b takes the tokens from cu_seqlens[b] up to, not
+        including, cu_seqlens[b + 1]. Tokens for which there is no room are left out; `length` says how many there are."""
         B, key, value = len(self.table), checks.array("key", key), checks.array("value", value)
+        rows, letters = ((B,), "[B, T, K, H]") if cu_seqlens is None else ((), "[T, K, H]")
         for name, x, slots in (("key", key, self.key), ("value", value, self.value)):
-            fits = (B, *key.shape[1:2], *slots.shape[2:])
+            fits = (*rows, *key.shape[len(rows) : len(rows) + 1], *slots.shape[2:])
             if x.shape != fits:
-                raise ValueError(f"{name} must be [B, T, K, H] = {fits} to match the cache; got {x.shape}.")
-        T = key.shape[1]
-        new = dict(key=key, value=value, count=jnp.clip(self._by_row("count", T if count is None else count), 0, T))
-        return sharding.of_cache(_appended, self, new)[1]
+                raise ValueError(f"{name} must be {letters} = {fits} to match the cache; got {x.shape}.")
+        T, new = key.shape[-3], dict(key=key, value=value)
+        if cu_seqlens is None:
+            new["count"] = jnp.clip(self._by_row("count", T if count is None else count), 0, T)
+            return sharding.of_cache(_appended, self, new)[1]
+        new["cu_seqlens"] = jnp.asarray(checks.ints("cu_seqlens", cu_seqlens))
+        if count is not None or new["cu_seqlens"].shape != (B + 1,):
+            raise ValueError(f"cu_seqlens must be int32 [B + 1] = ({B + 1},), without count; got {new['cu_seqlens'].shape}.")
+        return sharding.of_cache(_appended_ragged, self, new)[1]
 
     def release(self, rows: Bool[AnyArray, "B"]) -> "PagedCache":
         """The cache with these rows empty; their pages that no other row has are free again."""
@@ -123,13 +135,24 @@ def _shared(cache: PagedCache, *, source, target) -> PagedCache:
 
 def _appended(cache: PagedCache, *, key, value, count) -> tuple[None, PagedCache]:
     """With the first `count` [B] of the tokens of each row."""
+    row, token = jnp.arange(len(count))[:, None], jnp.arange(key.shape[1], dtype=jnp.int32)
+    return None, _with_tokens(cache, count, row, token, True, key, value)
+
+
+def _appended_ragged(cache: PagedCache, *, key, value, cu_seqlens) -> tuple[None, PagedCache]:
+    """With the tokens of all rows, one row behind the other."""
+    return None, _with_tokens(cache, jnp.diff(cu_seqlens), *Places.of(cu_seqlens, len(key)), key, value)
+
+
+def _with_tokens(cache: PagedCache, count, row, token, is_real, key, value) -> PagedCache:
+    """With `count` [B] more tokens of each row; key and value are those with these rows and, among the row's, these numbers."""
     (P, page), pages, start = cache.key.shape[:2], cache.table.shape[1], cache.length
-    cache, token = _reserved(cache, tokens=count), jnp.arange(key.shape[1], dtype=jnp.int32)[None]
+    cache = _reserved(cache, tokens=count)
     length = jnp.minimum(start + count, cache.room).astype(start.dtype)
-    at = start[:, None] + token
-    entry = jnp.take_along_axis(cache.table, jnp.minimum(at // page, pages - 1), 1)
-    to = jnp.where(at < length[:, None], entry, P), at % page
-    return None, quantised.written(cache, to, key, value)._replace(length=length)
+    at = start[row] + token
+    entry = cache.table[row, jnp.minimum(at // page, pages - 1)]
+    to = jnp.where(is_real & (at < length[row]), entry, P), at % page
+    return quantised.written(cache, to, key, value)._replace(length=length)
 
 
 def paged_cache(

@@ -31,8 +31,10 @@ LETTERS = {  # of the arrays of a call; P pages, C an axis that is whole on each
     "v_scales": "PCK",
     "page_table": "BC",
     "lengths": "B",
+    "cu_seqlens_q": "C",
 }
-CACHE_LETTERS = LETTERS | dict(length="B", key_scale="BSK", value_scale="BSK", table="BC", users="P", count="B")  # beside a cache
+CACHE_LETTERS = LETTERS | dict(length="B", key_scale="BSK", value_scale="BSK", table="BC", users="P")
+CACHE_LETTERS |= dict(count="B", cu_seqlens="C")  # beside a cache
 SCORE_LETTERS = {"batch": "B", "head": "N"}  # of a Score; the arrays that rules read are whole on each device
 
 

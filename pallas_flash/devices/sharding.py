@@ -82,15 +82,15 @@ def _of_cache(f, mesh, static, cache, arrays):
     fields = {name: x for name, x in cache._asdict().items() if x is not None}
     batch, _, heads, _ = jax.typeof(cache.key).sharding.spec
     axes = dict(B=None if "table" in fields else batch, K=heads, N=heads)
-    spec = lambda name: P(*map(axes.get, CACHE_LETTERS[name]))
-    specs, of_arrays = ({name: spec(name) for name in of} for of in (fields, arrays))
+    spec = lambda name, ndim: P(*map(axes.get, CACHE_LETTERS[name][-ndim:]))
+    specs, of_arrays = ({name: spec(name, x.ndim) for name, x in of.items()} for of in (fields, arrays))
     placed = lambda x, spec: jax.reshard(x, NamedSharding(mesh, spec))
 
     def run(fields, arrays):
         o, new = f(cache._replace(**fields), *static, **arrays)
         return o, {name: getattr(new, name) for name in fields}
 
-    mapped = jax.shard_map(run, mesh=mesh, in_specs=(specs, of_arrays), out_specs=(spec("query"), specs), check_vma=False)
+    mapped = jax.shard_map(run, mesh=mesh, in_specs=(specs, of_arrays), out_specs=(spec("query", 4), specs), check_vma=False)
     o, new = mapped(*jax.tree.map(placed, (fields, arrays), (specs, of_arrays)))
     return o, cache._replace(**{name: placed(x, jax.typeof(fields[name]).sharding.spec) for name, x in new.items()})
 

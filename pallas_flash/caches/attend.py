@@ -1,0 +1,124 @@
+"""Takes a call of `paged_attention` to its implementation, which reads pages where they lie, or gets them in order."""
+
+import dataclasses
+import functools
+import importlib
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_flash import arguments, autodiff, backends, checks, decode, dispatch, modes, quantised
+from pallas_flash.arguments import Problem
+from pallas_flash.backends import Backend
+from pallas_flash.caches import ragged
+from pallas_flash.kernels import device
+from pallas_flash.machine import selfcheck
+from pallas_flash.rules import reads
+from pallas_flash.rules.score import Score
+from pallas_flash.rules.visibility import Visibility
+
+IN_PLACE = ("hopper", "portable", "blockwise")  # read pages where they lie
+
+
+def attend(implementation, **call):
+    """o [B, T, N, Hv] and lse [B, T, N] of a call of paged_attention; with cu_seqlens_q [tokens, N, Hv] and [tokens, N]."""
+    arrays = {name: x for name, x in call.items() if checks.is_array(x) or isinstance(x, Score)}
+    static = {name: x for name, x in call.items() if name not in arrays}
+    return _attend_jit(implementation, tuple(static.items()), arrays)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _attend_jit(implementation, static, arrays):
+    call = dict(static) | modes.no_first(arrays)
+    del call["context"]
+    cu_seqlens = call.pop("cu_seqlens_q")
+    (_, page, K, _), (*_, T, N, _) = call["k_pages"].shape, call["query"].shape
+    if call["query_offset"] is None:
+        new = T if call["query_seq_lengths"] is None else call["query_seq_lengths"]
+        new = new if cu_seqlens is None else jnp.diff(cu_seqlens)
+        call["query_offset"] = jnp.minimum(call["lengths"], call["page_table"].shape[1] * page) - new
+    if cu_seqlens is None:
+        return _attend_batch(implementation, False, **call)
+    tiles = ragged.Tiles.of(cu_seqlens, T, max(1, decode.ROWS * K // N))
+    o, lse = _attend_batch(implementation, True, **tiles.rows_of(call))
+    return tiles.tokens(o, 0), tiles.tokens(lse, -jnp.inf)
+
+
+def _attend_batch(implementation, is_ragged: bool, *, k_pages, v_pages, page_table, lengths, k_scales, v_scales, **call):
+    (B, pages), page = page_table.shape, k_pages.shape[1]
+    dtype = k_pages.dtype if k_scales is None else call["query"].dtype
+    like = lambda x: jnp.broadcast_to(x[0, 0].astype(dtype), (B, pages * page, *x.shape[2:]))  # never made: its shape is read
+    call |= dict.fromkeys(("bias", "query_segment_ids", "key_value_segment_ids", "dropout_rng"))
+    call |= dict(key=like(k_pages), value=like(v_pages), key_value_seq_lengths=lengths, dropout_rate=0.0, deterministic=True)
+    problem, operands = arguments.normalise(**call)
+    kind = Pages(page, None if k_scales is None else str(k_pages.dtype), is_ragged)
+    backend = _chosen(problem, kind, implementation)
+    if _copies(backend.name, problem, kind):
+        copied = functools.partial(_in_order, problem, operands.visibility, page_table, dtype)
+        return dispatch.attend(backend.name, None, **call | dict(key=copied(k_pages, k_scales), value=copied(v_pages, v_scales)))
+    scales = () if k_scales is None else ((k_scales, v_scales),)
+    operands, scales = reads.vary_alike((operands._replace(key=k_pages, value=v_pages), scales))
+    module = importlib.import_module(f"pallas_flash.{'' if backend.name == 'blockwise' else 'kernels.'}{backend.name}")
+    forward = importlib.import_module(f"{module.__name__}.decode").forward
+    table = jnp.clip(page_table, 0, k_pages.shape[0] - 1)
+    o, stats = forward(problem, module.decode_tiles(problem, page), operands, table, *scales)
+    return o, jnp.swapaxes(autodiff.natural_lse(backend.unit(problem), operands, stats), 1, 2)
+
+
+def _in_order(problem: Problem, seen: Visibility, table, dtype, pages, scales):
+    """The keys or values [B, S, K, n] of the rows, 0 where no query of a row looks: there may be NaN."""
+    p = problem
+    x = quantised.taken(pages, table)  # [B, pages, page, K, n]
+    x = x if scales is None else (x.astype(jnp.float32) * quantised.taken(scales, table)[..., None]).astype(dtype)
+    by_query = seen.narrow(Visibility.BY_BATCH, lambda a: a[:, None])
+    row, key = jnp.arange(p.queries, dtype=jnp.int32)[None], jnp.arange(p.keys, dtype=jnp.int32)[:, None, None]
+    first, last = (n[:, None, None, None] for n in decode.reach(*jnp.broadcast_arrays(*by_query.interval(row), row)[:2], p.keys))
+    return jnp.where((first <= key) & (key < last), x.reshape(p.batch, p.keys, *x.shape[3:]), 0)
+
+
+class Pages(NamedTuple):
+    """What there is to know of the pages of a call."""
+
+    page: int
+    stored: str | None  # the dtype, where that is one of 8 bits
+    is_ragged: bool  # rows of the batch are tiles, which share tables
+
+
+def _copies(name: str, problem: Problem, pages: Pages) -> bool:
+    """Whether an implementation attends to a copy of the pages in order."""
+    p = problem
+    is_long = decode.why_not(p) is not None and not pages.is_ragged
+    if name == "blockwise":  # what nobody sees it does not read: a table may be much longer than its rows
+        return is_long and p.keys <= p.queries * p.group
+    return name not in IN_PLACE or is_long
+
+
+def _chosen(problem: Problem, pages: Pages, implementation: str | None) -> Backend:
+    asked = selfcheck.asked_for(implementation)
+    if asked is not None and (why_not := _why_not(asked, problem, pages)):
+        cannot = f"implementation {asked!r} cannot run this call of paged_attention"
+        raise NotImplementedError(f"{cannot}: {why_not}. The call: {problem}.")
+    decoding = dataclasses.replace(problem, keys=max(problem.keys, decode.KEYS))  # the kernel is the one without pages
+    checked = lambda backend: problem if _copies(backend.name, problem, pages) else decoding
+    here = lambda backend: _why_not(backend.name, problem, pages) or selfcheck.why_not(backend, checked(backend))
+    return backends.choose(problem, asked, here).backend
+
+
+def _why_not(name: str, problem: Problem, pages: Pages) -> str | None:
+    """Why an implementation does not read pages of this kind where they lie; None: it does, or it copies them."""
+    page, stored, _ = pages
+    if name == "blockwise" or _copies(name, problem, pages):
+        return None
+    if name == "hopper" and problem.score is not None:
+        return "its decoding takes no score_mod: portable and blockwise do"
+    if name == "hopper" and stored:
+        return f"wgmma multiplies pages as they lie, in {problem.dtype}; got {stored}: portable and blockwise take them"
+    capability = device.compute_capability()
+    if stored == "float8_e4m3fn" and capability and capability < 8.9:
+        return f"float8_e4m3fn needs an NVIDIA GPU of compute capability 8.9 or higher; this one has {capability}: int8 does not"
+    if name == "hopper" and page % 64 and 64 % page:
+        return f"it takes pages of 8, 16, 32 or a multiple of 64 keys; got {page}"
+    if name == "hopper" and problem.value_size > 128:
+        return f"pages of values wider than 128 leave no registers; got {problem.value_size}"
+    return decode.why_not(problem)

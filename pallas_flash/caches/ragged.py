@@ -1,0 +1,60 @@
+"""Ragged tokens: those of all rows of a batch, one row behind the other; and tiles of them, a row's own, which decoding takes."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+
+class Places(NamedTuple):
+    """Where each token is."""
+
+    row: Int[Array, "tokens"]
+    number: Int[Array, "tokens"]  # among the row's tokens
+    is_real: Bool[Array, "tokens"]  # else it is of no row
+
+    @classmethod
+    def of(cls, cu_seqlens: Int[Array, "B+1"], tokens: int) -> "Places":
+        token, last = jnp.arange(tokens, dtype=jnp.int32), len(cu_seqlens) - 2
+        row = jnp.minimum(jnp.searchsorted(cu_seqlens[1:], token, side="right").astype(jnp.int32), last)
+        return cls(row, token - cu_seqlens[row], (cu_seqlens[0] <= token) & (token < cu_seqlens[-1]))
+
+
+class Tiles(NamedTuple):
+    """Tiles of `size` tokens: as many as any cu_seqlens could need, of which the last may be empty."""
+
+    row: Int[Array, "tiles"]
+    first: Int[Array, "tiles"]  # token, by its number among the row's
+    count: Int[Array, "tiles"]
+    source: Int[Array, "tiles size"]  # the token's place among all
+    tile: Int[Array, "tokens"]
+    slot: Int[Array, "tokens"]  # of each token in its tile
+    is_real: Bool[Array, "tokens"]
+
+    @classmethod
+    def of(cls, cu_seqlens: Int[Array, "B+1"], tokens: int, size: int) -> "Tiles":
+        B, counts = len(cu_seqlens) - 1, jnp.diff(cu_seqlens)
+        most = (tokens + min(B, tokens) * (size - 1)) // size
+        stop = jnp.cumsum(-(-counts // size), dtype=jnp.int32)  # the number of tiles up to a row's end
+        start = jnp.concatenate([jnp.zeros(1, jnp.int32), stop[:-1]])
+        tile = jnp.arange(most, dtype=jnp.int32)
+        row = jnp.minimum(jnp.searchsorted(stop, tile, side="right").astype(jnp.int32), B - 1)
+        first = (tile - start[row]) * size
+        source = (cu_seqlens[row] + first)[:, None] + jnp.arange(size, dtype=jnp.int32)
+        of, number, is_real = Places.of(cu_seqlens, tokens)
+        count = jnp.clip(counts[row] - first, 0, size)
+        return cls(row, first, count, jnp.clip(source, 0, tokens - 1), start[of] + number // size, number % size, is_real)
+
+    def rows_of(self, call: dict[str, Any]) -> dict[str, Any]:
+        """The call with a batch row for each tile. Its query_offset is that of each row's first token."""
+        by_row = {name: call[name][self.row] for name in ("page_table", "lengths")}
+        offset = jnp.broadcast_to(call["query_offset"], call["lengths"].shape)[self.row] + self.first
+        query = dict(query=call["query"][self.source], query_offset=offset, query_seq_lengths=self.count)
+        if (score := call.get("score_mod")) is not None:
+            query["score_mod"] = score.of_rows(self.row)
+        return call | by_row | query
+
+    def tokens(self, x, empty):
+        """[tokens, ...] of [tiles, size, ...], `empty` for a token of no row."""
+        found = x[jnp.clip(self.tile, 0, len(x) - 1), jnp.clip(self.slot, 0, x.shape[1] - 1)]
+        return jnp.where(self.is_real.reshape(-1, *(1,) * (x.ndim - 2)), found, empty)
