@@ -48,6 +48,14 @@ def parts(problem: Problem, block_k: int, processors: int) -> int:
     return next(n for n in time if time[n] <= WORTH * min(time.values()))
 
 
+def intervals(problem: Problem, seen: Visibility) -> tuple[jax.Array, jax.Array]:
+    """The keys [start, stop) that each query sees, [B | 1, T]."""
+    row = jnp.arange(problem.queries, dtype=jnp.int32)[None]
+    ends = seen.narrow(Visibility.BY_BATCH, lambda a: a[:, None]).interval(row)
+    start, stop, _ = jnp.broadcast_arrays(*(jnp.asarray(end, jnp.int32) for end in ends), row)
+    return start, stop
+
+
 def reach(start, stop, keys: int) -> tuple[jax.Array, jax.Array]:
     """The first key that any of the rows [B, rows] sees, and the end of those; an empty range where none sees one."""
     some = start < stop
@@ -57,10 +65,9 @@ def reach(start, stop, keys: int) -> tuple[jax.Array, jax.Array]:
 def as_rows(problem: Problem, x: Operands) -> tuple[Problem, Operands]:
     """The same problem and operands with a row for each token and query head, token by token, in place of a query. Each key head
     is a head, and what its rows see is data by row. The sinks are left out: `merged` adds them."""
-    p, row = problem, jnp.arange(problem.queries, dtype=jnp.int32)[None]
-    at = x.visibility.narrow(Visibility.BY_BATCH, lambda a: a[:, None])
+    p, at = problem, x.visibility
     each = lambda a: jnp.broadcast_to(jnp.repeat(a, p.group, axis=1), (p.batch, p.queries * p.group))
-    start, stop, _ = jnp.broadcast_arrays(*at.interval(row), row)
+    start, stop = intervals(p, at)
     of = lambda a: None if a is None else each(a)
     seen = Visibility(
         p.keys, start=each(start), stop=each(stop), solid=of(at.solid), query_ids=of(at.query_ids), key_ids=at.key_ids
@@ -78,7 +85,7 @@ def merged(problem: Problem, x: Operands, o, stats: Statistics, unit: float):
     by_query = lambda a: jnp.moveaxis(a.reshape(p.batch, p.kv_heads, p.queries, p.group, *a.shape[3:]), 2, 3)
     o, m, l = (by_query(a).reshape(p.batch, p.heads, p.queries, *a.shape[3:]) for a in (o, *stats))
     if x.sinks is not None:  # one more part, with the value 0
-        sink = Statistics(*online_softmax.start(jnp.zeros_like(m), x.sinks[:, None], unit))
+        sink = Statistics(*online_softmax.start(jnp.zeros_like(m), x.sinks[None, :, None], unit))
         pair = lambda a, b: jnp.stack([a, b])
         o, stats = online_softmax.merge_all(pair(o, jnp.zeros_like(o)), jax.tree.map(pair, Statistics(m, l), sink), 0, unit)
         m, l = stats

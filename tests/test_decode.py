@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import os
+from itertools import pairwise
 
 import gpu_interpreter
 import jax
@@ -211,6 +212,37 @@ def test_a_score_mod_equals_the_reference_with_pages_and_without_and_in_the_grad
         close(y, x, 2e-6, "paged")
 
 
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("kind", ["contiguous", "paged", "ragged", "in 8 bits"])
+def test_64_bits_and_strict_promotion_change_nothing(kind, implementation, rng):
+    lengths, count, ends = ints(29, 48, 9), ints(5, 2, 3), ints(0, 4, 4, 5)
+    table = ints(*rng.permutation(B * PAGES)).reshape(B, PAGES)
+    q = rng.normal(size=(B, T, N, H)).astype(np.float32)
+    pool = [rng.normal(size=(B * PAGES, 8, K, n)).astype(np.float32) for n in (H, HV)]
+    near, sinks = (rng.normal(size=size).astype(np.float32) for size in ((N, 9), N))
+    more = dict(implementation=implementation, logits_soft_cap=3.0, sinks=sinks)
+    mod = lambda s, b, h, i, j: s + jnp.asarray(near)[h, jnp.clip(i - j, 0, 8)] * b.astype(jnp.float32)
+
+    def run():
+        if kind == "contiguous":
+            kv = (x.reshape(B, PAGES * 8, K, -1) for x in pool)
+            options = dict(is_causal=True, query_offset=lengths - count, key_value_seq_lengths=lengths)
+            return flash_attention(q, *kv, score_mod=mod, **options, **more)
+        if kind == "ragged":
+            return paged_attention(q[0], *pool, table, lengths, score_mod=mod, cu_seqlens_q=ends, **more)
+        pages, scales = pool, {}
+        if kind == "in 8 bits":
+            (k, k_scales), (v, v_scales) = (quantised.quantised(jnp.asarray(x), "int8") for x in pool)
+            pages, scales = (k, v), dict(k_scales=k_scales, v_scales=v_scales)
+        return paged_attention(q, *pages, table, lengths, query_seq_lengths=count, score_mod=mod, **scales, **more)
+
+    expected = run()
+    with jax.enable_x64(True), jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        actual = run()
+    assert actual.dtype == jnp.float32
+    close(actual, expected, 1e-6, "output")
+
+
 LONG = {"pages as they are": None, "in 8 bits": "int8"}
 ANY = "portable", "blockwise", "reference", "flash1", "standard", pytest.param("hopper", marks=needs_interpreter)
 
@@ -280,7 +312,7 @@ def test_ragged_tokens_equal_the_oracle_row_by_row(implementation, request):
         by_row = rng.normal(size=(B, N)).astype(np.float32)
         o, lse = ragged(implementation, window, q, k_pages, v_pages, table, lengths, ends, by_row)
         more = dict(is_causal=True, sinks=by_row[0]) | (dict(local_window_size=window) if window else {})
-        for b, (first, last) in enumerate(zip(ends, ends[1:], strict=False)):
+        for b, (first, last) in enumerate(pairwise(ends)):
             k, v = (x[table[b]].reshape(1, 80, K, -1)[:, : lengths[b]] for x in (k_pages, v_pages))
             zeros = np.zeros((1, last - first, N, HV)), np.zeros((1, last - first, N))
             distance = before[b] + np.arange(last - first)[:, None] - np.arange(lengths[b])
@@ -324,7 +356,7 @@ def test_ragged_tokens_get_what_padded_ones_get(implementation, stored, rng):
 
     expected, found = attend(q[at], padded, query_seq_lengths=count), attend(q, cache, cu_seqlens_q=ends)
     for x, y in zip(expected, found, strict=True):
-        for b, (first, last) in enumerate(zip(ends, ends[1:], strict=False)):
+        for b, (first, last) in enumerate(pairwise(ends)):
             close(y[first:last], x[b, : last - first], TOLERANCE[dtype], "output and lse")
 
 
@@ -336,7 +368,11 @@ def pages(P=4, page=8, heads=1, rows=1, width=8, dtype=jnp.float32):
 SCALES = jnp.ones((4, 8, 1))
 WRONG = {
     "a page that is no multiple of 8": (dict(page=9), {}, "multiple of 8 keys; got"),
-    "rows that are not the query's": (dict(rows=2), {}, r"the same B rows, here 1, as query or cu_seqlens_q; got \(2, 2\) and \(1,\)"),
+    "rows that are not the query's": (
+        dict(rows=2),
+        {},
+        r"the same B rows, here 1, as query or cu_seqlens_q; got \(2, 2\) and \(1,\)",
+    ),
     "heads of another size": (dict(width=16), {}, r"with the H of query \(1, 1, 1, 8\); got \(4, 8, 1, 16\)"),
     "pages behind heads": (dict(P=1, heads=4), {}, r"got \(1, 8, 4, 8\). Do the heads come .*: jnp.moveaxis\(x, 0, 2\)"),
     "no lengths": ({}, dict(lengths=None), "lengths must be integers; got NoneType"),

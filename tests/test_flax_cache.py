@@ -106,6 +106,33 @@ def test_tokens_without_room_in_a_quantised_cache_get_nan_and_padding_is_not_kep
     assert jnp.isnan(y[0, 54:]).all() and not jnp.isnan(y[0, :54]).any() and not jnp.isnan(y[1]).any()
 
 
+CACHES = {
+    "none": lambda model: None,
+    "in one piece": lambda model: model.init_cache(B, 20),
+    "in one piece, 8 bits": lambda model: model.init_cache(B, 20, jnp.int8),
+    "rolling": lambda model: model.init_rolling_cache(B, STEP),
+    "paged": lambda model: paged_cache(B, 20, 2, 6, pages=9, page=8).share(0, 1).release(np.array([True, False])),
+}
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_64_bits_and_strict_promotion_change_nothing(kind, rng):
+    model = layer(local_window_size=7, sinks=True, dtype=jnp.bfloat16)  # Flax's RMSNorm takes no strict promotion
+    prompt, token = (jnp.asarray(tokens(rng, length), jnp.bfloat16) for length in (STEP, 1))
+
+    def run(model, prompt, token):
+        if (cache := CACHES[kind](model)) is None:
+            return model(prompt)
+        y, cache = model(prompt, cache=cache, lengths=np.array([STEP, 3]))
+        return jnp.concatenate([y, model(token, cache=cache)[0]], 1)
+
+    expected = nnx.jit(run)(model, prompt, token)
+    with jax.enable_x64(True), jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        actual = nnx.jit(run)(model, prompt, token)
+    assert actual.dtype == jnp.bfloat16
+    np.testing.assert_allclose(actual.astype(np.float32), expected.astype(np.float32), atol=0.02)
+
+
 ON_A_MESH = {
     "in one piece": (dict(sinks=True), lambda model: model.init_cache(B, 9)),
     "in one piece, 8 bits": (dict(sinks=True), lambda model: model.init_cache(B, 9, jnp.int8)),

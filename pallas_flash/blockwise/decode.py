@@ -79,16 +79,16 @@ def _scored(p: Problem, score: Score, part: Heads, s, key: Block):
     """What a score_mod makes of the logits [B, K, keys, rows]."""
     batch, heads = score.numbers(p.batch, p.heads)
     b = part.of(batch) if score.rule.reads_batch else batch
-    h = jnp.tile(heads.reshape(1, p.kv_heads, 1, -1), p.queries) if score.rule.reads_head else heads
+    h = jnp.tile(heads.reshape(1, p.kv_heads, 1, -1), p.queries) if score.rule.reads_head else heads[None, None, None]
     first = score.offset if isinstance(score.offset, int) else part.of(score.offset)[:, None, None, None]
-    position = first + jnp.repeat(jnp.arange(p.queries, dtype=jnp.int32), p.group)
+    position = first + jnp.repeat(jnp.arange(p.queries, dtype=jnp.int32), p.group)[None, None, None]
     read = lambda array, index: score.arrays[array].at[index].get(mode="promise_in_bounds")
-    return score.of(s, read, b[:, None, None, None], h, position, key.index[:, None])
+    return score.of(s, read, b[:, None, None, None], h, position, key.index[None, None, :, None])
 
 
 def _seen(see: Visibility, key: Block, column):
     """Which keys of a block the rows see, [B | 1, 1, keys, rows]."""
-    index = key.index[:, None]
+    index = key.index[None, None, :, None]
     ids = () if see.query_ids is None else (column(see.query_ids), key.of(see.key_ids, 1)[:, None, :, None])
     return see.sees(column(see.start), column(see.stop), index, *ids) & (index >= key.own)
 

@@ -71,9 +71,8 @@ def _in_order(problem: Problem, seen: Visibility, table, dtype, pages, scales):
     p = problem
     x = quantised.taken(pages, table)  # [B, pages, page, K, n]
     x = x if scales is None else (x.astype(jnp.float32) * quantised.taken(scales, table)[..., None]).astype(dtype)
-    by_query = seen.narrow(Visibility.BY_BATCH, lambda a: a[:, None])
-    row, key = jnp.arange(p.queries, dtype=jnp.int32)[None], jnp.arange(p.keys, dtype=jnp.int32)[:, None, None]
-    first, last = (n[:, None, None, None] for n in decode.reach(*jnp.broadcast_arrays(*by_query.interval(row), row)[:2], p.keys))
+    key = jnp.arange(p.keys, dtype=jnp.int32)[None, :, None, None]
+    first, last = (n[:, None, None, None] for n in decode.reach(*decode.intervals(p, seen), p.keys))
     return jnp.where((first <= key) & (key < last), x.reshape(p.batch, p.keys, *x.shape[3:]), 0)
 
 

@@ -110,7 +110,7 @@ def _reserved(cache: PagedCache, *, tokens) -> PagedCache:
     wanted = (number >= held[:, None]) & (number < (held + more)[:, None])
     order = jnp.argsort(cache.users > 0, stable=True).astype(jnp.int32)  # free pages first
     nth = jnp.cumsum(wanted.ravel(), dtype=jnp.int32).reshape(wanted.shape) - 1
-    given = wanted & (nth < jnp.sum(cache.users == 0))
+    given = wanted & (nth < jnp.sum(cache.users == 0, dtype=jnp.int32))
     table = jnp.where(given, order[jnp.clip(nth, 0, P - 1)], cache.table)
     users = cache.users.at[jnp.where(given, table, P)].add(1, mode="drop")
     return cache._replace(table=table, users=users)
@@ -125,9 +125,9 @@ def _released(cache: PagedCache, *, rows) -> PagedCache:
 
 def _shared(cache: PagedCache, *, source, target) -> PagedCache:
     (P, page), B = cache.key.shape[:2], len(cache.table)
-    rows = (jnp.arange(B) == target) & (0 <= source) & (source < B)
+    rows = (jnp.arange(B, dtype=jnp.int32) == target) & (0 <= source) & (source < B)
     full, pages = cache.length[source] // page, cache.table[source]
-    entries = jnp.where(jnp.any(rows) & (jnp.arange(len(pages)) < full), pages, P)
+    entries = jnp.where(jnp.any(rows) & (jnp.arange(len(pages), dtype=jnp.int32) < full), pages, P)
     cache = _released(cache, rows=rows)
     table, length = jnp.where(rows[:, None], entries, cache.table), jnp.where(rows, full * page, cache.length)
     return cache._replace(table=table, length=length, users=cache.users.at[entries].add(1, mode="drop"))
@@ -135,7 +135,7 @@ def _shared(cache: PagedCache, *, source, target) -> PagedCache:
 
 def _appended(cache: PagedCache, *, key, value, count) -> tuple[None, PagedCache]:
     """With the first `count` [B] of the tokens of each row."""
-    row, token = jnp.arange(len(count))[:, None], jnp.arange(key.shape[1], dtype=jnp.int32)
+    row, token = jnp.arange(len(count), dtype=jnp.int32)[:, None], jnp.arange(key.shape[1], dtype=jnp.int32)[None]
     return None, _with_tokens(cache, count, row, token, True, key, value)
 
 

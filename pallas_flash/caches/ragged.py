@@ -40,7 +40,7 @@ class Tiles(NamedTuple):
         tile = jnp.arange(most, dtype=jnp.int32)
         row = jnp.minimum(jnp.searchsorted(stop, tile, side="right").astype(jnp.int32), B - 1)
         first = (tile - start[row]) * size
-        source = (cu_seqlens[row] + first)[:, None] + jnp.arange(size, dtype=jnp.int32)
+        source = (cu_seqlens[row] + first)[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
         of, number, is_real = Places.of(cu_seqlens, tokens)
         count = jnp.clip(counts[row] - first, 0, size)
         return cls(row, first, count, jnp.clip(source, 0, tokens - 1), start[of] + number // size, number % size, is_real)

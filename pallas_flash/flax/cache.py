@@ -59,7 +59,7 @@ def attend(cache: Cache, query, key, value, left: int | None, mask, lengths, opt
     get NaN. `options` are those of flash_attention; a query sees `left` tokens before its own, None: all."""
     T, start = query.shape[1], cache.length
     count = jnp.full_like(start, T) if lengths is None else _count(lengths, start, T)
-    positions = start[:, None] + jnp.arange(T, dtype=jnp.int32)
+    positions = start[:, None] + jnp.arange(T, dtype=jnp.int32)[None]
     asked, is_quantised = options | dict(query_seq_lengths=lengths), cache.key_scale is not None
     new = dict(key=key, value=value, count=count)
     if isinstance(cache, KVCache) and not is_quantised:
@@ -105,15 +105,16 @@ def _attend_slots(cache: KVCache | RollingCache, left: int | None, options: tupl
     comes first puts them in order."""
     is_ring, (B, S) = isinstance(cache, RollingCache), cache.key.shape[:2]
     pages, start, options = S // PAGE, cache.length, dict(options) | arrays
-    row, token = jnp.arange(B)[:, None], jnp.arange(query.shape[1], dtype=jnp.int32)
+    row, token, page = (jnp.arange(n, dtype=jnp.int32) for n in (B, query.shape[1], pages))
+    row, token = row[:, None], token[None]
     positions = start[:, None] + token
     to = jnp.where(token < count[:, None], positions % S if is_ring else positions, S)
     cache = quantised.written(cache, (row, to), key, value)._replace(length=(start + count).astype(start.dtype))
     first = jnp.maximum(start - left, 0) // PAGE if is_ring else jnp.zeros_like(start)
-    table = row * pages + (first[:, None] + jnp.arange(pages)) % pages
+    table = row * pages + (first[:, None] + page[None]) % pages
     as_pages = lambda x: x.reshape(B * pages, PAGE, *x.shape[2:])
     length, options = cache.length - first * PAGE, options | dict(query_offset=start - first * PAGE)
-    o = _paged(cache, query, as_pages, table.astype(jnp.int32), length, **options)
+    o = _paged(cache, query, as_pages, table, length, **options)
     return (o if is_ring else _or_nan(o, positions < S)), cache
 
 
@@ -122,7 +123,7 @@ def _append(cache: KVCache, *, key, value, count) -> tuple[None, KVCache]:
 
     A position past the last slot is dropped. Those that are not real lie beyond the new length, where nobody looks.
     """
-    row, token = jnp.arange(len(key))[:, None], jnp.arange(key.shape[1], dtype=jnp.int32)
+    row, token = jnp.arange(len(key), dtype=jnp.int32)[:, None], jnp.arange(key.shape[1], dtype=jnp.int32)[None]
     length = (cache.length + count).astype(cache.length.dtype)
     to = row, cache.length[:, None] + token
     return None, quantised.written(cache, to, key, value)._replace(length=length)

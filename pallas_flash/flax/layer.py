@@ -170,7 +170,7 @@ class FlashAttention(nnx.Module):
         self._check_cross(x, inputs_k, inputs_v, segment_ids, kv_lengths, cache)
         inputs_k = inputs_k if is_cross else x
         start = jnp.zeros(1, jnp.int32) if cache is None else cache.length
-        positions = start[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)  # [1 | B, T]
+        positions = start[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)[None]  # [1 | B, T]
         query, key, value = self._project(x, inputs_k, inputs_k if inputs_v is None else inputs_v, positions)
         mask = as_mask(mask)
         options = dict(

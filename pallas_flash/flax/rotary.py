@@ -3,6 +3,8 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_flash.checks import sums
+
 
 def rope(x: Float[Array, "B T N H"], positions: Int[Array, "#B T"], base: float) -> Float[Array, "B T N H"]:
     """Rotary position embedding, RoFormer's (arXiv:2104.09864): turns pair i by the angle position * base^(-2i / H).
@@ -12,7 +14,8 @@ def rope(x: Float[Array, "B T N H"], positions: Int[Array, "#B T"], base: float)
     """
     H = x.shape[-1]
     frequency = base ** (-jnp.arange(0, H, 2, dtype=jnp.float32) / H)
-    angle = positions[..., None, None].astype(jnp.float32) * frequency  # [B | 1, T, 1, H / 2]
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    a, b = jnp.split(x, 2, axis=-1)
+    angle = positions[..., None, None].astype(jnp.float32) * frequency[None, None, None]  # [B | 1, T, 1, H / 2]
+    wide = sums(x.dtype)
+    cos, sin = jnp.cos(angle).astype(wide), jnp.sin(angle).astype(wide)
+    a, b = jnp.split(x.astype(wide), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
