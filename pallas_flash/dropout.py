@@ -31,7 +31,8 @@ def seeds(rng, *shape: int):
 def moved(seeds, row=0, column=0):
     """The seeds of the weights from this row and column on, which count from 0 there; a column is a multiple of UNIT."""
     by = [jnp.asarray(n, jnp.int32).astype(jnp.uint32) for n in (row, column)]
-    return seeds + jnp.stack([by[0], by[1] * STRIDE + jnp.zeros_like(by[0])], axis=-1)
+    by = jnp.stack([by[0], by[1] * STRIDE + jnp.zeros_like(by[0])], axis=-1)
+    return seeds + by.reshape((1,) * (seeds.ndim - by.ndim) + by.shape)
 
 
 def keeps(dropped: int, first, second, row, column):

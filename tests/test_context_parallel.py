@@ -154,9 +154,11 @@ def test_features_are_the_same_on_several_devices(implementation, feature, schem
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_sequence_may_lie_on_several_devices_with_x64_too(scheme):
-    with jax.enable_x64(True):
-        check(SCHEMES[scheme], FEATURES["a bias"], "blockwise")
+@pytest.mark.parametrize("feature", ["a bias", "sinks, lengths and a soft cap", "dropout"])
+def test_a_sequence_may_lie_on_several_devices_with_64_bits_and_strict_promotion_too(feature, scheme):
+    z = Z._replace(T=256, S=256, K=4 if scheme == "all to all" else 2) if feature == "dropout" else Z
+    with jax.enable_x64(True), jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        check(SCHEMES[scheme], FEATURES[feature], "blockwise", z)
 
 
 @pytest.mark.parametrize("scheme", ["ring", "zigzag"])

@@ -256,6 +256,16 @@ def test_what_is_found_while_tracing_is_no_transfer_of_the_program(rng):
     close(o, flash_attention(q, k, v, mask=mask, implementation="reference"), 5e-6)
 
 
+@pytest.mark.parametrize("name", ["blockwise", "portable"])
+def test_a_block_map_is_taken_where_promotion_is_strict(name, rng):
+    q, k, v = qkv(rng, Z)
+    longformer = masks.Window(9, 9) | masks.GlobalTokens(4)
+    mapped = masks.block_map(longformer, Z.T, Z.S, block=16)
+    with jax.enable_x64(True), jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        found = flash_attention(q, k, v, mask=mapped, implementation=name)
+    np.testing.assert_allclose(found, flash_attention(q, k, v, mask=longformer, implementation="reference"), atol=1e-5)
+
+
 def test_a_map_serves_no_other_rule_and_no_other_sizes(rng):
     q, k, v = qkv(rng, Z)
     everything = masks.block_map(masks.Where(lambda b, h, q, k: k >= 0), Z.T, Z.S, block=16)

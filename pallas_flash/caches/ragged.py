@@ -1,5 +1,6 @@
 """Ragged tokens: those of all rows of a batch, one row behind the other; and tiles of them, a row's own, which decoding takes."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -50,8 +51,8 @@ class Tiles(NamedTuple):
         by_row = {name: call[name][self.row] for name in ("page_table", "lengths")}
         offset = jnp.broadcast_to(call["query_offset"], call["lengths"].shape)[self.row] + self.first
         query = dict(query=call["query"][self.source], query_offset=offset, query_seq_lengths=self.count)
-        if (score := call.get("score_mod")) is not None:
-            query["score_mod"] = score.of_rows(self.row)
+        if (score := call.get("score_mod")) is not None and score.rule.reads_batch:
+            query["score_mod"] = dataclasses.replace(score, batch=score.numbers(len(call["lengths"]), 1)[0][self.row])
         return call | by_row | query
 
     def tokens(self, x, empty):

@@ -51,7 +51,7 @@ def _of_blocks(x, block_q: int, block_k: int) -> jax.Array:
 
 def join(kinds, axis):
     """The kinds of what several blocks are together."""
-    return (kinds.max(axis) > 0).astype(np.int8) + (kinds.min(axis) == FULL)
+    return (kinds.max(axis) > 0).astype(np.int8) + (kinds.min(axis) == FULL).astype(np.int8)
 
 
 def recut(kinds, block: int, queries: int, keys: int, block_q: int, block_k: int):

@@ -215,7 +215,7 @@ class Asked:
 
     def of_chunks(self, size: int, first):
         """The same where each of `size` batch rows is cut into chunks, whose first rows these are [C]: [B * C]."""
-        offset = (jnp.broadcast_to(self.offset, size)[:, None] + first).reshape(-1)
+        offset = (jnp.broadcast_to(self.offset, size)[:, None] + first.reshape(1, -1)).reshape(-1)
         batch = self.batch if self.batch is None else jnp.repeat(self.batch, first.size)
         return dataclasses.replace(self, offset=offset, batch=batch)
 

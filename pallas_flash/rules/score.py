@@ -49,11 +49,6 @@ class Score(rule.Asked):
         """The same with the batch rows' and heads' numbers as arrays, where it asks for them."""
         return dataclasses.replace(self, **self.rule.numbered(batch, heads))
 
-    def of_rows(self, rows: jax.Array) -> "Score":
-        """The same for other batch rows, which have the numbers of these."""
-        batch = rows if self.batch is None else jnp.asarray(self.batch)[rows]
-        return dataclasses.replace(self, batch=batch) if self.rule.reads_batch else self
-
     def by_head(self, batch: int, heads: int) -> list[tuple[tuple, jax.Array]]:
         """The reads of each of so many batch rows and heads, [B | 1, N | 1], at the first position and key."""
         b, h = self.numbers(batch, heads)

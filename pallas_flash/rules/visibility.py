@@ -86,7 +86,7 @@ class Visibility:
         if self.key_stop is not None:
             stop = jnp.minimum(stop, self.key_stop)
         if self.query_stop is not None:
-            stop = jnp.where(row < self.query_stop, stop, 0)
+            stop = jnp.where(row < self.query_stop, jnp.asarray(stop, jnp.int32), 0)
         return start, stop
 
     def sees(self, start: Ints, stop: Ints, key: Ints, query_ids=None, key_ids=None) -> jax.Array:
@@ -100,8 +100,8 @@ class Visibility:
 
     def of_chunks(self, batch: int, chunks: jax.Array, queries: int) -> "Visibility":
         """The same of some chunks of `queries` rows alone, by their numbers [C], each of which becomes a batch row: [B * C]."""
-        first, has_band = chunks * queries, self.left is not None or self.right is not None
-        each = lambda x: (x[:, None] + jnp.zeros_like(chunks)).reshape(-1)
+        first, has_band = chunks[None] * queries, self.left is not None or self.right is not None
+        each = lambda x: (x[:, None] + jnp.zeros_like(first)).reshape(-1)
         seen = self.narrow(("query_stop",), lambda x: jnp.maximum(x[:, None] - first, 0).reshape(-1)).narrow(("key_stop",), each)
         rows = lambda x: x.reshape(x.shape[0], -1, queries)[:, chunks].reshape(-1, queries)
         offset = (jnp.broadcast_to(self.offset, batch)[:, None] + first).reshape(-1) if has_band else 0
