@@ -106,7 +106,7 @@ def test_tokens_without_room_in_a_quantised_cache_get_nan_and_padding_is_not_kep
     assert jnp.isnan(y[0, 54:]).all() and not jnp.isnan(y[0, :54]).any() and not jnp.isnan(y[1]).any()
 
 
-CACHES = {
+WITH = {
     "none": lambda model: None,
     "in one piece": lambda model: model.init_cache(B, 20),
     "in one piece, 8 bits": lambda model: model.init_cache(B, 20, jnp.int8),
@@ -115,13 +115,13 @@ CACHES = {
 }
 
 
-@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.parametrize("kind", WITH)
 def test_64_bits_and_strict_promotion_change_nothing(kind, rng):
     model = layer(local_window_size=7, sinks=True, dtype=jnp.bfloat16)  # Flax's RMSNorm takes no strict promotion
     prompt, token = (jnp.asarray(tokens(rng, length), jnp.bfloat16) for length in (STEP, 1))
 
     def run(model, prompt, token):
-        if (cache := CACHES[kind](model)) is None:
+        if (cache := WITH[kind](model)) is None:
             return model(prompt)
         y, cache = model(prompt, cache=cache, lengths=np.array([STEP, 3]))
         return jnp.concatenate([y, model(token, cache=cache)[0]], 1)
