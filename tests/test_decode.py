@@ -385,6 +385,11 @@ WRONG = {
         r"the same B rows, here 2, as query or cu_seqlens_q; got \(1, 2\) and \(1,\)",
     ),
     "ragged tokens in a batch": ({}, dict(cu_seqlens_q=[0, 1]), r"query must be \[T, N, H\] with cu_seqlens_q \[B \+ 1\]"),
+    "ragged tokens beyond the last": (
+        {},
+        dict(query=jnp.ones((5, 1, 8)), cu_seqlens_q=[0, 6]),
+        r"cu_seqlens_q must ascend, from 0 or more to the 5 tokens at most; got \[0, 6\]",
+    ),
     "ragged tokens and lengths": (
         {},
         dict(query=jnp.ones((5, 1, 8)), cu_seqlens_q=[0, 5], query_seq_lengths=[5]),

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int, Real
 
 from pallas_flash import checks, quantised, scores
 from pallas_flash.attention import Implementation
+from pallas_flash.caches import ragged
 from pallas_flash.caches.attend import attend
 from pallas_flash.checks import AnyArray
 from pallas_flash.devices import sharding
@@ -136,6 +137,8 @@ def paged_attention(
     table, lengths = checks.ints("page_table", page_table), checks.ints("lengths", lengths)
     starts = None if cu_seqlens_q is None else checks.ints("cu_seqlens_q", cu_seqlens_q)
     _check(query, k_pages, v_pages, table, lengths, starts)
+    if starts is not None:
+        ragged.check("cu_seqlens_q", starts, len(query))
     scales = dict(k_scales=k_scales, v_scales=v_scales)
     scales = {name: None if x is None else checks.array(name, x) for name, x in scales.items()}
     quantised.check(k_pages, v_pages, **scales)
@@ -167,7 +170,8 @@ def paged_attention(
 
 def _check(query, k_pages, v_pages, page_table, lengths, cu_seqlens_q):
     named = dict(query=query, k_pages=k_pages, v_pages=v_pages, page_table=page_table, lengths=lengths)
-    shapes = dict(query="[B, T, N, H]" if cu_seqlens_q is None else "[T, N, H] with cu_seqlens_q [B + 1]")
+    padded, packed = "[B, T, N, H], or with cu_seqlens_q [T, N, H]", "[T, N, H] with cu_seqlens_q [B + 1]"
+    shapes = dict(query=padded if cu_seqlens_q is None else packed)
     shapes |= dict(k_pages="[P, page, K, H]", v_pages="[P, page, K, Hv]")
     shapes |= dict(page_table="[B, pages]", lengths="[B]")
     for name, shape in shapes.items():

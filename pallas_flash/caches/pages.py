@@ -10,8 +10,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Real
 
 from pallas_flash import checks, quantised
+from pallas_flash.caches import ragged
 from pallas_flash.caches.paged import PAGE
-from pallas_flash.caches.ragged import Places
 from pallas_flash.checks import AnyArray
 from pallas_flash.devices import sharding
 
@@ -58,9 +58,11 @@ class PagedCache(NamedTuple):
         if cu_seqlens is None:
             new["count"] = jnp.clip(self._by_row("count", T if count is None else count), 0, T)
             return sharding.of_cache(_appended, self, new)[1]
-        new["cu_seqlens"] = jnp.asarray(checks.ints("cu_seqlens", cu_seqlens))
-        if count is not None or new["cu_seqlens"].shape != (B + 1,):
-            raise ValueError(f"cu_seqlens must be int32 [B + 1] = ({B + 1},), without count; got {new['cu_seqlens'].shape}.")
+        ends = checks.ints("cu_seqlens", cu_seqlens)
+        if count is not None or ends.shape != (B + 1,):
+            raise ValueError(f"cu_seqlens must be int32 [B + 1] = ({B + 1},), without count; got {ends.shape}.")
+        ragged.check("cu_seqlens", ends, T)
+        new["cu_seqlens"] = jnp.asarray(ends)
         return sharding.of_cache(_appended_ragged, self, new)[1]
 
     def release(self, rows: Bool[AnyArray, "B"]) -> "PagedCache":
@@ -141,7 +143,7 @@ def _appended(cache: PagedCache, *, key, value, count) -> tuple[None, PagedCache
 
 def _appended_ragged(cache: PagedCache, *, key, value, cu_seqlens) -> tuple[None, PagedCache]:
     """With the tokens of all rows, one row behind the other."""
-    return None, _with_tokens(cache, jnp.diff(cu_seqlens), *Places.of(cu_seqlens, len(key)), key, value)
+    return None, _with_tokens(cache, jnp.diff(cu_seqlens), *ragged.Places.of(cu_seqlens, len(key)), key, value)
 
 
 def _with_tokens(cache: PagedCache, count, row, token, is_real, key, value) -> PagedCache:

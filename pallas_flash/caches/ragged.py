@@ -4,7 +4,14 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int
+
+
+def check(name: str, cu_seqlens, tokens: int):
+    """Raises where the values are known and do not cut so many tokens into rows."""
+    if isinstance(x := cu_seqlens, np.ndarray) and (x[0] < 0 or x[-1] > tokens or (x[1:] < x[:-1]).any()):
+        raise ValueError(f"{name} must ascend, from 0 or more to the {tokens} tokens at most; got {x.tolist()}.")
 
 
 class Places(NamedTuple):
