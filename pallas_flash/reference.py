@@ -73,7 +73,7 @@ def backward(problem: Problem, x: Operands, o, lse, do, delta):
 
     (o, own), vjp = jax.vjp(of, x.query, x.key, x.value, x.bias, *(x.score.tables if x.score is not None else ()))
     part = lax.stop_gradient(_part(own, lse))
-    dlse = jnp.einsum("btnh,btnh->bnt", o.astype(delta.dtype), do.astype(delta.dtype)) - delta
+    dlse = jnp.einsum("btnh,btnh->bnt", o.astype(delta.dtype), do.astype(delta.dtype), precision="highest") - delta
     dlse = jnp.where((lse == jnp.inf) | (part == 0), 0.0, dlse * part)
     do = (do.astype(delta.dtype) * jnp.swapaxes(part, 1, 2)[..., None]).astype(do.dtype)
     dq, dk, dv, dbias, *dtables = vjp((do, dlse))

@@ -36,6 +36,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     jax.config.update("jax_disable_most_optimizations", not config.option.optimized)
+    jax.config.update("jax_default_matmul_precision", "highest")  # of what is expected: a GPU would round it to TF32
 
 
 def pytest_collection_finish(session):

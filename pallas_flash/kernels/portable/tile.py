@@ -88,7 +88,7 @@ def t_dot(a, b):
 
 
 def _product(a, b, a_axis, b_axis):
-    precision = "highest" if a.dtype == jnp.float32 else None  # the default would round float32 to TF32
+    precision = "highest" if a.dtype == jnp.float32 else "default"  # None: what jax's configuration says, for float32 TF32
     dims = ((a_axis,), (b_axis,)), ((), ())
     return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
