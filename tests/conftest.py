@@ -64,6 +64,12 @@ def small_tiles(monkeypatch):
 
 
 @pytest.fixture
+def small_caches(monkeypatch):
+    """A CPU's caches hold nothing: blockwise decodes whatever is decoding."""
+    monkeypatch.setattr(blockwise.tuning, "CACHED", 0)
+
+
+@pytest.fixture
 def optimized(request):
     """For tests of roundings: programs as users have them."""
     jax.config.update("jax_disable_most_optimizations", False)

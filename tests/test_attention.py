@@ -77,26 +77,6 @@ def test_half_precision_is_as_exact_as_its_dtype(dtype, implementation, rng):
     assert {g.dtype for g in grads} == {jnp.dtype(dtype)}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("sizes", [Sizes(), Sizes(T=2, S=300)], ids=["many queries", "decoding"])
-def test_no_product_leaves_its_precision_to_jax(sizes, dtype, implementation, rng):
-    """On a GPU jax's default is TF32. No product on a CPU has it: one that asked would raise, when it is lowered."""
-    q, k, v = qkv(rng, sizes, jnp.dtype(dtype))
-    nearness = lambda table: lambda score, b, h, q_idx, kv_idx: score + table[h, kv_idx % 8]
-
-    def outputs(q, k, v, sinks, table):
-        options = dict(return_residual=True, is_causal=True, query_offset=300)
-        o, lse = flash_attention(q, k, v, sinks=sinks, score_mod=nearness(table), implementation=implementation, **options)
-        return jnp.sum(jnp.sin(o)) + jnp.sum(lse), o
-
-    sinks, table = np.ones(sizes.N, np.float32), np.ones((sizes.N, 8), np.float32)
-    with jax.default_matmul_precision("TF32_TF32_F32"):
-        with pytest.raises(ValueError, match="TF32"):
-            jax.jit(jnp.dot).lower(table, table.T)
-        jax.jit(jax.grad(outputs, argnums=(0, 1, 2, 3, 4), has_aux=True)).lower(q, k, v, sinks, table)
-        jax.jit(outputs).lower(q, k, v, sinks, table)
-
-
 @pytest.mark.whole("reference", "portable", "standard")
 def test_a_row_that_sees_no_key_gives_zero_and_no_gradient(implementation, rng):
     z = Sizes(T=19, S=23)

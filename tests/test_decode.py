@@ -22,6 +22,7 @@ from pallas_flash.kernels.hopper import tuning as hopper_tuning
 
 IMPLEMENTATIONS = ("blockwise", "portable")
 B, N, K, H, HV = 3, 6, 2, 11, 5
+pytestmark = pytest.mark.usefixtures("small_caches")
 needs_interpreter = pytest.mark.skipif(gpu_interpreter.MISSING is not None, reason=str(gpu_interpreter.MISSING))
 ints = lambda *x: np.array(x, np.int32)
 
@@ -78,6 +79,19 @@ def test_explain_shows_the_parts():
     q, k = (jax.ShapeDtypeStruct((1, length, heads, 64), jnp.float32) for length, heads in ((1, 16), (8192, 2)))
     assert "decoding 16 x 32, 4 warps, 3 stages, 63 parts" in str(explain(q, k, k, implementation="portable"))
     assert "decoding: all batch rows at a time by 512 keys" in str(explain(q, k, k, implementation="blockwise"))
+
+
+def test_blockwise_decodes_where_keys_fill_a_cpus_caches_or_few_rows_see_some_of_them(monkeypatch):
+    monkeypatch.undo()  # small_caches
+    lengths = jax.ShapeDtypeStruct((2,), jnp.int32)
+
+    def decodes(T, S, **kw):
+        q, k = (jax.ShapeDtypeStruct((2, length, heads, 64), jnp.float32) for length, heads in ((T, 8), (S, 4)))
+        return "decoding" in str(explain(q, k, k, **kw))
+
+    assert decodes(1, 8192) and not decodes(1, 8191)
+    assert decodes(1, 1024, key_value_seq_lengths=lengths) and not decodes(1, 512, key_value_seq_lengths=lengths)
+    assert not decodes(5, 1024, key_value_seq_lengths=lengths)
 
 
 @pytest.mark.parametrize(

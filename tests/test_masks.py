@@ -9,7 +9,7 @@ import oracle
 import pytest
 from cases import MASKS, Sizes, arguments, qkv
 
-from pallas_flash import checks, masks, schedule
+from pallas_flash import blockwise, checks, explain, masks, schedule
 from pallas_flash.attention import normalised
 from pallas_flash.blockwise import Tiles, view
 from pallas_flash.masks import Visibility
@@ -123,6 +123,14 @@ def test_blockwise_knows_which_blocks_all_rows_see_and_of_which_each_row_sees_a_
             assert (masked or tile.all()) and some == tile.any(1).all()
             rows = np.where((key >= block.start) & (key < block.start + block.size), False, rows)
         assert not rows.any(), "what is seen is not visited"
+
+
+@pytest.mark.parametrize("T, S, N, K", [(300, 300, 8, 1), (1500, 64, 32, 4), (577, 577, 2, 2), (1000, 200, 8, 4)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_blockwise_needs_no_loop_over_blocks_where_lengths_hide_some_of_few_keys(T, S, N, K, dtype):
+    q, k = (jax.ShapeDtypeStruct((2, length, heads, 64), dtype) for length, heads in ((T, N), (S, K)))
+    problem = explain(q, k, k, key_value_seq_lengths=jax.ShapeDtypeStruct((2,), jnp.int32)).problem
+    assert all(len(keys) == 1 for keys in view.known_keys(problem, blockwise.tiles(problem)))
 
 
 def _check(blocks, tiles, last_hangs_over, tight):

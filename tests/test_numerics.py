@@ -152,6 +152,7 @@ def test_the_interpreters_products_round_alike_forward_and_backward(rng):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("implementation", ["blockwise", "portable"])
+@pytest.mark.usefixtures("small_caches")
 def test_decoding_too(implementation, dtype, rng):
     q, k, v = (jnp.asarray(rng.normal(size=(2, n, 2, 16)), dtype) for n in (1, 300, 300))
     attend = lambda q, name: flash_attention(q, k, v, scale=0.3, implementation=name)
@@ -160,6 +161,7 @@ def test_decoding_too(implementation, dtype, rng):
         close(ours(q * size), reference(q * size), TOLERANCE[dtype])
 
 
+@pytest.mark.usefixtures("small_caches")
 def test_gradients_of_decoding_too(rng):
     """Where one key takes all, P of the backward is 1 only if it rounds the logits as the forward did."""
     q, k, v = (rng.normal(size=(2, n, heads, 16)).astype(np.float32) for n, heads in ((8, 8), (300, 1), (300, 1)))
@@ -253,3 +255,24 @@ def test_the_maximum_is_guarded_where_a_row_may_see_no_key_and_not_where_each_is
     assert not any(guarded(**kw) for kw in (dict(), dict(is_causal=True), dict(local_window_size=(2, 0))))
     assert all(guarded(is_causal=True, **kw) for kw in (dict(query_offset=-1), dict(key_value_seq_lengths=np.array([8, 0]))))
     assert all(guarded(**kw) for kw in (dict(bias=jnp.ones((1, 2, 8, 8))), dict(mask=jnp.ones((1, 2, 8, 8), bool))))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("sizes", [Sizes(), Sizes(T=2, S=300)], ids=["many queries", "decoding"])
+@pytest.mark.usefixtures("small_caches")
+def test_no_product_leaves_its_precision_to_jax(sizes, dtype, implementation, rng):
+    """On a GPU jax's default is TF32. No product on a CPU has it: one that asked would raise, when it is lowered."""
+    q, k, v = qkv(rng, sizes, jnp.dtype(dtype))
+    nearness = lambda table: lambda score, b, h, q_idx, kv_idx: score + table[h, kv_idx % 8]
+
+    def outputs(q, k, v, sinks, table):
+        options = dict(return_residual=True, is_causal=True, query_offset=300)
+        o, lse = flash_attention(q, k, v, sinks=sinks, score_mod=nearness(table), implementation=implementation, **options)
+        return jnp.sum(jnp.sin(o)) + jnp.sum(lse), o
+
+    sinks, table = np.ones(sizes.N, np.float32), np.ones((sizes.N, 8), np.float32)
+    with jax.default_matmul_precision("TF32_TF32_F32"):
+        with pytest.raises(ValueError, match="TF32"):
+            jax.jit(jnp.dot).lower(table, table.T)
+        jax.jit(jax.grad(outputs, argnums=(0, 1, 2, 3, 4), has_aux=True)).lower(q, k, v, sinks, table)
+        jax.jit(outputs).lower(q, k, v, sinks, table)

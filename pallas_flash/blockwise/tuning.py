@@ -38,13 +38,26 @@ class Tiles(NamedTuple):
 
 UNROLLED = 8  # blocks; more of them are loops, which compile in the same time at any length
 BLOCK = 512  # keys of all heads that are in the caches at a time, in decoding
-FEW = 128  # keys, which a mask of data or blocks need not cut further
+FEW = 128  # keys, which blocks need not cut further
+ONE = 768  # keys that are one block under a mask of data: a loop that may skip some of so few gains less than it costs
 SCORES = 2**18  # of a head, which with what is made of them fill a cache
+CACHED = 2**22  # numbers in a call's keys: of fewer, in decoding, a CPU's caches soon hold a copy in the order of the heads
 KEYS = 2048  # of all heads that go at a time on a CPU: its caches hold their scores, with what is made of them
+MOST = 3 * SCORES  # of the same
+CALL = 3 * 2**20  # scores of a whole call: fewer are faster in all heads at once
 
 
 def tiles(problem: Problem) -> Tiles:
-    return _tiles(problem)._replace(decode=decode_tiles(problem) if decode.takes(problem) else None)
+    return _tiles(problem)._replace(decode=decode_tiles(problem) if _decodes(problem) else None)
+
+
+def _decodes(p: Problem) -> bool:
+    """Whether the forward reads keys where they lie, all rows at once: on a CPU it gains where keys are many, or few of them seen
+    by few rows."""
+    if not decode.takes(p) or jax.default_backend() != "cpu":
+        return decode.takes(p)
+    few_rows = p.queries * p.group <= 8 and p.keys > ONE and jax.tree.leaves(p.visibility)
+    return bool(few_rows) or p.batch * p.keys * p.kv_heads * p.head_size >= CACHED
 
 
 def decode_tiles(problem: Problem, page: int = 1) -> DecodeTiles:
@@ -60,13 +73,9 @@ def _tiles(problem: Problem) -> Tiles:
     if jax.default_backend() != "cpu":
         return Tiles(_at_most(512, p.queries), _at_most(256, p.keys), None, p.dtype)
     known = all(isinstance(n, int) for n in (p.batch, p.queries, p.keys))
-    rows = _rows(p) if known else 128
-    block_q = max(min(rows, max(rows, 128) // p.group), 16)
-    if known and p.queries <= 1024 and p.visibility.right is not None:
-        block_q = max(block_q, ceil_div(p.queries, UNROLLED))  # else nothing that is hidden is known while tracing
-    block_q = _at_most(block_q, p.queries)
-    in_loops = jax.tree.leaves(p.visibility) or (known and ceil_div(p.queries, block_q) > UNROLLED)
-    block_k = _at_most(512 if in_loops else 2048, p.keys)
+    block_q = _at_most(_queries(p) if known else max(128 // p.group, 16), p.queries)
+    in_loops = known and ceil_div(p.queries, block_q) > UNROLLED
+    block_k = _at_most(512 if in_loops or _is_cut(p) else 2048, p.keys)
     heads = _heads(p, p.group * block_q, block_k) if known and _is_one_device() else None
     in_own = p.dtype == "float64" or (p.dtype == "bfloat16" and _is_apart(p))  # products of float16 are slow
     return Tiles(block_q, block_k, heads, p.dtype if in_own else "float32")
@@ -83,21 +92,30 @@ def _is_apart(p: Problem) -> bool:
     return scaled_last(p) or (p.score is None and (p.bias is not None or p.soft_cap is not None))
 
 
-def _rows(p: Problem) -> int:
+def _is_cut(p: Problem) -> bool:
+    """Whether loops go over blocks of keys, since the mask has data."""
+    return bool(jax.tree.leaves(p.visibility)) and not (isinstance(p.keys, int) and p.keys <= ONE)
+
+
+def _queries(p: Problem) -> int:
     """Of a block: fewer, where a mask would hide much of it."""
-    v = p.visibility
-    if p.keys <= FEW and v.left is None and v.right is None:
-        return ceil_div(p.queries, ceil_div(p.queries * p.keys, SCORES))
-    if v.right is not None and p.queries <= 128:
-        return 64  # the first half sees half of the keys
-    sparse = jax.tree.leaves(v) or v.where is not None or v.left is not None or (v.right is not None and p.queries <= 1024)
-    return 128 if sparse else 256
+    v, is_data = p.visibility, bool(jax.tree.leaves(p.visibility))
+    if p.keys <= (ONE if is_data else FEW) and v.left is None and v.right is None:
+        return ceil_div(p.queries, ceil_div(p.queries * p.group * p.keys, SCORES))
+    sparse = is_data or v.where is not None or v.left is not None or (v.right is not None and p.queries <= 1024)
+    rows = 64 if v.right is not None and p.queries <= 128 else 128 if sparse else 256  # 64: the first half sees half of the keys
+    queries = max(min(rows, max(rows, 128) // p.group), 16)
+    if v.right is None or p.queries > 1024:
+        return queries
+    return max(queries, ceil_div(p.queries, UNROLLED))  # else nothing that is hidden is known while tracing
 
 
 def _heads(p: Problem, rows: int, keys: int) -> int | None:
     """How many key/value heads go at a time, in blocks of so many rows and keys; a loop of few steps gains little, of small
     products less."""
-    scores, most = rows * keys, max(rows, 128) * KEYS
+    if p.batch * p.heads * p.queries * p.keys // (1 if p.visibility.right is None else 2) < CALL:
+        return None
+    scores, most = rows * keys, min(max(rows, 128) * KEYS, MOST)
     few = 4 if scores < most // 8 else 2 if scores < SCORES else 1
     at_a_time = max(most // scores, 1) if scores < SCORES else 1
     return at_a_time if p.batch * p.kv_heads * scores > few * most else None
