@@ -257,6 +257,7 @@ def test_the_maximum_is_guarded_where_a_row_may_see_no_key_and_not_where_each_is
     assert all(guarded(**kw) for kw in (dict(bias=jnp.ones((1, 2, 8, 8))), dict(mask=jnp.ones((1, 2, 8, 8), bool))))
 
 
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="a GPU has the precision that no product may ask for")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("sizes", [Sizes(), Sizes(T=2, S=300)], ids=["many queries", "decoding"])
 @pytest.mark.usefixtures("small_caches")

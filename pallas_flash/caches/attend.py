@@ -34,6 +34,7 @@ def _attend_jit(implementation, static, arrays):
     del call["context"]
     cu_seqlens = call.pop("cu_seqlens_q")
     (_, page, K, _), (*_, T, N, _) = call["k_pages"].shape, call["query"].shape
+    cu_seqlens = None if cu_seqlens is None else ragged.within(cu_seqlens, T)
     if call["query_offset"] is None:
         new = T if call["query_seq_lengths"] is None else call["query_seq_lengths"]
         new = new if cu_seqlens is None else jnp.diff(cu_seqlens)

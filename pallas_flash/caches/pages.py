@@ -143,7 +143,8 @@ def _appended(cache: PagedCache, *, key, value, count) -> tuple[None, PagedCache
 
 def _appended_ragged(cache: PagedCache, *, key, value, cu_seqlens) -> tuple[None, PagedCache]:
     """With the tokens of all rows, one row behind the other."""
-    return None, _with_tokens(cache, jnp.diff(cu_seqlens), *ragged.Places.of(cu_seqlens, len(key)), key, value)
+    ends = ragged.within(cu_seqlens, len(key))
+    return None, _with_tokens(cache, jnp.diff(ends), *ragged.Places.of(ends, len(key)), key, value)
 
 
 def _with_tokens(cache: PagedCache, count, row, token, is_real, key, value) -> PagedCache:
