@@ -1,5 +1,6 @@
 """How blockwise cuts a problem: into blocks of queries and keys, and on a CPU into a few heads at a time."""
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -40,11 +41,12 @@ UNROLLED = 8  # blocks; more of them are loops, which compile in the same time a
 BLOCK = 512  # keys of all heads that are in the caches at a time, in decoding
 FEW = 128  # keys, which blocks need not cut further
 ONE = 768  # keys that are one block under a mask of data: a loop that may skip some of so few gains less than it costs
+MANY = 2048  # keys, the most of a block; and ONE of a small call
 SCORES = 2**18  # of a head, which with what is made of them fill a cache
 CACHED = 2**22  # numbers in a call's keys: of fewer, in decoding, a CPU's caches soon hold a copy in the order of the heads
 KEYS = 2048  # of all heads that go at a time on a CPU: its caches hold their scores, with what is made of them
 MOST = 3 * SCORES  # of the same
-CALL = 3 * 2**20  # scores of a whole call: fewer are faster in all heads at once
+CALL = 3 * 2**20  # scores of a whole call: fewer are faster in all heads at once, and in all rows
 
 
 def tiles(problem: Problem) -> Tiles:
@@ -75,7 +77,7 @@ def _tiles(problem: Problem) -> Tiles:
     known = all(isinstance(n, int) for n in (p.batch, p.queries, p.keys))
     block_q = _at_most(_queries(p) if known else max(128 // p.group, 16), p.queries)
     in_loops = known and ceil_div(p.queries, block_q) > UNROLLED
-    block_k = _at_most(512 if in_loops or _is_cut(p) else 2048, p.keys)
+    block_k = _at_most(512 if in_loops or _is_cut(p) else MANY, p.keys)
     heads = _heads(p, p.group * block_q, block_k) if known and _is_one_device() else None
     in_own = p.dtype == "float64" or (p.dtype == "bfloat16" and _is_apart(p))  # products of float16 are slow
     return Tiles(block_q, block_k, heads, p.dtype if in_own else "float32")
@@ -94,12 +96,19 @@ def _is_apart(p: Problem) -> bool:
 
 def _is_cut(p: Problem) -> bool:
     """Whether loops go over blocks of keys, since the mask has data."""
-    return bool(jax.tree.leaves(p.visibility)) and not (isinstance(p.keys, int) and p.keys <= ONE)
+    return bool(jax.tree.leaves(p.visibility)) and not (isinstance(p.keys, int) and p.keys <= (MANY if _is_small(p) else ONE))
+
+
+def _is_small(p: Problem) -> bool:
+    sizes = p.batch, p.heads, p.queries, p.keys
+    return all(isinstance(n, int) for n in sizes) and math.prod(sizes) // (1 if p.visibility.right is None else 2) < CALL
 
 
 def _queries(p: Problem) -> int:
     """Of a block: fewer, where a mask would hide much of it."""
     v, is_data = p.visibility, bool(jax.tree.leaves(p.visibility))
+    if v.left is None and v.right is None and v.where is None and _is_small(p) and not _is_cut(p):
+        return p.queries
     if p.keys <= (ONE if is_data else FEW) and v.left is None and v.right is None:
         return ceil_div(p.queries, ceil_div(p.queries * p.group * p.keys, SCORES))
     sparse = is_data or v.where is not None or v.left is not None or (v.right is not None and p.queries <= 1024)
@@ -113,7 +122,7 @@ def _queries(p: Problem) -> int:
 def _heads(p: Problem, rows: int, keys: int) -> int | None:
     """How many key/value heads go at a time, in blocks of so many rows and keys; a loop of few steps gains little, of small
     products less."""
-    if p.batch * p.heads * p.queries * p.keys // (1 if p.visibility.right is None else 2) < CALL:
+    if _is_small(p):
         return None
     scores, most = rows * keys, min(max(rows, 128) * KEYS, MOST)
     few = 4 if scores < most // 8 else 2 if scores < SCORES else 1
