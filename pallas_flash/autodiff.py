@@ -53,12 +53,12 @@ def _backward(problem, choice, residuals, cotangents):
     if operands.sinks is not None:  # without them the rows that are not there, of which all may be NaN, have no lse
         do, dlse = _of_live_rows(operands, do, dlse)
     wide, unit = stats.m.dtype, choice.backend.unit(problem)
-    is_wide = choice.backend.name == "blockwise" and do.dtype == wide
-    lse, factor = stats.as_computed() if is_wide else stats.in_one(unit)
+    dlse = jnp.where(stats.empty, 0.0, dlse)
+    lse, factor = (stats.apart(dlse), None) if choice.backend.is_apart else stats.in_one(unit)
     if factor is not None:  # P = factor * 2^(s - lse) meets do alone, and what is made of do: so do takes the factor
         dlse = dlse * factor
     if problem.dropped:  # P is dropped and divided by the part that is kept where it meets do: so do takes the divisor too
-        factor = jnp.ones_like(lse) / problem.kept if factor is None else factor / problem.kept
+        factor = jnp.ones_like(stats.m) / problem.kept if factor is None else factor / problem.kept
     if factor is not None:
         do = (do.astype(wide) * jnp.swapaxes(factor, 1, 2)[..., None]).astype(do.dtype)
     if do.dtype != wide:  # XLA may leave out its rounding to 16 bits here, and delta part from the kernels' do
@@ -67,7 +67,7 @@ def _backward(problem, choice, residuals, cotangents):
     delta = jnp.swapaxes(jnp.sum(o.astype(wide) * do.astype(wide), axis=-1), 1, 2)
     delta = (delta if problem.kept == 1 else delta * problem.kept) - dlse
     delta = jnp.where(stats.empty, 0.0, delta)
-    dq, dk, dv, dbias, *dtables = second(choice.backend.backward(problem, choice.tiles, operands, o, lse, do, delta))
+    dq, dk, dv, dbias, *dtables = second(choice.backend.backward(problem, choice.tiles, operands, lse, do, delta))
     dscore = jax.tree.map(lambda _: None, operands.score).with_tables(*dtables) if dtables else None
     return (Operands(dq, dk, dv, dbias, _of_sinks(unit, operands.sinks, lse, delta), None, None, score=dscore),)
 
@@ -84,6 +84,7 @@ def _of_sinks(unit: float, sinks, lse, delta):
     """The gradient of the sinks: that of logits with the value 0, of which each row has one; None without them."""
     if sinks is None:
         return None
+    lse, delta = (lse.m, lse.inverse * delta) if isinstance(lse, online_softmax.Apart) else (lse, delta)
     # as in online_softmax.start a maximum parts product and difference: one multiply-add would round otherwise than lse did
     s = jnp.where(sinks == -jnp.inf, sinks, online_softmax.finite(sinks * unit))
     p = online_softmax.power(s[None, :, None] - lse, unit)

@@ -20,11 +20,12 @@ class Backend(NamedTuple):
     why_not_by_default: Callable[[Problem], str | None]  # None: it is taken unasked where it can run
     tiles: Callable[[Problem], Any]  # a hashable Tiles, or None
     forward: Callable  # (problem, tiles, operands)                    -> o, online_softmax.Statistics
-    # lse in its unit, +inf for a row that saw no key; do and delta have the factor of `Statistics.in_one`, or for
-    # blockwise both are those of `as_computed`. With a score_mod one more: the gradients of its tables
-    backward: Callable  # (problem, tiles, operands, o, lse, do, delta) -> dq, dk, dv, dbias (None without a bias)
+    # lse in its unit, +inf for a row that saw no key; do and delta have the factor of `Statistics.in_one`. With a score_mod
+    # one more: the gradients of its tables
+    backward: Callable  # (problem, tiles, operands, lse, do, delta) -> dq, dk, dv, dbias (None without a bias)
     own_kernels: bool = False  # not XLA's: a GPU runs them unasked only after selfcheck.py
     of_gradient: Callable = lambda tiles: tiles  # the tiles of a forward that the backward follows
+    is_apart: bool = False  # its backward takes for lse the `online_softmax.Apart`, and so do and delta as they are
     is_natural: bool = True  # its scores, of whose maxima its Statistics are; else they are in the problem's unit
 
     def unit(self, problem: Problem) -> float:
@@ -116,6 +117,7 @@ BACKENDS = (
         lambda p: blockwise.tiles(p),
         blockwise.forward,
         blockwise.backward,
+        is_apart=True,
         of_gradient=lambda tiles: tiles._replace(decode=None),  # whose products round otherwise than the backward's
     ),
     Backend(

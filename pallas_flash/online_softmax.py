@@ -47,10 +47,18 @@ class Statistics(NamedTuple):
         lse = self.m + jnp.log2(l) * (unit / LOG2E)
         return jnp.where(self.empty, jnp.inf, lse), power(lse - self.m, unit) / l
 
-    def as_computed(self):
-        """The same for blockwise in wide numbers: m, so that 2^(s - m) is what the forward computed, which XLA does once where it
-        sees both; and the factor 1 / l, which 16 bits would round. The m of a row that saw no key is finite: 2^(-inf - m) = 0."""
-        return self.m, 1.0 / jnp.where(self.empty, 1.0, self.l)
+    def apart(self, dlse):
+        """What blockwise's backward takes. The m of a row that saw no key is finite: e^(-inf - m) = 0."""
+        return Apart(self.m, _inverse(self.l), dlse)
+
+
+class Apart(NamedTuple):
+    """In place of the log-sum-exp: P = e^(s - m) inverse is made of what the forward computed. And the cotangent of lse, so that
+    a block of all keys of its rows can sum their delta itself."""
+
+    m: jax.Array  # natural
+    inverse: jax.Array  # 1 / l
+    dlse: jax.Array | None  # None: the rows have keys elsewhere too
 
 
 def power(x, unit: float = LOG2E):
@@ -134,7 +142,12 @@ def _each(row, like):
 
 def finish(o, l, kept: float = 1.0):
     """The output o / l, of weights of which dropout kept the part `kept`; 0 for a row that saw no key."""
-    return o * _each(1.0 / jnp.where(l == 0, 1.0, l if kept == 1.0 else l * kept), o)
+    return o * _each(_inverse(l if kept == 1.0 else l * kept), o)
+
+
+def _inverse(l):
+    """1 / l, and 1 for a row that saw no key."""
+    return 1.0 / jnp.where(l == 0, 1.0, l)
 
 
 def merge_all(o, stats: Statistics, axis: int, unit: float = LOG2E):
@@ -173,13 +186,18 @@ def natural_maximum(m, unit: float):
     return m if unit == 1.0 else jnp.maximum(natural(m, unit), LOWEST)
 
 
-def probabilities(s, lse, unit: float = 1.0, finite: bool = False):
-    """p = e^(s - lse) of scores with the keys along the last axis, and of each row's natural lse, +inf where it saw no key.
-    Scores in another unit meet their own maximum first, for `step_along`'s reason, and with its `finite`."""
+def probabilities(s, m, inverse, unit: float = 1.0, finite: bool = False):
+    """P of scores with the keys along the last axis, from what `Apart` has of each row; 0 where its m is +inf. Scores in another
+    unit meet their own maximum first, for `step_along`'s reason, and with its `finite`."""
     if unit == 1.0:
-        return jnp.exp(s - lse)
-    p, _, m, _ = step_along(-1, s, None, None, unit, finite)
-    return p * jnp.exp(jnp.expand_dims(natural_maximum(m, unit), -1) - lse)
+        return jnp.exp(s - m) * inverse
+    p, _, own, _ = step_along(-1, s, None, None, unit, finite)
+    return p * (jnp.exp(jnp.expand_dims(natural_maximum(own, unit), -1) - m) * inverse)
+
+
+def delta(p, dp, seen):
+    """sum P dP of each row over the scores that `seen` (None: nowhere) does not hide: if those are all its keys, rowsum(o do)."""
+    return jnp.sum(p * dp if seen is None else jnp.where(seen, p * dp, 0.0), -1, keepdims=True)
 
 
 def gradients(p, dp, delta, seen, tanh):

@@ -63,7 +63,7 @@ def _dropped(p: Problem, x: Operands, weights):
     return jnp.where(dropout.mask(p.dropped, x.seeds, p.queries, p.keys), weights / p.kept, 0)
 
 
-def backward(problem: Problem, x: Operands, o, lse, do, delta):
+def backward(problem: Problem, x: Operands, lse, do, delta):
     """JAX's own derivative of `attend`; the cotangents of o and lse are what autodiff made do and delta of."""
     do = do if problem.kept == 1 else do * jnp.asarray(problem.kept, do.dtype)
 

@@ -301,7 +301,7 @@ def test_what_devices_send_and_hold_is_counted_from_the_compiled_program(tmp_pat
     assert benchmark.main([*sizes, str(tmp_path / "run")]) == 0
     sent = {row["scheme"]: row["sent"] for row in json.loads((tmp_path / "run" / "benchmark.json").read_text())["context"]}
     unit = 512 // 8 * 8 * 16 * 4  # of one device's rows: K, V forward; K, V, dK, dV backward, once around
-    around, exchanged = (7 * 2 + 8 * 4) * unit, (8 * unit + 4 * 4 * 512) * 7 // 8  # and of each row m, l, lse and delta
+    around, exchanged = (7 * 2 + 8 * 4) * unit, (8 * unit + 6 * 4 * 512) * 7 // 8  # rows: m, l; m, 1 / l, dlse, delta
     assert sent == {"one device": 0, "Ring('context')": around, "Zigzag('context')": around, "AllToAll('context')": exchanged}
     assert "| zigzag" in capsys.readouterr().out
 

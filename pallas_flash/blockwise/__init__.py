@@ -35,18 +35,20 @@ def forward(problem: Problem, tiles: Tiles, x: Operands):
 
         def query_block(row: Block, keys, outputs):
             q = view.rows(row, view.query)
+            p_first = view.is_all(keys) and x.sinks is None and not tiles.is_wide  # it is rounded there anyway
 
             def step(key: Block, seen, carry, finite=False):
                 o, m, l = carry
                 s = view.scores(q, row, key)
                 s = s if seen is None else jnp.where(seen, s, -jnp.inf)
                 prob, alpha, m, l = online_softmax.step_along(3, s, m, l, view.unit, finite)
+                prob = online_softmax.finish(prob, l, p.kept) if p_first else prob
                 pv = _weighted(view.dropped(prob, row, key), key.of(view.value, 2))
                 return pv if alpha is None else o * alpha[..., None] + pv, m, l
 
             start = zeros(q.shape[2], p.value_size), *online_softmax.start(zeros(q.shape[2]), view.sinks_of(row), 1.0)
             o, m, l = view.visit(row, keys, step, (None, None, None) if x.sinks is None else start, start)
-            o = online_softmax.finish(o, l, p.kept)
+            o = o if p_first else online_softmax.finish(o, l, p.kept)
             m = online_softmax.natural_maximum(m, view.unit)
             new = (view.by_query(a) for a in (o, m[..., None], l[..., None]))
             return tuple(row.put(out, a, 3) for out, a in zip(outputs, new, strict=True))
@@ -74,7 +76,7 @@ def _(primals, tangents):
     return _weighted(p, v), dot(dp, v.astype(dp.dtype)) + dot(p.astype(v.dtype), dv)
 
 
-def backward(problem: Problem, tiles: Tiles, x: Operands, o, lse, do, delta):
+def backward(problem: Problem, tiles: Tiles, x: Operands, rows: online_softmax.Apart, do, delta):
     p, wide, x = problem, sums(tiles.dtype), x._replace(visibility=with_lists(problem, tiles, x.visibility))
 
     def some_heads(part: Heads, outputs):
@@ -82,13 +84,14 @@ def backward(problem: Problem, tiles: Tiles, x: Operands, o, lse, do, delta):
         do_ = view.filled(by_head(part.of(do, 2), part.heads).astype(tiles.dtype))
         few = tiles.is_wide and isinstance(tiles.block_k, int) and tiles.block_k < p.head_size  # p and ds are smaller than q, do
         both = [(a, None if few else jnp.moveaxis(_transposed(a), 3, 2)) for a in (view.query, do_)]
-        by_row = [part.of(a, 1).reshape(*do_.shape[:-1], 1) for a in (lse, delta)]
+        by_row = [a if a is None else part.of(a, 1).reshape(*do_.shape[:-1], 1) for a in (*rows, delta)]
 
         def query_block(row: Block, keys, gradients):
             (q, q_t), (do_i, do_t) = ((view.rows(row, a), view.columns(row, a_t)) for a, a_t in both)
-            lse_i, delta_i = (view.rows(row, a) for a in by_row)
+            m, inverse, dlse_i, delta_i = (a if a is None else view.rows(row, a) for a in by_row)
+            is_all = view.is_all(keys) and rows.dlse is not None
             if row.own is not None:
-                lse_i = jnp.where(view.of_rows(row.index[None] >= row.own), lse_i, jnp.inf)
+                m = jnp.where(view.of_rows(row.index[None] >= row.own), m, jnp.inf)
 
             def step(key: Block, seen, carry, finite=False):
                 dq, dk, dv, dbias, dtables = carry
@@ -96,8 +99,9 @@ def backward(problem: Problem, tiles: Tiles, x: Operands, o, lse, do, delta):
                 s, tanh, back = view.scores_vjp(q, row, key)
                 if seen is not None and p.soft_cap is None:
                     s, seen = jnp.where(seen, s, -jnp.inf), None
-                prob = online_softmax.probabilities(s, lse_i, view.unit, finite)
-                prob, ds = online_softmax.gradients(prob, dp, delta_i, seen, tanh)
+                prob = online_softmax.probabilities(s, m, inverse, view.unit, finite)
+                row_delta = online_softmax.delta(prob, dp, seen) - dlse_i if is_all else delta_i
+                prob, ds = online_softmax.gradients(prob, dp, row_delta, seen, tanh)
                 ds, dtables = back(ds, dtables) if back else (ds, dtables)
                 low = ds.astype(q.dtype)
                 dk = key.add(dk, over_rows(q, q_t, low), 3)

@@ -88,6 +88,11 @@ class View(NamedTuple):
             outputs = query_block(Block(i * size, size if size == length else min(size, length - i * size)), keys, outputs)
         return outputs
 
+    @staticmethod
+    def is_all(keys: list | None) -> bool:
+        """Whether rows see no other keys than those of one block."""
+        return keys is not None and len(keys) == 1
+
     def visit(self, row: Block, keys: list | None, step, first, start):
         """carry = step(key block, what is seen of it, carry), from `first` on over the keys known while tracing, and then with
         whether each row has a score above -inf; else from `start` on in loops."""

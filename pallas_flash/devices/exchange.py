@@ -30,9 +30,10 @@ class Half(NamedTuple):
             o, stats = self.backend.forward(problem, tiles, x)
             numbers, tree = jax.tree.flatten(stats)
             return swapped(o, 2, 1), jax.tree.unflatten(tree, swapped(jnp.stack(numbers), 2, 3))
-        o, lse, do, delta = rest
-        lse, delta = swapped(jnp.stack([lse, delta]), 3, 2)
-        return self.backend.backward(problem, tiles, x, o, lse, swapped(do, 1, 2), delta)
+        lse, do, delta = rest
+        numbers, tree = jax.tree.flatten((lse, delta))
+        lse, delta = jax.tree.unflatten(tree, swapped(jnp.stack(numbers), 3, 2))
+        return self.backend.backward(problem, tiles, x, lse, swapped(do, 1, 2), delta)
 
 
 def around(axis: tuple[str, ...], choice: Choice) -> Choice:

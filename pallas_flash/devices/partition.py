@@ -41,10 +41,10 @@ class Half(NamedTuple):
 
     def __call__(self, problem: Problem, tiles, operands: Operands, *rest):
         letters = _letters(problem, operands)
-        rows = "BTNH", "BNT", "BTNH", "BNT"  # o, lse, do, delta
-        inputs = *jax.tree.leaves(letters), *rows[: len(rest)]
+        by_row = ("BTNH" if x.ndim == 4 else "BNT" for x in jax.tree.leaves(rest))  # do, and numbers
+        inputs = *jax.tree.leaves(letters), *by_row
         tables = () if letters.score is None else letters.score.tables
-        results = (*rows[:2], "BNT") if self.is_forward else jax.tree.leaves((letters[:4], tables))
+        results = ("BTNH", "BNT", "BNT") if self.is_forward else jax.tree.leaves((letters[:4], tables))
         leaves, tree = jax.tree.flatten((operands, *rest))
         run = lambda *leaves: self.run(problem, tiles, *jax.tree.unflatten(tree, leaves))
         traced, out = jax.make_jaxpr(run, return_shape=True)(*leaves)

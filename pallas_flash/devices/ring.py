@@ -253,14 +253,15 @@ def _forward(half: Half, groups: int, heads: Part, problem: Problem, tiles, x: O
     return o.astype(x.query.dtype), stats
 
 
-def _backward(half: Half, groups: int, heads: Part, problem: Problem, tiles, x: Operands, o, lse, do, delta):
+def _backward(half: Half, groups: int, heads: Part, problem: Problem, tiles, x: Operands, lse, do, delta):
     loop, wide, some = half.loop, delta.dtype, heads_of(x, heads)
+    lse = lse._replace(dlse=None) if half.backend.is_apart else lse  # a pair has some of the keys
     zeros = lambda y: None if y is None else _zeros(x.query, y.shape, wide)
 
     def step(t, keys, mine, dkv):
         def added(rows, b, p, pair, carry):
             (dq, dbias, dtables), dkv = carry
-            by_row = (rows.of(heads.of(y, axis), axis) for y, axis in zip((o, lse, do, delta), (2, 1, 2, 1), strict=True))
+            by_row = (jax.tree.map(lambda y: rows.of(heads.of(y, axis), axis), y) for y, axis in ((lse, 1), (do, 2), (delta, 1)))
             new_dq, new_dk, new_dv, new_dbias, *new_dtables = half.backend.backward(p, tiles, pair, *by_row)
             plus = lambda y, part, new, axis=0: part.put(y, part.of(y, axis) + new.astype(wide), axis)
             if dbias is not None:

@@ -114,12 +114,11 @@ def _for_query_tiles(p: Problem, tiles: Tiles, body, carry):
     return carry
 
 
-def backward(problem: Problem, tiles: Tiles, x: Operands, o, lse, do, delta):
+def backward(problem: Problem, tiles: Tiles, x: Operands, lse, do, delta):
     """dq, dk, dv in the operands' dtype and shape; no dbias.
 
     lse stands for the paper's l and m, and delta comes computed: the cotangent of lse is in it.
     """
-    del o
     p, x = problem, predicate.plain(x)
     at = tile.layout(p, tiles, lambda k, b: dict(b=b, B=b, n=k, k=k), n=p.group)
     dq, dk, dv = tile.launch(

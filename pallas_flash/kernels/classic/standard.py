@@ -42,12 +42,11 @@ def forward(problem: Problem, tiles: Tiles, x: Operands):
     return _sum_over_keys(p, t, x, prob, x.value, name="values"), online_softmax.Statistics(m, l)
 
 
-def backward(problem: Problem, tiles: Tiles, x: Operands, o, lse, do, delta):
+def backward(problem: Problem, tiles: Tiles, x: Operands, lse, do, delta):
     """dq, dk, dv in the operands' dtype and shape, and dbias in the bias's (None without one).
 
     What frameworks kept from the forward, P, is computed again: between forward and backward there are only o and lse.
     """
-    del o
     p, t, dtype, x = problem, tiles, x.query.dtype, predicate.plain(x)
     s = _by_tile(_scores_kernel, p, t, x, out=[jnp.float32], name="scores")[0]
     dp = _by_tile(_dp_kernel, p, t, x, (do, "btnv"), out=[jnp.float32], name="dp")[0]

@@ -13,10 +13,9 @@ from pallas_flash.kernels.portable import backward as portable_backward
 from pallas_flash.kernels.portable import tables
 
 
-def backward(problem: Problem, tiles: AllTiles, x: Operands, o, lse, do, delta):
+def backward(problem: Problem, tiles: AllTiles, x: Operands, lse, do, delta):
     """dq, dk, dv in the operands' dtype and shape, dbias in the bias's (None without one), and with a score_mod the gradients of
     its tables; these and dbias by portable kernels, which XLA leaves out where nobody asks for them."""
-    del o  # delta holds all that is needed of it
     p = problem
     more = lambda of: of(p, portable.tiles(p).dq, x, do, lse, delta)
     dbias = None if x.bias is None else more(portable_backward.dbias)

@@ -18,9 +18,8 @@ from pallas_flash.kernels.portable.forward import by_query_tile, own_pair, own_r
 from pallas_flash.kernels.portable.tuning import AllTiles, Tiles
 
 
-def backward(problem: Problem, tiles: AllTiles, x: Operands, o, lse, do, delta):
+def backward(problem: Problem, tiles: AllTiles, x: Operands, lse, do, delta):
     """dq, dk, dv in the operands' dtype and shape, and dbias in the bias's (None without one)."""
-    del o  # delta holds all that is needed of it
     args = x, do, lse, delta
     dk, dv = _dkv(problem, tiles.dkv, *args)
     of_bias = None if x.bias is None else dbias(problem, tiles.dq, *args)
