@@ -32,6 +32,22 @@ class Backend(NamedTuple):
         """What natural scores are times in it."""
         return 1.0 if self.is_natural else problem.unit
 
+    def tiles_like(self, tiles, problem: Problem):
+        """The tiles of another problem, for a backward where these are for one."""
+        new = self.tiles(problem)
+        return self.of_gradient(new) if tiles == self.of_gradient(tiles) else new
+
+
+class Half(NamedTuple):
+    """The forward or the backward of a backend, to be called as that is."""
+
+    backend: Backend
+    is_forward: bool
+
+    def run(self, problem: Problem, tiles, *arrays):
+        half = self.backend.forward if self.is_forward else self.backend.backward
+        return half(problem, tiles, *arrays)
+
 
 class Choice(NamedTuple):
     backend: Backend

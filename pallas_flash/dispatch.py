@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_flash import arguments, autodiff, backends, context_parallel, modes
+from pallas_flash import arguments, autodiff, backends, context_parallel, mapped, modes
 from pallas_flash.devices import exchange, ring, sharding
 from pallas_flash.devices.call import exact
 from pallas_flash.machine import selfcheck
@@ -27,16 +27,20 @@ def on_devices(attend, call):
 def attend(implementation, context, **call):
     if isinstance(context, context_parallel.AllToAll):
         problem, operands = arguments.normalise(**context_parallel.own_heads(context, call))
-        choice = sharding.under_vmap(selfcheck.choose(problem, implementation), operands.query)
+        choice = sharding.under_vmap(_choose(problem, implementation), operands.query)
         operands = exchange.own_rows(context.names, problem, operands, call["sinks"])
         return _shaped(call, problem, *autodiff.attend(problem, exchange.around(context.names, choice), operands))
     if context is not None:
         loop, pair, problem, operands = context_parallel.in_a_ring(context, call)
-        choice = ring.around(loop, selfcheck.choose(pair, implementation))
+        choice = ring.around(loop, _choose(pair, implementation))
         return _shaped(call, problem, *autodiff.attend(problem, choice, operands))
     problem, operands = arguments.normalise(**call)
-    choice = sharding.under_vmap(selfcheck.choose(problem, implementation), operands.query)
+    choice = sharding.under_vmap(_choose(problem, implementation), operands.query)
     return _shaped(call, problem, *autodiff.attend(problem, _on_auto_axes(choice, operands), operands))
+
+
+def _choose(problem, implementation) -> backends.Choice:
+    return mapped.with_rows(selfcheck.choose(problem, implementation))
 
 
 def _on_auto_axes(choice: backends.Choice, operands) -> backends.Choice:

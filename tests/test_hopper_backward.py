@@ -147,7 +147,7 @@ def test_inside_of_a_checked_shard_map_it_gives_the_same(deterministic, rng):
 
 
 @pytest.mark.parametrize("deterministic", whole_but([DETERMINISTIC, FUSED], FUSED))
-def test_vmap_gives_what_more_batch_rows_give(deterministic, rng):
+def test_kernels_that_jax_maps_since_values_are_shared_give_what_more_batch_rows_give(deterministic, rng):
     def gradients(q, k, v, length):
         o, vjp = jax.vjp(
             lambda *qkv: flash_attention(
@@ -157,10 +157,10 @@ def test_vmap_gives_what_more_batch_rows_give(deterministic, rng):
         )
         return vjp(o)
 
-    arrays, lengths = qkv(rng, sizes(67, 131, 64, B=2, N=1), jnp.bfloat16), jnp.array([131, 40], jnp.int32)
+    (q, k, v), lengths = qkv(rng, sizes(67, 131, 64, B=2, N=1), jnp.bfloat16), jnp.array([131, 40], jnp.int32)
     with gpu_interpreter.hopper_kernels():
-        rows = jax.jit(jax.vmap(gradients))(*arrays, lengths)
-        for x, y in zip(rows, jax.jit(gradients)(*arrays, lengths), strict=True):
+        rows = jax.jit(jax.vmap(gradients, (0, 0, None, 0)))(q, k, v[0], lengths)
+        for x, y in zip(rows, jax.jit(gradients)(q, k, jnp.stack([v[0]] * 2), lengths), strict=True):
             np.testing.assert_allclose(np.float32(x), np.float32(y), rtol=0, atol=0 if deterministic else 1e-2)
 
 

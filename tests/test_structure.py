@@ -42,6 +42,7 @@ ORDER = [
     "devices.ring",
     "devices.exchange",
     "devices.sharding",
+    "mapped",
     "devices.call",
     "machine.selfcheck",
     "machine.records",

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from pallas_flash import arguments, checks, dropout, masks, scores
 from pallas_flash.rules.score import Score
+from pallas_flash.rules.visibility import Visibility
 
 LETTERS = {  # of the arrays of a call; P pages, C an axis that is whole on each device
     "query": "BTNH",
@@ -105,3 +106,31 @@ def _replaced(rule, name: str | int, x):
     if isinstance(name, str):
         return dataclasses.replace(rule, **{name: x})
     return dataclasses.replace(rule, arrays=(*rule.arrays[:name], x, *rule.arrays[name + 1 :]))
+
+
+def operand_letters(problem: arguments.Problem, operands: arguments.Operands) -> arguments.Operands:
+    """The operands with a letter for each axis in place of each array."""
+    full = dict(B=problem.batch, N=problem.heads, K=problem.kv_heads)
+    of = lambda x, letters: "".join(
+        c if n == full.get(c, n) else "." for c, n in zip(letters.ljust(x.ndim, "."), x.shape, strict=True)
+    )
+    visibility = operands.visibility
+    for fields, letters in (Visibility.BY_BATCH, "B"), (Visibility.BY_QUERY, "BT"), (Visibility.BY_KEY, "BS"):
+        visibility = visibility.narrow(fields, lambda x, letters=letters: of(x, letters))
+
+    def of_rule(asked):
+        if asked is None:
+            return None
+        by = dict(batch="B", head="N", kinds="BN", offset="B")
+        known = {name: of(x, by[name]) for name in by if hasattr(x := getattr(asked, name, None), "ndim")}
+        return dataclasses.replace(asked, arrays=tuple(of(x, "") for x in asked.arrays), **known)
+
+    visibility = dataclasses.replace(visibility, where=of_rule(visibility.where))
+    there = {name: x for name, x in operands._asdict().items() if hasattr(x, "ndim")}
+    there = {name: of(x, LETTERS.get(name, "BN")) for name, x in there.items()}
+    return operands._replace(visibility=visibility, score=of_rule(operands.score), **there)
+
+
+def row_letters(x) -> str:
+    """The same of what is made of rows and their heads: do, or numbers."""
+    return "BTNH" if x.ndim == 4 else "BNT"

@@ -23,26 +23,19 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_flash.arguments import Operands, Problem, shapes
-from pallas_flash.backends import Backend, Choice
-from pallas_flash.devices.call import LETTERS
+from pallas_flash.backends import Choice, Half
+from pallas_flash.devices.call import operand_letters, row_letters
 from pallas_flash.devices.sharding import count, names
-from pallas_flash.rules.visibility import Visibility
 
 
-class Half(NamedTuple):
-    """The forward or the backward of a backend, to be called as that is."""
+class Spread(Half):
+    """A half on a mesh."""
 
-    backend: Backend
-    is_forward: bool
-
-    def run(self, problem: Problem, tiles, operands: Operands, *rest):
-        half = self.backend.forward if self.is_forward else self.backend.backward
-        return half(problem, tiles, operands, *rest)
+    __slots__ = ()
 
     def __call__(self, problem: Problem, tiles, operands: Operands, *rest):
-        letters = _letters(problem, operands)
-        by_row = ("BTNH" if x.ndim == 4 else "BNT" for x in jax.tree.leaves(rest))  # do, and numbers
-        inputs = *jax.tree.leaves(letters), *by_row
+        letters = operand_letters(problem, operands)
+        inputs = *jax.tree.leaves(letters), *map(row_letters, jax.tree.leaves(rest))
         tables = () if letters.score is None else letters.score.tables
         results = ("BTNH", "BNT", "BNT") if self.is_forward else jax.tree.leaves((letters[:4], tables))
         leaves, tree = jax.tree.flatten((operands, *rest))
@@ -60,9 +53,9 @@ def _digest(text: str) -> str:
 
 
 class Part(NamedTuple):
-    """A Half of a problem, without its arrays: hashable, the parameter of the primitive."""
+    """A Spread of a problem, without its arrays: hashable, the parameter of the primitive."""
 
-    half: Half
+    half: Spread
     problem: Problem
     tiles: Any
     tree: Any  # of the arrays
@@ -85,10 +78,8 @@ class Part(NamedTuple):
         if whole:
             mine = _own_keys(self.problem, heads, axes["N"])
             local = local._replace(key=local.key[:, :, mine], value=local.value[:, :, mine])
-        problem, backend = self.problem.of_part(local), self.half.backend
-        tiles = backend.tiles(problem)
-        if self.tiles == backend.of_gradient(self.tiles):  # those of a forward that a backward follows
-            tiles = backend.of_gradient(tiles)
+        problem = self.problem.of_part(local)
+        tiles = self.half.backend.tiles_like(self.tiles, problem)
         results = jax.tree.leaves(self.half.run(problem, tiles, local, *rest))
         if self.half.is_forward:
             return results
@@ -134,30 +125,7 @@ def _summed(x, letters: str, axes, whole_keys: bool):
 
 def under_jit(choice: Choice) -> Choice:
     backend = choice.backend
-    return choice._replace(backend=backend._replace(forward=Half(backend, True), backward=Half(backend, False)))
-
-
-def _letters(problem: Problem, operands: Operands) -> Operands:
-    """The operands with a letter for each axis in place of each array."""
-    full = dict(B=problem.batch, N=problem.heads, K=problem.kv_heads)
-    of = lambda x, letters: "".join(
-        c if n == full.get(c, n) else "." for c, n in zip(letters.ljust(x.ndim, "."), x.shape, strict=True)
-    )
-    visibility = operands.visibility
-    for fields, letters in (Visibility.BY_BATCH, "B"), (Visibility.BY_QUERY, "BT"), (Visibility.BY_KEY, "BS"):
-        visibility = visibility.narrow(fields, lambda x, letters=letters: of(x, letters))
-
-    def of_rule(asked):
-        if asked is None:
-            return None
-        by = dict(batch="B", head="N", kinds="BN", offset="B")
-        known = {name: of(x, by[name]) for name in by if hasattr(x := getattr(asked, name, None), "ndim")}
-        return dataclasses.replace(asked, arrays=tuple(of(x, "") for x in asked.arrays), **known)
-
-    visibility = dataclasses.replace(visibility, where=of_rule(visibility.where))
-    there = {name: x for name, x in operands._asdict().items() if hasattr(x, "ndim")}
-    there = {name: of(x, LETTERS.get(name, "BN")) for name, x in there.items()}
-    return operands._replace(visibility=visibility, score=of_rule(operands.score), **there)
+    return choice._replace(backend=backend._replace(forward=Spread(backend, True), backward=Spread(backend, False)))
 
 
 attention_p = Primitive("flash_attention")
