@@ -66,7 +66,7 @@ def small_tiles(monkeypatch):
 @pytest.fixture
 def small_caches(monkeypatch):
     """A CPU's caches hold nothing: blockwise decodes whatever is decoding."""
-    monkeypatch.setattr(blockwise.tuning, "CACHED", 0)
+    monkeypatch.setattr(blockwise.tuning, "COPIED", 0)
 
 
 @pytest.fixture

@@ -82,17 +82,19 @@ def test_explain_shows_the_parts():
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="a GPU decodes whatever is decoding")
-def test_blockwise_decodes_where_keys_fill_a_cpus_caches_or_few_rows_see_some_of_them(monkeypatch):
+def test_blockwise_decodes_where_a_copy_of_the_keys_would_take_new_memory_or_few_rows_see_some_of_many(monkeypatch):
     monkeypatch.undo()  # small_caches
     lengths = jax.ShapeDtypeStruct((2,), jnp.int32)
 
-    def decodes(T, S, **kw):
-        q, k = (jax.ShapeDtypeStruct((2, length, heads, 64), jnp.float32) for length, heads in ((T, 8), (S, 4)))
+    def decodes(T, S, dtype="float32", K=4, **kw):
+        q, k = (jax.ShapeDtypeStruct((2, length, heads, 64), dtype) for length, heads in ((T, 8), (S, K)))
         return "decoding" in str(explain(q, k, k, implementation="blockwise", **kw))
 
     assert decodes(1, 8192) and not decodes(1, 8191)
-    assert decodes(1, 1024, key_value_seq_lengths=lengths) and not decodes(1, 512, key_value_seq_lengths=lengths)
-    assert not decodes(5, 1024, key_value_seq_lengths=lengths)
+    assert decodes(1, 16384, "bfloat16") and not decodes(1, 16383, "bfloat16")  # half as many bytes
+    assert decodes(1, 4096, "bfloat16", 8) and not decodes(2, 4096, "bfloat16", 8)  # a single row is multiplied in float32
+    assert decodes(1, 2049, key_value_seq_lengths=lengths) and not decodes(1, 2048, key_value_seq_lengths=lengths)
+    assert not decodes(5, 2049, key_value_seq_lengths=lengths)
 
 
 @pytest.mark.parametrize(

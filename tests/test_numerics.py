@@ -261,6 +261,13 @@ def test_a_block_of_all_keys_sums_its_delta_itself_and_o_need_not_be_read(blocks
     np.testing.assert_array_equal(grad(), expected if blocks == "one" else jnp.nan)
 
 
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="a GPU has blocks of other sizes")
+def test_where_one_key_holds_the_whole_row_queries_have_no_gradient(rng):
+    q, k, v = qkv(rng, Sizes(T=40, S=40), jnp.float32)
+    loss = lambda q: jnp.sum(jnp.sin(flash_attention(q * 1e9, k, v, implementation="blockwise")))
+    assert not jnp.any(jax.jit(jax.grad(loss))(q))
+
+
 def test_the_maximum_is_guarded_where_a_row_may_see_no_key_and_not_where_each_is_known_to_see_one():
     """Without the guard XLA's CPU library takes the product and the softmax of it in one call."""
     x = jnp.ones((2, 8, 2, 16))

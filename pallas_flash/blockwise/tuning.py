@@ -4,6 +4,7 @@ import math
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from pallas_flash import decode
 from pallas_flash.arguments import Problem
@@ -43,7 +44,7 @@ FEW = 128  # keys, which blocks need not cut further
 ONE = 768  # keys that are one block under a mask of data: a loop that may skip some of so few gains less than it costs
 MANY = 2048  # keys, the most of a block; and ONE of a small call
 SCORES = 2**18  # of a head, which with what is made of them fill a cache
-CACHED = 2**22  # numbers in a call's keys: of fewer, in decoding, a CPU's caches soon hold a copy in the order of the heads
+COPIED = 2**25  # bytes of keys and values in the order of the heads, for which malloc maps new memory in each call
 KEYS = 2048  # of all heads that go at a time on a CPU: its caches hold their scores, with what is made of them
 MOST = 3 * SCORES  # of the same
 CALL = 3 * 2**20  # scores of a whole call: fewer are faster in all heads at once, and in all rows
@@ -54,12 +55,13 @@ def tiles(problem: Problem) -> Tiles:
 
 
 def _decodes(p: Problem) -> bool:
-    """Whether the forward reads keys where they lie, all rows at once: on a CPU it gains where keys are many, or few of them seen
-    by few rows."""
+    """Whether the forward reads keys where they lie, all rows at once: on a CPU it gains where a copy of them is large, or where
+    few rows see some of many."""
     if not decode.takes(p) or jax.default_backend() != "cpu":
         return decode.takes(p)
-    few_rows = p.queries * p.group <= 8 and p.keys > ONE and jax.tree.leaves(p.visibility)
-    return bool(few_rows) or p.batch * p.keys * p.kv_heads * p.head_size >= CACHED
+    rows, numbers = p.queries * p.group, p.batch * p.keys * p.kv_heads * (p.head_size + p.value_size)
+    size = 4 if rows == 1 else jnp.dtype(_tiles(p).dtype).itemsize  # XLA multiplies a single row in float32
+    return bool(rows <= 8 and p.keys > MANY and jax.tree.leaves(p.visibility)) or numbers * size >= COPIED
 
 
 def decode_tiles(problem: Problem, page: int = 1) -> DecodeTiles:
