@@ -33,7 +33,7 @@ class Backend(NamedTuple):
         return 1.0 if self.is_natural else problem.unit
 
     def tiles_like(self, tiles, problem: Problem):
-        """The tiles of another problem, for a backward where these are for one."""
+        """The tiles of another problem: of a forward that a backward follows where these are."""
         new = self.tiles(problem)
         return self.of_gradient(new) if tiles == self.of_gradient(tiles) else new
 
@@ -134,7 +134,7 @@ BACKENDS = (
         blockwise.forward,
         blockwise.backward,
         is_apart=True,
-        of_gradient=lambda tiles: tiles._replace(decode=None),  # whose products round otherwise than the backward's
+        of_gradient=lambda tiles: tiles._replace(decode=False),  # whose products round otherwise than the backward's
     ),
     Backend(
         "reference",

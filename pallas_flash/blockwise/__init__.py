@@ -25,7 +25,7 @@ __all__ = ["Tiles", "backward", "decode_tiles", "forward", "tiles"]
 
 
 def forward(problem: Problem, tiles: Tiles, x: Operands):
-    if tiles.decode is not None:
+    if tiles.decode:
         return decode.forward(problem, tiles.decode, x)
     p, wide, x = problem, sums(tiles.dtype), x._replace(visibility=with_lists(problem, tiles, x.visibility))
 

@@ -1,7 +1,7 @@
 """How blockwise cuts a problem: into blocks of queries and keys, and on a CPU into a few heads at a time."""
 
 import math
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,14 +22,16 @@ class Tiles(NamedTuple):
     block_k: int
     heads: int | None  # key/value heads at a time, of all B * K; None: all, which a partitioner can spread over devices
     dtype: str  # of the products' operands
-    decode: DecodeTiles | None = None  # of the forward, where it is decoding
+    decode: DecodeTiles | Literal[False] | None = (
+        None  # of the forward, where it is decoding; False: not where a backward follows it
+    )
 
     @property
     def is_wide(self) -> bool:
         return self.dtype in ("float32", "float64")
 
     def __str__(self):
-        if self.decode is not None:
+        if self.decode:
             rows = "all batch rows" if self.decode.batch is None else "a batch row"
             forward = f"decoding: {rows} at a time by {self.decode.block_k} keys, multiplied in {self.decode.dtype}"
             return f"{forward}; backward {self._replace(decode=None)}"
