@@ -22,9 +22,7 @@ class Tiles(NamedTuple):
     block_k: int
     heads: int | None  # key/value heads at a time, of all B * K; None: all, which a partitioner can spread over devices
     dtype: str  # of the products' operands
-    decode: DecodeTiles | Literal[False] | None = (
-        None  # of the forward, where it is decoding; False: not where a backward follows it
-    )
+    decode: DecodeTiles | Literal[False] | None = None  # of a forward that decodes; False: it may not, a backward follows
 
     @property
     def is_wide(self) -> bool:
