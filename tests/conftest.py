@@ -65,7 +65,7 @@ def small_tiles(monkeypatch):
 
 @pytest.fixture
 def small_caches(monkeypatch):
-    """A CPU's caches hold nothing: blockwise decodes whatever is decoding."""
+    """No copy of keys is small: blockwise decodes whatever is decoding."""
     monkeypatch.setattr(blockwise.tuning, "COPIED", 0)
 
 
