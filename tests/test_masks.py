@@ -9,7 +9,7 @@ import oracle
 import pytest
 from cases import MASKS, Sizes, arguments, qkv
 
-from pallas_flash import blockwise, checks, explain, masks, schedule
+from pallas_flash import blockwise, checks, explain, flash_attention, masks, schedule
 from pallas_flash.attention import normalised
 from pallas_flash.blockwise import Tiles, view
 from pallas_flash.masks import Visibility
@@ -132,6 +132,16 @@ def test_blockwise_needs_no_loop_over_blocks_where_lengths_hide_some_of_few_keys
     q, k = (jax.ShapeDtypeStruct((2, length, heads, 64), dtype) for length, heads in ((T, N), (S, K)))
     problem = explain(q, k, k, key_value_seq_lengths=jax.ShapeDtypeStruct((2,), jnp.int32)).problem
     assert all(len(keys) == 1 for keys in view.known_keys(problem, blockwise.tiles(problem)))
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="the tiles of a CPU")
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="before jax 0.11 XLA drops barriers, and then orders the program")
+@pytest.mark.parametrize("T, is_causal, dtype", [(2048, False, "float32"), (1024, True, "float32"), (2048, True, "bfloat16")])
+def test_blockwise_has_few_of_the_backwards_blocks_in_memory_at_a_time(T, is_causal, dtype, monkeypatch):
+    monkeypatch.setattr(blockwise.tuning, "_is_one_device", lambda: True)
+    x = jax.ShapeDtypeStruct((1, T, 4, 64), dtype)
+    gradients = jax.grad(lambda *qkv: flash_attention(*qkv, is_causal=is_causal, implementation="blockwise").sum(), (0, 1, 2))
+    assert jax.jit(gradients).lower(x, x, x).compile().memory_analysis().temp_size_in_bytes < 2**25
 
 
 def _check(blocks, tiles, last_hangs_over, tight):

@@ -48,6 +48,8 @@ COPIED = 2**25  # bytes of keys and values in the order of the heads, for which 
 KEYS = 2048  # of all heads that go at a time on a CPU: its caches hold their scores, with what is made of them
 MOST = 3 * SCORES  # of the same
 CALL = 3 * 2**20  # scores of a whole call: fewer are faster in all heads at once, and in all rows
+UNDER_WAY = 3 * 2**19  # scores of known blocks: so many, each kept several times, are faster one block after the other
+WIDE_CALL = 9 * 2**18  # the same where all heads go at once, and in 32 bits only
 
 
 def tiles(problem: Problem) -> Tiles:
@@ -130,6 +132,15 @@ def _heads(p: Problem, rows: int, keys: int) -> int | None:
     few = 4 if scores < most // 8 else 2 if scores < SCORES else 1
     at_a_time = max(most // scores, 1) if scores < SCORES else 1
     return at_a_time if p.batch * p.kv_heads * scores > few * most else None
+
+
+def in_turn(tiles: Tiles, heads: tuple, keys: list | None) -> bool:
+    """Whether blocks known while tracing, of so many heads [B, K, G], are to wait for each other in the backward. Else XLA's
+    order has the scores of all of them in memory at a time, which malloc then maps anew in each call."""
+    if keys is None or not all(isinstance(n, int) for n in heads):
+        return False
+    scores = math.prod(heads) * tiles.block_q * sum(key.size for of_rows in keys for key, *_ in of_rows)
+    return scores >= UNDER_WAY if tiles.heads is not None else tiles.is_wide and len(keys) > 2 and scores >= WIDE_CALL
 
 
 def _at_most(size: int, length: int) -> int:
