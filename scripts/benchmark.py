@@ -312,7 +312,7 @@ def print_header(args, everyone: list[Contender], cases: list[Case]) -> dict[str
         turns = f'{turns} behind each other; the clock "device" counts when any kernel or copy ran'
         facts |= dict(turns=turns, gpu=machine.limits(), plan=plan(args, contenders, cases))
     else:
-        facts |= dict(turns=f"{turns}, at least one, each waited for")
+        facts |= dict(turns=f"{turns}, at least one, each waited for; one before them is not timed")
     facts |= {one.name: one.note for one in contenders if one.note}
     for name, text in facts.items():
         print(f"{name:<11}{text}", flush=True)

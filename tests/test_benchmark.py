@@ -427,12 +427,15 @@ def program(call):
     return programs.Program(call, lambda started: started, list)
 
 
-def test_after_a_trial_a_round_calls_each_behind_any_other(monkeypatch):
+@pytest.mark.parametrize("on_gpu, calls", [(True, 1), (False, 2)])
+def test_after_a_trial_a_round_calls_each_behind_any_other_and_on_a_cpu_times_no_first_call(on_gpu, calls, monkeypatch):
     called = []
+    monkeypatch.setattr(clock.machine, "on_gpu", lambda: on_gpu)
     monkeypatch.setattr(clock, "SAMPLE", 0)
     turns = clock.interleave({name: program(functools.partial(called.append, name)) for name in "abc"}, 9)
     text = "".join(called)
-    assert text == "abc" + "".join(turn.name for turn in turns)
+    assert text == "abc" + "".join(turn.name * calls for turn in turns) and {turn.calls for turn in turns} == {1}
+    text = text[:3] + text[3::calls]
     assert all(sorted(text[i : i + 3]) == ["a", "b", "c"] for i in range(0, 30, 3))
     assert {a + b for a, b in itertools.pairwise(text)} >= {"ab", "ac", "ba", "bc", "ca", "cb"}
 
@@ -443,7 +446,7 @@ def test_a_short_call_is_repeated_and_on_a_cpu_each_is_waited_for(monkeypatch):
         patch.setattr(clock, "time", types.SimpleNamespace(perf_counter=lambda: now[0], sleep=lambda seconds: None))
         call = lambda: now.append(now.pop() + clock.SAMPLE / 7)
         (turn,) = clock.interleave({"a": programs.Program(call, waited.append, list)}, 1)
-    assert turn.calls in (7, 8) and len(waited) == 1 + turn.calls and turn.seconds == pytest.approx(turn.calls / 7 * clock.SAMPLE)
+    assert turn.calls in (7, 8) and len(waited) == 2 + turn.calls and turn.seconds == pytest.approx(turn.calls / 7 * clock.SAMPLE)
     timing = clock.timing({name: program(lambda: None) for name in "abc"}, 4, clock.WALL)
     assert [len(timing.seconds[name]) for name in "abc"] == [4, 4, 4] and timing.clock == "wall"
 
