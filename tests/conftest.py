@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from selection import fast_half
 
-from pallas_flash import blockwise
+from pallas_flash import blockwise, decode
 from pallas_flash.kernels import portable
 from pallas_flash.kernels.portable.tuning import AllTiles, Tiles
 
@@ -67,7 +67,7 @@ def small_tiles(monkeypatch):
 @pytest.fixture
 def small_caches(monkeypatch):
     """No copy of keys is small: blockwise decodes whatever is decoding."""
-    monkeypatch.setattr(blockwise.tuning, "COPIED", 0)
+    monkeypatch.setattr(blockwise.tuning, "_decodes", decode.takes)
 
 
 @pytest.fixture

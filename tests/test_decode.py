@@ -97,6 +97,22 @@ def test_blockwise_decodes_where_a_copy_of_the_keys_would_take_new_memory_or_few
     assert not decodes(5, 2049, key_value_seq_lengths=lengths)
 
 
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="a GPU decodes whatever is decoding")
+def test_blockwise_decodes_no_batch_rows_whose_keys_are_copied_by_nobody_or_are_few_for_many_rows(monkeypatch):
+    monkeypatch.undo()  # small_caches
+    lengths = jax.ShapeDtypeStruct((300,), jnp.int32)
+
+    def decodes(T, S, N, K, dtype="float32", **kw):
+        q, k = (jax.ShapeDtypeStruct((300, length, heads, 64), dtype) for length, heads in ((T, N), (S, K)))
+        return "decoding" in str(explain(q, k, k, implementation="blockwise", **kw))
+
+    assert decodes(1, 512, 8, 2) and not decodes(1, 512, 8, 1) and not decodes(1, 512, 8, 1, "bfloat16")
+    assert decodes(1, 2048, 1, 1, "bfloat16") and not decodes(1, 2048, 1, 1)  # a single row of bfloat16 is multiplied in float32
+    assert decodes(1, 2049, 8, 1) and decodes(1, 512, 4, 1, key_value_seq_lengths=lengths)
+    assert decodes(4, 1024, 4, 4, key_value_seq_lengths=lengths) and decodes(4, 1025, 4, 2, key_value_seq_lengths=lengths)
+    assert not decodes(4, 1024, 4, 2, key_value_seq_lengths=lengths)
+
+
 @pytest.mark.parametrize(
     "batch, S, parts", [(1, 1024, 16), (1, 8192, 16), (4, 8192, 4), (16, 8192, 1), (17, 8192, 13), (64, 131072, 1), (1, 64, 1)]
 )

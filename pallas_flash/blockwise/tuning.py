@@ -44,6 +44,7 @@ FEW = 128  # keys, which blocks need not cut further
 ONE = 768  # keys that are one block under a mask of data: a loop that may skip some of so few gains less than it costs
 MANY = 2048  # keys, the most of a block; and ONE of a small call
 SCORES = 2**18  # of a head, which with what is made of them fill a cache
+STEP = 2**20  # bytes of keys and values, too few for a step of a loop over batch rows
 COPIED = 2**25  # bytes of keys and values in the order of the heads, for which malloc maps new memory in each call
 KEYS = 2048  # of all heads that go at a time on a CPU: its caches hold their scores, with what is made of them
 MOST = 3 * SCORES  # of the same
@@ -58,12 +59,16 @@ def tiles(problem: Problem) -> Tiles:
 
 def _decodes(p: Problem) -> bool:
     """Whether the forward reads keys where they lie, all rows at once: on a CPU it gains where a copy of them is large, or where
-    few rows see some of many."""
+    few rows see some of many. It goes by batch rows, which gains nothing where each has few keys for many rows."""
     if not decode.takes(p) or jax.default_backend() != "cpu":
         return decode.takes(p)
-    rows, numbers = p.queries * p.group, p.batch * p.keys * p.kv_heads * (p.head_size + p.value_size)
-    size = 4 if rows == 1 else jnp.dtype(_tiles(p).dtype).itemsize  # XLA multiplies a single row in float32
-    return bool(rows <= 8 and p.keys > MANY and jax.tree.leaves(p.visibility)) or numbers * size >= COPIED
+    rows, is_data = p.queries * p.group, bool(jax.tree.leaves(p.visibility))
+    dtype = "float32" if rows == 1 else _tiles(p).dtype  # XLA multiplies a single row in float32
+    of_batch_row = p.keys * p.kv_heads * (p.head_size + p.value_size) * jnp.dtype(dtype).itemsize
+    if p.keys > MANY:
+        return (is_data and rows <= 8) or p.batch * of_batch_row >= COPIED
+    gains = rows < 8 or of_batch_row > STEP if is_data else p.kv_heads > 1 or dtype != p.dtype  # else nothing is copied
+    return gains and p.batch * of_batch_row >= COPIED
 
 
 def decode_tiles(problem: Problem, page: int = 1) -> DecodeTiles:
