@@ -67,7 +67,7 @@ def _decodes(p: Problem) -> bool:
     of_batch_row = p.keys * p.kv_heads * (p.head_size + p.value_size) * jnp.dtype(dtype).itemsize
     if p.keys > MANY:
         return (is_data and rows <= 8) or p.batch * of_batch_row >= COPIED
-    gains = rows < 8 or of_batch_row > STEP if is_data else p.kv_heads > 1 or dtype != p.dtype  # else nothing is copied
+    gains = (rows < 8 or of_batch_row > STEP) if is_data else (p.kv_heads > 1 or dtype != p.dtype)  # else nothing is copied
     return gains and p.batch * of_batch_row >= COPIED
 
 
@@ -140,9 +140,9 @@ def _heads(p: Problem, rows: int, keys: int) -> int | None:
 
 
 def in_turn(tiles: Tiles, heads: tuple, keys: list | None) -> bool:
-    """Whether blocks known while tracing, of so many heads [B, K, G], are to wait for each other in the backward. Else XLA's
-    order has the scores of all of them in memory at a time, which malloc then maps anew in each call."""
-    if keys is None or not all(isinstance(n, int) for n in heads):
+    """Whether blocks known while tracing, of so many heads [B, K, G], are to wait for each other in the backward. Else a CPU has
+    the scores of all of them in memory at a time, which malloc then maps anew in each call."""
+    if keys is None or jax.default_backend() != "cpu" or not all(isinstance(n, int) for n in heads):
         return False
     scores = math.prod(heads) * tiles.block_q * sum(key.size for of_rows in keys for key, *_ in of_rows)
     return scores >= UNDER_WAY if tiles.heads is not None else tiles.is_wide and len(keys) > 2 and scores >= WIDE_CALL
