@@ -19,7 +19,7 @@ from matplotlib import image
 from pallas_flash import flash_attention
 from pallas_flash.devices import ring
 from scripts import benchmark
-from scripts.bench import clock, context, machine, measure, peers, product, programs, report
+from scripts.bench import clock, context, machine, measure, peers, plots, product, programs, report
 from scripts.bench.cases import PASSES, Case, decoding, suite
 
 TINY = "--lengths 67 --heads 2 --kv-heads 1 --head-size 16 --batch 3 --dtype float32 --repeats 3 --memory-lengths".split()
@@ -188,6 +188,24 @@ def test_where_nothing_ran_it_says_so_and_ends_with_status_1(tmp_path, capsys):
     assert reason.startswith("not run    jax.nn/cudnn, forward, forward+backward, ") and "full: it needs" in reason
     assert nothing == "nothing ran"
     assert (tmp_path / "benchmark.png").exists()
+
+
+@pytest.mark.parametrize("seconds", [[2e-4, 7e-4], [3e-4, 4.5e-4], [1e-4, 3.0]])
+def test_a_picture_has_numbers_on_every_axis_and_says_what_was_not_measured(seconds, monkeypatch, tmp_path):
+    drawn = []
+    monkeypatch.setattr(plots.Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    cases = [SMALL._replace(T=T, S=T) for T in (64, 128)]
+    rows = [measure.Row(case, PASSES[0], "blockwise", seconds=[one]) for case, one in zip(cases, seconds, strict=True)]
+    args = types.SimpleNamespace(
+        implementations=["blockwise"], passes=PASSES[:1], dtype="float32", head_size=16, lengths=[64, 128], memory_lengths=[]
+    )
+    facts = dict.fromkeys("device versions commit date inputs".split(), "")
+    plots.write_lengths(tmp_path / "benchmark.png", facts, rows, [], args)
+    drawn[0].draw_without_rendering()
+    left, right = drawn[0].axes
+    low, high = left.get_ylim()
+    assert any(tick.label1.get_text() for tick in left.yaxis.get_major_ticks() if low <= tick.get_loc() <= high)
+    assert [text.get_text() for text in right.texts] == ["not measured"] and not right.get_xticks().size
 
 
 # ---- peers that are absent, wrong, or raise ----

@@ -3,6 +3,7 @@
 import pathlib
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
 from scripts.bench.cases import PASSES, Case
 from scripts.bench.measure import Row
@@ -47,10 +48,10 @@ def write_lengths(path: pathlib.Path, facts, timed: list[Row], compiled_only: li
         rows = [row for row in compiled_only if row.name == name and row.temporary_bytes]
         right.plot([row.case.T for row in rows], [row.temporary_bytes / 1e6 for row in rows], label=name, **look)
         if rows:
-            last = rows[-1]
+            last, megabytes = rows[-1], rows[-1].temporary_bytes / 1e6
             at = dict(xytext=(-6, 5), textcoords="offset points", ha="right", color=f"C{number}")
             at |= dict(bbox=dict(color="white", pad=0.5))  # over the grid
-            right.annotate(f"{last.temporary_bytes / 1e6:,.0f}", (last.case.T, last.temporary_bytes / 1e6), **at)
+            right.annotate(f"{megabytes:,.0f}" if megabytes >= 10 else f"{megabytes:.2g}", (last.case.T, megabytes), **at)
     left.set_title(facts["inputs"], fontsize=10)
     right.set_title(f"forward+backward, {args.dtype}, B1 N1 H{args.head_size}, compiled only", fontsize=10)
     left.set_ylabel("time of a call, ms")
@@ -59,9 +60,13 @@ def write_lengths(path: pathlib.Path, facts, timed: list[Row], compiled_only: li
         if any(len(line.get_xdata()) for line in axes.lines):  # nothing has no logarithm
             lengths_axis(axes, lengths)
             axes.set_yscale("log")
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))  # a short axis may hold no power of 10
             axes.yaxis.set_major_formatter("{x:,g}")
             axes.yaxis.set_minor_formatter("")  # or a short axis mixes 10 with 6 x 10^1
             axes.legend(frameon=False, fontsize=9)
+        else:
+            axes.set(xticks=[], yticks=[])
+            axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center")
     figure.suptitle(_subtitle(facts), fontsize=10)
     figure.savefig(path, dpi=120)
 
