@@ -154,7 +154,7 @@ def by_query_tile(visibility: Visibility, queries: int, block_q: int, block_k: i
     The mask is the same with its data by rows of whole tiles and by keys of whole blocks; a row beyond the last counts as the
     last. The blocks are int32 [B or 1, query tiles, 4], `Blocks` for each tile; None where the mask has no data: `known_blocks`.
     """
-    if not jax.tree.leaves(visibility):
+    if not visibility.has_data:
         return visibility, None
     row, at = _whole_tiles(visibility, queries, block_q)
     start, stop, _ = jnp.broadcast_arrays(*at.interval(jnp.minimum(row, queries - 1)), row)
@@ -196,7 +196,7 @@ KNOWN = 2**26  # pairs of a query and a key that are asked while tracing; more o
 def block_kinds(visibility: Visibility, batch, heads, queries: int, block_q: int, block_k: int, mask=None):
     """Whether each block is empty, partial or full, int8 [B | 1, N | 1, query tiles, key tiles], for a mask with a Predicate, or
     a dense one, bool [B | 1, N | 1, T | 1, S | 1]: numpy's where it is known while tracing."""
-    if mask is not None or jax.tree.leaves(visibility) or queries * visibility.keys > KNOWN:
+    if mask is not None or visibility.has_data or queries * visibility.keys > KNOWN:
         return _block_kinds(visibility, batch, heads, queries, block_q, block_k, mask)
     return _known_kinds(visibility, batch, heads, queries, block_q, block_k)
 

@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
-
 from pallas_flash import autodiff, backends
 from pallas_flash.accounting import costs, costs_hopper
 from pallas_flash.accounting.costs import Cost
@@ -76,7 +74,7 @@ def _named(generation: str) -> Generation:
 
 
 def _countable(p: Problem) -> Problem:
-    has_data = bool(jax.tree.leaves(p.visibility)) or p.visibility.where is not None
+    has_data = p.visibility.has_data or p.visibility.where is not None
     if p.bias or p.mask or p.score or p.soft_cap or p.sinks or p.dropped or has_data:
         raise NotImplementedError(
             "the formulas know masks without data, no bias, dense mask, score_mod, soft cap, sinks or dropout: observe the "

@@ -17,7 +17,7 @@ from pallas_flash import online_softmax, schedule
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.blockwise import decode
 from pallas_flash.blockwise.parts import Block, Heads
-from pallas_flash.blockwise.tuning import Tiles, decode_tiles, in_turn, tiles
+from pallas_flash.blockwise.tuning import Tiles, decode_tiles, goes_in_turn, tiles
 from pallas_flash.blockwise.view import View, by_head, dot, dot_t, known_keys, over_rows, with_lists
 from pallas_flash.checks import sums
 
@@ -84,12 +84,12 @@ def backward(problem: Problem, tiles: Tiles, x: Operands, rows: online_softmax.A
         do_ = view.filled(by_head(part.of(do, 2), part.heads).astype(tiles.dtype))
         few = tiles.is_wide and isinstance(tiles.block_k, int) and tiles.block_k < p.head_size  # p and ds are smaller than q, do
         both = [(a, None if few else jnp.moveaxis(_transposed(a), 3, 2)) for a in (view.query, do_)]
-        one_by_one = in_turn(tiles, view.query.shape[:3], known_keys(p, tiles))
+        in_turn = goes_in_turn(tiles, view.query.shape[:3], known_keys(p, tiles))
         by_row = [a if a is None else part.of(a, 1).reshape(*do_.shape[:-1], 1) for a in (*rows, delta)]
 
         def query_block(row: Block, keys, gradients):
             (q, q_t), (do_i, do_t) = ((view.rows(row, a), view.columns(row, a_t)) for a, a_t in both)
-            if one_by_one and row.start:
+            if in_turn and row.start:
                 q, do_i, gradients = lax.optimization_barrier((q, do_i, gradients))
             m, inverse, dlse_i, delta_i = (a if a is None else view.rows(row, a) for a in by_row)
             is_all = view.is_all(keys) and rows.dlse is not None

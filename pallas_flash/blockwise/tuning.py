@@ -62,12 +62,12 @@ def _decodes(p: Problem) -> bool:
     few rows see some of many. It goes by batch rows, which gains nothing where each has few keys for many rows."""
     if not decode.takes(p) or jax.default_backend() != "cpu":
         return decode.takes(p)
-    rows, is_data = p.queries * p.group, bool(jax.tree.leaves(p.visibility))
+    rows, has_data = p.queries * p.group, p.visibility.has_data
     dtype = "float32" if rows == 1 else _tiles(p).dtype  # XLA multiplies a single row in float32
     of_batch_row = p.keys * p.kv_heads * (p.head_size + p.value_size) * jnp.dtype(dtype).itemsize
     if p.keys > MANY:
-        return (is_data and rows <= 8) or p.batch * of_batch_row >= COPIED
-    gains = (rows < 8 or of_batch_row > STEP) if is_data else (p.kv_heads > 1 or dtype != p.dtype)  # else nothing is copied
+        return (has_data and rows <= 8) or p.batch * of_batch_row >= COPIED
+    gains = (rows < 8 or of_batch_row > STEP) if has_data else (p.kv_heads > 1 or dtype != p.dtype)  # else nothing is copied
     return gains and p.batch * of_batch_row >= COPIED
 
 
@@ -105,7 +105,7 @@ def _is_apart(p: Problem) -> bool:
 
 def _is_cut(p: Problem) -> bool:
     """Whether loops go over blocks of keys, since the mask has data."""
-    return bool(jax.tree.leaves(p.visibility)) and not (isinstance(p.keys, int) and p.keys <= (MANY if _is_small(p) else ONE))
+    return p.visibility.has_data and not (isinstance(p.keys, int) and p.keys <= (MANY if _is_small(p) else ONE))
 
 
 def _is_small(p: Problem) -> bool:
@@ -115,12 +115,12 @@ def _is_small(p: Problem) -> bool:
 
 def _queries(p: Problem) -> int:
     """Of a block: fewer, where a mask would hide much of it."""
-    v, is_data = p.visibility, bool(jax.tree.leaves(p.visibility))
+    v, has_data = p.visibility, p.visibility.has_data
     if v.left is None and v.right is None and v.where is None and _is_small(p) and not _is_cut(p):
         return p.queries
-    if p.keys <= (ONE if is_data else FEW) and v.left is None and v.right is None:
+    if p.keys <= (ONE if has_data else FEW) and v.left is None and v.right is None:
         return ceil_div(p.queries, ceil_div(p.queries * p.group * p.keys, SCORES))
-    sparse = is_data or v.where is not None or v.left is not None or (v.right is not None and p.queries <= 1024)
+    sparse = has_data or v.where is not None or v.left is not None or (v.right is not None and p.queries <= 1024)
     rows = 64 if v.right is not None and p.queries <= 128 else 128 if sparse else 256  # 64: the first half sees half of the keys
     queries = max(min(rows, max(rows, 128) // p.group), 16)
     if v.right is None or p.queries > 1024:
@@ -139,7 +139,7 @@ def _heads(p: Problem, rows: int, keys: int) -> int | None:
     return at_a_time if p.batch * p.kv_heads * scores > few * most else None
 
 
-def in_turn(tiles: Tiles, heads: tuple, keys: list | None) -> bool:
+def goes_in_turn(tiles: Tiles, heads: tuple, keys: list | None) -> bool:
     """Whether blocks known while tracing, of so many heads [B, K, G], are to wait for each other in the backward. Else a CPU has
     the scores of all of them in memory at a time, which malloc then maps anew in each call."""
     if keys is None or jax.default_backend() != "cpu" or not all(isinstance(n, int) for n in heads):

@@ -63,16 +63,16 @@ class View(NamedTuple):
         return view._replace(query=view.filled(view.query), key=view.reached(view.key), value=view.reached(view.value))
 
     @property
-    def is_data(self) -> bool:
-        return bool(jax.tree.leaves(dataclasses.replace(self.visibility, where=None)))
+    def has_data(self) -> bool:
+        return dataclasses.replace(self.visibility, where=None).has_data
 
     def filled(self, x):
         """x [B, K, G, T, n] with 0 for the rows that see nothing: there may be NaN."""
-        return jnp.where((self.start < self.stop)[:, None, None, :, None], x, 0) if self.is_data else x
+        return jnp.where((self.start < self.stop)[:, None, None, :, None], x, 0) if self.has_data else x
 
     def reached(self, x):
         """x [B, K, S, n] with 0 for the keys beyond every row's interval: there may be NaN."""
-        if not self.is_data:
+        if not self.has_data:
             return x
         last = jnp.max(jnp.where(self.start < self.stop, self.stop, 0), axis=1, keepdims=True)
         return jnp.where((jnp.arange(x.shape[2], dtype=jnp.int32)[None] < last)[:, None, :, None], x, 0)
@@ -246,21 +246,21 @@ def known_keys(p: Problem, tiles: Tiles) -> list | None:
     """For each query block the key blocks known while tracing, whether they need a mask, and whether each row is known to see one
     of their keys; None: loops find them."""
     one_q, one_k = tiles.block_q == p.queries, tiles.block_k == p.keys
-    is_data = bool(jax.tree.leaves(p.visibility))
-    if (is_data and not one_k) or (not one_q and schedule.ceil_div(p.queries, tiles.block_q) > UNROLLED):
+    has_data = p.visibility.has_data
+    if (has_data and not one_k) or (not one_q and schedule.ceil_div(p.queries, tiles.block_q) > UNROLLED):
         return None
     if not isinstance(p.keys, int) or not isinstance(p.queries, int):
         return [[(Block(0, p.keys), True, False)]] if one_q and one_k else None
     size, blocks = tiles.block_k, []
-    if p.visibility.where is not None and not is_data:
+    if p.visibility.where is not None and not has_data:
         found = kinds.join(schedule.block_kinds(p.visibility, p.batch, p.heads, p.queries, tiles.block_q, size), (0, 1))
         block = lambda j: Block(int(j) * size, min(size, p.keys - int(j) * size))
         kind_of = lambda kind, j: (bool(kind[j] == kinds.PARTIAL), bool(kind[j] == kinds.FULL))
         blocks = [[(block(j), *kind_of(kind, j)) for j in kind.nonzero()[0]] for kind in found]
         return blocks if sum(map(len, blocks)) <= UNROLLED else None
     for seen in schedule.key_ranges(p.visibility, p.queries, tiles.block_q):
-        masked = is_data or (seen.full_first, seen.full_last) != (seen.first, seen.last)
-        some = lambda i, end, seen=seen: not is_data and seen.full_first < end and i < seen.full_last
+        masked = has_data or (seen.full_first, seen.full_last) != (seen.first, seen.last)
+        some = lambda i, end, seen=seen: not has_data and seen.full_first < end and i < seen.full_last
         ends = [(i, min(i + size, seen.last)) for i in range(seen.first, seen.last, size)]
         blocks.append([(Block(i, end - i), masked, some(i, end)) for i, end in ends])
     return blocks if sum(map(len, blocks)) <= UNROLLED else None

@@ -131,6 +131,11 @@ class Visibility:
         return Visibility(queries, self.right, self.left, -self.offset)
 
     @property
+    def has_data(self) -> bool:
+        """Whether what is seen depends on arrays."""
+        return bool(jax.tree.leaves(self))
+
+    @property
     def lengths(self) -> tuple[Ints | None, Ints | None]:
         """How many queries and how many keys of each batch row there are, int32 [B]; None: all."""
         return self.query_stop, self.key_stop

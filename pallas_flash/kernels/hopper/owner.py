@@ -3,7 +3,6 @@
 import functools
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -134,7 +133,7 @@ class Owner(NamedTuple):
     def p_and_ds(self, block: Block, rows: pl.Slice, masked: bool):
         """P and dS, 16 bits, of 64 of the block's queries."""
         q, _, do, delta = self.queries.block(block.number)
-        shape, has_data = (ROWS, ROWS), bool(jax.tree.leaves(self.x.visibility)) or isinstance(block.rule, ruled.OfHead)
+        shape, has_data = (ROWS, ROWS), self.x.visibility.has_data or isinstance(block.rule, ruled.OfHead)
 
         def wait(array):
             if rows.start == 0:

@@ -107,7 +107,7 @@ def by_query_tile(p: Problem, visibility: Visibility, mask, block_q: int, block_
 def by_key_tile(p: Problem, visibility: Visibility, mask, block_q: int, block_k: int) -> jax.Array | Lists | None:
     """The same from the keys' side: the blocks of queries that see each tile of keys, perhaps none."""
     if mask is None and visibility.where is None:
-        has_data = bool(jax.tree.leaves(visibility))
+        has_data = visibility.has_data
         return schedule.query_blocks(visibility, p.queries, block_q, block_k) if has_data else None
     numbers = schedule.lists(_kinds(p, visibility, mask, block_q, block_k).swapaxes(2, 3))
     B, _, tiles, _ = numbers.shape
