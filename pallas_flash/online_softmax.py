@@ -186,12 +186,15 @@ def natural_maximum(m, unit: float):
     return m if unit == 1.0 else jnp.maximum(natural(m, unit), LOWEST)
 
 
-def probabilities(s, m, inverse, unit: float = 1.0, finite: bool = False):
+def probabilities(s, m, inverse, unit: float = 1.0, finite: bool = False, is_all: bool = False):
     """P of scores with the keys along the last axis, from what `Apart` has of each row; 0 where its m is +inf. Scores in another
-    unit meet their own maximum first, for `step_along`'s reason, and with its `finite`."""
+    unit meet their own maximum first, for `step_along`'s reason, and with its `finite`; if these are all scores of their rows,
+    their own sum is the rows', and P is what the forward had: in one program XLA computes it once."""
     if unit == 1.0:
         return jnp.exp(s - m) * inverse
-    p, _, own, _ = step_along(-1, s, None, None, unit, finite)
+    p, _, own, l = step_along(-1, s, None, None, unit, finite)
+    if is_all:
+        return finish(p, l)
     return p * (jnp.exp(jnp.expand_dims(natural_maximum(own, unit), -1) - m) * inverse)
 
 

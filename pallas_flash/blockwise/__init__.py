@@ -102,7 +102,7 @@ def backward(problem: Problem, tiles: Tiles, x: Operands, rows: online_softmax.A
                 s, tanh, back = view.scores_vjp(q, row, key)
                 if seen is not None and p.soft_cap is None:
                     s, seen = jnp.where(seen, s, -jnp.inf), None
-                prob = online_softmax.probabilities(s, m, inverse, view.unit, finite)
+                prob = online_softmax.probabilities(s, m, inverse, view.unit, finite, is_all)
                 row_delta = online_softmax.delta(prob, dp, seen) - dlse_i if is_all else delta_i
                 prob, ds = online_softmax.gradients(prob, dp, row_delta, seen, tanh)
                 ds, dtables = back(ds, dtables) if back else (ds, dtables)
