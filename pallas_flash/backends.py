@@ -26,6 +26,7 @@ class Backend(NamedTuple):
     own_kernels: bool = False  # not XLA's: a GPU runs them unasked only after selfcheck.py
     of_gradient: Callable = lambda tiles: tiles  # the tiles of a forward that the backward follows
     is_apart: bool = False  # its backward takes for lse the `online_softmax.Apart`, and so do and delta as they are
+    copies: Callable[[Problem], str | None] = lambda problem: None  # what is copied for its kernels in each call
     is_natural: bool = True  # its scores, of whose maxima its Statistics are; else they are in the problem's unit
 
     def unit(self, problem: Problem) -> float:
@@ -114,6 +115,7 @@ BACKENDS = (
         _kernel("hopper.forward", "forward"),
         _kernel("hopper.backward", "backward"),
         own_kernels=True,
+        copies=lambda p: hopper.copies(p),
         is_natural=False,
     ),
     Backend(

@@ -19,12 +19,14 @@ class Explanation:
     why_not: dict[str, str]  # for each other implementation, why it was not taken
     condition: str | None = None  # on which the implementation is taken
     context: str | None = None  # what devices send that hold parts of a sequence; the problem is then that of a pair of parts
+    copies: str | None = None  # what is copied in each call, since the implementation cannot read it where it lies
 
     def __str__(self):
         taken = ", ".join(filter(None, (self.implementation, self.condition)))
         lines = [f"call            {self.problem}", f"implementation  {taken}"]
         lines += [f"tiles           {self.tiles}"] if self.tiles is not None else []
         lines += [f"context         {self.context}"] if self.context is not None else []
+        lines += [f"copies          {self.copies}"] if self.copies is not None else []
         lines += [f"not {name:<11} {reason}" for name, reason in self.why_not.items()]
         return "\n".join(lines)
 
@@ -35,7 +37,7 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
     problem, context = checks.from_shapes(_problem_of, call)
     choice = selfcheck.choose(problem, call["implementation"], check=False)
     why_not, condition = selfcheck.reasons(problem, choice, call["implementation"])
-    return Explanation(problem, choice.backend.name, choice.tiles, why_not, condition, context)
+    return Explanation(problem, choice.backend.name, choice.tiles, why_not, condition, context, choice.backend.copies(problem))
 
 
 def _problem_of(call) -> tuple[arguments.Problem, str | None]:

@@ -1,6 +1,7 @@
 """The Hopper kernels against the oracle, in jax's GPU interpreter."""
 
 import contextlib
+import functools
 import re
 
 import gpu_interpreter
@@ -111,6 +112,26 @@ def test_heads_that_are_no_row_of_the_table_are_neither_padded_nor_cut(head, det
         program = str(jax.make_jaxpr(lambda *x: jax.vjp(attend, *x[:3])[1](x[3]))(*arrays))
     assert program.count("mpmd_map[") == (3 if deterministic else 2)
     assert not re.findall(r"\w+\[\d+,\d+,\d+,\d+\] = (?:pad|slice|dynamic_slice|gather|concatenate)\[", program)
+
+
+PADDED = {  # sizes of queries and keys, of heads: what explain says of them
+    (1023, 77, 128, 128): "XLA pads arrays in each call, T from 1023 to 1024, S from 77 to 80, and cuts the results",
+    (1024, 80, 100, 64): "XLA pads arrays in each call, H from 100 to 112, and cuts the results",
+    (8, 16, 40, 24): None,
+    (1, 1001, 128, 128): "XLA pads arrays in each call, S from 1001 to 1008, and cuts the results",  # decoding
+    (200, 264, 192, 128): None,
+}
+
+
+@needs_interpreter
+@pytest.mark.parametrize("sizes", PADDED)
+def test_explain_says_what_is_padded_and_nothing_else_is(sizes):
+    T, S, H, Hv = sizes
+    q, k, v = (jax.ShapeDtypeStruct((2, n, 2, size), jnp.bfloat16) for n, size in ((T, H), (S, H), (S, Hv)))
+    attend = functools.partial(flash_attention, implementation="hopper")
+    with gpu_interpreter.hopper_kernels():
+        assert explain(q, k, v, implementation="hopper").copies == PADDED[sizes]
+        assert (" pad[" in str(jax.make_jaxpr(attend)(q, k, v))) == (PADDED[sizes] is not None)
 
 
 @pytest.mark.parametrize("head, block_k", [(128, 128), (192, 96), (256, 64)])

@@ -6,10 +6,10 @@ import jax
 
 from pallas_flash.arguments import Problem
 from pallas_flash.kernels import device, portable
-from pallas_flash.kernels.hopper.tuning import decode_tiles, tiles
+from pallas_flash.kernels.hopper.tuning import LENGTHS, decode_tiles, stored, tiles
 from pallas_flash.rules.rule import Asked
 
-__all__ = ["decode_tiles", "tiles", "why_not"]
+__all__ = ["copies", "decode_tiles", "tiles", "why_not"]
 
 
 def why_not(problem: Problem) -> str | None:
@@ -51,6 +51,16 @@ def _why_no_rule(asked: Asked | None) -> str | None:
     if lacking := sorted(operations - set(_OPERATIONS)):
         return f"{asked.rule} needs {', '.join(lacking)}, which Mosaic GPU does not know for registers"
     return None
+
+
+def copies(problem: Problem) -> str | None:
+    """What XLA pads for the kernels in each call, since TMA cannot read it where it lies, or None."""
+    p, t = problem, tiles(problem)
+    lengths = dict(S=p.keys) if t.decode else dict(T=p.queries, S=p.keys)  # the rows of decoding are few
+    whole = {name: (n, n + -n % LENGTHS) for name, n in lengths.items()}
+    whole |= {name: (n, stored(n, t.forward.swizzle)) for name, n in dict(H=p.head_size, Hv=p.value_size).items()}
+    padded = [f"{name} from {n} to {to}" for name, (n, to) in whole.items() if n != to]
+    return f"XLA pads arrays in each call, {', '.join(padded)}, and cuts the results" if padded else None
 
 
 def _why_not_here() -> str | None:

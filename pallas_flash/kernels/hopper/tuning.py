@@ -114,6 +114,7 @@ class AllTiles(NamedTuple):
 
 COLUMNS = 64  # of a decoding tile that are moved at a time
 LONG = 64  # blocks of keys, beside which the start and the end of a program are short
+LENGTHS = 8  # tiles of so many rows divide an array that TMA reads and writes
 SHARED = 223 * 2**10  # bytes of shared memory for a program's matrices
 
 # The tables: by registers, spills, shared memory and instructions of the code compiled for an H200. Not yet timed.
