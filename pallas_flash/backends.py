@@ -136,7 +136,7 @@ BACKENDS = (
         blockwise.forward,
         blockwise.backward,
         is_apart=True,
-        of_gradient=lambda tiles: tiles._replace(decode=False),  # whose products round otherwise than the backward's
+        of_gradient=lambda tiles: tiles.of_gradient(),
     ),
     Backend(
         "reference",

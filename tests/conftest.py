@@ -58,7 +58,7 @@ def small_tiles(monkeypatch):
     """Tiles of 16, clipped to the lengths where an implementation needs that."""
     at_most_16 = lambda n: min(16, n) if isinstance(n, int) else n  # a symbol of jax.export is one block
     heads = lambda p: 1 if isinstance(p.batch, int) else None
-    tiles = lambda p: blockwise.Tiles(at_most_16(p.queries), at_most_16(p.keys), heads(p), p.dtype)
+    tiles = lambda p: blockwise.Tiles(at_most_16(p.queries), at_most_16(p.keys), heads(p), p.dtype, heads(p))
     monkeypatch.setattr(blockwise, "tiles", tiles)
     monkeypatch.setattr(blockwise.tuning, "UNDER_WAY", 0)
     monkeypatch.setattr(portable, "tiles", lambda p: AllTiles(Tiles(16, 16), Tiles(16, 32), Tiles(32, 16)))

@@ -136,12 +136,35 @@ def test_blockwise_needs_no_loop_over_blocks_where_lengths_hide_some_of_few_keys
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the tiles of a CPU")
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="before jax 0.11 XLA drops barriers, and then orders the program")
-@pytest.mark.parametrize("T, is_causal, dtype", [(2048, False, "float32"), (1024, True, "float32"), (2048, True, "bfloat16")])
-def test_blockwise_has_few_of_the_backwards_blocks_in_memory_at_a_time(T, is_causal, dtype, monkeypatch):
+@pytest.mark.parametrize(
+    "shape, is_causal, dtype, with_backward",
+    [
+        ((1, 2048, 4, 64), False, "float32", True),  # blocks one after the other
+        ((1, 1024, 4, 64), True, "float32", True),
+        ((1, 2048, 4, 64), True, "bfloat16", True),
+        ((8, 256, 8, 64), True, "bfloat16", True),  # a loop over heads: all of them took 34 to 62 MiB
+        ((2, 300, 16, 128), True, "bfloat16", True),
+        ((16, 128, 8, 128), False, "float32", True),
+        ((32, 100, 16, 96), True, "float32", False),
+    ],
+)
+def test_blockwise_has_less_in_memory_at_a_time_than_malloc_maps_anew_in_each_call(
+    shape, is_causal, dtype, with_backward, monkeypatch
+):
     monkeypatch.setattr(blockwise.tuning, "_is_one_device", lambda: True)
-    x = jax.ShapeDtypeStruct((1, T, 4, 64), dtype)
-    gradients = jax.grad(lambda *qkv: flash_attention(*qkv, is_causal=is_causal, implementation="blockwise").sum(), (0, 1, 2))
-    assert jax.jit(gradients).lower(x, x, x).compile().memory_analysis().temp_size_in_bytes < 2**25
+    x = jax.ShapeDtypeStruct(shape, dtype)
+    attend = lambda *qkv: flash_attention(*qkv, is_causal=is_causal, implementation="blockwise")
+    run = jax.grad(lambda *qkv: attend(*qkv).sum(), (0, 1, 2)) if with_backward else attend
+    assert jax.jit(run).lower(x, x, x).compile().memory_analysis().temp_size_in_bytes < 2**25
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="the tiles of a CPU")
+def test_a_forward_that_no_backward_follows_takes_more_heads_at_a_time_and_explain_says_so(monkeypatch):
+    monkeypatch.setattr(blockwise.tuning, "_is_one_device", lambda: True)
+    x = jax.ShapeDtypeStruct((8, 224, 8, 64), jnp.float32)
+    tiles = explain(x, x, x, is_causal=True).tiles
+    assert tiles.heads < 64 and tiles.heads_alone is None and tiles.of_gradient().heads_alone == tiles.heads
+    assert f"{tiles.heads} heads of key and value (all heads where no backward follows) by 224 keys" in str(tiles)
 
 
 def _check(blocks, tiles, last_hangs_over, tight):

@@ -59,7 +59,8 @@ def forward(problem: Problem, tiles: Tiles, x: Operands):
         return tuple(part.put(out, a, axis) for out, a, axis in zip(outputs, new, (2, 1, 1), strict=True))
 
     stats = [_zeros(x, wide, p.batch, p.heads, p.queries)] * 2
-    o, *stats = _each_part(p, tiles, some_heads, (_zeros(x, p.dtype, p.batch, p.queries, p.heads, p.value_size), *stats))
+    o = _zeros(x, p.dtype, p.batch, p.queries, p.heads, p.value_size)
+    o, *stats = _each_part(p, tiles.heads_alone, some_heads, (o, *stats))
     return o, online_softmax.Statistics(*stats)
 
 
@@ -129,18 +130,18 @@ def backward(problem: Problem, tiles: Tiles, x: Operands, rows: online_softmax.A
     bias = None if x.bias is None else _zeros(x, wide, *x.bias.shape)
     tables = () if x.score is None else tuple(_zeros(x, wide, *a.shape) for a in x.score.tables)
     start = *(jnp.zeros_like(a) for a in (x.query, x.key, x.value)), bias, tables
-    dq, dk, dv, dbias, dtables = _each_part(p, tiles, some_heads, start)
+    dq, dk, dv, dbias, dtables = _each_part(p, tiles.heads, some_heads, start)
     dbias = dbias if dbias is None else dbias.astype(x.bias.dtype)
     return (dq, dk, dv, dbias) if x.score is None else (dq, dk, dv, dbias, dtables)
 
 
-def _each_part(p: Problem, tiles: Tiles, some_heads: Callable, outputs):
-    """outputs = some_heads(part, outputs) for all batch rows and heads, tiles.heads of them at a time."""
+def _each_part(p: Problem, at_a_time: int | None, some_heads: Callable, outputs):
+    """outputs = some_heads(part, outputs) for all batch rows and heads, so many of them at a time."""
     B, K = p.batch, p.kv_heads
     batch, heads = B, K
-    if tiles.heads is not None:
-        heads = schedule.divisor(K, tiles.heads)
-        batch = schedule.divisor(B, tiles.heads // K) if heads == K else 1
+    if at_a_time is not None:
+        heads = schedule.divisor(K, at_a_time)
+        batch = schedule.divisor(B, at_a_time // K) if heads == K else 1
     across = K // heads
 
     def step(n, outputs):

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_flash import decode
+from pallas_flash import decode, schedule
 from pallas_flash.arguments import Problem
 from pallas_flash.schedule import ceil_div
 
@@ -22,6 +22,7 @@ class Tiles(NamedTuple):
     block_k: int
     heads: int | None  # key/value heads at a time, of all B * K; None: all, which a partitioner can spread over devices
     dtype: str  # of the products' operands
+    heads_alone: int | None = None  # the same of a forward that no backward follows
     decode: DecodeTiles | Literal[False] | None = None  # of a forward that decodes; False: it may not, a backward follows
 
     @property
@@ -34,8 +35,14 @@ class Tiles(NamedTuple):
             forward = f"decoding: {rows} at a time by {self.decode.block_k} keys, multiplied in {self.decode.dtype}"
             return f"{forward}; backward {self._replace(decode=None)}"
         queries = "1 query" if self.block_q == 1 else f"{self.block_q} queries"
-        heads = "1 head" if self.heads == 1 else f"{'all' if self.heads is None else self.heads} heads"
-        return f"{queries} of {heads} of key and value by {self.block_k} keys, multiplied in {self.dtype}"
+        of = lambda heads: "1 head" if heads == 1 else f"{'all' if heads is None else heads} heads"
+        heads = f"{of(self.heads)} of key and value"
+        heads += "" if self.heads == self.heads_alone else f" ({of(self.heads_alone)} where no backward follows)"
+        return f"{queries} of {heads} by {self.block_k} keys, multiplied in {self.dtype}"
+
+    def of_gradient(self) -> "Tiles":
+        """Those of a forward that the backward follows: its products round as the backward's do, and XLA may see them once."""
+        return self._replace(heads_alone=self.heads, decode=False)
 
 
 UNROLLED = 8  # blocks; more of them are loops, which compile in the same time at any length
@@ -46,6 +53,8 @@ MANY = 2048  # keys, the most of a block; and ONE of a small call
 SCORES = 2**18  # of a head, which with what is made of them fill a cache
 STEP = 2**20  # bytes of keys and values, too few for a step of a loop over batch rows
 COPIED = 2**25  # bytes of keys and values in the order of the heads, for which malloc maps new memory in each call
+WHOLE = 15 * 2**21  # bytes of all heads, to stay below the same
+PART = 3 * 2**22  # bytes of heads at a time, where all would be more
 KEYS = 2048  # of all heads that go at a time on a CPU: its caches hold their scores, with what is made of them
 MOST = 3 * SCORES  # of the same
 CALL = 3 * 2**20  # scores of a whole call: fewer are faster in all heads at once, and in all rows
@@ -87,9 +96,13 @@ def _tiles(problem: Problem) -> Tiles:
     block_q = _at_most(_queries(p) if known else max(128 // p.group, 16), p.queries)
     in_loops = known and ceil_div(p.queries, block_q) > UNROLLED
     block_k = _at_most(512 if in_loops or _is_cut(p) else MANY, p.keys)
-    heads = _heads(p, p.group * block_q, block_k) if known and _is_one_device() else None
+    heads, alone = None, None
+    if known and _is_one_device():
+        heads = alone = _heads(p, p.group * block_q, block_k)
+        if heads is None and not in_loops and not _is_cut(p):
+            heads, alone = (_heads_in_memory(p, block_q, each) for each in (10, 6))  # with a backward, without one
     in_own = p.dtype == "float64" or (p.dtype == "bfloat16" and _is_apart(p))  # products of float16 are slow
-    return Tiles(block_q, block_k, heads, p.dtype if in_own else "float32")
+    return Tiles(block_q, block_k, heads, p.dtype if in_own else "float32", alone)
 
 
 def scaled_last(p: Problem) -> bool:
@@ -137,6 +150,17 @@ def _heads(p: Problem, rows: int, keys: int) -> int | None:
     few = 4 if scores < most // 8 else 2 if scores < SCORES else 1
     at_a_time = max(most // scores, 1) if scores < SCORES else 1
     return at_a_time if p.batch * p.kv_heads * scores > few * most else None
+
+
+def _heads_in_memory(p: Problem, block_q: int, each: int) -> int | None:
+    """The same where no loop goes over blocks. Memory then holds so many bytes for each score, and for each number of an array as
+    large as q, k and v are on average."""
+    ranges = schedule.key_ranges(p.visibility, p.queries, block_q)
+    rows = (min(block_q, p.queries - i * block_q) for i in range(len(ranges)))
+    scores = p.group * sum(n * (keys.last - keys.first) for n, keys in zip(rows, ranges, strict=True))
+    numbers = (p.group * p.queries + p.keys) * (p.head_size + p.value_size) // 4
+    part = (scores + numbers) * (2 * each if p.dtype == "float64" else each)
+    return max(PART // part, 1) if p.batch * p.kv_heads * part > WHOLE else None
 
 
 def goes_in_turn(tiles: Tiles, heads: tuple, keys: list | None) -> bool:
