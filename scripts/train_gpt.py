@@ -26,7 +26,7 @@ from scripts.gpt_run.folder import (
 from scripts.gpt_run.generation import Row, Sampling, compiled, generate, printable
 from scripts.gpt_run.hosts import are_several, everywhere, is_first, joined
 from scripts.gpt_run.loop import run
-from scripts.gpt_run.machine import must_fit, speed_in_words
+from scripts.gpt_run.machine import keep_memory, must_fit, speed_in_words
 from scripts.gpt_run.mesh import context_of, on_mesh, placed
 from scripts.gpt_run.options import CHECK_SETTINGS, CHECK_TOLERANCE, MODEL, PRESETS, make_parser, report
 from scripts.gpt_run.steps import evaluation, learning_rate, new_model, new_optimizer, new_state, train_step
@@ -101,8 +101,11 @@ def train(args):
 
 
 def train_in(folder: pathlib.Path, args, text):
+    import jax
     import jax.numpy as jnp
 
+    if jax.default_backend() == "cpu":
+        keep_memory()
     windows = held_out_windows(text, args.context)
     bigram = bigram_loss(text, windows)
     structure, parameters = new_model(args, context=context_of(args))

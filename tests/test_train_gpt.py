@@ -7,6 +7,7 @@ import json
 import math
 import os
 import pathlib
+import platform
 import re
 import resource
 import shutil
@@ -89,6 +90,28 @@ def loss_curve(folder):
         rows = list(csv.DictReader(file))
     number = lambda text: float(text) if text else None
     return {int(row["step"]): (number(row["train_loss"]), number(row["held_out_loss"])) for row in rows}
+
+
+FAULTS = """
+import ctypes, resource, sys
+from scripts.gpt_run.machine import keep_memory
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype, size = ctypes.c_void_p, 2**26
+if sys.argv[1:]:
+    keep_memory()
+for _ in range(3):
+    before, array = resource.getrusage(resource.RUSAGE_SELF).ru_minflt, ctypes.c_void_p(libc.malloc(ctypes.c_size_t(size)))
+    libc.memset(array, 1, ctypes.c_size_t(size))
+    libc.free(array)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other libraries of C are left as they are")
+def test_memory_of_a_step_is_there_for_the_next_one():
+    faults = lambda *args: int(subprocess.check_output([sys.executable, "-c", FAULTS, *args], cwd=SCRIPT.parents[1]))
+    assert faults("kept") < 100 < faults()
 
 
 def error_of(script, *arguments):

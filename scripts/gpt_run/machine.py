@@ -1,8 +1,21 @@
-"""What the machine gives: whether a program fits into its memory, and how much of its peak a speed is."""
+"""What the machine gives: memory, whether a program fits into it, and how much of its peak a speed is."""
 
+import ctypes
 import os
+import sys
 
 from scripts.gpt_run.stops import Refused
+
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
+
+
+def keep_memory():
+    """glibc's malloc gives large arrays back to the system and gets new pages for them in each step on a CPU, a page fault each.
+    Now it keeps them. Other libraries of C are left as they are."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        mallopt(M_MMAP_MAX, 0)
+        mallopt(M_TRIM_THRESHOLD, -1)
 
 
 def must_fit(program):
