@@ -101,11 +101,8 @@ def train(args):
 
 
 def train_in(folder: pathlib.Path, args, text):
-    import jax
     import jax.numpy as jnp
 
-    if jax.default_backend() == "cpu":
-        keep_memory()
     windows = held_out_windows(text, args.context)
     bigram = bigram_loss(text, windows)
     structure, parameters = new_model(args, context=context_of(args))
@@ -277,4 +274,5 @@ def print_samples(args, structure, parameters):
 
 
 if __name__ == "__main__":
+    keep_memory()  # here, since a caller of main() has a memory of its own
     main()
