@@ -6,7 +6,7 @@ import jax
 
 from pallas_flash.arguments import Problem
 from pallas_flash.kernels import device, portable
-from pallas_flash.kernels.hopper.tuning import LENGTHS, decode_tiles, stored, tiles
+from pallas_flash.kernels.hopper.tuning import decode_tiles, stored, stored_rows, tiles
 from pallas_flash.rules.rule import Asked
 
 __all__ = ["copies", "decode_tiles", "tiles", "why_not"]
@@ -57,7 +57,7 @@ def copies(problem: Problem) -> str | None:
     """What XLA pads for the kernels in each call, since TMA cannot read it where it lies, or None."""
     p, t = problem, tiles(problem)
     lengths = dict(S=p.keys) if t.decode else dict(T=p.queries, S=p.keys)  # the rows of decoding are few
-    whole = {name: (n, n + -n % LENGTHS) for name, n in lengths.items()}
+    whole = {name: (n, stored_rows(n)) for name, n in lengths.items()}
     whole |= {name: (n, stored(n, t.forward.swizzle)) for name, n in dict(H=p.head_size, Hv=p.value_size).items()}
     padded = [f"{name} from {n} to {to}" for name, (n, to) in whole.items() if n != to]
     return f"XLA pads arrays in each call, {', '.join(padded)}, and cuts the results" if padded else None

@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_flash import schedule
 from pallas_flash.kernels import device
 from pallas_flash.kernels.hopper import ends, sync
-from pallas_flash.kernels.hopper.tuning import LENGTHS, ROWS, stored
+from pallas_flash.kernels.hopper.tuning import ROWS, stored, stored_rows
 from pallas_flash.masks import Ints
 
 TILE, ROW, COLUMN = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
@@ -131,7 +131,7 @@ def add_out(x, smem, target):
 
 def padded(x, swizzle: int):
     """[B, length, heads, size] with zeros up to what TMA's tiles divide."""
-    more = (0, -x.shape[1] % LENGTHS), (0, 0), (0, stored(x.shape[3], swizzle) - x.shape[3])
+    more = (0, stored_rows(x.shape[1]) - x.shape[1]), (0, 0), (0, stored(x.shape[3], swizzle) - x.shape[3])
     return jnp.pad(x, ((0, 0), *more)) if any(high for _, high in more) else x
 
 

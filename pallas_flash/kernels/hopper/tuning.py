@@ -114,7 +114,6 @@ class AllTiles(NamedTuple):
 
 COLUMNS = 64  # of a decoding tile that are moved at a time
 LONG = 64  # blocks of keys, beside which the start and the end of a program are short
-LENGTHS = 8  # tiles of so many rows divide an array that TMA reads and writes
 SHARED = 223 * 2**10  # bytes of shared memory for a program's matrices
 
 # The tables: by registers, spills, shared memory and instructions of the code compiled for an H200. Not yet timed.
@@ -224,3 +223,8 @@ def stored(size: int, swizzle: int, itemsize: int = 2) -> int:
     """How many columns an array has for heads of `size`: whole tiles, or one that hangs over, in strides of 16 bytes."""
     columns = (16 if size <= swizzle // itemsize else swizzle) // itemsize
     return -(-size // columns) * columns
+
+
+def stored_rows(length: int) -> int:
+    """How many rows: whole tiles of 8."""
+    return -(-length // 8) * 8
