@@ -237,7 +237,7 @@ def asked(*args, **kwargs) -> tuple[dict[str, Any], Any]:
     call = inspect.signature(flash_attention).bind(*args, **kwargs)
     call.apply_defaults()
     return_residual = call.arguments.pop("return_residual")
-    return dict(call.arguments), return_residual
+    return checks.with_arrays(call.arguments), return_residual
 
 
 def normalised(*args, **kwargs) -> tuple[arguments.Problem, arguments.Operands]:
@@ -248,5 +248,5 @@ def normalised(*args, **kwargs) -> tuple[arguments.Problem, arguments.Operands]:
 
 def _outputs(attend, call, return_residual):
     return_residual = checks.flag("return_residual", return_residual)
-    o, lse = dispatch.on_devices(attend, call)
+    o, lse = dispatch.on_devices(attend, checks.with_arrays(call))
     return (o, lse) if return_residual else o

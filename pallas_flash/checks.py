@@ -19,6 +19,11 @@ def is_array(x) -> bool:
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
+def with_arrays(call: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call, with the array in place of each object that only has a __jax_array__."""
+    return {name: jnp.asarray(x) if hasattr(x, "__jax_array__") and not is_array(x) else x for name, x in call.items()}
+
+
 def is_int(x) -> bool:
     return isinstance(x, int | np.integer)
 

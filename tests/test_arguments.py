@@ -219,6 +219,27 @@ def test_lists_numpy_numbers_and_single_flags_serve_as_arguments(rng):
     assert jax.tree.leaves(masks.Window(np.int64(3))) == []
 
 
+def test_what_has_a_jax_array_serves_as_one_as_in_jax_nn(rng):
+    class Wrapped:
+        def __init__(self, x):
+            self.x = x
+
+        def __jax_array__(self):
+            return self.x
+
+    def gradients(attend, wrap):
+        def loss(q, k, bias):
+            lengths = wrap(jnp.array([3, 7]))
+            return jnp.sum(jnp.sin(attend(wrap(q), wrap(k), wrap(k), wrap(bias), key_value_seq_lengths=lengths)))
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(q, k, bias)
+
+    q, k, bias = _q(rng, Q), _q(rng, (2, 7, 4, 8)), _q(rng, (4, 5, 7))
+    for a, b in zip(gradients(flash_attention, Wrapped), gradients(jax.nn.dot_product_attention, Wrapped), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+    assert str(explain(Wrapped(q), Wrapped(k), Wrapped(k))) == str(explain(q, k, k))
+
+
 def test_a_query_without_batch_axes_takes_bias_mask_and_lengths_of_a_batch_of_one(rng):
     q, k = _q(rng, Q[1:]), _q(rng, K[1:])
     bias, mask, ids = _q(rng, (1, 4, 5, 7)), rng.random((1, 1, 5, 7)) < 0.7, np.zeros((1, 5), int)
