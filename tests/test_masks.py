@@ -137,25 +137,33 @@ def test_blockwise_needs_no_loop_over_blocks_where_lengths_hide_some_of_few_keys
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the tiles of a CPU")
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="before jax 0.11 XLA drops barriers, and then orders the program")
 @pytest.mark.parametrize(
-    "shape, is_causal, dtype, with_backward",
+    "B, T, N, K, H, is_causal, dtype, with_backward",
     [
-        ((1, 2048, 4, 64), False, "float32", True),  # blocks one after the other
-        ((1, 1024, 4, 64), True, "float32", True),
-        ((1, 2048, 4, 64), True, "bfloat16", True),
-        ((8, 256, 8, 64), True, "bfloat16", True),  # a loop over heads: all of them took 34 to 62 MiB
-        ((2, 300, 16, 128), True, "bfloat16", True),
-        ((16, 128, 8, 128), False, "float32", True),
-        ((32, 100, 16, 96), True, "float32", False),
+        (1, 2048, 4, 4, 64, False, "float32", True),  # blocks one after the other
+        (1, 1024, 4, 4, 64, True, "float32", True),
+        (1, 2048, 4, 4, 64, True, "bfloat16", True),
+        (8, 256, 8, 8, 64, True, "bfloat16", True),  # a loop over heads: all of them took 34 to 62 MiB
+        (2, 300, 16, 16, 128, True, "bfloat16", True),
+        (16, 128, 8, 8, 128, False, "float32", True),
+        (32, 100, 16, 16, 96, True, "float32", False),
+        (16, 32, 32, 4, 192, False, "float32", True),  # most of it is what is made of q and do
     ],
 )
 def test_blockwise_has_less_in_memory_at_a_time_than_malloc_maps_anew_in_each_call(
-    shape, is_causal, dtype, with_backward, monkeypatch
+    B, T, N, K, H, is_causal, dtype, with_backward, monkeypatch
 ):
     monkeypatch.setattr(blockwise.tuning, "_is_one_device", lambda: True)
-    x = jax.ShapeDtypeStruct(shape, dtype)
+    q, k = (jax.ShapeDtypeStruct((B, T, heads, H), dtype) for heads in (N, K))
     attend = lambda *qkv: flash_attention(*qkv, is_causal=is_causal, implementation="blockwise")
     run = jax.grad(lambda *qkv: attend(*qkv).sum(), (0, 1, 2)) if with_backward else attend
-    assert jax.jit(run).lower(x, x, x).compile().memory_analysis().temp_size_in_bytes < 2**25
+    assert jax.jit(run).lower(q, k, k).compile().memory_analysis().temp_size_in_bytes < 2**25
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="the tiles of a CPU")
+@pytest.mark.parametrize("T, S, blocks", [(2048, 16, 1), (256, 128, 1), (4096, 77, 1), (128, 128, 2), (250, 128, 2)])
+def test_a_causal_mask_that_hides_little_of_few_keys_cuts_no_queries(T, S, blocks):
+    q, k = (jax.ShapeDtypeStruct((2, length, 4, 64), jnp.float32) for length in (T, S))
+    assert -(-T // explain(q, k, k, is_causal=True).tiles.block_q) == blocks
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the tiles of a CPU")

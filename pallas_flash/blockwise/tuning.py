@@ -129,9 +129,10 @@ def _is_small(p: Problem) -> bool:
 def _queries(p: Problem) -> int:
     """Of a block: fewer, where a mask would hide much of it."""
     v, has_data = p.visibility, p.visibility.has_data
-    if v.left is None and v.right is None and v.where is None and _is_small(p) and not _is_cut(p):
+    is_plain = v.left is None and (v.right is None or p.queries >= 2 * p.keys)  # else it hides a quarter and more
+    if is_plain and v.where is None and _is_small(p) and not _is_cut(p):
         return p.queries
-    if p.keys <= (ONE if has_data else FEW) and v.left is None and v.right is None:
+    if p.keys <= (ONE if has_data else FEW) and is_plain:
         return ceil_div(p.queries, ceil_div(p.queries * p.group * p.keys, SCORES))
     sparse = has_data or v.where is not None or v.left is not None or (v.right is not None and p.queries <= 1024)
     rows = 64 if v.right is not None and p.queries <= 128 else 128 if sparse else 256  # 64: the first half sees half of the keys
@@ -154,11 +155,11 @@ def _heads(p: Problem, rows: int, keys: int) -> int | None:
 
 def _heads_in_memory(p: Problem, block_q: int, each: int) -> int | None:
     """The same where no loop goes over blocks. Memory then holds so many bytes for each score, and for each number of an array as
-    large as q, k and v are on average."""
+    large as q, or as q and k are on average where k is larger."""
     ranges = schedule.key_ranges(p.visibility, p.queries, block_q)
     rows = (min(block_q, p.queries - i * block_q) for i in range(len(ranges)))
     scores = p.group * sum(n * (keys.last - keys.first) for n, keys in zip(rows, ranges, strict=True))
-    numbers = (p.group * p.queries + p.keys) * (p.head_size + p.value_size) // 4
+    numbers = max(2 * p.group * p.queries, p.group * p.queries + p.keys) * (p.head_size + p.value_size) // 4
     part = (scores + numbers) * (2 * each if p.dtype == "float64" else each)
     return max(PART // part, 1) if p.batch * p.kv_heads * part > WHOLE else None
 
