@@ -297,3 +297,12 @@ def test_no_product_leaves_its_precision_to_jax(sizes, dtype, implementation, rn
             jax.jit(jnp.dot).lower(table, table.T)
         jax.jit(jax.grad(outputs, argnums=(0, 1, 2, 3, 4), has_aux=True)).lower(q, k, v, sinks, table)
         jax.jit(outputs).lower(q, k, v, sinks, table)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="the tiles of a CPU")
+@pytest.mark.parametrize("dtype, keys, rounded", [("bfloat16", 32, True), ("bfloat16", 4096, False), ("float16", 32, False)])
+def test_what_all_weights_multiply_is_rounded_by_the_product_and_what_is_added_to_is_not(dtype, keys, rounded):
+    q, k = (jax.ShapeDtypeStruct((1, length, 2, 16), dtype) for length in (128, keys))
+    attend = lambda q, k: flash_attention(q, k, k, implementation="blockwise")
+    found = re.findall(r"dot_general.*-> tensor<1x2x128x16x(\w+)>", jax.jit(attend).lower(q, k).as_text())
+    assert set(found) == {"bf16" if rounded else "f32"}

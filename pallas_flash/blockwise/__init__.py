@@ -7,6 +7,7 @@ where p and ds are smaller, they are transposed instead. With the first operand 
 rows are those of all query heads that share a key/value head.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -43,7 +44,7 @@ def forward(problem: Problem, tiles: Tiles, x: Operands):
                 s = s if seen is None else jnp.where(seen, s, -jnp.inf)
                 prob, alpha, m, l = online_softmax.step_along(3, s, m, l, view.unit, finite)
                 prob = online_softmax.finish(prob, l, p.kept) if p_first else prob
-                pv = _weighted(view.dropped(prob, row, key), key.of(view.value, 2))
+                pv = _weighted(view.dropped(prob, row, key), key.of(view.value, 2), p_first)
                 return pv if alpha is None else o * alpha[..., None] + pv, m, l
 
             start = zeros(q.shape[2], p.value_size), *online_softmax.start(zeros(q.shape[2]), view.sinks_of(row), 1.0)
@@ -64,17 +65,18 @@ def forward(problem: Problem, tiles: Tiles, x: Operands):
     return o, online_softmax.Statistics(*stats)
 
 
-@jax.custom_jvp
-def _weighted(p, v):
-    """p v [B, K, m, h] of weights p [B, K, m, n], rounded to the dtype of v [B, K, n, h]."""
-    return dot(p.astype(v.dtype), v)
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _weighted(p, v, is_all: bool):
+    """p v [B, K, m, h] of weights p [B, K, m, n], rounded to the dtype of v [B, K, n, h]; so is the product, if it is all."""
+    return dot(p.astype(v.dtype), v, v.dtype if is_all else None)
 
 
 @_weighted.defjvp
-def _(primals, tangents):
+def _(is_all, primals, tangents):
     """The tangents of weights are not rounded: less o dl / l little of what they sum to may be left."""
     (p, v), (dp, dv) = primals, tangents
-    return _weighted(p, v), dot(dp, v.astype(dp.dtype)) + dot(p.astype(v.dtype), dv)
+    o = _weighted(p, v, is_all)
+    return o, (dot(dp, v.astype(dp.dtype)) + dot(p.astype(v.dtype), dv)).astype(o.dtype)
 
 
 def backward(problem: Problem, tiles: Tiles, x: Operands, rows: online_softmax.Apart, do, delta):

@@ -276,9 +276,9 @@ def _tiled(x, heads: int):
     return x.reshape(x.shape[0], *((heads, -1) if x.shape[1] > 1 else (1, 1)), *x.shape[2:])
 
 
-def dot(a, b):
-    """[B, K, m, n] [B, K, n, h] -> [B, K, m, h]"""
-    return _product(a, b, 2)
+def dot(a, b, dtype=None):
+    """[B, K, m, n] [B, K, n, h] -> [B, K, m, h], in the dtype of sums if no other is given"""
+    return _product(a, b, 2, dtype)
 
 
 def dot_t(a, b):
@@ -294,6 +294,6 @@ def over_rows(x, x_t, weights):
     return jnp.swapaxes(dot(lax.optimization_barrier(jnp.swapaxes(weights, 2, 3)), x), 2, 3)
 
 
-def _product(a, b, axis: int):
+def _product(a, b, axis: int, dtype=None):
     dims = (((3,), (axis,)), ((0, 1), (0, 1)))
-    return lax.dot_general(a, b, dims, precision="highest", preferred_element_type=sums(a.dtype))
+    return lax.dot_general(a, b, dims, precision="highest", preferred_element_type=dtype or sums(a.dtype))
