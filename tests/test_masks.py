@@ -1,6 +1,7 @@
 """Every mask on a small full grid against brute force: what is seen, which blocks are visited, which need no mask."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -146,6 +147,7 @@ def test_blockwise_needs_no_loop_over_blocks_where_lengths_hide_some_of_few_keys
         (2, 300, 16, 16, 128, True, "bfloat16", True),
         (16, 128, 8, 8, 128, False, "float32", True),
         (32, 100, 16, 16, 96, True, "float32", False),
+        (16, 256, 16, 16, 64, False, "bfloat16", False),
         (16, 32, 32, 4, 192, False, "float32", True),  # most of it is what is made of q and do
     ],
 )
@@ -169,10 +171,12 @@ def test_a_causal_mask_that_hides_little_of_few_keys_cuts_no_queries(T, S, block
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the tiles of a CPU")
 def test_a_forward_that_no_backward_follows_takes_more_heads_at_a_time_and_explain_says_so(monkeypatch):
     monkeypatch.setattr(blockwise.tuning, "_is_one_device", lambda: True)
-    x = jax.ShapeDtypeStruct((8, 224, 8, 64), jnp.float32)
-    tiles = explain(x, x, x, is_causal=True).tiles
-    assert tiles.heads < 64 and tiles.heads_alone is None and tiles.of_gradient().heads_alone == tiles.heads
-    assert f"{tiles.heads} heads of key and value (all heads where no backward follows) by 224 keys" in str(tiles)
+    for T, is_causal, batch, alone in ((224, True, 8, "all heads"), (256, False, 16, r"\d+ heads")):
+        x = jax.ShapeDtypeStruct((batch, T, 8, 64), jnp.float32)
+        tiles = explain(x, x, x, is_causal=is_causal).tiles
+        assert tiles.heads < (tiles.heads_alone or 64) and tiles.of_gradient().heads_alone == tiles.heads
+        found = rf"{tiles.heads} heads of key and value \({alone} where no backward follows\) by {T} keys"
+        assert re.search(found, str(tiles))
 
 
 def _check(blocks, tiles, last_hangs_over, tight):

@@ -99,8 +99,9 @@ def _tiles(problem: Problem) -> Tiles:
     heads, alone = None, None
     if known and _is_one_device():
         heads = alone = _heads(p, p.group * block_q, block_k)
-        if heads is None and not in_loops and not _is_cut(p):
-            heads, alone = (_heads_in_memory(p, block_q, each) for each in (10, 6))  # with a backward, without one
+        if not in_loops and not _is_cut(p):
+            alone = _heads_in_memory(p, block_q, 6, heads or 1)  # larger steps gain more than the caches do, without a backward
+            heads = heads or _heads_in_memory(p, block_q, 10)
     in_own = p.dtype == "float64" or (p.dtype == "bfloat16" and _is_apart(p))  # products of float16 are slow
     return Tiles(block_q, block_k, heads, p.dtype if in_own else "float32", alone)
 
@@ -153,7 +154,7 @@ def _heads(p: Problem, rows: int, keys: int) -> int | None:
     return at_a_time if p.batch * p.kv_heads * scores > few * most else None
 
 
-def _heads_in_memory(p: Problem, block_q: int, each: int) -> int | None:
+def _heads_in_memory(p: Problem, block_q: int, each: int, least: int = 1) -> int | None:
     """The same where no loop goes over blocks. Memory then holds so many bytes for each score, and for each number of an array as
     large as q, or as q and k are on average where k is larger."""
     ranges = schedule.key_ranges(p.visibility, p.queries, block_q)
@@ -161,7 +162,7 @@ def _heads_in_memory(p: Problem, block_q: int, each: int) -> int | None:
     scores = p.group * sum(n * (keys.last - keys.first) for n, keys in zip(rows, ranges, strict=True))
     numbers = max(2 * p.group * p.queries, p.group * p.queries + p.keys) * (p.head_size + p.value_size) // 4
     part = (scores + numbers) * (2 * each if p.dtype == "float64" else each)
-    return max(PART // part, 1) if p.batch * p.kv_heads * part > WHOLE else None
+    return max(PART // part, least) if p.batch * p.kv_heads * part > WHOLE else None
 
 
 def goes_in_turn(tiles: Tiles, heads: tuple, keys: list | None) -> bool:
