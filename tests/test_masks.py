@@ -148,6 +148,7 @@ def test_blockwise_needs_no_loop_over_blocks_where_lengths_hide_some_of_few_keys
         (16, 128, 8, 8, 128, False, "float32", True),
         (32, 100, 16, 16, 96, True, "float32", False),
         (16, 256, 16, 16, 64, False, "bfloat16", False),
+        (1, 2048, 4, 2, 64, False, "float32", False),  # blocks one after the other
         (16, 32, 32, 4, 192, False, "float32", True),  # most of it is what is made of q and do
     ],
 )
@@ -162,10 +163,22 @@ def test_blockwise_has_less_in_memory_at_a_time_than_malloc_maps_anew_in_each_ca
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the tiles of a CPU")
-@pytest.mark.parametrize("T, S, blocks", [(2048, 16, 1), (256, 128, 1), (4096, 77, 1), (128, 128, 2), (250, 128, 2)])
-def test_a_causal_mask_that_hides_little_of_few_keys_cuts_no_queries(T, S, blocks):
-    q, k = (jax.ShapeDtypeStruct((2, length, 4, 64), jnp.float32) for length in (T, S))
-    assert -(-T // explain(q, k, k, is_causal=True).tiles.block_q) == blocks
+@pytest.mark.parametrize(
+    "T, S, G, is_causal, blocks",
+    [
+        (2048, 16, 1, True, 1),
+        (256, 128, 1, True, 1),
+        (4096, 77, 1, True, 1),
+        (128, 128, 1, True, 2),
+        (250, 128, 1, True, 2),
+        (1024, 1024, 1, False, 1),
+        (1500, 1500, 1, False, 3),
+        (577, 577, 8, False, 3),
+    ],
+)
+def test_queries_are_cut_where_a_mask_hides_much_or_their_scores_are_many(T, S, G, is_causal, blocks):
+    q, k = (jax.ShapeDtypeStruct((8, length, heads, 64), jnp.float32) for length, heads in ((T, 4 * G), (S, 4)))
+    assert -(-T // explain(q, k, k, is_causal=is_causal).tiles.block_q) == blocks
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the tiles of a CPU")

@@ -33,9 +33,12 @@ def forward(problem: Problem, tiles: Tiles, x: Operands):
     def some_heads(part: Heads, outputs):
         view = View.of(p, tiles, part, x)
         zeros = lambda *shape: _zeros(x, wide, part.batch, part.heads, *shape)
+        in_turn = goes_in_turn(tiles, view.query.shape[:3], known_keys(p, tiles), is_backward=False)
 
         def query_block(row: Block, keys, outputs):
             q = view.rows(row, view.query)
+            if in_turn and row.start:
+                q, outputs = lax.optimization_barrier((q, outputs))
             p_first = view.is_all(keys) and x.sinks is None and not tiles.is_wide  # it is rounded there anyway
 
             def step(key: Block, seen, carry, finite=False):
@@ -87,7 +90,7 @@ def backward(problem: Problem, tiles: Tiles, x: Operands, rows: online_softmax.A
         do_ = view.filled(by_head(part.of(do, 2), part.heads).astype(tiles.dtype))
         few = tiles.is_wide and isinstance(tiles.block_k, int) and tiles.block_k < p.head_size  # p and ds are smaller than q, do
         both = [(a, None if few else jnp.moveaxis(_transposed(a), 3, 2)) for a in (view.query, do_)]
-        in_turn = goes_in_turn(tiles, view.query.shape[:3], known_keys(p, tiles))
+        in_turn = goes_in_turn(tiles, view.query.shape[:3], known_keys(p, tiles), is_backward=True)
         by_row = [a if a is None else part.of(a, 1).reshape(*do_.shape[:-1], 1) for a in (*rows, delta)]
 
         def query_block(row: Block, keys, gradients):

@@ -51,6 +51,8 @@ FEW = 128  # keys, which blocks need not cut further
 ONE = 768  # keys that are one block under a mask of data: a loop that may skip some of so few gains less than it costs
 MANY = 2048  # keys, the most of a block; and ONE of a small call
 SCORES = 2**18  # of a head, which with what is made of them fill a cache
+ALL_SEEN = 2**20  # of a block of one head, where no mask hides more than data tells
+DATA = 3 * ALL_SEEN  # of a head under a mask of data: from here on small blocks in loops, which skip some, are faster
 STEP = 2**20  # bytes of keys and values, too few for a step of a loop over batch rows
 COPIED = 2**25  # bytes of keys and values in the order of the heads, for which malloc maps new memory in each call
 WHOLE = 15 * 2**21  # bytes of all heads, to stay below the same
@@ -59,6 +61,7 @@ KEYS = 2048  # of all heads that go at a time on a CPU: its caches hold their sc
 MOST = 3 * SCORES  # of the same
 CALL = 3 * 2**20  # scores of a whole call: fewer are faster in all heads at once, and in all rows
 UNDER_WAY = 3 * 2**19  # scores of known blocks: so many, each kept several times, are faster one block after the other
+FORWARD = 2**22  # the same of a forward, which keeps each once or twice
 WIDE_CALL = 9 * 2**18  # the same where all heads go at once, and in 32 bits only
 
 
@@ -100,8 +103,7 @@ def _tiles(problem: Problem) -> Tiles:
     if known and _is_one_device():
         heads = alone = _heads(p, p.group * block_q, block_k)
         if not in_loops and not _is_cut(p):
-            alone = _heads_in_memory(p, block_q, 6, heads or 1)  # larger steps gain more than the caches do, without a backward
-            heads = heads or _heads_in_memory(p, block_q, 10)
+            heads, alone = (_heads_in_memory(p, block_q, each, heads) for each in (10, 6))  # with a backward, without one
     in_own = p.dtype == "float64" or (p.dtype == "bfloat16" and _is_apart(p))  # products of float16 are slow
     return Tiles(block_q, block_k, heads, p.dtype if in_own else "float32", alone)
 
@@ -133,8 +135,10 @@ def _queries(p: Problem) -> int:
     is_plain = v.left is None and (v.right is None or p.queries >= 2 * p.keys)  # else it hides a quarter and more
     if is_plain and v.where is None and _is_small(p) and not _is_cut(p):
         return p.queries
-    if p.keys <= (ONE if has_data else FEW) and is_plain:
-        return ceil_div(p.queries, ceil_div(p.queries * p.group * p.keys, SCORES))
+    if is_plain and p.keys <= (ONE if has_data else MANY if v.where is None else FEW):
+        scores = p.queries * p.group * p.keys
+        most = SCORES if v.where is not None or (has_data and scores > DATA) else ALL_SEEN
+        return ceil_div(p.queries, ceil_div(scores, most))
     sparse = has_data or v.where is not None or v.left is not None or (v.right is not None and p.queries <= 1024)
     rows = 64 if v.right is not None and p.queries <= 128 else 128 if sparse else 256  # 64: the first half sees half of the keys
     queries = max(min(rows, max(rows, 128) // p.group), 16)
@@ -154,23 +158,26 @@ def _heads(p: Problem, rows: int, keys: int) -> int | None:
     return at_a_time if p.batch * p.kv_heads * scores > few * most else None
 
 
-def _heads_in_memory(p: Problem, block_q: int, each: int, least: int = 1) -> int | None:
-    """The same where no loop goes over blocks. Memory then holds so many bytes for each score, and for each number of an array as
-    large as q, or as q and k are on average where k is larger."""
+def _heads_in_memory(p: Problem, block_q: int, each: int, least: int | None) -> int | None:
+    """The same where no loop goes over blocks: as many as memory may hold, and at least so many. Memory then holds so many bytes for
+    each score, and for each number of an array as large as q, or as q and k are on average where k is larger."""
     ranges = schedule.key_ranges(p.visibility, p.queries, block_q)
     rows = (min(block_q, p.queries - i * block_q) for i in range(len(ranges)))
     scores = p.group * sum(n * (keys.last - keys.first) for n, keys in zip(rows, ranges, strict=True))
     numbers = max(2 * p.group * p.queries, p.group * p.queries + p.keys) * (p.head_size + p.value_size) // 4
     part = (scores + numbers) * (2 * each if p.dtype == "float64" else each)
-    return max(PART // part, least) if p.batch * p.kv_heads * part > WHOLE else None
+    most = WHOLE if least is None else PART
+    return max(PART // part, least or 1) if p.batch * p.kv_heads * part > most else None
 
 
-def goes_in_turn(tiles: Tiles, heads: tuple, keys: list | None) -> bool:
-    """Whether blocks known while tracing, of so many heads [B, K, G], are to wait for each other in the backward. Else a CPU has
-    the scores of all of them in memory at a time, which malloc then maps anew in each call."""
+def goes_in_turn(tiles: Tiles, heads: tuple, keys: list | None, is_backward: bool) -> bool:
+    """Whether blocks known while tracing, of so many heads [B, K, G], are to wait for each other. Else a CPU has the scores of all
+    of them in memory at a time, which malloc then maps anew in each call."""
     if keys is None or jax.default_backend() != "cpu" or not all(isinstance(n, int) for n in heads):
         return False
     scores = math.prod(heads) * tiles.block_q * sum(key.size for of_rows in keys for key, *_ in of_rows)
+    if not is_backward:
+        return tiles.heads_alone is not None and scores >= FORWARD
     return scores >= UNDER_WAY if tiles.heads is not None else tiles.is_wide and len(keys) > 2 and scores >= WIDE_CALL
 
 
