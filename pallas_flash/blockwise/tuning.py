@@ -47,7 +47,7 @@ class Tiles(NamedTuple):
 
 UNROLLED = 8  # blocks; more of them are loops, which compile in the same time at any length
 BLOCK = 512  # keys of all heads that are in the caches at a time, in decoding
-FEW = 128  # keys, which blocks need not cut further
+FEW = 128  # keys under a Predicate, too few to find blocks among them that it hides
 ONE = 768  # keys that are one block under a mask of data: a loop that may skip some of so few gains less than it costs
 MANY = 2048  # keys, the most of a block; and ONE of a small call
 SCORES = 2**18  # of a head, which with what is made of them fill a cache
@@ -173,7 +173,7 @@ def _heads_in_memory(p: Problem, block_q: int, each: int, least: int | None) -> 
 def goes_in_turn(tiles: Tiles, heads: tuple, keys: list | None, is_backward: bool) -> bool:
     """Whether blocks known while tracing, of so many heads [B, K, G], are to wait for each other. Else a CPU has the scores of all
     of them in memory at a time, which malloc then maps anew in each call."""
-    if keys is None or jax.default_backend() != "cpu" or not all(isinstance(n, int) for n in heads):
+    if keys is None or len(keys) == 1 or jax.default_backend() != "cpu" or not all(isinstance(n, int) for n in heads):
         return False
     scores = math.prod(heads) * tiles.block_q * sum(key.size for of_rows in keys for key, *_ in of_rows)
     if not is_backward:
