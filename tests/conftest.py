@@ -60,7 +60,8 @@ def small_tiles(monkeypatch):
     heads = lambda p: 1 if isinstance(p.batch, int) else None
     tiles = lambda p: blockwise.Tiles(at_most_16(p.queries), at_most_16(p.keys), heads(p), p.dtype, heads(p))
     monkeypatch.setattr(blockwise, "tiles", tiles)
-    monkeypatch.setattr(blockwise.tuning, "UNDER_WAY", 0)
+    monkeypatch.setattr(blockwise.tuning, "UNDER_WAY", 1)
+    monkeypatch.setattr(blockwise.tuning, "FORWARD", 1)
     monkeypatch.setattr(portable, "tiles", lambda p: AllTiles(Tiles(16, 16), Tiles(16, 32), Tiles(32, 16)))
 
 

@@ -192,6 +192,14 @@ def test_a_forward_that_no_backward_follows_takes_more_heads_at_a_time_and_expla
         assert re.search(found, str(tiles))
 
 
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="the tiles of a CPU")
+def test_more_heads_go_at_a_time_than_the_caches_hold_scores_of(monkeypatch):
+    monkeypatch.setattr(blockwise.tuning, "_is_one_device", lambda: True)
+    x = jax.ShapeDtypeStruct((16, 300, 8, 96), jnp.float32)
+    tiles = explain(x, x, x).tiles
+    assert tiles.block_q == 300 and blockwise.tuning.MOST < tiles.heads * 300 * 300
+
+
 def _check(blocks, tiles, last_hangs_over, tight):
     first, full_first, full_last, last = (int(x) for x in blocks)
     assert 0 <= first <= full_first <= full_last <= last <= len(tiles)

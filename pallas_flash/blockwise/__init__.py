@@ -18,7 +18,7 @@ from pallas_flash import online_softmax, schedule
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.blockwise import decode
 from pallas_flash.blockwise.parts import Block, Heads
-from pallas_flash.blockwise.tuning import Tiles, decode_tiles, goes_in_turn, tiles
+from pallas_flash.blockwise.tuning import Tiles, backward_goes_in_turn, decode_tiles, forward_goes_in_turn, tiles
 from pallas_flash.blockwise.view import View, by_head, dot, dot_t, known_keys, over_rows, with_lists
 from pallas_flash.checks import sums
 
@@ -33,7 +33,7 @@ def forward(problem: Problem, tiles: Tiles, x: Operands):
     def some_heads(part: Heads, outputs):
         view = View.of(p, tiles, part, x)
         zeros = lambda *shape: _zeros(x, wide, part.batch, part.heads, *shape)
-        in_turn = goes_in_turn(tiles, view.query.shape[:3], known_keys(p, tiles), is_backward=False)
+        in_turn = forward_goes_in_turn(tiles, view.query.shape[:3], known_keys(p, tiles))
 
         def query_block(row: Block, keys, outputs):
             q = view.rows(row, view.query)
@@ -90,7 +90,7 @@ def backward(problem: Problem, tiles: Tiles, x: Operands, rows: online_softmax.A
         do_ = view.filled(by_head(part.of(do, 2), part.heads).astype(tiles.dtype))
         few = tiles.is_wide and isinstance(tiles.block_k, int) and tiles.block_k < p.head_size  # p and ds are smaller than q, do
         both = [(a, None if few else jnp.moveaxis(_transposed(a), 3, 2)) for a in (view.query, do_)]
-        in_turn = goes_in_turn(tiles, view.query.shape[:3], known_keys(p, tiles), is_backward=True)
+        in_turn = backward_goes_in_turn(tiles, view.query.shape[:3], known_keys(p, tiles))
         by_row = [a if a is None else part.of(a, 1).reshape(*do_.shape[:-1], 1) for a in (*rows, delta)]
 
         def query_block(row: Block, keys, gradients):

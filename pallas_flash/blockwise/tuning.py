@@ -159,8 +159,8 @@ def _heads(p: Problem, rows: int, keys: int) -> int | None:
 
 
 def _heads_in_memory(p: Problem, block_q: int, each: int, least: int | None) -> int | None:
-    """The same where no loop goes over blocks: as many as memory may hold, and at least so many. Memory then holds so many bytes for
-    each score, and for each number of an array as large as q, or as q and k are on average where k is larger."""
+    """The same where no loop goes over blocks: as many as memory may hold, and at least so many. Memory then holds so many bytes
+    for each score, and for each number of an array as large as q, or as q and k are on average where k is larger."""
     ranges = schedule.key_ranges(p.visibility, p.queries, block_q)
     rows = (min(block_q, p.queries - i * block_q) for i in range(len(ranges)))
     scores = p.group * sum(n * (keys.last - keys.first) for n, keys in zip(rows, ranges, strict=True))
@@ -170,15 +170,22 @@ def _heads_in_memory(p: Problem, block_q: int, each: int, least: int | None) -> 
     return max(PART // part, least or 1) if p.batch * p.kv_heads * part > most else None
 
 
-def goes_in_turn(tiles: Tiles, heads: tuple, keys: list | None, is_backward: bool) -> bool:
-    """Whether blocks known while tracing, of so many heads [B, K, G], are to wait for each other. Else a CPU has the scores of all
-    of them in memory at a time, which malloc then maps anew in each call."""
+def forward_goes_in_turn(tiles: Tiles, heads: tuple, keys: list | None) -> bool:
+    """Whether blocks known while tracing, of so many heads [B, K, G], are to wait for each other."""
+    return tiles.heads_alone is not None and _under_way(tiles, heads, keys) >= FORWARD
+
+
+def backward_goes_in_turn(tiles: Tiles, heads: tuple, keys: list | None) -> bool:
+    """The same in the backward."""
+    scores = _under_way(tiles, heads, keys)
+    return scores >= UNDER_WAY if tiles.heads is not None else scores >= WIDE_CALL and tiles.is_wide and len(keys) > 2
+
+
+def _under_way(tiles: Tiles, heads: tuple, keys: list | None) -> int:
+    """The scores that a CPU has in memory at a time, in what malloc maps anew in each call, where no block waits for another."""
     if keys is None or len(keys) == 1 or jax.default_backend() != "cpu" or not all(isinstance(n, int) for n in heads):
-        return False
-    scores = math.prod(heads) * tiles.block_q * sum(key.size for of_rows in keys for key, *_ in of_rows)
-    if not is_backward:
-        return tiles.heads_alone is not None and scores >= FORWARD
-    return scores >= UNDER_WAY if tiles.heads is not None else tiles.is_wide and len(keys) > 2 and scores >= WIDE_CALL
+        return 0
+    return math.prod(heads) * tiles.block_q * sum(key.size for of_rows in keys for key, *_ in of_rows)
 
 
 def _at_most(size: int, length: int) -> int:
