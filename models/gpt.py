@@ -50,6 +50,7 @@ class Block(nnx.Module):
             dtype=c.dtype,
             out_kernel_init=small,
             rngs=rngs,
+            keep_rngs=False,  # the model's state is its parameters; training passes rngs
         )
         self.mlp_norm = nnx.RMSNorm(c.features, dtype=c.dtype, rngs=rngs)
         self.up = nnx.Linear(c.features, c.hidden_features, use_bias=False, dtype=c.dtype, rngs=rngs)

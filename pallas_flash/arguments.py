@@ -150,7 +150,7 @@ def normalise(
     sinks = None if sinks is None else checks.sinks(sinks, N).astype(checks.sums(query.dtype))
     dropped = dropout.dropped(checks.rate("dropout_rate", dropout_rate))
     if dropped and dropout_seeds is None:
-        dropout_seeds = dropout.seeds(checks.rng("dropout_rng", dropout_rng), *lead, N)
+        dropout_seeds = dropout.seeds(dropout_rng, *lead, N)
     seeds = dropout_seeds.reshape(B, N, 2) if dropped else None
     qkv = _times(flat(query), factors, visibility), flat(key), flat(value)
     score = None

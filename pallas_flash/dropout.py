@@ -4,6 +4,8 @@ Whoever needs the mask computes it, a tile at a time, in the backward again: not
 implementation, for every size of tile and on any number of devices.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,9 +25,17 @@ def dropped(rate: float) -> int:
     return 0 if rate == 0 else min(max(round(rate * LEVELS), 1), LEVELS - 1)
 
 
+class Shared(NamedTuple):
+    """A key of jax.random with one mask [T, S] for all batch rows and heads: `dropout_mask(key, rate, (T, S))`."""
+
+    key: Array
+
+
 def seeds(rng, *shape: int):
-    """Two numbers for each batch row and head, uint32 [*shape, 2], from a key of jax.random."""
-    return jax.random.bits(rng, (*shape, 2), jnp.uint32)
+    """Two numbers for each batch row and head, uint32 [*shape, 2], from a key of jax.random; the same two from a Shared."""
+    if isinstance(rng, Shared):
+        return jnp.broadcast_to(seeds(rng.key), (*shape, 2))
+    return jax.random.bits(checks.rng("dropout_rng", rng), (*shape, 2), jnp.uint32)
 
 
 def moved(seeds, row=0, column=0):
@@ -73,8 +83,7 @@ def dropout_mask(dropout_rng: Array, dropout_rate: float, shape: tuple[int, ...]
         *lead, T, S = shape
     except (TypeError, ValueError):
         raise ValueError(f"shape must be (*B, N, T, S), that of the weights; got {shape!r}.") from None
-    rng, rate = checks.rng("dropout_rng", dropout_rng), checks.rate("dropout_rate", dropout_rate)
-    return mask(dropped(rate), seeds(rng, *lead), T, S)
+    return mask(dropped(checks.rate("dropout_rate", dropout_rate)), seeds(dropout_rng, *lead), T, S)
 
 
 def mask(dropped: int, seeds, queries: int, keys: int):

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from selection import whole_but
 
 from pallas_flash import blockwise, dropout, dropout_mask, explain, flash_attention
+from pallas_flash.context_parallel import Ring
 from pallas_flash.kernels import portable
 from pallas_flash.kernels.classic import flash1, standard
 from pallas_flash.kernels.portable.tuning import AllTiles, Tiles
@@ -219,6 +220,23 @@ def test_on_a_mesh_of_eight_the_same_weights_are_dropped(implementation, small_t
     o = jax.jit(lambda q, key: flash_attention(q, k, v, dropout_rate=0.3, dropout_rng=key, implementation=implementation))(q, KEY)
     assert jax.typeof(o).sharding.spec[0] == "data"
     np.testing.assert_array_equal(np.moveaxis(np.asarray(o) > 0, 2, 1), dropout_mask(KEY, 0.3, (B, N, T, S)))
+
+
+@pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices; conftest asks for them on a CPU")
+@pytest.mark.parametrize("kind", whole_but([AxisType.Explicit, AxisType.Auto], AxisType.Explicit), ids=str)
+def test_a_shared_mask_is_the_same_in_all_rows_and_heads_on_all_devices(kind, small_tiles):
+    mesh = jax.make_mesh((2, 2), ("data", "context"), axis_types=(kind,) * 2)
+    T, B, N = 64, 2, 2
+    q = np.zeros((B, T, N, 8), np.float32)
+    v = np.broadcast_to(np.eye(T, dtype=np.float32)[:, None], (B, T, N, T))
+    where = NamedSharding(mesh, P("data", "context"))
+    context = Ring("context", batch="data")
+    attend = lambda q, k, v, key: flash_attention(
+        q, k, v, dropout_rate=0.3, dropout_rng=dropout.Shared(key), implementation="blockwise", context=context
+    )
+    o = jax.jit(attend)(*(jax.device_put(x, where) for x in (q, q, v)), KEY)
+    expected = np.broadcast_to(dropout_mask(KEY, 0.3, (T, T)), (B, N, T, T))
+    np.testing.assert_array_equal(np.moveaxis(np.asarray(o) > 0, 2, 1), expected)
 
 
 # ---- arguments

@@ -200,8 +200,25 @@ def test_deterministic_turns_dropout_off():
     ours, params = nnx_module(dict(attention_fn=attention_fn), dropout_rate=0.5)
     theirs, _ = nnx_module({}, dropout_rate=0.5)
     assert_close(ours(params, x, deterministic=True), theirs(params, x, deterministic=True))
-    with pytest.raises(NotImplementedError, match="make the module with broadcast_dropout=False"):
-        ours(params, x, deterministic=False)
+
+
+def dense_with_dropout(query, key, value, dropout_rng, dropout_rate, broadcast_dropout, **_):
+    weights = jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", query, key) / H**0.5)
+    shape = weights.shape[-2:] if broadcast_dropout else weights.shape
+    weights *= dropout_mask(dropout_rng, dropout_rate, shape) / (1 - dropout_rate)
+    return jnp.einsum("bnts,bsnh->btnh", weights, value)
+
+
+@pytest.mark.parametrize("broadcast", [True, False])
+@pytest.mark.parametrize("library", MODULES)
+def test_the_hook_drops_one_mask_from_all_rows_and_heads_or_one_from_each_as_the_module_asks(library, broadcast):
+    more, inputs = dict(dropout_rate=0.5) | ({} if broadcast else dict(broadcast_dropout=False)), normal(1, B, T, D)
+    rngs = lambda: dict(rngs=nnx.Rngs(dropout=3) if library == "nnx" else dict(dropout=jax.random.key(3)))
+    results = []
+    for attend in (attention_fn, dense_with_dropout):
+        module, params = MODULES[library](dict(attention_fn=attend), **more)
+        results.append(jax.jit(lambda x, module=module, params=params: module(params, x, deterministic=False, **rngs()))(inputs))
+    assert_close(*results)
 
 
 @pytest.mark.parametrize("library", MODULES)
@@ -413,12 +430,47 @@ def test_sinks_and_dropout_of_the_layer_are_those_of_flash_attention():
 
     ours, args = functools.partial(apply(layer), rngs=key), (pure(layer), x)
     assert_close(value_and_grads(ours, *args), value_and_grads(plain, *args))
-    with pytest.raises(ValueError, match="dropout needs rngs in training"):
-        layer(x)
     assert_close(nnx.view(layer, deterministic=True)(x), layer(x, deterministic=True))
     layer.eval()
     assert_close(layer(x), layer(x, deterministic=True))
     assert not np.array_equal(layer(x), layer(x, rngs=nnx.Rngs(dropout=0), deterministic=False))
+
+
+def test_the_layer_draws_from_the_stream_of_its_constructor_and_rather_from_the_rngs_of_a_call():
+    layer, x = FlashAttention(N, D, dropout_rate=0.3, rngs=nnx.Rngs(0)), normal(1, B, T, D)
+    keys = [jax.random.fold_in(layer.rngs.key[...], n) for n in range(2)]
+    layer.eval()
+    layer(x)
+    layer.train()
+    given = [layer(x, rngs=key) for key in keys]
+    kept = [layer(x) for _ in keys]
+    for ours, expected in zip(kept, given, strict=True):
+        assert jnp.array_equal(ours, expected)
+    assert not jnp.array_equal(*kept)
+    for rngs in nnx.Rngs(5), nnx.Rngs(5).dropout:
+        assert jnp.array_equal(layer(x, rngs=rngs), layer(x, rngs=nnx.Rngs(5).dropout()))
+    assert layer.rngs.count[...] == 2, "a call with rngs takes no key of the layer's stream"
+
+
+def test_scanned_layers_have_streams_of_their_own_and_two_calls_drop_other_weights():
+    new = lambda rngs: FlashAttention(N, D, dropout_rate=0.3, rngs=rngs)
+    layers = nnx.split_rngs(splits=2)(nnx.vmap(new))(nnx.Rngs(0))
+    assert layers.rngs.key.shape == (2,) and layers.rngs.key[0] != layers.rngs.key[1]
+    run = nnx.jit(nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry))
+    x = normal(1, B, T, D)
+    assert not jnp.array_equal(run(x, layers), run(x, layers))
+    assert jnp.array_equal(layers.rngs.count[...], jnp.array([2, 2]))
+
+
+@pytest.mark.parametrize(
+    "options", [dict(dropout_rate=0.3, keep_rngs=False), dict(dropout_rate=0.3, rngs=nnx.Rngs(params=0)), dict()], ids=str
+)
+def test_a_layer_that_keeps_no_stream_has_parameters_alone_as_state(options):
+    layer, x = FlashAttention(N, D, **dict(rngs=nnx.Rngs(0)) | options), normal(1, B, T, D)
+    assert not jax.tree.leaves(nnx.state(layer, nnx.RngState)) and jax.tree.leaves(nnx.state(layer, nnx.Param))
+    if options:
+        with pytest.raises(ValueError, match="dropout needs rngs in training"):
+            layer(x)
 
 
 # ---- the cache

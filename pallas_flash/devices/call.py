@@ -54,7 +54,7 @@ def exact(call: dict[str, Any]) -> dict[str, Any]:
         if isinstance(call[name], jax.Array) and call[name].size == 1:  # one for all is one for each, to spread over devices
             call[name] = jnp.broadcast_to(jnp.reshape(call[name], ()), shape)
     if dropout.dropped(checks.rate("dropout_rate", call["dropout_rate"])):
-        call["dropout_seeds"] = dropout.seeds(checks.rng("dropout_rng", call["dropout_rng"]), *lead, N)
+        call["dropout_seeds"] = dropout.seeds(call["dropout_rng"], *lead, N)
     call["dropout_rng"] = None
     if call["score_mod"] is not None:
         score = Score.of_call(scores.fitting(call["score_mod"], N), checks.sums(call["query"].dtype))

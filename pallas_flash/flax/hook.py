@@ -1,6 +1,5 @@
 """`attention_fn`, for Flax's own attention modules, of nnx and of linen."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,7 @@ from jaxtyping import Array, Float, Shaped
 
 from pallas_flash.attention import Implementation, flash_attention
 from pallas_flash.checks import AnyArray
+from pallas_flash.dropout import Shared
 from pallas_flash.masks import Mask
 
 
@@ -52,7 +52,8 @@ def attention_fn(  # every parameter has a name: linen passes on only those that
         `pallas_flash.masks`.
       dropout_rate, deterministic: dropout is on when the rate is above 0 and deterministic is False.
       dropout_rng, dropout_rate: as in `flash_attention`. The weights that stay are not those of Flax.
-      broadcast_dropout: must be False where dropout is on: each batch row and head has a mask of its own.
+      broadcast_dropout: True, Flax's default: one mask for all batch rows and heads, `dropout_mask(dropout_rng, dropout_rate,
+        (T, S))`. False: each has its own, as in `flash_attention`.
       dtype: query, key and value are cast to it; None: to the dtype that they promote to.
       precision: a `jax.lax.Precision`, its name, or a pair of them. Each is met and none changes anything: float32 is multiplied
         in float32, 16-bit numbers exactly, and sums are float32. An algorithm of `jax.lax.DotAlgorithm` cannot be chosen.
@@ -76,12 +77,8 @@ def attention_fn(  # every parameter has a name: linen passes on only those that
             "attention_fn takes no input_positions, as it has no RoPE: pallas_flash.flax.FlashAttention has."
         )
     query, key, value = promote_dtype((query, key, value), dtype=dtype)
-    dropout = {} if deterministic or dropout_rate == 0 else dict(dropout_rate=dropout_rate, dropout_rng=dropout_rng)
-    if dropout and broadcast_dropout and math.prod(query.shape[:-3]) * query.shape[-2] > 1:
-        raise NotImplementedError(
-            "attention_fn has a dropout mask for each batch row and head, but broadcast_dropout=True, Flax's default, asks for "
-            "one mask for all: make the module with broadcast_dropout=False."
-        )
+    rng = Shared(dropout_rng) if broadcast_dropout else dropout_rng
+    dropout = {} if deterministic or dropout_rate == 0 else dict(dropout_rate=dropout_rate, dropout_rng=rng)
     # Flax's `deterministic` means no dropout; that of flash_attention means the same bits twice, which is its default
     options = dict(is_causal=is_causal, implementation=implementation, score_mod=score_mod, **dropout)
     return flash_attention(query, key, value, bias, as_mask(mask), **options)

@@ -24,7 +24,7 @@ from pallas_flash.flax.rotary import rope
 from pallas_flash.masks import Mask
 
 LECUN_NORMAL = nnx.initializers.lecun_normal()
-Rngs = nnx.Rngs | Array | None
+Rngs = nnx.Rngs | nnx.RngStream | Array | None
 
 
 class FlashAttention(nnx.Module):
@@ -54,7 +54,8 @@ class FlashAttention(nnx.Module):
       param_dtype: of the parameters.
       kernel_init: of the four projections; Flax's default by default.
       out_kernel_init: of the last projection, out; kernel_init by default.
-      rngs: its `params` stream makes the parameters.
+      rngs: its stream `params` makes the parameters. With dropout the layer keeps a fork of `dropout`, if there is one, as state.
+      keep_rngs: False: it keeps none, and calls with dropout need rngs.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class FlashAttention(nnx.Module):
         kernel_init: Callable = LECUN_NORMAL,
         out_kernel_init: Callable | None = None,
         rngs: nnx.Rngs,
+        keep_rngs: bool = True,
     ):
         N, K, H = _heads(num_heads, num_kv_heads, head_size, in_features, rope_base)
         self.in_features, self.num_kv_heads, self.head_size = in_features, K, H
@@ -101,6 +103,8 @@ class FlashAttention(nnx.Module):
         self.query_norm = nnx.RMSNorm(H, **types) if qk_norm else None
         self.key_norm = nnx.RMSNorm(H, **types) if qk_norm else None
         self.sinks = nnx.Param(jnp.zeros(N, param_dtype)) if sinks else None
+        has_stream = "dropout" in rngs or "default" in rngs
+        self.rngs = rngs.dropout.fork() if keep_rngs and dropout_rate > 0 and has_stream else None
 
     @overload
     def __call__(
@@ -158,7 +162,7 @@ class FlashAttention(nnx.Module):
           kv_lengths: int32 [B]: only the first kv_lengths[b] of inputs_k are real.
           cache: from `init_cache`, `init_rolling_cache` or `pallas_flash.paged_cache`, or from the call before. The new tokens
             are added to it; those of row b are at the positions length[b], length[b] + 1, ...
-          rngs: for dropout, nnx.Rngs or a key; needed with dropout, unless `deterministic` is True.
+          rngs: for dropout, nnx.Rngs, a stream of them or a key; by default the stream that the layer keeps.
           deterministic: whether to leave out dropout; by default the layer's attribute.
 
         Returns:
@@ -221,9 +225,12 @@ class FlashAttention(nnx.Module):
     def _dropout(self, rngs, deterministic) -> dict:
         if deterministic or self.dropout_rate == 0:
             return {}
+        rngs = self.rngs if rngs is None else rngs
         if rngs is None:
-            raise ValueError("dropout needs rngs in training, nnx.Rngs(dropout=key) or a key; for evaluation call layer.eval().")
-        return dict(dropout_rate=self.dropout_rate, dropout_rng=rngs.dropout() if isinstance(rngs, nnx.Rngs) else rngs)
+            how = "give them to the call or, with a stream `dropout`, to the constructor. For evaluation call layer.eval()."
+            raise ValueError(f"dropout needs rngs in training, nnx.Rngs(dropout=key) or a key: {how}")
+        rngs = rngs.dropout if isinstance(rngs, nnx.Rngs) else rngs
+        return dict(dropout_rate=self.dropout_rate, dropout_rng=rngs() if isinstance(rngs, nnx.RngStream) else rngs)
 
     def _project(self, inputs_q, inputs_k, inputs_v, positions):
         query, key, value = self.query(inputs_q), self.key(inputs_k), self.value(inputs_v)
@@ -242,10 +249,9 @@ class FlashAttention(nnx.Module):
     def _check(self, x, segment_ids, cache):
         if x.ndim != 3 or x.shape[-1] != self.in_features:
             raise ValueError(f"inputs_q must be [B, T, in_features] = (B, T, {self.in_features}); got {x.shape}.")
-        if cache is None:
-            return
-        caches.check(cache, x, self._left if self.is_causal else None, self.num_kv_heads, self.head_size)
-        if segment_ids is not None:
+        if cache is not None:
+            caches.check(cache, x, self._left if self.is_causal else None, self.num_kv_heads, self.head_size)
+        if cache is not None and segment_ids is not None:
             raise ValueError("segment_ids cannot go with a cache: give each document a row of its own.")
 
     def _check_cross(self, x, inputs_k, inputs_v, segment_ids, kv_lengths, cache):
@@ -261,13 +267,9 @@ class FlashAttention(nnx.Module):
                 "with is_causal=False, rope_base=None and no local_window_size."
             )
         if segment_ids is not None:
-            raise ValueError(
-                "segment_ids are those of self-attention: with inputs_k give mask=masks.Documents(query_ids, key_ids)."
-            )
+            raise ValueError("segment_ids are of self-attention: with inputs_k give mask=masks.Documents(query_ids, key_ids).")
         if cache is not None:
-            raise ValueError(
-                "a cache cannot go with inputs_k: it holds the tokens of self-attention. Give inputs_k at each step."
-            )
+            raise ValueError("a cache cannot go with inputs_k: it holds the tokens of self-attention. Give inputs_k each time.")
         for name, y in dict(inputs_k=inputs_k, inputs_v=inputs_k if inputs_v is None else inputs_v).items():
             if y.ndim != 3 or y.shape != (x.shape[0], inputs_k.shape[1], self.in_kv_features):
                 shape = f"({x.shape[0]}, {'S' if name == 'inputs_k' else inputs_k.shape[1]}, {self.in_kv_features})"
