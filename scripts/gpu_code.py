@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 TARGET = """
 gpu_device_info {{
-  cuda_compute_capability {{ major: {major} minor: {minor} }}
+  cuda_compute_capability {{ major: {major} minor: {minor} {feature} }}
   core_count: {cores}
   fpus_per_core: {fpus}
   threads_per_warp: 32
@@ -96,6 +96,8 @@ def compiled(gpu, function, *shapes, axes: dict[str, int] | None = None, explici
     major, minor = gpu.capability
     more = dict(major=major, minor=minor, fpus=64 if major == 8 else 128, block=gpu.shared_memory - 1024, ghz=gpu.clock / 1e9)
     names, sizes, types = _axes(axes, explicit)
+    # which XLA turns on by itself for a GPU that is here
+    more["feature"] = "feature_extension: ACCELERATED_FEATURES" if major >= 12 else ""
     target, devices = TARGET.format(**gpu._asdict(), **more), math.prod(sizes)
     topology = topologies.get_topology_desc("described", "cuda", target_config=target, topology=f"1x1x{devices}")
     mesh = Mesh(np.reshape(topology.devices, sizes), names, axis_types=types)

@@ -502,6 +502,9 @@ def test_an_allocation_that_fails_names_what_to_change():
     failed = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 99 bytes.\nmore")
     assert "out of memory (RESOURCE_EXHAUSTED: Out of memory allocating 99 bytes.). Try less." in ended(failed)
     assert "Try less." in ended(MemoryError())
+    refused = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Shared memory size limit exceeded")
+    with pytest.raises(jax.errors.JaxRuntimeError):  # a kernel's, which no smaller batch mends
+        ended(refused)
     with pytest.raises(ZeroDivisionError), stops.one_line("train_gpt.py", "Try less."):
         1 / 0  # noqa: B018
 

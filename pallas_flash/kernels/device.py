@@ -6,8 +6,9 @@ import jax
 
 interpret: Any = None  # parameters of jax's GPU interpreter: tests put them here, and a Hopper GPU is simulated
 
-# By a word of the device's kind.
-CAPABILITIES = {"A100": (8, 0), "H100": (9, 0), "H200": (9, 0), "B200": (10, 0)}
+# By words of the device's kind, the first that it has.
+CAPABILITIES = {"A100": (8, 0), "A10": (8, 6), "GeForce RTX 30": (8, 6), "L4": (8, 9), "GeForce RTX 40": (8, 9)}
+CAPABILITIES |= {"H100": (9, 0), "H200": (9, 0), "B200": (10, 0), "GeForce RTX 50": (12, 0), "RTX PRO": (12, 0)}
 PROCESSORS = {"A100": 108, "H100": 132, "H200": 132, "B200": 148}
 
 

@@ -41,7 +41,9 @@ def plain(error: Exception, less_memory: str) -> str | None:
 
 
 def out_of_memory(error: Exception) -> bool:
-    return isinstance(error, MemoryError) or str(error).startswith("RESOURCE_EXHAUSTED")
+    """Shared memory, which a GPU's kernel may ask too much of, grows with no batch."""
+    exhausted = str(error).startswith("RESOURCE_EXHAUSTED") and "shared memory" not in str(error).lower()
+    return isinstance(error, MemoryError) or exhausted
 
 
 def cannot_write(error: Exception) -> str | None:

@@ -48,6 +48,11 @@ _TABLE = {
     (128, 4): AllTiles(Tiles(64, 32, num_warps=8), Tiles(16, 16, num_warps=8), Tiles(32, 32, num_warps=8)),
     (256, 4): AllTiles(Tiles(32, 16, num_warps=8), Tiles(16, 16, num_warps=8), Tiles(16, 16, num_warps=8)),
 }
+# In place of those where a program has at most 99 KB of shared memory: every feature fits, all of them together too.
+_TABLE_OF_99_KB = _TABLE | {
+    (128, 2): AllTiles(Tiles(64, 64), Tiles(32, 64, num_warps=8), Tiles(64, 32, num_warps=8)),
+    (256, 2): AllTiles(Tiles(64, 32, num_warps=8), Tiles(16, 32, num_warps=8), Tiles(32, 32, num_warps=8)),
+}
 
 
 def tiles(problem: Problem) -> AllTiles:
@@ -72,7 +77,9 @@ def decode_tiles(problem: Problem, page: int | None = None) -> DecodeTiles:
 def _row(problem: Problem) -> AllTiles:
     p = problem
     width, size = max(p.head_size, p.value_size), 4 if p.dtype == "float32" else 2
-    return next(tiles for (widest, bytes_), tiles in _TABLE.items() if width <= widest and size == bytes_)
+    capability = device.compute_capability() or 0
+    table = _TABLE_OF_99_KB if capability in (8.6, 8.9) or capability >= 12 else _TABLE  # jax does not say how much there is
+    return next(tiles for (widest, bytes_), tiles in table.items() if width <= widest and size == bytes_)
 
 
 def power_of_two(n: int) -> int:
