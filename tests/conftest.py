@@ -16,7 +16,7 @@ if version.__version__.startswith("0.10."):  # XLA's older emitter compiles in a
 import jax
 import numpy as np
 import pytest
-from selection import fast_half
+from selection import fast_half, mark_for_a_gpu
 
 from pallas_flash import blockwise, decode
 from pallas_flash.kernels import portable
@@ -25,6 +25,10 @@ from pallas_flash.kernels.portable.tuning import AllTiles, Tiles
 jax.config.update("jax_num_cpu_devices", 8)  # for tests of meshes; all else runs on the first
 
 IMPLEMENTATIONS = ("reference", "blockwise", "portable")
+
+
+def on_gpu() -> bool:
+    return jax.default_backend() == "gpu"
 
 
 def pytest_addoption(parser):
@@ -43,6 +47,15 @@ def pytest_collection_finish(session):
     """Tracing makes many objects and few cycles: those of the imports are searched no more, and new ones seldom."""
     gc.freeze()
     gc.set_threshold(100_000, 20, 100)
+
+
+def pytest_xdist_auto_num_workers():
+    """On a GPU as many as share its memory; else xdist counts processors."""
+    return 4 if on_gpu() else None
+
+
+def pytest_itemcollected(item):
+    mark_for_a_gpu(item, on_gpu())
 
 
 @pytest.hookimpl(trylast=True)  # what -k and -m leave

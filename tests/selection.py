@@ -1,4 +1,5 @@
-"""Which tests run: all with --whole; without it the fast half, in which every value of every parameter still occurs."""
+"""Which tests run: all with --whole; without it the fast half, in which every value of every parameter still occurs. On a GPU
+those alone that are marked `gpu`."""
 
 import collections
 import re
@@ -12,6 +13,17 @@ def whole_but(values: Iterable, *fast) -> list:
     """Parameters for `parametrize`, of which the fast half has only those in `fast`."""
     row = lambda value: value if isinstance(value, tuple) else (value,)
     return [value if value in fast else pytest.param(*row(value), marks=pytest.mark.whole) for value in values]
+
+
+ON_A_CPU = "not marked gpu: it says what holds on a CPU, or of no device at all; JAX_PLATFORMS=cpu runs it"
+
+
+def mark_for_a_gpu(item, on_gpu: bool):
+    """Marks what compares an implementation on random numbers `gpu`; on a GPU, skips what is not marked so."""
+    if {"implementation", "rng"} <= set(item.fixturenames):
+        item.add_marker(pytest.mark.gpu)
+    if on_gpu and not item.get_closest_marker("gpu"):
+        item.add_marker(pytest.mark.skip(reason=ON_A_CPU))
 
 
 def fast_half(items: list) -> list:

@@ -327,7 +327,6 @@ def test_explain_names_the_implementation_its_tiles_and_why_not_the_others():
     assert lines[4] == "not blockwise   portable was asked for"
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="says what is chosen where there is no GPU")
 def test_without_a_gpu_blockwise_is_chosen_and_explain_says_why():
     text = explain(jnp.ones(Q), jnp.ones(K), jnp.ones(K))
     assert text.implementation == "blockwise"

@@ -98,6 +98,7 @@ def check(context, case, implementation, z=Z):
         close(gradient, wanted[name], 1e-5, name)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("mask", whole_but(MASKS, "causal", "window_right", "everything"))
 def test_a_sequence_on_several_devices_gives_what_it_gives_on_one(mask, scheme):
@@ -146,6 +147,7 @@ OF_EACH = [(i, f) for i in ("reference", "portable", "flash1", "standard") for f
 OF_EACH += [(i, "a score_mod, with lengths and an offset") for i in ("reference", "portable")]
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize(("implementation", "feature"), whole_but([*OF_BLOCKWISE, *OF_EACH], *OF_BLOCKWISE))
 def test_features_are_the_same_on_several_devices(implementation, feature, scheme):
@@ -355,6 +357,7 @@ def test_forward_mode_and_second_derivatives_are_refused():
         jax.hessian(lambda x: flash_attention(x, x, x, implementation="reference").sum())(x)
 
 
+@pytest.mark.gpu
 @pytest.mark.whole
 @pytest.mark.skipif(gpu_interpreter.MISSING is not None, reason=str(gpu_interpreter.MISSING))
 @pytest.mark.parametrize("more", ["nothing more", "alibi", "a mask and a bias"])

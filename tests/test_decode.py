@@ -81,7 +81,6 @@ def test_explain_shows_the_parts():
     assert "decoding: all batch rows at a time by 512 keys" in str(explain(q, k, k, implementation="blockwise"))
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="a GPU decodes whatever is decoding")
 def test_blockwise_decodes_where_a_copy_of_the_keys_would_take_new_memory_or_few_rows_see_some_of_many(monkeypatch):
     monkeypatch.undo()  # small_caches
     lengths = jax.ShapeDtypeStruct((2,), jnp.int32)
@@ -97,7 +96,6 @@ def test_blockwise_decodes_where_a_copy_of_the_keys_would_take_new_memory_or_few
     assert not decodes(5, 2049, key_value_seq_lengths=lengths)
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="a GPU decodes whatever is decoding")
 def test_blockwise_decodes_no_batch_rows_whose_keys_are_copied_by_nobody_or_are_few_for_many_rows(monkeypatch):
     monkeypatch.undo()  # small_caches
     lengths = jax.ShapeDtypeStruct((300,), jnp.int32)
@@ -182,6 +180,7 @@ def calls(request) -> int:
     return int(os.environ.get("PALLAS_FLASH_EXAMPLES", 500 if request.config.option.whole else 25))
 
 
+@pytest.mark.gpu
 @pytest.mark.usefixtures("small_blocks")
 def test_a_drawn_call_equals_the_oracle_with_pages_and_without(implementation, request):
     @settings(max_examples=calls(request), deadline=None, database=None)
@@ -331,6 +330,7 @@ def ragged_calls(draw):
     return draw(st.sampled_from([None, (9, 0)])), ends, before, draw(st.integers(0, 99))
 
 
+@pytest.mark.gpu
 @pytest.mark.usefixtures("small_blocks")
 def test_ragged_tokens_equal_the_oracle_row_by_row(implementation, request):
     @settings(max_examples=calls(request), deadline=None, database=None)
@@ -540,6 +540,7 @@ def test_beside_a_cache_in_8_bits_nothing_wider_is_in_memory(stored, part, monke
     assert memory.temp_size_in_bytes < part * 2 * 8 * 8192 * 8 * 128
 
 
+@pytest.mark.gpu
 def test_the_output_of_a_cache_in_8_bits_errs_by_1_and_4_percent(rng):
     q, k, v = (rng.normal(size=(1, length, 8, 128)).astype(np.float32) for length in (4, 2048, 2048))
     exact = flash_attention(q, k, v)
@@ -560,6 +561,7 @@ HOPPER = {
 }
 
 
+@pytest.mark.gpu
 @needs_interpreter
 @pytest.mark.parametrize("name", whole_but(HOPPER, "causal with lengths, 128"))
 def test_on_hopper_output_and_lse_equal_the_oracle_without_a_race(name, rng):
@@ -573,6 +575,7 @@ def test_on_hopper_output_and_lse_equal_the_oracle_without_a_race(name, rng):
     assert not races.found
 
 
+@pytest.mark.gpu
 @needs_interpreter
 @pytest.mark.parametrize("page", whole_but([16, 64, 128], 16))
 def test_on_hopper_pages_equal_the_oracle_without_a_race(page, rng):

@@ -108,6 +108,7 @@ def drops_the_same(implementation, T=37, S=53, atol=1e-6, **kw):
     np.testing.assert_allclose(backward, expected.sum(1)[:, :S] / (S * kept), atol=atol)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("tiles", [(16, 16), (32, 64), (64, 32)], ids=str)
 @pytest.mark.parametrize("implementation", ALL)
 def test_every_implementation_drops_the_same_weights_for_every_size_of_tile(implementation, tiles, monkeypatch):
@@ -118,6 +119,7 @@ def test_every_implementation_drops_the_same_weights_for_every_size_of_tile(impl
 needs_interpreter = pytest.mark.skipif(gpu_interpreter.MISSING is not None, reason=str(gpu_interpreter.MISSING))
 
 
+@pytest.mark.gpu
 @needs_interpreter
 @pytest.mark.parametrize("deterministic, T, S", whole_but([(True, 100, 250), (False, 120, 128)], (False, 120, 128)))
 def test_the_hopper_kernels_drop_the_same_weights_in_both_schemes(deterministic, T, S):
@@ -189,6 +191,7 @@ HOPPER = {  # several tiles of queries and of keys, a head in a group
 }
 
 
+@pytest.mark.gpu
 @needs_interpreter
 @pytest.mark.parametrize("name", whole_but(HOPPER, "one kernel"))
 def test_the_hopper_kernels_are_as_exact_as_their_dtype(name, rng):
@@ -209,6 +212,7 @@ def test_vmap_over_keys_equals_a_loop_with_gradients(implementation, rng, small_
         close(a, e, 5e-6)
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices; conftest asks for them on a CPU")
 @pytest.mark.parametrize("implementation", ["reference", "blockwise", "portable"])
 def test_on_a_mesh_of_eight_the_same_weights_are_dropped(implementation, small_tiles):

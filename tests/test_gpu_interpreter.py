@@ -10,6 +10,7 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_flash.kernels import device
 from pallas_flash.kernels.hopper import sync, tile
 
 pytestmark = pytest.mark.skipif(gpu_interpreter.MISSING is not None, reason=str(gpu_interpreter.MISSING))
@@ -148,3 +149,12 @@ def test_waiting_in_vain_is_an_error(rng, monkeypatch):
             interpret=interpret,
         )
         jax.jit(call)().block_until_ready()
+
+
+@pytest.mark.parametrize("capability", [9.0, 8.0])
+def test_on_a_gpu_the_kernels_run_for_real_or_the_test_is_skipped(capability, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(device, "compute_capability", lambda: capability)
+    no_hopper = pytest.raises(pytest.skip.Exception, match="a CPU alone") if capability < 9 else contextlib.nullcontext()
+    with no_hopper, gpu_interpreter.hopper_kernels(detect_races=True):
+        assert capability == 9.0 and device.interpret is None

@@ -50,6 +50,7 @@ MASK_NAMES = (
 ).split()
 
 
+@pytest.mark.gpu
 @needs_interpreter
 @pytest.mark.parametrize("name", whole_but(MASK_NAMES, "full", "everything"))
 def test_every_mask_gives_the_oracles_output_and_lse(name, rng):
@@ -74,6 +75,7 @@ OTHER_SIZES = {
 }
 
 
+@pytest.mark.gpu
 @needs_interpreter
 @pytest.mark.parametrize(
     "name", whole_but(OTHER_SIZES, "128, grouped", "64 and 128", "one query, one key", "padded heads", "heads of 80 and 40")
@@ -141,6 +143,7 @@ def test_random_words_of_dropout_are_shared_within_a_block(head, block_k):
     assert tiles.block_k == block_k and block_k % dropout.UNIT == 0
 
 
+@pytest.mark.gpu
 @needs_interpreter
 def test_a_soft_cap_gives_the_oracles_output_and_lse(rng):
     with gpu_interpreter.hopper_kernels():
@@ -148,6 +151,7 @@ def test_a_soft_cap_gives_the_oracles_output_and_lse(rng):
         agrees(np.asarray(3 * q), k, v, is_causal=True, logits_soft_cap=2.0)
 
 
+@pytest.mark.gpu
 @needs_interpreter
 def test_maxima_that_grow_by_little_and_by_much_give_the_oracles_output_and_lse(rng):
     q, k, v = qkv(rng, Sizes(B=1, T=131, S=700, N=1, K=1, H=128, Hv=128), jnp.bfloat16)
@@ -157,6 +161,7 @@ def test_maxima_that_grow_by_little_and_by_much_give_the_oracles_output_and_lse(
         agrees(q, k, v)
 
 
+@pytest.mark.gpu
 @needs_interpreter
 @pytest.mark.parametrize("width, value_width", whole_but([(64, 64), (128, 128), (192, 128), (64, 128), (256, 256)], (128, 128)))
 def test_there_is_no_race(width, value_width, rng):
@@ -173,6 +178,7 @@ SEVERAL = {
 }
 
 
+@pytest.mark.gpu
 @needs_interpreter
 @pytest.mark.parametrize("head, name", whole_but([(128, "fewer"), (128, "more"), (64, "fewer"), (64, "more")], (128, "more")))
 def test_a_program_that_goes_over_several_tiles_has_no_race(head, name, rng, monkeypatch):
@@ -230,6 +236,7 @@ def mesh(kind):
 ON_A_MESH = Sizes(B=2, T=67, S=131, N=2, K=1, H=128, Hv=128)
 
 
+@pytest.mark.gpu
 @needs_interpreter
 def test_arrays_on_an_explicit_mesh_stay_where_they_are(rng):
     arrays = qkv(rng, ON_A_MESH, jnp.bfloat16)
@@ -240,6 +247,7 @@ def test_arrays_on_an_explicit_mesh_stay_where_they_are(rng):
         np.testing.assert_array_equal(np.asarray(o), forward(*arrays, is_causal=True)[0])
 
 
+@pytest.mark.gpu
 @needs_interpreter
 def test_inside_of_a_checked_shard_map_it_gives_the_same(rng):
     arrays = qkv(rng, ON_A_MESH, jnp.bfloat16)
@@ -264,11 +272,12 @@ def test_a_consumer_multiplies_only_the_blocks_that_its_own_rows_need(name, rng,
     kw, blocks = BLOCKS[name]
     products, wgmma = [], gpu_interpreter._wgmma
     monkeypatch.setattr(gpu_interpreter, "_wgmma", lambda **kw: (products.append(kw["thread"]), wgmma(**kw))[1])
-    with gpu_interpreter.hopper_kernels(in_interpreter=True):
+    with gpu_interpreter.hopper_kernels():
         agrees(*qkv(rng, Sizes(B=1, T=192, S=512, N=1, K=1, H=64, Hv=64), jnp.bfloat16), **kw)
     assert len(products) == 2 * sum(blocks)
 
 
+@pytest.mark.gpu
 @needs_interpreter
 @pytest.mark.parametrize("garbage", whole_but([np.nan, np.inf], np.nan))
 def test_garbage_in_padding_changes_no_bit(garbage, rng):
@@ -294,6 +303,7 @@ def test_of_arrays_that_end_at_lengths_no_more_than_a_block_is_copied(determinis
     assert "512" not in copied and "128" in copied
 
 
+@pytest.mark.gpu
 @needs_interpreter
 def test_a_row_that_sees_no_key_gives_zero(rng):
     with gpu_interpreter.hopper_kernels():

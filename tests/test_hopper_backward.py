@@ -58,6 +58,7 @@ CASES = {
 }
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     "name", whole_but(CASES, "full, whole tiles", "sinks, soft cap", "heads of 80, in any order", "one query, one key")
 )
@@ -69,6 +70,7 @@ def test_gradients_are_the_oracles(name, rng):
         check(rng, *qkv(rng, z, dtype), "hopper", deterministic=deterministic, **kw)
 
 
+@pytest.mark.gpu
 def test_sinks_and_capped_logits_go_to_the_ends_of_float32(rng):
     q, k, v = qkv(rng, sizes(70, 140, 64), jnp.bfloat16)
     large, one_sign = (np.abs(x.astype(np.float32)) * np.float32(1e25) for x in (q, k))
@@ -81,6 +83,7 @@ def test_sinks_and_capped_logits_go_to_the_ends_of_float32(rng):
 RACES = [(64, 64, DETERMINISTIC), (128, 128, FUSED), (64, 64, FUSED), (256, 256, DETERMINISTIC), (192, 128, DETERMINISTIC)]
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("width, value_width, deterministic", whole_but(RACES, (128, 128, FUSED)))
 def test_there_is_no_race(width, value_width, deterministic, rng):
     with gpu_interpreter.hopper_kernels(detect_races=True) as races:
@@ -108,6 +111,7 @@ def test_without_it_there_is_a_race(name, rng, monkeypatch):
     assert races.found
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("deterministic", [DETERMINISTIC, FUSED])
 def test_garbage_in_padding_changes_no_gradient(deterministic, rng):
     lengths = dict(query_seq_lengths=np.array([40, 150], np.int32), key_value_seq_lengths=np.array([300, 50], np.int32))
@@ -122,6 +126,7 @@ def test_garbage_in_padding_changes_no_gradient(deterministic, rng):
         np.testing.assert_allclose(np.float32(x), np.float32(y), rtol=0, atol=0 if deterministic else 1e-2)
 
 
+@pytest.mark.gpu
 def test_the_deterministic_scheme_gives_the_same_bits_twice(rng):
     q, k, v = qkv(rng, sizes(200, 260, 64), jnp.bfloat16)
     do, dlse = cotangents(rng, q, v)
@@ -131,6 +136,7 @@ def test_the_deterministic_scheme_gives_the_same_bits_twice(rng):
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("deterministic", whole_but([DETERMINISTIC, FUSED], FUSED))
 def test_inside_of_a_checked_shard_map_it_gives_the_same(deterministic, rng):
     def loss(*qkv):
@@ -146,6 +152,7 @@ def test_inside_of_a_checked_shard_map_it_gives_the_same(deterministic, rng):
             np.testing.assert_allclose(np.float32(x), np.float32(y), rtol=0, atol=0 if deterministic else 1e-2)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("deterministic", whole_but([DETERMINISTIC, FUSED], FUSED))
 def test_kernels_that_jax_maps_since_values_are_shared_give_what_more_batch_rows_give(deterministic, rng):
     def gradients(q, k, v, length):

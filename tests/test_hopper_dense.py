@@ -75,6 +75,7 @@ def all_close(found, expected):
         close(x, y, 1e-5 if name == "lse" else TOLERANCE["bfloat16"], name)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", [*FAST, *(pytest.param(n, marks=pytest.mark.whole) for n in CASES if n not in FAST)])
 def test_output_lse_and_all_gradients_are_the_references(name, rng):
     size, deterministic, bias, mask, options = CASES[name]
@@ -87,6 +88,7 @@ def test_output_lse_and_all_gradients_are_the_references(name, rng):
         all_close(attended("hopper", q, k, v, bias, mask=mask, deterministic=deterministic, **options), expected)
 
 
+@pytest.mark.gpu
 def test_a_score_mod_may_bring_logits_to_the_ends_of_float32(rng):
     """Rows that it moves as a whole keep their P. In the backward it was e^(lse - m) times too large, or infinite."""
     moved = jnp.asarray(np.resize(np.float32(EXTREMES), 70))
@@ -104,7 +106,7 @@ def test_only_blocks_that_some_pair_needs_are_multiplied(rng, monkeypatch):
     products, wgmma = [], gpu_interpreter._wgmma
     monkeypatch.setattr(gpu_interpreter, "_wgmma", lambda **kw: (products.append(kw["thread"]), wgmma(**kw))[1])
     q, k, v = qkv(rng, Sizes(B=1, T=384, S=512, N=2, K=1, H=64, Hv=64), jnp.bfloat16)
-    with gpu_interpreter.hopper_kernels(in_interpreter=True):
+    with gpu_interpreter.hopper_kernels():
         o = flash_attention(q, k, v, mask=mask, implementation="hopper")
     close(o, flash_attention(*(x.astype(np.float32) for x in (q, k, v)), mask=mask), TOLERANCE["bfloat16"], "output")
     assert len(products) == 2 * 3 * (4 + 3)  # by three consumers

@@ -55,6 +55,7 @@ CASES = {  # head size, whether the same bits each time, the rule, and what else
 }
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", ["all that changes logits", *(pytest.param(n, marks=pytest.mark.whole) for n in [*CASES][1:])])
 def test_output_lse_and_all_gradients_are_the_references(name, rng):
     size, deterministic, rule, options = CASES[name]

@@ -67,6 +67,7 @@ CASES = {  # head size, whether the same bits each time, the mask, and what else
 FAST = "numbers by head, all that changes logits", "arrays read by position", "arrays read by pair"
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", [*FAST, *(pytest.param(n, marks=pytest.mark.whole) for n in CASES if n not in FAST)])
 def test_output_lse_and_all_gradients_are_the_references(name, rng):
     size, deterministic, mask, options = CASES[name]
@@ -107,7 +108,7 @@ def test_only_blocks_that_some_pair_needs_are_multiplied(name, rng, monkeypatch)
     products, wgmma = [], gpu_interpreter._wgmma
     monkeypatch.setattr(gpu_interpreter, "_wgmma", lambda **kw: (products.append(kw["thread"]), wgmma(**kw))[1])
     q, k, v = qkv(rng, Sizes(B=1, T=576 if heads == 1 else 384, S=512, N=heads, K=1, H=64, Hv=64), jnp.bfloat16)
-    with gpu_interpreter.hopper_kernels(in_interpreter=True):
+    with gpu_interpreter.hopper_kernels():
         o = flash_attention(q, k, v, mask=mask, implementation="hopper")
     close(o, flash_attention(*(x.astype(np.float32) for x in (q, k, v)), mask=mask), TOLERANCE["bfloat16"], "output")
     assert len(products) == 2 * 3 * blocks  # by three consumers; a tile that sees nothing visits one

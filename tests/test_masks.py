@@ -126,7 +126,6 @@ def test_blockwise_knows_which_blocks_all_rows_see_and_of_which_each_row_sees_a_
         assert not rows.any(), "what is seen is not visited"
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="the tiles of a CPU")
 @pytest.mark.parametrize("T, S, N, K", [(300, 300, 8, 1), (1500, 64, 32, 4), (577, 577, 2, 2), (1000, 200, 8, 4)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_blockwise_needs_no_loop_over_blocks_where_lengths_hide_some_of_few_keys(T, S, N, K, dtype):
@@ -135,7 +134,6 @@ def test_blockwise_needs_no_loop_over_blocks_where_lengths_hide_some_of_few_keys
     assert all(len(keys) == 1 for keys in view.known_keys(problem, blockwise.tiles(problem)))
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="the tiles of a CPU")
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="before jax 0.11 XLA drops barriers, and then orders the program")
 @pytest.mark.parametrize(
     "B, T, N, K, H, is_causal, dtype, with_backward",
@@ -162,7 +160,6 @@ def test_blockwise_has_less_in_memory_at_a_time_than_malloc_maps_anew_in_each_ca
     assert jax.jit(run).lower(q, k, k).compile().memory_analysis().temp_size_in_bytes < 2**25
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="the tiles of a CPU")
 @pytest.mark.parametrize(
     "T, S, G, is_causal, blocks",
     [
@@ -181,7 +178,6 @@ def test_queries_are_cut_where_a_mask_hides_much_or_their_scores_are_many(T, S, 
     assert -(-T // explain(q, k, k, is_causal=is_causal).tiles.block_q) == blocks
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="the tiles of a CPU")
 def test_a_forward_that_no_backward_follows_takes_more_heads_at_a_time_and_explain_says_so(monkeypatch):
     monkeypatch.setattr(blockwise.tuning, "_is_one_device", lambda: True)
     for T, is_causal, batch, alone in ((224, True, 8, "all heads"), (256, False, 16, r"\d+ heads")):
@@ -192,7 +188,6 @@ def test_a_forward_that_no_backward_follows_takes_more_heads_at_a_time_and_expla
         assert re.search(found, str(tiles))
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="the tiles of a CPU")
 def test_more_heads_go_at_a_time_than_the_caches_hold_scores_of(monkeypatch):
     monkeypatch.setattr(blockwise.tuning, "_is_one_device", lambda: True)
     x = jax.ShapeDtypeStruct((16, 300, 8, 96), jnp.float32)

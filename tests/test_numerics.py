@@ -260,7 +260,6 @@ def test_a_block_of_all_keys_sums_its_delta_itself_and_o_need_not_be_read(blocks
     np.testing.assert_array_equal(grad(), expected if blocks == "one" else jnp.nan)
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="a GPU has blocks of other sizes")
 def test_where_one_key_holds_the_whole_row_queries_have_no_gradient(rng):
     q, k, v = qkv(rng, Sizes(T=40, S=40, Hv=64), jnp.float32)
     loss = lambda q: jnp.sum(jnp.sin(flash_attention(q * 1e9, k, v, implementation="blockwise")))
@@ -299,7 +298,6 @@ def test_no_product_leaves_its_precision_to_jax(sizes, dtype, implementation, rn
         jax.jit(outputs).lower(q, k, v, sinks, table)
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="the tiles of a CPU")
 @pytest.mark.parametrize("dtype, keys, rounded", [("bfloat16", 32, True), ("bfloat16", 4096, False), ("float16", 32, False)])
 def test_what_all_weights_multiply_is_rounded_by_the_product_and_what_is_added_to_is_not(dtype, keys, rounded):
     q, k = (jax.ShapeDtypeStruct((1, length, 2, 16), dtype) for length in (128, keys))

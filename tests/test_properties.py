@@ -59,6 +59,7 @@ def calls(draw):
     return z, kw, draw(st.integers(0, 2**32 - 1))
 
 
+@pytest.mark.gpu
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.whole("portable")
 @pytest.mark.parametrize("part", range(SLICES))

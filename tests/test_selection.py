@@ -4,7 +4,7 @@ import itertools
 from types import SimpleNamespace
 
 import pytest
-from selection import diagonal, fast_half
+from selection import diagonal, fast_half, mark_for_a_gpu
 
 
 @pytest.mark.parametrize("sizes", [(19, 3), (2, 3, 3), (11, 2, 2), (4,), (2, 2)], ids=str)
@@ -33,3 +33,21 @@ def test_what_is_marked_whole_is_left_out_and_with_names_these_implementations_a
 
     items = [item("a"), item("b", ("b", "c")), item("d", ("b", "c")), item("e", ())]
     assert fast_half(items) == [items[0], items[2]]
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+@pytest.mark.parametrize(
+    "uses, marked, is_for_a_gpu",
+    [
+        (("implementation", "rng"), False, True),
+        (("implementation",), False, False),
+        (("rng",), True, True),
+        (("rng",), False, False),
+    ],
+)
+def test_a_gpu_runs_what_compares_numbers_and_what_is_marked_and_skips_the_rest(uses, marked, is_for_a_gpu, on_gpu):
+    names = ["gpu"] * marked
+    item = SimpleNamespace(fixturenames=["tmp_path", *uses], get_closest_marker=lambda name: name in names)
+    item.add_marker = lambda mark: names.append(mark.name)
+    mark_for_a_gpu(item, on_gpu)
+    assert ("gpu" in names, "skip" in names) == (is_for_a_gpu, on_gpu and not is_for_a_gpu)

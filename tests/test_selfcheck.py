@@ -295,6 +295,7 @@ def test_nan_is_wrong():
 DROPOUT = dict(dropout_rate=0.25, dropout_rng=jax.random.key(0))
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype, call", [("float32", {}), ("bfloat16", DROPOUT)])
 def test_the_portable_kernels_pass_with_room_to_spare(dtype, call):
     (backend,) = (backend for backend in backends.BACKENDS if backend.name == "portable")
@@ -303,6 +304,7 @@ def test_the_portable_kernels_pass_with_room_to_spare(dtype, call):
     assert wrong is None and max(errors.values()) < selfcheck.TOLERANCE[dtype] / 2
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(gpu_interpreter.MISSING is not None, reason=str(gpu_interpreter.MISSING))
 def test_the_hopper_kernels_pass_with_room_to_spare():
     (backend,) = (backend for backend in backends.BACKENDS if backend.name == "hopper")

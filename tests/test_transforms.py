@@ -152,7 +152,6 @@ def test_calls_that_share_keys_do_not_copy_them(rng):
     assert _calls(program.jaxpr) == [] and not re.search(r"f32\[(3,2|6),23,1,8\]", str(program))
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="a GPU decodes whatever is decoding")
 def test_mapped_calls_decode_where_all_of_them_together_would_but_not_where_a_backward_follows(monkeypatch):
     monkeypatch.undo()  # small_tiles
     q, k = (jax.ShapeDtypeStruct((9, 1, *shape, 64), jnp.float32) for shape in ((1, 8), (2048, 4)))
