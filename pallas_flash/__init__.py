@@ -6,9 +6,11 @@ from pallas_flash.caches.paged import paged_attention
 from pallas_flash.caches.pages import PagedCache, paged_cache
 from pallas_flash.dropout import dropout_mask
 from pallas_flash.explanation import Explanation, explain
+from pallas_flash.signatures import Options
 
 __all__ = [
     "Explanation",
+    "Options",
     "PagedCache",
     "context_parallel",
     "dropout_mask",

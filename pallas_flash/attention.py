@@ -1,39 +1,20 @@
 """`flash_attention` and `flash_attention_jvp`: their signatures, and what they mean."""
 
+from __future__ import annotations  # help() shows annotations as they stand here
+
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypedDict, Unpack, overload
+from collections.abc import Sequence
+from typing import Any, Literal, Unpack, overload
 
 import jax
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_flash import arguments, checks, context_parallel, dispatch
+from pallas_flash import arguments, checks, dispatch
 from pallas_flash.checks import AnyArray
+from pallas_flash.context_parallel import Context
+from pallas_flash.dropout import Shared
 from pallas_flash.masks import Mask
-
-Implementation = Literal["hopper", "portable", "blockwise", "reference", "flash1", "standard", "xla", "cudnn"]
-
-
-class _Options(TypedDict, total=False):
-    """For type checkers: the arguments of `flash_attention` by name, without return_residual, which tells its overloads apart."""
-
-    scale: float | Float[AnyArray, "..."] | None
-    is_causal: bool
-    query_seq_lengths: Int[AnyArray, "*B"] | None
-    key_value_seq_lengths: Int[AnyArray, "*B"] | None
-    local_window_size: int | tuple[int | None, int | None] | None
-    implementation: Implementation | None
-    query_offset: int | Int[AnyArray, "*#B"]
-    query_segment_ids: Int[AnyArray, "*B T"] | None
-    key_value_segment_ids: Int[AnyArray, "*B S"] | None
-    logits_soft_cap: float | None
-    sinks: Float[AnyArray, "N"] | None
-    dropout_rate: float
-    dropout_rng: Array | None
-    deterministic: bool
-    context: context_parallel.Context | None
-    score_mod: Callable[..., Array] | None
-
+from pallas_flash.signatures import Implementation, Options, ScoreMod, in_lines
 
 _Query = Float[AnyArray, "*B T N H"]
 _Key = Float[AnyArray, "*B S K H"]
@@ -44,6 +25,7 @@ _Output = Float[Array, "*B T N Hv"]
 _Residual = Float[Array, "*B T N"]
 
 
+# Completion in editors reads all keywords of one overload, the first
 @overload
 def flash_attention(
     query: _Query,
@@ -52,8 +34,23 @@ def flash_attention(
     bias: _Bias = None,
     mask: _Mask = None,
     *,
+    scale: float | Float[AnyArray, "..."] | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Int[AnyArray, "*B"] | None = None,
+    key_value_seq_lengths: Int[AnyArray, "*B"] | None = None,
+    local_window_size: int | tuple[int | None, int | None] | None = None,
+    implementation: Implementation | None = None,
     return_residual: Literal[False] = False,
-    **options: Unpack[_Options],
+    query_offset: int | Int[AnyArray, "*#B"] = 0,
+    query_segment_ids: Int[AnyArray, "*B T"] | None = None,
+    key_value_segment_ids: Int[AnyArray, "*B S"] | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: Float[AnyArray, "N"] | None = None,
+    dropout_rate: float = 0.0,
+    dropout_rng: Array | Shared | None = None,
+    deterministic: bool = True,
+    context: Context | None = None,
+    score_mod: ScoreMod | None = None,
 ) -> _Output: ...
 @overload
 def flash_attention(
@@ -64,7 +61,7 @@ def flash_attention(
     mask: _Mask = None,
     *,
     return_residual: Literal[True],
-    **options: Unpack[_Options],
+    **options: Unpack[Options],
 ) -> tuple[_Output, _Residual]: ...
 @overload
 def flash_attention(
@@ -75,7 +72,7 @@ def flash_attention(
     mask: _Mask = None,
     *,
     return_residual: bool,
-    **options: Unpack[_Options],
+    **options: Unpack[Options],
 ) -> _Output | tuple[_Output, _Residual]: ...
 def flash_attention(
     query: Float[AnyArray, "*B T N H"],
@@ -97,10 +94,10 @@ def flash_attention(
     logits_soft_cap: float | None = None,
     sinks: Float[AnyArray, "N"] | None = None,
     dropout_rate: float = 0.0,
-    dropout_rng: Array | None = None,
+    dropout_rng: Array | Shared | None = None,
     deterministic: bool = True,
-    context: context_parallel.Context | None = None,
-    score_mod: Callable[..., Array] | None = None,
+    context: Context | None = None,
+    score_mod: ScoreMod | None = None,
 ) -> Float[Array, "*B T N Hv"] | tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"]]:
     """Exact attention, softmax(scale * query key^T + bias) value, in O(T + S) memory, differentiable in every float argument.
 
@@ -156,7 +153,8 @@ def flash_attention(
       dropout_rng: a key of `jax.random`, typed or raw, which may be traced; needed where dropout_rate is above 0. The weights
         that stay are those of `pallas_flash.dropout_mask`: they depend on this key and on batch row, head, query and key alone,
         so they are the same in every implementation and on any mesh. Inside of your own jax.shard_map each device counts its
-        batch rows and heads from 0: fold jax.lax.axis_index into the key.
+        batch rows and heads from 0: fold jax.lax.axis_index into the key. `pallas_flash.dropout.Shared(key)` has one mask [T, S]
+        for all batch rows and heads.
       deterministic: True: the same inputs give the same bits, in the gradients too. False lets a backward add in any order:
         "hopper" then takes one kernel instead of two for heads up to 128; the others make no use of it.
       context: how the devices that hold a sequence work together: `Ring(axis)`, `Zigzag(axis)` or `AllToAll(axis)` of
@@ -207,7 +205,30 @@ def flash_attention(
     return _outputs(dispatch.attend, call, return_residual)
 
 
-def flash_attention_jvp(primals: Sequence, tangents: Sequence, **options: Any):
+in_lines(flash_attention)
+
+
+@overload
+def flash_attention_jvp(
+    primals: Sequence[AnyArray],
+    tangents: Sequence[AnyArray],
+    *,
+    bias: _Bias = None,
+    mask: _Mask = None,
+    return_residual: Literal[False] = False,
+    **options: Unpack[Options],
+) -> tuple[_Output, _Output]: ...
+@overload
+def flash_attention_jvp(
+    primals: Sequence[AnyArray],
+    tangents: Sequence[AnyArray],
+    *,
+    bias: _Bias = None,
+    mask: _Mask = None,
+    return_residual: Literal[True],
+    **options: Unpack[Options],
+) -> tuple[tuple[_Output, _Residual], tuple[_Output, _Residual]]: ...
+def flash_attention_jvp(primals: Sequence[AnyArray], tangents: Sequence[AnyArray], **options: Any):
     """flash_attention in forward mode: what `jax.jvp(flash_attention, primals, tangents)` would give, in O(T + S) memory.
 
     The tangent of the output is one more online sum, do = sum_j p_j ((ds_j - mu) v_j + dv_j); mu = sum_j p_j ds_j is the tangent

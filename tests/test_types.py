@@ -1,7 +1,9 @@
 """What README shows is right to a type checker, and what the types say is what the functions do."""
 
+import ast
 import inspect
 import pathlib
+import pydoc
 import re
 import typing
 
@@ -10,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_flash import attention, backends, flash_attention, paged_attention
+from pallas_flash import Options, backends, flash_attention, paged_attention, signatures
+from pallas_flash.caches import paged
 from pallas_flash.flax import attention_fn
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -19,8 +22,19 @@ TYPES = """
 from jax import Array
 from typing import assert_type
 
+from pallas_flash import Options, flash_attention_jvp
 from pallas_flash.flax import RollingCache
 
+options: Options = dict(is_causal=True, implementation="blockwise")
+assert_type(flash_attention(q, k, v, **options), Array)
+assert_type(flash_attention(q, k, v, return_residual=True, **options), tuple[Array, Array])
+assert_type(flash_attention_jvp((q, k, v), (q, k, v), **options), tuple[Array, Array])
+both = flash_attention_jvp([q, k, v], [q, k, v], return_residual=True, is_causal=True)
+assert_type(both, tuple[tuple[Array, Array], tuple[Array, Array]])
+flash_attention(q, k, v, is_casual=True)  # type: ignore[call-overload]
+flash_attention(q, k, v, return_residual=True, is_casual=True)  # type: ignore[call-overload]
+flash_attention_jvp((q, k, v), (q, k, v), is_casual=True)  # type: ignore[call-overload]
+bad: Options = dict(is_casual=True)  # type: ignore[typeddict-unknown-key]
 assert_type(flash_attention(q, k, v), Array)
 assert_type(flash_attention(q, k, v, return_residual=True), tuple[Array, Array])
 assert_type(flash_attention(q, k, v, return_residual=bool(q.ndim)), Array | tuple[Array, Array])
@@ -43,12 +57,40 @@ def test_mypy_finds_nothing_in_the_examples(tmp_path, monkeypatch):
 
 
 def test_the_types_name_every_implementation():
-    assert set(typing.get_args(attention.Implementation)) == {*backends.NAMES, "xla", "cudnn"}
+    assert set(typing.get_args(signatures.Implementation)) == {*backends.NAMES, "xla", "cudnn"}
 
 
 def _is_of_type(x, function, name):
     """As a checker at run time sees it: jaxtyping's hook with beartype."""
-    return any(isinstance(x, of) for of in typing.get_args(inspect.signature(function).parameters[name].annotation))
+    return any(isinstance(x, of) for of in typing.get_args(typing.get_type_hints(function)[name]))
+
+
+FLAGS = ("return_residual",)  # what tells overloads apart
+
+
+@pytest.mark.parametrize("function, options", [(flash_attention, Options), (paged_attention, paged._Options)])
+def test_an_editor_finds_every_keyword_in_the_first_overload_and_the_others_take_the_same(function, options):
+    kinds = lambda f: [(x.name, x.kind, x.default) for x in inspect.signature(f).parameters.values()]
+    types = lambda of: {name: str(x) for name, x in typing.get_type_hints(of).items() if name not in (*FLAGS, "return")}
+    shown, *others = typing.get_overloads(function)
+    assert kinds(shown) == kinds(function) and types(shown) == types(function)
+    named = {name for name, kind, _ in kinds(function) if kind == inspect.Parameter.KEYWORD_ONLY}
+    assert types(options) == {name: x for name, x in types(function).items() if name in named}
+    for other in others:
+        assert types(other) == {name: x for name, x in types(function).items() if name not in named} | dict(
+            options=str(typing.Unpack[options])
+        )
+
+
+@pytest.mark.parametrize("function", [flash_attention, paged_attention, attention_fn])
+def test_help_shows_a_short_line_for_each_argument_and_what_it_shows_is_python(function):
+    shown = str(inspect.signature(function))
+    assert shown in pydoc.plain(pydoc.render_doc(function))
+    lines = [line.strip() for line in shown.splitlines()[1:-1]]
+    assert max(map(len, shown.splitlines())) <= 110
+    names = [re.match(r"\w*", line).group() for line in lines if line != "*,"]
+    assert names == list(inspect.signature(function).parameters)
+    ast.parse(f"def f{re.sub('<.*>', '...', shown)}: ...")
 
 
 @pytest.mark.parametrize("zeros", [np.zeros, jnp.zeros])

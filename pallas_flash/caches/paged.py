@@ -1,18 +1,19 @@
 """`paged_attention`: attention of a few new tokens to keys and values that lie in pages, which rows may share."""
 
-from collections.abc import Callable
+from __future__ import annotations  # help() shows annotations as they stand here
+
 from typing import Literal, TypedDict, Unpack, overload
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Real
 
 from pallas_flash import checks, quantised, scores
-from pallas_flash.attention import Implementation
 from pallas_flash.caches import ragged
 from pallas_flash.caches.attend import attend
 from pallas_flash.checks import AnyArray
 from pallas_flash.devices import sharding
 from pallas_flash.rules.score import Score
+from pallas_flash.signatures import Implementation, ScoreMod, in_lines
 
 PAGE = 8  # a page is a multiple of so many keys
 
@@ -30,7 +31,7 @@ class _Options(TypedDict, total=False):
     sinks: Float[AnyArray, "N"] | None
     k_scales: Float[AnyArray, "P page K"] | None
     v_scales: Float[AnyArray, "P page K"] | None
-    score_mod: Callable[..., Array] | None
+    score_mod: ScoreMod | None
     implementation: Implementation | None
 
 
@@ -51,8 +52,19 @@ def paged_attention(
     page_table: _Table,
     lengths: _Lengths,
     *,
+    query_seq_lengths: Int[AnyArray, "B"] | None = None,
+    query_offset: Int[AnyArray, "B"] | None = None,
+    cu_seqlens_q: Int[AnyArray, "B+1"] | None = None,
+    scale: float | Float[AnyArray, "..."] | None = None,
+    is_causal: bool = True,
+    local_window_size: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: Float[AnyArray, "N"] | None = None,
+    k_scales: Float[AnyArray, "P page K"] | None = None,
+    v_scales: Float[AnyArray, "P page K"] | None = None,
+    score_mod: ScoreMod | None = None,
+    implementation: Implementation | None = None,
     return_residual: Literal[False] = False,
-    **options: Unpack[_Options],
 ) -> _Output: ...
 @overload
 def paged_attention(
@@ -93,7 +105,7 @@ def paged_attention(
     sinks: Float[AnyArray, "N"] | None = None,
     k_scales: Float[AnyArray, "P page K"] | None = None,
     v_scales: Float[AnyArray, "P page K"] | None = None,
-    score_mod: Callable[..., Array] | None = None,
+    score_mod: ScoreMod | None = None,
     implementation: Implementation | None = None,
     return_residual: bool = False,
 ) -> Float[Array, "*B T N Hv"] | tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"]]:
@@ -166,6 +178,9 @@ def paged_attention(
         call["score_mod"] = call["score_mod"].numbered(lengths.shape, query.shape[-2])
     o, lse = attend(**call) if mesh is None else sharding.pages_by_device(attend, call, mesh)
     return (o, lse) if return_residual else o
+
+
+in_lines(paged_attention)
 
 
 def _check(query, k_pages, v_pages, page_table, lengths, cu_seqlens_q):

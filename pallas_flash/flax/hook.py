@@ -1,5 +1,7 @@
 """`attention_fn`, for Flax's own attention modules, of nnx and of linen."""
 
+from __future__ import annotations  # help() shows annotations as they stand here
+
 from collections.abc import Callable
 from typing import Any
 
@@ -9,10 +11,11 @@ import numpy as np
 from flax.nnx.nn import dtypes
 from jaxtyping import Array, Float, Shaped
 
-from pallas_flash.attention import Implementation, flash_attention
+from pallas_flash.attention import flash_attention
 from pallas_flash.checks import AnyArray
 from pallas_flash.dropout import Shared
 from pallas_flash.masks import Mask
+from pallas_flash.signatures import Implementation, ScoreMod, in_lines
 
 
 def attention_fn(  # every parameter has a name: linen passes on only those that it finds in the signature
@@ -37,7 +40,7 @@ def attention_fn(  # every parameter has a name: linen passes on only those that
     input_positions: Array | None = None,
     *,
     implementation: Implementation | None = None,
-    score_mod: Callable[..., Array] | None = None,
+    score_mod: ScoreMod | None = None,
 ) -> Float[Array, "*B T N Hv"]:
     """`flash_attention` with the signature of Flax's `dot_product_attention`, of nnx and of linen.
 
@@ -82,6 +85,9 @@ def attention_fn(  # every parameter has a name: linen passes on only those that
     # Flax's `deterministic` means no dropout; that of flash_attention means the same bits twice, which is its default
     options = dict(is_causal=is_causal, implementation=implementation, score_mod=score_mod, **dropout)
     return flash_attention(query, key, value, bias, as_mask(mask), **options)
+
+
+in_lines(attention_fn)
 
 
 def _refuse_module(module):

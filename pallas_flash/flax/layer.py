@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, Shaped
 
 from pallas_flash import checks
-from pallas_flash.attention import Implementation, flash_attention
+from pallas_flash.attention import flash_attention
 from pallas_flash.checks import AnyArray
 from pallas_flash.context_parallel import Context
 from pallas_flash.explanation import explain
@@ -22,6 +22,7 @@ from pallas_flash.flax.cache import KVCache, RollingCache, SomeCache
 from pallas_flash.flax.hook import as_mask
 from pallas_flash.flax.rotary import rope
 from pallas_flash.masks import Mask
+from pallas_flash.signatures import Implementation, ScoreMod
 
 LECUN_NORMAL = nnx.initializers.lecun_normal()
 Rngs = nnx.Rngs | nnx.RngStream | Array | None
@@ -78,7 +79,7 @@ class FlashAttention(nnx.Module):
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         implementation: Implementation | None = None,
-        score_mod: Callable[..., Array] | None = None,
+        score_mod: ScoreMod | None = None,
         context: Context | None = None,
         kernel_init: Callable = LECUN_NORMAL,
         out_kernel_init: Callable | None = None,
@@ -243,8 +244,7 @@ class FlashAttention(nnx.Module):
     def _out(self, o):
         """The last projection. Where explicit axes of a mesh spread the heads over several devices, each gets the sum."""
         lies = jax.typeof(o).sharding
-        summed = lies.spec[2] is not None
-        return self.out(o, NamedSharding(lies.mesh, P(*lies.spec[:2], None)) if summed else None)
+        return self.out(o, None if lies.spec[2] is None else NamedSharding(lies.mesh, P(*lies.spec[:2], None)))
 
     def _check(self, x, segment_ids, cache):
         if x.ndim != 3 or x.shape[-1] != self.in_features:
