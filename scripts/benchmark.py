@@ -10,6 +10,7 @@ benchmark.csv and pictures into a new folder.
 """
 
 import argparse
+import contextlib
 import datetime
 import faulthandler
 import itertools
@@ -18,6 +19,7 @@ import os
 import pathlib
 import platform
 import sys
+import threading
 import time
 
 import jax
@@ -28,10 +30,10 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # scripts/
 import pallas_flash
 from scripts.bench import clock, context, machine, plots, product, report
 from scripts.bench.cases import PASSES, Case, decoding, suite
-from scripts.bench.measure import Row, measure, memory
+from scripts.bench.measure import Row, groups, measure, memory
 from scripts.bench.options import Help, numbered, positive
 from scripts.bench.peers import PEERS, Contender, contender
-from scripts.bench.programs import CHECK_BLOCK, TOLERANCE, check_length
+from scripts.bench.programs import CHECK_BLOCK, TF32, TOLERANCE, check_length
 
 DEFAULTS = dict(
     cpu=dict(
@@ -77,6 +79,7 @@ GRACE = 120  # seconds after the budget in which the last case must end; then it
 
 
 def main(argv=None) -> int:
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")  # of 80 GB: the largest caches, in pages too
     args = parse(argv)
     if args.cases == "context":
         return count_context(args)
@@ -85,16 +88,23 @@ def main(argv=None) -> int:
     cases = the_cases(args)
     args.out = new_folder(args.out)
     facts = print_header(args, everyone, cases)
-    run = Run(args, facts, contenders)
-    if args.budget:
-        faulthandler.dump_traceback_later(args.budget + GRACE, exit=True, file=sys.__stderr__)
-    try:
-        for case in cases:
-            run.measure(case)
-    finally:
-        if args.budget:
-            faulthandler.cancel_dump_traceback_later()
+    run = Run(args, facts, contenders, cases)
+    with guard(args.budget + GRACE, run.give_up) if args.budget else contextlib.nullcontext():
+        for group, case in itertools.product(groups(contenders), cases):
+            run.measure(case, group)
     return run.finish()
+
+
+@contextlib.contextmanager
+def guard(seconds: float, give_up):
+    """Calls give_up() in another thread, if the block takes longer."""
+    timer = threading.Timer(seconds, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def count_context(args) -> int:
@@ -142,28 +152,58 @@ def speeds(args, time_by: str) -> report.Speeds:
 
 
 class Run:
-    """What is measured so far; written after every case, since a kernel that hangs takes the process with it."""
+    """What is measured so far; written after every case, since a kernel that crashes takes the process with it."""
 
-    def __init__(self, args, facts: dict, contenders: list[Contender]):
+    def __init__(self, args, facts: dict, contenders: list[Contender], cases: list[Case]):
         self.args, self.facts, self.contenders = args, facts, contenders
         self.speeds = speeds(args, facts["clock"])
         self.started = time.perf_counter()
-        self.timed: list[Row] = []
+        self.rows = {
+            (case, passes, one.name): Row(case, passes, one.name, "not run", "the run ended before")
+            for case, passes, one in itertools.product(cases, args.passes, contenders)
+            if passes in one.passes
+        }
         self.compiled_only: list[Row] = []
 
-    def measure(self, case: Case):
+    @property
+    def timed(self) -> list[Row]:
+        return list(self.rows.values())
+
+    def measure(self, case: Case, contenders: list[Contender]):
         args, spent = self.args, time.perf_counter() - self.started
         if args.budget and spent > args.budget:
-            late = dict(status="not run", reason=f"out of time: the budget is {args.budget} s, and {spent:.0f} s were spent")
-            self.timed += [
-                Row(case, name, one.name, **late) for name in args.passes for one in self.contenders if name in one.passes
-            ]
+            late = f"out of time: the budget is {args.budget} s, and {spent:.0f} s were spent"
+            self.add([Row(*at, "not run", late) for at in self.rows if at[0] == case])
             return
         print(f"measuring  {', '.join(args.passes)}, {case}, after {spent:.0f} s", file=sys.stderr)
-        self.timed += measure(self.contenders, case, args.passes, args.repeats, args.jobs, self.facts["clock"])
+        self.add(measure(contenders, case, args.passes, args.repeats, args.jobs, self.facts["clock"]))
         self.write()
 
+    def add(self, rows: list[Row]):
+        """What is known of one stays, unless it is timed once more."""
+        for row in rows:
+            at = row.case, row.passes, row.name
+            if row.seconds or self.rows[at].status == "not run":
+                self.rows[at] = row
+
+    def give_up(self):
+        """In another thread, as the main one hangs: tells where, prints the tables and ends the process."""
+        print("\nbenchmark.py: a case hangs; what was measured until now:", file=sys.stderr)
+        faulthandler.dump_traceback(file=sys.__stderr__)
+        try:
+            self.report()
+            sys.stdout.flush()
+        finally:
+            os._exit(1)
+
     def finish(self) -> int:
+        args = self.args
+        for T in args.memory_lengths:
+            case = Case(B=1, T=T, S=T, N=1, K=1, H=args.head_size, dtype=args.dtype, causal=args.causal)
+            self.compiled_only += [memory(one, case) for one in self.contenders if not one.is_torch]
+        return self.report()
+
+    def report(self) -> int:
         args, names = self.args, [one.name for one in self.contenders]
         if args.cases == "suite":
             ran = [row for row in self.timed if row.status != "not run"]
@@ -174,9 +214,6 @@ class Run:
             report.print_times(self.timed, args.implementations[0], self.speeds)
         report.print_clocks(self.timed, self.facts["clock"])
         report.print_sensors(self.timed)
-        for T in args.memory_lengths:
-            case = Case(B=1, T=T, S=T, N=1, K=1, H=args.head_size, dtype=args.dtype, causal=args.causal)
-            self.compiled_only += [memory(one, case) for one in self.contenders if not one.is_torch]
         report.print_memory(self.compiled_only, [one.name for one in self.contenders if not one.is_torch])
         rows = self.timed + self.compiled_only
         report.print_reasons(rows)
@@ -292,6 +329,7 @@ def where() -> dict[str, str]:
 def print_header(args, everyone: list[Contender], cases: list[Case]) -> dict[str, str]:
     first = args.implementations[0]
     contenders = [one for one in everyone if not one.missing()]
+    tf32 = f", and of peers up to {TF32:g}, as in TF32" if args.dtype == "float32" and machine.on_gpu() else ""
     versions = dict.fromkeys(one.version() for one in contenders if one.package not in ("jax", "pallas-flash"))
     facts = where() | dict(
         peers=", ".join(versions) or "none but jax's own",
@@ -305,7 +343,7 @@ def print_header(args, everyone: list[Contender], cases: list[Case]) -> dict[str
         " half for causal, the exact pairs for windows and documents",
         memory="temporaries of the compiled program, as XLA counts them: without inputs and outputs",
         error=f"of output and gradients against dense float32, relative, the worst {CHECK_BLOCK} rows of the first"
-        f" {check_length()}; up to {TOLERANCE[args.dtype]:g} is right",
+        f" {check_length()}; up to {TOLERANCE[args.dtype]:g} is right{tf32}",
     )
     turns = f"{clock.SAMPLE * 1e3:g} ms of calls"
     if machine.on_gpu():
@@ -335,9 +373,9 @@ def _shapes(args) -> str:
 
 
 def _why_not(one: Contender, case: Case) -> str | None:
+    """None of foreign code, which is not loaded yet."""
     try:
-        one.load()
-        return one.why_not(one.takes(case))
+        return None if one.is_foreign else one.why_not(one.takes(case))
     except Exception as error:  # it will be reported case by case
         return str(error)
 
@@ -352,7 +390,7 @@ def plan(args, contenders: list[Contender], cases: list[Case]) -> str:
     seconds = programs * (LOWER + COMPILE / args.jobs) + timed * (TIME + clock.SAMPLE * args.repeats)
     until = f"; no case begins after {args.budget} s" if args.budget else ""
     each = f"{COMPILE:g} s to compile a program ({args.jobs} at a time), {LOWER:g} s to trace it, {TIME:g} s to check a row"
-    return f"{len(cases)} cases, {programs} programs, {timed} rows: at {each}, about {seconds:.0f} s{until}"
+    return f"{len(cases)} cases, up to {programs} programs, {timed} rows: at {each}, about {seconds:.0f} s{until}"
 
 
 if __name__ == "__main__":

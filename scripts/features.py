@@ -40,8 +40,11 @@ def refused(implementation: str) -> dict[str, str]:
 
 
 def verdict(implementation: str, transformation: str) -> str:
-    """YES, if all features that the implementation takes are right under the transformation, or the sentence that refuses it."""
+    """YES, if all features that the implementation takes are right under the transformation, or the sentence that refuses it; how
+    many devices it needs, where there are fewer."""
     of, verdicts = TRANSFORMATIONS[transformation], set()
+    if of.devices > len(jax.devices()):
+        return f"(needs {of.devices} devices)"
     out = {*refused(implementation), *of.apart}
     for together in TOGETHER:
         features = tuple(name for name in together if name not in out)
@@ -108,7 +111,8 @@ def written(tables: Tables) -> str:
 
 def _table(head: str, rows: dict[str, dict[str, str]]) -> str:
     """Each sentence stands once, below the table, and its number in the cells."""
-    sentences = list(dict.fromkeys(cell for row in rows.values() for cell in row.values() if cell not in (YES, UNSEEN)))
+    is_sentence = lambda cell: cell != YES and not cell.startswith("(")
+    sentences = list(dict.fromkeys(cell for row in rows.values() for cell in row.values() if is_sentence(cell)))
     cell = lambda text: f"no ({sentences.index(text) + 1})" if text in sentences else text
     lines = [_line(head, (f"`{name}`" for name in IMPLEMENTATIONS)), _line("---", ["---"] * len(IMPLEMENTATIONS))]
     lines += [_line(name, map(cell, row.values())) for name, row in rows.items()]

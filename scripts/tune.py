@@ -121,7 +121,7 @@ def contender(args, name: str, tiles) -> Contender:
         problem, operands = _normalise(args, case, q, k, v)
         return autodiff.attend(problem, backends.Choice(backend, tiles), operands)[0]
 
-    return Contender(name, attend)
+    return Contender(name, attend, package="pallas-flash")
 
 
 def _normalise(args, case: Case, q, k, v):

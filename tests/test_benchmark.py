@@ -6,6 +6,8 @@ import itertools
 import json
 import os
 import re
+import subprocess
+import sys
 import time
 import types
 
@@ -160,7 +162,7 @@ def test_on_a_gpu_it_says_its_plan_and_falls_back_to_the_wall_clock_out_loud(tmp
     assert benchmark.main([*names, "--quick", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert re.search(
-        r"^plan +1 cases, 5 programs, 3 rows: at .*, about \d+ s; no case begins after 390 s$", printed, re.MULTILINE
+        r"^plan +1 cases, up to 5 programs, 3 rows: at .*, about \d+ s; no case begins after 390 s$", printed, re.MULTILINE
     )
     assert re.search(r"^clock +wall: the profiler saw nothing run on a GPU", printed, re.MULTILINE)
     assert re.search(r"^gpu +unknown: nvidia-smi gave no answer", printed, re.MULTILINE)
@@ -290,7 +292,7 @@ def test_jaxs_paged_attention_gets_the_same_caches_in_pages_or_says_why_not(monk
     interpreted = functools.partial(kernels.paged_attention, interpret=True)
     monkeypatch.setattr(kernels, "paged_attention", interpreted)
     one, (case,) = peers.contender("paged_attention"), decoding([2], [512], N=4, K=2, H=16, dtype="float32")
-    o = one.attend(case, *case.inputs()[:3], **one.operands(case))
+    o = one.attend(case, *case.inputs()[:3], **one.operands(case, *case.inputs()[1:3]))
     np.testing.assert_allclose(o, peers.contender("jax.nn/xla").attend(case, *case.inputs()[:3]), atol=1e-5)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert one.why_not(case) is None
@@ -309,6 +311,126 @@ def test_one_that_takes_a_single_dtype_is_given_and_checked_in_that():
     (row,) = measure.measure([one], SMALL._replace(dtype="bfloat16"), ["forward"], 1, jobs=1, time_by=clock.WALL)
     assert row.reason == "" and row.case.dtype == "bfloat16" and set(seen) == {("float16", "float16")}
     assert row.error < programs.TOLERANCE["float16"]
+
+
+# ---- what goes wrong while it is measured ----
+
+
+def test_one_that_raises_while_it_is_timed_costs_its_own_cell_alone():
+    calls = []
+
+    def call():
+        calls.append(0)
+        if len(calls) == 4:
+            raise RuntimeError("an illegal memory access was encountered")
+
+    rows = {name: measure.Row(SMALL, "forward", name) for name in ("ours", "broken")}
+    together = {"ours": (rows["ours"], program(lambda: None)), "broken": (rows["broken"], program(call))}
+    measure._time(together, 3, clock.WALL)
+    assert (rows["ours"].status, len(rows["ours"].seconds)) == ("ok", 3)
+    assert (rows["broken"].status, rows["broken"].seconds) == ("failed", [])
+    assert rows["broken"].reason == "RuntimeError: an illegal memory access was encountered"
+
+
+def test_where_the_profiler_raises_the_wall_clock_tells_the_time(monkeypatch):
+    def raises(*args, **kw):
+        raise RuntimeError("no CUPTI")
+
+    monkeypatch.setattr(jax.profiler, "start_trace", raises)
+    timing = clock.timing({"a": program(lambda: None)}, 2, clock.DEVICE)
+    assert timing.clock == "wall: the profiler raised RuntimeError: no CUPTI" and len(timing.seconds["a"]) == 2
+
+
+def test_on_a_gpu_ours_are_timed_before_foreign_code_is_loaded_and_keep_their_times_if_it_spoils_all(
+    peer, tmp_path, capsys, monkeypatch, as_on_a_gpu
+):
+    loaded, spoilt = [], []
+
+    def spoils(case, q, k, v):
+        spoilt.append(True)
+        raise RuntimeError("an illegal memory access was encountered")
+
+    def timed(programs, rounds, time_by):
+        loaded.append(bool(spoilt))
+        for name in programs if spoilt else ():
+            raise clock.Failed(name) from RuntimeError("as was encountered before")
+        return clock.Timing({name: [1.0] for name in programs}, time_by, {})
+
+    monkeypatch.setattr(clock, "timing", timed)
+    peer("foreign", spoils, modules=("json",), before_import=lambda: spoilt.append(True))
+    monkeypatch.delitem(sys.modules, "json")
+    lengths = "--lengths 32 48 --heads 1 --head-size 16 --dtype float32 --repeats 1 --memory-lengths --passes forward".split()
+    assert benchmark.main([*lengths, "--implementations", "blockwise", "foreign", "--out", str(tmp_path)]) == 1
+    assert loaded[:2] == [False, False] and loaded[-1]
+    rows = rows_of(tmp_path)
+    assert {(T, name): row["status"] for (T, _, name), row in rows.items()} == {
+        (T, name): status for T in (32, 48) for name, status in (("blockwise", "ok"), ("foreign", "failed"))
+    }
+    assert lines_of(capsys, "failed", "foreign", "an illegal memory access")
+
+
+@pytest.mark.whole
+def test_a_case_that_hangs_ends_the_run_with_the_tables_of_those_before(peer, tmp_path, capsys, monkeypatch):
+    guards, ended = [], []
+
+    class Timer:
+        def __init__(self, seconds, give_up):
+            guards.append((seconds, give_up))
+
+        start = cancel = lambda self: None
+
+    def hangs(case, q, k, v):
+        ((seconds, give_up),) = guards
+        assert seconds == 100 + benchmark.GRACE
+        if not ended:
+            give_up()
+        return xla(q, k, v)
+
+    monkeypatch.setattr(benchmark.threading, "Timer", Timer)
+    monkeypatch.setattr(os, "_exit", ended.append)
+    peer("stuck", hangs, lambda case: "it takes few tokens" if case.T < 48 else None)
+    arguments = "--lengths 32 48 --dtype float32 --implementations jax.nn/xla stuck --passes forward --repeats 1 --budget 100"
+    benchmark.main([*arguments.split(), "--memory-lengths", "--out", str(tmp_path)])
+    assert ended == [1]
+    printed = capsys.readouterr()
+    assert "a case hangs" in printed.err
+    before, _ = printed.out.split("written", 1)
+    assert re.search(r"^\| 32 +\| forward +\| jax.nn/xla +\| [\d.]+ ", before, re.M)
+    assert re.search(r"^not run +jax.nn/xla, .* T48 .*: the run ended before$", before, re.M)
+
+
+def test_nvidia_smi_that_does_not_answer_is_no_end(monkeypatch, as_on_a_gpu):
+    def hangs(command, timeout, **kw):
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(subprocess, "run", hangs)
+    assert machine.limits() == "unknown: nvidia-smi gave no answer (TimeoutExpired)"
+
+
+@pytest.mark.parametrize(
+    "name, on_gpu, off, status",
+    [("jax.nn/xla", True, 5e-4, "ok"), ("jax.nn/xla", True, 5e-3, "wrong"), ("jax.nn/xla", False, 5e-4, "wrong"),
+     ("blockwise", True, 5e-4, "wrong")],
+)  # fmt: skip
+def test_a_peer_in_tf32_is_timed_and_told_to_be_in_that(name, on_gpu, off, status, monkeypatch):
+    one = peers.contender(name)
+    one = one._replace(attend=lambda case, q, k, v, attend=one.attend: attend(case, q, k, v) * (1 + off))
+    monkeypatch.setattr(machine, "on_gpu", lambda: on_gpu)
+    found = programs.check(one, SMALL, "forward")
+    assert (found.status, "TF32" in found.reason) == (status, status == "ok"), found
+    assert programs.check(one, SMALL._replace(dtype="bfloat16"), "forward") == (pytest.approx(off, abs=5e-3), "ok", "")
+
+
+def test_the_largest_caches_are_made_once_for_all_and_are_checked_on_few_rows(monkeypatch):
+    case = SMALL._replace(B=5, T=1, S=48, causal=False)
+    monkeypatch.setattr(programs, "check_length", lambda: 100)
+    assert programs._checked_part(case) == case._replace(B=2) and programs._checked_part(case._replace(S=300)).B == 1
+    given = []
+    operands = lambda case, k, v: given.append((k, v)) or {}
+    programs.program(peers.Contender("paged", lambda case, q, k, v: xla(q, k, v), operands=operands), case, "forward")
+    assert all(a is b for a, b in zip(given[-1], case.inputs()[1:3], strict=True))
+    measure.measure([], SMALL, ["forward"], 1, jobs=1, time_by=clock.WALL)
+    assert case.inputs()[1] is not given[-1][0], "a case's inputs are freed where the next one begins"
 
 
 # ---- a sequence on several devices, counted ----

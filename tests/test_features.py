@@ -43,6 +43,15 @@ def test_all_that_an_implementation_takes_is_right_together_or_refused_in_the_wo
     assert features.verdict(implementation, transformation) == stated("under")[transformation][implementation]
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+def test_with_few_devices_a_mesh_of_more_is_left_out_and_says_so(devices, monkeypatch):
+    monkeypatch.setattr(jax, "devices", lambda: [None] * devices)
+    left_out = {name: features.verdict("blockwise", name) for name, of in TRANSFORMATIONS.items() if of.devices > devices}
+    meshes = dict.fromkeys(("a mesh, explicit axes", "a mesh, Auto axes", "rows on an explicit axis"), "(needs 4 devices)")
+    assert left_out == meshes | (dict.fromkeys(["`shard_map`"], "(needs 2 devices)") if devices < 2 else {})
+    assert "| (needs 4 devices) |" in features._table("under", {"a mesh": left_out})
+
+
 def test_what_means_something_else_under_a_transformation_is_told_apart():
     text = features.FILE.read_text()
     for name, of in TRANSFORMATIONS.items():

@@ -1,5 +1,6 @@
 """What is measured: a call of attention as data, the arithmetic that it asks for, and the suite of cases for a GPU."""
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -49,8 +50,8 @@ class Case(NamedTuple):
         ]
 
     def inputs(self) -> list[jax.Array]:
-        keys = jax.random.split(jax.random.key(0), 4)
-        return [jax.random.normal(key, x.shape, x.dtype) for key, x in zip(keys, self.shapes(), strict=True)]
+        """Query, key, value, and the output's gradient: the same arrays each time, until `forget_inputs`."""
+        return _inputs(self)
 
     def document_lengths(self) -> np.ndarray:
         """Of each row alike: neither equal nor multiples of a block."""
@@ -97,6 +98,17 @@ class Case(NamedTuple):
         H, Hv = self.H, self.value_size
         each = dict(forward=H + Hv, backward=3 * H + 2 * Hv)
         return 2 * self.B * self.N * self.pairs() * sum(each[name] for name in passes.split("+"))
+
+
+@functools.cache
+def _inputs(case: Case) -> list[jax.Array]:
+    keys = jax.random.split(jax.random.key(0), 4)
+    return [jax.random.normal(key, x.shape, x.dtype) for key, x in zip(keys, case.shapes(), strict=True)]
+
+
+def forget_inputs():
+    """Frees them: of a large cache two do not fit into a GPU."""
+    _inputs.cache_clear()
 
 
 def _triangle(n: int) -> int:

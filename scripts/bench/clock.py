@@ -36,31 +36,42 @@ class NoDeviceTime(Exception):
     """Why the trace does not tell the device time."""
 
 
+class Failed(Exception):
+    """A program raised, whose name is the first argument."""
+
+
 def interleave(programs: dict[str, Program], rounds: int) -> list[Turn]:
     """A round has a turn of each, so that a slow minute slows all alike, in an order drawn anew: one that rotates would put each
     behind the same one, whose arrays are in the caches."""
     names = list(programs)
-    once = {name: max(1e-6, _turn(program, "a trial", 1)) for name, program in programs.items()}
+    once = {name: max(1e-6, _turn(programs, name, "a trial", 1)) for name in names}
     calls = {name: max(1, min(100, math.ceil(SAMPLE / seconds))) for name, seconds in once.items()}
     turns, draw = [], random.Random(0)
     for _ in range(rounds):
         for name in draw.sample(names, len(names)):
             time.sleep(PAUSE)
             if not machine.on_gpu():  # the first call behind another's pays for what that did to caches and to malloc
-                programs[name].wait(programs[name].call())
-            seconds = _turn(programs[name], f"{_MARK}{len(turns)}", calls[name])
+                _turn(programs, name, "not timed", 1)
+            seconds = _turn(programs, name, f"{_MARK}{len(turns)}", calls[name])
             turns.append(Turn(name, calls[name], seconds))
     return turns
 
 
-def _turn(program: Program, mark: str, calls: int) -> float:
-    with jax.profiler.TraceAnnotation(mark):
-        start = time.perf_counter()
-        for number in range(1, calls + 1):
-            started = program.call()
-            if number == calls or not machine.on_gpu():  # calls that a CPU is not waited for run at the same time
-                program.wait(started)
-        return time.perf_counter() - start
+def _turn(programs: dict[str, Program], name: str, mark: str, calls: int) -> float:
+    try:
+        with jax.profiler.TraceAnnotation(mark):
+            return _calls(programs[name], calls)
+    except Exception as error:
+        raise Failed(name) from error
+
+
+def _calls(program: Program, calls: int) -> float:
+    start = time.perf_counter()
+    for number in range(1, calls + 1):
+        started = program.call()
+        if number == calls or not machine.on_gpu():  # calls that a CPU is not waited for run at the same time
+            program.wait(started)
+    return time.perf_counter() - start
 
 
 class Timing(NamedTuple):
@@ -70,11 +81,20 @@ class Timing(NamedTuple):
 
 
 def timing(programs: dict[str, Program], rounds: int, clock: str) -> Timing:
-    """Times them together, by `clock` if it can be had."""
-    if clock != DEVICE:
-        with machine.sensors() as sensed:
-            turns = interleave(programs, rounds)
-        return _timing(turns, [turn.seconds for turn in turns], clock, sensed())
+    """Times them together, by `clock` if it can be had; Failed if one raises."""
+    if clock == DEVICE:
+        try:
+            return _by_device(programs, rounds)
+        except Failed:
+            raise
+        except Exception as error:  # whatever a profiler raises
+            clock = f"{WALL}: the profiler raised {type(error).__name__}: {error}"
+    with machine.sensors() as sensed:
+        turns = interleave(programs, rounds)
+    return _timing(turns, [turn.seconds for turn in turns], clock, sensed())
+
+
+def _by_device(programs: dict[str, Program], rounds: int) -> Timing:
     with trace() as traced, machine.sensors() as sensed:
         turns = interleave(programs, rounds)
     try:
@@ -161,7 +181,4 @@ def which() -> str:
     x = jnp.ones(1024)
     double = jax.jit(lambda: x * 2)
     double()
-    try:
-        return timing({"a trial": Program(double, jax.block_until_ready, list)}, 2, DEVICE).clock
-    except Exception as error:  # whatever a profiler raises; the benchmark goes on without it
-        return f"{WALL}: the profiler raised {type(error).__name__}: {error}"
+    return timing({"a trial": Program(double, jax.block_until_ready, list)}, 2, DEVICE).clock

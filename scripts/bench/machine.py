@@ -32,7 +32,7 @@ def limits() -> str:
     names = "driver_version", "clocks.max.sm", "power.limit", "clocks_throttle_reasons.active"
     try:
         driver, clock, power, reasons = _nvidia_smi(names)
-    except (OSError, subprocess.CalledProcessError, ValueError) as error:
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
         return f"unknown: nvidia-smi gave no answer ({type(error).__name__})"
     return f"driver {driver}, up to {clock} MHz and {power} W, throttle reasons {reasons}"
 
@@ -61,7 +61,8 @@ def sensors():
         finally:
             if process:
                 process.terminate()
-                process.wait()
+                with contextlib.suppress(subprocess.TimeoutExpired):  # a driver that hangs keeps it
+                    process.wait(10)
                 file.seek(0)
                 read |= _medians(file.read().splitlines())
 

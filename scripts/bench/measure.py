@@ -5,8 +5,8 @@ import contextlib
 import dataclasses
 import statistics
 
-from scripts.bench import clock, programs
-from scripts.bench.cases import PASSES, Case
+from scripts.bench import clock, machine, programs
+from scripts.bench.cases import PASSES, Case, forget_inputs
 from scripts.bench.peers import Contender
 
 
@@ -35,9 +35,17 @@ class Row:
         return self.case.flops(self.passes) / self.median / 1e12 if self.median else None
 
 
+def groups(contenders: list[Contender]) -> list[list[Contender]]:
+    """Who is measured together in all cases, group after group. On a GPU foreign code comes last, since it may spoil the CUDA
+    context, and the others once more beside it."""
+    own = [one for one in contenders if not one.is_foreign]
+    return [own, contenders] if machine.on_gpu() and 0 < len(own) < len(contenders) else [contenders]
+
+
 def measure(contenders: list[Contender], case: Case, passes: list[str], rounds: int, jobs: int, time_by: str) -> list[Row]:
     """Rows by pass, then by contender; `jobs` programs are compiled at a time."""
     asked = [(Row(case, name, one.name), one) for name in passes for one in contenders if name in one.passes]
+    forget_inputs()
     for row, one in asked:
         _ask(row, one)
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
@@ -49,12 +57,24 @@ def measure(contenders: list[Contender], case: Case, passes: list[str], rounds: 
                 ready[row.passes, row.name] = _check(row, one)
     rows = [row for row, _ in asked]
     for name in passes:
-        together = {who: program for (passes, who), program in ready.items() if passes == name and program}
-        timing = clock.timing(together, rounds, time_by)
-        for row in rows:
-            if row.passes == name and row.name in together:
-                row.seconds, row.clock, row.sensors = timing.seconds[row.name], timing.clock, timing.sensors
+        together = [row for row in rows if row.passes == name and row.status == "ok"]
+        _time({row.name: (row, ready[name, row.name]) for row in together}, rounds, time_by)
     return rows
+
+
+def _time(together: dict[str, tuple[Row, programs.Program]], rounds: int, time_by: str):
+    """One that raises is left out, and the others are timed anew."""
+    while together:
+        try:
+            timing = clock.timing({name: program for name, (_, program) in together.items()}, rounds, time_by)
+        except clock.Failed as failure:
+            row, _ = together.pop(failure.args[0])
+            with _verdict(row):
+                raise failure.__cause__ from None
+            continue
+        for name, (row, _) in together.items():
+            row.seconds, row.clock, row.sensors = timing.seconds[name], timing.clock, timing.sensors
+        return
 
 
 @contextlib.contextmanager
@@ -87,9 +107,8 @@ def _check(row: Row, contender: Contender) -> programs.Program | None:
     """The program to time, or None where its results are wrong."""
     case = contender.takes(row.case)
     program = programs.program(contender, case, row.passes)
-    row.error, row.reason = programs.check(contender, case, row.passes)
-    if row.reason:
-        row.status = "wrong"
+    row.error, row.status, row.reason = programs.check(contender, case, row.passes)
+    if row.status == "wrong":
         return None
     program.wait(program.call())  # warm, and what fails, fails here
     return program

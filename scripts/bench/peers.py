@@ -21,7 +21,7 @@ class Contender(NamedTuple):
     name: str
     attend: Callable  # (case, q, k, v, **operands) -> o; NotImplementedError says that it cannot do the case
     why_not: Callable[[Case], str | None] = lambda case: None  # None: it can be asked for this case; else the reason
-    operands: Callable[[Case], dict] = lambda case: {}  # further arrays of a call, made before it
+    operands: Callable[..., dict] = lambda case, k, v: {}  # further arrays of a call, made before it
     package: str = "jax"  # whose version is noted
     modules: tuple[str, ...] = ()  # that `attend` imports
     before_import: Callable[[], None] = lambda: None
@@ -32,6 +32,15 @@ class Contender(NamedTuple):
 
     def takes(self, case: Case) -> Case:
         return case._replace(dtype=self.dtype) if self.dtype and case.dtype != "float32" else case
+
+    @property
+    def is_peer(self) -> bool:
+        return self.package != "pallas-flash"
+
+    @property
+    def is_foreign(self) -> bool:
+        """Other code than jax's and ours, which may take the process or its CUDA context with it."""
+        return bool(self.modules)
 
     def missing(self) -> str | None:
         packages = (name.partition(".")[0] for name in self.modules)
@@ -82,7 +91,7 @@ def _ours(name: str) -> Contender:
     return Contender(name, attend, why_not, _ids, package="pallas-flash", passes=passes)
 
 
-def _ids(case: Case) -> dict:
+def _ids(case: Case, *kv) -> dict:
     return dict(query_segment_ids=case.segment_ids()) if case.documents else {}
 
 
@@ -97,7 +106,7 @@ def _rule(case: Case) -> masks.Mask | None:
 # ---- peers ----
 
 
-def _dense(case: Case) -> dict:
+def _dense(case: Case, *kv) -> dict:
     return dict(mask=case.visible()) if case.documents or case.global_tokens else {}
 
 
@@ -128,10 +137,9 @@ def _paged_attention(case: Case, q, k, v, k_pages, v_pages, table):
     return paged_attention.paged_attention(q, k_pages, v_pages, table, None, k_splits=min(16, table.shape[1]))[:, None]
 
 
-def _pages(case: Case) -> dict:
+def _pages(case: Case, k, v) -> dict:
     """The caches of all rows in pages [K, B * S / PAGE, PAGE, H]; it is not timed how they get there."""
-    as_pages = lambda x: jnp.moveaxis(x.reshape(-1, PAGE, case.K, case.H), 2, 0)
-    _, k, v, _ = case.inputs()
+    as_pages = jax.jit(lambda x: jnp.moveaxis(x.reshape(-1, PAGE, case.K, case.H), 2, 0))  # one copy, of up to 17 GB
     table = jnp.arange(case.B * case.S // PAGE, dtype=jnp.int32).reshape(case.B, -1)
     return dict(k_pages=as_pages(k), v_pages=as_pages(v), table=table)
 
@@ -201,7 +209,7 @@ def _fa3(case: Case, q, k, v, starts=None):
     return flash_mha_varlen(*flat, starts, max_seqlen_q=longest, max_seqlen_k=longest, **options).reshape(q.shape)
 
 
-def _starts(case: Case) -> dict:
+def _starts(case: Case, *kv) -> dict:
     """Of the documents of all rows, behind each other."""
     lengths = np.tile(case.document_lengths(), case.B)
     return dict(starts=np.cumsum([0, *lengths], dtype=np.int32)) if case.documents else {}
@@ -243,7 +251,7 @@ def _jla_contender(name: str, backward: str, passes=PASSES) -> Contender:
         name,
         functools.partial(_jla, backward=backward),
         functools.partial(_jla_why_not, backward=backward),
-        lambda case: dict(segment_ids=case.segment_ids()) if case.documents else {},
+        lambda case, *kv: dict(segment_ids=case.segment_ids()) if case.documents else {},
         package="jax-linear-attention",
         modules=("jla.ops.mosaic_gpu.attention",),
         passes=passes,
@@ -280,7 +288,7 @@ PEERS = [
     Contender(
         "torch",
         _sdpa,
-        operands=lambda case: dict(mask=case.visible()) if case.documents or case.window else {},
+        operands=lambda case, *kv: dict(mask=case.visible()) if case.documents or case.window else {},
         package="torch",
         modules=("torch",),
         is_torch=True,

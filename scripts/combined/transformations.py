@@ -19,6 +19,7 @@ class Transformation(NamedTuple):
     run: Callable[[Call, dict], Any]
     plain: Callable[[Call, dict], Any]
     apart: dict[str, str] = {}  # features that mean something else under it, and what
+    devices: int = 1  # that it needs
 
 
 def _stacked(x):
@@ -168,8 +169,8 @@ TRANSFORMATIONS = {
     "`jax.export` through bytes": Transformation(_export, gradients),
     "64 bits, strict promotion": Transformation(_strict, gradients),
     "donated arguments": Transformation(_donated, gradients),
-    "a mesh, explicit axes": Transformation(_on_mesh(AxisType.Explicit, **BY_HEAD), gradients),
-    "a mesh, Auto axes": Transformation(_on_mesh(AxisType.Auto, **BY_HEAD), gradients),
-    "rows on an explicit axis": Transformation(_on_mesh(AxisType.Explicit, **BY_ROW), gradients),
-    "`shard_map`": Transformation(_shard_map, forward, {"dropout": OF_ITS_OWN, "`mask`: `masks.Where`": OF_ITS_OWN}),
+    "a mesh, explicit axes": Transformation(_on_mesh(AxisType.Explicit, **BY_HEAD), gradients, devices=4),
+    "a mesh, Auto axes": Transformation(_on_mesh(AxisType.Auto, **BY_HEAD), gradients, devices=4),
+    "rows on an explicit axis": Transformation(_on_mesh(AxisType.Explicit, **BY_ROW), gradients, devices=4),
+    "`shard_map`": Transformation(_shard_map, forward, {"dropout": OF_ITS_OWN, "`mask`: `masks.Where`": OF_ITS_OWN}, devices=2),
 }
