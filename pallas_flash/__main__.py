@@ -12,6 +12,7 @@ import jaxlib
 import pallas_flash
 from pallas_flash import backends, trial
 from pallas_flash.explanation import explain
+from pallas_flash.kernels import device
 from pallas_flash.machine import records, selfcheck
 
 DESCRIPTION = """
@@ -59,7 +60,7 @@ def parse(argv) -> argparse.Namespace:
     add("--limit", type=float, default=180, metavar="SECONDS", help=help)
     add(trial.CASE, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    on_gpu = jax.default_backend() == "gpu"
+    on_gpu = device.here().platform == "gpu"
     args.implementations = args.implementations or backends.NAMES
     args.dtypes = args.dtypes or (["bfloat16", "float16", "float32"] if on_gpu else ["float32", "bfloat16"])
     return args

@@ -13,6 +13,7 @@ from pallas_flash import arguments, checks, dispatch
 from pallas_flash.checks import AnyArray
 from pallas_flash.context_parallel import Context
 from pallas_flash.dropout import Shared
+from pallas_flash.kernels import device
 from pallas_flash.masks import Mask
 from pallas_flash.signatures import Implementation, Options, ScoreMod, in_lines
 
@@ -269,5 +270,7 @@ def normalised(*args, **kwargs) -> tuple[arguments.Problem, arguments.Operands]:
 
 def _outputs(attend, call, return_residual):
     return_residual = checks.flag("return_residual", return_residual)
-    o, lse = dispatch.on_devices(attend, checks.with_arrays(call))
+    call = checks.with_arrays(call)
+    with device.at(call.values()):
+        o, lse = dispatch.on_devices(attend, call)
     return (o, lse) if return_residual else o

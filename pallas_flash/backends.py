@@ -44,6 +44,7 @@ class Half(NamedTuple):
 
     backend: Backend
     is_forward: bool
+    is_blind: bool = False  # chosen for a call that was not for a GPU
 
     def run(self, problem: Problem, tiles, *arrays):
         half = self.backend.forward if self.is_forward else self.backend.backward
@@ -59,8 +60,8 @@ WhyNotHere = Callable[[Backend], str | None]  # why this machine does not take i
 
 
 def _no_gpu() -> str | None:
-    on_gpu = device.compute_capability() is not None or jax.default_backend() == "gpu"
-    return None if on_gpu else "there is no GPU: it would run in Pallas' interpreter, slowly"
+    on_gpu = device.here().platform == "gpu"
+    return None if on_gpu else "the call is not for a GPU: it would run in Pallas' interpreter, slowly"
 
 
 FEW = 64  # queries

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_flash import arguments, autodiff, backends, context_parallel, mapped, modes
+from pallas_flash import arguments, autodiff, backends, context_parallel, lowering, mapped, modes
 from pallas_flash.devices import exchange, ring, sharding
 from pallas_flash.devices.call import exact
+from pallas_flash.kernels import device
 from pallas_flash.machine import selfcheck
 from pallas_flash.rules import reads
 
@@ -40,7 +41,8 @@ def attend(implementation, context, **call):
 
 
 def _choose(problem, implementation) -> backends.Choice:
-    return mapped.with_rows(selfcheck.choose(problem, implementation))
+    choice, is_asked = selfcheck.choose(problem, implementation), selfcheck.asked_for(implementation) is not None
+    return mapped.with_rows(lowering.by_platform(choice, is_asked), not is_asked and device.here().platform != "gpu")
 
 
 def _on_auto_axes(choice: backends.Choice, operands) -> backends.Choice:

@@ -6,6 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from pallas_flash import arguments, attention, checks, context_parallel, dispatch
+from pallas_flash.kernels import device
 from pallas_flash.machine import selfcheck
 
 
@@ -34,10 +35,12 @@ class Explanation:
 def explain(*args: Any, **kwargs: Any) -> Explanation:
     """What `flash_attention` would run for these arguments, arrays or `jax.ShapeDtypeStruct`s, and why. Computes nothing."""
     call, _ = attention.asked(*args, **kwargs)
-    problem, context = checks.from_shapes(_problem_of, call)
-    choice = selfcheck.choose(problem, call["implementation"], check=False)
-    why_not, condition = selfcheck.reasons(problem, choice, call["implementation"])
-    return Explanation(problem, choice.backend.name, choice.tiles, why_not, condition, context, choice.backend.copies(problem))
+    with device.at(call.values()):
+        problem, context = checks.from_shapes(_problem_of, call)
+        choice = selfcheck.choose(problem, call["implementation"], check=False)
+        why_not, condition = selfcheck.reasons(problem, choice, call["implementation"])
+        copies = choice.backend.copies(problem)
+    return Explanation(problem, choice.backend.name, choice.tiles, why_not, condition, context, copies)
 
 
 def _problem_of(call) -> tuple[arguments.Problem, str | None]:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
+from pallas_flash import lowering
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.backends import Choice, Half
 from pallas_flash.devices.call import operand_letters, row_letters
@@ -27,12 +28,13 @@ class Mapped(Half):
         return jax.tree.unflatten(jax.tree.structure(out), results)
 
 
-def with_rows(choice: Choice) -> Choice:
+def with_rows(choice: Choice, is_blind: bool = False) -> Choice:
     """The choice for calls that may be mapped. The products of the reference jax maps itself, in every mode of derivatives."""
     backend = choice.backend
     if backend.name == "reference":
         return choice
-    return choice._replace(backend=backend._replace(forward=Mapped(backend, True), backward=Mapped(backend, False)))
+    forward, backward = (Mapped(backend, is_forward, is_blind) for is_forward in (True, False))
+    return choice._replace(backend=backend._replace(forward=forward, backward=backward))
 
 
 class Work(NamedTuple):
@@ -89,7 +91,14 @@ call_p = Primitive("flash_attention_call")
 call_p.multiple_results = True
 call_p.def_impl(lambda *leaves, call, work: jaxpr_as_fun(call)(*leaves))
 call_p.def_effectful_abstract_eval(lambda *_, call, work: (call.out_avals, call.effects))
-mlir.register_lowering(call_p, lambda ctx, *x, call, work: mlir.core_call_lowering(ctx, *x, name=call_p.name, call_jaxpr=call))
+
+
+def _lower(ctx, *leaves, call, work: Work):
+    lowering.tell(ctx, work.half.backend.name, work.half.is_blind, call)
+    return mlir.core_call_lowering(ctx, *leaves, name=call_p.name, call_jaxpr=call)
+
+
+mlir.register_lowering(call_p, _lower)
 
 
 def _batch(leaves, axes, *, call, work: Work):

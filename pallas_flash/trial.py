@@ -17,6 +17,7 @@ from pallas_flash.arguments import Problem
 from pallas_flash.attention import flash_attention
 from pallas_flash.backends import Backend
 from pallas_flash.explanation import explain
+from pallas_flash.kernels import device
 from pallas_flash.machine import records, selfcheck
 from pallas_flash.machine.selfcheck import Variant, Verdict
 
@@ -113,7 +114,7 @@ INTERPRETED = Setting([dict(batch=1, queries=37, keys=53, heads=2, kv_heads=1)],
 
 
 def setting(case: Case) -> Setting:
-    if jax.default_backend() == "gpu":
+    if device.here().platform == "gpu":
         return ON_GPU
     return INTERPRETED if case.backend().own_kernels else ON_CPU
 

@@ -1,7 +1,10 @@
 """Implementations that are right, lie, raise, hang and crash, put before all others in the table; a GPU that is not there."""
 
+import dataclasses
 import os
 import time
+
+import jax
 
 import pallas_flash.__main__
 from pallas_flash import backends, trial
@@ -11,6 +14,22 @@ from pallas_flash.machine import records, selfcheck
 GPU = records.Machine("Fake GPU", "1.2", "jax", "sources")
 TINY = dict(batch=1, queries=67, keys=131, heads=2, kv_heads=1)
 REFERENCE = next(backend for backend in backends.BACKENDS if backend.name == "reference")
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """A GPU for whom decides by the device; nothing runs on it."""
+
+    device_kind: str = "NVIDIA H100 80GB HBM3"
+    compute_capability: str = "9.0"
+    core_count: int = 132
+    platform: str = "gpu"
+
+
+def plug_in(put, *gpus: Device):
+    """They are the default devices of this machine, beside its CPUs."""
+    real = jax.local_devices
+    put(jax, "local_devices", lambda backend=None: list(gpus) if backend in (None, "gpu") else real(backend=backend))
 
 
 def lie(position: int):

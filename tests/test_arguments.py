@@ -330,7 +330,7 @@ def test_explain_names_the_implementation_its_tiles_and_why_not_the_others():
 def test_without_a_gpu_blockwise_is_chosen_and_explain_says_why():
     text = explain(jnp.ones(Q), jnp.ones(K), jnp.ones(K))
     assert text.implementation == "blockwise"
-    assert text.why_not["portable"] == "there is no GPU: it would run in Pallas' interpreter, slowly"
+    assert text.why_not["portable"] == "the call is not for a GPU: it would run in Pallas' interpreter, slowly"
     assert text.why_not["reference"] == "blockwise comes before it"
 
 

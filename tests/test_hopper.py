@@ -4,6 +4,7 @@ import contextlib
 import functools
 import re
 
+import fakes
 import gpu_interpreter
 import jax
 import jax.numpy as jnp
@@ -333,7 +334,7 @@ def test_what_it_does_not_run_it_refuses_with_a_reason(name, monkeypatch):
 
 @needs_interpreter
 def test_it_is_the_first_choice_on_its_gpus(monkeypatch):
-    monkeypatch.setattr(device, "compute_capability", lambda: 9.0)
+    fakes.plug_in(monkeypatch.setattr, fakes.Device())
     choice = explain(HALF, HALF, HALF)
     assert choice.implementation == "hopper" and choice.tiles == hopper.tiles(choice.problem)
     assert choice.why_not["portable"] == "hopper comes before it"

@@ -266,10 +266,7 @@ def test_records_are_whole_whoever_else_writes_them(cache):
 
 
 def test_code_that_is_traced_for_a_gpu_elsewhere_is_not_checked(monkeypatch):
-    class Device:
-        device_kind = "Fake GPU"
-
-    monkeypatch.setattr(jax, "local_devices", lambda backend: [Device()])
+    fakes.plug_in(monkeypatch.setattr, fakes.Device("Fake GPU"))
     assert records.machine().gpu == "Fake GPU"
     elsewhere = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=elsewhere)):

@@ -49,6 +49,7 @@ ORDER = [
     "machine.records",
     "autodiff",
     "modes",
+    "lowering",
     "backends",
     "reference",
     "blockwise.__init__",

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from pallas_flash import decode, schedule
 from pallas_flash.arguments import Problem
+from pallas_flash.kernels import device
 from pallas_flash.schedule import ceil_div
 
 
@@ -72,7 +73,7 @@ def tiles(problem: Problem) -> Tiles:
 def _decodes(p: Problem) -> bool:
     """Whether the forward reads keys where they lie, all rows at once: on a CPU it gains where a copy of them is large, or where
     few rows see some of many. It goes by batch rows, which gains nothing where each has few keys for many rows."""
-    if not decode.takes(p) or jax.default_backend() != "cpu":
+    if not decode.takes(p) or not _on_cpu():
         return decode.takes(p)
     rows, has_data = p.queries * p.group, p.visibility.has_data
     dtype = "float32" if rows == 1 else _tiles(p).dtype  # XLA multiplies a single row in float32
@@ -85,7 +86,7 @@ def _decodes(p: Problem) -> bool:
 
 def decode_tiles(problem: Problem, page: int = 1) -> DecodeTiles:
     """A block is of whole pages."""
-    p, on_cpu = problem, jax.default_backend() == "cpu"
+    p, on_cpu = problem, _on_cpu()
     block_k = min(max(BLOCK // page, 1) * page, p.keys)
     wide = "float64" if p.dtype == "float64" else "float32"
     return DecodeTiles(block_k, 1 if on_cpu and _is_one_device() else None, wide if on_cpu else p.dtype)
@@ -93,7 +94,7 @@ def decode_tiles(problem: Problem, page: int = 1) -> DecodeTiles:
 
 def _tiles(problem: Problem) -> Tiles:
     p = problem
-    if jax.default_backend() != "cpu":
+    if not _on_cpu():
         return Tiles(_at_most(512, p.queries), _at_most(256, p.keys), None, p.dtype)
     known = all(isinstance(n, int) for n in (p.batch, p.queries, p.keys))
     block_q = _at_most(_queries(p) if known else max(128 // p.group, 16), p.queries)
@@ -183,7 +184,7 @@ def backward_goes_in_turn(tiles: Tiles, heads: tuple, keys: list | None) -> bool
 
 def _under_way(tiles: Tiles, heads: tuple, keys: list | None) -> int:
     """The scores that a CPU has in memory at a time, in what malloc maps anew in each call, where no block waits for another."""
-    if keys is None or len(keys) == 1 or jax.default_backend() != "cpu" or not all(isinstance(n, int) for n in heads):
+    if keys is None or len(keys) == 1 or not _on_cpu() or not all(isinstance(n, int) for n in heads):
         return 0
     return math.prod(heads) * tiles.block_q * sum(key.size for of_rows in keys for key, *_ in of_rows)
 
@@ -193,7 +194,11 @@ def _at_most(size: int, length: int) -> int:
     return min(size, length) if isinstance(length, int) else length
 
 
+def _on_cpu() -> bool:
+    return device.here().platform == "cpu"
+
+
 def _is_one_device() -> bool:
     """Whether a loop over heads is no loop over devices: that would gather what a partitioner has spread."""
-    types = jax.sharding.get_abstract_mesh().axis_types
-    return jax.device_count() == 1 or (bool(types) and all(t == jax.sharding.AxisType.Manual for t in types))
+    types, devices = jax.sharding.get_abstract_mesh().axis_types, jax.device_count(device.here().platform)
+    return devices == 1 or (bool(types) and all(t == jax.sharding.AxisType.Manual for t in types))

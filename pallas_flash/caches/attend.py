@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_flash import arguments, autodiff, backends, checks, decode, dispatch, modes, quantised
+from pallas_flash import arguments, autodiff, backends, checks, decode, dispatch, lowering, modes, quantised
 from pallas_flash.arguments import Problem
 from pallas_flash.backends import Backend
 from pallas_flash.caches import ragged
@@ -57,14 +57,28 @@ def _attend_batch(implementation, is_ragged: bool, *, k_pages, v_pages, page_tab
     backend = _chosen(problem, kind, implementation)
     if _copies(backend.name, problem, kind):
         copied = functools.partial(_in_order, problem, operands.visibility, page_table, dtype)
-        return dispatch.attend(backend.name, None, **call | dict(key=copied(k_pages, k_scales), value=copied(v_pages, v_scales)))
+        return dispatch.attend(
+            implementation, None, **call | dict(key=copied(k_pages, k_scales), value=copied(v_pages, v_scales))
+        )
     scales = () if k_scales is None else ((k_scales, v_scales),)
     operands, scales = reads.vary_alike((operands._replace(key=k_pages, value=v_pages), scales))
-    module = importlib.import_module(f"pallas_flash.{'' if backend.name == 'blockwise' else 'kernels.'}{backend.name}")
+    table, unit = jnp.clip(page_table, 0, k_pages.shape[0] - 1), backend.unit(problem)
+    read = functools.partial(_in_place, problem, page)
+
+    def other(like, *arrays):
+        o, stats = read("blockwise", *arrays)
+        return o, lowering.like_kernels(stats, like[1], unit)
+
+    kernels, is_asked = functools.partial(read, backend.name), selfcheck.asked_for(implementation) is not None
+    o, stats = lowering.either(backend, is_asked, kernels, other, operands, table, *scales)
+    return o, jnp.swapaxes(autodiff.natural_lse(unit, operands, stats), 1, 2)
+
+
+def _in_place(problem: Problem, page: int, name: str, operands, table, *scales):
+    """What an implementation reads out of pages where they lie."""
+    module = importlib.import_module(f"pallas_flash.{'' if name == 'blockwise' else 'kernels.'}{name}")
     forward = importlib.import_module(f"{module.__name__}.decode").forward
-    table = jnp.clip(page_table, 0, k_pages.shape[0] - 1)
-    o, stats = forward(problem, module.decode_tiles(problem, page), operands, table, *scales)
-    return o, jnp.swapaxes(autodiff.natural_lse(backend.unit(problem), operands, stats), 1, 2)
+    return forward(problem, module.decode_tiles(problem, page), operands, table, *scales)
 
 
 def _in_order(problem: Problem, seen: Visibility, table, dtype, pages, scales):

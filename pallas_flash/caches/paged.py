@@ -12,6 +12,7 @@ from pallas_flash.caches import ragged
 from pallas_flash.caches.attend import attend
 from pallas_flash.checks import AnyArray
 from pallas_flash.devices import sharding
+from pallas_flash.kernels import device
 from pallas_flash.rules.score import Score
 from pallas_flash.signatures import Implementation, ScoreMod, in_lines
 
@@ -176,7 +177,8 @@ def paged_attention(
     mesh = sharding.mesh_of(call)
     if mesh is not None and score_mod is not None:
         call["score_mod"] = call["score_mod"].numbered(lengths.shape, query.shape[-2])
-    o, lse = attend(**call) if mesh is None else sharding.pages_by_device(attend, call, mesh)
+    with device.at(call.values()):
+        o, lse = attend(**call) if mesh is None else sharding.pages_by_device(attend, call, mesh)
     return (o, lse) if return_residual else o
 
 

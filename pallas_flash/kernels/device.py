@@ -1,8 +1,11 @@
-"""The GPU that a call is for."""
+"""The device that a call is for."""
 
+import contextlib
+from collections.abc import Iterable
 from typing import Any
 
 import jax
+from jax.sharding import AbstractDevice
 
 interpret: Any = None  # parameters of jax's GPU interpreter: tests put them here, and a Hopper GPU is simulated
 
@@ -12,24 +15,80 @@ CAPABILITIES |= {"H100": (9, 0), "H200": (9, 0), "B200": (10, 0), "GeForce RTX 5
 PROCESSORS = {"A100": 108, "H100": 132, "H200": 132, "B200": 148}
 
 
-def compute_capability() -> float | None:
-    """Of the GPU that the abstract mesh names, for code that is compiled on another machine, else of the default GPU; None where
-    that is not NVIDIA's."""
-    named = jax.sharding.get_abstract_mesh().abstract_device
+def here() -> jax.Device | AbstractDevice:
+    """The device that a call is for, as far as that is known while it is traced: of the kind that the abstract mesh names, which
+    need not be on this machine, else the default device in force."""
+    named, default = jax.sharding.get_abstract_mesh().abstract_device, _default()
+    if named is None or named.device_kind == default.device_kind:
+        return default
+    return next(iter(_of_kind(named)), named)
+
+
+def gpu() -> jax.Device | None:
+    """The same where it is a GPU of this machine, on which kernels can be tried."""
+    found = here()
+    return found if found.platform == "gpu" and not isinstance(found, AbstractDevice) else None
+
+
+def at(values: Iterable) -> contextlib.AbstractContextManager:
+    """Where arrays among the values are committed to a device that is not the default, it is in force within."""
+    devices, default = next(filter(None, map(_committed, values)), ()), _default()
+    if not devices or default in devices or devices[0].platform == default.platform == "cpu":  # CPUs are alike
+        return contextlib.nullcontext()
+    return jax.default_device(devices[0])
+
+
+def on_cpu() -> contextlib.AbstractContextManager:
+    """A CPU of this machine is the default device in force, where jax was not told to have none."""
     try:
-        here = jax.devices("cuda")[0]
+        return jax.default_device(jax.local_devices(backend="cpu")[0])
     except RuntimeError:
-        here = None
-    if named is None or (here and here.device_kind == named.device_kind):
-        return float(here.compute_capability) if here else None
-    return next((major + minor / 10 for word, (major, minor) in CAPABILITIES.items() if word in named.device_kind), None)
+        return contextlib.nullcontext()
+
+
+def _committed(x) -> list[jax.Device]:
+    """The devices that an array lies on for certain; within jit its type says so, of arrays on a mesh."""
+    if not isinstance(x, jax.Array):
+        return []
+    known = x.to_concrete_value() if isinstance(x, jax.core.Tracer) else x
+    if known is None:
+        named = jax.typeof(x).sharding.mesh.abstract_device
+        return [] if named is None else _of_kind(named)
+    is_committed = getattr(known, "committed", False)  # NumPy's are not
+    return sorted(known.sharding.addressable_devices, key=lambda device: device.id) if is_committed else []
+
+
+def _default() -> jax.Device:
+    asked = jax.config.jax_default_device
+    return asked if asked is not None and not isinstance(asked, str) else jax.local_devices(backend=asked)[0]
+
+
+def _of_kind(named: AbstractDevice) -> list[jax.Device]:
+    """Those of this machine."""
+    try:
+        return [device for device in jax.local_devices(backend=named.platform) if device.device_kind == named.device_kind]
+    except RuntimeError:  # there is no such platform
+        return []
+
+
+def compute_capability() -> float | None:
+    """Of the GPU that a call is for; None where it is not for NVIDIA's."""
+    found = here()
+    if found.platform != "gpu":
+        return None
+    of_kind = (major + minor / 10 for word, (major, minor) in CAPABILITIES.items() if word in found.device_kind)
+    try:
+        return float(found.compute_capability)
+    except AttributeError:  # it is not here
+        return next(of_kind, None)
+    except ValueError:  # AMD's have names
+        return None
 
 
 def processors() -> int:
     """How many multiprocessors it has, of which a part of a GPU has fewer; where there is none, as many as an H100."""
-    named = jax.sharding.get_abstract_mesh().abstract_device
-    if named is not None:
-        of_kind = (n for word, n in PROCESSORS.items() if word in named.device_kind)
-        return named.num_cores or next(of_kind, PROCESSORS["H100"])
-    here = jax.devices()[0]
-    return here.core_count if here.platform == "gpu" else PROCESSORS["H100"]
+    found = here()
+    if found.platform != "gpu":
+        return PROCESSORS["H100"]
+    known = getattr(found, "core_count", None) or getattr(found, "num_cores", None)
+    return known or next((n for word, n in PROCESSORS.items() if word in found.device_kind), PROCESSORS["H100"])

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from pallas_flash.kernels import device
+
 
 class Machine(NamedTuple):
     """What a finding depends on, beside the kernels' variant."""
@@ -23,15 +25,9 @@ class Machine(NamedTuple):
 
 
 def machine() -> Machine | None:
-    """This one; None without a GPU, or where code is traced for a GPU that is not here: nothing can be tried then."""
-    try:
-        gpu = jax.local_devices(backend="gpu")[0].device_kind
-    except RuntimeError:
-        return None
-    named = jax.sharding.get_abstract_mesh().abstract_device
-    if named is not None and named.device_kind != gpu:
-        return None
-    return Machine(gpu, driver(), jax.__version__, _sources())
+    """This one, with the GPU that a call is for; None where it is for none, or for one that is not here: nothing can be tried."""
+    gpu = device.gpu()
+    return None if gpu is None else Machine(gpu.device_kind, driver(), jax.__version__, _sources())
 
 
 @functools.cache

@@ -180,12 +180,14 @@ def fails(error: Exception) -> Verdict:
 
 
 def _in_a_thread(f: Callable, limit: float):
-    """f() in a thread of its own, where no transformation, mesh or option of the caller holds; TimeoutError after `limit` s."""
-    result = concurrent.futures.Future()
+    """f() in a thread of its own, where of the caller the GPU holds that its call is for, and no transformation, mesh or option;
+    TimeoutError after `limit` s."""
+    result, gpu = concurrent.futures.Future(), device.gpu()
 
     def run():
         try:
-            result.set_result(f())
+            with jax.default_device(gpu):
+                result.set_result(f())
         except BaseException as error:
             result.set_exception(error)
 
