@@ -26,7 +26,7 @@ from scripts.gpt_run.folder import (
 from scripts.gpt_run.generation import Row, Sampling, compiled, generate, printable
 from scripts.gpt_run.hosts import are_several, everywhere, is_first, joined
 from scripts.gpt_run.loop import run
-from scripts.gpt_run.machine import keep_memory, must_fit, speed_in_words
+from scripts.gpt_run.machine import keep_memory, must_fit, speed_in_words, why_no_gpu
 from scripts.gpt_run.mesh import context_of, on_mesh, placed
 from scripts.gpt_run.options import CHECK_SETTINGS, CHECK_TOLERANCE, MODEL, PRESETS, make_parser, report
 from scripts.gpt_run.steps import evaluation, learning_rate, new_model, new_optimizer, new_state, train_step
@@ -245,6 +245,8 @@ def resolve(args):
 
     from pallas_flash import explain
 
+    if reason := why_no_gpu():
+        report("no GPU", f"the NVIDIA GPU of this machine is not used, the CPU is: {reason}")
     args.dtype = args.dtype or ("bfloat16" if jax.default_backend() == "gpu" else "float32")
     N, K, H = args.heads, args.kv_heads, args.features // args.heads
     q, kv = (

@@ -1,8 +1,10 @@
 """scripts/train_gpt.py as its user meets it: results, resuming, being killed, errors, and --check."""
 
 import argparse
+import contextlib
 import csv
 import gc
+import importlib.util
 import json
 import math
 import os
@@ -613,6 +615,40 @@ def test_the_speed_says_what_part_of_a_known_gpus_peak_it_is(script, monkeypatch
     monkeypatch.setattr(machine, "flops_per_token", lambda *_: 1e4)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert machine.speed_in_words(args, {})(25e3) == "25,000 tokens/s, 25.0% MFU"
+
+
+NVIDIA = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}.104.05  Sat Aug 19 01:15:15 UTC 2023\nGCC version:  gcc 12.3.0\n"
+OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}.65.06  Release Build  (dvs-builder@U22)\n"
+NO_GPU = {  # the driver's words, its version, of which CUDA jax has a plugin, what else: why
+    "an old driver": (NVIDIA, 535, [13], {}, "jax[cuda13] needs driver 580 or newer, and this is 535: install jax[cuda12]"),
+    "a very old driver": (NVIDIA, 470, [12], {}, "jax[cuda12] needs driver 525 or newer, and this is 470: update the driver"),
+    "no plugin": (OPEN, 580, [], {}, "jax has no plugin for it. Install jax[cuda13]."),
+    "no plugin, an old driver": (NVIDIA, 535, [], {}, "jax has no plugin for it. Install jax[cuda12]."),
+    "a plugin that fails": (OPEN, 580, [13], {}, "jax[cuda13] is there and did not start; what jax logged before says why"),
+    "a driver of unknown words": ("{}", "?", [12], {}, "jax[cuda12] is there and did not start"),
+    "a CPU that was asked for": (OPEN, 580, [13], dict(jax_platforms="cpu"), None),
+    "no driver": (None, None, [13], {}, None),
+}
+
+
+@pytest.mark.parametrize("name", NO_GPU)
+def test_a_gpu_that_jax_does_not_use_is_told_with_the_reason_and_what_to_do(name, script, monkeypatch, tmp_path, capsys):
+    words, driver, plugins, config, reason = NO_GPU[name]
+    if words is not None:
+        (tmp_path / "version").write_text(words.format(driver))
+    monkeypatch.setattr(machine, "DRIVER", tmp_path / "version")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    has = [f"jax_cuda{version}_plugin" for version in plugins]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name in has)
+    args = script.parse(TINY)
+    script.check_sizes(args)
+    with contextlib.ExitStack() as stack:
+        for option, value in (dict(jax_platforms=None) | config).items():
+            stack.callback(jax.config.update, option, getattr(jax.config, option))
+            jax.config.update(option, value)
+        script.resolve(args)
+    found = [line for line in capsys.readouterr().out.splitlines() if line.startswith("no GPU")]
+    assert [reason in line for line in found] == [True] * (reason is not None)
 
 
 # --- --check

@@ -1,12 +1,35 @@
-"""What the machine gives: memory, whether a program fits into it, and how much of its peak a speed is."""
+"""What the machine gives: a GPU, memory, whether a program fits into it, and how much of its peak a speed is."""
 
 import ctypes
+import importlib.util
 import os
+import pathlib
+import re
 import sys
 
 from scripts.gpt_run.stops import Refused
 
+DRIVER = pathlib.Path("/proc/driver/nvidia/version")
+OLDEST_DRIVER = {13: 580, 12: 525}  # of NVIDIA, by the version of CUDA
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
+
+
+def why_no_gpu() -> str | None:
+    """Why jax does not use the NVIDIA GPU that there is; None where it does, is not asked to, or there is none."""
+    import jax
+
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if jax.config.jax_platforms or hidden or not DRIVER.exists() or jax.default_backend() != "cpu":
+        return None
+    cuda = next((version for version in OLDEST_DRIVER if importlib.util.find_spec(f"jax_cuda{version}_plugin")), None)
+    found = re.search(r"\b(\d+)\.\d+", DRIVER.read_text())
+    driver = int(found.group(1)) if found else None
+    if cuda is None:
+        return f"jax has no plugin for it. Install jax[cuda{12 if driver and driver < OLDEST_DRIVER[13] else 13}]."
+    if driver and driver < OLDEST_DRIVER[cuda]:
+        instead = "install jax[cuda12] in its place" if cuda == 13 and driver >= OLDEST_DRIVER[12] else "update the driver"
+        return f"jax[cuda{cuda}] needs driver {OLDEST_DRIVER[cuda]} or newer, and this is {driver}: {instead}."
+    return f"jax[cuda{cuda}] is there and did not start; what jax logged before says why."
 
 
 def keep_memory():

@@ -67,7 +67,7 @@ def _why_not_here() -> str | None:
     if device.interpret:
         return None
     if jax.__version_info__ < (0, 11, 2):
-        return f"it needs jax 0.11.2 or newer; this is {jax.__version__}"
+        return f"it needs jax 0.11.2, and that Python 3.12, or newer; this is jax {jax.__version__}"
     capability = device.compute_capability()
     if capability != 9.0:
         there = f"this one has {capability}" if capability else "there is none"
