@@ -1,6 +1,9 @@
 """The fast half of the tests leaves nothing out that has a name."""
 
 import itertools
+import pathlib
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -51,3 +54,13 @@ def test_a_gpu_runs_what_compares_numbers_and_what_is_marked_and_skips_the_rest(
     item.add_marker = lambda mark: names.append(mark.name)
     mark_for_a_gpu(item, on_gpu)
     assert ("gpu" in names, "skip" in names) == (is_for_a_gpu, on_gpu and not is_for_a_gpu)
+
+
+@pytest.mark.whole
+def test_a_test_that_hangs_ends_its_process_alone_and_is_named(tmp_path):
+    text = "import time\n\ndef test_hangs():\n    time.sleep(100)\n\ndef test_passes():\n    pass\n"
+    (tmp_path / "test_two.py").write_text(text)
+    settings = pathlib.Path(__file__).parents[1] / "pyproject.toml"
+    command = f"-m pytest -q -c {settings} -n 1 -o faulthandler_timeout=2 -p no:cacheprovider {tmp_path}"
+    run = subprocess.run([sys.executable, *command.split()], cwd=tmp_path, capture_output=True, text=True, timeout=90)
+    assert "crashed while running" in run.stdout and "test_hangs" in run.stdout and "1 failed, 1 passed" in run.stdout
