@@ -53,6 +53,7 @@ class Problem:
     sinks: bool = False  # whether each head has one more logit
     dropped: int = 0  # of 256 weights
     score: Score | None = None  # with shapes in place of its arrays
+    max_logits: bool = False  # whether the largest logit of each row is asked for
 
     def of_part(self, x: Operands) -> "Problem":
         """That of a part of the operands: of some batch rows and heads."""
@@ -73,6 +74,16 @@ class Problem:
         return online_softmax.LOG2E if self.bias is None and self.score is None else 1.0
 
     @property
+    def with_top(self) -> bool:
+        """Whether the largest score is a number beside the running maximum, which a sink may have started."""
+        return self.max_logits and self.sinks
+
+    @property
+    def statistics(self) -> int:
+        """Of how many numbers the Statistics of a row then are."""
+        return 2 + self.with_top
+
+    @property
     def group(self) -> int:
         """How many query heads share a key/value head."""
         return self.heads // self.kv_heads
@@ -88,6 +99,7 @@ class Problem:
         extras += ["sinks"] if p.sinks else []
         extras += [f"dropout {1 - p.kept:.4g}"] if p.dropped else []
         extras += ["a backward in any order"] if not p.deterministic else []
+        extras += ["the largest logits"] if p.max_logits else []
         return ", ".join([head, *extras])
 
 
@@ -117,6 +129,7 @@ def normalise(
     dropout_rng,
     deterministic,
     score_mod=None,
+    return_max_logits=False,
     dropout_seeds=None,
     visibility=None,
 ) -> tuple[Problem, Operands]:
@@ -170,6 +183,7 @@ def normalise(
         sinks=sinks is not None,
         dropped=dropped,
         score=shapes(score),
+        max_logits=checks.flag("return_max_logits", return_max_logits),
     )
     return problem, operands
 

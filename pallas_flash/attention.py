@@ -42,6 +42,7 @@ def flash_attention(
     local_window_size: int | tuple[int | None, int | None] | None = None,
     implementation: Implementation | None = None,
     return_residual: Literal[False] = False,
+    return_max_logits: Literal[False] = False,
     query_offset: int | Int[AnyArray, "*#B"] = 0,
     query_segment_ids: Int[AnyArray, "*B T"] | None = None,
     key_value_segment_ids: Int[AnyArray, "*B S"] | None = None,
@@ -62,6 +63,7 @@ def flash_attention(
     mask: _Mask = None,
     *,
     return_residual: Literal[True],
+    return_max_logits: Literal[False] = False,
     **options: Unpack[Options],
 ) -> tuple[_Output, _Residual]: ...
 @overload
@@ -72,9 +74,34 @@ def flash_attention(
     bias: _Bias = None,
     mask: _Mask = None,
     *,
-    return_residual: bool,
+    return_residual: Literal[False] = False,
+    return_max_logits: Literal[True],
     **options: Unpack[Options],
-) -> _Output | tuple[_Output, _Residual]: ...
+) -> tuple[_Output, _Residual]: ...
+@overload
+def flash_attention(
+    query: _Query,
+    key: _Key,
+    value: _Value,
+    bias: _Bias = None,
+    mask: _Mask = None,
+    *,
+    return_residual: Literal[True],
+    return_max_logits: Literal[True],
+    **options: Unpack[Options],
+) -> tuple[_Output, _Residual, _Residual]: ...
+@overload
+def flash_attention(
+    query: _Query,
+    key: _Key,
+    value: _Value,
+    bias: _Bias = None,
+    mask: _Mask = None,
+    *,
+    return_residual: bool = False,
+    return_max_logits: bool = False,
+    **options: Unpack[Options],
+) -> _Output | tuple[_Output, _Residual] | tuple[_Output, _Residual, _Residual]: ...
 def flash_attention(
     query: Float[AnyArray, "*B T N H"],
     key: Float[AnyArray, "*B S K H"],
@@ -89,6 +116,7 @@ def flash_attention(
     local_window_size: int | tuple[int | None, int | None] | None = None,
     implementation: Implementation | None = None,
     return_residual: bool = False,
+    return_max_logits: bool = False,
     query_offset: int | Int[AnyArray, "*#B"] = 0,
     query_segment_ids: Int[AnyArray, "*B T"] | None = None,
     key_value_segment_ids: Int[AnyArray, "*B S"] | None = None,
@@ -99,7 +127,7 @@ def flash_attention(
     deterministic: bool = True,
     context: Context | None = None,
     score_mod: ScoreMod | None = None,
-) -> Float[Array, "*B T N Hv"] | tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"]]:
+) -> Float[Array, "*B T N Hv"] | tuple[Float[Array, "..."], ...]:
     """Exact attention, softmax(scale * query key^T + bias) value, in O(T + S) memory, differentiable in every float argument.
 
     A superset of `jax.nn.dot_product_attention`: same names, same order, same defaults. The algorithm is FlashAttention-2
@@ -141,6 +169,9 @@ def flash_attention(
         algorithms, to compare with.
       return_residual: return (output, lse), where lse is the natural log-sum-exp of the logits, float32 [*B, T, N],
         differentiable.
+      return_max_logits: return, last, the largest logit of each row too, float32 [*B, T, N]: of the keys that the query sees,
+        after scale, bias, soft cap and score_mod; sinks are no keys. -inf where there is none. It has no gradient, as if of
+        jax.lax.stop_gradient.
       query_offset: the key position of query 0, as an int, or as int32, one value or [*B]. It moves is_causal, local_window_size
         and masks.
       query_segment_ids: int32 [*B, T], for packed documents: a query sees the keys with its own id.
@@ -173,37 +204,16 @@ def flash_attention(
         finite. Inside of your own jax.shard_map b and h count from 0 on each device.
 
     Returns:
-      The output [*B, T, N, Hv] in the query's dtype; with return_residual, the pair (output, lse).
+      The output [*B, T, N, Hv] in the query's dtype. With return_residual or return_max_logits, a tuple of the output, lse if
+      that is asked for, and the largest logits if those are.
 
     Raises:
       TypeError: a dtype or type does not fit.
       ValueError: a shape or value does not fit.
       NotImplementedError: the named implementation cannot run this call.
     """
-    call = dict(
-        query=query,
-        key=key,
-        value=value,
-        bias=bias,
-        mask=mask,
-        scale=scale,
-        is_causal=is_causal,
-        query_seq_lengths=query_seq_lengths,
-        key_value_seq_lengths=key_value_seq_lengths,
-        local_window_size=local_window_size,
-        query_offset=query_offset,
-        query_segment_ids=query_segment_ids,
-        key_value_segment_ids=key_value_segment_ids,
-        logits_soft_cap=logits_soft_cap,
-        sinks=sinks,
-        dropout_rate=dropout_rate,
-        dropout_rng=dropout_rng,
-        deterministic=deterministic,
-        context=context,
-        score_mod=score_mod,
-        implementation=implementation,
-    )
-    return _outputs(dispatch.attend, call, return_residual)
+    call = dict(locals())
+    return _outputs(dispatch.attend, call, call.pop("return_residual"))
 
 
 in_lines(flash_attention)
@@ -229,6 +239,17 @@ def flash_attention_jvp(
     return_residual: Literal[True],
     **options: Unpack[Options],
 ) -> tuple[tuple[_Output, _Residual], tuple[_Output, _Residual]]: ...
+@overload
+def flash_attention_jvp(
+    primals: Sequence[AnyArray],
+    tangents: Sequence[AnyArray],
+    *,
+    bias: _Bias = None,
+    mask: _Mask = None,
+    return_residual: bool = False,
+    return_max_logits: bool = False,
+    **options: Unpack[Options],
+) -> tuple[Any, Any]: ...
 def flash_attention_jvp(primals: Sequence[AnyArray], tangents: Sequence[AnyArray], **options: Any):
     """flash_attention in forward mode: what `jax.jvp(flash_attention, primals, tangents)` would give, in O(T + S) memory.
 
@@ -272,5 +293,4 @@ def _outputs(attend, call, return_residual):
     return_residual = checks.flag("return_residual", return_residual)
     call = checks.with_arrays(call)
     with device.at(call.values()):
-        o, lse = dispatch.on_devices(attend, call)
-    return (o, lse) if return_residual else o
+        return dispatch.results(return_residual, *dispatch.on_devices(attend, call))

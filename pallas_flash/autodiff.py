@@ -26,7 +26,7 @@ def _second_of(choice: Choice) -> Callable:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(problem: Problem, choice: Choice, operands: Operands):
     o, stats = choice.backend.forward(problem, choice.tiles, operands)
-    return o, natural_lse(choice.backend.unit(problem), operands, stats)
+    return o, *natural(choice.backend.unit(problem), problem, operands, stats)
 
 
 def _forward(problem, choice, operands):
@@ -36,20 +36,24 @@ def _forward(problem, choice, operands):
     # Named, so that a policy of jax.checkpoint can keep them: the backward needs nothing else that is costly.
     o = checkpoint_name(o, "flash_attention_out")
     stats = jax.tree.map(lambda x: checkpoint_name(x, "flash_attention_lse"), stats)
-    o, lse = second((o, natural_lse(choice.backend.unit(problem), operands, stats)))
-    return (o, lse), (operands, o, stats)
+    lse, largest = natural(choice.backend.unit(problem), problem, operands, stats)
+    o, lse = second((o, lse))
+    return (o, lse, largest), (operands, o, stats._replace(top=None))
 
 
-def natural_lse(unit: float, operands: Operands, stats: online_softmax.Statistics):
-    """The natural log-sum-exp [B, N, T] of what an implementation has in its unit; that of a sink beyond its ends is the sink."""
+def natural(unit: float, problem: Problem, operands: Operands, stats: online_softmax.Statistics):
+    """Of what an implementation has in its unit the natural log-sum-exp [B, N, T], that of a sink beyond its ends the sink; and
+    the largest logit, which has no derivative, or None where it is not asked for."""
     lse = stats.lse(unit)
-    return lse if operands.sinks is None else jnp.where(lse < 2e38, lse, jnp.maximum(lse, operands.sinks[None, :, None]))
+    if operands.sinks is not None:
+        lse = jnp.where(lse < 2e38, lse, jnp.maximum(lse, operands.sinks[None, :, None]))
+    return lse, lax.stop_gradient(online_softmax.natural(stats.largest, unit)) if problem.max_logits else None
 
 
 def _backward(problem, choice, residuals, cotangents):
     operands, o, stats = residuals
     second = _second_of(choice)
-    do, dlse = second(cotangents)
+    do, dlse = second(cotangents[:2])
     if operands.sinks is not None:  # without them the rows that are not there, of which all may be NaN, have no lse
         do, dlse = _of_live_rows(operands, do, dlse)
     wide, unit = stats.m.dtype, choice.backend.unit(problem)
@@ -97,7 +101,8 @@ _forward_jit = jax.jit(lambda forward, *args: forward(*args), static_argnums=(0,
 
 
 def attend(problem: Problem, choice: Choice, operands: Operands):
-    """o [B, T, N, Hv] in the query's dtype, lse [B, N, T] in float32; both may be differentiated."""
+    """o [B, T, N, Hv] in the query's dtype, lse [B, N, T] in float32, which both may be differentiated, and the largest logits
+    [B, N, T], None if they are not asked for."""
     operands = _floats_through(modes.first_in_reverse_alone, operands)
     return _attend_jit(problem, choice, vary_alike(operands))
 
@@ -114,4 +119,4 @@ def attend_in_forward_mode(problem: Problem, choice: Choice, operands: Operands)
     if choice.backend.name not in IN_FORWARD_MODE:
         raise NotImplementedError(f"forward mode is for {' and '.join(IN_FORWARD_MODE)}; got {choice.backend.name}.")
     o, stats = _forward_jit(choice.backend.forward, problem, choice.tiles, vary_alike(operands))
-    return o, natural_lse(choice.backend.unit(problem), operands, stats)
+    return o, *natural(choice.backend.unit(problem), problem, operands, stats)

@@ -19,7 +19,7 @@ KEYS = 256  # fewer are few blocks, of which the ordinary forward reads each as 
 WORTH = 1.05  # more parts must save more than this
 
 _TAKEN = """
-batch queries keys heads kv_heads head_size value_size dtype scale soft_cap visibility deterministic sinks score
+batch queries keys heads kv_heads head_size value_size dtype scale soft_cap visibility deterministic sinks score max_logits
 """.split()
 
 
@@ -83,10 +83,10 @@ def merged(problem: Problem, x: Operands, o, stats: Statistics, unit: float):
     p = problem
     o, stats = online_softmax.merge_all(o, stats, 1, unit)
     by_query = lambda a: jnp.moveaxis(a.reshape(p.batch, p.kv_heads, p.queries, p.group, *a.shape[3:]), 2, 3)
-    o, m, l = (by_query(a).reshape(p.batch, p.heads, p.queries, *a.shape[3:]) for a in (o, *stats))
+    o, stats = jax.tree.map(lambda a: by_query(a).reshape(p.batch, p.heads, p.queries, *a.shape[3:]), (o, stats))
     if x.sinks is not None:  # one more part, with the value 0
-        sink = Statistics(*online_softmax.start(jnp.zeros_like(m), x.sinks[None, :, None], unit))
+        stats = stats._replace(top=stats.largest) if p.with_top else stats
+        sink = online_softmax.start(jnp.zeros_like(stats.m), x.sinks[None, :, None], unit, p.with_top)
         pair = lambda a, b: jnp.stack([a, b])
-        o, stats = online_softmax.merge_all(pair(o, jnp.zeros_like(o)), jax.tree.map(pair, Statistics(m, l), sink), 0, unit)
-        m, l = stats
-    return jnp.swapaxes(o, 1, 2).astype(x.query.dtype), Statistics(m, l)
+        o, stats = online_softmax.merge_all(pair(o, jnp.zeros_like(o)), jax.tree.map(pair, stats, sink), 0, unit)
+    return jnp.swapaxes(o, 1, 2).astype(x.query.dtype), stats

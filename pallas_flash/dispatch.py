@@ -25,6 +25,12 @@ def on_devices(attend, call):
     return modes.without_reverse(outputs) if any(map(reads.varying, floats)) else outputs
 
 
+def results(return_residual: bool, o, lse, max_logits):
+    """What a call returns: the output, or a tuple of it and what else is asked for."""
+    more = (*([lse] if return_residual else []), *([] if max_logits is None else [max_logits]))
+    return (o, *more) if more else o
+
+
 def attend(implementation, context, **call):
     if isinstance(context, context_parallel.AllToAll):
         problem, operands = arguments.normalise(**context_parallel.own_heads(context, call))
@@ -67,6 +73,6 @@ def attend_in_forward_mode(implementation, context, **call):
     return _shaped(call, problem, *autodiff.attend_in_forward_mode(problem, choice, operands))
 
 
-def _shaped(call, problem, o, lse):
+def _shaped(call, problem, o, *numbers):
     rows = np.shape(call["query"])[:-1]
-    return o.reshape(*rows, problem.value_size), jnp.swapaxes(lse, 1, 2).reshape(rows)
+    return o.reshape(*rows, problem.value_size), *jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2).reshape(rows), numbers)

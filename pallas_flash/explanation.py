@@ -52,7 +52,7 @@ def _problem_of(call) -> tuple[arguments.Problem, str | None]:
     def note(implementation, context, **call):
         found.append(context_parallel.plan(context, call))
         o = jnp.zeros_like(call["query"], shape=(*call["query"].shape[:-1], call["value"].shape[-1]))
-        return o, o[..., 0]
+        return o, o[..., 0], None
 
     dispatch.on_devices(note, call)
     return found[0]

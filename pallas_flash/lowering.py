@@ -64,9 +64,10 @@ def _forward(backend: Backend, problem, like, x):
 
 def like_kernels(stats: Statistics, like: Statistics, unit: float) -> Statistics:
     """Natural Statistics in the unit and the form of kernels."""
+    top = None if like.top is None else stats.largest * unit
     if like.l is None:
-        return Statistics(stats.lse(1.0) * unit, None)
-    return stats._replace(m=jnp.maximum(stats.m * unit, LOWEST))
+        return Statistics(stats.lse(1.0) * unit, None, top)
+    return stats._replace(m=jnp.maximum(stats.m * unit, LOWEST), top=top)
 
 
 def _backward(backend: Backend, problem, like, x, lse, do, delta):

@@ -28,10 +28,16 @@ class Statistics(NamedTuple):
 
     m: jax.Array
     l: jax.Array | None
+    top: jax.Array | None = None  # the largest score, if it is asked for and m may be another: -inf where there is none
 
     @property
     def empty(self):
         return self.m == -jnp.inf if self.l is None else self.l == 0
+
+    @property
+    def largest(self):
+        """The largest score of a row's keys, in their unit, -inf where it saw none. No sink is among them."""
+        return jnp.where(self.empty, -jnp.inf, self.m) if self.top is None else self.top
 
     def lse(self, unit: float = LOG2E):
         """The natural log-sum-exp, -inf for a row that saw no key."""
@@ -86,13 +92,14 @@ def scores_apart(qk, scale: float, soft_cap: float | None):
     return -(root * root), 2 * soft_cap * LOG2E
 
 
-def start(zeros, sink=None, unit: float = LOG2E):
-    """m and l before any key, of the shape of `zeros`. A sink, a logit that broadcasts against it, is as if a key with this
-    score and the value 0 had passed by."""
+def start(zeros, sink=None, unit: float = LOG2E, with_top: bool = False) -> Statistics:
+    """Those before any key, of the shape of `zeros`. A sink, a logit that broadcasts against it, is as if a key with this score
+    and the value 0 had passed by. `with_top`: the largest score is asked for, and m may be another."""
+    top = zeros - jnp.inf if with_top else None
     if sink is None:
-        return zeros + LOWEST, zeros
+        return Statistics(zeros + LOWEST, zeros, top)
     sink = zeros + sink  # Mosaic has no choice of vectors by a scalar
-    return finite(sink * unit), jnp.where(sink > -jnp.inf, zeros + 1.0, zeros)
+    return Statistics(finite(sink * unit), jnp.where(sink > -jnp.inf, zeros + 1.0, zeros), top)
 
 
 def finite(s):
@@ -100,23 +107,24 @@ def finite(s):
     return jnp.minimum(jnp.maximum(s, LOWEST), -LOWEST)
 
 
-def step(s, m, l, scale: float | None = None, slack: float = 0.0, unit: float = LOG2E):
-    """Adds the scores s [.., q, k] to the running maximum m and sum l [.., q].
+def step(s, stats: Statistics, scale: float | None = None, slack: float = 0.0, unit: float = LOG2E):
+    """Adds the scores s [.., q, k] to the running Statistics [.., q].
 
-    Returns p = 2^(s - m'), the factor alpha = 2^(m - m') that older sums must be scaled by, and the new m' and l'. A `scale`
+    Returns p = 2^(s - m'), the factor alpha = 2^(m - m') that older sums must be scaled by, and the new Statistics. A `scale`
     above 0 multiplies s where a fused multiply-add can do it, at no cost. A maximum that grows by no more than `slack` stays
     what it was, and alpha is 1: any m' gives the same P = p / l, and none of p exceeds 2^slack.
     """
+    m, l, top = stats
     highest = jnp.max(s, axis=-1)
     highest = highest if scale is None else highest * scale
     m_new = jnp.where(highest > m + slack, highest, m) if slack else jnp.maximum(m, highest)
     alpha = power(m - m_new, unit)
     p = power((s if scale is None else s * scale) - _each(m_new, s), unit)
-    return p, alpha, m_new, l * alpha + jnp.sum(p, axis=-1)
+    return p, alpha, Statistics(m_new, l * alpha + jnp.sum(p, axis=-1), None if top is None else jnp.maximum(top, highest))
 
 
-def step_along(axis: int, s, m, l, unit: float = 1.0, finite: bool = False):
-    """`step` for scores with the keys along `axis`, in any unit. m and l are None, and so is alpha, if there was no step before.
+def step_along(axis: int, s, stats: Statistics | None, unit: float = 1.0, finite: bool = False):
+    """`step` for scores with the keys along `axis`, in any unit. Without a step before, `stats` is None, and so is alpha.
 
     It is s - m that is made natural: a product less m, in one multiply-add, would exceed 0 by the rounding of m, and its power
     overflow where m is large. `finite`: each row has a score above -inf, and m needs no guard; then a CPU's library takes the
@@ -126,13 +134,14 @@ def step_along(axis: int, s, m, l, unit: float = 1.0, finite: bool = False):
     where XLA computes them twice and rounds otherwise.
     """
     highest = jnp.max(s, axis) if finite else jnp.max(s, axis, initial=LOWEST)
-    m_new = lax.stop_gradient(highest if m is None else jnp.maximum(m, highest))
+    m_new = lax.stop_gradient(highest if stats is None else jnp.maximum(stats.m, highest))
     p = jnp.exp(natural(s - jnp.expand_dims(m_new, axis), unit))
     total = jnp.sum(p, axis)
-    if m is None:
-        return p, None, m_new, total
-    alpha = jnp.exp(natural(m - m_new, unit))
-    return p, alpha, m_new, l * alpha + total
+    if stats is None:
+        return p, None, Statistics(m_new, total)
+    alpha = jnp.exp(natural(stats.m - m_new, unit))
+    top = None if stats.top is None else lax.stop_gradient(jnp.maximum(stats.top, jnp.max(s, axis)))
+    return p, alpha, Statistics(m_new, stats.l * alpha + total, top)
 
 
 def _each(row, like):
@@ -152,22 +161,24 @@ def _inverse(l):
 
 def merge_all(o, stats: Statistics, axis: int, unit: float = LOG2E):
     """Of the attention of the same rows to several sets of keys, along an axis of o [.., n] and stats [..], that to all."""
-    stats = _in_two(stats)
+    stats, top = _in_two(stats), None if stats.top is None else jnp.max(stats.top, axis)
     highest = lax.stop_gradient(jnp.max(stats.m, axis, keepdims=True))
     l = stats.l * power(stats.m - highest, unit)
     total = jnp.sum(l, axis, keepdims=True)
     part = l / jnp.where(total == 0, 1.0, total)
-    return jnp.sum(o * part[..., None], axis), Statistics(jnp.squeeze(highest, axis), jnp.squeeze(total, axis))
+    return jnp.sum(o * part[..., None], axis), Statistics(jnp.squeeze(highest, axis), jnp.squeeze(total, axis), top)
 
 
 def merge(one, other, unit: float = LOG2E):
-    """Of the attention of the same rows [B, T, N] to two sets of keys, each (o, Statistics), that to both: o is wide."""
+    """Of the attention of the same rows [B, T, N] to two sets of keys, each (o, Statistics), that to both: o is wide. It has a
+    top if the one has."""
+    top = None if one[1].top is None else jnp.maximum(one[1].top, other[1].largest)
     (o, a), (o_other, b) = ((o.astype(jnp.float32) if o.dtype.itemsize < 4 else o, _in_two(stats)) for o, stats in (one, other))
     m = lax.stop_gradient(jnp.maximum(a.m, b.m))
     l, l_other = (part.l * power(part.m - m, unit) for part in (a, b))
     both = l + l_other
     part = lambda l: jnp.swapaxes(l / jnp.where(both == 0, 1.0, both), 1, 2)[..., None]
-    return o * part(l) + o_other * part(l_other), Statistics(m, both)
+    return o * part(l) + o_other * part(l_other), Statistics(m, both, top)
 
 
 def _in_two(stats: Statistics) -> Statistics:
@@ -192,10 +203,10 @@ def probabilities(s, m, inverse, unit: float = 1.0, finite: bool = False, is_all
     their own sum is the rows', and P is what the forward had: in one program XLA computes it once."""
     if unit == 1.0:
         return jnp.exp(s - m) * inverse
-    p, _, own, l = step_along(-1, s, None, None, unit, finite)
+    p, _, own = step_along(-1, s, None, unit, finite)
     if is_all:
-        return finish(p, l)
-    return p * (jnp.exp(jnp.expand_dims(natural_maximum(own, unit), -1) - m) * inverse)
+        return finish(p, own.l)
+    return p * (jnp.exp(jnp.expand_dims(natural_maximum(own.m, unit), -1) - m) * inverse)
 
 
 def delta(p, dp, seen):

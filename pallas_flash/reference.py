@@ -16,12 +16,12 @@ from pallas_flash.rules import kinds
 
 def attend(problem: Problem, x: Operands):
     """o [B, T, N, Hv] in the query's dtype, and the Statistics of its rows."""
-    o, lse = _attend(problem, x)
-    return o, Statistics(lse, None)
+    o, lse, top = _attend(problem, x)
+    return o, Statistics(lse, None, top)
 
 
 def _attend(p: Problem, x: Operands):
-    """o, and the natural log-sum-exp lse [B, N, T]."""
+    """o, the natural log-sum-exp lse [B, N, T], and, if it is asked for, the largest logit, else None."""
     wide = sums(x.query.dtype)
     row, key = (jnp.arange(n, dtype=jnp.int32) for n in (p.queries, p.keys))
     seen = kinds.seen(x.visibility, p.batch, p.heads, row, key)
@@ -42,6 +42,7 @@ def _attend(p: Problem, x: Operands):
     if x.score is not None:
         s = x.score.of(s, lambda n, index: x.score.arrays[n][index], *x.score.pairs(p.batch, p.heads, row, key))
     s = jnp.where(seen, s, -jnp.inf)
+    top = lax.stop_gradient(jnp.max(s, axis=-1, initial=-jnp.inf)) if p.max_logits else None
     if x.sinks is not None:  # one more key, with the value 0
         s = jnp.concatenate([s, jnp.broadcast_to(x.sinks[:, None, None], (*s.shape[:3], 1))], axis=-1)
 
@@ -53,7 +54,7 @@ def _attend(p: Problem, x: Operands):
     o = jnp.einsum("bnts,bsnh->btnh", _dropped(p, x, weights), v, precision="highest")
     o = jnp.where(jnp.swapaxes(empty, 1, 2), 0.0, o)
     lse = jnp.where(empty, -jnp.inf, m + jnp.log(l))[..., 0]
-    return o.astype(x.query.dtype), lse
+    return o.astype(x.query.dtype), lse, top
 
 
 def _dropped(p: Problem, x: Operands, weights):
@@ -69,7 +70,7 @@ def backward(problem: Problem, x: Operands, lse, do, delta):
 
     def of(query, key, value, bias, *tables):
         score = x.score.with_tables(tables) if tables else x.score
-        return _attend(problem, x._replace(query=query, key=key, value=value, bias=bias, score=score))
+        return _attend(problem, x._replace(query=query, key=key, value=value, bias=bias, score=score))[:2]
 
     (o, own), vjp = jax.vjp(of, x.query, x.key, x.value, x.bias, *(x.score.tables if x.score is not None else ()))
     part = lax.stop_gradient(_part(own, lse))

@@ -38,6 +38,28 @@ def visible(B, N, T, S, kw):
     return seen if mask is None else seen & (np.asarray(mask) != 0)
 
 
+def _logits(q, k, scale, kw):
+    """[B, N, T, S], from keys of all query heads."""
+    logits = scale * np.einsum("btnh,bsnh->bnts", q, k)
+    if (bias := kw.get("bias")) is not None:
+        logits = logits + np.asarray(bias).astype(np.float64)
+    if cap := kw.get("logits_soft_cap"):
+        logits = cap * np.tanh(logits / cap)
+    return logits
+
+
+def max_logits(q, k, score=None, **kw):
+    """The largest logit that each query sees, [B, T, N], and -inf where there is none. `score` is a score_mod of NumPy's numbers,
+    of positions from query_offset on."""
+    q, k = (np.asarray(x).astype(np.float64) for x in (q, k))
+    (B, T, N, H), S = q.shape, k.shape[1]
+    logits = _logits(q, np.repeat(k, N // k.shape[2], axis=2), kw.get("scale") or H**-0.5, kw)
+    if score is not None:
+        position = np.arange(T)[:, None] + np.broadcast_to(kw.get("query_offset", 0), B)[:, None, None, None]
+        logits = score(logits, np.arange(B)[:, None, None, None], np.arange(N)[:, None, None], position, np.arange(S))
+    return np.moveaxis(np.where(visible(B, N, T, S, kw), logits, -np.inf).max(-1, initial=-np.inf), 1, 2)
+
+
 def attention(q, k, v, do, dlse, **kw):
     """o, lse [B, T, N], and the gradients (dq, dk, dv, dbias or None, dsinks if there are any) for the cotangents do and dlse."""
     q, k, v, do, dlse = (np.asarray(x).astype(np.float64) for x in (q, k, v, do, dlse))
@@ -52,11 +74,7 @@ def attention(q, k, v, do, dlse, **kw):
     k_all, v_all = (np.repeat(x, N // K, axis=2) for x in (k, v))
     scale = kw.get("scale") or H**-0.5
 
-    logits = scale * np.einsum("btnh,bsnh->bnts", q, k_all)
-    if (bias := kw.get("bias")) is not None:
-        logits = logits + np.asarray(bias).astype(np.float64)
-    if cap := kw.get("logits_soft_cap"):
-        logits = cap * np.tanh(logits / cap)
+    logits, bias, cap = _logits(q, k_all, scale, kw), kw.get("bias"), kw.get("logits_soft_cap")
     s = np.where(seen, logits, -np.inf)
     if (sinks := kw.get("sinks")) is not None:  # a key with the value 0
         s = np.concatenate([s, np.broadcast_to(np.asarray(sinks, np.float64)[:, None, None], (B, N, T, 1))], -1)

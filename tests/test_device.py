@@ -126,6 +126,16 @@ def test_pages_in_a_program_that_is_lowered_for_a_cpu_are_read_by_blockwise(name
     jax.tree.map(lambda x, y: close(x, y, 2e-3), found, expected)
 
 
+@pytest.mark.parametrize("name", whole_but(DTYPES, "hopper"))
+@pytest.mark.parametrize("sinks", whole_but([None, 9.0], None))
+def test_the_largest_logits_of_such_programs_are_there_too(sinks, name):
+    x = jax.device_put(qkv(DTYPES[name]), CPU)
+    more = dict(is_causal=True, query_offset=-2, sinks=None if sinks is None else np.full(2, sinks), return_max_logits=True)
+    found, expected = (jax.jit(functools.partial(flash_attention, implementation=i, **more))(*x)[1] for i in (None, "reference"))
+    assert np.isneginf(expected[:, :2]).all()
+    close(found, expected, 1e-5)
+
+
 def test_hopper_by_name_says_that_a_cpu_cannot_run_it():
     call = jax.jit(lambda *x: flash_attention(*x, implementation="hopper"))
     with pytest.raises(NotImplementedError, match=r"'hopper' was asked for, .* but the program is lowered for something else"):

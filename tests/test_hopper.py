@@ -25,14 +25,15 @@ needs_interpreter = pytest.mark.skipif(gpu_interpreter.MISSING is not None, reas
 
 
 def forward(q, k, v, **kw):
-    o, lse = flash_attention(q, k, v, implementation="hopper", return_residual=True, **arguments(kw))
-    return np.asarray(o), np.asarray(lse)
+    found = flash_attention(q, k, v, implementation="hopper", return_residual=True, **arguments(kw))
+    return tuple(map(np.asarray, found))
 
 
 def agrees(q, k, v, **kw):
-    """Output and lse are the oracle's."""
-    o, lse = forward(q, k, v, **kw)
+    """Output, lse and the largest logits are the oracle's."""
+    o, lse, largest = forward(q, k, v, return_max_logits=True, **kw)
     expected_o, expected_lse, _ = oracle.attention(q, k, v, np.zeros(o.shape), np.zeros(lse.shape), **kw)
+    close(largest, oracle.max_logits(q, k, **kw), 1e-5, "largest logits")
     assert o.dtype == q.dtype and lse.dtype == np.float32
     close(o, expected_o, TOLERANCE[str(q.dtype)], "output")
     close(lse, expected_lse, 1e-5, "lse")

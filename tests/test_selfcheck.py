@@ -461,3 +461,16 @@ def test_a_bad_head_size_has_a_clear_error(text, capsys):
     with pytest.raises(SystemExit):
         main(["--head-sizes", text])
     assert "--head-sizes: " in capsys.readouterr().err
+
+
+def test_the_largest_logits_are_checked_by_themselves():
+    q = jax.ShapeDtypeStruct((1, 8, 2, 64), "float32")
+    problem = explain(q, q, q, return_max_logits=True).problem
+    assert selfcheck.variant_of(fakes.REFERENCE, problem).scheme == "deterministic, the largest logits"
+
+    def forward(*args):
+        o, stats = fakes.REFERENCE.forward(*args)
+        return o, stats._replace(top=stats.top * 1.01)
+
+    wrong = lambda forward: selfcheck.check(fakes.backend("fake", forward, fakes.REFERENCE.backward), problem, [fakes.TINY]).wrong
+    assert wrong(fakes.REFERENCE.forward) is None and wrong(forward).startswith("largest is off by 1.0e-02")

@@ -37,7 +37,10 @@ flash_attention_jvp((q, k, v), (q, k, v), is_casual=True)  # type: ignore[call-o
 bad: Options = dict(is_casual=True)  # type: ignore[typeddict-unknown-key]
 assert_type(flash_attention(q, k, v), Array)
 assert_type(flash_attention(q, k, v, return_residual=True), tuple[Array, Array])
-assert_type(flash_attention(q, k, v, return_residual=bool(q.ndim)), Array | tuple[Array, Array])
+assert_type(flash_attention(q, k, v, return_max_logits=True), tuple[Array, Array])
+assert_type(flash_attention(q, k, v, return_residual=True, return_max_logits=True), tuple[Array, Array, Array])
+either = flash_attention(q, k, v, return_residual=bool(q.ndim))
+assert_type(either, Array | tuple[Array, Array] | tuple[Array, Array, Array])
 assert_type(ours(jnp.ones((1, 5, 512))), Array)
 assert_type(ours(jnp.ones((1, 5, 512)), cache=ours.init_cache(1, 9))[1].length, Array)
 assert_type(recent, RollingCache)
@@ -65,7 +68,7 @@ def _is_of_type(x, function, name):
     return any(isinstance(x, of) for of in typing.get_args(typing.get_type_hints(function)[name]))
 
 
-FLAGS = ("return_residual",)  # what tells overloads apart
+FLAGS = ("return_residual", "return_max_logits")  # what tells overloads apart
 
 
 @pytest.mark.parametrize("function, options", [(flash_attention, Options), (paged_attention, paged._Options)])

@@ -61,7 +61,7 @@ def attention(implementation: str, tiles: Any = None, **call: Any) -> Callable:
     def attend(q, k, v):
         problem, operands = normalised(q, k, v, **call)
         choice = backends.choose(problem, implementation)
-        o, _ = autodiff.attend(problem, choice._replace(tiles=tiles or choice.tiles), operands)
+        o, *_ = autodiff.attend(problem, choice._replace(tiles=tiles or choice.tiles), operands)
         return o
 
     return attend

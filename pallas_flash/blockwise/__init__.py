@@ -42,27 +42,29 @@ def forward(problem: Problem, tiles: Tiles, x: Operands):
             p_first = view.is_all(keys) and x.sinks is None and not tiles.is_wide  # it is rounded there anyway
 
             def step(key: Block, seen, carry, finite=False):
-                o, m, l = carry
+                o, stats = carry
                 s = view.scores(q, row, key)
                 s = s if seen is None else jnp.where(seen, s, -jnp.inf)
-                prob, alpha, m, l = online_softmax.step_along(3, s, m, l, view.unit, finite)
-                prob = online_softmax.finish(prob, l, p.kept) if p_first else prob
+                prob, alpha, stats = online_softmax.step_along(3, s, stats, view.unit, finite)
+                prob = online_softmax.finish(prob, stats.l, p.kept) if p_first else prob
                 pv = _weighted(view.dropped(prob, row, key), key.of(view.value, 2), p_first)
-                return pv if alpha is None else o * alpha[..., None] + pv, m, l
+                return pv if alpha is None else o * alpha[..., None] + pv, stats
 
-            start = zeros(q.shape[2], p.value_size), *online_softmax.start(zeros(q.shape[2]), view.sinks_of(row), 1.0)
-            o, m, l = view.visit(row, keys, step, (None, None, None) if x.sinks is None else start, start)
-            o = o if p_first else online_softmax.finish(o, l, p.kept)
-            m = online_softmax.natural_maximum(m, view.unit)
-            new = (view.by_query(a) for a in (o, m[..., None], l[..., None]))
+            first = online_softmax.start
+            start = zeros(q.shape[2], p.value_size), first(zeros(q.shape[2]), view.sinks_of(row), 1.0, p.with_top)
+            o, stats = view.visit(row, keys, step, (None, None) if x.sinks is None else start, start)
+            o = o if p_first else online_softmax.finish(o, stats.l, p.kept)
+            stats = stats._replace(m=online_softmax.natural_maximum(stats.m, view.unit))
+            new = (view.by_query(a) for a in (o, *(a[..., None] for a in jax.tree.leaves(stats))))
             return tuple(row.put(out, a, 3) for out, a in zip(outputs, new, strict=True))
 
         rows = p.group, p.queries
-        o, *stats = view.each_query_block(query_block, (zeros(*rows, p.value_size), zeros(*rows, 1), zeros(*rows, 1)))
+        start = zeros(*rows, p.value_size), *(zeros(*rows, 1) for _ in range(p.statistics))
+        o, *stats = view.each_query_block(query_block, start)
         new = _from_heads(o), *(a.reshape(part.batch, -1, p.queries) for a in stats)
-        return tuple(part.put(out, a, axis) for out, a, axis in zip(outputs, new, (2, 1, 1), strict=True))
+        return tuple(part.put(out, a, axis) for out, a, axis in zip(outputs, new, (2, *[1] * len(stats)), strict=True))
 
-    stats = [_zeros(x, wide, p.batch, p.heads, p.queries)] * 2
+    stats = [_zeros(x, wide, p.batch, p.heads, p.queries)] * p.statistics
     o = _zeros(x, p.dtype, p.batch, p.queries, p.heads, p.value_size)
     o, *stats = _each_part(p, tiles.heads_alone, some_heads, (o, *stats))
     return o, online_softmax.Statistics(*stats)

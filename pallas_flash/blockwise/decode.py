@@ -48,7 +48,7 @@ def _attend(p: Problem, tiles: DecodeTiles, part: Heads, q, x: Operands, table, 
     column = lambda a: a[:, None, None]
 
     def step(j, carry, masked):
-        o, m, l = carry
+        o, stats = carry
         key = numbered(j, tiles.block_k, p.keys)
         k, v = (_block(a, table, part, key).astype(tiles.dtype) for a in (x.key, x.value))  # [B, keys, K, n]
         k_scale, v_scale = (None if a is None else _block(a, table, part, key).swapaxes(1, 2)[..., None] for a in scales)
@@ -62,16 +62,16 @@ def _attend(p: Problem, tiles: DecodeTiles, part: Heads, q, x: Operands, table, 
             seen = seen.any(3, keepdims=True)
             v = jnp.where(seen[:, 0, :, :, None], v, 0)  # there may be NaN
             v_scale = None if v_scale is None else jnp.where(seen, v_scale, 0)
-        prob, alpha, m, l = online_softmax.step_along(2, s, m, l)
+        prob, alpha, stats = online_softmax.step_along(2, s, stats)
         if v_scale is not None:
             prob, v = prob * v_scale, v.astype(weights(v.dtype))
         pv = jnp.einsum("bksr,bskh->bkrh", prob.astype(v.dtype), v, precision="highest", preferred_element_type=q.dtype)
-        return o * alpha[..., None] + pv, m, l
+        return o * alpha[..., None] + pv, stats
 
     zeros = jnp.zeros_like(q[..., 0])
-    carry = jnp.zeros_like(q, shape=(*q.shape[:-1], p.value_size)), *online_softmax.start(zeros)
+    carry = jnp.zeros_like(q, shape=(*q.shape[:-1], p.value_size)), online_softmax.start(zeros)
     blocks = schedule.key_blocks(see.start, see.stop, see.solid, tiles.block_k)
-    o, m, l = blocks.visit(step, carry)
+    o, (m, l, _) = blocks.visit(step, carry)
     return online_softmax.finish(o, l), m, l
 
 

@@ -22,7 +22,8 @@ IN_PLACE = ("hopper", "portable", "blockwise")  # read pages where they lie
 
 
 def attend(implementation, **call):
-    """o [B, T, N, Hv] and lse [B, T, N] of a call of paged_attention; with cu_seqlens_q [tokens, N, Hv] and [tokens, N]."""
+    """o [B, T, N, Hv], lse [B, T, N] and the largest logits, or None, of a call of paged_attention; with cu_seqlens_q
+    [tokens, N, Hv] and [tokens, N]."""
     arrays = {name: x for name, x in call.items() if checks.is_array(x) or isinstance(x, Score)}
     static = {name: x for name, x in call.items() if name not in arrays}
     return _attend_jit(implementation, tuple(static.items()), arrays)
@@ -42,8 +43,8 @@ def _attend_jit(implementation, static, arrays):
     if cu_seqlens is None:
         return _attend_batch(implementation, False, **call)
     tiles = ragged.Tiles.of(cu_seqlens, T, max(1, decode.ROWS * K // N))
-    o, lse = _attend_batch(implementation, True, **tiles.rows_of(call))
-    return tiles.tokens(o, 0), tiles.tokens(lse, -jnp.inf)
+    o, *numbers = _attend_batch(implementation, True, **tiles.rows_of(call))
+    return tiles.tokens(o, 0), *jax.tree.map(lambda x: tiles.tokens(x, -jnp.inf), numbers)
 
 
 def _attend_batch(implementation, is_ragged: bool, *, k_pages, v_pages, page_table, lengths, k_scales, v_scales, **call):
@@ -71,7 +72,8 @@ def _attend_batch(implementation, is_ragged: bool, *, k_pages, v_pages, page_tab
 
     kernels, is_asked = functools.partial(read, backend.name), selfcheck.asked_for(implementation) is not None
     o, stats = lowering.either(backend, is_asked, kernels, other, operands, table, *scales)
-    return o, jnp.swapaxes(autodiff.natural_lse(unit, operands, stats), 1, 2)
+    numbers = autodiff.natural(unit, problem, operands, stats)
+    return o, *jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2), numbers)
 
 
 def _in_place(problem: Problem, page: int, name: str, operands, table, *scales):

@@ -7,7 +7,7 @@ from typing import Literal, TypedDict, Unpack, overload
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Real
 
-from pallas_flash import checks, quantised, scores
+from pallas_flash import checks, dispatch, quantised, scores
 from pallas_flash.caches import ragged
 from pallas_flash.caches.attend import attend
 from pallas_flash.checks import AnyArray
@@ -20,7 +20,7 @@ PAGE = 8  # a page is a multiple of so many keys
 
 
 class _Options(TypedDict, total=False):
-    """For type checkers: the arguments of `paged_attention` by name, without return_residual, which tells its overloads apart."""
+    """For type checkers: the arguments of `paged_attention` by name, without those that tell its overloads apart."""
 
     query_seq_lengths: Int[AnyArray, "B"] | None
     query_offset: Int[AnyArray, "B"] | None
@@ -66,6 +66,7 @@ def paged_attention(
     score_mod: ScoreMod | None = None,
     implementation: Implementation | None = None,
     return_residual: Literal[False] = False,
+    return_max_logits: Literal[False] = False,
 ) -> _Output: ...
 @overload
 def paged_attention(
@@ -76,6 +77,7 @@ def paged_attention(
     lengths: _Lengths,
     *,
     return_residual: Literal[True],
+    return_max_logits: Literal[False] = False,
     **options: Unpack[_Options],
 ) -> tuple[_Output, _Residual]: ...
 @overload
@@ -86,9 +88,34 @@ def paged_attention(
     page_table: _Table,
     lengths: _Lengths,
     *,
-    return_residual: bool,
+    return_residual: Literal[False] = False,
+    return_max_logits: Literal[True],
     **options: Unpack[_Options],
-) -> _Output | tuple[_Output, _Residual]: ...
+) -> tuple[_Output, _Residual]: ...
+@overload
+def paged_attention(
+    query: _Query,
+    k_pages: _Keys,
+    v_pages: _Values,
+    page_table: _Table,
+    lengths: _Lengths,
+    *,
+    return_residual: Literal[True],
+    return_max_logits: Literal[True],
+    **options: Unpack[_Options],
+) -> tuple[_Output, _Residual, _Residual]: ...
+@overload
+def paged_attention(
+    query: _Query,
+    k_pages: _Keys,
+    v_pages: _Values,
+    page_table: _Table,
+    lengths: _Lengths,
+    *,
+    return_residual: bool = False,
+    return_max_logits: bool = False,
+    **options: Unpack[_Options],
+) -> _Output | tuple[_Output, _Residual] | tuple[_Output, _Residual, _Residual]: ...
 def paged_attention(
     query: Float[AnyArray, "*B T N H"],
     k_pages: Real[AnyArray, "P page K H"],
@@ -109,7 +136,8 @@ def paged_attention(
     score_mod: ScoreMod | None = None,
     implementation: Implementation | None = None,
     return_residual: bool = False,
-) -> Float[Array, "*B T N Hv"] | tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"]]:
+    return_max_logits: bool = False,
+) -> Float[Array, "*B T N Hv"] | tuple[Float[Array, "..."], ...]:
     """`flash_attention` of the newest tokens of each row to the row's keys, which lie in pages.
 
     Row b has lengths[b] keys; key i of it is k_pages[page_table[b, i // page], i % page]. Pages may be in any order, and rows may
@@ -130,8 +158,8 @@ def paged_attention(
       cu_seqlens_q: int32 [B + 1], ascending: the query is [T, N, H], and row b has the tokens from cu_seqlens_q[b] up to, not
         including, cu_seqlens_q[b + 1]: of some rows a prompt, of others one token, of others none. Tokens of no row get 0. Up to
         64 K / N tokens of a row at a time are decoding, and no page is copied.
-      scale, is_causal, local_window_size, logits_soft_cap, sinks, score_mod, return_residual: as in `flash_attention`; causal by
-        default.
+      scale, is_causal, local_window_size, logits_soft_cap, sinks, score_mod, return_residual, return_max_logits: as in
+        `flash_attention`; causal by default.
       k_scales, v_scales: float32 [P, page, K], for pages of int8 or float8_e4m3fn: a key is its entry in the page times its
         scale, as `PagedCache` makes them. Pages that are read where they lie stay as they are in memory: logits and weights are
         multiplied by the scales. A copy has the query's dtype.
@@ -139,8 +167,8 @@ def paged_attention(
         keys, but not in 8 bits, nor with a score_mod. "reference", "flash1" and "standard" always copy them.
 
     Returns:
-      The output [B, T, N, Hv] in the query's dtype; with return_residual, the pair (output, lse), lse float32 [B, T, N]. With
-      cu_seqlens_q both have no axis B.
+      The output [B, T, N, Hv] in the query's dtype; with return_residual or return_max_logits, a tuple of it and float32
+      [B, T, N], as in `flash_attention`. With cu_seqlens_q none has an axis B.
 
     Raises:
       TypeError, ValueError: an argument does not fit.
@@ -173,13 +201,14 @@ def paged_attention(
     if score_mod is not None:
         call["score_mod"] = Score.of_call(scores.fitting(score_mod, query.shape[-2]), checks.sums(query.dtype))
     call |= dict(implementation=implementation, mask=None, context=None, scale=number if factors is None else factors, **scales)
+    call["return_max_logits"] = checks.flag("return_max_logits", return_max_logits)
     return_residual = checks.flag("return_residual", return_residual)
     mesh = sharding.mesh_of(call)
     if mesh is not None and score_mod is not None:
         call["score_mod"] = call["score_mod"].numbered(lengths.shape, query.shape[-2])
     with device.at(call.values()):
-        o, lse = attend(**call) if mesh is None else sharding.pages_by_device(attend, call, mesh)
-    return (o, lse) if return_residual else o
+        found = attend(**call) if mesh is None else sharding.pages_by_device(attend, call, mesh)
+    return dispatch.results(return_residual, *found)
 
 
 in_lines(paged_attention)

@@ -37,7 +37,7 @@ class Spread(Half):
         letters = operand_letters(problem, operands)
         inputs = *jax.tree.leaves(letters), *map(row_letters, jax.tree.leaves(rest))
         tables = () if letters.score is None else letters.score.tables
-        results = ("BTNH", "BNT", "BNT") if self.is_forward else jax.tree.leaves((letters[:4], tables))
+        results = ("BTNH", *["BNT"] * 3) if self.is_forward else jax.tree.leaves((letters[:4], tables))
         leaves, tree = jax.tree.flatten((operands, *rest))
         run = lambda *leaves: self.run(problem, tiles, *jax.tree.unflatten(tree, leaves))
         traced, out = jax.make_jaxpr(run, return_shape=True)(*leaves)

@@ -114,7 +114,6 @@ class Part(NamedTuple):
         return shape, starts, (B, 1, *rows, self.shared, 1, n, *rest), (B, *rows, self.shared * n, *rest)
 
 
-HEADS = 2, Statistics(1, 1)  # the axes of the heads in what a forward gives
 ROWS = 2**14  # of queries, of all batch rows and heads of a pair: what is enough for all SMs of a GPU
 
 
@@ -139,7 +138,7 @@ class Half(NamedTuple):
     def __call__(self, problem: Problem, tiles, x: Operands, *rest):
         parts, groups = parts_of(problem, self.loop.chunks)
         run = functools.partial(_forward if self.is_forward else _backward, self, groups)
-        axes = HEADS if self.is_forward else (2, 2, 2, None)
+        axes = _heads(problem) if self.is_forward else (2, 2, 2, None)
 
         def some_heads(n, outputs):
             part = Part(parts=parts, part=n)
@@ -234,18 +233,24 @@ def _zeros(like, shape, dtype):
     return jnp.zeros_like(like, shape=shape, dtype=dtype)
 
 
+def _heads(problem: Problem):
+    """The axes of the heads in what a forward gives."""
+    return 2, Statistics(1, 1, 1 if problem.max_logits else None)
+
+
 def _forward(half: Half, groups: int, heads: Part, problem: Problem, tiles, x: Operands):
     some = heads_of(x, heads)
     B, T, N, _ = some.query.shape
     wide = sums(x.query.dtype)
     sinks = None if x.sinks is None else some.sinks[None, :, None]
     unit = half.backend.unit(problem)
-    start = Statistics(*online_softmax.start(_zeros(x.query, (B, N, T), wide), sinks, unit))
+    start = online_softmax.start(_zeros(x.query, (B, N, T), wide), sinks, unit, problem.max_logits)
+    axes = _heads(problem)
 
     def attend(t, keys, carry):
         def merged(rows, _, p, pair, carry):
-            new = online_softmax.merge(jax.tree.map(rows.of, carry, HEADS), half.backend.forward(p, tiles, pair), unit)
-            return jax.tree.map(rows.put, carry, new, HEADS)
+            new = online_softmax.merge(jax.tree.map(rows.of, carry, axes), half.backend.forward(p, tiles, pair), unit)
+            return jax.tree.map(rows.put, carry, new, axes)
 
         return half.each_pair(heads, groups, problem, x, t, keys, merged, carry)
 

@@ -34,8 +34,8 @@ def explicit_of(meshes: list[AbstractMesh]) -> AbstractMesh | None:
 
 
 def by_device(attend: Callable, call: dict[str, Any], mesh: AbstractMesh):
-    """attend(**call), (o, lse), of a call that is `exact`, by jax.shard_map over the axes of the mesh that the batch, the heads,
-    and with a context the rows lie on."""
+    """attend(**call), (o, lse, largest logits or None), of a call that is `exact`, by jax.shard_map over the axes of the mesh
+    that the batch, the heads, and with a context the rows lie on."""
     arrays, context, lead = arrays_of(call), call["context"], call["query"].ndim - 3
     is_outside = context is None or set(context.names) <= _of_kind(mesh, AxisType.Manual)  # a shard_map goes over them
     rows = None if is_outside else context.axis
@@ -63,7 +63,7 @@ def _mapped(attend: Callable, call: dict[str, Any], arrays: dict[tuple, Any], ax
     """attend(**call) by jax.shard_map, where each leading axis, the heads and the rows lie on these axes."""
     specs = tuple(_spec(letters_of(path, call), x.shape, axes, mesh) for path, x in arrays.items())
     shape = arrays["query",].shape
-    outs = _spec("BTNH", shape, axes, mesh), _spec("BTN", shape[:-1], axes, mesh)
+    outs = _spec("BTNH", shape, axes, mesh), *[_spec("BTN", shape[:-1], axes, mesh)] * 2
     rest = tuple(with_arrays(call, dict.fromkeys(arrays)).items())
     program = _program_once if _is_hashable(rest) else _program
     return program(attend, mesh, tuple(arrays), specs, outs, rest)(tuple(arrays.values()))

@@ -102,6 +102,7 @@ def variant_of(backend: Backend, problem: Problem) -> Variant:
     same = backend.tiles(problem) == backend.tiles(dataclasses.replace(problem, deterministic=True))
     scheme = "deterministic" if same else "in any order"
     scheme += ", decoding" * decode.takes(problem) + ", dropout" * (problem.dropped > 0)
+    scheme += ", the largest logits" * problem.max_logits
     scheme += "".join(f", {name}" for name in _more(problem))
     return Variant(backend.name, *_widths(problem), problem.dtype, scheme)
 
@@ -262,16 +263,20 @@ def _exact(x):
 
 
 def run(problem: Problem, choice: Choice, operands: Operands, cotangents: tuple) -> dict[str, np.ndarray]:
-    """o, lse and the gradients, each [B, length, heads, ...]."""
+    """o, lse, the largest logits if they are asked for, and the gradients, each [B, length, heads, ...]."""
 
     by_length = lambda x: jnp.swapaxes(x, 1, 2)
 
     @jax.jit
     def both(operands, cotangents):
-        attend = lambda q, k, v, bias: autodiff.attend(problem, choice, operands._replace(query=q, key=k, value=v, bias=bias))
-        (o, lse), vjp = jax.vjp(attend, *operands[:4])
+        def attend(q, k, v, bias):
+            o, *numbers = autodiff.attend(problem, choice, operands._replace(query=q, key=k, value=v, bias=bias))
+            return (o, numbers[0]), numbers[1]
+
+        (o, lse), vjp, largest = jax.vjp(attend, *operands[:4], has_aux=True)
         dq, dk, dv, dbias = vjp(cotangents)
         found = dict(o=o, lse=by_length(lse)[..., None], dq=dq, dk=dk, dv=dv)
+        found |= {} if largest is None else dict(largest=by_length(largest)[..., None])
         return found if dbias is None else found | dict(dbias=by_length(dbias))
 
     return jax.device_get(both(operands, cotangents))

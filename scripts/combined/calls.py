@@ -50,6 +50,7 @@ FEATURES = {
     "`score_mod`, a learned number by head": Feature(dict(slopes="M"), lambda x: dict(score_mod=_by_head(x["slopes"]))),
     "`sinks`": Feature(dict(sinks="N"), lambda x: dict(sinks=x["sinks"])),
     "dropout": Feature({}, lambda x: dict(dropout_rate=0.3, dropout_rng=jax.random.key(1))),
+    "`return_max_logits`": Feature({}, lambda x: dict(return_max_logits=True)),
 }
 APART = "`mask`: an array", "`score_mod`, a learned number by head"  # the call has another mask and score_mod
 TOGETHER = (tuple(name for name in FEATURES if name not in APART), APART)
@@ -76,7 +77,7 @@ def arrays(dtype="float32") -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """flash_attention with some features, as a function of a dict of arrays; gives (o, lse)."""
+    """flash_attention with some features, as a function of a dict of arrays; gives (o, lse), and what else is asked for."""
 
     implementation: str
     features: tuple[str, ...]
@@ -94,8 +95,8 @@ class Call:
         return flash_attention(*(x[name] for name in INPUTS), **self.options(x))
 
     def loss(self, x):
-        o, lse = self(x)
-        return jnp.sum(jnp.sin(o.astype(jnp.float32))) + jnp.sum(jnp.where(lse == -jnp.inf, 0.0, lse))
+        o, *numbers = self(x)
+        return jnp.sum(jnp.sin(o.astype(jnp.float32))) + sum(jnp.sum(jnp.where(n == -jnp.inf, 0.0, n)) for n in numbers)
 
     def gradients(self, x):
         learned, rest = self.split(x)

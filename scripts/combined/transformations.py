@@ -87,7 +87,7 @@ def _layers(in_scan):
         start = learned["query"]
 
         def layer(query, _):
-            o, _ = call(learned | rest | dict(query=query))
+            o, *_ = call(learned | rest | dict(query=query))
             return query + jnp.pad(o, [(0, 0)] * 3 + [(0, query.shape[-1] - o.shape[-1])]), None
 
         def loss(query):

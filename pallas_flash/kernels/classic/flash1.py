@@ -57,31 +57,34 @@ def forward(problem: Problem, tiles: Tiles, x: Operands):
     p, x = problem, predicate.plain(x)
     at = tile.layout(p, tiles, lambda n, b: dict(b=b, B=b, n=n, k=n // p.group))
     rows = jax.ShapeDtypeStruct((p.batch, p.heads, p.queries), jnp.float32)
-    o, l, m = tile.launch(
+    o, *stats = tile.launch(
         functools.partial(_kernel, problem=p, tiles=tiles),
         (x,),
         grid=(p.heads, p.batch),
         in_specs=[at.operands(x)],
-        out_specs=[at.spec("btnv"), at.spec("bnt"), at.spec("bnt")],
-        out_shape=[jax.ShapeDtypeStruct((p.batch, p.queries, p.heads, p.value_size), jnp.float32), rows, rows],
+        out_specs=[at.spec("btnv"), *[at.spec("bnt")] * p.statistics],
+        out_shape=[
+            jax.ShapeDtypeStruct((p.batch, p.queries, p.heads, p.value_size), jnp.float32),
+            *[rows] * p.statistics,
+        ],
         tiles=tiles,
         name="flash1_attention_forward",
     )
-    return (o if p.kept == 1 else o / p.kept).astype(x.query.dtype), online_softmax.Statistics(m, l)
+    return (o if p.kept == 1 else o / p.kept).astype(x.query.dtype), online_softmax.Statistics(*stats)
 
 
-def _kernel(x: Operands, o_ref, l_ref, m_ref, *, problem: Problem, tiles: Tiles):
+def _kernel(x: Operands, o_ref, *stats_refs, problem: Problem, tiles: Tiles):
     p, pair = problem, (pl.program_id(1), pl.program_id(0))
     columns = tile.head(o_ref, p.value_size)
 
     def start(row, _):
-        m, l = tile.start(p, x, tiles.block_q)
-        write(row, jnp.zeros((tiles.block_q, o_ref.shape[1]), jnp.float32), l, m)
+        stats = tile.start(p, x, tiles.block_q)
+        write(row, jnp.zeros((tiles.block_q, o_ref.shape[1]), jnp.float32), stats)
 
-    def write(row, o, l, m):
+    def write(row, o, stats):
         tile.store(tile.part(o_ref, row.slice), o, row.inside, columns)
-        tile.store(l_ref.at[row.slice], l, row.inside)
-        tile.store(m_ref.at[row.slice], m, row.inside)
+        for ref, x in zip(stats_refs, jax.tree.leaves(stats), strict=True):
+            tile.store(ref.at[row.slice], x, row.inside)
 
     def key_tile(j, _):
         key = tile.span(j, tiles.block_k, p.keys)
@@ -91,14 +94,14 @@ def _kernel(x: Operands, o_ref, l_ref, m_ref, *, problem: Problem, tiles: Tiles)
             view = tile.view(x.visibility, row, p.queries, pair=pair)
             q = tile.load(x.query.at[row.slice], row.inside, tile.head(x.query, p.head_size))  # [bq, H]
             o = tile.load(o_ref.at[row.slice], row.inside, columns)  # [bq, Hv]
-            l, m = (tile.load(ref.at[row.slice], row.inside) for ref in (l_ref, m_ref))
+            stats = online_softmax.Statistics(*(tile.load(ref.at[row.slice], row.inside) for ref in stats_refs))
             s = tile.scores(p, q, k, None)  # [bq, bk]
             s = jnp.where(view.sees(key, tile.dense(x.mask, (), row, key), True), s, -jnp.inf)
-            prob, alpha, m, l_new = online_softmax.step(s, m, l)
+            prob, alpha, new = online_softmax.step(s, stats)
             prob = tile.dropped(p, x.seeds, (), row, key, prob)
             pv = tile.dot(prob.astype(v.dtype), jnp.where(view.reach(key, True)[:, None], v, 0))
-            o = ((l * alpha)[:, None] * o + pv) / jnp.where(l_new == 0, 1.0, l_new)[:, None]
-            write(row, o, l_new, m)
+            o = ((stats.l * alpha)[:, None] * o + pv) / jnp.where(new.l == 0, 1.0, new.l)[:, None]
+            write(row, o, new)
 
         _for_query_tiles(p, tiles, query_tile, None)
 

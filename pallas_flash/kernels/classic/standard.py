@@ -38,8 +38,8 @@ def forward(problem: Problem, tiles: Tiles, x: Operands):
     """o [B, T, N, Hv] in the query's dtype, and the Statistics of its rows."""
     p, t, x = problem, tiles, predicate.plain(x)
     s = _by_tile(_scores_kernel, p, t, x, out=[jnp.float32], name="scores")[0]
-    prob, m, l = _softmax(p, t, x, s)
-    return _sum_over_keys(p, t, x, prob, x.value, name="values"), online_softmax.Statistics(m, l)
+    prob, *stats = _softmax(p, t, x, s)
+    return _sum_over_keys(p, t, x, prob, x.value, name="values"), online_softmax.Statistics(*stats)
 
 
 def backward(problem: Problem, tiles: Tiles, x: Operands, lse, do, delta):
@@ -98,7 +98,7 @@ def _scores_kernel(x: Operands, s_ref, *, problem: Problem, tiles: Tiles):
 
 
 def _softmax(p: Problem, tiles: Tiles, x: Operands, s):
-    """P [B, N, T, S] in the query's dtype, m and l [B, N, T]."""
+    """P [B, N, T, S] in the query's dtype, and the numbers of the Statistics [B, N, T]."""
     at = tile.layout(p, tiles, lambda i, n, b: dict(b=b, B=b, n=n, k=n // p.group, t=i), t=tiles.block_q)
     row = jax.ShapeDtypeStruct(s.shape[:3], jnp.float32)
     return tile.launch(
@@ -106,14 +106,14 @@ def _softmax(p: Problem, tiles: Tiles, x: Operands, s):
         (x, s),
         grid=(schedule.ceil_div(p.queries, tiles.block_q), p.heads, p.batch),
         in_specs=[at.operands(x), at.spec("bnts")],
-        out_specs=[at.spec("bnts"), at.spec("bnt"), at.spec("bnt")],
-        out_shape=[jax.ShapeDtypeStruct(s.shape, x.query.dtype), row, row],
+        out_specs=[at.spec("bnts"), *[at.spec("bnt")] * p.statistics],
+        out_shape=[jax.ShapeDtypeStruct(s.shape, x.query.dtype), *[row] * p.statistics],
         tiles=tiles,
         name="standard_attention_softmax",
     )
 
 
-def _softmax_kernel(x: Operands, s_ref, p_ref, m_ref, l_ref, *, problem: Problem, tiles: Tiles):
+def _softmax_kernel(x: Operands, s_ref, p_ref, *stats_refs, problem: Problem, tiles: Tiles):
     row = tile.span(pl.program_id(0), tiles.block_q, problem.queries)
 
     def over_keys(step, carry):
@@ -123,31 +123,32 @@ def _softmax_kernel(x: Operands, s_ref, p_ref, m_ref, l_ref, *, problem: Problem
 
         return schedule.loop(0, schedule.ceil_div(problem.keys, tiles.block_k), load_and_step, carry)
 
-    m, l = (_online if tiles.online else _safe)(over_keys, problem, x, tiles.block_q)
+    stats = (_online if tiles.online else _safe)(over_keys, problem, x, tiles.block_q)
 
     def write(key, s, _):
-        prob = online_softmax.finish(online_softmax.power(s - m[:, None], problem.unit), l, problem.kept)
+        prob = online_softmax.finish(online_softmax.power(s - stats.m[:, None], problem.unit), stats.l, problem.kept)
         prob = tile.dropped(problem, x.seeds, (), row, key, prob)
         tile.store(tile.part(p_ref, None, key.slice), prob, row.inside, key.inside)
 
     over_keys(write, None)
-    tile.store(m_ref, m, row.inside)
-    tile.store(l_ref, l, row.inside)
+    for ref, x in zip(stats_refs, jax.tree.leaves(stats), strict=True):
+        tile.store(ref, x, row.inside)
 
 
-def _safe(over_keys, p: Problem, x: Operands, rows: int):
+def _safe(over_keys, p: Problem, x: Operands, rows: int) -> online_softmax.Statistics:
     """The maximum m and the sum l of 2^(s - m) of each row, in a pass over the keys for each (algorithm 2)."""
     power = functools.partial(online_softmax.power, unit=p.unit)
-    first, l = tile.start(p, x, rows)
+    first, l, top = tile.start(p, x, rows)
     # not the larger of m and the block's maximum: Triton then stores as m what it began with (results.md, entry 23)
-    m = over_keys(lambda _, s, m: jnp.max(jnp.maximum(s, m[:, None]), axis=1), first)
+    largest = lambda _, s, m: jnp.max(jnp.maximum(s, m[:, None]), axis=1)
+    m, top = over_keys(largest, first), None if top is None else over_keys(largest, top)
     l = l if x.sinks is None else l * power(first - m)
-    return m, over_keys(lambda _, s, l: l + jnp.sum(power(s - m[:, None]), axis=1), l)
+    return online_softmax.Statistics(m, over_keys(lambda _, s, l: l + jnp.sum(power(s - m[:, None]), axis=1), l), top)
 
 
-def _online(over_keys, p: Problem, x: Operands, rows: int):
+def _online(over_keys, p: Problem, x: Operands, rows: int) -> online_softmax.Statistics:
     """The same in one pass (algorithm 3)."""
-    return over_keys(lambda _, s, carry: online_softmax.step(s, *carry, unit=p.unit)[2:], tile.start(p, x, rows))
+    return over_keys(lambda _, s, stats: online_softmax.step(s, stats, unit=p.unit)[2], tile.start(p, x, rows))
 
 
 def _dp_kernel(x: Operands, do_ref, dp_ref, *, problem: Problem, tiles: Tiles):

@@ -37,13 +37,13 @@ class Memory(NamedTuple):
     k: Any
     v: Any
     o: Any  # float32, some of its columns
-    lse: Any
+    stats: Any  # for each number of the Statistics [64]
     q_full: Any
     k_full: Any
     v_full: Any
 
     @classmethod
-    def of(cls, t: DecodeTiles, dtype) -> "Memory":
+    def of(cls, t: DecodeTiles, dtype, numbers: int) -> "Memory":
         full = plgpu.Barrier(num_barriers=t.stages, num_arrivals=t.copies)
         block = functools.partial(tile.block, swizzle=t.swizzle)
         return cls(
@@ -51,7 +51,7 @@ class Memory(NamedTuple):
             k=block(dtype, t.stages, t.block_k, t.width),
             v=block(dtype, t.stages, t.block_k, t.value_width),
             o=tile.block(jnp.float32, ROWS, COLUMNS),
-            lse=plgpu.SMEM((ROWS,), jnp.float32),
+            stats=(plgpu.SMEM((ROWS,), jnp.float32),) * numbers,
             q_full=plgpu.Barrier(),
             k_full=full,
             v_full=full,
@@ -63,21 +63,23 @@ def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None):
     and value are pages [P, page, K, n]."""
     (p, rows), t = decode.as_rows(problem, x), tiles
     inputs = _inputs(p, t, rows, table)
-    R = inputs.q.shape[1]
-    o, lse = tile.launch(
+    R, numbers = inputs.q.shape[1], 1 + p.max_logits
+    o, *stats = tile.launch(
         functools.partial(_kernel, problem=p, tiles=t),
         inputs,
         programs=p.batch * p.heads * t.parts,
         out_type=[
             jax.ShapeDtypeStruct((p.batch, t.parts, p.heads, R, t.value_width), jnp.float32),
-            jax.ShapeDtypeStruct((p.batch, t.parts, p.heads, ROWS), jnp.float32),
+            *[jax.ShapeDtypeStruct((p.batch, t.parts, p.heads, ROWS), jnp.float32)] * numbers,
         ],
         tiles=t,
-        scratch=Memory.of(t, x.query.dtype),
+        scratch=Memory.of(t, x.query.dtype, numbers),
         name="flash_attention_decode",
     )
-    lse = lse[..., : p.queries] + (p.soft_cap or 0.0) * online_softmax.LOG2E  # what `scores_apart` left out
-    return decode.merged(problem, x, o[..., : p.queries, : p.value_size], online_softmax.Statistics(lse, None), problem.unit)
+    left_out = (p.soft_cap or 0.0) * online_softmax.LOG2E  # by `scores_apart`
+    lse, top = (*(a[..., : p.queries] + left_out for a in stats), None)[:2]
+    stats = online_softmax.Statistics(lse, None, top)
+    return decode.merged(problem, x, o[..., : p.queries, : p.value_size], stats, problem.unit)
 
 
 def _inputs(p: Problem, t: DecodeTiles, x: Operands, table) -> Inputs:
@@ -87,8 +89,8 @@ def _inputs(p: Problem, t: DecodeTiles, x: Operands, table) -> Inputs:
     return Inputs(q, k, v, blocks, reach, table, visibility)
 
 
-def _kernel(program, x: Inputs, o_gmem, lse_gmem, memory: Memory, *, problem: Problem, tiles: DecodeTiles):
-    p, t = problem, tiles
+def _kernel(program, x: Inputs, o_gmem, *outputs, problem: Problem, tiles: DecodeTiles):
+    (*stats_gmem, memory), p, t = outputs, problem, tiles
     div = lambda a, n: (lax.div(a, jnp.int32(n)), lax.rem(a, jnp.int32(n)))
     pair, part = div(program, t.parts)
     b, h = div(pair, p.heads)
@@ -116,7 +118,7 @@ def _kernel(program, x: Inputs, o_gmem, lse_gmem, memory: Memory, *, problem: Pr
         plgpu.barrier_wait(memory.q_full)
 
         def step(n, carry, masked):
-            o, m, l = carry
+            o, stats = carry
             first_key = (first + n) * t.block_k
             if masked:  # here, where no scores are in registers
                 v.wait(n)
@@ -126,18 +128,21 @@ def _kernel(program, x: Inputs, o_gmem, lse_gmem, memory: Memory, *, problem: Pr
             k.release(n)
             s, scale = online_softmax.scores_apart(s, p.scale, p.soft_cap)
             s = jnp.where(view.sees(first_key, shape), s, -jnp.inf) if masked else s
-            prob, alpha, m, l = online_softmax.step(s, m, l, scale)
+            prob, alpha, stats = online_softmax.step(s, stats, scale)
             if not masked:
                 v.wait(n)
             o = o * tile.across(alpha, o.shape)
             (o,) = tile.products_add(lambda acc: tile.dot(acc, prob.astype(x.q.dtype), v.block(n)), o)
             v.release(n)
-            return o, m, l
+            return o, stats
 
-        start = tile.zeros(ROWS, t.value_width), *online_softmax.start(tile.rows(0.0))
-        o, m, l = blocks.visit(step, start)
-        o, memory.lse[...] = online_softmax.finish(o, l), jnp.where(l == 0, -jnp.inf, m + jnp.log2(l))
-        tile.copy_out((memory.lse, lse_gmem.at[b, part, h]))
+        start = tile.zeros(ROWS, t.value_width), online_softmax.start(tile.rows(0.0))
+        o, stats = blocks.visit(step, start)
+        m, l, _ = stats
+        o, lse = online_softmax.finish(o, l), jnp.where(l == 0, -jnp.inf, m + jnp.log2(l))
+        for smem, number in zip(memory.stats, (lse, *([stats.largest] if p.max_logits else [])), strict=True):
+            smem[...] = number
+        tile.copy_out(*zip(memory.stats, (gmem.at[b, part, h] for gmem in stats_gmem), strict=True))
         for column in range(0, t.value_width, COLUMNS):
             memory.o[...] = o[:, column : column + COLUMNS]
             tile.copy_out((memory.o, o_gmem.at[b, part, h, top, pl.ds(column, COLUMNS)]))

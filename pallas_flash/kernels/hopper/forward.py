@@ -37,28 +37,28 @@ class Inputs(NamedTuple):
 
 
 def forward(problem: Problem, tiles: AllTiles, x: Operands):
-    """o [B, T, N, Hv] in the query's dtype, and the Statistics of its rows, in two numbers where the scores are natural."""
+    """o [B, T, N, Hv] in the query's dtype, and the Statistics of its rows, with an l where the scores are natural."""
     if tiles.decode is not None:
         return decode.forward(problem, tiles.decode, x)
     p, t = problem, tiles.forward
     inputs = _inputs(p, t, x)
     B, T, N, _ = inputs.q.shape
-    rows, numbers = (B, N, schedule.ceil_div(p.queries, t.block_q) * t.block_q), 2 if scored.is_natural(p) else 1
+    # rows of whole tiles: where a vector ends, Mosaic clips its store by the end of the array, not of the row
+    rows = jax.ShapeDtypeStruct((B, N, schedule.ceil_div(p.queries, t.block_q) * t.block_q), jnp.float32)
+    like = online_softmax.Statistics(rows, rows if scored.is_natural(p) else None, rows if p.max_logits else None)
+    numbers, tree = jax.tree.flatten(like)
     o, *stats = tile.launch(
         functools.partial(_kernel, problem=p, tiles=t),
         inputs,
         programs=order.query_tiles(p, t.block_q, t.rounds),
-        out_type=[
-            jax.ShapeDtypeStruct((B, T, N, inputs.v.shape[3]), x.query.dtype),
-            # rows of whole tiles: where a vector ends, Mosaic clips its store by the end of the array, not of the row
-            *[jax.ShapeDtypeStruct(rows, jnp.float32)] * numbers,
-        ],
+        out_type=[jax.ShapeDtypeStruct((B, T, N, inputs.v.shape[3]), x.query.dtype), *numbers],
         tiles=t,
-        scratch=Memory.of(t, x.query.dtype, numbers),
+        scratch=Memory.of(t, x.query.dtype, len(numbers)),
         name="flash_attention_forward",
     )
-    m, l = (*(x[:, :, : p.queries] for x in stats), None)[:2]
-    return o[:, : p.queries, :, : p.value_size], online_softmax.Statistics(m + scored.left_out(p), l)
+    stats, left_out = jax.tree.unflatten(tree, [x[:, :, : p.queries] for x in stats]), scored.left_out(p)
+    stats = stats._replace(m=stats.m + left_out, top=None if stats.top is None else stats.top + left_out)
+    return o[:, : p.queries, :, : p.value_size], stats
 
 
 def _inputs(p: Problem, t: Tiles, x: Operands) -> Inputs:
@@ -129,13 +129,14 @@ def _kernel(program, x: Inputs, o_gmem, *outputs, problem: Problem, tiles: Tiles
             score = scored.of(problem, x.bias, x.score, at.batch, at.head)
             natural = None if score is None else lambda s, t: score.of(s, first_row(at), first_key(t))
             drop = lambda p, t: p if dropout is None else jnp.where(dropout.keeps(first_row(at), first_key(t), shape), p, 0.0)
-            start = online_softmax.start(tile.rows(0.0), None if x.sinks is None else x.sinks[at.head], problem.unit)
+            zeros, sink = tile.rows(0.0), None if x.sinks is None else x.sinks[at.head]
+            start = online_softmax.start(zeros, sink, problem.unit, problem.max_logits)
             pass_by = functools.partial(_pass_by, k, v, turns)
             schedule.loop(0, mine.first, pass_by, None)
-            o, *stats = _attend(q, k, v, turns, start, mine, sees, natural, drop, problem, tiles)
+            o, stats = _attend(q, k, v, turns, start, mine, sees, natural, drop, problem, tiles)
             schedule.loop(mine.last, walk.blocks.last, pass_by, None)
             o_smem[...] = o.astype(q.dtype)
-            for smem, number in zip(stats_smem, stats, strict=True):
+            for smem, number in zip(stats_smem, jax.tree.leaves(stats), strict=True):
                 smem[...] = number
             by_row = at.batch, at.head, pl.ds(first_row(at), ROWS)
             tile.copy_out((wide, rows(o_gmem, at)), *zip(stats_smem, (x.at[by_row] for x in stats_gmem), strict=True))
@@ -186,7 +187,7 @@ def _attend(
     k: sync.Ring,
     v: sync.Ring,
     turns: sync.Turns,
-    start,
+    start: online_softmax.Statistics,
     blocks: schedule.Blocks,
     sees,
     natural,
@@ -194,24 +195,24 @@ def _attend(
     problem: Problem,
     tiles: Tiles,
 ):
-    """o [64, value_width] of a consumer's queries, and their m and l [64] where scores are natural; else their log2-sum-exp, less
-    what `scores_apart` leaves out.
+    """o [64, value_width] of a consumer's queries, and their Statistics [64]: with an l where scores are natural, else without
+    and less what `scores_apart` leaves out.
 
-    `start` is (m, l) before any key. `blocks` are numbered as they come; of the t-th sees(t) is which query sees which key,
+    `start` has those before any key. `blocks` are numbered as they come; of the t-th sees(t) is which query sees which key,
     natural(s, t) the logits that a bias or a score_mod makes of S (None: there are neither), and drop(p, t) P with 0 where
     dropout drops a weight.
     """
     shape = ROWS, tiles.block_k
 
-    def softmax(s, t, m, l, masked):
+    def softmax(s, t, stats, masked):
         if natural is None:
             s, scale = online_softmax.scores_apart(s, problem.scale, problem.soft_cap)
         else:
             s, scale = natural(s, t), None
         if masked:
             s = jnp.where(sees(t), s, -jnp.inf)
-        p, alpha, m, l = online_softmax.step(s, m, l, scale, tiles.slack, problem.unit)
-        return drop(p, t), alpha, m, l
+        p, alpha, stats = online_softmax.step(s, stats, scale, tiles.slack, problem.unit)
+        return drop(p, t), alpha, stats
 
     def await_k(t, early: bool, masked: bool = False):  # early: ptxas moves the wait for the products up over the exponentials,
         if early == tiles.k_early:  # but neither over this wait nor, in steps with a mask, over the barrier
@@ -225,11 +226,11 @@ def _attend(
     s = tile.product(lambda acc: (tile.dot_t(acc, q, k.block(first)), turns.pass_on()), shape)  # [bq, bk]
     k.release(first)
     known_full = isinstance(last, int) and blocks.full_first <= first
-    p, _, m, l = softmax(s, first, *start, not known_full)
+    p, _, stats = softmax(s, first, start, not known_full)
     await_k(first + 1, early=True)
 
     def step(t, carry, masked):
-        o, m, l, p = carry
+        o, stats, p = carry
         await_k(t, early=False)
         turns.take()
 
@@ -240,21 +241,22 @@ def _attend(
             turns.pass_on()
             s = tile.finished(s_acc, running=len(tile.parts(tiles.block_k)))  # [bq, bk]
             k.release(t)
-            results = softmax(s, t, m, l, masked)
+            p_new, alpha, new = softmax(s, t, stats, masked)
             await_k(t + 1, early=True, masked=masked)
-            return results
+            return p_new, alpha, *jax.tree.leaves(new)
 
-        like = tile.zeros(*shape), tile.rows(1.0), m, l
-        o, _, p, alpha, m, l = tile.overlap(under_the_products, (o, tile.zeros(*shape)), like)
+        like = tile.zeros(*shape), tile.rows(1.0), *jax.tree.leaves(stats)
+        o, _, p, alpha, *stats = tile.overlap(under_the_products, (o, tile.zeros(*shape)), like)
         v.release(t - 1)
         o = tile.rescaled(o, alpha) if tiles.slack else o * tile.across(alpha, o.shape)
-        return o, m, l, p.astype(q.dtype)  # cast only now: the product before it read the old p
+        return o, online_softmax.Statistics(*stats), p.astype(q.dtype)  # cast only now: the product before it read the old p
 
-    carry = tile.zeros(ROWS, tiles.value_width), m, l, p.astype(q.dtype)
-    o, m, l, p = blocks.rest().visit(step, carry)
+    carry = tile.zeros(ROWS, tiles.value_width), stats, p.astype(q.dtype)
+    o, stats, p = blocks.rest().visit(step, carry)
     turns.take()
     v.wait(last)
     (o,) = tile.products_add(lambda acc: (tile.dot_in_parts(acc, p, v.block(last)), turns.pass_on()), o)
     v.release(last)
-    stats = (m, l) if natural is not None else (jnp.where(l == 0, -jnp.inf, m + jnp.log2(l)),)
-    return online_softmax.finish(o, l, problem.kept), *stats
+    m, l, top = stats
+    stats = stats if natural is not None else online_softmax.Statistics(jnp.where(l == 0, -jnp.inf, m + jnp.log2(l)), None, top)
+    return online_softmax.finish(o, l, problem.kept), stats

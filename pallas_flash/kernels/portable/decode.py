@@ -50,7 +50,7 @@ def _kernel(x: Operands, table_ref, scale_refs, o_ref, m_ref, l_ref, *, problem:
     q = tile.load(x.query, row.inside, tile.head(x.query, p.head_size))  # [bq, H]
 
     def step(j, carry, masked):
-        o, m, l = carry
+        o, stats = carry
         key = tile.span(j, tiles.block_k, p.keys, bounded=masked)
         inside = (key.index >= first) & view.reach(key, masked) if masked else None
         k_ref, v_ref = (_block(ref, table_ref, key) for ref in (x.key, x.value))
@@ -64,18 +64,18 @@ def _kernel(x: Operands, table_ref, scale_refs, o_ref, m_ref, l_ref, *, problem:
             s = predicate.Question.of(x.score, pair, tile.FIRST, token, key.index).score(s)
         seen = view.sees(key, None, masked)
         s = s if seen is None else jnp.where(seen, s, -jnp.inf)
-        prob, alpha, m, l = online_softmax.step(s, m, l, unit=p.unit)
+        prob, alpha, stats = online_softmax.step(s, stats, unit=p.unit)
         if v_scale is not None:
             prob, v = prob * v_scale, v.astype(weights(q.dtype))
-        return o * alpha[:, None] + tile.dot(prob.astype(v.dtype), v), m, l
+        return o * alpha[:, None] + tile.dot(prob.astype(v.dtype), v), stats
 
     first = jnp.min(jnp.where(view.start < view.stop, view.start, Visibility.ALL))  # pages before it may hold NaN
-    start = jnp.zeros(o_ref.shape, jnp.float32), *online_softmax.start(jnp.zeros(tiles.block_q, jnp.float32))
+    start = jnp.zeros(o_ref.shape, jnp.float32), online_softmax.start(jnp.zeros(tiles.block_q, jnp.float32))
     blocks = view.blocks(tiles.block_k).part(pl.program_id(0), tiles.parts)
-    o, m, l = blocks.visit(step, start)
-    tile.store(o_ref, online_softmax.finish(o, l), row.inside, tile.head(o_ref, p.value_size))
-    tile.store(m_ref, m, row.inside)
-    tile.store(l_ref, l, row.inside)
+    o, stats = blocks.visit(step, start)
+    tile.store(o_ref, online_softmax.finish(o, stats.l), row.inside, tile.head(o_ref, p.value_size))
+    tile.store(m_ref, stats.m, row.inside)
+    tile.store(l_ref, stats.l, row.inside)
 
 
 def _block(ref, table_ref, key: tile.Span):

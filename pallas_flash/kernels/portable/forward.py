@@ -20,17 +20,20 @@ def forward(problem: Problem, tiles: AllTiles, x: Operands):
     x = predicate.listed(p, t, x)
     grid, at = by_query_tile(p, t)
     row = jax.ShapeDtypeStruct((p.batch, p.heads, p.queries), jnp.float32)
-    o, m, l = tile.launch(
+    o, *stats = tile.launch(
         functools.partial(_kernel, problem=p, tiles=t),
         (x,),
         grid=grid,
         in_specs=[at.operands(x)],
-        out_specs=[at.spec("btnv"), at.spec("bnt"), at.spec("bnt")],
-        out_shape=[jax.ShapeDtypeStruct((p.batch, p.queries, p.heads, p.value_size), x.query.dtype), row, row],
+        out_specs=[at.spec("btnv"), *[at.spec("bnt")] * p.statistics],
+        out_shape=[
+            jax.ShapeDtypeStruct((p.batch, p.queries, p.heads, p.value_size), x.query.dtype),
+            *[row] * p.statistics,
+        ],
         tiles=t,
         name="flash_attention_forward",
     )
-    return o, online_softmax.Statistics(m, l)
+    return o, online_softmax.Statistics(*stats)
 
 
 def by_query_tile(p: Problem, tiles: Tiles):
@@ -50,26 +53,26 @@ def own_pair() -> tuple:
     return pl.program_id(2), pl.program_id(1)
 
 
-def _kernel(x: Operands, o_ref, m_ref, l_ref, *, problem: Problem, tiles: Tiles):
+def _kernel(x: Operands, o_ref, *stats_refs, problem: Problem, tiles: Tiles):
     p = problem
     row, pair = own_rows(p, tiles), own_pair()
     view = tile.view(x.visibility, row, p.queries, pair=pair)
     q = tile.load(x.query, row.inside, tile.head(x.query, p.head_size))  # [bq, H]
 
     def step(j, carry, masked):
-        o, m, l = carry
+        o, stats = carry
         key = tile.span(j, tiles.block_k, p.keys, bounded=masked)
         k, v = tile.keys_and_values(p, x.key.at[key.slice], x.value.at[key.slice], view.reach(key, masked))
         ask = tile.question(x, row, key, pair)
         s = tile.scores(p, q, k, tile.dense(x.bias, (), row, key), ask)  # [bq, bk]
         seen = view.sees(key, tile.dense(x.mask, (), row, key), masked)
         s = s if seen is None else jnp.where(seen, s, -jnp.inf)
-        prob, alpha, m, l = online_softmax.step(s, m, l, unit=p.unit)
+        prob, alpha, stats = online_softmax.step(s, stats, unit=p.unit)
         prob = tile.dropped(p, x.seeds, (), row, key, prob)
-        return o * alpha[:, None] + tile.dot(prob.astype(v.dtype), v), m, l
+        return o * alpha[:, None] + tile.dot(prob.astype(v.dtype), v), stats
 
-    start = jnp.zeros(o_ref.shape, jnp.float32), *tile.start(p, x, tiles.block_q)
-    o, m, l = view.blocks(tiles.block_k).visit(step, start)
-    tile.store(o_ref, online_softmax.finish(o, l, p.kept), row.inside, tile.head(o_ref, p.value_size))
-    tile.store(m_ref, m, row.inside)
-    tile.store(l_ref, l, row.inside)
+    start = jnp.zeros(o_ref.shape, jnp.float32), tile.start(p, x, tiles.block_q)
+    o, stats = view.blocks(tiles.block_k).visit(step, start)
+    tile.store(o_ref, online_softmax.finish(o, stats.l, p.kept), row.inside, tile.head(o_ref, p.value_size))
+    for ref, x in zip(stats_refs, jax.tree.leaves(stats), strict=True):
+        tile.store(ref, x, row.inside)

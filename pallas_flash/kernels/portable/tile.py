@@ -183,9 +183,9 @@ class Rows(NamedTuple):
         return Rows(q, do, load(self.lse, row.inside, other=jnp.inf), load(self.delta, row.inside))
 
 
-def start(problem: Problem, x: Operands, rows: int):
-    """m and l [rows] of one head before any key."""
-    return online_softmax.start(jnp.zeros(rows, jnp.float32), None if x.sinks is None else x.sinks[...], problem.unit)
+def start(p: Problem, x: Operands, rows: int) -> online_softmax.Statistics:
+    """Those [rows] of one head before any key."""
+    return online_softmax.start(jnp.zeros(rows, jnp.float32), None if x.sinks is None else x.sinks[...], p.unit, p.with_top)
 
 
 def question(x: Operands, row: Span, key: Span, pair: tuple[Ints, Ints], batch: Ints = FIRST) -> predicate.Question | None:
