@@ -50,7 +50,8 @@ def parse(argv) -> argparse.Namespace:
     if args.preset and (args.resume or args.eval_only):
         raise Refused("--preset is for new runs; a run goes on with the settings that it began with. Leave it out.")
     if args.resume:
-        return parse_again(parser, argv, read_config(args.resume)["settings"], args.resume, lambda name: True)
+        saved = read_config(args.resume)["settings"]
+        return parse_again(parser, argv, saved, args.resume, lambda name: name != "attention")  # a machine may lack the run's
     if args.eval_only:
         saved = read_config(args.eval_only, "--eval-only")["settings"] | dict(attention=None)
         return parse_again(parser, argv, saved, args.eval_only, lambda name: name in MODEL)
@@ -149,16 +150,20 @@ def train_in(folder: pathlib.Path, args, text):
 
 
 def go_on(folder: pathlib.Path, args, text, done: int):
-    """Whether the run may go on; says what changes with more steps."""
+    """Whether the run may go on; says what changes with more steps, and on another machine."""
     was = read_config(folder)
     if done < args.steps and was["text"]["sha256"] != text.fingerprint():
         source = was["text"]["source"]
         raise Refused(f"--resume needs the text that the run began with ({source}); {text.source} differs. Start a new run.")
     before = argparse.Namespace(**was["settings"])
-    if before.steps < args.steps:
+    is_longer, is_other = before.steps < args.steps, done < args.steps and was["attention"] != args.taken
+    if is_other:
+        report("attention", f"{args.taken} from here on, chosen anew; until now it was {was['attention']}")
+    if is_longer:
         rates = [float(learning_rate(settings)(done)) for settings in (before, args)]
         change = f"{args.steps} steps in place of {before.steps}: the cosine of the learning rate is as long, which is now"
         report("schedule", f"{change} {rates[1]:.2g} and not {rates[0]:.2g} at step {done + 1}")
+    if is_longer or is_other:
         write_config(folder, args, text)
 
 
@@ -194,7 +199,7 @@ def print_model(args, parameters):
     import jax
 
     size = sum(p.size for p in jax.tree.leaves(parameters))
-    report("model", f"{size:,} parameters, {args.dtype}, attention {args.attention}, on {jax.devices()[0].device_kind}")
+    report("model", f"{size:,} parameters, {args.dtype}, attention {args.taken}, on {jax.devices()[0].device_kind}")
 
 
 def print_loss(loss, bigram: float):
@@ -212,7 +217,7 @@ def check(args):
     resolve(args)
     data, tolerance, worst = jnp.asarray(text.train), CHECK_TOLERANCE[args.dtype], 0.0
     report("check", f"{args.steps} steps in {args.dtype}; the losses must agree to {tolerance:g} of their size")
-    print(f"step       {args.attention:<14}reference     difference")
+    print(f"step       {args.taken:<14}reference     difference")
     with jax.default_matmul_precision("highest"):  # else a GPU's rounding of inputs magnifies the smallest change
         sides = [trainer(argparse.Namespace(**vars(args) | dict(attention=name)), data) for name in (args.attention, "reference")]
         for number in range(1, args.steps + 1):
@@ -223,7 +228,7 @@ def check(args):
                 print(f"{number:<11}{loss:<14.7f}{expected:<14.7f}{difference:.1e}", flush=True)
             if not agree:
                 raise Refused(
-                    f"the losses of {args.attention} and reference part at step {number}: {difference:.1e} is over {tolerance:g}"
+                    f"the losses of {args.taken} and reference part at step {number}: {difference:.1e} is over {tolerance:g}"
                 )
     report("passed", f"largest difference {worst:.1e} of the loss")
 
@@ -239,11 +244,12 @@ def trainer(args, data):
 
 
 def resolve(args):
-    """Replaces the defaults that depend on the machine; with --verbose says what attention runs and why."""
+    """Replaces the defaults that depend on the machine, and finds which attention is taken; with --verbose says why. The model's
+    calls choose it again: named, it would not be checked."""
     import jax
     import jax.numpy as jnp
 
-    from pallas_flash import explain
+    from pallas_flash import explain, flash_attention
 
     if reason := why_no_gpu():
         report("no GPU", f"the NVIDIA GPU of this machine is not used, the CPU is: {reason}")
@@ -252,12 +258,13 @@ def resolve(args):
     q, kv = (
         jax.ShapeDtypeStruct((args.batch // args.accumulate, args.context, heads, H), jnp.dtype(args.dtype)) for heads in (N, K)
     )
+    call = dict(is_causal=True, implementation=args.attention, dropout_rate=args.dropout, dropout_rng=jax.random.key(args.seed))
     try:
-        dropout = dict(dropout_rate=args.dropout, dropout_rng=jax.random.key(args.seed))
-        explanation = explain(q, kv, kv, is_causal=True, implementation=args.attention, **dropout)
+        jax.eval_shape(lambda q, kv: flash_attention(q, kv, kv, **call), q, kv)  # checks what it takes
+        explanation = explain(q, kv, kv, **call)
     except (ValueError, NotImplementedError) as error:
         raise Refused(f"--attention: {error}") from None
-    args.attention = explanation.implementation
+    args.taken = explanation.implementation
     if args.verbose:
         report("attention", explanation)
 

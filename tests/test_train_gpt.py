@@ -22,6 +22,7 @@ import threading
 import time
 import types
 
+import fakes
 import filelock
 import jax
 import jax.numpy as jnp
@@ -668,6 +669,52 @@ def test_with_dropout_a_resumed_run_has_the_curves_of_an_unbroken_one_and_check_
 
 
 CHECK = "--layers 1 --heads 2 --features 32 --context 37 --batch 2 --check".split()
+
+
+# ---- kernels that a machine takes once they were found right ----
+
+
+@pytest.fixture
+def install(monkeypatch, tmp_path):
+    """Puts fakes before all others, as on a GPU that nobody has checked."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PALLAS_FLASH_SELF_CHECK", "1")
+    return lambda patch, *names: fakes.install(patch.setattr, *map(fakes.backend, names))
+
+
+@pytest.mark.parametrize("name, why", [("liar", "dk is off by"), ("raiser", "ptxas fell over")])
+def test_kernels_that_lie_or_do_not_compile_are_not_trained_with(script, text, install, monkeypatch, name, why):
+    def resolved(*options):
+        args = script.parse([*TINY, "--data", text, *options])
+        script.check_sizes(args)
+        script.resolve(args)
+        return args.taken, args.attention  # the model's
+
+    install(monkeypatch, name)
+    with pytest.warns(RuntimeWarning, match=f"does not take {name} .*{why}"):
+        assert resolved() == ("blockwise", None)
+    assert resolved("--attention", name) == (name, name), "what is asked for is taken"
+
+
+@pytest.mark.whole
+def test_a_run_goes_on_where_its_kernels_are_not_and_says_so_in_a_line(
+    script, text, install, unbroken, tmp_path, capsys, monkeypatch
+):
+    folder = tmp_path / "run"
+    config = lambda: json.loads((folder / "config.json").read_text())
+    with monkeypatch.context() as patch:
+        install(patch, "honest")
+        script.main([*TINY, "--steps", str(STEPS), "--data", text, "--out", str(folder)])
+        assert config()["attention"] == "honest" and config()["settings"]["attention"] is None
+    shutil.rmtree(folder / "checkpoints" / str(STEPS))
+    capsys.readouterr()
+    script.main(["--resume", str(folder)])
+    assert "\nattention  blockwise from here on, chosen anew; until now it was honest\n" in capsys.readouterr().out
+    assert config()["attention"] == "blockwise"
+    losses = [[train for train, _ in loss_curve(run).values()] for run in (folder, unbroken)]
+    np.testing.assert_allclose(*losses, rtol=1e-4)
+    script.main(["--resume", str(folder), "--steps", str(STEPS + 1), "--attention", "reference"])
+    assert "\nattention  reference from here on" in capsys.readouterr().out
 
 
 @pytest.mark.whole

@@ -57,7 +57,7 @@ def new_folder(folder: pathlib.Path | None) -> pathlib.Path:
 
 def write_config(folder: pathlib.Path, args, text: Text):
     settings = {name: value for name, value in vars(args).items() if name not in NOT_SETTINGS}
-    config = dict(settings=settings, text=dict(source=text.source, sha256=text.fingerprint()))
+    config = dict(settings=settings, attention=args.taken, text=dict(source=text.source, sha256=text.fingerprint()))
     with writing(folder):
         write_whole(folder / "config.json", (json.dumps(config, indent=2) + "\n").encode())
 
@@ -65,7 +65,7 @@ def write_config(folder: pathlib.Path, args, text: Text):
 def read_config(folder: pathlib.Path, option: str = "--resume") -> dict:
     try:
         config = json.loads((folder / "config.json").read_text())
-        return dict(settings=dict(config["settings"]), text=dict(config["text"]))
+        return dict(settings=dict(config["settings"]), attention=config["attention"], text=dict(config["text"]))
     except (OSError, ValueError, KeyError, TypeError):
         message = f"{option} must be the folder of a run, as runs/gpt-1; {folder} has no config.json that can be read."
         raise Refused(message) from None

@@ -9,7 +9,7 @@ from scripts.bench.options import Help
 BYTES = 256
 # not kept with a run
 NOT_SETTINGS = """
-mesh simulate_devices hosts out resume eval_only check preset verbose tensorboard prompt samples sample_length temperature
+mesh simulate_devices hosts out resume eval_only check preset verbose tensorboard prompt samples sample_length temperature taken
 """.split()
 MODEL = ("layers", "heads", "kv_heads", "features", "untied", "vocabulary")  # what the parameters' shapes follow from
 PRESETS = dict(
@@ -108,9 +108,9 @@ HELP_HOSTS = """this process is number I, from 0, of N that train together on th
 host:1234. Without a value, the cluster says which (jax.distributed.initialize). Start all with the same options but for I; all
 must see the folder of --out or --resume, and the first writes it. A signal ends them at once; --resume goes on from the last
 checkpoint"""
-HELP_RESUME = """go on from the last checkpoint in this folder, with its settings; a larger --steps extends it. On a CPU the
-curves are those of an unbroken run, bit for bit; on a GPU with XLA_FLAGS=--xla_gpu_deterministic_ops=true. A run that is
-complete only writes its sample"""
+HELP_RESUME = """go on from the last checkpoint in this folder, with its settings; a larger --steps extends it, and --attention or
+another machine may change its implementation. On a CPU the curves are those of an unbroken run, bit for bit; on a GPU with
+XLA_FLAGS=--xla_gpu_deterministic_ops=true. A run that is complete only writes its sample"""
 HELP_EVAL = """measure the held-out loss of this run's last checkpoint on its text, or on that of --data, print samples, and
 write nothing"""
 HELP_PRESET = """settings for the options that are not given. tiny: for a first try; gpt2: the 124 million parameters of
