@@ -690,10 +690,10 @@ def test_kernels_that_lie_or_do_not_compile_are_not_trained_with(script, text, i
         script.resolve(args)
         return args.taken, args.attention  # the model's
 
-    install(monkeypatch, name)
+    install(monkeypatch, name, "honest")
     with pytest.warns(RuntimeWarning, match=f"does not take {name} .*{why}"):
-        assert resolved() == ("blockwise", None)
-    assert resolved("--attention", name) == (name, name), "what is asked for is taken"
+        assert resolved() == ("honest", None)
+    assert resolved("--attention", "blockwise") == ("blockwise", "blockwise")
 
 
 @pytest.mark.whole
