@@ -168,7 +168,7 @@ def normalise(
     qkv = _times(flat(query), factors, visibility), flat(key), flat(value)
     score = None
     if score_mod is not None:
-        near = masks.offset_of_rules(masks.parts(rules), sizes.offset(query_offset))
+        near = masks.offset_of_score(masks.parts(rules), sizes.offset(query_offset))
         score = Score.of_call(scores.fitting(score_mod, N), checks.sums(query.dtype), near, B)
     operands = Operands(*qkv, bias, sinks, mask, visibility, seeds, score)
     problem = Problem(
@@ -210,7 +210,8 @@ def visible(
         rules.append(masks.KeyLengths(sizes.ints("key_value_seq_lengths", key_value_seq_lengths, "B")))
     B, T, S = (sizes.of[c] for c in "BTS")
     rules += _documents(sizes, query_segment_ids, key_value_segment_ids, T == S)
-    rules += [_with_arrays(sizes, part) for part in masks.parts(mask)]
+    whole = (_with_arrays(sizes, part) for part in masks.leaves(mask))
+    rules += masks.parts(masks.with_leaves(mask, whole))
     return masks.resolve(rules, B, T, S, sizes.offset(query_offset))
 
 

@@ -1,9 +1,7 @@
 """Context parallelism, where one sequence lies on several devices: the schemes, and what each device computes in them."""
 
 import dataclasses
-import functools
 import math
-import operator
 from typing import Any
 
 import jax
@@ -144,7 +142,7 @@ def in_a_ring(scheme: Context, call: dict[str, Any]) -> tuple[ring.Loop, Problem
     if "dropout_seeds" in call:
         local["dropout_seeds"] = _seeds(call["dropout_seeds"].reshape(B, 1, N, 2), numbers * (T // C), S // C)
     if (score := call["score_mod"]) is not None:
-        near = masks.offset_of_rules(masks.parts(rule), sizes(T).offset(call["query_offset"]))
+        near = masks.offset_of_score(masks.parts(rule), sizes(T).offset(call["query_offset"]))
         score = Score.of_call(score, checks.sums(query.dtype), near, B).of_chunks(B, numbers * (T // C))
     problem, operands = arguments.normalise(**call | local | dict(score_mod=None))
 
@@ -202,8 +200,7 @@ def chosen(call: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(context, Context | None):
         raise TypeError(f"context must be None, Ring(axis), Zigzag(axis) or AllToAll(axis) of context_parallel; got {context!r}.")
     if context is not None and isinstance(call["mask"], masks.Mask):  # a map of all blocks is of no use to one device
-        rules = [part for part in masks.parts(call["mask"]) if not isinstance(part, masks.Kinds)]
-        call = call | dict(mask=functools.reduce(operator.and_, rules))
+        call = call | dict(mask=masks.without_maps(call["mask"]))
     return call | dict(context=context)
 
 

@@ -1,13 +1,12 @@
 """Which keys a query may see, as a user writes it: `Causal() & Window(128, 0)`.
 
-Almost every mask in use lets query row i see a half-open interval of keys, [start(i), stop(i)); a `Where` is any other rule.
-`resolve` turns several `Mask`s into one `Visibility`, which is all that the implementations know. To add a mask, write one class
-here with one method, `interval`.
+Almost every mask in use lets query row i see a half-open interval of keys, [start(i), stop(i)); a `Where` is any other rule, and
+so is what | and ~ make. `resolve` turns several `Mask`s into one `Visibility`, which is all that the implementations know. To add
+a mask, write one class here with one method, `interval`.
 """
 
 import dataclasses
-import operator
-from collections import Counter
+import functools
 from typing import Any
 
 import jax
@@ -15,9 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_flash.rules import kinds, rule
-from pallas_flash.rules.mask import REACH, Both, Kinds, Mask, Where, joined, parts, positive
+from pallas_flash.rules.expression import RULES, Place, as_where
+from pallas_flash.rules.mask import REACH, Both, Either, Kinds, Mask, Not, Where, both, leaves, parts, positive
 from pallas_flash.rules.mask import Dilated as Dilated
 from pallas_flash.rules.mask import GlobalTokens as GlobalTokens
+from pallas_flash.rules.mask import with_leaves as with_leaves
+from pallas_flash.rules.mask import without_maps as without_maps
 from pallas_flash.rules.packed import Documents, Varlen
 from pallas_flash.rules.visibility import Ints, Visibility, register, smaller
 
@@ -138,13 +140,14 @@ def block_map(
     These calls must have so many queries and keys, and this query_offset. `batch` and `heads` are needed where the mask depends
     on them. A call makes the map of a Where without arrays by itself while it is traced, if the map is not too long.
     """
-    rules = list(map(_as_arrays, parts(mask)))
-    rows = {len(x) for part in rules for name in part.ARRAYS if (x := getattr(part, name)) is not None}
+    whole = with_leaves(mask, map(_as_arrays, leaves(mask)))
+    rows = {len(x) for part in leaves(whole) for name in part.ARRAYS if (x := getattr(part, name)) is not None}
     batch = max({batch, *rows})
-    visibility = resolve(rules, batch, queries, keys, query_offset)
+    visibility = resolve(parts(whole), batch, queries, keys, query_offset)
     found = kinds.of(visibility, batch, heads, queries, block, block)
-    where = tuple(part.function for part in rules if isinstance(part, Where))
-    return BlockMap(mask, Kinds(found, where, queries, keys, block, query_offset))
+    rules, where = sum(isinstance(part, RULES) for part in parts(whole)), visibility.where
+    asks = (False, False) if where is None else (where.rule.reads_batch, where.rule.reads_head)
+    return BlockMap(mask, Kinds(found, rules, asks, queries, keys, block, query_offset))
 
 
 def _as_arrays(part: Mask) -> Mask:
@@ -152,20 +155,37 @@ def _as_arrays(part: Mask) -> Mask:
     return dataclasses.replace(part, **arrays) if arrays else part
 
 
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """The rows of a call, and the position that each of them is at."""
+
+    shape: tuple[Any, Any]  # (B, T)
+    row: Any  # int32 [1, T]
+    offset: Ints  # int or int32 [B], as the call has it
+    apart: Any = None  # int32 [B, T], the positions where no offset says them
+
+    @property
+    def position(self):
+        near = within_reach(self.offset)
+        return self.row + (near if isinstance(near, int) else near[:, None]) if self.apart is None else self.apart
+
+
 def resolve(masks: list[Mask], batch: int, queries: int, keys: int, offset: Ints) -> Visibility:
     """One Visibility for all of `masks`, with the largest start and the smallest stop. `offset` is an int or int32 [B]."""
-    seen, shape, left, right = Visibility(keys), (batch, queries), None, None
-    row = jnp.arange(queries, dtype=jnp.int32)[None]
-    near, apart = within_reach(offset), _apart(masks, offset)
-    position = row + (near if isinstance(near, int) else near[:, None]) if apart is None else apart.position(row)
-    where, known = [], []
+    row, apart = jnp.arange(queries, dtype=jnp.int32)[None], _apart(masks, offset)
+    return _resolved(masks, Rows((batch, queries), row, offset, None if apart is None else apart.position(row)), keys)
+
+
+def _resolved(masks: list[Mask], rows: Rows, keys: int) -> Visibility:
+    seen, left, right = Visibility(keys), None, None
+    where, known, position = [], [], rows.position
     for mask in masks:
         match mask:
-            case Where():
+            case Where() | Either() | Not():
                 where.append(mask)
             case Kinds():
                 known.append(mask)
-            case Window() if apart is None:
+            case Window() if rows.apart is None:
                 left, right = _least(left, mask.left), _least(right, mask.right)
             case KeyLengths(lengths):
                 seen = dataclasses.replace(seen, key_stop=_least(seen.key_stop, jnp.maximum(lengths, 0)))
@@ -175,50 +195,50 @@ def resolve(masks: list[Mask], batch: int, queries: int, keys: int, offset: Ints
                 if seen.query_ids is not None:
                     raise ValueError("one call takes one set of document ids; got several Documents masks or segment ids.")
                 start, stop, solid = mask.runs()
-                seen = _meet(seen, shape, start, stop)
+                seen = _meet(seen, rows.shape, start, stop)
                 seen = dataclasses.replace(seen, solid=solid, query_ids=query_ids, key_ids=key_ids)
             case _:
-                seen = _meet(seen, shape, *_ends(mask, row, position, shape))
+                seen = _meet(seen, rows.shape, *_ends(mask, rows.row, position, rows.shape))
     if where:
-        at = offset_of_rules(masks, offset)
-        seen = dataclasses.replace(seen, where=_predicate(where, known, shape, keys, at, offset))
-    return _band(seen, shape, row, left, right, offset)
+        seen = dataclasses.replace(seen, where=_predicate(where, known, rows, keys))
+    return _band(seen, rows.shape, rows.row, left, right, rows.offset)
 
 
 def _apart(masks: list[Mask], offset: Ints) -> Varlen | None:
     """The Varlen whose sequences each have an offset of their own, if there is one."""
-    found = [mask for mask in masks if isinstance(mask, Varlen) and mask.cu_seqlens_k is not None]
+    found = [part for mask in masks for part in leaves(mask) if isinstance(part, Varlen) and part.cu_seqlens_k is not None]
     if len(found) > 1 or (found and not (isinstance(offset, int) and offset == 0)):
         raise ValueError("Varlen with cu_seqlens_k says where each query is: no query_offset and no second one go with it.")
     return found[0] if found else None
 
 
-def offset_of_rules(masks: list[Mask], offset: Ints) -> Ints:
-    """The offset from a row to the position that a Where or a score_mod beside these masks is asked about."""
+def offset_of_score(masks: list[Mask], offset: Ints) -> Ints:
+    """The offset from a row to the position that a score_mod beside these masks is asked about."""
     if _apart(masks, 0) is not None:
         raise ValueError(
-            "masks.Where and score_mod count queries from one query_offset, and in Varlen with cu_seqlens_k each sequence has "
-            "its own: they do not go together. With cu_seqlens_q alone they do."
+            "score_mod counts queries from one query_offset, and in Varlen with cu_seqlens_k each sequence has its own: they do "
+            "not go together. With cu_seqlens_q alone they do."
         )
     return within_reach(offset)
 
 
-def _predicate(where: list[Where], known: list[Kinds], shape, keys: int, near: Ints, offset: Ints) -> rule.Predicate:
+def _predicate(where: list[Mask], known: list[Kinds], rows: Rows, keys: int) -> rule.Predicate:
     """All of `where` as one rule, with the kinds of its blocks, if they are known for just these rules."""
     found = block = None
     for of in known:
-        made, asked = (of.queries, of.keys, of.offset), (shape[1], keys, offset if isinstance(offset, int) else "an array")
+        made = of.queries, of.keys, of.offset
+        asked = rows.shape[1], keys, rows.offset if isinstance(rows.offset, int) else "an array"
         if made != asked:
             of_what = "(T, S, query_offset)"
             raise ValueError(f"the block_map was made for {of_what} = {made}; the call's are ({', '.join(map(str, asked))}).")
-        if Counter(of.rules) == Counter(mask.function for mask in where):
+        if of.rules == len(where):  # those of its own mask, which is always beside it
             found, block = of.kinds, of.block
-    one = where[0]
-    for mask in where[1:]:
-        one = dataclasses.replace(
-            joined(operator.and_, one, mask), batch=_least(one.batch, mask.batch), head=_least(one.head, mask.head)
-        )
-    return rule.Predicate(one.function, one.arrays, near, one.batch, one.head, found, block)
+    if rows.apart is None and all(isinstance(mask, Where) for mask in where):
+        one = functools.reduce(both, where)
+    else:
+        resolved = lambda intervals: _resolved(intervals, rows, Visibility.ALL)  # the call's own hides keys that are not there
+        one = as_where(functools.reduce(Both, where), Place(within_reach(rows.offset), rows.apart), resolved)
+    return rule.Predicate(one.function, one.arrays, within_reach(rows.offset), one.batch, one.head, found, block)
 
 
 def _ends(mask: Mask, row, position, shape):

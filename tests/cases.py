@@ -142,4 +142,6 @@ def arguments(kw):
         kw["mask"] = masks.Varlen(*ends)
     if (rule := kw.pop("rule", None)) is not None:
         kw["mask"] = masks.Where(rule)
+    if (drawn := kw.pop("drawn", None)) is not None:
+        kw["mask"] = drawn.mask
     return kw

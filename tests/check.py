@@ -13,7 +13,7 @@ TOLERANCE = {"float32": 5e-6, "float16": 5e-3, "bfloat16": 3e-2}
 
 
 def run(q, k, v, do, dlse, implementation, **kw):
-    """o, lse and (dq, dk, dv, dbias or None, and of sinks if there are any) of one jitted call."""
+    """o, lse and (dq, dk, dv, dbias or None, and of sinks if there are any) of one jitted call; the largest logits, if asked."""
     kw = arguments(kw)
     static = {name: kw.pop(name) for name in list(kw) if not (hasattr(kw[name], "shape") or name == "mask")}
     floats = q, k, v, kw.pop("bias", None), *([kw.pop("sinks")] if "sinks" in kw else [])
@@ -22,11 +22,12 @@ def run(q, k, v, do, dlse, implementation, **kw):
     def call(floats, do, dlse, kw):
         def attend(q, k, v, bias, sinks=None):
             options = dict(implementation=implementation, return_residual=True, **static, **kw)
-            return flash_attention(q, k, v, bias, sinks=sinks, **options)
+            o, lse, *largest = flash_attention(q, k, v, bias, sinks=sinks, **options)
+            return (o, lse), largest
 
-        (o, lse), vjp = jax.vjp(attend, *floats)
+        (o, lse), vjp, largest = jax.vjp(attend, *floats, has_aux=True)
         # the softmax of an empty row has no gradient, so its lse takes none
-        return o, lse, vjp((do.astype(o.dtype), dlse.astype(lse.dtype)))
+        return o, lse, vjp((do.astype(o.dtype), dlse.astype(lse.dtype))), *largest
 
     return call(floats, do, dlse, kw)
 
@@ -49,12 +50,14 @@ def close(actual, expected, tolerance, name=""):
 def check(rng, q, k, v, implementation, tolerance=None, **kw):
     """Output, lse and every gradient agree with the oracle."""
     do, dlse = cotangents(rng, q, v)
-    o, lse, grads = run(q, k, v, do, dlse, implementation, **kw)
+    o, lse, grads, *largest = run(q, k, v, do, dlse, implementation, **kw)
     expected_o, expected_lse, expected = oracle.attention(q, k, v, do, dlse, **kw)
     tolerance = tolerance or TOLERANCE[str(q.dtype)]
     assert o.dtype == q.dtype and lse.dtype == jnp.float32
     close(o, expected_o, tolerance, "output")
     close(lse, expected_lse, max(1e-6, tolerance / 10), "lse")
+    if largest:
+        close(largest[0], oracle.max_logits(q, k, **kw), max(1e-6, tolerance / 10), "largest logits")
     for name, actual, wanted in zip(("dq", "dk", "dv", "dbias", "dsinks")[: len(expected)], grads, expected, strict=True):
         assert (actual is None) == (wanted is None), name
         if wanted is not None:

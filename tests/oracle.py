@@ -11,12 +11,10 @@ def visible(B, N, T, S, kw):
     by_batch = lambda x: np.broadcast_to(np.asarray(x), (B,))[:, None, None]
     position = i + by_batch(kw.get("query_offset", 0))
     seen = np.ones((B, T, S), bool)
-    if (ends := kw.get("varlen")) is not None:  # masks.Varlen, sequence by sequence
-        seen, position = np.zeros((B, T, S), bool), np.broadcast_to(position, (B, T, 1)).copy()
-        for b, (of_q, of_k) in enumerate(zip(*ends, strict=True)):
-            for (q, q_end), (k, k_end) in zip(pairwise(of_q), pairwise(of_k), strict=True):
-                seen[b, q:q_end, k:k_end] = True
-                position[b, q:q_end, 0] = k_end - q_end + np.arange(q, q_end)
+    if (ends := kw.get("varlen")) is not None:
+        seen, position = sequences(*ends, B, T, S)
+    if (drawn := kw.get("drawn")) is not None and drawn.ends is not None:  # drawn_masks.Drawn
+        position = sequences(*drawn.ends, B, T, S)[1]
     if kw.get("is_causal"):
         seen &= j <= position
     if (window := kw.get("local_window_size")) is not None:
@@ -32,6 +30,8 @@ def visible(B, N, T, S, kw):
     if (prefix := kw.get("prefix")) is not None:  # PrefixLM, which comes as a mask object
         seen &= (j <= position) | (j < by_batch(prefix))
     seen = np.broadcast_to(seen[:, None], (B, N, T, S))
+    if drawn is not None:
+        seen = seen & drawn.seen(np.arange(B)[:, None, None, None], np.arange(N)[:, None, None], i[:, None], position[:, None], j)
     if (rule := kw.get("rule")) is not None:  # masks.Where
         seen = seen & rule(np.arange(B)[:, None, None, None], np.arange(N)[:, None, None], position[:, None], j)
     mask = kw.get("mask")
@@ -58,6 +58,16 @@ def max_logits(q, k, score=None, **kw):
         position = np.arange(T)[:, None] + np.broadcast_to(kw.get("query_offset", 0), B)[:, None, None, None]
         logits = score(logits, np.arange(B)[:, None, None, None], np.arange(N)[:, None, None], position, np.arange(S))
     return np.moveaxis(np.where(visible(B, N, T, S, kw), logits, -np.inf).max(-1, initial=-np.inf), 1, 2)
+
+
+def sequences(of_queries, of_keys, B, T, S):
+    """masks.Varlen, sequence by sequence: which see each other, bool [B, T, S], and the positions [B, T, 1]."""
+    seen, position = np.zeros((B, T, S), bool), np.broadcast_to(np.arange(T)[:, None], (B, T, 1)).copy()
+    for b, (of_q, of_k) in enumerate(zip(of_queries, of_keys, strict=True)):
+        for (q, q_end), (k, k_end) in zip(pairwise(of_q), pairwise(of_k), strict=True):
+            seen[b, q:q_end, k:k_end] = True
+            position[b, q:q_end, 0] = k_end - q_end + np.arange(q, q_end)
+    return seen, position
 
 
 def attention(q, k, v, do, dlse, **kw):

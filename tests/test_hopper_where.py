@@ -35,6 +35,13 @@ def neighbours(seen, turn):
     return masks.Where(lambda b, h, q, k: seen[b, q, k] | seen[h, k, turn[(q - k) % 7] + seen[b, q, k]])
 
 
+def joined(ids):
+    """Reads lengths, ends of rows, and ids."""
+    lengths, of_q, of_k = np.array([-3, 160]), ids[:, :131], ids[:, :205]
+    unlike = (masks.KeyLengths(lengths) | masks.Causal()) & ~masks.Documents(of_q, of_k)
+    return unlike | ~(masks.PrefixLM(np.array([40, 120])) & masks.QueryLengths(lengths - 50))
+
+
 HIDDEN = masks.Where(lambda b, h, q, k: (q - k) % 5 * (q // 70) == 2 + h)  # all keys from the first 70 queries
 LENGTHS = dict(
     query_offset=np.array([50, -4], np.int32),
@@ -59,6 +66,7 @@ CASES = {  # head size, whether the same bits each time, the mask, and what else
         dict(is_causal=True, query_offset=74),
     ),
     "arrays read by pair": (64, True, lambda: neighbours(PAIRS, TURN), dict(query_offset=74)),
+    "joined masks of every kind of array": (64, True, lambda: joined(IDS), LENGTHS),
     "arrays read by position, one kernel": (128, False, lambda: documents(IDS, FAR), LENGTHS),
     "queries that see nothing, dropout": (64, True, lambda: HIDDEN, DROPOUT),
     "halves of dK and dV": (192, True, lambda: HIDDEN, dict(is_causal=True, query_offset=80) | DROPOUT),

@@ -98,6 +98,7 @@ ORDER = [
     "schedule",
     "online_softmax",
     "masks",
+    "rules.expression",
     "rules.packed",
     "rules.mask",
     "rules.kinds",

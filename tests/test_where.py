@@ -113,7 +113,6 @@ MISTAKES = {
     "an if": (lambda: masks.Where(lambda b, h, q, k: q >= k and k > 2), TypeError, r"TracerBool.*if, and, or need .*: use jnp"),
     "of NumPy": (lambda: masks.Where(lambda b, h, q, k: np.ones(3, bool)[k]), TypeError, "NumPy takes no traced numbers: use"),
     "a map of an array": (lambda: masks.block_map(np.ones((3, 3), bool), 3, 3), TypeError, "an object of pallas_flash.masks, as"),
-    "no positions": (lambda: ~masks.KeyLengths([3]), TypeError, r"take masks that depend on positions alone: .*; got KeyLengths"),
     "or an array": (
         lambda: masks.Causal() | np.ones((3, 3), bool),
         TypeError,

@@ -1,8 +1,6 @@
 """The arrays of a call as devices share them: in exact form, by their place in the call, with a letter for each axis."""
 
 import dataclasses
-import functools
-import operator
 from typing import Any
 
 import jax
@@ -63,15 +61,15 @@ def exact(call: dict[str, Any]) -> dict[str, Any]:
     call |= zip(there, checks.ids(there), strict=True)
     if isinstance(call["mask"], masks.Mask):
         numbered = lambda part: part.numbered(lead, N) if isinstance(part, masks.Where | masks.Kinds) else part
-        rules = [arguments.exact_part(numbered(part)) for part in masks.parts(call["mask"])]
-        call["mask"] = functools.reduce(operator.and_, rules)
+        exact = (arguments.exact_part(numbered(part)) for part in masks.leaves(call["mask"]))
+        call["mask"] = masks.with_leaves(call["mask"], exact)
     return call
 
 
 def arrays_of(call) -> dict[tuple, Any]:
     """The arrays of a call by where they are: (name,), or ("mask", number of the part, field)."""
     found = {(name,): call[name] for name in LETTERS if name in call and not isinstance(call[name], masks.Mask)}
-    for number, part in enumerate(masks.parts(call["mask"])) if isinstance(call["mask"], masks.Mask) else ():
+    for number, part in enumerate(masks.leaves(call["mask"])) if isinstance(call["mask"], masks.Mask) else ():
         found |= {("mask", number, field): getattr(part, field) for field in part.ARRAYS}
         found |= {("mask", number, n): x for n, x in enumerate(part.arrays if isinstance(part, masks.Where) else ())}
     if isinstance(score := call.get("score_mod"), Score):
@@ -85,12 +83,12 @@ def letters_of(path, call) -> str:
     """One for each axis of an array of `arrays_of`, the last ones if it may have fewer axes."""
     if path[0] == "score_mod":
         return SCORE_LETTERS.get(path[1], "")
-    return LETTERS[path[0]] if len(path) == 1 else masks.parts(call["mask"])[path[1]].ARRAYS.get(path[2], "")
+    return LETTERS[path[0]] if len(path) == 1 else masks.leaves(call["mask"])[path[1]].ARRAYS.get(path[2], "")
 
 
 def with_arrays(call, arrays: dict[tuple, Any]) -> dict[str, Any]:
     """The call with other arrays where `arrays_of` found some."""
-    call, rules = dict(call), masks.parts(call["mask"]) if isinstance(call["mask"], masks.Mask) else []
+    call, rules = dict(call), masks.leaves(call["mask"]) if isinstance(call["mask"], masks.Mask) else []
     for path, x in arrays.items():
         if len(path) == 1:
             call[path[0]] = x
@@ -98,7 +96,7 @@ def with_arrays(call, arrays: dict[tuple, Any]) -> dict[str, Any]:
             call["score_mod"] = _replaced(call["score_mod"], path[1], x)
         else:
             rules[path[1]] = _replaced(rules[path[1]], path[2], x)
-    return call | (dict(mask=functools.reduce(operator.and_, rules)) if rules else {})
+    return call | (dict(mask=masks.with_leaves(call["mask"], iter(rules))) if rules else {})
 
 
 def _replaced(rule, name: str | int, x):

@@ -1,11 +1,14 @@
-"""What a mask is, and what &, | and ~ make of it: intervals of keys stay intervals where they can, and all else is a `Where`."""
+"""What a mask is, and what &, | and ~ make of it: `&` keeps intervals of keys, and all else becomes a `Where`, at once or in a
+call."""
 
 import dataclasses
+import functools
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -17,7 +20,7 @@ REACH = 2**28  # no query and key lie further apart: offsets and windows are cut
 
 class Mask:
     """A rule that says which keys each query may see: `a & b` shows the keys that both show, `a | b` those that at least one
-    shows, `~a` those that a does not."""
+    shows, `~a` those that a does not. Lengths within | or ~ are a rule like any other: NaN behind them is not kept out."""
 
     ARRAYS = {}  # its int32 arrays: field name -> letters of its shape, out of B, T, S and C, any size
 
@@ -36,30 +39,32 @@ class Mask:
             )
         return Both(self, other)
 
-    def __or__(self, other: "Mask") -> "Where":
-        return joined(operator.or_, self, other)
+    def __or__(self, other: "Mask") -> "Mask":
+        return _either(self, other)
 
     def __bool__(self) -> bool:
         raise TypeError("a mask is not a bool: combine masks with &, | and ~; `and`, `or` and `not` would drop one.")
 
-    def __invert__(self) -> "Where":
-        f = self.mask_mod()
-        return Where(lambda *at: jnp.logical_not(f(*at)), f"~({self!r})")
+    def __invert__(self) -> "Mask":
+        mask = without_maps(self)
+        f = mask.mask_mod()
+        return Not(mask) if f is None else Where(lambda *at: jnp.logical_not(f(*at)), f"~({mask!r})")
 
-    def mask_mod(self) -> Callable:
-        """The mask as a mask_mod(b, h, q_idx, kv_idx), which `|` and `~` make theirs from."""
-        raise TypeError(
-            f"| and ~ take masks that depend on positions alone: Where, Causal, Window, Chunked, Dilated and GlobalTokens; got "
-            f"{type(self).__name__}. Write the whole mask as one masks.Where(mask_mod)."
-        )
+    def mask_mod(self) -> Callable | None:
+        """The mask as a mask_mod(b, h, q_idx, kv_idx); None where only a call tells what it shows, by its rows."""
+        return None
 
     __rand__ = __and__  # of what is no mask
     __ror__ = __or__
     __array_ufunc__ = None  # or numpy would ask for each of its entries
 
 
+class Joined(Mask):
+    """Made of other masks, its fields."""
+
+
 @dataclasses.dataclass(frozen=True, repr=False)
-class Both(Mask):
+class Both(Joined):
     """Lets a query see the keys that both masks let it see."""
 
     first: Mask
@@ -70,7 +75,28 @@ class Both(Mask):
 
     def mask_mod(self):
         f, g = self.first.mask_mod(), self.second.mask_mod()
-        return lambda *at: jnp.logical_and(f(*at), g(*at))
+        return None if f is None or g is None else lambda *at: jnp.logical_and(f(*at), g(*at))
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Either(Joined):
+    """Lets a query see the keys that at least one of the masks lets it see; a call makes a rule of it."""
+
+    first: Mask
+    second: Mask
+
+    def __repr__(self):
+        return f"({self.first!r} | {self.second!r})"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Not(Joined):
+    """Lets a query see the keys that the mask does not let it see; a call makes a rule of it."""
+
+    mask: Mask
+
+    def __repr__(self):
+        return f"~({self.mask!r})"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -110,7 +136,8 @@ class Kinds(Mask):
     """What is known of the blocks of a mask that this stands beside: int8 `kinds` as in kinds.py."""
 
     kinds: Any  # [B | 1, N | 1, query blocks, key blocks]
-    rules: tuple  # of the Where that it knows
+    rules: int  # how many parts of the mask that are no intervals it knows
+    asks: tuple[bool, bool]  # whether one of these tells batch rows, and heads, apart
     queries: int
     keys: int
     block: int
@@ -121,9 +148,8 @@ class Kinds(Mask):
         """The same, if it was made for so many batch rows and heads, or for any."""
         shape = self.kinds.shape
         kinds = self.kinds.reshape(math.prod(shape[:-3]), *shape[-3:])
-        asks = [any(getattr(rule, name) for rule in self.rules) for name in ("reads_batch", "reads_head")]
         made = kinds.shape[:2]
-        if any(n != m and (n > 1 or asked) for n, m, asked in zip(made, (batch, heads), asks, strict=True)):
+        if any(n != m and (n > 1 or asked) for n, m, asked in zip(made, (batch, heads), self.asks, strict=True)):
             raise ValueError(f"the block_map was made for (batch, heads) = {made}; the call's are {(batch, heads)}.")
         return dataclasses.replace(self, kinds=kinds)
 
@@ -150,26 +176,79 @@ def positive(what: str, n):
         raise ValueError(f"{what} must be an int from 1 to {REACH}; got {n!r}.")
 
 
-def joined(join: Callable, a: Mask, b: Mask) -> Where:
-    if not isinstance(b, Mask) or not isinstance(a, Mask):
+def _either(a: Mask, b: Mask) -> Mask:
+    if not isinstance(b, Mask):
         raise TypeError(
             f"| joins two objects of pallas_flash.masks; got {type(b).__name__}. An array x becomes one as "
             "masks.Where(lambda b, h, q_idx, kv_idx: jnp.asarray(x)[q_idx, kv_idx])."
         )
+    a, b = without_maps(a), without_maps(b)
+    return Either(a, b) if a.mask_mod() is None or b.mask_mod() is None else joined(operator.or_, a, b)
+
+
+def joined(join: Callable, a: Mask, b: Mask) -> Where:
+    """Of two masks that are functions of positions."""
     f, g = a.mask_mod(), b.mask_mod()
     sign = {operator.or_: "|", operator.and_: "&"}[join]
     return Where(lambda *at: join(f(*at), g(*at)), f"({a!r} {sign} {b!r})")
 
 
+def both(a: Where, b: Where) -> Where:
+    """Of two whose numbers of batch rows and heads are the same, where they have any."""
+    known = lambda x, y: y if x is None else x
+    return dataclasses.replace(joined(operator.and_, a, b), batch=known(a.batch, b.batch), head=known(a.head, b.head))
+
+
 def parts(mask: Mask | None) -> list[Mask]:
     """The masks that `&` put together."""
-    if mask is None:
-        return []
+    return [] if mask is None else _leaves(mask, Both)
+
+
+class _Shown:
+    """An array by its type."""
+
+    def __init__(self, x):
+        self.text = f"{x.dtype}{list(x.shape)}"
+
+    def __repr__(self):
+        return self.text
+
+
+def shown(mask: Mask) -> str:
+    """The mask in words, without the numbers of its arrays."""
+    return repr(jax.tree.map(lambda x: _Shown(x) if hasattr(x, "dtype") else x, mask))
+
+
+def without_maps(mask: Mask) -> Mask:
+    """The mask without what is known of its blocks."""
+    return functools.reduce(Both, [part for part in parts(mask) if not isinstance(part, Kinds)])
+
+
+def leaves(mask: Mask | None) -> list[Mask]:
+    """The masks that &, | and ~ put together, in order."""
+    return [] if mask is None else _leaves(mask, Joined)
+
+
+def _leaves(mask: Mask, of: type) -> list[Mask]:
     if not isinstance(mask, Mask):
         raise TypeError(f"mask must be an object of pallas_flash.masks, as masks.Causal(); got {type(mask).__name__}.")
-    return parts(mask.first) + parts(mask.second) if isinstance(mask, Both) else [mask]
+    return [x for part in _inside(mask).values() for x in _leaves(part, of)] if isinstance(mask, of) else [mask]
 
 
-register(Both)
+def with_leaves(mask: Mask | None, new: Iterator[Mask]) -> Mask | None:
+    """The mask with the next ones of `new` in place of its leaves."""
+    if mask is None:
+        return None
+    if not isinstance(mask, Joined):
+        return next(new)
+    return dataclasses.replace(mask, **{name: with_leaves(part, new) for name, part in _inside(mask).items()})
+
+
+def _inside(mask: Joined) -> dict[str, Mask]:
+    return {field.name: getattr(mask, field.name) for field in dataclasses.fields(mask)}
+
+
+for _cls in (Both, Either, Not):
+    register(_cls)
 register(Where, "function", "name")
-register(Kinds, "rules")
+register(Kinds, "asks")

@@ -216,7 +216,7 @@ class Asked:
     def of_chunks(self, size: int, first):
         """The same where each of `size` batch rows is cut into chunks, whose first rows these are [C]: [B * C]."""
         offset = (jnp.broadcast_to(self.offset, size)[:, None] + first.reshape(1, -1)).reshape(-1)
-        batch = self.batch if self.batch is None else jnp.repeat(self.batch, first.size)
+        batch = jnp.repeat(self.numbers(size, 1)[0], first.size) if self.rule.reads_batch else None
         return dataclasses.replace(self, offset=offset, batch=batch)
 
     def of_rows(self, pick: Callable):

@@ -1,0 +1,179 @@
+"""Masks joined by &, | and ~, of every kind: what the oracle says, on every implementation, and elsewhere."""
+
+import functools
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import Sizes, qkv
+from check import check, close
+from drawn_masks import joined
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pallas_flash import context_parallel, explain, flash_attention, masks
+from pallas_flash.rules import kinds
+
+Z = Sizes(B=2, T=37, S=53, N=4, K=2, H=8, Hv=8)
+
+
+@pytest.fixture
+def examples(request):
+    """Calls to draw: PALLAS_FLASH_EXAMPLES draws more or fewer."""
+    return int(os.environ.get("PALLAS_FLASH_EXAMPLES", 8 if request.config.option.whole else 2))
+
+
+@st.composite
+def calls(draw):
+    """(keywords of the oracle, seed)."""
+    by_batch = lambda low, high: st.lists(st.integers(low, high), min_size=Z.B, max_size=Z.B).map(lambda x: np.array(x, np.int32))
+    is_apart = draw(st.integers(0, 5)) == 0
+    offset = 0 if is_apart else draw(st.one_of(st.integers(-9, 20), by_batch(-20, 40)))
+    more = dict(
+        is_causal=st.just(True),
+        local_window_size=st.integers(0, 45),
+        query_seq_lengths=by_batch(0, Z.T + 3),
+        key_value_seq_lengths=by_batch(0, Z.S + 3),
+        logits_soft_cap=st.just(3.0),
+        sinks=st.just(True),
+        return_max_logits=st.just(True),
+        bias=st.tuples(*(st.sampled_from([1, n]) for n in (Z.B, Z.N, Z.T, Z.S))),
+    )
+    names = draw(st.lists(st.sampled_from(list(more)), max_size=2, unique=True))
+    kw = dict(drawn=draw(joined(Z, offset, is_apart)), query_offset=offset, **{name: draw(more[name]) for name in names})
+    return kw, draw(st.integers(0, 2**32 - 1))
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.whole("portable", "reference")
+def test_a_drawn_mask_shows_what_its_parts_say(implementation, examples):
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+    )
+    @given(calls())
+    def equals(call):
+        kw, seed = call
+        rng = np.random.default_rng(seed)
+        if "bias" in kw:
+            kw = kw | dict(bias=rng.normal(size=kw["bias"]).astype(np.float32))
+        if "sinks" in kw:
+            kw = kw | dict(sinks=rng.normal(size=Z.N).astype(np.float32))
+        check(rng, *qkv(rng, Z), implementation, **kw)
+
+    equals()
+
+
+# ---- one mask with arrays of every kind, elsewhere
+
+W = Z._replace(T=32, S=32)
+LENGTHS, IDS = np.array([5, 20], np.int32), np.sort(np.random.default_rng(0).integers(0, 4, (2, 32)).astype(np.int32))
+TABLE = jnp.asarray(np.random.default_rng(1).integers(0, 9, (2, 4)))
+
+
+def mixed(lengths, ids):
+    by_head = masks.Where(lambda b, h, q, k: (q + 2 * k + h + TABLE[b, h]) % 5 > 1)
+    return (masks.KeyLengths(lengths) | by_head) & ~masks.Documents(ids, ids) | ~masks.PrefixLM(lengths)
+
+
+def gradients(q, k, v, lengths, ids, **kw):
+    loss = lambda *x: jnp.sum(jnp.sin(flash_attention(*x, mask=mixed(lengths, ids), implementation="blockwise", **kw)))
+    return jax.grad(loss, argnums=(0, 1, 2))(q, k, v)
+
+
+def on_a_mesh(kind, *x):
+    mesh = jax.make_mesh((2, 2), ("b", "h"), axis_types=(kind,) * 2)
+    specs = *[P("b", None, "h")] * 3, P("b"), P()
+    with jax.set_mesh(mesh):
+        return jax.jit(gradients)(*(jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(x, specs, strict=True)))
+
+
+def in_a_ring(*x):
+    mesh = jax.make_mesh((4,), ("s",), axis_types=(AxisType.Explicit,))
+    placed = lambda a: jax.device_put(context_parallel.zigzag(jnp.asarray(a), 4), NamedSharding(mesh, P(None, "s")))
+    f = jax.jit(functools.partial(gradients, context=context_parallel.Zigzag("s")))
+    return [context_parallel.unzigzag(np.asarray(a), 4) for a in f(*map(placed, x[:3]), x[3], placed(x[4]))]
+
+
+def by_vmap(q, k, v, lengths, ids):
+    f = jax.vmap(lambda lengths, ids: gradients(q, k, v, lengths, ids))
+    return [x[1] for x in jax.jit(f)(jnp.stack([lengths + 9, lengths]), jnp.stack([ids, ids]))]
+
+
+def of_two_leading_axes(*x):
+    return [a[0] for a in jax.jit(gradients)(*(a[None] for a in x))]
+
+
+ELSEWHERE = {
+    "explicit axes": functools.partial(on_a_mesh, AxisType.Explicit),
+    "auto axes": functools.partial(on_a_mesh, AxisType.Auto),
+    "a ring": in_a_ring,
+    "vmap": by_vmap,
+    "leading axes": of_two_leading_axes,
+}
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("place", ELSEWHERE)
+def test_batch_rows_heads_and_positions_are_the_same_elsewhere(place, rng):
+    x = *qkv(rng, W), LENGTHS, IDS
+    for actual, expected in zip(ELSEWHERE[place](*x), jax.jit(gradients)(*x), strict=True):
+        close(actual, expected, 5e-6)
+
+
+@pytest.mark.whole
+def test_gradients_in_a_checked_shard_map_may_have_masks_of_each_device(rng):
+    def local(q, k, v, lengths, ids):
+        mask = (masks.KeyLengths(lengths) | masks.Causal()) & ~masks.Documents(ids, ids)
+        return jax.grad(lambda q: jnp.sum(jnp.sin(flash_attention(q, k, v, mask=mask, implementation="blockwise"))))(q)
+
+    x = *qkv(rng, W), LENGTHS, IDS
+    mesh = jax.make_mesh((2,), ("b",), axis_types=(AxisType.Auto,))
+    apart = jax.shard_map(local, mesh=mesh, in_specs=(P("b"),) * 5, out_specs=P("b"))
+    close(jax.jit(apart)(*x), jax.jit(local)(*x), 5e-6)
+
+
+@pytest.mark.whole
+@pytest.mark.usefixtures("small_tiles")
+def test_a_joined_mask_is_data_of_one_program_with_a_map_too(rng):
+    x = jnp.asarray(qkv(rng, W._replace(K=4))[0])
+    traced = []
+
+    @jax.jit
+    def layers(x, mask):
+        traced.append(mask)
+        layer = lambda x, _: (x + flash_attention(x, x, x, mask=mask, implementation="blockwise"), None)
+        return jax.lax.scan(layer, x, None, length=2)[0]
+
+    mask = lambda lengths: ~masks.KeyLengths(lengths) | masks.Causal()
+    one, other = layers(x, mask(LENGTHS)), layers(x, mask(LENGTHS + 9))
+    assert len(traced) == 1 and not np.array_equal(one, other)
+    mapped = masks.block_map(mask(LENGTHS), W.T, W.S, block=16, batch=2)
+    assert mapped.counts() == dict(skipped=0, full=4, partial=4)
+    close(layers(x, mapped), one, 5e-6)
+    full = jax.tree.map(lambda x: jnp.full_like(x, kinds.FULL) if x.dtype == jnp.int8 else x, mapped)
+    close(layers(x, full), layers(x, None), 5e-6)  # the map is taken: in full blocks nobody asks the rule
+
+
+def test_a_joined_mask_says_what_it_is_made_of_and_forgets_maps():
+    mask = ~(masks.KeyLengths([3, 4]) & masks.block_map(masks.Causal(), 8, 8))
+    assert repr(mask) == "~(KeyLengths(lengths=[3, 4]) & Window(left=None, right=0))"
+    q = jax.ShapeDtypeStruct((2, 8, 2, 64), jnp.bfloat16)
+    assert "where ~(KeyLengths(lengths=int32[2]) & Window(left=None, right=0))" in str(explain(q, q, q, mask=mask))
+    assert masks.Causal() | ~masks.Dilated(3) == masks.Causal() | ~masks.Dilated(3)
+
+
+def test_positions_that_no_offset_says_go_with_rules_but_with_no_score_mod():
+    q = jax.ShapeDtypeStruct((1, 8, 2, 64), jnp.float32)
+    packed = masks.Varlen(np.array([[0, 3, 8]]), np.array([[0, 5, 8]]))
+    assert "where ~(Varlen(" in str(explain(q, q, q, mask=~packed & masks.Dilated(3)))
+    with pytest.raises(ValueError, match="score_mod counts queries from one query_offset, and in Varlen with cu_seqlens_k"):
+        explain(q, q, q, mask=~packed, score_mod=lambda score, b, h, q, k: score)
+    with pytest.raises(ValueError, match="no query_offset and no second one go with it"):
+        explain(q, q, q, mask=~packed | masks.Causal(), query_offset=1)
