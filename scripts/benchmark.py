@@ -75,6 +75,7 @@ DECODE = dict(  # where no shape is given
 CONTEXT = dict(implementations=["blockwise"], batch=1, lengths=[65536], heads=8, head_size=64, dtype="float32")
 SHAPE = ("lengths", "batch", "heads", "kv_heads", "head_size", "causal")  # of the cases that are not the suite's
 COMPILE, LOWER, TIME = 4.0, 0.5, 0.25  # seconds that the plan takes a program to be compiled and traced, and a row to be checked
+NOT_YET = "the run ended before"
 GRACE = 120  # seconds after the budget in which the last case must end; then it hangs
 
 
@@ -159,7 +160,7 @@ class Run:
         self.speeds = speeds(args, facts["clock"])
         self.started = time.perf_counter()
         self.rows = {
-            (case, passes, one.name): Row(case, passes, one.name, "not run", "the run ended before")
+            (case, passes, one.name): Row(case, passes, one.name, "not run", NOT_YET)
             for case, passes, one in itertools.product(cases, args.passes, contenders)
             if passes in one.passes
         }
@@ -172,8 +173,9 @@ class Run:
     def measure(self, case: Case, contenders: list[Contender]):
         args, spent = self.args, time.perf_counter() - self.started
         if args.budget and spent > args.budget:
-            late = f"out of time: the budget is {args.budget} s, and {spent:.0f} s were spent"
-            self.add([Row(*at, "not run", late) for at in self.rows if at[0] == case])
+            for row in self.timed:
+                if row.case == case and row.reason == NOT_YET:
+                    row.reason = f"out of time: the budget is {args.budget} s, and {spent:.0f} s were spent"
             return
         print(f"measuring  {', '.join(args.passes)}, {case}, after {spent:.0f} s", file=sys.stderr)
         self.add(measure(contenders, case, args.passes, args.repeats, args.jobs, self.facts["clock"]))
