@@ -10,7 +10,14 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_flash import flash_attention_jvp
+from pallas_flash.accounting import GPUS
 from scripts.combined.calls import INPUTS, LETTERS, Call
+from scripts.gpu_code import as_if_on
+
+NO_TRITON = (
+    "jax promises no compatibility for Triton kernels, and exports them with disabled_checks="
+    '[jax.export.DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")] alone'
+)
 
 
 class Transformation(NamedTuple):
@@ -107,7 +114,16 @@ def _checkpoint(call, x):
 
 
 def _export(call, x):
+    """As a CPU loads it; of Triton kernels also as a GPU would, which need not be here."""
     used = _used(call, x)
+    if call.implementation in ("portable", "flash1", "standard"):
+        try:
+            with as_if_on(GPUS["A100-80GB"]):
+                export.export(jax.jit(call.gradients), platforms=["cuda"])(used)
+        except ValueError as error:
+            if "no compatibility guarantees" not in str(error):
+                raise
+            raise NotImplementedError(NO_TRITON) from None
     program = export.export(jax.jit(call.gradients))(used).serialize()
     return export.deserialize(program).call(used)
 
