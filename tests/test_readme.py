@@ -21,7 +21,7 @@ def test_the_code_runs_from_top_to_bottom():
 def test_the_file_tree_names_every_file():
     tree = re.search(r"## The files\n\n```\n(.*?)```", README, re.S).group(1)
     named = set(re.findall(r"(\w+\.(?:py|md))", tree))
-    files = [*ROOT.glob("pallas_flash/**/*.py"), *ROOT.glob("models/*.py"), *ROOT.glob("scripts/*")]
+    files = [*ROOT.glob("pallas_flash/**/*.py"), *ROOT.glob("models/*.py"), *ROOT.glob("scripts/*"), *ROOT.glob("docs/*")]
     there = {path.name for path in files if path.is_file() and path.name != "__init__.py"}
     assert there - named == set(), "missing in the tree"
     assert named - there == {"cases.py", "oracle.py", "selection.py"}, "named but not there"
