@@ -103,7 +103,10 @@ def loop(start: Ints, stop: Ints, step, carry):
     """carry = step(j, carry) for j in [start, stop), j an int32; traces nothing where that is known to be empty."""
     if start is stop or (isinstance(start, int) and isinstance(stop, int) and start >= stop):
         return carry
-    return lax.fori_loop(jnp.asarray(start, jnp.int32), jnp.asarray(stop, jnp.int32), step, carry)
+    # + 0: of what a kernel reads jax 0.11.2 says that it varies inside of a shard_map, of what it computes not: an index that
+    # begins there would change its type
+    start, stop = (jnp.asarray(n + 0, jnp.int32) for n in (start, stop))
+    return lax.fori_loop(start, stop, step, carry)
 
 
 def key_blocks(start: Ints, stop: Ints, solid, size: int, axis=None) -> Blocks:

@@ -351,3 +351,32 @@ def test_for_eight_gpus_nothing_is_gathered_and_a_sequence_goes_around_under_its
     done = subprocess.run(command, capture_output=True, text=True, cwd=SCRIPT.parents[1])
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout == GATHERED_AND_ORDER
+
+
+PACKED = r"""
+import pathlib, sys
+from scripts import gpu_code
+gpu_code.prepare(pathlib.Path(sys.argv[1]))
+import jax, jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from pallas_flash import accounting, flash_attention
+
+def loss(q, k, v, ids):
+    o = flash_attention(q, k, v, is_causal=True, query_segment_ids=ids, key_value_segment_ids=ids, implementation="hopper")
+    return o.astype(jnp.float32).sum()
+
+x = [jax.ShapeDtypeStruct((8, 1024, heads, 64), jnp.bfloat16) for heads in (8, 4, 4)]
+step = lambda *x: jax.shard_map(jax.grad(loss, argnums=(0, 1, 2)), in_specs=P("data"), out_specs=P("data"))(*x)
+ids = jax.ShapeDtypeStruct((8, 1024), jnp.int32)
+gpu_code.compiled(accounting.GPUS["H100"], step, *x, ids, axes=dict(data=8), spec=("data",))
+for kernel in gpu_code.kernels(pathlib.Path(sys.argv[1]), "flash_attention_"):
+    print(kernel.name)
+"""
+
+
+@pytest.mark.whole
+@pytest.mark.skipif(TOO_OLD is not None, reason=str(TOO_OLD))
+def test_packed_documents_in_a_checked_shard_map_compile_for_eight_gpus(tmp_path):
+    done = subprocess.run([sys.executable, "-c", PACKED, tmp_path], capture_output=True, text=True, cwd=SCRIPT.parents[1])
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == [f"flash_attention_{name}" for name in ("dk_dv", "dq", "forward")]

@@ -139,11 +139,11 @@ def test_the_deterministic_scheme_gives_the_same_bits_twice(rng):
 @pytest.mark.gpu
 @pytest.mark.parametrize("deterministic", whole_but([DETERMINISTIC, FUSED], FUSED))
 def test_inside_of_a_checked_shard_map_it_gives_the_same(deterministic, rng):
-    def loss(*qkv):
-        o = flash_attention(*qkv, implementation="hopper", is_causal=True, deterministic=deterministic)
-        return jnp.sum(jnp.sin(o.astype(jnp.float32)))
+    def loss(q, k, v, ids):
+        options = dict(query_segment_ids=ids, key_value_segment_ids=ids, is_causal=True, deterministic=deterministic)
+        return jnp.sum(jnp.sin(flash_attention(q, k, v, implementation="hopper", **options).astype(jnp.float32)))
 
-    arrays = qkv(rng, sizes(67, 131, 64, B=2), jnp.bfloat16)
+    arrays = *qkv(rng, sizes(67, 67, 64, B=2), jnp.bfloat16), np.sort(rng.integers(0, 3, (2, 67))).astype(np.int32)
     one_device = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))  # on two, the interpreter waits in vain
     grad = jax.grad(loss, (0, 1, 2))
     with gpu_interpreter.hopper_kernels():
