@@ -6,9 +6,12 @@ import jax
 import pytest
 from selection import whole_but
 
+from pallas_flash.accounting import GPUS
 from scripts import features
+from scripts.combined import calls
 from scripts.combined.calls import FEATURES
-from scripts.combined.transformations import TRANSFORMATIONS
+from scripts.combined.transformations import TRANSFORMATIONS, strict
+from scripts.gpu_code import as_if_on
 
 
 def stated(head: str) -> dict[str, dict[str, str]]:
@@ -50,6 +53,16 @@ def test_with_few_devices_a_mesh_of_more_is_left_out_and_says_so(devices, monkey
     meshes = dict.fromkeys(("a mesh, explicit axes", "a mesh, Auto axes", "rows on an explicit axis"), "(needs 4 devices)")
     assert left_out == meshes | (dict.fromkeys(["`shard_map`"], "(needs 2 devices)") if devices < 2 else {})
     assert "| (needs 4 devices) |" in features._table("under", {"a mesh": left_out})
+
+
+@pytest.mark.whole
+@pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="its kernels need jax 0.11.2")
+def test_hopper_lowers_all_that_it_takes_with_64_bits_and_strict_promotion():
+    used, refused = calls.arrays("bfloat16"), features.refused("hopper")
+    for together in calls.TOGETHER:
+        call = calls.Call("hopper", tuple(name for name in together if name not in refused))
+        with as_if_on(GPUS["H200"]), strict():
+            jax.jit(call.gradients).trace(used).lower(lowering_platforms=("cuda",))
 
 
 def test_what_means_something_else_under_a_transformation_is_told_apart():

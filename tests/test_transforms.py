@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import Sizes, bias, dense_mask, qkv
+from cases import BROADCASTS, Sizes, bias, dense_mask, qkv
 from check import close
 from jax import export
 
@@ -218,6 +218,15 @@ def test_64_bits_and_strict_promotion_change_nothing(implementation, rng):
         actual = jax.grad(f, argnums=(0, 1, 2))(*(jnp.asarray(x) for x in (q, k, v)))
     assert {x.dtype for x in actual} == {jnp.dtype("float32")}
     equal(actual, expected)
+
+
+def test_gradients_of_biases_of_any_shape_are_traced_with_64_bits_and_strict_promotion(implementation, rng):
+    x = qkv(rng, Z, "bfloat16")
+    gradient = jax.grad(lambda bias: jnp.sum(attend(implementation)(*x, bias), dtype=jnp.float32))
+    with jax.enable_x64(True), jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        for letters in BROADCASTS:
+            b = bias(rng, letters, Z)
+            assert jax.typeof(jax.eval_shape(gradient, b)) == jax.typeof(b)
 
 
 @pytest.mark.parametrize("keys", [Z.S, 256], ids=["", "decoding"])

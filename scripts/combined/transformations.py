@@ -1,5 +1,6 @@
 """Every transformation that a call may be under, and what it must equal."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -128,8 +129,14 @@ def _export(call, x):
     return export.deserialize(program).call(used)
 
 
-def _strict(call, x):
+@contextlib.contextmanager
+def strict():
     with jax.enable_x64(True), jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        yield
+
+
+def _strict(call, x):
+    with strict():
         return jax.jit(call.gradients)(_used(call, x))
 
 

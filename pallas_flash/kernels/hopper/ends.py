@@ -21,7 +21,7 @@ def blocks(lengths: jax.Array | None, size: int, *arrays: jax.Array) -> Blocks |
     if lengths is None:
         return None
     number = jnp.maximum(lengths - 1, 0) // size
-    row = number[:, None] * size + jnp.arange(size, dtype=jnp.int32)
+    row = number[:, None] * size + jnp.arange(size, dtype=jnp.int32)[None]
     rows = lambda x: jnp.take_along_axis(x, row[:, :, None, None], axis=1, mode="clip")
     is_there = (row < lengths[:, None])[:, :, None, None]
     return Blocks(number, tuple(jnp.where(is_there, rows(x), 0) for x in arrays))

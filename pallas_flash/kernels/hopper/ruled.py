@@ -39,7 +39,7 @@ def numbers(p: Problem, asked: rule.Asked | None, block_q: int, block_k: int) ->
     b, h = asked.numbers(p.batch, p.heads)
     offset = None if isinstance(asked.offset, int) else asked.offset
     # beyond the last query or key is what it reads for the last
-    count = lambda n, size: jnp.minimum(jnp.arange(schedule.ceil_div(n, size) * size, dtype=jnp.int32), n - 1)
+    count = lambda n, size: jnp.minimum(jnp.arange(schedule.ceil_div(n, size) * size, dtype=jnp.int32)[None, None], n - 1)
     position = count(p.queries, block_q) + (asked.offset if offset is None else offset[:, None, None])
     read = lambda array, index: asked.arrays[array][index]
     of = lambda *at: [_stored(value) for _, value in asked.reads(read, b[:, None, None], h[:, None], *at)]

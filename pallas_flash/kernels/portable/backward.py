@@ -156,7 +156,7 @@ def _dbias_kernel(x: Operands, do_ref, lse_ref, delta_ref, dbias_ref, *, problem
 
         def step(j, dbias):
             key = tile.span(j, tiles.block_k, p.keys)
-            at = (b, key.slice, lax.div(n, p.group) if N > 1 else tile.FIRST)
+            at = (b, key.slice, lax.div(n, jnp.int32(p.group)) if N > 1 else tile.FIRST)
             k, v = tile.keys_and_values(p, x.key.at[at], x.value.at[at], view.reach(key, True))
             seen = view.sees(key, tile.dense(x.mask, (b, n), row, key), True)
             drop = functools.partial(tile.dropped, p, x.seeds, (b, n), row, key)
