@@ -513,6 +513,24 @@ def test_pages_in_8_bits_equal_the_oracle_on_what_they_stand_for(implementation,
     close(lse, expected[1], 1e-5, "lse")
 
 
+@pytest.mark.parametrize("stored, of_page", [("int8", "k_pages"), ("float8_e4m3fn", "v_pages")])
+def test_pages_in_8_bits_that_jax_cannot_index_are_refused(stored, of_page):
+    shape = jax.ShapeDtypeStruct
+    width = dict(k_pages=64, v_pages=64) | {of_page: 128}
+    rows = dict(page_table=shape((2, 9), "int32"), lengths=shape((2,), "int32"))
+
+    def traced(pages, implementation):
+        call = rows | dict(query=shape((2, 1, 8, width["k_pages"]), "bfloat16"))
+        call |= {name: shape((pages, 64, 8, n), stored) for name, n in width.items()}
+        call |= dict.fromkeys(("k_scales", "v_scales"), shape((pages, 64, 8), "float32"))
+        return jax.eval_shape(functools.partial(paged_attention, implementation=implementation), **call)
+
+    assert traced(2**15, "portable").shape == traced(2**15 + 1, "blockwise").shape
+    sentence = f"indexes pages in {stored} of 2\\^31 to 2\\^32 elements by an int32; got \\(32769, 64, 8, 128"
+    with pytest.raises(NotImplementedError, match=sentence):
+        traced(2**15 + 1, "portable")
+
+
 @pytest.mark.parametrize("stored", QUANTISED)
 def test_8_bits_err_as_stated_and_a_row_of_0_or_nan_stays_what_it_is(stored, rng):
     x = rng.normal(size=(1000, 64)).astype(np.float32) * np.exp(rng.normal(size=(1000, 1)) * 20)

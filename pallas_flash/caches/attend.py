@@ -12,7 +12,7 @@ from pallas_flash import arguments, autodiff, backends, checks, decode, dispatch
 from pallas_flash.arguments import Problem
 from pallas_flash.backends import Backend
 from pallas_flash.caches import ragged
-from pallas_flash.kernels import device
+from pallas_flash.kernels import device, portable
 from pallas_flash.machine import selfcheck
 from pallas_flash.rules import reads
 from pallas_flash.rules.score import Score
@@ -48,13 +48,15 @@ def _attend_jit(implementation, static, arrays):
 
 
 def _attend_batch(implementation, is_ragged: bool, *, k_pages, v_pages, page_table, lengths, k_scales, v_scales, **call):
-    (B, pages), page = page_table.shape, k_pages.shape[1]
+    B, pages = page_table.shape
     dtype = k_pages.dtype if k_scales is None else call["query"].dtype
-    like = lambda x: jnp.broadcast_to(x[0, 0].astype(dtype), (B, pages * page, *x.shape[2:]))  # never made: its shape is read
+    like = lambda x: jnp.broadcast_to(
+        x[0, 0].astype(dtype), (B, pages * x.shape[1], *x.shape[2:])
+    )  # never made: its shape is read
     call |= dict.fromkeys(("bias", "query_segment_ids", "key_value_segment_ids", "dropout_rng"))
     call |= dict(key=like(k_pages), value=like(v_pages), key_value_seq_lengths=lengths, dropout_rate=0.0, deterministic=True)
     problem, operands = arguments.normalise(**call)
-    kind = Pages(page, None if k_scales is None else str(k_pages.dtype), is_ragged)
+    kind = Pages((k_pages.shape, v_pages.shape), None if k_scales is None else str(k_pages.dtype), is_ragged)
     backend = _chosen(problem, kind, implementation)
     if _copies(backend.name, problem, kind):
         copied = functools.partial(_in_order, problem, operands.visibility, page_table, dtype)
@@ -64,7 +66,7 @@ def _attend_batch(implementation, is_ragged: bool, *, k_pages, v_pages, page_tab
     scales = () if k_scales is None else ((k_scales, v_scales),)
     operands, scales = reads.vary_alike((operands._replace(key=k_pages, value=v_pages), scales))
     table, unit = jnp.clip(page_table, 0, k_pages.shape[0] - 1), backend.unit(problem)
-    read = functools.partial(_in_place, problem, page)
+    read = functools.partial(_in_place, problem, kind.page)
 
     def other(like, *arrays):
         o, stats = read("blockwise", *arrays)
@@ -96,9 +98,13 @@ def _in_order(problem: Problem, seen: Visibility, table, dtype, pages, scales):
 class Pages(NamedTuple):
     """What there is to know of the pages of a call."""
 
-    page: int
+    shapes: tuple[tuple[int, ...], ...]  # of keys and values, [P, page, K, n]
     stored: str | None  # the dtype, where that is one of 8 bits
     is_ragged: bool  # rows of the batch are tiles, which share tables
+
+    @property
+    def page(self) -> int:
+        return self.shapes[0][1]
 
 
 def _copies(name: str, problem: Problem, pages: Pages) -> bool:
@@ -123,7 +129,7 @@ def _chosen(problem: Problem, pages: Pages, implementation: str | None) -> Backe
 
 def _why_not(name: str, problem: Problem, pages: Pages) -> str | None:
     """Why an implementation does not read pages of this kind where they lie; None: it does, or it copies them."""
-    page, stored, _ = pages
+    page, stored = pages.page, pages.stored
     if name == "blockwise" or _copies(name, problem, pages):
         return None
     if name == "hopper" and problem.score is not None:
@@ -133,6 +139,10 @@ def _why_not(name: str, problem: Problem, pages: Pages) -> str | None:
     capability = device.compute_capability()
     if stored == "float8_e4m3fn" and capability and capability < 8.9:
         return f"float8_e4m3fn needs an NVIDIA GPU of compute capability 8.9 or higher; this one has {capability}: int8 does not"
+    if name == "portable" and stored:
+        unread = (portable.why_no_index(f"pages in {stored}", shape) for shape in pages.shapes)
+        if why_not := next(filter(None, unread), None):
+            return why_not
     if name == "hopper" and page % 64 and 64 % page:
         return f"it takes pages of 8, 16, 32 or a multiple of 64 keys; got {page}"
     if name == "hopper" and problem.value_size > 128:

@@ -6,15 +6,15 @@ from pallas_flash.arguments import Problem
 from pallas_flash.kernels import device
 from pallas_flash.kernels.portable.tuning import decode_tiles, tiles
 
-__all__ = ["decode_tiles", "tiles", "why_not"]
+__all__ = ["decode_tiles", "tiles", "why_no_index", "why_not"]
 
 
 def why_not(problem: Problem) -> str | None:
     """Why the kernels cannot run a problem, or None."""
     if problem.dtype == "float64":
         return "the kernels sum in float32; got float64"
-    if problem.mask and 2**31 < math.prod(problem.mask) <= 2**32:  # from 2^32 bytes on its index has 64 bits
-        return f"jax's Triton lowering indexes a dense mask of 2^31 to 2^32 elements by an int32; got {problem.mask}"
+    if problem.mask and (why_not := why_no_index("a dense mask", problem.mask)):
+        return why_not
     if max(problem.head_size, problem.value_size) > 256:
         return f"head sizes above 256 do not fit into registers; got H = {problem.head_size}, Hv = {problem.value_size}"
     if why_not := _why_no_rule(problem):
@@ -22,6 +22,13 @@ def why_not(problem: Problem) -> str | None:
     capability = device.compute_capability()
     if capability and capability < 8.0:
         return f"the kernels need an NVIDIA GPU of compute capability 8.0 or higher; this one has {capability}"
+    return None
+
+
+def why_no_index(what: str, shape: tuple[int, ...]) -> str | None:
+    """Why an array of bytes cannot be read, or None."""
+    if 2**31 < math.prod(shape) <= 2**32:  # from 2^32 bytes on the index has 64 bits
+        return f"jax's Triton lowering indexes {what} of 2^31 to 2^32 elements by an int32; got {shape}"
     return None
 
 
