@@ -79,3 +79,23 @@ ALONG = [
 @pytest.mark.parametrize("implementation, context, case", whole_but(ALONG, ("hopper", "zigzag", "causal")))
 def test_rows_may_lie_on_the_devices_too(implementation, context, case):
     check(implementation, case, CONTEXTS[context])
+
+
+@pytest.mark.parametrize("implementation", whole_but(["hopper", "portable"], "hopper"))
+def test_rules_may_read_what_varies(implementation):
+    if implementation == "hopper" and TOO_OLD:
+        pytest.skip(TOO_OLD)
+
+    def gradients(q, k, v, slopes, ids):
+        def attend(q, k, v, slopes):
+            mask = masks.Where(lambda b, h, i, j: ids[b, i] == ids[b, j])
+            bent = lambda s, b, h, i, j: s - slopes[b, h] * (i - j)
+            return flash_attention(q, k, v, mask=mask, score_mod=bent, implementation=implementation)
+
+        o, vjp = jax.vjp(attend, q, k, v, slopes)
+        return vjp(o)
+
+    x = *qkv(np.random.default_rng(0), Z, "bfloat16"), np.ones((Z.B, Z.N), np.float32), np.zeros((Z.B, Z.T), np.int32)
+    with four_gpus():
+        mapped = jax.shard_map(gradients, in_specs=P("data"), out_specs=P("data"))
+        assert [a.shape for a in jax.eval_shape(mapped, *x)] == [a.shape for a in x[:4]]

@@ -1,5 +1,6 @@
 """On several devices each attends for its own batch rows and heads, and nothing is gathered."""
 
+import functools
 import re
 
 import jax
@@ -84,6 +85,35 @@ def test_inside_of_a_checked_shard_map_gradients_of_shared_arrays_are_summed(imp
     mapped = jax.shard_map(attend, mesh=mesh(AxisType.Auto), in_specs=specs, out_specs=SPEC)
     loss = lambda f: jax.jit(jax.value_and_grad(lambda *x: jnp.sum(jnp.sin(f(*x))), argnums=(0, 1, 2, 3)))
     equal(loss(mapped)(q, k, v, b, lengths), loss(attend)(q, k, v, b, lengths))
+
+
+def by_arrays(q, k, v, table, ids, implementation="blockwise"):
+    """A mask and a score that read arrays of their own."""
+    mask = masks.Where(lambda b, h, i, j: ids[b, i] != ids[b, j])
+    bent = lambda s, b, h, i, j: s + table[h, (i - j) % 5] * ids[b, j]
+    return flash_attention(q, k, v, mask=mask, score_mod=bent, implementation=implementation)
+
+
+@pytest.mark.parametrize("implementation", whole_but(["reference", "blockwise"], "blockwise"))
+def test_inside_of_a_checked_shard_map_rules_read_what_varies(implementation, rng):
+    q, k, v = qkv(rng, Z._replace(S=Z.T))
+    table, ids = rng.normal(size=(Z.N, 5)).astype(np.float32), rng.integers(0, 3, (Z.B, Z.T)).astype(np.int32)
+    attend = functools.partial(by_arrays, implementation=implementation)
+    rows = P("data")
+    mapped = jax.shard_map(attend, mesh=mesh(AxisType.Auto), in_specs=(rows, rows, rows, P(), rows), out_specs=rows)
+    loss = lambda f: jax.jit(jax.value_and_grad(lambda *x: jnp.sum(jnp.sin(f(*x))), argnums=(0, 1, 2, 3)))
+    equal(loss(mapped)(q, k, v, table, ids), loss(attend)(q, k, v, table, ids))
+
+
+def test_a_checked_shard_map_beside_explicit_axes_says_that_no_rule_reads_what_varies(rng):
+    q, k, v = qkv(rng, Z._replace(S=Z.T))
+    x = q, k, v, np.ones((Z.N, 5), np.float32), np.zeros((Z.B, Z.T), np.int32)
+    rows = P("data")
+    along = dict(in_specs=(rows, rows, rows, P(), rows), out_specs=rows, axis_names={"data"})
+    with jax.set_mesh(mesh(AxisType.Explicit)):
+        with pytest.raises(NotImplementedError, match="give that shard_map check_vma=False, or name all axes of the mesh in it"):
+            jax.eval_shape(jax.shard_map(by_arrays, **along), *x)
+        assert jax.eval_shape(jax.shard_map(by_arrays, check_vma=False, **along), *x).shape == (*q.shape[:3], Z.Hv)
 
 
 def test_the_partitioner_of_jit_gathers_nothing_of_the_reference(rng):

@@ -183,7 +183,9 @@ def varying(x) -> frozenset[str]:
 
 
 def bind(eqn, inputs) -> list[Any]:
-    """The outputs of one equation; a jitted function is taken apart."""
+    """The outputs of one equation; a jitted function is taken apart, and what an array varies over follows from the inputs."""
+    if eqn.primitive.name == "pvary":
+        return inputs
     if eqn.primitive.name in ("jit", "pjit"):
         inner = eqn.params["jaxpr"]
         variables = *inner.jaxpr.constvars, *inner.jaxpr.invars
