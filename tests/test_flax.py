@@ -452,6 +452,7 @@ def test_the_layer_draws_from_the_stream_of_its_constructor_and_rather_from_the_
     assert layer.rngs.count[...] == 2, "a call with rngs takes no key of the layer's stream"
 
 
+@pytest.mark.whole
 def test_scanned_layers_have_streams_of_their_own_and_two_calls_drop_other_weights():
     new = lambda rngs: FlashAttention(N, D, dropout_rate=0.3, rngs=rngs)
     layers = nnx.split_rngs(splits=2)(nnx.vmap(new))(nnx.Rngs(0))

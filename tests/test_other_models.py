@@ -15,6 +15,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.S)
 NOT_RUN = [code for code in BLOCKS if re.match(r"# for [\w-]+ \d+\.\d+\.\d+", code)]
 
 
+@pytest.mark.whole
 def test_the_code_for_flax_and_keras_runs_from_top_to_bottom_and_takes_ours(monkeypatch):
     keras = pytest.importorskip("keras", reason="keras is in the extra test")
     if keras.backend.backend() != "jax":
