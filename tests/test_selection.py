@@ -6,8 +6,14 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import conftest
+import jax
+import jax.numpy as jnp
 import pytest
 from selection import diagonal, fast_half, mark_for_a_gpu
+
+from pallas_flash import paged_attention
+from pallas_flash.kernels import device
 
 
 @pytest.mark.parametrize("sizes", [(19, 3), (2, 3, 3), (11, 2, 2), (4,), (2, 2)], ids=str)
@@ -54,6 +60,20 @@ def test_a_gpu_runs_what_compares_numbers_and_what_is_marked_and_skips_the_rest(
     item.add_marker = lambda mark: names.append(mark.name)
     mark_for_a_gpu(item, on_gpu)
     assert ("gpu" in names, "skip" in names) == (is_for_a_gpu, on_gpu and not is_for_a_gpu)
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_what_a_gpu_is_too_old_for_is_skipped_in_the_words_of_the_refusal(on_gpu, monkeypatch):
+    q, pages = jnp.ones((1, 1, 2, 8)), jnp.ones((2, 256, 2, 8), jnp.float8_e4m3fn)
+    monkeypatch.setattr(device, "compute_capability", lambda: 8.0)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu" if on_gpu else "cpu")
+    test = conftest.pytest_runtest_call(None)
+    next(test)
+    with pytest.raises(NotImplementedError, match=r"compute capability 8.9") as refusal:
+        scales = dict(k_scales=jnp.ones((2, 256, 2)), v_scales=jnp.ones((2, 256, 2)))
+        paged_attention(q, pages, pages, jnp.zeros((1, 1), jnp.int32), jnp.array([9]), implementation="portable", **scales)
+    with pytest.raises(pytest.skip.Exception if on_gpu else NotImplementedError, match=r"compute capability 8.9"):
+        test.throw(refusal.value)
 
 
 @pytest.mark.whole
