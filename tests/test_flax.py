@@ -463,15 +463,13 @@ def test_scanned_layers_have_streams_of_their_own_and_two_calls_drop_other_weigh
     assert jnp.array_equal(layers.rngs.count[...], jnp.array([2, 2]))
 
 
-@pytest.mark.parametrize(
-    "options", [dict(dropout_rate=0.3, keep_rngs=False), dict(dropout_rate=0.3, rngs=nnx.Rngs(params=0)), dict()], ids=str
-)
-def test_a_layer_that_keeps_no_stream_has_parameters_alone_as_state(options):
-    layer, x = FlashAttention(N, D, **dict(rngs=nnx.Rngs(0)) | options), normal(1, B, T, D)
+@pytest.mark.parametrize("rate, stream, keep_rngs", [(0.0, "default", True), (0.3, "default", False), (0.3, "params", True)])
+def test_a_layer_without_dropout_or_a_stream_has_parameters_alone_as_state(rate, stream, keep_rngs):
+    layer = FlashAttention(N, D, dropout_rate=rate, rngs=nnx.Rngs(**{stream: 0}), keep_rngs=keep_rngs)
     assert not jax.tree.leaves(nnx.state(layer, nnx.RngState)) and jax.tree.leaves(nnx.state(layer, nnx.Param))
-    if options:
+    if rate:
         with pytest.raises(ValueError, match="dropout needs rngs in training"):
-            layer(x)
+            layer(normal(1, B, T, D))
 
 
 # ---- the cache
