@@ -7,11 +7,13 @@ from pallas_flash.caches.pages import PagedCache, paged_cache
 from pallas_flash.dropout import dropout_mask
 from pallas_flash.explanation import Explanation, explain
 from pallas_flash.signatures import Options
+from pallas_flash.weights import attention_weights
 
 __all__ = [
     "Explanation",
     "Options",
     "PagedCache",
+    "attention_weights",
     "context_parallel",
     "dropout_mask",
     "explain",

@@ -22,18 +22,44 @@ def attend(problem: Problem, x: Operands):
 
 def _attend(p: Problem, x: Operands):
     """o, the natural log-sum-exp lse [B, N, T], and, if it is asked for, the largest logit, else None."""
-    wide = sums(x.query.dtype)
-    row, key = (jnp.arange(n, dtype=jnp.int32) for n in (p.queries, p.keys))
-    seen = kinds.seen(x.visibility, p.batch, p.heads, row, key)
-    seen = jnp.broadcast_to(seen, (p.batch, p.heads, p.queries, p.keys))
-    if x.mask is not None:
-        seen = seen & x.mask
-    # What nobody sees counts as 0, so that NaN there changes nothing.
-    by_head = lambda seen: jnp.moveaxis(seen, 1, 2)[..., None]
-    q = jnp.where(by_head(seen.any(3)), x.query, 0).astype(wide)
-    key_seen = by_head(seen.reshape(p.batch, p.kv_heads, p.group, p.queries, p.keys).any((2, 3)))
-    k, v = (jnp.repeat(jnp.where(key_seen, kv, 0).astype(wide), p.group, axis=2) for kv in (x.key, x.value))
+    row = jnp.arange(p.queries, dtype=jnp.int32)
+    seen = _seen(p, x, row)
+    v = _keys_of_heads(p, seen, x.value)
+    weights, m, l, top = _softmax(p, x, seen, row)
+    empty = m == -jnp.inf
+    o = jnp.einsum("bnts,bsnh->btnh", _dropped(p, x, weights), v, precision="highest")
+    o = jnp.where(jnp.swapaxes(empty, 1, 2), 0.0, o)
+    lse = jnp.where(empty, -jnp.inf, m + jnp.log(l))[..., 0]
+    return o.astype(x.query.dtype), lse, top
 
+
+def weights(p: Problem, x: Operands, row):
+    """The softmax [B, N, rows, S] of the queries with these numbers, of which alone are x.query, x.bias and x.mask."""
+    return _softmax(p, x, _seen(p, x, row), row)[0]
+
+
+def _seen(p: Problem, x: Operands, row):
+    """Which keys the rows see, [B, N, rows, S]."""
+    seen = kinds.seen(x.visibility, p.batch, p.heads, row, jnp.arange(p.keys, dtype=jnp.int32))
+    seen = jnp.broadcast_to(seen, (p.batch, p.heads, p.queries, p.keys))
+    return seen if x.mask is None else seen & x.mask
+
+
+def _by_head(seen):
+    return jnp.moveaxis(seen, 1, 2)[..., None]
+
+
+def _keys_of_heads(p: Problem, seen, x):
+    """Keys or values of each query head, 0 where nobody sees them, so that NaN there changes nothing."""
+    key_seen = _by_head(seen.reshape(p.batch, p.kv_heads, p.group, p.queries, p.keys).any((2, 3)))
+    return jnp.repeat(jnp.where(key_seen, x, 0).astype(sums(x.dtype)), p.group, axis=2)
+
+
+def _softmax(p: Problem, x: Operands, seen, row):
+    """The weights of the rows, the maxima and sums [B, N, rows, 1] of their exponentials, and perhaps the largest logits."""
+    wide, key = sums(x.query.dtype), jnp.arange(p.keys, dtype=jnp.int32)
+    q = jnp.where(_by_head(seen.any(3)), x.query, 0).astype(wide)
+    k = _keys_of_heads(p, seen, x.key)
     s = jnp.einsum("btnh,bsnh->bnts", p.scale * q, k, precision="highest")  # scaled after it and less m: one multiply-add
     if x.bias is not None:
         s = s + x.bias.astype(wide)
@@ -50,11 +76,7 @@ def _attend(p: Problem, x: Operands):
     empty = m == -jnp.inf
     e = jnp.exp(jnp.where(empty, -jnp.inf, s - jnp.where(empty, 0.0, m)))
     l = jnp.where(empty, 1.0, e.sum(-1, keepdims=True))
-    weights = e / l if x.sinks is None else (e / l)[..., :-1]
-    o = jnp.einsum("bnts,bsnh->btnh", _dropped(p, x, weights), v, precision="highest")
-    o = jnp.where(jnp.swapaxes(empty, 1, 2), 0.0, o)
-    lse = jnp.where(empty, -jnp.inf, m + jnp.log(l))[..., 0]
-    return o.astype(x.query.dtype), lse, top
+    return e / l if x.sinks is None else (e / l)[..., :-1], m, l, top
 
 
 def _dropped(p: Problem, x: Operands, weights):

@@ -70,6 +70,26 @@ def sequences(of_queries, of_keys, B, T, S):
     return seen, position
 
 
+def _softmax(logits, seen, sinks=None):
+    """The weights of keys, those of the sinks if there are any, the maxima and the sums; logits and seen are [B, N, T, S]."""
+    s, S = np.where(seen, logits, -np.inf), seen.shape[3]
+    if sinks is not None:  # a key with the value 0
+        s = np.concatenate([s, np.broadcast_to(np.asarray(sinks, np.float64)[:, None, None], (*s.shape[:3], 1))], -1)
+    m = s.max(-1, keepdims=True, initial=-np.inf)
+    empty = m == -np.inf
+    e = np.where(empty, 0, np.exp(s - np.where(empty, 0, m)))
+    l = np.where(empty, 1, e.sum(-1, keepdims=True))
+    return (e / l)[..., :S], (e / l)[..., S:], m, l
+
+
+def weights(q, k, **kw):
+    """Those of the softmax, [B, N, T, S]."""
+    q, k = (np.asarray(x).astype(np.float64) for x in (q, k))
+    (B, T, N, H), S = q.shape, k.shape[1]
+    logits = _logits(q, np.repeat(k, N // k.shape[2], axis=2), kw.get("scale") or H**-0.5, kw)
+    return _softmax(logits, visible(B, N, T, S, kw), kw.get("sinks"))[0]
+
+
 def attention(q, k, v, do, dlse, **kw):
     """o, lse [B, T, N], and the gradients (dq, dk, dv, dbias or None, dsinks if there are any) for the cotangents do and dlse."""
     q, k, v, do, dlse = (np.asarray(x).astype(np.float64) for x in (q, k, v, do, dlse))
@@ -85,14 +105,9 @@ def attention(q, k, v, do, dlse, **kw):
     scale = kw.get("scale") or H**-0.5
 
     logits, bias, cap = _logits(q, k_all, scale, kw), kw.get("bias"), kw.get("logits_soft_cap")
-    s = np.where(seen, logits, -np.inf)
-    if (sinks := kw.get("sinks")) is not None:  # a key with the value 0
-        s = np.concatenate([s, np.broadcast_to(np.asarray(sinks, np.float64)[:, None, None], (B, N, T, 1))], -1)
-    m = s.max(-1, keepdims=True, initial=-np.inf)
+    sinks = kw.get("sinks")
+    p, p_sink, m, l = _softmax(logits, seen, sinks)
     empty = m == -np.inf
-    e = np.where(empty, 0, np.exp(s - np.where(empty, 0, m)))
-    l = np.where(empty, 1, e.sum(-1, keepdims=True))
-    p, p_sink = (e / l)[..., :S], (e / l)[..., S:]
     o = np.einsum("bnts,bsnh->btnh", p, v_all)
     lse = np.moveaxis(np.where(empty, -np.inf, m + np.log(l))[..., 0], 1, 2)
 

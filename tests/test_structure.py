@@ -30,6 +30,7 @@ ORDER = [
     "accounting.observation.triton",
     "accounting.observation.memory",
     "accounting.observation.walk",
+    "weights",
     "explanation",
     "caches.pages",
     "caches.paged",

@@ -23,6 +23,7 @@ LETTERS = {  # of the arrays of a call; P pages, C an axis that is whole on each
     "query_segment_ids": "BT",
     "key_value_segment_ids": "BS",
     "sinks": "N",
+    "rows": "C",
     "dropout_seeds": "BNC",
     "k_pages": "PCKH",
     "v_pages": "PCKH",

@@ -60,7 +60,7 @@ def attention_fn(  # every parameter has a name: linen passes on only those that
       dtype: query, key and value are cast to it; None: to the dtype that they promote to.
       precision: a `jax.lax.Precision`, its name, or a pair of them. Each is met and none changes anything: float32 is multiplied
         in float32, 16-bit numbers exactly, and sums are float32. An algorithm of `jax.lax.DotAlgorithm` cannot be chosen.
-      module: must be None: the weights are never in memory, so none can be sown.
+      module: must be None: the weights are never in memory, so none can be sown; `pallas_flash.attention_weights` has some.
       force_fp32_for_softmax: True or False, without effect; the softmax is always float32.
       einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum: must be None: there is no einsum to replace.
       promote_dtype: nnx's; called as promote_dtype((query, key, value), dtype=dtype).
@@ -94,7 +94,7 @@ def _refuse_module(module):
     if module is not None:
         raise NotImplementedError(
             f"attention_fn cannot sow attention weights into {type(module).__name__}, since it never has them in memory: "
-            "leave sow_weights False, or use Flax's own attention_fn to look at weights."
+            "leave sow_weights False; pallas_flash.attention_weights computes those of chosen queries."
         )
 
 
