@@ -3,8 +3,10 @@
 import argparse
 import collections
 import json
+import math
 import os
 import platform
+import sys
 
 import jax
 import jaxlib
@@ -13,27 +15,30 @@ import pallas_flash
 from pallas_flash import backends, trial
 from pallas_flash.explanation import explain
 from pallas_flash.kernels import device
-from pallas_flash.machine import records, selfcheck
+from pallas_flash.machine import comparison, records, selfcheck
 
 DESCRIPTION = """
-Prints which implementation flash_attention takes on this machine for typical calls, and why. Then runs every variant that this
-machine can run, forward and backward, each in a process of its own. It compares each with the reference on small ragged problems,
-and times it on a larger one beside jax.nn.dot_product_attention. On a GPU the verdicts are recorded, so that later calls need no
-check of their own: kernels that are right are taken, kernels that are wrong, hang or crash are not."""
+Prints which implementation flash_attention takes on this machine for typical calls, and why. Then runs variants of the kernels,
+forward and backward: those that most calls need, which takes up to three minutes on a GPU, or with --all every one that can run
+here. Each variant has a process of its own; on a GPU several compile at a time, and one runs. It is compared with the reference
+on small ragged problems, and timed on a larger one beside jax.nn.dot_product_attention. On a GPU the verdicts are recorded, so
+that later calls need no check of these variants: kernels that are right are taken, and kernels that are wrong, hang, crash or are
+refused by the compiler are not. What could not be checked, for lack of memory say, is checked when a call needs it, and so
+are kernels that read pages."""
 EPILOG = f"""
 environment:
   PALLAS_FLASH_IMPLEMENTATION=NAME  runs the calls that name no implementation: {", ".join(backends.NAMES)}
   PALLAS_FLASH_SELF_CHECK=0         kernels are taken unchecked
   XDG_CACHE_HOME                    verdicts are recorded in pallas_flash under this folder (default: ~/.cache)
 
-Exit status 1: something is wrong, hangs, crashes or fails, or nothing could be run."""
+Exit status 1: something is wrong, hangs, crashes, fails or could not be checked, or nothing could be run."""
 
 
 def main(argv=None) -> int:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # this process and those that it starts share a GPU
     args = parse(argv)
     if args.case:
-        print(json.dumps(trial.tried(trial.Case(*json.loads(args.case)))))
+        print(json.dumps(trial.tried(trial.Case(*json.loads(args.case)), wait_for_turn)))
         return 0
     try:
         print_machine()
@@ -51,19 +56,24 @@ def parse(argv) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--implementations", nargs="+", choices=backends.NAMES, metavar="NAME", help="implementations to check (default: all)")
-    help = "head sizes of queries and keys / of values (default: 64 128 192/128 256 for what a GPU may take, else 64)"
+    help = "every implementation, head size, dtype and option, as far as nothing below limits them; how long is said first"
+    add("--all", action="store_true", help=help)
+    help = "implementations to check (default: those that this machine may take unasked)"
+    add("--implementations", nargs="+", choices=backends.NAMES, metavar="NAME", help=help)
+    help = "head sizes of queries and keys / of values (default: 32 64 128, with --all 192/128 256 too; without a GPU 64)"
     add("--head-sizes", nargs="+", type=head_sizes, metavar="H[/Hv]", help=help)
-    help = "dtypes to check (default: bfloat16 float16 float32 on a GPU, else float32 bfloat16)"
-    add("--dtypes", nargs="+", choices=sorted(selfcheck.TOLERANCE), metavar="DTYPE", help=help)
-    help = "seconds after which a process counts as hanging and is ended (default: %(default)g)"
+    help = "dtypes to check (default: bfloat16 on a GPU, else float32; with --all float32 and bfloat16, on a GPU float16 too)"
+    add("--dtypes", nargs="+", choices=sorted(comparison.TOLERANCE), metavar="DTYPE", help=help)
+    help = "seconds after which what has compiled and runs counts as hanging, and its process is ended (default: %(default)g)"
     add("--limit", type=float, default=180, metavar="SECONDS", help=help)
     add(trial.CASE, help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
-    on_gpu = device.here().platform == "gpu"
-    args.implementations = args.implementations or backends.NAMES
-    args.dtypes = args.dtypes or (["bfloat16", "float16", "float32"] if on_gpu else ["float32", "bfloat16"])
-    return args
+    return parser.parse_args(argv)
+
+
+def wait_for_turn():
+    """Of a process that has compiled: another one may run."""
+    print(trial.READY, flush=True)
+    sys.stdin.readline()
 
 
 def head_sizes(text: str) -> tuple[int, int]:
@@ -115,16 +125,23 @@ def print_choices():
 
 # ---- what is right ----
 
+JOBS = 8  # processes at a time, at most: they share the memory of a GPU
 COLUMNS = "{:<51}{:>15}{:>10}{:>12}{:>16}   {}"
 
 
 def check_all(args) -> bool:
     """Prints a row for each case as it ends; whether there is one, and all are right."""
-    cases, refused = trial.cases(args.implementations, args.head_sizes, args.dtypes)
-    print(f"\nWhat is right here: {len(cases)} variants, each in a process of its own\n")
+    on_gpu = device.here().platform == "gpu"
+    names = args.implementations or (backends.NAMES if args.all else trial.unasked())
+    every = ["bfloat16", "float16", "float32"] if on_gpu else ["float32", "bfloat16"]
+    cases, refused = trial.cases(names, args.head_sizes, args.dtypes or (every if args.all else every[:1]), args.all)
+    jobs = min(JOBS, os.cpu_count() or 1) if on_gpu else 1  # a CPU that compiles is slow to run
+    minutes = f": about {math.ceil(len(cases) * trial.SECONDS / jobs / 60)} minutes" * on_gpu
+    print(f"\nWhat is right here: {len(cases)} variants, each in a process of its own, {jobs} at a time{minutes}\n")
     head = "head sizes, dtype, the backward's order, options"
     print(COLUMNS.format(head, "largest error", "compile", "run", "jax.nn / ours", ""))
-    right = [print_row(variant, trial.in_a_process(case, args.limit)) for variant, case in cases.items()]
+    findings = trial.findings(cases.values(), args.limit, jobs)
+    right = [print_row(variant, finding) for variant, finding in zip(cases, findings, strict=True)]
     for name, reason in refused.items():
         print(f"{name} is not here: {reason}")
     print(f"\n{sum(right)} of {len(right)} are right." + (f" Recorded in {records.folder()}." if records.machine() else ""))
@@ -141,8 +158,8 @@ def print_row(variant: selfcheck.Variant, finding: trial.Finding) -> bool:
         milliseconds(finding.run),
         f"{finding.jax_nn / finding.run:.2f}" if finding.jax_nn else "",
     ]
-    print(COLUMNS.format(str(variant), *cells, trial.judged(variant, finding)), flush=True)
-    return finding.verdict.wrong is None
+    print(COLUMNS.format(str(variant), *cells, trial.judged(variant, finding.verdict)), flush=True)
+    return finding.verdict.why_not is None
 
 
 if __name__ == "__main__":

@@ -1,31 +1,40 @@
 """An implementation on trial, in a process of its own: compared with the reference, then timed beside jax.nn."""
 
+import concurrent.futures
 import itertools
 import json
 import signal
 import statistics
 import subprocess
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
-from pallas_flash import backends
+from pallas_flash import backends, decode
 from pallas_flash.arguments import Problem
 from pallas_flash.attention import flash_attention
 from pallas_flash.backends import Backend
 from pallas_flash.explanation import explain
 from pallas_flash.kernels import device
-from pallas_flash.machine import records, selfcheck
-from pallas_flash.machine.selfcheck import Variant, Verdict
+from pallas_flash.machine import comparison, records, selfcheck
+from pallas_flash.machine.comparison import Verdict
+from pallas_flash.machine.selfcheck import Variant
 
 COMMAND = [sys.executable, "-m", "pallas_flash"]  # that does what CASE tells it
 CASE = "--case"
+READY = "ready"  # says a process that has compiled
+SECONDS = 40  # that a process takes on a GPU, nearly all of it to compile: an estimate
 Sizes = list[tuple[int, int]]  # of heads: of queries and keys, and of values
-SCHEMES = [(*scheme, None) for scheme in itertools.product((True, False), (0.0, 0.25))]  # the last three of a Case
-SCHEMES += [(deterministic, 0.0, more) for more in selfcheck.MORE for deterministic in (True, False)]
+# The last three of a Case: those that most calls need, and all.
+SHORT = [(True, 0.0, None), (False, 0.0, None), (True, 0.0, "decoding")]
+SCHEMES = [*SHORT, (True, 0.25, None), (False, 0.25, None), *itertools.product((True, False), (0.0,), comparison.MORE)]
+_one_runs = threading.Lock()
 
 
 class Case(NamedTuple):
@@ -35,69 +44,120 @@ class Case(NamedTuple):
     dtype: str
     deterministic: bool
     dropout_rate: float
-    more: str | None  # of selfcheck.MORE
+    more: str | None  # of comparison.MORE, or decoding
 
     def call(self) -> dict:
-        call = dict(implementation=self.implementation, deterministic=self.deterministic, is_causal=True)
-        call |= {"a rule": dict(mask=selfcheck.RULE), "a score_mod": dict(score_mod=selfcheck.far_is_less)}.get(self.more, {})
-        return call | (dict(dropout_rate=self.dropout_rate, dropout_rng=jax.random.key(0)) if self.dropout_rate else {})
+        call = dict(implementation=self.implementation, deterministic=self.deterministic, is_causal=self.more != "decoding")
+        more = {"a rule": dict(mask=comparison.RULE), "a score_mod": dict(score_mod=comparison.far_is_less)}
+        more["a soft cap"] = dict(logits_soft_cap=comparison.SOFT_CAP)
+        dropout = dict(dropout_rate=self.dropout_rate, dropout_rng=jax.random.key(0)) if self.dropout_rate else {}
+        return call | more.get(self.more, {}) | dropout
 
     def shapes(self, B: int, T: int, N: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """Of query, key and value, and of a mask or a bias."""
+        """Of query, key and value, and of a mask, a bias or segment ids."""
         sizes = dict(query=self.head_size, key=self.head_size, value=self.value_size)
-        shapes = {name: jax.ShapeDtypeStruct((B, T, N, size), self.dtype) for name, size in sizes.items()}
-        dense = dict(mask=((1, 1, T, T), bool), bias=((1, N, T, T), self.dtype))
-        return shapes | {name: jax.ShapeDtypeStruct(*x) for name, x in dense.items() if self.more == f"a {name}"}
+        rows = lambda name: 1 if name == "query" and self.more == "decoding" else T
+        shapes = {name: jax.ShapeDtypeStruct((B, rows(name), N, size), self.dtype) for name, size in sizes.items()}
+        more = {"a mask": ("mask", (1, 1, T, T), bool), "a bias": ("bias", (1, N, T, T), self.dtype)}
+        more["segment ids"] = ("query_segment_ids", (B, T), "int32")
+        name, *shape = more.get(self.more, (None,))
+        return shapes | ({name: jax.ShapeDtypeStruct(*shape)} if name else {})
 
     def problem(self) -> Problem:
         """NotImplementedError says why this machine cannot run it."""
-        return explain(**self.shapes(1, 8, 2), **self.call()).problem
+        return explain(**self.shapes(1, decode.KEYS, 2), **self.call()).problem
 
     def backend(self) -> Backend:
-        return next(backend for backend in backends.BACKENDS if backend.name == self.implementation)
+        return backend_of(self.implementation)
 
 
 class Finding(NamedTuple):
     verdict: Verdict
-    compile: float | None = None  # seconds, of forward and backward
+    compile: float | None = None  # seconds, of forward and backward; of decoding the forward alone
     run: float | None = None
     jax_nn: float | None = None  # seconds of its run
-    lasting: bool = True  # so that it is worth a record
 
 
-def cases(names: Iterable[str], sizes: Sizes | None, dtypes: list[str]) -> tuple[dict[Variant, Case], dict[str, str]]:
+def cases(
+    names: Iterable[str], sizes: Sizes | None, dtypes: list[str], everything: bool
+) -> tuple[dict[Variant, Case], dict[str, str]]:
     """A case for each variant that this machine can run; and for each implementation that has none, why."""
-    found, refused = {}, {}
-    of = lambda name: [(*size, dtype, *scheme) for size in sizes or default_sizes(name) for dtype in dtypes for scheme in SCHEMES]
-    for case in [Case(name, *variant) for name in names for variant in of(name)]:
-        try:
-            found.setdefault(selfcheck.variant_of(case.backend(), case.problem()), case)
-        except NotImplementedError as error:
-            refused[case.implementation] = str(error)
+    found, refused, schemes = {}, {}, SCHEMES if everything else SHORT
+    for name in names:
+        if why_not := backend_of(name).why_not(_plain()):  # what this machine lacks, since nothing plainer could be asked
+            refused[name] = why_not
+            continue
+        of_sizes = itertools.product(sizes or default_sizes(name, everything), dtypes, schemes)
+        for case in [Case(name, *size, dtype, *scheme) for size, dtype, scheme in of_sizes]:
+            try:
+                found.setdefault(selfcheck.variant_of(case.backend(), case.problem()), case)
+            except NotImplementedError as error:
+                refused.setdefault(name, str(error))
     able = {variant.implementation for variant in found}
     return found, {name: reason for name, reason in refused.items() if name not in able}
 
 
-def default_sizes(name: str) -> Sizes:
-    """All widths of kernels that this machine may take unasked."""
-    case = Case(name, 64, 64, "bfloat16", *SCHEMES[0])
-    some = explain(**case.shapes(1, 8, 2)).problem
-    unasked = case.backend().own_kernels and case.backend().why_not_by_default(some) is None
-    return [(64, 64), (128, 128), (192, 128), (256, 256)] if unasked else [(64, 64)]
+def backend_of(name: str) -> Backend:
+    return next(backend for backend in backends.BACKENDS if backend.name == name)
+
+
+def _plain() -> Problem:
+    return Case("reference", 64, 64, "bfloat16", *SHORT[0]).problem()
+
+
+def unasked() -> list[str]:
+    """The kernels that this machine may take unasked, once they are found right; all that it takes, where there are none."""
+    names = [backend.name for backend in backends.BACKENDS if backend.why_not_by_default(_plain()) is None]
+    return [name for name in names if backend_of(name).own_kernels] or names
+
+
+def default_sizes(name: str, everything: bool) -> Sizes:
+    """All widths of kernels that this machine may take unasked, or those that most calls have: the toy GPT's is 32."""
+    if not (name in unasked() and backend_of(name).own_kernels):
+        return [(64, 64)]
+    return [(32, 32), (64, 64), (128, 128), *([(192, 128), (256, 256)] if everything else [])]
+
+
+def findings(cases: Iterable[Case], limit: float, jobs: int) -> Iterator[Finding]:
+    """Of so many processes at a time, in the order of the cases."""
+    pool = concurrent.futures.ThreadPoolExecutor(jobs)
+    try:
+        yield from pool.map(lambda case: in_a_process(case, limit), cases)
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def in_a_process(case: Case, limit: float) -> Finding:
-    """What a process finds of a case; that it does not end within `limit` seconds, or dies, is a finding too."""
-    try:
-        done = subprocess.run([*COMMAND, CASE, json.dumps(case)], capture_output=True, text=True, timeout=limit)
-    except subprocess.TimeoutExpired:
-        return Finding(selfcheck.hangs(limit))
-    if done.returncode < 0:
-        return Finding(Verdict({}, f"its process died of {signal.Signals(-done.returncode).name}"))
-    if done.returncode > 0:
-        return Finding(Verdict({}, (done.stderr.strip().splitlines() or ["its process failed"])[-1]), lasting=False)
-    verdict, *times = json.loads(done.stdout.splitlines()[-1])
+    """What a process finds of a case. Several may compile at a time, and one runs; that it does not end within `limit` seconds
+    then, or dies, is a finding too."""
+    command = [*COMMAND, CASE, json.dumps(case)]
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
+    ):
+        said = ""
+        while (line := process.stdout.readline()) and line.strip() != READY:  # it ends where there is nothing to run
+            said += line
+        with _one_runs:
+            try:
+                out, _ = process.communicate("\n", timeout=limit)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                return Finding(comparison.hangs(limit))
+        if process.returncode:
+            errors.seek(0)
+            return Finding(_died(process.returncode, errors.read()))
+    verdict, *times = json.loads((said + out).splitlines()[-1])
     return Finding(Verdict(*verdict), *times)
+
+
+def _died(status: int, errors: str) -> Verdict:
+    """Of a process that ended by itself or by a signal."""
+    if status > 0:
+        return Verdict({}, unknown=(errors.strip().splitlines() or ["its process failed"])[-1])
+    died = f"its process died of {signal.Signals(-status).name}"
+    of_itself = -status in (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV, signal.SIGTRAP)
+    return Verdict({}, died) if of_itself else Verdict({}, unknown=f"{died}, which others send: a system short of memory, say")
 
 
 class Setting(NamedTuple):
@@ -109,8 +169,8 @@ class Setting(NamedTuple):
 
 
 ON_GPU = Setting(None, dict(B=4, T=2048, N=8), 20)
-ON_CPU = Setting([selfcheck.SIZES], dict(B=1, T=1024, N=4), 5)
-INTERPRETED = Setting([dict(batch=1, queries=37, keys=53, heads=2, kv_heads=1)], dict(B=1, T=37, N=2), 3)
+ON_CPU = Setting([comparison.SIZES], dict(B=1, T=1024, N=4), 5)
+INTERPRETED = Setting([comparison.SIZES | dict(batch=1, queries=37, keys=53, heads=2, kv_heads=1)], dict(B=1, T=37, N=2), 3)
 
 
 def setting(case: Case) -> Setting:
@@ -119,46 +179,55 @@ def setting(case: Case) -> Setting:
     return INTERPRETED if case.backend().own_kernels else ON_CPU
 
 
-def tried(case: Case) -> Finding:
-    """What this process finds."""
+def tried(case: Case, ready: Callable[[], None]) -> Finding:
+    """What this process finds; it calls `ready` when it has compiled, and then runs."""
     try:
-        return measured(case)
-    except Exception as error:  # of the compiler or the memory: another day may be better
-        return Finding(selfcheck.fails(error), lasting=False)
+        return measured(case, ready)
+    except Exception as error:
+        return Finding(comparison.fails(error))
 
 
-def measured(case: Case) -> Finding:
+def measured(case: Case, ready: Callable[[], None]) -> Finding:
     size = setting(case)
     problem = case.problem()
-    verdict = selfcheck.check(case.backend(), problem, size.checked or selfcheck.trials(problem))
-    arrays = {name: _random(number, x) for number, (name, x) in enumerate(case.shapes(**size.timed).items())}
+    check = comparison.check(case.backend(), problem, size.checked or comparison.trials(problem))
+    shapes, timed = case.shapes(**size.timed), _forward if case.more == "decoding" else _both
     start = time.perf_counter()
-    ours = _compiled(lambda **x: flash_attention(**x, **case.call()), arrays)
+    programs = [comparison.compiled(timed(lambda **x: flash_attention(**x, **case.call())), shapes)]
     compile_ = time.perf_counter() - start
-    # jax.nn has one head size, no dropout, no rules and no score_mods
-    more = case.more in ("a rule", "a score_mod")
-    if size is INTERPRETED or case.head_size != case.value_size or case.dropout_rate or more:
-        return Finding(verdict, compile_, *_times([ours], arrays, size.rounds))
-    theirs = _compiled(lambda **x: jax.nn.dot_product_attention(**x, is_causal=True), arrays)
-    return Finding(verdict, compile_, *_times([ours, theirs], arrays, size.rounds))
+    # jax.nn has one head size, no dropout, no rules and so on
+    alone = case.head_size != case.value_size or case.dropout_rate or case.more not in (None, "a mask", "a bias", "decoding")
+    if size is not INTERPRETED and not alone:
+        theirs = lambda **x: jax.nn.dot_product_attention(**x, is_causal=case.call()["is_causal"])
+        programs.append(jax.jit(timed(theirs)).lower(shapes).compile())
+    ready()
+    verdict, arrays = check(), {name: _random(number, x) for number, (name, x) in enumerate(shapes.items())}
+    for program in programs:
+        jax.block_until_ready(program(arrays))
+    return Finding(verdict, compile_, *_times(programs, arrays, size.rounds))
 
 
 def _random(number: int, x: jax.ShapeDtypeStruct) -> jax.Array:
     key = jax.random.key(number)
+    if x.dtype == jnp.int32:  # of documents
+        return jnp.broadcast_to(jnp.arange(x.shape[-1], dtype=x.dtype) // -(-x.shape[-1] // 4), x.shape)
     return jax.random.bernoulli(key, 0.7, x.shape) if x.dtype == bool else jax.random.normal(key, x.shape, x.dtype)
 
 
-def _compiled(attend: Callable, arrays: dict[str, jax.Array]) -> Callable:
-    """Forward and backward, run once."""
+def _forward(attend: Callable) -> Callable:
+    return lambda arrays: attend(**arrays)
+
+
+def _both(attend: Callable) -> Callable:
+    """Forward and backward."""
 
     def both(arrays):
-        floats, others = ({n: x for n, x in arrays.items() if (x.dtype == bool) == dense} for dense in (False, True))
+        is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
+        floats, others = ({n: x for n, x in arrays.items() if is_float(x) == wanted} for wanted in (True, False))
         o, vjp = jax.vjp(lambda floats: attend(**floats, **others), floats)
         return o, vjp(o)
 
-    program = jax.jit(both).lower(arrays).compile()
-    jax.block_until_ready(program(arrays))
-    return program
+    return both
 
 
 def _times(programs: list[Callable], arrays: dict[str, jax.Array], rounds: int) -> list[float]:
@@ -172,9 +241,10 @@ def _times(programs: list[Callable], arrays: dict[str, jax.Array], rounds: int) 
     return [statistics.median(seconds) for seconds in times]
 
 
-def judged(variant: Variant, finding: Finding) -> str:
-    """Records a finding where a call would ask for it, and says it in a word."""
-    machine = records.machine()
-    if machine and finding.lasting:
-        selfcheck.record(variant, machine, finding.verdict)
-    return "right" if finding.verdict.wrong is None else f"WRONG: {finding.verdict.wrong}"
+def judged(variant: Variant, verdict: Verdict) -> str:
+    """Records a verdict where a call would ask for it, and says it in a word."""
+    if machine := records.machine():
+        selfcheck.record(variant, machine, verdict)
+    if verdict.unknown:
+        return f"NOT CHECKED: {verdict.unknown}"
+    return f"WRONG: {verdict.wrong}" if verdict.wrong else "right"

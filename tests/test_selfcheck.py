@@ -16,13 +16,17 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from selection import whole_but
 
 import pallas_flash
-from pallas_flash import backends, explain, flash_attention, masks, schedule, trial
+from pallas_flash import backends, explain, flash_attention, masks, paged_attention, paged_cache, schedule, trial
 from pallas_flash.__main__ import main
+from pallas_flash.accounting import GPUS
+from pallas_flash.caches import attend
 from pallas_flash.kernels import device, hopper, portable
-from pallas_flash.machine import records, selfcheck
+from pallas_flash.machine import comparison, records, selfcheck
 from pallas_flash.rules import kinds
+from scripts import gpu_code
 
 Q = np.random.default_rng(0).normal(size=(4, 8, 2, 16)).astype(np.float32)
 
@@ -50,8 +54,8 @@ def install(monkeypatch):
 @pytest.fixture
 def checked(monkeypatch):
     """The names of the implementations that were checked, in order."""
-    names, check = [], selfcheck.check
-    monkeypatch.setattr(selfcheck, "check", lambda backend, *args: (names.append(backend.name), check(backend, *args))[1])
+    names, check = [], comparison.check
+    monkeypatch.setattr(comparison, "check", lambda backend, *args: (names.append(backend.name), check(backend, *args))[1])
     return names
 
 
@@ -94,16 +98,52 @@ def test_kernels_that_lie_are_told_with_numbers_and_the_next_are_taken(install, 
     assert checked == ["liar", "honest"]
 
 
-def test_kernels_that_raise_are_told_and_not_recorded(install, checked, cache):
-    install("raiser")
-    with pytest.warns(RuntimeWarning, match="raiser.*: RuntimeError: ptxas fell over. The next implementation serves"):
+def test_what_could_not_be_checked_is_not_wrong_and_is_checked_again(install, checked, cache, monkeypatch):
+    errors = [MemoryError("another job has it"), MemoryError("still")]
+
+    def forward(*args):
+        if errors:
+            raise errors.pop(0)
+        return fakes.REFERENCE.forward(*args)
+
+    install(fakes.backend("late", forward), "honest")
+    late = lambda text: pytest.warns(RuntimeWarning, match=f"late.*: not checked on this machine: MemoryError: {text}. The next")
+    with late("another job has it"):
         call()
-    assert checked == ["raiser"] and not cache.exists()
+    call()  # too early: what takes long and fails is not tried at every trace
+    assert checked == ["late", "honest"] and "not checked on this machine" in explain(Q, Q, Q).why_not["late"]
+    monkeypatch.setattr(selfcheck, "AGAIN", 0)
+    selfcheck._again.update(dict.fromkeys(selfcheck._again, 0))
+    with late("still"):
+        call()
+    assert taken() == "honest" and [path.name.split("-")[0] for path in cache.iterdir()] == ["honest"]
+    call()
+    assert checked == ["late", "honest", "late", "late"] and taken() == "late"
+
+
+def test_what_the_compiler_refuses_is_recorded_and_not_compiled_in_every_process(install, checked):
+    def forward(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Shared memory size limit exceeded: requested 107008\nand so on")
+
+    for _ in range(2):
+        install(fakes.backend("wide", forward))
+        with pytest.warns(RuntimeWarning, match="wide.*: wrong on this machine: the compiler refuses it: .*107008. The next"):
+            call()
+    assert checked == ["wide"]
+
+
+def test_the_limit_is_for_kernels_that_run_and_not_for_their_compiler(install, monkeypatch):
+    limits, traced, ran, in_a_thread = [], [], [], selfcheck._in_a_thread
+    monkeypatch.setattr(selfcheck, "_in_a_thread", lambda f, limit=None: (limits.append(limit), in_a_thread(f, limit))[1])
+    run = fakes.when_it_runs(lambda: ran.append(limits[-1]))
+    install(fakes.backend("slow to compile", lambda *args: (traced.append(limits[-1]), run(*args))[1]))
+    flash_attention(Q, Q, Q)
+    assert set(traced[:1]) == {None} and set(ran[:1]) == {selfcheck.LIMIT}
 
 
 def test_kernels_that_hang_end_the_call_with_what_to_do_and_are_not_taken_again(install, checked, monkeypatch):
     hung = threading.Event()
-    sleeper = fakes.backend("sleeper", lambda *_: hung.wait())
+    sleeper = fakes.backend("sleeper", fakes.when_it_runs(hung.wait))
     install(sleeper, "honest")
     monkeypatch.setattr(selfcheck, "LIMIT", 0.2)
     with pytest.raises(RuntimeError, match=r"did not end within 0\.2 s.*Start again: sleeper will not be taken"):
@@ -279,14 +319,14 @@ def test_code_that_is_traced_for_a_gpu_elsewhere_is_not_checked(monkeypatch):
 @pytest.mark.parametrize("position, name", list(enumerate(["o", "lse", "dq", "dk", "dv"])))
 def test_one_wrong_row_is_found_in_every_result(position, name, install):
     backend = fakes.backend("liar", *fakes.lie(position))
-    wrong = selfcheck.check(backend, explain(Q, Q, Q).problem, [fakes.TINY]).wrong
+    wrong = comparison.check(backend, explain(Q, Q, Q).problem, [fakes.TINY])().wrong
     assert f"{name} is off by" in wrong
 
 
 def test_nan_is_wrong():
     x = np.ones((1, 70, 2, 3), np.float32)
-    assert not selfcheck.error(np.where(np.arange(3) == 1, np.nan, x), x) <= 1e9
-    assert selfcheck.error(x, x) == 0
+    assert not comparison.error(np.where(np.arange(3) == 1, np.nan, x), x) <= 1e9
+    assert comparison.error(x, x) == 0
 
 
 DROPOUT = dict(dropout_rate=0.25, dropout_rng=jax.random.key(0))
@@ -297,8 +337,8 @@ DROPOUT = dict(dropout_rate=0.25, dropout_rng=jax.random.key(0))
 def test_the_portable_kernels_pass_with_room_to_spare(dtype, call):
     (backend,) = (backend for backend in backends.BACKENDS if backend.name == "portable")
     q = jax.ShapeDtypeStruct((1, 8, 2, 50), dtype)
-    errors, wrong = selfcheck.check(backend, explain(q, q, q, **call).problem, [fakes.TINY])
-    assert wrong is None and max(errors.values()) < selfcheck.TOLERANCE[dtype] / 2
+    errors, wrong, _ = comparison.check(backend, explain(q, q, q, **call).problem, [fakes.TINY])()
+    assert wrong is None and max(errors.values()) < comparison.TOLERANCE[dtype] / 2
 
 
 @pytest.mark.gpu
@@ -307,8 +347,8 @@ def test_the_hopper_kernels_pass_with_room_to_spare():
     (backend,) = (backend for backend in backends.BACKENDS if backend.name == "hopper")
     q = jax.ShapeDtypeStruct((1, 8, 2, 50), "bfloat16")
     with gpu_interpreter.hopper_kernels():
-        errors, wrong = selfcheck.check(backend, explain(q, q, q, deterministic=False).problem, [fakes.TINY])
-    assert wrong is None and max(errors.values()) < selfcheck.TOLERANCE["bfloat16"] / 3
+        errors, wrong, _ = comparison.check(backend, explain(q, q, q, deterministic=False).problem, [fakes.TINY])()
+    assert wrong is None and max(errors.values()) < comparison.TOLERANCE["bfloat16"] / 3
 
 
 @pytest.mark.parametrize("kernels", [hopper, portable], ids=lambda kernels: kernels.__name__)
@@ -319,7 +359,7 @@ def test_all_problems_of_a_variant_have_the_tiles_that_were_checked(kernels):
         for value_size in range(1, 257, 11):
             for deterministic, dropped in itertools.product((True, False), (0, 1)):
                 p = dataclasses.replace(some, head_size=size, value_size=value_size, deterministic=deterministic, dropped=dropped)
-                wide = dict(zip(("head_size", "value_size"), selfcheck._widths(p), strict=True))
+                wide = dict(zip(("head_size", "value_size"), comparison.widths(p), strict=True))
                 assert kernels.tiles(p) == kernels.tiles(dataclasses.replace(p, **wide))
 
 
@@ -338,9 +378,9 @@ def test_dropout_is_checked_by_itself_with_weights_dropped():
     (hopper, *_), q = backends.BACKENDS, jax.ShapeDtypeStruct((1, 8, 2, 64), "bfloat16")
     plain, dropping = (explain(q, q, q, **call).problem for call in ({}, DROPOUT))
     assert selfcheck.variant_of(hopper, dropping).scheme == "deterministic, dropout"
-    assert hopper.tiles(plain) != hopper.tiles(dropping) == hopper.tiles(selfcheck.trial(dropping, fakes.TINY)[0])
+    assert hopper.tiles(plain) != hopper.tiles(dropping) == hopper.tiles(comparison.trial(dropping, fakes.TINY)[0])
     other = lambda problem, tiles, x: fakes.REFERENCE.forward(problem, tiles, x._replace(seeds=x.seeds + 1))
-    wrong = selfcheck.check(fakes.backend("liar", other, fakes.REFERENCE.backward), dropping, [fakes.TINY]).wrong
+    wrong = comparison.check(fakes.backend("liar", other, fakes.REFERENCE.backward), dropping, [fakes.TINY])().wrong
     assert "o is off by" in wrong
 
 
@@ -348,7 +388,7 @@ def test_masks_that_are_rules_are_checked_by_themselves_with_blocks_of_all_kinds
     (hopper, *_), q = backends.BACKENDS, jax.ShapeDtypeStruct((1, 8, 2, 64), "bfloat16")
     problem = explain(q, q, q, mask=masks.Dilated(2)).problem
     assert selfcheck.variant_of(hopper, problem).scheme == "deterministic, a rule"
-    small, operands, _ = selfcheck.trial(problem, selfcheck.SIZES)
+    small, operands, _ = comparison.trial(problem, comparison.SIZES)
     tiles = hopper.tiles(small).forward
     found = schedule.block_kinds(operands.visibility, small.batch, small.heads, small.queries, tiles.block_q, tiles.block_k)
     assert set(np.asarray(found).ravel().tolist()) == {kinds.EMPTY, kinds.PARTIAL, kinds.FULL}
@@ -357,23 +397,76 @@ def test_masks_that_are_rules_are_checked_by_themselves_with_blocks_of_all_kinds
 
 def test_a_mask_that_is_an_array_has_blocks_of_all_kinds():
     problem = trial.Case("reference", 64, 64, "bfloat16", True, 0.0, "a mask").problem()
-    small, operands, _ = selfcheck.trial(problem, selfcheck.SIZES)
+    small, operands, _ = comparison.trial(problem, comparison.SIZES)
     tiles = backends.BACKENDS[0].tiles(small).forward
     found = kinds.of_array(operands.mask, small.queries, small.keys, tiles.block_q, tiles.block_k)
     assert set(np.asarray(found).ravel().tolist()) == {kinds.EMPTY, kinds.PARTIAL, kinds.FULL}
 
 
-@pytest.mark.parametrize("name", ["mask", "bias", "score"])
-def test_what_else_changes_logits_is_checked_by_itself(name):
-    more = next(more for more in selfcheck.MORE if more.startswith(f"a {name}"))
+IGNORED = {  # what a call may have, and problem and operands without it
+    "a mask": lambda p, x: (dataclasses.replace(p, mask=None), x._replace(mask=None)),
+    "a bias": lambda p, x: (dataclasses.replace(p, bias=None), x._replace(bias=None)),
+    "a score_mod": lambda p, x: (dataclasses.replace(p, score=None), x._replace(score=None)),
+    "a soft cap": lambda p, x: (dataclasses.replace(p, soft_cap=None), x),
+    "segment ids": lambda p, x: (p, x._replace(visibility=dataclasses.replace(x.visibility, query_ids=None, key_ids=None))),
+}
+
+
+@pytest.mark.parametrize("more", whole_but(IGNORED, "a mask", "a score_mod", "segment ids"))
+def test_what_else_changes_logits_is_checked_by_itself(more):
     problem = trial.Case("reference", 64, 64, "bfloat16", True, 0.0, more).problem()
     assert selfcheck.variant_of(fakes.REFERENCE, problem).scheme == f"deterministic, {more}"
 
     def without(problem, tiles, x):
-        return fakes.REFERENCE.forward(dataclasses.replace(problem, **{name: None}), tiles, x._replace(**{name: None}))
+        problem, x = IGNORED[more](problem, x)
+        return fakes.REFERENCE.forward(problem, tiles, x)
 
-    wrong = lambda *fake: selfcheck.check(fakes.backend("fake", *fake), problem, [fakes.TINY]).wrong
+    wrong = lambda *fake: comparison.check(fakes.backend("fake", *fake), problem, [fakes.TINY | dict(batch=2)])().wrong
     assert "o is off by" in wrong(without) and wrong(fakes.REFERENCE.forward) is None
+
+
+@pytest.mark.parametrize("lacks", whole_but(["left", "offset", "sinks"], "offset"))
+def test_windows_offsets_by_row_and_sinks_are_checked_whether_a_call_has_them_or_not(lacks):
+    problem = explain(Q, Q, Q).problem
+    assert [sizes["sinks"] for sizes in comparison.trials(problem)] == [False, True]
+
+    def without(problem, tiles, x):
+        if lacks == "sinks":
+            return fakes.REFERENCE.forward(dataclasses.replace(problem, sinks=False), tiles, x._replace(sinks=None))
+        at = dataclasses.replace(x.visibility, **{lacks: dict(left=None, offset=0)[lacks]})
+        return fakes.REFERENCE.forward(problem, tiles, x._replace(visibility=at))
+
+    wrong = lambda *fake: comparison.check(fakes.backend("fake", *fake), problem, [fakes.TINY | dict(sinks=True)])().wrong
+    assert "o is off by" in wrong(without) and wrong(fakes.REFERENCE.forward) is None
+
+
+PAGES = [
+    attend.Pages(((9, page, 2, 64),) * 2, *of)
+    for page, *of in [(8, "int8", False), (16, None, False), (64, "float8_e4m3fn", True)]
+]
+
+
+@pytest.mark.parametrize("pages", [PAGES[0], *(pytest.param(pages, marks=pytest.mark.whole) for pages in PAGES[1:])])
+def test_kernels_that_read_pages_are_checked_by_themselves(pages, monkeypatch):
+    q, k = (jax.ShapeDtypeStruct((1, length, 2, 64), "bfloat16") for length in (1, 4096))
+    problem, blockwise = explain(q, k, k).problem, trial.backend_of("blockwise")
+    assert selfcheck.variant_of(blockwise, problem, pages.way).scheme == f"deterministic, decoding, {pages.way.name}"
+    sizes = fakes.TINY | dict(queries=3, keys=320, sinks=True)
+    right = comparison.check(blockwise, problem, [sizes], pages.way)()
+    assert right.errors.keys() == {"o", "lse"} and right.wrong is None
+    in_place = attend._in_place
+    monkeypatch.setattr(attend, "_in_place", lambda p, page, name, x, table, *s: in_place(p, page, name, x, table + 1, *s))
+    assert "o is off by" in comparison.check(blockwise, problem, [sizes], pages.way)().wrong
+
+
+def test_a_call_with_pages_takes_no_kernel_that_was_found_right_without_them(monkeypatch):
+    asked = []
+    why_not = lambda backend, problem, check=True, way=comparison.FLASH_ATTENTION: asked.append((backend.name, way.name))
+    monkeypatch.setattr(selfcheck, "why_not", why_not)
+    cache = paged_cache(4, 16, 2, 16, pages=8, page=8, dtype="int8")
+    scales = dict(k_scales=cache.key_scale, v_scales=cache.value_scale)
+    paged_attention(Q[:, :1], cache.key, cache.value, cache.table, cache.length, **scales)
+    assert asked[-1][1] == "pages of 8 int8"
 
 
 def test_the_gradient_of_a_bias_is_checked():
@@ -383,7 +476,7 @@ def test_the_gradient_of_a_bias_is_checked():
         dq, dk, dv, dbias = fakes.REFERENCE.backward(*args)
         return dq, dk, dv, dbias * 1.01
 
-    wrong = selfcheck.check(fakes.backend("liar", fakes.REFERENCE.forward, backward), problem, [fakes.TINY]).wrong
+    wrong = comparison.check(fakes.backend("liar", fakes.REFERENCE.forward, backward), problem, [fakes.TINY])().wrong
     assert wrong.startswith("dbias is off by 1.0e-02")
 
 
@@ -392,23 +485,23 @@ def test_decoding_is_checked_by_itself_on_a_problem_that_is_decoding():
     q, k = (jax.ShapeDtypeStruct((1, length, 2, 64), "bfloat16") for length in (1, 4096))
     problem = explain(q, k, k).problem
     assert selfcheck.variant_of(portable, problem).scheme == "deterministic, decoding"
-    (sizes,) = selfcheck.trials(problem)
-    assert portable.tiles(selfcheck.trial(problem, sizes)[0]).decode is not None
+    (sizes,) = comparison.trials(problem)
+    assert portable.tiles(comparison.trial(problem, sizes)[0]).decode is not None
 
 
 @pytest.mark.parametrize("size", [64, 96, 128])
 def test_hopper_is_checked_with_one_tile_to_a_program_and_with_several(size):
     (hopper, *_), q = backends.BACKENDS, jax.ShapeDtypeStruct((4, 4096, 8, size), "bfloat16")
     problem = explain(q, q, q, is_causal=True).problem
-    one, several = (hopper.tiles(selfcheck.trial(problem, sizes)[0]).forward for sizes in selfcheck.trials(problem))
+    one, several = (hopper.tiles(comparison.trial(problem, sizes)[0]).forward for sizes in comparison.trials(problem))
     assert one.rounds == 1 < several.rounds and several.q_stages == 2
 
 
 def test_the_largest_error_of_all_trials_counts_and_nan_most(monkeypatch):
     problem = explain(Q, Q, Q).problem
     found = [dict(o=1e-6, dq=float("nan")), dict(o=0.5, dq=1e-6)]
-    monkeypatch.setattr(selfcheck, "_errors", lambda *_: found.pop(0))
-    wrong = selfcheck.check(fakes.backend("honest"), problem, [fakes.TINY, fakes.TINY]).wrong
+    monkeypatch.setattr(comparison, "_errors", lambda *_: found.pop(0))
+    wrong = comparison.check(fakes.backend("honest"), problem, [fakes.TINY, fakes.TINY])().wrong
     assert wrong.startswith("o is off by 5.0e-01, dq is off by nan; ")
 
 
@@ -433,15 +526,59 @@ def test_the_command_tells_right_from_wrong_crashed_and_failed_and_records_what_
     assert rows["honest"].endswith(" right") and " ms " in rows["honest"]
     assert "WRONG: dk is off by" in rows["liar"]
     assert rows["crasher"].endswith("WRONG: its process died of SIGABRT")
-    assert rows["raiser"].endswith("WRONG: RuntimeError: ptxas fell over")
+    assert rows["raiser"].endswith("NOT CHECKED: RuntimeError: ptxas fell over")
     assert f"1 of 4 are right. Recorded in {records.folder()}." in out
     found = {name: records.read(VARIANT._replace(implementation=name), fakes.GPU) for name in names}
     assert found["honest"]["wrong"] is None and "SIGABRT" in found["crasher"]["wrong"] and found["raiser"] is None
 
 
-def test_a_process_that_hangs_is_ended_and_that_is_its_verdict(with_fakes):
-    finding = trial.in_a_process(trial.Case("sleeper", 64, 64, "float32", *trial.SCHEMES[0]), limit=0.5)
-    assert finding.verdict.wrong == "its check did not end within 0.5 s" and finding.lasting
+CASE = trial.Case("honest", 64, 64, "float32", *trial.SHORT[0])
+RIGHT = "print(json.dumps([[{}, None, None], 1, 2]))"
+FOUND = {  # by what a process does
+    f"print('compiling'); time.sleep(2.5); print('ready', flush=True); input(); {RIGHT}": None,
+    "print('ready', flush=True); time.sleep(60)": "wrong on this machine: its check did not end within 2 s",
+    "print(json.dumps([[{}, 'refused', None]]))": "wrong on this machine: refused",
+    "os.abort()": "wrong on this machine: its process died of SIGABRT",
+    "os.kill(os.getpid(), 9)": "not checked on this machine: its process died of SIGKILL, which others send: a system short of "
+    "memory, say",
+    "print('ready', flush=True); input(); exit('no more')": "not checked on this machine: no more",
+}
+
+
+def processes(monkeypatch, code: str):
+    monkeypatch.setattr(trial, "COMMAND", [sys.executable, "-c", f"import json, os, sys, time; {code}"])
+
+
+@pytest.mark.parametrize("code", FOUND)
+def test_a_process_is_ended_where_it_hangs_and_only_what_lasts_is_its_verdict(code, monkeypatch):
+    processes(monkeypatch, code)
+    assert trial.in_a_process(CASE, limit=2).verdict.why_not == FOUND[code]
+
+
+def test_several_processes_compile_at_a_time_and_one_runs(monkeypatch, tmp_path):
+    log = tmp_path / "log"
+    note = lambda word: f"open({str(log)!r}, 'a').write('{word} '); time.sleep(0.3)"
+    processes(monkeypatch, f"{note('compile')}; print('ready', flush=True); input(); {note('run')}; {note('end')}; {RIGHT}")
+    found = list(trial.findings([CASE] * 3, limit=60, jobs=3))
+    assert [finding.verdict.why_not for finding in found] == [None] * 3
+    words = log.read_text()
+    assert words.count("run end") == 3 and words.startswith("compile compile compile")
+
+
+def test_by_default_an_h100_checks_what_most_calls_need_within_minutes():
+    with gpu_code.as_if_on(GPUS["H100"]):
+        if jax.__version_info__ >= (0, 11, 2):
+            assert trial.unasked() == ["hopper", "portable"]
+        found, _ = trial.cases(["hopper", "portable"], None, ["bfloat16"], False)
+    assert len(found) * trial.SECONDS / 8 <= 180
+    needed = {f"portable {H}/{H} bfloat16, deterministic{more}" for H in (32, 64, 128) for more in ("", ", decoding")}
+    assert needed <= {str(variant) for variant in found}
+
+
+def test_what_the_machine_lacks_is_the_reason_that_is_told():
+    with gpu_code.as_if_on(GPUS["A100-80GB"]):
+        found, refused = trial.cases(["hopper"], None, ["float16", "float32"], True)
+    assert not found and ("compute capability 9.0" in refused["hopper"] or jax.__version__ in refused["hopper"])
 
 
 def test_the_command_says_what_is_taken_and_why_not_the_others(capsys, monkeypatch):
@@ -449,10 +586,10 @@ def test_the_command_says_what_is_taken_and_why_not_the_others(capsys, monkeypat
     monkeypatch.setattr(device, "compute_capability", lambda: None)
     assert main(["--implementations", "hopper"]) == 1  # there is nothing that it could run
     out = capsys.readouterr().out
-    assert "hopper is not here: implementation 'hopper' cannot run this call: " in out and "0 of 0 are right." in out
+    assert "hopper is not here: it needs " in out and "0 of 0 are right." in out
     if jax.default_backend() == "cpu":
         assert out.count("takes  blockwise\n") == 5
-    assert main(["--implementations", "blockwise", "--head-sizes", "64", "192/128"]) == 0
+    assert main(["--all", "--implementations", "blockwise", "--head-sizes", "64", "192/128"]) == 0
     assert "blockwise 192/128 bfloat16, deterministic, dropout  " in capsys.readouterr().out
 
 
@@ -472,5 +609,7 @@ def test_the_largest_logits_are_checked_by_themselves():
         o, stats = fakes.REFERENCE.forward(*args)
         return o, stats._replace(top=stats.top * 1.01)
 
-    wrong = lambda forward: selfcheck.check(fakes.backend("fake", forward, fakes.REFERENCE.backward), problem, [fakes.TINY]).wrong
+    wrong = lambda forward: (
+        comparison.check(fakes.backend("fake", forward, fakes.REFERENCE.backward), problem, [fakes.TINY])().wrong
+    )
     assert wrong(fakes.REFERENCE.forward) is None and wrong(forward).startswith("largest is off by 1.0e-02")

@@ -47,6 +47,7 @@ ORDER = [
     "mapped",
     "devices.call",
     "machine.selfcheck",
+    "machine.comparison",
     "machine.records",
     "autodiff",
     "modes",

@@ -13,7 +13,7 @@ from pallas_flash.arguments import Problem
 from pallas_flash.backends import Backend
 from pallas_flash.caches import ragged
 from pallas_flash.kernels import device, portable
-from pallas_flash.machine import selfcheck
+from pallas_flash.machine import comparison, selfcheck
 from pallas_flash.rules import reads
 from pallas_flash.rules.score import Score
 from pallas_flash.rules.visibility import Visibility
@@ -106,6 +106,36 @@ class Pages(NamedTuple):
     def page(self) -> int:
         return self.shapes[0][1]
 
+    @property
+    def way(self) -> comparison.Way:
+        """How kernels are checked that read such pages."""
+        keys = -(-comparison.SIZES["keys"] // self.page) * self.page
+        name = f"pages of {self.page}" + f" {self.stored}" * (self.stored is not None)
+        return comparison.Way(name, dict(keys=keys), self.results, self.exact)
+
+    def results(self, problem: Problem, choice: backends.Choice, operands: arguments.Operands, cotangents):
+        """Of keys and values that are put into pages, the last of a row first."""
+        if choice.backend.name == "reference":
+            return comparison.outputs(*autodiff.attend(problem, choice, operands))
+        p = problem
+        table = jnp.arange(p.batch * p.keys // self.page, dtype=jnp.int32).reshape(p.batch, -1)[:, ::-1]
+        paged = lambda x: x.reshape(-1, self.page, *x.shape[2:])[table.ravel()]
+        kv, scales = [operands.key, operands.value], ()
+        if self.stored:
+            kv, scales = zip(*(quantised.quantised(x, self.stored) for x in kv), strict=True)
+            scales = (tuple(map(paged, scales)),)
+        k, v = map(paged, kv)
+        operands = operands._replace(key=k, value=v)
+        o, stats = _in_place(p, self.page, choice.backend.name, operands, table, *scales)
+        return comparison.outputs(o, *autodiff.natural(choice.backend.unit(p), p, operands, stats))
+
+    def exact(self, operands: arguments.Operands) -> arguments.Operands:
+        if self.stored:
+            kv = (quantised.quantised(x, self.stored) for x in (operands.key, operands.value))
+            key, value = (x.astype(jnp.float32) * scales[..., None] for x, scales in kv)
+            operands = operands._replace(key=key, value=value)
+        return comparison.exact(operands)
+
 
 def _copies(name: str, problem: Problem, pages: Pages) -> bool:
     """Whether an implementation attends to a copy of the pages in order."""
@@ -121,9 +151,13 @@ def _chosen(problem: Problem, pages: Pages, implementation: str | None) -> Backe
     if asked is not None and (why_not := _why_not(asked, problem, pages)):
         cannot = f"implementation {asked!r} cannot run this call of paged_attention"
         raise NotImplementedError(f"{cannot}: {why_not}. The call: {problem}.")
-    decoding = dataclasses.replace(problem, keys=max(problem.keys, decode.KEYS))  # the kernel is the one without pages
-    checked = lambda backend: problem if _copies(backend.name, problem, pages) else decoding
-    here = lambda backend: _why_not(backend.name, problem, pages) or selfcheck.why_not(backend, checked(backend))
+    decoding = dataclasses.replace(problem, keys=max(problem.keys, decode.KEYS))  # whatever the length
+
+    def wrong_here(backend):
+        copies = _copies(backend.name, problem, pages)
+        return selfcheck.why_not(backend, problem) if copies else selfcheck.why_not(backend, decoding, way=pages.way)
+
+    here = lambda backend: _why_not(backend.name, problem, pages) or wrong_here(backend)
     return backends.choose(problem, asked, here).backend
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import hashlib
+import importlib.metadata
 import json
 import os
 import pathlib
@@ -21,13 +22,14 @@ class Machine(NamedTuple):
     gpu: str
     driver: str
     jax: str
+    compilers: str
     pallas_flash: str  # a digest of its sources: the version says too little of a checkout
 
 
 def machine() -> Machine | None:
     """This one, with the GPU that a call is for; None where it is for none, or for one that is not here: nothing can be tried."""
     gpu = device.gpu()
-    return None if gpu is None else Machine(gpu.device_kind, driver(), jax.__version__, _sources())
+    return None if gpu is None else Machine(gpu.device_kind, driver(), jax.__version__, compilers(), _sources())
 
 
 @functools.cache
@@ -40,6 +42,16 @@ def driver() -> str:
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         return subprocess.run(query, capture_output=True, text=True, check=True, timeout=20).stdout.split()[0]
     return "unknown"
+
+
+COMPILERS = "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cuda-nvcc-cu12", "nvidia-cuda-nvcc"
+
+
+@functools.cache
+def compilers() -> str:
+    """The versions of the packages that make code: XLA, its plugin, and ptxas."""
+    here = {package.name: package.version for name in COMPILERS for package in importlib.metadata.distributions(name=name)}
+    return ", ".join(f"{name} {version}" for name, version in here.items())
 
 
 @functools.cache
