@@ -85,6 +85,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--soft-cap", type=float, metavar="C", help="logits become C tanh(logits / C)")
     add("--alibi", action="store_true", help="a score_mod that subtracts a slope for each head times the distance")
     add("--sinks", action="store_true", help="one more logit for each head")
+    add("--max-logits", action="store_true", help="the largest logit of each row is returned too")
     add("--dropout", type=float, default=0.0, metavar="RATE", help="rate of dropout on the softmax's weights")
     return parser
 
@@ -163,6 +164,7 @@ def call_of(args) -> dict:
         score_mod=scores.Alibi([2**-n for n in range(1, args.heads + 1)]) if args.alibi else None,
         dropout_rate=args.dropout,
         dropout_rng=jax.ShapeDtypeStruct((2,), "uint32") if args.dropout else None,
+        return_max_logits=args.max_logits,
         implementation=args.implementation,
     )
     return call if args.deterministic is None else call | dict(deterministic=args.deterministic)
@@ -294,8 +296,8 @@ def program_of(args, call: dict):
         return attend, floats, arrays
 
     def both(floats, arrays, do):
-        o, vjp = jax.vjp(lambda floats: attend(floats, arrays), floats)
-        return o, vjp(do)
+        found, vjp = jax.vjp(lambda floats: attend(floats, arrays), floats)
+        return found, vjp((do, jax.numpy.zeros_like(found[1])) if args.max_logits else do)
 
     do = jax.ShapeDtypeStruct((args.batch, args.length, args.heads, args.value_size), args.dtype)
     return both, floats, arrays, do

@@ -51,6 +51,7 @@ CASES = {  # options, and how many loops: without a mask; with one before it; an
     "key_lengths": ("--key-lengths 4096 1000", 3),
     "documents": ("--causal --documents 8", 3),
     "soft_cap": ("--causal --soft-cap 30 --sinks", 2),  # sinks cost a step nothing
+    "max_logits": ("--causal --max-logits", 2),
     "dropout": ("--causal --dropout 0.1", 2),
     "alibi": ("--causal --alibi", 2),
     "rule": ("--rule Window(512,512)|GlobalTokens(64)", 2),  # the blocks that ask it, then those that all see
@@ -92,6 +93,8 @@ LOOPS = [
     Row("dq", 128, "key_lengths", 357),
     Row("forward", 128, "one tile, window", 482, with_a_mask=0.9),
     Row("forward", (64, 128), "one tile, lengths", 474, with_a_mask=0.9),
+    Row("forward", 128, "max_logits", 490),
+    Row("forward", (192, 128), "max_logits", 495),
     Row("forward", (128, 64), "dropout", 835),  # with two warpgroups: with three it spills
     Row("dk_dv", (128, 64), "dropout", 849),
     Row("dq", (128, 64), "dropout", 539),
