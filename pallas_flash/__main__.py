@@ -19,12 +19,12 @@ from pallas_flash.machine import comparison, records, selfcheck
 
 DESCRIPTION = """
 Prints which implementation flash_attention takes on this machine for typical calls, and why. Then runs variants of the kernels,
-forward and backward: those that most calls need, which takes up to three minutes on a GPU, or with --all every one that can run
-here. Each variant has a process of its own; on a GPU several compile at a time, and one runs. It is compared with the reference
-on small ragged problems, and timed on a larger one beside jax.nn.dot_product_attention. On a GPU the verdicts are recorded, so
-that later calls need no check of these variants: kernels that are right are taken, and kernels that are wrong, hang, crash or are
-refused by the compiler are not. What could not be checked, for lack of memory say, is checked when a call needs it, and so
-are kernels that read pages."""
+forward and backward: those that most calls need, which takes up to three minutes on a GPU with four CPU cores or more, or with
+--all every one that can run here. Each variant has a process of its own; on a GPU several compile at a time, and one runs. It
+is compared with the reference on small ragged problems, and timed on a larger one beside jax.nn.dot_product_attention. On a GPU
+the verdicts are recorded, so that later calls need no check of these variants: kernels that are right are taken, and kernels
+that are wrong, hang, crash or are refused by the compiler are not. What could not be checked, for lack of memory say, is
+checked when a call needs it, and so are kernels that read pages."""
 EPILOG = f"""
 environment:
   PALLAS_FLASH_IMPLEMENTATION=NAME  runs the calls that name no implementation: {", ".join(backends.NAMES)}
