@@ -27,10 +27,9 @@ NO_REVERSE_UNDER_CHECKS = (
 
 def _one_way(name: str, no_forward: str | None, no_reverse: str | None) -> Callable:
     """x for itself, whose tangents raise where they are computed (`no_forward`) or transposed (`no_reverse`)."""
-    tangents_p = Primitive(name)  # of all at once: one that is zero and known is not computed before the others
-    tangents_p.multiple_results = True
+    primal_p, tangents_p = _identity(name), _identity(f"{name}_tangent")
 
-    def computed(*_):
+    def computed(*_, **__):
         raise NotImplementedError(no_forward)
 
     def transposed(cotangents, *tangents):
@@ -38,28 +37,36 @@ def _one_way(name: str, no_forward: str | None, no_reverse: str | None) -> Calla
             raise NotImplementedError(no_reverse)
         return [c if ad.is_undefined_primal(t) else None for c, t in zip(cotangents, tangents, strict=True)]
 
-    def jvp(primals, tangents):
-        return tangents_p.bind(*primals), tangents_p.bind(*map(ad.instantiate_zeros, tangents))
-
-    tangents_p.def_impl(computed if no_forward else lambda *t: t)
-    tangents_p.def_abstract_eval(lambda *t: t)
-    ad.primitive_jvps[tangents_p] = jvp
+    # x comes out as it went in: what differentiates that too goes around this
+    ad.primitive_jvps[primal_p] = lambda x, dx: (x, tangents_p.bind(*map(ad.instantiate_zeros, dx)))
+    ad.primitive_jvps[tangents_p] = lambda x, dx: (tangents_p.bind(*x), tangents_p.bind(*map(ad.instantiate_zeros, dx)))
     ad.primitive_transposes[tangents_p] = transposed
-    batching.primitive_batchers[tangents_p] = lambda args, axes: (tangents_p.bind(*args), axes)
-    mlir.register_lowering(tangents_p, computed if no_forward else lambda _, *t: t)
+    if no_forward:  # mapped or differentiated as well, tangents are on their way to be computed: jax would raise at the next step
+        tangents_p.def_impl(computed)
+        mlir.register_lowering(tangents_p, computed)
+        batching.primitive_batchers[tangents_p] = ad.primitive_jvps[tangents_p] = computed
 
-    def through(primals, tangents):
-        leaves, tree = jax.tree.flatten(tangents[0])
-        return primals[0], jax.tree.unflatten(tree, tangents_p.bind(*leaves))
+    def identity(x):
+        leaves, tree = jax.tree.flatten(x)
+        return jax.tree.unflatten(tree, primal_p.bind(*leaves))
 
-    identity = jax.custom_jvp(lambda x: x)
-    identity.defjvp(through)
     return identity
 
 
-first_in_reverse_alone = _one_way("flash_attention_tangent", NO_FORWARD, None)
+def _identity(name: str) -> Primitive:
+    """Of all at once: one that is zero and known is not computed before the others."""
+    identity_p = Primitive(name)
+    identity_p.multiple_results = True
+    identity_p.def_impl(lambda *x: x)
+    identity_p.def_abstract_eval(lambda *x: x)
+    mlir.register_lowering(identity_p, lambda _, *x: x)
+    batching.primitive_batchers[identity_p] = lambda x, axes: (identity_p.bind(*x), axes)
+    return identity_p
+
+
+first_in_reverse_alone = _one_way("flash_attention_first", NO_FORWARD, None)
 without_reverse = _one_way("flash_attention_under_checks", None, NO_REVERSE_UNDER_CHECKS)
-second_in_forward_alone = _one_way("flash_attention_second_tangent", None, NO_SECOND_REVERSE)
+second_in_forward_alone = _one_way("flash_attention_second", None, NO_SECOND_REVERSE)
 
 
 def _no_way(why_not: str) -> Callable:

@@ -313,10 +313,20 @@ def test_forward_mode_is_a_function_of_its_own_in_o_of_t_memory(rng):
 def test_forward_mode_of_what_has_none_says_where_it_is(implementation, rng):
     x = qkv(rng, Z)
     f = lambda *x: jnp.sum(attend(implementation)(*x) ** 2)
+    of_query = lambda q: f(q, *x[1:])
+    along = lambda q: jax.jvp(of_query, (q,), (q,))[1]
+    loop = lambda q: jax.lax.fori_loop(0, 2, lambda i, q: q + jax.jacfwd(of_query)(q), q)
     for run in (
         lambda: jax.jit(functools.partial(jax.jvp, f))(x, x),
         lambda: jax.jacfwd(f)(*x),
         lambda: jax.linearize(f, *x)[1](*x),
+        lambda: jax.jit(jax.jacfwd(f))(*x),
+        lambda: jax.jacfwd(jax.jit(f))(*x),
+        lambda: jax.jit(jax.vmap(along))(x[0][None]),
+        lambda: jax.jit(jax.grad(along))(x[0]),
+        lambda: jax.jvp(along, (x[0],), (x[0],)),
+        lambda: jax.jvp(jax.checkpoint(of_query), (x[0],), (x[0],)),
+        lambda: jax.jit(loop)(x[0]),  # Newton's method, as solvers have it
     ):
         with pytest.raises(NotImplementedError, match=r"jax.linearize call flash_attention_jvp\(primals, tangents\)"):
             run()
