@@ -220,6 +220,7 @@ def test_64_bits_and_strict_promotion_change_nothing(implementation, rng):
     equal(actual, expected)
 
 
+@pytest.mark.whole("reference", "blockwise")
 def test_gradients_of_biases_of_any_shape_are_traced_with_64_bits_and_strict_promotion(implementation, rng):
     x = qkv(rng, Z, "bfloat16")
     gradient = jax.grad(lambda bias: jnp.sum(attend(implementation)(*x, bias), dtype=jnp.float32))
