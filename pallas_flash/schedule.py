@@ -140,15 +140,22 @@ def known_blocks(visibility: Visibility, first: Ints, last: Ints, size: int) -> 
 
 
 def key_ranges(visibility: Visibility, queries: int, block_q: int) -> list[Blocks]:
-    """For every query block the keys that its rows may see, and those that each sees, as blocks of one key: what is known while
+    """`key_range` of every query block; the last may have fewer rows."""
+    return [key_range(visibility, i, min(i + block_q, queries) - 1) for i in range(0, queries, block_q)]
+
+
+def key_range(visibility: Visibility, first: int, last: int) -> Blocks:
+    """The keys that the rows from `first` to `last` may see, and those that each sees, as blocks of one key: what is known while
     tracing, data apart, and without a key that only data of the mask could let a row see."""
+    known = without_data(visibility)
+    (start, whole_start), (whole_stop, stop) = zip(*map(known.interval, (first, last)), strict=True)
+    return Blocks(start, whole_start, whole_stop, max(start, stop))
+
+
+def without_data(visibility: Visibility) -> Visibility:
+    """The mask as far as it is known while tracing."""
     seen = visibility
-    known = Visibility(seen.keys, seen.left, seen.right, seen.offset) if isinstance(seen.offset, int) else Visibility(seen.keys)
-    ranges = []
-    for i in range(0, queries, block_q):
-        (first, whole_first), (whole_last, last) = zip(*map(known.interval, (i, min(i + block_q, queries) - 1)), strict=True)
-        ranges.append(Blocks(first, whole_first, whole_last, max(first, last)))
-    return ranges
+    return Visibility(seen.keys, seen.left, seen.right, seen.offset) if isinstance(seen.offset, int) else Visibility(seen.keys)
 
 
 def by_query_tile(visibility: Visibility, queries: int, block_q: int, block_k: int):

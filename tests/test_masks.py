@@ -1,6 +1,7 @@
 """Every mask on a small full grid against brute force: what is seen, which blocks are visited, which need no mask."""
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -12,7 +13,8 @@ from cases import MASKS, Sizes, arguments, qkv
 
 from pallas_flash import blockwise, checks, explain, flash_attention, masks, schedule
 from pallas_flash.attention import normalised
-from pallas_flash.blockwise import Tiles, view
+from pallas_flash.blockwise import Tiles, tuning, visits
+from pallas_flash.blockwise.parts import Block
 from pallas_flash.masks import Visibility
 
 Z = Sizes(T=23, S=29, N=1, K=1, H=1, Hv=1)
@@ -116,12 +118,19 @@ def test_blockwise_knows_which_blocks_all_rows_see_and_of_which_each_row_sees_a_
     problem = dataclasses.replace(normalised(*qkv(np.random.default_rng(0), Z))[0], visibility=v)
     position, key = np.arange(Z.T)[:, None] + offset, np.arange(Z.S)
     seen = (key >= position - (np.inf if left is None else left)) & (key <= position + (np.inf if right is None else right))
-    known = view.known_keys(problem, Tiles(min(block_q, Z.T), min(block_k, Z.S), None, "float32"))
-    for i, blocks in enumerate(known):
-        rows = seen[i * block_q : (i + 1) * block_q]
+    tiles = Tiles(min(block_q, Z.T), min(block_k, Z.S), None, "float32")
+    one = visits.alike(problem, tiles.block_q, tiles.block_k)
+    known, starts = visits.known_keys(problem, tiles), range(0, Z.T, block_q)
+    assert (one is None) == (known is not None)
+    if one is not None:
+        starts = [min(i, Z.T - block_q) for i in starts]
+        known = [[(visits.neighbours(v, Block(i, block_q), one.width), one.masked, one.some)] for i in starts]
+    for start, blocks in zip(starts, known, strict=True):
+        rows = seen[start : start + block_q]
         for block, masked, some in blocks:
             tile = rows[:, block.start : block.start + block.size]
-            assert (masked or tile.all()) and some == tile.any(1).all()
+            assert block.start >= 0 and tile.shape[1] == block.size and (masked or tile.all())
+            assert some <= tile.any(1).all() if one else some == tile.any(1).all()
             rows = np.where((key >= block.start) & (key < block.start + block.size), False, rows)
         assert not rows.any(), "what is seen is not visited"
 
@@ -131,7 +140,67 @@ def test_blockwise_knows_which_blocks_all_rows_see_and_of_which_each_row_sees_a_
 def test_blockwise_needs_no_loop_over_blocks_where_lengths_hide_some_of_few_keys(T, S, N, K, dtype):
     q, k = (jax.ShapeDtypeStruct((2, length, heads, 64), dtype) for length, heads in ((T, N), (S, K)))
     problem = explain(q, k, k, key_value_seq_lengths=jax.ShapeDtypeStruct((2,), jnp.int32)).problem
-    assert all(len(keys) == 1 for keys in view.known_keys(problem, blockwise.tiles(problem)))
+    tiles = blockwise.tiles(problem)
+    known = visits.known_keys(problem, tiles)
+    one = visits.alike(problem, tiles.block_q, tiles.block_k)
+    assert one.width == S if known is None else all(len(keys) == 1 for keys in known)
+
+
+ALIKE = [  # T, S, K, mask
+    (256, 256, 2, dict(local_window_size=(20, 0))),
+    (303, 303, 1, dict(local_window_size=(9, 30))),
+    (381, 390, 2, dict(local_window_size=(40, 3), query_offset=-10)),  # some rows see nothing
+    (330, 440, 1, dict(local_window_size=(140, 3), query_offset=90)),
+    (317, 317, 2, dict(is_causal=True, local_window_size=70)),
+]
+
+
+@pytest.mark.parametrize("T, S, K, kw", ALIKE)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_query_blocks_that_see_equally_many_keys_are_one_loop_and_exact(T, S, K, kw, dtype, rng):
+    sizes = Sizes(T=T, S=S, N=2, K=K, H=8, Hv=8, B=1)
+    q, k, v = (x.astype(dtype) for x in qkv(rng, sizes))
+    bias = jnp.asarray(rng.standard_normal((1, 2, 1, S)), dtype) if dtype == "float32" else None
+    found = explain(q, k, v, bias, implementation="blockwise", **kw)
+    assert visits.alike(found.problem, found.tiles.block_q, found.tiles.block_k).width == found.tiles.block_k < S
+
+    def outputs(implementation, dtype, *x):
+        o, lse = flash_attention(*(a.astype(dtype) for a in x), implementation=implementation, return_residual=True, **kw)
+        return (o.astype(jnp.float32) ** 2).sum() + jnp.where(lse > -jnp.inf, lse, 0).sum()
+
+    x = (q, k, v) if bias is None else (q, k, v, bias)
+    of = lambda *args: jax.jit(jax.value_and_grad(functools.partial(outputs, *args), tuple(range(len(x)))))(*x)
+    for a, b in zip(jax.tree.leaves(of("blockwise", dtype)), jax.tree.leaves(of("reference", "float32")), strict=True):
+        a, b = (np.asarray(y, np.float32) for y in (a, b))
+        np.testing.assert_allclose(a, b, rtol=0, atol=(2e-5 if dtype == "float32" else 3e-2) * np.abs(b).max())
+
+
+def lowered(layers: int, T: int, **kw) -> str:
+    """The program of the gradients of so many calls, each of which takes the output of the one before."""
+
+    def stacked(q, k, v):
+        for _ in range(layers):
+            q = flash_attention(q, k, v, implementation="blockwise", **kw)
+        return q.sum()
+
+    x = jax.ShapeDtypeStruct((1, T, 2, 16), jnp.float32)
+    return jax.jit(jax.grad(stacked, (0, 1, 2))).lower(x, x, x).as_text()
+
+
+@pytest.mark.parametrize("kw", [dict(local_window_size=(64, 0)), dict(is_causal=True), {}], ids=["window", "causal", "full"])
+def test_a_longer_sequence_and_more_layers_have_no_more_products_in_the_program(kw):
+    products = [lowered(2, T, **kw).count("dot_general") for T in (1024, 1032, 8192)]
+    assert products == [7] * 3 and lowered(12, 1024, **kw).count("dot_general") == 7
+
+
+def test_few_blocks_under_a_causal_mask_are_not_a_loop():
+    assert "stablehlo.while" not in lowered(1, 512, is_causal=True) and "stablehlo.while" in lowered(1, 1024, is_causal=True)
+
+
+def test_equal_parts_are_no_more_than_asked_for():
+    for length in range(1, 2100, 7):
+        size = tuning.even(length, 256)
+        assert size % 8 == 0 and size <= 256 and -(-length // size) == -(-length // 256)
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="before jax 0.11 XLA drops barriers, and then orders the program")

@@ -1,7 +1,8 @@
 """FlashAttention-2 in plain JAX: query blocks outside, key blocks inside, O(T + S) memory, on any device.
 
-On a CPU a few heads go at a time, so that what passes between two products stays in the caches. Blocks that are few and known
-while tracing are not a loop. Scores are [rows, keys]: then the forward's products take their operands as they lie, and XLA gives
+On a CPU a few heads go at a time, so that what passes between two products stays in the caches. Query blocks that see equally
+many neighbouring keys, as in a band, are one loop without loops over keys; other blocks are none, if they are few and known
+while tracing. Scores are [rows, keys]: then the forward's products take their operands as they lie, and XLA gives
 q k^T and its softmax to its CPU library in one call. In the backward q and do are transposed, and dk and dv come out transposed;
 where p and ds are smaller, they are transposed instead. With the first operand left transposed a CPU's products are slow. The
 rows are those of all query heads that share a key/value head.
@@ -19,7 +20,8 @@ from pallas_flash.arguments import Operands, Problem
 from pallas_flash.blockwise import decode
 from pallas_flash.blockwise.parts import Block, Heads
 from pallas_flash.blockwise.tuning import Tiles, backward_goes_in_turn, decode_tiles, forward_goes_in_turn, tiles
-from pallas_flash.blockwise.view import View, by_head, dot, dot_t, known_keys, over_rows, with_lists
+from pallas_flash.blockwise.view import View, by_head, dot, dot_t, over_rows, with_lists
+from pallas_flash.blockwise.visits import known_keys
 from pallas_flash.checks import sums
 
 __all__ = ["Tiles", "backward", "decode_tiles", "forward", "tiles"]
@@ -110,7 +112,8 @@ def backward(problem: Problem, tiles: Tiles, x: Operands, rows: online_softmax.A
                 s, tanh, back = view.scores_vjp(q, row, key)
                 if seen is not None and p.soft_cap is None:
                     s, seen = jnp.where(seen, s, -jnp.inf), None
-                prob = online_softmax.probabilities(s, m, inverse, view.unit, finite, is_all)
+                has_sum = is_all and row.own is None  # m tells which rows are not its own
+                prob = online_softmax.probabilities(s, m, inverse, view.unit, finite, has_sum)
                 row_delta = online_softmax.delta(prob, dp, seen) - dlse_i if is_all else delta_i
                 prob, ds = online_softmax.gradients(prob, dp, row_delta, seen, tanh)
                 ds, dtables = back(ds, dtables) if back else (ds, dtables)

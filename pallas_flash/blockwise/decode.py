@@ -90,7 +90,8 @@ def _seen(see: Visibility, key: Block, column):
     """Which keys of a block the rows see, [B | 1, 1, keys, rows]."""
     index = key.index[None, None, :, None]
     ids = () if see.query_ids is None else (column(see.query_ids), key.of(see.key_ids, 1)[:, None, :, None])
-    return see.sees(column(see.start), column(see.stop), index, *ids) & (index >= key.own)
+    seen = see.sees(column(see.start), column(see.stop), index, *ids)
+    return seen if key.own is None else seen & (index >= key.own)
 
 
 def _block(x, table, part: Heads, key: Block):

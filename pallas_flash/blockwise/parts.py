@@ -33,6 +33,8 @@ class Block(NamedTuple):
 
 def numbered(number: Ints, size: int, length: int) -> Block:
     """Block `number` of a length; the last of a ragged one is moved back until it ends with the array."""
+    if isinstance(length, int) and length % size == 0:
+        return Block(number * size, size)
     start = jnp.minimum(number * size, length - size)
     return Block(start, size, number * size)
 

@@ -6,8 +6,10 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_flash import decode, schedule
+from pallas_flash import decode
 from pallas_flash.arguments import Problem
+from pallas_flash.blockwise import visits
+from pallas_flash.blockwise.visits import UNROLLED, Alike, alike
 from pallas_flash.kernels import device
 from pallas_flash.schedule import ceil_div
 
@@ -46,7 +48,8 @@ class Tiles(NamedTuple):
         return self._replace(heads_alone=self.heads, decode=False)
 
 
-UNROLLED = 8  # blocks; more of them are loops, which compile in the same time at any length
+TRIANGLE = 256  # rows and keys of a block, in loops over keys of which a band hides many
+SHORT = 768  # queries under such a mask: blocks known while tracing hide more than those of loops
 BLOCK = 512  # keys of all heads that are in the caches at a time, in decoding
 FEW = 128  # keys under a Predicate, too few to find blocks among them that it hides
 ONE = 768  # keys that are one block under a mask of data: a loop that may skip some of so few gains less than it costs
@@ -98,13 +101,17 @@ def _tiles(problem: Problem) -> Tiles:
         return Tiles(_at_most(512, p.queries), _at_most(256, p.keys), None, p.dtype)
     known = all(isinstance(n, int) for n in (p.batch, p.queries, p.keys))
     block_q = _at_most(_queries(p) if known else max(128 // p.group, 16), p.queries)
-    in_loops = known and ceil_div(p.queries, block_q) > UNROLLED
-    block_k = _at_most(512 if in_loops or _is_cut(p) else MANY, p.keys)
+    one = None if _is_cut(p) else alike(p, block_q, MANY)
+    is_long = _is_band(p) and known and p.queries > SHORT
+    in_loops = known and one is None and (is_long or ceil_div(p.queries, block_q) > UNROLLED)
+    most = MANY if not in_loops and not _is_cut(p) else TRIANGLE if is_long else 512
+    even_most = even(p.keys, most) if in_loops and p.visibility.where is None else most
+    block_k = _at_most(even_most if one is None else one.width, p.keys)
     heads, alone = None, None
     if known and _is_one_device():
         heads = alone = _heads(p, p.group * block_q, block_k)
         if not in_loops and not _is_cut(p):
-            heads, alone = (_heads_in_memory(p, block_q, each, heads) for each in (10, 6))  # with a backward, without one
+            heads, alone = (_heads_in_memory(p, block_q, one, each, heads) for each in (10, 6))  # with a backward, without one
     in_own = p.dtype == "float64" or (p.dtype == "bfloat16" and _is_apart(p))  # products of float16 are slow
     return Tiles(block_q, block_k, heads, p.dtype if in_own else "float32", alone)
 
@@ -140,12 +147,30 @@ def _queries(p: Problem) -> int:
         scores = p.queries * p.group * p.keys
         most = SCORES if v.where is not None or (has_data and scores > DATA) else ALL_SEEN
         return ceil_div(p.queries, ceil_div(scores, most))
-    sparse = has_data or v.where is not None or v.left is not None or (v.right is not None and p.queries <= 1024)
-    rows = 64 if v.right is not None and p.queries <= 128 else 128 if sparse else 256  # 64: the first half sees half of the keys
+    is_narrow = None not in (v.left, v.right) and v.left + v.right < 128
+    is_short = v.right is not None and p.queries <= 128  # the first half sees half of the keys
+    is_full = is_plain and not has_data and v.where is None
+    rows = 64 if is_narrow or is_short else 256 if is_full else 128
     queries = max(min(rows, max(rows, 128) // p.group), 16)
-    if v.right is None or p.queries > 1024:
-        return queries
-    return max(queries, ceil_div(p.queries, UNROLLED))  # else nothing that is hidden is known while tracing
+    if has_data or v.where is not None:
+        unlimited = v.right is None or p.queries > 1024
+        return queries if unlimited else max(queries, ceil_div(p.queries, UNROLLED))
+    if _is_band(p) and not alike(p, even(p.queries, queries), MANY):
+        most = max(TRIANGLE // p.group, 64) if p.queries > SHORT else max(queries, ceil_div(p.queries, UNROLLED))
+        return even(p.queries, most)  # else nothing that is hidden is known while tracing
+    return even(p.queries, queries)
+
+
+def _is_band(p: Problem) -> bool:
+    """Whether what a band hides is much, and known while tracing."""
+    v = p.visibility
+    is_known = not v.has_data and v.where is None
+    return is_known and (v.left is not None or (v.right is not None and p.queries < 2 * p.keys))
+
+
+def even(length: int, most: int) -> int:
+    """The size of as few equal parts as have at most so many each, but for what makes it a multiple of 8."""
+    return 8 * ceil_div(ceil_div(length, ceil_div(length, most)), 8)
 
 
 def _heads(p: Problem, rows: int, keys: int) -> int | None:
@@ -159,14 +184,17 @@ def _heads(p: Problem, rows: int, keys: int) -> int | None:
     return at_a_time if p.batch * p.kv_heads * scores > few * most else None
 
 
-def _heads_in_memory(p: Problem, block_q: int, each: int, least: int | None) -> int | None:
-    """The same where no loop goes over blocks: as many as memory may hold, and at least so many. Memory then holds so many bytes
+def _heads_in_memory(p: Problem, block_q: int, one: Alike | None, each: int, least: int | None) -> int | None:
+    """The same where no loop goes over keys: as many as memory may hold, and at least so many. Memory then holds so many bytes
     for each score, and for each number of an array as large as q, or as q and k are on average where k is larger."""
-    ranges = schedule.key_ranges(p.visibility, p.queries, block_q)
-    rows = (min(block_q, p.queries - i * block_q) for i in range(len(ranges)))
-    scores = p.group * sum(n * (keys.last - keys.first) for n, keys in zip(rows, ranges, strict=True))
+    if one is None:
+        total = p.group * visits.scores(p, block_q)
+    else:
+        total = p.group * block_q * one.width
     numbers = max(2 * p.group * p.queries, p.group * p.queries + p.keys) * (p.head_size + p.value_size) // 4
-    part = (scores + numbers) * (2 * each if p.dtype == "float64" else each)
+    if one is not None:  # a loop keeps its operands in the order of its blocks, and sums in float32
+        numbers = numbers * (3 if p.dtype == "float32" else 5) // 2
+    part = (total + numbers) * (2 * each if p.dtype == "float64" else each)
     most = WHOLE if least is None else PART
     return max(PART // part, least or 1) if p.batch * p.kv_heads * part > most else None
 

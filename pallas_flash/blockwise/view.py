@@ -13,7 +13,8 @@ from pallas_flash import dropout, online_softmax, schedule
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.blockwise import parts
 from pallas_flash.blockwise.parts import Block, Heads
-from pallas_flash.blockwise.tuning import UNROLLED, Tiles, scaled_last
+from pallas_flash.blockwise.tuning import Tiles, scaled_last
+from pallas_flash.blockwise.visits import alike, known_keys, neighbours
 from pallas_flash.checks import sums
 from pallas_flash.rules import kinds
 from pallas_flash.rules.rule import Asked
@@ -82,8 +83,14 @@ class View(NamedTuple):
         size, length = self.tiles.block_q, self.problem.queries
         ranges = known_keys(self.problem, self.tiles)
         if ranges is None:
-            last = schedule.ceil_div(length, size)
-            return schedule.loop(0, last, lambda i, out: query_block(parts.numbered(i, size, length), None, out), outputs)
+            one = alike(self.problem, size, self.tiles.block_k)
+
+            def numbered(i, outputs):
+                row = parts.numbered(i, size, length)
+                keys = one and [(neighbours(self.problem.visibility, row, one.width), one.masked, one.some)]
+                return query_block(row, keys, outputs)
+
+            return schedule.loop(0, schedule.ceil_div(length, size), numbered, outputs)
         for i, keys in enumerate(ranges):
             outputs = query_block(Block(i * size, size if size == length else min(size, length - i * size)), keys, outputs)
         return outputs
@@ -103,12 +110,19 @@ class View(NamedTuple):
             return first
         if keys is not None:
             return start
-        of = lambda a: a if a is None or isinstance(a, int) else row.of(a, 1)
         size, length, where = self.tiles.block_k, self.problem.keys, self.visibility.where
-        blocks = schedule.key_blocks(of(self.start), of(self.stop), of(self.visibility.solid), size)
+        if self.visibility.has_data:
+            solid = self.visibility.solid
+            blocks = schedule.key_blocks(*self.interval(row), None if solid is None else row.of(solid, 1), size)
+        else:
+            v, last = self.visibility, row.start + row.size - 1
+            blocks = schedule.known_blocks(v, row.start, last, size)
+            if v.left is not None or v.right is not None:  # one loop compiles in half the time of two, and its mask costs little
+                blocks = blocks._replace(full_first=blocks.last, full_last=blocks.last)
         if where is not None:
             all_masked = schedule.Blocks(blocks.first, blocks.last, blocks.last, blocks.last)
-            blocks = all_masked if where.kinds is None else schedule.Listed.of(where.kinds, row.own // self.tiles.block_q)
+            number = schedule.ceil_div(row.start, row.size)
+            blocks = all_masked if where.kinds is None else schedule.Listed.of(where.kinds, number)
 
         def numbered(j, carry, masked):
             key = parts.numbered(j, size, length)
@@ -120,14 +134,20 @@ class View(NamedTuple):
         """Whether the rows see the keys, to broadcast against [B, K, rows, keys], or None where they see all."""
         seen = None if self.mask is None else self.scored(row, key, self.mask)
         if masked:
-            of = lambda a: a if isinstance(a, int) else self.of_rows(row.of(a, 1))
+            of_rows = lambda a: a if isinstance(a, int) else self.of_rows(a)
             v, index = self.visibility, key.index[None, None, None]
-            ids = () if v.query_ids is None else (of(v.query_ids), key.of(v.key_ids, 1)[:, None, None])
-            inside = v.sees(of(self.start), of(self.stop), index, *ids)
+            ids = () if v.query_ids is None else (of_rows(row.of(v.query_ids, 1)), key.of(v.key_ids, 1)[:, None, None])
+            inside = v.sees(*map(of_rows, self.interval(row)), index, *ids)
             inside = inside if key.own is None else inside & (index >= key.own)
             inside = inside if v.where is None else inside & self.allowed(row, key)
             seen = inside if seen is None else seen & inside
         return seen
+
+    def interval(self, row: Block):
+        """The keys that each of the rows sees, ints or [B | 1, rows]."""
+        if not self.has_data:
+            return self.visibility.interval(row.index[None])
+        return tuple(a if isinstance(a, int) else row.of(a, 1) for a in (self.start, self.stop))
 
     def allowed(self, row: Block, key: Block):
         """Whether the mask's Predicate lets the rows see the keys, to broadcast against [B, K, rows, keys]."""
@@ -240,30 +260,6 @@ def _of_heads(asked: Asked | None, p: Problem, part: Heads) -> Asked | None:
     heads = heads.reshape(1, part.heads, -1, 1) if asked.rule.reads_head else heads.reshape(1, 1, 1, 1)
     offset = asked.offset if isinstance(asked.offset, int) else part.of(asked.offset)[:, None]
     return dataclasses.replace(asked, batch=batch, head=heads, offset=offset)
-
-
-def known_keys(p: Problem, tiles: Tiles) -> list | None:
-    """For each query block the key blocks known while tracing, whether they need a mask, and whether each row is known to see one
-    of their keys; None: loops find them."""
-    one_q, one_k = tiles.block_q == p.queries, tiles.block_k == p.keys
-    has_data = p.visibility.has_data
-    if (has_data and not one_k) or (not one_q and schedule.ceil_div(p.queries, tiles.block_q) > UNROLLED):
-        return None
-    if not isinstance(p.keys, int) or not isinstance(p.queries, int):
-        return [[(Block(0, p.keys), True, False)]] if one_q and one_k else None
-    size, blocks = tiles.block_k, []
-    if p.visibility.where is not None and not has_data:
-        found = kinds.join(schedule.block_kinds(p.visibility, p.batch, p.heads, p.queries, tiles.block_q, size), (0, 1))
-        block = lambda j: Block(int(j) * size, min(size, p.keys - int(j) * size))
-        kind_of = lambda kind, j: (bool(kind[j] == kinds.PARTIAL), bool(kind[j] == kinds.FULL))
-        blocks = [[(block(j), *kind_of(kind, j)) for j in kind.nonzero()[0]] for kind in found]
-        return blocks if sum(map(len, blocks)) <= UNROLLED else None
-    for seen in schedule.key_ranges(p.visibility, p.queries, tiles.block_q):
-        masked = has_data or (seen.full_first, seen.full_last) != (seen.first, seen.last)
-        some = lambda i, end, seen=seen: not has_data and seen.full_first < end and i < seen.full_last
-        ends = [(i, min(i + size, seen.last)) for i in range(seen.first, seen.last, size)]
-        blocks.append([(Block(i, end - i), masked, some(i, end)) for i, end in ends])
-    return blocks if sum(map(len, blocks)) <= UNROLLED else None
 
 
 def by_head(x, heads: int):
