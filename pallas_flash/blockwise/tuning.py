@@ -102,7 +102,7 @@ def _tiles(problem: Problem) -> Tiles:
     known = all(isinstance(n, int) for n in (p.batch, p.queries, p.keys))
     block_q = _at_most(_queries(p) if known else max(128 // p.group, 16), p.queries)
     one = None if _is_cut(p) else alike(p, block_q, MANY)
-    is_long = _is_band(p) and known and p.queries > SHORT
+    is_long = known and _is_band(p) and p.queries > SHORT
     in_loops = known and one is None and (is_long or ceil_div(p.queries, block_q) > UNROLLED)
     most = MANY if not in_loops and not _is_cut(p) else TRIANGLE if is_long else 512
     even_most = even(p.keys, most) if in_loops and p.visibility.where is None else most
