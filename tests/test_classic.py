@@ -84,7 +84,7 @@ def test_flash1_is_exact_for_the_keys_so_far_after_every_tile_of_keys(rng):
     attend = accounting.attention("flash1", tiles, local_window_size=(9, 20))
     accounting.observe(attend, q, k, v, watch=lambda kernel, array, value: stored[array].append(value.ravel()))
     by_key_tile = lambda values: [np.concatenate(values[i : i + 3]) for i in range(0, len(values), 3)]  # 3 tiles of queries
-    O, L, M = (by_key_tile(values) for values in stored.values())
+    O, M, L = (by_key_tile(values) for values in stored.values())
     assert len(L) == 1 + 4  # the zeros, and after each of 4 tiles of keys
 
     i, j = np.arange(z.T)[:, None], np.arange(z.S)

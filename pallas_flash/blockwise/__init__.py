@@ -1,8 +1,8 @@
 """FlashAttention-2 in plain JAX: query blocks outside, key blocks inside, O(T + S) memory, on any device.
 
 On a CPU a few heads go at a time, so that what passes between two products stays in the caches. Query blocks that see equally
-many neighbouring keys, as in a band, are one loop without loops over keys; other blocks are none, if they are few and known
-while tracing. Scores are [rows, keys]: then the forward's products take their operands as they lie, and XLA gives
+many neighbouring keys, in a long narrow band, are one loop without loops over keys; other blocks are none, if they are few and
+known while tracing. Scores are [rows, keys]: then the forward's products take their operands as they lie, and XLA gives
 q k^T and its softmax to its CPU library in one call. In the backward q and do are transposed, and dk and dv come out transposed;
 where p and ds are smaller, they are transposed instead. With the first operand left transposed a CPU's products are slow. The
 rows are those of all query heads that share a key/value head.

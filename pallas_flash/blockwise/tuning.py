@@ -49,7 +49,7 @@ class Tiles(NamedTuple):
 
 
 TRIANGLE = 256  # rows and keys of a block, in loops over keys of which a band hides many
-SHORT = 768  # queries under such a mask: blocks known while tracing hide more than those of loops
+SHORT = 1024  # queries whose blocks are known while tracing where a mask hides many keys: two cores go through several at once
 BLOCK = 512  # keys of all heads that are in the caches at a time, in decoding
 FEW = 128  # keys under a Predicate, too few to find blocks among them that it hides
 ONE = 768  # keys that are one block under a mask of data: a loop that may skip some of so few gains less than it costs
@@ -102,11 +102,10 @@ def _tiles(problem: Problem) -> Tiles:
     known = all(isinstance(n, int) for n in (p.batch, p.queries, p.keys))
     block_q = _at_most(_queries(p) if known else max(128 // p.group, 16), p.queries)
     one = None if _is_cut(p) else alike(p, block_q, MANY)
-    is_long = known and _is_band(p) and p.queries > SHORT
+    is_long = known and one is None and _is_window(p) and p.queries > SHORT
     in_loops = known and one is None and (is_long or ceil_div(p.queries, block_q) > UNROLLED)
-    most = MANY if not in_loops and not _is_cut(p) else TRIANGLE if is_long else 512
-    even_most = even(p.keys, most) if in_loops and p.visibility.where is None else most
-    block_k = _at_most(even_most if one is None else one.width, p.keys)
+    most = even(p.keys, TRIANGLE) if is_long else 512 if in_loops or _is_cut(p) else MANY
+    block_k = _at_most(most if one is None else one.width, p.keys)
     heads, alone = None, None
     if known and _is_one_device():
         heads = alone = _heads(p, p.group * block_q, block_k)
@@ -147,25 +146,21 @@ def _queries(p: Problem) -> int:
         scores = p.queries * p.group * p.keys
         most = SCORES if v.where is not None or (has_data and scores > DATA) else ALL_SEEN
         return ceil_div(p.queries, ceil_div(scores, most))
-    is_narrow = None not in (v.left, v.right) and v.left + v.right < 128
-    is_short = v.right is not None and p.queries <= 128  # the first half sees half of the keys
-    is_full = is_plain and not has_data and v.where is None
-    rows = 64 if is_narrow or is_short else 256 if is_full else 128
+    is_long = p.queries > SHORT
+    if is_long and _is_window(p):
+        queries = even(p.queries, max(128 // p.group, 16))
+        return queries if alike(p, queries, MANY) else even(p.queries, max(TRIANGLE // p.group, 64))
+    sparse = has_data or v.where is not None or v.left is not None or (v.right is not None and not is_long)
+    rows = 64 if v.right is not None and p.queries <= 128 else 128 if sparse else 256  # 64: the first half sees half of the keys
     queries = max(min(rows, max(rows, 128) // p.group), 16)
-    if has_data or v.where is not None:
-        unlimited = v.right is None or p.queries > 1024
-        return queries if unlimited else max(queries, ceil_div(p.queries, UNROLLED))
-    if _is_band(p) and not alike(p, even(p.queries, queries), MANY):
-        most = max(TRIANGLE // p.group, 64) if p.queries > SHORT else max(queries, ceil_div(p.queries, UNROLLED))
-        return even(p.queries, most)  # else nothing that is hidden is known while tracing
-    return even(p.queries, queries)
+    if v.right is None or is_long:
+        return queries
+    return max(queries, ceil_div(p.queries, UNROLLED))  # else nothing that is hidden is known while tracing
 
 
-def _is_band(p: Problem) -> bool:
-    """Whether what a band hides is much, and known while tracing."""
-    v = p.visibility
-    is_known = not v.has_data and v.where is None
-    return is_known and (v.left is not None or (v.right is not None and p.queries < 2 * p.keys))
+def _is_window(p: Problem) -> bool:
+    """Whether a band hides keys on the left, and that is known while tracing."""
+    return p.visibility.left is not None and not p.visibility.has_data and p.visibility.where is None
 
 
 def even(length: int, most: int) -> int:

@@ -23,14 +23,14 @@ class Alike(NamedTuple):
 
 @functools.lru_cache(256)
 def alike(p: Problem, block_q: int, block_k: int) -> Alike | None:
-    """What is alike in the query blocks; None for one or two, for keys in several blocks, and where a mask hides much of them."""
+    """What is alike in the query blocks; None for few, for keys in several blocks, and where a mask hides much of them."""
     v, has_data = p.visibility, p.visibility.has_data
     if not isinstance(p.queries, int) or not isinstance(p.keys, int) or v.where is not None or (has_data and block_k < p.keys):
         return None
     starts = [min(i, p.queries - block_q) for i in range(0, p.queries, block_q)]  # the last one ends with the rows
     ranges = [schedule.key_range(v, i, i + block_q - 1) for i in starts]
     width = max(keys.last - keys.first for keys in ranges)
-    if len(ranges) <= 2 or not 0 < width <= block_k or width * len(ranges) * block_q > ALIKE * scores(p, block_q):
+    if len(ranges) <= UNROLLED or not 0 < width <= block_k or width * len(ranges) * block_q > ALIKE * scores(p, block_q):
         return None
     masked = has_data or any(keys != (0, 0, width, width) for keys in ranges)
     ends = [schedule.key_range(v, i, i) for i in (0, p.queries - 1)]  # of a band: rows between them see no fewer keys
