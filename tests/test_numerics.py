@@ -91,7 +91,7 @@ def test_without_a_bias_too_at_a_scale_that_rounds(implementation, alike_tiles, 
     assert not worse_than_jax_nn(attend, 0.3, LOGITS, OUTPUTS[:-1], rng)
 
 
-@pytest.mark.whole("reference", "standard")
+@pytest.mark.whole("reference", "portable", "standard")
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("implementation", ["reference", "blockwise", "portable", "standard"])
 def test_sinks_biases_and_lse_go_to_the_ends_of_float32(implementation, with_bias, small_tiles, rng):

@@ -549,12 +549,13 @@ def processes(monkeypatch, code: str):
     monkeypatch.setattr(trial, "COMMAND", [sys.executable, "-c", f"import json, os, sys, time; {code}"])
 
 
-@pytest.mark.parametrize("code", FOUND)
+@pytest.mark.parametrize("code", whole_but(FOUND, *(code for code in FOUND if "sleep" not in code)))
 def test_a_process_is_ended_where_it_hangs_and_only_what_lasts_is_its_verdict(code, monkeypatch):
     processes(monkeypatch, code)
     assert trial.in_a_process(CASE, limit=2).verdict.why_not == FOUND[code]
 
 
+@pytest.mark.whole
 def test_several_processes_compile_at_a_time_and_one_runs(monkeypatch, tmp_path):
     log = tmp_path / "log"
     note = lambda word: f"open({str(log)!r}, 'a').write('{word} '); time.sleep(0.3)"
