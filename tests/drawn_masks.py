@@ -17,9 +17,12 @@ class Drawn(NamedTuple):
     mask: masks.Mask
     seen: Callable  # of batch row, head, row, position and key, which broadcast
     ends: Any = None  # of the queries and keys of the Varlen in it that has both, which says where each query is
+    lengths: Any = None  # beyond which are no queries: of QueryLengths that no | or ~ made a rule
 
     def __and__(self, other):
-        return self._joined(other, self.mask & other.mask, np.logical_and)
+        lengths = [x for x in (self.lengths, other.lengths) if x is not None]
+        found = self._joined(other, self.mask & other.mask, np.logical_and)
+        return found._replace(lengths=np.min(lengths, axis=0) if lengths else None)
 
     def __or__(self, other):
         return self._joined(other, self.mask | other.mask, np.logical_or)
@@ -79,7 +82,9 @@ def alone(z) -> dict[str, st.SearchStrategy]:
         rule=ints((z.B, z.N), 0, 9).map(rule),
         key_lengths=ints(z.B, -2, z.S + 3).map(lambda n: Drawn(masks.KeyLengths(n), lambda b, h, i, p, j: j < n[b])),
         key_starts=ints(z.B, -2, z.S + 3).map(lambda n: Drawn(masks.KeyStarts(n), lambda b, h, i, p, j: j >= n[b])),
-        query_lengths=ints(z.B, -2, z.T + 3).map(lambda n: Drawn(masks.QueryLengths(n), lambda b, h, i, p, j: i < n[b])),
+        query_lengths=ints(z.B, -2, z.T + 3).map(
+            lambda n: Drawn(masks.QueryLengths(n), lambda b, h, i, p, j: i < n[b], lengths=n)
+        ),
         prefix=ints(z.B, 0, z.S).map(lambda n: Drawn(masks.PrefixLM(n), lambda b, h, i, p, j: (j <= p) | (j < n[b]))),
         documents=st.tuples(ints((z.B, z.T), 0, 3), ints((z.B, z.S), 0, 3)).map(documents),
         stripes=ints((z.B, z.T), -3, z.S).map(stripes),

@@ -97,8 +97,9 @@ def attention(q, k, v, do, dlse, **kw):
     seen = visible(B, N, T, S, kw)
     # padding may hold NaN: what no query sees, and queries that see nothing, count as 0
     q, do = (np.where(np.moveaxis(seen.any(3), 1, 2)[..., None], x, 0) for x in (q, do))
-    if (lengths := kw.get("query_seq_lengths")) is not None:
-        dlse = np.where(np.arange(T)[:, None] < np.asarray(lengths)[:, None, None], dlse, 0)
+    for lengths in (kw.get("query_seq_lengths"), getattr(kw.get("drawn"), "lengths", None)):
+        if lengths is not None:
+            dlse = np.where(np.arange(T)[:, None] < np.asarray(lengths)[:, None, None], dlse, 0)
     key_seen = seen.reshape(B, K, N // K, T, S).any((2, 3))
     k, v = (np.where(np.moveaxis(key_seen, 1, 2)[..., None], x, 0) for x in (k, v))
     k_all, v_all = (np.repeat(x, N // K, axis=2) for x in (k, v))
