@@ -107,10 +107,11 @@ def test_inside_of_a_checked_shard_map_rules_read_what_varies(implementation, rn
 
 def test_a_checked_shard_map_beside_explicit_axes_says_that_no_rule_reads_what_varies(rng):
     q, k, v = qkv(rng, Z._replace(S=Z.T))
-    x = q, k, v, np.ones((Z.N, 5), np.float32), np.zeros((Z.B, Z.T), np.int32)
-    rows = P("data")
-    along = dict(in_specs=(rows, rows, rows, P(), rows), out_specs=rows, axis_names={"data"})
+    x, rows = (q, k, v, np.ones((Z.N, 5), np.float32), np.zeros((Z.B, Z.T), np.int32)), P("data")
+    specs = rows, rows, rows, P(), rows
+    along = dict(in_specs=specs, out_specs=rows, axis_names={"data"})
     with jax.set_mesh(mesh(AxisType.Explicit)):
+        x = [jax.device_put(a, NamedSharding(mesh(AxisType.Explicit), spec)) for a, spec in zip(x, specs, strict=True)]
         with pytest.raises(NotImplementedError, match="give that shard_map check_vma=False, or name all axes of the mesh in it"):
             jax.eval_shape(jax.shard_map(by_arrays, **along), *x)
         assert jax.eval_shape(jax.shard_map(by_arrays, check_vma=False, **along), *x).shape == (*q.shape[:3], Z.Hv)
