@@ -1,6 +1,5 @@
 """A function of batch, head, query and key: traced once, compared by what it computes, evaluated anywhere."""
 
-import contextlib
 import dataclasses
 import functools
 import math
@@ -145,17 +144,19 @@ def traced(signature: str, function: Callable, *shapes) -> tuple[Any, tuple, Any
     """The program of a user's function, the arrays that this takes from outside, floats first, and the shape of what it returns.
     What it computes of these arrays alone is computed here and now."""
     try:
-        with _mesh_of_arrays():
+        with any_mesh():
             return _traced(function, *shapes)
     except (TypeError, ValueError, IndexError) as error:
         raise TypeError(
             f"{signature} is called once, with single numbers of shape (), and traced for all pairs of a query and a key; "
             f"it raised {type(error).__name__}: {str(error).partition(chr(10))[0].rstrip('.')}.{HINTS.get(type(error), '')}"
         ) from error
-    except AssertionError as error:  # jax's, without words
+    except AssertionError as error:  # jax's, without words: an array varies in a shard_map that checks its types
         here = jax.sharding.get_abstract_mesh()
-        if not (here.manual_axes and here.explicit_axes):
+        if not here.manual_axes:
             raise
+        if not here.explicit_axes:
+            return _traced(function, *shapes)
         raise NotImplementedError(
             f"{signature} reads an array that varies in a shard_map that checks its types and leaves other axes of the mesh "
             "Explicit, which jax does not trace: give that shard_map check_vma=False, or name all axes of the mesh in it."
@@ -165,12 +166,6 @@ def traced(signature: str, function: Callable, *shapes) -> tuple[Any, tuple, Any
 def any_mesh():
     """The context in which a program is traced that is the same on any mesh."""
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
-
-
-def _mesh_of_arrays():
-    """The same for a program that takes arrays, which inside of a shard_map are of its mesh."""
-    here = jax.sharding.get_abstract_mesh()
-    return contextlib.nullcontext() if here.manual_axes and not here.explicit_axes else any_mesh()
 
 
 def _traced(function, *shapes):
