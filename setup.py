@@ -9,7 +9,8 @@ RELATIVE = r"\]\((?!\w+:|#)"
 
 
 def for_an_index(readme: str, repository: str | None) -> str:
-    """Links and pictures lead into the repository; as long as it has no address, links are text, and pictures are left out."""
+    """Links and pictures lead into the repository; as long as it has no address, links are text,
+    and pictures are left out."""
     if repository:
         readme = re.sub(rf"(!\[[^\]]*){RELATIVE}", rf"\1]({repository}/raw/main/", readme)
         return re.sub(RELATIVE, f"]({repository}/blob/main/", readme)
@@ -21,5 +22,7 @@ if __name__ == "__main__":
     import setuptools
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    readme = for_an_index((ROOT / "README.md").read_text(), project.get("urls", {}).get("Repository"))
+    readme = for_an_index(
+        (ROOT / "README.md").read_text(), project.get("urls", {}).get("Repository")
+    )
     setuptools.setup(long_description=readme, long_description_content_type="text/markdown")

@@ -1,4 +1,5 @@
-"""A small GPT in flax.nnx: pre-norm blocks, rotary positions, FlashAttention, and decoding with a cache.
+"""A small GPT in flax.nnx: pre-norm blocks, rotary positions, FlashAttention, and decoding with a
+cache.
 
 The letters: B batch, T tokens, D features, V vocabulary.
 """
@@ -15,7 +16,8 @@ from pallas_flash.flax import FlashAttention, KVCache, RollingCache
 
 @dataclasses.dataclass(frozen=True)
 class GPTConfig:
-    """The shape of a GPT. `features` is a multiple of `num_heads`, which is a multiple of `num_kv_heads`."""
+    """The shape of a GPT. `features` is a multiple of `num_heads`, which is a multiple of
+    `num_kv_heads`."""
 
     vocab_size: int = 256
     num_layers: int = 4
@@ -23,11 +25,14 @@ class GPTConfig:
     num_kv_heads: int | None = None  # None: as many as num_heads
     features: int = 128
     hidden_features: int = 512
-    window: int | None = None  # a token sees itself and the window - 1 before it; None: all before it
+    # a token sees itself and the window - 1 before it; None: all before it
+    window: int | None = None
     tied: bool = True  # the head's weights are the embedding's
-    dropout: float = 0.0  # in training: of the attention's weights, the embeddings, and what each branch adds
+    # in training: of the attention's weights, the embeddings, and what each branch adds
+    dropout: float = 0.0
     implementation: str | None = None  # of flash_attention; None chooses
-    context: context_parallel.Context | None = None  # of flash_attention, where sequences lie on several devices
+    # of flash_attention, where sequences lie on several devices
+    context: context_parallel.Context | None = None
     dtype: str = "float32"  # of activations; parameters are float32
 
 
@@ -36,7 +41,8 @@ class Block(nnx.Module):
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         c = config
-        # Both branches end in a small matrix, so that a new model starts close to the identity at any depth.
+        # Both branches end in a small matrix, so that a new model starts close to the identity at
+        # any depth.
         small = nnx.initializers.normal(0.02 / (2 * c.num_layers) ** 0.5)
         self.attention_norm = nnx.RMSNorm(c.features, dtype=c.dtype, rngs=rngs)
         self.attention = FlashAttention(
@@ -53,12 +59,25 @@ class Block(nnx.Module):
             keep_rngs=False,  # the model's state is its parameters; training passes rngs
         )
         self.mlp_norm = nnx.RMSNorm(c.features, dtype=c.dtype, rngs=rngs)
-        self.up = nnx.Linear(c.features, c.hidden_features, use_bias=False, dtype=c.dtype, rngs=rngs)
-        self.down = nnx.Linear(c.hidden_features, c.features, use_bias=False, dtype=c.dtype, kernel_init=small, rngs=rngs)
+        self.up = nnx.Linear(
+            c.features, c.hidden_features, use_bias=False, dtype=c.dtype, rngs=rngs
+        )
+        self.down = nnx.Linear(
+            c.hidden_features,
+            c.features,
+            use_bias=False,
+            dtype=c.dtype,
+            kernel_init=small,
+            rngs=rngs,
+        )
         self.dropout = nnx.Dropout(c.dropout)
 
     def __call__(
-        self, x: Float[Array, "B T D"], cache: KVCache | RollingCache | None = None, rngs: nnx.Rngs | None = None, lengths=None
+        self,
+        x: Float[Array, "B T D"],
+        cache: KVCache | RollingCache | None = None,
+        rngs: nnx.Rngs | None = None,
+        lengths=None,
     ):
         training = dict(rngs=rngs, deterministic=rngs is None)
         y = self.attention(self.attention_norm(x), cache=cache, lengths=lengths, **training)
@@ -74,19 +93,29 @@ class GPT(nnx.Module):
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         c = self.config = config
         small = nnx.initializers.normal(0.02)
-        self.embedding = nnx.Embed(c.vocab_size, c.features, embedding_init=small, dtype=c.dtype, rngs=rngs)
+        self.embedding = nnx.Embed(
+            c.vocab_size, c.features, embedding_init=small, dtype=c.dtype, rngs=rngs
+        )
         self.blocks = nnx.List([Block(c, rngs=rngs) for _ in range(c.num_layers)])
         self.norm = nnx.RMSNorm(c.features, dtype=c.dtype, rngs=rngs)
         self.dropout = nnx.Dropout(c.dropout)
         if not c.tied:
-            self.head = nnx.Linear(c.features, c.vocab_size, use_bias=False, dtype=c.dtype, kernel_init=small, rngs=rngs)
+            self.head = nnx.Linear(
+                c.features,
+                c.vocab_size,
+                use_bias=False,
+                dtype=c.dtype,
+                kernel_init=small,
+                rngs=rngs,
+            )
 
     def init_cache(self, batch: int, max_length: int) -> list[KVCache]:
         """Empty caches, one a block, for `batch` sequences of up to `max_length` tokens."""
         return [block.attention.init_cache(batch, max_length) for block in self.blocks]
 
     def init_rolling_cache(self, batch: int, tokens: int) -> list[RollingCache]:
-        """The same of the window's tokens alone, for sequences of any length; a call has up to `tokens` of them."""
+        """The same of the window's tokens alone, for sequences of any length; a call has up to
+        `tokens` of them."""
         return [block.attention.init_rolling_cache(batch, tokens) for block in self.blocks]
 
     def __call__(
@@ -96,10 +125,12 @@ class GPT(nnx.Module):
         rngs: nnx.Rngs | None = None,
         lengths: Int[Array, "B"] | None = None,
     ):
-        """float32 logits [B, T, V]; with caches (logits, caches), where tokens are the next T of each sequence.
+        """float32 logits [B, T, V]; with caches (logits, caches), where tokens are the next T of
+        each sequence.
 
-        With lengths only the first lengths[b] tokens of row b are real: the logits of the others mean nothing.
-        With rngs, of which the stream `dropout` is read, it is training; without there is no dropout.
+        With lengths only the first lengths[b] tokens of row b are real: the logits of the others
+        mean nothing. With rngs, of which the stream `dropout` is read, it is training; without
+        there is no dropout.
         """
         x = self.dropout(self.embedding(tokens), rngs=rngs, deterministic=rngs is None)
         new_caches = []
@@ -107,5 +138,7 @@ class GPT(nnx.Module):
             x, cache = block(x, cache, rngs, lengths)
             new_caches.append(cache)
         x = self.norm(x)
-        logits = (self.embedding.attend(x) if self.config.tied else self.head(x)).astype(jnp.float32)
+        logits = (self.embedding.attend(x) if self.config.tied else self.head(x)).astype(
+            jnp.float32
+        )
         return logits if caches is None else (logits, new_caches)

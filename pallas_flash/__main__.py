@@ -1,4 +1,5 @@
-"""python -m pallas_flash: which implementations flash_attention takes on this machine and why, and whether each is right here."""
+"""python -m pallas_flash: which implementations flash_attention takes on this machine and why, and
+whether each is right here."""
 
 import argparse
 import collections
@@ -18,24 +19,29 @@ from pallas_flash.kernels import device
 from pallas_flash.machine import comparison, records, selfcheck
 
 DESCRIPTION = """
-Prints which implementation flash_attention takes on this machine for typical calls, and why. Then runs variants of the kernels,
-forward and backward: those that most calls need, which takes up to three minutes on a GPU with four CPU cores or more, or with
---all every one that can run here. Each variant has a process of its own; on a GPU several compile at a time, and one runs. It
-is compared with the reference on small ragged problems, and timed on a larger one beside jax.nn.dot_product_attention. On a GPU
-the verdicts are recorded, so that later calls need no check of these variants: kernels that are right are taken, and kernels
-that are wrong, hang, crash or are refused by the compiler are not. What could not be checked, for lack of memory say, is
-checked when a call needs it, and so are kernels that read pages."""
+Prints which implementation flash_attention takes on this machine for typical calls, and why. Then
+runs variants of the kernels, forward and backward: those that most calls need, which takes up to
+three minutes on a GPU with four CPU cores or more, or with --all every one that can run here. Each
+variant has a process of its own; on a GPU several compile at a time, and one runs. It is compared
+with the reference on small ragged problems, and timed on a larger one beside
+jax.nn.dot_product_attention. On a GPU the verdicts are recorded, so that later calls need no check
+of these variants: kernels that are right are taken, and kernels that are wrong, hang, crash or are
+refused by the compiler are not. What could not be checked, for lack of memory say, is checked when
+a call needs it, and so are kernels that read pages."""
 EPILOG = f"""
 environment:
-  PALLAS_FLASH_IMPLEMENTATION=NAME  runs the calls that name no implementation: {", ".join(backends.NAMES)}
+  PALLAS_FLASH_IMPLEMENTATION=NAME  runs the calls that name no implementation:
+                                    {", ".join(backends.NAMES)}
   PALLAS_FLASH_SELF_CHECK=0         kernels are taken unchecked
-  XDG_CACHE_HOME                    verdicts are recorded in pallas_flash under this folder (default: ~/.cache)
-
-Exit status 1: something is wrong, hangs, crashes, fails or could not be checked, or nothing could be run."""
+  XDG_CACHE_HOME                    verdicts are recorded in pallas_flash under this folder
+                                    (default: ~/.cache)
+Exit status 1: something is wrong, hangs, crashes, fails or could not be checked, or nothing could
+be run."""
 
 
 def main(argv=None) -> int:
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # this process and those that it starts share a GPU
+    # this process and those that it starts share a GPU
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     args = parse(argv)
     if args.case:
         print(json.dumps(trial.tried(trial.Case(*json.loads(args.case)), wait_for_turn)))
@@ -56,15 +62,27 @@ def parse(argv) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    help = "every implementation, head size, dtype and option, as far as nothing below limits them; how long is said first"
+    help = (
+        "every implementation, head size, dtype and option, as far as nothing below limits "
+        "them; how long is said first"
+    )
     add("--all", action="store_true", help=help)
     help = "implementations to check (default: those that this machine may take unasked)"
     add("--implementations", nargs="+", choices=backends.NAMES, metavar="NAME", help=help)
-    help = "head sizes of queries and keys / of values (default: 32 64 128, with --all 192/128 256 too; without a GPU 64)"
+    help = (
+        "head sizes of queries and keys / of values (default: 32 64 128, with --all 192/128 256 "
+        "too; without a GPU 64)"
+    )
     add("--head-sizes", nargs="+", type=head_sizes, metavar="H[/Hv]", help=help)
-    help = "dtypes to check (default: bfloat16 on a GPU, else float32; with --all float32 and bfloat16, on a GPU float16 too)"
+    help = (
+        "dtypes to check (default: bfloat16 on a GPU, else float32; with --all float32 and "
+        "bfloat16, on a GPU float16 too)"
+    )
     add("--dtypes", nargs="+", choices=sorted(comparison.TOLERANCE), metavar="DTYPE", help=help)
-    help = "seconds after which what has compiled and runs counts as hanging, and its process is ended (default: %(default)g)"
+    help = (
+        "seconds after which what has compiled and runs counts as hanging, and its process is "
+        "ended (default: %(default)g)"
+    )
     add("--limit", type=float, default=180, metavar="SECONDS", help=help)
     add(trial.CASE, help=argparse.SUPPRESS)
     return parser.parse_args(argv)
@@ -89,11 +107,16 @@ def head_sizes(text: str) -> tuple[int, int]:
 
 def typical_calls() -> dict[str, tuple[list, dict]]:
     array = lambda *shape, dtype="bfloat16": jax.ShapeDtypeStruct(shape, dtype)
-    qkv = lambda B, T, S, N, K, H, **kw: [array(B, *size, H, **kw) for size in ((T, N), (S, K), (S, K))]
+    qkv = lambda B, T, S, N, K, H, **kw: [
+        array(B, *size, H, **kw) for size in ((T, N), (S, K), (S, K))
+    ]
     ints = lambda *shape: array(*shape, dtype="int32")
     return {
         "training": (qkv(4, 4096, 4096, 16, 16, 128), dict(is_causal=True)),
-        "packed documents": (qkv(1, 8192, 8192, 32, 8, 128), dict(is_causal=True, query_segment_ids=ints(1, 8192))),
+        "packed documents": (
+            qkv(1, 8192, 8192, 32, 8, 128),
+            dict(is_causal=True, query_segment_ids=ints(1, 8192)),
+        ),
         "float32": (qkv(8, 512, 512, 8, 8, 64, dtype="float32"), dict(is_causal=True)),
         "a bias": (qkv(8, 512, 512, 12, 12, 64), dict(bias=array(1, 12, 512, 512))),
         "decoding": (qkv(8, 1, 4096, 32, 8, 128), dict(key_value_seq_lengths=ints(8))),
@@ -101,7 +124,10 @@ def typical_calls() -> dict[str, tuple[list, dict]]:
 
 
 def print_machine():
-    ours, theirs = f"pallas_flash {pallas_flash.__version__}", f"jax {jax.__version__}, jaxlib {jaxlib.__version__}"
+    ours, theirs = (
+        f"pallas_flash {pallas_flash.__version__}",
+        f"jax {jax.__version__}, jaxlib {jaxlib.__version__}",
+    )
     print(f"{ours}, {theirs}, Python {platform.python_version()}")
     kinds = collections.Counter(device.device_kind for device in jax.local_devices())
     devices = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
@@ -134,17 +160,25 @@ def check_all(args) -> bool:
     on_gpu = device.here().platform == "gpu"
     names = args.implementations or (backends.NAMES if args.all else trial.unasked())
     every = ["bfloat16", "float16", "float32"] if on_gpu else ["float32", "bfloat16"]
-    cases, refused = trial.cases(names, args.head_sizes, args.dtypes or (every if args.all else every[:1]), args.all)
+    cases, refused = trial.cases(
+        names, args.head_sizes, args.dtypes or (every if args.all else every[:1]), args.all
+    )
     jobs = min(JOBS, os.cpu_count() or 1) if on_gpu else 1  # a CPU that compiles is slow to run
     minutes = f": about {math.ceil(len(cases) * trial.SECONDS / jobs / 60)} minutes" * on_gpu
-    print(f"\nWhat is right here: {len(cases)} variants, each in a process of its own, {jobs} at a time{minutes}\n")
+    print(
+        f"\nWhat is right here: {len(cases)} variants, each in a process of its own, {jobs} at a "
+        f"time{minutes}\n"
+    )
     head = "head sizes, dtype, the backward's order, options"
     print(COLUMNS.format(head, "largest error", "compile", "run", "jax.nn / ours", ""))
     findings = trial.findings(cases.values(), args.limit, jobs)
     right = [print_row(variant, finding) for variant, finding in zip(cases, findings, strict=True)]
     for name, reason in refused.items():
         print(f"{name} is not here: {reason}")
-    print(f"\n{sum(right)} of {len(right)} are right." + (f" Recorded in {records.folder()}." if records.machine() else ""))
+    print(
+        f"\n{sum(right)} of {len(right)} are right."
+        + (f" Recorded in {records.folder()}." if records.machine() else "")
+    )
     return bool(right) and all(right)
 
 

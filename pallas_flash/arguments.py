@@ -1,4 +1,5 @@
-"""What is asked: checks a user's arguments and brings them into one form, a `Problem` and its `Operands`.
+"""What is asked: checks a user's arguments and brings them into one form, a `Problem` and its
+`Operands`.
 
 Every error that a user can cause is raised here, before anything is traced into a kernel.
 """
@@ -60,7 +61,9 @@ class Problem:
         sizes = dict(batch=x.query.shape[0], heads=x.query.shape[2], kv_heads=x.key.shape[2])
         visibility, score = shapes((x.visibility, x.score))
         bias, mask = (None if a is None else a.shape for a in (x.bias, x.mask))
-        more = dict(bias=bias, mask=mask, visibility=visibility, score=score, sinks=x.sinks is not None)
+        more = dict(
+            bias=bias, mask=mask, visibility=visibility, score=score, sinks=x.sinks is not None
+        )
         return dataclasses.replace(self, **sizes, **more)
 
     @property
@@ -75,7 +78,8 @@ class Problem:
 
     @property
     def with_top(self) -> bool:
-        """Whether the largest score is a number beside the running maximum, which a sink may have started."""
+        """Whether the largest score is a number beside the running maximum, which a sink may have
+        started."""
         return self.max_logits and self.sinks
 
     @property
@@ -90,7 +94,10 @@ class Problem:
 
     def __str__(self):
         p = self
-        head = f"B={p.batch} T={p.queries} S={p.keys} N={p.heads} K={p.kv_heads} H={p.head_size} Hv={p.value_size} {p.dtype}"
+        head = (
+            f"B={p.batch} T={p.queries} S={p.keys} N={p.heads} K={p.kv_heads} H={p.head_size} "
+            f"Hv={p.value_size} {p.dtype}"
+        )
         extras = [f"mask: {p.visibility}", f"scale {p.scale:.4g}"]
         extras += [f"soft cap {p.soft_cap:g}"] if p.soft_cap is not None else []
         extras += [f"score_mod {p.score.rule}"] if p.score is not None else []
@@ -133,10 +140,11 @@ def normalise(
     dropout_seeds=None,
     visibility=None,
 ) -> tuple[Problem, Operands]:
-    """The arguments of `flash_attention` as a Problem and Operands; raises TypeError or ValueError on what does not fit.
+    """The arguments of `flash_attention` as a Problem and Operands; raises TypeError or ValueError
+    on what does not fit.
 
-    `dropout_seeds` [*B, N, 2] are those of dropout_rng, from someone who sees all batch rows and heads; `visibility` is what all
-    else that hides keys comes to, from someone who sees all rows.
+    `dropout_seeds` [*B, N, 2] are those of dropout_rng, from someone who sees all batch rows and
+    heads; `visibility` is what all else that hides keys comes to, from someone who sees all rows.
     """
     query, key, value = arrays(query, key, value)
     lead, (T, N, H) = query.shape[:-3], query.shape[-3:]
@@ -207,7 +215,9 @@ def visible(
     if query_seq_lengths is not None:
         rules.append(masks.QueryLengths(sizes.ints("query_seq_lengths", query_seq_lengths, "B")))
     if key_value_seq_lengths is not None:
-        rules.append(masks.KeyLengths(sizes.ints("key_value_seq_lengths", key_value_seq_lengths, "B")))
+        rules.append(
+            masks.KeyLengths(sizes.ints("key_value_seq_lengths", key_value_seq_lengths, "B"))
+        )
     B, T, S = (sizes.of[c] for c in "BTS")
     rules += _documents(sizes, query_segment_ids, key_value_segment_ids, T == S)
     whole = (_with_arrays(sizes, part) for part in masks.leaves(mask))
@@ -221,46 +231,74 @@ def exact_part(part: masks.Mask) -> masks.Mask:
     if isinstance(part, masks.Kinds):
         return part
     may_lack = lambda field: hasattr(type(part), field)  # it has a default
-    arrays = {field: x for field in part.ARRAYS if (x := getattr(part, field)) is not None or not may_lack(field)}
+    arrays = {
+        field: x
+        for field in part.ARRAYS
+        if (x := getattr(part, field)) is not None or not may_lack(field)
+    }
     if isinstance(part, masks.Documents):
         named = {f"{prefix}.{field}": x for field, x in arrays.items()}
         return masks.Documents(*checks.ids(named))
     of = lambda field, x: int(x) if checks.is_int(x) else checks.ints(f"{prefix}.{field}", x)
-    return dataclasses.replace(part, **{field: of(field, x) for field, x in arrays.items()}) if arrays else part
+    return (
+        dataclasses.replace(part, **{field: of(field, x) for field, x in arrays.items()})
+        if arrays
+        else part
+    )
 
 
 def arrays(query, key, value):
     """query, key and value, of dtypes and shapes that fit each other."""
-    query, key, value = (checks.array(name, x) for name, x in dict(query=query, key=key, value=value).items())
+    query, key, value = (
+        checks.array(name, x) for name, x in dict(query=query, key=key, value=value).items()
+    )
     for name, x in dict(query=query, key=key, value=value).items():
         if str(x.dtype) not in DTYPES:
             raise TypeError(
-                f"{name} must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}; got {x.dtype}. Cast it with {name}.astype(...)."
+                f"{name} must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}; got {x.dtype}. Cast it "
+                f"with {name}.astype(...)."
             )
         if x.dtype != query.dtype:
-            raise TypeError(f"query, key and value must have one dtype; got query {query.dtype} and {name} {x.dtype}.")
+            raise TypeError(
+                f"query, key and value must have one dtype; got query {query.dtype} and {name} "
+                f"{x.dtype}."
+            )
         if len(x.shape) < 3:
-            raise ValueError(f"{name} must be [..., length, heads, head size], 3 axes or more; got {x.shape}.")
+            raise ValueError(
+                f"{name} must be [..., length, heads, head size], 3 axes or more; got {x.shape}."
+            )
         if len(x.shape) != len(query.shape):
-            raise ValueError(f"{name} must have as many axes as query {query.shape}; got {x.shape}.")
+            raise ValueError(
+                f"{name} must have as many axes as query {query.shape}; got {x.shape}."
+            )
     lead, (N, H), (S, K) = query.shape[:-3], query.shape[-2:], key.shape[-3:-1]
     if symbols := [str(n) for n in (N, K, H, value.shape[-1]) if not isinstance(n, int)]:
-        raise ValueError(f"heads and their sizes must be known, lengths and batch may be symbols of jax.export; got {symbols}.")
+        raise ValueError(
+            "heads and their sizes must be known, lengths and batch may be symbols of jax.export; "
+            f"got {symbols}."
+        )
     show = lambda *tail: "(" + ", ".join(map(str, (*lead, *tail))) + ")"
     if key.shape[:-3] != lead or key.shape[-1] != H:
-        raise ValueError(f"key must be {show('S', 'K', H)} to match query {query.shape}; got {key.shape}.")
+        raise ValueError(
+            f"key must be {show('S', 'K', H)} to match query {query.shape}; got {key.shape}."
+        )
     if value.shape[:-1] != key.shape[:-1]:
-        raise ValueError(f"value must be {show(S, K, 'Hv')} to match key {key.shape}; got {value.shape}.")
+        raise ValueError(
+            f"value must be {show(S, K, 'Hv')} to match key {key.shape}; got {value.shape}."
+        )
     if K == 0 or N % K:
         raise ValueError(
-            f"the query heads must be a multiple of the key/value heads, each serving N / K of them; got N = {N}, K = {K}."
-            + HEADS_FIRST * (K > 0 and S > 0 and query.shape[-3] % S == 0)
+            "the query heads must be a multiple of the key/value heads, each serving N / K of "
+            f"them; got N = {N}, K = {K}."
+            + HEADS_FIRST
+            * (K > 0 and S > 0 and query.shape[-3] % S == 0)
         )
     return query, key, value
 
 
 def _times(query, factors, visibility: Visibility):
-    """query [B, T, N, H] times factors [N], or one for all heads, rounded to its own dtype; None leaves it."""
+    """query [B, T, N, H] times factors [N], or one for all heads, rounded to its own dtype; None
+    leaves it."""
     if factors is None:
         return query
     live = visibility.live(jnp.arange(query.shape[1], dtype=jnp.int32))
@@ -277,10 +315,13 @@ def _documents(sizes, query_ids, key_ids, square) -> list[masks.Mask]:
         raise ValueError("key_value_segment_ids needs query_segment_ids beside it.")
     if key_ids is None and not square:
         raise ValueError(
-            f"query_segment_ids alone is enough only where T == S; got T = {sizes.of['T']}, S = {sizes.of['S']}: "
+            f"query_segment_ids alone is enough only where T == S; got T = {sizes.of['T']}, S = "
+            f"{sizes.of['S']}: "
             "give key_value_segment_ids too."
         )
-    named = dict(query_segment_ids=query_ids, key_value_segment_ids=query_ids if key_ids is None else key_ids)
+    named = dict(
+        query_segment_ids=query_ids, key_value_segment_ids=query_ids if key_ids is None else key_ids
+    )
     return [masks.Documents(*map(sizes.ints, named, checks.ids(named), ("BT", "BS")))]
 
 

@@ -20,7 +20,9 @@ def _second_of(choice: Choice) -> Callable:
     """What lets the second derivatives through that an implementation has."""
     if choice.backend.name == "reference":
         return lambda x: x
-    return modes.second_in_forward_alone if choice.backend.name in IN_FORWARD_MODE else modes.no_second
+    return (
+        modes.second_in_forward_alone if choice.backend.name in IN_FORWARD_MODE else modes.no_second
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -30,10 +32,12 @@ def _attend(problem: Problem, choice: Choice, operands: Operands):
 
 
 def _forward(problem, choice, operands):
-    second = _second_of(choice)  # of what goes in, for the kernels, and of what comes out, where a transposition begins
+    # of what goes in, for the kernels, and of what comes out, where a transposition begins
+    second = _second_of(choice)
     operands = _floats_through(second, operands)
     o, stats = choice.backend.forward(problem, choice.backend.of_gradient(choice.tiles), operands)
-    # Named, so that a policy of jax.checkpoint can keep them: the backward needs nothing else that is costly.
+    # Named, so that a policy of jax.checkpoint can keep them: the backward needs nothing else that
+    # is costly.
     o = checkpoint_name(o, "flash_attention_out")
     stats = jax.tree.map(lambda x: checkpoint_name(x, "flash_attention_lse"), stats)
     lse, largest = natural(choice.backend.unit(problem), problem, operands, stats)
@@ -42,38 +46,52 @@ def _forward(problem, choice, operands):
 
 
 def natural(unit: float, problem: Problem, operands: Operands, stats: online_softmax.Statistics):
-    """Of what an implementation has in its unit the natural log-sum-exp [B, N, T], that of a sink beyond its ends the sink; and
-    the largest logit, which has no derivative, or None where it is not asked for."""
+    """Of what an implementation has in its unit the natural log-sum-exp [B, N, T], that of a sink
+    beyond its ends the sink; and the largest logit, which has no derivative, or None where it is
+    not asked for."""
     lse = stats.lse(unit)
     if operands.sinks is not None:
         lse = jnp.where(lse < 2e38, lse, jnp.maximum(lse, operands.sinks[None, :, None]))
-    return lse, lax.stop_gradient(online_softmax.natural(stats.largest, unit)) if problem.max_logits else None
+    return lse, lax.stop_gradient(
+        online_softmax.natural(stats.largest, unit)
+    ) if problem.max_logits else None
 
 
 def _backward(problem, choice, residuals, cotangents):
     operands, o, stats = residuals
     second = _second_of(choice)
     do, dlse = second(cotangents[:2])
-    if operands.sinks is not None:  # without them the rows that are not there, of which all may be NaN, have no lse
+    # without them the rows that are not there, of which all may be NaN, have no lse
+    if operands.sinks is not None:
         do, dlse = _of_live_rows(operands, do, dlse)
     wide, unit = stats.m.dtype, choice.backend.unit(problem)
     dlse = jnp.where(stats.empty, 0.0, dlse)
     lse, factor = (stats.apart(dlse), None) if choice.backend.is_apart else stats.in_one(unit)
-    if factor is not None:  # P = factor * 2^(s - lse) meets do alone, and what is made of do: so do takes the factor
+    # P = factor * 2^(s - lse) meets do alone, and what is made of do: so do takes the factor
+    if factor is not None:
         dlse = dlse * factor
-    if problem.dropped:  # P is dropped and divided by the part that is kept where it meets do: so do takes the divisor too
+    # P is dropped and divided by the part that is kept where it meets do: so do takes the divisor
+    # too
+    if problem.dropped:
         factor = jnp.ones_like(stats.m) / problem.kept if factor is None else factor / problem.kept
     if factor is not None:
         do = (do.astype(wide) * jnp.swapaxes(factor, 1, 2)[..., None]).astype(do.dtype)
-    if do.dtype != wide:  # XLA may leave out its rounding to 16 bits here, and delta part from the kernels' do
+    # XLA may leave out its rounding to 16 bits here, and delta part from the kernels' do
+    if do.dtype != wide:
         do = lax.optimization_barrier(do)
     # d lse / d s = p, and ds = p * (dp - rowsum(o * do)): the cotangent of lse joins delta.
     delta = jnp.swapaxes(jnp.sum(o.astype(wide) * do.astype(wide), axis=-1), 1, 2)
     delta = (delta if problem.kept == 1 else delta * problem.kept) - dlse
     delta = jnp.where(stats.empty, 0.0, delta)
-    dq, dk, dv, dbias, *dtables = second(choice.backend.backward(problem, choice.tiles, operands, lse, do, delta))
+    dq, dk, dv, dbias, *dtables = second(
+        choice.backend.backward(problem, choice.tiles, operands, lse, do, delta)
+    )
     dscore = jax.tree.map(lambda _: None, operands.score).with_tables(*dtables) if dtables else None
-    return (Operands(dq, dk, dv, dbias, _of_sinks(unit, operands.sinks, lse, delta), None, None, score=dscore),)
+    return (
+        Operands(
+            dq, dk, dv, dbias, _of_sinks(unit, operands.sinks, lse, delta), None, None, score=dscore
+        ),
+    )
 
 
 def _of_live_rows(operands: Operands, do, dlse):
@@ -85,11 +103,15 @@ def _of_live_rows(operands: Operands, do, dlse):
 
 
 def _of_sinks(unit: float, sinks, lse, delta):
-    """The gradient of the sinks: that of logits with the value 0, of which each row has one; None without them."""
+    """The gradient of the sinks: that of logits with the value 0, of which each row has one; None
+    without them."""
     if sinks is None:
         return None
-    lse, delta = (lse.m, lse.inverse * delta) if isinstance(lse, online_softmax.Apart) else (lse, delta)
-    # as in online_softmax.start a maximum parts product and difference: one multiply-add would round otherwise than lse did
+    lse, delta = (
+        (lse.m, lse.inverse * delta) if isinstance(lse, online_softmax.Apart) else (lse, delta)
+    )
+    # as in online_softmax.start a maximum parts product and difference: one multiply-add would
+    # round otherwise than lse did
     s = jnp.where(sinks == -jnp.inf, sinks, online_softmax.finite(sinks * unit))
     p = online_softmax.power(s[None, :, None] - lse, unit)
     return -jnp.sum(p * delta, axis=(0, 2)).astype(sinks.dtype)
@@ -101,8 +123,8 @@ _forward_jit = jax.jit(lambda forward, *args: forward(*args), static_argnums=(0,
 
 
 def attend(problem: Problem, choice: Choice, operands: Operands):
-    """o [B, T, N, Hv] in the query's dtype, lse [B, N, T] in float32, which both may be differentiated, and the largest logits
-    [B, N, T], None if they are not asked for."""
+    """o [B, T, N, Hv] in the query's dtype, lse [B, N, T] in float32, which both may be
+    differentiated, and the largest logits [B, N, T], None if they are not asked for."""
     operands = _floats_through(modes.first_in_reverse_alone, operands)
     return _attend_jit(problem, choice, vary_alike(operands))
 
@@ -115,8 +137,11 @@ def _floats_through(identity: Callable, x: Operands) -> Operands:
 
 
 def attend_in_forward_mode(problem: Problem, choice: Choice, operands: Operands):
-    """The same for jax.jvp, in the memory of the forward: the running sums have tangents, which are sums of their own."""
+    """The same for jax.jvp, in the memory of the forward: the running sums have tangents, which are
+    sums of their own."""
     if choice.backend.name not in IN_FORWARD_MODE:
-        raise NotImplementedError(f"forward mode is for {' and '.join(IN_FORWARD_MODE)}; got {choice.backend.name}.")
+        raise NotImplementedError(
+            f"forward mode is for {' and '.join(IN_FORWARD_MODE)}; got {choice.backend.name}."
+        )
     o, stats = _forward_jit(choice.backend.forward, problem, choice.tiles, vary_alike(operands))
     return o, *natural(choice.backend.unit(problem), problem, operands, stats)

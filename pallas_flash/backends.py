@@ -17,17 +17,23 @@ class Backend(NamedTuple):
 
     name: str
     why_not: Callable[[Problem], str | None]  # None: it can run this problem; else the reason
-    why_not_by_default: Callable[[Problem], str | None]  # None: it is taken unasked where it can run
+    # None: it is taken unasked where it can run
+    why_not_by_default: Callable[[Problem], str | None]
     tiles: Callable[[Problem], Any]  # a hashable Tiles, or None
-    forward: Callable  # (problem, tiles, operands)                    -> o, online_softmax.Statistics
-    # lse in its unit, +inf for a row that saw no key; do and delta have the factor of `Statistics.in_one`. With a score_mod
-    # one more: the gradients of its tables
-    backward: Callable  # (problem, tiles, operands, lse, do, delta) -> dq, dk, dv, dbias (None without a bias)
+    # (problem, tiles, operands)                    -> o, online_softmax.Statistics
+    forward: Callable
+    # lse in its unit, +inf for a row that saw no key; do and delta have the factor of
+    # `Statistics.in_one`. With a score_mod one more: the gradients of its tables (problem, tiles,
+    # operands, lse, do, delta) -> dq, dk, dv, dbias (None without a bias)
+    backward: Callable
     own_kernels: bool = False  # not XLA's: a GPU runs them unasked only after selfcheck.py
     of_gradient: Callable = lambda tiles: tiles  # the tiles of a forward that the backward follows
-    is_apart: bool = False  # its backward takes for lse the `online_softmax.Apart`, and so do and delta as they are
-    copies: Callable[[Problem], str | None] = lambda problem: None  # what is copied for its kernels in each call
-    is_natural: bool = True  # its scores, of whose maxima its Statistics are; else they are in the problem's unit
+    # its backward takes for lse the `online_softmax.Apart`, and so do and delta as they are
+    is_apart: bool = False
+    # what is copied for its kernels in each call
+    copies: Callable[[Problem], str | None] = lambda problem: None
+    # its scores, of whose maxima its Statistics are; else they are in the problem's unit
+    is_natural: bool = True
 
     def unit(self, problem: Problem) -> float:
         """What natural scores are times in it."""
@@ -56,12 +62,15 @@ class Choice(NamedTuple):
     tiles: Any
 
 
-WhyNotHere = Callable[[Backend], str | None]  # why this machine does not take it unasked, though it could run
+# why this machine does not take it unasked, though it could run
+WhyNotHere = Callable[[Backend], str | None]
 
 
 def _no_gpu() -> str | None:
     on_gpu = device.here().platform == "gpu"
-    return None if on_gpu else "the call is not for a GPU: it would run in Pallas' interpreter, slowly"
+    return (
+        None if on_gpu else "the call is not for a GPU: it would run in Pallas' interpreter, slowly"
+    )
 
 
 FEW = 64  # queries
@@ -71,7 +80,9 @@ def _few_queries(problem: Problem) -> str | None:
     """Why the Hopper kernels are not for a call with a mask that is an array."""
     if problem.mask is None or not isinstance(problem.queries, int) or problem.queries > FEW:
         return None
-    return f"XLA prepares a mask that is an array, which takes long beside {problem.queries} queries"
+    return (
+        f"XLA prepares a mask that is an array, which takes long beside {problem.queries} queries"
+    )
 
 
 def _no_empty_axis(problem: Problem) -> str | None:
@@ -82,8 +93,11 @@ def _no_empty_axis(problem: Problem) -> str | None:
 
 
 def _kernel(module: str, name: str) -> Callable:
-    """A function of a module in `kernels`, which is imported, and with it Mosaic or Triton, when the function is first called."""
-    return lambda *args: getattr(importlib.import_module(f"pallas_flash.kernels.{module}"), name)(*args)
+    """A function of a module in `kernels`, which is imported, and with it Mosaic or Triton, when
+    the function is first called."""
+    return lambda *args: getattr(importlib.import_module(f"pallas_flash.kernels.{module}"), name)(
+        *args
+    )
 
 
 @functools.cache
@@ -92,25 +106,33 @@ def _why_no_import(*modules: str) -> str | None:
     try:
         for module in modules:
             importlib.import_module(f"pallas_flash.kernels.{module}")
-    except Exception as error:  # another jax may lack a module, a name in it, or what a name was good for
+        # another jax may lack a module, a name in it, or what a name was good for
+    except Exception as error:
         return f"its kernels cannot be imported with jax {jax.__version__}: {error}"
     return None
 
 
 def _no_tiles(problem: Problem) -> str | None:
     """Why no Pallas kernel can tile a problem."""
-    symbols = [str(n) for n in (problem.batch, problem.queries, problem.keys) if not isinstance(n, int)]
+    symbols = [
+        str(n) for n in (problem.batch, problem.queries, problem.keys) if not isinstance(n, int)
+    ]
     if symbols:
         return f"a kernel's grid is made of known sizes; got {', '.join(symbols)} of jax.export"
     if getattr(jax.config, "eager_constant_folding", False):  # under ensure_compile_time_eval
-        return "its kernels are traced, and jax.ensure_compile_time_eval would evaluate what they are made of"
+        return (
+            "its kernels are traced, and jax.ensure_compile_time_eval would evaluate what they "
+            "are made of"
+        )
     return _no_empty_axis(problem)
 
 
 BACKENDS = (
     Backend(
         "hopper",
-        lambda p: _no_tiles(p) or hopper.why_not(p) or _why_no_import("hopper.forward", "hopper.backward"),
+        lambda p: (
+            _no_tiles(p) or hopper.why_not(p) or _why_no_import("hopper.forward", "hopper.backward")
+        ),
         lambda p: _no_gpu() or _few_queries(p),
         lambda p: hopper.tiles(p),
         _kernel("hopper.forward", "forward"),
@@ -121,7 +143,11 @@ BACKENDS = (
     ),
     Backend(
         "portable",
-        lambda p: _no_tiles(p) or portable.why_not(p) or _why_no_import("portable.forward", "portable.backward"),
+        lambda p: (
+            _no_tiles(p)
+            or portable.why_not(p)
+            or _why_no_import("portable.forward", "portable.backward")
+        ),
         lambda p: _no_gpu(),
         lambda p: portable.tiles(p),
         _kernel("portable.forward", "forward"),
@@ -150,7 +176,9 @@ BACKENDS = (
     *(
         Backend(
             name,
-            lambda p, m=module: _no_tiles(p) or portable.why_not(p) or _why_no_import(m) or _kernel(m, "why_not")(p),
+            lambda p, m=module: (
+                _no_tiles(p) or portable.why_not(p) or _why_no_import(m) or _kernel(m, "why_not")(p)
+            ),
             lambda p: "an earlier algorithm, kept to compare with: ask for it by name",
             *(_kernel(module, function) for function in ("tiles", "forward", "backward")),
             own_kernels=True,
@@ -163,28 +191,40 @@ NAMES = tuple(backend.name for backend in BACKENDS)
 OF_JAX_NN = ("xla", "cudnn")  # its names for what it has; here they choose, as None does
 
 
-def choose(problem: Problem, implementation: str | None = None, why_not_here: WhyNotHere = lambda backend: None) -> Choice:
-    """The implementation asked for, or the first in the table that runs the problem and is taken unasked."""
+def choose(
+    problem: Problem,
+    implementation: str | None = None,
+    why_not_here: WhyNotHere = lambda backend: None,
+) -> Choice:
+    """The implementation asked for, or the first in the table that runs the problem and is taken
+    unasked."""
     implementation = None if implementation in OF_JAX_NN else implementation
     if implementation not in (None, *NAMES):
         raise ValueError(
-            f"implementation must be None or one of {', '.join(NAMES)}, or jax.nn's {' or '.join(OF_JAX_NN)}, which mean the "
+            f"implementation must be None or one of {', '.join(NAMES)}, or jax.nn's "
+            f"{' or '.join(OF_JAX_NN)}, which mean the "
             f"same as None; got {implementation!r}."
         )
     for backend in BACKENDS:
         if implementation not in (None, backend.name):
             continue
-        if implementation is None and backend.why_not_by_default(problem):  # comes first: why_not may import the kernels
+        # comes first: why_not may import the kernels
+        if implementation is None and backend.why_not_by_default(problem):
             continue
         why_not = backend.why_not(problem)
         if implementation is not None and why_not:
-            raise NotImplementedError(f"implementation {implementation!r} cannot run this call: {why_not}. The call: {problem}.")
+            raise NotImplementedError(
+                f"implementation {implementation!r} cannot run this call: {why_not}. The call: "
+                f"{problem}."
+            )
         if not why_not and (implementation is not None or not why_not_here(backend)):
             return Choice(backend, backend.tiles(problem))
     raise AssertionError("the reference runs everything")
 
 
-def why_not_taken(problem: Problem, taken: Backend, asked_for: bool, why_not_here: WhyNotHere) -> dict[str, str]:
+def why_not_taken(
+    problem: Problem, taken: Backend, asked_for: bool, why_not_here: WhyNotHere
+) -> dict[str, str]:
     """For each other implementation, why `taken` was taken before it."""
 
     def reason(backend):
@@ -192,6 +232,10 @@ def why_not_taken(problem: Problem, taken: Backend, asked_for: bool, why_not_her
             return why_not
         if asked_for:
             return f"{taken.name} was asked for"
-        return backend.why_not_by_default(problem) or why_not_here(backend) or f"{taken.name} comes before it"
+        return (
+            backend.why_not_by_default(problem)
+            or why_not_here(backend)
+            or f"{taken.name} comes before it"
+        )
 
     return {backend.name: reason(backend) for backend in BACKENDS if backend is not taken}

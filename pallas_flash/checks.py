@@ -1,4 +1,5 @@
-"""What a single argument may be: arrays, integers, flags, numbers and windows; each comes back exact, or raises."""
+"""What a single argument may be: arrays, integers, flags, numbers and windows; each comes back
+exact, or raises."""
 
 import math
 from collections.abc import Callable
@@ -20,8 +21,12 @@ def is_array(x) -> bool:
 
 
 def with_arrays(call: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call, with the array in place of each object that only has a __jax_array__."""
-    return {name: jnp.asarray(x) if hasattr(x, "__jax_array__") and not is_array(x) else x for name, x in call.items()}
+    """The arguments of a call, with the array in place of each object that only has a
+    __jax_array__."""
+    return {
+        name: jnp.asarray(x) if hasattr(x, "__jax_array__") and not is_array(x) else x
+        for name, x in call.items()
+    }
 
 
 def is_int(x) -> bool:
@@ -29,9 +34,13 @@ def is_int(x) -> bool:
 
 
 def is_constant(x) -> bool:
-    """Whether an array's values belong to the call: numpy's numbers and integers, which jax could cut, and single flags."""
-    known, kind = isinstance(x, np.ndarray) or _is_known(x), getattr(x.dtype, "kind", None)  # a key of jax.random has none
-    return isinstance(x, np.generic) or (known and (kind in ("i", "u") or (x.dtype == bool and x.shape == ())))
+    """Whether an array's values belong to the call: numpy's numbers and integers, which jax could
+    cut, and single flags."""
+    # a key of jax.random has none
+    known, kind = isinstance(x, np.ndarray) or _is_known(x), getattr(x.dtype, "kind", None)
+    return isinstance(x, np.generic) or (
+        known and (kind in ("i", "u") or (x.dtype == bool and x.shape == ()))
+    )
 
 
 def from_shapes(f: Callable, call: dict[str, Any]):
@@ -52,12 +61,20 @@ def from_shapes(f: Callable, call: dict[str, Any]):
 def array(name: str, x, more: str = ""):
     """x as a jax array; lists and numbers too, as jax takes them."""
     if not is_array(x) and not isinstance(x, list | tuple | int | float):
-        hint = " Pass a function of your own as masks.Where(function), and call what makes a mask, as masks.Causal()."
-        raise TypeError(f"{name} must be an array{more}; got {_kind(x)}.{hint * (name == 'mask' and callable(x))}")
+        hint = (
+            " Pass a function of your own as masks.Where(function), and call what makes a mask, "
+            "as masks.Causal()."
+        )
+        raise TypeError(
+            f"{name} must be an array{more}; got "
+            f"{_kind(x)}.{hint * (name == 'mask' and callable(x))}"
+        )
     try:
         return jnp.asarray(x)
     except (TypeError, ValueError) as error:
-        raise TypeError(f"{name} must be an array{more}; of this {_kind(x)} none can be made: {error}") from None
+        raise TypeError(
+            f"{name} must be an array{more}; of this {_kind(x)} none can be made: {error}"
+        ) from None
 
 
 def dense(name: str, x, dtype):
@@ -66,25 +83,31 @@ def dense(name: str, x, dtype):
     if name == "mask":
         if x.dtype != bool:
             raise TypeError(
-                f"mask must be bool (True: attend); got {x.dtype}. Numbers to add to the logits, as 0 and -1e9, go to bias, or "
+                f"mask must be bool (True: attend); got {x.dtype}. Numbers to add to the logits, "
+                "as 0 and -1e9, go to bias, or "
                 "pass mask=x > -1; if 1 means attend and 0 does not, pass mask=x != 0."
             )
         return x
     if not (jnp.issubdtype(x.dtype, jnp.floating) or jnp.issubdtype(x.dtype, jnp.integer)):
         hint = " A bool array goes to mask." if x.dtype == bool else ""
-        raise TypeError(f"bias must be real numbers, which are added to the logits; got {x.dtype}.{hint}")
+        raise TypeError(
+            f"bias must be real numbers, which are added to the logits; got {x.dtype}.{hint}"
+        )
     return x if str(x.dtype) in ("float32", "bfloat16", "float16") else x.astype(sums(dtype))
 
 
 def sums(dtype):
-    """The dtype that values of `dtype` are summed in. No promotion: under jax_numpy_dtype_promotion="strict" that raises."""
+    """The dtype that values of `dtype` are summed in. No promotion: under
+    jax_numpy_dtype_promotion="strict" that raises."""
     return jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32
 
 
 def flag(name: str, x) -> bool:
     if isinstance(x, bool | np.bool_) or (_is_known(x) and x.dtype == bool and x.shape == ()):
         return bool(x)
-    raise TypeError(f"{name} must be True or False, known while tracing; got {_kind(x)}.{_if_traced(name, x)}")
+    raise TypeError(
+        f"{name} must be True or False, known while tracing; got {_kind(x)}.{_if_traced(name, x)}"
+    )
 
 
 def number(name: str, x, default, positive=False, more: str = ""):
@@ -95,27 +118,45 @@ def number(name: str, x, default, positive=False, more: str = ""):
             raise TypeError
         x = float(x)
     except (TypeError, jax.errors.ConcretizationTypeError):
-        raise TypeError(f"{name} must be a number known while tracing{more}; got {_kind(x)}.{_if_traced(name, x)}") from None
+        raise TypeError(
+            f"{name} must be a number known while tracing{more}; got "
+            f"{_kind(x)}.{_if_traced(name, x)}"
+        ) from None
     if not math.isfinite(x) or (positive and x <= 0):
-        raise ValueError(f"{name} must be a finite number{' above 0, or None' if positive else ''}; got {x}.")
+        raise ValueError(
+            f"{name} must be a finite number{' above 0, or None' if positive else ''}; got {x}."
+        )
     return x
 
 
 def scale(x, default: float, heads: int):
-    """The scale as a number and None, or 1.0 and the factors of the queries, one or [N]: an array is data, and may be traced."""
+    """The scale as a number and None, or 1.0 and the factors of the queries, one or [N]: an array
+    is data, and may be traced."""
     x = jnp.asarray(x) if isinstance(x, list) else x
     if not is_array(x) or isinstance(x, np.generic):
         return number("scale", x, default, more=", or an array"), None
-    if x.shape not in ((), (1,), (heads,)) or x.dtype == bool or jnp.issubdtype(x.dtype, jnp.complexfloating):
-        raise ValueError(f"scale must be one real number, or one for each query head, [N] = ({heads},); got {x.dtype} {x.shape}.")
+    if (
+        x.shape not in ((), (1,), (heads,))
+        or x.dtype == bool
+        or jnp.issubdtype(x.dtype, jnp.complexfloating)
+    ):
+        raise ValueError(
+            f"scale must be one real number, or one for each query head, [N] = ({heads},); got "
+            f"{x.dtype} {x.shape}."
+        )
     return 1.0, jnp.asarray(x)
 
 
 def sinks(x, heads: int):
     """A logit for each query head."""
     x = array("sinks", x)
-    if x.shape != (heads,) or not (jnp.issubdtype(x.dtype, jnp.floating) or jnp.issubdtype(x.dtype, jnp.integer)):
-        raise ValueError(f"sinks must be real numbers, one for each query head, [N] = ({heads},); got {x.dtype} {x.shape}.")
+    if x.shape != (heads,) or not (
+        jnp.issubdtype(x.dtype, jnp.floating) or jnp.issubdtype(x.dtype, jnp.integer)
+    ):
+        raise ValueError(
+            f"sinks must be real numbers, one for each query head, [N] = ({heads},); got {x.dtype} "
+            f"{x.shape}."
+        )
     return x
 
 
@@ -129,11 +170,17 @@ def rate(name: str, x) -> float:
 def rng(name: str, x):
     """A key of jax.random."""
     if x is None:
-        raise ValueError(f"dropout_rate above 0 needs {name}, a key of jax.random, as jax.random.key(0), split for each call.")
-    axes = 0 if is_array(x) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else 1  # a raw key is one of uint32
+        raise ValueError(
+            f"dropout_rate above 0 needs {name}, a key of jax.random, as jax.random.key(0), split "
+            "for each call."
+        )
+    # a raw key is one of uint32
+    axes = 0 if is_array(x) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else 1
     if not is_array(x) or len(x.shape) != axes or (axes and x.dtype != jnp.uint32):
         got = f"{x.dtype} {x.shape}" if is_array(x) else _kind(x)
-        raise TypeError(f"{name} must be one key of jax.random, as jax.random.key(0) makes it; got {got}.")
+        raise TypeError(
+            f"{name} must be one key of jax.random, as jax.random.key(0) makes it; got {got}."
+        )
     return x
 
 
@@ -145,19 +192,23 @@ def window(size) -> Window:
         traced = next((x for x in jax.tree.leaves(size) if isinstance(x, jax.core.Tracer)), None)
         got = repr(size) if traced is None else _kind(traced)
         raise ValueError(
-            f"local_window_size must be an int or (left, right), ints from 0 to {INT32.max}, or None for a side without a limit, "
+            f"local_window_size must be an int or (left, right), ints from 0 to {INT32.max}, or "
+            "None for a side without a limit, "
             f"known while tracing; got {got}." + _if_traced("local_window_size", traced)
         ) from None
 
 
 def ints(name: str, x):
-    """x as int32. What is too large for that raises where it can be seen, and is brought to the ends of int32 where it is traced:
-    a length or position so far away is as good as any beyond the last key."""
+    """x as int32. What is too large for that raises where it can be seen, and is brought to the
+    ends of int32 where it is traced: a length or position so far away is as good as any beyond the
+    last key."""
     x = _narrow(name, x)
     if np.can_cast(x.dtype, np.int32):
         return x.astype(np.int32)
     if _is_known(x):
-        raise ValueError(f"{name} must fit into int32; got {max(int(x.min()), int(x.max()), key=abs)}.")
+        raise ValueError(
+            f"{name} must fit into int32; got {max(int(x.min()), int(x.max()), key=abs)}."
+        )
     low = jnp.asarray(0 if x.dtype.kind == "u" else INT32.min, x.dtype)
     return jnp.clip(x, low, jnp.asarray(INT32.max, x.dtype)).astype(jnp.int32)
 
@@ -170,7 +221,9 @@ def ids(named: dict):
     xp, wide = np if all(map(_is_known, x)) else jnp, np.result_type(*(a.dtype for a in x))
     if wide.kind == "f" or (xp is jnp and jax.dtypes.canonicalize_dtype(wide) != wide):
         got = " and ".join(str(a.dtype) for a in x)
-        raise TypeError(f"{' and '.join(named)} must be integers of one dtype, or fit into int32; got {got}.")
+        raise TypeError(
+            f"{' and '.join(named)} must be integers of one dtype, or fit into int32; got {got}."
+        )
     x = [xp.asarray(a).astype(wide) for a in x]
     known = xp.sort(xp.concatenate([a.reshape(-1) for a in x]))
     return [xp.searchsorted(known, a.reshape(-1)).reshape(a.shape).astype(np.int32) for a in x]
@@ -182,26 +235,41 @@ def _narrow(name: str, x):
         x = jnp.asarray(x, jnp.int32)
     given, x = x, x if is_array(x) else np.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
-        raise TypeError(f"{name} must be integers; got {_kind(given) if x.dtype == object else x.dtype}.")
+        raise TypeError(
+            f"{name} must be integers; got {_kind(given) if x.dtype == object else x.dtype}."
+        )
     if np.can_cast(x.dtype, np.int32) or not _is_known(x):
         return x
     x = np.asarray(x)
-    return x.astype(np.int32) if x.size == 0 or INT32.min <= int(x.min()) <= int(x.max()) <= INT32.max else x
+    return (
+        x.astype(np.int32)
+        if x.size == 0 or INT32.min <= int(x.min()) <= int(x.max()) <= INT32.max
+        else x
+    )
 
 
 def _is_known(x) -> bool:
     """Whether the values of an array are known here and now."""
-    concrete = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_fully_addressable
+    concrete = (
+        isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_fully_addressable
+    )
     return concrete or isinstance(x, np.ndarray | np.generic)
 
 
 def _if_traced(name: str, x) -> str:
-    return f" Under jax.jit make it static: static_argnames={name!r}." if isinstance(x, jax.core.Tracer) else ""
+    return (
+        f" Under jax.jit make it static: static_argnames={name!r}."
+        if isinstance(x, jax.core.Tracer)
+        else ""
+    )
 
 
 def _kind(x) -> str:
     if isinstance(x, str | bytes):
         return f"the text {x!r}"
     if is_array(x):
-        return f"{'a traced' if isinstance(x, jax.core.Tracer) else 'an'} array {x.dtype}{list(x.shape)}"
+        return (
+            f"{'a traced' if isinstance(x, jax.core.Tracer) else 'an'} array "
+            f"{x.dtype}{list(x.shape)}"
+        )
     return type(x).__name__

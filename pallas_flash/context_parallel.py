@@ -1,4 +1,5 @@
-"""Context parallelism, where one sequence lies on several devices: the schemes, and what each device computes in them."""
+"""Context parallelism, where one sequence lies on several devices: the schemes, and what each
+device computes in them."""
 
 import dataclasses
 import math
@@ -18,8 +19,9 @@ from pallas_flash.sizes import Sizes
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Context:
-    """`axis` names the axis or axes of the mesh that the sequence lies on: device i has the i-th part. Under jit with Auto axes,
-    `batch` and `heads` name the axes that batch rows and heads lie on, since the arrays' types do not."""
+    """`axis` names the axis or axes of the mesh that the sequence lies on: device i has the i-th
+    part. Under jit with Auto axes, `batch` and `heads` name the axes that batch rows and heads lie
+    on, since the arrays' types do not."""
 
     axis: str | tuple[str, ...]
     batch: str | tuple[str, ...] | None = None
@@ -29,7 +31,8 @@ class Context:
     def __post_init__(self):
         if not (self.axis and all(isinstance(name, str) for name in self.names)):
             raise TypeError(
-                f"{type(self).__name__} takes the name of an axis of the mesh, or a tuple of them; got {self.axis!r}."
+                f"{type(self).__name__} takes the name of an axis of the mesh, or a tuple of them; "
+                f"got {self.axis!r}."
             )
 
     @property
@@ -37,34 +40,44 @@ class Context:
         return sharding.names(self.axis)
 
     def __repr__(self):
-        named = [f", {name}={axis!r}" for name, axis in (("batch", self.batch), ("heads", self.heads)) if axis is not None]
+        named = [
+            f", {name}={axis!r}"
+            for name, axis in (("batch", self.batch), ("heads", self.heads))
+            if axis is not None
+        ]
         return f"{type(self).__name__}({self.axis!r}{''.join(named)})"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Ring(Context):
-    """Keys and values go around the devices, and each device's queries attend to those that pass by."""
+    """Keys and values go around the devices, and each device's queries attend to those that pass
+    by."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Zigzag(Context):
-    """A ring with equal work for all devices under a causal mask: each has a chunk from the front of the sequence and one from
-    its back. Every array along the sequence must be in the order of `zigzag`; a bias or mask array along both its axes."""
+    """A ring with equal work for all devices under a causal mask: each has a chunk from the front
+    of the sequence and one from its back. Every array along the sequence must be in the order of
+    `zigzag`; a bias or mask array along both its axes."""
 
     CHUNKS = 2
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class AllToAll(Context):
-    """Each device gets all queries and keys of its part of the heads, and gives back its part of the sequence (DeepSpeed's
-    Ulysses). The numbers of query and key heads must be multiples of the number of devices; a single key head may be on all."""
+    """Each device gets all queries and keys of its part of the heads, and gives back its part of
+    the sequence (DeepSpeed's Ulysses). The numbers of query and key heads must be multiples of the
+    number of devices; a single key head may be on all."""
 
 
 def zigzag(x, devices: int, axis: int = 1):
-    """Brings an array, or a tree of arrays (a batch, positions, ids), from the order of the sequence into the order of `Zigzag`.
-    `axis` is cut into two chunks for each of `devices`; the first device gets the first and the last chunk."""
+    """Brings an array, or a tree of arrays (a batch, positions, ids), from the order of the
+    sequence into the order of `Zigzag`. `axis` is cut into two chunks for each of `devices`; the
+    first device gets the first and the last chunk."""
     numbers = np.arange(2 * devices)
-    return _in_chunks(x, np.stack([numbers[:devices], numbers[devices:][::-1]], 1).reshape(-1), axis)
+    return _in_chunks(
+        x, np.stack([numbers[:devices], numbers[devices:][::-1]], 1).reshape(-1), axis
+    )
 
 
 def unzigzag(x, devices: int, axis: int = 1):
@@ -77,7 +90,10 @@ def _in_chunks(x, order, axis: int):
     def reordered(x):
         at, n = axis % x.ndim, x.shape[axis]
         if n % len(order):
-            raise ValueError(f"zigzag cuts an axis into {len(order)} chunks, two for each device; got {n} along axis {axis}.")
+            raise ValueError(
+                f"zigzag cuts an axis into {len(order)} chunks, two for each device; got {n} along "
+                f"axis {axis}."
+            )
         chunks = x.reshape(*x.shape[:at], len(order), -1, *x.shape[at + 1 :])
         lies = jax.typeof(chunks).sharding
         if any(lies.spec):  # on explicit axes of a mesh, where it stays
@@ -95,13 +111,15 @@ def _devices(scheme: Context) -> int:
         return math.prod(map(lax.axis_size, scheme.names))
     except NameError:
         raise ValueError(
-            f"context={scheme} needs a mesh with the axis {scheme.axis!r}: that of the arrays, of jax.set_mesh, or of a "
+            f"context={scheme} needs a mesh with the axis {scheme.axis!r}: that of the arrays, of "
+            "jax.set_mesh, or of a "
             "jax.shard_map around."
         ) from None
 
 
 def _gathered(scheme: Context, call: dict[str, Any], devices: int) -> dict[str, Any]:
-    """The call with its integers by row or key gathered from all devices, since they are small, in the order of the sequence."""
+    """The call with its integers by row or key gathered from all devices, since they are small, in
+    the order of the sequence."""
 
     def whole(path, x):
         letters = letters_of(path, call)
@@ -114,20 +132,30 @@ def _gathered(scheme: Context, call: dict[str, Any], devices: int) -> dict[str, 
 
 
 SEEN = (
-    *("is_causal", "query_seq_lengths", "key_value_seq_lengths", "local_window_size", "query_offset"),
+    *(
+        "is_causal",
+        "query_seq_lengths",
+        "key_value_seq_lengths",
+        "local_window_size",
+        "query_offset",
+    ),
     *("query_segment_ids", "key_value_segment_ids"),
 )
 
 
-def in_a_ring(scheme: Context, call: dict[str, Any]) -> tuple[ring.Loop, Problem, Problem, Operands]:
-    """The loop, the problem of a pair in it, and the problem and operands of all pairs. The call is `exact`, with this device's
-    part of each array."""
+def in_a_ring(
+    scheme: Context, call: dict[str, Any]
+) -> tuple[ring.Loop, Problem, Problem, Operands]:
+    """The loop, the problem of a pair in it, and the problem and operands of all pairs. The call is
+    `exact`, with this device's part of each array."""
     devices, C = _devices(scheme), scheme.CHUNKS
     query, key, value = arguments.arrays(call["query"], call["key"], call["value"])
     lead, (T, N, _), (S, K) = query.shape[:-3], query.shape[-3:], key.shape[-3:-1]
     for name, n in dict(query=T, key=S).items():
         if n % C:
-            raise ValueError(f"{scheme} cuts the rows of a device into two chunks; got {n} rows of {name}.")
+            raise ValueError(
+                f"{scheme} cuts the rows of a device into two chunks; got {n} rows of {name}."
+            )
     B, call = math.prod(lead), _gathered(scheme, call, devices)
     sizes = lambda T: Sizes(lead or (1,), dict(B=B, T=T, S=devices * S, N=N, K=K))
     mask = call["mask"]
@@ -137,16 +165,27 @@ def in_a_ring(scheme: Context, call: dict[str, Any]) -> tuple[ring.Loop, Problem
 
     numbers = loop.numbers(lax.axis_index(scheme.names))
     chunked = lambda x: x.reshape(B * C, x.shape[-3] // C, *x.shape[-2:])
-    local = dict.fromkeys(SEEN) | dict(is_causal=False, query_offset=0, visibility=seen.of_chunks(B, numbers, T // C))
-    local |= dict(query=chunked(query), key=chunked(key), value=chunked(value), bias=None, mask=None)
+    local = dict.fromkeys(SEEN) | dict(
+        is_causal=False, query_offset=0, visibility=seen.of_chunks(B, numbers, T // C)
+    )
+    local |= dict(
+        query=chunked(query), key=chunked(key), value=chunked(value), bias=None, mask=None
+    )
     if "dropout_seeds" in call:
-        local["dropout_seeds"] = _seeds(call["dropout_seeds"].reshape(B, 1, N, 2), numbers * (T // C), S // C)
+        local["dropout_seeds"] = _seeds(
+            call["dropout_seeds"].reshape(B, 1, N, 2), numbers * (T // C), S // C
+        )
     if (score := call["score_mod"]) is not None:
         near = masks.offset_of_score(masks.parts(rule), sizes(T).offset(call["query_offset"]))
-        score = Score.of_call(score, checks.sums(query.dtype), near, B).of_chunks(B, numbers * (T // C))
+        score = Score.of_call(score, checks.sums(query.dtype), near, B).of_chunks(
+            B, numbers * (T // C)
+        )
     problem, operands = arguments.normalise(**call | local | dict(score_mod=None))
 
-    bias, mask = sizes(T).dense("bias", call["bias"], query.dtype), sizes(T).dense("mask", mask, bool)
+    bias, mask = (
+        sizes(T).dense("bias", call["bias"], query.dtype),
+        sizes(T).dense("mask", mask, bool),
+    )
     operands = operands._replace(bias=bias, mask=mask, score=score)
     problem = problem.of_part(operands)
     return loop, ring.pair_of(loop, problem, operands), problem, operands
@@ -155,7 +194,10 @@ def in_a_ring(scheme: Context, call: dict[str, Any]) -> tuple[ring.Loop, Problem
 def _seeds(seeds, first, keys: int):
     """The seeds of each chunk of rows, from its first row."""
     if keys % dropout.UNIT:
-        raise ValueError(f"dropout over a ring takes chunks of keys that are multiples of {dropout.UNIT}; got {keys}.")
+        raise ValueError(
+            f"dropout over a ring takes chunks of keys that are multiples of {dropout.UNIT}; got "
+            f"{keys}."
+        )
     return dropout.moved(seeds, first[:, None]).reshape(-1, *seeds.shape[2:])
 
 
@@ -170,7 +212,9 @@ def own_heads(scheme: AllToAll, call: dict[str, Any]) -> dict[str, Any]:
     call = _gathered(scheme, call, devices)
     rows = lambda x, at: lax.all_gather(x, axis, axis=at, tiled=True)
     swap = lambda x, heads, at: lax.all_to_all(x, axis, heads, at, tiled=True)
-    mine = lambda x, at: lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * (N // devices), N // devices, at)
+    mine = lambda x, at: lax.dynamic_slice_in_dim(
+        x, lax.axis_index(axis) * (N // devices), N // devices, at
+    )
 
     def local(path, x):
         letters = letters_of(path, call)
@@ -193,13 +237,18 @@ def own_heads(scheme: AllToAll, call: dict[str, Any]) -> dict[str, Any]:
 
 
 def chosen(call: dict[str, Any]) -> dict[str, Any]:
-    """The call with its context; if it names none, a Ring where its rows lie on a mesh with explicit axes."""
+    """The call with its context; if it names none, a Ring where its rows lie on a mesh with
+    explicit axes."""
     context = call["context"]
     if context is None and (axis := sharding.rows_of(call)) is not None:
         context = Ring(axis)
     if not isinstance(context, Context | None):
-        raise TypeError(f"context must be None, Ring(axis), Zigzag(axis) or AllToAll(axis) of context_parallel; got {context!r}.")
-    if context is not None and isinstance(call["mask"], masks.Mask):  # a map of all blocks is of no use to one device
+        raise TypeError(
+            "context must be None, Ring(axis), Zigzag(axis) or AllToAll(axis) of "
+            f"context_parallel; got {context!r}."
+        )
+    # a map of all blocks is of no use to one device
+    if context is not None and isinstance(call["mask"], masks.Mask):
         call = call | dict(mask=masks.without_maps(call["mask"]))
     return call | dict(context=context)
 
@@ -211,9 +260,15 @@ def sent_around(scheme: Context, loop: ring.Loop, problem: Problem) -> str:
     hops = max(loop.steps - 1, 0) + (loop.steps > 0 and loop.first != 0)
     if hops == 0:
         return f"{scheme} of {loop.devices} devices: nothing is sent"
-    each = f"each of {loop.devices} devices sends {_bytes(numbers * size)} of K and V a step, in {hops} of {loop.steps} steps"
+    each = (
+        f"each of {loop.devices} devices sends {_bytes(numbers * size)} of K and V a step, in "
+        f"{hops} of {loop.steps} steps"
+    )
     again = "once more than that" if loop.steps > 1 else "as often"
-    return f"{scheme}: {each}; the backward {again}, and {_bytes(numbers * max(size, 4))} of dK and dV a step"
+    return (
+        f"{scheme}: {each}; the backward {again}, and {_bytes(numbers * max(size, 4))} of dK "
+        "and dV a step"
+    )
 
 
 def plan(scheme: Context, call: dict[str, Any]) -> tuple[Problem, str]:
@@ -229,9 +284,22 @@ def sent_to_all(scheme: Context, problem: Problem, devices: int) -> str:
     """What an exchange of rows for heads sends, in words. The problem is that of a device."""
     p, size = problem, np.dtype(problem.dtype).itemsize
     rows = lambda n, *sizes: p.batch * n * sum(sizes) * size * (devices - 1) // devices
-    qkvo = rows(p.queries * p.heads, p.head_size, p.value_size) + rows(p.keys * p.kv_heads, p.head_size, p.value_size)
-    statistics = p.batch * p.queries * p.heads * 2 * np.dtype(checks.sums(p.dtype)).itemsize * (devices - 1) // devices
-    sends = f"each of {devices} devices sends {_bytes(qkvo)} of Q, K, V and O and at most {_bytes(statistics)} of statistics"
+    qkvo = rows(p.queries * p.heads, p.head_size, p.value_size) + rows(
+        p.keys * p.kv_heads, p.head_size, p.value_size
+    )
+    statistics = (
+        p.batch
+        * p.queries
+        * p.heads
+        * 2
+        * np.dtype(checks.sums(p.dtype)).itemsize
+        * (devices - 1)
+        // devices
+    )
+    sends = (
+        f"each of {devices} devices sends {_bytes(qkvo)} of Q, K, V and O and at most "
+        f"{_bytes(statistics)} of statistics"
+    )
     return f"{scheme}: {sends}, in one step; the backward as much again"
 
 

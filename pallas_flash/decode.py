@@ -1,7 +1,9 @@
-"""Decoding, a few new tokens against many keys: which calls are decoding, their rows, and into how many parts the keys are cut.
+"""Decoding, a few new tokens against many keys: which calls are decoding, their rows, and into how
+many parts the keys are cut.
 
-The new tokens, times the query heads that share a key/value head, are the rows of one tile, so keys and values pass by once. The
-keys of a tile are cut into parts, with a program for each, and the outputs of the parts are merged.
+The new tokens, times the query heads that share a key/value head, are the rows of one tile, so keys
+and values pass by once. The keys of a tile are cut into parts, with a program for each, and the
+outputs of the parts are merged.
 """
 
 import dataclasses
@@ -19,12 +21,14 @@ KEYS = 256  # fewer are few blocks, of which the ordinary forward reads each as 
 WORTH = 1.05  # more parts must save more than this
 
 _TAKEN = """
-batch queries keys heads kv_heads head_size value_size dtype scale soft_cap visibility deterministic sinks score max_logits
+batch queries keys heads kv_heads head_size value_size dtype scale soft_cap visibility
+deterministic sinks score max_logits
 """.split()
 
 
 def takes(problem: Problem) -> bool:
-    """Whether the forward of a problem is decoding: its rows are few, its keys many, and it asks for nothing else."""
+    """Whether the forward of a problem is decoding: its rows are few, its keys many, and it asks
+    for nothing else."""
     p = problem
     known = all(isinstance(n, int) for n in (p.batch, p.queries, p.keys))
     more = [getattr(p, field.name) for field in dataclasses.fields(p) if field.name not in _TAKEN]
@@ -41,10 +45,14 @@ def why_not(problem: Problem) -> str | None:
 
 
 def parts(problem: Problem, block_k: int, processors: int) -> int:
-    """Into how many parts the keys are cut: the fewest that keep so many processors as busy as any number would."""
+    """Into how many parts the keys are cut: the fewest that keep so many processors as busy as any
+    number would."""
     p = problem
     programs, most = p.batch * p.kv_heads, schedule.ceil_div(p.keys, block_k)
-    time = {n: schedule.ceil_div(programs * n, processors) / n for n in range(1, min(most, processors) + 1)}
+    time = {
+        n: schedule.ceil_div(programs * n, processors) / n
+        for n in range(1, min(most, processors) + 1)
+    }
     return next(n for n in time if time[n] <= WORTH * min(time.values()))
 
 
@@ -57,36 +65,56 @@ def intervals(problem: Problem, seen: Visibility) -> tuple[jax.Array, jax.Array]
 
 
 def reach(start, stop, keys: int) -> tuple[jax.Array, jax.Array]:
-    """The first key that any of the rows [B, rows] sees, and the end of those; an empty range where none sees one."""
+    """The first key that any of the rows [B, rows] sees, and the end of those; an empty range where
+    none sees one."""
     some = start < stop
     return jnp.min(jnp.where(some, start, keys), 1), jnp.max(jnp.where(some, stop, 0), 1)
 
 
 def as_rows(problem: Problem, x: Operands) -> tuple[Problem, Operands]:
-    """The same problem and operands with a row for each token and query head, token by token, in place of a query. Each key head
-    is a head, and what its rows see is data by row. The sinks are left out: `merged` adds them."""
+    """The same problem and operands with a row for each token and query head, token by token, in
+    place of a query. Each key head is a head, and what its rows see is data by row. The sinks are
+    left out: `merged` adds them."""
     p, at = problem, x.visibility
-    each = lambda a: jnp.broadcast_to(jnp.repeat(a, p.group, axis=1), (p.batch, p.queries * p.group))
+    each = lambda a: jnp.broadcast_to(
+        jnp.repeat(a, p.group, axis=1), (p.batch, p.queries * p.group)
+    )
     start, stop = intervals(p, at)
     of = lambda a: None if a is None else each(a)
     seen = Visibility(
-        p.keys, start=each(start), stop=each(stop), solid=of(at.solid), query_ids=of(at.query_ids), key_ids=at.key_ids
+        p.keys,
+        start=each(start),
+        stop=each(stop),
+        solid=of(at.solid),
+        query_ids=of(at.query_ids),
+        key_ids=at.key_ids,
     )
     q = x.query.reshape(p.batch, p.queries, p.kv_heads, p.group, -1)
     q = jnp.swapaxes(q, 2, 3).reshape(p.batch, -1, p.kv_heads, p.head_size)
-    rows = dataclasses.replace(p, queries=q.shape[1], heads=p.kv_heads, visibility=shapes(seen), sinks=False)
+    rows = dataclasses.replace(
+        p, queries=q.shape[1], heads=p.kv_heads, visibility=shapes(seen), sinks=False
+    )
     return rows, x._replace(query=q, sinks=None, visibility=seen)
 
 
 def merged(problem: Problem, x: Operands, o, stats: Statistics, unit: float):
-    """o [B, T, N, Hv] and its Statistics [B, N, T], from those of the parts, o [B, parts, K, rows, Hv], [B, parts, K, rows]."""
+    """o [B, T, N, Hv] and its Statistics [B, N, T], from those of the parts, o [B, parts, K, rows,
+    Hv], [B, parts, K, rows]."""
     p = problem
     o, stats = online_softmax.merge_all(o, stats, 1, unit)
-    by_query = lambda a: jnp.moveaxis(a.reshape(p.batch, p.kv_heads, p.queries, p.group, *a.shape[3:]), 2, 3)
-    o, stats = jax.tree.map(lambda a: by_query(a).reshape(p.batch, p.heads, p.queries, *a.shape[3:]), (o, stats))
+    by_query = lambda a: jnp.moveaxis(
+        a.reshape(p.batch, p.kv_heads, p.queries, p.group, *a.shape[3:]), 2, 3
+    )
+    o, stats = jax.tree.map(
+        lambda a: by_query(a).reshape(p.batch, p.heads, p.queries, *a.shape[3:]), (o, stats)
+    )
     if x.sinks is not None:  # one more part, with the value 0
         stats = stats._replace(top=stats.largest) if p.with_top else stats
-        sink = online_softmax.start(jnp.zeros_like(stats.m), x.sinks[None, :, None], unit, p.with_top)
+        sink = online_softmax.start(
+            jnp.zeros_like(stats.m), x.sinks[None, :, None], unit, p.with_top
+        )
         pair = lambda a, b: jnp.stack([a, b])
-        o, stats = online_softmax.merge_all(pair(o, jnp.zeros_like(o)), jax.tree.map(pair, stats, sink), 0, unit)
+        o, stats = online_softmax.merge_all(
+            pair(o, jnp.zeros_like(o)), jax.tree.map(pair, stats, sink), 0, unit
+        )
     return jnp.swapaxes(o, 1, 2).astype(x.query.dtype), stats

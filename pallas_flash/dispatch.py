@@ -21,7 +21,10 @@ def on_devices(attend, call):
     call = call if mesh is None and call["context"] is None else exact(call)
     if mesh is None:
         return attend(**call)
-    outputs, floats = sharding.by_device(attend, call, mesh), (call["query"], call["key"], call["value"])
+    outputs, floats = (
+        sharding.by_device(attend, call, mesh),
+        (call["query"], call["key"], call["value"]),
+    )
     return modes.without_reverse(outputs) if any(map(reads.varying, floats)) else outputs
 
 
@@ -36,29 +39,44 @@ def attend(implementation, context, **call):
         problem, operands = arguments.normalise(**context_parallel.own_heads(context, call))
         choice = sharding.under_vmap(_choose(problem, implementation), operands.query)
         operands = exchange.own_rows(context.names, problem, operands, call["sinks"])
-        return _shaped(call, problem, *autodiff.attend(problem, exchange.around(context.names, choice), operands))
+        return _shaped(
+            call,
+            problem,
+            *autodiff.attend(problem, exchange.around(context.names, choice), operands),
+        )
     if context is not None:
         loop, pair, problem, operands = context_parallel.in_a_ring(context, call)
         choice = ring.around(loop, _choose(pair, implementation))
         return _shaped(call, problem, *autodiff.attend(problem, choice, operands))
     problem, operands = arguments.normalise(**call)
     choice = sharding.under_vmap(_choose(problem, implementation), operands.query)
-    return _shaped(call, problem, *autodiff.attend(problem, _on_auto_axes(choice, operands), operands))
+    return _shaped(
+        call, problem, *autodiff.attend(problem, _on_auto_axes(choice, operands), operands)
+    )
 
 
 def _choose(problem, implementation) -> backends.Choice:
-    choice, is_asked = selfcheck.choose(problem, implementation), selfcheck.asked_for(implementation) is not None
-    return mapped.with_rows(lowering.by_platform(choice, is_asked), not is_asked and device.here().platform != "gpu")
+    choice, is_asked = (
+        selfcheck.choose(problem, implementation),
+        selfcheck.asked_for(implementation) is not None,
+    )
+    return mapped.with_rows(
+        lowering.by_platform(choice, is_asked), not is_asked and device.here().platform != "gpu"
+    )
 
 
 def _on_auto_axes(choice: backends.Choice, operands) -> backends.Choice:
-    """The choice on a mesh with Auto axes; the reference is products and sums, which XLA's partitioner knows."""
+    """The choice on a mesh with Auto axes; the reference is products and sums, which XLA's
+    partitioner knows."""
     if choice.backend.name == "reference" or not sharding.is_auto(operands):
         return choice
     try:
-        from pallas_flash.devices import partition  # not at the top: it needs of jax what is not public
+        # not at the top: it needs of jax what is not public
+        from pallas_flash.devices import partition
     except (ImportError, AttributeError) as error:
-        lacks = f"jax {jax.__version__} lacks what keeps arrays on a mesh with Auto axes where they are"
+        lacks = (
+            f"jax {jax.__version__} lacks what keeps arrays on a mesh with Auto axes where they are"
+        )
         warnings.warn(f"{lacks}: they are gathered. {error}", stacklevel=6)
         return choice
     return partition.under_jit(choice)
@@ -66,13 +84,20 @@ def _on_auto_axes(choice: backends.Choice, operands) -> backends.Choice:
 
 def attend_in_forward_mode(implementation, context, **call):
     if context is not None:
-        raise NotImplementedError(f"flash_attention_jvp is for sequences that are whole on a device; got context={context}.")
+        raise NotImplementedError(
+            "flash_attention_jvp is for sequences that are whole on a device; got "
+            f"context={context}."
+        )
     problem, operands = arguments.normalise(**call)
-    why_not = lambda backend: None if backend.name in autodiff.IN_FORWARD_MODE else "it has no forward mode"
+    why_not = lambda backend: (
+        None if backend.name in autodiff.IN_FORWARD_MODE else "it has no forward mode"
+    )
     choice = backends.choose(problem, implementation, why_not)
     return _shaped(call, problem, *autodiff.attend_in_forward_mode(problem, choice, operands))
 
 
 def _shaped(call, problem, o, *numbers):
     rows = np.shape(call["query"])[:-1]
-    return o.reshape(*rows, problem.value_size), *jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2).reshape(rows), numbers)
+    return o.reshape(*rows, problem.value_size), *jax.tree.map(
+        lambda x: jnp.swapaxes(x, 1, 2).reshape(rows), numbers
+    )

@@ -1,7 +1,9 @@
-"""Dropout: which weights of P are kept, as a function of the key, batch row, head, row and column alone. Plain values only.
+"""Dropout: which weights of P are kept, as a function of the key, batch row, head, row and column
+alone. Plain values only.
 
-Whoever needs the mask computes it, a tile at a time, in the backward again: nothing of it is stored, and it is the same on every
-implementation, for every size of tile and on any number of devices.
+Whoever needs the mask computes it, a tile at a time, in the backward again: nothing of it is
+stored, and it is the same on every implementation, for every size of tile and on any number of
+devices.
 """
 
 from typing import NamedTuple
@@ -21,32 +23,37 @@ UNIT = 32  # columns that begin where a part of the weights may
 
 
 def dropped(rate: float) -> int:
-    """How many of 256 weights are dropped: the nearest to `rate`, but at least one, and not all, where the rate is above 0."""
+    """How many of 256 weights are dropped: the nearest to `rate`, but at least one, and not all,
+    where the rate is above 0."""
     return 0 if rate == 0 else min(max(round(rate * LEVELS), 1), LEVELS - 1)
 
 
 class Shared(NamedTuple):
-    """A key of jax.random with one mask [T, S] for all batch rows and heads: `dropout_mask(key, rate, (T, S))`."""
+    """A key of jax.random with one mask [T, S] for all batch rows and heads: `dropout_mask(key,
+    rate, (T, S))`."""
 
     key: Array
 
 
 def seeds(rng, *shape: int):
-    """Two numbers for each batch row and head, uint32 [*shape, 2], from a key of jax.random; the same two from a Shared."""
+    """Two numbers for each batch row and head, uint32 [*shape, 2], from a key of jax.random; the
+    same two from a Shared."""
     if isinstance(rng, Shared):
         return jnp.broadcast_to(seeds(rng.key), (*shape, 2))
     return jax.random.bits(checks.rng("dropout_rng", rng), (*shape, 2), jnp.uint32)
 
 
 def moved(seeds, row=0, column=0):
-    """The seeds of the weights from this row and column on, which count from 0 there; a column is a multiple of UNIT."""
+    """The seeds of the weights from this row and column on, which count from 0 there; a column is a
+    multiple of UNIT."""
     by = [jnp.asarray(n, jnp.int32).astype(jnp.uint32) for n in (row, column)]
     by = jnp.stack([by[0], by[1] * STRIDE + jnp.zeros_like(by[0])], axis=-1)
     return seeds + by.reshape((1,) * (seeds.ndim - by.ndim) + by.shape)
 
 
 def keeps(dropped: int, first, second, row, column):
-    """Whether the weights at `row` and `column` are kept, from the two seeds of their batch row and head; shapes broadcast."""
+    """Whether the weights at `row` and `column` are kept, from the two seeds of their batch row and
+    head; shapes broadcast."""
     return stays(dropped, word(of_row(first, row), of_column(second, column)), column)
 
 
@@ -61,7 +68,8 @@ def of_column(second, column):
 
 
 def word(of_row, of_column):
-    """32 random bits for four weights of a row: a thread of a tensor core that holds one of them holds all."""
+    """32 random bits for four weights of a row: a thread of a tensor core that holds one of them
+    holds all."""
     return _mixed(of_row ^ of_column)
 
 
@@ -71,23 +79,32 @@ def stays(dropped: int, word, column):
 
 
 def _mixed(x):
-    """A permutation of uint32 whose every bit depends on every bit of x: the lowbias32 of Chris Wellons' hash prospector."""
+    """A permutation of uint32 whose every bit depends on every bit of x: the lowbias32 of Chris
+    Wellons' hash prospector."""
     x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
     x = (x ^ (x >> np.uint32(15))) * np.uint32(0x846CA68B)
     return x ^ (x >> np.uint32(16))
 
 
-def dropout_mask(dropout_rng: Array, dropout_rate: float, shape: tuple[int, ...]) -> Bool[Array, "*B N T S"]:
-    """The dense mask, of shape (*B, N, T, S), of the weights that `flash_attention` keeps with this key and rate."""
+def dropout_mask(
+    dropout_rng: Array, dropout_rate: float, shape: tuple[int, ...]
+) -> Bool[Array, "*B N T S"]:
+    """The dense mask, of shape (*B, N, T, S), of the weights that `flash_attention` keeps with this
+    key and rate."""
     try:
         *lead, T, S = shape
     except (TypeError, ValueError):
-        raise ValueError(f"shape must be (*B, N, T, S), that of the weights; got {shape!r}.") from None
+        raise ValueError(
+            f"shape must be (*B, N, T, S), that of the weights; got {shape!r}."
+        ) from None
     return mask(dropped(checks.rate("dropout_rate", dropout_rate)), seeds(dropout_rng, *lead), T, S)
 
 
 def mask(dropped: int, seeds, queries: int, keys: int):
     """`keeps` of all weights, [..., T, S], from seeds [..., 2]."""
     first, second = (seeds[..., None, None, i] for i in range(2))
-    row, column = (lax.broadcasted_iota(jnp.int32, (*(1,) * (first.ndim - 2), queries, keys), first.ndim - i) for i in (2, 1))
+    row, column = (
+        lax.broadcasted_iota(jnp.int32, (*(1,) * (first.ndim - 2), queries, keys), first.ndim - i)
+        for i in (2, 1)
+    )
     return keeps(dropped, first, second, row, column)

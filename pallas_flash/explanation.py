@@ -19,8 +19,10 @@ class Explanation:
     tiles: Any  # the block sizes of that implementation, None where it has none
     why_not: dict[str, str]  # for each other implementation, why it was not taken
     condition: str | None = None  # on which the implementation is taken
-    context: str | None = None  # what devices send that hold parts of a sequence; the problem is then that of a pair of parts
-    copies: str | None = None  # what is copied in each call, since the implementation cannot read it where it lies
+    # what devices send that hold parts of a sequence; the problem is then that of a pair of parts
+    context: str | None = None
+    # what is copied in each call, since the implementation cannot read it where it lies
+    copies: str | None = None
 
     def __str__(self):
         taken = ", ".join(filter(None, (self.implementation, self.condition)))
@@ -33,25 +35,31 @@ class Explanation:
 
 
 def explain(*args: Any, **kwargs: Any) -> Explanation:
-    """What `flash_attention` would run for these arguments, arrays or `jax.ShapeDtypeStruct`s, and why. Computes nothing."""
+    """What `flash_attention` would run for these arguments, arrays or `jax.ShapeDtypeStruct`s, and
+    why. Computes nothing."""
     call, _ = attention.asked(*args, **kwargs)
     with device.at(call.values()):
         problem, context = checks.from_shapes(_problem_of, call)
         choice = selfcheck.choose(problem, call["implementation"], check=False)
         why_not, condition = selfcheck.reasons(problem, choice, call["implementation"])
         copies = choice.backend.copies(problem)
-    return Explanation(problem, choice.backend.name, choice.tiles, why_not, condition, context, copies)
+    return Explanation(
+        problem, choice.backend.name, choice.tiles, why_not, condition, context, copies
+    )
 
 
 def _problem_of(call) -> tuple[arguments.Problem, str | None]:
-    """The problem of a call, and None; where a sequence lies on several devices, the problem of each, and what they send."""
+    """The problem of a call, and None; where a sequence lies on several devices, the problem of
+    each, and what they send."""
     call, found = context_parallel.chosen(call), []
     if call["context"] is None:
         return attention.normalised(**call)[0], None
 
     def note(implementation, context, **call):
         found.append(context_parallel.plan(context, call))
-        o = jnp.zeros_like(call["query"], shape=(*call["query"].shape[:-1], call["value"].shape[-1]))
+        o = jnp.zeros_like(
+            call["query"], shape=(*call["query"].shape[:-1], call["value"].shape[-1])
+        )
         return o, o[..., 0], None
 
     dispatch.on_devices(note, call)

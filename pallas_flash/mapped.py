@@ -1,4 +1,5 @@
-"""jax.vmap of a call is one call of more batch rows: an implementation sees all of them, and cuts and orders them as its own."""
+"""jax.vmap of a call is one call of more batch rows: an implementation sees all of them, and cuts
+and orders them as its own."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -23,13 +24,17 @@ class Mapped(Half):
         leaves, tree = jax.tree.flatten((operands, *rest))
         run = lambda *leaves: self.run(problem, tiles, *jax.tree.unflatten(tree, leaves))
         call, out = jax.make_jaxpr(run, return_shape=True)(*leaves)
-        letters = *jax.tree.leaves(operand_letters(problem, operands)), *map(row_letters, jax.tree.leaves(rest))
+        letters = (
+            *jax.tree.leaves(operand_letters(problem, operands)),
+            *map(row_letters, jax.tree.leaves(rest)),
+        )
         results = call_p.bind(*leaves, call=call, work=Work(self, problem, tiles, tree, letters))
         return jax.tree.unflatten(jax.tree.structure(out), results)
 
 
 def with_rows(choice: Choice, is_blind: bool = False) -> Choice:
-    """The choice for calls that may be mapped. The products of the reference jax maps itself, in every mode of derivatives."""
+    """The choice for calls that may be mapped. The products of the reference jax maps itself, in
+    every mode of derivatives."""
     backend = choice.backend
     if backend.name == "reference":
         return choice
@@ -47,12 +52,18 @@ class Work(NamedTuple):
     letters: tuple[str, ...]  # of each array's axes
 
     def together(self, size: int, leaves, is_mapped) -> list | None:
-        """The results [size, ..] of `size` calls by one, from arrays [size, ..] and those that all calls share.
+        """The results [size, ..] of `size` calls by one, from arrays [size, ..] and those that all
+        calls share.
 
-        None, if it would copy what they share of q, k, v, or of a mask or bias of several batch rows; or if something, or its
-        gradient, belongs to each call and to none of its batch rows: sinks, what a rule reads.
+        None, if it would copy what they share of q, k, v, or of a mask or bias of several batch
+        rows; or if something, or its gradient, belongs to each call and to none of its batch rows:
+        sinks, what a rule reads.
         """
-        (x, *_), B, is_forward = jax.tree.unflatten(self.tree, leaves), self.problem.batch, self.half.is_forward
+        (x, *_), B, is_forward = (
+            jax.tree.unflatten(self.tree, leaves),
+            self.problem.batch,
+            self.half.is_forward,
+        )
         if not all(is_mapped[:3]):  # q, k, v
             return None
         with_gradient = [] if is_forward else [x.bias, *(() if x.score is None else x.score.tables)]
@@ -103,10 +114,15 @@ mlir.register_lowering(call_p, _lower)
 
 def _batch(leaves, axes, *, call, work: Work):
     is_mapped = [axis is not None for axis in axes]
-    leaves = [jnp.moveaxis(x, axis, 0) if m else x for x, axis, m in zip(leaves, axes, is_mapped, strict=True)]
+    leaves = [
+        jnp.moveaxis(x, axis, 0) if m else x
+        for x, axis, m in zip(leaves, axes, is_mapped, strict=True)
+    ]
     size = next(x.shape[0] for x, m in zip(leaves, is_mapped, strict=True) if m)
     if size == 0:
-        return [jnp.zeros((0, *y.shape), y.dtype) for y in call.out_avals], [0] * len(call.out_avals)
+        return [jnp.zeros((0, *y.shape), y.dtype) for y in call.out_avals], [0] * len(
+            call.out_avals
+        )
     results = work.together(size, leaves, is_mapped)
     if results is None:
         results = jax.vmap(jaxpr_as_fun(call), [0 if m else None for m in is_mapped])(*leaves)

@@ -1,8 +1,9 @@
 """Which keys a query may see, as a user writes it: `Causal() & Window(128, 0)`.
 
-Almost every mask in use lets query row i see a half-open interval of keys, [start(i), stop(i)); a `Where` is any other rule, and
-so is what | and ~ make. `resolve` turns several `Mask`s into one `Visibility`, which is all that the implementations know. To add
-a mask, write one class here with one method, `interval`.
+Almost every mask in use lets query row i see a half-open interval of keys, [start(i), stop(i)); a
+`Where` is any other rule, and so is what | and ~ make. `resolve` turns several `Mask`s into one
+`Visibility`, which is all that the implementations know. To add a mask, write one class here with
+one method, `interval`.
 """
 
 import dataclasses
@@ -15,7 +16,19 @@ import numpy as np
 
 from pallas_flash.rules import kinds, rule
 from pallas_flash.rules.expression import RULES, Place, as_where
-from pallas_flash.rules.mask import REACH, Both, Either, Kinds, Mask, Not, Where, both, leaves, parts, positive
+from pallas_flash.rules.mask import (
+    REACH,
+    Both,
+    Either,
+    Kinds,
+    Mask,
+    Not,
+    Where,
+    both,
+    leaves,
+    parts,
+    positive,
+)
 from pallas_flash.rules.mask import Dilated as Dilated
 from pallas_flash.rules.mask import GlobalTokens as GlobalTokens
 from pallas_flash.rules.mask import with_leaves as with_leaves
@@ -26,7 +39,8 @@ from pallas_flash.rules.visibility import Ints, Visibility, register, smaller
 
 @dataclasses.dataclass(frozen=True)
 class Window(Mask):
-    """The query at position p sees the keys p - left to p + right, both inclusive; None is no limit on that side."""
+    """The query at position p sees the keys p - left to p + right, both inclusive; None is no limit
+    on that side."""
 
     left: int | None = None
     right: int | None = None
@@ -35,14 +49,24 @@ class Window(Mask):
         for name, side in (("left", self.left), ("right", self.right)):
             if side is None:
                 continue
-            if isinstance(side, bool) or not isinstance(side, int | np.integer) or not 0 <= side < 2**31:
+            if (
+                isinstance(side, bool)
+                or not isinstance(side, int | np.integer)
+                or not 0 <= side < 2**31
+            ):
                 got = f"({self.left!r}, {self.right!r})"
-                raise ValueError(f"a window is (left, right), each an int from 0 to {2**31 - 1} or None; got {got}.")
+                raise ValueError(
+                    f"a window is (left, right), each an int from 0 to {2**31 - 1} or None; got "
+                    f"{got}."
+                )
             object.__setattr__(self, name, int(side))
 
     def interval(self, row, position):
         left, right = self._near
-        return 0 if left is None else position - left, Visibility.ALL if right is None else position + right + 1
+        return (
+            0 if left is None else position - left,
+            Visibility.ALL if right is None else position + right + 1,
+        )
 
     @property
     def _near(self) -> tuple[int | None, int | None]:
@@ -51,7 +75,9 @@ class Window(Mask):
     def mask_mod(self):
         left, right = self._near
         from_left = lambda q, k: True if left is None else k >= q - left
-        return lambda b, h, q, k: jnp.logical_and(from_left(q, k), True if right is None else k <= q + right)
+        return lambda b, h, q, k: jnp.logical_and(
+            from_left(q, k), True if right is None else k <= q + right
+        )
 
 
 def Causal() -> Window:
@@ -61,7 +87,8 @@ def Causal() -> Window:
 
 @dataclasses.dataclass(frozen=True)
 class Chunked(Mask):
-    """Positions are cut into chunks of `size`, and a query sees its own chunk; with Causal() only what comes before it there."""
+    """Positions are cut into chunks of `size`, and a query sees its own chunk; with Causal() only
+    what comes before it there."""
 
     size: int
 
@@ -86,7 +113,8 @@ class KeyLengths(Mask):
 
 @dataclasses.dataclass(frozen=True)
 class KeyStarts(Mask):
-    """Keys before starts[b] are not seen, as where prompts are padded on the left; starts is int32 [B]."""
+    """Keys before starts[b] are not seen, as where prompts are padded on the left; starts is int32
+    [B]."""
 
     starts: Any
     ARRAYS = {"starts": "B"}
@@ -116,10 +144,12 @@ class PrefixLM(Mask):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class BlockMap(Both):
-    """A mask, and for each block of queries and keys whether none, some or all of its pairs are seen. A pytree."""
+    """A mask, and for each block of queries and keys whether none, some or all of its pairs are
+    seen. A pytree."""
 
     def counts(self) -> dict[str, int]:
-        """The numbers of blocks that are skipped, full and partial, over all batch rows and heads that differ."""
+        """The numbers of blocks that are skipped, full and partial, over all batch rows and heads
+        that differ."""
         kind = np.asarray(self.second.kinds)
         of = dict(skipped=kinds.EMPTY, full=kinds.FULL, partial=kinds.PARTIAL)
         return {name: int(np.sum(kind == number)) for name, number in of.items()}
@@ -129,19 +159,36 @@ class BlockMap(Both):
         size = f"{of.queries} x {of.keys} in blocks of {of.block}"
         if isinstance(of.kinds, jax.core.Tracer):
             return f"block_map({self.first!r}, {size})"
-        return f"block_map({self.first!r}, {size}: {', '.join(f'{n} {name}' for name, n in self.counts().items())})"
+        return (
+            f"block_map({self.first!r}, {size}: "
+            f"{', '.join(f'{n} {name}' for name, n in self.counts().items())})"
+        )
 
 
 def block_map(
-    mask: Mask, queries: int, keys: int, *, block: int = 64, query_offset: int = 0, batch: int = 1, heads: int = 1
+    mask: Mask,
+    queries: int,
+    keys: int,
+    *,
+    block: int = 64,
+    query_offset: int = 0,
+    batch: int = 1,
+    heads: int = 1,
 ) -> BlockMap:
-    """The mask with a map of its blocks. Make it once, outside of layers, jit and scan, for all the calls that take it.
+    """The mask with a map of its blocks. Make it once, outside of layers, jit and scan, for all the
+    calls that take it.
 
-    These calls must have so many queries and keys, and this query_offset. `batch` and `heads` are needed where the mask depends
-    on them. A call makes the map of a Where without arrays by itself while it is traced, if the map is not too long.
+    These calls must have so many queries and keys, and this query_offset. `batch` and `heads` are
+    needed where the mask depends on them. A call makes the map of a Where without arrays by itself
+    while it is traced, if the map is not too long.
     """
     whole = with_leaves(mask, map(_as_arrays, leaves(mask)))
-    rows = {len(x) for part in leaves(whole) for name in part.ARRAYS if (x := getattr(part, name)) is not None}
+    rows = {
+        len(x)
+        for part in leaves(whole)
+        for name in part.ARRAYS
+        if (x := getattr(part, name)) is not None
+    }
     batch = max({batch, *rows})
     visibility = resolve(parts(whole), batch, queries, keys, query_offset)
     found = kinds.of(visibility, batch, heads, queries, block, block)
@@ -151,7 +198,11 @@ def block_map(
 
 
 def _as_arrays(part: Mask) -> Mask:
-    arrays = {name: jnp.array(x, ndmin=len(c)) for name, c in part.ARRAYS.items() if (x := getattr(part, name)) is not None}
+    arrays = {
+        name: jnp.array(x, ndmin=len(c))
+        for name, c in part.ARRAYS.items()
+        if (x := getattr(part, name)) is not None
+    }
     return dataclasses.replace(part, **arrays) if arrays else part
 
 
@@ -167,13 +218,22 @@ class Rows:
     @property
     def position(self):
         near = within_reach(self.offset)
-        return self.row + (near if isinstance(near, int) else near[:, None]) if self.apart is None else self.apart
+        return (
+            self.row + (near if isinstance(near, int) else near[:, None])
+            if self.apart is None
+            else self.apart
+        )
 
 
 def resolve(masks: list[Mask], batch: int, queries: int, keys: int, offset: Ints) -> Visibility:
-    """One Visibility for all of `masks`, with the largest start and the smallest stop. `offset` is an int or int32 [B]."""
+    """One Visibility for all of `masks`, with the largest start and the smallest stop. `offset` is
+    an int or int32 [B]."""
     row, apart = jnp.arange(queries, dtype=jnp.int32)[None], _apart(masks, offset)
-    return _resolved(masks, Rows((batch, queries), row, offset, None if apart is None else apart.position(row)), keys)
+    return _resolved(
+        masks,
+        Rows((batch, queries), row, offset, None if apart is None else apart.position(row)),
+        keys,
+    )
 
 
 def _resolved(masks: list[Mask], rows: Rows, keys: int) -> Visibility:
@@ -188,12 +248,19 @@ def _resolved(masks: list[Mask], rows: Rows, keys: int) -> Visibility:
             case Window() if rows.apart is None:
                 left, right = _least(left, mask.left), _least(right, mask.right)
             case KeyLengths(lengths):
-                seen = dataclasses.replace(seen, key_stop=_least(seen.key_stop, jnp.maximum(lengths, 0)))
+                seen = dataclasses.replace(
+                    seen, key_stop=_least(seen.key_stop, jnp.maximum(lengths, 0))
+                )
             case QueryLengths(lengths):
-                seen = dataclasses.replace(seen, query_stop=_least(seen.query_stop, jnp.maximum(lengths, 0)))
+                seen = dataclasses.replace(
+                    seen, query_stop=_least(seen.query_stop, jnp.maximum(lengths, 0))
+                )
             case Documents(query_ids, key_ids):
                 if seen.query_ids is not None:
-                    raise ValueError("one call takes one set of document ids; got several Documents masks or segment ids.")
+                    raise ValueError(
+                        "one call takes one set of document ids; got several Documents masks or "
+                        "segment ids."
+                    )
                 start, stop, solid = mask.runs()
                 seen = _meet(seen, rows.shape, start, stop)
                 seen = dataclasses.replace(seen, solid=solid, query_ids=query_ids, key_ids=key_ids)
@@ -206,9 +273,17 @@ def _resolved(masks: list[Mask], rows: Rows, keys: int) -> Visibility:
 
 def _apart(masks: list[Mask], offset: Ints) -> Varlen | None:
     """The Varlen whose sequences each have an offset of their own, if there is one."""
-    found = [part for mask in masks for part in leaves(mask) if isinstance(part, Varlen) and part.cu_seqlens_k is not None]
+    found = [
+        part
+        for mask in masks
+        for part in leaves(mask)
+        if isinstance(part, Varlen) and part.cu_seqlens_k is not None
+    ]
     if len(found) > 1 or (found and not (isinstance(offset, int) and offset == 0)):
-        raise ValueError("Varlen with cu_seqlens_k says where each query is: no query_offset and no second one go with it.")
+        raise ValueError(
+            "Varlen with cu_seqlens_k says where each query is: no query_offset and no second one "
+            "go with it."
+        )
     return found[0] if found else None
 
 
@@ -216,29 +291,39 @@ def offset_of_score(masks: list[Mask], offset: Ints) -> Ints:
     """The offset from a row to the position that a score_mod beside these masks is asked about."""
     if _apart(masks, 0) is not None:
         raise ValueError(
-            "score_mod counts queries from one query_offset, and in Varlen with cu_seqlens_k each sequence has its own: they do "
+            "score_mod counts queries from one query_offset, and in Varlen with cu_seqlens_k each "
+            "sequence has its own: they do "
             "not go together. With cu_seqlens_q alone they do."
         )
     return within_reach(offset)
 
 
 def _predicate(where: list[Mask], known: list[Kinds], rows: Rows, keys: int) -> rule.Predicate:
-    """All of `where` as one rule, with the kinds of its blocks, if they are known for just these rules."""
+    """All of `where` as one rule, with the kinds of its blocks, if they are known for just these
+    rules."""
     found = block = None
     for of in known:
         made = of.queries, of.keys, of.offset
         asked = rows.shape[1], keys, rows.offset if isinstance(rows.offset, int) else "an array"
         if made != asked:
             of_what = "(T, S, query_offset)"
-            raise ValueError(f"the block_map was made for {of_what} = {made}; the call's are ({', '.join(map(str, asked))}).")
+            raise ValueError(
+                f"the block_map was made for {of_what} = {made}; the call's are "
+                f"({', '.join(map(str, asked))})."
+            )
         if of.rules == len(where):  # those of its own mask, which is always beside it
             found, block = of.kinds, of.block
     if rows.apart is None and all(isinstance(mask, Where) for mask in where):
         one = functools.reduce(both, where)
     else:
-        resolved = lambda intervals: _resolved(intervals, rows, Visibility.ALL)  # the call's own hides keys that are not there
-        one = as_where(functools.reduce(Both, where), Place(within_reach(rows.offset), rows.apart), resolved)
-    return rule.Predicate(one.function, one.arrays, within_reach(rows.offset), one.batch, one.head, found, block)
+        # the call's own hides keys that are not there
+        resolved = lambda intervals: _resolved(intervals, rows, Visibility.ALL)
+        one = as_where(
+            functools.reduce(Both, where), Place(within_reach(rows.offset), rows.apart), resolved
+        )
+    return rule.Predicate(
+        one.function, one.arrays, within_reach(rows.offset), one.batch, one.head, found, block
+    )
 
 
 def _ends(mask: Mask, row, position, shape):
@@ -248,14 +333,23 @@ def _ends(mask: Mask, row, position, shape):
         raise TypeError(f"{name} must return (start, stop); got {type(ends).__name__}.")
     for end in (x if hasattr(x, "dtype") else np.asarray(x) for x in ends):
         if not jnp.issubdtype(end.dtype, jnp.integer):
-            raise TypeError(f"{name} must return integers, the keys [start, stop) of each query; got {end.dtype}.")
-        if len(end.shape) > 2 or any(n not in (1, m) for n, m in zip(end.shape[::-1], shape[::-1], strict=False)):
-            raise ValueError(f"{name} must return what broadcasts to [B, T] = {shape}; got {end.shape}.")
+            raise TypeError(
+                f"{name} must return integers, the keys [start, stop) of each query; got "
+                f"{end.dtype}."
+            )
+        if len(end.shape) > 2 or any(
+            n not in (1, m) for n, m in zip(end.shape[::-1], shape[::-1], strict=False)
+        ):
+            raise ValueError(
+                f"{name} must return what broadcasts to [B, T] = {shape}; got {end.shape}."
+            )
         end = end.astype(np.int32) if np.can_cast(end.dtype, np.int32) else end  # int8 holds no ALL
         yield end.clip(0, Visibility.ALL).astype(np.int32)
 
 
-def _band(seen: Visibility, shape, row, left: int | None, right: int | None, offset: Ints) -> Visibility:
+def _band(
+    seen: Visibility, shape, row, left: int | None, right: int | None, offset: Ints
+) -> Visibility:
     """Of the keys that are seen, those from position - left to position + right."""
     if left is None and right is None:
         return seen
@@ -266,7 +360,10 @@ def _band(seen: Visibility, shape, row, left: int | None, right: int | None, off
         return dataclasses.replace(seen, offset=near, left=left, right=right)
     if max(left or 0, right or 0) > REACH:  # the offset may be as far away: the ends of each row
         from_ = lambda at: row + (_clip(offset, at - REACH, at + REACH) - at)[:, None]
-        start, stop = 0 if left is None else from_(left), Visibility.ALL if right is None else from_(-right) + 1
+        start, stop = (
+            0 if left is None else from_(left),
+            Visibility.ALL if right is None else from_(-right) + 1,
+        )
         return _meet(seen, shape, start, stop)
     near = _clip(offset, -REACH - (right or 0), REACH + (left or 0))
     return dataclasses.replace(seen, offset=near, left=left, right=right)

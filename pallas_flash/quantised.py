@@ -1,4 +1,5 @@
-"""Keys and values in 8 bits: one float32 scale for each token and head, by which kernels multiply logits and weights."""
+"""Keys and values in 8 bits: one float32 scale for each token and head, by which kernels multiply
+logits and weights."""
 
 from typing import Any
 
@@ -14,18 +15,22 @@ def is_quantised(dtype) -> bool:
 
 
 def quantised(x: Float[Array, "*n H"], dtype) -> tuple[Array, Float[Array, "*n"]]:
-    """x8 of the dtype and scales, such that x is nearly x8 * scales: symmetric, the largest of each row [H] is LARGEST. NaN stays
-    NaN, in the scale. int8 errs by half a step, up to 1/254 of the row's largest, e4m3 by up to 1/16 of each number."""
+    """x8 of the dtype and scales, such that x is nearly x8 * scales: symmetric, the largest of each
+    row [H] is LARGEST. NaN stays NaN, in the scale. int8 errs by half a step, up to 1/254 of the
+    row's largest, e4m3 by up to 1/16 of each number."""
     x = x.astype(jnp.float32)
-    scales = jnp.maximum(jnp.max(jnp.abs(x), axis=-1) / LARGEST[str(jnp.dtype(dtype))], jnp.finfo(jnp.float32).tiny)
-    scales = jnp.where(jnp.isnan(x).any(-1), jnp.nan, scales)  # XLA's maximum on a CPU passes over NaN in large arrays
+    scales = jnp.maximum(
+        jnp.max(jnp.abs(x), axis=-1) / LARGEST[str(jnp.dtype(dtype))], jnp.finfo(jnp.float32).tiny
+    )
+    # XLA's maximum on a CPU passes over NaN in large arrays
+    scales = jnp.where(jnp.isnan(x).any(-1), jnp.nan, scales)
     x = x / scales[..., None]
     return (jnp.round(x) if jnp.issubdtype(dtype, jnp.integer) else x).astype(dtype), scales
 
 
 def bits(x):
-    """float8 as uint8, to gather from and scatter into: XLA for a CPU would make float16 of the whole array for that, and so it
-    copies it once."""
+    """float8 as uint8, to gather from and scatter into: XLA for a CPU would make float16 of the
+    whole array for that, and so it copies it once."""
     return lax.bitcast_convert_type(x, jnp.uint8) if x.dtype == jnp.float8_e4m3fn else x
 
 
@@ -36,41 +41,61 @@ def taken(pages: Array, numbers) -> Array:
 
 
 def empty_scales(shape, dtype) -> tuple[Array, Array] | tuple[None, None]:
-    """Of the keys and the values of an empty cache of this shape [..., H]; None where the dtype needs none. TypeError for one
-    that a cache cannot have."""
+    """Of the keys and the values of an empty cache of this shape [..., H]; None where the dtype
+    needs none. TypeError for one that a cache cannot have."""
     if not (is_quantised(dtype) or jnp.issubdtype(dtype, jnp.floating)):
-        raise TypeError(f"a cache's dtype must be a float's, or {' or '.join(LARGEST)}; got {jnp.dtype(dtype)}.")
-    return (jnp.zeros(shape[:-1], jnp.float32), jnp.zeros(shape[:-1], jnp.float32)) if is_quantised(dtype) else (None, None)
+        raise TypeError(
+            f"a cache's dtype must be a float's, or {' or '.join(LARGEST)}; got {jnp.dtype(dtype)}."
+        )
+    return (
+        (jnp.zeros(shape[:-1], jnp.float32), jnp.zeros(shape[:-1], jnp.float32))
+        if is_quantised(dtype)
+        else (None, None)
+    )
 
 
 def written(cache: Any, to, key: Float[Array, "B T K H"], value: Float[Array, "B T K H"]):
-    """The cache with keys and values in the slots with the index `to`, in its own dtype; what has no slot is dropped."""
+    """The cache with keys and values in the slots with the index `to`, in its own dtype; what has
+    no slot is dropped."""
     new = dict(key=key, value=value)
     if cache.key_scale is not None:
         new["key"], new["key_scale"] = quantised(key, cache.key.dtype)
         new["value"], new["value_scale"] = quantised(value, cache.value.dtype)
 
     def write(slots, x):
-        found = bits(slots).at[to].set(bits(x.astype(slots.dtype)), mode="drop", unique_indices=True)
+        found = (
+            bits(slots).at[to].set(bits(x.astype(slots.dtype)), mode="drop", unique_indices=True)
+        )
         return found if found.dtype == slots.dtype else lax.bitcast_convert_type(found, slots.dtype)
 
     return cache._replace(**{name: write(getattr(cache, name), x) for name, x in new.items()})
 
 
 def weights(dtype):
-    """What weights times scales are rounded to for their product with the values: float16 ends at 6e-8, scales do not."""
+    """What weights times scales are rounded to for their product with the values: float16 ends at
+    6e-8, scales do not."""
     return jnp.bfloat16 if dtype == jnp.float16 else dtype
 
 
 def check(k_pages, v_pages, k_scales, v_scales):
-    """Raises where pages have no scales and need them, or the other way round, and where the two do not fit."""
+    """Raises where pages have no scales and need them, or the other way round, and where the two do
+    not fit."""
     both = {"k_pages": (k_pages, "k_scales", k_scales), "v_pages": (v_pages, "v_scales", v_scales)}
     for name, (pages, name_of_scales, scales) in both.items():
         if pages.dtype != k_pages.dtype:
-            raise TypeError(f"k_pages and v_pages must have one dtype; got {k_pages.dtype} and {pages.dtype}.")
+            raise TypeError(
+                f"k_pages and v_pages must have one dtype; got {k_pages.dtype} and {pages.dtype}."
+            )
         if is_quantised(pages.dtype) != (scales is not None):
-            needs = "needs" if scales is None else "is for " + " or ".join(LARGEST) + ", and has no place for"
+            needs = (
+                "needs"
+                if scales is None
+                else "is for " + " or ".join(LARGEST) + ", and has no place for"
+            )
             raise TypeError(f"{name} of {pages.dtype} {needs} {name_of_scales} [P, page, K].")
         if scales is not None and (scales.shape != pages.shape[:3] or scales.dtype != jnp.float32):
             got = f"{scales.dtype} {scales.shape}"
-            raise ValueError(f"{name_of_scales} must be float32 [P, page, K] = {pages.shape[:3]} like {name}; got {got}.")
+            raise ValueError(
+                f"{name_of_scales} must be float32 [P, page, K] = {pages.shape[:3]} like {name}; "
+                f"got {got}."
+            )

@@ -1,6 +1,8 @@
-"""Dense attention in float32 (of float64: in float64): the oracle, O(T S) memory, differentiated by JAX.
+"""Dense attention in float32 (of float64: in float64): the oracle, O(T S) memory, differentiated by
+JAX.
 
-Attention Is All You Need (arXiv:1706.03762), equation 1, with masks, bias and a soft cap, and 0 for a row that sees no key.
+Attention Is All You Need (arXiv:1706.03762), equation 1, with masks, bias and a soft cap, and 0 for
+a row that sees no key.
 """
 
 import jax
@@ -21,7 +23,8 @@ def attend(problem: Problem, x: Operands):
 
 
 def _attend(p: Problem, x: Operands):
-    """o, the natural log-sum-exp lse [B, N, T], and, if it is asked for, the largest logit, else None."""
+    """o, the natural log-sum-exp lse [B, N, T], and, if it is asked for, the largest logit, else
+    None."""
     row = jnp.arange(p.queries, dtype=jnp.int32)
     seen = _seen(p, x, row)
     v = _keys_of_heads(p, seen, x.value)
@@ -34,7 +37,8 @@ def _attend(p: Problem, x: Operands):
 
 
 def weights(p: Problem, x: Operands, row):
-    """The softmax [B, N, rows, S] of the queries with these numbers, of which alone are x.query, x.bias and x.mask."""
+    """The softmax [B, N, rows, S] of the queries with these numbers, of which alone are x.query,
+    x.bias and x.mask."""
     return _softmax(p, x, _seen(p, x, row), row)[0]
 
 
@@ -50,27 +54,34 @@ def _by_head(seen):
 
 
 def _keys_of_heads(p: Problem, seen, x):
-    """Keys or values of each query head, 0 where nobody sees them, so that NaN there changes nothing."""
+    """Keys or values of each query head, 0 where nobody sees them, so that NaN there changes
+    nothing."""
     key_seen = _by_head(seen.reshape(p.batch, p.kv_heads, p.group, p.queries, p.keys).any((2, 3)))
     return jnp.repeat(jnp.where(key_seen, x, 0).astype(sums(x.dtype)), p.group, axis=2)
 
 
 def _softmax(p: Problem, x: Operands, seen, row):
-    """The weights of the rows, the maxima and sums [B, N, rows, 1] of their exponentials, and perhaps the largest logits."""
+    """The weights of the rows, the maxima and sums [B, N, rows, 1] of their exponentials, and
+    perhaps the largest logits."""
     wide, key = sums(x.query.dtype), jnp.arange(p.keys, dtype=jnp.int32)
     q = jnp.where(_by_head(seen.any(3)), x.query, 0).astype(wide)
     k = _keys_of_heads(p, seen, x.key)
-    s = jnp.einsum("btnh,bsnh->bnts", p.scale * q, k, precision="highest")  # scaled after it and less m: one multiply-add
+    # scaled after it and less m: one multiply-add
+    s = jnp.einsum("btnh,bsnh->bnts", p.scale * q, k, precision="highest")
     if x.bias is not None:
         s = s + x.bias.astype(wide)
     if p.soft_cap is not None:
         s = p.soft_cap * jnp.tanh(s / p.soft_cap)
     if x.score is not None:
-        s = x.score.of(s, lambda n, index: x.score.arrays[n][index], *x.score.pairs(p.batch, p.heads, row, key))
+        s = x.score.of(
+            s, lambda n, index: x.score.arrays[n][index], *x.score.pairs(p.batch, p.heads, row, key)
+        )
     s = jnp.where(seen, s, -jnp.inf)
     top = lax.stop_gradient(jnp.max(s, axis=-1, initial=-jnp.inf)) if p.max_logits else None
     if x.sinks is not None:  # one more key, with the value 0
-        s = jnp.concatenate([s, jnp.broadcast_to(x.sinks[:, None, None], (*s.shape[:3], 1))], axis=-1)
+        s = jnp.concatenate(
+            [s, jnp.broadcast_to(x.sinks[:, None, None], (*s.shape[:3], 1))], axis=-1
+        )
 
     m = lax.stop_gradient(jnp.max(s, axis=-1, keepdims=True, initial=-jnp.inf))
     empty = m == -jnp.inf
@@ -87,16 +98,26 @@ def _dropped(p: Problem, x: Operands, weights):
 
 
 def backward(problem: Problem, x: Operands, lse, do, delta):
-    """JAX's own derivative of `attend`; the cotangents of o and lse are what autodiff made do and delta of."""
+    """JAX's own derivative of `attend`; the cotangents of o and lse are what autodiff made do and
+    delta of."""
     do = do if problem.kept == 1 else do * jnp.asarray(problem.kept, do.dtype)
 
     def of(query, key, value, bias, *tables):
         score = x.score.with_tables(tables) if tables else x.score
-        return _attend(problem, x._replace(query=query, key=key, value=value, bias=bias, score=score))[:2]
+        return _attend(
+            problem, x._replace(query=query, key=key, value=value, bias=bias, score=score)
+        )[:2]
 
-    (o, own), vjp = jax.vjp(of, x.query, x.key, x.value, x.bias, *(x.score.tables if x.score is not None else ()))
+    (o, own), vjp = jax.vjp(
+        of, x.query, x.key, x.value, x.bias, *(x.score.tables if x.score is not None else ())
+    )
     part = lax.stop_gradient(_part(own, lse))
-    dlse = jnp.einsum("btnh,btnh->bnt", o.astype(delta.dtype), do.astype(delta.dtype), precision="highest") - delta
+    dlse = (
+        jnp.einsum(
+            "btnh,btnh->bnt", o.astype(delta.dtype), do.astype(delta.dtype), precision="highest"
+        )
+        - delta
+    )
     dlse = jnp.where((lse == jnp.inf) | (part == 0), 0.0, dlse * part)
     do = (do.astype(delta.dtype) * jnp.swapaxes(part, 1, 2)[..., None]).astype(do.dtype)
     dq, dk, dv, dbias, *dtables = vjp((do, dlse))
@@ -104,7 +125,8 @@ def backward(problem: Problem, x: Operands, lse, do, delta):
 
 
 def _part(own, lse):
-    """By how much P is less than that of these keys alone, if lse is of more keys: 1 where they are all, but for rounding."""
+    """By how much P is less than that of these keys alone, if lse is of more keys: 1 where they are
+    all, but for rounding."""
     gap = own - lse
     whole = (lse == jnp.inf) | (jnp.abs(gap) <= 4 * jnp.finfo(lse.dtype).eps * jnp.abs(lse))
     return jnp.where(whole, 1.0, jnp.exp(gap))

@@ -1,7 +1,9 @@
-"""Which key blocks a query block visits, which of them need no mask, and the same seen from a key block.
+"""Which key blocks a query block visits, which of them need no mask, and the same seen from a key
+block.
 
-Blocks are half-open ranges of block numbers. Of the blocks in [first, last) those in [full_first, full_last) are seen whole by
-every row, so their scores need no mask and their loads no bounds. Where the mask is no interval, they are a list of numbers.
+Blocks are half-open ranges of block numbers. Of the blocks in [first, last) those in [full_first,
+full_last) are seen whole by every row, so their scores need no mask and their loads no bounds.
+Where the mask is no interval, they are a list of numbers.
 """
 
 import functools
@@ -49,13 +51,17 @@ class Blocks(NamedTuple):
         """Part `number` of as many, as long as each other; masks stay where they were."""
         end = lambda n: self.first + lax.div((self.last - self.first) * n, jnp.int32(count))
         first, last = end(number), end(number + 1)
-        return Blocks(first, between(self.full_first, first, last), between(self.full_last, first, last), last)
+        return Blocks(
+            first, between(self.full_first, first, last), between(self.full_last, first, last), last
+        )
 
     def rest(self) -> "Blocks":
         """All but the first, of at least one."""
         first = self.first + 1
         full_first = larger(self.full_first, first)
-        full_last = self.full_last if self.full_last is self.last else larger(self.full_last, full_first)
+        full_last = (
+            self.full_last if self.full_last is self.last else larger(self.full_last, full_first)
+        )
         return Blocks(first, full_first, full_last, self.last)
 
     def visit(self, step, carry):
@@ -68,7 +74,8 @@ class Blocks(NamedTuple):
 
 
 class Listed(NamedTuple):
-    """Blocks by their numbers, of which the first `masked` need a mask; the same words as `Blocks`."""
+    """Blocks by their numbers, of which the first `masked` need a mask; the same words as
+    `Blocks`."""
 
     masked: Ints
     last: Ints
@@ -83,7 +90,9 @@ class Listed(NamedTuple):
         return Walk(Blocks(0, self.masked, self.last, self.last), self.number)
 
     def visit(self, step, carry):
-        masked, full = (lambda n, carry, m=m: step(self.number(n), carry, masked=m) for m in (True, False))
+        masked, full = (
+            lambda n, carry, m=m: step(self.number(n), carry, masked=m) for m in (True, False)
+        )
         return loop(self.masked, self.last, full, loop(0, self.masked, masked, carry))
 
 
@@ -100,19 +109,22 @@ def divisor(n: int, most: int) -> int:
 
 
 def loop(start: Ints, stop: Ints, step, carry):
-    """carry = step(j, carry) for j in [start, stop), j an int32; traces nothing where that is known to be empty."""
+    """carry = step(j, carry) for j in [start, stop), j an int32; traces nothing where that is known
+    to be empty."""
     if start is stop or (isinstance(start, int) and isinstance(stop, int) and start >= stop):
         return carry
-    # + 0: of what a kernel reads jax 0.11.2 says that it varies inside of a shard_map, of what it computes not: an index that
-    # begins there would change its type
+    # + 0: of what a kernel reads jax 0.11.2 says that it varies inside of a shard_map, of what it
+    # computes not: an index that begins there would change its type
     start, stop = (jnp.asarray(n + 0, jnp.int32) for n in (start, stop))
     return lax.fori_loop(start, stop, step, carry)
 
 
 def key_blocks(start: Ints, stop: Ints, solid, size: int, axis=None) -> Blocks:
-    """The key blocks of `size` that the rows with intervals [start, stop) visit; reduces over `axis` (None: all axes).
+    """The key blocks of `size` that the rows with intervals [start, stop) visit; reduces over
+    `axis` (None: all axes).
 
-    `solid` (or None) marks rows that see every key of their interval; the others need a mask everywhere.
+    `solid` (or None) marks rows that see every key of their interval; the others need a mask
+    everywhere.
     """
     if solid is None:
         whole = start, stop
@@ -132,21 +144,27 @@ def key_blocks(start: Ints, stop: Ints, solid, size: int, axis=None) -> Blocks:
 
 
 def known_blocks(visibility: Visibility, first: Ints, last: Ints, size: int) -> Blocks:
-    """key_blocks of the rows from `first` to `last`, numbers in a kernel, where the mask has no data: what a row sees begins and
-    ends no earlier than what the row before it sees."""
+    """key_blocks of the rows from `first` to `last`, numbers in a kernel, where the mask has no
+    data: what a row sees begins and ends no earlier than what the row before it sees."""
     (start, whole_stop), (whole_start, stop) = map(visibility.interval, (first, last))
-    div = lambda n: n // size if isinstance(n, int) else lax.div(n, jnp.int32(size))  # rounds to 0: below it are no blocks
-    return Blocks(div(start), div(whole_start + size - 1), div(whole_stop), div(stop + size - 1)).clipped()
+    # rounds to 0: below it are no blocks
+    div = lambda n: n // size if isinstance(n, int) else lax.div(n, jnp.int32(size))
+    return Blocks(
+        div(start), div(whole_start + size - 1), div(whole_stop), div(stop + size - 1)
+    ).clipped()
 
 
 def key_ranges(visibility: Visibility, queries: int, block_q: int) -> list[Blocks]:
     """`key_range` of every query block; the last may have fewer rows."""
-    return [key_range(visibility, i, min(i + block_q, queries) - 1) for i in range(0, queries, block_q)]
+    return [
+        key_range(visibility, i, min(i + block_q, queries) - 1) for i in range(0, queries, block_q)
+    ]
 
 
 def key_range(visibility: Visibility, first: int, last: int) -> Blocks:
-    """The keys that the rows from `first` to `last` may see, and those that each sees, as blocks of one key: what is known while
-    tracing, data apart, and without a key that only data of the mask could let a row see."""
+    """The keys that the rows from `first` to `last` may see, and those that each sees, as blocks of
+    one key: what is known while tracing, data apart, and without a key that only data of the mask
+    could let a row see."""
     known = without_data(visibility)
     (start, whole_start), (whole_stop, stop) = zip(*map(known.interval, (first, last)), strict=True)
     return Blocks(start, whole_start, whole_stop, max(start, stop))
@@ -155,14 +173,19 @@ def key_range(visibility: Visibility, first: int, last: int) -> Blocks:
 def without_data(visibility: Visibility) -> Visibility:
     """The mask as far as it is known while tracing."""
     seen = visibility
-    return Visibility(seen.keys, seen.left, seen.right, seen.offset) if isinstance(seen.offset, int) else Visibility(seen.keys)
+    return (
+        Visibility(seen.keys, seen.left, seen.right, seen.offset)
+        if isinstance(seen.offset, int)
+        else Visibility(seen.keys)
+    )
 
 
 def by_query_tile(visibility: Visibility, queries: int, block_q: int, block_k: int):
     """The mask and the blocks to visit, for kernels that own tiles of queries.
 
-    The mask is the same with its data by rows of whole tiles and by keys of whole blocks; a row beyond the last counts as the
-    last. The blocks are int32 [B or 1, query tiles, 4], `Blocks` for each tile; None where the mask has no data: `known_blocks`.
+    The mask is the same with its data by rows of whole tiles and by keys of whole blocks; a row
+    beyond the last counts as the last. The blocks are int32 [B or 1, query tiles, 4], `Blocks` for
+    each tile; None where the mask has no data: `known_blocks`.
     """
     if not visibility.has_data:
         return visibility, None
@@ -172,11 +195,14 @@ def by_query_tile(visibility: Visibility, queries: int, block_q: int, block_k: i
     ids = at.key_ids
     if ids is not None:
         ids = jnp.pad(ids, ((0, 0), (0, -visibility.keys % block_k)))
-    return Visibility(visibility.keys, start=start, stop=stop, query_ids=at.query_ids, key_ids=ids), blocks
+    return Visibility(
+        visibility.keys, start=start, stop=stop, query_ids=at.query_ids, key_ids=ids
+    ), blocks
 
 
 def query_blocks(visibility: Visibility, queries: int, block_q: int, block_k: int) -> jax.Array:
-    """For every key block its Blocks of queries, int32 [B or 1, ceil(S / block_k), 4]: key_blocks transposed.
+    """For every key block its Blocks of queries, int32 [B or 1, ceil(S / block_k), 4]: key_blocks
+    transposed.
 
     The last query block is masked where it hangs over the end of the queries.
     """
@@ -200,20 +226,24 @@ def query_blocks(visibility: Visibility, queries: int, block_q: int, block_k: in
     return jnp.stack(blocks.clipped(), -1).astype(jnp.int32)
 
 
-KNOWN = 2**26  # pairs of a query and a key that are asked while tracing; more of them are asked in the program
+# pairs of a query and a key that are asked while tracing; more of them are asked in the program
+KNOWN = 2**26
 
 
-def block_kinds(visibility: Visibility, batch, heads, queries: int, block_q: int, block_k: int, mask=None):
-    """Whether each block is empty, partial or full, int8 [B | 1, N | 1, query tiles, key tiles], for a mask with a Predicate, or
-    a dense one, bool [B | 1, N | 1, T | 1, S | 1]: numpy's where it is known while tracing."""
+def block_kinds(
+    visibility: Visibility, batch, heads, queries: int, block_q: int, block_k: int, mask=None
+):
+    """Whether each block is empty, partial or full, int8 [B | 1, N | 1, query tiles, key tiles],
+    for a mask with a Predicate, or a dense one, bool [B | 1, N | 1, T | 1, S | 1]: numpy's where it
+    is known while tracing."""
     if mask is not None or visibility.has_data or queries * visibility.keys > KNOWN:
         return _block_kinds(visibility, batch, heads, queries, block_q, block_k, mask)
     return _known_kinds(visibility, batch, heads, queries, block_q, block_k)
 
 
 def _now(f: Callable, *args) -> np.ndarray:
-    """f(*args), known while tracing: in a thread of its own, in which no function is traced, and no mesh is set. What
-    jax_transfer_guard says is said of the program's numbers, not of these."""
+    """f(*args), known while tracing: in a thread of its own, in which no function is traced, and no
+    mesh is set. What jax_transfer_guard says is said of the program's numbers, not of these."""
 
     def known():
         with jax.transfer_guard("allow"):
@@ -242,13 +272,15 @@ def _block_kinds(visibility, batch, heads, queries, block_q, block_k, mask=None)
     seen = Blocks(*(x[:, None, :, None] for x in _by_tile(start, stop, at.solid, block_q, block_k)))
     j = jnp.arange(found.shape[3], dtype=jnp.int32)[None, None, None]
     within = lambda first, last: ((first <= j) & (j < last)).astype(jnp.int8)
-    return jnp.minimum(found, within(seen.first, seen.last) + within(seen.full_first, seen.full_last))
+    return jnp.minimum(
+        found, within(seen.first, seen.last) + within(seen.full_first, seen.full_last)
+    )
 
 
 def lists(found, least: int = 0) -> jax.Array:
-    """Of kinds [.., tiles, blocks] for each tile how many blocks are to be masked, how many to be visited, and the blocks'
-    numbers: the partial ones, then the full ones; where these are less than `least`, empty ones too, which are masked. int32
-    [.., tiles, 2 + blocks]"""
+    """Of kinds [.., tiles, blocks] for each tile how many blocks are to be masked, how many to be
+    visited, and the blocks' numbers: the partial ones, then the full ones; where these are less
+    than `least`, empty ones too, which are masked. int32 [.., tiles, 2 + blocks]"""
     if not isinstance(found, np.ndarray):
         return _lists(found, least)
     known = _now(_lists, found, least)
@@ -263,7 +295,8 @@ def _lists(found, least: int) -> jax.Array:
 
 
 def _whole_tiles(visibility: Visibility, queries: int, block_q: int):
-    """The rows of whole query tiles [1, n], and the mask with its data for each of them; beyond the last, the last's."""
+    """The rows of whole query tiles [1, n], and the mask with its data for each of them; beyond the
+    last, the last's."""
     row = jnp.arange(ceil_div(queries, block_q) * block_q, dtype=jnp.int32)[None]
     at = visibility.narrow(Visibility.BY_BATCH, lambda x: x[:, None])
     return row, at.narrow(Visibility.BY_QUERY, lambda x: x[:, jnp.minimum(row[0], queries - 1)])
@@ -273,9 +306,13 @@ def _by_tile(start, stop, solid, block_q: int, block_k: int) -> Blocks:
     """The Blocks of each query tile, [B or 1, query tiles], from the intervals of its rows."""
 
     def tiled(x):
-        return jnp.broadcast_to(jnp.asarray(x, jnp.int32), stop.shape).reshape(stop.shape[0], -1, block_q)
+        return jnp.broadcast_to(jnp.asarray(x, jnp.int32), stop.shape).reshape(
+            stop.shape[0], -1, block_q
+        )
 
-    return key_blocks(tiled(start), tiled(stop), None if solid is None else tiled(solid), block_k, axis=-1)
+    return key_blocks(
+        tiled(start), tiled(stop), None if solid is None else tiled(solid), block_k, axis=-1
+    )
 
 
 def _reduce(reduction, x, axis):
@@ -287,7 +324,8 @@ def ceil_div(a, b: int):
 
 
 def between(x, low, high):
-    """x moved into [low, high]; an int where it can be, so that loops known to be empty are not traced."""
+    """x moved into [low, high]; an int where it can be, so that loops known to be empty are not
+    traced."""
     if isinstance(x, int) and isinstance(low, int) and x <= low:
         return low
     if isinstance(x, int) and isinstance(high, int) and (isinstance(low, int) or x >= high):

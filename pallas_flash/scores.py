@@ -11,7 +11,8 @@ from pallas_flash.rules.visibility import register
 
 
 class _ScoreMod:
-    """A score_mod(score, b, h, q_idx, kv_idx) that prints itself; numbers are part of the program, arrays are data."""
+    """A score_mod(score, b, h, q_idx, kv_idx) that prints itself; numbers are part of the program,
+    arrays are data."""
 
     heads = None  # how many query heads it has numbers for, None: any
 
@@ -25,10 +26,13 @@ class _ScoreMod:
 
 
 def fitting(score_mod: Any, heads: int) -> Any:
-    """The same score_mod. One of this file with numbers for other heads raises: jax would read the last number again."""
+    """The same score_mod. One of this file with numbers for other heads raises: jax would read the
+    last number again."""
     made = score_mod.heads if isinstance(score_mod, _ScoreMod) else None
     if made not in (None, heads):
-        raise ValueError(f"{score_mod!r} has numbers for {made} query heads; the call has N = {heads}.")
+        raise ValueError(
+            f"{score_mod!r} has numbers for {made} query heads; the call has N = {heads}."
+        )
     return score_mod
 
 
@@ -50,7 +54,8 @@ def _shape(x) -> tuple[int, ...]:
 class Alibi(_ScoreMod):
     """Attention with linear biases (arXiv:2108.12409): score - slopes[h] * |q_idx - kv_idx|.
 
-    slopes: [N], numbers, or an array, which may be learned. The paper's slopes for N = 8 are 2^-1, 2^-2, ..., 2^-8.
+    slopes: [N], numbers, or an array, which may be learned. The paper's slopes for N = 8 are 2^-1,
+      2^-2, ..., 2^-8.
     """
 
     slopes: Any
@@ -58,26 +63,31 @@ class Alibi(_ScoreMod):
     def __post_init__(self):
         object.__setattr__(self, "slopes", _numbers(self.slopes))
         if len(_shape(self.slopes)) != 1:
-            raise ValueError(f"Alibi takes slopes [N], one for each query head; got {_shape(self.slopes)}.")
+            raise ValueError(
+                f"Alibi takes slopes [N], one for each query head; got {_shape(self.slopes)}."
+            )
 
     @property
     def heads(self) -> int:
         return _shape(self.slopes)[0]
 
     def __call__(self, score, b, h, q_idx, kv_idx):
-        return score - jnp.asarray(self.slopes)[h].astype(score.dtype) * jnp.abs(q_idx - kv_idx).astype(score.dtype)
+        return score - jnp.asarray(self.slopes)[h].astype(score.dtype) * jnp.abs(
+            q_idx - kv_idx
+        ).astype(score.dtype)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class T5Bias(_ScoreMod):
     """T5's relative position bias (arXiv:1910.10683): score + table[h, bucket of kv_idx - q_idx].
 
-    Small distances have a bucket each. Larger ones share buckets, whose widths grow as a logarithm up to max_distance; all beyond
-    it share one. `bidirectional`, as in an encoder, gives half of the buckets to keys on the right of the query; without it these
-    keys are all in bucket 0.
+    Small distances have a bucket each. Larger ones share buckets, whose widths grow as a logarithm
+    up to max_distance; all beyond it share one. `bidirectional`, as in an encoder, gives half of
+    the buckets to keys on the right of the query; without it these keys are all in bucket 0.
 
-    table: [N, buckets], or [buckets] for all heads; numbers, or an array, which may be learned. Transpose an embedding that is
-    [buckets, N]. T5 has 32 buckets and no scale: call flash_attention(scale=1.0).
+    table: [N, buckets], or [buckets] for all heads; numbers, or an array, which may be learned.
+    Transpose an embedding that is [buckets, N]. T5 has 32 buckets and no scale: call
+    flash_attention(scale=1.0).
     """
 
     table: Any
@@ -88,10 +98,20 @@ class T5Bias(_ScoreMod):
         object.__setattr__(self, "table", _numbers(self.table))
         shape = _shape(self.table)
         buckets = shape[-1] if shape else 0
-        if len(shape) not in (1, 2) or buckets < (4 if self.bidirectional else 2) or buckets % (1 + self.bidirectional):
-            raise ValueError(f"T5Bias takes a table [N, buckets] or [buckets], of an even number of buckets; got {shape}.")
+        if (
+            len(shape) not in (1, 2)
+            or buckets < (4 if self.bidirectional else 2)
+            or buckets % (1 + self.bidirectional)
+        ):
+            raise ValueError(
+                "T5Bias takes a table [N, buckets] or [buckets], of an even number of buckets; "
+                f"got {shape}."
+            )
         if self.max_distance <= (own := buckets // (1 + self.bidirectional) // 2):
-            raise ValueError(f"max_distance must be above {own}, how many distances have a bucket; got {self.max_distance}.")
+            raise ValueError(
+                f"max_distance must be above {own}, how many distances have a bucket; got "
+                f"{self.max_distance}."
+            )
 
     @property
     def heads(self) -> int | None:
@@ -107,23 +127,30 @@ class T5Bias(_ScoreMod):
         buckets = _shape(self.table)[-1] // (1 + self.bidirectional)
         away = jnp.abs(distance) if self.bidirectional else jnp.maximum(-distance, 0)
         bucket = jnp.minimum(away, buckets // 2)
-        for first in _first_of_buckets(buckets, self.max_distance):  # not a logarithm, which GPUs round in their own way
+        # not a logarithm, which GPUs round in their own way
+        for first in _first_of_buckets(buckets, self.max_distance):
             bucket = bucket + (away >= first).astype(bucket.dtype)
         return jnp.where(distance > 0, bucket + buckets, bucket) if self.bidirectional else bucket
 
 
 def _first_of_buckets(buckets: int, max_distance: int) -> list[int]:
-    """The distances at which the buckets after the first that is shared begin, from T5's formula in float32."""
+    """The distances at which the buckets after the first that is shared begin, from T5's formula in
+    float32."""
     exact = buckets // 2
     distance = np.arange(exact, max_distance + 1)
-    steps = np.log(distance.astype(np.float32) / exact) / math.log(max_distance / exact) * (buckets - exact)
+    steps = (
+        np.log(distance.astype(np.float32) / exact)
+        / math.log(max_distance / exact)
+        * (buckets - exact)
+    )
     number = np.minimum(exact + steps.astype(np.int32), buckets - 1)
     return [int(distance[np.argmax(number >= n)]) for n in range(exact + 1, buckets)]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class SoftCap(_ScoreMod):
-    """cap * tanh(score / cap), as logits_soft_cap; to be used in a score_mod of your own. cap is a number or an array."""
+    """cap * tanh(score / cap), as logits_soft_cap; to be used in a score_mod of your own. cap is a
+    number or an array."""
 
     cap: Any
 

@@ -1,4 +1,5 @@
-"""The arguments of `flash_attention` as type checkers know them, and a signature as help() shows it, line by line."""
+"""The arguments of `flash_attention` as type checkers know them, and a signature as help() shows
+it, line by line."""
 
 import inspect
 from collections.abc import Callable
@@ -10,13 +11,17 @@ from pallas_flash.checks import AnyArray
 from pallas_flash.context_parallel import Context
 from pallas_flash.dropout import Shared
 
-Implementation = Literal["hopper", "portable", "blockwise", "reference", "flash1", "standard", "xla", "cudnn"]
-ScoreMod = Callable[[Array, Array, Array, Array, Array], Array]  # (score, b, h, q_idx, kv_idx) -> score
+Implementation = Literal[
+    "hopper", "portable", "blockwise", "reference", "flash1", "standard", "xla", "cudnn"
+]
+# (score, b, h, q_idx, kv_idx) -> score
+ScoreMod = Callable[[Array, Array, Array, Array, Array], Array]
 
 
 class Options(TypedDict, total=False):
-    """The arguments of `flash_attention` that are named and do not change what it returns: the type of a dict `options` in
-    `flash_attention(query, key, value, **options)`. Of a dict[str, Any] a type checker cannot know what the call returns."""
+    """The arguments of `flash_attention` that are named and do not change what it returns: the type
+    of a dict `options` in `flash_attention(query, key, value, **options)`. Of a dict[str, Any] a
+    type checker cannot know what the call returns."""
 
     scale: float | Float[AnyArray, "..."] | None
     is_causal: bool
@@ -45,15 +50,22 @@ class _InLines(inspect.Signature):
             if x.kind == x.KEYWORD_ONLY and not is_named:
                 lines, is_named = [*lines, "*"], True
             annotation = "" if x.annotation is x.empty else f": {x.annotation}"
-            lines.append(f"{x.name}{annotation}" + ("" if x.default is x.empty else f" = {x.default!r}"))
-        return "(\n" + "".join(f"    {line},\n" for line in lines) + f") -> {self.return_annotation}"
+            lines.append(
+                f"{x.name}{annotation}" + ("" if x.default is x.empty else f" = {x.default!r}")
+            )
+        return (
+            "(\n" + "".join(f"    {line},\n" for line in lines) + f") -> {self.return_annotation}"
+        )
 
     def format(self, **_):  # what help() calls from Python 3.13 on
         return str(self)
 
 
 def in_lines(f: Callable) -> None:
-    """Lets help() show the signature of a function with annotations from __future__ line by line."""
+    """Lets help() show the signature of a function with annotations from __future__ line by
+    line."""
     signature = inspect.signature(f)
-    shown = _InLines(list(signature.parameters.values()), return_annotation=signature.return_annotation)
+    shown = _InLines(
+        list(signature.parameters.values()), return_annotation=signature.return_annotation
+    )
     setattr(f, "__signature__", shown)  # noqa: B010, type checkers know no such attribute

@@ -7,48 +7,67 @@ import jax.numpy as jnp
 
 from pallas_flash import checks
 
-HEADS_FIRST = " Do the heads come before the length? Here they come after it: jnp.swapaxes(x, -3, -2)."
+HEADS_FIRST = (
+    " Do the heads come before the length? Here they come after it: jnp.swapaxes(x, -3, -2)."
+)
 
 
 class Sizes(NamedTuple):
-    """The sizes that further arrays must have: the leading axes of query, at least one, and the letters of features. C is an axis
-    of any size."""
+    """The sizes that further arrays must have: the leading axes of query, at least one, and the
+    letters of features. C is an axis of any size."""
 
     lead: tuple[int, ...]
     of: dict[str, int]
 
     def ints(self, name: str, x, letters: str):
-        """x as an int32 array of the shape that `letters` spell; the leading axes of query stand for B."""
+        """x as an int32 array of the shape that `letters` spell; the leading axes of query stand
+        for B."""
         x = jnp.asarray(checks.ints(name, x))
         if "B" not in letters:
             return x
         of = self.of | dict(C=x.shape[-1] if x.shape else 0)
         tail = tuple(of[c] for c in letters[1:])
         if x.shape != (*self.lead, *tail) and not (self.lead == (1,) and x.shape == tail):
-            raise ValueError(f"{name} must be int32 [{', '.join(letters)}] = {(*self.lead, *tail)}; got {x.shape}.")
+            raise ValueError(
+                f"{name} must be int32 [{', '.join(letters)}] = {(*self.lead, *tail)}; got "
+                f"{x.shape}."
+            )
         return x.reshape(self.of["B"], *tail)
 
     def offset(self, x):
-        """query_offset as an int, or as int32 [B]: an array is data, and serves every value with one compiled program."""
+        """query_offset as an int, or as int32 [B]: an array is data, and serves every value with
+        one compiled program."""
         offset = checks.ints("query_offset", x)
         if checks.is_int(x):
             return int(offset)
-        return self.ints("query_offset", jnp.broadcast_to(offset, self.lead) if offset.shape == () else offset, "B")
+        return self.ints(
+            "query_offset",
+            jnp.broadcast_to(offset, self.lead) if offset.shape == () else offset,
+            "B",
+        )
 
     def dense(self, name: str, x, dtype):
-        """A bias or mask as [B | 1, N | 1, T | 1, S | 1]; axes of size 1 stay so, since the kernels sum or repeat over them."""
+        """A bias or mask as [B | 1, N | 1, T | 1, S | 1]; axes of size 1 stay so, since the kernels
+        sum or repeat over them."""
         if x is None:
             return None
         x = checks.dense(name, x, dtype)
         full = (*self.lead, *(self.of[c] for c in "NTS"))
         if not _fits(x.shape, full):
             hint = HEADS_FIRST * _fits(x.shape, (*self.lead, *(self.of[c] for c in "TNK")))
-            hint += " To hide keys of rows, as padding does, pass x[..., None, None, :]." * (x.shape == (*self.lead, full[-1]))
-            hint += " For the same in all heads, pass x[..., None, :, :]." * (x.shape == (*self.lead, *full[-2:]))
-            raise ValueError(f"{name} must be broadcastable to [..., N, T, S] = {full}; got {x.shape}.{hint}")
+            hint += " To hide keys of rows, as padding does, pass x[..., None, None, :]." * (
+                x.shape == (*self.lead, full[-1])
+            )
+            hint += " For the same in all heads, pass x[..., None, :, :]." * (
+                x.shape == (*self.lead, *full[-2:])
+            )
+            raise ValueError(
+                f"{name} must be broadcastable to [..., N, T, S] = {full}; got {x.shape}.{hint}"
+            )
         x = x.reshape((1,) * (len(full) - x.ndim) + x.shape)
         lead = x.shape[:-3]
-        if any(n != 1 for n in lead) and lead != self.lead:  # some leading axes broadcast, some do not
+        # some leading axes broadcast, some do not
+        if any(n != 1 for n in lead) and lead != self.lead:
             x = jnp.broadcast_to(x, self.lead + x.shape[-3:])
         return x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:])
 

@@ -1,4 +1,5 @@
-"""An implementation on trial, in a process of its own: compared with the reference, then timed beside jax.nn."""
+"""An implementation on trial, in a process of its own: compared with the reference, then timed
+beside jax.nn."""
 
 import concurrent.futures
 import itertools
@@ -33,7 +34,12 @@ SECONDS = 40  # that a process takes on a GPU, nearly all of it to compile: an e
 Sizes = list[tuple[int, int]]  # of heads: of queries and keys, and of values
 # The last three of a Case: those that most calls need, and all.
 SHORT = [(True, 0.0, None), (False, 0.0, None), (True, 0.0, "decoding")]
-SCHEMES = [*SHORT, (True, 0.25, None), (False, 0.25, None), *itertools.product((True, False), (0.0,), comparison.MORE)]
+SCHEMES = [
+    *SHORT,
+    (True, 0.25, None),
+    (False, 0.25, None),
+    *itertools.product((True, False), (0.0,), comparison.MORE),
+]
 _one_runs = threading.Lock()
 
 
@@ -47,18 +53,35 @@ class Case(NamedTuple):
     more: str | None  # of comparison.MORE, or decoding
 
     def call(self) -> dict:
-        call = dict(implementation=self.implementation, deterministic=self.deterministic, is_causal=self.more != "decoding")
-        more = {"a rule": dict(mask=comparison.RULE), "a score_mod": dict(score_mod=comparison.far_is_less)}
+        call = dict(
+            implementation=self.implementation,
+            deterministic=self.deterministic,
+            is_causal=self.more != "decoding",
+        )
+        more = {
+            "a rule": dict(mask=comparison.RULE),
+            "a score_mod": dict(score_mod=comparison.far_is_less),
+        }
         more["a soft cap"] = dict(logits_soft_cap=comparison.SOFT_CAP)
-        dropout = dict(dropout_rate=self.dropout_rate, dropout_rng=jax.random.key(0)) if self.dropout_rate else {}
+        dropout = (
+            dict(dropout_rate=self.dropout_rate, dropout_rng=jax.random.key(0))
+            if self.dropout_rate
+            else {}
+        )
         return call | more.get(self.more, {}) | dropout
 
     def shapes(self, B: int, T: int, N: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Of query, key and value, and of a mask, a bias or segment ids."""
         sizes = dict(query=self.head_size, key=self.head_size, value=self.value_size)
         rows = lambda name: 1 if name == "query" and self.more == "decoding" else T
-        shapes = {name: jax.ShapeDtypeStruct((B, rows(name), N, size), self.dtype) for name, size in sizes.items()}
-        more = {"a mask": ("mask", (1, 1, T, T), bool), "a bias": ("bias", (1, N, T, T), self.dtype)}
+        shapes = {
+            name: jax.ShapeDtypeStruct((B, rows(name), N, size), self.dtype)
+            for name, size in sizes.items()
+        }
+        more = {
+            "a mask": ("mask", (1, 1, T, T), bool),
+            "a bias": ("bias", (1, N, T, T), self.dtype),
+        }
         more["segment ids"] = ("query_segment_ids", (B, T), "int32")
         name, *shape = more.get(self.more, (None,))
         return shapes | ({name: jax.ShapeDtypeStruct(*shape)} if name else {})
@@ -81,10 +104,12 @@ class Finding(NamedTuple):
 def cases(
     names: Iterable[str], sizes: Sizes | None, dtypes: list[str], everything: bool
 ) -> tuple[dict[Variant, Case], dict[str, str]]:
-    """A case for each variant that this machine can run; and for each implementation that has none, why."""
+    """A case for each variant that this machine can run; and for each implementation that has none,
+    why."""
     found, refused, schemes = {}, {}, SCHEMES if everything else SHORT
     for name in names:
-        if why_not := backend_of(name).why_not(_plain()):  # what this machine lacks, since nothing plainer could be asked
+        # what this machine lacks, since nothing plainer could be asked
+        if why_not := backend_of(name).why_not(_plain()):
             refused[name] = why_not
             continue
         of_sizes = itertools.product(sizes or default_sizes(name, everything), dtypes, schemes)
@@ -106,13 +131,19 @@ def _plain() -> Problem:
 
 
 def unasked() -> list[str]:
-    """The kernels that this machine may take unasked, once they are found right; all that it takes, where there are none."""
-    names = [backend.name for backend in backends.BACKENDS if backend.why_not_by_default(_plain()) is None]
+    """The kernels that this machine may take unasked, once they are found right; all that it takes,
+    where there are none."""
+    names = [
+        backend.name
+        for backend in backends.BACKENDS
+        if backend.why_not_by_default(_plain()) is None
+    ]
     return [name for name in names if backend_of(name).own_kernels] or names
 
 
 def default_sizes(name: str, everything: bool) -> Sizes:
-    """All widths of kernels that this machine may take unasked, or those that most calls have: the toy GPT's is 32."""
+    """All widths of kernels that this machine may take unasked, or those that most calls have: the
+    toy GPT's is 32."""
     if not (name in unasked() and backend_of(name).own_kernels):
         return [(64, 64)]
     return [(32, 32), (64, 64), (128, 128), *([(192, 128), (256, 256)] if everything else [])]
@@ -128,15 +159,18 @@ def findings(cases: Iterable[Case], limit: float, jobs: int) -> Iterator[Finding
 
 
 def in_a_process(case: Case, limit: float) -> Finding:
-    """What a process finds of a case. Several may compile at a time, and one runs; that it does not end within `limit` seconds
-    then, or dies, is a finding too."""
+    """What a process finds of a case. Several may compile at a time, and one runs; that it does not
+    end within `limit` seconds then, or dies, is a finding too."""
     command = [*COMMAND, CASE, json.dumps(case)]
     with (
         tempfile.TemporaryFile("w+") as errors,
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
+        ) as process,
     ):
         said = ""
-        while (line := process.stdout.readline()) and line.strip() != READY:  # it ends where there is nothing to run
+        # it ends where there is nothing to run
+        while (line := process.stdout.readline()) and line.strip() != READY:
             said += line
         with _one_runs:
             try:
@@ -156,8 +190,19 @@ def _died(status: int, errors: str) -> Verdict:
     if status > 0:
         return Verdict({}, unknown=(errors.strip().splitlines() or ["its process failed"])[-1])
     died = f"its process died of {signal.Signals(-status).name}"
-    of_itself = -status in (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV, signal.SIGTRAP)
-    return Verdict({}, died) if of_itself else Verdict({}, unknown=f"{died}, which others send: a system short of memory, say")
+    of_itself = -status in (
+        signal.SIGABRT,
+        signal.SIGBUS,
+        signal.SIGFPE,
+        signal.SIGILL,
+        signal.SIGSEGV,
+        signal.SIGTRAP,
+    )
+    return (
+        Verdict({}, died)
+        if of_itself
+        else Verdict({}, unknown=f"{died}, which others send: a system short of memory, say")
+    )
 
 
 class Setting(NamedTuple):
@@ -170,7 +215,11 @@ class Setting(NamedTuple):
 
 ON_GPU = Setting(None, dict(B=4, T=2048, N=8), 20)
 ON_CPU = Setting([comparison.SIZES], dict(B=1, T=1024, N=4), 5)
-INTERPRETED = Setting([comparison.SIZES | dict(batch=1, queries=37, keys=53, heads=2, kv_heads=1)], dict(B=1, T=37, N=2), 3)
+INTERPRETED = Setting(
+    [comparison.SIZES | dict(batch=1, queries=37, keys=53, heads=2, kv_heads=1)],
+    dict(B=1, T=37, N=2),
+    3,
+)
 
 
 def setting(case: Case) -> Setting:
@@ -196,12 +245,19 @@ def measured(case: Case, ready: Callable[[], None]) -> Finding:
     programs = [comparison.compiled(timed(lambda **x: flash_attention(**x, **case.call())), shapes)]
     compile_ = time.perf_counter() - start
     # jax.nn has one head size, no dropout, no rules and so on
-    alone = case.head_size != case.value_size or case.dropout_rate or case.more not in (None, "a mask", "a bias", "decoding")
+    alone = (
+        case.head_size != case.value_size
+        or case.dropout_rate
+        or case.more not in (None, "a mask", "a bias", "decoding")
+    )
     if size is not INTERPRETED and not alone:
         theirs = lambda **x: jax.nn.dot_product_attention(**x, is_causal=case.call()["is_causal"])
         programs.append(jax.jit(timed(theirs)).lower(shapes).compile())
     ready()
-    verdict, arrays = check(), {name: _random(number, x) for number, (name, x) in enumerate(shapes.items())}
+    verdict, arrays = (
+        check(),
+        {name: _random(number, x) for number, (name, x) in enumerate(shapes.items())},
+    )
     for program in programs:
         jax.block_until_ready(program(arrays))
     return Finding(verdict, compile_, *_times(programs, arrays, size.rounds))
@@ -210,8 +266,14 @@ def measured(case: Case, ready: Callable[[], None]) -> Finding:
 def _random(number: int, x: jax.ShapeDtypeStruct) -> jax.Array:
     key = jax.random.key(number)
     if x.dtype == jnp.int32:  # of documents
-        return jnp.broadcast_to(jnp.arange(x.shape[-1], dtype=x.dtype) // -(-x.shape[-1] // 4), x.shape)
-    return jax.random.bernoulli(key, 0.7, x.shape) if x.dtype == bool else jax.random.normal(key, x.shape, x.dtype)
+        return jnp.broadcast_to(
+            jnp.arange(x.shape[-1], dtype=x.dtype) // -(-x.shape[-1] // 4), x.shape
+        )
+    return (
+        jax.random.bernoulli(key, 0.7, x.shape)
+        if x.dtype == bool
+        else jax.random.normal(key, x.shape, x.dtype)
+    )
 
 
 def _forward(attend: Callable) -> Callable:
@@ -223,7 +285,9 @@ def _both(attend: Callable) -> Callable:
 
     def both(arrays):
         is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
-        floats, others = ({n: x for n, x in arrays.items() if is_float(x) == wanted} for wanted in (True, False))
+        floats, others = (
+            {n: x for n, x in arrays.items() if is_float(x) == wanted} for wanted in (True, False)
+        )
         o, vjp = jax.vjp(lambda floats: attend(**floats, **others), floats)
         return o, vjp(o)
 

@@ -25,46 +25,70 @@ def attention_weights(
     rows: Sequence[int] | Int[AnyArray, "rows"],
     **options: Unpack[Options],
 ) -> Float[Array, "*B N rows S"]:
-    """The softmax weights of some queries, in O(rows S) memory, in plain JAX; differentiable in every float argument.
+    """The softmax weights of some queries, in O(rows S) memory, in plain JAX; differentiable in
+    every float argument.
 
     A row sums to 1; to less with sinks, which take the rest; and to 0 where the query sees no key.
 
-    Args:
-      query, key, bias, mask: as in `flash_attention`, of all queries.
-      rows: the numbers of the queries, from 0 to T - 1; an array may be traced, and is then not checked.
-      **options: the other arguments of `flash_attention`. The weights are those before dropout; dropout_rate, dropout_rng,
+    Args: query, key, bias, mask: as in `flash_attention`, of all queries. rows: the numbers of the
+      queries, from 0 to T - 1; an array may be traced, and is then not checked. **options: the
+      other arguments of `flash_attention`. The weights are those before dropout; dropout_rate,
+      dropout_rng,
         deterministic and implementation change nothing.
 
     Returns:
       [*B, N, rows, S], float32, or float64 for float64.
 
-    Raises:
-      The errors of flash_attention; TypeError or ValueError: rows are not such numbers; NotImplementedError: a context, or
-      queries or keys that are spread over several devices.
+    Raises: The errors of flash_attention; TypeError or ValueError: rows are not such numbers;
+      NotImplementedError: a context, or queries or keys that are spread over several devices.
     """
     call, _ = attention.asked(query, key, key, bias, mask, **options)
-    call |= dict(dropout_rate=0.0, dropout_rng=None, return_max_logits=False, rows=_rows(rows, jnp.shape(call["query"])))
+    call |= dict(
+        dropout_rate=0.0,
+        dropout_rng=None,
+        return_max_logits=False,
+        rows=_rows(rows, jnp.shape(call["query"])),
+    )
     weights, *_ = dispatch.on_devices(_attend, call)
     return jnp.moveaxis(weights, -2, -3)
 
 
 def _rows(rows, shape) -> jax.Array:
-    found = checks.ints("rows", np.asarray(rows, np.int64) if isinstance(rows, Sequence) and not len(rows) else rows)
+    found = checks.ints(
+        "rows", np.asarray(rows, np.int64) if isinstance(rows, Sequence) and not len(rows) else rows
+    )
     if found.ndim != 1:
-        raise ValueError(f"rows must be the numbers of some queries, [rows]; got shape {found.shape}.")
-    if checks.is_constant(found) and len(shape) > 2 and any(not 0 <= n < shape[-3] for n in np.asarray(found)):
-        raise ValueError(f"rows must be from 0 to T - 1 = {shape[-3] - 1}; got {np.asarray(found).tolist()}.")
+        raise ValueError(
+            f"rows must be the numbers of some queries, [rows]; got shape {found.shape}."
+        )
+    if (
+        checks.is_constant(found)
+        and len(shape) > 2
+        and any(not 0 <= n < shape[-3] for n in np.asarray(found))
+    ):
+        raise ValueError(
+            f"rows must be from 0 to T - 1 = {shape[-3] - 1}; got {np.asarray(found).tolist()}."
+        )
     return jnp.asarray(found)
 
 
 def _attend(implementation, context, rows, **call):
-    """The weights [*B, rows, N, S] of what a device has, where dispatch.on_devices has an output and two arrays of rows."""
+    """The weights [*B, rows, N, S] of what a device has, where dispatch.on_devices has an output
+    and two arrays of rows."""
     if context is not None:
-        raise NotImplementedError(f"attention_weights is for sequences that are whole on a device; got context={context}.")
+        raise NotImplementedError(
+            f"attention_weights is for sequences that are whole on a device; got context={context}."
+        )
     problem, x = arguments.normalise(**call)
-    found = reference.weights(dataclasses.replace(problem, queries=rows.size), _of_rows(x, rows), rows)
+    found = reference.weights(
+        dataclasses.replace(problem, queries=rows.size), _of_rows(x, rows), rows
+    )
     lead = call["query"].shape[:-3]
-    return jnp.swapaxes(found, 1, 2).reshape(*lead, rows.size, problem.heads, problem.keys), None, None
+    return (
+        jnp.swapaxes(found, 1, 2).reshape(*lead, rows.size, problem.heads, problem.keys),
+        None,
+        None,
+    )
 
 
 def _of_rows(x: Operands, rows: jax.Array) -> Operands:

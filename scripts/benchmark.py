@@ -1,12 +1,14 @@
 """python scripts/benchmark.py [--quick] [--implementations NAME ...] [--lengths T ...]
 
-Times implementations of attention side by side, in one process: forward, backward, and both together. Also gives the temporary
-memory of the compiled programs. Every result is checked before it is timed. On a GPU it runs a suite of cases against every peer
-that is installed. --cases decode times, with or without a GPU, one new token against caches. --cases context runs nothing: it
-counts what a sequence on eight devices takes of each. Prints tables, and writes benchmark.json, with every single time,
-benchmark.csv and pictures into a new folder.
+Times implementations of attention side by side, in one process: forward, backward, and both
+together. Also gives the temporary memory of the compiled programs. Every result is checked before
+it is timed. On a GPU it runs a suite of cases against every peer that is installed. --cases decode
+times, with or without a GPU, one new token against caches. --cases context runs nothing: it counts
+what a sequence on eight devices takes of each. Prints tables, and writes benchmark.json, with every
+single time, benchmark.csv and pictures into a new folder.
 
-`--help` lists the rest. A further peer is a row of PEERS in bench/peers.py, a further case one of suite() in bench/cases.py.
+`--help` lists the rest. A further peer is a row of PEERS in bench/peers.py, a further case one of
+suite() in bench/cases.py.
 """
 
 import argparse
@@ -25,7 +27,8 @@ import time
 import jax
 import numpy as np
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # scripts/ is no installed package
+# scripts/ is no installed package
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 import pallas_flash
 from scripts.bench import clock, context, machine, plots, product, report
@@ -48,7 +51,13 @@ DEFAULTS = dict(
         jobs=1,
     ),
     gpu=dict(
-        implementations=["hopper", "hopper fused", "portable", "blockwise", *(peer.name for peer in PEERS)],
+        implementations=[
+            "hopper",
+            "hopper fused",
+            "portable",
+            "blockwise",
+            *(peer.name for peer in PEERS),
+        ],
         passes=list(PASSES),
         lengths=[512, 1024, 2048, 4096, 8192, 16384],
         heads=16,
@@ -62,7 +71,9 @@ DEFAULTS = dict(
 QUICK = dict(
     cpu=dict(lengths=[256, 1024], memory_lengths=[4096, 8192, 65536], repeats=3),
     gpu=dict(
-        implementations=[name for name in DEFAULTS["gpu"]["implementations"] if name != "blockwise"],
+        implementations=[
+            name for name in DEFAULTS["gpu"]["implementations"] if name != "blockwise"
+        ],
         lengths=[4096, 16384],
         repeats=5,
         budget=390,
@@ -70,17 +81,24 @@ QUICK = dict(
 )
 DECODE = dict(  # where no shape is given
     cpu=dict(batch=[1, 8], lengths=[1024, 8192], heads=32, kv_heads=8, head_size=128),
-    gpu=dict(batch=[1, 8, 64], lengths=[1024, 8192, 32768, 131072], heads=64, kv_heads=8, head_size=128),
+    gpu=dict(
+        batch=[1, 8, 64], lengths=[1024, 8192, 32768, 131072], heads=64, kv_heads=8, head_size=128
+    ),
 )
-CONTEXT = dict(implementations=["blockwise"], batch=1, lengths=[65536], heads=8, head_size=64, dtype="float32")
-SHAPE = ("lengths", "batch", "heads", "kv_heads", "head_size", "causal")  # of the cases that are not the suite's
-COMPILE, LOWER, TIME = 4.0, 0.5, 0.25  # seconds that the plan takes a program to be compiled and traced, and a row to be checked
+CONTEXT = dict(
+    implementations=["blockwise"], batch=1, lengths=[65536], heads=8, head_size=64, dtype="float32"
+)
+# of the cases that are not the suite's
+SHAPE = ("lengths", "batch", "heads", "kv_heads", "head_size", "causal")
+# seconds that the plan takes a program to be compiled and traced, and a row to be checked
+COMPILE, LOWER, TIME = 4.0, 0.5, 0.25
 NOT_YET = "the run ended before"
 GRACE = 120  # seconds after the budget in which the last case must end; then it hangs
 
 
 def main(argv=None) -> int:
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")  # of 80 GB: the largest caches, in pages too
+    # of 80 GB: the largest caches, in pages too
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
     args = parse(argv)
     if args.cases == "context":
         return count_context(args)
@@ -117,7 +135,9 @@ def count_context(args) -> int:
         rows = context.count(args.implementations, the_cases(args))
     except (ValueError, NotImplementedError) as error:
         raise SystemExit(f"benchmark.py: error: {error}") from None
-    (args.out / "benchmark.json").write_text(json.dumps(facts | dict(context=rows), indent=1) + "\n")
+    (args.out / "benchmark.json").write_text(
+        json.dumps(facts | dict(context=rows), indent=1) + "\n"
+    )
     print(f"\nwritten    {args.out}: benchmark.json")
     return 0
 
@@ -127,7 +147,10 @@ def new_folder(folder: pathlib.Path | None) -> pathlib.Path:
     if folder is None:
         return numbered(pathlib.Path("runs", "benchmark"))
     if list(folder.glob("benchmark*")):
-        raise SystemExit(f"benchmark.py: error: --out must be a folder without results; {folder} has some. Choose another.")
+        raise SystemExit(
+            f"benchmark.py: error: --out must be a folder without results; {folder} has some. "
+            "Choose another."
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -153,7 +176,8 @@ def speeds(args, time_by: str) -> report.Speeds:
 
 
 class Run:
-    """What is measured so far; written after every case, since a kernel that crashes takes the process with it."""
+    """What is measured so far; written after every case, since a kernel that crashes takes the
+    process with it."""
 
     def __init__(self, args, facts: dict, contenders: list[Contender], cases: list[Case]):
         self.args, self.facts, self.contenders = args, facts, contenders
@@ -175,10 +199,14 @@ class Run:
         if args.budget and spent > args.budget:
             for row in self.timed:
                 if row.case == case and row.reason == NOT_YET:
-                    row.reason = f"out of time: the budget is {args.budget} s, and {spent:.0f} s were spent"
+                    row.reason = (
+                        f"out of time: the budget is {args.budget} s, and {spent:.0f} s were spent"
+                    )
             return
         print(f"measuring  {', '.join(args.passes)}, {case}, after {spent:.0f} s", file=sys.stderr)
-        self.add(measure(contenders, case, args.passes, args.repeats, args.jobs, self.facts["clock"]))
+        self.add(
+            measure(contenders, case, args.passes, args.repeats, args.jobs, self.facts["clock"])
+        )
         self.write()
 
     def add(self, rows: list[Row]):
@@ -189,7 +217,8 @@ class Run:
                 self.rows[at] = row
 
     def give_up(self):
-        """In another thread, as the main one hangs: tells where, prints the tables and ends the process."""
+        """In another thread, as the main one hangs: tells where, prints the tables and ends the
+        process."""
         print("\nbenchmark.py: a case hangs; what was measured until now:", file=sys.stderr)
         faulthandler.dump_traceback(file=sys.__stderr__)
         try:
@@ -201,7 +230,9 @@ class Run:
     def finish(self) -> int:
         args = self.args
         for T in args.memory_lengths:
-            case = Case(B=1, T=T, S=T, N=1, K=1, H=args.head_size, dtype=args.dtype, causal=args.causal)
+            case = Case(
+                B=1, T=T, S=T, N=1, K=1, H=args.head_size, dtype=args.dtype, causal=args.causal
+            )
             self.compiled_only += [memory(one, case) for one in self.contenders if not one.is_torch]
         return self.report()
 
@@ -211,12 +242,20 @@ class Run:
             ran = [row for row in self.timed if row.status != "not run"]
             report.print_times(ran, args.implementations[0], self.speeds, report.label, "case")
         elif args.cases == "decode":
-            report.print_times(self.timed, args.implementations[0], self.speeds, lambda case: f"B{case.B} S{case.S}", "case")
+            report.print_times(
+                self.timed,
+                args.implementations[0],
+                self.speeds,
+                lambda case: f"B{case.B} S{case.S}",
+                "case",
+            )
         else:
             report.print_times(self.timed, args.implementations[0], self.speeds)
         report.print_clocks(self.timed, self.facts["clock"])
         report.print_sensors(self.timed)
-        report.print_memory(self.compiled_only, [one.name for one in self.contenders if not one.is_torch])
+        report.print_memory(
+            self.compiled_only, [one.name for one in self.contenders if not one.is_torch]
+        )
         rows = self.timed + self.compiled_only
         report.print_reasons(rows)
         if args.cases == "suite":  # last, for whoever sees the end alone
@@ -231,13 +270,20 @@ class Run:
             pictures = []
         else:
             pictures = ["benchmark.png"]
-            plots.write_lengths(args.out / pictures[0], self.facts, self.timed, self.compiled_only, args)
+            plots.write_lengths(
+                args.out / pictures[0], self.facts, self.timed, self.compiled_only, args
+            )
         took = time.perf_counter() - self.started
-        print(f"\nwritten    {args.out}: {', '.join(['benchmark.json', 'benchmark.csv', *pictures])}; {took:.0f} s in all")
+        print(
+            f"\nwritten    {args.out}: "
+            f"{', '.join(['benchmark.json', 'benchmark.csv', *pictures])}; {took:.0f} s in all"
+        )
         return int(not ran or any(row.status in ("wrong", "failed") for row in rows))
 
     def write(self):
-        report.write_json(self.args.out / "benchmark.json", self.facts, self.timed, self.compiled_only)
+        report.write_json(
+            self.args.out / "benchmark.json", self.facts, self.timed, self.compiled_only
+        )
         report.write_csv(self.args.out / "benchmark.csv", self.timed, self.args.implementations[0])
 
 
@@ -265,7 +311,9 @@ def parse(argv) -> argparse.Namespace:
         parser.error(f"the suite has its own shapes; leave out {given}, or choose --cases lengths.")
     args.kv_heads = args.kv_heads or args.heads
     if args.heads % args.kv_heads:
-        parser.error(f"--heads must be a multiple of --kv-heads; got {args.heads} and {args.kv_heads}.")
+        parser.error(
+            f"--heads must be a multiple of --kv-heads; got {args.heads} and {args.kv_heads}."
+        )
     for name in args.implementations:
         try:
             if not (one := contender(name)).modules:
@@ -273,45 +321,107 @@ def parse(argv) -> argparse.Namespace:
         except ValueError as error:  # no such name
             parser.error(f"{error} Or one of {', '.join(peer.name for peer in PEERS)}.")
         if args.cases == "context" and name in [peer.name for peer in PEERS]:
-            parser.error(f"--cases context counts implementations of flash_attention; got {name!r}. Leave it out.")
+            parser.error(
+                f"--cases context counts implementations of flash_attention; got {name!r}. Leave "
+                "it out."
+            )
     return args
 
 
 def make_parser(default: dict, quick: dict) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n\n")[1],
-        epilog="The defaults are for this machine; a GPU has larger ones. Status 1: something was wrong, failed, or nothing ran.",
+        epilog="The defaults are for this machine; a GPU has larger ones. Status 1: something was "
+        "wrong, failed, or nothing ran.",
         formatter_class=Help,
     )
     add = parser.add_argument
-    names = "implementations of flash_attention (with ' fused': its backward with deterministic=False), or "
+    names = (
+        "implementations of flash_attention (with ' fused': its backward with "
+        "deterministic=False), or "
+    )
     names += f"{', '.join(peer.name for peer in PEERS)}; the others are compared with the first"
     add("--implementations", nargs="+", metavar="NAME", help=names)
-    add("--passes", nargs="+", choices=PASSES, metavar="PASS", help="which to time: forward, backward, forward+backward")
+    add(
+        "--passes",
+        nargs="+",
+        choices=PASSES,
+        metavar="PASS",
+        help="which to time: forward, backward, forward+backward",
+    )
     add("--cases", choices=("lengths", "suite", "decode", "context"),
         help="what is timed. lengths: one shape at several lengths, the "
-        "default without a GPU, and where a shape is given; suite: several head sizes, lengths and masks; decode: one new token "
-        "that sees all of a cache, at several lengths; context, which is counted and not run: temporaries, bytes sent and blocks "
+        "default without a GPU, and where a shape is given; suite: several head sizes, lengths and "
+        "masks; decode: one new token "
+        "that sees all of a cache, at several lengths; context, which is counted and not run: "
+        "temporaries, bytes sent and blocks "
         "visited by each of eight devices that a sequence lies on")  # fmt: skip
-    add("--lengths", nargs="+", type=positive, metavar="T", help="T = S of the timed cases; in decoding S, and T is 1")
-    add("--batch", type=positive, metavar="B", help="sequences (default: %s)" % ("16384 // T" if default["tokens"] > 1 else 1))
+    add(
+        "--lengths",
+        nargs="+",
+        type=positive,
+        metavar="T",
+        help="T = S of the timed cases; in decoding S, and T is 1",
+    )
+    add(
+        "--batch",
+        type=positive,
+        metavar="B",
+        help="sequences (default: %s)" % ("16384 // T" if default["tokens"] > 1 else 1),
+    )
     add("--heads", type=positive, metavar="N", help="query heads")
-    add("--kv-heads", type=positive, metavar="K", help="key/value heads (default: as many as query heads)")
+    add(
+        "--kv-heads",
+        type=positive,
+        metavar="K",
+        help="key/value heads (default: as many as query heads)",
+    )
     add("--head-size", type=positive, metavar="H", help="size of each head")
     add("--dtype", choices=list(TOLERANCE), help="dtype of the inputs")
     mask = parser.add_mutually_exclusive_group()
-    mask.add_argument("--causal", action="store_true", default=True, help="a query sees the keys up to its own; the default")
+    mask.add_argument(
+        "--causal",
+        action="store_true",
+        default=True,
+        help="a query sees the keys up to its own; the default",
+    )
     mask.add_argument("--full", action="store_false", dest="causal", help="a query sees every key")
-    add("--repeats", type=positive, metavar="R", default=9, help="rounds, each of which times each contender once")
-    memory = "T of the cases, B1 N1, that are compiled for their memory and not run; give no T to leave them out"
+    add(
+        "--repeats",
+        type=positive,
+        metavar="R",
+        default=9,
+        help="rounds, each of which times each contender once",
+    )
+    memory = (
+        "T of the cases, B1 N1, that are compiled for their memory and not run; give no T to "
+        "leave them out"
+    )
     add("--memory-lengths", nargs="*", type=positive, metavar="T", help=memory)
     add("--jobs", type=positive, metavar="J", help="how many programs compile at a time")
-    add("--budget", type=positive, metavar="S", help="seconds after which no further case is begun (default: no end)")
-    add("--out", type=pathlib.Path, metavar="DIR", help="folder of the results (default: runs/benchmark-1, -2, ...)")
+    add(
+        "--budget",
+        type=positive,
+        metavar="S",
+        help="seconds after which no further case is begun (default: no end)",
+    )
+    add(
+        "--out",
+        type=pathlib.Path,
+        metavar="DIR",
+        help="folder of the results (default: runs/benchmark-1, -2, ...)",
+    )
     shown = {name: value for name, value in quick.items() if name != "implementations"}
-    words = ", ".join(f"--{name.replace('_', '-')} {' '.join(map(str, np.atleast_1d(value)))}" for name, value in shown.items())
+    words = ", ".join(
+        f"--{name.replace('_', '-')} {' '.join(map(str, np.atleast_1d(value)))}"
+        for name, value in shown.items()
+    )
     words += ", and no blockwise" if "implementations" in quick else ""
-    add("--quick", action="store_true", help=f"changes defaults: {words}; of the suite only the first cases")
+    add(
+        "--quick",
+        action="store_true",
+        help=f"changes defaults: {words}; of the suite only the first cases",
+    )
     return parser
 
 
@@ -322,7 +432,8 @@ def where() -> dict[str, str]:
     """And with what, and when."""
     return dict(
         device=machine.device(),
-        versions=f"jax {jax.__version__}, Python {platform.python_version()}, pallas_flash {pallas_flash.__version__}",
+        versions=f"jax {jax.__version__}, Python {platform.python_version()}, pallas_flash "
+        f"{pallas_flash.__version__}",
         commit=machine.commit(),
         date=f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC",
     )
@@ -331,20 +442,33 @@ def where() -> dict[str, str]:
 def print_header(args, everyone: list[Contender], cases: list[Case]) -> dict[str, str]:
     first = args.implementations[0]
     contenders = [one for one in everyone if not one.missing()]
-    tf32 = f", and of peers up to {TF32:g}, as in TF32" if args.dtype == "float32" and machine.on_gpu() else ""
-    versions = dict.fromkeys(one.version() for one in contenders if one.package not in ("jax", "pallas-flash"))
+    tf32 = (
+        f", and of peers up to {TF32:g}, as in TF32"
+        if args.dtype == "float32" and machine.on_gpu()
+        else ""
+    )
+    versions = dict.fromkeys(
+        one.version() for one in contenders if one.package not in ("jax", "pallas-flash")
+    )
     facts = where() | dict(
         peers=", ".join(versions) or "none but jax's own",
-        missing="; ".join(f"{one.name} not installed: {one.missing()}" for one in everyone if one.missing()) or "none",
+        missing="; ".join(
+            f"{one.name} not installed: {one.missing()}" for one in everyone if one.missing()
+        )
+        or "none",
         inputs=f"random normal, {args.dtype}, {_shapes(args)}",
-        times=f"median of {args.repeats} rounds, interleaved: each contender once a round, in an order drawn anew",
+        times=f"median of {args.repeats} rounds, interleaved: each contender once a round, in an "
+        "order drawn anew",
         clock=(time_by := clock.which()),
         **_marks(args, time_by),
         ratio=f"its time / time of {first}: above 1, {first} is faster",
-        flops="forward 2 (H + Hv) for each query and key that it sees, backward 2 (3 H + 2 Hv): 4 B N T S H and 2.5 times that;"
+        flops="forward 2 (H + Hv) for each query and key that it sees, backward 2 (3 H + 2 Hv): 4 "
+        "B N T S H and 2.5 times that;"
         " half for causal, the exact pairs for windows and documents",
-        memory="temporaries of the compiled program, as XLA counts them: without inputs and outputs",
-        error=f"of output and gradients against dense float32, relative, the worst {CHECK_BLOCK} rows of the first"
+        memory="temporaries of the compiled program, as XLA counts them: without inputs and "
+        "outputs",
+        error=f"of output and gradients against dense float32, relative, the worst {CHECK_BLOCK} "
+        "rows of the first"
         f" {check_length()}; up to {TOLERANCE[args.dtype]:g} is right{tf32}",
     )
     turns = f"{clock.SAMPLE * 1e3:g} ms of calls"
@@ -371,7 +495,10 @@ def _shapes(args) -> str:
     if args.cases == "suite":
         return "16384 tokens in all, hidden size 2048, S = T"
     batch = f"B{args.batch}" if args.batch else f"B*T {args.tokens}" if args.tokens > 1 else "B1"
-    return f"{'causal' if args.causal else 'full'}, {batch} N{args.heads} K{args.kv_heads} H{args.head_size}, S = T"
+    return (
+        f"{'causal' if args.causal else 'full'}, {batch} N{args.heads} K{args.kv_heads} "
+        f"H{args.head_size}, S = T"
+    )
 
 
 def _why_not(one: Contender, case: Case) -> str | None:
@@ -383,16 +510,25 @@ def _why_not(one: Contender, case: Case) -> str | None:
 
 
 def plan(args, contenders: list[Contender], cases: list[Case]) -> str:
-    """How long it should take: by programs to compile, the backward alone counting two, and one dense program a case."""
+    """How long it should take: by programs to compile, the backward alone counting two, and one
+    dense program a case."""
     programs, timed = len(cases), 0
     for case, one, name in itertools.product(cases, contenders, args.passes):
         if name in one.passes and not _why_not(one, case):
             programs += 0 if one.is_torch else 1 + (name == "backward")
             timed += 1
-    seconds = programs * (LOWER + COMPILE / args.jobs) + timed * (TIME + clock.SAMPLE * args.repeats)
+    seconds = programs * (LOWER + COMPILE / args.jobs) + timed * (
+        TIME + clock.SAMPLE * args.repeats
+    )
     until = f"; no case begins after {args.budget} s" if args.budget else ""
-    each = f"{COMPILE:g} s to compile a program ({args.jobs} at a time), {LOWER:g} s to trace it, {TIME:g} s to check a row"
-    return f"{len(cases)} cases, up to {programs} programs, {timed} rows: at {each}, about {seconds:.0f} s{until}"
+    each = (
+        f"{COMPILE:g} s to compile a program ({args.jobs} at a time), {LOWER:g} s to trace it, "
+        f"{TIME:g} s to check a row"
+    )
+    return (
+        f"{len(cases)} cases, up to {programs} programs, {timed} rows: at {each}, about "
+        f"{seconds:.0f} s{until}"
+    )
 
 
 if __name__ == "__main__":

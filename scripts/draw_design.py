@@ -1,7 +1,8 @@
 """python scripts/draw_design.py [--out DIR] [--format svg|png]
 
-Draws the pictures of pallas_flash/DESIGN.md: tiles, memory, timeline. Nothing in them is placed or counted by hand: the tiles
-come from the package's own schedule, the bytes from formulas, the timeline from a simulation. Same code, same files.
+Draws the pictures of pallas_flash/DESIGN.md: tiles, memory, timeline. Nothing in them is placed or
+counted by hand: the tiles come from the package's own schedule, the bytes from formulas, the
+timeline from a simulation. Same code, same files.
 """
 
 import argparse
@@ -22,18 +23,33 @@ from matplotlib.transforms import Affine2D
 from pallas_flash import accounting, masks, schedule
 
 FOLDER = pathlib.Path(__file__).parents[1] / "pallas_flash" / "design"
-BLUE, AMBER, GREEN, PURPLE, GRAY, INK = "#3b76af", "#f0b040", "#5aa469", "#9467bd", "#e9e9e9", "#222222"
+BLUE, AMBER, GREEN, PURPLE, GRAY, INK = (
+    "#3b76af",
+    "#f0b040",
+    "#5aa469",
+    "#9467bd",
+    "#e9e9e9",
+    "#222222",
+)
 
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[1])
-    parser.add_argument("--out", type=pathlib.Path, metavar="DIR", default=FOLDER, help="folder of the pictures")
-    parser.add_argument("--format", choices=("svg", "png"), default="svg", help="DESIGN.md shows svg, the default")
+    parser.add_argument(
+        "--out", type=pathlib.Path, metavar="DIR", default=FOLDER, help="folder of the pictures"
+    )
+    parser.add_argument(
+        "--format", choices=("svg", "png"), default="svg", help="DESIGN.md shows svg, the default"
+    )
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     for name, draw in dict(tiles=draw_tiles, memory=draw_memory, timeline=draw_timeline).items():
         with matplotlib.rc_context({"font.size": 9, "svg.hashsalt": name, "text.color": INK}):
-            options = dict(metadata=dict(Date=None, Creator=None)) if args.format == "svg" else dict(dpi=110)
+            options = (
+                dict(metadata=dict(Date=None, Creator=None))
+                if args.format == "svg"
+                else dict(dpi=110)
+            )
             draw().savefig(args.out / f"{name}.{args.format}", facecolor="white", **options)
         print(f"written  {args.out / name}.{args.format}")
 
@@ -41,7 +57,10 @@ def main(argv=None):
 # ---- tiles: what the schedule visits ----
 
 LENGTH, BLOCK = 96, 8  # queries and keys, and both of a tile
-START, STOP = dict(color=INK, linewidth=1.4, linestyle=(0, (2, 1.2))), dict(color=INK, linewidth=1.4)
+START, STOP = (
+    dict(color=INK, linewidth=1.4, linestyle=(0, (2, 1.2))),
+    dict(color=INK, linewidth=1.4),
+)
 
 
 class Visits(NamedTuple):
@@ -67,14 +86,19 @@ def example_masks() -> dict[str, list[masks.Mask]]:
         "window (20, 12)": [masks.Window(20, 12)],
         "documents": [masks.Documents(ids, ids)],
         "documents, causal": [masks.Documents(ids, ids), masks.Causal()],
-        "lengths: 70 queries, 60 keys": [masks.QueryLengths(whole(70)), masks.KeyLengths(whole(60))],
+        "lengths: 70 queries, 60 keys": [
+            masks.QueryLengths(whole(70)),
+            masks.KeyLengths(whole(60)),
+        ],
     }
 
 
 def visits(rules: list[masks.Mask]) -> Visits:
     visibility = masks.resolve(rules, 1, LENGTH, LENGTH, 0)
     rows = visibility.narrow(masks.Visibility.BY_BATCH, lambda x: x[:, None])
-    start, stop = (np.broadcast_to(end, (1, LENGTH))[0] for end in rows.interval(np.arange(LENGTH)[None]))
+    start, stop = (
+        np.broadcast_to(end, (1, LENGTH))[0] for end in rows.interval(np.arange(LENGTH)[None])
+    )
     tiled = lambda x: None if x is None else np.broadcast_to(x, (1, LENGTH))[0].reshape(-1, BLOCK)
     blocks = schedule.key_blocks(tiled(start), tiled(stop), tiled(visibility.solid), BLOCK, axis=-1)
     return Visits(np.stack(blocks, -1), start, stop)
@@ -89,26 +113,48 @@ def draw_tiles() -> Figure:
         seen = visits(rules)
         squares = {kind: [] for kind in colors}
         for i, j in np.ndindex(LENGTH // BLOCK, LENGTH // BLOCK):
-            squares[seen.kind(i, j)].append(Path.unit_rectangle().transformed(Affine2D().translate(j, i).scale(BLOCK)))
+            squares[seen.kind(i, j)].append(
+                Path.unit_rectangle().transformed(Affine2D().translate(j, i).scale(BLOCK))
+            )
         for kind, paths in squares.items():
-            axes.add_patch(PathPatch(Path.make_compound_path(*paths), facecolor=colors[kind], edgecolor="white", linewidth=1))
+            axes.add_patch(
+                PathPatch(
+                    Path.make_compound_path(*paths),
+                    facecolor=colors[kind],
+                    edgecolor="white",
+                    linewidth=1,
+                )
+            )
         rows = np.arange(LENGTH + 1)
         for end, line in ((seen.start, START), (np.maximum(seen.start, seen.stop), STOP)):
             axes.plot(np.append(end, end[-1]), rows, drawstyle="steps-pre", **line)
         full, masked, skipped = (len(squares[kind]) for kind in ("full", "masked", "skipped"))
-        title = f"{name}\n{full + masked} of {full + masked + skipped} tiles visited, {masked} masked"
+        title = (
+            f"{name}\n{full + masked} of {full + masked + skipped} tiles visited, {masked} masked"
+        )
         axes.set_title(title, fontsize=9.5)
-        axes.set(xlim=(0, LENGTH), ylim=(LENGTH, 0), xticks=range(0, LENGTH + 1, 24), yticks=range(0, LENGTH + 1, 24))
+        axes.set(
+            xlim=(0, LENGTH),
+            ylim=(LENGTH, 0),
+            xticks=range(0, LENGTH + 1, 24),
+            yticks=range(0, LENGTH + 1, 24),
+        )
         axes.tick_params(labelsize=8)
         if row == 1:
             axes.set_xlabel("key")
         if column == 0:
             axes.set_ylabel("query")
-    words = dict(full="visited, no mask needed", masked="visited, masked", skipped="skipped: no load, no product")
+    words = dict(
+        full="visited, no mask needed",
+        masked="visited, masked",
+        skipped="skipped: no load, no product",
+    )
     handles = [Patch(color=colors[kind], label=text) for kind, text in words.items()]
     for line, text in ((START, "start of a query's keys"), (STOP, "stop")):
         handles += axes.plot([], [], label=text, **line)
-    figure.legend(handles=handles, loc="upper center", ncols=5, frameon=False, fontsize=9, columnspacing=1.5)
+    figure.legend(
+        handles=handles, loc="upper center", ncols=5, frameon=False, fontsize=9, columnspacing=1.5
+    )
     return figure
 
 
@@ -126,8 +172,10 @@ def sizes(name: str) -> list[str]:
     rate = lambda bandwidth: f"{bandwidth / 1e12:.1f} TB/s"
     return [
         whole(4 * gpu.registers),
-        f"{whole(gpu.shared_memory)}, {rate(128 * gpu.cores * gpu.clock)}",  # a core moves 128 bytes a clock
-        f"{gpu.l2 >> 20} MB, {rate(L2_RATE[name] * gpu.clock) if name in L2_RATE else 'rate not published'}",
+        # a core moves 128 bytes a clock
+        f"{whole(gpu.shared_memory)}, {rate(128 * gpu.cores * gpu.clock)}",
+        f"{gpu.l2 >> 20} MB, "
+        f"{rate(L2_RATE[name] * gpu.clock) if name in L2_RATE else 'rate not published'}",
         f"{gpu.memory >> 30} GB, {rate(gpu.bandwidth)}",
     ]
 
@@ -148,7 +196,9 @@ class Moved(NamedTuple):
 def moved_standard(z: Sizes) -> Moved:
     """Three kernels, each of which reads its operands once; three passes over S."""
     T, S, H = z
-    return Moved(dict(q=T * H, k=S * H, s=3 * T * S, p=T * S, v=S * H), dict(s=T * S, p=T * S, o=T * H))
+    return Moved(
+        dict(q=T * H, k=S * H, s=3 * T * S, p=T * S, v=S * H), dict(s=T * S, p=T * S, o=T * H)
+    )
 
 
 def moved_flash1(z: Sizes, M: int) -> Moved:
@@ -164,7 +214,8 @@ def moved_flash2(z: Sizes, block_q: int) -> Moved:
     return Moved(dict(q=T * H, k=tiles * S * H, v=tiles * S * H), dict(o=T * H, lse=T))
 
 
-EXAMPLE, ROWS = Sizes(4096, 4096, 128), 128  # a head of 16-bit elements, and the queries of a tile in generations 2 and 3
+# a head of 16-bit elements, and the queries of a tile in generations 2 and 3
+EXAMPLE, ROWS = Sizes(4096, 4096, 128), 128
 SRAM = GPUS["A100"].shared_memory // 2  # elements: generation 1's M
 
 
@@ -181,7 +232,12 @@ def generations() -> list[Generation]:
     return [
         Generation(
             "standard:\nthree kernels",
-            ("tiles of a product", "tiles of its operands,\nrows of S", "S  P\nas far as they fit", f"{inputs}\nS  P"),
+            (
+                "tiles of a product",
+                "tiles of its operands,\nrows of S",
+                "S  P\nas far as they fit",
+                f"{inputs}\nS  P",
+            ),
             "$6\\,TS$",
             moved_standard(EXAMPLE),
         ),
@@ -204,7 +260,12 @@ def generations() -> list[Generation]:
         ),
         Generation(
             "FlashAttention 3:\nroles, rings of slots",
-            (rows, "$Q_i$\nrings of $K_j$ and $V_j$", "K  V of the heads\nthat run together", f"{inputs}\nlse"),
+            (
+                rows,
+                "$Q_i$\nrings of $K_j$ and $V_j$",
+                "K  V of the heads\nthat run together",
+                f"{inputs}\nlse",
+            ),
             query_tiles,
             moved_flash2(EXAMPLE, ROWS),
         ),
@@ -217,8 +278,12 @@ def draw_memory() -> Figure:
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set(xlim=(0, width), ylim=(0, height))
     axes.axis("off")
-    box = lambda x, y, w, h, color: axes.add_patch(Rectangle((x, y), w, h, facecolor=color, edgecolor="white", linewidth=2))
-    write = lambda x, y, text, **look: axes.text(x, y, text, **dict(ha="center", va="center", linespacing=1.4) | look)
+    box = lambda x, y, w, h, color: axes.add_patch(
+        Rectangle((x, y), w, h, facecolor=color, edgecolor="white", linewidth=2)
+    )
+    write = lambda x, y, text, **look: axes.text(
+        x, y, text, **dict(ha="center", va="center", linespacing=1.4) | look
+    )
     levels = ("registers", "shared memory", "L2 cache", "HBM")
     colors, tops, high = ("#fde0b8", "#fbeecb", "#dfeaf4", "#c3d7ea"), (6.1, 5.3, 3.55, 2.75), 0.8
     for name, color, top, *of in zip(levels, colors, tops, *map(sizes, GPUS), strict=True):
@@ -227,7 +292,12 @@ def draw_memory() -> Figure:
         for line, (gpu, size) in enumerate(zip(GPUS, of, strict=True)):
             write(0.25, top - 0.42 - 0.2 * line, f"{gpu}  {size}", ha="left", fontsize=8.5)
     write(0.25, 4.02, "moved between an SM and\nwhat is behind it, in elements", ha="left")
-    write(0.25, 1.35, "the same in MB, for a head with\nT = S = {}, H = {}, 16 bits each".format(*EXAMPLE[1:]), ha="left")
+    write(
+        0.25,
+        1.35,
+        "the same in MB, for a head with\nT = S = {}, H = {}, 16 bits each".format(*EXAMPLE[1:]),
+        ha="left",
+    )
     write(0.25, 0.75, f"$B_r$ = {ROWS}\nM = {SRAM:,} (an SM of the A100)", ha="left")
     megabytes = lambda arrays: sum(arrays.values()) * 2 / 1e6
     scale = 1.25 / max(megabytes(g.moved.read) for g in generations())
@@ -245,17 +315,21 @@ def draw_memory() -> Figure:
             box(x + offset - 0.22, 0.15, 0.44, size * scale, color)
             write(x + offset, 0.28 + size * scale, f"{size:.0f}")
     handles = [Patch(color=BLUE, label="read"), Patch(color=AMBER, label="written")]
-    figure.legend(handles=handles, loc="center right", bbox_to_anchor=(0.99, 0.25), frameon=False, ncols=2)
+    figure.legend(
+        handles=handles, loc="center right", bbox_to_anchor=(0.99, 0.25), frameon=False, ncols=2
+    )
     return figure
 
 
 # ---- timeline: a model of the Hopper forward ----
 
-# Clocks of a step, 64 queries x 128 keys at head size 128. The tensor cores of an SM do 4096 FLOP a clock, its other units 16
-# exponentials; a product is 2 x 64 x 128 x 128 FLOP. The maximum is what is left of a softmax of about 650 clocks, an estimate;
-# a load is 32 KB at an assumed 64 bytes a clock.
+# Clocks of a step, 64 queries x 128 keys at head size 128. The tensor cores of an SM do 4096 FLOP a
+# clock, its other units 16 exponentials; a product is 2 x 64 x 128 x 128 FLOP. The maximum is what
+# is left of a softmax of about 650 clocks, an estimate; a load is 32 KB at an assumed 64 bytes a
+# clock.
 PRODUCT = 2 * 64 * 128 * 128 // 4096
-EXPONENTIALS = (64 * 128 + 64 * 4) // 16  # of the scores, and of alpha, in each of the four threads that share a row
+# of the scores, and of alpha, in each of the four threads that share a row
+EXPONENTIALS = (64 * 128 + 64 * 4) // 16
 MAXIMUM = 650 - EXPONENTIALS
 LOAD = 128 * 128 * 2 // 64
 STAGES = 2
@@ -269,7 +343,8 @@ class Span(NamedTuple):
 
 
 class Clock:
-    """Calls functions at their times. A process is a generator that yields the events it waits for."""
+    """Calls functions at their times. A process is a generator that yields the events it waits
+    for."""
 
     def __init__(self):
         self.now, self._queue, self._order = 0, [], itertools.count()
@@ -321,7 +396,8 @@ class Unit:
 
 
 def simulate(blocks: int, consumers: int, overlap: bool, maximum: int = MAXIMUM) -> list[Span]:
-    """The forward of one program; without `overlap` the softmax of a block waits for the product of the block before it."""
+    """The forward of one program; without `overlap` the softmax of a block waits for the product of
+    the block before it."""
     clock, spans = Clock(), []
     tensor, exponentials, tma = (Unit(clock, spans) for _ in range(3))
     full, released, turn = {}, {}, collections.defaultdict(lambda: Event(clock))
@@ -404,11 +480,23 @@ def draw_timeline() -> Figure:
         top -= height + 0.06
         _draw_schedule(axes, simulate(blocks, *SCHEDULES[name]), consumers)
         axes.set(xlim=(0, end * 1.005))
-        axes.set_title(f"{name}: tensor cores busy {busy(*SCHEDULES[name]):.0%} in the long run", fontsize=10, loc="left")
+        axes.set_title(
+            f"{name}: tensor cores busy {busy(*SCHEDULES[name]):.0%} in the long run",
+            fontsize=10,
+            loc="left",
+        )
     axes.set_xlabel("clocks of a model, not measured")
-    names = dict(load="load", S="$S_j = Q K_j^T$", P="$O$ += $P_{j-1} V_{j-1}$", max="row maximum", exp="exponentials")
+    names = dict(
+        load="load",
+        S="$S_j = Q K_j^T$",
+        P="$O$ += $P_{j-1} V_{j-1}$",
+        max="row maximum",
+        exp="exponentials",
+    )
     handles = [Patch(color=JOBS[job], label=text) for job, text in names.items()]
-    handles += axes.plot([], [], color=INK, marker="v", markersize=4, linewidth=1, label="the turn is passed on")
+    handles += axes.plot(
+        [], [], color=INK, marker="v", markersize=4, linewidth=1, label="the turn is passed on"
+    )
     figure.legend(handles=handles, loc="upper center", ncols=6, frameon=False, columnspacing=1.6)
     _draw_slack(figure.add_axes((0.145, 0.055, 0.45, 0.185)))
     return figure
@@ -418,7 +506,10 @@ JOBS = dict(load="#d9d9d9", S=BLUE, P=PURPLE, max="#2f6b3c", exp=GREEN)
 
 
 def _draw_schedule(axes, spans: list[Span], consumers: int):
-    lanes = ["TMA", *(f"consumer {own}, {job}" for own in range(consumers) for job in ("products", "softmax"))]
+    lanes = [
+        "TMA",
+        *(f"consumer {own}, {job}" for own in range(consumers) for job in ("products", "softmax")),
+    ]
     for span in spans:
         if span.lane == "turns":
             if consumers == 2:
@@ -427,11 +518,34 @@ def _draw_schedule(axes, spans: list[Span], consumers: int):
                 axes.annotate("", (span.start, tip), (span.start, tail), arrowprops=look)
             continue
         y, length = lanes.index(span.lane), span.stop - span.start
-        job = "load" if span.lane == "TMA" else span.label.split()[0] if span.lane.endswith("softmax") else span.label[1]
-        axes.add_patch(Rectangle((span.start, y + 0.08), length, 0.84, facecolor=JOBS[job], edgecolor="white", linewidth=0.8))
+        job = (
+            "load"
+            if span.lane == "TMA"
+            else span.label.split()[0]
+            if span.lane.endswith("softmax")
+            else span.label[1]
+        )
+        axes.add_patch(
+            Rectangle(
+                (span.start, y + 0.08),
+                length,
+                0.84,
+                facecolor=JOBS[job],
+                edgecolor="white",
+                linewidth=0.8,
+            )
+        )
         if job != "max":
             color = INK if job == "load" else "white"
-            axes.text(span.start + length / 2, y + 0.5, span.label, ha="center", va="center", color=color, fontsize=8)
+            axes.text(
+                span.start + length / 2,
+                y + 0.5,
+                span.label,
+                ha="center",
+                va="center",
+                color=color,
+                fontsize=8,
+            )
     axes.set(ylim=(len(lanes), 0), yticks=np.arange(len(lanes)) + 0.5)
     axes.set_yticklabels([lane.replace("TMA", "producer, TMA") for lane in lanes], fontsize=8.5)
     axes.tick_params(axis="y", length=0)
@@ -443,12 +557,28 @@ def _draw_schedule(axes, spans: list[Span], consumers: int):
 def _draw_slack(axes):
     clocks, above = np.arange(550, 2001, 25), MAXIMUM + EXPONENTIALS
     for (name, order), line in zip(SCHEDULES.items(), (":", "-.", "--", "-"), strict=True):
-        axes.plot(clocks, [100 * busy(*order, maximum=int(c) - EXPONENTIALS) for c in clocks], line, color=INK, label=name)
-    axes.set(xlabel="clocks of a softmax: a mask or a soft cap makes it longer", ylabel="tensor cores busy, %", ylim=(0, 105))
+        axes.plot(
+            clocks,
+            [100 * busy(*order, maximum=int(c) - EXPONENTIALS) for c in clocks],
+            line,
+            color=INK,
+            label=name,
+        )
+    axes.set(
+        xlabel="clocks of a softmax: a mask or a soft cap makes it longer",
+        ylabel="tensor cores busy, %",
+        ylim=(0, 105),
+    )
     axes.axvline(above, color=GREEN, linewidth=1)
     axes.text(above + 12, 6, f"{above}, as above", color=GREEN, fontsize=8.5)
     axes.grid(alpha=0.3)
-    axes.legend(loc="center left", bbox_to_anchor=(1.03, 0.5), frameon=False, handlelength=2.6, labelspacing=0.9)
+    axes.legend(
+        loc="center left",
+        bbox_to_anchor=(1.03, 0.5),
+        frameon=False,
+        handlelength=2.6,
+        labelspacing=0.9,
+    )
 
 
 if __name__ == "__main__":

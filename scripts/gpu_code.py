@@ -1,7 +1,8 @@
 """Compiles a function for a GPU that need not be there, and reads what became of its kernels.
 
-`prepare` must come before jax is imported, which reads the environment once; so this runs in a process of its own, and nothing
-here imports the package: a `gpu` is one of `pallas_flash.accounting.GPUS`, and comes from the caller.
+`prepare` must come before jax is imported, which reads the environment once; so this runs in a
+process of its own, and nothing here imports the package: a `gpu` is one of
+`pallas_flash.accounting.GPUS`, and comes from the caller.
 """
 
 import importlib.util
@@ -64,7 +65,8 @@ def missing() -> str | None:
 
 
 def prepare(folder: pathlib.Path):
-    """Sets the environment such that jax compiles without a GPU and writes the kernels' code into an empty `folder`."""
+    """Sets the environment such that jax compiles without a GPU and writes the kernels' code into
+    an empty `folder`."""
     assert "jax" not in sys.modules, "jax has read the environment already"
     os.environ |= dict(
         JAX_PLATFORMS="cpu",
@@ -72,34 +74,54 @@ def prepare(folder: pathlib.Path):
         TF_CPP_MIN_LOG_LEVEL="3",
         PATH=_PATH,
         MOSAIC_GPU_DUMP_TO=str(folder),
-        XLA_FLAGS=f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={folder} --xla_dump_emitter_re=ptx",
+        XLA_FLAGS=f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={folder} "
+        "--xla_dump_emitter_re=ptx",
     )
 
 
 def as_if_on(gpu, axes: dict[str, int] | None = None, explicit: bool = False):
-    """The context in which code is traced for `gpu`, or for a mesh of several with these axes, and `explain` speaks of it."""
+    """The context in which code is traced for `gpu`, or for a mesh of several with these axes, and
+    `explain` speaks of it."""
     import jax
     from jax.sharding import AbstractDevice, AbstractMesh
 
     device = AbstractDevice(device_kind=gpu.kind, num_cores=gpu.cores, platform="gpu")
     names, sizes, types = _axes(axes, explicit)
-    return jax.sharding.use_abstract_mesh(AbstractMesh(sizes, names, axis_types=types, abstract_device=device))
+    return jax.sharding.use_abstract_mesh(
+        AbstractMesh(sizes, names, axis_types=types, abstract_device=device)
+    )
 
 
-def compiled(gpu, function, *shapes, axes: dict[str, int] | None = None, explicit: bool = False, spec: tuple = ()):
-    """`function` compiled for `gpu`; shapes are pytrees of jax.ShapeDtypeStruct, on a mesh all sharded by `spec`."""
+def compiled(
+    gpu,
+    function,
+    *shapes,
+    axes: dict[str, int] | None = None,
+    explicit: bool = False,
+    spec: tuple = (),
+):
+    """`function` compiled for `gpu`; shapes are pytrees of jax.ShapeDtypeStruct, on a mesh all
+    sharded by `spec`."""
     import jax
     import numpy as np
     from jax.experimental import topologies
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     major, minor = gpu.capability
-    more = dict(major=major, minor=minor, fpus=64 if major == 8 else 128, block=gpu.shared_memory - 1024, ghz=gpu.clock / 1e9)
+    more = dict(
+        major=major,
+        minor=minor,
+        fpus=64 if major == 8 else 128,
+        block=gpu.shared_memory - 1024,
+        ghz=gpu.clock / 1e9,
+    )
     names, sizes, types = _axes(axes, explicit)
     # which XLA turns on by itself for a GPU that is here
     more["feature"] = "feature_extension: ACCELERATED_FEATURES" if major >= 12 else ""
     target, devices = TARGET.format(**gpu._asdict(), **more), math.prod(sizes)
-    topology = topologies.get_topology_desc("described", "cuda", target_config=target, topology=f"1x1x{devices}")
+    topology = topologies.get_topology_desc(
+        "described", "cuda", target_config=target, topology=f"1x1x{devices}"
+    )
     mesh = Mesh(np.reshape(topology.devices, sizes), names, axis_types=types)
     sharding = NamedSharding(mesh, PartitionSpec(*spec))
     args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes)
@@ -112,7 +134,11 @@ def _axes(axes: dict[str, int] | None, explicit: bool):
     from jax.sharding import AxisType
 
     axes = axes or dict(x=1)
-    return tuple(axes), tuple(axes.values()), (AxisType.Explicit if explicit else AxisType.Auto,) * len(axes)
+    return (
+        tuple(axes),
+        tuple(axes.values()),
+        (AxisType.Explicit if explicit else AxisType.Auto,) * len(axes),
+    )
 
 
 # ---- reading ----
@@ -122,8 +148,10 @@ class Loop(NamedTuple):
     """The innermost loop over tiles: a step of it, as each warp runs it."""
 
     instructions: int
-    kinds: dict[str, int]  # how many of each kind in KINDS; "spill" moves what registers do not hold
-    under_products: float | None  # the part of the exponentials that run under wgmma; None where there is no wgmma
+    # how many of each kind in KINDS; "spill" moves what registers do not hold
+    kinds: dict[str, int]
+    # the part of the exponentials that run under wgmma; None where there is no wgmma
+    under_products: float | None
 
 
 class Kernel(NamedTuple):
@@ -141,7 +169,8 @@ def kernels(folder: pathlib.Path, prefix: str) -> list[Kernel]:
     """The kernels in `folder` whose names begin with `prefix`, in the order of their names."""
     found = []
     for ptx in sorted(folder.glob("*.ptx")):
-        entry = re.search(rf"\.entry ({prefix}\w*)", ptx.read_text())  # some files hold constants alone
+        # some files hold constants alone
+        entry = re.search(rf"\.entry ({prefix}\w*)", ptx.read_text())
         if entry:
             found.append(_kernel(ptx, entry.group(1).removesuffix("_mosaic_gpu_kernel")))
     return sorted(found, key=lambda kernel: kernel.name)
@@ -159,7 +188,9 @@ def _kernel(ptx: pathlib.Path, name: str) -> Kernel:
         stack=number(r"(\d+) bytes stack frame"),
         spill_stores=number(r"(\d+) bytes spill stores"),
         spill_loads=number(r"(\d+) bytes spill loads"),
-        warnings=dict(re.findall(r"\((C75\d\d)\) (.*?)(?: (?:in|for the) function.*)?$", log, re.M)),
+        warnings=dict(
+            re.findall(r"\((C75\d\d)\) (.*?)(?: (?:in|for the) function.*)?$", log, re.M)
+        ),
         loops=[_loop(body) for body in loops(_run("nvdisasm", "-c", cubin).stdout)],
     )
 
@@ -180,7 +211,8 @@ def _run(tool: str, *args):
 
 
 def _shared_memory(folder: pathlib.Path, name: str) -> int:
-    """It is asked for at the launch: Mosaic notes it beside the kernel, XLA in its list of launches."""
+    """It is asked for at the launch: Mosaic notes it beside the kernel, XLA in its list of
+    launches."""
     for path in folder.glob(f"{name}_*.resources.txt"):
         return int(re.search(r"smem_scratch_bytes=(\d+)", path.read_text()).group(1))
     launches = "".join(path.read_text() for path in folder.glob("*.thunk_sequence.txt"))
@@ -188,7 +220,8 @@ def _shared_memory(folder: pathlib.Path, name: str) -> int:
 
 
 def loops(sass: str) -> list[list[str]]:
-    """The instructions of each innermost loop with exponentials, in nvdisasm's listing of a kernel."""
+    """The instructions of each innermost loop with exponentials, in nvdisasm's listing of a
+    kernel."""
     code, labels = [], {}
     for line in sass.splitlines():
         if label := re.match(r"\s*(\.L\w+):", line):
@@ -197,16 +230,20 @@ def loops(sass: str) -> list[list[str]]:
             code.append(instruction.group(1))
     spans = []
     for end, instruction in enumerate(code):
-        if (branch := re.search(r"\bBRA\b.*\((\.L\w+)\)", instruction)) and labels.get(branch.group(1), end + 1) <= end:
+        if (branch := re.search(r"\bBRA\b.*\((\.L\w+)\)", instruction)) and labels.get(
+            branch.group(1), end + 1
+        ) <= end:
             spans.append((labels[branch.group(1)], end + 1))
     holds = lambda span, word: any(word in instruction for instruction in code[slice(*span)])
-    # What seldom happens stands behind the end of the kernel, and jumps back from there into its loop: no loop of its own.
+    # What seldom happens stands behind the end of the kernel, and jumps back from there into its
+    # loop: no loop of its own.
     spans = [s for s in spans if holds(s, "MUFU.EX2") and "EXIT" not in code[slice(*s)]]
     inner = lambda s: not any(o != s and s[0] <= o[0] and o[1] <= s[1] for o in spans)
     return [code[slice(*s)] for s in sorted(spans) if inner(s)]
 
 
-# The first pattern that an instruction's name begins with. Uniform instructions (U...) are their namesakes, once for a warp.
+# The first pattern that an instruction's name begins with. Uniform instructions (U...) are their
+# namesakes, once for a warp.
 KINDS = {
     "products": r"HGMMA|HMMA",
     "exp2": r"MUFU\.EX2",
@@ -214,7 +251,8 @@ KINDS = {
     "convert": r"F2F|I2F|F2I|I2I|FRND",
     "spill": r"LDL|STL",
     "shared": r"LDS|STS|ATOMS",
-    "barrier": r"BAR|SYNCS|WARPGROUP|DEPBAR|LDGDEPBAR|MEMBAR|FENCE|WARPSYNC|NANOSLEEP|ELECT|BSSY|BSYNC|ERRBAR|CCTL",
+    "barrier": r"BAR|SYNCS|WARPGROUP|DEPBAR|LDGDEPBAR|MEMBAR|FENCE|WARPSYNC|NANOSLEEP|ELECT|BSSY"
+    r"|BSYNC|ERRBAR|CCTL",
     "device": r"LDG|STG|RED|ATOM|UTMA|UBLK|LDC|ULDC",
     "move": r"MOV|UMOV|IMAD\.MOV|CS2R|S2R|S2UR|R2UR|SHFL|PRMT|UPRMT|R2P|P2R",
     "other": "",  # integers, predicates, branches
@@ -233,9 +271,11 @@ def _loop(body: list[str]) -> Loop:
 
 
 def under_products(body: list[str]) -> float | None:
-    """The part of a loop's exponentials that run while wgmma products are in flight; None where it has no wgmma.
+    """The part of a loop's exponentials that run while wgmma products are in flight; None where it
+    has no wgmma.
 
-    Products are asynchronous: a group, which ends with `gsb0`, is in flight until a wait (DEPBAR) leaves fewer running.
+    Products are asynchronous: a group, which ends with `gsb0`, is in flight until a wait (DEPBAR)
+    leaves fewer running.
     """
     running, begun, under = 0, False, []
     for instruction in body * 2:  # the second time round, with what the first has left in flight

@@ -1,7 +1,9 @@
-"""python scripts/inspect_kernels.py [--gpu NAME] [--causal] [--length T] [--heads N] [--head-size H] ...
+"""python scripts/inspect_kernels.py [--gpu NAME] [--causal] [--length T] [--heads N] [--head-size
+H] ...
 
-Says what a call of flash_attention runs on a GPU, which need not be here: the implementation and why not the others, its
-tiles, the least work and time, and what the compiler made of each kernel, forward and backward. Nothing is run.
+Says what a call of flash_attention runs on a GPU, which need not be here: the implementation and
+why not the others, its tiles, the least work and time, and what the compiler made of each kernel,
+forward and backward. Nothing is run.
 
 `--help` lists the rest.
 """
@@ -18,8 +20,9 @@ import tempfile
 
 import numpy as np
 
-# jax and the package, which imports it, are imported where they are used: gpu_code.prepare comes before.
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # scripts/ is no installed package
+# jax and the package, which imports it, are imported where they are used: gpu_code.prepare comes
+# before. scripts/ is no installed package
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from scripts import gpu_code
 from scripts.typed_mask import typed_mask
@@ -53,40 +56,105 @@ def make_parser() -> argparse.ArgumentParser:
         epilog="Exit status 1: flash_attention refuses the call, or a kernel does not compile.",
     )
     add = parser.add_argument_group("where").add_argument
-    help = "the GPU to compile for; A100 is the one with 80 GB (default: the one in this machine, else H200)"
+    help = (
+        "the GPU to compile for; A100 is the one with 80 GB (default: the one in this machine, "
+        "else H200)"
+    )
     add("--gpu", choices=GPUS, type=lambda name: "A100-80GB" if name == "A100" else name, help=help)
-    add("--implementation", metavar="NAME", help="of flash_attention (default: the one that it chooses on that GPU)")
+    add(
+        "--implementation",
+        metavar="NAME",
+        help="of flash_attention (default: the one that it chooses on that GPU)",
+    )
     help = "whether each run must give the same bits (default: as in flash_attention)"
     add("--deterministic", action=argparse.BooleanOptionalAction, help=help)
-    add("--forward", action="store_true", help="compile the forward alone, not forward and backward")
+    add(
+        "--forward", action="store_true", help="compile the forward alone, not forward and backward"
+    )
     add("--json", action="store_true", help="print everything as JSON")
     add = parser.add_argument_group("shapes").add_argument
     add("--batch", type=positive, metavar="B", default=1, help="sequences (default: %(default)s)")
     add("--length", type=positive, metavar="T", default=4096, help="queries (default: %(default)s)")
     add("--keys", type=positive, metavar="S", help="keys and values (default: T)")
-    add("--heads", type=positive, metavar="N", default=16, help="query heads (default: %(default)s)")
-    add("--kv-heads", type=positive, metavar="K", help="key/value heads, shared by the query heads (default: N)")
-    add("--head-size", type=positive, metavar="H", default=128, help="head size of queries and keys (default: %(default)s)")
+    add(
+        "--heads", type=positive, metavar="N", default=16, help="query heads (default: %(default)s)"
+    )
+    add(
+        "--kv-heads",
+        type=positive,
+        metavar="K",
+        help="key/value heads, shared by the query heads (default: N)",
+    )
+    add(
+        "--head-size",
+        type=positive,
+        metavar="H",
+        default=128,
+        help="head size of queries and keys (default: %(default)s)",
+    )
     add("--value-size", type=positive, metavar="Hv", help="head size of values (default: H)")
-    add("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16", help="of the inputs (default: %(default)s)")
+    add(
+        "--dtype",
+        choices=["bfloat16", "float16", "float32"],
+        default="bfloat16",
+        help="of the inputs (default: %(default)s)",
+    )
     add = parser.add_argument_group("what a query sees, and its logits").add_argument
     add("--causal", action="store_true", help="the keys up to its own position")
     help = "W keys before its own and W after it; two numbers: LEFT before and RIGHT after"
     add("--window", type=int, nargs="+", metavar="W", help=help)
-    add("--query-offset", type=int, metavar="P", default=0, help="the key position of query 0 (default: %(default)s)")
-    add("--key-lengths", type=int, nargs="+", metavar="L", help="only the first L keys, for each batch row")
-    add("--query-lengths", type=int, nargs="+", metavar="L", help="only the first L queries see anything, for each batch row")
-    add("--documents", type=positive, metavar="D", help="the keys of its own document, of D packed documents of equal length")
-    help = "an expression of the names in pallas_flash.masks, as 'Window(128, 128) | GlobalTokens(4)'"
+    add(
+        "--query-offset",
+        type=int,
+        metavar="P",
+        default=0,
+        help="the key position of query 0 (default: %(default)s)",
+    )
+    add(
+        "--key-lengths",
+        type=int,
+        nargs="+",
+        metavar="L",
+        help="only the first L keys, for each batch row",
+    )
+    add(
+        "--query-lengths",
+        type=int,
+        nargs="+",
+        metavar="L",
+        help="only the first L queries see anything, for each batch row",
+    )
+    add(
+        "--documents",
+        type=positive,
+        metavar="D",
+        help="the keys of its own document, of D packed documents of equal length",
+    )
+    help = (
+        "an expression of the names in pallas_flash.masks, as 'Window(128, 128) | GlobalTokens(4)'"
+    )
     add("--rule", type=typed_mask, metavar="MASK", help=help)
-    help = "a dense bool mask: BNTS, with a 1 for each axis that it broadcasts, as in B1TS; all of it counts as work"
+    help = (
+        "a dense bool mask: BNTS, with a 1 for each axis that it broadcasts, as in B1TS; all of "
+        "it counts as work"
+    )
     add("--mask", type=axes, metavar="AXES", help=help)
     add("--bias", type=axes, metavar="AXES", help="a bias, with its axes written as for --mask")
     add("--soft-cap", type=float, metavar="C", help="logits become C tanh(logits / C)")
-    add("--alibi", action="store_true", help="a score_mod that subtracts a slope for each head times the distance")
+    add(
+        "--alibi",
+        action="store_true",
+        help="a score_mod that subtracts a slope for each head times the distance",
+    )
     add("--sinks", action="store_true", help="one more logit for each head")
     add("--max-logits", action="store_true", help="the largest logit of each row is returned too")
-    add("--dropout", type=float, default=0.0, metavar="RATE", help="rate of dropout on the softmax's weights")
+    add(
+        "--dropout",
+        type=float,
+        default=0.0,
+        metavar="RATE",
+        help="rate of dropout on the softmax's weights",
+    )
     return parser
 
 
@@ -104,7 +172,8 @@ def parse(parser: argparse.ArgumentParser, argv) -> argparse.Namespace:
         given = getattr(args, name)
         if given and len(given) != args.batch:
             parser.error(
-                f"--{name.replace('_', '-')} takes one number for each of the {args.batch} batch rows; got {len(given)}."
+                f"--{name.replace('_', '-')} takes one number for each of the {args.batch} batch "
+                f"rows; got {len(given)}."
             )
     if args.mask and args.rule is not None:
         parser.error("a call has one mask: --mask or --rule.")
@@ -120,7 +189,9 @@ def positive(text: str) -> int:
 
 def axes(text: str) -> str:
     if len(text) != 4 or any(c not in (axis, "1") for c, axis in zip(text, "BNTS", strict=True)):
-        raise argparse.ArgumentTypeError(f"must be BNTS, with a 1 in place of each axis that is broadcast; got {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"must be BNTS, with a 1 in place of each axis that is broadcast; got {text!r}"
+        )
     return text
 
 
@@ -129,7 +200,11 @@ def gpu_here() -> str | None:
     from pallas_flash.accounting import name_of
 
     try:
-        run = subprocess.run(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True)
+        run = subprocess.run(
+            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+        )
     except OSError:
         return None
     return name_of(run.stdout.partition("\n")[0])
@@ -187,7 +262,8 @@ def documents(args):
 
 
 def visible_pairs(args) -> int:
-    """How many pairs there are of a query and a key that it sees, over all batch rows and heads, but for a dense mask."""
+    """How many pairs there are of a query and a key that it sees, over all batch rows and heads,
+    but for a dense mask."""
     from pallas_flash import masks
 
     rules = [masks.Causal()] if args.causal else []
@@ -202,7 +278,9 @@ def visible_pairs(args) -> int:
     B, N, T, S = args.batch, args.heads, args.length, args.keys
     if args.rule is not None:
         rule = functools.reduce(operator.and_, rules, args.rule)
-        count = masks.block_map(rule, T, S, block=1, query_offset=args.query_offset, batch=B, heads=N).counts()
+        count = masks.block_map(
+            rule, T, S, block=1, query_offset=args.query_offset, batch=B, heads=N
+        ).counts()
         return count["full"] * (B * N * T * S // sum(count.values()))
     seen = masks.resolve(rules, B, T, S, args.query_offset)
     start, stop = seen.narrow(seen.BY_BATCH, lambda x: x[:, None]).interval(np.arange(T)[None])
@@ -214,12 +292,14 @@ def visible_pairs(args) -> int:
 
 
 def works(call: dict, pairs: int) -> dict:
-    """The least `Cost` of each pass, by name: products for the `pairs` of a query and a key that it sees, an exponential for each
-    of them in each kernel, each array moved once in each kernel, whatever the mask. `accounting` counts what an implementation
-    does, which is more, whole tiles and arrays moved for each tile that needs them, and refuses masks with data and a bias.
+    """The least `Cost` of each pass, by name: products for the `pairs` of a query and a key that it
+    sees, an exponential for each of them in each kernel, each array moved once in each kernel,
+    whatever the mask. `accounting` counts what an implementation does, which is more, whole tiles
+    and arrays moved for each tile that needs them, and refuses masks with data and a bias.
 
-    The forward has two products, Q K^T and P V; a backward in one kernel has five, Q K^T, dO V^T, P^T dO, dS K and dS^T Q, and
-    in two, for dQ and for dK with dV, seven, since both need the first two.
+    The forward has two products, Q K^T and P V; a backward in one kernel has five, Q K^T, dO V^T,
+    P^T dO, dS K and dS^T Q, and in two, for dQ and for dK with dV, seven, since both need the first
+    two.
     """
     from pallas_flash.accounting import Cost
 
@@ -228,16 +308,22 @@ def works(call: dict, pairs: int) -> dict:
     bytes_of = lambda x: math.prod(x.shape) * x.dtype.itemsize if hasattr(x, "shape") else 0
     inputs, mask = sum(map(bytes_of, (q, k, v, bias))), bytes_of(mask)
     o, row = bytes_of(q) // H * Hv, math.prod(q.shape[:-1]) * 4  # lse and delta are float32
-    once = inputs + mask + o + 2 * row  # what each kernel of the backward reads; delta takes o beside it
+    # what each kernel of the backward reads; delta takes o beside it
+    once = inputs + mask + o + 2 * row
     return {
         "forward": Cost(2 * pairs * (H + Hv), pairs, reads=inputs + mask, writes=o + row),
-        "backward, 5 products": Cost(2 * pairs * (3 * H + 2 * Hv), pairs, reads=once + o, writes=inputs),
-        "backward, 7 products": Cost(2 * pairs * (4 * H + 3 * Hv), 2 * pairs, reads=2 * once + o, writes=inputs),
+        "backward, 5 products": Cost(
+            2 * pairs * (3 * H + 2 * Hv), pairs, reads=once + o, writes=inputs
+        ),
+        "backward, 7 products": Cost(
+            2 * pairs * (4 * H + 3 * Hv), 2 * pairs, reads=2 * once + o, writes=inputs
+        ),
     }
 
 
 def least(name: str, cost, args) -> dict:
-    """A pass with the seconds that each part of it takes alone at the GPU's peaks; all of it takes no less than the slowest."""
+    """A pass with the seconds that each part of it takes alone at the GPU's peaks; all of it takes
+    no less than the slowest."""
     seconds = args.gpu.seconds(cost, args.dtype)
     del seconds["float32"]  # what is neither a product nor an exponential is not counted here
     amounts = dict(name=name, flops=cost.matrix, exponentials=cost.exponentials, bytes=cost.bytes)
@@ -254,7 +340,11 @@ def explained(args, call: dict, parser: argparse.ArgumentParser) -> dict:
     with gpu_code.as_if_on(args.gpu):
         try:
             chosen = explain(**call)
-            found = dict(implementation=chosen.implementation, tiles=chosen.tiles and str(chosen.tiles), why_not=chosen.why_not)
+            found = dict(
+                implementation=chosen.implementation,
+                tiles=chosen.tiles and str(chosen.tiles),
+                why_not=chosen.why_not,
+            )
         except NotImplementedError as error:
             chosen = explain(**call | dict(implementation=None, deterministic=True))
             found = dict(refused=str(error))
@@ -277,7 +367,10 @@ def compiled(args, call: dict, folder: pathlib.Path) -> dict:
     return dict(
         compiler=gpu_code.compiler(),
         temporary_bytes=program.memory_analysis().temp_size_in_bytes,
-        kernels=[kernel._asdict() | dict(loops=[loop._asdict() for loop in kernel.loops]) for kernel in kernels],
+        kernels=[
+            kernel._asdict() | dict(loops=[loop._asdict() for loop in kernel.loops])
+            for kernel in kernels
+        ],
     )
 
 
@@ -288,9 +381,15 @@ def program_of(args, call: dict):
     from pallas_flash import flash_attention
 
     is_array = lambda x: hasattr(x, "shape")
-    arrays = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in call.items() if is_array(x)}
+    arrays = {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in call.items() if is_array(x)
+    }
     static = {name: x for name, x in call.items() if not is_array(x)}
-    floats = {name: arrays.pop(name) for name in ("query", "key", "value", "bias", "sinks") if name in arrays}
+    floats = {
+        name: arrays.pop(name)
+        for name in ("query", "key", "value", "bias", "sinks")
+        if name in arrays
+    }
     attend = lambda floats, arrays: flash_attention(**floats, **arrays, **static)
     if args.forward:
         return attend, floats, arrays
@@ -324,39 +423,87 @@ def print_report(report: dict):
 
 def print_work(work: list[dict], gpu: dict):
     print(
-        f"\nThe least that must be done, and its time at the peaks of the datasheet: {gpu['products'] / 1e12:g} TFLOP/s dense "
-        f"({gpu['float32'] / 1e12:g} in\nfloat32), {gpu['bandwidth'] / 1e12:g} TB/s; {gpu['exponentials'] / 1e12:.2g} T "
-        f"exponentials/s are 16 a clock in each of {gpu['cores']} cores at {gpu['clock'] / 1e9:g} GHz.\n"
-        "Arrays move once for a kernel. The backward is one kernel of 5 products, or two of 7 in all: dQ; dK and dV.\n"
+        "\nThe least that must be done, and its time at the peaks of the datasheet: "
+        f"{gpu['products'] / 1e12:g} TFLOP/s dense "
+        f"({gpu['float32'] / 1e12:g} in\nfloat32), {gpu['bandwidth'] / 1e12:g} TB/s; "
+        f"{gpu['exponentials'] / 1e12:.2g} T "
+        f"exponentials/s are 16 a clock in each of {gpu['cores']} cores at {gpu['clock'] / 1e9:g} "
+        "GHz.\n"
+        "Arrays move once for a kernel. The backward is one kernel of 5 products, or two of 7 in "
+        "all: dQ; dK and dV.\n"
     )
-    header = ["pass", "GFLOP", "G exp2", "MB", "products, ms", "exp2, ms", "memory, ms", "at least, ms", "by"]
+    header = [
+        "pass",
+        "GFLOP",
+        "G exp2",
+        "MB",
+        "products, ms",
+        "exp2, ms",
+        "memory, ms",
+        "at least, ms",
+        "by",
+    ]
     rows = []
     for w in work:
         amounts = w["flops"] / 1e9, w["exponentials"] / 1e9, w["bytes"] / 1e6
         times = (1e3 * s for s in (*w["seconds"].values(), w["least_seconds"]))
-        rows.append([w["name"], *map(short, (*amounts, *times)), max(w["seconds"], key=w["seconds"].get)])
+        rows.append(
+            [w["name"], *map(short, (*amounts, *times)), max(w["seconds"], key=w["seconds"].get)]
+        )
     print_table(header, rows)
 
 
 def print_kernels(report: dict):
     kernels, megabytes = report["kernels"], short(report["temporary_bytes"] / 1e6)
-    print(f"\nCompiled by {report['compiler']}: {megabytes} MB of temporaries beside inputs and outputs.\n")
+    print(
+        f"\nCompiled by {report['compiler']}: {megabytes} MB of temporaries beside inputs and "
+        "outputs.\n"
+    )
     if not kernels:
         print("It has no kernels of its own: XLA makes them.")
         return
-    header = ["kernel", "registers", "shared memory, bytes", "stack, bytes", "spill stores, loads, bytes", "ptxas warns"]
+    header = [
+        "kernel",
+        "registers",
+        "shared memory, bytes",
+        "stack, bytes",
+        "spill stores, loads, bytes",
+        "ptxas warns",
+    ]
     rows, steps, warnings = [], [], []
     for k in kernels:
         spills = f"{k['spill_stores']}, {k['spill_loads']}"
-        rows.append([k["name"], k["registers"], f"{k['shared_memory']:,}", k["stack"], spills, ", ".join(k["warnings"]) or "no"])
+        rows.append(
+            [
+                k["name"],
+                k["registers"],
+                f"{k['shared_memory']:,}",
+                k["stack"],
+                spills,
+                ", ".join(k["warnings"]) or "no",
+            ]
+        )
         warnings += [f"{k['name']}: {code}: {text}\n" for code, text in k["warnings"].items()]
         for number, loop in enumerate(k["loops"], 1):
             under = "" if loop["under_products"] is None else f"{loop['under_products']:.0%}"
-            steps.append([f"{k['name']}, loop {number}", loop["instructions"], *loop["kinds"].values(), under])
+            steps.append(
+                [
+                    f"{k['name']}, loop {number}",
+                    loop["instructions"],
+                    *loop["kinds"].values(),
+                    under,
+                ]
+            )
     print_table(header, rows)
     print("\n" + "".join(warnings) + "\n" * bool(warnings), end="")
-    print("Instructions of a warp in a step of each loop over tiles, in the order of the code; steps without a mask have fewest.")
-    print("The last column: the part of the exponentials that runs while products of wgmma are in flight.\n")
+    print(
+        "Instructions of a warp in a step of each loop over tiles, in the order of the code; steps "
+        "without a mask have fewest."
+    )
+    print(
+        "The last column: the part of the exponentials that runs while products of wgmma are in "
+        "flight.\n"
+    )
     print_table(["", "all", *gpu_code.KINDS, "under products"], steps)
 
 

@@ -1,7 +1,8 @@
-"""python scripts/train_gpt.py [--data PATH] [--resume RUN] [--eval-only RUN] [--preset NAME] [--check]
+"""python scripts/train_gpt.py [--data PATH] [--resume RUN] [--eval-only RUN] [--preset NAME]
+[--check]
 
-Trains a small GPT on bytes of text with pallas_flash. Without an argument the text is the source of Python's standard library,
-and a few minutes on two cores are enough. `--help` lists the rest.
+Trains a small GPT on bytes of text with pallas_flash. Without an argument the text is the source of
+Python's standard library, and a few minutes on two cores are enough. `--help` lists the rest.
 """
 
 import argparse
@@ -9,7 +10,8 @@ import pathlib
 import sys
 
 # jax and what stands on it are imported where they are used: --help and errors come at once
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # models/ and scripts/ are no installed packages
+# models/ and scripts/ are no installed packages
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from scripts.gpt_run.curves import Events, csv_of, png_of
 from scripts.gpt_run.folder import (
@@ -28,8 +30,22 @@ from scripts.gpt_run.hosts import are_several, everywhere, is_first, joined
 from scripts.gpt_run.loop import run
 from scripts.gpt_run.machine import keep_memory, must_fit, speed_in_words, why_no_gpu
 from scripts.gpt_run.mesh import context_of, on_mesh, placed
-from scripts.gpt_run.options import CHECK_SETTINGS, CHECK_TOLERANCE, MODEL, PRESETS, make_parser, report
-from scripts.gpt_run.steps import evaluation, learning_rate, new_model, new_optimizer, new_state, train_step
+from scripts.gpt_run.options import (
+    CHECK_SETTINGS,
+    CHECK_TOLERANCE,
+    MODEL,
+    PRESETS,
+    make_parser,
+    report,
+)
+from scripts.gpt_run.steps import (
+    evaluation,
+    learning_rate,
+    new_model,
+    new_optimizer,
+    new_state,
+    train_step,
+)
 from scripts.gpt_run.stops import Refused, one_line
 from scripts.gpt_run.text import bigram_loss, held_out_windows, read_text
 
@@ -44,14 +60,19 @@ def main(argv=None):
 
 
 def parse(argv) -> argparse.Namespace:
-    """The settings: of the command line, else of the run to go on with, else of --check or --preset, else the defaults."""
+    """The settings: of the command line, else of the run to go on with, else of --check or
+    --preset, else the defaults."""
     parser = make_parser()
     args = parser.parse_args(argv)
     if args.preset and (args.resume or args.eval_only):
-        raise Refused("--preset is for new runs; a run goes on with the settings that it began with. Leave it out.")
+        raise Refused(
+            "--preset is for new runs; a run goes on with the settings that it began with. Leave "
+            "it out."
+        )
     if args.resume:
         saved = read_config(args.resume)["settings"]
-        return parse_again(parser, argv, saved, args.resume, lambda name: name != "attention")  # a machine may lack the run's
+        # a machine may lack the run's
+        return parse_again(parser, argv, saved, args.resume, lambda name: name != "attention")
     if args.eval_only:
         saved = read_config(args.eval_only, "--eval-only")["settings"] | dict(attention=None)
         return parse_again(parser, argv, saved, args.eval_only, lambda name: name in MODEL)
@@ -62,13 +83,21 @@ def parse(argv) -> argparse.Namespace:
 
 
 def parse_again(parser, argv, saved: dict, run: pathlib.Path, fixed) -> argparse.Namespace:
-    """With a run's settings as defaults; those that are `fixed` stay as they are, and steps may be added."""
+    """With a run's settings as defaults; those that are `fixed` stay as they are, and steps may be
+    added."""
     args = parser.parse_args(argv, argparse.Namespace(**saved))
     for name, value in saved.items():
-        if not fixed(name) or (got := getattr(args, name)) == value or (name == "steps" and got > value):
+        if (
+            not fixed(name)
+            or (got := getattr(args, name)) == value
+            or (name == "steps" and got > value)
+        ):
             continue
         option, more = "--" + name.replace("_", "-"), " or more," * (name == "steps")
-        raise Refused(f"{option} must be {value}{more} as in {run}; got {got}. Leave it out, or start a new run.")
+        raise Refused(
+            f"{option} must be {value}{more} as in {run}; got {got}. Leave it out, or start a new "
+            "run."
+        )
     return args
 
 
@@ -81,15 +110,22 @@ def check_sizes(args):
         message = "--features must be a multiple of twice --heads, and --heads of --kv-heads"
         raise Refused(f"{message}; got {args.features}, {N} and {K}{preset}.")
     if args.batch % args.accumulate:
-        raise Refused(f"--batch must be a multiple of --accumulate; got {args.batch} and {args.accumulate}{preset}.")
+        raise Refused(
+            f"--batch must be a multiple of --accumulate; got {args.batch} and "
+            f"{args.accumulate}{preset}."
+        )
     args.warmup = args.steps // 15 if args.warmup is None else args.warmup
     if args.warmup >= args.steps:
-        raise Refused(f"--warmup must be below --steps = {args.steps}; got {args.warmup}. Left out, it is a fifteenth of them.")
+        raise Refused(
+            f"--warmup must be below --steps = {args.steps}; got {args.warmup}. Left out, it is a "
+            "fifteenth of them."
+        )
     prompt = len(args.prompt.encode())
     args.sample_length = args.sample_length or max(1, args.context - prompt)
     if not 0 < prompt <= args.context - args.sample_length:
         raise Refused(
-            f"--prompt and --sample-length must hold a byte or more each, and at most --context = {args.context} together; got "
+            "--prompt and --sample-length must hold a byte or more each, and at most --context = "
+            f"{args.context} together; got "
             f"{prompt} and {args.sample_length}."
         )
 
@@ -110,10 +146,14 @@ def train_in(folder: pathlib.Path, args, text):
     optimizer = new_optimizer(args)
     words = speed_in_words(args, parameters)
     print_model(args, parameters)
-    report("text", f"{text.source}: {len(text.train):,} bytes to train on, {len(text.held_out):,} held out")
+    report(
+        "text",
+        f"{text.source}: {len(text.train):,} bytes to train on, {len(text.held_out):,} held out",
+    )
     report("bigram", f"{bigram:.4f} nats per byte on {windows[:, 1:].size:,} held-out bytes")
     state, data = placed(new_state(args, parameters, optimizer)), everywhere(text.train)
-    step = train_step(args, structure, optimizer).lower(state, data).compile()  # now, lest it counts in the speed
+    # now, lest it counts in the speed
+    step = train_step(args, structure, optimizer).lower(state, data).compile()
     must_fit(step)
     evaluate = evaluation(structure, jnp.asarray(windows))
     if not args.resume:
@@ -125,8 +165,11 @@ def train_in(folder: pathlib.Path, args, text):
         if args.resume:
             go_on(folder, args, text, int(state["step"]))
         with writing(folder):
-            write_whole(folder / "loss.csv", csv_of(state))  # without the steps after the checkpoint
-            write_events = Events(folder).write if args.tensorboard and is_first() else lambda state: None
+            # without the steps after the checkpoint
+            write_whole(folder / "loss.csv", csv_of(state))
+            write_events = (
+                Events(folder).write if args.tensorboard and is_first() else lambda state: None
+            )
 
         def save_all(state):
             save(folder, checkpoints, state)
@@ -137,16 +180,24 @@ def train_in(folder: pathlib.Path, args, text):
     with writing(folder):
         write_whole(folder / "loss.png", png_of(state, bigram))
     if stopped and state["step"] < args.steps:
-        report("stopped", f"after step {state['step']} of {args.steps}; go on with --resume {folder}")
+        report(
+            "stopped", f"after step {state['step']} of {args.steps}; go on with --resume {folder}"
+        )
         raise SystemExit(128 + stopped[0])
     if are_several():
-        report("sample", f"scripts/generate.py {folder} writes some: the parameters lie with all processes")
+        report(
+            "sample",
+            f"scripts/generate.py {folder} writes some: the parameters lie with all processes",
+        )
     else:
         print_samples(args, structure, state["parameters"])
     print_loss(state["held_out_losses"][-1], bigram)
     if speed:
         report("speed", words(speed))
-    report("files", f"{folder}: loss.png, loss.csv, checkpoints{', tensorboard' if args.tensorboard else ''}")
+    report(
+        "files",
+        f"{folder}: loss.png, loss.csv, checkpoints{', tensorboard' if args.tensorboard else ''}",
+    )
 
 
 def go_on(folder: pathlib.Path, args, text, done: int):
@@ -154,21 +205,34 @@ def go_on(folder: pathlib.Path, args, text, done: int):
     was = read_config(folder)
     if done < args.steps and was["text"]["sha256"] != text.fingerprint():
         source = was["text"]["source"]
-        raise Refused(f"--resume needs the text that the run began with ({source}); {text.source} differs. Start a new run.")
+        raise Refused(
+            f"--resume needs the text that the run began with ({source}); {text.source} differs. "
+            "Start a new run."
+        )
     before = argparse.Namespace(**was["settings"])
-    is_longer, is_other = before.steps < args.steps, done < args.steps and was["attention"] != args.taken
+    is_longer, is_other = (
+        before.steps < args.steps,
+        done < args.steps and was["attention"] != args.taken,
+    )
     if is_other:
-        report("attention", f"{args.taken} from here on, chosen anew; until now it was {was['attention']}")
+        report(
+            "attention",
+            f"{args.taken} from here on, chosen anew; until now it was {was['attention']}",
+        )
     if is_longer:
         rates = [float(learning_rate(settings)(done)) for settings in (before, args)]
-        change = f"{args.steps} steps in place of {before.steps}: the cosine of the learning rate is as long, which is now"
+        change = (
+            f"{args.steps} steps in place of {before.steps}: the cosine of the learning rate "
+            "is as long, which is now"
+        )
         report("schedule", f"{change} {rates[1]:.2g} and not {rates[0]:.2g} at step {done + 1}")
     if is_longer or is_other:
         write_config(folder, args, text)
 
 
 def evaluate(args):
-    """A run's last checkpoint: the held-out loss, where the text is there, and samples. Writes nothing."""
+    """A run's last checkpoint: the held-out loss, where the text is there, and samples. Writes
+    nothing."""
     import jax
     import jax.numpy as jnp
 
@@ -189,7 +253,10 @@ def evaluate(args):
     print_samples(args, structure, state["parameters"])
     if text:
         changed = read_config(folder, "--eval-only")["text"]["sha256"] != text.fingerprint()
-        report("text", f"{text.source}{', which is not what the run was trained on' if changed else ''}")
+        report(
+            "text",
+            f"{text.source}{', which is not what the run was trained on' if changed else ''}",
+        )
         windows = held_out_windows(text, args.context)
         measured = evaluation(structure, jnp.asarray(windows))(state)
         print_loss(measured["held_out_losses"][measured["step"] - 1], bigram_loss(text, windows))
@@ -199,27 +266,41 @@ def print_model(args, parameters):
     import jax
 
     size = sum(p.size for p in jax.tree.leaves(parameters))
-    report("model", f"{size:,} parameters, {args.dtype}, attention {args.taken}, on {jax.devices()[0].device_kind}")
+    report(
+        "model",
+        f"{size:,} parameters, {args.dtype}, attention {args.taken}, on "
+        f"{jax.devices()[0].device_kind}",
+    )
 
 
 def print_loss(loss, bigram: float):
     below = 1 - float(loss) / bigram
-    against = f"{abs(below):.1%} {'below' if below > 0 else 'ABOVE'} the bigram model's {bigram:.4f}"
+    against = (
+        f"{abs(below):.1%} {'below' if below > 0 else 'ABOVE'} the bigram model's {bigram:.4f}"
+    )
     report("held out", f"{float(loss):.4f} nats per byte, {against}")
 
 
 def check(args):
-    """The same model, seed and batches with two implementations of attention: every step's losses must agree."""
+    """The same model, seed and batches with two implementations of attention: every step's losses
+    must agree."""
     import jax
     import jax.numpy as jnp
 
     text = read_text(args.data, args.context)
     resolve(args)
     data, tolerance, worst = jnp.asarray(text.train), CHECK_TOLERANCE[args.dtype], 0.0
-    report("check", f"{args.steps} steps in {args.dtype}; the losses must agree to {tolerance:g} of their size")
+    report(
+        "check",
+        f"{args.steps} steps in {args.dtype}; the losses must agree to {tolerance:g} of their size",
+    )
     print(f"step       {args.taken:<14}reference     difference")
-    with jax.default_matmul_precision("highest"):  # else a GPU's rounding of inputs magnifies the smallest change
-        sides = [trainer(argparse.Namespace(**vars(args) | dict(attention=name)), data) for name in (args.attention, "reference")]
+    # else a GPU's rounding of inputs magnifies the smallest change
+    with jax.default_matmul_precision("highest"):
+        sides = [
+            trainer(argparse.Namespace(**vars(args) | dict(attention=name)), data)
+            for name in (args.attention, "reference")
+        ]
         for number in range(1, args.steps + 1):
             loss, expected = (next(side) for side in sides)
             difference = abs(loss - expected) / abs(expected)
@@ -228,7 +309,8 @@ def check(args):
                 print(f"{number:<11}{loss:<14.7f}{expected:<14.7f}{difference:.1e}", flush=True)
             if not agree:
                 raise Refused(
-                    f"the losses of {args.taken} and reference part at step {number}: {difference:.1e} is over {tolerance:g}"
+                    f"the losses of {args.taken} and reference part at step {number}: "
+                    f"{difference:.1e} is over {tolerance:g}"
                 )
     report("passed", f"largest difference {worst:.1e} of the loss")
 
@@ -237,15 +319,18 @@ def trainer(args, data):
     """Yields the loss of one step after the other."""
     structure, parameters = new_model(args, context=context_of(args))
     optimizer = new_optimizer(args)
-    state, step = placed(new_state(args, parameters, optimizer)), train_step(args, structure, optimizer)
+    state, step = (
+        placed(new_state(args, parameters, optimizer)),
+        train_step(args, structure, optimizer),
+    )
     while True:
         state, loss = step(state, data)
         yield float(loss)
 
 
 def resolve(args):
-    """Replaces the defaults that depend on the machine, and finds which attention is taken; with --verbose says why. The model's
-    calls choose it again: named, it would not be checked."""
+    """Replaces the defaults that depend on the machine, and finds which attention is taken; with
+    --verbose says why. The model's calls choose it again: named, it would not be checked."""
     import jax
     import jax.numpy as jnp
 
@@ -256,11 +341,20 @@ def resolve(args):
     args.dtype = args.dtype or ("bfloat16" if jax.default_backend() == "gpu" else "float32")
     N, K, H = args.heads, args.kv_heads, args.features // args.heads
     q, kv = (
-        jax.ShapeDtypeStruct((args.batch // args.accumulate, args.context, heads, H), jnp.dtype(args.dtype)) for heads in (N, K)
+        jax.ShapeDtypeStruct(
+            (args.batch // args.accumulate, args.context, heads, H), jnp.dtype(args.dtype)
+        )
+        for heads in (N, K)
     )
-    call = dict(is_causal=True, implementation=args.attention, dropout_rate=args.dropout, dropout_rng=jax.random.key(args.seed))
+    call = dict(
+        is_causal=True,
+        implementation=args.attention,
+        dropout_rate=args.dropout,
+        dropout_rng=jax.random.key(args.seed),
+    )
     try:
-        jax.eval_shape(lambda q, kv: flash_attention(q, kv, kv, **call), q, kv)  # checks what it takes
+        # checks what it takes
+        jax.eval_shape(lambda q, kv: flash_attention(q, kv, kv, **call), q, kv)
         explanation = explain(q, kv, kv, **call)
     except (ValueError, NotImplementedError) as error:
         raise Refused(f"--attention: {error}") from None

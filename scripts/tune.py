@@ -1,8 +1,10 @@
-"""python scripts/tune.py [--implementation NAME] [--length T] [--head-size H] [--sweep FIELD=VALUE,VALUE ...]
+"""python scripts/tune.py [--implementation NAME] [--length T] [--head-size H] [--sweep
+FIELD=VALUE,VALUE ...]
 
-Sweeps the tiles of an implementation's kernels for one shape. The forward kernel's tiles are judged by the time of the forward,
-those of each backward kernel by the time of the backward, with the other kernels as they are. Every candidate is checked against
-dense float32 before it is timed. Prints a table for each kernel, and the row for kernels/NAME/tuning.py.
+Sweeps the tiles of an implementation's kernels for one shape. The forward kernel's tiles are judged
+by the time of the forward, those of each backward kernel by the time of the backward, with the
+other kernels as they are. Every candidate is checked against dense float32 before it is timed.
+Prints a table for each kernel, and the row for kernels/NAME/tuning.py.
 """
 
 import argparse
@@ -16,9 +18,11 @@ from typing import Any
 
 import jax
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # scripts/ is no installed package
+# scripts/ is no installed package
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from pallas_flash import attention, autodiff, backends  # tiles are no argument of the public function
+# tiles are no argument of the public function
+from pallas_flash import attention, autodiff, backends
 from scripts.bench import clock, machine, report
 from scripts.bench.cases import Case
 from scripts.bench.measure import Row, measure
@@ -41,7 +45,8 @@ VALUES = dict(
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """One of those that an implementation's tiles describe: all of them, or the field `part` of a tuple of several."""
+    """One of those that an implementation's tiles describe: all of them, or the field `part` of a
+    tuple of several."""
 
     part: str | None
     passes: str  # that its time is taken from
@@ -56,7 +61,10 @@ class Kernel:
 def main(argv=None) -> int:
     args = parse(argv)
     if not (machine.on_gpu() or args.interpret):
-        raise SystemExit("tune.py: error: there is no GPU here to tune for. --interpret goes on without; give it a small shape.")
+        raise SystemExit(
+            "tune.py: error: there is no GPU here to tune for. --interpret goes on without; give "
+            "it a small shape."
+        )
     case = the_case(args)
     try:
         tiles = default_tiles(args, case)
@@ -75,7 +83,9 @@ def main(argv=None) -> int:
         failed |= not right
         if right:
             best = kernel.put(best, min(right, key=lambda pair: pair[0])[1])
-    print(f"\nrow for kernels/{args.implementation}/tuning.py, {case}, {machine.device()}:\n{best!r}")
+    print(
+        f"\nrow for kernels/{args.implementation}/tuning.py, {case}, {machine.device()}:\n{best!r}"
+    )
     return int(failed)
 
 
@@ -89,7 +99,8 @@ def sweep(args, case: Case, tiles, kernel: Kernel, timed_by: str) -> dict[Any, R
 
 
 def kernels_of(tiles) -> list[Kernel]:
-    """Each field that is a tuple of its own is a kernel; tiles without one describe one kernel, and forward is what it does."""
+    """Each field that is a tuple of its own is a kernel; tiles without one describe one kernel, and
+    forward is what it does."""
     parts = [name for name in tiles._fields if hasattr(getattr(tiles, name), "_fields")]
     passes = lambda part: "forward" if part == "forward" else "backward"
     return [Kernel(part, passes(part)) for part in parts] or [Kernel(None, "forward")]
@@ -135,31 +146,83 @@ def _normalise(args, case: Case, q, k, v):
 
 
 def parse(argv) -> argparse.Namespace:
-    tuned = [backend.name for backend in backends.BACKENDS if backend.name in ("hopper", "portable")]
+    tuned = [
+        backend.name for backend in backends.BACKENDS if backend.name in ("hopper", "portable")
+    ]
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n\n")[1],
         epilog="Exit status 1: a kernel has no candidate that is right.",
         formatter_class=Help,
     )
     add = parser.add_argument
-    add("--implementation", choices=tuned, default="hopper" if machine.on_gpu() else "portable", help="whose kernels to sweep")
+    add(
+        "--implementation",
+        choices=tuned,
+        default="hopper" if machine.on_gpu() else "portable",
+        help="whose kernels to sweep",
+    )
     add("--batch", type=positive, default=4, metavar="B", help="sequences")
     add("--length", type=positive, default=4096, metavar="T", help="number of queries and of keys")
     add("--heads", type=positive, default=16, metavar="N", help="query heads")
-    add("--kv-heads", type=positive, metavar="K", help="key/value heads; as many as query heads if left out")
-    add("--head-size", type=positive, default=128, metavar="H", help="head size of queries and keys")
-    add("--value-size", type=positive, metavar="Hv", help="head size of values; as of queries and keys if left out")
+    add(
+        "--kv-heads",
+        type=positive,
+        metavar="K",
+        help="key/value heads; as many as query heads if left out",
+    )
+    add(
+        "--head-size", type=positive, default=128, metavar="H", help="head size of queries and keys"
+    )
+    add(
+        "--value-size",
+        type=positive,
+        metavar="Hv",
+        help="head size of values; as of queries and keys if left out",
+    )
     add("--dtype", choices=list(TOLERANCE), default="bfloat16", help="dtype of the inputs")
-    add("--full", action="store_true", help="every query sees every key, rather than those up to its own")
-    add("--window", type=positive, metavar="W", help="a query sees W keys, the last of them its own")
-    add("--documents", type=positive, metavar="D", help="number of documents packed into each sequence")
+    add(
+        "--full",
+        action="store_true",
+        help="every query sees every key, rather than those up to its own",
+    )
+    add(
+        "--window", type=positive, metavar="W", help="a query sees W keys, the last of them its own"
+    )
+    add(
+        "--documents",
+        type=positive,
+        metavar="D",
+        help="number of documents packed into each sequence",
+    )
     add("--fused", action="store_true", help="sweep with deterministic=False")
-    add("--interpret", action="store_true", help="go on without a GPU, in Pallas' interpreter, whose times mean nothing")
+    add(
+        "--interpret",
+        action="store_true",
+        help="go on without a GPU, in Pallas' interpreter, whose times mean nothing",
+    )
     add("--kernels", nargs="+", metavar="PART", help="kernels to sweep; all if left out")
     known = " ".join(f"{name}={','.join(map(str, values))}" for name, values in VALUES.items())
-    add("--sweep", nargs="+", type=_values, metavar="FIELD=VALUE,...", help=f"values to try, in place of {known}")
-    add("--repeats", type=positive, default=5, metavar="R", help="rounds, each of which times each candidate once")
-    add("--jobs", type=positive, default=min(8, os.cpu_count() or 1), metavar="J", help="how many programs compile at a time")
+    add(
+        "--sweep",
+        nargs="+",
+        type=_values,
+        metavar="FIELD=VALUE,...",
+        help=f"values to try, in place of {known}",
+    )
+    add(
+        "--repeats",
+        type=positive,
+        default=5,
+        metavar="R",
+        help="rounds, each of which times each candidate once",
+    )
+    add(
+        "--jobs",
+        type=positive,
+        default=min(8, os.cpu_count() or 1),
+        metavar="J",
+        help="how many programs compile at a time",
+    )
     args = parser.parse_args(argv)
     if args.window and args.full:
         parser.error("--window is causal; leave out --full.")
@@ -171,7 +234,9 @@ def _values(text: str) -> tuple[str, tuple]:
     name, _, values = text.partition("=")
     bools = {"True": True, "False": False}
     try:
-        return name, tuple(bools[value] if value in bools else int(value) for value in values.split(","))
+        return name, tuple(
+            bools[value] if value in bools else int(value) for value in values.split(",")
+        )
     except ValueError:
         form = "FIELD=VALUE,VALUE with whole numbers, as block_k=64,128"
         raise argparse.ArgumentTypeError(f"must be {form}; got {text!r}") from None
@@ -190,10 +255,14 @@ def print_header(args, case: Case, tiles):
         date=f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC",
         case=f"{case}{', deterministic=False' if args.fused else ''}",
         tiles=repr(tiles),
-        times=f"median of {args.repeats} rounds, interleaved: each candidate once a round, in an order drawn anew",
+        times=f"median of {args.repeats} rounds, interleaved: each candidate once a round, in an "
+        "order drawn anew",
     )
     if not machine.on_gpu():
-        facts |= dict(beware="there is no GPU: the kernels run in Pallas' interpreter, and their times mean nothing")
+        facts |= dict(
+            beware="there is no GPU: the kernels run in Pallas' interpreter, and their times mean "
+            "nothing"
+        )
     for name, text in facts.items():
         print(f"{name:<11}{text}")
 
@@ -204,10 +273,22 @@ def print_kernel(kernel: Kernel, tiles, rows: dict[Any, Row]):
     fields = [name for name in in_use._fields if len({getattr(own, name) for own in rows}) > 1]
     table = []
     for own, row in sorted(rows.items(), key=lambda pair: pair[1].median or float("inf")):
-        times = (report.milliseconds(row.median), f"{row.tflops:.3g}") if row.median else (row.status, "")
+        times = (
+            (report.milliseconds(row.median), f"{row.tflops:.3g}")
+            if row.median
+            else (row.status, "")
+        )
         off = "" if row.error is None else f"{row.error:.0e}"
         reason = " ".join(row.reason.split())[: report.REASON_LENGTH]
-        table.append((*(getattr(own, name) for name in fields), *times, off, "in use" if own == in_use else "", reason))
+        table.append(
+            (
+                *(getattr(own, name) for name in fields),
+                *times,
+                off,
+                "in use" if own == in_use else "",
+                reason,
+            )
+        )
     print(f"\n{kernel.part or 'tiles'}, by the time of the {kernel.passes}")
     report.print_table((*fields, "ms", "TFLOP/s", "error", "", "reason"), table)
 

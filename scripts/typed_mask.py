@@ -12,5 +12,7 @@ def typed_mask(text: str):
     except (SyntaxError, NameError, TypeError, ValueError) as error:
         raise argparse.ArgumentTypeError(f"{text!r} makes no mask: {error}") from error
     if not isinstance(mask, masks.Mask):
-        raise argparse.ArgumentTypeError(f"{text!r} must be a mask such as Causal() & Dilated(4); it is a {type(mask).__name__}")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be a mask such as Causal() & Dilated(4); it is a {type(mask).__name__}"
+        )
     return mask

@@ -8,7 +8,8 @@ from pallas_flash import masks
 
 
 class Sizes(NamedTuple):
-    """Distinct primes where they can be, and several blocks of the small tiles that the tests use."""
+    """Distinct primes where they can be, and several blocks of the small tiles that the tests
+    use."""
 
     B: int = 2
     T: int = 37
@@ -39,18 +40,22 @@ def _runs(rng, B, length, documents):
 
 
 def _documents(rng, z):
-    return dict(query_segment_ids=_runs(rng, z.B, z.T, 4), key_value_segment_ids=_runs(rng, z.B, z.S, 4))
+    return dict(
+        query_segment_ids=_runs(rng, z.B, z.T, 4), key_value_segment_ids=_runs(rng, z.B, z.S, 4)
+    )
 
 
 def _scattered(rng, z):
     return dict(
         query_segment_ids=rng.integers(0, 3, (z.B, z.T)).astype(np.int32),
-        key_value_segment_ids=rng.integers(1, 4, (z.B, z.S)).astype(np.int32),  # id 0 has no key, id 3 no query
+        # id 0 has no key, id 3 no query
+        key_value_segment_ids=rng.integers(1, 4, (z.B, z.S)).astype(np.int32),
     )
 
 
 def _varlen(rng, z):
-    """Ends of five sequences, some of them without queries or without keys, and rows and keys behind the last."""
+    """Ends of five sequences, some of them without queries or without keys, and rows and keys
+    behind the last."""
     ends = lambda size: np.sort(rng.integers(0, size + 1, (z.B, 6)), axis=1).astype(np.int32)
     return dict(varlen=(ends(z.T), ends(z.S)))
 
@@ -66,7 +71,8 @@ def _offset(rng, z):
     return dict(query_offset=rng.integers(-9, z.S, z.B).astype(np.int32))
 
 
-# What a query sees: (rng, sizes) -> arguments. `prefix` stands for masks.PrefixLM, `varlen` for masks.Varlen: `arguments`.
+# What a query sees: (rng, sizes) -> arguments. `prefix` stands for masks.PrefixLM, `varlen` for
+# masks.Varlen: `arguments`.
 MASKS = {
     "full": lambda rng, z: {},
     "causal": lambda rng, z: dict(is_causal=True),
@@ -76,43 +82,82 @@ MASKS = {
     "window_left": lambda rng, z: dict(local_window_size=(9, 0)),
     "window_right": lambda rng, z: dict(local_window_size=(0, 20)),
     "window_far_away": lambda rng, z: dict(local_window_size=(3, 3), query_offset=z.S - 5),
-    "window_causal_offset": lambda rng, z: dict(local_window_size=(13, 4), is_causal=True, **_offset(rng, z)),
-    "window_and_offset_at_the_ends_of_int32": lambda rng, z: dict(
-        local_window_size=(2**31 - 1, 5), is_causal=True, query_offset=np.array([2**31 - 1, -(2**31)], np.int32)[: z.B]
+    "window_causal_offset": lambda rng, z: dict(
+        local_window_size=(13, 4), is_causal=True, **_offset(rng, z)
     ),
-    "key_lengths": lambda rng, z: dict(key_value_seq_lengths=np.array([z.S, z.S // 3], np.int32)[: z.B]),
-    "query_lengths": lambda rng, z: dict(query_seq_lengths=np.array([0, z.T // 2 + 1], np.int32)[: z.B]),
+    "window_and_offset_at_the_ends_of_int32": lambda rng, z: dict(
+        local_window_size=(2**31 - 1, 5),
+        is_causal=True,
+        query_offset=np.array([2**31 - 1, -(2**31)], np.int32)[: z.B],
+    ),
+    "key_lengths": lambda rng, z: dict(
+        key_value_seq_lengths=np.array([z.S, z.S // 3], np.int32)[: z.B]
+    ),
+    "query_lengths": lambda rng, z: dict(
+        query_seq_lengths=np.array([0, z.T // 2 + 1], np.int32)[: z.B]
+    ),
     "lengths_causal": lambda rng, z: dict(is_causal=True, **_lengths(rng, z)),
     "documents": _documents,
     "documents_causal": lambda rng, z: dict(is_causal=True, **_documents(rng, z)),
     "documents_scattered": _scattered,
-    "documents_scattered_window": lambda rng, z: dict(local_window_size=(20, 10), **_scattered(rng, z)),
+    "documents_scattered_window": lambda rng, z: dict(
+        local_window_size=(20, 10), **_scattered(rng, z)
+    ),
     "varlen": _varlen,
-    "varlen_window_causal": lambda rng, z: dict(local_window_size=(9, 4), is_causal=True, **_varlen(rng, z)),
+    "varlen_window_causal": lambda rng, z: dict(
+        local_window_size=(9, 4), is_causal=True, **_varlen(rng, z)
+    ),
     "prefix": lambda rng, z: dict(prefix=rng.integers(0, z.S, z.B).astype(np.int32)),
     "prefix_window_lengths": lambda rng, z: dict(
         prefix=np.full(z.B, 11, np.int32), local_window_size=(17, 40), **_lengths(rng, z)
     ),
     "everything": lambda rng, z: dict(
-        is_causal=True, local_window_size=(30, 30), **_offset(rng, z), **_lengths(rng, z), **_documents(rng, z)
+        is_causal=True,
+        local_window_size=(30, 30),
+        **_offset(rng, z),
+        **_lengths(rng, z),
+        **_documents(rng, z),
     ),
 }
 
-# Rules (b, h, q_idx, kv_idx) that no interval of keys says, in what NumPy and JAX share, and what else hides keys beside them.
+# Rules (b, h, q_idx, kv_idx) that no interval of keys says, in what NumPy and JAX share, and what
+# else hides keys beside them.
 RULES = {
     "dilated": (lambda b, h, q, k: (q - k) % 3 == 0, {}),
-    "global tokens and a window": (lambda b, h, q, k: (abs(q - k) < 5) | (k < 3) | (q < 3), dict(query_offset=1)),
+    "global tokens and a window": (
+        lambda b, h, q, k: (abs(q - k) < 5) | (k < 3) | (q < 3),
+        dict(query_offset=1),
+    ),
     "holes by head": (lambda b, h, q, k: (q // 16 + k // 16 + h) % 3 != 0, dict(is_causal=True)),
     "by batch, with lengths": (
         lambda b, h, q, k: (k // 16) % 2 == b,
-        dict(key_value_seq_lengths=np.array([50, 20], np.int32), query_offset=np.array([3, 30], np.int32)),
+        dict(
+            key_value_seq_lengths=np.array([50, 20], np.int32),
+            query_offset=np.array([3, 30], np.int32),
+        ),
     ),
-    "nothing for some rows": (lambda b, h, q, k: (q % 4 > 0) & (k > q + 8), dict(local_window_size=30)),
+    "nothing for some rows": (
+        lambda b, h, q, k: (q % 4 > 0) & (k > q + 8),
+        dict(local_window_size=30),
+    ),
     "nothing": (lambda b, h, q, k: k < 0, {}),
 }
 
 # Axes of [B, N, T, S] that a bias or mask has; the others are 1, a leading "." leaves an axis out.
-BROADCASTS = ("BNTS", "1NTS", "B1TS", "11TS", "BN1S", "B11S", "BNT1", "1N11", "1111", "..TS", ".NT1", "...S")
+BROADCASTS = (
+    "BNTS",
+    "1NTS",
+    "B1TS",
+    "11TS",
+    "BN1S",
+    "B11S",
+    "BNT1",
+    "1N11",
+    "1111",
+    "..TS",
+    ".NT1",
+    "...S",
+)
 
 
 def broadcast_shape(letters: str, z: Sizes):

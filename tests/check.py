@@ -8,14 +8,20 @@ from cases import arguments
 
 from pallas_flash import flash_attention
 
-# Largest error, relative to the largest entry of the expected array. Half-precision kernels round p and ds to the input's dtype.
+# Largest error, relative to the largest entry of the expected array. Half-precision kernels round p
+# and ds to the input's dtype.
 TOLERANCE = {"float32": 5e-6, "float16": 5e-3, "bfloat16": 3e-2}
 
 
 def run(q, k, v, do, dlse, implementation, **kw):
-    """o, lse and (dq, dk, dv, dbias or None, and of sinks if there are any) of one jitted call; the largest logits, if asked."""
+    """o, lse and (dq, dk, dv, dbias or None, and of sinks if there are any) of one jitted call; the
+    largest logits, if asked."""
     kw = arguments(kw)
-    static = {name: kw.pop(name) for name in list(kw) if not (hasattr(kw[name], "shape") or name == "mask")}
+    static = {
+        name: kw.pop(name)
+        for name in list(kw)
+        if not (hasattr(kw[name], "shape") or name == "mask")
+    }
     floats = q, k, v, kw.pop("bias", None), *([kw.pop("sinks")] if "sinks" in kw else [])
 
     @jax.jit
@@ -38,13 +44,20 @@ def cotangents(rng, q, v):
 
 
 def close(actual, expected, tolerance, name=""):
-    actual, expected = np.asarray(actual).astype(np.float64), np.asarray(expected).astype(np.float64)
-    assert actual.shape == expected.shape, f"{name}: shape {actual.shape}, expected {expected.shape}"
+    actual, expected = (
+        np.asarray(actual).astype(np.float64),
+        np.asarray(expected).astype(np.float64),
+    )
+    assert actual.shape == expected.shape, (
+        f"{name}: shape {actual.shape}, expected {expected.shape}"
+    )
     same = actual == expected  # infinities
     error = np.abs(np.where(same, 0, actual - np.where(same, 0, expected)))
     size = np.max(np.abs(expected), initial=0, where=np.isfinite(expected))
     worst = float(np.max(error, initial=0))
-    assert worst <= tolerance * max(1.0, size), f"{name}: error {worst:.3g} against entries up to {size:.3g}"
+    assert worst <= tolerance * max(1.0, size), (
+        f"{name}: error {worst:.3g} against entries up to {size:.3g}"
+    )
 
 
 def check(rng, q, k, v, implementation, tolerance=None, **kw):
@@ -57,8 +70,12 @@ def check(rng, q, k, v, implementation, tolerance=None, **kw):
     close(o, expected_o, tolerance, "output")
     close(lse, expected_lse, max(1e-6, tolerance / 10), "lse")
     if largest:
-        close(largest[0], oracle.max_logits(q, k, **kw), max(1e-6, tolerance / 10), "largest logits")
-    for name, actual, wanted in zip(("dq", "dk", "dv", "dbias", "dsinks")[: len(expected)], grads, expected, strict=True):
+        close(
+            largest[0], oracle.max_logits(q, k, **kw), max(1e-6, tolerance / 10), "largest logits"
+        )
+    for name, actual, wanted in zip(
+        ("dq", "dk", "dv", "dbias", "dsinks")[: len(expected)], grads, expected, strict=True
+    ):
         assert (actual is None) == (wanted is None), name
         if wanted is not None:
             close(actual, wanted, tolerance, name)

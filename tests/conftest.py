@@ -6,10 +6,14 @@ import zlib
 
 from jaxlib import version
 
-os.environ.setdefault("NPROC", "8")  # XLA's threads: gpu_interpreter.py needs one for each warpgroup, on any machine
-os.environ.setdefault("PALLAS_FLASH_SELF_CHECK", "0")  # tests change tiles; test_selfcheck.py checks the check
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several test processes may share a GPU
-if version.__version__.startswith("0.10."):  # XLA's older emitter compiles in a third of the time; from 0.11.2 on it is gone
+# XLA's threads: gpu_interpreter.py needs one for each warpgroup, on any machine
+os.environ.setdefault("NPROC", "8")
+# tests change tiles; test_selfcheck.py checks the check
+os.environ.setdefault("PALLAS_FLASH_SELF_CHECK", "0")
+# several test processes may share a GPU
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+# XLA's older emitter compiles in a third of the time; from 0.11.2 on it is gone
+if version.__version__.startswith("0.10."):
     fast = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
     os.environ["XLA_FLAGS"] = f"{fast} {os.environ.get('XLA_FLAGS', '')}"
 
@@ -32,19 +36,27 @@ def on_gpu() -> bool:
 
 
 def pytest_addoption(parser):
-    help = "every test with all of its parameters and many drawn calls; without it, the fast half and tests named by their ids"
+    help = (
+        "every test with all of its parameters and many drawn calls; without it, the fast half "
+        "and tests named by their ids"
+    )
     parser.addoption("--whole", action="store_true", help=help)
-    help = "compile programs as users do; without it most optimizations are off, since most programs run once, and small"
+    help = (
+        "compile programs as users do; without it most optimizations are off, since most "
+        "programs run once, and small"
+    )
     parser.addoption("--optimized", action="store_true", help=help)
 
 
 def pytest_configure(config):
     jax.config.update("jax_disable_most_optimizations", not config.option.optimized)
-    jax.config.update("jax_default_matmul_precision", "highest")  # of what is expected: a GPU would round it to TF32
+    # of what is expected: a GPU would round it to TF32
+    jax.config.update("jax_default_matmul_precision", "highest")
 
 
 def pytest_collection_finish(session):
-    """Tracing makes many objects and few cycles: those of the imports are searched no more, and new ones seldom."""
+    """Tracing makes many objects and few cycles: those of the imports are searched no more, and new
+    ones seldom."""
     gc.freeze()
     gc.set_threshold(100_000, 20, 100)
 
@@ -80,13 +92,18 @@ def pytest_collection_modifyitems(config, items):
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Tiles of 16, clipped to the lengths where an implementation needs that."""
-    at_most_16 = lambda n: min(16, n) if isinstance(n, int) else n  # a symbol of jax.export is one block
+    # a symbol of jax.export is one block
+    at_most_16 = lambda n: min(16, n) if isinstance(n, int) else n
     heads = lambda p: 1 if isinstance(p.batch, int) else None
-    tiles = lambda p: blockwise.Tiles(at_most_16(p.queries), at_most_16(p.keys), heads(p), p.dtype, heads(p))
+    tiles = lambda p: blockwise.Tiles(
+        at_most_16(p.queries), at_most_16(p.keys), heads(p), p.dtype, heads(p)
+    )
     monkeypatch.setattr(blockwise, "tiles", tiles)
     monkeypatch.setattr(blockwise.tuning, "UNDER_WAY", 1)
     monkeypatch.setattr(blockwise.tuning, "FORWARD", 1)
-    monkeypatch.setattr(portable, "tiles", lambda p: AllTiles(Tiles(16, 16), Tiles(16, 32), Tiles(32, 16)))
+    monkeypatch.setattr(
+        portable, "tiles", lambda p: AllTiles(Tiles(16, 16), Tiles(16, 32), Tiles(32, 16))
+    )
 
 
 @pytest.fixture

@@ -1,4 +1,5 @@
-"""Masks joined by &, | and ~, drawn by hypothesis, each with what it shows by comparing numbers in NumPy."""
+"""Masks joined by &, | and ~, drawn by hypothesis, each with what it shows by comparing numbers in
+NumPy."""
 
 import dataclasses
 from collections.abc import Callable
@@ -16,7 +17,8 @@ from pallas_flash import masks
 class Drawn(NamedTuple):
     mask: masks.Mask
     seen: Callable  # of batch row, head, row, position and key, which broadcast
-    ends: Any = None  # of the queries and keys of the Varlen in it that has both, which says where each query is
+    # of the queries and keys of the Varlen in it that has both, which says where each query is
+    ends: Any = None
     lengths: Any = None  # beyond which are no queries: of QueryLengths that no | or ~ made a rule
 
     def __and__(self, other):
@@ -66,26 +68,45 @@ def alone(z) -> dict[str, st.SearchStrategy]:
 
     def stripes(first):
         start = lambda b, i: first[b, i] - i % 3
-        return Drawn(Stripes(first), lambda b, h, i, p, j: (j >= start(b, i)) & (j < first[b, i] + p % 11))
+        return Drawn(
+            Stripes(first), lambda b, h, i, p, j: (j >= start(b, i)) & (j < first[b, i] + p % 11)
+        )
 
     def varlen(ends):
-        return Drawn(masks.Varlen(ends), lambda b, h, i, p, j: oracle.sequences(ends, ends, z.B, z.T, z.S)[0][b, i, j])
+        return Drawn(
+            masks.Varlen(ends),
+            lambda b, h, i, p, j: oracle.sequences(ends, ends, z.B, z.T, z.S)[0][b, i, j],
+        )
 
     return dict(
         causal=st.just(Drawn(masks.Causal(), lambda b, h, i, p, j: j <= p)),
         window=st.tuples(number, number).map(
-            lambda w: Drawn(masks.Window(*w), lambda b, h, i, p, j: (j >= p - w[0]) & (j <= p + w[1]))
+            lambda w: Drawn(
+                masks.Window(*w), lambda b, h, i, p, j: (j >= p - w[0]) & (j <= p + w[1])
+            )
         ),
-        chunked=number.map(lambda n: Drawn(masks.Chunked(n), lambda b, h, i, p, j: p // n == j // n)),
-        dilated=number.map(lambda n: Drawn(masks.Dilated(n), lambda b, h, i, p, j: (p - j) % n == 0)),
-        first=number.map(lambda n: Drawn(masks.GlobalTokens(n), lambda b, h, i, p, j: (p < n) | (j < n))),
+        chunked=number.map(
+            lambda n: Drawn(masks.Chunked(n), lambda b, h, i, p, j: p // n == j // n)
+        ),
+        dilated=number.map(
+            lambda n: Drawn(masks.Dilated(n), lambda b, h, i, p, j: (p - j) % n == 0)
+        ),
+        first=number.map(
+            lambda n: Drawn(masks.GlobalTokens(n), lambda b, h, i, p, j: (p < n) | (j < n))
+        ),
         rule=ints((z.B, z.N), 0, 9).map(rule),
-        key_lengths=ints(z.B, -2, z.S + 3).map(lambda n: Drawn(masks.KeyLengths(n), lambda b, h, i, p, j: j < n[b])),
-        key_starts=ints(z.B, -2, z.S + 3).map(lambda n: Drawn(masks.KeyStarts(n), lambda b, h, i, p, j: j >= n[b])),
+        key_lengths=ints(z.B, -2, z.S + 3).map(
+            lambda n: Drawn(masks.KeyLengths(n), lambda b, h, i, p, j: j < n[b])
+        ),
+        key_starts=ints(z.B, -2, z.S + 3).map(
+            lambda n: Drawn(masks.KeyStarts(n), lambda b, h, i, p, j: j >= n[b])
+        ),
         query_lengths=ints(z.B, -2, z.T + 3).map(
             lambda n: Drawn(masks.QueryLengths(n), lambda b, h, i, p, j: i < n[b], lengths=n)
         ),
-        prefix=ints(z.B, 0, z.S).map(lambda n: Drawn(masks.PrefixLM(n), lambda b, h, i, p, j: (j <= p) | (j < n[b]))),
+        prefix=ints(z.B, 0, z.S).map(
+            lambda n: Drawn(masks.PrefixLM(n), lambda b, h, i, p, j: (j <= p) | (j < n[b]))
+        ),
         documents=st.tuples(ints((z.B, z.T), 0, 3), ints((z.B, z.S), 0, 3)).map(documents),
         stripes=ints((z.B, z.T), -3, z.S).map(stripes),
         varlen=ends(min(z.T, z.S)).map(varlen),
@@ -98,7 +119,9 @@ def apart(z):
         lambda x: np.sort(np.array(x, np.int32).reshape(z.B, 4), axis=1)
     )
     seen = lambda ends: lambda b, h, i, p, j: oracle.sequences(*ends, z.B, z.T, z.S)[0][b, i, j]
-    return st.tuples(ends(z.T), ends(z.S)).map(lambda ends: Drawn(masks.Varlen(*ends), seen(ends), ends))
+    return st.tuples(ends(z.T), ends(z.S)).map(
+        lambda ends: Drawn(masks.Varlen(*ends), seen(ends), ends)
+    )
 
 
 @st.composite
@@ -126,5 +149,7 @@ def joined(draw, z, offset, is_apart: bool):
     found = tree(draw(st.integers(1, 3)))
     if is_apart:
         more = draw(apart(z))
-        found = draw(st.sampled_from([lambda: found | more, lambda: found & ~more, lambda: ~(found & more)]))()
+        found = draw(
+            st.sampled_from([lambda: found | more, lambda: found & ~more, lambda: ~(found & more)])
+        )()
     return mapped(found)

@@ -1,4 +1,5 @@
-"""Implementations that are right, lie, raise, hang and crash, put before all others in the table; a GPU that is not there."""
+"""Implementations that are right, lie, raise, hang and crash, put before all others in the table; a
+GPU that is not there."""
 
 import dataclasses
 import os
@@ -29,14 +30,22 @@ class Device:
 def plug_in(put, *gpus: Device):
     """They are the default devices of this machine, beside its CPUs."""
     real = jax.local_devices
-    put(jax, "local_devices", lambda backend=None: list(gpus) if backend in (None, "gpu") else real(backend=backend))
+    put(
+        jax,
+        "local_devices",
+        lambda backend=None: list(gpus) if backend in (None, "gpu") else real(backend=backend),
+    )
 
 
 def lie(position: int):
-    """A forward and backward of which the array at `position` of o, lse, dq, dk, dv is off in the last row of one head."""
+    """A forward and backward of which the array at `position` of o, lse, dq, dk, dv is off in the
+    last row of one head."""
 
     def change(arrays, start):
-        return tuple(x if x is None or i + start != position else x.at[0, -1, -1].multiply(1.5) for i, x in enumerate(arrays))
+        return tuple(
+            x if x is None or i + start != position else x.at[0, -1, -1].multiply(1.5)
+            for i, x in enumerate(arrays)
+        )
 
     def forward(problem, tiles, operands):
         o, stats = REFERENCE.forward(problem, tiles, operands)
@@ -66,13 +75,17 @@ def when_it_runs(act):
 hangs, crashes = when_it_runs(lambda: time.sleep(3600)), when_it_runs(os.abort)
 
 
-FORWARDS = dict(honest=REFERENCE.forward, liar=lie(3)[0], raiser=raises, sleeper=hangs, crasher=crashes)
+FORWARDS = dict(
+    honest=REFERENCE.forward, liar=lie(3)[0], raiser=raises, sleeper=hangs, crasher=crashes
+)
 
 
 def backend(name: str, forward=None, backward=None) -> Backend:
     backward = backward or (lie(3)[1] if name == "liar" else REFERENCE.backward)
     nothing = lambda problem: None
-    return Backend(name, nothing, nothing, nothing, forward or FORWARDS[name], backward, own_kernels=True)
+    return Backend(
+        name, nothing, nothing, nothing, forward or FORWARDS[name], backward, own_kernels=True
+    )
 
 
 def install(put, *fakes: Backend):

@@ -1,14 +1,17 @@
-"""Runs Mosaic GPU kernels on the CPU, in jax's GPU interpreter, with what it lacks in jax 0.11.2 and 0.12.0.1.
+"""Runs Mosaic GPU kernels on the CPU, in jax's GPU interpreter, with what it lacks in jax 0.11.2
+and 0.12.0.1.
 
-jax simulates shared memory, TMA, barriers and warpgroups (as threads), and finds races with vector clocks. This adds:
-`run_state` with accumulators; wgmma with an operand in registers; wgmma as the asynchronous reader of shared memory that it is,
-ordered only by the waits; TMA reductions; registers left out of the race detection; an error where a barrier is waited for in
-vain, and where the store of a vector leaves its row. It also saves most of the time: a kernel is compiled once instead of once a
-warpgroup, and callbacks take NumPy arrays as they are.
+jax simulates shared memory, TMA, barriers and warpgroups (as threads), and finds races with vector
+clocks. This adds: `run_state` with accumulators; wgmma with an operand in registers; wgmma as the
+asynchronous reader of shared memory that it is, ordered only by the waits; TMA reductions;
+registers left out of the race detection; an error where a barrier is waited for in vain, and where
+the store of a vector leaves its row. It also saves most of the time: a kernel is compiled once
+instead of once a warpgroup, and callbacks take NumPy arrays as they are.
 
-Every warpgroup holds a thread of XLA's CPU pool while it waits, and the pool has as many as the machine has cores: tests set
-NPROC (conftest.py) before jax starts, or the last warpgroup may never get a thread. TMA and wgmma run at once, so that a
-missing wait shows as a race, not as a wrong number.
+Every warpgroup holds a thread of XLA's CPU pool while it waits, and the pool has as many as the
+machine has cores: tests set NPROC (conftest.py) before jax starts, or the last warpgroup may never
+get a thread. TMA and wgmma run at once, so that a missing wait shows as a race, not as a wrong
+number.
 """
 
 import collections
@@ -32,11 +35,21 @@ try:
     from jax._src.pallas.mosaic.interpret import thread_map
     from jax._src.pallas.mosaic_gpu import core as gpu_core
     from jax._src.pallas.mosaic_gpu import primitives as gpu
-    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret, params, race_detection_state, shared_memory
+    from jax._src.pallas.mosaic_gpu.interpret import (
+        gpu_callbacks,
+        jaxpr_interpret,
+        params,
+        race_detection_state,
+        shared_memory,
+    )
     from jax._src.state import discharge
     from jax._src.state import types as state_types
 
-    MISSING = None if hasattr(gpu_callbacks, "call_named_barrier") else "its GPU interpreter knows no named barriers"
+    MISSING = (
+        None
+        if hasattr(gpu_callbacks, "call_named_barrier")
+        else "its GPU interpreter knows no named barriers"
+    )
 except ImportError as error:
     MISSING = f"its GPU interpreter lacks {error.name}"
 if MISSING:
@@ -51,11 +64,16 @@ class Races:
 
 @contextlib.contextmanager
 def parameters(detect_races: bool = False):
-    """Yields (what to pass as `interpret=` to a kernel, Races); Races.found says afterwards whether there were any. It is for
-    CPUs: it starts programs from callbacks of a program, which a GPU would wait for for ever."""
+    """Yields (what to pass as `interpret=` to a kernel, Races); Races.found says afterwards whether
+    there were any. It is for CPUs: it starts programs from callbacks of a program, which a GPU
+    would wait for for ever."""
     if jax.default_backend() != "cpu":
-        pytest.skip("jax's GPU interpreter runs on a CPU alone; here only a Hopper GPU runs the kernels for it")
-    options = dict(detect_races=detect_races, inline_mgpu="_hack_model_inline_mgpu_tokamax")  # models functions called bar_op
+        pytest.skip(
+            "jax's GPU interpreter runs on a CPU alone; here only a Hopper GPU runs the kernels "
+            "for it"
+        )
+    # models functions called bar_op
+    options = dict(detect_races=detect_races, inline_mgpu="_hack_model_inline_mgpu_tokamax")
     if "on_race" in params.InterpretGPUParams.__dataclass_fields__:
         options["on_race"] = "print"
     races = Races()
@@ -73,8 +91,9 @@ def parameters(detect_races: bool = False):
 
 @contextlib.contextmanager
 def hopper_kernels(detect_races: bool = False):
-    """Lets `implementation="hopper"` run here, on a Hopper GPU if there is one, else in the interpreter. Yields Races, of which
-    the interpreter alone finds any: a test that needs one is not marked `gpu`."""
+    """Lets `implementation="hopper"` run here, on a Hopper GPU if there is one, else in the
+    interpreter. Yields Races, of which the interpreter alone finds any: a test that needs one is
+    not marked `gpu`."""
     if device.compute_capability() == 9.0:
         yield Races()
         return
@@ -105,17 +124,25 @@ def _replacements():
     ]
 
 
-ONE_DEVICE = dict(device_id=0, num_devices=1, axis_indices={}, axis_sizes={})  # no kernel here speaks to another device's
+# no kernel here speaks to another device's
+ONE_DEVICE = dict(device_id=0, num_devices=1, axis_indices={}, axis_sizes={})
 
 
 def _one_after_another():
-    """Kernels of several devices run one after another, each as if alone: jax's end together, and wait in vain for a device
-    that runs none, or another one."""
-    turn, initialise, clean_up = threading.Lock(), gpu_callbacks._initialize_shared_memory, gpu_callbacks._clean_up_shared_memory
+    """Kernels of several devices run one after another, each as if alone: jax's end together, and
+    wait in vain for a device that runs none, or another one."""
+    turn, initialise, clean_up = (
+        threading.Lock(),
+        gpu_callbacks._initialize_shared_memory,
+        gpu_callbacks._clean_up_shared_memory,
+    )
 
     def begin(**kw):
         if not turn.acquire(timeout=DEADLOCK_SECONDS):
-            raise TimeoutError(f"another device's kernel did not end in {DEADLOCK_SECONDS} s: a deadlock, or NPROC is too small")
+            raise TimeoutError(
+                f"another device's kernel did not end in {DEADLOCK_SECONDS} s: a deadlock, or "
+                "NPROC is too small"
+            )
         return initialise(**kw)
 
     def end(token):
@@ -123,13 +150,19 @@ def _one_after_another():
         turn.release()
         return token
 
-    return [(gpu_callbacks, "_initialize_shared_memory", begin), (gpu_callbacks, "_clean_up_shared_memory", end)]
+    return [
+        (gpu_callbacks, "_initialize_shared_memory", begin),
+        (gpu_callbacks, "_clean_up_shared_memory", end),
+    ]
 
 
-# A step of the interpreter: the equations of a jaxpr, those below by these rules, the runs between them by jax's.
+# A step of the interpreter: the equations of a jaxpr, those below by these rules, the runs between
+# them by jax's.
 
 
-def _interpret(self, jaxpr, token, *args, stock=None if MISSING else jaxpr_interpret.JaxprInterpreter.interpret):
+def _interpret(
+    self, jaxpr, token, *args, stock=None if MISSING else jaxpr_interpret.JaxprInterpreter.interpret
+):
     ours = [i for i, eqn in enumerate(jaxpr.eqns) if eqn.primitive in RULES]
     if not ours:
         return stock(self, jaxpr, token, *args)
@@ -141,8 +174,13 @@ def _interpret(self, jaxpr, token, *args, stock=None if MISSING else jaxpr_inter
     for i in [*ours, len(jaxpr.eqns)]:
         between = jaxpr.eqns[done:i]
         written = variables(v for eqn in between for v in eqn.outvars)
-        needed = [v for v in variables(v for eqn in between for v in eqn.invars) if v not in set(written)]
-        later = {v for v in variables([*jaxpr.outvars, *(v for eqn in jaxpr.eqns[i:] for v in eqn.invars)])}
+        needed = [
+            v for v in variables(v for eqn in between for v in eqn.invars) if v not in set(written)
+        ]
+        later = {
+            v
+            for v in variables([*jaxpr.outvars, *(v for eqn in jaxpr.eqns[i:] for v in eqn.invars)])
+        }
         kept = [v for v in written if v in later]
         part = SimpleNamespace(constvars=[], invars=needed, eqns=between, outvars=kept)
         token, values = stock(self, part, token, *map(read, needed))
@@ -156,7 +194,8 @@ def _interpret(self, jaxpr, token, *args, stock=None if MISSING else jaxpr_inter
 
 
 def _call(self, function, token, result=None, **kw):
-    """Calls `function(shared memory, thread, ...)` on the host, in the order of the token; returns token[, its result]."""
+    """Calls `function(shared memory, thread, ...)` on the host, in the order of the token; returns
+    token[, its result]."""
 
     @gpu_callbacks.fail_on_exception
     def on_host(*, token, thread, mesh_location, **kw):
@@ -165,11 +204,14 @@ def _call(self, function, token, result=None, **kw):
 
     shapes = gpu_callbacks.TOKEN_SHAPE_DTYPE
     shapes = shapes if result is None else (shapes, result)
-    return callback.io_callback(on_host, shapes, token=token, thread=self.thread, mesh_location=self.mesh_location, **kw)
+    return callback.io_callback(
+        on_host, shapes, token=token, thread=self.thread, mesh_location=self.mesh_location, **kw
+    )
 
 
 def _run_state(self, eqn, token, values):
-    """Values become buffers in registers while the body runs; at its end all products are waited for."""
+    """Values become buffers in registers while the body runs; at its end all products are waited
+    for."""
     jaxpr = eqn.params["jaxpr"]
     is_ref = [isinstance(v.aval, state_types.AbstractRef) for v in eqn.invars]
     keys = []
@@ -227,7 +269,9 @@ def _inline_mgpu(self, eqn, token, values):
     if eqn.params["mgpu_fn"].__name__ == "some_below_one":
         return token, [jnp.any(values[0] < 1).astype(jnp.int32)]
     if eqn.params["mgpu_fn"].__name__ == "gather":
-        token, value = _call(self, _gather, token, eqn.outvars[0].aval, key=values[0], index=values[1])
+        token, value = _call(
+            self, _gather, token, eqn.outvars[0].aval, key=values[0], index=values[1]
+        )
         return token, [value]
     return self._interpret_inline_mgpu_p(eqn, token, lambda: values)
 
@@ -247,7 +291,9 @@ if not MISSING:
 
 def _access(memory, key, transforms=()):
     key = gpu_callbacks.HostAllocationKey.from_array(key)
-    return key, memory.access(key, jax.tree.map(int, gpu_callbacks._remove_noop_transforms(transforms)))
+    return key, memory.access(
+        key, jax.tree.map(int, gpu_callbacks._remove_noop_transforms(transforms))
+    )
 
 
 def _read_registers(memory, thread, *, key):
@@ -271,7 +317,8 @@ def _wgmma(
     b_transforms,
     source_info=None,
 ):
-    """accumulator += a b, where reads of shared memory get a clock of their own that only a wait joins to the warpgroup's."""
+    """accumulator += a b, where reads of shared memory get a clock of their own that only a wait
+    joins to the warpgroup's."""
     memory = gpu_callbacks._get_shared_memory()
     clock = None
     if memory.detect_races:
@@ -285,12 +332,17 @@ def _wgmma(
         key, place = _access(memory, key, transforms)
         value, *_ = memory.get_buffer_content(key, place, thread)
         if clock is not None:
-            gpu_callbacks.get_races().check_read(thread, clock.async_smem_clock.copy(), key, place, source_info=source_info)
+            gpu_callbacks.get_races().check_read(
+                thread, clock.async_smem_clock.copy(), key, place, source_info=source_info
+            )
         return value
 
     key, place = _access(memory, acc_allocation_key_as_array, acc_transforms)
     acc, *_ = memory.get_buffer_content(key, place, thread)
-    a, b = operand(a_allocation_key_as_array, a_transforms), operand(b_allocation_key_as_array, b_transforms)
+    a, b = (
+        operand(a_allocation_key_as_array, a_transforms),
+        operand(b_allocation_key_as_array, b_transforms),
+    )
     with np.errstate(invalid="ignore"):  # NaN and Inf may be in the padding
         result = acc + a.astype(acc.dtype) @ b.astype(acc.dtype)
     memory.store_buffer_content(key, place, result, thread)
@@ -326,16 +378,21 @@ def _copy_smem_to_gmem(stock):
         return reduce(reduction_op=reduction_op, **kw)
 
     @gpu_callbacks.fail_on_exception
-    def reduce(*, token, mesh_location, thread, predicate, source_info, reduction_op, commit_group, **kw):
+    def reduce(
+        *, token, mesh_location, thread, predicate, source_info, reduction_op, commit_group, **kw
+    ):
         del commit_group
         if predicate is not None or getattr(reduction_op, "name", reduction_op).lower() != "add":
             raise NotImplementedError(f"a reduction {reduction_op} with predicate {predicate}")
         memory = gpu_callbacks._get_shared_memory()
         (source, read), (target, written) = (
-            _access(memory, kw[f"{end}_allocation_key_as_array"], kw[f"{end}_transforms"]) for end in ("src", "dst")
+            _access(memory, kw[f"{end}_allocation_key_as_array"], kw[f"{end}_transforms"])
+            for end in ("src", "dst")
         )
         clock = memory.incr_clock(thread) if memory.detect_races else None
-        task = gpu_callbacks.AsyncCopySmemToGmemTask(mesh_location, thread, source, read, target, written, source_info, clock)
+        task = gpu_callbacks.AsyncCopySmemToGmemTask(
+            mesh_location, thread, source, read, target, written, source_info, clock
+        )
         memory.execute_async_task(functools.partial(_add, task))
         return token
 
@@ -343,21 +400,29 @@ def _copy_smem_to_gmem(stock):
 
 
 def _stays_in_its_row(key, transforms):
-    """Mosaic makes the store of a vector a plain bulk copy without a tensor map, and clips it where the whole array ends: what
-    hangs over the end of a row is written to the next."""
+    """Mosaic makes the store of a vector a plain bulk copy without a tensor map, and clips it where
+    the whole array ends: what hangs over the end of a row is written to the next."""
     memory = gpu_callbacks._get_shared_memory()
     key, place = _access(memory, key, transforms)
     shape = memory.buffer_shape_and_dtype(key).shape
-    axes = [(part.stop, size) for part, size in zip(place.range, shape, strict=True) if isinstance(part, slice)]
+    axes = [
+        (part.stop, size)
+        for part, size in zip(place.range, shape, strict=True)
+        if isinstance(part, slice)
+    ]
     if len(axes) == 1 and any(stop > size for stop, size in axes):
-        raise IndexError(f"a vector is stored at {place.range} of an array {tuple(shape)}: the end goes to the next row")
+        raise IndexError(
+            f"a vector is stored at {place.range} of an array {tuple(shape)}: the end goes to the "
+            "next row"
+        )
 
 
 _ADDING = threading.Lock()
 
 
 def _add(task, tma_thread_id):
-    """A TMA copy that adds to what is there: atomic, so that reductions do not race with each other."""
+    """A TMA copy that adds to what is there: atomic, so that reductions do not race with each
+    other."""
     memory = gpu_callbacks._get_shared_memory()
     task.pre_read(tma_thread_id, memory)
     value, *_ = memory.get_buffer_content(task.src_allocation_key, task.src_access, task.thread)
@@ -388,7 +453,10 @@ def _not_for_registers(check):
 class _Condition(threading.Condition):
     def wait(self, timeout=None):
         if not super().wait(timeout or DEADLOCK_SECONDS):
-            raise TimeoutError(f"nothing arrived at a barrier for {DEADLOCK_SECONDS} s: a deadlock, or NPROC is too small")
+            raise TimeoutError(
+                f"nothing arrived at a barrier for {DEADLOCK_SECONDS} s: a deadlock, or NPROC is "
+                "too small"
+            )
         return True
 
 
@@ -407,7 +475,8 @@ def _compiled_once():
         with lock:
             if id(jaxpr) not in compiled:
                 traced = jax.jit(thread_map._run, static_argnums=0).trace(jaxpr, consts, *args)
-                compiled[id(jaxpr)] = jaxpr, traced.lower().compile()  # with the jaxpr, so that its id stays its own
+                # with the jaxpr, so that its id stays its own
+                compiled[id(jaxpr)] = jaxpr, traced.lower().compile()
         compiled[id(jaxpr)][1](consts, *args)
 
     return run

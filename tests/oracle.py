@@ -1,4 +1,5 @@
-"""Attention and its gradients in float64 NumPy, every mask by comparing i and j: shares no line with the package."""
+"""Attention and its gradients in float64 NumPy, every mask by comparing i and j: shares no line
+with the package."""
 
 from itertools import pairwise
 
@@ -31,9 +32,17 @@ def visible(B, N, T, S, kw):
         seen &= (j <= position) | (j < by_batch(prefix))
     seen = np.broadcast_to(seen[:, None], (B, N, T, S))
     if drawn is not None:
-        seen = seen & drawn.seen(np.arange(B)[:, None, None, None], np.arange(N)[:, None, None], i[:, None], position[:, None], j)
+        seen = seen & drawn.seen(
+            np.arange(B)[:, None, None, None],
+            np.arange(N)[:, None, None],
+            i[:, None],
+            position[:, None],
+            j,
+        )
     if (rule := kw.get("rule")) is not None:  # masks.Where
-        seen = seen & rule(np.arange(B)[:, None, None, None], np.arange(N)[:, None, None], position[:, None], j)
+        seen = seen & rule(
+            np.arange(B)[:, None, None, None], np.arange(N)[:, None, None], position[:, None], j
+        )
     mask = kw.get("mask")
     return seen if mask is None else seen & (np.asarray(mask) != 0)
 
@@ -49,20 +58,35 @@ def _logits(q, k, scale, kw):
 
 
 def max_logits(q, k, score=None, **kw):
-    """The largest logit that each query sees, [B, T, N], and -inf where there is none. `score` is a score_mod of NumPy's numbers,
-    of positions from query_offset on."""
+    """The largest logit that each query sees, [B, T, N], and -inf where there is none. `score` is a
+    score_mod of NumPy's numbers, of positions from query_offset on."""
     q, k = (np.asarray(x).astype(np.float64) for x in (q, k))
     (B, T, N, H), S = q.shape, k.shape[1]
     logits = _logits(q, np.repeat(k, N // k.shape[2], axis=2), kw.get("scale") or H**-0.5, kw)
     if score is not None:
-        position = np.arange(T)[:, None] + np.broadcast_to(kw.get("query_offset", 0), B)[:, None, None, None]
-        logits = score(logits, np.arange(B)[:, None, None, None], np.arange(N)[:, None, None], position, np.arange(S))
-    return np.moveaxis(np.where(visible(B, N, T, S, kw), logits, -np.inf).max(-1, initial=-np.inf), 1, 2)
+        position = (
+            np.arange(T)[:, None]
+            + np.broadcast_to(kw.get("query_offset", 0), B)[:, None, None, None]
+        )
+        logits = score(
+            logits,
+            np.arange(B)[:, None, None, None],
+            np.arange(N)[:, None, None],
+            position,
+            np.arange(S),
+        )
+    return np.moveaxis(
+        np.where(visible(B, N, T, S, kw), logits, -np.inf).max(-1, initial=-np.inf), 1, 2
+    )
 
 
 def sequences(of_queries, of_keys, B, T, S):
-    """masks.Varlen, sequence by sequence: which see each other, bool [B, T, S], and the positions [B, T, 1]."""
-    seen, position = np.zeros((B, T, S), bool), np.broadcast_to(np.arange(T)[:, None], (B, T, 1)).copy()
+    """masks.Varlen, sequence by sequence: which see each other, bool [B, T, S], and the positions
+    [B, T, 1]."""
+    seen, position = (
+        np.zeros((B, T, S), bool),
+        np.broadcast_to(np.arange(T)[:, None], (B, T, 1)).copy(),
+    )
     for b, (of_q, of_k) in enumerate(zip(of_queries, of_keys, strict=True)):
         for (q, q_end), (k, k_end) in zip(pairwise(of_q), pairwise(of_k), strict=True):
             seen[b, q:q_end, k:k_end] = True
@@ -71,10 +95,14 @@ def sequences(of_queries, of_keys, B, T, S):
 
 
 def _softmax(logits, seen, sinks=None):
-    """The weights of keys, those of the sinks if there are any, the maxima and the sums; logits and seen are [B, N, T, S]."""
+    """The weights of keys, those of the sinks if there are any, the maxima and the sums; logits and
+    seen are [B, N, T, S]."""
     s, S = np.where(seen, logits, -np.inf), seen.shape[3]
     if sinks is not None:  # a key with the value 0
-        s = np.concatenate([s, np.broadcast_to(np.asarray(sinks, np.float64)[:, None, None], (*s.shape[:3], 1))], -1)
+        s = np.concatenate(
+            [s, np.broadcast_to(np.asarray(sinks, np.float64)[:, None, None], (*s.shape[:3], 1))],
+            -1,
+        )
     m = s.max(-1, keepdims=True, initial=-np.inf)
     empty = m == -np.inf
     e = np.where(empty, 0, np.exp(s - np.where(empty, 0, m)))
@@ -91,7 +119,8 @@ def weights(q, k, **kw):
 
 
 def attention(q, k, v, do, dlse, **kw):
-    """o, lse [B, T, N], and the gradients (dq, dk, dv, dbias or None, dsinks if there are any) for the cotangents do and dlse."""
+    """o, lse [B, T, N], and the gradients (dq, dk, dv, dbias or None, dsinks if there are any) for
+    the cotangents do and dlse."""
     q, k, v, do, dlse = (np.asarray(x).astype(np.float64) for x in (q, k, v, do, dlse))
     (B, T, N, H), (S, K) = q.shape, v.shape[1:3]
     seen = visible(B, N, T, S, kw)
@@ -126,4 +155,8 @@ def attention(q, k, v, do, dlse, **kw):
         shape = (1,) * (4 - np.ndim(bias)) + np.shape(bias)
         axes = tuple(a for a in range(4) if shape[a] == 1)
         dbias = ds.sum(axes, keepdims=True).reshape(np.shape(bias))
-    return o, lse, (dq, dk, dv, dbias) + (() if sinks is None else (-(p_sink * delta).sum((0, 2, 3)),))
+    return (
+        o,
+        lse,
+        (dq, dk, dv, dbias) + (() if sinks is None else (-(p_sink * delta).sum((0, 2, 3)),)),
+    )

@@ -16,21 +16,25 @@ def assert_same(committed, drawn, again: str):
 
 
 def content(path):
-    """The texts of a picture, and its shapes with their numbers: without letters' outlines and the legend's places, which differ
-    with matplotlib's version."""
+    """The texts of a picture, and its shapes with their numbers: without letters' outlines and the
+    legend's places, which differ with matplotlib's version."""
     texts, shapes = [], []
 
     def walk(element, in_legend):
         for child in element:
             if child.tag is ElementTree.Comment:
                 texts.append(child.text.strip())
-            elif child.tag.endswith(("}defs", "}metadata")) or (child.get("id", "").startswith("text_") and not list(child)):
+            elif child.tag.endswith(("}defs", "}metadata")) or (
+                child.get("id", "").startswith("text_") and not list(child)
+            ):
                 continue
             elif child.get("id", "").startswith("text_"):
                 texts.extend(c.text.strip() for c in child.iter(ElementTree.Comment))
             elif child.tag.endswith(("}path", "}use")) and not in_legend:
                 place = " ".join(child.get(name, "") for name in ("d", "x", "y"))
-                shapes.append((child.get("style"), [float(n) for n in re.findall(r"-?\d+\.?\d*", place)]))
+                shapes.append(
+                    (child.get("style"), [float(n) for n in re.findall(r"-?\d+\.?\d*", place)])
+                )
             else:
                 walk(child, in_legend or child.get("id", "").startswith("legend"))
 

@@ -1,4 +1,5 @@
-"""What a user may get wrong: each mistake has its error, which says what was expected and what came."""
+"""What a user may get wrong: each mistake has its error, which says what was expected and what
+came."""
 
 import jax
 import jax.numpy as jnp
@@ -22,23 +23,79 @@ SEQUENCES = np.array([[0, 3, 5]] * 2)
 VARLEN = masks.Varlen(SEQUENCES, SEQUENCES + 2)
 BAD = {
     "not an array": (dict(query=None), TypeError, "query must be an array; got NoneType"),
-    "integers": (dict(dtype="int32"), TypeError, "query must be float32, bfloat16, float16 or float64; got int32. Cast it"),
-    "mixed dtypes": (dict(value=ones(K, "bfloat16")), TypeError, "one dtype; got query float32 and value bfloat16"),
-    "rank 2": (dict(query=(4, 8), key=(4, 8), value=(4, 8)), ValueError, r"3 axes or more; got \(4, 8\)"),
-    "ranks differ": (dict(key=K[1:]), ValueError, r"key must have as many axes as query \(.*\); got \(7, 2, 8\)"),
-    "head sizes differ": (dict(key=(2, 7, 2, 9)), ValueError, r"key must be \(2, S, K, 8\) to match query"),
-    "batches differ": (dict(key=(3, 7, 2, 8)), ValueError, r"key must be \(2, S, K, 8\) to match query"),
-    "value length": (dict(value=(2, 6, 2, 8)), ValueError, r"value must be \(2, 7, 2, Hv\) to match key"),
-    "value heads": (dict(value=(2, 7, 4, 8)), ValueError, r"value must be \(2, 7, 2, Hv\) to match key"),
-    "groups": (dict(key=(2, 7, 3, 8), value=(2, 7, 3, 8)), ValueError, "multiple of the key/value heads.*N = 4, K = 3"),
-    "bias shape": (dict(bias=ones((2, 4, 5, 6))), ValueError, r"bias must be broadcastable to .* = \(2, 4, 5, 7\); got"),
+    "integers": (
+        dict(dtype="int32"),
+        TypeError,
+        "query must be float32, bfloat16, float16 or float64; got int32. Cast it",
+    ),
+    "mixed dtypes": (
+        dict(value=ones(K, "bfloat16")),
+        TypeError,
+        "one dtype; got query float32 and value bfloat16",
+    ),
+    "rank 2": (
+        dict(query=(4, 8), key=(4, 8), value=(4, 8)),
+        ValueError,
+        r"3 axes or more; got \(4, 8\)",
+    ),
+    "ranks differ": (
+        dict(key=K[1:]),
+        ValueError,
+        r"key must have as many axes as query \(.*\); got \(7, 2, 8\)",
+    ),
+    "head sizes differ": (
+        dict(key=(2, 7, 2, 9)),
+        ValueError,
+        r"key must be \(2, S, K, 8\) to match query",
+    ),
+    "batches differ": (
+        dict(key=(3, 7, 2, 8)),
+        ValueError,
+        r"key must be \(2, S, K, 8\) to match query",
+    ),
+    "value length": (
+        dict(value=(2, 6, 2, 8)),
+        ValueError,
+        r"value must be \(2, 7, 2, Hv\) to match key",
+    ),
+    "value heads": (
+        dict(value=(2, 7, 4, 8)),
+        ValueError,
+        r"value must be \(2, 7, 2, Hv\) to match key",
+    ),
+    "groups": (
+        dict(key=(2, 7, 3, 8), value=(2, 7, 3, 8)),
+        ValueError,
+        "multiple of the key/value heads.*N = 4, K = 3",
+    ),
+    "bias shape": (
+        dict(bias=ones((2, 4, 5, 6))),
+        ValueError,
+        r"bias must be broadcastable to .* = \(2, 4, 5, 7\); got",
+    ),
     "bias rank": (dict(bias=ones((1, 2, 4, 5, 7))), ValueError, "bias must be broadcastable"),
-    "bool bias": (dict(bias=ones((5, 7), bool)), TypeError, "bias must be real numbers.*A bool array goes to mask"),
+    "bool bias": (
+        dict(bias=ones((5, 7), bool)),
+        TypeError,
+        "bias must be real numbers.*A bool array goes to mask",
+    ),
     "bias text": (dict(bias="alibi"), TypeError, "bias must be an array; got the text 'alibi'"),
-    "mask of keys": (dict(mask=ones((2, 7), bool)), ValueError, r"got \(2, 7\). .* padding does, pass x\[..., None, None, :\]"),
-    "mask of pairs": (dict(mask=ones((2, 5, 7), bool)), ValueError, r"got \(2, 5, 7\). .* heads, pass x\[..., None, :, :\]"),
+    "mask of keys": (
+        dict(mask=ones((2, 7), bool)),
+        ValueError,
+        r"got \(2, 7\). .* padding does, pass x\[..., None, None, :\]",
+    ),
+    "mask of pairs": (
+        dict(mask=ones((2, 5, 7), bool)),
+        ValueError,
+        r"got \(2, 5, 7\). .* heads, pass x\[..., None, :, :\]",
+    ),
     "mask shape": (dict(mask=ones((2, 3, 5, 7), bool)), ValueError, "mask must be broadcastable"),
-    "int mask": (dict(mask=ones((5, 7), int)), TypeError, "mask must be bool .* got int32.* mask=x != 0"),
+    "int mask": (
+        dict(mask=ones((5, 7), int)),
+        TypeError,
+        "mask must be bool .* got int32.* mask=x != 0",
+    ),
     "additive mask": (
         dict(mask=-1e9 * ones((5, 7))),
         TypeError,
@@ -49,58 +106,145 @@ BAD = {
         TypeError,
         "mask must be an array or a pallas_flash.masks object; got the text 'causal'",
     ),
-    "mask rule": (dict(mask=lambda b, h, q, k: q >= k), TypeError, r"mask must be an array or .* own as masks.Where\(function\)"),
-    "mask not made": (dict(mask=masks.Causal), TypeError, r"got function. .* call what makes a mask, as masks.Causal\(\)"),
+    "mask rule": (
+        dict(mask=lambda b, h, q, k: q >= k),
+        TypeError,
+        r"mask must be an array or .* own as masks.Where\(function\)",
+    ),
+    "mask not made": (
+        dict(mask=masks.Causal),
+        TypeError,
+        r"got function. .* call what makes a mask, as masks.Causal\(\)",
+    ),
     "mask tuple": (
         dict(mask=(masks.Causal(), masks.Window(3, 0))),
         TypeError,
         "mask must be an array or .* of this tuple none can be made",
     ),
-    "ragged bias": (dict(bias=[[0.0, 1.0], [2.0]]), TypeError, "bias must be an array; of this list none can be made"),
-    "key lengths shape": (dict(key_value_seq_lengths=ones(3, int)), ValueError, r"key_value_seq_lengths must be int32 \[B\]"),
-    "key lengths dtype": (dict(key_value_seq_lengths=ones(2)), TypeError, "key_value_seq_lengths must be integers; got float"),
-    "no offset": (dict(query_offset=None), TypeError, "query_offset must be integers; got NoneType"),
-    "query lengths shape": (dict(query_seq_lengths=3), ValueError, r"query_seq_lengths must be int32 \[B\] = \(2,\); got \(\)"),
-    "window negative": (dict(local_window_size=-1), ValueError, "local_window_size must be an int or"),
-    "window of -1": (dict(local_window_size=(-1, 0)), ValueError, r"or None for a side without a limit, .* got \(-1, 0\)"),
-    "window of three": (dict(local_window_size=(1, 2, 3)), ValueError, "local_window_size must be an int or"),
-    "window of floats": (dict(local_window_size=(1.0, 2)), ValueError, "local_window_size must be an int or"),
-    "window beyond int32": (dict(local_window_size=2**31), ValueError, "ints from 0 to 2147483647, .* got 2147483648"),
-    "offset float": (dict(query_offset=1.5), TypeError, "query_offset must be integers; got float64"),
+    "ragged bias": (
+        dict(bias=[[0.0, 1.0], [2.0]]),
+        TypeError,
+        "bias must be an array; of this list none can be made",
+    ),
+    "key lengths shape": (
+        dict(key_value_seq_lengths=ones(3, int)),
+        ValueError,
+        r"key_value_seq_lengths must be int32 \[B\]",
+    ),
+    "key lengths dtype": (
+        dict(key_value_seq_lengths=ones(2)),
+        TypeError,
+        "key_value_seq_lengths must be integers; got float",
+    ),
+    "no offset": (
+        dict(query_offset=None),
+        TypeError,
+        "query_offset must be integers; got NoneType",
+    ),
+    "query lengths shape": (
+        dict(query_seq_lengths=3),
+        ValueError,
+        r"query_seq_lengths must be int32 \[B\] = \(2,\); got \(\)",
+    ),
+    "window negative": (
+        dict(local_window_size=-1),
+        ValueError,
+        "local_window_size must be an int or",
+    ),
+    "window of -1": (
+        dict(local_window_size=(-1, 0)),
+        ValueError,
+        r"or None for a side without a limit, .* got \(-1, 0\)",
+    ),
+    "window of three": (
+        dict(local_window_size=(1, 2, 3)),
+        ValueError,
+        "local_window_size must be an int or",
+    ),
+    "window of floats": (
+        dict(local_window_size=(1.0, 2)),
+        ValueError,
+        "local_window_size must be an int or",
+    ),
+    "window beyond int32": (
+        dict(local_window_size=2**31),
+        ValueError,
+        "ints from 0 to 2147483647, .* got 2147483648",
+    ),
+    "offset float": (
+        dict(query_offset=1.5),
+        TypeError,
+        "query_offset must be integers; got float64",
+    ),
     "offset bool": (dict(query_offset=True), TypeError, "query_offset must be integers; got bool"),
-    "offset beyond int32": (dict(query_offset=-(2**31) - 1), ValueError, "query_offset must fit into int32; got -2147483649"),
+    "offset beyond int32": (
+        dict(query_offset=-(2**31) - 1),
+        ValueError,
+        "query_offset must fit into int32; got -2147483649",
+    ),
     "lengths beyond int32": (
         dict(key_value_seq_lengths=[3, 2**32]),
         ValueError,
         "key_value_seq_lengths must fit .* got 4294967296",
     ),
-    "offset shape": (dict(query_offset=ones(3, int)), ValueError, r"query_offset must be int32 \[B\] = \(2,\)"),
-    "ids without keys": (dict(query_segment_ids=ones((2, 5), int)), ValueError, "give key_value_segment_ids too"),
-    "ids without queries": (dict(key_value_segment_ids=ones((2, 7), int)), ValueError, "needs query_segment_ids"),
+    "offset shape": (
+        dict(query_offset=ones(3, int)),
+        ValueError,
+        r"query_offset must be int32 \[B\] = \(2,\)",
+    ),
+    "ids without keys": (
+        dict(query_segment_ids=ones((2, 5), int)),
+        ValueError,
+        "give key_value_segment_ids too",
+    ),
+    "ids without queries": (
+        dict(key_value_segment_ids=ones((2, 7), int)),
+        ValueError,
+        "needs query_segment_ids",
+    ),
     "ids shape": (
         dict(query_segment_ids=ones((2, 7), int), key_value_segment_ids=ones((2, 7), int)),
         ValueError,
         r"query_segment_ids must be int32 \[B, T\] = \(2, 5\); got \(2, 7\)",
     ),
     "two sets of ids": (
-        dict(mask=masks.Documents(ones((2, 5), int), ones((2, 7), int)) & masks.Documents(ones((2, 5), int), ones((2, 7), int))),
+        dict(
+            mask=masks.Documents(ones((2, 5), int), ones((2, 7), int))
+            & masks.Documents(ones((2, 5), int), ones((2, 7), int))
+        ),
         ValueError,
         "one set of document ids",
     ),
-    "mask object's shape": (dict(mask=masks.KeyLengths(ones(5, int))), ValueError, r"KeyLengths.lengths must be int32 \[B\]"),
+    "mask object's shape": (
+        dict(mask=masks.KeyLengths(ones(5, int))),
+        ValueError,
+        r"KeyLengths.lengths must be int32 \[B\]",
+    ),
     "varlen's ends": (
         dict(mask=masks.Varlen([0, 3, 5])),
         ValueError,
         r"Varlen.cu_seqlens_q must be int32 \[B, C\] = \(2, 3\); got",
     ),
-    "mask without its array": (dict(mask=masks.PrefixLM(None)), TypeError, "PrefixLM.prefix must be integers; got NoneType"),
-    "varlen without ends": (dict(mask=masks.Varlen(None)), TypeError, "Varlen.cu_seqlens_q must be integers; got NoneType"),
+    "mask without its array": (
+        dict(mask=masks.PrefixLM(None)),
+        TypeError,
+        "PrefixLM.prefix must be integers; got NoneType",
+    ),
+    "varlen without ends": (
+        dict(mask=masks.Varlen(None)),
+        TypeError,
+        "Varlen.cu_seqlens_q must be integers; got NoneType",
+    ),
     "varlen's other ends": (
         dict(mask=masks.Varlen(SEQUENCES, SEQUENCES[:, 1:])),
         ValueError,
         "as many ends of queries as of keys",
     ),
-    "varlen and an offset": (dict(mask=VARLEN, query_offset=2), ValueError, "where each query is: no query_offset and no second"),
+    "varlen and an offset": (
+        dict(mask=VARLEN, query_offset=2),
+        ValueError,
+        "where each query is: no query_offset and no second",
+    ),
     "varlen and a score": (
         dict(mask=VARLEN, score_mod=lambda s, b, h, q, k: s + q),
         ValueError,
@@ -108,27 +252,48 @@ BAD = {
     ),
     "causal number": (dict(is_causal=1), TypeError, "is_causal must be True or False"),
     "scale nan": (dict(scale=float("nan")), ValueError, "scale must be a finite number; got nan"),
-    "scale text": (dict(scale="0.25"), TypeError, "scale must be a number .*, or an array; got the text '0.25'"),
-    "scale shape": (dict(scale=ones(2)), ValueError, r"one for each query head, \[N\] = \(4,\); got float32 \(2,\)"),
+    "scale text": (
+        dict(scale="0.25"),
+        TypeError,
+        "scale must be a number .*, or an array; got the text '0.25'",
+    ),
+    "scale shape": (
+        dict(scale=ones(2)),
+        ValueError,
+        r"one for each query head, \[N\] = \(4,\); got float32 \(2,\)",
+    ),
     "soft cap text": (
         dict(logits_soft_cap="30"),
         TypeError,
         "logits_soft_cap must be a number known while tracing; got the text",
     ),
-    "soft cap zero": (dict(logits_soft_cap=0.0), ValueError, "logits_soft_cap must be a finite number above 0, or None; got 0.0"),
-    "implementation": (dict(implementation="triton"), ValueError, "reference, flash1, standard, or jax.nn's xla .* got 'triton'"),
+    "soft cap zero": (
+        dict(logits_soft_cap=0.0),
+        ValueError,
+        "logits_soft_cap must be a finite number above 0, or None; got 0.0",
+    ),
+    "implementation": (
+        dict(implementation="triton"),
+        ValueError,
+        "reference, flash1, standard, or jax.nn's xla .* got 'triton'",
+    ),
     "heads before length": (
         dict(query=(2, 4, 5, 8), key=(2, 2, 7, 8), value=(2, 2, 7, 8)),
         ValueError,
-        r"got N = 5, K = 7. Do the heads come before the length\? Here they come after it: jnp.swapaxes\(x, -3, -2\)",
+        r"got N = 5, K = 7. Do the heads come before the length\? Here they come after it: "
+        r"jnp.swapaxes\(x, -3, -2\)",
     ),
     "mask of heads before length": (
-        dict(query=(2, 4, 5, 8), key=(2, 2, 5, 8), value=(2, 2, 5, 8), mask=ones((2, 1, 5, 5), bool)),
+        dict(
+            query=(2, 4, 5, 8), key=(2, 2, 5, 8), value=(2, 2, 5, 8), mask=ones((2, 1, 5, 5), bool)
+        ),
         ValueError,
         r"got \(2, 1, 5, 5\). Do the heads come before the length",
     ),
     "head of 257": (
-        dict(query=(1, 3, 1, 257), key=(1, 3, 1, 257), value=(1, 3, 1, 8), implementation="portable"),
+        dict(
+            query=(1, 3, 1, 257), key=(1, 3, 1, 257), value=(1, 3, 1, 8), implementation="portable"
+        ),
         NotImplementedError,
         "'portable' cannot run this call: head sizes above 256 .* H = 257",
     ),
@@ -137,10 +302,26 @@ BAD = {
         NotImplementedError,
         "'blockwise' cannot run this call: S = 0: there is nothing to tile",
     ),
-    "sinks by key head": (dict(sinks=ones(2)), ValueError, r"one for each query head, \[N\] = \(4,\); got float32 \(2,\)"),
-    "a number for sinks": (dict(sinks=0.5), ValueError, r"sinks must be real numbers, .* got float32 \(\)"),
-    "bool sinks": (dict(sinks=ones(4, bool)), ValueError, "sinks must be real numbers, .* got bool"),
-    "dropout without a key": (dict(dropout_rate=0.1), ValueError, r"dropout_rate above 0 needs dropout_rng, a key"),
+    "sinks by key head": (
+        dict(sinks=ones(2)),
+        ValueError,
+        r"one for each query head, \[N\] = \(4,\); got float32 \(2,\)",
+    ),
+    "a number for sinks": (
+        dict(sinks=0.5),
+        ValueError,
+        r"sinks must be real numbers, .* got float32 \(\)",
+    ),
+    "bool sinks": (
+        dict(sinks=ones(4, bool)),
+        ValueError,
+        "sinks must be real numbers, .* got bool",
+    ),
+    "dropout without a key": (
+        dict(dropout_rate=0.1),
+        ValueError,
+        r"dropout_rate above 0 needs dropout_rng, a key",
+    ),
     "dropout of all": (
         dict(dropout_rate=1.0, dropout_rng=jax.random.key(0)),
         ValueError,
@@ -156,7 +337,11 @@ BAD = {
         TypeError,
         r"dropout_rng must be one key .* got key<fry> \(2,\)",
     ),
-    "a traced order": (dict(deterministic=1), TypeError, "deterministic must be True or False, known while tracing; got int"),
+    "a traced order": (
+        dict(deterministic=1),
+        TypeError,
+        "deterministic must be True or False, known while tracing; got int",
+    ),
 }
 
 
@@ -175,17 +360,30 @@ def test_a_mistake_is_found_before_anything_is_computed():
 
 def test_a_bad_window_object_says_what_a_window_is():
     with pytest.raises(
-        ValueError, match=r"a window is \(left, right\), each an int from 0 to 2147483647 or None; got \(-1, None\)"
+        ValueError,
+        match=r"a window is \(left, right\), each an int from 0 to 2147483647 or None; got \(-1, "
+        r"None\)",
     ):
         masks.Window(-1)
 
 
 @pytest.mark.parametrize(
-    "name", ["is_causal", "return_residual", "deterministic", "local_window_size", "logits_soft_cap", "dropout_rate"]
+    "name",
+    [
+        "is_causal",
+        "return_residual",
+        "deterministic",
+        "local_window_size",
+        "logits_soft_cap",
+        "dropout_rate",
+    ],
 )
 def test_what_belongs_to_the_program_cannot_be_traced_and_says_how_to_name_it(name):
     value = 3 if name in ("local_window_size", "logits_soft_cap") else True
-    with pytest.raises((TypeError, ValueError), match=f"known while tracing; got a traced array .*static_argnames='{name}'"):
+    with pytest.raises(
+        (TypeError, ValueError),
+        match=f"known while tracing; got a traced array .*static_argnames='{name}'",
+    ):
         jax.jit(flash_attention)(ones(Q), ones(K), ones(K), **{name: value})
 
 
@@ -229,12 +427,20 @@ def test_what_has_a_jax_array_serves_as_one_as_in_jax_nn(rng):
     def gradients(attend, wrap):
         def loss(q, k, bias):
             lengths = wrap(jnp.array([3, 7]))
-            return jnp.sum(jnp.sin(attend(wrap(q), wrap(k), wrap(k), wrap(bias), key_value_seq_lengths=lengths)))
+            return jnp.sum(
+                jnp.sin(
+                    attend(wrap(q), wrap(k), wrap(k), wrap(bias), key_value_seq_lengths=lengths)
+                )
+            )
 
         return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(q, k, bias)
 
     q, k, bias = _q(rng, Q), _q(rng, (2, 7, 4, 8)), _q(rng, (4, 5, 7))
-    for a, b in zip(gradients(flash_attention, Wrapped), gradients(jax.nn.dot_product_attention, Wrapped), strict=True):
+    for a, b in zip(
+        gradients(flash_attention, Wrapped),
+        gradients(jax.nn.dot_product_attention, Wrapped),
+        strict=True,
+    ):
         np.testing.assert_allclose(a, b, atol=1e-5)
     assert str(explain(Wrapped(q), Wrapped(k), Wrapped(k))) == str(explain(q, k, k))
 
@@ -243,14 +449,18 @@ def test_a_query_without_batch_axes_takes_bias_mask_and_lengths_of_a_batch_of_on
     q, k = _q(rng, Q[1:]), _q(rng, K[1:])
     bias, mask, ids = _q(rng, (1, 4, 5, 7)), rng.random((1, 1, 5, 7)) < 0.7, np.zeros((1, 5), int)
     key_ids = np.arange(7)[None] % 2
-    ints = dict(key_value_seq_lengths=jnp.array([6]), query_segment_ids=ids, key_value_segment_ids=key_ids)
+    ints = dict(
+        key_value_seq_lengths=jnp.array([6]), query_segment_ids=ids, key_value_segment_ids=key_ids
+    )
     expected = flash_attention(q[None], k[None], k[None], bias, mask, **ints)[0]
     np.testing.assert_array_equal(flash_attention(q, k, k, bias, mask, **ints), expected)
     ints = {name: x[0] for name, x in ints.items()}
     np.testing.assert_array_equal(flash_attention(q, k, k, bias[0], mask[0], **ints), expected)
 
 
-@pytest.mark.parametrize("dtype, sums", [("float64", "float64"), ("float32", "float32"), ("bfloat16", "float32")])
+@pytest.mark.parametrize(
+    "dtype, sums", [("float64", "float64"), ("float32", "float32"), ("bfloat16", "float32")]
+)
 def test_what_sums_are_in_is_the_same_for_a_dtype_and_its_name(dtype, sums):
     assert checks.sums(dtype) == checks.sums(jnp.dtype(dtype)) == getattr(jnp, sums)
 
@@ -264,21 +474,27 @@ def test_a_window_may_have_a_limit_on_one_side_alone():
 
 def test_an_integer_bias_is_added_as_jax_nn_adds_it(rng):
     q, k, bias = _q(rng, Q), _q(rng, (2, 7, 4, 8)), rng.integers(-3, 3, (1, 4, 5, 7))
-    np.testing.assert_allclose(flash_attention(q, k, k, bias), jax.nn.dot_product_attention(q, k, k, bias), atol=1e-6)
+    np.testing.assert_allclose(
+        flash_attention(q, k, k, bias), jax.nn.dot_product_attention(q, k, k, bias), atol=1e-6
+    )
 
 
 def test_a_scale_of_any_sign_may_be_traced_and_learned_one_for_all_or_one_for_each_head(rng):
     q, k = _q(rng, Q), _q(rng, K)
     lengths = jnp.array([3, 5])
     padded = q.at[0, 3:].set(jnp.nan)  # has no part in the gradient of the scale
-    attend = lambda q, scale: jnp.sum(jnp.sin(flash_attention(q, k, k, scale=scale, is_causal=True, query_seq_lengths=lengths)))
+    attend = lambda q, scale: jnp.sum(
+        jnp.sin(flash_attention(q, k, k, scale=scale, is_causal=True, query_seq_lengths=lengths))
+    )
 
     def by_hand(q, scale):
         return attend(q * scale.reshape(-1, 1), 1.0)
 
     for scale in jnp.array(0.7), jnp.array([0.7, -0.3, 0.0, 1.5]):
         value, (dq, dscale) = jax.jit(jax.value_and_grad(attend, argnums=(0, 1)))(padded, scale)
-        expected, (dq_by_hand, dscale_by_hand) = jax.value_and_grad(by_hand, argnums=(0, 1))(q, scale)
+        expected, (dq_by_hand, dscale_by_hand) = jax.value_and_grad(by_hand, argnums=(0, 1))(
+            q, scale
+        )
         np.testing.assert_allclose(value, expected, rtol=1e-5)
         np.testing.assert_allclose(dq, dq_by_hand, atol=1e-6)
         np.testing.assert_allclose(dscale, dscale_by_hand, atol=1e-5)
@@ -296,17 +512,28 @@ def test_names_of_jax_nn_choose_and_explain_says_so():
     q, k = ones(Q), ones(K)
     for name in ("xla", "cudnn"):
         text = explain(q, k, k, implementation=name)
-        assert text.implementation == explain(q, k, k).implementation and text.why_not == explain(q, k, k).why_not
+        assert (
+            text.implementation == explain(q, k, k).implementation
+            and text.why_not == explain(q, k, k).why_not
+        )
         assert f"chosen: {name!r} is a name of jax.nn, and chooses as None does" in str(text)
-        np.testing.assert_array_equal(flash_attention(q, k, k, implementation=name), flash_attention(q, k, k))
+        np.testing.assert_array_equal(
+            flash_attention(q, k, k, implementation=name), flash_attention(q, k, k)
+        )
 
 
 def test_kernels_say_that_they_take_no_float64_and_no_mask_that_jax_cannot_index():
     shapes = lambda T, dtype: [jax.ShapeDtypeStruct((1, T, 1, 8), dtype)] * 3
     with jax.enable_x64(True):
-        assert explain(*shapes(5, "float64")).why_not["portable"] == "the kernels sum in float32; got float64"
+        assert (
+            explain(*shapes(5, "float64")).why_not["portable"]
+            == "the kernels sum in float32; got float64"
+        )
     T = 2**16
-    for queries, reason in (2**15, None), (2**15 + 1, "indexes a dense mask of 2^31 to 2^32 elements by an int32"):
+    for queries, reason in (
+        (2**15, None),
+        (2**15 + 1, "indexes a dense mask of 2^31 to 2^32 elements by an int32"),
+    ):
         mask = jax.ShapeDtypeStruct((queries, T), bool)
         q = jax.ShapeDtypeStruct((1, queries, 1, 8), jnp.float32)
         why_not = explain(q, *shapes(T, jnp.float32)[:2], mask=mask).why_not
@@ -317,10 +544,21 @@ def test_kernels_say_that_they_take_no_float64_and_no_mask_that_jax_cannot_index
 def test_explain_names_the_implementation_its_tiles_and_why_not_the_others():
     shapes = [jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in (Q, K, K)]
     lengths = jax.ShapeDtypeStruct((2,), jnp.int32)
-    text = explain(*shapes, is_causal=True, key_value_seq_lengths=lengths, implementation="portable")
-    assert text.implementation == "portable" and set(text.why_not) == {"hopper", "blockwise", "reference", "flash1", "standard"}
+    text = explain(
+        *shapes, is_causal=True, key_value_seq_lengths=lengths, implementation="portable"
+    )
+    assert text.implementation == "portable" and set(text.why_not) == {
+        "hopper",
+        "blockwise",
+        "reference",
+        "flash1",
+        "standard",
+    }
     lines = str(text).splitlines()
-    assert lines[0].startswith("call            B=2 T=5 S=7 N=4 K=2 H=8 Hv=8 bfloat16, mask: causal, key lengths, scale 0.3536")
+    assert lines[0].startswith(
+        "call            B=2 T=5 S=7 N=4 K=2 H=8 Hv=8 bfloat16, mask: causal, key lengths, scale "
+        "0.3536"
+    )
     assert lines[1] == "implementation  portable"
     assert lines[2].startswith("tiles           forward 16 x 16, 4 warps")
     assert lines[4] == "not blockwise   portable was asked for"
@@ -329,13 +567,19 @@ def test_explain_names_the_implementation_its_tiles_and_why_not_the_others():
 def test_without_a_gpu_blockwise_is_chosen_and_explain_says_why():
     text = explain(jnp.ones(Q), jnp.ones(K), jnp.ones(K))
     assert text.implementation == "blockwise"
-    assert text.why_not["portable"] == "the call is not for a GPU: it would run in Pallas' interpreter, slowly"
+    assert (
+        text.why_not["portable"]
+        == "the call is not for a GPU: it would run in Pallas' interpreter, slowly"
+    )
     assert text.why_not["reference"] == "blockwise comes before it"
 
 
 def test_an_old_gpu_is_told_what_is_needed(monkeypatch):
     monkeypatch.setattr(device, "compute_capability", lambda: 7.5)
-    with pytest.raises(NotImplementedError, match=r"need an NVIDIA GPU of compute capability 8\.0 or higher; this one has 7\.5"):
+    with pytest.raises(
+        NotImplementedError,
+        match=r"need an NVIDIA GPU of compute capability 8\.0 or higher; this one has 7\.5",
+    ):
         call(implementation="portable")
     assert "7.5" in explain(jnp.ones(Q), jnp.ones(K), jnp.ones(K)).why_not["portable"]
 

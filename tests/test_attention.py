@@ -1,4 +1,5 @@
-"""Every implementation against the oracle: sizes, masks, biases, dtypes, and the contracts that hold on all of them."""
+"""Every implementation against the oracle: sizes, masks, biases, dtypes, and the contracts that
+hold on all of them."""
 
 from itertools import pairwise
 
@@ -15,8 +16,22 @@ from pallas_flash import flash_attention, masks, scores
 pytestmark = pytest.mark.usefixtures("small_tiles")
 
 
-FEW_MASKS = ["full", "causal", "causal_bottom_right", "window", "window_causal_offset", "window_and_offset_at_the_ends_of_int32"]
-FEW_MASKS += ["key_lengths", "query_lengths", "documents", "documents_scattered_window", "prefix_window_lengths", "everything"]
+FEW_MASKS = [
+    "full",
+    "causal",
+    "causal_bottom_right",
+    "window",
+    "window_causal_offset",
+    "window_and_offset_at_the_ends_of_int32",
+]
+FEW_MASKS += [
+    "key_lengths",
+    "query_lengths",
+    "documents",
+    "documents_scattered_window",
+    "prefix_window_lengths",
+    "everything",
+]
 FEW_MASKS += ["varlen_window_causal"]
 
 
@@ -28,22 +43,33 @@ def test_every_mask_gives_the_oracles_output_and_gradients(name, implementation,
 
 def test_sequences_of_varlen_attend_as_each_does_alone_with_its_last_query_at_its_last_key(rng):
     of_q, of_k = [0, 9, 9, 20, 33], [0, 5, 7, 30, 44]
-    q, k, v = (x[0] for x in qkv(rng, Sizes(B=1, T=37, S=47)))  # [T, N, H], and rows and keys that are in no sequence
+    # [T, N, H], and rows and keys that are in no sequence
+    q, k, v = (x[0] for x in qkv(rng, Sizes(B=1, T=37, S=47)))
 
     def packed(q, k, v):
-        o = flash_attention(q, k, v, mask=masks.Varlen(of_q, of_k), is_causal=True, local_window_size=(8, 0))
+        o = flash_attention(
+            q, k, v, mask=masks.Varlen(of_q, of_k), is_causal=True, local_window_size=(8, 0)
+        )
         return jnp.sum(jnp.sin(o)), o
 
     def apart(q, k, v):
         one = lambda q, k, v: flash_attention(
-            q, k, v, is_causal=True, local_window_size=(8, 0), query_offset=len(k) - len(q), implementation="reference"
+            q,
+            k,
+            v,
+            is_causal=True,
+            local_window_size=(8, 0),
+            query_offset=len(k) - len(q),
+            implementation="reference",
         )
         ends = zip(pairwise(of_q), pairwise(of_k), strict=True)
         o = [one(q[a:b], k[c:d], v[c:d]) for (a, b), (c, d) in ends if a < b]
         o = jnp.concatenate([*o, jnp.zeros((len(q) - of_q[-1], 6, 5))])
         return jnp.sum(jnp.sin(o)), o
 
-    actual, expected = (jax.jit(jax.grad(f, (0, 1, 2), has_aux=True))(q, k, v) for f in (packed, apart))
+    actual, expected = (
+        jax.jit(jax.grad(f, (0, 1, 2), has_aux=True))(q, k, v) for f in (packed, apart)
+    )
     for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(x, y, atol=2e-6)
 
@@ -53,18 +79,26 @@ def test_every_size_gives_the_oracles_output_and_gradients(name, implementation,
     check(rng, *qkv(rng, SIZES[name]), implementation, is_causal=True, query_offset=3)
 
 
-@pytest.mark.parametrize("letters", whole_but(BROADCASTS, "BNTS", "B1TS", "BN1S", "1N11", ".NT1", "...S"))
-def test_every_shape_of_bias_and_mask_is_added_masked_and_differentiated(letters, implementation, rng):
+@pytest.mark.parametrize(
+    "letters", whole_but(BROADCASTS, "BNTS", "B1TS", "BN1S", "1N11", ".NT1", "...S")
+)
+def test_every_shape_of_bias_and_mask_is_added_masked_and_differentiated(
+    letters, implementation, rng
+):
     z = Sizes(N=4)
     others = dict(mask=dense_mask(rng, letters, z), bias=bias(rng, letters, z))
     check(rng, *qkv(rng, z), implementation, logits_soft_cap=2.5, **others)
 
 
 @pytest.mark.parametrize("name", ["full", "documents_scattered_window", "everything"])
-def test_sinks_join_the_softmax_with_gradients_and_are_all_that_a_row_without_keys_sees(name, implementation, rng):
+def test_sinks_join_the_softmax_with_gradients_and_are_all_that_a_row_without_keys_sees(
+    name, implementation, rng
+):
     z = Sizes()
     sinks = np.array([0.5, -3.0, 4.0, -np.inf, 6.0, -1e9], np.float32)
-    o, lse, _ = check(rng, *qkv(rng, z), implementation, sinks=sinks, logits_soft_cap=5.0, **MASKS[name](rng, z))
+    o, lse, _ = check(
+        rng, *qkv(rng, z), implementation, sinks=sinks, logits_soft_cap=5.0, **MASKS[name](rng, z)
+    )
     empty = np.asarray(lse) == sinks
     assert np.all(np.asarray(o)[empty] == 0) and np.any(empty) == (name != "full")
 
@@ -84,16 +118,26 @@ def test_a_row_that_sees_no_key_gives_zero_and_no_gradient(implementation, rng):
     lengths = np.array([0, 7], np.int32)
     do, dlse = cotangents(rng, q, v)
     o, lse, (dq, dk, dv, _) = run(
-        q, k, v, do, dlse, implementation, key_value_seq_lengths=lengths, query_seq_lengths=lengths[::-1]
+        q,
+        k,
+        v,
+        do,
+        dlse,
+        implementation,
+        key_value_seq_lengths=lengths,
+        query_seq_lengths=lengths[::-1],
     )
-    assert np.all(np.asarray(o) == 0) and np.all(np.asarray(lse) == -np.inf)  # one has no keys, the other no queries
+    # one has no keys, the other no queries
+    assert np.all(np.asarray(o) == 0) and np.all(np.asarray(lse) == -np.inf)
     for gradient in (dq, dk, dv):
         assert np.all(np.asarray(gradient) == 0)
 
 
 def test_a_row_hidden_by_an_infinite_bias_gives_zero_and_no_gradient(implementation, rng):
     z = Sizes()
-    hidden = np.where(np.arange(z.T)[:, None] % 3 == 0, -np.inf, bias(rng, "..TS", z)).astype(np.float32)
+    hidden = np.where(np.arange(z.T)[:, None] % 3 == 0, -np.inf, bias(rng, "..TS", z)).astype(
+        np.float32
+    )
     o, *_ = check(rng, *qkv(rng, z), implementation, bias=hidden)
     assert np.all(np.asarray(o)[:, ::3] == 0)
 
@@ -123,7 +167,10 @@ def test_garbage_in_padding_changes_no_bit(garbage, more, implementation, rng):
     z = Sizes()
     make = dict(mask=dense_mask, bias=bias)
     more = {name: make[name](rng, x, z) if name in make else x for name, x in more.items()}
-    lengths = dict(query_seq_lengths=np.array([20, z.T], np.int32), key_value_seq_lengths=np.array([z.S, 33], np.int32))
+    lengths = dict(
+        query_seq_lengths=np.array([20, z.T], np.int32),
+        key_value_seq_lengths=np.array([z.S, 33], np.int32),
+    )
     q, k, v = qkv(rng, z)
     do, dlse = cotangents(rng, q, v)
     clean = run(q, k, v, do, dlse, implementation, **lengths, **more)
@@ -140,7 +187,9 @@ def test_the_same_call_gives_the_same_bits(implementation, rng):
     q, k, v = qkv(rng, z)
     args = q, k, v, *cotangents(rng, q, v), implementation
     kw = dict(is_causal=True, bias=bias(rng, "1N1S", z))
-    for a, b in zip(jax.tree.leaves(run(*args, **kw)), jax.tree.leaves(run(*args, **kw)), strict=True):
+    for a, b in zip(
+        jax.tree.leaves(run(*args, **kw)), jax.tree.leaves(run(*args, **kw)), strict=True
+    ):
         np.testing.assert_array_equal(a, b)
 
 
@@ -148,7 +197,8 @@ def test_the_same_call_gives_the_same_bits(implementation, rng):
 def test_large_logits_neither_overflow_nor_lose_the_maximum(implementation, rng):
     z = Sizes()
     q, k, v = qkv(rng, z)
-    # logits up to some 500, far beyond what exp can hold; float32 knows them to 5e-5, and so the weights
+    # logits up to some 500, far beyond what exp can hold; float32 knows them to 5e-5, and so the
+    # weights
     check(rng, np.float32(6) * q, np.float32(6) * k, v, implementation, scale=1.0, tolerance=2e-4)
 
 
@@ -160,7 +210,13 @@ def test_lse_and_output_of_parts_merge_into_the_whole_with_gradients(implementat
 
     def merged(q, k, v):
         halves = [
-            flash_attention(q, k[:, i : i + 26], v[:, i : i + 26], implementation=implementation, return_residual=True)
+            flash_attention(
+                q,
+                k[:, i : i + 26],
+                v[:, i : i + 26],
+                implementation=implementation,
+                return_residual=True,
+            )
             for i in (0, 26)
         ]
         outputs, lses = (jnp.stack(x) for x in zip(*halves, strict=True))
@@ -169,7 +225,9 @@ def test_lse_and_output_of_parts_merge_into_the_whole_with_gradients(implementat
 
     whole = lambda q, k, v: flash_attention(q, k, v, implementation=implementation)
     do = rng.normal(size=(z.B, z.T, z.N, z.Hv)).astype(np.float32)
-    a, b = (jax.jit(lambda *x, f=f: (f(*x), jax.vjp(f, *x)[1](do)))(q, k, v) for f in (merged, whole))
+    a, b = (
+        jax.jit(lambda *x, f=f: (f(*x), jax.vjp(f, *x)[1](do)))(q, k, v) for f in (merged, whole)
+    )
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         np.testing.assert_allclose(x, y, atol=2e-5)
 
@@ -177,26 +235,49 @@ def test_lse_and_output_of_parts_merge_into_the_whole_with_gradients(implementat
 def test_leading_axes_fold_into_the_batch(implementation, rng):
     q, k, v = (rng.normal(size=(2, 3, 19, 4, 8)).astype(np.float32) for _ in range(3))
     lengths = rng.integers(1, 20, (2, 3)).astype(np.int32)
-    bias5 = rng.normal(size=(3, 1, 19, 19)).astype(np.float32)  # broadcasts over the first axis, not over the second
-    o, lse = flash_attention(q, k, v, bias5, key_value_seq_lengths=lengths, implementation=implementation, return_residual=True)
+    # broadcasts over the first axis, not over the second
+    bias5 = rng.normal(size=(3, 1, 19, 19)).astype(np.float32)
+    o, lse = flash_attention(
+        q,
+        k,
+        v,
+        bias5,
+        key_value_seq_lengths=lengths,
+        implementation=implementation,
+        return_residual=True,
+    )
     assert o.shape == q.shape and lse.shape == (2, 3, 19, 4)
     for i in range(2):
-        one = flash_attention(q[i], k[i], v[i], bias5, key_value_seq_lengths=lengths[i], implementation=implementation)
+        one = flash_attention(
+            q[i], k[i], v[i], bias5, key_value_seq_lengths=lengths[i], implementation=implementation
+        )
         np.testing.assert_allclose(o[i], one, atol=2e-6)
         for j in range(3):
             alone = flash_attention(
-                q[i, j], k[i, j], v[i, j], bias5[j], key_value_seq_lengths=lengths[i, j], implementation=implementation
+                q[i, j],
+                k[i, j],
+                v[i, j],
+                bias5[j],
+                key_value_seq_lengths=lengths[i, j],
+                implementation=implementation,
             )
             np.testing.assert_allclose(o[i, j], alone, atol=2e-6)
 
 
-@pytest.mark.parametrize("shape", [(0, 5, 7, 2), (2, 0, 7, 2), (2, 5, 0, 2)], ids=["B=0", "T=0", "S=0"])
+@pytest.mark.parametrize(
+    "shape", [(0, 5, 7, 2), (2, 0, 7, 2), (2, 5, 0, 2)], ids=["B=0", "T=0", "S=0"]
+)
 def test_an_empty_axis_gives_zeros_or_nothing(shape):
     B, T, S, N = shape
     q, k = jnp.ones((B, T, N, 3)), jnp.ones((B, S, N, 3))
-    ids = dict(query_segment_ids=np.zeros((B, T), np.int32), key_value_segment_ids=np.zeros((B, S), np.int32))
+    ids = dict(
+        query_segment_ids=np.zeros((B, T), np.int32),
+        key_value_segment_ids=np.zeros((B, S), np.int32),
+    )
     for options in {}, ids:
         o, lse = flash_attention(q, k, k, return_residual=True, **options)
-        assert o.shape == q.shape and np.all(np.asarray(o) == 0) and np.all(np.asarray(lse) == -np.inf)
+        assert (
+            o.shape == q.shape and np.all(np.asarray(o) == 0) and np.all(np.asarray(lse) == -np.inf)
+        )
     grads = jax.grad(lambda *x: flash_attention(*x).sum(), argnums=(0, 1, 2))(q, k, k)
     assert [g.shape for g in grads] == [q.shape, k.shape, k.shape]

@@ -1,4 +1,5 @@
-"""Inside of a shard_map that checks what varies all that a row sees may be data: on four GPUs that are not there, traced."""
+"""Inside of a shard_map that checks what varies all that a row sees may be data: on four GPUs that
+are not there, traced."""
 
 import functools
 
@@ -18,9 +19,13 @@ from scripts import gpu_code
 Z = Sizes(B=2, T=256, S=256, N=4, K=4, H=64, Hv=64)
 CASES = MASKS | {
     "an array by batch row": lambda rng, z: dict(mask=dense_mask(rng, "B1TS", z)),
-    "an array of the keys, and a bias": lambda rng, z: dict(mask=dense_mask(rng, "B11S", z), bias=bias(rng, "BN1S", z)),
+    "an array of the keys, and a bias": lambda rng, z: dict(
+        mask=dense_mask(rng, "B11S", z), bias=bias(rng, "BN1S", z)
+    ),
     "first keys": lambda rng, z: dict(mask=masks.KeyStarts(np.array([0, 3], np.int32))),
-    "a rule, and all else": lambda rng, z: dict(rule=RULES["dilated"][0], **MASKS["everything"](rng, z)),
+    "a rule, and all else": lambda rng, z: dict(
+        rule=RULES["dilated"][0], **MASKS["everything"](rng, z)
+    ),
 }
 CONTEXTS = {"ring": Ring("other"), "zigzag": Zigzag("other"), "all to all": AllToAll("other")}
 FLOATS = "query", "key", "value", "bias"
@@ -31,12 +36,14 @@ with four_gpus():
 
 
 def check(implementation, case, context=None):
-    """Output and log-sum-exp vary over the mesh as the query does, and gradients as what they are of. On the axis `other` lie
-    heads, or with a context rows."""
+    """Output and log-sum-exp vary over the mesh as the query does, and gradients as what they are
+    of. On the axis `other` lie heads, or with a context rows."""
     if implementation == "hopper" and TOO_OLD:
         pytest.skip(TOO_OLD)
     rng = np.random.default_rng(0)
-    call = arguments(CASES[case](rng, Z)) | dict(zip(("query", "key", "value"), qkv(rng, Z, "bfloat16"), strict=True))
+    call = arguments(CASES[case](rng, Z)) | dict(
+        zip(("query", "key", "value"), qkv(rng, Z, "bfloat16"), strict=True)
+    )
     arrays = {name: x for name, x in call.items() if hasattr(x, "shape") or name == "mask"}
     static = {name: x for name, x in call.items() if name not in arrays}
     static |= dict(implementation=implementation, context=context, return_residual=True)
@@ -56,27 +63,39 @@ def check(implementation, case, context=None):
         mapped = jax.shard_map(step, in_specs=(specs,), out_specs=out_specs)
         _, (o, lse), gradients = jax.eval_shape(mapped, arrays)
     assert (o.shape, lse.shape) == (call["value"].shape, call["query"].shape[:3])
-    assert {name: (x.shape, x.dtype) for name, x in gradients.items()} == {name: (x.shape, x.dtype) for name, x in floats.items()}
+    assert {name: (x.shape, x.dtype) for name, x in gradients.items()} == {
+        name: (x.shape, x.dtype) for name, x in floats.items()
+    }
 
 
-EACH = [(implementation, case) for implementation in ("hopper", "portable", "blockwise", "reference") for case in CASES]
+EACH = [
+    (implementation, case)
+    for implementation in ("hopper", "portable", "blockwise", "reference")
+    for case in CASES
+]
 EACH += [("flash1", "everything"), ("standard", "everything")]
 HOPPER = [("hopper", "documents_causal"), ("hopper", "an array by batch row")]
 
 
 @pytest.mark.parametrize(
-    "implementation, case", whole_but(EACH, *HOPPER, ("portable", "everything"), ("blockwise", "everything"))
+    "implementation, case",
+    whole_but(EACH, *HOPPER, ("portable", "everything"), ("blockwise", "everything")),
 )
 def test_all_that_a_row_sees_may_be_data(implementation, case):
     check(implementation, case)
 
 
 ALONG = [
-    (i, c, case) for i in ("hopper", "portable", "blockwise", "reference") for c in CONTEXTS for case in ("causal", "everything")
+    (i, c, case)
+    for i in ("hopper", "portable", "blockwise", "reference")
+    for c in CONTEXTS
+    for case in ("causal", "everything")
 ]
 
 
-@pytest.mark.parametrize("implementation, context, case", whole_but(ALONG, ("hopper", "zigzag", "causal")))
+@pytest.mark.parametrize(
+    "implementation, context, case", whole_but(ALONG, ("hopper", "zigzag", "causal"))
+)
 def test_rows_may_lie_on_the_devices_too(implementation, context, case):
     check(implementation, case, CONTEXTS[context])
 
@@ -90,12 +109,18 @@ def test_rules_may_read_what_varies(implementation):
         def attend(q, k, v, slopes):
             mask = masks.Where(lambda b, h, i, j: ids[b, i] == ids[b, j])
             bent = lambda s, b, h, i, j: s - slopes[b, h] * (i - j)
-            return flash_attention(q, k, v, mask=mask, score_mod=bent, implementation=implementation)
+            return flash_attention(
+                q, k, v, mask=mask, score_mod=bent, implementation=implementation
+            )
 
         o, vjp = jax.vjp(attend, q, k, v, slopes)
         return vjp(o)
 
-    x = *qkv(np.random.default_rng(0), Z, "bfloat16"), np.ones((Z.B, Z.N), np.float32), np.zeros((Z.B, Z.T), np.int32)
+    x = (
+        *qkv(np.random.default_rng(0), Z, "bfloat16"),
+        np.ones((Z.B, Z.N), np.float32),
+        np.zeros((Z.B, Z.T), np.int32),
+    )
     with four_gpus():
         mapped = jax.shard_map(gradients, in_specs=P("data"), out_specs=P("data"))
         assert [a.shape for a in jax.eval_shape(mapped, *x)] == [a.shape for a in x[:4]]

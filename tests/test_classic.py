@@ -1,4 +1,5 @@
-"""The earlier algorithms keep the contracts of the others, and FlashAttention's first holds its induction."""
+"""The earlier algorithms keep the contracts of the others, and FlashAttention's first holds its
+induction."""
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +15,15 @@ from pallas_flash import accounting, explain, flash_attention, online_softmax
 from pallas_flash.kernels.classic import flash1, standard
 
 # Contracts of every implementation, here on these two.
-test_64_bits_and_strict_promotion_change_nothing = test_transforms.test_64_bits_and_strict_promotion_change_nothing
-test_a_row_that_sees_no_key_gives_zero_and_no_gradient = test_attention.test_a_row_that_sees_no_key_gives_zero_and_no_gradient
-test_large_logits_neither_overflow_nor_lose_the_maximum = test_attention.test_large_logits_neither_overflow_nor_lose_the_maximum
+test_64_bits_and_strict_promotion_change_nothing = (
+    test_transforms.test_64_bits_and_strict_promotion_change_nothing
+)
+test_a_row_that_sees_no_key_gives_zero_and_no_gradient = (
+    test_attention.test_a_row_that_sees_no_key_gives_zero_and_no_gradient
+)
+test_large_logits_neither_overflow_nor_lose_the_maximum = (
+    test_attention.test_large_logits_neither_overflow_nor_lose_the_maximum
+)
 
 test_sinks_join_the_softmax = test_attention.test_sinks_join_the_softmax_with_gradients_and_are_all_that_a_row_without_keys_sees
 FEW_MASKS = "window", "documents_scattered_window", "everything"
@@ -50,7 +57,10 @@ def test_half_precision_soft_cap_and_a_dense_mask(implementation, rng):
 @pytest.mark.whole
 def test_garbage_in_padding_changes_no_bit(implementation, rng):
     z = Sizes()
-    lengths = dict(query_seq_lengths=np.array([20, z.T], np.int32), key_value_seq_lengths=np.array([z.S, 33], np.int32))
+    lengths = dict(
+        query_seq_lengths=np.array([20, z.T], np.int32),
+        key_value_seq_lengths=np.array([z.S, 33], np.int32),
+    )
     q, k, v = qkv(rng, z)
     do, dlse = cotangents(rng, q, v)
     clean = run(q, k, v, do, dlse, implementation, **lengths)
@@ -65,12 +75,21 @@ def test_garbage_in_padding_changes_no_bit(implementation, rng):
 def test_a_bias_is_added_and_differentiated_by_standard_attention(letters, rng, monkeypatch):
     monkeypatch.setattr(standard, "tiles", lambda p: standard.Tiles(16, 32))
     z = Sizes(N=4)
-    check(rng, *qkv(rng, z), "standard", bias=bias(rng, letters, z), mask=dense_mask(rng, "B1TS", z), logits_soft_cap=2.5)
+    check(
+        rng,
+        *qkv(rng, z),
+        "standard",
+        bias=bias(rng, letters, z),
+        mask=dense_mask(rng, "B1TS", z),
+        logits_soft_cap=2.5,
+    )
 
 
 def test_both_forms_of_the_softmax_give_the_same(rng):
     z = Sizes()
-    attend = lambda online: accounting.attention("standard", standard.Tiles(16, 32, online), is_causal=True, query_offset=-5)
+    attend = lambda online: accounting.attention(
+        "standard", standard.Tiles(16, 32, online), is_causal=True, query_offset=-5
+    )
     safe, online = (attend(form)(*qkv(np.random.default_rng(0), z)) for form in (False, True))
     np.testing.assert_allclose(safe, online, atol=1e-6)
     assert np.all(np.asarray(online)[:, :5] == 0)  # these rows see no key
@@ -82,8 +101,13 @@ def test_flash1_is_exact_for_the_keys_so_far_after_every_tile_of_keys(rng):
     q, k, v = qkv(rng, z)
     stored = {"outputs[0]": [], "outputs[1]": [], "outputs[2]": []}
     attend = accounting.attention("flash1", tiles, local_window_size=(9, 20))
-    accounting.observe(attend, q, k, v, watch=lambda kernel, array, value: stored[array].append(value.ravel()))
-    by_key_tile = lambda values: [np.concatenate(values[i : i + 3]) for i in range(0, len(values), 3)]  # 3 tiles of queries
+    accounting.observe(
+        attend, q, k, v, watch=lambda kernel, array, value: stored[array].append(value.ravel())
+    )
+    # 3 tiles of queries
+    by_key_tile = lambda values: [
+        np.concatenate(values[i : i + 3]) for i in range(0, len(values), 3)
+    ]
     O, M, L = (by_key_tile(values) for values in stored.values())
     assert len(L) == 1 + 4  # the zeros, and after each of 4 tiles of keys
 
@@ -99,10 +123,17 @@ def test_flash1_is_exact_for_the_keys_so_far_after_every_tile_of_keys(rng):
         np.testing.assert_allclose(l[some], weights.sum(1), rtol=1e-5)
         expected = weights / weights.sum(1, keepdims=True) @ v[0, : n * tiles.block_k, 0]
         np.testing.assert_allclose(o.reshape(z.T, z.Hv)[some], expected, atol=1e-5)
-        assert np.all(l[~some] == 0) and np.all(m[~some] == online_softmax.LOWEST) and np.all(o.reshape(z.T, z.Hv)[~some] == 0)
+        assert (
+            np.all(l[~some] == 0)
+            and np.all(m[~some] == online_softmax.LOWEST)
+            and np.all(o.reshape(z.T, z.Hv)[~some] == 0)
+        )
 
 
-@pytest.mark.parametrize(("sram", "head", "expected"), [(2**14, 64, (64, 64)), (2**15, 64, (64, 128)), (98304, 128, (128, 128))])
+@pytest.mark.parametrize(
+    ("sram", "head", "expected"),
+    [(2**14, 64, (64, 64)), (2**15, 64, (64, 128)), (98304, 128, (128, 128))],
+)
 def test_flash1_tiles_by_the_paper(sram, head, expected):
     """B_c = ceil(M / 4 H), B_r = min(B_c, H); 192 to a power of two is 128."""
     q = jax.ShapeDtypeStruct((1, 1024, 1, head), jnp.bfloat16)

@@ -1,6 +1,8 @@
-"""What the compiler makes of the kernels for an H200, on a machine without one: the code of their loops, and the memory.
+"""What the compiler makes of the kernels for an H200, on a machine without one: the code of their
+loops, and the memory.
 
-A further kernel is a row of LOOPS: what a step without a mask may cost, and a row of MEMORY: what a token may.
+A further kernel is a row of LOOPS: what a step without a mask may cost, and a row of MEMORY: what a
+token may.
 """
 
 import json
@@ -19,7 +21,9 @@ from scripts import gpu_code
 SCRIPT = pathlib.Path(__file__).parents[1] / "scripts" / "inspect_kernels.py"
 with gpu_code.as_if_on(GPUS["H200"]):
     TOO_OLD = hopper._why_not_here()
-pytestmark = pytest.mark.skipif(gpu_code.missing() is not None, reason=f"compiling for a GPU: {gpu_code.missing()}")
+pytestmark = pytest.mark.skipif(
+    gpu_code.missing() is not None, reason=f"compiling for a GPU: {gpu_code.missing()}"
+)
 
 
 def report(implementation: str, options: str, deterministic: bool | None = None) -> dict:
@@ -45,7 +49,8 @@ def report(implementation: str, options: str, deterministic: bool | None = None)
 
 # ---- loops ----
 
-CASES = {  # options, and how many loops: without a mask; with one before it; and with one behind it too
+# options, and how many loops: without a mask; with one before it; and with one behind it too
+CASES = {
     "full": ("", 1),
     "causal": ("--causal", 2),
     "key_lengths": ("--key-lengths 4096 1000", 3),
@@ -54,7 +59,8 @@ CASES = {  # options, and how many loops: without a mask; with one before it; an
     "max_logits": ("--causal --max-logits", 2),
     "dropout": ("--causal --dropout 0.1", 2),
     "alibi": ("--causal --alibi", 2),
-    "rule": ("--rule Window(512,512)|GlobalTokens(64)", 2),  # the blocks that ask it, then those that all see
+    # the blocks that ask it, then those that all see
+    "rule": ("--rule Window(512,512)|GlobalTokens(64)", 2),
     "mask": ("--mask 11TS", 2),  # likewise
     "bias": ("--causal --bias 1NTS", 2),
     "one tile, window": ("--batch 1 --window 1000 17", 3),  # to a program
@@ -69,7 +75,8 @@ class Row(NamedTuple):
     width: int | tuple[int, int]  # of heads; of keys and of values
     case: str  # of CASES
     instructions: int  # of a step without a mask; 5% more are let pass
-    under_products: float = 0.9  # at least this part of the exponentials, in the loop without a mask
+    # at least this part of the exponentials, in the loop without a mask
+    under_products: float = 0.9
     with_a_mask: float = 0.0  # the same, in the others
     deterministic: bool | None = None
     straight: int = 0  # masked blocks that are known to be one: no loop
@@ -77,7 +84,8 @@ class Row(NamedTuple):
 
 LOOPS = [
     Row("forward", 64, "full", 427, deterministic=False),
-    Row("dq_dk_dv", 64, "full", 737, deterministic=False, under_products=0.5),  # the first half of 128 queries
+    # the first half of 128 queries
+    Row("dq_dk_dv", 64, "full", 737, deterministic=False, under_products=0.5),
     Row("forward", 64, "documents", 437),
     Row("dk_dv", 64, "documents", 366),
     Row("dq", 64, "documents", 525),
@@ -132,7 +140,8 @@ LOOPS = [
     Row("forward", (128, 64), "causal", 437),
     Row("forward", (128, 256), "causal", 469),
     Row("forward", (192, 192), "causal", 454),
-    Row("dk_dv", (192, 192), "causal", 345, under_products=0, straight=1),  # from 192/128 on they run under the other consumer's
+    # from 192/128 on they run under the other consumer's
+    Row("dk_dv", (192, 192), "causal", 345, under_products=0, straight=1),
     Row("dq", (192, 192), "causal", 391),
     Row("forward", (192, 128), "causal", 482),
     Row("dk_dv", (192, 128), "causal", 347, under_products=0, straight=1),
@@ -141,20 +150,31 @@ LOOPS = [
     Row("dk_dv", 256, "documents", 372, under_products=0),
     Row("dq", 256, "documents", 398),
 ]
-CALLS = sorted({(row.width, row.case, row.deterministic) for row in LOOPS}, key=str)  # each compiles once
+# each compiles once
+CALLS = sorted({(row.width, row.case, row.deterministic) for row in LOOPS}, key=str)
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: "-".join(map(str, call)))
 def test_the_loops_are_tight(call):
-    """No spill in a loop of products, no product that waits for the one before; in the loop without a mask, and where a row says
-    so in the others, exponentials under the products; and in the first no more instructions than there must be."""
+    """No spill in a loop of products, no product that waits for the one before; in the loop without
+    a mask, and where a row says so in the others, exponentials under the products; and in the first
+    no more instructions than there must be."""
     width, case, deterministic = call
-    rows = {f"flash_attention_{row.kernel}": row for row in LOOPS if (row.width, row.case, row.deterministic) == call}
+    rows = {
+        f"flash_attention_{row.kernel}": row
+        for row in LOOPS
+        if (row.width, row.case, row.deterministic) == call
+    }
     head, value = width if isinstance(width, tuple) else (width, width)
     more, count = CASES[case]
-    options = f"--batch 2 --length 4096 --heads 8 --kv-heads 2 --head-size {head} --value-size {value} {more}"
+    options = (
+        f"--batch 2 --length 4096 --heads 8 --kv-heads 2 --head-size {head} --value-size "
+        f"{value} {more}"
+    )
     options += " --forward" * (rows.keys() == {"flash_attention_forward"})
-    kernels = {kernel["name"]: kernel for kernel in report("hopper", options, deterministic)["kernels"]}
+    kernels = {
+        kernel["name"]: kernel for kernel in report("hopper", options, deterministic)["kernels"]
+    }
     for name, row in rows.items():
         kernel = kernels[name]
         loops = kernel["loops"]
@@ -163,7 +183,10 @@ def test_the_loops_are_tight(call):
         assert not any(loop["kinds"]["spill"] for loop in loops), kernel
         unmasked = min(loops, key=lambda loop: loop["instructions"])
         assert unmasked["under_products"] >= row.under_products, kernel
-        assert min((loop["under_products"] for loop in loops if loop is not unmasked), default=1) >= row.with_a_mask, kernel
+        assert (
+            min((loop["under_products"] for loop in loops if loop is not unmasked), default=1)
+            >= row.with_a_mask
+        ), kernel
         assert unmasked["instructions"] <= 1.05 * row.instructions, kernel
 
 
@@ -171,10 +194,19 @@ DECODING = [(64, 64, 274), (128, 128, 320), (192, 128, 317)]
 
 
 @pytest.mark.parametrize("head, value, instructions", whole_but(DECODING, DECODING[1]))
-def test_decoding_has_no_spill_and_its_loops_are_under_the_time_of_a_load(head, value, instructions):
-    options = f"--forward --batch 2 --length 1 --keys 8192 --heads 64 --kv-heads 8 --head-size {head} --value-size {value}"
+def test_decoding_has_no_spill_and_its_loops_are_under_the_time_of_a_load(
+    head, value, instructions
+):
+    options = (
+        "--forward --batch 2 --length 1 --keys 8192 --heads 64 --kv-heads 8 --head-size "
+        f"{head} --value-size {value}"
+    )
     (kernel,) = report("hopper", f"{options} --key-lengths 8000 10")["kernels"]
-    assert kernel["spill_stores"] == kernel["spill_loads"] == 0 and kernel["registers"] <= 168 and kernel["warnings"] == {}
+    assert (
+        kernel["spill_stores"] == kernel["spill_loads"] == 0
+        and kernel["registers"] <= 168
+        and kernel["warnings"] == {}
+    )
     assert min(loop["instructions"] for loop in kernel["loops"]) <= 1.05 * instructions
 
 
@@ -200,7 +232,8 @@ for ptx in folder.glob("*.ptx"):
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("implementation", ["portable", "standard"])  # flash1's m lies in device memory from the beginning
+# flash1's m lies in device memory from the beginning
+@pytest.mark.parametrize("implementation", ["portable", "standard"])
 def test_no_kernel_stores_as_the_maximum_of_a_row_what_it_begins_with(implementation, tmp_path):
     """Triton made that of the larger of it and a block's maximum, in standard's softmax."""
     command = [sys.executable, "-c", STORES, tmp_path, implementation]
@@ -239,12 +272,20 @@ for ptx in folder.glob("*.ptx"):
 
 @pytest.mark.whole
 def test_no_block_is_copied_before_all_warps_have_waited_for_their_products(tmp_path):
-    """On Hopper a warp waits for its own wgmma alone; those of others may still read what the next block is copied over."""
-    done = subprocess.run([sys.executable, "-c", COPIES, tmp_path], capture_output=True, text=True, cwd=SCRIPT.parents[1])
+    """On Hopper a warp waits for its own wgmma alone; those of others may still read what the next
+    block is copied over."""
+    done = subprocess.run(
+        [sys.executable, "-c", COPIES, tmp_path],
+        capture_output=True,
+        text=True,
+        cwd=SCRIPT.parents[1],
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     kernels = [line.split() for line in done.stdout.splitlines()]
     assert all(early == "False" for *_, early in kernels), done.stdout
-    assert {name for name, both, _ in kernels if both == "True"} >= {f"flash_attention_{x}" for x in ("forward", "dq", "dbias")}
+    assert {name for name, both, _ in kernels if both == "True"} >= {
+        f"flash_attention_{x}" for x in ("forward", "dq", "dbias")
+    }
     assert sum(name == "flash_attention_dkv" for name, *_ in kernels) == 2, done.stdout
 
 
@@ -275,7 +316,8 @@ gradient(256, True)
 
 @pytest.mark.whole
 @pytest.mark.parametrize(
-    "kind, capability, shared_memory",  # KB of a multiprocessor; jax traces for no RTX 5090 that is not here, but for its twin
+    # KB of a multiprocessor; jax traces for no RTX 5090 that is not here, but for its twin
+    "kind, capability, shared_memory",
     [
         ("NVIDIA A100-SXM4-80GB", "8.0", 164),
         ("NVIDIA GeForce RTX 4090", "8.9", 100),
@@ -283,7 +325,9 @@ gradient(256, True)
         ("NVIDIA B200", "10.0", 228),
     ],
 )
-def test_the_portable_kernels_fit_into_the_shared_memory_of_every_gpu(kind, capability, shared_memory, tmp_path):
+def test_the_portable_kernels_fit_into_the_shared_memory_of_every_gpu(
+    kind, capability, shared_memory, tmp_path
+):
     command = [sys.executable, "-c", FITS, tmp_path, kind, capability, str(shared_memory)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=SCRIPT.parents[1])
     assert done.returncode == 0, done.stderr[-3000:]
@@ -303,7 +347,9 @@ MEMORY = [  # implementation, deterministic, bytes that a token's temporaries ma
 
 def temporary_bytes(implementation: str, length: int, deterministic: bool | None = None) -> int:
     """Of forward and backward, beside q, k, v, do and what is returned: o, dq, dk, dv."""
-    return report(implementation, f"--length {length} --heads {N} --head-size {H}", deterministic)["temporary_bytes"]
+    return report(implementation, f"--length {length} --heads {N} --head-size {H}", deterministic)[
+        "temporary_bytes"
+    ]
 
 
 @pytest.mark.parametrize("implementation, deterministic, by_token", MEMORY)
@@ -347,7 +393,9 @@ start start conditional done done
 
 @pytest.mark.whole
 @pytest.mark.parametrize("implementation", ["blockwise", "portable", "hopper"])
-def test_for_eight_gpus_nothing_is_gathered_and_a_sequence_goes_around_under_its_products(implementation, tmp_path):
+def test_for_eight_gpus_nothing_is_gathered_and_a_sequence_goes_around_under_its_products(
+    implementation, tmp_path
+):
     if implementation == "hopper" and TOO_OLD:
         pytest.skip(TOO_OLD)
     command = [sys.executable, "-c", EIGHT, tmp_path, implementation]
@@ -380,6 +428,11 @@ for kernel in gpu_code.kernels(pathlib.Path(sys.argv[1]), "flash_attention_"):
 @pytest.mark.whole
 @pytest.mark.skipif(TOO_OLD is not None, reason=str(TOO_OLD))
 def test_packed_documents_in_a_checked_shard_map_compile_for_eight_gpus(tmp_path):
-    done = subprocess.run([sys.executable, "-c", PACKED, tmp_path], capture_output=True, text=True, cwd=SCRIPT.parents[1])
+    done = subprocess.run(
+        [sys.executable, "-c", PACKED, tmp_path],
+        capture_output=True,
+        text=True,
+        cwd=SCRIPT.parents[1],
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split() == [f"flash_attention_{name}" for name in ("dk_dv", "dq", "forward")]

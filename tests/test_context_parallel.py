@@ -1,4 +1,5 @@
-"""A sequence that lies on several devices gives what it gives on one, and of keys and values only parts travel."""
+"""A sequence that lies on several devices gives what it gives on one, and of keys and values only
+parts travel."""
 
 import contextlib
 import functools
@@ -22,7 +23,9 @@ from pallas_flash.devices import ring
 
 pytestmark = [
     pytest.mark.usefixtures("small_tiles"),
-    pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices; conftest asks for eight on a CPU"),
+    pytest.mark.skipif(
+        len(jax.devices()) < 8, reason="needs eight devices; conftest asks for eight on a CPU"
+    ),
 ]
 Z = Sizes(B=2, T=40, S=56, N=4, K=4, H=8, Hv=4)
 MESH = (2, 4), ("data", "context")
@@ -45,12 +48,17 @@ def in_order(context, x, axes, order=zigzag):
 def axes_of(name, x):
     """The axes of an argument that lie along the sequence."""
     dense = tuple(axis for axis in (-2, -1) if np.ndim(x) >= -axis)
-    return dict(query=(1,), key=(1,), value=(1,), bias=dense, mask=dense).get(name, (-1,) if name.endswith("_ids") else ())
+    return dict(query=(1,), key=(1,), value=(1,), bias=dense, mask=dense).get(
+        name, (-1,) if name.endswith("_ids") else ()
+    )
 
 
 def run(call, static, cotangents, m=None, context=None):
     """o, lse and the gradients of all floats, of one device or of those of a mesh."""
-    call = {name: in_order(context, x, axes_of(name, x)) if hasattr(x, "shape") else x for name, x in call.items()}
+    call = {
+        name: in_order(context, x, axes_of(name, x)) if hasattr(x, "shape") else x
+        for name, x in call.items()
+    }
     cotangents = tuple(in_order(context, x, (1,)) for x in cotangents)
     if m is not None:
         at = lambda name: NamedSharding(m, ROWS if name in ("query", "key", "value") else P())
@@ -59,22 +67,31 @@ def run(call, static, cotangents, m=None, context=None):
     floats = [name for name in FLOATS if name in call]
 
     def outputs_and_gradients(of, rest, cotangents):
-        attend = lambda of: flash_attention(**scored(of), **rest, **static, context=context, return_residual=True)
+        attend = lambda of: flash_attention(
+            **scored(of), **rest, **static, context=context, return_residual=True
+        )
         outs, vjp = jax.vjp(attend, of)
         return outs, vjp(cotangents)[0]
 
     of = {name: call.pop(name) for name in floats}
-    with jax.set_mesh(m) if m is not None else contextlib.nullcontext():  # or what hides all from all were on one device
-        outs, gradients = jax.tree.map(np.asarray, jax.jit(outputs_and_gradients)(of, call, cotangents))
+    # or what hides all from all were on one device
+    with jax.set_mesh(m) if m is not None else contextlib.nullcontext():
+        outs, gradients = jax.tree.map(
+            np.asarray, jax.jit(outputs_and_gradients)(of, call, cotangents)
+        )
     back = lambda x, axes: in_order(context, x, axes, unzigzag)
-    return [back(x, (1,)) for x in outs], {name: back(x, axes_of(name, x)) for name, x in gradients.items()}
+    return [back(x, (1,)) for x in outs], {
+        name: back(x, axes_of(name, x)) for name, x in gradients.items()
+    }
 
 
 def scored(of):
     """The floats with a score_mod in place of the table [N, 7] that it reads."""
     of = dict(of)
     if (table := of.pop("table", None)) is not None:
-        of["score_mod"] = lambda s, b, h, q, k: jnp.tanh(s) * table[h, (q - k) % 7] + 0.1 * b * jnp.abs(q - k)
+        of["score_mod"] = lambda s, b, h, q, k: (
+            jnp.tanh(s) * table[h, (q - k) % 7] + 0.1 * b * jnp.abs(q - k)
+        )
     return of
 
 
@@ -85,7 +102,9 @@ def check(context, case, implementation, z=Z):
     case, cotangents_ = case(rng, z), cotangents(rng, q, v)
     kw = arguments(case) | dict(query=q, key=k, value=v)
     call = {name: x for name, x in kw.items() if hasattr(x, "shape") or name == "mask"}
-    static = {name: x for name, x in kw.items() if name not in call} | dict(implementation=implementation)
+    static = {name: x for name, x in kw.items() if name not in call} | dict(
+        implementation=implementation
+    )
     outs, gradients = run(call, static, cotangents_, mesh(), context)
     if "dropout_rate" in case or "table" in case or np.ndim(case.get("scale", 0)):
         expected, wanted = run(call, static, cotangents_)
@@ -117,20 +136,34 @@ def test_a_block_map_of_all_is_asked_as_its_rule(scheme):
     rule = masks.Where(lambda b, h, q, k: (q - k) % 3 != 1)
     q, k, v = qkv(np.random.default_rng(0), Z)
     attend = lambda q, k, v, **kw: flash_attention(q, k, v, implementation="blockwise", **kw)
-    spread = jax.device_put([in_order(SCHEMES[scheme], x, (1,)) for x in (q, k, v)], NamedSharding(mesh(), ROWS))
-    mapped = attend(*spread, mask=masks.block_map(rule, Z.T, Z.S, block=16), context=SCHEMES[scheme])
-    close(in_order(SCHEMES[scheme], np.asarray(mapped), (1,), unzigzag), attend(q, k, v, mask=rule), 1e-5)
+    spread = jax.device_put(
+        [in_order(SCHEMES[scheme], x, (1,)) for x in (q, k, v)], NamedSharding(mesh(), ROWS)
+    )
+    mapped = attend(
+        *spread, mask=masks.block_map(rule, Z.T, Z.S, block=16), context=SCHEMES[scheme]
+    )
+    close(
+        in_order(SCHEMES[scheme], np.asarray(mapped), (1,), unzigzag),
+        attend(q, k, v, mask=rule),
+        1e-5,
+    )
 
 
 FEATURES = {
     "a bias": lambda rng, z: dict(is_causal=True, bias=bias(rng, "BNTS", z)),
-    "a bias of the keys, and sinks": lambda rng, z: dict(bias=bias(rng, "1N1S", z), sinks=np.arange(z.N, dtype=np.float32)),
-    "a bias of the queries, and a mask": lambda rng, z: dict(bias=bias(rng, "11T1", z), mask=dense_mask(rng, "BNTS", z)),
+    "a bias of the keys, and sinks": lambda rng, z: dict(
+        bias=bias(rng, "1N1S", z), sinks=np.arange(z.N, dtype=np.float32)
+    ),
+    "a bias of the queries, and a mask": lambda rng, z: dict(
+        bias=bias(rng, "11T1", z), mask=dense_mask(rng, "BNTS", z)
+    ),
     "a mask of the keys, and a scale by head": lambda rng, z: dict(
         mask=dense_mask(rng, "B11S", z), scale=np.linspace(0.1, 1, z.N, dtype=np.float32)
     ),
     "sinks, lengths and a soft cap": lambda rng, z: dict(
-        sinks=np.arange(z.N, dtype=np.float32), logits_soft_cap=2.0, query_seq_lengths=np.array([7, 31], np.int32)
+        sinks=np.arange(z.N, dtype=np.float32),
+        logits_soft_cap=2.0,
+        query_seq_lengths=np.array([7, 31], np.int32),
     ),
     "a score_mod, with lengths and an offset": lambda rng, z: dict(
         table=rng.normal(size=(z.N, 7)).astype(np.float32),
@@ -143,23 +176,43 @@ FEATURES = {
 
 
 OF_BLOCKWISE = [("blockwise", feature) for feature in FEATURES]
-OF_EACH = [(i, f) for i in ("reference", "portable", "flash1", "standard") for f in ("sinks, lengths and a soft cap", "dropout")]
+OF_EACH = [
+    (i, f)
+    for i in ("reference", "portable", "flash1", "standard")
+    for f in ("sinks, lengths and a soft cap", "dropout")
+]
 OF_EACH += [(i, "a score_mod, with lengths and an offset") for i in ("reference", "portable")]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize(("implementation", "feature"), whole_but([*OF_BLOCKWISE, *OF_EACH], *OF_BLOCKWISE))
+@pytest.mark.parametrize(
+    ("implementation", "feature"), whole_but([*OF_BLOCKWISE, *OF_EACH], *OF_BLOCKWISE)
+)
 def test_features_are_the_same_on_several_devices(implementation, feature, scheme):
-    z = Z._replace(T=256, S=256, K=4 if scheme == "all to all" else 2) if feature == "dropout" else Z
+    z = (
+        Z._replace(T=256, S=256, K=4 if scheme == "all to all" else 2)
+        if feature == "dropout"
+        else Z
+    )
     check(SCHEMES[scheme], FEATURES[feature], implementation, z)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("feature", ["a bias", "sinks, lengths and a soft cap", "dropout"])
-def test_a_sequence_may_lie_on_several_devices_with_64_bits_and_strict_promotion_too(feature, scheme):
-    z = Z._replace(T=256, S=256, K=4 if scheme == "all to all" else 2) if feature == "dropout" else Z
-    with jax.enable_x64(True), jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+def test_a_sequence_may_lie_on_several_devices_with_64_bits_and_strict_promotion_too(
+    feature, scheme
+):
+    z = (
+        Z._replace(T=256, S=256, K=4 if scheme == "all to all" else 2)
+        if feature == "dropout"
+        else Z
+    )
+    with (
+        jax.enable_x64(True),
+        jax.numpy_rank_promotion("raise"),
+        jax.numpy_dtype_promotion("strict"),
+    ):
         check(SCHEMES[scheme], FEATURES[feature], "blockwise", z)
 
 
@@ -168,7 +221,9 @@ def test_a_sequence_may_lie_on_several_devices_with_64_bits_and_strict_promotion
 def test_some_heads_go_around_before_the_others(feature, scheme, monkeypatch):
     monkeypatch.setattr(ring, "ROWS", 8)
     z = Z._replace(N=8, K=2) if feature != "dropout" else Z._replace(T=256, S=256, N=8, K=2)
-    q, k = (jax.device_put(np.ones((z.B, z.T, n, z.H)), NamedSharding(mesh(), ROWS)) for n in (z.N, z.K))
+    q, k = (
+        jax.device_put(np.ones((z.B, z.T, n, z.H)), NamedSharding(mesh(), ROWS)) for n in (z.N, z.K)
+    )
     pair = explain(q, k, k, context=SCHEMES[scheme]).problem
     assert pair.kv_heads == 1 and pair.heads < z.N // z.K
     check(SCHEMES[scheme], FEATURES[feature], "blockwise", z)
@@ -182,10 +237,18 @@ def test_beyond_its_lengths_all_may_be_nan_where_there_are_sinks(scheme, rng):
     dlse = rng.normal(size=do.shape[:3]).astype(np.float32)
 
     def call(fill):
-        filled = lambda x: np.where(inside.reshape(*inside.shape, *[1] * (x.ndim - 2)), x, np.float32(fill))
-        floats = dict(query=filled(q), key=filled(k), value=filled(v), sinks=np.arange(z.N, dtype=np.float32))
+        filled = lambda x: np.where(
+            inside.reshape(*inside.shape, *[1] * (x.ndim - 2)), x, np.float32(fill)
+        )
+        floats = dict(
+            query=filled(q), key=filled(k), value=filled(v), sinks=np.arange(z.N, dtype=np.float32)
+        )
         static = dict(implementation="blockwise")
-        return floats | dict(query_seq_lengths=stop, key_value_seq_lengths=stop), static, (filled(do), filled(dlse))
+        return (
+            floats | dict(query_seq_lengths=stop, key_value_seq_lengths=stop),
+            static,
+            (filled(do), filled(dlse)),
+        )
 
     outs, gradients = run(*call(np.nan), mesh(), SCHEMES[scheme])
     expected, wanted = run(*call(0.0))
@@ -197,7 +260,13 @@ def test_beyond_its_lengths_all_may_be_nan_where_there_are_sinks(scheme, rng):
 
 
 def attend(q, k, v, ids, b, sinks, context=None):
-    options = dict(query_segment_ids=ids, key_value_segment_ids=ids, sinks=sinks, is_causal=True, context=context)
+    options = dict(
+        query_segment_ids=ids,
+        key_value_segment_ids=ids,
+        sinks=sinks,
+        is_causal=True,
+        context=context,
+    )
     return flash_attention(q, k, v, b, implementation="blockwise", **options)
 
 
@@ -210,15 +279,21 @@ def test_inside_of_a_checked_shard_map_each_device_passes_its_part(scheme):
     specs = ROWS, ROWS, ROWS, P(), P(), ROWS
     mapped = lambda q, k, v, b, sinks, ids: attend(q, k, v, ids, b, sinks, SCHEMES[scheme])
     spread = jax.shard_map(mapped, mesh=mesh(AxisType.Auto), in_specs=specs, out_specs=ROWS)
-    loss = lambda f: jax.jit(jax.value_and_grad(lambda *x: jnp.sum(jnp.sin(f(*x))), argnums=range(5)))
+    loss = lambda f: jax.jit(
+        jax.value_and_grad(lambda *x: jnp.sum(jnp.sin(f(*x))), argnums=range(5))
+    )
     to, back = (lambda x, axis: zigzag(x, 4, axis)), (lambda x, axis: unzigzag(x, 4, axis))
     if scheme != "zigzag":
         to = back = lambda x, axis: x
     q, k, v, b, sinks = floats
     actual, gradients = loss(spread)(*to((q, k, v), 1), to(b, -1), sinks, to(ids, 1))
-    expected, wanted = loss(lambda q, k, v, b, sinks, ids: attend(q, k, v, ids, b, sinks))(*floats, ids)
+    expected, wanted = loss(lambda q, k, v, b, sinks, ids: attend(q, k, v, ids, b, sinks))(
+        *floats, ids
+    )
     close(actual, expected, 1e-5)
-    for x, y in zip((*back(gradients[:3], 1), back(gradients[3], -1), gradients[4]), wanted, strict=True):
+    for x, y in zip(
+        (*back(gradients[:3], 1), back(gradients[3], -1), gradients[4]), wanted, strict=True
+    ):
         close(x, y, 1e-5)
 
 
@@ -226,7 +301,9 @@ def value_and_gradients(f):
     return jax.jit(jax.value_and_grad(lambda *x: jnp.sum(jnp.sin(f(*x))), argnums=(0, 1, 2)))
 
 
-@pytest.mark.parametrize("kinds", [(AxisType.Explicit, AxisType.Auto), (AxisType.Auto, AxisType.Explicit)], ids=str)
+@pytest.mark.parametrize(
+    "kinds", [(AxisType.Explicit, AxisType.Auto), (AxisType.Auto, AxisType.Explicit)], ids=str
+)
 def test_batch_and_rows_may_lie_on_axes_of_different_kinds(kinds):
     x = qkv(np.random.default_rng(0), Z)
     attend = lambda *x, **kw: flash_attention(*x, is_causal=True, implementation="blockwise", **kw)
@@ -240,7 +317,9 @@ def test_batch_and_rows_may_lie_on_axes_of_different_kinds(kinds):
 def by_rows(f, **kw):
     """f in a shard_map over the axis of the rows alone."""
     along = P(None, "context")
-    return jax.shard_map(f, in_specs=(along, along, along), out_specs=along, axis_names={"context"}, **kw)
+    return jax.shard_map(
+        f, in_specs=(along, along, along), out_specs=along, axis_names={"context"}, **kw
+    )
 
 
 @pytest.mark.parametrize("scheme", whole_but(["ring", "all to all"], "ring"))
@@ -252,7 +331,9 @@ def test_a_shard_map_over_the_rows_leaves_other_axes_explicit(scheme):
         spread = by_rows(functools.partial(attend, context=context), check_vma=False)
         found = value_and_gradients(spread)(*placed)
         checked = by_rows(functools.partial(attend, context=context))
-        with pytest.raises(NotImplementedError, match="no gradient of a shard_map inside of one that checks"):
+        with pytest.raises(
+            NotImplementedError, match="no gradient of a shard_map inside of one that checks"
+        ):
             value_and_gradients(checked)(*placed)
         close(jax.jit(checked)(*placed), jax.jit(spread)(*placed), 1e-6)
     jax.tree.map(lambda a, b: close(a, b, 1e-5), found, value_and_gradients(attend)(*x))
@@ -260,8 +341,16 @@ def test_a_shard_map_over_the_rows_leaves_other_axes_explicit(scheme):
 
 def test_two_axes_of_the_mesh_are_one_ring():
     q, k, v = qkv(np.random.default_rng(0), Z)
-    attend = jax.jit(lambda q, k, v: flash_attention(q, k, v, is_causal=True, query_offset=5, implementation="blockwise"))
-    close(attend(*jax.device_put((q, k, v), NamedSharding(mesh(), P(None, ("data", "context"))))), attend(q, k, v), 1e-5)
+    attend = jax.jit(
+        lambda q, k, v: flash_attention(
+            q, k, v, is_causal=True, query_offset=5, implementation="blockwise"
+        )
+    )
+    close(
+        attend(*jax.device_put((q, k, v), NamedSharding(mesh(), P(None, ("data", "context"))))),
+        attend(q, k, v),
+        1e-5,
+    )
 
 
 def compiled(f, T, m=None):
@@ -285,20 +374,55 @@ def test_keys_travel_and_nothing_is_gathered():
 
 def test_where_a_window_is_known_only_the_keys_in_it_travel():
     x = jax.device_put(jnp.ones((1, 64, 1, 8)), NamedSharding(all_devices(), P(None, "context")))
-    steps = lambda **kw: re.search(r"in (\d) of (\d) steps|nothing is sent", explain(x, x, x, **kw).context)
+    steps = lambda **kw: re.search(
+        r"in (\d) of (\d) steps|nothing is sent", explain(x, x, x, **kw).context
+    )
     assert steps(is_causal=True).groups() == ("7", "8")
     assert steps(local_window_size=(9, 0)).groups() == ("2", "3")
-    assert steps(local_window_size=(0, 8)).groups() == ("2", "2")  # what comes after is fetched first
+    # what comes after is fetched first
+    assert steps(local_window_size=(0, 8)).groups() == ("2", "2")
     assert steps(local_window_size=(3, 3), query_offset=500)[0] == "nothing is sent"
-    assert "in 7 of 8 steps; the backward once more than that" in explain(x, x, x, is_causal=True).context  # as is counted
+    # as is counted
+    assert (
+        "in 7 of 8 steps; the backward once more than that"
+        in explain(x, x, x, is_causal=True).context
+    )
 
 
 def test_zigzag_and_back_is_the_same():
     batch = dict(tokens=jnp.arange(48).reshape(2, 24), mask=jnp.ones((2, 24, 3)))
     there = zigzag(batch, 4)
-    assert there["tokens"][0].tolist() == [0, 1, 2, 21, 22, 23, 3, 4, 5, 18, 19, 20, 6, 7, 8, 15, 16, 17, 9, 10, 11, 12, 13, 14]
+    assert there["tokens"][0].tolist() == [
+        0,
+        1,
+        2,
+        21,
+        22,
+        23,
+        3,
+        4,
+        5,
+        18,
+        19,
+        20,
+        6,
+        7,
+        8,
+        15,
+        16,
+        17,
+        9,
+        10,
+        11,
+        12,
+        13,
+        14,
+    ]
     assert jax.tree.all(jax.tree.map(lambda x, y: (x == y).all(), unzigzag(there, 4), batch))
-    with pytest.raises(ValueError, match="zigzag cuts an axis into 8 chunks, two for each device; got 20 along axis 1"):
+    with pytest.raises(
+        ValueError,
+        match="zigzag cuts an axis into 8 chunks, two for each device; got 20 along axis 1",
+    ):
         zigzag(jnp.zeros((2, 20)), 4)
 
 
@@ -313,7 +437,9 @@ def test_zigzag_leaves_arrays_on_the_explicit_axes_that_they_lie_on():
 @pytest.mark.parametrize("axis", [3, None, ["data", "context"]])
 def test_an_axis_that_is_no_name_is_refused_where_it_is_given(axis):
     with pytest.raises(
-        TypeError, match=f"Ring takes the name of an axis of the mesh, or a tuple of them; got {re.escape(repr(axis))}"
+        TypeError,
+        match="Ring takes the name of an axis of the mesh, or a tuple of them; got "
+        f"{re.escape(repr(axis))}",
     ):
         Ring(axis)
 
@@ -321,10 +447,16 @@ def test_an_axis_that_is_no_name_is_refused_where_it_is_given(axis):
 REFUSED = {
     "context must be None, Ring": dict(context="context"),
     "needs a mesh with the axis 'rows'": dict(context=Ring("rows"), m=None),
-    "context names the axis rows; the arrays are on a mesh with data, context": dict(context=Ring("rows")),
-    "the 4 devices that rows or keys lie on must divide the length of query; got 42": dict(context=Ring("context"), T=42),
+    "context names the axis rows; the arrays are on a mesh with data, context": dict(
+        context=Ring("rows")
+    ),
+    "the 4 devices that rows or keys lie on must divide the length of query; got 42": dict(
+        context=Ring("context"), T=42
+    ),
     "cuts the rows of a device into two chunks; got 5 rows": dict(context=Zigzag("context"), T=20),
-    "takes heads that are multiples of its 4 devices, or one key head; got N = 6, K = 2": dict(context=AllToAll("context"), N=6),
+    "takes heads that are multiples of its 4 devices, or one key head; got N = 6, K = 2": dict(
+        context=AllToAll("context"), N=6
+    ),
     "dropout over a ring takes chunks of keys that are multiples of 32; got 10": dict(
         context=Ring("context"), dropout_rate=0.1, dropout_rng=jax.random.key(0)
     ),
@@ -345,7 +477,9 @@ def test_what_does_not_fit_is_refused_with_a_sentence(sentence):
 @pytest.mark.parametrize("name, shape", [("sinks", (2,)), ("scale", (2,)), ("bias", (2, 8, 8))])
 def test_as_many_heads_as_are_a_devices_own_are_not_those_of_all(name, shape):
     x = jax.device_put(jnp.ones((2, 8, 8, 8)), NamedSharding(mesh(), ROWS))
-    with pytest.raises(ValueError, match=re.escape(f"{name} must be of all 8 query heads, or of 1; got 2.")):
+    with pytest.raises(
+        ValueError, match=re.escape(f"{name} must be of all 8 query heads, or of 1; got 2.")
+    ):
         explain(x, x, x, context=AllToAll("context"), **{name: jnp.ones(shape)})
 
 
@@ -362,8 +496,15 @@ def test_forward_mode_and_second_derivatives_are_refused():
 @pytest.mark.skipif(gpu_interpreter.MISSING is not None, reason=str(gpu_interpreter.MISSING))
 @pytest.mark.parametrize("more", ["nothing more", "alibi", "a mask and a bias"])
 def test_the_kernels_for_hopper_go_around_too(rng, more):
-    q, k, v = (jnp.asarray(rng.normal(size=(1, 128, 2 if more == "alibi" else 1, 64)), jnp.float16) for _ in range(3))
-    slopes, bias, mask = np.float32([0.05, 0.3]), np.float32(rng.normal(size=(128, 128))), rng.random((128, 128)) < 0.7
+    q, k, v = (
+        jnp.asarray(rng.normal(size=(1, 128, 2 if more == "alibi" else 1, 64)), jnp.float16)
+        for _ in range(3)
+    )
+    slopes, bias, mask = (
+        np.float32([0.05, 0.3]),
+        np.float32(rng.normal(size=(128, 128))),
+        rng.random((128, 128)) < 0.7,
+    )
 
     def gradients(q, k, v, name):
         def attend(q, k, v, slopes, bias):
@@ -374,7 +515,9 @@ def test_the_kernels_for_hopper_go_around_too(rng, more):
         o, vjp = jax.vjp(attend, q, k, v, slopes, bias)
         return o, *vjp(jnp.sin(o))
 
-    two = jax.make_mesh((2,), ("context",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+    two = jax.make_mesh(
+        (2,), ("context",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2]
+    )
     there = jax.device_put((q, k, v), NamedSharding(two, P(None, "context")))
     with gpu_interpreter.hopper_kernels(detect_races=True) as races:
         found = jax.jit(gradients, static_argnums=3)(*there, "hopper")

@@ -1,4 +1,5 @@
-"""What must be installed: jax, jaxtyping and numpy. A jax whose Pallas does not have what kernels import is one without them."""
+"""What must be installed: jax, jaxtyping and numpy. A jax whose Pallas does not have what kernels
+import is one without them."""
 
 import json
 import os
@@ -38,13 +39,17 @@ except NotImplementedError as error:
 @pytest.fixture(scope="module")
 def without_pallas():
     quick = {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    run = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, env=quick)
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, env=quick
+    )
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout)
 
 
 def test_importing_the_package_loads_only_what_it_depends_on(without_pallas):
-    depends = re.search(r"^dependencies = (\[.*\])$", (ROOT / "pyproject.toml").read_text(), re.M).group(1)
+    depends = re.search(
+        r"^dependencies = (\[.*\])$", (ROOT / "pyproject.toml").read_text(), re.M
+    ).group(1)
     names = {re.match(r"\w+", dependency).group() for dependency in json.loads(depends)}
     assert set(without_pallas[0]) <= {"pallas_flash"} | names
 
@@ -56,7 +61,9 @@ def test_the_readmes_first_example_runs_without_pallas(without_pallas):
 @pytest.mark.parametrize("name", ["hopper", "portable", "flash1", "standard"])
 def test_kernels_that_cannot_be_imported_say_so(without_pallas, name):
     _, why_not, refused, _ = without_pallas
-    assert re.match(r"its kernels cannot be imported with jax [\d.]+: .*(pallas|mosaic)", why_not[name])
+    assert re.match(
+        r"its kernels cannot be imported with jax [\d.]+: .*(pallas|mosaic)", why_not[name]
+    )
     assert "'portable' cannot run this call: its kernels cannot be imported" in refused
 
 

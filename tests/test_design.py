@@ -1,4 +1,5 @@
-"""DESIGN.md: its loops run and are exact, its links lead somewhere, and its pictures show what the code does today."""
+"""DESIGN.md: its loops run and are exact, its links lead somewhere, and its pictures show what the
+code does today."""
 
 import doctest
 import itertools
@@ -47,19 +48,26 @@ def test_the_code_runs_and_prints_what_the_text_says(doctests):
 
 def one_head(rng, T, S, H, Hv, size=1.0):
     """q, k, v, do and dlse of one head, and oracle.attention of them."""
-    q, k, v, do = (rng.normal(size=shape).astype(np.float32) for shape in [(T, H), (S, H), (S, Hv), (T, Hv)])
+    q, k, v, do = (
+        rng.normal(size=shape).astype(np.float32) for shape in [(T, H), (S, H), (S, Hv), (T, Hv)]
+    )
     q, dlse = size * q, rng.normal(size=T).astype(np.float32)
     by_head = [x[None, :, None] for x in (q, k, v, do)]
     o, lse, gradients = oracle.attention(*by_head, dlse[None, :, None], scale=1.0)
     return (q, k, v, do, dlse), (o[0, :, 0], lse[0, :, 0], [x[0, :, 0] for x in gradients[:3]])
 
 
-@pytest.mark.parametrize("T, S, H, Hv, size", [(1, 1, 3, 2, 1.0), (19, 61, 8, 5, 1.0), (33, 16, 4, 4, 300.0)])
-@pytest.mark.parametrize("loop", ["dense", "three_passes", "two_passes", "flash1", "flash2", "flash3"])
+@pytest.mark.parametrize(
+    "T, S, H, Hv, size", [(1, 1, 3, 2, 1.0), (19, 61, 8, 5, 1.0), (33, 16, 4, 4, 300.0)]
+)
+@pytest.mark.parametrize(
+    "loop", ["dense", "three_passes", "two_passes", "flash1", "flash2", "flash3"]
+)
 def test_a_loop_gives_dense_attention(names, loop, T, S, H, Hv, size, rng):
     (q, k, v, *_), (o, lse, _) = one_head(rng, T, S, H, Hv, size)
     actual_o, actual_lse = jax.jit(names[loop])(q, k, v)
-    np.testing.assert_allclose(actual_o, o, atol=3e-6 * size, rtol=1e-5)  # logits of hundreds have an ulp of 3e-5
+    # logits of hundreds have an ulp of 3e-5
+    np.testing.assert_allclose(actual_o, o, atol=3e-6 * size, rtol=1e-5)
     np.testing.assert_allclose(actual_lse, lse, atol=1e-5, rtol=1e-6)
 
 
@@ -89,10 +97,16 @@ class Counted:
         return self.x[rows]
 
 
-@pytest.mark.parametrize("loop, formula", [("flash1", draw_design.moved_flash1), ("flash2", draw_design.moved_flash2)])
+@pytest.mark.parametrize(
+    "loop, formula", [("flash1", draw_design.moved_flash1), ("flash2", draw_design.moved_flash2)]
+)
 def test_the_loops_read_what_the_picture_of_the_memory_counts(names, loop, formula):
-    z, tile = draw_design.Sizes(T=37, S=53, H=16), dict(flash1=1024, flash2=16)[loop]  # M, or block_q
-    arrays = {name: Counted(jax.numpy.ones((length, z.H))) for name, length in dict(q=z.T, k=z.S, v=z.S).items()}
+    # M, or block_q
+    z, tile = draw_design.Sizes(T=37, S=53, H=16), dict(flash1=1024, flash2=16)[loop]
+    arrays = {
+        name: Counted(jax.numpy.ones((length, z.H)))
+        for name, length in dict(q=z.T, k=z.S, v=z.S).items()
+    }
     names[loop](*arrays.values(), tile)
     expected = formula(z, tile).read
     assert {name: x.read for name, x in arrays.items()} == {name: expected[name] for name in arrays}
@@ -109,7 +123,9 @@ def test_a_link_leads_to_a_file(link):
 @pytest.mark.parametrize("link", [link for link in LINKS if link.startswith("#")])
 def test_a_link_leads_to_a_heading(link):
     headings = re.findall(r"^#+ (.*)$", TEXT, re.M)
-    assert link[1:] in [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+    assert link[1:] in [
+        re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings
+    ]
 
 
 def test_the_pictures_are_shown_and_readme_links_the_text():
@@ -146,7 +162,9 @@ EXAMPLES = {
     "causal window (30, 0)": dict(local_window_size=(30, 0)),
     "window (20, 12)": dict(local_window_size=(20, 12)),
     "documents": dict(query_segment_ids=np.repeat(np.arange(4), [20, 36, 12, 28])[None]),
-    "documents, causal": dict(is_causal=True, query_segment_ids=np.repeat(np.arange(4), [20, 36, 12, 28])[None]),
+    "documents, causal": dict(
+        is_causal=True, query_segment_ids=np.repeat(np.arange(4), [20, 36, 12, 28])[None]
+    ),
     "lengths: 70 queries, 60 keys": dict(query_seq_lengths=70, key_value_seq_lengths=60),
 }
 
@@ -162,19 +180,31 @@ def test_the_picture_of_tiles_is_the_truth():
             truth = "full" if tile.all() else "masked" if tile.any() else "skipped"
             assert visits.kind(i, j) == truth, f"{name}: tile {i}, {j}"
         key = np.arange(draw_design.LENGTH)
-        np.testing.assert_array_equal((visits.start[:, None] <= key) & (key < visits.stop[:, None]), seen)
+        np.testing.assert_array_equal(
+            (visits.start[:, None] <= key) & (key < visits.stop[:, None]), seen
+        )
 
 
 @pytest.mark.parametrize("consumers, overlap", draw_design.SCHEDULES.values())
 def test_the_timeline_obeys_what_it_stands_for(consumers, overlap):
     blocks = 7
-    spans = [span for span in draw_design.simulate(blocks, consumers, overlap) if span.lane != "turns"]
+    spans = [
+        span for span in draw_design.simulate(blocks, consumers, overlap) if span.lane != "turns"
+    ]
     for unit in ("products", "TMA", "exp"):
-        busy = sorted((span.start, span.stop) for span in spans if unit in f"{span.lane} {span.label}")
-        assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(busy)), f"{unit}: two jobs at once"
+        busy = sorted(
+            (span.start, span.stop) for span in spans if unit in f"{span.lane} {span.label}"
+        )
+        assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(busy)), (
+            f"{unit}: two jobs at once"
+        )
     loads = {span.label: span for span in spans if span.lane == "TMA"}
     for own in range(consumers):
-        mine = {span.label: span for span in spans if span.lane.startswith(f"consumer {own}") and span.label != "max"}
+        mine = {
+            span.label: span
+            for span in spans
+            if span.lane.startswith(f"consumer {own}") and span.label != "max"
+        }
         for j in range(blocks):
             s, exp, pv = (mine[label] for label in (f"$S_{j}$", f"exp {j}", f"$P_{j}V_{j}$"))
             assert loads[f"$K_{j}$"].stop <= s.start < s.stop < exp.start and exp.stop <= pv.start
@@ -187,8 +217,17 @@ def test_the_timeline_obeys_what_it_stands_for(consumers, overlap):
 
 
 def test_the_timeline_is_of_the_kernel_as_it_is_tuned():
-    shape = dict(batch=1, queries=4096, keys=4096, heads=1, kv_heads=1, head_size=128, value_size=128)
-    extras = dict(scale=1.0, soft_cap=None, bias=None, mask=None, visibility=Visibility(4096), deterministic=True)
+    shape = dict(
+        batch=1, queries=4096, keys=4096, heads=1, kv_heads=1, head_size=128, value_size=128
+    )
+    extras = dict(
+        scale=1.0,
+        soft_cap=None,
+        bias=None,
+        mask=None,
+        visibility=Visibility(4096),
+        deterministic=True,
+    )
     tiles = tuning.tiles(Problem(**shape, dtype="bfloat16", **extras)).forward
     kernel = draw_design.SCHEDULES["two consumers in turns, softmax under (the kernel)"]
     assert (tiles.warpgroups, tuning.ROWS, tiles.block_k, tiles.width) == (kernel[0], 64, 128, 128)
@@ -204,6 +243,8 @@ def test_the_slack_is_what_the_text_says():
 
 def test_the_rates_in_the_text_are_those_of_the_picture():
     for gpu in draw_design.GPUS.values():
-        quotient = re.search(rf"{int(gpu.products / 1e12)} / ([\d.]+) = (\d+)", TEXT.replace("\n", " "))
+        quotient = re.search(
+            rf"{int(gpu.products / 1e12)} / ([\d.]+) = (\d+)", TEXT.replace("\n", " ")
+        )
         assert float(quotient[1]) == round(gpu.bandwidth / 1e12, 2)
         assert int(quotient[2]) == round(gpu.products / gpu.bandwidth)

@@ -1,4 +1,5 @@
-"""A call is for the device it runs on, not for the best of its machine: CPUs beside a GPU, GPUs that differ, other platforms."""
+"""A call is for the device it runs on, not for the best of its machine: CPUs beside a GPU, GPUs
+that differ, other platforms."""
 
 import contextlib
 import functools
@@ -22,12 +23,14 @@ CPU = jax.devices("cpu")[0]
 H100, A100 = fakes.Device(), fakes.Device("NVIDIA A100-SXM4-80GB", "8.0", 108)
 HAS_HOPPER = jax.__version_info__ >= (0, 11, 2)
 needs_hopper = pytest.mark.skipif(not HAS_HOPPER, reason="the Hopper kernels need jax 0.11.2")
-DTYPES = {"hopper" if HAS_HOPPER else "portable in 16 bits": jnp.float16, "portable": jnp.float32}  # of which an H100 takes them
+# of which an H100 takes them
+DTYPES = {"hopper" if HAS_HOPPER else "portable in 16 bits": jnp.float16, "portable": jnp.float32}
 
 
 @pytest.fixture(autouse=True)
 def h100(monkeypatch, tmp_path):
-    """This machine has an H100 and an A100 beside its CPU; what is taken unasked was found right."""
+    """This machine has an H100 and an A100 beside its CPU; what is taken unasked was found
+    right."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("PALLAS_FLASH_SELF_CHECK", "0")
     monkeypatch.delenv("PALLAS_FLASH_IMPLEMENTATION", raising=False)
@@ -41,7 +44,9 @@ def qkv(dtype=jnp.float16, B=2, T=20, S=37, N=2, K=1, H=16):
 
 
 def on_mesh(kind):
-    return lambda x: jax.device_put(x, NamedSharding(Mesh(np.array([CPU]), ("data",), axis_types=(kind,)), P("data")))
+    return lambda x: jax.device_put(
+        x, NamedSharding(Mesh(np.array([CPU]), ("data",), axis_types=(kind,)), P("data"))
+    )
 
 
 nothing, anywhere = contextlib.nullcontext, lambda x: x
@@ -63,16 +68,23 @@ def test_an_h100_takes_its_kernels_for_what_may_lie_there():
 
 
 @pytest.mark.parametrize("name", whole_but(FOR_THE_CPU, "committed arrays"))
-def test_a_call_for_the_cpu_of_a_machine_with_a_gpu_takes_blockwise_and_checks_nothing(name, monkeypatch):
+def test_a_call_for_the_cpu_of_a_machine_with_a_gpu_takes_blockwise_and_checks_nothing(
+    name, monkeypatch
+):
     monkeypatch.setenv("PALLAS_FLASH_SELF_CHECK", "1")
     monkeypatch.setattr(comparison, "check", lambda *_: pytest.fail("a check ran"))
     context, placed = FOR_THE_CPU[name]
     with context():
         for dtype in DTYPES.values():
             found = explain(*map(placed, qkv(dtype)))
-            assert found.implementation == "blockwise" and "the call is not for a GPU" in found.why_not["portable"]
+            assert (
+                found.implementation == "blockwise"
+                and "the call is not for a GPU" in found.why_not["portable"]
+            )
     taken, choose = [], selfcheck.choose
-    monkeypatch.setattr(selfcheck, "choose", lambda *args: (taken.append(choose(*args)), taken[-1])[1])
+    monkeypatch.setattr(
+        selfcheck, "choose", lambda *args: (taken.append(choose(*args)), taken[-1])[1]
+    )
     x = qkv()
     with context():
         o, _ = jax.vjp(flash_attention, *map(placed, x))
@@ -85,9 +97,15 @@ def test_a_call_for_the_cpu_of_a_machine_with_a_gpu_takes_blockwise_and_checks_n
 RULE = masks.Where(lambda b, h, q, k: (q // 8 + k // 8 + h + b) % 3 > 0)
 CALLS = {
     "causal": dict(is_causal=True),
-    "lengths": dict(query_seq_lengths=np.int32([20, 3]), key_value_seq_lengths=np.int32([0, 30]), query_offset=-2),
+    "lengths": dict(
+        query_seq_lengths=np.int32([20, 3]),
+        key_value_seq_lengths=np.int32([0, 30]),
+        query_offset=-2,
+    ),
     "a rule, sinks, a soft cap": dict(mask=RULE, sinks=np.float32([0.3, -1]), logits_soft_cap=2.0),
-    "a bias, dropout": dict(bias=np.ones((1, 2, 20, 37), np.float32), dropout_rate=0.2, dropout_rng=jax.random.key(0)),
+    "a bias, dropout": dict(
+        bias=np.ones((1, 2, 20, 37), np.float32), dropout_rate=0.2, dropout_rng=jax.random.key(0)
+    ),
 }
 
 
@@ -95,8 +113,15 @@ CALLS = {
 @pytest.mark.parametrize("call", whole_but(CALLS, "lengths"))
 def test_kernels_in_a_program_that_is_lowered_for_a_cpu_are_blockwise(name, call, rng, monkeypatch):
     other, taken = lowering._forward, []
-    monkeypatch.setattr(lowering, "_forward", lambda backend, *args: (taken.append(backend.name), other(backend, *args))[1])
-    kw = {name: jax.device_put(x, CPU) if hasattr(x, "shape") else x for name, x in CALLS[call].items()}
+    monkeypatch.setattr(
+        lowering,
+        "_forward",
+        lambda backend, *args: (taken.append(backend.name), other(backend, *args))[1],
+    )
+    kw = {
+        name: jax.device_put(x, CPU) if hasattr(x, "shape") else x
+        for name, x in CALLS[call].items()
+    }
     x = [jax.device_put(x, CPU) for x in qkv(DTYPES[name])]
     tolerance = TOLERANCE[str(x[0].dtype)]
     x += cotangents(rng, x[0], x[2])
@@ -112,12 +137,19 @@ def test_vmap_scan_and_checkpoint_of_such_calls_are_blockwise_too():
     def loss(implementation, q, k, v):
         def one(q, k, v):  # sinks of each call's own: no vmap makes one call of them
             sinks = jnp.full(q.shape[-2], q.mean())
-            return flash_attention(q, k, v, is_causal=True, sinks=sinks, implementation=implementation)
+            return flash_attention(
+                q, k, v, is_causal=True, sinks=sinks, implementation=implementation
+            )
 
-        layer = jax.checkpoint(lambda q, _: (jax.vmap(jax.vmap(one))(q[:, None], k[:, None], v[:, None])[:, 0], None))
+        layer = jax.checkpoint(
+            lambda q, _: (jax.vmap(jax.vmap(one))(q[:, None], k[:, None], v[:, None])[:, 0], None)
+        )
         return jnp.sum(jnp.sin(jax.lax.scan(layer, q, None, length=2)[0]))
 
-    found, expected = (jax.jit(jax.grad(functools.partial(loss, name), (0, 1, 2)))(q, k, v) for name in (None, "reference"))
+    found, expected = (
+        jax.jit(jax.grad(functools.partial(loss, name), (0, 1, 2)))(q, k, v)
+        for name in (None, "reference")
+    )
     jax.tree.map(lambda x, y: close(x, y, 1e-5), found, expected)
 
 
@@ -125,8 +157,13 @@ def test_vmap_scan_and_checkpoint_of_such_calls_are_blockwise_too():
 def test_pages_in_a_program_that_is_lowered_for_a_cpu_are_read_by_blockwise(name):
     q, pages, _ = qkv(DTYPES[name], T=1, S=8, B=6)
     q, table, lengths = q[:2], jnp.int32([[3, 1, 0], [2, 5, 4]]), jnp.int32([20, 9])
-    attend = lambda implementation: jax.jit(lambda *x: paged_attention(*x, implementation=implementation, return_residual=True))
-    found, expected = (attend(name)(*jax.device_put((q, pages, pages, table, lengths), CPU)) for name in (None, "reference"))
+    attend = lambda implementation: jax.jit(
+        lambda *x: paged_attention(*x, implementation=implementation, return_residual=True)
+    )
+    found, expected = (
+        attend(name)(*jax.device_put((q, pages, pages, table, lengths), CPU))
+        for name in (None, "reference")
+    )
     jax.tree.map(lambda x, y: close(x, y, 2e-3), found, expected)
 
 
@@ -134,8 +171,16 @@ def test_pages_in_a_program_that_is_lowered_for_a_cpu_are_read_by_blockwise(name
 @pytest.mark.parametrize("sinks", whole_but([None, 9.0], None))
 def test_the_largest_logits_of_such_programs_are_there_too(sinks, name):
     x = jax.device_put(qkv(DTYPES[name]), CPU)
-    more = dict(is_causal=True, query_offset=-2, sinks=None if sinks is None else np.full(2, sinks), return_max_logits=True)
-    found, expected = (jax.jit(functools.partial(flash_attention, implementation=i, **more))(*x)[1] for i in (None, "reference"))
+    more = dict(
+        is_causal=True,
+        query_offset=-2,
+        sinks=None if sinks is None else np.full(2, sinks),
+        return_max_logits=True,
+    )
+    found, expected = (
+        jax.jit(functools.partial(flash_attention, implementation=i, **more))(*x)[1]
+        for i in (None, "reference")
+    )
     assert np.isneginf(expected[:, :2]).all()
     close(found, expected, 1e-5)
 
@@ -143,7 +188,10 @@ def test_the_largest_logits_of_such_programs_are_there_too(sinks, name):
 @needs_hopper
 def test_hopper_by_name_says_that_a_cpu_cannot_run_it():
     call = jax.jit(lambda *x: flash_attention(*x, implementation="hopper"))
-    with pytest.raises(NotImplementedError, match=r"'hopper' was asked for, .* but the program is lowered for something else"):
+    with pytest.raises(
+        NotImplementedError,
+        match=r"'hopper' was asked for, .* but the program is lowered for something else",
+    ):
         call(*qkv())
 
 
@@ -154,7 +202,9 @@ def exported(platforms, *x, **kw):
     return export.export(jax.jit(lambda *x: flash_attention(*x, **kw)), platforms=platforms)(*x)
 
 
-@pytest.mark.parametrize("platforms", [["cpu"], ["tpu"], pytest.param(["cpu", "cuda"], marks=needs_hopper)])
+@pytest.mark.parametrize(
+    "platforms", [["cpu"], ["tpu"], pytest.param(["cpu", "cuda"], marks=needs_hopper)]
+)
 def test_a_machine_with_a_gpu_exports_for_other_platforms_too(platforms):
     x = qkv()
     program = exported(platforms, *x)
@@ -171,10 +221,16 @@ def test_who_exports_triton_kernels_is_told_what_jax_asks_of_them(caplog):
             exported(["cuda"], *qkv())
         (line,) = caplog.messages
         check = (
-            line.partition("disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(")[2].partition('"')[2].partition('"')[0]
+            line.partition("disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(")[2]
+            .partition('"')[2]
+            .partition('"')[0]
         )
         program = jax.jit(flash_attention)
-        program = export.export(program, platforms=["cuda"], disabled_checks=[export.DisabledSafetyCheck.custom_call(check)])
+        program = export.export(
+            program,
+            platforms=["cuda"],
+            disabled_checks=[export.DisabledSafetyCheck.custom_call(check)],
+        )
         assert "triton" in export.deserialize(program(*qkv()).serialize()).mlir_module()
 
 
@@ -206,7 +262,9 @@ def test_a_check_runs_on_the_gpu_that_the_call_is_for(monkeypatch):
     monkeypatch.setenv("PALLAS_FLASH_SELF_CHECK", "1")
     monkeypatch.setattr(selfcheck, "_known", {})
     found = []
-    monkeypatch.setattr(comparison, "check", lambda *_: (found.append(device.here()), lambda: selfcheck.TRUSTED)[1])
+    monkeypatch.setattr(
+        comparison, "check", lambda *_: (found.append(device.here()), lambda: selfcheck.TRUSTED)[1]
+    )
     problem = explain(*qkv(jnp.float32)).problem
     for gpu in (A100, H100):
         with jax.default_device(gpu):

@@ -1,4 +1,5 @@
-"""Replacing jax.nn.dot_product_attention is a change of import: same names, order, defaults and numbers."""
+"""Replacing jax.nn.dot_product_attention is a change of import: same names, order, defaults and
+numbers."""
 
 import inspect
 
@@ -17,7 +18,10 @@ Z = Sizes(H=8, Hv=8)
 
 
 def test_the_signature_begins_with_that_of_jax_nn():
-    theirs, ours = (list(inspect.signature(f).parameters.values()) for f in (jax.nn.dot_product_attention, flash_attention))
+    theirs, ours = (
+        list(inspect.signature(f).parameters.values())
+        for f in (jax.nn.dot_product_attention, flash_attention)
+    )
     for a, b in zip(theirs, ours, strict=False):
         assert (a.name, a.kind, a.default) == (b.name, b.kind, b.default)
 
@@ -30,15 +34,20 @@ CASES = {
     "bias over keys": lambda rng: dict(bias=bias(rng, "B11S", Z)),
     "window": lambda rng: dict(local_window_size=40),
     "window of two sides": lambda rng: dict(local_window_size=(20, 30), is_causal=True),
-    "lengths": lambda rng: dict(key_value_seq_lengths=jnp.array([9, 53]), query_seq_lengths=jnp.array([37, 20])),
+    "lengths": lambda rng: dict(
+        key_value_seq_lengths=jnp.array([9, 53]), query_seq_lengths=jnp.array([37, 20])
+    ),
 }
 
 
-@pytest.mark.parametrize("name", whole_but(CASES, "causal", "scale", "bias and mask", "window of two sides", "lengths"))
+@pytest.mark.parametrize(
+    "name", whole_but(CASES, "causal", "scale", "bias and mask", "window of two sides", "lengths")
+)
 def test_numbers_equal_those_of_jax_nn(name, implementation, rng):
     q, k, v = qkv(rng, Z)
     kw = CASES[name](rng)
-    rows = np.arange(Z.T) < np.asarray(kw.get("query_seq_lengths", [Z.T] * Z.B))[:, None]  # jax.nn leaves garbage in the others
+    # jax.nn leaves garbage in the others
+    rows = np.arange(Z.T) < np.asarray(kw.get("query_seq_lengths", [Z.T] * Z.B))[:, None]
     rows = rows[..., None, None]
 
     def run(attention, **more):
@@ -48,7 +57,10 @@ def test_numbers_equal_those_of_jax_nn(name, implementation, rng):
 
         return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))(q, k, v)
 
-    theirs, ours = run(jax.nn.dot_product_attention), run(flash_attention, implementation=implementation)
+    theirs, ours = (
+        run(jax.nn.dot_product_attention),
+        run(flash_attention, implementation=implementation),
+    )
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         close(a, b, 1e-5)
 

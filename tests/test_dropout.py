@@ -1,4 +1,5 @@
-"""Dropout: the mask is as random as chance, the same everywhere, and what is dropped is dropped in the gradients too."""
+"""Dropout: the mask is as random as chance, the same everywhere, and what is dropped is dropped in
+the gradients too."""
 
 import functools
 
@@ -19,7 +20,8 @@ from pallas_flash.kernels import portable
 from pallas_flash.kernels.classic import flash1, standard
 from pallas_flash.kernels.portable.tuning import AllTiles, Tiles
 
-ALL = ("reference", "blockwise", "portable", "flash1", "standard")  # hopper has tests of its own, in jax's GPU interpreter
+# hopper has tests of its own, in jax's GPU interpreter
+ALL = ("reference", "blockwise", "portable", "flash1", "standard")
 KEY = jax.random.key(7)
 
 
@@ -31,11 +33,14 @@ def masks(keys=20, heads=2, length=512):
     """[key, head, T, S] with mean 0 and deviation 1, at a rate of 26 in 256."""
     mask = jax.vmap(lambda key: dropout_mask(key, 0.1, (heads, length, length)))
     kept = 1 - 26 / 256
-    return (np.asarray(mask(jax.random.split(jax.random.key(0), keys)), np.float32) - kept) / (kept * (1 - kept)) ** 0.5
+    return (np.asarray(mask(jax.random.split(jax.random.key(0), keys)), np.float32) - kept) / (
+        kept * (1 - kept)
+    ) ** 0.5
 
 
 def deviations(x):
-    """How many standard deviations the mean of independent x [key, ...] is off, for the worst key."""
+    """How many standard deviations the mean of independent x [key, ...] is off, for the worst
+    key."""
     return np.abs(x.mean(tuple(range(1, x.ndim)))).max() * x[0].size ** 0.5
 
 
@@ -48,9 +53,18 @@ SUMS = {  # of the masks of 20 keys, numbers with mean 0 and deviation 1
     "of two heads": lambda x: x[:, 0] * x[:, 1],
     "of two keys": lambda x: x * np.roll(x, 1, axis=0),
     "of corners": lambda x: x[..., 1:, 1:] * x[..., :-1, :-1] * x[..., 1:, :-1] * x[..., :-1, 1:],
-    **{f"of rows {n} apart": lambda x, n=n: x[..., n:, :] * x[..., :-n, :] for n in (1, 8, 16, 64, 128)},
-    **{f"of columns {n} apart": lambda x, n=n: x[..., n:] * x[..., :-n] for n in (1, 8, 16, 64, 128)},
-    **{f"of diagonals {n} apart": lambda x, n=n: x[..., n:, n:] * x[..., :-n, :-n] for n in (1, 8, 64)},
+    **{
+        f"of rows {n} apart": lambda x, n=n: x[..., n:, :] * x[..., :-n, :]
+        for n in (1, 8, 16, 64, 128)
+    },
+    **{
+        f"of columns {n} apart": lambda x, n=n: x[..., n:] * x[..., :-n]
+        for n in (1, 8, 16, 64, 128)
+    },
+    **{
+        f"of diagonals {n} apart": lambda x, n=n: x[..., n:, n:] * x[..., :-n, :-n]
+        for n in (1, 8, 64)
+    },
 }
 
 
@@ -63,7 +77,9 @@ def test_far_rows_and_columns_are_independent_beyond_16_bits():
     """What a counter of 16 bits each would repeat."""
     first, second = (np.uint32(x) for x in (123456789, 987654321))
     near, far = jnp.arange(512), jnp.arange(512) + 2**16
-    of = lambda row, column: np.asarray(dropout.keeps(128, first, second, row[:, None], column), np.float32) * 2 - 1
+    of = lambda row, column: (
+        np.asarray(dropout.keeps(128, first, second, row[:, None], column), np.float32) * 2 - 1
+    )
     for other in (of(far, near), of(near, far), of(far, far)):
         assert deviations((of(near, near) * other)[None]) < 5
 
@@ -77,21 +93,28 @@ def test_the_rate_is_taken_to_the_nearest_of_256_that_drops_some_and_not_all(rat
 
 def of_tiles(monkeypatch, block_q, block_k):
     t = Tiles(block_q, block_k)
-    monkeypatch.setattr(blockwise, "tiles", lambda p: blockwise.Tiles(min(block_q, p.queries), min(block_k, p.keys), 1, p.dtype))
+    monkeypatch.setattr(
+        blockwise,
+        "tiles",
+        lambda p: blockwise.Tiles(min(block_q, p.queries), min(block_k, p.keys), 1, p.dtype),
+    )
     monkeypatch.setattr(portable, "tiles", lambda p: AllTiles(t, t, t))
     monkeypatch.setattr(flash1, "tiles", lambda p: flash1.Tiles(block_q, block_k))
     monkeypatch.setattr(standard, "tiles", lambda p: standard.Tiles(block_q, block_k))
 
 
 def seen_through(implementation, key, T=37, S=53, B=2, N=2, dtype=np.float32, **kw):
-    """The mask of forward and backward: with equal weights and v = 1, o is P, and dv is P^T where do = 1."""
+    """The mask of forward and backward: with equal weights and v = 1, o is P, and dv is P^T where
+    do = 1."""
     q, k = np.zeros((B, T, N, 8), dtype), np.zeros((B, S, 1, 8), dtype)
     v = np.broadcast_to(np.eye(S, dtype=dtype)[:, None], (B, S, 1, S))
     do = np.broadcast_to(np.eye(T, S, dtype=dtype)[:, None], (B, T, N, S))
 
     @jax.jit
     def both(v, do):
-        attend = lambda v: flash_attention(q, k, v, dropout_rate=0.3, dropout_rng=key, implementation=implementation, **kw)
+        attend = lambda v: flash_attention(
+            q, k, v, dropout_rate=0.3, dropout_rng=key, implementation=implementation, **kw
+        )
         o, vjp = jax.vjp(attend, v)
         return o, *vjp(do)
 
@@ -111,17 +134,23 @@ def drops_the_same(implementation, T=37, S=53, atol=1e-6, **kw):
 @pytest.mark.gpu
 @pytest.mark.parametrize("tiles", [(16, 16), (32, 64), (64, 32)], ids=str)
 @pytest.mark.parametrize("implementation", ALL)
-def test_every_implementation_drops_the_same_weights_for_every_size_of_tile(implementation, tiles, monkeypatch):
+def test_every_implementation_drops_the_same_weights_for_every_size_of_tile(
+    implementation, tiles, monkeypatch
+):
     of_tiles(monkeypatch, *tiles)
     drops_the_same(implementation)
 
 
-needs_interpreter = pytest.mark.skipif(gpu_interpreter.MISSING is not None, reason=str(gpu_interpreter.MISSING))
+needs_interpreter = pytest.mark.skipif(
+    gpu_interpreter.MISSING is not None, reason=str(gpu_interpreter.MISSING)
+)
 
 
 @pytest.mark.gpu
 @needs_interpreter
-@pytest.mark.parametrize("deterministic, T, S", whole_but([(True, 100, 250), (False, 120, 128)], (False, 120, 128)))
+@pytest.mark.parametrize(
+    "deterministic, T, S", whole_but([(True, 100, 250), (False, 120, 128)], (False, 120, 128))
+)
 def test_the_hopper_kernels_drop_the_same_weights_in_both_schemes(deterministic, T, S):
     with gpu_interpreter.hopper_kernels():
         drops_the_same("hopper", T, S, atol=1e-4, dtype=np.float16, deterministic=deterministic)
@@ -136,7 +165,9 @@ def dense(q, k, v, b, mask):
     s = jnp.einsum("btnh,bsnh->bnts", q, k, precision="highest") * q.shape[3] ** -0.5 + b
     s = jnp.where(jnp.arange(s.shape[3]) <= jnp.arange(s.shape[2])[:, None] + 20, s, -jnp.inf)
     p = jnp.where(mask, jax.nn.softmax(s) / (1 - 77 / 256), 0)
-    return jnp.einsum("bnts,bsnh->btnh", p, v, precision="highest"), jnp.swapaxes(jax.nn.logsumexp(s, axis=-1), 1, 2)
+    return jnp.einsum("bnts,bsnh->btnh", p, v, precision="highest"), jnp.swapaxes(
+        jax.nn.logsumexp(s, axis=-1), 1, 2
+    )
 
 
 @pytest.mark.whole("reference", "portable", "standard")
@@ -149,7 +180,9 @@ def test_output_lse_and_gradients_are_those_of_a_dense_mask(implementation, rng,
     mask = dropout_mask(KEY, 0.3, (z.B, z.N, z.T, z.S))
 
     def ours(q, k, v, b):
-        options = dict(is_causal=True, query_offset=20, return_residual=True, implementation=implementation)
+        options = dict(
+            is_causal=True, query_offset=20, return_residual=True, implementation=implementation
+        )
         b = None if implementation == "flash1" else b
         return flash_attention(q, k, v, b, dropout_rate=0.3, dropout_rng=KEY, **options)
 
@@ -160,7 +193,11 @@ def test_output_lse_and_gradients_are_those_of_a_dense_mask(implementation, rng,
 
         return jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True))(q, k, v, b)
 
-    for a, e in zip(jax.tree.leaves(results(ours)), jax.tree.leaves(results(lambda *x: dense(*x, mask))), strict=True):
+    for a, e in zip(
+        jax.tree.leaves(results(ours)),
+        jax.tree.leaves(results(lambda *x: dense(*x, mask))),
+        strict=True,
+    ):
         if implementation != "flash1" or a.shape != b.shape:
             close(a, e, TOLERANCE["float32"])
 
@@ -171,11 +208,17 @@ def is_exact_in_half_precision(implementation, rng, sizes, **kw):
     kw |= dict(dropout_rate=0.1, dropout_rng=KEY, is_causal=True)
 
     def run(implementation, *x):
-        attend = lambda *x: flash_attention(*x, implementation=implementation, **kw).astype(jnp.float32)
-        return jax.jit(jax.value_and_grad(lambda *x: jnp.sum(jnp.sin(attend(*x))), argnums=(0, 1, 2)))(*x)
+        attend = lambda *x: flash_attention(*x, implementation=implementation, **kw).astype(
+            jnp.float32
+        )
+        return jax.jit(
+            jax.value_and_grad(lambda *x: jnp.sum(jnp.sin(attend(*x))), argnums=(0, 1, 2))
+        )(*x)
 
     exact = run("reference", *(x.astype(np.float32) for x in (q, k, v)))
-    for a, e in zip(jax.tree.leaves(run(implementation, q, k, v)), jax.tree.leaves(exact), strict=True):
+    for a, e in zip(
+        jax.tree.leaves(run(implementation, q, k, v)), jax.tree.leaves(exact), strict=True
+    ):
         close(a, e, TOLERANCE["bfloat16"])
 
 
@@ -186,7 +229,11 @@ def test_half_precision_is_as_exact_as_its_dtype(implementation, rng, small_tile
 
 HOPPER = {  # several tiles of queries and of keys, a head in a group
     "two kernels": (True, Sizes(B=1, T=203, S=309, N=4, K=2, H=64, Hv=64), {}),
-    "one kernel": (False, Sizes(B=1, T=203, S=309, N=2, K=1, H=128, Hv=128), dict(query_offset=106)),
+    "one kernel": (
+        False,
+        Sizes(B=1, T=203, S=309, N=2, K=1, H=128, Hv=128),
+        dict(query_offset=106),
+    ),
     "soft cap": (True, Sizes(B=1, T=67, S=131, N=1, K=1, H=128, Hv=128), dict(logits_soft_cap=2.0)),
 }
 
@@ -204,29 +251,47 @@ def test_the_hopper_kernels_are_as_exact_as_their_dtype(name, rng):
 def test_vmap_over_keys_equals_a_loop_with_gradients(implementation, rng, small_tiles):
     q, k, v = qkv(rng, Sizes(T=19, S=23, N=2, K=1, H=8, Hv=8))
     keys = jax.random.split(KEY, 2)
-    attend = lambda q, key: flash_attention(q, k, v, dropout_rate=0.2, dropout_rng=key, implementation=implementation)
+    attend = lambda q, key: flash_attention(
+        q, k, v, dropout_rate=0.2, dropout_rng=key, implementation=implementation
+    )
     loss = jax.value_and_grad(lambda q, key: jnp.sum(jnp.sin(attend(q, key))))
     together = jax.jit(jax.vmap(loss, in_axes=(None, 0)))(q, keys)
     alone = [jax.jit(loss)(q, key) for key in keys]
-    for a, e in zip(jax.tree.leaves(together), jax.tree.leaves(jax.tree.map(lambda *x: jnp.stack(x), *alone)), strict=True):
+    for a, e in zip(
+        jax.tree.leaves(together),
+        jax.tree.leaves(jax.tree.map(lambda *x: jnp.stack(x), *alone)),
+        strict=True,
+    ):
         close(a, e, 5e-6)
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices; conftest asks for them on a CPU")
+@pytest.mark.skipif(
+    len(jax.devices()) < 8, reason="needs eight devices; conftest asks for them on a CPU"
+)
 @pytest.mark.parametrize("implementation", ["reference", "blockwise", "portable"])
 def test_on_a_mesh_of_eight_the_same_weights_are_dropped(implementation, small_tiles):
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
     T, S, B, N = 19, 23, 4, 4
-    q = jax.device_put(np.zeros((B, T, N, 8), np.float32), NamedSharding(mesh, P("data", None, "model")))
+    q = jax.device_put(
+        np.zeros((B, T, N, 8), np.float32), NamedSharding(mesh, P("data", None, "model"))
+    )
     k = np.zeros((B, S, 2, 8), np.float32)
     v = np.broadcast_to(np.eye(S, dtype=np.float32)[:, None], (B, S, 2, S))
-    o = jax.jit(lambda q, key: flash_attention(q, k, v, dropout_rate=0.3, dropout_rng=key, implementation=implementation))(q, KEY)
+    o = jax.jit(
+        lambda q, key: flash_attention(
+            q, k, v, dropout_rate=0.3, dropout_rng=key, implementation=implementation
+        )
+    )(q, KEY)
     assert jax.typeof(o).sharding.spec[0] == "data"
-    np.testing.assert_array_equal(np.moveaxis(np.asarray(o) > 0, 2, 1), dropout_mask(KEY, 0.3, (B, N, T, S)))
+    np.testing.assert_array_equal(
+        np.moveaxis(np.asarray(o) > 0, 2, 1), dropout_mask(KEY, 0.3, (B, N, T, S))
+    )
 
 
-@pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices; conftest asks for them on a CPU")
+@pytest.mark.skipif(
+    len(jax.devices()) < 8, reason="needs eight devices; conftest asks for them on a CPU"
+)
 @pytest.mark.whole
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=str)
 def test_a_shared_mask_is_the_same_in_all_rows_and_heads_on_all_devices(kind, small_tiles):
@@ -237,7 +302,13 @@ def test_a_shared_mask_is_the_same_in_all_rows_and_heads_on_all_devices(kind, sm
     where = NamedSharding(mesh, P("data", "context"))
     context = Ring("context", batch="data")
     attend = lambda q, k, v, key: flash_attention(
-        q, k, v, dropout_rate=0.3, dropout_rng=dropout.Shared(key), implementation="blockwise", context=context
+        q,
+        k,
+        v,
+        dropout_rate=0.3,
+        dropout_rng=dropout.Shared(key),
+        implementation="blockwise",
+        context=context,
     )
     o = jax.jit(attend)(*(jax.device_put(x, where) for x in (q, q, v)), KEY)
     expected = np.broadcast_to(dropout_mask(KEY, 0.3, (T, T)), (B, N, T, T))
@@ -249,7 +320,9 @@ def test_a_shared_mask_is_the_same_in_all_rows_and_heads_on_all_devices(kind, sm
 
 def test_raw_and_typed_keys_give_the_same_and_other_keys_another_mask(rng):
     q, k, v = qkv(rng, Sizes(T=19, S=23))
-    attend = lambda key: np.asarray(flash_attention(q, k, v, dropout_rate=0.3, dropout_rng=key, implementation="reference"))
+    attend = lambda key: np.asarray(
+        flash_attention(q, k, v, dropout_rate=0.3, dropout_rng=key, implementation="reference")
+    )
     np.testing.assert_array_equal(attend(KEY), attend(jax.random.key_data(KEY)))
     assert not np.array_equal(attend(KEY), attend(jax.random.fold_in(KEY, 0)))
 
@@ -263,7 +336,9 @@ def test_a_rate_of_zero_is_the_program_without_dropout(rng):
 
 @pytest.mark.parametrize("shape", [5, (7,)])
 def test_a_shape_that_is_not_that_of_weights_says_which_is(shape):
-    with pytest.raises(ValueError, match=r"shape must be \(\*B, N, T, S\), that of the weights; got"):
+    with pytest.raises(
+        ValueError, match=r"shape must be \(\*B, N, T, S\), that of the weights; got"
+    ):
         dropout_mask(jax.random.key(0), 0.1, shape)
 
 

@@ -27,7 +27,8 @@ def assert_close(actual, expected, tolerance=2e-5):
 
 
 def value_and_grads(apply, *args):
-    """apply(*args), and the gradients of its product with fixed random numbers, in one compilation."""
+    """apply(*args), and the gradients of its product with fixed random numbers, in one
+    compilation."""
 
     def loss(*args):
         y = apply(*args)
@@ -41,7 +42,8 @@ def value_and_grads(apply, *args):
 
 
 def nnx_module(hook, **options):
-    """An nnx.MultiHeadAttention as a function of its parameters and inputs, and the parameters: the same for every hook."""
+    """An nnx.MultiHeadAttention as a function of its parameters and inputs, and the parameters: the
+    same for every hook."""
     layer = nnx.MultiHeadAttention(N, D, decode=False, rngs=nnx.Rngs(0), **options, **hook)
     graph, params = nnx.split(layer)
     return lambda params, *inputs, **call: nnx.merge(graph, params)(*inputs, **call), params
@@ -63,7 +65,9 @@ MASKS = {
     "boolean": np.tril(np.ones((T, T), bool))[None, None],
     "float, causal": nnx.make_causal_mask(jnp.ones((B, T))),
     "float, padded keys": nnx.make_attention_mask(jnp.ones((B, 1)), IS_REAL),
-    "int, padded keys, by query": nnx.make_attention_mask(jnp.ones((B, T)), IS_REAL, dtype=jnp.int32),
+    "int, padded keys, by query": nnx.make_attention_mask(
+        jnp.ones((B, T)), IS_REAL, dtype=jnp.int32
+    ),
 }
 
 
@@ -73,7 +77,9 @@ def test_the_hook_gives_what_flax_gives(library, mask):
     mask, x = MASKS[mask], normal(1, B, T, D)
     ours, params = MODULES[library](dict(attention_fn=attention_fn))
     theirs, _ = MODULES[library]({})
-    assert_close(*(jax.jit(functools.partial(apply, mask=mask))(params, x) for apply in (ours, theirs)))
+    assert_close(
+        *(jax.jit(functools.partial(apply, mask=mask))(params, x) for apply in (ours, theirs))
+    )
 
 
 @pytest.mark.parametrize("library", MODULES)
@@ -81,14 +87,24 @@ def test_the_hook_gives_the_gradients_that_flax_gives(library):
     mask, x = MASKS["float, padded keys"], normal(1, B, T, D)
     ours, params = MODULES[library](dict(attention_fn=attention_fn))
     theirs, _ = MODULES[library]({})
-    assert_close(*(value_and_grads(functools.partial(apply, mask=mask), params, x) for apply in (ours, theirs)))
+    assert_close(
+        *(
+            value_and_grads(functools.partial(apply, mask=mask), params, x)
+            for apply in (ours, theirs)
+        )
+    )
 
 
 def test_the_hook_honours_is_causal_and_grouped_heads_and_cross_attention():
     ours, params = nnx_module(dict(attention_fn=attention_fn), num_kv_heads=2, normalize_qk=True)
     theirs, _ = nnx_module({}, num_kv_heads=2, normalize_qk=True)
     inputs = normal(1, B, T, D), normal(2, B, T + 4, D)
-    assert_close(*(jax.jit(functools.partial(apply, is_causal=True))(params, *inputs) for apply in (ours, theirs)))
+    assert_close(
+        *(
+            jax.jit(functools.partial(apply, is_causal=True))(params, *inputs)
+            for apply in (ours, theirs)
+        )
+    )
 
 
 @pytest.mark.parametrize("lead", [(), (2, 3)])
@@ -144,16 +160,22 @@ def test_the_hook_decodes_step_by_step_in_linen_as_flax_does():
 @pytest.mark.parametrize("library", MODULES)
 def test_partial_chooses_the_implementation(library):
     x, mask = normal(1, B, T, D), MASKS["float, padded keys"]
-    ours, params = MODULES[library](dict(attention_fn=functools.partial(attention_fn, implementation="portable")))
+    ours, params = MODULES[library](
+        dict(attention_fn=functools.partial(attention_fn, implementation="portable"))
+    )
     theirs, _ = MODULES[library]({})
     assert_close(jax.jit(ours)(params, x, mask=mask), jax.jit(theirs)(params, x, mask=mask))
     with pytest.raises(ValueError, match="implementation must be"):
-        MODULES[library](dict(attention_fn=functools.partial(attention_fn, implementation="none of them")))[0](params, x)
+        MODULES[library](
+            dict(attention_fn=functools.partial(attention_fn, implementation="none of them"))
+        )[0](params, x)
 
 
 def test_a_padding_mask_is_not_spread_over_the_queries(monkeypatch):
     seen = []
-    monkeypatch.setattr(hook, "flash_attention", lambda q, k, v, bias, mask, **_: seen.append(mask) or q)
+    monkeypatch.setattr(
+        hook, "flash_attention", lambda q, k, v, bias, mask, **_: seen.append(mask) or q
+    )
     ours, params = nnx_module(dict(attention_fn=attention_fn))
     ours(params, normal(1, B, T, D), mask=MASKS["float, padded keys"])
     assert seen[0].shape == (B, 1, 1, T) and seen[0].dtype == bool
@@ -171,7 +193,10 @@ def test_a_query_that_sees_no_key_gets_zero_where_flax_gives_the_mean():
     q, k, v = (normal(i, T, N, H) for i in range(3))
     mask = np.ones((1, T, T), bool)
     mask[0, 3] = False
-    ours, theirs = attention_fn(q, k, v, mask=mask), nnx.dot_product_attention(q, k, v, mask=jnp.asarray(mask))
+    ours, theirs = (
+        attention_fn(q, k, v, mask=mask),
+        nnx.dot_product_attention(q, k, v, mask=jnp.asarray(mask)),
+    )
     assert np.all(np.asarray(ours[3]) == 0)
     assert_close(theirs[3], v.mean(0))
     others = np.arange(T) != 3
@@ -179,17 +204,24 @@ def test_a_query_that_sees_no_key_gets_zero_where_flax_gives_the_mean():
 
 
 def test_the_hook_promotes_as_flax_does():
-    q, k, v = normal(0, B, T, N, H), normal(1, B, T, N, H, dtype=jnp.bfloat16), jnp.ones((B, T, N, H), jnp.int32)
+    q, k, v = (
+        normal(0, B, T, N, H),
+        normal(1, B, T, N, H, dtype=jnp.bfloat16),
+        jnp.ones((B, T, N, H), jnp.int32),
+    )
     bias = normal(3, 1, N, T, T)
     for dtype in (None, jnp.bfloat16):
         ours, theirs = (
-            jax.jit(functools.partial(f, dtype=dtype))(q, k, v, bias) for f in (attention_fn, nnx.dot_product_attention)
+            jax.jit(functools.partial(f, dtype=dtype))(q, k, v, bias)
+            for f in (attention_fn, nnx.dot_product_attention)
         )
         assert ours.dtype == theirs.dtype
         assert_close(ours, theirs, 2e-5 if dtype is None else 3e-2)
 
 
-@pytest.mark.parametrize("precision", ["highest", "bfloat16", jax.lax.Precision.HIGH, ("default", None)])
+@pytest.mark.parametrize(
+    "precision", ["highest", "bfloat16", jax.lax.Precision.HIGH, ("default", None)]
+)
 def test_every_precision_is_met(precision):
     q, k, v = (normal(i, 1, T, N, H) for i in range(3))
     assert jnp.array_equal(attention_fn(q, k, v, precision=precision), attention_fn(q, k, v))
@@ -211,23 +243,43 @@ def dense_with_dropout(query, key, value, dropout_rng, dropout_rate, broadcast_d
 
 @pytest.mark.parametrize("broadcast", [True, False])
 @pytest.mark.parametrize("library", MODULES)
-def test_the_hook_drops_one_mask_from_all_rows_and_heads_or_one_from_each_as_the_module_asks(library, broadcast):
-    more, inputs = dict(dropout_rate=0.5) | ({} if broadcast else dict(broadcast_dropout=False)), normal(1, B, T, D)
-    rngs = lambda: dict(rngs=nnx.Rngs(dropout=3) if library == "nnx" else dict(dropout=jax.random.key(3)))
+def test_the_hook_drops_one_mask_from_all_rows_and_heads_or_one_from_each_as_the_module_asks(
+    library, broadcast
+):
+    more, inputs = (
+        dict(dropout_rate=0.5) | ({} if broadcast else dict(broadcast_dropout=False)),
+        normal(1, B, T, D),
+    )
+    rngs = lambda: dict(
+        rngs=nnx.Rngs(dropout=3) if library == "nnx" else dict(dropout=jax.random.key(3))
+    )
     results = []
     for attend in (attention_fn, dense_with_dropout):
         module, params = MODULES[library](dict(attention_fn=attend), **more)
-        results.append(jax.jit(lambda x, module=module, params=params: module(params, x, deterministic=False, **rngs()))(inputs))
+        results.append(
+            jax.jit(
+                lambda x, module=module, params=params: module(
+                    params, x, deterministic=False, **rngs()
+                )
+            )(inputs)
+        )
     assert_close(*results)
 
 
 @pytest.mark.parametrize("library", MODULES)
-def test_the_hook_drops_what_flash_attention_drops_with_the_key_that_flax_hands_on(library, monkeypatch):
+def test_the_hook_drops_what_flash_attention_drops_with_the_key_that_flax_hands_on(
+    library, monkeypatch
+):
     given, attend = [], hook.flash_attention
     watched = lambda *args, **kw: given.append((args, kw)) or attend(*args, **kw)
     monkeypatch.setattr(hook, "flash_attention", watched)
-    ours, params = MODULES[library](dict(attention_fn=attention_fn), dropout_rate=0.5, broadcast_dropout=False)
-    x, rngs = normal(1, B, T, D), dict(rngs=nnx.Rngs(dropout=3) if library == "nnx" else dict(dropout=jax.random.key(3)))
+    ours, params = MODULES[library](
+        dict(attention_fn=attention_fn), dropout_rate=0.5, broadcast_dropout=False
+    )
+    x, rngs = (
+        normal(1, B, T, D),
+        dict(rngs=nnx.Rngs(dropout=3) if library == "nnx" else dict(dropout=jax.random.key(3))),
+    )
     first, again = (ours(params, x, deterministic=False, **rngs) for _ in range(2))
     _, kw = given[0]
     assert kw["dropout_rate"] == 0.5 and kw["dropout_rng"] is not None
@@ -238,7 +290,9 @@ def test_the_hook_drops_what_flash_attention_drops_with_the_key_that_flax_hands_
 @pytest.mark.parametrize("library", MODULES)
 def test_the_hook_refuses_to_sow_weights(library):
     ours, params = MODULES[library](dict(attention_fn=attention_fn))
-    with pytest.raises(NotImplementedError, match=r"sow_weights False; pallas_flash.attention_weights computes"):
+    with pytest.raises(
+        NotImplementedError, match=r"sow_weights False; pallas_flash.attention_weights computes"
+    ):
         ours(params, normal(1, B, T, D), sow_weights=True)
 
 
@@ -277,27 +331,42 @@ def plain_rope(x, positions, base):
 
 
 def plain_layer(p, x, visible, rope_base=10_000.0, soft_cap=None):
-    """The layer's equations on its parameters, dense; visible is bool, broadcastable to [B, T, T]."""
-    project = lambda name: jnp.einsum("btd,dnh->btnh", x, p[name]["kernel"]) + p[name].get("bias", 0)
+    """The layer's equations on its parameters, dense; visible is bool, broadcastable to [B, T,
+    T]."""
+    project = lambda name: (
+        jnp.einsum("btd,dnh->btnh", x, p[name]["kernel"]) + p[name].get("bias", 0)
+    )
     q, k, v = project("query"), project("key"), project("value")
     if "query_norm" in p:
         norm = lambda x, scale: x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6) * scale
         q, k = norm(q, p["query_norm"]["scale"]), norm(k, p["key_norm"]["scale"])
     if rope_base is not None:
-        q, k = plain_rope(q, np.arange(x.shape[1]), rope_base), plain_rope(k, np.arange(x.shape[1]), rope_base)
+        q, k = (
+            plain_rope(q, np.arange(x.shape[1]), rope_base),
+            plain_rope(k, np.arange(x.shape[1]), rope_base),
+        )
     k, v = (jnp.repeat(a, q.shape[2] // a.shape[2], axis=2) for a in (k, v))
     s = jnp.einsum("btnh,bsnh->bnts", q, k) / q.shape[-1] ** 0.5
     s = s if soft_cap is None else soft_cap * jnp.tanh(s / soft_cap)
     weights = jax.nn.softmax(jnp.where(visible[:, None], s, -jnp.inf))
-    return jnp.einsum("bnts,bsnh,nhe->bte", weights, v, p["out"]["kernel"]) + p["out"].get("bias", 0)
+    return jnp.einsum("bnts,bsnh,nhe->bte", weights, v, p["out"]["kernel"]) + p["out"].get(
+        "bias", 0
+    )
 
 
 def layer_of(num_heads=N, in_features=D, **options):
     """A layer whose parameters are all random, also those that start at 0 or 1."""
-    layer = FlashAttention(num_heads, in_features, kernel_init=nnx.initializers.zeros, rngs=nnx.Rngs(0), **options)
+    layer = FlashAttention(
+        num_heads, in_features, kernel_init=nnx.initializers.zeros, rngs=nnx.Rngs(0), **options
+    )
     params = nnx.state(layer, nnx.Param)
     leaves, tree = jax.tree.flatten(params)
-    nnx.update(layer, jax.tree.unflatten(tree, [x + 0.3 * normal(i, *x.shape, dtype=x.dtype) for i, x in enumerate(leaves)]))
+    nnx.update(
+        layer,
+        jax.tree.unflatten(
+            tree, [x + 0.3 * normal(i, *x.shape, dtype=x.dtype) for i, x in enumerate(leaves)]
+        ),
+    )
     return layer
 
 
@@ -321,11 +390,31 @@ CAUSAL = (COLUMN <= ROW)[None]
 WINDOW = CAUSAL & (ROW - COLUMN <= 2)
 LAYERS = {
     "the defaults": (dict(), dict(), CAUSAL),
-    "grouped heads, QK norm, biases": (dict(num_kv_heads=2, qk_norm=True, use_bias=True), dict(), CAUSAL),
-    "one kv head, another base": (dict(num_kv_heads=1, rope_base=50.0), dict(rope_base=50.0), CAUSAL),
-    "no RoPE, not causal": (dict(rope_base=None, is_causal=False), dict(rope_base=None), CAUSAL | True),
-    "window, soft cap": (dict(local_window_size=2, logits_soft_cap=0.7), dict(soft_cap=0.7), WINDOW),
-    "sizes of their own": (dict(num_heads=3, in_features=11, head_size=10, out_features=5), dict(), CAUSAL),
+    "grouped heads, QK norm, biases": (
+        dict(num_kv_heads=2, qk_norm=True, use_bias=True),
+        dict(),
+        CAUSAL,
+    ),
+    "one kv head, another base": (
+        dict(num_kv_heads=1, rope_base=50.0),
+        dict(rope_base=50.0),
+        CAUSAL,
+    ),
+    "no RoPE, not causal": (
+        dict(rope_base=None, is_causal=False),
+        dict(rope_base=None),
+        CAUSAL | True,
+    ),
+    "window, soft cap": (
+        dict(local_window_size=2, logits_soft_cap=0.7),
+        dict(soft_cap=0.7),
+        WINDOW,
+    ),
+    "sizes of their own": (
+        dict(num_heads=3, in_features=11, head_size=10, out_features=5),
+        dict(),
+        CAUSAL,
+    ),
 }
 
 
@@ -334,20 +423,34 @@ def test_the_layer_is_its_equations(case):
     options, plain_options, visible = LAYERS[case]
     layer = layer_of(**options)
     x = normal(1, B, T, layer.in_features)
-    assert_close(jax.jit(layer)(x), jax.jit(functools.partial(plain_layer, visible=visible, **plain_options))(pure(layer), x))
+    assert_close(
+        jax.jit(layer)(x),
+        jax.jit(functools.partial(plain_layer, visible=visible, **plain_options))(pure(layer), x),
+    )
 
 
 def test_the_gradients_of_the_layer_are_those_of_its_equations():
-    layer = layer_of(num_kv_heads=2, qk_norm=True, use_bias=True, local_window_size=2, rope_base=50.0)
-    args, plain = (pure(layer), normal(1, B, T, D)), functools.partial(plain_layer, visible=WINDOW, rope_base=50.0)
+    layer = layer_of(
+        num_kv_heads=2, qk_norm=True, use_bias=True, local_window_size=2, rope_base=50.0
+    )
+    args, plain = (
+        (pure(layer), normal(1, B, T, D)),
+        functools.partial(plain_layer, visible=WINDOW, rope_base=50.0),
+    )
     assert_close(value_and_grads(apply(layer), *args), value_and_grads(plain, *args))
 
 
 ANY = np.random.default_rng(0).random((B, 1, T, T)) < 0.6
 PREFIX = np.array([2, 5], np.int32)
 CALLS = {
-    "a boolean mask": (dict(mask=ANY | np.eye(T, dtype=bool)), CAUSAL & (ANY[:, 0] | np.eye(T, dtype=bool))),
-    "a float mask of keys": (dict(mask=IS_REAL[:, None, None].astype("f4")), CAUSAL & IS_REAL[:, None]),
+    "a boolean mask": (
+        dict(mask=ANY | np.eye(T, dtype=bool)),
+        CAUSAL & (ANY[:, 0] | np.eye(T, dtype=bool)),
+    ),
+    "a float mask of keys": (
+        dict(mask=IS_REAL[:, None, None].astype("f4")),
+        CAUSAL & IS_REAL[:, None],
+    ),
     "a mask object": (dict(mask=masks.Window(1)), CAUSAL & (ROW - COLUMN <= 1)),
 }
 
@@ -356,7 +459,9 @@ CALLS = {
 def test_the_layer_joins_its_mask_with_causality(case):
     call, visible = CALLS[case]
     layer, x = layer_of(), normal(1, B, T, D)
-    assert_close(jax.jit(lambda x: layer(x, **call))(x), jax.jit(plain_layer)(pure(layer), x, visible))
+    assert_close(
+        jax.jit(lambda x: layer(x, **call))(x), jax.jit(plain_layer)(pure(layer), x, visible)
+    )
 
 
 def test_a_layer_that_is_not_causal_takes_a_mask_that_is_partly_so():
@@ -368,7 +473,8 @@ def test_a_layer_that_is_not_causal_takes_a_mask_that_is_partly_so():
 
 def test_packed_documents_are_as_documents_alone():
     layer, x = layer_of(num_kv_heads=2, qk_norm=True), normal(1, B, T, D)
-    ids = np.array([[5, 5, 5, 1, 1, 8, 8], [2, 2, 2, 3, 3, 2, 2]])  # equal ids need not be neighbours
+    # equal ids need not be neighbours
+    ids = np.array([[5, 5, 5, 1, 1, 8, 8], [2, 2, 2, 3, 3, 2, 2]])
     together = jax.jit(lambda x: layer(x, segment_ids=ids))(x)
     alone = jax.jit(layer)
     assert_close(together[:1, :3], alone(x[:1, :3]))
@@ -387,7 +493,9 @@ def test_beyond_the_lengths_nothing_is_read_and_the_attention_is_zero():
 
 
 def test_without_rope_the_layer_is_flax_own_on_the_same_parameters():
-    theirs = nnx.MultiHeadAttention(N, D, num_kv_heads=2, use_bias=False, decode=False, rngs=nnx.Rngs(3))
+    theirs = nnx.MultiHeadAttention(
+        N, D, num_kv_heads=2, use_bias=False, decode=False, rngs=nnx.Rngs(3)
+    )
     ours = FlashAttention(N, D, num_kv_heads=2, rope_base=None, rngs=nnx.Rngs(0))
     nnx.update(ours, nnx.state(theirs, nnx.Param))
     x = normal(1, B, T, D)
@@ -408,20 +516,31 @@ def test_in_bfloat16_the_layer_stays_close_to_float32():
 
 
 def test_rope_turns_halves_in_float32():
-    x, positions = normal(0, B, T, N, H), np.array([[0, 1, 2, 3, 4, 5, 6], [9, 8, 7, 1000, 5, 4, 3]])
+    x, positions = (
+        normal(0, B, T, N, H),
+        np.array([[0, 1, 2, 3, 4, 5, 6], [9, 8, 7, 1000, 5, 4, 3]]),
+    )
     assert_close(rope(x, positions, 500.0), plain_rope(x, positions, 500.0), 1e-4)
     half = rope(x.astype(jnp.bfloat16), positions, 500.0)
-    assert jnp.array_equal(half, rope(x.astype(jnp.bfloat16).astype(jnp.float32), positions, 500.0).astype(jnp.bfloat16))
+    assert jnp.array_equal(
+        half,
+        rope(x.astype(jnp.bfloat16).astype(jnp.float32), positions, 500.0).astype(jnp.bfloat16),
+    )
 
 
 def test_sinks_and_dropout_of_the_layer_are_those_of_flash_attention():
-    layer, x = layer_of(num_kv_heads=2, sinks=True, dropout_rate=0.3, implementation="reference"), normal(1, B, T, D)
+    layer, x = (
+        layer_of(num_kv_heads=2, sinks=True, dropout_rate=0.3, implementation="reference"),
+        normal(1, B, T, D),
+    )
     assert layer.sinks[...].shape == (N,) and np.any(np.asarray(layer.sinks[...]) != 0)
     key = jax.random.key(5)
     mask = dropout_mask(key, 0.3, (B, N, T, T)) / (1 - 77 / 256)
 
     def plain(p, x):
-        q, k, v = (jnp.einsum("btd,dnh->btnh", x, p[name]["kernel"]) for name in ("query", "key", "value"))
+        q, k, v = (
+            jnp.einsum("btd,dnh->btnh", x, p[name]["kernel"]) for name in ("query", "key", "value")
+        )
         q, k = (plain_rope(a, np.arange(T), 10_000.0) for a in (q, k))
         k, v = (jnp.repeat(a, 2, axis=2) for a in (k, v))
         e = jnp.where(CAUSAL[:, None], jnp.exp(jnp.einsum("btnh,bsnh->bnts", q, k) / H**0.5), 0)
@@ -463,10 +582,17 @@ def test_scanned_layers_have_streams_of_their_own_and_two_calls_drop_other_weigh
     assert jnp.array_equal(layers.rngs.count[...], jnp.array([2, 2]))
 
 
-@pytest.mark.parametrize("rate, stream, keep_rngs", [(0.0, "default", True), (0.3, "default", False), (0.3, "params", True)])
+@pytest.mark.parametrize(
+    "rate, stream, keep_rngs",
+    [(0.0, "default", True), (0.3, "default", False), (0.3, "params", True)],
+)
 def test_a_layer_without_dropout_or_a_stream_has_parameters_alone_as_state(rate, stream, keep_rngs):
-    layer = FlashAttention(N, D, dropout_rate=rate, rngs=nnx.Rngs(**{stream: 0}), keep_rngs=keep_rngs)
-    assert not jax.tree.leaves(nnx.state(layer, nnx.RngState)) and jax.tree.leaves(nnx.state(layer, nnx.Param))
+    layer = FlashAttention(
+        N, D, dropout_rate=rate, rngs=nnx.Rngs(**{stream: 0}), keep_rngs=keep_rngs
+    )
+    assert not jax.tree.leaves(nnx.state(layer, nnx.RngState)) and jax.tree.leaves(
+        nnx.state(layer, nnx.Param)
+    )
     if rate:
         with pytest.raises(ValueError, match="dropout needs rngs in training"):
             layer(normal(1, B, T, D))
@@ -476,7 +602,8 @@ def test_a_layer_without_dropout_or_a_stream_has_parameters_alone_as_state(rate,
 
 
 def decode(layer, x, chunks, max_length):
-    """y of x fed in chunks of these sizes, each written into the memory of the cache before, and the cache."""
+    """y of x fed in chunks of these sizes, each written into the memory of the cache before, and
+    the cache."""
     step = jax.jit(lambda x, cache: layer(x, cache=cache), donate_argnums=1)
     cache, ys, start = layer.init_cache(x.shape[0], max_length), [], 0
     for t in chunks:
@@ -517,7 +644,11 @@ def test_rows_of_different_lengths_decode_side_by_side():
     lengths, padded = np.array([5, 2], np.int32), 5
     is_real = np.arange(padded)[None] < lengths[:, None]
     step = jax.jit(lambda x, cache, **call: layer(x, cache=cache, **call))
-    y, cache = step(jnp.where(is_real[..., None], x[:, :padded], jnp.nan), layer.init_cache(B, T), lengths=lengths)
+    y, cache = step(
+        jnp.where(is_real[..., None], x[:, :padded], jnp.nan),
+        layer.init_cache(B, T),
+        lengths=lengths,
+    )
     assert np.array_equal(cache.length, lengths)
     following = jnp.stack([x[b, n : n + 2] for b, n in enumerate(lengths)])
     z, cache = step(following, cache)
@@ -562,7 +693,9 @@ def test_a_token_without_room_is_nan_and_spoils_nothing_else():
 
 def test_a_cache_of_another_dtype_keeps_it():
     layer, x = layer_of(), normal(1, B, T, D)
-    y, cache = jax.jit(lambda x, cache: layer(x, cache=cache))(x, layer.init_cache(B, T, dtype=jnp.bfloat16))
+    y, cache = jax.jit(lambda x, cache: layer(x, cache=cache))(
+        x, layer.init_cache(B, T, dtype=jnp.bfloat16)
+    )
     assert (y.dtype, cache.key.dtype) == (jnp.float32, jnp.bfloat16)
     assert_close(y, jax.jit(layer)(x), 2e-2)
 
@@ -570,7 +703,10 @@ def test_a_cache_of_another_dtype_keeps_it():
 @pytest.mark.parametrize(
     "options, text",
     [
-        (dict(num_kv_heads=3), "num_heads must be a multiple of num_kv_heads, both above 0; got 4 and 3"),
+        (
+            dict(num_kv_heads=3),
+            "num_heads must be a multiple of num_kv_heads, both above 0; got 4 and 3",
+        ),
         (dict(num_kv_heads=0), "got 4 and 0"),
         (dict(head_size=5), "head_size must be even, since RoPE turns pairs; got 5"),
         (dict(in_features=22), "in_features must be a multiple of num_heads = 4; got 22"),
@@ -587,13 +723,20 @@ def test_an_odd_head_size_is_possible_without_rope():
 
 def test_impossible_calls_raise():
     layer, x = layer_of(num_kv_heads=2), normal(0, B, T, D)
-    with pytest.raises(ValueError, match=r"inputs_q must be \[B, T, in_features\] = \(B, T, 24\); got \(2, 7, 23\)"):
+    with pytest.raises(
+        ValueError, match=r"inputs_q must be \[B, T, in_features\] = \(B, T, 24\); got \(2, 7, 23\)"
+    ):
         layer(x[..., 1:])
     with pytest.raises(ValueError, match=r"inputs_q must be .*; got \(7, 24\)"):
         layer(x[0])
-    with pytest.raises(ValueError, match="the 7 tokens of inputs_q must fit into the cache's max_length; got 6"):
+    with pytest.raises(
+        ValueError, match="the 7 tokens of inputs_q must fit into the cache's max_length; got 6"
+    ):
         layer(x, cache=layer.init_cache(B, 6))
-    with pytest.raises(ValueError, match=r"cache.key must be .*\(2, max_length, 2, 6\) .*; got \(3, 9, 2, 6\).*init_cache\(2,"):
+    with pytest.raises(
+        ValueError,
+        match=r"cache.key must be .*\(2, max_length, 2, 6\) .*; got \(3, 9, 2, 6\).*init_cache\(2,",
+    ):
         layer(x, cache=layer.init_cache(3, 9))
     with pytest.raises(ValueError, match="segment_ids cannot go with a cache"):
         layer(x, cache=layer.init_cache(B, 9), segment_ids=np.zeros((B, T), int))
@@ -635,7 +778,9 @@ def test_cross_attention_sees_the_real_inputs_alone():
 def test_what_makes_no_sense_in_cross_attention_raises():
     layer, x, y = cross_layer(), normal(0, B, T, D), normal(0, B, 9, 11)
     for options in (dict(is_causal=True), dict(rope_base=10.0), dict(local_window_size=3)):
-        with pytest.raises(ValueError, match="is_causal=False, rope_base=None and no local_window_size"):
+        with pytest.raises(
+            ValueError, match="is_causal=False, rope_base=None and no local_window_size"
+        ):
             layer_of(**(dict(in_kv_features=11, is_causal=False, rope_base=None) | options))(x, y)
     with pytest.raises(ValueError, match="in_kv_features = 11 beside 24 needs inputs_k"):
         layer(x)
@@ -647,9 +792,13 @@ def test_what_makes_no_sense_in_cross_attention_raises():
         layer(x, y, segment_ids=np.zeros((B, T), int))
     with pytest.raises(ValueError, match="a cache cannot go with inputs_k"):
         layer(x, y, cache=layer.init_cache(B, 9))
-    with pytest.raises(ValueError, match=r"inputs_k must be .* = \(2, S, 11\) .*; got \(2, 9, 10\)"):
+    with pytest.raises(
+        ValueError, match=r"inputs_k must be .* = \(2, S, 11\) .*; got \(2, 9, 10\)"
+    ):
         layer(x, y[..., 1:])
-    with pytest.raises(ValueError, match=r"inputs_v must be .* = \(2, 9, 11\) .*; got \(2, 8, 11\)"):
+    with pytest.raises(
+        ValueError, match=r"inputs_v must be .* = \(2, 9, 11\) .*; got \(2, 8, 11\)"
+    ):
         layer(x, y, y[:, 1:])
 
 
@@ -668,11 +817,18 @@ def test_leading_axes_of_a_mask_may_be_left_out(axes):
     assert_close(attention_fn(q, q, q, mask=mask.astype("f4")), flash_attention(q, q, q, mask=full))
 
 
-@pytest.mark.parametrize("mask", [np.array([0.0, -1e9]), jnp.array([0, 2]), np.array([1.0, np.nan])])
+@pytest.mark.parametrize(
+    "mask", [np.array([0.0, -1e9]), jnp.array([0, 2]), np.array([1.0, np.nan])]
+)
 def test_a_mask_of_other_numbers_than_0_and_1_raises_where_they_can_be_seen(mask):
     q, mask = normal(0, B, 2, N, H), mask[None]
-    for attend in (functools.partial(attention_fn, mask=mask), jax.jit(functools.partial(attention_fn, mask=mask))):
-        with pytest.raises(ValueError, match=r"mask must be bool, or 0 and 1 as Flax makes it; got .*mask > -1"):
+    for attend in (
+        functools.partial(attention_fn, mask=mask),
+        jax.jit(functools.partial(attention_fn, mask=mask)),
+    ):
+        with pytest.raises(
+            ValueError, match=r"mask must be bool, or 0 and 1 as Flax makes it; got .*mask > -1"
+        ):
             attend(q, q, q)
     with pytest.raises(ValueError, match="mask must be bool"):
         layer_of()(normal(0, B, 2, D), mask=mask)
@@ -683,10 +839,16 @@ def test_a_mask_of_other_numbers_than_0_and_1_raises_where_they_can_be_seen(mask
     [
         (dict(local_window_size=-1), r"local_window_size must be an int or \(left, right\)"),
         (dict(local_window_size=(1, 2, 3)), "local_window_size must be"),
-        (dict(logits_soft_cap=0.0), "logits_soft_cap must be a finite number above 0, or None; got 0"),
+        (
+            dict(logits_soft_cap=0.0),
+            "logits_soft_cap must be a finite number above 0, or None; got 0",
+        ),
         (dict(implementation="flash3"), "implementation must be None or one of .*; got 'flash3'"),
         (dict(is_causal="yes"), "is_causal must be True or False"),
-        (dict(dropout_rate=1.0), "dropout_rate must be a number from 0 up to, not including, 1; got 1.0"),
+        (
+            dict(dropout_rate=1.0),
+            "dropout_rate must be a number from 0 up to, not including, 1; got 1.0",
+        ),
         (dict(rope_base=0.0), "rope_base must be a number above 0, or None"),
     ],
 )
@@ -705,7 +867,9 @@ def test_the_layer_learns_the_parameters_of_a_score_mod_that_is_a_module():
             self.table = nnx.Param(jnp.linspace(-1, 1, 32).reshape(2, 16))
 
         def __call__(self, score, b, h, q_idx, kv_idx):
-            return scores.T5Bias(self.table[...], bidirectional=False, max_distance=20)(score, b, h, q_idx, kv_idx)
+            return scores.T5Bias(self.table[...], bidirectional=False, max_distance=20)(
+                score, b, h, q_idx, kv_idx
+            )
 
     make = lambda score_mod: FlashAttention(2, 16, score_mod=score_mod, rngs=nnx.Rngs(0))
     x = jax.random.normal(jax.random.key(0), (1, 9, 16))
@@ -722,7 +886,11 @@ def test_the_layer_learns_the_parameters_of_a_score_mod_that_is_a_module():
     slopes = [0.5, 0.25]
     hook = functools.partial(attention_fn, is_causal=True, score_mod=scores.Alibi(slopes))
     q = x.reshape(1, 9, 2, 8)
-    np.testing.assert_allclose(hook(q, q, q), flash_attention(q, q, q, is_causal=True, score_mod=scores.Alibi(slopes)), atol=1e-6)
+    np.testing.assert_allclose(
+        hook(q, q, q),
+        flash_attention(q, q, q, is_causal=True, score_mod=scores.Alibi(slopes)),
+        atol=1e-6,
+    )
     assert make(scores.Alibi(slopes))(x).shape == x.shape
     with pytest.raises(TypeError, match="score_mod must be a function"):
         make(3)

@@ -1,4 +1,5 @@
-"""The layer's rolling and paged caches: token after token gives what the whole text gives at once."""
+"""The layer's rolling and paged caches: token after token gives what the whole text gives at
+once."""
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +47,9 @@ def test_a_rolling_cache_gives_what_the_whole_text_gives_however_long(rng):
 
 
 @pytest.mark.parametrize("size, implementation", [(50, None), (10, "reference")])
-def test_what_is_no_decoding_goes_from_a_rolling_cache_to_the_ordinary_forward(size, implementation, rng):
+def test_what_is_no_decoding_goes_from_a_rolling_cache_to_the_ordinary_forward(
+    size, implementation, rng
+):
     model, x = layer(local_window_size=7, implementation=implementation), tokens(rng)
     y, _ = in_steps(model, x, model.init_rolling_cache(B, tokens=size), size)
     np.testing.assert_allclose(y, at_once(model, x), atol=2e-6)
@@ -61,12 +64,16 @@ def test_rows_of_a_rolling_cache_go_on_from_their_own_lengths(rng):
     following = np.stack([x[b, n : n + 4] for b, n in enumerate(lengths)])
     y, _ = step(jnp.pad(following, ((0, 0), (0, 6), (0, 0))), cache, np.array([4, 4], np.int32))
     expected = at_once(model, x)
-    np.testing.assert_allclose(y[:, :4], np.stack([expected[b, n : n + 4] for b, n in enumerate(lengths)]), atol=2e-6)
+    np.testing.assert_allclose(
+        y[:, :4], np.stack([expected[b, n : n + 4] for b, n in enumerate(lengths)]), atol=2e-6
+    )
 
 
 def test_a_paged_cache_gives_what_the_whole_text_gives(rng):
     model, x = layer(score_mod=scores.Alibi(SLOPES)), tokens(rng)
-    y, cache = in_steps(model, x, paged_cache(B, LENGTH, 2, 6, pages=2 * 19, page=8, dtype="float32"))
+    y, cache = in_steps(
+        model, x, paged_cache(B, LENGTH, 2, 6, pages=2 * 19, page=8, dtype="float32")
+    )
     np.testing.assert_allclose(y, at_once(model, x), atol=2e-6)
     assert cache.users.tolist() == [1] * 38
 
@@ -80,8 +87,14 @@ def test_tokens_that_find_no_page_get_nan_and_the_others_stay_right(rng):
 
 CACHES = {
     "in one piece": ({}, lambda model, dtype: model.init_cache(B, LENGTH, dtype)),
-    "rolling": (dict(local_window_size=7), lambda model, dtype: model.init_rolling_cache(B, STEP, dtype)),
-    "in pages": ({}, lambda model, dtype: paged_cache(B, LENGTH, 2, 6, pages=2 * 19, page=8, dtype=dtype)),
+    "rolling": (
+        dict(local_window_size=7),
+        lambda model, dtype: model.init_rolling_cache(B, STEP, dtype),
+    ),
+    "in pages": (
+        {},
+        lambda model, dtype: paged_cache(B, LENGTH, 2, 6, pages=2 * 19, page=8, dtype=dtype),
+    ),
 }
 
 
@@ -99,11 +112,17 @@ def test_a_quantised_cache_gives_nearly_what_the_whole_text_gives(kind, dtype, r
 def test_tokens_without_room_in_a_quantised_cache_get_nan_and_padding_is_not_kept(rng):
     model, x = layer(), tokens(rng, 70)
     step = jax.jit(lambda x, cache, lengths: model(x, cache=cache, lengths=lengths))
-    _, cache = step(jnp.array(x[:, :10]).at[1, 4:].set(jnp.nan), model.init_cache(B, 10, jnp.int8), np.array([10, 4], np.int32))
+    _, cache = step(
+        jnp.array(x[:, :10]).at[1, 4:].set(jnp.nan),
+        model.init_cache(B, 10, jnp.int8),
+        np.array([10, 4], np.int32),
+    )
     assert cache.key.shape[1] == 64 and not jnp.isnan(cache.key_scale).any()
     x = jnp.stack([x[0, 10:70], x[1, 4:64]])
     y, _ = jax.jit(lambda x, cache: model(x, cache=cache))(x, cache)
-    assert jnp.isnan(y[0, 54:]).all() and not jnp.isnan(y[0, :54]).any() and not jnp.isnan(y[1]).any()
+    assert (
+        jnp.isnan(y[0, 54:]).all() and not jnp.isnan(y[0, :54]).any() and not jnp.isnan(y[1]).any()
+    )
 
 
 WITH = {
@@ -111,13 +130,16 @@ WITH = {
     "in one piece": lambda model: model.init_cache(B, 20),
     "in one piece, 8 bits": lambda model: model.init_cache(B, 20, jnp.int8),
     "rolling": lambda model: model.init_rolling_cache(B, STEP),
-    "paged": lambda model: paged_cache(B, 20, 2, 6, pages=9, page=8).share(0, 1).release(np.array([True, False])),
+    "paged": lambda model: (
+        paged_cache(B, 20, 2, 6, pages=9, page=8).share(0, 1).release(np.array([True, False]))
+    ),
 }
 
 
 @pytest.mark.parametrize("kind", WITH)
 def test_64_bits_and_strict_promotion_change_nothing(kind, rng):
-    model = layer(local_window_size=7, sinks=True, dtype=jnp.bfloat16)  # Flax's RMSNorm takes no strict promotion
+    # Flax's RMSNorm takes no strict promotion
+    model = layer(local_window_size=7, sinks=True, dtype=jnp.bfloat16)
     prompt, token = (jnp.asarray(tokens(rng, length), jnp.bfloat16) for length in (STEP, 1))
 
     def run(model, prompt, token):
@@ -127,7 +149,11 @@ def test_64_bits_and_strict_promotion_change_nothing(kind, rng):
         return jnp.concatenate([y, model(token, cache=cache)[0]], 1)
 
     expected = nnx.jit(run)(model, prompt, token)
-    with jax.enable_x64(True), jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+    with (
+        jax.enable_x64(True),
+        jax.numpy_rank_promotion("raise"),
+        jax.numpy_dtype_promotion("strict"),
+    ):
         actual = nnx.jit(run)(model, prompt, token)
     assert actual.dtype == jnp.bfloat16
     np.testing.assert_allclose(actual.astype(np.float32), expected.astype(np.float32), atol=0.02)
@@ -136,7 +162,10 @@ def test_64_bits_and_strict_promotion_change_nothing(kind, rng):
 ON_A_MESH = {
     "in one piece": (dict(sinks=True), lambda model: model.init_cache(B, 9)),
     "in one piece, 8 bits": (dict(sinks=True), lambda model: model.init_cache(B, 9, jnp.int8)),
-    "rolling": (dict(sinks=True, local_window_size=3), lambda model: model.init_rolling_cache(B, 6)),
+    "rolling": (
+        dict(sinks=True, local_window_size=3),
+        lambda model: model.init_rolling_cache(B, 6),
+    ),
     "paged": (
         dict(sinks=True, score_mod=scores.Alibi(SLOPES)),
         lambda model: paged_cache(B, 9, 2, 6, pages=5, page=8, dtype="float32"),
@@ -154,19 +183,30 @@ def test_on_a_mesh_with_explicit_axes_a_cache_stays_where_it_lies(kind, rng):
     heads = dict(sinks=P("model"), out=P("model"))  # which axis of each parameter they are
     by_head = lambda path, w: place(w, *heads.get(path[0].key, P(None, "model")))
     rows = None if kind == "paged" else "data"
-    places = dict.fromkeys(("key", "value", "key_scale", "value_scale"), P(rows, None, "model")) | dict(length=P(rows))
+    places = dict.fromkeys(
+        ("key", "value", "key_scale", "value_scale"), P(rows, None, "model")
+    ) | dict(length=P(rows))
     cache = make(model)
-    placed = cache._replace(**{name: place(y, *places.get(name, ())) for name, y in cache._asdict().items() if y is not None})
+    placed = cache._replace(
+        **{
+            name: place(y, *places.get(name, ()))
+            for name, y in cache._asdict().items()
+            if y is not None
+        }
+    )
 
     def generate(params, x, cache):
         model = nnx.merge(graph, params)
         prompt, cache = model(x[:, :5], cache=cache, lengths=jnp.full(B, 4, jnp.int32))
         step = lambda cache, x: model(x[:, None], cache=cache)[::-1]
-        cache, ys = jax.lax.scan(step, cache, jnp.swapaxes(x[:, 4:], 0, 1))  # whose carry keeps its type
+        # whose carry keeps its type
+        cache, ys = jax.lax.scan(step, cache, jnp.swapaxes(x[:, 4:], 0, 1))
         return jnp.concatenate([prompt[:, :4], jnp.swapaxes(ys[:, :, 0], 0, 1)], 1), cache
 
     expected, full = jax.jit(generate)(params, x, cache)
-    y, filled = jax.jit(generate)(jax.tree_util.tree_map_with_path(by_head, params), place(x, "data"), placed)
+    y, filled = jax.jit(generate)(
+        jax.tree_util.tree_map_with_path(by_head, params), place(x, "data"), placed
+    )
     np.testing.assert_allclose(y, expected, atol=2e-6)
     np.testing.assert_array_equal(filled.length, full.length)
     assert jax.tree.map(jax.typeof, filled) == jax.tree.map(jax.typeof, placed)
@@ -184,19 +224,41 @@ def test_what_a_cache_cannot_hold_it_refuses_with_a_reason(rng):
     refused("a RollingCache takes no mask", model, x[:, :4], cache, mask=np.ones((4, 128), bool))
     refused("needs a causal layer with local_window_size", layer(), x[:, :4], cache)
     whole = layer().init_cache(B, 9, jnp.int8)
-    refused("a quantised KVCache takes no mask: a KVCache of floats", layer(), x[:, :4], whole, mask=np.ones((4, 64), bool))
-    refused(r"lengths must be int32 \[B\] = \(2,\); got \(3,\)", model, x[:, :4], cache, lengths=[1, 2, 3])
+    refused(
+        "a quantised KVCache takes no mask: a KVCache of floats",
+        layer(),
+        x[:, :4],
+        whole,
+        mask=np.ones((4, 64), bool),
+    )
+    refused(
+        r"lengths must be int32 \[B\] = \(2,\); got \(3,\)",
+        model,
+        x[:, :4],
+        cache,
+        lengths=[1, 2, 3],
+    )
     refused("PagedCache must have 2 rows", model, x[:, :4], paged_cache(3, 9, 2, 6, pages=9))
     in_training = layer(dropout_rate=0.1)
     pages = paged_cache(B, 9, 2, 6, pages=9)
-    refused("takes no dropout_rate, dropout_rng: .* layer.eval", in_training, x[:, :4], pages, rngs=jax.random.key(0))
+    refused(
+        "takes no dropout_rate, dropout_rng: .* layer.eval",
+        in_training,
+        x[:, :4],
+        pages,
+        rngs=jax.random.key(0),
+    )
     with pytest.raises(ValueError, match="needs a causal layer with local_window_size"):
         layer().init_rolling_cache(B)
 
 
 def test_lengths_beyond_the_tokens_keep_no_more_than_there_are(rng):
     model, x = layer(local_window_size=7), tokens(rng, 4)
-    for cache in model.init_cache(B, 9), model.init_rolling_cache(B, 4), paged_cache(B, 9, 2, 6, pages=2, dtype="float32"):
+    for cache in (
+        model.init_cache(B, 9),
+        model.init_rolling_cache(B, 4),
+        paged_cache(B, 9, 2, 6, pages=2, dtype="float32"),
+    ):
         _, kept = model(x, cache=cache, lengths=[9, 2])
         assert kept.length.tolist() == [4, 2]
 

@@ -1,4 +1,5 @@
-"""scripts/generate.py: what is drawn, that a batch and a cache change nothing, what is written, and its errors."""
+"""scripts/generate.py: what is drawn, that a batch and a cache change nothing, what is written, and
+its errors."""
 
 import io
 import sys
@@ -22,7 +23,10 @@ def run(tmp_path_factory):
     """The folder of a short run."""
     folder = tmp_path_factory.mktemp("generate")
     (folder / "text.txt").write_text("banana cabana\na cabin abacus\ncab in a bin\n" * 50)
-    sizes = f"--layers 2 --heads 2 --kv-heads 1 --features 16 --context {CONTEXT} --batch 3 --steps 4 --sample-length 1".split()
+    sizes = (
+        f"--layers 2 --heads 2 --kv-heads 1 --features 16 --context {CONTEXT} --batch 3 "
+        "--steps 4 --sample-length 1"
+    ).split()
     train_gpt.main([*sizes, "--data", str(folder / "text.txt"), "--out", str(folder / "run")])
     return folder / "run"
 
@@ -56,7 +60,9 @@ def test_the_cache_writes_what_the_whole_text_computed_again_each_time_does(run,
     padded = np.pad(tokens, (0, 30))
     forward = jax.jit(lambda model, tokens: model(tokens))
     for end in range(len(tokens), len(padded)):
-        padded[end] = forward(model, jnp.asarray(padded[None], jnp.int32))[0, end - 1, :256].argmax()
+        padded[end] = forward(model, jnp.asarray(padded[None], jnp.int32))[
+            0, end - 1, :256
+        ].argmax()
     text = written(capsys, run, "--prompt", PROMPTS[1], "--temperature", 0, "--max-bytes", 30)
     row = Row()
     for byte in padded:
@@ -138,13 +144,20 @@ def test_text_is_written_as_it_comes_and_speed_is_told_on_stderr(run, monkeypatc
     assert out.pieces[0] == "a cab"
     assert len(out.pieces) == 1 + 9 + 1, "the prompt, each byte, and the end"
     errors = capsys.readouterr().err
-    assert errors.startswith("compiled in ") and errors.endswith(" bytes/s\n") and errors.count("\n") == 1
+    assert (
+        errors.startswith("compiled in ")
+        and errors.endswith(" bytes/s\n")
+        and errors.count("\n") == 1
+    )
 
 
 def test_all_rows_end_at_their_stop_string(run, capsys, monkeypatch):
     logits = np.full(256, -1e9)
     logits[ord("x")] = 0
-    monkeypatch.setattr("scripts.gpt_run.generation.choose", lambda logits, keys, sampling: jnp.full(len(logits), ord("x")))
+    monkeypatch.setattr(
+        "scripts.gpt_run.generation.choose",
+        lambda logits, keys, sampling: jnp.full(len(logits), ord("x")),
+    )
     text = written(capsys, run, *several(PROMPTS[:2]), "--stop", "xxx", "--max-bytes", 99)
     assert text == f"--- prompt 1\n{PROMPTS[0]}\n--- prompt 2\n{PROMPTS[1]}\n"
 
@@ -168,7 +181,9 @@ def test_an_error_is_one_line(run, tmp_path, arguments, message):
     assert text.startswith("generate.py: error: ") and message in text and "\n" not in text
 
 
-@pytest.mark.parametrize("option", [["--top-k", "0"], ["--top-p", "1.5"], ["--temperature", "-1"], ["--max-bytes", "0"]])
+@pytest.mark.parametrize(
+    "option", [["--top-k", "0"], ["--top-p", "1.5"], ["--temperature", "-1"], ["--max-bytes", "0"]]
+)
 def test_an_option_out_of_range_is_named(option, capsys):
     with pytest.raises(SystemExit):
         generate.main(["run", "--prompt", "a", *option])

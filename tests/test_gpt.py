@@ -15,7 +15,9 @@ B, T = 3, 13
 
 
 def new_gpt(**changes):
-    sizes = dict(vocab_size=V, num_layers=L, num_heads=N, num_kv_heads=2, features=D, hidden_features=F)
+    sizes = dict(
+        vocab_size=V, num_layers=L, num_heads=N, num_kv_heads=2, features=D, hidden_features=F
+    )
     return GPT(GPTConfig(**sizes | changes), rngs=nnx.Rngs(0))
 
 
@@ -38,7 +40,8 @@ def close(actual, expected):
 
 @pytest.mark.whole
 def test_a_logit_depends_on_every_earlier_token_and_on_no_later_one():
-    # the way from a token to a logit leads through its embedding: with tokens 0 .. T - 1 row s of the gradient is token s
+    # the way from a token to a logit leads through its embedding: with tokens 0 .. T - 1 row s of
+    # the gradient is token s
     model = new_gpt(tied=False)
     structure, embedding, rest = nnx.split(model, nnx.PathContains("embedding"), ...)
     tokens = jnp.arange(T)[None]
@@ -112,7 +115,9 @@ def test_dropout_acts_where_rngs_are_given_and_every_implementation_drops_the_sa
 
 def test_bfloat16_computes_in_16_bits_with_float32_parameters_and_logits():
     model = new_gpt(dtype="bfloat16")
-    assert {parameter.dtype for parameter in jax.tree.leaves(nnx.state(model, nnx.Param))} == {jnp.dtype("float32")}
+    assert {parameter.dtype for parameter in jax.tree.leaves(nnx.state(model, nnx.Param))} == {
+        jnp.dtype("float32")
+    }
     tokens = some_tokens(B, T)
     logits, caches = forward(model, tokens, model.init_cache(B, T))
     assert logits.dtype == jnp.float32

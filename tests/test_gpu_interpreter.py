@@ -1,4 +1,5 @@
-"""The support module gpu_interpreter: accumulators, operands in registers, named barriers; races where a wait is missing."""
+"""The support module gpu_interpreter: accumulators, operands in registers, named barriers; races
+where a wait is missing."""
 
 import contextlib
 
@@ -13,7 +14,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_flash.kernels import device
 from pallas_flash.kernels.hopper import sync, tile
 
-pytestmark = pytest.mark.skipif(gpu_interpreter.MISSING is not None, reason=str(gpu_interpreter.MISSING))
+pytestmark = pytest.mark.skipif(
+    gpu_interpreter.MISSING is not None, reason=str(gpu_interpreter.MISSING)
+)
 
 M = 64
 BLOCKS = 4
@@ -26,7 +29,8 @@ def copy_in(source, smem, barrier):
 
 
 def sum_of_products(interpret, a, b, omit="nothing"):
-    """sum_i 2 a b[i] for a [M, M] and b [BLOCKS, M, M]: a producer fills one slot of shared memory, a consumer multiplies."""
+    """sum_i 2 a b[i] for a [M, M] and b [BLOCKS, M, M]: a producer fills one slot of shared memory,
+    a consumer multiplies."""
 
     def kernel(a_gmem, b_gmem, out_gmem, a_smem, b_smem, out_smem, a_full, b_full):
         @pl.when(jax.lax.axis_index("warpgroup") == 1)
@@ -53,7 +57,9 @@ def sum_of_products(interpret, a, b, omit="nothing"):
 
                 _, twice = pl.run_state(body)((plgpu.ACC.init(tile.zeros(M, M)), tile.zeros(M, M)))
                 if omit != "the wait for the product":
-                    pl.when(i < BLOCKS - 1)(lambda: sync.named_barrier("arrive", 3, 2 * sync.WARPGROUP))
+                    pl.when(i < BLOCKS - 1)(
+                        lambda: sync.named_barrier("arrive", 3, 2 * sync.WARPGROUP)
+                    )
                 return total + twice
 
             out_smem[...] = jax.lax.fori_loop(0, BLOCKS, add, tile.zeros(M, M))
@@ -64,7 +70,13 @@ def sum_of_products(interpret, a, b, omit="nothing"):
     return plgpu.kernel(
         kernel,
         out_type=jax.ShapeDtypeStruct((M, M), jnp.float32),
-        scratch_types=[square, square, plgpu.SMEM((M, M), jnp.float32), plgpu.Barrier(), plgpu.Barrier()],
+        scratch_types=[
+            square,
+            square,
+            plgpu.SMEM((M, M), jnp.float32),
+            plgpu.Barrier(),
+            plgpu.Barrier(),
+        ],
         num_threads=2,
         thread_name="warpgroup",
         interpret=interpret,
@@ -81,7 +93,11 @@ def test_a_vector_that_is_stored_over_the_end_of_its_row_is_an_error(length, lea
             for first in range(0, length, M):
                 tile.copy_out((smem, out_gmem.at[row, pl.ds(sync.opaque(first), M)]))
 
-    refused = pytest.raises(jax.errors.JaxRuntimeError, match="next row") if leaves_its_row else contextlib.nullcontext()
+    refused = (
+        pytest.raises(jax.errors.JaxRuntimeError, match="next row")
+        if leaves_its_row
+        else contextlib.nullcontext()
+    )
     with refused, gpu_interpreter.parameters() as (interpret, _):
         out = plgpu.kernel(
             kernel,
@@ -112,7 +128,9 @@ def test_reductions_add_up_in_any_order_and_stop_at_the_end_of_the_array(rng):
 
     def kernel(parts_gmem, total_gmem, smem, full):
         copy_in(parts_gmem.at[jax.lax.axis_index("part")], smem, full)
-        plgpu.copy_smem_to_gmem(smem, total_gmem.at[pl.ds(sync.opaque(M // 2), M)], reduction_op="add")
+        plgpu.copy_smem_to_gmem(
+            smem, total_gmem.at[pl.ds(sync.opaque(M // 2), M)], reduction_op="add"
+        )
         plgpu.wait_smem_to_gmem(0)
 
     with gpu_interpreter.parameters(detect_races=True) as (interpret, races):
@@ -125,7 +143,9 @@ def test_reductions_add_up_in_any_order_and_stop_at_the_end_of_the_array(rng):
             thread_name="warpgroup",
             interpret=interpret,
         )
-        total = jax.jit(lambda parts: pl.run_state(lambda ref: call(parts, ref))(jnp.ones((M, M))))(parts)
+        total = jax.jit(lambda parts: pl.run_state(lambda ref: call(parts, ref))(jnp.ones((M, M))))(
+            parts
+        )
         total.block_until_ready()
     expected = np.ones((M, M), np.float32)
     expected[M // 2 :] += np.asarray(parts).sum(0)[: M // 2]
@@ -139,7 +159,10 @@ def test_waiting_in_vain_is_an_error(rng, monkeypatch):
     def kernel(out_gmem, out_smem, barrier):
         plgpu.barrier_wait(barrier)
 
-    with pytest.raises(Exception, match="nothing arrived at a barrier"), gpu_interpreter.parameters() as (interpret, _):
+    with (
+        pytest.raises(Exception, match="nothing arrived at a barrier"),
+        gpu_interpreter.parameters() as (interpret, _),
+    ):
         call = plgpu.kernel(
             kernel,
             out_type=jax.ShapeDtypeStruct((M,), jnp.float32),
@@ -155,6 +178,10 @@ def test_waiting_in_vain_is_an_error(rng, monkeypatch):
 def test_on_a_gpu_the_kernels_run_for_real_or_the_test_is_skipped(capability, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(device, "compute_capability", lambda: capability)
-    no_hopper = pytest.raises(pytest.skip.Exception, match="a CPU alone") if capability < 9 else contextlib.nullcontext()
+    no_hopper = (
+        pytest.raises(pytest.skip.Exception, match="a CPU alone")
+        if capability < 9
+        else contextlib.nullcontext()
+    )
     with no_hopper, gpu_interpreter.hopper_kernels(detect_races=True):
         assert capability == 9.0 and device.interpret is None

@@ -21,7 +21,9 @@ from pallas_flash import dropout, explain, flash_attention
 from pallas_flash.kernels import device, hopper
 from pallas_flash.kernels.hopper import order, sync, tuning
 
-needs_interpreter = pytest.mark.skipif(gpu_interpreter.MISSING is not None, reason=str(gpu_interpreter.MISSING))
+needs_interpreter = pytest.mark.skipif(
+    gpu_interpreter.MISSING is not None, reason=str(gpu_interpreter.MISSING)
+)
 
 
 def forward(q, k, v, **kw):
@@ -32,22 +34,28 @@ def forward(q, k, v, **kw):
 def agrees(q, k, v, **kw):
     """Output, lse and the largest logits are the oracle's."""
     o, lse, largest = forward(q, k, v, return_max_logits=True, **kw)
-    expected_o, expected_lse, _ = oracle.attention(q, k, v, np.zeros(o.shape), np.zeros(lse.shape), **kw)
+    expected_o, expected_lse, _ = oracle.attention(
+        q, k, v, np.zeros(o.shape), np.zeros(lse.shape), **kw
+    )
     close(largest, oracle.max_logits(q, k, **kw), 1e-5, "largest logits")
     assert o.dtype == q.dtype and lse.dtype == np.float32
     close(o, expected_o, TOLERANCE[str(q.dtype)], "output")
     close(lse, expected_lse, 1e-5, "lse")
 
 
-# Several query tiles and key blocks that hang over both ends; at 64 a tile is 192 x 128, at 128 it is 128 x 128.
+# Several query tiles and key blocks that hang over both ends; at 64 a tile is 192 x 128, at 128 it
+# is 128 x 128.
 SIZES = Sizes(B=2, T=203, S=309, N=2, K=1, H=64, Hv=64)
 BIG_ENOUGH = {
     "window": dict(local_window_size=70),
     "window_left": dict(local_window_size=(100, 0)),
-    "window_causal_offset": dict(local_window_size=(200, 4), is_causal=True, query_offset=np.array([-9, 106], np.int32)),
+    "window_causal_offset": dict(
+        local_window_size=(200, 4), is_causal=True, query_offset=np.array([-9, 106], np.int32)
+    ),
 }
 MASK_NAMES = (
-    "full causal_bottom_right causal_offset_by_batch window window_left window_causal_offset key_lengths query_lengths "
+    "full causal_bottom_right causal_offset_by_batch window window_left window_causal_offset "
+    "key_lengths query_lengths "
     "documents_causal documents_scattered prefix_window_lengths everything"
 ).split()
 
@@ -80,7 +88,15 @@ OTHER_SIZES = {
 @pytest.mark.gpu
 @needs_interpreter
 @pytest.mark.parametrize(
-    "name", whole_but(OTHER_SIZES, "128, grouped", "64 and 128", "one query, one key", "padded heads", "heads of 80 and 40")
+    "name",
+    whole_but(
+        OTHER_SIZES,
+        "128, grouped",
+        "64 and 128",
+        "one query, one key",
+        "padded heads",
+        "heads of 80 and 40",
+    ),
 )
 def test_every_size_gives_the_oracles_output_and_lse(name, rng):
     with gpu_interpreter.hopper_kernels():
@@ -108,21 +124,33 @@ def test_tiles_are_no_wider_than_whole_columns_of_them_that_hold_the_heads(sizes
 
 
 @needs_interpreter
-@pytest.mark.parametrize("head, deterministic", [(80, True), (80, False), (96, True), (96, False), (40, True)])
+@pytest.mark.parametrize(
+    "head, deterministic", [(80, True), (80, False), (96, True), (96, False), (40, True)]
+)
 def test_heads_that_are_no_row_of_the_table_are_neither_padded_nor_cut(head, deterministic):
     arrays = [jax.ShapeDtypeStruct((1, 200, heads, head), jnp.bfloat16) for heads in (2, 1, 1, 2)]
-    attend = lambda *qkv: flash_attention(*qkv, implementation="hopper", is_causal=True, deterministic=deterministic)
+    attend = lambda *qkv: flash_attention(
+        *qkv, implementation="hopper", is_causal=True, deterministic=deterministic
+    )
     with gpu_interpreter.hopper_kernels():
         program = str(jax.make_jaxpr(lambda *x: jax.vjp(attend, *x[:3])[1](x[3]))(*arrays))
     assert program.count("mpmd_map[") == (3 if deterministic else 2)
-    assert not re.findall(r"\w+\[\d+,\d+,\d+,\d+\] = (?:pad|slice|dynamic_slice|gather|concatenate)\[", program)
+    assert not re.findall(
+        r"\w+\[\d+,\d+,\d+,\d+\] = (?:pad|slice|dynamic_slice|gather|concatenate)\[", program
+    )
 
 
 PADDED = {  # sizes of queries and keys, of heads: what explain says of them
-    (1023, 77, 128, 128): "XLA pads arrays in each call, T from 1023 to 1024, S from 77 to 80, and cuts the results",
+    (
+        1023,
+        77,
+        128,
+        128,
+    ): "XLA pads arrays in each call, T from 1023 to 1024, S from 77 to 80, and cuts the results",
     (1024, 80, 100, 64): "XLA pads arrays in each call, H from 100 to 112, and cuts the results",
     (8, 16, 40, 24): None,
-    (1, 1001, 128, 128): "XLA pads arrays in each call, S from 1001 to 1008, and cuts the results",  # decoding
+    # decoding
+    (1, 1001, 128, 128): "XLA pads arrays in each call, S from 1001 to 1008, and cuts the results",
     (200, 264, 192, 128): None,
 }
 
@@ -131,7 +159,9 @@ PADDED = {  # sizes of queries and keys, of heads: what explain says of them
 @pytest.mark.parametrize("sizes", PADDED)
 def test_explain_says_what_is_padded_and_nothing_else_is(sizes):
     T, S, H, Hv = sizes
-    q, k, v = (jax.ShapeDtypeStruct((2, n, 2, size), jnp.bfloat16) for n, size in ((T, H), (S, H), (S, Hv)))
+    q, k, v = (
+        jax.ShapeDtypeStruct((2, n, 2, size), jnp.bfloat16) for n, size in ((T, H), (S, H), (S, Hv))
+    )
     attend = functools.partial(flash_attention, implementation="hopper")
     with gpu_interpreter.hopper_kernels():
         assert explain(q, k, v, implementation="hopper").copies == PADDED[sizes]
@@ -141,7 +171,9 @@ def test_explain_says_what_is_padded_and_nothing_else_is(sizes):
 @pytest.mark.parametrize("head, block_k", [(128, 128), (192, 96), (256, 64)])
 def test_random_words_of_dropout_are_shared_within_a_block(head, block_k):
     q = jax.ShapeDtypeStruct((1, 8, 2, head), jnp.bfloat16)
-    tiles = hopper.tiles(explain(q, q, q, dropout_rate=0.1, dropout_rng=jax.random.key(0)).problem).forward
+    tiles = hopper.tiles(
+        explain(q, q, q, dropout_rate=0.1, dropout_rng=jax.random.key(0)).problem
+    ).forward
     assert tiles.block_k == block_k and block_k % dropout.UNIT == 0
 
 
@@ -157,7 +189,8 @@ def test_a_soft_cap_gives_the_oracles_output_and_lse(rng):
 @needs_interpreter
 def test_maxima_that_grow_by_little_and_by_much_give_the_oracles_output_and_lse(rng):
     q, k, v = qkv(rng, Sizes(B=1, T=131, S=700, N=1, K=1, H=128, Hv=128), jnp.bfloat16)
-    k = k * np.linspace(8, 0.1, 700, dtype=k.dtype)[:, None, None]  # blocks come from the last to the first
+    # blocks come from the last to the first
+    k = k * np.linspace(8, 0.1, 700, dtype=k.dtype)[:, None, None]
     q[:, ::2] /= 8
     with gpu_interpreter.hopper_kernels():
         agrees(q, k, v)
@@ -165,7 +198,10 @@ def test_maxima_that_grow_by_little_and_by_much_give_the_oracles_output_and_lse(
 
 @pytest.mark.gpu
 @needs_interpreter
-@pytest.mark.parametrize("width, value_width", whole_but([(64, 64), (128, 128), (192, 128), (64, 128), (256, 256)], (128, 128)))
+@pytest.mark.parametrize(
+    "width, value_width",
+    whole_but([(64, 64), (128, 128), (192, 128), (64, 128), (256, 256)], (128, 128)),
+)
 def test_there_is_no_race(width, value_width, rng):
     z = Sizes(B=1, T=2 * 192, S=700, N=1, K=1, H=width, Hv=value_width)
     with gpu_interpreter.hopper_kernels(detect_races=True) as races:
@@ -173,7 +209,8 @@ def test_there_is_no_race(width, value_width, rng):
     assert not races.found
 
 
-# The tiles of a program see three blocks of keys and then one, or one and then three: its second tile is the first to use a slot.
+# The tiles of a program see three blocks of keys and then one, or one and then three: its second
+# tile is the first to use a slot.
 SEVERAL = {
     "fewer": dict(is_causal=True, query_offset=-150),
     "more": dict(local_window_size=(100, 400), query_offset=200),
@@ -182,28 +219,48 @@ SEVERAL = {
 
 @pytest.mark.gpu
 @needs_interpreter
-@pytest.mark.parametrize("head, name", whole_but([(128, "fewer"), (128, "more"), (64, "fewer"), (64, "more")], (128, "more")))
+@pytest.mark.parametrize(
+    "head, name",
+    whole_but([(128, "fewer"), (128, "more"), (64, "fewer"), (64, "more")], (128, "more")),
+)
 def test_a_program_that_goes_over_several_tiles_has_no_race(head, name, rng, monkeypatch):
     monkeypatch.setattr(device, "processors", lambda: 1)
-    q, k, v = qkv(rng, Sizes(B=1, T=500 if head == 128 else 760, S=300, N=1, K=1, H=head, Hv=head), jnp.bfloat16)
+    q, k, v = qkv(
+        rng,
+        Sizes(B=1, T=500 if head == 128 else 760, S=300, N=1, K=1, H=head, Hv=head),
+        jnp.bfloat16,
+    )
     assert hopper.tiles(explain(q, k, v).problem).forward.rounds == 2
     with gpu_interpreter.hopper_kernels(detect_races=True) as races:
         agrees(q, k, v, **SEVERAL[name])
     assert not races.found
 
 
-# Heads, length: with two tiles to a program 132 processors would have more to do, or nothing; 64 blocks of keys are many.
-ROUNDS = {(8, 2048): 1, (32, 1024): 1, (32, 2048): 2, (128, 512): 2, (128, 1024): 4, (128, 4096): 2, (128, 8192): 1}
+# Heads, length: with two tiles to a program 132 processors would have more to do, or nothing; 64
+# blocks of keys are many.
+ROUNDS = {
+    (8, 2048): 1,
+    (32, 1024): 1,
+    (32, 2048): 2,
+    (128, 512): 2,
+    (128, 1024): 4,
+    (128, 4096): 2,
+    (128, 8192): 1,
+}
 
 
 @pytest.mark.parametrize("heads, length", ROUNDS)
-def test_short_programs_go_over_several_tiles_where_all_processors_stay_busy(heads, length, monkeypatch):
+def test_short_programs_go_over_several_tiles_where_all_processors_stay_busy(
+    heads, length, monkeypatch
+):
     monkeypatch.setattr(device, "processors", lambda: 132)
     q = jax.ShapeDtypeStruct((1, length, heads, 128), jnp.bfloat16)
     assert hopper.tiles(explain(q, q, q).problem).forward.rounds == ROUNDS[heads, length]
 
 
-@pytest.mark.parametrize("kind, cores, processors", [("NVIDIA H100 PCIe", 114, 114), ("NVIDIA A100", None, 108)])
+@pytest.mark.parametrize(
+    "kind, cores, processors", [("NVIDIA H100 PCIe", 114, 114), ("NVIDIA A100", None, 108)]
+)
 def test_a_mesh_says_how_many_processors_its_gpus_have(kind, cores, processors):
     named = jax.sharding.AbstractDevice(device_kind=kind, num_cores=cores, platform="gpu")
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=named)):
@@ -222,8 +279,13 @@ def test_without_a_wait_there_is_a_race(wait, rng, monkeypatch):
     monkeypatch.setattr(sync.Ring, wait, lambda *args: None)
     monkeypatch.setattr(gpu_interpreter, "DEADLOCK_SECONDS", 5.0)
     z = Sizes(B=1, T=128, S=512, N=1, K=1, H=128, Hv=128)
-    for _ in range(3):  # the interpreter may also give up, where nobody has seen that a block was there, on a busy machine early
-        with contextlib.suppress(jax.errors.JaxRuntimeError), gpu_interpreter.hopper_kernels(detect_races=True) as races:
+    # the interpreter may also give up, where nobody has seen that a block was there, on a busy
+    # machine early
+    for _ in range(3):
+        with (
+            contextlib.suppress(jax.errors.JaxRuntimeError),
+            gpu_interpreter.hopper_kernels(detect_races=True) as races,
+        ):
             forward(*qkv(rng, z, jnp.bfloat16))
         if races.found:
             break
@@ -244,7 +306,9 @@ def test_arrays_on_an_explicit_mesh_stay_where_they_are(rng):
     arrays = qkv(rng, ON_A_MESH, jnp.bfloat16)
     sharding = NamedSharding(mesh(AxisType.Explicit), P("data"))
     with gpu_interpreter.hopper_kernels():
-        o = flash_attention(*(jax.device_put(x, sharding) for x in arrays), implementation="hopper", is_causal=True)
+        o = flash_attention(
+            *(jax.device_put(x, sharding) for x in arrays), implementation="hopper", is_causal=True
+        )
         assert jax.typeof(o).sharding.spec[0] == "data"
         np.testing.assert_array_equal(np.asarray(o), forward(*arrays, is_causal=True)[0])
 
@@ -255,11 +319,14 @@ def test_inside_of_a_checked_shard_map_it_gives_the_same(rng):
     arrays = qkv(rng, ON_A_MESH, jnp.bfloat16)
     attend = lambda q, k, v: flash_attention(q, k, v, implementation="hopper", is_causal=True)
     with gpu_interpreter.hopper_kernels():
-        o = jax.jit(jax.shard_map(attend, mesh=mesh(AxisType.Auto), in_specs=P("data"), out_specs=P("data")))(*arrays)
+        o = jax.jit(
+            jax.shard_map(attend, mesh=mesh(AxisType.Auto), in_specs=P("data"), out_specs=P("data"))
+        )(*arrays)
         np.testing.assert_array_equal(np.asarray(o), forward(*arrays, is_causal=True)[0])
 
 
-# In how many blocks of 128 lie the keys that the rows of each of three consumers see; a row that sees none counts as one block.
+# In how many blocks of 128 lie the keys that the rows of each of three consumers see; a row that
+# sees none counts as one block.
 BLOCKS = {
     "causal": (dict(is_causal=True), (1, 1, 2)),
     "window": (dict(local_window_size=(0, 64)), (1, 2, 1)),
@@ -273,7 +340,9 @@ BLOCKS = {
 def test_a_consumer_multiplies_only_the_blocks_that_its_own_rows_need(name, rng, monkeypatch):
     kw, blocks = BLOCKS[name]
     products, wgmma = [], gpu_interpreter._wgmma
-    monkeypatch.setattr(gpu_interpreter, "_wgmma", lambda **kw: (products.append(kw["thread"]), wgmma(**kw))[1])
+    monkeypatch.setattr(
+        gpu_interpreter, "_wgmma", lambda **kw: (products.append(kw["thread"]), wgmma(**kw))[1]
+    )
     with gpu_interpreter.hopper_kernels():
         agrees(*qkv(rng, Sizes(B=1, T=192, S=512, N=1, K=1, H=64, Hv=64), jnp.bfloat16), **kw)
     assert len(products) == 2 * sum(blocks)
@@ -283,7 +352,10 @@ def test_a_consumer_multiplies_only_the_blocks_that_its_own_rows_need(name, rng,
 @needs_interpreter
 @pytest.mark.parametrize("garbage", whole_but([np.nan, np.inf], np.nan))
 def test_garbage_in_padding_changes_no_bit(garbage, rng):
-    lengths = dict(query_seq_lengths=np.array([100, 203], np.int32), key_value_seq_lengths=np.array([309, 130], np.int32))
+    lengths = dict(
+        query_seq_lengths=np.array([100, 203], np.int32),
+        key_value_seq_lengths=np.array([309, 130], np.int32),
+    )
     q, k, v = qkv(rng, SIZES, jnp.bfloat16)
     with gpu_interpreter.hopper_kernels():
         clean = forward(q, k, v, is_causal=True, **lengths)
@@ -298,10 +370,23 @@ def test_garbage_in_padding_changes_no_bit(garbage, rng):
 def test_of_arrays_that_end_at_lengths_no_more_than_a_block_is_copied(deterministic):
     arrays = [jax.ShapeDtypeStruct((2, 512, heads, 64), jnp.bfloat16) for heads in (2, 1, 1, 2)]
     lengths = np.array([300, 7], np.int32)
-    options = dict(query_seq_lengths=lengths, key_value_seq_lengths=lengths, implementation="hopper", deterministic=deterministic)
+    options = dict(
+        query_seq_lengths=lengths,
+        key_value_seq_lengths=lengths,
+        implementation="hopper",
+        deterministic=deterministic,
+    )
     with gpu_interpreter.hopper_kernels():
-        program = str(jax.make_jaxpr(lambda *x: jax.vjp(lambda *qkv: flash_attention(*qkv, **options), *x[:3])[1](x[3]))(*arrays))
-    copied = set(re.findall(r"bf16\[2,(\d+),\d+,\d+\] = (?:pad|slice|select_n|gather|concatenate)\[?", program))
+        program = str(
+            jax.make_jaxpr(
+                lambda *x: jax.vjp(lambda *qkv: flash_attention(*qkv, **options), *x[:3])[1](x[3])
+            )(*arrays)
+        )
+    copied = set(
+        re.findall(
+            r"bf16\[2,(\d+),\d+,\d+\] = (?:pad|slice|select_n|gather|concatenate)\[?", program
+        )
+    )
     assert "512" not in copied and "128" in copied
 
 
@@ -309,7 +394,11 @@ def test_of_arrays_that_end_at_lengths_no_more_than_a_block_is_copied(determinis
 @needs_interpreter
 def test_a_row_that_sees_no_key_gives_zero(rng):
     with gpu_interpreter.hopper_kernels():
-        o, lse = forward(*qkv(rng, SIZES, jnp.bfloat16), key_value_seq_lengths=np.array([0, 7], np.int32), is_causal=True)
+        o, lse = forward(
+            *qkv(rng, SIZES, jnp.bfloat16),
+            key_value_seq_lengths=np.array([0, 7], np.int32),
+            is_causal=True,
+        )
         assert np.all(o[0] == 0) and np.all(lse[0] == -np.inf) and np.all(np.isfinite(lse[1]))
 
 
@@ -341,4 +430,7 @@ def test_it_is_the_first_choice_on_its_gpus(monkeypatch):
     assert choice.why_not["portable"] == "hopper comes before it"
     for queries, taken in (64, "portable"), (65, "hopper"):  # XLA prepares a mask that is an array
         q = jax.ShapeDtypeStruct((1, queries, 2, 64), jnp.bfloat16)
-        assert explain(q, HALF, HALF, mask=jax.ShapeDtypeStruct((2, 1, 8), bool)).implementation == taken
+        assert (
+            explain(q, HALF, HALF, mask=jax.ShapeDtypeStruct((2, 1, 8), bool)).implementation
+            == taken
+        )

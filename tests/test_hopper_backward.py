@@ -1,4 +1,5 @@
-"""The gradients of the Hopper kernels, of both schemes, against the oracle in jax's GPU interpreter."""
+"""The gradients of the Hopper kernels, of both schemes, against the oracle in jax's GPU
+interpreter."""
 
 import contextlib
 
@@ -17,7 +18,9 @@ from pallas_flash import explain, flash_attention
 from pallas_flash.kernels import hopper
 from pallas_flash.kernels.hopper import backward_dkv, sync
 
-pytestmark = pytest.mark.skipif(gpu_interpreter.MISSING is not None, reason=str(gpu_interpreter.MISSING))
+pytestmark = pytest.mark.skipif(
+    gpu_interpreter.MISSING is not None, reason=str(gpu_interpreter.MISSING)
+)
 
 DETERMINISTIC, FUSED = True, False
 
@@ -45,7 +48,12 @@ CASES = {
     "sinks, soft cap": (
         sizes(70, 140, 64),
         DETERMINISTIC,
-        dict(is_causal=True, query_offset=-9, logits_soft_cap=2.0, sinks=np.array([0.5, -np.inf], np.float32)),
+        dict(
+            is_causal=True,
+            query_offset=-9,
+            logits_soft_cap=2.0,
+            sinks=np.array([0.5, -np.inf], np.float32),
+        ),
     ),
     "256": (sizes(70, 130, 256), DETERMINISTIC, dict(is_causal=True)),
     "256, in any order": (sizes(67, 67, 200), FUSED, {}),
@@ -60,7 +68,14 @@ CASES = {
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "name", whole_but(CASES, "full, whole tiles", "sinks, soft cap", "heads of 80, in any order", "one query, one key")
+    "name",
+    whole_but(
+        CASES,
+        "full, whole tiles",
+        "sinks, soft cap",
+        "heads of 80, in any order",
+        "one query, one key",
+    ),
 )
 def test_gradients_are_the_oracles(name, rng):
     z, deterministic, kw = CASES[name]
@@ -77,10 +92,18 @@ def test_sinks_and_capped_logits_go_to_the_ends_of_float32(rng):
     with gpu_interpreter.hopper_kernels():
         check(rng, q, k, v, "hopper", sinks=np.array([3e38, -3e38], np.float32))
         one_sign *= rng.choice(np.float32([-1, 1]), (*k.shape[:-1], 1))
-        check(rng, large.astype(q.dtype), one_sign.astype(q.dtype), v, "hopper", logits_soft_cap=30.0)
+        check(
+            rng, large.astype(q.dtype), one_sign.astype(q.dtype), v, "hopper", logits_soft_cap=30.0
+        )
 
 
-RACES = [(64, 64, DETERMINISTIC), (128, 128, FUSED), (64, 64, FUSED), (256, 256, DETERMINISTIC), (192, 128, DETERMINISTIC)]
+RACES = [
+    (64, 64, DETERMINISTIC),
+    (128, 128, FUSED),
+    (64, 64, FUSED),
+    (256, 256, DETERMINISTIC),
+    (192, 128, DETERMINISTIC),
+]
 
 
 @pytest.mark.gpu
@@ -88,7 +111,14 @@ RACES = [(64, 64, DETERMINISTIC), (128, 128, FUSED), (64, 64, FUSED), (256, 256,
 def test_there_is_no_race(width, value_width, deterministic, rng):
     with gpu_interpreter.hopper_kernels(detect_races=True) as races:
         z = sizes(300 if width == 64 else 200, 260, width, value_width, N=1 if width > 128 else 2)
-        check(rng, *qkv(rng, z, jnp.bfloat16), "hopper", deterministic=deterministic, is_causal=True, query_offset=130)
+        check(
+            rng,
+            *qkv(rng, z, jnp.bfloat16),
+            "hopper",
+            deterministic=deterministic,
+            is_causal=True,
+            query_offset=130,
+        )
     assert not races.found
 
 
@@ -106,7 +136,10 @@ def test_without_it_there_is_a_race(name, rng, monkeypatch):
     monkeypatch.setattr(gpu_interpreter, "DEADLOCK_SECONDS", 5.0)
     q, k, v = qkv(rng, sizes(256, 128, 64, N=1), jnp.bfloat16)
     # the interpreter may also give up, where nobody has seen that a block was there
-    with contextlib.suppress(jax.errors.JaxRuntimeError), gpu_interpreter.hopper_kernels(detect_races=True) as races:
+    with (
+        contextlib.suppress(jax.errors.JaxRuntimeError),
+        gpu_interpreter.hopper_kernels(detect_races=True) as races,
+    ):
         run(q, k, v, *cotangents(rng, q, v), "hopper", deterministic=deterministic)
     assert races.found
 
@@ -114,16 +147,24 @@ def test_without_it_there_is_a_race(name, rng, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("deterministic", [DETERMINISTIC, FUSED])
 def test_garbage_in_padding_changes_no_gradient(deterministic, rng):
-    lengths = dict(query_seq_lengths=np.array([40, 150], np.int32), key_value_seq_lengths=np.array([300, 50], np.int32))
-    q, k, v = qkv(rng, sizes(150, 300, 64, B=2), jnp.bfloat16)  # the second tile of queries, and of keys, may hold nothing
+    lengths = dict(
+        query_seq_lengths=np.array([40, 150], np.int32),
+        key_value_seq_lengths=np.array([300, 50], np.int32),
+    )
+    # the second tile of queries, and of keys, may hold nothing
+    q, k, v = qkv(rng, sizes(150, 300, 64, B=2), jnp.bfloat16)
     do, dlse = cotangents(rng, q, v)
-    call = lambda: run(q, k, v, do, dlse, "hopper", deterministic=deterministic, is_causal=True, **lengths)[2][:3]
+    call = lambda: run(
+        q, k, v, do, dlse, "hopper", deterministic=deterministic, is_causal=True, **lengths
+    )[2][:3]
     with gpu_interpreter.hopper_kernels():
         clean = call()
         q[0, 40:], k[1, 50:], v[1, 50:], do[0, 40:] = np.nan, np.inf, -np.inf, np.nan
         dirty = call()
     for x, y in zip(clean, dirty, strict=True):
-        np.testing.assert_allclose(np.float32(x), np.float32(y), rtol=0, atol=0 if deterministic else 1e-2)
+        np.testing.assert_allclose(
+            np.float32(x), np.float32(y), rtol=0, atol=0 if deterministic else 1e-2
+        )
 
 
 @pytest.mark.gpu
@@ -140,35 +181,64 @@ def test_the_deterministic_scheme_gives_the_same_bits_twice(rng):
 @pytest.mark.parametrize("deterministic", whole_but([DETERMINISTIC, FUSED], FUSED))
 def test_inside_of_a_checked_shard_map_it_gives_the_same(deterministic, rng):
     def loss(q, k, v, ids):
-        options = dict(query_segment_ids=ids, key_value_segment_ids=ids, is_causal=True, deterministic=deterministic)
-        return jnp.sum(jnp.sin(flash_attention(q, k, v, implementation="hopper", **options).astype(jnp.float32)))
+        options = dict(
+            query_segment_ids=ids,
+            key_value_segment_ids=ids,
+            is_causal=True,
+            deterministic=deterministic,
+        )
+        return jnp.sum(
+            jnp.sin(
+                flash_attention(q, k, v, implementation="hopper", **options).astype(jnp.float32)
+            )
+        )
 
-    arrays = *qkv(rng, sizes(67, 67, 64, B=2), jnp.bfloat16), np.sort(rng.integers(0, 3, (2, 67))).astype(np.int32)
-    one_device = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))  # on two, the interpreter waits in vain
+    arrays = (
+        *qkv(rng, sizes(67, 67, 64, B=2), jnp.bfloat16),
+        np.sort(rng.integers(0, 3, (2, 67))).astype(np.int32),
+    )
+    # on two, the interpreter waits in vain
+    one_device = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
     grad = jax.grad(loss, (0, 1, 2))
     with gpu_interpreter.hopper_kernels():
-        spread = jax.jit(jax.shard_map(grad, mesh=one_device, in_specs=P("data"), out_specs=P("data")))(*arrays)
+        spread = jax.jit(
+            jax.shard_map(grad, mesh=one_device, in_specs=P("data"), out_specs=P("data"))
+        )(*arrays)
         for x, y in zip(spread, grad(*arrays), strict=True):
-            np.testing.assert_allclose(np.float32(x), np.float32(y), rtol=0, atol=0 if deterministic else 1e-2)
+            np.testing.assert_allclose(
+                np.float32(x), np.float32(y), rtol=0, atol=0 if deterministic else 1e-2
+            )
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("deterministic", whole_but([DETERMINISTIC, FUSED], FUSED))
-def test_kernels_that_jax_maps_since_values_are_shared_give_what_more_batch_rows_give(deterministic, rng):
+def test_kernels_that_jax_maps_since_values_are_shared_give_what_more_batch_rows_give(
+    deterministic, rng
+):
     def gradients(q, k, v, length):
         o, vjp = jax.vjp(
             lambda *qkv: flash_attention(
-                *qkv, implementation="hopper", key_value_seq_lengths=length, deterministic=deterministic
+                *qkv,
+                implementation="hopper",
+                key_value_seq_lengths=length,
+                deterministic=deterministic,
             ),
             *(q, k, v),
         )
         return vjp(o)
 
-    (q, k, v), lengths = qkv(rng, sizes(67, 131, 64, B=2, N=1), jnp.bfloat16), jnp.array([131, 40], jnp.int32)
+    (q, k, v), lengths = (
+        qkv(rng, sizes(67, 131, 64, B=2, N=1), jnp.bfloat16),
+        jnp.array([131, 40], jnp.int32),
+    )
     with gpu_interpreter.hopper_kernels():
         rows = jax.jit(jax.vmap(gradients, (0, 0, None, 0)))(q, k, v[0], lengths)
-        for x, y in zip(rows, jax.jit(gradients)(q, k, jnp.stack([v[0]] * 2), lengths), strict=True):
-            np.testing.assert_allclose(np.float32(x), np.float32(y), rtol=0, atol=0 if deterministic else 1e-2)
+        for x, y in zip(
+            rows, jax.jit(gradients)(q, k, jnp.stack([v[0]] * 2), lengths), strict=True
+        ):
+            np.testing.assert_allclose(
+                np.float32(x), np.float32(y), rtol=0, atol=0 if deterministic else 1e-2
+            )
 
 
 @pytest.mark.parametrize("size, fused", [(64, True), (128, True), (129, False)])

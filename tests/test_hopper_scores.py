@@ -1,4 +1,5 @@
-"""Programmable scores in the Hopper kernels, in jax's GPU interpreter: what the reference says, with gradients."""
+"""Programmable scores in the Hopper kernels, in jax's GPU interpreter: what the reference says,
+with gradients."""
 
 import gpu_interpreter
 import jax
@@ -11,16 +12,20 @@ from check import TOLERANCE, close
 from pallas_flash import explain, flash_attention, scores
 from pallas_flash.kernels import hopper
 
-pytestmark = pytest.mark.skipif(gpu_interpreter.MISSING is not None, reason=str(gpu_interpreter.MISSING))
+pytestmark = pytest.mark.skipif(
+    gpu_interpreter.MISSING is not None, reason=str(gpu_interpreter.MISSING)
+)
 
 
 def curved(slopes):
-    """Reads two numbers, asks for all indices, has a tanh, a derivative below 0, and none where the query is the last but one."""
+    """Reads two numbers, asks for all indices, has a tanh, a derivative below 0, and none where the
+    query is the last but one."""
 
     def score_mod(s, b, h, q, k):
         bent = jnp.tanh(s * slopes[0]) * 3 - jnp.maximum(s, 0.1 * s) / 2 + s**0
         far = slopes[h] * jnp.abs(q - k).astype(s.dtype) * (b + 1)
-        return bent - far + jnp.where((q - k) % 3 == h, 0.3, 0.0) + 0.01 * jnp.sqrt(1.0 * (q - k))  # NaN beyond the query
+        # NaN beyond the query
+        return bent - far + jnp.where((q - k) % 3 == h, 0.3, 0.0) + 0.01 * jnp.sqrt(1.0 * (q - k))
 
     return score_mod
 
@@ -46,32 +51,60 @@ EVERYTHING = dict(
 )
 CASES = {  # head size, whether the same bits each time, the rule, and what else
     "all that changes logits": (64, True, curved, EVERYTHING),
-    "dropout, one kernel": (128, False, curved, EVERYTHING | dict(dropout_rate=0.25, dropout_rng=jax.random.key(0))),
+    "dropout, one kernel": (
+        128,
+        False,
+        curved,
+        EVERYTHING | dict(dropout_rate=0.25, dropout_rng=jax.random.key(0)),
+    ),
     "numbers by position": (64, True, waved, dict(is_causal=True, query_offset=74)),
     "a table by distance": (128, False, by_distance, EVERYTHING),
-    "a table by distance, blocks of 80 keys": (256, True, by_distance, dict(is_causal=True, query_offset=74)),
+    "a table by distance, blocks of 80 keys": (
+        256,
+        True,
+        by_distance,
+        dict(is_causal=True, query_offset=74),
+    ),
     "ALiBi, few queries": (64, False, scores.Alibi, dict(is_causal=True, query_offset=200)),
-    "dropout, halves of dK and dV": (192, True, curved, dict(is_causal=True, dropout_rate=0.25, dropout_rng=jax.random.key(0))),
+    "dropout, halves of dK and dV": (
+        192,
+        True,
+        curved,
+        dict(is_causal=True, dropout_rate=0.25, dropout_rng=jax.random.key(0)),
+    ),
 }
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["all that changes logits", *(pytest.param(n, marks=pytest.mark.whole) for n in [*CASES][1:])])
+@pytest.mark.parametrize(
+    "name",
+    ["all that changes logits", *(pytest.param(n, marks=pytest.mark.whole) for n in [*CASES][1:])],
+)
 def test_output_lse_and_all_gradients_are_the_references(name, rng):
     size, deterministic, rule, options = CASES[name]
     few = "few" in name
-    q, k, v = qkv(rng, Sizes(B=2, T=3 if few else 131, S=300 if few else 205, N=2, K=1, H=size, Hv=size), jnp.bfloat16)
+    q, k, v = qkv(
+        rng,
+        Sizes(B=2, T=3 if few else 131, S=300 if few else 205, N=2, K=1, H=size, Hv=size),
+        jnp.bfloat16,
+    )
 
     def attended(implementation, *x):
         def loss(q, k, v, slopes):
-            more = dict(return_residual=True, implementation=implementation, deterministic=deterministic)
+            more = dict(
+                return_residual=True, implementation=implementation, deterministic=deterministic
+            )
             o, lse = flash_attention(q, k, v, score_mod=rule(slopes), **more, **options)
             lse = jnp.where(lse == -jnp.inf, 0, lse)
             return jnp.sum(jnp.sin(o.astype(jnp.float32))) + jnp.sum(jnp.cos(lse)), (o, lse)
 
-        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3), has_aux=True))(*x, jnp.array([0.05, 0.02]))
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3), has_aux=True))(
+            *x, jnp.array([0.05, 0.02])
+        )
 
-    (_, (expected_o, expected_lse)), expected = attended("reference", *(x.astype(np.float32) for x in (q, k, v)))
+    (_, (expected_o, expected_lse)), expected = attended(
+        "reference", *(x.astype(np.float32) for x in (q, k, v))
+    )
     for row, (queries, keys) in enumerate(
         zip(*(options.get(f"{n}_seq_lengths", ()) for n in ("query", "key_value")), strict=True)
     ):

@@ -1,4 +1,5 @@
-"""Masks that are any rule in the Hopper kernels, in jax's GPU interpreter: what the reference says, by lists of blocks."""
+"""Masks that are any rule in the Hopper kernels, in jax's GPU interpreter: what the reference says,
+by lists of blocks."""
 
 import re
 
@@ -13,18 +14,26 @@ from check import TOLERANCE, close
 from pallas_flash import explain, flash_attention, masks, scores
 from pallas_flash.kernels import hopper
 
-pytestmark = pytest.mark.skipif(gpu_interpreter.MISSING is not None, reason=str(gpu_interpreter.MISSING))
+pytestmark = pytest.mark.skipif(
+    gpu_interpreter.MISSING is not None, reason=str(gpu_interpreter.MISSING)
+)
 
 LONGFORMER = masks.Window(40, 40) | masks.GlobalTokens(4)
 
 
 def holes(numbers):
-    """Reads a number for each head, asks for all indices, hides all keys from head 0 of row 1, and blocks here and there."""
-    return masks.Where(lambda b, h, q, k: ((q // 64 + k // 64 + numbers[h]) % 3 > 0) & (h + 1 > b) | (h > 0) & (k < 4))
+    """Reads a number for each head, asks for all indices, hides all keys from head 0 of row 1, and
+    blocks here and there."""
+    return masks.Where(
+        lambda b, h, q, k: (
+            ((q // 64 + k // 64 + numbers[h]) % 3 > 0) & (h + 1 > b) | (h > 0) & (k < 4)
+        )
+    )
 
 
 def documents(ids, far):
-    """Reads a number for each query and each key, of the batch row, and a flag for each head and key."""
+    """Reads a number for each query and each key, of the batch row, and a flag for each head and
+    key."""
     ids, far = jnp.array(ids), jnp.array(far)
     return masks.Where(lambda b, h, q, k: (ids[b, q] == ids[b, k]) | (q - k < 9) & far[h, k])
 
@@ -32,7 +41,9 @@ def documents(ids, far):
 def neighbours(seen, turn):
     """Reads a flag for each pair, and then one at a place that this and a table by distance say."""
     seen, turn = jnp.array(seen), jnp.array(turn)
-    return masks.Where(lambda b, h, q, k: seen[b, q, k] | seen[h, k, turn[(q - k) % 7] + seen[b, q, k]])
+    return masks.Where(
+        lambda b, h, q, k: seen[b, q, k] | seen[h, k, turn[(q - k) % 7] + seen[b, q, k]]
+    )
 
 
 def joined(ids):
@@ -42,13 +53,18 @@ def joined(ids):
     return unlike | ~(masks.PrefixLM(np.array([40, 120])) & masks.QueryLengths(lengths - 50))
 
 
-HIDDEN = masks.Where(lambda b, h, q, k: (q - k) % 5 * (q // 70) == 2 + h)  # all keys from the first 70 queries
+# all keys from the first 70 queries
+HIDDEN = masks.Where(lambda b, h, q, k: (q - k) % 5 * (q // 70) == 2 + h)
 LENGTHS = dict(
     query_offset=np.array([50, -4], np.int32),
     query_seq_lengths=np.array([100, 131], np.int32),
     key_value_seq_lengths=np.array([205, 150], np.int32),
 )
-MORE = LENGTHS | dict(logits_soft_cap=3.0, sinks=np.array([0.5, -1.0], np.float32), score_mod=scores.Alibi((0.05, 0.02)))
+MORE = LENGTHS | dict(
+    logits_soft_cap=3.0,
+    sinks=np.array([0.5, -1.0], np.float32),
+    score_mod=scores.Alibi((0.05, 0.02)),
+)
 IDS = np.sort(np.random.default_rng(0).integers(0, 5, (2, 400)), 1).astype(np.int16)
 FAR = np.random.default_rng(1).random((2, 400)) < 0.1
 PAIRS = np.random.default_rng(2).random((2, 300, 300)) < 0.4
@@ -56,9 +72,19 @@ TURN = np.arange(7, dtype=np.int16) * 31 % 7
 DROPOUT = dict(dropout_rate=0.25, dropout_rng=jax.random.key(0))
 CASES = {  # head size, whether the same bits each time, the mask, and what else
     "numbers by head, all that changes logits": (64, True, lambda: holes(jnp.array([0, 2])), MORE),
-    "one kernel": (128, False, lambda: holes(jnp.array([1, 2])), LENGTHS | dict(local_window_size=(150, 40))),
+    "one kernel": (
+        128,
+        False,
+        lambda: holes(jnp.array([1, 2])),
+        LENGTHS | dict(local_window_size=(150, 40)),
+    ),
     "known while tracing": (64, False, lambda: LONGFORMER, {}),
-    "a list made before": (128, True, lambda: masks.block_map(LONGFORMER, 131, 205), dict(is_causal=True)),
+    "a list made before": (
+        128,
+        True,
+        lambda: masks.block_map(LONGFORMER, 131, 205),
+        dict(is_causal=True),
+    ),
     "arrays read by position": (
         64,
         True,
@@ -69,28 +95,39 @@ CASES = {  # head size, whether the same bits each time, the mask, and what else
     "joined masks of every kind of array": (64, True, lambda: joined(IDS), LENGTHS),
     "arrays read by position, one kernel": (128, False, lambda: documents(IDS, FAR), LENGTHS),
     "queries that see nothing, dropout": (64, True, lambda: HIDDEN, DROPOUT),
-    "halves of dK and dV": (192, True, lambda: HIDDEN, dict(is_causal=True, query_offset=80) | DROPOUT),
+    "halves of dK and dV": (
+        192,
+        True,
+        lambda: HIDDEN,
+        dict(is_causal=True, query_offset=80) | DROPOUT,
+    ),
     "the widest": (256, True, lambda: LONGFORMER & masks.Dilated(2), {}),
 }
 FAST = "numbers by head, all that changes logits", "arrays read by position", "arrays read by pair"
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [*FAST, *(pytest.param(n, marks=pytest.mark.whole) for n in CASES if n not in FAST)])
+@pytest.mark.parametrize(
+    "name", [*FAST, *(pytest.param(n, marks=pytest.mark.whole) for n in CASES if n not in FAST)]
+)
 def test_output_lse_and_all_gradients_are_the_references(name, rng):
     size, deterministic, mask, options = CASES[name]
     q, k, v = qkv(rng, Sizes(B=2, T=131, S=205, N=2, K=1, H=size, Hv=size), jnp.bfloat16)
 
     def attended(implementation, *x):
         def loss(q, k, v):
-            more = dict(return_residual=True, implementation=implementation, deterministic=deterministic)
+            more = dict(
+                return_residual=True, implementation=implementation, deterministic=deterministic
+            )
             o, lse = flash_attention(q, k, v, mask=mask(), **more, **options)
             seen = jnp.where(lse == -jnp.inf, 0, lse)
             return jnp.sum(jnp.sin(o.astype(jnp.float32))) + jnp.sum(jnp.cos(seen)), (o, lse)
 
         return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))(*x)
 
-    (_, (expected_o, expected_lse)), expected = attended("reference", *(x.astype(np.float32) for x in (q, k, v)))
+    (_, (expected_o, expected_lse)), expected = attended(
+        "reference", *(x.astype(np.float32) for x in (q, k, v))
+    )
     for row in range(2 if "query_offset" in options and "query_seq_lengths" in options else 0):
         queries, keys = LENGTHS["query_seq_lengths"][row], LENGTHS["key_value_seq_lengths"][row]
         q[row, queries:], k[row, keys:], v[row, keys:] = np.nan, np.nan, np.nan
@@ -102,7 +139,8 @@ def test_output_lse_and_all_gradients_are_the_references(name, rng):
         close(x, y, TOLERANCE["bfloat16"], name)
 
 
-# Of blocks of 192 queries by 128 keys: one to a tile; or all four of one tile of the second head, and one of each other.
+# Of blocks of 192 queries by 128 keys: one to a tile; or all four of one tile of the second head,
+# and one of each other.
 BLOCKS = {
     "by distance": (masks.Where(lambda b, h, q, k: q // 192 == k // 128), 3),
     "by head": (masks.Where(lambda b, h, q, k: (q < 192) & (h == 1)), 1 + 1 + 4 + 1),
@@ -114,19 +152,33 @@ def test_only_blocks_that_some_pair_needs_are_multiplied(name, rng, monkeypatch)
     mask, blocks = BLOCKS[name]
     heads = 1 + ("head" in name)
     products, wgmma = [], gpu_interpreter._wgmma
-    monkeypatch.setattr(gpu_interpreter, "_wgmma", lambda **kw: (products.append(kw["thread"]), wgmma(**kw))[1])
-    q, k, v = qkv(rng, Sizes(B=1, T=576 if heads == 1 else 384, S=512, N=heads, K=1, H=64, Hv=64), jnp.bfloat16)
+    monkeypatch.setattr(
+        gpu_interpreter, "_wgmma", lambda **kw: (products.append(kw["thread"]), wgmma(**kw))[1]
+    )
+    q, k, v = qkv(
+        rng,
+        Sizes(B=1, T=576 if heads == 1 else 384, S=512, N=heads, K=1, H=64, Hv=64),
+        jnp.bfloat16,
+    )
     with gpu_interpreter.hopper_kernels():
         o = flash_attention(q, k, v, mask=mask, implementation="hopper")
-    close(o, flash_attention(*(x.astype(np.float32) for x in (q, k, v)), mask=mask), TOLERANCE["bfloat16"], "output")
-    assert len(products) == 2 * 3 * blocks  # by three consumers; a tile that sees nothing visits one
+    close(
+        o,
+        flash_attention(*(x.astype(np.float32) for x in (q, k, v)), mask=mask),
+        TOLERANCE["bfloat16"],
+        "output",
+    )
+    # by three consumers; a tile that sees nothing visits one
+    assert len(products) == 2 * 3 * blocks
 
 
 @pytest.mark.whole
 def test_there_is_no_race(rng):
     q, k, v = qkv(rng, Sizes(B=1, T=259, S=530, N=2, K=1, H=64, Hv=64), jnp.bfloat16)
     rule = holes(jnp.array([0, 2]))
-    loss = lambda q, k, v: flash_attention(q, k, v, mask=rule, implementation="hopper").astype(jnp.float32).sum()
+    loss = lambda q, k, v: (
+        flash_attention(q, k, v, mask=rule, implementation="hopper").astype(jnp.float32).sum()
+    )
     with gpu_interpreter.hopper_kernels(detect_races=True) as races:
         jax.block_until_ready(jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(q, k, v))
     assert not races.found
@@ -135,9 +187,18 @@ def test_there_is_no_race(rng):
 BYTES = jnp.arange(8, dtype=jnp.uint8)
 ROWS = jnp.ones((8, 8))
 REFUSED = {
-    "more than numbers of an array": (lambda b, h, q, k: jnp.sum(ROWS[q]) > k, "may read single numbers .*; got reduce_sum"),
-    "numbers of 8 bits": (lambda b, h, q, k: BYTES[q] > BYTES[k], r"numbers of 8 bits \(u8\), for which Mosaic GPU"),
-    "what registers do not know": (lambda b, h, q, k: jnp.floor(q / 3) > k, "needs floor, which Mosaic GPU does not know"),
+    "more than numbers of an array": (
+        lambda b, h, q, k: jnp.sum(ROWS[q]) > k,
+        "may read single numbers .*; got reduce_sum",
+    ),
+    "numbers of 8 bits": (
+        lambda b, h, q, k: BYTES[q] > BYTES[k],
+        r"numbers of 8 bits \(u8\), for which Mosaic GPU",
+    ),
+    "what registers do not know": (
+        lambda b, h, q, k: jnp.floor(q / 3) > k,
+        "needs floor, which Mosaic GPU does not know",
+    ),
 }
 
 
@@ -159,7 +220,10 @@ def test_arrays_that_no_int32_counts_are_refused_with_a_reason():
     found = []
     jax.eval_shape(reasons, jax.ShapeDtypeStruct((2**16, 2**15), bool))
     for name in ("hopper", "portable"):
-        assert "an array of 2^31 numbers or more, which no int32 counts; got (65536, 32768)" in found[0][name]
+        assert (
+            "an array of 2^31 numbers or more, which no int32 counts; got (65536, 32768)"
+            in found[0][name]
+        )
 
 
 def test_it_is_not_decoding():

@@ -1,4 +1,5 @@
-"""scripts/inspect_kernels.py as its user meets it, its counts, and how it reads the machine code that a compiler wrote."""
+"""scripts/inspect_kernels.py as its user meets it, its counts, and how it reads the machine code
+that a compiler wrote."""
 
 import json
 import math
@@ -39,22 +40,35 @@ def run(*command):
 def test_a_refused_call_is_an_exit_status_with_the_reason_and_the_work():
     done = run("--gpu", "H200", "--implementation", "hopper", "--dtype", "float32")
     assert done.returncode == 1, done.stderr
-    assert "refused         implementation 'hopper' cannot run this call: wgmma multiplies bfloat16 and float16" in done.stdout
+    assert (
+        "refused         implementation 'hopper' cannot run this call: wgmma multiplies bfloat16 "
+        "and float16" in done.stdout
+    )
     assert "backward, 5 products" in done.stdout
 
 
 def test_a_report_is_the_choice_the_work_and_either_the_kernels_or_why_there_are_none():
-    command = "--gpu A100 --length 512 --heads 2 --head-size 64 --dtype float32 --causal --forward".split()
+    command = (
+        "--gpu A100 --length 512 --heads 2 --head-size 64 --dtype float32 --causal --forward"
+    ).split()
     done = run(*command)
     assert done.returncode == 0, done.stderr
-    assert "implementation  portable" in done.stdout and "not hopper      wgmma multiplies" in done.stdout
+    assert (
+        "implementation  portable" in done.stdout
+        and "not hopper      wgmma multiplies" in done.stdout
+    )
     if gpu_code.missing():
-        assert f"Nothing was compiled for the NVIDIA A100-SXM4-80GB: {gpu_code.missing()}" in done.stdout
+        assert (
+            f"Nothing was compiled for the NVIDIA A100-SXM4-80GB: {gpu_code.missing()}"
+            in done.stdout
+        )
         return
     lines = {line.split("  ")[0]: line.split() for line in done.stdout.splitlines()}
     assert int(lines["flash_attention_forward"][1]) <= 255  # registers
     loop = dict(zip(lines[""], lines["flash_attention_forward, loop 1"][3:], strict=False))
-    assert int(loop["float"]) > 500 and int(loop["exp2"]) > 0 and loop["products"] == "0", "float32 has no matrix unit"
+    assert int(loop["float"]) > 500 and int(loop["exp2"]) > 0 and loop["products"] == "0", (
+        "float32 has no matrix unit"
+    )
 
 
 def test_json_has_the_same_and_nothing_else_is_printed():
@@ -62,14 +76,19 @@ def test_json_has_the_same_and_nothing_else_is_printed():
     report = json.loads(done.stdout)
     assert report["implementation"] == "blockwise" and "above 256" in report["why_not"]["portable"]
     assert report["work"][0]["least_seconds"] == max(report["work"][0]["seconds"].values())
-    assert ("not_compiled" in report) == (gpu_code.missing() is not None) and report.get("kernels", []) == []
+    assert ("not_compiled" in report) == (gpu_code.missing() is not None) and report.get(
+        "kernels", []
+    ) == []
 
 
 @pytest.mark.parametrize(
     "command, message",
     [
         ("--window 1 2 3", "--window takes one number or two; got 3."),
-        ("--batch 2 --key-lengths 5", "--key-lengths takes one number for each of the 2 batch rows; got 1."),
+        (
+            "--batch 2 --key-lengths 5",
+            "--key-lengths takes one number for each of the 2 batch rows; got 1.",
+        ),
         ("--mask TS", "must be BNTS, with a 1 in place of each axis that is broadcast; got 'TS'"),
         ("--gpu K80", "invalid choice: 'K80'"),
         ("--heads 3 --kv-heads 2", "got N = 3, K = 2"),
@@ -86,14 +105,18 @@ def test_a_wrong_argument_is_explained(command, message, capsys):
 def test_without_the_wheels_it_names_them_and_how_to_install_them(monkeypatch):
     monkeypatch.setattr(gpu_code.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(gpu_code.shutil, "which", lambda name, path: None)
-    names = "jax-cuda13-plugin, jax-cuda13-pjrt, nvidia-cuda-nvcc, nvidia-nvvm, nvidia-cuda-nvdisasm"
+    names = (
+        "jax-cuda13-plugin, jax-cuda13-pjrt, nvidia-cuda-nvcc, nvidia-nvvm, nvidia-cuda-nvdisasm"
+    )
     assert gpu_code.missing() == f"it needs {names}: pip install -e '.[compile]'"
 
 
 # ---- the choice on a GPU that is not here ----
 
 
-@pytest.mark.parametrize("gpu, capability", [("A100-80GB", "8.0"), ("H100", "9.0"), ("H200", "9.0")])
+@pytest.mark.parametrize(
+    "gpu, capability", [("A100-80GB", "8.0"), ("H100", "9.0"), ("H200", "9.0")]
+)
 def test_the_choice_is_that_of_the_gpu_that_the_abstract_mesh_names(gpu, capability):
     here = explain(HALF, HALF, HALF)
     with gpu_code.as_if_on(GPUS[gpu]):
@@ -142,14 +165,21 @@ def test_pairs_are_those_that_brute_force_counts(name):
 
 
 def test_pairs_of_a_rule_are_those_that_brute_force_counts():
-    args, _ = parsed("--batch 2 --length 37 --rule Dilated(3)|GlobalTokens(2) --causal --key-lengths 5 37")
+    args, _ = parsed(
+        "--batch 2 --length 37 --rule Dilated(3)|GlobalTokens(2) --causal --key-lengths 5 37"
+    )
     i, j = np.ogrid[:37, :37]
     seen = (((i - j) % 3 == 0) | (i < 2) | (j < 2)) & (j <= i)
-    assert inspect_kernels.visible_pairs(args) == args.heads * sum(np.sum(seen & (j < length)) for length in (5, 37))
+    assert inspect_kernels.visible_pairs(args) == args.heads * sum(
+        np.sum(seen & (j < length)) for length in (5, 37)
+    )
 
 
 def test_work_is_counted_from_shapes_and_pairs():
-    report = explained("--gpu H100 --batch 2 --length 64 --keys 48 --heads 6 --kv-heads 2 --head-size 24 --value-size 40")
+    report = explained(
+        "--gpu H100 --batch 2 --length 64 --keys 48 --heads 6 --kv-heads 2 --head-size 24 "
+        "--value-size 40"
+    )
     forward, one, two = report["work"]
     B, T, S, N, K, H, Hv = 2, 64, 48, 6, 2, 24, 40
     product = lambda width: 2 * B * N * T * S * width
@@ -157,14 +187,20 @@ def test_work_is_counted_from_shapes_and_pairs():
     assert one["flops"] == 3 * product(H) + 2 * product(Hv)
     assert two["flops"] - one["flops"] == product(H) + product(Hv), "Q K^T and dO V^T once more"
     assert [w["exponentials"] for w in report["work"]] == [B * N * T * S * n for n in (1, 1, 2)]
-    q, k, v, o, row = (math.prod(shape) for shape in ((B, T, N, H), (B, S, K, H), (B, S, K, Hv), (B, T, N, Hv), (B, T, N)))
+    q, k, v, o, row = (
+        math.prod(shape)
+        for shape in ((B, T, N, H), (B, S, K, H), (B, S, K, Hv), (B, T, N, Hv), (B, T, N))
+    )
     assert forward["bytes"] == 2 * (q + k + v + o) + 4 * row
     assert one["bytes"] == 2 * 2 * (q + k + v + o) + 2 * 4 * row
     assert two["bytes"] == 2 * 3 * (q + k + v + o) + 4 * 4 * row
 
 
 def test_dense_arrays_are_bytes_to_move():
-    plain, dense = (explained(f"--length 64 --keys 48 --heads 6 {more}")["work"] for more in ("", "--bias 1NTS --mask BN1S"))
+    plain, dense = (
+        explained(f"--length 64 --keys 48 --heads 6 {more}")["work"]
+        for more in ("", "--bias 1NTS --mask BN1S")
+    )
     bias, mask = 2 * 6 * 64 * 48, 6 * 48
     more = [after["bytes"] - before["bytes"] for before, after in zip(plain, dense, strict=True)]
     assert more == [bias + mask, 2 * bias + mask, 3 * bias + 2 * mask]
@@ -173,10 +209,22 @@ def test_dense_arrays_are_bytes_to_move():
 def test_the_slowest_part_bounds_the_time():
     assert GPUS["H200"].exponentials == pytest.approx(3.87e12, rel=1e-2)
     (work, *_) = explained("--gpu H200 --length 16384 --heads 16 --head-size 128 --causal")["work"]
-    assert work["least_seconds"] == work["seconds"]["products"] == pytest.approx(1100e9 / 989e12, rel=1e-3)
-    (work, *_) = explained("--gpu H200 --length 16384 --heads 16 --head-size 128 --window 0")["work"]
-    assert work["least_seconds"] == work["seconds"]["memory"] == pytest.approx(269e6 / 4.8e12, rel=1e-2)
-    (half, *_), (single, *_) = (explained(f"--gpu A100 --dtype {dtype}")["work"] for dtype in ("float16", "float32"))
+    assert (
+        work["least_seconds"]
+        == work["seconds"]["products"]
+        == pytest.approx(1100e9 / 989e12, rel=1e-3)
+    )
+    (work, *_) = explained("--gpu H200 --length 16384 --heads 16 --head-size 128 --window 0")[
+        "work"
+    ]
+    assert (
+        work["least_seconds"]
+        == work["seconds"]["memory"]
+        == pytest.approx(269e6 / 4.8e12, rel=1e-2)
+    )
+    (half, *_), (single, *_) = (
+        explained(f"--gpu A100 --dtype {dtype}")["work"] for dtype in ("float16", "float32")
+    )
     assert single["seconds"]["products"] == pytest.approx(16 * half["seconds"]["products"])
 
 
@@ -215,7 +263,10 @@ WAIT = "WARPGROUP.DEPBAR.LE gsb0, "
 BODIES = {
     "a wait before": (["HGMMA x, gsb0", WAIT + "0x0", "MUFU.EX2"], 0),
     "half of them": (["HGMMA x", "MUFU.EX2", "HGMMA x, gsb0", WAIT + "0x0", "MUFU.EX2"], 0.5),
-    "one of two groups still runs": (["HGMMA x, gsb0", "HGMMA y, gsb0", WAIT + "0x1", "MUFU.EX2", WAIT + "0x0"], 1),
+    "one of two groups still runs": (
+        ["HGMMA x, gsb0", "HGMMA y, gsb0", WAIT + "0x1", "MUFU.EX2", WAIT + "0x0"],
+        1,
+    ),
     "begun in the step before": (["MUFU.EX2", WAIT + "0x0", "HGMMA x, gsb0"], 1),
     "no wgmma": (["HMMA.16816.F32", "MUFU.EX2"], None),
 }

@@ -1,4 +1,5 @@
-"""Masks joined by &, | and ~, of every kind: what the oracle says, on every implementation, and elsewhere."""
+"""Masks joined by &, | and ~, of every kind: what the oracle says, on every implementation, and
+elsewhere."""
 
 import functools
 import os
@@ -30,7 +31,9 @@ def examples(request):
 @st.composite
 def calls(draw):
     """(keywords of the oracle, seed)."""
-    by_batch = lambda low, high: st.lists(st.integers(low, high), min_size=Z.B, max_size=Z.B).map(lambda x: np.array(x, np.int32))
+    by_batch = lambda low, high: st.lists(st.integers(low, high), min_size=Z.B, max_size=Z.B).map(
+        lambda x: np.array(x, np.int32)
+    )
     is_apart = draw(st.integers(0, 5)) == 0
     offset = 0 if is_apart else draw(st.one_of(st.integers(-9, 20), by_batch(-20, 40)))
     more = dict(
@@ -44,7 +47,11 @@ def calls(draw):
         bias=st.tuples(*(st.sampled_from([1, n]) for n in (Z.B, Z.N, Z.T, Z.S))),
     )
     names = draw(st.lists(st.sampled_from(list(more)), max_size=2, unique=True))
-    kw = dict(drawn=draw(joined(Z, offset, is_apart)), query_offset=offset, **{name: draw(more[name]) for name in names})
+    kw = dict(
+        drawn=draw(joined(Z, offset, is_apart)),
+        query_offset=offset,
+        **{name: draw(more[name]) for name in names},
+    )
     return kw, draw(st.integers(0, 2**32 - 1))
 
 
@@ -55,7 +62,11 @@ def test_a_drawn_mask_shows_what_its_parts_say(implementation, examples):
         max_examples=examples,
         deadline=None,
         database=None,
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+        suppress_health_check=[
+            HealthCheck.too_slow,
+            HealthCheck.data_too_large,
+            HealthCheck.filter_too_much,
+        ],
     )
     @given(calls())
     def equals(call):
@@ -73,17 +84,24 @@ def test_a_drawn_mask_shows_what_its_parts_say(implementation, examples):
 # ---- one mask with arrays of every kind, elsewhere
 
 W = Z._replace(T=32, S=32)
-LENGTHS, IDS = np.array([5, 20], np.int32), np.sort(np.random.default_rng(0).integers(0, 4, (2, 32)).astype(np.int32))
+LENGTHS, IDS = (
+    np.array([5, 20], np.int32),
+    np.sort(np.random.default_rng(0).integers(0, 4, (2, 32)).astype(np.int32)),
+)
 TABLE = jnp.asarray(np.random.default_rng(1).integers(0, 9, (2, 4)))
 
 
 def mixed(lengths, ids):
     by_head = masks.Where(lambda b, h, q, k: (q + 2 * k + h + TABLE[b, h]) % 5 > 1)
-    return (masks.KeyLengths(lengths) | by_head) & ~masks.Documents(ids, ids) | ~masks.PrefixLM(lengths)
+    return (masks.KeyLengths(lengths) | by_head) & ~masks.Documents(ids, ids) | ~masks.PrefixLM(
+        lengths
+    )
 
 
 def gradients(q, k, v, lengths, ids, **kw):
-    loss = lambda *x: jnp.sum(jnp.sin(flash_attention(*x, mask=mixed(lengths, ids), implementation="blockwise", **kw)))
+    loss = lambda *x: jnp.sum(
+        jnp.sin(flash_attention(*x, mask=mixed(lengths, ids), implementation="blockwise", **kw))
+    )
     return jax.grad(loss, argnums=(0, 1, 2))(q, k, v)
 
 
@@ -91,14 +109,24 @@ def on_a_mesh(kind, *x):
     mesh = jax.make_mesh((2, 2), ("b", "h"), axis_types=(kind,) * 2)
     specs = *[P("b", None, "h")] * 3, P("b"), P()
     with jax.set_mesh(mesh):
-        return jax.jit(gradients)(*(jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(x, specs, strict=True)))
+        return jax.jit(gradients)(
+            *(
+                jax.device_put(a, NamedSharding(mesh, spec))
+                for a, spec in zip(x, specs, strict=True)
+            )
+        )
 
 
 def in_a_ring(*x):
     mesh = jax.make_mesh((4,), ("s",), axis_types=(AxisType.Explicit,))
-    placed = lambda a: jax.device_put(context_parallel.zigzag(jnp.asarray(a), 4), NamedSharding(mesh, P(None, "s")))
+    placed = lambda a: jax.device_put(
+        context_parallel.zigzag(jnp.asarray(a), 4), NamedSharding(mesh, P(None, "s"))
+    )
     f = jax.jit(functools.partial(gradients, context=context_parallel.Zigzag("s")))
-    return [context_parallel.unzigzag(np.asarray(a), 4) for a in f(*map(placed, x[:3]), x[3], placed(x[4]))]
+    return [
+        context_parallel.unzigzag(np.asarray(a), 4)
+        for a in f(*map(placed, x[:3]), x[3], placed(x[4]))
+    ]
 
 
 def by_vmap(q, k, v, lengths, ids):
@@ -131,7 +159,11 @@ def test_batch_rows_heads_and_positions_are_the_same_elsewhere(place, rng):
 def test_gradients_in_a_checked_shard_map_may_have_masks_of_each_device(rng):
     def local(q, k, v, lengths, ids):
         mask = (masks.KeyLengths(lengths) | masks.Causal()) & ~masks.Documents(ids, ids)
-        return jax.grad(lambda q: jnp.sum(jnp.sin(flash_attention(q, k, v, mask=mask, implementation="blockwise"))))(q)
+        return jax.grad(
+            lambda q: jnp.sum(
+                jnp.sin(flash_attention(q, k, v, mask=mask, implementation="blockwise"))
+            )
+        )(q)
 
     x = *qkv(rng, W), LENGTHS, IDS
     mesh = jax.make_mesh((2,), ("b",), axis_types=(AxisType.Auto,))
@@ -148,7 +180,10 @@ def test_a_joined_mask_is_data_of_one_program_with_a_map_too(rng):
     @jax.jit
     def layers(x, mask):
         traced.append(mask)
-        layer = lambda x, _: (x + flash_attention(x, x, x, mask=mask, implementation="blockwise"), None)
+        layer = lambda x, _: (
+            x + flash_attention(x, x, x, mask=mask, implementation="blockwise"),
+            None,
+        )
         return jax.lax.scan(layer, x, None, length=2)[0]
 
     mask = lambda lengths: ~masks.KeyLengths(lengths) | masks.Causal()
@@ -157,15 +192,20 @@ def test_a_joined_mask_is_data_of_one_program_with_a_map_too(rng):
     mapped = masks.block_map(mask(LENGTHS), W.T, W.S, block=16, batch=2)
     assert mapped.counts() == dict(skipped=0, full=4, partial=4)
     close(layers(x, mapped), one, 5e-6)
-    full = jax.tree.map(lambda x: jnp.full_like(x, kinds.FULL) if x.dtype == jnp.int8 else x, mapped)
-    close(layers(x, full), layers(x, None), 5e-6)  # the map is taken: in full blocks nobody asks the rule
+    full = jax.tree.map(
+        lambda x: jnp.full_like(x, kinds.FULL) if x.dtype == jnp.int8 else x, mapped
+    )
+    # the map is taken: in full blocks nobody asks the rule
+    close(layers(x, full), layers(x, None), 5e-6)
 
 
 def test_a_joined_mask_says_what_it_is_made_of_and_forgets_maps():
     mask = ~(masks.KeyLengths([3, 4]) & masks.block_map(masks.Causal(), 8, 8))
     assert repr(mask) == "~(KeyLengths(lengths=[3, 4]) & Window(left=None, right=0))"
     q = jax.ShapeDtypeStruct((2, 8, 2, 64), jnp.bfloat16)
-    assert "where ~(KeyLengths(lengths=int32[2]) & Window(left=None, right=0))" in str(explain(q, q, q, mask=mask))
+    assert "where ~(KeyLengths(lengths=int32[2]) & Window(left=None, right=0))" in str(
+        explain(q, q, q, mask=mask)
+    )
     assert masks.Causal() | ~masks.Dilated(3) == masks.Causal() | ~masks.Dilated(3)
 
 
@@ -173,7 +213,10 @@ def test_positions_that_no_offset_says_go_with_rules_but_with_no_score_mod():
     q = jax.ShapeDtypeStruct((1, 8, 2, 64), jnp.float32)
     packed = masks.Varlen(np.array([[0, 3, 8]]), np.array([[0, 5, 8]]))
     assert "where ~(Varlen(" in str(explain(q, q, q, mask=~packed & masks.Dilated(3)))
-    with pytest.raises(ValueError, match="score_mod counts queries from one query_offset, and in Varlen with cu_seqlens_k"):
+    with pytest.raises(
+        ValueError,
+        match="score_mod counts queries from one query_offset, and in Varlen with cu_seqlens_k",
+    ):
         explain(q, q, q, mask=~packed, score_mod=lambda score, b, h, q, k: score)
     with pytest.raises(ValueError, match="no query_offset and no second one go with it"):
         explain(q, q, q, mask=~packed | masks.Causal(), query_offset=1)

@@ -13,11 +13,15 @@ from check import close
 from pallas_flash import flash_attention
 
 keras = pytest.importorskip("keras", reason="keras is in the extra test")
-pytestmark = pytest.mark.skipif(keras.backend.backend() != "jax", reason="Keras was imported with another backend before")
+pytestmark = pytest.mark.skipif(
+    keras.backend.backend() != "jax", reason="Keras was imported with another backend before"
+)
 B, T, S, D = 2, 7, 9, 12
 LAYERS = {
     "MultiHeadAttention": lambda: keras.layers.MultiHeadAttention(num_heads=4, key_dim=6),
-    "GroupQueryAttention": lambda: keras.layers.GroupQueryAttention(head_dim=6, num_query_heads=4, num_key_value_heads=2),
+    "GroupQueryAttention": lambda: keras.layers.GroupQueryAttention(
+        head_dim=6, num_query_heads=4, num_key_value_heads=2
+    ),
 }
 SEEN = np.random.default_rng(5).random((B, T, S)) < 0.7
 SEEN[..., 0] = True  # a row that sees no key is 0 here, and the mean of the values there
@@ -42,10 +46,14 @@ def test_a_layer_of_keras_gives_the_same_with_ours_swapped_in(layer, call, monke
     weights, taken = [v.value for v in layer.trainable_variables], []
 
     def loss(weights, query, value):
-        o, _ = layer.stateless_call(weights, [v.value for v in layer.non_trainable_variables], query, value, **call)
+        o, _ = layer.stateless_call(
+            weights, [v.value for v in layer.non_trainable_variables], query, value, **call
+        )
         return jnp.sum(jnp.sin(o)), o
 
-    run = lambda: jax.jit(jax.value_and_grad(lambda *x: loss(*x), argnums=(0, 1, 2), has_aux=True))(weights, query, value)
+    run = lambda: jax.jit(jax.value_and_grad(lambda *x: loss(*x), argnums=(0, 1, 2), has_aux=True))(
+        weights, query, value
+    )
     theirs = run()
 
     def ours(*args, **kw):

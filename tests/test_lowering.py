@@ -1,4 +1,5 @@
-"""The portable kernels lower for NVIDIA GPUs on a machine without one, and put nothing of size T x S into memory."""
+"""The portable kernels lower for NVIDIA GPUs on a machine without one, and put nothing of size T x
+S into memory."""
 
 import inspect
 import math
@@ -29,13 +30,24 @@ CASES = {
     "full": (Z, {}),
     "causal, odd head sizes": (Z._replace(H=40, Hv=72), dict(is_causal=True)),
     "head size 256": (Z._replace(H=256, Hv=256), dict(is_causal=True)),
-    "one query": (Z._replace(T=1), dict(query_offset=ints(2), is_causal=True, key_value_seq_lengths=ints(2))),
+    "one query": (
+        Z._replace(T=1),
+        dict(query_offset=ints(2), is_causal=True, key_value_seq_lengths=ints(2)),
+    ),
     "key lengths": (Z, dict(key_value_seq_lengths=ints(2))),
     "window and lengths": (
         Z,
-        dict(local_window_size=(5, 3), query_offset=ints(2), key_value_seq_lengths=ints(2), query_seq_lengths=ints(2)),
+        dict(
+            local_window_size=(5, 3),
+            query_offset=ints(2),
+            key_value_seq_lengths=ints(2),
+            query_seq_lengths=ints(2),
+        ),
     ),
-    "documents": (Z, dict(query_segment_ids=ints(2, Z.T), key_value_segment_ids=ints(2, Z.S), is_causal=True)),
+    "documents": (
+        Z,
+        dict(query_segment_ids=ints(2, Z.T), key_value_segment_ids=ints(2, Z.S), is_causal=True),
+    ),
     "key bias, soft cap": (Z, dict(bias=floats("BN1S"), mask=bools("B11S"), logits_soft_cap=3.0)),
     "query bias": (Z, dict(bias=floats(".NT1"))),
     "sinks, dropout": (
@@ -48,17 +60,34 @@ CASES = {
         ),
     ),
     "scalar bias": (Z, dict(bias=floats("1111"))),
-    "a rule": (Z, dict(mask=masks.Where(lambda b, h, q, k: ((q // 64 + k // 64 + h) % 3 > 0) | (k < 4)), is_causal=True)),
-    "a score": (Z, dict(score_mod=scores.T5Bias(np.zeros((Z.N, 32))), is_causal=True, query_offset=ints(2))),
-    "one query, a score": (Z._replace(T=1), dict(score_mod=scores.T5Bias(np.zeros((Z.N, 32))), query_offset=ints(2))),
-    "a score by head": (Z, dict(score_mod=lambda s, b, h, q, k: jnp.square(s) - jax.lax.stop_gradient(SLOPES[h]))),
+    "a rule": (
+        Z,
+        dict(
+            mask=masks.Where(lambda b, h, q, k: ((q // 64 + k // 64 + h) % 3 > 0) | (k < 4)),
+            is_causal=True,
+        ),
+    ),
+    "a score": (
+        Z,
+        dict(score_mod=scores.T5Bias(np.zeros((Z.N, 32))), is_causal=True, query_offset=ints(2)),
+    ),
+    "one query, a score": (
+        Z._replace(T=1),
+        dict(score_mod=scores.T5Bias(np.zeros((Z.N, 32))), query_offset=ints(2)),
+    ),
+    "a score by head": (
+        Z,
+        dict(score_mod=lambda s, b, h, q, k: jnp.square(s) - jax.lax.stop_gradient(SLOPES[h])),
+    ),
     "dense bias and mask": (Z, dict(bias=floats("1NTS"), mask=bools("B1TS"))),
 }
 
 
 def lower(gpu, z, kw, dtype, implementation="portable"):
     """The StableHLO of forward and backward for a GPU that is not there."""
-    platform = dict(platform="gpu") if "platform" in inspect.signature(AbstractDevice).parameters else {}
+    platform = (
+        dict(platform="gpu") if "platform" in inspect.signature(AbstractDevice).parameters else {}
+    )
     device = AbstractDevice(device_kind=GPUS[gpu].kind, num_cores=GPUS[gpu].cores, **platform)
     mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
     shapes = (z.B, z.T, z.N, z.H), (z.B, z.S, z.K, z.H), (z.B, z.S, z.K, z.Hv)
@@ -68,11 +97,15 @@ def lower(gpu, z, kw, dtype, implementation="portable"):
     def gradients(q, k, v, arrays):
         def loss(q, k, v, bias):
             given = {**arrays, **static}
-            o, lse = flash_attention(*(q, k, v, bias), implementation=implementation, return_residual=True, **given)
+            o, lse = flash_attention(
+                *(q, k, v, bias), implementation=implementation, return_residual=True, **given
+            )
             return o.astype(jnp.float32).sum() + lse.sum()
 
         arrays = dict(arrays)
-        return jax.grad(loss, argnums=(0, 1, 2) + (3,) * ("bias" in arrays))(q, k, v, arrays.pop("bias", None))
+        return jax.grad(loss, argnums=(0, 1, 2) + (3,) * ("bias" in arrays))(
+            q, k, v, arrays.pop("bias", None)
+        )
 
     with jax.sharding.use_abstract_mesh(mesh):
         args = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
@@ -81,21 +114,34 @@ def lower(gpu, z, kw, dtype, implementation="portable"):
 
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("name", whole_but(CASES, *(CASES.keys() - {"full", "key lengths", "query bias", "scalar bias"})))
-def test_every_kernel_lowers_for_a_gpu_and_only_the_users_own_arrays_of_size_t_x_s_are_in_memory(gpu, dtype, name):
+@pytest.mark.parametrize(
+    "name", whole_but(CASES, *(CASES.keys() - {"full", "key lengths", "query bias", "scalar bias"}))
+)
+def test_every_kernel_lowers_for_a_gpu_and_only_the_users_own_arrays_of_size_t_x_s_are_in_memory(
+    gpu, dtype, name
+):
     z, kw = CASES[name]
-    text = lower(gpu, z, kw, dtype).replace("flash_attention_decode", "flash_attention_forward")  # that of few queries
+    # that of few queries
+    text = lower(gpu, z, kw, dtype).replace("flash_attention_decode", "flash_attention_forward")
     kernels = set(re.findall(r"flash_attention_\w+", text))
     expected = {
         f"flash_attention_{name}"
-        for name in ("forward", "dkv", "dq", *["dbias"] * ("bias" in kw), *["dtable"] * ("score_mod" in kw))
+        for name in (
+            "forward",
+            "dkv",
+            "dq",
+            *["dbias"] * ("bias" in kw),
+            *["dtable"] * ("score_mod" in kw),
+        )
     }
     assert expected <= kernels, f"{expected - kernels} of {kernels} are missing"
     size = lambda shape: math.prod(map(int, shape.split("x")))
     largest = max(size(shape) for shape in re.findall(r"tensor<((?:\d+x)*\d+)x\w+>", text))
     own = [math.prod(x.shape) for x in kw.values() if hasattr(x, "shape")]
     linear = max(z.B * z.N * max(z.T, z.S) * max(z.H, z.Hv), *own, 0)
-    assert largest <= linear, f"an array of {largest} elements; q, k, v and the user's own need {linear}"
+    assert largest <= linear, (
+        f"an array of {largest} elements; q, k, v and the user's own need {linear}"
+    )
 
 
 STANDARD = "scores", "softmax", "values", "dp", "softmax_backward", "dq", "dk", "dv"
@@ -125,5 +171,11 @@ lower("sm_90", *CASES["full"], "bfloat16")
 """
     tests = pathlib.Path(__file__).parent
     paths = dict(cwd=tests, env={**os.environ, "PYTHONPATH": str(tests.parent)})
-    done = subprocess.run([sys.executable, "-W", "default", "-c", code], capture_output=True, text=True, check=True, **paths)
+    done = subprocess.run(
+        [sys.executable, "-W", "default", "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        **paths,
+    )
     assert "deprecated" not in done.stderr, done.stderr

@@ -1,4 +1,5 @@
-"""Every mask on a small full grid against brute force: what is seen, which blocks are visited, which need no mask."""
+"""Every mask on a small full grid against brute force: what is seen, which blocks are visited,
+which need no mask."""
 
 import dataclasses
 import functools
@@ -37,11 +38,18 @@ WIDE = {  # far away, or wider than int32
     "window of the first position": lambda: dict(local_window_size=(0, END), query_offset=-END),
     "last position": lambda: dict(is_causal=True, local_window_size=(END - 9, 3), query_offset=END),
     "first position": lambda: dict(is_causal=True, query_offset=-END - 1),
-    "positions by batch": lambda: dict(is_causal=True, local_window_size=20, query_offset=np.array([END, 9], np.int32)),
-    "far windows by batch": lambda: dict(local_window_size=(END, END - 7), query_offset=np.array([END, -END], np.int32)),
+    "positions by batch": lambda: dict(
+        is_causal=True, local_window_size=20, query_offset=np.array([END, 9], np.int32)
+    ),
+    "far windows by batch": lambda: dict(
+        local_window_size=(END, END - 7), query_offset=np.array([END, -END], np.int32)
+    ),
     "prefix": lambda: dict(prefix=np.array([3, -END]), query_offset=np.array([END, -END])),
     "lengths": lambda: dict(
-        key_value_seq_lengths=np.array([-END, END]), query_seq_lengths=[END, 7], local_window_size=(3, 9), query_offset=5
+        key_value_seq_lengths=np.array([-END, END]),
+        query_seq_lengths=[END, 7],
+        local_window_size=(3, 9),
+        query_offset=5,
     ),
     "ids of 64 bits": lambda: dict(
         query_segment_ids=np.arange(2 * Z.T).reshape(2, -1) % 3 * 2**32 + 1,
@@ -68,7 +76,9 @@ def test_the_interval_and_ids_say_what_brute_force_says(name, rng):
 
 @pytest.mark.parametrize("block_q, block_k", BLOCKS)
 @pytest.mark.parametrize("name", MASKS)
-def test_visited_blocks_hold_all_that_is_seen_and_full_blocks_nothing_else(name, block_q, block_k, rng):
+def test_visited_blocks_hold_all_that_is_seen_and_full_blocks_nothing_else(
+    name, block_q, block_k, rng
+):
     kw = MASKS[name](rng, Z)
     v, seen = visibility(rng, kw), oracle.visible(Z.B, 1, Z.T, Z.S, kw)[:, 0]
     q_tiles, k_tiles = -(-Z.T // block_q), -(-Z.S // block_k)
@@ -76,7 +86,9 @@ def test_visited_blocks_hold_all_that_is_seen_and_full_blocks_nothing_else(name,
 
     def of_keys(b, row):
         at = rows_of(v, b, row)
-        return jnp.stack(jnp.broadcast_arrays(*schedule.key_blocks(*at.interval(row), at.solid, block_k)))
+        return jnp.stack(
+            jnp.broadcast_arrays(*schedule.key_blocks(*at.interval(row), at.solid, block_k))
+        )
 
     @jax.jit
     def both(b, rows):
@@ -90,7 +102,9 @@ def test_visited_blocks_hold_all_that_is_seen_and_full_blocks_nothing_else(name,
     for b in range(Z.B):
         for i in range(q_tiles):
             blocks = schedule.Blocks(*by_query[b, i])
-            _check(blocks, [tile(b, i, j) for j in range(k_tiles)], Z.S % block_k != 0, not scattered)
+            _check(
+                blocks, [tile(b, i, j) for j in range(k_tiles)], Z.S % block_k != 0, not scattered
+            )
         for j in range(k_tiles):
             blocks = schedule.Blocks(*by_key[b, j])
             _check(blocks, [tile(b, i, j) for i in range(q_tiles)], Z.T % block_q != 0, not gaps)
@@ -111,20 +125,30 @@ def test_a_kernel_computes_the_blocks_of_a_band_from_its_first_and_last_row(left
                 np.testing.assert_array_equal(blocks, expected)
 
 
-@pytest.mark.parametrize("left, right, offset", [*BANDS, (None, None, 0), (None, 0, -9), (None, 0, 9), (2, 1, -7), (3, 3, 12)])
+@pytest.mark.parametrize(
+    "left, right, offset",
+    [*BANDS, (None, None, 0), (None, 0, -9), (None, 0, 9), (2, 1, -7), (3, 3, 12)],
+)
 @pytest.mark.parametrize("block_q, block_k", [(8, 16), (16, 8), (32, 32)])
-def test_blockwise_knows_which_blocks_all_rows_see_and_of_which_each_row_sees_a_key(block_q, block_k, left, right, offset):
+def test_blockwise_knows_which_blocks_all_rows_see_and_of_which_each_row_sees_a_key(
+    block_q, block_k, left, right, offset
+):
     v = masks.resolve([masks.Window(left, right)], 1, Z.T, Z.S, offset)
     problem = dataclasses.replace(normalised(*qkv(np.random.default_rng(0), Z))[0], visibility=v)
     position, key = np.arange(Z.T)[:, None] + offset, np.arange(Z.S)
-    seen = (key >= position - (np.inf if left is None else left)) & (key <= position + (np.inf if right is None else right))
+    seen = (key >= position - (np.inf if left is None else left)) & (
+        key <= position + (np.inf if right is None else right)
+    )
     tiles = Tiles(min(block_q, Z.T), min(block_k, Z.S), None, "float32")
     one = visits.alike(problem, tiles.block_q, tiles.block_k)
     known, starts = visits.known_keys(problem, tiles), range(0, Z.T, block_q)
     assert (one is None) == (known is not None)
     if one is not None:
         starts = [min(i, Z.T - block_q) for i in starts]
-        known = [[(visits.neighbours(v, Block(i, block_q), one.width), one.masked, one.some)] for i in starts]
+        known = [
+            [(visits.neighbours(v, Block(i, block_q), one.width), one.masked, one.some)]
+            for i in starts
+        ]
     for start, blocks in zip(starts, known, strict=True):
         rows = seen[start : start + block_q]
         for block, masked, some in blocks:
@@ -135,10 +159,14 @@ def test_blockwise_knows_which_blocks_all_rows_see_and_of_which_each_row_sees_a_
         assert not rows.any(), "what is seen is not visited"
 
 
-@pytest.mark.parametrize("T, S, N, K", [(300, 300, 8, 1), (1500, 64, 32, 4), (577, 577, 2, 2), (1000, 200, 8, 4)])
+@pytest.mark.parametrize(
+    "T, S, N, K", [(300, 300, 8, 1), (1500, 64, 32, 4), (577, 577, 2, 2), (1000, 200, 8, 4)]
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_blockwise_needs_no_loop_over_blocks_where_lengths_hide_some_of_few_keys(T, S, N, K, dtype):
-    q, k = (jax.ShapeDtypeStruct((2, length, heads, 64), dtype) for length, heads in ((T, N), (S, K)))
+    q, k = (
+        jax.ShapeDtypeStruct((2, length, heads, 64), dtype) for length, heads in ((T, N), (S, K))
+    )
     problem = explain(q, k, k, key_value_seq_lengths=jax.ShapeDtypeStruct((2,), jnp.int32)).problem
     tiles = blockwise.tiles(problem)
     known = visits.known_keys(problem, tiles)
@@ -166,26 +194,43 @@ def loops_over_few_blocks(monkeypatch):
 
 @pytest.mark.parametrize("T, S, K, kw", ALIKE)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_query_blocks_that_see_equally_many_keys_are_one_loop_and_exact(T, S, K, kw, dtype, loops_over_few_blocks, rng):
+def test_query_blocks_that_see_equally_many_keys_are_one_loop_and_exact(
+    T, S, K, kw, dtype, loops_over_few_blocks, rng
+):
     sizes = Sizes(T=T, S=S, N=2, K=K, H=8, Hv=8, B=1)
     q, k, v = (x.astype(dtype) for x in qkv(rng, sizes))
     bias = jnp.asarray(rng.standard_normal((1, 2, 1, S)), dtype) if dtype == "float32" else None
     found = explain(q, k, v, bias, implementation="blockwise", **kw)
-    assert visits.alike(found.problem, found.tiles.block_q, found.tiles.block_k).width == found.tiles.block_k < S
+    assert (
+        visits.alike(found.problem, found.tiles.block_q, found.tiles.block_k).width
+        == found.tiles.block_k
+        < S
+    )
 
     def outputs(implementation, dtype, *x):
-        o, lse = flash_attention(*(a.astype(dtype) for a in x), implementation=implementation, return_residual=True, **kw)
+        o, lse = flash_attention(
+            *(a.astype(dtype) for a in x), implementation=implementation, return_residual=True, **kw
+        )
         return (o.astype(jnp.float32) ** 2).sum() + jnp.where(lse > -jnp.inf, lse, 0).sum()
 
     x = (q, k, v) if bias is None else (q, k, v, bias)
-    of = lambda *args: jax.jit(jax.value_and_grad(functools.partial(outputs, *args), tuple(range(len(x)))))(*x)
-    for a, b in zip(jax.tree.leaves(of("blockwise", dtype)), jax.tree.leaves(of("reference", "float32")), strict=True):
+    of = lambda *args: jax.jit(
+        jax.value_and_grad(functools.partial(outputs, *args), tuple(range(len(x))))
+    )(*x)
+    for a, b in zip(
+        jax.tree.leaves(of("blockwise", dtype)),
+        jax.tree.leaves(of("reference", "float32")),
+        strict=True,
+    ):
         a, b = (np.asarray(y, np.float32) for y in (a, b))
-        np.testing.assert_allclose(a, b, rtol=0, atol=(2e-5 if dtype == "float32" else 3e-2) * np.abs(b).max())
+        np.testing.assert_allclose(
+            a, b, rtol=0, atol=(2e-5 if dtype == "float32" else 3e-2) * np.abs(b).max()
+        )
 
 
 def lowered(layers: int, T: int, **kw) -> str:
-    """The program of the gradients of so many calls, each of which takes the output of the one before."""
+    """The program of the gradients of so many calls, each of which takes the output of the one
+    before."""
 
     def stacked(q, k, v):
         for _ in range(layers):
@@ -196,7 +241,11 @@ def lowered(layers: int, T: int, **kw) -> str:
     return jax.jit(jax.grad(stacked, (0, 1, 2))).lower(x, x, x).as_text()
 
 
-@pytest.mark.parametrize("kw", [dict(local_window_size=(64, 0)), dict(local_window_size=(300, 0))], ids=["narrow", "wide"])
+@pytest.mark.parametrize(
+    "kw",
+    [dict(local_window_size=(64, 0)), dict(local_window_size=(300, 0))],
+    ids=["narrow", "wide"],
+)
 def test_a_longer_sequence_and_more_layers_have_no_more_products_in_the_program(kw):
     products = [lowered(2, T, **kw).count("dot_general") for T in (1032, 2048, 8192)]
     assert products == [7] * 3 and lowered(12, 1032, **kw).count("dot_general") == 7
@@ -213,14 +262,18 @@ def test_equal_parts_are_no_more_than_asked_for():
         assert size % 8 == 0 and size <= 256 and -(-length // size) == -(-length // 256)
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="before jax 0.11 XLA drops barriers, and then orders the program")
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 11),
+    reason="before jax 0.11 XLA drops barriers, and then orders the program",
+)
 @pytest.mark.parametrize(
     "B, T, N, K, H, is_causal, dtype, with_backward",
     [
         (1, 2048, 4, 4, 64, False, "float32", True),  # blocks one after the other
         (1, 1024, 4, 4, 64, True, "float32", True),
         (1, 2048, 4, 4, 64, True, "bfloat16", True),
-        (8, 256, 8, 8, 64, True, "bfloat16", True),  # a loop over heads: all of them took 34 to 62 MiB
+        # a loop over heads: all of them took 34 to 62 MiB
+        (8, 256, 8, 8, 64, True, "bfloat16", True),
         (2, 300, 16, 16, 128, True, "bfloat16", True),
         (16, 128, 8, 8, 128, False, "float32", True),
         (32, 100, 16, 16, 96, True, "float32", False),
@@ -252,18 +305,31 @@ def test_blockwise_has_less_in_memory_at_a_time_than_malloc_maps_anew_in_each_ca
         (577, 577, 8, False, 3),
     ],
 )
-def test_queries_are_cut_where_a_mask_hides_much_or_their_scores_are_many(T, S, G, is_causal, blocks):
-    q, k = (jax.ShapeDtypeStruct((8, length, heads, 64), jnp.float32) for length, heads in ((T, 4 * G), (S, 4)))
+def test_queries_are_cut_where_a_mask_hides_much_or_their_scores_are_many(
+    T, S, G, is_causal, blocks
+):
+    q, k = (
+        jax.ShapeDtypeStruct((8, length, heads, 64), jnp.float32)
+        for length, heads in ((T, 4 * G), (S, 4))
+    )
     assert -(-T // explain(q, k, k, is_causal=is_causal).tiles.block_q) == blocks
 
 
-def test_a_forward_that_no_backward_follows_takes_more_heads_at_a_time_and_explain_says_so(monkeypatch):
+def test_a_forward_that_no_backward_follows_takes_more_heads_at_a_time_and_explain_says_so(
+    monkeypatch,
+):
     monkeypatch.setattr(blockwise.tuning, "_is_one_device", lambda: True)
     for T, is_causal, batch, alone in ((224, True, 8, "all heads"), (256, False, 16, r"\d+ heads")):
         x = jax.ShapeDtypeStruct((batch, T, 8, 64), jnp.float32)
         tiles = explain(x, x, x, is_causal=is_causal).tiles
-        assert tiles.heads < (tiles.heads_alone or 64) and tiles.of_gradient().heads_alone == tiles.heads
-        found = rf"{tiles.heads} heads of key and value \({alone} where no backward follows\) by {T} keys"
+        assert (
+            tiles.heads < (tiles.heads_alone or 64)
+            and tiles.of_gradient().heads_alone == tiles.heads
+        )
+        found = (
+            rf"{tiles.heads} heads of key and value \({alone} where no backward follows\) by "
+            rf"{T} keys"
+        )
         assert re.search(found, str(tiles))
 
 
@@ -282,9 +348,13 @@ def _check(blocks, tiles, last_hangs_over, tight):
             assert first <= number < last, f"block {number} is seen and not visited: {blocks}"
         if full_first <= number < full_last:
             assert tile.all(), f"block {number} needs a mask: {blocks}"
-            assert not (last_hangs_over and number == len(tiles) - 1), f"block {number} needs bounds: {blocks}"
+            assert not (last_hangs_over and number == len(tiles) - 1), (
+                f"block {number} needs bounds: {blocks}"
+            )
     if tight and first < last:
-        assert tiles[first].any() and tiles[last - 1].any(), f"the ends are visited in vain: {blocks}"
+        assert tiles[first].any() and tiles[last - 1].any(), (
+            f"the ends are visited in vain: {blocks}"
+        )
 
 
 @pytest.mark.parametrize("T, S, size", [(1024, 1024, 64), (1024, 4096, 64)])
@@ -294,7 +364,10 @@ def test_causal_visits_half_the_blocks_and_masks_only_the_diagonal(T, S, size):
     for i in range(T // size):
         row = i * size + np.arange(size)
         first, full_first, full_last, last = schedule.key_blocks(*v.interval(row), None, size)
-        visited, masked = visited + int(last - first), masked + int(full_first - first) + int(last - full_last)
+        visited, masked = (
+            visited + int(last - first),
+            masked + int(full_first - first) + int(last - full_last),
+        )
     tiles = T // size
     assert masked == tiles
     assert visited == tiles * (S - T) // size + tiles * (tiles + 1) // 2
@@ -304,13 +377,24 @@ def test_packed_documents_in_runs_skip_the_blocks_of_other_documents():
     ids = np.repeat(np.arange(16), 64)[None].astype(np.int32)
     v = masks.resolve([masks.Documents(ids, ids)], 1, 1024, 1024, 0)
     blocks = np.asarray(schedule.query_blocks(v, 1024, 64, 64))[0]
-    np.testing.assert_array_equal(blocks, np.arange(16)[:, None] + [0, 0, 1, 1])  # its own block, which needs no mask
+    # its own block, which needs no mask
+    np.testing.assert_array_equal(blocks, np.arange(16)[:, None] + [0, 0, 1, 1])
 
 
 def test_masks_meet_with_and(rng):
     lengths = np.array([7, 20], np.int32)
-    by_object = masks.Causal() & masks.Window(9, None) & masks.KeyLengths(lengths) & masks.QueryLengths(lengths + 1)
-    by_arguments = dict(is_causal=True, local_window_size=(9, 99), key_value_seq_lengths=lengths, query_seq_lengths=lengths + 1)
+    by_object = (
+        masks.Causal()
+        & masks.Window(9, None)
+        & masks.KeyLengths(lengths)
+        & masks.QueryLengths(lengths + 1)
+    )
+    by_arguments = dict(
+        is_causal=True,
+        local_window_size=(9, 99),
+        key_value_seq_lengths=lengths,
+        query_seq_lengths=lengths + 1,
+    )
     a, b = visibility(rng, dict(mask=by_object)), visibility(rng, by_arguments)
     for batch in range(Z.B):
         row = np.arange(Z.T)
@@ -352,13 +436,18 @@ def test_traced_ids_lengths_and_offsets_of_64_bits_keep_their_meaning():
         a, b = np.array([[1, 2**32 + 1, -(2**40)]]), np.array([[2**32 + 1, 1]])
         ids = jax.jit(lambda **named: checks.ids(named))(a=a, b=b)
         lengths = jax.jit(lambda x: checks.ints("x", x))(np.array([-(2**40), 5, 2**32]))
-    np.testing.assert_array_equal(ids[0][:, :, None] == ids[1][:, None], a[:, :, None] == b[:, None])
+    np.testing.assert_array_equal(
+        ids[0][:, :, None] == ids[1][:, None], a[:, :, None] == b[:, None]
+    )
     np.testing.assert_array_equal(lengths, [-END - 1, 5, END])
     assert {x.dtype for x in (*ids, lengths)} == {np.dtype("int32")}
 
 
 def test_ids_that_jax_would_cut_to_32_bits_are_refused():
-    with pytest.raises(TypeError, match="a and b must be integers of one dtype, or fit into int32; got int32 and int64"):
+    with pytest.raises(
+        TypeError,
+        match="a and b must be integers of one dtype, or fit into int32; got int32 and int64",
+    ):
         jax.jit(lambda a: checks.ids(dict(a=a, b=np.array([2**40]))))(np.array([1], np.int32))
 
 
@@ -373,19 +462,41 @@ class Interval(masks.Mask):
 
 
 @pytest.mark.parametrize(
-    "start, stop", [(-(2**40), 2**40), (np.int32(5), np.int32(-END)), (np.uint32(3), np.uint64(2**63)), (np.int8(2), 9)]
+    "start, stop",
+    [
+        (-(2**40), 2**40),
+        (np.int32(5), np.int32(-END)),
+        (np.uint32(3), np.uint64(2**63)),
+        (np.int8(2), 9),
+    ],
 )
 def test_an_interval_of_any_integers_means_what_it_says(start, stop, rng):
     at = rows_of(visibility(rng, dict(mask=Interval(start, stop))), 0, np.arange(Z.T))
-    seen = at.sees(*(end[:, None] for end in at.interval(np.arange(Z.T))), np.arange(Z.S, dtype=np.int32))
-    np.testing.assert_array_equal(seen, np.broadcast_to([int(start) <= j < int(stop) for j in range(Z.S)], seen.shape))
+    seen = at.sees(
+        *(end[:, None] for end in at.interval(np.arange(Z.T))), np.arange(Z.S, dtype=np.int32)
+    )
+    np.testing.assert_array_equal(
+        seen, np.broadcast_to([int(start) <= j < int(stop) for j in range(Z.S)], seen.shape)
+    )
 
 
 MISTAKES = {
-    "floats": (Interval(0, 2.0), TypeError, r"Interval.interval\(\) must return integers, the keys .* got float64"),
+    "floats": (
+        Interval(0, 2.0),
+        TypeError,
+        r"Interval.interval\(\) must return integers, the keys .* got float64",
+    ),
     "one end": (Interval(0), TypeError, r"must return \(start, stop\); got tuple"),
-    "keys": (Interval(0, np.zeros(Z.S, int)), ValueError, r"must return what broadcasts to \[B, T\] = \(2, 23\); got \(29,\)"),
-    "nothing": (masks.Mask(), NotImplementedError, r"Mask needs a method interval\(self, row, position\)"),
+    "keys": (
+        Interval(0, np.zeros(Z.S, int)),
+        ValueError,
+        r"must return what broadcasts to \[B, T\] = \(2, 23\); got \(29,\)",
+    ),
+    "nothing": (
+        masks.Mask(),
+        NotImplementedError,
+        r"Mask needs a method interval\(self, row, position\)",
+    ),
 }
 
 
@@ -399,12 +510,21 @@ def test_a_mask_with_a_mistake_says_which(name, rng):
 def test_and_or_and_not_take_no_masks():
     one, other = masks.Causal(), masks.Chunked(3)
     for join in (lambda: one and other, lambda: one or other, lambda: not one):
-        with pytest.raises(TypeError, match=r"a mask is not a bool: combine masks with &, \| and ~"):
+        with pytest.raises(
+            TypeError, match=r"a mask is not a bool: combine masks with &, \| and ~"
+        ):
             join()
 
 
-@pytest.mark.parametrize("other", [np.ones((2, 3), bool), jax.numpy.ones((2, 3), bool), True], ids=["numpy", "jax", "bool"])
+@pytest.mark.parametrize(
+    "other",
+    [np.ones((2, 3), bool), jax.numpy.ones((2, 3), bool), True],
+    ids=["numpy", "jax", "bool"],
+)
 def test_a_mask_meets_no_array_and_says_where_arrays_go(other):
     for join in (lambda: masks.Causal() & other, lambda: other & masks.Causal()):
-        with pytest.raises(TypeError, match=r"& joins two objects of pallas_flash\.masks; got .*Pass an array alone as mask="):
+        with pytest.raises(
+            TypeError,
+            match=r"& joins two objects of pallas_flash\.masks; got .*Pass an array alone as mask=",
+        ):
             join()

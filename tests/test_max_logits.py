@@ -1,4 +1,5 @@
-"""return_max_logits: the largest logit of each row, in every implementation, and wherever a call may be."""
+"""return_max_logits: the largest logit of each row, in every implementation, and wherever a call
+may be."""
 
 import contextlib
 import functools
@@ -19,7 +20,9 @@ from pallas_flash import explain, flash_attention, flash_attention_jvp, paged_at
 from pallas_flash.context_parallel import AllToAll, Ring, Zigzag, unzigzag, zigzag
 
 small_tiles = pytest.mark.usefixtures("small_tiles")
-needs_interpreter = pytest.mark.skipif(gpu_interpreter.MISSING is not None, reason=str(gpu_interpreter.MISSING))
+needs_interpreter = pytest.mark.skipif(
+    gpu_interpreter.MISSING is not None, reason=str(gpu_interpreter.MISSING)
+)
 Z = Sizes()
 LOW = np.finfo(np.float32).min
 
@@ -31,7 +34,9 @@ def far_is_less(s, b, h, q, k):
 
 def hidden(rng, z, value):
     """A bias of [B, 1, T, S] with such values, all of some rows."""
-    bias = np.where(rng.random((z.B, 1, z.T, z.S)) < 0.3, value, rng.normal(size=(z.B, 1, z.T, z.S))).astype(np.float32)
+    bias = np.where(
+        rng.random((z.B, 1, z.T, z.S)) < 0.3, value, rng.normal(size=(z.B, 1, z.T, z.S))
+    ).astype(np.float32)
     bias[:, :, :5] = value
     return bias
 
@@ -40,14 +45,24 @@ def hidden(rng, z, value):
 sinks = lambda z: np.resize(np.array([30, 1, -30, -np.inf], np.float32), z.N)
 CASES = {
     "rows that see nothing": lambda rng, z: dict(is_causal=True, query_offset=-9),
-    "sinks, and rows that see nothing": lambda rng, z: dict(is_causal=True, query_offset=-9, sinks=sinks(z)),
-    "sinks and a soft cap": lambda rng, z: dict(sinks=sinks(z), logits_soft_cap=2.0, local_window_size=(20, 3)),
+    "sinks, and rows that see nothing": lambda rng, z: dict(
+        is_causal=True, query_offset=-9, sinks=sinks(z)
+    ),
+    "sinks and a soft cap": lambda rng, z: dict(
+        sinks=sinks(z), logits_soft_cap=2.0, local_window_size=(20, 3)
+    ),
     "a bias of -inf": lambda rng, z: dict(bias=hidden(rng, z, -np.inf)),
-    "a bias of the lowest number, and sinks": lambda rng, z: dict(bias=hidden(rng, z, LOW), sinks=sinks(z)),
-    "a score_mod": lambda rng, z: dict(score=far_is_less, is_causal=True, query_offset=11, logits_soft_cap=5.0),
+    "a bias of the lowest number, and sinks": lambda rng, z: dict(
+        bias=hidden(rng, z, LOW), sinks=sinks(z)
+    ),
+    "a score_mod": lambda rng, z: dict(
+        score=far_is_less, is_causal=True, query_offset=11, logits_soft_cap=5.0
+    ),
     "a negative scale": lambda rng, z: dict(scale=-1.5, is_causal=True, query_offset=3),
     "large logits": lambda rng, z: dict(scale=40.0, local_window_size=9),
-    "dropped weights": lambda rng, z: dict(is_causal=True, dropout_rate=0.5, dropout_rng=jax.random.key(1)),
+    "dropped weights": lambda rng, z: dict(
+        is_causal=True, dropout_rate=0.5, dropout_rng=jax.random.key(1)
+    ),
     "everything": lambda rng, z: MASKS["everything"](rng, z) | dict(sinks=sinks(z)),
 }
 
@@ -61,7 +76,9 @@ def attend(q, k, v, *, implementation, **kw):
 
     @jax.jit
     def both(q, k, v, arrays):
-        call = functools.partial(flash_attention, q, k, v, implementation=implementation, **arrays, **kw)
+        call = functools.partial(
+            flash_attention, q, k, v, implementation=implementation, **arrays, **kw
+        )
         return call(return_residual=True), call(return_residual=True, return_max_logits=True)
 
     return both(q, k, v, arrays)
@@ -69,7 +86,9 @@ def attend(q, k, v, *, implementation, **kw):
 
 @small_tiles
 @pytest.mark.parametrize("name", ["reference", "blockwise", "portable", "flash1", "standard"])
-@pytest.mark.parametrize("case", whole_but(CASES, "sinks, and rows that see nothing", "a score_mod", "a bias of -inf"))
+@pytest.mark.parametrize(
+    "case", whole_but(CASES, "sinks, and rows that see nothing", "a score_mod", "a bias of -inf")
+)
 def test_it_is_the_oracles_and_changes_no_bit_beside_it(case, name, rng):
     q, k, v = qkv(rng, Z)
     kw = CASES[case](rng, Z)
@@ -120,10 +139,15 @@ DECODING = {
 def test_in_decoding_it_is_that_of_all_parts_of_the_keys(name, case, rng):
     if name == "hopper" and gpu_interpreter.MISSING is not None:
         pytest.skip(str(gpu_interpreter.MISSING))
-    z, dtype = Sizes(T=2, S=301, N=4, K=2, H=64, Hv=64), jnp.bfloat16 if name == "hopper" else jnp.float32
+    z, dtype = (
+        Sizes(T=2, S=301, N=4, K=2, H=64, Hv=64),
+        jnp.bfloat16 if name == "hopper" else jnp.float32,
+    )
     q, k, v = qkv(rng, z, dtype)
     with gpu_interpreter.hopper_kernels() if name == "hopper" else contextlib.nullcontext():
-        assert explain(q, k, v, implementation=name, return_max_logits=True, **DECODING[case]).tiles.decode
+        assert explain(
+            q, k, v, implementation=name, return_max_logits=True, **DECODING[case]
+        ).tiles.decode
         plain, (*same, found) = attend(q, k, v, implementation=name, **DECODING[case])
     for a, b in zip(plain, same, strict=True):
         np.testing.assert_array_equal(a, b)
@@ -137,16 +161,27 @@ def test_paged_attention_returns_it_too(name, tokens, rng):
     page, pages, lengths = 8, 4, np.array([30, 1, 17], np.int32)
     pool = rng.normal(size=(12, page, 2, 8)).astype(np.float32)
     table = rng.permutation(12).astype(np.int32).reshape(3, pages)
-    q, keys = rng.normal(size=(3, 2, 4, 8)).astype(np.float32), pool[table].reshape(3, page * pages, 2, 8)
-    options = dict(sinks=np.array([9, 0, -9, 1], np.float32), implementation=name, return_max_logits=True)
+    q, keys = (
+        rng.normal(size=(3, 2, 4, 8)).astype(np.float32),
+        pool[table].reshape(3, page * pages, 2, 8),
+    )
+    options = dict(
+        sinks=np.array([9, 0, -9, 1], np.float32), implementation=name, return_max_logits=True
+    )
     seen = dict(is_causal=True, query_offset=lengths - 2, key_value_seq_lengths=lengths)
     expected = oracle.max_logits(q, keys, **seen)
     assert np.isneginf(expected[1, 0]).all() and np.isfinite(expected[1, 1]).all()
     if tokens == "padded":
         _, found = paged_attention(q, pool, pool, table, lengths, **options)
         return close(found, expected, 2e-6)
-    ends, packed = np.array([0, 2, 3, 5], np.int32), np.concatenate([q[0], q[1, 1:], q[2], q[2, :1]])  # the last is of no row
-    *_, found = paged_attention(packed, pool, pool, table, lengths, cu_seqlens_q=ends, return_residual=True, **options)
+    # the last is of no row
+    ends, packed = (
+        np.array([0, 2, 3, 5], np.int32),
+        np.concatenate([q[0], q[1, 1:], q[2], q[2, :1]]),
+    )
+    *_, found = paged_attention(
+        packed, pool, pool, table, lengths, cu_seqlens_q=ends, return_residual=True, **options
+    )
     none = np.full((1, 4), -np.inf)
     close(found, np.concatenate([expected[0], expected[1, 1:], expected[2], none]), 2e-6)
 
@@ -154,11 +189,16 @@ def test_paged_attention_returns_it_too(name, tokens, rng):
 def test_it_comes_last_and_the_call_says_what_is_asked(rng):
     q, k, v = qkv(rng, Z)
     options = dict(sinks=sinks(Z), implementation="reference")
-    o, lse, largest = flash_attention(q, k, v, return_residual=True, return_max_logits=True, **options)
+    o, lse, largest = flash_attention(
+        q, k, v, return_residual=True, return_max_logits=True, **options
+    )
     pair = flash_attention(q, k, v, return_max_logits=True, **options)
     assert type(pair) is tuple and len(pair) == 2
     np.testing.assert_array_equal(pair[1], largest)
-    assert largest.shape == lse.shape and flash_attention(q, k, v, return_max_logits=False, **options).shape == o.shape
+    assert (
+        largest.shape == lse.shape
+        and flash_attention(q, k, v, return_max_logits=False, **options).shape == o.shape
+    )
     assert "the largest logits" in str(explain(q, k, v, return_max_logits=True))
     with pytest.raises(TypeError, match="return_max_logits must be True or False"):
         flash_attention(q, k, v, return_max_logits=1)
@@ -172,16 +212,22 @@ def test_it_has_no_gradient_and_the_backward_keeps_nothing_for_it(name, rng):
     call = functools.partial(flash_attention, sinks=sinks(Z), is_causal=True, implementation=name)
     both = lambda q, k, v: call(q, k, v, return_max_logits=True)
     alone = lambda q, k, v: jnp.sum(both(q, k, v)[1])
-    beside = lambda q, k, v: (lambda o, largest: jnp.sum(o**2) + jnp.sum(largest**2))(*both(q, k, v))
+    beside = lambda q, k, v: (lambda o, largest: jnp.sum(o**2) + jnp.sum(largest**2))(
+        *both(q, k, v)
+    )
     plain = lambda q, k, v: jnp.sum(call(q, k, v) ** 2)
     zeros, found, again, expected = jax.jit(
-        lambda *x: [jax.grad(f, (0, 1, 2))(*x) for f in (alone, beside, jax.checkpoint(beside), plain)]
+        lambda *x: [
+            jax.grad(f, (0, 1, 2))(*x) for f in (alone, beside, jax.checkpoint(beside), plain)
+        ]
     )(q, k, v)
     assert not any(np.any(x) for x in zeros)
     for of in found, again:
         for a, b in zip(of, expected, strict=True):
             np.testing.assert_array_equal(a, b)
-    kept = lambda f: sorted(str(x.shape) for x in jax.tree.leaves(jax.eval_shape(lambda *x: jax.vjp(f, *x)[1], q, k, v)))
+    kept = lambda f: sorted(
+        str(x.shape) for x in jax.tree.leaves(jax.eval_shape(lambda *x: jax.vjp(f, *x)[1], q, k, v))
+    )
     assert kept(lambda *x: both(*x)[0]) == kept(call)
 
 
@@ -211,7 +257,9 @@ def test_vmap_gives_that_of_each_call(name, rng):
 MESH = Sizes(B=2, T=40, S=56, N=4, K=4, H=8, Hv=4)
 SCHEMES = {"ring": Ring("context"), "zigzag": Zigzag("context"), "all to all": AllToAll("context")}
 PLACES = {"explicit": AxisType.Explicit, "auto": AxisType.Auto}
-needs_devices = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices; conftest asks for eight on a CPU")
+needs_devices = pytest.mark.skipif(
+    len(jax.devices()) < 8, reason="needs eight devices; conftest asks for eight on a CPU"
+)
 
 
 @small_tiles
@@ -220,13 +268,21 @@ needs_devices = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight d
 @pytest.mark.parametrize("name", whole_but(["blockwise", "reference", "portable"], "blockwise"))
 def test_on_devices_that_share_a_sequence_it_is_that_of_all_keys(name, scheme, rng):
     """Those of a ring are merged: of "reference", whose forward gives no running maximum, too."""
-    context, m = SCHEMES[scheme], jax.make_mesh((2, 4), ("data", "context"), axis_types=(AxisType.Explicit,) * 2)
+    context, m = (
+        SCHEMES[scheme],
+        jax.make_mesh((2, 4), ("data", "context"), axis_types=(AxisType.Explicit,) * 2),
+    )
     q, k, v = qkv(rng, MESH)
-    kw = dict(key_value_seq_lengths=np.array([0, 47], np.int32), query_seq_lengths=np.array([40, 33], np.int32))
+    kw = dict(
+        key_value_seq_lengths=np.array([0, 47], np.int32),
+        query_seq_lengths=np.array([40, 33], np.int32),
+    )
     kw |= dict(is_causal=True, query_offset=9, sinks=sinks(MESH))
     order = (lambda x: zigzag(x, 4)) if scheme == "zigzag" else (lambda x: x)
     placed = [jax.device_put(order(x), NamedSharding(m, P("data", "context"))) for x in (q, k, v)]
-    call = functools.partial(flash_attention, context=context, implementation=name, return_residual=True, **kw)
+    call = functools.partial(
+        flash_attention, context=context, implementation=name, return_residual=True, **kw
+    )
     _, lse, found = jax.jit(functools.partial(call, return_max_logits=True))(*placed)
     assert found.sharding.spec == lse.sharding.spec == P("data", "context", None)
     found = unzigzag(found, 4) if scheme == "zigzag" else found
@@ -243,7 +299,9 @@ def test_on_a_mesh_it_lies_where_batch_rows_and_heads_lie(name, place, rng):
     q, k, v = qkv(rng, MESH)
     placed = [jax.device_put(x, NamedSharding(m, P("data", None, "model"))) for x in (q, k, v)]
     kw = dict(is_causal=True, query_offset=-4, sinks=sinks(MESH))
-    _, found = jax.jit(functools.partial(flash_attention, implementation=name, return_max_logits=True, **kw))(*placed)
+    _, found = jax.jit(
+        functools.partial(flash_attention, implementation=name, return_max_logits=True, **kw)
+    )(*placed)
     assert tuple(found.sharding.spec)[:3] == ("data", None, "model")
     close(found, oracle.max_logits(q, k, **kw), 2e-6)
 
@@ -254,7 +312,9 @@ def test_on_a_mesh_it_lies_where_batch_rows_and_heads_lie(name, place, rng):
 def test_inside_of_a_shard_map_it_is_each_devices_own(rng):
     m = jax.make_mesh((4,), ("context",))
     q, k, v = (np.concatenate([x, x]) for x in qkv(rng, MESH))
-    attend = functools.partial(flash_attention, is_causal=True, sinks=sinks(MESH), return_max_logits=True)
+    attend = functools.partial(
+        flash_attention, is_causal=True, sinks=sinks(MESH), return_max_logits=True
+    )
     spec = P("context")
     mapped = jax.jit(jax.shard_map(attend, mesh=m, in_specs=(spec,) * 3, out_specs=(spec, spec)))
     _, found = mapped(*(jax.device_put(x, NamedSharding(m, spec)) for x in (q, k, v)))
@@ -266,6 +326,8 @@ def test_float64_has_its_own(rng):
     with jax.enable_x64(True):
         q, k, v = (x.astype(np.float64) for x in qkv(rng, Z))
         for name in "blockwise", "reference":
-            found = flash_attention(q, k, v, implementation=name, is_causal=True, return_max_logits=True)[1]
+            found = flash_attention(
+                q, k, v, implementation=name, is_causal=True, return_max_logits=True
+            )[1]
             assert found.dtype == jnp.float64
             close(found, oracle.max_logits(q, k, is_causal=True), 1e-14)

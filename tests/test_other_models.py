@@ -1,4 +1,5 @@
-"""The code of docs/other_models.md runs as it stands, and its models call flash_attention; what only names versions is Python."""
+"""The code of docs/other_models.md runs as it stands, and its models call flash_attention; what
+only names versions is Python."""
 
 import ast
 import os
@@ -20,7 +21,8 @@ def test_the_code_for_flax_and_keras_runs_from_top_to_bottom_and_takes_ours(monk
     keras = pytest.importorskip("keras", reason="keras is in the extra test")
     if keras.backend.backend() != "jax":
         pytest.skip("Keras was imported with another backend before")
-    monkeypatch.setattr(jax.nn, "dot_product_attention", jax.nn.dot_product_attention)  # put back at the end
+    # put back at the end
+    monkeypatch.setattr(jax.nn, "dot_product_attention", jax.nn.dot_product_attention)
     page = {}
     for code in BLOCKS:
         if code not in NOT_RUN:
@@ -36,7 +38,16 @@ def test_the_code_for_flax_and_keras_runs_from_top_to_bottom_and_takes_ours(monk
 
 @pytest.mark.parametrize("code", NOT_RUN, ids=lambda code: code.split()[2])
 def test_what_is_not_run_here_imports_the_package_it_names_and_ours(code):
-    names = [node.module or "" for node in ast.walk(ast.parse(code)) if isinstance(node, ast.ImportFrom)]
-    names += [name.name for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Import) for name in node.names]
+    names = [
+        node.module or "" for node in ast.walk(ast.parse(code)) if isinstance(node, ast.ImportFrom)
+    ]
+    names += [
+        name.name
+        for node in ast.walk(ast.parse(code))
+        if isinstance(node, ast.Import)
+        for name in node.names
+    ]
     package = code.split()[2].removeprefix("dm-")
-    assert any(name.split(".")[0] == package for name in names) and any(name.startswith("pallas_flash") for name in names)
+    assert any(name.split(".")[0] == package for name in names) and any(
+        name.startswith("pallas_flash") for name in names
+    )

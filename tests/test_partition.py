@@ -1,4 +1,5 @@
-"""Under jit over a mesh with Auto axes each device computes its own batch rows and heads, and no row is gathered."""
+"""Under jit over a mesh with Auto axes each device computes its own batch rows and heads, and no
+row is gathered."""
 
 import functools
 import re
@@ -19,7 +20,9 @@ from pallas_flash import flash_attention, masks
 
 pytestmark = [
     pytest.mark.usefixtures("small_tiles"),
-    pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices; conftest asks for eight on a CPU"),
+    pytest.mark.skipif(
+        len(jax.devices()) < 8, reason="needs eight devices; conftest asks for eight on a CPU"
+    ),
 ]
 Z = Sizes(B=4, T=5, S=7, N=8, K=4, H=8, Hv=8)
 SPEC = P("data", None, "model")
@@ -49,9 +52,14 @@ def numbers_of_batch_and_head(b, h, q, k):
 
 
 LENGTHS = dict(
-    key_value_seq_lengths=np.array([3, 7, 0, 5], np.int32), query_offset=np.array([2, 0, 3, 1], np.int32), is_causal=True
+    key_value_seq_lengths=np.array([3, 7, 0, 5], np.int32),
+    query_offset=np.array([2, 0, 3, 1], np.int32),
+    is_causal=True,
 )
-IDS = dict(query_segment_ids=np.arange(20).reshape(4, 5) // 3, key_value_segment_ids=np.arange(28).reshape(4, 7) // 4)
+IDS = dict(
+    query_segment_ids=np.arange(20).reshape(4, 5) // 3,
+    key_value_segment_ids=np.arange(28).reshape(4, 7) // 4,
+)
 CASES = {
     "key heads that divide": (4, SPEC, "1N1S", "B11S", LENGTHS),
     "key heads that do not divide": (2, FEW_KEYS, "B1TS", "1NT1", IDS),
@@ -68,7 +76,9 @@ def test_rows_of_no_array_and_no_gradient_are_gathered(case, implementation, rng
     b, kw = of_bias and bias(rng, of_bias, z), dict(mask=dense_mask(rng, of_mask, z)) | kw
 
     def loss(q, k, v, b, implementation=implementation):
-        o, lse = flash_attention(q, k, v, b, implementation=implementation, return_residual=True, **kw)
+        o, lse = flash_attention(
+            q, k, v, b, implementation=implementation, return_residual=True, **kw
+        )
         return jnp.sum(jnp.sin(o)) + jnp.sum(jnp.where(lse == -jnp.inf, 0.0, lse))
 
     gradients = lambda f: jax.jit(jax.value_and_grad(f, argnums=(0, 1, 2, 3)))
@@ -77,10 +87,15 @@ def test_rows_of_no_array_and_no_gradient_are_gathered(case, implementation, rng
     equal(spread, gradients(functools.partial(loss, implementation="reference"))(q, k, v, b))
 
 
-attend, dense = (functools.partial(flash_attention, is_causal=True, implementation=name) for name in ("portable", "reference"))
+attend, dense = (
+    functools.partial(flash_attention, is_causal=True, implementation=name)
+    for name in ("portable", "reference")
+)
 
 
-@pytest.mark.parametrize("spec", [P(None, *SPEC), P("data", None, None, "model")], ids=["whole", "spread"])
+@pytest.mark.parametrize(
+    "spec", [P(None, *SPEC), P("data", None, None, "model")], ids=["whole", "spread"]
+)
 def test_vmap_keeps_arrays_where_they_are(spec, rng):
     q, k, v = (np.stack([x, x[::-1]]) for x in qkv(rng, Z._replace(B=2, K=8)))
     f = jax.jit(jax.vmap(attend, (0, None, 0)))
@@ -105,13 +120,18 @@ def test_without_a_mesh_of_several_devices_the_program_has_no_trace_of_it(rng):
     is_told = lambda *x: " flash_attention[" in str(jax.make_jaxpr(attend)(*x))
     with jax.set_mesh(jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))):
         assert not is_told(*x)
-    assert not is_told(*x) and not is_told(*on_mesh(SPEC, *x, kind=AxisType.Explicit)) and is_told(*on_mesh(SPEC, *x))
+    assert (
+        not is_told(*x)
+        and not is_told(*on_mesh(SPEC, *x, kind=AxisType.Explicit))
+        and is_told(*on_mesh(SPEC, *x))
+    )
 
 
 def test_a_program_is_the_same_each_time_and_another_with_another_mask(rng):
     x = qkv(rng, Z)
     lower = lambda **kw: jax.jit(functools.partial(attend, **kw)).lower(*on_mesh(SPEC, *x))
-    first, again, other = lower(), lower(), lower(is_causal=False)  # all alive, at addresses of their own
+    # all alive, at addresses of their own
+    first, again, other = lower(), lower(), lower(is_causal=False)
     assert "CustomSPMDPartitioning" in first.as_text()
     assert first.as_text() == again.as_text() != other.as_text()
     equal(again.compile()(*on_mesh(SPEC, *x)), dense(*x))

@@ -1,4 +1,5 @@
-"""Whole calls drawn by hypothesis: output, lse and all gradients equal the oracle's, on every implementation."""
+"""Whole calls drawn by hypothesis: output, lse and all gradients equal the oracle's, on every
+implementation."""
 
 import os
 
@@ -14,8 +15,12 @@ SLICES = 4  # so that several processes share the work
 
 @pytest.fixture
 def examples(request):
-    """Calls to draw in one slice: 200 of each implementation with --whole, else 16; PALLAS_FLASH_EXAMPLES draws more or fewer."""
-    return -(-int(os.environ.get("PALLAS_FLASH_EXAMPLES", 200 if request.config.option.whole else 16)) // SLICES)
+    """Calls to draw in one slice: 200 of each implementation with --whole, else 16;
+    PALLAS_FLASH_EXAMPLES draws more or fewer."""
+    return -(
+        -int(os.environ.get("PALLAS_FLASH_EXAMPLES", 200 if request.config.option.whole else 16))
+        // SLICES
+    )
 
 
 @st.composite
@@ -24,11 +29,15 @@ def calls(draw):
     length = st.sampled_from([1, 2, 7, 16, 17, 31, 32, 40])
     K, group = draw(st.integers(1, 2)), draw(st.integers(1, 3))
     head = st.sampled_from([1, 3, 8, 16, 20])
-    z = Sizes(draw(st.integers(1, 2)), draw(length), draw(length), K * group, K, draw(head), draw(head))
-    by_batch = lambda low, high: st.lists(st.integers(low, high), min_size=z.B, max_size=z.B).map(lambda x: np.array(x, np.int32))
-    ids = lambda length: st.lists(st.integers(0, 3), min_size=z.B * length, max_size=z.B * length).map(
-        lambda x: np.array(x, np.int32).reshape(z.B, length)
+    z = Sizes(
+        draw(st.integers(1, 2)), draw(length), draw(length), K * group, K, draw(head), draw(head)
     )
+    by_batch = lambda low, high: st.lists(st.integers(low, high), min_size=z.B, max_size=z.B).map(
+        lambda x: np.array(x, np.int32)
+    )
+    ids = lambda length: st.lists(
+        st.integers(0, 3), min_size=z.B * length, max_size=z.B * length
+    ).map(lambda x: np.array(x, np.int32).reshape(z.B, length))
     in_runs = draw(st.booleans())
     run = lambda x: np.sort(x, axis=1) if in_runs else x
     axes = st.tuples(*(st.sampled_from([1, n]) for n in (z.B, z.N, z.T, z.S)))

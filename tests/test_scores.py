@@ -1,4 +1,5 @@
-"""Programmable scores: what dense autodiff says in every implementation, under every transform, and what is said of mistakes."""
+"""Programmable scores: what dense autodiff says in every implementation, under every transform, and
+what is said of mistakes."""
 
 import functools
 import math
@@ -15,7 +16,15 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from selection import whole_but
 
-from pallas_flash import autodiff, context_parallel, explain, flash_attention, flash_attention_jvp, masks, scores
+from pallas_flash import (
+    autodiff,
+    context_parallel,
+    explain,
+    flash_attention,
+    flash_attention_jvp,
+    masks,
+    scores,
+)
 
 pytestmark = pytest.mark.usefixtures("small_tiles")
 Z = Sizes(B=2, T=19, S=37, N=4, K=2, H=8, Hv=8)
@@ -24,15 +33,23 @@ OFFSET = np.array([3, 18], np.int32)
 
 # From a table [N, 23] a score_mod.
 RULES = {
-    "by head and distance": lambda table: lambda s, b, h, q, k: s + table[h, jnp.clip(q - k + 11, 0, 22)],
+    "by head and distance": lambda table: (
+        lambda s, b, h, q, k: s + table[h, jnp.clip(q - k + 11, 0, 22)]
+    ),
     "of what other arrays say": lambda table: (
         lambda s, b, h, q, k: s * table[h, jax.jit(lambda q: jnp.clip(IDS[q], 0, 22))(q - k)]
     ),
     "by key alone": lambda table: lambda s, b, h, q, k: s * table[0, k % 23],
     "a number by head": lambda table: lambda s, b, h, q, k: s - jnp.exp(table)[h, 1] * abs(q - k),
-    "one number and a row": lambda table: lambda s, b, h, q, k: jnp.tanh(s * table[0, 0]) + table[h][k % 23] * b,
-    "two reads of one table": lambda table: lambda s, b, h, q, k: s + table.T[k % 5, h] * jnp.take(table[1], q % 23),
-    "no array": lambda table: lambda s, b, h, q, k: jnp.where((q + b) % 3 == k % (h + 2), -jnp.inf, s * s),
+    "one number and a row": lambda table: (
+        lambda s, b, h, q, k: jnp.tanh(s * table[0, 0]) + table[h][k % 23] * b
+    ),
+    "two reads of one table": lambda table: (
+        lambda s, b, h, q, k: s + table.T[k % 5, h] * jnp.take(table[1], q % 23)
+    ),
+    "no array": lambda table: (
+        lambda s, b, h, q, k: jnp.where((q + b) % 3 == k % (h + 2), -jnp.inf, s * s)
+    ),
 }
 
 
@@ -40,7 +57,12 @@ def dense(q, k, v, score_mod, offset=OFFSET):
     """o and lse [B, T, N] of causal attention in plain JAX."""
     s = jnp.einsum("btnh,bsnh->bnts", q, jnp.repeat(k, Z.N // Z.K, 2)) / math.sqrt(Z.H)
     position = np.arange(Z.T)[:, None] + np.reshape(offset, (-1, 1, 1, 1))
-    at = np.arange(Z.B)[:, None, None, None], np.arange(Z.N)[:, None, None], position, np.arange(Z.S)
+    at = (
+        np.arange(Z.B)[:, None, None, None],
+        np.arange(Z.N)[:, None, None],
+        position,
+        np.arange(Z.S),
+    )
     s = jnp.where(at[3] <= position, jnp.vectorize(score_mod)(s, *at), -jnp.inf)
     lse = jax.nn.logsumexp(s, axis=-1)
     p = jnp.exp(s - jnp.where(lse == -jnp.inf, 0, lse)[..., None])
@@ -66,24 +88,44 @@ def arrays(rng):
 
 @pytest.mark.parametrize("name", RULES)
 def test_output_lse_and_all_gradients_are_those_of_dense_autodiff(name, implementation, rng):
-    options = dict(is_causal=True, query_offset=OFFSET, return_residual=True, implementation=implementation)
-    attend = lambda q, k, v, table: flash_attention(q, k, v, score_mod=RULES[name](table), **options)
+    options = dict(
+        is_causal=True, query_offset=OFFSET, return_residual=True, implementation=implementation
+    )
+    attend = lambda q, k, v, table: flash_attention(
+        q, k, v, score_mod=RULES[name](table), **options
+    )
     x = arrays(rng)
-    equal(loss_of(attend)(*x), loss_of(lambda q, k, v, table: dense(q, k, v, RULES[name](table)))(*x))
+    equal(
+        loss_of(attend)(*x), loss_of(lambda q, k, v, table: dense(q, k, v, RULES[name](table)))(*x)
+    )
 
 
 @pytest.mark.whole
 @pytest.mark.parametrize("implementation", ["blockwise", "portable"])
 def test_a_score_mod_goes_with_all_that_else_changes_logits_and_weights(implementation, rng):
     x = arrays(rng)
-    options = dict(logits_soft_cap=3.0, is_causal=True, query_offset=18, sinks=np.array([0.5, -1, 0, 2], np.float32))
-    options |= dict(dropout_rate=0.25, dropout_rng=jax.random.key(0), key_value_seq_lengths=np.array([30, 37], np.int32))
-    options |= dict(query_segment_ids=np.arange(2 * Z.T).reshape(2, -1) // 9, key_value_segment_ids=np.ones((2, Z.S), np.int32))
+    options = dict(
+        logits_soft_cap=3.0,
+        is_causal=True,
+        query_offset=18,
+        sinks=np.array([0.5, -1, 0, 2], np.float32),
+    )
+    options |= dict(
+        dropout_rate=0.25,
+        dropout_rng=jax.random.key(0),
+        key_value_seq_lengths=np.array([30, 37], np.int32),
+    )
+    options |= dict(
+        query_segment_ids=np.arange(2 * Z.T).reshape(2, -1) // 9,
+        key_value_segment_ids=np.ones((2, Z.S), np.int32),
+    )
     options |= dict(return_residual=True, mask=masks.Where(lambda b, h, q, k: IDS[q] != IDS[k] + 1))
 
     def attend(name, q, k, v, table):
         rule = RULES["by head and distance"](table)
-        return flash_attention(q, k, v, table[:, None, :1], score_mod=rule, implementation=name, **options)
+        return flash_attention(
+            q, k, v, table[:, None, :1], score_mod=rule, implementation=name, **options
+        )
 
     of = lambda name: loss_of(functools.partial(attend, name))(*x)
     equal(of(implementation), of("reference"))
@@ -101,25 +143,45 @@ def of_t5(distance, bidirectional, buckets, furthest):
     else:
         away = np.maximum(-distance, 0)
     exact = buckets // 2
-    large = np.log(np.maximum(away, 1).astype(np.float32) / exact) / math.log(furthest / exact) * (buckets - exact)
+    large = (
+        np.log(np.maximum(away, 1).astype(np.float32) / exact)
+        / math.log(furthest / exact)
+        * (buckets - exact)
+    )
     return bucket + np.where(away < exact, away, np.minimum(exact + large.astype(int), buckets - 1))
 
 
-@pytest.mark.parametrize("bidirectional, buckets, furthest", [(True, 32, 128), (False, 32, 128), (True, 6, 9), (False, 7, 50)])
+@pytest.mark.parametrize(
+    "bidirectional, buckets, furthest",
+    [(True, 32, 128), (False, 32, 128), (True, 6, 9), (False, 7, 50)],
+)
 def test_the_buckets_are_those_of_t5(bidirectional, buckets, furthest):
     distance = np.arange(-300, 301, dtype=np.int32)
     bias = scores.T5Bias(np.zeros(buckets, np.float32), bidirectional, furthest)
-    np.testing.assert_array_equal(bias.bucket(distance), of_t5(distance, bidirectional, buckets, furthest))
+    np.testing.assert_array_equal(
+        bias.bucket(distance), of_t5(distance, bidirectional, buckets, furthest)
+    )
 
 
 def test_those_that_are_ready_are_their_dense_formulas(rng):
     q, k, v, table = arrays(rng)
     q_idx, kv_idx = np.arange(Z.T)[:, None] + 18, np.arange(Z.S)
-    attend = functools.partial(flash_attention, q, k, v, query_offset=18, implementation="blockwise")
+    attend = functools.partial(
+        flash_attention, q, k, v, query_offset=18, implementation="blockwise"
+    )
     buckets = table[:, of_t5(kv_idx - q_idx, True, 20, 30)]
-    with jax.enable_x64(True), jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+    with (
+        jax.enable_x64(True),
+        jax.numpy_rank_promotion("raise"),
+        jax.numpy_dtype_promotion("strict"),
+    ):
         made = [
-            attend(score_mod=f) for f in (scores.Alibi(table[:, 1]), scores.T5Bias(table[:, :20], True, 30), scores.SoftCap(2.0))
+            attend(score_mod=f)
+            for f in (
+                scores.Alibi(table[:, 1]),
+                scores.T5Bias(table[:, :20], True, 30),
+                scores.SoftCap(2.0),
+            )
         ]
     close(made[0], attend(bias=-table[:, 1, None, None] * abs(q_idx - kv_idx)), 1e-5)
     close(made[1], attend(bias=buckets), 1e-5)
@@ -132,11 +194,23 @@ def test_those_that_are_ready_print_compare_and_go_through_jit(rng):
     assert scores.Alibi(slopes) == scores.Alibi(tuple(slopes)) != scores.Alibi(slopes[::-1])
     assert repr(scores.Alibi(slopes)) == "Alibi((0.5, 0.25, 0.125, 0.0625))"
     assert repr(scores.T5Bias(np.zeros((4, 32), np.float32))) == "T5Bias(float32[4, 32], True, 128)"
-    assert "score_mod SoftCap(2.0), bias" in str(explain(q, k, v, np.zeros(37), score_mod=scores.SoftCap(2.0)))
-    assert "score_mod" in explain(q, k, v, score_mod=scores.SoftCap(2.0), implementation="blockwise").why_not["standard"]
-    f = jax.jit(lambda score_mod: flash_attention(q, k, v, score_mod=score_mod, implementation="blockwise"))
+    assert "score_mod SoftCap(2.0), bias" in str(
+        explain(q, k, v, np.zeros(37), score_mod=scores.SoftCap(2.0))
+    )
+    assert (
+        "score_mod"
+        in explain(q, k, v, score_mod=scores.SoftCap(2.0), implementation="blockwise").why_not[
+            "standard"
+        ]
+    )
+    f = jax.jit(
+        lambda score_mod: flash_attention(q, k, v, score_mod=score_mod, implementation="blockwise")
+    )
     close(f(scores.Alibi(np.array(slopes, np.float32))), f(scores.Alibi(slopes)), 1e-6)
-    assert jax.eval_shape(f, scores.T5Bias(np.zeros((4, 8)).tolist())).shape == (*q.shape[:-1], v.shape[-1])
+    assert jax.eval_shape(f, scores.T5Bias(np.zeros((4, 8)).tolist())).shape == (
+        *q.shape[:-1],
+        v.shape[-1],
+    )
 
 
 # ---- -inf, transforms, devices ----
@@ -148,7 +222,9 @@ def test_a_score_of_minus_infinity_hides_a_key_and_all_of_a_row_too(implementati
     seen = lambda q, k: (q % 3 > 0) & (k % 2 == q % 2)
     options = dict(is_causal=True, return_residual=True, implementation=implementation)
     hidden = lambda s, b, h, q, k: jnp.where(seen(q, k), s + 0 * table[h, 0], -jnp.inf)
-    of = lambda **kw: loss_of(lambda q, k, v, _: flash_attention(q, k, v, **options, **kw))(q, k, v, table)
+    of = lambda **kw: loss_of(lambda q, k, v, _: flash_attention(q, k, v, **options, **kw))(
+        q, k, v, table
+    )
     equal(of(score_mod=hidden), of(mask=masks.Where(lambda b, h, q, k: seen(q, k))))
     o, lse = flash_attention(q, k, v, score_mod=hidden, **options)
     assert np.all(o[:, ::3] == 0) and np.all(lse[:, ::3] == -np.inf)
@@ -159,25 +235,39 @@ def test_what_a_mask_hides_and_what_is_not_there_may_be_nan(implementation, rng)
     x = arrays(rng)
 
     def far(table):  # nan after the query, and after the last query
-        return lambda s, b, h, q, k: s - table[h, 0] * jnp.log(q - k + 1.0) * jnp.sqrt(Z.T - 1.0 - q)
+        return lambda s, b, h, q, k: (
+            s - table[h, 0] * jnp.log(q - k + 1.0) * jnp.sqrt(Z.T - 1.0 - q)
+        )
 
-    attend = lambda q, k, v, table: flash_attention(q, k, v, is_causal=True, implementation=implementation, score_mod=far(table))
+    attend = lambda q, k, v, table: flash_attention(
+        q, k, v, is_causal=True, implementation=implementation, score_mod=far(table)
+    )
     gradients = jax.jit(jax.grad(lambda *x: jnp.sum(jnp.sin(attend(*x))), argnums=(0, 1, 2, 3)))(*x)
     assert all(np.isfinite(x).all() and np.any(x != 0) for x in gradients)
 
 
-@pytest.mark.parametrize("implementation", whole_but(["reference", "portable", "blockwise"], "blockwise"))
+@pytest.mark.parametrize(
+    "implementation", whole_but(["reference", "portable", "blockwise"], "blockwise")
+)
 def test_tables_may_be_traced_mapped_checkpointed_and_learned(implementation, rng):
     q, k, v, table = arrays(rng)
     tables = np.stack([table, table[:, ::-1]])
 
     def loss(table, q):
         rule = RULES["by head and distance"](jnp.sin(table))
-        f = jax.checkpoint(lambda q: flash_attention(q, k, v, score_mod=rule, query_offset=OFFSET, implementation=implementation))
+        f = jax.checkpoint(
+            lambda q: flash_attention(
+                q, k, v, score_mod=rule, query_offset=OFFSET, implementation=implementation
+            )
+        )
         return jnp.sum(jnp.sin(f(q)))
 
-    mapped = jax.jit(jax.vmap(jax.value_and_grad(loss, argnums=(0, 1)), in_axes=(0, None)))(tables, q)
-    wanted = lambda table, q: jnp.sum(jnp.sin(unmasked(q, k, v, RULES["by head and distance"](jnp.sin(table)))))
+    mapped = jax.jit(jax.vmap(jax.value_and_grad(loss, argnums=(0, 1)), in_axes=(0, None)))(
+        tables, q
+    )
+    wanted = lambda table, q: jnp.sum(
+        jnp.sin(unmasked(q, k, v, RULES["by head and distance"](jnp.sin(table))))
+    )
     dense_loss = jax.jit(jax.value_and_grad(wanted, argnums=(0, 1)))
     for i in range(2):
         equal(jax.tree.map(lambda x: x[i], mapped), dense_loss(tables[i], q))
@@ -192,7 +282,9 @@ def unmasked(q, k, v, score_mod):
 
 def test_forward_mode_is_right_where_scores_are_computed_twice_and_round_otherwise(rng):
     x = arrays(rng)[:3]
-    of = lambda name: flash_attention_jvp(x, x, score_mod=lambda s, b, h, q, k: s - 0.1 * abs(q - k), implementation=name)
+    of = lambda name: flash_attention_jvp(
+        x, x, score_mod=lambda s, b, h, q, k: s - 0.1 * abs(q - k), implementation=name
+    )
     equal(jax.jit(of, static_argnums=0)("blockwise"), jax.jit(of, static_argnums=0)("reference"))
 
 
@@ -200,25 +292,38 @@ def test_forward_mode_is_right_where_scores_are_computed_twice_and_round_otherwi
 def test_forward_mode_and_second_derivatives_are_those_of_reference(rng):
     x, dx = arrays(rng), arrays(rng)
     rule = RULES["one number and a row"](x[3])
-    jvp = lambda name: jax.jit(functools.partial(flash_attention_jvp, implementation=name, score_mod=rule))(x[:3], dx[:3])
+    jvp = lambda name: jax.jit(
+        functools.partial(flash_attention_jvp, implementation=name, score_mod=rule)
+    )(x[:3], dx[:3])
     equal(jvp("blockwise"), jvp("reference"))
     attend = lambda name: (
         lambda q, k, v, table: flash_attention(
-            *(q, k, v), score_mod=RULES["one number and a row"](table), implementation=name, return_residual=True
+            *(q, k, v),
+            score_mod=RULES["one number and a row"](table),
+            implementation=name,
+            return_residual=True,
         )
     )
-    hvp = lambda name: jax.jit(lambda x, dx: jax.jvp(lambda *x: loss_of(attend(name))(*x)[1], x, dx)[1])(x, dx)
+    hvp = lambda name: jax.jit(
+        lambda x, dx: jax.jvp(lambda *x: loss_of(attend(name))(*x)[1], x, dx)[1]
+    )(x, dx)
     equal(hvp("blockwise"), hvp("reference"), 3e-5)
 
 
-@pytest.mark.skipif(len(jax.devices()) < 4, reason="needs four devices; conftest asks for them on a CPU")
+@pytest.mark.skipif(
+    len(jax.devices()) < 4, reason="needs four devices; conftest asks for them on a CPU"
+)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("implementation", whole_but(["portable", "blockwise"], "blockwise"))
 def test_on_a_mesh_batch_rows_and_heads_are_numbered_over_all_devices(kind, implementation, rng):
     x = arrays(rng)
     rule = lambda table: lambda s, b, h, q, k: s + table[h, jnp.clip(q - k + 11, 0, 22)] * (b + 1)
-    options = dict(is_causal=True, query_offset=OFFSET, return_residual=True, implementation=implementation)
-    loss = loss_of(lambda q, k, v, table: flash_attention(q, k, v, score_mod=rule(table), **options))
+    options = dict(
+        is_causal=True, query_offset=OFFSET, return_residual=True, implementation=implementation
+    )
+    loss = loss_of(
+        lambda q, k, v, table: flash_attention(q, k, v, score_mod=rule(table), **options)
+    )
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind, kind))
     placed = [jax.device_put(a, NamedSharding(mesh, P("data", None, "model", None))) for a in x[:3]]
     table = jax.device_put(x[3], NamedSharding(mesh, P()))
@@ -228,32 +333,55 @@ def test_on_a_mesh_batch_rows_and_heads_are_numbered_over_all_devices(kind, impl
 
 
 @pytest.mark.whole
-@pytest.mark.skipif(len(jax.devices()) < 4, reason="needs four devices; conftest asks for them on a CPU")
+@pytest.mark.skipif(
+    len(jax.devices()) < 4, reason="needs four devices; conftest asks for them on a CPU"
+)
 def test_heads_are_numbered_over_all_devices_that_a_sequence_lies_on(rng):
     q, k, v, table = (x[:, : x.shape[1] // 4 * 4] for x in arrays(rng))
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Explicit,))
-    attend = lambda q, k, v, **kw: flash_attention(q, k, v, score_mod=scores.Alibi(table[:, 0]), **kw)
-    placed = [jax.device_put(jnp.repeat(a, Z.N // a.shape[2], 2), NamedSharding(mesh, P(None, "x"))) for a in (q, k, v)]
+    attend = lambda q, k, v, **kw: flash_attention(
+        q, k, v, score_mod=scores.Alibi(table[:, 0]), **kw
+    )
+    placed = [
+        jax.device_put(jnp.repeat(a, Z.N // a.shape[2], 2), NamedSharding(mesh, P(None, "x")))
+        for a in (q, k, v)
+    ]
     for context in context_parallel.AllToAll("x"), context_parallel.Ring("x"):
         close(attend(*placed, context=context), attend(q, k, v), 1e-5)
 
 
-@pytest.mark.skipif(len(jax.devices()) < 4, reason="needs four devices; conftest asks for them on a CPU")
-@pytest.mark.parametrize("context", [None, context_parallel.Ring("x")], ids=["rows whole", "a ring"])
+@pytest.mark.skipif(
+    len(jax.devices()) < 4, reason="needs four devices; conftest asks for them on a CPU"
+)
+@pytest.mark.parametrize(
+    "context", [None, context_parallel.Ring("x")], ids=["rows whole", "a ring"]
+)
 def test_rules_are_asked_inside_of_a_checked_shard_map(rng, context):
     q, k, v, table = (x[:, : x.shape[1] // 4 * 4] for x in arrays(rng))
     rule = masks.Where(lambda b, h, q, k: (q - k) % 3 != 1)
 
     def attend(q, k, v, table, offset, context=None):
         score_mod = lambda s, b, h, i, j: jnp.tanh(s) - table[h, (i - j) % 4]
-        return flash_attention(q, k, v, mask=rule, score_mod=score_mod, query_offset=offset, context=context)
+        return flash_attention(
+            q, k, v, mask=rule, score_mod=score_mod, query_offset=offset, context=context
+        )
 
     mesh, spec = jax.make_mesh((2, 2), ("b", "x")), P("b", None if context is None else "x")
     spread = jax.shard_map(
-        lambda *x: attend(*x, context=context), mesh=mesh, in_specs=(spec, spec, spec, P(), P("b")), out_specs=spec
+        lambda *x: attend(*x, context=context),
+        mesh=mesh,
+        in_specs=(spec, spec, spec, P(), P("b")),
+        out_specs=spec,
     )
-    of = lambda f: jax.jit(jax.grad(lambda q, k, v, table, o: jnp.sin(f(q, k, v, table, o)).sum(), argnums=(0, 1, 2, 3)))
-    placed = [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip((q, k, v, table), (spec, spec, spec, P()), strict=True)]
+    of = lambda f: jax.jit(
+        jax.grad(
+            lambda q, k, v, table, o: jnp.sin(f(q, k, v, table, o)).sum(), argnums=(0, 1, 2, 3)
+        )
+    )
+    placed = [
+        jax.device_put(x, NamedSharding(mesh, s))
+        for x, s in zip((q, k, v, table), (spec, spec, spec, P()), strict=True)
+    ]
     offset = jnp.arange(2, dtype=jnp.int32)
     found = of(spread)(*placed, jax.device_put(offset, NamedSharding(mesh, P("b"))))
     for x, expected in zip(found, of(attend)(q, k, v, table, offset), strict=True):
@@ -265,14 +393,22 @@ def test_a_program_with_symbols_for_batch_and_length_has_scores(rng):
     def gradients(q, k, v, table):
         def loss(q, table):
             rule = RULES["one number and a row"](table)
-            return jnp.sum(jnp.sin(flash_attention(q, k, v, is_causal=True, score_mod=rule, implementation="blockwise")))
+            return jnp.sum(
+                jnp.sin(
+                    flash_attention(
+                        q, k, v, is_causal=True, score_mod=rule, implementation="blockwise"
+                    )
+                )
+            )
 
         return jax.grad(loss, argnums=(0, 1))(q, table)
 
     x = *(a[:, : Z.T] for a in arrays(rng)[:3]), arrays(rng)[3]
     b, t = export.symbolic_shape("b, t")
     shapes = [jax.ShapeDtypeStruct((b, t, *a.shape[2:]), a.dtype) for a in x[:3]]
-    program = export.export(jax.jit(gradients))(*shapes, jax.ShapeDtypeStruct(x[3].shape, x[3].dtype))
+    program = export.export(jax.jit(gradients))(
+        *shapes, jax.ShapeDtypeStruct(x[3].shape, x[3].dtype)
+    )
     equal(program.call(*x), gradients(*x))
 
 
@@ -284,14 +420,18 @@ def test_functions_with_derivatives_of_their_own_are_told_apart(rng):
         f.defjvp(lambda primals, tangents: (f(primals[0]), factor * tangents[0]))
         return lambda s, b, h, q, k: f(s)
 
-    loss = lambda q, factor: flash_attention(q, *x[1:3], score_mod=doubled(factor), implementation="blockwise").sum()
+    loss = lambda q, factor: flash_attention(
+        q, *x[1:3], score_mod=doubled(factor), implementation="blockwise"
+    ).sum()
     gradients = jax.jit(lambda q: [jax.grad(loss)(q, factor) for factor in (2.0, 4.0)])(x[0])
     equal(gradients[1], 2 * gradients[0])
 
 
 def test_equal_functions_share_one_compiled_program(rng):
     q, k, v, table = arrays(rng)
-    f = lambda n: flash_attention(q, k, v, score_mod=lambda s, b, h, q, k: s + n * table[h, k % 3], implementation="blockwise")
+    f = lambda n: flash_attention(
+        q, k, v, score_mod=lambda s, b, h, q, k: s + n * table[h, k % 3], implementation="blockwise"
+    )
     programs = [(f(n), autodiff._attend_jit._cache_size())[1] for n in (2.0, 2.0, 3.0)]
     assert programs[0] == programs[1] == programs[2] - 1
 
@@ -300,22 +440,40 @@ def test_equal_functions_share_one_compiled_program(rng):
 
 OF_SHAPE = r"is called once, with single numbers of shape \(\).* it raised "
 MISTAKES = {
-    "no function": (0.5, r"must be a function score_mod\(score, b, h, q_idx, kv_idx\) that returns the new score; got float"),
-    "too few": (lambda score: score, r"it raised TypeError: .*takes 1 positional argument but 5 were given"),
-    "a bool": (lambda s, b, h, q, k: q >= k, r"of the score's dtype, float32\[\]; got bool\[\]. To hide keys, pass a mask"),
+    "no function": (
+        0.5,
+        r"must be a function score_mod\(score, b, h, q_idx, kv_idx\) that returns the new score; "
+        r"got float",
+    ),
+    "too few": (
+        lambda score: score,
+        r"it raised TypeError: .*takes 1 positional argument but 5 were given",
+    ),
+    "a bool": (
+        lambda s, b, h, q, k: q >= k,
+        r"of the score's dtype, float32\[\]; got bool\[\]. To hide keys, pass a mask",
+    ),
     "an int": (lambda s, b, h, q, k: q - k, r"float32\[\]; got int32\[\]"),
     "half": (lambda s, b, h, q, k: s.astype(jnp.bfloat16), r"float32\[\]; got bfloat16\[\]"),
     "many": (lambda s, b, h, q, k: s + jnp.arange(3.0), r"float32\[\]; got float32\[3\]"),
     "a shape": (lambda s, b, h, q, k: s / s.shape[-1], OF_SHAPE + "IndexError"),
     "a softmax": (lambda s, b, h, q, k: jax.nn.softmax(s, axis=-1), OF_SHAPE + "ValueError"),
-    "of NumPy": (lambda s, b, h, q, k: s + np.ones(4)[h], "NumPy takes no traced numbers: .* jnp.asarray for arrays"),
-    "a function of NumPy": (lambda s, b, h, q, k: np.where(q < k, s, 0), r"bool\[\]\. NumPy takes .*: use jnp"),
+    "of NumPy": (
+        lambda s, b, h, q, k: s + np.ones(4)[h],
+        "NumPy takes no traced numbers: .* jnp.asarray for arrays",
+    ),
+    "a function of NumPy": (
+        lambda s, b, h, q, k: np.where(q < k, s, 0),
+        r"bool\[\]\. NumPy takes .*: use jnp",
+    ),
     "a row": (
         lambda s, b, h, q, k: s + jnp.sum(IDS.reshape(20, 2)[b]),
         r"may read single numbers of the arrays .*; got reduce_sum of one \[2\]",
     ),
     "in a loop": (
-        lambda s, b, h, q, k: jax.lax.fori_loop(0, 3, lambda i, s: s + jnp.sin(IDS * 1.0)[k + i], s),
+        lambda s, b, h, q, k: jax.lax.fori_loop(
+            0, 3, lambda i, s: s + jnp.sin(IDS * 1.0)[k + i], s
+        ),
         r"got scan of one \[40\]\. Read what a loop or a branch needs before it",
     ),
     "by score": (
@@ -335,37 +493,56 @@ def test_a_mistake_says_what_was_expected(name):
 
 def test_kernels_name_the_operation_that_they_lack():
     q = jnp.ones((1, 4, 2, 8))
-    with pytest.raises(NotImplementedError, match=r"odd needs erf.*, which jax's Triton lowering does not know for tiles"):
+    with pytest.raises(
+        NotImplementedError,
+        match=r"odd needs erf.*, which jax's Triton lowering does not know for tiles",
+    ):
 
         def odd(score, b, h, q_idx, kv_idx):
             return jax.lax.erf(score)
 
         flash_attention(q, q, q, score_mod=odd, implementation="portable")
     loop = lambda s, b, h, q, k: jax.lax.fori_loop(0, 3, lambda _, s: s * s, s)
-    with pytest.raises(NotImplementedError, match=r"needs scan in reverse, which jax's Triton"):  # the gradient does
+    # the gradient does
+    with pytest.raises(NotImplementedError, match=r"needs scan in reverse, which jax's Triton"):
         flash_attention(q, q, q, score_mod=loop, implementation="portable")
     bfloat16 = q.astype(jnp.bfloat16)
-    for name, text in dict(flash1="no gradients for the arrays of a score_mod", standard="keeps the scores, not what").items():
+    for name, text in dict(
+        flash1="no gradients for the arrays of a score_mod", standard="keeps the scores, not what"
+    ).items():
         with pytest.raises(NotImplementedError, match=text):
-            flash_attention(bfloat16, bfloat16, bfloat16, score_mod=scores.SoftCap(3.0), implementation=name)
+            flash_attention(
+                bfloat16, bfloat16, bfloat16, score_mod=scores.SoftCap(3.0), implementation=name
+            )
     why_not = lambda score_mod: explain(*[bfloat16] * 3, score_mod=score_mod).why_not["hopper"]
-    assert re.search(r"odd needs .*\berf\b.*, which Mosaic GPU does not know for registers", why_not(odd))
-    assert "needs scan," in why_not(lambda s, b, h, q, k: jax.lax.fori_loop(0, 3, lambda _, s: 2 * s, s))
+    assert re.search(
+        r"odd needs .*\berf\b.*, which Mosaic GPU does not know for registers", why_not(odd)
+    )
+    assert "needs scan," in why_not(
+        lambda s, b, h, q, k: jax.lax.fori_loop(0, 3, lambda _, s: 2 * s, s)
+    )
     assert "needs fmod," in why_not(lambda s, b, h, q, k: s % 2.0)
-    assert "registers" not in why_not(lambda s, b, h, q, k: scores.Alibi((0.5, 2.0))(jnp.tanh(s), b, h, q, k))
+    assert "registers" not in why_not(
+        lambda s, b, h, q, k: scores.Alibi((0.5, 2.0))(jnp.tanh(s), b, h, q, k)
+    )
 
 
 def test_a_score_mod_is_refused_on_no_mesh_that_is_not_refused_elsewhere():
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",))):
         score_mod = lambda s, b, h, q, k: jnp.maximum(s, abs(s) / 2)
         x = [jax.ShapeDtypeStruct((1, 4, 2, 8), jnp.float32)] * 3
-        assert explain(*x, score_mod=score_mod, implementation="portable").implementation == "portable"
+        assert (
+            explain(*x, score_mod=score_mod, implementation="portable").implementation == "portable"
+        )
 
 
 @pytest.mark.parametrize(
     "make, text",
     [
-        (lambda: scores.T5Bias(np.zeros((2, 3, 4))), r"T5Bias takes a table \[N, buckets\] or \[buckets\].*; got \(2, 3, 4\)"),
+        (
+            lambda: scores.T5Bias(np.zeros((2, 3, 4))),
+            r"T5Bias takes a table \[N, buckets\] or \[buckets\].*; got \(2, 3, 4\)",
+        ),
         (lambda: scores.T5Bias(np.zeros((2, 7))), "an even number of buckets"),
         (lambda: scores.T5Bias(np.zeros((2, 32)), max_distance=8), "max_distance must be above"),
         (lambda: scores.Alibi(0.5), r"Alibi takes slopes \[N\], one for each query head; got \(\)"),
@@ -376,12 +553,17 @@ def test_a_table_that_does_not_fit_raises(make, text):
         make()
 
 
-@pytest.mark.parametrize("score_mod", [scores.Alibi((0.5, 0.25)), scores.T5Bias(np.zeros((32, 4))), scores.Alibi(np.ones(8))])
+@pytest.mark.parametrize(
+    "score_mod",
+    [scores.Alibi((0.5, 0.25)), scores.T5Bias(np.zeros((32, 4))), scores.Alibi(np.ones(8))],
+)
 def test_numbers_for_other_heads_than_the_calls_raise_on_a_mesh_too(score_mod):
     q = jnp.ones((1, 5, 4, 8))
     mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Explicit,))
     for x in q, jax.device_put(q, NamedSharding(mesh, P())):
-        with pytest.raises(ValueError, match=rf"has numbers for {score_mod.heads} query heads; the call has N = 4"):
+        with pytest.raises(
+            ValueError, match=rf"has numbers for {score_mod.heads} query heads; the call has N = 4"
+        ):
             flash_attention(x, x, x, score_mod=score_mod)
 
 
@@ -389,7 +571,13 @@ def test_a_table_of_64_bits_has_its_gradient_with_strict_promotion(rng):
     q = jnp.asarray(rng.normal(size=(1, 9, 2, 16)), jnp.bfloat16)
     with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
         rule = lambda t: lambda s, b, h, i, j: s + t[h, (i - j) % jnp.int32(8)].astype(s.dtype)
-        loss = lambda t, name: flash_attention(q, q, q, score_mod=rule(t), implementation=name).astype(jnp.float32).sum()
-        found, expected = (jax.grad(loss)(jnp.asarray(np.eye(2, 8)), name) for name in ("portable", "reference"))
+        loss = lambda t, name: (
+            flash_attention(q, q, q, score_mod=rule(t), implementation=name)
+            .astype(jnp.float32)
+            .sum()
+        )
+        found, expected = (
+            jax.grad(loss)(jnp.asarray(np.eye(2, 8)), name) for name in ("portable", "reference")
+        )
         assert found.dtype == jnp.float64
         close(found, expected, TOLERANCE["bfloat16"])

@@ -37,7 +37,12 @@ def test_what_is_marked_whole_is_left_out_and_with_names_these_implementations_a
     def item(implementation, *marks):
         spec = SimpleNamespace(params=dict(implementation=implementation))
         marker = pytest.mark.whole(*marks[0]).mark if marks else None
-        common = dict(function="f", path="p", iter_markers=lambda name: [], get_closest_marker=lambda name: marker)
+        common = dict(
+            function="f",
+            path="p",
+            iter_markers=lambda name: [],
+            get_closest_marker=lambda name: marker,
+        )
         return SimpleNamespace(callspec=spec, **common)
 
     items = [item("a"), item("b", ("b", "c")), item("d", ("b", "c")), item("e", ())]
@@ -54,9 +59,13 @@ def test_what_is_marked_whole_is_left_out_and_with_names_these_implementations_a
         (("rng",), False, False),
     ],
 )
-def test_a_gpu_runs_what_compares_numbers_and_what_is_marked_and_skips_the_rest(uses, marked, is_for_a_gpu, on_gpu):
+def test_a_gpu_runs_what_compares_numbers_and_what_is_marked_and_skips_the_rest(
+    uses, marked, is_for_a_gpu, on_gpu
+):
     names = ["gpu"] * marked
-    item = SimpleNamespace(fixturenames=["tmp_path", *uses], get_closest_marker=lambda name: name in names)
+    item = SimpleNamespace(
+        fixturenames=["tmp_path", *uses], get_closest_marker=lambda name: name in names
+    )
     item.add_marker = lambda mark: names.append(mark.name)
     mark_for_a_gpu(item, on_gpu)
     assert ("gpu" in names, "skip" in names) == (is_for_a_gpu, on_gpu and not is_for_a_gpu)
@@ -71,8 +80,18 @@ def test_what_a_gpu_is_too_old_for_is_skipped_in_the_words_of_the_refusal(on_gpu
     next(test)
     with pytest.raises(NotImplementedError, match=r"compute capability 8.9") as refusal:
         scales = dict(k_scales=jnp.ones((2, 256, 2)), v_scales=jnp.ones((2, 256, 2)))
-        paged_attention(q, pages, pages, jnp.zeros((1, 1), jnp.int32), jnp.array([9]), implementation="portable", **scales)
-    with pytest.raises(pytest.skip.Exception if on_gpu else NotImplementedError, match=r"compute capability 8.9"):
+        paged_attention(
+            q,
+            pages,
+            pages,
+            jnp.zeros((1, 1), jnp.int32),
+            jnp.array([9]),
+            implementation="portable",
+            **scales,
+        )
+    with pytest.raises(
+        pytest.skip.Exception if on_gpu else NotImplementedError, match=r"compute capability 8.9"
+    ):
         test.throw(refusal.value)
 
 
@@ -81,6 +100,14 @@ def test_a_test_that_hangs_ends_its_process_alone_and_is_named(tmp_path):
     text = "import time\n\ndef test_hangs():\n    time.sleep(100)\n\ndef test_passes():\n    pass\n"
     (tmp_path / "test_two.py").write_text(text)
     settings = pathlib.Path(__file__).parents[1] / "pyproject.toml"
-    command = f"-m pytest -q -c {settings} -n 1 -o faulthandler_timeout=2 -p no:cacheprovider {tmp_path}"
-    run = subprocess.run([sys.executable, *command.split()], cwd=tmp_path, capture_output=True, text=True, timeout=90)
-    assert "crashed while running" in run.stdout and "test_hangs" in run.stdout and "1 failed, 1 passed" in run.stdout
+    command = (
+        f"-m pytest -q -c {settings} -n 1 -o faulthandler_timeout=2 -p no:cacheprovider {tmp_path}"
+    )
+    run = subprocess.run(
+        [sys.executable, *command.split()], cwd=tmp_path, capture_output=True, text=True, timeout=90
+    )
+    assert (
+        "crashed while running" in run.stdout
+        and "test_hangs" in run.stdout
+        and "1 failed, 1 passed" in run.stdout
+    )

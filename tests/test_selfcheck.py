@@ -1,4 +1,5 @@
-"""Kernels are tried on this machine before they are taken unasked: implementations that lie, raise, hang and crash are found."""
+"""Kernels are tried on this machine before they are taken unasked: implementations that lie, raise,
+hang and crash are found."""
 
 import dataclasses
 import itertools
@@ -19,7 +20,16 @@ from jax.sharding import PartitionSpec as P
 from selection import whole_but
 
 import pallas_flash
-from pallas_flash import backends, explain, flash_attention, masks, paged_attention, paged_cache, schedule, trial
+from pallas_flash import (
+    backends,
+    explain,
+    flash_attention,
+    masks,
+    paged_attention,
+    paged_cache,
+    schedule,
+    trial,
+)
 from pallas_flash.__main__ import main
 from pallas_flash.accounting import GPUS
 from pallas_flash.caches import attend
@@ -42,7 +52,8 @@ def cache(monkeypatch, tmp_path):
 
 @pytest.fixture
 def install(monkeypatch):
-    """Puts fakes before all others, as on a GPU that nobody has checked, and as in a new process."""
+    """Puts fakes before all others, as on a GPU that nobody has checked, and as in a new
+    process."""
 
     def install(*names_and_fakes):
         made = (fakes.backend(x) if isinstance(x, str) else x for x in names_and_fakes)
@@ -55,7 +66,11 @@ def install(monkeypatch):
 def checked(monkeypatch):
     """The names of the implementations that were checked, in order."""
     names, check = [], comparison.check
-    monkeypatch.setattr(comparison, "check", lambda backend, *args: (names.append(backend.name), check(backend, *args))[1])
+    monkeypatch.setattr(
+        comparison,
+        "check",
+        lambda backend, *args: (names.append(backend.name), check(backend, *args))[1],
+    )
     return names
 
 
@@ -76,7 +91,9 @@ def quietly(f, *args):
 # ---- what a call does ----
 
 
-def test_kernels_that_are_right_are_checked_once_recorded_and_taken(install, checked, cache, caplog):
+def test_kernels_that_are_right_are_checked_once_recorded_and_taken(
+    install, checked, cache, caplog
+):
     install("honest")
     for _ in range(2):
         np.testing.assert_array_equal(call(), call(implementation="reference"))
@@ -84,21 +101,32 @@ def test_kernels_that_are_right_are_checked_once_recorded_and_taken(install, che
     call()
     assert checked == ["honest"] and taken() == "honest" and len(list(cache.iterdir())) == 1
     (line,) = caplog.messages
-    assert line.startswith("pallas_flash checks its kernels on this Fake GPU, once: honest 16/16 float32, deterministic")
+    assert line.startswith(
+        "pallas_flash checks its kernels on this Fake GPU, once: honest 16/16 float32, "
+        "deterministic"
+    )
 
 
 def test_kernels_that_lie_are_told_with_numbers_and_the_next_are_taken(install, checked):
     install("liar", "honest")
-    with pytest.warns(RuntimeWarning, match=r"does not take liar 16/16 float32, .*: dk is off by \d.*; the tolerance is 1e-04"):
+    with pytest.warns(
+        RuntimeWarning,
+        match=r"does not take liar 16/16 float32, .*: dk is off by \d.*; the tolerance is 1e-04",
+    ):
         np.testing.assert_array_equal(call(), call(implementation="reference"))
-    assert taken() == "honest" and "wrong on this machine: dk is off by" in explain(Q, Q, Q).why_not["liar"]
+    assert (
+        taken() == "honest"
+        and "wrong on this machine: dk is off by" in explain(Q, Q, Q).why_not["liar"]
+    )
     install("liar", "honest")  # a new process knows it, and says it again
     with pytest.warns(RuntimeWarning, match="liar.*dk is off by"):
         call()
     assert checked == ["liar", "honest"]
 
 
-def test_what_could_not_be_checked_is_not_wrong_and_is_checked_again(install, checked, cache, monkeypatch):
+def test_what_could_not_be_checked_is_not_wrong_and_is_checked_again(
+    install, checked, cache, monkeypatch
+):
     errors = [MemoryError("another job has it"), MemoryError("still")]
 
     def forward(*args):
@@ -107,46 +135,68 @@ def test_what_could_not_be_checked_is_not_wrong_and_is_checked_again(install, ch
         return fakes.REFERENCE.forward(*args)
 
     install(fakes.backend("late", forward), "honest")
-    late = lambda text: pytest.warns(RuntimeWarning, match=f"late.*: not checked on this machine: MemoryError: {text}. The next")
+    late = lambda text: pytest.warns(
+        RuntimeWarning, match=f"late.*: not checked on this machine: MemoryError: {text}. The next"
+    )
     with late("another job has it"):
         call()
     call()  # too early: what takes long and fails is not tried at every trace
-    assert checked == ["late", "honest"] and "not checked on this machine" in explain(Q, Q, Q).why_not["late"]
+    assert (
+        checked == ["late", "honest"]
+        and "not checked on this machine" in explain(Q, Q, Q).why_not["late"]
+    )
     monkeypatch.setattr(selfcheck, "AGAIN", 0)
     selfcheck._again.update(dict.fromkeys(selfcheck._again, 0))
     with late("still"):
         call()
-    assert taken() == "honest" and [path.name.split("-")[0] for path in cache.iterdir()] == ["honest"]
+    assert taken() == "honest" and [path.name.split("-")[0] for path in cache.iterdir()] == [
+        "honest"
+    ]
     call()
     assert checked == ["late", "honest", "late", "late"] and taken() == "late"
 
 
 def test_what_the_compiler_refuses_is_recorded_and_not_compiled_in_every_process(install, checked):
     def forward(*_):
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Shared memory size limit exceeded: requested 107008\nand so on")
+        raise jax.errors.JaxRuntimeError(
+            "RESOURCE_EXHAUSTED: Shared memory size limit exceeded: requested 107008\nand so on"
+        )
 
     for _ in range(2):
         install(fakes.backend("wide", forward))
-        with pytest.warns(RuntimeWarning, match="wide.*: wrong on this machine: the compiler refuses it: .*107008. The next"):
+        with pytest.warns(
+            RuntimeWarning,
+            match="wide.*: wrong on this machine: the compiler refuses it: .*107008. The next",
+        ):
             call()
     assert checked == ["wide"]
 
 
 def test_the_limit_is_for_kernels_that_run_and_not_for_their_compiler(install, monkeypatch):
     limits, traced, ran, in_a_thread = [], [], [], selfcheck._in_a_thread
-    monkeypatch.setattr(selfcheck, "_in_a_thread", lambda f, limit=None: (limits.append(limit), in_a_thread(f, limit))[1])
+    monkeypatch.setattr(
+        selfcheck,
+        "_in_a_thread",
+        lambda f, limit=None: (limits.append(limit), in_a_thread(f, limit))[1],
+    )
     run = fakes.when_it_runs(lambda: ran.append(limits[-1]))
-    install(fakes.backend("slow to compile", lambda *args: (traced.append(limits[-1]), run(*args))[1]))
+    install(
+        fakes.backend("slow to compile", lambda *args: (traced.append(limits[-1]), run(*args))[1])
+    )
     flash_attention(Q, Q, Q)
     assert set(traced[:1]) == {None} and set(ran[:1]) == {selfcheck.LIMIT}
 
 
-def test_kernels_that_hang_end_the_call_with_what_to_do_and_are_not_taken_again(install, checked, monkeypatch):
+def test_kernels_that_hang_end_the_call_with_what_to_do_and_are_not_taken_again(
+    install, checked, monkeypatch
+):
     hung = threading.Event()
     sleeper = fakes.backend("sleeper", fakes.when_it_runs(hung.wait))
     install(sleeper, "honest")
     monkeypatch.setattr(selfcheck, "LIMIT", 0.2)
-    with pytest.raises(RuntimeError, match=r"did not end within 0\.2 s.*Start again: sleeper will not be taken"):
+    with pytest.raises(
+        RuntimeError, match=r"did not end within 0\.2 s.*Start again: sleeper will not be taken"
+    ):
         call()
     hung.set()
     monkeypatch.setattr(selfcheck, "LIMIT", 300)
@@ -204,7 +254,10 @@ def test_a_check_in_the_middle_of_tracing_is_made_and_disturbs_nothing(name, ins
 def test_explain_runs_nothing_and_names_the_condition(install, checked):
     install("crasher")
     text = str(explain(Q, Q, Q))
-    assert "implementation  crasher, if this machine's check finds it right: the first call checks it, or python" in text
+    assert (
+        "implementation  crasher, if this machine's check finds it right: the first call checks "
+        "it, or python" in text
+    )
     assert checked == []
 
 
@@ -224,7 +277,9 @@ def test_without_the_self_check_kernels_are_trusted(install, checked, monkeypatc
     assert checked == [] and explain(Q, Q, Q).condition is None and taken() == "honest"
 
 
-def test_the_environment_names_the_implementation_of_calls_that_name_none(install, checked, monkeypatch):
+def test_the_environment_names_the_implementation_of_calls_that_name_none(
+    install, checked, monkeypatch
+):
     install("liar")
     monkeypatch.setenv("PALLAS_FLASH_IMPLEMENTATION", "blockwise")
     call()
@@ -237,8 +292,14 @@ def test_the_environment_names_the_implementation_of_calls_that_name_none(instal
 @pytest.mark.parametrize(
     "name, text",
     [
-        ("IMPLEMENTATION", "PALLAS_FLASH_IMPLEMENTATION must be unset or one of honest, hopper, .*; got 'no'"),
-        ("SELF_CHECK", r"PALLAS_FLASH_SELF_CHECK must be 0 \(trust the kernels\), 1 or unset .*; got 'no'"),
+        (
+            "IMPLEMENTATION",
+            "PALLAS_FLASH_IMPLEMENTATION must be unset or one of honest, hopper, .*; got 'no'",
+        ),
+        (
+            "SELF_CHECK",
+            r"PALLAS_FLASH_SELF_CHECK must be 0 \(trust the kernels\), 1 or unset .*; got 'no'",
+        ),
     ],
 )
 def test_a_bad_value_in_the_environment_has_a_clear_error(name, text, install, monkeypatch):
@@ -261,7 +322,9 @@ def test_a_record_holds_for_one_gpu_driver_jax_and_package(field):
 
 
 def test_a_record_holds_as_long_as_no_source_of_the_package_changes(monkeypatch):
-    sources = {path: path.read_bytes() for path in pathlib.Path(pallas_flash.__file__).parent.rglob("*.py")}
+    sources = {
+        path: path.read_bytes() for path in pathlib.Path(pallas_flash.__file__).parent.rglob("*.py")
+    }
     digest = lambda: records._sources.__wrapped__()
     monkeypatch.setattr(pathlib.Path, "read_bytes", lambda path: sources[path])
     before = digest()
@@ -308,8 +371,12 @@ def test_records_are_whole_whoever_else_writes_them(cache):
 def test_code_that_is_traced_for_a_gpu_elsewhere_is_not_checked(monkeypatch):
     fakes.plug_in(monkeypatch.setattr, fakes.Device("Fake GPU"))
     assert records.machine().gpu == "Fake GPU"
-    elsewhere = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=elsewhere)):
+    elsewhere = jax.sharding.AbstractDevice(
+        device_kind="NVIDIA H200", num_cores=132, platform="gpu"
+    )
+    with jax.sharding.use_abstract_mesh(
+        jax.sharding.AbstractMesh((), (), abstract_device=elsewhere)
+    ):
         assert records.machine() is None
 
 
@@ -347,7 +414,9 @@ def test_the_hopper_kernels_pass_with_room_to_spare():
     (backend,) = (backend for backend in backends.BACKENDS if backend.name == "hopper")
     q = jax.ShapeDtypeStruct((1, 8, 2, 50), "bfloat16")
     with gpu_interpreter.hopper_kernels():
-        errors, wrong, _ = comparison.check(backend, explain(q, q, q, deterministic=False).problem, [fakes.TINY])()
+        errors, wrong, _ = comparison.check(
+            backend, explain(q, q, q, deterministic=False).problem, [fakes.TINY]
+        )()
     assert wrong is None and max(errors.values()) < comparison.TOLERANCE["bfloat16"] / 3
 
 
@@ -358,7 +427,13 @@ def test_all_problems_of_a_variant_have_the_tiles_that_were_checked(kernels):
     for size in range(1, 257, 9):
         for value_size in range(1, 257, 11):
             for deterministic, dropped in itertools.product((True, False), (0, 1)):
-                p = dataclasses.replace(some, head_size=size, value_size=value_size, deterministic=deterministic, dropped=dropped)
+                p = dataclasses.replace(
+                    some,
+                    head_size=size,
+                    value_size=value_size,
+                    deterministic=deterministic,
+                    dropped=dropped,
+                )
                 wide = dict(zip(("head_size", "value_size"), comparison.widths(p), strict=True))
                 assert kernels.tiles(p) == kernels.tiles(dataclasses.replace(p, **wide))
 
@@ -368,7 +443,10 @@ def test_schemes_are_told_apart_where_the_kernels_are():
 
     def schemes(backend, size):
         q = jax.ShapeDtypeStruct((1, 8, 2, size), "bfloat16")
-        return [selfcheck.variant_of(backend, explain(q, q, q, deterministic=d).problem).scheme for d in (True, False)]
+        return [
+            selfcheck.variant_of(backend, explain(q, q, q, deterministic=d).problem).scheme
+            for d in (True, False)
+        ]
 
     assert schemes(hopper, 128) == ["deterministic", "in any order"]
     assert schemes(hopper, 256) == schemes(portable, 128) == ["deterministic"] * 2
@@ -378,9 +456,17 @@ def test_dropout_is_checked_by_itself_with_weights_dropped():
     (hopper, *_), q = backends.BACKENDS, jax.ShapeDtypeStruct((1, 8, 2, 64), "bfloat16")
     plain, dropping = (explain(q, q, q, **call).problem for call in ({}, DROPOUT))
     assert selfcheck.variant_of(hopper, dropping).scheme == "deterministic, dropout"
-    assert hopper.tiles(plain) != hopper.tiles(dropping) == hopper.tiles(comparison.trial(dropping, fakes.TINY)[0])
-    other = lambda problem, tiles, x: fakes.REFERENCE.forward(problem, tiles, x._replace(seeds=x.seeds + 1))
-    wrong = comparison.check(fakes.backend("liar", other, fakes.REFERENCE.backward), dropping, [fakes.TINY])().wrong
+    assert (
+        hopper.tiles(plain)
+        != hopper.tiles(dropping)
+        == hopper.tiles(comparison.trial(dropping, fakes.TINY)[0])
+    )
+    other = lambda problem, tiles, x: fakes.REFERENCE.forward(
+        problem, tiles, x._replace(seeds=x.seeds + 1)
+    )
+    wrong = comparison.check(
+        fakes.backend("liar", other, fakes.REFERENCE.backward), dropping, [fakes.TINY]
+    )().wrong
     assert "o is off by" in wrong
 
 
@@ -390,7 +476,9 @@ def test_masks_that_are_rules_are_checked_by_themselves_with_blocks_of_all_kinds
     assert selfcheck.variant_of(hopper, problem).scheme == "deterministic, a rule"
     small, operands, _ = comparison.trial(problem, comparison.SIZES)
     tiles = hopper.tiles(small).forward
-    found = schedule.block_kinds(operands.visibility, small.batch, small.heads, small.queries, tiles.block_q, tiles.block_k)
+    found = schedule.block_kinds(
+        operands.visibility, small.batch, small.heads, small.queries, tiles.block_q, tiles.block_k
+    )
     assert set(np.asarray(found).ravel().tolist()) == {kinds.EMPTY, kinds.PARTIAL, kinds.FULL}
     assert len({head.tobytes() for head in np.asarray(found)[0]}) > 1
 
@@ -408,7 +496,10 @@ IGNORED = {  # what a call may have, and problem and operands without it
     "a bias": lambda p, x: (dataclasses.replace(p, bias=None), x._replace(bias=None)),
     "a score_mod": lambda p, x: (dataclasses.replace(p, score=None), x._replace(score=None)),
     "a soft cap": lambda p, x: (dataclasses.replace(p, soft_cap=None), x),
-    "segment ids": lambda p, x: (p, x._replace(visibility=dataclasses.replace(x.visibility, query_ids=None, key_ids=None))),
+    "segment ids": lambda p, x: (
+        p,
+        x._replace(visibility=dataclasses.replace(x.visibility, query_ids=None, key_ids=None)),
+    ),
 }
 
 
@@ -421,7 +512,11 @@ def test_what_else_changes_logits_is_checked_by_itself(more):
         problem, x = IGNORED[more](problem, x)
         return fakes.REFERENCE.forward(problem, tiles, x)
 
-    wrong = lambda *fake: comparison.check(fakes.backend("fake", *fake), problem, [fakes.TINY | dict(batch=2)])().wrong
+    wrong = lambda *fake: (
+        comparison.check(
+            fakes.backend("fake", *fake), problem, [fakes.TINY | dict(batch=2)]
+        )().wrong
+    )
     assert "o is off by" in wrong(without) and wrong(fakes.REFERENCE.forward) is None
 
 
@@ -432,11 +527,17 @@ def test_windows_offsets_by_row_and_sinks_are_checked_whether_a_call_has_them_or
 
     def without(problem, tiles, x):
         if lacks == "sinks":
-            return fakes.REFERENCE.forward(dataclasses.replace(problem, sinks=False), tiles, x._replace(sinks=None))
+            return fakes.REFERENCE.forward(
+                dataclasses.replace(problem, sinks=False), tiles, x._replace(sinks=None)
+            )
         at = dataclasses.replace(x.visibility, **{lacks: dict(left=None, offset=0)[lacks]})
         return fakes.REFERENCE.forward(problem, tiles, x._replace(visibility=at))
 
-    wrong = lambda *fake: comparison.check(fakes.backend("fake", *fake), problem, [fakes.TINY | dict(sinks=True)])().wrong
+    wrong = lambda *fake: (
+        comparison.check(
+            fakes.backend("fake", *fake), problem, [fakes.TINY | dict(sinks=True)]
+        )().wrong
+    )
     assert "o is off by" in wrong(without) and wrong(fakes.REFERENCE.forward) is None
 
 
@@ -446,22 +547,33 @@ PAGES = [
 ]
 
 
-@pytest.mark.parametrize("pages", [PAGES[0], *(pytest.param(pages, marks=pytest.mark.whole) for pages in PAGES[1:])])
+@pytest.mark.parametrize(
+    "pages", [PAGES[0], *(pytest.param(pages, marks=pytest.mark.whole) for pages in PAGES[1:])]
+)
 def test_kernels_that_read_pages_are_checked_by_themselves(pages, monkeypatch):
     q, k = (jax.ShapeDtypeStruct((1, length, 2, 64), "bfloat16") for length in (1, 4096))
     problem, blockwise = explain(q, k, k).problem, trial.backend_of("blockwise")
-    assert selfcheck.variant_of(blockwise, problem, pages.way).scheme == f"deterministic, decoding, {pages.way.name}"
+    assert (
+        selfcheck.variant_of(blockwise, problem, pages.way).scheme
+        == f"deterministic, decoding, {pages.way.name}"
+    )
     sizes = fakes.TINY | dict(queries=3, keys=320, sinks=True)
     right = comparison.check(blockwise, problem, [sizes], pages.way)()
     assert right.errors.keys() == {"o", "lse"} and right.wrong is None
     in_place = attend._in_place
-    monkeypatch.setattr(attend, "_in_place", lambda p, page, name, x, table, *s: in_place(p, page, name, x, table + 1, *s))
+    monkeypatch.setattr(
+        attend,
+        "_in_place",
+        lambda p, page, name, x, table, *s: in_place(p, page, name, x, table + 1, *s),
+    )
     assert "o is off by" in comparison.check(blockwise, problem, [sizes], pages.way)().wrong
 
 
 def test_a_call_with_pages_takes_no_kernel_that_was_found_right_without_them(monkeypatch):
     asked = []
-    why_not = lambda backend, problem, check=True, way=comparison.FLASH_ATTENTION: asked.append((backend.name, way.name))
+    why_not = lambda backend, problem, check=True, way=comparison.FLASH_ATTENTION: asked.append(
+        (backend.name, way.name)
+    )
     monkeypatch.setattr(selfcheck, "why_not", why_not)
     cache = paged_cache(4, 16, 2, 16, pages=8, page=8, dtype="int8")
     scales = dict(k_scales=cache.key_scale, v_scales=cache.value_scale)
@@ -476,7 +588,9 @@ def test_the_gradient_of_a_bias_is_checked():
         dq, dk, dv, dbias = fakes.REFERENCE.backward(*args)
         return dq, dk, dv, dbias * 1.01
 
-    wrong = comparison.check(fakes.backend("liar", fakes.REFERENCE.forward, backward), problem, [fakes.TINY])().wrong
+    wrong = comparison.check(
+        fakes.backend("liar", fakes.REFERENCE.forward, backward), problem, [fakes.TINY]
+    )().wrong
     assert wrong.startswith("dbias is off by 1.0e-02")
 
 
@@ -493,7 +607,10 @@ def test_decoding_is_checked_by_itself_on_a_problem_that_is_decoding():
 def test_hopper_is_checked_with_one_tile_to_a_program_and_with_several(size):
     (hopper, *_), q = backends.BACKENDS, jax.ShapeDtypeStruct((4, 4096, 8, size), "bfloat16")
     problem = explain(q, q, q, is_causal=True).problem
-    one, several = (hopper.tiles(comparison.trial(problem, sizes)[0]).forward for sizes in comparison.trials(problem))
+    one, several = (
+        hopper.tiles(comparison.trial(problem, sizes)[0]).forward
+        for sizes in comparison.trials(problem)
+    )
     assert one.rounds == 1 < several.rounds and several.q_stages == 2
 
 
@@ -518,35 +635,50 @@ def with_fakes(install, monkeypatch):
 
 
 @pytest.mark.whole
-def test_the_command_tells_right_from_wrong_crashed_and_failed_and_records_what_lasts(with_fakes, capsys):
+def test_the_command_tells_right_from_wrong_crashed_and_failed_and_records_what_lasts(
+    with_fakes, capsys
+):
     names = "honest", "liar", "crasher", "raiser"
     assert main(["--implementations", *names, "--dtypes", "float32", "--head-sizes", "64"]) == 1
     out = capsys.readouterr().out
-    rows = {name: line for name in names for line in out.splitlines() if line.startswith(f"{name} 64/64 float32")}
+    rows = {
+        name: line
+        for name in names
+        for line in out.splitlines()
+        if line.startswith(f"{name} 64/64 float32")
+    }
     assert rows["honest"].endswith(" right") and " ms " in rows["honest"]
     assert "WRONG: dk is off by" in rows["liar"]
     assert rows["crasher"].endswith("WRONG: its process died of SIGABRT")
     assert rows["raiser"].endswith("NOT CHECKED: RuntimeError: ptxas fell over")
     assert f"1 of 4 are right. Recorded in {records.folder()}." in out
     found = {name: records.read(VARIANT._replace(implementation=name), fakes.GPU) for name in names}
-    assert found["honest"]["wrong"] is None and "SIGABRT" in found["crasher"]["wrong"] and found["raiser"] is None
+    assert (
+        found["honest"]["wrong"] is None
+        and "SIGABRT" in found["crasher"]["wrong"]
+        and found["raiser"] is None
+    )
 
 
 CASE = trial.Case("honest", 64, 64, "float32", *trial.SHORT[0])
 RIGHT = "print(json.dumps([[{}, None, None], 1, 2]))"
 FOUND = {  # by what a process does
     f"print('compiling'); time.sleep(2.5); print('ready', flush=True); input(); {RIGHT}": None,
-    "print('ready', flush=True); time.sleep(60)": "wrong on this machine: its check did not end within 2 s",
+    "print('ready', flush=True); time.sleep(60)": "wrong on this machine: its check did not end "
+    "within 2 s",
     "print(json.dumps([[{}, 'refused', None]]))": "wrong on this machine: refused",
     "os.abort()": "wrong on this machine: its process died of SIGABRT",
-    "os.kill(os.getpid(), 9)": "not checked on this machine: its process died of SIGKILL, which others send: a system short of "
+    "os.kill(os.getpid(), 9)": "not checked on this machine: its process died of SIGKILL, which "
+    "others send: a system short of "
     "memory, say",
     "print('ready', flush=True); input(); exit('no more')": "not checked on this machine: no more",
 }
 
 
 def processes(monkeypatch, code: str):
-    monkeypatch.setattr(trial, "COMMAND", [sys.executable, "-c", f"import json, os, sys, time; {code}"])
+    monkeypatch.setattr(
+        trial, "COMMAND", [sys.executable, "-c", f"import json, os, sys, time; {code}"]
+    )
 
 
 @pytest.mark.parametrize("code", whole_but(FOUND, *(code for code in FOUND if "sleep" not in code)))
@@ -559,7 +691,11 @@ def test_a_process_is_ended_where_it_hangs_and_only_what_lasts_is_its_verdict(co
 def test_several_processes_compile_at_a_time_and_one_runs(monkeypatch, tmp_path):
     log = tmp_path / "log"
     note = lambda word: f"open({str(log)!r}, 'a').write('{word} '); time.sleep(0.3)"
-    processes(monkeypatch, f"{note('compile')}; print('ready', flush=True); input(); {note('run')}; {note('end')}; {RIGHT}")
+    processes(
+        monkeypatch,
+        f"{note('compile')}; print('ready', flush=True); input(); {note('run')}; {note('end')}; "
+        f"{RIGHT}",
+    )
     found = list(trial.findings([CASE] * 3, limit=60, jobs=3))
     assert [finding.verdict.why_not for finding in found] == [None] * 3
     words = log.read_text()
@@ -572,14 +708,20 @@ def test_by_default_an_h100_checks_what_most_calls_need_within_minutes():
             assert trial.unasked() == ["hopper", "portable"]
         found, _ = trial.cases(["hopper", "portable"], None, ["bfloat16"], False)
     assert len(found) * trial.SECONDS / 8 <= 180
-    needed = {f"portable {H}/{H} bfloat16, deterministic{more}" for H in (32, 64, 128) for more in ("", ", decoding")}
+    needed = {
+        f"portable {H}/{H} bfloat16, deterministic{more}"
+        for H in (32, 64, 128)
+        for more in ("", ", decoding")
+    }
     assert needed <= {str(variant) for variant in found}
 
 
 def test_what_the_machine_lacks_is_the_reason_that_is_told():
     with gpu_code.as_if_on(GPUS["A100-80GB"]):
         found, refused = trial.cases(["hopper"], None, ["float16", "float32"], True)
-    assert not found and ("compute capability 9.0" in refused["hopper"] or jax.__version__ in refused["hopper"])
+    assert not found and (
+        "compute capability 9.0" in refused["hopper"] or jax.__version__ in refused["hopper"]
+    )
 
 
 def test_the_command_says_what_is_taken_and_why_not_the_others(capsys, monkeypatch):
@@ -604,13 +746,19 @@ def test_a_bad_head_size_has_a_clear_error(text, capsys):
 def test_the_largest_logits_are_checked_by_themselves():
     q = jax.ShapeDtypeStruct((1, 8, 2, 64), "float32")
     problem = explain(q, q, q, return_max_logits=True).problem
-    assert selfcheck.variant_of(fakes.REFERENCE, problem).scheme == "deterministic, the largest logits"
+    assert (
+        selfcheck.variant_of(fakes.REFERENCE, problem).scheme == "deterministic, the largest logits"
+    )
 
     def forward(*args):
         o, stats = fakes.REFERENCE.forward(*args)
         return o, stats._replace(top=stats.top * 1.01)
 
     wrong = lambda forward: (
-        comparison.check(fakes.backend("fake", forward, fakes.REFERENCE.backward), problem, [fakes.TINY])().wrong
+        comparison.check(
+            fakes.backend("fake", forward, fakes.REFERENCE.backward), problem, [fakes.TINY]
+        )().wrong
     )
-    assert wrong(fakes.REFERENCE.forward) is None and wrong(forward).startswith("largest is off by 1.0e-02")
+    assert wrong(fakes.REFERENCE.forward) is None and wrong(forward).startswith(
+        "largest is off by 1.0e-02"
+    )

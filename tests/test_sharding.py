@@ -17,7 +17,9 @@ from pallas_flash import flash_attention, masks, paged_attention, paged_cache, q
 
 pytestmark = [
     pytest.mark.usefixtures("small_tiles"),
-    pytest.mark.skipif(len(jax.devices()) < 4, reason="needs four devices; conftest asks for eight on a CPU"),
+    pytest.mark.skipif(
+        len(jax.devices()) < 4, reason="needs four devices; conftest asks for eight on a CPU"
+    ),
 ]
 Z = Sizes(B=4, T=19, S=23, N=4, K=2, H=8, Hv=8)
 SPEC = P("data", None, "model", None)
@@ -34,7 +36,11 @@ def place(mesh, spec, *arrays):
 def loss_of(implementation, **kw):
     def loss(q, k, v, bias, lengths):
         o, lse = flash_attention(
-            *(q, k, v, bias), key_value_seq_lengths=lengths, implementation=implementation, return_residual=True, **kw
+            *(q, k, v, bias),
+            key_value_seq_lengths=lengths,
+            implementation=implementation,
+            return_residual=True,
+            **kw,
         )
         return jnp.sum(jnp.sin(o)) + jnp.sum(jnp.where(lse == -jnp.inf, 0.0, lse))
 
@@ -73,17 +79,22 @@ def test_one_key_head_serves_query_heads_on_several_devices(implementation, rng)
     equal(spread, loss(q, k, v, b, lengths))
 
 
-@pytest.mark.parametrize("implementation", ["reference", "blockwise"])  # Pallas' interpreter has no rule for this check
+# Pallas' interpreter has no rule for this check
+@pytest.mark.parametrize("implementation", ["reference", "blockwise"])
 def test_inside_of_a_checked_shard_map_gradients_of_shared_arrays_are_summed(implementation, rng):
     q, k, v = qkv(rng, Z)
     b, lengths = bias(rng, "1NTS", Z), np.array([3, 23, 0, 10], np.int32)
     specs = SPEC, SPEC, SPEC, P(None, "model"), P("data")
 
     def attend(q, k, v, b, lengths):
-        return flash_attention(q, k, v, b, key_value_seq_lengths=lengths, implementation=implementation)
+        return flash_attention(
+            q, k, v, b, key_value_seq_lengths=lengths, implementation=implementation
+        )
 
     mapped = jax.shard_map(attend, mesh=mesh(AxisType.Auto), in_specs=specs, out_specs=SPEC)
-    loss = lambda f: jax.jit(jax.value_and_grad(lambda *x: jnp.sum(jnp.sin(f(*x))), argnums=(0, 1, 2, 3)))
+    loss = lambda f: jax.jit(
+        jax.value_and_grad(lambda *x: jnp.sum(jnp.sin(f(*x))), argnums=(0, 1, 2, 3))
+    )
     equal(loss(mapped)(q, k, v, b, lengths), loss(attend)(q, k, v, b, lengths))
 
 
@@ -97,11 +108,18 @@ def by_arrays(q, k, v, table, ids, implementation="blockwise"):
 @pytest.mark.parametrize("implementation", whole_but(["reference", "blockwise"], "blockwise"))
 def test_inside_of_a_checked_shard_map_rules_read_what_varies(implementation, rng):
     q, k, v = qkv(rng, Z._replace(S=Z.T))
-    table, ids = rng.normal(size=(Z.N, 5)).astype(np.float32), rng.integers(0, 3, (Z.B, Z.T)).astype(np.int32)
+    table, ids = (
+        rng.normal(size=(Z.N, 5)).astype(np.float32),
+        rng.integers(0, 3, (Z.B, Z.T)).astype(np.int32),
+    )
     attend = functools.partial(by_arrays, implementation=implementation)
     rows = P("data")
-    mapped = jax.shard_map(attend, mesh=mesh(AxisType.Auto), in_specs=(rows, rows, rows, P(), rows), out_specs=rows)
-    loss = lambda f: jax.jit(jax.value_and_grad(lambda *x: jnp.sum(jnp.sin(f(*x))), argnums=(0, 1, 2, 3)))
+    mapped = jax.shard_map(
+        attend, mesh=mesh(AxisType.Auto), in_specs=(rows, rows, rows, P(), rows), out_specs=rows
+    )
+    loss = lambda f: jax.jit(
+        jax.value_and_grad(lambda *x: jnp.sum(jnp.sin(f(*x))), argnums=(0, 1, 2, 3))
+    )
     equal(loss(mapped)(q, k, v, table, ids), loss(attend)(q, k, v, table, ids))
 
 
@@ -111,15 +129,26 @@ def test_a_checked_shard_map_beside_explicit_axes_says_that_no_rule_reads_what_v
     specs = rows, rows, rows, P(), rows
     along = dict(in_specs=specs, out_specs=rows, axis_names={"data"})
     with jax.set_mesh(mesh(AxisType.Explicit)):
-        x = [jax.device_put(a, NamedSharding(mesh(AxisType.Explicit), spec)) for a, spec in zip(x, specs, strict=True)]
-        with pytest.raises(NotImplementedError, match="give that shard_map check_vma=False, or name all axes of the mesh in it"):
+        x = [
+            jax.device_put(a, NamedSharding(mesh(AxisType.Explicit), spec))
+            for a, spec in zip(x, specs, strict=True)
+        ]
+        with pytest.raises(
+            NotImplementedError,
+            match="give that shard_map check_vma=False, or name all axes of the mesh in it",
+        ):
             jax.eval_shape(jax.shard_map(by_arrays, **along), *x)
-        assert jax.eval_shape(jax.shard_map(by_arrays, check_vma=False, **along), *x).shape == (*q.shape[:3], Z.Hv)
+        assert jax.eval_shape(jax.shard_map(by_arrays, check_vma=False, **along), *x).shape == (
+            *q.shape[:3],
+            Z.Hv,
+        )
 
 
 def test_the_partitioner_of_jit_gathers_nothing_of_the_reference(rng):
     q, k, v = place(mesh(AxisType.Auto), SPEC, *qkv(rng, Z))
-    f = jax.jit(lambda q, k, v: flash_attention(q, k, v, is_causal=True, implementation="reference"))
+    f = jax.jit(
+        lambda q, k, v: flash_attention(q, k, v, is_causal=True, implementation="reference")
+    )
     text = f.lower(q, k, v).compile().as_text()
     assert not re.findall(r"= \S+ (all-gather|all-to-all|collective-permute)", text)
 
@@ -127,7 +156,9 @@ def test_the_partitioner_of_jit_gathers_nothing_of_the_reference(rng):
 def test_key_heads_that_do_not_divide_have_a_clear_error(rng):
     q, k, v = qkv(rng, Z._replace(N=12, K=3))
     (q,) = place(mesh(AxisType.Explicit), SPEC, q)
-    with pytest.raises(ValueError, match="the 3 key/value heads must be a multiple of the 2 devices"):
+    with pytest.raises(
+        ValueError, match="the 3 key/value heads must be a multiple of the 2 devices"
+    ):
         flash_attention(q, k, v)
 
 
@@ -135,9 +166,15 @@ SMALL = Sizes(B=4, T=5, S=8, N=4, K=2, H=8, Hv=8)
 AS = {  # the arrays' places on a mesh of two by two; None: not on the mesh
     "all of them on every device": dict(query=P(), key=P(), value=P(), bias=P(), lengths=P()),
     "keys by batch, the query on every device": dict(query=P(), key=P("data"), value=P("data")),
-    "the query by batch, keys by head": dict(query=P("data"), key=P(None, None, "model"), value=P(None, None, "model")),
-    "the query and the keys by the same axis": dict(query=P("data"), key=P(None, None, "data"), bias=P(None, "data")),
-    "the query by the axis of the keys' rows": dict(query=P(None, None, "data"), key=P(None, "data"), value=P(None, "data")),
+    "the query by batch, keys by head": dict(
+        query=P("data"), key=P(None, None, "model"), value=P(None, None, "model")
+    ),
+    "the query and the keys by the same axis": dict(
+        query=P("data"), key=P(None, None, "data"), bias=P(None, "data")
+    ),
+    "the query by the axis of the keys' rows": dict(
+        query=P(None, None, "data"), key=P(None, "data"), value=P(None, "data")
+    ),
     "nothing but the bias": dict(bias=P(None, "model")),
     "nothing but the lengths": dict(lengths=P("data")),
 }
@@ -149,7 +186,10 @@ def test_arrays_may_be_anywhere_on_an_explicit_mesh(places):
     arrays = dict(zip(("query", "key", "value"), qkv(rng, SMALL), strict=True))
     arrays |= dict(bias=bias(rng, "1NTS", SMALL), lengths=np.array([3, 8, 0, 5], np.int32))
     loss = loss_of("reference", is_causal=True)
-    placed = {name: place(mesh(AxisType.Explicit), spec, arrays[name])[0] for name, spec in AS[places].items()}
+    placed = {
+        name: place(mesh(AxisType.Explicit), spec, arrays[name])[0]
+        for name, spec in AS[places].items()
+    }
     equal(loss(*(arrays | placed).values()), loss(*arrays.values()))
 
 
@@ -157,7 +197,10 @@ def test_arrays_may_be_anywhere_on_an_explicit_mesh(places):
 def test_a_mesh_of_one_device_and_one_that_was_set_change_nothing(implementation, rng):
     q, k, v = qkv(rng, SMALL)
     attend = jax.jit(
-        jax.value_and_grad(lambda *x: jnp.sum(jnp.sin(flash_attention(*x, implementation=implementation))), argnums=(0, 1, 2))
+        jax.value_and_grad(
+            lambda *x: jnp.sum(jnp.sin(flash_attention(*x, implementation=implementation))),
+            argnums=(0, 1, 2),
+        )
     )
     one = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Explicit,))
     expected = attend(q, k, v)
@@ -166,12 +209,19 @@ def test_a_mesh_of_one_device_and_one_that_was_set_change_nothing(implementation
         equal(attend(q, k, v), expected)
 
 
-OVER = [(("data", "model"), "reference"), (("data",), "reference"), (("data",), "blockwise"), (("data",), "portable")]
+OVER = [
+    (("data", "model"), "reference"),
+    (("data",), "reference"),
+    (("data",), "blockwise"),
+    (("data",), "portable"),
+]
 
 
 @pytest.mark.parametrize("names, implementation", whole_but(OVER, OVER[0], OVER[2]))
 def test_vmap_goes_over_an_axis_of_the_mesh(names, implementation, rng):
-    m = jax.make_mesh((4 // len(names),) * len(names), names, axis_types=(AxisType.Explicit,) * len(names))
+    m = jax.make_mesh(
+        (4 // len(names),) * len(names), names, axis_types=(AxisType.Explicit,) * len(names)
+    )
     arrays = [x[:, None] for x in qkv(rng, SMALL)]
     attend = jax.vmap(lambda *x: flash_attention(*x, is_causal=True, implementation=implementation))
     loss = jax.jit(jax.value_and_grad(lambda *x: jnp.sum(jnp.sin(attend(*x))), argnums=(0, 1, 2)))
@@ -182,10 +232,14 @@ def test_vmap_goes_over_an_axis_of_the_mesh(names, implementation, rng):
 
 def test_a_call_outside_of_jit_is_compiled_once(rng):
     q, k, v = place(mesh(AxisType.Explicit), P("data"), *qkv(rng, SMALL))
-    attend = lambda **kw: jax.block_until_ready(flash_attention(q, k, v, implementation="reference", **kw))
+    attend = lambda **kw: jax.block_until_ready(
+        flash_attention(q, k, v, implementation="reference", **kw)
+    )
     attend(is_causal=True)
     compiled = []
-    jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiled.append(event))
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, *_, **__: compiled.append(event)
+    )
     attend(is_causal=True)
     assert not [event for event in compiled if "compile" in event]
     attend(is_causal=True, scale=0.5)
@@ -201,7 +255,9 @@ class Pairs(masks.Mask):
 
 def test_masks_of_every_kind_go_along(rng):
     q, k, v = qkv(rng, SMALL)
-    attend = lambda *x, prefix: flash_attention(*x, mask=Pairs() & masks.PrefixLM(prefix), implementation="reference")
+    attend = lambda *x, prefix: flash_attention(
+        *x, mask=Pairs() & masks.PrefixLM(prefix), implementation="reference"
+    )
     prefix = np.array([1, 3, 0, 7], np.int32)
     spread = place(mesh(AxisType.Explicit), P("data"), q, k, v)
     equal(attend(*spread, prefix=prefix), attend(q, k, v, prefix=prefix))
@@ -211,7 +267,10 @@ def test_masks_of_every_kind_go_along(rng):
 @pytest.mark.parametrize("name", ["query", "key", "value"])
 def test_rows_of_any_array_may_be_sharded_and_head_sizes_may_not(name, rng):
     call = dict(zip(("query", "key", "value"), qkv(rng, SMALL._replace(T=8, S=8)), strict=True))
-    m, attend = mesh(AxisType.Explicit), lambda x: flash_attention(**call | {name: x}, is_causal=True, implementation="reference")
+    m, attend = (
+        mesh(AxisType.Explicit),
+        lambda x: flash_attention(**call | {name: x}, is_causal=True, implementation="reference"),
+    )
     spread = attend(*place(m, P(None, "data"), call[name]))
     equal(spread, attend(call[name]))
     assert jax.typeof(spread).sharding.spec[1] == "data"
@@ -219,7 +278,9 @@ def test_rows_of_any_array_may_be_sharded_and_head_sizes_may_not(name, rng):
         attend(*place(m, P(None, None, None, "data"), call[name]))
 
 
-@pytest.mark.parametrize("more", [{}, dict(dropout_rate=0.1, dropout_rng=jax.random.key(0))], ids=["", "dropout"])
+@pytest.mark.parametrize(
+    "more", [{}, dict(dropout_rate=0.1, dropout_rng=jax.random.key(0))], ids=["", "dropout"]
+)
 def test_what_is_no_query_is_told_as_without_a_mesh(more):
     (x,) = place(mesh(AxisType.Explicit), SPEC, jnp.ones((2, 8, 4, 8)))
     with pytest.raises(TypeError, match="query must be an array; got NoneType"):
@@ -230,7 +291,9 @@ def test_what_is_no_query_is_told_as_without_a_mesh(more):
 
 # ---- pages ----
 
-PAGED = {  # the places of the query, of the pages and of the rows' data on a mesh of two by two; implementation
+# the places of the query, of the pages and of the rows' data on a mesh of two by two;
+# implementation
+PAGED = {
     "all of them on every device": (P(), P(), P(), "blockwise"),
     "the batch and the heads": (SPEC, P(None, None, "model"), P("data"), "blockwise"),
     "the batch and the heads, in 8 bits": (SPEC, P(None, None, "model"), P("data"), "blockwise"),
@@ -243,7 +306,10 @@ PAGED = {  # the places of the query, of the pages and of the rows' data on a me
 def paged_call(rng, dtype=None):
     normal = lambda *shape: rng.normal(size=shape).astype(np.float32)
     call = dict(query=normal(4, 3, 4, 8), k_pages=normal(12, 8, 2, 8), v_pages=normal(12, 8, 2, 5))
-    call |= dict(page_table=rng.permutation(12).astype(np.int32).reshape(4, 3), lengths=np.array([5, 24, 0, 13], np.int32))
+    call |= dict(
+        page_table=rng.permutation(12).astype(np.int32).reshape(4, 3),
+        lengths=np.array([5, 24, 0, 13], np.int32),
+    )
     call |= dict(query_seq_lengths=np.array([3, 1, 0, 2], np.int32), sinks=normal(4))
     if dtype is None:
         return call
@@ -257,9 +323,15 @@ def test_pages_on_an_explicit_mesh_stay_where_they_are(places, rng):
     call, m = paged_call(rng, "int8" if "8 bits" in places else None), mesh(AxisType.Explicit)
     of = {name: specs[1] for name in ("k_pages", "v_pages", "k_scales", "v_scales") if name in call}
     of |= dict(query=specs[0]) | dict.fromkeys(("page_table", "lengths"), specs[2])
-    placed = call | {name: place(m, spec, call[name])[0] for name, spec in of.items() if spec is not None}
+    placed = call | {
+        name: place(m, spec, call[name])[0] for name, spec in of.items() if spec is not None
+    }
     slopes = jnp.asarray(rng.normal(size=(4, 4)), jnp.float32)
-    options = dict(score_mod=lambda s, b, h, i, j: s + slopes[b, h] * (i - j), implementation=name, return_residual=True)
+    options = dict(
+        score_mod=lambda s, b, h, i, j: s + slopes[b, h] * (i - j),
+        implementation=name,
+        return_residual=True,
+    )
     attend = jax.jit(lambda call: paged_attention(**call, **options))
     equal(attend(placed), attend(call))
     text = attend.lower(placed).compile().as_text()
@@ -271,30 +343,60 @@ def test_ragged_tokens_on_an_explicit_mesh_are_spread_by_heads(name, rng):
     call, m, heads = paged_call(rng), mesh(AxisType.Explicit), P(None, "model")
     del call["query_seq_lengths"]
     cache = paged_cache(4, 24, 2, 8, pages=20, page=8, dtype="float32")
-    query, key, ends = rng.normal(size=(9, 4, 8)), rng.normal(size=(9, 2, 8)), np.array([0, 3, 4, 4, 9], np.int32)
-    query, key, slopes = (jnp.asarray(x, jnp.float32) for x in (query, key, rng.normal(size=(4, 4))))
+    query, key, ends = (
+        rng.normal(size=(9, 4, 8)),
+        rng.normal(size=(9, 2, 8)),
+        np.array([0, 3, 4, 4, 9], np.int32),
+    )
+    query, key, slopes = (
+        jnp.asarray(x, jnp.float32) for x in (query, key, rng.normal(size=(4, 4)))
+    )
 
     def step(query, key, cache):
         cache = cache.append(key, key, cu_seqlens=ends)
         mod = lambda s, b, h, i, j: s + slopes[b, h] * (i - j)
         more = dict(cu_seqlens_q=ends, score_mod=mod, implementation=name, return_residual=True)
-        return paged_attention(query, cache.key, cache.value, cache.table, cache.length, **more), cache
+        return paged_attention(
+            query, cache.key, cache.value, cache.table, cache.length, **more
+        ), cache
 
     of_pages = dict.fromkeys(("key", "value"), P(None, None, "model"))
-    placed = {n: place(m, of_pages.get(n, P()), x)[0] for n, x in cache._asdict().items() if x is not None}
+    placed = {
+        n: place(m, of_pages.get(n, P()), x)[0] for n, x in cache._asdict().items() if x is not None
+    }
     expected = jax.jit(step)(query, key, cache)
-    (o, lse), spread = jax.jit(step)(place(m, heads, query)[0], place(m, heads, key)[0], cache._replace(**placed))
+    (o, lse), spread = jax.jit(step)(
+        place(m, heads, query)[0], place(m, heads, key)[0], cache._replace(**placed)
+    )
     equal(((o, lse), spread), expected)
-    assert jax.typeof(o).sharding.spec[1] == "model" and jax.typeof(spread.key) == jax.typeof(placed["key"])
+    assert jax.typeof(o).sharding.spec[1] == "model" and jax.typeof(spread.key) == jax.typeof(
+        placed["key"]
+    )
 
 
 def test_a_cache_whose_table_lies_by_batch_reserves_appends_shares_and_releases(rng):
-    cache, new = paged_cache(4, 24, 2, 8, pages=9, page=8, dtype="float32"), rng.normal(size=(4, 9, 2, 8)).astype(np.float32)
-    places, m = dict(key=P(None, None, "model"), table=P("data"), length=P("data")), mesh(AxisType.Explicit)
-    placed = {name: place(m, places.get(name, P()), x)[0] for name, x in cache._asdict().items() if x is not None}
+    cache, new = (
+        paged_cache(4, 24, 2, 8, pages=9, page=8, dtype="float32"),
+        rng.normal(size=(4, 9, 2, 8)).astype(np.float32),
+    )
+    places, m = (
+        dict(key=P(None, None, "model"), table=P("data"), length=P("data")),
+        mesh(AxisType.Explicit),
+    )
+    placed = {
+        name: place(m, places.get(name, P()), x)[0]
+        for name, x in cache._asdict().items()
+        if x is not None
+    }
 
     def used(cache, new, count, rows):
-        cache = cache.reserve(count).append(new, new, count).share(0, 3).append(new, new, count).release(rows)
+        cache = (
+            cache.reserve(count)
+            .append(new, new, count)
+            .share(0, 3)
+            .append(new, new, count)
+            .release(rows)
+        )
         return cache.share(3, 1)
 
     arrays = new, np.array([9, 3, 8, 5], np.int32), np.array([True, False, True, False])
@@ -308,14 +410,22 @@ def test_a_cache_whose_table_lies_by_batch_reserves_appends_shares_and_releases(
 REFUSED = {
     "pages that lie on several devices": dict(k_pages=P("data")),
     "tokens that do": dict(query=P(None, "data")),
-    "pages whose heads lie where the batch does": dict(query=P("data"), k_pages=P(None, None, "data")),
+    "pages whose heads lie where the batch does": dict(
+        query=P("data"), k_pages=P(None, None, "data")
+    ),
     "rows that are not where the query's are": dict(query=P("data"), lengths=P("model")),
 }
 
 
 @pytest.mark.parametrize("places", REFUSED)
 def test_where_pages_cannot_be_is_refused_in_words(places, rng):
-    call, m = paged_call(rng) | dict(query=np.ones((4, 2, 4, 8), np.float32)), mesh(AxisType.Explicit)
+    call, m = (
+        paged_call(rng) | dict(query=np.ones((4, 2, 4, 8), np.float32)),
+        mesh(AxisType.Explicit),
+    )
     call |= {name: place(m, spec, call[name])[0] for name, spec in REFUSED[places].items()}
-    with pytest.raises(ValueError, match=r"may be sharded as .* here: .* pages by heads alone; got .* jax\.reshard moves it"):
+    with pytest.raises(
+        ValueError,
+        match=r"may be sharded as .* here: .* pages by heads alone; got .* jax\.reshard moves it",
+    ):
         paged_attention(**call)

@@ -1,4 +1,5 @@
-"""scripts/train_gpt.py as its user meets it: results, resuming, being killed, errors, and --check."""
+"""scripts/train_gpt.py as its user meets it: results, resuming, being killed, errors, and
+--check."""
 
 import argparse
 import contextlib
@@ -38,7 +39,10 @@ from scripts.gpt_run import folder as folders
 from scripts.gpt_run import text as texts
 
 SCRIPT = pathlib.Path(__file__).resolve().parents[1] / "scripts" / "train_gpt.py"
-TINY = "--layers 1 --heads 2 --features 16 --context 24 --batch 3 --eval-every 5 --save-every 4 --warmup 3".split()
+TINY = (
+    "--layers 1 --heads 2 --features 16 --context 24 --batch 3 --eval-every 5 --save-every 4 "
+    "--warmup 3"
+).split()
 STEPS = 13
 CACHE = dict(jax_compilation_cache_dir=None, jax_persistent_cache_min_compile_time_secs=0.0)
 
@@ -47,7 +51,9 @@ CACHE = dict(jax_compilation_cache_dir=None, jax_persistent_cache_min_compile_ti
 def compiled_once(tmp_path_factory):
     """Most runs have the same programs."""
     before = {name: getattr(jax.config, name) for name in CACHE}
-    for name, value in (CACHE | dict(jax_compilation_cache_dir=str(tmp_path_factory.mktemp("compiled")))).items():
+    for name, value in (
+        CACHE | dict(jax_compilation_cache_dir=str(tmp_path_factory.mktemp("compiled")))
+    ).items():
         jax.config.update(name, value)
     yield
     for name, value in before.items():
@@ -73,7 +79,9 @@ def text(tmp_path_factory):
 def unbroken(script, text, tmp_path_factory):
     """The folder of a run that nothing stopped."""
     folder = tmp_path_factory.mktemp("runs") / "unbroken"
-    script.main([*TINY, "--steps", str(STEPS), "--data", text, "--out", str(folder), "--tensorboard"])
+    script.main(
+        [*TINY, "--steps", str(STEPS), "--data", text, "--out", str(folder), "--tensorboard"]
+    )
     return folder
 
 
@@ -84,7 +92,11 @@ def copy(unbroken, tmp_path):
 
 
 def contents(folder):
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "lock"}
+    return {
+        path: path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != "lock"
+    }
 
 
 def loss_curve(folder):
@@ -92,7 +104,9 @@ def loss_curve(folder):
     with (folder / "loss.csv").open() as file:
         rows = list(csv.DictReader(file))
     number = lambda text: float(text) if text else None
-    return {int(row["step"]): (number(row["train_loss"]), number(row["held_out_loss"])) for row in rows}
+    return {
+        int(row["step"]): (number(row["train_loss"]), number(row["held_out_loss"])) for row in rows
+    }
 
 
 FAULTS = """
@@ -111,9 +125,13 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other libraries of C are left as they are")
+@pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc", reason="other libraries of C are left as they are"
+)
 def test_memory_of_a_step_is_there_for_the_next_one():
-    faults = lambda *args: int(subprocess.check_output([sys.executable, "-c", FAULTS, *args], cwd=SCRIPT.parents[1]))
+    faults = lambda *args: int(
+        subprocess.check_output([sys.executable, "-c", FAULTS, *args], cwd=SCRIPT.parents[1])
+    )
     assert faults("kept") < 100 < faults()
 
 
@@ -143,10 +161,15 @@ def test_the_plot_is_a_picture_with_something_on_it(unbroken):
 
 def test_the_plot_shows_the_end_of_training_and_not_the_fall_from_the_start():
     steps = np.arange(1, 1001)
-    train, held_out = 2 + 3.5 * np.exp(-steps / 20) + 0.2 * (1 - steps / 1000), np.where(steps % 250, np.nan, 2.15)
+    train, held_out = (
+        2 + 3.5 * np.exp(-steps / 20) + 0.2 * (1 - steps / 1000),
+        np.where(steps % 250, np.nan, 2.15),
+    )
     low, high = curves.interesting(train, train, held_out, bigram=2.4)
     assert low < 2 and 2.4 < high < 2.6
-    assert np.isfinite(curves.interesting(train[:1], train[:1], held_out[:1], bigram=2.4)).all(), "before a held-out loss"
+    assert np.isfinite(curves.interesting(train[:1], train[:1], held_out[:1], bigram=2.4)).all(), (
+        "before a held-out loss"
+    )
 
 
 def test_tensorboards_events_hold_the_curves(unbroken):
@@ -156,17 +179,41 @@ def test_tensorboards_events_hold_the_curves(unbroken):
         (length,) = struct.unpack("<Q", data[:8])
         events.append(Event.FromString(data[12 : 12 + length]))
         data = data[16 + length :]
-    written = {(value.tag, event.step): value.simple_value for event in events for value in event.summary.value}
+    written = {
+        (value.tag, event.step): value.simple_value
+        for event in events
+        for value in event.summary.value
+    }
     for step, losses in loss_curve(unbroken).items():
         for name, loss in zip(("loss/training", "loss/held_out"), losses, strict=True):
             assert written.get((name, step)) == (None if loss is None else pytest.approx(loss))
-    assert [event.session_log.status for event in events if event.HasField("session_log")] == [1], "it starts anew here"
+    assert [event.session_log.status for event in events if event.HasField("session_log")] == [1], (
+        "it starts anew here"
+    )
 
 
 @pytest.mark.whole
-def test_the_loss_falls_below_that_of_bigrams_and_the_last_lines_say_so(script, text, tmp_path, capsys):
-    sizes = "--layers 2 --features 32 --steps 150 --learning-rate 0.01 --eval-every 150 --save-every 150".split()
-    script.main([*TINY, *sizes, "--data", text, "--out", str(tmp_path / "run"), "--prompt", "cab", "--samples", "2"])
+def test_the_loss_falls_below_that_of_bigrams_and_the_last_lines_say_so(
+    script, text, tmp_path, capsys
+):
+    sizes = (
+        "--layers 2 --features 32 --steps 150 --learning-rate 0.01 --eval-every 150 "
+        "--save-every 150"
+    ).split()
+    script.main(
+        [
+            *TINY,
+            *sizes,
+            "--data",
+            text,
+            "--out",
+            str(tmp_path / "run"),
+            "--prompt",
+            "cab",
+            "--samples",
+            "2",
+        ]
+    )
     output, errors = capsys.readouterr()
     assert errors == "", "there is no bar where there is no terminal"
     lines = {line[:11].strip(): line[11:] for line in output.splitlines()}
@@ -174,8 +221,12 @@ def test_the_loss_falls_below_that_of_bigrams_and_the_last_lines_say_so(script, 
     assert loss < 0.85 * bigram
     assert f"{1 - loss / bigram:.0%}"[0] == lines["held out"].split("byte, ")[1][0]
     assert "below the bigram model's" in lines["held out"]
-    assert len(re.findall(r"^--- sample \d\ncab", output, re.M)) == 2, "both samples begin with the prompt"
-    assert list(lines)[:4] == ["model", "text", "bigram", "run"], "before the first step there are four lines"
+    assert len(re.findall(r"^--- sample \d\ncab", output, re.M)) == 2, (
+        "both samples begin with the prompt"
+    )
+    assert list(lines)[:4] == ["model", "text", "bigram", "run"], (
+        "before the first step there are four lines"
+    )
     assert "not hopper" not in output
 
 
@@ -208,7 +259,9 @@ def test_the_standard_library_is_the_default_text(script):
 # --- resuming
 
 
-def test_a_stopped_and_resumed_run_has_the_curves_of_an_unbroken_one(script, text, unbroken, tmp_path, monkeypatch, capsys):
+def test_a_stopped_and_resumed_run_has_the_curves_of_an_unbroken_one(
+    script, text, unbroken, tmp_path, monkeypatch, capsys
+):
     folder, save = tmp_path / "run", script.save
 
     def save_and_stop(folder, checkpoints, state):
@@ -221,7 +274,9 @@ def test_a_stopped_and_resumed_run_has_the_curves_of_an_unbroken_one(script, tex
         script.main([*TINY, "--steps", str(STEPS), "--data", text, "--out", str(folder)])
     assert ended.value.code == 128 + signal.SIGTERM == 143
     assert f"--resume {folder}" in capsys.readouterr().out
-    assert list(loss_curve(folder)) == [1, 2, 3, 4, 5], "a step that has begun is finished and saved"
+    assert list(loss_curve(folder)) == [1, 2, 3, 4, 5], (
+        "a step that has begun is finished and saved"
+    )
 
     script.main(["--resume", str(folder)])
     assert (folder / "loss.csv").read_text() == (unbroken / "loss.csv").read_text()
@@ -232,7 +287,9 @@ def test_a_stopped_and_resumed_run_has_the_curves_of_an_unbroken_one(script, tex
 
 
 @pytest.mark.whole
-def test_a_run_on_a_mesh_has_the_losses_of_one_device_and_goes_on_with_another_mesh(script, text, tmp_path):
+def test_a_run_on_a_mesh_has_the_losses_of_one_device_and_goes_on_with_another_mesh(
+    script, text, tmp_path
+):
     settings = [*TINY, "--batch", "4", "--steps", "50", "--data", text]
     script.main([*settings, "--out", str(tmp_path / "one")])
     spread = tmp_path / "mesh"
@@ -247,14 +304,19 @@ def test_a_run_on_a_mesh_has_the_losses_of_one_device_and_goes_on_with_another_m
 
 @pytest.mark.whole
 def test_two_processes_with_four_devices_each_have_the_losses_of_one_device(script, text, tmp_path):
-    settings, together = [*TINY, "--batch", "4", "--steps", "9", "--data", text], tmp_path / "together"
+    settings, together = (
+        [*TINY, "--batch", "4", "--steps", "9", "--data", text],
+        tmp_path / "together",
+    )
     script.main([*settings, "--out", str(tmp_path / "one")])
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
     mesh = ["--simulate-devices", "4", "--mesh", "data=2,model=2,context=2", "--out", together]
     start = lambda i: subprocess.Popen(
-        [sys.executable, SCRIPT, *settings, *mesh, "--hosts", f"{address},2,{i}"], stdout=subprocess.PIPE, text=True
+        [sys.executable, SCRIPT, *settings, *mesh, "--hosts", f"{address},2,{i}"],
+        stdout=subprocess.PIPE,
+        text=True,
     )
     first, second = map(start, range(2))
     try:
@@ -262,10 +324,12 @@ def test_two_processes_with_four_devices_each_have_the_losses_of_one_device(scri
     finally:
         first.kill(), second.kill()
     assert first.returncode == second.returncode == 0
-    assert "writes some" in said and not re.search("model|step|held out|files", silent)  # but for the lines that Gloo writes
+    # but for the lines that Gloo writes
+    assert "writes some" in said and not re.search("model|step|held out|files", silent)
     np.testing.assert_allclose(losses(together), losses(tmp_path / "one"), rtol=1e-4)
     for folder in together, tmp_path / "one":
-        script.main(["--resume", str(folder), "--steps", "11"])  # one process reads what two have written
+        # one process reads what two have written
+        script.main(["--resume", str(folder), "--steps", "11"])
     np.testing.assert_allclose(losses(together), losses(tmp_path / "one"), rtol=1e-4)
 
 
@@ -275,11 +339,19 @@ def losses(folder):
 
 def test_on_a_mesh_parameters_and_their_optimizer_lie_on_data_and_model():
     state = dict(
-        parameters=dict(blocks={0: dict(attention=dict(query=dict(kernel=jnp.ones((8, 4, 2)))))}, norm=dict(scale=jnp.ones(8))),
+        parameters=dict(
+            blocks={0: dict(attention=dict(query=dict(kernel=jnp.ones((8, 4, 2)))))},
+            norm=dict(scale=jnp.ones(8)),
+        ),
         optimizer=dict(mu=dict(up=dict(kernel=jnp.ones((8, 7))))),
     )
-    with jax.set_mesh(jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)):
-        specs = [tuple(spec) for spec in jax.tree.leaves(mesh.specs(state), is_leaf=lambda x: isinstance(x, tuple))]
+    with jax.set_mesh(
+        jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    ):
+        specs = [
+            tuple(spec)
+            for spec in jax.tree.leaves(mesh.specs(state), is_leaf=lambda x: isinstance(x, tuple))
+        ]
     assert specs == [("data", None), ("data", "model", None), (None,)]
 
 
@@ -287,8 +359,11 @@ def test_on_a_mesh_parameters_and_their_optimizer_lie_on_data_and_model():
 def test_a_killed_run_goes_on_from_its_last_checkpoint(script, text, tmp_path):
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     settings = [*TINY, "--steps", "200", "--save-every", "20", "--eval-every", "50", "--data", text]
-    as_here = {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # see conftest.py: the same bits
-    process = subprocess.Popen([sys.executable, SCRIPT, *settings, "--out", killed], stdout=subprocess.DEVNULL, env=as_here)
+    # see conftest.py: the same bits
+    as_here = {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, SCRIPT, *settings, "--out", killed], stdout=subprocess.DEVNULL, env=as_here
+    )
     while process.poll() is None and not (killed / "checkpoints" / "40").exists():
         time.sleep(0.01)
     process.kill()
@@ -322,12 +397,16 @@ def test_text_that_cannot_be_trained_on_is_refused(script, tmp_path):
     assert "NUL bytes in" in error_of(script, "--data", str(tmp_path / "folder" / "a"))
     assert "folder/a and 1 more" in error_of(script, "--data", str(tmp_path / "folder"))
     (tmp_path / "short.txt").write_text("x" * 200)
-    assert "--context 32 needs more than 32 bytes" in error_of(script, "--data", str(tmp_path / "short.txt"), "--context", "32")
+    assert "--context 32 needs more than 32 bytes" in error_of(
+        script, "--data", str(tmp_path / "short.txt"), "--context", "32"
+    )
 
 
 def test_a_folder_in_use_is_refused(script, text, unbroken):
     assert "--resume it" in error_of(script, *TINY, "--data", text, "--out", str(unbroken))
-    assert "--out" in error_of(script, *TINY, "--data", text, "--out", str(unbroken / "loss.csv" / "inside"))
+    assert "--out" in error_of(
+        script, *TINY, "--data", text, "--out", str(unbroken / "loss.csv" / "inside")
+    )
 
 
 def test_a_wrong_resume_folder_is_refused(script, tmp_path):
@@ -337,10 +416,18 @@ def test_a_wrong_resume_folder_is_refused(script, tmp_path):
 
 
 def test_resuming_with_other_settings_or_another_text_is_refused(script, unbroken, tmp_path):
-    assert "--features must be 16" in error_of(script, "--resume", str(unbroken), "--features", "32")
-    assert "--steps must be 13 or more" in error_of(script, "--resume", str(unbroken), "--steps", "12")
-    assert "--features must be 16" in error_of(script, "--eval-only", str(unbroken), "--features", "32")
-    assert "--preset is for new runs" in error_of(script, "--resume", str(unbroken), "--preset", "tiny")
+    assert "--features must be 16" in error_of(
+        script, "--resume", str(unbroken), "--features", "32"
+    )
+    assert "--steps must be 13 or more" in error_of(
+        script, "--resume", str(unbroken), "--steps", "12"
+    )
+    assert "--features must be 16" in error_of(
+        script, "--eval-only", str(unbroken), "--features", "32"
+    )
+    assert "--preset is for new runs" in error_of(
+        script, "--resume", str(unbroken), "--preset", "tiny"
+    )
     config = json.loads((unbroken / "config.json").read_text())
     config["text"]["sha256"] = "another"
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -358,27 +445,48 @@ def test_sizes_and_names_that_do_not_fit_are_refused(script, text):
     assert "got 'nothing'" in error("--attention", "nothing")
     assert "at most --context = 24" in error("--sample-length", "24")
     assert "at most --context = 24" in error("--prompt", "")
-    assert "--batch / --accumulate must be a multiple of data in --mesh, 2; got 3" in error("--mesh", "data=2")
-    assert "--context must be a multiple of context in --mesh, 5; got 24" in error("--mesh", "model=2,context=5")
-    assert f"--mesh needs 24 devices; there are {len(jax.devices())}" in error("--mesh", "context=24")
-    assert "--hosts is for training on a --mesh, with a folder that all" in error("--hosts", "localhost:1234,2,0")
+    assert "--batch / --accumulate must be a multiple of data in --mesh, 2; got 3" in error(
+        "--mesh", "data=2"
+    )
+    assert "--context must be a multiple of context in --mesh, 5; got 24" in error(
+        "--mesh", "model=2,context=5"
+    )
+    assert f"--mesh needs 24 devices; there are {len(jax.devices())}" in error(
+        "--mesh", "context=24"
+    )
+    assert "--hosts is for training on a --mesh, with a folder that all" in error(
+        "--hosts", "localhost:1234,2,0"
+    )
     assert "--hosts is for training on a --mesh" in error("--hosts")
 
 
 def test_an_address_of_hosts_is_a_place_and_two_numbers():
-    assert options.hosts_type("a:1,2,0") == dict(coordinator_address="a:1", num_processes=2, process_id=0)
+    assert options.hosts_type("a:1,2,0") == dict(
+        coordinator_address="a:1", num_processes=2, process_id=0
+    )
     for wrong in "localhost,2,0", "a:1,2,2", "a:1,2":
         with pytest.raises(argparse.ArgumentTypeError, match="as host:1234,2,0; got"):
             options.hosts_type(wrong)
 
 
 def test_a_loss_that_is_no_number_ends_the_run(script, text, tmp_path):
-    diverging = ["--data", text, "--learning-rate", "1e30", "--steps", "20", "--out", str(tmp_path / "run")]
+    diverging = [
+        "--data",
+        text,
+        "--learning-rate",
+        "1e30",
+        "--steps",
+        "20",
+        "--out",
+        str(tmp_path / "run"),
+    ]
     assert "--learning-rate" in error_of(script, *TINY, *diverging)
 
 
 def test_an_error_is_one_line_on_stderr_and_no_traceback():
-    ended = subprocess.run([sys.executable, SCRIPT, "--data", "no/such/file"], capture_output=True, text=True)
+    ended = subprocess.run(
+        [sys.executable, SCRIPT, "--data", "no/such/file"], capture_output=True, text=True
+    )
     assert ended.returncode == 1
     assert ended.stdout == ""
     assert ended.stderr.startswith("train_gpt.py: error: --data must be")
@@ -386,17 +494,29 @@ def test_an_error_is_one_line_on_stderr_and_no_traceback():
 
 
 def test_wrong_paths_are_refused_before_jax_is_imported(unbroken, tmp_path):
-    wrong = {"--data": tmp_path / "missing", "--out": unbroken, "--resume": tmp_path, "--eval-only": tmp_path}
+    wrong = {
+        "--data": tmp_path / "missing",
+        "--out": unbroken,
+        "--resume": tmp_path,
+        "--eval-only": tmp_path,
+    }
     calls = "".join(f"main([{option!r}, {str(path)!r}])" + "\n" for option, path in wrong.items())
-    calls = re.sub("^main(.*)$", r"try: main\1\nexcept SystemExit as error: print(error)", calls, flags=re.M)
+    calls = re.sub(
+        "^main(.*)$", r"try: main\1\nexcept SystemExit as error: print(error)", calls, flags=re.M
+    )
     code = "import sys; sys.modules['jax'] = None\nfrom scripts.train_gpt import main\n" + calls
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=SCRIPT.parents[1])
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=SCRIPT.parents[1]
+    )
     errors = ended.stdout.splitlines()
     assert [error.split("error: ")[1].split()[0] for error in errors] == list(wrong), ended.stderr
 
 
-@pytest.mark.filterwarnings(r"ignore:(?s)Exception ignored in. None.*Event loop is closed")  # Orbax, of a failed save
-def test_a_full_disk_ends_with_one_line_and_leaves_what_was_there_whole(script, text, tmp_path, monkeypatch, unbroken):
+# Orbax, of a failed save
+@pytest.mark.filterwarnings(r"ignore:(?s)Exception ignored in. None.*Event loop is closed")
+def test_a_full_disk_ends_with_one_line_and_leaves_what_was_there_whole(
+    script, text, tmp_path, monkeypatch, unbroken
+):
     folder, save = tmp_path / "run", script.save
 
     def save_on_a_full_disk(folder, checkpoints, state):
@@ -411,10 +531,16 @@ def test_a_full_disk_ends_with_one_line_and_leaves_what_was_there_whole(script, 
 
     with monkeypatch.context() as patch:
         patch.setattr(script, "save", save_on_a_full_disk)
-        message = error_of(script, *TINY, "--steps", str(STEPS), "--data", text, "--out", str(folder))
-    assert f"{folder} cannot be written: File too large. The checkpoint of step 4 is whole" in message
+        message = error_of(
+            script, *TINY, "--steps", str(STEPS), "--data", text, "--out", str(folder)
+        )
+    assert (
+        f"{folder} cannot be written: File too large. The checkpoint of step 4 is whole" in message
+    )
     assert len(loss_curve(folder)) == 8
-    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["4"], "nothing is left that takes room"
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["4"], (
+        "nothing is left that takes room"
+    )
     script.main(["--resume", str(folder)])
     assert (folder / "loss.csv").read_text() == (unbroken / "loss.csv").read_text()
 
@@ -422,17 +548,25 @@ def test_a_full_disk_ends_with_one_line_and_leaves_what_was_there_whole(script, 
 def test_a_checkpoint_without_room_is_not_begun(tmp_path, monkeypatch):
     state, disk = dict(step=np.int32(4), losses=np.zeros(1000, "f4")), shutil.disk_usage(tmp_path)
     monkeypatch.setattr("shutil.disk_usage", lambda path: disk._replace(free=2**20 + 4004))
-    save = lambda: folders.save(tmp_path, types.SimpleNamespace(save=lambda step, args: None), state)
+    save = lambda: folders.save(
+        tmp_path, types.SimpleNamespace(save=lambda step, args: None), state
+    )
     monkeypatch.setattr(folders, "csv_of", lambda state: b"4")
     save()
     monkeypatch.setattr("shutil.disk_usage", lambda path: disk._replace(free=2**20 + 4003))
-    with pytest.raises(stops.Refused, match=r"No space left on device \(1.1 MB are free, a checkpoint takes 1.1\). Begin again"):
+    with pytest.raises(
+        stops.Refused,
+        match=r"No space left on device \(1.1 MB are free, a checkpoint takes 1.1\). Begin again",
+    ):
         save()
 
 
 def test_what_a_failed_save_still_writes_is_removed_as_well(tmp_path):
     partial = tmp_path / "checkpoints" / "8.orbax-checkpoint-tmp" / "default"
-    writers = [threading.Timer(seconds, partial.mkdir, kwargs=dict(parents=True, exist_ok=True)) for seconds in (0.05, 0.2)]
+    writers = [
+        threading.Timer(seconds, partial.mkdir, kwargs=dict(parents=True, exist_ok=True))
+        for seconds in (0.05, 0.2)
+    ]
     partial.mkdir(parents=True)
     for writer in writers:
         writer.start()
@@ -449,26 +583,38 @@ def test_a_file_that_cannot_be_written_is_the_old_one(tmp_path, monkeypatch):
 
     (tmp_path / "loss.csv").write_bytes(b"old")
     monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(stops.Refused, match=r"No space left on device.* Begin again"), train_gpt.writing(tmp_path):
+    with (
+        pytest.raises(stops.Refused, match=r"No space left on device.* Begin again"),
+        train_gpt.writing(tmp_path),
+    ):
         train_gpt.write_whole(tmp_path / "loss.csv", b"new")
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"loss.csv": b"old"}
 
 
 @pytest.fixture
 def unread():
-    """What Orbax leaves behind of arrays that it could not read is collected, and warns of that, in the test itself."""
+    """What Orbax leaves behind of arrays that it could not read is collected, and warns of that, in
+    the test itself."""
     yield
     gc.collect()
 
 
-warns_of_unread = pytest.mark.filterwarnings(r"ignore:Exception ignored in. <coroutine object _read_array_index_and_device_put ")
+warns_of_unread = pytest.mark.filterwarnings(
+    r"ignore:Exception ignored in. <coroutine object _read_array_index_and_device_put "
+)
 
 
 @warns_of_unread
 @pytest.mark.usefixtures("unread")
-@pytest.mark.parametrize("damage", [lambda data: b"", lambda data: data[: len(data) // 2]], ids=["empty", "half"])
-def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_goes_on(script, copy, unbroken, capsys, damage):
-    largest = max((copy / "checkpoints" / str(STEPS)).rglob("d/*"), key=lambda path: path.stat().st_size)
+@pytest.mark.parametrize(
+    "damage", [lambda data: b"", lambda data: data[: len(data) // 2]], ids=["empty", "half"]
+)
+def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_goes_on(
+    script, copy, unbroken, capsys, damage
+):
+    largest = max(
+        (copy / "checkpoints" / str(STEPS)).rglob("d/*"), key=lambda path: path.stat().st_size
+    )
     largest.write_bytes(damage(largest.read_bytes()))
     script.main(["--resume", str(copy)])
     printed = capsys.readouterr().out
@@ -491,8 +637,14 @@ def test_a_run_without_a_checkpoint_that_can_be_read_is_refused(script, copy):
 
 def test_a_step_that_the_memory_cannot_hold_is_refused(script, text, tmp_path, monkeypatch):
     monkeypatch.setattr(machine.os, "sysconf", lambda name: 100)  # pages, and bytes of each
-    error = error_of(script, *TINY, "--steps", str(STEPS), "--data", text, "--out", str(tmp_path / "run"))
-    assert re.search(r"out of memory: a step needs [\d,.]+ GB, and there are 0.0. Try a smaller --batch or --context", error)
+    error = error_of(
+        script, *TINY, "--steps", str(STEPS), "--data", text, "--out", str(tmp_path / "run")
+    )
+    assert re.search(
+        r"out of memory: a step needs [\d,.]+ GB, and there are 0.0. Try a smaller --batch or "
+        r"--context",
+        error,
+    )
     assert not (tmp_path / "run").exists(), "nothing came of it"
 
 
@@ -502,8 +654,13 @@ def test_an_allocation_that_fails_names_what_to_change():
             raise error
         return caught.value.code
 
-    failed = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 99 bytes.\nmore")
-    assert "out of memory (RESOURCE_EXHAUSTED: Out of memory allocating 99 bytes.). Try less." in ended(failed)
+    failed = jax.errors.JaxRuntimeError(
+        "RESOURCE_EXHAUSTED: Out of memory allocating 99 bytes.\nmore"
+    )
+    assert (
+        "out of memory (RESOURCE_EXHAUSTED: Out of memory allocating 99 bytes.). Try less."
+        in ended(failed)
+    )
     assert "Try less." in ended(MemoryError())
     refused = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Shared memory size limit exceeded")
     with pytest.raises(jax.errors.JaxRuntimeError):  # a kernel's, which no smaller batch mends
@@ -517,7 +674,9 @@ def test_two_processes_cannot_train_in_one_folder(script, unbroken, text, tmp_pa
         assert "another process trains in" in error_of(script, "--resume", str(unbroken))
     (tmp_path / "new").mkdir()
     with filelock.FileLock(tmp_path / "new" / "lock"):
-        assert "another process trains in" in error_of(script, "--data", text, "--out", str(tmp_path / "new"))
+        assert "another process trains in" in error_of(
+            script, "--data", text, "--out", str(tmp_path / "new")
+        )
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -555,10 +714,14 @@ def test_eval_only_takes_another_text_and_says_so(script, unbroken, tmp_path, ca
     assert printed.count("--- sample") == 3
 
 
-def test_a_run_is_extended_by_more_steps_and_says_how_the_schedule_changes(script, copy, unbroken, capsys):
+def test_a_run_is_extended_by_more_steps_and_says_how_the_schedule_changes(
+    script, copy, unbroken, capsys
+):
     script.main(["--resume", str(copy), "--steps", "20"])
     printed = capsys.readouterr().out
-    (rates,) = re.findall(r"^schedule +20 steps in place of 13: .* (\S+) and not (\S+) at step 14$", printed, re.M)
+    (rates,) = re.findall(
+        r"^schedule +20 steps in place of 13: .* (\S+) and not (\S+) at step 14$", printed, re.M
+    )
     assert float(rates[0]) > float(rates[1]) == pytest.approx(3e-4, rel=0.02)
     curve = loss_curve(copy)
     assert list(curve) == list(range(1, 21))
@@ -572,16 +735,26 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(script):
     script.check_sizes(args)
     structure, parameters = steps.new_model(args)
     windows = jax.random.randint(jax.random.key(0), (6, 25), 0, 256)
-    whole, parts = (jax.jit(lambda p, n=n: steps.loss_and_gradients(structure, p, windows, n))(parameters) for n in (1, 3))
+    whole, parts = (
+        jax.jit(lambda p, n=n: steps.loss_and_gradients(structure, p, windows, n))(parameters)
+        for n in (1, 3)
+    )
     for one, other in zip(jax.tree.leaves(whole), jax.tree.leaves(parts), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
 
 
 def test_the_preset_gpt2_has_gpt2s_parameters_and_context(script):
     args = script.parse(["--preset", "gpt2", "--context", "512"])
-    assert (args.dtype, args.context, script.parse(["--preset", "gpt2"]).context) == ("bfloat16", 512, 1024)
+    assert (args.dtype, args.context, script.parse(["--preset", "gpt2"]).context) == (
+        "bfloat16",
+        512,
+        1024,
+    )
     script.check_sizes(args)
-    size = sum(math.prod(p.shape) for p in jax.tree.leaves(jax.eval_shape(lambda: steps.new_model(args)[1])))
+    size = sum(
+        math.prod(p.shape)
+        for p in jax.tree.leaves(jax.eval_shape(lambda: steps.new_model(args)[1]))
+    )
     assert round(size / 1e6) == 124
 
 
@@ -596,13 +769,19 @@ def test_short_runs_warm_up_for_a_fifteenth_and_their_first_step_learns(script):
 
 
 def test_model_flops_are_those_of_the_products(script):
-    args = script.parse("--layers 2 --heads 2 --features 128 --context 64 --dtype float32 --attention reference".split())
+    args = script.parse(
+        "--layers 2 --heads 2 --features 128 --context 64 --dtype float32 --attention "
+        "reference".split()
+    )
     script.check_sizes(args)
     structure, parameters = steps.new_model(args)
     windows = jax.ShapeDtypeStruct((1, args.context + 1), jnp.int32)
-    run = jax.jit(lambda p, w: steps.loss_and_gradients(structure, p, w, 1)).lower(parameters, windows)
+    run = jax.jit(lambda p, w: steps.loss_and_gradients(structure, p, w, 1)).lower(
+        parameters, windows
+    )
     products = run.cost_analysis()["flops"] / args.context
-    dense = 6 * args.layers * args.context * args.features  # the reference computes what causal attention does not need
+    # the reference computes what causal attention does not need
+    dense = 6 * args.layers * args.context * args.features
     counted = machine.flops_per_token(args, jax.tree.leaves(parameters)) + dense
     assert counted == pytest.approx(products, rel=0.1)
 
@@ -618,14 +797,44 @@ def test_the_speed_says_what_part_of_a_known_gpus_peak_it_is(script, monkeypatch
     assert machine.speed_in_words(args, {})(25e3) == "25,000 tokens/s, 25.0% MFU"
 
 
-NVIDIA = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}.104.05  Sat Aug 19 01:15:15 UTC 2023\nGCC version:  gcc 12.3.0\n"
-OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}.65.06  Release Build  (dvs-builder@U22)\n"
+NVIDIA = (
+    "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}.104.05  Sat Aug 19 01:15:15 UTC "
+    "2023\nGCC version:  gcc 12.3.0\n"
+)
+OPEN = (
+    "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}.65.06  Release Build  "
+    "(dvs-builder@U22)\n"
+)
 NO_GPU = {  # the driver's words, its version, of which CUDA jax has a plugin, what else: why
-    "an old driver": (NVIDIA, 535, [13], {}, "jax[cuda13] needs driver 580 or newer, and this is 535: install jax[cuda12]"),
-    "a very old driver": (NVIDIA, 470, [12], {}, "jax[cuda12] needs driver 525 or newer, and this is 470: update the driver"),
+    "an old driver": (
+        NVIDIA,
+        535,
+        [13],
+        {},
+        "jax[cuda13] needs driver 580 or newer, and this is 535: install jax[cuda12]",
+    ),
+    "a very old driver": (
+        NVIDIA,
+        470,
+        [12],
+        {},
+        "jax[cuda12] needs driver 525 or newer, and this is 470: update the driver",
+    ),
     "no plugin": (OPEN, 580, [], {}, "jax has no plugin for it. Install jax[cuda13]."),
-    "no plugin, an old driver": (NVIDIA, 535, [], {}, "jax has no plugin for it. Install jax[cuda12]."),
-    "a plugin that fails": (OPEN, 580, [13], {}, "jax[cuda13] is there and did not start; what jax logged before says why"),
+    "no plugin, an old driver": (
+        NVIDIA,
+        535,
+        [],
+        {},
+        "jax has no plugin for it. Install jax[cuda12].",
+    ),
+    "a plugin that fails": (
+        OPEN,
+        580,
+        [13],
+        {},
+        "jax[cuda13] is there and did not start; what jax logged before says why",
+    ),
     "a driver of unknown words": ("{}", "?", [12], {}, "jax[cuda12] is there and did not start"),
     "a CPU that was asked for": (OPEN, 580, [13], dict(jax_platforms="cpu"), None),
     "no driver": (None, None, [13], {}, None),
@@ -633,7 +842,9 @@ NO_GPU = {  # the driver's words, its version, of which CUDA jax has a plugin, w
 
 
 @pytest.mark.parametrize("name", NO_GPU)
-def test_a_gpu_that_jax_does_not_use_is_told_with_the_reason_and_what_to_do(name, script, monkeypatch, tmp_path, capsys):
+def test_a_gpu_that_jax_does_not_use_is_told_with_the_reason_and_what_to_do(
+    name, script, monkeypatch, tmp_path, capsys
+):
     words, driver, plugins, config, reason = NO_GPU[name]
     if words is not None:
         (tmp_path / "version").write_text(words.format(driver))
@@ -656,15 +867,21 @@ def test_a_gpu_that_jax_does_not_use_is_told_with_the_reason_and_what_to_do(name
 
 
 @pytest.mark.whole
-def test_with_dropout_a_resumed_run_has_the_curves_of_an_unbroken_one_and_check_passes(script, text, tmp_path, capsys):
+def test_with_dropout_a_resumed_run_has_the_curves_of_an_unbroken_one_and_check_passes(
+    script, text, tmp_path, capsys
+):
     dropout = [*TINY, "--dropout", "0.2", "--accumulate", "3", "--data", text]
     script.main([*dropout, "--steps", "8", "--out", str(tmp_path / "whole")])
     script.main([*dropout, "--steps", "8", "--out", str(tmp_path / "parts"), "--save-every", "3"])
     shutil.rmtree(tmp_path / "parts" / "checkpoints" / "8")
     script.main(["--resume", str(tmp_path / "parts")])
     assert "from step 6 on" in capsys.readouterr().out
-    assert (tmp_path / "parts" / "loss.csv").read_text() == (tmp_path / "whole" / "loss.csv").read_text()
-    script.main([*CHECK, "--data", text, "--dropout", "0.1", "--attention", "blockwise", "--steps", "10"])
+    assert (tmp_path / "parts" / "loss.csv").read_text() == (
+        tmp_path / "whole" / "loss.csv"
+    ).read_text()
+    script.main(
+        [*CHECK, "--data", text, "--dropout", "0.1", "--attention", "blockwise", "--steps", "10"]
+    )
     assert "\npassed" in capsys.readouterr().out
 
 
@@ -683,7 +900,9 @@ def install(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("name, why", [("liar", "dk is off by"), ("raiser", "ptxas fell over")])
-def test_kernels_that_lie_or_do_not_compile_are_not_trained_with(script, text, install, monkeypatch, name, why):
+def test_kernels_that_lie_or_do_not_compile_are_not_trained_with(
+    script, text, install, monkeypatch, name, why
+):
     def resolved(*options):
         args = script.parse([*TINY, "--data", text, *options])
         script.check_sizes(args)
@@ -709,7 +928,10 @@ def test_a_run_goes_on_where_its_kernels_are_not_and_says_so_in_a_line(
     shutil.rmtree(folder / "checkpoints" / str(STEPS))
     capsys.readouterr()
     script.main(["--resume", str(folder)])
-    assert "\nattention  blockwise from here on, chosen anew; until now it was honest\n" in capsys.readouterr().out
+    assert (
+        "\nattention  blockwise from here on, chosen anew; until now it was honest\n"
+        in capsys.readouterr().out
+    )
     assert config()["attention"] == "blockwise"
     losses = [[train for train, _ in loss_curve(run).values()] for run in (folder, unbroken)]
     np.testing.assert_allclose(*losses, rtol=1e-4)
@@ -735,4 +957,6 @@ def test_check_fails_where_an_implementation_is_wrong(script, text, monkeypatch)
         return backend._replace(backward=backward) if backend.name == "blockwise" else backend
 
     monkeypatch.setattr(backends, "BACKENDS", tuple(map(with_wrong_gradient, backends.BACKENDS)))
-    assert "blockwise and reference part at step" in error_of(script, *CHECK, "--data", text, "--attention", "blockwise")
+    assert "blockwise and reference part at step" in error_of(
+        script, *CHECK, "--data", text, "--attention", "blockwise"
+    )

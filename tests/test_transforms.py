@@ -31,23 +31,34 @@ def equal(a, b, tolerance=5e-6):
 def test_jit_and_eager_agree_and_value_and_grad_works(implementation, rng):
     q, k, v = qkv(rng, Z)
     f = lambda q, k, v: jnp.sum(attend(implementation, is_causal=True)(q, k, v) ** 2)
-    equal(jax.value_and_grad(f, argnums=(0, 1, 2))(q, k, v), jax.jit(jax.value_and_grad(f, argnums=(0, 1, 2)))(q, k, v))
+    equal(
+        jax.value_and_grad(f, argnums=(0, 1, 2))(q, k, v),
+        jax.jit(jax.value_and_grad(f, argnums=(0, 1, 2)))(q, k, v),
+    )
 
 
 @pytest.mark.parametrize("axes", [(0, 0, 0), (3, 0, 1), (0, None, None), (None, 1, 2)], ids=str)
 def test_vmap_over_any_axis_equals_a_loop_with_gradients(axes, implementation, rng):
-    moved = lambda x, axis: x if axis is None else np.moveaxis(np.stack([x, x[::-1] + 0.5]), 0, axis)
+    moved = lambda x, axis: (
+        x if axis is None else np.moveaxis(np.stack([x, x[::-1] + 0.5]), 0, axis)
+    )
     q, k, v = (moved(x, axis) for x, axis in zip(qkv(rng, Z), axes, strict=True))
     lengths = np.array([[9, 23], [17, 2]], np.int32)
 
     def f(q, k, v, lengths):
-        attention = attend(implementation, is_causal=True, query_offset=4, key_value_seq_lengths=lengths)
-        return jax.value_and_grad(lambda *x: jnp.sum(jnp.sin(attention(*x))), argnums=(0, 1, 2))(q, k, v)
+        attention = attend(
+            implementation, is_causal=True, query_offset=4, key_value_seq_lengths=lengths
+        )
+        return jax.value_and_grad(lambda *x: jnp.sum(jnp.sin(attention(*x))), argnums=(0, 1, 2))(
+            q, k, v
+        )
 
     actual, one = jax.jit(jax.vmap(f, in_axes=(*axes, 0)))(q, k, v, lengths), jax.jit(f)
     pick = lambda x, axis, i: x if axis is None else np.take(x, i, axis)
     for i in range(2):
-        alone = one(*(pick(x, axis, i) for x, axis in zip((q, k, v), axes, strict=True)), lengths[i])
+        alone = one(
+            *(pick(x, axis, i) for x, axis in zip((q, k, v), axes, strict=True)), lengths[i]
+        )
         equal(jax.tree.map(lambda x, i=i: x[i], actual), alone)
 
 
@@ -58,7 +69,9 @@ def test_vmap_over_documents_bias_and_mask_equals_a_loop(implementation, rng):
     biases, masks = (np.stack([f(rng, "1NTS", Z) for _ in range(2)]) for f in (bias, dense_mask))
 
     def f(ids, key_ids, bias, mask):
-        return attend(implementation, query_segment_ids=ids, key_value_segment_ids=key_ids)(q, k, v, bias, mask)
+        return attend(implementation, query_segment_ids=ids, key_value_segment_ids=key_ids)(
+            q, k, v, bias, mask
+        )
 
     actual, one = jax.jit(jax.vmap(f))(ids, key_ids, biases, masks), jax.jit(f)
     for i in range(2):
@@ -70,13 +83,17 @@ def _calls(jaxpr) -> list:
     found = []
     for eqn in jaxpr.eqns:
         found += [eqn.params["work"]] if eqn.primitive.name == "flash_attention_call" else []
-        inner = [getattr(x, "jaxpr", x) for x in eqn.params.values() if hasattr(x, "eqns") or hasattr(x, "jaxpr")]
+        inner = [
+            getattr(x, "jaxpr", x)
+            for x in eqn.params.values()
+            if hasattr(x, "eqns") or hasattr(x, "jaxpr")
+        ]
         found += [call for x in inner for call in _calls(x)]
     return found
 
 
-# What three calls have, beside q, k and v: for each argument its value and whether each call has its own. And whether forward and
-# backward are one call; else jax maps what they are made of.
+# What three calls have, beside q, k and v: for each argument its value and whether each call has
+# its own. And whether forward and backward are one call; else jax maps what they are made of.
 MAPPED = {
     "nothing else": (lambda rng: {}, True, True),
     "documents of its own, lengths of all": (
@@ -96,14 +113,24 @@ MAPPED = {
         True,
         True,
     ),
-    "a bias of all, for each batch row": (lambda rng: dict(bias=(bias(rng, "BNTS", Z), False)), False, True),
+    "a bias of all, for each batch row": (
+        lambda rng: dict(bias=(bias(rng, "BNTS", Z), False)),
+        False,
+        True,
+    ),
     "a bias of all batch rows": (lambda rng: dict(bias=(bias(rng, "1NTS", Z), False)), True, False),
     "sinks of all, an offset of its own": (
-        lambda rng: dict(sinks=(np.float32([0.3, -1]), False), query_offset=(np.array([3, 0, 5], np.int32), True)),
+        lambda rng: dict(
+            sinks=(np.float32([0.3, -1]), False), query_offset=(np.array([3, 0, 5], np.int32), True)
+        ),
         True,
         True,
     ),
-    "sinks of its own": (lambda rng: dict(sinks=(np.float32([[0.3, -1], [1, 2], [-3, 0]]), True)), False, False),
+    "sinks of its own": (
+        lambda rng: dict(sinks=(np.float32([[0.3, -1], [1, 2], [-3, 0]]), True)),
+        False,
+        False,
+    ),
     "a score_mod and a rule that count batch rows": (
         lambda rng: dict(
             score_mod=(lambda s, b, h, q, k: s * (1 + b) + 0.1 * h, False),
@@ -113,13 +140,21 @@ MAPPED = {
         True,
     ),
     "tables of all": (
-        lambda rng: dict(score_mod=(scores.T5Bias(rng.normal(size=(2, 8)).astype(np.float32)), False)),
+        lambda rng: dict(
+            score_mod=(scores.T5Bias(rng.normal(size=(2, 8)).astype(np.float32)), False)
+        ),
         True,
         False,
     ),
-    "a dropout key of all": (lambda rng: dict(dropout_rate=(0.3, False), dropout_rng=(jax.random.key(1), False)), True, True),
+    "a dropout key of all": (
+        lambda rng: dict(dropout_rate=(0.3, False), dropout_rng=(jax.random.key(1), False)),
+        True,
+        True,
+    ),
     "a dropout key of its own": (
-        lambda rng: dict(dropout_rate=(0.3, False), dropout_rng=(jax.random.split(jax.random.key(1), 3), True)),
+        lambda rng: dict(
+            dropout_rate=(0.3, False), dropout_rng=(jax.random.split(jax.random.key(1), 3), True)
+        ),
         True,
         True,
     ),
@@ -131,7 +166,10 @@ def test_mapped_calls_are_one_call_of_more_batch_rows_where_nothing_large_is_cop
     given, forward, backward = MAPPED[case]
     given = given(rng)
     x = tuple(np.stack([part, part[::-1] * 0.5, part + 1]) for part in qkv(rng, Z))
-    own, fixed = ({name: a for name, (a, mapped) in given.items() if mapped == wanted} for wanted in (True, False))
+    own, fixed = (
+        {name: a for name, (a, mapped) in given.items() if mapped == wanted}
+        for wanted in (True, False)
+    )
 
     def f(x, own):
         attend = lambda x, own: flash_attention(*x, implementation="blockwise", **own, **fixed)
@@ -140,8 +178,13 @@ def test_mapped_calls_are_one_call_of_more_batch_rows_where_nothing_large_is_cop
         return jax.value_and_grad(loss, argnums=(0, 1))(x, floats)
 
     mapped, one = jax.jit(jax.vmap(f)), jax.jit(f)
-    together = [(is_forward, 6) for is_forward, is_one in ((True, forward), (False, backward)) if is_one]
-    assert [(call.half.is_forward, call.problem.batch) for call in _calls(jax.make_jaxpr(mapped)(x, own).jaxpr)] == together
+    together = [
+        (is_forward, 6) for is_forward, is_one in ((True, forward), (False, backward)) if is_one
+    ]
+    assert [
+        (call.half.is_forward, call.problem.batch)
+        for call in _calls(jax.make_jaxpr(mapped)(x, own).jaxpr)
+    ] == together
     expected = [one(*jax.tree.map(lambda a, i=i: a[i], (x, own))) for i in range(3)]
     equal(mapped(x, own), jax.tree.map(lambda *a: jnp.stack(a), *expected))
 
@@ -152,11 +195,17 @@ def test_calls_that_share_keys_do_not_copy_them(rng):
     assert _calls(program.jaxpr) == [] and not re.search(r"f32\[(3,2|6),23,1,8\]", str(program))
 
 
-def test_mapped_calls_decode_where_all_of_them_together_would_but_not_where_a_backward_follows(monkeypatch):
+def test_mapped_calls_decode_where_all_of_them_together_would_but_not_where_a_backward_follows(
+    monkeypatch,
+):
     monkeypatch.undo()  # small_tiles
     q, k = (jax.ShapeDtypeStruct((9, 1, *shape, 64), jnp.float32) for shape in ((1, 8), (2048, 4)))
     mapped = jax.vmap(attend("blockwise"))
-    decodes = lambda f: [bool(call.tiles.decode) for call in _calls(jax.make_jaxpr(f)(q, k, k).jaxpr) if call.half.is_forward]
+    decodes = lambda f: [
+        bool(call.tiles.decode)
+        for call in _calls(jax.make_jaxpr(f)(q, k, k).jaxpr)
+        if call.half.is_forward
+    ]
     assert decodes(mapped) == [True]
     assert decodes(jax.grad(lambda *x: mapped(*x).sum())) == [False]
 
@@ -169,16 +218,23 @@ def test_no_calls_at_all_may_be_mapped(implementation, rng):
 
 
 @pytest.mark.whole("reference", "portable")
-def test_remat_by_name_keeps_output_and_lse_and_nothing_is_kept_without_names(implementation, rng, capsys):
+def test_remat_by_name_keeps_output_and_lse_and_nothing_is_kept_without_names(
+    implementation, rng, capsys
+):
     q, k, v = qkv(rng, Z)
     f = lambda q, k, v: jnp.sum(jnp.sin(attend(implementation)(jnp.tanh(q), k, v)))
-    policy = jax.checkpoint_policies.save_only_these_names("flash_attention_out", "flash_attention_lse")
+    policy = jax.checkpoint_policies.save_only_these_names(
+        "flash_attention_out", "flash_attention_lse"
+    )
     kept, nothing = jax.checkpoint(f, policy=policy), jax.checkpoint(f)
     equal(*(jax.jit(jax.grad(g, argnums=(0, 1, 2)))(q, k, v) for g in (f, kept)))
     residuals = 2 if implementation == "reference" else 3  # of lse m and l
     for g, saved in (kept, residuals), (nothing, 0):
         jax.ad_checkpoint.print_saved_residuals(g, q, k, v)
-        assert sum("from the argument" not in line for line in capsys.readouterr().out.splitlines()) == saved
+        assert (
+            sum("from the argument" not in line for line in capsys.readouterr().out.splitlines())
+            == saved
+        )
 
 
 @pytest.mark.whole("reference", "portable")
@@ -194,37 +250,61 @@ def test_scan_over_layers_differentiates(implementation, rng):
             x, _ = layer(x, None)
         return jnp.sum(x**2)
 
-    equal(*(jax.jit(jax.value_and_grad(functools.partial(loop, scanned=s)))(x) for s in (True, False)))
+    equal(
+        *(jax.jit(jax.value_and_grad(functools.partial(loop, scanned=s)))(x) for s in (True, False))
+    )
 
 
 def test_abstract_shapes_go_through(implementation):
     q = jax.ShapeDtypeStruct((2, 37, 4, 16), jnp.bfloat16)
     o, lse = jax.eval_shape(attend(implementation, is_causal=True, return_residual=True), q, q, q)
-    assert (o.shape, o.dtype, lse.shape, lse.dtype) == (q.shape, jnp.bfloat16, (2, 37, 4), jnp.float32)
+    assert (o.shape, o.dtype, lse.shape, lse.dtype) == (
+        q.shape,
+        jnp.bfloat16,
+        (2, 37, 4),
+        jnp.float32,
+    )
 
 
 @pytest.mark.whole
 def test_64_bits_and_strict_promotion_change_nothing(implementation, rng):
     q, k, v = qkv(rng, Z)
     ids = dict(
-        query_segment_ids=np.arange(2 * Z.T).reshape(2, -1) % 2, key_value_segment_ids=np.arange(2 * Z.S).reshape(2, -1) % 3
+        query_segment_ids=np.arange(2 * Z.T).reshape(2, -1) % 2,
+        key_value_segment_ids=np.arange(2 * Z.S).reshape(2, -1) % 3,
     )
-    kw = dict(local_window_size=9, query_offset=2, key_value_seq_lengths=[5, 23], mask=masks.PrefixLM(np.array([3, 9])), **ids)
+    kw = dict(
+        local_window_size=9,
+        query_offset=2,
+        key_value_seq_lengths=[5, 23],
+        mask=masks.PrefixLM(np.array([3, 9])),
+        **ids,
+    )
     kw |= dict(bias=bias(rng, "1N1S", Z)) if implementation != "flash1" else {}
     kw |= dict(sinks=[0.5, -1.0], dropout_rate=0.1, dropout_rng=jax.random.key(0))
     f = lambda q, k, v: jnp.sum(jnp.sin(attend(implementation, **kw)(q, k, v)))
     expected = jax.grad(f, argnums=(0, 1, 2))(q, k, v)
-    with jax.enable_x64(True), jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+    with (
+        jax.enable_x64(True),
+        jax.numpy_rank_promotion("raise"),
+        jax.numpy_dtype_promotion("strict"),
+    ):
         actual = jax.grad(f, argnums=(0, 1, 2))(*(jnp.asarray(x) for x in (q, k, v)))
     assert {x.dtype for x in actual} == {jnp.dtype("float32")}
     equal(actual, expected)
 
 
 @pytest.mark.whole("reference", "blockwise")
-def test_gradients_of_biases_of_any_shape_are_traced_with_64_bits_and_strict_promotion(implementation, rng):
+def test_gradients_of_biases_of_any_shape_are_traced_with_64_bits_and_strict_promotion(
+    implementation, rng
+):
     x = qkv(rng, Z, "bfloat16")
     gradient = jax.grad(lambda bias: jnp.sum(attend(implementation)(*x, bias), dtype=jnp.float32))
-    with jax.enable_x64(True), jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+    with (
+        jax.enable_x64(True),
+        jax.numpy_rank_promotion("raise"),
+        jax.numpy_dtype_promotion("strict"),
+    ):
         for letters in BROADCASTS:
             b = bias(rng, letters, Z)
             assert jax.typeof(jax.eval_shape(gradient, b)) == jax.typeof(b)
@@ -247,34 +327,58 @@ def test_half_precision_is_summed_in_float32_where_promotion_is_strict(keys, imp
 def test_a_program_with_symbols_for_batch_and_length_serves_all_sizes(implementation, rng):
     def gradients(q, k, v, lengths, ids):
         more = dict(key_value_seq_lengths=lengths, query_segment_ids=ids, key_value_segment_ids=ids)
-        more |= dict(is_causal=True, query_offset=k.shape[1] - q.shape[1], implementation=implementation)
-        return jax.value_and_grad(lambda *x: jnp.sum(jnp.sin(flash_attention(*x, **more))), argnums=(0, 1, 2))(q, k, v)
+        more |= dict(
+            is_causal=True, query_offset=k.shape[1] - q.shape[1], implementation=implementation
+        )
+        return jax.value_and_grad(
+            lambda *x: jnp.sum(jnp.sin(flash_attention(*x, **more))), argnums=(0, 1, 2)
+        )(q, k, v)
 
     b, t = export.symbolic_shape("b, t")
     shape = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)
     ints = shape(b, dtype=jnp.int32), shape(b, t, dtype=jnp.int32)
-    program = export.export(jax.jit(gradients))(shape(b, t, Z.N, Z.H), *[shape(b, t, Z.K, Z.H)] * 2, *ints)
+    program = export.export(jax.jit(gradients))(
+        shape(b, t, Z.N, Z.H), *[shape(b, t, Z.K, Z.H)] * 2, *ints
+    )
     for B, T in (2, 5), (1, 19):
-        x = *qkv(rng, Z._replace(B=B, T=T, S=T)), np.full(B, 4, np.int32), np.arange(B * T, dtype=np.int32).reshape(B, T) // 3
+        x = (
+            *qkv(rng, Z._replace(B=B, T=T, S=T)),
+            np.full(B, 4, np.int32),
+            np.arange(B * T, dtype=np.int32).reshape(B, T) // 3,
+        )
         equal(program.call(*x), jax.jit(gradients)(*x))
 
 
 @pytest.mark.parametrize("implementation", ["reference", "blockwise"])
 def test_a_program_with_symbols_needs_no_mask(implementation, rng):
     def gradients(q, k, v):
-        sees = lambda mask: jnp.sum(jnp.sin(flash_attention(q, k, v, mask=mask, implementation=implementation)))
-        return jax.grad(lambda q: sum(map(sees, (None, masks.Window(3), masks.Where(lambda b, h, q, k: k % 3 > 0)))))(q)
+        sees = lambda mask: jnp.sum(
+            jnp.sin(flash_attention(q, k, v, mask=mask, implementation=implementation))
+        )
+        return jax.grad(
+            lambda q: sum(
+                map(sees, (None, masks.Window(3), masks.Where(lambda b, h, q, k: k % 3 > 0)))
+            )
+        )(q)
 
     t, s = export.symbolic_shape("t, s")
-    shapes = [jax.ShapeDtypeStruct((1, *shape), jnp.float32) for shape in ((t, Z.N, 4), (s, Z.K, 4), (s, Z.K, 4))]
+    shapes = [
+        jax.ShapeDtypeStruct((1, *shape), jnp.float32)
+        for shape in ((t, Z.N, 4), (s, Z.K, 4), (s, Z.K, 4))
+    ]
     x = qkv(rng, Z._replace(B=1, T=5, S=7, H=4, Hv=4))
     equal(export.export(jax.jit(gradients))(*shapes).call(*x), jax.jit(gradients)(*x))
 
 
 def test_a_program_serves_any_number_of_sequences(rng):
-    attend = lambda *x: flash_attention(*x[:3], mask=masks.Varlen(*x[3:]), is_causal=True, implementation="blockwise")
+    attend = lambda *x: flash_attention(
+        *x[:3], mask=masks.Varlen(*x[3:]), is_causal=True, implementation="blockwise"
+    )
     t, s, n = export.symbolic_shape("t, s, n")
-    shapes = [jax.ShapeDtypeStruct((1, *shape), jnp.float32) for shape in ((t, Z.N, 4), (s, Z.K, 4), (s, Z.K, 4))]
+    shapes = [
+        jax.ShapeDtypeStruct((1, *shape), jnp.float32)
+        for shape in ((t, Z.N, 4), (s, Z.K, 4), (s, Z.K, 4))
+    ]
     program = export.export(jax.jit(attend))(*shapes, *[jax.ShapeDtypeStruct((n,), jnp.int32)] * 2)
     x = qkv(rng, Z._replace(B=1, T=5, S=7, H=4, Hv=4))
     for ends in [([0, 5], [1, 6]), ([0, 2, 2, 4], [0, 3, 4, 7])]:
@@ -285,14 +389,20 @@ def test_a_program_serves_any_number_of_sequences(rng):
 def test_heads_are_no_symbols():
     n, q = export.symbolic_shape("n")[0], jnp.ones((1, 4, 2, 8))
     with pytest.raises(ValueError, match=r"heads and their sizes must be known, .* got \['n'\]"):
-        jax.eval_shape(lambda q, k: flash_attention(q, k, k), jax.ShapeDtypeStruct((1, 4, n, 8), jnp.float32), q[:, :, :1])
+        jax.eval_shape(
+            lambda q, k: flash_attention(q, k, k),
+            jax.ShapeDtypeStruct((1, 4, n, 8), jnp.float32),
+            q[:, :, :1],
+        )
 
 
 def test_kernels_say_that_they_need_known_sizes():
     b, t = export.symbolic_shape("b, t")
     q = jax.ShapeDtypeStruct((b, t, 2, 8), jnp.float32)
     f = lambda q: flash_attention(q, q, q, implementation="portable")
-    with pytest.raises(NotImplementedError, match="a kernel's grid is made of known sizes; got b, t, t"):
+    with pytest.raises(
+        NotImplementedError, match="a kernel's grid is made of known sizes; got b, t, t"
+    ):
         jax.eval_shape(f, q)
 
 
@@ -300,14 +410,23 @@ def test_forward_mode_is_a_function_of_its_own_in_o_of_t_memory(rng):
     q, k, v = qkv(rng, Z)
     x, dx = (q, k, v, bias(rng, "1N1S", Z)), (*qkv(rng, Z), bias(rng, "1N1S", Z))
     options = dict(is_causal=True, query_offset=2, logits_soft_cap=3.0, return_residual=True)
-    jvp = lambda name: jax.jit(functools.partial(flash_attention_jvp, implementation=name, **options))
+    jvp = lambda name: jax.jit(
+        functools.partial(flash_attention_jvp, implementation=name, **options)
+    )
     equal(jvp("blockwise")(x, dx), jvp("reference")(x, dx))
     step = 1e-2
     shifted = [[a + sign * step * da for a, da in zip(x, dx, strict=True)] for sign in (1, -1)]
     above, below = (flash_attention(*x, implementation="reference", **options) for x in shifted)
-    equal(jvp("blockwise")(x, dx)[1], jax.tree.map(lambda a, b: (a - b) / (2 * step), above, below), 2e-3)
+    equal(
+        jvp("blockwise")(x, dx)[1],
+        jax.tree.map(lambda a, b: (a - b) / (2 * step), above, below),
+        2e-3,
+    )
     long = [jax.ShapeDtypeStruct((1, 4096, 1, 8), jnp.float32)] * 3
-    sizes = re.findall(r"\[([\d,]+)\]", str(jax.make_jaxpr(lambda *x: flash_attention_jvp(x, x, is_causal=True))(*long)))
+    sizes = re.findall(
+        r"\[([\d,]+)\]",
+        str(jax.make_jaxpr(lambda *x: flash_attention_jvp(x, x, is_causal=True))(*long)),
+    )
     assert max(math.prod(map(int, size.split(","))) for size in sizes) < 4096**2 / 8
 
 
@@ -329,9 +448,14 @@ def test_forward_mode_of_what_has_none_says_where_it_is(implementation, rng):
         lambda: jax.jvp(jax.checkpoint(of_query), (x[0],), (x[0],)),
         lambda: jax.jit(loop)(x[0]),  # Newton's method, as solvers have it
     ):
-        with pytest.raises(NotImplementedError, match=r"jax.linearize call flash_attention_jvp\(primals, tangents\)"):
+        with pytest.raises(
+            NotImplementedError,
+            match=r"jax.linearize call flash_attention_jvp\(primals, tangents\)",
+        ):
             run()
-    with pytest.raises(NotImplementedError, match="forward mode is for blockwise and reference; got portable"):
+    with pytest.raises(
+        NotImplementedError, match="forward mode is for blockwise and reference; got portable"
+    ):
         flash_attention_jvp(x, x, implementation="portable")
 
 
@@ -350,27 +474,39 @@ def test_what_is_evaluated_while_tracing_takes_no_kernel_and_says_so(name, rng):
 
 def test_second_derivatives_are_right_or_say_where_they_are(implementation, rng):
     x, dx = qkv(rng, Z), qkv(rng, Z)
-    of = lambda name: jax.grad(lambda *x: jnp.sum(jnp.sin(attend(name, is_causal=True)(*x))), argnums=(0, 1, 2))
+    of = lambda name: jax.grad(
+        lambda *x: jnp.sum(jnp.sin(attend(name, is_causal=True)(*x))), argnums=(0, 1, 2)
+    )
     twice = lambda name: jax.grad(lambda q: jnp.sum(of(name)(q, *x[1:])[0] ** 2))(x[0])
     hvp = lambda name: jax.jit(lambda x, dx: jax.jvp(of(name), x, dx)[1])(x, dx)
     if implementation == "reference":
         g = of("reference")(*x)[0]
         equal(
             twice("reference"),
-            2 * jax.jit(lambda q, dq: jax.jvp(lambda q: of("reference")(q, *x[1:])[0], (q,), (dq,))[1])(x[0], g),
+            2
+            * jax.jit(
+                lambda q, dq: jax.jvp(lambda q: of("reference")(q, *x[1:])[0], (q,), (dq,))[1]
+            )(x[0], g),
         )
     elif implementation == "blockwise":
         equal(hvp("blockwise"), hvp("reference"), 2e-5)
-        with pytest.raises(NotImplementedError, match="no derivative in reverse of its gradient: take it forward over reverse"):
+        with pytest.raises(
+            NotImplementedError,
+            match="no derivative in reverse of its gradient: take it forward over reverse",
+        ):
             twice("blockwise")
     else:
         for run in (twice, hvp):
-            with pytest.raises(NotImplementedError, match="these kernels of flash_attention have first derivatives alone"):
+            with pytest.raises(
+                NotImplementedError,
+                match="these kernels of flash_attention have first derivatives alone",
+            ):
                 run(implementation)
 
 
 def test_second_derivatives_of_bfloat16_err_as_its_rounding_does(rng):
-    """Tangents of a scale: of what they add to those of P, most is taken off again in those of o."""
+    """Tangents of a scale: of what they add to those of P, most is taken off again in those of
+    o."""
     (q, k, v), do = qkv(rng, Z, "bfloat16"), rng.normal(size=(Z.B, Z.T, Z.N, Z.Hv))
     x, dx = (3 * q, k, v), (3 * q, 0 * k, 0 * v)
 
@@ -402,9 +538,13 @@ def test_gradients_of_vmap_nested_vmap_and_jacrev_are_those_of_loops(implementat
 
 def test_remat_by_name_runs_the_forward_kernel_once(rng):
     q, k, v = qkv(rng, Z)
-    policy = jax.checkpoint_policies.save_only_these_names("flash_attention_out", "flash_attention_lse")
+    policy = jax.checkpoint_policies.save_only_these_names(
+        "flash_attention_out", "flash_attention_lse"
+    )
     f = lambda q, k, v: jnp.sum(jnp.sin(attend("portable")(jnp.tanh(q), k, v)))
-    count = lambda g: sum(call.half.is_forward for call in _calls(jax.make_jaxpr(jax.grad(g))(q, k, v).jaxpr))
+    count = lambda g: sum(
+        call.half.is_forward for call in _calls(jax.make_jaxpr(jax.grad(g))(q, k, v).jaxpr)
+    )
     plain, kept, again = count(f), count(jax.checkpoint(f, policy=policy)), count(jax.checkpoint(f))
     assert plain == kept < again
 
@@ -412,7 +552,8 @@ def test_remat_by_name_runs_the_forward_kernel_once(rng):
 @pytest.mark.whole("reference", "portable")
 def test_nan_checks_and_leak_checks_pass(implementation, rng):
     q, k, v = qkv(rng, Z)
-    f = lambda q, k, v: attend(implementation, is_causal=True, query_offset=-3)(q, k, v)  # the first rows see no key
+    # the first rows see no key
+    f = lambda q, k, v: attend(implementation, is_causal=True, query_offset=-3)(q, k, v)
     expected = f(q, k, v)
     with jax.debug_nans(True), jax.checking_leaks():
         loss = lambda *x: jnp.sum(jnp.sin(f(*x)))
@@ -431,6 +572,10 @@ def test_a_mask_or_score_keeps_its_structure_whatever_stands_in_its_leaves_place
         scores.Alibi(table),
     ):
         flags = jax.tree.map(lambda _: True, x)
-        assert jax.tree.structure(flags) == jax.tree.structure(x) == jax.tree.structure(jax.tree.map(lambda _: 0, flags))
+        assert (
+            jax.tree.structure(flags)
+            == jax.tree.structure(x)
+            == jax.tree.structure(jax.tree.map(lambda _: 0, flags))
+        )
         everywhere = jax.tree.map(lambda _: True, x, is_leaf=lambda x: x is None)
         assert jax.tree.leaves(jax.tree.map(lambda flag, x: x, everywhere, x)) == jax.tree.leaves(x)

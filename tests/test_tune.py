@@ -9,7 +9,10 @@ from pallas_flash import backends
 from pallas_flash.kernels.portable.tuning import AllTiles, Tiles
 from scripts import tune
 
-TINY = "--interpret --implementation portable --batch 1 --length 32 --heads 2 --kv-heads 1 --head-size 16 --dtype float32"
+TINY = (
+    "--interpret --implementation portable --batch 1 --length 32 --heads 2 --kv-heads 1 "
+    "--head-size 16 --dtype float32"
+)
 TINY += " --repeats 2"
 
 
@@ -25,7 +28,9 @@ def test_every_kernel_is_swept_by_its_own_pass_and_the_row_is_valid_tiles(capsys
     assert passes == [("forward", "forward"), ("dkv", "backward"), ("dq", "backward")]
     assert printed.count("in use") == 3 and printed.count("| 16 ") == 3
     row = eval(printed.splitlines()[-1], dict(AllTiles=AllTiles, Tiles=Tiles))
-    assert isinstance(row, AllTiles) and all(kernel.block_k in (16, 32) for kernel in (row.forward, row.dkv, row.dq))
+    assert isinstance(row, AllTiles) and all(
+        kernel.block_k in (16, 32) for kernel in (row.forward, row.dkv, row.dq)
+    )
 
 
 def test_a_candidate_that_is_wrong_or_raises_is_reported_and_never_the_row(capsys, monkeypatch):
@@ -42,7 +47,11 @@ def test_a_candidate_that_is_wrong_or_raises_is_reported_and_never_the_row(capsy
     assert run("--kernels forward --sweep num_stages=1,3") == 0
     printed = capsys.readouterr().out
     assert re.search(r"^\| 1 +\| wrong .*o is off by 1.0e\+00", printed, re.MULTILINE)
-    assert re.search(r"^\| 3 +\| failed .*RuntimeError: the blocks do not fit into shared memory", printed, re.MULTILINE)
+    assert re.search(
+        r"^\| 3 +\| failed .*RuntimeError: the blocks do not fit into shared memory",
+        printed,
+        re.MULTILINE,
+    )
     assert "num_stages=2" in printed.splitlines()[-1]
 
 
@@ -66,7 +75,10 @@ class Nested(NamedTuple):
 def test_tiles_of_any_form_are_swept():
     flat = Flat(64, 128)
     assert tune.kernels_of(flat) == [tune.Kernel(None, "forward")]
-    assert tune.kernels_of(Nested(flat, None, flat)) == [tune.Kernel("forward", "forward"), tune.Kernel("dq", "backward")]
+    assert tune.kernels_of(Nested(flat, None, flat)) == [
+        tune.Kernel("forward", "forward"),
+        tune.Kernel("dq", "backward"),
+    ]
     kernel = tune.Kernel("dq", "backward")
     assert kernel.put(Nested(flat, None, flat), Flat(64, 32)) == Nested(flat, None, Flat(64, 32))
     found = tune.candidates(flat, dict(block_k=(32, 128), split=(False, True), other=(1, 2)))
@@ -76,7 +88,10 @@ def test_tiles_of_any_form_are_swept():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ("--sweep block_k=fast", "must be FIELD=VALUE,VALUE with whole numbers, as block_k=64,128; got 'block_k=fast'"),
+        (
+            "--sweep block_k=fast",
+            "must be FIELD=VALUE,VALUE with whole numbers, as block_k=64,128; got 'block_k=fast'",
+        ),
         ("--full --window 3", "--window is causal; leave out --full."),
         ("--implementation blockwise", "invalid choice: 'blockwise'"),
     ],
@@ -90,9 +105,15 @@ def test_a_wrong_argument_is_explained(capsys, arguments, message):
 def test_without_a_gpu_it_says_so_in_one_line():
     with pytest.raises(SystemExit) as ended:
         tune.main([])
-    assert ended.value.code.startswith("tune.py: error: there is no GPU here to tune for") and "\n" not in ended.value.code
+    assert (
+        ended.value.code.startswith("tune.py: error: there is no GPU here to tune for")
+        and "\n" not in ended.value.code
+    )
 
 
 def test_an_implementation_that_cannot_run_the_shape_says_why():
-    with pytest.raises(SystemExit, match=r"tune\.py: implementation 'hopper' cannot run this call: wgmma multiplies"):
+    with pytest.raises(
+        SystemExit,
+        match=r"tune\.py: implementation 'hopper' cannot run this call: wgmma multiplies",
+    ):
         run("--implementation hopper")

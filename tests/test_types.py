@@ -71,18 +71,28 @@ def _is_of_type(x, function, name):
 FLAGS = ("return_residual", "return_max_logits")  # what tells overloads apart
 
 
-@pytest.mark.parametrize("function, options", [(flash_attention, Options), (paged_attention, paged._Options)])
-def test_an_editor_finds_every_keyword_in_the_first_overload_and_the_others_take_the_same(function, options):
-    kinds = lambda f: [(x.name, x.kind, x.default) for x in inspect.signature(f).parameters.values()]
-    types = lambda of: {name: str(x) for name, x in typing.get_type_hints(of).items() if name not in (*FLAGS, "return")}
+@pytest.mark.parametrize(
+    "function, options", [(flash_attention, Options), (paged_attention, paged._Options)]
+)
+def test_an_editor_finds_every_keyword_in_the_first_overload_and_the_others_take_the_same(
+    function, options
+):
+    kinds = lambda f: [
+        (x.name, x.kind, x.default) for x in inspect.signature(f).parameters.values()
+    ]
+    types = lambda of: {
+        name: str(x)
+        for name, x in typing.get_type_hints(of).items()
+        if name not in (*FLAGS, "return")
+    }
     shown, *others = typing.get_overloads(function)
     assert kinds(shown) == kinds(function) and types(shown) == types(function)
     named = {name for name, kind, _ in kinds(function) if kind == inspect.Parameter.KEYWORD_ONLY}
     assert types(options) == {name: x for name, x in types(function).items() if name in named}
     for other in others:
-        assert types(other) == {name: x for name, x in types(function).items() if name not in named} | dict(
-            options=str(typing.Unpack[options])
-        )
+        assert types(other) == {
+            name: x for name, x in types(function).items() if name not in named
+        } | dict(options=str(typing.Unpack[options]))
 
 
 @pytest.mark.parametrize("function", [flash_attention, paged_attention, attention_fn])
@@ -101,7 +111,11 @@ def test_the_types_are_of_all_that_the_functions_take(zeros):
     for letters in cases.BROADCASTS:
         shape = cases.broadcast_shape(letters, cases.Sizes())
         for function in (flash_attention, attention_fn):
-            assert _is_of_type(zeros(shape, np.float32), function, "bias") and _is_of_type(zeros(shape, bool), function, "mask")
+            assert _is_of_type(zeros(shape, np.float32), function, "bias") and _is_of_type(
+                zeros(shape, bool), function, "mask"
+            )
     for dtype in ("int8", "float8_e4m3fn", "bfloat16"):
         assert _is_of_type(zeros((4, 8, 2, 16), dtype), paged_attention, "k_pages")
-    assert all(_is_of_type(zeros(shape, "int32"), flash_attention, "query_offset") for shape in ((), (2,)))
+    assert all(
+        _is_of_type(zeros(shape, "int32"), flash_attention, "query_offset") for shape in ((), (2,))
+    )

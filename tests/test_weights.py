@@ -24,8 +24,12 @@ MORE = {
     "a bias of keys": lambda rng, z: dict(bias=rng.normal(size=(z.N, 1, z.S)).astype(np.float32)),
     "a mask array": lambda rng, z: dict(mask=rng.random((z.B, 1, z.T, z.S)) < 0.7),
     "a soft cap, a scale": lambda rng, z: dict(logits_soft_cap=2.0, scale=0.7),
-    "sinks": lambda rng, z: dict(sinks=rng.normal(size=z.N).astype(np.float32), is_causal=True, query_offset=-9),
-    "a rule": lambda rng, z: dict(rule=RULES["by batch, with lengths"][0], **RULES["by batch, with lengths"][1]),
+    "sinks": lambda rng, z: dict(
+        sinks=rng.normal(size=z.N).astype(np.float32), is_causal=True, query_offset=-9
+    ),
+    "a rule": lambda rng, z: dict(
+        rule=RULES["by batch, with lengths"][0], **RULES["by batch, with lengths"][1]
+    ),
 }
 CASES = MASKS | MORE
 FAST = "everything", "a bias", "a mask array", "sinks", "a rule"
@@ -44,18 +48,28 @@ def gradients(f, *x):
     return jax.jit(jax.grad(lambda *x: jnp.sum(jnp.sin(f(*x))), argnums=(0, 1, 2)))(*x)
 
 
-def test_weights_times_values_are_the_output_and_have_its_gradients_with_traced_rows_and_leading_axes(rng):
+def test_weights_times_values_are_the_output_and_have_its_gradients_with_traced_rows_and_leading_axes(
+    rng,
+):
     q, k, v = (x.reshape(1, *x.shape) for x in qkv(rng, Z._replace(K=4)))
-    kw = dict(is_causal=True, score_mod=scores.Alibi((0.5, 0.1, 0.2, 0.3)), query_offset=np.array([[9, 3]]))
+    kw = dict(
+        is_causal=True,
+        score_mod=scores.Alibi((0.5, 0.1, 0.2, 0.3)),
+        query_offset=np.array([[9, 3]]),
+    )
     v[..., 50:, :, :] = k[..., 50:, :, :] = np.nan  # no chosen row sees them
 
     def by_hand(rows, q, k, v):
-        weights = attention_weights(q, k, rows=rows, dropout_rate=0.5, dropout_rng=jax.random.key(0), **kw)
+        weights = attention_weights(
+            q, k, rows=rows, dropout_rate=0.5, dropout_rng=jax.random.key(0), **kw
+        )
         return jnp.einsum("abnrs,absnh->abrnh", weights, jnp.nan_to_num(v))
 
     rows = jnp.array(ROWS)
     found = gradients(functools.partial(by_hand, rows), q, k, v)
-    expected = gradients(lambda *x: flash_attention(*x, **kw, implementation="reference")[:, :, rows], q, k, v)
+    expected = gradients(
+        lambda *x: flash_attention(*x, **kw, implementation="reference")[:, :, rows], q, k, v
+    )
     for actual, wanted in zip(found, expected, strict=True):
         close(actual, wanted, 5e-6)
 
@@ -64,7 +78,10 @@ def test_weights_times_values_are_the_output_and_have_its_gradients_with_traced_
 def test_on_a_mesh_each_device_has_the_weights_of_its_batch_rows_and_heads(rng):
     mesh = jax.make_mesh((2, 2), ("b", "h"), axis_types=(AxisType.Explicit,) * 2)
     q, k, _ = qkv(rng, Z)
-    kw = dict(query_seq_lengths=np.array([30, 4], np.int32), rule=lambda b, h, i, j: (i + j * h + b) % 3 > 0)
+    kw = dict(
+        query_seq_lengths=np.array([30, 4], np.int32),
+        rule=lambda b, h, i, j: (i + j * h + b) % 3 > 0,
+    )
     placed = (jax.device_put(x, NamedSharding(mesh, P("b", None, "h"))) for x in (q, k))
     found = attention_weights(*placed, rows=ROWS, **arguments(kw))
     assert found.sharding.spec == P("b", "h", None, None)
@@ -75,16 +92,34 @@ def test_no_array_is_larger_than_the_chosen_rows_ask_for():
     q, k = (jax.ShapeDtypeStruct((1, 2**16, 1, 8), jnp.float32),) * 2
     f = functools.partial(attention_weights, rows=[3, 2**16 - 1], is_causal=True)
     text = str(jax.make_jaxpr(jax.grad(lambda *x: f(*x)[0, 0, 0, 0]))(q, k))
-    sizes = [np.prod([int(n) for n in shape.split(",")]) for shape in re.findall(r"\[([\d,]+)\]", text)]
+    sizes = [
+        np.prod([int(n) for n in shape.split(",")]) for shape in re.findall(r"\[([\d,]+)\]", text)
+    ]
     assert max(sizes) == 2**16 * 8
 
 
 MISTAKES = {
-    "a number": (dict(rows=3), ValueError, r"rows must be the numbers of some queries, \[rows\]; got shape \(\)"),
-    "beyond the last": (dict(rows=[0, 37]), ValueError, r"rows must be from 0 to T - 1 = 36; got \[0, 37\]"),
-    "from the end": (dict(rows=np.array([-1])), ValueError, r"rows must be from 0 to T - 1 = 36; got \[-1\]"),
+    "a number": (
+        dict(rows=3),
+        ValueError,
+        r"rows must be the numbers of some queries, \[rows\]; got shape \(\)",
+    ),
+    "beyond the last": (
+        dict(rows=[0, 37]),
+        ValueError,
+        r"rows must be from 0 to T - 1 = 36; got \[0, 37\]",
+    ),
+    "from the end": (
+        dict(rows=np.array([-1])),
+        ValueError,
+        r"rows must be from 0 to T - 1 = 36; got \[-1\]",
+    ),
     "floats": (dict(rows=[0.5]), TypeError, "rows must be .*integers"),
-    "a ring": (dict(rows=[0], context=context_parallel.Ring("s")), NotImplementedError, "sequences that are whole on a device"),
+    "a ring": (
+        dict(rows=[0], context=context_parallel.Ring("s")),
+        NotImplementedError,
+        "sequences that are whole on a device",
+    ),
     "no argument": (dict(rows=[0], causal=True), TypeError, "causal"),
 }
 

@@ -1,7 +1,9 @@
-"""What each generation of attention costs: FLOPs, exponentials, bytes, memory, and the time at a GPU's peaks.
+"""What each generation of attention costs: FLOPs, exponentials, bytes, memory, and the time at a
+GPU's peaks.
 
-`forward` and `backward` are the formulas of `costs`, by kernel; `observe` counts the same on the kernels themselves; `published`
-holds what the paper of FlashAttention compared, as formulas and as it printed them; `GPUS` the facts of GPUs.
+`forward` and `backward` are the formulas of `costs`, by kernel; `observe` counts the same on the
+kernels themselves; `published` holds what the paper of FlashAttention compared, as formulas and as
+it printed them; `GPUS` the facts of GPUs.
 """
 
 from pallas_flash.accounting import published

@@ -1,4 +1,5 @@
-"""The facts of GPUs, as NVIDIA's datasheets, whitepapers and tuning guides state them, and times at the peaks."""
+"""The facts of GPUs, as NVIDIA's datasheets, whitepapers and tuning guides state them, and times at
+the peaks."""
 
 from typing import NamedTuple
 
@@ -7,7 +8,8 @@ from pallas_flash.kernels.device import CAPABILITIES
 
 
 class GPU(NamedTuple):
-    """Its times are at the peaks of its datasheet: no GPU is faster, but where a cache serves a load."""
+    """Its times are at the peaks of its datasheet: no GPU is faster, but where a cache serves a
+    load."""
 
     kind: str  # jax's name of the device
     capability: tuple[int, int]

@@ -1,11 +1,14 @@
-"""FlashAttention-2 in plain JAX: query blocks outside, key blocks inside, O(T + S) memory, on any device.
+"""FlashAttention-2 in plain JAX: query blocks outside, key blocks inside, O(T + S) memory, on any
+device.
 
-On a CPU a few heads go at a time, so that what passes between two products stays in the caches. Query blocks that see equally
-many neighbouring keys, in a long narrow band, are one loop without loops over keys; other blocks are none, if they are few and
-known while tracing. Scores are [rows, keys]: then the forward's products take their operands as they lie, and XLA gives
-q k^T and its softmax to its CPU library in one call. In the backward q and do are transposed, and dk and dv come out transposed;
-where p and ds are smaller, they are transposed instead. With the first operand left transposed a CPU's products are slow. The
-rows are those of all query heads that share a key/value head.
+On a CPU a few heads go at a time, so that what passes between two products stays in the caches.
+Query blocks that see equally many neighbouring keys, in a long narrow band, are one loop without
+loops over keys; other blocks are none, if they are few and known while tracing. Scores are [rows,
+keys]: then the forward's products take their operands as they lie, and XLA gives q k^T and its
+softmax to its CPU library in one call. In the backward q and do are transposed, and dk and dv come
+out transposed; where p and ds are smaller, they are transposed instead. With the first operand left
+transposed a CPU's products are slow. The rows are those of all query heads that share a key/value
+head.
 """
 
 import functools
@@ -19,7 +22,13 @@ from pallas_flash import online_softmax, schedule
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.blockwise import decode
 from pallas_flash.blockwise.parts import Block, Heads
-from pallas_flash.blockwise.tuning import Tiles, backward_goes_in_turn, decode_tiles, forward_goes_in_turn, tiles
+from pallas_flash.blockwise.tuning import (
+    Tiles,
+    backward_goes_in_turn,
+    decode_tiles,
+    forward_goes_in_turn,
+    tiles,
+)
 from pallas_flash.blockwise.view import View, by_head, dot, dot_t, over_rows, with_lists
 from pallas_flash.blockwise.visits import known_keys
 from pallas_flash.checks import sums
@@ -30,7 +39,11 @@ __all__ = ["Tiles", "backward", "decode_tiles", "forward", "tiles"]
 def forward(problem: Problem, tiles: Tiles, x: Operands):
     if tiles.decode:
         return decode.forward(problem, tiles.decode, x)
-    p, wide, x = problem, sums(tiles.dtype), x._replace(visibility=with_lists(problem, tiles, x.visibility))
+    p, wide, x = (
+        problem,
+        sums(tiles.dtype),
+        x._replace(visibility=with_lists(problem, tiles, x.visibility)),
+    )
 
     def some_heads(part: Heads, outputs):
         view = View.of(p, tiles, part, x)
@@ -41,7 +54,8 @@ def forward(problem: Problem, tiles: Tiles, x: Operands):
             q = view.rows(row, view.query)
             if in_turn and row.start:
                 q, outputs = lax.optimization_barrier((q, outputs))
-            p_first = view.is_all(keys) and x.sinks is None and not tiles.is_wide  # it is rounded there anyway
+            # it is rounded there anyway
+            p_first = view.is_all(keys) and x.sinks is None and not tiles.is_wide
 
             def step(key: Block, seen, carry, finite=False):
                 o, stats = carry
@@ -53,8 +67,13 @@ def forward(problem: Problem, tiles: Tiles, x: Operands):
                 return pv if alpha is None else o * alpha[..., None] + pv, stats
 
             first = online_softmax.start
-            start = zeros(q.shape[2], p.value_size), first(zeros(q.shape[2]), view.sinks_of(row), 1.0, p.with_top)
-            o, stats = view.visit(row, keys, step, (None, None) if x.sinks is None else start, start)
+            start = (
+                zeros(q.shape[2], p.value_size),
+                first(zeros(q.shape[2]), view.sinks_of(row), 1.0, p.with_top),
+            )
+            o, stats = view.visit(
+                row, keys, step, (None, None) if x.sinks is None else start, start
+            )
             o = o if p_first else online_softmax.finish(o, stats.l, p.kept)
             stats = stats._replace(m=online_softmax.natural_maximum(stats.m, view.unit))
             new = (view.by_query(a) for a in (o, *(a[..., None] for a in jax.tree.leaves(stats))))
@@ -64,7 +83,10 @@ def forward(problem: Problem, tiles: Tiles, x: Operands):
         start = zeros(*rows, p.value_size), *(zeros(*rows, 1) for _ in range(p.statistics))
         o, *stats = view.each_query_block(query_block, start)
         new = _from_heads(o), *(a.reshape(part.batch, -1, p.queries) for a in stats)
-        return tuple(part.put(out, a, axis) for out, a, axis in zip(outputs, new, (2, *[1] * len(stats)), strict=True))
+        return tuple(
+            part.put(out, a, axis)
+            for out, a, axis in zip(outputs, new, (2, *[1] * len(stats)), strict=True)
+        )
 
     stats = [_zeros(x, wide, p.batch, p.heads, p.queries)] * p.statistics
     o = _zeros(x, p.dtype, p.batch, p.queries, p.heads, p.value_size)
@@ -74,31 +96,42 @@ def forward(problem: Problem, tiles: Tiles, x: Operands):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def _weighted(p, v, is_all: bool):
-    """p v [B, K, m, h] of weights p [B, K, m, n], rounded to the dtype of v [B, K, n, h]; so is the product, if it is all."""
+    """p v [B, K, m, h] of weights p [B, K, m, n], rounded to the dtype of v [B, K, n, h]; so is the
+    product, if it is all."""
     return dot(p.astype(v.dtype), v, v.dtype if is_all else None)
 
 
 @_weighted.defjvp
 def _(is_all, primals, tangents):
-    """The tangents of weights are not rounded: less o dl / l little of what they sum to may be left."""
+    """The tangents of weights are not rounded: less o dl / l little of what they sum to may be
+    left."""
     (p, v), (dp, dv) = primals, tangents
     o = _weighted(p, v, is_all)
     return o, (dot(dp, v.astype(dp.dtype)) + dot(p.astype(v.dtype), dv)).astype(o.dtype)
 
 
 def backward(problem: Problem, tiles: Tiles, x: Operands, rows: online_softmax.Apart, do, delta):
-    p, wide, x = problem, sums(tiles.dtype), x._replace(visibility=with_lists(problem, tiles, x.visibility))
+    p, wide, x = (
+        problem,
+        sums(tiles.dtype),
+        x._replace(visibility=with_lists(problem, tiles, x.visibility)),
+    )
 
     def some_heads(part: Heads, outputs):
         view = View.of(p, tiles, part, x)
         do_ = view.filled(by_head(part.of(do, 2), part.heads).astype(tiles.dtype))
-        few = tiles.is_wide and isinstance(tiles.block_k, int) and tiles.block_k < p.head_size  # p and ds are smaller than q, do
+        # p and ds are smaller than q, do
+        few = tiles.is_wide and isinstance(tiles.block_k, int) and tiles.block_k < p.head_size
         both = [(a, None if few else jnp.moveaxis(_transposed(a), 3, 2)) for a in (view.query, do_)]
         in_turn = backward_goes_in_turn(tiles, view.query.shape[:3], known_keys(p, tiles))
-        by_row = [a if a is None else part.of(a, 1).reshape(*do_.shape[:-1], 1) for a in (*rows, delta)]
+        by_row = [
+            a if a is None else part.of(a, 1).reshape(*do_.shape[:-1], 1) for a in (*rows, delta)
+        ]
 
         def query_block(row: Block, keys, gradients):
-            (q, q_t), (do_i, do_t) = ((view.rows(row, a), view.columns(row, a_t)) for a, a_t in both)
+            (q, q_t), (do_i, do_t) = (
+                (view.rows(row, a), view.columns(row, a_t)) for a, a_t in both
+            )
             if in_turn and row.start:
                 q, do_i, gradients = lax.optimization_barrier((q, do_i, gradients))
             m, inverse, dlse_i, delta_i = (a if a is None else view.rows(row, a) for a in by_row)
@@ -119,7 +152,9 @@ def backward(problem: Problem, tiles: Tiles, x: Operands, rows: online_softmax.A
                 ds, dtables = back(ds, dtables) if back else (ds, dtables)
                 low = ds.astype(q.dtype)
                 dk = key.add(dk, over_rows(q, q_t, low), 3)
-                dv = key.add(dv, over_rows(do_i, do_t, view.dropped(prob, row, key).astype(q.dtype)), 3)
+                dv = key.add(
+                    dv, over_rows(do_i, do_t, view.dropped(prob, row, key).astype(q.dtype)), 3
+                )
                 dbias = dbias if dbias is None else view.add_tile(dbias, ds, row, key)
                 return dq + dot(low, key.of(view.key, 2)), dk, dv, dbias, dtables
 
@@ -134,7 +169,11 @@ def backward(problem: Problem, tiles: Tiles, x: Operands, rows: online_softmax.A
         dk, dv = ((jnp.swapaxes(d, 2, 3) if few else _transposed(d))[:, :, None] for d in (dk, dv))
         new = map(_from_heads, (dq * p.scale, dk * (p.scale / view.fold), dv))
         new = [part.put(out, a, 2) for out, a in zip(outputs, new, strict=False)]
-        dbias = dbias if dbias is None else part.add(outputs[3], dbias.reshape(part.of(outputs[3], 1).shape), 1)
+        dbias = (
+            dbias
+            if dbias is None
+            else part.add(outputs[3], dbias.reshape(part.of(outputs[3], 1).shape), 1)
+        )
         return *new, dbias, dtables
 
     bias = None if x.bias is None else _zeros(x, wide, *x.bias.shape)
@@ -146,7 +185,8 @@ def backward(problem: Problem, tiles: Tiles, x: Operands, rows: online_softmax.A
 
 
 def _each_part(p: Problem, at_a_time: int | None, some_heads: Callable, outputs):
-    """outputs = some_heads(part, outputs) for all batch rows and heads, so many of them at a time."""
+    """outputs = some_heads(part, outputs) for all batch rows and heads, so many of them at a
+    time."""
     B, K = p.batch, p.kv_heads
     batch, heads = B, K
     if at_a_time is not None:
@@ -174,5 +214,6 @@ def _from_heads(x):
 
 
 def _transposed(x):
-    """[.., m, n] -> [.., n, m] of x that is made first: else XLA makes both in one loop, which reads far apart and is slow."""
+    """[.., m, n] -> [.., n, m] of x that is made first: else XLA makes both in one loop, which
+    reads far apart and is slow."""
     return jnp.swapaxes(lax.optimization_barrier(x), -1, -2)

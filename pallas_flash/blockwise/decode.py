@@ -1,7 +1,8 @@
-"""Decoding in plain JAX: on a CPU one batch row after the other, by blocks of keys; blocks that no row sees are not read.
+"""Decoding in plain JAX: on a CPU one batch row after the other, by blocks of keys; blocks that no
+row sees are not read.
 
-The keys and values of one block at a time are brought into the order of the heads, in the CPU's caches; no more of them is in
-memory twice.
+The keys and values of one block at a time are brought into the order of the heads, in the CPU's
+caches; no more of them is in memory twice.
 """
 
 import functools
@@ -20,8 +21,9 @@ from pallas_flash.rules.visibility import Visibility
 
 
 def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None, scales=(None, None)):
-    """o [B, T, N, Hv] in the query's dtype, and the Statistics of its rows. With a `table` int32 [B, pages] of page numbers, key
-    and value are pages [P, page, K, n]; where these are quantised, both have `scales` [P, page, K]."""
+    """o [B, T, N, Hv] in the query's dtype, and the Statistics of its rows. With a `table` int32
+    [B, pages] of page numbers, key and value are pages [P, page, K, n]; where these are quantised,
+    both have `scales` [P, page, K]."""
     p, wide = problem, sums(tiles.dtype)
     rows, x_rows = decode.as_rows(p, x)
     q = jnp.swapaxes(x_rows.query, 1, 2).astype(wide)
@@ -50,10 +52,17 @@ def _attend(p: Problem, tiles: DecodeTiles, part: Heads, q, x: Operands, table, 
     def step(j, carry, masked):
         o, stats = carry
         key = numbered(j, tiles.block_k, p.keys)
-        k, v = (_block(a, table, part, key).astype(tiles.dtype) for a in (x.key, x.value))  # [B, keys, K, n]
-        k_scale, v_scale = (None if a is None else _block(a, table, part, key).swapaxes(1, 2)[..., None] for a in scales)
-        qk = jnp.einsum("bkrh,bskh->bksr", q, k, precision="highest", preferred_element_type=q.dtype)
-        qk = qk if k_scale is None else jnp.maximum(qk * k_scale, online_softmax.LOWEST)  # no multiply-add with -m
+        # [B, keys, K, n]
+        k, v = (_block(a, table, part, key).astype(tiles.dtype) for a in (x.key, x.value))
+        k_scale, v_scale = (
+            None if a is None else _block(a, table, part, key).swapaxes(1, 2)[..., None]
+            for a in scales
+        )
+        qk = jnp.einsum(
+            "bkrh,bskh->bksr", q, k, precision="highest", preferred_element_type=q.dtype
+        )
+        # no multiply-add with -m
+        qk = qk if k_scale is None else jnp.maximum(qk * k_scale, online_softmax.LOWEST)
         s = qk if p.soft_cap is None else online_softmax.scores(qk, None, p.scale, p.soft_cap, 1.0)
         s = s if score is None else score(s, key)
         if masked:
@@ -65,7 +74,13 @@ def _attend(p: Problem, tiles: DecodeTiles, part: Heads, q, x: Operands, table, 
         prob, alpha, stats = online_softmax.step_along(2, s, stats)
         if v_scale is not None:
             prob, v = prob * v_scale, v.astype(weights(v.dtype))
-        pv = jnp.einsum("bksr,bskh->bkrh", prob.astype(v.dtype), v, precision="highest", preferred_element_type=q.dtype)
+        pv = jnp.einsum(
+            "bksr,bskh->bkrh",
+            prob.astype(v.dtype),
+            v,
+            precision="highest",
+            preferred_element_type=q.dtype,
+        )
         return o * alpha[..., None] + pv, stats
 
     zeros = jnp.zeros_like(q[..., 0])
@@ -79,8 +94,16 @@ def _scored(p: Problem, score: Score, part: Heads, s, key: Block):
     """What a score_mod makes of the logits [B, K, keys, rows]."""
     batch, heads = score.numbers(p.batch, p.heads)
     b = part.of(batch) if score.rule.reads_batch else batch
-    h = jnp.tile(heads.reshape(1, p.kv_heads, 1, -1), p.queries) if score.rule.reads_head else heads[None, None, None]
-    first = score.offset if isinstance(score.offset, int) else part.of(score.offset)[:, None, None, None]
+    h = (
+        jnp.tile(heads.reshape(1, p.kv_heads, 1, -1), p.queries)
+        if score.rule.reads_head
+        else heads[None, None, None]
+    )
+    first = (
+        score.offset
+        if isinstance(score.offset, int)
+        else part.of(score.offset)[:, None, None, None]
+    )
     position = first + jnp.repeat(jnp.arange(p.queries, dtype=jnp.int32), p.group)[None, None, None]
     read = lambda array, index: score.arrays[array].at[index].get(mode="promise_in_bounds")
     return score.of(s, read, b[:, None, None, None], h, position, key.index[None, None, :, None])
@@ -89,7 +112,11 @@ def _scored(p: Problem, score: Score, part: Heads, s, key: Block):
 def _seen(see: Visibility, key: Block, column):
     """Which keys of a block the rows see, [B | 1, 1, keys, rows]."""
     index = key.index[None, None, :, None]
-    ids = () if see.query_ids is None else (column(see.query_ids), key.of(see.key_ids, 1)[:, None, :, None])
+    ids = (
+        ()
+        if see.query_ids is None
+        else (column(see.query_ids), key.of(see.key_ids, 1)[:, None, :, None])
+    )
     seen = see.sees(column(see.start), column(see.stop), index, *ids)
     return seen if key.own is None else seen & (index >= key.own)
 
@@ -98,7 +125,11 @@ def _block(x, table, part: Heads, key: Block):
     """The keys or values of a block, [B, keys, K, n]."""
     at = lambda start: jnp.asarray(start, jnp.int32)
     if table is None:
-        return lax.dynamic_slice(x, [at(part.row), at(key.start), at(0), at(0)], [part.batch, key.size, *x.shape[2:]])
+        return lax.dynamic_slice(
+            x, [at(part.row), at(key.start), at(0), at(0)], [part.batch, key.size, *x.shape[2:]]
+        )
     page = x.shape[1]
-    numbers = lax.dynamic_slice(table, [at(part.row), at(key.start) // page], [part.batch, key.size // page])
+    numbers = lax.dynamic_slice(
+        table, [at(part.row), at(key.start) // page], [part.batch, key.size // page]
+    )
     return taken(x, numbers).reshape(part.batch, key.size, *x.shape[2:])

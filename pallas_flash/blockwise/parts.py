@@ -1,4 +1,5 @@
-"""Parts of arrays: a block of neighbouring rows or keys, some batch rows and heads; cut out, and put back."""
+"""Parts of arrays: a block of neighbouring rows or keys, some batch rows and heads; cut out, and
+put back."""
 
 from typing import NamedTuple
 
@@ -10,7 +11,8 @@ from pallas_flash.rules.visibility import Ints
 
 
 class Block(NamedTuple):
-    """`size` neighbouring rows or keys. Those before `own` (None: none) belong to the block before it."""
+    """`size` neighbouring rows or keys. Those before `own` (None: none) belong to the block before
+    it."""
 
     start: Ints
     size: int
@@ -32,7 +34,8 @@ class Block(NamedTuple):
 
 
 def numbered(number: Ints, size: int, length: int) -> Block:
-    """Block `number` of a length; the last of a ragged one is moved back until it ends with the array."""
+    """Block `number` of a length; the last of a ragged one is moved back until it ends with the
+    array."""
     if isinstance(length, int) and length % size == 0:
         return Block(number * size, size)
     start = jnp.minimum(number * size, length - size)
@@ -40,7 +43,8 @@ def numbered(number: Ints, size: int, length: int) -> Block:
 
 
 class Heads(NamedTuple):
-    """`batch` rows from `row` on, and of them `heads` key/value heads of K from `head` on. An axis of size 1 broadcasts."""
+    """`batch` rows from `row` on, and of them `heads` key/value heads of K from `head` on. An axis
+    of size 1 broadcasts."""
 
     row: Ints
     batch: int
@@ -71,14 +75,18 @@ def _cut(x, ranges):
     if not sizes:
         return x
     starts = [ranges[axis][0] if axis in sizes else 0 for axis in range(x.ndim)]
-    return lax.dynamic_slice(x, _int32(starts), [sizes.get(axis, n) for axis, n in enumerate(x.shape)])
+    return lax.dynamic_slice(
+        x, _int32(starts), [sizes.get(axis, n) for axis, n in enumerate(x.shape)]
+    )
 
 
 def _put(x, part, starts):
     part = part.astype(x.dtype)
     if part.shape == x.shape:
         return part
-    starts = [starts.get(axis, 0) if part.shape[axis] != x.shape[axis] else 0 for axis in range(x.ndim)]
+    starts = [
+        starts.get(axis, 0) if part.shape[axis] != x.shape[axis] else 0 for axis in range(x.ndim)
+    ]
     return lax.dynamic_update_slice(x, part, _int32(starts))
 
 

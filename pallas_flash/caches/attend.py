@@ -1,4 +1,5 @@
-"""Takes a call of `paged_attention` to its implementation, which reads pages where they lie, or gets them in order."""
+"""Takes a call of `paged_attention` to its implementation, which reads pages where they lie, or
+gets them in order."""
 
 import dataclasses
 import functools
@@ -8,7 +9,17 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_flash import arguments, autodiff, backends, checks, decode, dispatch, lowering, modes, quantised
+from pallas_flash import (
+    arguments,
+    autodiff,
+    backends,
+    checks,
+    decode,
+    dispatch,
+    lowering,
+    modes,
+    quantised,
+)
 from pallas_flash.arguments import Problem
 from pallas_flash.backends import Backend
 from pallas_flash.caches import ragged
@@ -22,8 +33,8 @@ IN_PLACE = ("hopper", "portable", "blockwise")  # read pages where they lie
 
 
 def attend(implementation, **call):
-    """o [B, T, N, Hv], lse [B, T, N] and the largest logits, or None, of a call of paged_attention; with cu_seqlens_q
-    [tokens, N, Hv] and [tokens, N]."""
+    """o [B, T, N, Hv], lse [B, T, N] and the largest logits, or None, of a call of paged_attention;
+    with cu_seqlens_q [tokens, N, Hv] and [tokens, N]."""
     arrays = {name: x for name, x in call.items() if checks.is_array(x) or isinstance(x, Score)}
     static = {name: x for name, x in call.items() if name not in arrays}
     return _attend_jit(implementation, tuple(static.items()), arrays)
@@ -39,7 +50,9 @@ def _attend_jit(implementation, static, arrays):
     if call["query_offset"] is None:
         new = T if call["query_seq_lengths"] is None else call["query_seq_lengths"]
         new = new if cu_seqlens is None else jnp.diff(cu_seqlens)
-        call["query_offset"] = jnp.minimum(call["lengths"], call["page_table"].shape[1] * page) - new
+        call["query_offset"] = (
+            jnp.minimum(call["lengths"], call["page_table"].shape[1] * page) - new
+        )
     if cu_seqlens is None:
         return _attend_batch(implementation, False, **call)
     tiles = ragged.Tiles.of(cu_seqlens, T, max(1, decode.ROWS * K // N))
@@ -47,21 +60,42 @@ def _attend_jit(implementation, static, arrays):
     return tiles.tokens(o, 0), *jax.tree.map(lambda x: tiles.tokens(x, -jnp.inf), numbers)
 
 
-def _attend_batch(implementation, is_ragged: bool, *, k_pages, v_pages, page_table, lengths, k_scales, v_scales, **call):
+def _attend_batch(
+    implementation,
+    is_ragged: bool,
+    *,
+    k_pages,
+    v_pages,
+    page_table,
+    lengths,
+    k_scales,
+    v_scales,
+    **call,
+):
     B, pages = page_table.shape
     dtype = k_pages.dtype if k_scales is None else call["query"].dtype
     like = lambda x: jnp.broadcast_to(
         x[0, 0].astype(dtype), (B, pages * x.shape[1], *x.shape[2:])
     )  # never made: its shape is read
     call |= dict.fromkeys(("bias", "query_segment_ids", "key_value_segment_ids", "dropout_rng"))
-    call |= dict(key=like(k_pages), value=like(v_pages), key_value_seq_lengths=lengths, dropout_rate=0.0, deterministic=True)
+    call |= dict(
+        key=like(k_pages),
+        value=like(v_pages),
+        key_value_seq_lengths=lengths,
+        dropout_rate=0.0,
+        deterministic=True,
+    )
     problem, operands = arguments.normalise(**call)
-    kind = Pages((k_pages.shape, v_pages.shape), None if k_scales is None else str(k_pages.dtype), is_ragged)
+    kind = Pages(
+        (k_pages.shape, v_pages.shape), None if k_scales is None else str(k_pages.dtype), is_ragged
+    )
     backend = _chosen(problem, kind, implementation)
     if _copies(backend.name, problem, kind):
         copied = functools.partial(_in_order, problem, operands.visibility, page_table, dtype)
         return dispatch.attend(
-            implementation, None, **call | dict(key=copied(k_pages, k_scales), value=copied(v_pages, v_scales))
+            implementation,
+            None,
+            **call | dict(key=copied(k_pages, k_scales), value=copied(v_pages, v_scales)),
         )
     scales = () if k_scales is None else ((k_scales, v_scales),)
     operands, scales = reads.vary_alike((operands._replace(key=k_pages, value=v_pages), scales))
@@ -72,7 +106,10 @@ def _attend_batch(implementation, is_ragged: bool, *, k_pages, v_pages, page_tab
         o, stats = read("blockwise", *arrays)
         return o, lowering.like_kernels(stats, like[1], unit)
 
-    kernels, is_asked = functools.partial(read, backend.name), selfcheck.asked_for(implementation) is not None
+    kernels, is_asked = (
+        functools.partial(read, backend.name),
+        selfcheck.asked_for(implementation) is not None,
+    )
     o, stats = lowering.either(backend, is_asked, kernels, other, operands, table, *scales)
     numbers = autodiff.natural(unit, problem, operands, stats)
     return o, *jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2), numbers)
@@ -80,16 +117,23 @@ def _attend_batch(implementation, is_ragged: bool, *, k_pages, v_pages, page_tab
 
 def _in_place(problem: Problem, page: int, name: str, operands, table, *scales):
     """What an implementation reads out of pages where they lie."""
-    module = importlib.import_module(f"pallas_flash.{'' if name == 'blockwise' else 'kernels.'}{name}")
+    module = importlib.import_module(
+        f"pallas_flash.{'' if name == 'blockwise' else 'kernels.'}{name}"
+    )
     forward = importlib.import_module(f"{module.__name__}.decode").forward
     return forward(problem, module.decode_tiles(problem, page), operands, table, *scales)
 
 
 def _in_order(problem: Problem, seen: Visibility, table, dtype, pages, scales):
-    """The keys or values [B, S, K, n] of the rows, 0 where no query of a row looks: there may be NaN."""
+    """The keys or values [B, S, K, n] of the rows, 0 where no query of a row looks: there may be
+    NaN."""
     p = problem
     x = quantised.taken(pages, table)  # [B, pages, page, K, n]
-    x = x if scales is None else (x.astype(jnp.float32) * quantised.taken(scales, table)[..., None]).astype(dtype)
+    x = (
+        x
+        if scales is None
+        else (x.astype(jnp.float32) * quantised.taken(scales, table)[..., None]).astype(dtype)
+    )
     key = jnp.arange(p.keys, dtype=jnp.int32)[None, :, None, None]
     first, last = (n[:, None, None, None] for n in decode.reach(*decode.intervals(p, seen), p.keys))
     return jnp.where((first <= key) & (key < last), x.reshape(p.batch, p.keys, *x.shape[3:]), 0)
@@ -113,12 +157,16 @@ class Pages(NamedTuple):
         name = f"pages of {self.page}" + f" {self.stored}" * (self.stored is not None)
         return comparison.Way(name, dict(keys=keys), self.results, self.exact)
 
-    def results(self, problem: Problem, choice: backends.Choice, operands: arguments.Operands, cotangents):
+    def results(
+        self, problem: Problem, choice: backends.Choice, operands: arguments.Operands, cotangents
+    ):
         """Of keys and values that are put into pages, the last of a row first."""
         if choice.backend.name == "reference":
             return comparison.outputs(*autodiff.attend(problem, choice, operands))
         p = problem
-        table = jnp.arange(p.batch * p.keys // self.page, dtype=jnp.int32).reshape(p.batch, -1)[:, ::-1]
+        table = jnp.arange(p.batch * p.keys // self.page, dtype=jnp.int32).reshape(p.batch, -1)[
+            :, ::-1
+        ]
         paged = lambda x: x.reshape(-1, self.page, *x.shape[2:])[table.ravel()]
         kv, scales = [operands.key, operands.value], ()
         if self.stored:
@@ -141,7 +189,8 @@ def _copies(name: str, problem: Problem, pages: Pages) -> bool:
     """Whether an implementation attends to a copy of the pages in order."""
     p = problem
     is_long = decode.why_not(p) is not None and not pages.is_ragged
-    if name == "blockwise":  # what nobody sees it does not read: a table may be much longer than its rows
+    # what nobody sees it does not read: a table may be much longer than its rows
+    if name == "blockwise":
         return is_long and p.keys <= p.queries * p.group
     return name not in IN_PLACE or is_long
 
@@ -151,28 +200,40 @@ def _chosen(problem: Problem, pages: Pages, implementation: str | None) -> Backe
     if asked is not None and (why_not := _why_not(asked, problem, pages)):
         cannot = f"implementation {asked!r} cannot run this call of paged_attention"
         raise NotImplementedError(f"{cannot}: {why_not}. The call: {problem}.")
-    decoding = dataclasses.replace(problem, keys=max(problem.keys, decode.KEYS))  # whatever the length
+    # whatever the length
+    decoding = dataclasses.replace(problem, keys=max(problem.keys, decode.KEYS))
 
     def wrong_here(backend):
         copies = _copies(backend.name, problem, pages)
-        return selfcheck.why_not(backend, problem) if copies else selfcheck.why_not(backend, decoding, way=pages.way)
+        return (
+            selfcheck.why_not(backend, problem)
+            if copies
+            else selfcheck.why_not(backend, decoding, way=pages.way)
+        )
 
     here = lambda backend: _why_not(backend.name, problem, pages) or wrong_here(backend)
     return backends.choose(problem, asked, here).backend
 
 
 def _why_not(name: str, problem: Problem, pages: Pages) -> str | None:
-    """Why an implementation does not read pages of this kind where they lie; None: it does, or it copies them."""
+    """Why an implementation does not read pages of this kind where they lie; None: it does, or it
+    copies them."""
     page, stored = pages.page, pages.stored
     if name == "blockwise" or _copies(name, problem, pages):
         return None
     if name == "hopper" and problem.score is not None:
         return "its decoding takes no score_mod: portable and blockwise do"
     if name == "hopper" and stored:
-        return f"wgmma multiplies pages as they lie, in {problem.dtype}; got {stored}: portable and blockwise take them"
+        return (
+            f"wgmma multiplies pages as they lie, in {problem.dtype}; got {stored}: portable "
+            "and blockwise take them"
+        )
     capability = device.compute_capability()
     if stored == "float8_e4m3fn" and capability and capability < 8.9:
-        return f"float8_e4m3fn needs an NVIDIA GPU of compute capability 8.9 or higher; this one has {capability}: int8 does not"
+        return (
+            "float8_e4m3fn needs an NVIDIA GPU of compute capability 8.9 or higher; this one "
+            f"has {capability}: int8 does not"
+        )
     if name == "portable" and stored:
         unread = (portable.why_no_index(f"pages in {stored}", shape) for shape in pages.shapes)
         if why_not := next(filter(None, unread), None):

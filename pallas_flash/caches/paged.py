@@ -1,4 +1,5 @@
-"""`paged_attention`: attention of a few new tokens to keys and values that lie in pages, which rows may share."""
+"""`paged_attention`: attention of a few new tokens to keys and values that lie in pages, which rows
+may share."""
 
 from __future__ import annotations  # help() shows annotations as they stand here
 
@@ -20,7 +21,8 @@ PAGE = 8  # a page is a multiple of so many keys
 
 
 class _Options(TypedDict, total=False):
-    """For type checkers: the arguments of `paged_attention` by name, without those that tell its overloads apart."""
+    """For type checkers: the arguments of `paged_attention` by name, without those that tell its
+    overloads apart."""
 
     query_seq_lengths: Int[AnyArray, "B"] | None
     query_offset: Int[AnyArray, "B"] | None
@@ -140,41 +142,49 @@ def paged_attention(
 ) -> Float[Array, "*B T N Hv"] | tuple[Float[Array, "..."], ...]:
     """`flash_attention` of the newest tokens of each row to the row's keys, which lie in pages.
 
-    Row b has lengths[b] keys; key i of it is k_pages[page_table[b, i // page], i % page]. Pages may be in any order, and rows may
-    share them. An entry of the table that no visible key needs may be anything; an entry that is needed must be a page from 0 to
-    P - 1. Any other number is taken for the nearest page, and the result is that of this page's keys. There is no derivative. On
-    a mesh with explicit axes the batch and the heads may be sharded, the pages by heads alone.
+    Row b has lengths[b] keys; key i of it is k_pages[page_table[b, i // page], i % page]. Pages may
+    be in any order, and rows may share them. An entry of the table that no visible key needs may be
+    anything; an entry that is needed must be a page from 0 to P - 1. Any other number is taken for
+    the nearest page, and the result is that of this page's keys. There is no derivative. On a mesh
+    with explicit axes the batch and the heads may be sharded, the pages by heads alone.
 
-    Args:
-      query: [B, T, N, H], the newest tokens of each row, or with cu_seqlens_q [T, N, H]; N is a multiple of K. Up to T N / K = 64
-        pages are read where they lie. For more, as in a prompt, all pages in the table are first copied in order, and the kernels
-        of `flash_attention` run; "blockwise" copies them only if they hold no more than T N / K keys.
+    Args: query: [B, T, N, H], the newest tokens of each row, or with cu_seqlens_q [T, N, H]; N is a
+      multiple of K. Up to T N / K = 64
+        pages are read where they lie. For more, as in a prompt, all pages in the table are first
+        copied in order, and the kernels of `flash_attention` run; "blockwise" copies them only if
+        they hold no more than T N / K keys.
       k_pages: [P, page, K, H], where page is a multiple of 8.
       v_pages: [P, page, K, Hv].
       page_table: int32 [B, pages of a row].
-      lengths: int32 [B], how many keys each row has, those of its new tokens included. Keys of a page beyond them may be NaN.
+      lengths: int32 [B], how many keys each row has, those of its new tokens included. Keys of a
+        page beyond them may be NaN.
       query_seq_lengths: int32 [B]: how many of the T queries of each row are real; all by default.
-      query_offset: int32 [B], the position of each row's first query; by default the queries are at the last of the row's keys.
-      cu_seqlens_q: int32 [B + 1], ascending: the query is [T, N, H], and row b has the tokens from cu_seqlens_q[b] up to, not
-        including, cu_seqlens_q[b + 1]: of some rows a prompt, of others one token, of others none. Tokens of no row get 0. Up to
-        64 K / N tokens of a row at a time are decoding, and no page is copied.
-      scale, is_causal, local_window_size, logits_soft_cap, sinks, score_mod, return_residual, return_max_logits: as in
-        `flash_attention`; causal by default.
-      k_scales, v_scales: float32 [P, page, K], for pages of int8 or float8_e4m3fn: a key is its entry in the page times its
-        scale, as `PagedCache` makes them. Pages that are read where they lie stay as they are in memory: logits and weights are
-        multiplied by the scales. A copy has the query's dtype.
-      implementation: as in `flash_attention`; "hopper" reads pages where they lie if they are of 8, 16, 32, or a multiple of 64
-        keys, but not in 8 bits, nor with a score_mod. "reference", "flash1" and "standard" always copy them.
+      query_offset: int32 [B], the position of each row's first query; by default the queries are at
+        the last of the row's keys.
+      cu_seqlens_q: int32 [B + 1], ascending: the query is [T, N, H], and row b has the tokens from
+        cu_seqlens_q[b] up to, not including, cu_seqlens_q[b + 1]: of some rows a prompt, of others
+        one token, of others none. Tokens of no row get 0. Up to 64 K / N tokens of a row at a time
+        are decoding, and no page is copied.
+      scale, is_causal, local_window_size, logits_soft_cap, sinks, score_mod, return_residual,
+        return_max_logits: as in `flash_attention`; causal by default.
+      k_scales, v_scales: float32 [P, page, K], for pages of int8 or float8_e4m3fn: a key is its
+        entry in the page times its scale, as `PagedCache` makes them. Pages that are read where
+        they lie stay as they are in memory: logits and weights are multiplied by the scales. A copy
+        has the query's dtype.
+      implementation: as in `flash_attention`; "hopper" reads pages where they lie if they are of 8,
+        16, 32, or a multiple of 64 keys, but not in 8 bits, nor with a score_mod. "reference",
+        "flash1" and "standard" always copy them.
 
-    Returns:
-      The output [B, T, N, Hv] in the query's dtype; with return_residual or return_max_logits, a tuple of it and float32
-      [B, T, N], as in `flash_attention`. With cu_seqlens_q none has an axis B.
+    Returns: The output [B, T, N, Hv] in the query's dtype; with return_residual or
+      return_max_logits, a tuple of it and float32 [B, T, N], as in `flash_attention`. With
+      cu_seqlens_q none has an axis B.
 
-    Raises:
-      TypeError, ValueError: an argument does not fit.
-      NotImplementedError: the named implementation cannot run this call, or a derivative is asked for.
+    Raises: TypeError, ValueError: an argument does not fit. NotImplementedError: the named
+      implementation cannot run this call, or a derivative is asked for.
     """
-    query, k_pages, v_pages = (checks.array(*x) for x in (("query", query), ("k_pages", k_pages), ("v_pages", v_pages)))
+    query, k_pages, v_pages = (
+        checks.array(*x) for x in (("query", query), ("k_pages", k_pages), ("v_pages", v_pages))
+    )
     table, lengths = checks.ints("page_table", page_table), checks.ints("lengths", lengths)
     starts = None if cu_seqlens_q is None else checks.ints("cu_seqlens_q", cu_seqlens_q)
     _check(query, k_pages, v_pages, table, lengths, starts)
@@ -185,22 +195,46 @@ def paged_attention(
     quantised.check(k_pages, v_pages, **scales)
     sinks = None if sinks is None else checks.array("sinks", sinks)
     number, factors = checks.scale(scale, query.shape[-1] ** -0.5, query.shape[-2])
-    call = dict(query=query, k_pages=k_pages, v_pages=v_pages, page_table=table, lengths=lengths, sinks=sinks)
+    call = dict(
+        query=query,
+        k_pages=k_pages,
+        v_pages=v_pages,
+        page_table=table,
+        lengths=lengths,
+        sinks=sinks,
+    )
     call |= dict(cu_seqlens_q=starts)
     if starts is not None and query_seq_lengths is not None:
-        raise ValueError("query_seq_lengths cannot go with cu_seqlens_q, which says how many tokens each row has.")
+        raise ValueError(
+            "query_seq_lengths cannot go with cu_seqlens_q, which says how many tokens each row "
+            "has."
+        )
     for name, x in dict(query_seq_lengths=query_seq_lengths, query_offset=query_offset).items():
         call[name] = None if x is None else checks.ints(name, x)
-        if x is not None and call[name].shape != lengths.shape and (name, call[name].shape) != ("query_offset", ()):
+        if (
+            x is not None
+            and call[name].shape != lengths.shape
+            and (name, call[name].shape) != ("query_offset", ())
+        ):
             raise ValueError(f"{name} must be int32 [B] = {lengths.shape}; got {call[name].shape}.")
     if local_window_size is not None:
         window = checks.window(local_window_size)
         local_window_size = window.left, window.right
     call |= dict(is_causal=checks.flag("is_causal", is_causal), local_window_size=local_window_size)
-    call |= dict(logits_soft_cap=checks.number("logits_soft_cap", logits_soft_cap, None, positive=True))
+    call |= dict(
+        logits_soft_cap=checks.number("logits_soft_cap", logits_soft_cap, None, positive=True)
+    )
     if score_mod is not None:
-        call["score_mod"] = Score.of_call(scores.fitting(score_mod, query.shape[-2]), checks.sums(query.dtype))
-    call |= dict(implementation=implementation, mask=None, context=None, scale=number if factors is None else factors, **scales)
+        call["score_mod"] = Score.of_call(
+            scores.fitting(score_mod, query.shape[-2]), checks.sums(query.dtype)
+        )
+    call |= dict(
+        implementation=implementation,
+        mask=None,
+        context=None,
+        scale=number if factors is None else factors,
+        **scales,
+    )
     call["return_max_logits"] = checks.flag("return_max_logits", return_max_logits)
     return_residual = checks.flag("return_residual", return_residual)
     mesh = sharding.mesh_of(call)
@@ -215,8 +249,13 @@ in_lines(paged_attention)
 
 
 def _check(query, k_pages, v_pages, page_table, lengths, cu_seqlens_q):
-    named = dict(query=query, k_pages=k_pages, v_pages=v_pages, page_table=page_table, lengths=lengths)
-    padded, packed = "[B, T, N, H], or with cu_seqlens_q [T, N, H]", "[T, N, H] with cu_seqlens_q [B + 1]"
+    named = dict(
+        query=query, k_pages=k_pages, v_pages=v_pages, page_table=page_table, lengths=lengths
+    )
+    padded, packed = (
+        "[B, T, N, H], or with cu_seqlens_q [T, N, H]",
+        "[T, N, H] with cu_seqlens_q [B + 1]",
+    )
     shapes = dict(query=padded if cu_seqlens_q is None else packed)
     shapes |= dict(k_pages="[P, page, K, H]", v_pages="[P, page, K, Hv]")
     shapes |= dict(page_table="[B, pages]", lengths="[B]")
@@ -225,21 +264,33 @@ def _check(query, k_pages, v_pages, page_table, lengths, cu_seqlens_q):
         if len(got) != shape.partition("]")[0].count(",") + 1 or 0 in got:
             raise ValueError(f"{name} must be {shape}, no size 0; got {got}.")
     if cu_seqlens_q is not None and cu_seqlens_q.ndim != 1:
-        raise ValueError(f"cu_seqlens_q must be int32 [B + 1], in ascending order; got {cu_seqlens_q.shape}.")
+        raise ValueError(
+            f"cu_seqlens_q must be int32 [B + 1], in ascending order; got {cu_seqlens_q.shape}."
+        )
     B = query.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
     if k_pages.shape[1] % PAGE:
-        raise ValueError(f"k_pages must be [P, page, K, H] with pages of a multiple of {PAGE} keys; got {k_pages.shape}.")
+        raise ValueError(
+            f"k_pages must be [P, page, K, H] with pages of a multiple of {PAGE} keys; got "
+            f"{k_pages.shape}."
+        )
     if k_pages.shape[3] != query.shape[-1]:
-        raise ValueError(f"k_pages must be [P, page, K, H] with the H of query {query.shape}; got {k_pages.shape}.")
+        raise ValueError(
+            f"k_pages must be [P, page, K, H] with the H of query {query.shape}; got "
+            f"{k_pages.shape}."
+        )
     if query.shape[-2] % k_pages.shape[2]:
         raise ValueError(
-            f"k_pages must be [P, page, K, H], the N = {query.shape[-2]} of query a multiple of K; got {k_pages.shape}. Do "
+            f"k_pages must be [P, page, K, H], the N = {query.shape[-2]} of query a multiple of K; "
+            f"got {k_pages.shape}. Do "
             "the heads come before the pages? Here they come after them: jnp.moveaxis(x, 0, 2)."
         )
     if v_pages.shape[:3] != k_pages.shape[:3]:
-        raise ValueError(f"v_pages must be [P, page, K, Hv] like k_pages {k_pages.shape}; got {v_pages.shape}.")
+        raise ValueError(
+            f"v_pages must be [P, page, K, Hv] like k_pages {k_pages.shape}; got {v_pages.shape}."
+        )
     if page_table.shape[0] != B or lengths.shape != (B,):
         raise ValueError(
-            f"page_table [B, pages] and lengths [B] must have the same B rows, here {B}, as query or cu_seqlens_q; got "
+            f"page_table [B, pages] and lengths [B] must have the same B rows, here {B}, as query "
+            "or cu_seqlens_q; got "
             f"{page_table.shape} and {lengths.shape}."
         )

@@ -1,4 +1,5 @@
-"""`PagedCache`: keys and values in pages, which its rows take, fill, share and give back. Pure functions, for jax.jit."""
+"""`PagedCache`: keys and values in pages, which its rows take, fill, share and give back. Pure
+functions, for jax.jit."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -17,9 +18,11 @@ from pallas_flash.devices import sharding
 
 
 class PagedCache(NamedTuple):
-    """Keys and values in P pages. Key i of row b is key[table[b, i // page], i % page]; an entry without a page is P.
+    """Keys and values in P pages. Key i of row b is key[table[b, i // page], i % page]; an entry
+    without a page is P.
 
-    Its methods return a new cache and change nothing, so that they may be called inside of jax.jit."""
+    Its methods return a new cache and change nothing, so that they may be called inside of
+    jax.jit."""
 
     key: Real[Array, "P page K H"]
     value: Real[Array, "P page K H"]
@@ -35,7 +38,8 @@ class PagedCache(NamedTuple):
         return jnp.sum(self.table < self.key.shape[0], 1, dtype=jnp.int32) * self.key.shape[1]
 
     def reserve(self, tokens: Int[AnyArray, "#B"] | int) -> "PagedCache":
-        """The cache with pages for `tokens` more tokens of each row, as long as there are free pages and entries of the table."""
+        """The cache with pages for `tokens` more tokens of each row, as long as there are free
+        pages and entries of the table."""
         return _changed(_reserved, self, tokens=self._by_row("tokens", tokens))
 
     def append(
@@ -45,22 +49,27 @@ class PagedCache(NamedTuple):
         count: Int[AnyArray, "#B"] | int | None = None,
         cu_seqlens: Int[AnyArray, "B+1"] | None = None,
     ) -> "PagedCache":
-        """The cache with the first `count` of T tokens added to each row, by default all, in pages as `reserve` gives them. With
-        cu_seqlens, int32 [B + 1], key and value are [T, K, H], and row b takes the tokens from cu_seqlens[b] up to, not
-        including, cu_seqlens[b + 1]. Tokens for which there is no room are left out; `length` says how many there are."""
+        """The cache with the first `count` of T tokens added to each row, by default all, in pages
+        as `reserve` gives them. With cu_seqlens, int32 [B + 1], key and value are [T, K, H], and
+        row b takes the tokens from cu_seqlens[b] up to, not including, cu_seqlens[b + 1]. Tokens
+        for which there is no room are left out; `length` says how many there are."""
         B, key, value = len(self.table), checks.array("key", key), checks.array("value", value)
         rows, letters = ((B,), "[B, T, K, H]") if cu_seqlens is None else ((), "[T, K, H]")
         for name, x, slots in (("key", key, self.key), ("value", value, self.value)):
             fits = (*rows, *key.shape[len(rows) : len(rows) + 1], *slots.shape[2:])
             if x.shape != fits:
-                raise ValueError(f"{name} must be {letters} = {fits} to match the cache; got {x.shape}.")
+                raise ValueError(
+                    f"{name} must be {letters} = {fits} to match the cache; got {x.shape}."
+                )
         T, new = key.shape[-3], dict(key=key, value=value)
         if cu_seqlens is None:
             new["count"] = jnp.clip(self._by_row("count", T if count is None else count), 0, T)
             return sharding.of_cache(_appended, self, new)[1]
         ends = checks.ints("cu_seqlens", cu_seqlens)
         if count is not None or ends.shape != (B + 1,):
-            raise ValueError(f"cu_seqlens must be int32 [B + 1] = ({B + 1},), without count; got {ends.shape}.")
+            raise ValueError(
+                f"cu_seqlens must be int32 [B + 1] = ({B + 1},), without count; got {ends.shape}."
+            )
         ragged.check("cu_seqlens", ends, T)
         new["cu_seqlens"] = jnp.asarray(ends)
         return sharding.of_cache(_appended_ragged, self, new)[1]
@@ -69,32 +78,48 @@ class PagedCache(NamedTuple):
         """The cache with these rows empty; their pages that no other row has are free again."""
         rows = jnp.asarray(rows)
         if rows.dtype != bool or rows.shape != self.length.shape:
-            raise ValueError(f"rows must be bool [B] = {self.length.shape}, True: release; got {rows.dtype} {rows.shape}.")
+            raise ValueError(
+                f"rows must be bool [B] = {self.length.shape}, True: release; got {rows.dtype} "
+                f"{rows.shape}."
+            )
         return _changed(_released, self, rows=rows)
 
-    def share(self, source: Int[AnyArray, ""] | int, target: Int[AnyArray, ""] | int) -> "PagedCache":
-        """The cache in which row `target` begins as row `source`: both have the full pages of the source, and the target's own
-        pages are released. Tokens behind the full pages are not shared; append them to the target. If one of the numbers is
-        traced and is that of no row, nothing changes."""
-        rows, B = {name: checks.ints(name, row) for name, row in dict(source=source, target=target).items()}, len(self.table)
+    def share(
+        self, source: Int[AnyArray, ""] | int, target: Int[AnyArray, ""] | int
+    ) -> "PagedCache":
+        """The cache in which row `target` begins as row `source`: both have the full pages of the
+        source, and the target's own pages are released. Tokens behind the full pages are not
+        shared; append them to the target. If one of the numbers is traced and is that of no row,
+        nothing changes."""
+        rows, B = (
+            {
+                name: checks.ints(name, row)
+                for name, row in dict(source=source, target=target).items()
+            },
+            len(self.table),
+        )
         for name, row in rows.items():
             if row.shape:
                 raise ValueError(f"{name} must be the number of one row; got {row.shape}.")
             if isinstance(row, np.ndarray | np.generic) and not 0 <= row < B:
-                raise ValueError(f"{name} must be the number of a row, from 0 to {B - 1}; got {row}.")
+                raise ValueError(
+                    f"{name} must be the number of a row, from 0 to {B - 1}; got {row}."
+                )
         return _changed(_shared, self, **rows)
 
     def _by_row(self, name: str, x) -> Int[Array, "B"]:
         """A number for each row, given so or as one for all."""
         x, shape = checks.ints(name, x), self.length.shape
         if x.shape not in (shape, (1,), ()):
-            raise ValueError(f"{name} must be int32 [B] = {shape}, or one for all rows; got {x.shape}.")
+            raise ValueError(
+                f"{name} must be int32 [B] = {shape}, or one for all rows; got {x.shape}."
+            )
         return jnp.broadcast_to(x, shape)
 
 
 def _changed(change: Callable, cache: PagedCache, **arrays) -> PagedCache:
-    """change(cache, **arrays), which changes table, length and users; on a mesh with explicit axes, meanwhile, each device has
-    these whole."""
+    """change(cache, **arrays), which changes table, length and users; on a mesh with explicit axes,
+    meanwhile, each device has these whole."""
     numbers = dict(table=cache.table, length=cache.length, users=cache.users)
     mesh = sharding.explicit_of(sharding.meshes_of(jax.tree.leaves((cache, arrays))))
     if mesh is None:
@@ -102,7 +127,12 @@ def _changed(change: Callable, cache: PagedCache, **arrays) -> PagedCache:
     placed = lambda x, spec: jax.reshard(x, NamedSharding(mesh, spec))
     whole = lambda x: placed(x, PartitionSpec())
     new = change(cache._replace(**jax.tree.map(whole, numbers)), **jax.tree.map(whole, arrays))
-    return new._replace(**{name: placed(getattr(new, name), jax.typeof(x).sharding.spec) for name, x in numbers.items()})
+    return new._replace(
+        **{
+            name: placed(getattr(new, name), jax.typeof(x).sharding.spec)
+            for name, x in numbers.items()
+        }
+    )
 
 
 def _reserved(cache: PagedCache, *, tokens) -> PagedCache:
@@ -131,13 +161,21 @@ def _shared(cache: PagedCache, *, source, target) -> PagedCache:
     full, pages = cache.length[source] // page, cache.table[source]
     entries = jnp.where(jnp.any(rows) & (jnp.arange(len(pages), dtype=jnp.int32) < full), pages, P)
     cache = _released(cache, rows=rows)
-    table, length = jnp.where(rows[:, None], entries, cache.table), jnp.where(rows, full * page, cache.length)
-    return cache._replace(table=table, length=length, users=cache.users.at[entries].add(1, mode="drop"))
+    table, length = (
+        jnp.where(rows[:, None], entries, cache.table),
+        jnp.where(rows, full * page, cache.length),
+    )
+    return cache._replace(
+        table=table, length=length, users=cache.users.at[entries].add(1, mode="drop")
+    )
 
 
 def _appended(cache: PagedCache, *, key, value, count) -> tuple[None, PagedCache]:
     """With the first `count` [B] of the tokens of each row."""
-    row, token = jnp.arange(len(count), dtype=jnp.int32)[:, None], jnp.arange(key.shape[1], dtype=jnp.int32)[None]
+    row, token = (
+        jnp.arange(len(count), dtype=jnp.int32)[:, None],
+        jnp.arange(key.shape[1], dtype=jnp.int32)[None],
+    )
     return None, _with_tokens(cache, count, row, token, True, key, value)
 
 
@@ -148,7 +186,8 @@ def _appended_ragged(cache: PagedCache, *, key, value, cu_seqlens) -> tuple[None
 
 
 def _with_tokens(cache: PagedCache, count, row, token, is_real, key, value) -> PagedCache:
-    """With `count` [B] more tokens of each row; key and value are those with these rows and, among the row's, these numbers."""
+    """With `count` [B] more tokens of each row; key and value are those with these rows and, among
+    the row's, these numbers."""
     (P, page), pages, start = cache.key.shape[:2], cache.table.shape[1], cache.length
     cache = _reserved(cache, tokens=count)
     length = jnp.minimum(start + count, cache.room).astype(start.dtype)
@@ -159,17 +198,31 @@ def _with_tokens(cache: PagedCache, count, row, token, is_real, key, value) -> P
 
 
 def paged_cache(
-    batch: int, max_length: int, kv_heads: int, head_size: int, *, pages: int, page: int = 64, dtype=jnp.bfloat16
+    batch: int,
+    max_length: int,
+    kv_heads: int,
+    head_size: int,
+    *,
+    pages: int,
+    page: int = 64,
+    dtype=jnp.bfloat16,
 ) -> PagedCache:
-    """An empty cache of `pages` pages of `page` tokens each, for `batch` rows of up to max_length tokens.
+    """An empty cache of `pages` pages of `page` tokens each, for `batch` rows of up to max_length
+    tokens.
 
-    With the dtypes int8 and float8_e4m3fn the cache is quantised: each token and head has a float32 scale, which
-    `paged_attention` takes as k_scales and v_scales. The output then errs by 1% and 4% (norms, for normally distributed numbers;
-    bfloat16: 0.3%). On a CPU float8_e4m3fn is copied whole in each call, int8 is not.
+    With the dtypes int8 and float8_e4m3fn the cache is quantised: each token and head has a float32
+    scale, which `paged_attention` takes as k_scales and v_scales. The output then errs by 1% and 4%
+    (norms, for normally distributed numbers; bfloat16: 0.3%). On a CPU float8_e4m3fn is copied
+    whole in each call, int8 is not.
     """
     if page % PAGE or page <= 0:
         raise ValueError(f"page must be a multiple of {PAGE} keys; got {page}.")
     shape = pages, page, kv_heads, head_size
-    table, zeros = jnp.full((batch, -(-max_length // page)), pages, jnp.int32), lambda n: jnp.zeros(n, jnp.int32)
+    table, zeros = (
+        jnp.full((batch, -(-max_length // page)), pages, jnp.int32),
+        lambda n: jnp.zeros(n, jnp.int32),
+    )
     scales = quantised.empty_scales(shape, dtype)
-    return PagedCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), table, zeros(batch), zeros(pages), *scales)
+    return PagedCache(
+        jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), table, zeros(batch), zeros(pages), *scales
+    )

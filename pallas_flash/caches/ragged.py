@@ -1,4 +1,5 @@
-"""Ragged tokens: those of all rows of a batch, one row behind the other; and tiles of them, a row's own, which decoding takes."""
+"""Ragged tokens: those of all rows of a batch, one row behind the other; and tiles of them, a row's
+own, which decoding takes."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -11,8 +12,12 @@ from jaxtyping import Array, Bool, Int
 
 def check(name: str, cu_seqlens, tokens: int):
     """Raises where the values are NumPy's, or a list, and do not cut so many tokens into rows."""
-    if isinstance(x := cu_seqlens, np.ndarray) and (x[0] < 0 or x[-1] > tokens or (x[1:] < x[:-1]).any()):
-        raise ValueError(f"{name} must ascend, from 0 or more to the {tokens} tokens at most; got {x.tolist()}.")
+    if isinstance(x := cu_seqlens, np.ndarray) and (
+        x[0] < 0 or x[-1] > tokens or (x[1:] < x[:-1]).any()
+    ):
+        raise ValueError(
+            f"{name} must ascend, from 0 or more to the {tokens} tokens at most; got {x.tolist()}."
+        )
 
 
 def within(cu_seqlens: Int[Array, "B+1"], tokens: int) -> Int[Array, "B+1"]:
@@ -30,12 +35,17 @@ class Places(NamedTuple):
     @classmethod
     def of(cls, cu_seqlens: Int[Array, "B+1"], tokens: int) -> "Places":
         token, last = jnp.arange(tokens, dtype=jnp.int32), len(cu_seqlens) - 2
-        row = jnp.minimum(jnp.searchsorted(cu_seqlens[1:], token, side="right").astype(jnp.int32), last)
-        return cls(row, token - cu_seqlens[row], (cu_seqlens[0] <= token) & (token < cu_seqlens[-1]))
+        row = jnp.minimum(
+            jnp.searchsorted(cu_seqlens[1:], token, side="right").astype(jnp.int32), last
+        )
+        return cls(
+            row, token - cu_seqlens[row], (cu_seqlens[0] <= token) & (token < cu_seqlens[-1])
+        )
 
 
 class Tiles(NamedTuple):
-    """Tiles of `size` tokens: as many as any cu_seqlens could need, of which the last may be empty."""
+    """Tiles of `size` tokens: as many as any cu_seqlens could need, of which the last may be
+    empty."""
 
     row: Int[Array, "tiles"]
     first: Int[Array, "tiles"]  # token, by its number among the row's
@@ -49,7 +59,8 @@ class Tiles(NamedTuple):
     def of(cls, cu_seqlens: Int[Array, "B+1"], tokens: int, size: int) -> "Tiles":
         B, counts = len(cu_seqlens) - 1, jnp.diff(cu_seqlens)
         most = (tokens + min(B, tokens) * (size - 1)) // size
-        stop = jnp.cumsum(-(-counts // size), dtype=jnp.int32)  # the number of tiles up to a row's end
+        # the number of tiles up to a row's end
+        stop = jnp.cumsum(-(-counts // size), dtype=jnp.int32)
         start = jnp.concatenate([jnp.zeros(1, jnp.int32), stop[:-1]])
         tile = jnp.arange(most, dtype=jnp.int32)
         row = jnp.minimum(jnp.searchsorted(stop, tile, side="right").astype(jnp.int32), B - 1)
@@ -57,15 +68,30 @@ class Tiles(NamedTuple):
         source = (cu_seqlens[row] + first)[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
         of, number, is_real = Places.of(cu_seqlens, tokens)
         count = jnp.clip(counts[row] - first, 0, size)
-        return cls(row, first, count, jnp.clip(source, 0, tokens - 1), start[of] + number // size, number % size, is_real)
+        return cls(
+            row,
+            first,
+            count,
+            jnp.clip(source, 0, tokens - 1),
+            start[of] + number // size,
+            number % size,
+            is_real,
+        )
 
     def rows_of(self, call: dict[str, Any]) -> dict[str, Any]:
-        """The call with a batch row for each tile. Its query_offset is that of each row's first token."""
+        """The call with a batch row for each tile. Its query_offset is that of each row's first
+        token."""
         by_row = {name: call[name][self.row] for name in ("page_table", "lengths")}
-        offset = jnp.broadcast_to(call["query_offset"], call["lengths"].shape)[self.row] + self.first
-        query = dict(query=call["query"][self.source], query_offset=offset, query_seq_lengths=self.count)
+        offset = (
+            jnp.broadcast_to(call["query_offset"], call["lengths"].shape)[self.row] + self.first
+        )
+        query = dict(
+            query=call["query"][self.source], query_offset=offset, query_seq_lengths=self.count
+        )
         if (score := call.get("score_mod")) is not None and score.rule.reads_batch:
-            query["score_mod"] = dataclasses.replace(score, batch=score.numbers(len(call["lengths"]), 1)[0][self.row])
+            query["score_mod"] = dataclasses.replace(
+                score, batch=score.numbers(len(call["lengths"]), 1)[0][self.row]
+            )
         return call | by_row | query
 
     def tokens(self, x, empty):

@@ -1,4 +1,5 @@
-"""The arrays of a call as devices share them: in exact form, by their place in the call, with a letter for each axis."""
+"""The arrays of a call as devices share them: in exact form, by their place in the call, with a
+letter for each axis."""
 
 import dataclasses
 from typing import Any
@@ -33,14 +34,18 @@ LETTERS = {  # of the arrays of a call; P pages, C an axis that is whole on each
     "lengths": "B",
     "cu_seqlens_q": "C",
 }
-CACHE_LETTERS = LETTERS | dict(length="B", key_scale="BSK", value_scale="BSK", table="BC", users="P")
+CACHE_LETTERS = LETTERS | dict(
+    length="B", key_scale="BSK", value_scale="BSK", table="BC", users="P"
+)
 CACHE_LETTERS |= dict(count="B", cu_seqlens="C")  # beside a cache
-SCORE_LETTERS = {"batch": "B", "head": "N"}  # of a Score; the arrays that rules read are whole on each device
+# of a Score; the arrays that rules read are whole on each device
+SCORE_LETTERS = {"batch": "B", "head": "N"}
 
 
 def exact(call: dict[str, Any]) -> dict[str, Any]:
-    """The call with query, key and value that fit each other, lists as arrays, and all integers as int32: before jax takes them,
-    which would cut off what is wider. For the key of dropout it has the seeds of all batch rows and heads."""
+    """The call with query, key and value that fit each other, lists as arrays, and all integers as
+    int32: before jax takes them, which would cut off what is wider. For the key of dropout it has
+    the seeds of all batch rows and heads."""
     names, ids = ("query", "key", "value"), ("query_segment_ids", "key_value_segment_ids")
     call = call | dict(zip(names, arguments.arrays(*(call[name] for name in names)), strict=True))
     lead, N = call["query"].shape[:-3], call["query"].shape[-2]
@@ -50,18 +55,23 @@ def exact(call: dict[str, Any]) -> dict[str, Any]:
         if call[name] is not None and not checks.is_int(call[name]):
             call[name] = checks.ints(name, call[name])
     for name, shape in dict(scale=(N,), query_offset=lead).items():
-        if isinstance(call[name], jax.Array) and call[name].size == 1:  # one for all is one for each, to spread over devices
+        # one for all is one for each, to spread over devices
+        if isinstance(call[name], jax.Array) and call[name].size == 1:
             call[name] = jnp.broadcast_to(jnp.reshape(call[name], ()), shape)
     if dropout.dropped(checks.rate("dropout_rate", call["dropout_rate"])):
         call["dropout_seeds"] = dropout.seeds(call["dropout_rng"], *lead, N)
     call["dropout_rng"] = None
     if call["score_mod"] is not None:
-        score = Score.of_call(scores.fitting(call["score_mod"], N), checks.sums(call["query"].dtype))
+        score = Score.of_call(
+            scores.fitting(call["score_mod"], N), checks.sums(call["query"].dtype)
+        )
         call["score_mod"] = score.numbered(lead, N)
     there = {name: call[name] for name in ids if call[name] is not None}
     call |= zip(there, checks.ids(there), strict=True)
     if isinstance(call["mask"], masks.Mask):
-        numbered = lambda part: part.numbered(lead, N) if isinstance(part, masks.Where | masks.Kinds) else part
+        numbered = lambda part: (
+            part.numbered(lead, N) if isinstance(part, masks.Where | masks.Kinds) else part
+        )
         exact = (arguments.exact_part(numbered(part)) for part in masks.leaves(call["mask"]))
         call["mask"] = masks.with_leaves(call["mask"], exact)
     return call
@@ -69,27 +79,47 @@ def exact(call: dict[str, Any]) -> dict[str, Any]:
 
 def arrays_of(call) -> dict[tuple, Any]:
     """The arrays of a call by where they are: (name,), or ("mask", number of the part, field)."""
-    found = {(name,): call[name] for name in LETTERS if name in call and not isinstance(call[name], masks.Mask)}
-    for number, part in enumerate(masks.leaves(call["mask"])) if isinstance(call["mask"], masks.Mask) else ():
+    found = {
+        (name,): call[name]
+        for name in LETTERS
+        if name in call and not isinstance(call[name], masks.Mask)
+    }
+    for number, part in (
+        enumerate(masks.leaves(call["mask"])) if isinstance(call["mask"], masks.Mask) else ()
+    ):
         found |= {("mask", number, field): getattr(part, field) for field in part.ARRAYS}
-        found |= {("mask", number, n): x for n, x in enumerate(part.arrays if isinstance(part, masks.Where) else ())}
+        found |= {
+            ("mask", number, n): x
+            for n, x in enumerate(part.arrays if isinstance(part, masks.Where) else ())
+        }
     if isinstance(score := call.get("score_mod"), Score):
         found |= {("score_mod", name): getattr(score, name) for name in SCORE_LETTERS}
         found |= {("score_mod", n): x for n, x in enumerate(score.arrays)}
     # NumPy's numbers stay outside: they are known while tracing
-    return {path: x for path, x in found.items() if isinstance(x, jax.Array) or (hasattr(x, "dtype") and len(x.shape))}
+    return {
+        path: x
+        for path, x in found.items()
+        if isinstance(x, jax.Array) or (hasattr(x, "dtype") and len(x.shape))
+    }
 
 
 def letters_of(path, call) -> str:
     """One for each axis of an array of `arrays_of`, the last ones if it may have fewer axes."""
     if path[0] == "score_mod":
         return SCORE_LETTERS.get(path[1], "")
-    return LETTERS[path[0]] if len(path) == 1 else masks.leaves(call["mask"])[path[1]].ARRAYS.get(path[2], "")
+    return (
+        LETTERS[path[0]]
+        if len(path) == 1
+        else masks.leaves(call["mask"])[path[1]].ARRAYS.get(path[2], "")
+    )
 
 
 def with_arrays(call, arrays: dict[tuple, Any]) -> dict[str, Any]:
     """The call with other arrays where `arrays_of` found some."""
-    call, rules = dict(call), masks.leaves(call["mask"]) if isinstance(call["mask"], masks.Mask) else []
+    call, rules = (
+        dict(call),
+        masks.leaves(call["mask"]) if isinstance(call["mask"], masks.Mask) else [],
+    )
     for path, x in arrays.items():
         if len(path) == 1:
             call[path[0]] = x
@@ -101,7 +131,8 @@ def with_arrays(call, arrays: dict[tuple, Any]) -> dict[str, Any]:
 
 
 def _replaced(rule, name: str | int, x):
-    """A part of a mask or a Score with another array: of a field, or with a number of those that it reads."""
+    """A part of a mask or a Score with another array: of a field, or with a number of those that it
+    reads."""
     if isinstance(name, str):
         return dataclasses.replace(rule, **{name: x})
     return dataclasses.replace(rule, arrays=(*rule.arrays[:name], x, *rule.arrays[name + 1 :]))
@@ -111,17 +142,24 @@ def operand_letters(problem: arguments.Problem, operands: arguments.Operands) ->
     """The operands with a letter for each axis in place of each array."""
     full = dict(B=problem.batch, N=problem.heads, K=problem.kv_heads)
     of = lambda x, letters: "".join(
-        c if n == full.get(c, n) else "." for c, n in zip(letters.ljust(x.ndim, "."), x.shape, strict=True)
+        c if n == full.get(c, n) else "."
+        for c, n in zip(letters.ljust(x.ndim, "."), x.shape, strict=True)
     )
     visibility = operands.visibility
-    for fields, letters in (Visibility.BY_BATCH, "B"), (Visibility.BY_QUERY, "BT"), (Visibility.BY_KEY, "BS"):
+    for fields, letters in (
+        (Visibility.BY_BATCH, "B"),
+        (Visibility.BY_QUERY, "BT"),
+        (Visibility.BY_KEY, "BS"),
+    ):
         visibility = visibility.narrow(fields, lambda x, letters=letters: of(x, letters))
 
     def of_rule(asked):
         if asked is None:
             return None
         by = dict(batch="B", head="N", kinds="BN", offset="B")
-        known = {name: of(x, by[name]) for name in by if hasattr(x := getattr(asked, name, None), "ndim")}
+        known = {
+            name: of(x, by[name]) for name in by if hasattr(x := getattr(asked, name, None), "ndim")
+        }
         return dataclasses.replace(asked, arrays=tuple(of(x, "") for x in asked.arrays), **known)
 
     visibility = dataclasses.replace(visibility, where=of_rule(visibility.where))

@@ -1,7 +1,9 @@
-"""Heads for rows and back: a backend for callers that have some rows of all heads; it computes all rows of some heads.
+"""Heads for rows and back: a backend for callers that have some rows of all heads; it computes all
+rows of some heads.
 
-Q, K and V are exchanged before, in context_parallel.py. The forward itself exchanges o back, so that the backward keeps this
-device's rows of o, which the caller keeps anyway. delta is made of these rows and exchanged, one number for each row.
+Q, K and V are exchanged before, in context_parallel.py. The forward itself exchanges o back, so
+that the backward keeps this device's rows of o, which the caller keeps anyway. delta is made of
+these rows and exchanged, one number for each row.
 """
 
 from typing import NamedTuple
@@ -16,8 +18,8 @@ from pallas_flash.backends import Backend, Choice
 
 
 class Half(NamedTuple):
-    """The forward or the backward of a backend, to be called as that is: with the operands of `own_rows`, and o, the statistics,
-    lse, do and delta of this device's rows of all heads."""
+    """The forward or the backward of a backend, to be called as that is: with the operands of
+    `own_rows`, and o, the statistics, lse, do and delta of this device's rows of all heads."""
 
     backend: Backend
     axis: tuple[str, ...]
@@ -42,8 +44,8 @@ def around(axis: tuple[str, ...], choice: Choice) -> Choice:
 
 
 def own_rows(axis: tuple[str, ...], problem: Problem, x: Operands, sinks) -> Operands:
-    """The operands of this device's heads, but of all heads the sinks, and of this device's rows what says which are live: for
-    the derivatives that are made of o and do."""
+    """The operands of this device's heads, but of all heads the sinks, and of this device's rows
+    what says which are live: for the derivatives that are made of o and do."""
     if sinks is not None:
         sinks = checks.sinks(sinks, problem.heads * lax.axis_size(axis)).astype(x.sinks.dtype)
     return x._replace(sinks=sinks, visibility=x.visibility.rows_from(_first(axis, problem)))

@@ -1,7 +1,9 @@
-"""jit over a mesh with Auto axes: tells XLA's partitioner, which cannot look into a kernel, what each device computes of it.
+"""jit over a mesh with Auto axes: tells XLA's partitioner, which cannot look into a kernel, what
+each device computes of it.
 
-Batch rows and heads may lie on axes of the mesh, and all else is whole on each device. The partitioner says where they lie. Each
-device then has a Problem of its own, and the shares that devices have in one gradient are summed.
+Batch rows and heads may lie on axes of the mesh, and all else is whole on each device. The
+partitioner says where they lie. Each device then has a Problem of its own, and the shares that
+devices have in one gradient are summed.
 """
 
 import dataclasses
@@ -15,7 +17,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax._src import custom_partitioning, dispatch  # where jax's own attention has them from: there is no public place
+
+# where jax's own attention has them from: there is no public place
+from jax._src import custom_partitioning, dispatch
 from jax.extend.core import Primitive
 from jax.extend.mlir import ir
 from jax.interpreters import ad, batching, mlir
@@ -37,14 +41,18 @@ class Spread(Half):
         letters = operand_letters(problem, operands)
         inputs = *jax.tree.leaves(letters), *map(row_letters, jax.tree.leaves(rest))
         tables = () if letters.score is None else letters.score.tables
-        results = ("BTNH", *["BNT"] * 3) if self.is_forward else jax.tree.leaves((letters[:4], tables))
+        results = (
+            ("BTNH", *["BNT"] * 3) if self.is_forward else jax.tree.leaves((letters[:4], tables))
+        )
         leaves, tree = jax.tree.flatten((operands, *rest))
         run = lambda *leaves: self.run(problem, tiles, *jax.tree.unflatten(tree, leaves))
         traced, out = jax.make_jaxpr(run, return_shape=True)(*leaves)
         found, out_tree = jax.tree.flatten(shapes(out))
         rules = [asked and asked.rule.text for asked in (problem.visibility.where, problem.score)]
         digest = _digest(re.sub("0x[0-9a-f]+", "", f"{problem!r} {tiles} {rules} {traced}"))
-        part = Part(self, problem, tiles, tree, inputs, tuple(results[: len(found)]), tuple(found), digest)
+        part = Part(
+            self, problem, tiles, tree, inputs, tuple(results[: len(found)]), tuple(found), digest
+        )
         return jax.tree.unflatten(out_tree, attention_p.bind(*leaves, part=part))
 
 
@@ -63,7 +71,8 @@ class Part(NamedTuple):
     results: tuple[str, ...]  # the same of what comes out
     shapes: tuple[jax.ShapeDtypeStruct, ...]  # of what comes out
     digest: str  # of what is computed
-    maps: tuple[tuple[int | None, ...], ...] = ()  # in_axes of the vmaps around, the innermost first
+    # in_axes of the vmaps around, the innermost first
+    maps: tuple[tuple[int | None, ...], ...] = ()
 
     def run(self, *leaves):
         operands, *rest = jax.tree.unflatten(self.tree, leaves)
@@ -84,8 +93,14 @@ class Part(NamedTuple):
         if self.half.is_forward:
             return results
         if whole:  # of all key heads, the gradient of its own
-            results[1:3] = (jnp.zeros_like(x).at[:, :, mine].add(dx) for x, dx in zip(operands[1:3], results[1:3], strict=True))
-        return [_summed(x, letters, axes, whole) for x, letters in zip(results, self.results, strict=True)]
+            results[1:3] = (
+                jnp.zeros_like(x).at[:, :, mine].add(dx)
+                for x, dx in zip(operands[1:3], results[1:3], strict=True)
+            )
+        return [
+            _summed(x, letters, axes, whole)
+            for x, letters in zip(results, self.results, strict=True)
+        ]
 
     def mapped(self, f):
         for in_axes in self.maps:
@@ -94,23 +109,31 @@ class Part(NamedTuple):
 
 
 def _own_keys(problem: Problem, heads: int, axis):
-    """The key heads of this device's query heads, each for as many of them as share it on every device."""
+    """The key heads of this device's query heads, each for as many of them as share it on every
+    device."""
     step = math.gcd(heads, problem.group)
     return (lax.axis_index(names(axis)) * heads + jnp.arange(0, heads, step)) // problem.group
 
 
 def _numbered(operands: Operands, axes, batch: int, heads: int) -> Operands:
-    """The operands with this device's numbers of batch rows and heads, where a rule of the mask or a score asks for them."""
+    """The operands with this device's numbers of batch rows and heads, where a rule of the mask or
+    a score asks for them."""
 
     def number(known, asked, letter, n):
         axis = names(axes.get(letter))
-        return lax.axis_index(axis) * n + jnp.arange(n, dtype=jnp.int32) if asked and axis and known is None else known
+        return (
+            lax.axis_index(axis) * n + jnp.arange(n, dtype=jnp.int32)
+            if asked and axis and known is None
+            else known
+        )
 
     def numbered(asked):
         if asked is None:
             return None
         b = number(asked.batch, asked.rule.reads_batch, "B", batch)
-        return dataclasses.replace(asked, batch=b, head=number(asked.head, asked.rule.reads_head, "N", heads))
+        return dataclasses.replace(
+            asked, batch=b, head=number(asked.head, asked.rule.reads_head, "N", heads)
+        )
 
     visibility = dataclasses.replace(operands.visibility, where=numbered(operands.visibility.where))
     return operands._replace(visibility=visibility, score=numbered(operands.score))
@@ -125,7 +148,9 @@ def _summed(x, letters: str, axes, whole_keys: bool):
 
 def under_jit(choice: Choice) -> Choice:
     backend = choice.backend
-    return choice._replace(backend=backend._replace(forward=Spread(backend, True), backward=Spread(backend, False)))
+    return choice._replace(
+        backend=backend._replace(forward=Spread(backend, True), backward=Spread(backend, False))
+    )
 
 
 attention_p = Primitive("flash_attention")
@@ -140,18 +165,28 @@ def _whole(*leaves, part: Part):
 
 @attention_p.def_abstract_eval
 def _abstract(*leaves, part: Part):
-    mesh = next((x.sharding.mesh for x in leaves if not x.sharding.mesh.empty), leaves[0].sharding.mesh)
+    mesh = next(
+        (x.sharding.mesh for x in leaves if not x.sharding.mesh.empty), leaves[0].sharding.mesh
+    )
     placed = lambda x: NamedSharding(mesh, P(*[None] * len(x.shape)))
-    return [leaves[0].update(shape=x.shape, dtype=x.dtype, sharding=placed(x), weak_type=False) for x in part.shapes]
+    return [
+        leaves[0].update(shape=x.shape, dtype=x.dtype, sharding=placed(x), weak_type=False)
+        for x in part.shapes
+    ]
 
 
 def _batch(leaves, axes, *, part: Part):
     is_mapped = [axis is not None for axis in axes]
-    leaves = [jnp.moveaxis(x, axis, 0) if m else x for x, axis, m in zip(leaves, axes, is_mapped, strict=True)]
+    leaves = [
+        jnp.moveaxis(x, axis, 0) if m else x
+        for x, axis, m in zip(leaves, axes, is_mapped, strict=True)
+    ]
     size = next(x.shape[0] for x, m in zip(leaves, is_mapped, strict=True) if m)
     letter = chr(ord("a") + len(part.maps))
     part = part._replace(
-        letters=tuple(letter * m + letters for m, letters in zip(is_mapped, part.letters, strict=True)),
+        letters=tuple(
+            letter * m + letters for m, letters in zip(is_mapped, part.letters, strict=True)
+        ),
         results=tuple(letter + letters for letters in part.results),
         shapes=tuple(jax.ShapeDtypeStruct((size, *x.shape), x.dtype) for x in part.shapes),
         maps=(*part.maps, tuple(0 if m else None for m in is_mapped)),
@@ -164,7 +199,9 @@ batching.primitive_batchers[attention_p] = _batch
 
 def _jvp(primals, tangents, *, part: Part):
     """Second derivatives, which plain JAX has: into that the partitioner can look."""
-    return jax.jvp(functools.partial(_whole, part=part), primals, tuple(map(ad.instantiate_zeros, tangents)))
+    return jax.jvp(
+        functools.partial(_whole, part=part), primals, tuple(map(ad.instantiate_zeros, tangents))
+    )
 
 
 ad.primitive_jvps[attention_p] = _jvp
@@ -173,9 +210,13 @@ ad.primitive_jvps[attention_p] = _jvp
 def _lower(ctx, *leaves, part: Part):
     mesh = getattr(ctx.module_context.axis_context, "abstract_mesh", None)
     is_whole = mesh is None or mesh.size == 1
-    if is_whole or ctx.module_context.lowering_parameters.for_export:  # what is exported may not call back
-        return mlir.lower_fun(lambda *leaves: _whole(*leaves, part=part), multiple_results=True)(ctx, *leaves)
-    like = lambda *leaves: [jnp.zeros(x.shape, x.dtype) for x in part.shapes]  # asked for its shapes alone
+    # what is exported may not call back
+    if is_whole or ctx.module_context.lowering_parameters.for_export:
+        return mlir.lower_fun(lambda *leaves: _whole(*leaves, part=part), multiple_results=True)(
+            ctx, *leaves
+        )
+    # asked for its shapes alone
+    like = lambda *leaves: [jnp.zeros(x.shape, x.dtype) for x in part.shapes]
     call = custom_partitioning.custom_partitioning(like)
     call.def_partition(lambda *args: _partition(part, *args), sharding_rule=_rule(part))
     results = mlir.lower_fun(call, multiple_results=True)(ctx, *leaves)
@@ -184,7 +225,8 @@ def _lower(ctx, *leaves, part: Part):
 
 
 def _rename(ctx, call, part: Part):
-    """Names what XLA calls back by what it computes: jax names it by an address, and no cache would know the program again."""
+    """Names what XLA calls back by what it computes: jax names it by an address, and no cache would
+    know the program again."""
     known = custom_partitioning._sharding_callbacks
     found = known[call.attributes["backend_config"].value.encode()]
     devices = [device.id for device in found.mesh.devices.flat]
@@ -227,7 +269,9 @@ def _axes(part: Part, mesh, arrays, results) -> dict[str, Any]:
     """The axes of the mesh that each letter lies on: the query's, else those of another array."""
     axes = {}
     for x, letters in zip((*arrays, *results), (*part.letters, *part.results), strict=True):
-        for letter, n, axis in zip(letters.replace("K", "N"), x.shape, x.sharding.spec, strict=False):
+        for letter, n, axis in zip(
+            letters.replace("K", "N"), x.shape, x.sharding.spec, strict=False
+        ):
             taken = {name for axis in axes.values() for name in names(axis)}
             is_free = names(axis) and n % count(axis, mesh) == 0 and not taken & set(names(axis))
             if _may_spread(letter) and letter not in axes and is_free:

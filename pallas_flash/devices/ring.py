@@ -1,8 +1,10 @@
-"""Ring attention: keys and values go around the devices, and the queries of each attend to what passes by.
+"""Ring attention: keys and values go around the devices, and the queries of each attend to what
+passes by.
 
-Within a device a sequence lies in chunks, each a batch row of its own; a pair is one chunk of queries and one of keys. The
-outputs of the pairs are merged by their log-sum-exp. The backward takes that of all keys, so the gradients of the pairs add up.
-Where some of the heads are enough to fill a GPU, they go around before the others do, and the buffers hold them alone.
+Within a device a sequence lies in chunks, each a batch row of its own; a pair is one chunk of
+queries and one of keys. The outputs of the pairs are merged by their log-sum-exp. The backward
+takes that of all keys, so the gradients of the pairs add up. Where some of the heads are enough to
+fill a GPU, they go around before the others do, and the buffers hold them alone.
 """
 
 import dataclasses
@@ -23,7 +25,8 @@ from pallas_flash.rules.visibility import Visibility
 
 
 class Loop(NamedTuple):
-    """How the keys of a mesh axis go around: at step t device i has the keys of device i + first - t."""
+    """How the keys of a mesh axis go around: at step t device i has the keys of device i + first -
+    t."""
 
     axis: tuple[str, ...]
     devices: int
@@ -33,12 +36,22 @@ class Loop(NamedTuple):
     wraps: bool  # whether the last device sends to the first
 
     @classmethod
-    def of(cls, axis: tuple[str, ...], devices: int, chunks: int, visibility: Visibility, queries: int) -> "Loop":
-        """The shortest loop that brings each of `queries` rows the keys that it may see by what is known while tracing."""
+    def of(
+        cls, axis: tuple[str, ...], devices: int, chunks: int, visibility: Visibility, queries: int
+    ) -> "Loop":
+        """The shortest loop that brings each of `queries` rows the keys that it may see by what is
+        known while tracing."""
         ends = schedule.key_ranges(visibility, queries, queries // devices) if chunks == 1 else []
         size = visibility.keys // devices
-        apart = [(first // size - i, (last - 1) // size - i) for i, (first, *_, last) in enumerate(ends) if first < last]
-        lowest, highest = min((a for a, _ in apart), default=0), max((b for _, b in apart), default=-1)
+        apart = [
+            (first // size - i, (last - 1) // size - i)
+            for i, (first, *_, last) in enumerate(ends)
+            if first < last
+        ]
+        lowest, highest = (
+            min((a for a, _ in apart), default=0),
+            max((b for _, b in apart), default=-1),
+        )
         if chunks > 1 or highest - lowest >= devices:
             return cls(axis, devices, chunks, 0, devices, True)
         return cls(axis, devices, chunks, highest, highest - lowest + 1, highest > 0)
@@ -56,8 +69,13 @@ class Loop(NamedTuple):
         return (device >= 0) & (device < self.devices)
 
     def sent(self, x, by: int, wraps: bool = True):
-        """What the device `by` places before this one has; without `wraps` 0 where there is none."""
-        to = [(i, (i + by) % self.devices) for i in range(self.devices) if wraps or 0 <= i + by < self.devices]
+        """What the device `by` places before this one has; without `wraps` 0 where there is
+        none."""
+        to = [
+            (i, (i + by) % self.devices)
+            for i in range(self.devices)
+            if wraps or 0 <= i + by < self.devices
+        ]
         return jax.tree.map(lambda a: lax.ppermute(a, self.axis, to), x) if by else x
 
     def go(self, step: Callable, keys, carry):
@@ -65,23 +83,34 @@ class Loop(NamedTuple):
         if self.steps == 0:
             return carry
         both = lambda t, state: (self.sent(state[0], 1, self.wraps), step(t, *state))
-        keys, carry = schedule.loop(0, self.steps - 1, both, (self.sent(keys, -self.first, self.wraps), carry))
+        keys, carry = schedule.loop(
+            0, self.steps - 1, both, (self.sent(keys, -self.first, self.wraps), carry)
+        )
         return step(self.steps - 1, keys, carry)
 
     def go_together(self, step: Callable, keys, carry, found):
-        """carry, found = step(t, keys, carry, found) for all t, and found at home. It goes along with the keys, and is on its way
-        meanwhile too. The last keys are sent further for nothing: one step less would stand apart from the loop."""
+        """carry, found = step(t, keys, carry, found) for all t, and found at home. It goes along
+        with the keys, and is on its way meanwhile too. The last keys are sent further for nothing:
+        one step less would stand apart from the loop."""
         if self.steps == 0:
             return carry, found
-        keys, sent = self.sent(keys, -self.first, self.wraps), lambda keys: self.sent(keys, 1, self.wraps)
-        both = lambda t, state: (sent(state[0]), *step(t, state[0], state[1], self.sent(state[2], 1)))
-        _, carry, found = schedule.loop(1, self.steps, both, (sent(keys), *step(0, keys, carry, found)))
+        keys, sent = (
+            self.sent(keys, -self.first, self.wraps),
+            lambda keys: self.sent(keys, 1, self.wraps),
+        )
+        both = lambda t, state: (
+            sent(state[0]),
+            *step(t, state[0], state[1], self.sent(state[2], 1)),
+        )
+        _, carry, found = schedule.loop(
+            1, self.steps, both, (sent(keys), *step(0, keys, carry, found))
+        )
         return carry, self.sent(found, self.first - self.steps + 1)
 
 
 class Part(NamedTuple):
-    """Of arrays [B * C, .., shared * parts * n, ..] one of the C chunks, and one of the parts of the heads, or of the heads that
-    share each key head: [B, .., shared * n, ..]."""
+    """Of arrays [B * C, .., shared * parts * n, ..] one of the C chunks, and one of the parts of
+    the heads, or of the heads that share each key head: [B, .., shared * n, ..]."""
 
     chunks: int = 1
     chunk: Any = 0
@@ -101,25 +130,45 @@ class Part(NamedTuple):
         if self.chunks == 1 and (axis == 0 or self.parts == 1):
             return new
         shape, starts, sizes, _ = self._cut(y.shape, axis)
-        return lax.dynamic_update_slice(y.reshape(shape), new.reshape(sizes), starts).reshape(y.shape)
+        return lax.dynamic_update_slice(y.reshape(shape), new.reshape(sizes), starts).reshape(
+            y.shape
+        )
 
     def _cut(self, whole, axis: int):
-        """The shape of y with axes for chunks and parts; in it where the part begins, and its sizes; the part's shape."""
-        B, rows, heads, rest = whole[0] // self.chunks, whole[1:axis], whole[axis], whole[axis + 1 :]
+        """The shape of y with axes for chunks and parts; in it where the part begins, and its
+        sizes; the part's shape."""
+        B, rows, heads, rest = (
+            whole[0] // self.chunks,
+            whole[1:axis],
+            whole[axis],
+            whole[axis + 1 :],
+        )
         if axis == 0:
-            return (B, self.chunks, *rest), _int32((0, self.chunk, *[0] * len(rest))), (B, 1, *rest), (B, *rest)
+            return (
+                (B, self.chunks, *rest),
+                _int32((0, self.chunk, *[0] * len(rest))),
+                (B, 1, *rest),
+                (B, *rest),
+            )
         n = heads // (self.shared * self.parts)
         shape = B, self.chunks, *rows, self.shared, self.parts, n, *rest
         starts = _int32((0, self.chunk, *[0] * len(rows), 0, self.part, 0, *[0] * len(rest)))
-        return shape, starts, (B, 1, *rows, self.shared, 1, n, *rest), (B, *rows, self.shared * n, *rest)
+        return (
+            shape,
+            starts,
+            (B, 1, *rows, self.shared, 1, n, *rest),
+            (B, *rows, self.shared * n, *rest),
+        )
 
 
-ROWS = 2**14  # of queries, of all batch rows and heads of a pair: what is enough for all SMs of a GPU
+# of queries, of all batch rows and heads of a pair: what is enough for all SMs of a GPU
+ROWS = 2**14
 
 
 def parts_of(problem: Problem, chunks: int) -> tuple[int, int]:
-    """In how many parts the key heads go around, and the query heads of each meet them: as many as leave `ROWS` to a pair. All go
-    together where a bias or mask array, or a rule, tells them apart."""
+    """In how many parts the key heads go around, and the query heads of each meet them: as many as
+    leave `ROWS` to a pair. All go together where a bias or mask array, or a rule, tells them
+    apart."""
     p = problem
     if any(x is not None for x in (p.bias, p.mask, p.visibility.where, p.score)):
         return 1, 1
@@ -147,16 +196,31 @@ class Half(NamedTuple):
         if parts == 1:
             return run(Part(), problem, tiles, x, *rest)
         outputs = jax.eval_shape(lambda *x: run(Part(), problem, tiles, *x), x, *rest)
-        return schedule.loop(0, parts, some_heads, jax.tree.map(lambda y: _zeros(x.query, y.shape, y.dtype), outputs))
+        return schedule.loop(
+            0, parts, some_heads, jax.tree.map(lambda y: _zeros(x.query, y.shape, y.dtype), outputs)
+        )
 
-    def each_pair(self, heads: Part, groups: int, problem: Problem, x: Operands, t, keys, step: Callable, carry):
-        """carry = step(rows, b, problem, operands, carry) of all pairs, `rows` and a chunk b of keys, that may see each other."""
+    def each_pair(
+        self,
+        heads: Part,
+        groups: int,
+        problem: Problem,
+        x: Operands,
+        t,
+        keys,
+        step: Callable,
+        carry,
+    ):
+        """carry = step(rows, b, problem, operands, carry) of all pairs, `rows` and a chunk b of
+        keys, that may see each other."""
         device, chunks = self.loop.device_at(t), self.loop.chunks
 
         def visit(n, carry):
             a, b, part = n // chunks % chunks, n % chunks, n // chunks**2
             rows = Part(chunks, a, keys[0].shape[2], groups, part)
-            pair = lambda: operands_of(self.loop, problem, heads_of(x, heads), keys, device, rows, b)
+            pair = lambda: operands_of(
+                self.loop, problem, heads_of(x, heads), keys, device, rows, b
+            )
             some = self.loop.is_there(device) & pair().visibility.sees_any(problem.queries)
 
             def visited(carry):  # what a pair needs of all rows and heads is cut out for it alone
@@ -172,7 +236,9 @@ class Half(NamedTuple):
 def around(loop: Loop, choice: Choice) -> Choice:
     name = f"{choice.backend.name} in a ring"  # whose gradient has no derivative
     forward, backward = (Half(choice.backend, loop, is_forward) for is_forward in (True, False))
-    return choice._replace(backend=choice.backend._replace(name=name, forward=forward, backward=backward))
+    return choice._replace(
+        backend=choice.backend._replace(name=name, forward=forward, backward=backward)
+    )
 
 
 def heads_of(x: Operands, part: Part) -> Operands:
@@ -195,13 +261,16 @@ def pair_of(loop: Loop, problem: Problem, x: Operands) -> Problem:
 
 
 def operands_of(loop: Loop, problem: Problem, x: Operands, keys, device, rows: Part, b) -> Operands:
-    """The operands of a pair: this device's `rows`, and chunk b of the `keys`, K and V, of `device`."""
+    """The operands of a pair: this device's `rows`, and chunk b of the `keys`, K and V, of
+    `device`."""
     key, value = (Part(loop.chunks, b).of(y) for y in keys)
     first = jnp.maximum(loop.numbers(device)[b], 0) * problem.keys
     visibility = x.visibility.narrow(Visibility.BY_BATCH + Visibility.BY_QUERY, rows.of)
     if visibility.where is not None:
         visibility = dataclasses.replace(visibility, where=visibility.where.of_rows(rows.of))
-    tile = lambda y: None if y is None else lax.dynamic_slice(y, *_at(loop, problem, y, device, rows.chunk, b))
+    tile = lambda y: (
+        None if y is None else lax.dynamic_slice(y, *_at(loop, problem, y, device, rows.chunk, b))
+    )
     return x._replace(
         query=rows.of(x.query, 2),
         key=key,
@@ -216,15 +285,23 @@ def operands_of(loop: Loop, problem: Problem, x: Operands, keys, device, rows: P
 
 
 def _at(loop: Loop, problem: Problem, y, device, a, b):
-    """Where the tile of a pair begins in a bias or mask [.., T | 1, S | 1] of this device's rows, and its sizes."""
+    """Where the tile of a pair begins in a bias or mask [.., T | 1, S | 1] of this device's rows,
+    and its sizes."""
     C, sizes = loop.chunks, (problem.queries, problem.keys)
     starts = a, jnp.maximum(device, 0) * C + b
-    starts = [n * size if length > 1 else 0 for n, size, length in zip(starts, sizes, y.shape[2:], strict=True)]
-    return _int32((0, 0, *starts)), (*y.shape[:2], *(min(n, size) for n, size in zip(y.shape[2:], sizes, strict=True)))
+    starts = [
+        n * size if length > 1 else 0
+        for n, size, length in zip(starts, sizes, y.shape[2:], strict=True)
+    ]
+    return _int32((0, 0, *starts)), (
+        *y.shape[:2],
+        *(min(n, size) for n, size in zip(y.shape[2:], sizes, strict=True)),
+    )
 
 
 def _int32(starts) -> list[jax.Array]:
-    """Where a slice begins, in one dtype: with jax_enable_x64 the numbers of Python and of loops have two."""
+    """Where a slice begins, in one dtype: with jax_enable_x64 the numbers of Python and of loops
+    have two."""
     return [jnp.asarray(start, jnp.int32) for start in starts]
 
 
@@ -249,16 +326,24 @@ def _forward(half: Half, groups: int, heads: Part, problem: Problem, tiles, x: O
 
     def attend(t, keys, carry):
         def merged(rows, _, p, pair, carry):
-            new = online_softmax.merge(jax.tree.map(rows.of, carry, axes), half.backend.forward(p, tiles, pair), unit)
+            new = online_softmax.merge(
+                jax.tree.map(rows.of, carry, axes), half.backend.forward(p, tiles, pair), unit
+            )
             return jax.tree.map(rows.put, carry, new, axes)
 
         return half.each_pair(heads, groups, problem, x, t, keys, merged, carry)
 
-    o, stats = half.loop.go(attend, (some.key, some.value), (_zeros(x.query, (B, T, N, problem.value_size), wide), start))
+    o, stats = half.loop.go(
+        attend,
+        (some.key, some.value),
+        (_zeros(x.query, (B, T, N, problem.value_size), wide), start),
+    )
     return o.astype(x.query.dtype), stats
 
 
-def _backward(half: Half, groups: int, heads: Part, problem: Problem, tiles, x: Operands, lse, do, delta):
+def _backward(
+    half: Half, groups: int, heads: Part, problem: Problem, tiles, x: Operands, lse, do, delta
+):
     loop, wide, some = half.loop, delta.dtype, heads_of(x, heads)
     lse = lse._replace(dlse=None) if half.backend.is_apart else lse  # a pair has some of the keys
     zeros = lambda y: None if y is None else _zeros(x.query, y.shape, wide)
@@ -266,18 +351,29 @@ def _backward(half: Half, groups: int, heads: Part, problem: Problem, tiles, x: 
     def step(t, keys, mine, dkv):
         def added(rows, b, p, pair, carry):
             (dq, dbias, dtables), dkv = carry
-            by_row = (jax.tree.map(lambda y: rows.of(heads.of(y, axis), axis), y) for y, axis in ((lse, 1), (do, 2), (delta, 1)))
-            new_dq, new_dk, new_dv, new_dbias, *new_dtables = half.backend.backward(p, tiles, pair, *by_row)
-            plus = lambda y, part, new, axis=0: part.put(y, part.of(y, axis) + new.astype(wide), axis)
+            by_row = (
+                jax.tree.map(lambda y: rows.of(heads.of(y, axis), axis), y)
+                for y, axis in ((lse, 1), (do, 2), (delta, 1))
+            )
+            new_dq, new_dk, new_dv, new_dbias, *new_dtables = half.backend.backward(
+                p, tiles, pair, *by_row
+            )
+            plus = lambda y, part, new, axis=0: part.put(
+                y, part.of(y, axis) + new.astype(wide), axis
+            )
             if dbias is not None:
                 starts, sizes = _at(loop, problem, dbias, loop.device_at(t), rows.chunk, b)
-                dbias = lax.dynamic_update_slice(dbias, lax.dynamic_slice(dbias, starts, sizes) + new_dbias.astype(wide), starts)
+                dbias = lax.dynamic_update_slice(
+                    dbias, lax.dynamic_slice(dbias, starts, sizes) + new_dbias.astype(wide), starts
+                )
             keys = Part(loop.chunks, b)
             dtables = tuple(map(jnp.add, dtables, *new_dtables))
             dkv = tuple(plus(y, keys, new) for y, new in zip(dkv, (new_dk, new_dv), strict=True))
             return (plus(dq, rows, new_dq, 2), dbias, dtables), dkv
 
-        mine, own = half.each_pair(heads, groups, problem, x, t, keys, added, (mine, (zeros(some.key), zeros(some.value))))
+        mine, own = half.each_pair(
+            heads, groups, problem, x, t, keys, added, (mine, (zeros(some.key), zeros(some.value)))
+        )
         return mine, jax.tree.map(jnp.add, dkv, own)  # what was on its way is not waited for before
 
     dtables = () if x.score is None else tuple(map(zeros, x.score.tables))

@@ -1,4 +1,5 @@
-"""A mesh with explicit axes: each device attends for its own batch rows and heads, and without a context for all rows."""
+"""A mesh with explicit axes: each device attends for its own batch rows and heads, and without a
+context for all rows."""
 
 import functools
 import math
@@ -14,8 +15,8 @@ from pallas_flash.devices.call import CACHE_LETTERS, arrays_of, letters_of, with
 
 
 def mesh_of(call: dict[str, Any]) -> AbstractMesh | None:
-    """The mesh with axes of type Explicit that an array of the call is on, or else that jax.set_mesh named; or one with Auto axes
-    that the call's context names. None without."""
+    """The mesh with axes of type Explicit that an array of the call is on, or else that
+    jax.set_mesh named; or one with Auto axes that the call's context names. None without."""
     meshes = meshes_of(arrays_of(call).values())
     explicit = explicit_of(meshes)
     if explicit is not None or call["context"] is None:
@@ -26,7 +27,9 @@ def mesh_of(call: dict[str, Any]) -> AbstractMesh | None:
 
 def meshes_of(arrays) -> list[AbstractMesh]:
     """Those that arrays are on, and the one that jax.set_mesh named."""
-    return [jax.typeof(x).sharding.mesh for x in arrays if isinstance(x, jax.Array)] + [jax.sharding.get_abstract_mesh()]
+    return [jax.typeof(x).sharding.mesh for x in arrays if isinstance(x, jax.Array)] + [
+        jax.sharding.get_abstract_mesh()
+    ]
 
 
 def explicit_of(meshes: list[AbstractMesh]) -> AbstractMesh | None:
@@ -34,33 +37,44 @@ def explicit_of(meshes: list[AbstractMesh]) -> AbstractMesh | None:
 
 
 def by_device(attend: Callable, call: dict[str, Any], mesh: AbstractMesh):
-    """attend(**call), (o, lse, largest logits or None), of a call that is `exact`, by jax.shard_map over the axes of the mesh
-    that the batch, the heads, and with a context the rows lie on."""
+    """attend(**call), (o, lse, largest logits or None), of a call that is `exact`, by jax.shard_map
+    over the axes of the mesh that the batch, the heads, and with a context the rows lie on."""
     arrays, context, lead = arrays_of(call), call["context"], call["query"].ndim - 3
-    is_outside = context is None or set(context.names) <= _of_kind(mesh, AxisType.Manual)  # a shard_map goes over them
+    # a shard_map goes over them
+    is_outside = context is None or set(context.names) <= _of_kind(mesh, AxisType.Manual)
     rows = None if is_outside else context.axis
     for name in ("query", "key", "value"):
         _check(name, call[name], rows, mesh)
-    axes = [found or said for found, said in zip(_axes(arrays, call, mesh, rows), _axes_of(context, lead), strict=True)]
+    axes = [
+        found or said
+        for found, said in zip(
+            _axes(arrays, call, mesh, rows), _axes_of(context, lead), strict=True
+        )
+    ]
     return _mapped(attend, call, arrays, [*axes, rows], mesh)
 
 
 def pages_by_device(attend: Callable, call: dict[str, Any], mesh: AbstractMesh):
-    """The same of paged_attention: each device has all pages, of its own key/value heads, and nothing is gathered."""
+    """The same of paged_attention: each device has all pages, of its own key/value heads, and
+    nothing is gathered."""
     arrays = arrays_of(call)
     axes = [*_axes(arrays, call, mesh, None), None]
     for path, x in arrays.items():
         found, may = jax.typeof(x).sharding.spec, _spec(letters_of(path, call), x.shape, axes, mesh)
         if any(axis not in (None, other) for axis, other in zip(found, may, strict=True)):
             raise ValueError(
-                f"{path[0]} may be sharded as {may} here: the batch of all arrays alike, their heads alike, and pages by heads "
+                f"{path[0]} may be sharded as {may} here: the batch of all arrays alike, their "
+                "heads alike, and pages by heads "
                 f"alone; got {found}. jax.reshard moves it."
             )
     return _mapped(attend, call, arrays, axes, mesh)
 
 
-def _mapped(attend: Callable, call: dict[str, Any], arrays: dict[tuple, Any], axes: list, mesh: AbstractMesh):
-    """attend(**call) by jax.shard_map, where each leading axis, the heads and the rows lie on these axes."""
+def _mapped(
+    attend: Callable, call: dict[str, Any], arrays: dict[tuple, Any], axes: list, mesh: AbstractMesh
+):
+    """attend(**call) by jax.shard_map, where each leading axis, the heads and the rows lie on these
+    axes."""
     specs = tuple(_spec(letters_of(path, call), x.shape, axes, mesh) for path, x in arrays.items())
     shape = arrays["query",].shape
     outs = _spec("BTNH", shape, axes, mesh), *[_spec("BTN", shape[:-1], axes, mesh)] * 2
@@ -70,11 +84,13 @@ def _mapped(attend: Callable, call: dict[str, Any], arrays: dict[tuple, Any], ax
 
 
 def of_cache(f: Callable, cache, arrays: dict[str, Any], *static):
-    """f(cache, *static, **arrays): an output [B, T, N, H] or None, and the new cache. On a mesh with explicit axes each device
-    has the batch rows and heads of the cache that lie on it, of one in pages all rows; the arrays go there, and the new cache
-    lies where the old one does."""
+    """f(cache, *static, **arrays): an output [B, T, N, H] or None, and the new cache. On a mesh
+    with explicit axes each device has the batch rows and heads of the cache that lie on it, of one
+    in pages all rows; the arrays go there, and the new cache lies where the old one does."""
     mesh = explicit_of(meshes_of(jax.tree.leaves((cache, arrays))))
-    return f(cache, *static, **arrays) if mesh is None else _of_cache(f, mesh, static, cache, arrays)
+    return (
+        f(cache, *static, **arrays) if mesh is None else _of_cache(f, mesh, static, cache, arrays)
+    )
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -83,25 +99,37 @@ def _of_cache(f, mesh, static, cache, arrays):
     batch, _, heads, _ = jax.typeof(cache.key).sharding.spec
     axes = dict(B=None if "table" in fields else batch, K=heads, N=heads)
     spec = lambda name, ndim: P(*map(axes.get, CACHE_LETTERS[name][-ndim:]))
-    specs, of_arrays = ({name: spec(name, x.ndim) for name, x in of.items()} for of in (fields, arrays))
+    specs, of_arrays = (
+        {name: spec(name, x.ndim) for name, x in of.items()} for of in (fields, arrays)
+    )
     placed = lambda x, spec: jax.reshard(x, NamedSharding(mesh, spec))
 
     def run(fields, arrays):
         o, new = f(cache._replace(**fields), *static, **arrays)
         return o, {name: getattr(new, name) for name in fields}
 
-    mapped = jax.shard_map(run, mesh=mesh, in_specs=(specs, of_arrays), out_specs=(spec("query", 4), specs), check_vma=False)
+    mapped = jax.shard_map(
+        run,
+        mesh=mesh,
+        in_specs=(specs, of_arrays),
+        out_specs=(spec("query", 4), specs),
+        check_vma=False,
+    )
     o, new = mapped(*jax.tree.map(placed, (fields, arrays), (specs, of_arrays)))
-    return o, cache._replace(**{name: placed(x, jax.typeof(fields[name]).sharding.spec) for name, x in new.items()})
+    return o, cache._replace(
+        **{name: placed(x, jax.typeof(fields[name]).sharding.spec) for name, x in new.items()}
+    )
 
 
 def _program(attend, mesh, paths, specs, outs, rest):
     local = lambda arrays: attend(**with_arrays(dict(rest), dict(zip(paths, arrays, strict=True))))
-    explicit = lambda axis: tuple(name for name in names(axis) if name in _of_kind(mesh, AxisType.Explicit)) or None
+    explicit = lambda axis: (
+        tuple(name for name in names(axis) if name in _of_kind(mesh, AxisType.Explicit)) or None
+    )
     placed = lambda x, spec: jax.reshard(x, NamedSharding(mesh, P(*map(explicit, spec))))
 
-    # shard_map keeps what it finds on its first call, and a vmap over an axis of the mesh is another; Pallas' interpreter has no
-    # rules for checks
+    # shard_map keeps what it finds on its first call, and a vmap over an axis of the mesh is
+    # another; Pallas' interpreter has no rules for checks
     def run(arrays):
         mapped = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=outs, check_vma=False)
         return mapped(tuple(map(placed, arrays, specs)))
@@ -113,7 +141,8 @@ _program_once = functools.lru_cache(_program)  # or a call outside of jit would 
 
 
 def under_vmap(choice: Choice, query) -> Choice:
-    """The choice for a query inside of `by_device`: where axes of its mesh are Explicit still, a vmap outside goes over them."""
+    """The choice for a query inside of `by_device`: where axes of its mesh are Explicit still, a
+    vmap outside goes over them."""
     if AxisType.Explicit not in jax.typeof(query).sharding.mesh.axis_types:
         return choice
     forward, backward = map(_by_mapped_axis, (choice.backend.forward, choice.backend.backward))
@@ -122,7 +151,8 @@ def under_vmap(choice: Choice, query) -> Choice:
 
 @functools.cache
 def _by_mapped_axis(f: Callable):
-    """f(problem, tiles, *arrays), of which vmap makes a jax.shard_map over the axes of the mesh that it maps over."""
+    """f(problem, tiles, *arrays), of which vmap makes a jax.shard_map over the axes of the mesh
+    that it maps over."""
 
     def run(problem, tiles, *arrays):
         leaves, tree = jax.tree.flatten(arrays)
@@ -132,10 +162,18 @@ def _by_mapped_axis(f: Callable):
         @call.def_vmap
         def rule(_, is_mapped, *leaves):
             mapped = jax.vmap(plain, [0 if m else None for m in is_mapped])
-            axis = next(jax.typeof(x).sharding.spec[0] for x, m in zip(leaves, is_mapped, strict=True) if m)
+            axis = next(
+                jax.typeof(x).sharding.spec[0] for x, m in zip(leaves, is_mapped, strict=True) if m
+            )
             if axis is not None:
                 specs = tuple(P(axis) if m else P() for m in is_mapped)
-                mapped = jax.shard_map(mapped, in_specs=specs, out_specs=P(axis), axis_names=set(names(axis)), check_vma=False)
+                mapped = jax.shard_map(
+                    mapped,
+                    in_specs=specs,
+                    out_specs=P(axis),
+                    axis_names=set(names(axis)),
+                    check_vma=False,
+                )
             outputs = mapped(*leaves)
             return outputs, jax.tree.map(lambda _: True, outputs)
 
@@ -153,43 +191,88 @@ def _is_hashable(x) -> bool:
 
 
 def rows_of(call: dict[str, Any]):
-    """The axes of the mesh that rows or keys lie on, and nothing else of the query; None if they are whole."""
-    specs = [jax.typeof(x).sharding.spec for name in ("query", "key", "value") if isinstance(x := call[name], jax.Array)]
-    taken = {name for spec in specs[:1] for axis in (*spec[:-3], *spec[-2:]) for name in names(axis)}
-    return next((spec[-3] for spec in specs if len(spec) > 2 and names(spec[-3]) and not taken & set(names(spec[-3]))), None)
+    """The axes of the mesh that rows or keys lie on, and nothing else of the query; None if they
+    are whole."""
+    specs = [
+        jax.typeof(x).sharding.spec
+        for name in ("query", "key", "value")
+        if isinstance(x := call[name], jax.Array)
+    ]
+    taken = {
+        name for spec in specs[:1] for axis in (*spec[:-3], *spec[-2:]) for name in names(axis)
+    }
+    return next(
+        (
+            spec[-3]
+            for spec in specs
+            if len(spec) > 2 and names(spec[-3]) and not taken & set(names(spec[-3]))
+        ),
+        None,
+    )
 
 
 def _check(name, x, rows, mesh):
     if jax.typeof(x).sharding.spec[-1] is not None:
-        raise ValueError(f"{name} must not be sharded along its last axis, the head size; got {jax.typeof(x).sharding.spec}.")
+        raise ValueError(
+            f"{name} must not be sharded along its last axis, the head size; got "
+            f"{jax.typeof(x).sharding.spec}."
+        )
     if lacking := set(names(rows)) - set(mesh.shape):
-        raise ValueError(f"context names the axis {', '.join(lacking)}; the arrays are on a mesh with {', '.join(mesh.shape)}.")
+        raise ValueError(
+            f"context names the axis {', '.join(lacking)}; the arrays are on a mesh with "
+            f"{', '.join(mesh.shape)}."
+        )
     if x.shape[-3] % (devices := count(rows, mesh)):
-        raise ValueError(f"the {devices} devices that rows or keys lie on must divide the length of {name}; got {x.shape[-3]}.")
+        raise ValueError(
+            f"the {devices} devices that rows or keys lie on must divide the length of {name}; got "
+            f"{x.shape[-3]}."
+        )
 
 
 def _axes(arrays, call, mesh, rows) -> list:
-    """The axes of the mesh that each leading axis and, last, the heads lie on: the query's, else those of another array."""
+    """The axes of the mesh that each leading axis and, last, the heads lie on: the query's, else
+    those of another array."""
     lead = arrays["query",].ndim - 3
-    axes, K = [None] * (lead + 1), (arrays["key",] if ("key",) in arrays else arrays["k_pages",]).shape[-2]
+    axes, K = (
+        [None] * (lead + 1),
+        (arrays["key",] if ("key",) in arrays else arrays["k_pages",]).shape[-2],
+    )
     for path, x in arrays.items():
-        for i, axis in zip(_places(letters_of(path, call), x.ndim, lead), jax.typeof(x).sharding.spec, strict=True):
+        for i, axis in zip(
+            _places(letters_of(path, call), x.ndim, lead), jax.typeof(x).sharding.spec, strict=True
+        ):
             taken = {name for axis in (*axes, rows) for name in names(axis)}
             serves = path == ("query",) or i != lead or _fits(K, axis, mesh)
-            if i is not None and i <= lead and axes[i] is None and serves and not taken & set(names(axis)):
+            if (
+                i is not None
+                and i <= lead
+                and axes[i] is None
+                and serves
+                and not taken & set(names(axis))
+            ):
                 axes[i] = axis
     return axes
 
 
 def _axes_of(context, lead: int) -> list:
     """The same, as a context says it."""
-    return [*([context.batch, *[None] * (lead - 1)] if lead else []), context.heads] if context else [None] * (lead + 1)
+    return (
+        [*([context.batch, *[None] * (lead - 1)] if lead else []), context.heads]
+        if context
+        else [None] * (lead + 1)
+    )
 
 
 def _places(letters: str, ndim: int, lead: int) -> list[int | None]:
-    """For each axis of an array with these letters, which of `_axes`, or last the rows', it follows; axes may be left out on the
-    left. What has rows has all keys."""
-    places = {"B": list(range(lead)), "N": [lead], "K": [lead], "T": [lead + 1], "S": [lead + 1 if "NT" not in letters else None]}
+    """For each axis of an array with these letters, which of `_axes`, or last the rows', it
+    follows; axes may be left out on the left. What has rows has all keys."""
+    places = {
+        "B": list(range(lead)),
+        "N": [lead],
+        "K": [lead],
+        "T": [lead + 1],
+        "S": [lead + 1 if "NT" not in letters else None],
+    }
     full = [None] * ndim + [place for letter in letters for place in places.get(letter, [None])]
     return full[len(full) - ndim :]
 
@@ -199,9 +282,15 @@ def _spec(letters: str, shape, axes, mesh) -> P:
     K = shape[letters.find("K") - len(letters)] if "K" in letters else 1
     if not _fits(K, axes[lead], mesh):
         parts = count(axes[lead], mesh)
-        raise ValueError(f"the {K} key/value heads must be a multiple of the {parts} devices that the query heads lie on.")
-    axis_of = lambda i, n: None if i is None or n % count(axes[i], mesh) else axes[i]  # an axis of 1 is broadcast
-    return P(*(axis_of(i, n) for i, n in zip(_places(letters, len(shape), lead), shape, strict=True)))
+        raise ValueError(
+            f"the {K} key/value heads must be a multiple of the {parts} devices that the query "
+            "heads lie on."
+        )
+    # an axis of 1 is broadcast
+    axis_of = lambda i, n: None if i is None or n % count(axes[i], mesh) else axes[i]
+    return P(
+        *(axis_of(i, n) for i, n in zip(_places(letters, len(shape), lead), shape, strict=True))
+    )
 
 
 def _fits(K: int, axis, mesh) -> bool:
@@ -210,9 +299,11 @@ def _fits(K: int, axis, mesh) -> bool:
 
 
 def is_auto(operands) -> bool:
-    """Whether they lie on a mesh of several devices with Auto axes alone, as their types or jax.set_mesh say; what jit's
-    in_shardings alone name is not seen here."""
-    meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(operands)] + [jax.sharding.get_abstract_mesh()]
+    """Whether they lie on a mesh of several devices with Auto axes alone, as their types or
+    jax.set_mesh say; what jit's in_shardings alone name is not seen here."""
+    meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(operands)] + [
+        jax.sharding.get_abstract_mesh()
+    ]
     kinds = {kind for mesh in meshes for kind in mesh.axis_types}
     return kinds == {AxisType.Auto} and any(mesh.size > 1 for mesh in meshes)
 

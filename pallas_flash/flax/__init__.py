@@ -1,4 +1,5 @@
-"""For Flax: `attention_fn`, the hook of its attention modules, and `FlashAttention`, a layer with RoPE and a KV cache."""
+"""For Flax: `attention_fn`, the hook of its attention modules, and `FlashAttention`, a layer with
+RoPE and a KV cache."""
 
 from pallas_flash.flax.cache import KVCache, RollingCache
 from pallas_flash.flax.hook import attention_fn

@@ -1,4 +1,5 @@
-"""The caches of `FlashAttention`, of all tokens, in one piece or in pages, or of a window's tokens, and attention to them."""
+"""The caches of `FlashAttention`, of all tokens, in one piece or in pages, or of a window's tokens,
+and attention to them."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
@@ -16,7 +17,8 @@ PAGE = 64  # keys of a page of a rolling or quantised cache
 
 
 class KVCache(NamedTuple):
-    """The keys (normalised and rotated) and values of the tokens so far; row b holds length[b] of them, from slot 0 on."""
+    """The keys (normalised and rotated) and values of the tokens so far; row b holds length[b] of
+    them, from slot 0 on."""
 
     key: Real[Array, "B S K H"]
     value: Real[Array, "B S K H"]
@@ -26,7 +28,8 @@ class KVCache(NamedTuple):
 
 
 class RollingCache(NamedTuple):
-    """The keys and values of the last S tokens: the token at position i is in slot i % S. Row b has had length[b] tokens."""
+    """The keys and values of the last S tokens: the token at position i is in slot i % S. Row b has
+    had length[b] tokens."""
 
     key: Real[Array, "B S K H"]
     value: Real[Array, "B S K H"]
@@ -35,7 +38,8 @@ class RollingCache(NamedTuple):
     value_scale: Float[Array, "B S K"] | None = None
 
 
-_PAGED = ("is_causal", "local_window_size", "logits_soft_cap", "sinks", "implementation")  # options of paged_attention
+# options of paged_attention
+_PAGED = ("is_causal", "local_window_size", "logits_soft_cap", "sinks", "implementation")
 Cache = KVCache | RollingCache | PagedCache
 SomeCache = TypeVar("SomeCache", bound=Cache)
 
@@ -44,19 +48,26 @@ def empty(kind: Callable, batch: int, slots: int, heads: int, size: int, dtype) 
     """A KVCache or a RollingCache; a quantised one is made of whole pages."""
     slots = -(-slots // PAGE) * PAGE if quantised.is_quantised(dtype) else slots
     shape = batch, slots, heads, size
-    # two arrays, not one twice, so that a jitted step may be given the cache's memory (donate_argnums)
+    # two arrays, not one twice, so that a jitted step may be given the cache's memory
+    # (donate_argnums)
     zeros = lambda: jnp.zeros(shape, dtype)
-    return kind(zeros(), zeros(), jnp.zeros(batch, jnp.int32), *quantised.empty_scales(shape, dtype))
+    return kind(
+        zeros(), zeros(), jnp.zeros(batch, jnp.int32), *quantised.empty_scales(shape, dtype)
+    )
 
 
 def rolling_slots(left: int, tokens: int) -> int:
-    """Whole pages for so many new tokens and the `left` before the first of them, wherever in its page that begins."""
+    """Whole pages for so many new tokens and the `left` before the first of them, wherever in its
+    page that begins."""
     return -(-(left + tokens + PAGE - 1) // PAGE) * PAGE
 
 
-def attend(cache: Cache, query, key, value, left: int | None, mask, lengths, options: dict[str, Any]):
-    """The attention of T new tokens, of which `lengths` [B] are there, None: all; and the cache with them. Tokens without room
-    get NaN. `options` are those of flash_attention; a query sees `left` tokens before its own, None: all."""
+def attend(
+    cache: Cache, query, key, value, left: int | None, mask, lengths, options: dict[str, Any]
+):
+    """The attention of T new tokens, of which `lengths` [B] are there, None: all; and the cache
+    with them. Tokens without room get NaN. `options` are those of flash_attention; a query sees
+    `left` tokens before its own, None: all."""
     T, start = query.shape[1], cache.length
     count = jnp.full_like(start, T) if lengths is None else _count(lengths, start, T)
     positions = start[:, None] + jnp.arange(T, dtype=jnp.int32)[None]
@@ -65,19 +76,37 @@ def attend(cache: Cache, query, key, value, left: int | None, mask, lengths, opt
     if isinstance(cache, KVCache) and not is_quantised:
         _, cache = sharding.of_cache(_append, cache, new)
         key, value = cache.key.astype(query.dtype), cache.value.astype(query.dtype)
-        o = flash_attention(query, key, value, mask=mask, key_value_seq_lengths=cache.length, query_offset=start, **asked)
+        o = flash_attention(
+            query,
+            key,
+            value,
+            mask=mask,
+            key_value_seq_lengths=cache.length,
+            query_offset=start,
+            **asked,
+        )
         return _or_nan(o, positions < key.shape[1]), cache
-    taken = (*_PAGED, "score_mod") if isinstance(cache, PagedCache) else _PAGED  # in a ring positions do not count from 0
-    more = [name for name, x in dict(options, mask=mask).items() if name not in taken and x is not None]
+    # in a ring positions do not count from 0
+    taken = (*_PAGED, "score_mod") if isinstance(cache, PagedCache) else _PAGED
+    more = [
+        name for name, x in dict(options, mask=mask).items() if name not in taken and x is not None
+    ]
     if more:
         name = "quantised " * is_quantised + type(cache).__name__
-        raise ValueError(f"a {name} takes no {', '.join(more)}: a KVCache of floats does, and layer.eval() turns dropout off.")
+        raise ValueError(
+            f"a {name} takes no {', '.join(more)}: a KVCache of floats does, and layer.eval() "
+            "turns dropout off."
+        )
     asked = {name: x for name, x in asked.items() if x is not None}
     if not isinstance(cache, PagedCache):
         arrays = {name: asked.pop(name) for name in ("sinks", "query_seq_lengths") if name in asked}
-        return sharding.of_cache(_attend_slots, cache, dict(query=query) | new | arrays, left, tuple(asked.items()))
+        return sharding.of_cache(
+            _attend_slots, cache, dict(query=query) | new | arrays, left, tuple(asked.items())
+        )
     cache = cache.append(key, value, count if lengths is not None else None)
-    o = _paged(cache, query, lambda pages: pages, cache.table, cache.length, query_offset=start, **asked)
+    o = _paged(
+        cache, query, lambda pages: pages, cache.table, cache.length, query_offset=start, **asked
+    )
     missing = (positions >= cache.length[:, None]) & (positions < (start + count)[:, None])
     return _or_nan(o, ~missing), cache
 
@@ -100,16 +129,28 @@ def _paged(cache: Cache, query, as_pages: Callable, table, lengths, **options):
     return paged_attention(query, key, value, table, lengths, **options)
 
 
-def _attend_slots(cache: KVCache | RollingCache, left: int | None, options: tuple, *, query, key, value, count, **arrays):
-    """The slots of a row are pages. In a RollingCache they are a ring: a table in which the page of the oldest token in sight
-    comes first puts them in order."""
+def _attend_slots(
+    cache: KVCache | RollingCache,
+    left: int | None,
+    options: tuple,
+    *,
+    query,
+    key,
+    value,
+    count,
+    **arrays,
+):
+    """The slots of a row are pages. In a RollingCache they are a ring: a table in which the page of
+    the oldest token in sight comes first puts them in order."""
     is_ring, (B, S) = isinstance(cache, RollingCache), cache.key.shape[:2]
     pages, start, options = S // PAGE, cache.length, dict(options) | arrays
     row, token, page = (jnp.arange(n, dtype=jnp.int32) for n in (B, query.shape[1], pages))
     row, token = row[:, None], token[None]
     positions = start[:, None] + token
     to = jnp.where(token < count[:, None], positions % S if is_ring else positions, S)
-    cache = quantised.written(cache, (row, to), key, value)._replace(length=(start + count).astype(start.dtype))
+    cache = quantised.written(cache, (row, to), key, value)._replace(
+        length=(start + count).astype(start.dtype)
+    )
     first = jnp.maximum(start - left, 0) // PAGE if is_ring else jnp.zeros_like(start)
     table = row * pages + (first[:, None] + page[None]) % pages
     as_pages = lambda x: x.reshape(B * pages, PAGE, *x.shape[2:])
@@ -119,11 +160,16 @@ def _attend_slots(cache: KVCache | RollingCache, left: int | None, options: tupl
 
 
 def _append(cache: KVCache, *, key, value, count) -> tuple[None, KVCache]:
-    """The cache with key and value [B, T, K, H] behind the tokens of each row, of which the first `count` are real.
+    """The cache with key and value [B, T, K, H] behind the tokens of each row, of which the first
+    `count` are real.
 
-    A position past the last slot is dropped. Those that are not real lie beyond the new length, where nobody looks.
+    A position past the last slot is dropped. Those that are not real lie beyond the new length,
+    where nobody looks.
     """
-    row, token = jnp.arange(len(key), dtype=jnp.int32)[:, None], jnp.arange(key.shape[1], dtype=jnp.int32)[None]
+    row, token = (
+        jnp.arange(len(key), dtype=jnp.int32)[:, None],
+        jnp.arange(key.shape[1], dtype=jnp.int32)[None],
+    )
     length = (cache.length + count).astype(cache.length.dtype)
     to = row, cache.length[:, None] + token
     return None, quantised.written(cache, to, key, value)._replace(length=length)
@@ -134,29 +180,38 @@ def _or_nan(o, has_room):
 
 
 def check(cache: Cache, x, left: int | None, heads: int, size: int):
-    """Raises where a cache does not fit the inputs x [B, T, D] and a layer with so many key/value heads of this size."""
+    """Raises where a cache does not fit the inputs x [B, T, D] and a layer with so many key/value
+    heads of this size."""
     B, T, _ = x.shape
     name, shape, rows = type(cache).__name__, cache.key.shape, cache.length.shape[0]
     slots = (*shape[:2], heads, size)
     if isinstance(cache, PagedCache):
         if shape != slots or rows != B:
             raise ValueError(
-                f"the PagedCache must have {B} rows and pages of [{heads}, {size}] keys; got {rows} and {shape[2:]}."
+                f"the PagedCache must have {B} rows and pages of [{heads}, {size}] keys; got "
+                f"{rows} and {shape[2:]}."
             )
         return
     slots = (B, *slots[1:])
     if shape != slots:
         make = "init_rolling_cache" if isinstance(cache, RollingCache) else "init_cache"
         raise ValueError(
-            f"cache.key must be [B, max_length, K, H] = ({B}, max_length, {heads}, {size}) to match "
+            f"cache.key must be [B, max_length, K, H] = ({B}, max_length, {heads}, {size}) to "
+            "match "
             f"inputs_q {x.shape} and the layer; got {shape}. Make it with {make}({B}, max_length)."
         )
     if isinstance(cache, RollingCache) and left is None:
-        raise ValueError(f"a {name} holds a window's tokens: it needs a causal layer with local_window_size.")
+        raise ValueError(
+            f"a {name} holds a window's tokens: it needs a causal layer with local_window_size."
+        )
     if isinstance(cache, RollingCache) and rolling_slots(left, T) > shape[1]:
         raise ValueError(
-            f"a {name} of {shape[1]} slots takes up to {shape[1] - left - PAGE + 1} tokens at a time after a window of {left}; "
-            f"got {T}. Give a prompt in pieces, or make the cache with init_rolling_cache({B}, tokens={T})."
+            f"a {name} of {shape[1]} slots takes up to {shape[1] - left - PAGE + 1} tokens at a "
+            f"time after a window of {left}; "
+            f"got {T}. Give a prompt in pieces, or make the cache with init_rolling_cache({B}, "
+            f"tokens={T})."
         )
     if T > shape[1]:
-        raise ValueError(f"the {T} tokens of inputs_q must fit into the cache's max_length; got {shape[1]}.")
+        raise ValueError(
+            f"the {T} tokens of inputs_q must fit into the cache's max_length; got {shape[1]}."
+        )

@@ -29,33 +29,30 @@ Rngs = nnx.Rngs | nnx.RngStream | Array | None
 
 
 class FlashAttention(nnx.Module):
-    """Attention with projections: grouped heads, RoPE, QK norm, packed documents, and a KV cache that is passed in and returned.
+    """Attention with projections: grouped heads, RoPE, QK norm, packed documents, and a KV cache
+    that is passed in and returned.
 
-    For cross-attention make the layer with is_causal=False, rope_base=None and no window, and call it with inputs_k.
+    For cross-attention make the layer with is_causal=False, rope_base=None and no window, and call
+    it with inputs_k.
 
-    The submodules query, key, value and out are `nnx.LinearGeneral`, with the names and shapes of `nnx.MultiHeadAttention`;
-    query_norm and key_norm are `nnx.RMSNorm`.
+    The submodules query, key, value and out are `nnx.LinearGeneral`, with the names and shapes of
+    `nnx.MultiHeadAttention`; query_norm and key_norm are `nnx.RMSNorm`.
 
-    Args:
-      num_heads: query heads N.
-      in_features: size of the last axis of inputs_q.
-      num_kv_heads: key/value heads K, a divisor of num_heads; num_heads by default.
-      head_size: H; in_features / num_heads by default.
-      out_features: in_features by default.
-      in_kv_features: size of the last axis of inputs_k and inputs_v in cross-attention; in_features by default.
-      rope_base: the base of `rope`; None: no RoPE.
-      qk_norm: RMSNorm over the head, with a learned scale, on queries and keys, before RoPE (arXiv:2302.05442, there LayerNorm).
-      is_causal: a token sees itself and those before it.
-      local_window_size, logits_soft_cap, implementation: as in `flash_attention`.
-      score_mod, context: as in `flash_attention`. An nnx.Module as score_mod learns. With a cache, context is not used.
-      dropout_rate: as in `flash_attention`; used while the attribute `deterministic` is False, that is, until `eval()`.
-      sinks: whether to learn a sink for each query head, which begins as 0.
-      use_bias: whether the four projections have a bias.
-      dtype: of the computation; None: what the inputs and the parameters promote to.
-      param_dtype: of the parameters.
-      kernel_init: of the four projections; Flax's default by default.
-      out_kernel_init: of the last projection, out; kernel_init by default.
-      rngs: its stream `params` makes the parameters. With dropout the layer keeps a fork of `dropout`, if there is one, as state.
+    Args: num_heads: query heads N. in_features: size of the last axis of inputs_q. num_kv_heads:
+      key/value heads K, a divisor of num_heads; num_heads by default. head_size: H; in_features /
+      num_heads by default. out_features: in_features by default. in_kv_features: size of the last
+      axis of inputs_k and inputs_v in cross-attention; in_features by default. rope_base: the base
+      of `rope`; None: no RoPE. qk_norm: RMSNorm over the head, with a learned scale, on queries and
+      keys, before RoPE (arXiv:2302.05442, there LayerNorm). is_causal: a token sees itself and
+      those before it. local_window_size, logits_soft_cap, implementation: as in `flash_attention`.
+      score_mod, context: as in `flash_attention`. An nnx.Module as score_mod learns. With a cache,
+      context is not used. dropout_rate: as in `flash_attention`; used while the attribute
+      `deterministic` is False, that is, until `eval()`. sinks: whether to learn a sink for each
+      query head, which begins as 0. use_bias: whether the four projections have a bias. dtype: of
+      the computation; None: what the inputs and the parameters promote to. param_dtype: of the
+      parameters. kernel_init: of the four projections; Flax's default by default. out_kernel_init:
+      of the last projection, out; kernel_init by default. rngs: its stream `params` makes the
+      parameters. With dropout the layer keeps a fork of `dropout`, if there is one, as state.
       keep_rngs: False: it keeps none, and calls with dropout need rngs.
     """
 
@@ -89,8 +86,16 @@ class FlashAttention(nnx.Module):
         N, K, H = _heads(num_heads, num_kv_heads, head_size, in_features, rope_base)
         self.in_features, self.num_kv_heads, self.head_size = in_features, K, H
         self.in_kv_features = in_features if in_kv_features is None else in_kv_features
-        self.rope_base, self.is_causal, self.local_window_size = rope_base, is_causal, local_window_size
-        self.logits_soft_cap, self.dropout_rate, self.deterministic = logits_soft_cap, dropout_rate, False
+        self.rope_base, self.is_causal, self.local_window_size = (
+            rope_base,
+            is_causal,
+            local_window_size,
+        )
+        self.logits_soft_cap, self.dropout_rate, self.deterministic = (
+            logits_soft_cap,
+            dropout_rate,
+            False,
+        )
         self.implementation, self.score_mod, self.context = implementation, score_mod, context
         self.cache_dtype = param_dtype if dtype is None else dtype
         self._check_options(N)
@@ -100,7 +105,12 @@ class FlashAttention(nnx.Module):
         self.query = linear(in_features, (N, H), kernel_init=kernel_init)
         self.key = linear(self.in_kv_features, (K, H), kernel_init=kernel_init)
         self.value = linear(self.in_kv_features, (K, H), kernel_init=kernel_init)
-        self.out = linear((N, H), out_features or in_features, axis=(-2, -1), kernel_init=out_kernel_init or kernel_init)
+        self.out = linear(
+            (N, H),
+            out_features or in_features,
+            axis=(-2, -1),
+            kernel_init=out_kernel_init or kernel_init,
+        )
         self.query_norm = nnx.RMSNorm(H, **types) if qk_norm else None
         self.key_norm = nnx.RMSNorm(H, **types) if qk_norm else None
         self.sinks = nnx.Param(jnp.zeros(N, param_dtype)) if sinks else None
@@ -147,28 +157,33 @@ class FlashAttention(nnx.Module):
         rngs=None,
         deterministic=None,
     ):
-        """Attention of the T tokens of inputs_q: to each other; to the tokens of a cache and each other; or to inputs_k.
+        """Attention of the T tokens of inputs_q: to each other; to the tokens of a cache and each
+        other; or to inputs_k.
 
-        Args:
-          inputs_q: [B, T, in_features].
-          inputs_k: [B, S, in_kv_features], for cross-attention: the keys are made of it. By default they are made of inputs_q.
-          inputs_v: [B, S, in_kv_features]: the values are made of it; inputs_k by default.
-          mask: as in `attention_fn`, joined with is_causal and the rest. With a cache, its S axis counts the cache's slots; with
+        Args: inputs_q: [B, T, in_features]. inputs_k: [B, S, in_kv_features], for cross-attention:
+          the keys are made of it. By default they are made of inputs_q. inputs_v: [B, S,
+          in_kv_features]: the values are made of it; inputs_k by default. mask: as in
+          `attention_fn`, joined with is_causal and the rest. With a cache, its S axis counts the
+          cache's slots; with
             a RollingCache or a PagedCache there must be none.
-          segment_ids: int32 [B, T], for packed documents: tokens see those with their own id. RoPE's positions count on from
-            document to document, which changes nothing, since only differences within a document matter. Cannot go with a cache,
-            nor with inputs_k, for which masks.Documents takes the ids of both.
-          lengths: int32 [B]: only the first lengths[b] tokens of row b are real, and only they are kept in a cache. The attention
-            of the others is 0. So prompts of different lengths can fill a cache in one call.
+          segment_ids: int32 [B, T], for packed documents: tokens see those with their own id.
+            RoPE's positions count on from document to document, which changes nothing, since only
+            differences within a document matter. Cannot go with a cache, nor with inputs_k, for
+            which masks.Documents takes the ids of both.
+          lengths: int32 [B]: only the first lengths[b] tokens of row b are real, and only they are
+            kept in a cache. The attention of the others is 0. So prompts of different lengths can
+            fill a cache in one call.
           kv_lengths: int32 [B]: only the first kv_lengths[b] of inputs_k are real.
-          cache: from `init_cache`, `init_rolling_cache` or `pallas_flash.paged_cache`, or from the call before. The new tokens
-            are added to it; those of row b are at the positions length[b], length[b] + 1, ...
-          rngs: for dropout, nnx.Rngs, a stream of them or a key; by default the stream that the layer keeps.
+          cache: from `init_cache`, `init_rolling_cache` or `pallas_flash.paged_cache`, or from the
+            call before. The new tokens are added to it; those of row b are at the positions
+            length[b], length[b] + 1, ...
+          rngs: for dropout, nnx.Rngs, a stream of them or a key; by default the stream that the
+            layer keeps.
           deterministic: whether to leave out dropout; by default the layer's attribute.
 
-        Returns:
-          y [B, T, out_features]; with a cache, (y, the new cache). A token at position max_length or later finds no room: it is
-          not stored, and, as traced code cannot raise, its y is NaN. The rows and tokens that fit are right all the same.
+        Returns: y [B, T, out_features]; with a cache, (y, the new cache). A token at position
+          max_length or later finds no room: it is not stored, and, as traced code cannot raise, its
+          y is NaN. The rows and tokens that fit are right all the same.
         """
         x, is_cross = inputs_q, inputs_k is not None
         self._check(x, segment_ids, cache)
@@ -176,7 +191,9 @@ class FlashAttention(nnx.Module):
         inputs_k = inputs_k if is_cross else x
         start = jnp.zeros(1, jnp.int32) if cache is None else cache.length
         positions = start[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)[None]  # [1 | B, T]
-        query, key, value = self._project(x, inputs_k, inputs_k if inputs_v is None else inputs_v, positions)
+        query, key, value = self._project(
+            x, inputs_k, inputs_k if inputs_v is None else inputs_v, positions
+        )
         mask = as_mask(mask)
         options = dict(
             is_causal=self.is_causal,
@@ -190,7 +207,9 @@ class FlashAttention(nnx.Module):
         if cache is not None:
             o, cache = caches.attend(cache, query, key, value, self._left, mask, lengths, options)
             return self._out(o), cache
-        ends = dict(query_seq_lengths=lengths, key_value_seq_lengths=kv_lengths if is_cross else lengths)
+        ends = dict(
+            query_seq_lengths=lengths, key_value_seq_lengths=kv_lengths if is_cross else lengths
+        )
         more = dict(mask=mask, query_segment_ids=segment_ids, context=self.context)
         return self._out(flash_attention(query, key, value, **more, **ends, **options))
 
@@ -201,22 +220,28 @@ class FlashAttention(nnx.Module):
         return window if window is None or checks.is_int(window) else window[0]
 
     def set_view(self, deterministic: bool | None = None):
-        """For nnx.view(model, deterministic=True), which returns a model without dropout, as for nnx.Dropout."""
+        """For nnx.view(model, deterministic=True), which returns a model without dropout, as for
+        nnx.Dropout."""
         if deterministic is not None:
             self.deterministic = deterministic
 
     def init_cache(self, batch: int, max_length: int, dtype: Any = None) -> KVCache:
-        """An empty cache for `batch` rows of up to max_length tokens. Its dtype is by default the layer's dtype, or else
-        param_dtype. A cache of another dtype than the computation's is cast whole in each call. A cache of int8 or float8_e4m3fn
-        is not: it is quantised as in `paged_cache`. It takes no mask, and its max_length is rounded up to a multiple of 64
+        """An empty cache for `batch` rows of up to max_length tokens. Its dtype is by default the
+        layer's dtype, or else param_dtype. A cache of another dtype than the computation's is cast
+        whole in each call. A cache of int8 or float8_e4m3fn is not: it is quantised as in
+        `paged_cache`. It takes no mask, and its max_length is rounded up to a multiple of 64
         tokens."""
         return self._empty(KVCache, batch, max_length, dtype)
 
     def init_rolling_cache(self, batch: int, tokens: int = 1, dtype: Any = None) -> RollingCache:
-        """An empty cache for the tokens in a causal layer's window alone: texts of any length take O(local_window_size) memory. A
-        call may add up to `tokens` tokens; give a longer prompt in pieces. dtype is as in `init_cache`."""
+        """An empty cache for the tokens in a causal layer's window alone: texts of any length take
+        O(local_window_size) memory. A call may add up to `tokens` tokens; give a longer prompt in
+        pieces. dtype is as in `init_cache`."""
         if self._left is None or not self.is_causal:
-            raise ValueError("a rolling cache holds a window's tokens: it needs a causal layer with local_window_size.")
+            raise ValueError(
+                "a rolling cache holds a window's tokens: it needs a causal layer with "
+                "local_window_size."
+            )
         return self._empty(RollingCache, batch, caches.rolling_slots(self._left, tokens), dtype)
 
     def _empty(self, kind, batch: int, slots: int, dtype):
@@ -228,73 +253,140 @@ class FlashAttention(nnx.Module):
             return {}
         rngs = self.rngs if rngs is None else rngs
         if rngs is None:
-            how = "give them to the call or, with a stream `dropout`, to the constructor. For evaluation call layer.eval()."
-            raise ValueError(f"dropout needs rngs in training, nnx.Rngs(dropout=key) or a key: {how}")
+            how = (
+                "give them to the call or, with a stream `dropout`, to the constructor. For "
+                "evaluation call layer.eval()."
+            )
+            raise ValueError(
+                f"dropout needs rngs in training, nnx.Rngs(dropout=key) or a key: {how}"
+            )
         rngs = rngs.dropout if isinstance(rngs, nnx.Rngs) else rngs
-        return dict(dropout_rate=self.dropout_rate, dropout_rng=rngs() if isinstance(rngs, nnx.RngStream) else rngs)
+        return dict(
+            dropout_rate=self.dropout_rate,
+            dropout_rng=rngs() if isinstance(rngs, nnx.RngStream) else rngs,
+        )
 
     def _project(self, inputs_q, inputs_k, inputs_v, positions):
         query, key, value = self.query(inputs_q), self.key(inputs_k), self.value(inputs_v)
         if self.query_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         if self.rope_base is not None:
-            query, key = rope(query, positions, self.rope_base), rope(key, positions, self.rope_base)
+            query, key = (
+                rope(query, positions, self.rope_base),
+                rope(key, positions, self.rope_base),
+            )
         return query, key, value
 
     def _out(self, o):
-        """The last projection. Where explicit axes of a mesh spread the heads over several devices, each gets the sum."""
+        """The last projection. Where explicit axes of a mesh spread the heads over several devices,
+        each gets the sum."""
         lies = jax.typeof(o).sharding
-        return self.out(o, None if lies.spec[2] is None else NamedSharding(lies.mesh, P(*lies.spec[:2], None)))
+        return self.out(
+            o, None if lies.spec[2] is None else NamedSharding(lies.mesh, P(*lies.spec[:2], None))
+        )
 
     def _check(self, x, segment_ids, cache):
         if x.ndim != 3 or x.shape[-1] != self.in_features:
-            raise ValueError(f"inputs_q must be [B, T, in_features] = (B, T, {self.in_features}); got {x.shape}.")
+            raise ValueError(
+                f"inputs_q must be [B, T, in_features] = (B, T, {self.in_features}); got {x.shape}."
+            )
         if cache is not None:
-            caches.check(cache, x, self._left if self.is_causal else None, self.num_kv_heads, self.head_size)
+            caches.check(
+                cache, x, self._left if self.is_causal else None, self.num_kv_heads, self.head_size
+            )
         if cache is not None and segment_ids is not None:
-            raise ValueError("segment_ids cannot go with a cache: give each document a row of its own.")
+            raise ValueError(
+                "segment_ids cannot go with a cache: give each document a row of its own."
+            )
 
     def _check_cross(self, x, inputs_k, inputs_v, segment_ids, kv_lengths, cache):
         if inputs_k is None:
             if inputs_v is not None or kv_lengths is not None:
-                raise ValueError("inputs_v and kv_lengths belong to inputs_k: give inputs_k too, or lengths for self-attention.")
+                raise ValueError(
+                    "inputs_v and kv_lengths belong to inputs_k: give inputs_k too, or lengths for "
+                    "self-attention."
+                )
             if self.in_kv_features != self.in_features:
-                raise ValueError(f"a layer with in_kv_features = {self.in_kv_features} beside {self.in_features} needs inputs_k.")
+                raise ValueError(
+                    f"a layer with in_kv_features = {self.in_kv_features} beside "
+                    f"{self.in_features} needs inputs_k."
+                )
             return
         if self.is_causal or self.rope_base is not None or self.local_window_size is not None:
             raise ValueError(
-                "positions in inputs_q and in inputs_k cannot be compared with each other: for cross-attention make the layer "
+                "positions in inputs_q and in inputs_k cannot be compared with each other: for "
+                "cross-attention make the layer "
                 "with is_causal=False, rope_base=None and no local_window_size."
             )
         if segment_ids is not None:
-            raise ValueError("segment_ids are of self-attention: with inputs_k give mask=masks.Documents(query_ids, key_ids).")
+            raise ValueError(
+                "segment_ids are of self-attention: with inputs_k give "
+                "mask=masks.Documents(query_ids, key_ids)."
+            )
         if cache is not None:
-            raise ValueError("a cache cannot go with inputs_k: it holds the tokens of self-attention. Give inputs_k each time.")
-        for name, y in dict(inputs_k=inputs_k, inputs_v=inputs_k if inputs_v is None else inputs_v).items():
+            raise ValueError(
+                "a cache cannot go with inputs_k: it holds the tokens of self-attention. Give "
+                "inputs_k each time."
+            )
+        for name, y in dict(
+            inputs_k=inputs_k, inputs_v=inputs_k if inputs_v is None else inputs_v
+        ).items():
             if y.ndim != 3 or y.shape != (x.shape[0], inputs_k.shape[1], self.in_kv_features):
-                shape = f"({x.shape[0]}, {'S' if name == 'inputs_k' else inputs_k.shape[1]}, {self.in_kv_features})"
-                raise ValueError(f"{name} must be [B, S, in_kv_features] = {shape} to match inputs_q {x.shape}; got {y.shape}.")
+                shape = (
+                    f"({x.shape[0]}, {'S' if name == 'inputs_k' else inputs_k.shape[1]}, "
+                    f"{self.in_kv_features})"
+                )
+                raise ValueError(
+                    f"{name} must be [B, S, in_kv_features] = {shape} to match inputs_q {x.shape}; "
+                    f"got {y.shape}."
+                )
 
     def _check_options(self, N):
         """Raises now what flash_attention would raise in the first call."""
-        query, key = (jax.ShapeDtypeStruct((1, 1, heads, self.head_size), jnp.float32) for heads in (N, self.num_kv_heads))
-        options = dict(local_window_size=self.local_window_size, logits_soft_cap=self.logits_soft_cap, score_mod=self.score_mod)
-        options |= dict(dropout_rate=self.dropout_rate, dropout_rng=jax.eval_shape(lambda: jax.random.key(0)))
+        query, key = (
+            jax.ShapeDtypeStruct((1, 1, heads, self.head_size), jnp.float32)
+            for heads in (N, self.num_kv_heads)
+        )
+        options = dict(
+            local_window_size=self.local_window_size,
+            logits_soft_cap=self.logits_soft_cap,
+            score_mod=self.score_mod,
+        )
+        options |= dict(
+            dropout_rate=self.dropout_rate, dropout_rng=jax.eval_shape(lambda: jax.random.key(0))
+        )
         # whether an implementation can run a call is a matter of the call
         with contextlib.suppress(NotImplementedError):
-            explain(query, key, key, is_causal=self.is_causal, implementation=self.implementation, **options)
+            explain(
+                query,
+                key,
+                key,
+                is_causal=self.is_causal,
+                implementation=self.implementation,
+                **options,
+            )
 
 
 def _heads(num_heads, num_kv_heads, head_size, in_features, rope_base) -> tuple[int, int, int]:
     """N, K and H, with the defaults filled in."""
     N, K = num_heads, num_heads if num_kv_heads is None else num_kv_heads
     if N < 1 or K < 1 or N % K:
-        raise ValueError(f"num_heads must be a multiple of num_kv_heads, both above 0; got {N} and {K}.")
+        raise ValueError(
+            f"num_heads must be a multiple of num_kv_heads, both above 0; got {N} and {K}."
+        )
     if head_size is None and in_features % N:
-        raise ValueError(f"in_features must be a multiple of num_heads = {N}; got {in_features}. Or give head_size.")
+        raise ValueError(
+            f"in_features must be a multiple of num_heads = {N}; got {in_features}. Or give "
+            "head_size."
+        )
     H = in_features // N if head_size is None else head_size
     if rope_base is not None and not rope_base > 0:
-        raise ValueError(f"rope_base must be a number above 0, or None for no RoPE; got {rope_base}.")
+        raise ValueError(
+            f"rope_base must be a number above 0, or None for no RoPE; got {rope_base}."
+        )
     if rope_base is not None and H % 2:
-        raise ValueError(f"head_size must be even, since RoPE turns pairs; got {H}. Or leave RoPE out with rope_base=None.")
+        raise ValueError(
+            f"head_size must be even, since RoPE turns pairs; got {H}. Or leave RoPE out with "
+            "rope_base=None."
+        )
     return N, K, H

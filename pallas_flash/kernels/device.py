@@ -7,17 +7,30 @@ from typing import Any
 import jax
 from jax.sharding import AbstractDevice
 
-interpret: Any = None  # parameters of jax's GPU interpreter: tests put them here, and a Hopper GPU is simulated
+# parameters of jax's GPU interpreter: tests put them here, and a Hopper GPU is simulated
+interpret: Any = None
 
 # By words of the device's kind, the first that it has.
-CAPABILITIES = {"A100": (8, 0), "A10": (8, 6), "GeForce RTX 30": (8, 6), "L4": (8, 9), "GeForce RTX 40": (8, 9)}
-CAPABILITIES |= {"H100": (9, 0), "H200": (9, 0), "B200": (10, 0), "GeForce RTX 50": (12, 0), "RTX PRO": (12, 0)}
+CAPABILITIES = {
+    "A100": (8, 0),
+    "A10": (8, 6),
+    "GeForce RTX 30": (8, 6),
+    "L4": (8, 9),
+    "GeForce RTX 40": (8, 9),
+}
+CAPABILITIES |= {
+    "H100": (9, 0),
+    "H200": (9, 0),
+    "B200": (10, 0),
+    "GeForce RTX 50": (12, 0),
+    "RTX PRO": (12, 0),
+}
 PROCESSORS = {"A100": 108, "H100": 132, "H200": 132, "B200": 148}
 
 
 def here() -> jax.Device | AbstractDevice:
-    """The device that a call is for, as far as that is known while it is traced: of the kind that the abstract mesh names, which
-    need not be on this machine, else the default device in force."""
+    """The device that a call is for, as far as that is known while it is traced: of the kind that
+    the abstract mesh names, which need not be on this machine, else the default device in force."""
     named, default = jax.sharding.get_abstract_mesh().abstract_device, _default()
     if named is None or named.device_kind == default.device_kind:
         return default
@@ -31,9 +44,11 @@ def gpu() -> jax.Device | None:
 
 
 def at(values: Iterable) -> contextlib.AbstractContextManager:
-    """Where arrays among the values are committed to a device that is not the default, it is in force within."""
+    """Where arrays among the values are committed to a device that is not the default, it is in
+    force within."""
     devices, default = next(filter(None, map(_committed, values)), ()), _default()
-    if not devices or default in devices or devices[0].platform == default.platform == "cpu":  # CPUs are alike
+    # CPUs are alike
+    if not devices or default in devices or devices[0].platform == default.platform == "cpu":
         return contextlib.nullcontext()
     return jax.default_device(devices[0])
 
@@ -47,7 +62,8 @@ def on_cpu() -> contextlib.AbstractContextManager:
 
 
 def _committed(x) -> list[jax.Device]:
-    """The devices that an array lies on for certain; within jit its type says so, of arrays on a mesh."""
+    """The devices that an array lies on for certain; within jit its type says so, of arrays on a
+    mesh."""
     if not isinstance(x, jax.Array):
         return []
     known = x.to_concrete_value() if isinstance(x, jax.core.Tracer) else x
@@ -55,18 +71,30 @@ def _committed(x) -> list[jax.Device]:
         named = jax.typeof(x).sharding.mesh.abstract_device
         return [] if named is None else _of_kind(named)
     is_committed = getattr(known, "committed", False)  # NumPy's are not
-    return sorted(known.sharding.addressable_devices, key=lambda device: device.id) if is_committed else []
+    return (
+        sorted(known.sharding.addressable_devices, key=lambda device: device.id)
+        if is_committed
+        else []
+    )
 
 
 def _default() -> jax.Device:
     asked = jax.config.jax_default_device
-    return asked if asked is not None and not isinstance(asked, str) else jax.local_devices(backend=asked)[0]
+    return (
+        asked
+        if asked is not None and not isinstance(asked, str)
+        else jax.local_devices(backend=asked)[0]
+    )
 
 
 def _of_kind(named: AbstractDevice) -> list[jax.Device]:
     """Those of this machine."""
     try:
-        return [device for device in jax.local_devices(backend=named.platform) if device.device_kind == named.device_kind]
+        return [
+            device
+            for device in jax.local_devices(backend=named.platform)
+            if device.device_kind == named.device_kind
+        ]
     except RuntimeError:  # there is no such platform
         return []
 
@@ -76,7 +104,11 @@ def compute_capability() -> float | None:
     found = here()
     if found.platform != "gpu":
         return None
-    of_kind = (major + minor / 10 for word, (major, minor) in CAPABILITIES.items() if word in found.device_kind)
+    of_kind = (
+        major + minor / 10
+        for word, (major, minor) in CAPABILITIES.items()
+        if word in found.device_kind
+    )
     try:
         return float(found.compute_capability)
     except AttributeError:  # it is not here
@@ -86,9 +118,12 @@ def compute_capability() -> float | None:
 
 
 def processors() -> int:
-    """How many multiprocessors it has, of which a part of a GPU has fewer; where there is none, as many as an H100."""
+    """How many multiprocessors it has, of which a part of a GPU has fewer; where there is none, as
+    many as an H100."""
     found = here()
     if found.platform != "gpu":
         return PROCESSORS["H100"]
     known = getattr(found, "core_count", None) or getattr(found, "num_cores", None)
-    return known or next((n for word, n in PROCESSORS.items() if word in found.device_kind), PROCESSORS["H100"])
+    return known or next(
+        (n for word, n in PROCESSORS.items() if word in found.device_kind), PROCESSORS["H100"]
+    )

@@ -1,4 +1,5 @@
-"""Compares kernels with the reference, output, log-sum-exp and gradients, on small problems like the one that is asked."""
+"""Compares kernels with the reference, output, log-sum-exp and gradients, on small problems like
+the one that is asked."""
 
 import dataclasses
 import functools
@@ -18,13 +19,16 @@ from pallas_flash.rules.score import Score
 # Of trials: with blocks that need a mask, blocks that need none, ragged ones.
 SIZES = dict(batch=2, queries=523, keys=709, heads=8, kv_heads=2, sinks=False)
 WIDTH = 16  # multiples of this tell heads apart in the kernels
-ROWS = 64  # that are compared as one vector: a single row of a gradient may be zero but for rounding
-RULE = masks.Where(lambda b, h, q, k: ((q // 256 + k // 256 + h) % 3 > 0) | (k < 4), "RULE")  # blocks of all kinds, by head
+# that are compared as one vector: a single row of a gradient may be zero but for rounding
+ROWS = 64
+# blocks of all kinds, by head
+RULE = masks.Where(lambda b, h, q, k: ((q // 256 + k // 256 + h) % 3 > 0) | (k < 4), "RULE")
 SOFT_CAP = 2.0  # near the logits of trials
 TOLERANCE = dict(float32=1e-4, bfloat16=2e-2, float16=4e-3)
 # With any of them kernels are right or wrong by themselves.
 MORE = "a rule", "a mask", "a bias", "a score_mod", "a soft cap", "segment ids"
-REFUSALS = "shared memory", "ptxas error", "unimplemented"  # words of compilers that will say the same again
+# words of compilers that will say the same again
+REFUSALS = "shared memory", "ptxas error", "unimplemented"
 
 
 class Verdict(NamedTuple):
@@ -51,9 +55,14 @@ class Refused(Exception):
 
 
 def fails(error: Exception) -> Verdict:
-    """An error of the GPU or the memory, or whatever it is: another time it may be gone, but for a refusal."""
+    """An error of the GPU or the memory, or whatever it is: another time it may be gone, but for a
+    refusal."""
     text = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    return Verdict({}, f"the compiler refuses it: {error}") if isinstance(error, Refused) else Verdict({}, unknown=text)
+    return (
+        Verdict({}, f"the compiler refuses it: {error}")
+        if isinstance(error, Refused)
+        else Verdict({}, unknown=text)
+    )
 
 
 def compiled(function: Callable, *args) -> Callable:
@@ -61,7 +70,9 @@ def compiled(function: Callable, *args) -> Callable:
     try:
         return jax.jit(function).lower(*args).compile()
     except Exception as error:
-        if isinstance(error, NotImplementedError) or any(word in str(error).lower() for word in REFUSALS):
+        if isinstance(error, NotImplementedError) or any(
+            word in str(error).lower() for word in REFUSALS
+        ):
             raise Refused(str(error).partition("\n")[0]) from error
         raise
 
@@ -74,15 +85,20 @@ class Way(NamedTuple):
 
     name: str  # in their variant
     sizes: dict[str, int]  # of trials, where they must be others
-    results: Callable  # (problem, choice, operands, cotangents) -> arrays by name, each [B, length, heads, ...]
+    # (problem, choice, operands, cotangents) -> arrays by name, each [B, length, heads, ...]
+    results: Callable
     exact: Callable  # operands as float32, for the reference
 
 
-def results(problem: Problem, choice: Choice, operands: Operands, cotangents: tuple) -> dict[str, jax.Array]:
+def results(
+    problem: Problem, choice: Choice, operands: Operands, cotangents: tuple
+) -> dict[str, jax.Array]:
     """Of flash_attention, with the gradients."""
 
     def attend(q, k, v, bias):
-        o, *numbers = autodiff.attend(problem, choice, operands._replace(query=q, key=k, value=v, bias=bias))
+        o, *numbers = autodiff.attend(
+            problem, choice, operands._replace(query=q, key=k, value=v, bias=bias)
+        )
         return (o, numbers[0]), numbers[1]
 
     (o, lse), vjp, largest = jax.vjp(attend, *operands[:4], has_aux=True)
@@ -120,37 +136,51 @@ def widths(problem: Problem) -> list[int]:
 
 
 def trials(problem: Problem, way: Way = FLASH_ATTENTION) -> list[dict[str, int]]:
-    """The sizes of the problems that are tried: with what else moves the ends of rows, and without; the last with so many heads
-    that programs go over several tiles."""
+    """The sizes of the problems that are tried: with what else moves the ends of rows, and without;
+    the last with so many heads that programs go over several tiles."""
     sizes = SIZES | way.sizes
     if decode.takes(problem):
         return [sizes | dict(queries=3, sinks=True)]
     processors = device.processors()
-    return [sizes, sizes | dict(batch=1, queries=509, heads=2 * processors, kv_heads=processors, sinks=True)]
+    return [
+        sizes,
+        sizes | dict(batch=1, queries=509, heads=2 * processors, kv_heads=processors, sinks=True),
+    ]
 
 
-def check(backend: Backend, problem: Problem, trials: list[dict[str, int]], way: Way = FLASH_ATTENTION) -> Callable[[], Verdict]:
-    """Compiles what compares output, log-sum-exp and gradients with the reference's in float32, on small problems of the same
-    variant. What it returns runs it."""
+def check(
+    backend: Backend, problem: Problem, trials: list[dict[str, int]], way: Way = FLASH_ATTENTION
+) -> Callable[[], Verdict]:
+    """Compiles what compares output, log-sum-exp and gradients with the reference's in float32, on
+    small problems of the same variant. What it returns runs it."""
     pairs = [_programs(backend, way, *trial(problem, sizes)) for sizes in trials]
 
     def verdict():
         errors = [_errors(*pair) for pair in pairs]
-        largest = {name: max((e[name] for e in errors), key=lambda e: (e != e, e)) for name in errors[0]}
+        largest = {
+            name: max((e[name] for e in errors), key=lambda e: (e != e, e)) for name in errors[0]
+        }
         tolerance = TOLERANCE[problem.dtype]
-        wrong = [f"{name} is off by {e:.1e}" for name, e in largest.items() if not e <= tolerance]  # nan is not
-        return Verdict(largest, f"{', '.join(wrong)}; the tolerance is {tolerance:.0e}" if wrong else None)
+        # nan is not
+        wrong = [f"{name} is off by {e:.1e}" for name, e in largest.items() if not e <= tolerance]
+        return Verdict(
+            largest, f"{', '.join(wrong)}; the tolerance is {tolerance:.0e}" if wrong else None
+        )
 
     return verdict
 
 
-def _programs(backend: Backend, way: Way, small: Problem, operands: Operands, cotangents: tuple) -> list[Callable]:
+def _programs(
+    backend: Backend, way: Way, small: Problem, operands: Operands, cotangents: tuple
+) -> list[Callable]:
     """That of the kernels, and the reference's."""
     reference = next(backend for backend in backends.BACKENDS if backend.name == "reference")
     wide = dataclasses.replace(small, dtype="float32")
 
     def program(results, problem, backend, *arrays):
-        run = compiled(functools.partial(results, problem, Choice(backend, backend.tiles(problem))), *arrays)
+        run = compiled(
+            functools.partial(results, problem, Choice(backend, backend.tiles(problem))), *arrays
+        )
         return lambda: jax.device_get(run(*arrays))
 
     wanted = program(results, wide, reference, way.exact(operands), exact(cotangents))
@@ -163,26 +193,45 @@ def _errors(kernels: Callable, reference: Callable) -> dict[str, float]:
 
 
 def trial(problem: Problem, sizes: dict[str, int]) -> tuple[Problem, Operands, tuple]:
-    """A small problem of the same variant, masked at both ends of the keys; its operands; the cotangents of o and lse. One with
-    sinks has more ends that differ by row too."""
+    """A small problem of the same variant, masked at both ends of the keys; its operands; the
+    cotangents of o and lse. One with sinks has more ends that differ by row too."""
     width, value_width = widths(problem)
-    p = dataclasses.replace(problem, **sizes, head_size=width, value_size=value_width, scale=width**-0.5)
+    p = dataclasses.replace(
+        problem, **sizes, head_size=width, value_size=value_width, scale=width**-0.5
+    )
     lengths = p.keys - p.keys // 7 * np.arange(p.batch, dtype=np.int32)
-    rules = [masks.Causal(), masks.KeyLengths(jax.device_put(lengths)), *([RULE] if p.visibility.where is not None else [])]
+    rules = [
+        masks.Causal(),
+        masks.KeyLengths(jax.device_put(lengths)),
+        *([RULE] if p.visibility.where is not None else []),
+    ]
     rules += [] if p.visibility.query_ids is None else [_documents(p)]
     offset = p.keys - p.queries
     if p.sinks:
-        rules[0], offset = masks.Window(p.keys // 2, 0), jax.device_put(offset - np.arange(p.batch, dtype=np.int32))
+        rules[0], offset = (
+            masks.Window(p.keys // 2, 0),
+            jax.device_put(offset - np.arange(p.batch, dtype=np.int32)),
+        )
     visibility = masks.resolve(rules, p.batch, p.queries, p.keys, offset)
     seeds = dropout.seeds(jax.random.key(0), p.batch, p.heads) if p.dropped else None
     rng = np.random.default_rng(0)
-    normal = lambda *shape: jax.device_put(rng.standard_normal(shape, np.float32).astype(jnp.dtype(p.dtype)))
+    normal = lambda *shape: jax.device_put(
+        rng.standard_normal(shape, np.float32).astype(jnp.dtype(p.dtype))
+    )
     bias = None if p.bias is None else normal(1, p.heads, p.queries, p.keys)
     score = None if p.score is None else Score.of_call(far_is_less, jnp.float32, offset)
-    row, key = np.arange(p.queries)[:, None] // 256, np.arange(p.keys) // 256  # of empty, partial and full blocks
-    mask = None if p.mask is None else jax.device_put(rng.random((p.batch, 1, p.queries, p.keys)) < (row + key + 1) % 3 / 2)
+    # of empty, partial and full blocks
+    row, key = np.arange(p.queries)[:, None] // 256, np.arange(p.keys) // 256
+    mask = (
+        None
+        if p.mask is None
+        else jax.device_put(rng.random((p.batch, 1, p.queries, p.keys)) < (row + key + 1) % 3 / 2)
+    )
     q, k = normal(p.batch, p.queries, p.heads, width), normal(p.batch, p.keys, p.kv_heads, width)
-    v, do = normal(p.batch, p.keys, p.kv_heads, value_width), normal(p.batch, p.queries, p.heads, value_width)
+    v, do = (
+        normal(p.batch, p.keys, p.kv_heads, value_width),
+        normal(p.batch, p.queries, p.heads, value_width),
+    )
     dlse = normal(p.batch, p.heads, p.queries).astype(jnp.float32)
     sinks = normal(p.heads).astype(jnp.float32) if p.sinks else None
     operands = Operands(q, k, v, bias, sinks, mask, visibility, seeds, score)

@@ -1,4 +1,5 @@
-"""Keeps the findings about kernels on this machine in the user's cache folder, a file for each finding."""
+"""Keeps the findings about kernels on this machine in the user's cache folder, a file for each
+finding."""
 
 import contextlib
 import functools
@@ -27,9 +28,14 @@ class Machine(NamedTuple):
 
 
 def machine() -> Machine | None:
-    """This one, with the GPU that a call is for; None where it is for none, or for one that is not here: nothing can be tried."""
+    """This one, with the GPU that a call is for; None where it is for none, or for one that is not
+    here: nothing can be tried."""
     gpu = device.gpu()
-    return None if gpu is None else Machine(gpu.device_kind, driver(), jax.__version__, compilers(), _sources())
+    return (
+        None
+        if gpu is None
+        else Machine(gpu.device_kind, driver(), jax.__version__, compilers(), _sources())
+    )
 
 
 @functools.cache
@@ -37,20 +43,34 @@ def driver() -> str:
     """The version of NVIDIA's driver."""
     loaded = pathlib.Path("/proc/driver/nvidia/version")
     with contextlib.suppress(OSError, StopIteration):
-        return next(word for word in loaded.read_text().split() if word[0].isdigit() and "." in word)
+        return next(
+            word for word in loaded.read_text().split() if word[0].isdigit() and "." in word
+        )
     with contextlib.suppress(OSError, subprocess.SubprocessError, IndexError):
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        return subprocess.run(query, capture_output=True, text=True, check=True, timeout=20).stdout.split()[0]
+        return subprocess.run(
+            query, capture_output=True, text=True, check=True, timeout=20
+        ).stdout.split()[0]
     return "unknown"
 
 
-COMPILERS = "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cuda-nvcc-cu12", "nvidia-cuda-nvcc"
+COMPILERS = (
+    "jaxlib",
+    "jax-cuda12-plugin",
+    "jax-cuda13-plugin",
+    "nvidia-cuda-nvcc-cu12",
+    "nvidia-cuda-nvcc",
+)
 
 
 @functools.cache
 def compilers() -> str:
     """The versions of the packages that make code: XLA, its plugin, and ptxas."""
-    here = {package.name: package.version for name in COMPILERS for package in importlib.metadata.distributions(name=name)}
+    here = {
+        package.name: package.version
+        for name in COMPILERS
+        for package in importlib.metadata.distributions(name=name)
+    }
     return ", ".join(f"{name} {version}" for name, version in here.items())
 
 
@@ -63,19 +83,23 @@ def _sources() -> str:
 
 
 def folder() -> pathlib.Path:
-    return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache", "pallas_flash")
+    return pathlib.Path(
+        os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache", "pallas_flash"
+    )
 
 
 def read(variant: Any, machine: Machine) -> dict[str, Any] | None:
     """What was written of the variant on such a machine; None if nothing can be read."""
-    with contextlib.suppress(OSError, RuntimeError, ValueError):  # RuntimeError: there is no home folder
+    # RuntimeError: there is no home folder
+    with contextlib.suppress(OSError, RuntimeError, ValueError):
         record = json.loads(_path(variant, machine).read_text())
         return record if isinstance(record, dict) else None
     return None
 
 
 def write(variant: Any, machine: Machine, found: dict[str, Any]) -> str | None:
-    """Writes what was found, whole or not at all, whoever else writes the same. Returns why it cannot, if it cannot."""
+    """Writes what was found, whole or not at all, whoever else writes the same. Returns why it
+    cannot, if it cannot."""
     record = json.dumps(variant._asdict() | machine._asdict() | found, indent=1)
     try:
         path = _path(variant, machine)

@@ -1,4 +1,5 @@
-"""Whether this machine runs an implementation's own kernels right: tried once, before they are taken unasked on a GPU."""
+"""Whether this machine runs an implementation's own kernels right: tried once, before they are
+taken unasked on a GPU."""
 
 import concurrent.futures
 import dataclasses
@@ -29,9 +30,12 @@ _log = logging.getLogger("pallas_flash")
 
 
 def choose(problem: Problem, implementation: str | None = None, check: bool = True) -> Choice:
-    """What was asked for, by the call or else the environment, or the first that is taken unasked and not wrong on this machine.
-    Without `check` nothing runs, and what was never checked counts as right."""
-    return backends.choose(problem, asked_for(implementation), lambda backend: why_not(backend, problem, check))
+    """What was asked for, by the call or else the environment, or the first that is taken unasked
+    and not wrong on this machine. Without `check` nothing runs, and what was never checked counts
+    as right."""
+    return backends.choose(
+        problem, asked_for(implementation), lambda backend: why_not(backend, problem, check)
+    )
 
 
 def asked_for(implementation: str | None = None) -> str | None:
@@ -40,26 +44,43 @@ def asked_for(implementation: str | None = None) -> str | None:
         return implementation
     name = os.environ.get("PALLAS_FLASH_IMPLEMENTATION") or None
     if name is not None and name not in backends.NAMES:
-        raise ValueError(f"PALLAS_FLASH_IMPLEMENTATION must be unset or one of {', '.join(backends.NAMES)}; got {name!r}.")
+        raise ValueError(
+            f"PALLAS_FLASH_IMPLEMENTATION must be unset or one of {', '.join(backends.NAMES)}; got "
+            f"{name!r}."
+        )
     return name
 
 
-def why_not(backend: Backend, problem: Problem, check: bool = True, way: Way = FLASH_ATTENTION) -> str | None:
-    """Why the kernels are not taken unasked on this machine; None where they are right or trusted."""
+def why_not(
+    backend: Backend, problem: Problem, check: bool = True, way: Way = FLASH_ATTENTION
+) -> str | None:
+    """Why the kernels are not taken unasked on this machine; None where they are right or
+    trusted."""
     verdict = _verdict(backend, problem, check, way)
     return verdict and verdict.why_not
 
 
-def reasons(problem: Problem, choice: Choice, implementation: str | None) -> tuple[dict[str, str], str | None]:
-    """For each implementation that `choose` did not take, why; and on what condition it took the one it took."""
+def reasons(
+    problem: Problem, choice: Choice, implementation: str | None
+) -> tuple[dict[str, str], str | None]:
+    """For each implementation that `choose` did not take, why; and on what condition it took the
+    one it took."""
     asked, conditions = asked_for(implementation), []
     if implementation in backends.OF_JAX_NN:
-        conditions.append(f"chosen: {implementation!r} is a name of jax.nn, and chooses as None does")
+        conditions.append(
+            f"chosen: {implementation!r} is a name of jax.nn, and chooses as None does"
+        )
     why = backends.why_not_taken(
-        problem, choice.backend, asked is not None, lambda backend: why_not(backend, problem, check=False)
+        problem,
+        choice.backend,
+        asked is not None,
+        lambda backend: why_not(backend, problem, check=False),
     )
     if asked is None and not _verdict(choice.backend, problem, False, FLASH_ATTENTION):
-        conditions.append("if this machine's check finds it right: the first call checks it, or python -m pallas_flash")
+        conditions.append(
+            "if this machine's check finds it right: the first call checks it, or python -m "
+            "pallas_flash"
+        )
     elif asked not in (None, implementation):
         conditions.append("as PALLAS_FLASH_IMPLEMENTATION asks")
     return why, ", ".join(conditions) or None
@@ -75,7 +96,9 @@ class Variant(NamedTuple):
     head_size: int  # as wide as the kernels make it
     value_size: int
     dtype: str
-    scheme: str  # of the backward; and whether the forward is decoding, weights are dropped, what else there is, and pages
+    # of the backward; and whether the forward is decoding, weights are dropped, what else there is,
+    # and pages
+    scheme: str
 
     def __str__(self):
         v = self
@@ -84,7 +107,8 @@ class Variant(NamedTuple):
 
 TRUSTED = Verdict({})
 _known: dict[tuple[Variant, records.Machine], Verdict] = {}
-_again: dict[tuple[Variant, records.Machine], float] = {}  # when what is unknown may be checked again
+# when what is unknown may be checked again
+_again: dict[tuple[Variant, records.Machine], float] = {}
 _one_at_a_time = threading.Lock()
 
 
@@ -93,7 +117,9 @@ def variant_of(backend: Backend, problem: Problem, way: Way = FLASH_ATTENTION) -
     scheme = "deterministic" if same else "in any order"
     scheme += ", decoding" * decode.takes(problem) + ", dropout" * (problem.dropped > 0)
     scheme += ", the largest logits" * problem.max_logits
-    scheme += "".join(f", {name}" for name in [*comparison.more(problem), *([way.name] if way.name else [])])
+    scheme += "".join(
+        f", {name}" for name in [*comparison.more(problem), *([way.name] if way.name else [])]
+    )
     return Variant(backend.name, *comparison.widths(problem), problem.dtype, scheme)
 
 
@@ -116,7 +142,10 @@ def _verdict(backend: Backend, problem: Problem, check: bool, way: Way) -> Verdi
 def _trusts() -> bool:
     asked = os.environ.get("PALLAS_FLASH_SELF_CHECK") or "1"
     if asked not in ("0", "1"):
-        raise ValueError(f"PALLAS_FLASH_SELF_CHECK must be 0 (trust the kernels), 1 or unset (check them once); got {asked!r}.")
+        raise ValueError(
+            "PALLAS_FLASH_SELF_CHECK must be 0 (trust the kernels), 1 or unset (check them once); "
+            f"got {asked!r}."
+        )
     return asked == "0"
 
 
@@ -129,27 +158,37 @@ def record(variant: Variant, machine: records.Machine, verdict: Verdict):
     """What is unknown is no finding."""
     why_not = None if verdict.unknown else records.write(variant, machine, verdict._asdict())
     if why_not:
-        _log.warning("pallas_flash cannot record that it checked %s, and will check again: %s", variant, why_not)
+        _log.warning(
+            "pallas_flash cannot record that it checked %s, and will check again: %s",
+            variant,
+            why_not,
+        )
 
 
-def _tried(backend: Backend, problem: Problem, way: Way, variant: Variant, machine: records.Machine) -> Verdict:
+def _tried(
+    backend: Backend, problem: Problem, way: Way, variant: Variant, machine: records.Machine
+) -> Verdict:
     """Tells the user, tries the kernels and records what was found."""
     _log.warning(
-        "pallas_flash checks its kernels on this %s, once: %s (python -m pallas_flash does it ahead of time)",
+        "pallas_flash checks its kernels on this %s, once: %s (python -m pallas_flash does it "
+        "ahead of time)",
         machine.gpu,
         variant,
     )
     start = time.monotonic()
     try:
         sizes = comparison.trials(problem, way)
-        ready = _in_a_thread(lambda: comparison.check(backend, problem, sizes, way))  # compilers may be slow
+        # compilers may be slow
+        ready = _in_a_thread(lambda: comparison.check(backend, problem, sizes, way))
         verdict = _in_a_thread(ready, LIMIT)
     except TimeoutError:
         _known[variant, machine] = comparison.hangs(LIMIT)
         record(variant, machine, comparison.hangs(LIMIT))
         raise RuntimeError(
-            f"the check of {variant} on this {machine.gpu} did not end within {LIMIT} s, and the GPU may hang with it. "
-            f"Start again: {variant.implementation} will not be taken. PALLAS_FLASH_IMPLEMENTATION names another for all calls."
+            f"the check of {variant} on this {machine.gpu} did not end within {LIMIT} s, and the "
+            "GPU may hang with it. "
+            f"Start again: {variant.implementation} will not be taken. PALLAS_FLASH_IMPLEMENTATION "
+            "names another for all calls."
         ) from None
     except Exception as error:
         verdict = comparison.fails(error)
@@ -160,8 +199,8 @@ def _tried(backend: Backend, problem: Problem, way: Way, variant: Variant, machi
 
 
 def _in_a_thread(f: Callable, limit: float | None = None):
-    """f() in a thread of its own, where of the caller the GPU holds that its call is for, and no transformation, mesh or option;
-    TimeoutError after `limit` s."""
+    """f() in a thread of its own, where of the caller the GPU holds that its call is for, and no
+    transformation, mesh or option; TimeoutError after `limit` s."""
     result, gpu = concurrent.futures.Future(), device.gpu()
 
     def run():
@@ -177,6 +216,7 @@ def _in_a_thread(f: Callable, limit: float | None = None):
 
 def _warning(variant: Variant, machine: records.Machine, why_not: str) -> str:
     return (
-        f"pallas_flash does not take {variant} unasked on this {machine.gpu}: {why_not}. The next implementation serves, "
+        f"pallas_flash does not take {variant} unasked on this {machine.gpu}: {why_not}. The next "
+        "implementation serves, "
         "and explain() says which; python -m pallas_flash checks again."
     )

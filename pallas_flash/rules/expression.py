@@ -1,5 +1,5 @@
-"""Masks of which | and ~ make a rule in a call: an expression of what each shows, which reads its arrays row by row and key by
-key."""
+"""Masks of which | and ~ make a rule in a call: an expression of what each shows, which reads its
+arrays row by row and key by key."""
 
 import dataclasses
 import functools
@@ -17,14 +17,16 @@ RULES = Where, Either, Not  # what is no interval
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """From the position that a rule is given to the row, and to the position where no offset says it."""
+    """From the position that a rule is given to the row, and to the position where no offset says
+    it."""
 
     near: Ints  # int or int32 [B]
     apart: Any  # int32 [B, T]
 
 
 def as_where(mask: Mask, place: Place, resolved: Callable) -> Where:
-    """The mask as a Where that counts batch rows and heads of this call from 0. `resolved` makes a Visibility of intervals."""
+    """The mask as a Where that counts batch rows and heads of this call from 0. `resolved` makes a
+    Visibility of intervals."""
     arrays, tree = jax.tree.flatten((place, _expression(mask, resolved)))
     shapes, name = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays), shown(mask)
     return Where(_rule(tree, shapes, name), name, tuple(arrays))
@@ -74,7 +76,9 @@ def _sees(expression, place: Place, b, h, q, k):
         case Where(function, arrays=arrays, batch=batch, head=head):
             b, h = (n if known is None else _at(known, n) for known, n in ((batch, b), (head, h)))
             return function(arrays, b, h, q if place.apart is None else _at(place.apart, b, row), k)
-    seen = expression.narrow(Visibility.BY_BATCH, lambda x: _at(x, b)).narrow(Visibility.BY_QUERY, lambda x: _at(x, b, row))
+    seen = expression.narrow(Visibility.BY_BATCH, lambda x: _at(x, b)).narrow(
+        Visibility.BY_QUERY, lambda x: _at(x, b, row)
+    )
     seen = seen.narrow(Visibility.BY_KEY, lambda x: _at(x, b, k))
     return seen.sees(*seen.interval(row), k, seen.query_ids, seen.key_ids)
 

@@ -14,23 +14,36 @@ EMPTY, PARTIAL, FULL = 0, 1, 2
 
 def seen(v: Visibility, batch, heads, row, key) -> jax.Array:
     """Whether the rows of existing queries see the keys, [B | 1, N | 1, rows, keys]."""
-    at = v.narrow(Visibility.BY_BATCH, lambda x: x[:, None]).narrow(Visibility.BY_QUERY, lambda x: x[:, row])
-    start, stop = (end if isinstance(end, int) else end[..., None] for end in at.interval(row[None]))
-    ids = (None, None) if at.query_ids is None else (at.query_ids[:, :, None], at.key_ids[:, None, :])
+    at = v.narrow(Visibility.BY_BATCH, lambda x: x[:, None]).narrow(
+        Visibility.BY_QUERY, lambda x: x[:, row]
+    )
+    start, stop = (
+        end if isinstance(end, int) else end[..., None] for end in at.interval(row[None])
+    )
+    ids = (
+        (None, None) if at.query_ids is None else (at.query_ids[:, :, None], at.key_ids[:, None, :])
+    )
     inside = at.sees(start, stop, key[None, None], *ids)
-    inside = jnp.broadcast_to(inside, (inside.shape[0] if inside.ndim == 3 else 1, row.size, key.size))[:, None]
-    return inside if v.where is None else inside & v.where.sees(*v.where.pairs(batch, heads, row, key))
+    inside = jnp.broadcast_to(
+        inside, (inside.shape[0] if inside.ndim == 3 else 1, row.size, key.size)
+    )[:, None]
+    return (
+        inside if v.where is None else inside & v.where.sees(*v.where.pairs(batch, heads, row, key))
+    )
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
 def of(v: Visibility, batch, heads, queries: int, block_q: int, block_k: int) -> jax.Array:
-    """The kinds of all blocks, int8 [B | 1, N | 1, query blocks, key blocks], from block_q rows at a time. A block that hangs
-    over an end is not full."""
+    """The kinds of all blocks, int8 [B | 1, N | 1, query blocks, key blocks], from block_q rows at
+    a time. A block that hangs over an end is not full."""
     key = jnp.arange(v.keys, dtype=jnp.int32)
 
     def of_rows(i):
         row = i * block_q + jnp.arange(block_q, dtype=jnp.int32)
-        x = seen(v, batch, heads, jnp.minimum(row, queries - 1), key) & (row < queries)[None, None, :, None]
+        x = (
+            seen(v, batch, heads, jnp.minimum(row, queries - 1), key)
+            & (row < queries)[None, None, :, None]
+        )
         return _of_blocks(x, block_q, block_k)[:, :, 0]
 
     return jnp.moveaxis(lax.map(of_rows, jnp.arange(-(-queries // block_q), dtype=jnp.int32)), 0, 2)
@@ -55,7 +68,8 @@ def join(kinds, axis):
 
 
 def recut(kinds, block: int, queries: int, keys: int, block_q: int, block_k: int):
-    """Kinds of blocks of `block` queries and keys as those of blocks of another size, partial where these do not tell."""
+    """Kinds of blocks of `block` queries and keys as those of blocks of another size, partial where
+    these do not tell."""
     for axis, length, size in ((2, queries, block_q), (3, keys, block_k)):
         kinds = _recut(kinds, axis, block, -(-length // size), size)
     return kinds

@@ -1,5 +1,5 @@
-"""What a mask is, and what &, | and ~ make of it: `&` keeps intervals of keys, and all else becomes a `Where`, at once or in a
-call."""
+"""What a mask is, and what &, | and ~ make of it: `&` keeps intervals of keys, and all else becomes
+a `Where`, at once or in a call."""
 
 import dataclasses
 import functools
@@ -15,26 +15,34 @@ import numpy as np
 from pallas_flash.rules import rule
 from pallas_flash.rules.visibility import Ints, register
 
-REACH = 2**28  # no query and key lie further apart: offsets and windows are cut there, and no sum of positions leaves int32
+# no query and key lie further apart: offsets and windows are cut there, and no sum of positions
+# leaves int32
+REACH = 2**28
 
 
 class Mask:
-    """A rule that says which keys each query may see: `a & b` shows the keys that both show, `a | b` those that at least one
-    shows, `~a` those that a does not. Lengths within | or ~ are a rule like any other: NaN behind them is not kept out."""
+    """A rule that says which keys each query may see: `a & b` shows the keys that both show, `a |
+    b` those that at least one shows, `~a` those that a does not. Lengths within | or ~ are a rule
+    like any other: NaN behind them is not kept out."""
 
-    ARRAYS = {}  # its int32 arrays: field name -> letters of its shape, out of B, T, S and C, any size
+    # its int32 arrays: field name -> letters of its shape, out of B, T, S and C, any size
+    ARRAYS = {}
 
     def interval(self, row: Ints, position: Ints) -> tuple[Ints, Ints]:
         """The keys [start, stop) that queries see; both broadcast against [B, T].
 
-        `row` [1, T] counts the queries; `position` [B, T] or [1, T] is the key position of each, row + query_offset.
+        `row` [1, T] counts the queries; `position` [B, T] or [1, T] is the key position of each,
+        row + query_offset.
         """
-        raise NotImplementedError(f"{type(self).__name__} needs a method interval(self, row, position).")
+        raise NotImplementedError(
+            f"{type(self).__name__} needs a method interval(self, row, position)."
+        )
 
     def __and__(self, other: "Mask") -> "Mask":
         if not isinstance(other, Mask):
             raise TypeError(
-                f"& joins two objects of pallas_flash.masks; got {type(other).__name__}. Pass an array alone as mask=: "
+                f"& joins two objects of pallas_flash.masks; got {type(other).__name__}. Pass an "
+                "array alone as mask=: "
                 "is_causal, local_window_size, lengths and segment ids may stand beside it."
             )
         return Both(self, other)
@@ -43,15 +51,21 @@ class Mask:
         return _either(self, other)
 
     def __bool__(self) -> bool:
-        raise TypeError("a mask is not a bool: combine masks with &, | and ~; `and`, `or` and `not` would drop one.")
+        raise TypeError(
+            "a mask is not a bool: combine masks with &, | and ~; `and`, `or` and `not` would drop "
+            "one."
+        )
 
     def __invert__(self) -> "Mask":
         mask = without_maps(self)
         f = mask.mask_mod()
-        return Not(mask) if f is None else Where(lambda *at: jnp.logical_not(f(*at)), f"~({mask!r})")
+        return (
+            Not(mask) if f is None else Where(lambda *at: jnp.logical_not(f(*at)), f"~({mask!r})")
+        )
 
     def mask_mod(self) -> Callable | None:
-        """The mask as a mask_mod(b, h, q_idx, kv_idx); None where only a call tells what it shows, by its rows."""
+        """The mask as a mask_mod(b, h, q_idx, kv_idx); None where only a call tells what it shows,
+        by its rows."""
         return None
 
     __rand__ = __and__  # of what is no mask
@@ -80,7 +94,8 @@ class Both(Joined):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Either(Joined):
-    """Lets a query see the keys that at least one of the masks lets it see; a call makes a rule of it."""
+    """Lets a query see the keys that at least one of the masks lets it see; a call makes a rule of
+    it."""
 
     first: Mask
     second: Mask
@@ -101,10 +116,12 @@ class Not(Joined):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Where(Mask):
-    """Any rule: mask_mod(b, h, q_idx, kv_idx), given four int32 numbers, returns a bool that jax can trace.
+    """Any rule: mask_mod(b, h, q_idx, kv_idx), given four int32 numbers, returns a bool that jax
+    can trace.
 
-    b and h count batch rows (over all leading axes) and query heads; q_idx is the query's key position, its row + query_offset.
-    mask_mod may close over jax arrays, traced ones too. Two Where are equal if they compute the same.
+    b and h count batch rows (over all leading axes) and query heads; q_idx is the query's key
+    position, its row + query_offset. mask_mod may close over jax arrays, traced ones too. Two Where
+    are equal if they compute the same.
     """
 
     function: Any  # a rule.Rule, once made
@@ -133,7 +150,8 @@ class Where(Mask):
 
 @dataclasses.dataclass(frozen=True)
 class Kinds(Mask):
-    """What is known of the blocks of a mask that this stands beside: int8 `kinds` as in kinds.py."""
+    """What is known of the blocks of a mask that this stands beside: int8 `kinds` as in
+    kinds.py."""
 
     kinds: Any  # [B | 1, N | 1, query blocks, key blocks]
     rules: int  # how many parts of the mask that are no intervals it knows
@@ -149,14 +167,25 @@ class Kinds(Mask):
         shape = self.kinds.shape
         kinds = self.kinds.reshape(math.prod(shape[:-3]), *shape[-3:])
         made = kinds.shape[:2]
-        if any(n != m and (n > 1 or asked) for n, m, asked in zip(made, (batch, heads), self.asks, strict=True)):
-            raise ValueError(f"the block_map was made for (batch, heads) = {made}; the call's are {(batch, heads)}.")
+        if any(
+            n != m and (n > 1 or asked)
+            for n, m, asked in zip(made, (batch, heads), self.asks, strict=True)
+        ):
+            raise ValueError(
+                f"the block_map was made for (batch, heads) = {made}; the call's are "
+                f"{(batch, heads)}."
+            )
         return dataclasses.replace(self, kinds=kinds)
 
     def numbered(self, batch: tuple[int, ...], heads: int) -> "Kinds":
-        """The same with these leading axes in place of all batch rows, where it tells them apart."""
+        """The same with these leading axes in place of all batch rows, where it tells them
+        apart."""
         kinds = self.fitting(math.prod(batch), heads).kinds
-        return self if kinds.shape[0] == 1 else dataclasses.replace(self, kinds=kinds.reshape(*batch, *kinds.shape[1:]))
+        return (
+            self
+            if kinds.shape[0] == 1
+            else dataclasses.replace(self, kinds=kinds.reshape(*batch, *kinds.shape[1:]))
+        )
 
 
 def Dilated(stride: int) -> Where:
@@ -166,7 +195,8 @@ def Dilated(stride: int) -> Where:
 
 
 def GlobalTokens(n: int) -> Where:
-    """The first n positions see all keys, and all queries see the first n keys: `Window(128, 128) | GlobalTokens(4)`."""
+    """The first n positions see all keys, and all queries see the first n keys: `Window(128, 128) |
+    GlobalTokens(4)`."""
     positive("the number of global tokens", n)
     return Where(lambda b, h, q, k: (q < n) | (k < n), f"GlobalTokens({n})")
 
@@ -179,11 +209,14 @@ def positive(what: str, n):
 def _either(a: Mask, b: Mask) -> Mask:
     if not isinstance(b, Mask):
         raise TypeError(
-            f"| joins two objects of pallas_flash.masks; got {type(b).__name__}. An array x becomes one as "
+            f"| joins two objects of pallas_flash.masks; got {type(b).__name__}. An array x "
+            "becomes one as "
             "masks.Where(lambda b, h, q_idx, kv_idx: jnp.asarray(x)[q_idx, kv_idx])."
         )
     a, b = without_maps(a), without_maps(b)
-    return Either(a, b) if a.mask_mod() is None or b.mask_mod() is None else joined(operator.or_, a, b)
+    return (
+        Either(a, b) if a.mask_mod() is None or b.mask_mod() is None else joined(operator.or_, a, b)
+    )
 
 
 def joined(join: Callable, a: Mask, b: Mask) -> Where:
@@ -196,7 +229,9 @@ def joined(join: Callable, a: Mask, b: Mask) -> Where:
 def both(a: Where, b: Where) -> Where:
     """Of two whose numbers of batch rows and heads are the same, where they have any."""
     known = lambda x, y: y if x is None else x
-    return dataclasses.replace(joined(operator.and_, a, b), batch=known(a.batch, b.batch), head=known(a.head, b.head))
+    return dataclasses.replace(
+        joined(operator.and_, a, b), batch=known(a.batch, b.batch), head=known(a.head, b.head)
+    )
 
 
 def parts(mask: Mask | None) -> list[Mask]:
@@ -231,8 +266,15 @@ def leaves(mask: Mask | None) -> list[Mask]:
 
 def _leaves(mask: Mask, of: type) -> list[Mask]:
     if not isinstance(mask, Mask):
-        raise TypeError(f"mask must be an object of pallas_flash.masks, as masks.Causal(); got {type(mask).__name__}.")
-    return [x for part in _inside(mask).values() for x in _leaves(part, of)] if isinstance(mask, of) else [mask]
+        raise TypeError(
+            "mask must be an object of pallas_flash.masks, as masks.Causal(); got "
+            f"{type(mask).__name__}."
+        )
+    return (
+        [x for part in _inside(mask).values() for x in _leaves(part, of)]
+        if isinstance(mask, of)
+        else [mask]
+    )
 
 
 def with_leaves(mask: Mask | None, new: Iterator[Mask]) -> Mask | None:
@@ -241,7 +283,9 @@ def with_leaves(mask: Mask | None, new: Iterator[Mask]) -> Mask | None:
         return None
     if not isinstance(mask, Joined):
         return next(new)
-    return dataclasses.replace(mask, **{name: with_leaves(part, new) for name, part in _inside(mask).items()})
+    return dataclasses.replace(
+        mask, **{name: with_leaves(part, new) for name, part in _inside(mask).items()}
+    )
 
 
 def _inside(mask: Joined) -> dict[str, Mask]:

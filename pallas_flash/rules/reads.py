@@ -1,4 +1,5 @@
-"""The numbers that a rule reads from arrays, one at a time, apart from what it makes of them; the caller does the reading."""
+"""The numbers that a rule reads from arrays, one at a time, apart from what it makes of them; the
+caller does the reading."""
 
 import functools
 import math
@@ -19,7 +20,8 @@ BY_PAIR = {2, 3}  # of a rule's numbers: the query's and the key's, which differ
 
 
 class Part(NamedTuple):
-    """What a rule has taken of array `number`: from the index `start` on, along those `axes` of the array that are left."""
+    """What a rule has taken of array `number`: from the index `start` on, along those `axes` of the
+    array that are left."""
 
     number: int
     start: tuple[Ints, ...]
@@ -29,18 +31,22 @@ class Part(NamedTuple):
     def cut(self, starts, sizes) -> "Part":
         moved = list(self.start)
         for axis, start in zip(self.axes, starts, strict=True):
-            moved[axis] = start if isinstance(moved[axis], int) and moved[axis] == 0 else moved[axis] + start
+            moved[axis] = (
+                start if isinstance(moved[axis], int) and moved[axis] == 0 else moved[axis] + start
+            )
         return self._replace(start=tuple(moved), shape=tuple(sizes))
 
     def without(self, dimensions) -> "Part":
         """Without some of its axes, of size 1."""
         left = [i for i in range(len(self.axes)) if i not in dimensions]
-        return self._replace(axes=tuple(self.axes[i] for i in left), shape=tuple(self.shape[i] for i in left))
+        return self._replace(
+            axes=tuple(self.axes[i] for i in left), shape=tuple(self.shape[i] for i in left)
+        )
 
 
 class Read(NamedTuple):
-    """One place where a rule reads: the number of the array, and for each of its axes of which of the rule's numbers the index
-    is made."""
+    """One place where a rule reads: the number of the array, and for each of its axes of which of
+    the rule's numbers the index is made."""
 
     array: int
     made_of: tuple[frozenset[int], ...]
@@ -51,8 +57,8 @@ class Read(NamedTuple):
 
 
 def steps(jaxpr, numbers):
-    """Runs a rule, the program of arrays and then `numbers`: yields (array, index) for each number that it reads of an array, is
-    sent what is there, and returns what the rule does."""
+    """Runs a rule, the program of arrays and then `numbers`: yields (array, index) for each number
+    that it reads of an array, is sent what is there, and returns what the rule does."""
     values = []
     for n, array in enumerate(x.aval for x in jaxpr.invars[: len(jaxpr.invars) - len(numbers)]):
         part = Part(n, (0,) * array.ndim, tuple(range(array.ndim)), array.shape)
@@ -104,7 +110,9 @@ def of(jaxpr, count: int) -> tuple[Read, ...]:
     made_of = iter(_made_of(jax.make_jaxpr(indices)(shapes, values).jaxpr))
     reads, known = [], {n: frozenset([n]) for n in range(len(shapes))}
     for array, axes in found:
-        read = Read(array, tuple(frozenset().union(*(known[n] for n in next(made_of))) for _ in range(axes)))
+        read = Read(
+            array, tuple(frozenset().union(*(known[n] for n in next(made_of))) for _ in range(axes))
+        )
         known[len(known)] = read.numbers
         reads.append(read)
     return tuple(reads)
@@ -113,7 +121,9 @@ def of(jaxpr, count: int) -> tuple[Read, ...]:
 def _made_of(jaxpr) -> list[frozenset[int]]:
     """For each of its outputs, which of a program's inputs it is made of."""
     known = {x: frozenset([n]) for n, x in enumerate(jaxpr.invars)}
-    inputs = lambda variables: frozenset().union(*(known.get(x, ()) for x in variables if not isinstance(x, Literal)))
+    inputs = lambda variables: frozenset().union(
+        *(known.get(x, ()) for x in variables if not isinstance(x, Literal))
+    )
     for eqn in jaxpr.eqns:
         known |= dict.fromkeys(eqn.outvars, inputs(eqn.invars))
     return [inputs([x]) for x in jaxpr.outvars]
@@ -163,7 +173,9 @@ def _evaluated(eqn, inputs):
     name, (part, *rest) = eqn.primitive.name, inputs
     if name not in _TAKES or not isinstance(part, Part):
         shape = ", ".join(map(str, next(x for x in inputs if isinstance(x, Part)).shape))
-        hint = " Read what a loop or a branch needs before it." * (name in ("scan", "while", "cond"))
+        hint = " Read what a loop or a branch needs before it." * (
+            name in ("scan", "while", "cond")
+        )
         raise TypeError(f"{MAY_READ}; got {name} of one [{shape}].{hint}")
     part, inside, other = _TAKES[name](eqn.params, part, *rest)
     value = yield from _read(part)
@@ -171,10 +183,14 @@ def _evaluated(eqn, inputs):
 
 
 def vary_alike(tree: Any) -> Any:
-    """Inside of shard_map: all arrays vary over every axis of the mesh that one of them varies over, as an operation and a loop
-    need. What was the same on all devices gets the sum of its gradients."""
+    """Inside of shard_map: all arrays vary over every axis of the mesh that one of them varies
+    over, as an operation and a loop need. What was the same on all devices gets the sum of its
+    gradients."""
     axes = frozenset().union(*map(varying, jax.tree.leaves(tree)))
-    return jax.tree.map(lambda x: lax.pcast(x, tuple(axes - varying(x)), to="varying") if axes - varying(x) else x, tree)
+    return jax.tree.map(
+        lambda x: lax.pcast(x, tuple(axes - varying(x)), to="varying") if axes - varying(x) else x,
+        tree,
+    )
 
 
 def varying(x) -> frozenset[str]:
@@ -183,13 +199,18 @@ def varying(x) -> frozenset[str]:
 
 
 def bind(eqn, inputs) -> list[Any]:
-    """The outputs of one equation; a jitted function is taken apart, and what an array varies over follows from the inputs."""
+    """The outputs of one equation; a jitted function is taken apart, and what an array varies over
+    follows from the inputs."""
     if eqn.primitive.name == "pvary":
         return inputs
     if eqn.primitive.name in ("jit", "pjit"):
         inner = eqn.params["jaxpr"]
         variables = *inner.jaxpr.constvars, *inner.jaxpr.invars
-        return run(inner.eqns, inner.jaxpr.outvars, dict(zip(variables, (*inner.consts, *inputs), strict=True)))
+        return run(
+            inner.eqns,
+            inner.jaxpr.outvars,
+            dict(zip(variables, (*inner.consts, *inputs), strict=True)),
+        )
     out = eqn.primitive.bind(*vary_alike(inputs), **eqn.primitive.get_bind_params(eqn.params))
     return out if eqn.primitive.multiple_results else [out]
 
@@ -213,7 +234,11 @@ def _slice(params, part: Part):
     starts, stops = params["start_indices"], params["limit_indices"]
     if set(params["strides"] or ()) - {1}:
         raise TypeError(f"{MAY_READ}; got a slice of several.")
-    return part.cut(starts, [stop - start for start, stop in zip(starts, stops, strict=True)]), None, None
+    return (
+        part.cut(starts, [stop - start for start, stop in zip(starts, stops, strict=True)]),
+        None,
+        None,
+    )
 
 
 def _squeeze(params, part: Part):
@@ -228,7 +253,12 @@ def _reshape(params, part: Part):
 
 def _gather(params, part: Part, indices):
     to, axes = params["dimension_numbers"], range(len(part.axes))
-    if set(params["slice_sizes"]) != {1} or sorted(to.start_index_map) != list(axes) or to.offset_dims or indices.ndim != 1:
+    if (
+        set(params["slice_sizes"]) != {1}
+        or sorted(to.start_index_map) != list(axes)
+        or to.offset_dims
+        or indices.ndim != 1
+    ):
         raise TypeError(f"{MAY_READ}; got gather of {indices.shape}.")
     each = [indices.reshape(())] if len(axes) == 1 else [indices[i] for i in axes]
     at = dict(zip(to.start_index_map, each, strict=True))
@@ -248,4 +278,6 @@ def _clamped(i, last: int):
 
 
 _STRAIGHT = ("jit", "pjit", "remat2")  # what runs the program that it holds, once
-_TAKES = dict(dynamic_slice=_dynamic_slice, slice=_slice, squeeze=_squeeze, reshape=_reshape, gather=_gather)
+_TAKES = dict(
+    dynamic_slice=_dynamic_slice, slice=_slice, squeeze=_squeeze, reshape=_reshape, gather=_gather
+)

@@ -1,4 +1,5 @@
-"""A programmable score: what a user's score_mod makes of each logit, and the derivative of that, by jax's own autodiff."""
+"""A programmable score: what a user's score_mod makes of each logit, and the derivative of that, by
+jax's own autodiff."""
 
 import dataclasses
 from collections.abc import Callable
@@ -20,9 +21,12 @@ class Score(rule.Asked):
 
     @classmethod
     def of_call(cls, score_mod: Any, dtype, offset: Ints = 0, batch: int | None = None) -> "Score":
-        """That of a score_mod of scores of this dtype, or of what `numbered` made of one: then of so many batch rows."""
+        """That of a score_mod of scores of this dtype, or of what `numbered` made of one: then of
+        so many batch rows."""
         score = score_mod if isinstance(score_mod, cls) else trace(score_mod, dtype)
-        rows = score.batch if score.batch is None or batch is None else jnp.reshape(score.batch, batch)
+        rows = (
+            score.batch if score.batch is None or batch is None else jnp.reshape(score.batch, batch)
+        )
         return dataclasses.replace(score, offset=offset, batch=rows)
 
     @property
@@ -40,7 +44,9 @@ class Score(rule.Asked):
         """The names of the primitives that a kernel needs, in the backward too."""
         dtype = self.rule.numbers[-1].aval.dtype
         number = lambda dtype: jax.ShapeDtypeStruct((), dtype)
-        back = lambda s, ds, *at: self.vjp(s, lambda n, _: jnp.zeros((), self.rule.arrays[n].aval.dtype), *at)[1](ds)
+        back = lambda s, ds, *at: self.vjp(
+            s, lambda n, _: jnp.zeros((), self.rule.arrays[n].aval.dtype), *at
+        )[1](ds)
         with rule.any_mesh():
             traced = jax.make_jaxpr(back)(number(dtype), number(dtype), *[number(jnp.int32)] * 4)
         return self.rule.operations | rule.operations(traced.jaxpr) - {"reduce_sum"}
@@ -50,33 +56,54 @@ class Score(rule.Asked):
         return dataclasses.replace(self, **self.rule.numbered(batch, heads))
 
     def by_head(self, batch: int, heads: int) -> list[tuple[tuple, jax.Array]]:
-        """The reads of each of so many batch rows and heads, [B | 1, N | 1], at the first position and key."""
+        """The reads of each of so many batch rows and heads, [B | 1, N | 1], at the first position
+        and key."""
         b, h = self.numbers(batch, heads)
         return self.reads(lambda array, index: self.arrays[array][index], b[:, None], h, 0, 0)
 
     def of(self, s, read: Callable, *numbers: Ints):
-        """What the rule makes of the logits s, for the numbers b, h, position and key, which broadcast against s."""
+        """What the rule makes of the logits s, for the numbers b, h, position and key, which
+        broadcast against s."""
         return self.made([value for _, value in self.reads(read, *numbers)], *numbers, s)
 
     def vjp(self, s, read: Callable, *numbers: Ints):
-        """The same, and the function from its cotangent to that of s, and the (array, index, cotangent) of each read of a table.
+        """The same, and the function from its cotangent to that of s, and the (array, index,
+        cotangent) of each read of a table.
 
-        Where the cotangent is 0, as of a pair that a mask hides, so are the others: there the rule may have no derivative.
+        Where the cotangent is 0, as of a pair that a mask hides, so are the others: there the rule
+        may have no derivative.
         """
-        found, is_table = self.reads(read, *numbers), [self._is_table(at.array) for at in self.rule.reads]
-        whole = [jnp.broadcast_to(value, s.shape) if table else value for (_, value), table in zip(found, is_table, strict=True)]
+        found, is_table = (
+            self.reads(read, *numbers),
+            [self._is_table(at.array) for at in self.rule.reads],
+        )
+        whole = [
+            jnp.broadcast_to(value, s.shape) if table else value
+            for (_, value), table in zip(found, is_table, strict=True)
+        ]
 
         def made(s, tables):
             tables = iter(tables)
-            return self.made([next(tables) if t else x for x, t in zip(whole, is_table, strict=True)], *numbers, s)
+            return self.made(
+                [next(tables) if t else x for x, t in zip(whole, is_table, strict=True)],
+                *numbers,
+                s,
+            )
 
         new, pull = jax.vjp(made, s, [x for x, t in zip(whole, is_table, strict=True) if t])
 
         def back(ds):
             live = lambda d: jnp.where(ds == 0, jnp.zeros_like(d), d)
             of_s, of_tables = pull(ds)
-            tables = [(at.array, *what) for at, what, t in zip(self.rule.reads, found, is_table, strict=True) if t]
-            given = [(n, i, _summed(live(d), value)) for (n, i, value), d in zip(tables, of_tables, strict=True)]
+            tables = [
+                (at.array, *what)
+                for at, what, t in zip(self.rule.reads, found, is_table, strict=True)
+                if t
+            ]
+            given = [
+                (n, i, _summed(live(d), value))
+                for (n, i, value), d in zip(tables, of_tables, strict=True)
+            ]
             return live(of_s), given
 
         return new, back
@@ -86,7 +113,9 @@ def _summed(x, like):
     """x, in its sum's precision, summed to a shape that broadcasts to its own."""
     x = x.astype(np.promote_types(x.dtype, np.float32))  # jax's raises where promotion is strict
     more = jnp.ndim(x) - jnp.ndim(like)
-    axes = tuple(axis for axis, n in enumerate(jnp.shape(like), more) if n == 1 and x.shape[axis] != 1)
+    axes = tuple(
+        axis for axis, n in enumerate(jnp.shape(like), more) if n == 1 and x.shape[axis] != 1
+    )
     x = jnp.sum(x, axes, keepdims=True) if axes else x
     return jnp.sum(x, tuple(range(more))) if more else x
 
@@ -94,17 +123,30 @@ def _summed(x, like):
 def trace(score_mod: Any, dtype) -> Score:
     """The Score of a score_mod of scores of this dtype."""
     if not callable(score_mod):
-        raise TypeError(f"score_mod must be a function {SIGNATURE} that returns the new score; got {type(score_mod).__name__}.")
+        raise TypeError(
+            f"score_mod must be a function {SIGNATURE} that returns the new score; got "
+            f"{type(score_mod).__name__}."
+        )
     number = jax.ShapeDtypeStruct((), dtype)
     last = lambda b, h, q, k, score: score_mod(score, b, h, q, k)
     jaxpr, arrays, out = rule.traced(SIGNATURE, last, *[rule.INDEX] * 4, number)
     if getattr(out, "shape", None) != () or out.dtype != number.dtype:
-        hint = " To hide keys, pass a mask, masks.Where, or return jnp.where(rule, score, -jnp.inf)."
+        hint = (
+            " To hide keys, pass a mask, masks.Where, or return jnp.where(rule, score, -jnp.inf)."
+        )
         hint *= rule.kind(out) == "bool[]"
-        raise TypeError(f"{SIGNATURE} must return one number of the score's dtype, {number.dtype}[]; got {rule.kind(out)}.{hint}")
-    found = rule.Rule(jaxpr, len(arrays), getattr(score_mod, "__name__", type(score_mod).__name__), score_mod)
+        raise TypeError(
+            f"{SIGNATURE} must return one number of the score's dtype, {number.dtype}[]; got "
+            f"{rule.kind(out)}.{hint}"
+        )
+    found = rule.Rule(
+        jaxpr, len(arrays), getattr(score_mod, "__name__", type(score_mod).__name__), score_mod
+    )
     if any(4 in at.numbers for at in found.reads):
-        raise TypeError(f"{SIGNATURE} may read arrays at an index made of b, h, q_idx and kv_idx; got one made of the score.")
+        raise TypeError(
+            f"{SIGNATURE} may read arrays at an index made of b, h, q_idx and kv_idx; got one made "
+            "of the score."
+        )
     wide = lambda x: x.astype(number.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
     return Score(found, tuple(wide(jnp.asarray(x)) for x in arrays))
 

@@ -1,4 +1,5 @@
-"""What each query sees, for all implementations: with masks.py and mask.py the only file that compares positions."""
+"""What each query sees, for all implementations: with masks.py and mask.py the only file that
+compares positions."""
 
 import dataclasses
 from typing import Any
@@ -15,12 +16,16 @@ def is_data(value) -> bool:
 
 
 def register(cls, *static: str):
-    """Makes a mask a pytree: arrays are its leaves, ints and None, and the fields `static`, belong to its structure."""
+    """Makes a mask a pytree: arrays are its leaves, ints and None, and the fields `static`, belong
+    to its structure."""
     names = [field.name for field in dataclasses.fields(cls)]
 
     def flatten(mask):
         values, known = [getattr(mask, name) for name in names], vars(mask).get("_leaves", ())
-        is_leaf = [name in known or (is_data(x) and name not in static) for name, x in zip(names, values, strict=True)]
+        is_leaf = [
+            name in known or (is_data(x) and name not in static)
+            for name, x in zip(names, values, strict=True)
+        ]
         data = [x if leaf else None for x, leaf in zip(values, is_leaf, strict=True)]
         return data, tuple(None if leaf else x for x, leaf in zip(values, is_leaf, strict=True))
 
@@ -28,8 +33,13 @@ def register(cls, *static: str):
         mask = object.__new__(cls)
         for name, s, d in zip(names, structure, data, strict=True):
             object.__setattr__(mask, name, d if s is None else s)
-        leaves = [name for name, s, d in zip(names, structure, data, strict=True) if s is None and d is not None]
-        object.__setattr__(mask, "_leaves", leaves)  # they stay so where jax.tree.map made ints or bools of them
+        leaves = [
+            name
+            for name, s, d in zip(names, structure, data, strict=True)
+            if s is None and d is not None
+        ]
+        # they stay so where jax.tree.map made ints or bools of them
+        object.__setattr__(mask, "_leaves", leaves)
         return mask
 
     jax.tree_util.register_pytree_node(cls, flatten, unflatten)
@@ -37,11 +47,13 @@ def register(cls, *static: str):
 
 @dataclasses.dataclass(frozen=True)
 class Visibility:
-    """A resolved mask: a diagonal band, lengths, one more interval per row, document ids, and a rule.Predicate.
+    """A resolved mask: a diagonal band, lengths, one more interval per row, document ids, and a
+    rule.Predicate.
 
-    Static: `keys` = S, and the band's `left` and `right`. The rest is data, None where there is none: by batch `offset`,
-    `key_stop` and `query_stop` [B]; by query `start`, `stop`, `solid` (the ids fill the interval) and `query_ids` [B, T];
-    by key `key_ids` [B, S]. A kernel narrows the data to its own batch and rows, and then asks for the interval.
+    Static: `keys` = S, and the band's `left` and `right`. The rest is data, None where there is
+    none: by batch `offset`, `key_stop` and `query_stop` [B]; by query `start`, `stop`, `solid` (the
+    ids fill the interval) and `query_ids` [B, T]; by key `key_ids` [B, S]. A kernel narrows the
+    data to its own batch and rows, and then asks for the interval.
     """
 
     keys: int
@@ -65,13 +77,17 @@ class Visibility:
     def narrow(self, fields, pick) -> "Visibility":
         """The same mask with `pick` applied to the data in `fields`."""
         values = {name: getattr(self, name) for name in fields}
-        return dataclasses.replace(self, **{name: pick(x) for name, x in values.items() if is_data(x)})
+        return dataclasses.replace(
+            self, **{name: pick(x) for name, x in values.items() if is_data(x)}
+        )
 
     def interval(self, row: Ints) -> tuple[Ints, Ints]:
-        """The keys [start, stop) that the queries `row` see, within [0, S); start >= stop where a query sees none.
+        """The keys [start, stop) that the queries `row` see, within [0, S); start >= stop where a
+        query sees none.
 
-        The data must have been narrowed to shapes that broadcast against `row`. Ends that are the same for all rows and
-        known while tracing are ints, and so are those of one row, an int, where there is no data.
+        The data must have been narrowed to shapes that broadcast against `row`. Ends that are the
+        same for all rows and known while tracing are ints, and so are those of one row, an int,
+        where there is no data.
         """
         position = row + self.offset
         start, stop = 0, self.keys
@@ -90,21 +106,31 @@ class Visibility:
         return start, stop
 
     def sees(self, start: Ints, stop: Ints, key: Ints, query_ids=None, key_ids=None) -> jax.Array:
-        """Whether each query sees each key, from the query's interval; all arguments broadcast against the result."""
-        key = jnp.reshape(key, (1,) * (max(jnp.ndim(start), jnp.ndim(stop)) - jnp.ndim(key)) + jnp.shape(key))
+        """Whether each query sees each key, from the query's interval; all arguments broadcast
+        against the result."""
+        key = jnp.reshape(
+            key, (1,) * (max(jnp.ndim(start), jnp.ndim(stop)) - jnp.ndim(key)) + jnp.shape(key)
+        )
         if isinstance(start, int) and start == 0:
             seen = key < stop
         else:  # one comparison for both ends: what lies before the start wraps around
-            seen = (key - start).astype(jnp.uint32) < jnp.maximum(stop - start, 0).astype(jnp.uint32)
+            seen = (key - start).astype(jnp.uint32) < jnp.maximum(stop - start, 0).astype(
+                jnp.uint32
+            )
         return seen if query_ids is None else seen & (query_ids == key_ids)
 
     def of_chunks(self, batch: int, chunks: jax.Array, queries: int) -> "Visibility":
-        """The same of some chunks of `queries` rows alone, by their numbers [C], each of which becomes a batch row: [B * C]."""
+        """The same of some chunks of `queries` rows alone, by their numbers [C], each of which
+        becomes a batch row: [B * C]."""
         first, has_band = chunks[None] * queries, self.left is not None or self.right is not None
         each = lambda x: (x[:, None] + jnp.zeros_like(first)).reshape(-1)
-        seen = self.narrow(("query_stop",), lambda x: jnp.maximum(x[:, None] - first, 0).reshape(-1)).narrow(("key_stop",), each)
+        seen = self.narrow(
+            ("query_stop",), lambda x: jnp.maximum(x[:, None] - first, 0).reshape(-1)
+        ).narrow(("key_stop",), each)
         rows = lambda x: x.reshape(x.shape[0], -1, queries)[:, chunks].reshape(-1, queries)
-        offset = (jnp.broadcast_to(self.offset, batch)[:, None] + first).reshape(-1) if has_band else 0
+        offset = (
+            (jnp.broadcast_to(self.offset, batch)[:, None] + first).reshape(-1) if has_band else 0
+        )
         where = None if self.where is None else self.where.of_chunks(batch, first)
         return dataclasses.replace(seen.narrow(self.BY_QUERY, rows), offset=offset, where=where)
 
@@ -121,13 +147,19 @@ class Visibility:
         return dataclasses.replace(seen, keys=keys, where=where)
 
     def sees_any(self, queries: int):
-        """Whether some of the queries may see a key: a bool, or an array of one, by their intervals alone."""
+        """Whether some of the queries may see a key: a bool, or an array of one, by their intervals
+        alone."""
         seen = self.narrow(self.BY_BATCH, lambda x: x[:, None])
         start, stop = seen.interval(jnp.arange(queries, dtype=jnp.int32)[None])
-        return start < stop if isinstance(start, int) and isinstance(stop, int) else jnp.any(start < stop)
+        return (
+            start < stop
+            if isinstance(start, int) and isinstance(stop, int)
+            else jnp.any(start < stop)
+        )
 
     def by_key(self, queries: int) -> "Visibility":
-        """The same from the keys' side, of a mask without data: `interval` of a key is the queries that see it."""
+        """The same from the keys' side, of a mask without data: `interval` of a key is the queries
+        that see it."""
         return Visibility(queries, self.right, self.left, -self.offset)
 
     @property
@@ -141,7 +173,8 @@ class Visibility:
         return self.query_stop, self.key_stop
 
     def live(self, row: Ints):
-        """Which of the queries [n] of a batch row may see a key by their lengths, bool [B, n]; None: all."""
+        """Which of the queries [n] of a batch row may see a key by their lengths, bool [B, n];
+        None: all."""
         return None if self.query_stop is None else row[None] < self.query_stop[:, None]
 
     def __str__(self):
@@ -150,7 +183,9 @@ class Visibility:
             causal = self.left is None and self.right == 0
             words.append("causal" if causal else f"window ({self.left}, {self.right})")
         if words and not (isinstance(self.offset, int) and self.offset == 0):
-            words.append(f"query offset {self.offset if isinstance(self.offset, int) else 'by batch'}")
+            words.append(
+                f"query offset {self.offset if isinstance(self.offset, int) else 'by batch'}"
+            )
         words += [text for name, text in _WORDS.items() if getattr(self, name) is not None]
         words += [] if self.where is None else [f"where {self.where.rule}"]
         return ", ".join(words) or "full"

@@ -1,4 +1,5 @@
-"""What is measured: a call of attention as data, the arithmetic that it asks for, and the suite of cases for a GPU."""
+"""What is measured: a call of attention as data, the arithmetic that it asks for, and the suite of
+cases for a GPU."""
 
 import functools
 import math
@@ -8,7 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-RESULTS = {"forward": ("o",), "backward": ("dq", "dk", "dv"), "forward+backward": ("o", "dq", "dk", "dv")}
+RESULTS = {
+    "forward": ("o",),
+    "backward": ("dq", "dk", "dv"),
+    "forward+backward": ("o", "dq", "dk", "dv"),
+}
 PASSES = tuple(RESULTS)
 
 
@@ -22,13 +27,18 @@ class Case(NamedTuple):
     dtype: str
     causal: bool
     Hv: int | None = None  # None: H
-    window: int | None = None  # a query sees its own key and the window - 1 before it; only with `causal`
+    # a query sees its own key and the window - 1 before it; only with `causal`
+    window: int | None = None
     documents: int | None = None  # packed into each row, in lengths drawn at random
-    global_tokens: int | None = None  # the first keys, which all later queries see; only with `window`, without documents
+    # the first keys, which all later queries see; only with `window`, without documents
+    global_tokens: int | None = None
 
     def __str__(self):
         value = f" Hv{self.Hv}" if self.Hv else ""
-        return f"B{self.B} T{self.T} S{self.S} N{self.N} K{self.K} H{self.H}{value} {self.dtype} {self.mask}"
+        return (
+            f"B{self.B} T{self.T} S{self.S} N{self.N} K{self.K} H{self.H}{value} {self.dtype} "
+            f"{self.mask}"
+        )
 
     @property
     def mask(self) -> str:
@@ -44,20 +54,28 @@ class Case(NamedTuple):
 
     def shapes(self) -> list[jax.ShapeDtypeStruct]:
         """Of query, key, value, and the output's gradient."""
-        sizes = (self.T, self.N, self.H), (self.S, self.K, self.H), (self.S, self.K, self.value_size)
+        sizes = (
+            (self.T, self.N, self.H),
+            (self.S, self.K, self.H),
+            (self.S, self.K, self.value_size),
+        )
         return [
-            jax.ShapeDtypeStruct((self.B, *size), jnp.dtype(self.dtype)) for size in (*sizes, (*sizes[0][:2], self.value_size))
+            jax.ShapeDtypeStruct((self.B, *size), jnp.dtype(self.dtype))
+            for size in (*sizes, (*sizes[0][:2], self.value_size))
         ]
 
     def inputs(self) -> list[jax.Array]:
-        """Query, key, value, and the output's gradient: the same arrays each time, until `forget_inputs`."""
+        """Query, key, value, and the output's gradient: the same arrays each time, until
+        `forget_inputs`."""
         return _inputs(self)
 
     def document_lengths(self) -> np.ndarray:
         """Of each row alike: neither equal nor multiples of a block."""
         if not self.documents:
             return np.array([self.T])
-        cuts = np.random.default_rng(0).choice(np.arange(1, self.T), self.documents - 1, replace=False)
+        cuts = np.random.default_rng(0).choice(
+            np.arange(1, self.T), self.documents - 1, replace=False
+        )
         return np.diff([0, *np.sort(cuts), self.T])
 
     def segment_ids(self) -> np.ndarray:
@@ -77,7 +95,8 @@ class Case(NamedTuple):
         return seen[None, None]
 
     def pairs(self) -> float:
-        """Of a query and a key that it sees, in one head of one row: exact, but for the usual half of a causal mask alone."""
+        """Of a query and a key that it sees, in one head of one row: exact, but for the usual half
+        of a causal mask alone."""
         if not (self.window or self.documents):
             return self.T * self.S * (0.5 if self.causal else 1)
         return float(sum(self._pairs_of(int(length)) for length in self.document_lengths()))
@@ -86,15 +105,22 @@ class Case(NamedTuple):
         if not self.causal:
             return length**2
         window = min(self.window or length, length)
-        far = min(self.global_tokens or 0, length - window)  # keys before the window, of the last query
-        return _triangle(window) + (length - window) * window + _triangle(far) + (length - window - far) * far
+        # keys before the window, of the last query
+        far = min(self.global_tokens or 0, length - window)
+        return (
+            _triangle(window)
+            + (length - window) * window
+            + _triangle(far)
+            + (length - window - far) * far
+        )
 
     def bytes(self) -> int:
         """Of query, key, value and output."""
         return sum(math.prod(x.shape) * x.dtype.itemsize for x in self.shapes())
 
     def flops(self, passes: str) -> float:
-        """Two for each product of numbers: q k^T and p v forward; q k^T again, do v^T, and dq, dk, dv backward."""
+        """Two for each product of numbers: q k^T and p v forward; q k^T again, do v^T, and dq, dk,
+        dv backward."""
         H, Hv = self.H, self.value_size
         each = dict(forward=H + Hv, backward=3 * H + 2 * Hv)
         return 2 * self.B * self.N * self.pairs() * sum(each[name] for name in passes.split("+"))
@@ -103,7 +129,9 @@ class Case(NamedTuple):
 @functools.cache
 def _inputs(case: Case) -> list[jax.Array]:
     keys = jax.random.split(jax.random.key(0), 4)
-    return [jax.random.normal(key, x.shape, x.dtype) for key, x in zip(keys, case.shapes(), strict=True)]
+    return [
+        jax.random.normal(key, x.shape, x.dtype) for key, x in zip(keys, case.shapes(), strict=True)
+    ]
 
 
 def forget_inputs():
@@ -121,11 +149,20 @@ def decoding(batches, lengths, **shape) -> list[Case]:
 
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
-QUICK = ((128, 4096, True), (128, 16384, True), (64, 4096, True), (256, 4096, True), (128, 4096, False))
+QUICK = (
+    (128, 4096, True),
+    (128, 16384, True),
+    (64, 4096, True),
+    (256, 4096, True),
+    (128, 4096, False),
+)
 
 
-def suite(dtype: str, quick: bool = False, tokens: int = 16384, hidden: int = 2048, lengths=LENGTHS) -> list[Case]:
-    """Every case has `tokens` tokens in all. What tells most comes first, should the time run out; quick stops there."""
+def suite(
+    dtype: str, quick: bool = False, tokens: int = 16384, hidden: int = 2048, lengths=LENGTHS
+) -> list[Case]:
+    """Every case has `tokens` tokens in all. What tells most comes first, should the time run out;
+    quick stops there."""
 
     def case(H, T, causal, N=None, K=None, **more):
         N = N or hidden // H
@@ -134,7 +171,8 @@ def suite(dtype: str, quick: bool = False, tokens: int = 16384, hidden: int = 20
     longest, long = lengths[-1], lengths[-2]
     masks = [
         case(128, longest, True, documents=16),
-        case(128, long, True, N=hidden // 32, K=hidden // 256),  # 64 query heads on 8, where hidden is 2048
+        # 64 query heads on 8, where hidden is 2048
+        case(128, long, True, N=hidden // 32, K=hidden // 256),
         case(192, long, True, N=hidden // 128, Hv=128),  # multi-head latent attention
         case(128, longest, True, window=longest // 16),
         case(128, longest, True, window=longest // 16, global_tokens=64),

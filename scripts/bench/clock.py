@@ -1,7 +1,9 @@
-"""How long a call takes: turns of calls behind each other, on the device's own clock where it can be read.
+"""How long a call takes: turns of calls behind each other, on the device's own clock where it can
+be read.
 
-On a GPU jax's profiler (CUPTI) writes down when each kernel of the process ran, JAX's and torch's alike. A turn is a span of the
-trace with a name of its own, begun and ended with an idle GPU; its device time is the time in which any kernel or copy ran.
+On a GPU jax's profiler (CUPTI) writes down when each kernel of the process ran, JAX's and torch's
+alike. A turn is a span of the trace with a name of its own, begun and ended with an idle GPU; its
+device time is the time in which any kernel or copy ran.
 """
 
 import bisect
@@ -20,8 +22,11 @@ import jax.numpy as jnp
 from scripts.bench import machine
 from scripts.bench.programs import Program
 
-SAMPLE = 0.03  # seconds of calls that make one turn: on a GPU behind each other, or dispatch is what is timed
-PAUSE = 0.002  # seconds between turns: the trace's clocks of host and GPU differ, and a CPU's idle threads spin for a while
+# seconds of calls that make one turn: on a GPU behind each other, or dispatch is what is timed
+SAMPLE = 0.03
+# seconds between turns: the trace's clocks of host and GPU differ, and a CPU's idle threads spin
+# for a while
+PAUSE = 0.002
 DEVICE, WALL = "device", "wall"
 _MARK = "turn "  # and its number: a span of the trace
 
@@ -41,8 +46,8 @@ class Failed(Exception):
 
 
 def interleave(programs: dict[str, Program], rounds: int) -> list[Turn]:
-    """A round has a turn of each, so that a slow minute slows all alike, in an order drawn anew: one that rotates would put each
-    behind the same one, whose arrays are in the caches."""
+    """A round has a turn of each, so that a slow minute slows all alike, in an order drawn anew:
+    one that rotates would put each behind the same one, whose arrays are in the caches."""
     names = list(programs)
     once = {name: max(1e-6, _turn(programs, name, "a trial", 1)) for name in names}
     calls = {name: max(1, min(100, math.ceil(SAMPLE / seconds))) for name, seconds in once.items()}
@@ -50,7 +55,8 @@ def interleave(programs: dict[str, Program], rounds: int) -> list[Turn]:
     for _ in range(rounds):
         for name in draw.sample(names, len(names)):
             time.sleep(PAUSE)
-            if not machine.on_gpu():  # the first call behind another's pays for what that did to caches and to malloc
+            # the first call behind another's pays for what that did to caches and to malloc
+            if not machine.on_gpu():
                 _turn(programs, name, "not timed", 1)
             seconds = _turn(programs, name, f"{_MARK}{len(turns)}", calls[name])
             turns.append(Turn(name, calls[name], seconds))
@@ -69,7 +75,8 @@ def _calls(program: Program, calls: int) -> float:
     start = time.perf_counter()
     for number in range(1, calls + 1):
         started = program.call()
-        if number == calls or not machine.on_gpu():  # calls that a CPU is not waited for run at the same time
+        # calls that a CPU is not waited for run at the same time
+        if number == calls or not machine.on_gpu():
             program.wait(started)
     return time.perf_counter() - start
 
@@ -117,7 +124,8 @@ class Span(NamedTuple):
 
 @contextlib.contextmanager
 def trace() -> Iterator[Callable]:
-    """Yields a function that afterwards gives the turns' spans by number, and what the GPU did, in order of time."""
+    """Yields a function that afterwards gives the turns' spans by number, and what the GPU did, in
+    order of time."""
     options = jax.profiler.ProfileOptions()
     options.host_tracer_level, options.python_tracer_level = 1, 0
     found = []
@@ -136,7 +144,8 @@ def _read(folder: pathlib.Path) -> tuple[dict[int, Span], list[Span]]:
         for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
             of_gpu = plane.name.startswith("/device:GPU")
             for line in plane.lines:
-                if of_gpu and not line.name.startswith("Stream"):  # the same once more, by module or by operation
+                # the same once more, by module or by operation
+                if of_gpu and not line.name.startswith("Stream"):
                     continue
                 for event in line.events:
                     span = Span(event.start_ns, event.start_ns + event.duration_ns)
@@ -148,7 +157,8 @@ def _read(folder: pathlib.Path) -> tuple[dict[int, Span], list[Span]]:
 
 
 def device_seconds(turns: list[Turn], spans: dict[int, Span], busy: list[Span]) -> list[float]:
-    """The time within each turn in which the GPU did anything; NoDeviceTime where the trace cannot be whole."""
+    """The time within each turn in which the GPU did anything; NoDeviceTime where the trace cannot
+    be whole."""
     if not busy:
         raise NoDeviceTime("the profiler saw nothing run on a GPU; CUPTI may lack the permission")
     times, kernels = [], {}
@@ -160,7 +170,9 @@ def device_seconds(turns: list[Turn], spans: dict[int, Span], busy: list[Span]) 
         last = bisect.bisect_left(busy, (spans[number].stop + margin,))
         count = last - first
         if kernels.setdefault(turn.name, count) != count or count < turn.calls:
-            raise NoDeviceTime(f"the trace lost kernels of {turn.name}: {count} in a turn of {turn.calls} calls")
+            raise NoDeviceTime(
+                f"the trace lost kernels of {turn.name}: {count} in a turn of {turn.calls} calls"
+            )
         times.append(_union(busy[first:last]) / 1e9)
     return times
 

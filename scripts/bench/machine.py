@@ -47,12 +47,18 @@ def _nvidia_smi(names) -> list[str]:
 
 def _query(names) -> list[str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    return ["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits", f"--id={visible or 0}"]
+    return [
+        "nvidia-smi",
+        f"--query-gpu={','.join(names)}",
+        "--format=csv,noheader,nounits",
+        f"--id={visible or 0}",
+    ]
 
 
 @contextlib.contextmanager
 def sensors():
-    """Yields a function that afterwards gives the medians of the GPU's clock, power and temperature; {} where none are told."""
+    """Yields a function that afterwards gives the medians of the GPU's clock, power and
+    temperature; {} where none are told."""
     read = {}
     with tempfile.TemporaryFile("w+") as file:
         process = _start_sampling(file)
@@ -71,23 +77,31 @@ def _start_sampling(file) -> subprocess.Popen | None:
     if not on_gpu():
         return None
     with contextlib.suppress(OSError):
-        return subprocess.Popen([*_query(_SAMPLED), f"--loop-ms={_EVERY_MS}"], stdout=file, stderr=subprocess.DEVNULL)
+        return subprocess.Popen(
+            [*_query(_SAMPLED), f"--loop-ms={_EVERY_MS}"], stdout=file, stderr=subprocess.DEVNULL
+        )
 
 
 def _medians(lines: list[str]) -> dict[str, float]:
     samples = []
     for line in lines:
-        with contextlib.suppress(ValueError):  # the last line may be cut, and a sensor may be "[N/A]"
+        # the last line may be cut, and a sensor may be "[N/A]"
+        with contextlib.suppress(ValueError):
             values = [float(text) for text in line.split(",")]
             samples += [values] if len(values) == len(_SAMPLED) else []
-    return {name: statistics.median(column) for name, column in zip(_SAMPLED, zip(*samples, strict=True), strict=False)}
+    return {
+        name: statistics.median(column)
+        for name, column in zip(_SAMPLED, zip(*samples, strict=True), strict=False)
+    }
 
 
 def commit() -> str:
     """With "-dirty" where files were changed since."""
     command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     try:
-        run = subprocess.run(command, cwd=pathlib.Path(__file__).parent, capture_output=True, text=True, check=True)
+        run = subprocess.run(
+            command, cwd=pathlib.Path(__file__).parent, capture_output=True, text=True, check=True
+        )
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return run.stdout.strip()

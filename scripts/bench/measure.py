@@ -1,4 +1,5 @@
-"""Measures a case: compiles every contender's programs, checks their results, and times together those that are right."""
+"""Measures a case: compiles every contender's programs, checks their results, and times together
+those that are right."""
 
 import concurrent.futures
 import contextlib
@@ -36,15 +37,24 @@ class Row:
 
 
 def groups(contenders: list[Contender]) -> list[list[Contender]]:
-    """Who is measured together in all cases, group after group. On a GPU foreign code comes last, since it may spoil the CUDA
-    context, and the others once more beside it."""
+    """Who is measured together in all cases, group after group. On a GPU foreign code comes last,
+    since it may spoil the CUDA context, and the others once more beside it."""
     own = [one for one in contenders if not one.is_foreign]
-    return [own, contenders] if machine.on_gpu() and 0 < len(own) < len(contenders) else [contenders]
+    return (
+        [own, contenders] if machine.on_gpu() and 0 < len(own) < len(contenders) else [contenders]
+    )
 
 
-def measure(contenders: list[Contender], case: Case, passes: list[str], rounds: int, jobs: int, time_by: str) -> list[Row]:
+def measure(
+    contenders: list[Contender], case: Case, passes: list[str], rounds: int, jobs: int, time_by: str
+) -> list[Row]:
     """Rows by pass, then by contender; `jobs` programs are compiled at a time."""
-    asked = [(Row(case, name, one.name), one) for name in passes for one in contenders if name in one.passes]
+    asked = [
+        (Row(case, name, one.name), one)
+        for name in passes
+        for one in contenders
+        if name in one.passes
+    ]
     forget_inputs()
     for row, one in asked:
         _ask(row, one)
@@ -66,7 +76,9 @@ def _time(together: dict[str, tuple[Row, programs.Program]], rounds: int, time_b
     """One that raises is left out, and the others are timed anew."""
     while together:
         try:
-            timing = clock.timing({name: program for name, (_, program) in together.items()}, rounds, time_by)
+            timing = clock.timing(
+                {name: program for name, (_, program) in together.items()}, rounds, time_by
+            )
         except clock.Failed as failure:
             row, _ = together.pop(failure.args[0])
             with _verdict(row):

@@ -22,7 +22,12 @@ def _look(names: list[str], name: str) -> dict:
     families = list(dict.fromkeys(other.removesuffix(" fused") for other in names))
     at = families.index(name.removesuffix(" fused"))
     line = "--" if name.endswith(" fused") else "-"
-    return dict(color=COLORS[at % len(COLORS)], marker=MARKERS[at % len(MARKERS)], markersize=4, linestyle=line)
+    return dict(
+        color=COLORS[at % len(COLORS)],
+        marker=MARKERS[at % len(MARKERS)],
+        markersize=4,
+        linestyle=line,
+    )
 
 
 def lengths_axis(axes, lengths: list[int], label_every: bool = True):
@@ -44,23 +49,37 @@ def write_lengths(path: pathlib.Path, facts, timed: list[Row], compiled_only: li
             rows = [row for row in timed if (row.name, row.passes) == (name, passes) and row.median]
             if rows or passes in args.passes:
                 times = [row.median * 1e3 for row in rows]
-                left.plot([row.case.T for row in rows], times, line, label=f"{name}, {passes}", **look)
+                left.plot(
+                    [row.case.T for row in rows], times, line, label=f"{name}, {passes}", **look
+                )
         rows = [row for row in compiled_only if row.name == name and row.temporary_bytes]
-        right.plot([row.case.T for row in rows], [row.temporary_bytes / 1e6 for row in rows], label=name, **look)
+        right.plot(
+            [row.case.T for row in rows],
+            [row.temporary_bytes / 1e6 for row in rows],
+            label=name,
+            **look,
+        )
         if rows:
             last, megabytes = rows[-1], rows[-1].temporary_bytes / 1e6
             at = dict(xytext=(-6, 5), textcoords="offset points", ha="right", color=f"C{number}")
             at |= dict(bbox=dict(color="white", pad=0.5))  # over the grid
-            right.annotate(f"{megabytes:,.0f}" if megabytes >= 10 else f"{megabytes:.2g}", (last.case.T, megabytes), **at)
+            right.annotate(
+                f"{megabytes:,.0f}" if megabytes >= 10 else f"{megabytes:.2g}",
+                (last.case.T, megabytes),
+                **at,
+            )
     left.set_title(facts["inputs"], fontsize=10)
-    right.set_title(f"forward+backward, {args.dtype}, B1 N1 H{args.head_size}, compiled only", fontsize=10)
+    right.set_title(
+        f"forward+backward, {args.dtype}, B1 N1 H{args.head_size}, compiled only", fontsize=10
+    )
     left.set_ylabel("time of a call, ms")
     right.set_ylabel("temporary memory, MB")
     for axes, lengths in ((left, args.lengths), (right, args.memory_lengths)):
         if any(len(line.get_xdata()) for line in axes.lines):  # nothing has no logarithm
             lengths_axis(axes, lengths)
             axes.set_yscale("log")
-            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))  # a short axis may hold no power of 10
+            # a short axis may hold no power of 10
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axes.yaxis.set_major_formatter("{x:,g}")
             axes.yaxis.set_minor_formatter("")  # or a short axis mixes 10 with 6 x 10^1
             axes.legend(frameon=False, fontsize=9)
@@ -102,9 +121,16 @@ def _by_length(path: pathlib.Path, title: str, rows: list[Row], names: list[str]
     for name in names:
         for line, panel_row in zip(passes, panels, strict=True):
             for H, axes in zip(sizes, panel_row, strict=True):
-                mine = [row for row in rows if (row.name, row.passes, row.case.H) == (name, line, H)]
+                mine = [
+                    row for row in rows if (row.name, row.passes, row.case.H) == (name, line, H)
+                ]
                 mine.sort(key=lambda row: row.case.T)
-                axes.plot([row.case.T for row in mine], [row.tflops for row in mine], label=name, **_look(names, name))
+                axes.plot(
+                    [row.case.T for row in mine],
+                    [row.tflops for row in mine],
+                    label=name,
+                    **_look(names, name),
+                )
                 lengths_axis(axes, lengths, label_every=False)
                 axes.set(title=f"{line}, H{H}", xlabel="length T" if line == passes[-1] else "")
                 axes.title.set_fontsize(10)
@@ -114,7 +140,9 @@ def _by_length(path: pathlib.Path, title: str, rows: list[Row], names: list[str]
 
 
 def _bars(path: pathlib.Path, title: str, rows: list[Row], names: list[str]):
-    cases, passes = (list(dict.fromkeys(getattr(row, name) for row in rows)) for name in ("case", "passes"))
+    cases, passes = (
+        list(dict.fromkeys(getattr(row, name) for row in rows)) for name in ("case", "passes")
+    )
     names = [name for name in names if any(row.name == name for row in rows)]
     width = 0.85 / len(names)
     figure = Figure(figsize=(2 + 2.6 * len(cases), 1.4 + 2.4 * len(passes)), layout="constrained")
@@ -126,15 +154,28 @@ def _bars(path: pathlib.Path, title: str, rows: list[Row], names: list[str]):
             hatch = "///" if name.endswith(" fused") else None
             color = _look(names, name)["color"]
             heights = [mine.get(case, 0) for case in cases]
-            axes.bar(middle, heights, width, label=name, color=color, hatch=hatch, edgecolor="white", linewidth=0)
+            axes.bar(
+                middle,
+                heights,
+                width,
+                label=name,
+                color=color,
+                hatch=hatch,
+                edgecolor="white",
+                linewidth=0,
+            )
         axes.set_title(line, fontsize=10)
         axes.set(ylabel="TFLOP/s")
         axes.grid(alpha=0.3, axis="y")
-    panels[-1].set_xticks(range(len(cases)), [label(case).replace(" T", "\nT") for case in cases], fontsize=9)
+    panels[-1].set_xticks(
+        range(len(cases)), [label(case).replace(" T", "\nT") for case in cases], fontsize=9
+    )
     _finish(figure, path, title, panels[0])
 
 
 def _finish(figure: Figure, path: pathlib.Path, title: str, axes):
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=9)
+    figure.legend(
+        *axes.get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=9
+    )
     figure.suptitle(title, fontsize=10)
     figure.savefig(path, dpi=120)

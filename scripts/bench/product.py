@@ -1,4 +1,5 @@
-"""A plain matrix product and a plain copy of this machine: the marks beside which attention's FLOP/s and bytes/s are read."""
+"""A plain matrix product and a plain copy of this machine: the marks beside which attention's
+FLOP/s and bytes/s are read."""
 
 import functools
 import statistics

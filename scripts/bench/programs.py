@@ -1,4 +1,5 @@
-"""A contender's pass over a case as a program that is ready to run: compiled by XLA, or torch's; and its verdict."""
+"""A contender's pass over a case as a program that is ready to run: compiled by XLA, or torch's;
+and its verdict."""
 
 import functools
 import os
@@ -14,9 +15,11 @@ from scripts.bench import machine
 from scripts.bench.cases import PASSES, RESULTS, Case
 from scripts.bench.peers import Contender
 
-CHECK_BLOCK = 64  # rows that are compared as one vector: a single row of a gradient may be zero but for rounding
+# rows that are compared as one vector: a single row of a gradient may be zero but for rounding
+CHECK_BLOCK = 64
 TOLERANCE = dict(float32=1e-5, bfloat16=1e-2, float16=2e-3)
-TF32 = TOLERANCE["float16"]  # as many bits; what XLA and others make of float32 on a GPU, unless asked not to
+# as many bits; what XLA and others make of float32 on a GPU, unless asked not to
+TF32 = TOLERANCE["float16"]
 
 
 class Program(NamedTuple):
@@ -36,7 +39,8 @@ def compiled(contender: Contender, case: Case, passes: str):
 
 @functools.cache
 def _compiled(contender: Contender, case: Case, passes: str) -> list:
-    """One program of (q, k, v, do, operands); two for the backward alone, the first of which gives what the second takes."""
+    """One program of (q, k, v, do, operands); two for the backward alone, the first of which gives
+    what the second takes."""
 
     def attend(operands):
         return lambda q, k, v: contender.attend(case, q, k, v, **operands)
@@ -51,8 +55,13 @@ def _compiled(contender: Contender, case: Case, passes: str) -> list:
     def residuals(q, k, v, do, operands):
         return jax.vjp(attend(operands), q, k, v)[1]
 
-    shapes = *case.shapes(), jax.eval_shape(lambda *kv: contender.operands(case, *kv), *case.shapes()[1:3])
-    first = jax.jit({"forward": forward, "backward": residuals, "forward+backward": both}[passes]).trace(*shapes)
+    shapes = (
+        *case.shapes(),
+        jax.eval_shape(lambda *kv: contender.operands(case, *kv), *case.shapes()[1:3]),
+    )
+    first = jax.jit(
+        {"forward": forward, "backward": residuals, "forward+backward": both}[passes]
+    ).trace(*shapes)
     programs = [first.lower().compile()]
     if passes == "backward":
         backward = jax.jit(lambda vjp, do: vjp(do)).trace(first.out_info, shapes[3])
@@ -76,20 +85,29 @@ def program(contender: Contender, case: Case, passes: str) -> Program:
 def _must_fit(sizes):
     needed = sizes.temp_size_in_bytes + sizes.argument_size_in_bytes + sizes.output_size_in_bytes
     if needed > memory_limit():
-        raise TooLarge(f"it needs {needed / 1e9:.1f} GB, over the limit of {memory_limit() / 1e9:.1f} GB")
+        raise TooLarge(
+            f"it needs {needed / 1e9:.1f} GB, over the limit of {memory_limit() / 1e9:.1f} GB"
+        )
 
 
 def memory_limit() -> int:
     """Bytes that a program may take: all that JAX has of a GPU, or half the machine's."""
     stats = jax.devices()[0].memory_stats()
-    return stats["bytes_limit"] if stats else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    return (
+        stats["bytes_limit"]
+        if stats
+        else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    )
 
 
 def _torch_program(contender: Contender, case: Case, passes: str) -> Program:
     import torch
 
     *qkv, do = (torch.from_dlpack(x) for x in case.inputs())
-    operands = {name: torch.from_dlpack(x) for name, x in contender.operands(case, *case.inputs()[1:3]).items()}
+    operands = {
+        name: torch.from_dlpack(x)
+        for name, x in contender.operands(case, *case.inputs()[1:3]).items()
+    }
 
     def forward():
         return contender.attend(case, *qkv, **operands)
@@ -108,7 +126,9 @@ def _torch_program(contender: Contender, case: Case, passes: str) -> Program:
         o = forward() if passes == "backward" else None
         call = both if o is None else functools.partial(backward, o)
     wait = lambda results: torch.cuda.synchronize() if do.is_cuda else None
-    return Program(call, wait, lambda results: [jnp.from_dlpack(x.detach().contiguous()) for x in results])
+    return Program(
+        call, wait, lambda results: [jnp.from_dlpack(x.detach().contiguous()) for x in results]
+    )
 
 
 # ---- is it right? ----
@@ -128,20 +148,37 @@ def check(contender: Contender, case: Case, passes: str) -> Verdict:
     started = run.call()
     run.wait(started)
     right = dict(zip(RESULTS[PASSES[-1]], expected(case), strict=True))
-    errors = {name: error(x, right[name]) for name, x in zip(RESULTS[passes], run.results(started), strict=True)}
-    return _verdict(errors, TOLERANCE[case.dtype], may_be_tf32=contender.is_peer and case.dtype == "float32" and machine.on_gpu())
+    errors = {
+        name: error(x, right[name])
+        for name, x in zip(RESULTS[passes], run.results(started), strict=True)
+    }
+    return _verdict(
+        errors,
+        TOLERANCE[case.dtype],
+        may_be_tf32=contender.is_peer and case.dtype == "float32" and machine.on_gpu(),
+    )
 
 
 def _verdict(errors: dict[str, float], tolerance: float, may_be_tf32: bool) -> Verdict:
     worst = float(np.max([*errors.values()]))
     if tolerance < worst <= TF32 and may_be_tf32:
-        return Verdict(worst, reason="its error is that of TF32, in which it may multiply; pallas_flash multiplies in float32")
-    off = [f"{name} is off by {e:.1e}" for name, e in errors.items() if not e <= tolerance]  # nan is not
-    return Verdict(worst, "wrong", f"{', '.join(off)}; the tolerance is {tolerance:g}") if off else Verdict(worst)
+        return Verdict(
+            worst,
+            reason="its error is that of TF32, in which it may multiply; pallas_flash multiplies "
+            "in float32",
+        )
+    # nan is not
+    off = [f"{name} is off by {e:.1e}" for name, e in errors.items() if not e <= tolerance]
+    return (
+        Verdict(worst, "wrong", f"{', '.join(off)}; the tolerance is {tolerance:g}")
+        if off
+        else Verdict(worst)
+    )
 
 
 def _checked_part(case: Case) -> Case:
-    """The first tokens, and of many rows the first: the dense scores of more fit into few machines."""
+    """The first tokens, and of many rows the first: the dense scores of more fit into few
+    machines."""
     T, S = min(case.T, check_length()), min(case.S, check_length())
     return case._replace(T=T, S=S, B=min(case.B, max(1, check_length() // S)))
 
@@ -168,7 +205,9 @@ def _head_by_head(case: Case, q, k, v, visible):
         s = jnp.where(visible[0, 0], q @ k.T * case.H**-0.5, -jnp.inf)
         return jax.nn.softmax(s, axis=-1) @ v
 
-    heads = [jnp.moveaxis(x, 2, 1).reshape(case.B * case.N, x.shape[1], x.shape[3]) for x in (q, k, v)]
+    heads = [
+        jnp.moveaxis(x, 2, 1).reshape(case.B * case.N, x.shape[1], x.shape[3]) for x in (q, k, v)
+    ]
     o = lax.map(one_head, heads)
     return jnp.moveaxis(o.reshape(case.B, case.N, case.T, case.value_size), 1, 2)
 

@@ -43,11 +43,24 @@ def flops(mark: float | None = None) -> Speeds:
 def bytes_read(mark: float) -> Speeds:
     """Of keys, values and the little else, beside those that a copy reads and writes."""
     speed = lambda row: row.case.bytes() / row.median
-    return {"GB/s": lambda row: f"{speed(row) / 1e9:.3g}", "of a copy's": lambda row: f"{speed(row) / mark:.0%}"}
+    return {
+        "GB/s": lambda row: f"{speed(row) / 1e9:.3g}",
+        "of a copy's": lambda row: f"{speed(row) / mark:.0%}",
+    }
 
 
 def print_times(rows: list[Row], first: str, speeds: Speeds, name_of=lambda case: case.T, head="T"):
-    header = (head, "pass", "implementation", "ms", "fastest to slowest", "ratio", *speeds, "temporaries, MB", "error")
+    header = (
+        head,
+        "pass",
+        "implementation",
+        "ms",
+        "fastest to slowest",
+        "ratio",
+        *speeds,
+        "temporaries, MB",
+        "error",
+    )
     table = []
     for row, ratio in zip(rows, ratios(rows, first), strict=True):
         megabytes = "" if row.temporary_bytes is None else f"{row.temporary_bytes / 1e6:,.1f}"
@@ -78,7 +91,9 @@ def print_ratios(rows: list[Row], ours: list[str], peers: list[str]):
         for name in ours:
             if mine := medians.get((case, passes, name)):
                 theirs = [medians.get((case, passes, peer)) for peer in peers]
-                table.append((label(case), passes, name, *(number(t and t / mine, ".2f") for t in theirs)))
+                table.append(
+                    (label(case), passes, name, *(number(t and t / mine, ".2f") for t in theirs))
+                )
     if table and peers:
         print("\nThe time of each over that of pallas_flash: above 1, pallas_flash is faster")
         print_table(("case", "pass", "pallas_flash", *peers), table)
@@ -95,7 +110,9 @@ def print_sensors(rows: list[Row]):
 
 def print_clocks(rows: list[Row], meant: str):
     """Where the time was not told by the clock that was meant."""
-    for at, told_by in {(row.case, row.passes): row.clock for row in rows if row.clock not in ("", meant)}.items():
+    for at, told_by in {
+        (row.case, row.passes): row.clock for row in rows if row.clock not in ("", meant)
+    }.items():
         print(f"\nnot by the clock {meant!r}: {at[1]}, {at[0]}: {told_by}")
 
 
@@ -117,7 +134,11 @@ def print_table(header, rows):
     rows.insert(1, ["-" * width for width in widths])
     print()
     for row in rows:
-        print("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |")
+        print(
+            "| "
+            + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+            + " |"
+        )
 
 
 def print_reasons(rows: list[Row]):
@@ -129,15 +150,23 @@ def print_reasons(rows: list[Row]):
     if alike:
         print()
     for (status, name, reason), where in alike.items():
-        passes, cases = (dict.fromkeys(getattr(row, what) for row in where) for what in ("passes", "case"))
+        passes, cases = (
+            dict.fromkeys(getattr(row, what) for row in where) for what in ("passes", "case")
+        )
         first, *more = map(str, cases)
         reason = " ".join(reason.split())
         reason = reason if len(reason) <= REASON_LENGTH else f"{reason[:REASON_LENGTH]} ..."
-        print(f"{status:<11}{name}, {', '.join(passes)}, {first}{f' and {len(more)} more' if more else ''}: {reason}")
+        print(
+            f"{status:<11}{name}, {', '.join(passes)}, "
+            f"{first}{f' and {len(more)} more' if more else ''}: {reason}"
+        )
 
 
 def write_json(path: pathlib.Path, facts, timed: list[Row], compiled_only: list[Row]):
-    entry = lambda row: dataclasses.asdict(row) | dict(case=row.case._asdict(), median=row.median, tflops=row.tflops)
+    entry = lambda row: (
+        dataclasses.asdict(row)
+        | dict(case=row.case._asdict(), median=row.median, tflops=row.tflops)
+    )
     results = facts | dict(timed=[*map(entry, timed)], compiled=[*map(entry, compiled_only)])
     _write_whole(path, json.dumps(results, indent=1) + "\n")
 
@@ -146,11 +175,28 @@ def write_csv(path: pathlib.Path, timed: list[Row], first: str):
     """A line for each row of the tables."""
     file = io.StringIO()
     lines = csv.writer(file, lineterminator="\n")
-    own = "pass implementation status ms ms_min ms_max ratio tflops error temporary_bytes clock mhz watts reason".split()
+    own = (
+        "pass implementation status ms ms_min ms_max ratio tflops error temporary_bytes clock "
+        "mhz watts reason"
+    ).split()
     lines.writerow([*Case._fields, *own])
     for row, ratio in zip(timed, ratios(timed, first), strict=True):
-        ms = [f(row.seconds) * 1e3 for f in (lambda _: row.median, min, max)] if row.seconds else [None] * 3
-        values = row.passes, row.name, row.status, *ms, ratio, row.tflops, row.error, row.temporary_bytes, row.clock
+        ms = (
+            [f(row.seconds) * 1e3 for f in (lambda _: row.median, min, max)]
+            if row.seconds
+            else [None] * 3
+        )
+        values = (
+            row.passes,
+            row.name,
+            row.status,
+            *ms,
+            ratio,
+            row.tflops,
+            row.error,
+            row.temporary_bytes,
+            row.clock,
+        )
         sensors = row.sensors.get("clocks.sm"), row.sensors.get("power.draw")
         lines.writerow([*row.case, *values, *sensors, row.reason])
     _write_whole(path, file.getvalue())

@@ -10,7 +10,8 @@ import numpy as np
 
 from pallas_flash import flash_attention, masks
 
-SIZES = dict(B=2, T=20, S=64, N=4, K=2, H=8, V=6, M=4, R=5)  # V: the value's head size; M, R: of a table
+# V: the value's head size; M, R: of a table
+SIZES = dict(B=2, T=20, S=64, N=4, K=2, H=8, V=6, M=4, R=5)
 
 
 class Feature(NamedTuple):
@@ -28,34 +29,54 @@ def _by_distance(table):
 
 
 def _by_head(slopes):
-    return lambda score, b, h, q, k: jnp.maximum(score, 0.1 * score) - slopes[h] * jnp.abs(q - k).astype(jnp.float32)
+    return lambda score, b, h, q, k: (
+        jnp.maximum(score, 0.1 * score) - slopes[h] * jnp.abs(q - k).astype(jnp.float32)
+    )
 
 
 FEATURES = {
     "`is_causal`": Feature({}, lambda x: dict(is_causal=True)),
     "`local_window_size`": Feature({}, lambda x: dict(local_window_size=(16, 9))),
     "`query_offset` by row": Feature(dict(offset="B"), lambda x: dict(query_offset=x["offset"])),
-    "`query_seq_lengths`": Feature(dict(queries="B"), lambda x: dict(query_seq_lengths=x["queries"])),
-    "`key_value_seq_lengths`": Feature(dict(keys="B"), lambda x: dict(key_value_seq_lengths=x["keys"])),
-    "segment ids": Feature(
-        dict(q_ids="BT", kv_ids="BS"), lambda x: dict(query_segment_ids=x["q_ids"], key_value_segment_ids=x["kv_ids"])
+    "`query_seq_lengths`": Feature(
+        dict(queries="B"), lambda x: dict(query_seq_lengths=x["queries"])
     ),
-    "`mask`: `masks.PrefixLM`": Feature(dict(prefix="B"), lambda x: dict(mask=masks.PrefixLM(x["prefix"]))),
-    "`mask`: `masks.Where`": Feature({}, lambda x: dict(mask=masks.Where(lambda b, h, q, k: (q + 2 * k + h + b) % 5 > 0))),
+    "`key_value_seq_lengths`": Feature(
+        dict(keys="B"), lambda x: dict(key_value_seq_lengths=x["keys"])
+    ),
+    "segment ids": Feature(
+        dict(q_ids="BT", kv_ids="BS"),
+        lambda x: dict(query_segment_ids=x["q_ids"], key_value_segment_ids=x["kv_ids"]),
+    ),
+    "`mask`: `masks.PrefixLM`": Feature(
+        dict(prefix="B"), lambda x: dict(mask=masks.PrefixLM(x["prefix"]))
+    ),
+    "`mask`: `masks.Where`": Feature(
+        {}, lambda x: dict(mask=masks.Where(lambda b, h, q, k: (q + 2 * k + h + b) % 5 > 0))
+    ),
     "`mask`: an array": Feature(dict(mask="B1TS"), lambda x: dict(mask=x["mask"])),
     "`bias`": Feature(dict(bias="1NTS"), lambda x: dict(bias=x["bias"])),
     "`scale` by head, learned": Feature(dict(scale="N"), lambda x: dict(scale=x["scale"])),
     "`logits_soft_cap`": Feature({}, lambda x: dict(logits_soft_cap=2.0)),
-    "`score_mod`, a learned table": Feature(dict(table="MR"), lambda x: dict(score_mod=_by_distance(x["table"]))),
-    "`score_mod`, a learned number by head": Feature(dict(slopes="M"), lambda x: dict(score_mod=_by_head(x["slopes"]))),
+    "`score_mod`, a learned table": Feature(
+        dict(table="MR"), lambda x: dict(score_mod=_by_distance(x["table"]))
+    ),
+    "`score_mod`, a learned number by head": Feature(
+        dict(slopes="M"), lambda x: dict(score_mod=_by_head(x["slopes"]))
+    ),
     "`sinks`": Feature(dict(sinks="N"), lambda x: dict(sinks=x["sinks"])),
     "dropout": Feature({}, lambda x: dict(dropout_rate=0.3, dropout_rng=jax.random.key(1))),
     "`return_max_logits`": Feature({}, lambda x: dict(return_max_logits=True)),
 }
-APART = "`mask`: an array", "`score_mod`, a learned number by head"  # the call has another mask and score_mod
+# the call has another mask and score_mod
+APART = "`mask`: an array", "`score_mod`, a learned number by head"
 TOGETHER = (tuple(name for name in FEATURES if name not in APART), APART)
-LETTERS = dict(query="BTNH", key="BSKH", value="BSKV") | {k: v for f in FEATURES.values() for k, v in f.arrays.items()}
-INTEGERS = dict(offset=(0, 5), queries=(15, 20), keys=(40, 65), q_ids=(0, 2), kv_ids=(0, 2), prefix=(0, 9))
+LETTERS = dict(query="BTNH", key="BSKH", value="BSKV") | {
+    k: v for f in FEATURES.values() for k, v in f.arrays.items()
+}
+INTEGERS = dict(
+    offset=(0, 5), queries=(15, 20), keys=(40, 65), q_ids=(0, 2), kv_ids=(0, 2), prefix=(0, 9)
+)
 INPUTS = ("query", "key", "value")
 LEARNED = (*INPUTS, "bias", "scale", "sinks", "slopes", "table")
 
@@ -77,7 +98,8 @@ def arrays(dtype="float32") -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """flash_attention with some features, as a function of a dict of arrays; gives (o, lse), and what else is asked for."""
+    """flash_attention with some features, as a function of a dict of arrays; gives (o, lse), and
+    what else is asked for."""
 
     implementation: str
     features: tuple[str, ...]
@@ -96,7 +118,9 @@ class Call:
 
     def loss(self, x):
         o, *numbers = self(x)
-        return jnp.sum(jnp.sin(o.astype(jnp.float32))) + sum(jnp.sum(jnp.where(n == -jnp.inf, 0.0, n)) for n in numbers)
+        return jnp.sum(jnp.sin(o.astype(jnp.float32))) + sum(
+            jnp.sum(jnp.where(n == -jnp.inf, 0.0, n)) for n in numbers
+        )
 
     def gradients(self, x):
         learned, rest = self.split(x)

@@ -43,7 +43,8 @@ def _loop(f):
 
 
 def _vmap(f):
-    """Over the first axis of some arrays, the last of others, and not over the rest, which are the same in both."""
+    """Over the first axis of some arrays, the last of others, and not over the rest, which are the
+    same in both."""
 
     def run(call, x):
         places = {name: (0, a.ndim)[i % 2] for i, (name, a) in enumerate(x.items())}
@@ -74,7 +75,9 @@ def _forward_mode(call, x):
     names = [*INPUTS, *(["bias"] if "`bias`" in call.features else [])]
     primals, tangents = [x[name] for name in names], [jnp.cos(x[name]) for name in names]
     options = {name: value for name, value in call.options(x).items() if name != "bias"}
-    return jax.jit(lambda *a: flash_attention_jvp(a[: len(names)], a[len(names) :], **options))(*primals, *tangents)
+    return jax.jit(lambda *a: flash_attention_jvp(a[: len(names)], a[len(names) :], **options))(
+        *primals, *tangents
+    )
 
 
 def _forward_over_reverse(call, x):
@@ -85,7 +88,9 @@ def _forward_over_reverse(call, x):
 
 def _reverse_over_reverse(call, x):
     learned, rest = call.split(x)
-    of = lambda learned: sum(jnp.sum(jnp.sin(g)) for g in jax.tree.leaves(call.gradients(learned | rest)))
+    of = lambda learned: sum(
+        jnp.sum(jnp.sin(g)) for g in jax.tree.leaves(call.gradients(learned | rest))
+    )
     return jax.jit(jax.grad(of))(learned)
 
 
@@ -110,8 +115,12 @@ def _layers(in_scan):
 
 def _checkpoint(call, x):
     learned, rest = call.split(x)
-    policy = jax.checkpoint_policies.save_only_these_names("flash_attention_out", "flash_attention_lse")
-    return jax.jit(jax.grad(jax.checkpoint(lambda learned: call.loss(learned | rest), policy=policy)))(learned)
+    policy = jax.checkpoint_policies.save_only_these_names(
+        "flash_attention_out", "flash_attention_lse"
+    )
+    return jax.jit(
+        jax.grad(jax.checkpoint(lambda learned: call.loss(learned | rest), policy=policy))
+    )(learned)
 
 
 def _export(call, x):
@@ -131,7 +140,11 @@ def _export(call, x):
 
 @contextlib.contextmanager
 def strict():
-    with jax.enable_x64(True), jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+    with (
+        jax.enable_x64(True),
+        jax.numpy_rank_promotion("raise"),
+        jax.numpy_dtype_promotion("strict"),
+    ):
         yield
 
 
@@ -149,8 +162,13 @@ def _on_mesh(kind, **axes):
     """Each letter in `axes` lies on that axis of the mesh."""
 
     def run(call, x):
-        mesh = jax.make_mesh((2, 2), ("one", "other"), axis_types=(kind, kind), devices=jax.devices()[:4])
-        placed = {name: jax.device_put(a, NamedSharding(mesh, _spec(name, axes))) for name, a in _used(call, x).items()}
+        mesh = jax.make_mesh(
+            (2, 2), ("one", "other"), axis_types=(kind, kind), devices=jax.devices()[:4]
+        )
+        placed = {
+            name: jax.device_put(a, NamedSharding(mesh, _spec(name, axes)))
+            for name, a in _used(call, x).items()
+        }
         with jax.set_mesh(mesh):
             return jax.jit(call.gradients)(placed)
 
@@ -166,7 +184,9 @@ def _shard_map(call, x):
     mesh = jax.make_mesh((2,), ("one",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     used = _used(call, x)
     specs = {name: _spec(name, dict(B="one")) for name in used}
-    return jax.jit(jax.shard_map(call, mesh=mesh, in_specs=(specs,), out_specs=P("one"), check_vma=False))(used)
+    return jax.jit(
+        jax.shard_map(call, mesh=mesh, in_specs=(specs,), out_specs=P("one"), check_vma=False)
+    )(used)
 
 
 def _used(call, x):
@@ -174,7 +194,10 @@ def _used(call, x):
     return learned | rest
 
 
-forward, gradients = (lambda call, x: jax.jit(call)(x)), (lambda call, x: jax.jit(call.gradients)(x))
+forward, gradients = (
+    (lambda call, x: jax.jit(call)(x)),
+    (lambda call, x: jax.jit(call.gradients)(x)),
+)
 BY_HEAD, BY_ROW = dict(B="one", N="other", K="other"), dict(B="one", T="other", S="other")
 OF_ITS_OWN = "each device counts its batch rows from 0"
 TRANSFORMATIONS = {
@@ -192,8 +215,14 @@ TRANSFORMATIONS = {
     "`jax.export` through bytes": Transformation(_export, gradients),
     "64 bits, strict promotion": Transformation(_strict, gradients),
     "donated arguments": Transformation(_donated, gradients),
-    "a mesh, explicit axes": Transformation(_on_mesh(AxisType.Explicit, **BY_HEAD), gradients, devices=4),
+    "a mesh, explicit axes": Transformation(
+        _on_mesh(AxisType.Explicit, **BY_HEAD), gradients, devices=4
+    ),
     "a mesh, Auto axes": Transformation(_on_mesh(AxisType.Auto, **BY_HEAD), gradients, devices=4),
-    "rows on an explicit axis": Transformation(_on_mesh(AxisType.Explicit, **BY_ROW), gradients, devices=4),
-    "`shard_map`": Transformation(_shard_map, forward, {"dropout": OF_ITS_OWN, "`mask`: `masks.Where`": OF_ITS_OWN}, devices=2),
+    "rows on an explicit axis": Transformation(
+        _on_mesh(AxisType.Explicit, **BY_ROW), gradients, devices=4
+    ),
+    "`shard_map`": Transformation(
+        _shard_map, forward, {"dropout": OF_ITS_OWN, "`mask`: `masks.Where`": OF_ITS_OWN}, devices=2
+    ),
 }

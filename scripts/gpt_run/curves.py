@@ -21,7 +21,8 @@ def csv_of(state: dict) -> bytes:
     rows = csv.writer(file, lineterminator="\n")
     rows.writerow(["step", "train_loss", "held_out_loss"])
     rows.writerows(
-        (step, train, "" if math.isnan(held_out) else held_out) for step, train, held_out in zip(*curves(state), strict=True)
+        (step, train, "" if math.isnan(held_out) else held_out)
+        for step, train, held_out in zip(*curves(state), strict=True)
     )
     return file.getvalue().encode()
 
@@ -39,7 +40,12 @@ def png_of(state: dict, bigram: float) -> bytes:
     measured = ~np.isnan(held_out)
     axes.plot(steps[measured], held_out[measured], "o-", color="C1", label="held out")
     axes.axhline(bigram, color="gray", linestyle="--", label="bigram model, held out")
-    axes.set(xlabel="step", ylabel="loss [nats per byte]", xlim=(0, steps[-1]), ylim=interesting(train, smooth, held_out, bigram))
+    axes.set(
+        xlabel="step",
+        ylabel="loss [nats per byte]",
+        xlim=(0, steps[-1]),
+        ylim=interesting(train, smooth, held_out, bigram),
+    )
     axes.grid(alpha=0.3)
     axes.legend(loc="upper right")
     file = io.BytesIO()
@@ -48,17 +54,20 @@ def png_of(state: dict, bigram: float) -> bytes:
 
 
 def interesting(train, smooth, held_out, bigram: float) -> tuple[float, float]:
-    """Of the losses: the first tenth of the steps falls from so high that nothing would be seen of the others."""
+    """Of the losses: the first tenth of the steps falls from so high that nothing would be seen of
+    the others."""
     late = np.concatenate([train[len(train) // 10 :], [smooth[-1], bigram]])
     low, high = np.nanmin([*late, *held_out]), max(np.quantile(late, 0.99), bigram)
     return low - 0.05 * (high - low), high + 0.1 * (high - low)
 
 
 class Events:
-    """The curves for TensorBoard, written anew by each process that goes on with a run, which tells TensorBoard so."""
+    """The curves for TensorBoard, written anew by each process that goes on with a run, which tells
+    TensorBoard so."""
 
     def __init__(self, folder: pathlib.Path):
-        from tensorboardX.event_file_writer import EventsWriter  # not its SummaryWriter: that hangs where the disk is full
+        # not its SummaryWriter: that hangs where the disk is full
+        from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event, SessionLog
 
         (folder / "tensorboard").mkdir(exist_ok=True)
@@ -73,6 +82,8 @@ class Events:
         for step, train, held_out in list(zip(*curves(state), strict=True))[self.written :]:
             for name, loss in (("loss/training", train), ("loss/held_out", held_out)):
                 if not math.isnan(loss):
-                    self.writer.write_event(Event(step=int(step), summary=scalar(name, float(loss))))
+                    self.writer.write_event(
+                        Event(step=int(step), summary=scalar(name, float(loss)))
+                    )
             self.written = int(step)
         self.writer.flush()

@@ -11,7 +11,8 @@ from scripts.gpt_run.options import BYTES
 
 
 class Sampling(NamedTuple):
-    """How the next byte is drawn: from softmax(logits / temperature), of the likeliest bytes alone."""
+    """How the next byte is drawn: from softmax(logits / temperature), of the likeliest bytes
+    alone."""
 
     temperature: float  # 0: the likeliest byte
     top_k: int | None = None  # how many of the likeliest
@@ -29,7 +30,9 @@ def choose(logits, keys, sampling: Sampling):
     logits, order = jax.lax.top_k(logits / sampling.temperature, sampling.top_k or BYTES)
     p = jax.nn.softmax(logits)
     before = jnp.cumsum(p, -1) - p  # of the likelier ones; 0 for the first, which always stays
-    drawn = jax.vmap(jax.random.categorical)(keys, jnp.where(before < sampling.top_p, logits, -jnp.inf))
+    drawn = jax.vmap(jax.random.categorical)(
+        keys, jnp.where(before < sampling.top_p, logits, -jnp.inf)
+    )
     return jnp.take_along_axis(order, drawn[:, None], -1)[:, 0]
 
 
@@ -40,12 +43,14 @@ class Programs(NamedTuple):
     step: Callable  # parameters, state -> (state, the byte of each row [B])
 
 
-def compiled(structure, parameters, prompts: list[bytes], length: int, sampling: Sampling, seed: int) -> Programs:
-    """Compiled for these prompts and up to `length` bytes after each; keys and values are computed once, and of a model with a
-    window those out of sight are forgotten.
+def compiled(
+    structure, parameters, prompts: list[bytes], length: int, sampling: Sampling, seed: int
+) -> Programs:
+    """Compiled for these prompts and up to `length` bytes after each; keys and values are computed
+    once, and of a model with a window those out of sight are forgotten.
 
-    What a row draws follows from the seed and its prompt, and for equal prompts from their order: the rows beside it change
-    nothing.
+    What a row draws follows from the seed and its prompt, and for equal prompts from their order:
+    the rows beside it change nothing.
     """
     import jax
     import jax.numpy as jnp
@@ -55,16 +60,26 @@ def compiled(structure, parameters, prompts: list[bytes], length: int, sampling:
     tokens = np.zeros((len(prompts), lengths.max()), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = np.frombuffer(prompt, np.uint8)
-    keys = jax.vmap(lambda row: jax.random.fold_in(jax.random.key(seed), row))(np.array(earlier_equals(prompts)))
+    keys = jax.vmap(lambda row: jax.random.fold_in(jax.random.key(seed), row))(
+        np.array(earlier_equals(prompts))
+    )
 
     def begin(parameters):
         model = nnx.merge(structure, parameters)
         if model.config.window is None:
-            logits, caches = model(tokens, model.init_cache(len(prompts), tokens.shape[1] + length), lengths=lengths)
-            return jnp.take_along_axis(logits, lengths[:, None, None] - 1, 1)[:, 0], caches, jnp.int32(0)
+            logits, caches = model(
+                tokens, model.init_cache(len(prompts), tokens.shape[1] + length), lengths=lengths
+            )
+            return (
+                jnp.take_along_axis(logits, lengths[:, None, None] - 1, 1)[:, 0],
+                caches,
+                jnp.int32(0),
+            )
         piece = min(model.config.window, tokens.shape[1])
         pieces = -(-tokens.shape[1] // piece)
-        padded = np.pad(tokens, ((0, 0), (0, pieces * piece - tokens.shape[1]))).reshape(len(prompts), pieces, piece)
+        padded = np.pad(tokens, ((0, 0), (0, pieces * piece - tokens.shape[1]))).reshape(
+            len(prompts), pieces, piece
+        )
 
         def read(state, piece_and_number):
             last, caches = state
@@ -74,8 +89,13 @@ def compiled(structure, parameters, prompts: list[bytes], length: int, sampling:
             new = jnp.take_along_axis(logits, jnp.maximum(count, 1)[:, None, None] - 1, 1)[:, 0]
             return (jnp.where(count[:, None] > 0, new, last), caches), None
 
-        start = jnp.zeros((len(prompts), model.config.vocab_size), jnp.float32), model.init_rolling_cache(len(prompts), piece)
-        (logits, caches), _ = jax.lax.scan(read, start, (padded.swapaxes(0, 1), np.arange(pieces, dtype=np.int32)))
+        start = (
+            jnp.zeros((len(prompts), model.config.vocab_size), jnp.float32),
+            model.init_rolling_cache(len(prompts), piece),
+        )
+        (logits, caches), _ = jax.lax.scan(
+            read, start, (padded.swapaxes(0, 1), np.arange(pieces, dtype=np.int32))
+        )
         return logits, caches, jnp.int32(0)
 
     def step(parameters, state):
@@ -113,7 +133,8 @@ def generate(programs: Programs, parameters, length: int) -> Iterator[np.ndarray
 
 
 class Row:
-    """What is written after one prompt: bytes go in, text that can be shown comes out, up to the stop string."""
+    """What is written after one prompt: bytes go in, text that can be shown comes out, up to the
+    stop string."""
 
     def __init__(self, stop: bytes = b""):
         self.stop, self.count, self.is_done = stop, 0, False
@@ -128,7 +149,9 @@ class Row:
         if self.stop and self._held.endswith(self.stop):
             self._held = self._held.removesuffix(self.stop)
             return self.finish()
-        keep = max((n for n in range(1, len(self.stop)) if self._held.endswith(self.stop[:n])), default=0)
+        keep = max(
+            (n for n in range(1, len(self.stop)) if self._held.endswith(self.stop[:n])), default=0
+        )
         ready = len(self._held) - keep
         self._text += self._decoder.decode(self._held[:ready])
         self._held = self._held[ready:]

@@ -1,4 +1,5 @@
-"""One run by several processes, each of which has devices of its own: they compute alike, and the first of them writes."""
+"""One run by several processes, each of which has devices of its own: they compute alike, and the
+first of them writes."""
 
 import contextlib
 import io
@@ -8,12 +9,16 @@ from scripts.gpt_run.stops import Refused
 
 @contextlib.contextmanager
 def joined(args):
-    """Waits for the others of --hosts; then all devices are seen by each, and the first process alone speaks."""
+    """Waits for the others of --hosts; then all devices are seen by each, and the first process
+    alone speaks."""
     if args.hosts is None:
         yield
         return
     if not (args.mesh and (args.resume or args.out)) or args.check or args.eval_only:
-        raise Refused("--hosts is for training on a --mesh, with a folder that all processes see: --out or --resume.")
+        raise Refused(
+            "--hosts is for training on a --mesh, with a folder that all processes see: --out or "
+            "--resume."
+        )
     import jax
 
     if args.simulate_devices:
@@ -47,4 +52,6 @@ def everywhere(x):
 
     if not are_several():
         return jax.numpy.asarray(x)
-    return jax.make_array_from_callback(x.shape, NamedSharding(jax.sharding.get_mesh(), P()), x.__getitem__)
+    return jax.make_array_from_callback(
+        x.shape, NamedSharding(jax.sharding.get_mesh(), P()), x.__getitem__
+    )

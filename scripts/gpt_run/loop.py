@@ -15,11 +15,15 @@ from scripts.gpt_run.stops import Refused, stop_signals
 
 
 def run(args, state, step, evaluate, save, words):
-    """Takes the steps that are left; returns the state, tokens/s, and the signal that stopped it, after a checkpoint."""
+    """Takes the steps that are left; returns the state, tokens/s, and the signal that stopped it,
+    after a checkpoint."""
     first, tokens, begin = int(state["step"]), args.batch * args.context, time.perf_counter()
     size = dict(total=args.steps * tokens, initial=first * tokens)
-    bar = tqdm.tqdm(**size, unit=" tokens", unit_scale=True, disable=None, dynamic_ncols=True, leave=False)
-    flying, speed = collections.deque(), 0.0  # losses that are not fetched yet, lest the device waits for Python
+    bar = tqdm.tqdm(
+        **size, unit=" tokens", unit_scale=True, disable=None, dynamic_ncols=True, leave=False
+    )
+    # losses that are not fetched yet, lest the device waits for Python
+    flying, speed = collections.deque(), 0.0
     # several processes go in step: there the first signal ends one at once
     with bar, contextlib.nullcontext([]) if are_several() else stop_signals() as stopped:
         for done in range(first + 1, args.steps + 1):
@@ -53,5 +57,8 @@ def print_losses(args, state, first: int, begin: float, words):
     pace = (time.perf_counter() - begin) / (len(steps) - first)
     left = tqdm.tqdm.format_interval(pace * (args.steps - len(steps)))
     speed = words(args.batch * args.context / pace)
-    tqdm.tqdm.write(f"step {len(steps):>6}/{args.steps}  training {train:.4f}  held out {held_out[-1]:.4f}  {speed}  {left} left")
+    tqdm.tqdm.write(
+        f"step {len(steps):>6}/{args.steps}  training {train:.4f}  held out {held_out[-1]:.4f}  "
+        f"{speed}  {left} left"
+    )
     sys.stdout.flush()

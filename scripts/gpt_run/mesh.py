@@ -6,8 +6,18 @@ import math
 from scripts.gpt_run.options import AXES
 from scripts.gpt_run.stops import Refused
 
-# of a parameter, by the module that it is in: which axis lies on `data`, and which on `model`: heads, hidden features
-PLACES = dict(query=(0, 1), key=(0, 1), value=(0, 1), out=(2, 0), up=(0, 1), down=(1, 0), embedding=(1, None), head=(0, 1))
+# of a parameter, by the module that it is in: which axis lies on `data`, and which on `model`:
+# heads, hidden features
+PLACES = dict(
+    query=(0, 1),
+    key=(0, 1),
+    value=(0, 1),
+    out=(2, 0),
+    up=(0, 1),
+    down=(1, 0),
+    embedding=(1, None),
+    head=(0, 1),
+)
 
 
 def on_mesh(args):
@@ -20,7 +30,9 @@ def on_mesh(args):
     )
     for axis, (option, n) in of.items():
         if n % sizes.get(axis, 1):
-            raise Refused(f"{option} must be a multiple of {axis} in --mesh, {sizes[axis]}; got {n}.")
+            raise Refused(
+                f"{option} must be a multiple of {axis} in --mesh, {sizes[axis]}; got {n}."
+            )
     if not (args.mesh or args.simulate_devices):
         return contextlib.nullcontext()
     import jax
@@ -33,7 +45,9 @@ def on_mesh(args):
         hint = f"On a CPU --simulate-devices {needed} makes them."
         raise Refused(f"--mesh needs {needed} devices; there are {len(devices)}. {hint}")
     kinds = (AxisType.Auto,) * len(sizes)
-    mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds, devices=devices[:needed])
+    mesh = jax.make_mesh(
+        tuple(sizes.values()), tuple(sizes), axis_types=kinds, devices=devices[:needed]
+    )
     return jax.set_mesh(mesh) if sizes else contextlib.nullcontext()
 
 
@@ -41,12 +55,17 @@ def context_of(args):
     """How the devices that a sequence lies on work together; None where it is whole on one."""
     from pallas_flash import context_parallel
 
-    axes = {name: axis for name, axis in dict(batch="data", heads="model").items() if axis in (args.mesh or {})}
+    axes = {
+        name: axis
+        for name, axis in dict(batch="data", heads="model").items()
+        if axis in (args.mesh or {})
+    }
     return context_parallel.Ring("context", **axes) if "context" in (args.mesh or {}) else None
 
 
 def specs(state):
-    """The PartitionSpec of each array of a state, the optimizer's like those of the parameters they are for."""
+    """The PartitionSpec of each array of a state, the optimizer's like those of the parameters they
+    are for."""
     import jax
     from jax.sharding import PartitionSpec as P
 
@@ -76,13 +95,16 @@ def shardings(state):
 
 
 def placed(state):
-    """A new state, where it lies; of several processes each has all of it, and puts there its part."""
+    """A new state, where it lies; of several processes each has all of it, and puts there its
+    part."""
     import jax
     import numpy as np
 
     if jax.process_count() == 1:
         return jax.device_put(state, shardings(state))
-    part = lambda x, sharding: jax.make_array_from_callback(x.shape, sharding, np.asarray(x).__getitem__)
+    part = lambda x, sharding: jax.make_array_from_callback(
+        x.shape, sharding, np.asarray(x).__getitem__
+    )
     return jax.tree.map(part, state, shardings(state))
 
 
@@ -104,5 +126,8 @@ def spread(tokens):
     if mesh.empty:
         return tokens
     axes = dict(zip(("data", "context"), tokens.shape, strict=True))
-    fits = [name if name in mesh.shape and n % mesh.shape[name] == 0 else None for name, n in axes.items()]
+    fits = [
+        name if name in mesh.shape and n % mesh.shape[name] == 0 else None
+        for name, n in axes.items()
+    ]
     return jax.lax.with_sharding_constraint(tokens, P(*fits))

@@ -33,7 +33,9 @@ def new_optimizer(args):
     import optax
 
     is_matrix = lambda parameters: jax.tree.map(lambda p: p.ndim > 1, parameters)
-    adamw = optax.adamw(learning_rate(args), b2=0.95, weight_decay=args.weight_decay, mask=is_matrix)
+    adamw = optax.adamw(
+        learning_rate(args), b2=0.95, weight_decay=args.weight_decay, mask=is_matrix
+    )
     return optax.chain(optax.clip_by_global_norm(args.clip), adamw)
 
 
@@ -42,11 +44,14 @@ def learning_rate(args):
     import optax
 
     peak, warmup = args.learning_rate, args.warmup
-    return optax.warmup_cosine_decay_schedule(peak / (warmup + 1), peak, warmup, max(args.steps, warmup + 1), peak / 10)
+    return optax.warmup_cosine_decay_schedule(
+        peak / (warmup + 1), peak, warmup, max(args.steps, warmup + 1), peak / 10
+    )
 
 
 def new_state(args, parameters, optimizer) -> dict:
-    """All that a checkpoint holds. The curves are a part of it, so that a resumed run continues them bit for bit."""
+    """All that a checkpoint holds. The curves are a part of it, so that a resumed run continues
+    them bit for bit."""
     import jax.numpy as jnp
 
     return dict(
@@ -75,7 +80,9 @@ def loss_and_gradients(structure, parameters, windows, parts: int, key=None):
     import jax
     import jax.numpy as jnp
 
-    of = jax.value_and_grad(lambda parameters, windows, key: loss_of(structure, parameters, windows, key))
+    of = jax.value_and_grad(
+        lambda parameters, windows, key: loss_of(structure, parameters, windows, key)
+    )
     if parts == 1:
         return of(parameters, windows, key)
     add = lambda sums, part: (jax.tree.map(jnp.add, sums, of(parameters, *part)), None)
@@ -86,7 +93,8 @@ def loss_and_gradients(structure, parameters, windows, parts: int, key=None):
 
 
 def train_step(args, structure, optimizer):
-    """step(state, text) -> state, loss. Batch and dropout follow from the seed and the number of the step alone."""
+    """step(state, text) -> state, loss. Batch and dropout follow from the seed and the number of
+    the step alone."""
     import jax
     import jax.numpy as jnp
     import optax
@@ -96,8 +104,12 @@ def train_step(args, structure, optimizer):
         starts = jax.random.randint(key, (args.batch, 1), 0, text.size - args.context)
         windows = text[starts + jnp.arange(args.context + 1)]
         dropout = jax.random.fold_in(key, 1) if args.dropout else None
-        loss, gradients = loss_and_gradients(structure, state["parameters"], windows, args.accumulate, dropout)
-        updates, optimizer_state = optimizer.update(gradients, state["optimizer"], state["parameters"])
+        loss, gradients = loss_and_gradients(
+            structure, state["parameters"], windows, args.accumulate, dropout
+        )
+        updates, optimizer_state = optimizer.update(
+            gradients, state["optimizer"], state["parameters"]
+        )
         new = dict(
             step=state["step"] + 1,
             parameters=optax.apply_updates(state["parameters"], updates),
@@ -114,10 +126,16 @@ def evaluation(structure, windows):
     """evaluate(state) -> state, with the held-out loss after its last step noted."""
     import jax
 
-    groups = windows.reshape(-1, math.gcd(len(windows), 16), windows.shape[-1])  # few at once need little memory
+    # few at once need little memory
+    groups = windows.reshape(-1, math.gcd(len(windows), 16), windows.shape[-1])
 
     def evaluate(state):
         losses = jax.lax.map(lambda group: loss_of(structure, state["parameters"], group), groups)
-        return kept(state | dict(held_out_losses=state["held_out_losses"].at[state["step"] - 1].set(losses.mean())))
+        return kept(
+            state
+            | dict(
+                held_out_losses=state["held_out_losses"].at[state["step"] - 1].set(losses.mean())
+            )
+        )
 
     return jax.jit(evaluate, donate_argnums=0)

@@ -7,7 +7,10 @@ import signal
 
 from scripts.gpt_run.options import report
 
-WRITING = [os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)]
+WRITING = [
+    os.strerror(number)
+    for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)
+]
 
 
 class Refused(Exception):
@@ -16,7 +19,8 @@ class Refused(Exception):
 
 @contextlib.contextmanager
 def one_line(program: str, less_memory: str):
-    """What a user can mend ends with one line on stderr and status 1, a signal with 128 and its number."""
+    """What a user can mend ends with one line on stderr and status 1, a signal with 128 and its
+    number."""
     with _handler(_interrupt, signal.SIGINT, signal.SIGTERM):
         try:
             yield
@@ -42,7 +46,9 @@ def plain(error: Exception, less_memory: str) -> str | None:
 
 def out_of_memory(error: Exception) -> bool:
     """Shared memory, which a GPU's kernel may ask too much of, grows with no batch."""
-    exhausted = str(error).startswith("RESOURCE_EXHAUSTED") and "shared memory" not in str(error).lower()
+    exhausted = (
+        str(error).startswith("RESOURCE_EXHAUSTED") and "shared memory" not in str(error).lower()
+    )
     return isinstance(error, MemoryError) or exhausted
 
 
@@ -55,7 +61,8 @@ def cannot_write(error: Exception) -> str | None:
 
 @contextlib.contextmanager
 def stop_signals():
-    """A list that holds the first SIGINT or SIGTERM once it has come; a second one ends the process."""
+    """A list that holds the first SIGINT or SIGTERM once it has come; a second one ends the
+    process."""
     stopped = []
 
     def stop(number, frame):

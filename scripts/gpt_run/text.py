@@ -11,7 +11,8 @@ from scripts.gpt_run.options import BYTES
 from scripts.gpt_run.stops import Refused
 
 HELD_OUT_BYTES = 65_536  # that the held-out loss is measured on
-NOT_TEXT = {"site-packages", "test", "tests", "idle_test", "encodings", "__pycache__"}  # tests, and tables of numbers
+# tests, and tables of numbers
+NOT_TEXT = {"site-packages", "test", "tests", "idle_test", "encodings", "__pycache__"}
 
 
 class Text(NamedTuple):
@@ -29,19 +30,25 @@ def read_text(path: str | None, context: int) -> Text:
         raise Refused(f"--data must be a file or a folder; {root} does not exist.")
     files = [root] if root.is_file() else sorted(text_files(root, python_only=path is None))
     if not files:
-        raise Refused(f"--data must hold text; the folder {root} has no files in it, but for hidden ones.")
+        raise Refused(
+            f"--data must hold text; the folder {root} has no files in it, but for hidden ones."
+        )
     contents = {file: file.read_bytes() for file in files}
     binary = [file for file, content in contents.items() if b"\0" in content]
     if len(binary) == len(files):
         raise Refused(f"--data must be text, as UTF-8; there are NUL bytes in {named(binary)}.")
     texts = [content for content in contents.values() if b"\0" not in content]
-    train, held_out = b"".join(t for i, t in enumerate(texts) if i % 10 != 9), b"".join(texts[9::10])
+    train, held_out = (
+        b"".join(t for i, t in enumerate(texts) if i % 10 != 9),
+        b"".join(texts[9::10]),
+    )
     if len(texts) < 10:
         cut = len(train) - len(train) // 10
         train, held_out = train[:cut], train[cut:]
     if min(len(train), len(held_out)) <= context:
         raise Refused(
-            f"--context {context} needs more than {context} bytes of training text and as many held out; the text of {root} has "
+            f"--context {context} needs more than {context} bytes of training text and as many "
+            f"held out; the text of {root} has "
             f"{len(train):,} and {len(held_out):,}. Give more text or a smaller --context."
         )
     source = f"{root}, {len(texts):,} file{'s' if len(texts) > 1 else ''}"
@@ -56,7 +63,9 @@ def named(files: list[pathlib.Path]) -> str:
 def text_files(root: pathlib.Path, python_only: bool):
     for file in root.rglob("*.py" if python_only else "*"):
         folders = file.relative_to(root).parts[:-1]
-        if (python_only and NOT_TEXT.intersection(folders)) or any(part.startswith(".") for part in (*folders, file.name)):
+        if (python_only and NOT_TEXT.intersection(folders)) or any(
+            part.startswith(".") for part in (*folders, file.name)
+        ):
             continue
         if file.is_file():
             yield file
@@ -70,7 +79,8 @@ def held_out_windows(text: Text, context: int):
 
 
 def bigram_loss(text: Text, windows) -> float:
-    """Nats a byte on the windows, of the frequencies of byte pairs in the training text, each counted once more than it is."""
+    """Nats a byte on the windows, of the frequencies of byte pairs in the training text, each
+    counted once more than it is."""
     pairs = text.train[:-1].astype(np.int64) * BYTES + text.train[1:]
     counts = 1.0 + np.bincount(pairs, minlength=BYTES**2).reshape(BYTES, BYTES)
     surprise = -np.log(counts / counts.sum(1, keepdims=True))

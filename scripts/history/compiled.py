@@ -1,7 +1,8 @@
 """python -m scripts.history.compiled GPU BATCH LENGTH HEADS HEAD_SIZE
 
-Compiles forward and backward of each generation for a GPU that need not be there, and prints in JSON what temporaries XLA gives
-them. In a process of its own, since jax reads once for what it compiles.
+Compiles forward and backward of each generation for a GPU that need not be there, and prints in
+JSON what temporaries XLA gives them. In a process of its own, since jax reads once for what it
+compiles.
 """
 
 import json
@@ -47,7 +48,9 @@ def _compiled(gpu: str, *sizes: int) -> dict[str, int]:
             o, vjp = jax.vjp(a.attention(name.partition(", ")[0], tiles_of(name, p)), q, k, v)
             return o, *vjp(do)
 
-        found[name] = gpu_code.compiled(a.GPUS[gpu], both, q, q, q, q).memory_analysis().temp_size_in_bytes
+        found[name] = (
+            gpu_code.compiled(a.GPUS[gpu], both, q, q, q, q).memory_analysis().temp_size_in_bytes
+        )
     return found
 
 

@@ -1,4 +1,5 @@
-"""What generations.py counts: each generation on a problem, the way from the paper's bytes to those of the kernels, sweeps."""
+"""What generations.py counts: each generation on a problem, the way from the paper's bytes to those
+of the kernels, sweeps."""
 
 from typing import Any, NamedTuple
 
@@ -10,7 +11,8 @@ from pallas_flash import explain
 from pallas_flash.accounting import Cost, published
 
 GENERATIONS = ("standard", "standard, online softmax", "flash1", "portable", "hopper")
-FIRST, SECOND = "A100-40GB", "H200"  # the GPUs of least times: the paper's, and one that runs every generation
+# the GPUs of least times: the paper's, and one that runs every generation
+FIRST, SECOND = "A100-40GB", "H200"
 PUBLISHED_SPEED_UP, PUBLISHED_MEMORY = (2, 4), (10, 20)
 
 
@@ -28,8 +30,14 @@ def tiles_of(name: str, p) -> Any:
 def kernels_of(name: str, p, tiles: Any = None) -> dict[str, Cost]:
     """Of the forward and the backward."""
     generation, tiles = name.partition(", ")[0], tiles or tiles_of(name, p)
-    passes = dict(forward=a.forward(generation, p, tiles), backward=a.backward(generation, p, tiles))
-    return {f"{which}: {kernel}": cost for which, costs in passes.items() for kernel, cost in costs.items()}
+    passes = dict(
+        forward=a.forward(generation, p, tiles), backward=a.backward(generation, p, tiles)
+    )
+    return {
+        f"{which}: {kernel}": cost
+        for which, costs in passes.items()
+        for kernel, cost in costs.items()
+    }
 
 
 class Count(NamedTuple):
@@ -50,7 +58,15 @@ def count(p, kernels: dict[str, Cost], gpus=(FIRST, SECOND), **more) -> Count:
     one = 2 * p.batch * p.heads * p.queries * p.keys * p.head_size
     least = {gpu: a.GPUS[gpu].roofline(kernels, p.dtype) for gpu in gpus}
     facts = dict(printed=None, extra=None) | more
-    return Count(whole.matrix / one, whole.matrix, whole.other, whole.exponentials, whole.bytes, **facts, least=least)
+    return Count(
+        whole.matrix / one,
+        whole.matrix,
+        whole.other,
+        whole.exponentials,
+        whole.bytes,
+        **facts,
+        least=least,
+    )
 
 
 def memory(name: str, p) -> int:
@@ -60,14 +76,22 @@ def memory(name: str, p) -> int:
 def table(p) -> dict[str, Count]:
     """The paper's two, by its formulas, and the kernels."""
     papers = dict(standard=published.frameworks(p), flash=published.flash(p))
-    counts = {f"{name}, the paper's": count(p, k, printed=published.printed_flops(p, k)) for name, k in papers.items()}
+    counts = {
+        f"{name}, the paper's": count(p, k, printed=published.printed_flops(p, k))
+        for name, k in papers.items()
+    }
     runs_on = lambda name: (SECOND,) if name == "hopper" else (FIRST, SECOND)
-    return counts | {name: count(p, kernels_of(name, p), runs_on(name), extra=memory(name, p)) for name in GENERATIONS}
+    return counts | {
+        name: count(p, kernels_of(name, p), runs_on(name), extra=memory(name, p))
+        for name in GENERATIONS
+    }
 
 
 def least_by_unit(p) -> dict[str, dict[str, float]]:
     """How long each unit of the second GPU is busy at least, all kernels together."""
-    return {name: a.GPUS[SECOND].seconds(a.total(kernels_of(name, p)), p.dtype) for name in GENERATIONS}
+    return {
+        name: a.GPUS[SECOND].seconds(a.total(kernels_of(name, p)), p.dtype) for name in GENERATIONS
+    }
 
 
 # ---- from the paper's bytes to the kernels' ----
@@ -87,7 +111,8 @@ class Way(NamedTuple):
 
 
 def ways(p) -> list[Way]:
-    """For whole tiles, as many key heads as query heads, no mask, elements of 16 bits, as in the paper's problem."""
+    """For whole tiles, as many key heads as query heads, no mask, elements of 16 bits, as in the
+    paper's problem."""
     return [_to_standard(p), _to_online(p), _to_flash1(p), _to_portable(p), _to_hopper(p)]
 
 
@@ -112,16 +137,24 @@ def _to_standard(p) -> Way:
     t = tiles_of("standard", p)
     z = Arrays(p, t.block_q, t.block_k)
     n, e = z.entries, z.e
-    loads = z.n_k * (3 * z.q + 2 * z.o) + z.n_q * (3 * z.key + 2 * z.value)  # of S twice, P V, dP, dQ, dK, dV
+    # of S twice, P V, dP, dQ, dK, dV
+    loads = z.n_k * (3 * z.q + 2 * z.o) + z.n_q * (3 * z.key + 2 * z.value)
     stores = z.o + z.q + z.key + z.value
     once = 3 * (z.q + z.key + z.o + z.value)  # of the paper's six products
     steps = [
         ("no kernel of its own for the mask", -2 * e * n),
         ("no dropout, and no bytes of its mask", -(4 * e + 2) * n),
         ("the safe softmax reads S three times, not once", 2 * e * n),
-        ("S and dP are float32: S written once and read four times, in the backward in place of P; dP", 7 * (4 - e) * n),
+        (
+            "S and dP are float32: S written once and read four times, in the backward in place of "
+            "P; dP",
+            7 * (4 - e) * n,
+        ),
         ("P is not kept: the backward writes S and P again", (4 + e) * n),
-        ("a program holds a tile of its result, and loads Q, K, V, dO again for each", loads + stores - once),
+        (
+            "a program holds a tile of its result, and loads Q, K, V, dO again for each",
+            loads + stores - once,
+        ),
         (
             "m, l, log-sum-exp, rowsum(o do), and do with a factor",
             z.statistic * (2 + 2 * z.n_k) + a.backward("standard", p)["delta"].bytes,
@@ -143,12 +176,16 @@ def _to_flash1(p) -> Way:
     wider = (2 * z.n_k + 1) * (z.o + z.q) * (4 - z.e) // z.e
     steps = [
         (
-            f"tiles for an SRAM of {sram * z.e // 1024} KiB, not {published.A100_SRAM * z.e // 1024}: {z.n_k} of keys",
+            f"tiles for an SRAM of {sram * z.e // 1024} KiB, not "
+            f"{published.A100_SRAM * z.e // 1024}: {z.n_k} of keys",
             smaller - begin,
         ),
         ("O and dQ, which are read and written for each tile, are float32", wider),
         ("XLA casts them", _bytes(kernels_of("flash1", p), "cast")),
-        ("rowsum(o do) once, so that the backward does not read O", a.backward("flash1", p)["delta"].bytes - z.n_k * z.o),
+        (
+            "rowsum(o do) once, so that the backward does not read O",
+            a.backward("flash1", p)["delta"].bytes - z.n_k * z.o,
+        ),
         ("dK and dV are not written as zeros first", -z.key - z.value),
     ]
     return Way("flash, the paper's", "flash1", begin, steps)
@@ -160,15 +197,25 @@ def _to_portable(p) -> Way:
     dkv, dq = (Arrays(p, t.block_q, t.block_k) for t in (new.dkv, new.dq))
     kernels = kernels_of("flash1", p)
     sums = 2 * z.n_k + 1  # times that a sum in device memory is read and written
-    state, wide, rows = 4 * z.o // z.e + 2 * z.statistic, 4 * z.q // z.e, z.q + z.o + 2 * z.statistic
+    state, wide, rows = (
+        4 * z.o // z.e + 2 * z.statistic,
+        4 * z.q // z.e,
+        z.q + z.o + 2 * z.statistic,
+    )
     steps = [
-        ("O, l, m stay on the chip", z.o + 2 * z.statistic - sums * state - _bytes(kernels, "forward: cast")),
+        (
+            "O, l, m stay on the chip",
+            z.o + 2 * z.statistic - sums * state - _bytes(kernels, "forward: cast"),
+        ),
         (
             f"forward: Q once, not {z.n_k} times; K and V {f.n_q} times, not once",
             (f.n_q - 1) * (z.key + z.value) - (z.n_k - 1) * z.q,
         ),
         ("dQ stays on the chip", z.q - sums * wide - _bytes(kernels, "backward: cast")),
-        (f"but has a kernel of its own, which loads Q and dO once, K and V {dq.n_q} times", rows + dq.n_q * (z.key + z.value)),
+        (
+            f"but has a kernel of its own, which loads Q and dO once, K and V {dq.n_q} times",
+            rows + dq.n_q * (z.key + z.value),
+        ),
         (
             f"dK and dV: {dkv.n_k} tiles of keys, not {z.n_k}, and a list of blocks for each",
             (dkv.n_k - z.n_k) * rows + 16 * p.batch * p.kv_heads * dkv.n_k,
@@ -179,17 +226,30 @@ def _to_portable(p) -> Way:
 
 def _to_hopper(p) -> Way:
     old, new = tiles_of("portable", p), tiles_of("hopper", p)
-    each = lambda part, side: [getattr(Arrays(p, t.block_q, t.block_k), side) for t in (getattr(old, part), getattr(new, part))]
+    each = lambda part, side: [
+        getattr(Arrays(p, t.block_q, t.block_k), side)
+        for t in (getattr(old, part), getattr(new, part))
+    ]
     (f, F), (q, Q), (k, K) = each("forward", "n_q"), each("dq", "n_q"), each("dkv", "n_k")
     z = Arrays(p)
     keys, rows = z.key + z.value, z.q + z.o + 2 * z.statistic
     steps = [
-        (f"forward: warpgroups share K and V, {new.forward.block_q} queries to a program: {F} times, not {f}", (F - f) * keys),
+        (
+            f"forward: warpgroups share K and V, {new.forward.block_q} queries to a program: {F} "
+            f"times, not {f}",
+            (F - f) * keys,
+        ),
         (f"dQ: the same, {new.dq.block_q} queries: {Q} times, not {q}", (Q - q) * keys),
-        (f"dK and dV: they share Q and dO, {new.dkv.block_k} keys: {K} times, not {k}", (K - k) * rows),
+        (
+            f"dK and dV: they share Q and dO, {new.dkv.block_k} keys: {K} times, not {k}",
+            (K - k) * rows,
+        ),
         ("without a mask there is no list of blocks", -16 * p.batch * p.kv_heads * k),
         ("m and l are one number, and leave no factor to do", -z.o - 2 * z.statistic),
-        ("it is written in rows of whole tiles", 4 * p.batch * p.heads * (F * new.forward.block_q - p.queries)),
+        (
+            "it is written in rows of whole tiles",
+            4 * p.batch * p.heads * (F * new.forward.block_q - p.queries),
+        ),
     ]
     return Way("portable", "hopper", _bytes(kernels_of("portable", p)), steps)
 
@@ -205,7 +265,8 @@ class AtLength(NamedTuple):
     bytes: dict[str, int]  # by generation
     extra: dict[str, int]  # memory beyond operands and results
     arrays: int  # operands and results of forward and backward
-    kept: int  # what frameworks keep for the backward: P, P after dropout, and a byte of dropout's mask
+    # what frameworks keep for the backward: P, P after dropout, and a byte of dropout's mask
+    kept: int
     flash: int  # what the paper's algorithm keeps: l and m
 
 
@@ -247,5 +308,7 @@ def by_block(p, blocks: list[int]) -> list[AtBlock]:
         sram = 4 * p.head_size * block
         forward, backward = (_bytes(f("flash1", p, tiles)) for f in (a.forward, a.backward))
         bound = a.lower_bound(p, sram) * Arrays(p).e
-        rows.append(AtBlock(tiles, sram, forward, backward, _bytes(published.flash(p, sram)), bound))
+        rows.append(
+            AtBlock(tiles, sram, forward, backward, _bytes(published.flash(p, sram)), bound)
+        )
     return rows

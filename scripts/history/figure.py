@@ -12,14 +12,23 @@ from scripts.history.counts import GENERATIONS, PUBLISHED_MEMORY, PUBLISHED_SPEE
 from scripts.history.times import BOTH, block_name, speed_ups
 
 INK = "#222222"
-COLORS = dict(zip(GENERATIONS, ("#8c8c8c", "#bdbdbd", "#f0b040", "#3b76af", "#9467bd"), strict=True))
+COLORS = dict(
+    zip(GENERATIONS, ("#8c8c8c", "#bdbdbd", "#f0b040", "#3b76af", "#9467bd"), strict=True)
+)
 UNITS = dict(memory="#b5524b", products="#3b76af", exponentials="#5aa469", float32="#bdbdbd")
 DOTS = dict(marker="o", markersize=3.5)
-FAMILIES = dict(standard="standard", flash1="flash1", portable="portable = FlashAttention-2", hopper="hopper = FlashAttention-3")
+FAMILIES = dict(
+    standard="standard",
+    flash1="flash1",
+    portable="portable = FlashAttention-2",
+    hopper="hopper = FlashAttention-3",
+)
 
 
 def write(path: pathlib.Path, figure: Figure):
-    options = dict(metadata=dict(Date=None, Creator=None)) if path.suffix == ".svg" else dict(dpi=110)
+    options = (
+        dict(metadata=dict(Date=None, Creator=None)) if path.suffix == ".svg" else dict(dpi=110)
+    )
     with matplotlib.rc_context({"svg.hashsalt": path.stem}):
         figure.savefig(path, facecolor="white", **options)
 
@@ -29,7 +38,8 @@ def write(path: pathlib.Path, figure: Figure):
 
 def counted(p, table, units, lengths, blocks) -> Figure:
     figure = Figure(figsize=(10, 10.8))
-    place = dict(left=0.165, right=0.98, top=0.94, bottom=0.045, hspace=0.34, wspace=0.5)  # no layout engine: the same anywhere
+    # no layout engine: the same anywhere
+    place = dict(left=0.165, right=0.98, top=0.94, bottom=0.045, hspace=0.34, wspace=0.5)
     top, middle, bottom = figure.subplots(3, 2, gridspec_kw=place)
     _bytes(top[0], table)
     _units(top[1], units)
@@ -38,21 +48,33 @@ def counted(p, table, units, lengths, blocks) -> Figure:
     _memory(bottom[0], lengths)
     _less_memory(bottom[1], lengths)
     shape = f"batch {p.batch}, {p.heads} heads of {p.head_size}, {p.queries} queries and keys"
-    figure.suptitle(f"Forward and backward of attention, counted. GPT-2 medium: {shape}, {p.dtype}", fontsize=11)
+    figure.suptitle(
+        f"Forward and backward of attention, counted. GPT-2 medium: {shape}, {p.dtype}", fontsize=11
+    )
     return figure
 
 
 def _bytes(axes, table):
     papers = {f"{name}, the paper's": GB for name, GB in published.GIGABYTES.items()}
-    names = [GENERATIONS[0] + ", the paper's", *GENERATIONS[:2], "flash, the paper's", *GENERATIONS[2:]]
+    names = [
+        GENERATIONS[0] + ", the paper's",
+        *GENERATIONS[:2],
+        "flash, the paper's",
+        *GENERATIONS[2:],
+    ]
     for at, name in enumerate(names):
         GB = table[name].bytes / 1e9
-        axes.barh(at, GB, color=COLORS.get(name, "white"), edgecolor=INK, linewidth=0.6, height=0.72)
+        axes.barh(
+            at, GB, color=COLORS.get(name, "white"), edgecolor=INK, linewidth=0.6, height=0.72
+        )
         printed = f"   (printed: {papers[name]})" if name in papers else ""
         axes.text(GB + 0.8, at, f"{GB:.1f}{printed}", va="center", fontsize=8.5)
     axes.set_yticks(range(len(names)), names, fontsize=8.5)
     axes.invert_yaxis()
-    axes.set(xlim=(0, 1.18 * max(table[name].bytes for name in names) / 1e9), xlabel="GB read and written")
+    axes.set(
+        xlim=(0, 1.18 * max(table[name].bytes for name in names) / 1e9),
+        xlabel="GB read and written",
+    )
     axes.set_title("Bytes asked of device memory, GPT-2 medium", fontsize=10)
     _bare(axes)
 
@@ -79,7 +101,9 @@ def _bytes_by_length(axes, lengths):
             mine = [row for row in lengths if row.causal == causal]
             ratio = [row.bytes[GENERATIONS[0]] / row.bytes[name] for row in mine]
             label = None if causal else name
-            axes.plot([row.length for row in mine], ratio, line, color=COLORS[name], **DOTS, label=label)
+            axes.plot(
+                [row.length for row in mine], ratio, line, color=COLORS[name], **DOTS, label=label
+            )
     axes.plot([], [], "--", color=INK, label="causal")
     lengths_axis(axes, sorted({row.length for row in lengths}))
     axes.set(ylabel="bytes of standard / its bytes", ylim=(0, None))
@@ -92,10 +116,20 @@ def _memory(axes, lengths):
     x = [row.length for row in full]
     for name, label in FAMILIES.items():
         line = "--" if name == "hopper" else "-"
-        axes.plot(x, [row.extra[name] / 1e6 for row in full], line, color=COLORS[name], **DOTS, label=label)
-    axes.plot(x, [row.arrays / 1e6 for row in full], ":", color=INK, label="operands and results of each")
+        axes.plot(
+            x,
+            [row.extra[name] / 1e6 for row in full],
+            line,
+            color=COLORS[name],
+            **DOTS,
+            label=label,
+        )
+    axes.plot(
+        x, [row.arrays / 1e6 for row in full], ":", color=INK, label="operands and results of each"
+    )
     axes.set_yscale("log")
-    axes.set_ylim(None, 100 * max(row.extra["standard"] for row in full) / 1e6)  # room for the legend
+    # room for the legend
+    axes.set_ylim(None, 100 * max(row.extra["standard"] for row in full) / 1e6)
     lengths_axis(axes, x)
     axes.yaxis.set_major_formatter("{x:,g}")
     axes.set_ylabel("MB for one sequence")
@@ -110,7 +144,9 @@ def _less_memory(axes, lengths):
     frameworks = [(row.arrays + row.kept) / (row.arrays + row.flash) for row in full]
     axes.plot(x, frameworks, color=INK, **DOTS, label="frameworks / flash, the paper's")
     for name in ("flash1", "portable"):
-        ratio = [(row.arrays + row.extra["standard"]) / (row.arrays + row.extra[name]) for row in full]
+        ratio = [
+            (row.arrays + row.extra["standard"]) / (row.arrays + row.extra[name]) for row in full
+        ]
         label = f"standard / {name}{', hopper' if name == 'portable' else ''}"
         axes.plot(x, ratio, color=COLORS[name], **DOTS, label=label)
     lengths_axis(axes, x)
@@ -123,11 +159,33 @@ def _by_block(axes, blocks):
     x = [at.tiles.block_k for at in blocks]
     GB = lambda values: [value / 1e9 for value in values]
     look = dict(color=COLORS["flash1"], **DOTS)
-    axes.plot(x, GB(at.forward + at.backward for at in blocks), **look, label="flash1, forward and backward")
+    axes.plot(
+        x,
+        GB(at.forward + at.backward for at in blocks),
+        **look,
+        label="flash1, forward and backward",
+    )
     axes.plot(x, GB(at.forward for at in blocks), **look, linestyle="--", label="flash1, forward")
-    axes.plot(x, GB(at.paper for at in blocks), color=INK, linewidth=1, label="the paper's formulas, forward and backward")
-    axes.plot(x, GB(at.bound for at in blocks), ":", color=INK, label="T S H² / M of the lower bound, forward")
-    axes.set(xscale="log", yscale="log", xlabel="keys of a tile, $B_c = M / 4H$", ylabel="GB read and written")
+    axes.plot(
+        x,
+        GB(at.paper for at in blocks),
+        color=INK,
+        linewidth=1,
+        label="the paper's formulas, forward and backward",
+    )
+    axes.plot(
+        x,
+        GB(at.bound for at in blocks),
+        ":",
+        color=INK,
+        label="T S H² / M of the lower bound, forward",
+    )
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlabel="keys of a tile, $B_c = M / 4H$",
+        ylabel="GB read and written",
+    )
     axes.set_xticks(x, [str(block) for block in x])
     axes.minorticks_off()
     axes.set_ylim(1e-2 * min(at.bound for at in blocks) / 1e9, None)  # room for the legend
@@ -163,7 +221,9 @@ def _times(axes, rows):
     ms = {(row.name, row.passes): row.median * 1e3 for row in rows if row.median}
     for at, name in enumerate(GENERATIONS):
         middle = [i + (at - 2) * 0.17 for i in range(len(passes))]
-        axes.bar(middle, [ms.get((name, one), 0) for one in passes], 0.17, color=COLORS[name], label=name)
+        axes.bar(
+            middle, [ms.get((name, one), 0) for one in passes], 0.17, color=COLORS[name], label=name
+        )
         for x, one in zip(middle, passes, strict=True):
             axes.text(
                 x,
@@ -181,10 +241,14 @@ def _times(axes, rows):
 
 def _speed_ups(axes, rows):
     found, lengths = speed_ups(rows), sorted({row.case.T for row in rows})
-    axes.axhspan(*PUBLISHED_SPEED_UP, color="#eeeeee", label="published for FlashAttention on an A100")
+    axes.axhspan(
+        *PUBLISHED_SPEED_UP, color="#eeeeee", label="published for FlashAttention on an A100"
+    )
     for name in GENERATIONS[1:]:
         for causal, line in ((False, "-"), (True, "--")):
-            points = [(T, found[T, causal][name]) for T in lengths if name in found.get((T, causal), {})]
+            points = [
+                (T, found[T, causal][name]) for T in lengths if name in found.get((T, causal), {})
+            ]
             label = f"{name}{', causal' if causal else ''}"
             axes.plot(
                 *zip(*points, strict=True) if points else ([], []),
@@ -202,8 +266,18 @@ def _speed_ups(axes, rows):
 def _times_by_block(axes, blocks, rows):
     for passes, line in (("forward", "--"), (BOTH, "-")):
         ms = {row.name: row.median * 1e3 for row in rows if row.median and row.passes == passes}
-        points = [(at.tiles.block_k, ms[block_name(at.tiles)]) for at in blocks if block_name(at.tiles) in ms]
-        axes.plot(*zip(*points, strict=True) if points else ([], []), line, color=COLORS["flash1"], marker="o", label=passes)
+        points = [
+            (at.tiles.block_k, ms[block_name(at.tiles)])
+            for at in blocks
+            if block_name(at.tiles) in ms
+        ]
+        axes.plot(
+            *zip(*points, strict=True) if points else ([], []),
+            line,
+            color=COLORS["flash1"],
+            marker="o",
+            label=passes,
+        )
     x = [at.tiles.block_k for at in blocks]
     axes.set(xscale="log", xlabel="keys of a tile", ylabel="ms", ylim=(0, None))
     axes.set_xticks(x, [str(block) for block in x])

@@ -1,4 +1,5 @@
-"""What generations.py times, where there is a GPU: each generation at the paper's shape, by length, and flash1 by tiles."""
+"""What generations.py times, where there is a GPU: each generation at the paper's shape, by length,
+and flash1 by tiles."""
 
 from typing import Any
 
@@ -37,7 +38,11 @@ def at_the_shape(p, args, clock: str) -> list[Row]:
     """Full and causal; forward, backward, both."""
     everyone = [contender(name, name) for name in GENERATIONS]
     cases = [case_of(p, causal) for causal in (False, True)]
-    return [row for case in cases for row in measure(everyone, case, list(PASSES), args.repeats, args.jobs, clock)]
+    return [
+        row
+        for case in cases
+        for row in measure(everyone, case, list(PASSES), args.repeats, args.jobs, clock)
+    ]
 
 
 def as_the_paper(rows: list[Row]) -> list[Row]:
@@ -56,7 +61,9 @@ def by_length(p, args, clock: str) -> list[Row]:
 
 
 def by_tiles(p, args, clock: str) -> list[Row]:
-    everyone = [contender(block_name(at.tiles), "flash1", at.tiles) for at in by_block(p, args.blocks)]
+    everyone = [
+        contender(block_name(at.tiles), "flash1", at.tiles) for at in by_block(p, args.blocks)
+    ]
     return measure(everyone, case_of(p, False), [PASSES[0], BOTH], args.repeats, args.jobs, clock)
 
 

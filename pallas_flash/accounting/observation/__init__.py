@@ -1,8 +1,10 @@
-"""What Pallas kernels load, store and compute: counted by running their jaxprs program by program, load by load.
+"""What Pallas kernels load, store and compute: counted by running their jaxprs program by program,
+load by load.
 
-A load counts what it reads of an array in device memory, under its mask; a store counts what it writes. Whether a cache holds the
-bytes already is not considered. Integers are computed, because loops, masks and indices depend on them. Results of floats are
-computed only where the floats are given.
+A load counts what it reads of an array in device memory, under its mask; a store counts what it
+writes. Whether a cache holds the bytes already is not considered. Integers are computed, because
+loops, masks and indices depend on them. Results of floats are computed only where the floats are
+given.
 """
 
 from typing import Any
@@ -22,12 +24,18 @@ class _Observer(PallasCalls, Warpgroups):
 
 
 def observe(function, *args: Any, watch=None) -> dict[str, Kernel]:
-    """The kernels that function(*args) launches, by name. args are pytrees of arrays or of `jax.ShapeDtypeStruct`s.
+    """The kernels that function(*args) launches, by name. args are pytrees of arrays or of
+    `jax.ShapeDtypeStruct`s.
 
-    Where all arrays are given, watch(kernel, array, value) sees each value that a kernel stores, in order.
+    Where all arrays are given, watch(kernel, array, value) sees each value that a kernel stores, in
+    order.
     """
     leaves = jax.tree.leaves(args)
     jaxpr = jax.make_jaxpr(function)(*args)
     walk = _Observer(watch)
-    walk.run(jaxpr.jaxpr, jaxpr.consts, [UNKNOWN if isinstance(x, jax.ShapeDtypeStruct) else x for x in leaves])
+    walk.run(
+        jaxpr.jaxpr,
+        jaxpr.consts,
+        [UNKNOWN if isinstance(x, jax.ShapeDtypeStruct) else x for x in leaves],
+    )
     return walk.kernels

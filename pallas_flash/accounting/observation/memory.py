@@ -16,7 +16,8 @@ class Kernel(NamedTuple):
     reads: Counter  # bytes
     writes: Counter  # bytes
     results: Counter  # bytes of the arrays it makes
-    operations: Counter  # FLOPs of products under "matrix", exponentials under "exponentials", other FLOPs under "other"
+    # FLOPs of products under "matrix", exponentials under "exponentials", other FLOPs under "other"
+    operations: Counter
 
 
 class Array(NamedTuple):
@@ -42,13 +43,20 @@ class Ref(NamedTuple):
         return self._replace(at=tuple(at))
 
     def _each(self, indices) -> list:
-        """The indices, each of its own axis: vectors are one index together, of which here all but one repeat a number."""
-        is_vector = lambda i: not hasattr(i, "stride") and np.ndim(known(i, f"an index into {self.array.name}")) > 0
+        """The indices, each of its own axis: vectors are one index together, of which here all but
+        one repeat a number."""
+        is_vector = lambda i: (
+            not hasattr(i, "stride") and np.ndim(known(i, f"an index into {self.array.name}")) > 0
+        )
         vectors = [n for n, i in enumerate(indices) if is_vector(i)]
         moving = [n for n in vectors if np.ptp(indices[n])] or vectors[-1:]
         if len(moving) > 1:
-            raise NotImplementedError(f"{self.array.name}: several vectors of indices that move are not walked through.")
-        return [np.ravel(i)[0] if n in vectors and n not in moving else i for n, i in enumerate(indices)]
+            raise NotImplementedError(
+                f"{self.array.name}: several vectors of indices that move are not walked through."
+            )
+        return [
+            np.ravel(i)[0] if n in vectors and n not in moving else i for n, i in enumerate(indices)
+        ]
 
     def _along(self, axis, index):
         if not hasattr(index, "stride"):
@@ -56,7 +64,9 @@ class Ref(NamedTuple):
         start = int(known(index.start, f"a slice of {self.array.name}"))
         stop = start + index.size * index.stride
         if not 0 <= start <= stop <= axis.size:
-            raise IndexError(f"{self.array.name}: a slice from {start} to {stop} of a block of {axis.size}")
+            raise IndexError(
+                f"{self.array.name}: a slice from {start} to {stop} of a block of {axis.size}"
+            )
         return axis[start : stop : index.stride]
 
     @property
@@ -73,14 +83,21 @@ class Ref(NamedTuple):
 
     def touched(self, mask):
         """Which of its elements an access touches; raises where these are beyond the array."""
-        touched = np.broadcast_to(True if mask is None else known(mask, f"a mask of {self.array.name}"), self.shape)
+        touched = np.broadcast_to(
+            True if mask is None else known(mask, f"a mask of {self.array.name}"), self.shape
+        )
         if np.any(touched & ~self.inside()):
             raise IndexError(f"{self.array.name}: an access beyond its shape {self.array.shape}")
         return touched
 
     def indices(self):
         """To index the array's data with, whatever lies outside moved to the last entry."""
-        return np.ix_(*(np.minimum(np.atleast_1d(axis), n - 1) for axis, n in zip(self.at, self.array.shape, strict=True)))
+        return np.ix_(
+            *(
+                np.minimum(np.atleast_1d(axis), n - 1)
+                for axis, n in zip(self.at, self.array.shape, strict=True)
+            )
+        )
 
 
 class Memory(Walk):
@@ -93,7 +110,10 @@ class Memory(Walk):
 
     def _plain(self, eqn, args, params):
         if any(isinstance(x, Ref) for x in args):
-            raise NotImplementedError(f"{eqn.primitive.name} of an array in device memory is not known to be a load or a store.")
+            raise NotImplementedError(
+                f"{eqn.primitive.name} of an array in device memory is not known to be a load or a "
+                "store."
+            )
         if self.kernel is not None:
             self._count(eqn)
         return super()._plain(eqn, args, params)
@@ -130,7 +150,9 @@ class Memory(Walk):
         self.kernel.reads[array.name] += int(touched.sum()) * array.dtype.itemsize
         if array.data is UNKNOWN:
             return UNKNOWN
-        return np.where(touched, array.data[ref.indices()].reshape(ref.shape), other).astype(array.dtype)
+        return np.where(touched, array.data[ref.indices()].reshape(ref.shape), other).astype(
+            array.dtype
+        )
 
     def stored(self, ref: Ref, indexers, value, mask=None):
         for indexer in indexers:
@@ -140,10 +162,26 @@ class Memory(Walk):
         if array.data is not UNKNOWN:
             at = np.broadcast_arrays(*(grid.reshape(grid.shape) for grid in ref.indices()))
             at = tuple(grid.reshape(ref.shape)[touched] for grid in at)
-            array.data[at] = np.broadcast_to(known(value, f"what is stored to {array.name}"), ref.shape)[touched]
+            array.data[at] = np.broadcast_to(
+                known(value, f"what is stored to {array.name}"), ref.shape
+            )[touched]
             if self.watch:
                 self.watch(self.name, array.name, np.asarray(value)[touched])
         return UNKNOWN  # the old value, which no kernel here looks at
 
 
-_ARITHMETIC = {"add", "sub", "mul", "div", "max", "min", "neg", "tanh", "log", "rsqrt", "square", "reduce_max", "reduce_sum"}
+_ARITHMETIC = {
+    "add",
+    "sub",
+    "mul",
+    "div",
+    "max",
+    "min",
+    "neg",
+    "tanh",
+    "log",
+    "rsqrt",
+    "square",
+    "reduce_max",
+    "reduce_sum",
+}

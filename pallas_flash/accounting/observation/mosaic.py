@@ -1,4 +1,5 @@
-"""Kernels of Mosaic GPU: every warpgroup of a program, and what TMA copies between device memory and shared memory."""
+"""Kernels of Mosaic GPU: every warpgroup of a program, and what TMA copies between device memory
+and shared memory."""
 
 import math
 from collections import Counter
@@ -14,22 +15,28 @@ _BEYOND = 512  # how far the last tile may reach over the end of an array
 
 
 class _Cell:
-    """Registers, shared memory or a barrier: what it holds is known where it was given, as a loop's number is."""
+    """Registers, shared memory or a barrier: what it holds is known where it was given, as a loop's
+    number is."""
 
     def __init__(self, value: Any = UNKNOWN):
         self.value = value
 
 
 class Warpgroups(Memory):
-    """Runs the warpgroups of a program one after another: what one waits for does not change what another copies."""
+    """Runs the warpgroups of a program one after another: what one waits for does not change what
+    another copies."""
 
     axes: dict[str, int] = {}
 
     def _mpmd_map(self, eqn, args, params):
         (mesh,), (jaxpr,), self.name = params["meshes"], params["jaxprs"], params["name"]
-        self.kernel = self.kernels.setdefault(self.name, Kernel(Counter(), Counter(), Counter(), Counter()))
+        self.kernel = self.kernels.setdefault(
+            self.name, Kernel(Counter(), Counter(), Counter(), Counter())
+        )
         results = list(params["out_avals"])
-        names = [f"args[{i}]" for i in range(len(args))] + [f"outputs[{i}]" for i in range(len(results))]
+        names = [f"args[{i}]" for i in range(len(args))] + [
+            f"outputs[{i}]" for i in range(len(results))
+        ]
         avals = [v.aval for v in eqn.invars] + results
         data = [x if x is UNKNOWN else np.asarray(x) for x in args] + [UNKNOWN] * len(results)
         whole = lambda aval: tuple(np.arange(n + _BEYOND) for n in aval.shape)
@@ -38,7 +45,9 @@ class Warpgroups(Memory):
             for name, aval, x in zip(names, avals, data, strict=True)
         ]
         for ref in refs[len(args) :]:
-            self.kernel.results[ref.array.name] += math.prod(ref.array.shape) * ref.array.dtype.itemsize
+            self.kernel.results[ref.array.name] += (
+                math.prod(ref.array.shape) * ref.array.dtype.itemsize
+            )
         for program in np.ndindex(*mesh.grid, mesh.num_threads or 1):
             self.axes = dict(zip([*mesh.grid_names, mesh.thread_name], program, strict=True))
             self.run(jaxpr, (), refs)
@@ -91,17 +100,28 @@ class Warpgroups(Memory):
     def _nothing(self, eqn, args, params):
         return [UNKNOWN] * len(eqn.outvars)
 
-    _commit_smem = _wait_smem_to_gmem = _wgmma_wait = _set_max_registers_p = _set_max_registers = _nothing
+    _commit_smem = _wait_smem_to_gmem = _wgmma_wait = _set_max_registers_p = _set_max_registers = (
+        _nothing
+    )
     _inline_mgpu_p = _inline_mgpu = _wgmma_accumulator_deref_p = _wgmma_accumulator_deref = _nothing
 
     # Loads, copies, products
 
     def _load(self, eqn, args, params):
         ref, *indices = args
-        return [self.loaded(ref, jax.tree.unflatten(params["tree"], indices)) if isinstance(ref, Ref) else UNKNOWN]
+        return [
+            self.loaded(ref, jax.tree.unflatten(params["tree"], indices))
+            if isinstance(ref, Ref)
+            else UNKNOWN
+        ]
 
     def _copy_gmem_to_smem(self, eqn, args, params):
-        self._copied(self.kernel.reads, args[0], args[2 + params["has_barrier"] :], params["src_transforms_treedef"])
+        self._copied(
+            self.kernel.reads,
+            args[0],
+            args[2 + params["has_barrier"] :],
+            params["src_transforms_treedef"],
+        )
         return []
 
     def _copy_smem_to_gmem(self, eqn, args, params):
@@ -119,7 +139,11 @@ class Warpgroups(Memory):
 
     def _wgmma_ref(self, eqn, args, params):
         m, tree = eqn.invars[0].aval.shape[0], params["b_transforms_tree"]
-        indexers = [x for x in jax.tree.unflatten(tree, [0] * tree.num_leaves) if hasattr(x, "get_indexer_shape")]
+        indexers = [
+            x
+            for x in jax.tree.unflatten(tree, [0] * tree.num_leaves)
+            if hasattr(x, "get_indexer_shape")
+        ]
         size = math.prod(indexers[-1].get_indexer_shape() if indexers else eqn.invars[2].aval.shape)
         self.kernel.operations["matrix"] += 2 * m * size  # [m, k] by [k, n], and b has k n elements
         return []

@@ -1,4 +1,5 @@
-"""Kernels of `pl.pallas_call`: blocks are pointers, and each load in the body reads device memory."""
+"""Kernels of `pl.pallas_call`: blocks are pointers, and each load in the body reads device
+memory."""
 
 import math
 from collections import Counter
@@ -14,9 +15,17 @@ class PallasCalls(Memory):
 
     def _pallas_call(self, eqn, args, params):
         mapping, self.name = params["grid_mapping"], params["name"]
-        if mapping.num_index_operands or mapping.num_scratch_operands or params["input_output_aliases"]:
-            raise NotImplementedError(f"{self.name}: scalar prefetch, scratch memory and aliases are not walked through.")
-        self.kernel = self.kernels.setdefault(self.name, Kernel(Counter(), Counter(), Counter(), Counter()))
+        if (
+            mapping.num_index_operands
+            or mapping.num_scratch_operands
+            or params["input_output_aliases"]
+        ):
+            raise NotImplementedError(
+                f"{self.name}: scalar prefetch, scratch memory and aliases are not walked through."
+            )
+        self.kernel = self.kernels.setdefault(
+            self.name, Kernel(Counter(), Counter(), Counter(), Counter())
+        )
         self.grid, known = mapping.grid, all(x is not UNKNOWN for x in args)
         results = [np.zeros(x.shape, x.dtype) if known else UNKNOWN for x in params["out_avals"]]
         data = [x if x is UNKNOWN else np.asarray(x) for x in args] + results
@@ -35,7 +44,11 @@ class PallasCalls(Memory):
     def _block(self, array: Array, block) -> Ref:
         index_map, at = block.index_map_jaxpr, []
         self.kernel, kernel = None, self.kernel  # which block it is, is not the kernel's arithmetic
-        for i, size in zip(self.run(index_map.jaxpr, index_map.consts, self.program), block.block_shape, strict=True):
+        for i, size in zip(
+            self.run(index_map.jaxpr, index_map.consts, self.program),
+            block.block_shape,
+            strict=True,
+        ):
             n = getattr(size, "block_size", None)
             at.append(np.asarray(i) if n is None else int(i) * n + np.arange(n))
         self.kernel = kernel

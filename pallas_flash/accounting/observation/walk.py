@@ -1,4 +1,5 @@
-"""Runs jaxprs on values of which some are unknown: integers are computed, because loops and indices depend on them."""
+"""Runs jaxprs on values of which some are unknown: integers are computed, because loops and indices
+depend on them."""
 
 from typing import Any
 
@@ -17,12 +18,15 @@ UNKNOWN: Any = _Unknown()
 
 def known(x, what: str):
     if x is UNKNOWN:
-        raise ValueError(f"{what} depends on data that is not given: pass arrays, not their shapes.")
+        raise ValueError(
+            f"{what} depends on data that is not given: pass arrays, not their shapes."
+        )
     return np.asarray(x)
 
 
 class Walk:
-    """A primitive called x is run by the method _x where there is one, and else computed where all that it takes is known."""
+    """A primitive called x is run by the method _x where there is one, and else computed where all
+    that it takes is known."""
 
     def run(self, jaxpr, consts, args):
         values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
@@ -45,7 +49,9 @@ class Walk:
         inner = params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
         return self.run(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), args)
 
-    _jit = _pjit = _closed_call = _core_call = _custom_jvp_call = _custom_vjp_call = _checkpoint = _call
+    _jit = _pjit = _closed_call = _core_call = _custom_jvp_call = _custom_vjp_call = _checkpoint = (
+        _call
+    )
 
     def _platform_index(self, eqn, args, params):
         return [len(params["platforms"]) - 1]  # the default: the same kernel, for the interpreter
@@ -58,8 +64,14 @@ class Walk:
 
     def _while(self, eqn, args, params):
         cond, body, n = params["cond_jaxpr"], params["body_jaxpr"], params["cond_nconsts"]
-        cond_consts, body_consts, carry = args[:n], args[n : n + params["body_nconsts"]], args[n + params["body_nconsts"] :]
-        while known(self.run(cond.jaxpr, cond.consts, [*cond_consts, *carry])[0], "the end of a loop"):
+        cond_consts, body_consts, carry = (
+            args[:n],
+            args[n : n + params["body_nconsts"]],
+            args[n + params["body_nconsts"] :],
+        )
+        while known(
+            self.run(cond.jaxpr, cond.consts, [*cond_consts, *carry])[0], "the end of a loop"
+        ):
             carry = self.run(body.jaxpr, body.consts, [*body_consts, *carry])
         return carry
 

@@ -1,7 +1,9 @@
-"""FlashAttention's first algorithm (arXiv:2205.14135, algorithms 1 and 4): tiles of keys outside, tiles of queries inside.
+"""FlashAttention's first algorithm (arXiv:2205.14135, algorithms 1 and 4): tiles of keys outside,
+tiles of queries inside.
 
-A program owns a head. Its O, l and m stay in device memory, are read and written again for every tile of keys, and after
-every tile hold the exact result for the keys so far. The backward does the same with dQ. Masks hide, but skip no tile.
+A program owns a head. Its O, l and m stay in device memory, are read and written again for every
+tile of keys, and after every tile hold the exact result for the keys so far. The backward does the
+same with dQ. Masks hide, but skip no tile.
 """
 
 import functools
@@ -33,15 +35,18 @@ class Tiles(NamedTuple):
 
 
 def tiles(problem: Problem) -> Tiles:
-    """The paper's tiles for 64 KiB of the 100 to 228 that an SM has: a multiprocessor keeps more there than q, k, v and o."""
+    """The paper's tiles for 64 KiB of the 100 to 228 that an SM has: a multiprocessor keeps more
+    there than q, k, v and o."""
     return tiles_for(problem, 2**16 // jnp.dtype(problem.dtype).itemsize)
 
 
 def tiles_for(problem: Problem, sram: int) -> Tiles:
-    """B_c = ceil(M / 4 H) and B_r = min(B_c, H) for an SRAM of M = `sram` elements; as powers of two, which Triton asks for."""
+    """B_c = ceil(M / 4 H) and B_r = min(B_c, H) for an SRAM of M = `sram` elements; as powers of
+    two, which Triton asks for."""
     p = problem
     size = power_of_two(max(p.head_size, p.value_size))
-    block_k = power_of_two(schedule.ceil_div(sram, 4 * size) // 2 + 1)  # the largest power of two that is not above B_c
+    # the largest power of two that is not above B_c
+    block_k = power_of_two(schedule.ceil_div(sram, 4 * size) // 2 + 1)
     return Tiles(min(block_k, size, power_of_two(p.queries)), min(block_k, power_of_two(p.keys)))
 
 
@@ -70,7 +75,9 @@ def forward(problem: Problem, tiles: Tiles, x: Operands):
         tiles=tiles,
         name="flash1_attention_forward",
     )
-    return (o if p.kept == 1 else o / p.kept).astype(x.query.dtype), online_softmax.Statistics(*stats)
+    return (o if p.kept == 1 else o / p.kept).astype(x.query.dtype), online_softmax.Statistics(
+        *stats
+    )
 
 
 def _kernel(x: Operands, o_ref, *stats_refs, problem: Problem, tiles: Tiles):
@@ -88,13 +95,17 @@ def _kernel(x: Operands, o_ref, *stats_refs, problem: Problem, tiles: Tiles):
 
     def key_tile(j, _):
         key = tile.span(j, tiles.block_k, p.keys)
-        k, v = tile.keys_and_values(p, x.key.at[key.slice], x.value.at[key.slice], key.inside)  # [bk, H], [bk, Hv]
+        # [bk, H], [bk, Hv]
+        k, v = tile.keys_and_values(p, x.key.at[key.slice], x.value.at[key.slice], key.inside)
 
         def query_tile(row, _):
             view = tile.view(x.visibility, row, p.queries, pair=pair)
-            q = tile.load(x.query.at[row.slice], row.inside, tile.head(x.query, p.head_size))  # [bq, H]
+            # [bq, H]
+            q = tile.load(x.query.at[row.slice], row.inside, tile.head(x.query, p.head_size))
             o = tile.load(o_ref.at[row.slice], row.inside, columns)  # [bq, Hv]
-            stats = online_softmax.Statistics(*(tile.load(ref.at[row.slice], row.inside) for ref in stats_refs))
+            stats = online_softmax.Statistics(
+                *(tile.load(ref.at[row.slice], row.inside) for ref in stats_refs)
+            )
             s = tile.scores(p, q, k, None)  # [bq, bk]
             s = jnp.where(view.sees(key, tile.dense(x.mask, (), row, key), True), s, -jnp.inf)
             prob, alpha, new = online_softmax.step(s, stats)
@@ -110,7 +121,8 @@ def _kernel(x: Operands, o_ref, *stats_refs, problem: Problem, tiles: Tiles):
 
 
 def _for_query_tiles(p: Problem, tiles: Tiles, body, carry):
-    """carry = body(rows, carry) over all tiles of queries; what it wrote, every thread may read afterwards."""
+    """carry = body(rows, carry) over all tiles of queries; what it wrote, every thread may read
+    afterwards."""
     step = lambda i, carry: body(tile.span(i, tiles.block_q, p.queries), carry)
     carry = schedule.loop(0, schedule.ceil_div(p.queries, tiles.block_q), step, carry)
     plgpu.debug_barrier()
@@ -140,7 +152,18 @@ def backward(problem: Problem, tiles: Tiles, x: Operands, lse, do, delta):
     return dq.astype(x.query.dtype), dk, dv, None
 
 
-def _backward_kernel(x: Operands, do_ref, lse_ref, delta_ref, dq_ref, dk_ref, dv_ref, *, problem: Problem, tiles: Tiles):
+def _backward_kernel(
+    x: Operands,
+    do_ref,
+    lse_ref,
+    delta_ref,
+    dq_ref,
+    dk_ref,
+    dv_ref,
+    *,
+    problem: Problem,
+    tiles: Tiles,
+):
     p, b, head = problem, pl.program_id(1), pl.program_id(0) * problem.group
     columns = tile.head(dq_ref, p.head_size)
 
@@ -150,13 +173,16 @@ def _backward_kernel(x: Operands, do_ref, lse_ref, delta_ref, dq_ref, dk_ref, dv
 
     def key_tile(j, _):
         key = tile.span(j, tiles.block_k, p.keys)
-        k, v = tile.keys_and_values(p, x.key.at[key.slice], x.value.at[key.slice], key.inside)  # [bk, H], [bk, Hv]
+        # [bk, H], [bk, Hv]
+        k, v = tile.keys_and_values(p, x.key.at[key.slice], x.value.at[key.slice], key.inside)
 
         def query_tile(g, row, carry):
             dk, dv = carry
             view = tile.view(x.visibility, row, p.queries, pair=(b, head + g))
             by_row, by_head = (row.slice, g), (g, row.slice)
-            refs = tile.Rows(x.query.at[by_row], do_ref.at[by_row], lse_ref.at[by_head], delta_ref.at[by_head])
+            refs = tile.Rows(
+                x.query.at[by_row], do_ref.at[by_row], lse_ref.at[by_head], delta_ref.at[by_head]
+            )
             rows, live = refs.load(p, row, row.inside), view.live(row, True)[:, None]
             rows = rows._replace(q=jnp.where(live, rows.q, 0), do=jnp.where(live, rows.do, 0))
             reach = view.reach(key, True)[:, None]
@@ -171,7 +197,9 @@ def _backward_kernel(x: Operands, do_ref, lse_ref, delta_ref, dq_ref, dk_ref, dv
 
         zeros = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
         dk, dv = _for_heads(p, tiles, query_tile, zeros)
-        tile.store(tile.part(dk_ref, key.slice), dk * p.scale, key.inside, tile.head(dk_ref, p.head_size))
+        tile.store(
+            tile.part(dk_ref, key.slice), dk * p.scale, key.inside, tile.head(dk_ref, p.head_size)
+        )
         tile.store(tile.part(dv_ref, key.slice), dv, key.inside, tile.head(dv_ref, p.value_size))
 
     _for_heads(p, tiles, start, None)

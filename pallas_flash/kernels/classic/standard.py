@@ -1,6 +1,8 @@
-"""Attention as frameworks used to compute it: S and P, in the backward dP and dS, are in device memory, a kernel for each step.
+"""Attention as frameworks used to compute it: S and P, in the backward dP and dS, are in device
+memory, a kernel for each step.
 
-Nothing is skipped: scores that a mask hides are computed and set to -inf. The softmax comes in the two forms of arXiv:1805.02867.
+Nothing is skipped: scores that a mask hides are computed and set to -inf. The softmax comes in the
+two forms of arXiv:1805.02867.
 """
 
 import functools
@@ -24,7 +26,10 @@ class Tiles(NamedTuple):
     num_stages: int = 2
 
     def __str__(self):
-        return f"{self.block_q} x {self.block_k}, {'online softmax, 2' if self.online else 'safe softmax, 3'} passes over S"
+        return (
+            f"{self.block_q} x {self.block_k}, "
+            f"{'online softmax, 2' if self.online else 'safe softmax, 3'} passes over S"
+        )
 
 
 def tiles(problem: Problem) -> Tiles:
@@ -45,13 +50,16 @@ def forward(problem: Problem, tiles: Tiles, x: Operands):
 def backward(problem: Problem, tiles: Tiles, x: Operands, lse, do, delta):
     """dq, dk, dv in the operands' dtype and shape, and dbias in the bias's (None without one).
 
-    What frameworks kept from the forward, P, is computed again: between forward and backward there are only o and lse.
+    What frameworks kept from the forward, P, is computed again: between forward and backward there
+    are only o and lse.
     """
     p, t, dtype, x = problem, tiles, x.query.dtype, predicate.plain(x)
     s = _by_tile(_scores_kernel, p, t, x, out=[jnp.float32], name="scores")[0]
     dp = _by_tile(_dp_kernel, p, t, x, (do, "btnv"), out=[jnp.float32], name="dp")[0]
     args = (s, "bnts"), (dp, "bnts"), (lse, "bnt"), (delta, "bnt")
-    prob, ds = _by_tile(_softmax_backward_kernel, p, t, x, *args, out=[dtype, dtype], name="softmax_backward")
+    prob, ds = _by_tile(
+        _softmax_backward_kernel, p, t, x, *args, out=[dtype, dtype], name="softmax_backward"
+    )
     dq = _sum_over_keys(p, t, x, ds, x.key, scale=p.scale, name="dq")
     dk = _sum_over_queries(p, t, x, ds, x.query, x.key, scale=p.scale, name="dk")
     dv = _sum_over_queries(p, t, x, prob, do, x.value, name="dv")
@@ -60,11 +68,16 @@ def backward(problem: Problem, tiles: Tiles, x: Operands, lse, do, delta):
 
 def why_not(problem: Problem) -> str | None:
     """Why the kernels cannot run a problem that the portable ones can, or None."""
-    return "it keeps the scores, not what a score_mod made them of" if problem.score is not None else None
+    return (
+        "it keeps the scores, not what a score_mod made them of"
+        if problem.score is not None
+        else None
+    )
 
 
 def _by_tile(kernel, p: Problem, tiles: Tiles, x: Operands, *arrays, out, name):
-    """[B, N, T, S] arrays of the dtypes `out` from a kernel that owns one tile of each; `arrays` come with their letters."""
+    """[B, N, T, S] arrays of the dtypes `out` from a kernel that owns one tile of each; `arrays`
+    come with their letters."""
     index = lambda j, i, n, b: dict(b=b, B=b, n=n, k=n // p.group, t=i, s=j)
     at = tile.layout(p, tiles, index, t=tiles.block_q, s=tiles.block_k)
     count = schedule.ceil_div
@@ -74,7 +87,9 @@ def _by_tile(kernel, p: Problem, tiles: Tiles, x: Operands, *arrays, out, name):
         grid=(count(p.keys, tiles.block_k), count(p.queries, tiles.block_q), p.heads, p.batch),
         in_specs=[at.operands(x), *(at.spec(letters) for _, letters in arrays)],
         out_specs=[at.spec("bnts") for _ in out],
-        out_shape=[jax.ShapeDtypeStruct((p.batch, p.heads, p.queries, p.keys), dtype) for dtype in out],
+        out_shape=[
+            jax.ShapeDtypeStruct((p.batch, p.heads, p.queries, p.keys), dtype) for dtype in out
+        ],
         tiles=tiles,
         name=f"standard_attention_{name}",
     )
@@ -99,7 +114,9 @@ def _scores_kernel(x: Operands, s_ref, *, problem: Problem, tiles: Tiles):
 
 def _softmax(p: Problem, tiles: Tiles, x: Operands, s):
     """P [B, N, T, S] in the query's dtype, and the numbers of the Statistics [B, N, T]."""
-    at = tile.layout(p, tiles, lambda i, n, b: dict(b=b, B=b, n=n, k=n // p.group, t=i), t=tiles.block_q)
+    at = tile.layout(
+        p, tiles, lambda i, n, b: dict(b=b, B=b, n=n, k=n // p.group, t=i), t=tiles.block_q
+    )
     row = jax.ShapeDtypeStruct(s.shape[:3], jnp.float32)
     return tile.launch(
         functools.partial(_softmax_kernel, problem=p, tiles=tiles),
@@ -119,14 +136,22 @@ def _softmax_kernel(x: Operands, s_ref, p_ref, *stats_refs, problem: Problem, ti
     def over_keys(step, carry):
         def load_and_step(j, carry):
             key = tile.span(j, tiles.block_k, problem.keys)
-            return step(key, tile.load(s_ref.at[:, key.slice], row.inside, key.inside, other=-jnp.inf), carry)
+            return step(
+                key,
+                tile.load(s_ref.at[:, key.slice], row.inside, key.inside, other=-jnp.inf),
+                carry,
+            )
 
-        return schedule.loop(0, schedule.ceil_div(problem.keys, tiles.block_k), load_and_step, carry)
+        return schedule.loop(
+            0, schedule.ceil_div(problem.keys, tiles.block_k), load_and_step, carry
+        )
 
     stats = (_online if tiles.online else _safe)(over_keys, problem, x, tiles.block_q)
 
     def write(key, s, _):
-        prob = online_softmax.finish(online_softmax.power(s - stats.m[:, None], problem.unit), stats.l, problem.kept)
+        prob = online_softmax.finish(
+            online_softmax.power(s - stats.m[:, None], problem.unit), stats.l, problem.kept
+        )
         prob = tile.dropped(problem, x.seeds, (), row, key, prob)
         tile.store(tile.part(p_ref, None, key.slice), prob, row.inside, key.inside)
 
@@ -136,19 +161,25 @@ def _softmax_kernel(x: Operands, s_ref, p_ref, *stats_refs, problem: Problem, ti
 
 
 def _safe(over_keys, p: Problem, x: Operands, rows: int) -> online_softmax.Statistics:
-    """The maximum m and the sum l of 2^(s - m) of each row, in a pass over the keys for each (algorithm 2)."""
+    """The maximum m and the sum l of 2^(s - m) of each row, in a pass over the keys for each
+    (algorithm 2)."""
     power = functools.partial(online_softmax.power, unit=p.unit)
     first, l, top = tile.start(p, x, rows)
-    # not the larger of m and the block's maximum: Triton then stores as m what it began with (results.md, entry 23)
+    # not the larger of m and the block's maximum: Triton then stores as m what it began with
+    # (results.md, entry 23)
     largest = lambda _, s, m: jnp.max(jnp.maximum(s, m[:, None]), axis=1)
     m, top = over_keys(largest, first), None if top is None else over_keys(largest, top)
     l = l if x.sinks is None else l * power(first - m)
-    return online_softmax.Statistics(m, over_keys(lambda _, s, l: l + jnp.sum(power(s - m[:, None]), axis=1), l), top)
+    return online_softmax.Statistics(
+        m, over_keys(lambda _, s, l: l + jnp.sum(power(s - m[:, None]), axis=1), l), top
+    )
 
 
 def _online(over_keys, p: Problem, x: Operands, rows: int) -> online_softmax.Statistics:
     """The same in one pass (algorithm 3)."""
-    return over_keys(lambda _, s, stats: online_softmax.step(s, stats, unit=p.unit)[2], tile.start(p, x, rows))
+    return over_keys(
+        lambda _, s, stats: online_softmax.step(s, stats, unit=p.unit)[2], tile.start(p, x, rows)
+    )
 
 
 def _dp_kernel(x: Operands, do_ref, dp_ref, *, problem: Problem, tiles: Tiles):
@@ -156,11 +187,17 @@ def _dp_kernel(x: Operands, do_ref, dp_ref, *, problem: Problem, tiles: Tiles):
     row, key = _own_tile(p, tiles)
     view = tile.view(x.visibility, row, p.queries)
     do = _kept(tile.load(do_ref, row.inside, tile.head(do_ref, p.value_size)), view.live(row, True))
-    v = _kept(tile.load(x.value, key.inside, tile.head(x.value, p.value_size)), view.reach(key, True))
-    tile.store(dp_ref, tile.dropped(p, x.seeds, (), row, key, tile.dot_t(do, v)), row.inside, key.inside)
+    v = _kept(
+        tile.load(x.value, key.inside, tile.head(x.value, p.value_size)), view.reach(key, True)
+    )
+    tile.store(
+        dp_ref, tile.dropped(p, x.seeds, (), row, key, tile.dot_t(do, v)), row.inside, key.inside
+    )
 
 
-def _softmax_backward_kernel(x: Operands, s_ref, dp_ref, lse_ref, delta_ref, p_ref, ds_ref, *, problem: Problem, tiles: Tiles):
+def _softmax_backward_kernel(
+    x: Operands, s_ref, dp_ref, lse_ref, delta_ref, p_ref, ds_ref, *, problem: Problem, tiles: Tiles
+):
     row, key = _own_tile(problem, tiles)
     s = tile.load(s_ref, row.inside, key.inside, other=-jnp.inf)
     dp = tile.load(dp_ref, row.inside, key.inside)
@@ -175,9 +212,13 @@ def _softmax_backward_kernel(x: Operands, s_ref, dp_ref, lse_ref, delta_ref, p_r
 def _sum_over_keys(p: Problem, tiles: Tiles, x: Operands, a, b, scale: float = 1.0, *, name: str):
     """scale a b for a [B, N, T, S] and b = x.value or x.key: o from P, dq from dS."""
     letters = "bskv" if b is x.value else "bskh"
-    at = tile.layout(p, tiles, lambda i, n, b: dict(b=b, B=b, n=n, k=n // p.group, t=i), t=tiles.block_q)
+    at = tile.layout(
+        p, tiles, lambda i, n, b: dict(b=b, B=b, n=n, k=n // p.group, t=i), t=tiles.block_q
+    )
     (out,) = tile.launch(
-        functools.partial(_sum_over_keys_kernel, problem=p, tiles=tiles, width=b.shape[3], scale=scale),
+        functools.partial(
+            _sum_over_keys_kernel, problem=p, tiles=tiles, width=b.shape[3], scale=scale
+        ),
         (x, a, b),
         grid=(schedule.ceil_div(p.queries, tiles.block_q), p.heads, p.batch),
         in_specs=[at.operands(x), at.spec("bnts"), at.spec(letters)],
@@ -189,7 +230,9 @@ def _sum_over_keys(p: Problem, tiles: Tiles, x: Operands, a, b, scale: float = 1
     return out
 
 
-def _sum_over_keys_kernel(x: Operands, a_ref, b_ref, out_ref, *, problem: Problem, tiles: Tiles, width: int, scale: float):
+def _sum_over_keys_kernel(
+    x: Operands, a_ref, b_ref, out_ref, *, problem: Problem, tiles: Tiles, width: int, scale: float
+):
     p = problem
     row = tile.span(pl.program_id(0), tiles.block_q, p.queries)
     view, columns = tile.view(x.visibility, row, p.queries), tile.head(b_ref, width)
@@ -200,16 +243,25 @@ def _sum_over_keys_kernel(x: Operands, a_ref, b_ref, out_ref, *, problem: Proble
         b = _kept(tile.load(b_ref.at[key.slice], key.inside, columns), view.reach(key, True))
         return out + tile.dot(a, b)
 
-    out = schedule.loop(0, schedule.ceil_div(p.keys, tiles.block_k), step, jnp.zeros(out_ref.shape, jnp.float32))
+    out = schedule.loop(
+        0, schedule.ceil_div(p.keys, tiles.block_k), step, jnp.zeros(out_ref.shape, jnp.float32)
+    )
     tile.store(out_ref, out * scale, row.inside, columns)
 
 
-def _sum_over_queries(p: Problem, tiles: Tiles, x: Operands, a, b, like, scale: float = 1.0, *, name: str):
-    """scale a^T b for a [B, N, T, S] and b = do or x.query, over the queries and the heads of a group: dv from P, dk from dS."""
+def _sum_over_queries(
+    p: Problem, tiles: Tiles, x: Operands, a, b, like, scale: float = 1.0, *, name: str
+):
+    """scale a^T b for a [B, N, T, S] and b = do or x.query, over the queries and the heads of a
+    group: dv from P, dk from dS."""
     v = "v" if like is x.value else "h"
-    at = tile.layout(p, tiles, lambda j, k, b: dict(b=b, B=b, n=k, k=k, s=j), s=tiles.block_k, n=p.group)
+    at = tile.layout(
+        p, tiles, lambda j, k, b: dict(b=b, B=b, n=k, k=k, s=j), s=tiles.block_k, n=p.group
+    )
     (out,) = tile.launch(
-        functools.partial(_sum_over_queries_kernel, problem=p, tiles=tiles, width=b.shape[3], scale=scale),
+        functools.partial(
+            _sum_over_queries_kernel, problem=p, tiles=tiles, width=b.shape[3], scale=scale
+        ),
         (x, a, b),
         grid=(schedule.ceil_div(p.keys, tiles.block_k), p.kv_heads, p.batch),
         in_specs=[at.operands(x), at.spec("bnts"), at.spec(f"btn{v}")],
@@ -221,7 +273,9 @@ def _sum_over_queries(p: Problem, tiles: Tiles, x: Operands, a, b, like, scale: 
     return out
 
 
-def _sum_over_queries_kernel(x: Operands, a_ref, b_ref, out_ref, *, problem: Problem, tiles: Tiles, width: int, scale: float):
+def _sum_over_queries_kernel(
+    x: Operands, a_ref, b_ref, out_ref, *, problem: Problem, tiles: Tiles, width: int, scale: float
+):
     p = problem
     key = tile.span(pl.program_id(0), tiles.block_k, p.keys)
     columns = tile.head(b_ref, width)
@@ -243,7 +297,9 @@ def _sum_over_queries_kernel(x: Operands, a_ref, b_ref, out_ref, *, problem: Pro
 def _dbias(p: Problem, x: Operands, ds):
     if x.bias is None:
         return None
-    broadcast = [axis for axis, (n, whole) in enumerate(zip(p.bias, ds.shape, strict=True)) if n < whole]
+    broadcast = [
+        axis for axis, (n, whole) in enumerate(zip(p.bias, ds.shape, strict=True)) if n < whole
+    ]
     return jnp.sum(ds.astype(jnp.float32), broadcast, keepdims=True).astype(x.bias.dtype)
 
 

@@ -20,20 +20,29 @@ def why_not(problem: Problem) -> str | None:
     if why_not := _why_no_rule(p.visibility.where) or _why_no_rule(p.score):
         return why_not
     has_more = p.bias is not None or (p.score is not None and p.score.tables)
-    if has_more and (why_not := portable.why_not(p)):  # whose kernels sum the gradients of biases and tables
+    # whose kernels sum the gradients of biases and tables
+    if has_more and (why_not := portable.why_not(p)):
         return why_not
     if max(p.head_size, p.value_size) > 256:
-        return f"head sizes above 256 do not fit into registers; got H = {p.head_size}, Hv = {p.value_size}"
+        return (
+            f"head sizes above 256 do not fit into registers; got H = {p.head_size}, Hv = "
+            f"{p.value_size}"
+        )
     if p.scale <= 0:
-        return f"it takes the maximum before it multiplies by the scale, which must be above 0; got {p.scale}"
+        return (
+            "it takes the maximum before it multiplies by the scale, which must be above 0; "
+            f"got {p.scale}"
+        )
     return _why_not_here()
 
 
-# What Mosaic GPU knows, as exactly as float32 asks for, of what a rule may be made of, or kernels/hopper/ruled.py instead.
+# What Mosaic GPU knows, as exactly as float32 asks for, of what a rule may be made of, or
+# kernels/hopper/ruled.py instead.
 _OPERATIONS = """
-abs add add_any and broadcast_in_dim clamp convert_element_type copy div eq exp exp2 ge gt integer_pow le log log2 logistic lt max
-min mul ne neg not one_minus_square or rem reshape rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sqrt
-square squeeze sub tanh xor
+abs add add_any and broadcast_in_dim clamp convert_element_type copy div eq exp
+exp2 ge gt integer_pow le log log2 logistic lt max min mul ne neg not one_minus_square or rem
+reshape rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sqrt square
+squeeze sub tanh xor
 """.split()
 
 
@@ -47,20 +56,34 @@ def _why_no_rule(asked: Asked | None) -> str | None:
     if asked.why_no_vectors:
         return asked.why_no_vectors
     if narrow := re.search(r"\b[iuf]8\w*(?=\[)", asked.rule.text):
-        return f"{asked.rule} computes with numbers of 8 bits ({narrow[0]}), for which Mosaic GPU lacks operations: int32 will do"
+        return (
+            f"{asked.rule} computes with numbers of 8 bits ({narrow[0]}), for which Mosaic GPU "
+            "lacks operations: int32 will do"
+        )
     if lacking := sorted(operations - set(_OPERATIONS)):
-        return f"{asked.rule} needs {', '.join(lacking)}, which Mosaic GPU does not know for registers"
+        return (
+            f"{asked.rule} needs {', '.join(lacking)}, which Mosaic GPU does not know for registers"
+        )
     return None
 
 
 def copies(problem: Problem) -> str | None:
-    """What XLA pads for the kernels in each call, since TMA cannot read it where it lies, or None."""
+    """What XLA pads for the kernels in each call, since TMA cannot read it where it lies, or
+    None."""
     p, t = problem, tiles(problem)
-    lengths = dict(S=p.keys) if t.decode else dict(T=p.queries, S=p.keys)  # the rows of decoding are few
+    # the rows of decoding are few
+    lengths = dict(S=p.keys) if t.decode else dict(T=p.queries, S=p.keys)
     whole = {name: (n, stored_rows(n)) for name, n in lengths.items()}
-    whole |= {name: (n, stored(n, t.forward.swizzle)) for name, n in dict(H=p.head_size, Hv=p.value_size).items()}
+    whole |= {
+        name: (n, stored(n, t.forward.swizzle))
+        for name, n in dict(H=p.head_size, Hv=p.value_size).items()
+    }
     padded = [f"{name} from {n} to {to}" for name, (n, to) in whole.items() if n != to]
-    return f"XLA pads arrays in each call, {', '.join(padded)}, and cuts the results" if padded else None
+    return (
+        f"XLA pads arrays in each call, {', '.join(padded)}, and cuts the results"
+        if padded
+        else None
+    )
 
 
 def _why_not_here() -> str | None:

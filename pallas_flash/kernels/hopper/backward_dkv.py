@@ -1,4 +1,5 @@
-"""dK and dV, and in the fused scheme dQ: a program owns keys, and walks over the queries of all heads that share them."""
+"""dK and dV, and in the fused scheme dQ: a program owns keys, and walks over the queries of all
+heads that share them."""
 
 import functools
 from typing import Any, NamedTuple
@@ -26,7 +27,9 @@ class Memory(NamedTuple):
     do: Any  # [stages, block_q, value_width]
     lse: Any  # [stages, block_q]
     delta: Any
-    p: Any  # [2, block_k, block_q], transposed, as dp and ds; None but where the consumers split the columns
+    # [2, block_k, block_q], transposed, as dp and ds; None but where the consumers split the
+    # columns
+    p: Any
     dp: Any  # [block_k, block_q], dP - delta; None but there
     ds: Any  # the same there, and in the fused scheme [2, block_k, block_q]; else None
     dq: Any  # [warpgroups, 64, part of the columns] float32, or None
@@ -37,7 +40,10 @@ class Memory(NamedTuple):
 
     @classmethod
     def of(cls, t: KeyTiles, dtype, fused: bool) -> "Memory":
-        rows, block = plgpu.SMEM((t.stages, t.block_q), jnp.float32), functools.partial(tile.block, swizzle=t.swizzle)
+        rows, block = (
+            plgpu.SMEM((t.stages, t.block_q), jnp.float32),
+            functools.partial(tile.block, swizzle=t.swizzle),
+        )
         return cls(
             k=block(dtype, t.block_k, t.width),
             v=block(dtype, t.block_k, t.value_width),
@@ -48,7 +54,9 @@ class Memory(NamedTuple):
             p=block(dtype, 2, t.block_k, t.block_q) if t.split else None,
             dp=block(dtype, t.block_k, t.block_q) if t.split else None,
             ds=block(dtype, *[2] * fused, t.block_k, t.block_q) if fused or t.split else None,
-            dq=block(jnp.float32, t.warpgroups, ROWS, t.width // t.dq_column_parts) if fused else None,
+            dq=block(jnp.float32, t.warpgroups, ROWS, t.width // t.dq_column_parts)
+            if fused
+            else None,
             kv_full=plgpu.Barrier(num_arrivals=2),
             q_full=plgpu.Barrier(num_arrivals=2, num_barriers=t.stages),
             do_full=plgpu.Barrier(num_barriers=t.stages),
@@ -58,8 +66,14 @@ class Memory(NamedTuple):
 
 def dkv(p: Problem, t: KeyTiles, visibility: Visibility, mask, *arrays, fused: bool):
     """dk, dv; before them dq, if fused."""
-    x = inputs(p, t, visibility, mask, seen.by_key_tile(p, visibility, mask, t.block_q, t.block_k), *arrays)
-    sums = [jnp.zeros((*x.q.shape[:3], stored(p.head_size, t.swizzle, 4)), jnp.float32)] if fused else []
+    x = inputs(
+        p, t, visibility, mask, seen.by_key_tile(p, visibility, mask, t.block_q, t.block_k), *arrays
+    )
+    sums = (
+        [jnp.zeros((*x.q.shape[:3], stored(p.head_size, t.swizzle, 4)), jnp.float32)]
+        if fused
+        else []
+    )
     *dq, dk, dv = tile.launch(
         functools.partial(_kernel, problem=p, tiles=t),
         x,
@@ -76,7 +90,9 @@ def dkv(p: Problem, t: KeyTiles, visibility: Visibility, mask, *arrays, fused: b
 def _kernel(program, x: Inputs, *outputs, problem: Problem, tiles: KeyTiles):
     *dq_gmem, dk_gmem, dv_gmem, memory = outputs
     at = order.key_tile(program, problem, tiles.block_k, tiles.query_bytes)
-    of_head = seen.query_blocks(x.blocks, x.visibility, at, problem.queries, tiles.block_q, tiles.block_k)
+    of_head = seen.query_blocks(
+        x.blocks, x.visibility, at, problem.queries, tiles.block_q, tiles.block_k
+    )
     number_of = sync.Numbers(tiles.warpgroups, tiles.stages)
     slots = memory.q, memory.lse, memory.do, memory.delta
     full = memory.q_full, memory.q_full, memory.do_full, memory.delta_full
@@ -85,7 +101,9 @@ def _kernel(program, x: Inputs, *outputs, problem: Problem, tiles: KeyTiles):
 
     def produce():
         def keys(first, k_gmem, v_gmem):
-            rows = lambda x, width: tile.rows_of(x, at.batch, pl.ds(first, tiles.block_k), at.kv_head, width)
+            rows = lambda x, width: tile.rows_of(
+                x, at.batch, pl.ds(first, tiles.block_k), at.kv_head, width
+            )
             plgpu.copy_gmem_to_smem(rows(k_gmem, tiles.width), memory.k, memory.kv_full)
             plgpu.copy_gmem_to_smem(rows(v_gmem, tiles.value_width), memory.v, memory.kv_full)
 
@@ -99,7 +117,9 @@ def _kernel(program, x: Inputs, *outputs, problem: Problem, tiles: KeyTiles):
                 i = number(t)
 
                 def fill(first, q_gmem, do_gmem):
-                    rows = lambda x, width: tile.rows_of(x, at.batch, pl.ds(first, tiles.block_q), at.head + g, width)
+                    rows = lambda x, width: tile.rows_of(
+                        x, at.batch, pl.ds(first, tiles.block_q), at.head + g, width
+                    )
                     by_row = at.batch, at.head + g, pl.ds(i * tiles.block_q, tiles.block_q)
                     q, do = rows(q_gmem, tiles.width), rows(do_gmem, tiles.value_width)
                     queries.fill(before(t), (q, x.lse.at[by_row], do, x.delta.at[by_row]))
@@ -128,12 +148,16 @@ def _kernel(program, x: Inputs, *outputs, problem: Problem, tiles: KeyTiles):
             rule = bits.of(problem, x.where, at.batch, at.head + g)
 
             def step(t, sums, masked):
-                block = Block(before(t), at.head + g, number(t) * tiles.block_q, dropout, score, rule)
+                block = Block(
+                    before(t), at.head + g, number(t) * tiles.block_q, dropout, score, rule
+                )
                 return owner_of(sync.opaque(own)).add(block, masked, *sums)
 
             return blocks.visit(step, sums)
 
-        owner_of = lambda own: Owner(problem, tiles, x, memory, queries, own, at.batch, first_key, is_first, *dq_gmem)
+        owner_of = lambda own: Owner(
+            problem, tiles, x, memory, queries, own, at.batch, first_key, is_first, *dq_gmem
+        )
         owner = owner_of(own)
         columns, value_columns = owner.columns(tiles.width), owner.columns(tiles.value_width)
         zeros = tile.zeros(ROWS, columns.size), tile.zeros(ROWS, value_columns.size)
@@ -147,7 +171,9 @@ def _kernel(program, x: Inputs, *outputs, problem: Problem, tiles: KeyTiles):
             owner.meet()
         owner.meet()
         mine = owner.cut(tiles.block_k, tiles.warpgroups)
-        keys = lambda x, width: tile.rows_of(x, at.batch, pl.ds(first_key + mine.start, mine.size), at.kv_head, width)
+        keys = lambda x, width: tile.rows_of(
+            x, at.batch, pl.ds(first_key + mine.start, mine.size), at.kv_head, width
+        )
         dk_to, dv_to = keys(dk_gmem, tiles.width), keys(dv_gmem, tiles.value_width)
         tile.copy_out((memory.k.at[mine], dk_to), (memory.v.at[mine], dv_to))
 

@@ -1,4 +1,5 @@
-"""dQ: a program owns 64 queries of one head for each of its consumers, and walks over the keys as the forward does."""
+"""dQ: a program owns 64 queries of one head for each of its consumers, and walks over the keys as
+the forward does."""
 
 import functools
 from typing import Any, NamedTuple
@@ -28,7 +29,10 @@ class Memory(NamedTuple):
 
     @classmethod
     def of(cls, t: Tiles, dtype) -> "Memory":
-        barriers, block = lambda n: plgpu.Barrier(num_barriers=n), functools.partial(tile.block, swizzle=t.swizzle)
+        barriers, block = (
+            lambda n: plgpu.Barrier(num_barriers=n),
+            functools.partial(tile.block, swizzle=t.swizzle),
+        )
         return cls(
             q=block(dtype, t.warpgroups, ROWS, t.width),
             do=block(dtype, t.warpgroups, ROWS, t.value_width),
@@ -42,7 +46,14 @@ class Memory(NamedTuple):
 
 
 def dq(p: Problem, t: Tiles, visibility: Visibility, mask, *arrays):
-    x = inputs(p, t, visibility, mask, seen.by_query_tile(p, visibility, mask, t.block_q, t.block_k), *arrays)
+    x = inputs(
+        p,
+        t,
+        visibility,
+        mask,
+        seen.by_query_tile(p, visibility, mask, t.block_q, t.block_k),
+        *arrays,
+    )
     (dq,) = tile.launch(
         functools.partial(_kernel, problem=p, tiles=t),
         x,
@@ -61,14 +72,20 @@ def _kernel(program, x: Inputs, dq_gmem, memory: Memory, *, problem: Problem, ti
     k = sync.Ring(memory.k, memory.k_full, number_of.first_ring, tiles.warpgroups)
     v = sync.Ring((memory.v,), (memory.v_full,), number_of.second_ring, tiles.warpgroups)
 
-    visited = lambda: seen.key_blocks(x.blocks, x.visibility, at, at.tile, problem.queries, tiles.block_q, tiles.block_k).walk()
+    visited = lambda: seen.key_blocks(
+        x.blocks, x.visibility, at, at.tile, problem.queries, tiles.block_q, tiles.block_k
+    ).walk()
 
     def consume(own):
-        rows = lambda x, first, width: tile.rows_of(x, at.batch, pl.ds(first + own * ROWS, ROWS), at.head, width)
+        rows = lambda x, first, width: tile.rows_of(
+            x, at.batch, pl.ds(first + own * ROWS, ROWS), at.head, width
+        )
         q, do = memory.q.at[own], memory.do.at[own]
 
         def copy(first, q_gmem, do_gmem):
-            plgpu.copy_gmem_to_smem(rows(do_gmem, first, tiles.value_width), do, memory.do_full.at[own])
+            plgpu.copy_gmem_to_smem(
+                rows(do_gmem, first, tiles.value_width), do, memory.do_full.at[own]
+            )
             plgpu.copy_gmem_to_smem(rows(q_gmem, first, tiles.width), q, memory.q_full.at[own])
 
         ends.reader(x.last_queries, at.batch, tiles.block_q)(at.tile, copy, x.q, x.do)
@@ -85,7 +102,18 @@ def _kernel(program, x: Inputs, dq_gmem, memory: Memory, *, problem: Problem, ti
     tile.by_role(tiles, consume, produce)
 
 
-def _sum(x: Inputs, at, first_row, own, memory: Memory, k: sync.Ring, v: sync.Ring, walk, problem: Problem, tiles: Tiles):
+def _sum(
+    x: Inputs,
+    at,
+    first_row,
+    own,
+    memory: Memory,
+    k: sync.Ring,
+    v: sync.Ring,
+    walk,
+    problem: Problem,
+    tiles: Tiles,
+):
     """dQ [64, width] of a consumer's queries, but for the scale."""
     shape, by_head = (ROWS, tiles.block_k), (at.batch, at.head, pl.ds(first_row, ROWS))
     lse, delta = (tile.load(ref.at[by_head], tile.ROW) for ref in (x.lse, x.delta))
@@ -97,7 +125,8 @@ def _sum(x: Inputs, at, first_row, own, memory: Memory, k: sync.Ring, v: sync.Ri
         plgpu.barrier_wait(full.at[own])
 
     def gradient(t, masked, before=None):
-        """dS of block t. Its exponentials run under dQ += dS K of `before`, the accumulator and the dS of the block before."""
+        """dS of block t. Its exponentials run under dQ += dS K of `before`, the accumulator and the
+        dS of the block before."""
         again = sync.opaque(own)  # or the addresses of all parts of q and do would take registers
         q, do = memory.q.at[again], memory.do.at[again]
 
@@ -120,14 +149,18 @@ def _sum(x: Inputs, at, first_row, own, memory: Memory, k: sync.Ring, v: sync.Ri
         sees = functools.partial(view.sees, first_key) if masked else None
         keeps = functools.partial(dropout.keeps, first_row, first_key) if problem.dropped else None
         natural = None if score is None else lambda s: score.vjp(s, first_row, first_key)
-        _, weight, back = probabilities(problem, s, functools.partial(tile.across, lse), sees, keeps, natural)
+        _, weight, back = probabilities(
+            problem, s, functools.partial(tile.across, lse), sees, keeps, natural
+        )
         dp = tile.product(begin_dp, shape)
         v.release(t)
         return dlogits(problem, weight, back, dp, tile.across(delta, shape))
 
     def step(t, carry, masked):
         dq, ds = carry
-        dq, ds = tile.overlap(lambda dq_acc: (gradient(t, masked, (dq_acc, ds)),), (dq,), (tile.zeros(*shape),))
+        dq, ds = tile.overlap(
+            lambda dq_acc: (gradient(t, masked, (dq_acc, ds)),), (dq,), (tile.zeros(*shape),)
+        )
         return dq, ds.astype(x.q.dtype)
 
     last = blocks.last - 1

@@ -12,11 +12,14 @@ from pallas_flash.masks import Ints
 
 
 def whole(bias: jax.Array | None, t: Tiles | KeyTiles) -> jax.Array | None:
-    """A bias [B or 1, N or 1, T or 1, S or 1] as the scores' rows and columns have it, whole tiles of them: where keys are the
-    rows, transposed. None without one."""
+    """A bias [B or 1, N or 1, T or 1, S or 1] as the scores' rows and columns have it, whole tiles
+    of them: where keys are the rows, transposed. None without one."""
     if bias is None:
         return None
-    more = ((0, 0 if n == 1 else -n % size) for n, size in zip(bias.shape[2:], (t.block_q, t.block_k), strict=True))
+    more = (
+        (0, 0 if n == 1 else -n % size)
+        for n, size in zip(bias.shape[2:], (t.block_q, t.block_k), strict=True)
+    )
     x = jnp.pad(bias, ((0, 0), (0, 0), *more))
     return x.swapaxes(2, 3) if isinstance(t, KeyTiles) else x
 
@@ -30,8 +33,14 @@ class OfHead(NamedTuple):
 
     def of(self, first_query: Ints, first_key: Ints, shape, transposed: bool):
         """Of a block of queries and keys, float32 in the shape of the scores."""
-        first, (_, _, rows, columns) = (first_key, first_query) if transposed else (first_query, first_key), self.array.shape
-        part = [0 if whole == 1 else pl.ds(start, n) for whole, start, n in zip((rows, columns), first, shape, strict=True)]
+        first, (_, _, rows, columns) = (
+            (first_key, first_query) if transposed else (first_query, first_key),
+            self.array.shape,
+        )
+        part = [
+            0 if whole == 1 else pl.ds(start, n)
+            for whole, start, n in zip((rows, columns), first, shape, strict=True)
+        ]
         at = (self.batch, self.head, *part)
         if rows == columns == 1:
             return self.array[at].astype(jnp.float32)

@@ -18,8 +18,9 @@ COLUMNS = 8  # of a tile that lie in the registers as the next ones do
 
 
 class Words(NamedTuple):
-    """Those of a mask, as the rows and columns of the scores have it: bit n % 32 of word n // 32 is that of the n-th column of a
-    block. Where all rows or all blocks have the same bits there is one."""
+    """Those of a mask, as the rows and columns of the scores have it: bit n % 32 of word n // 32 is
+    that of the n-th column of a block. Where all rows or all blocks have the same bits there is
+    one."""
 
     words: jax.Array  # int32 [B or 1, N or 1, blocks or 1, words, whole tiles of rows or 1]
 
@@ -28,25 +29,35 @@ class Words(NamedTuple):
         return OfHead(self.words, *seen.entry(self.words, batch, head))
 
 
-def inputs(p: Problem, mask: jax.Array | None, where: rule.Predicate | None, t: Tiles | KeyTiles) -> Words | ruled.Numbers | None:
-    """What a kernel reads of a dense mask [B or 1, N or 1, T or 1, S or 1], or of a rule; None without either."""
+def inputs(
+    p: Problem, mask: jax.Array | None, where: rule.Predicate | None, t: Tiles | KeyTiles
+) -> Words | ruled.Numbers | None:
+    """What a kernel reads of a dense mask [B or 1, N or 1, T or 1, S or 1], or of a rule; None
+    without either."""
     return ruled.numbers(p, where, t.block_q, t.block_k) if mask is None else _words(mask, t)
 
 
-def of(p: Problem, x: Words | ruled.Numbers | None, batch: Ints, head: Ints) -> "OfHead | ruled.OfHead | None":
+def of(
+    p: Problem, x: Words | ruled.Numbers | None, batch: Ints, head: Ints
+) -> "OfHead | ruled.OfHead | None":
     """That of a batch row and head, from refs."""
-    return x.of(batch, head) if isinstance(x, Words) else ruled.of(p.visibility.where, x, batch, head)
+    return (
+        x.of(batch, head) if isinstance(x, Words) else ruled.of(p.visibility.where, x, batch, head)
+    )
 
 
 def _words(mask, t: Tiles | KeyTiles) -> Words:
-    """In blocks of the columns that scores are computed of at once: of keys; or, where keys are the rows, of 64 queries."""
+    """In blocks of the columns that scores are computed of at once: of keys; or, where keys are the
+    rows, of 64 queries."""
     if isinstance(t, KeyTiles):
         x, rows, whole, columns = mask.swapaxes(2, 3), t.block_k, t.block_q, ROWS
     else:
         x, rows, whole, columns = mask, t.block_q, t.block_k, t.block_k
     more = lambda n, size: 0 if n == 1 else -n % size
     x = jnp.pad(x, ((0, 0), (0, 0), (0, more(x.shape[2], rows)), (0, more(x.shape[3], whole))))
-    x = jnp.broadcast_to(x, (*x.shape[:3], max(x.shape[3], columns))).reshape(*x.shape[:3], -1, columns)
+    x = jnp.broadcast_to(x, (*x.shape[:3], max(x.shape[3], columns))).reshape(
+        *x.shape[:3], -1, columns
+    )
     x = jnp.pad(x, ((0, 0),) * 4 + ((0, -columns % WORD),))
     bytes_ = jnp.packbits(x, axis=-1, bitorder="little").reshape(*x.shape[:4], -1, WORD // 8)
     return Words(jnp.moveaxis(lax.bitcast_convert_type(bytes_, jnp.int32), 2, 4))
@@ -61,7 +72,9 @@ class OfHead(NamedTuple):
 
     def allowed(self, first_query: Ints, first_key: Ints, shape, transposed: bool = False):
         """Whether the mask lets each query see each key of a block, in the shape of the scores."""
-        first_row, first_column = (first_key, first_query) if transposed else (first_query, first_key)
+        first_row, first_column = (
+            (first_key, first_query) if transposed else (first_query, first_key)
+        )
         _, _, blocks, count, rows = self.words.shape
         block = lax.div(first_column, jnp.int32(shape[1])) if blocks > 1 else 0
         eight = shape[0], COLUMNS
@@ -73,8 +86,12 @@ class OfHead(NamedTuple):
                 word = jnp.broadcast_to(self.words[(*at, 0)], eight)
             else:
                 at = (i if isinstance(i, int) else sync.opaque(i) for i in at)
-                word = tile.across(tile.load(self.words.at[(*at, pl.ds(first_row, shape[0]))], tile.ROW), eight)
+                word = tile.across(
+                    tile.load(self.words.at[(*at, pl.ds(first_row, shape[0]))], tile.ROW), eight
+                )
             word = lax.shift_right_logical(word, column)
-            return [word & (1 << bit) != 0 for bit in range(0, min(WORD, shape[1] - n * WORD), COLUMNS)]
+            return [
+                word & (1 << bit) != 0 for bit in range(0, min(WORD, shape[1] - n * WORD), COLUMNS)
+            ]
 
         return jnp.concatenate([part for n in range(count) for part in bits(n)], axis=1)

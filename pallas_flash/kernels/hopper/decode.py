@@ -1,7 +1,8 @@
-"""Decoding on Hopper: a program owns a part of the keys of one key/value head, and the rows of all new tokens that see them.
+"""Decoding on Hopper: a program owns a part of the keys of one key/value head, and the rows of all
+new tokens that see them.
 
-The time is that of reading keys and values, so that the softmax need not hide: one consumer, and as many blocks in flight as
-shared memory holds.
+The time is that of reading keys and values, so that the softmax need not hide: one consumer, and as
+many blocks in flight as shared memory holds.
 """
 
 import functools
@@ -59,8 +60,8 @@ class Memory(NamedTuple):
 
 
 def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None):
-    """o [B, T, N, Hv] in the query's dtype, and the Statistics of its rows. With a `table` int32 [B, pages] of page numbers, key
-    and value are pages [P, page, K, n]."""
+    """o [B, T, N, Hv] in the query's dtype, and the Statistics of its rows. With a `table` int32
+    [B, pages] of page numbers, key and value are pages [P, page, K, n]."""
     (p, rows), t = decode.as_rows(problem, x), tiles
     inputs = _inputs(p, t, rows, table)
     R, numbers = inputs.q.shape[1], 1 + p.max_logits
@@ -100,7 +101,8 @@ def _kernel(program, x: Inputs, o_gmem, *outputs, problem: Problem, tiles: Decod
     number_of = sync.Numbers(t.warpgroups, t.stages)
     k = Ring(memory.k, memory.k_full, number_of.first_ring, t.warpgroups)
     v = Ring(memory.v, memory.v_full, number_of.second_ring, t.warpgroups)
-    top = pl.ds(pl.multiple_of(sync.opaque(0), 8), ROWS)  # opaque: jax 0.12 refuses a known slice that hangs over
+    # opaque: jax 0.12 refuses a known slice that hangs over
+    top = pl.ds(pl.multiple_of(sync.opaque(0), 8), ROWS)
 
     def produce():
         def load(n, _):
@@ -122,7 +124,12 @@ def _kernel(program, x: Inputs, o_gmem, *outputs, problem: Problem, tiles: Decod
             first_key = (first + n) * t.block_k
             if masked:  # here, where no scores are in registers
                 v.wait(n)
-                _clear(v.block(n), x.reach[b, 0] - first_key, x.reach[b, 1] - first_key, number_of.meeting)
+                _clear(
+                    v.block(n),
+                    x.reach[b, 0] - first_key,
+                    x.reach[b, 1] - first_key,
+                    number_of.meeting,
+                )
             k.wait(n)
             s = tile.product(lambda acc: tile.dot_t(acc, memory.q, k.block(n)), shape)  # [bq, bk]
             k.release(n)
@@ -132,7 +139,9 @@ def _kernel(program, x: Inputs, o_gmem, *outputs, problem: Problem, tiles: Decod
             if not masked:
                 v.wait(n)
             o = o * tile.across(alpha, o.shape)
-            (o,) = tile.products_add(lambda acc: tile.dot(acc, prob.astype(x.q.dtype), v.block(n)), o)
+            (o,) = tile.products_add(
+                lambda acc: tile.dot(acc, prob.astype(x.q.dtype), v.block(n)), o
+            )
             v.release(n)
             return o, stats
 
@@ -140,7 +149,9 @@ def _kernel(program, x: Inputs, o_gmem, *outputs, problem: Problem, tiles: Decod
         o, stats = blocks.visit(step, start)
         m, l, _ = stats
         o, lse = online_softmax.finish(o, l), jnp.where(l == 0, -jnp.inf, m + jnp.log2(l))
-        for smem, number in zip(memory.stats, (lse, *([stats.largest] if p.max_logits else [])), strict=True):
+        for smem, number in zip(
+            memory.stats, (lse, *([stats.largest] if p.max_logits else [])), strict=True
+        ):
             smem[...] = number
         tile.copy_out(*zip(memory.stats, (gmem.at[b, part, h] for gmem in stats_gmem), strict=True))
         for column in range(0, t.value_width, COLUMNS):
@@ -168,13 +179,20 @@ def _sources(ref, table, b, h, j, t: DecodeTiles, width: int) -> list:
     page, last = ref.shape[1], table.shape[1] - 1
     entry = lambda n: table[b, jnp.minimum(n, last)]
     if page >= t.block_k:
-        number, within = lax.div(j, jnp.int32(page // t.block_k)), lax.rem(j, jnp.int32(page // t.block_k))
+        number, within = (
+            lax.div(j, jnp.int32(page // t.block_k)),
+            lax.rem(j, jnp.int32(page // t.block_k)),
+        )
         return [tile.rows_of(ref, entry(number), pl.ds(within * t.block_k, t.block_k), h, width)]
-    return [tile.rows_of(ref, entry(j * t.copies + i), pl.ds(0, page), h, width) for i in range(t.copies)]
+    return [
+        tile.rows_of(ref, entry(j * t.copies + i), pl.ds(0, page), h, width)
+        for i in range(t.copies)
+    ]
 
 
 def _clear(v_smem, first, last, barrier: int):
-    """Zeros in the rows of V before `first` and from `last` on, which nobody sees: there may be NaN."""
+    """Zeros in the rows of V before `first` and from `last` on, which nobody sees: there may be
+    NaN."""
 
     @pl.when((first > 0) | (last < v_smem.shape[0]))
     def _():
@@ -182,5 +200,7 @@ def _clear(v_smem, first, last, barrier: int):
         for column in range(0, v_smem.shape[1], COLUMNS):  # few at a time: o is in registers
             part = v_smem.at[:, pl.ds(column, COLUMNS)]
             v = plgpu.layout_cast(part[...], tile.TILE)
-            part[...] = jnp.where(tile.across((row >= first) & (row < last), v.shape), v, jnp.zeros_like(v))
+            part[...] = jnp.where(
+                tile.across((row >= first) & (row < last), v.shape), v, jnp.zeros_like(v)
+            )
         sync.meet(barrier, 1)

@@ -1,4 +1,5 @@
-"""Where the lengths of batch rows end: behind them may be NaN, 0 * NaN is NaN, and TMA knows only where an array ends."""
+"""Where the lengths of batch rows end: behind them may be NaN, 0 * NaN is NaN, and TMA knows only
+where an array ends."""
 
 from typing import Any, NamedTuple
 
@@ -17,7 +18,8 @@ class Blocks(NamedTuple):
 
 
 def blocks(lengths: jax.Array | None, size: int, *arrays: jax.Array) -> Blocks | None:
-    """Of arrays [B, length, heads, n] in blocks of `size` rows; lengths: int32 [B], or None where there are none."""
+    """Of arrays [B, length, heads, n] in blocks of `size` rows; lengths: int32 [B], or None where
+    there are none."""
     if lengths is None:
         return None
     number = jnp.maximum(lengths - 1, 0) // size
@@ -28,8 +30,8 @@ def blocks(lengths: jax.Array | None, size: int, *arrays: jax.Array) -> Blocks |
 
 
 def reader(last: Blocks | None, batch: Ints, size: int):
-    """read(number, copy, *arrays), which is copy(first row, *arrays) of a block of the arrays, or from the one on in which the
-    length ends, of that one in `last`."""
+    """read(number, copy, *arrays), which is copy(first row, *arrays) of a block of the arrays, or
+    from the one on in which the length ends, of that one in `last`."""
     if last is None:
         return lambda number, copy, *arrays: copy(number * size, *arrays)
     end = last.number[batch]

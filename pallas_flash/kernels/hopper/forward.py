@@ -1,7 +1,8 @@
-"""The forward of FlashAttention-3 (arXiv:2407.08608): softmax of a block under the product of the block before it.
+"""The forward of FlashAttention-3 (arXiv:2407.08608): softmax of a block under the product of the
+block before it.
 
-A program owns 64 queries of one head for each of its consumers, and walks over the keys; the consumers take turns. It may go on
-with other queries of the head.
+A program owns 64 queries of one head for each of its consumers, and walks over the keys; the
+consumers take turns. It may go on with other queries of the head.
 """
 
 import functools
@@ -14,20 +15,34 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash import online_softmax, schedule
 from pallas_flash.arguments import Operands, Problem
-from pallas_flash.kernels.hopper import biased, bits, decode, ends, kept, order, ruled, scored, seen, sync, tile
+from pallas_flash.kernels.hopper import (
+    biased,
+    bits,
+    decode,
+    ends,
+    kept,
+    order,
+    ruled,
+    scored,
+    seen,
+    sync,
+    tile,
+)
 from pallas_flash.kernels.hopper.tuning import ROWS, AllTiles, Tiles
 from pallas_flash.masks import Ints, Visibility
 
 
 class Inputs(NamedTuple):
-    """The kernel's arrays, of sizes that TMA can take, and what the mask comes to for rows, tiles and blocks."""
+    """The kernel's arrays, of sizes that TMA can take, and what the mask comes to for rows, tiles
+    and blocks."""
 
     q: jax.Array  # [B, T, N, H]
     k: jax.Array  # [B, S, K, H]
     v: jax.Array  # [B, S, K, Hv]
     last: ends.Blocks | None  # of k and v
     blocks: jax.Array | seen.Lists | None  # of seen.by_query_tile
-    own_blocks: jax.Array | None  # the same for the rows of each consumer; None too where they are lists
+    # the same for the rows of each consumer; None too where they are lists
+    own_blocks: jax.Array | None
     sinks: jax.Array | None  # [N], less what `scores_apart` leaves out
     seeds: jax.Array | None  # uint32 [B, N, 2], of dropout
     bias: jax.Array | None  # of biased.whole
@@ -37,15 +52,21 @@ class Inputs(NamedTuple):
 
 
 def forward(problem: Problem, tiles: AllTiles, x: Operands):
-    """o [B, T, N, Hv] in the query's dtype, and the Statistics of its rows, with an l where the scores are natural."""
+    """o [B, T, N, Hv] in the query's dtype, and the Statistics of its rows, with an l where the
+    scores are natural."""
     if tiles.decode is not None:
         return decode.forward(problem, tiles.decode, x)
     p, t = problem, tiles.forward
     inputs = _inputs(p, t, x)
     B, T, N, _ = inputs.q.shape
-    # rows of whole tiles: where a vector ends, Mosaic clips its store by the end of the array, not of the row
-    rows = jax.ShapeDtypeStruct((B, N, schedule.ceil_div(p.queries, t.block_q) * t.block_q), jnp.float32)
-    like = online_softmax.Statistics(rows, rows if scored.is_natural(p) else None, rows if p.max_logits else None)
+    # rows of whole tiles: where a vector ends, Mosaic clips its store by the end of the array, not
+    # of the row
+    rows = jax.ShapeDtypeStruct(
+        (B, N, schedule.ceil_div(p.queries, t.block_q) * t.block_q), jnp.float32
+    )
+    like = online_softmax.Statistics(
+        rows, rows if scored.is_natural(p) else None, rows if p.max_logits else None
+    )
     numbers, tree = jax.tree.flatten(like)
     o, *stats = tile.launch(
         functools.partial(_kernel, problem=p, tiles=t),
@@ -56,20 +77,45 @@ def forward(problem: Problem, tiles: AllTiles, x: Operands):
         scratch=Memory.of(t, x.query.dtype, len(numbers)),
         name="flash_attention_forward",
     )
-    stats, left_out = jax.tree.unflatten(tree, [x[:, :, : p.queries] for x in stats]), scored.left_out(p)
-    stats = stats._replace(m=stats.m + left_out, top=None if stats.top is None else stats.top + left_out)
+    stats, left_out = (
+        jax.tree.unflatten(tree, [x[:, :, : p.queries] for x in stats]),
+        scored.left_out(p),
+    )
+    stats = stats._replace(
+        m=stats.m + left_out, top=None if stats.top is None else stats.top + left_out
+    )
     return o[:, : p.queries, :, : p.value_size], stats
 
 
 def _inputs(p: Problem, t: Tiles, x: Operands) -> Inputs:
     blocks = seen.by_query_tile(p, x.visibility, x.mask, t.block_q, t.block_k)
-    own_blocks = None if isinstance(blocks, seen.Lists) else seen.by_query_tile(p, x.visibility, x.mask, ROWS, t.block_k)
+    own_blocks = (
+        None
+        if isinstance(blocks, seen.Lists)
+        else seen.by_query_tile(p, x.visibility, x.mask, ROWS, t.block_k)
+    )
     visibility, _ = seen.intervals(p, x.visibility, t.block_q, t.block_k)
     q, k, v = (tile.padded(a, t.swizzle) for a in (x.query, x.key, x.value))
     last = ends.blocks(x.visibility.lengths[1], t.block_k, k, v)
     sinks = None if x.sinks is None else x.sinks - scored.left_out(p) / p.unit
-    score, where = ruled.numbers(p, x.score, t.block_q, t.block_k), bits.inputs(p, x.mask, x.visibility.where, t)
-    return Inputs(q, k, v, last, blocks, own_blocks, sinks, x.seeds, biased.whole(x.bias, t), score, where, visibility)
+    score, where = (
+        ruled.numbers(p, x.score, t.block_q, t.block_k),
+        bits.inputs(p, x.mask, x.visibility.where, t),
+    )
+    return Inputs(
+        q,
+        k,
+        v,
+        last,
+        blocks,
+        own_blocks,
+        sinks,
+        x.seeds,
+        biased.whole(x.bias, t),
+        score,
+        where,
+        visibility,
+    )
 
 
 class Memory(NamedTuple):
@@ -87,32 +133,50 @@ class Memory(NamedTuple):
     def of(cls, t: Tiles, dtype, numbers: int) -> "Memory":
         barriers = lambda n: plgpu.Barrier(num_barriers=n)
         return cls(
-            q=tile.block(dtype, t.q_stages * t.warpgroups, ROWS, max(t.width, t.value_width), swizzle=t.swizzle),
+            q=tile.block(
+                dtype,
+                t.q_stages * t.warpgroups,
+                ROWS,
+                max(t.width, t.value_width),
+                swizzle=t.swizzle,
+            ),
             k=tile.block(dtype, t.stages, t.block_k, t.width, swizzle=t.swizzle),
             v=tile.block_in_parts(dtype, t.value_stages, t.block_k, t.value_width, t.swizzle),
             stats=(plgpu.SMEM((t.warpgroups, ROWS), jnp.float32),) * numbers,
             q_full=barriers(t.q_stages * t.warpgroups),
             k_full=barriers(t.stages),
-            v_full=plgpu.Barrier(num_arrivals=len(tile.parts(t.block_k)), num_barriers=t.value_stages),
+            v_full=plgpu.Barrier(
+                num_arrivals=len(tile.parts(t.block_k)), num_barriers=t.value_stages
+            ),
         )
 
 
 def _kernel(program, x: Inputs, o_gmem, *outputs, problem: Problem, tiles: Tiles):
     *stats_gmem, memory = outputs
-    place = functools.partial(order.query_tile, program, problem, tiles.block_q, tiles.key_bytes, tiles.rounds)
+    place = functools.partial(
+        order.query_tile, program, problem, tiles.block_q, tiles.key_bytes, tiles.rounds
+    )
     number_of = sync.Numbers(tiles.warpgroups, tiles.stages)
     k = sync.Ring(memory.k, memory.k_full, number_of.first_ring, tiles.warpgroups)
-    v = sync.Ring(memory.v, (memory.v_full,) * len(memory.v), number_of.second_ring, tiles.warpgroups)
-    visited = lambda at: seen.key_blocks(x.blocks, x.visibility, at, at.tile, problem.queries, tiles.block_q, tiles.block_k)
+    v = sync.Ring(
+        memory.v, (memory.v_full,) * len(memory.v), number_of.second_ring, tiles.warpgroups
+    )
+    visited = lambda at: seen.key_blocks(
+        x.blocks, x.visibility, at, at.tile, problem.queries, tiles.block_q, tiles.block_k
+    )
 
     def consume(own):
         turns = sync.Turns(number_of.turns, number_of.alone, tiles.warpgroups, own)
         first_row = lambda at: at.tile * tiles.block_q + own * ROWS
-        rows = lambda x, at: tile.rows_of(x, at.batch, pl.ds(first_row(at), ROWS), at.head, memory.q.shape[2])
+        rows = lambda x, at: tile.rows_of(
+            x, at.batch, pl.ds(first_row(at), ROWS), at.head, memory.q.shape[2]
+        )
         slot = lambda n: sync.slot(n, tiles.q_stages) * tiles.warpgroups + own
 
         def load_q(n):
-            copy = lambda: plgpu.copy_gmem_to_smem(rows(x.q, place(n)), memory.q.at[slot(n)], memory.q_full.at[slot(n)])
+            copy = lambda: plgpu.copy_gmem_to_smem(
+                rows(x.q, place(n)), memory.q.at[slot(n)], memory.q_full.at[slot(n)]
+            )
             pl.when(n < tiles.rounds)(copy)
 
         def attend(n, _):
@@ -127,8 +191,14 @@ def _kernel(program, x: Inputs, o_gmem, *outputs, problem: Problem, tiles: Tiles
             sees = lambda t: view.sees(first_key(t), shape)
             dropout = kept.of(problem.dropped, x.seeds, at.batch, at.head)
             score = scored.of(problem, x.bias, x.score, at.batch, at.head)
-            natural = None if score is None else lambda s, t: score.of(s, first_row(at), first_key(t))
-            drop = lambda p, t: p if dropout is None else jnp.where(dropout.keeps(first_row(at), first_key(t), shape), p, 0.0)
+            natural = (
+                None if score is None else lambda s, t: score.of(s, first_row(at), first_key(t))
+            )
+            drop = lambda p, t: (
+                p
+                if dropout is None
+                else jnp.where(dropout.keeps(first_row(at), first_key(t), shape), p, 0.0)
+            )
             zeros, sink = tile.rows(0.0), None if x.sinks is None else x.sinks[at.head]
             start = online_softmax.start(zeros, sink, problem.unit, problem.max_logits)
             pass_by = functools.partial(_pass_by, k, v, turns)
@@ -139,7 +209,10 @@ def _kernel(program, x: Inputs, o_gmem, *outputs, problem: Problem, tiles: Tiles
             for smem, number in zip(stats_smem, jax.tree.leaves(stats), strict=True):
                 smem[...] = number
             by_row = at.batch, at.head, pl.ds(first_row(at), ROWS)
-            tile.copy_out((wide, rows(o_gmem, at)), *zip(stats_smem, (x.at[by_row] for x in stats_gmem), strict=True))
+            tile.copy_out(
+                (wide, rows(o_gmem, at)),
+                *zip(stats_smem, (x.at[by_row] for x in stats_gmem), strict=True),
+            )
             load_q(n + tiles.q_stages)
 
         for n in range(tiles.q_stages):
@@ -171,15 +244,30 @@ def _pass_by(k: sync.Ring, v: sync.Ring, turns: sync.Turns, t, _):
 
 
 def _own_blocks(
-    x: Inputs, at: order.Place, own: Ints, blocks: schedule.Blocks | schedule.Listed, problem: Problem, tiles: Tiles
+    x: Inputs,
+    at: order.Place,
+    own: Ints,
+    blocks: schedule.Blocks | schedule.Listed,
+    problem: Problem,
+    tiles: Tiles,
 ) -> schedule.Blocks:
-    """The places of those of a program's blocks that a consumer needs, at least one; it passes by the others."""
-    if isinstance(blocks, schedule.Listed) or isinstance(blocks.last, int):  # the latter: all rows see all keys
+    """The places of those of a program's blocks that a consumer needs, at least one; it passes by
+    the others."""
+    # the latter: all rows see all keys
+    if isinstance(blocks, schedule.Listed) or isinstance(blocks.last, int):
         return blocks.walk().blocks
-    number = jnp.minimum(at.tile * tiles.warpgroups + own, schedule.ceil_div(problem.queries, ROWS) - 1)
-    mine = seen.key_blocks(x.own_blocks, x.visibility, at, number, problem.queries, ROWS, tiles.block_k)
+    number = jnp.minimum(
+        at.tile * tiles.warpgroups + own, schedule.ceil_div(problem.queries, ROWS) - 1
+    )
+    mine = seen.key_blocks(
+        x.own_blocks, x.visibility, at, number, problem.queries, ROWS, tiles.block_k
+    )
     first = schedule.between(mine.first, blocks.first, blocks.last - 1)
-    return mine._replace(first=first, last=schedule.between(mine.last, first + 1, blocks.last)).clipped().turned(blocks.last)
+    return (
+        mine._replace(first=first, last=schedule.between(mine.last, first + 1, blocks.last))
+        .clipped()
+        .turned(blocks.last)
+    )
 
 
 def _attend(
@@ -195,12 +283,12 @@ def _attend(
     problem: Problem,
     tiles: Tiles,
 ):
-    """o [64, value_width] of a consumer's queries, and their Statistics [64]: with an l where scores are natural, else without
-    and less what `scores_apart` leaves out.
+    """o [64, value_width] of a consumer's queries, and their Statistics [64]: with an l where
+    scores are natural, else without and less what `scores_apart` leaves out.
 
-    `start` has those before any key. `blocks` are numbered as they come; of the t-th sees(t) is which query sees which key,
-    natural(s, t) the logits that a bias or a score_mod makes of S (None: there are neither), and drop(p, t) P with 0 where
-    dropout drops a weight.
+    `start` has those before any key. `blocks` are numbered as they come; of the t-th sees(t) is
+    which query sees which key, natural(s, t) the logits that a bias or a score_mod makes of S
+    (None: there are neither), and drop(p, t) P with 0 where dropout drops a weight.
     """
     shape = ROWS, tiles.block_k
 
@@ -214,8 +302,10 @@ def _attend(
         p, alpha, stats = online_softmax.step(s, stats, scale, tiles.slack, problem.unit)
         return drop(p, t), alpha, stats
 
-    def await_k(t, early: bool, masked: bool = False):  # early: ptxas moves the wait for the products up over the exponentials,
-        if early == tiles.k_early:  # but neither over this wait nor, in steps with a mask, over the barrier
+    # early: ptxas moves the wait for the products up over the exponentials,
+    def await_k(t, early: bool, masked: bool = False):
+        # but neither over this wait nor, in steps with a mask, over the barrier
+        if early == tiles.k_early:
             pl.when(t <= last)(lambda: k.wait(t)) if early else k.wait(t)
         elif early and masked:
             turns.stand()
@@ -223,7 +313,8 @@ def _attend(
     first, last = blocks.first, blocks.last - 1
     k.wait(first)
     turns.take()
-    s = tile.product(lambda acc: (tile.dot_t(acc, q, k.block(first)), turns.pass_on()), shape)  # [bq, bk]
+    # [bq, bk]
+    s = tile.product(lambda acc: (tile.dot_t(acc, q, k.block(first)), turns.pass_on()), shape)
     k.release(first)
     known_full = isinstance(last, int) and blocks.full_first <= first
     p, _, stats = softmax(s, first, start, not known_full)
@@ -249,14 +340,21 @@ def _attend(
         o, _, p, alpha, *stats = tile.overlap(under_the_products, (o, tile.zeros(*shape)), like)
         v.release(t - 1)
         o = tile.rescaled(o, alpha) if tiles.slack else o * tile.across(alpha, o.shape)
-        return o, online_softmax.Statistics(*stats), p.astype(q.dtype)  # cast only now: the product before it read the old p
+        # cast only now: the product before it read the old p
+        return o, online_softmax.Statistics(*stats), p.astype(q.dtype)
 
     carry = tile.zeros(ROWS, tiles.value_width), stats, p.astype(q.dtype)
     o, stats, p = blocks.rest().visit(step, carry)
     turns.take()
     v.wait(last)
-    (o,) = tile.products_add(lambda acc: (tile.dot_in_parts(acc, p, v.block(last)), turns.pass_on()), o)
+    (o,) = tile.products_add(
+        lambda acc: (tile.dot_in_parts(acc, p, v.block(last)), turns.pass_on()), o
+    )
     v.release(last)
     m, l, top = stats
-    stats = stats if natural is not None else online_softmax.Statistics(jnp.where(l == 0, -jnp.inf, m + jnp.log2(l)), None, top)
+    stats = (
+        stats
+        if natural is not None
+        else online_softmax.Statistics(jnp.where(l == 0, -jnp.inf, m + jnp.log2(l)), None, top)
+    )
     return online_softmax.finish(o, l, problem.kept), stats

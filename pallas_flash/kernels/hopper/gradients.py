@@ -14,7 +14,8 @@ from pallas_flash.masks import Visibility
 
 
 class Inputs(NamedTuple):
-    """The kernels' arrays, of sizes that TMA can take, and what the mask comes to for rows, tiles and blocks."""
+    """The kernels' arrays, of sizes that TMA can take, and what the mask comes to for rows, tiles
+    and blocks."""
 
     q: jax.Array  # [B, T, N, H]
     k: jax.Array  # [B, S, K, H]
@@ -22,7 +23,9 @@ class Inputs(NamedTuple):
     do: jax.Array  # [B, T, N, Hv]
     last: ends.Blocks | None  # of k and v
     last_queries: ends.Blocks | None  # of q and do
-    lse: jax.Array  # [B, N, whole tiles of T]: in the problem's unit, less what `scores_apart` leaves out; +inf: p = 0
+    # [B, N, whole tiles of T]: in the problem's unit, less what `scores_apart` leaves out; +inf: p
+    # = 0
+    lse: jax.Array
     delta: jax.Array  # the same shape
     seeds: jax.Array | None  # uint32 [B, N, 2], of dropout
     bias: jax.Array | None  # of biased.whole
@@ -32,23 +35,48 @@ class Inputs(NamedTuple):
     visibility: Visibility  # its data by rows and keys only, without the Predicate
 
 
-def inputs(p: Problem, t: Tiles | KeyTiles, visibility: Visibility, mask, blocks, seeds, bias, score, *arrays) -> Inputs:
+def inputs(
+    p: Problem,
+    t: Tiles | KeyTiles,
+    visibility: Visibility,
+    mask,
+    blocks,
+    seeds,
+    bias,
+    score,
+    *arrays,
+) -> Inputs:
     (q, k, v, do, lse, delta), lengths, bias = arrays, visibility.lengths, biased.whole(bias, t)
-    score, where = ruled.numbers(p, score, t.block_q, t.block_k), bits.inputs(p, mask, visibility.where, t)
+    score, where = (
+        ruled.numbers(p, score, t.block_q, t.block_k),
+        bits.inputs(p, mask, visibility.where, t),
+    )
     visibility, _ = seen.intervals(p, visibility, t.block_q, t.block_k)
     more = (0, 0), (0, 0), (0, -p.queries % t.block_q)
     lse, delta = jnp.pad(lse, more, constant_values=jnp.inf), jnp.pad(delta, more)
     q, k, v, do = (tile.padded(x, t.swizzle) for x in (q, k, v, do))
-    last, last_queries = ends.blocks(lengths[1], t.block_k, k, v), ends.blocks(lengths[0], t.block_q, q, do)
-    return Inputs(q, k, v, do, last, last_queries, lse, delta, seeds, bias, score, where, blocks, visibility)
+    last, last_queries = (
+        ends.blocks(lengths[1], t.block_k, k, v),
+        ends.blocks(lengths[0], t.block_q, q, do),
+    )
+    return Inputs(
+        q, k, v, do, last, last_queries, lse, delta, seeds, bias, score, where, blocks, visibility
+    )
 
 
-def probabilities(problem: Problem, s, lse: Callable, sees: Callable | None, keeps: Callable | None, natural: Callable | None):
+def probabilities(
+    problem: Problem,
+    s,
+    lse: Callable,
+    sees: Callable | None,
+    keeps: Callable | None,
+    natural: Callable | None,
+):
     """P as dropout leaves it, and the weight and the function that `dlogits` takes, from S = Q K^T.
 
-    lse(shape), sees(shape), which query sees which key, and keeps(shape), which weights dropout keeps, have the shape of S; None:
-    every query sees every key, and all weights are kept. natural(s) is scored.OfHead.vjp; None: there is no bias, and no
-    score_mod.
+    lse(shape), sees(shape), which query sees which key, and keeps(shape), which weights dropout
+    keeps, have the shape of S; None: every query sees every key, and all weights are kept.
+    natural(s) is scored.OfHead.vjp; None: there is no bias, and no score_mod.
     """
     if natural is None:
         apart, back = online_softmax.scores_apart(s, problem.scale, problem.soft_cap), None
@@ -56,7 +84,8 @@ def probabilities(problem: Problem, s, lse: Callable, sees: Callable | None, kee
     else:
         logits, back = natural(s)
         rows = lse(s.shape)
-        p = jnp.where(rows == jnp.inf, 0.0, online_softmax.power(logits - rows, 1.0))  # of rows that are not there may be NaN
+        # of rows that are not there may be NaN
+        p = jnp.where(rows == jnp.inf, 0.0, online_softmax.power(logits - rows, 1.0))
         weight = p
     if sees is not None:
         seen = sees(s.shape)
@@ -68,8 +97,8 @@ def probabilities(problem: Problem, s, lse: Callable, sees: Callable | None, kee
 
 
 def dlogits(problem: Problem, weight, back: Callable | None, dp, delta):
-    """|weight| (dP - delta), where dropout leaves dP if the weight, which is never below 0 without it, is above 0; and what
-    `back` makes of it. Without delta (None) dp is dP - delta."""
+    """|weight| (dP - delta), where dropout leaves dP if the weight, which is never below 0 without
+    it, is above 0; and what `back` makes of it. Without delta (None) dp is dP - delta."""
     if problem.dropped:
         ds = jnp.maximum(weight, 0.0) * dp - jnp.abs(weight) * delta
     else:

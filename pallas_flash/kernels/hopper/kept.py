@@ -1,4 +1,5 @@
-"""Which weights of a tile dropout keeps. Random words are shared as registers are: ptxas alone does not always see who shares."""
+"""Which weights of a tile dropout keeps. Random words are shared as registers are: ptxas alone does
+not always see who shares."""
 
 from typing import NamedTuple
 
@@ -25,7 +26,9 @@ class Dropout(NamedTuple):
         of_row = dropout.of_row(self.first, first_query + tile.count(queries, tile.ROW))
         of_column = dropout.of_column(self.second, first_key + (number & ~7) * 4 + (number & 7))
         word = dropout.word(tile.across(of_row, words), tile.down(of_column, words))
-        eight = lambda key: dropout.stays(self.dropped, word[:, key // 32 * 8 :][:, :8], np.int32(key))
+        eight = lambda key: dropout.stays(
+            self.dropped, word[:, key // 32 * 8 :][:, :8], np.int32(key)
+        )
         return jnp.concatenate([eight(key) for key in range(0, keys, 8)], axis=1)
 
     def keeps_transposed(self, first_query: Ints, first_key: Ints, shape):

@@ -1,7 +1,8 @@
-"""In which order the programs of a Hopper kernel run: a one-dimensional grid, and what each program owns.
+"""In which order the programs of a Hopper kernel run: a one-dimensional grid, and what each program
+owns.
 
-Programs are in sections of heads whose inputs fit into the L2 cache together. In a section those come first whose tile is
-likely to see most, and heads that share keys and values are neighbours.
+Programs are in sections of heads whose inputs fit into the L2 cache together. In a section those
+come first whose tile is likely to see most, and heads that share keys and values are neighbours.
 """
 
 from typing import NamedTuple
@@ -29,7 +30,10 @@ def query_tiles(p: Problem, block_q: int, rounds: int = 1) -> int:
     """The number of programs that each own `rounds` tiles of queries."""
     count = schedule.ceil_div(p.queries, block_q)
     if count % rounds:
-        raise ValueError(f"each program owns as many tiles of a head; got {rounds} to a program, of {count} to a head.")
+        raise ValueError(
+            f"each program owns as many tiles of a head; got {rounds} to a program, of {count} to "
+            "a head."
+        )
     return p.batch * p.heads * (count // rounds)
 
 
@@ -38,17 +42,23 @@ def key_tiles(p: Problem, block_k: int) -> int:
     return p.batch * p.kv_heads * schedule.ceil_div(p.keys, block_k)
 
 
-def query_tile(program: Ints, p: Problem, block_q: int, key_bytes: int, rounds: int = 1, turn: Ints = 0) -> Place:
-    """Tile number `turn` of the `rounds` of a program that owns queries, all of one head and as far from each other as can be; a
-    key and its value take `key_bytes`. The last tiles, as a rule, see most."""
+def query_tile(
+    program: Ints, p: Problem, block_q: int, key_bytes: int, rounds: int = 1, turn: Ints = 0
+) -> Place:
+    """Tile number `turn` of the `rounds` of a program that owns queries, all of one head and as far
+    from each other as can be; a key and its value take `key_bytes`. The last tiles, as a rule, see
+    most."""
     count = schedule.ceil_div(p.queries, block_q)
-    pair, tile = _pair(program, p.group * _together(p.batch * p.kv_heads, p.keys * key_bytes), count // rounds)
+    pair, tile = _pair(
+        program, p.group * _together(p.batch * p.kv_heads, p.keys * key_bytes), count // rounds
+    )
     batch, head = _div(pair, p.heads)
     return Place(batch, head, _div(head, p.group)[0], count - 1 - tile - turn * (count // rounds))
 
 
 def key_tile(program: Ints, p: Problem, block_k: int, query_bytes: int) -> Place:
-    """Of a program that owns keys; a query and its do take `query_bytes`. The first tiles, as a rule, are seen by most."""
+    """Of a program that owns keys; a query and its do take `query_bytes`. The first tiles, as a
+    rule, are seen by most."""
     together = _together(p.batch * p.kv_heads, p.queries * p.group * query_bytes)
     pair, tile = _pair(program, together, schedule.ceil_div(p.keys, block_k))
     batch, kv_head = _div(pair, p.kv_heads)

@@ -1,4 +1,5 @@
-"""A consumer that owns keys: what a block of queries adds to its part of dK and dV, and in the fused scheme to dQ."""
+"""A consumer that owns keys: what a block of queries adds to its part of dK and dV, and in the
+fused scheme to dQ."""
 
 import functools
 from typing import Any, NamedTuple
@@ -27,7 +28,8 @@ class Block(NamedTuple):
 
 
 class Owner(NamedTuple):
-    """A consumer that owns keys: a part of its program's dK and dV. Scores are transposed, [keys, queries]."""
+    """A consumer that owns keys: a part of its program's dK and dV. Scores are transposed, [keys,
+    queries]."""
 
     problem: Problem
     tiles: KeyTiles
@@ -41,7 +43,8 @@ class Owner(NamedTuple):
     dq_gmem: Any = None  # in the fused scheme
 
     def cut(self, size: int, parts: int) -> pl.Slice:
-        """The consumer's part of an axis that is cut into so many parts, one or one for each consumer."""
+        """The consumer's part of an axis that is cut into so many parts, one or one for each
+        consumer."""
         own = self.number if parts > 1 else sync.opaque(0)
         return pl.ds(pl.multiple_of(own * (size // parts), size // parts), size // parts)
 
@@ -56,7 +59,9 @@ class Owner(NamedTuple):
         return pl.ds(first if size < width else 0, size)
 
     def meet(self):
-        sync.meet(sync.Numbers(self.tiles.warpgroups, self.tiles.stages).meeting, self.tiles.warpgroups)
+        sync.meet(
+            sync.Numbers(self.tiles.warpgroups, self.tiles.stages).meeting, self.tiles.warpgroups
+        )
 
     def after_s(self, operation: str):
         """The second consumer's product comes behind the first one's."""
@@ -69,7 +74,9 @@ class Owner(NamedTuple):
             return self.add_columns(block, masked, dk, dv)
         q, _, do, _ = self.queries.block(block.number)
         parts = [pl.ds(first, ROWS) for first in range(0, self.tiles.block_q, ROWS)]
-        shared = None if self.dq_gmem is None else self.memory.ds.at[lax.rem(block.number, jnp.int32(2))]
+        shared = (
+            None if self.dq_gmem is None else self.memory.ds.at[lax.rem(block.number, jnp.int32(2))]
+        )
 
         def products(dk_acc, dv_acc):
             def add_dk():
@@ -95,10 +102,20 @@ class Owner(NamedTuple):
         return sums
 
     def add_columns(self, block: Block, masked: bool, dk, dv):
-        """The same for the consumer's columns, by way of shared memory: the first consumer computes P and dS, the second dP."""
-        (q, _, do, delta), shape, rows = self.queries.block(block.number), (ROWS, ROWS), pl.ds(0, ROWS)
-        k, v, dp, ds = (x.at[self.keys] for x in (self.memory.k, self.memory.v, self.memory.dp, self.memory.ds))
-        p, wait = self.memory.p.at[lax.rem(block.number, jnp.int32(2))], functools.partial(self.queries.wait, block.number)
+        """The same for the consumer's columns, by way of shared memory: the first consumer computes
+        P and dS, the second dP."""
+        (q, _, do, delta), shape, rows = (
+            self.queries.block(block.number),
+            (ROWS, ROWS),
+            pl.ds(0, ROWS),
+        )
+        k, v, dp, ds = (
+            x.at[self.keys] for x in (self.memory.k, self.memory.v, self.memory.dp, self.memory.ds)
+        )
+        p, wait = (
+            self.memory.p.at[lax.rem(block.number, jnp.int32(2))],
+            functools.partial(self.queries.wait, block.number),
+        )
         if self.is_first:
             wait(array=0)
             s = tile.product(lambda acc: (tile.dot_t(acc, k, q), self.after_s("arrive")), shape)
@@ -133,7 +150,10 @@ class Owner(NamedTuple):
     def p_and_ds(self, block: Block, rows: pl.Slice, masked: bool):
         """P and dS, 16 bits, of 64 of the block's queries."""
         q, _, do, delta = self.queries.block(block.number)
-        shape, has_data = (ROWS, ROWS), self.x.visibility.has_data or isinstance(block.rule, ruled.OfHead)
+        shape, has_data = (
+            (ROWS, ROWS),
+            self.x.visibility.has_data or isinstance(block.rule, ruled.OfHead),
+        )
 
         def wait(array):
             if rows.start == 0:
@@ -149,7 +169,8 @@ class Owner(NamedTuple):
 
         def finish_s(s):
             p, weight, back = self.probabilities(block, rows, masked, s)
-            wait(array=3)  # ptxas moves no wait for a product before this one, and no exponential behind it
+            # ptxas moves no wait for a product before this one, and no exponential behind it
+            wait(array=3)
             return p, weight, back
 
         def both(s_acc, dp_acc):
@@ -165,7 +186,9 @@ class Owner(NamedTuple):
         else:
             p, weight, dp = tile.products(both, shape, shape)
             back = None
-        return p, dlogits(self.problem, weight, back, dp, self.per_query(delta, rows)(shape)).astype(q.dtype)
+        return p, dlogits(
+            self.problem, weight, back, dp, self.per_query(delta, rows)(shape)
+        ).astype(q.dtype)
 
     def probabilities(self, block: Block, rows: pl.Slice, masked: bool, s):
         """P, 16 bits, of 64 of the block's queries, and what `dlogits` takes."""
@@ -173,13 +196,17 @@ class Owner(NamedTuple):
         sees = keeps = natural = None
         first_row, first_key = block.first_row + rows.start, self.first_key + self.keys.start
         if masked:
-            view = seen.view(self.x.visibility, sync.opaque(self.batch), first_row, block.rule, transposed=True)
+            view = seen.view(
+                self.x.visibility, sync.opaque(self.batch), first_row, block.rule, transposed=True
+            )
             sees = functools.partial(view.sees, first_key)
         if block.dropout is not None:
             keeps = functools.partial(block.dropout.keeps_transposed, first_row, first_key)
         if block.score is not None:
             natural = lambda s: block.score.vjp(s, first_row, first_key, transposed=True)
-        p, weight, back = probabilities(self.problem, s, self.per_query(lse, rows), sees, keeps, natural)
+        p, weight, back = probabilities(
+            self.problem, s, self.per_query(lse, rows), sees, keeps, natural
+        )
         return (*lax.optimization_barrier((p.astype(q.dtype), weight)), back)
 
     def per_query(self, ref, rows: pl.Slice):
@@ -187,7 +214,8 @@ class Owner(NamedTuple):
         return lambda shape: tile.down(plgpu.load(ref.at[rows], layout=tile.COLUMN), shape)
 
     def add_dq(self, block: Block, ds, begin_more):
-        """dQ += dS K in global memory, of which a consumer adds its part; ds is of all consumers, [block_k, block_q]."""
+        """dQ += dS K in global memory, of which a consumer adds its part; ds is of all consumers,
+        [block_k, block_q]."""
         rows = self.cut(self.tiles.block_q, self.tiles.block_q // ROWS)
         columns = self.cut(self.tiles.width, self.tiles.dq_column_parts)
         more = self.tiles.block_q // ROWS  # products
@@ -199,4 +227,8 @@ class Owner(NamedTuple):
 
         dq = tile.products(product, (rows.size, columns.size))
         rows = pl.ds(block.first_row + rows.start, rows.size)
-        tile.add_out(dq, self.memory.dq.at[self.number], self.dq_gmem.at[self.batch, rows, block.head, columns])
+        tile.add_out(
+            dq,
+            self.memory.dq.at[self.number],
+            self.dq_gmem.at[self.batch, rows, block.head, columns],
+        )

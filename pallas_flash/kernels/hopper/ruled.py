@@ -27,7 +27,9 @@ class Numbers(NamedTuple):
     head: Any  # int32 [N]
     offset: Any  # int32 [B]; None where it is known
     values: (
-        tuple  # each [B or 1, N or 1, n], n = 1, or whole tiles of queries or of keys where the index is made of theirs; where
+        # each [B or 1, N or 1, n], n = 1, or whole tiles of queries or of keys where the index is
+        # made of theirs; where
+        tuple
     )
     # it is made of both, all of the array, [n]
 
@@ -39,20 +41,31 @@ def numbers(p: Problem, asked: rule.Asked | None, block_q: int, block_k: int) ->
     b, h = asked.numbers(p.batch, p.heads)
     offset = None if isinstance(asked.offset, int) else asked.offset
     # beyond the last query or key is what it reads for the last
-    count = lambda n, size: jnp.minimum(jnp.arange(schedule.ceil_div(n, size) * size, dtype=jnp.int32)[None, None], n - 1)
-    position = count(p.queries, block_q) + (asked.offset if offset is None else offset[:, None, None])
+    count = lambda n, size: jnp.minimum(
+        jnp.arange(schedule.ceil_div(n, size) * size, dtype=jnp.int32)[None, None], n - 1
+    )
+    position = count(p.queries, block_q) + (
+        asked.offset if offset is None else offset[:, None, None]
+    )
     read = lambda array, index: asked.arrays[array][index]
-    of = lambda *at: [_stored(value) for _, value in asked.reads(read, b[:, None, None], h[:, None], *at)]
+    of = lambda *at: [
+        _stored(value) for _, value in asked.reads(read, b[:, None, None], h[:, None], *at)
+    ]
     both = zip(asked.rule.reads, of(position, 0), of(0, count(p.keys, block_k)), strict=True)
     whole = lambda at: _stored(asked.arrays[at.array].reshape(-1)).reshape(-1)
     values = tuple(
-        whole(at) if at.numbers >= BY_PAIR else of_key if KEY in at.numbers else of_query for at, of_query, of_key in both
+        whole(at) if at.numbers >= BY_PAIR else of_key if KEY in at.numbers else of_query
+        for at, of_query, of_key in both
     )
-    return Numbers(b if asked.rule.reads_batch else None, h if asked.rule.reads_head else None, offset, values)
+    return Numbers(
+        b if asked.rule.reads_batch else None, h if asked.rule.reads_head else None, offset, values
+    )
 
 
 QUERY, KEY = 2, 3  # of a rule's numbers
-AT_ONCE = 32  # columns of a tile whose numbers are read one by one: registers do not hold the indices of many more
+# columns of a tile whose numbers are read one by one: registers do not hold the indices of many
+# more
+AT_ONCE = 32
 
 
 def _stored(value) -> jax.Array:
@@ -73,8 +86,15 @@ class Block(NamedTuple):
     def parts(self, size: int) -> list["Block"]:
         """The same in blocks of so many columns at most."""
         rows, columns = self.shape
-        at = lambda n: (self.first_query + n, self.first_key) if self.transposed else (self.first_query, self.first_key + n)
-        return [Block(*at(n), (rows, min(size, columns - n)), self.transposed) for n in range(0, columns, size)]
+        at = lambda n: (
+            (self.first_query + n, self.first_key)
+            if self.transposed
+            else (self.first_query, self.first_key + n)
+        )
+        return [
+            Block(*at(n), (rows, min(size, columns - n)), self.transposed)
+            for n in range(0, columns, size)
+        ]
 
 
 class OfHead(NamedTuple):
@@ -84,18 +104,31 @@ class OfHead(NamedTuple):
     batch: Ints
     head: Ints
     offset: Ints
-    values: list  # numbers; where they are those of queries or keys, a function from a slice of these to its ref; of both, a ref
+    # numbers; where they are those of queries or keys, a function from a slice of these to its ref;
+    # of both, a ref
+    values: list
 
     def allowed(self, first_query: Ints, first_key: Ints, shape, transposed: bool = False):
-        """Whether the rule of a mask lets each query see each key of a block, in the shape of the scores."""
-        return self.steps(self.asked.made, Block(first_query, first_key, shape, transposed)).output(0)
+        """Whether the rule of a mask lets each query see each key of a block, in the shape of the
+        scores."""
+        return self.steps(self.asked.made, Block(first_query, first_key, shape, transposed)).output(
+            0
+        )
 
-    def steps(self, f: Callable, block: Block, *more: Callable, first: int | None = None) -> "Steps":
-        """Those of f(values, b, h, query, key, *more), where more() are float32 tiles, and values what the rule reads, or the
-        first of that alone."""
+    def steps(
+        self, f: Callable, block: Block, *more: Callable, first: int | None = None
+    ) -> "Steps":
+        """Those of f(values, b, h, query, key, *more), where more() are float32 tiles, and values
+        what the rule reads, or the first of that alone."""
         shape, values = block.shape, self._reads()[:first]
-        logit, index, number = (jax.ShapeDtypeStruct(*x) for x in ((shape, jnp.float32), (shape, jnp.int32), ((), jnp.int32)))
-        found = [jax.ShapeDtypeStruct(shape if at.numbers & BY_PAIR else (), dtype) for at, dtype in values]
+        logit, index, number = (
+            jax.ShapeDtypeStruct(*x)
+            for x in ((shape, jnp.float32), (shape, jnp.int32), ((), jnp.int32))
+        )
+        found = [
+            jax.ShapeDtypeStruct(shape if at.numbers & BY_PAIR else (), dtype)
+            for at, dtype in values
+        ]
         with rule.any_mesh():
             program = jax.make_jaxpr(f)(found, number, number, index, index, *[logit for _ in more])
         return Steps(
@@ -116,7 +149,9 @@ class OfHead(NamedTuple):
         """What its read number n finds for a block."""
         x, (at, dtype) = self.values[n], self._reads()[n]
         if at.numbers >= BY_PAIR:
-            x = jnp.concatenate([_gathered(x, self._place(n, part)) for part in block.parts(AT_ONCE)], axis=1)
+            x = jnp.concatenate(
+                [_gathered(x, self._place(n, part)) for part in block.parts(AT_ONCE)], axis=1
+            )
         elif KEY in at.numbers:
             x = seen.for_keys(x, block.first_key, block.shape, block.transposed)
         elif QUERY in at.numbers:
@@ -125,26 +160,41 @@ class OfHead(NamedTuple):
 
     def _place(self, n: int, block: Block):
         """Where in its array that is, which lies in memory as a vector."""
-        asked, shape = self.asked.rule, self.asked.rule.arrays[self.asked.rule.reads[n].array].aval.shape
+        asked, shape = (
+            self.asked.rule,
+            self.asked.rule.arrays[self.asked.rule.reads[n].array].aval.shape,
+        )
         place = lambda values, *at: reads.flat(rule.each(asked.index, *at, *values), shape)
-        return self.steps(lambda *x: jnp.broadcast_to(place(*x), block.shape), block, first=n).output(0)
+        return self.steps(
+            lambda *x: jnp.broadcast_to(place(*x), block.shape), block, first=n
+        ).output(0)
 
 
 def _gathered(ref, index):
-    """Of a vector in global memory the elements with these numbers, a tile: a load for each, of which L1 serves most."""
+    """Of a vector in global memory the elements with these numbers, a tile: a load for each, of
+    which L1 serves most."""
     of_tile = plgpu.ShapeDtypeStruct(index.shape, ref.dtype, layout=tile.TILE)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), tile.TILE), return_type=of_tile)
     def gather(_, ref, index):  # a name that the interpreter in tests/ knows
-        arith, ir, memref, vector = (getattr(mgpu.utils, name) for name in ("arith", "ir", "memref", "vector"))
+        arith, ir, memref, vector = (
+            getattr(mgpu.utils, name) for name in ("arith", "ir", "memref", "vector")
+        )
 
         def loaded(numbers):
-            each = [vector.extract(numbers, [], [n]) for n in range(ir.VectorType(numbers.type).shape[0])]
+            each = [
+                vector.extract(numbers, [], [n])
+                for n in range(ir.VectorType(numbers.type).shape[0])
+            ]
             values = [memref.load(ref, [arith.index_cast(ir.IndexType.get(), n)]) for n in each]
             return vector.from_elements(ir.VectorType.get((len(values),), values[0].type), values)
 
         registers = np.vectorize(loaded, otypes=[object])(index.registers)
-        return mgpu.FragmentedArray(_registers=registers, _layout=index.layout, _is_signed=mgpu.utils.is_signed(of_tile.dtype))
+        return mgpu.FragmentedArray(
+            _registers=registers,
+            _layout=index.layout,
+            _is_signed=mgpu.utils.is_signed(of_tile.dtype),
+        )
 
     return gather(ref, index)
 
@@ -155,17 +205,25 @@ def of(asked: rule.Asked | None, x: Numbers | None, batch: Ints, head: Ints) -> 
         return None
     b, h = None if x.batch is None else x.batch[batch], None if x.head is None else x.head[head]
     entry = lambda ref: seen.entry(ref, batch, head)
-    part = lambda ref: lambda rows: ref.at[(*(n if isinstance(n, int) else sync.opaque(n) for n in entry(ref)), rows)]
+    part = lambda ref: (
+        lambda rows: ref.at[
+            (*(n if isinstance(n, int) else sync.opaque(n) for n in entry(ref)), rows)
+        ]
+    )
     values = [
-        ref if at.numbers >= BY_PAIR else part(ref) if at.numbers & BY_PAIR else ref[(*entry(ref), 0)]
+        ref
+        if at.numbers >= BY_PAIR
+        else part(ref)
+        if at.numbers & BY_PAIR
+        else ref[(*entry(ref), 0)]
         for at, ref in zip(asked.rule.reads, x.values, strict=True)
     ]
     return OfHead(asked, b, h, asked.offset if x.offset is None else x.offset[batch], values)
 
 
 class Steps:
-    """A program of tiles. What it computes it computes once, and where it is asked for: what nobody reads would be in the way of
-    Mosaic's layout inference."""
+    """A program of tiles. What it computes it computes once, and where it is asked for: what nobody
+    reads would be in the way of Mosaic's layout inference."""
 
     def __init__(self, program, *inputs: Callable):
         self.jaxpr, self.known = program.jaxpr, {}
@@ -181,7 +239,11 @@ class Steps:
         if x not in self.known:
             if x not in self.makes:
                 eqn = self.equations[x]
-                self.makes |= zip(eqn.outvars, _outputs(eqn, [functools.partial(self, of) for of in eqn.invars]), strict=True)
+                self.makes |= zip(
+                    eqn.outvars,
+                    _outputs(eqn, [functools.partial(self, of) for of in eqn.invars]),
+                    strict=True,
+                )
             self.known[x] = self.makes[x]()
         return self.known[x]
 

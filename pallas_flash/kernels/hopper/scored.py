@@ -1,5 +1,5 @@
-"""The logits of a tile that a bias or a score_mod changes, and their derivative. They are natural, and so is all that is made of
-them: either may bring them to the ends of float32."""
+"""The logits of a tile that a bias or a score_mod changes, and their derivative. They are natural,
+and so is all that is made of them: either may bring them to the ends of float32."""
 
 from typing import NamedTuple
 
@@ -34,12 +34,17 @@ class OfHead(NamedTuple):
         return self.vjp(s, first_query, first_key)[0]
 
     def vjp(self, s, first_query: Ints, first_key: Ints, transposed: bool = False):
-        """The same, and the function from their cotangent to that of scale * S + bias; None: it is the same."""
+        """The same, and the function from their cotangent to that of scale * S + bias; None: it is
+        the same."""
         x, cap = s * self.problem.scale, self.problem.soft_cap
         if self.bias is not None:
             x = x + self.bias.of(first_query, first_key, s.shape, transposed)
         if cap is None:
-            return (x, None) if self.rule is None else self._modified(x, first_query, first_key, transposed)
+            return (
+                (x, None)
+                if self.rule is None
+                else self._modified(x, first_query, first_key, transposed)
+            )
         apart, times = online_softmax.scores_apart(x, 1.0, cap)
         x = apart * (times * online_softmax.LN2) + cap
         of_cap = lambda ds: online_softmax.capped_apart(ds, apart, cap)
@@ -51,7 +56,8 @@ class OfHead(NamedTuple):
     def _modified(self, logits, first_query: Ints, first_key: Ints, transposed: bool):
         """What the score_mod makes of logits, and the function from its cotangent to theirs.
 
-        Where the cotangent is 0, as of a pair that a mask hides, so is the other: there the rule may have no derivative.
+        Where the cotangent is 0, as of a pair that a mask hides, so is the other: there the rule
+        may have no derivative.
         """
         made, given = self.rule.asked.made, []
 

@@ -18,13 +18,15 @@ from pallas_flash.masks import Ints, Visibility
 
 
 class View(NamedTuple):
-    """What a tile of queries sees. Scores have a row for each query; where they are transposed, a row for each key."""
+    """What a tile of queries sees. Scores have a row for each query; where they are transposed, a
+    row for each key."""
 
     visibility: Visibility  # its data by row are in registers, those by key are refs
     batch: Ints
     start: Ints  # [queries]
     stop: Ints
-    where: Callable | None = None  # what array or Predicate allow: of the first key, the shape, and whether that is transposed
+    # what array or Predicate allow: of the first key, the shape, and whether that is transposed
+    where: Callable | None = None
     transposed: bool = False
 
     def sees(self, first_key: Ints, shape):
@@ -33,7 +35,9 @@ class View(NamedTuple):
         v, ids = self.visibility, ()
         allowed = None if self.where is None else self.where(first_key, shape, self.transposed)
         if v.query_ids is not None:
-            key_ids = for_keys(lambda keys: v.key_ids.at[self.batch, keys], first_key, shape, self.transposed)
+            key_ids = for_keys(
+                lambda keys: v.key_ids.at[self.batch, keys], first_key, shape, self.transposed
+            )
             ids = spread_query(v.query_ids, shape), key_ids
         keys = of_keys(first_key, shape, self.transposed)
         inside = v.sees(spread_query(self.start, shape), spread_query(self.stop, shape), keys, *ids)
@@ -70,10 +74,19 @@ def for_keys(part: Callable, first_key: Ints, shape, transposed: bool):
     return spread(tile.load(part(pl.ds(first_key, shape[0 if transposed else 1])), layout), shape)
 
 
-def view(visibility: Visibility, batch: Ints, first_query: Ints, rule=None, size: int = ROWS, transposed: bool = False) -> View:
+def view(
+    visibility: Visibility,
+    batch: Ints,
+    first_query: Ints,
+    rule=None,
+    size: int = ROWS,
+    transposed: bool = False,
+) -> View:
     """The view of `size` queries from `first_query` on; `rule` is what bits.of has of the mask."""
     queries, ((layout, _), _) = pl.ds(first_query, size), _axes(transposed)
-    at = visibility.narrow(("start", "stop", "query_ids"), lambda ref: tile.load(ref.at[batch, queries], layout))
+    at = visibility.narrow(
+        ("start", "stop", "query_ids"), lambda ref: tile.load(ref.at[batch, queries], layout)
+    )
     # A row number that nothing reads would be in the way of Mosaic's layout inference.
     row = 0 if at.left is None and at.right is None else first_query + tile.count(size, layout)
     where = None if rule is None else functools.partial(rule.allowed, first_query)
@@ -84,35 +97,51 @@ class Lists(NamedTuple):
     """The blocks that each tile visits, of a mask with an array or a Predicate."""
 
     numbers: Any  # int32 [B or 1, N or 1, tiles, 2 + blocks]: schedule.lists
-    before: Any = None  # int32 [B or 1, N, tiles], of tiles of keys: how many there are of the heads before that share the keys
+    # int32 [B or 1, N, tiles], of tiles of keys: how many there are of the heads before that share
+    # the keys
+    before: Any = None
 
     def of(self, batch: Ints, head: Ints, number: Ints) -> schedule.Listed:
         """Those of tile `number` of a head, from refs."""
         return schedule.Listed.of(self.numbers, *entry(self.numbers, batch, head), number)
 
 
-def intervals(p: Problem, visibility: Visibility, block_q: int, block_k: int) -> tuple[Visibility, jax.Array | None]:
-    """The mask without its Predicate, and the blocks of each tile of queries, as schedule.by_query_tile has both."""
-    return schedule.by_query_tile(dataclasses.replace(visibility, where=None), p.queries, block_q, block_k)
+def intervals(
+    p: Problem, visibility: Visibility, block_q: int, block_k: int
+) -> tuple[Visibility, jax.Array | None]:
+    """The mask without its Predicate, and the blocks of each tile of queries, as
+    schedule.by_query_tile has both."""
+    return schedule.by_query_tile(
+        dataclasses.replace(visibility, where=None), p.queries, block_q, block_k
+    )
 
 
-def by_query_tile(p: Problem, visibility: Visibility, mask, block_q: int, block_k: int) -> jax.Array | Lists | None:
-    """The blocks of keys that each tile of queries visits, a table as of schedule.by_query_tile, or lists of at least one; None
-    where the kernel computes them."""
+def by_query_tile(
+    p: Problem, visibility: Visibility, mask, block_q: int, block_k: int
+) -> jax.Array | Lists | None:
+    """The blocks of keys that each tile of queries visits, a table as of schedule.by_query_tile, or
+    lists of at least one; None where the kernel computes them."""
     if mask is None and visibility.where is None:
         return intervals(p, visibility, block_q, block_k)[1]
     return Lists(schedule.lists(_kinds(p, visibility, mask, block_q, block_k), least=1))
 
 
-def by_key_tile(p: Problem, visibility: Visibility, mask, block_q: int, block_k: int) -> jax.Array | Lists | None:
-    """The same from the keys' side: the blocks of queries that see each tile of keys, perhaps none."""
+def by_key_tile(
+    p: Problem, visibility: Visibility, mask, block_q: int, block_k: int
+) -> jax.Array | Lists | None:
+    """The same from the keys' side: the blocks of queries that see each tile of keys, perhaps
+    none."""
     if mask is None and visibility.where is None:
         has_data = visibility.has_data
         return schedule.query_blocks(visibility, p.queries, block_q, block_k) if has_data else None
     numbers = schedule.lists(_kinds(p, visibility, mask, block_q, block_k).swapaxes(2, 3))
     B, _, tiles, _ = numbers.shape
-    count = jnp.broadcast_to(numbers[..., 1], (B, p.heads, tiles)).reshape(B, p.kv_heads, p.group, tiles)
-    return Lists(numbers, (jnp.cumsum(count, 2, dtype=jnp.int32) - count).reshape(B, p.heads, tiles))
+    count = jnp.broadcast_to(numbers[..., 1], (B, p.heads, tiles)).reshape(
+        B, p.kv_heads, p.group, tiles
+    )
+    return Lists(
+        numbers, (jnp.cumsum(count, 2, dtype=jnp.int32) - count).reshape(B, p.heads, tiles)
+    )
 
 
 def _kinds(p: Problem, visibility: Visibility, mask, block_q: int, block_k: int):
@@ -132,8 +161,8 @@ def _from_table(ref, batch: Ints, number: Ints) -> schedule.Blocks:
 def key_blocks(
     found, visibility: Visibility, at: Place, number: Ints, queries: int, size: int, block_k: int
 ) -> schedule.Blocks | schedule.Listed:
-    """The blocks of keys that tile `number` of `size` queries visits, from what by_query_tile found; at least one: where no row
-    sees a key it is masked."""
+    """The blocks of keys that tile `number` of `size` queries visits, from what by_query_tile
+    found; at least one: where no row sees a key it is masked."""
     if isinstance(found, Lists):
         return found.of(at.batch, at.head, number)
     if found is None:
@@ -141,20 +170,28 @@ def key_blocks(
         blocks = schedule.known_blocks(visibility, *rows, block_k)
     else:
         blocks = _from_table(found, at.batch, number)
-    return blocks if isinstance(blocks.last, int) else blocks._replace(last=jnp.maximum(blocks.last, blocks.first + 1))
+    return (
+        blocks
+        if isinstance(blocks.last, int)
+        else blocks._replace(last=jnp.maximum(blocks.last, blocks.first + 1))
+    )
 
 
 class Queries(NamedTuple):
-    """The blocks of queries of one head that see a tile of keys, by their places in the order in which they come."""
+    """The blocks of queries of one head that see a tile of keys, by their places in the order in
+    which they come."""
 
     blocks: schedule.Blocks
     number: Callable  # of the block at a place
-    before: Callable  # how many blocks come before it, those of the heads before too that share the keys
+    # how many blocks come before it, those of the heads before too that share the keys
+    before: Callable
 
 
-def query_blocks(found, visibility: Visibility, at: Place, queries: int, block_q: int, size: int) -> Callable:
-    """The Queries of the g-th head that shares the tile's `size` keys, from what by_key_tile found; no block is full where the
-    tile hangs over the last key."""
+def query_blocks(
+    found, visibility: Visibility, at: Place, queries: int, block_q: int, size: int
+) -> Callable:
+    """The Queries of the g-th head that shares the tile's `size` keys, from what by_key_tile found;
+    no block is full where the tile hangs over the last key."""
     if isinstance(found, Lists):
 
         def listed(g):
@@ -169,9 +206,17 @@ def query_blocks(found, visibility: Visibility, at: Place, queries: int, block_q
     return lambda g: Queries(blocks, lambda t: t, lambda t: g * blocks.count + t - blocks.first)
 
 
-def _known_queries(visibility: Visibility, number: Ints, queries: int, block_q: int, size: int) -> schedule.Blocks:
-    keys, stop, rows = visibility.keys, (number + 1) * size, schedule.ceil_div(queries, block_q) * block_q
-    found = schedule.known_blocks(visibility.by_key(rows), number * size, jnp.minimum(stop, keys) - 1, block_q)
+def _known_queries(
+    visibility: Visibility, number: Ints, queries: int, block_q: int, size: int
+) -> schedule.Blocks:
+    keys, stop, rows = (
+        visibility.keys,
+        (number + 1) * size,
+        schedule.ceil_div(queries, block_q) * block_q,
+    )
+    found = schedule.known_blocks(
+        visibility.by_key(rows), number * size, jnp.minimum(stop, keys) - 1, block_q
+    )
     if keys % size == 0:
         return found
     return found._replace(full_last=jnp.where(stop > keys, found.full_first, found.full_last))

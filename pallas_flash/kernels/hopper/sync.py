@@ -1,6 +1,8 @@
-"""How the warpgroups of a Hopper kernel wait for each other: named barriers, turns with the tensor cores, rings of TMA slots.
+"""How the warpgroups of a Hopper kernel wait for each other: named barriers, turns with the tensor
+cores, rings of TMA slots.
 
-Slots are released on named barriers: unlike an mbarrier's, their arrive does not make ptxas wait for the products in flight.
+Slots are released on named barriers: unlike an mbarrier's, their arrive does not make ptxas wait
+for the products in flight.
 """
 
 from typing import Any, NamedTuple
@@ -19,12 +21,14 @@ WARPGROUP = 128  # threads
 
 
 def opaque(n: Ints):
-    """n, unknown to the compiler: it would compute early what depends on n, and unroll loops, and has no registers for that."""
+    """n, unknown to the compiler: it would compute early what depends on n, and unroll loops, and
+    has no registers for that."""
     return lax.optimization_barrier(jnp.asarray(n, jnp.int32))
 
 
 def named_barrier(operation: str, barrier: Ints, num_threads: int):
-    # jax's GPU interpreter knows an inline function by this name and by the names that it closes over.
+    # jax's GPU interpreter knows an inline function by this name and by the names that it closes
+    # over.
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT,))
     def bar_op(_, barrier_id):
         mgpu.utils.inline_ptx(f"bar.{operation} $0, {num_threads};", barrier_id.registers[()])
@@ -74,13 +78,15 @@ def fence():
 
 
 def meet(barrier: int, warpgroups: int):
-    """Each of the consumers waits for all, and may then read by TMA and wgmma what they wrote to shared memory."""
+    """Each of the consumers waits for all, and may then read by TMA and wgmma what they wrote to
+    shared memory."""
     fence()
     named_barrier("sync", barrier, warpgroups * WARPGROUP)
 
 
 class Turns(NamedTuple):
-    """Consumers take turns with the tensor cores: while one's products run, the others compute their softmax."""
+    """Consumers take turns with the tensor cores: while one's products run, the others compute
+    their softmax."""
 
     first: int  # named barrier of the first consumer
     alone: int  # the same, for its own warps
@@ -95,8 +101,11 @@ class Turns(NamedTuple):
         named_barrier("sync", self.first + self.own, 2 * WARPGROUP)
 
     def pass_on(self):
-        own = lax.optimization_barrier(self.own)  # computed each time: there is no register to keep it in
-        named_barrier("arrive", self.first + jnp.where(own < self.warpgroups - 1, own + 1, 0), 2 * WARPGROUP)
+        # computed each time: there is no register to keep it in
+        own = lax.optimization_barrier(self.own)
+        named_barrier(
+            "arrive", self.first + jnp.where(own < self.warpgroups - 1, own + 1, 0), 2 * WARPGROUP
+        )
 
     def stand(self):
         """The consumer's own warps wait for each other."""
@@ -109,12 +118,14 @@ class Turns(NamedTuple):
 
 def slot(t: Ints, stages: int):
     """The one of so many slots that the t-th takes."""
-    unsigned = jnp.asarray(t, jnp.uint32)  # the remainder of a signed number takes more instructions
+    # the remainder of a signed number takes more instructions
+    unsigned = jnp.asarray(t, jnp.uint32)
     return lax.rem(unsigned, jnp.uint32(stages)).astype(jnp.int32)
 
 
 class Ring(NamedTuple):
-    """Slots of shared memory that the producer fills with blocks; all consumers read each block in order, and release it."""
+    """Slots of shared memory that the producer fills with blocks; all consumers read each block in
+    order, and release it."""
 
     slots: Any  # [stages, ...], or a tuple of such arrays
     full: Any  # one mbarrier a slot, for each of the arrays
@@ -142,8 +153,8 @@ class Ring(NamedTuple):
         self._release_barrier("arrive", t)
 
     def fill(self, t: Ints, source, used: Ints = 0):
-        """The producer's: block t, counted from 0, from `source`, once its slot has been released; so many slots, or more, have
-        been used before block 0."""
+        """The producer's: block t, counted from 0, from `source`, once its slot has been released;
+        so many slots, or more, have been used before block 0."""
         pl.when((t >= self.stages) | (t < used))(lambda: self._release_barrier("sync", t))
         slot = self._slot(t)
         copy = lambda slots, full, x: plgpu.copy_gmem_to_smem(x, slots.at[slot], full.at[slot])
@@ -151,4 +162,9 @@ class Ring(NamedTuple):
 
     def drain(self, count: Ints):
         """The producer's: meets the releases that no block waits for, of so many in all."""
-        schedule.loop(jnp.maximum(0, count - self.stages), count, lambda t, _: self._release_barrier("sync", t), None)
+        schedule.loop(
+            jnp.maximum(0, count - self.stages),
+            count,
+            lambda t, _: self._release_barrier("sync", t),
+            None,
+        )

@@ -7,21 +7,26 @@ from pallas_flash.arguments import Problem
 from pallas_flash.kernels import device
 
 ROWS = 64  # queries or keys of a warpgroup: the rows of one wgmma
-SWIZZLES = 128, 64, 32  # bytes of a row, of 16 bits a column, that are one column of tiles in shared memory; TMA copies by them
+# bytes of a row, of 16 bits a column, that are one column of tiles in shared memory; TMA copies by
+# them
+SWIZZLES = 128, 64, 32
 
 
 class Tiles(NamedTuple):
-    """Of a kernel that owns queries: `warpgroups` x 64 of them by `block_k` keys, with `stages` blocks of keys and `value_stages`
-    blocks of values in shared memory."""
+    """Of a kernel that owns queries: `warpgroups` x 64 of them by `block_k` keys, with `stages`
+    blocks of keys and `value_stages` blocks of values in shared memory."""
 
-    width: int  # of queries and keys in shared memory, with zeros in the columns that heads do not have
+    # of queries and keys in shared memory, with zeros in the columns that heads do not have
+    width: int
     value_width: int  # of values and the output
     warpgroups: int
     block_k: int
     stages: int
     value_stages: int = 2
     k_early: bool = False  # K is awaited at the end of the step before, not where it is used
-    slack: float = 0.0  # how far scores may exceed the maximum they are taken from, in their unit; O is rescaled only beyond
+    # how far scores may exceed the maximum they are taken from, in their unit; O is rescaled only
+    # beyond
+    slack: float = 0.0
     swizzle: int = SWIZZLES[0]
     q_stages: int = 1  # tiles of queries that shared memory has room for
     rounds: int = 1  # tiles of queries that a program goes over, one behind the other
@@ -40,9 +45,9 @@ class Tiles(NamedTuple):
 
 
 class KeyTiles(NamedTuple):
-    """Of a kernel that owns keys: `block_q` queries at a time by 64 keys for each of `warpgroups`; or, if `split`, by 64 keys for
-    both: one computes P and dS, the other dP, and each owns half of the columns of dK and dV. Half of 192 columns are 128, of
-    which some are both's."""
+    """Of a kernel that owns keys: `block_q` queries at a time by 64 keys for each of `warpgroups`;
+    or, if `split`, by 64 keys for both: one computes P and dS, the other dP, and each owns half of
+    the columns of dK and dV. Half of 192 columns are 128, of which some are both's."""
 
     width: int
     value_width: int
@@ -62,7 +67,8 @@ class KeyTiles(NamedTuple):
 
     @property
     def dq_column_parts(self) -> int:
-        """Into how many parts the columns of a block's dQ are cut, each for another warpgroup; its rows are cut into 64 each."""
+        """Into how many parts the columns of a block's dQ are cut, each for another warpgroup; its
+        rows are cut into 64 each."""
         return self.warpgroups * ROWS // self.block_q
 
     @property
@@ -75,7 +81,8 @@ class KeyTiles(NamedTuple):
 
 
 class DecodeTiles(NamedTuple):
-    """Of the forward where it is decoding: 64 rows by `block_k` keys, the keys cut into `parts`, a program each."""
+    """Of the forward where it is decoding: 64 rows by `block_k` keys, the keys cut into `parts`, a
+    program each."""
 
     width: int
     value_width: int
@@ -93,12 +100,17 @@ class DecodeTiles(NamedTuple):
 
 def _shown(t: Tiles | KeyTiles) -> str:
     size = f"{t.block_q} x {t.block_k}, {t.warpgroups} warpgroups, {t.stages} stages"
-    several = f", {t.rounds} tiles of queries to a program" if isinstance(t, Tiles) and t.rounds > 1 else ""
+    several = (
+        f", {t.rounds} tiles of queries to a program"
+        if isinstance(t, Tiles) and t.rounds > 1
+        else ""
+    )
     return f"{size}, widths {t.width}/{t.value_width}{several}"
 
 
 class AllTiles(NamedTuple):
-    """Of the backward in two kernels, or in one that adds in any order; None for those that do not run."""
+    """Of the backward in two kernels, or in one that adds in any order; None for those that do not
+    run."""
 
     forward: Tiles
     dq: Tiles | None
@@ -107,7 +119,9 @@ class AllTiles(NamedTuple):
     decode: DecodeTiles | None = None
 
     def __str__(self):
-        backward = f"dq {self.dq}; dk, dv {self.dkv}" if self.fused is None else f"dq, dk, dv {self.fused}"
+        backward = (
+            f"dq {self.dq}; dk, dv {self.dkv}" if self.fused is None else f"dq, dk, dv {self.fused}"
+        )
         forward = f"forward {self.forward}" if self.decode is None else f"decoding {self.decode}"
         return f"{forward}; {backward}"
 
@@ -116,13 +130,15 @@ COLUMNS = 64  # of a decoding tile that are moved at a time
 LONG = 64  # blocks of keys, beside which the start and the end of a program are short
 SHARED = 223 * 2**10  # bytes of shared memory for a program's matrices
 
-# The tables: by registers, spills, shared memory and instructions of the code compiled for an H200. Not yet timed.
+# The tables: by registers, spills, shared memory and instructions of the code compiled for an H200.
+# Not yet timed.
 
-# Three warpgroups hide more latency at value width 64 and spill at 128. From 192 on shared memory is as busy as it can be, of
-# which Q takes less the wider a block is; 128 keys spill at 256 and do not fit twice at 192. A block whose size is no multiple
-# of 32 takes no dropout, and dropout spills wherever there are three warpgroups. O rescaled seldom spills at 64 with documents,
-# and gains nothing at 256; where it is, ptxas leaves the wait for products in its place, but not if a program goes over several
-# tiles: entry 19 of scripts/results.md.
+# Three warpgroups hide more latency at value width 64 and spill at 128. From 192 on shared memory
+# is as busy as it can be, of which Q takes less the wider a block is; 128 keys spill at 256 and do
+# not fit twice at 192. A block whose size is no multiple of 32 takes no dropout, and dropout spills
+# wherever there are three warpgroups. O rescaled seldom spills at 64 with documents, and gains
+# nothing at 256; where it is, ptxas leaves the wait for products in its place, but not if a program
+# goes over several tiles: entry 19 of scripts/results.md.
 _FORWARD = (
     Tiles(width=64, value_width=64, warpgroups=3, block_k=128, stages=2, k_early=True, q_stages=2),
     Tiles(width=64, value_width=64, warpgroups=2, block_k=128, stages=2, slack=8.0),
@@ -135,8 +151,8 @@ _FORWARD = (
     Tiles(width=256, value_width=256, warpgroups=2, block_k=80, stages=2, k_early=True),
     Tiles(width=256, value_width=256, warpgroups=2, block_k=64, stages=2, k_early=True),
 )
-# Blocks of 128 keys leave no registers at 128. A block of keys is held for a step longer than one of values, so there are three;
-# at 256 there is room for two, and one of values.
+# Blocks of 128 keys leave no registers at 128. A block of keys is held for a step longer than one
+# of values, so there are three; at 256 there is room for two, and one of values.
 _DQ = (
     Tiles(width=64, value_width=64, warpgroups=2, block_k=128, stages=3),
     Tiles(width=128, value_width=128, warpgroups=2, block_k=64, stages=3),
@@ -167,24 +183,34 @@ def tiles(problem: Problem) -> AllTiles:
         backward = narrow(_row(_DQ, p)), narrow(_row(_DKV, p)), None
     else:
         backward = None, None, narrow(fused, fused.dq_column_parts)
-    forward = [row for row in _FORWARD if not p.dropped or (row.warpgroups == 2 and row.block_k % dropout.UNIT == 0)]
+    forward = [
+        row
+        for row in _FORWARD
+        if not p.dropped or (row.warpgroups == 2 and row.block_k % dropout.UNIT == 0)
+    ]
     return AllTiles(_several(narrow(_row(forward, p)), p), *backward, _decoding(p))
 
 
 def _several(t: Tiles, p: Problem) -> Tiles:
-    """The same with as many tiles of queries to a program as LONG blocks of keys allow, where two fit into shared memory:
-    all programs have as many, each processor has one to begin with, and none has more to do than before."""
+    """The same with as many tiles of queries to a program as LONG blocks of keys allow, where two
+    fit into shared memory: all programs have as many, each processor has one to begin with, and
+    none has more to do than before."""
     count, processors = schedule.ceil_div(p.queries, t.block_q), device.processors()
     programs = lambda rounds: p.batch * p.heads * count // rounds
     work = lambda rounds: schedule.ceil_div(programs(rounds), processors) * rounds
-    fits = lambda rounds: count % rounds == 0 and programs(rounds) > processors and work(rounds) <= work(1)
+    fits = lambda rounds: (
+        count % rounds == 0 and programs(rounds) > processors and work(rounds) <= work(1)
+    )
     most = LONG // schedule.ceil_div(p.keys, t.block_k) if t.q_stages > 1 else 1
     rounds = max(filter(fits, range(2, min(most, count) + 1)), default=1)
-    return t._replace(rounds=rounds, q_stages=min(rounds, t.q_stages), k_early=t.k_early or rounds > 1)
+    return t._replace(
+        rounds=rounds, q_stages=min(rounds, t.q_stages), k_early=t.k_early or rounds > 1
+    )
 
 
 def _decoding(p: Problem) -> DecodeTiles | None:
-    """Wider values leave no registers, and a score_mod's rows are of one head each in the ordinary forward."""
+    """Wider values leave no registers, and a score_mod's rows are of one head each in the ordinary
+    forward."""
     return decode_tiles(p) if decode.takes(p) and p.value_size <= 128 and p.score is None else None
 
 
@@ -195,11 +221,14 @@ def decode_tiles(problem: Problem, page: int = ROWS) -> DecodeTiles:
     stages = min(left // (ROWS * forward.key_bytes), 6)
     copies = max(ROWS // page, 1)
     parts = decode.parts(p, ROWS, device.processors())
-    return DecodeTiles(forward.width, forward.value_width, parts, stages, copies, swizzle=forward.swizzle)
+    return DecodeTiles(
+        forward.width, forward.value_width, parts, stages, copies, swizzle=forward.swizzle
+    )
 
 
 def _row(table, problem: Problem):
-    """Of the rows that hold the problem's heads the one with the fewest multiplications; None where none does."""
+    """Of the rows that hold the problem's heads the one with the fewest multiplications; None where
+    none does."""
     p = problem
     rows = [row for row in table if p.head_size <= row.width and p.value_size <= row.value_width]
     row = min(rows, key=lambda row: row.width + row.value_width, default=None)
@@ -207,20 +236,26 @@ def _row(table, problem: Problem):
 
 
 def _narrow(row, problem: Problem, parts: int):
-    """A row with no more columns than the heads need, those of queries and keys in so many parts of whole tiles."""
+    """A row with no more columns than the heads need, those of queries and keys in so many parts of
+    whole tiles."""
     whole = lambda size, columns: -(-size // columns) * columns
     columns = row.swizzle // 2
-    return row._replace(width=whole(problem.head_size, parts * columns), value_width=whole(problem.value_size, columns))
+    return row._replace(
+        width=whole(problem.head_size, parts * columns),
+        value_width=whole(problem.value_size, columns),
+    )
 
 
 def _swizzle(*sizes: int) -> int:
-    """The widest for heads of these sizes: their columns are whole tiles, or one that hangs over."""
+    """The widest for heads of these sizes: their columns are whole tiles, or one that hangs
+    over."""
     fits = lambda size, columns: size <= columns or -(-size // 16) * 16 % columns == 0
     return next(swizzle for swizzle in SWIZZLES if all(fits(size, swizzle // 2) for size in sizes))
 
 
 def stored(size: int, swizzle: int, itemsize: int = 2) -> int:
-    """How many columns an array has for heads of `size`: whole tiles, or one that hangs over, in strides of 16 bytes."""
+    """How many columns an array has for heads of `size`: whole tiles, or one that hangs over, in
+    strides of 16 bytes."""
     columns = (16 if size <= swizzle // itemsize else swizzle) // itemsize
     return -(-size // columns) * columns
 

@@ -16,29 +16,40 @@ def why_not(problem: Problem) -> str | None:
     if problem.mask and (why_not := why_no_index("a dense mask", problem.mask)):
         return why_not
     if max(problem.head_size, problem.value_size) > 256:
-        return f"head sizes above 256 do not fit into registers; got H = {problem.head_size}, Hv = {problem.value_size}"
+        return (
+            f"head sizes above 256 do not fit into registers; got H = {problem.head_size}, Hv = "
+            f"{problem.value_size}"
+        )
     if why_not := _why_no_rule(problem):
         return why_not
     capability = device.compute_capability()
     if capability and capability < 8.0:
-        return f"the kernels need an NVIDIA GPU of compute capability 8.0 or higher; this one has {capability}"
+        return (
+            "the kernels need an NVIDIA GPU of compute capability 8.0 or higher; this one has "
+            f"{capability}"
+        )
     return None
 
 
 def why_no_index(what: str, shape: tuple[int, ...]) -> str | None:
     """Why an array of bytes cannot be read, or None."""
     if 2**31 < math.prod(shape) <= 2**32:  # from 2^32 bytes on the index has 64 bits
-        return f"jax's Triton lowering indexes {what} of 2^31 to 2^32 elements by an int32; got {shape}"
+        return (
+            f"jax's Triton lowering indexes {what} of 2^31 to 2^32 elements by an int32; got "
+            f"{shape}"
+        )
     return None
 
 
-# What Pallas' Triton lowering knows of what a rule of numbers may be made of. A while whose condition is a tile's lowers too, but
-# does not compile.
+# What Pallas' Triton lowering knows of what a rule of numbers may be made of. A while whose
+# condition is a tile's lowers too, but does not compile.
 _OPERATIONS = """
-abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type broadcast_in_dim cbrt ceil clamp clz
-convert_element_type copy cos cosh div eq erf_inv exp exp2 expm1 floor fmod ge gt integer_pow is_finite le log log1p log2
-logistic lt max min mul ne neg nextafter not one_minus_square or population_count pow rem reshape rsqrt scan select_n shift_left
-shift_right_arithmetic shift_right_logical sign sin sinh sqrt square squeeze stop_gradient sub tan tanh xor
+abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type
+broadcast_in_dim cbrt ceil clamp clz convert_element_type copy cos cosh div eq erf_inv exp exp2
+expm1 floor fmod ge gt integer_pow is_finite le log log1p log2 logistic lt max min mul ne neg
+nextafter not one_minus_square or population_count pow rem reshape rsqrt scan select_n shift_left
+shift_right_arithmetic shift_right_logical sign sin sinh sqrt square squeeze stop_gradient sub tan
+tanh xor
 """.split()
 
 
@@ -53,5 +64,8 @@ def _why_no_rule(problem: Problem) -> str | None:
         if asked.why_no_vectors:
             return asked.why_no_vectors
         if lacking:
-            return f"{asked.rule} needs {', '.join(lacking)}, which jax's Triton lowering does not know for tiles"
+            return (
+                f"{asked.rule} needs {', '.join(lacking)}, which jax's Triton lowering does not "
+                "know for tiles"
+            )
     return None

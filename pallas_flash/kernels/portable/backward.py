@@ -1,7 +1,9 @@
-"""The backward of FlashAttention-2 (arXiv:2307.08691, algorithm 2) in kernels that add up alone: no atomics, same bits each time.
+"""The backward of FlashAttention-2 (arXiv:2307.08691, algorithm 2) in kernels that add up alone: no
+atomics, same bits each time.
 
-One kernel owns a tile of keys and sums dK and dV over the queries, one owns a tile of queries and sums dQ over the keys; with a
-bias a third owns a tile of its gradient. Each computes P again from the log-sum-exp.
+One kernel owns a tile of keys and sums dK and dV over the queries, one owns a tile of queries and
+sums dQ over the keys; with a bias a third owns a tile of its gradient. Each computes P again from
+the log-sum-exp.
 """
 
 import functools
@@ -24,14 +26,20 @@ def backward(problem: Problem, tiles: AllTiles, x: Operands, lse, do, delta):
     dk, dv = _dkv(problem, tiles.dkv, *args)
     of_bias = None if x.bias is None else dbias(problem, tiles.dq, *args)
     dq = _dq(problem, tiles.dq, *args)
-    return (dq, dk, dv, of_bias) if x.score is None else (dq, dk, dv, of_bias, tables.gradients(problem, tiles.dq, *args))
+    return (
+        (dq, dk, dv, of_bias)
+        if x.score is None
+        else (dq, dk, dv, of_bias, tables.gradients(problem, tiles.dq, *args))
+    )
 
 
 def _dkv(p: Problem, tiles: Tiles, x: Operands, do, lse, delta):
     blocks = schedule.query_blocks(x.visibility, p.queries, tiles.block_q, tiles.block_k)
     x = predicate.listed(p, tiles, x, by_key=True)
     shared = blocks.shape[0] == 1
-    at = tile.layout(p, tiles, lambda j, k, b: dict(b=b, B=b, n=k, k=k, s=j), s=tiles.block_k, n=p.group)
+    at = tile.layout(
+        p, tiles, lambda j, k, b: dict(b=b, B=b, n=k, k=k, s=j), s=tiles.block_k, n=p.group
+    )
     block_spec = pl.BlockSpec((None, None, 4), lambda j, k, b: (0 if shared else b, j, 0))
     return tile.launch(
         functools.partial(_dkv_kernel, problem=p, tiles=tiles),
@@ -45,7 +53,18 @@ def _dkv(p: Problem, tiles: Tiles, x: Operands, do, lse, delta):
     )
 
 
-def _dkv_kernel(x: Operands, do_ref, lse_ref, delta_ref, blocks_ref, dk_ref, dv_ref, *, problem: Problem, tiles: Tiles):
+def _dkv_kernel(
+    x: Operands,
+    do_ref,
+    lse_ref,
+    delta_ref,
+    blocks_ref,
+    dk_ref,
+    dv_ref,
+    *,
+    problem: Problem,
+    tiles: Tiles,
+):
     p = problem
     key = tile.span(pl.program_id(0), tiles.block_k, p.keys)
     k, v = tile.keys_and_values(p, x.key, x.value, key.inside)  # [bk, H], [bk, Hv]
@@ -61,13 +80,20 @@ def _dkv_kernel(x: Operands, do_ref, lse_ref, delta_ref, blocks_ref, dk_ref, dv_
             row = tile.span(i, tiles.block_q, p.queries, bounded=masked)
             view = tile.view(x.visibility, row, p.queries, pair=pair)
             by_row, by_head = (row.slice, g), (g, row.slice)
-            refs = tile.Rows(x.query.at[by_row], do_ref.at[by_row], lse_ref.at[by_head], delta_ref.at[by_head])
+            refs = tile.Rows(
+                x.query.at[by_row], do_ref.at[by_row], lse_ref.at[by_head], delta_ref.at[by_head]
+            )
             rows = refs.load(p, row, view.live(row, masked))
             seen = view.sees(key, tile.dense(x.mask, (g,), row, key), masked)
             drop = functools.partial(tile.dropped, p, x.seeds, (g,), row, key)
             ask = tile.question(x, row, key, pair)
-            prob, ds = tile.gradients(p, rows, k, v, tile.dense(x.bias, (g,), row, key), seen, drop, ask)  # [bq, bk]
-            return dk + tile.t_dot(ds.astype(k.dtype), rows.q), dv + tile.t_dot(prob.astype(k.dtype), rows.do)
+            # [bq, bk]
+            prob, ds = tile.gradients(
+                p, rows, k, v, tile.dense(x.bias, (g,), row, key), seen, drop, ask
+            )
+            return dk + tile.t_dot(ds.astype(k.dtype), rows.q), dv + tile.t_dot(
+                prob.astype(k.dtype), rows.do
+            )
 
         if lists is None:
             return blocks.visit(step, carry)
@@ -103,11 +129,14 @@ def _dq_kernel(x: Operands, do_ref, lse_ref, delta_ref, dq_ref, *, problem: Prob
 
     def step(j, dq, masked):
         key = tile.span(j, tiles.block_k, p.keys, bounded=masked)
-        k, v = tile.keys_and_values(p, x.key.at[key.slice], x.value.at[key.slice], view.reach(key, masked))
+        k, v = tile.keys_and_values(
+            p, x.key.at[key.slice], x.value.at[key.slice], view.reach(key, masked)
+        )
         seen = view.sees(key, tile.dense(x.mask, (), row, key), masked)
         drop = functools.partial(tile.dropped, p, x.seeds, (), row, key)
         ask = tile.question(x, row, key, pair)
-        _, ds = tile.gradients(p, rows, k, v, tile.dense(x.bias, (), row, key), seen, drop, ask)  # [bq, bk]
+        # [bq, bk]
+        _, ds = tile.gradients(p, rows, k, v, tile.dense(x.bias, (), row, key), seen, drop, ask)
         return dq + tile.dot(ds.astype(k.dtype), k)
 
     dq = view.blocks(tiles.block_k).visit(step, jnp.zeros(dq_ref.shape, jnp.float32))
@@ -115,8 +144,9 @@ def _dq_kernel(x: Operands, do_ref, lse_ref, delta_ref, dq_ref, *, problem: Prob
 
 
 def dbias(p: Problem, tiles: Tiles, x: Operands, do, lse, delta):
-    """A program owns a tile of the bias and sums dS over the axes that the bias broadcasts, but for one case: a bias without
-    queries or keys is small, so each batch and head gets its own sum, and those are added afterwards."""
+    """A program owns a tile of the bias and sums dS over the axes that the bias broadcasts, but for
+    one case: a bias without queries or keys is small, so each batch and head gets its own sum, and
+    those are added afterwards."""
     (b, n, t, s), x = p.bias, predicate.plain(x)
     B, N = (p.batch, p.heads) if t == 1 or s == 1 else (b, n)
     all_or_one = lambda programs, size: 1 if programs > 1 else size
@@ -128,7 +158,9 @@ def dbias(p: Problem, tiles: Tiles, x: Operands, do, lse, delta):
     )
     summed = [axis for axis, (whole, parts) in enumerate(((b, B), (n, N))) if whole < parts]
     out = jax.ShapeDtypeStruct((B, N, t, s), jnp.float32 if summed else x.bias.dtype)
-    own = tile.layout(p, tiles, lambda j, i, n, b: dict(b=b, n=n, t=i, s=j), t=tiles.block_q, s=tiles.block_k)
+    own = tile.layout(
+        p, tiles, lambda j, i, n, b: dict(b=b, n=n, t=i, s=j), t=tiles.block_q, s=tiles.block_k
+    )
     (dbias,) = tile.launch(
         functools.partial(_dbias_kernel, problem=p, tiles=tiles),
         (x, do, lse, delta),
@@ -142,7 +174,9 @@ def dbias(p: Problem, tiles: Tiles, x: Operands, do, lse, delta):
     return jnp.sum(dbias, summed, keepdims=True).astype(x.bias.dtype) if summed else dbias
 
 
-def _dbias_kernel(x: Operands, do_ref, lse_ref, delta_ref, dbias_ref, *, problem: Problem, tiles: Tiles):
+def _dbias_kernel(
+    x: Operands, do_ref, lse_ref, delta_ref, dbias_ref, *, problem: Problem, tiles: Tiles
+):
     p, (B, _, N, _) = problem, x.query.shape
     own_j, own_i, first_n, first_b = map(pl.program_id, range(4))
     broadcast_q, broadcast_k = p.bias[2] == 1, p.bias[3] == 1
@@ -151,7 +185,9 @@ def _dbias_kernel(x: Operands, do_ref, lse_ref, delta_ref, dbias_ref, *, problem
         row = tile.span(i, tiles.block_q, p.queries)
         view = tile.view(x.visibility, row, p.queries, b, (first_b + b, first_n + n))
         by_row, by_head = (b, row.slice, n), (b, n, row.slice)
-        refs = tile.Rows(x.query.at[by_row], do_ref.at[by_row], lse_ref.at[by_head], delta_ref.at[by_head])
+        refs = tile.Rows(
+            x.query.at[by_row], do_ref.at[by_row], lse_ref.at[by_head], delta_ref.at[by_head]
+        )
         rows = refs.load(p, row, view.live(row, True))
 
         def step(j, dbias):
@@ -161,7 +197,9 @@ def _dbias_kernel(x: Operands, do_ref, lse_ref, delta_ref, dbias_ref, *, problem
             seen = view.sees(key, tile.dense(x.mask, (b, n), row, key), True)
             drop = functools.partial(tile.dropped, p, x.seeds, (b, n), row, key)
             ask = tile.question(x, row, key, (first_b + b, first_n + n), b)
-            _, ds = tile.gradients(p, rows, k, v, tile.dense(x.bias, (b, n), row, key), seen, drop, ask)
+            _, ds = tile.gradients(
+                p, rows, k, v, tile.dense(x.bias, (b, n), row, key), seen, drop, ask
+            )
             ds = jnp.sum(ds, 0, keepdims=True) if broadcast_q else ds
             return dbias + (jnp.sum(ds, 1, keepdims=True) if broadcast_k else ds)
 
@@ -173,10 +211,19 @@ def _dbias_kernel(x: Operands, do_ref, lse_ref, delta_ref, dbias_ref, *, problem
     def head(b, n, dbias):
         if not broadcast_q:
             return query_tile(b, n, own_i, dbias)
-        return schedule.loop(0, schedule.ceil_div(p.queries, tiles.block_q), lambda i, d: query_tile(b, n, i, d), dbias)
+        return schedule.loop(
+            0,
+            schedule.ceil_div(p.queries, tiles.block_q),
+            lambda i, d: query_tile(b, n, i, d),
+            dbias,
+        )
 
-    dbias = jnp.zeros((1 if broadcast_q else tiles.block_q, 1 if broadcast_k else tiles.block_k), jnp.float32)
-    dbias = schedule.loop(0, B, lambda b, d: schedule.loop(0, N, lambda n, d: head(b, n, d), d), dbias)
+    dbias = jnp.zeros(
+        (1 if broadcast_q else tiles.block_q, 1 if broadcast_k else tiles.block_k), jnp.float32
+    )
+    dbias = schedule.loop(
+        0, B, lambda b, d: schedule.loop(0, N, lambda n, d: head(b, n, d), d), dbias
+    )
     rows = None if broadcast_q else tile.span(own_i, tiles.block_q, p.queries).inside
     keys = None if broadcast_k else tile.span(own_j, tiles.block_k, p.keys).inside
     tile.store(dbias_ref, dbias, rows, keys)

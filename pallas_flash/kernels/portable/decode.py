@@ -1,4 +1,5 @@
-"""Decoding: a program owns a part of the keys of one key/value head, and all rows of the tokens that see them."""
+"""Decoding: a program owns a part of the keys of one key/value head, and all rows of the tokens
+that see them."""
 
 import functools
 
@@ -15,8 +16,9 @@ from pallas_flash.rules.visibility import Visibility
 
 
 def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None, scales=(None, None)):
-    """o [B, T, N, Hv] in the query's dtype, and the Statistics of its rows. With a `table` int32 [B, pages] of page numbers, key
-    and value are pages [P, page, K, n]; where these are quantised, both have `scales` [P, page, K]."""
+    """o [B, T, N, Hv] in the query's dtype, and the Statistics of its rows. With a `table` int32
+    [B, pages] of page numbers, key and value are pages [P, page, K, n]; where these are quantised,
+    both have `scales` [P, page, K]."""
     p, rows = decode.as_rows(problem, predicate.plain(x))
     index = lambda part, k, b: dict(b=b, B=b, n=k, k=k, p=part)
     at = tile.layout(p, tiles, index, t=tiles.block_q, p=None)
@@ -24,9 +26,13 @@ def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None, scale
     table_spec = None
     if table is not None:
         table_spec = pl.BlockSpec((None, table.shape[1]), lambda part, k, b: (b, 0))
-        whole = lambda x: pl.BlockSpec((*x.shape[:2], None, power_of_two(x.shape[3])), lambda part, k, b: (0, 0, k, 0))
+        whole = lambda x: pl.BlockSpec(
+            (*x.shape[:2], None, power_of_two(x.shape[3])), lambda part, k, b: (0, 0, k, 0)
+        )
         specs = specs._replace(key=whole(x.key), value=whole(x.value))
-    of_scale = lambda x: None if x is None else pl.BlockSpec((*x.shape[:2], None), lambda part, k, b: (0, 0, k))
+    of_scale = lambda x: (
+        None if x is None else pl.BlockSpec((*x.shape[:2], None), lambda part, k, b: (0, 0, k))
+    )
     stats = jax.ShapeDtypeStruct((p.batch, tiles.parts, p.heads, p.queries), jnp.float32)
     o = jax.ShapeDtypeStruct((p.batch, tiles.parts, p.heads, p.queries, p.value_size), jnp.float32)
     o, m, l = tile.launch(
@@ -42,10 +48,24 @@ def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None, scale
     return decode.merged(problem, x, o, online_softmax.Statistics(m, l), problem.unit)
 
 
-def _kernel(x: Operands, table_ref, scale_refs, o_ref, m_ref, l_ref, *, problem: Problem, group: int, tiles: DecodeTiles):
+def _kernel(
+    x: Operands,
+    table_ref,
+    scale_refs,
+    o_ref,
+    m_ref,
+    l_ref,
+    *,
+    problem: Problem,
+    group: int,
+    tiles: DecodeTiles,
+):
     p = problem
     row = tile.span(tile.FIRST, tiles.block_q, p.queries)
-    token, pair = row.index // group, (pl.program_id(2), pl.program_id(1) * group + row.index[:, None] % group)
+    token, pair = (
+        row.index // group,
+        (pl.program_id(2), pl.program_id(1) * group + row.index[:, None] % group),
+    )
     view = tile.view(x.visibility, row, p.queries)
     q = tile.load(x.query, row.inside, tile.head(x.query, p.head_size))  # [bq, H]
 
@@ -55,7 +75,10 @@ def _kernel(x: Operands, table_ref, scale_refs, o_ref, m_ref, l_ref, *, problem:
         inside = (key.index >= first) & view.reach(key, masked) if masked else None
         k_ref, v_ref = (_block(ref, table_ref, key) for ref in (x.key, x.value))
         k, v = tile.keys_and_values(p, k_ref, v_ref, inside)
-        k_scale, v_scale = (None if ref is None else tile.load(_block(ref, table_ref, key), inside)[None] for ref in scale_refs)
+        k_scale, v_scale = (
+            None if ref is None else tile.load(_block(ref, table_ref, key), inside)[None]
+            for ref in scale_refs
+        )
         qk = tile.dot_t(q, k.astype(q.dtype))
         qk = qk if k_scale is None else qk * k_scale
         s = online_softmax.scores(qk, None, p.scale, p.soft_cap, p.unit)  # [bq, bk]
@@ -69,8 +92,12 @@ def _kernel(x: Operands, table_ref, scale_refs, o_ref, m_ref, l_ref, *, problem:
             prob, v = prob * v_scale, v.astype(weights(q.dtype))
         return o * alpha[:, None] + tile.dot(prob.astype(v.dtype), v), stats
 
-    first = jnp.min(jnp.where(view.start < view.stop, view.start, Visibility.ALL))  # pages before it may hold NaN
-    start = jnp.zeros(o_ref.shape, jnp.float32), online_softmax.start(jnp.zeros(tiles.block_q, jnp.float32))
+    # pages before it may hold NaN
+    first = jnp.min(jnp.where(view.start < view.stop, view.start, Visibility.ALL))
+    start = (
+        jnp.zeros(o_ref.shape, jnp.float32),
+        online_softmax.start(jnp.zeros(tiles.block_q, jnp.float32)),
+    )
     blocks = view.blocks(tiles.block_k).part(pl.program_id(0), tiles.parts)
     o, stats = blocks.visit(step, start)
     tile.store(o_ref, online_softmax.finish(o, stats.l), row.inside, tile.head(o_ref, p.value_size))
@@ -89,4 +116,5 @@ def _block(ref, table_ref, key: tile.Span):
         return ref.at[at]
     (width,) = width
     at = at[0][:, None], at[1][:, None], jnp.arange(width, dtype=jnp.int32)[None]
-    return ref.at[tuple(jnp.broadcast_to(i, (key.index.size, width)) for i in at)]  # the interpreter takes no slice beside them
+    # the interpreter takes no slice beside them
+    return ref.at[tuple(jnp.broadcast_to(i, (key.index.size, width)) for i in at)]

@@ -1,4 +1,5 @@
-"""The forward of FlashAttention-2 (arXiv:2307.08691, algorithm 1): a program owns a tile of queries and walks over the keys."""
+"""The forward of FlashAttention-2 (arXiv:2307.08691, algorithm 1): a program owns a tile of queries
+and walks over the keys."""
 
 import functools
 
@@ -37,7 +38,8 @@ def forward(problem: Problem, tiles: AllTiles, x: Operands):
 
 
 def by_query_tile(p: Problem, tiles: Tiles):
-    """Grid and layout of a kernel that owns one tile of queries of one head: the last tiles, which see most, come first."""
+    """Grid and layout of a kernel that owns one tile of queries of one head: the last tiles, which
+    see most, come first."""
     count = schedule.ceil_div(p.queries, tiles.block_q)
     index = lambda i, n, b: dict(b=b, B=b, n=n, k=n // p.group, t=count - 1 - i)
     return (count, p.heads, p.batch), tile.layout(p, tiles, index, t=tiles.block_q)
@@ -62,7 +64,9 @@ def _kernel(x: Operands, o_ref, *stats_refs, problem: Problem, tiles: Tiles):
     def step(j, carry, masked):
         o, stats = carry
         key = tile.span(j, tiles.block_k, p.keys, bounded=masked)
-        k, v = tile.keys_and_values(p, x.key.at[key.slice], x.value.at[key.slice], view.reach(key, masked))
+        k, v = tile.keys_and_values(
+            p, x.key.at[key.slice], x.value.at[key.slice], view.reach(key, masked)
+        )
         ask = tile.question(x, row, key, pair)
         s = tile.scores(p, q, k, tile.dense(x.bias, (), row, key), ask)  # [bq, bk]
         seen = view.sees(key, tile.dense(x.mask, (), row, key), masked)
@@ -73,6 +77,8 @@ def _kernel(x: Operands, o_ref, *stats_refs, problem: Problem, tiles: Tiles):
 
     start = jnp.zeros(o_ref.shape, jnp.float32), tile.start(p, x, tiles.block_q)
     o, stats = view.blocks(tiles.block_k).visit(step, start)
-    tile.store(o_ref, online_softmax.finish(o, stats.l, p.kept), row.inside, tile.head(o_ref, p.value_size))
+    tile.store(
+        o_ref, online_softmax.finish(o, stats.l, p.kept), row.inside, tile.head(o_ref, p.value_size)
+    )
     for ref, x in zip(stats_refs, jax.tree.leaves(stats), strict=True):
         tile.store(ref, x, row.inside)

@@ -1,4 +1,5 @@
-"""Rules in the portable kernels, of a mask and of a score: their operands, their blocks, and how they are asked."""
+"""Rules in the portable kernels, of a mask and of a score: their operands, their blocks, and how
+they are asked."""
 
 import dataclasses
 from typing import NamedTuple
@@ -18,20 +19,32 @@ FIRST = np.int32(0)  # as an index; a plain int has no shape, which Pallas' inte
 
 
 def plain(x: Operands) -> Operands:
-    """The operands for kernels that mask every block: a Predicate without its blocks' kinds; the arrays of rules as vectors."""
-    flat = lambda asked: None if asked is None else dataclasses.replace(asked, arrays=tuple(a.reshape(-1) for a in asked.arrays))
+    """The operands for kernels that mask every block: a Predicate without its blocks' kinds; the
+    arrays of rules as vectors."""
+    flat = lambda asked: (
+        None
+        if asked is None
+        else dataclasses.replace(asked, arrays=tuple(a.reshape(-1) for a in asked.arrays))
+    )
     where = flat(x.visibility.where)
     where = where and dataclasses.replace(where, kinds=None, block=None)
-    return x._replace(visibility=dataclasses.replace(x.visibility, where=where), score=flat(x.score))
+    return x._replace(
+        visibility=dataclasses.replace(x.visibility, where=where), score=flat(x.score)
+    )
 
 
 def listed(p: Problem, tiles: Tiles, x: Operands, by_key: bool = False) -> Operands:
-    """The operands for kernels that go over the blocks of a tile of queries, or of keys: a Predicate with `schedule.lists`."""
+    """The operands for kernels that go over the blocks of a tile of queries, or of keys: a
+    Predicate with `schedule.lists`."""
     flat = plain(x)
     if x.visibility.where is None:
         return flat
-    found = schedule.block_kinds(x.visibility, p.batch, p.heads, p.queries, tiles.block_q, tiles.block_k)
-    where = dataclasses.replace(flat.visibility.where, kinds=schedule.lists(found.swapaxes(2, 3) if by_key else found))
+    found = schedule.block_kinds(
+        x.visibility, p.batch, p.heads, p.queries, tiles.block_q, tiles.block_k
+    )
+    where = dataclasses.replace(
+        flat.visibility.where, kinds=schedule.lists(found.swapaxes(2, 3) if by_key else found)
+    )
     return flat._replace(visibility=dataclasses.replace(flat.visibility, where=where))
 
 
@@ -40,9 +53,13 @@ def specs(layout, asked: Asked | None) -> Asked | None:
     if asked is None:
         return None
     whole = lambda x: None if x is None else pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim)
-    own = dict(arrays=tuple(map(whole, asked.arrays)), batch=whole(asked.batch), head=whole(asked.head))
+    own = dict(
+        arrays=tuple(map(whole, asked.arrays)), batch=whole(asked.batch), head=whole(asked.head)
+    )
     own |= dict(kinds=_lists(layout, asked.kinds)) if hasattr(asked, "kinds") else {}
-    return dataclasses.replace(asked, offset=asked.offset if isinstance(asked.offset, int) else layout.spec("B"), **own)
+    return dataclasses.replace(
+        asked, offset=asked.offset if isinstance(asked.offset, int) else layout.spec("B"), **own
+    )
 
 
 def _lists(layout, lists) -> pl.BlockSpec | None:
@@ -53,9 +70,16 @@ def _lists(layout, lists) -> pl.BlockSpec | None:
     def index(*grid):
         at = layout.index(*grid)
         number = lambda letter, n: at[letter] if n > 1 else 0
-        return number("b", lists.shape[0]), number("n", lists.shape[1]), at["t"] if "t" in at else at["s"], 0
+        return (
+            number("b", lists.shape[0]),
+            number("n", lists.shape[1]),
+            at["t"] if "t" in at else at["s"],
+            0,
+        )
 
-    return pl.BlockSpec((None, layout.sizes["n"] if lists.shape[1] > 1 else None, None, lists.shape[3]), index)
+    return pl.BlockSpec(
+        (None, layout.sizes["n"] if lists.shape[1] > 1 else None, None, lists.shape[3]), index
+    )
 
 
 class Question(NamedTuple):
@@ -69,15 +93,22 @@ class Question(NamedTuple):
         """`pair` is the (batch row, head), `batch` the entry of the data by batch."""
         of = lambda numbers, n: n if numbers is None else numbers[n]
         position = row + (asked.offset if isinstance(asked.offset, int) else asked.offset[batch])
-        return cls(asked, (of(asked.batch, pair[0]), of(asked.head, pair[1]), position[:, None], key[None, :]))
+        return cls(
+            asked,
+            (of(asked.batch, pair[0]), of(asked.head, pair[1]), position[:, None], key[None, :]),
+        )
 
     def read(self, array: int, index: tuple):
         """The number at this index of an array, which lies in memory as a vector."""
-        return plgpu.load(self.asked.arrays[array].at[reads.flat(index, self.asked.rule.arrays[array].aval.shape)])
+        return plgpu.load(
+            self.asked.arrays[array].at[reads.flat(index, self.asked.rule.arrays[array].aval.shape)]
+        )
 
     def allowed(self):
         """Whether the rows see the keys, [rows, keys]."""
-        return self.asked.made([value for _, value in self.asked.reads(self.read, *self.numbers)], *self.numbers)
+        return self.asked.made(
+            [value for _, value in self.asked.reads(self.read, *self.numbers)], *self.numbers
+        )
 
     def score(self, s):
         """What the rule makes of the logits s."""

@@ -1,5 +1,6 @@
-"""The gradients of the tables that a score_mod reads: a program owns some entries of a table for one batch row and head. Where
-these read one entry alone, a program owns the part of it that comes from a tile of queries."""
+"""The gradients of the tables that a score_mod reads: a program owns some entries of a table for
+one batch row and head. Where these read one entry alone, a program owns the part of it that comes
+from a tile of queries."""
 
 import functools
 import math
@@ -32,7 +33,8 @@ def gradients(p: Problem, tiles: Tiles, x: Operands, do, lse, delta) -> tuple:
 
 
 def _axes(read: Read) -> tuple[list[int], list[int]]:
-    """The axes of a table whose index is one for all pairs of a batch row and head, and the others."""
+    """The axes of a table whose index is one for all pairs of a batch row and head, and the
+    others."""
     differ = [axis for axis, numbers in enumerate(read.made_of) if numbers & BY_PAIR]
     return [axis for axis in range(len(read.made_of)) if axis not in differ], differ
 
@@ -42,9 +44,13 @@ def _together(sums, index: tuple, read: Read, shape: tuple[int, ...]):
     same, differ = _axes(read)
     sizes = [shape[axis] for axis in same]
     place = jnp.broadcast_to(reads.flat([index[axis] for axis in same], sizes), sums.shape[:2])
-    here = (place[..., None] == jnp.arange(math.prod(sizes), dtype=jnp.int32)[None, None]).astype(sums.dtype)
+    here = (place[..., None] == jnp.arange(math.prod(sizes), dtype=jnp.int32)[None, None]).astype(
+        sums.dtype
+    )
     total = jnp.einsum("bnf,bne->fe", here, sums, precision="highest")
-    return jnp.moveaxis(total.reshape([shape[axis] for axis in same + differ]), range(len(shape)), same + differ)
+    return jnp.moveaxis(
+        total.reshape([shape[axis] for axis in same + differ]), range(len(shape)), same + differ
+    )
 
 
 def _sums(p: Problem, tiles: Tiles, x: Operands, do, lse, delta, read: Read, number: int):
@@ -52,10 +58,16 @@ def _sums(p: Problem, tiles: Tiles, x: Operands, do, lse, delta, read: Read, num
     shape = x.score.rule.arrays[read.array].aval.shape
     entries = math.prod(shape[axis] for axis in _axes(read)[1])
     own = min(OWN, power_of_two(entries)) if entries > 1 else 1
-    programs = schedule.ceil_div(entries, own) if entries > 1 else schedule.ceil_div(p.queries, tiles.block_q)
+    programs = (
+        schedule.ceil_div(entries, own)
+        if entries > 1
+        else schedule.ceil_div(p.queries, tiles.block_q)
+    )
     at = tile.layout(p, tiles, lambda e, n, b: dict(b=b, B=b, n=n, k=n // p.group))
     (sums,) = tile.launch(
-        functools.partial(_kernel, problem=p, tiles=tiles, read=read, number=number, entries=entries),
+        functools.partial(
+            _kernel, problem=p, tiles=tiles, read=read, number=number, entries=entries
+        ),
         (x, do, lse, delta),
         grid=(programs, p.heads, p.batch),
         in_specs=[at.operands(x), at.spec("btnv"), at.spec("bnt"), at.spec("bnt")],
@@ -68,9 +80,23 @@ def _sums(p: Problem, tiles: Tiles, x: Operands, do, lse, delta, read: Read, num
 
 
 def _kernel(
-    x: Operands, do_ref, lse_ref, delta_ref, sums_ref, *, problem: Problem, tiles: Tiles, read: Read, number: int, entries: int
+    x: Operands,
+    do_ref,
+    lse_ref,
+    delta_ref,
+    sums_ref,
+    *,
+    problem: Problem,
+    tiles: Tiles,
+    read: Read,
+    number: int,
+    entries: int,
 ):
-    p, part, pair = problem, pl.program_id(0) if entries > 1 else 0, (pl.program_id(2), pl.program_id(1))
+    p, part, pair = (
+        problem,
+        pl.program_id(0) if entries > 1 else 0,
+        (pl.program_id(2), pl.program_id(1)),
+    )
     own, end = tile.span(part, sums_ref.shape[0], entries), (part + 1) * sums_ref.shape[0]
 
     def query_tile(i, sums):
@@ -87,7 +113,9 @@ def _kernel(
             last = jnp.minimum(jnp.max(entry) + 1, end)
 
             def added(_, sums):
-                k, v = tile.keys_and_values(p, x.key.at[key.slice], x.value.at[key.slice], view.reach(key, True))
+                k, v = tile.keys_and_values(
+                    p, x.key.at[key.slice], x.value.at[key.slice], view.reach(key, True)
+                )
                 seen = view.sees(key, tile.dense(x.mask, (), row, key), True)
                 drop = functools.partial(tile.dropped, p, x.seeds, (), row, key)
                 bias = tile.dense(x.bias, (), row, key)

@@ -1,6 +1,8 @@
-"""The words that the portable kernels are written in: spans of rows and keys, loads, products, what a tile sees, the launch.
+"""The words that the portable kernels are written in: spans of rows and keys, loads, products, what
+a tile sees, the launch.
 
-Arrays in a kernel have sizes that are powers of two, and loads are bounded where an array ends earlier.
+Arrays in a kernel have sizes that are powers of two, and loads are bounded where an array ends
+earlier.
 """
 
 import dataclasses
@@ -39,13 +41,20 @@ class Span(NamedTuple):
 def span(number, size: int, length: int, bounded: bool = True) -> Span:
     """Tile `number` of an array of `length`, bounded where the last one may hang over."""
     index = number * size + jnp.arange(size, dtype=jnp.int32)
-    return Span(pl.ds(number * size, size), index, index < length if bounded and length % size else None)
+    return Span(
+        pl.ds(number * size, size), index, index < length if bounded and length % size else None
+    )
 
 
 def load(ref, rows=None, columns=None, other=0):
-    """The tile `ref`, with `other` outside of `rows` and `columns`: bools along each axis, None where there is no bound."""
+    """The tile `ref`, with `other` outside of `rows` and `columns`: bools along each axis, None
+    where there is no bound."""
     inside = _inside(ref.shape, rows, columns)
-    return plgpu.load(ref) if inside is None else plgpu.load(ref, mask=inside, other=jnp.asarray(other, ref.dtype))
+    return (
+        plgpu.load(ref)
+        if inside is None
+        else plgpu.load(ref, mask=inside, other=jnp.asarray(other, ref.dtype))
+    )
 
 
 def store(ref, x, rows=None, columns=None):
@@ -54,10 +63,12 @@ def store(ref, x, rows=None, columns=None):
 
 
 def part(ref, *index):
-    """The part of `ref` at `index`, None for all of an axis, to store into: with 64-bit integers enabled Pallas' interpreter asks
-    that all its starts be of one type."""
+    """The part of `ref` at `index`, None for all of an axis, to store into: with 64-bit integers
+    enabled Pallas' interpreter asks that all its starts be of one type."""
     index = (*index, *[None] * (len(ref.shape) - len(index)))
-    return ref.at[tuple(pl.ds(FIRST, n) if i is None else i for i, n in zip(index, ref.shape, strict=True))]
+    return ref.at[
+        tuple(pl.ds(FIRST, n) if i is None else i for i, n in zip(index, ref.shape, strict=True))
+    ]
 
 
 def head(ref, size: int):
@@ -68,7 +79,9 @@ def head(ref, size: int):
 def _inside(shape, rows, columns):
     if len(shape) == 1:
         return rows
-    bounds = ([] if rows is None else [rows[:, None]]) + ([] if columns is None else [columns[None, :]])
+    bounds = ([] if rows is None else [rows[:, None]]) + (
+        [] if columns is None else [columns[None, :]]
+    )
     return jnp.broadcast_to(functools.reduce(operator.and_, bounds), shape) if bounds else None
 
 
@@ -88,7 +101,8 @@ def t_dot(a, b):
 
 
 def _product(a, b, a_axis, b_axis):
-    precision = "highest" if a.dtype == jnp.float32 else "default"  # None: what jax's configuration says, for float32 TF32
+    # None: what jax's configuration says, for float32 TF32
+    precision = "highest" if a.dtype == jnp.float32 else "default"
     dims = ((a_axis,), (b_axis,)), ((), ())
     return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
@@ -109,13 +123,17 @@ class View(NamedTuple):
         return schedule.key_blocks(self.start, self.stop, self.visibility.solid, block_k)
 
     def sees(self, key: Span, mask, masked: bool):
-        """Whether the rows see the keys, or None where they see all; `mask` is a tile of the dense mask, or None."""
+        """Whether the rows see the keys, or None where they see all; `mask` is a tile of the dense
+        mask, or None."""
         if not masked:
             return mask
         column = lambda x: x[:, None] if jnp.ndim(x) else x
         v, ids = self.visibility, ()
         if v.query_ids is not None:
-            ids = v.query_ids[:, None], load(v.key_ids.at[self.batch, key.slice], key.inside)[None, :]
+            ids = (
+                v.query_ids[:, None],
+                load(v.key_ids.at[self.batch, key.slice], key.inside)[None, :],
+            )
         inside = v.sees(column(self.start), column(self.stop), key.index[None, :], *ids)
         inside = inside if self.ask is None else inside & self.ask(key.index).allowed()
         return inside if mask is None else inside & mask
@@ -134,14 +152,25 @@ class View(NamedTuple):
         return alive if row.inside is None else alive & row.inside
 
 
-def view(visibility: Visibility, row: Span, queries: int, batch: Ints = FIRST, pair: tuple[Ints, Ints] | None = None) -> View:
-    """The view of a tile's rows, from the entry `batch` of the data's refs; a row beyond the last one counts as the last.
+def view(
+    visibility: Visibility,
+    row: Span,
+    queries: int,
+    batch: Ints = FIRST,
+    pair: tuple[Ints, Ints] | None = None,
+) -> View:
+    """The view of a tile's rows, from the entry `batch` of the data's refs; a row beyond the last
+    one counts as the last.
 
     `pair` is the (batch row, head) that a Predicate is asked about, where `sees` is called.
     """
     index = row.index if row.inside is None else jnp.minimum(row.index, queries - 1)
     where = visibility.where
-    ask = None if where is None else functools.partial(predicate.Question.of, where, pair, batch, index)
+    ask = (
+        None
+        if where is None
+        else functools.partial(predicate.Question.of, where, pair, batch, index)
+    )
     at = visibility.narrow(Visibility.BY_BATCH, lambda ref: ref[batch])
     at = at.narrow(Visibility.BY_QUERY, lambda ref: ref[batch, index])
     return View(at, batch, *at.interval(index), ask)
@@ -150,7 +179,8 @@ def view(visibility: Visibility, row: Span, queries: int, batch: Ints = FIRST, p
 def dense(ref, lead: tuple, row: Span, key: Span):
     """A tile [rows or 1, keys or 1] of a bias (float32) or mask (bool); None without one.
 
-    `lead` indexes the axes before those; axes of size 1 broadcast, and one that holds just the tile is taken whole.
+    `lead` indexes the axes before those; axes of size 1 broadcast, and one that holds just the tile
+    is taken whole.
     """
     if ref is None:
         return None
@@ -185,12 +215,21 @@ class Rows(NamedTuple):
 
 def start(p: Problem, x: Operands, rows: int) -> online_softmax.Statistics:
     """Those [rows] of one head before any key."""
-    return online_softmax.start(jnp.zeros(rows, jnp.float32), None if x.sinks is None else x.sinks[...], p.unit, p.with_top)
+    return online_softmax.start(
+        jnp.zeros(rows, jnp.float32), None if x.sinks is None else x.sinks[...], p.unit, p.with_top
+    )
 
 
-def question(x: Operands, row: Span, key: Span, pair: tuple[Ints, Ints], batch: Ints = FIRST) -> predicate.Question | None:
-    """That of the score_mod, None without one, about a (batch row, head); `batch` is the entry of the data's refs."""
-    return None if x.score is None else predicate.Question.of(x.score, pair, batch, row.index, key.index)
+def question(
+    x: Operands, row: Span, key: Span, pair: tuple[Ints, Ints], batch: Ints = FIRST
+) -> predicate.Question | None:
+    """That of the score_mod, None without one, about a (batch row, head); `batch` is the entry of
+    the data's refs."""
+    return (
+        None
+        if x.score is None
+        else predicate.Question.of(x.score, pair, batch, row.index, key.index)
+    )
 
 
 def scores(problem: Problem, q, k, bias, ask: predicate.Question | None = None):
@@ -204,13 +243,15 @@ def logits(problem: Problem, q, k, bias, unit: float):
     p, scale = problem, problem.scale
     if q.dtype == jnp.float32:
         if bias is None and p.soft_cap is None:
-            return dot_t(q * (scale * unit), k)  # no product is left that with less m is one multiply-add
+            # no product is left that with less m is one multiply-add
+            return dot_t(q * (scale * unit), k)
         q, scale = q * scale, 1.0
     return online_softmax.scores(dot_t(q, k), bias, scale, p.soft_cap, unit)
 
 
 def dropped(problem: Problem, seeds, lead: tuple, row: Span, key: Span, x):
-    """x [rows, keys] with 0 where dropout drops the weight; `lead` indexes the axes of `seeds` before the last."""
+    """x [rows, keys] with 0 where dropout drops the weight; `lead` indexes the axes of `seeds`
+    before the last."""
     if seeds is None:
         return x
     first, second = (seeds[(*lead, np.int32(i))] for i in range(2))
@@ -218,12 +259,17 @@ def dropped(problem: Problem, seeds, lead: tuple, row: Span, key: Span, x):
     return jnp.where(kept, x, 0.0)
 
 
-def gradients(problem: Problem, rows: Rows, k, v, bias, seen, drop, ask: predicate.Question | None = None):
+def gradients(
+    problem: Problem, rows: Rows, k, v, bias, seen, drop, ask: predicate.Question | None = None
+):
     """P, of which drop(P) is left, and dS [rows, keys]."""
     if ask is not None:
         return with_tables(problem, rows, k, v, bias, seen, drop, ask)[:2]
     of = functools.partial(logits, problem, rows.q, k, bias)
-    (s, tanh), dp = online_softmax.with_tanh(of, problem.soft_cap, problem.unit), drop(dot_t(rows.do, v))
+    (s, tanh), dp = (
+        online_softmax.with_tanh(of, problem.soft_cap, problem.unit),
+        drop(dot_t(rows.do, v)),
+    )
     p = online_softmax.power(s - rows.lse[..., None], problem.unit)
     p, ds = online_softmax.gradients(p, dp, rows.delta[..., None], seen, tanh)
     return drop(p), ds
@@ -231,26 +277,33 @@ def gradients(problem: Problem, rows: Rows, k, v, bias, seen, drop, ask: predica
 
 def with_tables(problem: Problem, rows: Rows, k, v, bias, seen, drop, ask: predicate.Question):
     """The same, and for each read of the score_mod's tables (array, index, cotangent)."""
-    x, tanh = online_softmax.with_tanh(functools.partial(logits, problem, rows.q, k, bias), problem.soft_cap, unit=1.0)
+    x, tanh = online_softmax.with_tanh(
+        functools.partial(logits, problem, rows.q, k, bias), problem.soft_cap, unit=1.0
+    )
     (s, back), dp, lse = ask.score_vjp(x), drop(dot_t(rows.do, v)), rows.lse[..., None]
     s = jnp.where(lse == jnp.inf, 0.0, s)  # of rows that are not there it may be NaN
-    p, ds = online_softmax.gradients(online_softmax.power(s - lse, problem.unit), dp, rows.delta[..., None], seen, None)
+    p, ds = online_softmax.gradients(
+        online_softmax.power(s - lse, problem.unit), dp, rows.delta[..., None], seen, None
+    )
     ds, tables = back(ds)
     return drop(p), online_softmax.capped(ds, tanh, seen), tables
 
 
 class Layout(NamedTuple):
-    """How the axes of the operands are cut into blocks: for each letter a block size (None: one entry, without the axis), and
-    from the grid's indices the number of the block (0 for a letter left out).
+    """How the axes of the operands are cut into blocks: for each letter a block size (None: one
+    entry, without the axis), and from the grid's indices the number of the block (0 for a letter
+    left out).
 
-    b n k batch and heads, t s rows and keys, h v head sizes; B T S the axes of a mask's data; c the seeds of a head.
+    b n k batch and heads, t s rows and keys, h v head sizes; B T S the axes of a mask's data; c the
+    seeds of a head.
     """
 
     sizes: dict[str, int | None]
     index: Callable[..., dict[str, Ints]]
 
     def spec(self, letters: str, broadcast=None) -> pl.BlockSpec:
-        """The BlockSpec of an array with these axes; in an array `broadcast`, axes of size 1 are not cut."""
+        """The BlockSpec of an array with these axes; in an array `broadcast`, axes of size 1 are
+        not cut."""
         one = [broadcast is not None and broadcast.shape[axis] == 1 for axis in range(len(letters))]
         cut = lambda size, one: size if size is None or not one else 1
         sizes = tuple(cut(self.sizes[c], o) for c, o in zip(letters, one, strict=True))
@@ -268,32 +321,43 @@ class Layout(NamedTuple):
         visibility = visibility.narrow(Visibility.BY_QUERY, lambda _: self.spec("BT"))
         visibility = visibility.narrow(Visibility.BY_KEY, lambda _: self.spec("BS"))
         visibility = dataclasses.replace(visibility, where=predicate.specs(self, visibility.where))
-        qkv, sinks = (self.spec("btnh"), self.spec("bskh"), self.spec("bskv")), None if x.sinks is None else self.spec("n")
+        qkv, sinks = (
+            (self.spec("btnh"), self.spec("bskh"), self.spec("bskv")),
+            None if x.sinks is None else self.spec("n"),
+        )
         seeds = None if x.seeds is None else self.spec("bnc")
         score = predicate.specs(self, x.score)
         return Operands(*qkv, dense(x.bias), sinks, dense(x.mask), visibility, seeds, score)
 
 
 def layout(problem: Problem, tiles, index, **sizes: int | None) -> Layout:
-    """A Layout with whole axes of rows, keys and heads but for `sizes`; one batch and head at a time."""
+    """A Layout with whole axes of rows, keys and heads but for `sizes`; one batch and head at a
+    time."""
     p = problem
     whole = lambda length, size: schedule.ceil_div(length, size) * size
     T, S = whole(p.queries, tiles.block_q), whole(p.keys, tiles.block_k)
     wide = dict(h=power_of_two(p.head_size), v=power_of_two(p.value_size))
-    return Layout(dict(b=None, n=None, k=None, t=T, s=S, B=1, T=p.queries, S=S, c=2) | wide | sizes, index)
+    return Layout(
+        dict(b=None, n=None, k=None, t=T, s=S, B=1, T=p.queries, S=S, c=2) | wide | sizes, index
+    )
 
 
 def launch(kernel, args, *, grid, in_specs, out_specs, out_shape, tiles, name: str):
     """Runs a kernel over `grid`, compiled on a GPU and in Pallas' interpreter anywhere else."""
-    devices = jax.typeof(args[0].query).manual_axis_type  # over which axes of a mesh the operands vary, and so the results
-    out_shape = [jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=devices) for x in out_shape]
+    # over which axes of a mesh the operands vary, and so the results
+    devices = jax.typeof(args[0].query).manual_axis_type
+    out_shape = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=devices) for x in out_shape
+    ]
     call = functools.partial(
         pl.pallas_call,
         *(kernel, out_shape),
         grid=grid,
         in_specs=in_specs,
         out_specs=out_specs,
-        compiler_params=plgpu.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
+        compiler_params=plgpu.CompilerParams(
+            num_warps=tiles.num_warps, num_stages=tiles.num_stages
+        ),
         name=name,
     )
     compiled, interpreted = call(interpret=False), call(interpret=True)

@@ -17,7 +17,8 @@ class Tiles(NamedTuple):
 
 
 class DecodeTiles(NamedTuple):
-    """Of the forward where it is decoding: all rows by `block_k` keys, and the keys cut into `parts`, a program each."""
+    """Of the forward where it is decoding: all rows by `block_k` keys, and the keys cut into
+    `parts`, a program each."""
 
     block_q: int
     block_k: int
@@ -35,51 +36,81 @@ class AllTiles(NamedTuple):
     def __str__(self):
         one = lambda t: f"{t.block_q} x {t.block_k}, {t.num_warps} warps, {t.num_stages} stages"
         d = self.decode
-        forward = f"forward {one(self.forward)}" if d is None else f"decoding {one(d)}, {d.parts} parts"
+        forward = (
+            f"forward {one(self.forward)}" if d is None else f"decoding {one(d)}, {d.parts} parts"
+        )
         return f"{forward}; dkv {one(self.dkv)}; dq {one(self.dq)}"
 
 
-# (widest head, bytes of an element): chosen by registers and spills of the code compiled for an A100 and an H200; not yet timed.
+# (widest head, bytes of an element): chosen by registers and spills of the code compiled for an
+# A100 and an H200; not yet timed.
 _TABLE = {
     (64, 2): AllTiles(Tiles(128, 64), Tiles(64, 64), Tiles(64, 64)),
-    (128, 2): AllTiles(Tiles(128, 64, num_warps=8), Tiles(64, 64, num_warps=8), Tiles(64, 64, num_warps=8)),
-    (256, 2): AllTiles(Tiles(64, 32, num_warps=8), Tiles(32, 32, num_warps=8), Tiles(32, 32, num_warps=8)),
-    (64, 4): AllTiles(Tiles(64, 32, num_warps=8), Tiles(32, 32, num_warps=8), Tiles(64, 32, num_warps=8)),
-    (128, 4): AllTiles(Tiles(64, 32, num_warps=8), Tiles(16, 16, num_warps=8), Tiles(32, 32, num_warps=8)),
-    (256, 4): AllTiles(Tiles(32, 16, num_warps=8), Tiles(16, 16, num_warps=8), Tiles(16, 16, num_warps=8)),
+    (128, 2): AllTiles(
+        Tiles(128, 64, num_warps=8), Tiles(64, 64, num_warps=8), Tiles(64, 64, num_warps=8)
+    ),
+    (256, 2): AllTiles(
+        Tiles(64, 32, num_warps=8), Tiles(32, 32, num_warps=8), Tiles(32, 32, num_warps=8)
+    ),
+    (64, 4): AllTiles(
+        Tiles(64, 32, num_warps=8), Tiles(32, 32, num_warps=8), Tiles(64, 32, num_warps=8)
+    ),
+    (128, 4): AllTiles(
+        Tiles(64, 32, num_warps=8), Tiles(16, 16, num_warps=8), Tiles(32, 32, num_warps=8)
+    ),
+    (256, 4): AllTiles(
+        Tiles(32, 16, num_warps=8), Tiles(16, 16, num_warps=8), Tiles(16, 16, num_warps=8)
+    ),
 }
-# In place of those where a program has at most 99 KB of shared memory: every feature fits, all of them together too.
+# In place of those where a program has at most 99 KB of shared memory: every feature fits, all of
+# them together too.
 _TABLE_OF_99_KB = _TABLE | {
     (128, 2): AllTiles(Tiles(64, 64), Tiles(32, 64, num_warps=8), Tiles(64, 32, num_warps=8)),
-    (256, 2): AllTiles(Tiles(64, 32, num_warps=8), Tiles(16, 32, num_warps=8), Tiles(32, 32, num_warps=8)),
+    (256, 2): AllTiles(
+        Tiles(64, 32, num_warps=8), Tiles(16, 32, num_warps=8), Tiles(32, 32, num_warps=8)
+    ),
 }
 
 
 def tiles(problem: Problem) -> AllTiles:
-    """The tiles for the narrowest row of the table that holds the problem's heads, no longer than its lengths."""
+    """The tiles for the narrowest row of the table that holds the problem's heads, no longer than
+    its lengths."""
     p, row = problem, _row(problem)
     fit = lambda block, length: min(block, power_of_two(length))
     apart, capability = [row.forward, row.dkv, row.dq], device.compute_capability()
-    if capability is None:  # a CPU's products round by how many keys they take, and P at large logits with them
+    # a CPU's products round by how many keys they take, and P at large logits with them
+    if capability is None:
         apart = [t._replace(block_k=row.forward.block_k) for t in apart]
-    elif capability >= 9:  # Triton copies the next block over what a wgmma still reads (results.md, entry 23)
+        # Triton copies the next block over what a wgmma still reads (results.md, entry 23)
+    elif capability >= 9:
         apart[1] = apart[1]._replace(num_stages=1)
     decoding = decode_tiles(p) if decode.takes(p) else None
-    return AllTiles(*(t._replace(block_q=fit(t.block_q, p.queries), block_k=fit(t.block_k, p.keys)) for t in apart), decoding)
+    return AllTiles(
+        *(
+            t._replace(block_q=fit(t.block_q, p.queries), block_k=fit(t.block_k, p.keys))
+            for t in apart
+        ),
+        decoding,
+    )
 
 
 def decode_tiles(problem: Problem, page: int | None = None) -> DecodeTiles:
     """Pages may be of any size."""
     p, block_k = problem, _row(problem).forward.block_k
-    return DecodeTiles(power_of_two(p.queries * p.group), block_k, decode.parts(p, block_k, device.processors()))
+    return DecodeTiles(
+        power_of_two(p.queries * p.group), block_k, decode.parts(p, block_k, device.processors())
+    )
 
 
 def _row(problem: Problem) -> AllTiles:
     p = problem
     width, size = max(p.head_size, p.value_size), 4 if p.dtype == "float32" else 2
     capability = device.compute_capability() or 0
-    table = _TABLE_OF_99_KB if capability in (8.6, 8.9) or capability >= 12 else _TABLE  # jax does not say how much there is
-    return next(tiles for (widest, bytes_), tiles in table.items() if width <= widest and size == bytes_)
+    # jax does not say how much there is
+    table = _TABLE_OF_99_KB if capability in (8.6, 8.9) or capability >= 12 else _TABLE
+    return next(
+        tiles for (widest, bytes_), tiles in table.items() if width <= widest and size == bytes_
+    )
 
 
 def power_of_two(n: int) -> int:
