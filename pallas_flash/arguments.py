@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_flash import checks, dropout, masks, online_softmax, scores
-from pallas_flash.masks import Visibility
+from pallas_flash.masks import ResolvedMask
 from pallas_flash.rules.score import Score
 from pallas_flash.sizes import HEADS_FIRST, Sizes
 
@@ -28,7 +28,7 @@ class Operands(NamedTuple):
     bias: jax.Array | None  # [B | 1, N | 1, T | 1, S | 1], floating
     sinks: jax.Array | None  # [N], in the dtype of sums
     mask: jax.Array | None  # as the bias, bool
-    visibility: Visibility  # with its int32 arrays
+    resolved_mask: ResolvedMask  # with its int32 arrays
     seeds: jax.Array | None = None  # uint32 [B, N, 2], of dropout
     score: Score | None = None  # with its arrays
 
@@ -49,7 +49,7 @@ class Problem:
     soft_cap: float | None
     bias: tuple[int, ...] | None  # shape
     mask: tuple[int, ...] | None  # shape
-    visibility: Visibility  # with shapes in place of its arrays
+    resolved_mask: ResolvedMask  # with shapes in place of its arrays
     deterministic: bool  # the same bits each time, in the backward too
     sinks: bool = False  # whether each head has one more logit
     dropped: int = 0  # of 256 weights
@@ -59,10 +59,14 @@ class Problem:
     def of_part(self, x: Operands) -> "Problem":
         """That of a part of the operands: of some batch rows and heads."""
         sizes = dict(batch=x.query.shape[0], heads=x.query.shape[2], kv_heads=x.key.shape[2])
-        visibility, score = shapes((x.visibility, x.score))
+        resolved_mask, score = shapes((x.resolved_mask, x.score))
         bias, mask = (None if a is None else a.shape for a in (x.bias, x.mask))
         more = dict(
-            bias=bias, mask=mask, visibility=visibility, score=score, sinks=x.sinks is not None
+            bias=bias,
+            mask=mask,
+            resolved_mask=resolved_mask,
+            score=score,
+            sinks=x.sinks is not None,
         )
         return dataclasses.replace(self, **sizes, **more)
 
@@ -84,7 +88,7 @@ class Problem:
 
     @property
     def statistics(self) -> int:
-        """Of how many numbers the Statistics of a row then are."""
+        """Of how many numbers the SoftmaxState of a row then are."""
         return 2 + self.with_top
 
     @property
@@ -98,7 +102,7 @@ class Problem:
             f"B={p.batch} T={p.queries} S={p.keys} N={p.heads} K={p.kv_heads} H={p.head_size} "
             f"Hv={p.value_size} {p.dtype}"
         )
-        extras = [f"mask: {p.visibility}", f"scale {p.scale:.4g}"]
+        extras = [f"mask: {p.resolved_mask}", f"scale {p.scale:.4g}"]
         extras += [f"soft cap {p.soft_cap:g}"] if p.soft_cap is not None else []
         extras += [f"score_mod {p.score.rule}"] if p.score is not None else []
         extras += [f"bias {p.bias}"] if p.bias is not None else []
@@ -138,13 +142,14 @@ def normalise(
     score_mod=None,
     return_max_logits=False,
     dropout_seeds=None,
-    visibility=None,
+    resolved_mask=None,
 ) -> tuple[Problem, Operands]:
     """The arguments of `flash_attention` as a Problem and Operands; raises TypeError or ValueError
     on what does not fit.
 
     `dropout_seeds` [*B, N, 2] are those of dropout_rng, from someone who sees all batch rows and
-    heads; `visibility` is what all else that hides keys comes to, from someone who sees all rows.
+    heads; `resolved_mask` is what all else that hides keys comes to, from someone who sees all
+    rows.
     """
     query, key, value = arrays(query, key, value)
     lead, (T, N, H) = query.shape[:-3], query.shape[-3:]
@@ -152,8 +157,8 @@ def normalise(
     sizes = Sizes(lead or (1,), dict(B=B, T=T, S=S, N=N, K=K))
 
     rules, mask = (mask, None) if isinstance(mask, masks.Mask) else (None, mask)
-    if visibility is None:
-        visibility = visible(
+    if resolved_mask is None:
+        resolved_mask = visible(
             sizes,
             rules,
             is_causal=is_causal,
@@ -173,12 +178,12 @@ def normalise(
     if dropped and dropout_seeds is None:
         dropout_seeds = dropout.seeds(dropout_rng, *lead, N)
     seeds = dropout_seeds.reshape(B, N, 2) if dropped else None
-    qkv = _times(flat(query), factors, visibility), flat(key), flat(value)
+    qkv = _times(flat(query), factors, resolved_mask), flat(key), flat(value)
     score = None
     if score_mod is not None:
         near = masks.offset_of_score(masks.parts(rules), sizes.offset(query_offset))
         score = Score.of_call(scores.fitting(score_mod, N), checks.sums(query.dtype), near, B)
-    operands = Operands(*qkv, bias, sinks, mask, visibility, seeds, score)
+    operands = Operands(*qkv, bias, sinks, mask, resolved_mask, seeds, score)
     problem = Problem(
         *(B, T, S, N, K, H, Hv),
         dtype=str(query.dtype),
@@ -186,7 +191,7 @@ def normalise(
         soft_cap=checks.number("logits_soft_cap", logits_soft_cap, None, positive=True),
         bias=None if bias is None else bias.shape,
         mask=None if mask is None else mask.shape,
-        visibility=shapes(visibility),
+        resolved_mask=shapes(resolved_mask),
         deterministic=checks.flag("deterministic", deterministic),
         sinks=sinks is not None,
         dropped=dropped,
@@ -207,7 +212,7 @@ def visible(
     query_offset,
     query_segment_ids,
     key_value_segment_ids,
-) -> Visibility:
+) -> ResolvedMask:
     """What all arguments but arrays of bool let the queries see."""
     rules: list[masks.Mask] = [masks.Causal()] if checks.flag("is_causal", is_causal) else []
     if local_window_size is not None:
@@ -296,12 +301,12 @@ def arrays(query, key, value):
     return query, key, value
 
 
-def _times(query, factors, visibility: Visibility):
+def _times(query, factors, resolved_mask: ResolvedMask):
     """query [B, T, N, H] times factors [N], or one for all heads, rounded to its own dtype; None
     leaves it."""
     if factors is None:
         return query
-    live = visibility.live(jnp.arange(query.shape[1], dtype=jnp.int32))
+    live = resolved_mask.live(jnp.arange(query.shape[1], dtype=jnp.int32))
     if live is not None:  # there may be NaN, which would reach the gradient of the factors
         query = jnp.where(live[:, :, None, None], query, 0)
     wide = checks.sums(query.dtype)

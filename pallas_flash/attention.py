@@ -167,11 +167,11 @@ def flash_attention(
       local_window_size: w or (left, right): query i sees keys i + query_offset - left to i +
         query_offset + right, both inclusive; None on a side is no limit. A window is not causal by
         itself.
-      implementation: "hopper" (Pallas Mosaic GPU kernels for H100 and H200), "portable" (Pallas
+      implementation: "hopper" (Pallas Mosaic GPU kernels for H100 and H200), "triton" (Pallas
         kernels), "blockwise" (plain JAX) or "reference" (dense). One that is named and cannot run
         the call raises. None, "xla" and "cudnn" (jax.nn's names) leave the choice to this function,
-        and `explain` says what it is and why: a GPU runs "hopper" and "portable" unasked once it
-        has found them right. Without a GPU "portable" runs in Pallas' interpreter. "flash1" and
+        and `explain` says what it is and why: a GPU runs "hopper" and "triton" unasked once it
+        has found them right. Without a GPU "triton" runs in Pallas' interpreter. "flash1" and
         "standard" are earlier algorithms, to compare with.
       return_residual: return (output, lse), where lse is the natural log-sum-exp of the logits,
         float32 [*B, T, N], differentiable.

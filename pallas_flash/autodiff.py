@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from pallas_flash import modes, online_softmax
+from pallas_flash import derivative_modes, online_softmax
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.backends import Choice
 from pallas_flash.rules.reads import vary_alike
@@ -21,7 +21,9 @@ def _second_of(choice: Choice) -> Callable:
     if choice.backend.name == "reference":
         return lambda x: x
     return (
-        modes.second_in_forward_alone if choice.backend.name in IN_FORWARD_MODE else modes.no_second
+        derivative_modes.second_in_forward_alone
+        if choice.backend.name in IN_FORWARD_MODE
+        else derivative_modes.no_second
     )
 
 
@@ -45,7 +47,7 @@ def _forward(problem, choice, operands):
     return (o, lse, largest), (operands, o, stats._replace(top=None))
 
 
-def natural(unit: float, problem: Problem, operands: Operands, stats: online_softmax.Statistics):
+def natural(unit: float, problem: Problem, operands: Operands, stats: online_softmax.SoftmaxState):
     """Of what an implementation has in its unit the natural log-sum-exp [B, N, T], that of a sink
     beyond its ends the sink; and the largest logit, which has no derivative, or None where it is
     not asked for."""
@@ -96,7 +98,7 @@ def _backward(problem, choice, residuals, cotangents):
 
 def _of_live_rows(operands: Operands, do, dlse):
     """do [B, T, N, Hv] and dlse [B, N, T] with 0 for queries beyond their lengths."""
-    live = operands.visibility.live(jnp.arange(do.shape[1], dtype=jnp.int32))
+    live = operands.resolved_mask.live(jnp.arange(do.shape[1], dtype=jnp.int32))
     if live is None:
         return do, dlse
     return jnp.where(live[:, :, None, None], do, 0), jnp.where(live[:, None], dlse, 0)
@@ -125,7 +127,7 @@ _forward_jit = jax.jit(lambda forward, *args: forward(*args), static_argnums=(0,
 def attend(problem: Problem, choice: Choice, operands: Operands):
     """o [B, T, N, Hv] in the query's dtype, lse [B, N, T] in float32, which both may be
     differentiated, and the largest logits [B, N, T], None if they are not asked for."""
-    operands = _floats_through(modes.first_in_reverse_alone, operands)
+    operands = _floats_through(derivative_modes.first_in_reverse_alone, operands)
     return _attend_jit(problem, choice, vary_alike(operands))
 
 

@@ -9,7 +9,7 @@ import jax
 
 from pallas_flash import blockwise, reference
 from pallas_flash.arguments import Problem
-from pallas_flash.kernels import device, hopper, portable
+from pallas_flash.kernels import device, hopper, triton
 
 
 class Backend(NamedTuple):
@@ -20,10 +20,10 @@ class Backend(NamedTuple):
     # None: it is taken unasked where it can run
     why_not_by_default: Callable[[Problem], str | None]
     tiles: Callable[[Problem], Any]  # a hashable Tiles, or None
-    # (problem, tiles, operands)                    -> o, online_softmax.Statistics
+    # (problem, tiles, operands)                    -> o, online_softmax.SoftmaxState
     forward: Callable
     # lse in its unit, +inf for a row that saw no key; do and delta have the factor of
-    # `Statistics.in_one`. With a score_mod one more: the gradients of its tables (problem, tiles,
+    # `SoftmaxState.in_one`. With a score_mod one more: the gradients of its tables (problem, tiles,
     # operands, lse, do, delta) -> dq, dk, dv, dbias (None without a bias)
     backward: Callable
     own_kernels: bool = False  # not XLA's: a GPU runs them unasked only after selfcheck.py
@@ -32,7 +32,7 @@ class Backend(NamedTuple):
     is_apart: bool = False
     # what is copied for its kernels in each call
     copies: Callable[[Problem], str | None] = lambda problem: None
-    # its scores, of whose maxima its Statistics are; else they are in the problem's unit
+    # its scores, of whose maxima its SoftmaxState are; else they are in the problem's unit
     is_natural: bool = True
 
     def unit(self, problem: Problem) -> float:
@@ -142,16 +142,14 @@ BACKENDS = (
         is_natural=False,
     ),
     Backend(
-        "portable",
+        "triton",
         lambda p: (
-            _no_tiles(p)
-            or portable.why_not(p)
-            or _why_no_import("portable.forward", "portable.backward")
+            _no_tiles(p) or triton.why_not(p) or _why_no_import("triton.forward", "triton.backward")
         ),
         lambda p: _no_gpu(),
-        lambda p: portable.tiles(p),
-        _kernel("portable.forward", "forward"),
-        _kernel("portable.backward", "backward"),
+        lambda p: triton.tiles(p),
+        _kernel("triton.forward", "forward"),
+        _kernel("triton.backward", "backward"),
         own_kernels=True,
         is_natural=False,
     ),
@@ -177,7 +175,7 @@ BACKENDS = (
         Backend(
             name,
             lambda p, m=module: (
-                _no_tiles(p) or portable.why_not(p) or _why_no_import(m) or _kernel(m, "why_not")(p)
+                _no_tiles(p) or triton.why_not(p) or _why_no_import(m) or _kernel(m, "why_not")(p)
             ),
             lambda p: "an earlier algorithm, kept to compare with: ask for it by name",
             *(_kernel(module, function) for function in ("tiles", "forward", "backward")),

@@ -166,7 +166,7 @@ def in_a_ring(
     numbers = loop.numbers(lax.axis_index(scheme.names))
     chunked = lambda x: x.reshape(B * C, x.shape[-3] // C, *x.shape[-2:])
     local = dict.fromkeys(SEEN) | dict(
-        is_causal=False, query_offset=0, visibility=seen.of_chunks(B, numbers, T // C)
+        is_causal=False, query_offset=0, resolved_mask=seen.of_chunks(B, numbers, T // C)
     )
     local |= dict(
         query=chunked(query), key=chunked(key), value=chunked(value), bias=None, mask=None

@@ -13,15 +13,15 @@ import jax.numpy as jnp
 
 from pallas_flash import online_softmax, schedule
 from pallas_flash.arguments import Operands, Problem, shapes
-from pallas_flash.online_softmax import Statistics
-from pallas_flash.rules.visibility import Visibility
+from pallas_flash.online_softmax import SoftmaxState
+from pallas_flash.rules.resolved_mask import ResolvedMask
 
 ROWS = 64  # of one tile
 KEYS = 256  # fewer are few blocks, of which the ordinary forward reads each as fast
 WORTH = 1.05  # more parts must save more than this
 
 _TAKEN = """
-batch queries keys heads kv_heads head_size value_size dtype scale soft_cap visibility
+batch queries keys heads kv_heads head_size value_size dtype scale soft_cap resolved_mask
 deterministic sinks score max_logits
 """.split()
 
@@ -32,7 +32,7 @@ def takes(problem: Problem) -> bool:
     p = problem
     known = all(isinstance(n, int) for n in (p.batch, p.queries, p.keys))
     more = [getattr(p, field.name) for field in dataclasses.fields(p) if field.name not in _TAKEN]
-    plain = not any(more) and p.visibility.where is None
+    plain = not any(more) and p.resolved_mask.where is None
     return known and plain and why_not(p) is None and p.keys >= KEYS
 
 
@@ -56,10 +56,10 @@ def parts(problem: Problem, block_k: int, processors: int) -> int:
     return next(n for n in time if time[n] <= WORTH * min(time.values()))
 
 
-def intervals(problem: Problem, seen: Visibility) -> tuple[jax.Array, jax.Array]:
+def intervals(problem: Problem, seen: ResolvedMask) -> tuple[jax.Array, jax.Array]:
     """The keys [start, stop) that each query sees, [B | 1, T]."""
     row = jnp.arange(problem.queries, dtype=jnp.int32)[None]
-    ends = seen.narrow(Visibility.BY_BATCH, lambda a: a[:, None]).interval(row)
+    ends = seen.narrow(ResolvedMask.BY_BATCH, lambda a: a[:, None]).interval(row)
     start, stop, _ = jnp.broadcast_arrays(*(jnp.asarray(end, jnp.int32) for end in ends), row)
     return start, stop
 
@@ -75,13 +75,13 @@ def as_rows(problem: Problem, x: Operands) -> tuple[Problem, Operands]:
     """The same problem and operands with a row for each token and query head, token by token, in
     place of a query. Each key head is a head, and what its rows see is data by row. The sinks are
     left out: `merged` adds them."""
-    p, at = problem, x.visibility
+    p, at = problem, x.resolved_mask
     each = lambda a: jnp.broadcast_to(
         jnp.repeat(a, p.group, axis=1), (p.batch, p.queries * p.group)
     )
     start, stop = intervals(p, at)
     of = lambda a: None if a is None else each(a)
-    seen = Visibility(
+    seen = ResolvedMask(
         p.keys,
         start=each(start),
         stop=each(stop),
@@ -92,14 +92,14 @@ def as_rows(problem: Problem, x: Operands) -> tuple[Problem, Operands]:
     q = x.query.reshape(p.batch, p.queries, p.kv_heads, p.group, -1)
     q = jnp.swapaxes(q, 2, 3).reshape(p.batch, -1, p.kv_heads, p.head_size)
     rows = dataclasses.replace(
-        p, queries=q.shape[1], heads=p.kv_heads, visibility=shapes(seen), sinks=False
+        p, queries=q.shape[1], heads=p.kv_heads, resolved_mask=shapes(seen), sinks=False
     )
-    return rows, x._replace(query=q, sinks=None, visibility=seen)
+    return rows, x._replace(query=q, sinks=None, resolved_mask=seen)
 
 
-def merged(problem: Problem, x: Operands, o, stats: Statistics, unit: float):
-    """o [B, T, N, Hv] and its Statistics [B, N, T], from those of the parts, o [B, parts, K, rows,
-    Hv], [B, parts, K, rows]."""
+def merged(problem: Problem, x: Operands, o, stats: SoftmaxState, unit: float):
+    """o [B, T, N, Hv] and its SoftmaxState [B, N, T], from those of the parts, o [B, parts, K,
+    rows, Hv], [B, parts, K, rows]."""
     p = problem
     o, stats = online_softmax.merge_all(o, stats, 1, unit)
     by_query = lambda a: jnp.moveaxis(

@@ -6,8 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_flash import arguments, autodiff, backends, context_parallel, lowering, mapped, modes
-from pallas_flash.devices import exchange, ring, sharding
+from pallas_flash import (
+    arguments,
+    autodiff,
+    backends,
+    context_parallel,
+    derivative_modes,
+    lowering,
+    vmap,
+)
+from pallas_flash.devices import ring, sharding, ulysses
 from pallas_flash.devices.call import exact
 from pallas_flash.kernels import device
 from pallas_flash.machine import selfcheck
@@ -25,7 +33,7 @@ def on_devices(attend, call):
         sharding.by_device(attend, call, mesh),
         (call["query"], call["key"], call["value"]),
     )
-    return modes.without_reverse(outputs) if any(map(reads.varying, floats)) else outputs
+    return derivative_modes.without_reverse(outputs) if any(map(reads.varying, floats)) else outputs
 
 
 def results(return_residual: bool, o, lse, max_logits):
@@ -38,11 +46,11 @@ def attend(implementation, context, **call):
     if isinstance(context, context_parallel.AllToAll):
         problem, operands = arguments.normalise(**context_parallel.own_heads(context, call))
         choice = sharding.under_vmap(_choose(problem, implementation), operands.query)
-        operands = exchange.own_rows(context.names, problem, operands, call["sinks"])
+        operands = ulysses.own_rows(context.names, problem, operands, call["sinks"])
         return _shaped(
             call,
             problem,
-            *autodiff.attend(problem, exchange.around(context.names, choice), operands),
+            *autodiff.attend(problem, ulysses.around(context.names, choice), operands),
         )
     if context is not None:
         loop, pair, problem, operands = context_parallel.in_a_ring(context, call)
@@ -60,7 +68,7 @@ def _choose(problem, implementation) -> backends.Choice:
         selfcheck.choose(problem, implementation),
         selfcheck.asked_for(implementation) is not None,
     )
-    return mapped.with_rows(
+    return vmap.with_rows(
         lowering.by_platform(choice, is_asked), not is_asked and device.here().platform != "gpu"
     )
 

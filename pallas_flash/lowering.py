@@ -19,7 +19,7 @@ from jax.interpreters import batching, mlir
 from pallas_flash import blockwise
 from pallas_flash.backends import Backend, Choice, Half
 from pallas_flash.kernels import device
-from pallas_flash.online_softmax import LOWEST, Apart, Statistics
+from pallas_flash.online_softmax import LOWEST, Apart, SoftmaxState
 
 GPUS = "cuda", "rocm"  # platforms
 _log = logging.getLogger("pallas_flash")
@@ -75,11 +75,11 @@ def _forward(backend: Backend, problem, like, x):
     return o, like_kernels(stats, like[1], backend.unit(problem))
 
 
-def like_kernels(stats: Statistics, like: Statistics, unit: float) -> Statistics:
-    """Natural Statistics in the unit and the form of kernels."""
+def like_kernels(stats: SoftmaxState, like: SoftmaxState, unit: float) -> SoftmaxState:
+    """Natural SoftmaxState in the unit and the form of kernels."""
     top = None if like.top is None else stats.largest * unit
     if like.l is None:
-        return Statistics(stats.lse(1.0) * unit, None, top)
+        return SoftmaxState(stats.lse(1.0) * unit, None, top)
     return stats._replace(m=jnp.maximum(stats.m * unit, LOWEST), top=top)
 
 

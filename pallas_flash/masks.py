@@ -2,7 +2,7 @@
 
 Almost every mask in use lets query row i see a half-open interval of keys, [start(i), stop(i)); a
 `Where` is any other rule, and so is what | and ~ make. `resolve` turns several `Mask`s into one
-`Visibility`, which is all that the implementations know. To add a mask, write one class here with
+`ResolvedMask`, which is all that the implementations know. To add a mask, write one class here with
 one method, `interval`.
 """
 
@@ -34,7 +34,7 @@ from pallas_flash.rules.mask import GlobalTokens as GlobalTokens
 from pallas_flash.rules.mask import with_leaves as with_leaves
 from pallas_flash.rules.mask import without_maps as without_maps
 from pallas_flash.rules.packed import Documents, Varlen
-from pallas_flash.rules.visibility import Ints, Visibility, register, smaller
+from pallas_flash.rules.resolved_mask import Ints, ResolvedMask, register, smaller
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Window(Mask):
         left, right = self._near
         return (
             0 if left is None else position - left,
-            Visibility.ALL if right is None else position + right + 1,
+            ResolvedMask.ALL if right is None else position + right + 1,
         )
 
     @property
@@ -120,7 +120,7 @@ class KeyStarts(Mask):
     ARRAYS = {"starts": "B"}
 
     def interval(self, row, position):
-        return self.starts[:, None], Visibility.ALL
+        return self.starts[:, None], ResolvedMask.ALL
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,9 +190,9 @@ def block_map(
         if (x := getattr(part, name)) is not None
     }
     batch = max({batch, *rows})
-    visibility = resolve(parts(whole), batch, queries, keys, query_offset)
-    found = kinds.of(visibility, batch, heads, queries, block, block)
-    rules, where = sum(isinstance(part, RULES) for part in parts(whole)), visibility.where
+    resolved_mask = resolve(parts(whole), batch, queries, keys, query_offset)
+    found = kinds.of(resolved_mask, batch, heads, queries, block, block)
+    rules, where = sum(isinstance(part, RULES) for part in parts(whole)), resolved_mask.where
     asks = (False, False) if where is None else (where.rule.reads_batch, where.rule.reads_head)
     return BlockMap(mask, Kinds(found, rules, asks, queries, keys, block, query_offset))
 
@@ -225,9 +225,9 @@ class Rows:
         )
 
 
-def resolve(masks: list[Mask], batch: int, queries: int, keys: int, offset: Ints) -> Visibility:
-    """One Visibility for all of `masks`, with the largest start and the smallest stop. `offset` is
-    an int or int32 [B]."""
+def resolve(masks: list[Mask], batch: int, queries: int, keys: int, offset: Ints) -> ResolvedMask:
+    """One ResolvedMask for all of `masks`, with the largest start and the smallest stop. `offset`
+    is an int or int32 [B]."""
     row, apart = jnp.arange(queries, dtype=jnp.int32)[None], _apart(masks, offset)
     return _resolved(
         masks,
@@ -236,8 +236,8 @@ def resolve(masks: list[Mask], batch: int, queries: int, keys: int, offset: Ints
     )
 
 
-def _resolved(masks: list[Mask], rows: Rows, keys: int) -> Visibility:
-    seen, left, right = Visibility(keys), None, None
+def _resolved(masks: list[Mask], rows: Rows, keys: int) -> ResolvedMask:
+    seen, left, right = ResolvedMask(keys), None, None
     where, known, position = [], [], rows.position
     for mask in masks:
         match mask:
@@ -317,7 +317,7 @@ def _predicate(where: list[Mask], known: list[Kinds], rows: Rows, keys: int) -> 
         one = functools.reduce(both, where)
     else:
         # the call's own hides keys that are not there
-        resolved = lambda intervals: _resolved(intervals, rows, Visibility.ALL)
+        resolved = lambda intervals: _resolved(intervals, rows, ResolvedMask.ALL)
         one = as_where(
             functools.reduce(Both, where), Place(within_reach(rows.offset), rows.apart), resolved
         )
@@ -327,7 +327,7 @@ def _predicate(where: list[Mask], known: list[Kinds], rows: Rows, keys: int) -> 
 
 
 def _ends(mask: Mask, row, position, shape):
-    """mask.interval, as int32 [B, T] from 0 to Visibility.ALL."""
+    """mask.interval, as int32 [B, T] from 0 to ResolvedMask.ALL."""
     name, ends = f"{type(mask).__name__}.interval()", mask.interval(row, position)
     if not (isinstance(ends, tuple | list) and len(ends) == 2):
         raise TypeError(f"{name} must return (start, stop); got {type(ends).__name__}.")
@@ -344,12 +344,12 @@ def _ends(mask: Mask, row, position, shape):
                 f"{name} must return what broadcasts to [B, T] = {shape}; got {end.shape}."
             )
         end = end.astype(np.int32) if np.can_cast(end.dtype, np.int32) else end  # int8 holds no ALL
-        yield end.clip(0, Visibility.ALL).astype(np.int32)
+        yield end.clip(0, ResolvedMask.ALL).astype(np.int32)
 
 
 def _band(
-    seen: Visibility, shape, row, left: int | None, right: int | None, offset: Ints
-) -> Visibility:
+    seen: ResolvedMask, shape, row, left: int | None, right: int | None, offset: Ints
+) -> ResolvedMask:
     """Of the keys that are seen, those from position - left to position + right."""
     if left is None and right is None:
         return seen
@@ -362,7 +362,7 @@ def _band(
         from_ = lambda at: row + (_clip(offset, at - REACH, at + REACH) - at)[:, None]
         start, stop = (
             0 if left is None else from_(left),
-            Visibility.ALL if right is None else from_(-right) + 1,
+            ResolvedMask.ALL if right is None else from_(-right) + 1,
         )
         return _meet(seen, shape, start, stop)
     near = _clip(offset, -REACH - (right or 0), REACH + (left or 0))
@@ -386,7 +386,7 @@ def _least(a, b):
     return smaller(a, b)
 
 
-def _meet(seen: Visibility, shape, start: Ints, stop: Ints) -> Visibility:
+def _meet(seen: ResolvedMask, shape, start: Ints, stop: Ints) -> ResolvedMask:
     start, stop = (jnp.broadcast_to(jnp.asarray(end, jnp.int32), shape) for end in (start, stop))
     if seen.start is not None:
         start, stop = jnp.maximum(start, seen.start), jnp.minimum(stop, seen.stop)

@@ -21,7 +21,7 @@ LN2 = math.log(2.0)
 LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
-class Statistics(NamedTuple):
+class SoftmaxState(NamedTuple):
     """Of each row's softmax, P = 2^(s - m) / l: the maximum m of its scores, in their unit, and the
     sum l of 2^(s - m), which is e^(s - m) where they are natural.
 
@@ -106,15 +106,15 @@ def scores_apart(qk, scale: float, soft_cap: float | None):
     return -(root * root), 2 * soft_cap * LOG2E
 
 
-def start(zeros, sink=None, unit: float = LOG2E, with_top: bool = False) -> Statistics:
+def start(zeros, sink=None, unit: float = LOG2E, with_top: bool = False) -> SoftmaxState:
     """Those before any key, of the shape of `zeros`. A sink, a logit that broadcasts against it, is
     as if a key with this score and the value 0 had passed by. `with_top`: the largest score is
     asked for, and m may be another."""
     top = zeros - jnp.inf if with_top else None
     if sink is None:
-        return Statistics(zeros + LOWEST, zeros, top)
+        return SoftmaxState(zeros + LOWEST, zeros, top)
     sink = zeros + sink  # Mosaic has no choice of vectors by a scalar
-    return Statistics(finite(sink * unit), jnp.where(sink > -jnp.inf, zeros + 1.0, zeros), top)
+    return SoftmaxState(finite(sink * unit), jnp.where(sink > -jnp.inf, zeros + 1.0, zeros), top)
 
 
 def finite(s):
@@ -122,13 +122,15 @@ def finite(s):
     return jnp.minimum(jnp.maximum(s, LOWEST), -LOWEST)
 
 
-def step(s, stats: Statistics, scale: float | None = None, slack: float = 0.0, unit: float = LOG2E):
-    """Adds the scores s [.., q, k] to the running Statistics [.., q].
+def step(
+    s, stats: SoftmaxState, scale: float | None = None, slack: float = 0.0, unit: float = LOG2E
+):
+    """Adds the scores s [.., q, k] to the running SoftmaxState [.., q].
 
     Returns p = 2^(s - m'), the factor alpha = 2^(m - m') that older sums must be scaled by, and the
-    new Statistics. A `scale` above 0 multiplies s where a fused multiply-add can do it, at no cost.
-    A maximum that grows by no more than `slack` stays what it was, and alpha is 1: any m' gives the
-    same P = p / l, and none of p exceeds 2^slack.
+    new SoftmaxState. A `scale` above 0 multiplies s where a fused multiply-add can do it, at no
+    cost. A maximum that grows by no more than `slack` stays what it was, and alpha is 1: any m'
+    gives the same P = p / l, and none of p exceeds 2^slack.
     """
     m, l, top = stats
     highest = jnp.max(s, axis=-1)
@@ -139,7 +141,7 @@ def step(s, stats: Statistics, scale: float | None = None, slack: float = 0.0, u
     return (
         p,
         alpha,
-        Statistics(
+        SoftmaxState(
             m_new,
             l * alpha + jnp.sum(p, axis=-1),
             None if top is None else jnp.maximum(top, highest),
@@ -147,7 +149,7 @@ def step(s, stats: Statistics, scale: float | None = None, slack: float = 0.0, u
     )
 
 
-def step_along(axis: int, s, stats: Statistics | None, unit: float = 1.0, finite: bool = False):
+def step_along(axis: int, s, stats: SoftmaxState | None, unit: float = 1.0, finite: bool = False):
     """`step` for scores with the keys along `axis`, in any unit. Without a step before, `stats` is
     None, and so is alpha.
 
@@ -164,10 +166,10 @@ def step_along(axis: int, s, stats: Statistics | None, unit: float = 1.0, finite
     p = jnp.exp(natural(s - jnp.expand_dims(m_new, axis), unit))
     total = jnp.sum(p, axis)
     if stats is None:
-        return p, None, Statistics(m_new, total)
+        return p, None, SoftmaxState(m_new, total)
     alpha = jnp.exp(natural(stats.m - m_new, unit))
     top = None if stats.top is None else lax.stop_gradient(jnp.maximum(stats.top, jnp.max(s, axis)))
-    return p, alpha, Statistics(m_new, stats.l * alpha + total, top)
+    return p, alpha, SoftmaxState(m_new, stats.l * alpha + total, top)
 
 
 def _each(row, like):
@@ -186,7 +188,7 @@ def _inverse(l):
     return 1.0 / jnp.where(l == 0, 1.0, l)
 
 
-def merge_all(o, stats: Statistics, axis: int, unit: float = LOG2E):
+def merge_all(o, stats: SoftmaxState, axis: int, unit: float = LOG2E):
     """Of the attention of the same rows to several sets of keys, along an axis of o [.., n] and
     stats [..], that to all."""
     stats, top = _in_two(stats), None if stats.top is None else jnp.max(stats.top, axis)
@@ -194,13 +196,13 @@ def merge_all(o, stats: Statistics, axis: int, unit: float = LOG2E):
     l = stats.l * power(stats.m - highest, unit)
     total = jnp.sum(l, axis, keepdims=True)
     part = l / jnp.where(total == 0, 1.0, total)
-    return jnp.sum(o * part[..., None], axis), Statistics(
+    return jnp.sum(o * part[..., None], axis), SoftmaxState(
         jnp.squeeze(highest, axis), jnp.squeeze(total, axis), top
     )
 
 
 def merge(one, other, unit: float = LOG2E):
-    """Of the attention of the same rows [B, T, N] to two sets of keys, each (o, Statistics), that
+    """Of the attention of the same rows [B, T, N] to two sets of keys, each (o, SoftmaxState), that
     to both: o is wide. It has a top if the one has."""
     top = None if one[1].top is None else jnp.maximum(one[1].top, other[1].largest)
     (o, a), (o_other, b) = (
@@ -211,13 +213,13 @@ def merge(one, other, unit: float = LOG2E):
     l, l_other = (part.l * power(part.m - m, unit) for part in (a, b))
     both = l + l_other
     part = lambda l: jnp.swapaxes(l / jnp.where(both == 0, 1.0, both), 1, 2)[..., None]
-    return o * part(l) + o_other * part(l_other), Statistics(m, both, top)
+    return o * part(l) + o_other * part(l_other), SoftmaxState(m, both, top)
 
 
-def _in_two(stats: Statistics) -> Statistics:
+def _in_two(stats: SoftmaxState) -> SoftmaxState:
     """With an l, and with a maximum that is finite."""
     l = jnp.where(stats.empty, 0.0, jnp.ones_like(stats.m) if stats.l is None else stats.l)
-    return Statistics(jnp.maximum(stats.m, LOWEST), l)
+    return SoftmaxState(jnp.maximum(stats.m, LOWEST), l)
 
 
 def natural(s, unit: float):

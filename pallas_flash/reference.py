@@ -12,14 +12,14 @@ from jax import lax
 from pallas_flash import dropout
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.checks import sums
-from pallas_flash.online_softmax import Statistics
+from pallas_flash.online_softmax import SoftmaxState
 from pallas_flash.rules import kinds
 
 
 def attend(problem: Problem, x: Operands):
-    """o [B, T, N, Hv] in the query's dtype, and the Statistics of its rows."""
+    """o [B, T, N, Hv] in the query's dtype, and the SoftmaxState of its rows."""
     o, lse, top = _attend(problem, x)
-    return o, Statistics(lse, None, top)
+    return o, SoftmaxState(lse, None, top)
 
 
 def _attend(p: Problem, x: Operands):
@@ -44,7 +44,7 @@ def weights(p: Problem, x: Operands, row):
 
 def _seen(p: Problem, x: Operands, row):
     """Which keys the rows see, [B, N, rows, S]."""
-    seen = kinds.seen(x.visibility, p.batch, p.heads, row, jnp.arange(p.keys, dtype=jnp.int32))
+    seen = kinds.seen(x.resolved_mask, p.batch, p.heads, row, jnp.arange(p.keys, dtype=jnp.int32))
     seen = jnp.broadcast_to(seen, (p.batch, p.heads, p.queries, p.keys))
     return seen if x.mask is None else seen & x.mask
 

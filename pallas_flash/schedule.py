@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_flash.masks import Ints, Visibility
+from pallas_flash.masks import Ints, ResolvedMask
 from pallas_flash.rules import kinds
-from pallas_flash.rules.visibility import larger
+from pallas_flash.rules.resolved_mask import larger
 
 
 class Blocks(NamedTuple):
@@ -129,11 +129,11 @@ def key_blocks(start: Ints, stop: Ints, solid, size: int, axis=None) -> Blocks:
     if solid is None:
         whole = start, stop
     else:
-        whole = jnp.where(solid, start, Visibility.ALL), jnp.where(solid, stop, 0)
+        whole = jnp.where(solid, start, ResolvedMask.ALL), jnp.where(solid, stop, 0)
     if not isinstance(stop, int):  # a row that sees nothing asks for no block
         some = start < stop
         # an int stays one: jax's Triton lowering takes a choice between two constants for a bool
-        start = start if isinstance(start, int) else jnp.where(some, start, Visibility.ALL)
+        start = start if isinstance(start, int) else jnp.where(some, start, ResolvedMask.ALL)
         stop = jnp.where(some, stop, 0)
     return Blocks(
         _reduce(jnp.min, start, axis) // size,
@@ -143,10 +143,10 @@ def key_blocks(start: Ints, stop: Ints, solid, size: int, axis=None) -> Blocks:
     ).clipped()
 
 
-def known_blocks(visibility: Visibility, first: Ints, last: Ints, size: int) -> Blocks:
+def known_blocks(resolved_mask: ResolvedMask, first: Ints, last: Ints, size: int) -> Blocks:
     """key_blocks of the rows from `first` to `last`, numbers in a kernel, where the mask has no
     data: what a row sees begins and ends no earlier than what the row before it sees."""
-    (start, whole_stop), (whole_start, stop) = map(visibility.interval, (first, last))
+    (start, whole_stop), (whole_start, stop) = map(resolved_mask.interval, (first, last))
     # rounds to 0: below it are no blocks
     div = lambda n: n // size if isinstance(n, int) else lax.div(n, jnp.int32(size))
     return Blocks(
@@ -154,64 +154,67 @@ def known_blocks(visibility: Visibility, first: Ints, last: Ints, size: int) -> 
     ).clipped()
 
 
-def key_ranges(visibility: Visibility, queries: int, block_q: int) -> list[Blocks]:
+def key_ranges(resolved_mask: ResolvedMask, queries: int, block_q: int) -> list[Blocks]:
     """`key_range` of every query block; the last may have fewer rows."""
     return [
-        key_range(visibility, i, min(i + block_q, queries) - 1) for i in range(0, queries, block_q)
+        key_range(resolved_mask, i, min(i + block_q, queries) - 1)
+        for i in range(0, queries, block_q)
     ]
 
 
-def key_range(visibility: Visibility, first: int, last: int) -> Blocks:
+def key_range(resolved_mask: ResolvedMask, first: int, last: int) -> Blocks:
     """The keys that the rows from `first` to `last` may see, and those that each sees, as blocks of
     one key: what is known while tracing, data apart, and without a key that only data of the mask
     could let a row see."""
-    known = without_data(visibility)
+    known = without_data(resolved_mask)
     (start, whole_start), (whole_stop, stop) = zip(*map(known.interval, (first, last)), strict=True)
     return Blocks(start, whole_start, whole_stop, max(start, stop))
 
 
-def without_data(visibility: Visibility) -> Visibility:
+def without_data(resolved_mask: ResolvedMask) -> ResolvedMask:
     """The mask as far as it is known while tracing."""
-    seen = visibility
+    seen = resolved_mask
     return (
-        Visibility(seen.keys, seen.left, seen.right, seen.offset)
+        ResolvedMask(seen.keys, seen.left, seen.right, seen.offset)
         if isinstance(seen.offset, int)
-        else Visibility(seen.keys)
+        else ResolvedMask(seen.keys)
     )
 
 
-def by_query_tile(visibility: Visibility, queries: int, block_q: int, block_k: int):
+def by_query_tile(resolved_mask: ResolvedMask, queries: int, block_q: int, block_k: int):
     """The mask and the blocks to visit, for kernels that own tiles of queries.
 
     The mask is the same with its data by rows of whole tiles and by keys of whole blocks; a row
     beyond the last counts as the last. The blocks are int32 [B or 1, query tiles, 4], `Blocks` for
     each tile; None where the mask has no data: `known_blocks`.
     """
-    if not visibility.has_data:
-        return visibility, None
-    row, at = _whole_tiles(visibility, queries, block_q)
+    if not resolved_mask.has_data:
+        return resolved_mask, None
+    row, at = _whole_tiles(resolved_mask, queries, block_q)
     start, stop, _ = jnp.broadcast_arrays(*at.interval(jnp.minimum(row, queries - 1)), row)
     blocks = jnp.stack(_by_tile(start, stop, at.solid, block_q, block_k), -1).astype(jnp.int32)
     ids = at.key_ids
     if ids is not None:
-        ids = jnp.pad(ids, ((0, 0), (0, -visibility.keys % block_k)))
-    return Visibility(
-        visibility.keys, start=start, stop=stop, query_ids=at.query_ids, key_ids=ids
+        ids = jnp.pad(ids, ((0, 0), (0, -resolved_mask.keys % block_k)))
+    return ResolvedMask(
+        resolved_mask.keys, start=start, stop=stop, query_ids=at.query_ids, key_ids=ids
     ), blocks
 
 
-def query_blocks(visibility: Visibility, queries: int, block_q: int, block_k: int) -> jax.Array:
+def query_blocks(
+    resolved_mask: ResolvedMask, queries: int, block_q: int, block_k: int
+) -> jax.Array:
     """For every key block its Blocks of queries, int32 [B or 1, ceil(S / block_k), 4]: key_blocks
     transposed.
 
     The last query block is masked where it hangs over the end of the queries.
     """
-    row, at = _whole_tiles(visibility, queries, block_q)
+    row, at = _whole_tiles(resolved_mask, queries, block_q)
     start, stop = at.interval(jnp.minimum(row, queries - 1))
     stop = jnp.where(row < queries, stop, 0)
     seen = _by_tile(start, stop, at.solid, block_q, block_k)
     seen = Blocks(*(x[:, None, :] for x in seen))  # [B, 1, query blocks]
-    j = jnp.arange(ceil_div(visibility.keys, block_k), dtype=jnp.int32)[None, :, None]
+    j = jnp.arange(ceil_div(resolved_mask.keys, block_k), dtype=jnp.int32)[None, :, None]
     i = jnp.arange(seen.first.shape[-1], dtype=jnp.int32)[None, None]
     visited = (seen.first <= j) & (j < seen.last)
     full = (seen.full_first <= j) & (j < seen.full_last)
@@ -231,14 +234,14 @@ KNOWN = 2**26
 
 
 def block_kinds(
-    visibility: Visibility, batch, heads, queries: int, block_q: int, block_k: int, mask=None
+    resolved_mask: ResolvedMask, batch, heads, queries: int, block_q: int, block_k: int, mask=None
 ):
     """Whether each block is empty, partial or full, int8 [B | 1, N | 1, query tiles, key tiles],
     for a mask with a Predicate, or a dense one, bool [B | 1, N | 1, T | 1, S | 1]: numpy's where it
     is known while tracing."""
-    if mask is not None or visibility.has_data or queries * visibility.keys > KNOWN:
-        return _block_kinds(visibility, batch, heads, queries, block_q, block_k, mask)
-    return _known_kinds(visibility, batch, heads, queries, block_q, block_k)
+    if mask is not None or resolved_mask.has_data or queries * resolved_mask.keys > KNOWN:
+        return _block_kinds(resolved_mask, batch, heads, queries, block_q, block_k, mask)
+    return _known_kinds(resolved_mask, batch, heads, queries, block_q, block_k)
 
 
 def _now(f: Callable, *args) -> np.ndarray:
@@ -258,16 +261,16 @@ def _known_kinds(*args) -> np.ndarray:
     return _now(_block_kinds, *args)
 
 
-def _block_kinds(visibility, batch, heads, queries, block_q, block_k, mask=None):
-    where = visibility.where
+def _block_kinds(resolved_mask, batch, heads, queries, block_q, block_k, mask=None):
+    where = resolved_mask.where
     if mask is not None:
-        found = kinds.of_array(mask, queries, visibility.keys, block_q, block_k)
+        found = kinds.of_array(mask, queries, resolved_mask.keys, block_q, block_k)
     elif where.kinds is None:
-        asked = Visibility(visibility.keys, where=where)
+        asked = ResolvedMask(resolved_mask.keys, where=where)
         found = kinds.of(asked, batch, heads, queries, block_q, block_k)
     else:
-        found = kinds.recut(where.kinds, where.block, queries, visibility.keys, block_q, block_k)
-    row, at = _whole_tiles(visibility, queries, block_q)
+        found = kinds.recut(where.kinds, where.block, queries, resolved_mask.keys, block_q, block_k)
+    row, at = _whole_tiles(resolved_mask, queries, block_q)
     start, stop, _ = jnp.broadcast_arrays(*at.interval(jnp.minimum(row, queries - 1)), row)
     seen = Blocks(*(x[:, None, :, None] for x in _by_tile(start, stop, at.solid, block_q, block_k)))
     j = jnp.arange(found.shape[3], dtype=jnp.int32)[None, None, None]
@@ -294,12 +297,12 @@ def _lists(found, least: int) -> jax.Array:
     return jnp.concatenate([visited - count(found == kinds.FULL), visited, order], -1)
 
 
-def _whole_tiles(visibility: Visibility, queries: int, block_q: int):
+def _whole_tiles(resolved_mask: ResolvedMask, queries: int, block_q: int):
     """The rows of whole query tiles [1, n], and the mask with its data for each of them; beyond the
     last, the last's."""
     row = jnp.arange(ceil_div(queries, block_q) * block_q, dtype=jnp.int32)[None]
-    at = visibility.narrow(Visibility.BY_BATCH, lambda x: x[:, None])
-    return row, at.narrow(Visibility.BY_QUERY, lambda x: x[:, jnp.minimum(row[0], queries - 1)])
+    at = resolved_mask.narrow(ResolvedMask.BY_BATCH, lambda x: x[:, None])
+    return row, at.narrow(ResolvedMask.BY_QUERY, lambda x: x[:, jnp.minimum(row[0], queries - 1)])
 
 
 def _by_tile(start, stop, solid, block_q: int, block_k: int) -> Blocks:

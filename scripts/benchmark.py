@@ -54,7 +54,7 @@ DEFAULTS = dict(
         implementations=[
             "hopper",
             "hopper fused",
-            "portable",
+            "triton",
             "blockwise",
             *(peer.name for peer in PEERS),
         ],

@@ -94,13 +94,15 @@ def example_masks() -> dict[str, list[masks.Mask]]:
 
 
 def visits(rules: list[masks.Mask]) -> Visits:
-    visibility = masks.resolve(rules, 1, LENGTH, LENGTH, 0)
-    rows = visibility.narrow(masks.Visibility.BY_BATCH, lambda x: x[:, None])
+    resolved_mask = masks.resolve(rules, 1, LENGTH, LENGTH, 0)
+    rows = resolved_mask.narrow(masks.ResolvedMask.BY_BATCH, lambda x: x[:, None])
     start, stop = (
         np.broadcast_to(end, (1, LENGTH))[0] for end in rows.interval(np.arange(LENGTH)[None])
     )
     tiled = lambda x: None if x is None else np.broadcast_to(x, (1, LENGTH))[0].reshape(-1, BLOCK)
-    blocks = schedule.key_blocks(tiled(start), tiled(stop), tiled(visibility.solid), BLOCK, axis=-1)
+    blocks = schedule.key_blocks(
+        tiled(start), tiled(stop), tiled(resolved_mask.solid), BLOCK, axis=-1
+    )
     return Visits(np.stack(blocks, -1), start, stop)
 
 

@@ -27,7 +27,7 @@ from scripts.combined.transformations import TRANSFORMATIONS
 from scripts.gpu_code import as_if_on
 
 FILE = pathlib.Path(__file__).resolve().parents[1] / "pallas_flash" / "FEATURES.md"
-IMPLEMENTATIONS = ("hopper", "portable", "blockwise", "reference", "flash1", "standard")
+IMPLEMENTATIONS = ("hopper", "triton", "blockwise", "reference", "flash1", "standard")
 YES, UNSEEN = "yes", "(unseen)"
 TOLERANCE = dict(float32=3e-5, bfloat16=3e-2)
 

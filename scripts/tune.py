@@ -146,9 +146,7 @@ def _normalise(args, case: Case, q, k, v):
 
 
 def parse(argv) -> argparse.Namespace:
-    tuned = [
-        backend.name for backend in backends.BACKENDS if backend.name in ("hopper", "portable")
-    ]
+    tuned = [backend.name for backend in backends.BACKENDS if backend.name in ("hopper", "triton")]
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n\n")[1],
         epilog="Exit status 1: a kernel has no candidate that is right.",
@@ -158,7 +156,7 @@ def parse(argv) -> argparse.Namespace:
     add(
         "--implementation",
         choices=tuned,
-        default="hopper" if machine.on_gpu() else "portable",
+        default="hopper" if machine.on_gpu() else "triton",
         help="whose kernels to sweep",
     )
     add("--batch", type=positive, default=4, metavar="B", help="sequences")

@@ -23,12 +23,12 @@ import pytest
 from selection import fast_half, mark_for_a_gpu
 
 from pallas_flash import blockwise, decode
-from pallas_flash.kernels import portable
-from pallas_flash.kernels.portable.tuning import AllTiles, Tiles
+from pallas_flash.kernels import triton
+from pallas_flash.kernels.triton.tuning import AllTiles, Tiles
 
 jax.config.update("jax_num_cpu_devices", 8)  # for tests of meshes; all else runs on the first
 
-IMPLEMENTATIONS = ("reference", "blockwise", "portable")
+IMPLEMENTATIONS = ("reference", "blockwise", "triton")
 
 
 def on_gpu() -> bool:
@@ -102,7 +102,7 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(blockwise.tuning, "UNDER_WAY", 1)
     monkeypatch.setattr(blockwise.tuning, "FORWARD", 1)
     monkeypatch.setattr(
-        portable, "tiles", lambda p: AllTiles(Tiles(16, 16), Tiles(16, 32), Tiles(32, 16))
+        triton, "tiles", lambda p: AllTiles(Tiles(16, 16), Tiles(16, 32), Tiles(32, 16))
     )
 
 

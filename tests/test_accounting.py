@@ -14,14 +14,14 @@ from pallas_flash import accounting, autodiff, explain
 from pallas_flash.accounting import published
 from pallas_flash.kernels import device
 from pallas_flash.kernels.classic import flash1, standard
-from pallas_flash.kernels.portable.tuning import AllTiles
-from pallas_flash.kernels.portable.tuning import Tiles as Portable
+from pallas_flash.kernels.triton.tuning import AllTiles
+from pallas_flash.kernels.triton.tuning import Tiles as Portable
 
 TILES = {
     "standard": ("standard", standard.Tiles(16, 32)),
     "standard, online softmax": ("standard", standard.Tiles(16, 32, online=True)),
     "flash1": ("flash1", flash1.Tiles(16, 32)),
-    "portable": ("portable", AllTiles(Portable(16, 32), Portable(32, 16), Portable(16, 16))),
+    "triton": ("triton", AllTiles(Portable(16, 32), Portable(32, 16), Portable(16, 16))),
 }
 CALLS = {
     "whole tiles": (Sizes(B=1, T=64, S=96, N=2, K=2, H=32, Hv=32), "bfloat16", {}),
@@ -158,7 +158,7 @@ def test_decoding_on_hopper_copies_and_computes_what_the_formulas_say(call, trac
 @pytest.mark.parametrize("call", DECODING)
 def test_decoding_in_portable_loads_and_computes_what_the_formulas_say(call):
     z, call = DECODING[call]
-    equal_the_formulas("portable", "float32", z._replace(H=40), call)
+    equal_the_formulas("triton", "float32", z._replace(H=40), call)
 
 
 def equal_the_formulas(generation, dtype, z, call):
@@ -175,9 +175,9 @@ def test_bytes_under_a_mask_with_data_are_counted_where_the_data_is_given():
     q, k, v, _ = arrays(z, "float32")
 
     def attend(q, k, v, lengths):
-        return accounting.attention(
-            "portable", TILES["portable"][1], key_value_seq_lengths=lengths
-        )(q, k, v)
+        return accounting.attention("triton", TILES["triton"][1], key_value_seq_lengths=lengths)(
+            q, k, v
+        )
 
     kernel = accounting.observe(attend, q, k, v, np.array([5, 64], np.int32))[
         "flash_attention_forward"
@@ -207,7 +207,7 @@ def test_observed_values_are_those_of_the_interpreter(rng):
     z = Sizes(B=1, N=2, K=1)
     q, k, v = qkv(rng, z)
     stored = []
-    attend = accounting.attention("portable", TILES["portable"][1], is_causal=True)
+    attend = accounting.attention("triton", TILES["triton"][1], is_causal=True)
     accounting.observe(
         attend, q, k, v, watch=lambda kernel, array, value: stored.append((array, value))
     )
@@ -254,8 +254,8 @@ def test_the_roofline_is_the_busiest_unit_of_each_kernel():
 def test_what_the_formulas_do_not_know_is_refused():
     q, k, v, _ = arrays(Sizes(), "float32")
     with pytest.raises(NotImplementedError, match="observe the kernels"):
-        accounting.forward("portable", explain(q, k, v, logits_soft_cap=2.0).problem)
+        accounting.forward("triton", explain(q, k, v, logits_soft_cap=2.0).problem)
     with pytest.raises(
-        ValueError, match="generation must be one of standard, flash1, portable, hopper"
+        ValueError, match="generation must be one of standard, flash1, triton, hopper"
     ):
         accounting.forward("flash2", explain(q, k, v).problem)

@@ -273,9 +273,9 @@ BAD = {
         "logits_soft_cap must be a finite number above 0, or None; got 0.0",
     ),
     "implementation": (
-        dict(implementation="triton"),
+        dict(implementation="portable"),
         ValueError,
-        "reference, flash1, standard, or jax.nn's xla .* got 'triton'",
+        "reference, flash1, standard, or jax.nn's xla .* got 'portable'",
     ),
     "heads before length": (
         dict(query=(2, 4, 5, 8), key=(2, 2, 7, 8), value=(2, 2, 7, 8)),
@@ -291,11 +291,9 @@ BAD = {
         r"got \(2, 1, 5, 5\). Do the heads come before the length",
     ),
     "head of 257": (
-        dict(
-            query=(1, 3, 1, 257), key=(1, 3, 1, 257), value=(1, 3, 1, 8), implementation="portable"
-        ),
+        dict(query=(1, 3, 1, 257), key=(1, 3, 1, 257), value=(1, 3, 1, 8), implementation="triton"),
         NotImplementedError,
-        "'portable' cannot run this call: head sizes above 256 .* H = 257",
+        "'triton' cannot run this call: head sizes above 256 .* H = 257",
     ),
     "nothing to tile": (
         dict(key=(2, 0, 2, 8), value=(2, 0, 2, 8), implementation="blockwise"),
@@ -526,7 +524,7 @@ def test_kernels_say_that_they_take_no_float64_and_no_mask_that_jax_cannot_index
     shapes = lambda T, dtype: [jax.ShapeDtypeStruct((1, T, 1, 8), dtype)] * 3
     with jax.enable_x64(True):
         assert (
-            explain(*shapes(5, "float64")).why_not["portable"]
+            explain(*shapes(5, "float64")).why_not["triton"]
             == "the kernels sum in float32; got float64"
         )
     T = 2**16
@@ -537,17 +535,15 @@ def test_kernels_say_that_they_take_no_float64_and_no_mask_that_jax_cannot_index
         mask = jax.ShapeDtypeStruct((queries, T), bool)
         q = jax.ShapeDtypeStruct((1, queries, 1, 8), jnp.float32)
         why_not = explain(q, *shapes(T, jnp.float32)[:2], mask=mask).why_not
-        for name in ("portable", "flash1", "standard"):
+        for name in ("triton", "flash1", "standard"):
             assert (reason in why_not[name]) if reason else ("indexes" not in why_not[name])
 
 
 def test_explain_names_the_implementation_its_tiles_and_why_not_the_others():
     shapes = [jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in (Q, K, K)]
     lengths = jax.ShapeDtypeStruct((2,), jnp.int32)
-    text = explain(
-        *shapes, is_causal=True, key_value_seq_lengths=lengths, implementation="portable"
-    )
-    assert text.implementation == "portable" and set(text.why_not) == {
+    text = explain(*shapes, is_causal=True, key_value_seq_lengths=lengths, implementation="triton")
+    assert text.implementation == "triton" and set(text.why_not) == {
         "hopper",
         "blockwise",
         "reference",
@@ -559,16 +555,16 @@ def test_explain_names_the_implementation_its_tiles_and_why_not_the_others():
         "call            B=2 T=5 S=7 N=4 K=2 H=8 Hv=8 bfloat16, mask: causal, key lengths, scale "
         "0.3536"
     )
-    assert lines[1] == "implementation  portable"
+    assert lines[1] == "implementation  triton"
     assert lines[2].startswith("tiles           forward 16 x 16, 4 warps")
-    assert lines[4] == "not blockwise   portable was asked for"
+    assert lines[4] == "not blockwise   triton was asked for"
 
 
 def test_without_a_gpu_blockwise_is_chosen_and_explain_says_why():
     text = explain(jnp.ones(Q), jnp.ones(K), jnp.ones(K))
     assert text.implementation == "blockwise"
     assert (
-        text.why_not["portable"]
+        text.why_not["triton"]
         == "the call is not for a GPU: it would run in Pallas' interpreter, slowly"
     )
     assert text.why_not["reference"] == "blockwise comes before it"
@@ -580,8 +576,8 @@ def test_an_old_gpu_is_told_what_is_needed(monkeypatch):
         NotImplementedError,
         match=r"need an NVIDIA GPU of compute capability 8\.0 or higher; this one has 7\.5",
     ):
-        call(implementation="portable")
-    assert "7.5" in explain(jnp.ones(Q), jnp.ones(K), jnp.ones(K)).why_not["portable"]
+        call(implementation="triton")
+    assert "7.5" in explain(jnp.ones(Q), jnp.ones(K), jnp.ones(K)).why_not["triton"]
 
 
 def test_explain_has_the_errors_of_the_call():

@@ -111,7 +111,7 @@ def test_half_precision_is_as_exact_as_its_dtype(dtype, implementation, rng):
     assert {g.dtype for g in grads} == {jnp.dtype(dtype)}
 
 
-@pytest.mark.whole("reference", "portable", "standard")
+@pytest.mark.whole("reference", "triton", "standard")
 def test_a_row_that_sees_no_key_gives_zero_and_no_gradient(implementation, rng):
     z = Sizes(T=19, S=23)
     q, k, v = qkv(rng, z)
@@ -151,7 +151,7 @@ def test_a_row_of_the_smallest_finite_bias_still_sees_its_keys(implementation, r
     np.testing.assert_allclose(o, np.broadcast_to(mean, o.shape), atol=1e-5)
 
 
-@pytest.mark.whole("portable")
+@pytest.mark.whole("triton")
 @pytest.mark.parametrize("garbage", [np.nan, np.inf])
 @pytest.mark.parametrize(
     "more",
@@ -181,7 +181,7 @@ def test_garbage_in_padding_changes_no_bit(garbage, more, implementation, rng):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.whole("reference", "portable")
+@pytest.mark.whole("reference", "triton")
 def test_the_same_call_gives_the_same_bits(implementation, rng):
     z = Sizes()
     q, k, v = qkv(rng, z)
@@ -202,7 +202,7 @@ def test_large_logits_neither_overflow_nor_lose_the_maximum(implementation, rng)
     check(rng, np.float32(6) * q, np.float32(6) * k, v, implementation, scale=1.0, tolerance=2e-4)
 
 
-@pytest.mark.whole("reference", "portable")
+@pytest.mark.whole("reference", "triton")
 def test_lse_and_output_of_parts_merge_into_the_whole_with_gradients(implementation, rng):
     """What ring attention does: attend to halves of the keys and weigh the outputs by their lse."""
     z = Sizes(S=52)

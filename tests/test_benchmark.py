@@ -660,7 +660,7 @@ def test_some_heads_at_a_time_send_as_many_bytes_as_all(monkeypatch):
     [
         ("blockwise", 1, context.SCHEMES[:2]),
         ("blockwise", 8, context.SCHEMES),
-        ("portable", 8, context.SCHEMES[:2]),
+        ("triton", 8, context.SCHEMES[:2]),
     ],
 )
 def test_each_of_eight_devices_has_a_sixth_of_the_temporaries_of_one_alone(

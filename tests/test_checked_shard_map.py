@@ -70,7 +70,7 @@ def check(implementation, case, context=None):
 
 EACH = [
     (implementation, case)
-    for implementation in ("hopper", "portable", "blockwise", "reference")
+    for implementation in ("hopper", "triton", "blockwise", "reference")
     for case in CASES
 ]
 EACH += [("flash1", "everything"), ("standard", "everything")]
@@ -79,7 +79,7 @@ HOPPER = [("hopper", "documents_causal"), ("hopper", "an array by batch row")]
 
 @pytest.mark.parametrize(
     "implementation, case",
-    whole_but(EACH, *HOPPER, ("portable", "everything"), ("blockwise", "everything")),
+    whole_but(EACH, *HOPPER, ("triton", "everything"), ("blockwise", "everything")),
 )
 def test_all_that_a_row_sees_may_be_data(implementation, case):
     check(implementation, case)
@@ -87,7 +87,7 @@ def test_all_that_a_row_sees_may_be_data(implementation, case):
 
 ALONG = [
     (i, c, case)
-    for i in ("hopper", "portable", "blockwise", "reference")
+    for i in ("hopper", "triton", "blockwise", "reference")
     for c in CONTEXTS
     for case in ("causal", "everything")
 ]
@@ -100,7 +100,7 @@ def test_rows_may_lie_on_the_devices_too(implementation, context, case):
     check(implementation, case, CONTEXTS[context])
 
 
-@pytest.mark.parametrize("implementation", whole_but(["hopper", "portable"], "hopper"))
+@pytest.mark.parametrize("implementation", whole_but(["hopper", "triton"], "hopper"))
 def test_rules_may_read_what_varies(implementation):
     if implementation == "hopper" and TOO_OLD:
         pytest.skip(TOO_OLD)

@@ -233,7 +233,7 @@ for ptx in folder.glob("*.ptx"):
 
 @pytest.mark.whole
 # flash1's m lies in device memory from the beginning
-@pytest.mark.parametrize("implementation", ["portable", "standard"])
+@pytest.mark.parametrize("implementation", ["triton", "standard"])
 def test_no_kernel_stores_as_the_maximum_of_a_row_what_it_begins_with(implementation, tmp_path):
     """Triton made that of the larger of it and a block's maximum, in standard's softmax."""
     command = [sys.executable, "-c", STORES, tmp_path, implementation]
@@ -252,7 +252,7 @@ import jax, jax.numpy as jnp
 from pallas_flash import accounting, flash_attention
 
 def attend(q, k, v, bias=None):
-    return flash_attention(q, k, v, bias, implementation="portable").astype(jnp.float32).sum()
+    return flash_attention(q, k, v, bias, implementation="triton").astype(jnp.float32).sum()
 
 shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
 few = shape(1, 1, 2, 64), shape(1, 600, 2, 64), shape(1, 600, 2, 64)
@@ -303,7 +303,7 @@ shape = lambda *sizes, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(sizes, dtype)
 def gradient(H, more):
     def loss(q, k, v, bias, mask, table):
         other = dict(mask=mask, score_mod=scores.T5Bias(table)) if more else dict(is_causal=True)
-        o = flash_attention(q, k, v, bias if more else None, implementation="portable", **other)
+        o = flash_attention(q, k, v, bias if more else None, implementation="triton", **other)
         return o.astype(jnp.float32).sum()
 
     x = [shape(1, 128, 1, H)] * 3 + [shape(1, 1, 128, 128), shape(1, 1, 128, 128, dtype=bool), shape(1, 32, dtype=jnp.float32)]
@@ -339,7 +339,7 @@ N, H, T = 8, 128, 131072
 STATISTICS = 2 * 4 * N  # bytes of a token's lse and delta, float32
 FACTOR = 2 * N * H  # of its do, multiplied by a factor
 MEMORY = [  # implementation, deterministic, bytes that a token's temporaries may take
-    ("portable", None, STATISTICS + FACTOR),
+    ("triton", None, STATISTICS + FACTOR),
     ("hopper", None, STATISTICS),
     ("hopper", False, STATISTICS + 4 * N * H),  # dQ in float32
 ]
@@ -392,7 +392,7 @@ start start conditional done done
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("implementation", ["blockwise", "portable", "hopper"])
+@pytest.mark.parametrize("implementation", ["blockwise", "triton", "hopper"])
 def test_for_eight_gpus_nothing_is_gathered_and_a_sequence_goes_around_under_its_products(
     implementation, tmp_path
 ):

@@ -178,10 +178,10 @@ FEATURES = {
 OF_BLOCKWISE = [("blockwise", feature) for feature in FEATURES]
 OF_EACH = [
     (i, f)
-    for i in ("reference", "portable", "flash1", "standard")
+    for i in ("reference", "triton", "flash1", "standard")
     for f in ("sinks, lengths and a soft cap", "dropout")
 ]
-OF_EACH += [(i, "a score_mod, with lengths and an offset") for i in ("reference", "portable")]
+OF_EACH += [(i, "a score_mod, with lengths and an offset") for i in ("reference", "triton")]
 
 
 @pytest.mark.gpu

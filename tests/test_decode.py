@@ -25,10 +25,10 @@ from pallas_flash import (
     paged_cache,
     quantised,
 )
-from pallas_flash.kernels import portable
+from pallas_flash.kernels import triton
 from pallas_flash.kernels.hopper import tuning as hopper_tuning
 
-IMPLEMENTATIONS = ("blockwise", "portable")
+IMPLEMENTATIONS = ("blockwise", "triton")
 B, N, K, H, HV = 3, 6, 2, 11, 5
 pytestmark = pytest.mark.usefixtures("small_caches")
 needs_interpreter = pytest.mark.skipif(
@@ -49,11 +49,9 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(decode, "parts", lambda *_: 3)
     monkeypatch.setattr(blockwise.tuning, "BLOCK", 16)
     monkeypatch.setattr(blockwise.tuning, "_is_one_device", lambda: True)
-    of = portable.tuning.decode_tiles
-    monkeypatch.setattr(
-        portable.tuning, "decode_tiles", lambda *args: of(*args)._replace(block_k=16)
-    )
-    monkeypatch.setattr(portable, "decode_tiles", portable.tuning.decode_tiles)
+    of = triton.tuning.decode_tiles
+    monkeypatch.setattr(triton.tuning, "decode_tiles", lambda *args: of(*args)._replace(block_k=16))
+    monkeypatch.setattr(triton, "decode_tiles", triton.tuning.decode_tiles)
 
 
 def arrays(rng, T, S, dtype="float32", head=H, value=HV, heads=N):
@@ -104,7 +102,7 @@ def test_explain_shows_the_parts():
         for length, heads in ((1, 16), (8192, 2))
     )
     assert "decoding 16 x 32, 4 warps, 3 stages, 63 parts" in str(
-        explain(q, k, k, implementation="portable")
+        explain(q, k, k, implementation="triton")
     )
     assert "decoding: all batch rows at a time by 512 keys" in str(
         explain(q, k, k, implementation="blockwise")
@@ -403,7 +401,7 @@ def test_64_bits_and_strict_promotion_change_nothing(kind, implementation, rng):
 
 LONG = {"pages as they are": None, "in 8 bits": "int8"}
 ANY = (
-    "portable",
+    "triton",
     "blockwise",
     "reference",
     "flash1",
@@ -537,7 +535,7 @@ RAGGED = {
     "reference": ("reference", None),
     "standard": ("standard", None),
     "blockwise, int8": ("blockwise", "int8"),
-    "portable, float8_e4m3fn": ("portable", "float8_e4m3fn"),
+    "triton, float8_e4m3fn": ("triton", "float8_e4m3fn"),
 }
 
 
@@ -637,7 +635,7 @@ WRONG = {
     "a name of no implementation": (
         {},
         dict(implementation="flash"),
-        "implementation must be None or one of hopper, portable",
+        "implementation must be None or one of hopper, triton",
     ),
     "ragged tokens of other rows": (
         {},
@@ -677,8 +675,7 @@ WRONG = {
     "8 bits on hopper": (
         dict(dtype=jnp.int8),
         dict(k_scales=SCALES, v_scales=SCALES, implementation="hopper"),
-        "wgmma multiplies pages as they lie, in float32; got int8: portable and blockwise take "
-        "them",
+        "wgmma multiplies pages as they lie, in float32; got int8: triton and blockwise take them",
     ),
 }
 
@@ -773,13 +770,13 @@ def test_pages_in_8_bits_that_jax_cannot_index_are_refused(stored, of_page):
             functools.partial(paged_attention, implementation=implementation), **call
         )
 
-    assert traced(2**15, "portable").shape == traced(2**15 + 1, "blockwise").shape
+    assert traced(2**15, "triton").shape == traced(2**15 + 1, "blockwise").shape
     sentence = (
         f"indexes pages in {stored} of 2\\^31 to 2\\^32 elements by an int32; got \\(32769, "
         "64, 8, 128"
     )
     with pytest.raises(NotImplementedError, match=sentence):
-        traced(2**15 + 1, "portable")
+        traced(2**15 + 1, "triton")
 
 
 @pytest.mark.parametrize("stored", QUANTISED)

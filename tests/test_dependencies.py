@@ -30,7 +30,7 @@ from pallas_flash.kernels import device
 device.interpret = True  # else hopper asks for a GPU first
 why_not = pallas_flash.explain(q, k, v).why_not
 try:
-    flash_attention(q, k, v, implementation="portable")
+    flash_attention(q, k, v, implementation="triton")
 except NotImplementedError as error:
     print(json.dumps([sorted(loaded), why_not, str(error), bool(jax.numpy.isfinite(o).all())]))
 """
@@ -58,13 +58,13 @@ def test_the_readmes_first_example_runs_without_pallas(without_pallas):
     assert without_pallas[3]
 
 
-@pytest.mark.parametrize("name", ["hopper", "portable", "flash1", "standard"])
+@pytest.mark.parametrize("name", ["hopper", "triton", "flash1", "standard"])
 def test_kernels_that_cannot_be_imported_say_so(without_pallas, name):
     _, why_not, refused, _ = without_pallas
     assert re.match(
         r"its kernels cannot be imported with jax [\d.]+: .*(pallas|mosaic)", why_not[name]
     )
-    assert "'portable' cannot run this call: its kernels cannot be imported" in refused
+    assert "'triton' cannot run this call: its kernels cannot be imported" in refused
 
 
 def test_a_newer_jax_is_not_downgraded():

@@ -14,7 +14,7 @@ from pictures import assert_same
 
 from pallas_flash.arguments import Problem
 from pallas_flash.kernels.hopper import tuning
-from pallas_flash.masks import Visibility
+from pallas_flash.masks import ResolvedMask
 from scripts import draw_design
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -79,7 +79,7 @@ def test_the_loop_of_the_backward_gives_the_gradients_of_dense_attention(names, 
 
 
 def test_the_masked_loop_leaves_a_row_without_keys_empty(names):
-    o, lse = names["masked"](*(names[x] for x in "qkv"), Visibility(53, right=0, offset=-3))
+    o, lse = names["masked"](*(names[x] for x in "qkv"), ResolvedMask(53, right=0, offset=-3))
     assert not np.any(o[:3]) and np.all(np.isneginf(lse[:3])) and np.all(np.isfinite(lse[3:]))
 
 
@@ -225,7 +225,7 @@ def test_the_timeline_is_of_the_kernel_as_it_is_tuned():
         soft_cap=None,
         bias=None,
         mask=None,
-        visibility=Visibility(4096),
+        resolved_mask=ResolvedMask(4096),
         deterministic=True,
     )
     tiles = tuning.tiles(Problem(**shape, dtype="bfloat16", **extras)).forward

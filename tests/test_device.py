@@ -24,7 +24,7 @@ H100, A100 = fakes.Device(), fakes.Device("NVIDIA A100-SXM4-80GB", "8.0", 108)
 HAS_HOPPER = jax.__version_info__ >= (0, 11, 2)
 needs_hopper = pytest.mark.skipif(not HAS_HOPPER, reason="the Hopper kernels need jax 0.11.2")
 # of which an H100 takes them
-DTYPES = {"hopper" if HAS_HOPPER else "portable in 16 bits": jnp.float16, "portable": jnp.float32}
+DTYPES = {"hopper" if HAS_HOPPER else "triton in 16 bits": jnp.float16, "triton": jnp.float32}
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +79,7 @@ def test_a_call_for_the_cpu_of_a_machine_with_a_gpu_takes_blockwise_and_checks_n
             found = explain(*map(placed, qkv(dtype)))
             assert (
                 found.implementation == "blockwise"
-                and "the call is not for a GPU" in found.why_not["portable"]
+                and "the call is not for a GPU" in found.why_not["triton"]
             )
     taken, choose = [], selfcheck.choose
     monkeypatch.setattr(
@@ -153,7 +153,7 @@ def test_vmap_scan_and_checkpoint_of_such_calls_are_blockwise_too():
     jax.tree.map(lambda x, y: close(x, y, 1e-5), found, expected)
 
 
-@pytest.mark.parametrize("name", whole_but(DTYPES, "portable"))
+@pytest.mark.parametrize("name", whole_but(DTYPES, "triton"))
 def test_pages_in_a_program_that_is_lowered_for_a_cpu_are_read_by_blockwise(name):
     q, pages, _ = qkv(DTYPES[name], T=1, S=8, B=6)
     q, table, lengths = q[:2], jnp.int32([[3, 1, 0], [2, 5, 4]]), jnp.int32([20, 9])
@@ -268,5 +268,5 @@ def test_a_check_runs_on_the_gpu_that_the_call_is_for(monkeypatch):
     problem = explain(*qkv(jnp.float32)).problem
     for gpu in (A100, H100):
         with jax.default_device(gpu):
-            assert selfcheck.choose(problem).backend.name == "portable"
+            assert selfcheck.choose(problem).backend.name == "triton"
     assert found == [A100, H100]

@@ -16,12 +16,12 @@ from selection import whole_but
 
 from pallas_flash import blockwise, dropout, dropout_mask, explain, flash_attention
 from pallas_flash.context_parallel import Ring
-from pallas_flash.kernels import portable
+from pallas_flash.kernels import triton
 from pallas_flash.kernels.classic import flash1, standard
-from pallas_flash.kernels.portable.tuning import AllTiles, Tiles
+from pallas_flash.kernels.triton.tuning import AllTiles, Tiles
 
 # hopper has tests of its own, in jax's GPU interpreter
-ALL = ("reference", "blockwise", "portable", "flash1", "standard")
+ALL = ("reference", "blockwise", "triton", "flash1", "standard")
 KEY = jax.random.key(7)
 
 
@@ -98,7 +98,7 @@ def of_tiles(monkeypatch, block_q, block_k):
         "tiles",
         lambda p: blockwise.Tiles(min(block_q, p.queries), min(block_k, p.keys), 1, p.dtype),
     )
-    monkeypatch.setattr(portable, "tiles", lambda p: AllTiles(t, t, t))
+    monkeypatch.setattr(triton, "tiles", lambda p: AllTiles(t, t, t))
     monkeypatch.setattr(flash1, "tiles", lambda p: flash1.Tiles(block_q, block_k))
     monkeypatch.setattr(standard, "tiles", lambda p: standard.Tiles(block_q, block_k))
 
@@ -170,7 +170,7 @@ def dense(q, k, v, b, mask):
     )
 
 
-@pytest.mark.whole("reference", "portable", "standard")
+@pytest.mark.whole("reference", "triton", "standard")
 @pytest.mark.parametrize("implementation", ALL)
 def test_output_lse_and_gradients_are_those_of_a_dense_mask(implementation, rng, monkeypatch):
     of_tiles(monkeypatch, 16, 32)
@@ -222,7 +222,7 @@ def is_exact_in_half_precision(implementation, rng, sizes, **kw):
         close(a, e, TOLERANCE["bfloat16"])
 
 
-@pytest.mark.parametrize("implementation", whole_but(["blockwise", "portable"], "blockwise"))
+@pytest.mark.parametrize("implementation", whole_but(["blockwise", "triton"], "blockwise"))
 def test_half_precision_is_as_exact_as_its_dtype(implementation, rng, small_tiles):
     is_exact_in_half_precision(implementation, rng, Sizes(H=32, Hv=16))
 
@@ -247,7 +247,7 @@ def test_the_hopper_kernels_are_as_exact_as_their_dtype(name, rng):
         is_exact_in_half_precision("hopper", rng, sizes, deterministic=deterministic, **kw)
 
 
-@pytest.mark.parametrize("implementation", whole_but(["blockwise", "portable"], "portable"))
+@pytest.mark.parametrize("implementation", whole_but(["blockwise", "triton"], "triton"))
 def test_vmap_over_keys_equals_a_loop_with_gradients(implementation, rng, small_tiles):
     q, k, v = qkv(rng, Sizes(T=19, S=23, N=2, K=1, H=8, Hv=8))
     keys = jax.random.split(KEY, 2)
@@ -269,7 +269,7 @@ def test_vmap_over_keys_equals_a_loop_with_gradients(implementation, rng, small_
 @pytest.mark.skipif(
     len(jax.devices()) < 8, reason="needs eight devices; conftest asks for them on a CPU"
 )
-@pytest.mark.parametrize("implementation", ["reference", "blockwise", "portable"])
+@pytest.mark.parametrize("implementation", ["reference", "blockwise", "triton"])
 def test_on_a_mesh_of_eight_the_same_weights_are_dropped(implementation, small_tiles):
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
     T, S, B, N = 19, 23, 4, 4

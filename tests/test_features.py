@@ -45,9 +45,7 @@ def test_what_an_implementation_refuses_is_refused_in_the_words_of_the_table(imp
 
 
 EACH = [
-    (name, implementation)
-    for name in TRANSFORMATIONS
-    for implementation in ("blockwise", "portable")
+    (name, implementation) for name in TRANSFORMATIONS for implementation in ("blockwise", "triton")
 ]
 FEW = [
     (name, "blockwise") for name in ("`grad`", "64 bits, strict promotion", "a mesh, explicit axes")

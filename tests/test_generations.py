@@ -95,7 +95,7 @@ def test_memory_of_flash_is_linear_and_the_published_ratios_follow():
     ]
     for one, twice in itertools.pairwise(rows):
         assert twice.extra["standard"] > 3.9 * one.extra["standard"]
-        for name in ("flash1", "portable", "hopper"):
+        for name in ("flash1", "triton", "hopper"):
             assert twice.extra[name] == 2 * one.extra[name]
     ratios = [(row.arrays + row.kept) / (row.arrays + row.flash) for row in rows[1:]]
     assert ratios == pytest.approx(counts.PUBLISHED_MEMORY, rel=0.1)

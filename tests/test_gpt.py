@@ -98,7 +98,7 @@ def test_the_cache_decodes_under_jit_and_scan():
 def test_every_implementation_gives_the_same_logits():
     tokens = some_tokens(B, T)
     expected = forward(new_gpt(implementation="reference"), tokens)
-    for implementation in (None, "blockwise", "portable"):
+    for implementation in (None, "blockwise", "triton"):
         close(forward(new_gpt(implementation=implementation), tokens), expected)
 
 

@@ -427,8 +427,8 @@ def test_it_is_the_first_choice_on_its_gpus(monkeypatch):
     fakes.plug_in(monkeypatch.setattr, fakes.Device())
     choice = explain(HALF, HALF, HALF)
     assert choice.implementation == "hopper" and choice.tiles == hopper.tiles(choice.problem)
-    assert choice.why_not["portable"] == "hopper comes before it"
-    for queries, taken in (64, "portable"), (65, "hopper"):  # XLA prepares a mask that is an array
+    assert choice.why_not["triton"] == "hopper comes before it"
+    for queries, taken in (64, "triton"), (65, "hopper"):  # XLA prepares a mask that is an array
         q = jax.ShapeDtypeStruct((1, queries, 2, 64), jnp.bfloat16)
         assert (
             explain(q, HALF, HALF, mask=jax.ShapeDtypeStruct((2, 1, 8), bool)).implementation

@@ -219,7 +219,7 @@ def test_arrays_that_no_int32_counts_are_refused_with_a_reason():
 
     found = []
     jax.eval_shape(reasons, jax.ShapeDtypeStruct((2**16, 2**15), bool))
-    for name in ("hopper", "portable"):
+    for name in ("hopper", "triton"):
         assert (
             "an array of 2^31 numbers or more, which no int32 counts; got (65536, 32768)"
             in found[0][name]

@@ -54,7 +54,7 @@ def test_a_report_is_the_choice_the_work_and_either_the_kernels_or_why_there_are
     done = run(*command)
     assert done.returncode == 0, done.stderr
     assert (
-        "implementation  portable" in done.stdout
+        "implementation  triton" in done.stdout
         and "not hopper      wgmma multiplies" in done.stdout
     )
     if gpu_code.missing():
@@ -74,7 +74,7 @@ def test_a_report_is_the_choice_the_work_and_either_the_kernels_or_why_there_are
 def test_json_has_the_same_and_nothing_else_is_printed():
     done = run("--gpu", "H100", "--head-size", "300", "--json")
     report = json.loads(done.stdout)
-    assert report["implementation"] == "blockwise" and "above 256" in report["why_not"]["portable"]
+    assert report["implementation"] == "blockwise" and "above 256" in report["why_not"]["triton"]
     assert report["work"][0]["least_seconds"] == max(report["work"][0]["seconds"].values())
     assert ("not_compiled" in report) == (gpu_code.missing() is not None) and report.get(
         "kernels", []
@@ -121,10 +121,10 @@ def test_the_choice_is_that_of_the_gpu_that_the_abstract_mesh_names(gpu, capabil
     here = explain(HALF, HALF, HALF)
     with gpu_code.as_if_on(GPUS[gpu]):
         choice = explain(HALF, HALF, HALF)
-        asked = explain(HALF, HALF, HALF, implementation="portable")
-    assert asked.implementation == "portable"
+        asked = explain(HALF, HALF, HALF, implementation="triton")
+    assert asked.implementation == "triton"
     has_hopper = capability == "9.0" and jax.__version_info__ >= (0, 11, 2)
-    assert choice.implementation == ("hopper" if has_hopper else "portable")
+    assert choice.implementation == ("hopper" if has_hopper else "triton")
     if capability == "8.0" and jax.__version_info__ >= (0, 11, 2):
         assert choice.why_not["hopper"].endswith("this one has 8.0")
     assert explain(HALF, HALF, HALF) == here, "it lasts as long as the context"

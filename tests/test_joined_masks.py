@@ -56,7 +56,7 @@ def calls(draw):
 
 
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.whole("portable", "reference")
+@pytest.mark.whole("triton", "reference")
 def test_a_drawn_mask_shows_what_its_parts_say(implementation, examples):
     @settings(
         max_examples=examples,

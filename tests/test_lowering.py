@@ -1,4 +1,4 @@
-"""The portable kernels lower for NVIDIA GPUs on a machine without one, and put nothing of size T x
+"""The Triton kernels lower for NVIDIA GPUs on a machine without one, and put nothing of size T x
 S into memory."""
 
 import inspect
@@ -83,7 +83,7 @@ CASES = {
 }
 
 
-def lower(gpu, z, kw, dtype, implementation="portable"):
+def lower(gpu, z, kw, dtype, implementation="triton"):
     """The StableHLO of forward and backward for a GPU that is not there."""
     platform = (
         dict(platform="gpu") if "platform" in inspect.signature(AbstractDevice).parameters else {}

@@ -16,19 +16,19 @@ from pallas_flash import blockwise, checks, explain, flash_attention, masks, sch
 from pallas_flash.attention import normalised
 from pallas_flash.blockwise import Tiles, tuning, visits
 from pallas_flash.blockwise.parts import Block
-from pallas_flash.masks import Visibility
+from pallas_flash.masks import ResolvedMask
 
 Z = Sizes(T=23, S=29, N=1, K=1, H=1, Hv=1)
 BLOCKS = [(4, 4), (8, 3), (5, 16), (32, 32)]
 
 
-def visibility(rng, kw) -> Visibility:
-    return normalised(*qkv(rng, Z), **arguments(kw))[1].visibility
+def resolved_mask(rng, kw) -> ResolvedMask:
+    return normalised(*qkv(rng, Z), **arguments(kw))[1].resolved_mask
 
 
-def rows_of(v: Visibility, b: int, row):
-    at = v.narrow(Visibility.BY_BATCH, lambda x: jnp.asarray(x)[b])
-    return at.narrow(Visibility.BY_QUERY, lambda x: jnp.asarray(x)[b][row])
+def rows_of(v: ResolvedMask, b: int, row):
+    at = v.narrow(ResolvedMask.BY_BATCH, lambda x: jnp.asarray(x)[b])
+    return at.narrow(ResolvedMask.BY_QUERY, lambda x: jnp.asarray(x)[b][row])
 
 
 END = 2**31 - 1
@@ -65,7 +65,7 @@ WIDE = {  # far away, or wider than int32
 @pytest.mark.parametrize("name", [*MASKS, *WIDE])
 def test_the_interval_and_ids_say_what_brute_force_says(name, rng):
     kw = MASKS[name](rng, Z) if name in MASKS else WIDE[name]()
-    v, seen = visibility(rng, kw), oracle.visible(Z.B, 1, Z.T, Z.S, kw)[:, 0]
+    v, seen = resolved_mask(rng, kw), oracle.visible(Z.B, 1, Z.T, Z.S, kw)[:, 0]
     row = np.arange(Z.T, dtype=np.int32)
     for b in range(Z.B):
         at = rows_of(v, b, row)
@@ -80,7 +80,7 @@ def test_visited_blocks_hold_all_that_is_seen_and_full_blocks_nothing_else(
     name, block_q, block_k, rng
 ):
     kw = MASKS[name](rng, Z)
-    v, seen = visibility(rng, kw), oracle.visible(Z.B, 1, Z.T, Z.S, kw)[:, 0]
+    v, seen = resolved_mask(rng, kw), oracle.visible(Z.B, 1, Z.T, Z.S, kw)[:, 0]
     q_tiles, k_tiles = -(-Z.T // block_q), -(-Z.S // block_k)
     rows = np.minimum(np.arange(q_tiles)[:, None] * block_q + np.arange(block_q), Z.T - 1)
 
@@ -134,7 +134,7 @@ def test_blockwise_knows_which_blocks_all_rows_see_and_of_which_each_row_sees_a_
     block_q, block_k, left, right, offset
 ):
     v = masks.resolve([masks.Window(left, right)], 1, Z.T, Z.S, offset)
-    problem = dataclasses.replace(normalised(*qkv(np.random.default_rng(0), Z))[0], visibility=v)
+    problem = dataclasses.replace(normalised(*qkv(np.random.default_rng(0), Z))[0], resolved_mask=v)
     position, key = np.arange(Z.T)[:, None] + offset, np.arange(Z.S)
     seen = (key >= position - (np.inf if left is None else left)) & (
         key <= position + (np.inf if right is None else right)
@@ -395,7 +395,7 @@ def test_masks_meet_with_and(rng):
         key_value_seq_lengths=lengths,
         query_seq_lengths=lengths + 1,
     )
-    a, b = visibility(rng, dict(mask=by_object)), visibility(rng, by_arguments)
+    a, b = resolved_mask(rng, dict(mask=by_object)), resolved_mask(rng, by_arguments)
     for batch in range(Z.B):
         row = np.arange(Z.T)
         for x, y in zip(*(rows_of(v, batch, row).interval(row) for v in (a, b)), strict=True):
@@ -404,7 +404,7 @@ def test_masks_meet_with_and(rng):
 
 def test_keys_before_their_start_are_not_seen(rng):
     starts, row = np.array([0, 11], np.int32), np.arange(Z.T)
-    v = visibility(rng, dict(mask=masks.KeyStarts(starts) & masks.Causal()))
+    v = resolved_mask(rng, dict(mask=masks.KeyStarts(starts) & masks.Causal()))
     for batch in range(Z.B):
         start, stop = rows_of(v, batch, row).interval(row)
         np.testing.assert_array_equal(np.broadcast_to(start, Z.T), starts[batch])
@@ -418,7 +418,7 @@ def test_a_new_mask_is_one_class_with_one_method(rng):
         def interval(self, row, position):
             return position // 8 * 8 - 8, position // 8 * 8 + 8
 
-    v = visibility(rng, dict(mask=Strided()))
+    v = resolved_mask(rng, dict(mask=Strided()))
     row = np.arange(Z.T)
     start, stop = rows_of(v, 0, row).interval(row)
     np.testing.assert_array_equal(start, np.maximum(row // 8 * 8 - 8, 0))
@@ -471,7 +471,7 @@ class Interval(masks.Mask):
     ],
 )
 def test_an_interval_of_any_integers_means_what_it_says(start, stop, rng):
-    at = rows_of(visibility(rng, dict(mask=Interval(start, stop))), 0, np.arange(Z.T))
+    at = rows_of(resolved_mask(rng, dict(mask=Interval(start, stop))), 0, np.arange(Z.T))
     seen = at.sees(
         *(end[:, None] for end in at.interval(np.arange(Z.T))), np.arange(Z.S, dtype=np.int32)
     )
@@ -504,7 +504,7 @@ MISTAKES = {
 def test_a_mask_with_a_mistake_says_which(name, rng):
     mask, error, text = MISTAKES[name]
     with pytest.raises(error, match=text):
-        visibility(rng, dict(mask=mask))
+        resolved_mask(rng, dict(mask=mask))
 
 
 def test_and_or_and_not_take_no_masks():

@@ -85,7 +85,7 @@ def attend(q, k, v, *, implementation, **kw):
 
 
 @small_tiles
-@pytest.mark.parametrize("name", ["reference", "blockwise", "portable", "flash1", "standard"])
+@pytest.mark.parametrize("name", ["reference", "blockwise", "triton", "flash1", "standard"])
 @pytest.mark.parametrize(
     "case", whole_but(CASES, "sinks, and rows that see nothing", "a score_mod", "a bias of -inf")
 )
@@ -135,7 +135,7 @@ DECODING = {
 @pytest.mark.whole
 @pytest.mark.usefixtures("small_caches")
 @pytest.mark.parametrize("case", DECODING)
-@pytest.mark.parametrize("name", ["blockwise", "portable", "hopper"])
+@pytest.mark.parametrize("name", ["blockwise", "triton", "hopper"])
 def test_in_decoding_it_is_that_of_all_parts_of_the_keys(name, case, rng):
     if name == "hopper" and gpu_interpreter.MISSING is not None:
         pytest.skip(str(gpu_interpreter.MISSING))
@@ -156,7 +156,7 @@ def test_in_decoding_it_is_that_of_all_parts_of_the_keys(name, case, rng):
 
 @pytest.mark.whole
 @pytest.mark.parametrize("tokens", ["padded", "ragged"])
-@pytest.mark.parametrize("name", ["blockwise", "portable", "reference"])
+@pytest.mark.parametrize("name", ["blockwise", "triton", "reference"])
 def test_paged_attention_returns_it_too(name, tokens, rng):
     page, pages, lengths = 8, 4, np.array([30, 1, 17], np.int32)
     pool = rng.normal(size=(12, page, 2, 8)).astype(np.float32)
@@ -206,7 +206,7 @@ def test_it_comes_last_and_the_call_says_what_is_asked(rng):
 
 @small_tiles
 @pytest.mark.whole
-@pytest.mark.parametrize("name", ["blockwise", "reference", "portable"])
+@pytest.mark.parametrize("name", ["blockwise", "reference", "triton"])
 def test_it_has_no_gradient_and_the_backward_keeps_nothing_for_it(name, rng):
     q, k, v = qkv(rng, Z)
     call = functools.partial(flash_attention, sinks=sinks(Z), is_causal=True, implementation=name)
@@ -245,7 +245,7 @@ def test_in_forward_mode_its_tangent_is_zero(name, rng):
 
 @small_tiles
 @pytest.mark.whole
-@pytest.mark.parametrize("name", ["blockwise", "portable", "reference"])
+@pytest.mark.parametrize("name", ["blockwise", "triton", "reference"])
 def test_vmap_gives_that_of_each_call(name, rng):
     q, k, v = (np.stack([x, -x, 3 * x]) for x in qkv(rng, Z))
     seen = dict(is_causal=True, query_offset=-2)
@@ -265,7 +265,7 @@ needs_devices = pytest.mark.skipif(
 @small_tiles
 @needs_devices
 @pytest.mark.parametrize("scheme", whole_but(SCHEMES, "ring"))
-@pytest.mark.parametrize("name", whole_but(["blockwise", "reference", "portable"], "blockwise"))
+@pytest.mark.parametrize("name", whole_but(["blockwise", "reference", "triton"], "blockwise"))
 def test_on_devices_that_share_a_sequence_it_is_that_of_all_keys(name, scheme, rng):
     """Those of a ring are merged: of "reference", whose forward gives no running maximum, too."""
     context, m = (
@@ -293,7 +293,7 @@ def test_on_devices_that_share_a_sequence_it_is_that_of_all_keys(name, scheme, r
 @pytest.mark.whole
 @needs_devices
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("name", ["blockwise", "portable"])
+@pytest.mark.parametrize("name", ["blockwise", "triton"])
 def test_on_a_mesh_it_lies_where_batch_rows_and_heads_lie(name, place, rng):
     m = jax.make_mesh((2, 2), ("data", "model"), axis_types=(PLACES[place],) * 2)
     q, k, v = qkv(rng, MESH)

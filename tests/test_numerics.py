@@ -14,8 +14,8 @@ from cases import Sizes, qkv
 from check import TOLERANCE, close, cotangents, run
 
 from pallas_flash import backends, flash_attention
-from pallas_flash.kernels import portable
-from pallas_flash.kernels.portable.tuning import AllTiles, Tiles
+from pallas_flash.kernels import triton
+from pallas_flash.kernels.triton.tuning import AllTiles, Tiles
 
 pytestmark = pytest.mark.usefixtures("optimized")
 SIZES = Sizes(B=1, T=37, S=53, N=3, K=3, Hv=11)  # several blocks of the small tiles
@@ -63,7 +63,7 @@ LOGITS = {f"logits of {size:.0e}": large(size) for size in (1e0, 1e4, 1e9, 1e12,
 def alike_tiles(small_tiles, monkeypatch):
     """Forward and backward in tiles of one shape: on some CPUs a product's rounding depends on it,
     and P on that."""
-    monkeypatch.setattr(portable, "tiles", lambda p: AllTiles(*[Tiles(16, 16)] * 3))
+    monkeypatch.setattr(triton, "tiles", lambda p: AllTiles(*[Tiles(16, 16)] * 3))
 
 
 def gradients(attend):
@@ -79,7 +79,7 @@ def gradients(attend):
 JAX_NN = gradients(lambda q, k, v, bias: jax.nn.dot_product_attention(q, k, v, bias, scale=1.0))
 
 
-@pytest.mark.parametrize("implementation", ["reference", "blockwise", "portable", "standard"])
+@pytest.mark.parametrize("implementation", ["reference", "blockwise", "triton", "standard"])
 def test_errors_are_at_most_twice_those_of_jax_nn(implementation, alike_tiles, rng):
     """One compiled program for all cases. Beside twice their error a few float32 roundings are let
     pass, of the result or of the terms that cancel in it: where one key takes all, dS is 0, and dP
@@ -90,7 +90,7 @@ def test_errors_are_at_most_twice_those_of_jax_nn(implementation, alike_tiles, r
     assert not worse_than_jax_nn(attend, 1.0, CASES, OUTPUTS, rng)
 
 
-@pytest.mark.parametrize("implementation", ["reference", "blockwise", "portable"])
+@pytest.mark.parametrize("implementation", ["reference", "blockwise", "triton"])
 def test_without_a_bias_too_at_a_scale_that_rounds(implementation, alike_tiles, rng):
     """scale * q k^T and less the maximum must be no one multiply-add, whose result exceeds 0 by the
     rounding of the maximum."""
@@ -100,9 +100,9 @@ def test_without_a_bias_too_at_a_scale_that_rounds(implementation, alike_tiles, 
     assert not worse_than_jax_nn(attend, 0.3, LOGITS, OUTPUTS[:-1], rng)
 
 
-@pytest.mark.whole("reference", "portable", "standard")
+@pytest.mark.whole("reference", "triton", "standard")
 @pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("implementation", ["reference", "blockwise", "portable", "standard"])
+@pytest.mark.parametrize("implementation", ["reference", "blockwise", "triton", "standard"])
 def test_sinks_biases_and_lse_go_to_the_ends_of_float32(
     implementation, with_bias, small_tiles, rng
 ):
@@ -129,8 +129,8 @@ def test_sinks_biases_and_lse_go_to_the_ends_of_float32(
                 close(x, y, TOLERANCE["float32"])
 
 
-@pytest.mark.whole("portable")
-@pytest.mark.parametrize("implementation", ["blockwise", "portable"])
+@pytest.mark.whole("triton")
+@pytest.mark.parametrize("implementation", ["blockwise", "triton"])
 def test_a_score_mod_may_hide_by_the_lowest_number(implementation, small_tiles, rng):
     """A row of nothing else gives each key its share."""
     q, k, v = qkv(rng, SIZES)
@@ -143,7 +143,7 @@ def test_a_score_mod_may_hide_by_the_lowest_number(implementation, small_tiles, 
     np.testing.assert_allclose(back(o.at[:].set(0).at[:, 1].set(1.0))[0], 1 / SIZES.S, rtol=1e-5)
 
 
-@pytest.mark.parametrize("implementation", ["blockwise", "portable"])
+@pytest.mark.parametrize("implementation", ["blockwise", "triton"])
 def test_a_soft_cap_holds_logits_that_overflow(implementation, small_tiles, rng):
     q, k, v = qkv(rng, SIZES)
     q, k = np.abs(q) * np.float32(1e25), np.sign(k[..., :1]) * np.abs(k) * np.float32(1e25)
@@ -165,14 +165,14 @@ def test_the_interpreters_products_round_alike_forward_and_backward(rng):
     q, k, v = qkv(rng, Sizes(B=1, T=16, S=53, N=1, K=1, H=72, Hv=5))
     do, _ = cotangents(rng, q, v)
     kw = dict(scale=1e30)
-    *_, gradients = run(q, k, v, do, np.zeros(q.shape[:-1], np.float32), "portable", **kw)
+    *_, gradients = run(q, k, v, do, np.zeros(q.shape[:-1], np.float32), "triton", **kw)
     *_, expected = oracle.attention(q, k, v, do, np.zeros(q.shape[:-1]), **kw)
     assert all(np.isfinite(x).all() for x in gradients[:3])
     close(gradients[2], expected[2], TOLERANCE["float32"])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("implementation", ["blockwise", "portable"])
+@pytest.mark.parametrize("implementation", ["blockwise", "triton"])
 @pytest.mark.usefixtures("small_caches")
 def test_decoding_too(implementation, dtype, rng):
     q, k, v = (jnp.asarray(rng.normal(size=(2, n, 2, 16)), dtype) for n in (1, 300, 300))
@@ -264,9 +264,9 @@ def worse_than_jax_nn(attend, scale, cases, outputs, rng):
     return worse
 
 
-@pytest.mark.whole("reference", "portable", "standard")
+@pytest.mark.whole("reference", "triton", "standard")
 @pytest.mark.parametrize(
-    "implementation", ["reference", "blockwise", "portable", "flash1", "standard"]
+    "implementation", ["reference", "blockwise", "triton", "flash1", "standard"]
 )
 def test_keys_of_one_large_logit_share_the_gradient(implementation, small_tiles):
     """Of 8 equal logits of 1e9 each has P = 1/8, forward and backward."""
@@ -279,8 +279,8 @@ def test_keys_of_one_large_logit_share_the_gradient(implementation, small_tiles)
     np.testing.assert_allclose(dv, 1.0, rtol=1e-5)
 
 
-@pytest.mark.whole("reference", "portable", "standard")
-@pytest.mark.parametrize("implementation", ["reference", "blockwise", "portable", "standard"])
+@pytest.mark.whole("reference", "triton", "standard")
+@pytest.mark.parametrize("implementation", ["reference", "blockwise", "triton", "standard"])
 def test_a_row_that_a_bias_hides_entirely_gives_each_key_its_share(implementation):
     q = k = v = jax.random.normal(jax.random.key(0), (1, 8, 1, 4))
     bias = jnp.full((1, 1, 8, 8), -1e9)

@@ -67,7 +67,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("implementation", ["blockwise", "portable"])
+@pytest.mark.parametrize("implementation", ["blockwise", "triton"])
 @pytest.mark.parametrize("case", CASES)
 def test_rows_of_no_array_and_no_gradient_are_gathered(case, implementation, rng):
     K, key_spec, of_bias, of_mask, kw = CASES[case]
@@ -89,7 +89,7 @@ def test_rows_of_no_array_and_no_gradient_are_gathered(case, implementation, rng
 
 attend, dense = (
     functools.partial(flash_attention, is_causal=True, implementation=name)
-    for name in ("portable", "reference")
+    for name in ("triton", "reference")
 )
 
 

@@ -70,7 +70,7 @@ def calls(draw):
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.whole("portable")
+@pytest.mark.whole("triton")
 @pytest.mark.parametrize("part", range(SLICES))
 def test_a_drawn_call_equals_the_oracle(implementation, part, examples):
     @settings(

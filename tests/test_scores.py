@@ -101,7 +101,7 @@ def test_output_lse_and_all_gradients_are_those_of_dense_autodiff(name, implemen
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("implementation", ["blockwise", "portable"])
+@pytest.mark.parametrize("implementation", ["blockwise", "triton"])
 def test_a_score_mod_goes_with_all_that_else_changes_logits_and_weights(implementation, rng):
     x = arrays(rng)
     options = dict(
@@ -216,7 +216,7 @@ def test_those_that_are_ready_print_compare_and_go_through_jit(rng):
 # ---- -inf, transforms, devices ----
 
 
-@pytest.mark.whole("reference", "portable")
+@pytest.mark.whole("reference", "triton")
 def test_a_score_of_minus_infinity_hides_a_key_and_all_of_a_row_too(implementation, rng):
     q, k, v, table = arrays(rng)
     seen = lambda q, k: (q % 3 > 0) & (k % 2 == q % 2)
@@ -230,7 +230,7 @@ def test_a_score_of_minus_infinity_hides_a_key_and_all_of_a_row_too(implementati
     assert np.all(o[:, ::3] == 0) and np.all(lse[:, ::3] == -np.inf)
 
 
-@pytest.mark.parametrize("implementation", whole_but(["blockwise", "portable"], "portable"))
+@pytest.mark.parametrize("implementation", whole_but(["blockwise", "triton"], "triton"))
 def test_what_a_mask_hides_and_what_is_not_there_may_be_nan(implementation, rng):
     x = arrays(rng)
 
@@ -247,7 +247,7 @@ def test_what_a_mask_hides_and_what_is_not_there_may_be_nan(implementation, rng)
 
 
 @pytest.mark.parametrize(
-    "implementation", whole_but(["reference", "portable", "blockwise"], "blockwise")
+    "implementation", whole_but(["reference", "triton", "blockwise"], "blockwise")
 )
 def test_tables_may_be_traced_mapped_checkpointed_and_learned(implementation, rng):
     q, k, v, table = arrays(rng)
@@ -314,7 +314,7 @@ def test_forward_mode_and_second_derivatives_are_those_of_reference(rng):
     len(jax.devices()) < 4, reason="needs four devices; conftest asks for them on a CPU"
 )
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-@pytest.mark.parametrize("implementation", whole_but(["portable", "blockwise"], "blockwise"))
+@pytest.mark.parametrize("implementation", whole_but(["triton", "blockwise"], "blockwise"))
 def test_on_a_mesh_batch_rows_and_heads_are_numbered_over_all_devices(kind, implementation, rng):
     x = arrays(rng)
     rule = lambda table: lambda s, b, h, q, k: s + table[h, jnp.clip(q - k + 11, 0, 22)] * (b + 1)
@@ -501,11 +501,11 @@ def test_kernels_name_the_operation_that_they_lack():
         def odd(score, b, h, q_idx, kv_idx):
             return jax.lax.erf(score)
 
-        flash_attention(q, q, q, score_mod=odd, implementation="portable")
+        flash_attention(q, q, q, score_mod=odd, implementation="triton")
     loop = lambda s, b, h, q, k: jax.lax.fori_loop(0, 3, lambda _, s: s * s, s)
     # the gradient does
     with pytest.raises(NotImplementedError, match=r"needs scan in reverse, which jax's Triton"):
-        flash_attention(q, q, q, score_mod=loop, implementation="portable")
+        flash_attention(q, q, q, score_mod=loop, implementation="triton")
     bfloat16 = q.astype(jnp.bfloat16)
     for name, text in dict(
         flash1="no gradients for the arrays of a score_mod", standard="keeps the scores, not what"
@@ -531,9 +531,7 @@ def test_a_score_mod_is_refused_on_no_mesh_that_is_not_refused_elsewhere():
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",))):
         score_mod = lambda s, b, h, q, k: jnp.maximum(s, abs(s) / 2)
         x = [jax.ShapeDtypeStruct((1, 4, 2, 8), jnp.float32)] * 3
-        assert (
-            explain(*x, score_mod=score_mod, implementation="portable").implementation == "portable"
-        )
+        assert explain(*x, score_mod=score_mod, implementation="triton").implementation == "triton"
 
 
 @pytest.mark.parametrize(
@@ -577,7 +575,7 @@ def test_a_table_of_64_bits_has_its_gradient_with_strict_promotion(rng):
             .sum()
         )
         found, expected = (
-            jax.grad(loss)(jnp.asarray(np.eye(2, 8)), name) for name in ("portable", "reference")
+            jax.grad(loss)(jnp.asarray(np.eye(2, 8)), name) for name in ("triton", "reference")
         )
         assert found.dtype == jnp.float64
         close(found, expected, TOLERANCE["bfloat16"])

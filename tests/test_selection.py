@@ -86,7 +86,7 @@ def test_what_a_gpu_is_too_old_for_is_skipped_in_the_words_of_the_refusal(on_gpu
             pages,
             jnp.zeros((1, 1), jnp.int32),
             jnp.array([9]),
-            implementation="portable",
+            implementation="triton",
             **scales,
         )
     with pytest.raises(

@@ -33,7 +33,7 @@ from pallas_flash import (
 from pallas_flash.__main__ import main
 from pallas_flash.accounting import GPUS
 from pallas_flash.caches import attend
-from pallas_flash.kernels import device, hopper, portable
+from pallas_flash.kernels import device, hopper, triton
 from pallas_flash.machine import comparison, records, selfcheck
 from pallas_flash.rules import kinds
 from scripts import gpu_code
@@ -402,7 +402,7 @@ DROPOUT = dict(dropout_rate=0.25, dropout_rng=jax.random.key(0))
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype, call", [("float32", {}), ("bfloat16", DROPOUT)])
 def test_the_portable_kernels_pass_with_room_to_spare(dtype, call):
-    (backend,) = (backend for backend in backends.BACKENDS if backend.name == "portable")
+    (backend,) = (backend for backend in backends.BACKENDS if backend.name == "triton")
     q = jax.ShapeDtypeStruct((1, 8, 2, 50), dtype)
     errors, wrong, _ = comparison.check(backend, explain(q, q, q, **call).problem, [fakes.TINY])()
     assert wrong is None and max(errors.values()) < comparison.TOLERANCE[dtype] / 2
@@ -420,7 +420,7 @@ def test_the_hopper_kernels_pass_with_room_to_spare():
     assert wrong is None and max(errors.values()) < comparison.TOLERANCE["bfloat16"] / 3
 
 
-@pytest.mark.parametrize("kernels", [hopper, portable], ids=lambda kernels: kernels.__name__)
+@pytest.mark.parametrize("kernels", [hopper, triton], ids=lambda kernels: kernels.__name__)
 def test_all_problems_of_a_variant_have_the_tiles_that_were_checked(kernels):
     shape = lambda length, size: jax.ShapeDtypeStruct((1, length, 2, size), "bfloat16")
     some = explain(shape(523, 1), shape(709, 1), shape(709, 1)).problem
@@ -439,7 +439,7 @@ def test_all_problems_of_a_variant_have_the_tiles_that_were_checked(kernels):
 
 
 def test_schemes_are_told_apart_where_the_kernels_are():
-    (hopper, portable, *_) = backends.BACKENDS
+    (hopper, triton, *_) = backends.BACKENDS
 
     def schemes(backend, size):
         q = jax.ShapeDtypeStruct((1, 8, 2, size), "bfloat16")
@@ -449,7 +449,7 @@ def test_schemes_are_told_apart_where_the_kernels_are():
         ]
 
     assert schemes(hopper, 128) == ["deterministic", "in any order"]
-    assert schemes(hopper, 256) == schemes(portable, 128) == ["deterministic"] * 2
+    assert schemes(hopper, 256) == schemes(triton, 128) == ["deterministic"] * 2
 
 
 def test_dropout_is_checked_by_itself_with_weights_dropped():
@@ -477,7 +477,12 @@ def test_masks_that_are_rules_are_checked_by_themselves_with_blocks_of_all_kinds
     small, operands, _ = comparison.trial(problem, comparison.SIZES)
     tiles = hopper.tiles(small).forward
     found = schedule.block_kinds(
-        operands.visibility, small.batch, small.heads, small.queries, tiles.block_q, tiles.block_k
+        operands.resolved_mask,
+        small.batch,
+        small.heads,
+        small.queries,
+        tiles.block_q,
+        tiles.block_k,
     )
     assert set(np.asarray(found).ravel().tolist()) == {kinds.EMPTY, kinds.PARTIAL, kinds.FULL}
     assert len({head.tobytes() for head in np.asarray(found)[0]}) > 1
@@ -498,7 +503,9 @@ IGNORED = {  # what a call may have, and problem and operands without it
     "a soft cap": lambda p, x: (dataclasses.replace(p, soft_cap=None), x),
     "segment ids": lambda p, x: (
         p,
-        x._replace(visibility=dataclasses.replace(x.visibility, query_ids=None, key_ids=None)),
+        x._replace(
+            resolved_mask=dataclasses.replace(x.resolved_mask, query_ids=None, key_ids=None)
+        ),
     ),
 }
 
@@ -530,8 +537,8 @@ def test_windows_offsets_by_row_and_sinks_are_checked_whether_a_call_has_them_or
             return fakes.REFERENCE.forward(
                 dataclasses.replace(problem, sinks=False), tiles, x._replace(sinks=None)
             )
-        at = dataclasses.replace(x.visibility, **{lacks: dict(left=None, offset=0)[lacks]})
-        return fakes.REFERENCE.forward(problem, tiles, x._replace(visibility=at))
+        at = dataclasses.replace(x.resolved_mask, **{lacks: dict(left=None, offset=0)[lacks]})
+        return fakes.REFERENCE.forward(problem, tiles, x._replace(resolved_mask=at))
 
     wrong = lambda *fake: (
         comparison.check(
@@ -595,12 +602,12 @@ def test_the_gradient_of_a_bias_is_checked():
 
 
 def test_decoding_is_checked_by_itself_on_a_problem_that_is_decoding():
-    (_, portable, *_) = backends.BACKENDS
+    (_, triton, *_) = backends.BACKENDS
     q, k = (jax.ShapeDtypeStruct((1, length, 2, 64), "bfloat16") for length in (1, 4096))
     problem = explain(q, k, k).problem
-    assert selfcheck.variant_of(portable, problem).scheme == "deterministic, decoding"
+    assert selfcheck.variant_of(triton, problem).scheme == "deterministic, decoding"
     (sizes,) = comparison.trials(problem)
-    assert portable.tiles(comparison.trial(problem, sizes)[0]).decode is not None
+    assert triton.tiles(comparison.trial(problem, sizes)[0]).decode is not None
 
 
 @pytest.mark.parametrize("size", [64, 96, 128])
@@ -705,11 +712,11 @@ def test_several_processes_compile_at_a_time_and_one_runs(monkeypatch, tmp_path)
 def test_by_default_an_h100_checks_what_most_calls_need_within_minutes():
     with gpu_code.as_if_on(GPUS["H100"]):
         if jax.__version_info__ >= (0, 11, 2):
-            assert trial.unasked() == ["hopper", "portable"]
-        found, _ = trial.cases(["hopper", "portable"], None, ["bfloat16"], False)
+            assert trial.unasked() == ["hopper", "triton"]
+        found, _ = trial.cases(["hopper", "triton"], None, ["bfloat16"], False)
     assert len(found) * trial.SECONDS / 8 <= 180
     needed = {
-        f"portable {H}/{H} bfloat16, deterministic{more}"
+        f"triton {H}/{H} bfloat16, deterministic{more}"
         for H in (32, 64, 128)
         for more in ("", ", decoding")
     }

@@ -52,7 +52,7 @@ def equal(a, b):
         close(x, y, 1e-5)
 
 
-@pytest.mark.whole("reference", "portable")
+@pytest.mark.whole("reference", "triton")
 def test_arrays_on_an_explicit_mesh_stay_where_they_are(implementation, rng):
     q, k, v = qkv(rng, Z)
     b, lengths = bias(rng, "1NTS", Z), np.array([3, 23, 0, 10], np.int32)
@@ -69,7 +69,7 @@ def test_arrays_on_an_explicit_mesh_stay_where_they_are(implementation, rng):
     assert not re.findall(r"= \S+ (all-gather|all-to-all|collective-permute)", program.as_text())
 
 
-@pytest.mark.whole("reference", "portable")
+@pytest.mark.whole("reference", "triton")
 def test_one_key_head_serves_query_heads_on_several_devices(implementation, rng):
     q, k, v = qkv(rng, Z._replace(K=1))
     loss = loss_of(implementation, is_causal=True)
@@ -193,7 +193,7 @@ def test_arrays_may_be_anywhere_on_an_explicit_mesh(places):
     equal(loss(*(arrays | placed).values()), loss(*arrays.values()))
 
 
-@pytest.mark.whole("reference", "portable")
+@pytest.mark.whole("reference", "triton")
 def test_a_mesh_of_one_device_and_one_that_was_set_change_nothing(implementation, rng):
     q, k, v = qkv(rng, SMALL)
     attend = jax.jit(
@@ -213,7 +213,7 @@ OVER = [
     (("data", "model"), "reference"),
     (("data",), "reference"),
     (("data",), "blockwise"),
-    (("data",), "portable"),
+    (("data",), "triton"),
 ]
 
 
@@ -297,7 +297,7 @@ PAGED = {
     "all of them on every device": (P(), P(), P(), "blockwise"),
     "the batch and the heads": (SPEC, P(None, None, "model"), P("data"), "blockwise"),
     "the batch and the heads, in 8 bits": (SPEC, P(None, None, "model"), P("data"), "blockwise"),
-    "the batch and the heads, portable": (SPEC, P(None, None, "model"), P("data"), "portable"),
+    "the batch and the heads, triton": (SPEC, P(None, None, "model"), P("data"), "triton"),
     "nothing but the pages' heads": (None, P(None, None, "model"), None, "blockwise"),
     "nothing but the rows' data": (None, None, P("data"), "blockwise"),
 }
@@ -338,7 +338,7 @@ def test_pages_on_an_explicit_mesh_stay_where_they_are(places, rng):
     assert not re.findall(r"= \S+ (all-gather|all-to-all|collective-permute)", text)
 
 
-@pytest.mark.parametrize("name", ["blockwise", "portable"])
+@pytest.mark.parametrize("name", ["blockwise", "triton"])
 def test_ragged_tokens_on_an_explicit_mesh_are_spread_by_heads(name, rng):
     call, m, heads = paged_call(rng), mesh(AxisType.Explicit), P(None, "model")
     del call["query_seq_lengths"]

@@ -940,7 +940,7 @@ def test_a_run_goes_on_where_its_kernels_are_not_and_says_so_in_a_line(
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("implementation, steps", [("blockwise", 50), ("portable", 10)])
+@pytest.mark.parametrize("implementation, steps", [("blockwise", 50), ("triton", 10)])
 def test_check_passes(script, text, capsys, small_tiles, implementation, steps):
     script.main([*CHECK, "--data", text, "--attention", implementation, "--steps", str(steps)])
     output = capsys.readouterr().out

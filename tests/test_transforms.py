@@ -27,7 +27,7 @@ def equal(a, b, tolerance=5e-6):
         close(x, y, tolerance)
 
 
-@pytest.mark.whole("reference", "portable")
+@pytest.mark.whole("reference", "triton")
 def test_jit_and_eager_agree_and_value_and_grad_works(implementation, rng):
     q, k, v = qkv(rng, Z)
     f = lambda q, k, v: jnp.sum(attend(implementation, is_causal=True)(q, k, v) ** 2)
@@ -217,7 +217,7 @@ def test_no_calls_at_all_may_be_mapped(implementation, rng):
     assert jax.tree.map(jnp.shape, empty) == ((0,), tuple((0, *a.shape) for a in (q, k, v)))
 
 
-@pytest.mark.whole("reference", "portable")
+@pytest.mark.whole("reference", "triton")
 def test_remat_by_name_keeps_output_and_lse_and_nothing_is_kept_without_names(
     implementation, rng, capsys
 ):
@@ -237,7 +237,7 @@ def test_remat_by_name_keeps_output_and_lse_and_nothing_is_kept_without_names(
         )
 
 
-@pytest.mark.whole("reference", "portable")
+@pytest.mark.whole("reference", "triton")
 def test_scan_over_layers_differentiates(implementation, rng):
     z = Z._replace(S=Z.T, K=Z.N)
     x, *_ = qkv(rng, z)
@@ -399,7 +399,7 @@ def test_heads_are_no_symbols():
 def test_kernels_say_that_they_need_known_sizes():
     b, t = export.symbolic_shape("b, t")
     q = jax.ShapeDtypeStruct((b, t, 2, 8), jnp.float32)
-    f = lambda q: flash_attention(q, q, q, implementation="portable")
+    f = lambda q: flash_attention(q, q, q, implementation="triton")
     with pytest.raises(
         NotImplementedError, match="a kernel's grid is made of known sizes; got b, t, t"
     ):
@@ -454,12 +454,12 @@ def test_forward_mode_of_what_has_none_says_where_it_is(implementation, rng):
         ):
             run()
     with pytest.raises(
-        NotImplementedError, match="forward mode is for blockwise and reference; got portable"
+        NotImplementedError, match="forward mode is for blockwise and reference; got triton"
     ):
-        flash_attention_jvp(x, x, implementation="portable")
+        flash_attention_jvp(x, x, implementation="triton")
 
 
-@pytest.mark.parametrize("name", ["portable", "flash1", "standard"])
+@pytest.mark.parametrize("name", ["triton", "flash1", "standard"])
 def test_what_is_evaluated_while_tracing_takes_no_kernel_and_says_so(name, rng):
     x = qkv(rng, Z)
 
@@ -521,7 +521,7 @@ def test_second_derivatives_of_bfloat16_err_as_its_rounding_does(rng):
         assert norm(mine - wanted) <= 0.01 * norm(wanted)
 
 
-@pytest.mark.whole("reference", "portable")
+@pytest.mark.whole("reference", "triton")
 def test_gradients_of_vmap_nested_vmap_and_jacrev_are_those_of_loops(implementation, rng):
     q, k, v = (np.stack([x, x[::-1] * 0.5]) for x in qkv(rng, Z._replace(T=5, S=7)))
     f = lambda q, k, v: attend(implementation, is_causal=True)(q, k, v)
@@ -541,7 +541,7 @@ def test_remat_by_name_runs_the_forward_kernel_once(rng):
     policy = jax.checkpoint_policies.save_only_these_names(
         "flash_attention_out", "flash_attention_lse"
     )
-    f = lambda q, k, v: jnp.sum(jnp.sin(attend("portable")(jnp.tanh(q), k, v)))
+    f = lambda q, k, v: jnp.sum(jnp.sin(attend("triton")(jnp.tanh(q), k, v)))
     count = lambda g: sum(
         call.half.is_forward for call in _calls(jax.make_jaxpr(jax.grad(g))(q, k, v).jaxpr)
     )
@@ -549,7 +549,7 @@ def test_remat_by_name_runs_the_forward_kernel_once(rng):
     assert plain == kept < again
 
 
-@pytest.mark.whole("reference", "portable")
+@pytest.mark.whole("reference", "triton")
 def test_nan_checks_and_leak_checks_pass(implementation, rng):
     q, k, v = qkv(rng, Z)
     # the first rows see no key

@@ -6,11 +6,11 @@ from typing import NamedTuple
 import pytest
 
 from pallas_flash import backends
-from pallas_flash.kernels.portable.tuning import AllTiles, Tiles
+from pallas_flash.kernels.triton.tuning import AllTiles, Tiles
 from scripts import tune
 
 TINY = (
-    "--interpret --implementation portable --batch 1 --length 32 --heads 2 --kv-heads 1 "
+    "--interpret --implementation triton --batch 1 --length 32 --heads 2 --kv-heads 1 "
     "--head-size 16 --dtype float32"
 )
 TINY += " --repeats 2"
@@ -34,16 +34,16 @@ def test_every_kernel_is_swept_by_its_own_pass_and_the_row_is_valid_tiles(capsys
 
 
 def test_a_candidate_that_is_wrong_or_raises_is_reported_and_never_the_row(capsys, monkeypatch):
-    portable = next(backend for backend in backends.BACKENDS if backend.name == "portable")
+    triton = next(backend for backend in backends.BACKENDS if backend.name == "triton")
 
     def forward(problem, tiles, operands):
-        o, lse = portable.forward(problem, tiles, operands)
+        o, lse = triton.forward(problem, tiles, operands)
         if tiles.forward.num_stages == 3:
             raise RuntimeError("the blocks do not fit into shared memory")
         return (o * 2 if tiles.forward.num_stages == 1 else o), lse
 
-    others = [backend for backend in backends.BACKENDS if backend is not portable]
-    monkeypatch.setattr(backends, "BACKENDS", (portable._replace(forward=forward), *others))
+    others = [backend for backend in backends.BACKENDS if backend is not triton]
+    monkeypatch.setattr(backends, "BACKENDS", (triton._replace(forward=forward), *others))
     assert run("--kernels forward --sweep num_stages=1,3") == 0
     printed = capsys.readouterr().out
     assert re.search(r"^\| 1 +\| wrong .*o is off by 1.0e\+00", printed, re.MULTILINE)

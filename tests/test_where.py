@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from selection import whole_but
 
 from pallas_flash import explain, flash_attention, masks, schedule
-from pallas_flash.masks import Visibility
+from pallas_flash.masks import ResolvedMask
 from pallas_flash.rules import kinds
 from scripts import draw_mask
 
@@ -29,8 +29,8 @@ Q, KV = np.arange(40)[:, None], np.arange(40)
 
 def dense(mask, batch=1, heads=1, offset=0, T=40, S=40):
     """bool [B | 1, N | 1, T, S]"""
-    visibility = masks.resolve(masks.parts(mask), batch, T, S, offset)
-    return np.asarray(kinds.seen(visibility, batch, heads, jnp.arange(T), jnp.arange(S)))
+    resolved_mask = masks.resolve(masks.parts(mask), batch, T, S, offset)
+    return np.asarray(kinds.seen(resolved_mask, batch, heads, jnp.arange(T), jnp.arange(S)))
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -228,7 +228,7 @@ def test_kernels_take_numbers_that_are_traced_and_name_what_they_do_not_know(rng
         q, k, v, mask=masks.Where(lambda b, h, q, k: abs(q - k) < n), **kw
     )
     close(
-        jax.jit(functools.partial(within, implementation="portable"))(9),
+        jax.jit(functools.partial(within, implementation="triton"))(9),
         within(9, implementation="reference"),
         5e-6,
     )
@@ -256,7 +256,7 @@ def test_kernels_take_numbers_that_are_traced_and_name_what_they_do_not_know(rng
         ),
     ):
         with pytest.raises(NotImplementedError, match=text):
-            flash_attention(q, k, v, mask=masks.Where(reads, "reads"), implementation="portable")
+            flash_attention(q, k, v, mask=masks.Where(reads, "reads"), implementation="triton")
 
 
 # ---- blocks ----
@@ -285,10 +285,12 @@ def test_every_block_is_told_empty_partial_or_full_as_brute_force_has_it(
     "block, block_q, block_k", [(8, 16, 32), (16, 8, 8), (8, 12, 20), (64, 16, 16)]
 )
 def test_a_map_of_other_blocks_tells_nothing_wrong(block, block_q, block_k):
-    visibility = masks.resolve([masks.Where(RULES["holes by head"][0])], 1, 37, 53, 0)
-    exact = np.asarray(kinds.of(visibility, 1, 3, 37, block_q, block_k))
+    resolved_mask = masks.resolve([masks.Where(RULES["holes by head"][0])], 1, 37, 53, 0)
+    exact = np.asarray(kinds.of(resolved_mask, 1, 3, 37, block_q, block_k))
     recut = np.asarray(
-        kinds.recut(kinds.of(visibility, 1, 3, 37, block, block), block, 37, 53, block_q, block_k)
+        kinds.recut(
+            kinds.of(resolved_mask, 1, 3, 37, block, block), block, 37, 53, block_q, block_k
+        )
     )
     assert exact.shape == recut.shape
     assert np.all((recut == exact) | (recut == kinds.PARTIAL))
@@ -301,7 +303,7 @@ def test_a_list_names_the_partial_blocks_then_the_full_ones():
     assert (partial, visited, numbers) == (2, 4, [2, 4, 0, 3])
 
 
-@pytest.mark.parametrize("implementation", ["blockwise", "portable"])
+@pytest.mark.parametrize("implementation", ["blockwise", "triton"])
 @pytest.mark.parametrize("mapped", [False, True])
 def test_empty_blocks_in_the_middle_are_skipped_in_both_passes(implementation, mapped, rng):
     q, k, v = qkv(rng, Z)
@@ -316,7 +318,7 @@ def test_empty_blocks_in_the_middle_are_skipped_in_both_passes(implementation, m
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(jax.jit(f)(q, k, v)))
 
 
-@pytest.mark.parametrize("implementation", whole_but(["blockwise", "portable"], "blockwise"))
+@pytest.mark.parametrize("implementation", whole_but(["blockwise", "triton"], "blockwise"))
 def test_in_blocks_that_a_map_calls_full_the_rule_is_not_asked(implementation, rng):
     q, k, v = (x[:, :32] for x in qkv(rng, Z))
     mask = masks.block_map(masks.Where(lambda b, h, q, k: k < 0), 32, 32, block=16)
@@ -361,7 +363,7 @@ def test_what_is_found_while_tracing_is_no_transfer_of_the_program(rng):
     close(o, flash_attention(q, k, v, mask=mask, implementation="reference"), 5e-6)
 
 
-@pytest.mark.parametrize("name", ["blockwise", "portable"])
+@pytest.mark.parametrize("name", ["blockwise", "triton"])
 def test_a_block_map_is_taken_where_promotion_is_strict(name, rng):
     q, k, v = qkv(rng, Z)
     longformer = masks.Window(9, 9) | masks.GlobalTokens(4)
@@ -408,10 +410,10 @@ def test_a_map_serves_no_other_rule_and_no_other_sizes(rng):
 
 
 def test_a_map_of_long_sequences_is_made_by_strips():
-    visibility = Visibility(
+    resolved_mask = ResolvedMask(
         2**17, where=masks.resolve(masks.parts(masks.Dilated(3)), 1, 2**17, 2**17, 0).where
     )
-    text = str(jax.make_jaxpr(lambda: schedule.block_kinds(visibility, 1, 1, 2**17, 64, 64))())
+    text = str(jax.make_jaxpr(lambda: schedule.block_kinds(resolved_mask, 1, 1, 2**17, 64, 64))())
     sizes = [
         np.prod([int(n) for n in shape.split(",")]) for shape in re.findall(r"\[([\d,]+)\]", text)
     ]

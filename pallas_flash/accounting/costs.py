@@ -1,4 +1,4 @@
-"""FLOPs, exponentials and bytes of every kernel of standard attention, flash1 and portable, in
+"""FLOPs, exponentials and bytes of every kernel of standard attention, flash1 and triton, in
 closed form.
 
 Per query head, T queries see S keys, n_q = ceil(T / block_q), n_k = ceil(S / block_k), an element
@@ -10,17 +10,17 @@ has e bytes, a statistic 4:
 | standard, backward  | 5        | T S          | (4 + 4 + 8 + 5 e) T S, and Q and dO 2 n_k, K 2 n_q, V n_q times            |
 | flash1, forward     | 2        | T S          | K and V once, Q n_k times, O n_k times read and n_k + 1 written, as float32 |
 | flash1, backward    | 5        | T S          | K and V once, Q and dO n_k times, dQ n_k times read and n_k + 1 written   |
-| portable, forward   | 2        | T S          | Q and O once, K and V n_q times                                           |
-| portable, decoding  | 2        | T S          | K and V once for all heads that share them, Q once a part, O a part in float32 |
-| portable, backward  | 4 + 3    | 2 T S        | dkv: K and V once, Q and dO n_k times; dq: Q and dO once, K and V n_q times |
+| triton, forward   | 2        | T S          | Q and O once, K and V n_q times                                           |
+| triton, decoding  | 2        | T S          | K and V once for all heads that share them, Q once a part, O a part in float32 |
+| triton, backward  | 4 + 3    | 2 T S        | dkv: K and V once, Q and dO n_k times; dq: Q and dO once, K and V n_q times |
 
 A product is 2 T S H FLOPs, or Hv for H. Why flash1 beats standard: n_k = 4 H S / M for an SRAM of M
 elements, so its bytes are Theta(T S H^2 / M), and no exact algorithm needs less for all M in [H, S
-H] (FlashAttention, theorem 2 and proposition 3). portable moves K and V n_q times in place of Q and
+H] (FlashAttention, theorem 2 and proposition 3). triton moves K and V n_q times in place of Q and
 O, the same order for tiles of the same size; but O, l and m stay on the chip.
 
 What is counted is what runs: FLOPs of whole tiles, heads padded to a power of two; but bytes only
-of elements that exist. Blocks that no query sees are left out by portable alone. A cache may serve
+of elements that exist. Blocks that no query sees are left out by triton alone. A cache may serve
 what the kernels load: the bytes are those asked for.
 """
 
@@ -31,8 +31,8 @@ import numpy as np
 
 from pallas_flash import schedule
 from pallas_flash.arguments import Problem
-from pallas_flash.kernels.portable import tuning
-from pallas_flash.kernels.portable.tuning import power_of_two
+from pallas_flash.kernels.triton import tuning
+from pallas_flash.kernels.triton.tuning import power_of_two
 
 
 class Cost(NamedTuple):
@@ -330,7 +330,7 @@ def portable_memory(p: Problem) -> dict[str, int]:
 def interval_of_rows(p: Problem, z: Sizes):
     """The keys that the rows of each tile of queries see, [n_q, block_q], and the rows."""
     row = np.arange(z.n_q * z.bq).reshape(z.n_q, z.bq)
-    return np.broadcast_arrays(*p.visibility.interval(np.minimum(row, z.T - 1)), row)
+    return np.broadcast_arrays(*p.resolved_mask.interval(np.minimum(row, z.T - 1)), row)
 
 
 def _keys_of_query_tiles(p: Problem, z: Sizes):
@@ -347,8 +347,8 @@ def _rows_of_key_tiles(p: Problem, z: Sizes):
     """Of one head, over all tiles of keys: pairs of tiles visited, rows loaded, and those of them
     that see something."""
     row = np.arange(z.T)
-    start, stop, _ = np.broadcast_arrays(*p.visibility.interval(row), row)
-    blocks = np.asarray(schedule.query_blocks(p.visibility, z.T, z.bq, z.bk))[0]
+    start, stop, _ = np.broadcast_arrays(*p.resolved_mask.interval(row), row)
+    blocks = np.asarray(schedule.query_blocks(p.resolved_mask, z.T, z.bq, z.bk))[0]
     spans = [slice(first * z.bq, last * z.bq) for first, _, _, last in blocks]
     rows, live = (sum(int(some[span].sum()) for span in spans) for some in (row >= 0, start < stop))
     return int(np.sum(blocks[:, 3] - blocks[:, 0])), rows, live

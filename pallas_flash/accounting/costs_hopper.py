@@ -1,6 +1,6 @@
 """FLOPs, exponentials and bytes of the Hopper kernels, FlashAttention-3, in closed form.
 
-They move what portable moves, all K and V for each tile of queries, but by TMA: rows up to a
+They move what triton moves, all K and V for each tile of queries, but by TMA: rows up to a
 multiple of 8, heads as `tuning.stored` has them, and what lies beyond an array is not read. block_q
 is 128 or 192, for two or three warpgroups share K and V in shared memory: that is what they gain in
 bytes. Which blocks to visit they compute.
@@ -110,7 +110,7 @@ def _decode(p: Problem, t) -> dict[str, Cost]:
 
 
 def backward(p: Problem, tiles) -> dict[str, Cost]:
-    """dq and dkv as in portable, or both in one kernel that adds up dQ in device memory: five
+    """dq and dkv as in triton, or both in one kernel that adds up dQ in device memory: five
     products in place of seven."""
     if tiles.fused is not None:
         return dict(flash_attention_dq_dk_dv=_dkv(p, tiles.fused, fused=True))
@@ -140,7 +140,7 @@ def _dkv(p: Problem, t, fused: bool) -> Cost:
     and written."""
     z = _Padded(p, t)
     keys = np.arange(z.n_k, dtype=np.int32) * t.block_k
-    seen_by = p.visibility.by_key(schedule.ceil_div(p.queries, t.block_q) * t.block_q)
+    seen_by = p.resolved_mask.by_key(schedule.ceil_div(p.queries, t.block_q) * t.block_q)
     blocks = schedule.known_blocks(
         seen_by, keys, np.minimum(keys + t.block_k, p.keys) - 1, t.block_q
     )

@@ -25,7 +25,7 @@ GENERATIONS = {
     "flash1": Generation(
         costs.flash1_forward, costs.flash1_backward, costs.delta, costs.flash1_memory
     ),
-    "portable": Generation(
+    "triton": Generation(
         costs.portable_forward, costs.portable_backward, costs.delta, costs.portable_memory
     ),
     "hopper": Generation(
@@ -93,7 +93,7 @@ def _named(generation: str) -> Generation:
 
 
 def _countable(p: Problem) -> Problem:
-    has_data = p.visibility.has_data or p.visibility.where is not None
+    has_data = p.resolved_mask.has_data or p.resolved_mask.where is not None
     if p.bias or p.mask or p.score or p.soft_cap or p.sinks or p.dropped or has_data:
         raise NotImplementedError(
             "the formulas know masks without data, no bias, dense mask, score_mod, soft cap, sinks "

@@ -42,7 +42,7 @@ def forward(problem: Problem, tiles: Tiles, x: Operands):
     p, wide, x = (
         problem,
         sums(tiles.dtype),
-        x._replace(visibility=with_lists(problem, tiles, x.visibility)),
+        x._replace(resolved_mask=with_lists(problem, tiles, x.resolved_mask)),
     )
 
     def some_heads(part: Heads, outputs):
@@ -91,7 +91,7 @@ def forward(problem: Problem, tiles: Tiles, x: Operands):
     stats = [_zeros(x, wide, p.batch, p.heads, p.queries)] * p.statistics
     o = _zeros(x, p.dtype, p.batch, p.queries, p.heads, p.value_size)
     o, *stats = _each_part(p, tiles.heads_alone, some_heads, (o, *stats))
-    return o, online_softmax.Statistics(*stats)
+    return o, online_softmax.SoftmaxState(*stats)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
@@ -114,7 +114,7 @@ def backward(problem: Problem, tiles: Tiles, x: Operands, rows: online_softmax.A
     p, wide, x = (
         problem,
         sums(tiles.dtype),
-        x._replace(visibility=with_lists(problem, tiles, x.visibility)),
+        x._replace(resolved_mask=with_lists(problem, tiles, x.resolved_mask)),
     )
 
     def some_heads(part: Heads, outputs):

@@ -16,12 +16,12 @@ from pallas_flash.blockwise.parts import Block, Heads, numbered
 from pallas_flash.blockwise.tuning import DecodeTiles
 from pallas_flash.checks import sums
 from pallas_flash.quantised import taken, weights
+from pallas_flash.rules.resolved_mask import ResolvedMask
 from pallas_flash.rules.score import Score
-from pallas_flash.rules.visibility import Visibility
 
 
 def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None, scales=(None, None)):
-    """o [B, T, N, Hv] in the query's dtype, and the Statistics of its rows. With a `table` int32
+    """o [B, T, N, Hv] in the query's dtype, and the SoftmaxState of its rows. With a `table` int32
     [B, pages] of page numbers, key and value are pages [P, page, K, n]; where these are quantised,
     both have `scales` [P, page, K]."""
     p, wide = problem, sums(tiles.dtype)
@@ -41,12 +41,12 @@ def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None, scale
 
     o, m, l = schedule.loop(0, p.batch // batch, some, start) if batch < p.batch else some(0, start)
     o, m, l = (a[:, None] for a in (o, m, l))
-    return decode.merged(p, x, o, online_softmax.Statistics(m, l), 1.0)
+    return decode.merged(p, x, o, online_softmax.SoftmaxState(m, l), 1.0)
 
 
 def _attend(p: Problem, tiles: DecodeTiles, part: Heads, q, x: Operands, table, scales, score):
     """o [B, K, rows, Hv], m and l of some of the batch. Scores are [B, K, keys, rows]."""
-    see = x.visibility.narrow(Visibility.BY_QUERY + Visibility.BY_KEY, part.of)
+    see = x.resolved_mask.narrow(ResolvedMask.BY_QUERY + ResolvedMask.BY_KEY, part.of)
     column = lambda a: a[:, None, None]
 
     def step(j, carry, masked):
@@ -109,7 +109,7 @@ def _scored(p: Problem, score: Score, part: Heads, s, key: Block):
     return score.of(s, read, b[:, None, None, None], h, position, key.index[None, None, :, None])
 
 
-def _seen(see: Visibility, key: Block, column):
+def _seen(see: ResolvedMask, key: Block, column):
     """Which keys of a block the rows see, [B | 1, 1, keys, rows]."""
     index = key.index[None, None, :, None]
     ids = (

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_flash.rules.visibility import Ints
+from pallas_flash.rules.resolved_mask import Ints
 
 
 class Block(NamedTuple):

@@ -99,7 +99,7 @@ def _decodes(p: Problem) -> bool:
     nothing where each has few keys for many rows."""
     if not decode.takes(p) or not _on_cpu():
         return decode.takes(p)
-    rows, has_data = p.queries * p.group, p.visibility.has_data
+    rows, has_data = p.queries * p.group, p.resolved_mask.has_data
     dtype = "float32" if rows == 1 else _tiles(p).dtype  # XLA multiplies a single row in float32
     of_batch_row = p.keys * p.kv_heads * (p.head_size + p.value_size) * jnp.dtype(dtype).itemsize
     if p.keys > MANY:
@@ -155,7 +155,7 @@ def _is_apart(p: Problem) -> bool:
 
 def _is_cut(p: Problem) -> bool:
     """Whether loops go over blocks of keys, since the mask has data."""
-    return p.visibility.has_data and not (
+    return p.resolved_mask.has_data and not (
         isinstance(p.keys, int) and p.keys <= (MANY if _is_small(p) else ONE)
     )
 
@@ -164,13 +164,13 @@ def _is_small(p: Problem) -> bool:
     sizes = p.batch, p.heads, p.queries, p.keys
     return (
         all(isinstance(n, int) for n in sizes)
-        and math.prod(sizes) // (1 if p.visibility.right is None else 2) < CALL
+        and math.prod(sizes) // (1 if p.resolved_mask.right is None else 2) < CALL
     )
 
 
 def _queries(p: Problem) -> int:
     """Of a block: fewer, where a mask would hide much of it."""
-    v, has_data = p.visibility, p.visibility.has_data
+    v, has_data = p.resolved_mask, p.resolved_mask.has_data
     # else it hides a quarter and more
     is_plain = v.left is None and (v.right is None or p.queries >= 2 * p.keys)
     if is_plain and v.where is None and _is_small(p) and not _is_cut(p):
@@ -201,7 +201,9 @@ def _queries(p: Problem) -> int:
 def _is_window(p: Problem) -> bool:
     """Whether a band hides keys on the left, and that is known while tracing."""
     return (
-        p.visibility.left is not None and not p.visibility.has_data and p.visibility.where is None
+        p.resolved_mask.left is not None
+        and not p.resolved_mask.has_data
+        and p.resolved_mask.where is None
     )
 
 

@@ -18,9 +18,9 @@ from pallas_flash.blockwise.tuning import Tiles, scaled_last
 from pallas_flash.blockwise.visits import alike, known_keys, neighbours
 from pallas_flash.checks import sums
 from pallas_flash.rules import kinds
+from pallas_flash.rules.resolved_mask import Ints, ResolvedMask
 from pallas_flash.rules.rule import Asked
 from pallas_flash.rules.score import Score
-from pallas_flash.rules.visibility import Ints, Visibility
 
 
 class View(NamedTuple):
@@ -37,24 +37,24 @@ class View(NamedTuple):
     value: jax.Array  # [B, K, S, Hv]
     bias: jax.Array | None  # [B | 1, K | 1, G | 1, T | 1, S | 1]
     mask: jax.Array | None  # the same
-    visibility: Visibility
+    resolved_mask: ResolvedMask
     start: Ints  # [B | 1, T], the keys that each row sees
     stop: Ints
     sinks: jax.Array | None  # [K, G]
     seeds: jax.Array | None  # [B, K, G, 2]
-    score: Score | None  # with numbers as the visibility's where
+    score: Score | None  # with numbers as the resolved_mask's where
 
     @classmethod
     def of(cls, p: Problem, tiles: Tiles, part: Heads, x: Operands) -> "View":
-        visibility = x.visibility.narrow(Visibility.BY_BATCH, lambda a: part.of(a)[:, None])
-        visibility = visibility.narrow(Visibility.BY_QUERY + Visibility.BY_KEY, part.of)
-        where, score = (_of_heads(asked, p, part) for asked in (visibility.where, x.score))
+        resolved_mask = x.resolved_mask.narrow(ResolvedMask.BY_BATCH, lambda a: part.of(a)[:, None])
+        resolved_mask = resolved_mask.narrow(ResolvedMask.BY_QUERY + ResolvedMask.BY_KEY, part.of)
+        where, score = (_of_heads(asked, p, part) for asked in (resolved_mask.where, x.score))
         if where is not None and where.kinds is not None:
             where = dataclasses.replace(
                 where, kinds=schedule.lists(kinds.join(part.of(where.kinds, 1), (0, 1)))
             )
-        visibility = dataclasses.replace(visibility, where=where)
-        start, stop = visibility.interval(jnp.arange(p.queries, dtype=jnp.int32)[None])
+        resolved_mask = dataclasses.replace(resolved_mask, where=where)
+        start, stop = resolved_mask.interval(jnp.arange(p.queries, dtype=jnp.int32)[None])
         plain = x.bias is None and p.soft_cap is None and score is None
         last = scaled_last(p) and not tiles.is_wide
         fold, unit = p.scale or 1.0 if tiles.is_wide else 1.0, 1 / p.scale if last else 1.0
@@ -82,7 +82,7 @@ class View(NamedTuple):
             v,
             bias,
             mask,
-            visibility,
+            resolved_mask,
             start,
             stop,
             sinks,
@@ -97,7 +97,7 @@ class View(NamedTuple):
 
     @property
     def has_data(self) -> bool:
-        return dataclasses.replace(self.visibility, where=None).has_data
+        return dataclasses.replace(self.resolved_mask, where=None).has_data
 
     def filled(self, x):
         """x [B, K, G, T, n] with 0 for the rows that see nothing: there may be NaN."""
@@ -127,7 +127,7 @@ class View(NamedTuple):
             def numbered(i, outputs):
                 row = parts.numbered(i, size, length)
                 keys = one and [
-                    (neighbours(self.problem.visibility, row, one.width), one.masked, one.some)
+                    (neighbours(self.problem.resolved_mask, row, one.width), one.masked, one.some)
                 ]
                 return query_block(row, keys, outputs)
 
@@ -156,14 +156,14 @@ class View(NamedTuple):
             return first
         if keys is not None:
             return start
-        size, length, where = self.tiles.block_k, self.problem.keys, self.visibility.where
-        if self.visibility.has_data:
-            solid = self.visibility.solid
+        size, length, where = self.tiles.block_k, self.problem.keys, self.resolved_mask.where
+        if self.resolved_mask.has_data:
+            solid = self.resolved_mask.solid
             blocks = schedule.key_blocks(
                 *self.interval(row), None if solid is None else row.of(solid, 1), size
             )
         else:
-            v, last = self.visibility, row.start + row.size - 1
+            v, last = self.resolved_mask, row.start + row.size - 1
             blocks = schedule.known_blocks(v, row.start, last, size)
             # one loop compiles in half the time of two, and most blocks of a narrow band need its
             # mask
@@ -186,7 +186,7 @@ class View(NamedTuple):
         seen = None if self.mask is None else self.scored(row, key, self.mask)
         if masked:
             of_rows = lambda a: a if isinstance(a, int) else self.of_rows(a)
-            v, index = self.visibility, key.index[None, None, None]
+            v, index = self.resolved_mask, key.index[None, None, None]
             ids = (
                 ()
                 if v.query_ids is None
@@ -201,13 +201,13 @@ class View(NamedTuple):
     def interval(self, row: Block):
         """The keys that each of the rows sees, ints or [B | 1, rows]."""
         if not self.has_data:
-            return self.visibility.interval(row.index[None])
+            return self.resolved_mask.interval(row.index[None])
         return tuple(a if isinstance(a, int) else row.of(a, 1) for a in (self.start, self.stop))
 
     def allowed(self, row: Block, key: Block):
         """Whether the mask's Predicate lets the rows see the keys, to broadcast against [B, K,
         rows, keys]."""
-        where = self.visibility.where
+        where = self.resolved_mask.where
         return where.sees(*self.numbers(where, row, key))
 
     def numbers(self, asked: Asked, row: Block, key: Block):
@@ -315,19 +315,22 @@ class View(NamedTuple):
         return row.put(dbias, key.add(old, tile, 4), 3)
 
 
-def with_lists(p: Problem, tiles: Tiles, visibility: Visibility) -> Visibility:
+def with_lists(p: Problem, tiles: Tiles, resolved_mask: ResolvedMask) -> ResolvedMask:
     """The mask with the kinds of these tiles' blocks, if it has a Predicate and there are loops to
     go over them."""
-    where, known = visibility.where, all(isinstance(n, int) for n in (p.batch, p.queries, p.keys))
+    where, known = (
+        resolved_mask.where,
+        all(isinstance(n, int) for n in (p.batch, p.queries, p.keys)),
+    )
     if where is None or not known or known_keys(p, tiles) is not None:
-        return visibility
+        return resolved_mask
     found = schedule.block_kinds(
-        visibility, p.batch, p.heads, p.queries, tiles.block_q, tiles.block_k
+        resolved_mask, p.batch, p.heads, p.queries, tiles.block_q, tiles.block_k
     )
     if p.queries % tiles.block_q:  # the last block is moved back over the one before it
         xp = np if isinstance(found, np.ndarray) else jnp
         found = xp.concatenate([found[:, :, :-1], kinds.join(found[:, :, -2:], 2)[:, :, None]], 2)
-    return dataclasses.replace(visibility, where=dataclasses.replace(where, kinds=found))
+    return dataclasses.replace(resolved_mask, where=dataclasses.replace(where, kinds=found))
 
 
 def _of_heads(asked: Asked | None, p: Problem, part: Heads) -> Asked | None:

@@ -7,7 +7,7 @@ from pallas_flash import schedule
 from pallas_flash.arguments import Problem
 from pallas_flash.blockwise.parts import Block
 from pallas_flash.rules import kinds
-from pallas_flash.rules.visibility import Visibility, smaller
+from pallas_flash.rules.resolved_mask import ResolvedMask, smaller
 
 UNROLLED = 8  # blocks; more of them are loops, which compile in the same time at any length
 ALIKE = 5 / 4  # times the scores that are seen, which one loop over query blocks may compute
@@ -26,7 +26,7 @@ class Alike(NamedTuple):
 def alike(p: Problem, block_q: int, block_k: int) -> Alike | None:
     """What is alike in the query blocks; None for few, for keys in several blocks, and where a mask
     hides much of them."""
-    v, has_data = p.visibility, p.visibility.has_data
+    v, has_data = p.resolved_mask, p.resolved_mask.has_data
     if (
         not isinstance(p.queries, int)
         or not isinstance(p.keys, int)
@@ -52,7 +52,7 @@ def alike(p: Problem, block_q: int, block_k: int) -> Alike | None:
 
 def scores(p: Problem, block_q: int) -> int:
     """Of a head, in query blocks that see all keys which one of their rows may see."""
-    ranges = schedule.key_ranges(p.visibility, p.queries, block_q)
+    ranges = schedule.key_ranges(p.resolved_mask, p.queries, block_q)
     rows = (min(block_q, p.queries - i * block_q) for i in range(len(ranges)))
     return sum(n * (keys.last - keys.first) for n, keys in zip(rows, ranges, strict=True))
 
@@ -64,7 +64,7 @@ def known_keys(p: Problem, tiles) -> list | None:
     if alike(p, tiles.block_q, tiles.block_k):
         return None
     one_q, one_k = tiles.block_q == p.queries, tiles.block_k == p.keys
-    has_data = p.visibility.has_data
+    has_data = p.resolved_mask.has_data
     if (has_data and not one_k) or (
         not one_q and schedule.ceil_div(p.queries, tiles.block_q) > UNROLLED
     ):
@@ -72,16 +72,16 @@ def known_keys(p: Problem, tiles) -> list | None:
     if not isinstance(p.keys, int) or not isinstance(p.queries, int):
         return [[(Block(0, p.keys), True, False)]] if one_q and one_k else None
     size, blocks = tiles.block_k, []
-    if p.visibility.where is not None and not has_data:
+    if p.resolved_mask.where is not None and not has_data:
         found = kinds.join(
-            schedule.block_kinds(p.visibility, p.batch, p.heads, p.queries, tiles.block_q, size),
+            schedule.block_kinds(p.resolved_mask, p.batch, p.heads, p.queries, tiles.block_q, size),
             (0, 1),
         )
         block = lambda j: Block(int(j) * size, min(size, p.keys - int(j) * size))
         kind_of = lambda kind, j: (bool(kind[j] == kinds.PARTIAL), bool(kind[j] == kinds.FULL))
         blocks = [[(block(j), *kind_of(kind, j)) for j in kind.nonzero()[0]] for kind in found]
         return blocks if sum(map(len, blocks)) <= UNROLLED else None
-    for seen in schedule.key_ranges(p.visibility, p.queries, tiles.block_q):
+    for seen in schedule.key_ranges(p.resolved_mask, p.queries, tiles.block_q):
         masked = has_data or (seen.full_first, seen.full_last) != (seen.first, seen.last)
         some = lambda i, end, seen=seen: (
             not has_data and seen.full_first < end and i < seen.full_last
@@ -91,7 +91,7 @@ def known_keys(p: Problem, tiles) -> list | None:
     return blocks if sum(map(len, blocks)) <= UNROLLED else None
 
 
-def neighbours(visibility: Visibility, row: Block, width: int) -> Block:
+def neighbours(resolved_mask: ResolvedMask, row: Block, width: int) -> Block:
     """The keys of `alike` query blocks: so many, among them all that these rows may see."""
-    first, _ = schedule.without_data(visibility).interval(row.start)
-    return Block(smaller(first, visibility.keys - width), width)
+    first, _ = schedule.without_data(resolved_mask).interval(row.start)
+    return Block(smaller(first, resolved_mask.keys - width), width)

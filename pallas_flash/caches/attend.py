@@ -15,21 +15,21 @@ from pallas_flash import (
     backends,
     checks,
     decode,
+    derivative_modes,
     dispatch,
     lowering,
-    modes,
     quantised,
 )
 from pallas_flash.arguments import Problem
 from pallas_flash.backends import Backend
 from pallas_flash.caches import ragged
-from pallas_flash.kernels import device, portable
+from pallas_flash.kernels import device, triton
 from pallas_flash.machine import comparison, selfcheck
 from pallas_flash.rules import reads
+from pallas_flash.rules.resolved_mask import ResolvedMask
 from pallas_flash.rules.score import Score
-from pallas_flash.rules.visibility import Visibility
 
-IN_PLACE = ("hopper", "portable", "blockwise")  # read pages where they lie
+IN_PLACE = ("hopper", "triton", "blockwise")  # read pages where they lie
 
 
 def attend(implementation, **call):
@@ -42,7 +42,7 @@ def attend(implementation, **call):
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _attend_jit(implementation, static, arrays):
-    call = dict(static) | modes.no_first(arrays)
+    call = dict(static) | derivative_modes.no_first(arrays)
     del call["context"]
     cu_seqlens = call.pop("cu_seqlens_q")
     (_, page, K, _), (*_, T, N, _) = call["k_pages"].shape, call["query"].shape
@@ -91,7 +91,7 @@ def _attend_batch(
     )
     backend = _chosen(problem, kind, implementation)
     if _copies(backend.name, problem, kind):
-        copied = functools.partial(_in_order, problem, operands.visibility, page_table, dtype)
+        copied = functools.partial(_in_order, problem, operands.resolved_mask, page_table, dtype)
         return dispatch.attend(
             implementation,
             None,
@@ -124,7 +124,7 @@ def _in_place(problem: Problem, page: int, name: str, operands, table, *scales):
     return forward(problem, module.decode_tiles(problem, page), operands, table, *scales)
 
 
-def _in_order(problem: Problem, seen: Visibility, table, dtype, pages, scales):
+def _in_order(problem: Problem, seen: ResolvedMask, table, dtype, pages, scales):
     """The keys or values [B, S, K, n] of the rows, 0 where no query of a row looks: there may be
     NaN."""
     p = problem
@@ -222,10 +222,10 @@ def _why_not(name: str, problem: Problem, pages: Pages) -> str | None:
     if name == "blockwise" or _copies(name, problem, pages):
         return None
     if name == "hopper" and problem.score is not None:
-        return "its decoding takes no score_mod: portable and blockwise do"
+        return "its decoding takes no score_mod: triton and blockwise do"
     if name == "hopper" and stored:
         return (
-            f"wgmma multiplies pages as they lie, in {problem.dtype}; got {stored}: portable "
+            f"wgmma multiplies pages as they lie, in {problem.dtype}; got {stored}: triton "
             "and blockwise take them"
         )
     capability = device.compute_capability()
@@ -234,8 +234,8 @@ def _why_not(name: str, problem: Problem, pages: Pages) -> str | None:
             "float8_e4m3fn needs an NVIDIA GPU of compute capability 8.9 or higher; this one "
             f"has {capability}: int8 does not"
         )
-    if name == "portable" and stored:
-        unread = (portable.why_no_index(f"pages in {stored}", shape) for shape in pages.shapes)
+    if name == "triton" and stored:
+        unread = (triton.why_no_index(f"pages in {stored}", shape) for shape in pages.shapes)
         if why_not := next(filter(None, unread), None):
             return why_not
     if name == "hopper" and page % 64 and 64 % page:

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_flash import arguments, checks, dropout, masks, scores
+from pallas_flash.rules.resolved_mask import ResolvedMask
 from pallas_flash.rules.score import Score
-from pallas_flash.rules.visibility import Visibility
 
 LETTERS = {  # of the arrays of a call; P pages, C an axis that is whole on each device
     "query": "BTNH",
@@ -145,13 +145,13 @@ def operand_letters(problem: arguments.Problem, operands: arguments.Operands) ->
         c if n == full.get(c, n) else "."
         for c, n in zip(letters.ljust(x.ndim, "."), x.shape, strict=True)
     )
-    visibility = operands.visibility
+    resolved_mask = operands.resolved_mask
     for fields, letters in (
-        (Visibility.BY_BATCH, "B"),
-        (Visibility.BY_QUERY, "BT"),
-        (Visibility.BY_KEY, "BS"),
+        (ResolvedMask.BY_BATCH, "B"),
+        (ResolvedMask.BY_QUERY, "BT"),
+        (ResolvedMask.BY_KEY, "BS"),
     ):
-        visibility = visibility.narrow(fields, lambda x, letters=letters: of(x, letters))
+        resolved_mask = resolved_mask.narrow(fields, lambda x, letters=letters: of(x, letters))
 
     def of_rule(asked):
         if asked is None:
@@ -162,10 +162,10 @@ def operand_letters(problem: arguments.Problem, operands: arguments.Operands) ->
         }
         return dataclasses.replace(asked, arrays=tuple(of(x, "") for x in asked.arrays), **known)
 
-    visibility = dataclasses.replace(visibility, where=of_rule(visibility.where))
+    resolved_mask = dataclasses.replace(resolved_mask, where=of_rule(resolved_mask.where))
     there = {name: x for name, x in operands._asdict().items() if hasattr(x, "ndim")}
     there = {name: of(x, LETTERS.get(name, "BN")) for name, x in there.items()}
-    return operands._replace(visibility=visibility, score=of_rule(operands.score), **there)
+    return operands._replace(resolved_mask=resolved_mask, score=of_rule(operands.score), **there)
 
 
 def row_letters(x) -> str:

@@ -48,7 +48,9 @@ class Spread(Half):
         run = lambda *leaves: self.run(problem, tiles, *jax.tree.unflatten(tree, leaves))
         traced, out = jax.make_jaxpr(run, return_shape=True)(*leaves)
         found, out_tree = jax.tree.flatten(shapes(out))
-        rules = [asked and asked.rule.text for asked in (problem.visibility.where, problem.score)]
+        rules = [
+            asked and asked.rule.text for asked in (problem.resolved_mask.where, problem.score)
+        ]
         digest = _digest(re.sub("0x[0-9a-f]+", "", f"{problem!r} {tiles} {rules} {traced}"))
         part = Part(
             self, problem, tiles, tree, inputs, tuple(results[: len(found)]), tuple(found), digest
@@ -135,8 +137,10 @@ def _numbered(operands: Operands, axes, batch: int, heads: int) -> Operands:
             asked, batch=b, head=number(asked.head, asked.rule.reads_head, "N", heads)
         )
 
-    visibility = dataclasses.replace(operands.visibility, where=numbered(operands.visibility.where))
-    return operands._replace(visibility=visibility, score=numbered(operands.score))
+    resolved_mask = dataclasses.replace(
+        operands.resolved_mask, where=numbered(operands.resolved_mask.where)
+    )
+    return operands._replace(resolved_mask=resolved_mask, score=numbered(operands.score))
 
 
 def _summed(x, letters: str, axes, whole_keys: bool):

@@ -20,8 +20,8 @@ from pallas_flash import dropout, online_softmax, schedule
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.backends import Backend, Choice
 from pallas_flash.checks import sums
-from pallas_flash.online_softmax import Statistics
-from pallas_flash.rules.visibility import Visibility
+from pallas_flash.online_softmax import SoftmaxState
+from pallas_flash.rules.resolved_mask import ResolvedMask
 
 
 class Loop(NamedTuple):
@@ -37,12 +37,19 @@ class Loop(NamedTuple):
 
     @classmethod
     def of(
-        cls, axis: tuple[str, ...], devices: int, chunks: int, visibility: Visibility, queries: int
+        cls,
+        axis: tuple[str, ...],
+        devices: int,
+        chunks: int,
+        resolved_mask: ResolvedMask,
+        queries: int,
     ) -> "Loop":
         """The shortest loop that brings each of `queries` rows the keys that it may see by what is
         known while tracing."""
-        ends = schedule.key_ranges(visibility, queries, queries // devices) if chunks == 1 else []
-        size = visibility.keys // devices
+        ends = (
+            schedule.key_ranges(resolved_mask, queries, queries // devices) if chunks == 1 else []
+        )
+        size = resolved_mask.keys // devices
         apart = [
             (first // size - i, (last - 1) // size - i)
             for i, (first, *_, last) in enumerate(ends)
@@ -170,7 +177,7 @@ def parts_of(problem: Problem, chunks: int) -> tuple[int, int]:
     leave `ROWS` to a pair. All go together where a bias or mask array, or a rule, tells them
     apart."""
     p = problem
-    if any(x is not None for x in (p.bias, p.mask, p.visibility.where, p.score)):
+    if any(x is not None for x in (p.bias, p.mask, p.resolved_mask.where, p.score)):
         return 1, 1
     most = p.batch // chunks * p.queries * p.heads // ROWS
     by_key = schedule.divisor(p.kv_heads, most)
@@ -221,7 +228,7 @@ class Half(NamedTuple):
             pair = lambda: operands_of(
                 self.loop, problem, heads_of(x, heads), keys, device, rows, b
             )
-            some = self.loop.is_there(device) & pair().visibility.sees_any(problem.queries)
+            some = self.loop.is_there(device) & pair().resolved_mask.sees_any(problem.queries)
 
             def visited(carry):  # what a pair needs of all rows and heads is cut out for it alone
                 own = pair()
@@ -265,9 +272,11 @@ def operands_of(loop: Loop, problem: Problem, x: Operands, keys, device, rows: P
     `device`."""
     key, value = (Part(loop.chunks, b).of(y) for y in keys)
     first = jnp.maximum(loop.numbers(device)[b], 0) * problem.keys
-    visibility = x.visibility.narrow(Visibility.BY_BATCH + Visibility.BY_QUERY, rows.of)
-    if visibility.where is not None:
-        visibility = dataclasses.replace(visibility, where=visibility.where.of_rows(rows.of))
+    resolved_mask = x.resolved_mask.narrow(ResolvedMask.BY_BATCH + ResolvedMask.BY_QUERY, rows.of)
+    if resolved_mask.where is not None:
+        resolved_mask = dataclasses.replace(
+            resolved_mask, where=resolved_mask.where.of_rows(rows.of)
+        )
     tile = lambda y: (
         None if y is None else lax.dynamic_slice(y, *_at(loop, problem, y, device, rows.chunk, b))
     )
@@ -278,7 +287,7 @@ def operands_of(loop: Loop, problem: Problem, x: Operands, keys, device, rows: P
         bias=tile(x.bias),
         sinks=None,
         mask=tile(x.mask),
-        visibility=visibility.of_keys(first, problem.keys),
+        resolved_mask=resolved_mask.of_keys(first, problem.keys),
         seeds=None if x.seeds is None else dropout.moved(rows.of(x.seeds, 1), column=first),
         score=None if x.score is None else x.score.of_rows(rows.of).of_keys(first),
     )
@@ -312,7 +321,7 @@ def _zeros(like, shape, dtype):
 
 def _heads(problem: Problem):
     """The axes of the heads in what a forward gives."""
-    return 2, Statistics(1, 1, 1 if problem.max_logits else None)
+    return 2, SoftmaxState(1, 1, 1 if problem.max_logits else None)
 
 
 def _forward(half: Half, groups: int, heads: Part, problem: Problem, tiles, x: Operands):

@@ -47,7 +47,7 @@ def attention_fn(
 
     `nnx.MultiHeadAttention(..., attention_fn=attention_fn)`, and the same for
     `linen.MultiHeadDotProductAttention`. Another implementation is `functools.partial(attention_fn,
-    implementation="portable")`.
+    implementation="triton")`.
 
     One result differs from Flax's: a query that sees no key gets 0, where Flax gives the mean of
     the values.

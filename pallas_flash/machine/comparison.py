@@ -127,7 +127,7 @@ FLASH_ATTENTION = Way("", {}, results, exact)
 def more(problem: Problem) -> list[str]:
     """What it has of MORE."""
     p = problem
-    has = p.visibility.where, p.mask, p.bias, p.score, p.soft_cap, p.visibility.query_ids
+    has = p.resolved_mask.where, p.mask, p.bias, p.score, p.soft_cap, p.resolved_mask.query_ids
     return [name for name, x in zip(MORE, has, strict=True) if x is not None]
 
 
@@ -203,16 +203,16 @@ def trial(problem: Problem, sizes: dict[str, int]) -> tuple[Problem, Operands, t
     rules = [
         masks.Causal(),
         masks.KeyLengths(jax.device_put(lengths)),
-        *([RULE] if p.visibility.where is not None else []),
+        *([RULE] if p.resolved_mask.where is not None else []),
     ]
-    rules += [] if p.visibility.query_ids is None else [_documents(p)]
+    rules += [] if p.resolved_mask.query_ids is None else [_documents(p)]
     offset = p.keys - p.queries
     if p.sinks:
         rules[0], offset = (
             masks.Window(p.keys // 2, 0),
             jax.device_put(offset - np.arange(p.batch, dtype=np.int32)),
         )
-    visibility = masks.resolve(rules, p.batch, p.queries, p.keys, offset)
+    resolved_mask = masks.resolve(rules, p.batch, p.queries, p.keys, offset)
     seeds = dropout.seeds(jax.random.key(0), p.batch, p.heads) if p.dropped else None
     rng = np.random.default_rng(0)
     normal = lambda *shape: jax.device_put(
@@ -234,7 +234,7 @@ def trial(problem: Problem, sizes: dict[str, int]) -> tuple[Problem, Operands, t
     )
     dlse = normal(p.batch, p.heads, p.queries).astype(jnp.float32)
     sinks = normal(p.heads).astype(jnp.float32) if p.sinks else None
-    operands = Operands(q, k, v, bias, sinks, mask, visibility, seeds, score)
+    operands = Operands(q, k, v, bias, sinks, mask, resolved_mask, seeds, score)
     soft_cap = None if p.soft_cap is None else SOFT_CAP
     return dataclasses.replace(p, soft_cap=soft_cap).of_part(operands), operands, (do, dlse)
 

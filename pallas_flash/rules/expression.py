@@ -10,7 +10,7 @@ import jax
 
 from pallas_flash.rules import rule
 from pallas_flash.rules.mask import Both, Either, Mask, Not, Where, parts, shown
-from pallas_flash.rules.visibility import Ints, Visibility, register
+from pallas_flash.rules.resolved_mask import Ints, ResolvedMask, register
 
 RULES = Where, Either, Not  # what is no interval
 
@@ -26,14 +26,14 @@ class Place:
 
 def as_where(mask: Mask, place: Place, resolved: Callable) -> Where:
     """The mask as a Where that counts batch rows and heads of this call from 0. `resolved` makes a
-    Visibility of intervals."""
+    ResolvedMask of intervals."""
     arrays, tree = jax.tree.flatten((place, _expression(mask, resolved)))
     shapes, name = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays), shown(mask)
     return Where(_rule(tree, shapes, name), name, tuple(arrays))
 
 
 def _expression(mask: Mask, resolved: Callable):
-    """The mask as Both, Either and Not of Where and of Visibility."""
+    """The mask as Both, Either and Not of Where and of ResolvedMask."""
     of = lambda part: _expression(part, resolved)
     match mask:
         case Either(first, second):
@@ -76,10 +76,10 @@ def _sees(expression, place: Place, b, h, q, k):
         case Where(function, arrays=arrays, batch=batch, head=head):
             b, h = (n if known is None else _at(known, n) for known, n in ((batch, b), (head, h)))
             return function(arrays, b, h, q if place.apart is None else _at(place.apart, b, row), k)
-    seen = expression.narrow(Visibility.BY_BATCH, lambda x: _at(x, b)).narrow(
-        Visibility.BY_QUERY, lambda x: _at(x, b, row)
+    seen = expression.narrow(ResolvedMask.BY_BATCH, lambda x: _at(x, b)).narrow(
+        ResolvedMask.BY_QUERY, lambda x: _at(x, b, row)
     )
-    seen = seen.narrow(Visibility.BY_KEY, lambda x: _at(x, b, k))
+    seen = seen.narrow(ResolvedMask.BY_KEY, lambda x: _at(x, b, k))
     return seen.sees(*seen.interval(row), k, seen.query_ids, seen.key_ids)
 
 

@@ -7,15 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_flash.rules.visibility import Visibility
+from pallas_flash.rules.resolved_mask import ResolvedMask
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 
 
-def seen(v: Visibility, batch, heads, row, key) -> jax.Array:
+def seen(v: ResolvedMask, batch, heads, row, key) -> jax.Array:
     """Whether the rows of existing queries see the keys, [B | 1, N | 1, rows, keys]."""
-    at = v.narrow(Visibility.BY_BATCH, lambda x: x[:, None]).narrow(
-        Visibility.BY_QUERY, lambda x: x[:, row]
+    at = v.narrow(ResolvedMask.BY_BATCH, lambda x: x[:, None]).narrow(
+        ResolvedMask.BY_QUERY, lambda x: x[:, row]
     )
     start, stop = (
         end if isinstance(end, int) else end[..., None] for end in at.interval(row[None])
@@ -33,7 +33,7 @@ def seen(v: Visibility, batch, heads, row, key) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
-def of(v: Visibility, batch, heads, queries: int, block_q: int, block_k: int) -> jax.Array:
+def of(v: ResolvedMask, batch, heads, queries: int, block_q: int, block_k: int) -> jax.Array:
     """The kinds of all blocks, int8 [B | 1, N | 1, query blocks, key blocks], from block_q rows at
     a time. A block that hangs over an end is not full."""
     key = jnp.arange(v.keys, dtype=jnp.int32)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_flash.rules import rule
-from pallas_flash.rules.visibility import Ints, register
+from pallas_flash.rules.resolved_mask import Ints, register
 
 # no query and key lie further apart: offsets and windows are cut there, and no sum of positions
 # leaves int32

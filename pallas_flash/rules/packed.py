@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_flash.rules.mask import Mask
-from pallas_flash.rules.visibility import register
+from pallas_flash.rules.resolved_mask import register
 
 
 @dataclasses.dataclass(frozen=True)

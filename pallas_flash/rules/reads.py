@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Literal
 
-from pallas_flash.rules.visibility import Ints
+from pallas_flash.rules.resolved_mask import Ints
 
 MAY_READ = "a rule may read single numbers of the arrays that it closes over, as table[h, kv_idx]"
 

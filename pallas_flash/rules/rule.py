@@ -13,7 +13,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from pallas_flash.rules import reads
-from pallas_flash.rules.visibility import Ints, register
+from pallas_flash.rules.resolved_mask import Ints, register
 
 INDEX = jax.ShapeDtypeStruct((), jnp.int32)
 

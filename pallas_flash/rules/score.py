@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_flash.rules import rule
-from pallas_flash.rules.visibility import Ints, register
+from pallas_flash.rules.resolved_mask import Ints, register
 
 SIGNATURE = "score_mod(score, b, h, q_idx, kv_idx)"
 

@@ -126,7 +126,7 @@ def _checkpoint(call, x):
 def _export(call, x):
     """As a CPU loads it; of Triton kernels also as a GPU would, which need not be here."""
     used = _used(call, x)
-    if call.implementation in ("portable", "flash1", "standard"):
+    if call.implementation in ("triton", "flash1", "standard"):
         try:
             with as_if_on(GPUS["A100-80GB"]):
                 export.export(jax.jit(call.gradients), platforms=["cuda"])(used)

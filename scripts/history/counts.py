@@ -10,7 +10,7 @@ from pallas_flash import accounting as a
 from pallas_flash import explain
 from pallas_flash.accounting import Cost, published
 
-GENERATIONS = ("standard", "standard, online softmax", "flash1", "portable", "hopper")
+GENERATIONS = ("standard", "standard, online softmax", "flash1", "triton", "hopper")
 # the GPUs of least times: the paper's, and one that runs every generation
 FIRST, SECOND = "A100-40GB", "H200"
 PUBLISHED_SPEED_UP, PUBLISHED_MEMORY = (2, 4), (10, 20)
@@ -192,7 +192,7 @@ def _to_flash1(p) -> Way:
 
 
 def _to_portable(p) -> Way:
-    old, new = tiles_of("flash1", p), tiles_of("portable", p)
+    old, new = tiles_of("flash1", p), tiles_of("triton", p)
     z, f = Arrays(p, old.block_q, old.block_k), Arrays(p, new.forward.block_q, new.forward.block_k)
     dkv, dq = (Arrays(p, t.block_q, t.block_k) for t in (new.dkv, new.dq))
     kernels = kernels_of("flash1", p)
@@ -221,11 +221,11 @@ def _to_portable(p) -> Way:
             (dkv.n_k - z.n_k) * rows + 16 * p.batch * p.kv_heads * dkv.n_k,
         ),
     ]
-    return Way("flash1", "portable", _bytes(kernels), steps)
+    return Way("flash1", "triton", _bytes(kernels), steps)
 
 
 def _to_hopper(p) -> Way:
-    old, new = tiles_of("portable", p), tiles_of("hopper", p)
+    old, new = tiles_of("triton", p), tiles_of("hopper", p)
     each = lambda part, side: [
         getattr(Arrays(p, t.block_q, t.block_k), side)
         for t in (getattr(old, part), getattr(new, part))
@@ -251,7 +251,7 @@ def _to_hopper(p) -> Way:
             4 * p.batch * p.heads * (F * new.forward.block_q - p.queries),
         ),
     ]
-    return Way("portable", "hopper", _bytes(kernels_of("portable", p)), steps)
+    return Way("triton", "hopper", _bytes(kernels_of("triton", p)), steps)
 
 
 # ---- sweeps ----

@@ -20,7 +20,7 @@ DOTS = dict(marker="o", markersize=3.5)
 FAMILIES = dict(
     standard="standard",
     flash1="flash1",
-    portable="portable = FlashAttention-2",
+    triton="triton = FlashAttention-2",
     hopper="hopper = FlashAttention-3",
 )
 
@@ -143,11 +143,11 @@ def _less_memory(axes, lengths):
     axes.axhspan(less, most, color="#eeeeee", label=f"published: {less} to {most}")
     frameworks = [(row.arrays + row.kept) / (row.arrays + row.flash) for row in full]
     axes.plot(x, frameworks, color=INK, **DOTS, label="frameworks / flash, the paper's")
-    for name in ("flash1", "portable"):
+    for name in ("flash1", "triton"):
         ratio = [
             (row.arrays + row.extra["standard"]) / (row.arrays + row.extra[name]) for row in full
         ]
-        label = f"standard / {name}{', hopper' if name == 'portable' else ''}"
+        label = f"standard / {name}{', hopper' if name == 'triton' else ''}"
         axes.plot(x, ratio, color=COLORS[name], **DOTS, label=label)
     lengths_axis(axes, x)
     axes.set(ylabel="times less memory", ylim=(0, None))

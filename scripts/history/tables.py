@@ -85,7 +85,7 @@ def notes(p, table: dict[str, Count]) -> list[str]:
         f" for. Of flash's {T} ms the bytes take {B * 1e12 / bandwidth:.1f} at least, the products"
         f" {flash.matrix / peak * 1e3:.1f}.",
         "Products of the kernels here: 2 forward; 5 backward, for S is computed again; 7 in "
-        "portable and hopper, whose backward"
+        "triton and hopper, whose backward"
         f" is two kernels. hopper's forward pads the queries to tiles of {block}.",
         "Other FLOPs: no mask and no dropout, but sums are rescaled. The safe softmax takes two "
         "exponentials to an entry.",
@@ -145,7 +145,7 @@ def print_lengths(lengths, rows: list):
             )
     report.print_table(("T", "mask", "standard's", *GENERATIONS[1:]), lines)
     print(
-        f"Published of times: {low} to {high}. portable and hopper skip what a causal mask hides, "
+        f"Published of times: {low} to {high}. triton and hopper skip what a causal mask hides, "
         "the others compute it."
     )
 

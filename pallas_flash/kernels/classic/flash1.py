@@ -17,8 +17,8 @@ from jax.interpreters import mlir
 
 from pallas_flash import online_softmax, schedule
 from pallas_flash.arguments import Operands, Problem
-from pallas_flash.kernels.portable import predicate, tile
-from pallas_flash.kernels.portable.tuning import power_of_two
+from pallas_flash.kernels.triton import predicate, tile
+from pallas_flash.kernels.triton.tuning import power_of_two
 
 # Pallas' interpreter has one thread, which waits for nobody.
 mlir.register_lowering(jax.make_jaxpr(plgpu.debug_barrier)().eqns[0].primitive, lambda ctx: ())
@@ -51,14 +51,14 @@ def tiles_for(problem: Problem, sram: int) -> Tiles:
 
 
 def why_not(problem: Problem) -> str | None:
-    """Why the kernels cannot run a problem that the portable ones can, or None."""
+    """Why the kernels cannot run a problem that the Triton ones can, or None."""
     if problem.score is not None:
         return "it has no gradients for the arrays of a score_mod"
     return "it has no gradient for a bias" if problem.bias is not None else None
 
 
 def forward(problem: Problem, tiles: Tiles, x: Operands):
-    """o [B, T, N, Hv] in the query's dtype, and the Statistics of its rows."""
+    """o [B, T, N, Hv] in the query's dtype, and the SoftmaxState of its rows."""
     p, x = problem, predicate.plain(x)
     at = tile.layout(p, tiles, lambda n, b: dict(b=b, B=b, n=n, k=n // p.group))
     rows = jax.ShapeDtypeStruct((p.batch, p.heads, p.queries), jnp.float32)
@@ -75,7 +75,7 @@ def forward(problem: Problem, tiles: Tiles, x: Operands):
         tiles=tiles,
         name="flash1_attention_forward",
     )
-    return (o if p.kept == 1 else o / p.kept).astype(x.query.dtype), online_softmax.Statistics(
+    return (o if p.kept == 1 else o / p.kept).astype(x.query.dtype), online_softmax.SoftmaxState(
         *stats
     )
 
@@ -99,11 +99,11 @@ def _kernel(x: Operands, o_ref, *stats_refs, problem: Problem, tiles: Tiles):
         k, v = tile.keys_and_values(p, x.key.at[key.slice], x.value.at[key.slice], key.inside)
 
         def query_tile(row, _):
-            view = tile.view(x.visibility, row, p.queries, pair=pair)
+            view = tile.view(x.resolved_mask, row, p.queries, pair=pair)
             # [bq, H]
             q = tile.load(x.query.at[row.slice], row.inside, tile.head(x.query, p.head_size))
             o = tile.load(o_ref.at[row.slice], row.inside, columns)  # [bq, Hv]
-            stats = online_softmax.Statistics(
+            stats = online_softmax.SoftmaxState(
                 *(tile.load(ref.at[row.slice], row.inside) for ref in stats_refs)
             )
             s = tile.scores(p, q, k, None)  # [bq, bk]
@@ -178,7 +178,7 @@ def _backward_kernel(
 
         def query_tile(g, row, carry):
             dk, dv = carry
-            view = tile.view(x.visibility, row, p.queries, pair=(b, head + g))
+            view = tile.view(x.resolved_mask, row, p.queries, pair=(b, head + g))
             by_row, by_head = (row.slice, g), (g, row.slice)
             refs = tile.Rows(
                 x.query.at[by_row], do_ref.at[by_row], lse_ref.at[by_head], delta_ref.at[by_head]

@@ -14,8 +14,8 @@ from jax.experimental import pallas as pl
 
 from pallas_flash import online_softmax, schedule
 from pallas_flash.arguments import Operands, Problem
-from pallas_flash.kernels.portable import predicate, tile
-from pallas_flash.kernels.portable.tuning import power_of_two
+from pallas_flash.kernels.triton import predicate, tile
+from pallas_flash.kernels.triton.tuning import power_of_two
 
 
 class Tiles(NamedTuple):
@@ -40,11 +40,13 @@ def tiles(problem: Problem) -> Tiles:
 
 
 def forward(problem: Problem, tiles: Tiles, x: Operands):
-    """o [B, T, N, Hv] in the query's dtype, and the Statistics of its rows."""
+    """o [B, T, N, Hv] in the query's dtype, and the SoftmaxState of its rows."""
     p, t, x = problem, tiles, predicate.plain(x)
     s = _by_tile(_scores_kernel, p, t, x, out=[jnp.float32], name="scores")[0]
     prob, *stats = _softmax(p, t, x, s)
-    return _sum_over_keys(p, t, x, prob, x.value, name="values"), online_softmax.Statistics(*stats)
+    return _sum_over_keys(p, t, x, prob, x.value, name="values"), online_softmax.SoftmaxState(
+        *stats
+    )
 
 
 def backward(problem: Problem, tiles: Tiles, x: Operands, lse, do, delta):
@@ -67,7 +69,7 @@ def backward(problem: Problem, tiles: Tiles, x: Operands, lse, do, delta):
 
 
 def why_not(problem: Problem) -> str | None:
-    """Why the kernels cannot run a problem that the portable ones can, or None."""
+    """Why the kernels cannot run a problem that the Triton ones can, or None."""
     return (
         "it keeps the scores, not what a score_mod made them of"
         if problem.score is not None
@@ -104,7 +106,7 @@ def _own_tile(p: Problem, tiles: Tiles):
 def _scores_kernel(x: Operands, s_ref, *, problem: Problem, tiles: Tiles):
     p = problem
     row, key = _own_tile(p, tiles)
-    view = tile.view(x.visibility, row, p.queries, pair=(pl.program_id(3), pl.program_id(2)))
+    view = tile.view(x.resolved_mask, row, p.queries, pair=(pl.program_id(3), pl.program_id(2)))
     q = tile.load(x.query, row.inside, tile.head(x.query, p.head_size))  # [bq, H]
     k = tile.load(x.key, key.inside, tile.head(x.key, p.head_size))  # [bk, H]
     s = tile.scores(p, q, k, tile.dense(x.bias, (), row, key))  # [bq, bk]
@@ -113,7 +115,7 @@ def _scores_kernel(x: Operands, s_ref, *, problem: Problem, tiles: Tiles):
 
 
 def _softmax(p: Problem, tiles: Tiles, x: Operands, s):
-    """P [B, N, T, S] in the query's dtype, and the numbers of the Statistics [B, N, T]."""
+    """P [B, N, T, S] in the query's dtype, and the numbers of the SoftmaxState [B, N, T]."""
     at = tile.layout(
         p, tiles, lambda i, n, b: dict(b=b, B=b, n=n, k=n // p.group, t=i), t=tiles.block_q
     )
@@ -160,7 +162,7 @@ def _softmax_kernel(x: Operands, s_ref, p_ref, *stats_refs, problem: Problem, ti
         tile.store(ref, x, row.inside)
 
 
-def _safe(over_keys, p: Problem, x: Operands, rows: int) -> online_softmax.Statistics:
+def _safe(over_keys, p: Problem, x: Operands, rows: int) -> online_softmax.SoftmaxState:
     """The maximum m and the sum l of 2^(s - m) of each row, in a pass over the keys for each
     (algorithm 2)."""
     power = functools.partial(online_softmax.power, unit=p.unit)
@@ -170,12 +172,12 @@ def _safe(over_keys, p: Problem, x: Operands, rows: int) -> online_softmax.Stati
     largest = lambda _, s, m: jnp.max(jnp.maximum(s, m[:, None]), axis=1)
     m, top = over_keys(largest, first), None if top is None else over_keys(largest, top)
     l = l if x.sinks is None else l * power(first - m)
-    return online_softmax.Statistics(
+    return online_softmax.SoftmaxState(
         m, over_keys(lambda _, s, l: l + jnp.sum(power(s - m[:, None]), axis=1), l), top
     )
 
 
-def _online(over_keys, p: Problem, x: Operands, rows: int) -> online_softmax.Statistics:
+def _online(over_keys, p: Problem, x: Operands, rows: int) -> online_softmax.SoftmaxState:
     """The same in one pass (algorithm 3)."""
     return over_keys(
         lambda _, s, stats: online_softmax.step(s, stats, unit=p.unit)[2], tile.start(p, x, rows)
@@ -185,7 +187,7 @@ def _online(over_keys, p: Problem, x: Operands, rows: int) -> online_softmax.Sta
 def _dp_kernel(x: Operands, do_ref, dp_ref, *, problem: Problem, tiles: Tiles):
     p = problem
     row, key = _own_tile(p, tiles)
-    view = tile.view(x.visibility, row, p.queries)
+    view = tile.view(x.resolved_mask, row, p.queries)
     do = _kept(tile.load(do_ref, row.inside, tile.head(do_ref, p.value_size)), view.live(row, True))
     v = _kept(
         tile.load(x.value, key.inside, tile.head(x.value, p.value_size)), view.reach(key, True)
@@ -235,7 +237,7 @@ def _sum_over_keys_kernel(
 ):
     p = problem
     row = tile.span(pl.program_id(0), tiles.block_q, p.queries)
-    view, columns = tile.view(x.visibility, row, p.queries), tile.head(b_ref, width)
+    view, columns = tile.view(x.resolved_mask, row, p.queries), tile.head(b_ref, width)
 
     def step(j, out):
         key = tile.span(j, tiles.block_k, p.keys)
@@ -283,7 +285,7 @@ def _sum_over_queries_kernel(
     def query_head(g, out):
         def step(i, out):
             row = tile.span(i, tiles.block_q, p.queries)
-            view = tile.view(x.visibility, row, p.queries)
+            view = tile.view(x.resolved_mask, row, p.queries)
             a = tile.load(a_ref.at[g, row.slice], row.inside, key.inside)  # [bq, bk]
             b = _kept(tile.load(b_ref.at[row.slice, g], row.inside, columns), view.live(row, True))
             return out + tile.t_dot(a, b)

@@ -8,23 +8,23 @@ products, and the last bits of dQ differ from run to run.
 """
 
 from pallas_flash.arguments import Operands, Problem
-from pallas_flash.kernels import portable
+from pallas_flash.kernels import triton
 from pallas_flash.kernels.hopper import backward_dkv, backward_dq, scored
 from pallas_flash.kernels.hopper.tuning import AllTiles
-from pallas_flash.kernels.portable import backward as portable_backward
-from pallas_flash.kernels.portable import tables
+from pallas_flash.kernels.triton import backward as portable_backward
+from pallas_flash.kernels.triton import tables
 
 
 def backward(problem: Problem, tiles: AllTiles, x: Operands, lse, do, delta):
     """dq, dk, dv in the operands' dtype and shape, dbias in the bias's (None without one), and with
-    a score_mod the gradients of its tables; these and dbias by portable kernels, which XLA leaves
+    a score_mod the gradients of its tables; these and dbias by Triton kernels, which XLA leaves
     out where nobody asks for them."""
     p = problem
-    more = lambda of: of(p, portable.tiles(p).dq, x, do, lse, delta)
+    more = lambda of: of(p, triton.tiles(p).dq, x, do, lse, delta)
     dbias = None if x.bias is None else more(portable_backward.dbias)
     of_score = () if x.score is None else (more(tables.gradients),)
     arrays = (
-        x.visibility,
+        x.resolved_mask,
         x.mask,
         x.seeds,
         x.bias,

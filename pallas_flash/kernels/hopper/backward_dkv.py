@@ -15,7 +15,7 @@ from pallas_flash.kernels.hopper import bits, ends, kept, order, scored, seen, s
 from pallas_flash.kernels.hopper.gradients import Inputs, inputs
 from pallas_flash.kernels.hopper.owner import Block, Owner
 from pallas_flash.kernels.hopper.tuning import ROWS, KeyTiles, stored
-from pallas_flash.masks import Visibility
+from pallas_flash.masks import ResolvedMask
 
 
 class Memory(NamedTuple):
@@ -64,10 +64,15 @@ class Memory(NamedTuple):
         )
 
 
-def dkv(p: Problem, t: KeyTiles, visibility: Visibility, mask, *arrays, fused: bool):
+def dkv(p: Problem, t: KeyTiles, resolved_mask: ResolvedMask, mask, *arrays, fused: bool):
     """dk, dv; before them dq, if fused."""
     x = inputs(
-        p, t, visibility, mask, seen.by_key_tile(p, visibility, mask, t.block_q, t.block_k), *arrays
+        p,
+        t,
+        resolved_mask,
+        mask,
+        seen.by_key_tile(p, resolved_mask, mask, t.block_q, t.block_k),
+        *arrays,
     )
     sums = (
         [jnp.zeros((*x.q.shape[:3], stored(p.head_size, t.swizzle, 4)), jnp.float32)]
@@ -91,7 +96,7 @@ def _kernel(program, x: Inputs, *outputs, problem: Problem, tiles: KeyTiles):
     *dq_gmem, dk_gmem, dv_gmem, memory = outputs
     at = order.key_tile(program, problem, tiles.block_k, tiles.query_bytes)
     of_head = seen.query_blocks(
-        x.blocks, x.visibility, at, problem.queries, tiles.block_q, tiles.block_k
+        x.blocks, x.resolved_mask, at, problem.queries, tiles.block_q, tiles.block_k
     )
     number_of = sync.Numbers(tiles.warpgroups, tiles.stages)
     slots = memory.q, memory.lse, memory.do, memory.delta

@@ -12,7 +12,7 @@ from pallas_flash.arguments import Problem
 from pallas_flash.kernels.hopper import bits, ends, kept, order, scored, seen, sync, tile
 from pallas_flash.kernels.hopper.gradients import Inputs, dlogits, inputs, probabilities
 from pallas_flash.kernels.hopper.tuning import ROWS, Tiles
-from pallas_flash.masks import Visibility
+from pallas_flash.masks import ResolvedMask
 
 
 class Memory(NamedTuple):
@@ -45,13 +45,13 @@ class Memory(NamedTuple):
         )
 
 
-def dq(p: Problem, t: Tiles, visibility: Visibility, mask, *arrays):
+def dq(p: Problem, t: Tiles, resolved_mask: ResolvedMask, mask, *arrays):
     x = inputs(
         p,
         t,
-        visibility,
+        resolved_mask,
         mask,
-        seen.by_query_tile(p, visibility, mask, t.block_q, t.block_k),
+        seen.by_query_tile(p, resolved_mask, mask, t.block_q, t.block_k),
         *arrays,
     )
     (dq,) = tile.launch(
@@ -73,7 +73,7 @@ def _kernel(program, x: Inputs, dq_gmem, memory: Memory, *, problem: Problem, ti
     v = sync.Ring((memory.v,), (memory.v_full,), number_of.second_ring, tiles.warpgroups)
 
     visited = lambda: seen.key_blocks(
-        x.blocks, x.visibility, at, at.tile, problem.queries, tiles.block_q, tiles.block_k
+        x.blocks, x.resolved_mask, at, at.tile, problem.queries, tiles.block_q, tiles.block_k
     ).walk()
 
     def consume(own):
@@ -118,7 +118,7 @@ def _sum(
     shape, by_head = (ROWS, tiles.block_k), (at.batch, at.head, pl.ds(first_row, ROWS))
     lse, delta = (tile.load(ref.at[by_head], tile.ROW) for ref in (x.lse, x.delta))
     rule = bits.of(problem, x.where, at.batch, at.head)
-    view, blocks = seen.view(x.visibility, at.batch, first_row, rule), walk.blocks
+    view, blocks = seen.view(x.resolved_mask, at.batch, first_row, rule), walk.blocks
     dropout = kept.of(problem.dropped, x.seeds, at.batch, at.head)
     score = scored.of(problem, x.bias, x.score, at.batch, at.head)
     for full in memory.q_full, memory.do_full:

@@ -42,7 +42,9 @@ def of(
 ) -> "OfHead | ruled.OfHead | None":
     """That of a batch row and head, from refs."""
     return (
-        x.of(batch, head) if isinstance(x, Words) else ruled.of(p.visibility.where, x, batch, head)
+        x.of(batch, head)
+        if isinstance(x, Words)
+        else ruled.of(p.resolved_mask.where, x, batch, head)
     )
 
 

@@ -18,7 +18,7 @@ from pallas_flash import decode, online_softmax, schedule
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.kernels.hopper import seen, sync, tile
 from pallas_flash.kernels.hopper.tuning import COLUMNS, ROWS, DecodeTiles
-from pallas_flash.masks import Visibility
+from pallas_flash.masks import ResolvedMask
 
 
 class Inputs(NamedTuple):
@@ -28,7 +28,7 @@ class Inputs(NamedTuple):
     blocks: jax.Array  # int32 [B, 1, 4], schedule.Blocks
     reach: jax.Array  # int32 [B, 2], the keys that any row sees
     table: jax.Array | None  # int32 [B, pages], numbers of pages that are there
-    visibility: Visibility  # its data by 64 rows, and by keys
+    resolved_mask: ResolvedMask  # its data by 64 rows, and by keys
 
 
 class Memory(NamedTuple):
@@ -38,7 +38,7 @@ class Memory(NamedTuple):
     k: Any
     v: Any
     o: Any  # float32, some of its columns
-    stats: Any  # for each number of the Statistics [64]
+    stats: Any  # for each number of the SoftmaxState [64]
     q_full: Any
     k_full: Any
     v_full: Any
@@ -60,7 +60,7 @@ class Memory(NamedTuple):
 
 
 def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None):
-    """o [B, T, N, Hv] in the query's dtype, and the Statistics of its rows. With a `table` int32
+    """o [B, T, N, Hv] in the query's dtype, and the SoftmaxState of its rows. With a `table` int32
     [B, pages] of page numbers, key and value are pages [P, page, K, n]."""
     (p, rows), t = decode.as_rows(problem, x), tiles
     inputs = _inputs(p, t, rows, table)
@@ -79,15 +79,15 @@ def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None):
     )
     left_out = (p.soft_cap or 0.0) * online_softmax.LOG2E  # by `scores_apart`
     lse, top = (*(a[..., : p.queries] + left_out for a in stats), None)[:2]
-    stats = online_softmax.Statistics(lse, None, top)
+    stats = online_softmax.SoftmaxState(lse, None, top)
     return decode.merged(problem, x, o[..., : p.queries, : p.value_size], stats, problem.unit)
 
 
 def _inputs(p: Problem, t: DecodeTiles, x: Operands, table) -> Inputs:
-    visibility, blocks = schedule.by_query_tile(x.visibility, p.queries, ROWS, t.block_k)
-    reach = jnp.stack(decode.reach(visibility.start, visibility.stop, p.keys), 1)
+    resolved_mask, blocks = schedule.by_query_tile(x.resolved_mask, p.queries, ROWS, t.block_k)
+    reach = jnp.stack(decode.reach(resolved_mask.start, resolved_mask.stop, p.keys), 1)
     q, k, v = (tile.padded(a, t.swizzle) for a in (x.query, x.key, x.value))
-    return Inputs(q, k, v, blocks, reach, table, visibility)
+    return Inputs(q, k, v, blocks, reach, table, resolved_mask)
 
 
 def _kernel(program, x: Inputs, o_gmem, *outputs, problem: Problem, tiles: DecodeTiles):
@@ -116,7 +116,7 @@ def _kernel(program, x: Inputs, o_gmem, *outputs, problem: Problem, tiles: Decod
 
     def consume(_):
         plgpu.copy_gmem_to_smem(tile.rows_of(x.q, b, top, h, t.width), memory.q, memory.q_full)
-        view, shape = seen.view(x.visibility, b, 0), (ROWS, t.block_k)
+        view, shape = seen.view(x.resolved_mask, b, 0), (ROWS, t.block_k)
         plgpu.barrier_wait(memory.q_full)
 
         def step(n, carry, masked):

@@ -29,7 +29,7 @@ from pallas_flash.kernels.hopper import (
     tile,
 )
 from pallas_flash.kernels.hopper.tuning import ROWS, AllTiles, Tiles
-from pallas_flash.masks import Ints, Visibility
+from pallas_flash.masks import Ints, ResolvedMask
 
 
 class Inputs(NamedTuple):
@@ -48,11 +48,11 @@ class Inputs(NamedTuple):
     bias: jax.Array | None  # of biased.whole
     score: ruled.Numbers | None  # of a score_mod
     where: bits.Words | ruled.Numbers | None  # of a dense mask, or of the mask's Predicate
-    visibility: Visibility  # its data by rows and keys only, without the Predicate
+    resolved_mask: ResolvedMask  # its data by rows and keys only, without the Predicate
 
 
 def forward(problem: Problem, tiles: AllTiles, x: Operands):
-    """o [B, T, N, Hv] in the query's dtype, and the Statistics of its rows, with an l where the
+    """o [B, T, N, Hv] in the query's dtype, and the SoftmaxState of its rows, with an l where the
     scores are natural."""
     if tiles.decode is not None:
         return decode.forward(problem, tiles.decode, x)
@@ -64,7 +64,7 @@ def forward(problem: Problem, tiles: AllTiles, x: Operands):
     rows = jax.ShapeDtypeStruct(
         (B, N, schedule.ceil_div(p.queries, t.block_q) * t.block_q), jnp.float32
     )
-    like = online_softmax.Statistics(
+    like = online_softmax.SoftmaxState(
         rows, rows if scored.is_natural(p) else None, rows if p.max_logits else None
     )
     numbers, tree = jax.tree.flatten(like)
@@ -88,19 +88,19 @@ def forward(problem: Problem, tiles: AllTiles, x: Operands):
 
 
 def _inputs(p: Problem, t: Tiles, x: Operands) -> Inputs:
-    blocks = seen.by_query_tile(p, x.visibility, x.mask, t.block_q, t.block_k)
+    blocks = seen.by_query_tile(p, x.resolved_mask, x.mask, t.block_q, t.block_k)
     own_blocks = (
         None
         if isinstance(blocks, seen.Lists)
-        else seen.by_query_tile(p, x.visibility, x.mask, ROWS, t.block_k)
+        else seen.by_query_tile(p, x.resolved_mask, x.mask, ROWS, t.block_k)
     )
-    visibility, _ = seen.intervals(p, x.visibility, t.block_q, t.block_k)
+    resolved_mask, _ = seen.intervals(p, x.resolved_mask, t.block_q, t.block_k)
     q, k, v = (tile.padded(a, t.swizzle) for a in (x.query, x.key, x.value))
-    last = ends.blocks(x.visibility.lengths[1], t.block_k, k, v)
+    last = ends.blocks(x.resolved_mask.lengths[1], t.block_k, k, v)
     sinks = None if x.sinks is None else x.sinks - scored.left_out(p) / p.unit
     score, where = (
         ruled.numbers(p, x.score, t.block_q, t.block_k),
-        bits.inputs(p, x.mask, x.visibility.where, t),
+        bits.inputs(p, x.mask, x.resolved_mask.where, t),
     )
     return Inputs(
         q,
@@ -114,7 +114,7 @@ def _inputs(p: Problem, t: Tiles, x: Operands) -> Inputs:
         biased.whole(x.bias, t),
         score,
         where,
-        visibility,
+        resolved_mask,
     )
 
 
@@ -124,7 +124,7 @@ class Memory(NamedTuple):
     q: Any  # [q_stages x warpgroups, 64, the larger width], of the output in the end
     k: Any  # [stages, block_k, width]
     v: Any  # [value_stages, block_k, value_width], in tile.parts
-    stats: Any  # for each number of the Statistics [warpgroups, 64]
+    stats: Any  # for each number of the SoftmaxState [warpgroups, 64]
     q_full: Any
     k_full: Any
     v_full: Any
@@ -162,7 +162,7 @@ def _kernel(program, x: Inputs, o_gmem, *outputs, problem: Problem, tiles: Tiles
         memory.v, (memory.v_full,) * len(memory.v), number_of.second_ring, tiles.warpgroups
     )
     visited = lambda at: seen.key_blocks(
-        x.blocks, x.visibility, at, at.tile, problem.queries, tiles.block_q, tiles.block_k
+        x.blocks, x.resolved_mask, at, at.tile, problem.queries, tiles.block_q, tiles.block_k
     )
 
     def consume(own):
@@ -182,7 +182,7 @@ def _kernel(program, x: Inputs, o_gmem, *outputs, problem: Problem, tiles: Tiles
         def attend(n, _):
             at = place(n)
             rule = bits.of(problem, x.where, at.batch, at.head)
-            blocks, view = visited(at), seen.view(x.visibility, at.batch, first_row(at), rule)
+            blocks, view = visited(at), seen.view(x.resolved_mask, at.batch, first_row(at), rule)
             walk, mine = blocks.walk(), _own_blocks(x, at, own, blocks, problem, tiles)
             wide, stats_smem = memory.q.at[slot(n)], [x.at[own] for x in memory.stats]
             q, o_smem = wide.at[:, : tiles.width], wide.at[:, : tiles.value_width]
@@ -260,7 +260,7 @@ def _own_blocks(
         at.tile * tiles.warpgroups + own, schedule.ceil_div(problem.queries, ROWS) - 1
     )
     mine = seen.key_blocks(
-        x.own_blocks, x.visibility, at, number, problem.queries, ROWS, tiles.block_k
+        x.own_blocks, x.resolved_mask, at, number, problem.queries, ROWS, tiles.block_k
     )
     first = schedule.between(mine.first, blocks.first, blocks.last - 1)
     return (
@@ -275,7 +275,7 @@ def _attend(
     k: sync.Ring,
     v: sync.Ring,
     turns: sync.Turns,
-    start: online_softmax.Statistics,
+    start: online_softmax.SoftmaxState,
     blocks: schedule.Blocks,
     sees,
     natural,
@@ -283,7 +283,7 @@ def _attend(
     problem: Problem,
     tiles: Tiles,
 ):
-    """o [64, value_width] of a consumer's queries, and their Statistics [64]: with an l where
+    """o [64, value_width] of a consumer's queries, and their SoftmaxState [64]: with an l where
     scores are natural, else without and less what `scores_apart` leaves out.
 
     `start` has those before any key. `blocks` are numbered as they come; of the t-th sees(t) is
@@ -341,7 +341,7 @@ def _attend(
         v.release(t - 1)
         o = tile.rescaled(o, alpha) if tiles.slack else o * tile.across(alpha, o.shape)
         # cast only now: the product before it read the old p
-        return o, online_softmax.Statistics(*stats), p.astype(q.dtype)
+        return o, online_softmax.SoftmaxState(*stats), p.astype(q.dtype)
 
     carry = tile.zeros(ROWS, tiles.value_width), stats, p.astype(q.dtype)
     o, stats, p = blocks.rest().visit(step, carry)
@@ -355,6 +355,6 @@ def _attend(
     stats = (
         stats
         if natural is not None
-        else online_softmax.Statistics(jnp.where(l == 0, -jnp.inf, m + jnp.log2(l)), None, top)
+        else online_softmax.SoftmaxState(jnp.where(l == 0, -jnp.inf, m + jnp.log2(l)), None, top)
     )
     return online_softmax.finish(o, l, problem.kept), stats

@@ -10,7 +10,7 @@ from pallas_flash import online_softmax
 from pallas_flash.arguments import Problem
 from pallas_flash.kernels.hopper import biased, bits, ends, ruled, seen, tile
 from pallas_flash.kernels.hopper.tuning import KeyTiles, Tiles
-from pallas_flash.masks import Visibility
+from pallas_flash.masks import ResolvedMask
 
 
 class Inputs(NamedTuple):
@@ -32,13 +32,13 @@ class Inputs(NamedTuple):
     score: ruled.Numbers | None  # of a score_mod
     where: bits.Words | ruled.Numbers | None  # of a dense mask, or of the mask's Predicate
     blocks: jax.Array | seen.Lists | None  # of seen.by_query_tile, or by_key_tile
-    visibility: Visibility  # its data by rows and keys only, without the Predicate
+    resolved_mask: ResolvedMask  # its data by rows and keys only, without the Predicate
 
 
 def inputs(
     p: Problem,
     t: Tiles | KeyTiles,
-    visibility: Visibility,
+    resolved_mask: ResolvedMask,
     mask,
     blocks,
     seeds,
@@ -46,12 +46,12 @@ def inputs(
     score,
     *arrays,
 ) -> Inputs:
-    (q, k, v, do, lse, delta), lengths, bias = arrays, visibility.lengths, biased.whole(bias, t)
+    (q, k, v, do, lse, delta), lengths, bias = arrays, resolved_mask.lengths, biased.whole(bias, t)
     score, where = (
         ruled.numbers(p, score, t.block_q, t.block_k),
-        bits.inputs(p, mask, visibility.where, t),
+        bits.inputs(p, mask, resolved_mask.where, t),
     )
-    visibility, _ = seen.intervals(p, visibility, t.block_q, t.block_k)
+    resolved_mask, _ = seen.intervals(p, resolved_mask, t.block_q, t.block_k)
     more = (0, 0), (0, 0), (0, -p.queries % t.block_q)
     lse, delta = jnp.pad(lse, more, constant_values=jnp.inf), jnp.pad(delta, more)
     q, k, v, do = (tile.padded(x, t.swizzle) for x in (q, k, v, do))
@@ -60,7 +60,20 @@ def inputs(
         ends.blocks(lengths[0], t.block_q, q, do),
     )
     return Inputs(
-        q, k, v, do, last, last_queries, lse, delta, seeds, bias, score, where, blocks, visibility
+        q,
+        k,
+        v,
+        do,
+        last,
+        last_queries,
+        lse,
+        delta,
+        seeds,
+        bias,
+        score,
+        where,
+        blocks,
+        resolved_mask,
     )
 
 

@@ -152,7 +152,7 @@ class Owner(NamedTuple):
         q, _, do, delta = self.queries.block(block.number)
         shape, has_data = (
             (ROWS, ROWS),
-            self.x.visibility.has_data or isinstance(block.rule, ruled.OfHead),
+            self.x.resolved_mask.has_data or isinstance(block.rule, ruled.OfHead),
         )
 
         def wait(array):
@@ -197,7 +197,11 @@ class Owner(NamedTuple):
         first_row, first_key = block.first_row + rows.start, self.first_key + self.keys.start
         if masked:
             view = seen.view(
-                self.x.visibility, sync.opaque(self.batch), first_row, block.rule, transposed=True
+                self.x.resolved_mask,
+                sync.opaque(self.batch),
+                first_row,
+                block.rule,
+                transposed=True,
             )
             sees = functools.partial(view.sees, first_key)
         if block.dropout is not None:

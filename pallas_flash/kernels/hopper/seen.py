@@ -14,14 +14,14 @@ from pallas_flash.arguments import Problem
 from pallas_flash.kernels.hopper import tile
 from pallas_flash.kernels.hopper.order import Place
 from pallas_flash.kernels.hopper.tuning import ROWS
-from pallas_flash.masks import Ints, Visibility
+from pallas_flash.masks import Ints, ResolvedMask
 
 
 class View(NamedTuple):
     """What a tile of queries sees. Scores have a row for each query; where they are transposed, a
     row for each key."""
 
-    visibility: Visibility  # its data by row are in registers, those by key are refs
+    resolved_mask: ResolvedMask  # its data by row are in registers, those by key are refs
     batch: Ints
     start: Ints  # [queries]
     stop: Ints
@@ -32,7 +32,7 @@ class View(NamedTuple):
     def sees(self, first_key: Ints, shape):
         """Whether each query sees each key of a block, in the shape of the scores."""
         (_, spread_query), _ = _axes(self.transposed)
-        v, ids = self.visibility, ()
+        v, ids = self.resolved_mask, ()
         allowed = None if self.where is None else self.where(first_key, shape, self.transposed)
         if v.query_ids is not None:
             key_ids = for_keys(
@@ -75,7 +75,7 @@ def for_keys(part: Callable, first_key: Ints, shape, transposed: bool):
 
 
 def view(
-    visibility: Visibility,
+    resolved_mask: ResolvedMask,
     batch: Ints,
     first_query: Ints,
     rule=None,
@@ -84,7 +84,7 @@ def view(
 ) -> View:
     """The view of `size` queries from `first_query` on; `rule` is what bits.of has of the mask."""
     queries, ((layout, _), _) = pl.ds(first_query, size), _axes(transposed)
-    at = visibility.narrow(
+    at = resolved_mask.narrow(
         ("start", "stop", "query_ids"), lambda ref: tile.load(ref.at[batch, queries], layout)
     )
     # A row number that nothing reads would be in the way of Mosaic's layout inference.
@@ -107,34 +107,36 @@ class Lists(NamedTuple):
 
 
 def intervals(
-    p: Problem, visibility: Visibility, block_q: int, block_k: int
-) -> tuple[Visibility, jax.Array | None]:
+    p: Problem, resolved_mask: ResolvedMask, block_q: int, block_k: int
+) -> tuple[ResolvedMask, jax.Array | None]:
     """The mask without its Predicate, and the blocks of each tile of queries, as
     schedule.by_query_tile has both."""
     return schedule.by_query_tile(
-        dataclasses.replace(visibility, where=None), p.queries, block_q, block_k
+        dataclasses.replace(resolved_mask, where=None), p.queries, block_q, block_k
     )
 
 
 def by_query_tile(
-    p: Problem, visibility: Visibility, mask, block_q: int, block_k: int
+    p: Problem, resolved_mask: ResolvedMask, mask, block_q: int, block_k: int
 ) -> jax.Array | Lists | None:
     """The blocks of keys that each tile of queries visits, a table as of schedule.by_query_tile, or
     lists of at least one; None where the kernel computes them."""
-    if mask is None and visibility.where is None:
-        return intervals(p, visibility, block_q, block_k)[1]
-    return Lists(schedule.lists(_kinds(p, visibility, mask, block_q, block_k), least=1))
+    if mask is None and resolved_mask.where is None:
+        return intervals(p, resolved_mask, block_q, block_k)[1]
+    return Lists(schedule.lists(_kinds(p, resolved_mask, mask, block_q, block_k), least=1))
 
 
 def by_key_tile(
-    p: Problem, visibility: Visibility, mask, block_q: int, block_k: int
+    p: Problem, resolved_mask: ResolvedMask, mask, block_q: int, block_k: int
 ) -> jax.Array | Lists | None:
     """The same from the keys' side: the blocks of queries that see each tile of keys, perhaps
     none."""
-    if mask is None and visibility.where is None:
-        has_data = visibility.has_data
-        return schedule.query_blocks(visibility, p.queries, block_q, block_k) if has_data else None
-    numbers = schedule.lists(_kinds(p, visibility, mask, block_q, block_k).swapaxes(2, 3))
+    if mask is None and resolved_mask.where is None:
+        has_data = resolved_mask.has_data
+        return (
+            schedule.query_blocks(resolved_mask, p.queries, block_q, block_k) if has_data else None
+        )
+    numbers = schedule.lists(_kinds(p, resolved_mask, mask, block_q, block_k).swapaxes(2, 3))
     B, _, tiles, _ = numbers.shape
     count = jnp.broadcast_to(numbers[..., 1], (B, p.heads, tiles)).reshape(
         B, p.kv_heads, p.group, tiles
@@ -144,8 +146,8 @@ def by_key_tile(
     )
 
 
-def _kinds(p: Problem, visibility: Visibility, mask, block_q: int, block_k: int):
-    return schedule.block_kinds(visibility, p.batch, p.heads, p.queries, block_q, block_k, mask)
+def _kinds(p: Problem, resolved_mask: ResolvedMask, mask, block_q: int, block_k: int):
+    return schedule.block_kinds(resolved_mask, p.batch, p.heads, p.queries, block_q, block_k, mask)
 
 
 def entry(ref, *numbers: Ints) -> tuple[Ints, ...]:
@@ -159,7 +161,13 @@ def _from_table(ref, batch: Ints, number: Ints) -> schedule.Blocks:
 
 
 def key_blocks(
-    found, visibility: Visibility, at: Place, number: Ints, queries: int, size: int, block_k: int
+    found,
+    resolved_mask: ResolvedMask,
+    at: Place,
+    number: Ints,
+    queries: int,
+    size: int,
+    block_k: int,
 ) -> schedule.Blocks | schedule.Listed:
     """The blocks of keys that tile `number` of `size` queries visits, from what by_query_tile
     found; at least one: where no row sees a key it is masked."""
@@ -167,7 +175,7 @@ def key_blocks(
         return found.of(at.batch, at.head, number)
     if found is None:
         rows = number * size, jnp.minimum((number + 1) * size, queries) - 1
-        blocks = schedule.known_blocks(visibility, *rows, block_k)
+        blocks = schedule.known_blocks(resolved_mask, *rows, block_k)
     else:
         blocks = _from_table(found, at.batch, number)
     return (
@@ -188,7 +196,7 @@ class Queries(NamedTuple):
 
 
 def query_blocks(
-    found, visibility: Visibility, at: Place, queries: int, block_q: int, size: int
+    found, resolved_mask: ResolvedMask, at: Place, queries: int, block_q: int, size: int
 ) -> Callable:
     """The Queries of the g-th head that shares the tile's `size` keys, from what by_key_tile found;
     no block is full where the tile hangs over the last key."""
@@ -200,22 +208,22 @@ def query_blocks(
 
         return listed
     if found is None:
-        blocks = _known_queries(visibility, at.tile, queries, block_q, size)
+        blocks = _known_queries(resolved_mask, at.tile, queries, block_q, size)
     else:
         blocks = _from_table(found, at.batch, at.tile)
     return lambda g: Queries(blocks, lambda t: t, lambda t: g * blocks.count + t - blocks.first)
 
 
 def _known_queries(
-    visibility: Visibility, number: Ints, queries: int, block_q: int, size: int
+    resolved_mask: ResolvedMask, number: Ints, queries: int, block_q: int, size: int
 ) -> schedule.Blocks:
     keys, stop, rows = (
-        visibility.keys,
+        resolved_mask.keys,
         (number + 1) * size,
         schedule.ceil_div(queries, block_q) * block_q,
     )
     found = schedule.known_blocks(
-        visibility.by_key(rows), number * size, jnp.minimum(stop, keys) - 1, block_q
+        resolved_mask.by_key(rows), number * size, jnp.minimum(stop, keys) - 1, block_q
     )
     if keys % size == 0:
         return found

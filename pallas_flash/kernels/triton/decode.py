@@ -9,14 +9,14 @@ from jax.experimental import pallas as pl
 
 from pallas_flash import decode, online_softmax
 from pallas_flash.arguments import Operands, Problem
-from pallas_flash.kernels.portable import predicate, tile
-from pallas_flash.kernels.portable.tuning import DecodeTiles, power_of_two
+from pallas_flash.kernels.triton import predicate, tile
+from pallas_flash.kernels.triton.tuning import DecodeTiles, power_of_two
 from pallas_flash.quantised import weights
-from pallas_flash.rules.visibility import Visibility
+from pallas_flash.rules.resolved_mask import ResolvedMask
 
 
 def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None, scales=(None, None)):
-    """o [B, T, N, Hv] in the query's dtype, and the Statistics of its rows. With a `table` int32
+    """o [B, T, N, Hv] in the query's dtype, and the SoftmaxState of its rows. With a `table` int32
     [B, pages] of page numbers, key and value are pages [P, page, K, n]; where these are quantised,
     both have `scales` [P, page, K]."""
     p, rows = decode.as_rows(problem, predicate.plain(x))
@@ -45,7 +45,7 @@ def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None, scale
         tiles=tiles,
         name="flash_attention_decode",
     )
-    return decode.merged(problem, x, o, online_softmax.Statistics(m, l), problem.unit)
+    return decode.merged(problem, x, o, online_softmax.SoftmaxState(m, l), problem.unit)
 
 
 def _kernel(
@@ -66,7 +66,7 @@ def _kernel(
         row.index // group,
         (pl.program_id(2), pl.program_id(1) * group + row.index[:, None] % group),
     )
-    view = tile.view(x.visibility, row, p.queries)
+    view = tile.view(x.resolved_mask, row, p.queries)
     q = tile.load(x.query, row.inside, tile.head(x.query, p.head_size))  # [bq, H]
 
     def step(j, carry, masked):
@@ -93,7 +93,7 @@ def _kernel(
         return o * alpha[:, None] + tile.dot(prob.astype(v.dtype), v), stats
 
     # pages before it may hold NaN
-    first = jnp.min(jnp.where(view.start < view.stop, view.start, Visibility.ALL))
+    first = jnp.min(jnp.where(view.start < view.stop, view.start, ResolvedMask.ALL))
     start = (
         jnp.zeros(o_ref.shape, jnp.float32),
         online_softmax.start(jnp.zeros(tiles.block_q, jnp.float32)),

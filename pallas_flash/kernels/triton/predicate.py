@@ -1,4 +1,4 @@
-"""Rules in the portable kernels, of a mask and of a score: their operands, their blocks, and how
+"""Rules in the Triton kernels, of a mask and of a score: their operands, their blocks, and how
 they are asked."""
 
 import dataclasses
@@ -10,7 +10,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_flash import schedule
 from pallas_flash.arguments import Operands, Problem
-from pallas_flash.kernels.portable.tuning import Tiles
+from pallas_flash.kernels.triton.tuning import Tiles
 from pallas_flash.masks import Ints
 from pallas_flash.rules import reads
 from pallas_flash.rules.rule import Asked
@@ -26,10 +26,10 @@ def plain(x: Operands) -> Operands:
         if asked is None
         else dataclasses.replace(asked, arrays=tuple(a.reshape(-1) for a in asked.arrays))
     )
-    where = flat(x.visibility.where)
+    where = flat(x.resolved_mask.where)
     where = where and dataclasses.replace(where, kinds=None, block=None)
     return x._replace(
-        visibility=dataclasses.replace(x.visibility, where=where), score=flat(x.score)
+        resolved_mask=dataclasses.replace(x.resolved_mask, where=where), score=flat(x.score)
     )
 
 
@@ -37,15 +37,15 @@ def listed(p: Problem, tiles: Tiles, x: Operands, by_key: bool = False) -> Opera
     """The operands for kernels that go over the blocks of a tile of queries, or of keys: a
     Predicate with `schedule.lists`."""
     flat = plain(x)
-    if x.visibility.where is None:
+    if x.resolved_mask.where is None:
         return flat
     found = schedule.block_kinds(
-        x.visibility, p.batch, p.heads, p.queries, tiles.block_q, tiles.block_k
+        x.resolved_mask, p.batch, p.heads, p.queries, tiles.block_q, tiles.block_k
     )
     where = dataclasses.replace(
-        flat.visibility.where, kinds=schedule.lists(found.swapaxes(2, 3) if by_key else found)
+        flat.resolved_mask.where, kinds=schedule.lists(found.swapaxes(2, 3) if by_key else found)
     )
-    return flat._replace(visibility=dataclasses.replace(flat.visibility, where=where))
+    return flat._replace(resolved_mask=dataclasses.replace(flat.resolved_mask, where=where))
 
 
 def specs(layout, asked: Asked | None) -> Asked | None:

@@ -15,9 +15,9 @@ from jax.experimental import pallas as pl
 
 from pallas_flash import schedule
 from pallas_flash.arguments import Operands, Problem
-from pallas_flash.kernels.portable import predicate, tables, tile
-from pallas_flash.kernels.portable.forward import by_query_tile, own_pair, own_rows
-from pallas_flash.kernels.portable.tuning import AllTiles, Tiles
+from pallas_flash.kernels.triton import predicate, tables, tile
+from pallas_flash.kernels.triton.forward import by_query_tile, own_pair, own_rows
+from pallas_flash.kernels.triton.tuning import AllTiles, Tiles
 
 
 def backward(problem: Problem, tiles: AllTiles, x: Operands, lse, do, delta):
@@ -34,7 +34,7 @@ def backward(problem: Problem, tiles: AllTiles, x: Operands, lse, do, delta):
 
 
 def _dkv(p: Problem, tiles: Tiles, x: Operands, do, lse, delta):
-    blocks = schedule.query_blocks(x.visibility, p.queries, tiles.block_q, tiles.block_k)
+    blocks = schedule.query_blocks(x.resolved_mask, p.queries, tiles.block_q, tiles.block_k)
     x = predicate.listed(p, tiles, x, by_key=True)
     shared = blocks.shape[0] == 1
     at = tile.layout(
@@ -70,7 +70,7 @@ def _dkv_kernel(
     k, v = tile.keys_and_values(p, x.key, x.value, key.inside)  # [bk, H], [bk, Hv]
     blocks = schedule.Blocks(*(blocks_ref[i] for i in range(4)))
     b, head = pl.program_id(2), pl.program_id(1) * p.group
-    lists = None if x.visibility.where is None else x.visibility.where.kinds
+    lists = None if x.resolved_mask.where is None else x.resolved_mask.where.kinds
 
     def query_head(g, carry):
         pair = b, head + g
@@ -78,7 +78,7 @@ def _dkv_kernel(
         def step(i, carry, masked):
             dk, dv = carry
             row = tile.span(i, tiles.block_q, p.queries, bounded=masked)
-            view = tile.view(x.visibility, row, p.queries, pair=pair)
+            view = tile.view(x.resolved_mask, row, p.queries, pair=pair)
             by_row, by_head = (row.slice, g), (g, row.slice)
             refs = tile.Rows(
                 x.query.at[by_row], do_ref.at[by_row], lse_ref.at[by_head], delta_ref.at[by_head]
@@ -124,7 +124,7 @@ def _dq(p: Problem, tiles: Tiles, x: Operands, do, lse, delta):
 def _dq_kernel(x: Operands, do_ref, lse_ref, delta_ref, dq_ref, *, problem: Problem, tiles: Tiles):
     p = problem
     row, pair = own_rows(p, tiles), own_pair()
-    view = tile.view(x.visibility, row, p.queries, pair=pair)
+    view = tile.view(x.resolved_mask, row, p.queries, pair=pair)
     rows = tile.Rows(x.query, do_ref, lse_ref, delta_ref).load(p, row, view.live(row, True))
 
     def step(j, dq, masked):
@@ -183,7 +183,7 @@ def _dbias_kernel(
 
     def query_tile(b, n, i, dbias):
         row = tile.span(i, tiles.block_q, p.queries)
-        view = tile.view(x.visibility, row, p.queries, b, (first_b + b, first_n + n))
+        view = tile.view(x.resolved_mask, row, p.queries, b, (first_b + b, first_n + n))
         by_row, by_head = (b, row.slice, n), (b, n, row.slice)
         refs = tile.Rows(
             x.query.at[by_row], do_ref.at[by_row], lse_ref.at[by_head], delta_ref.at[by_head]

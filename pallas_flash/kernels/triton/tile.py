@@ -1,4 +1,4 @@
-"""The words that the portable kernels are written in: spans of rows and keys, loads, products, what
+"""The words that the Triton kernels are written in: spans of rows and keys, loads, products, what
 a tile sees, the launch.
 
 Arrays in a kernel have sizes that are powers of two, and loads are bounded where an array ends
@@ -21,10 +21,10 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_flash import dropout, online_softmax, schedule
 from pallas_flash.arguments import Operands, Problem
-from pallas_flash.kernels.portable import predicate
-from pallas_flash.kernels.portable.predicate import FIRST
-from pallas_flash.kernels.portable.tuning import power_of_two
-from pallas_flash.masks import Ints, Visibility
+from pallas_flash.kernels.triton import predicate
+from pallas_flash.kernels.triton.predicate import FIRST
+from pallas_flash.kernels.triton.tuning import power_of_two
+from pallas_flash.masks import Ints, ResolvedMask
 
 # JAX means to move Pallas on GPUs to Mosaic; a user who calls attention can do nothing about it.
 warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated")
@@ -110,17 +110,17 @@ def _product(a, b, a_axis, b_axis):
 class View(NamedTuple):
     """What the rows of a query tile see."""
 
-    visibility: Visibility
+    resolved_mask: ResolvedMask
     batch: Ints  # the entry of the data's refs
     start: Ints  # [rows]
     stop: Ints
     ask: Callable | None  # key indices -> the Question of the mask's Predicate
 
     def blocks(self, block_k: int) -> schedule.Blocks | schedule.Listed:
-        where = self.visibility.where
+        where = self.resolved_mask.where
         if where is not None and where.kinds is not None:
             return schedule.Listed.of(where.kinds)
-        return schedule.key_blocks(self.start, self.stop, self.visibility.solid, block_k)
+        return schedule.key_blocks(self.start, self.stop, self.resolved_mask.solid, block_k)
 
     def sees(self, key: Span, mask, masked: bool):
         """Whether the rows see the keys, or None where they see all; `mask` is a tile of the dense
@@ -128,7 +128,7 @@ class View(NamedTuple):
         if not masked:
             return mask
         column = lambda x: x[:, None] if jnp.ndim(x) else x
-        v, ids = self.visibility, ()
+        v, ids = self.resolved_mask, ()
         if v.query_ids is not None:
             ids = (
                 v.query_ids[:, None],
@@ -153,7 +153,7 @@ class View(NamedTuple):
 
 
 def view(
-    visibility: Visibility,
+    resolved_mask: ResolvedMask,
     row: Span,
     queries: int,
     batch: Ints = FIRST,
@@ -165,14 +165,14 @@ def view(
     `pair` is the (batch row, head) that a Predicate is asked about, where `sees` is called.
     """
     index = row.index if row.inside is None else jnp.minimum(row.index, queries - 1)
-    where = visibility.where
+    where = resolved_mask.where
     ask = (
         None
         if where is None
         else functools.partial(predicate.Question.of, where, pair, batch, index)
     )
-    at = visibility.narrow(Visibility.BY_BATCH, lambda ref: ref[batch])
-    at = at.narrow(Visibility.BY_QUERY, lambda ref: ref[batch, index])
+    at = resolved_mask.narrow(ResolvedMask.BY_BATCH, lambda ref: ref[batch])
+    at = at.narrow(ResolvedMask.BY_QUERY, lambda ref: ref[batch, index])
     return View(at, batch, *at.interval(index), ask)
 
 
@@ -213,7 +213,7 @@ class Rows(NamedTuple):
         return Rows(q, do, load(self.lse, row.inside, other=jnp.inf), load(self.delta, row.inside))
 
 
-def start(p: Problem, x: Operands, rows: int) -> online_softmax.Statistics:
+def start(p: Problem, x: Operands, rows: int) -> online_softmax.SoftmaxState:
     """Those [rows] of one head before any key."""
     return online_softmax.start(
         jnp.zeros(rows, jnp.float32), None if x.sinks is None else x.sinks[...], p.unit, p.with_top
@@ -317,17 +317,19 @@ class Layout(NamedTuple):
     def operands(self, x: Operands) -> Operands:
         """The BlockSpecs of all operands."""
         dense = lambda a: None if a is None else self.spec("bnts", a)
-        visibility = x.visibility.narrow(Visibility.BY_BATCH, lambda _: self.spec("B"))
-        visibility = visibility.narrow(Visibility.BY_QUERY, lambda _: self.spec("BT"))
-        visibility = visibility.narrow(Visibility.BY_KEY, lambda _: self.spec("BS"))
-        visibility = dataclasses.replace(visibility, where=predicate.specs(self, visibility.where))
+        resolved_mask = x.resolved_mask.narrow(ResolvedMask.BY_BATCH, lambda _: self.spec("B"))
+        resolved_mask = resolved_mask.narrow(ResolvedMask.BY_QUERY, lambda _: self.spec("BT"))
+        resolved_mask = resolved_mask.narrow(ResolvedMask.BY_KEY, lambda _: self.spec("BS"))
+        resolved_mask = dataclasses.replace(
+            resolved_mask, where=predicate.specs(self, resolved_mask.where)
+        )
         qkv, sinks = (
             (self.spec("btnh"), self.spec("bskh"), self.spec("bskv")),
             None if x.sinks is None else self.spec("n"),
         )
         seeds = None if x.seeds is None else self.spec("bnc")
         score = predicate.specs(self, x.score)
-        return Operands(*qkv, dense(x.bias), sinks, dense(x.mask), visibility, seeds, score)
+        return Operands(*qkv, dense(x.bias), sinks, dense(x.mask), resolved_mask, seeds, score)
 
 
 def layout(problem: Problem, tiles, index, **sizes: int | None) -> Layout:

@@ -94,8 +94,8 @@ def _numbered(x: Operands, size: int, batch: int) -> Operands:
             return asked
         return dataclasses.replace(asked, batch=jnp.tile(jnp.arange(batch, dtype=jnp.int32), size))
 
-    visibility = dataclasses.replace(x.visibility, where=numbered(x.visibility.where))
-    return x._replace(visibility=visibility, score=numbered(x.score))
+    resolved_mask = dataclasses.replace(x.resolved_mask, where=numbered(x.resolved_mask.where))
+    return x._replace(resolved_mask=resolved_mask, score=numbered(x.score))
 
 
 call_p = Primitive("flash_attention_call")

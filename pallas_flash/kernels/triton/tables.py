@@ -11,8 +11,8 @@ from jax.experimental import pallas as pl
 
 from pallas_flash import schedule
 from pallas_flash.arguments import Operands, Problem
-from pallas_flash.kernels.portable import predicate, tile
-from pallas_flash.kernels.portable.tuning import Tiles, power_of_two
+from pallas_flash.kernels.triton import predicate, tile
+from pallas_flash.kernels.triton.tuning import Tiles, power_of_two
 from pallas_flash.rules import reads
 from pallas_flash.rules.reads import BY_PAIR, Read
 
@@ -101,7 +101,7 @@ def _kernel(
 
     def query_tile(i, sums):
         row = tile.span(i, tiles.block_q, p.queries)
-        view = tile.view(x.visibility, row, p.queries, pair=pair)
+        view = tile.view(x.resolved_mask, row, p.queries, pair=pair)
         refs = tile.Rows(*(ref.at[row.slice] for ref in (x.query, do_ref, lse_ref, delta_ref)))
         rows = refs.load(p, row, view.live(row, True))
 

@@ -4,7 +4,7 @@ import math
 
 from pallas_flash.arguments import Problem
 from pallas_flash.kernels import device
-from pallas_flash.kernels.portable.tuning import decode_tiles, tiles
+from pallas_flash.kernels.triton.tuning import decode_tiles, tiles
 
 __all__ = ["decode_tiles", "tiles", "why_no_index", "why_not"]
 
@@ -54,7 +54,7 @@ tanh xor
 
 
 def _why_no_rule(problem: Problem) -> str | None:
-    for asked in (problem.visibility.where, problem.score):
+    for asked in (problem.resolved_mask.where, problem.score):
         if asked is None:
             continue
         try:

@@ -9,12 +9,12 @@ from jax.experimental import pallas as pl
 
 from pallas_flash import online_softmax, schedule
 from pallas_flash.arguments import Operands, Problem
-from pallas_flash.kernels.portable import decode, predicate, tile
-from pallas_flash.kernels.portable.tuning import AllTiles, Tiles
+from pallas_flash.kernels.triton import decode, predicate, tile
+from pallas_flash.kernels.triton.tuning import AllTiles, Tiles
 
 
 def forward(problem: Problem, tiles: AllTiles, x: Operands):
-    """o [B, T, N, Hv] in the query's dtype, and the Statistics of its rows."""
+    """o [B, T, N, Hv] in the query's dtype, and the SoftmaxState of its rows."""
     if tiles.decode is not None:
         return decode.forward(problem, tiles.decode, x)
     p, t = problem, tiles.forward
@@ -34,7 +34,7 @@ def forward(problem: Problem, tiles: AllTiles, x: Operands):
         tiles=t,
         name="flash_attention_forward",
     )
-    return o, online_softmax.Statistics(*stats)
+    return o, online_softmax.SoftmaxState(*stats)
 
 
 def by_query_tile(p: Problem, tiles: Tiles):
@@ -58,7 +58,7 @@ def own_pair() -> tuple:
 def _kernel(x: Operands, o_ref, *stats_refs, problem: Problem, tiles: Tiles):
     p = problem
     row, pair = own_rows(p, tiles), own_pair()
-    view = tile.view(x.visibility, row, p.queries, pair=pair)
+    view = tile.view(x.resolved_mask, row, p.queries, pair=pair)
     q = tile.load(x.query, row.inside, tile.head(x.query, p.head_size))  # [bq, H]
 
     def step(j, carry, masked):

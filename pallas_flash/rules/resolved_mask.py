@@ -46,7 +46,7 @@ def register(cls, *static: str):
 
 
 @dataclasses.dataclass(frozen=True)
-class Visibility:
+class ResolvedMask:
     """A resolved mask: a diagonal band, lengths, one more interval per row, document ids, and a
     rule.Predicate.
 
@@ -74,7 +74,7 @@ class Visibility:
     BY_QUERY = ("start", "stop", "solid", "query_ids")
     BY_KEY = ("key_ids",)
 
-    def narrow(self, fields, pick) -> "Visibility":
+    def narrow(self, fields, pick) -> "ResolvedMask":
         """The same mask with `pick` applied to the data in `fields`."""
         values = {name: getattr(self, name) for name in fields}
         return dataclasses.replace(
@@ -119,7 +119,7 @@ class Visibility:
             )
         return seen if query_ids is None else seen & (query_ids == key_ids)
 
-    def of_chunks(self, batch: int, chunks: jax.Array, queries: int) -> "Visibility":
+    def of_chunks(self, batch: int, chunks: jax.Array, queries: int) -> "ResolvedMask":
         """The same of some chunks of `queries` rows alone, by their numbers [C], each of which
         becomes a batch row: [B * C]."""
         first, has_band = chunks[None] * queries, self.left is not None or self.right is not None
@@ -134,11 +134,11 @@ class Visibility:
         where = None if self.where is None else self.where.of_chunks(batch, first)
         return dataclasses.replace(seen.narrow(self.BY_QUERY, rows), offset=offset, where=where)
 
-    def rows_from(self, first: jax.Array) -> "Visibility":
+    def rows_from(self, first: jax.Array) -> "ResolvedMask":
         """The same lengths for rows that count from 0 at the one numbered `first`."""
         return self.narrow(("query_stop",), lambda x: x - first)
 
-    def of_keys(self, first: jax.Array, keys: int) -> "Visibility":
+    def of_keys(self, first: jax.Array, keys: int) -> "ResolvedMask":
         """The same of `keys` keys alone, which count from 0 at the one numbered `first`."""
         seen = self.narrow(("offset", "start", "stop"), lambda x: x - first)
         seen = seen.narrow(("key_stop",), lambda x: jnp.maximum(x - first, 0))
@@ -157,10 +157,10 @@ class Visibility:
             else jnp.any(start < stop)
         )
 
-    def by_key(self, queries: int) -> "Visibility":
+    def by_key(self, queries: int) -> "ResolvedMask":
         """The same from the keys' side, of a mask without data: `interval` of a key is the queries
         that see it."""
-        return Visibility(queries, self.right, self.left, -self.offset)
+        return ResolvedMask(queries, self.right, self.left, -self.offset)
 
     @property
     def has_data(self) -> bool:
@@ -208,4 +208,4 @@ _WORDS = {
 }
 
 
-register(Visibility, "keys")  # which jax.export may make a symbol
+register(ResolvedMask, "keys")  # which jax.export may make a symbol

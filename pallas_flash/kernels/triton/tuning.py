@@ -1,4 +1,4 @@
-"""How the portable kernels tile a problem. Data only; a new row is a new line in the table."""
+"""How the Triton kernels tile a problem. Data only; a new row is a new line in the table."""
 
 from typing import NamedTuple
 
