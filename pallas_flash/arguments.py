@@ -19,6 +19,18 @@ from pallas_flash.sizes import HEADS_FIRST, Sizes
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
+class Gradients(NamedTuple):
+    """The gradients of a call's operands, or the operands that have one. A backward leaves the
+    sinks out: autodiff.py has theirs from lse and delta."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    bias: jax.Array | None = None
+    sinks: jax.Array | None = None
+    captured: tuple[jax.Array, ...] = ()  # the float arrays that a score_mod reads
+
+
 class Operands(NamedTuple):
     """The arrays of a call, in the one form that the implementations take."""
 
@@ -31,6 +43,24 @@ class Operands(NamedTuple):
     resolved_mask: ResolvedMask  # with its int32 arrays
     seeds: jax.Array | None = None  # uint32 [B, N, 2], of dropout
     score: Score | None = None  # with its arrays
+
+    @property
+    def differentiable(self) -> Gradients:
+        """The operands that have a gradient."""
+        captured = () if self.score is None else self.score.tables
+        return Gradients(self.query, self.key, self.value, self.bias, self.sinks, captured)
+
+    def with_differentiable(self, new: Gradients) -> "Operands":
+        """The operands with others in place of those that have a gradient."""
+        score = None if self.score is None else self.score.with_tables(new.captured)
+        return self._replace(
+            query=new.query,
+            key=new.key,
+            value=new.value,
+            bias=new.bias,
+            sinks=new.sinks,
+            score=score,
+        )
 
 
 @dataclasses.dataclass(frozen=True)

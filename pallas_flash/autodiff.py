@@ -85,15 +85,9 @@ def _backward(problem, choice, residuals, cotangents):
     delta = jnp.swapaxes(jnp.sum(o.astype(wide) * do.astype(wide), axis=-1), 1, 2)
     delta = (delta if problem.kept == 1 else delta * problem.kept) - dlse
     delta = jnp.where(stats.empty, 0.0, delta)
-    dq, dk, dv, dbias, *dtables = second(
-        choice.backend.backward(problem, choice.tiles, operands, lse, do, delta)
-    )
-    dscore = jax.tree.map(lambda _: None, operands.score).with_tables(*dtables) if dtables else None
-    return (
-        Operands(
-            dq, dk, dv, dbias, _of_sinks(unit, operands.sinks, lse, delta), None, None, score=dscore
-        ),
-    )
+    gradients = second(choice.backend.backward(problem, choice.tiles, operands, lse, do, delta))
+    gradients = gradients._replace(sinks=_sinks_gradient(unit, operands.sinks, lse, delta))
+    return (jax.tree.map(lambda _: None, operands).with_differentiable(gradients),)
 
 
 def _of_live_rows(operands: Operands, do, dlse):
@@ -104,7 +98,7 @@ def _of_live_rows(operands: Operands, do, dlse):
     return jnp.where(live[:, :, None, None], do, 0), jnp.where(live[:, None], dlse, 0)
 
 
-def _of_sinks(unit: float, sinks, lse, delta):
+def _sinks_gradient(unit: float, sinks, lse, delta):
     """The gradient of the sinks: that of logits with the value 0, of which each row has one; None
     without them."""
     if sinks is None:
@@ -133,9 +127,7 @@ def attend(problem: Problem, choice: Choice, operands: Operands):
 
 def _floats_through(identity: Callable, x: Operands) -> Operands:
     """The operands, of which those that have derivatives went through."""
-    floats, tables = identity((x[:5], () if x.score is None else x.score.tables))
-    x = x._replace(**dict(zip(x._fields, floats, strict=False)))
-    return x if x.score is None else x._replace(score=x.score.with_tables(tables))
+    return x.with_differentiable(identity(x.differentiable))
 
 
 def attend_in_forward_mode(problem: Problem, choice: Choice, operands: Operands):

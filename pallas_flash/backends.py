@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 
 from pallas_flash import blockwise, reference
-from pallas_flash.arguments import Problem
+from pallas_flash.arguments import Gradients, Operands, Problem
 from pallas_flash.kernels import device, hopper, triton
 
 
@@ -23,8 +23,7 @@ class Backend(NamedTuple):
     # (problem, tiles, operands)                    -> o, online_softmax.SoftmaxState
     forward: Callable
     # lse in its unit, +inf for a row that saw no key; do and delta have the factor of
-    # `SoftmaxState.in_one`. With a score_mod one more: the gradients of its tables (problem, tiles,
-    # operands, lse, do, delta) -> dq, dk, dv, dbias (None without a bias)
+    # `SoftmaxState.in_one`: (problem, tiles, operands, lse, do, delta) -> Gradients
     backward: Callable
     own_kernels: bool = False  # not XLA's: a GPU runs them unasked only after selfcheck.py
     of_gradient: Callable = lambda tiles: tiles  # the tiles of a forward that the backward follows
@@ -112,6 +111,37 @@ def _why_no_import(*modules: str) -> str | None:
     return None
 
 
+_triton_why_no_import = functools.partial(_why_no_import, "triton.forward", "triton.backward")
+_hopper_why_no_import = functools.partial(_why_no_import, "hopper.forward", "hopper.backward")
+
+
+def _hopper_backward(problem: Problem, tiles, operands: Operands, *rows) -> Gradients:
+    """The gradients of a bias and of what a score_mod reads come from the Triton kernels, which XLA
+    leaves out where nobody uses the result."""
+    gradients = _kernel("hopper.backward", "backward")(problem, tiles, operands, *rows)
+    if not _has_score_gradients(problem):
+        return gradients
+    of_scores = _kernel("triton.backward", "of_scores")
+    bias, captured = of_scores(problem, triton.tiles(problem), operands, *rows)
+    return gradients._replace(bias=bias, captured=captured)
+
+
+def _has_score_gradients(problem: Problem) -> bool:
+    p = problem
+    return p.bias is not None or (p.score is not None and len(p.score.tables) > 0)
+
+
+def _no_score_gradients(problem: Problem) -> str | None:
+    """Why the Triton kernels do not compute them."""
+    if not _has_score_gradients(problem):
+        return None
+    why_not = triton.why_not(problem) or _triton_why_no_import()
+    return why_not and (
+        "the gradients of a bias, and of float arrays that a score_mod reads, come from the Triton "
+        f"kernels: {why_not}"
+    )
+
+
 def _no_tiles(problem: Problem) -> str | None:
     """Why no Pallas kernel can tile a problem."""
     symbols = [
@@ -131,21 +161,19 @@ BACKENDS = (
     Backend(
         "hopper",
         lambda p: (
-            _no_tiles(p) or hopper.why_not(p) or _why_no_import("hopper.forward", "hopper.backward")
+            _no_tiles(p) or hopper.why_not(p) or _hopper_why_no_import() or _no_score_gradients(p)
         ),
         lambda p: _no_gpu() or _few_queries(p),
         lambda p: hopper.tiles(p),
         _kernel("hopper.forward", "forward"),
-        _kernel("hopper.backward", "backward"),
+        _hopper_backward,
         own_kernels=True,
         copies=lambda p: hopper.copies(p),
         is_natural=False,
     ),
     Backend(
         "triton",
-        lambda p: (
-            _no_tiles(p) or triton.why_not(p) or _why_no_import("triton.forward", "triton.backward")
-        ),
+        lambda p: _no_tiles(p) or triton.why_not(p) or _triton_why_no_import(),
         lambda p: _no_gpu(),
         lambda p: triton.tiles(p),
         _kernel("triton.forward", "forward"),

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_flash import dropout
-from pallas_flash.arguments import Operands, Problem
+from pallas_flash.arguments import Gradients, Operands, Problem
 from pallas_flash.checks import sums
 from pallas_flash.online_softmax import SoftmaxState
 from pallas_flash.rules import kinds
@@ -97,20 +97,16 @@ def _dropped(p: Problem, x: Operands, weights):
     return jnp.where(dropout.mask(p.dropped, x.seeds, p.queries, p.keys), weights / p.kept, 0)
 
 
-def backward(problem: Problem, x: Operands, lse, do, delta):
+def backward(problem: Problem, x: Operands, lse, do, delta) -> Gradients:
     """JAX's own derivative of `attend`; the cotangents of o and lse are what autodiff made do and
     delta of."""
     do = do if problem.kept == 1 else do * jnp.asarray(problem.kept, do.dtype)
 
-    def of(query, key, value, bias, *tables):
-        score = x.score.with_tables(tables) if tables else x.score
-        return _attend(
-            problem, x._replace(query=query, key=key, value=value, bias=bias, score=score)
-        )[:2]
+    def outputs(differentiable):
+        o, lse, _ = _attend(problem, x.with_differentiable(differentiable))
+        return o, lse
 
-    (o, own), vjp = jax.vjp(
-        of, x.query, x.key, x.value, x.bias, *(x.score.tables if x.score is not None else ())
-    )
+    (o, own), vjp = jax.vjp(outputs, x.differentiable)
     part = lax.stop_gradient(_part(own, lse))
     dlse = (
         jnp.einsum(
@@ -120,8 +116,8 @@ def backward(problem: Problem, x: Operands, lse, do, delta):
     )
     dlse = jnp.where((lse == jnp.inf) | (part == 0), 0.0, dlse * part)
     do = (do.astype(delta.dtype) * jnp.swapaxes(part, 1, 2)[..., None]).astype(do.dtype)
-    dq, dk, dv, dbias, *dtables = vjp((do, dlse))
-    return (dq, dk, dv, dbias) if x.score is None else (dq, dk, dv, dbias, tuple(dtables))
+    (gradients,) = vjp((do, dlse))
+    return gradients._replace(sinks=None)
 
 
 def _part(own, lse):

@@ -64,9 +64,10 @@ class Work(NamedTuple):
             self.problem.batch,
             self.half.is_forward,
         )
-        if not all(is_mapped[:3]):  # q, k, v
+        each_has, *_ = jax.tree.unflatten(self.tree, is_mapped)
+        if not (each_has.query and each_has.key and each_has.value):
             return None
-        with_gradient = [] if is_forward else [x.bias, *(() if x.score is None else x.score.tables)]
+        with_gradient = [] if is_forward else [x.bias, *x.differentiable.captured]
         rows = []
         for a, letters, mapped in zip(leaves, self.letters, is_mapped, strict=True):
             each = mapped or any(a is b for b in with_gradient)

@@ -2,6 +2,10 @@
 interpreter."""
 
 import contextlib
+import os
+import pathlib
+import subprocess
+import sys
 
 import gpu_interpreter
 import jax
@@ -246,3 +250,38 @@ def test_one_kernel_is_taken_where_any_order_is_allowed_and_it_fits(size, fused)
     q = jax.ShapeDtypeStruct((1, 8, 2, size), jnp.bfloat16)
     assert hopper.tiles(explain(q, q, q).problem).fused is None
     assert (hopper.tiles(explain(q, q, q, deterministic=False).problem).fused is not None) == fused
+
+
+# In a process of its own: jax's Triton module must not have been imported
+WITHOUT_TRITON = """
+import sys
+
+sys.modules["jax.experimental.pallas.triton"] = None
+import gpu_interpreter
+import jax
+import jax.numpy as jnp
+
+from pallas_flash import explain, flash_attention
+
+q = jnp.ones((1, 5, 1, 64), jnp.bfloat16)
+loss = lambda q, **options: flash_attention(q, q, q, implementation="hopper", **options).sum()
+with gpu_interpreter.hopper_kernels():
+    print(jax.grad(loss)(q, score_mod=lambda s, b, h, i, j: s * 2).shape)
+    print(explain(q, q, q, jnp.ones((5, 5)), implementation="reference").why_not["hopper"])
+    print(explain(q, q, q, implementation="reference").why_not["triton"])
+"""
+
+
+def test_without_jaxs_triton_only_the_gradients_of_biases_and_captured_arrays_are_refused():
+    run = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TRITON],
+        env=os.environ | dict(PYTHONPATH=os.pathsep.join(["tests", *sys.path])),
+        cwd=pathlib.Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    shape, bias, triton = run.stdout.splitlines()
+    assert shape == "(1, 5, 1, 64)"
+    assert bias.startswith("the gradients of a bias, and of float arrays that a score_mod reads,")
+    assert "cannot be imported" in bias and "cannot be imported" in triton

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_flash import online_softmax, schedule
-from pallas_flash.arguments import Operands, Problem
+from pallas_flash.arguments import Gradients, Operands, Problem
 from pallas_flash.blockwise import decode
 from pallas_flash.blockwise.parts import Block, Heads
 from pallas_flash.blockwise.tuning import (
@@ -110,7 +110,9 @@ def _(is_all, primals, tangents):
     return o, (dot(dp, v.astype(dp.dtype)) + dot(p.astype(v.dtype), dv)).astype(o.dtype)
 
 
-def backward(problem: Problem, tiles: Tiles, x: Operands, rows: online_softmax.Apart, do, delta):
+def backward(
+    problem: Problem, tiles: Tiles, x: Operands, rows: online_softmax.Apart, do, delta
+) -> Gradients:
     p, wide, x = (
         problem,
         sums(tiles.dtype),
@@ -165,23 +167,28 @@ def backward(problem: Problem, tiles: Tiles, x: Operands, rows: online_softmax.A
 
         like = view.query, *(jnp.swapaxes(a, 2, 3) for a in (view.key, view.value)), view.bias
         zeros = tuple(None if a is None else _zeros(x, wide, *a.shape) for a in like)
-        dq, dk, dv, dbias, dtables = view.each_query_block(query_block, (*zeros, outputs[4]))
+        dq, dk, dv, dbias, dtables = view.each_query_block(query_block, (*zeros, outputs.captured))
         dk, dv = ((jnp.swapaxes(d, 2, 3) if few else _transposed(d))[:, :, None] for d in (dk, dv))
-        new = map(_from_heads, (dq * p.scale, dk * (p.scale / view.fold), dv))
-        new = [part.put(out, a, 2) for out, a in zip(outputs, new, strict=False)]
-        dbias = (
-            dbias
-            if dbias is None
-            else part.add(outputs[3], dbias.reshape(part.of(outputs[3], 1).shape), 1)
+        put = lambda whole, new: part.put(whole, _from_heads(new), 2)
+        if dbias is not None:
+            dbias = part.add(outputs.bias, dbias.reshape(part.of(outputs.bias, 1).shape), 1)
+        return Gradients(
+            put(outputs.query, dq * p.scale),
+            put(outputs.key, dk * (p.scale / view.fold)),
+            put(outputs.value, dv),
+            dbias,
+            captured=dtables,
         )
-        return *new, dbias, dtables
 
-    bias = None if x.bias is None else _zeros(x, wide, *x.bias.shape)
-    tables = () if x.score is None else tuple(_zeros(x, wide, *a.shape) for a in x.score.tables)
-    start = *(jnp.zeros_like(a) for a in (x.query, x.key, x.value)), bias, tables
-    dq, dk, dv, dbias, dtables = _each_part(p, tiles.heads, some_heads, start)
-    dbias = dbias if dbias is None else dbias.astype(x.bias.dtype)
-    return (dq, dk, dv, dbias) if x.score is None else (dq, dk, dv, dbias, dtables)
+    start = Gradients(
+        *(jnp.zeros_like(a) for a in (x.query, x.key, x.value)),
+        None if x.bias is None else _zeros(x, wide, *x.bias.shape),
+        captured=tuple(_zeros(x, wide, *a.shape) for a in x.differentiable.captured),
+    )
+    gradients = _each_part(p, tiles.heads, some_heads, start)
+    if x.bias is None:
+        return gradients
+    return gradients._replace(bias=gradients.bias.astype(x.bias.dtype))
 
 
 def _each_part(p: Problem, at_a_time: int | None, some_heads: Callable, outputs):

@@ -40,21 +40,17 @@ class Spread(Half):
     def __call__(self, problem: Problem, tiles, operands: Operands, *rest):
         letters = operand_letters(problem, operands)
         inputs = *jax.tree.leaves(letters), *map(row_letters, jax.tree.leaves(rest))
-        tables = () if letters.score is None else letters.score.tables
-        results = (
-            ("BTNH", *["BNT"] * 3) if self.is_forward else jax.tree.leaves((letters[:4], tables))
-        )
         leaves, tree = jax.tree.flatten((operands, *rest))
         run = lambda *leaves: self.run(problem, tiles, *jax.tree.unflatten(tree, leaves))
         traced, out = jax.make_jaxpr(run, return_shape=True)(*leaves)
         found, out_tree = jax.tree.flatten(shapes(out))
+        gradients = letters.differentiable._replace(sinks=None)
+        results = map(row_letters, found) if self.is_forward else jax.tree.leaves(gradients)
         rules = [
             asked and asked.rule.text for asked in (problem.resolved_mask.where, problem.score)
         ]
         digest = _digest(re.sub("0x[0-9a-f]+", "", f"{problem!r} {tiles} {rules} {traced}"))
-        part = Part(
-            self, problem, tiles, tree, inputs, tuple(results[: len(found)]), tuple(found), digest
-        )
+        part = Part(self, problem, tiles, tree, inputs, tuple(results), tuple(found), digest)
         return jax.tree.unflatten(out_tree, attention_p.bind(*leaves, part=part))
 
 
@@ -91,17 +87,17 @@ class Part(NamedTuple):
             local = local._replace(key=local.key[:, :, mine], value=local.value[:, :, mine])
         problem = self.problem.of_part(local)
         tiles = self.half.backend.tiles_like(self.tiles, problem)
-        results = jax.tree.leaves(self.half.run(problem, tiles, local, *rest))
+        results = self.half.run(problem, tiles, local, *rest)
         if self.half.is_forward:
-            return results
+            return jax.tree.leaves(results)
         if whole:  # of all key heads, the gradient of its own
-            results[1:3] = (
-                jnp.zeros_like(x).at[:, :, mine].add(dx)
-                for x, dx in zip(operands[1:3], results[1:3], strict=True)
+            placed = lambda x, dx: jnp.zeros_like(x).at[:, :, mine].add(dx)
+            results = results._replace(
+                key=placed(operands.key, results.key), value=placed(operands.value, results.value)
             )
         return [
             _summed(x, letters, axes, whole)
-            for x, letters in zip(results, self.results, strict=True)
+            for x, letters in zip(jax.tree.leaves(results), self.results, strict=True)
         ]
 
     def mapped(self, f):

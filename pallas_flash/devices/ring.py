@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_flash import dropout, online_softmax, schedule
-from pallas_flash.arguments import Operands, Problem
+from pallas_flash.arguments import Gradients, Operands, Problem
 from pallas_flash.backends import Backend, Choice
 from pallas_flash.checks import sums
 from pallas_flash.online_softmax import SoftmaxState
@@ -194,7 +194,7 @@ class Half(NamedTuple):
     def __call__(self, problem: Problem, tiles, x: Operands, *rest):
         parts, groups = parts_of(problem, self.loop.chunks)
         run = functools.partial(_forward if self.is_forward else _backward, self, groups)
-        axes = _heads(problem) if self.is_forward else (2, 2, 2, None)
+        axes = _heads(problem) if self.is_forward else Gradients(2, 2, 2)
 
         def some_heads(n, outputs):
             part = Part(parts=parts, part=n)
@@ -364,30 +364,29 @@ def _backward(
                 jax.tree.map(lambda y: rows.of(heads.of(y, axis), axis), y)
                 for y, axis in ((lse, 1), (do, 2), (delta, 1))
             )
-            new_dq, new_dk, new_dv, new_dbias, *new_dtables = half.backend.backward(
-                p, tiles, pair, *by_row
-            )
+            new = half.backend.backward(p, tiles, pair, *by_row)
             plus = lambda y, part, new, axis=0: part.put(
                 y, part.of(y, axis) + new.astype(wide), axis
             )
             if dbias is not None:
                 starts, sizes = _at(loop, problem, dbias, loop.device_at(t), rows.chunk, b)
                 dbias = lax.dynamic_update_slice(
-                    dbias, lax.dynamic_slice(dbias, starts, sizes) + new_dbias.astype(wide), starts
+                    dbias, lax.dynamic_slice(dbias, starts, sizes) + new.bias.astype(wide), starts
                 )
             keys = Part(loop.chunks, b)
-            dtables = tuple(map(jnp.add, dtables, *new_dtables))
-            dkv = tuple(plus(y, keys, new) for y, new in zip(dkv, (new_dk, new_dv), strict=True))
-            return (plus(dq, rows, new_dq, 2), dbias, dtables), dkv
+            dtables = tuple(map(jnp.add, dtables, new.captured))
+            dk, dv = dkv
+            dkv = plus(dk, keys, new.key), plus(dv, keys, new.value)
+            return (plus(dq, rows, new.query, 2), dbias, dtables), dkv
 
         mine, own = half.each_pair(
             heads, groups, problem, x, t, keys, added, (mine, (zeros(some.key), zeros(some.value)))
         )
         return mine, jax.tree.map(jnp.add, dkv, own)  # what was on its way is not waited for before
 
-    dtables = () if x.score is None else tuple(map(zeros, x.score.tables))
+    dtables = tuple(map(zeros, x.differentiable.captured))
     start = (zeros(some.query), zeros(x.bias), dtables), (zeros(some.key), zeros(some.value))
-    (dq, dbias, dtables), dkv = loop.go_together(step, (some.key, some.value), *start)
-    typed = lambda dy, y: None if y is None else dy.astype(y.dtype)
-    gradients = typed(dq, x.query), *map(typed, dkv, (x.key, x.value)), typed(dbias, x.bias)
-    return gradients if x.score is None else (*gradients, dtables)
+    (dq, dbias, dtables), (dk, dv) = loop.go_together(step, (some.key, some.value), *start)
+    gradients = Gradients(dq, dk, dv, dbias, captured=dtables)
+    like = x.differentiable._replace(sinks=None)
+    return jax.tree.map(lambda dy, y: dy.astype(y.dtype), gradients, like)

@@ -95,16 +95,16 @@ def results(
 ) -> dict[str, jax.Array]:
     """Of flash_attention, with the gradients."""
 
-    def attend(q, k, v, bias):
-        o, *numbers = autodiff.attend(
-            problem, choice, operands._replace(query=q, key=k, value=v, bias=bias)
-        )
-        return (o, numbers[0]), numbers[1]
+    def attend(differentiable):
+        x = operands.with_differentiable(differentiable)
+        o, lse, largest = autodiff.attend(problem, choice, x)
+        return (o, lse), largest
 
-    (o, lse), vjp, largest = jax.vjp(attend, *operands[:4], has_aux=True)
-    dq, dk, dv, dbias = vjp(cotangents)
-    found = outputs(o, lse, largest) | dict(dq=dq, dk=dk, dv=dv)
-    return found if dbias is None else found | dict(dbias=jnp.swapaxes(dbias, 1, 2))
+    (o, lse), vjp, largest = jax.vjp(attend, operands.differentiable, has_aux=True)
+    (gradients,) = vjp(cotangents)
+    found = outputs(o, lse, largest)
+    found |= dict(dq=gradients.query, dk=gradients.key, dv=gradients.value)
+    return found if problem.bias is None else found | dict(dbias=jnp.swapaxes(gradients.bias, 1, 2))
 
 
 def outputs(o, lse, largest) -> dict[str, jax.Array]:

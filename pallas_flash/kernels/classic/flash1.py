@@ -16,7 +16,7 @@ from jax.experimental.pallas import triton as plgpu
 from jax.interpreters import mlir
 
 from pallas_flash import online_softmax, schedule
-from pallas_flash.arguments import Operands, Problem
+from pallas_flash.arguments import Gradients, Operands, Problem
 from pallas_flash.kernels.triton import predicate, tile
 from pallas_flash.kernels.triton.tuning import power_of_two
 
@@ -129,11 +129,8 @@ def _for_query_tiles(p: Problem, tiles: Tiles, body, carry):
     return carry
 
 
-def backward(problem: Problem, tiles: Tiles, x: Operands, lse, do, delta):
-    """dq, dk, dv in the operands' dtype and shape; no dbias.
-
-    lse stands for the paper's l and m, and delta comes computed: the cotangent of lse is in it.
-    """
+def backward(problem: Problem, tiles: Tiles, x: Operands, lse, do, delta) -> Gradients:
+    """lse is the paper's l and m in one; the cotangent of lse is in delta already."""
     p, x = problem, predicate.plain(x)
     at = tile.layout(p, tiles, lambda k, b: dict(b=b, B=b, n=k, k=k), n=p.group)
     dq, dk, dv = tile.launch(
@@ -149,7 +146,7 @@ def backward(problem: Problem, tiles: Tiles, x: Operands, lse, do, delta):
         tiles=tiles,
         name="flash1_attention_backward",
     )
-    return dq.astype(x.query.dtype), dk, dv, None
+    return Gradients(dq.astype(x.query.dtype), dk, dv)
 
 
 def _backward_kernel(

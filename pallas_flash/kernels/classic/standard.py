@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_flash import online_softmax, schedule
-from pallas_flash.arguments import Operands, Problem
+from pallas_flash.arguments import Gradients, Operands, Problem
 from pallas_flash.kernels.triton import predicate, tile
 from pallas_flash.kernels.triton.tuning import power_of_two
 
@@ -49,12 +49,9 @@ def forward(problem: Problem, tiles: Tiles, x: Operands):
     )
 
 
-def backward(problem: Problem, tiles: Tiles, x: Operands, lse, do, delta):
-    """dq, dk, dv in the operands' dtype and shape, and dbias in the bias's (None without one).
-
-    What frameworks kept from the forward, P, is computed again: between forward and backward there
-    are only o and lse.
-    """
+def backward(problem: Problem, tiles: Tiles, x: Operands, lse, do, delta) -> Gradients:
+    """What frameworks kept from the forward, P, is computed again: between forward and backward
+    there are only o and lse."""
     p, t, dtype, x = problem, tiles, x.query.dtype, predicate.plain(x)
     s = _by_tile(_scores_kernel, p, t, x, out=[jnp.float32], name="scores")[0]
     dp = _by_tile(_dp_kernel, p, t, x, (do, "btnv"), out=[jnp.float32], name="dp")[0]
@@ -65,7 +62,7 @@ def backward(problem: Problem, tiles: Tiles, x: Operands, lse, do, delta):
     dq = _sum_over_keys(p, t, x, ds, x.key, scale=p.scale, name="dq")
     dk = _sum_over_queries(p, t, x, ds, x.query, x.key, scale=p.scale, name="dk")
     dv = _sum_over_queries(p, t, x, prob, do, x.value, name="dv")
-    return dq, dk, dv, _dbias(p, x, ds)
+    return Gradients(dq, dk, dv, _dbias(p, x, ds))
 
 
 def why_not(problem: Problem) -> str | None:

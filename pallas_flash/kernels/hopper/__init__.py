@@ -5,7 +5,7 @@ import re
 import jax
 
 from pallas_flash.arguments import Problem
-from pallas_flash.kernels import device, triton
+from pallas_flash.kernels import device
 from pallas_flash.kernels.hopper.tuning import decode_tiles, stored, stored_rows, tiles
 from pallas_flash.rules.rule import Asked
 
@@ -18,10 +18,6 @@ def why_not(problem: Problem) -> str | None:
     if p.dtype not in ("bfloat16", "float16"):
         return f"wgmma multiplies bfloat16 and float16; got {p.dtype}"
     if why_not := _why_no_rule(p.resolved_mask.where) or _why_no_rule(p.score):
-        return why_not
-    has_more = p.bias is not None or (p.score is not None and p.score.tables)
-    # whose kernels sum the gradients of biases and tables
-    if has_more and (why_not := triton.why_not(p)):
         return why_not
     if max(p.head_size, p.value_size) > 256:
         return (

@@ -10,12 +10,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash import schedule
-from pallas_flash.arguments import Problem
+from pallas_flash.arguments import Operands, Problem
 from pallas_flash.kernels.hopper import bits, ends, kept, order, scored, seen, sync, tile
 from pallas_flash.kernels.hopper.gradients import Inputs, inputs
 from pallas_flash.kernels.hopper.owner import Block, Owner
 from pallas_flash.kernels.hopper.tuning import ROWS, KeyTiles, stored
-from pallas_flash.masks import ResolvedMask
 
 
 class Memory(NamedTuple):
@@ -64,16 +63,10 @@ class Memory(NamedTuple):
         )
 
 
-def dkv(p: Problem, t: KeyTiles, resolved_mask: ResolvedMask, mask, *arrays, fused: bool):
+def dkv(p: Problem, t: KeyTiles, x: Operands, do, lse, delta, *, fused: bool):
     """dk, dv; before them dq, if fused."""
-    x = inputs(
-        p,
-        t,
-        resolved_mask,
-        mask,
-        seen.by_key_tile(p, resolved_mask, mask, t.block_q, t.block_k),
-        *arrays,
-    )
+    blocks = seen.by_key_tile(p, x.resolved_mask, x.mask, t.block_q, t.block_k)
+    x = inputs(p, t, x, blocks, do, lse, delta)
     sums = (
         [jnp.zeros((*x.q.shape[:3], stored(p.head_size, t.swizzle, 4)), jnp.float32)]
         if fused

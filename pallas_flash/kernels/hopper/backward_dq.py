@@ -8,11 +8,10 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_flash.arguments import Problem
+from pallas_flash.arguments import Operands, Problem
 from pallas_flash.kernels.hopper import bits, ends, kept, order, scored, seen, sync, tile
 from pallas_flash.kernels.hopper.gradients import Inputs, dlogits, inputs, probabilities
 from pallas_flash.kernels.hopper.tuning import ROWS, Tiles
-from pallas_flash.masks import ResolvedMask
 
 
 class Memory(NamedTuple):
@@ -45,15 +44,9 @@ class Memory(NamedTuple):
         )
 
 
-def dq(p: Problem, t: Tiles, resolved_mask: ResolvedMask, mask, *arrays):
-    x = inputs(
-        p,
-        t,
-        resolved_mask,
-        mask,
-        seen.by_query_tile(p, resolved_mask, mask, t.block_q, t.block_k),
-        *arrays,
-    )
+def dq(p: Problem, t: Tiles, x: Operands, do, lse, delta):
+    blocks = seen.by_query_tile(p, x.resolved_mask, x.mask, t.block_q, t.block_k)
+    x = inputs(p, t, x, blocks, do, lse, delta)
     (dq,) = tile.launch(
         functools.partial(_kernel, problem=p, tiles=t),
         x,

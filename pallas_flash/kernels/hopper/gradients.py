@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_flash import online_softmax
-from pallas_flash.arguments import Problem
+from pallas_flash.arguments import Operands, Problem
 from pallas_flash.kernels.hopper import biased, bits, ends, ruled, seen, tile
 from pallas_flash.kernels.hopper.tuning import KeyTiles, Tiles
 from pallas_flash.masks import ResolvedMask
@@ -38,37 +38,31 @@ class Inputs(NamedTuple):
 def inputs(
     p: Problem,
     t: Tiles | KeyTiles,
-    resolved_mask: ResolvedMask,
-    mask,
-    blocks,
-    seeds,
-    bias,
-    score,
-    *arrays,
+    x: Operands,
+    blocks: jax.Array | seen.Lists | None,
+    do,
+    lse,
+    delta,
 ) -> Inputs:
-    (q, k, v, do, lse, delta), lengths, bias = arrays, resolved_mask.lengths, biased.whole(bias, t)
-    score, where = (
-        ruled.numbers(p, score, t.block_q, t.block_k),
-        bits.inputs(p, mask, resolved_mask.where, t),
-    )
-    resolved_mask, _ = seen.intervals(p, resolved_mask, t.block_q, t.block_k)
-    more = (0, 0), (0, 0), (0, -p.queries % t.block_q)
-    lse, delta = jnp.pad(lse, more, constant_values=jnp.inf), jnp.pad(delta, more)
-    q, k, v, do = (tile.padded(x, t.swizzle) for x in (q, k, v, do))
-    last, last_queries = (
-        ends.blocks(lengths[1], t.block_k, k, v),
-        ends.blocks(lengths[0], t.block_q, q, do),
-    )
+    """`blocks` are those of seen.by_query_tile, or by_key_tile."""
+    query_lengths, key_lengths = x.resolved_mask.lengths
+    bias = biased.whole(x.bias, t)
+    score = ruled.numbers(p, x.score, t.block_q, t.block_k)
+    where = bits.inputs(p, x.mask, x.resolved_mask.where, t)
+    resolved_mask, _ = seen.intervals(p, x.resolved_mask, t.block_q, t.block_k)
+    tail = (0, 0), (0, 0), (0, -p.queries % t.block_q)
+    lse, delta = jnp.pad(lse, tail, constant_values=jnp.inf), jnp.pad(delta, tail)
+    q, k, v, do = (tile.padded(a, t.swizzle) for a in (x.query, x.key, x.value, do))
     return Inputs(
         q,
         k,
         v,
         do,
-        last,
-        last_queries,
+        ends.blocks(key_lengths, t.block_k, k, v),
+        ends.blocks(query_lengths, t.block_q, q, do),
         lse,
         delta,
-        seeds,
+        x.seeds,
         bias,
         score,
         where,

@@ -14,23 +14,24 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_flash import schedule
-from pallas_flash.arguments import Operands, Problem
+from pallas_flash.arguments import Gradients, Operands, Problem
 from pallas_flash.kernels.triton import predicate, tables, tile
 from pallas_flash.kernels.triton.forward import by_query_tile, own_pair, own_rows
 from pallas_flash.kernels.triton.tuning import AllTiles, Tiles
 
 
-def backward(problem: Problem, tiles: AllTiles, x: Operands, lse, do, delta):
-    """dq, dk, dv in the operands' dtype and shape, and dbias in the bias's (None without one)."""
-    args = x, do, lse, delta
-    dk, dv = _dkv(problem, tiles.dkv, *args)
-    of_bias = None if x.bias is None else dbias(problem, tiles.dq, *args)
-    dq = _dq(problem, tiles.dq, *args)
-    return (
-        (dq, dk, dv, of_bias)
-        if x.score is None
-        else (dq, dk, dv, of_bias, tables.gradients(problem, tiles.dq, *args))
-    )
+def backward(problem: Problem, tiles: AllTiles, x: Operands, lse, do, delta) -> Gradients:
+    dk, dv = _dkv(problem, tiles.dkv, x, do, lse, delta)
+    bias, captured = of_scores(problem, tiles, x, lse, do, delta)
+    dq = _dq(problem, tiles.dq, x, do, lse, delta)
+    return Gradients(dq, dk, dv, bias, captured=captured)
+
+
+def of_scores(problem: Problem, tiles: AllTiles, x: Operands, lse, do, delta) -> tuple:
+    """The gradients of the bias, None without one, and of the arrays that a score_mod reads."""
+    args = problem, tiles.dq, x, do, lse, delta
+    bias = None if x.bias is None else _dbias(*args)
+    return bias, () if x.score is None else tables.gradients(*args)
 
 
 def _dkv(p: Problem, tiles: Tiles, x: Operands, do, lse, delta):
@@ -143,7 +144,7 @@ def _dq_kernel(x: Operands, do_ref, lse_ref, delta_ref, dq_ref, *, problem: Prob
     tile.store(dq_ref, dq * p.scale, row.inside, tile.head(dq_ref, p.head_size))
 
 
-def dbias(p: Problem, tiles: Tiles, x: Operands, do, lse, delta):
+def _dbias(p: Problem, tiles: Tiles, x: Operands, do, lse, delta):
     """A program owns a tile of the bias and sums dS over the axes that the bias broadcasts, but for
     one case: a bias without queries or keys is small, so each batch and head gets its own sum, and
     those are added afterwards."""
