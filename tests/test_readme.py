@@ -1,46 +1,92 @@
-"""README's code runs as it stands, and its file tree names the files that are there."""
+"""The code of README.md and of the pages in docs/ runs as it stands, their links lead somewhere, and
+what the tree cites of scripts/results.md is there."""
 
 import pathlib
 import re
 
+import jax
 import pytest
+from selection import whole_but
 
+from pallas_flash import explain
 from setup import for_an_index
 
 ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))]
+HEAVY = ("decoding.md", "devices.md", "masks.md")
+ELSEWHERE = "docs/other_models.md"  # tests/test_other_models.py runs it
+WITH_CODE = [
+    name for name in PAGES if name != ELSEWHERE and "```python\n" in (ROOT / name).read_text()
+]
+LIGHT = [name for name in WITH_CODE if name.split("/")[-1] not in HEAVY]
+LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 
 
-def test_the_code_runs_from_top_to_bottom():
+@pytest.mark.parametrize("name", whole_but(WITH_CODE, *LIGHT))
+def test_the_code_of_a_page_runs_from_top_to_bottom(name):
     namespace = {}
-    for code in re.findall(r"```python\n(.*?)```", README, re.S):
-        exec(compile(code, "README.md", "exec"), namespace)
-    assert namespace["o"].shape == namespace["q"].shape
+    for code in re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), re.S):
+        exec(compile(code, name, "exec"), namespace)
 
 
-def test_the_file_tree_names_every_file():
-    tree = re.search(r"## The files\n\n```\n(.*?)```", README, re.S).group(1)
-    named = set(re.findall(r"(\w+\.(?:py|md))", tree))
-    files = [
-        *ROOT.glob("pallas_flash/**/*.py"),
-        *ROOT.glob("models/*.py"),
-        *ROOT.glob("scripts/*"),
-        *ROOT.glob("docs/*"),
+def test_explain_prints_what_readme_shows():
+    q = jax.ShapeDtypeStruct((2, 1000, 8, 64), "bfloat16")
+    k = jax.ShapeDtypeStruct((2, 1000, 2, 64), "bfloat16")
+    differs = ["tiles "]  # by machine
+    if jax.__version_info__ < (0, 11, 2):
+        differs.append("not hopper ")
+
+    def lines(text):
+        return [next(filter(line.startswith, differs), line) for line in text.strip().splitlines()]
+
+    shown = re.search(r"```text\n(.*?)```", README, re.S).group(1)
+    assert lines(shown) == lines(str(explain(q, k, k, is_causal=True)))
+
+
+def slug(heading: str) -> str:
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def anchors(path: pathlib.Path) -> set[str]:
+    return {slug(heading) for heading in re.findall(r"^#+ (.*)$", path.read_text(), re.M)}
+
+
+@pytest.mark.parametrize("name", [*PAGES, "scripts/results.md"])
+def test_a_link_leads_to_a_file_and_a_heading(name):
+    page = ROOT / name
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
+    for *_, target in LINK.findall(text):
+        if target.startswith("http"):
+            continue
+        path, _, heading = target.partition("#")
+        there = (page.parent / path).resolve() if path else page
+        assert there.exists(), target
+        assert not heading or heading in anchors(there), target
+
+
+def test_what_code_cites_of_results_is_a_heading_there():
+    results = ROOT / "scripts" / "results.md"
+    cited = [
+        (path.name, heading)
+        for folder in ("pallas_flash", "scripts", "models", "tests")
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in (".py", ".md") and path != results and path.name != "test_readme.py"
+        for heading in re.findall(r"results\.md(?:#|, )([\w-]+)", path.read_text())
     ]
-    there = {path.name for path in files if path.is_file() and path.name != "__init__.py"}
-    assert there - named == set(), "missing in the tree"
-    assert named - there == {"cases.py", "oracle.py", "selection.py"}, "named but not there"
+    assert cited, "nothing is cited"
+    assert [each for each in cited if each[1] not in anchors(results)] == []
 
 
 @pytest.mark.parametrize("repository", [None, "https://example.org/flash"])
 def test_on_a_package_index_no_link_leads_nowhere(repository):
-    links = re.compile(r"(!?)\[([^\]]*)\]\(([^)]*)\)")
-    here, there = links.findall(README), links.findall(for_an_index(README, repository))
+    here, there = LINK.findall(README), LINK.findall(for_an_index(README, repository))
     assert all(target.startswith("https://") for *_, target in there)
     if repository:
         kinds = {"!": "raw", "": "blob"}
         assert there == [
-            (mark, text, f"{repository}/{kinds[mark]}/main/{target}") for mark, text, target in here
+            (mark, text, target if "://" in target else f"{repository}/{kinds[mark]}/main/{target}")
+            for mark, text, target in here
         ]
     else:
         assert here and all(

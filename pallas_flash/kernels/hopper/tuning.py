@@ -138,7 +138,7 @@ SHARED = 223 * 2**10  # bytes of shared memory for a program's matrices
 # not fit twice at 192. A block whose size is no multiple of 32 takes no dropout, and dropout spills
 # wherever there are three warpgroups. O rescaled seldom spills at 64 with documents, and gains
 # nothing at 256; where it is, ptxas leaves the wait for products in its place, but not if a program
-# goes over several tiles: entry 19 of scripts/results.md.
+# goes over several tiles: results.md#hopper-as-compiled.
 _FORWARD = (
     Tiles(width=64, value_width=64, warpgroups=3, block_k=128, stages=2, k_early=True, q_stages=2),
     Tiles(width=64, value_width=64, warpgroups=2, block_k=128, stages=2, slack=8.0),
