@@ -41,7 +41,7 @@ def main(argv=None) -> int:
     tables.print_memory(table, found, where)
     tables.print_lengths(lengths, timed.get("lengths", []))
     tables.print_blocks(blocks, timed.get("tiles", []))
-    tables.print_times(timed, facts.get("clock"))
+    tables.print_times(timed)
     counted = dict(table=table, units=units, lengths=lengths, blocks=blocks)
     written = write(
         args, p, facts, timed, counted, dict(ways=ways, temporaries=dict(where=where, bytes=found))
@@ -205,7 +205,7 @@ def print_header(args, p) -> dict[str, str]:
     elif machine.on_gpu():
         facts |= dict(
             times=f"median of {args.repeats} rounds, interleaved",
-            clock=clock.which(),
+            clock=clock.detect(),
             gpu=machine.limits(),
         )
     else:

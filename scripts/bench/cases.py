@@ -1,5 +1,4 @@
-"""What is measured: a call of attention as data, the arithmetic that it asks for, and the suite of
-cases for a GPU."""
+"""What is measured: a call of attention as data, its FLOPs, and the lists of cases."""
 
 import functools
 import math
@@ -29,16 +28,16 @@ class Case(NamedTuple):
     Hv: int | None = None  # None: H
     # a query sees its own key and the window - 1 before it; only with `causal`
     window: int | None = None
-    documents: int | None = None  # packed into each row, in lengths drawn at random
+    documents: int | None = None  # packed into each row, of random lengths
     # the first keys, which all later queries see; only with `window`, without documents
     global_tokens: int | None = None
 
     def __str__(self):
-        value = f" Hv{self.Hv}" if self.Hv else ""
-        return (
-            f"B{self.B} T{self.T} S{self.S} N{self.N} K{self.K} H{self.H}{value} {self.dtype} "
-            f"{self.mask}"
-        )
+        keys = f" S{self.S}" if self.S != self.T else ""
+        kv_heads = f"/{self.K}" if self.K != self.N else ""
+        value_size = f"/{self.Hv}" if self.Hv else ""
+        shape = f"B{self.B} T{self.T}{keys} N{self.N}{kv_heads} H{self.H}{value_size}"
+        return f"{shape} {self.dtype} {self.mask}"
 
     @property
     def mask(self) -> str:
@@ -52,30 +51,35 @@ class Case(NamedTuple):
     def value_size(self) -> int:
         return self.Hv or self.H
 
+    def features(self) -> list[str]:
+        """What it needs that some implementations lack."""
+        features = {
+            "full mask": not self.causal,
+            "window": self.window,
+            "documents": self.documents,
+            "global tokens": self.global_tokens,
+            "value size other than H": self.value_size != self.H,
+            "key length other than T": self.S != self.T,
+            "float32": self.dtype == "float32",
+        }
+        return [name for name, is_needed in features.items() if is_needed]
+
     def shapes(self) -> list[jax.ShapeDtypeStruct]:
         """Of query, key, value, and the output's gradient."""
-        sizes = (
-            (self.T, self.N, self.H),
-            (self.S, self.K, self.H),
-            (self.S, self.K, self.value_size),
-        )
-        return [
-            jax.ShapeDtypeStruct((self.B, *size), jnp.dtype(self.dtype))
-            for size in (*sizes, (*sizes[0][:2], self.value_size))
-        ]
+        B, T, S, N, K, H, Hv = *self[:6], self.value_size
+        sizes = (B, T, N, H), (B, S, K, H), (B, S, K, Hv), (B, T, N, Hv)
+        return [jax.ShapeDtypeStruct(size, jnp.dtype(self.dtype)) for size in sizes]
 
     def inputs(self) -> list[jax.Array]:
-        """Query, key, value, and the output's gradient: the same arrays each time, until
-        `forget_inputs`."""
+        """Query, key, value, and the output's gradient: the same arrays until `free_inputs`."""
         return _inputs(self)
 
     def document_lengths(self) -> np.ndarray:
-        """Of each row alike: neither equal nor multiples of a block."""
+        """The same in each row; no multiples of a block."""
         if not self.documents:
             return np.array([self.T])
-        cuts = np.random.default_rng(0).choice(
-            np.arange(1, self.T), self.documents - 1, replace=False
-        )
+        rng = np.random.default_rng(0)
+        cuts = rng.choice(np.arange(1, self.T), self.documents - 1, replace=False)
         return np.diff([0, *np.sort(cuts), self.T])
 
     def segment_ids(self) -> np.ndarray:
@@ -83,100 +87,95 @@ class Case(NamedTuple):
         lengths = self.document_lengths()
         return np.tile(np.repeat(np.arange(len(lengths), dtype=np.int32), lengths), (self.B, 1))
 
-    def visible(self) -> jax.Array:
+    def dense_mask(self) -> jax.Array:
         """Whether each query sees each key, bool [1, 1, T, S]; every row has the same mask."""
         row, key = jnp.arange(self.T)[:, None], jnp.arange(self.S)
-        seen = row >= key if self.causal else jnp.ones((self.T, self.S), bool)
+        visible = row >= key if self.causal else jnp.ones((self.T, self.S), bool)
         if self.window:
-            seen &= (key > row - self.window) | (key < (self.global_tokens or 0))
+            visible &= (key > row - self.window) | (key < (self.global_tokens or 0))
         if self.documents:
             ids = self.segment_ids()[0]
-            seen &= ids[:, None] == ids
-        return seen[None, None]
+            visible &= ids[:, None] == ids
+        return visible[None, None]
 
     def pairs(self) -> float:
-        """Of a query and a key that it sees, in one head of one row: exact, but for the usual half
-        of a causal mask alone."""
+        """Visible pairs of a query and a key in one head of one row: exact, but half of T x S for a
+        plain causal mask, by convention."""
         if not (self.window or self.documents):
             return self.T * self.S * (0.5 if self.causal else 1)
-        return float(sum(self._pairs_of(int(length)) for length in self.document_lengths()))
-
-    def _pairs_of(self, length: int) -> int:
+        lengths = self.document_lengths()
         if not self.causal:
-            return length**2
-        window = min(self.window or length, length)
-        # keys before the window, of the last query
-        far = min(self.global_tokens or 0, length - window)
-        return (
-            _triangle(window)
-            + (length - window) * window
-            + _triangle(far)
-            + (length - window - far) * far
-        )
+            return float((lengths**2).sum())
+        before = np.concatenate([np.arange(1, n + 1) for n in lengths])  # keys up to its own
+        window = np.minimum(before, self.window or self.T)
+        return float((window + np.minimum(before - window, self.global_tokens or 0)).sum())
 
     def bytes(self) -> int:
         """Of query, key, value and output."""
         return sum(math.prod(x.shape) * x.dtype.itemsize for x in self.shapes())
 
     def flops(self, passes: str) -> float:
-        """Two for each product of numbers: q k^T and p v forward; q k^T again, do v^T, and dq, dk,
-        dv backward."""
+        """Two for each multiply-add: q k^T and p v forward; q k^T again, do v^T, and dq, dk, dv
+        backward."""
         H, Hv = self.H, self.value_size
-        each = dict(forward=H + Hv, backward=3 * H + 2 * Hv)
-        return 2 * self.B * self.N * self.pairs() * sum(each[name] for name in passes.split("+"))
+        widths = dict(forward=H + Hv, backward=3 * H + 2 * Hv)
+        return 2 * self.B * self.N * self.pairs() * sum(widths[name] for name in passes.split("+"))
 
 
 @functools.cache
 def _inputs(case: Case) -> list[jax.Array]:
-    keys = jax.random.split(jax.random.key(0), 4)
-    return [
-        jax.random.normal(key, x.shape, x.dtype) for key, x in zip(keys, case.shapes(), strict=True)
-    ]
+    keys, shapes = jax.random.split(jax.random.key(0), 4), case.shapes()
+    return [jax.random.normal(key, x.shape, x.dtype) for key, x in zip(keys, shapes, strict=True)]
 
 
-def forget_inputs():
-    """Frees them: of a large cache two do not fit into a GPU."""
+def free_inputs():
+    """Two large caches do not fit into a GPU."""
     _inputs.cache_clear()
 
 
-def _triangle(n: int) -> int:
-    return n * (n + 1) // 2
+# ---- lists of cases ----
 
 
-def decoding(batches, lengths, **shape) -> list[Case]:
-    """One new token a row, that sees all S keys."""
-    return [Case(B=B, T=1, S=S, causal=False, **shape) for B in batches for S in lengths]
-
-
-LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
-QUICK = (
-    (128, 4096, True),
-    (128, 16384, True),
-    (64, 4096, True),
-    (256, 4096, True),
-    (128, 4096, False),
-)
-
-
-def suite(
-    dtype: str, quick: bool = False, tokens: int = 16384, hidden: int = 2048, lengths=LENGTHS
-) -> list[Case]:
-    """Every case has `tokens` tokens in all. What tells most comes first, should the time run out;
-    quick stops there."""
-
-    def case(H, T, causal, N=None, K=None, **more):
-        N = N or hidden // H
-        return Case(max(1, tokens // T), T, T, N, K or N, H, dtype, causal, **more)
-
-    longest, long = lengths[-1], lengths[-2]
-    masks = [
-        case(128, longest, True, documents=16),
-        # 64 query heads on 8, where hidden is 2048
-        case(128, long, True, N=hidden // 32, K=hidden // 256),
-        case(192, long, True, N=hidden // 128, Hv=128),  # multi-head latent attention
-        case(128, longest, True, window=longest // 16),
-        case(128, longest, True, window=longest // 16, global_tokens=64),
+def by_length(args) -> list[Case]:
+    """One shape at several lengths, T = S; without a batch size 16384 tokens in all."""
+    return [
+        Case(B, T, T, args.heads, args.kv_heads, args.head_size, args.dtype, args.causal)
+        for T in args.lengths
+        for B in args.batch or [max(1, TOKENS // T)]
     ]
-    first = [case(*shape) for shape in QUICK if shape[1] in lengths] + masks
-    rest = [case(H, T, causal) for causal in (True, False) for H in (128, 64, 256) for T in lengths]
-    return first if quick else first + [one for one in rest if one not in first]
+
+
+def decoding(args) -> list[Case]:
+    """One new token per row, which sees all S keys of its cache."""
+    return [
+        Case(B, 1, S, args.heads, args.kv_heads, args.head_size, args.dtype, causal=False)
+        for B in args.batch
+        for S in args.lengths
+    ]
+
+
+TOKENS, HIDDEN = 16384, 2048  # in each case of the suite
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+
+
+def suite(args) -> list[Case]:
+    """The most telling cases come first, should the time run out; --quick stops after them."""
+
+    def case(H, T, causal=True, N=None, K=None, **more):
+        N = N or HIDDEN // H
+        return Case(TOKENS // T, T, T, N, K or N, H, args.dtype, causal, **more)
+
+    first = [
+        case(128, 4096),
+        case(128, 16384),
+        case(64, 4096),
+        case(256, 4096),
+        case(128, 4096, causal=False),
+        case(128, 16384, documents=16),
+        case(128, 8192, N=64, K=8),
+        case(192, 8192, N=16, Hv=128),  # multi-head latent attention
+        case(128, 16384, window=1024),
+        case(128, 16384, window=1024, global_tokens=64),
+    ]
+    rest = [case(H, T, causal) for causal in (True, False) for H in (128, 64, 256) for T in LENGTHS]
+    return first if args.quick else list(dict.fromkeys(first + rest))

@@ -1,9 +1,9 @@
-"""How long a call takes: turns of calls behind each other, on the device's own clock where it can
-be read.
+"""How long a call takes: turns of back-to-back calls, by the device's own clock where it can be
+read.
 
-On a GPU jax's profiler (CUPTI) writes down when each kernel of the process ran, JAX's and torch's
-alike. A turn is a span of the trace with a name of its own, begun and ended with an idle GPU; its
-device time is the time in which any kernel or copy ran.
+On a GPU jax's profiler (CUPTI) records when each kernel of the process ran, JAX's and torch's
+alike. A turn is an annotated span of the trace, which begins and ends with an idle GPU; its device
+time is the time in which any kernel or copy ran.
 """
 
 import bisect
@@ -22,40 +22,40 @@ import jax.numpy as jnp
 from scripts.bench import machine
 from scripts.bench.programs import Program
 
-# seconds of calls that make one turn: on a GPU behind each other, or dispatch is what is timed
+# seconds of calls in a turn: back to back on a GPU, or dispatch is what is timed
 SAMPLE = 0.03
 # seconds between turns: the trace's clocks of host and GPU differ, and a CPU's idle threads spin
 # for a while
 PAUSE = 0.002
 DEVICE, WALL = "device", "wall"
-_MARK = "turn "  # and its number: a span of the trace
+_MARK = "turn "  # and its index: the annotation in the trace
 
 
 class Turn(NamedTuple):
-    name: str  # whose
+    name: str  # of the program
     calls: int
     seconds: float  # wall time, of all calls
 
 
 class NoDeviceTime(Exception):
-    """Why the trace does not tell the device time."""
+    """Why the trace gives no device time."""
 
 
 class Failed(Exception):
-    """A program raised, whose name is the first argument."""
+    """A program raised; its name is the first argument."""
 
 
 def interleave(programs: dict[str, Program], rounds: int) -> list[Turn]:
-    """A round has a turn of each, so that a slow minute slows all alike, in an order drawn anew:
-    one that rotates would put each behind the same one, whose arrays are in the caches."""
+    """A round has a turn of each program, so that a slow minute slows all alike, in random order: a
+    rotation would put each behind the same one, whose arrays are then in the caches."""
     names = list(programs)
-    once = {name: max(1e-6, _turn(programs, name, "a trial", 1)) for name in names}
+    once = {name: max(1e-6, _turn(programs, name, "warm-up", 1)) for name in names}
     calls = {name: max(1, min(100, math.ceil(SAMPLE / seconds))) for name, seconds in once.items()}
-    turns, draw = [], random.Random(0)
+    turns, rng = [], random.Random(0)
     for _ in range(rounds):
-        for name in draw.sample(names, len(names)):
+        for name in rng.sample(names, len(names)):
             time.sleep(PAUSE)
-            # the first call behind another's pays for what that did to caches and to malloc
+            # the first call after another program pays for what that did to caches and malloc
             if not machine.on_gpu():
                 _turn(programs, name, "not timed", 1)
             seconds = _turn(programs, name, f"{_MARK}{len(turns)}", calls[name])
@@ -73,22 +73,22 @@ def _turn(programs: dict[str, Program], name: str, mark: str, calls: int) -> flo
 
 def _calls(program: Program, calls: int) -> float:
     start = time.perf_counter()
-    for number in range(1, calls + 1):
+    for remaining in reversed(range(calls)):
         started = program.call()
-        # calls that a CPU is not waited for run at the same time
-        if number == calls or not machine.on_gpu():
+        # on a CPU calls that are not awaited run at the same time
+        if not (remaining and machine.on_gpu()):
             program.wait(started)
     return time.perf_counter() - start
 
 
 class Timing(NamedTuple):
-    seconds: dict[str, list[float]]  # of a call, by whose it is, round after round
+    seconds: dict[str, list[float]]  # of a call, by program and round
     clock: str  # DEVICE; WALL; or WALL and why not DEVICE
-    sensors: dict[str, float]  # of the GPU while it worked
+    sensors: dict[str, float]  # of the GPU meanwhile
 
 
 def timing(programs: dict[str, Program], rounds: int, clock: str) -> Timing:
-    """Times them together, by `clock` if it can be had; Failed if one raises."""
+    """Times programs together, by `clock` if it is available; Failed if one raises."""
     if clock == DEVICE:
         try:
             return _by_device(programs, rounds)
@@ -124,10 +124,11 @@ class Span(NamedTuple):
 
 @contextlib.contextmanager
 def trace() -> Iterator[Callable]:
-    """Yields a function that afterwards gives the turns' spans by number, and what the GPU did, in
-    order of time."""
+    """Yields a function that afterwards gives the turns' spans by index, and the spans in which the
+    GPU was busy, in order of time."""
     options = jax.profiler.ProfileOptions()
-    options.host_tracer_level, options.python_tracer_level = 1, 0
+    options.host_tracer_level = 1
+    options.python_tracer_level = 0
     found = []
     with tempfile.TemporaryDirectory() as folder:
         jax.profiler.start_trace(folder, profiler_options=options)
@@ -142,14 +143,14 @@ def _read(folder: pathlib.Path) -> tuple[dict[int, Span], list[Span]]:
     turns, busy = {}, []
     for path in folder.rglob("*.xplane.pb"):
         for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
-            of_gpu = plane.name.startswith("/device:GPU")
+            is_gpu = plane.name.startswith("/device:GPU")
             for line in plane.lines:
-                # the same once more, by module or by operation
-                if of_gpu and not line.name.startswith("Stream"):
+                # other lines repeat the streams, by module or by operation
+                if is_gpu and not line.name.startswith("Stream"):
                     continue
                 for event in line.events:
                     span = Span(event.start_ns, event.start_ns + event.duration_ns)
-                    if of_gpu:
+                    if is_gpu:
                         busy.append(span)
                     elif plane.name.startswith("/host:CPU") and event.name.startswith(_MARK):
                         turns[int(event.name.removeprefix(_MARK))] = span
@@ -157,17 +158,16 @@ def _read(folder: pathlib.Path) -> tuple[dict[int, Span], list[Span]]:
 
 
 def device_seconds(turns: list[Turn], spans: dict[int, Span], busy: list[Span]) -> list[float]:
-    """The time within each turn in which the GPU did anything; NoDeviceTime where the trace cannot
-    be whole."""
+    """The time within each turn in which the GPU was busy; NoDeviceTime where the trace is
+    incomplete."""
     if not busy:
-        raise NoDeviceTime("the profiler saw nothing run on a GPU; CUPTI may lack the permission")
-    times, kernels = [], {}
-    for number, turn in enumerate(turns):
-        if number not in spans:
+        raise NoDeviceTime("the profiler saw nothing run on a GPU; CUPTI may lack permission")
+    times, kernels, margin = [], {}, PAUSE / 4 * 1e9
+    for i, turn in enumerate(turns):
+        if i not in spans:
             raise NoDeviceTime(f"the trace lacks a turn of {turn.name}")
-        margin = PAUSE / 4 * 1e9
-        first = bisect.bisect_left(busy, (spans[number].start - margin,))
-        last = bisect.bisect_left(busy, (spans[number].stop + margin,))
+        first = bisect.bisect_left(busy, (spans[i].start - margin,))
+        last = bisect.bisect_left(busy, (spans[i].stop + margin,))
         count = last - first
         if kernels.setdefault(turn.name, count) != count or count < turn.calls:
             raise NoDeviceTime(
@@ -178,7 +178,7 @@ def device_seconds(turns: list[Turn], spans: dict[int, Span], busy: list[Span]) 
 
 
 def _union(spans: list[Span]) -> float:
-    """The length of what spans, in order of their start, cover together."""
+    """The time that spans, ordered by their start, cover together."""
     total, end = 0.0, -math.inf
     for start, stop in spans:
         total += max(0.0, stop - max(start, end))
@@ -186,11 +186,11 @@ def _union(spans: list[Span]) -> float:
     return total
 
 
-def which() -> str:
-    """The clock that this machine offers, tried out."""
+def detect() -> str:
+    """The clock of this machine: DEVICE if a short trial yields device times."""
     if not machine.on_gpu():
         return WALL
     x = jnp.ones(1024)
     double = jax.jit(lambda: x * 2)
     double()
-    return timing({"a trial": Program(double, jax.block_until_ready, list)}, 2, DEVICE).clock
+    return timing({"trial": Program(double, jax.block_until_ready, list)}, 2, DEVICE).clock

@@ -1,6 +1,7 @@
-"""Where it is measured: the device, its clocks and power while it worked, the commit."""
+"""Where it was measured: the device, its clocks and power meanwhile, versions and the commit."""
 
 import contextlib
+import datetime
 import os
 import pathlib
 import platform
@@ -9,6 +10,8 @@ import subprocess
 import tempfile
 
 import jax
+
+import pallas_flash
 
 _SAMPLED = ("clocks.sm", "power.draw", "temperature.gpu")  # MHz, W, degrees C
 _EVERY_MS = 50
@@ -28,7 +31,7 @@ def device() -> str:
 
 
 def limits() -> str:
-    """What may hold the GPU back."""
+    """What may throttle the GPU."""
     names = "driver_version", "clocks.max.sm", "power.limit", "clocks_throttle_reasons.active"
     try:
         driver, clock, power, reasons = _nvidia_smi(names)
@@ -58,7 +61,7 @@ def _query(names) -> list[str]:
 @contextlib.contextmanager
 def sensors():
     """Yields a function that afterwards gives the medians of the GPU's clock, power and
-    temperature; {} where none are told."""
+    temperature; {} where nvidia-smi gives none."""
     read = {}
     with tempfile.TemporaryFile("w+") as file:
         process = _start_sampling(file)
@@ -89,14 +92,28 @@ def _medians(lines: list[str]) -> dict[str, float]:
         with contextlib.suppress(ValueError):
             values = [float(text) for text in line.split(",")]
             samples += [values] if len(values) == len(_SAMPLED) else []
-    return {
-        name: statistics.median(column)
-        for name, column in zip(_SAMPLED, zip(*samples, strict=True), strict=False)
-    }
+    medians = map(statistics.median, zip(*samples, strict=True))
+    return dict(zip(_SAMPLED, medians, strict=False))
+
+
+def facts() -> dict[str, str]:
+    """What stands above every measurement."""
+    versions = f"jax {jax.__version__}, Python {platform.python_version()}"
+    return dict(
+        device=device(),
+        versions=f"{versions}, pallas_flash {pallas_flash.__version__}",
+        commit=commit(),
+        date=f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC",
+    )
+
+
+def print_facts(facts: dict[str, str]):
+    for name, text in facts.items():
+        print(f"{name:<11}{text}", flush=True)
 
 
 def commit() -> str:
-    """With "-dirty" where files were changed since."""
+    """With "-dirty" where files have changed since."""
     command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     try:
         run = subprocess.run(

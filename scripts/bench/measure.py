@@ -7,7 +7,7 @@ import dataclasses
 import statistics
 
 from scripts.bench import clock, machine, programs
-from scripts.bench.cases import PASSES, Case, forget_inputs
+from scripts.bench.cases import Case, free_inputs
 from scripts.bench.peers import Contender
 
 
@@ -22,8 +22,8 @@ class Row:
     reason: str = ""
     error: float | None = None  # the largest of the output's and the gradients'
     temporary_bytes: int | None = None
-    seconds: list[float] = dataclasses.field(default_factory=list)  # of one call, round after round
-    clock: str = ""  # that told the seconds
+    seconds: list[float] = dataclasses.field(default_factory=list)  # of one call, by round
+    clock: str = ""  # that the seconds were read from
     sensors: dict[str, float] = dataclasses.field(default_factory=dict)
 
     @property
@@ -32,40 +32,42 @@ class Row:
 
     @property
     def tflops(self) -> float | None:
-        """A second."""
+        """TFLOP/s."""
         return self.case.flops(self.passes) / self.median / 1e12 if self.median else None
 
 
 def groups(contenders: list[Contender]) -> list[list[Contender]]:
-    """Who is measured together in all cases, group after group. On a GPU foreign code comes last,
-    since it may spoil the CUDA context, and the others once more beside it."""
-    own = [one for one in contenders if not one.is_foreign]
-    return (
-        [own, contenders] if machine.on_gpu() and 0 < len(own) < len(contenders) else [contenders]
-    )
+    """Which contenders are measured together, one group after the other. On a GPU foreign code
+    comes last, since it may corrupt the CUDA context, and the others once more beside it."""
+    safe = [one for one in contenders if not one.is_foreign]
+    separate = machine.on_gpu() and 0 < len(safe) < len(contenders)
+    return [safe, contenders] if separate else [contenders]
 
 
 def measure(
     contenders: list[Contender], case: Case, passes: list[str], rounds: int, jobs: int, time_by: str
 ) -> list[Row]:
-    """Rows by pass, then by contender; `jobs` programs are compiled at a time."""
-    asked = [
+    """Rows by pass, then by contender; `jobs` programs are compiled at a time. Without rounds
+    nothing is run: the rows say what memory the compiled programs take."""
+    entries = [
         (Row(case, name, one.name), one)
         for name in passes
         for one in contenders
         if name in one.passes
     ]
-    forget_inputs()
-    for row, one in asked:
-        _ask(row, one)
+    rows = [row for row, _ in entries]
+    free_inputs()
+    for row, one in entries:
+        _load(row, one, is_run=rounds > 0)
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(lambda row_and_one: _compile(*row_and_one), asked))
+        list(pool.map(_compile, rows, [one for _, one in entries]))
+    if rounds < 1:
+        return rows
     ready = {}
-    for row, one in asked:
-        with _verdict(row):
+    for row, one in entries:
+        with _report_errors(row):
             if row.status == "ok":
                 ready[row.passes, row.name] = _check(row, one)
-    rows = [row for row, _ in asked]
     for name in passes:
         together = [row for row in rows if row.passes == name and row.status == "ok"]
         _time({row.name: (row, ready[name, row.name]) for row in together}, rounds, time_by)
@@ -73,7 +75,7 @@ def measure(
 
 
 def _time(together: dict[str, tuple[Row, programs.Program]], rounds: int, time_by: str):
-    """One that raises is left out, and the others are timed anew."""
+    """A contender that raises is left out, and the others are timed again."""
     while together:
         try:
             timing = clock.timing(
@@ -81,16 +83,18 @@ def _time(together: dict[str, tuple[Row, programs.Program]], rounds: int, time_b
             )
         except clock.Failed as failure:
             row, _ = together.pop(failure.args[0])
-            with _verdict(row):
+            with _report_errors(row):
                 raise failure.__cause__ from None
             continue
         for name, (row, _) in together.items():
             row.seconds, row.clock, row.sensors = timing.seconds[name], timing.clock, timing.sensors
+            if timing.clock != time_by:
+                row.reason = "; ".join(filter(None, (row.reason, f"timed by {timing.clock}")))
         return
 
 
 @contextlib.contextmanager
-def _verdict(row: Row):
+def _report_errors(row: Row):
     """Whatever a contender raises belongs in the report."""
     try:
         yield
@@ -100,35 +104,30 @@ def _verdict(row: Row):
         row.status, row.reason = "failed", f"{type(error).__name__}: {error}"
 
 
-def _ask(row: Row, contender: Contender):
-    """Whether it can be asked for the case; imports it."""
-    with _verdict(row):
+def _load(row: Row, contender: Contender, is_run: bool):
+    """Imports the contender, and asks whether it can run the case."""
+    with _report_errors(row):
         contender.load()
-        if reason := contender.why_not(contender.takes(row.case)):
+        reason = contender.why_not(contender.cast(row.case))
+        if not is_run and contender.is_torch:
+            reason = "XLA does not compile it, and counts no memory of it"
+        if reason:
             row.status, row.reason = "not run", reason
 
 
 def _compile(row: Row, contender: Contender):
     if row.status == "ok" and not contender.is_torch:
-        with _verdict(row):
-            program = programs.compiled(contender, contender.takes(row.case), row.passes)
+        with _report_errors(row):
+            program = programs.compiled(contender, contender.cast(row.case), row.passes)
             row.temporary_bytes = program.memory_analysis().temp_size_in_bytes
 
 
 def _check(row: Row, contender: Contender) -> programs.Program | None:
     """The program to time, or None where its results are wrong."""
-    case = contender.takes(row.case)
+    case = contender.cast(row.case)
     program = programs.program(contender, case, row.passes)
     row.error, row.status, row.reason = programs.check(contender, case, row.passes)
     if row.status == "wrong":
         return None
-    program.wait(program.call())  # warm, and what fails, fails here
+    program.wait(program.call())  # a warm-up, which fails here if it fails
     return program
-
-
-def memory(contender: Contender, case: Case) -> Row:
-    """Compiles forward+backward and runs nothing."""
-    row = Row(case, PASSES[-1], contender.name)
-    _ask(row, contender)
-    _compile(row, contender)
-    return row

@@ -1,5 +1,5 @@
-"""A contender's pass over a case as a program that is ready to run: compiled by XLA, or torch's;
-and its verdict."""
+"""A contender's pass over a case as a program that is ready to run, compiled by XLA or torch's; and
+whether its results are right."""
 
 import functools
 import os
@@ -18,29 +18,29 @@ from scripts.bench.peers import Contender
 # rows that are compared as one vector: a single row of a gradient may be zero but for rounding
 CHECK_BLOCK = 64
 TOLERANCE = dict(float32=1e-5, bfloat16=1e-2, float16=2e-3)
-# as many bits; what XLA and others make of float32 on a GPU, unless asked not to
+# of as many bits, in which XLA and others multiply float32 on a GPU by default
 TF32 = TOLERANCE["float16"]
 
 
 class Program(NamedTuple):
-    call: Callable[[], Any]  # starts it
-    wait: Callable[[Any], Any]  # until what `call` returned is there
-    results: Callable[[Any], list[jax.Array]]  # of what `call` returned, as RESULTS names them
+    call: Callable[[], Any]  # asynchronous
+    wait: Callable[[Any], Any]  # until what `call` returned is ready
+    results: Callable[[Any], list[jax.Array]]  # what `call` returned, in the order of RESULTS
 
 
 class TooLarge(Exception):
-    """The program would not fit into the memory."""
+    """The program would not fit into memory."""
 
 
 def compiled(contender: Contender, case: Case, passes: str):
-    """The program that is timed, which XLA has compiled."""
+    """The program that is timed, as XLA compiled it."""
     return _compiled(contender, case, passes)[-1]
 
 
 @functools.cache
 def _compiled(contender: Contender, case: Case, passes: str) -> list:
-    """One program of (q, k, v, do, operands); two for the backward alone, the first of which gives
-    what the second takes."""
+    """One program of (q, k, v, do, operands); for the backward alone two: one that returns the
+    residuals, and one that takes them."""
 
     def attend(operands):
         return lambda q, k, v: contender.attend(case, q, k, v, **operands)
@@ -70,7 +70,7 @@ def _compiled(contender: Contender, case: Case, passes: str) -> list:
 
 
 def program(contender: Contender, case: Case, passes: str) -> Program:
-    """Ready to run, with inputs."""
+    """Ready to run on the case's inputs."""
     if contender.is_torch:
         return _torch_program(contender, case, passes)
     programs = _compiled(contender, case, passes)
@@ -91,23 +91,18 @@ def _must_fit(sizes):
 
 
 def memory_limit() -> int:
-    """Bytes that a program may take: all that JAX has of a GPU, or half the machine's."""
-    stats = jax.devices()[0].memory_stats()
-    return (
-        stats["bytes_limit"]
-        if stats
-        else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    )
+    """Bytes that a program may take: all that JAX has of a GPU, or half of the machine's memory."""
+    if stats := jax.devices()[0].memory_stats():
+        return stats["bytes_limit"]
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
 def _torch_program(contender: Contender, case: Case, passes: str) -> Program:
     import torch
 
-    *qkv, do = (torch.from_dlpack(x) for x in case.inputs())
-    operands = {
-        name: torch.from_dlpack(x)
-        for name, x in contender.operands(case, *case.inputs()[1:3]).items()
-    }
+    *qkv, do = map(torch.from_dlpack, case.inputs())
+    operands = contender.operands(case, *case.inputs()[1:3])
+    operands = {name: torch.from_dlpack(x) for name, x in operands.items()}
 
     def forward():
         return contender.attend(case, *qkv, **operands)
@@ -119,66 +114,52 @@ def _torch_program(contender: Contender, case: Case, passes: str) -> Program:
         o = forward()
         return o, *backward(o)
 
+    def wait(results):
+        if do.is_cuda:
+            torch.cuda.synchronize()
+
+    def results(results):
+        return [jnp.from_dlpack(x.detach().contiguous()) for x in results]
+
     if passes == "forward":
-        call = lambda: (forward(),)
-    else:
-        qkv = [x.requires_grad_() for x in qkv]
-        o = forward() if passes == "backward" else None
-        call = both if o is None else functools.partial(backward, o)
-    wait = lambda results: torch.cuda.synchronize() if do.is_cuda else None
-    return Program(
-        call, wait, lambda results: [jnp.from_dlpack(x.detach().contiguous()) for x in results]
-    )
+        return Program(lambda: (forward(),), wait, results)
+    qkv = [x.requires_grad_() for x in qkv]
+    call = both if passes != "backward" else functools.partial(backward, forward())
+    return Program(call, wait, results)
 
 
 # ---- is it right? ----
 
 
-class Verdict(NamedTuple):
+class CheckResult(NamedTuple):
     error: float  # the largest, against dense attention in float32
     status: str = "ok"  # or "wrong"
     reason: str = ""
 
 
 @functools.cache
-def check(contender: Contender, case: Case, passes: str) -> Verdict:
-    """Of a part of the case."""
-    case = _checked_part(case)
+def check(contender: Contender, case: Case, passes: str) -> CheckResult:
+    """On the first tokens and rows of the case."""
+    case = _truncate(case)
     run = program(contender, case, passes)
     started = run.call()
     run.wait(started)
-    right = dict(zip(RESULTS[PASSES[-1]], expected(case), strict=True))
-    errors = {
-        name: error(x, right[name])
-        for name, x in zip(RESULTS[passes], run.results(started), strict=True)
-    }
-    return _verdict(
-        errors,
-        TOLERANCE[case.dtype],
-        may_be_tf32=contender.is_peer and case.dtype == "float32" and machine.on_gpu(),
-    )
-
-
-def _verdict(errors: dict[str, float], tolerance: float, may_be_tf32: bool) -> Verdict:
-    worst = float(np.max([*errors.values()]))
-    if tolerance < worst <= TF32 and may_be_tf32:
-        return Verdict(
-            worst,
-            reason="its error is that of TF32, in which it may multiply; pallas_flash multiplies "
-            "in float32",
-        )
-    # nan is not
+    wanted = dict(zip(RESULTS[PASSES[-1]], expected(case), strict=True))
+    results = zip(RESULTS[passes], run.results(started), strict=True)
+    errors = {name: error(x, wanted[name]) for name, x in results}
+    worst, tolerance = float(np.max([*errors.values()])), TOLERANCE[case.dtype]
+    may_be_tf32 = contender.is_peer and case.dtype == "float32" and machine.on_gpu()
+    if may_be_tf32 and tolerance < worst <= TF32:
+        reason = "its error is that of TF32, in which it may multiply; pallas_flash uses float32"
+        return CheckResult(worst, reason=reason)
+    # a nan is not within it
     off = [f"{name} is off by {e:.1e}" for name, e in errors.items() if not e <= tolerance]
-    return (
-        Verdict(worst, "wrong", f"{', '.join(off)}; the tolerance is {tolerance:g}")
-        if off
-        else Verdict(worst)
-    )
+    reason = f"{', '.join(off)}; the tolerance is {tolerance:g}"
+    return CheckResult(worst, "wrong", reason) if off else CheckResult(worst)
 
 
-def _checked_part(case: Case) -> Case:
-    """The first tokens, and of many rows the first: the dense scores of more fit into few
-    machines."""
+def _truncate(case: Case) -> Case:
+    """To what dense attention can hold in memory."""
     T, S = min(case.T, check_length()), min(case.S, check_length())
     return case._replace(T=T, S=S, B=min(case.B, max(1, check_length() // S)))
 
@@ -195,28 +176,26 @@ def expected(case: Case) -> list[jax.Array]:
     return one(*(x.astype(jnp.float32) for x in case.inputs()), DENSE.operands(case))
 
 
-def _head_by_head(case: Case, q, k, v, visible):
-    """Dense attention of one head after the other, lest the scores of all take the memory."""
+def _head_by_head(case: Case, q, k, v, mask):
+    """Dense attention, which holds the scores of one head at a time."""
     k, v = (jnp.repeat(x, case.N // case.K, axis=2) for x in (k, v))
 
     @jax.checkpoint
-    def one_head(x):
-        q, k, v = x
-        s = jnp.where(visible[0, 0], q @ k.T * case.H**-0.5, -jnp.inf)
+    def one_head(qkv):
+        q, k, v = qkv
+        s = jnp.where(mask[0, 0], q @ k.T * case.H**-0.5, -jnp.inf)
         return jax.nn.softmax(s, axis=-1) @ v
 
-    heads = [
-        jnp.moveaxis(x, 2, 1).reshape(case.B * case.N, x.shape[1], x.shape[3]) for x in (q, k, v)
-    ]
-    o = lax.map(one_head, heads)
+    by_head = lambda x: jnp.moveaxis(x, 2, 1).reshape(case.B * case.N, x.shape[1], x.shape[3])
+    o = lax.map(one_head, [by_head(x) for x in (q, k, v)])
     return jnp.moveaxis(o.reshape(case.B, case.N, case.T, case.value_size), 1, 2)
 
 
-DENSE = Contender("dense", _head_by_head, operands=lambda case, *kv: dict(visible=case.visible()))
+DENSE = Contender("dense", _head_by_head, operands=lambda case, *kv: dict(mask=case.dense_mask()))
 
 
 def error(x, want) -> float:
-    """The largest relative error of a block of neighbouring rows of one head."""
+    """The largest relative error of a block of CHECK_BLOCK rows of one head."""
     if x.shape != want.shape:
         raise ValueError(f"the shape must be {want.shape}; got {x.shape}.")
     return float(_error(x, want))
@@ -224,9 +203,9 @@ def error(x, want) -> float:
 
 @jax.jit
 def _error(x, want):
-    def size(x):  # [B, blocks, heads]
+    def norm(x):  # [B, blocks, heads]
         squares = jnp.square(x).sum(-1)
         squares = jnp.pad(squares, ((0, 0), (0, -x.shape[1] % CHECK_BLOCK), (0, 0)))
         return jnp.sqrt(squares.reshape(x.shape[0], -1, CHECK_BLOCK, x.shape[2]).sum(2))
 
-    return jnp.max(size(x.astype(jnp.float32) - want) / jnp.maximum(size(want), 1e-3))
+    return jnp.max(norm(x.astype(jnp.float32) - want) / jnp.maximum(norm(want), 1e-3))

@@ -7,7 +7,6 @@ from matplotlib.figure import Figure
 
 from pallas_flash.accounting import published
 from scripts.bench.measure import Row
-from scripts.bench.plots import lengths_axis
 from scripts.history.counts import GENERATIONS, PUBLISHED_MEMORY, PUBLISHED_SPEED_UP, SECOND
 from scripts.history.times import BOTH, block_name, speed_ups
 
@@ -95,6 +94,13 @@ def _units(axes, units):
     _bare(axes)
 
 
+def _lengths_axis(axes, lengths: list[int]):
+    axes.set(xlabel="length T", xscale="log")
+    axes.set_xticks(lengths, [f"{T:,}" for T in lengths])
+    axes.xaxis.minorticks_off()
+    axes.grid(alpha=0.3)
+
+
 def _bytes_by_length(axes, lengths):
     for name in GENERATIONS[1:]:
         for causal, line in ((False, "-"), (True, "--")):
@@ -105,7 +111,7 @@ def _bytes_by_length(axes, lengths):
                 [row.length for row in mine], ratio, line, color=COLORS[name], **DOTS, label=label
             )
     axes.plot([], [], "--", color=INK, label="causal")
-    lengths_axis(axes, sorted({row.length for row in lengths}))
+    _lengths_axis(axes, sorted({row.length for row in lengths}))
     axes.set(ylabel="bytes of standard / its bytes", ylim=(0, None))
     axes.set_title("Fewer bytes than standard attention", fontsize=10)
     axes.legend(frameon=False, fontsize=8.5, loc="upper left")
@@ -130,7 +136,7 @@ def _memory(axes, lengths):
     axes.set_yscale("log")
     # room for the legend
     axes.set_ylim(None, 100 * max(row.extra["standard"] for row in full) / 1e6)
-    lengths_axis(axes, x)
+    _lengths_axis(axes, x)
     axes.yaxis.set_major_formatter("{x:,g}")
     axes.set_ylabel("MB for one sequence")
     axes.set_title("Memory beyond operands and results: T², then T", fontsize=10)
@@ -149,7 +155,7 @@ def _less_memory(axes, lengths):
         ]
         label = f"standard / {name}{', hopper' if name == 'triton' else ''}"
         axes.plot(x, ratio, color=COLORS[name], **DOTS, label=label)
-    lengths_axis(axes, x)
+    _lengths_axis(axes, x)
     axes.set(ylabel="times less memory", ylim=(0, None))
     axes.set_title("Memory of all, operands and results too", fontsize=10)
     axes.legend(frameon=False, fontsize=8.5, loc="upper left")
@@ -257,7 +263,7 @@ def _speed_ups(axes, rows):
                 **DOTS,
                 label=label,
             )
-    lengths_axis(axes, lengths)
+    _lengths_axis(axes, lengths)
     axes.set(ylabel="time of standard / its time", ylim=(0, None))
     axes.set_title(BOTH, fontsize=10)
     axes.legend(frameon=False, fontsize=7.5, ncols=2)

@@ -205,11 +205,9 @@ def print_blocks(blocks, rows: list):
     report.print_table(header, lines)
 
 
-def print_times(timed: dict[str, list], timed_by: str | None):
+def print_times(timed: dict[str, list]):
     titles = dict(shape="GPT-2 medium", lengths="By length", tiles="flash1 by tiles")
     for name, rows in timed.items():
         print(f"\n{titles[name]}, timed")
-        report.print_times(rows, rows[0].name, report.flops(), report.label, "case")
-        report.print_clocks(rows, timed_by)
-        report.print_sensors(rows)
-        report.print_reasons(rows)
+        speed = lambda row: {"TFLOP/s": f"{row.tflops:.3g}" if row.median else ""}
+        report.print_rows(rows, rows[0].name, speed)

@@ -1,0 +1,284 @@
+"""What scripts/benchmark.py is made of: cases and their FLOPs, adapters of peers, clocks, ratios,
+and the error of a result."""
+
+import functools
+import itertools
+import os
+import time
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_benchmark import SMALL, program, xla
+
+from scripts.bench import cases, clock, machine, measure, peers, programs, report
+from scripts.bench.cases import Case
+
+# ---- cases ----
+
+MASKS = [
+    dict(causal=False),
+    dict(window=1),
+    dict(window=7),
+    dict(window=99),
+    dict(documents=5),
+    dict(documents=5, causal=False),
+    dict(documents=5, window=7),
+    dict(window=7, global_tokens=3),
+    dict(window=7, global_tokens=99),
+]
+
+
+@pytest.mark.parametrize("more", [{}, *MASKS], ids=str)
+def test_flops_count_each_visible_pair(more):
+    case = SMALL._replace(Hv=8, **more)
+    i, j = np.mgrid[: case.T, : case.S]
+    ids = case.segment_ids()[0]
+    visible = (i >= j if case.causal else np.full(i.shape, True)) & (ids[:, None] == ids)
+    if case.window:
+        visible &= (i - j < case.window) | (j < (case.global_tokens or 0))
+    assert np.array_equal(case.dense_mask()[0, 0], visible)
+    pairs = visible.sum() if more else case.T**2 / 2  # causal alone is half of all by convention
+    products = dict(forward=16 + 8, backward=16 + 16 + 16 + 8 + 8)  # s and o; s, dq, dk, dp, dv
+    for name, width in products.items():
+        assert case.flops(name) == 2 * width * pairs * case.B * case.N
+    assert case.flops("forward+backward") == case.flops("forward") + case.flops("backward")
+
+
+def test_documents_fill_the_row_and_are_no_multiples_of_blocks():
+    case = SMALL._replace(T=16384, S=16384, documents=16)
+    lengths, ids = case.document_lengths(), case.segment_ids()
+    assert lengths.sum() == case.T and len(lengths) == 16 and lengths.min() > 0
+    assert len(set(lengths % 64)) > 8
+    assert ids.shape == (case.B, case.T) and np.array_equal(np.bincount(ids[1]), lengths)
+
+
+def test_the_suite_has_every_shape_that_is_promised():
+    options = types.SimpleNamespace(dtype="bfloat16", quick=False)
+    suite = cases.suite(options)
+    assert all(case.B * case.T == 16384 and case.S == case.T for case in suite)
+    assert len(set(suite)) == len(suite)
+    is_plain = lambda c: not (c.window or c.documents or c.Hv or c.N != c.K)
+    assert {(case.H, case.T, case.causal) for case in suite if is_plain(case)} == {
+        (H, 2**n, causal) for H in (64, 128, 256) for n in range(9, 15) for causal in (True, False)
+    }
+    assert all(case.N * case.H == 2048 for case in suite if case.N == case.K and not case.Hv)
+    others = [case for case in suite if not is_plain(case)]
+    assert [(c.N, c.K, c.H, c.Hv, c.window, c.documents, c.global_tokens) for c in others] == [
+        (16, 16, 128, None, None, 16, None),
+        (64, 8, 128, None, None, None, None),
+        (16, 16, 192, 128, None, None, None),
+        (16, 16, 128, None, 1024, None, None),
+        (16, 16, 128, None, 1024, None, 64),
+    ]
+    options.quick = True
+    assert cases.suite(options) == suite[:10]
+
+
+# ---- peers ----
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        dict(documents=3),
+        dict(window=7),
+        dict(K=4, Hv=8),
+        dict(documents=3, window=7),
+        dict(window=7, global_tokens=3),
+    ],
+    ids=str,
+)
+def test_the_adapters_ask_all_for_the_same_attention(more):
+    case = SMALL._replace(**more)
+    contenders = [peers.contender(name) for name in ("blockwise", "jax.nn/xla")]
+    rows = measure.measure(contenders, case, ["backward"], 1, jobs=2, time_by=clock.WALL)
+    reasons = ["", "it has no value size other than H" if case.Hv else ""]
+    assert [row.reason for row in rows] == reasons and rows[0].status == "ok"
+
+
+def test_jaxs_paged_attention_gets_the_same_caches_in_pages_or_says_why_not(monkeypatch):
+    kernels = pytest.importorskip(
+        "jax.experimental.pallas.ops.gpu.paged_attention", reason="this jax no longer has it"
+    )
+    interpreted = functools.partial(kernels.paged_attention, interpret=True)
+    monkeypatch.setattr(kernels, "paged_attention", interpreted)
+    one, case = peers.contender("paged_attention"), Case(2, 1, 512, 4, 2, 16, "float32", False)
+    q, k, v, _ = case.inputs()
+    o = one.attend(case, q, k, v, **one.operands(case, k, v))
+    np.testing.assert_allclose(o, peers.contender("jax.nn/xla").attend(case, q, k, v), atol=1e-5)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert one.why_not(case) is None and "one new token" in one.why_not(case._replace(T=2))
+    for S in (576, 300):
+        assert f"got S = {S}" in one.why_not(case._replace(S=S))
+
+
+# ---- clocks ----
+
+
+@pytest.mark.parametrize("on_gpu, calls", [(True, 1), (False, 2)])
+def test_after_a_trial_a_round_calls_each_behind_any_other_and_on_a_cpu_times_no_first_call(
+    on_gpu, calls, monkeypatch
+):
+    called = []
+    monkeypatch.setattr(clock.machine, "on_gpu", lambda: on_gpu)
+    monkeypatch.setattr(clock, "SAMPLE", 0)
+    abc = {name: program(functools.partial(called.append, name)) for name in "abc"}
+    turns, text = clock.interleave(abc, 9), "".join(called)
+    assert text == "abc" + "".join(turn.name * calls for turn in turns)
+    assert {turn.calls for turn in turns} == {1}
+    text = text[:3] + text[3::calls]
+    assert all(sorted(text[i : i + 3]) == ["a", "b", "c"] for i in range(0, 30, 3))
+    assert {a + b for a, b in itertools.pairwise(text)} >= {"ab", "ac", "ba", "bc", "ca", "cb"}
+
+
+def test_a_short_call_is_repeated_and_on_a_cpu_each_is_awaited(monkeypatch):
+    awaited, now = [], [0.0]
+    fake = types.SimpleNamespace(perf_counter=lambda: now[0], sleep=lambda seconds: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(clock, "time", fake)
+        call = lambda: now.append(now.pop() + clock.SAMPLE / 7)
+        (turn,) = clock.interleave({"a": programs.Program(call, awaited.append, list)}, 1)
+    assert turn.calls in (7, 8) and len(awaited) == 2 + turn.calls
+    assert turn.seconds == pytest.approx(turn.calls / 7 * clock.SAMPLE)
+    timing = clock.timing({name: program(lambda: None) for name in "abc"}, 4, clock.WALL)
+    assert [len(timing.seconds[name]) for name in "abc"] == [4, 4, 4] and timing.clock == "wall"
+
+
+def test_the_trace_finds_each_turn_between_its_own_start_and_stop():
+    sort = program(lambda: np.sort(np.zeros(10**6)))
+    with clock.trace() as traced:
+        turns = clock.interleave({"a": sort, "b": program(lambda: None)}, 3)
+    spans, busy = traced()
+    assert sorted(spans) == list(range(6)) and busy == []
+    for i, turn in enumerate(turns):
+        assert (spans[i].stop - spans[i].start) / 1e9 >= turn.seconds * 0.9
+    assert all(spans[i].stop <= spans[i + 1].start for i in range(5))
+
+
+def test_device_time_is_what_kernels_cover_within_a_turn():
+    turns = [clock.Turn("a", 2, 1.0), clock.Turn("b", 1, 1.0), clock.Turn("a", 2, 1.0)]
+    ms = lambda start, stop: clock.Span(start * 1e6, stop * 1e6)
+    spans = {n: ms(20 * n + 2, 20 * n + 20) for n in range(3)}
+    # two of the first turn overlap; the second's seems to begin just before its turn, as the two
+    # clocks differ a little
+    busy = [ms(3, 6), ms(5, 8), ms(21.99, 25), ms(43, 46), ms(50, 51)]
+    assert clock.device_seconds(turns, spans, busy) == pytest.approx([5e-3, 3.01e-3, 4e-3])
+
+
+@pytest.mark.parametrize(
+    "kernels, spans, message",
+    [
+        ([], 2, "saw nothing run on a GPU"),
+        ([1, 3, 101], 2, "the trace lost kernels of a: 1 in a turn of 2 calls"),
+        ([1, 3, 5, 101, 103], 2, "the trace lost kernels of a: 2 in a turn"),
+        ([1, 3], 1, "the trace lacks a turn of a"),
+    ],
+)
+def test_a_trace_that_is_not_whole_gives_no_device_time(kernels, spans, message):
+    turns = [clock.Turn("a", 2, 1.0)] * 2
+    spans = {n: clock.Span(100e6 * n, 100e6 * n + 90e6) for n in range(spans)}
+    with pytest.raises(clock.NoDeviceTime, match=message):
+        clock.device_seconds(turns, spans, [clock.Span(at * 1e6, (at + 1) * 1e6) for at in kernels])
+
+
+@pytest.mark.parametrize(
+    "owner, name, error, reason",
+    [
+        (clock, "device_seconds", clock.NoDeviceTime("the trace lost kernels"), "the trace lost"),
+        (jax.profiler, "start_trace", RuntimeError("no CUPTI"), "the profiler raised RuntimeError"),
+    ],
+)
+def test_without_a_whole_trace_a_case_falls_back_to_the_wall_clock_and_the_report_says_so(
+    owner,
+    name,
+    error,
+    reason,
+    monkeypatch,
+    capsys,
+):
+    def fails(*args, **kw):
+        raise error
+
+    monkeypatch.setattr(owner, name, fails)
+    monkeypatch.setattr(machine, "_query", lambda names: ["no-such-program"])
+    row = measure.Row(SMALL, "forward", "a")
+    measure._time({"a": (row, program(lambda: None))}, 2, clock.DEVICE)
+    assert row.clock.startswith(f"wall: {reason}") and str(error) in row.clock
+    assert len(row.seconds) == 2
+    report.print_rows([row], "a", lambda row: {})
+    *_, line = capsys.readouterr().out.splitlines()
+    assert line == f"ok         a, forward, {SMALL}: timed by {row.clock}"
+
+
+def test_the_gpus_clock_and_power_are_medians_of_what_nvidia_smi_says(tmp_path, monkeypatch):
+    fake, printed = tmp_path / "nvidia-smi", tmp_path / "printed"
+    # one without a sensor, one cut off
+    samples = r"1200, 300.5, 40\n1980, 650.0, [N/A]\n1500, 500.0, 60\n1400, 400.0, 50\n19"
+    fake.write_text(f"#!/bin/sh\nprintf '{samples}'\ntouch {printed}\nexec sleep 60\n")
+    fake.chmod(0o755)
+    monkeypatch.setattr(machine, "on_gpu", lambda: True)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    with machine.sensors() as sensed:
+        deadline = time.monotonic() + 20
+        while not printed.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert sensed() == {"clocks.sm": 1400, "power.draw": 400.0, "temperature.gpu": 50}
+
+
+# ---- results ----
+
+
+def test_ratios_are_to_the_first_by_name_and_to_none_where_it_was_not_timed():
+    timed = lambda name, seconds, T: measure.Row(
+        SMALL._replace(T=T), "forward", name, seconds=seconds
+    )
+    first, second = [timed("a", [], 16), timed("b", [2.0], 16)], [timed("b", [3.0], 32)]
+    rows = [*first, *second, timed("a", [2.0, 1.0, 9.0], 32)]
+    assert report.ratios(rows, "a") == [None, None, 1.5, 1.0]
+
+
+def test_the_error_is_relative_to_the_block_that_is_wrong():
+    want = np.ones((2, 200, 3, 5), np.float32)
+    want[:, 128:] *= 1e-2  # as late rows of causal attention are small
+    x = want.copy()
+    x[1, 150, 2] *= 2
+    assert programs.error(jnp.asarray(want), want) == 0
+    np.testing.assert_allclose(programs.error(jnp.asarray(x), want), (1 / 64) ** 0.5, rtol=1e-5)
+    assert np.isnan(programs.error(jnp.asarray(x).at[0, 0, 0, 0].set(jnp.nan), want))
+
+
+@pytest.mark.parametrize(
+    "name, on_gpu, off, status",
+    [
+        ("jax.nn/xla", True, 5e-4, "ok"),
+        ("jax.nn/xla", True, 5e-3, "wrong"),
+        ("jax.nn/xla", False, 5e-4, "wrong"),
+        ("blockwise", True, 5e-4, "wrong"),
+    ],
+)
+def test_a_peer_in_tf32_is_timed_and_said_to_be(name, on_gpu, off, status, monkeypatch):
+    one = peers.contender(name)
+    one = one._replace(
+        attend=lambda case, q, k, v, attend=one.attend: attend(case, q, k, v) * (1 + off)
+    )
+    monkeypatch.setattr(machine, "on_gpu", lambda: on_gpu)
+    result = programs.check(one, SMALL, "forward")
+    assert (result.status, "TF32" in result.reason) == (status, status == "ok"), result
+    half = programs.check(one, SMALL._replace(dtype="bfloat16"), "forward")
+    assert half == (pytest.approx(off, abs=5e-3), "ok", "")
+
+
+def test_the_largest_caches_are_made_once_for_all_and_are_checked_on_few_rows(monkeypatch):
+    case = SMALL._replace(B=5, T=1, S=48, causal=False)
+    monkeypatch.setattr(programs, "check_length", lambda: 100)
+    assert programs._truncate(case) == case._replace(B=2)
+    assert programs._truncate(case._replace(S=300)).B == 1
+    given = []
+    operands = lambda case, k, v: given.append((k, v)) or {}
+    programs.program(peers.Contender("paged", xla, operands=operands), case, "forward")
+    assert all(a is b for a, b in zip(given[-1], case.inputs()[1:3], strict=True))
+    measure.measure([], SMALL, ["forward"], 1, jobs=1, time_by=clock.WALL)
+    assert case.inputs()[1] is not given[-1][0], "inputs are freed where the next case begins"

@@ -1,0 +1,165 @@
+"""What programs take, of which nothing is run: blockwise's temporaries, and the temporaries, bytes
+sent and blocks visited by each of eight devices that hold a sequence."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pallas_flash import context_parallel, flash_attention, masks, schedule
+from pallas_flash.devices import ring
+
+DEVICES = 8
+RING, ZIGZAG, ALL_TO_ALL = (
+    scheme("context")
+    for scheme in (context_parallel.Ring, context_parallel.Zigzag, context_parallel.AllToAll)
+)
+
+
+def compiled(attend, T, N, K=None, H=64, is_sharded=False):
+    """Forward and backward of a causal call; sharded, on eight devices."""
+    sharding = None
+    if is_sharded:
+        mesh = jax.make_mesh((DEVICES,), ("context",), axis_types=(AxisType.Explicit,))
+        sharding = NamedSharding(mesh, P(None, "context"))
+    x = lambda heads: jax.ShapeDtypeStruct((1, T, heads, H), jnp.float32, sharding=sharding)
+
+    def both(q, k, v, do):
+        o, vjp = jax.vjp(functools.partial(attend, is_causal=True), q, k, v)
+        return o, *vjp(do)
+
+    return jax.jit(both).lower(x(N), x(K or N), x(K or N), x(N)).compile()
+
+
+def ours(implementation, scheme=None):
+    return functools.partial(flash_attention, implementation=implementation, context=scheme)
+
+
+@functools.cache
+def temporary_bytes(implementation, T, N, K=None, scheme=None):
+    attend = jax.nn.dot_product_attention
+    if implementation != "jax.nn":
+        attend = ours(implementation, scheme)
+    program = compiled(attend, T, N, K, is_sharded=scheme is not None)
+    return program.memory_analysis().temp_size_in_bytes
+
+
+def test_65536_tokens_take_less_than_300_megabytes():
+    assert temporary_bytes("blockwise", 65536, 1) < 300e6
+
+
+@pytest.mark.parametrize("T", [16384, 32768])
+def test_temporaries_grow_at_most_linearly(T):
+    assert temporary_bytes("blockwise", 2 * T, 1) <= 2.1 * temporary_bytes("blockwise", T, 1)
+
+
+def test_4096_tokens_take_an_eighth_of_the_memory_of_jax_nn():
+    assert temporary_bytes("blockwise", 4096, 4) <= temporary_bytes("jax.nn", 4096, 4) / 8
+
+
+# ---- a sequence on eight devices ----
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    "implementation, kv_heads, schemes",
+    [
+        ("blockwise", 1, (RING, ZIGZAG)),
+        ("blockwise", 8, (RING, ZIGZAG, ALL_TO_ALL)),
+        ("triton", 8, (RING, ZIGZAG)),
+    ],
+)
+def test_each_of_eight_devices_has_a_sixth_of_the_temporaries_of_one_alone(
+    implementation, kv_heads, schemes
+):
+    shape = implementation, 65536, 8, kv_heads
+    most = max(temporary_bytes(*shape, scheme) for scheme in schemes)
+    assert most <= temporary_bytes(*shape) / 6
+
+
+COLLECTIVE = re.compile(
+    r" = (.*?) (all-to-all|all-gather|reduce-scatter|collective-permute|all-reduce)(-start)?\("
+)
+# of an array in the result of a collective among all devices; none sends to itself
+SHARES = {"all-to-all": 1, "all-gather": 1, "reduce-scatter": DEVICES, "all-reduce": 2}
+
+
+def bytes_sent(hlo: str) -> int:
+    """By a device, at most: the results of a compiled program's collectives, times the trip counts
+    of the loops around them."""
+    bodies = {}
+    for line in hlo.splitlines():
+        if head := re.match(r"(ENTRY )?%([\w.-]+) .*{$", line):
+            body = bodies.setdefault("ENTRY" if head[1] else head[2], [])
+        elif " = " in line:
+            body.append(line)
+
+    @functools.cache
+    def sent(name: str) -> int:
+        return sum(map(sent_by, bodies[name]))
+
+    def sent_by(line: str) -> int:
+        if collective := COLLECTIVE.search(line):
+            arrays = re.findall(r"\b[a-z]+(\d+)\[([\d,]*)\]", collective[1])
+            size = sum(int(bits) // 8 * np.prod(eval(f"[{shape}]")) for bits, shape in arrays)
+            if collective[2] == "collective-permute":
+                return int(size)
+            return int(SHARES[collective[2]] * size * (DEVICES - 1) // DEVICES)
+        called = re.findall(r"(?:body|to_apply|calls|[a-z_]+_computation)=%([\w.-]+)", line)
+        for branches in re.findall(r"branch_computations={%(.*?)}", line):
+            called += branches.split(", %")
+        total = sum(map(sent, called))
+        if total and " while(" in line:
+            # a loop that sends has a known trip count
+            total *= int(re.search(r'"known_trip_count":{"n":"(\d+)"}', line)[1])
+        return total
+
+    return sent("ENTRY")
+
+
+@pytest.mark.parametrize("scheme", [RING, ZIGZAG, ALL_TO_ALL], ids=str)
+def test_devices_send_keys_values_and_their_gradients_once_around_and_no_more(scheme):
+    program = compiled(ours("blockwise", scheme), 512, 8, H=16, is_sharded=True)
+    # of one device's rows: K, V forward; K, V, dK, dV backward, once around
+    unit = 512 // 8 * 8 * 16 * 4
+    # rows: m, l; m, 1 / l, dlse, delta
+    exchanged = (8 * unit + 6 * 4 * 512) * 7 // 8
+    expected = exchanged if scheme == ALL_TO_ALL else (7 * 2 + 8 * 4) * unit
+    assert bytes_sent(program.as_text()) == expected
+
+
+@pytest.mark.whole
+def test_some_heads_at_a_time_send_as_many_bytes_as_all(monkeypatch):
+    sent = lambda: bytes_sent(
+        compiled(ours("blockwise", RING), 512, 8, 2, H=16, is_sharded=True).as_text()
+    )
+    together = sent()
+    monkeypatch.setattr(ring, "ROWS", 64)
+    jax.clear_caches()
+    assert sent() == together == 46 * 512 // 8 * 2 * 16 * 4
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_zigzag_gives_all_devices_equal_work_under_a_causal_mask(chunks):
+    """Counted in blocks of 64 by 64, which each device visits for its chunks of the queries."""
+    T, block, count = 8192, 64, DEVICES * chunks
+    size = T // count
+    causal = masks.resolve([masks.Causal()], 1, T, T, 0)
+
+    def visited(queries, keys):
+        pair = causal.of_chunks(1, queries[None], size).of_keys(keys * size, size)
+        blocks = schedule.by_query_tile(pair, size, block, block)[1]
+        return jnp.sum(blocks[..., 3] - blocks[..., 0])
+
+    each = jnp.arange(count)
+    by_chunk = jax.jit(jax.vmap(jax.vmap(visited, (None, 0)), (0, None)))(each, each).sum(1)
+    if chunks == 2:
+        by_chunk = context_parallel.zigzag(by_chunk, DEVICES, axis=0)
+    by_device = by_chunk.reshape(DEVICES, chunks).sum(1)
+    most = by_device.max() / by_device.min()
+    assert most <= 1.1 if chunks == 2 else most > 5
