@@ -151,12 +151,15 @@ def flash_attention(
     An array is data: it may be traced, and one compiled program serves all its values. Flags,
     names, windows, the soft cap and numbers of Python and NumPy are part of the program.
 
-    Args: query: [*B, T, N, H]. key: [*B, S, K, H]. N must be a multiple of K: each key/value head
-      serves N / K neighbouring query heads. value: [*B, S, K, Hv]. bias: real, broadcastable to
-      [*B, N, T, S]; added to the logits after the scale. Its gradient has its own shape. mask: a
-      bool array broadcastable to [*B, N, T, S] (True: attend), or an object of
-      `pallas_flash.masks`, which costs nothing
-        in blocks where no query sees a key.
+    Args:
+      query: [*B, T, N, H].
+      key: [*B, S, K, H]. N must be a multiple of K: each key/value head serves N / K neighbouring
+        query heads.
+      value: [*B, S, K, Hv].
+      bias: real, broadcastable to [*B, N, T, S]; added to the logits after the scale. Its gradient
+        has its own shape.
+      mask: a bool array broadcastable to [*B, N, T, S] (True: attend), or an object of
+        `pallas_flash.masks`, which costs nothing in blocks where no query sees a key.
       scale: multiplies query key^T; 1 / sqrt(H) by default. A number, or an array of one value or
         of [N], one for each head. An array may be learned: it is multiplied into query, and the
         product rounded to query's dtype.
@@ -170,8 +173,8 @@ def flash_attention(
       implementation: "hopper" (Pallas Mosaic GPU kernels for H100 and H200), "triton" (Pallas
         kernels), "blockwise" (plain JAX) or "reference" (dense). One that is named and cannot run
         the call raises. None, "xla" and "cudnn" (jax.nn's names) leave the choice to this function,
-        and `explain` says what it is and why: a GPU runs "hopper" and "triton" unasked once it
-        has found them right. Without a GPU "triton" runs in Pallas' interpreter. "flash1" and
+        and `explain` says what it is and why: a GPU runs "hopper" and "triton" unasked once it has
+        found them right. Without a GPU "triton" runs in Pallas' interpreter. "flash1" and
         "standard" are earlier algorithms, to compare with.
       return_residual: return (output, lse), where lse is the natural log-sum-exp of the logits,
         float32 [*B, T, N], differentiable.
@@ -216,9 +219,9 @@ def flash_attention(
         that a mask hides; the result is not used, but in "reference" its derivative there must be
         finite. Inside of your own jax.shard_map b and h count from 0 on each device.
 
-    Returns: The output [*B, T, N, Hv] in the query's dtype. With return_residual or
-      return_max_logits, a tuple of the output, lse if that is asked for, and the largest logits if
-      those are.
+    Returns:
+      The output [*B, T, N, Hv] in the query's dtype. With return_residual or return_max_logits, a
+      tuple of the output, lse if that is asked for, and the largest logits if those are.
 
     Raises:
       TypeError: a dtype or type does not fit.
@@ -270,10 +273,11 @@ def flash_attention_jvp(primals: Sequence[AnyArray], tangents: Sequence[AnyArray
     The tangent of the output is one more online sum, do = sum_j p_j ((ds_j - mu) v_j + dv_j); mu =
     sum_j p_j ds_j is the tangent of lse.
 
-    Args: primals: (query, key, value), or (query, key, value, bias). tangents: as many, of the same
-      shapes and dtypes. **options: the other arguments of `flash_attention`; they have no tangents.
-      implementation may be "blockwise", which None
-        means here, or "reference".
+    Args:
+      primals: (query, key, value), or (query, key, value, bias).
+      tangents: as many, of the same shapes and dtypes.
+      **options: the other arguments of `flash_attention`; they have no tangents. implementation may
+        be "blockwise", which None means here, or "reference".
 
     Returns:
       The pair of what flash_attention returns and its tangent.

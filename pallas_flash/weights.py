@@ -30,16 +30,18 @@ def attention_weights(
 
     A row sums to 1; to less with sinks, which take the rest; and to 0 where the query sees no key.
 
-    Args: query, key, bias, mask: as in `flash_attention`, of all queries. rows: the numbers of the
-      queries, from 0 to T - 1; an array may be traced, and is then not checked. **options: the
-      other arguments of `flash_attention`. The weights are those before dropout; dropout_rate,
-      dropout_rng,
-        deterministic and implementation change nothing.
+    Args:
+      query, key, bias, mask: as in `flash_attention`, of all queries.
+      rows: the numbers of the queries, from 0 to T - 1; an array may be traced, and is then not
+        checked.
+      **options: the other arguments of `flash_attention`. The weights are those before dropout;
+        dropout_rate, dropout_rng, deterministic and implementation change nothing.
 
     Returns:
       [*B, N, rows, S], float32, or float64 for float64.
 
-    Raises: The errors of flash_attention; TypeError or ValueError: rows are not such numbers;
+    Raises:
+      The errors of flash_attention; TypeError or ValueError: rows are not such numbers;
       NotImplementedError: a context, or queries or keys that are spread over several devices.
     """
     call, _ = attention.asked(query, key, key, bias, mask, **options)

@@ -148,11 +148,11 @@ def paged_attention(
     the nearest page, and the result is that of this page's keys. There is no derivative. On a mesh
     with explicit axes the batch and the heads may be sharded, the pages by heads alone.
 
-    Args: query: [B, T, N, H], the newest tokens of each row, or with cu_seqlens_q [T, N, H]; N is a
-      multiple of K. Up to T N / K = 64
-        pages are read where they lie. For more, as in a prompt, all pages in the table are first
-        copied in order, and the kernels of `flash_attention` run; "blockwise" copies them only if
-        they hold no more than T N / K keys.
+    Args:
+      query: [B, T, N, H], the newest tokens of each row, or with cu_seqlens_q [T, N, H]; N is a
+        multiple of K. Up to T N / K = 64 pages are read where they lie. For more, as in a prompt,
+        all pages in the table are first copied in order, and the kernels of `flash_attention` run;
+        "blockwise" copies them only if they hold no more than T N / K keys.
       k_pages: [P, page, K, H], where page is a multiple of 8.
       v_pages: [P, page, K, Hv].
       page_table: int32 [B, pages of a row].
@@ -175,12 +175,15 @@ def paged_attention(
         16, 32, or a multiple of 64 keys, but not in 8 bits, nor with a score_mod. "reference",
         "flash1" and "standard" always copy them.
 
-    Returns: The output [B, T, N, Hv] in the query's dtype; with return_residual or
-      return_max_logits, a tuple of it and float32 [B, T, N], as in `flash_attention`. With
-      cu_seqlens_q none has an axis B.
+    Returns:
+      The output [B, T, N, Hv] in the query's dtype; with return_residual or return_max_logits, a
+      tuple of it and float32 [B, T, N], as in `flash_attention`. With cu_seqlens_q none has an axis
+      B.
 
-    Raises: TypeError, ValueError: an argument does not fit. NotImplementedError: the named
-      implementation cannot run this call, or a derivative is asked for.
+    Raises:
+      TypeError, ValueError: an argument does not fit.
+      NotImplementedError: the named implementation cannot run this call, or a derivative is asked
+        for.
     """
     query, k_pages, v_pages = (
         checks.array(*x) for x in (("query", query), ("k_pages", k_pages), ("v_pages", v_pages))

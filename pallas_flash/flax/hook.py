@@ -52,15 +52,17 @@ def attention_fn(
     One result differs from Flax's: a query that sees no key gets 0, where Flax gives the mean of
     the values.
 
-    Args: query, key, value, bias: as in `flash_attention`; any number of leading axes. mask: an
-      array in which True or 1 lets a query see a key (Flax makes the numbers 0 and 1), or an object
-      of
-        `pallas_flash.masks`.
+    Args:
+      query, key, value, bias: as in `flash_attention`; any number of leading axes.
+      mask: an array in which True or 1 lets a query see a key (Flax makes the numbers 0 and 1), or
+        an object of `pallas_flash.masks`.
       dropout_rate, deterministic: dropout is on when the rate is above 0 and deterministic is
-      False. dropout_rng, dropout_rate: as in `flash_attention`. The weights that stay are not those
-      of Flax. broadcast_dropout: True, Flax's default: one mask for all batch rows and heads,
-      `dropout_mask(dropout_rng, dropout_rate,
-        (T, S))`. False: each has its own, as in `flash_attention`.
+        False.
+      dropout_rng, dropout_rate: as in `flash_attention`. The weights that stay are not those of
+        Flax.
+      broadcast_dropout: True, Flax's default: one mask for all batch rows and heads,
+        `dropout_mask(dropout_rng, dropout_rate, (T, S))`. False: each has its own, as in
+        `flash_attention`.
       dtype: query, key and value are cast to it; None: to the dtype that they promote to.
       precision: a `jax.lax.Precision`, its name, or a pair of them. Each is met and none changes
         anything: float32 is multiplied in float32, 16-bit numbers exactly, and sums are float32. An
@@ -69,7 +71,7 @@ def attention_fn(
         `pallas_flash.attention_weights` has some.
       force_fp32_for_softmax: True or False, without effect; the softmax is always float32.
       einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum: must be None: there is
-      no einsum to replace.
+        no einsum to replace.
       promote_dtype: nnx's; called as promote_dtype((query, key, value), dtype=dtype).
       is_causal: top-left aligned; joined with the mask.
       input_positions: must be None: `FlashAttention` has RoPE.

@@ -38,21 +38,31 @@ class FlashAttention(nnx.Module):
     The submodules query, key, value and out are `nnx.LinearGeneral`, with the names and shapes of
     `nnx.MultiHeadAttention`; query_norm and key_norm are `nnx.RMSNorm`.
 
-    Args: num_heads: query heads N. in_features: size of the last axis of inputs_q. num_kv_heads:
-      key/value heads K, a divisor of num_heads; num_heads by default. head_size: H; in_features /
-      num_heads by default. out_features: in_features by default. in_kv_features: size of the last
-      axis of inputs_k and inputs_v in cross-attention; in_features by default. rope_base: the base
-      of `rope`; None: no RoPE. qk_norm: RMSNorm over the head, with a learned scale, on queries and
-      keys, before RoPE (arXiv:2302.05442, there LayerNorm). is_causal: a token sees itself and
-      those before it. local_window_size, logits_soft_cap, implementation: as in `flash_attention`.
+    Args:
+      num_heads: query heads N.
+      in_features: size of the last axis of inputs_q.
+      num_kv_heads: key/value heads K, a divisor of num_heads; num_heads by default.
+      head_size: H; in_features / num_heads by default.
+      out_features: in_features by default.
+      in_kv_features: size of the last axis of inputs_k and inputs_v in cross-attention; in_features
+        by default.
+      rope_base: the base of `rope`; None: no RoPE.
+      qk_norm: RMSNorm over the head, with a learned scale, on queries and keys, before RoPE
+        (arXiv:2302.05442, there LayerNorm).
+      is_causal: a token sees itself and those before it.
+      local_window_size, logits_soft_cap, implementation: as in `flash_attention`.
       score_mod, context: as in `flash_attention`. An nnx.Module as score_mod learns. With a cache,
-      context is not used. dropout_rate: as in `flash_attention`; used while the attribute
-      `deterministic` is False, that is, until `eval()`. sinks: whether to learn a sink for each
-      query head, which begins as 0. use_bias: whether the four projections have a bias. dtype: of
-      the computation; None: what the inputs and the parameters promote to. param_dtype: of the
-      parameters. kernel_init: of the four projections; Flax's default by default. out_kernel_init:
-      of the last projection, out; kernel_init by default. rngs: its stream `params` makes the
-      parameters. With dropout the layer keeps a fork of `dropout`, if there is one, as state.
+        context is not used.
+      dropout_rate: as in `flash_attention`; used while the attribute `deterministic` is False, that
+        is, until `eval()`.
+      sinks: whether to learn a sink for each query head, which begins as 0.
+      use_bias: whether the four projections have a bias.
+      dtype: of the computation; None: what the inputs and the parameters promote to.
+      param_dtype: of the parameters.
+      kernel_init: of the four projections; Flax's default by default.
+      out_kernel_init: of the last projection, out; kernel_init by default.
+      rngs: its stream `params` makes the parameters. With dropout the layer keeps a fork of
+        `dropout`, if there is one, as state.
       keep_rngs: False: it keeps none, and calls with dropout need rngs.
     """
 
@@ -86,16 +96,12 @@ class FlashAttention(nnx.Module):
         N, K, H = _heads(num_heads, num_kv_heads, head_size, in_features, rope_base)
         self.in_features, self.num_kv_heads, self.head_size = in_features, K, H
         self.in_kv_features = in_features if in_kv_features is None else in_kv_features
-        self.rope_base, self.is_causal, self.local_window_size = (
-            rope_base,
-            is_causal,
-            local_window_size,
-        )
-        self.logits_soft_cap, self.dropout_rate, self.deterministic = (
-            logits_soft_cap,
-            dropout_rate,
-            False,
-        )
+        self.rope_base = rope_base
+        self.is_causal = is_causal
+        self.local_window_size = local_window_size
+        self.logits_soft_cap = logits_soft_cap
+        self.dropout_rate = dropout_rate
+        self.deterministic = False
         self.implementation, self.score_mod, self.context = implementation, score_mod, context
         self.cache_dtype = param_dtype if dtype is None else dtype
         self._check_options(N)
@@ -160,12 +166,13 @@ class FlashAttention(nnx.Module):
         """Attention of the T tokens of inputs_q: to each other; to the tokens of a cache and each
         other; or to inputs_k.
 
-        Args: inputs_q: [B, T, in_features]. inputs_k: [B, S, in_kv_features], for cross-attention:
-          the keys are made of it. By default they are made of inputs_q. inputs_v: [B, S,
-          in_kv_features]: the values are made of it; inputs_k by default. mask: as in
-          `attention_fn`, joined with is_causal and the rest. With a cache, its S axis counts the
-          cache's slots; with
-            a RollingCache or a PagedCache there must be none.
+        Args:
+          inputs_q: [B, T, in_features].
+          inputs_k: [B, S, in_kv_features], for cross-attention: the keys are made of it. By default
+            they are made of inputs_q.
+          inputs_v: [B, S, in_kv_features]: the values are made of it; inputs_k by default.
+          mask: as in `attention_fn`, joined with is_causal and the rest. With a cache, its S axis
+            counts the cache's slots; with a RollingCache or a PagedCache there must be none.
           segment_ids: int32 [B, T], for packed documents: tokens see those with their own id.
             RoPE's positions count on from document to document, which changes nothing, since only
             differences within a document matter. Cannot go with a cache, nor with inputs_k, for
@@ -181,9 +188,10 @@ class FlashAttention(nnx.Module):
             layer keeps.
           deterministic: whether to leave out dropout; by default the layer's attribute.
 
-        Returns: y [B, T, out_features]; with a cache, (y, the new cache). A token at position
-          max_length or later finds no room: it is not stored, and, as traced code cannot raise, its
-          y is NaN. The rows and tokens that fit are right all the same.
+        Returns:
+          y [B, T, out_features]; with a cache, (y, the new cache). A token at position max_length
+          or later does not fit: it is not stored, and, as traced code cannot raise, its y is NaN.
+          The rows and tokens that fit are right all the same.
         """
         x, is_cross = inputs_q, inputs_k is not None
         self._check(x, segment_ids, cache)
