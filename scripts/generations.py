@@ -1,219 +1,332 @@
-"""python scripts/generations.py [--counts] [--lengths T ...] [--blocks B ...] [--out DIR]
+"""python scripts/generations.py [--out FILE]
 
-Counts, and on a GPU times, the generations from standard attention to FlashAttention-3: the table
-of FlashAttention's paper beside the kernels here, and why they differ; speed and memory by length,
-with and without a mask; flash1 by tiles. Prints tables, and writes generations.json,
-generations.svg, which shows counts alone, and on a GPU generations-times.png.
+Counts the generations of attention, from standard attention to FlashAttention-3, on the problem of
+FlashAttention's paper (GPT-2 medium, forward and backward): FLOPs, exponentials, bytes, memory, and
+the time of these at a GPU's peak rates. Prints a table and draws it. Nothing is measured: to time
+the same implementations, run scripts/benchmark.py with --implementations. Hopper's tiles need jax
+0.11.2.
 """
 
 import argparse
-import dataclasses
-import datetime
-import json
-import os
 import pathlib
-import platform
 import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
 
 # scripts/ is no installed package
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-import pallas_flash
-from pallas_flash.accounting import published
-from scripts.bench import clock, machine
-from scripts.bench.options import Help, positive
-from scripts.history import compiled, counts, figure, tables, times
-from scripts.history.counts import SECOND
+from pallas_flash import explain
+from pallas_flash.accounting import GPUS, Cost, total
+from scripts.bench.report import print_table
+from scripts.gpu_code import as_if_on
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+FIGURE = ROOT / "pallas_flash" / "design" / "generations.svg"
+FIRST, SECOND = "A100-40GB", "H200"  # the paper's GPU, and one that runs every generation
+PAPER = "the paper's {}, as printed"
+PRINTED = dict(standard=(66.6, 40.3, 41.7), flash=(75.2, 4.4, 7.3))  # GFLOPs, GB, ms
+NOTE = """The paper (arXiv:2205.14135, figure 2) had a mask and dropout, kept P for the backward and
+held all of S in 16 bits, where the kernels here have S in float32. Its GFLOPs fit the products of
+one head: those of all 16 are {} and {}. Bytes are those asked of device memory, some of
+which a cache may serve. A roofline is as long as the busiest unit of each kernel, at peak rates."""
 
 
-def main(argv=None) -> int:
-    args = parse(argv)
-    p = published.gpt2_medium()
-    facts = print_header(args, p)
-    table, ways, units = counts.table(p), counts.ways(p), counts.least_by_unit(p)
-    lengths, blocks = counts.by_length(p, args.lengths), counts.by_block(p, args.blocks)
-    timed = {} if "no times" in facts else measured(p, args, facts["clock"])
-    tables.print_paper(p, table, timed.get("shape", []))
-    tables.print_ways(ways)
-    found, where = temporaries(p, args, timed)
-    tables.print_memory(table, found, where)
-    tables.print_lengths(lengths, timed.get("lengths", []))
-    tables.print_blocks(blocks, timed.get("tiles", []))
-    tables.print_times(timed)
-    counted = dict(table=table, units=units, lengths=lengths, blocks=blocks)
-    written = write(
-        args, p, facts, timed, counted, dict(ways=ways, temporaries=dict(where=where, bytes=found))
+class Attention(NamedTuple):
+    """A problem: 16 bits, as many keys as queries, T of them, as many key heads as query heads."""
+
+    B: int
+    T: int
+    N: int
+    H: int
+    causal: bool = False
+
+    @property
+    def scores(self) -> int:
+        """Entries of S."""
+        return self.B * self.N * self.T**2
+
+    @property
+    def tensor(self) -> int:
+        """Bytes of Q, and as many of K, V and O."""
+        return 2 * self.B * self.N * self.T * self.H
+
+    @property
+    def rows(self) -> int:
+        """Bytes of a float32 of each row."""
+        return 4 * self.B * self.N * self.T
+
+    def tiles(self, implementation: str) -> Any:
+        q = jax.ShapeDtypeStruct((self.B, self.T, self.N, self.H), "float16")
+        with as_if_on(GPUS[SECOND]):
+            return explain(q, q, q, is_causal=self.causal, implementation=implementation).tiles
+
+
+GPT2_MEDIUM = Attention(64, 1024, 16, 64)
+
+
+# ---- the kernels ----
+
+
+def key_blocks(p: Attention, block_q: int, block_k: int) -> np.ndarray:
+    """How many blocks of keys each block of queries visits, under a causal mask up to its last
+    row."""
+    stop = np.minimum(np.arange(block_q, p.T + block_q, block_q), p.T)
+    return -(-stop // block_k) if p.causal else np.full_like(stop, -(-p.T // block_k))
+
+
+def query_blocks(p: Attention, block_q: int, block_k: int) -> np.ndarray:
+    """How many blocks of queries each block of keys visits."""
+    first = np.arange(0, p.T, block_k) // block_q if p.causal else np.zeros(-(-p.T // block_k), int)
+    return -(-p.T // block_q) - first
+
+
+def tiled(p: Attention, block, visits, products: int, reads: int, writes: int, alpha=0) -> Cost:
+    """A kernel that computes only visited tiles of S; with `alpha` 1 it rescales O for each."""
+    block_q, block_k = block
+    rows = p.B * p.N * int(visits.sum()) * block_q
+    return Cost(2 * products * rows * block_k * p.H, rows * (block_k + alpha), reads, writes)
+
+
+def standard(p: Attention, t, passes: int = 3) -> tuple[dict[str, Cost], dict[str, Cost]]:
+    """Three kernels forward, six backward, S and dP in float32 between them. The safe softmax reads
+    S three times; the online softmax two times, with alpha for each tile of a row."""
+    n, q, rows = p.scores, p.tensor, p.rows
+    n_q, n_k = p.T // t.block_q, p.T // t.block_k
+    product = lambda reads, writes: Cost(2 * n * p.H, 0, reads, writes)
+    scores = product((n_k + n_q) * q, 4 * n)
+    exponentials = 2 * n + (n // t.block_k if passes == 2 else 0)
+    forward = dict(
+        scores=scores,
+        softmax=Cost(0, exponentials, 4 * passes * n, 2 * n + 2 * rows),
+        values=product(2 * n + n_q * q, q),
     )
-    print(f"\nwritten    {', '.join(map(str, written))}")
-    return int(any(is_bad(row, name) for name, rows in timed.items() for row in rows))
+    backward = dict(
+        scores=scores,
+        dp=scores,
+        softmax_backward=Cost(0, n, 8 * n + 2 * n_k * rows, 4 * n),
+        dq=product(2 * n + n_q * q, q),
+        dk=product(2 * n + n_k * q, q),
+        dv=product(2 * n + n_k * q, q),
+    )
+    return forward, dict(delta=Cost(0, 0, 2 * q + 3 * rows, q + 2 * rows)) | backward
 
 
-def is_bad(row, part: str) -> bool:
-    """Tiles that a GPU has no room for are no failure, but an answer."""
-    return row.status == "wrong" or (row.status == "failed" and part != "tiles")
+def flash1(p: Attention, t) -> tuple[dict[str, Cost], dict[str, Cost]]:
+    """Keys outside: for each block of keys Q is read, and O, m and l read and written, in float32;
+    in the backward Q and dO read, dQ read and written. These sums begin as zeros in memory."""
+    n, q, rows, n_k = p.scores, p.tensor, p.rows, p.T // t.block_k
+    o, dq = 2 * q + 2 * rows, 2 * q
+    cast = Cost(0, 0, 2 * q, q)  # by XLA, of sums to 16 bits
+    forward = Cost(4 * n * p.H, n + n // t.block_k, 2 * q + n_k * (q + o), (n_k + 1) * o)
+    reads = 2 * q + n_k * (2 * q + 2 * rows + dq)
+    backward = Cost(10 * n * p.H, n, reads, (n_k + 1) * dq + 2 * q)
+    delta = Cost(0, 0, 2 * q + 3 * rows, q + 2 * rows)
+    return dict(forward=forward, cast=cast), dict(delta=delta, backward=backward, cast=cast)
 
 
-def measured(p, args, timed_by: str) -> dict[str, list]:
-    parts = dict(shape=times.at_the_shape, lengths=times.by_length, tiles=times.by_tiles)
-    rows = {}
-    for name, part in parts.items():
-        print(f"measuring  {name}", file=sys.stderr, flush=True)
-        rows[name] = part(p, args, timed_by)
-    return rows
+def triton(p: Attention, t) -> tuple[dict[str, Cost], dict[str, Cost]]:
+    """FlashAttention-2. Queries outside: O, m and l stay on the chip, K and V are loaded for each
+    block of queries, under a mask up to the last row's key. dQ has a kernel of its own, so S and dP
+    are computed twice."""
+    q, rows, pair = p.tensor, p.rows, 4 * p.B * p.N * p.H  # a row of K and V, or of Q and dO
+    x, y, z = ((b.block_q, b.block_k) for b in (t.forward, t.dkv, t.dq))
+
+    def keys(block_q, block_k):
+        loaded = key_blocks(p, block_q, block_k) * block_k
+        stop = np.arange(block_q, p.T + block_q, block_q)
+        return int((np.minimum(loaded, stop) if p.causal else loaded).sum())
+
+    forward = tiled(p, x, key_blocks(p, *x), 2, q + keys(*x) * pair, q + 2 * rows, alpha=1)
+    visits = query_blocks(p, *y)
+    loaded = int(visits.sum()) * y[0] * (pair + 8 * p.B * p.N)  # with lse and delta
+    lists = 16 * p.B * p.N * visits.size  # which blocks a program visits
+    dkv = tiled(p, y, visits, 4, 2 * q + loaded + lists, 2 * q)
+    dq = tiled(p, z, key_blocks(p, *z), 3, (p.T + keys(*z)) * pair + 2 * rows, q)
+    delta = Cost(0, 0, 2 * q + 3 * rows, q + 2 * rows)
+    return dict(forward=forward), dict(delta=delta, dkv=dkv, dq=dq)
 
 
-def temporaries(p, args, timed) -> tuple[dict, str]:
-    """As XLA counts them, by generation, and on what; or none, and why."""
-    if timed:
-        rows = times.as_the_paper(timed["shape"])
-        return {
-            row.name: row.temporary_bytes for row in rows if row.temporary_bytes is not None
-        }, machine.device()
-    return ({}, "--counts") if args.counts else compiled.temporaries(SECOND, p)
+def hopper(p: Attention, t) -> tuple[dict[str, Cost], dict[str, Cost]]:
+    """FlashAttention-3. The warpgroups of a CTA share K and V, whole blocks of which TMA copies;
+    each computes the blocks that its 64 rows see. m and l leave the kernel as one number, in rows
+    of whole tiles."""
+    q, rows, pair = p.tensor, p.rows, 4 * p.B * p.N * p.H
+    x, y, z = ((b.block_q, b.block_k) for b in (t.forward, t.dkv, t.dq))
+    blocks, size = key_blocks(p, *x), 4 * p.B * p.N
+    # a warpgroup whose rows lie beyond the last computes what the last rows see
+    warpgroups = np.minimum(np.arange(blocks.size * x[0] // 64), p.T // 64 - 1)
+    visits = key_blocks(p, 64, x[1])[warpgroups]
+    loaded = int(np.minimum(blocks * x[1], p.T).sum()) * pair
+    written = q + size * blocks.size * x[0]
+    forward = tiled(p, (64, x[1]), visits, 2, q + loaded, written, alpha=1)
+    visits = query_blocks(p, *y)
+    loaded = int(visits.sum()) * y[0] * (pair + 2 * size)
+    dkv = tiled(p, y, visits, 4, 2 * q + loaded, 2 * q)
+    visits = key_blocks(p, *z)
+    dq = tiled(p, z, visits, 3, (p.T + int(visits.sum()) * z[1]) * pair + 2 * rows, q)
+    return dict(forward=forward), dict(delta=Cost(0, 0, 2 * q + 2 * rows, 2 * rows), dkv=dkv, dq=dq)
 
 
-def write(
-    args, p, facts: dict, timed: dict[str, list], counted: dict, more: dict
-) -> list[pathlib.Path]:
-    args.out.mkdir(parents=True, exist_ok=True)
-    picture, pictures = args.figure or args.out / "generations.svg", []
-    figure.write(picture, figure.counted(p, **counted))
-    if timed:
-        pictures.append(args.out / "generations-times.png")
-        title = f"{facts['device']}; {facts['versions']}; {facts['commit']}; {facts['date']}"
-        figure.write(
-            pictures[0],
-            figure.timed(
-                title, timed["shape"], timed["lengths"], counted["blocks"], timed["tiles"]
-            ),
-        )
-    data = args.out / "generations.json"
-    results = dict(facts=facts, published=_published(), **counted, **more)
-    results |= {f"timed, {name}": rows for name, rows in timed.items()}
-    data.write_text(json.dumps(_plain(results), indent=1) + "\n")
-    return [data, picture, *pictures]
+class Generation(NamedTuple):
+    """A row of the table."""
+
+    implementation: str
+    costs: Callable  # (problem, tiles) -> Cost by kernel, of the forward and of the backward
+    memory: Callable  # bytes beyond operands and results at the worst moment of either
+    color: str
 
 
-def _published() -> dict:
-    return {
-        name: getattr(published, name.upper()) for name in ("gflops", "gigabytes", "milliseconds")
+GENERATIONS = {
+    # S, P and the statistics; in the backward S, dP, P, dS
+    "standard": Generation("standard", standard, lambda p: 12 * p.scores + 2 * p.rows, "#8c8c8c"),
+    "standard, online softmax": Generation(
+        "standard",
+        lambda p, t: standard(p, t, passes=2),
+        lambda p: 12 * p.scores + 2 * p.rows,
+        "#bdbdbd",
+    ),
+    # O or dQ in float32
+    "flash1": Generation("flash1", flash1, lambda p: 2 * p.tensor + 2 * p.rows, "#f0b040"),
+    # dO with the factor that m and l leave, lse and delta
+    "triton (FlashAttention-2)": Generation(
+        "triton", triton, lambda p: p.tensor + 2 * p.rows, "#3b76af"
+    ),
+    "hopper (FlashAttention-3)": Generation("hopper", hopper, lambda p: 2 * p.rows, "#9467bd"),
+}
+
+
+def kernels(name: str, p: Attention) -> dict[str, Cost]:
+    """Of the forward and the backward, each by its name."""
+    generation = GENERATIONS[name]
+    forward, backward = generation.costs(p, p.tiles(generation.implementation))
+    return {f"forward: {k}": cost for k, cost in forward.items()} | {
+        f"backward: {k}": cost for k, cost in backward.items()
     }
 
 
-def _plain(x):
-    """For JSON: tuples with names as objects."""
-    if dataclasses.is_dataclass(x):
-        return _plain(vars(x) | dict(median=x.median))
-    if hasattr(x, "_asdict"):
-        return _plain(x._asdict())
-    if isinstance(x, dict):
-        return {name: _plain(value) for name, value in x.items()}
-    return [_plain(one) for one in x] if isinstance(x, list | tuple) else x
+# ---- the table ----
 
 
-# ---- what is asked, and what it says first ----
-
-
-def parse(argv) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__.split("\n\n")[1],
-        epilog="Exit status 1: a generation's results were wrong, or it failed.",
-        formatter_class=Help,
-    )
-    add = parser.add_argument
-    add("--counts", action="store_true", help="counts alone: nothing is compiled or timed")
-    add(
-        "--lengths",
-        nargs="+",
-        type=positive,
-        metavar="T",
-        default=[128, 256, 512, 1024, 2048, 4096],
-        help="sequence lengths",
-    )
-    add(
-        "--blocks",
-        nargs="+",
-        type=_block,
-        metavar="B",
-        default=[16, 32, 64, 128, 256, 512],
-        help="keys of flash1's tiles",
-    )
-    add(
-        "--tokens",
-        type=positive,
-        metavar="N",
-        default=16384,
-        help="in all, at each length that is timed",
-    )
-    add(
-        "--repeats",
-        type=positive,
-        metavar="R",
-        default=5,
-        help="rounds, each of which times each generation once",
-    )
-    add(
-        "--jobs",
-        type=positive,
-        metavar="J",
-        default=min(8, os.cpu_count() or 1),
-        help="how many programs compile at a time",
-    )
-    add(
-        "--out",
-        type=pathlib.Path,
-        metavar="DIR",
-        default=pathlib.Path("runs/generations"),
-        help="folder of the results",
-    )
-    add(
-        "--figure",
-        type=pathlib.Path,
-        metavar="FILE",
-        help="the picture of the counts, .svg or .png; in DIR if left out",
-    )
-    return parser.parse_args(argv)
-
-
-def _block(text: str) -> int:
-    block = positive(text)
-    if block < 16 or block & (block - 1):
-        raise argparse.ArgumentTypeError(
-            f"must be a power of two from 16 on, as Triton wants tiles; got {block}"
+def table(p: Attention) -> list[tuple[str, ...]]:
+    """Rows of text; the paper's two as it printed them."""
+    rows = []
+    for name, generation in GENERATIONS.items():
+        costs = kernels(name, p)
+        cost = total(costs)
+        gpus = [SECOND] if generation.implementation == "hopper" else [FIRST, SECOND]
+        times = {gpu: f"{GPUS[gpu].roofline(costs, 'float16') * 1e3:.2f}" for gpu in gpus}
+        rows.append(
+            (
+                name,
+                f"{cost.matrix / (2 * p.scores * p.H):.4g}",
+                f"{cost.matrix / 1e9:.0f}",
+                f"{cost.exponentials / 1e9:.2f}",
+                f"{cost.bytes / 1e9:.2f}",
+                f"{generation.memory(p) / 1e6:,.0f}",
+                *(times.get(gpu, "cannot run") for gpu in (FIRST, SECOND)),
+            )
         )
-    return block
+    return rows
 
 
-def print_header(args, p) -> dict[str, str]:
-    facts = dict(
-        device=machine.device(),
-        versions=f"jax {jax.__version__}, Python {platform.python_version()}, pallas_flash "
-        f"{pallas_flash.__version__}",
-        commit=machine.commit(),
-        date=f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC",
-        shape=f"GPT-2 medium: B{p.batch} T{p.queries} N{p.heads} H{p.head_size} {p.dtype}, forward "
-        "and backward; the paper's"
-        " had a mask and dropout",
-        bytes="asked of device memory; a cache may serve some of them",
-        roofline="each kernel as long as its busiest unit at its peak rate, if no cache serves a "
-        "load: computed, not measured",
+HEADER = ("", "products", "GFLOPs", "10⁹ exp", "GB", "MB extra", f"ms, {FIRST}", f"ms, {SECOND}")
+
+
+def printed() -> list[tuple[str, ...]]:
+    """What the paper says."""
+    return [
+        (PAPER.format(name), "", f"{flops}", "", f"{size}", "", f"{ms} measured", "")
+        for name, (flops, size, ms) in PRINTED.items()
+    ]
+
+
+# ---- the picture ----
+
+UNITS = dict(memory="#b5524b", products="#3b76af", exponentials="#5aa469")
+LENGTHS = [128, 256, 512, 1024, 2048, 4096]
+
+
+def draw(p: Attention) -> Figure:
+    figure = Figure(figsize=(12, 4.2))
+    # no layout engine: the same anywhere
+    left, middle, right = figure.subplots(
+        1, 3, gridspec_kw=dict(left=0.18, right=0.99, top=0.83, bottom=0.13, wspace=0.25)
     )
-    if args.counts:
-        facts["no times"] = "--counts"
-    elif machine.on_gpu():
-        facts |= dict(
-            times=f"median of {args.repeats} rounds, interleaved",
-            clock=clock.detect(),
-            gpu=machine.limits(),
+    figure.suptitle(
+        f"Forward and backward of attention, counted, not measured: batch {p.B}, {p.N} heads of "
+        f"{p.H}, {p.T} queries and keys, 16 bits",
+        fontsize=11,
+    )
+    draw_bytes(left, {name: total(kernels(name, p)).bytes / 1e9 for name in GENERATIONS})
+    draw_units(middle, {name: total(kernels(name, p)) for name in GENERATIONS})
+    draw_memory(right, p)
+    for axes in (left, middle, right):
+        axes.spines[["top", "right"]].set_visible(False)
+    for axes in (middle, left):
+        axes.invert_yaxis()
+    middle.set_yticks([])
+    return figure
+
+
+def draw_bytes(axes, gigabytes: dict[str, float]):
+    bars = axes.barh(
+        list(gigabytes), gigabytes.values(), color=[g.color for g in GENERATIONS.values()]
+    )
+    axes.bar_label(bars, fmt="{:.1f}", padding=3, fontsize=9)
+    axes.set(xlabel="GB", title="Read from and written to device memory")
+
+
+def draw_units(axes, costs: dict[str, Cost]):
+    width = 0.27
+    for number, (unit, color) in enumerate(UNITS.items()):
+        ms = [GPUS[SECOND].seconds(cost, "float16")[unit] * 1e3 for cost in costs.values()]
+        bars = axes.barh(
+            np.arange(len(ms)) + (number - 1) * width, ms, width, color=color, label=unit
         )
-    else:
-        facts["no times"] = "there is no GPU, and Pallas' interpreter tells nothing of one"
-    for name, text in facts.items():
-        print(f"{name:<11}{text}", flush=True)
-    return facts
+        axes.bar_label(bars, fmt="{:.2g}", padding=3, fontsize=8)
+    axes.legend(frameon=False, loc="lower right")
+    axes.set(xlabel="ms", title=f"Time of each unit of an {SECOND} at its peak")
+
+
+def draw_memory(axes, p: Attention):
+    for name, generation in GENERATIONS.items():
+        if "online" not in name:
+            sizes = [generation.memory(p._replace(B=1, T=length)) / 1e6 for length in LENGTHS]
+            axes.plot(
+                LENGTHS, sizes, marker="o", markersize=3.5, color=generation.color, label=name
+            )
+    axes.set(
+        xlabel="length T",
+        xscale="log",
+        yscale="log",
+        ylim=(None, 1e5),
+        ylabel="MB for one sequence",
+    )
+    axes.set_xticks(LENGTHS, map(str, LENGTHS))
+    axes.minorticks_off()
+    axes.set_title("Memory beyond operands and results")
+    axes.legend(frameon=False, fontsize=8.5)
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[1])
+    parser.add_argument(
+        "--out", type=pathlib.Path, metavar="FILE", default=FIGURE, help="the picture (%(default)s)"
+    )
+    args, p = parser.parse_args(argv), GPT2_MEDIUM
+    print_table(HEADER, [*printed(), *table(p)])
+    products = [2 * products * p.scores * p.H / 1e9 for products in (6, 7)]
+    print(f"\n{NOTE.format(*(f'{flops:.0f}' for flops in products))}")
+    with matplotlib.rc_context({"font.size": 9.5, "svg.hashsalt": "generations"}):
+        draw(p).savefig(args.out, metadata=dict(Date=None, Creator=None), facecolor="white")
+    print(f"\nwritten    {args.out}")
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

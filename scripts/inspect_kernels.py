@@ -294,8 +294,8 @@ def visible_pairs(args) -> int:
 def works(call: dict, pairs: int) -> dict:
     """The least `Cost` of each pass, by name: products for the `pairs` of a query and a key that it
     sees, an exponential for each of them in each kernel, each array moved once in each kernel,
-    whatever the mask. `accounting` counts what an implementation does, which is more, whole tiles
-    and arrays moved for each tile that needs them, and refuses masks with data and a bias.
+    whatever the mask. An implementation does more: whole tiles, and arrays moved again for each
+    tile that needs them.
 
     The forward has two products, Q K^T and P V; a backward in one kernel has five, Q K^T, dO V^T,
     P^T dO, dS K and dS^T Q, and in two, for dQ and for dK with dV, seven, since both need the first
@@ -325,7 +325,6 @@ def least(name: str, cost, args) -> dict:
     """A pass with the seconds that each part of it takes alone at the GPU's peaks; all of it takes
     no less than the slowest."""
     seconds = args.gpu.seconds(cost, args.dtype)
-    del seconds["float32"]  # what is neither a product nor an exponential is not counted here
     amounts = dict(name=name, flops=cost.matrix, exponentials=cost.exponentials, bytes=cost.bytes)
     return amounts | dict(seconds=seconds, least_seconds=max(seconds.values()))
 

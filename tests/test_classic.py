@@ -9,9 +9,10 @@ import test_attention
 import test_transforms
 from cases import SIZES, Sizes, bias, dense_mask, qkv
 from check import check, cotangents, run
+from observation import attention, observe
 from selection import whole_but
 
-from pallas_flash import accounting, explain, flash_attention, online_softmax
+from pallas_flash import explain, flash_attention, online_softmax
 from pallas_flash.kernels.classic import flash1, standard
 
 # Contracts of every implementation, here on these two.
@@ -87,7 +88,7 @@ def test_a_bias_is_added_and_differentiated_by_standard_attention(letters, rng, 
 
 def test_both_forms_of_the_softmax_give_the_same(rng):
     z = Sizes()
-    attend = lambda online: accounting.attention(
+    attend = lambda online: attention(
         "standard", standard.Tiles(16, 32, online), is_causal=True, query_offset=-5
     )
     safe, online = (attend(form)(*qkv(np.random.default_rng(0), z)) for form in (False, True))
@@ -100,10 +101,8 @@ def test_flash1_is_exact_for_the_keys_so_far_after_every_tile_of_keys(rng):
     z, tiles = Sizes(B=1, N=1, K=1), flash1.Tiles(16, 16)
     q, k, v = qkv(rng, z)
     stored = {"outputs[0]": [], "outputs[1]": [], "outputs[2]": []}
-    attend = accounting.attention("flash1", tiles, local_window_size=(9, 20))
-    accounting.observe(
-        attend, q, k, v, watch=lambda kernel, array, value: stored[array].append(value.ravel())
-    )
+    attend = attention("flash1", tiles, local_window_size=(9, 20))
+    observe(attend, q, k, v, watch=lambda kernel, array, value: stored[array].append(value.ravel()))
     # 3 tiles of queries
     by_key_tile = lambda values: [
         np.concatenate(values[i : i + 3]) for i in range(0, len(values), 3)

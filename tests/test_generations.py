@@ -1,204 +1,109 @@
-"""scripts/generations.py as its user meets it: its counts are those of the accounting, and stand
-without a GPU."""
+"""scripts/generations.py counts what the kernels do, and its picture is what it counts today."""
 
-import itertools
 import json
-import pathlib
 import re
+import subprocess
+import sys
 
+import jax
 import pytest
-from matplotlib import image
+from observation import attention, observe
 from pictures import assert_same
 
-from pallas_flash import accounting
-from pallas_flash.accounting import published
-from scripts import generations
-from scripts.bench import machine
-from scripts.history import compiled, counts, times
+from pallas_flash import autodiff
+from pallas_flash.accounting import Cost, total
+from pallas_flash.kernels import device
+from scripts import generations, gpu_code
+from scripts.generations import FIGURE, GENERATIONS, GPT2_MEDIUM, ROOT, Attention
 
-ROOT = pathlib.Path(__file__).parents[1]
-FIGURE = ROOT / "pallas_flash" / "design" / "generations.svg"
+hopper = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11, 2), reason="the Hopper kernels need jax 0.11.2"
+)
+NAMES = [pytest.param(n, marks=hopper if n.startswith("hopper") else ()) for n in GENERATIONS]
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """What the command writes, of counts alone, by its defaults; and what it prints."""
+    """The picture of the command, and what it prints."""
     with pytest.MonkeyPatch.context() as patch:
-        printed = []
-        patch.setattr(
-            "builtins.print", lambda *words, **_: printed.append(" ".join(map(str, words)))
-        )
-        folder = tmp_path_factory.mktemp("generations")
-        assert generations.main(["--counts", "--out", str(folder)]) == 0
-    return folder, "\n".join(printed)
+        lines, path = [], tmp_path_factory.mktemp("generations") / "generations.svg"
+        patch.setattr("builtins.print", lambda *words, **_: lines.append(" ".join(map(str, words))))
+        generations.main(["--out", str(path)])
+    return path, "\n".join(lines)
 
 
-def row_of(printed, name):
-    """Of the first table that has it."""
-    return (
-        re.search(rf"^\| {re.escape(name)} +\|(.*)\|$", printed, re.MULTILINE).group(1).split("|")
-    )
+@pytest.mark.parametrize("shape", [(1, 256, 2, 64), (1, 384, 1, 128, True)], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_formulas_are_what_the_kernels_load_store_and_compute(name, shape, monkeypatch):
+    p = Attention(*shape)
+    implementation = GENERATIONS[name].implementation
+    tiles = p.tiles(implementation)
+    if "online" in name:
+        tiles = tiles._replace(online=True)
+    if implementation == "hopper":  # it is traced, not run
+        monkeypatch.setattr(device, "interpret", True)
+    autodiff._attend_jit.clear_cache()
+    attend = attention(implementation, tiles, is_causal=p.causal)
+    x = jax.ShapeDtypeStruct((p.B, p.T, p.N, p.H), "float16")
+    forward = observe(attend, x, x, x)
+    both = observe(lambda q, k, v, do: jax.vjp(attend, q, k, v)[1](do), x, x, x, x)
+    autodiff._attend_jit.clear_cache()
+    by_xla = ("delta", "cast")
+    costs = {n: c for n, c in generations.kernels(name, p).items() if not n.endswith(by_xla)}
+    assert observed(both) == total(costs)
+    assert observed(forward) == total({n: c for n, c in costs.items() if n.startswith("forward")})
 
 
-@pytest.mark.whole
-def test_the_paper_stands_beside_its_formulas_and_the_kernels(run):
-    _, printed = run
-    p = published.gpt2_medium()
-    numbers = lambda name: [cell.strip() for cell in row_of(printed, name)]
-    for name, kernels in (("standard", published.frameworks(p)), ("flash", published.flash(p))):
-        line = numbers(f"{name}, as printed")
-        assert (line[1], line[4]) == (str(published.GFLOPS[name]), str(published.GIGABYTES[name]))
-        assert line[7] == f"{published.MILLISECONDS[name]} on an A100"
-        assert float(numbers(f"{name}, the paper's formulas")[4]) == pytest.approx(
-            published.GIGABYTES[name], rel=0.1
-        )
-        assert float(numbers(f"{name}, the paper's formulas")[1]) == pytest.approx(
-            accounting.total(kernels).matrix / 1e9, abs=0.5
-        )
-    for name in counts.GENERATIONS:
-        whole = accounting.total(counts.kernels_of(name, p))
-        assert float(numbers(name)[4]) == pytest.approx(whole.bytes / 1e9, abs=0.005)
-        assert numbers(name)[7] == ""  # no time without a GPU
-    assert numbers("hopper")[5] == "cannot run"
-    assert "no times   --counts" in printed
+def observed(kernels) -> Cost:
+    work = [(k.operations["matrix"], k.operations["exponentials"]) for k in kernels.values()]
+    bytes_ = [(k.reads.total(), k.writes.total()) for k in kernels.values()]
+    return Cost(*(sum(x) for x in (*zip(*work, strict=True), *zip(*bytes_, strict=True))))
 
 
-@pytest.mark.whole
-def test_the_notes_derive_what_the_paper_printed(run):
-    _, printed = run
-    assert (
-        "75.2 - 66.6 = 8.6: the one product that flash computes again, of one head, is 8.59"
-        in printed
-    )
-    assert re.search(r"the formulas give 67.65, \+1.6%, and 76.24, \+1.4%", printed)
-    assert re.search(
-        r"without the zeros that algorithm 4 writes to dK and dV first, 4.38, -0.5%", printed
-    )
+@hopper
+def test_the_table_shows_the_paper_beside_the_kernels(run):
+    rows = re.findall(r"^\| (.*?) *\|(.*)\|$", run[1], re.MULTILINE)
+    cells = {name: [cell.strip() for cell in row.split("|")] for name, row in rows}
+    assert cells["the paper's standard, as printed"][1:6:2] == ["66.6", "40.3", "41.7 measured"]
+    for name in GENERATIONS:
+        cost = total(generations.kernels(name, GPT2_MEDIUM))
+        assert float(cells[name][3]) == pytest.approx(cost.bytes / 1e9, abs=0.005)
+    assert cells["hopper (FlashAttention-3)"][5] == "cannot run"
 
 
-@pytest.mark.parametrize("shape", [(64, 1024, 16, 64), (2, 768, 3, 128)], ids=str)
-def test_every_step_from_the_papers_bytes_to_the_kernels_is_accounted_for(shape):
-    """The steps are formulas of their own; no step is what is left over."""
-    p = counts.the_problem(*shape)
-    ways = counts.ways(p)
-    assert [way.stop for way in ways] == list(counts.GENERATIONS)
-    for way in ways:
-        assert way.end == accounting.total(counts.kernels_of(way.stop, p)).bytes, way.stop
-
-
-@pytest.mark.whole
-def test_memory_of_flash_is_linear_and_the_published_ratios_follow():
-    rows = [
-        row
-        for row in counts.by_length(published.gpt2_medium(), [1024, 2048, 4096])
-        if not row.causal
-    ]
-    for one, twice in itertools.pairwise(rows):
-        assert twice.extra["standard"] > 3.9 * one.extra["standard"]
-        for name in ("flash1", "triton", "hopper"):
-            assert twice.extra[name] == 2 * one.extra[name]
-    ratios = [(row.arrays + row.kept) / (row.arrays + row.flash) for row in rows[1:]]
-    assert ratios == pytest.approx(counts.PUBLISHED_MEMORY, rel=0.1)
-
-
-def test_larger_tiles_move_fewer_bytes_and_never_less_than_the_bound():
-    rows = counts.by_block(published.gpt2_medium(), [16, 64, 256])
-    assert (
-        rows[0].forward > rows[1].forward > rows[2].forward
-        and rows[0].backward > rows[1].backward > rows[2].backward
-    )
-    assert all(12 < row.forward / row.bound < 36 for row in rows)
-
-
-@pytest.mark.whole
-def test_the_json_holds_what_was_printed(run):
-    folder, _ = run
-    data = json.loads((folder / "generations.json").read_text())
-    assert data["published"]["gigabytes"] == published.GIGABYTES
-    assert (
-        set(data["table"]) > set(counts.GENERATIONS)
-        and len(data["lengths"]) == 12
-        and len(data["blocks"]) == 6
-    )
-    assert (
-        data["ways"][0]["begin"] + sum(step for _, step in data["ways"][0]["steps"])
-        == data["table"]["standard"]["bytes"]
-    )
-
-
-@pytest.mark.whole
-def test_the_committed_figure_shows_what_is_counted_today(run):
-    folder, _ = run
-    again = f"stale: run python scripts/generations.py --counts --figure {FIGURE.relative_to(ROOT)}"
-    assert_same(FIGURE, folder / "generations.svg", again)
-
-
-def test_readme_shows_the_figure():
+@hopper
+def test_the_committed_picture_shows_what_is_counted_today(run):
+    assert_same(FIGURE, run[0], "stale: run python scripts/generations.py")
     assert f"]({FIGURE.relative_to(ROOT)})" in (ROOT / "README.md").read_text()
 
 
-# ---- compiled memory ----
+COMPILE = """
+import json, pathlib, sys
+from scripts import gpu_code
+gpu_code.prepare(pathlib.Path(sys.argv[1]))
+import jax
+from pallas_flash import flash_attention
+from pallas_flash.accounting import GPUS
+from scripts.generations import GENERATIONS, GPT2_MEDIUM as p
 
-
-def test_where_nothing_can_be_compiled_it_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(
-        compiled.gpu_code, "missing", lambda: "it needs wheels: pip install -e '.[compile]'"
-    )
-    assert compiled.temporaries("H200", published.gpt2_medium()) == (
-        {},
-        "it needs wheels: pip install -e '.[compile]'",
-    )
+x, found = jax.ShapeDtypeStruct((p.B, p.T, p.N, p.H), "float16"), {}
+for name in {generation.implementation for generation in GENERATIONS.values()}:
+    def both(q, k, v, do):
+        o, vjp = jax.vjp(lambda *x: flash_attention(*x, implementation=name), q, k, v)
+        return o, *vjp(do)
+    program = gpu_code.compiled(GPUS["H200"], both, x, x, x, x)
+    found[name] = program.memory_analysis().temp_size_in_bytes
+print(json.dumps(found))
+"""
 
 
 @pytest.mark.skipif(
-    compiled.gpu_code.missing() is not None,
-    reason=f"compiling for a GPU: {compiled.gpu_code.missing()}",
+    gpu_code.missing() is not None, reason=f"compiling for a GPU: {gpu_code.missing()}"
 )
-def test_compiled_memory_is_what_the_formulas_say():
-    p = published.gpt2_medium()
-    found, gpu = compiled.temporaries("H200", p)
-    assert gpu == "H200" and set(counts.GENERATIONS) == set(found)
-    for name, temporary in found.items():
-        assert temporary == pytest.approx(counts.memory(name, p), rel=0.02), name
-
-
-# ---- as on a GPU ----
-
-
-@pytest.mark.whole
-def test_on_a_gpu_it_times_every_generation_and_says_what_could_not_run(
-    tmp_path, capsys, monkeypatch
-):
-    monkeypatch.setattr(machine, "on_gpu", lambda: True)
-    monkeypatch.setattr(machine, "_query", lambda names: ["no-such-program"])
-    monkeypatch.setattr(times, "GENERATIONS", ("standard", "flash1", "hopper"))
-    monkeypatch.setattr(published, "gpt2_medium", lambda: counts.the_problem(1, 32, 1, 64))
-    assert (
-        generations.main(
-            f"--lengths 32 --tokens 32 --blocks 16 --repeats 2 --out {tmp_path}".split()
-        )
-        == 0
-    )
-    printed = capsys.readouterr().out
-    timed = {
-        name: rows
-        for name, rows in json.loads((tmp_path / "generations.json").read_text()).items()
-        if "timed" in name
-    }
-    assert [len(rows) for rows in timed.values()] == [3 * 3 * 2, 3 * 2, 2]
-    for row in itertools.chain(*timed.values()):
-        assert row["status"] == ("not run" if row["name"] == "hopper" else "ok"), row["reason"]
-    assert re.search(
-        r"^not run +hopper, .*: implementation 'hopper' cannot run", printed, re.MULTILINE
-    )
-    assert re.search(r"^\| 32 +\| full +\| time +\| +\| +[\d.]+ +\|", printed, re.MULTILINE)
-    assert image.imread(tmp_path / "generations-times.png").std() > 0.01
-
-
-def test_a_block_that_triton_cannot_have_is_refused(capsys):
-    with pytest.raises(SystemExit):
-        generations.main(["--blocks", "48"])
-    assert (
-        "must be a power of two from 16 on, as Triton wants tiles; got 48"
-        in capsys.readouterr().err
-    )
+def test_compiled_memory_is_what_the_formulas_say(tmp_path):
+    command = [sys.executable, "-c", COMPILE, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout)
+    for name, generation in GENERATIONS.items():
+        temporary = found[generation.implementation]
+        assert temporary == pytest.approx(generation.memory(GPT2_MEDIUM), rel=0.02), name

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import AbstractDevice
@@ -10,22 +10,27 @@ from jax.sharding import AbstractDevice
 # parameters of jax's GPU interpreter: tests put them here, and a Hopper GPU is simulated
 interpret: Any = None
 
-# By words of the device's kind, the first that it has.
-CAPABILITIES = {
-    "A100": (8, 0),
-    "A10": (8, 6),
-    "GeForce RTX 30": (8, 6),
-    "L4": (8, 9),
-    "GeForce RTX 40": (8, 9),
+
+class Family(NamedTuple):
+    """GPUs of one architecture."""
+
+    capability: tuple[int, int]
+    cores: int = 132  # streaming multiprocessors; an H100's where a family's GPUs differ
+
+
+# By a word of the device's kind, of which the first that matches counts.
+FAMILIES = {
+    "A100": Family((8, 0), 108),
+    "A10": Family((8, 6)),
+    "GeForce RTX 30": Family((8, 6)),
+    "L4": Family((8, 9)),
+    "GeForce RTX 40": Family((8, 9)),
+    "H100": Family((9, 0), 132),
+    "H200": Family((9, 0), 132),
+    "B200": Family((10, 0), 148),
+    "GeForce RTX 50": Family((12, 0)),
+    "RTX PRO": Family((12, 0)),
 }
-CAPABILITIES |= {
-    "H100": (9, 0),
-    "H200": (9, 0),
-    "B200": (10, 0),
-    "GeForce RTX 50": (12, 0),
-    "RTX PRO": (12, 0),
-}
-PROCESSORS = {"A100": 108, "H100": 132, "H200": 132, "B200": 148}
 
 
 def here() -> jax.Device | AbstractDevice:
@@ -104,26 +109,24 @@ def compute_capability() -> float | None:
     found = here()
     if found.platform != "gpu":
         return None
-    of_kind = (
-        major + minor / 10
-        for word, (major, minor) in CAPABILITIES.items()
-        if word in found.device_kind
-    )
     try:
         return float(found.compute_capability)
-    except AttributeError:  # it is not here
-        return next(of_kind, None)
+    except AttributeError:  # an AbstractDevice
+        family = _family(found)
+        return family and family.capability[0] + family.capability[1] / 10
     except ValueError:  # AMD's have names
         return None
 
 
 def processors() -> int:
-    """How many multiprocessors it has, of which a part of a GPU has fewer; where there is none, as
-    many as an H100."""
+    """Streaming multiprocessors of the GPU that a call is for, fewer for a part of a GPU; where
+    there is none, those of an H100."""
     found = here()
     if found.platform != "gpu":
-        return PROCESSORS["H100"]
+        return FAMILIES["H100"].cores
     known = getattr(found, "core_count", None) or getattr(found, "num_cores", None)
-    return known or next(
-        (n for word, n in PROCESSORS.items() if word in found.device_kind), PROCESSORS["H100"]
-    )
+    return known or (_family(found) or FAMILIES["H100"]).cores
+
+
+def _family(found: jax.Device | AbstractDevice) -> Family | None:
+    return next((family for word, family in FAMILIES.items() if word in found.device_kind), None)

@@ -1,51 +1,69 @@
-"""The facts of GPUs, as NVIDIA's datasheets, whitepapers and tuning guides state them, and times at
-the peaks."""
+"""Facts of GPUs, and the time that work takes at their peak rates (a roofline).
+
+The facts are those of NVIDIA's datasheets, whitepapers and tuning guides.
+"""
 
 from typing import NamedTuple
 
-from pallas_flash.accounting.costs import Cost
-from pallas_flash.kernels.device import CAPABILITIES
+from pallas_flash.kernels.device import FAMILIES
+
+__all__ = ["GPU", "GPUS", "Cost", "name_of", "total"]
+
+
+class Cost(NamedTuple):
+    """The work of one or more kernels."""
+
+    matrix: int = 0  # FLOPs of matrix products
+    exponentials: int = 0
+    reads: int = 0  # bytes from device memory
+    writes: int = 0
+
+    @property
+    def bytes(self) -> int:
+        return self.reads + self.writes
+
+
+def total(kernels: dict[str, Cost]) -> Cost:
+    """The sum over kernels."""
+    return Cost(*map(sum, zip(*kernels.values(), strict=True)))
 
 
 class GPU(NamedTuple):
-    """Its times are at the peaks of its datasheet: no GPU is faster, but where a cache serves a
-    load."""
+    """One GPU. Its times are lower bounds, unless a cache serves some of the loads."""
 
-    kind: str  # jax's name of the device
+    kind: str  # jax.Device.device_kind
     capability: tuple[int, int]
     cores: int  # streaming multiprocessors
-    clock: float  # Hz, at which the peak of products is stated
-    products: float  # FLOP/s of dense 16-bit products
+    clock: float  # Hz, at which the peak of the tensor cores is stated
+    products: float  # FLOP/s of dense 16-bit matrix products
     float32: float  # FLOP/s
     bandwidth: float  # bytes/s of device memory
     memory: int  # bytes
     l2: int  # bytes
-    shared_memory: int  # bytes of a core; a program can have 1024 less
-    registers: int  # of a core, 4 bytes each
+    shared_memory: int  # bytes of a multiprocessor; a CTA can have 1024 less
+    registers: int  # of a multiprocessor, 4 bytes each
 
     @property
     def exponentials(self) -> float:
-        """A second: 16 a clock and core."""
+        """Per second: a multiprocessor computes 16 per clock."""
         return 16 * self.cores * self.clock
 
     def seconds(self, cost: Cost, dtype: str) -> dict[str, float]:
-        """How long each unit of the GPU is busy; float32 products are computed in float32 too."""
+        """How long each unit is busy; float32 products are computed in float32, not TF32."""
         return dict(
             products=cost.matrix / (self.float32 if dtype == "float32" else self.products),
-            float32=cost.other / self.float32,
             exponentials=cost.exponentials / self.exponentials,
             memory=cost.bytes / self.bandwidth,
         )
 
     def roofline(self, kernels: dict[str, Cost], dtype: str) -> float:
-        """The seconds that kernels take one after another, each as long as its busiest unit."""
+        """Seconds of kernels that run one after another, each as long as its busiest unit."""
         return sum(max(self.seconds(cost, dtype).values()) for cost in kernels.values())
 
 
 _A100 = GPU(
-    kind="NVIDIA A100-SXM4-80GB",
-    capability=CAPABILITIES["A100"],
-    cores=108,
+    "NVIDIA A100-SXM4-80GB",
+    *FAMILIES["A100"],
     clock=1.41e9,
     products=312e12,
     float32=19.5e12,
@@ -56,9 +74,8 @@ _A100 = GPU(
     registers=65536,
 )
 _H100 = GPU(
-    kind="NVIDIA H100 80GB HBM3",
-    capability=CAPABILITIES["H100"],
-    cores=132,
+    "NVIDIA H100 80GB HBM3",
+    *FAMILIES["H100"],
     clock=1.83e9,
     products=989.4e12,
     float32=66.9e12,
@@ -77,5 +94,5 @@ GPUS = {
 
 
 def name_of(kind: str) -> str | None:
-    """The name in GPUS of a device, by its kind."""
+    """The key in GPUS of a device kind."""
     return next((name for name in GPUS if all(word in kind for word in name.split("-"))), None)
