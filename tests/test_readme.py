@@ -3,11 +3,13 @@ what the tree cites of scripts/results.md is there."""
 
 import pathlib
 import re
+import types
 
 import jax
 import pytest
 from selection import whole_but
 
+import pallas_flash.flax
 from pallas_flash import explain
 from setup import for_an_index
 
@@ -63,6 +65,17 @@ def test_a_link_leads_to_a_file_and_a_heading(name):
         there = (page.parent / path).resolve() if path else page
         assert there.exists(), target
         assert not heading or heading in anchors(there), target
+
+
+def test_the_reference_has_every_public_name():
+    named = set(
+        re.findall(r"^::: pallas_flash\.([\w.]+)$", (ROOT / "docs/api.md").read_text(), re.M)
+    )
+    for module in (pallas_flash, pallas_flash.flax, pallas_flash.masks, pallas_flash.scores):
+        folder = module.__name__.partition(".")[2]
+        for name in getattr(module, "__all__", ()):
+            if not isinstance(getattr(module, name), types.ModuleType):
+                assert f"{folder}.{name}".lstrip(".") in named
 
 
 def test_what_code_cites_of_results_is_a_heading_there():

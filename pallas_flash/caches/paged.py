@@ -165,8 +165,8 @@ def paged_attention(
         cu_seqlens_q[b] up to, not including, cu_seqlens_q[b + 1]: of some rows a prompt, of others
         one token, of others none. Tokens of no row get 0. Up to 64 K / N tokens of a row at a time
         are decoding, and no page is copied.
-      scale, is_causal, local_window_size, logits_soft_cap, sinks, score_mod, return_residual,
-        return_max_logits: as in `flash_attention`; causal by default.
+      scale, local_window_size, logits_soft_cap, sinks, score_mod: as in `flash_attention`.
+      is_causal, return_residual, return_max_logits: the same; causal by default.
       k_scales, v_scales: float32 [P, page, K], for pages of int8 or float8_e4m3fn: a key is its
         entry in the page times its scale, as `PagedCache` makes them. Pages that are read where
         they lie stay as they are in memory: logits and weights are multiplied by the scales. A copy
