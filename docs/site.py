@@ -1,5 +1,5 @@
-"""A hook of mkdocs: README.md and the other texts outside of docs/ are pages too, links between pages
-hold, and links to code are text."""
+"""A hook of mkdocs: README.md and the other texts outside of docs/ are pages too. Links between
+pages hold, and links to code are text."""
 
 import pathlib
 import posixpath
