@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_flash import checks, dropout, masks, online_softmax, scores
-from pallas_flash.masks import ResolvedMask
-from pallas_flash.rules.score import Score
+from pallas_flash.masks.resolved_mask import ResolvedMask
+from pallas_flash.mods.score_mod import BoundScoreMod
 from pallas_flash.sizes import HEADS_FIRST, Sizes
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -42,7 +42,7 @@ class Operands(NamedTuple):
     mask: jax.Array | None  # as the bias, bool
     resolved_mask: ResolvedMask  # with its int32 arrays
     seeds: jax.Array | None = None  # uint32 [B, N, 2], of dropout
-    score: Score | None = None  # with its arrays
+    score: BoundScoreMod | None = None  # with its arrays
 
     @property
     def differentiable(self) -> Gradients:
@@ -83,7 +83,7 @@ class Problem:
     deterministic: bool  # the same bits each time, in the backward too
     sinks: bool = False  # whether each head has one more logit
     dropped: int = 0  # of 256 weights
-    score: Score | None = None  # with shapes in place of its arrays
+    score: BoundScoreMod | None = None  # with shapes in place of its arrays
     max_logits: bool = False  # whether the largest logit of each row is asked for
 
     def of_part(self, x: Operands) -> "Problem":
@@ -134,7 +134,7 @@ class Problem:
         )
         extras = [f"mask: {p.resolved_mask}", f"scale {p.scale:.4g}"]
         extras += [f"soft cap {p.soft_cap:g}"] if p.soft_cap is not None else []
-        extras += [f"score_mod {p.score.rule}"] if p.score is not None else []
+        extras += [f"score_mod {p.score.mod}"] if p.score is not None else []
         extras += [f"bias {p.bias}"] if p.bias is not None else []
         extras += [f"dense mask {p.mask}"] if p.mask is not None else []
         extras += ["sinks"] if p.sinks else []
@@ -211,8 +211,8 @@ def normalise(
     qkv = _times(flat(query), factors, resolved_mask), flat(key), flat(value)
     score = None
     if score_mod is not None:
-        near = masks.offset_of_score(masks.parts(rules), sizes.offset(query_offset))
-        score = Score.of_call(scores.fitting(score_mod, N), checks.sums(query.dtype), near, B)
+        near = masks.score_mod_offset(masks.conjuncts(rules), sizes.offset(query_offset))
+        score = BoundScoreMod.bind(scores.fitting(score_mod, N), checks.sums(query.dtype), near, B)
     operands = Operands(*qkv, bias, sinks, mask, resolved_mask, seeds, score)
     problem = Problem(
         *(B, T, S, N, K, H, Hv),
@@ -256,14 +256,14 @@ def visible(
     B, T, S = (sizes.of[c] for c in "BTS")
     rules += _documents(sizes, query_segment_ids, key_value_segment_ids, T == S)
     whole = (_with_arrays(sizes, part) for part in masks.leaves(mask))
-    rules += masks.parts(masks.with_leaves(mask, whole))
+    rules += masks.conjuncts(masks.with_leaves(mask, whole))
     return masks.resolve(rules, B, T, S, sizes.offset(query_offset))
 
 
 def exact_part(part: masks.Mask) -> masks.Mask:
     """A mask with its arrays as int32; an int that stands for all batch rows stays."""
     prefix = type(part).__name__
-    if isinstance(part, masks.Kinds):
+    if isinstance(part, masks.BlockTypes):
         return part
     may_lack = lambda field: hasattr(type(part), field)  # it has a default
     arrays = {
@@ -336,7 +336,7 @@ def _times(query, factors, resolved_mask: ResolvedMask):
     leaves it."""
     if factors is None:
         return query
-    live = resolved_mask.live(jnp.arange(query.shape[1], dtype=jnp.int32))
+    live = resolved_mask.valid(jnp.arange(query.shape[1], dtype=jnp.int32))
     if live is not None:  # there may be NaN, which would reach the gradient of the factors
         query = jnp.where(live[:, :, None, None], query, 0)
     wide = checks.sums(query.dtype)
@@ -362,7 +362,7 @@ def _documents(sizes, query_ids, key_ids, square) -> list[masks.Mask]:
 
 def _with_arrays(sizes, part: masks.Mask) -> masks.Mask:
     part, arrays = exact_part(part), {}
-    if isinstance(part, masks.Kinds):
+    if isinstance(part, masks.BlockTypes):
         return part.fitting(sizes.of["B"], sizes.of["N"])
     for field, letters in part.ARRAYS.items():
         x, name = getattr(part, field), f"{type(part).__name__}.{field}"

@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from pallas_flash import derivative_modes, online_softmax
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.backends import Choice
-from pallas_flash.rules.reads import vary_alike
+from pallas_flash.devices.varying import vary_alike
 
 IN_FORWARD_MODE = ("blockwise", "reference")
 
@@ -92,7 +92,7 @@ def _backward(problem, choice, residuals, cotangents):
 
 def _of_live_rows(operands: Operands, do, dlse):
     """do [B, T, N, Hv] and dlse [B, N, T] with 0 for queries beyond their lengths."""
-    live = operands.resolved_mask.live(jnp.arange(do.shape[1], dtype=jnp.int32))
+    live = operands.resolved_mask.valid(jnp.arange(do.shape[1], dtype=jnp.int32))
     if live is None:
         return do, dlse
     return jnp.where(live[:, :, None, None], do, 0), jnp.where(live[:, None], dlse, 0)

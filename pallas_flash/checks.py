@@ -62,7 +62,7 @@ def array(name: str, x, more: str = ""):
     """x as a jax array; lists and numbers too, as jax takes them."""
     if not is_array(x) and not isinstance(x, list | tuple | int | float):
         hint = (
-            " Pass a function of your own as masks.Where(function), and call what makes a mask, "
+            " Pass a function of your own as masks.MaskMod(function), and call what makes a mask, "
             "as masks.Causal()."
         )
         raise TypeError(

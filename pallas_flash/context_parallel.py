@@ -13,7 +13,7 @@ from pallas_flash import arguments, checks, dropout, masks
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.devices import ring, sharding
 from pallas_flash.devices.call import arrays_of, letters_of, with_arrays
-from pallas_flash.rules.score import Score
+from pallas_flash.mods.score_mod import BoundScoreMod
 from pallas_flash.sizes import Sizes
 
 
@@ -166,7 +166,7 @@ def in_a_ring(
     numbers = loop.numbers(lax.axis_index(scheme.names))
     chunked = lambda x: x.reshape(B * C, x.shape[-3] // C, *x.shape[-2:])
     local = dict.fromkeys(SEEN) | dict(
-        is_causal=False, query_offset=0, resolved_mask=seen.of_chunks(B, numbers, T // C)
+        is_causal=False, query_offset=0, resolved_mask=seen.slice_chunks(B, numbers, T // C)
     )
     local |= dict(
         query=chunked(query), key=chunked(key), value=chunked(value), bias=None, mask=None
@@ -176,8 +176,8 @@ def in_a_ring(
             call["dropout_seeds"].reshape(B, 1, N, 2), numbers * (T // C), S // C
         )
     if (score := call["score_mod"]) is not None:
-        near = masks.offset_of_score(masks.parts(rule), sizes(T).offset(call["query_offset"]))
-        score = Score.of_call(score, checks.sums(query.dtype), near, B).of_chunks(
+        near = masks.score_mod_offset(masks.conjuncts(rule), sizes(T).offset(call["query_offset"]))
+        score = BoundScoreMod.bind(score, checks.sums(query.dtype), near, B).slice_chunks(
             B, numbers * (T // C)
         )
     problem, operands = arguments.normalise(**call | local | dict(score_mod=None))
@@ -249,7 +249,7 @@ def chosen(call: dict[str, Any]) -> dict[str, Any]:
         )
     # a map of all blocks is of no use to one device
     if context is not None and isinstance(call["mask"], masks.Mask):
-        call = call | dict(mask=masks.without_maps(call["mask"]))
+        call = call | dict(mask=masks.without_block_types(call["mask"]))
     return call | dict(context=context)
 
 

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 
 from pallas_flash import online_softmax, schedule
 from pallas_flash.arguments import Operands, Problem, shapes
+from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.online_softmax import SoftmaxState
-from pallas_flash.rules.resolved_mask import ResolvedMask
 
 ROWS = 64  # of one tile
 KEYS = 256  # fewer are few blocks, of which the ordinary forward reads each as fast
@@ -32,7 +32,7 @@ def takes(problem: Problem) -> bool:
     p = problem
     known = all(isinstance(n, int) for n in (p.batch, p.queries, p.keys))
     more = [getattr(p, field.name) for field in dataclasses.fields(p) if field.name not in _TAKEN]
-    plain = not any(more) and p.resolved_mask.where is None
+    plain = not any(more) and p.resolved_mask.mask_mod is None
     return known and plain and why_not(p) is None and p.keys >= KEYS
 
 
@@ -85,7 +85,7 @@ def as_rows(problem: Problem, x: Operands) -> tuple[Problem, Operands]:
         p.keys,
         start=each(start),
         stop=each(stop),
-        solid=of(at.solid),
+        contiguous=of(at.contiguous),
         query_ids=of(at.query_ids),
         key_ids=at.key_ids,
     )

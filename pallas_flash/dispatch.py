@@ -15,11 +15,10 @@ from pallas_flash import (
     lowering,
     vmap,
 )
-from pallas_flash.devices import ring, sharding, ulysses
+from pallas_flash.devices import ring, sharding, ulysses, varying
 from pallas_flash.devices.call import exact
 from pallas_flash.kernels import device
 from pallas_flash.machine import selfcheck
-from pallas_flash.rules import reads
 
 
 def on_devices(attend, call):
@@ -33,7 +32,9 @@ def on_devices(attend, call):
         sharding.by_device(attend, call, mesh),
         (call["query"], call["key"], call["value"]),
     )
-    return derivative_modes.without_reverse(outputs) if any(map(reads.varying, floats)) else outputs
+    return (
+        derivative_modes.without_reverse(outputs) if any(map(varying.axes_of, floats)) else outputs
+    )
 
 
 def results(return_residual: bool, o, lse, max_logits):

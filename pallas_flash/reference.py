@@ -12,8 +12,8 @@ from jax import lax
 from pallas_flash import dropout
 from pallas_flash.arguments import Gradients, Operands, Problem
 from pallas_flash.checks import sums
+from pallas_flash.masks import block_types
 from pallas_flash.online_softmax import SoftmaxState
-from pallas_flash.rules import kinds
 
 
 def attend(problem: Problem, x: Operands):
@@ -44,7 +44,9 @@ def weights(p: Problem, x: Operands, row):
 
 def _seen(p: Problem, x: Operands, row):
     """Which keys the rows see, [B, N, rows, S]."""
-    seen = kinds.seen(x.resolved_mask, p.batch, p.heads, row, jnp.arange(p.keys, dtype=jnp.int32))
+    seen = block_types.visible_pairs(
+        x.resolved_mask, p.batch, p.heads, row, jnp.arange(p.keys, dtype=jnp.int32)
+    )
     seen = jnp.broadcast_to(seen, (p.batch, p.heads, p.queries, p.keys))
     return seen if x.mask is None else seen & x.mask
 
@@ -73,7 +75,7 @@ def _softmax(p: Problem, x: Operands, seen, row):
     if p.soft_cap is not None:
         s = p.soft_cap * jnp.tanh(s / p.soft_cap)
     if x.score is not None:
-        s = x.score.of(
+        s = x.score.apply(
             s, lambda n, index: x.score.arrays[n][index], *x.score.pairs(p.batch, p.heads, row, key)
         )
     s = jnp.where(seen, s, -jnp.inf)

@@ -16,16 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_flash.masks import Ints, ResolvedMask
-from pallas_flash.rules import kinds
-from pallas_flash.rules.resolved_mask import larger
+from pallas_flash.masks import block_types
+from pallas_flash.masks.resolved_mask import ResolvedMask
+from pallas_flash.pytrees import IntLike, larger
 
 
 class Blocks(NamedTuple):
-    first: Ints
-    full_first: Ints
-    full_last: Ints
-    last: Ints
+    first: IntLike
+    full_first: IntLike
+    full_last: IntLike
+    last: IntLike
 
     def clipped(self) -> "Blocks":
         """The same with 0 <= first <= full_first <= full_last <= last."""
@@ -34,20 +34,20 @@ class Blocks(NamedTuple):
         full_first = between(self.full_first, first, last)
         return Blocks(first, full_first, between(self.full_last, full_first, last), last)
 
-    def turned(self, end: Ints) -> "Blocks":
+    def turned(self, end: IntLike) -> "Blocks":
         """The same, counted down from `end`: number t is block end - 1 - t."""
         down = lambda n: end if isinstance(n, int) and n == 0 else end - n
         return Blocks(*map(down, reversed(self)))
 
     @property
-    def count(self) -> Ints:
+    def count(self) -> IntLike:
         return self.last - self.first
 
     def walk(self) -> "Walk":
         """From the last one to the first."""
         return Walk(self.turned(self.last), lambda t: self.last - 1 - t)
 
-    def part(self, number: Ints, count: int) -> "Blocks":
+    def part(self, number: IntLike, count: int) -> "Blocks":
         """Part `number` of as many, as long as each other; masks stay where they were."""
         end = lambda n: self.first + lax.div((self.last - self.first) * n, jnp.int32(count))
         first, last = end(number), end(number + 1)
@@ -77,12 +77,12 @@ class Listed(NamedTuple):
     """Blocks by their numbers, of which the first `masked` need a mask; the same words as
     `Blocks`."""
 
-    masked: Ints
-    last: Ints
+    masked: IntLike
+    last: IntLike
     number: Callable
 
     @classmethod
-    def of(cls, lists, *row: Ints) -> "Listed":
+    def of(cls, lists, *row: IntLike) -> "Listed":
         """From a row of `lists`."""
         return cls(lists[(*row, 0)], lists[(*row, 1)], lambda n: lists[(*row, 2 + n)])
 
@@ -108,7 +108,7 @@ def divisor(n: int, most: int) -> int:
     return max(d for d in range(1, n + 1) if n % d == 0 and d <= max(most, 1))
 
 
-def loop(start: Ints, stop: Ints, step, carry):
+def loop(start: IntLike, stop: IntLike, step, carry):
     """carry = step(j, carry) for j in [start, stop), j an int32; traces nothing where that is known
     to be empty."""
     if start is stop or (isinstance(start, int) and isinstance(stop, int) and start >= stop):
@@ -119,17 +119,17 @@ def loop(start: Ints, stop: Ints, step, carry):
     return lax.fori_loop(start, stop, step, carry)
 
 
-def key_blocks(start: Ints, stop: Ints, solid, size: int, axis=None) -> Blocks:
+def key_blocks(start: IntLike, stop: IntLike, contiguous, size: int, axis=None) -> Blocks:
     """The key blocks of `size` that the rows with intervals [start, stop) visit; reduces over
     `axis` (None: all axes).
 
-    `solid` (or None) marks rows that see every key of their interval; the others need a mask
+    `contiguous` (or None) marks rows that see every key of their interval; the others need a mask
     everywhere.
     """
-    if solid is None:
+    if contiguous is None:
         whole = start, stop
     else:
-        whole = jnp.where(solid, start, ResolvedMask.ALL), jnp.where(solid, stop, 0)
+        whole = jnp.where(contiguous, start, ResolvedMask.ALL), jnp.where(contiguous, stop, 0)
     if not isinstance(stop, int):  # a row that sees nothing asks for no block
         some = start < stop
         # an int stays one: jax's Triton lowering takes a choice between two constants for a bool
@@ -143,7 +143,7 @@ def key_blocks(start: Ints, stop: Ints, solid, size: int, axis=None) -> Blocks:
     ).clipped()
 
 
-def known_blocks(resolved_mask: ResolvedMask, first: Ints, last: Ints, size: int) -> Blocks:
+def known_blocks(resolved_mask: ResolvedMask, first: IntLike, last: IntLike, size: int) -> Blocks:
     """key_blocks of the rows from `first` to `last`, numbers in a kernel, where the mask has no
     data: what a row sees begins and ends no earlier than what the row before it sees."""
     (start, whole_stop), (whole_start, stop) = map(resolved_mask.interval, (first, last))
@@ -192,7 +192,7 @@ def by_query_tile(resolved_mask: ResolvedMask, queries: int, block_q: int, block
         return resolved_mask, None
     row, at = _whole_tiles(resolved_mask, queries, block_q)
     start, stop, _ = jnp.broadcast_arrays(*at.interval(jnp.minimum(row, queries - 1)), row)
-    blocks = jnp.stack(_by_tile(start, stop, at.solid, block_q, block_k), -1).astype(jnp.int32)
+    blocks = jnp.stack(_by_tile(start, stop, at.contiguous, block_q, block_k), -1).astype(jnp.int32)
     ids = at.key_ids
     if ids is not None:
         ids = jnp.pad(ids, ((0, 0), (0, -resolved_mask.keys % block_k)))
@@ -212,7 +212,7 @@ def query_blocks(
     row, at = _whole_tiles(resolved_mask, queries, block_q)
     start, stop = at.interval(jnp.minimum(row, queries - 1))
     stop = jnp.where(row < queries, stop, 0)
-    seen = _by_tile(start, stop, at.solid, block_q, block_k)
+    seen = _by_tile(start, stop, at.contiguous, block_q, block_k)
     seen = Blocks(*(x[:, None, :] for x in seen))  # [B, 1, query blocks]
     j = jnp.arange(ceil_div(resolved_mask.keys, block_k), dtype=jnp.int32)[None, :, None]
     i = jnp.arange(seen.first.shape[-1], dtype=jnp.int32)[None, None]
@@ -237,7 +237,7 @@ def block_kinds(
     resolved_mask: ResolvedMask, batch, heads, queries: int, block_q: int, block_k: int, mask=None
 ):
     """Whether each block is empty, partial or full, int8 [B | 1, N | 1, query tiles, key tiles],
-    for a mask with a Predicate, or a dense one, bool [B | 1, N | 1, T | 1, S | 1]: numpy's where it
+    for a mask with a mask_mod, or a dense one, bool [B | 1, N | 1, T | 1, S | 1]: numpy's where it
     is known while tracing."""
     if mask is not None or resolved_mask.has_data or queries * resolved_mask.keys > KNOWN:
         return _block_kinds(resolved_mask, batch, heads, queries, block_q, block_k, mask)
@@ -262,17 +262,21 @@ def _known_kinds(*args) -> np.ndarray:
 
 
 def _block_kinds(resolved_mask, batch, heads, queries, block_q, block_k, mask=None):
-    where = resolved_mask.where
+    where = resolved_mask.mask_mod
     if mask is not None:
-        found = kinds.of_array(mask, queries, resolved_mask.keys, block_q, block_k)
-    elif where.kinds is None:
-        asked = ResolvedMask(resolved_mask.keys, where=where)
-        found = kinds.of(asked, batch, heads, queries, block_q, block_k)
+        found = block_types.from_array(mask, queries, resolved_mask.keys, block_q, block_k)
+    elif where.block_types is None:
+        asked = ResolvedMask(resolved_mask.keys, mask_mod=where)
+        found = block_types.compute(asked, batch, heads, queries, block_q, block_k)
     else:
-        found = kinds.recut(where.kinds, where.block, queries, resolved_mask.keys, block_q, block_k)
+        found = block_types.resize(
+            where.block_types, where.block_size, queries, resolved_mask.keys, block_q, block_k
+        )
     row, at = _whole_tiles(resolved_mask, queries, block_q)
     start, stop, _ = jnp.broadcast_arrays(*at.interval(jnp.minimum(row, queries - 1)), row)
-    seen = Blocks(*(x[:, None, :, None] for x in _by_tile(start, stop, at.solid, block_q, block_k)))
+    seen = Blocks(
+        *(x[:, None, :, None] for x in _by_tile(start, stop, at.contiguous, block_q, block_k))
+    )
     j = jnp.arange(found.shape[3], dtype=jnp.int32)[None, None, None]
     within = lambda first, last: ((first <= j) & (j < last)).astype(jnp.int8)
     return jnp.minimum(
@@ -293,8 +297,8 @@ def lists(found, least: int = 0) -> jax.Array:
 def _lists(found, least: int) -> jax.Array:
     count = lambda which: jnp.sum(which, -1, dtype=jnp.int32, keepdims=True)
     order = jnp.argsort((found + 2) % 3, axis=-1, stable=True).astype(jnp.int32)
-    visited = jnp.maximum(count(found > kinds.EMPTY), least)
-    return jnp.concatenate([visited - count(found == kinds.FULL), visited, order], -1)
+    visited = jnp.maximum(count(found > block_types.EMPTY), least)
+    return jnp.concatenate([visited - count(found == block_types.FULL), visited, order], -1)
 
 
 def _whole_tiles(resolved_mask: ResolvedMask, queries: int, block_q: int):
@@ -305,7 +309,7 @@ def _whole_tiles(resolved_mask: ResolvedMask, queries: int, block_q: int):
     return row, at.narrow(ResolvedMask.BY_QUERY, lambda x: x[:, jnp.minimum(row[0], queries - 1)])
 
 
-def _by_tile(start, stop, solid, block_q: int, block_k: int) -> Blocks:
+def _by_tile(start, stop, contiguous, block_q: int, block_k: int) -> Blocks:
     """The Blocks of each query tile, [B or 1, query tiles], from the intervals of its rows."""
 
     def tiled(x):
@@ -314,7 +318,11 @@ def _by_tile(start, stop, solid, block_q: int, block_k: int) -> Blocks:
         )
 
     return key_blocks(
-        tiled(start), tiled(stop), None if solid is None else tiled(solid), block_k, axis=-1
+        tiled(start),
+        tiled(stop),
+        None if contiguous is None else tiled(contiguous),
+        block_k,
+        axis=-1,
     )
 
 

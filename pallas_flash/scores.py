@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_flash.rules.resolved_mask import register
+from pallas_flash.pytrees import register
 
 
 class _ScoreMod:

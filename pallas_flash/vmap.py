@@ -91,11 +91,13 @@ def _numbered(x: Operands, size: int, batch: int) -> Operands:
     """The operands of `size` calls, in which rules count the batch rows of each from 0."""
 
     def numbered(asked):
-        if asked is None or asked.batch is not None or not asked.rule.reads_batch:
+        if asked is None or asked.batch is not None or not asked.mod.uses_batch:
             return asked
         return dataclasses.replace(asked, batch=jnp.tile(jnp.arange(batch, dtype=jnp.int32), size))
 
-    resolved_mask = dataclasses.replace(x.resolved_mask, where=numbered(x.resolved_mask.where))
+    resolved_mask = dataclasses.replace(
+        x.resolved_mask, mask_mod=numbered(x.resolved_mask.mask_mod)
+    )
     return x._replace(resolved_mask=resolved_mask, score=numbered(x.score))
 
 

@@ -101,7 +101,7 @@ def visits(rules: list[masks.Mask]) -> Visits:
     )
     tiled = lambda x: None if x is None else np.broadcast_to(x, (1, LENGTH))[0].reshape(-1, BLOCK)
     blocks = schedule.key_blocks(
-        tiled(start), tiled(stop), tiled(resolved_mask.solid), BLOCK, axis=-1
+        tiled(start), tiled(stop), tiled(resolved_mask.contiguous), BLOCK, axis=-1
     )
     return Visits(np.stack(blocks, -1), start, stop)
 

@@ -45,7 +45,7 @@ def main(argv=None):
         help="the picture (default: %(default)s)",
     )
     args = parser.parse_args(argv)
-    made = masks.block_map(
+    made = masks.create_block_mask(
         args.mask,
         args.queries,
         args.keys or args.queries,
@@ -57,7 +57,7 @@ def main(argv=None):
     print(f"{said(made)}\nwritten  {args.out}")
 
 
-def said(made: masks.BlockMap) -> str:
+def said(made: masks.BlockMask) -> str:
     """The mask, its counts, and what they save of the blocks of full attention."""
     counts = made.counts()
     total = sum(counts.values())
@@ -68,14 +68,14 @@ def said(made: masks.BlockMap) -> str:
     )
 
 
-def draw(made: masks.BlockMap) -> Figure:
+def draw(made: masks.BlockMask) -> Figure:
     of = made.second
-    kinds = np.asarray(of.kinds)[0]
+    kinds = np.asarray(of.block_types)[0]
     figure = Figure(figsize=(1.2 + 4.6 * len(kinds), 5.8), layout="constrained")
     figure.suptitle(said(made), fontsize=9, wrap=True)
     for head, kind in enumerate(kinds):
         axes = figure.add_subplot(1, len(kinds), head + 1)
-        edges = (np.arange(n + 1) * of.block for n in kind.shape[::-1])
+        edges = (np.arange(n + 1) * of.block_size for n in kind.shape[::-1])
         axes.pcolormesh(
             *edges,
             kind,

@@ -278,7 +278,7 @@ def visible_pairs(args) -> int:
     B, N, T, S = args.batch, args.heads, args.length, args.keys
     if args.rule is not None:
         rule = functools.reduce(operator.and_, rules, args.rule)
-        count = masks.block_map(
+        count = masks.create_block_mask(
             rule, T, S, block=1, query_offset=args.query_offset, batch=B, heads=N
         ).counts()
         return count["full"] * (B * N * T * S // sum(count.values()))

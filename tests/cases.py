@@ -186,7 +186,7 @@ def arguments(kw):
     if (ends := kw.pop("varlen", None)) is not None:
         kw["mask"] = masks.Varlen(*ends)
     if (rule := kw.pop("rule", None)) is not None:
-        kw["mask"] = masks.Where(rule)
+        kw["mask"] = masks.MaskMod(rule)
     if (drawn := kw.pop("drawn", None)) is not None:
         kw["mask"] = drawn.mask
     return kw

@@ -63,7 +63,7 @@ def alone(z) -> dict[str, st.SearchStrategy]:
 
     def rule(table):
         read, numbers = jnp.asarray(table), np.asarray(table)
-        mask = masks.Where(lambda b, h, q, k: (q + 2 * k + h + read[b, h]) % 5 > 1)
+        mask = masks.MaskMod(lambda b, h, q, k: (q + 2 * k + h + read[b, h]) % 5 > 1)
         return Drawn(mask, lambda b, h, i, p, j: (p + 2 * j + h + numbers[b, h]) % 5 > 1)
 
     def stripes(first):
@@ -133,7 +133,7 @@ def joined(draw, z, offset, is_apart: bool):
         if drawn.ends is not None or not isinstance(offset, int) or not draw(st.booleans()):
             return drawn
         sizes = dict(block=16, query_offset=offset, batch=z.B, heads=z.N)
-        return drawn._replace(mask=masks.block_map(drawn.mask, z.T, z.S, **sizes))
+        return drawn._replace(mask=masks.create_block_mask(drawn.mask, z.T, z.S, **sizes))
 
     def tree(depth):
         if depth == 0:

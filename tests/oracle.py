@@ -39,7 +39,7 @@ def visible(B, N, T, S, kw):
             position[:, None],
             j,
         )
-    if (rule := kw.get("rule")) is not None:  # masks.Where
+    if (rule := kw.get("rule")) is not None:  # masks.MaskMod
         seen = seen & rule(
             np.arange(B)[:, None, None, None], np.arange(N)[:, None, None], position[:, None], j
         )

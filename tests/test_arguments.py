@@ -109,7 +109,7 @@ BAD = {
     "mask rule": (
         dict(mask=lambda b, h, q, k: q >= k),
         TypeError,
-        r"mask must be an array or .* own as masks.Where\(function\)",
+        r"mask must be an array or .* own as masks.MaskMod\(function\)",
     ),
     "mask not made": (
         dict(mask=masks.Causal),

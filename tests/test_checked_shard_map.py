@@ -107,7 +107,7 @@ def test_rules_may_read_what_varies(implementation):
 
     def gradients(q, k, v, slopes, ids):
         def attend(q, k, v, slopes):
-            mask = masks.Where(lambda b, h, i, j: ids[b, i] == ids[b, j])
+            mask = masks.MaskMod(lambda b, h, i, j: ids[b, i] == ids[b, j])
             bent = lambda s, b, h, i, j: s - slopes[b, h] * (i - j)
             return flash_attention(
                 q, k, v, mask=mask, score_mod=bent, implementation=implementation

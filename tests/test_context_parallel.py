@@ -132,15 +132,15 @@ def test_a_rule_of_positions_is_asked_for_those_of_the_whole_sequence(rule, sche
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_block_map_of_all_is_asked_as_its_rule(scheme):
-    rule = masks.Where(lambda b, h, q, k: (q - k) % 3 != 1)
+def test_a_block_mask_of_all_is_asked_as_its_rule(scheme):
+    rule = masks.MaskMod(lambda b, h, q, k: (q - k) % 3 != 1)
     q, k, v = qkv(np.random.default_rng(0), Z)
     attend = lambda q, k, v, **kw: flash_attention(q, k, v, implementation="blockwise", **kw)
     spread = jax.device_put(
         [in_order(SCHEMES[scheme], x, (1,)) for x in (q, k, v)], NamedSharding(mesh(), ROWS)
     )
     mapped = attend(
-        *spread, mask=masks.block_map(rule, Z.T, Z.S, block=16), context=SCHEMES[scheme]
+        *spread, mask=masks.create_block_mask(rule, Z.T, Z.S, block=16), context=SCHEMES[scheme]
     )
     close(
         in_order(SCHEMES[scheme], np.asarray(mapped), (1,), unzigzag),

@@ -14,7 +14,7 @@ from pictures import assert_same
 
 from pallas_flash.arguments import Problem
 from pallas_flash.kernels.hopper import tuning
-from pallas_flash.masks import ResolvedMask
+from pallas_flash.masks.resolved_mask import ResolvedMask
 from scripts import draw_design
 
 ROOT = pathlib.Path(__file__).parents[1]

@@ -94,7 +94,7 @@ def test_a_call_for_the_cpu_of_a_machine_with_a_gpu_takes_blockwise_and_checks_n
 
 # ---- a program of which nobody knows while it is traced where it will run ----
 
-RULE = masks.Where(lambda b, h, q, k: (q // 8 + k // 8 + h + b) % 3 > 0)
+RULE = masks.MaskMod(lambda b, h, q, k: (q // 8 + k // 8 + h + b) % 3 > 0)
 CALLS = {
     "causal": dict(is_causal=True),
     "lengths": dict(

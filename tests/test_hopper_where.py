@@ -24,7 +24,7 @@ LONGFORMER = masks.Window(40, 40) | masks.GlobalTokens(4)
 def holes(numbers):
     """Reads a number for each head, asks for all indices, hides all keys from head 0 of row 1, and
     blocks here and there."""
-    return masks.Where(
+    return masks.MaskMod(
         lambda b, h, q, k: (
             ((q // 64 + k // 64 + numbers[h]) % 3 > 0) & (h + 1 > b) | (h > 0) & (k < 4)
         )
@@ -35,13 +35,13 @@ def documents(ids, far):
     """Reads a number for each query and each key, of the batch row, and a flag for each head and
     key."""
     ids, far = jnp.array(ids), jnp.array(far)
-    return masks.Where(lambda b, h, q, k: (ids[b, q] == ids[b, k]) | (q - k < 9) & far[h, k])
+    return masks.MaskMod(lambda b, h, q, k: (ids[b, q] == ids[b, k]) | (q - k < 9) & far[h, k])
 
 
 def neighbours(seen, turn):
     """Reads a flag for each pair, and then one at a place that this and a table by distance say."""
     seen, turn = jnp.array(seen), jnp.array(turn)
-    return masks.Where(
+    return masks.MaskMod(
         lambda b, h, q, k: seen[b, q, k] | seen[h, k, turn[(q - k) % 7] + seen[b, q, k]]
     )
 
@@ -54,7 +54,7 @@ def joined(ids):
 
 
 # all keys from the first 70 queries
-HIDDEN = masks.Where(lambda b, h, q, k: (q - k) % 5 * (q // 70) == 2 + h)
+HIDDEN = masks.MaskMod(lambda b, h, q, k: (q - k) % 5 * (q // 70) == 2 + h)
 LENGTHS = dict(
     query_offset=np.array([50, -4], np.int32),
     query_seq_lengths=np.array([100, 131], np.int32),
@@ -82,7 +82,7 @@ CASES = {  # head size, whether the same bits each time, the mask, and what else
     "a list made before": (
         128,
         True,
-        lambda: masks.block_map(LONGFORMER, 131, 205),
+        lambda: masks.create_block_mask(LONGFORMER, 131, 205),
         dict(is_causal=True),
     ),
     "arrays read by position": (
@@ -142,8 +142,8 @@ def test_output_lse_and_all_gradients_are_the_references(name, rng):
 # Of blocks of 192 queries by 128 keys: one to a tile; or all four of one tile of the second head,
 # and one of each other.
 BLOCKS = {
-    "by distance": (masks.Where(lambda b, h, q, k: q // 192 == k // 128), 3),
-    "by head": (masks.Where(lambda b, h, q, k: (q < 192) & (h == 1)), 1 + 1 + 4 + 1),
+    "by distance": (masks.MaskMod(lambda b, h, q, k: q // 192 == k // 128), 3),
+    "by head": (masks.MaskMod(lambda b, h, q, k: (q < 192) & (h == 1)), 1 + 1 + 4 + 1),
 }
 
 
@@ -206,16 +206,16 @@ REFUSED = {
 def test_rules_that_do_not_lower_are_refused_with_a_reason(name):
     rule, reason = REFUSED[name]
     q = jax.ShapeDtypeStruct((1, 8, 2, 64), jnp.bfloat16)
-    assert re.search(reason, explain(q, q, q, mask=masks.Where(rule)).why_not["hopper"])
+    assert re.search(reason, explain(q, q, q, mask=masks.MaskMod(rule)).why_not["hopper"])
     with pytest.raises(NotImplementedError, match=reason):
-        explain(q, q, q, mask=masks.Where(rule), implementation="hopper")
+        explain(q, q, q, mask=masks.MaskMod(rule), implementation="hopper")
 
 
 def test_arrays_that_no_int32_counts_are_refused_with_a_reason():
     q = jax.ShapeDtypeStruct((1, 8, 2, 64), jnp.bfloat16)
 
     def reasons(seen):
-        found.append(explain(q, q, q, mask=masks.Where(lambda b, h, q, k: seen[q, k])).why_not)
+        found.append(explain(q, q, q, mask=masks.MaskMod(lambda b, h, q, k: seen[q, k])).why_not)
 
     found = []
     jax.eval_shape(reasons, jax.ShapeDtypeStruct((2**16, 2**15), bool))

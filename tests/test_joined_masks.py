@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_flash import context_parallel, explain, flash_attention, masks
-from pallas_flash.rules import kinds
+from pallas_flash.masks import block_types
 
 Z = Sizes(B=2, T=37, S=53, N=4, K=2, H=8, Hv=8)
 
@@ -92,7 +92,7 @@ TABLE = jnp.asarray(np.random.default_rng(1).integers(0, 9, (2, 4)))
 
 
 def mixed(lengths, ids):
-    by_head = masks.Where(lambda b, h, q, k: (q + 2 * k + h + TABLE[b, h]) % 5 > 1)
+    by_head = masks.MaskMod(lambda b, h, q, k: (q + 2 * k + h + TABLE[b, h]) % 5 > 1)
     return (masks.KeyLengths(lengths) | by_head) & ~masks.Documents(ids, ids) | ~masks.PrefixLM(
         lengths
     )
@@ -189,18 +189,18 @@ def test_a_joined_mask_is_data_of_one_program_with_a_map_too(rng):
     mask = lambda lengths: ~masks.KeyLengths(lengths) | masks.Causal()
     one, other = layers(x, mask(LENGTHS)), layers(x, mask(LENGTHS + 9))
     assert len(traced) == 1 and not np.array_equal(one, other)
-    mapped = masks.block_map(mask(LENGTHS), W.T, W.S, block=16, batch=2)
+    mapped = masks.create_block_mask(mask(LENGTHS), W.T, W.S, block=16, batch=2)
     assert mapped.counts() == dict(skipped=0, full=4, partial=4)
     close(layers(x, mapped), one, 5e-6)
     full = jax.tree.map(
-        lambda x: jnp.full_like(x, kinds.FULL) if x.dtype == jnp.int8 else x, mapped
+        lambda x: jnp.full_like(x, block_types.FULL) if x.dtype == jnp.int8 else x, mapped
     )
     # the map is taken: in full blocks nobody asks the rule
     close(layers(x, full), layers(x, None), 5e-6)
 
 
 def test_a_joined_mask_says_what_it_is_made_of_and_forgets_maps():
-    mask = ~(masks.KeyLengths([3, 4]) & masks.block_map(masks.Causal(), 8, 8))
+    mask = ~(masks.KeyLengths([3, 4]) & masks.create_block_mask(masks.Causal(), 8, 8))
     assert repr(mask) == "~(KeyLengths(lengths=[3, 4]) & Window(left=None, right=0))"
     q = jax.ShapeDtypeStruct((2, 8, 2, 64), jnp.bfloat16)
     assert "where ~(KeyLengths(lengths=int32[2]) & Window(left=None, right=0))" in str(

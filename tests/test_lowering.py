@@ -63,7 +63,7 @@ CASES = {
     "a rule": (
         Z,
         dict(
-            mask=masks.Where(lambda b, h, q, k: ((q // 64 + k // 64 + h) % 3 > 0) | (k < 4)),
+            mask=masks.MaskMod(lambda b, h, q, k: ((q // 64 + k // 64 + h) % 3 > 0) | (k < 4)),
             is_causal=True,
         ),
     ),

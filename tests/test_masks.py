@@ -16,7 +16,7 @@ from pallas_flash import blockwise, checks, explain, flash_attention, masks, sch
 from pallas_flash.attention import normalised
 from pallas_flash.blockwise import Tiles, tuning, visits
 from pallas_flash.blockwise.parts import Block
-from pallas_flash.masks import ResolvedMask
+from pallas_flash.masks.resolved_mask import ResolvedMask
 
 Z = Sizes(T=23, S=29, N=1, K=1, H=1, Hv=1)
 BLOCKS = [(4, 4), (8, 3), (5, 16), (32, 32)]
@@ -71,7 +71,7 @@ def test_the_interval_and_ids_say_what_brute_force_says(name, rng):
         at = rows_of(v, b, row)
         start, stop = (np.broadcast_to(end, Z.T)[:, None] for end in at.interval(row))
         ids = () if at.query_ids is None else (at.query_ids[:, None], at.key_ids[b][None])
-        np.testing.assert_array_equal(at.sees(start, stop, np.arange(Z.S), *ids), seen[b])
+        np.testing.assert_array_equal(at.visible(start, stop, np.arange(Z.S), *ids), seen[b])
 
 
 @pytest.mark.parametrize("block_q, block_k", BLOCKS)
@@ -87,7 +87,7 @@ def test_visited_blocks_hold_all_that_is_seen_and_full_blocks_nothing_else(
     def of_keys(b, row):
         at = rows_of(v, b, row)
         return jnp.stack(
-            jnp.broadcast_arrays(*schedule.key_blocks(*at.interval(row), at.solid, block_k))
+            jnp.broadcast_arrays(*schedule.key_blocks(*at.interval(row), at.contiguous, block_k))
         )
 
     @jax.jit
@@ -472,7 +472,7 @@ class Interval(masks.Mask):
 )
 def test_an_interval_of_any_integers_means_what_it_says(start, stop, rng):
     at = rows_of(resolved_mask(rng, dict(mask=Interval(start, stop))), 0, np.arange(Z.T))
-    seen = at.sees(
+    seen = at.visible(
         *(end[:, None] for end in at.interval(np.arange(Z.T))), np.arange(Z.S, dtype=np.int32)
     )
     np.testing.assert_array_equal(

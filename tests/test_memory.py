@@ -152,7 +152,7 @@ def test_zigzag_gives_all_devices_equal_work_under_a_causal_mask(chunks):
     causal = masks.resolve([masks.Causal()], 1, T, T, 0)
 
     def visited(queries, keys):
-        pair = causal.of_chunks(1, queries[None], size).of_keys(keys * size, size)
+        pair = causal.slice_chunks(1, queries[None], size).slice_keys(keys * size, size)
         blocks = schedule.by_query_tile(pair, size, block, block)[1]
         return jnp.sum(blocks[..., 3] - blocks[..., 0])
 

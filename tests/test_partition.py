@@ -63,7 +63,7 @@ IDS = dict(
 CASES = {
     "key heads that divide": (4, SPEC, "1N1S", "B11S", LENGTHS),
     "key heads that do not divide": (2, FEW_KEYS, "B1TS", "1NT1", IDS),
-    "one key head": (1, FEW_KEYS, None, "", dict(mask=masks.Where(numbers_of_batch_and_head))),
+    "one key head": (1, FEW_KEYS, None, "", dict(mask=masks.MaskMod(numbers_of_batch_and_head))),
 }
 
 

@@ -119,7 +119,9 @@ def test_a_score_mod_goes_with_all_that_else_changes_logits_and_weights(implemen
         query_segment_ids=np.arange(2 * Z.T).reshape(2, -1) // 9,
         key_value_segment_ids=np.ones((2, Z.S), np.int32),
     )
-    options |= dict(return_residual=True, mask=masks.Where(lambda b, h, q, k: IDS[q] != IDS[k] + 1))
+    options |= dict(
+        return_residual=True, mask=masks.MaskMod(lambda b, h, q, k: IDS[q] != IDS[k] + 1)
+    )
 
     def attend(name, q, k, v, table):
         rule = RULES["by head and distance"](table)
@@ -225,7 +227,7 @@ def test_a_score_of_minus_infinity_hides_a_key_and_all_of_a_row_too(implementati
     of = lambda **kw: loss_of(lambda q, k, v, _: flash_attention(q, k, v, **options, **kw))(
         q, k, v, table
     )
-    equal(of(score_mod=hidden), of(mask=masks.Where(lambda b, h, q, k: seen(q, k))))
+    equal(of(score_mod=hidden), of(mask=masks.MaskMod(lambda b, h, q, k: seen(q, k))))
     o, lse = flash_attention(q, k, v, score_mod=hidden, **options)
     assert np.all(o[:, ::3] == 0) and np.all(lse[:, ::3] == -np.inf)
 
@@ -358,7 +360,7 @@ def test_heads_are_numbered_over_all_devices_that_a_sequence_lies_on(rng):
 )
 def test_rules_are_asked_inside_of_a_checked_shard_map(rng, context):
     q, k, v, table = (x[:, : x.shape[1] // 4 * 4] for x in arrays(rng))
-    rule = masks.Where(lambda b, h, q, k: (q - k) % 3 != 1)
+    rule = masks.MaskMod(lambda b, h, q, k: (q - k) % 3 != 1)
 
     def attend(q, k, v, table, offset, context=None):
         score_mod = lambda s, b, h, i, j: jnp.tanh(s) - table[h, (i - j) % 4]

@@ -35,7 +35,7 @@ from pallas_flash.accounting import GPUS
 from pallas_flash.caches import attend
 from pallas_flash.kernels import device, hopper, triton
 from pallas_flash.machine import comparison, records, selfcheck
-from pallas_flash.rules import kinds
+from pallas_flash.masks import block_types
 from scripts import gpu_code
 
 Q = np.random.default_rng(0).normal(size=(4, 8, 2, 16)).astype(np.float32)
@@ -486,7 +486,11 @@ def test_masks_that_are_rules_are_checked_by_themselves_with_blocks_of_all_kinds
         tiles.block_q,
         tiles.block_k,
     )
-    assert set(np.asarray(found).ravel().tolist()) == {kinds.EMPTY, kinds.PARTIAL, kinds.FULL}
+    assert set(np.asarray(found).ravel().tolist()) == {
+        block_types.EMPTY,
+        block_types.PARTIAL,
+        block_types.FULL,
+    }
     assert len({head.tobytes() for head in np.asarray(found)[0]}) > 1
 
 
@@ -494,8 +498,14 @@ def test_a_mask_that_is_an_array_has_blocks_of_all_kinds():
     problem = trial.Case("reference", 64, 64, "bfloat16", True, 0.0, "a mask").problem()
     small, operands, _ = comparison.trial(problem, comparison.SIZES)
     tiles = backends.BACKENDS[0].tiles(small).forward
-    found = kinds.of_array(operands.mask, small.queries, small.keys, tiles.block_q, tiles.block_k)
-    assert set(np.asarray(found).ravel().tolist()) == {kinds.EMPTY, kinds.PARTIAL, kinds.FULL}
+    found = block_types.from_array(
+        operands.mask, small.queries, small.keys, tiles.block_q, tiles.block_k
+    )
+    assert set(np.asarray(found).ravel().tolist()) == {
+        block_types.EMPTY,
+        block_types.PARTIAL,
+        block_types.FULL,
+    }
 
 
 IGNORED = {  # what a call may have, and problem and operands without it

@@ -100,7 +100,7 @@ def test_inside_of_a_checked_shard_map_gradients_of_shared_arrays_are_summed(imp
 
 def by_arrays(q, k, v, table, ids, implementation="blockwise"):
     """A mask and a score that read arrays of their own."""
-    mask = masks.Where(lambda b, h, i, j: ids[b, i] != ids[b, j])
+    mask = masks.MaskMod(lambda b, h, i, j: ids[b, i] != ids[b, j])
     bent = lambda s, b, h, i, j: s + table[h, (i - j) % 5] * ids[b, j]
     return flash_attention(q, k, v, mask=mask, score_mod=bent, implementation=implementation)
 

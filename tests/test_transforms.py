@@ -134,7 +134,7 @@ MAPPED = {
     "a score_mod and a rule that count batch rows": (
         lambda rng: dict(
             score_mod=(lambda s, b, h, q, k: s * (1 + b) + 0.1 * h, False),
-            mask=(masks.Where(lambda b, h, q, k: (q + k + b) % 3 > 0), False),
+            mask=(masks.MaskMod(lambda b, h, q, k: (q + k + b) % 3 > 0), False),
         ),
         True,
         True,
@@ -357,7 +357,7 @@ def test_a_program_with_symbols_needs_no_mask(implementation, rng):
         )
         return jax.grad(
             lambda q: sum(
-                map(sees, (None, masks.Window(3), masks.Where(lambda b, h, q, k: k % 3 > 0)))
+                map(sees, (None, masks.Window(3), masks.MaskMod(lambda b, h, q, k: k % 3 > 0)))
             )
         )(q)
 
@@ -564,11 +564,11 @@ def test_nan_checks_and_leak_checks_pass(implementation, rng):
 def test_a_mask_or_score_keeps_its_structure_whatever_stands_in_its_leaves_places():
     """Equinox' filters and optax.masked put bools there, and Equinox takes None for a leaf."""
     table, ids = jnp.ones(4), np.zeros((1, 4), np.int32)
-    where = masks.Where(lambda b, h, q, k: table[k] > q)
+    where = masks.MaskMod(lambda b, h, q, k: table[k] > q)
     for x in (
         masks.KeyStarts([3]),
         masks.Causal() & masks.Documents(ids, ids),
-        masks.block_map(where, 4, 4),
+        masks.create_block_mask(where, 4, 4),
         scores.Alibi(table),
     ):
         flags = jax.tree.map(lambda _: True, x)

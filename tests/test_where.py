@@ -18,8 +18,8 @@ from jax.sharding import PartitionSpec as P
 from selection import whole_but
 
 from pallas_flash import explain, flash_attention, masks, schedule
-from pallas_flash.masks import ResolvedMask
-from pallas_flash.rules import kinds
+from pallas_flash.masks import block_types
+from pallas_flash.masks.resolved_mask import ResolvedMask
 from scripts import draw_mask
 
 pytestmark = pytest.mark.usefixtures("small_tiles")
@@ -29,8 +29,10 @@ Q, KV = np.arange(40)[:, None], np.arange(40)
 
 def dense(mask, batch=1, heads=1, offset=0, T=40, S=40):
     """bool [B | 1, N | 1, T, S]"""
-    resolved_mask = masks.resolve(masks.parts(mask), batch, T, S, offset)
-    return np.asarray(kinds.seen(resolved_mask, batch, heads, jnp.arange(T), jnp.arange(S)))
+    resolved_mask = masks.resolve(masks.conjuncts(mask), batch, T, S, offset)
+    return np.asarray(
+        block_types.visible_pairs(resolved_mask, batch, heads, jnp.arange(T), jnp.arange(S))
+    )
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -66,7 +68,7 @@ ALGEBRA = {
     ),
     "not": (~masks.Causal(), KV > Q),
     "and": (
-        masks.Dilated(3) & masks.Causal() & masks.Where(lambda b, h, q, k: k != 5),
+        masks.Dilated(3) & masks.Causal() & masks.MaskMod(lambda b, h, q, k: k != 5),
         ((Q - KV) % 3 == 0) & (KV <= Q) & (KV != 5),
     ),
     "both in or": (
@@ -92,7 +94,7 @@ def test_a_rule_counts_positions_from_the_offset():
 
 
 def test_masks_compare_hash_and_print_by_what_they_say():
-    assert masks.Where(lambda b, h, q, k: q - k < 3) == masks.Where(
+    assert masks.MaskMod(lambda b, h, q, k: q - k < 3) == masks.MaskMod(
         lambda batch, head, i, j: i - j < 3
     )
     assert (
@@ -115,7 +117,7 @@ def test_masks_compare_hash_and_print_by_what_they_say():
     q = jax.ShapeDtypeStruct((1, 40, 1, 8), jnp.float32)
     said = explain(q, q, q, mask=masks.Dilated(4), is_causal=True)
     assert "mask: causal, where Dilated(4)" in str(said)
-    assert "Where" in said.why_not["hopper"] or "bfloat16" in said.why_not["hopper"]
+    assert "MaskMod" in said.why_not["hopper"] or "bfloat16" in said.why_not["hopper"]
 
 
 def test_calls_with_equal_rules_share_one_compiled_program(rng):
@@ -128,43 +130,43 @@ def test_calls_with_equal_rules_share_one_compiled_program(rng):
         return flash_attention(q, k, v, mask=mask, implementation="blockwise")
 
     for _ in range(2):
-        f(q, k, v, masks.Where(lambda b, h, q, k: q - k < 3))
+        f(q, k, v, masks.MaskMod(lambda b, h, q, k: q - k < 3))
     assert len(traced) == 1
 
 
 MISTAKES = {
     "no function": (
-        lambda: masks.Where(3),
+        lambda: masks.MaskMod(3),
         TypeError,
         r"takes a function mask_mod\(b, h, q_idx, kv_idx\) -> bool; got int",
     ),
     "no bool": (
-        lambda: masks.Where(lambda b, h, q, k: q - k),
+        lambda: masks.MaskMod(lambda b, h, q, k: q - k),
         TypeError,
-        r"must return one bool for four numbers; got int32\[\]",
+        r"must return one bool for four scalars; got int32\[\]",
     ),
     "many": (
-        lambda: masks.Where(lambda b, h, q, k: jnp.arange(3) < k),
+        lambda: masks.MaskMod(lambda b, h, q, k: jnp.arange(3) < k),
         TypeError,
-        r"one bool for four numbers; got bool\[3\]",
+        r"one bool for four scalars; got bool\[3\]",
     ),
     "too few numbers": (
-        lambda: masks.Where(lambda q, k: q >= k),
+        lambda: masks.MaskMod(lambda q, k: q >= k),
         TypeError,
         r"is called once, .* takes 2 positional arguments",
     ),
     "an if": (
-        lambda: masks.Where(lambda b, h, q, k: q >= k and k > 2),
+        lambda: masks.MaskMod(lambda b, h, q, k: q >= k and k > 2),
         TypeError,
         r"TracerBool.*if, and, or need .*: use jnp",
     ),
     "of NumPy": (
-        lambda: masks.Where(lambda b, h, q, k: np.ones(3, bool)[k]),
+        lambda: masks.MaskMod(lambda b, h, q, k: np.ones(3, bool)[k]),
         TypeError,
         "NumPy takes no traced numbers: use",
     ),
     "a map of an array": (
-        lambda: masks.block_map(np.ones((3, 3), bool), 3, 3),
+        lambda: masks.create_block_mask(np.ones((3, 3), bool), 3, 3),
         TypeError,
         "an object of pallas_flash.masks, as",
     ),
@@ -172,7 +174,7 @@ MISTAKES = {
         lambda: masks.Causal() | np.ones((3, 3), bool),
         TypeError,
         r"\| joins two objects of pallas_flash.masks; got ndarray. An array x becomes one as "
-        r"masks.Where\(lambda",
+        r"masks.MaskMod\(lambda",
     ),
     "size": (
         lambda: masks.Chunked(0),
@@ -205,7 +207,7 @@ def test_a_rule_may_read_arrays_traced_ones_too(implementation, rng):
     @jax.jit
     @functools.partial(jax.vmap, in_axes=(None, 0))
     def f(ids, limit):
-        same = masks.Where(lambda b, h, q, k: (ids[b, q] == ids[b, k]) | (k < limit))
+        same = masks.MaskMod(lambda b, h, q, k: (ids[b, q] == ids[b, k]) | (k < limit))
         return jax.grad(
             lambda q: jnp.sum(
                 jnp.sin(flash_attention(q, k, v, mask=same, implementation=implementation))
@@ -225,7 +227,7 @@ def test_a_rule_may_read_arrays_traced_ones_too(implementation, rng):
 def test_kernels_take_numbers_that_are_traced_and_name_what_they_do_not_know(rng):
     q, k, v = qkv(rng, Z)
     within = lambda n, **kw: flash_attention(
-        q, k, v, mask=masks.Where(lambda b, h, q, k: abs(q - k) < n), **kw
+        q, k, v, mask=masks.MaskMod(lambda b, h, q, k: abs(q - k) < n), **kw
     )
     close(
         jax.jit(functools.partial(within, implementation="triton"))(9),
@@ -256,7 +258,7 @@ def test_kernels_take_numbers_that_are_traced_and_name_what_they_do_not_know(rng
         ),
     ):
         with pytest.raises(NotImplementedError, match=text):
-            flash_attention(q, k, v, mask=masks.Where(reads, "reads"), implementation="triton")
+            flash_attention(q, k, v, mask=masks.MaskMod(reads, "reads"), implementation="triton")
 
 
 # ---- blocks ----
@@ -272,7 +274,9 @@ def test_every_block_is_told_empty_partial_or_full_as_brute_force_has_it(
     name, T, S, block_q, block_k
 ):
     rule, _ = RULES[name]
-    found = kinds.of(masks.resolve([masks.Where(rule)], 2, T, S, 3), 2, 3, T, block_q, block_k)
+    found = block_types.compute(
+        masks.resolve([masks.MaskMod(rule)], 2, T, S, 3), 2, 3, T, block_q, block_k
+    )
     seen = oracle.visible(2, 3, T, S, dict(rule=rule, query_offset=3))
     padded = np.pad(seen, ((0, 0), (0, 0), (0, -T % block_q), (0, -S % block_k)))
     tiles = padded.reshape(2, 3, -(-T // block_q), block_q, -1, block_k)
@@ -285,15 +289,20 @@ def test_every_block_is_told_empty_partial_or_full_as_brute_force_has_it(
     "block, block_q, block_k", [(8, 16, 32), (16, 8, 8), (8, 12, 20), (64, 16, 16)]
 )
 def test_a_map_of_other_blocks_tells_nothing_wrong(block, block_q, block_k):
-    resolved_mask = masks.resolve([masks.Where(RULES["holes by head"][0])], 1, 37, 53, 0)
-    exact = np.asarray(kinds.of(resolved_mask, 1, 3, 37, block_q, block_k))
+    resolved_mask = masks.resolve([masks.MaskMod(RULES["holes by head"][0])], 1, 37, 53, 0)
+    exact = np.asarray(block_types.compute(resolved_mask, 1, 3, 37, block_q, block_k))
     recut = np.asarray(
-        kinds.recut(
-            kinds.of(resolved_mask, 1, 3, 37, block, block), block, 37, 53, block_q, block_k
+        block_types.resize(
+            block_types.compute(resolved_mask, 1, 3, 37, block, block),
+            block,
+            37,
+            53,
+            block_q,
+            block_k,
         )
     )
     assert exact.shape == recut.shape
-    assert np.all((recut == exact) | (recut == kinds.PARTIAL))
+    assert np.all((recut == exact) | (recut == block_types.PARTIAL))
     if block_q % block == block_k % block == 0:
         np.testing.assert_array_equal(recut, exact)
 
@@ -309,8 +318,8 @@ def test_empty_blocks_in_the_middle_are_skipped_in_both_passes(implementation, m
     q, k, v = qkv(rng, Z)
     # a block that no query sees: masked it would spoil every row
     k[:, 16:32] = v[:, 16:32] = np.nan
-    mask = masks.Where(lambda b, h, q, k: (k // 16 != 1) & (k <= q + 20))
-    mask = masks.block_map(mask, Z.T, Z.S, block=16) if mapped else mask
+    mask = masks.MaskMod(lambda b, h, q, k: (k // 16 != 1) & (k <= q + 20))
+    mask = masks.create_block_mask(mask, Z.T, Z.S, block=16) if mapped else mask
     f = jax.value_and_grad(
         lambda *x: jnp.sum(jnp.sin(flash_attention(*x, mask=mask, implementation=implementation))),
         argnums=(0, 1, 2),
@@ -321,8 +330,8 @@ def test_empty_blocks_in_the_middle_are_skipped_in_both_passes(implementation, m
 @pytest.mark.parametrize("implementation", whole_but(["blockwise", "triton"], "blockwise"))
 def test_in_blocks_that_a_map_calls_full_the_rule_is_not_asked(implementation, rng):
     q, k, v = (x[:, :32] for x in qkv(rng, Z))
-    mask = masks.block_map(masks.Where(lambda b, h, q, k: k < 0), 32, 32, block=16)
-    mask = jax.tree.map(lambda x: jnp.full_like(x, kinds.FULL), mask)
+    mask = masks.create_block_mask(masks.MaskMod(lambda b, h, q, k: k < 0), 32, 32, block=16)
+    mask = jax.tree.map(lambda x: jnp.full_like(x, block_types.FULL), mask)
     f = lambda mask: jax.grad(
         lambda *x: jnp.sum(jnp.sin(flash_attention(*x, mask=mask, implementation=implementation))),
         argnums=(0, 1, 2),
@@ -343,7 +352,7 @@ def test_a_map_is_a_pytree_made_once_for_all_layers(rng):
         )
         return jax.lax.scan(layer, x, None, length=2)[0]
 
-    made = masks.block_map(mask, 37, 37, block=16)
+    made = masks.create_block_mask(mask, 37, 37, block=16)
     assert made.counts() == dict(skipped=3, full=0, partial=6)
     assert repr(made).endswith("37 x 37 in blocks of 16: 3 skipped, 0 full, 6 partial)")
     close(layers(x, made), layers(x, mask), 5e-6)
@@ -352,7 +361,7 @@ def test_a_map_is_a_pytree_made_once_for_all_layers(rng):
 def test_what_is_found_while_tracing_is_no_transfer_of_the_program(rng):
     q, k, v = map(jnp.asarray, qkv(rng, Z))
     # of no other test: what is found is kept
-    mask = masks.Where(lambda b, h, q, k: (q - k) % 7 != 5)
+    mask = masks.MaskMod(lambda b, h, q, k: (q - k) % 7 != 5)
     jax.config.update("jax_transfer_guard", "disallow")
     try:
         o = jax.jit(functools.partial(flash_attention, mask=mask, implementation="blockwise"))(
@@ -364,10 +373,10 @@ def test_what_is_found_while_tracing_is_no_transfer_of_the_program(rng):
 
 
 @pytest.mark.parametrize("name", ["blockwise", "triton"])
-def test_a_block_map_is_taken_where_promotion_is_strict(name, rng):
+def test_a_block_mask_is_taken_where_promotion_is_strict(name, rng):
     q, k, v = qkv(rng, Z)
     longformer = masks.Window(9, 9) | masks.GlobalTokens(4)
-    mapped = masks.block_map(longformer, Z.T, Z.S, block=16)
+    mapped = masks.create_block_mask(longformer, Z.T, Z.S, block=16)
     with (
         jax.enable_x64(True),
         jax.numpy_rank_promotion("raise"),
@@ -381,7 +390,9 @@ def test_a_block_map_is_taken_where_promotion_is_strict(name, rng):
 
 def test_a_map_serves_no_other_rule_and_no_other_sizes(rng):
     q, k, v = qkv(rng, Z)
-    everything = masks.block_map(masks.Where(lambda b, h, q, k: k >= 0), Z.T, Z.S, block=16)
+    everything = masks.create_block_mask(
+        masks.MaskMod(lambda b, h, q, k: k >= 0), Z.T, Z.S, block=16
+    )
     less = masks.Dilated(3)
     close(
         *(
@@ -397,12 +408,12 @@ def test_a_map_serves_no_other_rule_and_no_other_sizes(rng):
         flash_attention(q[:, :36], k, v, mask=everything)
     with pytest.raises(ValueError, match=r"the call's are \(37, 53, an array\)"):
         flash_attention(q, k, v, mask=everything, query_offset=np.zeros(2, np.int32))
-    by_head = masks.block_map(masks.Where(lambda b, h, q, k: k >= h), Z.T, Z.S, heads=3)
+    by_head = masks.create_block_mask(masks.MaskMod(lambda b, h, q, k: k >= h), Z.T, Z.S, heads=3)
     with pytest.raises(
         ValueError, match=r"was made for \(batch, heads\) = \(1, 3\); the call's are \(2, 4\)"
     ):
         flash_attention(q, k, v, mask=by_head)
-    of_the_first = masks.block_map(masks.Where(lambda b, h, q, k: k >= h), Z.T, Z.S)
+    of_the_first = masks.create_block_mask(masks.MaskMod(lambda b, h, q, k: k >= h), Z.T, Z.S)
     with pytest.raises(
         ValueError, match=r"was made for \(batch, heads\) = \(1, 1\); the call's are \(2, 4\)"
     ):
@@ -411,7 +422,8 @@ def test_a_map_serves_no_other_rule_and_no_other_sizes(rng):
 
 def test_a_map_of_long_sequences_is_made_by_strips():
     resolved_mask = ResolvedMask(
-        2**17, where=masks.resolve(masks.parts(masks.Dilated(3)), 1, 2**17, 2**17, 0).where
+        2**17,
+        mask_mod=masks.resolve([masks.Dilated(3)], 1, 2**17, 2**17, 0).mask_mod,
     )
     text = str(jax.make_jaxpr(lambda: schedule.block_kinds(resolved_mask, 1, 1, 2**17, 64, 64))())
     sizes = [
@@ -427,7 +439,7 @@ def test_on_a_mesh_a_rule_counts_all_batch_rows_and_heads(rng):
     mesh = jax.make_mesh((2, 2), ("b", "h"), axis_types=(AxisType.Explicit,) * 2)
     x = qkv(rng, Z)
     rule, _ = RULES["holes by head"]
-    mask = masks.Where(rule) & masks.Where(lambda b, h, q, k: k != b)
+    mask = masks.MaskMod(rule) & masks.MaskMod(lambda b, h, q, k: k != b)
     f = jax.jit(lambda q, k, v: flash_attention(q, k, v, mask=mask, implementation="blockwise"))
     placed = (jax.device_put(a, NamedSharding(mesh, P("b", None, "h"))) for a in x)
     close(f(*placed), f(*x), 5e-6)
@@ -447,7 +459,7 @@ def test_on_a_mesh_a_rule_reads_arrays_that_lie_on_it(spread, rng):
 
     @jax.jit
     def gradients(q, k, v, ids, far):
-        mask = masks.Causal() & masks.Where(
+        mask = masks.Causal() & masks.MaskMod(
             lambda b, h, q, k: (ids[b, q] == ids[b, k]) | (q - k < far[h])
         )
         loss = lambda *x: jnp.sum(
@@ -467,8 +479,8 @@ def test_on_a_mesh_a_rule_reads_arrays_that_lie_on_it(spread, rng):
 def test_on_a_mesh_a_map_goes_with_the_batch_rows_whatever_axes_they_lie_on(rng):
     mesh = jax.make_mesh((2, 2), ("b", "h"), axis_types=(AxisType.Explicit,) * 2)
     x = [a.reshape(2, 2, *a.shape[1:]) for a in qkv(rng, Z._replace(B=4))]
-    rule = masks.Where(lambda b, h, q, k: (q // 16 + k // 16 + b + h) % 2 == 0)
-    mask = masks.block_map(rule, Z.T, Z.S, block=16, batch=4, heads=Z.N)
+    rule = masks.MaskMod(lambda b, h, q, k: (q // 16 + k // 16 + b + h) % 2 == 0)
+    mask = masks.create_block_mask(rule, Z.T, Z.S, block=16, batch=4, heads=Z.N)
     f = jax.jit(lambda q, k, v: flash_attention(q, k, v, mask=mask, implementation="blockwise"))
     expected = flash_attention(*x, mask=rule, implementation="reference")
     for spec in P("b", None, None, "h"), P(None, "b"):

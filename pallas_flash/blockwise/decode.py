@@ -15,9 +15,9 @@ from pallas_flash.arguments import Operands, Problem
 from pallas_flash.blockwise.parts import Block, Heads, numbered
 from pallas_flash.blockwise.tuning import DecodeTiles
 from pallas_flash.checks import sums
+from pallas_flash.masks.resolved_mask import ResolvedMask
+from pallas_flash.mods.score_mod import BoundScoreMod
 from pallas_flash.quantised import taken, weights
-from pallas_flash.rules.resolved_mask import ResolvedMask
-from pallas_flash.rules.score import Score
 
 
 def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None, scales=(None, None)):
@@ -85,18 +85,18 @@ def _attend(p: Problem, tiles: DecodeTiles, part: Heads, q, x: Operands, table, 
 
     zeros = jnp.zeros_like(q[..., 0])
     carry = jnp.zeros_like(q, shape=(*q.shape[:-1], p.value_size)), online_softmax.start(zeros)
-    blocks = schedule.key_blocks(see.start, see.stop, see.solid, tiles.block_k)
+    blocks = schedule.key_blocks(see.start, see.stop, see.contiguous, tiles.block_k)
     o, (m, l, _) = blocks.visit(step, carry)
     return online_softmax.finish(o, l), m, l
 
 
-def _scored(p: Problem, score: Score, part: Heads, s, key: Block):
+def _scored(p: Problem, score: BoundScoreMod, part: Heads, s, key: Block):
     """What a score_mod makes of the logits [B, K, keys, rows]."""
-    batch, heads = score.numbers(p.batch, p.heads)
-    b = part.of(batch) if score.rule.reads_batch else batch
+    batch, heads = score.indices(p.batch, p.heads)
+    b = part.of(batch) if score.mod.uses_batch else batch
     h = (
         jnp.tile(heads.reshape(1, p.kv_heads, 1, -1), p.queries)
-        if score.rule.reads_head
+        if score.mod.uses_head
         else heads[None, None, None]
     )
     first = (
@@ -106,7 +106,7 @@ def _scored(p: Problem, score: Score, part: Heads, s, key: Block):
     )
     position = first + jnp.repeat(jnp.arange(p.queries, dtype=jnp.int32), p.group)[None, None, None]
     read = lambda array, index: score.arrays[array].at[index].get(mode="promise_in_bounds")
-    return score.of(s, read, b[:, None, None, None], h, position, key.index[None, None, :, None])
+    return score.apply(s, read, b[:, None, None, None], h, position, key.index[None, None, :, None])
 
 
 def _seen(see: ResolvedMask, key: Block, column):
@@ -117,7 +117,7 @@ def _seen(see: ResolvedMask, key: Block, column):
         if see.query_ids is None
         else (column(see.query_ids), key.of(see.key_ids, 1)[:, None, :, None])
     )
-    seen = see.sees(column(see.start), column(see.stop), index, *ids)
+    seen = see.visible(column(see.start), column(see.stop), index, *ids)
     return seen if key.own is None else seen & (index >= key.own)
 
 

@@ -7,16 +7,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_flash.rules.resolved_mask import Ints
+from pallas_flash.pytrees import IntLike
 
 
 class Block(NamedTuple):
     """`size` neighbouring rows or keys. Those before `own` (None: none) belong to the block before
     it."""
 
-    start: Ints
+    start: IntLike
     size: int
-    own: Ints | None = None
+    own: IntLike | None = None
 
     @property
     def index(self):
@@ -33,7 +33,7 @@ class Block(NamedTuple):
         return self.put(x, self.of(x, axis) + block, axis)
 
 
-def numbered(number: Ints, size: int, length: int) -> Block:
+def numbered(number: IntLike, size: int, length: int) -> Block:
     """Block `number` of a length; the last of a ragged one is moved back until it ends with the
     array."""
     if isinstance(length, int) and length % size == 0:
@@ -46,9 +46,9 @@ class Heads(NamedTuple):
     """`batch` rows from `row` on, and of them `heads` key/value heads of K from `head` on. An axis
     of size 1 broadcasts."""
 
-    row: Ints
+    row: IntLike
     batch: int
-    head: Ints
+    head: IntLike
     heads: int
     K: int
 

@@ -65,7 +65,7 @@ TRIANGLE = 256  # rows and keys of a block, in loops over keys of which a band h
 # several at once
 SHORT = 1024
 BLOCK = 512  # keys of all heads that are in the caches at a time, in decoding
-FEW = 128  # keys under a Predicate, too few to find blocks among them that it hides
+FEW = 128  # keys under a mask_mod, too few to find blocks among them that it hides
 # keys that are one block under a mask of data: a loop that may skip some of so few gains less than
 # it costs
 ONE = 768
@@ -173,11 +173,11 @@ def _queries(p: Problem) -> int:
     v, has_data = p.resolved_mask, p.resolved_mask.has_data
     # else it hides a quarter and more
     is_plain = v.left is None and (v.right is None or p.queries >= 2 * p.keys)
-    if is_plain and v.where is None and _is_small(p) and not _is_cut(p):
+    if is_plain and v.mask_mod is None and _is_small(p) and not _is_cut(p):
         return p.queries
-    if is_plain and p.keys <= (ONE if has_data else MANY if v.where is None else FEW):
+    if is_plain and p.keys <= (ONE if has_data else MANY if v.mask_mod is None else FEW):
         scores = p.queries * p.group * p.keys
-        most = SCORES if v.where is not None or (has_data and scores > DATA) else ALL_SEEN
+        most = SCORES if v.mask_mod is not None or (has_data and scores > DATA) else ALL_SEEN
         return ceil_div(p.queries, ceil_div(scores, most))
     is_long = p.queries > SHORT
     if is_long and _is_window(p):
@@ -185,7 +185,7 @@ def _queries(p: Problem) -> int:
         return queries if alike(p, queries, MANY) else even(p.queries, max(TRIANGLE // p.group, 64))
     sparse = (
         has_data
-        or v.where is not None
+        or v.mask_mod is not None
         or v.left is not None
         or (v.right is not None and not is_long)
     )
@@ -203,7 +203,7 @@ def _is_window(p: Problem) -> bool:
     return (
         p.resolved_mask.left is not None
         and not p.resolved_mask.has_data
-        and p.resolved_mask.where is None
+        and p.resolved_mask.mask_mod is None
     )
 
 

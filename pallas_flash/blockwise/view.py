@@ -17,10 +17,11 @@ from pallas_flash.blockwise.parts import Block, Heads
 from pallas_flash.blockwise.tuning import Tiles, scaled_last
 from pallas_flash.blockwise.visits import alike, known_keys, neighbours
 from pallas_flash.checks import sums
-from pallas_flash.rules import kinds
-from pallas_flash.rules.resolved_mask import Ints, ResolvedMask
-from pallas_flash.rules.rule import Asked
-from pallas_flash.rules.score import Score
+from pallas_flash.masks import block_types
+from pallas_flash.masks.resolved_mask import ResolvedMask
+from pallas_flash.mods.bound import BoundMod
+from pallas_flash.mods.score_mod import BoundScoreMod
+from pallas_flash.pytrees import IntLike
 
 
 class View(NamedTuple):
@@ -38,22 +39,25 @@ class View(NamedTuple):
     bias: jax.Array | None  # [B | 1, K | 1, G | 1, T | 1, S | 1]
     mask: jax.Array | None  # the same
     resolved_mask: ResolvedMask
-    start: Ints  # [B | 1, T], the keys that each row sees
-    stop: Ints
+    start: IntLike  # [B | 1, T], the keys that each row sees
+    stop: IntLike
     sinks: jax.Array | None  # [K, G]
     seeds: jax.Array | None  # [B, K, G, 2]
-    score: Score | None  # with numbers as the resolved_mask's where
+    score: BoundScoreMod | None  # with numbers as the resolved_mask's where
 
     @classmethod
     def of(cls, p: Problem, tiles: Tiles, part: Heads, x: Operands) -> "View":
         resolved_mask = x.resolved_mask.narrow(ResolvedMask.BY_BATCH, lambda a: part.of(a)[:, None])
         resolved_mask = resolved_mask.narrow(ResolvedMask.BY_QUERY + ResolvedMask.BY_KEY, part.of)
-        where, score = (_of_heads(asked, p, part) for asked in (resolved_mask.where, x.score))
-        if where is not None and where.kinds is not None:
+        where, score = (_of_heads(asked, p, part) for asked in (resolved_mask.mask_mod, x.score))
+        if where is not None and where.block_types is not None:
             where = dataclasses.replace(
-                where, kinds=schedule.lists(kinds.join(part.of(where.kinds, 1), (0, 1)))
+                where,
+                block_types=schedule.lists(
+                    block_types.merge(part.of(where.block_types, 1), (0, 1))
+                ),
             )
-        resolved_mask = dataclasses.replace(resolved_mask, where=where)
+        resolved_mask = dataclasses.replace(resolved_mask, mask_mod=where)
         start, stop = resolved_mask.interval(jnp.arange(p.queries, dtype=jnp.int32)[None])
         plain = x.bias is None and p.soft_cap is None and score is None
         last = scaled_last(p) and not tiles.is_wide
@@ -97,7 +101,7 @@ class View(NamedTuple):
 
     @property
     def has_data(self) -> bool:
-        return dataclasses.replace(self.resolved_mask, where=None).has_data
+        return dataclasses.replace(self.resolved_mask, mask_mod=None).has_data
 
     def filled(self, x):
         """x [B, K, G, T, n] with 0 for the rows that see nothing: there may be NaN."""
@@ -156,11 +160,11 @@ class View(NamedTuple):
             return first
         if keys is not None:
             return start
-        size, length, where = self.tiles.block_k, self.problem.keys, self.resolved_mask.where
+        size, length, where = self.tiles.block_k, self.problem.keys, self.resolved_mask.mask_mod
         if self.resolved_mask.has_data:
-            solid = self.resolved_mask.solid
+            contiguous = self.resolved_mask.contiguous
             blocks = schedule.key_blocks(
-                *self.interval(row), None if solid is None else row.of(solid, 1), size
+                *self.interval(row), None if contiguous is None else row.of(contiguous, 1), size
             )
         else:
             v, last = self.resolved_mask, row.start + row.size - 1
@@ -172,7 +176,11 @@ class View(NamedTuple):
         if where is not None:
             all_masked = schedule.Blocks(blocks.first, blocks.last, blocks.last, blocks.last)
             number = schedule.ceil_div(row.start, row.size)
-            blocks = all_masked if where.kinds is None else schedule.Listed.of(where.kinds, number)
+            blocks = (
+                all_masked
+                if where.block_types is None
+                else schedule.Listed.of(where.block_types, number)
+            )
 
         def numbered(j, carry, masked):
             key = parts.numbered(j, size, length)
@@ -192,9 +200,9 @@ class View(NamedTuple):
                 if v.query_ids is None
                 else (of_rows(row.of(v.query_ids, 1)), key.of(v.key_ids, 1)[:, None, None])
             )
-            inside = v.sees(*map(of_rows, self.interval(row)), index, *ids)
+            inside = v.visible(*map(of_rows, self.interval(row)), index, *ids)
             inside = inside if key.own is None else inside & (index >= key.own)
-            inside = inside if v.where is None else inside & self.allowed(row, key)
+            inside = inside if v.mask_mod is None else inside & self.allowed(row, key)
             seen = inside if seen is None else seen & inside
         return seen
 
@@ -205,16 +213,16 @@ class View(NamedTuple):
         return tuple(a if isinstance(a, int) else row.of(a, 1) for a in (self.start, self.stop))
 
     def allowed(self, row: Block, key: Block):
-        """Whether the mask's Predicate lets the rows see the keys, to broadcast against [B, K,
+        """Whether the mask's mask_mod lets the rows see the keys, to broadcast against [B, K,
         rows, keys]."""
-        where = self.resolved_mask.where
-        return where.sees(*self.numbers(where, row, key))
+        where = self.resolved_mask.mask_mod
+        return where.visible(*self.numbers(where, row, key))
 
-    def numbers(self, asked: Asked, row: Block, key: Block):
+    def numbers(self, asked: BoundMod, row: Block, key: Block):
         """Batch row, head, position and key of each pair, to broadcast against [B, K, rows,
         keys]."""
         position, heads = self.of_rows(row.index[None] + asked.offset), asked.head
-        if asked.rule.reads_head:
+        if asked.mod.uses_head:
             heads = jnp.broadcast_to(heads, (*heads.shape[:3], row.size)).reshape(
                 1, heads.shape[1], -1, 1
             )
@@ -226,7 +234,7 @@ class View(NamedTuple):
         return (
             s
             if self.score is None
-            else self.score.of(s, self.read, *self.numbers(self.score, row, key))
+            else self.score.apply(s, self.read, *self.numbers(self.score, row, key))
         )
 
     def scores_vjp(self, q, row: Block, key: Block):
@@ -316,10 +324,10 @@ class View(NamedTuple):
 
 
 def with_lists(p: Problem, tiles: Tiles, resolved_mask: ResolvedMask) -> ResolvedMask:
-    """The mask with the kinds of these tiles' blocks, if it has a Predicate and there are loops to
+    """The mask with the kinds of these tiles' blocks, if it has a mask_mod and there are loops to
     go over them."""
     where, known = (
-        resolved_mask.where,
+        resolved_mask.mask_mod,
         all(isinstance(n, int) for n in (p.batch, p.queries, p.keys)),
     )
     if where is None or not known or known_keys(p, tiles) is not None:
@@ -329,18 +337,22 @@ def with_lists(p: Problem, tiles: Tiles, resolved_mask: ResolvedMask) -> Resolve
     )
     if p.queries % tiles.block_q:  # the last block is moved back over the one before it
         xp = np if isinstance(found, np.ndarray) else jnp
-        found = xp.concatenate([found[:, :, :-1], kinds.join(found[:, :, -2:], 2)[:, :, None]], 2)
-    return dataclasses.replace(resolved_mask, where=dataclasses.replace(where, kinds=found))
+        found = xp.concatenate(
+            [found[:, :, :-1], block_types.merge(found[:, :, -2:], 2)[:, :, None]], 2
+        )
+    return dataclasses.replace(
+        resolved_mask, mask_mod=dataclasses.replace(where, block_types=found)
+    )
 
 
-def _of_heads(asked: Asked | None, p: Problem, part: Heads) -> Asked | None:
+def _of_heads(asked: BoundMod | None, p: Problem, part: Heads) -> BoundMod | None:
     """A rule with the numbers of some heads [1, K, G, 1] and batch rows."""
     if asked is None:
         return None
-    batch, heads = asked.numbers(p.batch, p.heads)
-    batch, heads = part.of(batch) if asked.rule.reads_batch else batch, part.of(heads[None], 1)
+    batch, heads = asked.indices(p.batch, p.heads)
+    batch, heads = part.of(batch) if asked.mod.uses_batch else batch, part.of(heads[None], 1)
     heads = (
-        heads.reshape(1, part.heads, -1, 1) if asked.rule.reads_head else heads.reshape(1, 1, 1, 1)
+        heads.reshape(1, part.heads, -1, 1) if asked.mod.uses_head else heads.reshape(1, 1, 1, 1)
     )
     offset = asked.offset if isinstance(asked.offset, int) else part.of(asked.offset)[:, None]
     return dataclasses.replace(asked, batch=batch, head=heads, offset=offset)

@@ -6,8 +6,9 @@ from typing import NamedTuple
 from pallas_flash import schedule
 from pallas_flash.arguments import Problem
 from pallas_flash.blockwise.parts import Block
-from pallas_flash.rules import kinds
-from pallas_flash.rules.resolved_mask import ResolvedMask, smaller
+from pallas_flash.masks import block_types
+from pallas_flash.masks.resolved_mask import ResolvedMask
+from pallas_flash.pytrees import smaller
 
 UNROLLED = 8  # blocks; more of them are loops, which compile in the same time at any length
 ALIKE = 5 / 4  # times the scores that are seen, which one loop over query blocks may compute
@@ -30,7 +31,7 @@ def alike(p: Problem, block_q: int, block_k: int) -> Alike | None:
     if (
         not isinstance(p.queries, int)
         or not isinstance(p.keys, int)
-        or v.where is not None
+        or v.mask_mod is not None
         or (has_data and block_k < p.keys)
     ):
         return None
@@ -72,13 +73,16 @@ def known_keys(p: Problem, tiles) -> list | None:
     if not isinstance(p.keys, int) or not isinstance(p.queries, int):
         return [[(Block(0, p.keys), True, False)]] if one_q and one_k else None
     size, blocks = tiles.block_k, []
-    if p.resolved_mask.where is not None and not has_data:
-        found = kinds.join(
+    if p.resolved_mask.mask_mod is not None and not has_data:
+        found = block_types.merge(
             schedule.block_kinds(p.resolved_mask, p.batch, p.heads, p.queries, tiles.block_q, size),
             (0, 1),
         )
         block = lambda j: Block(int(j) * size, min(size, p.keys - int(j) * size))
-        kind_of = lambda kind, j: (bool(kind[j] == kinds.PARTIAL), bool(kind[j] == kinds.FULL))
+        kind_of = lambda kind, j: (
+            bool(kind[j] == block_types.PARTIAL),
+            bool(kind[j] == block_types.FULL),
+        )
         blocks = [[(block(j), *kind_of(kind, j)) for j in kind.nonzero()[0]] for kind in found]
         return blocks if sum(map(len, blocks)) <= UNROLLED else None
     for seen in schedule.key_ranges(p.resolved_mask, p.queries, tiles.block_q):

@@ -23,11 +23,11 @@ from pallas_flash import (
 from pallas_flash.arguments import Problem
 from pallas_flash.backends import Backend
 from pallas_flash.caches import ragged
+from pallas_flash.devices import varying
 from pallas_flash.kernels import device, triton
 from pallas_flash.machine import comparison, selfcheck
-from pallas_flash.rules import reads
-from pallas_flash.rules.resolved_mask import ResolvedMask
-from pallas_flash.rules.score import Score
+from pallas_flash.masks.resolved_mask import ResolvedMask
+from pallas_flash.mods.score_mod import BoundScoreMod
 
 IN_PLACE = ("hopper", "triton", "blockwise")  # read pages where they lie
 
@@ -35,7 +35,9 @@ IN_PLACE = ("hopper", "triton", "blockwise")  # read pages where they lie
 def attend(implementation, **call):
     """o [B, T, N, Hv], lse [B, T, N] and the largest logits, or None, of a call of paged_attention;
     with cu_seqlens_q [tokens, N, Hv] and [tokens, N]."""
-    arrays = {name: x for name, x in call.items() if checks.is_array(x) or isinstance(x, Score)}
+    arrays = {
+        name: x for name, x in call.items() if checks.is_array(x) or isinstance(x, BoundScoreMod)
+    }
     static = {name: x for name, x in call.items() if name not in arrays}
     return _attend_jit(implementation, tuple(static.items()), arrays)
 
@@ -98,7 +100,7 @@ def _attend_batch(
             **call | dict(key=copied(k_pages, k_scales), value=copied(v_pages, v_scales)),
         )
     scales = () if k_scales is None else ((k_scales, v_scales),)
-    operands, scales = reads.vary_alike((operands._replace(key=k_pages, value=v_pages), scales))
+    operands, scales = varying.vary_alike((operands._replace(key=k_pages, value=v_pages), scales))
     table, unit = jnp.clip(page_table, 0, k_pages.shape[0] - 1), backend.unit(problem)
     read = functools.partial(_in_place, problem, kind.page)
 

@@ -14,7 +14,7 @@ from pallas_flash.caches.attend import attend
 from pallas_flash.checks import AnyArray
 from pallas_flash.devices import sharding
 from pallas_flash.kernels import device
-from pallas_flash.rules.score import Score
+from pallas_flash.mods.score_mod import BoundScoreMod
 from pallas_flash.signatures import Implementation, ScoreMod, in_lines
 
 PAGE = 8  # a page is a multiple of so many keys
@@ -228,7 +228,7 @@ def paged_attention(
         logits_soft_cap=checks.number("logits_soft_cap", logits_soft_cap, None, positive=True)
     )
     if score_mod is not None:
-        call["score_mod"] = Score.of_call(
+        call["score_mod"] = BoundScoreMod.bind(
             scores.fitting(score_mod, query.shape[-2]), checks.sums(query.dtype)
         )
     call |= dict(
@@ -242,7 +242,7 @@ def paged_attention(
     return_residual = checks.flag("return_residual", return_residual)
     mesh = sharding.mesh_of(call)
     if mesh is not None and score_mod is not None:
-        call["score_mod"] = call["score_mod"].numbered(lengths.shape, query.shape[-2])
+        call["score_mod"] = call["score_mod"].with_indices(lengths.shape, query.shape[-2])
     with device.at(call.values()):
         found = attend(**call) if mesh is None else sharding.pages_by_device(attend, call, mesh)
     return dispatch.results(return_residual, *found)

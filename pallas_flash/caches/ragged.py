@@ -88,9 +88,9 @@ class Tiles(NamedTuple):
         query = dict(
             query=call["query"][self.source], query_offset=offset, query_seq_lengths=self.count
         )
-        if (score := call.get("score_mod")) is not None and score.rule.reads_batch:
+        if (score := call.get("score_mod")) is not None and score.mod.uses_batch:
             query["score_mod"] = dataclasses.replace(
-                score, batch=score.numbers(len(call["lengths"]), 1)[0][self.row]
+                score, batch=score.indices(len(call["lengths"]), 1)[0][self.row]
             )
         return call | by_row | query
 

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_flash import arguments, checks, dropout, masks, scores
-from pallas_flash.rules.resolved_mask import ResolvedMask
-from pallas_flash.rules.score import Score
+from pallas_flash.masks.resolved_mask import ResolvedMask
+from pallas_flash.mods.score_mod import BoundScoreMod
 
 LETTERS = {  # of the arrays of a call; P pages, C an axis that is whole on each device
     "query": "BTNH",
@@ -38,7 +38,7 @@ CACHE_LETTERS = LETTERS | dict(
     length="B", key_scale="BSK", value_scale="BSK", table="BC", users="P"
 )
 CACHE_LETTERS |= dict(count="B", cu_seqlens="C")  # beside a cache
-# of a Score; the arrays that rules read are whole on each device
+# of a score_mod; the arrays that rules read are whole on each device
 SCORE_LETTERS = {"batch": "B", "head": "N"}
 
 
@@ -62,15 +62,17 @@ def exact(call: dict[str, Any]) -> dict[str, Any]:
         call["dropout_seeds"] = dropout.seeds(call["dropout_rng"], *lead, N)
     call["dropout_rng"] = None
     if call["score_mod"] is not None:
-        score = Score.of_call(
+        score = BoundScoreMod.bind(
             scores.fitting(call["score_mod"], N), checks.sums(call["query"].dtype)
         )
-        call["score_mod"] = score.numbered(lead, N)
+        call["score_mod"] = score.with_indices(lead, N)
     there = {name: call[name] for name in ids if call[name] is not None}
     call |= zip(there, checks.ids(there), strict=True)
     if isinstance(call["mask"], masks.Mask):
         numbered = lambda part: (
-            part.numbered(lead, N) if isinstance(part, masks.Where | masks.Kinds) else part
+            part.with_indices(lead, N)
+            if isinstance(part, masks.MaskMod | masks.BlockTypes)
+            else part
         )
         exact = (arguments.exact_part(numbered(part)) for part in masks.leaves(call["mask"]))
         call["mask"] = masks.with_leaves(call["mask"], exact)
@@ -90,9 +92,9 @@ def arrays_of(call) -> dict[tuple, Any]:
         found |= {("mask", number, field): getattr(part, field) for field in part.ARRAYS}
         found |= {
             ("mask", number, n): x
-            for n, x in enumerate(part.arrays if isinstance(part, masks.Where) else ())
+            for n, x in enumerate(part.arrays if isinstance(part, masks.MaskMod) else ())
         }
-    if isinstance(score := call.get("score_mod"), Score):
+    if isinstance(score := call.get("score_mod"), BoundScoreMod):
         found |= {("score_mod", name): getattr(score, name) for name in SCORE_LETTERS}
         found |= {("score_mod", n): x for n, x in enumerate(score.arrays)}
     # NumPy's numbers stay outside: they are known while tracing
@@ -131,8 +133,8 @@ def with_arrays(call, arrays: dict[tuple, Any]) -> dict[str, Any]:
 
 
 def _replaced(rule, name: str | int, x):
-    """A part of a mask or a Score with another array: of a field, or with a number of those that it
-    reads."""
+    """A part of a mask or a score_mod with another array: of a field, or with a number of those
+    that it reads."""
     if isinstance(name, str):
         return dataclasses.replace(rule, **{name: x})
     return dataclasses.replace(rule, arrays=(*rule.arrays[:name], x, *rule.arrays[name + 1 :]))
@@ -156,13 +158,13 @@ def operand_letters(problem: arguments.Problem, operands: arguments.Operands) ->
     def of_rule(asked):
         if asked is None:
             return None
-        by = dict(batch="B", head="N", kinds="BN", offset="B")
+        by = dict(batch="B", head="N", block_types="BN", offset="B")
         known = {
             name: of(x, by[name]) for name in by if hasattr(x := getattr(asked, name, None), "ndim")
         }
         return dataclasses.replace(asked, arrays=tuple(of(x, "") for x in asked.arrays), **known)
 
-    resolved_mask = dataclasses.replace(resolved_mask, where=of_rule(resolved_mask.where))
+    resolved_mask = dataclasses.replace(resolved_mask, mask_mod=of_rule(resolved_mask.mask_mod))
     there = {name: x for name, x in operands._asdict().items() if hasattr(x, "ndim")}
     there = {name: of(x, LETTERS.get(name, "BN")) for name, x in there.items()}
     return operands._replace(resolved_mask=resolved_mask, score=of_rule(operands.score), **there)

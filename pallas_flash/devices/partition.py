@@ -47,7 +47,7 @@ class Spread(Half):
         gradients = letters.differentiable._replace(sinks=None)
         results = map(row_letters, found) if self.is_forward else jax.tree.leaves(gradients)
         rules = [
-            asked and asked.rule.text for asked in (problem.resolved_mask.where, problem.score)
+            asked and asked.mod.text for asked in (problem.resolved_mask.mask_mod, problem.score)
         ]
         digest = _digest(re.sub("0x[0-9a-f]+", "", f"{problem!r} {tiles} {rules} {traced}"))
         part = Part(self, problem, tiles, tree, inputs, tuple(results), tuple(found), digest)
@@ -128,13 +128,13 @@ def _numbered(operands: Operands, axes, batch: int, heads: int) -> Operands:
     def numbered(asked):
         if asked is None:
             return None
-        b = number(asked.batch, asked.rule.reads_batch, "B", batch)
+        b = number(asked.batch, asked.mod.uses_batch, "B", batch)
         return dataclasses.replace(
-            asked, batch=b, head=number(asked.head, asked.rule.reads_head, "N", heads)
+            asked, batch=b, head=number(asked.head, asked.mod.uses_head, "N", heads)
         )
 
     resolved_mask = dataclasses.replace(
-        operands.resolved_mask, where=numbered(operands.resolved_mask.where)
+        operands.resolved_mask, mask_mod=numbered(operands.resolved_mask.mask_mod)
     )
     return operands._replace(resolved_mask=resolved_mask, score=numbered(operands.score))
 

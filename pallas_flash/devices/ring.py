@@ -20,8 +20,8 @@ from pallas_flash import dropout, online_softmax, schedule
 from pallas_flash.arguments import Gradients, Operands, Problem
 from pallas_flash.backends import Backend, Choice
 from pallas_flash.checks import sums
+from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.online_softmax import SoftmaxState
-from pallas_flash.rules.resolved_mask import ResolvedMask
 
 
 class Loop(NamedTuple):
@@ -177,7 +177,7 @@ def parts_of(problem: Problem, chunks: int) -> tuple[int, int]:
     leave `ROWS` to a pair. All go together where a bias or mask array, or a rule, tells them
     apart."""
     p = problem
-    if any(x is not None for x in (p.bias, p.mask, p.resolved_mask.where, p.score)):
+    if any(x is not None for x in (p.bias, p.mask, p.resolved_mask.mask_mod, p.score)):
         return 1, 1
     most = p.batch // chunks * p.queries * p.heads // ROWS
     by_key = schedule.divisor(p.kv_heads, most)
@@ -228,7 +228,7 @@ class Half(NamedTuple):
             pair = lambda: operands_of(
                 self.loop, problem, heads_of(x, heads), keys, device, rows, b
             )
-            some = self.loop.is_there(device) & pair().resolved_mask.sees_any(problem.queries)
+            some = self.loop.is_there(device) & pair().resolved_mask.any_visible(problem.queries)
 
             def visited(carry):  # what a pair needs of all rows and heads is cut out for it alone
                 own = pair()
@@ -273,9 +273,9 @@ def operands_of(loop: Loop, problem: Problem, x: Operands, keys, device, rows: P
     key, value = (Part(loop.chunks, b).of(y) for y in keys)
     first = jnp.maximum(loop.numbers(device)[b], 0) * problem.keys
     resolved_mask = x.resolved_mask.narrow(ResolvedMask.BY_BATCH + ResolvedMask.BY_QUERY, rows.of)
-    if resolved_mask.where is not None:
+    if resolved_mask.mask_mod is not None:
         resolved_mask = dataclasses.replace(
-            resolved_mask, where=resolved_mask.where.of_rows(rows.of)
+            resolved_mask, mask_mod=resolved_mask.mask_mod.take_rows(rows.of)
         )
     tile = lambda y: (
         None if y is None else lax.dynamic_slice(y, *_at(loop, problem, y, device, rows.chunk, b))
@@ -287,9 +287,9 @@ def operands_of(loop: Loop, problem: Problem, x: Operands, keys, device, rows: P
         bias=tile(x.bias),
         sinks=None,
         mask=tile(x.mask),
-        resolved_mask=resolved_mask.of_keys(first, problem.keys),
+        resolved_mask=resolved_mask.slice_keys(first, problem.keys),
         seeds=None if x.seeds is None else dropout.moved(rows.of(x.seeds, 1), column=first),
-        score=None if x.score is None else x.score.of_rows(rows.of).of_keys(first),
+        score=None if x.score is None else x.score.take_rows(rows.of).slice_keys(first),
     )
 
 

@@ -48,14 +48,14 @@ def own_rows(axis: tuple[str, ...], problem: Problem, x: Operands, sinks) -> Ope
     what says which are live: for the derivatives that are made of o and do."""
     if sinks is not None:
         sinks = checks.sinks(sinks, problem.heads * lax.axis_size(axis)).astype(x.sinks.dtype)
-    return x._replace(sinks=sinks, resolved_mask=x.resolved_mask.rows_from(_first(axis, problem)))
+    return x._replace(sinks=sinks, resolved_mask=x.resolved_mask.shift_rows(_first(axis, problem)))
 
 
 def _own_heads(axis: tuple[str, ...], problem: Problem, x: Operands) -> Operands:
     """`own_rows` back."""
     sinks, N = x.sinks, problem.heads
     sinks = None if sinks is None else lax.dynamic_slice_in_dim(sinks, lax.axis_index(axis) * N, N)
-    return x._replace(sinks=sinks, resolved_mask=x.resolved_mask.rows_from(-_first(axis, problem)))
+    return x._replace(sinks=sinks, resolved_mask=x.resolved_mask.shift_rows(-_first(axis, problem)))
 
 
 def _first(axis: tuple[str, ...], problem: Problem):

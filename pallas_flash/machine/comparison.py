@@ -14,7 +14,7 @@ from pallas_flash import autodiff, backends, decode, dropout, masks
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.backends import Backend, Choice
 from pallas_flash.kernels import device
-from pallas_flash.rules.score import Score
+from pallas_flash.mods.score_mod import BoundScoreMod
 
 # Of trials: with blocks that need a mask, blocks that need none, ragged ones.
 SIZES = dict(batch=2, queries=523, keys=709, heads=8, kv_heads=2, sinks=False)
@@ -22,7 +22,7 @@ WIDTH = 16  # multiples of this tell heads apart in the kernels
 # that are compared as one vector: a single row of a gradient may be zero but for rounding
 ROWS = 64
 # blocks of all kinds, by head
-RULE = masks.Where(lambda b, h, q, k: ((q // 256 + k // 256 + h) % 3 > 0) | (k < 4), "RULE")
+RULE = masks.MaskMod(lambda b, h, q, k: ((q // 256 + k // 256 + h) % 3 > 0) | (k < 4), "RULE")
 SOFT_CAP = 2.0  # near the logits of trials
 TOLERANCE = dict(float32=1e-4, bfloat16=2e-2, float16=4e-3)
 # With any of them kernels are right or wrong by themselves.
@@ -127,7 +127,7 @@ FLASH_ATTENTION = Way("", {}, results, exact)
 def more(problem: Problem) -> list[str]:
     """What it has of MORE."""
     p = problem
-    has = p.resolved_mask.where, p.mask, p.bias, p.score, p.soft_cap, p.resolved_mask.query_ids
+    has = p.resolved_mask.mask_mod, p.mask, p.bias, p.score, p.soft_cap, p.resolved_mask.query_ids
     return [name for name, x in zip(MORE, has, strict=True) if x is not None]
 
 
@@ -203,7 +203,7 @@ def trial(problem: Problem, sizes: dict[str, int]) -> tuple[Problem, Operands, t
     rules = [
         masks.Causal(),
         masks.KeyLengths(jax.device_put(lengths)),
-        *([RULE] if p.resolved_mask.where is not None else []),
+        *([RULE] if p.resolved_mask.mask_mod is not None else []),
     ]
     rules += [] if p.resolved_mask.query_ids is None else [_documents(p)]
     offset = p.keys - p.queries
@@ -219,7 +219,7 @@ def trial(problem: Problem, sizes: dict[str, int]) -> tuple[Problem, Operands, t
         rng.standard_normal(shape, np.float32).astype(jnp.dtype(p.dtype))
     )
     bias = None if p.bias is None else normal(1, p.heads, p.queries, p.keys)
-    score = None if p.score is None else Score.of_call(far_is_less, jnp.float32, offset)
+    score = None if p.score is None else BoundScoreMod.bind(far_is_less, jnp.float32, offset)
     # of empty, partial and full blocks
     row, key = np.arange(p.queries)[:, None] // 256, np.arange(p.keys) // 256
     mask = (

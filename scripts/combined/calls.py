@@ -51,8 +51,8 @@ FEATURES = {
     "`mask`: `masks.PrefixLM`": Feature(
         dict(prefix="B"), lambda x: dict(mask=masks.PrefixLM(x["prefix"]))
     ),
-    "`mask`: `masks.Where`": Feature(
-        {}, lambda x: dict(mask=masks.Where(lambda b, h, q, k: (q + 2 * k + h + b) % 5 > 0))
+    "`mask`: `masks.MaskMod`": Feature(
+        {}, lambda x: dict(mask=masks.MaskMod(lambda b, h, q, k: (q + 2 * k + h + b) % 5 > 0))
     ),
     "`mask`: an array": Feature(dict(mask="B1TS"), lambda x: dict(mask=x["mask"])),
     "`bias`": Feature(dict(bias="1NTS"), lambda x: dict(bias=x["bias"])),

@@ -223,6 +223,9 @@ TRANSFORMATIONS = {
         _on_mesh(AxisType.Explicit, **BY_ROW), gradients, devices=4
     ),
     "`shard_map`": Transformation(
-        _shard_map, forward, {"dropout": OF_ITS_OWN, "`mask`: `masks.Where`": OF_ITS_OWN}, devices=2
+        _shard_map,
+        forward,
+        {"dropout": OF_ITS_OWN, "`mask`: `masks.MaskMod`": OF_ITS_OWN},
+        devices=2,
     ),
 }

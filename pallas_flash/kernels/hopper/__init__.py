@@ -7,7 +7,7 @@ import jax
 from pallas_flash.arguments import Problem
 from pallas_flash.kernels import device
 from pallas_flash.kernels.hopper.tuning import decode_tiles, stored, stored_rows, tiles
-from pallas_flash.rules.rule import Asked
+from pallas_flash.mods.bound import BoundMod
 
 __all__ = ["copies", "decode_tiles", "tiles", "why_not"]
 
@@ -17,7 +17,7 @@ def why_not(problem: Problem) -> str | None:
     p = problem
     if p.dtype not in ("bfloat16", "float16"):
         return f"wgmma multiplies bfloat16 and float16; got {p.dtype}"
-    if why_not := _why_no_rule(p.resolved_mask.where) or _why_no_rule(p.score):
+    if why_not := _why_no_rule(p.resolved_mask.mask_mod) or _why_no_rule(p.score):
         return why_not
     if max(p.head_size, p.value_size) > 256:
         return (
@@ -42,23 +42,23 @@ squeeze sub tanh xor
 """.split()
 
 
-def _why_no_rule(asked: Asked | None) -> str | None:
+def _why_no_rule(asked: BoundMod | None) -> str | None:
     if asked is None:
         return None
     try:
-        operations = asked.operations
+        operations = asked.primitives
     except TypeError as error:  # of a mask, which elsewhere may read what it likes
-        return f"{asked.rule}: {str(error).removesuffix('.')}"
-    if asked.why_no_vectors:
-        return asked.why_no_vectors
-    if narrow := re.search(r"\b[iuf]8\w*(?=\[)", asked.rule.text):
+        return f"{asked.mod}: {str(error).removesuffix('.')}"
+    if asked.why_not_flat:
+        return asked.why_not_flat
+    if narrow := re.search(r"\b[iuf]8\w*(?=\[)", asked.mod.text):
         return (
-            f"{asked.rule} computes with numbers of 8 bits ({narrow[0]}), for which Mosaic GPU "
+            f"{asked.mod} computes with numbers of 8 bits ({narrow[0]}), for which Mosaic GPU "
             "lacks operations: int32 will do"
         )
     if lacking := sorted(operations - set(_OPERATIONS)):
         return (
-            f"{asked.rule} needs {', '.join(lacking)}, which Mosaic GPU does not know for registers"
+            f"{asked.mod} needs {', '.join(lacking)}, which Mosaic GPU does not know for registers"
         )
     return None
 

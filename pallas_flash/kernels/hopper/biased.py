@@ -8,7 +8,7 @@ from jax.experimental import pallas as pl
 
 from pallas_flash.kernels.hopper import seen, tile
 from pallas_flash.kernels.hopper.tuning import KeyTiles, Tiles
-from pallas_flash.masks import Ints
+from pallas_flash.pytrees import IntLike
 
 
 def whole(bias: jax.Array | None, t: Tiles | KeyTiles) -> jax.Array | None:
@@ -28,10 +28,10 @@ class OfHead(NamedTuple):
     """That of one batch row and head, a ref."""
 
     array: jax.Array
-    batch: Ints
-    head: Ints
+    batch: IntLike
+    head: IntLike
 
-    def of(self, first_query: Ints, first_key: Ints, shape, transposed: bool):
+    def of(self, first_query: IntLike, first_key: IntLike, shape, transposed: bool):
         """Of a block of queries and keys, float32 in the shape of the scores."""
         first, (_, _, rows, columns) = (
             (first_key, first_query) if transposed else (first_query, first_key),
@@ -49,6 +49,6 @@ class OfHead(NamedTuple):
         return spread(tile.load(self.array.at[at], layout).astype(jnp.float32), shape)
 
 
-def of(x, batch: Ints, head: Ints) -> OfHead | None:
+def of(x, batch: IntLike, head: IntLike) -> OfHead | None:
     """From a ref of `whole`; None without one."""
     return None if x is None else OfHead(x, *seen.entry(x, batch, head))

@@ -10,8 +10,8 @@ from jax.experimental import pallas as pl
 from pallas_flash.arguments import Problem
 from pallas_flash.kernels.hopper import ruled, seen, sync, tile
 from pallas_flash.kernels.hopper.tuning import ROWS, KeyTiles, Tiles
-from pallas_flash.masks import Ints
-from pallas_flash.rules import rule
+from pallas_flash.mods.mask_mod import BoundMaskMod
+from pallas_flash.pytrees import IntLike
 
 WORD = 32  # bits
 COLUMNS = 8  # of a tile that lie in the registers as the next ones do
@@ -24,13 +24,13 @@ class Words(NamedTuple):
 
     words: jax.Array  # int32 [B or 1, N or 1, blocks or 1, words, whole tiles of rows or 1]
 
-    def of(self, batch: Ints, head: Ints) -> "OfHead":
+    def of(self, batch: IntLike, head: IntLike) -> "OfHead":
         """From refs."""
         return OfHead(self.words, *seen.entry(self.words, batch, head))
 
 
 def inputs(
-    p: Problem, mask: jax.Array | None, where: rule.Predicate | None, t: Tiles | KeyTiles
+    p: Problem, mask: jax.Array | None, where: BoundMaskMod | None, t: Tiles | KeyTiles
 ) -> Words | ruled.Numbers | None:
     """What a kernel reads of a dense mask [B or 1, N or 1, T or 1, S or 1], or of a rule; None
     without either."""
@@ -38,13 +38,13 @@ def inputs(
 
 
 def of(
-    p: Problem, x: Words | ruled.Numbers | None, batch: Ints, head: Ints
+    p: Problem, x: Words | ruled.Numbers | None, batch: IntLike, head: IntLike
 ) -> "OfHead | ruled.OfHead | None":
     """That of a batch row and head, from refs."""
     return (
         x.of(batch, head)
         if isinstance(x, Words)
-        else ruled.of(p.resolved_mask.where, x, batch, head)
+        else ruled.of(p.resolved_mask.mask_mod, x, batch, head)
     )
 
 
@@ -69,10 +69,10 @@ class OfHead(NamedTuple):
     """The words of one batch row and head, a ref."""
 
     words: jax.Array
-    batch: Ints
-    head: Ints
+    batch: IntLike
+    head: IntLike
 
-    def allowed(self, first_query: Ints, first_key: Ints, shape, transposed: bool = False):
+    def allowed(self, first_query: IntLike, first_key: IntLike, shape, transposed: bool = False):
         """Whether the mask lets each query see each key of a block, in the shape of the scores."""
         first_row, first_column = (
             (first_key, first_query) if transposed else (first_query, first_key)

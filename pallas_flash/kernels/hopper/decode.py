@@ -18,7 +18,7 @@ from pallas_flash import decode, online_softmax, schedule
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.kernels.hopper import seen, sync, tile
 from pallas_flash.kernels.hopper.tuning import COLUMNS, ROWS, DecodeTiles
-from pallas_flash.masks import ResolvedMask
+from pallas_flash.masks.resolved_mask import ResolvedMask
 
 
 class Inputs(NamedTuple):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_flash.masks import Ints
+from pallas_flash.pytrees import IntLike
 
 
 class Blocks(NamedTuple):
@@ -29,7 +29,7 @@ def blocks(lengths: jax.Array | None, size: int, *arrays: jax.Array) -> Blocks |
     return Blocks(number, tuple(jnp.where(is_there, rows(x), 0) for x in arrays))
 
 
-def reader(last: Blocks | None, batch: Ints, size: int):
+def reader(last: Blocks | None, batch: IntLike, size: int):
     """read(number, copy, *arrays), which is copy(first row, *arrays) of a block of the arrays, or
     from the one on in which the length ends, of that one in `last`."""
     if last is None:

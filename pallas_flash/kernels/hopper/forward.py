@@ -29,7 +29,8 @@ from pallas_flash.kernels.hopper import (
     tile,
 )
 from pallas_flash.kernels.hopper.tuning import ROWS, AllTiles, Tiles
-from pallas_flash.masks import Ints, ResolvedMask
+from pallas_flash.masks.resolved_mask import ResolvedMask
+from pallas_flash.pytrees import IntLike
 
 
 class Inputs(NamedTuple):
@@ -47,8 +48,8 @@ class Inputs(NamedTuple):
     seeds: jax.Array | None  # uint32 [B, N, 2], of dropout
     bias: jax.Array | None  # of biased.whole
     score: ruled.Numbers | None  # of a score_mod
-    where: bits.Words | ruled.Numbers | None  # of a dense mask, or of the mask's Predicate
-    resolved_mask: ResolvedMask  # its data by rows and keys only, without the Predicate
+    where: bits.Words | ruled.Numbers | None  # of a dense mask, or of the mask's mask_mod
+    resolved_mask: ResolvedMask  # its data by rows and keys only, without the mask_mod
 
 
 def forward(problem: Problem, tiles: AllTiles, x: Operands):
@@ -100,7 +101,7 @@ def _inputs(p: Problem, t: Tiles, x: Operands) -> Inputs:
     sinks = None if x.sinks is None else x.sinks - scored.left_out(p) / p.unit
     score, where = (
         ruled.numbers(p, x.score, t.block_q, t.block_k),
-        bits.inputs(p, x.mask, x.resolved_mask.where, t),
+        bits.inputs(p, x.mask, x.resolved_mask.mask_mod, t),
     )
     return Inputs(
         q,
@@ -246,7 +247,7 @@ def _pass_by(k: sync.Ring, v: sync.Ring, turns: sync.Turns, t, _):
 def _own_blocks(
     x: Inputs,
     at: order.Place,
-    own: Ints,
+    own: IntLike,
     blocks: schedule.Blocks | schedule.Listed,
     problem: Problem,
     tiles: Tiles,

@@ -10,7 +10,7 @@ from pallas_flash import online_softmax
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.kernels.hopper import biased, bits, ends, ruled, seen, tile
 from pallas_flash.kernels.hopper.tuning import KeyTiles, Tiles
-from pallas_flash.masks import ResolvedMask
+from pallas_flash.masks.resolved_mask import ResolvedMask
 
 
 class Inputs(NamedTuple):
@@ -30,9 +30,9 @@ class Inputs(NamedTuple):
     seeds: jax.Array | None  # uint32 [B, N, 2], of dropout
     bias: jax.Array | None  # of biased.whole
     score: ruled.Numbers | None  # of a score_mod
-    where: bits.Words | ruled.Numbers | None  # of a dense mask, or of the mask's Predicate
+    where: bits.Words | ruled.Numbers | None  # of a dense mask, or of the mask's mask_mod
     blocks: jax.Array | seen.Lists | None  # of seen.by_query_tile, or by_key_tile
-    resolved_mask: ResolvedMask  # its data by rows and keys only, without the Predicate
+    resolved_mask: ResolvedMask  # its data by rows and keys only, without the mask_mod
 
 
 def inputs(
@@ -48,7 +48,7 @@ def inputs(
     query_lengths, key_lengths = x.resolved_mask.lengths
     bias = biased.whole(x.bias, t)
     score = ruled.numbers(p, x.score, t.block_q, t.block_k)
-    where = bits.inputs(p, x.mask, x.resolved_mask.where, t)
+    where = bits.inputs(p, x.mask, x.resolved_mask.mask_mod, t)
     resolved_mask, _ = seen.intervals(p, x.resolved_mask, t.block_q, t.block_k)
     tail = (0, 0), (0, 0), (0, -p.queries % t.block_q)
     lse, delta = jnp.pad(lse, tail, constant_values=jnp.inf), jnp.pad(delta, tail)

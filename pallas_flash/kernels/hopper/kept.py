@@ -9,7 +9,7 @@ import numpy as np
 
 from pallas_flash import dropout
 from pallas_flash.kernels.hopper import tile
-from pallas_flash.masks import Ints
+from pallas_flash.pytrees import IntLike
 
 
 class Dropout(NamedTuple):
@@ -19,7 +19,7 @@ class Dropout(NamedTuple):
     first: jax.Array
     second: jax.Array
 
-    def keeps(self, first_query: Ints, first_key: Ints, shape):
+    def keeps(self, first_query: IntLike, first_key: IntLike, shape):
         """Whether each weight is kept, [queries, keys]."""
         queries, keys = shape
         number, words = tile.count(keys // 4, tile.COLUMN), (queries, keys // 4)
@@ -31,7 +31,7 @@ class Dropout(NamedTuple):
         )
         return jnp.concatenate([eight(key) for key in range(0, keys, 8)], axis=1)
 
-    def keeps_transposed(self, first_query: Ints, first_key: Ints, shape):
+    def keeps_transposed(self, first_query: IntLike, first_key: IntLike, shape):
         """Whether each weight is kept, [keys, queries]."""
         keys, queries = shape
         key = tile.count(keys, tile.ROW)
@@ -41,6 +41,6 @@ class Dropout(NamedTuple):
         return dropout.stays(self.dropped, word, tile.across(key, shape))
 
 
-def of(dropped: int, seeds, batch: Ints, head: Ints) -> Dropout | None:
+def of(dropped: int, seeds, batch: IntLike, head: IntLike) -> Dropout | None:
     """From seeds [B, N, 2]; None without dropout."""
     return Dropout(dropped, seeds[batch, head, 0], seeds[batch, head, 1]) if dropped else None

@@ -12,7 +12,7 @@ from jax import lax
 
 from pallas_flash import schedule
 from pallas_flash.arguments import Problem
-from pallas_flash.masks import Ints
+from pallas_flash.pytrees import IntLike
 
 L2 = 32 * 2**20  # bytes of the L2 cache (50 MB) that a section may take
 
@@ -20,10 +20,10 @@ L2 = 32 * 2**20  # bytes of the L2 cache (50 MB) that a section may take
 class Place(NamedTuple):
     """A tile of queries of one head, or a tile of keys of one key/value head."""
 
-    batch: Ints
-    head: Ints
-    kv_head: Ints
-    tile: Ints
+    batch: IntLike
+    head: IntLike
+    kv_head: IntLike
+    tile: IntLike
 
 
 def query_tiles(p: Problem, block_q: int, rounds: int = 1) -> int:
@@ -43,7 +43,7 @@ def key_tiles(p: Problem, block_k: int) -> int:
 
 
 def query_tile(
-    program: Ints, p: Problem, block_q: int, key_bytes: int, rounds: int = 1, turn: Ints = 0
+    program: IntLike, p: Problem, block_q: int, key_bytes: int, rounds: int = 1, turn: IntLike = 0
 ) -> Place:
     """Tile number `turn` of the `rounds` of a program that owns queries, all of one head and as far
     from each other as can be; a key and its value take `key_bytes`. The last tiles, as a rule, see
@@ -56,7 +56,7 @@ def query_tile(
     return Place(batch, head, _div(head, p.group)[0], count - 1 - tile - turn * (count // rounds))
 
 
-def key_tile(program: Ints, p: Problem, block_k: int, query_bytes: int) -> Place:
+def key_tile(program: IntLike, p: Problem, block_k: int, query_bytes: int) -> Place:
     """Of a program that owns keys; a query and its do take `query_bytes`. The first tiles, as a
     rule, are seen by most."""
     together = _together(p.batch * p.kv_heads, p.queries * p.group * query_bytes)
@@ -70,13 +70,13 @@ def _together(pairs: int, bytes_: int) -> int:
     return max(n for n in range(1, pairs + 1) if pairs % n == 0 and (n == 1 or n * bytes_ <= L2))
 
 
-def _pair(program: Ints, together: int, count: int):
+def _pair(program: IntLike, together: int, count: int):
     """The pair of batch and head, and the number of the tile in its order."""
     section, within = _div(program, together * count)
     tile, pair = _div(within, together)
     return section * together + pair, tile
 
 
-def _div(a: Ints, b: int):
+def _div(a: IntLike, b: int):
     """Quotient and remainder; // and % do not lower."""
     return lax.div(a, jnp.int32(b)), lax.rem(a, jnp.int32(b))

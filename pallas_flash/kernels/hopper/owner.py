@@ -13,15 +13,15 @@ from pallas_flash.arguments import Problem
 from pallas_flash.kernels.hopper import bits, kept, ruled, scored, seen, sync, tile
 from pallas_flash.kernels.hopper.gradients import Inputs, dlogits, probabilities
 from pallas_flash.kernels.hopper.tuning import ROWS, KeyTiles
-from pallas_flash.masks import Ints
+from pallas_flash.pytrees import IntLike
 
 
 class Block(NamedTuple):
     """A block of queries of one head."""
 
-    number: Ints  # in the order of the rings
-    head: Ints
-    first_row: Ints
+    number: IntLike  # in the order of the rings
+    head: IntLike
+    first_row: IntLike
     dropout: kept.Dropout | None
     score: scored.OfHead | None
     rule: bits.OfHead | ruled.OfHead | None  # of the mask
@@ -36,9 +36,9 @@ class Owner(NamedTuple):
     x: Inputs
     memory: Any  # of backward_dkv.py
     queries: sync.Ring  # q, lse, do, delta
-    number: Ints
-    batch: Ints
-    first_key: Ints
+    number: IntLike
+    batch: IntLike
+    first_key: IntLike
     is_first: bool | None  # of two consumers that split the columns; None where each owns keys
     dq_gmem: Any = None  # in the fused scheme
 

@@ -15,9 +15,9 @@ from jax.extend.core import Literal
 from pallas_flash import schedule
 from pallas_flash.arguments import Problem
 from pallas_flash.kernels.hopper import seen, sync, tile
-from pallas_flash.masks import Ints
-from pallas_flash.rules import reads, rule
-from pallas_flash.rules.reads import BY_PAIR
+from pallas_flash.mods import bound, captured, traced
+from pallas_flash.mods.captured import PAIR
+from pallas_flash.pytrees import IntLike
 
 
 class Numbers(NamedTuple):
@@ -34,11 +34,11 @@ class Numbers(NamedTuple):
     # it is made of both, all of the array, [n]
 
 
-def numbers(p: Problem, asked: rule.Asked | None, block_q: int, block_k: int) -> Numbers | None:
+def numbers(p: Problem, asked: bound.BoundMod | None, block_q: int, block_k: int) -> Numbers | None:
     """Those of a rule, None without one."""
     if asked is None:
         return None
-    b, h = asked.numbers(p.batch, p.heads)
+    b, h = asked.indices(p.batch, p.heads)
     offset = None if isinstance(asked.offset, int) else asked.offset
     # beyond the last query or key is what it reads for the last
     count = lambda n, size: jnp.minimum(
@@ -49,16 +49,16 @@ def numbers(p: Problem, asked: rule.Asked | None, block_q: int, block_k: int) ->
     )
     read = lambda array, index: asked.arrays[array][index]
     of = lambda *at: [
-        _stored(value) for _, value in asked.reads(read, b[:, None, None], h[:, None], *at)
+        _stored(value) for _, value in asked.read_captured(read, b[:, None, None], h[:, None], *at)
     ]
-    both = zip(asked.rule.reads, of(position, 0), of(0, count(p.keys, block_k)), strict=True)
+    both = zip(asked.mod.reads, of(position, 0), of(0, count(p.keys, block_k)), strict=True)
     whole = lambda at: _stored(asked.arrays[at.array].reshape(-1)).reshape(-1)
     values = tuple(
-        whole(at) if at.numbers >= BY_PAIR else of_key if KEY in at.numbers else of_query
+        whole(at) if at.depends_on >= PAIR else of_key if KEY in at.depends_on else of_query
         for at, of_query, of_key in both
     )
     return Numbers(
-        b if asked.rule.reads_batch else None, h if asked.rule.reads_head else None, offset, values
+        b if asked.mod.uses_batch else None, h if asked.mod.uses_head else None, offset, values
     )
 
 
@@ -78,8 +78,8 @@ def _stored(value) -> jax.Array:
 class Block(NamedTuple):
     """The pairs of some queries and keys, in a tile of this shape."""
 
-    first_query: Ints
-    first_key: Ints
+    first_query: IntLike
+    first_key: IntLike
     shape: tuple[int, int]
     transposed: bool
 
@@ -100,20 +100,20 @@ class Block(NamedTuple):
 class OfHead(NamedTuple):
     """A rule of one batch row and head."""
 
-    asked: rule.Asked
-    batch: Ints
-    head: Ints
-    offset: Ints
+    asked: bound.BoundMod
+    batch: IntLike
+    head: IntLike
+    offset: IntLike
     # numbers; where they are those of queries or keys, a function from a slice of these to its ref;
     # of both, a ref
     values: list
 
-    def allowed(self, first_query: Ints, first_key: Ints, shape, transposed: bool = False):
+    def allowed(self, first_query: IntLike, first_key: IntLike, shape, transposed: bool = False):
         """Whether the rule of a mask lets each query see each key of a block, in the shape of the
         scores."""
-        return self.steps(self.asked.made, Block(first_query, first_key, shape, transposed)).output(
-            0
-        )
+        return self.steps(
+            self.asked.evaluate, Block(first_query, first_key, shape, transposed)
+        ).output(0)
 
     def steps(
         self, f: Callable, block: Block, *more: Callable, first: int | None = None
@@ -126,10 +126,10 @@ class OfHead(NamedTuple):
             for x in ((shape, jnp.float32), (shape, jnp.int32), ((), jnp.int32))
         )
         found = [
-            jax.ShapeDtypeStruct(shape if at.numbers & BY_PAIR else (), dtype)
+            jax.ShapeDtypeStruct(shape if at.depends_on & PAIR else (), dtype)
             for at, dtype in values
         ]
-        with rule.any_mesh():
+        with traced.any_mesh():
             program = jax.make_jaxpr(f)(found, number, number, index, index, *[logit for _ in more])
         return Steps(
             program,
@@ -143,28 +143,30 @@ class OfHead(NamedTuple):
 
     def _reads(self):
         """The reads of the rule, and the types of what they find."""
-        return [(at, self.asked.rule.arrays[at.array].aval.dtype) for at in self.asked.rule.reads]
+        return [(at, self.asked.mod.arrays[at.array].aval.dtype) for at in self.asked.mod.reads]
 
     def _found(self, n: int, block: Block):
         """What its read number n finds for a block."""
         x, (at, dtype) = self.values[n], self._reads()[n]
-        if at.numbers >= BY_PAIR:
+        if at.depends_on >= PAIR:
             x = jnp.concatenate(
                 [_gathered(x, self._place(n, part)) for part in block.parts(AT_ONCE)], axis=1
             )
-        elif KEY in at.numbers:
+        elif KEY in at.depends_on:
             x = seen.for_keys(x, block.first_key, block.shape, block.transposed)
-        elif QUERY in at.numbers:
+        elif QUERY in at.depends_on:
             x = seen.for_queries(x, block.first_query, block.shape, block.transposed)
         return x != 0 if dtype.kind == "b" else x.astype(dtype)
 
     def _place(self, n: int, block: Block):
         """Where in its array that is, which lies in memory as a vector."""
         asked, shape = (
-            self.asked.rule,
-            self.asked.rule.arrays[self.asked.rule.reads[n].array].aval.shape,
+            self.asked.mod,
+            self.asked.mod.arrays[self.asked.mod.reads[n].array].aval.shape,
         )
-        place = lambda values, *at: reads.flat(rule.each(asked.index, *at, *values), shape)
+        place = lambda values, *at: captured.flat_index(
+            traced.vectorize(asked.index, *at, *values), shape
+        )
         return self.steps(
             lambda *x: jnp.broadcast_to(place(*x), block.shape), block, first=n
         ).output(0)
@@ -199,7 +201,9 @@ def _gathered(ref, index):
     return gather(ref, index)
 
 
-def of(asked: rule.Asked | None, x: Numbers | None, batch: Ints, head: Ints) -> OfHead | None:
+def of(
+    asked: bound.BoundMod | None, x: Numbers | None, batch: IntLike, head: IntLike
+) -> OfHead | None:
     """From refs; None without a rule."""
     if x is None:
         return None
@@ -212,11 +216,11 @@ def of(asked: rule.Asked | None, x: Numbers | None, batch: Ints, head: Ints) -> 
     )
     values = [
         ref
-        if at.numbers >= BY_PAIR
+        if at.depends_on >= PAIR
         else part(ref)
-        if at.numbers & BY_PAIR
+        if at.depends_on & PAIR
         else ref[(*entry(ref), 0)]
-        for at, ref in zip(asked.rule.reads, x.values, strict=True)
+        for at, ref in zip(asked.mod.reads, x.values, strict=True)
     ]
     return OfHead(asked, b, h, asked.offset if x.offset is None else x.offset[batch], values)
 
@@ -255,7 +259,7 @@ def _outputs(eqn, inputs: list[Callable]) -> list[Callable]:
         return [functools.partial(steps.output, n) for n in range(len(eqn.outvars))]
     compute = _INSTEAD.get(eqn.primitive.name)
     if compute is None:
-        return [lambda: reads.bind(eqn, [x() for x in inputs])[0]]
+        return [lambda: captured.bind(eqn, [x() for x in inputs])[0]]
     return [lambda: compute(*(x() for x in inputs), **eqn.params)]
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from pallas_flash import online_softmax
 from pallas_flash.arguments import Problem
 from pallas_flash.kernels.hopper import biased, ruled
-from pallas_flash.masks import Ints
+from pallas_flash.pytrees import IntLike
 
 
 def is_natural(p: Problem) -> bool:
@@ -29,11 +29,11 @@ class OfHead(NamedTuple):
     bias: biased.OfHead | None
     rule: ruled.OfHead | None  # of the score_mod
 
-    def of(self, s, first_query: Ints, first_key: Ints):
+    def of(self, s, first_query: IntLike, first_key: IntLike):
         """The logits, from S = Q K^T of a block."""
         return self.vjp(s, first_query, first_key)[0]
 
-    def vjp(self, s, first_query: Ints, first_key: Ints, transposed: bool = False):
+    def vjp(self, s, first_query: IntLike, first_key: IntLike, transposed: bool = False):
         """The same, and the function from their cotangent to that of scale * S + bias; None: it is
         the same."""
         x, cap = s * self.problem.scale, self.problem.soft_cap
@@ -53,13 +53,13 @@ class OfHead(NamedTuple):
         x, back = self._modified(x, first_query, first_key, transposed)
         return x, lambda ds: of_cap(back(ds))
 
-    def _modified(self, logits, first_query: Ints, first_key: Ints, transposed: bool):
+    def _modified(self, logits, first_query: IntLike, first_key: IntLike, transposed: bool):
         """What the score_mod makes of logits, and the function from its cotangent to theirs.
 
         Where the cotangent is 0, as of a pair that a mask hides, so is the other: there the rule
         may have no derivative.
         """
-        made, given = self.rule.asked.made, []
+        made, given = self.rule.asked.evaluate, []
 
         def both(values, b, h, query, key, s, ds):
             new, pull = jax.vjp(lambda s: made(values, b, h, query, key, s), s)
@@ -76,7 +76,9 @@ class OfHead(NamedTuple):
         return steps.output(0), back
 
 
-def of(p: Problem, bias, score: ruled.Numbers | None, batch: Ints, head: Ints) -> OfHead | None:
+def of(
+    p: Problem, bias, score: ruled.Numbers | None, batch: IntLike, head: IntLike
+) -> OfHead | None:
     """From refs; None without a bias (biased.whole) and a score_mod."""
     if bias is None and score is None:
         return None

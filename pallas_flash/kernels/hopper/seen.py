@@ -14,7 +14,8 @@ from pallas_flash.arguments import Problem
 from pallas_flash.kernels.hopper import tile
 from pallas_flash.kernels.hopper.order import Place
 from pallas_flash.kernels.hopper.tuning import ROWS
-from pallas_flash.masks import Ints, ResolvedMask
+from pallas_flash.masks.resolved_mask import ResolvedMask
+from pallas_flash.pytrees import IntLike
 
 
 class View(NamedTuple):
@@ -22,14 +23,14 @@ class View(NamedTuple):
     row for each key."""
 
     resolved_mask: ResolvedMask  # its data by row are in registers, those by key are refs
-    batch: Ints
-    start: Ints  # [queries]
-    stop: Ints
-    # what array or Predicate allow: of the first key, the shape, and whether that is transposed
+    batch: IntLike
+    start: IntLike  # [queries]
+    stop: IntLike
+    # what array or mask_mod allow: of the first key, the shape, and whether that is transposed
     where: Callable | None = None
     transposed: bool = False
 
-    def sees(self, first_key: Ints, shape):
+    def sees(self, first_key: IntLike, shape):
         """Whether each query sees each key of a block, in the shape of the scores."""
         (_, spread_query), _ = _axes(self.transposed)
         v, ids = self.resolved_mask, ()
@@ -40,7 +41,9 @@ class View(NamedTuple):
             )
             ids = spread_query(v.query_ids, shape), key_ids
         keys = of_keys(first_key, shape, self.transposed)
-        inside = v.sees(spread_query(self.start, shape), spread_query(self.stop, shape), keys, *ids)
+        inside = v.visible(
+            spread_query(self.start, shape), spread_query(self.stop, shape), keys, *ids
+        )
         return inside if allowed is None else inside & allowed
 
 
@@ -50,25 +53,25 @@ def _axes(transposed: bool):
     return (column, row) if transposed else (row, column)
 
 
-def of_queries(first_query: Ints, shape, transposed: bool = False):
+def of_queries(first_query: IntLike, shape, transposed: bool = False):
     """The number of the query of each score."""
     (layout, spread), _ = _axes(transposed)
     return spread(first_query + tile.count(shape[1 if transposed else 0], layout), shape)
 
 
-def of_keys(first_key: Ints, shape, transposed: bool = False):
+def of_keys(first_key: IntLike, shape, transposed: bool = False):
     """The number of the key of each score."""
     _, (layout, spread) = _axes(transposed)
     return spread(first_key + tile.count(shape[0 if transposed else 1], layout), shape)
 
 
-def for_queries(part: Callable, first_query: Ints, shape, transposed: bool):
+def for_queries(part: Callable, first_query: IntLike, shape, transposed: bool):
     """What the ref part(slice of queries) has for the query of each score."""
     (layout, spread), _ = _axes(transposed)
     return spread(tile.load(part(pl.ds(first_query, shape[1 if transposed else 0])), layout), shape)
 
 
-def for_keys(part: Callable, first_key: Ints, shape, transposed: bool):
+def for_keys(part: Callable, first_key: IntLike, shape, transposed: bool):
     """What the ref part(slice of keys) has for the key of each score."""
     _, (layout, spread) = _axes(transposed)
     return spread(tile.load(part(pl.ds(first_key, shape[0 if transposed else 1])), layout), shape)
@@ -76,8 +79,8 @@ def for_keys(part: Callable, first_key: Ints, shape, transposed: bool):
 
 def view(
     resolved_mask: ResolvedMask,
-    batch: Ints,
-    first_query: Ints,
+    batch: IntLike,
+    first_query: IntLike,
     rule=None,
     size: int = ROWS,
     transposed: bool = False,
@@ -94,14 +97,14 @@ def view(
 
 
 class Lists(NamedTuple):
-    """The blocks that each tile visits, of a mask with an array or a Predicate."""
+    """The blocks that each tile visits, of a mask with an array or a mask_mod."""
 
     numbers: Any  # int32 [B or 1, N or 1, tiles, 2 + blocks]: schedule.lists
     # int32 [B or 1, N, tiles], of tiles of keys: how many there are of the heads before that share
     # the keys
     before: Any = None
 
-    def of(self, batch: Ints, head: Ints, number: Ints) -> schedule.Listed:
+    def of(self, batch: IntLike, head: IntLike, number: IntLike) -> schedule.Listed:
         """Those of tile `number` of a head, from refs."""
         return schedule.Listed.of(self.numbers, *entry(self.numbers, batch, head), number)
 
@@ -109,10 +112,10 @@ class Lists(NamedTuple):
 def intervals(
     p: Problem, resolved_mask: ResolvedMask, block_q: int, block_k: int
 ) -> tuple[ResolvedMask, jax.Array | None]:
-    """The mask without its Predicate, and the blocks of each tile of queries, as
+    """The mask without its mask_mod, and the blocks of each tile of queries, as
     schedule.by_query_tile has both."""
     return schedule.by_query_tile(
-        dataclasses.replace(resolved_mask, where=None), p.queries, block_q, block_k
+        dataclasses.replace(resolved_mask, mask_mod=None), p.queries, block_q, block_k
     )
 
 
@@ -121,7 +124,7 @@ def by_query_tile(
 ) -> jax.Array | Lists | None:
     """The blocks of keys that each tile of queries visits, a table as of schedule.by_query_tile, or
     lists of at least one; None where the kernel computes them."""
-    if mask is None and resolved_mask.where is None:
+    if mask is None and resolved_mask.mask_mod is None:
         return intervals(p, resolved_mask, block_q, block_k)[1]
     return Lists(schedule.lists(_kinds(p, resolved_mask, mask, block_q, block_k), least=1))
 
@@ -131,7 +134,7 @@ def by_key_tile(
 ) -> jax.Array | Lists | None:
     """The same from the keys' side: the blocks of queries that see each tile of keys, perhaps
     none."""
-    if mask is None and resolved_mask.where is None:
+    if mask is None and resolved_mask.mask_mod is None:
         has_data = resolved_mask.has_data
         return (
             schedule.query_blocks(resolved_mask, p.queries, block_q, block_k) if has_data else None
@@ -150,12 +153,12 @@ def _kinds(p: Problem, resolved_mask: ResolvedMask, mask, block_q: int, block_k:
     return schedule.block_kinds(resolved_mask, p.batch, p.heads, p.queries, block_q, block_k, mask)
 
 
-def entry(ref, *numbers: Ints) -> tuple[Ints, ...]:
+def entry(ref, *numbers: IntLike) -> tuple[IntLike, ...]:
     """That of a batch row, or of a batch row and a head, in data for each of them, or for all."""
     return tuple(n if size > 1 else 0 for n, size in zip(numbers, ref.shape, strict=False))
 
 
-def _from_table(ref, batch: Ints, number: Ints) -> schedule.Blocks:
+def _from_table(ref, batch: IntLike, number: IntLike) -> schedule.Blocks:
     """The Blocks of a tile, from int32 [B or 1, tiles, 4]."""
     return schedule.Blocks(*(ref[(*entry(ref, batch), number, i)] for i in range(4)))
 
@@ -164,7 +167,7 @@ def key_blocks(
     found,
     resolved_mask: ResolvedMask,
     at: Place,
-    number: Ints,
+    number: IntLike,
     queries: int,
     size: int,
     block_k: int,
@@ -215,7 +218,7 @@ def query_blocks(
 
 
 def _known_queries(
-    resolved_mask: ResolvedMask, number: Ints, queries: int, block_q: int, size: int
+    resolved_mask: ResolvedMask, number: IntLike, queries: int, block_q: int, size: int
 ) -> schedule.Blocks:
     keys, stop, rows = (
         resolved_mask.keys,
@@ -223,7 +226,7 @@ def _known_queries(
         schedule.ceil_div(queries, block_q) * block_q,
     )
     found = schedule.known_blocks(
-        resolved_mask.by_key(rows), number * size, jnp.minimum(stop, keys) - 1, block_q
+        resolved_mask.transposed(rows), number * size, jnp.minimum(stop, keys) - 1, block_q
     )
     if keys % size == 0:
         return found

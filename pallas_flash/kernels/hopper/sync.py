@@ -15,18 +15,18 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash import schedule
-from pallas_flash.masks import Ints
+from pallas_flash.pytrees import IntLike
 
 WARPGROUP = 128  # threads
 
 
-def opaque(n: Ints):
+def opaque(n: IntLike):
     """n, unknown to the compiler: it would compute early what depends on n, and unroll loops, and
     has no registers for that."""
     return lax.optimization_barrier(jnp.asarray(n, jnp.int32))
 
 
-def named_barrier(operation: str, barrier: Ints, num_threads: int):
+def named_barrier(operation: str, barrier: IntLike, num_threads: int):
     # jax's GPU interpreter knows an inline function by this name and by the names that it closes
     # over.
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT,))
@@ -91,7 +91,7 @@ class Turns(NamedTuple):
     first: int  # named barrier of the first consumer
     alone: int  # the same, for its own warps
     warpgroups: int
-    own: Ints
+    own: IntLike
 
     def open(self):
         """The last consumer gives the first its first turn."""
@@ -116,7 +116,7 @@ class Turns(NamedTuple):
         pl.when(self.own == 0)(self.take)
 
 
-def slot(t: Ints, stages: int):
+def slot(t: IntLike, stages: int):
     """The one of so many slots that the t-th takes."""
     # the remainder of a signed number takes more instructions
     unsigned = jnp.asarray(t, jnp.uint32)
@@ -136,23 +136,23 @@ class Ring(NamedTuple):
     def stages(self) -> int:
         return jax.tree.leaves(self.slots)[0].shape[0]
 
-    def _slot(self, t: Ints):
+    def _slot(self, t: IntLike):
         return opaque(0) if self.stages == 1 else slot(t, self.stages)
 
     def _release_barrier(self, operation, t):
         named_barrier(operation, self.released + self._slot(t), (self.consumers + 1) * WARPGROUP)
 
-    def block(self, t: Ints):
+    def block(self, t: IntLike):
         return jax.tree.map(lambda slots: slots.at[self._slot(t)], self.slots)
 
-    def wait(self, t: Ints, array: int = 0):
+    def wait(self, t: IntLike, array: int = 0):
         """Until block t is there, of one of the arrays."""
         plgpu.barrier_wait(jax.tree.leaves(self.full)[array].at[self._slot(t)])
 
-    def release(self, t: Ints):
+    def release(self, t: IntLike):
         self._release_barrier("arrive", t)
 
-    def fill(self, t: Ints, source, used: Ints = 0):
+    def fill(self, t: IntLike, source, used: IntLike = 0):
         """The producer's: block t, counted from 0, from `source`, once its slot has been released;
         so many slots, or more, have been used before block 0."""
         pl.when((t >= self.stages) | (t < used))(lambda: self._release_barrier("sync", t))
@@ -160,7 +160,7 @@ class Ring(NamedTuple):
         copy = lambda slots, full, x: plgpu.copy_gmem_to_smem(x, slots.at[slot], full.at[slot])
         jax.tree.map(copy, self.slots, self.full, source)
 
-    def drain(self, count: Ints):
+    def drain(self, count: IntLike):
         """The producer's: meets the releases that no block waits for, of so many in all."""
         schedule.loop(
             jnp.maximum(0, count - self.stages),

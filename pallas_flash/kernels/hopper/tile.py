@@ -18,7 +18,7 @@ from pallas_flash import schedule
 from pallas_flash.kernels import device
 from pallas_flash.kernels.hopper import ends, sync
 from pallas_flash.kernels.hopper.tuning import ROWS, stored, stored_rows
-from pallas_flash.masks import Ints
+from pallas_flash.pytrees import IntLike
 
 TILE, ROW, COLUMN = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
@@ -82,7 +82,7 @@ def load(ref, layout):
 # Copies
 
 
-def feed(x, at, walk: schedule.Walk, k: sync.Ring, v: sync.Ring, tiles, used: Ints = 0):
+def feed(x, at, walk: schedule.Walk, k: sync.Ring, v: sync.Ring, tiles, used: IntLike = 0):
     """The producer's: fills the rings with the blocks of keys, and of values in `parts`, that a
     program visits."""
     count, read = sync.opaque(walk.blocks.last), ends.reader(x.last, at.batch, tiles.block_k)

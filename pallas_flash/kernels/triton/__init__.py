@@ -54,18 +54,18 @@ tanh xor
 
 
 def _why_no_rule(problem: Problem) -> str | None:
-    for asked in (problem.resolved_mask.where, problem.score):
+    for asked in (problem.resolved_mask.mask_mod, problem.score):
         if asked is None:
             continue
         try:
-            lacking = sorted(asked.operations - set(_OPERATIONS))
+            lacking = sorted(asked.primitives - set(_OPERATIONS))
         except TypeError as error:  # of a mask, which elsewhere may read what it likes
-            return f"{asked.rule}: {str(error).removesuffix('.')}"
-        if asked.why_no_vectors:
-            return asked.why_no_vectors
+            return f"{asked.mod}: {str(error).removesuffix('.')}"
+        if asked.why_not_flat:
+            return asked.why_not_flat
         if lacking:
             return (
-                f"{asked.rule} needs {', '.join(lacking)}, which jax's Triton lowering does not "
+                f"{asked.mod} needs {', '.join(lacking)}, which jax's Triton lowering does not "
                 "know for tiles"
             )
     return None

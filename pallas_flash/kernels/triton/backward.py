@@ -71,7 +71,7 @@ def _dkv_kernel(
     k, v = tile.keys_and_values(p, x.key, x.value, key.inside)  # [bk, H], [bk, Hv]
     blocks = schedule.Blocks(*(blocks_ref[i] for i in range(4)))
     b, head = pl.program_id(2), pl.program_id(1) * p.group
-    lists = None if x.resolved_mask.where is None else x.resolved_mask.where.kinds
+    lists = None if x.resolved_mask.mask_mod is None else x.resolved_mask.mask_mod.block_types
 
     def query_head(g, carry):
         pair = b, head + g

@@ -11,8 +11,8 @@ from pallas_flash import decode, online_softmax
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.kernels.triton import predicate, tile
 from pallas_flash.kernels.triton.tuning import DecodeTiles, power_of_two
+from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.quantised import weights
-from pallas_flash.rules.resolved_mask import ResolvedMask
 
 
 def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None, scales=(None, None)):

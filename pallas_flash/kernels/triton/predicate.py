@@ -11,44 +11,45 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_flash import schedule
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.kernels.triton.tuning import Tiles
-from pallas_flash.masks import Ints
-from pallas_flash.rules import reads
-from pallas_flash.rules.rule import Asked
+from pallas_flash.mods import captured
+from pallas_flash.mods.bound import BoundMod
+from pallas_flash.pytrees import IntLike
 
 FIRST = np.int32(0)  # as an index; a plain int has no shape, which Pallas' interpreter asks for
 
 
 def plain(x: Operands) -> Operands:
-    """The operands for kernels that mask every block: a Predicate without its blocks' kinds; the
+    """The operands for kernels that mask every block: a mask_mod without its blocks' kinds; the
     arrays of rules as vectors."""
     flat = lambda asked: (
         None
         if asked is None
         else dataclasses.replace(asked, arrays=tuple(a.reshape(-1) for a in asked.arrays))
     )
-    where = flat(x.resolved_mask.where)
-    where = where and dataclasses.replace(where, kinds=None, block=None)
+    where = flat(x.resolved_mask.mask_mod)
+    where = where and dataclasses.replace(where, block_types=None, block_size=None)
     return x._replace(
-        resolved_mask=dataclasses.replace(x.resolved_mask, where=where), score=flat(x.score)
+        resolved_mask=dataclasses.replace(x.resolved_mask, mask_mod=where), score=flat(x.score)
     )
 
 
 def listed(p: Problem, tiles: Tiles, x: Operands, by_key: bool = False) -> Operands:
     """The operands for kernels that go over the blocks of a tile of queries, or of keys: a
-    Predicate with `schedule.lists`."""
+    BoundMaskMod with `schedule.lists`."""
     flat = plain(x)
-    if x.resolved_mask.where is None:
+    if x.resolved_mask.mask_mod is None:
         return flat
     found = schedule.block_kinds(
         x.resolved_mask, p.batch, p.heads, p.queries, tiles.block_q, tiles.block_k
     )
     where = dataclasses.replace(
-        flat.resolved_mask.where, kinds=schedule.lists(found.swapaxes(2, 3) if by_key else found)
+        flat.resolved_mask.mask_mod,
+        block_types=schedule.lists(found.swapaxes(2, 3) if by_key else found),
     )
-    return flat._replace(resolved_mask=dataclasses.replace(flat.resolved_mask, where=where))
+    return flat._replace(resolved_mask=dataclasses.replace(flat.resolved_mask, mask_mod=where))
 
 
-def specs(layout, asked: Asked | None) -> Asked | None:
+def specs(layout, asked: BoundMod | None) -> BoundMod | None:
     """The BlockSpecs of a rule's arrays in a tile.Layout."""
     if asked is None:
         return None
@@ -56,7 +57,9 @@ def specs(layout, asked: Asked | None) -> Asked | None:
     own = dict(
         arrays=tuple(map(whole, asked.arrays)), batch=whole(asked.batch), head=whole(asked.head)
     )
-    own |= dict(kinds=_lists(layout, asked.kinds)) if hasattr(asked, "kinds") else {}
+    own |= (
+        dict(block_types=_lists(layout, asked.block_types)) if hasattr(asked, "block_types") else {}
+    )
     return dataclasses.replace(
         asked, offset=asked.offset if isinstance(asked.offset, int) else layout.spec("B"), **own
     )
@@ -85,11 +88,13 @@ def _lists(layout, lists) -> pl.BlockSpec | None:
 class Question(NamedTuple):
     """A rule, from refs, about a tile's rows and some keys."""
 
-    asked: Asked
+    asked: BoundMod
     numbers: tuple  # batch row, head, positions [rows, 1], keys [1, keys]
 
     @classmethod
-    def of(cls, asked: Asked, pair: tuple[Ints, Ints], batch: Ints, row, key) -> "Question":
+    def of(
+        cls, asked: BoundMod, pair: tuple[IntLike, IntLike], batch: IntLike, row, key
+    ) -> "Question":
         """`pair` is the (batch row, head), `batch` the entry of the data by batch."""
         of = lambda numbers, n: n if numbers is None else numbers[n]
         position = row + (asked.offset if isinstance(asked.offset, int) else asked.offset[batch])
@@ -101,18 +106,21 @@ class Question(NamedTuple):
     def read(self, array: int, index: tuple):
         """The number at this index of an array, which lies in memory as a vector."""
         return plgpu.load(
-            self.asked.arrays[array].at[reads.flat(index, self.asked.rule.arrays[array].aval.shape)]
+            self.asked.arrays[array].at[
+                captured.flat_index(index, self.asked.mod.arrays[array].aval.shape)
+            ]
         )
 
     def allowed(self):
         """Whether the rows see the keys, [rows, keys]."""
-        return self.asked.made(
-            [value for _, value in self.asked.reads(self.read, *self.numbers)], *self.numbers
+        return self.asked.evaluate(
+            [value for _, value in self.asked.read_captured(self.read, *self.numbers)],
+            *self.numbers,
         )
 
     def score(self, s):
         """What the rule makes of the logits s."""
-        return self.asked.of(s, self.read, *self.numbers)
+        return self.asked.apply(s, self.read, *self.numbers)
 
     def score_vjp(self, s):
         return self.asked.vjp(s, self.read, *self.numbers)

@@ -13,8 +13,8 @@ from pallas_flash import schedule
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.kernels.triton import predicate, tile
 from pallas_flash.kernels.triton.tuning import Tiles, power_of_two
-from pallas_flash.rules import reads
-from pallas_flash.rules.reads import BY_PAIR, Read
+from pallas_flash.mods import captured
+from pallas_flash.mods.captured import PAIR, Read
 
 OWN = 128  # entries at most
 
@@ -23,7 +23,9 @@ def gradients(p: Problem, tiles: Tiles, x: Operands, do, lse, delta) -> tuple:
     """One for each table, summed over all pairs that read an entry, always in the same order."""
     totals = [jnp.zeros_like(table) for table in x.score.tables]
     number = 0
-    for read, (index, _) in zip(x.score.rule.reads, x.score.by_head(p.batch, p.heads), strict=True):
+    for read, (index, _) in zip(
+        x.score.mod.reads, x.score.captured_by_head(p.batch, p.heads), strict=True
+    ):
         if read.array < len(totals):
             sums = _sums(p, tiles, predicate.plain(x), do, lse, delta, read, number)
             total = _together(sums, index, read, totals[read.array].shape)
@@ -35,15 +37,17 @@ def gradients(p: Problem, tiles: Tiles, x: Operands, do, lse, delta) -> tuple:
 def _axes(read: Read) -> tuple[list[int], list[int]]:
     """The axes of a table whose index is one for all pairs of a batch row and head, and the
     others."""
-    differ = [axis for axis, numbers in enumerate(read.made_of) if numbers & BY_PAIR]
-    return [axis for axis in range(len(read.made_of)) if axis not in differ], differ
+    differ = [axis for axis, numbers in enumerate(read.by_axis) if numbers & PAIR]
+    return [axis for axis in range(len(read.by_axis)) if axis not in differ], differ
 
 
 def _together(sums, index: tuple, read: Read, shape: tuple[int, ...]):
     """The gradient of a table from the sums [B, N, entries of the axes that differ]."""
     same, differ = _axes(read)
     sizes = [shape[axis] for axis in same]
-    place = jnp.broadcast_to(reads.flat([index[axis] for axis in same], sizes), sums.shape[:2])
+    place = jnp.broadcast_to(
+        captured.flat_index([index[axis] for axis in same], sizes), sums.shape[:2]
+    )
     here = (place[..., None] == jnp.arange(math.prod(sizes), dtype=jnp.int32)[None, None]).astype(
         sums.dtype
     )
@@ -55,7 +59,7 @@ def _together(sums, index: tuple, read: Read, shape: tuple[int, ...]):
 
 def _sums(p: Problem, tiles: Tiles, x: Operands, do, lse, delta, read: Read, number: int):
     """[B, N, entries of the axes that differ], of the tables' read `number`."""
-    shape = x.score.rule.arrays[read.array].aval.shape
+    shape = x.score.mod.arrays[read.array].aval.shape
     entries = math.prod(shape[axis] for axis in _axes(read)[1])
     own = min(OWN, power_of_two(entries)) if entries > 1 else 1
     programs = (
@@ -140,8 +144,8 @@ def _kernel(
 
 def _entry(ask: predicate.Question, read: Read):
     """Which entry each pair of a tile reads, of those along the axes that differ."""
-    number = ask.asked.rule.reads.index(read)
-    index, _ = ask.asked.reads(ask.read, *ask.numbers)[number]
+    number = ask.asked.mod.reads.index(read)
+    index, _ = ask.asked.read_captured(ask.read, *ask.numbers)[number]
     differ = _axes(read)[1]
-    shape = ask.asked.rule.arrays[read.array].aval.shape
-    return reads.flat([index[axis] for axis in differ], [shape[axis] for axis in differ])
+    shape = ask.asked.mod.arrays[read.array].aval.shape
+    return captured.flat_index([index[axis] for axis in differ], [shape[axis] for axis in differ])

@@ -24,7 +24,8 @@ from pallas_flash.arguments import Operands, Problem
 from pallas_flash.kernels.triton import predicate
 from pallas_flash.kernels.triton.predicate import FIRST
 from pallas_flash.kernels.triton.tuning import power_of_two
-from pallas_flash.masks import Ints, ResolvedMask
+from pallas_flash.masks.resolved_mask import ResolvedMask
+from pallas_flash.pytrees import IntLike
 
 # JAX means to move Pallas on GPUs to Mosaic; a user who calls attention can do nothing about it.
 warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated")
@@ -111,16 +112,16 @@ class View(NamedTuple):
     """What the rows of a query tile see."""
 
     resolved_mask: ResolvedMask
-    batch: Ints  # the entry of the data's refs
-    start: Ints  # [rows]
-    stop: Ints
-    ask: Callable | None  # key indices -> the Question of the mask's Predicate
+    batch: IntLike  # the entry of the data's refs
+    start: IntLike  # [rows]
+    stop: IntLike
+    ask: Callable | None  # key indices -> the Question of the mask's mask_mod
 
     def blocks(self, block_k: int) -> schedule.Blocks | schedule.Listed:
-        where = self.resolved_mask.where
-        if where is not None and where.kinds is not None:
-            return schedule.Listed.of(where.kinds)
-        return schedule.key_blocks(self.start, self.stop, self.resolved_mask.solid, block_k)
+        where = self.resolved_mask.mask_mod
+        if where is not None and where.block_types is not None:
+            return schedule.Listed.of(where.block_types)
+        return schedule.key_blocks(self.start, self.stop, self.resolved_mask.contiguous, block_k)
 
     def sees(self, key: Span, mask, masked: bool):
         """Whether the rows see the keys, or None where they see all; `mask` is a tile of the dense
@@ -134,7 +135,7 @@ class View(NamedTuple):
                 v.query_ids[:, None],
                 load(v.key_ids.at[self.batch, key.slice], key.inside)[None, :],
             )
-        inside = v.sees(column(self.start), column(self.stop), key.index[None, :], *ids)
+        inside = v.visible(column(self.start), column(self.stop), key.index[None, :], *ids)
         inside = inside if self.ask is None else inside & self.ask(key.index).allowed()
         return inside if mask is None else inside & mask
 
@@ -156,16 +157,16 @@ def view(
     resolved_mask: ResolvedMask,
     row: Span,
     queries: int,
-    batch: Ints = FIRST,
-    pair: tuple[Ints, Ints] | None = None,
+    batch: IntLike = FIRST,
+    pair: tuple[IntLike, IntLike] | None = None,
 ) -> View:
     """The view of a tile's rows, from the entry `batch` of the data's refs; a row beyond the last
     one counts as the last.
 
-    `pair` is the (batch row, head) that a Predicate is asked about, where `sees` is called.
+    `pair` is the (batch row, head) that a mask_mod is asked about, where `sees` is called.
     """
     index = row.index if row.inside is None else jnp.minimum(row.index, queries - 1)
-    where = resolved_mask.where
+    where = resolved_mask.mask_mod
     ask = (
         None
         if where is None
@@ -221,7 +222,7 @@ def start(p: Problem, x: Operands, rows: int) -> online_softmax.SoftmaxState:
 
 
 def question(
-    x: Operands, row: Span, key: Span, pair: tuple[Ints, Ints], batch: Ints = FIRST
+    x: Operands, row: Span, key: Span, pair: tuple[IntLike, IntLike], batch: IntLike = FIRST
 ) -> predicate.Question | None:
     """That of the score_mod, None without one, about a (batch row, head); `batch` is the entry of
     the data's refs."""
@@ -299,7 +300,7 @@ class Layout(NamedTuple):
     """
 
     sizes: dict[str, int | None]
-    index: Callable[..., dict[str, Ints]]
+    index: Callable[..., dict[str, IntLike]]
 
     def spec(self, letters: str, broadcast=None) -> pl.BlockSpec:
         """The BlockSpec of an array with these axes; in an array `broadcast`, axes of size 1 are
@@ -321,7 +322,7 @@ class Layout(NamedTuple):
         resolved_mask = resolved_mask.narrow(ResolvedMask.BY_QUERY, lambda _: self.spec("BT"))
         resolved_mask = resolved_mask.narrow(ResolvedMask.BY_KEY, lambda _: self.spec("BS"))
         resolved_mask = dataclasses.replace(
-            resolved_mask, where=predicate.specs(self, resolved_mask.where)
+            resolved_mask, mask_mod=predicate.specs(self, resolved_mask.mask_mod)
         )
         qkv, sinks = (
             (self.spec("btnh"), self.spec("bskh"), self.spec("bskv")),

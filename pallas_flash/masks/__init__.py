@@ -1,7 +1,7 @@
 """Which keys a query may see, as a user writes it: `Causal() & Window(128, 0)`.
 
 Almost every mask in use lets query row i see a half-open interval of keys, [start(i), stop(i)); a
-`Where` is any other rule, and so is what | and ~ make. `resolve` turns several `Mask`s into one
+`MaskMod` is any other rule, and so is what | and ~ make. `resolve` turns several `Mask`s into one
 `ResolvedMask`, which is all that the implementations know. To add a mask, write one class here with
 one method, `interval`.
 """
@@ -14,27 +14,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_flash.rules import kinds, rule
-from pallas_flash.rules.expression import RULES, Place, as_where
-from pallas_flash.rules.mask import (
+from pallas_flash.masks import block_types
+from pallas_flash.masks.expression import RULES, Place, as_where
+from pallas_flash.masks.mask import (
     REACH,
+    BlockTypes,
     Both,
     Either,
-    Kinds,
     Mask,
+    MaskMod,
     Not,
-    Where,
     both,
+    conjuncts,
     leaves,
-    parts,
     positive,
 )
-from pallas_flash.rules.mask import Dilated as Dilated
-from pallas_flash.rules.mask import GlobalTokens as GlobalTokens
-from pallas_flash.rules.mask import with_leaves as with_leaves
-from pallas_flash.rules.mask import without_maps as without_maps
-from pallas_flash.rules.packed import Documents, Varlen
-from pallas_flash.rules.resolved_mask import Ints, ResolvedMask, register, smaller
+from pallas_flash.masks.mask import Dilated as Dilated
+from pallas_flash.masks.mask import GlobalTokens as GlobalTokens
+from pallas_flash.masks.mask import with_leaves as with_leaves
+from pallas_flash.masks.mask import without_block_types as without_block_types
+from pallas_flash.masks.packed import Documents, Varlen
+from pallas_flash.masks.resolved_mask import ResolvedMask
+from pallas_flash.mods.mask_mod import BoundMaskMod
+from pallas_flash.pytrees import IntLike, register, smaller
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,29 +145,27 @@ class PrefixLM(Mask):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class BlockMap(Both):
-    """A mask, and for each block of queries and keys whether none, some or all of its pairs are
-    seen. A pytree."""
+class BlockMask(Both):
+    """A mask and the type of each block of queries and keys: empty, partial or full. A pytree."""
 
     def counts(self) -> dict[str, int]:
-        """The numbers of blocks that are skipped, full and partial, over all batch rows and heads
-        that differ."""
-        kind = np.asarray(self.second.kinds)
-        of = dict(skipped=kinds.EMPTY, full=kinds.FULL, partial=kinds.PARTIAL)
+        """How many blocks are skipped, full and partial, over all batch rows and heads."""
+        kind = np.asarray(self.second.block_types)
+        of = dict(skipped=block_types.EMPTY, full=block_types.FULL, partial=block_types.PARTIAL)
         return {name: int(np.sum(kind == number)) for name, number in of.items()}
 
     def __repr__(self):
         of = self.second
-        size = f"{of.queries} x {of.keys} in blocks of {of.block}"
-        if isinstance(of.kinds, jax.core.Tracer):
-            return f"block_map({self.first!r}, {size})"
+        size = f"{of.queries} x {of.keys} in blocks of {of.block_size}"
+        if isinstance(of.block_types, jax.core.Tracer):
+            return f"BlockMask({self.first!r}, {size})"
         return (
-            f"block_map({self.first!r}, {size}: "
+            f"BlockMask({self.first!r}, {size}: "
             f"{', '.join(f'{n} {name}' for name, n in self.counts().items())})"
         )
 
 
-def block_map(
+def create_block_mask(
     mask: Mask,
     queries: int,
     keys: int,
@@ -174,13 +174,13 @@ def block_map(
     query_offset: int = 0,
     batch: int = 1,
     heads: int = 1,
-) -> BlockMap:
+) -> BlockMask:
     """The mask with a map of its blocks. Make it once, outside of layers, jit and scan, for all the
     calls that take it.
 
     These calls must have so many queries and keys, and this query_offset. `batch` and `heads` are
-    needed where the mask depends on them. A call makes the map of a Where without arrays by itself
-    while it is traced, if the map is not too long.
+    needed where the mask depends on them. A call finds the block types of a MaskMod without arrays
+    while it is traced, if there are not too many blocks.
     """
     whole = with_leaves(mask, map(_as_arrays, leaves(mask)))
     rows = {
@@ -190,11 +190,11 @@ def block_map(
         if (x := getattr(part, name)) is not None
     }
     batch = max({batch, *rows})
-    resolved_mask = resolve(parts(whole), batch, queries, keys, query_offset)
-    found = kinds.of(resolved_mask, batch, heads, queries, block, block)
-    rules, where = sum(isinstance(part, RULES) for part in parts(whole)), resolved_mask.where
-    asks = (False, False) if where is None else (where.rule.reads_batch, where.rule.reads_head)
-    return BlockMap(mask, Kinds(found, rules, asks, queries, keys, block, query_offset))
+    resolved_mask = resolve(conjuncts(whole), batch, queries, keys, query_offset)
+    found = block_types.compute(resolved_mask, batch, heads, queries, block, block)
+    rules, where = sum(isinstance(part, RULES) for part in conjuncts(whole)), resolved_mask.mask_mod
+    asks = (False, False) if where is None else (where.mod.uses_batch, where.mod.uses_head)
+    return BlockMask(mask, BlockTypes(found, rules, asks, queries, keys, block, query_offset))
 
 
 def _as_arrays(part: Mask) -> Mask:
@@ -212,7 +212,7 @@ class Rows:
 
     shape: tuple[Any, Any]  # (B, T)
     row: Any  # int32 [1, T]
-    offset: Ints  # int or int32 [B], as the call has it
+    offset: IntLike  # int or int32 [B], as the call has it
     apart: Any = None  # int32 [B, T], the positions where no offset says them
 
     @property
@@ -225,7 +225,9 @@ class Rows:
         )
 
 
-def resolve(masks: list[Mask], batch: int, queries: int, keys: int, offset: Ints) -> ResolvedMask:
+def resolve(
+    masks: list[Mask], batch: int, queries: int, keys: int, offset: IntLike
+) -> ResolvedMask:
     """One ResolvedMask for all of `masks`, with the largest start and the smallest stop. `offset`
     is an int or int32 [B]."""
     row, apart = jnp.arange(queries, dtype=jnp.int32)[None], _apart(masks, offset)
@@ -241,9 +243,9 @@ def _resolved(masks: list[Mask], rows: Rows, keys: int) -> ResolvedMask:
     where, known, position = [], [], rows.position
     for mask in masks:
         match mask:
-            case Where() | Either() | Not():
+            case MaskMod() | Either() | Not():
                 where.append(mask)
-            case Kinds():
+            case BlockTypes():
                 known.append(mask)
             case Window() if rows.apart is None:
                 left, right = _least(left, mask.left), _least(right, mask.right)
@@ -261,17 +263,19 @@ def _resolved(masks: list[Mask], rows: Rows, keys: int) -> ResolvedMask:
                         "one call takes one set of document ids; got several Documents masks or "
                         "segment ids."
                     )
-                start, stop, solid = mask.runs()
+                start, stop, contiguous = mask.runs()
                 seen = _meet(seen, rows.shape, start, stop)
-                seen = dataclasses.replace(seen, solid=solid, query_ids=query_ids, key_ids=key_ids)
+                seen = dataclasses.replace(
+                    seen, contiguous=contiguous, query_ids=query_ids, key_ids=key_ids
+                )
             case _:
                 seen = _meet(seen, rows.shape, *_ends(mask, rows.row, position, rows.shape))
     if where:
-        seen = dataclasses.replace(seen, where=_predicate(where, known, rows, keys))
+        seen = dataclasses.replace(seen, mask_mod=_mask_mod(where, known, rows, keys))
     return _band(seen, rows.shape, rows.row, left, right, rows.offset)
 
 
-def _apart(masks: list[Mask], offset: Ints) -> Varlen | None:
+def _apart(masks: list[Mask], offset: IntLike) -> Varlen | None:
     """The Varlen whose sequences each have an offset of their own, if there is one."""
     found = [
         part
@@ -287,7 +291,7 @@ def _apart(masks: list[Mask], offset: Ints) -> Varlen | None:
     return found[0] if found else None
 
 
-def offset_of_score(masks: list[Mask], offset: Ints) -> Ints:
+def score_mod_offset(masks: list[Mask], offset: IntLike) -> IntLike:
     """The offset from a row to the position that a score_mod beside these masks is asked about."""
     if _apart(masks, 0) is not None:
         raise ValueError(
@@ -298,9 +302,8 @@ def offset_of_score(masks: list[Mask], offset: Ints) -> Ints:
     return within_reach(offset)
 
 
-def _predicate(where: list[Mask], known: list[Kinds], rows: Rows, keys: int) -> rule.Predicate:
-    """All of `where` as one rule, with the kinds of its blocks, if they are known for just these
-    rules."""
+def _mask_mod(where: list[Mask], known: list[BlockTypes], rows: Rows, keys: int) -> BoundMaskMod:
+    """All of `where` as one mask_mod, with its block types, if they are known for just these."""
     found = block = None
     for of in known:
         made = of.queries, of.keys, of.offset
@@ -308,12 +311,12 @@ def _predicate(where: list[Mask], known: list[Kinds], rows: Rows, keys: int) -> 
         if made != asked:
             of_what = "(T, S, query_offset)"
             raise ValueError(
-                f"the block_map was made for {of_what} = {made}; the call's are "
+                f"the block mask was made for {of_what} = {made}; the call's are "
                 f"({', '.join(map(str, asked))})."
             )
         if of.rules == len(where):  # those of its own mask, which is always beside it
-            found, block = of.kinds, of.block
-    if rows.apart is None and all(isinstance(mask, Where) for mask in where):
+            found, block = of.block_types, of.block_size
+    if rows.apart is None and all(isinstance(mask, MaskMod) for mask in where):
         one = functools.reduce(both, where)
     else:
         # the call's own hides keys that are not there
@@ -321,7 +324,7 @@ def _predicate(where: list[Mask], known: list[Kinds], rows: Rows, keys: int) -> 
         one = as_where(
             functools.reduce(Both, where), Place(within_reach(rows.offset), rows.apart), resolved
         )
-    return rule.Predicate(
+    return BoundMaskMod(
         one.function, one.arrays, within_reach(rows.offset), one.batch, one.head, found, block
     )
 
@@ -348,7 +351,7 @@ def _ends(mask: Mask, row, position, shape):
 
 
 def _band(
-    seen: ResolvedMask, shape, row, left: int | None, right: int | None, offset: Ints
+    seen: ResolvedMask, shape, row, left: int | None, right: int | None, offset: IntLike
 ) -> ResolvedMask:
     """Of the keys that are seen, those from position - left to position + right."""
     if left is None and right is None:
@@ -369,12 +372,12 @@ def _band(
     return dataclasses.replace(seen, offset=near, left=left, right=right)
 
 
-def within_reach(offset: Ints) -> Ints:
+def within_reach(offset: IntLike) -> IntLike:
     """The offset from a row to its position."""
     return _clip(offset, -REACH, REACH)
 
 
-def _clip(x: Ints, low: int, high: int) -> Ints:
+def _clip(x: IntLike, low: int, high: int) -> IntLike:
     if isinstance(x, int):
         return min(max(x, low), high)
     return jnp.clip(x, max(low, -(2**31)), min(high, 2**31 - 1))
@@ -386,12 +389,12 @@ def _least(a, b):
     return smaller(a, b)
 
 
-def _meet(seen: ResolvedMask, shape, start: Ints, stop: Ints) -> ResolvedMask:
+def _meet(seen: ResolvedMask, shape, start: IntLike, stop: IntLike) -> ResolvedMask:
     start, stop = (jnp.broadcast_to(jnp.asarray(end, jnp.int32), shape) for end in (start, stop))
     if seen.start is not None:
         start, stop = jnp.maximum(start, seen.start), jnp.minimum(stop, seen.stop)
     return dataclasses.replace(seen, start=start, stop=stop)
 
 
-for _cls in (BlockMap, Window, Chunked, KeyLengths, KeyStarts, QueryLengths, PrefixLM):
+for _cls in (BlockMask, Window, Chunked, KeyLengths, KeyStarts, QueryLengths, PrefixLM):
     register(_cls)

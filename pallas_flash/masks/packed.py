@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_flash.rules.mask import Mask
-from pallas_flash.rules.resolved_mask import register
+from pallas_flash.masks.mask import Mask
+from pallas_flash.pytrees import register
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,18 +9,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_flash.rules import rule
-from pallas_flash.rules.resolved_mask import Ints, register
+from pallas_flash.mods import traced
+from pallas_flash.mods.bound import BoundMod
+from pallas_flash.pytrees import IntLike, register
 
 SIGNATURE = "score_mod(score, b, h, q_idx, kv_idx)"
 
 
 @dataclasses.dataclass(frozen=True)
-class Score(rule.Asked):
+class BoundScoreMod(BoundMod):
     """The rule of a score. Its `arrays` are the tables, floats, and then the others."""
 
     @classmethod
-    def of_call(cls, score_mod: Any, dtype, offset: Ints = 0, batch: int | None = None) -> "Score":
+    def bind(
+        cls, score_mod: Any, dtype, offset: IntLike = 0, batch: int | None = None
+    ) -> "BoundScoreMod":
         """That of a score_mod of scores of this dtype, or of what `numbered` made of one: then of
         so many batch rows."""
         score = score_mod if isinstance(score_mod, cls) else trace(score_mod, dtype)
@@ -33,40 +36,44 @@ class Score(rule.Asked):
     def tables(self) -> tuple:
         return self.arrays[: sum(self._is_table(n) for n in range(len(self.arrays)))]
 
-    def with_tables(self, tables) -> "Score":
+    def with_tables(self, tables) -> "BoundScoreMod":
         return dataclasses.replace(self, arrays=(*tables, *self.arrays[len(tables) :]))
 
     def _is_table(self, number: int) -> bool:
-        return jnp.issubdtype(self.rule.arrays[number].aval.dtype, jnp.floating)
+        return jnp.issubdtype(self.mod.arrays[number].aval.dtype, jnp.floating)
 
     @property
-    def operations(self) -> set[str]:
+    def primitives(self) -> set[str]:
         """The names of the primitives that a kernel needs, in the backward too."""
-        dtype = self.rule.numbers[-1].aval.dtype
+        dtype = self.mod.scalars[-1].aval.dtype
         number = lambda dtype: jax.ShapeDtypeStruct((), dtype)
         back = lambda s, ds, *at: self.vjp(
-            s, lambda n, _: jnp.zeros((), self.rule.arrays[n].aval.dtype), *at
+            s, lambda n, _: jnp.zeros((), self.mod.arrays[n].aval.dtype), *at
         )[1](ds)
-        with rule.any_mesh():
-            traced = jax.make_jaxpr(back)(number(dtype), number(dtype), *[number(jnp.int32)] * 4)
-        return self.rule.operations | rule.operations(traced.jaxpr) - {"reduce_sum"}
+        with traced.any_mesh():
+            program = jax.make_jaxpr(back)(number(dtype), number(dtype), *[number(jnp.int32)] * 4)
+        return self.mod.primitives | traced.primitives(program.jaxpr) - {"reduce_sum"}
 
-    def numbered(self, batch: tuple[int, ...], heads: int) -> "Score":
+    def with_indices(self, batch: tuple[int, ...], heads: int) -> "BoundScoreMod":
         """The same with the batch rows' and heads' numbers as arrays, where it asks for them."""
-        return dataclasses.replace(self, **self.rule.numbered(batch, heads))
+        return dataclasses.replace(self, **self.mod.index_arrays(batch, heads))
 
-    def by_head(self, batch: int, heads: int) -> list[tuple[tuple, jax.Array]]:
+    def captured_by_head(self, batch: int, heads: int) -> list[tuple[tuple, jax.Array]]:
         """The reads of each of so many batch rows and heads, [B | 1, N | 1], at the first position
         and key."""
-        b, h = self.numbers(batch, heads)
-        return self.reads(lambda array, index: self.arrays[array][index], b[:, None], h, 0, 0)
+        b, h = self.indices(batch, heads)
+        return self.read_captured(
+            lambda array, index: self.arrays[array][index], b[:, None], h, 0, 0
+        )
 
-    def of(self, s, read: Callable, *numbers: Ints):
+    def apply(self, s, read: Callable, *numbers: IntLike):
         """What the rule makes of the logits s, for the numbers b, h, position and key, which
         broadcast against s."""
-        return self.made([value for _, value in self.reads(read, *numbers)], *numbers, s)
+        return self.evaluate(
+            [value for _, value in self.read_captured(read, *numbers)], *numbers, s
+        )
 
-    def vjp(self, s, read: Callable, *numbers: Ints):
+    def vjp(self, s, read: Callable, *numbers: IntLike):
         """The same, and the function from its cotangent to that of s, and the (array, index,
         cotangent) of each read of a table.
 
@@ -74,30 +81,30 @@ class Score(rule.Asked):
         may have no derivative.
         """
         found, is_table = (
-            self.reads(read, *numbers),
-            [self._is_table(at.array) for at in self.rule.reads],
+            self.read_captured(read, *numbers),
+            [self._is_table(at.array) for at in self.mod.reads],
         )
         whole = [
             jnp.broadcast_to(value, s.shape) if table else value
             for (_, value), table in zip(found, is_table, strict=True)
         ]
 
-        def made(s, tables):
+        def evaluate(s, tables):
             tables = iter(tables)
-            return self.made(
+            return self.evaluate(
                 [next(tables) if t else x for x, t in zip(whole, is_table, strict=True)],
                 *numbers,
                 s,
             )
 
-        new, pull = jax.vjp(made, s, [x for x, t in zip(whole, is_table, strict=True) if t])
+        new, pull = jax.vjp(evaluate, s, [x for x, t in zip(whole, is_table, strict=True) if t])
 
         def back(ds):
             live = lambda d: jnp.where(ds == 0, jnp.zeros_like(d), d)
             of_s, of_tables = pull(ds)
             tables = [
                 (at.array, *what)
-                for at, what, t in zip(self.rule.reads, found, is_table, strict=True)
+                for at, what, t in zip(self.mod.reads, found, is_table, strict=True)
                 if t
             ]
             given = [
@@ -120,8 +127,8 @@ def _summed(x, like):
     return jnp.sum(x, tuple(range(more))) if more else x
 
 
-def trace(score_mod: Any, dtype) -> Score:
-    """The Score of a score_mod of scores of this dtype."""
+def trace(score_mod: Any, dtype) -> BoundScoreMod:
+    """The BoundScoreMod of a score_mod of scores of this dtype."""
     if not callable(score_mod):
         raise TypeError(
             f"score_mod must be a function {SIGNATURE} that returns the new score; got "
@@ -129,26 +136,26 @@ def trace(score_mod: Any, dtype) -> Score:
         )
     number = jax.ShapeDtypeStruct((), dtype)
     last = lambda b, h, q, k, score: score_mod(score, b, h, q, k)
-    jaxpr, arrays, out = rule.traced(SIGNATURE, last, *[rule.INDEX] * 4, number)
+    jaxpr, arrays, out = traced.trace_function(SIGNATURE, last, *[traced.INDEX] * 4, number)
     if getattr(out, "shape", None) != () or out.dtype != number.dtype:
         hint = (
-            " To hide keys, pass a mask, masks.Where, or return jnp.where(rule, score, -jnp.inf)."
+            " To hide keys, pass a mask, masks.MaskMod, or return jnp.where(rule, score, -jnp.inf)."
         )
-        hint *= rule.kind(out) == "bool[]"
+        hint *= traced.describe(out) == "bool[]"
         raise TypeError(
             f"{SIGNATURE} must return one number of the score's dtype, {number.dtype}[]; got "
-            f"{rule.kind(out)}.{hint}"
+            f"{traced.describe(out)}.{hint}"
         )
-    found = rule.Rule(
+    found = traced.TracedMod(
         jaxpr, len(arrays), getattr(score_mod, "__name__", type(score_mod).__name__), score_mod
     )
-    if any(4 in at.numbers for at in found.reads):
+    if any(4 in at.depends_on for at in found.reads):
         raise TypeError(
             f"{SIGNATURE} may read arrays at an index made of b, h, q_idx and kv_idx; got one made "
             "of the score."
         )
     wide = lambda x: x.astype(number.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
-    return Score(found, tuple(wide(jnp.asarray(x)) for x in arrays))
+    return BoundScoreMod(found, tuple(wide(jnp.asarray(x)) for x in arrays))
 
 
-register(Score, "rule")
+register(BoundScoreMod, "mod")

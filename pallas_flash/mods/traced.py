@@ -1,9 +1,7 @@
 """A function of batch, head, query and key: traced once, compared by what it computes, evaluated
 anywhere."""
 
-import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from pallas_flash.rules import reads
-from pallas_flash.rules.resolved_mask import Ints, register
+from pallas_flash.mods import captured
+from pallas_flash.pytrees import IntLike
 
 INDEX = jax.ShapeDtypeStruct((), jnp.int32)
 
 
-class Rule:
+class TracedMod:
     """The program of a function of int32 numbers (b, h, q_idx, kv_idx), and perhaps of a score,
     without the arrays that it closes over: `mask_mod` or `score_mod`. The program takes first them,
     then the numbers."""
@@ -27,12 +25,14 @@ class Rule:
         self.jaxpr, self.name, self.text = jaxpr, name, str(jaxpr)
         # no text tells one derivative of a user's own from another
         self.source = source if "custom_" in self.text else None
-        self.arrays, self.numbers = jaxpr.invars[:arrays], jaxpr.invars[arrays:]
+        self.arrays, self.scalars = jaxpr.invars[:arrays], jaxpr.invars[arrays:]
         used = {id(x) for eqn in jaxpr.eqns for x in eqn.invars} | {id(x) for x in jaxpr.outvars}
-        self.reads_batch, self.reads_head, *_ = (id(x) in used for x in self.numbers)
+        self.uses_batch, self.uses_head, *_ = (id(x) in used for x in self.scalars)
 
     def __eq__(self, other):
-        return isinstance(other, Rule) and self.text == other.text and self.source is other.source
+        return (
+            isinstance(other, TracedMod) and self.text == other.text and self.source is other.source
+        )
 
     def __hash__(self):
         return hash(self.text)
@@ -40,33 +40,33 @@ class Rule:
     def __repr__(self):
         return self.name
 
-    def __call__(self, arrays, *numbers: Ints) -> jax.Array:
+    def __call__(self, arrays, *scalars: IntLike) -> jax.Array:
         """Of one number each; `vmap` and `jnp.vectorize` make it that of many."""
-        inputs = zip(self.jaxpr.invars, (*arrays, *self.typed(*numbers)), strict=True)
-        return reads.run(self.jaxpr.eqns, self.jaxpr.outvars, dict(inputs))[0]
+        inputs = zip(self.jaxpr.invars, (*arrays, *self.typed(*scalars)), strict=True)
+        return captured.run(self.jaxpr.eqns, self.jaxpr.outvars, dict(inputs))[0]
 
-    def typed(self, *numbers: Ints) -> list[jax.Array]:
+    def typed(self, *scalars: IntLike) -> list[jax.Array]:
         return [
-            jnp.asarray(x, known.aval.dtype) for x, known in zip(numbers, self.numbers, strict=True)
+            jnp.asarray(x, known.aval.dtype) for x, known in zip(scalars, self.scalars, strict=True)
         ]
 
-    def numbered(self, batch: tuple[int, ...], heads: int) -> dict[str, Any]:
+    def index_arrays(self, batch: tuple[int, ...], heads: int) -> dict[str, Any]:
         """The numbers of the batch rows [*batch] and of the heads, None for those that it does not
         ask for."""
-        b = np.arange(np.prod(batch), dtype=np.int32).reshape(batch) if self.reads_batch else None
-        return dict(batch=b, head=np.arange(heads, dtype=np.int32) if self.reads_head else None)
+        b = np.arange(np.prod(batch), dtype=np.int32).reshape(batch) if self.uses_batch else None
+        return dict(batch=b, head=np.arange(heads, dtype=np.int32) if self.uses_head else None)
 
     @functools.cached_property
-    def from_key(self) -> "Rule":
+    def with_first_key(self) -> "TracedMod":
         """The same of keys that count from 0 at another, whose number is one more array, the
         last."""
         moved = lambda arrays, first, b, h, q, k, *score: self(arrays, b, h, q, k + first, *score)
         arrays, numbers = (
             [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in of]
-            for of in (self.arrays, self.numbers)
+            for of in (self.arrays, self.scalars)
         )
         with any_mesh():
-            return Rule(
+            return TracedMod(
                 jax.make_jaxpr(moved)(arrays, INDEX, *numbers).jaxpr,
                 len(arrays) + 1,
                 self.name,
@@ -74,9 +74,9 @@ class Rule:
             )
 
     @functools.cached_property
-    def reads(self) -> tuple[reads.Read, ...]:
+    def reads(self) -> tuple[captured.Read, ...]:
         """The numbers that it reads of its arrays, one after the other."""
-        return reads.of(self.jaxpr, len(self.numbers))
+        return captured.of(self.jaxpr, len(self.scalars))
 
     def index(self, *x) -> tuple[jax.Array, ...]:
         """What it reads next, of b, h, q_idx, kv_idx and all that it has read before."""
@@ -86,8 +86,8 @@ class Rule:
             for value, known in zip(x, program.invars, strict=True)
         ]
         return tuple(
-            reads.run(
-                reads.needed(program),
+            captured.run(
+                captured.needed(program),
                 program.outvars,
                 dict(zip(program.invars, inputs, strict=True)),
             )
@@ -99,13 +99,13 @@ class Rule:
         it in the rule."""
 
         def index(*x):
-            more = [jnp.zeros((), known.aval.dtype) for known in self.numbers[4:]]
-            _, found = reads.index(self.jaxpr, [*x[:4], *more], x[4:])
+            more = [jnp.zeros((), known.aval.dtype) for known in self.scalars[4:]]
+            _, found = captured.index(self.jaxpr, [*x[:4], *more], x[4:])
             return [jnp.asarray(i, jnp.int32) for i in found]
 
         shape = lambda x: jax.ShapeDtypeStruct((), x.aval.dtype)
         numbers, values = (
-            list(map(shape, self.numbers[:4])),
+            list(map(shape, self.scalars[:4])),
             [shape(self.arrays[at.array]) for at in self.reads],
         )
         with any_mesh():
@@ -113,10 +113,10 @@ class Rule:
 
     def result(self, numbers, values) -> jax.Array:
         """What it returns where it reads these values."""
-        return jnp.asarray(reads.result(self.jaxpr, self.typed(*numbers), values))
+        return jnp.asarray(captured.result(self.jaxpr, self.typed(*numbers), values))
 
     @property
-    def operations(self) -> set[str]:
+    def primitives(self) -> set[str]:
         """The names of the primitives it is made of, but for its reads."""
 
         def run(numbers, values):
@@ -125,12 +125,12 @@ class Rule:
             ]
 
         shape = lambda x: jax.ShapeDtypeStruct((), x.aval.dtype)
-        of = list(map(shape, self.numbers)), [shape(self.arrays[at.array]) for at in self.reads]
+        of = list(map(shape, self.scalars)), [shape(self.arrays[at.array]) for at in self.reads]
         with any_mesh():
-            return operations(jax.make_jaxpr(run)(*of).jaxpr)
+            return primitives(jax.make_jaxpr(run)(*of).jaxpr)
 
 
-def operations(jaxpr) -> set[str]:
+def primitives(jaxpr) -> set[str]:
     """The names of the primitives that a program is made of, loops too; fmod is rem of floats, and
     a scan says how it runs."""
     return set(_operations(jaxpr))
@@ -152,26 +152,7 @@ def _operations(jaxpr):
             yield from _operations(getattr(x, "jaxpr", x))
 
 
-def trace(mask_mod: Callable, name: str | None = None) -> tuple[Rule, tuple]:
-    """The rule of a mask_mod, and the arrays that it closes over."""
-    if not callable(mask_mod):
-        raise TypeError(
-            "Where takes a function mask_mod(b, h, q_idx, kv_idx) -> bool; got "
-            f"{type(mask_mod).__name__}."
-        )
-    jaxpr, arrays, out = traced(
-        "mask_mod(b, h, q_idx, kv_idx)", mask_mod, INDEX, INDEX, INDEX, INDEX
-    )
-    if getattr(out, "shape", None) != () or out.dtype != bool:
-        raise TypeError(
-            f"mask_mod(b, h, q_idx, kv_idx) must return one bool for four numbers; got {kind(out)}."
-        )
-    return Rule(
-        jaxpr, len(arrays), name or getattr(mask_mod, "__name__", type(mask_mod).__name__)
-    ), arrays
-
-
-def kind(out) -> str:
+def describe(out) -> str:
     """What a function returned, by its shape."""
     return f"{out.dtype}{list(out.shape)}" if hasattr(out, "shape") else type(out).__name__
 
@@ -184,7 +165,7 @@ HINTS = {
 }
 
 
-def traced(signature: str, function: Callable, *shapes) -> tuple[Any, tuple, Any]:
+def trace_function(signature: str, function: Callable, *shapes) -> tuple[Any, tuple, Any]:
     """The program of a user's function, the arrays that this takes from outside, floats first, and
     the shape of what it returns. What it computes of these arrays alone is computed here and
     now."""
@@ -221,7 +202,7 @@ def any_mesh():
 def _traced(function, *shapes):
     written, out = jax.make_jaxpr(function, return_shape=True)(*shapes)
     variables, consts = (*written.jaxpr.constvars, *written.jaxpr.invars), written.consts
-    whole = lambda *numbers: reads.run(
+    whole = lambda *numbers: captured.run(
         written.eqns, written.jaxpr.outvars, dict(zip(variables, (*consts, *numbers), strict=True))
     )
     closed = jax.make_jaxpr(whole)(*shapes)  # with the arrays that jitted functions close over
@@ -234,7 +215,7 @@ def _traced(function, *shapes):
         of = [x for x in eqn.invars if not isinstance(x, Literal)]
         if of and all(x in known for x in of) and not eqn.effects:
             inputs = [x.val if isinstance(x, Literal) else known[x] for x in eqn.invars]
-            known |= zip(eqn.outvars, reads.bind(eqn, inputs), strict=True)
+            known |= zip(eqn.outvars, captured.bind(eqn, inputs), strict=True)
         else:
             left.append(eqn)
     used = {id(x) for eqn in left for x in eqn.invars} | {id(x) for x in jaxpr.outvars}
@@ -243,7 +224,7 @@ def _traced(function, *shapes):
         key=lambda x: not jnp.issubdtype(x.aval.dtype, jnp.floating),
     )
     inputs = *arrays, *jaxpr.invars
-    run = lambda values, numbers: reads.run(
+    run = lambda values, numbers: captured.run(
         left, jaxpr.outvars, dict(zip(inputs, (*values, *numbers), strict=True))
     )
     with any_mesh():
@@ -253,7 +234,7 @@ def _traced(function, *shapes):
     return rest.jaxpr, tuple(known[x] for x in arrays), out
 
 
-def each(f: Callable, *x):
+def vectorize(f: Callable, *x):
     """f of single numbers, for arrays that broadcast, of any ranks."""
     rank = max(map(jnp.ndim, x))
     return jnp.vectorize(f)(
@@ -262,109 +243,3 @@ def each(f: Callable, *x):
             for a in x
         )
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class Asked:
-    """A rule with all that it is asked about.
-
-    `offset` is what makes a row a position, an int or [B]. `batch` [B] and `head` [N] number the
-    batch rows and the heads, None from 0 on.
-    """
-
-    rule: Rule
-    arrays: tuple
-    offset: Ints = 0
-    batch: Any = None
-    head: Any = None
-
-    def numbers(self, batch: Ints, heads: Ints) -> tuple[Ints, Ints]:
-        """The numbers of `batch` batch rows [B] and `heads` heads [N]; 0 where the rule does not
-        ask."""
-        of = lambda known, n: jnp.arange(n, dtype=jnp.int32) if known is None else known
-        b = of(self.batch, batch) if self.rule.reads_batch else jnp.zeros(1, jnp.int32)
-        return b, of(self.head, heads) if self.rule.reads_head else jnp.zeros(1, jnp.int32)
-
-    def pairs(self, batch: Ints, heads: Ints, row, key) -> tuple[jax.Array, ...]:
-        """Batch row, head, position and key of the pairs of some rows and keys, to broadcast
-        against [B, N, rows, keys]."""
-        b, h = self.numbers(batch, heads)
-        position = row[None] + (
-            self.offset if isinstance(self.offset, int) else self.offset[:, None]
-        )
-        return b[:, None, None, None], h[:, None, None], position[:, None, :, None], key
-
-    def of_chunks(self, size: int, first):
-        """The same where each of `size` batch rows is cut into chunks, whose first rows these are
-        [C]: [B * C]."""
-        offset = (jnp.broadcast_to(self.offset, size)[:, None] + first.reshape(1, -1)).reshape(-1)
-        batch = jnp.repeat(self.numbers(size, 1)[0], first.size) if self.rule.reads_batch else None
-        return dataclasses.replace(self, offset=offset, batch=batch)
-
-    def of_rows(self, pick: Callable):
-        """The same of some of its batch rows, those that `pick` takes of an array [B]."""
-        return dataclasses.replace(self, offset=pick(self.offset), batch=pick(self.batch))
-
-    def of_keys(self, first):
-        """The same where keys count from 0 at the one numbered `first`, an array of the rule's from
-        now on."""
-        return dataclasses.replace(
-            self, rule=self.rule.from_key, arrays=(*self.arrays, jnp.asarray(first, jnp.int32))
-        )
-
-    @property
-    def operations(self) -> set[str]:
-        """The names of the primitives that a kernel needs."""
-        return self.rule.operations
-
-    @property
-    def why_no_vectors(self) -> str | None:
-        """Why its arrays cannot lie in memory as vectors, or None."""
-        shapes = [self.rule.arrays[at.array].aval.shape for at in self.rule.reads]
-        large = next((shape for shape in shapes if math.prod(shape) >= 2**31), None)
-        return (
-            large
-            and f"{self.rule} reads an array of 2^31 numbers or more, which no int32 counts; got "
-            f"{large}"
-        )
-
-    def reads(self, read: Callable, *numbers: Ints) -> list[tuple[tuple, jax.Array]]:
-        """For each read the index, and what `read(array, index)` finds there, no larger than the
-        `numbers` b, h, position and key that it is made of."""
-        found = []
-        for at in self.rule.reads:
-            asked = [x if n in at.numbers else 0 for n, x in enumerate(numbers)]
-            values = [value for _, value in found]
-            index = each(self.rule.index, *asked, *values) if at.made_of else ()
-            found.append(
-                (index, read(at.array, index).astype(self.rule.arrays[at.array].aval.dtype))
-            )
-        return found
-
-    def made(self, values, *numbers) -> jax.Array:
-        """What the rule makes of `numbers`, which broadcast, where it reads these `values`."""
-        return each(
-            lambda *x: self.rule.result(x[: len(numbers)], x[len(numbers) :]), *numbers, *values
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class Predicate(Asked):
-    """The rule of a mask: which of a block's queries and keys it lets see each other.
-
-    `kinds` int8 [B | 1, N | 1, tiles, tiles] says of the blocks of `block` queries and keys whether
-    they are empty, partial or full (kinds.py), None: not known yet.
-    """
-
-    kinds: Any = None
-    block: int | None = None
-
-    def of_chunks(self, size: int, first) -> "Predicate":
-        return dataclasses.replace(super().of_chunks(size, first), kinds=None, block=None)
-
-    def sees(self, b: Ints, h: Ints, position: Ints, key: Ints) -> jax.Array:
-        """bool, of the shape that the arguments broadcast to."""
-        return each(lambda *x: self.rule(self.arrays, *x), b, h, position, key)
-
-
-register(Predicate, "rule")

@@ -1,5 +1,5 @@
 """What a mask is, and what &, | and ~ make of it: `&` keeps intervals of keys, and all else becomes
-a `Where`, at once or in a call."""
+a `MaskMod`, at once or in a call."""
 
 import dataclasses
 import functools
@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_flash.rules import rule
-from pallas_flash.rules.resolved_mask import Ints, register
+from pallas_flash.mods.mask_mod import trace_mask_mod
+from pallas_flash.mods.traced import TracedMod
+from pallas_flash.pytrees import IntLike, register
 
 # no query and key lie further apart: offsets and windows are cut there, and no sum of positions
 # leaves int32
@@ -28,7 +29,7 @@ class Mask:
     # its int32 arrays: field name -> letters of its shape, out of B, T, S and C, any size
     ARRAYS = {}
 
-    def interval(self, row: Ints, position: Ints) -> tuple[Ints, Ints]:
+    def interval(self, row: IntLike, position: IntLike) -> tuple[IntLike, IntLike]:
         """The keys [start, stop) that queries see; both broadcast against [B, T].
 
         `row` [1, T] counts the queries; `position` [B, T] or [1, T] is the key position of each,
@@ -57,10 +58,10 @@ class Mask:
         )
 
     def __invert__(self) -> "Mask":
-        mask = without_maps(self)
+        mask = without_block_types(self)
         f = mask.mask_mod()
         return (
-            Not(mask) if f is None else Where(lambda *at: jnp.logical_not(f(*at)), f"~({mask!r})")
+            Not(mask) if f is None else MaskMod(lambda *at: jnp.logical_not(f(*at)), f"~({mask!r})")
         )
 
     def mask_mod(self) -> Callable | None:
@@ -115,16 +116,16 @@ class Not(Joined):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Where(Mask):
+class MaskMod(Mask):
     """Any rule: mask_mod(b, h, q_idx, kv_idx), given four int32 numbers, returns a bool that jax
     can trace.
 
     b and h count batch rows (over all leading axes) and query heads; q_idx is the query's key
-    position, its row + query_offset. mask_mod may close over jax arrays, traced ones too. Two Where
-    are equal if they compute the same.
+    position, its row + query_offset. mask_mod may close over jax arrays, traced ones too. Two
+    MaskMods are equal if they compute the same.
     """
 
-    function: Any  # a rule.Rule, once made
+    function: Any  # a TracedMod, once made
     name: str | None = dataclasses.field(default=None, compare=False)
     arrays: tuple | None = None  # that it closes over
     batch: Any = None  # the numbers of batch rows and heads, where these are not all
@@ -132,73 +133,75 @@ class Where(Mask):
     ARRAYS = {"batch": "B", "head": "N"}
 
     def __post_init__(self):
-        if not isinstance(self.function, rule.Rule):
-            function, arrays = rule.trace(self.function, self.name)
+        if not isinstance(self.function, TracedMod):
+            function, arrays = trace_mask_mod(self.function, self.name)
             object.__setattr__(self, "function", function)
             object.__setattr__(self, "arrays", arrays)
 
     def __repr__(self):
-        return self.function.name if self.name else f"Where({self.function.name})"
+        return self.function.name if self.name else f"MaskMod({self.function.name})"
 
     def mask_mod(self):
         return lambda *at: self.function(self.arrays, *at)
 
-    def numbered(self, batch: tuple[int, ...], heads: int) -> "Where":
+    def with_indices(self, batch: tuple[int, ...], heads: int) -> "MaskMod":
         """The same with the batch rows' and heads' numbers as arrays, where it asks for them."""
-        return dataclasses.replace(self, **self.function.numbered(batch, heads))
+        return dataclasses.replace(self, **self.function.index_arrays(batch, heads))
 
 
 @dataclasses.dataclass(frozen=True)
-class Kinds(Mask):
-    """What is known of the blocks of a mask that this stands beside: int8 `kinds` as in
-    kinds.py."""
+class BlockTypes(Mask):
+    """What is known of the blocks of a mask that this stands beside: int8 `block_types` as in
+    block_types.py."""
 
-    kinds: Any  # [B | 1, N | 1, query blocks, key blocks]
+    block_types: Any  # [B | 1, N | 1, query blocks, key blocks]
     rules: int  # how many parts of the mask that are no intervals it knows
     asks: tuple[bool, bool]  # whether one of these tells batch rows, and heads, apart
     queries: int
     keys: int
-    block: int
+    block_size: int
     offset: int
-    ARRAYS = {"kinds": "BNTS"}
+    ARRAYS = {"block_types": "BNTS"}
 
-    def fitting(self, batch: int, heads: int) -> "Kinds":
+    def fitting(self, batch: int, heads: int) -> "BlockTypes":
         """The same, if it was made for so many batch rows and heads, or for any."""
-        shape = self.kinds.shape
-        kinds = self.kinds.reshape(math.prod(shape[:-3]), *shape[-3:])
-        made = kinds.shape[:2]
+        shape = self.block_types.shape
+        block_types = self.block_types.reshape(math.prod(shape[:-3]), *shape[-3:])
+        made = block_types.shape[:2]
         if any(
             n != m and (n > 1 or asked)
             for n, m, asked in zip(made, (batch, heads), self.asks, strict=True)
         ):
             raise ValueError(
-                f"the block_map was made for (batch, heads) = {made}; the call's are "
+                f"the block mask was made for (batch, heads) = {made}; the call's are "
                 f"{(batch, heads)}."
             )
-        return dataclasses.replace(self, kinds=kinds)
+        return dataclasses.replace(self, block_types=block_types)
 
-    def numbered(self, batch: tuple[int, ...], heads: int) -> "Kinds":
+    def with_indices(self, batch: tuple[int, ...], heads: int) -> "BlockTypes":
         """The same with these leading axes in place of all batch rows, where it tells them
         apart."""
-        kinds = self.fitting(math.prod(batch), heads).kinds
+        block_types = self.fitting(math.prod(batch), heads).block_types
         return (
             self
-            if kinds.shape[0] == 1
-            else dataclasses.replace(self, kinds=kinds.reshape(*batch, *kinds.shape[1:]))
+            if block_types.shape[0] == 1
+            else dataclasses.replace(
+                self, block_types=block_types.reshape(*batch, *block_types.shape[1:])
+            )
         )
 
 
-def Dilated(stride: int) -> Where:
+def Dilated(stride: int) -> MaskMod:
     """A query sees every stride-th key, counted from its own position."""
     positive("a stride", stride)
-    return Where(lambda b, h, q, k: (q - k) % stride == 0, f"Dilated({stride})")
+    return MaskMod(lambda b, h, q, k: (q - k) % stride == 0, f"Dilated({stride})")
 
 
-def GlobalTokens(n: int) -> Where:
+def GlobalTokens(n: int) -> MaskMod:
     """The first n positions see all keys, and all queries see the first n keys: `Window(128, 128) |
     GlobalTokens(4)`."""
     positive("the number of global tokens", n)
-    return Where(lambda b, h, q, k: (q < n) | (k < n), f"GlobalTokens({n})")
+    return MaskMod(lambda b, h, q, k: (q < n) | (k < n), f"GlobalTokens({n})")
 
 
 def positive(what: str, n):
@@ -211,22 +214,22 @@ def _either(a: Mask, b: Mask) -> Mask:
         raise TypeError(
             f"| joins two objects of pallas_flash.masks; got {type(b).__name__}. An array x "
             "becomes one as "
-            "masks.Where(lambda b, h, q_idx, kv_idx: jnp.asarray(x)[q_idx, kv_idx])."
+            "masks.MaskMod(lambda b, h, q_idx, kv_idx: jnp.asarray(x)[q_idx, kv_idx])."
         )
-    a, b = without_maps(a), without_maps(b)
+    a, b = without_block_types(a), without_block_types(b)
     return (
         Either(a, b) if a.mask_mod() is None or b.mask_mod() is None else joined(operator.or_, a, b)
     )
 
 
-def joined(join: Callable, a: Mask, b: Mask) -> Where:
+def joined(join: Callable, a: Mask, b: Mask) -> MaskMod:
     """Of two masks that are functions of positions."""
     f, g = a.mask_mod(), b.mask_mod()
     sign = {operator.or_: "|", operator.and_: "&"}[join]
-    return Where(lambda *at: join(f(*at), g(*at)), f"({a!r} {sign} {b!r})")
+    return MaskMod(lambda *at: join(f(*at), g(*at)), f"({a!r} {sign} {b!r})")
 
 
-def both(a: Where, b: Where) -> Where:
+def both(a: MaskMod, b: MaskMod) -> MaskMod:
     """Of two whose numbers of batch rows and heads are the same, where they have any."""
     known = lambda x, y: y if x is None else x
     return dataclasses.replace(
@@ -234,7 +237,7 @@ def both(a: Where, b: Where) -> Where:
     )
 
 
-def parts(mask: Mask | None) -> list[Mask]:
+def conjuncts(mask: Mask | None) -> list[Mask]:
     """The masks that `&` put together."""
     return [] if mask is None else _leaves(mask, Both)
 
@@ -254,9 +257,11 @@ def shown(mask: Mask) -> str:
     return repr(jax.tree.map(lambda x: _Shown(x) if hasattr(x, "dtype") else x, mask))
 
 
-def without_maps(mask: Mask) -> Mask:
+def without_block_types(mask: Mask) -> Mask:
     """The mask without what is known of its blocks."""
-    return functools.reduce(Both, [part for part in parts(mask) if not isinstance(part, Kinds)])
+    return functools.reduce(
+        Both, [part for part in conjuncts(mask) if not isinstance(part, BlockTypes)]
+    )
 
 
 def leaves(mask: Mask | None) -> list[Mask]:
@@ -294,5 +299,5 @@ def _inside(mask: Joined) -> dict[str, Mask]:
 
 for _cls in (Both, Either, Not):
     register(_cls)
-register(Where, "function", "name")
-register(Kinds, "asks")
+register(MaskMod, "function", "name")
+register(BlockTypes, "asks")

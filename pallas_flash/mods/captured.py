@@ -12,11 +12,12 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Literal
 
-from pallas_flash.rules.resolved_mask import Ints
+from pallas_flash.devices import varying
+from pallas_flash.pytrees import IntLike
 
 MAY_READ = "a rule may read single numbers of the arrays that it closes over, as table[h, kv_idx]"
 
-BY_PAIR = {2, 3}  # of a rule's numbers: the query's and the key's, which differ within a tile
+PAIR = {2, 3}  # of a rule's numbers: the query's and the key's, which differ within a tile
 
 
 class Part(NamedTuple):
@@ -24,7 +25,7 @@ class Part(NamedTuple):
     array that are left."""
 
     number: int
-    start: tuple[Ints, ...]
+    start: tuple[IntLike, ...]
     axes: tuple[int, ...]
     shape: tuple[int, ...]
 
@@ -49,11 +50,11 @@ class Read(NamedTuple):
     the rule's numbers the index is made."""
 
     array: int
-    made_of: tuple[frozenset[int], ...]
+    by_axis: tuple[frozenset[int], ...]
 
     @property
-    def numbers(self) -> frozenset[int]:
-        return frozenset().union(*self.made_of)
+    def depends_on(self) -> frozenset[int]:
+        return frozenset().union(*self.by_axis)
 
 
 def steps(jaxpr, numbers):
@@ -113,7 +114,7 @@ def of(jaxpr, count: int) -> tuple[Read, ...]:
         read = Read(
             array, tuple(frozenset().union(*(known[n] for n in next(made_of))) for _ in range(axes))
         )
-        known[len(known)] = read.numbers
+        known[len(known)] = read.depends_on
         reads.append(read)
     return tuple(reads)
 
@@ -129,7 +130,7 @@ def _made_of(jaxpr) -> list[frozenset[int]]:
     return [inputs([x]) for x in jaxpr.outvars]
 
 
-def flat(index: tuple, shape: tuple[int, ...]):
+def flat_index(index: tuple, shape: tuple[int, ...]):
     """The place of an index in an array of this shape."""
     steps = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     place = np.int32(0)
@@ -182,22 +183,6 @@ def _evaluated(eqn, inputs):
     return [value if inside is None else jnp.where(inside, value, other)]
 
 
-def vary_alike(tree: Any) -> Any:
-    """Inside of shard_map: all arrays vary over every axis of the mesh that one of them varies
-    over, as an operation and a loop need. What was the same on all devices gets the sum of its
-    gradients."""
-    axes = frozenset().union(*map(varying, jax.tree.leaves(tree)))
-    return jax.tree.map(
-        lambda x: lax.pcast(x, tuple(axes - varying(x)), to="varying") if axes - varying(x) else x,
-        tree,
-    )
-
-
-def varying(x) -> frozenset[str]:
-    """The axes of the mesh over which an array varies inside of a shard_map that checks this."""
-    return jax.typeof(x).manual_axis_type.varying
-
-
 def bind(eqn, inputs) -> list[Any]:
     """The outputs of one equation; a jitted function is taken apart, and what an array varies over
     follows from the inputs."""
@@ -211,7 +196,9 @@ def bind(eqn, inputs) -> list[Any]:
             inner.jaxpr.outvars,
             dict(zip(variables, (*inner.consts, *inputs), strict=True)),
         )
-    out = eqn.primitive.bind(*vary_alike(inputs), **eqn.primitive.get_bind_params(eqn.params))
+    out = eqn.primitive.bind(
+        *varying.vary_alike(inputs), **eqn.primitive.get_bind_params(eqn.params)
+    )
     return out if eqn.primitive.multiple_results else [out]
 
 

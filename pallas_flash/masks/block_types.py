@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_flash.rules.resolved_mask import ResolvedMask
+from pallas_flash.masks.resolved_mask import ResolvedMask
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 
 
-def seen(v: ResolvedMask, batch, heads, row, key) -> jax.Array:
+def visible_pairs(v: ResolvedMask, batch, heads, row, key) -> jax.Array:
     """Whether the rows of existing queries see the keys, [B | 1, N | 1, rows, keys]."""
     at = v.narrow(ResolvedMask.BY_BATCH, lambda x: x[:, None]).narrow(
         ResolvedMask.BY_QUERY, lambda x: x[:, row]
@@ -23,17 +23,19 @@ def seen(v: ResolvedMask, batch, heads, row, key) -> jax.Array:
     ids = (
         (None, None) if at.query_ids is None else (at.query_ids[:, :, None], at.key_ids[:, None, :])
     )
-    inside = at.sees(start, stop, key[None, None], *ids)
+    inside = at.visible(start, stop, key[None, None], *ids)
     inside = jnp.broadcast_to(
         inside, (inside.shape[0] if inside.ndim == 3 else 1, row.size, key.size)
     )[:, None]
     return (
-        inside if v.where is None else inside & v.where.sees(*v.where.pairs(batch, heads, row, key))
+        inside
+        if v.mask_mod is None
+        else inside & v.mask_mod.visible(*v.mask_mod.pairs(batch, heads, row, key))
     )
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
-def of(v: ResolvedMask, batch, heads, queries: int, block_q: int, block_k: int) -> jax.Array:
+def compute(v: ResolvedMask, batch, heads, queries: int, block_q: int, block_k: int) -> jax.Array:
     """The kinds of all blocks, int8 [B | 1, N | 1, query blocks, key blocks], from block_q rows at
     a time. A block that hangs over an end is not full."""
     key = jnp.arange(v.keys, dtype=jnp.int32)
@@ -41,7 +43,7 @@ def of(v: ResolvedMask, batch, heads, queries: int, block_q: int, block_k: int) 
     def of_rows(i):
         row = i * block_q + jnp.arange(block_q, dtype=jnp.int32)
         x = (
-            seen(v, batch, heads, jnp.minimum(row, queries - 1), key)
+            visible_pairs(v, batch, heads, jnp.minimum(row, queries - 1), key)
             & (row < queries)[None, None, :, None]
         )
         return _of_blocks(x, block_q, block_k)[:, :, 0]
@@ -49,7 +51,7 @@ def of(v: ResolvedMask, batch, heads, queries: int, block_q: int, block_k: int) 
     return jnp.moveaxis(lax.map(of_rows, jnp.arange(-(-queries // block_q), dtype=jnp.int32)), 0, 2)
 
 
-def of_array(mask, queries: int, keys: int, block_q: int, block_k: int) -> jax.Array:
+def from_array(mask, queries: int, keys: int, block_q: int, block_k: int) -> jax.Array:
     """The same of a mask bool [B | 1, N | 1, T | 1, S | 1]."""
     return _of_blocks(jnp.broadcast_to(mask, (*mask.shape[:2], queries, keys)), block_q, block_k)
 
@@ -62,20 +64,20 @@ def _of_blocks(x, block_q: int, block_k: int) -> jax.Array:
     return x.any((3, 5)).astype(jnp.int8) + x.all((3, 5)).astype(jnp.int8)
 
 
-def join(kinds, axis):
+def merge(kinds, axis):
     """The kinds of what several blocks are together."""
     return (kinds.max(axis) > 0).astype(np.int8) + (kinds.min(axis) == FULL).astype(np.int8)
 
 
-def recut(kinds, block: int, queries: int, keys: int, block_q: int, block_k: int):
+def resize(kinds, block: int, queries: int, keys: int, block_q: int, block_k: int):
     """Kinds of blocks of `block` queries and keys as those of blocks of another size, partial where
     these do not tell."""
     for axis, length, size in ((2, queries, block_q), (3, keys, block_k)):
-        kinds = _recut(kinds, axis, block, -(-length // size), size)
+        kinds = _resize(kinds, axis, block, -(-length // size), size)
     return kinds
 
 
-def _recut(kinds, axis: int, block: int, count: int, size: int):
+def _resize(kinds, axis: int, block: int, count: int, size: int):
     if size == block:
         return kinds
     first = np.arange(count)[:, None] * size // block
@@ -85,4 +87,4 @@ def _recut(kinds, axis: int, block: int, count: int, size: int):
     there = number < kinds.shape[axis]
     parts = jnp.take(kinds, jnp.asarray(np.where(there, number, 0), jnp.int32), axis)
     parts = jnp.where(there.reshape(*there.shape, *(1,) * (kinds.ndim - 1 - axis)), parts, EMPTY)
-    return join(parts, axis + 1)
+    return merge(parts, axis + 1)

@@ -1,5 +1,4 @@
-"""What each query sees, for all implementations: with masks.py and mask.py the only file that
-compares positions."""
+"""Which keys each query sees, as all implementations read it: intervals, ids and a mask_mod."""
 
 import dataclasses
 from typing import Any
@@ -8,70 +7,36 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-Ints = Any  # an int, or an int32 array
-
-
-def is_data(value) -> bool:
-    return value is not None and not isinstance(value, int)
-
-
-def register(cls, *static: str):
-    """Makes a mask a pytree: arrays are its leaves, ints and None, and the fields `static`, belong
-    to its structure."""
-    names = [field.name for field in dataclasses.fields(cls)]
-
-    def flatten(mask):
-        values, known = [getattr(mask, name) for name in names], vars(mask).get("_leaves", ())
-        is_leaf = [
-            name in known or (is_data(x) and name not in static)
-            for name, x in zip(names, values, strict=True)
-        ]
-        data = [x if leaf else None for x, leaf in zip(values, is_leaf, strict=True)]
-        return data, tuple(None if leaf else x for x, leaf in zip(values, is_leaf, strict=True))
-
-    def unflatten(structure, data):
-        mask = object.__new__(cls)
-        for name, s, d in zip(names, structure, data, strict=True):
-            object.__setattr__(mask, name, d if s is None else s)
-        leaves = [
-            name
-            for name, s, d in zip(names, structure, data, strict=True)
-            if s is None and d is not None
-        ]
-        # they stay so where jax.tree.map made ints or bools of them
-        object.__setattr__(mask, "_leaves", leaves)
-        return mask
-
-    jax.tree_util.register_pytree_node(cls, flatten, unflatten)
+from pallas_flash.pytrees import IntLike, is_data, larger, register, smaller
 
 
 @dataclasses.dataclass(frozen=True)
 class ResolvedMask:
     """A resolved mask: a diagonal band, lengths, one more interval per row, document ids, and a
-    rule.Predicate.
+    mask_mod.BoundMaskMod.
 
     Static: `keys` = S, and the band's `left` and `right`. The rest is data, None where there is
-    none: by batch `offset`, `key_stop` and `query_stop` [B]; by query `start`, `stop`, `solid` (the
-    ids fill the interval) and `query_ids` [B, T]; by key `key_ids` [B, S]. A kernel narrows the
-    data to its own batch and rows, and then asks for the interval.
+    none: by batch `offset`, `key_stop` and `query_stop` [B]; by query `start`, `stop`,
+    `contiguous` (the ids fill the interval) and `query_ids` [B, T]; by key `key_ids` [B, S]. A
+    kernel narrows the data to its own batch and rows, and then asks for the interval.
     """
 
     keys: int
     left: int | None = None
     right: int | None = None
-    offset: Ints = 0
-    key_stop: Ints | None = None
-    query_stop: Ints | None = None
-    start: Ints | None = None
-    stop: Ints | None = None
-    solid: Ints | None = None
-    query_ids: Ints | None = None
-    key_ids: Ints | None = None
-    where: Any = None  # a Predicate, with data of its own
+    offset: IntLike = 0
+    key_stop: IntLike | None = None
+    query_stop: IntLike | None = None
+    start: IntLike | None = None
+    stop: IntLike | None = None
+    contiguous: IntLike | None = None
+    query_ids: IntLike | None = None
+    key_ids: IntLike | None = None
+    mask_mod: Any = None  # a mask_mod, with data of its own
 
     ALL = np.iinfo(np.int32).max // 2  # a stop that hides nothing
     BY_BATCH = ("offset", "key_stop", "query_stop")
-    BY_QUERY = ("start", "stop", "solid", "query_ids")
+    BY_QUERY = ("start", "stop", "contiguous", "query_ids")
     BY_KEY = ("key_ids",)
 
     def narrow(self, fields, pick) -> "ResolvedMask":
@@ -81,7 +46,7 @@ class ResolvedMask:
             self, **{name: pick(x) for name, x in values.items() if is_data(x)}
         )
 
-    def interval(self, row: Ints) -> tuple[Ints, Ints]:
+    def interval(self, row: IntLike) -> tuple[IntLike, IntLike]:
         """The keys [start, stop) that the queries `row` see, within [0, S); start >= stop where a
         query sees none.
 
@@ -105,7 +70,9 @@ class ResolvedMask:
             stop = jnp.where(row < self.query_stop, jnp.asarray(stop, jnp.int32), 0)
         return start, stop
 
-    def sees(self, start: Ints, stop: Ints, key: Ints, query_ids=None, key_ids=None) -> jax.Array:
+    def visible(
+        self, start: IntLike, stop: IntLike, key: IntLike, query_ids=None, key_ids=None
+    ) -> jax.Array:
         """Whether each query sees each key, from the query's interval; all arguments broadcast
         against the result."""
         key = jnp.reshape(
@@ -119,7 +86,7 @@ class ResolvedMask:
             )
         return seen if query_ids is None else seen & (query_ids == key_ids)
 
-    def of_chunks(self, batch: int, chunks: jax.Array, queries: int) -> "ResolvedMask":
+    def slice_chunks(self, batch: int, chunks: jax.Array, queries: int) -> "ResolvedMask":
         """The same of some chunks of `queries` rows alone, by their numbers [C], each of which
         becomes a batch row: [B * C]."""
         first, has_band = chunks[None] * queries, self.left is not None or self.right is not None
@@ -131,22 +98,22 @@ class ResolvedMask:
         offset = (
             (jnp.broadcast_to(self.offset, batch)[:, None] + first).reshape(-1) if has_band else 0
         )
-        where = None if self.where is None else self.where.of_chunks(batch, first)
-        return dataclasses.replace(seen.narrow(self.BY_QUERY, rows), offset=offset, where=where)
+        where = None if self.mask_mod is None else self.mask_mod.slice_chunks(batch, first)
+        return dataclasses.replace(seen.narrow(self.BY_QUERY, rows), offset=offset, mask_mod=where)
 
-    def rows_from(self, first: jax.Array) -> "ResolvedMask":
+    def shift_rows(self, first: jax.Array) -> "ResolvedMask":
         """The same lengths for rows that count from 0 at the one numbered `first`."""
         return self.narrow(("query_stop",), lambda x: x - first)
 
-    def of_keys(self, first: jax.Array, keys: int) -> "ResolvedMask":
+    def slice_keys(self, first: jax.Array, keys: int) -> "ResolvedMask":
         """The same of `keys` keys alone, which count from 0 at the one numbered `first`."""
         seen = self.narrow(("offset", "start", "stop"), lambda x: x - first)
         seen = seen.narrow(("key_stop",), lambda x: jnp.maximum(x - first, 0))
         seen = seen.narrow(self.BY_KEY, lambda x: jax.lax.dynamic_slice_in_dim(x, first, keys, 1))
-        where = None if self.where is None else self.where.of_keys(first)
-        return dataclasses.replace(seen, keys=keys, where=where)
+        where = None if self.mask_mod is None else self.mask_mod.slice_keys(first)
+        return dataclasses.replace(seen, keys=keys, mask_mod=where)
 
-    def sees_any(self, queries: int):
+    def any_visible(self, queries: int):
         """Whether some of the queries may see a key: a bool, or an array of one, by their intervals
         alone."""
         seen = self.narrow(self.BY_BATCH, lambda x: x[:, None])
@@ -157,7 +124,7 @@ class ResolvedMask:
             else jnp.any(start < stop)
         )
 
-    def by_key(self, queries: int) -> "ResolvedMask":
+    def transposed(self, queries: int) -> "ResolvedMask":
         """The same from the keys' side, of a mask without data: `interval` of a key is the queries
         that see it."""
         return ResolvedMask(queries, self.right, self.left, -self.offset)
@@ -168,11 +135,11 @@ class ResolvedMask:
         return bool(jax.tree.leaves(self))
 
     @property
-    def lengths(self) -> tuple[Ints | None, Ints | None]:
+    def lengths(self) -> tuple[IntLike | None, IntLike | None]:
         """How many queries and how many keys of each batch row there are, int32 [B]; None: all."""
         return self.query_stop, self.key_stop
 
-    def live(self, row: Ints):
+    def valid(self, row: IntLike):
         """Which of the queries [n] of a batch row may see a key by their lengths, bool [B, n];
         None: all."""
         return None if self.query_stop is None else row[None] < self.query_stop[:, None]
@@ -187,17 +154,8 @@ class ResolvedMask:
                 f"query offset {self.offset if isinstance(self.offset, int) else 'by batch'}"
             )
         words += [text for name, text in _WORDS.items() if getattr(self, name) is not None]
-        words += [] if self.where is None else [f"where {self.where.rule}"]
+        words += [] if self.mask_mod is None else [f"where {self.mask_mod.mod}"]
         return ", ".join(words) or "full"
-
-
-def larger(a: Ints, b: Ints) -> Ints:
-    """An int where both are."""
-    return max(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.maximum(a, b)
-
-
-def smaller(a: Ints, b: Ints) -> Ints:
-    return min(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.minimum(a, b)
 
 
 _WORDS = {

@@ -1,0 +1,22 @@
+"""Over which axes of the mesh an array varies inside of a shard_map."""
+
+from typing import Any
+
+import jax
+from jax import lax
+
+
+def vary_alike(tree: Any) -> Any:
+    """Inside of shard_map: all arrays vary over every axis of the mesh that one of them varies
+    over, as an operation and a loop need. What was the same on all devices gets the sum of its
+    gradients."""
+    axes = frozenset().union(*map(axes_of, jax.tree.leaves(tree)))
+    return jax.tree.map(
+        lambda x: lax.pcast(x, tuple(axes - axes_of(x)), to="varying") if axes - axes_of(x) else x,
+        tree,
+    )
+
+
+def axes_of(x) -> frozenset[str]:
+    """The axes of the mesh over which an array varies inside of a shard_map that checks this."""
+    return jax.typeof(x).manual_axis_type.varying

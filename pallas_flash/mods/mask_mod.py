@@ -1,0 +1,55 @@
+"""A mask_mod: any function that says which keys a query sees."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from pallas_flash.mods.bound import BoundMod
+from pallas_flash.mods.traced import INDEX, TracedMod, describe, trace_function, vectorize
+from pallas_flash.pytrees import IntLike, register
+
+
+def trace_mask_mod(mask_mod: Callable, name: str | None = None) -> tuple[TracedMod, tuple]:
+    """The rule of a mask_mod, and the arrays that it closes over."""
+    if not callable(mask_mod):
+        raise TypeError(
+            "masks.MaskMod takes a function mask_mod(b, h, q_idx, kv_idx) -> bool; got "
+            f"{type(mask_mod).__name__}."
+        )
+    jaxpr, arrays, out = trace_function(
+        "mask_mod(b, h, q_idx, kv_idx)", mask_mod, INDEX, INDEX, INDEX, INDEX
+    )
+    if getattr(out, "shape", None) != () or out.dtype != bool:
+        raise TypeError(
+            f"mask_mod(b, h, q_idx, kv_idx) must return one bool for four scalars; got "
+            f"{describe(out)}."
+        )
+    return TracedMod(
+        jaxpr, len(arrays), name or getattr(mask_mod, "__name__", type(mask_mod).__name__)
+    ), arrays
+
+
+@dataclasses.dataclass(frozen=True)
+class BoundMaskMod(BoundMod):
+    """The rule of a mask: which of a block's queries and keys it lets see each other.
+
+    `block_types` int8 [B | 1, N | 1, tiles, tiles] says of the blocks of `block_size` queries and
+    keys whether they are empty, partial or full (block_types.py), None: not known yet.
+    """
+
+    block_types: Any = None
+    block_size: int | None = None
+
+    def slice_chunks(self, size: int, first) -> "BoundMaskMod":
+        return dataclasses.replace(
+            super().slice_chunks(size, first), block_types=None, block_size=None
+        )
+
+    def visible(self, b: IntLike, h: IntLike, position: IntLike, key: IntLike) -> jax.Array:
+        """bool, of the shape that the arguments broadcast to."""
+        return vectorize(lambda *x: self.mod(self.arrays, *x), b, h, position, key)
+
+
+register(BoundMaskMod, "mod")
