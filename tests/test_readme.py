@@ -78,6 +78,21 @@ def test_the_reference_has_every_public_name():
                 assert f"{folder}.{name}".lstrip(".") in named
 
 
+def test_the_options_of_commands_exist():
+    sources = [
+        *ROOT.glob("scripts/**/*.py"),
+        ROOT / "pallas_flash/__main__.py",
+        ROOT / "tests/conftest.py",
+    ]
+    known = set(re.findall(r'"(--[a-z][a-z-]*)"', "".join(path.read_text() for path in sources)))
+    for name in [*PAGES, "scripts/results.md"]:
+        commands = re.findall(
+            r"(?:scripts/\w+\.py|-m pallas_flash)[^`\n|]*", (ROOT / name).read_text()
+        )
+        options = set(re.findall(r"--[a-z][a-z-]+", " ".join(commands)))
+        assert options <= known, f"{name}: {options - known}"
+
+
 def test_what_code_cites_of_results_is_a_heading_there():
     results = ROOT / "scripts" / "results.md"
     cited = [
