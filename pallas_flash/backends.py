@@ -1,5 +1,6 @@
 """The table of implementations, and which of them serves a problem."""
 
+import dataclasses
 import functools
 import importlib
 from collections.abc import Callable
@@ -44,21 +45,33 @@ class Backend(NamedTuple):
         return self.of_gradient(new) if tiles == self.of_gradient(tiles) else new
 
 
-class Half(NamedTuple):
-    """The forward or the backward of a backend, to be called as that is."""
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """The forward or the backward pass of a backend, called as that is: a base for what does
+    something around `run`, and then stands in the backend's place by `Choice.wrap`."""
 
     backend: Backend
     is_forward: bool
-    is_blind: bool = False  # chosen for a call that was not for a GPU
 
-    def run(self, problem: Problem, tiles, *arrays):
-        half = self.backend.forward if self.is_forward else self.backend.backward
-        return half(problem, tiles, *arrays)
+    def __call__(self, problem: Problem, tiles, operands: Operands, *rows):
+        return self.run(problem, tiles, operands, *rows)
+
+    def run(self, problem: Problem, tiles, operands: Operands, *rows):
+        """The backend's own pass."""
+        function = self.backend.forward if self.is_forward else self.backend.backward
+        return function(problem, tiles, operands, *rows)
 
 
 class Choice(NamedTuple):
+    """An implementation, and its tiles for a problem."""
+
     backend: Backend
     tiles: Any
+
+    def wrap(self, wrapper: type[Pass], *options) -> "Choice":
+        """The same, with both passes in a wrapper(backend, is_forward, *options)."""
+        forward, backward = (wrapper(self.backend, way, *options) for way in (True, False))
+        return self._replace(backend=self.backend._replace(forward=forward, backward=backward))
 
 
 # why this machine does not take it unasked, though it could run

@@ -12,7 +12,7 @@ from jax import lax
 from pallas_flash import arguments, checks, dropout, masks
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.devices import ring, sharding
-from pallas_flash.devices.call import arrays_of, letters_of, with_arrays
+from pallas_flash.devices.call import arrays_of, axes_of, with_arrays
 from pallas_flash.mods.score_mod import BoundScoreMod
 from pallas_flash.sizes import Sizes
 
@@ -122,7 +122,7 @@ def _gathered(scheme: Context, call: dict[str, Any], devices: int) -> dict[str, 
     the order of the sequence."""
 
     def whole(path, x):
-        letters = letters_of(path, call)
+        letters = axes_of(path, call)
         if len(letters) != 2 or letters[1] not in "TS":
             return x
         x = lax.all_gather(x, scheme.names, axis=x.ndim - 1, tiled=True)
@@ -217,7 +217,7 @@ def own_heads(scheme: AllToAll, call: dict[str, Any]) -> dict[str, Any]:
     )
 
     def local(path, x):
-        letters = letters_of(path, call)
+        letters = axes_of(path, call)
         at = {letter: x.ndim - len(letters) + i for i, letter in enumerate(letters)}
         if path[0] in ("query", "key", "value"):
             return swap(x, lead + 1, lead) if x.shape[lead + 1] > 1 else rows(x, lead)

@@ -46,35 +46,38 @@ def results(return_residual: bool, o, lse, max_logits):
 def attend(implementation, context, **call):
     if isinstance(context, context_parallel.AllToAll):
         problem, operands = arguments.normalise(**context_parallel.own_heads(context, call))
-        choice = sharding.under_vmap(_choose(problem, implementation), operands.query)
+        choice = _over_explicit_axes(_choose(problem, implementation), operands)
+        choice = choice.wrap(ulysses.UlyssesPass, context.names)
         operands = ulysses.own_rows(context.names, problem, operands, call["sinks"])
-        return _shaped(
-            call,
-            problem,
-            *autodiff.attend(problem, ulysses.around(context.names, choice), operands),
-        )
+        return _shaped(call, problem, *autodiff.attend(problem, choice, operands))
     if context is not None:
         loop, pair, problem, operands = context_parallel.in_a_ring(context, call)
-        choice = ring.around(loop, _choose(pair, implementation))
+        choice = ring.wrap(_choose(pair, implementation), loop)
         return _shaped(call, problem, *autodiff.attend(problem, choice, operands))
     problem, operands = arguments.normalise(**call)
-    choice = sharding.under_vmap(_choose(problem, implementation), operands.query)
-    return _shaped(
-        call, problem, *autodiff.attend(problem, _on_auto_axes(choice, operands), operands)
-    )
+    choice = _over_explicit_axes(_choose(problem, implementation), operands)
+    choice = _over_auto_axes(choice, operands)
+    return _shaped(call, problem, *autodiff.attend(problem, choice, operands))
 
 
 def _choose(problem, implementation) -> backends.Choice:
-    choice, is_asked = (
-        selfcheck.choose(problem, implementation),
-        selfcheck.asked_for(implementation) is not None,
-    )
-    return vmap.with_rows(
-        lowering.by_platform(choice, is_asked), not is_asked and device.here().platform != "gpu"
-    )
+    choice = selfcheck.choose(problem, implementation)
+    is_requested = selfcheck.asked_for(implementation) is not None
+    if choice.backend.own_kernels:
+        choice = choice.wrap(lowering.PlatformPass, is_requested)
+    # the products of the reference jax maps itself, in every mode of derivatives
+    if choice.backend.name == "reference":
+        return choice
+    return choice.wrap(vmap.BatchedPass, not is_requested and device.here().platform != "gpu")
 
 
-def _on_auto_axes(choice: backends.Choice, operands) -> backends.Choice:
+def _over_explicit_axes(choice: backends.Choice, operands) -> backends.Choice:
+    if not sharding.has_explicit_axes(operands.query):
+        return choice
+    return choice.wrap(sharding.ShardMappedPass)
+
+
+def _over_auto_axes(choice: backends.Choice, operands) -> backends.Choice:
     """The choice on a mesh with Auto axes; the reference is products and sums, which XLA's
     partitioner knows."""
     if choice.backend.name == "reference" or not sharding.is_auto(operands):
@@ -88,7 +91,7 @@ def _on_auto_axes(choice: backends.Choice, operands) -> backends.Choice:
         )
         warnings.warn(f"{lacks}: they are gathered. {error}", stacklevel=6)
         return choice
-    return partition.under_jit(choice)
+    return choice.wrap(partition.PartitionedPass)
 
 
 def attend_in_forward_mode(implementation, context, **call):

@@ -6,18 +6,18 @@ tracing takes its kernels, and what serves elsewhere is traced only when the pro
 it, in place of the kernels.
 """
 
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Primitive, jaxpr_as_fun
-from jax.interpreters import batching, mlir
+from jax.extend.core import jaxpr_as_fun
+from jax.interpreters import mlir
 
-from pallas_flash import blockwise
-from pallas_flash.backends import Backend, Choice, Half
+from pallas_flash import blockwise, primitives
+from pallas_flash.backends import Backend, Pass
 from pallas_flash.kernels import device
 from pallas_flash.online_softmax import LOWEST, Apart, SoftmaxState
 
@@ -25,49 +25,31 @@ GPUS = "cuda", "rocm"  # platforms
 _log = logging.getLogger("pallas_flash")
 
 
-class OnGpu(NamedTuple):
-    """A half of kernels where a program is lowered for a GPU; for anything else that of blockwise,
-    if nobody asked for them."""
+@dataclasses.dataclass(frozen=True)
+class PlatformPass(Pass):
+    """A pass of kernels where the program is lowered for a GPU, else blockwise's; or an error, if
+    the kernels were requested by name."""
 
-    half: Half
-    is_asked: bool
+    is_requested: bool
 
-    def __call__(self, problem, tiles, *arrays):
-        kernels = lambda *arrays: self.half.run(problem, tiles, *arrays)
-        other = functools.partial(
-            _forward if self.half.is_forward else _backward, self.half.backend, problem
-        )
-        return either(self.half.backend, self.is_asked, kernels, other, *arrays)
+    def __call__(self, problem, tiles, operands, *rows):
+        kernels = lambda *arrays: self.run(problem, tiles, *arrays)
+        other = functools.partial(_forward if self.is_forward else _backward, self.backend, problem)
+        return by_platform(self.backend, self.is_requested, kernels, other, operands, *rows)
 
 
-def by_platform(choice: Choice, is_asked: bool) -> Choice:
-    """The choice for a call whose program may be lowered for something else than what it was traced
-    for."""
-    backend = choice.backend
-    if not backend.own_kernels:
-        return choice
-    forward, backward = (OnGpu(Half(backend, is_forward), is_asked) for is_forward in (True, False))
-    return choice._replace(backend=backend._replace(forward=forward, backward=backward))
-
-
-def either(backend: Backend, is_asked: bool, kernels: Callable, other: Callable, *args):
+def by_platform(backend: Backend, is_requested: bool, kernels: Callable, other: Callable, *args):
     """kernels(*args) of a backend where the program is lowered for a GPU, else other(like, *args),
-    with results like theirs. Whoever asks for kernels that Pallas' interpreter can run has them
-    there too."""
+    with results in the form of `like`. Kernels requested by name that Pallas' interpreter can run
+    are used everywhere."""
     if (
         device.here().platform != "gpu"
         or not backend.own_kernels
-        or (is_asked and backend.name != "hopper")
+        or (is_requested and backend.name != "hopper")
     ):
         return kernels(*args)
-    other = functools.partial(_refuse, backend) if is_asked else other
-    leaves, tree = jax.tree.flatten(args)
-    call, out = jax.make_jaxpr(
-        lambda *leaves: kernels(*jax.tree.unflatten(tree, leaves)), return_shape=True
-    )(*leaves)
-    instead = lambda *leaves: jax.tree.leaves(other(out, *jax.tree.unflatten(tree, leaves)))
-    results = either_p.bind(*leaves, call=call, instead=instead)
-    return jax.tree.unflatten(jax.tree.structure(out), results)
+    other = functools.partial(_refuse, backend) if is_requested else other
+    return primitives.bind(kernels, GpuOnly(other), *args)
 
 
 def _forward(backend: Backend, problem, like, x):
@@ -97,37 +79,32 @@ def _refuse(backend: Backend, *_):
     )
 
 
-either_p = Primitive("flash_attention_on_gpu")
-either_p.multiple_results = True
-either_p.def_impl(
-    lambda *leaves, **parameters: jax.jit(functools.partial(either_p.bind, **parameters))(*leaves)
-)
-either_p.def_effectful_abstract_eval(lambda *_, call, instead: (call.out_avals, call.effects))
+@dataclasses.dataclass(frozen=True)
+class GpuOnly(primitives.KeptUnderVmap):
+    """The rules of kernels in whose place other(like, *args) runs where there is no GPU."""
+
+    primitive = primitives.primitive("flash_attention_on_gpu")
+    other: Callable
+
+    def lower(self, ctx, *leaves, jaxpr, **_):
+        # a call of its own would be lowered for all platforms of the program
+        return mlir.lower_fun(jaxpr_as_fun(jaxpr), multiple_results=True)(ctx, *leaves)
+
+    def lower_elsewhere(self, ctx, *leaves, jaxpr, in_tree, out_tree):
+        like = jax.tree.unflatten(out_tree, jaxpr.out_avals)
+        other = self.vmap(lambda *leaves: self.other(like, *jax.tree.unflatten(in_tree, leaves)))
+        flat = lambda *leaves: jax.tree.leaves(other(*leaves))
+        with device.on_cpu():
+            return mlir.lower_fun(flat, multiple_results=True)(ctx, *leaves)
 
 
-def _lower_kernels(ctx, *leaves, call, instead):
-    return mlir.lower_fun(jaxpr_as_fun(call), multiple_results=True)(ctx, *leaves)
-
-
-def _lower_other(ctx, *leaves, call, instead):
-    with device.on_cpu():
-        return mlir.lower_fun(instead, multiple_results=True)(ctx, *leaves)
+def _lower_elsewhere(ctx, *leaves, rules: GpuOnly, **parameters):
+    return rules.lower_elsewhere(ctx, *leaves, **parameters)
 
 
 for _platform in GPUS:
-    mlir.register_lowering(either_p, _lower_kernels, platform=_platform)
-mlir.register_lowering(either_p, _lower_other)
-
-
-def _batch(leaves, axes, *, call, instead):
-    mapped = lambda f: jax.vmap(f, tuple(axes))
-    results = either_p.bind(
-        *leaves, call=jax.make_jaxpr(mapped(jaxpr_as_fun(call)))(*leaves), instead=mapped(instead)
-    )
-    return results, [0] * len(results)
-
-
-batching.primitive_batchers[either_p] = _batch
+    mlir.register_lowering(GpuOnly.primitive, primitives.lower, platform=_platform)
+mlir.register_lowering(GpuOnly.primitive, _lower_elsewhere)
 
 
 # ---- what a user should know of a program that is lowered ----

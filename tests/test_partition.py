@@ -12,6 +12,7 @@ import pytest
 from cases import Sizes, bias, dense_mask, qkv
 from check import close
 from jax import export
+from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -135,6 +136,19 @@ def test_a_program_is_the_same_each_time_and_another_with_another_mask(rng):
     assert "CustomSPMDPartitioning" in first.as_text()
     assert first.as_text() == again.as_text() != other.as_text()
     equal(again.compile()(*on_mesh(SPEC, *x)), dense(*x))
+
+
+def test_jax_still_names_what_is_called_back_by_its_address():
+    """When this fails jax names it by what it computes, and devices/callback_names.py may go."""
+
+    def lower():
+        f = custom_partitioning(lambda x: x + 1)
+        partition = lambda mesh, x, y: (mesh, lambda x: x + 1, y[0].sharding, (x[0].sharding,))
+        f.def_partition(partition, sharding_rule="i -> i")
+        return jax.jit(lambda x: f(x)).lower(*on_mesh(P("data"), np.ones(8)))
+
+    first, again = lower(), lower()  # both alive
+    assert first.as_text() != again.as_text()
 
 
 def test_what_is_exported_for_several_devices_calls_nothing_back(rng):

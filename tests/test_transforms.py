@@ -82,7 +82,7 @@ def _calls(jaxpr) -> list:
     """What a program asks of the implementations, in order."""
     found = []
     for eqn in jaxpr.eqns:
-        found += [eqn.params["work"]] if eqn.primitive.name == "flash_attention_call" else []
+        found += [eqn.params["rules"]] if eqn.primitive.name == "flash_attention_call" else []
         inner = [
             getattr(x, "jaxpr", x)
             for x in eqn.params.values()
@@ -182,7 +182,7 @@ def test_mapped_calls_are_one_call_of_more_batch_rows_where_nothing_large_is_cop
         (is_forward, 6) for is_forward, is_one in ((True, forward), (False, backward)) if is_one
     ]
     assert [
-        (call.half.is_forward, call.problem.batch)
+        (call.call.is_forward, call.problem.batch)
         for call in _calls(jax.make_jaxpr(mapped)(x, own).jaxpr)
     ] == together
     expected = [one(*jax.tree.map(lambda a, i=i: a[i], (x, own))) for i in range(3)]
@@ -204,7 +204,7 @@ def test_mapped_calls_decode_where_all_of_them_together_would_but_not_where_a_ba
     decodes = lambda f: [
         bool(call.tiles.decode)
         for call in _calls(jax.make_jaxpr(f)(q, k, k).jaxpr)
-        if call.half.is_forward
+        if call.call.is_forward
     ]
     assert decodes(mapped) == [True]
     assert decodes(jax.grad(lambda *x: mapped(*x).sum())) == [False]
@@ -543,7 +543,7 @@ def test_remat_by_name_runs_the_forward_kernel_once(rng):
     )
     f = lambda q, k, v: jnp.sum(jnp.sin(attend("triton")(jnp.tanh(q), k, v)))
     count = lambda g: sum(
-        call.half.is_forward for call in _calls(jax.make_jaxpr(jax.grad(g))(q, k, v).jaxpr)
+        call.call.is_forward for call in _calls(jax.make_jaxpr(jax.grad(g))(q, k, v).jaxpr)
     )
     plain, kept, again = count(f), count(jax.checkpoint(f, policy=policy)), count(jax.checkpoint(f))
     assert plain == kept < again

@@ -112,7 +112,7 @@ def _attend_batch(
         functools.partial(read, backend.name),
         selfcheck.asked_for(implementation) is not None,
     )
-    o, stats = lowering.either(backend, is_asked, kernels, other, operands, table, *scales)
+    o, stats = lowering.by_platform(backend, is_asked, kernels, other, operands, table, *scales)
     numbers = autodiff.natural(unit, problem, operands, stats)
     return o, *jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2), numbers)
 

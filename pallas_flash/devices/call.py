@@ -11,7 +11,7 @@ from pallas_flash import arguments, checks, dropout, masks, scores
 from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.mods.score_mod import BoundScoreMod
 
-LETTERS = {  # of the arrays of a call; P pages, C an axis that is whole on each device
+AXES = {  # of the arrays of a call; P pages, C an axis that is whole on each device
     "query": "BTNH",
     "key": "BSKH",
     "value": "BSKH",
@@ -34,12 +34,10 @@ LETTERS = {  # of the arrays of a call; P pages, C an axis that is whole on each
     "lengths": "B",
     "cu_seqlens_q": "C",
 }
-CACHE_LETTERS = LETTERS | dict(
-    length="B", key_scale="BSK", value_scale="BSK", table="BC", users="P"
-)
-CACHE_LETTERS |= dict(count="B", cu_seqlens="C")  # beside a cache
+CACHE_AXES = AXES | dict(length="B", key_scale="BSK", value_scale="BSK", table="BC", users="P")
+CACHE_AXES |= dict(count="B", cu_seqlens="C")  # beside a cache
 # of a score_mod; the arrays that rules read are whole on each device
-SCORE_LETTERS = {"batch": "B", "head": "N"}
+SCORE_AXES = {"batch": "B", "head": "N"}
 
 
 def exact(call: dict[str, Any]) -> dict[str, Any]:
@@ -83,7 +81,7 @@ def arrays_of(call) -> dict[tuple, Any]:
     """The arrays of a call by where they are: (name,), or ("mask", number of the part, field)."""
     found = {
         (name,): call[name]
-        for name in LETTERS
+        for name in AXES
         if name in call and not isinstance(call[name], masks.Mask)
     }
     for number, part in (
@@ -95,7 +93,7 @@ def arrays_of(call) -> dict[tuple, Any]:
             for n, x in enumerate(part.arrays if isinstance(part, masks.MaskMod) else ())
         }
     if isinstance(score := call.get("score_mod"), BoundScoreMod):
-        found |= {("score_mod", name): getattr(score, name) for name in SCORE_LETTERS}
+        found |= {("score_mod", name): getattr(score, name) for name in SCORE_AXES}
         found |= {("score_mod", n): x for n, x in enumerate(score.arrays)}
     # NumPy's numbers stay outside: they are known while tracing
     return {
@@ -105,12 +103,12 @@ def arrays_of(call) -> dict[tuple, Any]:
     }
 
 
-def letters_of(path, call) -> str:
+def axes_of(path, call) -> str:
     """One for each axis of an array of `arrays_of`, the last ones if it may have fewer axes."""
     if path[0] == "score_mod":
-        return SCORE_LETTERS.get(path[1], "")
+        return SCORE_AXES.get(path[1], "")
     return (
-        LETTERS[path[0]]
+        AXES[path[0]]
         if len(path) == 1
         else masks.leaves(call["mask"])[path[1]].ARRAYS.get(path[2], "")
     )
@@ -140,7 +138,7 @@ def _replaced(rule, name: str | int, x):
     return dataclasses.replace(rule, arrays=(*rule.arrays[:name], x, *rule.arrays[name + 1 :]))
 
 
-def operand_letters(problem: arguments.Problem, operands: arguments.Operands) -> arguments.Operands:
+def operand_axes(problem: arguments.Problem, operands: arguments.Operands) -> arguments.Operands:
     """The operands with a letter for each axis in place of each array."""
     full = dict(B=problem.batch, N=problem.heads, K=problem.kv_heads)
     of = lambda x, letters: "".join(
@@ -166,10 +164,10 @@ def operand_letters(problem: arguments.Problem, operands: arguments.Operands) ->
 
     resolved_mask = dataclasses.replace(resolved_mask, mask_mod=of_rule(resolved_mask.mask_mod))
     there = {name: x for name, x in operands._asdict().items() if hasattr(x, "ndim")}
-    there = {name: of(x, LETTERS.get(name, "BN")) for name, x in there.items()}
+    there = {name: of(x, AXES.get(name, "BN")) for name, x in there.items()}
     return operands._replace(resolved_mask=resolved_mask, score=of_rule(operands.score), **there)
 
 
-def row_letters(x) -> str:
-    """The same of what is made of rows and their heads: do, or numbers."""
-    return "BTNH" if x.ndim == 4 else "BNT"
+def row_axes(ndim: int) -> str:
+    """The axes of o or do [B, T, N, H], or of what each row has one of, [B, N, T]."""
+    return "BTNH" if ndim == 4 else "BNT"

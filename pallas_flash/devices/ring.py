@@ -18,7 +18,7 @@ from jax import lax
 
 from pallas_flash import dropout, online_softmax, schedule
 from pallas_flash.arguments import Gradients, Operands, Problem
-from pallas_flash.backends import Backend, Choice
+from pallas_flash.backends import Choice, Pass
 from pallas_flash.checks import sums
 from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.online_softmax import SoftmaxState
@@ -184,12 +184,11 @@ def parts_of(problem: Problem, chunks: int) -> tuple[int, int]:
     return by_key, schedule.divisor(p.group, most // by_key)
 
 
-class Half(NamedTuple):
-    """The forward or the backward of a backend, around the loop; to be called as that is."""
+@dataclasses.dataclass(frozen=True)
+class RingPass(Pass):
+    """A pass of all pairs of the loop, by the backend's pass of each pair."""
 
-    backend: Backend
     loop: Loop
-    is_forward: bool
 
     def __call__(self, problem: Problem, tiles, x: Operands, *rest):
         parts, groups = parts_of(problem, self.loop.chunks)
@@ -240,12 +239,11 @@ class Half(NamedTuple):
         return visit(0, carry) if pairs == 1 else schedule.loop(0, pairs, visit, carry)
 
 
-def around(loop: Loop, choice: Choice) -> Choice:
+def wrap(choice: Choice, loop: Loop) -> Choice:
+    """The choice for a pair, as one for the whole ring."""
     name = f"{choice.backend.name} in a ring"  # whose gradient has no derivative
-    forward, backward = (Half(choice.backend, loop, is_forward) for is_forward in (True, False))
-    return choice._replace(
-        backend=choice.backend._replace(name=name, forward=forward, backward=backward)
-    )
+    choice = choice.wrap(RingPass, loop)
+    return choice._replace(backend=choice.backend._replace(name=name))
 
 
 def heads_of(x: Operands, part: Part) -> Operands:
@@ -324,25 +322,25 @@ def _heads(problem: Problem):
     return 2, SoftmaxState(1, 1, 1 if problem.max_logits else None)
 
 
-def _forward(half: Half, groups: int, heads: Part, problem: Problem, tiles, x: Operands):
+def _forward(ring: RingPass, groups: int, heads: Part, problem: Problem, tiles, x: Operands):
     some = heads_of(x, heads)
     B, T, N, _ = some.query.shape
     wide = sums(x.query.dtype)
     sinks = None if x.sinks is None else some.sinks[None, :, None]
-    unit = half.backend.unit(problem)
+    unit = ring.backend.unit(problem)
     start = online_softmax.start(_zeros(x.query, (B, N, T), wide), sinks, unit, problem.max_logits)
     axes = _heads(problem)
 
     def attend(t, keys, carry):
         def merged(rows, _, p, pair, carry):
             new = online_softmax.merge(
-                jax.tree.map(rows.of, carry, axes), half.backend.forward(p, tiles, pair), unit
+                jax.tree.map(rows.of, carry, axes), ring.run(p, tiles, pair), unit
             )
             return jax.tree.map(rows.put, carry, new, axes)
 
-        return half.each_pair(heads, groups, problem, x, t, keys, merged, carry)
+        return ring.each_pair(heads, groups, problem, x, t, keys, merged, carry)
 
-    o, stats = half.loop.go(
+    o, stats = ring.loop.go(
         attend,
         (some.key, some.value),
         (_zeros(x.query, (B, T, N, problem.value_size), wide), start),
@@ -351,10 +349,10 @@ def _forward(half: Half, groups: int, heads: Part, problem: Problem, tiles, x: O
 
 
 def _backward(
-    half: Half, groups: int, heads: Part, problem: Problem, tiles, x: Operands, lse, do, delta
+    ring: RingPass, groups: int, heads: Part, problem: Problem, tiles, x: Operands, lse, do, delta
 ):
-    loop, wide, some = half.loop, delta.dtype, heads_of(x, heads)
-    lse = lse._replace(dlse=None) if half.backend.is_apart else lse  # a pair has some of the keys
+    loop, wide, some = ring.loop, delta.dtype, heads_of(x, heads)
+    lse = lse._replace(dlse=None) if ring.backend.is_apart else lse  # a pair has some of the keys
     zeros = lambda y: None if y is None else _zeros(x.query, y.shape, wide)
 
     def step(t, keys, mine, dkv):
@@ -364,7 +362,7 @@ def _backward(
                 jax.tree.map(lambda y: rows.of(heads.of(y, axis), axis), y)
                 for y, axis in ((lse, 1), (do, 2), (delta, 1))
             )
-            new = half.backend.backward(p, tiles, pair, *by_row)
+            new = ring.run(p, tiles, pair, *by_row)
             plus = lambda y, part, new, axis=0: part.put(
                 y, part.of(y, axis) + new.astype(wide), axis
             )
@@ -379,7 +377,7 @@ def _backward(
             dkv = plus(dk, keys, new.key), plus(dv, keys, new.value)
             return (plus(dq, rows, new.query, 2), dbias, dtables), dkv
 
-        mine, own = half.each_pair(
+        mine, own = ring.each_pair(
             heads, groups, problem, x, t, keys, added, (mine, (zeros(some.key), zeros(some.value)))
         )
         return mine, jax.tree.map(jnp.add, dkv, own)  # what was on its way is not waited for before

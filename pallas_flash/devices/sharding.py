@@ -1,6 +1,7 @@
 """A mesh with explicit axes: each device attends for its own batch rows and heads, and without a
 context for all rows."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -10,8 +11,9 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_flash.backends import Choice
-from pallas_flash.devices.call import CACHE_LETTERS, arrays_of, letters_of, with_arrays
+from pallas_flash import primitives
+from pallas_flash.backends import Pass
+from pallas_flash.devices.call import CACHE_AXES, arrays_of, axes_of, with_arrays
 
 
 def mesh_of(call: dict[str, Any]) -> AbstractMesh | None:
@@ -60,7 +62,7 @@ def pages_by_device(attend: Callable, call: dict[str, Any], mesh: AbstractMesh):
     arrays = arrays_of(call)
     axes = [*_axes(arrays, call, mesh, None), None]
     for path, x in arrays.items():
-        found, may = jax.typeof(x).sharding.spec, _spec(letters_of(path, call), x.shape, axes, mesh)
+        found, may = jax.typeof(x).sharding.spec, _spec(axes_of(path, call), x.shape, axes, mesh)
         if any(axis not in (None, other) for axis, other in zip(found, may, strict=True)):
             raise ValueError(
                 f"{path[0]} may be sharded as {may} here: the batch of all arrays alike, their "
@@ -75,7 +77,7 @@ def _mapped(
 ):
     """attend(**call) by jax.shard_map, where each leading axis, the heads and the rows lie on these
     axes."""
-    specs = tuple(_spec(letters_of(path, call), x.shape, axes, mesh) for path, x in arrays.items())
+    specs = tuple(_spec(axes_of(path, call), x.shape, axes, mesh) for path, x in arrays.items())
     shape = arrays["query",].shape
     outs = _spec("BTNH", shape, axes, mesh), *[_spec("BTN", shape[:-1], axes, mesh)] * 2
     rest = tuple(with_arrays(call, dict.fromkeys(arrays)).items())
@@ -98,7 +100,7 @@ def _of_cache(f, mesh, static, cache, arrays):
     fields = {name: x for name, x in cache._asdict().items() if x is not None}
     batch, _, heads, _ = jax.typeof(cache.key).sharding.spec
     axes = dict(B=None if "table" in fields else batch, K=heads, N=heads)
-    spec = lambda name, ndim: P(*map(axes.get, CACHE_LETTERS[name][-ndim:]))
+    spec = lambda name, ndim: P(*map(axes.get, CACHE_AXES[name][-ndim:]))
     specs, of_arrays = (
         {name: spec(name, x.ndim) for name, x in of.items()} for of in (fields, arrays)
     )
@@ -140,46 +142,43 @@ def _program(attend, mesh, paths, specs, outs, rest):
 _program_once = functools.lru_cache(_program)  # or a call outside of jit would compile each time
 
 
-def under_vmap(choice: Choice, query) -> Choice:
-    """The choice for a query inside of `by_device`: where axes of its mesh are Explicit still, a
-    vmap outside goes over them."""
-    if AxisType.Explicit not in jax.typeof(query).sharding.mesh.axis_types:
-        return choice
-    forward, backward = map(_by_mapped_axis, (choice.backend.forward, choice.backend.backward))
-    return choice._replace(backend=choice.backend._replace(forward=forward, backward=backward))
+def has_explicit_axes(x) -> bool:
+    """Whether an array inside of `by_device` is on a mesh of which axes are Explicit still: a vmap
+    outside goes over them."""
+    return AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
 
 
-@functools.cache
-def _by_mapped_axis(f: Callable):
-    """f(problem, tiles, *arrays), of which vmap makes a jax.shard_map over the axes of the mesh
-    that it maps over."""
+@dataclasses.dataclass(frozen=True)
+class ShardMappedPass(Pass):
+    """A pass of which vmap over an axis of an explicit mesh makes a jax.shard_map over it."""
 
-    def run(problem, tiles, *arrays):
-        leaves, tree = jax.tree.flatten(arrays)
-        plain = lambda *leaves: f(problem, tiles, *jax.tree.unflatten(tree, leaves))
-        call = jax.custom_batching.custom_vmap(plain)
+    def __call__(self, problem, tiles, operands, *rows):
+        run = lambda *arrays: self.run(problem, tiles, *arrays)
+        return primitives.bind(run, OverMeshAxis(run), operands, *rows)
 
-        @call.def_vmap
-        def rule(_, is_mapped, *leaves):
-            mapped = jax.vmap(plain, [0 if m else None for m in is_mapped])
-            axis = next(
-                jax.typeof(x).sharding.spec[0] for x, m in zip(leaves, is_mapped, strict=True) if m
+
+@dataclasses.dataclass(frozen=True)
+class OverMeshAxis(primitives.Rules):
+    """The rules of run(*arrays)."""
+
+    primitive = primitives.primitive("flash_attention_over_mesh")
+    run: Callable
+
+    def batch(self, size, leaves, in_axes, *, in_tree, **_):
+        # not of the jaxpr, which was traced on another mesh
+        plain = lambda *leaves: jax.tree.leaves(self.run(*jax.tree.unflatten(in_tree, leaves)))
+        mapped = jax.vmap(plain, in_axes)
+        lies = zip(leaves, in_axes, strict=True)
+        axis = next(jax.typeof(x).sharding.spec[0] for x, in_axis in lies if in_axis == 0)
+        if axis is not None:
+            mapped = jax.shard_map(
+                mapped,
+                in_specs=tuple(P() if in_axis is None else P(axis) for in_axis in in_axes),
+                out_specs=P(axis),
+                axis_names=set(names(axis)),
+                check_vma=False,
             )
-            if axis is not None:
-                specs = tuple(P(axis) if m else P() for m in is_mapped)
-                mapped = jax.shard_map(
-                    mapped,
-                    in_specs=specs,
-                    out_specs=P(axis),
-                    axis_names=set(names(axis)),
-                    check_vma=False,
-                )
-            outputs = mapped(*leaves)
-            return outputs, jax.tree.map(lambda _: True, outputs)
-
-        return call(*leaves)
-
-    return run
+        return mapped(*leaves)
 
 
 def _is_hashable(x) -> bool:
@@ -239,7 +238,7 @@ def _axes(arrays, call, mesh, rows) -> list:
     )
     for path, x in arrays.items():
         for i, axis in zip(
-            _places(letters_of(path, call), x.ndim, lead), jax.typeof(x).sharding.spec, strict=True
+            _places(axes_of(path, call), x.ndim, lead), jax.typeof(x).sharding.spec, strict=True
         ):
             taken = {name for axis in (*axes, rows) for name in names(axis)}
             serves = path == ("query",) or i != lead or _fits(K, axis, mesh)

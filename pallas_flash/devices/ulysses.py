@@ -6,7 +6,7 @@ that the backward keeps this device's rows of o, which the caller keeps anyway. 
 these rows and exchanged, one number for each row.
 """
 
-from typing import NamedTuple
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -14,33 +14,27 @@ from jax import lax
 
 from pallas_flash import checks
 from pallas_flash.arguments import Operands, Problem
-from pallas_flash.backends import Backend, Choice
+from pallas_flash.backends import Pass
 
 
-class Half(NamedTuple):
-    """The forward or the backward of a backend, to be called as that is: with the operands of
-    `own_rows`, and o, the statistics, lse, do and delta of this device's rows of all heads."""
+@dataclasses.dataclass(frozen=True)
+class UlyssesPass(Pass):
+    """A pass for the operands of `own_rows`, and o, the statistics, lse, do and delta of this
+    device's rows of all heads."""
 
-    backend: Backend
     axis: tuple[str, ...]
-    is_forward: bool
 
     def __call__(self, problem: Problem, tiles, x: Operands, *rest):
         x = _own_heads(self.axis, problem, x)
         swapped = lambda y, whole, cut: lax.all_to_all(y, self.axis, cut, whole, tiled=True)
         if self.is_forward:
-            o, stats = self.backend.forward(problem, tiles, x)
+            o, stats = self.run(problem, tiles, x)
             numbers, tree = jax.tree.flatten(stats)
             return swapped(o, 2, 1), jax.tree.unflatten(tree, swapped(jnp.stack(numbers), 2, 3))
         lse, do, delta = rest
         numbers, tree = jax.tree.flatten((lse, delta))
         lse, delta = jax.tree.unflatten(tree, swapped(jnp.stack(numbers), 3, 2))
-        return self.backend.backward(problem, tiles, x, lse, swapped(do, 1, 2), delta)
-
-
-def around(axis: tuple[str, ...], choice: Choice) -> Choice:
-    forward, backward = (Half(choice.backend, axis, is_forward) for is_forward in (True, False))
-    return choice._replace(backend=choice.backend._replace(forward=forward, backward=backward))
+        return self.run(problem, tiles, x, lse, swapped(do, 1, 2), delta)
 
 
 def own_rows(axis: tuple[str, ...], problem: Problem, x: Operands, sinks) -> Operands:
