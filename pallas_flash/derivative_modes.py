@@ -1,6 +1,7 @@
-"""Identities that let derivatives through in one mode alone, and raise in the other."""
+"""Identities that let derivatives through in one mode alone, or in none, and raise elsewhere with
+what to do."""
 
-from collections.abc import Callable
+import functools
 
 import jax
 from jax.extend.core import Primitive
@@ -8,93 +9,98 @@ from jax.interpreters import ad, batching, mlir
 
 NO_FORWARD = (
     "flash_attention has derivatives in reverse mode only, by jax.grad, jax.vjp and jax.jacrev. In "
-    "place of jax.jvp, jax.jacfwd "
-    "and jax.linearize call flash_attention_jvp(primals, tangents)."
+    "place of jax.jvp, jax.jacfwd and jax.linearize call flash_attention_jvp(primals, tangents)."
 )
 NO_SECOND_REVERSE = (
     "flash_attention has no derivative in reverse of its gradient: take it forward over reverse, "
-    "as jax.jvp of jax.grad with "
-    'implementation="blockwise", or use implementation="reference".'
+    'as jax.jvp of jax.grad with implementation="blockwise", or use implementation="reference".'
 )
 NO_SECOND = (
     'these kernels of flash_attention have first derivatives alone: implementation="blockwise" has '
-    "second ones forward over "
-    'reverse, as jax.jvp of jax.grad, and "reference" in every mode.'
+    'second ones forward over reverse, as jax.jvp of jax.grad, and "reference" in every mode.'
 )
-
 NO_REVERSE_UNDER_CHECKS = (
     "jax has no gradient of a shard_map inside of one that checks its types, and on a mesh whose "
-    "other axes are Explicit "
-    "flash_attention is one: give yours check_vma=False, or name all axes of the mesh in it."
+    "other axes are Explicit flash_attention is one: give yours check_vma=False, or name all axes "
+    "of the mesh in it."
 )
-
-
-def _one_way(name: str, no_forward: str | None, no_reverse: str | None) -> Callable:
-    """x for itself, whose tangents raise where they are computed (`no_forward`) or transposed
-    (`no_reverse`)."""
-    primal_p, tangents_p = _identity(name), _identity(f"{name}_tangent")
-
-    def computed(*_, **__):
-        raise NotImplementedError(no_forward)
-
-    def transposed(cotangents, *tangents):
-        if no_reverse:
-            raise NotImplementedError(no_reverse)
-        return [
-            c if ad.is_undefined_primal(t) else None
-            for c, t in zip(cotangents, tangents, strict=True)
-        ]
-
-    # x comes out as it went in: what differentiates that too goes around this
-    ad.primitive_jvps[primal_p] = lambda x, dx: (x, tangents_p.bind(*map(ad.instantiate_zeros, dx)))
-    ad.primitive_jvps[tangents_p] = lambda x, dx: (
-        tangents_p.bind(*x),
-        tangents_p.bind(*map(ad.instantiate_zeros, dx)),
-    )
-    ad.primitive_transposes[tangents_p] = transposed
-    # mapped or differentiated as well, tangents are on their way to be computed: jax would raise at
-    # the next step
-    if no_forward:
-        tangents_p.def_impl(computed)
-        mlir.register_lowering(tangents_p, computed)
-        batching.primitive_batchers[tangents_p] = ad.primitive_jvps[tangents_p] = computed
-
-    def identity(x):
-        leaves, tree = jax.tree.flatten(x)
-        return jax.tree.unflatten(tree, primal_p.bind(*leaves))
-
-    return identity
-
-
-def _identity(name: str) -> Primitive:
-    """Of all at once: one that is zero and known is not computed before the others."""
-    identity_p = Primitive(name)
-    identity_p.multiple_results = True
-    identity_p.def_impl(lambda *x: x)
-    identity_p.def_abstract_eval(lambda *x: x)
-    mlir.register_lowering(identity_p, lambda _, *x: x)
-    batching.primitive_batchers[identity_p] = lambda x, axes: (identity_p.bind(*x), axes)
-    return identity_p
-
-
-first_in_reverse_alone = _one_way("flash_attention_first", NO_FORWARD, None)
-without_reverse = _one_way("flash_attention_under_checks", None, NO_REVERSE_UNDER_CHECKS)
-second_in_forward_alone = _one_way("flash_attention_second", None, NO_SECOND_REVERSE)
-
-
-def _no_way(why_not: str) -> Callable:
-    """x for itself, whose derivative raises."""
-
-    def raises(primals, tangents):
-        raise NotImplementedError(why_not)
-
-    identity = jax.custom_jvp(lambda x: x)
-    identity.defjvp(raises)
-    return identity
-
-
-no_first = _no_way(
+NO_FIRST = (
     "paged_attention has no derivative: it is for tokens that are generated. flash_attention has "
     "one."
 )
-no_second = _no_way(NO_SECOND)
+
+
+def _identity(x, no_forward: str | None = None, no_reverse: str | None = None):
+    """x, whose tangents raise where they are computed (`no_forward`) or transposed (`no_reverse`);
+    at once, if in both. All of a tree go together: a tangent that is zero and static would be
+    computed before the others."""
+    leaves, tree = jax.tree.flatten(x)
+    results = identity_p.bind(*leaves, no_forward=no_forward, no_reverse=no_reverse)
+    return jax.tree.unflatten(tree, results)
+
+
+first_in_reverse_alone = functools.partial(_identity, no_forward=NO_FORWARD)
+second_in_forward_alone = functools.partial(_identity, no_reverse=NO_SECOND_REVERSE)
+without_reverse = functools.partial(_identity, no_reverse=NO_REVERSE_UNDER_CHECKS)
+no_first = functools.partial(_identity, no_forward=NO_FIRST, no_reverse=NO_FIRST)
+no_second = functools.partial(_identity, no_forward=NO_SECOND, no_reverse=NO_SECOND)
+
+identity_p = Primitive("flash_attention_identity")
+identity_p.multiple_results = True
+identity_p.def_impl(lambda *x, **_: x)
+identity_p.def_abstract_eval(lambda *x, **_: x)
+mlir.register_lowering(identity_p, lambda _, *x, **__: x)
+batching.primitive_batchers[identity_p] = lambda x, axes, **modes: (
+    identity_p.bind(*x, **modes),
+    axes,
+)
+
+tangent_p = Primitive("flash_attention_tangent")
+tangent_p.multiple_results = True
+tangent_p.def_abstract_eval(lambda *x, **_: x)
+
+
+def _jvp(x, tangents, *, no_forward, no_reverse):
+    if no_forward and no_reverse:
+        raise NotImplementedError(no_forward)
+    tangents = map(ad.instantiate_zeros, tangents)
+    # x comes out as it went in: what differentiates that too goes around this
+    return x, tangent_p.bind(*tangents, no_forward=no_forward, no_reverse=no_reverse)
+
+
+def _transpose(cotangents, *tangents, no_reverse, **_):
+    if no_reverse:
+        raise NotImplementedError(no_reverse)
+    is_linear = map(ad.is_undefined_primal, tangents)
+    return [c if linear else None for c, linear in zip(cotangents, is_linear, strict=True)]
+
+
+def _forward_only(rule):
+    """The rule of tangents, which mapped or differentiated are on their way to be computed: jax
+    would raise at the next step."""
+
+    def checked(*args, no_forward, no_reverse):
+        if no_forward:
+            raise NotImplementedError(no_forward)
+        return rule(*args, no_forward=no_forward, no_reverse=no_reverse)
+
+    return checked
+
+
+@_forward_only
+def _tangent_batch(x, axes, **modes):
+    return tangent_p.bind(*x, **modes), axes
+
+
+@_forward_only
+def _tangent_jvp(x, tangents, **modes):
+    tangents = map(ad.instantiate_zeros, tangents)
+    return tangent_p.bind(*x, **modes), tangent_p.bind(*tangents, **modes)
+
+
+ad.primitive_jvps[identity_p] = _jvp
+ad.primitive_transposes[tangent_p] = _transpose
+ad.primitive_jvps[tangent_p] = _tangent_jvp
+batching.primitive_batchers[tangent_p] = _tangent_batch
+tangent_p.def_impl(_forward_only(lambda *x, **_: x))
+mlir.register_lowering(tangent_p, _forward_only(lambda _, *x, **__: x))
