@@ -37,7 +37,7 @@ class Context:
 
     @property
     def names(self) -> tuple[str, ...]:
-        return sharding.names(self.axis)
+        return sharding.axis_names(self.axis)
 
     def __repr__(self):
         named = [
@@ -75,7 +75,7 @@ def zigzag(x, devices: int, axis: int = 1):
     sequence into the order of `Zigzag`. `axis` is cut into two chunks for each of `devices`; the
     first device gets the first and the last chunk."""
     numbers = np.arange(2 * devices)
-    return _in_chunks(
+    return _reorder_chunks(
         x, np.stack([numbers[:devices], numbers[devices:][::-1]], 1).reshape(-1), axis
     )
 
@@ -83,10 +83,10 @@ def zigzag(x, devices: int, axis: int = 1):
 def unzigzag(x, devices: int, axis: int = 1):
     """The inverse of `zigzag`."""
     numbers = np.arange(2 * devices).reshape(-1, 2)
-    return _in_chunks(x, np.concatenate([numbers[:, 0], numbers[::-1, 1]]), axis)
+    return _reorder_chunks(x, np.concatenate([numbers[:, 0], numbers[::-1, 1]]), axis)
 
 
-def _in_chunks(x, order, axis: int):
+def _reorder_chunks(x, order, axis: int):
     def reordered(x):
         at, n = axis % x.ndim, x.shape[axis]
         if n % len(order):
@@ -106,7 +106,7 @@ def _in_chunks(x, order, axis: int):
 # ---- inside of a shard_map: what this device computes
 
 
-def _devices(scheme: Context) -> int:
+def _device_count(scheme: Context) -> int:
     try:
         return math.prod(map(lax.axis_size, scheme.names))
     except NameError:
@@ -117,7 +117,7 @@ def _devices(scheme: Context) -> int:
         ) from None
 
 
-def _gathered(scheme: Context, call: dict[str, Any], devices: int) -> dict[str, Any]:
+def _gather_integers(scheme: Context, call: dict[str, Any], devices: int) -> dict[str, Any]:
     """The call with its integers by row or key gathered from all devices, since they are small, in
     the order of the sequence."""
 
@@ -131,7 +131,7 @@ def _gathered(scheme: Context, call: dict[str, Any], devices: int) -> dict[str, 
     return with_arrays(call, {path: whole(path, x) for path, x in arrays_of(call).items()})
 
 
-SEEN = (
+MASK_ARGUMENTS = (
     *(
         "is_causal",
         "query_seq_lengths",
@@ -143,12 +143,12 @@ SEEN = (
 )
 
 
-def in_a_ring(
+def plan_ring(
     scheme: Context, call: dict[str, Any]
 ) -> tuple[ring.Loop, Problem, Problem, Operands]:
     """The loop, the problem of a pair in it, and the problem and operands of all pairs. The call is
     `exact`, with this device's part of each array."""
-    devices, C = _devices(scheme), scheme.CHUNKS
+    devices, C = _device_count(scheme), scheme.CHUNKS
     query, key, value = arguments.arrays(call["query"], call["key"], call["value"])
     lead, (T, N, _), (S, K) = query.shape[:-3], query.shape[-3:], key.shape[-3:-1]
     for name, n in dict(query=T, key=S).items():
@@ -156,23 +156,25 @@ def in_a_ring(
             raise ValueError(
                 f"{scheme} cuts the rows of a device into two chunks; got {n} rows of {name}."
             )
-    B, call = math.prod(lead), _gathered(scheme, call, devices)
+    B, call = math.prod(lead), _gather_integers(scheme, call, devices)
     sizes = lambda T: Sizes(lead or (1,), dict(B=B, T=T, S=devices * S, N=N, K=K))
     mask = call["mask"]
     rule, mask = (mask, None) if isinstance(mask, masks.Mask) else (None, mask)
-    seen = arguments.visible(sizes(devices * T), rule, **{name: call[name] for name in SEEN})
-    loop = ring.Loop.of(scheme.names, devices, C, seen, devices * T)
+    seen = arguments.visible(
+        sizes(devices * T), rule, **{name: call[name] for name in MASK_ARGUMENTS}
+    )
+    loop = ring.Loop.shortest(scheme.names, devices, C, seen, devices * T)
 
-    numbers = loop.numbers(lax.axis_index(scheme.names))
+    numbers = loop.chunk_indices(lax.axis_index(scheme.names))
     chunked = lambda x: x.reshape(B * C, x.shape[-3] // C, *x.shape[-2:])
-    local = dict.fromkeys(SEEN) | dict(
+    local = dict.fromkeys(MASK_ARGUMENTS) | dict(
         is_causal=False, query_offset=0, resolved_mask=seen.slice_chunks(B, numbers, T // C)
     )
     local |= dict(
         query=chunked(query), key=chunked(key), value=chunked(value), bias=None, mask=None
     )
     if "dropout_seeds" in call:
-        local["dropout_seeds"] = _seeds(
+        local["dropout_seeds"] = _chunk_seeds(
             call["dropout_seeds"].reshape(B, 1, N, 2), numbers * (T // C), S // C
         )
     if (score := call["score_mod"]) is not None:
@@ -188,10 +190,10 @@ def in_a_ring(
     )
     operands = operands._replace(bias=bias, mask=mask, score=score)
     problem = problem.of_part(operands)
-    return loop, ring.pair_of(loop, problem, operands), problem, operands
+    return loop, ring.pair_problem(loop, problem, operands), problem, operands
 
 
-def _seeds(seeds, first, keys: int):
+def _chunk_seeds(seeds, first, keys: int):
     """The seeds of each chunk of rows, from its first row."""
     if keys % dropout.UNIT:
         raise ValueError(
@@ -201,15 +203,15 @@ def _seeds(seeds, first, keys: int):
     return dropout.moved(seeds, first[:, None]).reshape(-1, *seeds.shape[2:])
 
 
-def own_heads(scheme: AllToAll, call: dict[str, Any]) -> dict[str, Any]:
+def exchange_heads(scheme: AllToAll, call: dict[str, Any]) -> dict[str, Any]:
     """The call for all rows and this device's part of the heads."""
-    devices, axis = _devices(scheme), scheme.names
+    devices, axis = _device_count(scheme), scheme.names
     query, key, _ = arguments.arrays(call["query"], call["key"], call["value"])
     (N, K), lead = (query.shape[-2], key.shape[-2]), query.ndim - 3
     if N % devices or (K % devices and K != 1):
         takes = f"{scheme} takes heads that are multiples of its {devices} devices, or one key head"
         raise ValueError(f"{takes}; got N = {N}, K = {K}. Ring takes any.")
-    call = _gathered(scheme, call, devices)
+    call = _gather_integers(scheme, call, devices)
     rows = lambda x, at: lax.all_gather(x, axis, axis=at, tiled=True)
     swap = lambda x, heads, at: lax.all_to_all(x, axis, heads, at, tiled=True)
     mine = lambda x, at: lax.dynamic_slice_in_dim(
@@ -236,11 +238,11 @@ def own_heads(scheme: AllToAll, call: dict[str, Any]) -> dict[str, Any]:
 # ---- outside: what is asked, and what it costs
 
 
-def chosen(call: dict[str, Any]) -> dict[str, Any]:
+def resolve_context(call: dict[str, Any]) -> dict[str, Any]:
     """The call with its context; if it names none, a Ring where its rows lie on a mesh with
     explicit axes."""
     context = call["context"]
-    if context is None and (axis := sharding.rows_of(call)) is not None:
+    if context is None and (axis := sharding.find_row_axes(call)) is not None:
         context = Ring(axis)
     if not isinstance(context, Context | None):
         raise TypeError(
@@ -253,7 +255,7 @@ def chosen(call: dict[str, Any]) -> dict[str, Any]:
     return call | dict(context=context)
 
 
-def sent_around(scheme: Context, loop: ring.Loop, problem: Problem) -> str:
+def _describe_ring(scheme: Context, loop: ring.Loop, problem: Problem) -> str:
     """What a ring sends, in words. The problem is that of all chunks and heads."""
     p, size = problem, np.dtype(problem.dtype).itemsize
     numbers = p.batch * p.keys * p.kv_heads * (p.head_size + p.value_size)
@@ -274,13 +276,13 @@ def sent_around(scheme: Context, loop: ring.Loop, problem: Problem) -> str:
 def plan(scheme: Context, call: dict[str, Any]) -> tuple[Problem, str]:
     """The problem of a device, or of one of its pairs in a ring, and what the device sends."""
     if isinstance(scheme, AllToAll):
-        problem = arguments.normalise(**own_heads(scheme, call))[0]
-        return problem, sent_to_all(scheme, problem, _devices(scheme))
-    loop, pair, problem, _ = in_a_ring(scheme, call)
-    return pair, sent_around(scheme, loop, problem)
+        problem = arguments.normalise(**exchange_heads(scheme, call))[0]
+        return problem, _describe_all_to_all(scheme, problem, _device_count(scheme))
+    loop, pair, problem, _ = plan_ring(scheme, call)
+    return pair, _describe_ring(scheme, loop, problem)
 
 
-def sent_to_all(scheme: Context, problem: Problem, devices: int) -> str:
+def _describe_all_to_all(scheme: Context, problem: Problem, devices: int) -> str:
     """What an exchange of rows for heads sends, in words. The problem is that of a device."""
     p, size = problem, np.dtype(problem.dtype).itemsize
     rows = lambda n, *sizes: p.batch * n * sum(sizes) * size * (devices - 1) // devices

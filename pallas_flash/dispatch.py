@@ -23,7 +23,7 @@ from pallas_flash.machine import selfcheck
 
 def on_devices(attend, call):
     """attend(**call) of what each device has, where arrays lie on a mesh."""
-    call = context_parallel.chosen(call)
+    call = context_parallel.resolve_context(call)
     mesh = sharding.mesh_of(call)
     call = call if mesh is None and call["context"] is None else exact(call)
     if mesh is None:
@@ -45,13 +45,13 @@ def results(return_residual: bool, o, lse, max_logits):
 
 def attend(implementation, context, **call):
     if isinstance(context, context_parallel.AllToAll):
-        problem, operands = arguments.normalise(**context_parallel.own_heads(context, call))
+        problem, operands = arguments.normalise(**context_parallel.exchange_heads(context, call))
         choice = _over_explicit_axes(_choose(problem, implementation), operands)
         choice = choice.wrap(ulysses.UlyssesPass, context.names)
-        operands = ulysses.own_rows(context.names, problem, operands, call["sinks"])
+        operands = ulysses.localize_rows(context.names, problem, operands, call["sinks"])
         return _shaped(call, problem, *autodiff.attend(problem, choice, operands))
     if context is not None:
-        loop, pair, problem, operands = context_parallel.in_a_ring(context, call)
+        loop, pair, problem, operands = context_parallel.plan_ring(context, call)
         choice = ring.wrap(_choose(pair, implementation), loop)
         return _shaped(call, problem, *autodiff.attend(problem, choice, operands))
     problem, operands = arguments.normalise(**call)
@@ -80,7 +80,7 @@ def _over_explicit_axes(choice: backends.Choice, operands) -> backends.Choice:
 def _over_auto_axes(choice: backends.Choice, operands) -> backends.Choice:
     """The choice on a mesh with Auto axes; the reference is products and sums, which XLA's
     partitioner knows."""
-    if choice.backend.name == "reference" or not sharding.is_auto(operands):
+    if choice.backend.name == "reference" or not sharding.lies_on_auto_axes(operands):
         return choice
     try:
         # not at the top: it needs of jax what is not public

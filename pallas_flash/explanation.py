@@ -51,7 +51,7 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
 def _problem_of(call) -> tuple[arguments.Problem, str | None]:
     """The problem of a call, and None; where a sequence lies on several devices, the problem of
     each, and what they send."""
-    call, found = context_parallel.chosen(call), []
+    call, found = context_parallel.resolve_context(call), []
     if call["context"] is None:
         return attention.normalised(**call)[0], None
 

@@ -64,7 +64,7 @@ class PagedCache(NamedTuple):
         T, new = key.shape[-3], dict(key=key, value=value)
         if cu_seqlens is None:
             new["count"] = jnp.clip(self._by_row("count", T if count is None else count), 0, T)
-            return sharding.of_cache(_appended, self, new)[1]
+            return sharding.map_cache(_appended, self, new)[1]
         ends = checks.ints("cu_seqlens", cu_seqlens)
         if count is not None or ends.shape != (B + 1,):
             raise ValueError(
@@ -72,7 +72,7 @@ class PagedCache(NamedTuple):
             )
         ragged.check("cu_seqlens", ends, T)
         new["cu_seqlens"] = jnp.asarray(ends)
-        return sharding.of_cache(_appended_ragged, self, new)[1]
+        return sharding.map_cache(_appended_ragged, self, new)[1]
 
     def release(self, rows: Bool[AnyArray, "B"]) -> "PagedCache":
         """The cache with these rows empty; their pages that no other row has are free again."""
@@ -121,7 +121,7 @@ def _changed(change: Callable, cache: PagedCache, **arrays) -> PagedCache:
     """change(cache, **arrays), which changes table, length and users; on a mesh with explicit axes,
     meanwhile, each device has these whole."""
     numbers = dict(table=cache.table, length=cache.length, users=cache.users)
-    mesh = sharding.explicit_of(sharding.meshes_of(jax.tree.leaves((cache, arrays))))
+    mesh = sharding.find_explicit(sharding.collect_meshes(jax.tree.leaves((cache, arrays))))
     if mesh is None:
         return change(cache, **arrays)
     placed = lambda x, spec: jax.reshard(x, NamedSharding(mesh, spec))

@@ -28,7 +28,7 @@ from pallas_flash.arguments import Operands, Problem
 from pallas_flash.backends import Pass
 from pallas_flash.devices import callback_names
 from pallas_flash.devices.call import operand_axes, row_axes
-from pallas_flash.devices.sharding import count, names
+from pallas_flash.devices.sharding import axis_names, device_count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Partition(primitives.KeptUnderVmap):
         mesh_axes = _mesh_axes(
             zip((*arrays, *results), (*arrays_axes, *results_axes), strict=True), mesh
         )
-        keys_fit = self.problem.kv_heads % count(mesh_axes.get("N"), mesh) == 0
+        keys_fit = self.problem.kv_heads % device_count(mesh_axes.get("N"), mesh) == 0
         axis_of = lambda c: mesh_axes.get("N" if c == "K" and keys_fit else c)
         placed = lambda axes: NamedSharding(mesh, P(*map(axis_of, axes)))
         run = self.vmap(functools.partial(self._run_on_device, in_tree, mesh_axes, mesh))
@@ -109,7 +109,10 @@ class Partition(primitives.KeptUnderVmap):
         heads = operands.query.shape[2]
         # each device has all key heads, and of some of them the query heads
         keys = None
-        if self.problem.kv_heads == operands.key.shape[2] and count(mesh_axes.get("N"), mesh) > 1:
+        if (
+            self.problem.kv_heads == operands.key.shape[2]
+            and device_count(mesh_axes.get("N"), mesh) > 1
+        ):
             keys = _key_heads(self.problem, heads, mesh_axes["N"])
         local = _with_indices(operands, mesh_axes)
         if keys is not None:
@@ -137,7 +140,7 @@ def _key_heads(problem: Problem, heads: int, axis):
     """The key heads of this device's query heads, each for as many of them as share it on every
     device."""
     step = math.gcd(heads, problem.group)
-    return (lax.axis_index(names(axis)) * heads + jnp.arange(0, heads, step)) // problem.group
+    return (lax.axis_index(axis_names(axis)) * heads + jnp.arange(0, heads, step)) // problem.group
 
 
 def _with_indices(operands: Operands, mesh_axes) -> Operands:
@@ -146,7 +149,7 @@ def _with_indices(operands: Operands, mesh_axes) -> Operands:
     B, _, N, _ = operands.query.shape
 
     def index(known, is_read, letter, n):
-        axis = names(mesh_axes.get(letter))
+        axis = axis_names(mesh_axes.get(letter))
         if known is not None or not is_read or not axis:
             return known
         return lax.axis_index(axis) * n + jnp.arange(n, dtype=jnp.int32)
@@ -165,7 +168,9 @@ def _with_indices(operands: Operands, mesh_axes) -> Operands:
 
 def _summed(x, axes: str, mesh_axes):
     """A gradient, added up over the devices that hold the same array."""
-    over = [name for letter in "BN" if letter not in axes for name in names(mesh_axes.get(letter))]
+    over = [
+        name for letter in "BN" if letter not in axes for name in axis_names(mesh_axes.get(letter))
+    ]
     return lax.psum(x, tuple(over)) if over else x
 
 
@@ -191,8 +196,12 @@ def _mesh_axes(arrays, mesh) -> dict[str, Any]:
     found = {}
     for x, axes in arrays:
         for letter, n, axis in zip(axes.replace("K", "N"), x.shape, x.sharding.spec, strict=False):
-            taken = {name for axis in found.values() for name in names(axis)}
-            is_free = names(axis) and n % count(axis, mesh) == 0 and not taken & set(names(axis))
+            taken = {name for axis in found.values() for name in axis_names(axis)}
+            is_free = (
+                axis_names(axis)
+                and n % device_count(axis, mesh) == 0
+                and not taken & set(axis_names(axis))
+            )
             if _may_spread(letter) and letter not in found and is_free:
                 found[letter] = axis
     return found

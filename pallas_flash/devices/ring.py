@@ -36,7 +36,7 @@ class Loop(NamedTuple):
     wraps: bool  # whether the last device sends to the first
 
     @classmethod
-    def of(
+    def shortest(
         cls,
         axis: tuple[str, ...],
         devices: int,
@@ -50,21 +50,19 @@ class Loop(NamedTuple):
             schedule.key_ranges(resolved_mask, queries, queries // devices) if chunks == 1 else []
         )
         size = resolved_mask.keys // devices
-        apart = [
+        distances = [
             (first // size - i, (last - 1) // size - i)
             for i, (first, *_, last) in enumerate(ends)
             if first < last
         ]
-        lowest, highest = (
-            min((a for a, _ in apart), default=0),
-            max((b for _, b in apart), default=-1),
-        )
+        lowest = min((a for a, _ in distances), default=0)
+        highest = max((b for _, b in distances), default=-1)
         if chunks > 1 or highest - lowest >= devices:
             return cls(axis, devices, chunks, 0, devices, True)
         return cls(axis, devices, chunks, highest, highest - lowest + 1, highest > 0)
 
-    def numbers(self, device):
-        """The numbers in the sequence of a device's chunks, [C]."""
+    def chunk_indices(self, device):
+        """Where in the sequence a device's chunks are, [C]."""
         return jnp.stack([jnp.asarray(device), 2 * self.devices - 1 - device][: self.chunks])
 
     def device_at(self, t):
@@ -72,10 +70,10 @@ class Loop(NamedTuple):
         device = lax.axis_index(self.axis) + self.first - t
         return device % self.devices if self.wraps else device
 
-    def is_there(self, device):
+    def is_on_mesh(self, device):
         return (device >= 0) & (device < self.devices)
 
-    def sent(self, x, by: int, wraps: bool = True):
+    def send(self, x, by: int, wraps: bool = True):
         """What the device `by` places before this one has; without `wraps` 0 where there is
         none."""
         to = [
@@ -85,86 +83,77 @@ class Loop(NamedTuple):
         ]
         return jax.tree.map(lambda a: lax.ppermute(a, self.axis, to), x) if by else x
 
-    def go(self, step: Callable, keys, carry):
+    def run(self, step: Callable, keys, carry):
         """carry = step(t, keys, carry) for all t; the next keys are on their way meanwhile."""
         if self.steps == 0:
             return carry
-        both = lambda t, state: (self.sent(state[0], 1, self.wraps), step(t, *state))
+        both = lambda t, state: (self.send(state[0], 1, self.wraps), step(t, *state))
         keys, carry = schedule.loop(
-            0, self.steps - 1, both, (self.sent(keys, -self.first, self.wraps), carry)
+            0, self.steps - 1, both, (self.send(keys, -self.first, self.wraps), carry)
         )
         return step(self.steps - 1, keys, carry)
 
-    def go_together(self, step: Callable, keys, carry, found):
+    def run_round_trip(self, step: Callable, keys, carry, found):
         """carry, found = step(t, keys, carry, found) for all t, and found at home. It goes along
         with the keys, and is on its way meanwhile too. The last keys are sent further for nothing:
         one step less would stand apart from the loop."""
         if self.steps == 0:
             return carry, found
-        keys, sent = (
-            self.sent(keys, -self.first, self.wraps),
-            lambda keys: self.sent(keys, 1, self.wraps),
-        )
+        send_on = lambda keys: self.send(keys, 1, self.wraps)
         both = lambda t, state: (
-            sent(state[0]),
-            *step(t, state[0], state[1], self.sent(state[2], 1)),
+            send_on(state[0]),
+            *step(t, state[0], state[1], self.send(state[2], 1)),
         )
-        _, carry, found = schedule.loop(
-            1, self.steps, both, (sent(keys), *step(0, keys, carry, found))
-        )
-        return carry, self.sent(found, self.first - self.steps + 1)
+        keys = self.send(keys, -self.first, self.wraps)
+        start = send_on(keys), *step(0, keys, carry, found)
+        _, carry, found = schedule.loop(1, self.steps, both, start)
+        return carry, self.send(found, self.first - self.steps + 1)
 
 
-class Part(NamedTuple):
-    """Of arrays [B * C, .., shared * parts * n, ..] one of the C chunks, and one of the parts of
-    the heads, or of the heads that share each key head: [B, .., shared * n, ..]."""
+class Slice(NamedTuple):
+    """Of arrays [B * C, .., shared * slices * n, ..] one of the C chunks, and one slice of the
+    heads, or of the heads that share each key head: [B, .., shared * n, ..]."""
 
     chunks: int = 1
     chunk: Any = 0
     shared: int = 1
-    parts: int = 1
-    part: Any = 0
+    slices: int = 1
+    index: Any = 0
 
-    def of(self, y, axis: int = 0):
-        """Of y with its heads on `axis`; 0: without."""
-        if y is None or (self.chunks == 1 and (axis == 0 or self.parts == 1)):
+    def take(self, y, axis: int = 0):
+        """The slice of y, which has its heads on `axis`; 0: it has none."""
+        if y is None or self._is_all(axis):
             return y
-        shape, starts, sizes, own = self._cut(y.shape, axis)
-        return lax.dynamic_slice(y.reshape(shape), starts, sizes).reshape(own)
+        shape, starts, sizes = self._bounds(y.shape, axis)
+        new = lax.dynamic_slice(y.reshape(shape), starts, sizes)
+        heads = () if axis == 0 else (*y.shape[1:axis], y.shape[axis] // self.slices)
+        return new.reshape(y.shape[0] // self.chunks, *heads, *y.shape[axis + 1 :])
 
     def put(self, y, new, axis: int = 0):
-        """y with another part."""
-        if self.chunks == 1 and (axis == 0 or self.parts == 1):
+        """y with another slice."""
+        if self._is_all(axis):
             return new
-        shape, starts, sizes, _ = self._cut(y.shape, axis)
+        shape, starts, sizes = self._bounds(y.shape, axis)
         return lax.dynamic_update_slice(y.reshape(shape), new.reshape(sizes), starts).reshape(
             y.shape
         )
 
-    def _cut(self, whole, axis: int):
-        """The shape of y with axes for chunks and parts; in it where the part begins, and its
-        sizes; the part's shape."""
-        B, rows, heads, rest = (
-            whole[0] // self.chunks,
-            whole[1:axis],
-            whole[axis],
-            whole[axis + 1 :],
-        )
-        if axis == 0:
-            return (
-                (B, self.chunks, *rest),
-                _int32((0, self.chunk, *[0] * len(rest))),
-                (B, 1, *rest),
-                (B, *rest),
-            )
-        n = heads // (self.shared * self.parts)
-        shape = B, self.chunks, *rows, self.shared, self.parts, n, *rest
-        starts = _int32((0, self.chunk, *[0] * len(rows), 0, self.part, 0, *[0] * len(rest)))
+    def _is_all(self, axis: int) -> bool:
+        return self.chunks == 1 and (axis == 0 or self.slices == 1)
+
+    def _bounds(self, whole, axis: int):
+        """The shape of y with axes for chunks and slices, and in it the slice's start and sizes."""
+        sizes = [whole[0] // self.chunks, self.chunks]
+        starts = {1: self.chunk}
+        if axis > 0:
+            starts[len(sizes) + axis] = self.index
+            n = whole[axis] // (self.shared * self.slices)
+            sizes += [*whole[1:axis], self.shared, self.slices, n]
+        shape = *sizes, *whole[axis + 1 :]
         return (
             shape,
-            starts,
-            (B, 1, *rows, self.shared, 1, n, *rest),
-            (B, *rows, self.shared * n, *rest),
+            _int32([starts.get(i, 0) for i in range(len(shape))]),
+            [1 if i in starts else size for i, size in enumerate(shape)],
         )
 
 
@@ -172,10 +161,10 @@ class Part(NamedTuple):
 ROWS = 2**14
 
 
-def parts_of(problem: Problem, chunks: int) -> tuple[int, int]:
-    """In how many parts the key heads go around, and the query heads of each meet them: as many as
-    leave `ROWS` to a pair. All go together where a bias or mask array, or a rule, tells them
-    apart."""
+def head_slices(problem: Problem, chunks: int) -> tuple[int, int]:
+    """In how many slices the key heads go around, and the query heads of each meet them: as many as
+    leave `ROWS` to a pair. All go together where a bias or mask array, a mask_mod or a score_mod
+    may differ between heads."""
     p = problem
     if any(x is not None for x in (p.bias, p.mask, p.resolved_mask.mask_mod, p.score)):
         return 1, 1
@@ -191,24 +180,23 @@ class RingPass(Pass):
     loop: Loop
 
     def __call__(self, problem: Problem, tiles, x: Operands, *rest):
-        parts, groups = parts_of(problem, self.loop.chunks)
+        slices, groups = head_slices(problem, self.loop.chunks)
         run = functools.partial(_forward if self.is_forward else _backward, self, groups)
-        axes = _heads(problem) if self.is_forward else Gradients(2, 2, 2)
+        axes = _head_axes(problem) if self.is_forward else Gradients(2, 2, 2)
 
         def some_heads(n, outputs):
-            part = Part(parts=parts, part=n)
-            return jax.tree.map(part.put, outputs, run(part, problem, tiles, x, *rest), axes)
+            heads = Slice(slices=slices, index=n)
+            return jax.tree.map(heads.put, outputs, run(heads, problem, tiles, x, *rest), axes)
 
-        if parts == 1:
-            return run(Part(), problem, tiles, x, *rest)
-        outputs = jax.eval_shape(lambda *x: run(Part(), problem, tiles, *x), x, *rest)
-        return schedule.loop(
-            0, parts, some_heads, jax.tree.map(lambda y: _zeros(x.query, y.shape, y.dtype), outputs)
-        )
+        if slices == 1:
+            return run(Slice(), problem, tiles, x, *rest)
+        outputs = jax.eval_shape(lambda *x: run(Slice(), problem, tiles, *x), x, *rest)
+        zeros = jax.tree.map(lambda y: _zeros(x.query, y.shape, y.dtype), outputs)
+        return schedule.loop(0, slices, some_heads, zeros)
 
     def each_pair(
         self,
-        heads: Part,
+        heads: Slice,
         groups: int,
         problem: Problem,
         x: Operands,
@@ -222,16 +210,16 @@ class RingPass(Pass):
         device, chunks = self.loop.device_at(t), self.loop.chunks
 
         def visit(n, carry):
-            a, b, part = n // chunks % chunks, n % chunks, n // chunks**2
-            rows = Part(chunks, a, keys[0].shape[2], groups, part)
-            pair = lambda: operands_of(
-                self.loop, problem, heads_of(x, heads), keys, device, rows, b
+            a, b, group = n // chunks % chunks, n % chunks, n // chunks**2
+            rows = Slice(chunks, a, keys[0].shape[2], groups, group)
+            pair = lambda: pair_operands(
+                self.loop, problem, take_heads(x, heads), keys, device, rows, b
             )
-            some = self.loop.is_there(device) & pair().resolved_mask.any_visible(problem.queries)
+            some = self.loop.is_on_mesh(device) & pair().resolved_mask.any_visible(problem.queries)
 
             def visited(carry):  # what a pair needs of all rows and heads is cut out for it alone
-                own = pair()
-                return step(rows, b, problem.of_part(own), own, carry)
+                operands = pair()
+                return step(rows, b, problem.of_part(operands), operands, carry)
 
             return lax.cond(some, visited, lambda carry: carry, carry)
 
@@ -246,52 +234,60 @@ def wrap(choice: Choice, loop: Loop) -> Choice:
     return choice._replace(backend=choice.backend._replace(name=name))
 
 
-def heads_of(x: Operands, part: Part) -> Operands:
+def take_heads(x: Operands, heads: Slice) -> Operands:
     """The operands of some key heads."""
-    sinks = None if x.sinks is None else part.of(x.sinks[None], 1)[0]
-    query, key, value = (part.of(y, 2) for y in x[:3])
-    return x._replace(query=query, key=key, value=value, sinks=sinks, seeds=part.of(x.seeds, 1))
+    return x._replace(
+        query=heads.take(x.query, 2),
+        key=heads.take(x.key, 2),
+        value=heads.take(x.value, 2),
+        sinks=None if x.sinks is None else heads.take(x.sinks[None], 1)[0],
+        seeds=heads.take(x.seeds, 1),
+    )
 
 
-def pair_of(loop: Loop, problem: Problem, x: Operands) -> Problem:
+def pair_problem(loop: Loop, problem: Problem, x: Operands) -> Problem:
     """The problem of a pair."""
 
     def pair(x):
-        parts, groups = parts_of(problem, loop.chunks)
-        some = heads_of(x, Part(parts=parts))
-        rows = Part(loop.chunks, 0, problem.kv_heads // parts, groups)
-        return operands_of(loop, problem, some, (some.key, some.value), 0, rows, 0)
+        slices, groups = head_slices(problem, loop.chunks)
+        some = take_heads(x, Slice(slices=slices))
+        rows = Slice(loop.chunks, 0, problem.kv_heads // slices, groups)
+        return pair_operands(loop, problem, some, (some.key, some.value), 0, rows, 0)
 
     return problem.of_part(jax.eval_shape(pair, x))
 
 
-def operands_of(loop: Loop, problem: Problem, x: Operands, keys, device, rows: Part, b) -> Operands:
+def pair_operands(
+    loop: Loop, problem: Problem, x: Operands, keys, device, rows: Slice, b
+) -> Operands:
     """The operands of a pair: this device's `rows`, and chunk b of the `keys`, K and V, of
     `device`."""
-    key, value = (Part(loop.chunks, b).of(y) for y in keys)
-    first = jnp.maximum(loop.numbers(device)[b], 0) * problem.keys
-    resolved_mask = x.resolved_mask.narrow(ResolvedMask.BY_BATCH + ResolvedMask.BY_QUERY, rows.of)
+    key, value = (Slice(loop.chunks, b).take(y) for y in keys)
+    first = jnp.maximum(loop.chunk_indices(device)[b], 0) * problem.keys
+    resolved_mask = x.resolved_mask.narrow(ResolvedMask.BY_BATCH + ResolvedMask.BY_QUERY, rows.take)
     if resolved_mask.mask_mod is not None:
         resolved_mask = dataclasses.replace(
-            resolved_mask, mask_mod=resolved_mask.mask_mod.take_rows(rows.of)
+            resolved_mask, mask_mod=resolved_mask.mask_mod.take_rows(rows.take)
         )
     tile = lambda y: (
-        None if y is None else lax.dynamic_slice(y, *_at(loop, problem, y, device, rows.chunk, b))
+        None
+        if y is None
+        else lax.dynamic_slice(y, *_tile_bounds(loop, problem, y, device, rows.chunk, b))
     )
     return x._replace(
-        query=rows.of(x.query, 2),
+        query=rows.take(x.query, 2),
         key=key,
         value=value,
         bias=tile(x.bias),
         sinks=None,
         mask=tile(x.mask),
         resolved_mask=resolved_mask.slice_keys(first, problem.keys),
-        seeds=None if x.seeds is None else dropout.moved(rows.of(x.seeds, 1), column=first),
-        score=None if x.score is None else x.score.take_rows(rows.of).slice_keys(first),
+        seeds=None if x.seeds is None else dropout.moved(rows.take(x.seeds, 1), column=first),
+        score=None if x.score is None else x.score.take_rows(rows.take).slice_keys(first),
     )
 
 
-def _at(loop: Loop, problem: Problem, y, device, a, b):
+def _tile_bounds(loop: Loop, problem: Problem, y, device, a, b):
     """Where the tile of a pair begins in a bias or mask [.., T | 1, S | 1] of this device's rows,
     and its sizes."""
     C, sizes = loop.chunks, (problem.queries, problem.keys)
@@ -317,30 +313,30 @@ def _zeros(like, shape, dtype):
     return jnp.zeros_like(like, shape=shape, dtype=dtype)
 
 
-def _heads(problem: Problem):
+def _head_axes(problem: Problem):
     """The axes of the heads in what a forward gives."""
     return 2, SoftmaxState(1, 1, 1 if problem.max_logits else None)
 
 
-def _forward(ring: RingPass, groups: int, heads: Part, problem: Problem, tiles, x: Operands):
-    some = heads_of(x, heads)
+def _forward(ring: RingPass, groups: int, heads: Slice, problem: Problem, tiles, x: Operands):
+    some = take_heads(x, heads)
     B, T, N, _ = some.query.shape
     wide = sums(x.query.dtype)
     sinks = None if x.sinks is None else some.sinks[None, :, None]
     unit = ring.backend.unit(problem)
     start = online_softmax.start(_zeros(x.query, (B, N, T), wide), sinks, unit, problem.max_logits)
-    axes = _heads(problem)
+    axes = _head_axes(problem)
 
     def attend(t, keys, carry):
         def merged(rows, _, p, pair, carry):
             new = online_softmax.merge(
-                jax.tree.map(rows.of, carry, axes), ring.run(p, tiles, pair), unit
+                jax.tree.map(rows.take, carry, axes), ring.run(p, tiles, pair), unit
             )
             return jax.tree.map(rows.put, carry, new, axes)
 
         return ring.each_pair(heads, groups, problem, x, t, keys, merged, carry)
 
-    o, stats = ring.loop.go(
+    o, stats = ring.loop.run(
         attend,
         (some.key, some.value),
         (_zeros(x.query, (B, T, N, problem.value_size), wide), start),
@@ -349,9 +345,9 @@ def _forward(ring: RingPass, groups: int, heads: Part, problem: Problem, tiles, 
 
 
 def _backward(
-    ring: RingPass, groups: int, heads: Part, problem: Problem, tiles, x: Operands, lse, do, delta
+    ring: RingPass, groups: int, heads: Slice, problem: Problem, tiles, x: Operands, lse, do, delta
 ):
-    loop, wide, some = ring.loop, delta.dtype, heads_of(x, heads)
+    loop, wide, some = ring.loop, delta.dtype, take_heads(x, heads)
     lse = lse._replace(dlse=None) if ring.backend.is_apart else lse  # a pair has some of the keys
     zeros = lambda y: None if y is None else _zeros(x.query, y.shape, wide)
 
@@ -359,19 +355,19 @@ def _backward(
         def added(rows, b, p, pair, carry):
             (dq, dbias, dtables), dkv = carry
             by_row = (
-                jax.tree.map(lambda y: rows.of(heads.of(y, axis), axis), y)
+                jax.tree.map(lambda y: rows.take(heads.take(y, axis), axis), y)
                 for y, axis in ((lse, 1), (do, 2), (delta, 1))
             )
             new = ring.run(p, tiles, pair, *by_row)
-            plus = lambda y, part, new, axis=0: part.put(
-                y, part.of(y, axis) + new.astype(wide), axis
+            plus = lambda y, some, new, axis=0: some.put(
+                y, some.take(y, axis) + new.astype(wide), axis
             )
             if dbias is not None:
-                starts, sizes = _at(loop, problem, dbias, loop.device_at(t), rows.chunk, b)
+                starts, sizes = _tile_bounds(loop, problem, dbias, loop.device_at(t), rows.chunk, b)
                 dbias = lax.dynamic_update_slice(
                     dbias, lax.dynamic_slice(dbias, starts, sizes) + new.bias.astype(wide), starts
                 )
-            keys = Part(loop.chunks, b)
+            keys = Slice(loop.chunks, b)
             dtables = tuple(map(jnp.add, dtables, new.captured))
             dk, dv = dkv
             dkv = plus(dk, keys, new.key), plus(dv, keys, new.value)
@@ -384,7 +380,7 @@ def _backward(
 
     dtables = tuple(map(zeros, x.differentiable.captured))
     start = (zeros(some.query), zeros(x.bias), dtables), (zeros(some.key), zeros(some.value))
-    (dq, dbias, dtables), (dk, dv) = loop.go_together(step, (some.key, some.value), *start)
+    (dq, dbias, dtables), (dk, dv) = loop.run_round_trip(step, (some.key, some.value), *start)
     gradients = Gradients(dq, dk, dv, dbias, captured=dtables)
     like = x.differentiable._replace(sinks=None)
     return jax.tree.map(lambda dy, y: dy.astype(y.dtype), gradients, like)

@@ -19,22 +19,22 @@ from pallas_flash.devices.call import CACHE_AXES, arrays_of, axes_of, with_array
 def mesh_of(call: dict[str, Any]) -> AbstractMesh | None:
     """The mesh with axes of type Explicit that an array of the call is on, or else that
     jax.set_mesh named; or one with Auto axes that the call's context names. None without."""
-    meshes = meshes_of(arrays_of(call).values())
-    explicit = explicit_of(meshes)
+    meshes = collect_meshes(arrays_of(call).values())
+    explicit = find_explicit(meshes)
     if explicit is not None or call["context"] is None:
         return explicit
-    axes = set(names(call["context"].axis))
-    return next((m for m in meshes if axes <= _of_kind(m, AxisType.Auto)), None)
+    axes = set(axis_names(call["context"].axis))
+    return next((m for m in meshes if axes <= _axes_of_type(m, AxisType.Auto)), None)
 
 
-def meshes_of(arrays) -> list[AbstractMesh]:
+def collect_meshes(arrays) -> list[AbstractMesh]:
     """Those that arrays are on, and the one that jax.set_mesh named."""
     return [jax.typeof(x).sharding.mesh for x in arrays if isinstance(x, jax.Array)] + [
         jax.sharding.get_abstract_mesh()
     ]
 
 
-def explicit_of(meshes: list[AbstractMesh]) -> AbstractMesh | None:
+def find_explicit(meshes: list[AbstractMesh]) -> AbstractMesh | None:
     return next((m for m in meshes if AxisType.Explicit in m.axis_types), None)
 
 
@@ -43,24 +43,26 @@ def by_device(attend: Callable, call: dict[str, Any], mesh: AbstractMesh):
     over the axes of the mesh that the batch, the heads, and with a context the rows lie on."""
     arrays, context, lead = arrays_of(call), call["context"], call["query"].ndim - 3
     # a shard_map goes over them
-    is_outside = context is None or set(context.names) <= _of_kind(mesh, AxisType.Manual)
+    is_outside = context is None or set(context.names) <= _axes_of_type(mesh, AxisType.Manual)
     rows = None if is_outside else context.axis
     for name in ("query", "key", "value"):
         _check(name, call[name], rows, mesh)
     axes = [
         found or said
         for found, said in zip(
-            _axes(arrays, call, mesh, rows), _axes_of(context, lead), strict=True
+            _find_mesh_axes(arrays, call, mesh, rows),
+            _context_mesh_axes(context, lead),
+            strict=True,
         )
     ]
-    return _mapped(attend, call, arrays, [*axes, rows], mesh)
+    return _shard_map(attend, call, arrays, [*axes, rows], mesh)
 
 
 def pages_by_device(attend: Callable, call: dict[str, Any], mesh: AbstractMesh):
     """The same of paged_attention: each device has all pages, of its own key/value heads, and
     nothing is gathered."""
     arrays = arrays_of(call)
-    axes = [*_axes(arrays, call, mesh, None), None]
+    axes = [*_find_mesh_axes(arrays, call, mesh, None), None]
     for path, x in arrays.items():
         found, may = jax.typeof(x).sharding.spec, _spec(axes_of(path, call), x.shape, axes, mesh)
         if any(axis not in (None, other) for axis, other in zip(found, may, strict=True)):
@@ -69,10 +71,10 @@ def pages_by_device(attend: Callable, call: dict[str, Any], mesh: AbstractMesh):
                 "heads alike, and pages by heads "
                 f"alone; got {found}. jax.reshard moves it."
             )
-    return _mapped(attend, call, arrays, axes, mesh)
+    return _shard_map(attend, call, arrays, axes, mesh)
 
 
-def _mapped(
+def _shard_map(
     attend: Callable, call: dict[str, Any], arrays: dict[tuple, Any], axes: list, mesh: AbstractMesh
 ):
     """attend(**call) by jax.shard_map, where each leading axis, the heads and the rows lie on these
@@ -85,18 +87,18 @@ def _mapped(
     return program(attend, mesh, tuple(arrays), specs, outs, rest)(tuple(arrays.values()))
 
 
-def of_cache(f: Callable, cache, arrays: dict[str, Any], *static):
+def map_cache(f: Callable, cache, arrays: dict[str, Any], *static):
     """f(cache, *static, **arrays): an output [B, T, N, H] or None, and the new cache. On a mesh
     with explicit axes each device has the batch rows and heads of the cache that lie on it, of one
     in pages all rows; the arrays go there, and the new cache lies where the old one does."""
-    mesh = explicit_of(meshes_of(jax.tree.leaves((cache, arrays))))
+    mesh = find_explicit(collect_meshes(jax.tree.leaves((cache, arrays))))
     return (
-        f(cache, *static, **arrays) if mesh is None else _of_cache(f, mesh, static, cache, arrays)
+        f(cache, *static, **arrays) if mesh is None else _map_cache(f, mesh, static, cache, arrays)
     )
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _of_cache(f, mesh, static, cache, arrays):
+def _map_cache(f, mesh, static, cache, arrays):
     fields = {name: x for name, x in cache._asdict().items() if x is not None}
     batch, _, heads, _ = jax.typeof(cache.key).sharding.spec
     axes = dict(B=None if "table" in fields else batch, K=heads, N=heads)
@@ -126,7 +128,8 @@ def _of_cache(f, mesh, static, cache, arrays):
 def _program(attend, mesh, paths, specs, outs, rest):
     local = lambda arrays: attend(**with_arrays(dict(rest), dict(zip(paths, arrays, strict=True))))
     explicit = lambda axis: (
-        tuple(name for name in names(axis) if name in _of_kind(mesh, AxisType.Explicit)) or None
+        tuple(name for name in axis_names(axis) if name in _axes_of_type(mesh, AxisType.Explicit))
+        or None
     )
     placed = lambda x, spec: jax.reshard(x, NamedSharding(mesh, P(*map(explicit, spec))))
 
@@ -175,7 +178,7 @@ class OverMeshAxis(primitives.Rules):
                 mapped,
                 in_specs=tuple(P() if in_axis is None else P(axis) for in_axis in in_axes),
                 out_specs=P(axis),
-                axis_names=set(names(axis)),
+                axis_names=set(axis_names(axis)),
                 check_vma=False,
             )
         return mapped(*leaves)
@@ -189,7 +192,7 @@ def _is_hashable(x) -> bool:
     return True
 
 
-def rows_of(call: dict[str, Any]):
+def find_row_axes(call: dict[str, Any]):
     """The axes of the mesh that rows or keys lie on, and nothing else of the query; None if they
     are whole."""
     specs = [
@@ -198,13 +201,13 @@ def rows_of(call: dict[str, Any]):
         if isinstance(x := call[name], jax.Array)
     ]
     taken = {
-        name for spec in specs[:1] for axis in (*spec[:-3], *spec[-2:]) for name in names(axis)
+        name for spec in specs[:1] for axis in (*spec[:-3], *spec[-2:]) for name in axis_names(axis)
     }
     return next(
         (
             spec[-3]
             for spec in specs
-            if len(spec) > 2 and names(spec[-3]) and not taken & set(names(spec[-3]))
+            if len(spec) > 2 and axis_names(spec[-3]) and not taken & set(axis_names(spec[-3]))
         ),
         None,
     )
@@ -216,19 +219,19 @@ def _check(name, x, rows, mesh):
             f"{name} must not be sharded along its last axis, the head size; got "
             f"{jax.typeof(x).sharding.spec}."
         )
-    if lacking := set(names(rows)) - set(mesh.shape):
+    if lacking := set(axis_names(rows)) - set(mesh.shape):
         raise ValueError(
             f"context names the axis {', '.join(lacking)}; the arrays are on a mesh with "
             f"{', '.join(mesh.shape)}."
         )
-    if x.shape[-3] % (devices := count(rows, mesh)):
+    if x.shape[-3] % (devices := device_count(rows, mesh)):
         raise ValueError(
             f"the {devices} devices that rows or keys lie on must divide the length of {name}; got "
             f"{x.shape[-3]}."
         )
 
 
-def _axes(arrays, call, mesh, rows) -> list:
+def _find_mesh_axes(arrays, call, mesh, rows) -> list:
     """The axes of the mesh that each leading axis and, last, the heads lie on: the query's, else
     those of another array."""
     lead = arrays["query",].ndim - 3
@@ -238,22 +241,24 @@ def _axes(arrays, call, mesh, rows) -> list:
     )
     for path, x in arrays.items():
         for i, axis in zip(
-            _places(axes_of(path, call), x.ndim, lead), jax.typeof(x).sharding.spec, strict=True
+            _axis_indices(axes_of(path, call), x.ndim, lead),
+            jax.typeof(x).sharding.spec,
+            strict=True,
         ):
-            taken = {name for axis in (*axes, rows) for name in names(axis)}
+            taken = {name for axis in (*axes, rows) for name in axis_names(axis)}
             serves = path == ("query",) or i != lead or _fits(K, axis, mesh)
             if (
                 i is not None
                 and i <= lead
                 and axes[i] is None
                 and serves
-                and not taken & set(names(axis))
+                and not taken & set(axis_names(axis))
             ):
                 axes[i] = axis
     return axes
 
 
-def _axes_of(context, lead: int) -> list:
+def _context_mesh_axes(context, lead: int) -> list:
     """The same, as a context says it."""
     return (
         [*([context.batch, *[None] * (lead - 1)] if lead else []), context.heads]
@@ -262,17 +267,17 @@ def _axes_of(context, lead: int) -> list:
     )
 
 
-def _places(letters: str, ndim: int, lead: int) -> list[int | None]:
+def _axis_indices(letters: str, ndim: int, lead: int) -> list[int | None]:
     """For each axis of an array with these letters, which of `_axes`, or last the rows', it
     follows; axes may be left out on the left. What has rows has all keys."""
-    places = {
+    indices = {
         "B": list(range(lead)),
         "N": [lead],
         "K": [lead],
         "T": [lead + 1],
         "S": [lead + 1 if "NT" not in letters else None],
     }
-    full = [None] * ndim + [place for letter in letters for place in places.get(letter, [None])]
+    full = [None] * ndim + [index for letter in letters for index in indices.get(letter, [None])]
     return full[len(full) - ndim :]
 
 
@@ -280,24 +285,27 @@ def _spec(letters: str, shape, axes, mesh) -> P:
     lead = len(axes) - 2
     K = shape[letters.find("K") - len(letters)] if "K" in letters else 1
     if not _fits(K, axes[lead], mesh):
-        parts = count(axes[lead], mesh)
+        parts = device_count(axes[lead], mesh)
         raise ValueError(
             f"the {K} key/value heads must be a multiple of the {parts} devices that the query "
             "heads lie on."
         )
     # an axis of 1 is broadcast
-    axis_of = lambda i, n: None if i is None or n % count(axes[i], mesh) else axes[i]
+    axis_of = lambda i, n: None if i is None or n % device_count(axes[i], mesh) else axes[i]
     return P(
-        *(axis_of(i, n) for i, n in zip(_places(letters, len(shape), lead), shape, strict=True))
+        *(
+            axis_of(i, n)
+            for i, n in zip(_axis_indices(letters, len(shape), lead), shape, strict=True)
+        )
     )
 
 
 def _fits(K: int, axis, mesh) -> bool:
     """Whether each device has the key/value heads of its query heads; one head may be on all."""
-    return K == 1 or K % count(axis, mesh) == 0
+    return K == 1 or K % device_count(axis, mesh) == 0
 
 
-def is_auto(operands) -> bool:
+def lies_on_auto_axes(operands) -> bool:
     """Whether they lie on a mesh of several devices with Auto axes alone, as their types or
     jax.set_mesh say; what jit's in_shardings alone name is not seen here."""
     meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(operands)] + [
@@ -307,13 +315,13 @@ def is_auto(operands) -> bool:
     return kinds == {AxisType.Auto} and any(mesh.size > 1 for mesh in meshes)
 
 
-def _of_kind(mesh: AbstractMesh, kind: AxisType) -> set[str]:
+def _axes_of_type(mesh: AbstractMesh, kind: AxisType) -> set[str]:
     return {name for name, of in zip(mesh.axis_names, mesh.axis_types, strict=True) if of == kind}
 
 
-def count(axis, mesh) -> int:
-    return math.prod(mesh.shape[name] for name in names(axis))
+def device_count(axis, mesh) -> int:
+    return math.prod(mesh.shape[name] for name in axis_names(axis))
 
 
-def names(axis) -> tuple:
+def axis_names(axis) -> tuple:
     return () if axis is None else axis if isinstance(axis, tuple) else (axis,)

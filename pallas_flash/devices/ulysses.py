@@ -19,13 +19,13 @@ from pallas_flash.backends import Pass
 
 @dataclasses.dataclass(frozen=True)
 class UlyssesPass(Pass):
-    """A pass for the operands of `own_rows`, and o, the statistics, lse, do and delta of this
+    """A pass for the operands of `localize_rows`, and o, the statistics, lse, do and delta of this
     device's rows of all heads."""
 
     axis: tuple[str, ...]
 
     def __call__(self, problem: Problem, tiles, x: Operands, *rest):
-        x = _own_heads(self.axis, problem, x)
+        x = _localize_heads(self.axis, problem, x)
         swapped = lambda y, whole, cut: lax.all_to_all(y, self.axis, cut, whole, tiled=True)
         if self.is_forward:
             o, stats = self.run(problem, tiles, x)
@@ -37,20 +37,24 @@ class UlyssesPass(Pass):
         return self.run(problem, tiles, x, lse, swapped(do, 1, 2), delta)
 
 
-def own_rows(axis: tuple[str, ...], problem: Problem, x: Operands, sinks) -> Operands:
+def localize_rows(axis: tuple[str, ...], problem: Problem, x: Operands, sinks) -> Operands:
     """The operands of this device's heads, but of all heads the sinks, and of this device's rows
     what says which are live: for the derivatives that are made of o and do."""
     if sinks is not None:
         sinks = checks.sinks(sinks, problem.heads * lax.axis_size(axis)).astype(x.sinks.dtype)
-    return x._replace(sinks=sinks, resolved_mask=x.resolved_mask.shift_rows(_first(axis, problem)))
+    return x._replace(
+        sinks=sinks, resolved_mask=x.resolved_mask.shift_rows(_first_row(axis, problem))
+    )
 
 
-def _own_heads(axis: tuple[str, ...], problem: Problem, x: Operands) -> Operands:
-    """`own_rows` back."""
+def _localize_heads(axis: tuple[str, ...], problem: Problem, x: Operands) -> Operands:
+    """`localize_rows` back."""
     sinks, N = x.sinks, problem.heads
     sinks = None if sinks is None else lax.dynamic_slice_in_dim(sinks, lax.axis_index(axis) * N, N)
-    return x._replace(sinks=sinks, resolved_mask=x.resolved_mask.shift_rows(-_first(axis, problem)))
+    return x._replace(
+        sinks=sinks, resolved_mask=x.resolved_mask.shift_rows(-_first_row(axis, problem))
+    )
 
 
-def _first(axis: tuple[str, ...], problem: Problem):
+def _first_row(axis: tuple[str, ...], problem: Problem):
     return lax.axis_index(axis) * (problem.queries // lax.axis_size(axis))

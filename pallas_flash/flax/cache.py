@@ -74,7 +74,7 @@ def attend(
     asked, is_quantised = options | dict(query_seq_lengths=lengths), cache.key_scale is not None
     new = dict(key=key, value=value, count=count)
     if isinstance(cache, KVCache) and not is_quantised:
-        _, cache = sharding.of_cache(_append, cache, new)
+        _, cache = sharding.map_cache(_append, cache, new)
         key, value = cache.key.astype(query.dtype), cache.value.astype(query.dtype)
         o = flash_attention(
             query,
@@ -100,7 +100,7 @@ def attend(
     asked = {name: x for name, x in asked.items() if x is not None}
     if not isinstance(cache, PagedCache):
         arrays = {name: asked.pop(name) for name in ("sinks", "query_seq_lengths") if name in asked}
-        return sharding.of_cache(
+        return sharding.map_cache(
             _attend_slots, cache, dict(query=query) | new | arrays, left, tuple(asked.items())
         )
     cache = cache.append(key, value, count if lengths is not None else None)
