@@ -68,7 +68,7 @@ def _backward(problem, choice, residuals, cotangents):
         do, dlse = _of_live_rows(operands, do, dlse)
     wide, unit = stats.m.dtype, choice.backend.unit(problem)
     dlse = jnp.where(stats.empty, 0.0, dlse)
-    lse, factor = (stats.apart(dlse), None) if choice.backend.is_apart else stats.in_one(unit)
+    lse, factor = (stats.row_scale(dlse), None) if choice.backend.is_apart else stats.in_one(unit)
     # P = factor * 2^(s - lse) meets do alone, and what is made of do: so do takes the factor
     if factor is not None:
         dlse = dlse * factor
@@ -104,7 +104,9 @@ def _sinks_gradient(unit: float, sinks, lse, delta):
     if sinks is None:
         return None
     lse, delta = (
-        (lse.m, lse.inverse * delta) if isinstance(lse, online_softmax.Apart) else (lse, delta)
+        (lse.m, lse.inverse_sum * delta)
+        if isinstance(lse, online_softmax.RowScale)
+        else (lse, delta)
     )
     # as in online_softmax.start a maximum parts product and difference: one multiply-add would
     # round otherwise than lse did

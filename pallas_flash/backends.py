@@ -28,7 +28,7 @@ class Backend(NamedTuple):
     backward: Callable
     own_kernels: bool = False  # not XLA's: a GPU runs them unasked only after selfcheck.py
     of_gradient: Callable = lambda tiles: tiles  # the tiles of a forward that the backward follows
-    # its backward takes for lse the `online_softmax.Apart`, and so do and delta as they are
+    # its backward takes for lse the `online_softmax.RowScale`, and so do and delta as they are
     is_apart: bool = False
     # what is copied for its kernels in each call
     copies: Callable[[Problem], str | None] = lambda problem: None

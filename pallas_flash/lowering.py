@@ -19,7 +19,7 @@ from jax.interpreters import mlir
 from pallas_flash import blockwise, primitives
 from pallas_flash.backends import Backend, Pass
 from pallas_flash.kernels import device
-from pallas_flash.online_softmax import LOWEST, Apart, SoftmaxState
+from pallas_flash.online_softmax import LOWEST, RowScale, SoftmaxState
 
 GPUS = "cuda", "rocm"  # platforms
 _log = logging.getLogger("pallas_flash")
@@ -67,7 +67,7 @@ def like_kernels(stats: SoftmaxState, like: SoftmaxState, unit: float) -> Softma
 
 def _backward(backend: Backend, problem, like, x, lse, do, delta):
     """What do and delta of kernels have as a factor comes out as one of P."""
-    rows = Apart(lse / backend.unit(problem), jnp.ones_like(lse), None)
+    rows = RowScale(lse / backend.unit(problem), jnp.ones_like(lse), None)
     return blockwise.backward(problem, blockwise.tiles(problem).of_gradient(), x, rows, do, delta)
 
 

@@ -63,18 +63,18 @@ class SoftmaxState(NamedTuple):
         lse = self.m + jnp.log2(l) * (unit / LOG2E)
         return jnp.where(self.empty, jnp.inf, lse), power(lse - self.m, unit) / l
 
-    def apart(self, dlse):
+    def row_scale(self, dlse):
         """What blockwise's backward takes. The m of a row that saw no key is finite: e^(-inf - m) =
         0."""
-        return Apart(self.m, _inverse(self.l), dlse)
+        return RowScale(self.m, _inverse(self.l), dlse)
 
 
-class Apart(NamedTuple):
-    """In place of the log-sum-exp: P = e^(s - m) inverse is made of what the forward computed. And
-    the cotangent of lse, so that a block of all keys of its rows can sum their delta itself."""
+class RowScale(NamedTuple):
+    """In place of the log-sum-exp: P = e^(s - m) inverse_sum is made of what the forward computed.
+    And the cotangent of lse, so that a block of all keys of its rows can sum their delta itself."""
 
     m: jax.Array  # natural
-    inverse: jax.Array  # 1 / l
+    inverse_sum: jax.Array  # 1 / l
     dlse: jax.Array | None  # None: the rows have keys elsewhere too
 
 
@@ -149,29 +149,6 @@ def step(
     )
 
 
-def step_along(axis: int, s, stats: SoftmaxState | None, unit: float = 1.0, finite: bool = False):
-    """`step` for scores with the keys along `axis`, in any unit. Without a step before, `stats` is
-    None, and so is alpha.
-
-    It is s - m that is made natural: a product less m, in one multiply-add, would exceed 0 by the
-    rounding of m, and its power overflow where m is large. `finite`: each row has a score above
-    -inf, and m needs no guard; then a CPU's library takes the product and the softmax of it in one
-    call.
-
-    The new m has no tangent: any m' gives the same P. JAX's own divides by how many scores equal
-    the maximum, and that is none where XLA computes them twice and rounds otherwise.
-    """
-    highest = jnp.max(s, axis) if finite else jnp.max(s, axis, initial=LOWEST)
-    m_new = lax.stop_gradient(highest if stats is None else jnp.maximum(stats.m, highest))
-    p = jnp.exp(natural(s - jnp.expand_dims(m_new, axis), unit))
-    total = jnp.sum(p, axis)
-    if stats is None:
-        return p, None, SoftmaxState(m_new, total)
-    alpha = jnp.exp(natural(stats.m - m_new, unit))
-    top = None if stats.top is None else lax.stop_gradient(jnp.maximum(stats.top, jnp.max(s, axis)))
-    return p, alpha, SoftmaxState(m_new, stats.l * alpha + total, top)
-
-
 def _each(row, like):
     """The value of each row [..], repeated along the last axis of `like` [.., n]."""
     return lax.broadcast_in_dim(row, like.shape, range(row.ndim))
@@ -225,30 +202,6 @@ def _in_two(stats: SoftmaxState) -> SoftmaxState:
 def natural(s, unit: float):
     """Scores in this unit, in natural ones."""
     return s if unit == 1.0 else s * (1 / unit)
-
-
-def natural_maximum(m, unit: float):
-    """The same of what `step_along` has as their maximum; finite, as that is."""
-    return m if unit == 1.0 else jnp.maximum(natural(m, unit), LOWEST)
-
-
-def probabilities(s, m, inverse, unit: float = 1.0, finite: bool = False, is_all: bool = False):
-    """P of scores with the keys along the last axis, from what `Apart` has of each row; 0 where its
-    m is +inf. Scores in another unit meet their own maximum first, for `step_along`'s reason, and
-    with its `finite`; if these are all scores of their rows, their own sum is the rows', and P is
-    what the forward had: in one program XLA computes it once."""
-    if unit == 1.0:
-        return jnp.exp(s - m) * inverse
-    p, _, own = step_along(-1, s, None, unit, finite)
-    if is_all:
-        return finish(p, own.l)
-    return p * (jnp.exp(jnp.expand_dims(natural_maximum(own.m, unit), -1) - m) * inverse)
-
-
-def delta(p, dp, seen):
-    """sum P dP of each row over the scores that `seen` (None: nowhere) does not hide: if those are
-    all its keys, rowsum(o do)."""
-    return jnp.sum(p * dp if seen is None else jnp.where(seen, p * dp, 0.0), -1, keepdims=True)
 
 
 def gradients(p, dp, delta, seen, tanh):

@@ -14,8 +14,8 @@ from cases import MASKS, Sizes, arguments, qkv
 
 from pallas_flash import blockwise, checks, explain, flash_attention, masks, schedule
 from pallas_flash.attention import normalised
-from pallas_flash.blockwise import Tiles, tuning, visits
-from pallas_flash.blockwise.parts import Block
+from pallas_flash.blockwise import Tiles, key_blocks, tuning
+from pallas_flash.blockwise.slices import Block
 from pallas_flash.masks.resolved_mask import ResolvedMask
 
 Z = Sizes(T=23, S=29, N=1, K=1, H=1, Hv=1)
@@ -140,15 +140,12 @@ def test_blockwise_knows_which_blocks_all_rows_see_and_of_which_each_row_sees_a_
         key <= position + (np.inf if right is None else right)
     )
     tiles = Tiles(min(block_q, Z.T), min(block_k, Z.S), None, "float32")
-    one = visits.alike(problem, tiles.block_q, tiles.block_k)
-    known, starts = visits.known_keys(problem, tiles), range(0, Z.T, block_q)
+    one = key_blocks.find_band(problem, tiles.block_q, tiles.block_k)
+    known, starts = key_blocks.static_key_blocks(problem, tiles), range(0, Z.T, block_q)
     assert (one is None) == (known is not None)
     if one is not None:
         starts = [min(i, Z.T - block_q) for i in starts]
-        known = [
-            [(visits.neighbours(v, Block(i, block_q), one.width), one.masked, one.some)]
-            for i in starts
-        ]
+        known = [[one.key_block(v, Block(i, block_q))] for i in starts]
     for start, blocks in zip(starts, known, strict=True):
         rows = seen[start : start + block_q]
         for block, masked, some in blocks:
@@ -169,8 +166,8 @@ def test_blockwise_needs_no_loop_over_blocks_where_lengths_hide_some_of_few_keys
     )
     problem = explain(q, k, k, key_value_seq_lengths=jax.ShapeDtypeStruct((2,), jnp.int32)).problem
     tiles = blockwise.tiles(problem)
-    known = visits.known_keys(problem, tiles)
-    one = visits.alike(problem, tiles.block_q, tiles.block_k)
+    known = key_blocks.static_key_blocks(problem, tiles)
+    one = key_blocks.find_band(problem, tiles.block_q, tiles.block_k)
     assert one.width == S if known is None else all(len(keys) == 1 for keys in known)
 
 
@@ -186,10 +183,10 @@ ALIKE = [  # T, S, K, mask
 @pytest.fixture
 def loops_over_few_blocks(monkeypatch):
     monkeypatch.setattr(tuning, "SHORT", 128)
-    monkeypatch.setattr(visits, "UNROLLED", 1)
-    visits.alike.cache_clear()
+    monkeypatch.setattr(key_blocks, "UNROLLED", 1)
+    key_blocks.find_band.cache_clear()
     yield
-    visits.alike.cache_clear()
+    key_blocks.find_band.cache_clear()
 
 
 @pytest.mark.parametrize("T, S, K, kw", ALIKE)
@@ -202,7 +199,7 @@ def test_query_blocks_that_see_equally_many_keys_are_one_loop_and_exact(
     bias = jnp.asarray(rng.standard_normal((1, 2, 1, S)), dtype) if dtype == "float32" else None
     found = explain(q, k, v, bias, implementation="blockwise", **kw)
     assert (
-        visits.alike(found.problem, found.tiles.block_q, found.tiles.block_k).width
+        key_blocks.find_band(found.problem, found.tiles.block_q, found.tiles.block_k).width
         == found.tiles.block_k
         < S
     )
@@ -323,8 +320,8 @@ def test_a_forward_that_no_backward_follows_takes_more_heads_at_a_time_and_expla
         x = jax.ShapeDtypeStruct((batch, T, 8, 64), jnp.float32)
         tiles = explain(x, x, x, is_causal=is_causal).tiles
         assert (
-            tiles.heads < (tiles.heads_alone or 64)
-            and tiles.of_gradient().heads_alone == tiles.heads
+            tiles.heads < (tiles.forward_heads or 64)
+            and tiles.of_gradient().forward_heads == tiles.heads
         )
         found = (
             rf"{tiles.heads} heads of key and value \({alone} where no backward follows\) by "

@@ -12,7 +12,8 @@ from jax import lax
 
 from pallas_flash import decode, online_softmax, schedule
 from pallas_flash.arguments import Operands, Problem
-from pallas_flash.blockwise.parts import Block, Heads, numbered
+from pallas_flash.blockwise import softmax
+from pallas_flash.blockwise.slices import Block, HeadRange, block_at
 from pallas_flash.blockwise.tuning import DecodeTiles
 from pallas_flash.checks import sums
 from pallas_flash.masks.resolved_mask import ResolvedMask
@@ -34,9 +35,9 @@ def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None, scale
     start = zeros(*heads, p.value_size), zeros(*heads), zeros(*heads)
 
     def some(n, outputs):
-        part = Heads(n * batch, batch, 0, p.kv_heads, p.kv_heads)
+        part = HeadRange(n * batch, batch, 0, p.kv_heads, p.kv_heads)
         score = None if x.score is None else functools.partial(_scored, p, x.score, part)
-        new = _attend(rows, tiles, part, part.of(q), x_rows, table, scales, score)
+        new = _attend(rows, tiles, part, part.take(q), x_rows, table, scales, score)
         return tuple(part.put(out, a, 1) for out, a in zip(outputs, new, strict=True))
 
     o, m, l = schedule.loop(0, p.batch // batch, some, start) if batch < p.batch else some(0, start)
@@ -44,14 +45,14 @@ def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None, scale
     return decode.merged(p, x, o, online_softmax.SoftmaxState(m, l), 1.0)
 
 
-def _attend(p: Problem, tiles: DecodeTiles, part: Heads, q, x: Operands, table, scales, score):
+def _attend(p: Problem, tiles: DecodeTiles, part: HeadRange, q, x: Operands, table, scales, score):
     """o [B, K, rows, Hv], m and l of some of the batch. Scores are [B, K, keys, rows]."""
-    see = x.resolved_mask.narrow(ResolvedMask.BY_QUERY + ResolvedMask.BY_KEY, part.of)
+    see = x.resolved_mask.narrow(ResolvedMask.BY_QUERY + ResolvedMask.BY_KEY, part.take)
     column = lambda a: a[:, None, None]
 
     def step(j, carry, masked):
         o, stats = carry
-        key = numbered(j, tiles.block_k, p.keys)
+        key = block_at(j, tiles.block_k, p.keys)
         # [B, keys, K, n]
         k, v = (_block(a, table, part, key).astype(tiles.dtype) for a in (x.key, x.value))
         k_scale, v_scale = (
@@ -71,7 +72,7 @@ def _attend(p: Problem, tiles: DecodeTiles, part: Heads, q, x: Operands, table, 
             seen = seen.any(3, keepdims=True)
             v = jnp.where(seen[:, 0, :, :, None], v, 0)  # there may be NaN
             v_scale = None if v_scale is None else jnp.where(seen, v_scale, 0)
-        prob, alpha, stats = online_softmax.step_along(2, s, stats)
+        prob, alpha, stats = softmax.step(2, s, stats)
         if v_scale is not None:
             prob, v = prob * v_scale, v.astype(weights(v.dtype))
         pv = jnp.einsum(
@@ -90,10 +91,10 @@ def _attend(p: Problem, tiles: DecodeTiles, part: Heads, q, x: Operands, table, 
     return online_softmax.finish(o, l), m, l
 
 
-def _scored(p: Problem, score: BoundScoreMod, part: Heads, s, key: Block):
+def _scored(p: Problem, score: BoundScoreMod, part: HeadRange, s, key: Block):
     """What a score_mod makes of the logits [B, K, keys, rows]."""
     batch, heads = score.indices(p.batch, p.heads)
-    b = part.of(batch) if score.mod.uses_batch else batch
+    b = part.take(batch) if score.mod.uses_batch else batch
     h = (
         jnp.tile(heads.reshape(1, p.kv_heads, 1, -1), p.queries)
         if score.mod.uses_head
@@ -102,7 +103,7 @@ def _scored(p: Problem, score: BoundScoreMod, part: Heads, s, key: Block):
     first = (
         score.offset
         if isinstance(score.offset, int)
-        else part.of(score.offset)[:, None, None, None]
+        else part.take(score.offset)[:, None, None, None]
     )
     position = first + jnp.repeat(jnp.arange(p.queries, dtype=jnp.int32), p.group)[None, None, None]
     read = lambda array, index: score.arrays[array].at[index].get(mode="promise_in_bounds")
@@ -115,13 +116,13 @@ def _seen(see: ResolvedMask, key: Block, column):
     ids = (
         ()
         if see.query_ids is None
-        else (column(see.query_ids), key.of(see.key_ids, 1)[:, None, :, None])
+        else (column(see.query_ids), key.take(see.key_ids, 1)[:, None, :, None])
     )
     seen = see.visible(column(see.start), column(see.stop), index, *ids)
-    return seen if key.own is None else seen & (index >= key.own)
+    return seen if key.first_new is None else seen & (index >= key.first_new)
 
 
-def _block(x, table, part: Heads, key: Block):
+def _block(x, table, part: HeadRange, key: Block):
     """The keys or values of a block, [B, keys, K, n]."""
     at = lambda start: jnp.asarray(start, jnp.int32)
     if table is None:

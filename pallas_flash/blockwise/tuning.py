@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from pallas_flash import decode
 from pallas_flash.arguments import Problem
-from pallas_flash.blockwise import visits
-from pallas_flash.blockwise.visits import UNROLLED, Alike, alike
+from pallas_flash.blockwise import key_blocks
+from pallas_flash.blockwise.key_blocks import UNROLLED, Band, find_band
 from pallas_flash.kernels import device
 from pallas_flash.schedule import ceil_div
 
@@ -28,7 +28,7 @@ class Tiles(NamedTuple):
     # devices
     heads: int | None
     dtype: str  # of the products' operands
-    heads_alone: int | None = None  # the same of a forward that no backward follows
+    forward_heads: int | None = None  # the same of a forward that no backward follows
     # of a forward that decodes; False: it may not, a backward follows
     decode: DecodeTiles | Literal[False] | None = None
 
@@ -49,15 +49,15 @@ class Tiles(NamedTuple):
         heads = f"{of(self.heads)} of key and value"
         heads += (
             ""
-            if self.heads == self.heads_alone
-            else f" ({of(self.heads_alone)} where no backward follows)"
+            if self.heads == self.forward_heads
+            else f" ({of(self.forward_heads)} where no backward follows)"
         )
         return f"{queries} of {heads} by {self.block_k} keys, multiplied in {self.dtype}"
 
     def of_gradient(self) -> "Tiles":
         """Those of a forward that the backward follows: its products round as the backward's do,
         and XLA may see them once."""
-        return self._replace(heads_alone=self.heads, decode=False)
+        return self._replace(forward_heads=self.heads, decode=False)
 
 
 TRIANGLE = 256  # rows and keys of a block, in loops over keys of which a band hides many
@@ -125,7 +125,7 @@ def _tiles(problem: Problem) -> Tiles:
         return Tiles(_at_most(512, p.queries), _at_most(256, p.keys), None, p.dtype)
     known = all(isinstance(n, int) for n in (p.batch, p.queries, p.keys))
     block_q = _at_most(_queries(p) if known else max(128 // p.group, 16), p.queries)
-    one = None if _is_cut(p) else alike(p, block_q, MANY)
+    one = None if _is_cut(p) else find_band(p, block_q, MANY)
     is_long = known and one is None and _is_window(p) and p.queries > SHORT
     in_loops = known and one is None and (is_long or ceil_div(p.queries, block_q) > UNROLLED)
     most = even(p.keys, TRIANGLE) if is_long else 512 if in_loops or _is_cut(p) else MANY
@@ -141,7 +141,7 @@ def _tiles(problem: Problem) -> Tiles:
     return Tiles(block_q, block_k, heads, p.dtype if in_own else "float32", alone)
 
 
-def scaled_last(p: Problem) -> bool:
+def scale_can_come_last(p: Problem) -> bool:
     """Whether scores of 16 bits may stay q k^T until their maximum is off: all else would have to
     be in their unit."""
     return p.scale > 0 and not p.sinks and p.bias is None and p.soft_cap is None and p.score is None
@@ -150,7 +150,9 @@ def scaled_last(p: Problem) -> bool:
 def _is_apart(p: Problem) -> bool:
     """Whether the scale and the maximum cannot meet in one multiply-add, whose result would exceed
     0: the scale comes last, or something stands between."""
-    return scaled_last(p) or (p.score is None and (p.bias is not None or p.soft_cap is not None))
+    return scale_can_come_last(p) or (
+        p.score is None and (p.bias is not None or p.soft_cap is not None)
+    )
 
 
 def _is_cut(p: Problem) -> bool:
@@ -182,7 +184,11 @@ def _queries(p: Problem) -> int:
     is_long = p.queries > SHORT
     if is_long and _is_window(p):
         queries = even(p.queries, max(128 // p.group, 16))
-        return queries if alike(p, queries, MANY) else even(p.queries, max(TRIANGLE // p.group, 64))
+        return (
+            queries
+            if find_band(p, queries, MANY)
+            else even(p.queries, max(TRIANGLE // p.group, 64))
+        )
     sparse = (
         has_data
         or v.mask_mod is not None
@@ -225,13 +231,13 @@ def _heads(p: Problem, rows: int, keys: int) -> int | None:
 
 
 def _heads_in_memory(
-    p: Problem, block_q: int, one: Alike | None, each: int, least: int | None
+    p: Problem, block_q: int, one: Band | None, each: int, least: int | None
 ) -> int | None:
     """The same where no loop goes over keys: as many as memory may hold, and at least so many.
     Memory then holds so many bytes for each score, and for each number of an array as large as q,
     or as q and k are on average where k is larger."""
     if one is None:
-        total = p.group * visits.scores(p, block_q)
+        total = p.group * key_blocks.count_scores(p, block_q)
     else:
         total = p.group * block_q * one.width
     numbers = (
@@ -246,13 +252,13 @@ def _heads_in_memory(
     return max(PART // part, least or 1) if p.batch * p.kv_heads * part > most else None
 
 
-def forward_goes_in_turn(tiles: Tiles, heads: tuple, keys: list | None) -> bool:
+def serialize_forward(tiles: Tiles, heads: tuple, keys: list | None) -> bool:
     """Whether blocks known while tracing, of so many heads [B, K, G], are to wait for each
     other."""
-    return tiles.heads_alone is not None and _under_way(tiles, heads, keys) >= FORWARD
+    return tiles.forward_heads is not None and _under_way(tiles, heads, keys) >= FORWARD
 
 
-def backward_goes_in_turn(tiles: Tiles, heads: tuple, keys: list | None) -> bool:
+def serialize_backward(tiles: Tiles, heads: tuple, keys: list | None) -> bool:
     """The same in the backward."""
     scores = _under_way(tiles, heads, keys)
     return (

@@ -1,5 +1,5 @@
-"""Parts of arrays: a block of neighbouring rows or keys, some batch rows and heads; cut out, and
-put back."""
+"""Slices of arrays: a block of neighbouring rows or keys, a range of batch rows and heads; taken
+out and put back."""
 
 from typing import NamedTuple
 
@@ -11,40 +11,40 @@ from pallas_flash.pytrees import IntLike
 
 
 class Block(NamedTuple):
-    """`size` neighbouring rows or keys. Those before `own` (None: none) belong to the block before
-    it."""
+    """`size` neighbouring rows or keys. Those before `first_new` (None: none) belong to the block
+    before it, too."""
 
     start: IntLike
     size: int
-    own: IntLike | None = None
+    first_new: IntLike | None = None
 
     @property
     def index(self):
         return self.start + jnp.arange(self.size, dtype=jnp.int32)
 
-    def of(self, x, axis: int):
+    def take(self, x, axis: int):
         """The block of x, or all of an axis that broadcasts."""
-        return _cut(x, {axis % x.ndim: (self.start, self.size)})
+        return _take(x, {axis % x.ndim: (self.start, self.size)})
 
     def put(self, x, block, axis: int):
         return _put(x, block, {axis % x.ndim: self.start})
 
     def add(self, x, block, axis: int):
-        return self.put(x, self.of(x, axis) + block, axis)
+        return self.put(x, self.take(x, axis) + block, axis)
 
 
-def numbered(number: IntLike, size: int, length: int) -> Block:
-    """Block `number` of a length; the last of a ragged one is moved back until it ends with the
+def block_at(index: IntLike, size: int, length: int) -> Block:
+    """Block `index` of a length; the last of a ragged one is moved back until it ends with the
     array."""
     if isinstance(length, int) and length % size == 0:
-        return Block(number * size, size)
-    start = jnp.minimum(number * size, length - size)
-    return Block(start, size, number * size)
+        return Block(index * size, size)
+    start = jnp.minimum(index * size, length - size)
+    return Block(start, size, index * size)
 
 
-class Heads(NamedTuple):
-    """`batch` rows from `row` on, and of them `heads` key/value heads of K from `head` on. An axis
-    of size 1 broadcasts."""
+class HeadRange(NamedTuple):
+    """`batch` batch rows from `row` on, and of them `heads` key/value heads of K from `head` on. An
+    axis of size 1 broadcasts."""
 
     row: IntLike
     batch: int
@@ -52,15 +52,16 @@ class Heads(NamedTuple):
     heads: int
     K: int
 
-    def of(self, x, axis: int | None = None):
-        """Of x [B | 1, ..] the rows, and on `axis` the heads, query heads or key/value heads."""
-        return _cut(x, self._ranges(x, axis))
+    def take(self, x, axis: int | None = None):
+        """The batch rows of x [B | 1, ..], and on `axis` the heads, query heads or key/value
+        heads."""
+        return _take(x, self._ranges(x, axis))
 
     def put(self, x, part, axis: int):
         return _put(x, part, {at: start for at, (start, _) in self._ranges(x, axis).items()})
 
     def add(self, x, part, axis: int):
-        return self.put(x, self.of(x, axis) + part, axis)
+        return self.put(x, self.take(x, axis) + part, axis)
 
     def _ranges(self, x, axis):
         ranges = {0: (self.row, self.batch)}
@@ -70,7 +71,12 @@ class Heads(NamedTuple):
         return ranges
 
 
-def _cut(x, ranges):
+def each_row(x, group: int):
+    """[B | 1, block_q | 1] -> [B | 1, 1, rows | 1, 1], the rows of all query heads of a group"""
+    return jnp.tile(x[:, None, :, None], (1, 1, group if x.shape[1] != 1 else 1, 1))
+
+
+def _take(x, ranges):
     sizes = {axis: size for axis, (_, size) in ranges.items() if x.shape[axis] not in (1, size)}
     if not sizes:
         return x
