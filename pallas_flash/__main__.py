@@ -16,7 +16,7 @@ import pallas_flash
 from pallas_flash import backends, trial
 from pallas_flash.explanation import explain
 from pallas_flash.kernels import device
-from pallas_flash.machine import comparison, records, selfcheck
+from pallas_flash.selfcheck import comparison, records, verdicts
 
 DESCRIPTION = """
 Prints which implementation flash_attention takes on this machine for typical calls, and why. Then
@@ -31,7 +31,7 @@ a call needs it, and so are kernels that read pages."""
 EPILOG = f"""
 environment:
   PALLAS_FLASH_IMPLEMENTATION=NAME  runs the calls that name no implementation:
-                                    {", ".join(backends.NAMES)}
+                                    {", ".join(backends.names())}
   PALLAS_FLASH_SELF_CHECK=0         kernels are taken unchecked
   XDG_CACHE_HOME                    verdicts are recorded in pallas_flash under this folder
                                     (default: ~/.cache)
@@ -68,7 +68,7 @@ def parse(argv) -> argparse.Namespace:
     )
     add("--all", action="store_true", help=help)
     help = "implementations to check (default: those that this machine may take unasked)"
-    add("--implementations", nargs="+", choices=backends.NAMES, metavar="NAME", help=help)
+    add("--implementations", nargs="+", choices=backends.names(), metavar="NAME", help=help)
     help = (
         "head sizes of queries and keys / of values (default: 32 64 128, with --all 192/128 256 "
         "too; without a GPU 64)"
@@ -145,7 +145,7 @@ def print_choices():
         found = explain(*arrays, **call)
         print(f"\n{name:<18}{found.problem}")
         print(f"{'takes':>16}  {', '.join(filter(None, (found.implementation, found.condition)))}")
-        for other in backends.NAMES[: backends.NAMES.index(found.implementation)]:
+        for other in backends.names()[: backends.names().index(found.implementation)]:
             print(f"{f'not {other}':>16}  {found.why_not[other]}")
 
 
@@ -158,7 +158,7 @@ COLUMNS = "{:<51}{:>15}{:>10}{:>12}{:>16}   {}"
 def check_all(args) -> bool:
     """Prints a row for each case as it ends; whether there is one, and all are right."""
     on_gpu = device.here().platform == "gpu"
-    names = args.implementations or (backends.NAMES if args.all else trial.unasked())
+    names = args.implementations or (backends.names() if args.all else trial.unasked())
     every = ["bfloat16", "float16", "float32"] if on_gpu else ["float32", "bfloat16"]
     cases, refused = trial.cases(
         names, args.head_sizes, args.dtypes or (every if args.all else every[:1]), args.all
@@ -182,7 +182,7 @@ def check_all(args) -> bool:
     return bool(right) and all(right)
 
 
-def print_row(variant: selfcheck.Variant, finding: trial.Finding) -> bool:
+def print_row(variant: verdicts.Variant, finding: trial.Finding) -> bool:
     errors = finding.verdict.errors
     largest = max(errors, key=errors.get, default=None)
     milliseconds = lambda seconds: "" if seconds is None else f"{seconds * 1e3:.3g} ms"

@@ -13,18 +13,14 @@ from pallas_flash.arguments import Operands, Problem
 from pallas_flash.backends import Choice
 from pallas_flash.devices.varying import vary_alike
 
-IN_FORWARD_MODE = ("blockwise", "reference")
-
 
 def _second_of(choice: Choice) -> Callable:
     """What lets the second derivatives through that an implementation has."""
-    if choice.backend.name == "reference":
-        return lambda x: x
-    return (
-        derivative_modes.second_in_forward_alone
-        if choice.backend.name in IN_FORWARD_MODE
-        else derivative_modes.no_second
-    )
+    return {
+        "none": derivative_modes.no_second,
+        "forward over reverse": derivative_modes.second_in_forward_alone,
+        "all": lambda x: x,
+    }[choice.backend.second_derivatives]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -68,7 +64,10 @@ def _backward(problem, choice, residuals, cotangents):
         do, dlse = _of_live_rows(operands, do, dlse)
     wide, unit = stats.m.dtype, choice.backend.unit(problem)
     dlse = jnp.where(stats.empty, 0.0, dlse)
-    lse, factor = (stats.row_scale(dlse), None) if choice.backend.is_apart else stats.in_one(unit)
+    if choice.backend.takes_row_scale:
+        lse, factor = stats.row_scale(dlse), None
+    else:
+        lse, factor = stats.in_one(unit)
     # P = factor * 2^(s - lse) meets do alone, and what is made of do: so do takes the factor
     if factor is not None:
         dlse = dlse * factor
@@ -135,9 +134,5 @@ def _floats_through(identity: Callable, x: Operands) -> Operands:
 def attend_in_forward_mode(problem: Problem, choice: Choice, operands: Operands):
     """The same for jax.jvp, in the memory of the forward: the running sums have tangents, which are
     sums of their own."""
-    if choice.backend.name not in IN_FORWARD_MODE:
-        raise NotImplementedError(
-            f"forward mode is for {' and '.join(IN_FORWARD_MODE)}; got {choice.backend.name}."
-        )
     o, stats = _forward_jit(choice.backend.forward, problem, choice.tiles, vary_alike(operands))
     return o, *natural(choice.backend.unit(problem), problem, operands, stats)

@@ -1,10 +1,10 @@
-"""The table of implementations, and which of them serves a problem."""
+"""The table of implementations: what each can do, as fields. No other file knows them by name."""
 
 import dataclasses
 import functools
 import importlib
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 
@@ -13,12 +13,24 @@ from pallas_flash.arguments import Gradients, Operands, Problem
 from pallas_flash.kernels import device, hopper, triton
 
 
+class PagedKernel(NamedTuple):
+    """Attends to keys and values in pages where they lie: rows of decode.py, forward only."""
+
+    # why it cannot read pages of these shapes [P, page, K, n] and, if of 8 bits, this dtype
+    why_not: Callable[[Problem, tuple[tuple[int, ...], ...], str | None], str | None]
+    tiles: Callable[[Problem, int], Any]  # for pages of so many keys
+    forward: Callable  # (problem, tiles, operands, table, scales if of 8 bits)
+    # whether it had better attend to a copy in order, of a problem whose rows are not one tile
+    copies_prompts: Callable[[Problem], bool] = lambda problem: True
+
+
 class Backend(NamedTuple):
-    """An implementation. One that can run the forward of a problem can also run its backward."""
+    """An implementation, and what it can do. One that can run the forward of a problem can also run
+    its backward."""
 
     name: str
     why_not: Callable[[Problem], str | None]  # None: it can run this problem; else the reason
-    # None: it is taken unasked where it can run
+    # None: it runs a problem that names no implementation
     why_not_by_default: Callable[[Problem], str | None]
     tiles: Callable[[Problem], Any]  # a hashable Tiles, or None
     # (problem, tiles, operands)                    -> o, online_softmax.SoftmaxState
@@ -26,18 +38,23 @@ class Backend(NamedTuple):
     # lse in its unit, +inf for a row that saw no key; do and delta have the factor of
     # `SoftmaxState.in_one`: (problem, tiles, operands, lse, do, delta) -> Gradients
     backward: Callable
-    own_kernels: bool = False  # not XLA's: a GPU runs them unasked only after selfcheck.py
-    of_gradient: Callable = lambda tiles: tiles  # the tiles of a forward that the backward follows
+    own_kernels: bool = False  # not XLA's: a GPU runs them by default only after the self-check
+    is_interpretable: bool = True  # Pallas' interpreter runs its kernels where there is no GPU
+    has_forward_mode: bool = False
+    second_derivatives: Literal["none", "forward over reverse", "all"] = "none"
+    # a few products of whole arrays, which vmap maps and XLA's partitioner cuts by themselves
+    is_dense: bool = False
+    paged: PagedKernel | None = None  # None: it attends to a copy of the pages in order
+    keeps_base_2: bool = False  # its scores are in base 2 where the problem lets them, else in e
     # its backward takes for lse the `online_softmax.RowScale`, and so do and delta as they are
-    is_apart: bool = False
+    takes_row_scale: bool = False
+    of_gradient: Callable = lambda tiles: tiles  # the tiles of a forward that the backward follows
     # what is copied for its kernels in each call
     copies: Callable[[Problem], str | None] = lambda problem: None
-    # its scores, of whose maxima its SoftmaxState are; else they are in the problem's unit
-    is_natural: bool = True
 
     def unit(self, problem: Problem) -> float:
-        """What natural scores are times in it."""
-        return 1.0 if self.is_natural else problem.unit
+        """What natural scores are multiplied by in it."""
+        return problem.unit if self.keeps_base_2 else 1.0
 
     def tiles_like(self, tiles, problem: Problem):
         """The tiles of another problem: of a forward that a backward follows where these are."""
@@ -72,10 +89,6 @@ class Choice(NamedTuple):
         """The same, with both passes in a wrapper(backend, is_forward, *options)."""
         forward, backward = (wrapper(self.backend, way, *options) for way in (True, False))
         return self._replace(backend=self.backend._replace(forward=forward, backward=backward))
-
-
-# why this machine does not take it unasked, though it could run
-WhyNotHere = Callable[[Backend], str | None]
 
 
 def _no_gpu() -> str | None:
@@ -170,6 +183,36 @@ def _no_tiles(problem: Problem) -> str | None:
     return _no_empty_axis(problem)
 
 
+BLOCKWISE = Backend(
+    "blockwise",
+    _no_empty_axis,
+    lambda p: None,
+    lambda p: blockwise.tiles(p),
+    blockwise.forward,
+    blockwise.backward,
+    has_forward_mode=True,
+    second_derivatives="forward over reverse",
+    paged=PagedKernel(
+        lambda *_: None,
+        blockwise.decode_tiles,
+        blockwise.decode.forward,
+        # it reads no page that no query sees, and a table may be much longer than its rows
+        copies_prompts=lambda p: p.keys <= p.queries * p.group,
+    ),
+    takes_row_scale=True,
+    of_gradient=lambda tiles: tiles.of_gradient(),
+)
+REFERENCE = Backend(
+    "reference",
+    lambda p: None,
+    lambda p: None,
+    lambda p: None,
+    lambda problem, tiles, operands: reference.attend(problem, operands),
+    lambda problem, tiles, *args: reference.backward(problem, *args),
+    has_forward_mode=True,
+    second_derivatives="all",
+    is_dense=True,
+)
 BACKENDS = (
     Backend(
         "hopper",
@@ -181,8 +224,12 @@ BACKENDS = (
         _kernel("hopper.forward", "forward"),
         _hopper_backward,
         own_kernels=True,
+        is_interpretable=False,
+        paged=PagedKernel(
+            hopper.why_no_pages, hopper.decode_tiles, _kernel("hopper.decode", "forward")
+        ),
+        keeps_base_2=True,
         copies=lambda p: hopper.copies(p),
-        is_natural=False,
     ),
     Backend(
         "triton",
@@ -192,26 +239,13 @@ BACKENDS = (
         _kernel("triton.forward", "forward"),
         _kernel("triton.backward", "backward"),
         own_kernels=True,
-        is_natural=False,
+        paged=PagedKernel(
+            triton.why_no_pages, triton.decode_tiles, _kernel("triton.decode", "forward")
+        ),
+        keeps_base_2=True,
     ),
-    Backend(
-        "blockwise",
-        _no_empty_axis,
-        lambda p: None,
-        lambda p: blockwise.tiles(p),
-        blockwise.forward,
-        blockwise.backward,
-        is_apart=True,
-        of_gradient=lambda tiles: tiles.of_gradient(),
-    ),
-    Backend(
-        "reference",
-        lambda p: None,
-        lambda p: None,
-        lambda p: None,
-        lambda problem, tiles, operands: reference.attend(problem, operands),
-        lambda problem, tiles, *args: reference.backward(problem, *args),
-    ),
+    BLOCKWISE,
+    REFERENCE,
     *(
         Backend(
             name,
@@ -221,60 +255,16 @@ BACKENDS = (
             lambda p: "an earlier algorithm, kept to compare with: ask for it by name",
             *(_kernel(module, function) for function in ("tiles", "forward", "backward")),
             own_kernels=True,
-            is_natural=False,
+            keeps_base_2=True,
         )
         for name, module in (("flash1", "classic.flash1"), ("standard", "classic.standard"))
     ),
 )
-NAMES = tuple(backend.name for backend in BACKENDS)
-OF_JAX_NN = ("xla", "cudnn")  # its names for what it has; here they choose, as None does
 
 
-def choose(
-    problem: Problem,
-    implementation: str | None = None,
-    why_not_here: WhyNotHere = lambda backend: None,
-) -> Choice:
-    """The implementation asked for, or the first in the table that runs the problem and is taken
-    unasked."""
-    implementation = None if implementation in OF_JAX_NN else implementation
-    if implementation not in (None, *NAMES):
-        raise ValueError(
-            f"implementation must be None or one of {', '.join(NAMES)}, or jax.nn's "
-            f"{' or '.join(OF_JAX_NN)}, which mean the "
-            f"same as None; got {implementation!r}."
-        )
-    for backend in BACKENDS:
-        if implementation not in (None, backend.name):
-            continue
-        # comes first: why_not may import the kernels
-        if implementation is None and backend.why_not_by_default(problem):
-            continue
-        why_not = backend.why_not(problem)
-        if implementation is not None and why_not:
-            raise NotImplementedError(
-                f"implementation {implementation!r} cannot run this call: {why_not}. The call: "
-                f"{problem}."
-            )
-        if not why_not and (implementation is not None or not why_not_here(backend)):
-            return Choice(backend, backend.tiles(problem))
-    raise AssertionError("the reference runs everything")
+def names() -> tuple[str, ...]:
+    return tuple(backend.name for backend in BACKENDS)
 
 
-def why_not_taken(
-    problem: Problem, taken: Backend, asked_for: bool, why_not_here: WhyNotHere
-) -> dict[str, str]:
-    """For each other implementation, why `taken` was taken before it."""
-
-    def reason(backend):
-        if why_not := backend.why_not(problem):
-            return why_not
-        if asked_for:
-            return f"{taken.name} was asked for"
-        return (
-            backend.why_not_by_default(problem)
-            or why_not_here(backend)
-            or f"{taken.name} comes before it"
-        )
-
-    return {backend.name: reason(backend) for backend in BACKENDS if backend is not taken}
+def find(name: str) -> Backend:
+    return BACKENDS[names().index(name)]

@@ -13,12 +13,12 @@ from pallas_flash import (
     context_parallel,
     derivative_modes,
     lowering,
+    selection,
     vmap,
 )
 from pallas_flash.devices import ring, sharding, ulysses, varying
 from pallas_flash.devices.call import exact
 from pallas_flash.kernels import device
-from pallas_flash.machine import selfcheck
 
 
 def on_devices(attend, call):
@@ -61,12 +61,11 @@ def attend(implementation, context, **call):
 
 
 def _choose(problem, implementation) -> backends.Choice:
-    choice = selfcheck.choose(problem, implementation)
-    is_requested = selfcheck.asked_for(implementation) is not None
+    choice = selection.choose(problem, implementation)
+    is_requested = selection.requested(implementation) is not None
     if choice.backend.own_kernels:
         choice = choice.wrap(lowering.PlatformPass, is_requested)
-    # the products of the reference jax maps itself, in every mode of derivatives
-    if choice.backend.name == "reference":
+    if choice.backend.is_dense:
         return choice
     return choice.wrap(vmap.BatchedPass, not is_requested and device.here().platform != "gpu")
 
@@ -80,7 +79,7 @@ def _over_explicit_axes(choice: backends.Choice, operands) -> backends.Choice:
 def _over_auto_axes(choice: backends.Choice, operands) -> backends.Choice:
     """The choice on a mesh with Auto axes; the reference is products and sums, which XLA's
     partitioner knows."""
-    if choice.backend.name == "reference" or not sharding.lies_on_auto_axes(operands):
+    if choice.backend.is_dense or not sharding.lies_on_auto_axes(operands):
         return choice
     try:
         # not at the top: it needs of jax what is not public
@@ -101,10 +100,7 @@ def attend_in_forward_mode(implementation, context, **call):
             f"context={context}."
         )
     problem, operands = arguments.normalise(**call)
-    why_not = lambda backend: (
-        None if backend.name in autodiff.IN_FORWARD_MODE else "it has no forward mode"
-    )
-    choice = backends.choose(problem, implementation, why_not)
+    choice = selection.in_forward_mode(problem, implementation)
     return _shaped(call, problem, *autodiff.attend_in_forward_mode(problem, choice, operands))
 
 

@@ -5,9 +5,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_flash import arguments, attention, checks, context_parallel, dispatch
+from pallas_flash import arguments, attention, checks, context_parallel, dispatch, selection
 from pallas_flash.kernels import device
-from pallas_flash.machine import selfcheck
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,8 +39,8 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
     call, _ = attention.asked(*args, **kwargs)
     with device.at(call.values()):
         problem, context = checks.from_shapes(_problem_of, call)
-        choice = selfcheck.choose(problem, call["implementation"], check=False)
-        why_not, condition = selfcheck.reasons(problem, choice, call["implementation"])
+        choice = selection.choose(problem, call["implementation"], check=False)
+        why_not, condition = selection.reasons(problem, choice, call["implementation"])
         copies = choice.backend.copies(problem)
     return Explanation(
         problem, choice.backend.name, choice.tiles, why_not, condition, context, copies

@@ -45,7 +45,7 @@ def by_platform(backend: Backend, is_requested: bool, kernels: Callable, other: 
     if (
         device.here().platform != "gpu"
         or not backend.own_kernels
-        or (is_requested and backend.name != "hopper")
+        or (is_requested and backend.is_interpretable)
     ):
         return kernels(*args)
     other = functools.partial(_refuse, backend) if is_requested else other

@@ -23,9 +23,9 @@ from pallas_flash.attention import flash_attention
 from pallas_flash.backends import Backend
 from pallas_flash.explanation import explain
 from pallas_flash.kernels import device
-from pallas_flash.machine import comparison, records, selfcheck
-from pallas_flash.machine.comparison import Verdict
-from pallas_flash.machine.selfcheck import Variant
+from pallas_flash.selfcheck import comparison, records, verdicts
+from pallas_flash.selfcheck.comparison import Verdict
+from pallas_flash.selfcheck.verdicts import Variant
 
 COMMAND = [sys.executable, "-m", "pallas_flash"]  # that does what CASE tells it
 CASE = "--case"
@@ -91,7 +91,7 @@ class Case(NamedTuple):
         return explain(**self.shapes(1, decode.KEYS, 2), **self.call()).problem
 
     def backend(self) -> Backend:
-        return backend_of(self.implementation)
+        return backends.find(self.implementation)
 
 
 class Finding(NamedTuple):
@@ -109,21 +109,17 @@ def cases(
     found, refused, schemes = {}, {}, SCHEMES if everything else SHORT
     for name in names:
         # what this machine lacks, since nothing plainer could be asked
-        if why_not := backend_of(name).why_not(_plain()):
+        if why_not := backends.find(name).why_not(_plain()):
             refused[name] = why_not
             continue
         of_sizes = itertools.product(sizes or default_sizes(name, everything), dtypes, schemes)
         for case in [Case(name, *size, dtype, *scheme) for size, dtype, scheme in of_sizes]:
             try:
-                found.setdefault(selfcheck.variant_of(case.backend(), case.problem()), case)
+                found.setdefault(verdicts.variant_of(case.backend(), case.problem()), case)
             except NotImplementedError as error:
                 refused.setdefault(name, str(error))
     able = {variant.implementation for variant in found}
     return found, {name: reason for name, reason in refused.items() if name not in able}
-
-
-def backend_of(name: str) -> Backend:
-    return next(backend for backend in backends.BACKENDS if backend.name == name)
 
 
 def _plain() -> Problem:
@@ -138,13 +134,13 @@ def unasked() -> list[str]:
         for backend in backends.BACKENDS
         if backend.why_not_by_default(_plain()) is None
     ]
-    return [name for name in names if backend_of(name).own_kernels] or names
+    return [name for name in names if backends.find(name).own_kernels] or names
 
 
 def default_sizes(name: str, everything: bool) -> Sizes:
     """All widths of kernels that this machine may take unasked, or those that most calls have: the
     toy GPT's is 32."""
-    if not (name in unasked() and backend_of(name).own_kernels):
+    if not (name in unasked() and backends.find(name).own_kernels):
         return [(64, 64)]
     return [(32, 32), (64, 64), (128, 128), *([(192, 128), (256, 256)] if everything else [])]
 
@@ -308,7 +304,7 @@ def _times(programs: list[Callable], arrays: dict[str, jax.Array], rounds: int) 
 def judged(variant: Variant, verdict: Verdict) -> str:
     """Records a verdict where a call would ask for it, and says it in a word."""
     if machine := records.machine():
-        selfcheck.record(variant, machine, verdict)
+        verdicts.record(variant, machine, verdict)
     if verdict.unknown:
         return f"NOT CHECKED: {verdict.unknown}"
     return f"WRONG: {verdict.wrong}" if verdict.wrong else "right"

@@ -22,7 +22,7 @@ import jax
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 # tiles are no argument of the public function
-from pallas_flash import attention, autodiff, backends
+from pallas_flash import attention, autodiff, backends, selection
 from scripts.bench import clock, machine, report
 from scripts.bench.cases import Case
 from scripts.bench.measure import Row, measure
@@ -122,11 +122,11 @@ def default_tiles(args, case: Case) -> Any:
 
     problems = []
     jax.eval_shape(trace, *case.shapes()[:3])
-    return backends.choose(problems[0], args.implementation).tiles
+    return selection.first(problems[0], args.implementation).tiles
 
 
 def contender(args, name: str, tiles) -> Contender:
-    backend = next(backend for backend in backends.BACKENDS if backend.name == args.implementation)
+    backend = backends.find(args.implementation)
 
     def attend(case, q, k, v):
         problem, operands = _normalise(args, case, q, k, v)

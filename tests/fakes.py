@@ -11,11 +11,11 @@ import pallas_flash.__main__
 from pallas_flash import backends, trial
 from pallas_flash.arguments import Gradients
 from pallas_flash.backends import Backend
-from pallas_flash.machine import comparison, records, selfcheck
+from pallas_flash.selfcheck import comparison, records, verdicts
 
 GPU = records.Machine("Fake GPU", "1.2", "jax", "compilers", "sources")
 TINY = comparison.SIZES | dict(batch=1, queries=67, keys=131, heads=2, kv_heads=1)
-REFERENCE = next(backend for backend in backends.BACKENDS if backend.name == "reference")
+REFERENCE = backends.REFERENCE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,12 +88,11 @@ def install(put, *fakes: Backend):
     """`put` is monkeypatch.setattr, or setattr where a process ends with it."""
     table = (*fakes, *backends.BACKENDS)
     put(backends, "BACKENDS", table)
-    put(backends, "NAMES", tuple(backend.name for backend in table))
     put(records, "machine", lambda: GPU)
     put(comparison, "trials", lambda *_: [TINY])
     put(trial, "SHORT", [(True, 0.0, None)])
-    put(selfcheck, "_known", {})
-    put(selfcheck, "_again", {})
+    put(verdicts, "_known", {})
+    put(verdicts, "_again", {})
 
 
 def main():

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from pallas_flash import autodiff, backends
+from pallas_flash import autodiff, selection
 from pallas_flash.attention import normalised
 
 BEYOND = 512  # how far the last tile of a Mosaic kernel may reach over the end of an array
@@ -48,7 +48,7 @@ def attention(implementation: str, tiles: Any = None, **call: Any):
 
     def attend(q, k, v):
         problem, operands = normalised(q, k, v, **call)
-        choice = backends.choose(problem, implementation)
+        choice = selection.first(problem, implementation)
         o, *_ = autodiff.attend(problem, choice._replace(tiles=tiles or choice.tiles), operands)
         return o
 

@@ -15,9 +15,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from selection import whole_but
 
-from pallas_flash import explain, flash_attention, lowering, masks, paged_attention
+from pallas_flash import explain, flash_attention, lowering, masks, paged_attention, selection
 from pallas_flash.kernels import device
-from pallas_flash.machine import comparison, records, selfcheck
+from pallas_flash.selfcheck import comparison, records, verdicts
 
 CPU = jax.devices("cpu")[0]
 H100, A100 = fakes.Device(), fakes.Device("NVIDIA A100-SXM4-80GB", "8.0", 108)
@@ -81,9 +81,9 @@ def test_a_call_for_the_cpu_of_a_machine_with_a_gpu_takes_blockwise_and_checks_n
                 found.implementation == "blockwise"
                 and "the call is not for a GPU" in found.why_not["triton"]
             )
-    taken, choose = [], selfcheck.choose
+    taken, choose = [], selection.choose
     monkeypatch.setattr(
-        selfcheck, "choose", lambda *args: (taken.append(choose(*args)), taken[-1])[1]
+        selection, "choose", lambda *args: (taken.append(choose(*args)), taken[-1])[1]
     )
     x = qkv()
     with context():
@@ -260,13 +260,13 @@ def test_each_gpu_has_its_own_kernels_and_verdicts():
 
 def test_a_check_runs_on_the_gpu_that_the_call_is_for(monkeypatch):
     monkeypatch.setenv("PALLAS_FLASH_SELF_CHECK", "1")
-    monkeypatch.setattr(selfcheck, "_known", {})
+    monkeypatch.setattr(verdicts, "_known", {})
     found = []
     monkeypatch.setattr(
-        comparison, "check", lambda *_: (found.append(device.here()), lambda: selfcheck.TRUSTED)[1]
+        comparison, "check", lambda *_: (found.append(device.here()), lambda: verdicts.TRUSTED)[1]
     )
     problem = explain(*qkv(jnp.float32)).problem
     for gpu in (A100, H100):
         with jax.default_device(gpu):
-            assert selfcheck.choose(problem).backend.name == "triton"
+            assert selection.choose(problem).backend.name == "triton"
     assert found == [A100, H100]

@@ -312,7 +312,7 @@ def test_a_block_of_all_keys_sums_its_delta_itself_and_o_need_not_be_read(
         q
     )
     expected, table = grad(), backends.BACKENDS
-    blockwise = next(backend for backend in table if backend.name == "blockwise")
+    blockwise = backends.BLOCKWISE
     # delta
     spoilt = blockwise._replace(
         backward=lambda *args: blockwise.backward(*args[:-1], args[-1] * jnp.nan)

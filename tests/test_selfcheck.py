@@ -34,8 +34,8 @@ from pallas_flash.__main__ import main
 from pallas_flash.accounting import GPUS
 from pallas_flash.caches import attend
 from pallas_flash.kernels import device, hopper, triton
-from pallas_flash.machine import comparison, records, selfcheck
 from pallas_flash.masks import block_types
+from pallas_flash.selfcheck import comparison, records, verdicts
 from scripts import gpu_code
 
 Q = np.random.default_rng(0).normal(size=(4, 8, 2, 16)).astype(np.float32)
@@ -145,8 +145,8 @@ def test_what_could_not_be_checked_is_not_wrong_and_is_checked_again(
         checked == ["late", "honest"]
         and "not checked on this machine" in explain(Q, Q, Q).why_not["late"]
     )
-    monkeypatch.setattr(selfcheck, "AGAIN", 0)
-    selfcheck._again.update(dict.fromkeys(selfcheck._again, 0))
+    monkeypatch.setattr(verdicts, "AGAIN", 0)
+    verdicts._again.update(dict.fromkeys(verdicts._again, 0))
     with late("still"):
         call()
     assert taken() == "honest" and [path.name.split("-")[0] for path in cache.iterdir()] == [
@@ -173,9 +173,9 @@ def test_what_the_compiler_refuses_is_recorded_and_not_compiled_in_every_process
 
 
 def test_the_limit_is_for_kernels_that_run_and_not_for_their_compiler(install, monkeypatch):
-    limits, traced, ran, in_a_thread = [], [], [], selfcheck._in_a_thread
+    limits, traced, ran, in_a_thread = [], [], [], verdicts._in_a_thread
     monkeypatch.setattr(
-        selfcheck,
+        verdicts,
         "_in_a_thread",
         lambda f, limit=None: (limits.append(limit), in_a_thread(f, limit))[1],
     )
@@ -184,7 +184,7 @@ def test_the_limit_is_for_kernels_that_run_and_not_for_their_compiler(install, m
         fakes.backend("slow to compile", lambda *args: (traced.append(limits[-1]), run(*args))[1])
     )
     flash_attention(Q, Q, Q)
-    assert set(traced[:1]) == {None} and set(ran[:1]) == {selfcheck.LIMIT}
+    assert set(traced[:1]) == {None} and set(ran[:1]) == {verdicts.LIMIT}
 
 
 def test_kernels_that_hang_end_the_call_with_what_to_do_and_are_not_taken_again(
@@ -193,13 +193,13 @@ def test_kernels_that_hang_end_the_call_with_what_to_do_and_are_not_taken_again(
     hung = threading.Event()
     sleeper = fakes.backend("sleeper", fakes.when_it_runs(hung.wait))
     install(sleeper, "honest")
-    monkeypatch.setattr(selfcheck, "LIMIT", 0.2)
+    monkeypatch.setattr(verdicts, "LIMIT", 0.2)
     with pytest.raises(
         RuntimeError, match=r"did not end within 0\.2 s.*Start again: sleeper will not be taken"
     ):
         call()
     hung.set()
-    monkeypatch.setattr(selfcheck, "LIMIT", 300)
+    monkeypatch.setattr(verdicts, "LIMIT", 300)
     install(sleeper, "honest")  # a new process
     with pytest.warns(RuntimeWarning, match="sleeper.*did not end"):
         call()
@@ -311,7 +311,7 @@ def test_a_bad_value_in_the_environment_has_a_clear_error(name, text, install, m
 
 # ---- the records ----
 
-VARIANT = selfcheck.Variant("honest", 64, 64, "float32", "deterministic")
+VARIANT = verdicts.Variant("honest", 64, 64, "float32", "deterministic")
 
 
 @pytest.mark.parametrize("field", records.Machine._fields)
@@ -328,7 +328,7 @@ def test_a_record_holds_as_long_as_no_source_of_the_package_changes(monkeypatch)
     digest = lambda: records._sources.__wrapped__()
     monkeypatch.setattr(pathlib.Path, "read_bytes", lambda path: sources[path])
     before = digest()
-    for name in ("kernels/hopper/forward.py", "online_softmax.py", "machine/selfcheck.py"):
+    for name in ("kernels/hopper/forward.py", "online_softmax.py", "selfcheck/verdicts.py"):
         path = next(path for path in sources if path.as_posix().endswith(name))
         with monkeypatch.context() as patch:
             patch.setitem(sources, path, sources[path] + b"#")
@@ -404,7 +404,7 @@ DROPOUT = dict(dropout_rate=0.25, dropout_rng=jax.random.key(0))
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype, call", [("float32", {}), ("bfloat16", DROPOUT)])
 def test_the_portable_kernels_pass_with_room_to_spare(dtype, call):
-    (backend,) = (backend for backend in backends.BACKENDS if backend.name == "triton")
+    backend = backends.find("triton")
     q = jax.ShapeDtypeStruct((1, 8, 2, 50), dtype)
     errors, wrong, _ = comparison.check(backend, explain(q, q, q, **call).problem, [fakes.TINY])()
     assert wrong is None and max(errors.values()) < comparison.TOLERANCE[dtype] / 2
@@ -413,7 +413,7 @@ def test_the_portable_kernels_pass_with_room_to_spare(dtype, call):
 @pytest.mark.gpu
 @pytest.mark.skipif(gpu_interpreter.MISSING is not None, reason=str(gpu_interpreter.MISSING))
 def test_the_hopper_kernels_pass_with_room_to_spare():
-    (backend,) = (backend for backend in backends.BACKENDS if backend.name == "hopper")
+    backend = backends.find("hopper")
     q = jax.ShapeDtypeStruct((1, 8, 2, 50), "bfloat16")
     with gpu_interpreter.hopper_kernels():
         errors, wrong, _ = comparison.check(
@@ -446,7 +446,7 @@ def test_schemes_are_told_apart_where_the_kernels_are():
     def schemes(backend, size):
         q = jax.ShapeDtypeStruct((1, 8, 2, size), "bfloat16")
         return [
-            selfcheck.variant_of(backend, explain(q, q, q, deterministic=d).problem).scheme
+            verdicts.variant_of(backend, explain(q, q, q, deterministic=d).problem).scheme
             for d in (True, False)
         ]
 
@@ -457,7 +457,7 @@ def test_schemes_are_told_apart_where_the_kernels_are():
 def test_dropout_is_checked_by_itself_with_weights_dropped():
     (hopper, *_), q = backends.BACKENDS, jax.ShapeDtypeStruct((1, 8, 2, 64), "bfloat16")
     plain, dropping = (explain(q, q, q, **call).problem for call in ({}, DROPOUT))
-    assert selfcheck.variant_of(hopper, dropping).scheme == "deterministic, dropout"
+    assert verdicts.variant_of(hopper, dropping).scheme == "deterministic, dropout"
     assert (
         hopper.tiles(plain)
         != hopper.tiles(dropping)
@@ -475,7 +475,7 @@ def test_dropout_is_checked_by_itself_with_weights_dropped():
 def test_masks_that_are_rules_are_checked_by_themselves_with_blocks_of_all_kinds():
     (hopper, *_), q = backends.BACKENDS, jax.ShapeDtypeStruct((1, 8, 2, 64), "bfloat16")
     problem = explain(q, q, q, mask=masks.Dilated(2)).problem
-    assert selfcheck.variant_of(hopper, problem).scheme == "deterministic, a rule"
+    assert verdicts.variant_of(hopper, problem).scheme == "deterministic, a rule"
     small, operands, _ = comparison.trial(problem, comparison.SIZES)
     tiles = hopper.tiles(small).forward
     found = schedule.block_kinds(
@@ -525,7 +525,7 @@ IGNORED = {  # what a call may have, and problem and operands without it
 @pytest.mark.parametrize("more", whole_but(IGNORED, "a mask", "a score_mod", "segment ids"))
 def test_what_else_changes_logits_is_checked_by_itself(more):
     problem = trial.Case("reference", 64, 64, "bfloat16", True, 0.0, more).problem()
-    assert selfcheck.variant_of(fakes.REFERENCE, problem).scheme == f"deterministic, {more}"
+    assert verdicts.variant_of(fakes.REFERENCE, problem).scheme == f"deterministic, {more}"
 
     def without(problem, tiles, x):
         problem, x = IGNORED[more](problem, x)
@@ -571,9 +571,9 @@ PAGES = [
 )
 def test_kernels_that_read_pages_are_checked_by_themselves(pages, monkeypatch):
     q, k = (jax.ShapeDtypeStruct((1, length, 2, 64), "bfloat16") for length in (1, 4096))
-    problem, blockwise = explain(q, k, k).problem, trial.backend_of("blockwise")
+    problem, blockwise = explain(q, k, k).problem, backends.find("blockwise")
     assert (
-        selfcheck.variant_of(blockwise, problem, pages.way).scheme
+        verdicts.variant_of(blockwise, problem, pages.way).scheme
         == f"deterministic, decoding, {pages.way.name}"
     )
     sizes = fakes.TINY | dict(queries=3, keys=320, sinks=True)
@@ -593,7 +593,7 @@ def test_a_call_with_pages_takes_no_kernel_that_was_found_right_without_them(mon
     why_not = lambda backend, problem, check=True, way=comparison.FLASH_ATTENTION: asked.append(
         (backend.name, way.name)
     )
-    monkeypatch.setattr(selfcheck, "why_not", why_not)
+    monkeypatch.setattr(verdicts, "why_not", why_not)
     cache = paged_cache(4, 16, 2, 16, pages=8, page=8, dtype="int8")
     scales = dict(k_scales=cache.key_scale, v_scales=cache.value_scale)
     paged_attention(Q[:, :1], cache.key, cache.value, cache.table, cache.length, **scales)
@@ -617,7 +617,7 @@ def test_decoding_is_checked_by_itself_on_a_problem_that_is_decoding():
     (_, triton, *_) = backends.BACKENDS
     q, k = (jax.ShapeDtypeStruct((1, length, 2, 64), "bfloat16") for length in (1, 4096))
     problem = explain(q, k, k).problem
-    assert selfcheck.variant_of(triton, problem).scheme == "deterministic, decoding"
+    assert verdicts.variant_of(triton, problem).scheme == "deterministic, decoding"
     (sizes,) = comparison.trials(problem)
     assert triton.tiles(comparison.trial(problem, sizes)[0]).decode is not None
 
@@ -744,7 +744,7 @@ def test_what_the_machine_lacks_is_the_reason_that_is_told():
 
 
 def test_the_command_says_what_is_taken_and_why_not_the_others(capsys, monkeypatch):
-    monkeypatch.setattr(trial, "in_a_process", lambda case, limit: trial.Finding(selfcheck.TRUSTED))
+    monkeypatch.setattr(trial, "in_a_process", lambda case, limit: trial.Finding(verdicts.TRUSTED))
     monkeypatch.setattr(device, "compute_capability", lambda: None)
     assert main(["--implementations", "hopper"]) == 1  # there is nothing that it could run
     out = capsys.readouterr().out
@@ -766,7 +766,7 @@ def test_the_largest_logits_are_checked_by_themselves():
     q = jax.ShapeDtypeStruct((1, 8, 2, 64), "float32")
     problem = explain(q, q, q, return_max_logits=True).problem
     assert (
-        selfcheck.variant_of(fakes.REFERENCE, problem).scheme == "deterministic, the largest logits"
+        verdicts.variant_of(fakes.REFERENCE, problem).scheme == "deterministic, the largest logits"
     )
 
     def forward(*args):

@@ -7,6 +7,8 @@ import re
 
 import pytest
 
+from pallas_flash import backends
+
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "pallas_flash"
 
@@ -38,9 +40,10 @@ ORDER = [
     "devices.sharding",
     "vmap",
     "devices.call",
-    "machine.selfcheck",
-    "machine.comparison",
-    "machine.records",
+    "selection",
+    "selfcheck.verdicts",
+    "selfcheck.comparison",
+    "selfcheck.records",
     "autodiff",
     "derivative_modes",
     "lowering",
@@ -115,7 +118,7 @@ ORDER = [
     "devices.varying",
     "devices.__init__",
     "caches.__init__",
-    "machine.__init__",
+    "selfcheck.__init__",
 ]
 
 
@@ -150,6 +153,26 @@ def test_a_module_imports_only_from_below(name):
         assert ORDER.index(other) > ORDER.index(name), (
             f"{name} imports {other}, which stands above it"
         )
+
+
+BACKENDS = {backend.name for backend in backends.BACKENDS}
+
+
+@pytest.mark.parametrize("name", [name for name in ORDER if name != "backends"])
+def test_no_module_but_backends_decides_by_an_implementations_name(name):
+    def names_one(node):
+        constants = [x.value for x in ast.walk(node) if isinstance(x, ast.Constant)]
+        is_name = isinstance(node, ast.Attribute) and ast.unparse(node).endswith("backend.name")
+        return is_name or any(x in BACKENDS for x in constants if isinstance(x, str))
+
+    for node in ast.walk(ast.parse(modules()[name].read_text())):
+        if isinstance(node, ast.Compare):
+            compared = [node.left, *node.comparators]
+            assert not any(map(names_one, compared)), ast.unparse(node)
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            assert not any(map(names_one, node.args)), ast.unparse(node)
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("_replace"):
+            assert "name" not in [keyword.arg for keyword in node.keywords], ast.unparse(node)
 
 
 PUBLIC = ("pallas_flash", "pallas_flash.flax", "pallas_flash.accounting")

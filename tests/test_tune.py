@@ -34,7 +34,7 @@ def test_every_kernel_is_swept_by_its_own_pass_and_the_row_is_valid_tiles(capsys
 
 
 def test_a_candidate_that_is_wrong_or_raises_is_reported_and_never_the_row(capsys, monkeypatch):
-    triton = next(backend for backend in backends.BACKENDS if backend.name == "triton")
+    triton = backends.find("triton")
 
     def forward(problem, tiles, operands):
         o, lse = triton.forward(problem, tiles, operands)

@@ -60,7 +60,7 @@ def test_mypy_finds_nothing_in_the_examples(tmp_path, monkeypatch):
 
 
 def test_the_types_name_every_implementation():
-    assert set(typing.get_args(signatures.Implementation)) == {*backends.NAMES, "xla", "cudnn"}
+    assert set(typing.get_args(signatures.Implementation)) == {*backends.names(), "xla", "cudnn"}
 
 
 def _is_of_type(x, function, name):

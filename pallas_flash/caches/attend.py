@@ -3,7 +3,6 @@ gets them in order."""
 
 import dataclasses
 import functools
-import importlib
 from typing import NamedTuple
 
 import jax
@@ -19,17 +18,15 @@ from pallas_flash import (
     dispatch,
     lowering,
     quantised,
+    selection,
 )
 from pallas_flash.arguments import Problem
 from pallas_flash.backends import Backend
 from pallas_flash.caches import ragged
 from pallas_flash.devices import varying
-from pallas_flash.kernels import device, triton
-from pallas_flash.machine import comparison, selfcheck
 from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.mods.score_mod import BoundScoreMod
-
-IN_PLACE = ("hopper", "triton", "blockwise")  # read pages where they lie
+from pallas_flash.selfcheck import comparison, verdicts
 
 
 def attend(implementation, **call):
@@ -92,7 +89,7 @@ def _attend_batch(
         (k_pages.shape, v_pages.shape), None if k_scales is None else str(k_pages.dtype), is_ragged
     )
     backend = _chosen(problem, kind, implementation)
-    if _copies(backend.name, problem, kind):
+    if _copies(backend, problem, kind):
         copied = functools.partial(_in_order, problem, operands.resolved_mask, page_table, dtype)
         return dispatch.attend(
             implementation,
@@ -105,25 +102,20 @@ def _attend_batch(
     read = functools.partial(_in_place, problem, kind.page)
 
     def other(like, *arrays):
-        o, stats = read("blockwise", *arrays)
+        o, stats = read(backends.BLOCKWISE, *arrays)
         return o, lowering.like_kernels(stats, like[1], unit)
 
-    kernels, is_asked = (
-        functools.partial(read, backend.name),
-        selfcheck.asked_for(implementation) is not None,
-    )
-    o, stats = lowering.by_platform(backend, is_asked, kernels, other, operands, table, *scales)
+    kernels = functools.partial(read, backend)
+    is_requested = selection.requested(implementation) is not None
+    o, stats = lowering.by_platform(backend, is_requested, kernels, other, operands, table, *scales)
     numbers = autodiff.natural(unit, problem, operands, stats)
     return o, *jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2), numbers)
 
 
-def _in_place(problem: Problem, page: int, name: str, operands, table, *scales):
+def _in_place(problem: Problem, page: int, backend: Backend, operands, table, *scales):
     """What an implementation reads out of pages where they lie."""
-    module = importlib.import_module(
-        f"pallas_flash.{'' if name == 'blockwise' else 'kernels.'}{name}"
-    )
-    forward = importlib.import_module(f"{module.__name__}.decode").forward
-    return forward(problem, module.decode_tiles(problem, page), operands, table, *scales)
+    kernel = backend.paged
+    return kernel.forward(problem, kernel.tiles(problem, page), operands, table, *scales)
 
 
 def _in_order(problem: Problem, seen: ResolvedMask, table, dtype, pages, scales):
@@ -163,7 +155,7 @@ class Pages(NamedTuple):
         self, problem: Problem, choice: backends.Choice, operands: arguments.Operands, cotangents
     ):
         """Of keys and values that are put into pages, the last of a row first."""
-        if choice.backend.name == "reference":
+        if choice.backend.paged is None:
             return comparison.outputs(*autodiff.attend(problem, choice, operands))
         p = problem
         table = jnp.arange(p.batch * p.keys // self.page, dtype=jnp.int32).reshape(p.batch, -1)[
@@ -176,7 +168,7 @@ class Pages(NamedTuple):
             scales = (tuple(map(paged, scales)),)
         k, v = map(paged, kv)
         operands = operands._replace(key=k, value=v)
-        o, stats = _in_place(p, self.page, choice.backend.name, operands, table, *scales)
+        o, stats = _in_place(p, self.page, choice.backend, operands, table, *scales)
         return comparison.outputs(o, *autodiff.natural(choice.backend.unit(p), p, operands, stats))
 
     def exact(self, operands: arguments.Operands) -> arguments.Operands:
@@ -187,61 +179,30 @@ class Pages(NamedTuple):
         return comparison.exact(operands)
 
 
-def _copies(name: str, problem: Problem, pages: Pages) -> bool:
+def _copies(backend: Backend, problem: Problem, pages: Pages) -> bool:
     """Whether an implementation attends to a copy of the pages in order."""
-    p = problem
-    is_long = decode.why_not(p) is not None and not pages.is_ragged
-    # what nobody sees it does not read: a table may be much longer than its rows
-    if name == "blockwise":
-        return is_long and p.keys <= p.queries * p.group
-    return name not in IN_PLACE or is_long
+    if backend.paged is None:
+        return True
+    is_long = decode.why_not(problem) is not None and not pages.is_ragged
+    return is_long and backend.paged.copies_prompts(problem)
 
 
 def _chosen(problem: Problem, pages: Pages, implementation: str | None) -> Backend:
-    asked = selfcheck.asked_for(implementation)
-    if asked is not None and (why_not := _why_not(asked, problem, pages)):
-        cannot = f"implementation {asked!r} cannot run this call of paged_attention"
-        raise NotImplementedError(f"{cannot}: {why_not}. The call: {problem}.")
     # whatever the length
     decoding = dataclasses.replace(problem, keys=max(problem.keys, decode.KEYS))
 
+    def why_no_pages(backend):
+        if _copies(backend, problem, pages):
+            return None
+        return backend.paged.why_not(problem, pages.shapes, pages.stored)
+
     def wrong_here(backend):
-        copies = _copies(backend.name, problem, pages)
-        return (
-            selfcheck.why_not(backend, problem)
-            if copies
-            else selfcheck.why_not(backend, decoding, way=pages.way)
-        )
+        if _copies(backend, problem, pages):
+            return verdicts.why_not(backend, problem)
+        return verdicts.why_not(backend, decoding, way=pages.way)
 
-    here = lambda backend: _why_not(backend.name, problem, pages) or wrong_here(backend)
-    return backends.choose(problem, asked, here).backend
-
-
-def _why_not(name: str, problem: Problem, pages: Pages) -> str | None:
-    """Why an implementation does not read pages of this kind where they lie; None: it does, or it
-    copies them."""
-    page, stored = pages.page, pages.stored
-    if name == "blockwise" or _copies(name, problem, pages):
-        return None
-    if name == "hopper" and problem.score is not None:
-        return "its decoding takes no score_mod: triton and blockwise do"
-    if name == "hopper" and stored:
-        return (
-            f"wgmma multiplies pages as they lie, in {problem.dtype}; got {stored}: triton "
-            "and blockwise take them"
-        )
-    capability = device.compute_capability()
-    if stored == "float8_e4m3fn" and capability and capability < 8.9:
-        return (
-            "float8_e4m3fn needs an NVIDIA GPU of compute capability 8.9 or higher; this one "
-            f"has {capability}: int8 does not"
-        )
-    if name == "triton" and stored:
-        unread = (triton.why_no_index(f"pages in {stored}", shape) for shape in pages.shapes)
-        if why_not := next(filter(None, unread), None):
-            return why_not
-    if name == "hopper" and page % 64 and 64 % page:
-        return f"it takes pages of 8, 16, 32 or a multiple of 64 keys; got {page}"
-    if name == "hopper" and problem.value_size > 128:
-        return f"pages of values wider than 128 leave no registers; got {problem.value_size}"
-    return decode.why_not(problem)
+    name = selection.requested(implementation)
+    if name in backends.names() and (why_not := why_no_pages(backends.find(name))):
+        cannot = f"implementation {name!r} cannot run this call of paged_attention"
+        raise NotImplementedError(f"{cannot}: {why_not}. The call: {problem}.")
+    return selection.first(problem, name, lambda x: why_no_pages(x) or wrong_here(x)).backend

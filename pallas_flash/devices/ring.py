@@ -228,10 +228,9 @@ class RingPass(Pass):
 
 
 def wrap(choice: Choice, loop: Loop) -> Choice:
-    """The choice for a pair, as one for the whole ring."""
-    name = f"{choice.backend.name} in a ring"  # whose gradient has no derivative
+    """The choice for a pair, as one for the whole ring, whose gradient has no derivative."""
     choice = choice.wrap(RingPass, loop)
-    return choice._replace(backend=choice.backend._replace(name=name))
+    return choice._replace(backend=choice.backend._replace(second_derivatives="none"))
 
 
 def take_heads(x: Operands, heads: Slice) -> Operands:
@@ -348,7 +347,8 @@ def _backward(
     ring: RingPass, groups: int, heads: Slice, problem: Problem, tiles, x: Operands, lse, do, delta
 ):
     loop, wide, some = ring.loop, delta.dtype, take_heads(x, heads)
-    lse = lse._replace(dlse=None) if ring.backend.is_apart else lse  # a pair has some of the keys
+    if ring.backend.takes_row_scale:  # a pair has some of the keys
+        lse = lse._replace(dlse=None)
     zeros = lambda y: None if y is None else _zeros(x.query, y.shape, wide)
 
     def step(t, keys, mine, dkv):

@@ -5,11 +5,12 @@ import re
 import jax
 
 from pallas_flash.arguments import Problem
+from pallas_flash.decode import why_not as why_no_single_tile
 from pallas_flash.kernels import device
 from pallas_flash.kernels.hopper.tuning import decode_tiles, stored, stored_rows, tiles
 from pallas_flash.mods.bound import BoundMod
 
-__all__ = ["copies", "decode_tiles", "tiles", "why_not"]
+__all__ = ["copies", "decode_tiles", "tiles", "why_no_pages", "why_not"]
 
 
 def why_not(problem: Problem) -> str | None:
@@ -30,6 +31,24 @@ def why_not(problem: Problem) -> str | None:
             f"got {p.scale}"
         )
     return _why_not_here()
+
+
+def why_no_pages(problem: Problem, shapes: tuple, dtype: str | None) -> str | None:
+    """Why the kernels cannot read pages of these shapes where they lie, or None; `dtype` is that of
+    pages of 8 bits."""
+    page = shapes[0][1]
+    if problem.score is not None:
+        return "its decoding takes no score_mod: triton and blockwise do"
+    if dtype:
+        return (
+            f"wgmma multiplies pages as they lie, in {problem.dtype}; got {dtype}: triton and "
+            "blockwise take them"
+        )
+    if page % 64 and 64 % page:
+        return f"it takes pages of 8, 16, 32 or a multiple of 64 keys; got {page}"
+    if problem.value_size > 128:
+        return f"pages of values wider than 128 leave no registers; got {problem.value_size}"
+    return why_no_single_tile(problem)
 
 
 # What Mosaic GPU knows, as exactly as float32 asks for, of what a rule may be made of, or

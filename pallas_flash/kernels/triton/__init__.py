@@ -3,17 +3,18 @@
 import math
 
 from pallas_flash.arguments import Problem
+from pallas_flash.decode import why_not as why_no_single_tile
 from pallas_flash.kernels import device
 from pallas_flash.kernels.triton.tuning import decode_tiles, tiles
 
-__all__ = ["decode_tiles", "tiles", "why_no_index", "why_not"]
+__all__ = ["decode_tiles", "tiles", "why_no_pages", "why_not"]
 
 
 def why_not(problem: Problem) -> str | None:
     """Why the kernels cannot run a problem, or None."""
     if problem.dtype == "float64":
         return "the kernels sum in float32; got float64"
-    if problem.mask and (why_not := why_no_index("a dense mask", problem.mask)):
+    if problem.mask and (why_not := _why_no_index("a dense mask", problem.mask)):
         return why_not
     if max(problem.head_size, problem.value_size) > 256:
         return (
@@ -31,7 +32,20 @@ def why_not(problem: Problem) -> str | None:
     return None
 
 
-def why_no_index(what: str, shape: tuple[int, ...]) -> str | None:
+def why_no_pages(problem: Problem, shapes: tuple, dtype: str | None) -> str | None:
+    """Why the kernels cannot read pages of these shapes where they lie, or None; `dtype` is that of
+    pages of 8 bits."""
+    capability = device.compute_capability()
+    if dtype == "float8_e4m3fn" and capability and capability < 8.9:
+        return (
+            "float8_e4m3fn needs an NVIDIA GPU of compute capability 8.9 or higher; this one has "
+            f"{capability}: int8 does not"
+        )
+    unread = (_why_no_index(f"pages in {dtype}", shape) for shape in shapes if dtype)
+    return next(filter(None, unread), None) or why_no_single_tile(problem)
+
+
+def _why_no_index(what: str, shape: tuple[int, ...]) -> str | None:
     """Why an array of bytes cannot be read, or None."""
     if 2**31 < math.prod(shape) <= 2**32:  # from 2^32 bytes on the index has 64 bits
         return (

@@ -174,7 +174,6 @@ def _programs(
     backend: Backend, way: Way, small: Problem, operands: Operands, cotangents: tuple
 ) -> list[Callable]:
     """That of the kernels, and the reference's."""
-    reference = next(backend for backend in backends.BACKENDS if backend.name == "reference")
     wide = dataclasses.replace(small, dtype="float32")
 
     def program(results, problem, backend, *arrays):
@@ -183,7 +182,7 @@ def _programs(
         )
         return lambda: jax.device_get(run(*arrays))
 
-    wanted = program(results, wide, reference, way.exact(operands), exact(cotangents))
+    wanted = program(results, wide, backends.REFERENCE, way.exact(operands), exact(cotangents))
     return [program(way.results, small, backend, operands, cotangents), wanted]
 
 

@@ -1,5 +1,5 @@
-"""Whether this machine runs an implementation's own kernels right: tried once, before they are
-taken unasked on a GPU."""
+"""Whether this machine runs an implementation's kernels right: checked once, before a GPU runs them
+by default."""
 
 import concurrent.futures
 import dataclasses
@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 import jax
 
-from pallas_flash import backends, decode
+from pallas_flash import decode
 from pallas_flash.arguments import Problem
-from pallas_flash.backends import Backend, Choice
+from pallas_flash.backends import Backend
 from pallas_flash.kernels import device
-from pallas_flash.machine import comparison, records
-from pallas_flash.machine.comparison import FLASH_ATTENTION, Verdict, Way
+from pallas_flash.selfcheck import comparison, records
+from pallas_flash.selfcheck.comparison import FLASH_ATTENTION, Verdict, Way
 
 LIMIT = 300  # seconds; kernels that run longer hang
 AGAIN = 10  # times as long as it took, a check that could not be made waits before it is made again
@@ -26,64 +26,17 @@ AGAIN = 10  # times as long as it took, a check that could not be made waits bef
 _log = logging.getLogger("pallas_flash")
 
 
-# ---- what runs a call ----
-
-
-def choose(problem: Problem, implementation: str | None = None, check: bool = True) -> Choice:
-    """What was asked for, by the call or else the environment, or the first that is taken unasked
-    and not wrong on this machine. Without `check` nothing runs, and what was never checked counts
-    as right."""
-    return backends.choose(
-        problem, asked_for(implementation), lambda backend: why_not(backend, problem, check)
-    )
-
-
-def asked_for(implementation: str | None = None) -> str | None:
-    """The implementation that a call names, or else PALLAS_FLASH_IMPLEMENTATION."""
-    if implementation not in (None, *backends.OF_JAX_NN):
-        return implementation
-    name = os.environ.get("PALLAS_FLASH_IMPLEMENTATION") or None
-    if name is not None and name not in backends.NAMES:
-        raise ValueError(
-            f"PALLAS_FLASH_IMPLEMENTATION must be unset or one of {', '.join(backends.NAMES)}; got "
-            f"{name!r}."
-        )
-    return name
-
-
 def why_not(
     backend: Backend, problem: Problem, check: bool = True, way: Way = FLASH_ATTENTION
 ) -> str | None:
-    """Why the kernels are not taken unasked on this machine; None where they are right or
-    trusted."""
+    """Why this machine does not run the kernels by default; None: they are right or trusted."""
     verdict = _verdict(backend, problem, check, way)
     return verdict and verdict.why_not
 
 
-def reasons(
-    problem: Problem, choice: Choice, implementation: str | None
-) -> tuple[dict[str, str], str | None]:
-    """For each implementation that `choose` did not take, why; and on what condition it took the
-    one it took."""
-    asked, conditions = asked_for(implementation), []
-    if implementation in backends.OF_JAX_NN:
-        conditions.append(
-            f"chosen: {implementation!r} is a name of jax.nn, and chooses as None does"
-        )
-    why = backends.why_not_taken(
-        problem,
-        choice.backend,
-        asked is not None,
-        lambda backend: why_not(backend, problem, check=False),
-    )
-    if asked is None and not _verdict(choice.backend, problem, False, FLASH_ATTENTION):
-        conditions.append(
-            "if this machine's check finds it right: the first call checks it, or python -m "
-            "pallas_flash"
-        )
-    elif asked not in (None, implementation):
-        conditions.append("as PALLAS_FLASH_IMPLEMENTATION asks")
-    return why, ", ".join(conditions) or None
+def is_known(backend: Backend, problem: Problem) -> bool:
+    """Whether `why_not` would check nothing."""
+    return _verdict(backend, problem, False, FLASH_ATTENTION) is not None
 
 
 # ---- what is known of the kernels ----

@@ -1,1 +1,0 @@
-"""Which kernels are right on this machine: found by trying, and kept."""
