@@ -1,57 +1,170 @@
-"""What FEATURES.md says works with what is so."""
+"""FEATURES.md: what works with what. Its tables are what running every feature on every
+implementation under every transformation gives, compared with the reference.
 
+WRITE_FEATURES=1 python -m pytest -n 0 tests/test_features.py -k written
+
+writes the file anew, in some minutes.
+"""
+
+import contextlib
+import os
+import pathlib
 import re
 
 import jax
+import numpy as np
 import pytest
+from features.calls import FEATURES, INPUTS, TOGETHER, Call, arrays
+from features.transformations import TRANSFORMATIONS, strict
 from selection import whole_but
 
+from pallas_flash import explain
 from pallas_flash.accounting import GPUS
-from scripts import features
-from scripts.combined import calls
-from scripts.combined.calls import FEATURES
-from scripts.combined.transformations import TRANSFORMATIONS, strict
 from scripts.gpu_code import as_if_on
+
+FILE = pathlib.Path(__file__).resolve().parents[1] / "pallas_flash" / "FEATURES.md"
+RUN_HERE = ("triton", "blockwise", "reference", "flash1", "standard")
+YES, ACCEPTED = "yes", "accepted"
+TOLERANCE = dict(float32=3e-5, bfloat16=3e-2)
+TEXT = """# What works with what
+
+Made by `tests/test_features.py`, which runs every cell that says yes and compares the result with
+the dense reference. All features of the first table hold at once, and under every row of the second
+table that says yes: each program that is run has all features that the implementation supports,
+grouped heads, a length that no block size divides, a value head size other than the key's, and the
+log-sum-exp. `hopper` has not run on hardware: *accepted* means that `explain` takes the call for an
+H200, and the kernels' own tests run in jax's GPU interpreter. The second table therefore has no
+column for it. A union and a complement of masks are the operators `|` and `~`.
+
+| a call with | `hopper` | {header} |
+{features}
+
+| under | {header} |
+{transformations}
+
+Exceptions:
+
+{exceptions}
+"""
+
+
+def refused(implementation: str) -> dict[str, str]:
+    """The features that an implementation refuses, and why."""
+    x, reasons = inputs(implementation), {}
+    hopper = implementation == "hopper"
+    with as_if_on(GPUS["H200"]) if hopper else contextlib.nullcontext():
+        for feature in FEATURES:
+            options = Call(implementation, (feature,)).options(x)
+            try:
+                explain(*(x[name] for name in INPUTS), **options)
+            except NotImplementedError as error:
+                reasons[feature] = reason(error)
+    return reasons
+
+
+def verdict(implementation: str, transformation: str) -> str:
+    """YES if all features that an implementation supports are right together under a
+    transformation, else why it is refused."""
+    how = TRANSFORMATIONS[transformation]
+    left_out = {*refused(implementation), *how.exceptions}
+    for together in TOGETHER:
+        features = tuple(name for name in together if name not in left_out)
+        try:
+            got = how.run(Call(implementation, features), inputs(implementation))
+        except NotImplementedError as error:
+            return reason(error)
+        expected = how.plain(Call("reference", features), arrays())
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+            size = max(1, np.max(np.abs(b), where=np.isfinite(b), initial=0))
+            tolerance = TOLERANCE[str(a.dtype)] * size
+            a = np.asarray(a, np.float32)
+            np.testing.assert_allclose(a, b, rtol=0, atol=tolerance, err_msg=str(features))
+    return YES
+
+
+def reason(error: NotImplementedError) -> str:
+    found = re.search(r"cannot run this call: (.*)\. The call: ", str(error))
+    return found.group(1) if found else str(error)
+
+
+def inputs(implementation: str):
+    return arrays("bfloat16" if implementation == "hopper" else "float32")
+
+
+# ---- the file ----
+
+
+def text() -> str:
+    columns = ("hopper", *RUN_HERE)
+    reasons = {name: refused(name) for name in columns}
+    supported = {name: ACCEPTED if name == "hopper" else YES for name in columns}
+    features = {f: [reasons[i].get(f, supported[i]) for i in columns] for f in FEATURES}
+    return TEXT.format(
+        header=" | ".join(f"`{name}`" for name in RUN_HERE),
+        features=table(features),
+        transformations=table({t: [verdict(i, t) for i in RUN_HERE] for t in TRANSFORMATIONS}),
+        exceptions="\n".join(f"* {line}" for line in exceptions()),
+    )
+
+
+def table(rows: dict[str, list[str]]) -> str:
+    """Each reason stands once, below the table, and its number in the cells."""
+    cells = [cell for row in rows.values() for cell in row if cell not in (YES, ACCEPTED)]
+    reasons = list(dict.fromkeys(cells))
+    cell = lambda text: f"no ({reasons.index(text) + 1})" if text in reasons else text
+    lines = [["---"] * (1 + len(next(iter(rows.values()))))]
+    lines += [[name, *map(cell, row)] for name, row in rows.items()]
+    notes = (f"{number}. {text}" for number, text in enumerate(reasons, 1))
+    return "\n".join([*(f"| {' | '.join(line)} |" for line in lines), "", *notes])
+
+
+def exceptions() -> list[str]:
+    how = TRANSFORMATIONS.items()
+    return [f"{f} under {t}: {why}" for t, x in how for f, why in x.exceptions.items()]
 
 
 def stated(head: str) -> dict[str, dict[str, str]]:
-    """The rows of the table with this head: what each says of each implementation, a sentence in
+    """The rows of the table with this head: what each says of each implementation, a reason in
     place of its number."""
-    table = features.FILE.read_text().split(f"| {head} |")[1].split("\n", 1)[1].split("\n\n")
+    header, rest = FILE.read_text().split(f"| {head} |")[1].split("\n", 1)
+    columns = re.findall(r"`(\w+)`", header)
+    lines, notes, *_ = rest.split("\n\n")
+    reasons = re.findall(r"^\d+\. (.*)$", notes, re.M)
+    said = lambda cell: reasons[int(cell[4:-1]) - 1] if cell.startswith("no (") else cell
     rows = [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in table[0].splitlines()[1:]
+        [cell.strip() for cell in line.strip("|").split("|")] for line in lines.splitlines()[1:]
     ]
-    sentences = re.findall(r"^\d+\. (.*)$", table[1], re.M)
-    said = lambda cell: sentences[int(cell[4:-1]) - 1] if cell.startswith("no (") else cell
-    return {
-        name: dict(zip(features.IMPLEMENTATIONS, map(said, cells), strict=True))
-        for name, *cells in rows
-    }
+    return {name: dict(zip(columns, map(said, cells), strict=True)) for name, *cells in rows}
+
+
+# ---- the tests ----
+
+
+@pytest.mark.skipif("WRITE_FEATURES" not in os.environ, reason="WRITE_FEATURES=1 writes the file")
+def test_the_file_is_written():
+    FILE.write_text(text())
 
 
 def test_the_tables_have_every_row():
     assert list(stated("a call with")) == list(FEATURES)
     assert list(stated("under")) == list(TRANSFORMATIONS)
+    assert all(f"* {line}\n" in FILE.read_text() for line in exceptions())
 
 
-@pytest.mark.parametrize("implementation", features.IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", ["hopper", *RUN_HERE])
 def test_what_an_implementation_refuses_is_refused_in_the_words_of_the_table(implementation):
     if implementation == "hopper" and jax.__version_info__ < (0, 11, 2):
         pytest.skip("its kernels need jax 0.11.2")
     said = {name: row[implementation] for name, row in stated("a call with").items()}
-    assert features.refused(implementation) == {
-        k: v for k, v in said.items() if v not in (features.YES, features.UNSEEN)
-    }
+    assert refused(implementation) == {k: v for k, v in said.items() if v not in (YES, ACCEPTED)}
 
 
-EACH = [
-    (name, implementation) for name in TRANSFORMATIONS for implementation in ("blockwise", "triton")
-]
+EACH = [(name, implementation) for name in TRANSFORMATIONS for implementation in RUN_HERE[:2]]
 FEW = [
     (name, "blockwise") for name in ("`grad`", "64 bits, strict promotion", "a mesh, explicit axes")
 ]
-# as for those: the script runs all of them
-SAME = [("`grad`", name) for name in ("reference", "flash1", "standard")]
+# the others run in full where the file is written
+SAME = [("`grad`", name) for name in RUN_HERE[2:]]
 
 
 @pytest.mark.parametrize(("transformation", "implementation"), whole_but([*EACH, *SAME], *FEW))
@@ -59,41 +172,15 @@ def test_all_that_an_implementation_takes_is_right_together_or_refused_in_the_wo
     transformation, implementation
 ):
     assert (
-        features.verdict(implementation, transformation)
-        == stated("under")[transformation][implementation]
+        verdict(implementation, transformation) == stated("under")[transformation][implementation]
     )
-
-
-@pytest.mark.parametrize("devices", [1, 2])
-def test_with_few_devices_a_mesh_of_more_is_left_out_and_says_so(devices, monkeypatch):
-    monkeypatch.setattr(jax, "devices", lambda: [None] * devices)
-    left_out = {
-        name: features.verdict("blockwise", name)
-        for name, of in TRANSFORMATIONS.items()
-        if of.devices > devices
-    }
-    meshes = dict.fromkeys(
-        ("a mesh, explicit axes", "a mesh, Auto axes", "rows on an explicit axis"),
-        "(needs 4 devices)",
-    )
-    assert left_out == meshes | (
-        dict.fromkeys(["`shard_map`"], "(needs 2 devices)") if devices < 2 else {}
-    )
-    assert "| (needs 4 devices) |" in features._table("under", {"a mesh": left_out})
 
 
 @pytest.mark.whole
 @pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="its kernels need jax 0.11.2")
 def test_hopper_lowers_all_that_it_takes_with_64_bits_and_strict_promotion():
-    used, refused = calls.arrays("bfloat16"), features.refused("hopper")
-    for together in calls.TOGETHER:
-        call = calls.Call("hopper", tuple(name for name in together if name not in refused))
+    used, reasons = arrays("bfloat16"), refused("hopper")
+    for together in TOGETHER:
+        call = Call("hopper", tuple(name for name in together if name not in reasons))
         with as_if_on(GPUS["H200"]), strict():
             jax.jit(call.gradients).trace(used).lower(lowering_platforms=("cuda",))
-
-
-def test_what_means_something_else_under_a_transformation_is_told_apart():
-    text = features.FILE.read_text()
-    for name, of in TRANSFORMATIONS.items():
-        for feature, why in of.apart.items():
-            assert f"* {feature} under {name}: {why}" in text

@@ -54,6 +54,8 @@ FEATURES = {
     "`mask`: `masks.MaskMod`": Feature(
         {}, lambda x: dict(mask=masks.MaskMod(lambda b, h, q, k: (q + 2 * k + h + b) % 5 > 0))
     ),
+    "`mask`: union of two": Feature({}, lambda x: dict(mask=masks.Window(7, 4) | masks.Dilated(2))),
+    "`mask`: complement of one": Feature({}, lambda x: dict(mask=~masks.Dilated(7))),
     "`mask`: an array": Feature(dict(mask="B1TS"), lambda x: dict(mask=x["mask"])),
     "`bias`": Feature(dict(bias="1NTS"), lambda x: dict(bias=x["bias"])),
     "`scale` by head, learned": Feature(dict(scale="N"), lambda x: dict(scale=x["scale"])),
@@ -61,16 +63,16 @@ FEATURES = {
     "`score_mod`, a learned table": Feature(
         dict(table="MR"), lambda x: dict(score_mod=_by_distance(x["table"]))
     ),
-    "`score_mod`, a learned number by head": Feature(
+    "`score_mod`, a learned scalar by head": Feature(
         dict(slopes="M"), lambda x: dict(score_mod=_by_head(x["slopes"]))
     ),
     "`sinks`": Feature(dict(sinks="N"), lambda x: dict(sinks=x["sinks"])),
     "dropout": Feature({}, lambda x: dict(dropout_rate=0.3, dropout_rng=jax.random.key(1))),
     "`return_max_logits`": Feature({}, lambda x: dict(return_max_logits=True)),
 }
-# the call has another mask and score_mod
-APART = "`mask`: an array", "`score_mod`, a learned number by head"
-TOGETHER = (tuple(name for name in FEATURES if name not in APART), APART)
+# A call has one mask array or other masks, and one score_mod: two calls have all features.
+SECOND = "`mask`: an array", "`score_mod`, a learned scalar by head"
+TOGETHER = (tuple(name for name in FEATURES if name not in SECOND), SECOND)
 LETTERS = dict(query="BTNH", key="BSKH", value="BSKV") | {
     k: v for f in FEATURES.values() for k, v in f.arrays.items()
 }
@@ -98,8 +100,8 @@ def arrays(dtype="float32") -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """flash_attention with some features, as a function of a dict of arrays; gives (o, lse), and
-    what else is asked for."""
+    """flash_attention with some features, as a function of a dict of arrays; gives (o, lse) and
+    the largest logits where a feature returns them."""
 
     implementation: str
     features: tuple[str, ...]
@@ -117,9 +119,9 @@ class Call:
         return flash_attention(*(x[name] for name in INPUTS), **self.options(x))
 
     def loss(self, x):
-        o, *numbers = self(x)
+        o, *statistics = self(x)
         return jnp.sum(jnp.sin(o.astype(jnp.float32))) + sum(
-            jnp.sum(jnp.where(n == -jnp.inf, 0.0, n)) for n in numbers
+            jnp.sum(jnp.where(n == -jnp.inf, 0.0, n)) for n in statistics
         )
 
     def gradients(self, x):

@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from features.calls import INPUTS, LETTERS, Call
 from jax import export
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_flash import flash_attention_jvp
 from pallas_flash.accounting import GPUS
-from scripts.combined.calls import INPUTS, LETTERS, Call
 from scripts.gpu_code import as_if_on
 
 NO_TRITON = (
@@ -22,12 +22,11 @@ NO_TRITON = (
 
 
 class Transformation(NamedTuple):
-    """What is done to a call. `run` is compared with `plain` of the reference."""
+    """`run` transforms a call; its result must be that of `plain` with the reference."""
 
     run: Callable[[Call, dict], Any]
     plain: Callable[[Call, dict], Any]
-    apart: dict[str, str] = {}  # features that mean something else under it, and what
-    devices: int = 1  # that it needs
+    exceptions: dict[str, str] = {}  # features that mean something else under it, and what
 
 
 def _stacked(x):
@@ -88,10 +87,12 @@ def _forward_over_reverse(call, x):
 
 def _reverse_over_reverse(call, x):
     learned, rest = call.split(x)
-    of = lambda learned: sum(
-        jnp.sum(jnp.sin(g)) for g in jax.tree.leaves(call.gradients(learned | rest))
-    )
-    return jax.jit(jax.grad(of))(learned)
+
+    def loss(learned):
+        gradients = jax.tree.leaves(call.gradients(learned | rest))
+        return sum(jnp.sum(jnp.sin(g)) for g in gradients)
+
+    return jax.jit(jax.grad(loss))(learned)
 
 
 def _layers(in_scan):
@@ -194,12 +195,17 @@ def _used(call, x):
     return learned | rest
 
 
-forward, gradients = (
-    (lambda call, x: jax.jit(call)(x)),
-    (lambda call, x: jax.jit(call.gradients)(x)),
-)
-BY_HEAD, BY_ROW = dict(B="one", N="other", K="other"), dict(B="one", T="other", S="other")
-OF_ITS_OWN = "each device counts its batch rows from 0"
+def forward(call, x):
+    return jax.jit(call)(x)
+
+
+def gradients(call, x):
+    return jax.jit(call.gradients)(x)
+
+
+BY_HEAD = dict(B="one", N="other", K="other")
+BY_ROW = dict(B="one", T="other", S="other")
+BATCH_FROM_0 = "each device counts its batch rows from 0"
 TRANSFORMATIONS = {
     "`jit`": Transformation(forward, lambda call, x: call(x)),
     "`grad`": Transformation(gradients, gradients),
@@ -215,17 +221,10 @@ TRANSFORMATIONS = {
     "`jax.export` through bytes": Transformation(_export, gradients),
     "64 bits, strict promotion": Transformation(_strict, gradients),
     "donated arguments": Transformation(_donated, gradients),
-    "a mesh, explicit axes": Transformation(
-        _on_mesh(AxisType.Explicit, **BY_HEAD), gradients, devices=4
-    ),
-    "a mesh, Auto axes": Transformation(_on_mesh(AxisType.Auto, **BY_HEAD), gradients, devices=4),
-    "rows on an explicit axis": Transformation(
-        _on_mesh(AxisType.Explicit, **BY_ROW), gradients, devices=4
-    ),
+    "a mesh, explicit axes": Transformation(_on_mesh(AxisType.Explicit, **BY_HEAD), gradients),
+    "a mesh, Auto axes": Transformation(_on_mesh(AxisType.Auto, **BY_HEAD), gradients),
+    "rows on an explicit axis": Transformation(_on_mesh(AxisType.Explicit, **BY_ROW), gradients),
     "`shard_map`": Transformation(
-        _shard_map,
-        forward,
-        {"dropout": OF_ITS_OWN, "`mask`: `masks.MaskMod`": OF_ITS_OWN},
-        devices=2,
+        _shard_map, forward, {"dropout": BATCH_FROM_0, "`mask`: `masks.MaskMod`": BATCH_FROM_0}
     ),
 }
