@@ -1,36 +1,29 @@
-"""python scripts/draw_design.py [--out DIR] [--format svg|png]
+"""python scripts/draw_design.py [--out DIR]
 
 Draws the pictures of pallas_flash/DESIGN.md: tiles, memory, timeline. Nothing in them is placed or
-counted by hand: the tiles come from the package's own schedule, the bytes from formulas, the
-timeline from a simulation. Same code, same files.
+counted by hand: the tiles are those of `create_block_mask`, the bytes come from formulas, the
+timeline from a model of the GPU's units.
 """
 
 import argparse
-import collections
-import heapq
-import itertools
 import math
 import pathlib
+import sys
 from typing import NamedTuple
 
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch, PathPatch, Rectangle
-from matplotlib.path import Path
-from matplotlib.transforms import Affine2D
+from matplotlib.patches import Patch
 
-from pallas_flash import accounting, masks, schedule
+# scripts/ is no installed package
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+from pallas_flash import accounting, masks
+from scripts.draw_mask import LEGEND, draw_blocks
 
 FOLDER = pathlib.Path(__file__).parents[1] / "pallas_flash" / "design"
-BLUE, AMBER, GREEN, PURPLE, GRAY, INK = (
-    "#3b76af",
-    "#f0b040",
-    "#5aa469",
-    "#9467bd",
-    "#e9e9e9",
-    "#222222",
-)
+BLUE, AMBER, GREEN, INK = "#3b76af", "#f0b040", "#5aa469", "#222222"
 
 
 def main(argv=None):
@@ -38,147 +31,76 @@ def main(argv=None):
     parser.add_argument(
         "--out", type=pathlib.Path, metavar="DIR", default=FOLDER, help="folder of the pictures"
     )
-    parser.add_argument(
-        "--format", choices=("svg", "png"), default="svg", help="DESIGN.md shows svg, the default"
-    )
     args = parser.parse_args(argv)
-    args.out.mkdir(parents=True, exist_ok=True)
     for name, draw in dict(tiles=draw_tiles, memory=draw_memory, timeline=draw_timeline).items():
         with matplotlib.rc_context({"font.size": 9, "svg.hashsalt": name, "text.color": INK}):
-            options = (
-                dict(metadata=dict(Date=None, Creator=None))
-                if args.format == "svg"
-                else dict(dpi=110)
-            )
-            draw().savefig(args.out / f"{name}.{args.format}", facecolor="white", **options)
-        print(f"written  {args.out / name}.{args.format}")
+            path = args.out / f"{name}.svg"
+            draw().savefig(path, facecolor="white", metadata=dict(Date=None, Creator=None))
+        print(f"written  {path}")
 
 
-# ---- tiles: what the schedule visits ----
+# ---- tiles: which of them a mask visits ----
 
 LENGTH, BLOCK = 96, 8  # queries and keys, and both of a tile
-START, STOP = (
-    dict(color=INK, linewidth=1.4, linestyle=(0, (2, 1.2))),
-    dict(color=INK, linewidth=1.4),
-)
 
 
-class Visits(NamedTuple):
-    """What one mask makes of the tiles of one head."""
-
-    blocks: np.ndarray  # [query tiles, 4], schedule.Blocks
-    start: np.ndarray  # [T]
-    stop: np.ndarray
-
-    def kind(self, i: int, j: int) -> str:
-        first, full_first, full_last, last = self.blocks[i]
-        if not first <= j < last:
-            return "skipped"
-        return "full" if full_first <= j < full_last else "masked"
-
-
-def example_masks() -> dict[str, list[masks.Mask]]:
+def example_masks() -> dict[str, masks.Mask]:
     ids = np.repeat(np.arange(4), [20, 36, 12, 28])[None].astype(np.int32)
-    whole = lambda n: np.array([n], np.int32)
+    length = lambda n: np.array([n], np.int32)
+    documents = masks.Documents(ids, ids)
     return {
-        "causal": [masks.Causal()],
-        "causal window (30, 0)": [masks.Causal(), masks.Window(30, 0)],
-        "window (20, 12)": [masks.Window(20, 12)],
-        "documents": [masks.Documents(ids, ids)],
-        "documents, causal": [masks.Documents(ids, ids), masks.Causal()],
-        "lengths: 70 queries, 60 keys": [
-            masks.QueryLengths(whole(70)),
-            masks.KeyLengths(whole(60)),
-        ],
+        "causal": masks.Causal(),
+        "causal window (30, 0)": masks.Causal() & masks.Window(30, 0),
+        "window (20, 12)": masks.Window(20, 12),
+        "documents": documents,
+        "documents, causal": documents & masks.Causal(),
+        "lengths: 70 queries, 60 keys": masks.QueryLengths(length(70))
+        & masks.KeyLengths(length(60)),
     }
 
 
-def visits(rules: list[masks.Mask]) -> Visits:
-    resolved_mask = masks.resolve(rules, 1, LENGTH, LENGTH, 0)
-    rows = resolved_mask.narrow(masks.ResolvedMask.BY_BATCH, lambda x: x[:, None])
-    start, stop = (
-        np.broadcast_to(end, (1, LENGTH))[0] for end in rows.interval(np.arange(LENGTH)[None])
-    )
-    tiled = lambda x: None if x is None else np.broadcast_to(x, (1, LENGTH))[0].reshape(-1, BLOCK)
-    blocks = schedule.key_blocks(
-        tiled(start), tiled(stop), tiled(resolved_mask.contiguous), BLOCK, axis=-1
-    )
-    return Visits(np.stack(blocks, -1), start, stop)
+def block_mask(mask: masks.Mask) -> masks.BlockMask:
+    return masks.create_block_mask(mask, LENGTH, LENGTH, block=BLOCK)
 
 
 def draw_tiles() -> Figure:
-    figure = Figure(figsize=(10, 7.3))
-    colors = dict(full=BLUE, masked=AMBER, skipped=GRAY)
-    for number, (name, rules) in enumerate(example_masks().items()):
-        column, row = number % 3, number // 3
-        axes = figure.add_axes((0.06 + 0.32 * column, 0.53 - 0.475 * row, 0.27, 0.27 * 10 / 7.3))
-        seen = visits(rules)
-        squares = {kind: [] for kind in colors}
-        for i, j in np.ndindex(LENGTH // BLOCK, LENGTH // BLOCK):
-            squares[seen.kind(i, j)].append(
-                Path.unit_rectangle().transformed(Affine2D().translate(j, i).scale(BLOCK))
-            )
-        for kind, paths in squares.items():
-            axes.add_patch(
-                PathPatch(
-                    Path.make_compound_path(*paths),
-                    facecolor=colors[kind],
-                    edgecolor="white",
-                    linewidth=1,
-                )
-            )
-        rows = np.arange(LENGTH + 1)
-        for end, line in ((seen.start, START), (np.maximum(seen.start, seen.stop), STOP)):
-            axes.plot(np.append(end, end[-1]), rows, drawstyle="steps-pre", **line)
-        full, masked, skipped = (len(squares[kind]) for kind in ("full", "masked", "skipped"))
-        title = (
-            f"{name}\n{full + masked} of {full + masked + skipped} tiles visited, {masked} masked"
-        )
-        axes.set_title(title, fontsize=9.5)
-        axes.set(
-            xlim=(0, LENGTH),
-            ylim=(LENGTH, 0),
-            xticks=range(0, LENGTH + 1, 24),
-            yticks=range(0, LENGTH + 1, 24),
-        )
-        axes.tick_params(labelsize=8)
-        if row == 1:
-            axes.set_xlabel("key")
-        if column == 0:
-            axes.set_ylabel("query")
-    words = dict(
-        full="visited, no mask needed",
-        masked="visited, masked",
-        skipped="skipped: no load, no product",
-    )
-    handles = [Patch(color=colors[kind], label=text) for kind, text in words.items()]
-    for line, text in ((START, "start of a query's keys"), (STOP, "stop")):
-        handles += axes.plot([], [], label=text, **line)
-    figure.legend(
-        handles=handles, loc="upper center", ncols=5, frameon=False, fontsize=9, columnspacing=1.5
-    )
+    figure = Figure(figsize=(10, 7.4))
+    place = dict(left=0.06, right=0.99, top=0.9, bottom=0.06, hspace=0.32, wspace=0.2)
+    grid = figure.subplots(2, 3, gridspec_kw=place).ravel()
+    for axes, (name, mask) in zip(grid, example_masks().items(), strict=True):
+        tiles = block_mask(mask)
+        counts = tiles.counts()
+        visited = counts["partial"] + counts["full"]
+        draw_blocks(axes, np.asarray(tiles.second.block_types)[0, 0], tiles.second)
+        title = f"{visited} of {sum(counts.values())} tiles visited, {counts['partial']} masked"
+        axes.set_title(f"{name}\n{title}", fontsize=9.5)
+        axes.set(xticks=range(0, LENGTH + 1, 24), yticks=range(0, LENGTH + 1, 24))
+    for axes in grid[3:]:
+        axes.set_xlabel("key")
+    for axes in grid[::3]:
+        axes.set_ylabel("query")
+    figure.legend(handles=LEGEND, loc="upper center", ncols=3, frameon=False)
     return figure
 
 
 # ---- memory: where things are, and what moves ----
 
-
 GPUS = {"A100": accounting.GPUS["A100-80GB"], "H200": accounting.GPUS["H200"]}
 L2_RATE = {"A100": 5120}  # bytes a clock, of NVIDIA's whitepaper; the H200's is not published
 
 
-def sizes(name: str) -> list[str]:
-    """Size and bandwidth of a GPU's memories, from the fastest level to the slowest."""
+def memories(name: str) -> list[str]:
+    """Size and bandwidth of a GPU's memories, from the fastest to the slowest."""
     gpu = GPUS[name]
-    whole = lambda size: f"{gpu.cores} x {size >> 10} KB = {gpu.cores * size / 2**20:.0f} MB"
+    total = lambda size: f"{gpu.cores} x {size >> 10} KB = {gpu.cores * size / 2**20:.0f} MB"
     rate = lambda bandwidth: f"{bandwidth / 1e12:.1f} TB/s"
+    l2 = rate(L2_RATE[name] * gpu.clock) if name in L2_RATE else "rate not published"
     return [
-        whole(4 * gpu.registers),
+        f"{name}  {total(4 * gpu.registers)}",
         # a core moves 128 bytes a clock
-        f"{whole(gpu.shared_memory)}, {rate(128 * gpu.cores * gpu.clock)}",
-        f"{gpu.l2 >> 20} MB, "
-        f"{rate(L2_RATE[name] * gpu.clock) if name in L2_RATE else 'rate not published'}",
-        f"{gpu.memory >> 30} GB, {rate(gpu.bandwidth)}",
+        f"{name}  {total(gpu.shared_memory)}, {rate(128 * gpu.cores * gpu.clock)}",
+        f"{name}  {gpu.l2 >> 20} MB, {l2}",
+        f"{name}  {gpu.memory >> 30} GB, {rate(gpu.bandwidth)}",
     ]
 
 
@@ -216,110 +138,91 @@ def moved_flash2(z: Sizes, block_q: int) -> Moved:
     return Moved(dict(q=T * H, k=tiles * S * H, v=tiles * S * H), dict(o=T * H, lse=T))
 
 
-# a head of 16-bit elements, and the queries of a tile in generations 2 and 3
+# a head of 16-bit elements, and the queries of a tile in FlashAttention 2 and 3
 EXAMPLE, ROWS = Sizes(4096, 4096, 128), 128
-SRAM = GPUS["A100"].shared_memory // 2  # elements: generation 1's M
-
-
-class Generation(NamedTuple):
-    name: str
-    where: tuple[str, str, str, str]  # arrays in registers, shared memory, L2 and HBM
-    formula: str
-    moved: Moved
-
-
-def generations() -> list[Generation]:
-    rows, inputs = "$S_{ij}\\ \\ P_{ij}\\ \\ O_i\\ \\ m_i\\ \\ l_i$", "Q  K  V  O"
-    query_tiles = "$2\\,SH$ for each of\n$T\\,/\\,B_r$ query tiles"
-    return [
-        Generation(
-            "standard:\nthree kernels",
-            (
-                "tiles of a product",
-                "tiles of its operands,\nrows of S",
-                "S  P\nas far as they fit",
-                f"{inputs}\nS  P",
-            ),
-            "$6\\,TS$",
-            moved_standard(EXAMPLE),
-        ),
-        Generation(
-            "FlashAttention 1:\nkey tiles outside",
-            (
-                "$S_{ij}\\ \\ P_{ij}$",
-                "$K_j\\ \\ V_j$\n$Q_i\\ \\ O_i\\ \\ m_i\\ \\ l_i$",
-                "Q  O  m  l\nfor every key tile",
-                f"{inputs}\nm  l",
-            ),
-            "$3\\,TH$ for each of\n$4\\,SH\\,/\\,M$ key tiles",
-            moved_flash1(EXAMPLE, SRAM),
-        ),
-        Generation(
-            "FlashAttention 2:\nquery tiles outside",
-            (f"$Q_i$\n{rows}", "$K_j\\ \\ V_j$", "K  V\nfor every query tile", f"{inputs}\nlse"),
-            query_tiles,
-            moved_flash2(EXAMPLE, ROWS),
-        ),
-        Generation(
-            "FlashAttention 3:\nroles, rings of slots",
-            (
-                rows,
-                "$Q_i$\nrings of $K_j$ and $V_j$",
-                "K  V of the heads\nthat run together",
-                f"{inputs}\nlse",
-            ),
-            query_tiles,
-            moved_flash2(EXAMPLE, ROWS),
-        ),
-    ]
+SRAM = GPUS["A100"].shared_memory // 2  # elements: FlashAttention 1's M
+LEVELS = {"registers": "#fde0b8", "shared memory": "#fbeecb", "L2 cache": "#dfeaf4"}
+LEVELS |= {"HBM": "#c3d7ea"}
+STATE, INPUTS = "$S_{ij}$  $P_{ij}$  $O_i$  $m_i$  $l_i$", "Q  K  V  O"
+QUERY_TILES = "$2\\,SH$ for each of\n$T\\,/\\,B_r$ query tiles"
+# For each generation the arrays at each level of memory, what crosses between shared memory and L2,
+# and its amount.
+GENERATIONS = {
+    "standard:\nthree kernels": (
+        "tiles of a product",
+        "tiles of its operands,\nrows of S",
+        "S  P\nas far as they fit",
+        f"{INPUTS}\nS  P",
+        "$6\\,TS$",
+        moved_standard(EXAMPLE),
+    ),
+    "FlashAttention 1:\nkey tiles outside": (
+        "$S_{ij}$  $P_{ij}$",
+        "$K_j$  $V_j$\n$Q_i$  $O_i$  $m_i$  $l_i$",
+        "Q  O  m  l\nfor every key tile",
+        f"{INPUTS}\nm  l",
+        "$3\\,TH$ for each of\n$4\\,SH\\,/\\,M$ key tiles",
+        moved_flash1(EXAMPLE, SRAM),
+    ),
+    "FlashAttention 2:\nquery tiles outside": (
+        f"$Q_i$\n{STATE}",
+        "$K_j$  $V_j$",
+        "K  V\nfor every query tile",
+        f"{INPUTS}\nlse",
+        QUERY_TILES,
+        moved_flash2(EXAMPLE, ROWS),
+    ),
+    "FlashAttention 3:\nwarp-specialized": (
+        STATE,
+        "$Q_i$\nrings of $K_j$ and $V_j$",
+        "K  V of the heads\nthat run together",
+        f"{INPUTS}\nlse",
+        QUERY_TILES,
+        moved_flash2(EXAMPLE, ROWS),
+    ),
+}
 
 
 def draw_memory() -> Figure:
-    width, height = 11, 6.9
-    figure = Figure(figsize=(width, height))
-    axes = figure.add_axes((0, 0, 1, 1))
-    axes.set(xlim=(0, width), ylim=(0, height))
-    axes.axis("off")
-    box = lambda x, y, w, h, color: axes.add_patch(
-        Rectangle((x, y), w, h, facecolor=color, edgecolor="white", linewidth=2)
+    """A table of the levels, the elements that cross between an SM and L2, and their bytes."""
+    figure = Figure(figsize=(11, 6.4))
+    top = figure.add_axes((0.01, 0.3, 0.98, 0.69))
+    top.axis("off")
+    both = zip(*map(memories, GPUS), strict=True)
+    head = [f"{level}\n{a}\n{b}" for level, (a, b) in zip(LEVELS, both, strict=True)]
+    head.append("elements moved between\nan SM and the L2 cache")
+    rows = [list(row) for row in zip(head, *GENERATIONS.values(), strict=False)]
+    colors = [*LEVELS.values(), "white"]
+    rows = [["", *GENERATIONS], *rows[:2], rows[4], *rows[2:4]]
+    colors = ["white", *colors[:2], "white", *colors[2:4]]
+    table = top.table(
+        rows,
+        cellColours=[[color] * 5 for color in colors],
+        colWidths=[0.3, *[0.175] * 4],
+        cellLoc="center",
+        bbox=(0, 0, 1, 1),
     )
-    write = lambda x, y, text, **look: axes.text(
-        x, y, text, **dict(ha="center", va="center", linespacing=1.4) | look
-    )
-    levels = ("registers", "shared memory", "L2 cache", "HBM")
-    colors, tops, high = ("#fde0b8", "#fbeecb", "#dfeaf4", "#c3d7ea"), (6.1, 5.3, 3.55, 2.75), 0.8
-    for name, color, top, *of in zip(levels, colors, tops, *map(sizes, GPUS), strict=True):
-        box(0.1, top - high, width - 0.2, high, color)
-        write(0.25, top - 0.2, name, ha="left", weight="bold", fontsize=10)
-        for line, (gpu, size) in enumerate(zip(GPUS, of, strict=True)):
-            write(0.25, top - 0.42 - 0.2 * line, f"{gpu}  {size}", ha="left", fontsize=8.5)
-    write(0.25, 4.02, "moved between an SM and\nwhat is behind it, in elements", ha="left")
-    write(
-        0.25,
-        1.35,
-        "the same in MB, for a head with\nT = S = {}, H = {}, 16 bits each".format(*EXAMPLE[1:]),
-        ha="left",
-    )
-    write(0.25, 0.75, f"$B_r$ = {ROWS}\nM = {SRAM:,} (an SM of the A100)", ha="left")
-    megabytes = lambda arrays: sum(arrays.values()) * 2 / 1e6
-    scale = 1.25 / max(megabytes(g.moved.read) for g in generations())
-    for column, g in enumerate(generations()):
-        x = 4.05 + 1.88 * column
-        write(x, 6.48, g.name, fontsize=9.5, weight="bold")
-        for text, top in zip(g.where, tops, strict=True):
-            write(x, top - high / 2, text, fontsize=9.5)
-        arrow = dict(arrowstyle="-|>", linewidth=2, shrinkA=0, shrinkB=0)
-        axes.annotate("", (x - 0.82, 4.45), (x - 0.82, 3.6), arrowprops=arrow | dict(color=BLUE))
-        axes.annotate("", (x - 0.7, 3.6), (x - 0.7, 4.45), arrowprops=arrow | dict(color=AMBER))
-        write(x + 0.12, 4.02, g.formula)
-        for offset, arrays, color in ((-0.3, g.moved.read, BLUE), (0.3, g.moved.written, AMBER)):
-            size = megabytes(arrays)
-            box(x + offset - 0.22, 0.15, 0.44, size * scale, color)
-            write(x + offset, 0.28 + size * scale, f"{size:.0f}")
-    handles = [Patch(color=BLUE, label="read"), Patch(color=AMBER, label="written")]
-    figure.legend(
-        handles=handles, loc="center right", bbox_to_anchor=(0.99, 0.25), frameon=False, ncols=2
-    )
+    table.auto_set_font_size(False)
+    table.set_fontsize(9)
+    for (row, column), cell in table.get_celld().items():
+        cell.set(edgecolor="white", linewidth=2)
+        if row == 0:
+            cell.set_text_props(weight="bold")
+        if column == 0:
+            cell.set_text_props(ha="left")
+    bottom = figure.add_axes((0.304, 0.02, 0.686, 0.26))
+    for offset, field, color in ((-0.15, "read", BLUE), (0.15, "written", AMBER)):
+        each = [getattr(moved, field) for *_, moved in GENERATIONS.values()]
+        megabytes = [sum(arrays.values()) * 2 / 1e6 for arrays in each]
+        bars = bottom.bar(np.arange(4) + offset, megabytes, 0.26, color=color, label=field)
+        bottom.bar_label(bars, fmt="{:.0f}")
+    bottom.set(xlim=(-0.5, 3.5))
+    bottom.margins(y=0.15)
+    bottom.axis("off")
+    bottom.legend(loc="upper right", frameon=False)
+    words = "the same in MB, for a head with\nT = S = {}, H = {}, 16 bits each".format(*EXAMPLE[1:])
+    sizes = f"$B_r$ = {ROWS}\nM = {SRAM:,} (an SM of the A100)"
+    figure.text(0.016, 0.15, f"{words}\n\n{sizes}", va="center", linespacing=1.4)
     return figure
 
 
@@ -344,120 +247,52 @@ class Span(NamedTuple):
     stop: int
 
 
-class Clock:
-    """Calls functions at their times. A process is a generator that yields the events it waits
-    for."""
-
-    def __init__(self):
-        self.now, self._queue, self._order = 0, [], itertools.count()
-
-    def at(self, time: int, call):
-        heapq.heappush(self._queue, (time, next(self._order), call))
-
-    def start(self, process):
-        def go_on():
-            for event in process:
-                if event.missing > 0:
-                    event.waiting.append(go_on)
-                    return
-
-        self.at(self.now, go_on)
-
-    def run(self):
-        while self._queue:
-            self.now, _, call = heapq.heappop(self._queue)
-            call()
-
-
-class Event:
-    """Happens when as many have arrived as were expected."""
-
-    def __init__(self, clock: Clock, arrivals: int = 1):
-        self.clock, self.missing, self.waiting = clock, arrivals, []
-
-    def arrive(self):
-        self.missing -= 1
-        if self.missing == 0:
-            for go_on in self.waiting:
-                self.clock.at(self.clock.now, go_on)
-
-
-class Unit:
-    """Does one job at a time, in the order in which they were begun."""
-
-    def __init__(self, clock: Clock, spans: list[Span]):
-        self.clock, self.spans, self.free = clock, spans, 0
-
-    def begin(self, clocks: int, lane: str, label: str) -> Event:
-        """The event that the job is done."""
-        start = max(self.clock.now, self.free)
-        self.free, done = start + clocks, Event(self.clock)
-        self.spans.append(Span(lane, label, start, self.free))
-        self.clock.at(self.free, done.arrive)
-        return done
-
-
 def simulate(blocks: int, consumers: int, overlap: bool, maximum: int = MAXIMUM) -> list[Span]:
     """The forward of one program; without `overlap` the softmax of a block waits for the product of
-    the block before it."""
-    clock, spans = Clock(), []
-    tensor, exponentials, tma = (Unit(clock, spans) for _ in range(3))
-    full, released, turn = {}, {}, collections.defaultdict(lambda: Event(clock))
-    for key in itertools.product("KV", range(blocks)):
-        full[key], released[key] = Event(clock), Event(clock, consumers)
+    the block before it.
 
-    def arrival(event, then):
-        yield event
-        then.arrive()
+    Each unit does one job at a time. Consumers issue their products in turns, so the jobs of a unit
+    have one order, in which the loops here go through them.
+    """
+    spans, free = [], dict(tensor=0, exp=0, TMA=0)
 
-    def pass_on(j, own):
-        turn[j * consumers + own + 1].arrive()
-        spans.append(Span("turns", f"{own}", clock.now, clock.now))
+    def run(unit: str, lane: str, label: str, clocks: int, ready: int) -> int:
+        """When a job is done that may start when it is `ready` and its unit is free."""
+        start = max(ready, free.get(unit, 0))
+        free[unit] = start + clocks
+        spans.append(Span(lane, label, start, start + clocks))
+        return start + clocks
 
-    def producer():
-        for j in range(blocks):
-            for array in "KV":
-                if j >= STAGES:
-                    yield released[array, j - STAGES]
-                clock.start(arrival(tma.begin(LOAD, "TMA", f"${array}_{j}$"), full[array, j]))
-
-    def consumer(own):
-        own_unit, lane = Unit(clock, spans), f"consumer {own}"
-        products, softmax = f"{lane}, products", f"{lane}, softmax"
-        yield tma.begin(LOAD // 2, "TMA", "$Q$")
-        for j in range(blocks + 1):
+    loaded, released = {}, {}
+    now = [run("TMA", "TMA", "$Q$", LOAD // 2, 0) for _ in range(consumers)]
+    turn = 0
+    for j in range(blocks + 1):
+        for array in "KV" if j < blocks else "":
+            ready = released.get((array, j - STAGES), 0)
+            loaded[array, j] = run("TMA", "TMA", f"${array}_{j}$", LOAD, ready)
+        for c in range(consumers):
+            products, softmax = f"consumer {c}, products", f"consumer {c}, softmax"
+            turn = max(turn, now[c], loaded.get(("K", j), 0))
+            scored = turn
             if j < blocks:
-                yield full["K", j]
-            yield turn[j * consumers + own]
-            if j < blocks:
-                s = tensor.begin(PRODUCT, products, f"$S_{j}$")
+                scored = run("tensor", products, f"$S_{j}$", PRODUCT, turn)
+            added = 0
             if j > 0:
-                yield full["V", j - 1]
-                o = tensor.begin(PRODUCT, products, f"$P_{j - 1}V_{j - 1}$")
+                turn = max(turn, loaded["V", j - 1])
+                added = run("tensor", products, f"$P_{j - 1}V_{j - 1}$", PRODUCT, turn)
             if j < blocks:
-                pass_on(j, own)
-                yield s
-                if j > 0 and not overlap:
-                    yield o
-                released["K", j].arrive()
-                yield own_unit.begin(maximum, softmax, "max")
-                yield exponentials.begin(EXPONENTIALS, softmax, f"exp {j}")
+                now[c] = scored if overlap else max(scored, added)
+                released["K", j] = max(released.get(("K", j), 0), now[c])
+                now[c] = run(f"max {c}", softmax, "max", maximum, now[c])
+                now[c] = run("exp", softmax, f"exp {j}", EXPONENTIALS, now[c])
             if j > 0:
-                yield o
-                released["V", j - 1].arrive()
-        if own < consumers - 1:
-            pass_on(blocks, own)
-
-    turn[0].arrive()
-    for own in range(consumers):
-        clock.start(consumer(own))
-    clock.start(producer())
-    clock.run()
+                now[c] = max(now[c], added)
+                released["V", j - 1] = max(released.get(("V", j - 1), 0), now[c])
     return spans
 
 
 def busy(consumers: int, overlap: bool, maximum: int = MAXIMUM) -> float:
-    """Which part of the time the tensor cores are busy in the long run."""
+    """The share of the time that the tensor cores are busy in the long run."""
     spans = simulate(60, consumers, overlap, maximum)
     start = {span.label: span.start for span in spans if span.lane == "consumer 0, products"}
     return 20 * consumers * 2 * PRODUCT / (start["$S_40$"] - start["$S_20$"])
@@ -469,118 +304,65 @@ SCHEDULES = {
     "two consumers in turns, softmax after": (2, False),
     "two consumers in turns, softmax under (the kernel)": (2, True),
 }
+# by the first letters of a job's label
+JOBS = {
+    "$S": ("$S_j = Q K_j^T$", BLUE),
+    "$P": ("$O$ += $P_{j-1} V_{j-1}$", "#9467bd"),
+    "max": ("row maximum", "#2f6b3c"),
+    "exp": ("exponentials", GREEN),
+    "$": ("load", "#d9d9d9"),
+}
 
 
 def draw_timeline() -> Figure:
-    figure = Figure(figsize=(11, 9.4))
-    shown, blocks = [name for name in SCHEDULES if SCHEDULES[name] != (1, True)], 4
-    end = max(span.stop for name in shown for span in simulate(blocks, *SCHEDULES[name]))
-    top = 0.925
-    for name in shown:
-        consumers, height = SCHEDULES[name][0], (1 + 2 * SCHEDULES[name][0]) * 0.0365
-        axes = figure.add_axes((0.145, top - height, 0.84, height))
-        top -= height + 0.06
-        _draw_schedule(axes, simulate(blocks, *SCHEDULES[name]), consumers)
-        axes.set(xlim=(0, end * 1.005))
-        axes.set_title(
-            f"{name}: tensor cores busy {busy(*SCHEDULES[name]):.0%} in the long run",
-            fontsize=10,
-            loc="left",
-        )
-    axes.set_xlabel("clocks of a model, not measured")
-    names = dict(
-        load="load",
-        S="$S_j = Q K_j^T$",
-        P="$O$ += $P_{j-1} V_{j-1}$",
-        max="row maximum",
-        exp="exponentials",
-    )
-    handles = [Patch(color=JOBS[job], label=text) for job, text in names.items()]
-    handles += axes.plot(
-        [], [], color=INK, marker="v", markersize=4, linewidth=1, label="the turn is passed on"
-    )
-    figure.legend(handles=handles, loc="upper center", ncols=6, frameon=False, columnspacing=1.6)
-    _draw_slack(figure.add_axes((0.145, 0.055, 0.45, 0.185)))
+    figure, blocks = Figure(figsize=(11, 9)), 4
+    shown = [name for name in SCHEDULES if SCHEDULES[name] != (1, True)]
+    lanes = [1 + 2 * SCHEDULES[name][0] for name in shown]
+    place = dict(left=0.145, right=0.985, top=0.92, bottom=0.05, hspace=0.42)
+    *timelines, last = figure.subplots(4, 1, height_ratios=[*lanes, 5], gridspec_kw=place)
+    for name, axes in zip(shown, timelines, strict=True):
+        axes.sharex(timelines[-1])
+        draw_schedule(axes, simulate(blocks, *SCHEDULES[name]))
+        share = f"tensor cores busy {busy(*SCHEDULES[name]):.0%} in the long run"
+        axes.set_title(f"{name}: {share}", fontsize=10, loc="left")
+    timelines[-1].set_xlabel("clocks of a model, not measured")
+    handles = [Patch(color=color, label=text) for text, color in JOBS.values()]
+    figure.legend(handles=handles, loc="upper center", ncols=5, frameon=False)
+    draw_slack(last)
     return figure
 
 
-JOBS = dict(load="#d9d9d9", S=BLUE, P=PURPLE, max="#2f6b3c", exp=GREEN)
-
-
-def _draw_schedule(axes, spans: list[Span], consumers: int):
-    lanes = [
-        "TMA",
-        *(f"consumer {own}, {job}" for own in range(consumers) for job in ("products", "softmax")),
-    ]
+def draw_schedule(axes, spans: list[Span]):
+    lanes = sorted({span.lane for span in spans}, key=lambda lane: (lane != "TMA", lane))
     for span in spans:
-        if span.lane == "turns":
-            if consumers == 2:
-                tip, tail = (3, 2) if span.label == "0" else (2, 3)
-                look = dict(arrowstyle="-|>", color=INK, linewidth=1, shrinkA=0, shrinkB=0)
-                axes.annotate("", (span.start, tip), (span.start, tail), arrowprops=look)
-            continue
         y, length = lanes.index(span.lane), span.stop - span.start
-        job = (
-            "load"
-            if span.lane == "TMA"
-            else span.label.split()[0]
-            if span.lane.endswith("softmax")
-            else span.label[1]
-        )
-        axes.add_patch(
-            Rectangle(
-                (span.start, y + 0.08),
-                length,
-                0.84,
-                facecolor=JOBS[job],
-                edgecolor="white",
-                linewidth=0.8,
-            )
-        )
-        if job != "max":
-            color = INK if job == "load" else "white"
-            axes.text(
-                span.start + length / 2,
-                y + 0.5,
-                span.label,
-                ha="center",
-                va="center",
-                color=color,
-                fontsize=8,
-            )
-    axes.set(ylim=(len(lanes), 0), yticks=np.arange(len(lanes)) + 0.5)
-    axes.set_yticklabels([lane.replace("TMA", "producer, TMA") for lane in lanes], fontsize=8.5)
+        _, color = next(job for start, job in JOBS.items() if span.label.startswith(start))
+        axes.barh(y, length, 0.84, span.start, color=color, edgecolor="white", linewidth=0.8)
+        if span.label != "max":
+            ink = INK if span.lane == "TMA" else "white"
+            text = dict(ha="center", va="center", fontsize=8, color=ink)
+            axes.text(span.start + length / 2, y, span.label, **text)
+    axes.set_yticks(range(len(lanes)), [lane.replace("TMA", "producer, TMA") for lane in lanes])
+    axes.set(ylim=(len(lanes) - 0.5, -0.5))
     axes.tick_params(axis="y", length=0)
-    axes.tick_params(axis="x", labelsize=8)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
+    axes.spines[["top", "right", "left"]].set_visible(False)
 
 
-def _draw_slack(axes):
-    clocks, above = np.arange(550, 2001, 25), MAXIMUM + EXPONENTIALS
-    for (name, order), line in zip(SCHEDULES.items(), (":", "-.", "--", "-"), strict=True):
-        axes.plot(
-            clocks,
-            [100 * busy(*order, maximum=int(c) - EXPONENTIALS) for c in clocks],
-            line,
-            color=INK,
-            label=name,
-        )
+def draw_slack(axes):
+    clocks, softmax = np.arange(550, 2001, 25), MAXIMUM + EXPONENTIALS
+    for (name, schedule), line in zip(SCHEDULES.items(), (":", "-.", "--", "-"), strict=True):
+        shares = [100 * busy(*schedule, maximum=int(c) - EXPONENTIALS) for c in clocks]
+        axes.plot(clocks, shares, line, color=INK, label=name)
     axes.set(
         xlabel="clocks of a softmax: a mask or a soft cap makes it longer",
         ylabel="tensor cores busy, %",
         ylim=(0, 105),
+        xlim=(550, 3200),
     )
-    axes.axvline(above, color=GREEN, linewidth=1)
-    axes.text(above + 12, 6, f"{above}, as above", color=GREEN, fontsize=8.5)
+    axes.axvline(softmax, color=GREEN, linewidth=1)
+    axes.text(softmax + 12, 6, f"{softmax}, as above", color=GREEN, fontsize=8.5)
     axes.grid(alpha=0.3)
-    axes.legend(
-        loc="center left",
-        bbox_to_anchor=(1.03, 0.5),
-        frameon=False,
-        handlelength=2.6,
-        labelspacing=0.9,
-    )
+    axes.legend(loc="center right", frameon=False, handlelength=2.6)
 
 
 if __name__ == "__main__":

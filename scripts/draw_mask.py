@@ -19,33 +19,25 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from pallas_flash import masks
 from scripts.typed_mask import typed_mask
 
-KINDS = {"skipped": "#e9e9e9", "partial: masked": "#f0b040", "full: no mask": "#3b76af"}
+COLORS = {"skipped": "#e9e9e9", "partial: masked": "#f0b040", "full: no mask": "#3b76af"}
+LEGEND = [Patch(color=color, label=label) for label, color in COLORS.items()]
 
 
 def main(argv=None):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "mask", type=typed_mask, help="an expression of the names in pallas_flash.masks"
-    )
-    parser.add_argument("--queries", type=int, default=1024, metavar="T")
-    parser.add_argument("--keys", type=int, metavar="S", help="as many as queries if not given")
-    parser.add_argument(
-        "--block", type=int, default=64, help="queries and keys of a block (default: %(default)s)"
-    )
-    parser.add_argument("--query-offset", type=int, default=0, help="the key position of query 0")
-    parser.add_argument(
-        "--heads", type=int, default=1, help="for a mask that differs by head: a picture of each"
-    )
-    parser.add_argument(
-        "--out",
-        type=pathlib.Path,
-        default=pathlib.Path("mask.png"),
-        help="the picture (default: %(default)s)",
-    )
+    add = parser.add_argument
+    add("mask", type=typed_mask, help="an expression of the names in pallas_flash.masks")
+    add("--queries", type=int, default=1024, metavar="T")
+    add("--keys", type=int, metavar="S", help="as many as queries if not given")
+    add("--block", type=int, default=64, help="block size (default: %(default)s)")
+    add("--query-offset", type=int, default=0, help="the key position of query 0")
+    add("--heads", type=int, default=1, help="draw each head, for a mask that differs by head")
+    out = pathlib.Path("mask.png")
+    add("--out", type=pathlib.Path, default=out, help="the picture (default: %(default)s)")
     args = parser.parse_args(argv)
-    made = masks.create_block_mask(
+    block_mask = masks.create_block_mask(
         args.mask,
         args.queries,
         args.keys or args.queries,
@@ -53,48 +45,37 @@ def main(argv=None):
         query_offset=args.query_offset,
         heads=args.heads,
     )
-    draw(made).savefig(args.out, dpi=110, facecolor="white")
-    print(f"{said(made)}\nwritten  {args.out}")
+    draw(block_mask).savefig(args.out, dpi=110, facecolor="white")
+    print(f"{summary(block_mask)}\nwritten  {args.out}")
 
 
-def said(made: masks.BlockMask) -> str:
+def summary(block_mask: masks.BlockMask) -> str:
     """The mask, its counts, and what they save of the blocks of full attention."""
-    counts = made.counts()
+    counts = block_mask.counts()
     total = sum(counts.values())
-    numbers = ", ".join(f"{n} {name}" for name, n in counts.items())
-    return (
-        f"{made.first!r}: {total} blocks, {numbers}; {counts['skipped'] / total:.0%} of the "
-        "work saved"
-    )
+    words = ", ".join(f"{n} {name}" for name, n in counts.items())
+    saved = counts["skipped"] / total
+    return f"{block_mask.first!r}: {total} blocks, {words}; {saved:.0%} of the work saved"
 
 
-def draw(made: masks.BlockMask) -> Figure:
-    of = made.second
-    kinds = np.asarray(of.block_types)[0]
-    figure = Figure(figsize=(1.2 + 4.6 * len(kinds), 5.8), layout="constrained")
-    figure.suptitle(said(made), fontsize=9, wrap=True)
-    for head, kind in enumerate(kinds):
-        axes = figure.add_subplot(1, len(kinds), head + 1)
-        edges = (np.arange(n + 1) * of.block_size for n in kind.shape[::-1])
-        axes.pcolormesh(
-            *edges,
-            kind,
-            cmap=ListedColormap(list(KINDS.values())),
-            vmin=0,
-            vmax=2,
-            edgecolor="white",
-            linewidth=0.3,
-        )
-        axes.set(
-            xlabel="key",
-            ylabel="query",
-            aspect="equal",
-            title=f"head {head}" if len(kinds) > 1 else "",
-        )
-        axes.set(xlim=(0, of.keys), ylim=(of.queries, 0))
-    handles = [Patch(color=color, label=label) for label, color in KINDS.items()]
-    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+def draw(block_mask: masks.BlockMask) -> Figure:
+    by_head = np.asarray(block_mask.second.block_types)[0]
+    figure = Figure(figsize=(1.2 + 4.6 * len(by_head), 5.8), layout="constrained")
+    figure.suptitle(summary(block_mask), fontsize=9, wrap=True)
+    each = figure.subplots(1, len(by_head), squeeze=False)[0]
+    for head, (axes, types) in enumerate(zip(each, by_head, strict=True)):
+        draw_blocks(axes, types, block_mask.second)
+        axes.set(xlabel="key", ylabel="query", title=f"head {head}" if len(by_head) > 1 else "")
+    figure.legend(handles=LEGEND, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     return figure
+
+
+def draw_blocks(axes, types, mask):
+    """The types [queries, keys] of blocks of a mask in the colours of COLORS."""
+    edges = [np.arange(n + 1) * mask.block_size for n in types.shape[::-1]]
+    colors = ListedColormap(list(COLORS.values()))
+    axes.pcolormesh(*edges, types, cmap=colors, vmin=0, vmax=2, edgecolor="white", linewidth=0.3)
+    axes.set(xlim=(0, mask.keys), ylim=(mask.queries, 0), aspect="equal")
 
 
 if __name__ == "__main__":

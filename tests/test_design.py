@@ -171,26 +171,19 @@ EXAMPLES = {
 
 def test_the_picture_of_tiles_is_the_truth():
     assert EXAMPLES.keys() == draw_design.example_masks().keys()
-    size, tiles = draw_design.BLOCK, draw_design.LENGTH // draw_design.BLOCK
-    for name, rules in draw_design.example_masks().items():
-        visits = draw_design.visits(rules)
-        seen = oracle.visible(1, 1, draw_design.LENGTH, draw_design.LENGTH, EXAMPLES[name])[0, 0]
-        for i, j in itertools.product(range(tiles), repeat=2):
-            tile = seen[i * size : (i + 1) * size, j * size : (j + 1) * size]
-            truth = "full" if tile.all() else "masked" if tile.any() else "skipped"
-            assert visits.kind(i, j) == truth, f"{name}: tile {i}, {j}"
-        key = np.arange(draw_design.LENGTH)
-        np.testing.assert_array_equal(
-            (visits.start[:, None] <= key) & (key < visits.stop[:, None]), seen
-        )
+    size = draw_design.BLOCK
+    for name, mask in draw_design.example_masks().items():
+        types = np.asarray(draw_design.block_mask(mask).second.block_types)[0, 0]
+        visible = oracle.visible(1, 1, draw_design.LENGTH, draw_design.LENGTH, EXAMPLES[name])[0, 0]
+        for i, j in np.ndindex(types.shape):
+            tile = visible[i * size : (i + 1) * size, j * size : (j + 1) * size]
+            assert types[i, j] == int(tile.any()) + int(tile.all()), f"{name}: tile {i}, {j}"
 
 
 @pytest.mark.parametrize("consumers, overlap", draw_design.SCHEDULES.values())
 def test_the_timeline_obeys_what_it_stands_for(consumers, overlap):
     blocks = 7
-    spans = [
-        span for span in draw_design.simulate(blocks, consumers, overlap) if span.lane != "turns"
-    ]
+    spans = draw_design.simulate(blocks, consumers, overlap)
     for unit in ("products", "TMA", "exp"):
         busy = sorted(
             (span.start, span.stop) for span in spans if unit in f"{span.lane} {span.label}"
