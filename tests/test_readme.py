@@ -14,6 +14,7 @@ from pallas_flash import explain
 from setup import for_an_index
 
 ROOT = pathlib.Path(__file__).parents[1]
+PACKAGE = ROOT / "pallas_flash"
 README = (ROOT / "README.md").read_text()
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))]
 HEAVY = ("decoding.md", "devices.md", "masks.md")
@@ -65,6 +66,16 @@ def test_a_link_leads_to_a_file_and_a_heading(name):
         there = (page.parent / path).resolve() if path else page
         assert there.exists(), target
         assert not heading or heading in anchors(there), target
+
+
+def test_the_layout_names_what_is_there():
+    table = README[README.index("## Repository") : README.index("Run the tests from")]
+    named = re.findall(r"`([\w/]+(?:/|\.py))`", table)
+    for name in named:
+        assert (PACKAGE / name).exists() or (ROOT / name).exists(), name
+    folders = {f"{path.parent.name}/" for path in PACKAGE.glob("*/__init__.py")}
+    families = {f"kernels/{path.parent.name}/" for path in PACKAGE.glob("kernels/*/__init__.py")}
+    assert folders | families <= {*named}
 
 
 def test_the_reference_has_every_public_name():
