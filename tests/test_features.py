@@ -1,13 +1,12 @@
 """FEATURES.md: what works with what. Its tables are what running every feature on every
 implementation under every transformation gives, compared with the reference.
 
-WRITE_FEATURES=1 python -m pytest -n 0 tests/test_features.py -k written
+PYTHONPATH=. JAX_PLATFORMS=cpu python tests/test_features.py
 
-writes the file anew, in some minutes.
+writes the file, in some minutes.
 """
 
 import contextlib
-import os
 import pathlib
 import re
 
@@ -17,6 +16,7 @@ import pytest
 from features.calls import FEATURES, INPUTS, TOGETHER, Call, arrays
 from features.transformations import TRANSFORMATIONS, strict
 from selection import whole_but
+from tqdm import tqdm
 
 from pallas_flash import explain
 from pallas_flash.accounting import GPUS
@@ -28,13 +28,13 @@ YES, ACCEPTED = "yes", "accepted"
 TOLERANCE = dict(float32=3e-5, bfloat16=3e-2)
 TEXT = """# What works with what
 
-Made by `tests/test_features.py`, which runs every cell that says yes and compares the result with
-the dense reference. All features of the first table hold at once, and under every row of the second
-table that says yes: each program that is run has all features that the implementation supports,
-grouped heads, a length that no block size divides, a value head size other than the key's, and the
-log-sum-exp. `hopper` has not run on hardware: *accepted* means that `explain` takes the call for an
-H200, and the kernels' own tests run in jax's GPU interpreter. The second table therefore has no
-column for it. A union and a complement of masks are the operators `|` and `~`.
+Made by `tests/test_features.py`, run as its docstring says: every cell that says yes was run, and
+its result compared with the dense reference. All features of the first table hold at once, and
+under every row of the second that says yes: each program has all features that the implementation
+supports, grouped heads, a length that no block size divides, values whose head size is not the
+keys', and the log-sum-exp. `hopper` has not run on hardware: *accepted* means that `explain` takes
+the call for an H200, and the kernels' own tests run in jax's GPU interpreter. The second table
+therefore has no column for it. A union and a complement of masks are the operators `|` and `~`.
 
 | a call with | `hopper` | {header} |
 {features}
@@ -102,7 +102,9 @@ def text() -> str:
     return TEXT.format(
         header=" | ".join(f"`{name}`" for name in RUN_HERE),
         features=table(features),
-        transformations=table({t: [verdict(i, t) for i in RUN_HERE] for t in TRANSFORMATIONS}),
+        transformations=table(
+            {t: [verdict(i, t) for i in RUN_HERE] for t in tqdm(TRANSFORMATIONS, disable=None)}
+        ),
         exceptions="\n".join(f"* {line}" for line in exceptions()),
     )
 
@@ -138,11 +140,6 @@ def stated(head: str) -> dict[str, dict[str, str]]:
 
 
 # ---- the tests ----
-
-
-@pytest.mark.skipif("WRITE_FEATURES" not in os.environ, reason="WRITE_FEATURES=1 writes the file")
-def test_the_file_is_written():
-    FILE.write_text(text())
 
 
 def test_the_tables_have_every_row():
@@ -184,3 +181,9 @@ def test_hopper_lowers_all_that_it_takes_with_64_bits_and_strict_promotion():
         call = Call("hopper", tuple(name for name in together if name not in reasons))
         with as_if_on(GPUS["H200"]), strict():
             jax.jit(call.gradients).trace(used).lower(lowering_platforms=("cuda",))
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_num_cpu_devices", 4)  # for the meshes
+    jax.config.update("jax_disable_most_optimizations", True)  # each program runs once
+    FILE.write_text(text())
