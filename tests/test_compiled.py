@@ -26,45 +26,49 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def report(implementation: str, options: str, deterministic: bool | None = None) -> dict:
+HOPPER = "implementation='hopper'"
+
+
+def report(call: str, *options: str) -> dict:
     """Of scripts/inspect_kernels.py, in a process of its own: jax reads the environment once."""
-    if implementation == "hopper" and TOO_OLD:
+    if "implementation='hopper'" in call and TOO_OLD:
         pytest.skip(TOO_OLD)
-    flag = {None: "", True: "--deterministic", False: "--no-deterministic"}[deterministic]
-    command = [
-        sys.executable,
-        SCRIPT,
-        "--json",
-        "--gpu",
-        "H200",
-        "--implementation",
-        implementation,
-        *options.split(),
-        *flag.split(),
-    ]
+    command = [sys.executable, SCRIPT, call, "--json", "--gpu", "H200", *options]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:] or done.stdout
     return json.loads(done.stdout)
 
 
+def run_program(name: str, *arguments) -> str:
+    """What a function of gpu_programs.py prints."""
+    command = [sys.executable, "-m", "tests.gpu_programs", name, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=SCRIPT.parents[1])
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
 # ---- loops ----
 
-# options, and how many loops: without a mask; with one before it; and with one behind it too
+# arguments, and how many loops: without a mask; with one before it; and with one behind it too
 CASES = {
     "full": ("", 1),
-    "causal": ("--causal", 2),
-    "key_lengths": ("--key-lengths 4096 1000", 3),
-    "documents": ("--causal --documents 8", 3),
-    "soft_cap": ("--causal --soft-cap 30 --sinks", 2),  # sinks cost a step nothing
-    "max_logits": ("--causal --max-logits", 2),
-    "dropout": ("--causal --dropout 0.1", 2),
-    "alibi": ("--causal --alibi", 2),
-    # the blocks that ask it, then those that all see
-    "rule": ("--rule Window(512,512)|GlobalTokens(64)", 2),
-    "mask": ("--mask 11TS", 2),  # likewise
-    "bias": ("--causal --bias 1NTS", 2),
-    "one tile, window": ("--batch 1 --window 1000 17", 3),  # to a program
-    "one tile, lengths": ("--batch 1 --key-lengths 1000", 3),
+    "causal": ("is_causal=True", 2),
+    "key_lengths": ("key_value_seq_lengths=[4096, 1000]", 3),
+    "documents": (
+        "is_causal=True, query_segment_ids=np.tile(np.arange(T) * 8 // T, (B, 1))",
+        3,
+    ),
+    # sinks cost a step nothing
+    "soft_cap": ("is_causal=True, logits_soft_cap=30, sinks=array(N, dtype='float32')", 2),
+    "max_logits": ("is_causal=True, return_max_logits=True", 2),
+    "dropout": ("is_causal=True, dropout_rate=0.1", 2),
+    "alibi": ("is_causal=True, score_mod=Alibi([2**-n for n in range(1, N + 1)])", 2),
+    # the blocks that need the mask_mod, then the full ones
+    "rule": ("mask=Window(512, 512) | GlobalTokens(64)", 2),
+    "mask": ("mask=array(1, 1, T, S, dtype=bool)", 2),  # likewise
+    "bias": ("is_causal=True, bias=array(1, N, T, S)", 2),
+    "one tile, window": ("local_window_size=(1000, 17)", 3),  # to a program
+    "one tile, lengths": ("key_value_seq_lengths=[1000]", 3),
 }
 
 
@@ -167,14 +171,12 @@ def test_the_loops_are_tight(call):
     }
     head, value = width if isinstance(width, tuple) else (width, width)
     more, count = CASES[case]
-    options = (
-        f"--batch 2 --length 4096 --heads 8 --kv-heads 2 --head-size {head} --value-size "
-        f"{value} {more}"
-    )
-    options += " --forward" * (rows.keys() == {"flash_attention_forward"})
-    kernels = {
-        kernel["name"]: kernel for kernel in report("hopper", options, deterministic)["kernels"]
-    }
+    batch = 1 if case.startswith("one tile") else 2
+    arguments = f"{HOPPER}, B={batch}, N=8, K=2, H={head}, Hv={value}, {more}"
+    if deterministic is not None:
+        arguments += f", deterministic={deterministic}"
+    options = ["--forward"] * (rows.keys() == {"flash_attention_forward"})
+    kernels = {kernel["name"]: kernel for kernel in report(arguments, *options)["kernels"]}
     for name, row in rows.items():
         kernel = kernels[name]
         loops = kernel["loops"]
@@ -182,11 +184,9 @@ def test_the_loops_are_tight(call):
         assert kernel["warnings"] == {}, "products wait for each other"
         assert not any(loop["kinds"]["spill"] for loop in loops), kernel
         unmasked = min(loops, key=lambda loop: loop["instructions"])
+        masked = [loop["under_products"] for loop in loops if loop is not unmasked]
         assert unmasked["under_products"] >= row.under_products, kernel
-        assert (
-            min((loop["under_products"] for loop in loops if loop is not unmasked), default=1)
-            >= row.with_a_mask
-        ), kernel
+        assert min(masked, default=1) >= row.with_a_mask, kernel
         assert unmasked["instructions"] <= 1.05 * row.instructions, kernel
 
 
@@ -197,38 +197,15 @@ DECODING = [(64, 64, 274), (128, 128, 320), (192, 128, 317)]
 def test_decoding_has_no_spill_and_its_loops_are_under_the_time_of_a_load(
     head, value, instructions
 ):
-    options = (
-        "--forward --batch 2 --length 1 --keys 8192 --heads 64 --kv-heads 8 --head-size "
-        f"{head} --value-size {value}"
-    )
-    (kernel,) = report("hopper", f"{options} --key-lengths 8000 10")["kernels"]
-    assert (
-        kernel["spill_stores"] == kernel["spill_loads"] == 0
-        and kernel["registers"] <= 168
-        and kernel["warnings"] == {}
-    )
+    sizes = f"B=2, T=1, S=8192, N=64, K=8, H={head}, Hv={value}"
+    call = f"{HOPPER}, {sizes}, key_value_seq_lengths=[8000, 10]"
+    (kernel,) = report(call, "--forward")["kernels"]
+    assert kernel["spill_stores"] == kernel["spill_loads"] == 0
+    assert kernel["registers"] <= 168 and kernel["warnings"] == {}
     assert min(loop["instructions"] for loop in kernel["loops"]) <= 1.05 * instructions
 
 
 # ---- what is stored ----
-
-STORES = r"""
-import pathlib, re, sys
-from scripts import gpu_code
-folder = pathlib.Path(sys.argv[1])
-gpu_code.prepare(folder)
-import jax, jax.numpy as jnp
-from pallas_flash import accounting, flash_attention
-
-attend = lambda x: flash_attention(x, x, x, implementation=sys.argv[2], return_residual=True)
-for gpu, length in ("A100-80GB", 64), ("A100-80GB", 256), ("H200", 300):
-    gpu_code.compiled(accounting.GPUS[gpu], attend, jax.ShapeDtypeStruct((1, length, 2, 64), jnp.bfloat16))
-for ptx in folder.glob("*.ptx"):
-    code = ptx.read_text()
-    lowest = re.findall(r"mov\.b32\s+(%r\d+), (?:-8388609|0fFF7FFFFF);", code)
-    stored = {register for store in re.findall(r"st\.global.*\{(.*)\}", code) for register in re.findall(r"%r\d+", store)}
-    print(re.search(r"\.entry (\w+)", code).group(1) if ".entry" in code else "", *stored.intersection(lowest))
-"""
 
 
 @pytest.mark.whole
@@ -236,82 +213,22 @@ for ptx in folder.glob("*.ptx"):
 @pytest.mark.parametrize("implementation", ["triton", "standard"])
 def test_no_kernel_stores_as_the_maximum_of_a_row_what_it_begins_with(implementation, tmp_path):
     """Triton made that of the larger of it and a block's maximum, in standard's softmax."""
-    command = [sys.executable, "-c", STORES, tmp_path, implementation]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=SCRIPT.parents[1])
-    assert done.returncode == 0, done.stderr[-3000:]
-    kernels = [line.split() for line in done.stdout.splitlines() if line.strip()]
-    assert len(kernels) >= 3 and all(len(words) == 1 for words in kernels), done.stdout
-
-
-COPIES = r"""
-import pathlib, re, sys
-from scripts import gpu_code
-folder = pathlib.Path(sys.argv[1])
-gpu_code.prepare(folder)
-import jax, jax.numpy as jnp
-from pallas_flash import accounting, flash_attention
-
-def attend(q, k, v, bias=None):
-    return flash_attention(q, k, v, bias, implementation="triton").astype(jnp.float32).sum()
-
-shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
-few = shape(1, 1, 2, 64), shape(1, 600, 2, 64), shape(1, 600, 2, 64)
-many = shape(1, 300, 2, 128), shape(1, 300, 2, 128), shape(1, 300, 2, 128), shape(1, 2, 300, 300)
-for x in few, many:
-    gpu_code.compiled(accounting.GPUS["H200"], jax.grad(attend, argnums=tuple(range(len(x)))), *x)
-for ptx in folder.glob("*.ptx"):
-    words = re.findall(r"wgmma\.(?:mma|wait)|bar\.sync|cp\.async\.c[ag]|\.entry flash_attention_\w+", ptx.read_text())
-    if words:
-        waited = early = False
-        for word in words:
-            early |= waited and word.startswith("cp")
-            waited = word == "wgmma.wait" or waited and word != "bar.sync"
-        print(words[0].split()[1], {"wgmma.mma", "cp.async.cg"} <= {*words}, early)
-"""
+    printed = run_program("row_maxima", tmp_path, implementation)
+    kernels = [line.split() for line in printed.splitlines() if line.strip()]
+    assert len(kernels) >= 3 and all(len(words) == 1 for words in kernels), printed
 
 
 @pytest.mark.whole
 def test_no_block_is_copied_before_all_warps_have_waited_for_their_products(tmp_path):
     """On Hopper a warp waits for its own wgmma alone; those of others may still read what the next
     block is copied over."""
-    done = subprocess.run(
-        [sys.executable, "-c", COPIES, tmp_path],
-        capture_output=True,
-        text=True,
-        cwd=SCRIPT.parents[1],
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    kernels = [line.split() for line in done.stdout.splitlines()]
-    assert all(early == "False" for *_, early in kernels), done.stdout
+    printed = run_program("block_copies", tmp_path)
+    kernels = [line.split() for line in printed.splitlines()]
+    assert all(early == "False" for *_, early in kernels), printed
     assert {name for name, both, _ in kernels if both == "True"} >= {
         f"flash_attention_{x}" for x in ("forward", "dq", "dbias")
     }
-    assert sum(name == "flash_attention_dkv" for name, *_ in kernels) == 2, done.stdout
-
-
-FITS = r"""
-import pathlib, sys
-from scripts import gpu_code
-gpu_code.prepare(pathlib.Path(sys.argv[1]))
-import jax, jax.numpy as jnp
-from pallas_flash import accounting, flash_attention, scores
-
-kind, capability, shared_memory = sys.argv[2], tuple(map(int, sys.argv[3].split("."))), int(sys.argv[4]) << 10
-gpu = accounting.GPUS["A100-80GB"]._replace(kind=kind, capability=capability, shared_memory=shared_memory)
-shape = lambda *sizes, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(sizes, dtype)
-
-def gradient(H, more):
-    def loss(q, k, v, bias, mask, table):
-        other = dict(mask=mask, score_mod=scores.T5Bias(table)) if more else dict(is_causal=True)
-        o = flash_attention(q, k, v, bias if more else None, implementation="triton", **other)
-        return o.astype(jnp.float32).sum()
-
-    x = [shape(1, 128, 1, H)] * 3 + [shape(1, 1, 128, 128), shape(1, 1, 128, 128, dtype=bool), shape(1, 32, dtype=jnp.float32)]
-    gpu_code.compiled(gpu, jax.grad(loss, argnums=(0, 1, 2, 3, 5)), *x)
-
-gradient(128, False)
-gradient(256, True)
-"""
+    assert sum(name == "flash_attention_dkv" for name, *_ in kernels) == 2, printed
 
 
 @pytest.mark.whole
@@ -325,12 +242,10 @@ gradient(256, True)
         ("NVIDIA B200", "10.0", 228),
     ],
 )
-def test_the_portable_kernels_fit_into_the_shared_memory_of_every_gpu(
+def test_the_triton_kernels_fit_into_the_shared_memory_of_every_gpu(
     kind, capability, shared_memory, tmp_path
 ):
-    command = [sys.executable, "-c", FITS, tmp_path, kind, capability, str(shared_memory)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=SCRIPT.parents[1])
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_program("shared_memory", tmp_path, kind, capability, str(shared_memory))
 
 
 # ---- memory ----
@@ -347,9 +262,10 @@ MEMORY = [  # implementation, deterministic, bytes that a token's temporaries ma
 
 def temporary_bytes(implementation: str, length: int, deterministic: bool | None = None) -> int:
     """Of forward and backward, beside q, k, v, do and what is returned: o, dq, dk, dv."""
-    return report(implementation, f"--length {length} --heads {N} --head-size {H}", deterministic)[
-        "temporary_bytes"
-    ]
+    call = f"implementation={implementation!r}, T={length}, N={N}, H={H}"
+    if deterministic is not None:
+        call += f", deterministic={deterministic}"
+    return report(call)["temporary_bytes"]
 
 
 @pytest.mark.parametrize("implementation, deterministic, by_token", MEMORY)
@@ -365,25 +281,6 @@ def test_those_of_dense_attention_are_quadratic_and_fit_into_no_gpu():
 
 # ---- eight GPUs ----
 
-EIGHT = r"""
-import os, pathlib, re, sys
-os.environ["XLA_FLAGS"] = "--xla_gpu_experimental_parallel_collective_overlap_limit=2"
-from scripts import gpu_code
-gpu_code.prepare(pathlib.Path(sys.argv[1]))
-import jax, jax.numpy as jnp
-from pallas_flash import accounting, flash_attention
-
-implementation = sys.argv[2]
-attend = lambda q, k, v: flash_attention(q, k, v, is_causal=True, implementation=implementation).astype(jnp.float32).sum()
-x = [jax.ShapeDtypeStruct((2, 4096, heads, 64), jnp.bfloat16) for heads in (8, 4, 4)]
-for mesh in dict(axes=dict(data=2, model=4), spec=("data", None, "model")), dict(axes=dict(x=8), explicit=True, spec=(None, "x")):
-    code = gpu_code.compiled(accounting.GPUS["H200"], jax.grad(attend, argnums=(0, 1, 2)), *x, **mesh).as_text()
-    print(*sorted(set(re.findall(r" (all-gather|all-to-all|collective-permute)(?:-start)?\(", code))))
-for body in code.split("\n\n"):
-    order = re.findall(r" (conditional|collective-permute-start|collective-permute-done|collective-permute)\(", body)
-    if order.count("conditional") == 1 and len(order) > 1:
-        print(*(word.removeprefix("collective-permute-") for word in order))
-"""
 GATHERED_AND_ORDER = """
 collective-permute
 start conditional done
@@ -398,41 +295,11 @@ def test_for_eight_gpus_nothing_is_gathered_and_a_sequence_goes_around_under_its
 ):
     if implementation == "hopper" and TOO_OLD:
         pytest.skip(TOO_OLD)
-    command = [sys.executable, "-c", EIGHT, tmp_path, implementation]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=SCRIPT.parents[1])
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout == GATHERED_AND_ORDER
-
-
-PACKED = r"""
-import pathlib, sys
-from scripts import gpu_code
-gpu_code.prepare(pathlib.Path(sys.argv[1]))
-import jax, jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
-from pallas_flash import accounting, flash_attention
-
-def loss(q, k, v, ids):
-    o = flash_attention(q, k, v, is_causal=True, query_segment_ids=ids, key_value_segment_ids=ids, implementation="hopper")
-    return o.astype(jnp.float32).sum()
-
-x = [jax.ShapeDtypeStruct((8, 1024, heads, 64), jnp.bfloat16) for heads in (8, 4, 4)]
-step = lambda *x: jax.shard_map(jax.grad(loss, argnums=(0, 1, 2)), in_specs=P("data"), out_specs=P("data"))(*x)
-ids = jax.ShapeDtypeStruct((8, 1024), jnp.int32)
-gpu_code.compiled(accounting.GPUS["H100"], step, *x, ids, axes=dict(data=8), spec=("data",))
-for kernel in gpu_code.kernels(pathlib.Path(sys.argv[1]), "flash_attention_"):
-    print(kernel.name)
-"""
+    assert run_program("collectives", tmp_path, implementation) == GATHERED_AND_ORDER
 
 
 @pytest.mark.whole
 @pytest.mark.skipif(TOO_OLD is not None, reason=str(TOO_OLD))
 def test_packed_documents_in_a_checked_shard_map_compile_for_eight_gpus(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", PACKED, tmp_path],
-        capture_output=True,
-        text=True,
-        cwd=SCRIPT.parents[1],
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == [f"flash_attention_{name}" for name in ("dk_dv", "dq", "forward")]
+    kernels = run_program("packed_documents", tmp_path).split()
+    assert kernels == [f"flash_attention_{name}" for name in ("dk_dv", "dq", "forward")]

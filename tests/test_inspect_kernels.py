@@ -4,6 +4,7 @@ that a compiler wrote."""
 import json
 import math
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -19,14 +20,9 @@ from scripts import gpu_code, inspect_kernels
 HALF = jax.ShapeDtypeStruct((1, 512, 2, 64), "bfloat16")
 
 
-def parsed(command: str):
+def explained(call: str, gpu: str = "H200"):
     parser = inspect_kernels.make_parser()
-    return inspect_kernels.parse(parser, command.split()), parser
-
-
-def explained(command: str):
-    args, parser = parsed(command)
-    return inspect_kernels.explained(args, inspect_kernels.call_of(args), parser)
+    return inspect_kernels.explain_call(inspect_kernels.parse(parser, [call, "--gpu", gpu]), parser)
 
 
 # ---- what it says ----
@@ -38,7 +34,7 @@ def run(*command):
 
 
 def test_a_refused_call_is_an_exit_status_with_the_reason_and_the_work():
-    done = run("--gpu", "H200", "--implementation", "hopper", "--dtype", "float32")
+    done = run("implementation='hopper', dtype='float32'", "--gpu", "H200")
     assert done.returncode == 1, done.stderr
     assert (
         "refused         implementation 'hopper' cannot run this call: wgmma multiplies bfloat16 "
@@ -48,58 +44,56 @@ def test_a_refused_call_is_an_exit_status_with_the_reason_and_the_work():
 
 
 def test_a_report_is_the_choice_the_work_and_either_the_kernels_or_why_there_are_none():
-    command = (
-        "--gpu A100 --length 512 --heads 2 --head-size 64 --dtype float32 --causal --forward"
-    ).split()
-    done = run(*command)
+    call = "T=512, N=2, H=64, dtype='float32', is_causal=True"
+    done = run(call, "--gpu", "A100", "--forward")
     assert done.returncode == 0, done.stderr
-    assert (
-        "implementation  triton" in done.stdout
-        and "not hopper      wgmma multiplies" in done.stdout
-    )
-    if gpu_code.missing():
-        assert (
-            f"Nothing was compiled for the NVIDIA A100-SXM4-80GB: {gpu_code.missing()}"
-            in done.stdout
-        )
+    assert "implementation  triton" in done.stdout
+    assert "not hopper      wgmma multiplies" in done.stdout
+    if reason := gpu_code.missing():
+        assert f"Nothing was compiled for the NVIDIA A100-SXM4-80GB: {reason}" in done.stdout
         return
-    lines = {line.split("  ")[0]: line.split() for line in done.stdout.splitlines()}
-    assert int(lines["flash_attention_forward"][1]) <= 255  # registers
-    loop = dict(zip(lines[""], lines["flash_attention_forward, loop 1"][3:], strict=False))
-    assert int(loop["float"]) > 500 and int(loop["exp2"]) > 0 and loop["products"] == "0", (
-        "float32 has no matrix unit"
-    )
+    tables = [line.strip("| ").split("|") for line in done.stdout.splitlines() if "|" in line]
+    rows = {name.strip(): [cell.strip() for cell in cells] for name, *cells in tables}
+    assert int(rows["flash_attention_forward"][0]) <= 255  # registers
+    kinds = rows["flash_attention_forward, loop 1"][1:]
+    loop = dict(zip(gpu_code.KINDS, kinds, strict=False))
+    assert int(loop["float"]) > 500 and int(loop["exp2"]) > 0
+    assert loop["products"] == "0", "float32 has no matrix unit"
 
 
 def test_json_has_the_same_and_nothing_else_is_printed():
-    done = run("--gpu", "H100", "--head-size", "300", "--json")
+    done = run("H=300", "--gpu", "H100", "--json")
     report = json.loads(done.stdout)
     assert report["implementation"] == "blockwise" and "above 256" in report["why_not"]["triton"]
     assert report["work"][0]["least_seconds"] == max(report["work"][0]["seconds"].values())
-    assert ("not_compiled" in report) == (gpu_code.missing() is not None) and report.get(
-        "kernels", []
-    ) == []
+    assert ("not_compiled" in report) == (gpu_code.missing() is not None)
+    assert report.get("kernels", []) == []
 
 
 @pytest.mark.parametrize(
-    "command, message",
+    "call, gpu, message",
     [
-        ("--window 1 2 3", "--window takes one number or two; got 3."),
-        (
-            "--batch 2 --key-lengths 5",
-            "--key-lengths takes one number for each of the 2 batch rows; got 1.",
-        ),
-        ("--mask TS", "must be BNTS, with a 1 in place of each axis that is broadcast; got 'TS'"),
-        ("--gpu K80", "invalid choice: 'K80'"),
-        ("--heads 3 --kv-heads 2", "got N = 3, K = 2"),
-        ("--implementation fast", "must be None or one of"),
-        ("--documents 2 --keys 99", "give key_value_segment_ids too"),
+        ("4", "H200", "must be keyword arguments, as K=4, is_causal=True; ValueError('got 4 "),
+        ("T=", "H200", "must be keyword arguments, as K=4, is_causal=True; SyntaxError"),
+        ("heads=4", "H200", "got an unexpected keyword argument 'heads'"),
+        ("local_window_size=(1, 2, 3)", "H200", "local_window_size must be"),
+        ("B=2, key_value_seq_lengths=[5]", "H200", "key_value_seq_lengths must be"),
+        ("mask=array(5, dtype=bool)", "H200", "mask must be"),
+        ("", "K80", "invalid choice: 'K80'"),
+        ("N=3, K=2", "H200", "got N = 3, K = 2"),
+        ("implementation='fast'", "H200", "must be None or one of"),
+        ("S=99, query_segment_ids=np.zeros((B, T))", "H200", "give key_value_segment_ids too"),
     ],
 )
-def test_a_wrong_argument_is_explained(command, message, capsys):
+def test_a_wrong_argument_is_explained(call, gpu, message, capsys):
     with pytest.raises(SystemExit, match="2"):
-        explained(command)
+        explained(call, gpu)
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("call", re.findall(r"^  '(.*)'$", inspect_kernels.__doc__, re.MULTILINE))
+def test_the_calls_in_its_help_are_explained(call):
+    assert explained(call).keys() & {"implementation", "refused"}
 
 
 def test_without_the_wheels_it_names_them_and_how_to_install_them(monkeypatch):
@@ -145,48 +139,45 @@ def test_a_gpu_is_known_by_its_kind(kind):
 
 # ---- what it counts ----
 
+DOCUMENTS = "query_segment_ids=np.tile(np.arange(T) * 3 // T, (B, 1)), is_causal=True"
 CALLS = {
-    "full": "--keys 53 --heads 6 --kv-heads 2",
-    "causal": "--causal --heads 2",
-    "causal, offset": "--causal --query-offset 16 --keys 53",
-    "window": "--window 7",
-    "window of two sides": "--window 9 2 --keys 53 --query-offset -3",
-    "lengths": "--key-lengths 5 37 --query-lengths 0 20 --causal",
-    "documents": "--documents 3 --causal",
+    "full": "S=53, N=6, K=2",
+    "causal": "is_causal=True, N=2",
+    "causal, offset": "is_causal=True, query_offset=16, S=53",
+    "window": "local_window_size=7",
+    "window of two sides": "local_window_size=(9, 2), S=53, query_offset=-3",
+    "lengths": "key_value_seq_lengths=[5, 37], query_seq_lengths=[0, 20], is_causal=True",
+    "documents": DOCUMENTS,
 }
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_pairs_are_those_that_brute_force_counts(name):
-    args, _ = parsed(f"--batch 2 --length 37 {CALLS[name]}")
-    call = {key: x for key, x in inspect_kernels.call_of(args).items() if x is not None}
-    seen = oracle.visible(2, args.heads, 37, args.keys, call)
-    assert inspect_kernels.visible_pairs(args) == np.sum(seen)
+    call = inspect_kernels.parse_call(f"B=2, T=37, {CALLS[name]}")
+    visible = oracle.visible(2, call["query"].shape[2], 37, call["key"].shape[1], call)
+    assert inspect_kernels.count_pairs(call) == np.sum(visible)
 
 
 def test_pairs_of_a_rule_are_those_that_brute_force_counts():
-    args, _ = parsed(
-        "--batch 2 --length 37 --rule Dilated(3)|GlobalTokens(2) --causal --key-lengths 5 37"
+    call = inspect_kernels.parse_call(
+        "B=2, T=37, mask=Dilated(3) | GlobalTokens(2), is_causal=True, "
+        "key_value_seq_lengths=[5, 37]"
     )
     i, j = np.ogrid[:37, :37]
-    seen = (((i - j) % 3 == 0) | (i < 2) | (j < 2)) & (j <= i)
-    assert inspect_kernels.visible_pairs(args) == args.heads * sum(
-        np.sum(seen & (j < length)) for length in (5, 37)
-    )
+    visible = (((i - j) % 3 == 0) | (i < 2) | (j < 2)) & (j <= i)
+    by_row = (np.sum(visible & (j < length)) for length in (5, 37))
+    assert inspect_kernels.count_pairs(call) == 16 * sum(by_row)
 
 
 def test_work_is_counted_from_shapes_and_pairs():
-    report = explained(
-        "--gpu H100 --batch 2 --length 64 --keys 48 --heads 6 --kv-heads 2 --head-size 24 "
-        "--value-size 40"
-    )
-    forward, one, two = report["work"]
     B, T, S, N, K, H, Hv = 2, 64, 48, 6, 2, 24, 40
+    forward, one, two = explained("B=2, T=64, S=48, N=6, K=2, H=24, Hv=40", "H100")["work"]
     product = lambda width: 2 * B * N * T * S * width
     assert forward["flops"] == product(H) + product(Hv)
     assert one["flops"] == 3 * product(H) + 2 * product(Hv)
     assert two["flops"] - one["flops"] == product(H) + product(Hv), "Q K^T and dO V^T once more"
-    assert [w["exponentials"] for w in report["work"]] == [B * N * T * S * n for n in (1, 1, 2)]
+    exponentials = [w["exponentials"] for w in (forward, one, two)]
+    assert exponentials == [B * N * T * S * n for n in (1, 1, 2)]
     q, k, v, o, row = (
         math.prod(shape)
         for shape in ((B, T, N, H), (B, S, K, H), (B, S, K, Hv), (B, T, N, Hv), (B, T, N))
@@ -198,8 +189,8 @@ def test_work_is_counted_from_shapes_and_pairs():
 
 def test_dense_arrays_are_bytes_to_move():
     plain, dense = (
-        explained(f"--length 64 --keys 48 --heads 6 {more}")["work"]
-        for more in ("", "--bias 1NTS --mask BN1S")
+        explained(f"T=64, S=48, N=6{more}")["work"]
+        for more in ("", ", bias=array(1, N, T, S), mask=array(1, N, 1, S, dtype=bool)")
     )
     bias, mask = 2 * 6 * 64 * 48, 6 * 48
     more = [after["bytes"] - before["bytes"] for before, after in zip(plain, dense, strict=True)]
@@ -208,24 +199,17 @@ def test_dense_arrays_are_bytes_to_move():
 
 def test_the_slowest_part_bounds_the_time():
     assert GPUS["H200"].exponentials == pytest.approx(3.87e12, rel=1e-2)
-    (work, *_) = explained("--gpu H200 --length 16384 --heads 16 --head-size 128 --causal")["work"]
-    assert (
-        work["least_seconds"]
-        == work["seconds"]["products"]
-        == pytest.approx(1100e9 / 989e12, rel=1e-3)
+    for mask, part, seconds, rel in (
+        ("is_causal=True", "products", 1100e9 / 989e12, 1e-3),
+        ("local_window_size=0", "memory", 269e6 / 4.8e12, 1e-2),
+    ):
+        work = explained(f"T=16384, {mask}")["work"][0]
+        assert work["least_seconds"] == work["seconds"][part] == pytest.approx(seconds, rel=rel)
+    half, single = (
+        explained(f"dtype={dtype!r}", "A100")["work"][0]["seconds"]["products"]
+        for dtype in ("float16", "float32")
     )
-    (work, *_) = explained("--gpu H200 --length 16384 --heads 16 --head-size 128 --window 0")[
-        "work"
-    ]
-    assert (
-        work["least_seconds"]
-        == work["seconds"]["memory"]
-        == pytest.approx(269e6 / 4.8e12, rel=1e-2)
-    )
-    (half, *_), (single, *_) = (
-        explained(f"--gpu A100 --dtype {dtype}")["work"] for dtype in ("float16", "float32")
-    )
-    assert single["seconds"]["products"] == pytest.approx(16 * half["seconds"]["products"])
+    assert single == pytest.approx(16 * half)
 
 
 # ---- how it reads machine code ----
@@ -273,9 +257,9 @@ BODIES = {
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_exponentials_run_under_products_that_nobody_has_waited_for(name):
-    body, part = BODIES[name]
-    assert gpu_code.under_products(body) == part
+def test_exponentials_are_overlapped_by_products_not_yet_waited_for(name):
+    body, share = BODIES[name]
+    assert gpu_code.under_products(body) == share
 
 
 INSTRUCTIONS = {

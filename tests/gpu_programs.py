@@ -1,0 +1,139 @@
+"""Programs of test_compiled.py, which compile for GPUs that are not here and print what they read in
+the code. Each runs in a process of its own, since jax reads the environment once:
+python -m tests.gpu_programs NAME FOLDER [ARGUMENT ...]
+"""
+
+import functools
+import os
+import pathlib
+import re
+import sys
+
+from scripts import gpu_code
+
+
+def row_maxima(folder: pathlib.Path, implementation: str):
+    """Prints the kernels, each with the registers stored to global memory that hold the lowest
+    float32, with which a row's maximum begins."""
+    attend = lambda x: _attend(implementation)(x, x, x, return_residual=True)
+    for gpu, length in ("A100-80GB", 64), ("A100-80GB", 256), ("H200", 300):
+        gpu_code.compiled(_gpus()[gpu], attend, _shape(1, length, 2, 64))
+    for ptx in folder.glob("*.ptx"):
+        code = ptx.read_text()
+        lowest = re.findall(r"mov\.b32\s+(%r\d+), (?:-8388609|0fFF7FFFFF);", code)
+        stores = "".join(re.findall(r"st\.global.*\{(.*)\}", code))
+        stored = {*re.findall(r"%r\d+", stores)}
+        entry = re.search(r"\.entry (\w+)", code)
+        print(entry.group(1) if entry else "", *stored.intersection(lowest))
+
+
+def block_copies(folder: pathlib.Path):
+    """Prints the Triton kernels for Hopper: their names, whether they have wgmma and asynchronous
+    copies, and whether a copy begins after a wait for wgmma without a barrier between."""
+    few = _shape(1, 1, 2, 64), _shape(1, 600, 2, 64), _shape(1, 600, 2, 64)
+    many = *[_shape(1, 300, 2, 128)] * 3, _shape(1, 2, 300, 300)
+    for x in few, many:
+        gradient = _gradient(_attend("triton"), len(x))
+        gpu_code.compiled(_gpus()["H200"], gradient, *x)
+    pattern = r"wgmma\.(?:mma|wait)|bar\.sync|cp\.async\.c[ag]|\.entry flash_attention_\w+"
+    for ptx in folder.glob("*.ptx"):
+        if words := re.findall(pattern, ptx.read_text()):
+            has_waited = is_early = False
+            for word in words:
+                is_early |= has_waited and word.startswith("cp")
+                has_waited = word == "wgmma.wait" or (has_waited and word != "bar.sync")
+            print(words[0].split()[1], {"wgmma.mma", "cp.async.cg"} <= {*words}, is_early)
+
+
+def shared_memory(folder: pathlib.Path, kind: str, capability: str, kilobytes: str):
+    """Compiles the largest Triton kernels for a GPU of this kind."""
+    import jax.numpy as jnp
+
+    from pallas_flash import scores
+
+    gpu = _gpus()["A100-80GB"]._replace(
+        kind=kind,
+        capability=tuple(map(int, capability.split("."))),
+        shared_memory=int(kilobytes) << 10,
+    )
+    attend = _attend("triton")
+    plain = lambda q, k, v: attend(q, k, v, is_causal=True)
+    gpu_code.compiled(gpu, _gradient(plain, 3), *[_shape(1, 128, 1, 128)] * 3)
+
+    def with_everything(q, k, v, bias, table, mask):
+        return attend(q, k, v, bias, mask=mask, score_mod=scores.T5Bias(table))
+
+    dense = 1, 1, 128, 128
+    x = _shape(*dense), _shape(1, 32, dtype=jnp.float32), _shape(*dense, dtype=bool)
+    gpu_code.compiled(gpu, _gradient(with_everything, 5), *[_shape(1, 128, 1, 256)] * 3, *x)
+
+
+def collectives(folder: pathlib.Path, implementation: str):
+    """Prints the collectives on a mesh of data and heads, then those of a ring, and the order of
+    its sends and products in each step."""
+    attend = functools.partial(_attend(implementation), is_causal=True)
+    x = [_shape(2, 4096, heads, 64) for heads in (8, 4, 4)]
+    heads = dict(axes=dict(data=2, model=4), spec=("data", None, "model"))
+    ring = dict(axes=dict(x=8), explicit=True, spec=(None, "x"))
+    for mesh in heads, ring:
+        program = gpu_code.compiled(_gpus()["H200"], _gradient(attend, 3), *x, **mesh)
+        code = program.as_text()
+        names = re.findall(r" (all-gather|all-to-all|collective-permute)(?:-start)?\(", code)
+        print(*sorted({*names}))
+    for body in code.split("\n\n"):
+        order = re.findall(r" (conditional|collective-permute(?:-start|-done)?)\(", body)
+        if order.count("conditional") == 1 and len(order) > 1:
+            print(*(word.removeprefix("collective-permute-") for word in order))
+
+
+def packed_documents(folder: pathlib.Path):
+    """Prints the kernels of packed documents in a shard_map that checks."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import PartitionSpec
+
+    def attend(q, k, v, ids):
+        ids = dict(query_segment_ids=ids, key_value_segment_ids=ids)
+        return _attend("hopper")(q, k, v, is_causal=True, **ids)
+
+    data = PartitionSpec("data")
+    step = lambda *x: jax.shard_map(_gradient(attend, 3), in_specs=data, out_specs=data)(*x)
+    x = [_shape(8, 1024, heads, 64) for heads in (8, 4, 4)]
+    x.append(_shape(8, 1024, dtype=jnp.int32))
+    gpu_code.compiled(_gpus()["H100"], step, *x, axes=dict(data=8), spec=("data",))
+    for kernel in gpu_code.kernels(folder, "flash_attention_"):
+        print(kernel.name)
+
+
+def _gpus():
+    from pallas_flash import accounting
+
+    return accounting.GPUS
+
+
+def _shape(*sizes, dtype="bfloat16"):
+    import jax
+
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+def _attend(implementation: str):
+    from pallas_flash import flash_attention
+
+    return functools.partial(flash_attention, implementation=implementation)
+
+
+def _gradient(attend, arguments: int):
+    """By the first arguments."""
+    import jax
+
+    loss = lambda *x: attend(*x).astype("float32").sum()
+    return jax.grad(loss, argnums=tuple(range(arguments)))
+
+
+if __name__ == "__main__":
+    name, folder, *arguments = sys.argv[1:]
+    if name == "collectives":
+        os.environ["XLA_FLAGS"] = "--xla_gpu_experimental_parallel_collective_overlap_limit=2"
+    gpu_code.prepare(pathlib.Path(folder))
+    globals()[name](pathlib.Path(folder), *arguments)
