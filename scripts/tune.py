@@ -4,24 +4,22 @@ FIELD=VALUE,VALUE ...]
 Sweeps the tiles of an implementation's kernels for one shape. The forward kernel's tiles are judged
 by the time of the forward, those of each backward kernel by the time of the backward, with the
 other kernels as they are. Every candidate is checked against dense float32 before it is timed.
-Prints a table for each kernel, and the row for kernels/NAME/tuning.py.
+Prints a table for each kernel, and the best tiles as a row for kernels/NAME/tuning.py.
 """
 
 import argparse
-import dataclasses
-import datetime
 import itertools
 import os
 import pathlib
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 # scripts/ is no installed package
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-# tiles are no argument of the public function
+# the public functions take no tiles
 from pallas_flash import attention, autodiff, backends, selection
 from scripts.bench import clock, machine, report
 from scripts.bench.cases import Case
@@ -30,7 +28,7 @@ from scripts.bench.options import Help, positive
 from scripts.bench.peers import Contender
 from scripts.bench.programs import TOLERANCE
 
-# Of fields that tiles may have; what a kernel cannot do with them it says, and that is reported.
+# To try in the fields that tiles have; what a kernel refuses is reported.
 VALUES = dict(
     block_q=(32, 64, 128),
     block_k=(32, 64, 128),
@@ -43,19 +41,17 @@ VALUES = dict(
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Kernel:
-    """One of those that an implementation's tiles describe: all of them, or the field `part` of a
-    tuple of several."""
+class Kernel(NamedTuple):
+    """One of the kernels that an implementation's tiles describe."""
 
-    part: str | None
-    passes: str  # that its time is taken from
+    field: str | None  # of the tiles, where they are a tuple for each kernel; None: all of them
+    passes: str  # that it is timed in
 
-    def of(self, tiles) -> Any:
-        return tiles if self.part is None else getattr(tiles, self.part)
+    def get(self, tiles) -> Any:
+        return tiles if self.field is None else getattr(tiles, self.field)
 
-    def put(self, tiles, own) -> Any:
-        return own if self.part is None else tiles._replace(**{self.part: own})
+    def replace(self, tiles, new) -> Any:
+        return new if self.field is None else tiles._replace(**{self.field: new})
 
 
 def main(argv=None) -> int:
@@ -65,74 +61,70 @@ def main(argv=None) -> int:
             "tune.py: error: there is no GPU here to tune for. --interpret goes on without; give "
             "it a small shape."
         )
-    case = the_case(args)
+    case = make_case(args)
     try:
-        tiles = default_tiles(args, case)
+        choice = choose(args, case)
     except NotImplementedError as error:
         raise SystemExit(f"tune.py: {error}") from None
-    print_header(args, case, tiles)
-    timed_by = clock.which()
-    print(f"{'clock':<11}{timed_by}", flush=True)
-    best, failed = tiles, False
-    for kernel in kernels_of(tiles):
-        if args.kernels and kernel.part not in args.kernels:
+    time_by = print_header(args, case, choice.tiles)
+    best, failed = choice.tiles, False
+    for kernel in split_by_kernel(choice.tiles):
+        if args.kernels and kernel.field not in args.kernels:
             continue
-        rows = sweep(args, case, tiles, kernel, timed_by)
-        print_kernel(kernel, tiles, rows)
-        right = [(row.median, own) for own, row in rows.items() if row.median]
-        failed |= not right
-        if right:
-            best = kernel.put(best, min(right, key=lambda pair: pair[0])[1])
-    print(
-        f"\nrow for kernels/{args.implementation}/tuning.py, {case}, {machine.device()}:\n{best!r}"
-    )
+        rows = sweep(args, case, choice, kernel, time_by)
+        print_kernel(kernel, choice.tiles, rows)
+        timed = [(row.median, tiles) for tiles, row in rows.items() if row.median]
+        failed |= not timed
+        if timed:
+            best = kernel.replace(best, min(timed, key=lambda pair: pair[0])[1])
+    print(f"\nbest tiles of {args.implementation}, {case}, {machine.device()}:\n{best!r}")
     return int(failed)
 
 
-def sweep(args, case: Case, tiles, kernel: Kernel, timed_by: str) -> dict[Any, Row]:
-    """By the kernel's own tiles; those in use first."""
-    found = candidates(kernel.of(tiles), args.sweep)
-    print(f"measuring  {kernel.part or 'tiles'}: {len(found)} candidates", file=sys.stderr)
-    contenders = [contender(args, repr(own), kernel.put(tiles, own)) for own in found]
-    rows = measure(contenders, case, [kernel.passes], args.repeats, args.jobs, timed_by)
-    return dict(zip(found, rows, strict=True))
+def sweep(
+    args, case: Case, choice: backends.Choice, kernel: Kernel, time_by: str
+) -> dict[Any, Row]:
+    """By the kernel's tiles; the current ones first."""
+    tried = candidates(kernel.get(choice.tiles), args.sweep)
+    print(f"measuring  {kernel.field or 'tiles'}: {len(tried)} candidates", file=sys.stderr)
+    contenders = [contender(args, choice, kernel.replace(choice.tiles, tiles)) for tiles in tried]
+    rows = measure(contenders, case, [kernel.passes], args.repeats, args.jobs, time_by)
+    return dict(zip(tried, rows, strict=True))
 
 
-def kernels_of(tiles) -> list[Kernel]:
-    """Each field that is a tuple of its own is a kernel; tiles without one describe one kernel, and
-    forward is what it does."""
-    parts = [name for name in tiles._fields if hasattr(getattr(tiles, name), "_fields")]
-    passes = lambda part: "forward" if part == "forward" else "backward"
-    return [Kernel(part, passes(part)) for part in parts] or [Kernel(None, "forward")]
+def split_by_kernel(tiles) -> list[Kernel]:
+    """Each field that is itself a tuple of fields is a kernel; tiles without one describe the
+    forward."""
+    fields = [name for name in tiles._fields if hasattr(getattr(tiles, name), "_fields")]
+    passes = lambda field: "forward" if field == "forward" else "backward"
+    return [Kernel(field, passes(field)) for field in fields] or [Kernel(None, "forward")]
 
 
 def candidates(tiles, values: dict[str, tuple]) -> list:
     """The tiles, and all combinations of `values` for those fields that they have."""
     fields = [name for name in tiles._fields if name in values]
     combinations = itertools.product(*(values[name] for name in fields))
-    found = [tiles._replace(**dict(zip(fields, chosen, strict=True))) for chosen in combinations]
-    return list(dict.fromkeys([tiles, *found]))
+    others = [tiles._replace(**dict(zip(fields, chosen, strict=True))) for chosen in combinations]
+    return list(dict.fromkeys([tiles, *others]))
 
 
-def default_tiles(args, case: Case) -> Any:
-    """Those in use; NotImplementedError where the implementation cannot run the case."""
+def choose(args, case: Case) -> backends.Choice:
+    """With the current tiles; NotImplementedError where the implementation cannot run the case."""
 
     def trace(q, k, v):
         problems.append(_normalise(args, case, q, k, v)[0])
 
     problems = []
     jax.eval_shape(trace, *case.shapes()[:3])
-    return selection.first(problems[0], args.implementation).tiles
+    return selection.first(problems[0], args.implementation)
 
 
-def contender(args, name: str, tiles) -> Contender:
-    backend = backends.find(args.implementation)
-
+def contender(args, choice: backends.Choice, tiles) -> Contender:
     def attend(case, q, k, v):
         problem, operands = _normalise(args, case, q, k, v)
-        return autodiff.attend(problem, backends.Choice(backend, tiles), operands)[0]
+        return autodiff.attend(problem, choice._replace(tiles=tiles), operands)[0]
 
-    return Contender(name, attend, package="pallas-flash")
+    return Contender(repr(tiles), attend, package="pallas-flash")
 
 
 def _normalise(args, case: Case, q, k, v):
@@ -142,85 +134,41 @@ def _normalise(args, case: Case, q, k, v):
     return attention.normalised(q, k, v, **call)
 
 
-# ---- what is asked, and what it says ----
+# ---- the command line, and the tables ----
 
 
 def parse(argv) -> argparse.Namespace:
-    tuned = [backend.name for backend in backends.BACKENDS if backend.name in ("hopper", "triton")]
+    names = [backend.name for backend in backends.BACKENDS if backend.own_kernels]
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n\n")[1],
         epilog="Exit status 1: a kernel has no candidate that is right.",
         formatter_class=Help,
     )
     add = parser.add_argument
-    add(
-        "--implementation",
-        choices=tuned,
-        default="hopper" if machine.on_gpu() else "triton",
-        help="whose kernels to sweep",
-    )
+    default = "hopper" if machine.on_gpu() else "triton"
+    add("--implementation", choices=names, default=default, help="whose kernels to sweep")
     add("--batch", type=positive, default=4, metavar="B", help="sequences")
-    add("--length", type=positive, default=4096, metavar="T", help="number of queries and of keys")
+    add("--length", type=positive, default=4096, metavar="T", help="of queries and of keys")
     add("--heads", type=positive, default=16, metavar="N", help="query heads")
-    add(
-        "--kv-heads",
-        type=positive,
-        metavar="K",
-        help="key/value heads; as many as query heads if left out",
-    )
-    add(
-        "--head-size", type=positive, default=128, metavar="H", help="head size of queries and keys"
-    )
-    add(
-        "--value-size",
-        type=positive,
-        metavar="Hv",
-        help="head size of values; as of queries and keys if left out",
-    )
-    add("--dtype", choices=list(TOLERANCE), default="bfloat16", help="dtype of the inputs")
-    add(
-        "--full",
-        action="store_true",
-        help="every query sees every key, rather than those up to its own",
-    )
-    add(
-        "--window", type=positive, metavar="W", help="a query sees W keys, the last of them its own"
-    )
-    add(
-        "--documents",
-        type=positive,
-        metavar="D",
-        help="number of documents packed into each sequence",
-    )
+    add("--kv-heads", type=positive, metavar="K", help="key/value heads (default: N)")
+    add("--head-size", type=positive, default=128, metavar="H", help="of queries and keys")
+    add("--value-size", type=positive, metavar="Hv", help="head size of values (default: H)")
+    add("--dtype", choices=list(TOLERANCE), default="bfloat16", help="of the inputs")
+    add("--full", action="store_true", help="no causal mask")
+    help = "keys that a query sees, of which its own is the last (default: all before it)"
+    add("--window", type=positive, metavar="W", help=help)
+    add("--documents", type=positive, metavar="D", help="packed into each sequence (default: 1)")
     add("--fused", action="store_true", help="sweep with deterministic=False")
-    add(
-        "--interpret",
-        action="store_true",
-        help="go on without a GPU, in Pallas' interpreter, whose times mean nothing",
-    )
-    add("--kernels", nargs="+", metavar="PART", help="kernels to sweep; all if left out")
-    known = " ".join(f"{name}={','.join(map(str, values))}" for name, values in VALUES.items())
-    add(
-        "--sweep",
-        nargs="+",
-        type=_values,
-        metavar="FIELD=VALUE,...",
-        help=f"values to try, in place of {known}",
-    )
-    add(
-        "--repeats",
-        type=positive,
-        default=5,
-        metavar="R",
-        help="rounds, each of which times each candidate once",
-    )
-    add(
-        "--jobs",
-        type=positive,
-        default=min(8, os.cpu_count() or 1),
-        metavar="J",
-        help="how many programs compile at a time",
-    )
+    help = "go on without a GPU, in Pallas' interpreter, whose times mean nothing"
+    add("--interpret", action="store_true", help=help)
+    add("--kernels", nargs="+", metavar="FIELD", help="of the tiles (default: all kernels)")
+    values = " ".join(f"{name}={','.join(map(str, values))}" for name, values in VALUES.items())
+    help = f"values to try, in place of {values}"
+    add("--sweep", nargs="+", type=_values, metavar="FIELD=VALUE,...", help=help)
+    help = "rounds, in each of which every candidate is timed once"
+    add("--repeats", type=positive, default=5, metavar="R", help=help)
+    jobs = min(8, os.cpu_count() or 1)
+    add("--jobs", type=positive, default=jobs, metavar="J", help="programs to compile at a time")
     args = parser.parse_args(argv)
     if args.window and args.full:
         parser.error("--window is causal; leave out --full.")
@@ -240,55 +188,45 @@ def _values(text: str) -> tuple[str, tuple]:
         raise argparse.ArgumentTypeError(f"must be {form}; got {text!r}") from None
 
 
-def the_case(args) -> Case:
+def make_case(args) -> Case:
     kv_heads, Hv = args.kv_heads or args.heads, args.value_size
     shape = args.batch, args.length, args.length, args.heads, kv_heads, args.head_size
     return Case(*shape, args.dtype, not args.full, Hv, args.window, args.documents)
 
 
-def print_header(args, case: Case, tiles):
-    facts = dict(
-        device=machine.device(),
-        commit=machine.commit(),
-        date=f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC",
+def print_header(args, case: Case, tiles) -> str:
+    """Returns the clock."""
+    time_by = clock.detect()
+    facts = machine.facts() | dict(
         case=f"{case}{', deterministic=False' if args.fused else ''}",
         tiles=repr(tiles),
-        times=f"median of {args.repeats} rounds, interleaved: each candidate once a round, in an "
-        "order drawn anew",
+        times=f"median of {args.repeats} rounds, in each of which every candidate has a turn, in "
+        "random order",
+        clock=time_by,
     )
     if not machine.on_gpu():
-        facts |= dict(
-            beware="there is no GPU: the kernels run in Pallas' interpreter, and their times mean "
-            "nothing"
-        )
-    for name, text in facts.items():
-        print(f"{name:<11}{text}")
+        facts["beware"] = "no GPU: the kernels run in an interpreter, and their times mean nothing"
+    machine.print_facts(facts)
+    return time_by
 
 
 def print_kernel(kernel: Kernel, tiles, rows: dict[Any, Row]):
     """Fastest first; what was not timed last, with its reason."""
-    in_use = kernel.of(tiles)
-    fields = [name for name in in_use._fields if len({getattr(own, name) for own in rows}) > 1]
-    table = []
-    for own, row in sorted(rows.items(), key=lambda pair: pair[1].median or float("inf")):
-        times = (
-            (report.milliseconds(row.median), f"{row.tflops:.3g}")
+    current = kernel.get(tiles)
+    fields = [name for name in current._fields if len({getattr(each, name) for each in rows}) > 1]
+    lines = []
+    for each, row in sorted(rows.items(), key=lambda pair: pair[1].median or float("inf")):
+        cells = [getattr(each, name) for name in fields]
+        cells += (
+            [report.milliseconds(row.median), f"{row.tflops:.3g}"]
             if row.median
-            else (row.status, "")
+            else [row.status, ""]
         )
-        off = "" if row.error is None else f"{row.error:.0e}"
-        reason = " ".join(row.reason.split())[: report.REASON_LENGTH]
-        table.append(
-            (
-                *(getattr(own, name) for name in fields),
-                *times,
-                off,
-                "in use" if own == in_use else "",
-                reason,
-            )
-        )
-    print(f"\n{kernel.part or 'tiles'}, by the time of the {kernel.passes}")
-    report.print_table((*fields, "ms", "TFLOP/s", "error", "", "reason"), table)
+        cells += ["" if row.error is None else f"{row.error:.0e}"]
+        cells += ["in use" if each == current else ""]
+        lines.append([*cells, " ".join(row.reason.split())[: report.REASON_LENGTH]])
+    print(f"\n{kernel.field or 'tiles'}, by the time of the {kernel.passes}")
+    report.print_table((*fields, "ms", "TFLOP/s", "error", "", "reason"), lines)
 
 
 if __name__ == "__main__":

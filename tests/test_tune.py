@@ -74,13 +74,15 @@ class Nested(NamedTuple):
 
 def test_tiles_of_any_form_are_swept():
     flat = Flat(64, 128)
-    assert tune.kernels_of(flat) == [tune.Kernel(None, "forward")]
-    assert tune.kernels_of(Nested(flat, None, flat)) == [
+    assert tune.split_by_kernel(flat) == [tune.Kernel(None, "forward")]
+    assert tune.split_by_kernel(Nested(flat, None, flat)) == [
         tune.Kernel("forward", "forward"),
         tune.Kernel("dq", "backward"),
     ]
     kernel = tune.Kernel("dq", "backward")
-    assert kernel.put(Nested(flat, None, flat), Flat(64, 32)) == Nested(flat, None, Flat(64, 32))
+    assert kernel.replace(Nested(flat, None, flat), Flat(64, 32)) == Nested(
+        flat, None, Flat(64, 32)
+    )
     found = tune.candidates(flat, dict(block_k=(32, 128), split=(False, True), other=(1, 2)))
     assert found == [flat, Flat(64, 32), Flat(64, 32, True), Flat(64, 128, True)]
 
