@@ -54,8 +54,8 @@ def _shape(x) -> tuple[int, ...]:
 class Alibi(_ScoreMod):
     """Attention with linear biases (arXiv:2108.12409): score - slopes[h] * |q_idx - kv_idx|.
 
-    slopes: [N], numbers, or an array, which may be learned. The paper's slopes for N = 8 are 2^-1,
-      2^-2, ..., 2^-8.
+    slopes are [N], floats or an array, which may be learned. The paper's for N = 8 are 2^-1, 2^-2,
+    ..., 2^-8.
     """
 
     slopes: Any
