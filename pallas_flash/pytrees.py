@@ -2,7 +2,7 @@
 that keeps ints static."""
 
 import dataclasses
-from typing import Any
+from typing import Any, dataclass_transform
 
 import jax
 import jax.numpy as jnp
@@ -10,42 +10,45 @@ import jax.numpy as jnp
 IntLike = Any  # an int, or an int32 array
 
 
+@dataclass_transform(frozen_default=True)
+def dataclass(cls=None, *, static: tuple[str, ...] = (), **options):
+    """A frozen dataclass that is a pytree: its arrays are leaves; ints, None and the fields
+    `static` belong to its structure."""
+    if cls is None:
+        return lambda cls: dataclass(cls, static=static, **options)
+    cls = dataclasses.dataclass(frozen=True, **options)(cls)
+    names = [field.name for field in dataclasses.fields(cls)]
+
+    def flatten(x):
+        values, leaves = [getattr(x, name) for name in names], vars(x).get("_leaves", ())
+        is_leaf = [
+            name in leaves or (is_data(value) and name not in static)
+            for name, value in zip(names, values, strict=True)
+        ]
+        data = [value if leaf else None for value, leaf in zip(values, is_leaf, strict=True)]
+        structure = (None if leaf else x for x, leaf in zip(values, is_leaf, strict=True))
+        return data, tuple(structure)
+
+    def unflatten(structure, data):
+        x, leaves = object.__new__(cls), []
+        for name, s, d in zip(names, structure, data, strict=True):
+            object.__setattr__(x, name, d if s is None else s)
+            if s is None and d is not None:
+                leaves.append(name)
+        # they stay leaves where jax.tree.map made ints or bools of them
+        object.__setattr__(x, "_leaves", leaves)
+        return x
+
+    jax.tree_util.register_pytree_node(cls, flatten, unflatten)
+    return cls
+
+
 def is_data(value) -> bool:
     return value is not None and not isinstance(value, int)
 
 
-def register(cls, *static: str):
-    """Makes a mask a pytree: arrays are its leaves, ints and None, and the fields `static`, belong
-    to its structure."""
-    names = [field.name for field in dataclasses.fields(cls)]
-
-    def flatten(mask):
-        values, known = [getattr(mask, name) for name in names], vars(mask).get("_leaves", ())
-        is_leaf = [
-            name in known or (is_data(x) and name not in static)
-            for name, x in zip(names, values, strict=True)
-        ]
-        data = [x if leaf else None for x, leaf in zip(values, is_leaf, strict=True)]
-        return data, tuple(None if leaf else x for x, leaf in zip(values, is_leaf, strict=True))
-
-    def unflatten(structure, data):
-        mask = object.__new__(cls)
-        for name, s, d in zip(names, structure, data, strict=True):
-            object.__setattr__(mask, name, d if s is None else s)
-        leaves = [
-            name
-            for name, s, d in zip(names, structure, data, strict=True)
-            if s is None and d is not None
-        ]
-        # they stay so where jax.tree.map made ints or bools of them
-        object.__setattr__(mask, "_leaves", leaves)
-        return mask
-
-    jax.tree_util.register_pytree_node(cls, flatten, unflatten)
-
-
 def larger(a: IntLike, b: IntLike) -> IntLike:
-    """An int where both are."""
+    """The maximum, an int where both are."""
     return max(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.maximum(a, b)
 
 

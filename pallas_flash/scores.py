@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_flash.pytrees import register
+from pallas_flash import pytrees
 
 
 class _ScoreMod:
@@ -50,7 +50,7 @@ def _shape(x) -> tuple[int, ...]:
     return (len(x), *_shape(x[0])) if isinstance(x, tuple) and x else np.shape(x)
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@pytrees.dataclass(repr=False)
 class Alibi(_ScoreMod):
     """Attention with linear biases (arXiv:2108.12409): score - slopes[h] * |q_idx - kv_idx|.
 
@@ -77,7 +77,7 @@ class Alibi(_ScoreMod):
         ).astype(score.dtype)
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@pytrees.dataclass(repr=False)
 class T5Bias(_ScoreMod):
     """T5's relative position bias (arXiv:1910.10683): score + table[h, bucket of kv_idx - q_idx].
 
@@ -147,7 +147,7 @@ def _first_of_buckets(buckets: int, max_distance: int) -> list[int]:
     return [int(distance[np.argmax(number >= n)]) for n in range(exact + 1, buckets)]
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@pytrees.dataclass(repr=False)
 class SoftCap(_ScoreMod):
     """cap * tanh(score / cap), as logits_soft_cap; to be used in a score_mod of your own. cap is a
     number or an array."""
@@ -156,7 +156,3 @@ class SoftCap(_ScoreMod):
 
     def __call__(self, score, b, h, q_idx, kv_idx):
         return self.cap * jnp.tanh(score / self.cap)
-
-
-for _cls in (Alibi, T5Bias, SoftCap):
-    register(_cls)

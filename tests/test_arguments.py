@@ -248,7 +248,7 @@ BAD = {
     "varlen and a score": (
         dict(mask=VARLEN, score_mod=lambda s, b, h, q, k: s + q),
         ValueError,
-        "counts queries from one query_offset.*With cu_seqlens_q alone they do",
+        "q_idx counts from one query_offset. Varlen.cu_seqlens_q. alone can",
     ),
     "causal number": (dict(is_causal=1), TypeError, "is_causal must be True or False"),
     "scale nan": (dict(scale=float("nan")), ValueError, "scale must be a finite number; got nan"),

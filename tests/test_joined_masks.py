@@ -215,7 +215,7 @@ def test_positions_that_no_offset_says_go_with_rules_but_with_no_score_mod():
     assert "where ~(Varlen(" in str(explain(q, q, q, mask=~packed & masks.Dilated(3)))
     with pytest.raises(
         ValueError,
-        match="score_mod counts queries from one query_offset, and in Varlen with cu_seqlens_k",
+        match="score_mod cannot be combined with Varlen",
     ):
         explain(q, q, q, mask=~packed, score_mod=lambda score, b, h, q, k: score)
     with pytest.raises(ValueError, match="no query_offset and no second one go with it"):

@@ -7,10 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_flash.pytrees import IntLike, is_data, larger, register, smaller
+from pallas_flash import pytrees
+from pallas_flash.pytrees import IntLike, is_data, larger, smaller
+
+# no query and key lie further apart: offsets and windows are cut there, and no sum of positions
+# leaves int32
+REACH = 2**28
 
 
-@dataclasses.dataclass(frozen=True)
+@pytrees.dataclass(static=("keys",))  # which jax.export may make a symbol
 class ResolvedMask:
     """A resolved mask: a diagonal band, lengths, one more interval per row, document ids, and a
     mask_mod.BoundMaskMod.
@@ -45,6 +50,42 @@ class ResolvedMask:
         return dataclasses.replace(
             self, **{name: pick(x) for name, x in values.items() if is_data(x)}
         )
+
+    def with_interval(self, shape, start: IntLike, stop: IntLike) -> "ResolvedMask":
+        """The same mask under an interval of keys for each row [B, T] = `shape`."""
+        start, stop = (
+            jnp.broadcast_to(jnp.asarray(end, jnp.int32), shape) for end in (start, stop)
+        )
+        if self.start is not None:
+            start, stop = jnp.maximum(start, self.start), jnp.minimum(stop, self.stop)
+        return dataclasses.replace(self, start=start, stop=stop)
+
+    def with_lengths(self, queries=None, keys=None) -> "ResolvedMask":
+        """The same mask under lengths int32 [B]."""
+        stops = dict(query_stop=queries, key_stop=keys)
+        new = {name: jnp.maximum(x, 0) for name, x in stops.items() if x is not None}
+        both = {name: getattr(self, name) for name in new if getattr(self, name) is not None}
+        new |= {name: jnp.minimum(stop, new[name]) for name, stop in both.items()}
+        return dataclasses.replace(self, **new)
+
+    def with_band(
+        self, shape, row, left: int | None, right: int | None, offset: IntLike
+    ) -> "ResolvedMask":
+        """Of the keys that are seen, those from position - left to position + right."""
+        if left is None and right is None:
+            return self
+        if isinstance(offset, int):
+            near = clip(offset, -REACH, REACH)
+            left = None if left is None else near - clip(offset - left, -REACH, REACH)
+            right = None if right is None else clip(offset + right, -REACH, REACH) - near
+            return dataclasses.replace(self, offset=near, left=left, right=right)
+        if max(left or 0, right or 0) > REACH:  # the offset may be as far away: ends of each row
+            end = lambda away: row + (clip(offset, away - REACH, away + REACH) - away)[:, None]
+            start = 0 if left is None else end(left)
+            stop = ResolvedMask.ALL if right is None else end(-right) + 1
+            return self.with_interval(shape, start, stop)
+        near = clip(offset, -REACH - (right or 0), REACH + (left or 0))
+        return dataclasses.replace(self, offset=near, left=left, right=right)
 
     def interval(self, row: IntLike) -> tuple[IntLike, IntLike]:
         """The keys [start, stop) that the queries `row` see, within [0, S); start >= stop where a
@@ -166,4 +207,7 @@ _WORDS = {
 }
 
 
-register(ResolvedMask, "keys")  # which jax.export may make a symbol
+def clip(x: IntLike, low: int, high: int) -> IntLike:
+    if isinstance(x, int):
+        return min(max(x, low), high)
+    return jnp.clip(x, max(low, -(2**31)), min(high, 2**31 - 1))

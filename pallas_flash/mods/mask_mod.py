@@ -6,9 +6,10 @@ from typing import Any
 
 import jax
 
+from pallas_flash import pytrees
 from pallas_flash.mods.bound import BoundMod
 from pallas_flash.mods.traced import INDEX, TracedMod, describe, trace_function, vectorize
-from pallas_flash.pytrees import IntLike, register
+from pallas_flash.pytrees import IntLike
 
 
 def trace_mask_mod(mask_mod: Callable, name: str | None = None) -> tuple[TracedMod, tuple]:
@@ -31,7 +32,7 @@ def trace_mask_mod(mask_mod: Callable, name: str | None = None) -> tuple[TracedM
     ), arrays
 
 
-@dataclasses.dataclass(frozen=True)
+@pytrees.dataclass(static=("mod",))
 class BoundMaskMod(BoundMod):
     """The rule of a mask: which of a block's queries and keys it lets see each other.
 
@@ -50,6 +51,3 @@ class BoundMaskMod(BoundMod):
     def visible(self, b: IntLike, h: IntLike, position: IntLike, key: IntLike) -> jax.Array:
         """bool, of the shape that the arguments broadcast to."""
         return vectorize(lambda *x: self.mod(self.arrays, *x), b, h, position, key)
-
-
-register(BoundMaskMod, "mod")

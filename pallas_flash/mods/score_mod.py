@@ -9,14 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_flash import pytrees
 from pallas_flash.mods import traced
 from pallas_flash.mods.bound import BoundMod
-from pallas_flash.pytrees import IntLike, register
+from pallas_flash.pytrees import IntLike
 
 SIGNATURE = "score_mod(score, b, h, q_idx, kv_idx)"
 
 
-@dataclasses.dataclass(frozen=True)
+@pytrees.dataclass(static=("mod",))
 class BoundScoreMod(BoundMod):
     """The rule of a score. Its `arrays` are the tables, floats, and then the others."""
 
@@ -156,6 +157,3 @@ def trace(score_mod: Any, dtype) -> BoundScoreMod:
         )
     wide = lambda x: x.astype(number.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
     return BoundScoreMod(found, tuple(wide(jnp.asarray(x)) for x in arrays))
-
-
-register(BoundScoreMod, "mod")

@@ -1,0 +1,130 @@
+"""Resolves several masks into one `ResolvedMask`."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_flash.masks.expression import Place, as_mask_mod
+from pallas_flash.masks.mask import And, BlockTypes, Mask, MaskMod, both, leaves
+from pallas_flash.masks.resolved_mask import REACH, ResolvedMask, clip
+from pallas_flash.mods.mask_mod import BoundMaskMod
+from pallas_flash.pytrees import IntLike
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """The rows of a call, and the position that each of them is at."""
+
+    shape: tuple[Any, Any]  # (B, T)
+    row: Any  # int32 [1, T]
+    offset: IntLike  # int or int32 [B], as the call has it
+    positions: Any = None  # int32 [B, T], where a mask says them in place of the offset
+
+    @property
+    def position(self):
+        if self.positions is not None:
+            return self.positions
+        near = within_reach(self.offset)
+        return self.row + (near if isinstance(near, int) else near[:, None])
+
+    def interval_of(self, mask: Mask):
+        """mask.interval of these rows, int32 that broadcast to [B, T], from 0 to
+        ResolvedMask.ALL."""
+        name, ends = f"{type(mask).__name__}.interval()", mask.interval(self.row, self.position)
+        if not (isinstance(ends, tuple | list) and len(ends) == 2):
+            raise TypeError(f"{name} must return (start, stop); got {type(ends).__name__}.")
+        return [self._checked(name, x if hasattr(x, "dtype") else np.asarray(x)) for x in ends]
+
+    def _checked(self, name: str, end):
+        if not jnp.issubdtype(end.dtype, jnp.integer):
+            raise TypeError(
+                f"{name} must return integers, the keys [start, stop) of each query; got "
+                f"{end.dtype}."
+            )
+        sizes = zip(end.shape[::-1], self.shape[::-1], strict=False)
+        if len(end.shape) > 2 or any(n not in (1, m) for n, m in sizes):
+            raise ValueError(
+                f"{name} must return what broadcasts to [B, T] = {self.shape}; got {end.shape}."
+            )
+        end = end.astype(np.int32) if np.can_cast(end.dtype, np.int32) else end  # int8 holds no ALL
+        return end.clip(0, ResolvedMask.ALL).astype(np.int32)
+
+
+def resolve(
+    masks: list[Mask], batch: int, queries: int, keys: int, offset: IntLike
+) -> ResolvedMask:
+    """One ResolvedMask for all of `masks`, with the largest start and the smallest stop. `offset`
+    is an int or int32 [B]."""
+    row, mask = jnp.arange(queries, dtype=jnp.int32)[None], _mask_with_positions(masks, offset)
+    positions = None if mask is None else mask.positions(row)
+    return _resolve(masks, Rows((batch, queries), row, offset, positions), keys)
+
+
+def _resolve(masks: list[Mask], rows: Rows, keys: int) -> ResolvedMask:
+    resolved, left, right = ResolvedMask(keys), None, None
+    for mask in masks:
+        if rows.positions is None and (band := mask.band()) is not None:
+            left, right = _least(left, band[0]), _least(right, band[1])
+        elif mask.is_interval:
+            resolved = mask.narrow(resolved, rows)
+    if mods := [mask for mask in masks if not mask.is_interval]:
+        types = [mask for mask in masks if isinstance(mask, BlockTypes)]
+        resolved = dataclasses.replace(resolved, mask_mod=_mask_mod(mods, types, rows, keys))
+    return resolved.with_band(rows.shape, rows.row, left, right, rows.offset)
+
+
+def _least(a: int | None, b: int | None) -> int | None:
+    return min((x for x in (a, b) if x is not None), default=None)
+
+
+def _mask_with_positions(masks: list[Mask], offset: IntLike) -> Mask | None:
+    """The Varlen whose sequences each have an offset, if there is one."""
+    found = [part for mask in masks for part in leaves(mask) if part.has_positions]
+    if len(found) > 1 or (found and not (isinstance(offset, int) and offset == 0)):
+        raise ValueError(
+            "Varlen with cu_seqlens_k already fixes query positions; it cannot be combined with "
+            "query_offset or another Varlen with cu_seqlens_k."
+        )
+    return found[0] if found else None
+
+
+def score_mod_offset(masks: list[Mask], offset: IntLike) -> IntLike:
+    """What a row is added to for the q_idx of a score_mod beside these masks."""
+    if _mask_with_positions(masks, 0) is not None:
+        raise ValueError(
+            "score_mod cannot be combined with Varlen(cu_seqlens_q, cu_seqlens_k): each sequence "
+            "has an offset there, and q_idx counts from one query_offset. Varlen(cu_seqlens_q) "
+            "alone can."
+        )
+    return within_reach(offset)
+
+
+def _mask_mod(mods: list[Mask], types: list[BlockTypes], rows: Rows, keys: int) -> BoundMaskMod:
+    """All of `mods` as one mask_mod, with its block types, if they are known for just these."""
+    found = block_size = None
+    for known in types:
+        made = known.queries, known.keys, known.offset
+        call = rows.shape[1], keys, rows.offset if isinstance(rows.offset, int) else "an array"
+        if made != call:
+            raise ValueError(
+                f"the block mask was made for (T, S, query_offset) = {made}; the call's are "
+                f"({', '.join(map(str, call))})."
+            )
+        if known.count == len(mods):  # those of its own mask, which is always beside it
+            found, block_size = known.block_types, known.block_size
+    offset = within_reach(rows.offset)
+    if rows.positions is None and all(isinstance(mask, MaskMod) for mask in mods):
+        one = functools.reduce(both, mods)
+    else:
+        # the call's own mask hides keys that are not there
+        resolve_part = lambda intervals: _resolve(intervals, rows, ResolvedMask.ALL)
+        one = as_mask_mod(functools.reduce(And, mods), Place(offset, rows.positions), resolve_part)
+    return BoundMaskMod(one.function, one.arrays, offset, one.batch, one.head, found, block_size)
+
+
+def within_reach(offset: IntLike) -> IntLike:
+    """The offset from a row to its position."""
+    return clip(offset, -REACH, REACH)
