@@ -189,7 +189,7 @@ ROWS = jnp.ones((8, 8))
 REFUSED = {
     "more than numbers of an array": (
         lambda b, h, q, k: jnp.sum(ROWS[q]) > k,
-        "may read single numbers .*; got reduce_sum",
+        "may only be indexed down to scalars.*; got `reduce_sum`",
     ),
     "numbers of 8 bits": (
         lambda b, h, q, k: BYTES[q] > BYTES[k],

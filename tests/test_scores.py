@@ -440,7 +440,7 @@ def test_equal_functions_share_one_compiled_program(rng):
 
 # ---- mistakes ----
 
-OF_SHAPE = r"is called once, with single numbers of shape \(\).* it raised "
+OF_SHAPE = r"is called once, with scalars,.* it raised "
 MISTAKES = {
     "no function": (
         0.5,
@@ -462,7 +462,7 @@ MISTAKES = {
     "a softmax": (lambda s, b, h, q, k: jax.nn.softmax(s, axis=-1), OF_SHAPE + "ValueError"),
     "of NumPy": (
         lambda s, b, h, q, k: s + np.ones(4)[h],
-        "NumPy takes no traced numbers: .* jnp.asarray for arrays",
+        "NumPy takes no traced values: .* jnp.asarray for arrays",
     ),
     "a function of NumPy": (
         lambda s, b, h, q, k: np.where(q < k, s, 0),
@@ -470,13 +470,13 @@ MISTAKES = {
     ),
     "a row": (
         lambda s, b, h, q, k: s + jnp.sum(IDS.reshape(20, 2)[b]),
-        r"may read single numbers of the arrays .*; got reduce_sum of one \[2\]",
+        r"may only be indexed down to scalars.*; got `reduce_sum` of an array of shape \(2,\)",
     ),
     "in a loop": (
         lambda s, b, h, q, k: jax.lax.fori_loop(
             0, 3, lambda i, s: s + jnp.sin(IDS * 1.0)[k + i], s
         ),
-        r"got scan of one \[40\]\. Read what a loop or a branch needs before it",
+        r"got `scan` of an array of shape \(40,\)\. Index it before the loop or branch",
     ),
     "by score": (
         lambda s, b, h, q, k: s + jnp.sin(IDS * 1.0)[s.astype(int)],

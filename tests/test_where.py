@@ -163,7 +163,7 @@ MISTAKES = {
     "of NumPy": (
         lambda: masks.MaskMod(lambda b, h, q, k: np.ones(3, bool)[k]),
         TypeError,
-        "NumPy takes no traced numbers: use",
+        "NumPy takes no traced values: use",
     ),
     "a map of an array": (
         lambda: masks.create_block_mask(np.ones((3, 3), bool), 3, 3),
@@ -238,11 +238,11 @@ def test_kernels_take_numbers_that_are_traced_and_name_what_they_do_not_know(rng
     for reads, text in (
         (
             lambda b, h, q, k: jnp.any(ids[jnp.arange(3)] == q),
-            "reads: a rule may read single numbers of the arrays that it closes over",
+            "captured arrays may only be indexed down to scalars",
         ),
         (
             lambda b, h, q, k: jax.lax.fori_loop(0, 3, lambda i, n: n + ids[k + i], q) > 9,
-            r"got scan of one \[53\]\. Read what .* before it\. The",
+            r"got `scan` of an array of shape \(53,\)\. Index it before the loop or branch\. The",
         ),
         (
             lambda b, h, q, k: jax.lax.erf(1.0 * ids[q]) < 0.5,

@@ -1,9 +1,10 @@
-"""The numbers that a rule reads from arrays, one at a time, apart from what it makes of them; the
-caller does the reading."""
+"""What a mod reads of the arrays that it captures, scalar by scalar, apart from what it computes
+with them: the caller does the reading."""
 
 import functools
 import math
 import operator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,21 +16,21 @@ from jax.extend.core import Literal
 from pallas_flash.devices import varying
 from pallas_flash.pytrees import IntLike
 
-MAY_READ = "a rule may read single numbers of the arrays that it closes over, as table[h, kv_idx]"
+ONLY_SCALARS = "captured arrays may only be indexed down to scalars, e.g. table[h, kv_idx]"
 
-PAIR = {2, 3}  # of a rule's numbers: the query's and the key's, which differ within a tile
+PAIR = {2, 3}  # of a mod's scalars: q_idx and kv_idx, which differ within a tile
 
 
-class Part(NamedTuple):
-    """What a rule has taken of array `number`: from the index `start` on, along those `axes` of the
-    array that are left."""
+class ArrayRef(NamedTuple):
+    """What a mod has indexed of captured array number `array`: from the index `start` on, along
+    those `axes` that are left."""
 
-    number: int
+    array: int
     start: tuple[IntLike, ...]
     axes: tuple[int, ...]
     shape: tuple[int, ...]
 
-    def cut(self, starts, sizes) -> "Part":
+    def cut(self, starts, sizes) -> "ArrayRef":
         moved = list(self.start)
         for axis, start in zip(self.axes, starts, strict=True):
             moved[axis] = (
@@ -37,7 +38,7 @@ class Part(NamedTuple):
             )
         return self._replace(start=tuple(moved), shape=tuple(sizes))
 
-    def without(self, dimensions) -> "Part":
+    def without(self, dimensions) -> "ArrayRef":
         """Without some of its axes, of size 1."""
         left = [i for i in range(len(self.axes)) if i not in dimensions]
         return self._replace(
@@ -46,8 +47,8 @@ class Part(NamedTuple):
 
 
 class Read(NamedTuple):
-    """One place where a rule reads: the number of the array, and for each of its axes of which of
-    the rule's numbers the index is made."""
+    """One place where a mod reads: the number of the array, and for each of its axes on which of
+    the mod's scalars the index depends."""
 
     array: int
     by_axis: tuple[frozenset[int], ...]
@@ -57,70 +58,54 @@ class Read(NamedTuple):
         return frozenset().union(*self.by_axis)
 
 
-def steps(jaxpr, numbers):
-    """Runs a rule, the program of arrays and then `numbers`: yields (array, index) for each number
-    that it reads of an array, is sent what is there, and returns what the rule does."""
-    values = []
-    for n, array in enumerate(x.aval for x in jaxpr.invars[: len(jaxpr.invars) - len(numbers)]):
-        part = Part(n, (0,) * array.ndim, tuple(range(array.ndim)), array.shape)
-        values.append((yield from _read(part)))
-    (result,) = yield from _run(jaxpr, [*values, *numbers])
-    return result
+class Split(NamedTuple):
+    """A mod with the scalars that it reads as inputs: `jaxpr` takes its scalars and then these
+    values, and returns the index of each read, axis by axis, and the mod's result."""
+
+    reads: tuple[Read, ...]
+    jaxpr: Any
+
+    def index(self, n: int) -> list:
+        """The variables of the index of read number n."""
+        first = sum(len(read.by_axis) for read in self.reads[:n])
+        return self.jaxpr.outvars[first : first + len(self.reads[n].by_axis)]
 
 
-def index(jaxpr, numbers, values) -> tuple[int, tuple]:
-    """The array and the index that a rule reads after it has read `values`."""
-    running = steps(jaxpr, numbers)
-    asked = next(running)
-    for value in values:
-        asked = running.send(value)
-    return asked
+def split(jaxpr, scalars: list[jax.ShapeDtypeStruct]) -> Split:
+    """Of a mod, the program of its captured arrays and then these scalars."""
+    arrays = [x.aval for x in jaxpr.invars[: len(jaxpr.invars) - len(scalars)]]
+    found = []  # (array, number of axes) of each read
 
+    def program(scalars, values):
+        values, indices = iter(values), []
+        found.clear()
 
-def result(jaxpr, numbers, values):
-    """What a rule returns that reads `values`."""
-    running = steps(jaxpr, numbers)
-    try:
-        next(running)
-        for value in values:
-            running.send(value)
-    except StopIteration as done:
-        return done.value
-    raise AssertionError("a rule reads as often as it did when it was traced")
+        def read(array, index):
+            found.append((array, len(index)))
+            indices.extend(jnp.asarray(i, jnp.int32) for i in index)
+            return next(values, jnp.zeros((), arrays[array].dtype))
 
+        refs = [
+            _read(ArrayRef(n, (0,) * x.ndim, tuple(range(x.ndim)), x.shape), read)
+            for n, x in enumerate(arrays)
+        ]
+        inputs = dict(zip(jaxpr.invars, (*refs, *scalars), strict=True))
+        return indices, jnp.asarray(run(jaxpr.eqns, jaxpr.outvars, inputs, read)[0])
 
-def of(jaxpr, count: int) -> tuple[Read, ...]:
-    """All reads of a rule of so many numbers."""
-    found, dtype = [], lambda array: jaxpr.invars[array].aval.dtype
-
-    def indices(numbers, values):
-        running, sent, made = steps(jaxpr, numbers), iter(values), []
-        try:
-            asked = next(running)
-            while True:
-                found.append((asked[0], len(asked[1])))
-                made.extend(map(jnp.asarray, asked[1]))
-                asked = running.send(next(sent, jnp.zeros((), dtype(asked[0]))))
-        except StopIteration:
-            return made
-
-    shapes = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in jaxpr.invars[-count:]]
-    jax.eval_shape(indices, shapes, ())
-    values = [jax.ShapeDtypeStruct((), dtype(array)) for array, _ in found]
-    found.clear()
-    made_of = iter(_made_of(jax.make_jaxpr(indices)(shapes, values).jaxpr))
-    reads, known = [], {n: frozenset([n]) for n in range(len(shapes))}
+    jax.eval_shape(program, scalars, ())
+    values = [jax.ShapeDtypeStruct((), arrays[array].dtype) for array, _ in found]
+    made = jax.make_jaxpr(program)(scalars, values).jaxpr
+    depends_on = iter(_dependences(made))
+    reads, inputs = [], {n: frozenset([n]) for n in range(len(scalars))}
     for array, axes in found:
-        read = Read(
-            array, tuple(frozenset().union(*(known[n] for n in next(made_of))) for _ in range(axes))
-        )
-        known[len(known)] = read.depends_on
-        reads.append(read)
-    return tuple(reads)
+        axis = lambda: frozenset().union(*(inputs[n] for n in next(depends_on)))
+        reads.append(Read(array, tuple(axis() for _ in range(axes))))
+        inputs[len(inputs)] = reads[-1].depends_on
+    return Split(tuple(reads), made)
 
 
-def _made_of(jaxpr) -> list[frozenset[int]]:
-    """For each of its outputs, which of a program's inputs it is made of."""
+def _dependences(jaxpr) -> list[frozenset[int]]:
+    """On which of a program's inputs each of its outputs depends."""
     known = {x: frozenset([n]) for n, x in enumerate(jaxpr.invars)}
     inputs = lambda variables: frozenset().union(
         *(known.get(x, ()) for x in variables if not isinstance(x, Literal))
@@ -139,122 +124,107 @@ def flat_index(index: tuple, shape: tuple[int, ...]):
     return place
 
 
-def needed(jaxpr) -> list:
-    """The equations that a program's outputs are made of."""
-    found, of = [], set(map(id, jaxpr.outvars))
-    for eqn in reversed(jaxpr.eqns):
-        if of & set(map(id, eqn.outvars)):
-            of |= set(map(id, eqn.invars))
+def needed(eqns, outvars) -> list:
+    """The equations on which these variables depend."""
+    found, variables = [], set(map(id, outvars))
+    for eqn in reversed(eqns):
+        if variables & set(map(id, eqn.outvars)):
+            variables |= set(map(id, eqn.invars))
             found.append(eqn)
     return found[::-1]
 
 
-def run(eqns, outvars, known: dict) -> list[Any]:
-    """The values of `outvars` by these equations from what is known."""
-    of = lambda x: x.val if isinstance(x, Literal) else known[x]
+def run(eqns, outvars, known: dict, read: Callable | None = None) -> list[Any]:
+    """The values of `outvars` by these equations from what is known. Where an ArrayRef is indexed
+    down to a scalar, this is `read(array, index)`."""
+    value = lambda x: x.val if isinstance(x, Literal) else known[x]
     for eqn in eqns:
-        known |= zip(eqn.outvars, bind(eqn, [of(x) for x in eqn.invars]), strict=True)
-    return [of(x) for x in outvars]
+        known |= zip(eqn.outvars, bind(eqn, [value(x) for x in eqn.invars], read), strict=True)
+    return [value(x) for x in outvars]
 
 
-def _run(jaxpr, values):
-    known = dict(zip(jaxpr.invars, values, strict=True))
-    of = lambda x: x.val if isinstance(x, Literal) else known[x]
-    for eqn in jaxpr.eqns:
-        outputs = yield from _evaluated(eqn, [of(x) for x in eqn.invars])
-        known.update(zip(eqn.outvars, outputs, strict=True))
-    return [of(x) for x in jaxpr.outvars]
-
-
-def _evaluated(eqn, inputs):
-    if not any(isinstance(x, Part) for x in inputs):
-        return bind(eqn, inputs)
-    if eqn.primitive.name in _STRAIGHT:
-        return (yield from _run(getattr(eqn.params["jaxpr"], "jaxpr", eqn.params["jaxpr"]), inputs))
-    name, (part, *rest) = eqn.primitive.name, inputs
-    if name not in _TAKES or not isinstance(part, Part):
-        shape = ", ".join(map(str, next(x for x in inputs if isinstance(x, Part)).shape))
-        hint = " Read what a loop or a branch needs before it." * (
-            name in ("scan", "while", "cond")
-        )
-        raise TypeError(f"{MAY_READ}; got {name} of one [{shape}].{hint}")
-    part, inside, other = _TAKES[name](eqn.params, part, *rest)
-    value = yield from _read(part)
-    return [value if inside is None else jnp.where(inside, value, other)]
-
-
-def bind(eqn, inputs) -> list[Any]:
-    """The outputs of one equation; a jitted function is taken apart, and what an array varies over
+def bind(eqn, inputs, read: Callable | None = None) -> list[Any]:
+    """The outputs of one equation; a jitted function is inlined, and what an array varies over
     follows from the inputs."""
-    if eqn.primitive.name == "pvary":
+    name, refs = eqn.primitive.name, [x for x in inputs if isinstance(x, ArrayRef)]
+    if name == "pvary":
         return inputs
-    if eqn.primitive.name in ("jit", "pjit"):
-        inner = eqn.params["jaxpr"]
-        variables = *inner.jaxpr.constvars, *inner.jaxpr.invars
-        return run(
-            inner.eqns,
-            inner.jaxpr.outvars,
-            dict(zip(variables, (*inner.consts, *inputs), strict=True)),
-        )
+    if name in ("jit", "pjit") or (name == "remat2" and refs):
+        inner, consts = eqn.params["jaxpr"], getattr(eqn.params["jaxpr"], "consts", ())
+        inner = getattr(inner, "jaxpr", inner)
+        variables = zip((*inner.constvars, *inner.invars), (*consts, *inputs), strict=True)
+        return run(inner.eqns, inner.outvars, dict(variables), read)
+    if refs:
+        return [_index(eqn, inputs, refs[0].shape, read)]
     out = eqn.primitive.bind(
         *varying.vary_alike(inputs), **eqn.primitive.get_bind_params(eqn.params)
     )
     return out if eqn.primitive.multiple_results else [out]
 
 
-def _read(part: Part):
-    if part.axes:
-        return part
-    return (yield part.number, part.start)
+def _index(eqn, inputs, shape, read: Callable):
+    name, (ref, *indices) = eqn.primitive.name, inputs
+    if name not in _INDEXES or not isinstance(ref, ArrayRef):
+        is_control_flow = name in ("scan", "while", "cond")
+        hint = " Index it before the loop or branch." * is_control_flow
+        raise TypeError(f"{ONLY_SCALARS}; got `{name}` of an array of shape {shape}.{hint}")
+    ref, inside, other = _INDEXES[name](eqn.params, ref, *indices)
+    value = _read(ref, read)
+    return value if inside is None else jnp.where(inside, value, other)
 
 
-# ---- what takes a part of a part; with it whether it lies inside, and what is there if not ----
+def _read(ref: ArrayRef, read: Callable):
+    return ref if ref.axes else read(ref.array, ref.start)
 
 
-def _dynamic_slice(params, part: Part, *starts):
+# ---- what indexes an ArrayRef: the new one, whether it lies inside (None: it does), and what is
+# there if not ----
+
+
+def _dynamic_slice(params, ref: ArrayRef, *starts):
     sizes = params["slice_sizes"]
-    clamped = [_clamped(i, n - size) for i, n, size in zip(starts, part.shape, sizes, strict=True)]
-    return part.cut(clamped, sizes), None, None
+    clamped = [_clamped(i, n - size) for i, n, size in zip(starts, ref.shape, sizes, strict=True)]
+    return ref.cut(clamped, sizes), None, None
 
 
-def _slice(params, part: Part):
+def _slice(params, ref: ArrayRef):
     starts, stops = params["start_indices"], params["limit_indices"]
     if set(params["strides"] or ()) - {1}:
-        raise TypeError(f"{MAY_READ}; got a slice of several.")
+        raise TypeError(f"{ONLY_SCALARS}; got a slice with strides.")
     return (
-        part.cut(starts, [stop - start for start, stop in zip(starts, stops, strict=True)]),
+        ref.cut(starts, [stop - start for start, stop in zip(starts, stops, strict=True)]),
         None,
         None,
     )
 
 
-def _squeeze(params, part: Part):
-    return part.without([i % len(part.axes) for i in params["dimensions"]]), None, None
+def _squeeze(params, ref: ArrayRef):
+    return ref.without([i % len(ref.axes) for i in params["dimensions"]]), None, None
 
 
-def _reshape(params, part: Part):
-    if params["new_sizes"] != () or math.prod(part.shape) != 1:
-        raise TypeError(f"{MAY_READ}; got reshape of one {list(part.shape)}.")
-    return part.without(range(len(part.axes))), None, None
+def _reshape(params, ref: ArrayRef):
+    if params["new_sizes"] != () or math.prod(ref.shape) != 1:
+        raise TypeError(f"{ONLY_SCALARS}; got `reshape` of an array of shape {ref.shape}.")
+    return ref.without(range(len(ref.axes))), None, None
 
 
-def _gather(params, part: Part, indices):
-    to, axes = params["dimension_numbers"], range(len(part.axes))
+def _gather(params, ref: ArrayRef, indices):
+    to, axes = params["dimension_numbers"], range(len(ref.axes))
     if (
         set(params["slice_sizes"]) != {1}
         or sorted(to.start_index_map) != list(axes)
         or to.offset_dims
         or indices.ndim != 1
     ):
-        raise TypeError(f"{MAY_READ}; got gather of {indices.shape}.")
+        raise TypeError(f"{ONLY_SCALARS}; got `gather` of indices of shape {indices.shape}.")
     each = [indices.reshape(())] if len(axes) == 1 else [indices[i] for i in axes]
     at = dict(zip(to.start_index_map, each, strict=True))
-    starts = [_clamped(at[i], part.shape[i] - 1) for i in axes]
+    starts = [_clamped(at[i], ref.shape[i] - 1) for i in axes]
     inside = other = None
     if params["mode"] == lax.GatherScatterMode.FILL_OR_DROP:
         inside = functools.reduce(operator.and_, [at[i] == starts[i] for i in axes])
         other = jnp.nan if params["fill_value"] is None else params["fill_value"]
-    return part.cut(starts, params["slice_sizes"]).without(axes), inside, other
+    return ref.cut(starts, params["slice_sizes"]).without(axes), inside, other
 
 
 def _clamped(i, last: int):
@@ -264,7 +234,6 @@ def _clamped(i, last: int):
     return lax.clamp(jnp.asarray(0, i.dtype), i, jnp.asarray(last, i.dtype)).astype(jnp.int32)
 
 
-_STRAIGHT = ("jit", "pjit", "remat2")  # what runs the program that it holds, once
-_TAKES = dict(
+_INDEXES = dict(
     dynamic_slice=_dynamic_slice, slice=_slice, squeeze=_squeeze, reshape=_reshape, gather=_gather
 )

@@ -74,60 +74,35 @@ class TracedMod:
             )
 
     @functools.cached_property
+    def _split(self) -> captured.Split:
+        shapes = [jax.ShapeDtypeStruct((), x.aval.dtype) for x in self.scalars]
+        with any_mesh():
+            return captured.split(self.jaxpr, shapes)
+
+    @property
     def reads(self) -> tuple[captured.Read, ...]:
-        """The numbers that it reads of its arrays, one after the other."""
-        return captured.of(self.jaxpr, len(self.scalars))
+        """What it reads of its arrays, one scalar after the other."""
+        return self._split.reads
 
     def index(self, *x) -> tuple[jax.Array, ...]:
-        """What it reads next, of b, h, q_idx, kv_idx and all that it has read before."""
-        program = self._indices[len(x) - 4]
-        inputs = [
-            jnp.asarray(value, known.aval.dtype)
-            for value, known in zip(x, program.invars, strict=True)
-        ]
-        return tuple(
-            captured.run(
-                captured.needed(program),
-                program.outvars,
-                dict(zip(program.invars, inputs, strict=True)),
-            )
-        )
+        """The index of the next read, of b, h, q_idx, kv_idx and the values of all reads before."""
+        inputs = self._split.jaxpr.invars
+        known = *inputs[:4], *inputs[len(self.scalars) :][: len(x) - 4]
+        return tuple(self._run(self._split.index(len(x) - 4), known, x))
 
-    @functools.cached_property
-    def _indices(self) -> list:
-        """The program of the index of each read, which needs nothing of a score that comes before
-        it in the rule."""
-
-        def index(*x):
-            more = [jnp.zeros((), known.aval.dtype) for known in self.scalars[4:]]
-            _, found = captured.index(self.jaxpr, [*x[:4], *more], x[4:])
-            return [jnp.asarray(i, jnp.int32) for i in found]
-
-        shape = lambda x: jax.ShapeDtypeStruct((), x.aval.dtype)
-        numbers, values = (
-            list(map(shape, self.scalars[:4])),
-            [shape(self.arrays[at.array]) for at in self.reads],
-        )
-        with any_mesh():
-            return [jax.make_jaxpr(index)(*numbers, *values[:n]).jaxpr for n in range(len(values))]
-
-    def result(self, numbers, values) -> jax.Array:
+    def result(self, scalars, values) -> jax.Array:
         """What it returns where it reads these values."""
-        return jnp.asarray(captured.result(self.jaxpr, self.typed(*numbers), values))
+        jaxpr = self._split.jaxpr
+        return self._run(jaxpr.outvars[-1:], jaxpr.invars, (*scalars, *values))[0]
+
+    def _run(self, outputs, inputs, x) -> list[jax.Array]:
+        known = {v: jnp.asarray(value, v.aval.dtype) for v, value in zip(inputs, x, strict=True)}
+        return captured.run(captured.needed(self._split.jaxpr.eqns, outputs), outputs, known)
 
     @property
     def primitives(self) -> set[str]:
         """The names of the primitives it is made of, but for its reads."""
-
-        def run(numbers, values):
-            return self.result(numbers, values), [
-                self.index(*numbers[:4], *values[:n]) for n in range(len(values))
-            ]
-
-        shape = lambda x: jax.ShapeDtypeStruct((), x.aval.dtype)
-        of = list(map(shape, self.scalars)), [shape(self.arrays[at.array]) for at in self.reads]
-        with any_mesh():
-            return primitives(jax.make_jaxpr(run)(*of).jaxpr)
+        return primitives(self._split.jaxpr)
 
 
 def primitives(jaxpr) -> set[str]:
@@ -158,7 +133,7 @@ def describe(out) -> str:
 
 
 HINTS = {
-    jax.errors.TracerArrayConversionError: " NumPy takes no traced numbers: use jnp, and "
+    jax.errors.TracerArrayConversionError: " NumPy takes no traced values: use jnp, and "
     "jnp.asarray for arrays that they index.",
     jax.errors.TracerBoolConversionError: " Python's if, and, or need a known bool: use jnp.where, "
     "& and |.",
@@ -174,9 +149,8 @@ def trace_function(signature: str, function: Callable, *shapes) -> tuple[Any, tu
             return _traced(function, *shapes)
     except (TypeError, ValueError, IndexError) as error:
         raise TypeError(
-            f"{signature} is called once, with single numbers of shape (), and traced for all "
-            "pairs of a query and a key; "
-            f"it raised {type(error).__name__}: "
+            f"{signature} is called once, with scalars, and traced for all pairs of a query and a "
+            f"key; it raised {type(error).__name__}: "
             f"{str(error).partition(chr(10))[0].rstrip('.')}.{HINTS.get(type(error), '')}"
         ) from error
         # jax's, without words: an array varies in a shard_map that checks its types
@@ -201,21 +175,19 @@ def any_mesh():
 
 def _traced(function, *shapes):
     written, out = jax.make_jaxpr(function, return_shape=True)(*shapes)
-    variables, consts = (*written.jaxpr.constvars, *written.jaxpr.invars), written.consts
-    whole = lambda *numbers: captured.run(
-        written.eqns, written.jaxpr.outvars, dict(zip(variables, (*consts, *numbers), strict=True))
-    )
-    closed = jax.make_jaxpr(whole)(*shapes)  # with the arrays that jitted functions close over
-    jaxpr, known, left = (
-        closed.jaxpr,
-        dict(zip(closed.jaxpr.constvars, closed.consts, strict=True)),
-        [],
-    )
+    variables = *written.jaxpr.constvars, *written.jaxpr.invars
+
+    def inlined(*scalars):
+        values = dict(zip(variables, (*written.consts, *scalars), strict=True))
+        return captured.run(written.eqns, written.jaxpr.outvars, values)
+
+    closed = jax.make_jaxpr(inlined)(*shapes)  # with the arrays that jitted functions close over
+    jaxpr, left = closed.jaxpr, []
+    known = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     for eqn in jaxpr.eqns:
-        of = [x for x in eqn.invars if not isinstance(x, Literal)]
-        if of and all(x in known for x in of) and not eqn.effects:
-            inputs = [x.val if isinstance(x, Literal) else known[x] for x in eqn.invars]
-            known |= zip(eqn.outvars, captured.bind(eqn, inputs), strict=True)
+        variables = [x for x in eqn.invars if not isinstance(x, Literal)]
+        if variables and all(x in known for x in variables) and not eqn.effects:
+            captured.run([eqn], [], known)
         else:
             left.append(eqn)
     used = {id(x) for eqn in left for x in eqn.invars} | {id(x) for x in jaxpr.outvars}
@@ -223,12 +195,13 @@ def _traced(function, *shapes):
         (x for x in known if id(x) in used),
         key=lambda x: not jnp.issubdtype(x.aval.dtype, jnp.floating),
     )
-    inputs = *arrays, *jaxpr.invars
-    run = lambda values, numbers: captured.run(
-        left, jaxpr.outvars, dict(zip(inputs, (*values, *numbers), strict=True))
-    )
+
+    def uncaptured(values, scalars):
+        inputs = zip((*arrays, *jaxpr.invars), (*values, *scalars), strict=True)
+        return captured.run(left, jaxpr.outvars, dict(inputs))
+
     with any_mesh():
-        rest = jax.make_jaxpr(run)(
+        rest = jax.make_jaxpr(uncaptured)(
             [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in arrays], shapes
         )
     return rest.jaxpr, tuple(known[x] for x in arrays), out
