@@ -243,7 +243,7 @@ BAD = {
     "varlen and an offset": (
         dict(mask=VARLEN, query_offset=2),
         ValueError,
-        "where each query is: no query_offset and no second",
+        "already fixes query positions; it cannot be combined with query_offset",
     ),
     "varlen and a score": (
         dict(mask=VARLEN, score_mod=lambda s, b, h, q, k: s + q),

@@ -218,5 +218,5 @@ def test_positions_that_no_offset_says_go_with_rules_but_with_no_score_mod():
         match="score_mod cannot be combined with Varlen",
     ):
         explain(q, q, q, mask=~packed, score_mod=lambda score, b, h, q, k: score)
-    with pytest.raises(ValueError, match="no query_offset and no second one go with it"):
+    with pytest.raises(ValueError, match="cannot be combined with query_offset"):
         explain(q, q, q, mask=~packed | masks.Causal(), query_offset=1)
