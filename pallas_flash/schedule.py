@@ -1,9 +1,8 @@
 """Which key blocks a query block visits, which of them need no mask, and the same seen from a key
 block.
 
-Blocks are half-open ranges of block numbers. Of the blocks in [first, last) those in [full_first,
-full_last) are seen whole by every row, so their scores need no mask and their loads no bounds.
-Where the mask is no interval, they are a list of numbers.
+A tile visits a range of blocks, or a list of them where its mask is no interval. Those that every
+row sees whole need no mask, and their loads no bounds.
 """
 
 import functools
@@ -22,38 +21,55 @@ from pallas_flash.pytrees import IntLike, larger
 
 
 class Blocks(NamedTuple):
+    """Blocks in the order of a loop: index(t) is the number of the block at position t, for t in
+    [first, last). Those at [full_first, full_last) need no mask."""
+
     first: IntLike
     full_first: IntLike
     full_last: IntLike
     last: IntLike
+    index: Callable[[IntLike], IntLike] = lambda t: t
 
-    def clipped(self) -> "Blocks":
-        """The same with 0 <= first <= full_first <= full_last <= last."""
-        last = larger(self.last, 0)
-        first = between(self.first, 0, last)
-        full_first = between(self.full_first, first, last)
-        return Blocks(first, full_first, between(self.full_last, full_first, last), last)
+    @classmethod
+    def from_table(cls, table, *row: IntLike) -> "Blocks":
+        """From a row of `by_query_tile` or `query_blocks`."""
+        return cls(*(table[(*row, i)] for i in range(4)))
 
-    def turned(self, end: IntLike) -> "Blocks":
-        """The same, counted down from `end`: number t is block end - 1 - t."""
-        down = lambda n: end if isinstance(n, int) and n == 0 else end - n
-        return Blocks(*map(down, reversed(self)))
+    @classmethod
+    def from_list(cls, lists, *row: IntLike) -> "Blocks":
+        """From a row of `lists`."""
+        masked, last = (lists[(*row, i)] for i in range(2))
+        return cls(0, masked, last, last, lambda t: lists[(*row, 2 + t)])
+
+    @property
+    def ends(self) -> tuple[IntLike, IntLike, IntLike, IntLike]:
+        return self[:4]
 
     @property
     def count(self) -> IntLike:
         return self.last - self.first
 
-    def walk(self) -> "Walk":
-        """From the last one to the first."""
-        return Walk(self.turned(self.last), lambda t: self.last - 1 - t)
+    def clip(self) -> "Blocks":
+        """The same with 0 <= first <= full_first <= full_last <= last."""
+        last = larger(self.last, 0)
+        first = between(self.first, 0, last)
+        full_first = between(self.full_first, first, last)
+        full_last = between(self.full_last, full_first, last)
+        return Blocks(first, full_first, full_last, last, self.index)
 
-    def part(self, number: IntLike, count: int) -> "Blocks":
-        """Part `number` of as many, as long as each other; masks stay where they were."""
+    def reverse(self, end: IntLike | None = None) -> "Blocks":
+        """The same from the last one to the first: position t was end - 1 - t, by default such that
+        positions begin at 0."""
+        end = self.last if end is None else end
+        down = lambda n: end if isinstance(n, int) and n == 0 else end - n
+        return Blocks(*map(down, reversed(self.ends)), lambda t: self.index(end - 1 - t))
+
+    def split(self, number: IntLike, count: int) -> "Blocks":
+        """One of `count` splits of equal length."""
         end = lambda n: self.first + lax.div((self.last - self.first) * n, jnp.int32(count))
         first, last = end(number), end(number + 1)
-        return Blocks(
-            first, between(self.full_first, first, last), between(self.full_last, first, last), last
-        )
+        full = (between(n, first, last) for n in (self.full_first, self.full_last))
+        return Blocks(first, *full, last, self.index)
 
     def rest(self) -> "Blocks":
         """All but the first, of at least one."""
@@ -62,45 +78,18 @@ class Blocks(NamedTuple):
         full_last = (
             self.full_last if self.full_last is self.last else larger(self.full_last, full_first)
         )
-        return Blocks(first, full_first, full_last, self.last)
+        return Blocks(first, full_first, full_last, self.last, self.index)
 
     def visit(self, step, carry):
-        """carry = step(block number, carry, masked=...) over all blocks, in order."""
-
-        masked, full = (lambda j, carry, m=m: step(j, carry, masked=m) for m in (True, False))
+        """carry = step(position, carry, masked=...) over all blocks, in order."""
+        masked, full = (functools.partial(_step, step, m) for m in (True, False))
         carry = loop(self.first, self.full_first, masked, carry)
         carry = loop(self.full_first, self.full_last, full, carry)
         return loop(self.full_last, self.last, masked, carry)
 
 
-class Listed(NamedTuple):
-    """Blocks by their numbers, of which the first `masked` need a mask; the same words as
-    `Blocks`."""
-
-    masked: IntLike
-    last: IntLike
-    number: Callable
-
-    @classmethod
-    def of(cls, lists, *row: IntLike) -> "Listed":
-        """From a row of `lists`."""
-        return cls(lists[(*row, 0)], lists[(*row, 1)], lambda n: lists[(*row, 2 + n)])
-
-    def walk(self) -> "Walk":
-        return Walk(Blocks(0, self.masked, self.last, self.last), self.number)
-
-    def visit(self, step, carry):
-        masked, full = (
-            lambda n, carry, m=m: step(self.number(n), carry, masked=m) for m in (True, False)
-        )
-        return loop(self.masked, self.last, full, loop(0, self.masked, masked, carry))
-
-
-class Walk(NamedTuple):
-    """Blocks by their places in the order in which they come."""
-
-    blocks: Blocks
-    number: Callable  # of the block at a place
+def _step(step, masked: bool, t, carry):
+    return step(t, carry, masked=masked)
 
 
 def divisor(n: int, most: int) -> int:
@@ -140,7 +129,7 @@ def key_blocks(start: IntLike, stop: IntLike, contiguous, size: int, axis=None) 
         ceil_div(_reduce(jnp.max, whole[0], axis), size),
         _reduce(jnp.min, whole[1], axis) // size,
         ceil_div(_reduce(jnp.max, stop, axis), size),
-    ).clipped()
+    ).clip()
 
 
 def known_blocks(resolved_mask: ResolvedMask, first: IntLike, last: IntLike, size: int) -> Blocks:
@@ -151,7 +140,7 @@ def known_blocks(resolved_mask: ResolvedMask, first: IntLike, last: IntLike, siz
     div = lambda n: n // size if isinstance(n, int) else lax.div(n, jnp.int32(size))
     return Blocks(
         div(start), div(whole_start + size - 1), div(whole_stop), div(stop + size - 1)
-    ).clipped()
+    ).clip()
 
 
 def key_ranges(resolved_mask: ResolvedMask, queries: int, block_q: int) -> list[Blocks]:
@@ -192,7 +181,8 @@ def by_query_tile(resolved_mask: ResolvedMask, queries: int, block_q: int, block
         return resolved_mask, None
     row, at = _whole_tiles(resolved_mask, queries, block_q)
     start, stop, _ = jnp.broadcast_arrays(*at.interval(jnp.minimum(row, queries - 1)), row)
-    blocks = jnp.stack(_by_tile(start, stop, at.contiguous, block_q, block_k), -1).astype(jnp.int32)
+    blocks = _by_tile(start, stop, at.contiguous, block_q, block_k)
+    blocks = jnp.stack(blocks.ends, -1).astype(jnp.int32)
     ids = at.key_ids
     if ids is not None:
         ids = jnp.pad(ids, ((0, 0), (0, -resolved_mask.keys % block_k)))
@@ -213,7 +203,7 @@ def query_blocks(
     start, stop = at.interval(jnp.minimum(row, queries - 1))
     stop = jnp.where(row < queries, stop, 0)
     seen = _by_tile(start, stop, at.contiguous, block_q, block_k)
-    seen = Blocks(*(x[:, None, :] for x in seen))  # [B, 1, query blocks]
+    seen = Blocks(*(x[:, None, :] for x in seen.ends))  # [B, 1, query blocks]
     j = jnp.arange(ceil_div(resolved_mask.keys, block_k), dtype=jnp.int32)[None, :, None]
     i = jnp.arange(seen.first.shape[-1], dtype=jnp.int32)[None, None]
     visited = (seen.first <= j) & (j < seen.last)
@@ -226,7 +216,7 @@ def query_blocks(
         jnp.min(jnp.where(~full & (i > full_first), i, end), -1),
         jnp.max(jnp.where(visited, i + 1, 0), -1),
     )
-    return jnp.stack(blocks.clipped(), -1).astype(jnp.int32)
+    return jnp.stack(blocks.clip().ends, -1).astype(jnp.int32)
 
 
 # pairs of a query and a key that are asked while tracing; more of them are asked in the program
@@ -274,9 +264,8 @@ def _block_kinds(resolved_mask, batch, heads, queries, block_q, block_k, mask=No
         )
     row, at = _whole_tiles(resolved_mask, queries, block_q)
     start, stop, _ = jnp.broadcast_arrays(*at.interval(jnp.minimum(row, queries - 1)), row)
-    seen = Blocks(
-        *(x[:, None, :, None] for x in _by_tile(start, stop, at.contiguous, block_q, block_k))
-    )
+    seen = _by_tile(start, stop, at.contiguous, block_q, block_k)
+    seen = Blocks(*(x[:, None, :, None] for x in seen.ends))
     j = jnp.arange(found.shape[3], dtype=jnp.int32)[None, None, None]
     within = lambda first, last: ((first <= j) & (j < last)).astype(jnp.int8)
     return jnp.minimum(

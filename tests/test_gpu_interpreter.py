@@ -13,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.kernels import device
 from pallas_flash.kernels.hopper import sync, tile
+from pallas_flash.kernels.mosaic import registers
 
 pytestmark = pytest.mark.skipif(
     gpu_interpreter.MISSING is not None, reason=str(gpu_interpreter.MISSING)
@@ -53,7 +54,7 @@ def sum_of_products(interpret, a, b, omit="nothing"):
                     tile.dot(acc, a, b_smem)
                     if omit == "the wait for the product":
                         sync.named_barrier("arrive", 3, 2 * sync.WARPGROUP)
-                    twice[...] = 2 * tile.finished(acc)
+                    twice[...] = 2 * tile.await_sum(acc)
 
                 _, twice = pl.run_state(body)((plgpu.ACC.init(tile.zeros(M, M)), tile.zeros(M, M)))
                 if omit != "the wait for the product":
@@ -91,7 +92,7 @@ def test_a_vector_that_is_stored_over_the_end_of_its_row_is_an_error(length, lea
         smem[...] = tile.rows(1.0)
         for row in range(2):
             for first in range(0, length, M):
-                tile.copy_out((smem, out_gmem.at[row, pl.ds(sync.opaque(first), M)]))
+                tile.copy_out((smem, out_gmem.at[row, pl.ds(registers.opaque(first), M)]))
 
     refused = (
         pytest.raises(jax.errors.JaxRuntimeError, match="next row")
@@ -129,7 +130,7 @@ def test_reductions_add_up_in_any_order_and_stop_at_the_end_of_the_array(rng):
     def kernel(parts_gmem, total_gmem, smem, full):
         copy_in(parts_gmem.at[jax.lax.axis_index("part")], smem, full)
         plgpu.copy_smem_to_gmem(
-            smem, total_gmem.at[pl.ds(sync.opaque(M // 2), M)], reduction_op="add"
+            smem, total_gmem.at[pl.ds(registers.opaque(M // 2), M)], reduction_op="add"
         )
         plgpu.wait_smem_to_gmem(0)
 

@@ -19,7 +19,8 @@ from selection import whole_but
 
 from pallas_flash import dropout, explain, flash_attention
 from pallas_flash.kernels import device, hopper
-from pallas_flash.kernels.hopper import order, sync, tuning
+from pallas_flash.kernels.hopper import sync, tuning
+from pallas_flash.kernels.mosaic import scheduler
 
 needs_interpreter = pytest.mark.skipif(
     gpu_interpreter.MISSING is not None, reason=str(gpu_interpreter.MISSING)
@@ -119,7 +120,7 @@ WIDTHS = {  # of the tiles, and their swizzle, and the sizes that arrays have
 def test_tiles_are_no_wider_than_whole_columns_of_them_that_hold_the_heads(sizes):
     q, v = (jax.ShapeDtypeStruct((1, 8, 2, size), jnp.bfloat16) for size in sizes)
     tiles = hopper.tiles(explain(q, q, v).problem).forward
-    arrays = (tuning.stored(size, tiles.swizzle) for size in sizes)
+    arrays = (tuning.padded_size(size, tiles.swizzle) for size in sizes)
     assert (tiles.width, tiles.value_width, tiles.swizzle, *arrays) == WIDTHS[sizes]
 
 
@@ -230,7 +231,7 @@ def test_a_program_that_goes_over_several_tiles_has_no_race(head, name, rng, mon
         Sizes(B=1, T=500 if head == 128 else 760, S=300, N=1, K=1, H=head, Hv=head),
         jnp.bfloat16,
     )
-    assert hopper.tiles(explain(q, k, v).problem).forward.rounds == 2
+    assert hopper.tiles(explain(q, k, v).problem).forward.tiles_per_program == 2
     with gpu_interpreter.hopper_kernels(detect_races=True) as races:
         agrees(q, k, v, **SEVERAL[name])
     assert not races.found
@@ -255,7 +256,7 @@ def test_short_programs_go_over_several_tiles_where_all_processors_stay_busy(
 ):
     monkeypatch.setattr(device, "processors", lambda: 132)
     q = jax.ShapeDtypeStruct((1, length, heads, 128), jnp.bfloat16)
-    assert hopper.tiles(explain(q, q, q).problem).forward.rounds == ROUNDS[heads, length]
+    assert hopper.tiles(explain(q, q, q).problem).forward.tiles_per_program == ROUNDS[heads, length]
 
 
 @pytest.mark.parametrize(
@@ -270,7 +271,7 @@ def test_a_mesh_says_how_many_processors_its_gpus_have(kind, cores, processors):
 def test_programs_of_unequal_numbers_of_tiles_are_refused():
     q = jax.ShapeDtypeStruct((1, 3 * 128, 1, 128), jnp.bfloat16)
     with pytest.raises(ValueError, match="got 2 to a program, of 3 to a head"):
-        order.query_tiles(explain(q, q, q).problem, 128, rounds=2)
+        scheduler.query_programs(explain(q, q, q).problem, 128, tiles_per_program=2)
 
 
 @needs_interpreter

@@ -20,7 +20,7 @@ from selection import whole_but
 
 from pallas_flash import explain, flash_attention
 from pallas_flash.kernels import hopper
-from pallas_flash.kernels.hopper import backward_dkv, sync
+from pallas_flash.kernels.hopper import dkv_consumer, sync
 
 pytestmark = pytest.mark.skipif(
     gpu_interpreter.MISSING is not None, reason=str(gpu_interpreter.MISSING)
@@ -127,7 +127,7 @@ def test_there_is_no_race(width, value_width, deterministic, rng):
 
 
 LEFT_OUT = {
-    "the meeting before dS is read": (FUSED, backward_dkv.Owner, "meet"),
+    "the meeting before dS is read": (FUSED, dkv_consumer.DkvConsumer, "barrier"),
     "the wait for a block": (DETERMINISTIC, sync.Ring, "wait"),
     "the fence after lse and delta are read": (DETERMINISTIC, sync, "fence"),
 }

@@ -115,7 +115,7 @@ def test_on_hopper_it_is_exact_though_the_running_maximum_lags(case, rng):
     if kw.get("scale", 1) < 0:
         pytest.skip("the kernels take the maximum before the scale")
     with gpu_interpreter.hopper_kernels():
-        assert explain(q, k, v, implementation="hopper").tiles.forward.slack
+        assert explain(q, k, v, implementation="hopper").tiles.forward.rescale_threshold
         plain, (*same, found) = attend(q, k, v, implementation="hopper", **kw)
     for a, b in zip(plain, same, strict=True):
         np.testing.assert_array_equal(a, b)

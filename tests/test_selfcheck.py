@@ -630,7 +630,7 @@ def test_hopper_is_checked_with_one_tile_to_a_program_and_with_several(size):
         hopper.tiles(comparison.trial(problem, sizes)[0]).forward
         for sizes in comparison.trials(problem)
     )
-    assert one.rounds == 1 < several.rounds and several.q_stages == 2
+    assert one.tiles_per_program == 1 < several.tiles_per_program and several.q_stages == 2
 
 
 def test_the_largest_error_of_all_trials_counts_and_nan_most(monkeypatch):

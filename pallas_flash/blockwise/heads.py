@@ -64,12 +64,13 @@ class SomeHeads(NamedTuple):
         where they are static, else from `start` on, in loops."""
         if key_blocks is None:
             size, length = self.tiles.block_k, self.problem.keys
+            blocks = self.mask.key_blocks(rows, size, length)
 
-            def visit(j, carry, masked):
-                keys = block_at(j, size, length)
+            def visit(t, carry, masked):
+                keys = block_at(blocks.index(t), size, length)
                 return step(keys, self.mask.visible(rows, keys, masked), False, carry)
 
-            return self.mask.key_blocks(rows, size, length).visit(visit, start)
+            return blocks.visit(visit, start)
         if not key_blocks:
             return start
         can_be_finite, carry = self.logits.are_products and self.mask.dense is None, first

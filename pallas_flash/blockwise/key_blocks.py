@@ -52,7 +52,7 @@ def find_band(p: Problem, block_q: int, block_k: int) -> Band | None:
         return None
     if width * len(ranges) * block_q > EXTRA * count_scores(p, block_q):
         return None
-    needs_mask = has_data or any(keys != (0, 0, width, width) for keys in ranges)
+    needs_mask = has_data or any(keys.ends != (0, 0, width, width) for keys in ranges)
     # rows between the first and the last see no fewer keys
     ends = [schedule.key_range(mask, i, i) for i in (0, p.queries - 1)]
     return Band(width, needs_mask, not has_data and all(keys.first < keys.last for keys in ends))

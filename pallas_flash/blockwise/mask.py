@@ -90,7 +90,7 @@ class TileMask(NamedTuple):
         mask = self.resolved
         if mask.mask_mod is not None and mask.mask_mod.block_types is not None:
             index = schedule.ceil_div(rows.start, rows.size)
-            return schedule.Listed.of(mask.mask_mod.block_types, index)
+            return schedule.Blocks.from_list(mask.mask_mod.block_types, index)
         if mask.has_data:
             contiguous = None if mask.contiguous is None else rows.take(mask.contiguous, 1)
             blocks = schedule.key_blocks(*self.interval(rows), contiguous, size)

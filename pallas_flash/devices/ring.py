@@ -51,9 +51,9 @@ class Loop(NamedTuple):
         )
         size = resolved_mask.keys // devices
         distances = [
-            (first // size - i, (last - 1) // size - i)
-            for i, (first, *_, last) in enumerate(ends)
-            if first < last
+            (keys.first // size - i, (keys.last - 1) // size - i)
+            for i, keys in enumerate(ends)
+            if keys.first < keys.last
         ]
         lowest = min((a for a, _ in distances), default=0)
         highest = max((b for _, b in distances), default=-1)

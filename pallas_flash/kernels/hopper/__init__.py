@@ -7,7 +7,7 @@ import jax
 from pallas_flash.arguments import Problem
 from pallas_flash.decode import why_not as why_no_single_tile
 from pallas_flash.kernels import device
-from pallas_flash.kernels.hopper.tuning import decode_tiles, stored, stored_rows, tiles
+from pallas_flash.kernels.hopper.tuning import decode_tiles, padded_length, padded_size, tiles
 from pallas_flash.mods.bound import BoundMod
 
 __all__ = ["copies", "decode_tiles", "tiles", "why_no_pages", "why_not"]
@@ -18,7 +18,7 @@ def why_not(problem: Problem) -> str | None:
     p = problem
     if p.dtype not in ("bfloat16", "float16"):
         return f"wgmma multiplies bfloat16 and float16; got {p.dtype}"
-    if why_not := _why_no_rule(p.resolved_mask.mask_mod) or _why_no_rule(p.score):
+    if why_not := _why_no_mod(p.resolved_mask.mask_mod) or _why_no_mod(p.score):
         return why_not
     if max(p.head_size, p.value_size) > 256:
         return (
@@ -51,8 +51,8 @@ def why_no_pages(problem: Problem, shapes: tuple, dtype: str | None) -> str | No
     return why_no_single_tile(problem)
 
 
-# What Mosaic GPU knows, as exactly as float32 asks for, of what a rule may be made of, or
-# kernels/hopper/ruled.py instead.
+# What Mosaic GPU knows, as exactly as float32 asks for, of what a mod may be made of, or
+# kernels/mosaic/mods.py in its place.
 _OPERATIONS = """
 abs add add_any and broadcast_in_dim clamp convert_element_type copy div eq exp
 exp2 ge gt integer_pow le log log2 logistic lt max min mul ne neg not one_minus_square or rem
@@ -61,7 +61,7 @@ squeeze sub tanh xor
 """.split()
 
 
-def _why_no_rule(asked: BoundMod | None) -> str | None:
+def _why_no_mod(asked: BoundMod | None) -> str | None:
     if asked is None:
         return None
     try:
@@ -88,9 +88,9 @@ def copies(problem: Problem) -> str | None:
     p, t = problem, tiles(problem)
     # the rows of decoding are few
     lengths = dict(S=p.keys) if t.decode else dict(T=p.queries, S=p.keys)
-    whole = {name: (n, stored_rows(n)) for name, n in lengths.items()}
+    whole = {name: (n, padded_length(n)) for name, n in lengths.items()}
     whole |= {
-        name: (n, stored(n, t.forward.swizzle))
+        name: (n, padded_size(n, t.forward.swizzle))
         for name, n in dict(H=p.head_size, Hv=p.value_size).items()
     }
     padded = [f"{name} from {n} to {to}" for name, (n, to) in whole.items() if n != to]

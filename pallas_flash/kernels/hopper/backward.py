@@ -3,18 +3,18 @@ compute P again from lse.
 
 Deterministic: one kernel owns tiles of keys and sums dK and dV over the queries, one owns tiles of
 queries and sums dQ over the keys; 7 products for a pair of blocks. Fused: the first of them also
-computes its part of dQ, and TMA adds it up in global memory, in whatever order the tiles come; 5
+computes its share of dQ, and TMA adds it up in global memory, in whatever order the tiles come; 5
 products, and the last bits of dQ differ from run to run.
 """
 
 from pallas_flash.arguments import Gradients, Operands, Problem
-from pallas_flash.kernels.hopper import backward_dkv, backward_dq, scored
+from pallas_flash.kernels.hopper import backward_dkv, backward_dq
 from pallas_flash.kernels.hopper.tuning import AllTiles
 
 
 def backward(problem: Problem, tiles: AllTiles, x: Operands, lse, do, delta) -> Gradients:
     """All but the gradients of a bias and of what a score_mod reads."""
-    args = x, do, lse - scored.left_out(problem), delta
+    args = x, lse, do, delta
     if tiles.fused is not None:
         return Gradients(*backward_dkv.dkv(problem, tiles.fused, *args, fused=True))
     dq = backward_dq.dq(problem, tiles.dq, *args)

@@ -11,10 +11,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash import schedule
 from pallas_flash.arguments import Operands, Problem
-from pallas_flash.kernels.hopper import bits, ends, kept, order, scored, seen, sync, tile
+from pallas_flash.kernels.hopper import sync, tile
+from pallas_flash.kernels.hopper.dkv_consumer import Block, DkvConsumer, Queries
 from pallas_flash.kernels.hopper.gradients import Inputs, inputs
-from pallas_flash.kernels.hopper.owner import Block, Owner
-from pallas_flash.kernels.hopper.tuning import ROWS, KeyTiles, stored
+from pallas_flash.kernels.hopper.tuning import ROWS, KeyTiles, padded_size
+from pallas_flash.kernels.mosaic import block_info, logits, ragged_tail, scheduler
+from pallas_flash.kernels.mosaic.launch import launch
+from pallas_flash.kernels.mosaic.registers import opaque
 
 
 class Memory(NamedTuple):
@@ -31,18 +34,16 @@ class Memory(NamedTuple):
     p: Any
     dp: Any  # [block_k, block_q], dP - delta; None but there
     ds: Any  # the same there, and in the fused scheme [2, block_k, block_q]; else None
-    dq: Any  # [warpgroups, 64, part of the columns] float32, or None
+    dq: Any  # [warpgroups, 64, a slice of the columns] float32, or None
     kv_full: Any
     q_full: Any  # of q and lse
     do_full: Any
     delta_full: Any
 
     @classmethod
-    def of(cls, t: KeyTiles, dtype, fused: bool) -> "Memory":
-        rows, block = (
-            plgpu.SMEM((t.stages, t.block_q), jnp.float32),
-            functools.partial(tile.block, swizzle=t.swizzle),
-        )
+    def allocate(cls, t: KeyTiles, dtype, fused: bool) -> "Memory":
+        rows = plgpu.SMEM((t.stages, t.block_q), jnp.float32)
+        block = functools.partial(tile.block, swizzle=t.swizzle)
         return cls(
             k=block(dtype, t.block_k, t.width),
             v=block(dtype, t.block_k, t.value_width),
@@ -53,7 +54,7 @@ class Memory(NamedTuple):
             p=block(dtype, 2, t.block_k, t.block_q) if t.split else None,
             dp=block(dtype, t.block_k, t.block_q) if t.split else None,
             ds=block(dtype, *[2] * fused, t.block_k, t.block_q) if fused or t.split else None,
-            dq=block(jnp.float32, t.warpgroups, ROWS, t.width // t.dq_column_parts)
+            dq=block(jnp.float32, t.warpgroups, ROWS, t.width // t.dq_column_slices)
             if fused
             else None,
             kv_full=plgpu.Barrier(num_arrivals=2),
@@ -63,22 +64,21 @@ class Memory(NamedTuple):
         )
 
 
-def dkv(p: Problem, t: KeyTiles, x: Operands, do, lse, delta, *, fused: bool):
+def dkv(p: Problem, t: KeyTiles, x: Operands, lse, do, delta, fused: bool):
     """dk, dv; before them dq, if fused."""
-    blocks = seen.by_key_tile(p, x.resolved_mask, x.mask, t.block_q, t.block_k)
-    x = inputs(p, t, x, blocks, do, lse, delta)
-    sums = (
-        [jnp.zeros((*x.q.shape[:3], stored(p.head_size, t.swizzle, 4)), jnp.float32)]
-        if fused
-        else []
-    )
-    *dq, dk, dv = tile.launch(
+    blocks = block_info.by_key_tile(p, x.resolved_mask, x.mask, t.block_q, t.block_k)
+    x = inputs(p, t, blocks, x, lse, do, delta)
+    zeros = lambda: jnp.zeros((*x.q.shape[:3], padded_size(p.head_size, t.swizzle, 4)), jnp.float32)
+    *dq, dk, dv = launch(
         functools.partial(_kernel, problem=p, tiles=t),
         x,
-        programs=order.key_tiles(p, t.block_k),
-        out_type=[*sums, *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x.k, x.v))],
-        tiles=t,
-        scratch=Memory.of(t, x.k.dtype, fused),
+        programs=scheduler.key_programs(p, t.block_k),
+        out_type=[
+            *([zeros()] if fused else []),
+            *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x.k, x.v)),
+        ],
+        warpgroups=t.warpgroups + 1,
+        scratch=Memory.allocate(t, x.k.dtype, fused),
         name="flash_attention_dq_dk_dv" if fused else "flash_attention_dk_dv",
     )
     dq = [(a[:, : p.queries, :, : p.head_size] * p.scale).astype(x.q.dtype) for a in dq]
@@ -87,92 +87,106 @@ def dkv(p: Problem, t: KeyTiles, x: Operands, do, lse, delta, *, fused: bool):
 
 def _kernel(program, x: Inputs, *outputs, problem: Problem, tiles: KeyTiles):
     *dq_gmem, dk_gmem, dv_gmem, memory = outputs
-    at = order.key_tile(program, problem, tiles.block_k, tiles.query_bytes)
-    of_head = seen.query_blocks(
-        x.blocks, x.resolved_mask, at, problem.queries, tiles.block_q, tiles.block_k
+    work = scheduler.key_tile(program, problem, tiles.block_k, tiles.query_bytes)
+    query_blocks = block_info.query_blocks(
+        x.blocks, x.logits.resolved_mask, work, problem.queries, tiles.block_q, tiles.block_k
     )
-    number_of = sync.Numbers(tiles.warpgroups, tiles.stages)
-    slots = memory.q, memory.lse, memory.do, memory.delta
-    full = memory.q_full, memory.q_full, memory.do_full, memory.delta_full
-    queries = sync.Ring(slots, full, number_of.first_ring, tiles.warpgroups)
-    first_key = at.tile * tiles.block_k
+    queries = sync.Ring(
+        Queries(memory.q, memory.lse, memory.do, memory.delta),
+        Queries(memory.q_full, memory.q_full, memory.do_full, memory.delta_full),
+        sync.BarrierIds(tiles.warpgroups, tiles.stages).first_ring,
+        tiles.warpgroups,
+    )
+    first_key = work.tile * tiles.block_k
 
     def produce():
-        def keys(first, k_gmem, v_gmem):
-            rows = lambda x, width: tile.rows_of(
-                x, at.batch, pl.ds(first, tiles.block_k), at.kv_head, width
-            )
-            plgpu.copy_gmem_to_smem(rows(k_gmem, tiles.width), memory.k, memory.kv_full)
-            plgpu.copy_gmem_to_smem(rows(v_gmem, tiles.value_width), memory.v, memory.kv_full)
-
-        ends.reader(x.last, at.batch, tiles.block_k)(at.tile, keys, x.k, x.v)
-        read = ends.reader(x.last_queries, at.batch, tiles.block_q)
+        _load_keys(x, work, memory, tiles)
+        read = ragged_tail.reader(x.query_tails, work.batch, tiles.block_q)
 
         def head(g, _):
-            blocks, number, before = of_head(g)
+            blocks, position = query_blocks(g)
 
             def load(t, _):
-                i = number(t)
+                i = blocks.index(t)
 
                 def fill(first, q_gmem, do_gmem):
-                    rows = lambda x, width: tile.rows_of(
-                        x, at.batch, pl.ds(first, tiles.block_q), at.head + g, width
+                    rows = lambda x, width: tile.head_rows(
+                        x, work.batch, pl.ds(first, tiles.block_q), work.head + g, width
                     )
-                    by_row = at.batch, at.head + g, pl.ds(i * tiles.block_q, tiles.block_q)
+                    by_row = work.batch, work.head + g, pl.ds(i * tiles.block_q, tiles.block_q)
                     q, do = rows(q_gmem, tiles.width), rows(do_gmem, tiles.value_width)
-                    queries.fill(before(t), (q, x.lse.at[by_row], do, x.delta.at[by_row]))
+                    source = Queries(q, x.lse.at[by_row], do, x.delta.at[by_row])
+                    queries.fill(position(t), source)
 
                 read(i, fill, x.q, x.do)
 
-            schedule.loop(sync.opaque(blocks.first), sync.opaque(blocks.last), load, None)
+            schedule.loop(opaque(blocks.first), opaque(blocks.last), load, None)
 
-        schedule.loop(0, sync.opaque(problem.group), head, None)
-        blocks, _, before = of_head(problem.group - 1)
-        queries.drain(before(blocks.last))
+        schedule.loop(0, opaque(problem.group), head, None)
+        blocks, position = query_blocks(problem.group - 1)
+        queries.drain(position(blocks.last))
 
-    def consume(own):
+    def consume(wg):
         if not tiles.split:
-            return own_keys(own)
-        for is_first in (True, False):  # each has a loop of its own
-            pl.when((own == 0) == is_first)(functools.partial(own_keys, own, is_first))
+            return sum_keys(wg)
+        for is_first in (True, False):  # each has its own loop
+            pl.when((wg == 0) == is_first)(functools.partial(sum_keys, wg, is_first))
 
-    def own_keys(own, is_first=None):
+    def sum_keys(wg, is_first=None):
         plgpu.barrier_wait(memory.kv_full)
+        consumer_at = lambda wg: DkvConsumer(
+            problem, tiles, memory, queries, wg, work.batch, first_key, is_first, *dq_gmem
+        )
 
         def head(g, sums):
-            blocks, number, before = of_head(g)
-            dropout = kept.of(problem.dropped, x.seeds, at.batch, at.head + g)
-            score = scored.of(problem, x.bias, x.score, at.batch, at.head + g)
-            rule = bits.of(problem, x.where, at.batch, at.head + g)
+            blocks, position = query_blocks(g)
+            of_head = logits.for_head(problem, tile.LAYOUTS, x.logits, work.batch, work.head + g)
 
             def step(t, sums, masked):
-                block = Block(
-                    before(t), at.head + g, number(t) * tiles.block_q, dropout, score, rule
-                )
-                return owner_of(sync.opaque(own)).add(block, masked, *sums)
+                first_row = blocks.index(t) * tiles.block_q
+                block = Block(position(t), work.head + g, first_row, of_head)
+                return consumer_at(opaque(wg)).add(block, masked, *sums)
 
             return blocks.visit(step, sums)
 
-        owner_of = lambda own: Owner(
-            problem, tiles, x, memory, queries, own, at.batch, first_key, is_first, *dq_gmem
-        )
-        owner = owner_of(own)
-        columns, value_columns = owner.columns(tiles.width), owner.columns(tiles.value_width)
-        zeros = tile.zeros(ROWS, columns.size), tile.zeros(ROWS, value_columns.size)
-        dk, dv = schedule.loop(0, problem.group, head, zeros)
-        owner.meet()  # all have read k and v
-        k, v = memory.k.at[owner.keys, columns], memory.v.at[owner.keys, value_columns]
-        if is_first is False:  # some columns may be both's: one after the other
-            owner.meet()
-        k[...], v[...] = (dk * problem.scale).astype(k.dtype), dv.astype(v.dtype)
-        if is_first:
-            owner.meet()
-        owner.meet()
-        mine = owner.cut(tiles.block_k, tiles.warpgroups)
-        keys = lambda x, width: tile.rows_of(
-            x, at.batch, pl.ds(first_key + mine.start, mine.size), at.kv_head, width
-        )
-        dk_to, dv_to = keys(dk_gmem, tiles.width), keys(dv_gmem, tiles.value_width)
-        tile.copy_out((memory.k.at[mine], dk_to), (memory.v.at[mine], dv_to))
+        consumer = consumer_at(wg)
+        widths = consumer.columns(tiles.width).size, consumer.columns(tiles.value_width).size
+        zeros = tuple(tile.zeros(ROWS, width) for width in widths)
+        _store(work, consumer, *schedule.loop(0, problem.group, head, zeros), dk_gmem, dv_gmem)
 
-    tile.by_role(tiles, consume, produce)
+    tile.specialize(tiles, consume, produce)
+
+
+def _load_keys(x: Inputs, work: scheduler.WorkTile, memory: Memory, tiles: KeyTiles):
+    def copy(first, k_gmem, v_gmem):
+        rows = lambda x, width: tile.head_rows(
+            x, work.batch, pl.ds(first, tiles.block_k), work.kv_head, width
+        )
+        plgpu.copy_gmem_to_smem(rows(k_gmem, tiles.width), memory.k, memory.kv_full)
+        plgpu.copy_gmem_to_smem(rows(v_gmem, tiles.value_width), memory.v, memory.kv_full)
+
+    ragged_tail.reader(x.tails, work.batch, tiles.block_k)(work.tile, copy, x.k, x.v)
+
+
+def _store(work: scheduler.WorkTile, consumer: DkvConsumer, dk, dv, dk_gmem, dv_gmem):
+    """The epilogue, by way of the shared memory of k and v."""
+    tiles, memory = consumer.tiles, consumer.memory
+    columns, value_columns = consumer.columns(tiles.width), consumer.columns(tiles.value_width)
+    consumer.barrier()  # all have read k and v
+    k, v = memory.k.at[consumer.keys, columns], memory.v.at[consumer.keys, value_columns]
+    if consumer.is_first is False:  # some columns may be both's: one after the other
+        consumer.barrier()
+    dk, dv = (dk * consumer.problem.scale).astype(k.dtype), dv.astype(v.dtype)
+    k[...] = dk
+    v[...] = dv
+    if consumer.is_first:
+        consumer.barrier()
+    consumer.barrier()
+    share = consumer.share(tiles.block_k, tiles.warpgroups)
+    rows = lambda x, width: tile.head_rows(
+        x, work.batch, pl.ds(consumer.first_key + share.start, share.size), work.kv_head, width
+    )
+    tile.copy_out(
+        (memory.k.at[share], rows(dk_gmem, tiles.width)),
+        (memory.v.at[share], rows(dv_gmem, tiles.value_width)),
+    )

@@ -8,10 +8,15 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_flash import schedule
 from pallas_flash.arguments import Operands, Problem
-from pallas_flash.kernels.hopper import bits, ends, kept, order, scored, seen, sync, tile
-from pallas_flash.kernels.hopper.gradients import Inputs, dlogits, inputs, probabilities
+from pallas_flash.kernels.hopper import sync, tile
+from pallas_flash.kernels.hopper.gradients import Inputs, inputs
 from pallas_flash.kernels.hopper.tuning import ROWS, Tiles
+from pallas_flash.kernels.mosaic import block_info, logits, ragged_tail, scheduler
+from pallas_flash.kernels.mosaic.launch import launch
+from pallas_flash.kernels.mosaic.registers import load, opaque, per_row
+from pallas_flash.pytrees import IntLike
 
 
 class Memory(NamedTuple):
@@ -27,11 +32,9 @@ class Memory(NamedTuple):
     v_full: Any
 
     @classmethod
-    def of(cls, t: Tiles, dtype) -> "Memory":
-        barriers, block = (
-            lambda n: plgpu.Barrier(num_barriers=n),
-            functools.partial(tile.block, swizzle=t.swizzle),
-        )
+    def allocate(cls, t: Tiles, dtype) -> "Memory":
+        barriers = lambda n: plgpu.Barrier(num_barriers=n)
+        block = functools.partial(tile.block, swizzle=t.swizzle)
         return cls(
             q=block(dtype, t.warpgroups, ROWS, t.width),
             do=block(dtype, t.warpgroups, ROWS, t.value_width),
@@ -44,123 +47,126 @@ class Memory(NamedTuple):
         )
 
 
-def dq(p: Problem, t: Tiles, x: Operands, do, lse, delta):
-    blocks = seen.by_query_tile(p, x.resolved_mask, x.mask, t.block_q, t.block_k)
-    x = inputs(p, t, x, blocks, do, lse, delta)
-    (dq,) = tile.launch(
+def dq(p: Problem, t: Tiles, x: Operands, lse, do, delta):
+    blocks = block_info.by_query_tile(p, x.resolved_mask, x.mask, t.block_q, t.block_k)
+    x = inputs(p, t, blocks, x, lse, do, delta)
+    (dq,) = launch(
         functools.partial(_kernel, problem=p, tiles=t),
         x,
-        programs=order.query_tiles(p, t.block_q),
+        programs=scheduler.query_programs(p, t.block_q),
         out_type=[jax.ShapeDtypeStruct(x.q.shape, x.q.dtype)],
-        tiles=t,
-        scratch=Memory.of(t, x.q.dtype),
+        warpgroups=t.warpgroups + 1,
+        scratch=Memory.allocate(t, x.q.dtype),
         name="flash_attention_dq",
     )
     return dq[:, : p.queries, :, : p.head_size]
 
 
 def _kernel(program, x: Inputs, dq_gmem, memory: Memory, *, problem: Problem, tiles: Tiles):
-    at = order.query_tile(program, problem, tiles.block_q, tiles.key_bytes)
-    number_of = sync.Numbers(tiles.warpgroups, tiles.stages)
-    k = sync.Ring(memory.k, memory.k_full, number_of.first_ring, tiles.warpgroups)
-    v = sync.Ring((memory.v,), (memory.v_full,), number_of.second_ring, tiles.warpgroups)
+    work = scheduler.query_tile(program, problem, tiles.block_q, tiles.key_bytes)
+    ids = sync.BarrierIds(tiles.warpgroups, tiles.stages)
+    k = sync.Ring(memory.k, memory.k_full, ids.first_ring, tiles.warpgroups)
+    v = sync.Ring((memory.v,), (memory.v_full,), ids.second_ring, tiles.warpgroups)
 
-    visited = lambda: seen.key_blocks(
-        x.blocks, x.resolved_mask, at, at.tile, problem.queries, tiles.block_q, tiles.block_k
-    ).walk()
-
-    def consume(own):
-        rows = lambda x, first, width: tile.rows_of(
-            x, at.batch, pl.ds(first + own * ROWS, ROWS), at.head, width
+    def visited():
+        mask, (block_q, block_k) = x.logits.resolved_mask, tiles.tiling[:2]
+        blocks = block_info.key_blocks(
+            x.blocks, mask, work, work.tile, problem.queries, block_q, block_k
         )
-        q, do = memory.q.at[own], memory.do.at[own]
+        return block_info.descend(x.blocks, blocks)
+
+    def consume(wg):
+        rows = lambda x, first, width: tile.head_rows(
+            x, work.batch, pl.ds(first + wg * ROWS, ROWS), work.head, width
+        )
+        q, do = memory.q.at[wg], memory.do.at[wg]
 
         def copy(first, q_gmem, do_gmem):
             plgpu.copy_gmem_to_smem(
-                rows(do_gmem, first, tiles.value_width), do, memory.do_full.at[own]
+                rows(do_gmem, first, tiles.value_width), do, memory.do_full.at[wg]
             )
-            plgpu.copy_gmem_to_smem(rows(q_gmem, first, tiles.width), q, memory.q_full.at[own])
+            plgpu.copy_gmem_to_smem(rows(q_gmem, first, tiles.width), q, memory.q_full.at[wg])
 
-        ends.reader(x.last_queries, at.batch, tiles.block_q)(at.tile, copy, x.q, x.do)
-        first_row = at.tile * tiles.block_q + own * ROWS
-        dq = _sum(x, at, first_row, own, memory, k, v, visited(), problem, tiles)
-        q[...] = (dq * problem.scale).astype(q.dtype)
-        tile.copy_out((q, rows(dq_gmem, at.tile * tiles.block_q, tiles.width)))
+        ragged_tail.reader(x.query_tails, work.batch, tiles.block_q)(work.tile, copy, x.q, x.do)
+        consumer = Consumer(problem, tiles, x, memory, k, v, work, wg, visited())
+        q[...] = (consumer.sum() * problem.scale).astype(q.dtype)
+        tile.copy_out((q, rows(dq_gmem, work.tile * tiles.block_q, tiles.width)))
 
     def produce():
-        count = tile.feed(x, at, visited(), k, v, tiles)
+        count = tile.load_kv(x, work, visited(), k, v, tiles)
         k.drain(count)
         v.drain(count)
 
-    tile.by_role(tiles, consume, produce)
+    tile.specialize(tiles, consume, produce)
 
 
-def _sum(
-    x: Inputs,
-    at,
-    first_row,
-    own,
-    memory: Memory,
-    k: sync.Ring,
-    v: sync.Ring,
-    walk,
-    problem: Problem,
-    tiles: Tiles,
-):
-    """dQ [64, width] of a consumer's queries, but for the scale."""
-    shape, by_head = (ROWS, tiles.block_k), (at.batch, at.head, pl.ds(first_row, ROWS))
-    lse, delta = (tile.load(ref.at[by_head], tile.ROW) for ref in (x.lse, x.delta))
-    rule = bits.of(problem, x.where, at.batch, at.head)
-    view, blocks = seen.view(x.resolved_mask, at.batch, first_row, rule), walk.blocks
-    dropout = kept.of(problem.dropped, x.seeds, at.batch, at.head)
-    score = scored.of(problem, x.bias, x.score, at.batch, at.head)
-    for full in memory.q_full, memory.do_full:
-        plgpu.barrier_wait(full.at[own])
+class Consumer(NamedTuple):
+    """A warpgroup that computes: 64 queries."""
 
-    def gradient(t, masked, before=None):
-        """dS of block t. Its exponentials run under dQ += dS K of `before`, the accumulator and the
-        dS of the block before."""
-        again = sync.opaque(own)  # or the addresses of all parts of q and do would take registers
-        q, do = memory.q.at[again], memory.do.at[again]
+    problem: Problem
+    tiles: Tiles
+    x: Inputs
+    memory: Memory
+    k: sync.Ring
+    v: sync.Ring
+    work: scheduler.WorkTile
+    wg: IntLike
+    blocks: schedule.Blocks
 
-        def begin_s(acc):
-            k.wait(t)
-            tile.dot_t(acc, q, k.block(t))
-            if before is not None:
-                dq_acc, ds = before
-                tile.dot(dq_acc, ds, k.block(t - 1))
+    def sum(self):
+        """dQ [64, width], but for the scale."""
+        x, work, k, v = self.x, self.work, self.k, self.v
+        shape = ROWS, self.tiles.block_k
+        first_row = work.tile * self.tiles.block_q + self.wg * ROWS
+        by_head = work.batch, work.head, pl.ds(first_row, ROWS)
+        lse, delta = (load(ref.at[by_head], tile.LAYOUTS.row) for ref in (x.lse, x.delta))
+        head = logits.for_head(self.problem, tile.LAYOUTS, x.logits, work.batch, work.head)
+        mask = head.load_mask(work.batch, first_row, ROWS)
+        for full in self.memory.q_full, self.memory.do_full:
+            plgpu.barrier_wait(full.at[self.wg])
 
-        def begin_dp(acc):
-            v.wait(t)
-            tile.dot_t(acc, do, *v.block(t))
-            if before is not None:
-                tile.wait(running=1)
-                k.release(t - 1)
+        def gradient(t, masked, before=None):
+            """dS of block t. Its exponentials run under dQ += dS K of `before`, the accumulator and
+            the dS of the block before."""
+            # or the addresses of all slices of q and do would take registers
+            wg = opaque(self.wg)
+            q, do = self.memory.q.at[wg], self.memory.do.at[wg]
 
-        s = tile.product(begin_s, shape, running=0 if before is None else 1)
-        first_key = walk.number(t) * tiles.block_k
-        sees = functools.partial(view.sees, first_key) if masked else None
-        keeps = functools.partial(dropout.keeps, first_row, first_key) if problem.dropped else None
-        natural = None if score is None else lambda s: score.vjp(s, first_row, first_key)
-        _, weight, back = probabilities(
-            problem, s, functools.partial(tile.across, lse), sees, keeps, natural
-        )
-        dp = tile.product(begin_dp, shape)
-        v.release(t)
-        return dlogits(problem, weight, back, dp, tile.across(delta, shape))
+            def begin_s(acc):
+                k.wait(t)
+                tile.dot_t(acc, q, k.block(t))
+                if before is not None:
+                    dq_acc, ds = before
+                    tile.dot(dq_acc, ds, k.block(t - 1))
 
-    def step(t, carry, masked):
-        dq, ds = carry
-        dq, ds = tile.overlap(
-            lambda dq_acc: (gradient(t, masked, (dq_acc, ds)),), (dq,), (tile.zeros(*shape),)
-        )
-        return dq, ds.astype(x.q.dtype)
+            def begin_dp(acc):
+                v.wait(t)
+                tile.dot_t(acc, do, *v.block(t))
+                if before is not None:
+                    plgpu.wgmma_wait(1)
+                    k.release(t - 1)
 
-    last = blocks.last - 1
-    known_full = isinstance(blocks.last, int) and blocks.full_first == 0
-    ds = gradient(0, not known_full)
-    carry = tile.zeros(ROWS, tiles.width), ds.astype(x.q.dtype)
-    dq, ds = blocks.rest().visit(step, carry)
-    (dq,) = tile.products_add(lambda acc: tile.dot(acc, ds, k.block(last)), dq)
-    k.release(last)
-    return dq
+            s = tile.product(begin_s, shape, running=0 if before is None else 1)
+            at = head.tile(first_row, self.blocks.index(t) * self.tiles.block_k, shape)
+            _, weight, back = head.probabilities(
+                s, at, lambda: per_row(lse, shape), mask if masked else None
+            )
+            dp = tile.product(begin_dp, shape)
+            v.release(t)
+            return head.gradient(weight, back, dp, per_row(delta, shape))
+
+        def step(t, carry, masked):
+            dq, ds = carry
+            dq, ds = tile.overlap(
+                lambda dq_acc: (gradient(t, masked, (dq_acc, ds)),), (dq,), (tile.zeros(*shape),)
+            )
+            return dq, ds.astype(x.q.dtype)
+
+        last = self.blocks.last - 1
+        full = isinstance(last, int) and self.blocks.full_first == 0
+        ds = gradient(0, not full)
+        carry = tile.zeros(ROWS, self.tiles.width), ds.astype(x.q.dtype)
+        dq, ds = self.blocks.rest().visit(step, carry)
+        (dq,) = tile.accumulate(lambda acc: tile.dot(acc, ds, k.block(last)), dq)
+        k.release(last)
+        return dq

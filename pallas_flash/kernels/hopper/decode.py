@@ -1,5 +1,5 @@
-"""Decoding on Hopper: a program owns a part of the keys of one key/value head, and the rows of all
-new tokens that see them.
+"""Split-KV decoding on Hopper (Flash-Decoding): a program owns one split of the keys of one
+key/value head, and the rows of all new tokens that see them.
 
 The time is that of reading keys and values, so that the softmax need not hide: one consumer, and as
 many blocks in flight as shared memory holds.
@@ -10,14 +10,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash import decode, online_softmax, schedule
 from pallas_flash.arguments import Operands, Problem
-from pallas_flash.kernels.hopper import seen, sync, tile
+from pallas_flash.kernels.hopper import sync, tile
 from pallas_flash.kernels.hopper.tuning import COLUMNS, ROWS, DecodeTiles
+from pallas_flash.kernels.mosaic.launch import launch
+from pallas_flash.kernels.mosaic.mask import load_mask
+from pallas_flash.kernels.mosaic.registers import ScoreTile, iota, opaque, per_row
+from pallas_flash.kernels.mosaic.scheduler import divmod_
 from pallas_flash.masks.resolved_mask import ResolvedMask
 
 
@@ -27,7 +30,7 @@ class Inputs(NamedTuple):
     v: jax.Array
     blocks: jax.Array  # int32 [B, 1, 4], schedule.Blocks
     reach: jax.Array  # int32 [B, 2], the keys that any row sees
-    table: jax.Array | None  # int32 [B, pages], numbers of pages that are there
+    table: jax.Array | None  # int32 [B, pages], indices of existing pages
     resolved_mask: ResolvedMask  # its data by 64 rows, and by keys
 
 
@@ -37,14 +40,14 @@ class Memory(NamedTuple):
     q: Any
     k: Any
     v: Any
-    o: Any  # float32, some of its columns
-    stats: Any  # for each number of the SoftmaxState [64]
+    o: Any  # float32, a slice of its columns
+    stats: Any  # for each field of the SoftmaxState [64]
     q_full: Any
     k_full: Any
     v_full: Any
 
     @classmethod
-    def of(cls, t: DecodeTiles, dtype, numbers: int) -> "Memory":
+    def allocate(cls, t: DecodeTiles, dtype, fields: int) -> "Memory":
         full = plgpu.Barrier(num_barriers=t.stages, num_arrivals=t.copies)
         block = functools.partial(tile.block, swizzle=t.swizzle)
         return cls(
@@ -52,7 +55,7 @@ class Memory(NamedTuple):
             k=block(dtype, t.stages, t.block_k, t.width),
             v=block(dtype, t.stages, t.block_k, t.value_width),
             o=tile.block(jnp.float32, ROWS, COLUMNS),
-            stats=(plgpu.SMEM((ROWS,), jnp.float32),) * numbers,
+            stats=(plgpu.SMEM((ROWS,), jnp.float32),) * fields,
             q_full=plgpu.Barrier(),
             k_full=full,
             v_full=full,
@@ -61,24 +64,25 @@ class Memory(NamedTuple):
 
 def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None):
     """o [B, T, N, Hv] in the query's dtype, and the SoftmaxState of its rows. With a `table` int32
-    [B, pages] of page numbers, key and value are pages [P, page, K, n]."""
+    [B, pages] of page indices, key and value are pages [P, page, K, n]."""
     (p, rows), t = decode.as_rows(problem, x), tiles
     inputs = _inputs(p, t, rows, table)
-    R, numbers = inputs.q.shape[1], 1 + p.max_logits
-    o, *stats = tile.launch(
+    R, fields = inputs.q.shape[1], 1 + p.max_logits
+    splits = p.batch, t.num_splits, p.heads
+    o, *stats = launch(
         functools.partial(_kernel, problem=p, tiles=t),
         inputs,
-        programs=p.batch * p.heads * t.parts,
+        programs=p.batch * p.heads * t.num_splits,
         out_type=[
-            jax.ShapeDtypeStruct((p.batch, t.parts, p.heads, R, t.value_width), jnp.float32),
-            *[jax.ShapeDtypeStruct((p.batch, t.parts, p.heads, ROWS), jnp.float32)] * numbers,
+            jax.ShapeDtypeStruct((*splits, R, t.value_width), jnp.float32),
+            *[jax.ShapeDtypeStruct((*splits, ROWS), jnp.float32)] * fields,
         ],
-        tiles=t,
-        scratch=Memory.of(t, x.query.dtype, numbers),
+        warpgroups=t.warpgroups + 1,
+        scratch=Memory.allocate(t, x.query.dtype, fields),
         name="flash_attention_decode",
     )
-    left_out = (p.soft_cap or 0.0) * online_softmax.LOG2E  # by `scores_apart`
-    lse, top = (*(a[..., : p.queries] + left_out for a in stats), None)[:2]
+    omitted = (p.soft_cap or 0.0) * online_softmax.LOG2E  # by `scores_apart`
+    lse, top = (*(a[..., : p.queries] + omitted for a in stats), None)[:2]
     stats = online_softmax.SoftmaxState(lse, None, top)
     return decode.merged(problem, x, o[..., : p.queries, : p.value_size], stats, problem.unit)
 
@@ -86,79 +90,75 @@ def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None):
 def _inputs(p: Problem, t: DecodeTiles, x: Operands, table) -> Inputs:
     resolved_mask, blocks = schedule.by_query_tile(x.resolved_mask, p.queries, ROWS, t.block_k)
     reach = jnp.stack(decode.reach(resolved_mask.start, resolved_mask.stop, p.keys), 1)
-    q, k, v = (tile.padded(a, t.swizzle) for a in (x.query, x.key, x.value))
+    q, k, v = (tile.pad(a, t.swizzle) for a in (x.query, x.key, x.value))
     return Inputs(q, k, v, blocks, reach, table, resolved_mask)
 
 
 def _kernel(program, x: Inputs, o_gmem, *outputs, problem: Problem, tiles: DecodeTiles):
     (*stats_gmem, memory), p, t = outputs, problem, tiles
-    div = lambda a, n: (lax.div(a, jnp.int32(n)), lax.rem(a, jnp.int32(n)))
-    pair, part = div(program, t.parts)
-    b, h = div(pair, p.heads)
-    whole = schedule.Blocks(*(x.blocks[b, 0, i] for i in range(4))).part(part, t.parts)
-    first = whole.first
-    blocks = schedule.Blocks(*(n - first for n in whole))
-    number_of = sync.Numbers(t.warpgroups, t.stages)
-    k = Ring(memory.k, memory.k_full, number_of.first_ring, t.warpgroups)
-    v = Ring(memory.v, memory.v_full, number_of.second_ring, t.warpgroups)
+    pair, split = divmod_(program, t.num_splits)
+    b, h = divmod_(pair, p.heads)
+    visited = schedule.Blocks.from_table(x.blocks, b, 0).split(split, t.num_splits)
+    first = visited.first
+    blocks = schedule.Blocks(*(n - first for n in visited.ends), lambda n: first + n)
+    ids = sync.BarrierIds(t.warpgroups, t.stages)
+    k = Ring(memory.k, memory.k_full, ids.first_ring, t.warpgroups)
+    v = Ring(memory.v, memory.v_full, ids.second_ring, t.warpgroups)
     # opaque: jax 0.12 refuses a known slice that hangs over
-    top = pl.ds(pl.multiple_of(sync.opaque(0), 8), ROWS)
+    top = pl.ds(pl.multiple_of(opaque(0), 8), ROWS)
 
     def produce():
         def load(n, _):
-            k.fill(n, *_sources(x.k, x.table, b, h, first + n, t, t.width))
-            v.fill(n, *_sources(x.v, x.table, b, h, first + n, t, t.value_width))
+            k.fill(n, *_sources(x.k, x.table, b, h, blocks.index(n), t, t.width))
+            v.fill(n, *_sources(x.v, x.table, b, h, blocks.index(n), t, t.value_width))
 
-        count = sync.opaque(blocks.last)
-        schedule.loop(sync.opaque(0), count, load, None)
+        count = opaque(blocks.last)
+        schedule.loop(opaque(0), count, load, None)
         k.drain(count)
         v.drain(count)
 
     def consume(_):
-        plgpu.copy_gmem_to_smem(tile.rows_of(x.q, b, top, h, t.width), memory.q, memory.q_full)
-        view, shape = seen.view(x.resolved_mask, b, 0), (ROWS, t.block_k)
+        plgpu.copy_gmem_to_smem(tile.head_rows(x.q, b, top, h, t.width), memory.q, memory.q_full)
+        mask = load_mask(tile.LAYOUTS, x.resolved_mask, b, 0, ROWS, None)
         plgpu.barrier_wait(memory.q_full)
 
         def step(n, carry, masked):
             o, stats = carry
-            first_key = (first + n) * t.block_k
+            first_key = blocks.index(n) * t.block_k
             if masked:  # here, where no scores are in registers
                 v.wait(n)
-                _clear(
-                    v.block(n),
-                    x.reach[b, 0] - first_key,
-                    x.reach[b, 1] - first_key,
-                    number_of.meeting,
-                )
+                start, stop = (x.reach[b, i] - first_key for i in range(2))
+                _clear(v.block(n), start, stop, ids.consumers)
             k.wait(n)
+            shape = ROWS, t.block_k
             s = tile.product(lambda acc: tile.dot_t(acc, memory.q, k.block(n)), shape)  # [bq, bk]
             k.release(n)
             s, scale = online_softmax.scores_apart(s, p.scale, p.soft_cap)
-            s = jnp.where(view.sees(first_key, shape), s, -jnp.inf) if masked else s
+            if masked:
+                visible = mask.visible(ScoreTile(tile.LAYOUTS, 0, first_key, shape))
+                s = jnp.where(visible, s, -jnp.inf)
             prob, alpha, stats = online_softmax.step(s, stats, scale)
             if not masked:
                 v.wait(n)
-            o = o * tile.across(alpha, o.shape)
-            (o,) = tile.products_add(
-                lambda acc: tile.dot(acc, prob.astype(x.q.dtype), v.block(n)), o
-            )
+            o = o * per_row(alpha, o.shape)
+            (o,) = tile.accumulate(lambda acc: tile.dot(acc, prob.astype(x.q.dtype), v.block(n)), o)
             v.release(n)
             return o, stats
 
         start = tile.zeros(ROWS, t.value_width), online_softmax.start(tile.rows(0.0))
         o, stats = blocks.visit(step, start)
-        m, l, _ = stats
-        o, lse = online_softmax.finish(o, l), jnp.where(l == 0, -jnp.inf, m + jnp.log2(l))
-        for smem, number in zip(
-            memory.stats, (lse, *([stats.largest] if p.max_logits else [])), strict=True
-        ):
-            smem[...] = number
-        tile.copy_out(*zip(memory.stats, (gmem.at[b, part, h] for gmem in stats_gmem), strict=True))
+        o, (m, l, _) = online_softmax.finish(o, stats.l), stats
+        lse = jnp.where(l == 0, -jnp.inf, m + jnp.log2(l))
+        found = lse, *([stats.largest] if p.max_logits else [])
+        for smem, value in zip(memory.stats, found, strict=True):
+            smem[...] = value
+        stats_to = (gmem.at[b, split, h] for gmem in stats_gmem)
+        tile.copy_out(*zip(memory.stats, stats_to, strict=True))
         for column in range(0, t.value_width, COLUMNS):
             memory.o[...] = o[:, column : column + COLUMNS]
-            tile.copy_out((memory.o, o_gmem.at[b, part, h, top, pl.ds(column, COLUMNS)]))
+            tile.copy_out((memory.o, o_gmem.at[b, split, h, top, pl.ds(column, COLUMNS)]))
 
-    tile.by_role(t, consume, produce)
+    tile.specialize(t, consume, produce)
 
 
 class Ring(sync.Ring):
@@ -175,17 +175,15 @@ class Ring(sync.Ring):
 def _sources(ref, table, b, h, j, t: DecodeTiles, width: int) -> list:
     """Where block j of the keys or values is, page by page."""
     if table is None:
-        return [tile.rows_of(ref, b, pl.ds(j * t.block_k, t.block_k), h, width)]
+        return [tile.head_rows(ref, b, pl.ds(j * t.block_k, t.block_k), h, width)]
     page, last = ref.shape[1], table.shape[1] - 1
     entry = lambda n: table[b, jnp.minimum(n, last)]
     if page >= t.block_k:
-        number, within = (
-            lax.div(j, jnp.int32(page // t.block_k)),
-            lax.rem(j, jnp.int32(page // t.block_k)),
-        )
-        return [tile.rows_of(ref, entry(number), pl.ds(within * t.block_k, t.block_k), h, width)]
+        index, within = divmod_(j, page // t.block_k)
+        rows = pl.ds(within * t.block_k, t.block_k)
+        return [tile.head_rows(ref, entry(index), rows, h, width)]
     return [
-        tile.rows_of(ref, entry(j * t.copies + i), pl.ds(0, page), h, width)
+        tile.head_rows(ref, entry(j * t.copies + i), pl.ds(0, page), h, width)
         for i in range(t.copies)
     ]
 
@@ -196,11 +194,10 @@ def _clear(v_smem, first, last, barrier: int):
 
     @pl.when((first > 0) | (last < v_smem.shape[0]))
     def _():
-        row = tile.count(ROWS, tile.ROW)
+        row = iota(ROWS, tile.LAYOUTS.row)
         for column in range(0, v_smem.shape[1], COLUMNS):  # few at a time: o is in registers
             part = v_smem.at[:, pl.ds(column, COLUMNS)]
-            v = plgpu.layout_cast(part[...], tile.TILE)
-            part[...] = jnp.where(
-                tile.across((row >= first) & (row < last), v.shape), v, jnp.zeros_like(v)
-            )
-        sync.meet(barrier, 1)
+            v = plgpu.layout_cast(part[...], tile.LAYOUTS.tile)
+            inside = per_row((row >= first) & (row < last), v.shape)
+            part[...] = jnp.where(inside, v, jnp.zeros_like(v))
+        sync.consumer_barrier(barrier, 1)

@@ -1,8 +1,9 @@
 """The forward of FlashAttention-3 (arXiv:2407.08608): softmax of a block under the product of the
 block before it.
 
-A program owns 64 queries of one head for each of its consumers, and walks over the keys; the
-consumers take turns. It may go on with other queries of the head.
+A program owns 64 queries of one head for each of its consumer warpgroups, and walks over the keys;
+the consumers share the tensor cores by ping-pong. It may be persistent over several tiles of
+queries of the head.
 """
 
 import functools
@@ -15,21 +16,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash import online_softmax, schedule
 from pallas_flash.arguments import Operands, Problem
-from pallas_flash.kernels.hopper import (
-    biased,
-    bits,
-    decode,
-    ends,
-    kept,
-    order,
-    ruled,
-    scored,
-    seen,
-    sync,
-    tile,
-)
+from pallas_flash.kernels.hopper import decode, sync, tile
 from pallas_flash.kernels.hopper.tuning import ROWS, AllTiles, Tiles
-from pallas_flash.masks.resolved_mask import ResolvedMask
+from pallas_flash.kernels.mosaic import block_info, logits, ragged_tail, scheduler
+from pallas_flash.kernels.mosaic.launch import launch
+from pallas_flash.kernels.mosaic.mask import TileMask
+from pallas_flash.kernels.mosaic.registers import per_row
+from pallas_flash.online_softmax import SoftmaxState
 from pallas_flash.pytrees import IntLike
 
 
@@ -40,21 +33,17 @@ class Inputs(NamedTuple):
     q: jax.Array  # [B, T, N, H]
     k: jax.Array  # [B, S, K, H]
     v: jax.Array  # [B, S, K, Hv]
-    last: ends.Blocks | None  # of k and v
-    blocks: jax.Array | seen.Lists | None  # of seen.by_query_tile
+    tails: ragged_tail.Tails | None  # of k and v
+    blocks: jax.Array | block_info.BlockLists | None  # of block_info.by_query_tile
     # the same for the rows of each consumer; None too where they are lists
-    own_blocks: jax.Array | None
-    sinks: jax.Array | None  # [N], less what `scores_apart` leaves out
-    seeds: jax.Array | None  # uint32 [B, N, 2], of dropout
-    bias: jax.Array | None  # of biased.whole
-    score: ruled.Numbers | None  # of a score_mod
-    where: bits.Words | ruled.Numbers | None  # of a dense mask, or of the mask's mask_mod
-    resolved_mask: ResolvedMask  # its data by rows and keys only, without the mask_mod
+    consumer_blocks: jax.Array | None
+    sinks: jax.Array | None  # [N], less what the logits omit
+    logits: logits.Arrays
 
 
 def forward(problem: Problem, tiles: AllTiles, x: Operands):
     """o [B, T, N, Hv] in the query's dtype, and the SoftmaxState of its rows, with an l where the
-    scores are natural."""
+    logits are in base e."""
     if tiles.decode is not None:
         return decode.forward(problem, tiles.decode, x)
     p, t = problem, tiles.forward
@@ -65,57 +54,36 @@ def forward(problem: Problem, tiles: AllTiles, x: Operands):
     rows = jax.ShapeDtypeStruct(
         (B, N, schedule.ceil_div(p.queries, t.block_q) * t.block_q), jnp.float32
     )
-    like = online_softmax.SoftmaxState(
-        rows, rows if scored.is_natural(p) else None, rows if p.max_logits else None
-    )
-    numbers, tree = jax.tree.flatten(like)
-    o, *stats = tile.launch(
+    like = SoftmaxState(rows, rows if logits.is_base_e(p) else None, rows if p.max_logits else None)
+    fields, tree = jax.tree.flatten(like)
+    o, *stats = launch(
         functools.partial(_kernel, problem=p, tiles=t),
         inputs,
-        programs=order.query_tiles(p, t.block_q, t.rounds),
-        out_type=[jax.ShapeDtypeStruct((B, T, N, inputs.v.shape[3]), x.query.dtype), *numbers],
-        tiles=t,
-        scratch=Memory.of(t, x.query.dtype, len(numbers)),
+        programs=scheduler.query_programs(p, t.block_q, t.tiles_per_program),
+        out_type=[jax.ShapeDtypeStruct((B, T, N, inputs.v.shape[3]), x.query.dtype), *fields],
+        warpgroups=t.warpgroups + 1,
+        scratch=Memory.allocate(t, x.query.dtype, len(fields)),
         name="flash_attention_forward",
     )
-    stats, left_out = (
-        jax.tree.unflatten(tree, [x[:, :, : p.queries] for x in stats]),
-        scored.left_out(p),
-    )
-    stats = stats._replace(
-        m=stats.m + left_out, top=None if stats.top is None else stats.top + left_out
-    )
-    return o[:, : p.queries, :, : p.value_size], stats
+    stats = jax.tree.unflatten(tree, [x[:, :, : p.queries] for x in stats])
+    omitted = logits.omitted(p)
+    top = None if stats.top is None else stats.top + omitted
+    return o[:, : p.queries, :, : p.value_size], stats._replace(m=stats.m + omitted, top=top)
 
 
 def _inputs(p: Problem, t: Tiles, x: Operands) -> Inputs:
-    blocks = seen.by_query_tile(p, x.resolved_mask, x.mask, t.block_q, t.block_k)
-    own_blocks = (
-        None
-        if isinstance(blocks, seen.Lists)
-        else seen.by_query_tile(p, x.resolved_mask, x.mask, ROWS, t.block_k)
-    )
-    resolved_mask, _ = seen.intervals(p, x.resolved_mask, t.block_q, t.block_k)
-    q, k, v = (tile.padded(a, t.swizzle) for a in (x.query, x.key, x.value))
-    last = ends.blocks(x.resolved_mask.lengths[1], t.block_k, k, v)
-    sinks = None if x.sinks is None else x.sinks - scored.left_out(p) / p.unit
-    score, where = (
-        ruled.numbers(p, x.score, t.block_q, t.block_k),
-        bits.inputs(p, x.mask, x.resolved_mask.mask_mod, t),
-    )
+    blocks_of = lambda rows: block_info.by_query_tile(p, x.resolved_mask, x.mask, rows, t.block_k)
+    blocks = blocks_of(t.block_q)
+    q, k, v = (tile.pad(a, t.swizzle) for a in (x.query, x.key, x.value))
     return Inputs(
         q,
         k,
         v,
-        last,
+        ragged_tail.copy_tails(x.resolved_mask.lengths[1], t.block_k, k, v),
         blocks,
-        own_blocks,
-        sinks,
-        x.seeds,
-        biased.whole(x.bias, t),
-        score,
-        where,
-        resolved_mask,
+        None if isinstance(blocks, block_info.BlockLists) else blocks_of(ROWS),
+        None if x.sinks is None else x.sinks - logits.omitted(p) / p.unit,
+        logits.arrays(p, x, t.tiling),
     )
 
 
@@ -124,238 +92,278 @@ class Memory(NamedTuple):
 
     q: Any  # [q_stages x warpgroups, 64, the larger width], of the output in the end
     k: Any  # [stages, block_k, width]
-    v: Any  # [value_stages, block_k, value_width], in tile.parts
-    stats: Any  # for each number of the SoftmaxState [warpgroups, 64]
+    v: Any  # [value_stages, block_k, value_width], in tile.k_subtiles
+    stats: Any  # for each field of the SoftmaxState [warpgroups, 64]
     q_full: Any
     k_full: Any
     v_full: Any
 
     @classmethod
-    def of(cls, t: Tiles, dtype, numbers: int) -> "Memory":
+    def allocate(cls, t: Tiles, dtype, fields: int) -> "Memory":
         barriers = lambda n: plgpu.Barrier(num_barriers=n)
+        block = functools.partial(tile.block, swizzle=t.swizzle)
         return cls(
-            q=tile.block(
-                dtype,
-                t.q_stages * t.warpgroups,
-                ROWS,
-                max(t.width, t.value_width),
-                swizzle=t.swizzle,
-            ),
-            k=tile.block(dtype, t.stages, t.block_k, t.width, swizzle=t.swizzle),
-            v=tile.block_in_parts(dtype, t.value_stages, t.block_k, t.value_width, t.swizzle),
-            stats=(plgpu.SMEM((t.warpgroups, ROWS), jnp.float32),) * numbers,
+            q=block(dtype, t.q_stages * t.warpgroups, ROWS, max(t.width, t.value_width)),
+            k=block(dtype, t.stages, t.block_k, t.width),
+            v=tile.subtile_blocks(dtype, t.value_stages, t.block_k, t.value_width, t.swizzle),
+            stats=(plgpu.SMEM((t.warpgroups, ROWS), jnp.float32),) * fields,
             q_full=barriers(t.q_stages * t.warpgroups),
             k_full=barriers(t.stages),
             v_full=plgpu.Barrier(
-                num_arrivals=len(tile.parts(t.block_k)), num_barriers=t.value_stages
+                num_arrivals=len(tile.k_subtiles(t.block_k)), num_barriers=t.value_stages
             ),
         )
 
 
 def _kernel(program, x: Inputs, o_gmem, *outputs, problem: Problem, tiles: Tiles):
     *stats_gmem, memory = outputs
-    place = functools.partial(
-        order.query_tile, program, problem, tiles.block_q, tiles.key_bytes, tiles.rounds
-    )
-    number_of = sync.Numbers(tiles.warpgroups, tiles.stages)
-    k = sync.Ring(memory.k, memory.k_full, number_of.first_ring, tiles.warpgroups)
-    v = sync.Ring(
-        memory.v, (memory.v_full,) * len(memory.v), number_of.second_ring, tiles.warpgroups
-    )
-    visited = lambda at: seen.key_blocks(
-        x.blocks, x.resolved_mask, at, at.tile, problem.queries, tiles.block_q, tiles.block_k
-    )
+    owned = Program(problem, tiles, x, program)
+    ids = sync.BarrierIds(tiles.warpgroups, tiles.stages)
+    k = sync.Ring(memory.k, memory.k_full, ids.first_ring, tiles.warpgroups)
+    v_full = (memory.v_full,) * len(memory.v)
+    v = sync.Ring(memory.v, v_full, ids.second_ring, tiles.warpgroups)
 
-    def consume(own):
-        turns = sync.Turns(number_of.turns, number_of.alone, tiles.warpgroups, own)
-        first_row = lambda at: at.tile * tiles.block_q + own * ROWS
-        rows = lambda x, at: tile.rows_of(
-            x, at.batch, pl.ds(first_row(at), ROWS), at.head, memory.q.shape[2]
-        )
-        slot = lambda n: sync.slot(n, tiles.q_stages) * tiles.warpgroups + own
-
-        def load_q(n):
-            copy = lambda: plgpu.copy_gmem_to_smem(
-                rows(x.q, place(n)), memory.q.at[slot(n)], memory.q_full.at[slot(n)]
-            )
-            pl.when(n < tiles.rounds)(copy)
-
-        def attend(n, _):
-            at = place(n)
-            rule = bits.of(problem, x.where, at.batch, at.head)
-            blocks, view = visited(at), seen.view(x.resolved_mask, at.batch, first_row(at), rule)
-            walk, mine = blocks.walk(), _own_blocks(x, at, own, blocks, problem, tiles)
-            wide, stats_smem = memory.q.at[slot(n)], [x.at[own] for x in memory.stats]
-            q, o_smem = wide.at[:, : tiles.width], wide.at[:, : tiles.value_width]
-            plgpu.barrier_wait(memory.q_full.at[slot(n)])
-            shape, first_key = (ROWS, tiles.block_k), lambda t: walk.number(t) * tiles.block_k
-            sees = lambda t: view.sees(first_key(t), shape)
-            dropout = kept.of(problem.dropped, x.seeds, at.batch, at.head)
-            score = scored.of(problem, x.bias, x.score, at.batch, at.head)
-            natural = (
-                None if score is None else lambda s, t: score.of(s, first_row(at), first_key(t))
-            )
-            drop = lambda p, t: (
-                p
-                if dropout is None
-                else jnp.where(dropout.keeps(first_row(at), first_key(t), shape), p, 0.0)
-            )
-            zeros, sink = tile.rows(0.0), None if x.sinks is None else x.sinks[at.head]
-            start = online_softmax.start(zeros, sink, problem.unit, problem.max_logits)
-            pass_by = functools.partial(_pass_by, k, v, turns)
-            schedule.loop(0, mine.first, pass_by, None)
-            o, stats = _attend(q, k, v, turns, start, mine, sees, natural, drop, problem, tiles)
-            schedule.loop(mine.last, walk.blocks.last, pass_by, None)
-            o_smem[...] = o.astype(q.dtype)
-            for smem, number in zip(stats_smem, jax.tree.leaves(stats), strict=True):
-                smem[...] = number
-            by_row = at.batch, at.head, pl.ds(first_row(at), ROWS)
-            tile.copy_out(
-                (wide, rows(o_gmem, at)),
-                *zip(stats_smem, (x.at[by_row] for x in stats_gmem), strict=True),
-            )
-            load_q(n + tiles.q_stages)
-
-        for n in range(tiles.q_stages):
-            load_q(n)
-        turns.open()
-        schedule.loop(0, tiles.rounds, attend, None)
-        turns.close()
+    def consume(wg):
+        turns = sync.PingPong(ids.ping_pong, ids.single, tiles.warpgroups, wg)
+        Consumer(owned, memory, o_gmem, stats_gmem, k, v, turns, wg).run()
 
     def produce():
         def load(n, used):
-            at = place(n)
-            return tile.feed(x, at, visited(at).walk(), k, v, tiles, used)
+            work = owned.work_tile(n)
+            blocks = block_info.descend(x.blocks, owned.blocks(work))
+            return tile.load_kv(x, work, blocks, k, v, tiles, used)
 
-        used = schedule.loop(0, tiles.rounds, load, jnp.int32(0))
+        used = schedule.loop(0, tiles.tiles_per_program, load, jnp.int32(0))
         k.drain(used)
         v.drain(used)
 
-    tile.by_role(tiles, consume, produce)
+    tile.specialize(tiles, consume, produce)
 
 
-def _pass_by(k: sync.Ring, v: sync.Ring, turns: sync.Turns, t, _):
-    """A block that only other consumers need."""
-    k.wait(t)
-    turns.take()
-    turns.pass_on()
-    k.release(t)
-    v.wait(t)
-    v.release(t)
+class Program(NamedTuple):
+    """The tiles of queries that a program owns, and the blocks of keys that they visit."""
+
+    problem: Problem
+    tiles: Tiles
+    x: Inputs
+    number: IntLike
+
+    def work_tile(self, n: IntLike) -> scheduler.WorkTile:
+        t = self.tiles
+        return scheduler.query_tile(
+            self.number, self.problem, t.block_q, t.key_bytes, t.tiles_per_program, n
+        )
+
+    def blocks(self, work: scheduler.WorkTile) -> schedule.Blocks:
+        return self._blocks(self.x.blocks, work, work.tile, self.tiles.block_q)
+
+    def consumer_blocks(
+        self, work: scheduler.WorkTile, wg: IntLike, blocks: schedule.Blocks
+    ) -> schedule.Blocks:
+        """Those of the program's blocks that a consumer needs, at least one, in the order in which
+        they come; it skips the others."""
+        # the latter: all rows see all keys
+        if isinstance(self.x.blocks, block_info.BlockLists) or isinstance(blocks.last, int):
+            return block_info.descend(self.x.blocks, blocks)
+        last_tile = schedule.ceil_div(self.problem.queries, ROWS) - 1
+        number = jnp.minimum(work.tile * self.tiles.warpgroups + wg, last_tile)
+        needed = self._blocks(self.x.consumer_blocks, work, number, ROWS)
+        first = schedule.between(needed.first, blocks.first, blocks.last - 1)
+        last = schedule.between(needed.last, first + 1, blocks.last)
+        return needed._replace(first=first, last=last).clip().reverse(blocks.last)
+
+    def _blocks(
+        self, found, work: scheduler.WorkTile, number: IntLike, rows: int
+    ) -> schedule.Blocks:
+        mask, queries = self.x.logits.resolved_mask, self.problem.queries
+        return block_info.key_blocks(found, mask, work, number, queries, rows, self.tiles.block_k)
 
 
-def _own_blocks(
-    x: Inputs,
-    at: order.Place,
-    own: IntLike,
-    blocks: schedule.Blocks | schedule.Listed,
-    problem: Problem,
-    tiles: Tiles,
-) -> schedule.Blocks:
-    """The places of those of a program's blocks that a consumer needs, at least one; it passes by
-    the others."""
-    # the latter: all rows see all keys
-    if isinstance(blocks, schedule.Listed) or isinstance(blocks.last, int):
-        return blocks.walk().blocks
-    number = jnp.minimum(
-        at.tile * tiles.warpgroups + own, schedule.ceil_div(problem.queries, ROWS) - 1
-    )
-    mine = seen.key_blocks(
-        x.own_blocks, x.resolved_mask, at, number, problem.queries, ROWS, tiles.block_k
-    )
-    first = schedule.between(mine.first, blocks.first, blocks.last - 1)
-    return (
-        mine._replace(first=first, last=schedule.between(mine.last, first + 1, blocks.last))
-        .clipped()
-        .turned(blocks.last)
-    )
+class Consumer(NamedTuple):
+    """A warpgroup that computes: 64 queries of each of its program's tiles."""
+
+    program: Program
+    memory: Memory
+    o_gmem: Any
+    stats_gmem: list
+    k: sync.Ring
+    v: sync.Ring
+    turns: sync.PingPong
+    wg: IntLike
+
+    @property
+    def tiles(self) -> Tiles:
+        return self.program.tiles
+
+    def run(self):
+        for n in range(self.tiles.q_stages):
+            self.load_q(n)
+        self.turns.start()
+        schedule.loop(0, self.tiles.tiles_per_program, self.attend, None)
+        self.turns.finish()
+
+    def first_row(self, work: scheduler.WorkTile) -> IntLike:
+        return work.tile * self.tiles.block_q + self.wg * ROWS
+
+    def rows(self, array, work: scheduler.WorkTile):
+        """The consumer's, of q or o."""
+        rows, width = pl.ds(self.first_row(work), ROWS), self.memory.q.shape[2]
+        return tile.head_rows(array, work.batch, rows, work.head, width)
+
+    def slot(self, n: IntLike):
+        """Of q in shared memory."""
+        return sync.slot(n, self.tiles.q_stages) * self.tiles.warpgroups + self.wg
+
+    def load_q(self, n: IntLike):
+        """Of the program's n-th tile, if there is one."""
+
+        def copy():
+            source = self.rows(self.program.x.q, self.program.work_tile(n))
+            plgpu.copy_gmem_to_smem(
+                source, self.memory.q.at[self.slot(n)], self.memory.q_full.at[self.slot(n)]
+            )
+
+        pl.when(n < self.tiles.tiles_per_program)(copy)
+
+    def attend(self, n: IntLike, _):
+        """To all blocks of keys, for the program's n-th tile; the next one's q is loaded then."""
+        x, problem = self.program.x, self.program.problem
+        work = self.program.work_tile(n)
+        blocks = self.program.blocks(work)
+        head = logits.for_head(problem, tile.LAYOUTS, x.logits, work.batch, work.head)
+        mask = head.load_mask(work.batch, self.first_row(work), ROWS)
+        needed = self.program.consumer_blocks(work, self.wg, blocks)
+        smem = self.memory.q.at[self.slot(n)]
+        plgpu.barrier_wait(self.memory.q_full.at[self.slot(n)])
+        sink = None if x.sinks is None else x.sinks[work.head]
+        start = online_softmax.start(tile.rows(0.0), sink, problem.unit, problem.max_logits)
+        schedule.loop(0, needed.first, self.skip_block, None)
+        rows = Rows(self, smem.at[:, : self.tiles.width], self.first_row(work), needed, head, mask)
+        o, stats = rows.attend(start)
+        schedule.loop(needed.last, block_info.descend(x.blocks, blocks).last, self.skip_block, None)
+        self.store(work, smem, o, stats)
+        self.load_q(n + self.tiles.q_stages)
+
+    def skip_block(self, t: IntLike, _):
+        """A block that only other consumers need."""
+        self.k.wait(t)
+        self.turns.acquire()
+        self.turns.yield_turn()
+        self.k.release(t)
+        self.v.wait(t)
+        self.v.release(t)
+
+    def store(self, work: scheduler.WorkTile, smem, o, stats: SoftmaxState):
+        """The epilogue, by way of the shared memory of q."""
+        smem.at[:, : self.tiles.value_width][...] = o.astype(smem.dtype)
+        stats_smem = [x.at[self.wg] for x in self.memory.stats]
+        for x, value in zip(stats_smem, jax.tree.leaves(stats), strict=True):
+            x[...] = value
+        by_row = work.batch, work.head, pl.ds(self.first_row(work), ROWS)
+        tile.copy_out(
+            (smem, self.rows(self.o_gmem, work)),
+            *zip(stats_smem, (x.at[by_row] for x in self.stats_gmem), strict=True),
+        )
 
 
-def _attend(
-    q,
-    k: sync.Ring,
-    v: sync.Ring,
-    turns: sync.Turns,
-    start: online_softmax.SoftmaxState,
-    blocks: schedule.Blocks,
-    sees,
-    natural,
-    drop,
-    problem: Problem,
-    tiles: Tiles,
-):
-    """o [64, value_width] of a consumer's queries, and their SoftmaxState [64]: with an l where
-    scores are natural, else without and less what `scores_apart` leaves out.
+class Rows(NamedTuple):
+    """A consumer's queries of one tile: the step over blocks of keys, which come by position."""
 
-    `start` has those before any key. `blocks` are numbered as they come; of the t-th sees(t) is
-    which query sees which key, natural(s, t) the logits that a bias or a score_mod makes of S
-    (None: there are neither), and drop(p, t) P with 0 where dropout drops a weight.
-    """
-    shape = ROWS, tiles.block_k
+    consumer: Consumer
+    q: Any  # [64, width] in shared memory
+    first_row: IntLike
+    blocks: schedule.Blocks
+    logits: logits.Logits
+    mask: TileMask
 
-    def softmax(s, t, stats, masked):
-        if natural is None:
-            s, scale = online_softmax.scores_apart(s, problem.scale, problem.soft_cap)
-        else:
-            s, scale = natural(s, t), None
-        if masked:
-            s = jnp.where(sees(t), s, -jnp.inf)
-        p, alpha, stats = online_softmax.step(s, stats, scale, tiles.slack, problem.unit)
-        return drop(p, t), alpha, stats
+    def attend(self, start: SoftmaxState):
+        """o [64, value_width] and the SoftmaxState [64], from that before any key: with an l where
+        logits are in base e, else without and less what is `omitted`."""
+        k, v, turns = self.consumer.k, self.consumer.v, self.consumer.turns
+        first, last = self.blocks.first, self.blocks.last - 1
+        k.wait(first)
+        turns.acquire()
 
-    # early: ptxas moves the wait for the products up over the exponentials,
-    def await_k(t, early: bool, masked: bool = False):
-        # but neither over this wait nor, in steps with a mask, over the barrier
-        if early == tiles.k_early:
-            pl.when(t <= last)(lambda: k.wait(t)) if early else k.wait(t)
-        elif early and masked:
-            turns.stand()
+        def begin(acc):
+            tile.dot_t(acc, self.q, k.block(first))
+            turns.yield_turn()
 
-    first, last = blocks.first, blocks.last - 1
-    k.wait(first)
-    turns.take()
-    # [bq, bk]
-    s = tile.product(lambda acc: (tile.dot_t(acc, q, k.block(first)), turns.pass_on()), shape)
-    k.release(first)
-    known_full = isinstance(last, int) and blocks.full_first <= first
-    p, _, stats = softmax(s, first, start, not known_full)
-    await_k(first + 1, early=True)
+        s = tile.product(begin, self.shape)  # [bq, bk]
+        k.release(first)
+        full = isinstance(last, int) and self.blocks.full_first <= first
+        p, _, stats = self.softmax(s, first, start, masked=not full)
+        self.await_next_k(first + 1)
+        carry = tile.zeros(ROWS, self.consumer.tiles.value_width), stats, p.astype(self.q.dtype)
+        o, stats, p = self.blocks.rest().visit(self.step, carry)
+        turns.acquire()
+        v.wait(last)
 
-    def step(t, carry, masked):
-        o, stats, p = carry
-        await_k(t, early=False)
-        turns.take()
+        def finish(acc):
+            tile.dot_subtiles(acc, p, v.block(last))
+            turns.yield_turn()
+
+        (o,) = tile.accumulate(finish, o)
+        v.release(last)
+        return self.finish(o, stats)
+
+    def step(self, t: IntLike, carry, masked: bool):
+        """O += P V of the block before, under which S = Q K^T of block t becomes its P."""
+        (o, stats, p), c = carry, self.consumer
+        self.await_k(t)
+        c.turns.acquire()
 
         def under_the_products(o_acc, s_acc):
-            tile.dot_t(s_acc, q, k.block(t))
-            v.wait(t - 1)
-            tile.dot_in_parts(o_acc, p, v.block(t - 1))
-            turns.pass_on()
-            s = tile.finished(s_acc, running=len(tile.parts(tiles.block_k)))  # [bq, bk]
-            k.release(t)
-            p_new, alpha, new = softmax(s, t, stats, masked)
-            await_k(t + 1, early=True, masked=masked)
+            tile.dot_t(s_acc, self.q, c.k.block(t))
+            c.v.wait(t - 1)
+            tile.dot_subtiles(o_acc, p, c.v.block(t - 1))
+            c.turns.yield_turn()
+            s = tile.await_sum(s_acc, running=len(c.memory.v))  # [bq, bk]
+            c.k.release(t)
+            p_new, alpha, new = self.softmax(s, t, stats, masked)
+            self.await_next_k(t + 1, masked)
             return p_new, alpha, *jax.tree.leaves(new)
 
-        like = tile.zeros(*shape), tile.rows(1.0), *jax.tree.leaves(stats)
-        o, _, p, alpha, *stats = tile.overlap(under_the_products, (o, tile.zeros(*shape)), like)
-        v.release(t - 1)
-        o = tile.rescaled(o, alpha) if tiles.slack else o * tile.across(alpha, o.shape)
+        zeros = tile.zeros(*self.shape)
+        like = zeros, tile.rows(1.0), *jax.tree.leaves(stats)
+        o, _, p, alpha, *stats = tile.overlap(under_the_products, (o, zeros), like)
+        c.v.release(t - 1)
+        o = tile.rescale(o, alpha) if c.tiles.rescale_threshold else o * per_row(alpha, o.shape)
         # cast only now: the product before it read the old p
-        return o, online_softmax.SoftmaxState(*stats), p.astype(q.dtype)
+        return o, SoftmaxState(*stats), p.astype(self.q.dtype)
 
-    carry = tile.zeros(ROWS, tiles.value_width), stats, p.astype(q.dtype)
-    o, stats, p = blocks.rest().visit(step, carry)
-    turns.take()
-    v.wait(last)
-    (o,) = tile.products_add(
-        lambda acc: (tile.dot_in_parts(acc, p, v.block(last)), turns.pass_on()), o
-    )
-    v.release(last)
-    m, l, top = stats
-    stats = (
-        stats
-        if natural is not None
-        else online_softmax.SoftmaxState(jnp.where(l == 0, -jnp.inf, m + jnp.log2(l)), None, top)
-    )
-    return online_softmax.finish(o, l, problem.kept), stats
+    @property
+    def shape(self) -> tuple[int, int]:
+        return ROWS, self.consumer.tiles.block_k
+
+    def softmax(self, s, t: IntLike, stats: SoftmaxState, masked: bool):
+        """P of block t as dropout leaves it, alpha, and the SoftmaxState."""
+        tiles, problem = self.consumer.tiles, self.consumer.program.problem
+        at = self.logits.tile(self.first_row, self.blocks.index(t) * tiles.block_k, self.shape)
+        s, scale = self.logits.modify(s, at)
+        if masked:
+            s = jnp.where(self.mask.visible(at), s, -jnp.inf)
+        p, alpha, stats = online_softmax.step(
+            s, stats, scale, tiles.rescale_threshold, problem.unit
+        )
+        return self.logits.drop(p, at), alpha, stats
+
+    # ptxas moves the wait for the products up over the exponentials, but neither over an early wait
+    # for K nor, in steps with a mask, over a barrier.
+
+    def await_k(self, t: IntLike):
+        """Before its use."""
+        if self.consumer.tiles.k_wait == "at use":
+            self.consumer.k.wait(t)
+
+    def await_next_k(self, t: IntLike, masked: bool = False):
+        """At the end of the step before."""
+        if self.consumer.tiles.k_wait == "early":
+            pl.when(t <= self.blocks.last - 1)(lambda: self.consumer.k.wait(t))
+        elif masked:
+            self.consumer.turns.sync_self()
+
+    def finish(self, o, stats: SoftmaxState):
+        problem, (m, l, top) = self.consumer.program.problem, stats
+        if not logits.is_base_e(problem):
+            stats = SoftmaxState(jnp.where(l == 0, -jnp.inf, m + jnp.log2(l)), None, top)
+        return online_softmax.finish(o, l, problem.kept), stats

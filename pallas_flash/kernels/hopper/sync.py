@@ -1,5 +1,5 @@
-"""How the warpgroups of a Hopper kernel wait for each other: named barriers, turns with the tensor
-cores, rings of TMA slots.
+"""How the warpgroups of a Hopper kernel wait for each other: named barriers, ping-pong on the
+tensor cores, rings of TMA slots.
 
 Slots are released on named barriers: unlike an mbarrier's, their arrive does not make ptxas wait
 for the products in flight.
@@ -15,15 +15,10 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash import schedule
+from pallas_flash.kernels.mosaic.registers import opaque
 from pallas_flash.pytrees import IntLike
 
 WARPGROUP = 128  # threads
-
-
-def opaque(n: IntLike):
-    """n, unknown to the compiler: it would compute early what depends on n, and unroll loops, and
-    has no registers for that."""
-    return lax.optimization_barrier(jnp.asarray(n, jnp.int32))
 
 
 def named_barrier(operation: str, barrier: IntLike, num_threads: int):
@@ -36,34 +31,34 @@ def named_barrier(operation: str, barrier: IntLike, num_threads: int):
     bar_op(jnp.asarray(barrier, jnp.int32))
 
 
-class Numbers(NamedTuple):
-    """The numbers of the named barriers. Mosaic keeps 0, and one more for each warpgroup."""
+class BarrierIds(NamedTuple):
+    """The ids of the named barriers. Mosaic keeps 0, and one more for each warpgroup."""
 
     warpgroups: int  # that compute
     stages: int
 
     @property
-    def turns(self) -> int:
+    def ping_pong(self) -> int:
         return self.warpgroups + 2
 
     @property
-    def meeting(self) -> int:
-        return self.turns  # a kernel has turns or meetings
+    def consumers(self) -> int:
+        return self.ping_pong  # a kernel has ping-pong or `consumer_barrier`
 
     @property
     def order(self) -> int:
-        return self.meeting + 1
+        return self.consumers + 1
 
     @property
     def first_ring(self) -> int:
-        return self.turns + self.warpgroups
+        return self.ping_pong + self.warpgroups
 
     @property
     def second_ring(self) -> int:
         return self.first_ring + self.stages
 
     @property
-    def alone(self) -> int:
+    def single(self) -> int:
         return self.second_ring + self.stages
 
 
@@ -77,47 +72,47 @@ def fence():
     fence_async_shared_cta()
 
 
-def meet(barrier: int, warpgroups: int):
+def consumer_barrier(barrier: int, warpgroups: int):
     """Each of the consumers waits for all, and may then read by TMA and wgmma what they wrote to
     shared memory."""
     fence()
     named_barrier("sync", barrier, warpgroups * WARPGROUP)
 
 
-class Turns(NamedTuple):
+class PingPong(NamedTuple):
     """Consumers take turns with the tensor cores: while one's products run, the others compute
     their softmax."""
 
     first: int  # named barrier of the first consumer
-    alone: int  # the same, for its own warps
+    single: int  # the same, for its own warps
     warpgroups: int
-    own: IntLike
+    wg: IntLike
 
-    def open(self):
+    def start(self):
         """The last consumer gives the first its first turn."""
-        pl.when(self.own == self.warpgroups - 1)(self.pass_on)
+        pl.when(self.wg == self.warpgroups - 1)(self.yield_turn)
 
-    def take(self):
-        named_barrier("sync", self.first + self.own, 2 * WARPGROUP)
+    def acquire(self):
+        named_barrier("sync", self.first + self.wg, 2 * WARPGROUP)
 
-    def pass_on(self):
+    def yield_turn(self):
         # computed each time: there is no register to keep it in
-        own = lax.optimization_barrier(self.own)
+        wg = lax.optimization_barrier(self.wg)
         named_barrier(
-            "arrive", self.first + jnp.where(own < self.warpgroups - 1, own + 1, 0), 2 * WARPGROUP
+            "arrive", self.first + jnp.where(wg < self.warpgroups - 1, wg + 1, 0), 2 * WARPGROUP
         )
 
-    def stand(self):
+    def sync_self(self):
         """The consumer's own warps wait for each other."""
-        named_barrier("sync", self.alone + self.own, WARPGROUP)
+        named_barrier("sync", self.single + self.wg, WARPGROUP)
 
-    def close(self):
-        """The first takes the turn that the last has passed on in the end."""
-        pl.when(self.own == 0)(self.take)
+    def finish(self):
+        """The first takes the turn that the last has yielded in the end."""
+        pl.when(self.wg == 0)(self.acquire)
 
 
 def slot(t: IntLike, stages: int):
-    """The one of so many slots that the t-th takes."""
+    """The slot of the t-th block."""
     # the remainder of a signed number takes more instructions
     unsigned = jnp.asarray(t, jnp.uint32)
     return lax.rem(unsigned, jnp.uint32(stages)).astype(jnp.int32)
@@ -127,7 +122,7 @@ class Ring(NamedTuple):
     """Slots of shared memory that the producer fills with blocks; all consumers read each block in
     order, and release it."""
 
-    slots: Any  # [stages, ...], or a tuple of such arrays
+    slots: Any  # [stages, ...], or a pytree of such arrays
     full: Any  # one mbarrier a slot, for each of the arrays
     released: int  # the first of a named barrier a slot
     consumers: int
@@ -145,9 +140,10 @@ class Ring(NamedTuple):
     def block(self, t: IntLike):
         return jax.tree.map(lambda slots: slots.at[self._slot(t)], self.slots)
 
-    def wait(self, t: IntLike, array: int = 0):
-        """Until block t is there, of one of the arrays."""
-        plgpu.barrier_wait(jax.tree.leaves(self.full)[array].at[self._slot(t)])
+    def wait(self, t: IntLike, array: str | None = None):
+        """Until block t is there, of a named array if there are several."""
+        full = self.full if array is None else getattr(self.full, array)
+        plgpu.barrier_wait(jax.tree.leaves(full)[0].at[self._slot(t)])
 
     def release(self, t: IntLike):
         self._release_barrier("arrive", t)

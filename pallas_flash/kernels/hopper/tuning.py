@@ -1,10 +1,11 @@
 """How the Hopper kernels tile a problem. Data only."""
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from pallas_flash import decode, dropout, schedule
 from pallas_flash.arguments import Problem
 from pallas_flash.kernels import device
+from pallas_flash.kernels.mosaic.tiling import Tiling
 
 ROWS = 64  # queries or keys of a warpgroup: the rows of one wgmma
 # bytes of a row, of 16 bits a column, that are one column of tiles in shared memory; TMA copies by
@@ -21,19 +22,23 @@ class Tiles(NamedTuple):
     value_width: int  # of values and the output
     warpgroups: int
     block_k: int
-    stages: int
+    stages: int = 2
     value_stages: int = 2
-    k_early: bool = False  # K is awaited at the end of the step before, not where it is used
+    k_wait: Literal["at use", "early"] = "at use"  # where a block of K is waited for
     # how far scores may exceed the maximum they are taken from, in their unit; O is rescaled only
     # beyond
-    slack: float = 0.0
+    rescale_threshold: float = 0.0
     swizzle: int = SWIZZLES[0]
     q_stages: int = 1  # tiles of queries that shared memory has room for
-    rounds: int = 1  # tiles of queries that a program goes over, one behind the other
+    tiles_per_program: int = 1  # of queries, one after another
 
     @property
     def block_q(self) -> int:
         return self.warpgroups * ROWS
+
+    @property
+    def tiling(self) -> Tiling:
+        return Tiling(self.block_q, self.block_k, self.block_k)
 
     @property
     def key_bytes(self) -> int:
@@ -41,7 +46,7 @@ class Tiles(NamedTuple):
         return 2 * (self.width + self.value_width)
 
     def __str__(self):
-        return _shown(self)
+        return _describe(self)
 
 
 class KeyTiles(NamedTuple):
@@ -61,13 +66,17 @@ class KeyTiles(NamedTuple):
     def block_k(self) -> int:
         return ROWS if self.split else self.warpgroups * ROWS
 
-    def columns(self, width: int) -> int:
+    @property
+    def tiling(self) -> Tiling:
+        return Tiling(self.block_q, self.block_k, ROWS, transposed=True)
+
+    def owned_columns(self, width: int) -> int:
         """How many of the columns of dK or dV a warpgroup owns: whole tiles."""
         return -(-width // self.swizzle) * self.swizzle // 2 if self.split else width
 
     @property
-    def dq_column_parts(self) -> int:
-        """Into how many parts the columns of a block's dQ are cut, each for another warpgroup; its
+    def dq_column_slices(self) -> int:
+        """Into how many slices the columns of a block's dQ are cut, each for another warpgroup; its
         rows are cut into 64 each."""
         return self.warpgroups * ROWS // self.block_q
 
@@ -77,16 +86,16 @@ class KeyTiles(NamedTuple):
         return 2 * (self.width + self.value_width)
 
     def __str__(self):
-        return _shown(self)
+        return _describe(self)
 
 
 class DecodeTiles(NamedTuple):
-    """Of the forward where it is decoding: 64 rows by `block_k` keys, the keys cut into `parts`, a
-    program each."""
+    """Of split-KV decoding: 64 rows by `block_k` keys, with a program for each of `num_splits` of
+    the keys."""
 
     width: int
     value_width: int
-    parts: int
+    num_splits: int
     stages: int
     copies: int = 1  # that a block of keys takes
     block_k: int = ROWS
@@ -94,17 +103,14 @@ class DecodeTiles(NamedTuple):
     swizzle: int = SWIZZLES[0]
 
     def __str__(self):
-        size = f"{ROWS} x {self.block_k}, {self.parts} parts, {self.stages} stages"
+        size = f"{ROWS} x {self.block_k}, {self.num_splits} splits, {self.stages} stages"
         return f"{size}, widths {self.width}/{self.value_width}"
 
 
-def _shown(t: Tiles | KeyTiles) -> str:
+def _describe(t: Tiles | KeyTiles) -> str:
     size = f"{t.block_q} x {t.block_k}, {t.warpgroups} warpgroups, {t.stages} stages"
-    several = (
-        f", {t.rounds} tiles of queries to a program"
-        if isinstance(t, Tiles) and t.rounds > 1
-        else ""
-    )
+    count = t.tiles_per_program if isinstance(t, Tiles) else 1
+    several = f", {count} tiles of queries to a program" if count > 1 else ""
     return f"{size}, widths {t.width}/{t.value_width}{several}"
 
 
@@ -140,16 +146,16 @@ SHARED = 223 * 2**10  # bytes of shared memory for a program's matrices
 # nothing at 256; where it is, ptxas leaves the wait for products in its place, but not if a program
 # goes over several tiles: results.md#hopper-as-compiled.
 _FORWARD = (
-    Tiles(width=64, value_width=64, warpgroups=3, block_k=128, stages=2, k_early=True, q_stages=2),
-    Tiles(width=64, value_width=64, warpgroups=2, block_k=128, stages=2, slack=8.0),
-    Tiles(width=64, value_width=128, warpgroups=2, block_k=128, stages=2, slack=8.0),
-    Tiles(width=128, value_width=64, warpgroups=3, block_k=128, stages=2, k_early=True),
-    Tiles(width=128, value_width=128, warpgroups=2, block_k=128, stages=2, slack=8.0, q_stages=2),
-    Tiles(width=192, value_width=128, warpgroups=2, block_k=128, stages=2, slack=8.0),
-    Tiles(width=192, value_width=192, warpgroups=2, block_k=96, stages=2, k_early=True),
-    Tiles(width=128, value_width=256, warpgroups=2, block_k=96, stages=2, k_early=True),
-    Tiles(width=256, value_width=256, warpgroups=2, block_k=80, stages=2, k_early=True),
-    Tiles(width=256, value_width=256, warpgroups=2, block_k=64, stages=2, k_early=True),
+    Tiles(width=64, value_width=64, warpgroups=3, block_k=128, k_wait="early", q_stages=2),
+    Tiles(width=64, value_width=64, warpgroups=2, block_k=128, rescale_threshold=8.0),
+    Tiles(width=64, value_width=128, warpgroups=2, block_k=128, rescale_threshold=8.0),
+    Tiles(width=128, value_width=64, warpgroups=3, block_k=128, k_wait="early"),
+    Tiles(width=128, value_width=128, warpgroups=2, block_k=128, rescale_threshold=8.0, q_stages=2),
+    Tiles(width=192, value_width=128, warpgroups=2, block_k=128, rescale_threshold=8.0),
+    Tiles(width=192, value_width=192, warpgroups=2, block_k=96, k_wait="early"),
+    Tiles(width=128, value_width=256, warpgroups=2, block_k=96, k_wait="early"),
+    Tiles(width=256, value_width=256, warpgroups=2, block_k=80, k_wait="early"),
+    Tiles(width=256, value_width=256, warpgroups=2, block_k=64, k_wait="early"),
 )
 # Blocks of 128 keys leave no registers at 128. A block of keys is held for a step longer than one
 # of values, so there are three; at 256 there is room for two, and one of values.
@@ -177,35 +183,33 @@ _FUSED = (
 
 def tiles(problem: Problem) -> AllTiles:
     """The cheapest row of each table that holds the problem's heads, as narrow as they are."""
-    p, narrow = problem, lambda row, parts=1: _narrow(row, problem, parts)
+    p = problem
     fused = None if p.deterministic else _row(_FUSED, p)
     if fused is None:
-        backward = narrow(_row(_DQ, p)), narrow(_row(_DKV, p)), None
+        backward = _narrow(_row(_DQ, p), p), _narrow(_row(_DKV, p), p), None
     else:
-        backward = None, None, narrow(fused, fused.dq_column_parts)
+        backward = None, None, _narrow(fused, p, fused.dq_column_slices)
     forward = [
         row
         for row in _FORWARD
         if not p.dropped or (row.warpgroups == 2 and row.block_k % dropout.UNIT == 0)
     ]
-    return AllTiles(_several(narrow(_row(forward, p)), p), *backward, _decoding(p))
+    forward = _with_tiles_per_program(_narrow(_row(forward, p), p), p)
+    return AllTiles(forward, *backward, _decoding(p))
 
 
-def _several(t: Tiles, p: Problem) -> Tiles:
+def _with_tiles_per_program(t: Tiles, p: Problem) -> Tiles:
     """The same with as many tiles of queries to a program as LONG blocks of keys allow, where two
     fit into shared memory: all programs have as many, each processor has one to begin with, and
     none has more to do than before."""
     count, processors = schedule.ceil_div(p.queries, t.block_q), device.processors()
-    programs = lambda rounds: p.batch * p.heads * count // rounds
-    work = lambda rounds: schedule.ceil_div(programs(rounds), processors) * rounds
-    fits = lambda rounds: (
-        count % rounds == 0 and programs(rounds) > processors and work(rounds) <= work(1)
-    )
+    programs = lambda n: p.batch * p.heads * count // n
+    work = lambda n: schedule.ceil_div(programs(n), processors) * n
+    fits = lambda n: count % n == 0 and programs(n) > processors and work(n) <= work(1)
     most = LONG // schedule.ceil_div(p.keys, t.block_k) if t.q_stages > 1 else 1
-    rounds = max(filter(fits, range(2, min(most, count) + 1)), default=1)
-    return t._replace(
-        rounds=rounds, q_stages=min(rounds, t.q_stages), k_early=t.k_early or rounds > 1
-    )
+    n = max(filter(fits, range(2, min(most, count) + 1)), default=1)
+    k_wait = t.k_wait if n == 1 else "early"
+    return t._replace(tiles_per_program=n, q_stages=min(n, t.q_stages), k_wait=k_wait)
 
 
 def _decoding(p: Problem) -> DecodeTiles | None:
@@ -220,9 +224,9 @@ def decode_tiles(problem: Problem, page: int = ROWS) -> DecodeTiles:
     left = SHARED - ROWS * (2 * forward.width + 4 * COLUMNS)
     stages = min(left // (ROWS * forward.key_bytes), 6)
     copies = max(ROWS // page, 1)
-    parts = decode.parts(p, ROWS, device.processors())
+    num_splits = decode.parts(p, ROWS, device.processors())
     return DecodeTiles(
-        forward.width, forward.value_width, parts, stages, copies, swizzle=forward.swizzle
+        forward.width, forward.value_width, num_splits, stages, copies, swizzle=forward.swizzle
     )
 
 
@@ -235,13 +239,13 @@ def _row(table, problem: Problem):
     return row and row._replace(swizzle=_swizzle(p.head_size, p.value_size))
 
 
-def _narrow(row, problem: Problem, parts: int):
-    """A row with no more columns than the heads need, those of queries and keys in so many parts of
-    whole tiles."""
+def _narrow(row, problem: Problem, slices: int = 1):
+    """A row with no more columns than the heads need, those of queries and keys in so many slices
+    of whole tiles."""
     whole = lambda size, columns: -(-size // columns) * columns
     columns = row.swizzle // 2
     return row._replace(
-        width=whole(problem.head_size, parts * columns),
+        width=whole(problem.head_size, slices * columns),
         value_width=whole(problem.value_size, columns),
     )
 
@@ -253,13 +257,13 @@ def _swizzle(*sizes: int) -> int:
     return next(swizzle for swizzle in SWIZZLES if all(fits(size, swizzle // 2) for size in sizes))
 
 
-def stored(size: int, swizzle: int, itemsize: int = 2) -> int:
+def padded_size(size: int, swizzle: int, itemsize: int = 2) -> int:
     """How many columns an array has for heads of `size`: whole tiles, or one that hangs over, in
     strides of 16 bytes."""
     columns = (16 if size <= swizzle // itemsize else swizzle) // itemsize
     return -(-size // columns) * columns
 
 
-def stored_rows(length: int) -> int:
+def padded_length(length: int) -> int:
     """How many rows: whole tiles of 8."""
     return -(-length // 8) * 8

@@ -69,16 +69,19 @@ def _dkv_kernel(
     p = problem
     key = tile.span(pl.program_id(0), tiles.block_k, p.keys)
     k, v = tile.keys_and_values(p, x.key, x.value, key.inside)  # [bk, H], [bk, Hv]
-    blocks = schedule.Blocks(*(blocks_ref[i] for i in range(4)))
     b, head = pl.program_id(2), pl.program_id(1) * p.group
+    interval = schedule.Blocks.from_table(blocks_ref)
     lists = None if x.resolved_mask.mask_mod is None else x.resolved_mask.mask_mod.block_types
 
     def query_head(g, carry):
         pair = b, head + g
+        blocks = interval
+        if lists is not None:
+            blocks = schedule.Blocks.from_list(lists, *([g] if len(lists.shape) == 2 else []))
 
-        def step(i, carry, masked):
+        def step(t, carry, masked):
             dk, dv = carry
-            row = tile.span(i, tiles.block_q, p.queries, bounded=masked)
+            row = tile.span(blocks.index(t), tiles.block_q, p.queries, bounded=masked)
             view = tile.view(x.resolved_mask, row, p.queries, pair=pair)
             by_row, by_head = (row.slice, g), (g, row.slice)
             refs = tile.Rows(
@@ -96,9 +99,7 @@ def _dkv_kernel(
                 prob.astype(k.dtype), rows.do
             )
 
-        if lists is None:
-            return blocks.visit(step, carry)
-        return schedule.Listed.of(lists, *([g] if len(lists.shape) == 2 else [])).visit(step, carry)
+        return blocks.visit(step, carry)
 
     zeros = jnp.zeros(dk_ref.shape, jnp.float32), jnp.zeros(dv_ref.shape, jnp.float32)
     dk, dv = schedule.loop(0, p.group, query_head, zeros)
@@ -126,10 +127,11 @@ def _dq_kernel(x: Operands, do_ref, lse_ref, delta_ref, dq_ref, *, problem: Prob
     p = problem
     row, pair = own_rows(p, tiles), own_pair()
     view = tile.view(x.resolved_mask, row, p.queries, pair=pair)
+    blocks = view.blocks(tiles.block_k)
     rows = tile.Rows(x.query, do_ref, lse_ref, delta_ref).load(p, row, view.live(row, True))
 
-    def step(j, dq, masked):
-        key = tile.span(j, tiles.block_k, p.keys, bounded=masked)
+    def step(t, dq, masked):
+        key = tile.span(blocks.index(t), tiles.block_k, p.keys, bounded=masked)
         k, v = tile.keys_and_values(
             p, x.key.at[key.slice], x.value.at[key.slice], view.reach(key, masked)
         )
@@ -140,7 +142,7 @@ def _dq_kernel(x: Operands, do_ref, lse_ref, delta_ref, dq_ref, *, problem: Prob
         _, ds = tile.gradients(p, rows, k, v, tile.dense(x.bias, (), row, key), seen, drop, ask)
         return dq + tile.dot(ds.astype(k.dtype), k)
 
-    dq = view.blocks(tiles.block_k).visit(step, jnp.zeros(dq_ref.shape, jnp.float32))
+    dq = blocks.visit(step, jnp.zeros(dq_ref.shape, jnp.float32))
     tile.store(dq_ref, dq * p.scale, row.inside, tile.head(dq_ref, p.head_size))
 
 
@@ -204,7 +206,8 @@ def _dbias_kernel(
             ds = jnp.sum(ds, 0, keepdims=True) if broadcast_q else ds
             return dbias + (jnp.sum(ds, 1, keepdims=True) if broadcast_k else ds)
 
-        first, _, _, last = view.blocks(tiles.block_k)
+        blocks = view.blocks(tiles.block_k)
+        first, last = blocks.first, blocks.last
         if not broadcast_k:
             first, last = jnp.maximum(first, own_j), jnp.minimum(last, own_j + 1)
         return schedule.loop(first, last, step, dbias)

@@ -98,7 +98,7 @@ def _kernel(
         jnp.zeros(o_ref.shape, jnp.float32),
         online_softmax.start(jnp.zeros(tiles.block_q, jnp.float32)),
     )
-    blocks = view.blocks(tiles.block_k).part(pl.program_id(0), tiles.parts)
+    blocks = view.blocks(tiles.block_k).split(pl.program_id(0), tiles.parts)
     o, stats = blocks.visit(step, start)
     tile.store(o_ref, online_softmax.finish(o, stats.l), row.inside, tile.head(o_ref, p.value_size))
     tile.store(m_ref, stats.m, row.inside)

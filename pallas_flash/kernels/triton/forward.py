@@ -59,11 +59,12 @@ def _kernel(x: Operands, o_ref, *stats_refs, problem: Problem, tiles: Tiles):
     p = problem
     row, pair = own_rows(p, tiles), own_pair()
     view = tile.view(x.resolved_mask, row, p.queries, pair=pair)
+    blocks = view.blocks(tiles.block_k)
     q = tile.load(x.query, row.inside, tile.head(x.query, p.head_size))  # [bq, H]
 
-    def step(j, carry, masked):
+    def step(t, carry, masked):
         o, stats = carry
-        key = tile.span(j, tiles.block_k, p.keys, bounded=masked)
+        key = tile.span(blocks.index(t), tiles.block_k, p.keys, bounded=masked)
         k, v = tile.keys_and_values(
             p, x.key.at[key.slice], x.value.at[key.slice], view.reach(key, masked)
         )
@@ -76,7 +77,7 @@ def _kernel(x: Operands, o_ref, *stats_refs, problem: Problem, tiles: Tiles):
         return o * alpha[:, None] + tile.dot(prob.astype(v.dtype), v), stats
 
     start = jnp.zeros(o_ref.shape, jnp.float32), tile.start(p, x, tiles.block_q)
-    o, stats = view.blocks(tiles.block_k).visit(step, start)
+    o, stats = blocks.visit(step, start)
     tile.store(
         o_ref, online_softmax.finish(o, stats.l, p.kept), row.inside, tile.head(o_ref, p.value_size)
     )

@@ -131,8 +131,8 @@ def _kernel(
 
             return schedule.loop(0, (first < last).astype(jnp.int32), added, sums)
 
-        first, _, _, last = view.blocks(tiles.block_k)
-        return schedule.loop(first, last, key_tile, sums)
+        blocks = view.blocks(tiles.block_k)
+        return schedule.loop(blocks.first, blocks.last, key_tile, sums)
 
     sums = jnp.zeros(sums_ref.shape, jnp.float32)
     if entries > 1:

@@ -117,10 +117,10 @@ class View(NamedTuple):
     stop: IntLike
     ask: Callable | None  # key indices -> the Question of the mask's mask_mod
 
-    def blocks(self, block_k: int) -> schedule.Blocks | schedule.Listed:
+    def blocks(self, block_k: int) -> schedule.Blocks:
         where = self.resolved_mask.mask_mod
         if where is not None and where.block_types is not None:
-            return schedule.Listed.of(where.block_types)
+            return schedule.Blocks.from_list(where.block_types)
         return schedule.key_blocks(self.start, self.stop, self.resolved_mask.contiguous, block_k)
 
     def sees(self, key: Span, mask, masked: bool):

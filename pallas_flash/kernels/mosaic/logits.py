@@ -1,0 +1,175 @@
+"""From S = Q K^T to logits and weights, and back: scale, bias, soft cap, score_mod, mask, dropout.
+
+Logits are in units of log 2 and factored (`online_softmax.scores_apart`). With a bias or a
+score_mod, which may bring them to the ends of float32, they are in base e, and so is all that is
+made of them.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_flash import online_softmax
+from pallas_flash.arguments import Operands, Problem
+from pallas_flash.kernels.mosaic import bias, block_info, dropout, mods, packed_mask
+from pallas_flash.kernels.mosaic.mask import TileMask, load_mask
+from pallas_flash.kernels.mosaic.registers import Layouts, ScoreTile
+from pallas_flash.kernels.mosaic.tiling import Tiling
+from pallas_flash.masks.resolved_mask import ResolvedMask
+from pallas_flash.pytrees import IntLike
+
+
+def is_base_e(p: Problem) -> bool:
+    """Whether logits are; else they are in units of log 2."""
+    return p.unit == 1.0
+
+
+def omitted(p: Problem) -> float:
+    """The constant that factored logits lack of a soft cap's."""
+    return 0.0 if is_base_e(p) or p.soft_cap is None else p.soft_cap * online_softmax.LOG2E
+
+
+class Arrays(NamedTuple):
+    """What kernels read for it in global memory."""
+
+    seeds: jax.Array | None  # uint32 [B, N, 2], of dropout
+    bias: jax.Array | None  # of bias.pad
+    score_mod: mods.Arrays | None
+    mask: packed_mask.Words | mods.Arrays | None  # a dense mask, or a mask_mod
+    resolved_mask: ResolvedMask  # its data by rows and keys only, without the mask_mod
+
+
+def arrays(p: Problem, x: Operands, t: Tiling) -> Arrays:
+    if x.mask is None:
+        mask = mods.arrays(p, x.resolved_mask.mask_mod, t)
+    else:
+        mask = packed_mask.pack(x.mask, t)
+    resolved_mask, _ = block_info.intervals(p, x.resolved_mask, t.block_q, t.block_k)
+    score_mod = mods.arrays(p, x.score, t)
+    return Arrays(x.seeds, bias.pad(x.bias, t), score_mod, mask, resolved_mask)
+
+
+class Logits(NamedTuple):
+    """Those of a batch row and head."""
+
+    problem: Problem
+    layouts: Layouts
+    resolved_mask: ResolvedMask
+    mask: packed_mask.HeadMask | mods.HeadMod | None
+    bias: bias.HeadBias | None
+    score_mod: mods.HeadMod | None
+    dropout: dropout.Dropout | None
+
+    def tile(self, first_query: IntLike, first_key: IntLike, shape, transposed: bool = False):
+        return ScoreTile(self.layouts, first_query, first_key, shape, transposed)
+
+    def load_mask(
+        self, batch: IntLike, first_query: IntLike, size: int, transposed=False
+    ) -> TileMask:
+        """Of `size` queries; transposed: they are the columns."""
+        return load_mask(
+            self.layouts, self.resolved_mask, batch, first_query, size, self.mask, transposed
+        )
+
+    @property
+    def mask_has_data(self) -> bool:
+        return self.resolved_mask.has_data or isinstance(self.mask, mods.HeadMod)
+
+    def modify(self, s, tile: ScoreTile):
+        """The logits, and a factor that they lack (None: 1)."""
+        if is_base_e(self.problem):
+            return self._vjp(s, tile)[0], None
+        return online_softmax.scores_apart(s, self.problem.scale, self.problem.soft_cap)
+
+    def drop(self, p, tile: ScoreTile):
+        """P with 0 where dropout drops a weight."""
+        return p if self.dropout is None else jnp.where(self.dropout.keeps(tile), p, 0.0)
+
+    def probabilities(self, s, tile: ScoreTile, lse: Callable, mask: TileMask | None):
+        """P as dropout leaves it, and the weight and the function that `gradient` takes.
+
+        lse() has the shape of S: in the problem's unit, less what is `omitted`; +inf: P = 0.
+        """
+        p, soft_cap, back = self.problem, self.problem.soft_cap, None
+        if is_base_e(p):
+            logits, back = self._vjp(s, tile)
+            rows = lse()
+            # of rows that are not there may be NaN
+            weight = jnp.where(rows == jnp.inf, 0.0, online_softmax.power(logits - rows, 1.0))
+            prob = weight
+        else:
+            factored = online_softmax.scores_apart(s, p.scale, soft_cap)
+            prob, weight = online_softmax.gradients_apart(*factored, lse(), soft_cap)
+        if mask is not None:
+            visible = mask.visible(tile)
+            prob, weight = jnp.where(visible, prob, 0.0), jnp.where(visible, weight, 0.0)
+        if self.dropout is not None:
+            keeps = self.dropout.keeps(tile)
+            prob, weight = jnp.where(keeps, prob, 0.0), jnp.where(keeps, weight, -weight)
+        return prob, weight, back
+
+    def gradient(self, weight, back: Callable | None, dp, delta):
+        """dS: |weight| (dP - delta), where dropout leaves dP if the weight, which is never below 0
+        without it, is above 0; and what `back` makes of it. Without delta (None) dp is dP -
+        delta."""
+        if self.problem.dropped:
+            ds = jnp.maximum(weight, 0.0) * dp - jnp.abs(weight) * delta
+        else:
+            ds = weight * (dp if delta is None else dp - delta)
+        return ds if back is None else back(ds)
+
+    def _vjp(self, s, tile: ScoreTile):
+        """The logits in base e, and the function from their cotangent to that of scale * S + bias;
+        None: it is the same."""
+        x, cap = s * self.problem.scale, self.problem.soft_cap
+        if self.bias is not None:
+            x = x + self.bias.load(tile)
+        if cap is None:
+            return (x, None) if self.score_mod is None else self._modified(x, tile)
+        factored, times = online_softmax.scores_apart(x, 1.0, cap)
+        x = factored * (times * online_softmax.LN2) + cap
+        through_cap = lambda ds: online_softmax.capped_apart(ds, factored, cap)
+        if self.score_mod is None:
+            return x, through_cap
+        x, back = self._modified(x, tile)
+        return x, lambda ds: through_cap(back(ds))
+
+    def _modified(self, logits, tile: ScoreTile):
+        """What the score_mod makes of logits, and the function from its cotangent to theirs.
+
+        Where the cotangent is 0, as of a pair that a mask hides, so is the other: there the
+        score_mod may have no derivative.
+        """
+        made, given = self.score_mod.bound.evaluate, []
+
+        def both(values, b, h, query, key, s, ds):
+            new, pull = jax.vjp(lambda s: made(values, b, h, query, key, s), s)
+            return new, *pull(ds)
+
+        steps = self.score_mod.steps(both, tile, lambda: logits, lambda: given[0])
+
+        def back(ds):
+            given.append(ds)
+            of_logits = steps.output(1)
+            return of_logits if of_logits is ds else jnp.where(ds == 0, 0.0, of_logits)
+
+        return steps.output(0), back
+
+
+def for_head(p: Problem, layouts: Layouts, x: Arrays, batch: IntLike, head: IntLike) -> Logits:
+    """From refs."""
+    if isinstance(x.mask, packed_mask.Words):
+        mask: Any = packed_mask.for_head(x.mask, batch, head)
+    else:
+        mask = mods.for_head(p.resolved_mask.mask_mod, x.mask, batch, head)
+    return Logits(
+        p,
+        layouts,
+        x.resolved_mask,
+        mask,
+        bias.for_head(x.bias, batch, head),
+        mods.for_head(p.score, x.score_mod, batch, head),
+        dropout.for_head(p.dropped, x.seeds, batch, head),
+    )

@@ -1,0 +1,246 @@
+"""A mask_mod or a score_mod in registers: what it reads of its arrays, and its steps on tiles."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.core import Literal
+
+from pallas_flash import schedule
+from pallas_flash.arguments import Problem
+from pallas_flash.kernels.mosaic.block_info import entry
+from pallas_flash.kernels.mosaic.registers import ScoreTile, opaque
+from pallas_flash.kernels.mosaic.tiling import Tiling
+from pallas_flash.mods import captured, traced
+from pallas_flash.mods.bound import BoundMod
+from pallas_flash.mods.captured import PAIR
+from pallas_flash.pytrees import IntLike
+
+QUERY, KEY = 2, 3  # among the indices (b, h, q_idx, kv_idx)
+# columns of a tile whose elements are read one by one: registers do not hold the indices of many
+# more
+AT_ONCE = 32
+
+
+class Arrays(NamedTuple):
+    """What a mod is given of batch rows and heads, and what it reads of captured arrays."""
+
+    batch: Any  # int32 [B], their indices; None where it does not ask for them
+    head: Any  # int32 [N]
+    offset: Any  # int32 [B]; None where it is static
+    # each [B or 1, N or 1, n], n = 1, or whole tiles of queries or of keys where the index is made
+    # of theirs; where it is made of both, all of the array, [n]
+    values: tuple
+
+
+def arrays(p: Problem, bound: BoundMod | None, t: Tiling) -> Arrays | None:
+    """Those of a mod, None without one."""
+    if bound is None:
+        return None
+    b, h = bound.indices(p.batch, p.heads)
+    offset = None if isinstance(bound.offset, int) else bound.offset
+    # beyond the last query or key is what it reads for the last
+    index = lambda n, size: jnp.minimum(
+        jnp.arange(schedule.ceil_div(n, size) * size, dtype=jnp.int32)[None, None], n - 1
+    )
+    position = index(p.queries, t.block_q) + (
+        bound.offset if offset is None else offset[:, None, None]
+    )
+    read = lambda array, index: bound.arrays[array][index]
+    found = lambda *at: [
+        _widen(value) for _, value in bound.read_captured(read, b[:, None, None], h[:, None], *at)
+    ]
+    by_query, by_key = found(position, 0), found(0, index(p.keys, t.block_k))
+    flat = lambda at: _widen(bound.arrays[at.array].reshape(-1)).reshape(-1)
+    values = tuple(
+        flat(at) if at.depends_on >= PAIR else for_key if KEY in at.depends_on else for_query
+        for at, for_query, for_key in zip(bound.mod.reads, by_query, by_key, strict=True)
+    )
+    return Arrays(
+        b if bound.mod.uses_batch else None, h if bound.mod.uses_head else None, offset, values
+    )
+
+
+def _widen(value) -> jax.Array:
+    """[B or 1, N or 1, n], bools and integers of 16 bits as int32."""
+    is_small = value.dtype.kind in "biu" and value.dtype.itemsize < 4
+    value = value.astype(jnp.int32) if is_small else value
+    return value.reshape((1,) * (3 - value.ndim) + value.shape)
+
+
+class HeadMod(NamedTuple):
+    """A mod of one batch row and head."""
+
+    bound: BoundMod
+    batch: IntLike
+    head: IntLike
+    offset: IntLike
+    # scalars; by query or by key a function from a slice of these to its ref; by both, a ref
+    values: list
+
+    def visible(self, tile: ScoreTile):
+        """Whether a mask_mod lets each query see each key."""
+        return self.steps(self.bound.evaluate, tile).output(0)
+
+    def steps(
+        self, f: Callable, tile: ScoreTile, *more: Callable, first: int | None = None
+    ) -> "Steps":
+        """Those of f(values, b, h, query, key, *more), where more() are float32 tiles, and values
+        what the mod reads, or the first of that alone."""
+        shape, values = tile.shape, self._reads()[:first]
+        logit, index, scalar = (
+            jax.ShapeDtypeStruct(*x)
+            for x in ((shape, jnp.float32), (shape, jnp.int32), ((), jnp.int32))
+        )
+        found = [
+            jax.ShapeDtypeStruct(shape if at.depends_on & PAIR else (), dtype)
+            for at, dtype in values
+        ]
+        with traced.any_mesh():
+            program = jax.make_jaxpr(f)(found, scalar, scalar, index, index, *[logit for _ in more])
+        return Steps(
+            program,
+            *(functools.partial(self._value, n, tile) for n in range(len(values))),
+            lambda: self.batch,
+            lambda: self.head,
+            lambda: tile.query_index(self.offset),
+            tile.key_index,
+            *more,
+        )
+
+    def _reads(self):
+        """The reads of the mod, and the types of what they find."""
+        return [(at, self.bound.mod.arrays[at.array].aval.dtype) for at in self.bound.mod.reads]
+
+    def _value(self, n: int, tile: ScoreTile):
+        """What its read number n finds for a tile."""
+        x, (at, dtype) = self.values[n], self._reads()[n]
+        if at.depends_on >= PAIR:
+            x = jnp.concatenate(
+                [_gather(x, self._place(n, part), part) for part in tile.split(AT_ONCE)], axis=1
+            )
+        elif KEY in at.depends_on:
+            x = tile.load_per_key(x)
+        elif QUERY in at.depends_on:
+            x = tile.load_per_query(x)
+        return x != 0 if dtype.kind == "b" else x.astype(dtype)
+
+    def _place(self, n: int, tile: ScoreTile):
+        """Where in its array that is, which lies in memory as a vector."""
+        mod = self.bound.mod
+        shape = mod.arrays[mod.reads[n].array].aval.shape
+        place = lambda values, *at: captured.flat_index(
+            traced.vectorize(mod.index, *at, *values), shape
+        )
+        steps = self.steps(lambda *x: jnp.broadcast_to(place(*x), tile.shape), tile, first=n)
+        return steps.output(0)
+
+
+def _gather(ref, index, tile: ScoreTile):
+    """Of a vector in global memory the elements at these indices, a tile: a load for each, of which
+    L1 serves most."""
+    layout = tile.layouts.tile
+    result = plgpu.ShapeDtypeStruct(index.shape, ref.dtype, layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout), return_type=result)
+    def gather(_, ref, index):  # a name that the interpreter in tests/ knows
+        arith, ir, memref, vector = (
+            getattr(mgpu.utils, name) for name in ("arith", "ir", "memref", "vector")
+        )
+
+        def loaded(indices):
+            each = [
+                vector.extract(indices, [], [n])
+                for n in range(ir.VectorType(indices.type).shape[0])
+            ]
+            values = [memref.load(ref, [arith.index_cast(ir.IndexType.get(), n)]) for n in each]
+            return vector.from_elements(ir.VectorType.get((len(values),), values[0].type), values)
+
+        registers = np.vectorize(loaded, otypes=[object])(index.registers)
+        return mgpu.FragmentedArray(
+            _registers=registers,
+            _layout=index.layout,
+            _is_signed=mgpu.utils.is_signed(result.dtype),
+        )
+
+    return gather(ref, index)
+
+
+def for_head(
+    bound: BoundMod | None, x: Arrays | None, batch: IntLike, head: IntLike
+) -> HeadMod | None:
+    """From refs; None without a mod."""
+    if x is None:
+        return None
+    b, h = None if x.batch is None else x.batch[batch], None if x.head is None else x.head[head]
+
+    def value(at, ref):
+        if at.depends_on >= PAIR:
+            return ref
+        place = entry(ref, batch, head)
+        if not at.depends_on & PAIR:
+            return ref[(*place, 0)]
+        return lambda rows: ref.at[(*(n if isinstance(n, int) else opaque(n) for n in place), rows)]
+
+    values = [value(at, ref) for at, ref in zip(bound.mod.reads, x.values, strict=True)]
+    offset = bound.offset if x.offset is None else x.offset[batch]
+    return HeadMod(bound, b, h, offset, values)
+
+
+class Steps:
+    """A program of tiles. What it computes it computes once, and where it is asked for: what nobody
+    reads would be in the way of Mosaic's layout inference."""
+
+    def __init__(self, program, *inputs: Callable):
+        self.jaxpr = program.jaxpr
+        self.known = {}
+        self.makes = dict(zip(self.jaxpr.invars, inputs, strict=True))
+        self.equations = {out: eqn for eqn in self.jaxpr.eqns for out in eqn.outvars}
+
+    def output(self, n: int):
+        return self(self.jaxpr.outvars[n])
+
+    def __call__(self, x):
+        if isinstance(x, Literal):
+            return x.val
+        if x not in self.known:
+            if x not in self.makes:
+                eqn = self.equations[x]
+                inputs = [functools.partial(self, variable) for variable in eqn.invars]
+                self.makes |= zip(eqn.outvars, _outputs(eqn, inputs), strict=True)
+            self.known[x] = self.makes[x]()
+        return self.known[x]
+
+
+def _outputs(eqn, inputs: list[Callable]) -> list[Callable]:
+    """One for each output of an equation, from those of its inputs."""
+    if (inner := eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))) is not None:
+        steps = Steps(inner, *inputs)
+        return [functools.partial(steps.output, n) for n in range(len(eqn.outvars))]
+    compute = _INSTEAD.get(eqn.primitive.name)
+    if compute is None:
+        return [lambda: captured.bind(eqn, [x() for x in inputs])[0]]
+    return [lambda: compute(*(x() for x in inputs), **eqn.params)]
+
+
+def _power(x, y: int):
+    if y == 0:
+        return jnp.ones_like(x)
+    power = functools.reduce(lax.mul, [x] * abs(y))
+    return power if y > 0 else 1.0 / power
+
+
+# What Mosaic does not know, or computes with an error of 2^-11: the tanh of NVIDIA GPUs.
+_INSTEAD = {
+    "add_any": lax.add,
+    "copy": lambda x: x,
+    "integer_pow": _power,
+    "not": lambda x: x ^ (True if x.dtype == bool else np.array(-1).astype(x.dtype)),
+    "tanh": lambda x, **_: 2.0 * lax.logistic(2.0 * x) - 1.0,
+}

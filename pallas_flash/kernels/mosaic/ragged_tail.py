@@ -1,0 +1,42 @@
+"""Where the lengths of batch rows end: behind them may be NaN, 0 * NaN is NaN, and TMA knows only
+where an array ends."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_flash.pytrees import IntLike
+
+
+class Tails(NamedTuple):
+    """Of some arrays the block in which the length of each batch row ends."""
+
+    block: Any  # int32 [B]
+    arrays: tuple  # of each array [B, size, heads, n], with zeros behind the length
+
+
+def copy_tails(lengths: jax.Array | None, size: int, *arrays: jax.Array) -> Tails | None:
+    """Of arrays [B, length, heads, n] in blocks of `size` rows; lengths: int32 [B], or None where
+    there are none."""
+    if lengths is None:
+        return None
+    block = jnp.maximum(lengths - 1, 0) // size
+    row = block[:, None] * size + jnp.arange(size, dtype=jnp.int32)[None]
+    rows = lambda x: jnp.take_along_axis(x, row[:, :, None, None], axis=1, mode="clip")
+    exists = (row < lengths[:, None])[:, :, None, None]
+    return Tails(block, tuple(jnp.where(exists, rows(x), 0) for x in arrays))
+
+
+def reader(tails: Tails | None, batch: IntLike, size: int):
+    """read(block, copy, *arrays), which is copy(first row, *arrays) of a block of the arrays, or
+    from the one on in which the length ends, of the tail."""
+    if tails is None:
+        return lambda block, copy, *arrays: copy(block * size, *arrays)
+    end = tails.block[batch]
+
+    def read(block, copy, *arrays):
+        lax.cond(block < end, lambda: copy(block * size, *arrays), lambda: copy(0, *tails.arrays))
+
+    return read

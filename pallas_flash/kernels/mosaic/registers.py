@@ -1,0 +1,113 @@
+"""Tiles of scores in registers, wherever a GPU generation's products leave them."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_flash.pytrees import IntLike
+
+
+class Layouts(NamedTuple):
+    """What a generation supplies: the layout of a product's sums, and of a value for each of their
+    rows or columns."""
+
+    tile: Any
+    row: Any
+    column: Any
+
+
+def opaque(n: IntLike):
+    """n, unknown to the compiler: it would compute early what depends on n, and unroll loops, and
+    has no registers for that."""
+    return lax.optimization_barrier(jnp.asarray(n, jnp.int32))
+
+
+def iota(size: int, layout):
+    """0 to size - 1 as int32."""
+    return plgpu.layout_cast(lax.iota(jnp.int32, size), layout)
+
+
+def per_row(x, shape):
+    """A value of each row, repeated along it; a value of all rows stays as it is."""
+    return lax.broadcast_in_dim(x, shape, [0]) if jnp.ndim(x) else x
+
+
+def per_column(x, shape):
+    """A value of each column, repeated along it; a value of all columns stays as it is."""
+    return lax.broadcast_in_dim(x, shape, [1]) if jnp.ndim(x) else x
+
+
+def load(ref, layout):
+    """A vector or a tile from global memory."""
+    return plgpu.load(ref, layout=layout, optimized=False)
+
+
+class ScoreTile(NamedTuple):
+    """Where a tile of scores is: a row for each query and a column for each key; the other way
+    round if transposed."""
+
+    layouts: Layouts
+    first_query: IntLike
+    first_key: IntLike
+    shape: tuple[int, int]
+    transposed: bool = False
+
+    @property
+    def first(self) -> tuple[IntLike, IntLike]:
+        """The query or key of the first row, and of the first column."""
+        first = self.first_query, self.first_key
+        return first[::-1] if self.transposed else first
+
+    def per_query(self, x):
+        return (per_column if self.transposed else per_row)(x, self.shape)
+
+    def per_key(self, x):
+        return (per_row if self.transposed else per_column)(x, self.shape)
+
+    def query_index(self, offset: IntLike = 0):
+        """Of each score, plus an offset."""
+        count, layout = self._queries
+        return self.per_query(self.first_query + offset + iota(count, layout))
+
+    def key_index(self):
+        count, layout = self._keys
+        return self.per_key(self.first_key + iota(count, layout))
+
+    def load_per_query(self, rows: Callable):
+        """What the ref rows(slice of queries) has for the query of each score."""
+        count, layout = self._queries
+        return self.per_query(load(rows(pl.ds(self.first_query, count)), layout))
+
+    def load_per_key(self, rows: Callable):
+        """What the ref rows(slice of keys) has for the key of each score."""
+        count, layout = self._keys
+        return self.per_key(load(rows(pl.ds(self.first_key, count)), layout))
+
+    def split(self, size: int) -> list["ScoreTile"]:
+        """The same in tiles of `size` columns, the last perhaps of fewer."""
+        rows, columns = self.shape
+        axis = "first_query" if self.transposed else "first_key"
+        return [
+            self._replace(**{axis: getattr(self, axis) + n}, shape=(rows, min(size, columns - n)))
+            for n in range(0, columns, size)
+        ]
+
+    @property
+    def _queries(self):
+        return (
+            (self.shape[1], self.layouts.column)
+            if self.transposed
+            else (self.shape[0], self.layouts.row)
+        )
+
+    @property
+    def _keys(self):
+        return (
+            (self.shape[0], self.layouts.row)
+            if self.transposed
+            else (self.shape[1], self.layouts.column)
+        )

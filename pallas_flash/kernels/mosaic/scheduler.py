@@ -1,0 +1,85 @@
+"""In which order the programs of a one-dimensional grid run, and which tile each of them owns.
+
+Programs are in sections of heads whose inputs fit into the L2 cache together. In a section those
+come first whose tile is likely to see most, and heads that share keys and values are neighbours.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_flash import schedule
+from pallas_flash.arguments import Problem
+from pallas_flash.pytrees import IntLike
+
+L2 = 32 * 2**20  # bytes of the L2 cache (50 MB) that a section may take
+
+
+class WorkTile(NamedTuple):
+    """A tile of queries of one head, or a tile of keys of one key/value head."""
+
+    batch: IntLike
+    head: IntLike
+    kv_head: IntLike
+    tile: IntLike
+
+
+def query_programs(p: Problem, block_q: int, tiles_per_program: int = 1) -> int:
+    """How many programs there are that each own so many tiles of queries."""
+    count = schedule.ceil_div(p.queries, block_q)
+    if count % tiles_per_program:
+        raise ValueError(
+            "each program owns as many tiles of a head; got "
+            f"{tiles_per_program} to a program, of {count} to a head."
+        )
+    return p.batch * p.heads * (count // tiles_per_program)
+
+
+def key_programs(p: Problem, block_k: int) -> int:
+    """How many programs there are that each own a tile of keys."""
+    return p.batch * p.kv_heads * schedule.ceil_div(p.keys, block_k)
+
+
+def query_tile(
+    program: IntLike,
+    p: Problem,
+    block_q: int,
+    key_bytes: int,
+    tiles_per_program: int = 1,
+    number: IntLike = 0,
+) -> WorkTile:
+    """Tile `number` of a program's tiles of queries, all of one head and as far from each other as
+    can be; a key and its value take `key_bytes`. The last tiles, as a rule, see most."""
+    count = schedule.ceil_div(p.queries, block_q)
+    programs = count // tiles_per_program
+    section = p.group * _section(p.batch * p.kv_heads, p.keys * key_bytes)
+    pair, tile = _pair(program, section, programs)
+    batch, head = divmod_(pair, p.heads)
+    return WorkTile(batch, head, divmod_(head, p.group)[0], count - 1 - tile - number * programs)
+
+
+def key_tile(program: IntLike, p: Problem, block_k: int, query_bytes: int) -> WorkTile:
+    """Of a program that owns keys; a query and its do take `query_bytes`. The first tiles, as a
+    rule, are seen by most."""
+    section = _section(p.batch * p.kv_heads, p.queries * p.group * query_bytes)
+    pair, tile = _pair(program, section, schedule.ceil_div(p.keys, block_k))
+    batch, kv_head = divmod_(pair, p.kv_heads)
+    return WorkTile(batch, kv_head * p.group, kv_head, tile)
+
+
+def _section(pairs: int, bytes_: int) -> int:
+    """How many of all pairs of batch and head, each of so many bytes, make a section."""
+    return max(n for n in range(1, pairs + 1) if pairs % n == 0 and (n == 1 or n * bytes_ <= L2))
+
+
+def _pair(program: IntLike, section: int, count: int):
+    """The pair of batch and head, and the number of the tile in its order."""
+    number, within = divmod_(program, section * count)
+    tile, pair = divmod_(within, section)
+    return number * section + pair, tile
+
+
+def divmod_(a: IntLike, b: int):
+    """Quotient and remainder; // and % do not lower."""
+    return lax.div(a, jnp.int32(b)), lax.rem(a, jnp.int32(b))
