@@ -29,8 +29,10 @@ from scripts.gpu_code import as_if_on
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 FIGURE = ROOT / "pallas_flash" / "design" / "generations.svg"
 FIRST, SECOND = "A100-40GB", "H200"  # the paper's GPU, and one that runs every generation
-PAPER = "the paper's {}, as printed"
-PRINTED = dict(standard=(66.6, 40.3, 41.7), flash=(75.2, 4.4, 7.3))  # GFLOPs, GB, ms
+PRINTED = [
+    ("the paper's standard, as printed", "", "66.6", "", "40.3", "", "41.7 measured", ""),
+    ("the paper's flash, as printed", "", "75.2", "", "4.4", "", "7.3 measured", ""),
+]
 NOTE = """The paper (arXiv:2205.14135, figure 2) had a mask and dropout, kept P for the backward and
 held all of S in 16 bits, where the kernels here have S in float32. Its GFLOPs fit the products of
 one head: those of all 16 are {} and {}. Bytes are those asked of device memory, some of
@@ -73,24 +75,28 @@ GPT2_MEDIUM = Attention(64, 1024, 16, 64)
 # ---- the kernels ----
 
 
-def key_blocks(p: Attention, block_q: int, block_k: int) -> np.ndarray:
-    """How many blocks of keys each block of queries visits, under a causal mask up to its last
-    row."""
-    stop = np.minimum(np.arange(block_q, p.T + block_q, block_q), p.T)
-    return -(-stop // block_k) if p.causal else np.full_like(stop, -(-p.T // block_k))
+class Tiles(NamedTuple):
+    """S of each head in tiles, of which a kernel visits those that the mask leaves."""
 
+    p: Attention
+    block_q: int
+    block_k: int
 
-def query_blocks(p: Attention, block_q: int, block_k: int) -> np.ndarray:
-    """How many blocks of queries each block of keys visits."""
-    first = np.arange(0, p.T, block_k) // block_q if p.causal else np.zeros(-(-p.T // block_k), int)
-    return -(-p.T // block_q) - first
+    def key_blocks(self) -> np.ndarray:
+        """How many each block of queries visits, under a causal mask up to its last row."""
+        p, stop = self.p, np.arange(self.block_q, self.p.T + self.block_q, self.block_q)
+        return -(-(np.minimum(stop, p.T) if p.causal else np.full_like(stop, p.T)) // self.block_k)
 
+    def query_blocks(self) -> np.ndarray:
+        """How many each block of keys visits, under a causal mask from its first key on."""
+        first = np.arange(0, self.p.T, self.block_k) // self.block_q
+        return -(-self.p.T // self.block_q) - (first if self.p.causal else 0 * first)
 
-def tiled(p: Attention, block, visits, products: int, reads: int, writes: int, alpha=0) -> Cost:
-    """A kernel that computes only visited tiles of S; with `alpha` 1 it rescales O for each."""
-    block_q, block_k = block
-    rows = p.B * p.N * int(visits.sum()) * block_q
-    return Cost(2 * products * rows * block_k * p.H, rows * (block_k + alpha), reads, writes)
+    def cost(self, visits, products: int, reads: int, writes: int, alpha: int = 0) -> Cost:
+        """Of so many products of each tile; with `alpha` 1 each rescales the rows of O."""
+        rows = self.p.B * self.p.N * int(visits.sum()) * self.block_q
+        matrix = 2 * products * rows * self.block_k * self.p.H
+        return Cost(matrix, rows * (self.block_k + alpha), reads, writes)
 
 
 def standard(p: Attention, t, passes: int = 3) -> tuple[dict[str, Cost], dict[str, Cost]]:
@@ -134,43 +140,47 @@ def triton(p: Attention, t) -> tuple[dict[str, Cost], dict[str, Cost]]:
     """FlashAttention-2. Queries outside: O, m and l stay on the chip, K and V are loaded for each
     block of queries, under a mask up to the last row's key. dQ has a kernel of its own, so S and dP
     are computed twice."""
-    q, rows, pair = p.tensor, p.rows, 4 * p.B * p.N * p.H  # a row of K and V, or of Q and dO
-    x, y, z = ((b.block_q, b.block_k) for b in (t.forward, t.dkv, t.dq))
+    forward, dkv, dq = (Tiles(p, x.block_q, x.block_k) for x in (t.forward, t.dkv, t.dq))
+    q, rows, heads = p.tensor, p.rows, p.B * p.N
+    row = 4 * p.H  # bytes of one of K and V, or of Q and dO
 
-    def keys(block_q, block_k):
-        loaded = key_blocks(p, block_q, block_k) * block_k
-        stop = np.arange(block_q, p.T + block_q, block_q)
+    def keys(tiles: Tiles) -> int:
+        loaded = tiles.key_blocks() * tiles.block_k
+        stop = np.arange(tiles.block_q, p.T + tiles.block_q, tiles.block_q)
         return int((np.minimum(loaded, stop) if p.causal else loaded).sum())
 
-    forward = tiled(p, x, key_blocks(p, *x), 2, q + keys(*x) * pair, q + 2 * rows, alpha=1)
-    visits = query_blocks(p, *y)
-    loaded = int(visits.sum()) * y[0] * (pair + 8 * p.B * p.N)  # with lse and delta
-    lists = 16 * p.B * p.N * visits.size  # which blocks a program visits
-    dkv = tiled(p, y, visits, 4, 2 * q + loaded + lists, 2 * q)
-    dq = tiled(p, z, key_blocks(p, *z), 3, (p.T + keys(*z)) * pair + 2 * rows, q)
-    delta = Cost(0, 0, 2 * q + 3 * rows, q + 2 * rows)
-    return dict(forward=forward), dict(delta=delta, dkv=dkv, dq=dq)
+    visits = dkv.query_blocks()
+    queries = int(visits.sum()) * dkv.block_q * (row + 8)  # with lse and delta
+    lists = 16 * visits.size  # which blocks a program visits
+    reads = q + heads * keys(forward) * row
+    backward = dict(
+        delta=Cost(0, 0, 2 * q + 3 * rows, q + 2 * rows),
+        dkv=dkv.cost(visits, 4, 2 * q + heads * (queries + lists), 2 * q),
+        dq=dq.cost(dq.key_blocks(), 3, heads * (p.T + keys(dq)) * row + 2 * rows, q),
+    )
+    return dict(forward=forward.cost(forward.key_blocks(), 2, reads, q + 2 * rows, 1)), backward
 
 
 def hopper(p: Attention, t) -> tuple[dict[str, Cost], dict[str, Cost]]:
     """FlashAttention-3. The warpgroups of a CTA share K and V, whole blocks of which TMA copies;
     each computes the blocks that its 64 rows see. m and l leave the kernel as one number, in rows
     of whole tiles."""
-    q, rows, pair = p.tensor, p.rows, 4 * p.B * p.N * p.H
-    x, y, z = ((b.block_q, b.block_k) for b in (t.forward, t.dkv, t.dq))
-    blocks, size = key_blocks(p, *x), 4 * p.B * p.N
+    forward, dkv, dq = (Tiles(p, x.block_q, x.block_k) for x in (t.forward, t.dkv, t.dq))
+    q, rows, heads = p.tensor, p.rows, p.B * p.N
+    row = 4 * p.H  # bytes of one of K and V, or of Q and dO
+    blocks, warpgroup = forward.key_blocks(), forward._replace(block_q=64)
+    padded = blocks.size * forward.block_q
     # a warpgroup whose rows lie beyond the last computes what the last rows see
-    warpgroups = np.minimum(np.arange(blocks.size * x[0] // 64), p.T // 64 - 1)
-    visits = key_blocks(p, 64, x[1])[warpgroups]
-    loaded = int(np.minimum(blocks * x[1], p.T).sum()) * pair
-    written = q + size * blocks.size * x[0]
-    forward = tiled(p, (64, x[1]), visits, 2, q + loaded, written, alpha=1)
-    visits = query_blocks(p, *y)
-    loaded = int(visits.sum()) * y[0] * (pair + 2 * size)
-    dkv = tiled(p, y, visits, 4, 2 * q + loaded, 2 * q)
-    visits = key_blocks(p, *z)
-    dq = tiled(p, z, visits, 3, (p.T + int(visits.sum()) * z[1]) * pair + 2 * rows, q)
-    return dict(forward=forward), dict(delta=Cost(0, 0, 2 * q + 2 * rows, 2 * rows), dkv=dkv, dq=dq)
+    visits = warpgroup.key_blocks()[np.minimum(np.arange(padded // 64), p.T // 64 - 1)]
+    reads = q + heads * int(np.minimum(blocks * forward.block_k, p.T).sum()) * row
+    queries = int(dkv.query_blocks().sum()) * dkv.block_q * (row + 8)
+    keys = int(dq.key_blocks().sum()) * dq.block_k
+    backward = dict(
+        delta=Cost(0, 0, 2 * q + 2 * rows, 2 * rows),
+        dkv=dkv.cost(dkv.query_blocks(), 4, 2 * q + heads * queries, 2 * q),
+        dq=dq.cost(dq.key_blocks(), 3, heads * (p.T + keys) * row + 2 * rows, q),
+    )
+    return dict(forward=warpgroup.cost(visits, 2, reads, q + 4 * heads * padded, 1)), backward
 
 
 class Generation(NamedTuple):
@@ -214,7 +224,6 @@ def kernels(name: str, p: Attention) -> dict[str, Cost]:
 
 
 def table(p: Attention) -> list[tuple[str, ...]]:
-    """Rows of text; the paper's two as it printed them."""
     rows = []
     for name, generation in GENERATIONS.items():
         costs = kernels(name, p)
@@ -236,14 +245,6 @@ def table(p: Attention) -> list[tuple[str, ...]]:
 
 
 HEADER = ("", "products", "GFLOPs", "10⁹ exp", "GB", "MB extra", f"ms, {FIRST}", f"ms, {SECOND}")
-
-
-def printed() -> list[tuple[str, ...]]:
-    """What the paper says."""
-    return [
-        (PAPER.format(name), "", f"{flops}", "", f"{size}", "", f"{ms} measured", "")
-        for name, (flops, size, ms) in PRINTED.items()
-    ]
 
 
 # ---- the picture ----
@@ -320,7 +321,7 @@ def main(argv=None):
         "--out", type=pathlib.Path, metavar="FILE", default=FIGURE, help="the picture (%(default)s)"
     )
     args, p = parser.parse_args(argv), GPT2_MEDIUM
-    print_table(HEADER, [*printed(), *table(p)])
+    print_table(HEADER, [*PRINTED, *table(p)])
     products = [2 * products * p.scores * p.H / 1e9 for products in (6, 7)]
     print(f"\n{NOTE.format(*(f'{flops:.0f}' for flops in products))}")
     with matplotlib.rc_context({"font.size": 9.5, "svg.hashsalt": "generations"}):
