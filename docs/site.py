@@ -1,10 +1,11 @@
-"""A hook of mkdocs: README.md and the other texts outside of docs/ are pages too. Links between
-pages hold, and links to code are text."""
+"""For mkdocs. A hook: README.md and the other texts outside of docs/ are pages too, links between
+pages hold, and links to code are text. An extension of the reference: what makes a dataclass."""
 
 import pathlib
 import posixpath
 import re
 
+import griffe
 from mkdocs.structure.files import File
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -43,3 +44,12 @@ def on_page_markdown(markdown, page, **_):
 
     parts = re.split(r"(```.*?```)", markdown, flags=re.S)  # code is at the odd places
     return "".join(part if i % 2 else LINK.sub(to_page, part) for i, part in enumerate(parts))
+
+
+class Dataclasses(griffe.Extension):
+    """Classes under `pytrees.dataclass` get the signature of a dataclass."""
+
+    def on_class_instance(self, *, cls, **_):
+        for decorator in cls.decorators:
+            if str(decorator.value).startswith("pytrees.dataclass"):
+                decorator.value = griffe.ExprName("dataclasses.dataclass")
