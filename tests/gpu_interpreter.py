@@ -14,7 +14,6 @@ get a thread. TMA and wgmma run at once, so that a missing wait shows as a race,
 number.
 """
 
-import collections
 import contextlib
 import functools
 import threading
@@ -32,6 +31,7 @@ from pallas_flash import autodiff
 from pallas_flash.kernels import device
 
 try:
+    import gpu_memory
     from jax._src.pallas.mosaic.interpret import thread_map
     from jax._src.pallas.mosaic_gpu import core as gpu_core
     from jax._src.pallas.mosaic_gpu import primitives as gpu
@@ -107,14 +107,30 @@ def hopper_kernels(detect_races: bool = False):
             autodiff._attend_jit.clear_cache()
 
 
+def record_products(monkeypatch) -> list:
+    """The warpgroups that begin a product from here on, one entry for each product."""
+    products, wgmma = [], gpu_memory.wgmma
+
+    def recorded(**kw):
+        products.append(kw["thread"])
+        return wgmma(**kw)
+
+    monkeypatch.setattr(gpu_memory, "wgmma", recorded)
+    return products
+
+
 def _replacements():
     checks = race_detection_state.GPURaceDetectionState
     return [
         (jaxpr_interpret.JaxprInterpreter, "interpret", _interpret),
-        (gpu_callbacks, "wgmma", _wgmma),
-        (gpu_callbacks, "copy_smem_to_gmem", _copy_smem_to_gmem(gpu_callbacks.copy_smem_to_gmem)),
-        (checks, "check_read", _not_for_registers(checks.check_read)),
-        (checks, "check_write", _not_for_registers(checks.check_write)),
+        (gpu_callbacks, "wgmma", gpu_memory.wgmma),
+        (
+            gpu_callbacks,
+            "copy_smem_to_gmem",
+            gpu_memory.copy_smem_to_gmem(gpu_callbacks.copy_smem_to_gmem),
+        ),
+        (checks, "check_read", gpu_memory.not_for_registers(checks.check_read)),
+        (checks, "check_write", gpu_memory.not_for_registers(checks.check_write)),
         (shared_memory.Barrier, "__init__", _with_deadline(shared_memory.Barrier.__init__)),
         (thread_map, "_run_jaxpr", _compiled_once()),
         (callback, "io_callback_impl", _io_callback_of_numpy),
@@ -220,12 +236,12 @@ def _run_state(self, eqn, token, values):
             token, value = _allocate(self, token, value, eqn.source_info)
         keys.append(value)
     token, _ = self.interpret(jaxpr, token, *keys)
-    token = _call(self, functools.partial(_wait_for_products, n=0), token)
+    token = _call(self, functools.partial(gpu_memory.wait_for_products, n=0), token)
     out = []
     for value, key, ref, var in zip(values, keys, is_ref, eqn.outvars, strict=True):
         if not ref:
             if not isinstance(var, jax_core.DropVar):
-                token, value = _call(self, _read_registers, token, var.aval, key=key)
+                token, value = _call(self, gpu_memory.read_registers, token, var.aval, key=key)
             token = gpu_callbacks.call_deallocate_buffer(
                 token=token,
                 mesh_location=self.mesh_location,
@@ -256,13 +272,15 @@ def _allocate(self, token, value, source_info):
 
 def _accumulator_load(self, eqn, token, values):
     if (n := eqn.params["wait_n"]) is not None:
-        token = _call(self, functools.partial(_wait_for_products, n=n), token)
+        token = _call(self, functools.partial(gpu_memory.wait_for_products, n=n), token)
     token, value = self._interpret_wgmma_accumulator_deref_p(eqn, token, lambda: values)
     return token, [value]
 
 
 def _wgmma_wait(self, eqn, token, values):
-    return _call(self, functools.partial(_wait_for_products, n=eqn.params["n"]), token), []
+    return _call(
+        self, functools.partial(gpu_memory.wait_for_products, n=eqn.params["n"]), token
+    ), []
 
 
 def _inline_mgpu(self, eqn, token, values):
@@ -270,7 +288,7 @@ def _inline_mgpu(self, eqn, token, values):
         return token, [jnp.any(values[0] < 1).astype(jnp.int32)]
     if eqn.params["mgpu_fn"].__name__ == "gather":
         token, value = _call(
-            self, _gather, token, eqn.outvars[0].aval, key=values[0], index=values[1]
+            self, gpu_memory.gather, token, eqn.outvars[0].aval, key=values[0], index=values[1]
         )
         return token, [value]
     return self._interpret_inline_mgpu_p(eqn, token, lambda: values)
@@ -284,170 +302,6 @@ if not MISSING:
         gpu.wgmma_accumulator_deref_p: _accumulator_load,
         gpu.wgmma_wait_p: _wgmma_wait,
     }
-
-
-# On the host.
-
-
-def _access(memory, key, transforms=()):
-    key = gpu_callbacks.HostAllocationKey.from_array(key)
-    return key, memory.access(
-        key, jax.tree.map(int, gpu_callbacks._remove_noop_transforms(transforms))
-    )
-
-
-def _read_registers(memory, thread, *, key):
-    return memory.get_buffer_content(*_access(memory, key), thread)[0]
-
-
-def _gather(memory, thread, *, key, index):
-    return memory.get_buffer_content(*_access(memory, key), thread)[0][index]
-
-
-def _wgmma(
-    *,
-    token,
-    mesh_location,
-    thread,
-    acc_allocation_key_as_array,
-    acc_transforms,
-    a_allocation_key_as_array,
-    a_transforms,
-    b_allocation_key_as_array,
-    b_transforms,
-    source_info=None,
-):
-    """accumulator += a b, where reads of shared memory get a clock of their own that only a wait
-    joins to the warpgroup's."""
-    memory = gpu_callbacks._get_shared_memory()
-    clock = None
-    if memory.detect_races:
-        clock = memory.incr_clock(thread)
-        clock.inc(memory.get_next_tma_thread_id())
-
-    def operand(key, transforms):
-        key = np.asarray(key)
-        if key.shape != gpu_callbacks.HostAllocationKey.shape_and_dtype().shape:
-            return key  # no key but the values, from registers
-        key, place = _access(memory, key, transforms)
-        value, *_ = memory.get_buffer_content(key, place, thread)
-        if clock is not None:
-            gpu_callbacks.get_races().check_read(
-                thread, clock.async_smem_clock.copy(), key, place, source_info=source_info
-            )
-        return value
-
-    key, place = _access(memory, acc_allocation_key_as_array, acc_transforms)
-    acc, *_ = memory.get_buffer_content(key, place, thread)
-    a, b = (
-        operand(a_allocation_key_as_array, a_transforms),
-        operand(b_allocation_key_as_array, b_transforms),
-    )
-    with np.errstate(invalid="ignore"):  # NaN and Inf may be in the padding
-        result = acc + a.astype(acc.dtype) @ b.astype(acc.dtype)
-    memory.store_buffer_content(key, place, result, thread)
-    if clock is not None:
-        with memory.lock:
-            _products(memory, thread).append(clock)
-    return token
-
-
-def _products(memory, thread):
-    """The clocks of the products that a warpgroup has issued and not yet waited for."""
-    if not hasattr(memory, "products"):
-        memory.products = collections.defaultdict(collections.deque)
-    return memory.products[thread]
-
-
-def _wait_for_products(memory, thread, *, n):
-    if memory.detect_races:
-        memory.incr_clock(thread)
-        with memory.lock:
-            products = _products(memory, thread)
-            while len(products) > n:
-                memory.clocks[thread].update(products.popleft())
-
-
-def _copy_smem_to_gmem(stock):
-    stays_in_its_row = gpu_callbacks.fail_on_exception(_stays_in_its_row)
-
-    def copy(*, reduction_op, **kw):
-        if reduction_op is None:
-            stays_in_its_row(kw["dst_allocation_key_as_array"], kw["dst_transforms"])
-            return stock(reduction_op=None, **kw)
-        return reduce(reduction_op=reduction_op, **kw)
-
-    @gpu_callbacks.fail_on_exception
-    def reduce(
-        *, token, mesh_location, thread, predicate, source_info, reduction_op, commit_group, **kw
-    ):
-        del commit_group
-        if predicate is not None or getattr(reduction_op, "name", reduction_op).lower() != "add":
-            raise NotImplementedError(f"a reduction {reduction_op} with predicate {predicate}")
-        memory = gpu_callbacks._get_shared_memory()
-        (source, read), (target, written) = (
-            _access(memory, kw[f"{end}_allocation_key_as_array"], kw[f"{end}_transforms"])
-            for end in ("src", "dst")
-        )
-        clock = memory.incr_clock(thread) if memory.detect_races else None
-        task = gpu_callbacks.AsyncCopySmemToGmemTask(
-            mesh_location, thread, source, read, target, written, source_info, clock
-        )
-        memory.execute_async_task(functools.partial(_add, task))
-        return token
-
-    return copy
-
-
-def _stays_in_its_row(key, transforms):
-    """Mosaic makes the store of a vector a plain bulk copy without a tensor map, and clips it where
-    the whole array ends: what hangs over the end of a row is written to the next."""
-    memory = gpu_callbacks._get_shared_memory()
-    key, place = _access(memory, key, transforms)
-    shape = memory.buffer_shape_and_dtype(key).shape
-    axes = [
-        (part.stop, size)
-        for part, size in zip(place.range, shape, strict=True)
-        if isinstance(part, slice)
-    ]
-    if len(axes) == 1 and any(stop > size for stop, size in axes):
-        raise IndexError(
-            f"a vector is stored at {place.range} of an array {tuple(shape)}: the end goes to the "
-            "next row"
-        )
-
-
-_ADDING = threading.Lock()
-
-
-def _add(task, tma_thread_id):
-    """A TMA copy that adds to what is there: atomic, so that reductions do not race with each
-    other."""
-    memory = gpu_callbacks._get_shared_memory()
-    task.pre_read(tma_thread_id, memory)
-    value, *_ = memory.get_buffer_content(task.src_allocation_key, task.src_access, task.thread)
-    shape = tuple(memory.buffer_shape_and_dtype(task.dst_allocation_key).shape)
-    inside = gpu_callbacks._clip_store_to_shape(task.dst_access, value, shape)
-    if inside is not None:
-        place, value = inside
-        with _ADDING:
-            old, *_ = memory.get_buffer_content(task.dst_allocation_key, place, task.thread)
-            memory.store_buffer_content(task.dst_allocation_key, place, old + value, task.thread)
-    if memory.detect_races:
-        task.clock.inc(tma_thread_id)
-        task.write_clock = task.clock.copy()
-    task.post_write(tma_thread_id, memory)
-
-
-def _not_for_registers(check):
-    registers = shared_memory.get_memory_space_idx(gpu_core.MemorySpace.REGS)
-
-    @functools.wraps(check)
-    def checked(self, thread, clock, key, *args, **kw):
-        if key.memory_space_id != registers:  # those belong to one warpgroup
-            return check(self, thread, clock, key, *args, **kw)
-
-    return checked
 
 
 class _Condition(threading.Condition):

@@ -169,10 +169,7 @@ def test_only_blocks_that_some_pair_needs_are_multiplied(rng, monkeypatch):
     tile one, which is empty."""
     mask = np.zeros((1, 2, 384, 512), bool)
     mask[0, 1, 200::7, ::5] = True
-    products, wgmma = [], gpu_interpreter._wgmma
-    monkeypatch.setattr(
-        gpu_interpreter, "_wgmma", lambda **kw: (products.append(kw["thread"]), wgmma(**kw))[1]
-    )
+    products = gpu_interpreter.record_products(monkeypatch)
     q, k, v = qkv(rng, Sizes(B=1, T=384, S=512, N=2, K=1, H=64, Hv=64), jnp.bfloat16)
     with gpu_interpreter.hopper_kernels():
         o = flash_attention(q, k, v, mask=mask, implementation="hopper")

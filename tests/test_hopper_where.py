@@ -151,10 +151,7 @@ BLOCKS = {
 def test_only_blocks_that_some_pair_needs_are_multiplied(name, rng, monkeypatch):
     mask, blocks = BLOCKS[name]
     heads = 1 + ("head" in name)
-    products, wgmma = [], gpu_interpreter._wgmma
-    monkeypatch.setattr(
-        gpu_interpreter, "_wgmma", lambda **kw: (products.append(kw["thread"]), wgmma(**kw))[1]
-    )
+    products = gpu_interpreter.record_products(monkeypatch)
     q, k, v = qkv(
         rng,
         Sizes(B=1, T=576 if heads == 1 else 384, S=512, N=heads, K=1, H=64, Hv=64),
