@@ -27,7 +27,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from scripts.bench import cases, ceilings, clock, machine, report
 from scripts.bench.cases import PASSES, Case
 from scripts.bench.measure import Row, groups, measure
-from scripts.bench.options import numbered, positive
+from scripts.bench.options import make_next_folder, positive
 from scripts.bench.peers import PEERS, Contender, contender
 from scripts.bench.programs import CHECK_BLOCK, TF32, TOLERANCE, check_length
 
@@ -142,7 +142,7 @@ def guard(seconds: float, give_up: Callable[[], None]):
 def new_folder(folder: pathlib.Path | None) -> pathlib.Path:
     """Measurements are never overwritten."""
     if folder is None:
-        return numbered(pathlib.Path("runs", "benchmark"))
+        return make_next_folder(pathlib.Path("runs", "benchmark"))
     if list(folder.glob("benchmark*")):
         raise SystemExit(
             f"benchmark.py: error: --out must be a folder without results; {folder} has some. "

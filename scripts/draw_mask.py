@@ -17,10 +17,21 @@ from matplotlib.patches import Patch
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from pallas_flash import masks
-from scripts.typed_mask import typed_mask
 
 COLORS = {"skipped": "#e9e9e9", "partial: masked": "#f0b040", "full: no mask": "#3b76af"}
 LEGEND = [Patch(color=color, label=label) for label, color in COLORS.items()]
+
+
+def parse_mask(text: str) -> masks.Mask:
+    try:
+        mask = eval(text, vars(masks).copy())
+    except (SyntaxError, NameError, TypeError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r} makes no mask: {error}") from error
+    if not isinstance(mask, masks.Mask):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be a mask such as Causal() & Dilated(4); it is a {type(mask).__name__}"
+        )
+    return mask
 
 
 def main(argv=None):
@@ -28,7 +39,7 @@ def main(argv=None):
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("mask", type=typed_mask, help="an expression of the names in pallas_flash.masks")
+    add("mask", type=parse_mask, help="an expression of the names in pallas_flash.masks")
     add("--queries", type=int, default=1024, metavar="T")
     add("--keys", type=int, metavar="S", help="as many as queries if not given")
     add("--block", type=int, default=64, help="block size (default: %(default)s)")

@@ -1,8 +1,8 @@
-"""Compiles a function for a GPU that need not be there, and reads what became of its kernels.
+"""Compiles a function for a GPU that need not be there, and reads the machine code of its kernels.
 
-`prepare` must come before jax is imported, which reads the environment once; so this runs in a
-process of its own, and nothing here imports the package: a `gpu` is one of
-`pallas_flash.accounting.GPUS`, and comes from the caller.
+`prepare` must come before jax is imported, which reads the environment once. So this runs in a
+separate process, and nothing here imports the package: the caller passes a `gpu`, one of
+`pallas_flash.accounting.GPUS`.
 """
 
 import importlib.util
@@ -53,14 +53,14 @@ _PATH = f"{_WHEEL}{os.pathsep}{os.environ.get('PATH', '')}"
 def missing() -> str | None:
     """Why nothing can be compiled here, and what to do; None where it can."""
     ptxas = shutil.which("ptxas", path=_PATH)
-    there = {
+    found = {
         "jax-cuda13-plugin": importlib.util.find_spec("jax_cuda13_plugin"),
         "jax-cuda13-pjrt": importlib.util.find_spec("jax_plugins"),
         "nvidia-cuda-nvcc": ptxas,
         "nvidia-nvvm": ptxas and pathlib.Path(ptxas).parents[1].joinpath("nvvm").exists(),
         "nvidia-cuda-nvdisasm": shutil.which("nvdisasm", path=_PATH),
     }
-    lacking = [name for name, found in there.items() if not found]
+    lacking = [name for name, where in found.items() if not where]
     return f"it needs {', '.join(lacking)}: pip install -e '.[compile]'" if lacking else None
 
 
@@ -80,8 +80,8 @@ def prepare(folder: pathlib.Path):
 
 
 def as_if_on(gpu, axes: dict[str, int] | None = None, explicit: bool = False):
-    """The context in which code is traced for `gpu`, or for a mesh of several with these axes, and
-    `explain` speaks of it."""
+    """The context in which code is traced, and `explain` answers, for `gpu`, or for a mesh of
+    several with these axes."""
     import jax
     from jax.sharding import AbstractDevice, AbstractMesh
 
@@ -100,7 +100,7 @@ def compiled(
     explicit: bool = False,
     spec: tuple = (),
 ):
-    """`function` compiled for `gpu`; shapes are pytrees of jax.ShapeDtypeStruct, on a mesh all
+    """`function` compiled for `gpu`. Shapes are pytrees of jax.ShapeDtypeStruct; on a mesh all are
     sharded by `spec`."""
     import jax
     import numpy as np
@@ -108,19 +108,16 @@ def compiled(
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     major, minor = gpu.capability
-    more = dict(
-        major=major,
-        minor=minor,
-        fpus=64 if major == 8 else 128,
-        block=gpu.shared_memory - 1024,
-        ghz=gpu.clock / 1e9,
-    )
+    more = dict(major=major, minor=minor, fpus=64 if major == 8 else 128)
+    more |= dict(block=gpu.shared_memory - 1024, ghz=gpu.clock / 1e9)
     names, sizes, types = _axes(axes, explicit)
-    # which XLA turns on by itself for a GPU that is here
+    # XLA sets it by itself for a GPU that is here
     more["feature"] = "feature_extension: ACCELERATED_FEATURES" if major >= 12 else ""
-    target, devices = TARGET.format(**gpu._asdict(), **more), math.prod(sizes)
     topology = topologies.get_topology_desc(
-        "described", "cuda", target_config=target, topology=f"1x1x{devices}"
+        "described",
+        "cuda",
+        target_config=TARGET.format(**gpu._asdict(), **more),
+        topology=f"1x1x{math.prod(sizes)}",
     )
     mesh = Mesh(np.reshape(topology.devices, sizes), names, axis_types=types)
     sharding = NamedSharding(mesh, PartitionSpec(*spec))
@@ -130,64 +127,62 @@ def compiled(
 
 
 def _axes(axes: dict[str, int] | None, explicit: bool):
-    """Names, sizes and types of the axes of a mesh; of one device by default."""
+    """Names, sizes and types of a mesh's axes; by default of one device."""
     from jax.sharding import AxisType
 
     axes = axes or dict(x=1)
-    return (
-        tuple(axes),
-        tuple(axes.values()),
-        (AxisType.Explicit if explicit else AxisType.Auto,) * len(axes),
-    )
+    kind = AxisType.Explicit if explicit else AxisType.Auto
+    return tuple(axes), tuple(axes.values()), (kind,) * len(axes)
 
 
 # ---- reading ----
 
 
 class Loop(NamedTuple):
-    """The innermost loop over tiles: a step of it, as each warp runs it."""
+    """A step of an innermost loop over tiles, as each warp runs it."""
 
     instructions: int
-    # how many of each kind in KINDS; "spill" moves what registers do not hold
-    kinds: dict[str, int]
-    # the part of the exponentials that run under wgmma; None where there is no wgmma
+    kinds: dict[str, int]  # instructions of each kind in KINDS
+    # the fraction of exponentials that overlap with wgmma; None where there is no wgmma
     under_products: float | None
 
 
 class Kernel(NamedTuple):
     name: str
-    registers: int  # of a thread
-    shared_memory: int  # bytes of a program
-    stack: int  # bytes of a thread
+    registers: int  # per thread
+    shared_memory: int  # bytes per CTA
+    stack: int  # bytes per thread
     spill_stores: int
     spill_loads: int
-    warnings: dict[str, str]  # of ptxas: that products wait for each other
+    warnings: dict[str, str]  # of ptxas: that it serializes wgmma
     loops: list[Loop]  # in the order of the code
 
 
 def kernels(folder: pathlib.Path, prefix: str) -> list[Kernel]:
-    """The kernels in `folder` whose names begin with `prefix`, in the order of their names."""
-    found = []
-    for ptx in sorted(folder.glob("*.ptx")):
-        # some files hold constants alone
-        entry = re.search(rf"\.entry ({prefix}\w*)", ptx.read_text())
-        if entry:
-            found.append(_kernel(ptx, entry.group(1).removesuffix("_mosaic_gpu_kernel")))
-    return sorted(found, key=lambda kernel: kernel.name)
+    """The kernels in `folder` whose names begin with `prefix`, by name."""
+    names = {}
+    for ptx in folder.glob("*.ptx"):
+        # some files hold only constants
+        if entry := re.search(rf"\.entry ({prefix}\w*)", ptx.read_text()):
+            names[ptx] = entry[1].removesuffix("_mosaic_gpu_kernel")
+    return [_kernel(ptx, names[ptx]) for ptx in sorted(names, key=lambda ptx: (names[ptx], ptx))]
 
 
 def _kernel(ptx: pathlib.Path, name: str) -> Kernel:
     cubin = ptx.with_suffix(".cubin")
     target = re.search(r"\.target (\w+)", ptx.read_text()).group(1)
     log = _run("ptxas", f"-arch={target}", "-O3", "-v", ptx, "-o", cubin).stderr
-    number = lambda pattern: int(re.search(pattern, log).group(1))
+
+    def read(pattern: str) -> int:
+        return int(re.search(pattern, log).group(1))
+
     return Kernel(
         name=name,
-        registers=number(r"Used (\d+) registers"),
+        registers=read(r"Used (\d+) registers"),
         shared_memory=_shared_memory(ptx.parent, name),
-        stack=number(r"(\d+) bytes stack frame"),
-        spill_stores=number(r"(\d+) bytes spill stores"),
-        spill_loads=number(r"(\d+) bytes spill loads"),
+        stack=read(r"(\d+) bytes stack frame"),
+        spill_stores=read(r"(\d+) bytes spill stores"),
+        spill_loads=read(r"(\d+) bytes spill loads"),
         warnings=dict(
             re.findall(r"\((C75\d\d)\) (.*?)(?: (?:in|for the) function.*)?$", log, re.M)
         ),
@@ -196,7 +191,7 @@ def _kernel(ptx: pathlib.Path, name: str) -> Kernel:
 
 
 def compiler() -> str:
-    """Its versions, since another one makes other code."""
+    """Its versions, which the code depends on."""
     import jax
 
     release = re.search(r"release ([\d.]+)", _run("ptxas", "--version").stdout).group(1)
@@ -211,8 +206,7 @@ def _run(tool: str, *args):
 
 
 def _shared_memory(folder: pathlib.Path, name: str) -> int:
-    """It is asked for at the launch: Mosaic notes it beside the kernel, XLA in its list of
-    launches."""
+    """Requested at launch: Mosaic dumps it beside the kernel, XLA in its list of thunks."""
     for path in folder.glob(f"{name}_*.resources.txt"):
         return int(re.search(r"smem_scratch_bytes=(\d+)", path.read_text()).group(1))
     launches = "".join(path.read_text() for path in folder.glob("*.thunk_sequence.txt"))
@@ -220,8 +214,8 @@ def _shared_memory(folder: pathlib.Path, name: str) -> int:
 
 
 def loops(sass: str) -> list[list[str]]:
-    """The instructions of each innermost loop with exponentials, in nvdisasm's listing of a
-    kernel."""
+    """The instructions of each innermost loop with exponentials, in a kernel that nvdisasm
+    lists."""
     code, labels = [], {}
     for line in sass.splitlines():
         if label := re.match(r"\s*(\.L\w+):", line):
@@ -235,15 +229,13 @@ def loops(sass: str) -> list[list[str]]:
         ) <= end:
             spans.append((labels[branch.group(1)], end + 1))
     holds = lambda span, word: any(word in instruction for instruction in code[slice(*span)])
-    # What seldom happens stands behind the end of the kernel, and jumps back from there into its
-    # loop: no loop of its own.
+    # rare paths stand behind the kernel's EXIT and jump back into its loop: they are no loops
     spans = [s for s in spans if holds(s, "MUFU.EX2") and "EXIT" not in code[slice(*s)]]
     inner = lambda s: not any(o != s and s[0] <= o[0] and o[1] <= s[1] for o in spans)
     return [code[slice(*s)] for s in sorted(spans) if inner(s)]
 
 
-# The first pattern that an instruction's name begins with. Uniform instructions (U...) are their
-# namesakes, once for a warp.
+# By the first pattern that an instruction's name begins with. "spill" is local memory.
 KINDS = {
     "products": r"HGMMA|HMMA",
     "exp2": r"MUFU\.EX2",
@@ -260,7 +252,7 @@ KINDS = {
 
 
 def kind(instruction: str) -> str:
-    """The row of KINDS that an instruction belongs to."""
+    """The key of KINDS that an instruction belongs to."""
     name = re.sub(r"^@!?U?P\w+\s+", "", instruction)
     return next(kind for kind, pattern in KINDS.items() if re.match(pattern, name))
 
@@ -271,22 +263,22 @@ def _loop(body: list[str]) -> Loop:
 
 
 def under_products(body: list[str]) -> float | None:
-    """The part of a loop's exponentials that run while wgmma products are in flight; None where it
-    has no wgmma.
+    """The fraction of a loop's exponentials that run while wgmma products are in flight; None where
+    it has no wgmma.
 
     Products are asynchronous: a group, which ends with `gsb0`, is in flight until a wait (DEPBAR)
-    leaves fewer running.
+    leaves fewer.
     """
-    running, begun, under = 0, False, []
-    for instruction in body * 2:  # the second time round, with what the first has left in flight
-        if "HGMMA" in instruction:
-            begun = "gsb0" not in instruction
-            running += not begun
-        elif wait := re.search(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x\w+)", instruction):
-            running = min(running, int(wait.group(1), 16))
-        elif "MUFU.EX2" in instruction:
-            under.append(running > 0 or begun)
     if not any("HGMMA" in instruction for instruction in body):
         return None
-    under = under[len(under) // 2 :]
-    return sum(under) / len(under)
+    groups, is_open, overlaps = 0, False, []
+    for instruction in body * 2:  # the second step starts with what the first left in flight
+        if "HGMMA" in instruction:
+            is_open = "gsb0" not in instruction
+            groups += not is_open
+        elif wait := re.search(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x\w+)", instruction):
+            groups = min(groups, int(wait.group(1), 16))
+        elif "MUFU.EX2" in instruction:
+            overlaps.append(groups > 0 or is_open)
+    second = overlaps[len(overlaps) // 2 :]
+    return sum(second) / len(second)

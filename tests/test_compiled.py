@@ -172,9 +172,10 @@ def test_the_loops_are_tight(call):
     head, value = width if isinstance(width, tuple) else (width, width)
     more, count = CASES[case]
     batch = 1 if case.startswith("one tile") else 2
-    arguments = f"{HOPPER}, B={batch}, N=8, K=2, H={head}, Hv={value}, {more}"
+    arguments = f"{HOPPER}, B={batch}, N=8, K=2, H={head}, Hv={value}"
     if deterministic is not None:
         arguments += f", deterministic={deterministic}"
+    arguments += more and f", {more}"
     options = ["--forward"] * (rows.keys() == {"flash_attention_forward"})
     kernels = {kernel["name"]: kernel for kernel in report(arguments, *options)["kernels"]}
     for name, row in rows.items():

@@ -115,8 +115,8 @@ def test_the_choice_is_that_of_the_gpu_that_the_abstract_mesh_names(gpu, capabil
     here = explain(HALF, HALF, HALF)
     with gpu_code.as_if_on(GPUS[gpu]):
         choice = explain(HALF, HALF, HALF)
-        asked = explain(HALF, HALF, HALF, implementation="triton")
-    assert asked.implementation == "triton"
+        named = explain(HALF, HALF, HALF, implementation="triton")
+    assert named.implementation == "triton"
     has_hopper = capability == "9.0" and jax.__version_info__ >= (0, 11, 2)
     assert choice.implementation == ("hopper" if has_hopper else "triton")
     if capability == "8.0" and jax.__version_info__ >= (0, 11, 2):
@@ -199,12 +199,12 @@ def test_dense_arrays_are_bytes_to_move():
 
 def test_the_slowest_part_bounds_the_time():
     assert GPUS["H200"].exponentials == pytest.approx(3.87e12, rel=1e-2)
-    for mask, part, seconds, rel in (
+    for mask, bound, seconds, rel in (
         ("is_causal=True", "products", 1100e9 / 989e12, 1e-3),
         ("local_window_size=0", "memory", 269e6 / 4.8e12, 1e-2),
     ):
         work = explained(f"T=16384, {mask}")["work"][0]
-        assert work["least_seconds"] == work["seconds"][part] == pytest.approx(seconds, rel=rel)
+        assert work["least_seconds"] == work["seconds"][bound] == pytest.approx(seconds, rel=rel)
     half, single = (
         explained(f"dtype={dtype!r}", "A100")["work"][0]["seconds"]["products"]
         for dtype in ("float16", "float32")

@@ -83,8 +83,8 @@ def test_tiles_of_any_form_are_swept():
     assert kernel.replace(Nested(flat, None, flat), Flat(64, 32)) == Nested(
         flat, None, Flat(64, 32)
     )
-    found = tune.candidates(flat, dict(block_k=(32, 128), split=(False, True), other=(1, 2)))
-    assert found == [flat, Flat(64, 32), Flat(64, 32, True), Flat(64, 128, True)]
+    tried = tune.candidates(flat, dict(block_k=(32, 128), split=(False, True), other=(1, 2)))
+    assert tried == [flat, Flat(64, 32), Flat(64, 32, True), Flat(64, 128, True)]
 
 
 @pytest.mark.parametrize(

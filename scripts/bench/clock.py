@@ -129,14 +129,14 @@ def trace() -> Iterator[Callable]:
     options = jax.profiler.ProfileOptions()
     options.host_tracer_level = 1
     options.python_tracer_level = 0
-    found = []
+    read = []
     with tempfile.TemporaryDirectory() as folder:
         jax.profiler.start_trace(folder, profiler_options=options)
         try:
-            yield lambda: found
+            yield lambda: read
         finally:
             jax.profiler.stop_trace()
-            found += _read(pathlib.Path(folder))
+            read += _read(pathlib.Path(folder))
 
 
 def _read(folder: pathlib.Path) -> tuple[dict[int, Span], list[Span]]:

@@ -10,7 +10,7 @@ import pathlib
 import shutil
 import time
 
-from scripts.bench.options import numbered
+from scripts.bench.options import make_next_folder
 from scripts.gpt_run.curves import CURVES, csv_of
 from scripts.gpt_run.hosts import is_first
 from scripts.gpt_run.mesh import shardings
@@ -48,7 +48,7 @@ def held(args):
 
 def new_folder(folder: pathlib.Path | None) -> pathlib.Path:
     if folder is None:
-        return numbered(pathlib.Path("runs", "gpt"))
+        return make_next_folder(pathlib.Path("runs", "gpt"))
     if folder.exists() and not (
         folder.is_dir() and not any(path.name != "lock" for path in folder.iterdir())
     ):
