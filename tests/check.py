@@ -1,5 +1,7 @@
 """Runs flash_attention with all gradients and compares with the oracle."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -58,6 +60,25 @@ def close(actual, expected, tolerance, name=""):
     assert worst <= tolerance * max(1.0, size), (
         f"{name}: error {worst:.3g} against entries up to {size:.3g}"
     )
+
+
+def equal(actual, expected, tolerance=1e-5):
+    """Trees of arrays."""
+    for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        close(x, y, tolerance)
+
+
+def value_and_gradients(f, argnums=(0, 1, 2)):
+    """Of the sum of sin(f(*x)), jitted."""
+    return jax.jit(jax.value_and_grad(lambda *x: jnp.sum(jnp.sin(f(*x))), argnums=argnums))
+
+
+@contextlib.contextmanager
+def strict_64_bits():
+    """64-bit types, and an error where jax would promote."""
+    promotion = jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict")
+    with jax.enable_x64(True), promotion[0], promotion[1]:
+        yield
 
 
 def check(rng, q, k, v, implementation, tolerance=None, **kw):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import Sizes, bias, qkv
-from check import close
+from check import equal, value_and_gradients
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from selection import whole_but
@@ -29,8 +29,9 @@ def mesh(kind):
     return jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind, kind))
 
 
-def place(mesh, spec, *arrays):
-    return tuple(jax.device_put(x, NamedSharding(mesh, spec)) for x in arrays)
+def place(spec, *arrays, on=None):
+    lies = NamedSharding(on or mesh(AxisType.Explicit), spec)
+    return tuple(jax.device_put(x, lies) for x in arrays)
 
 
 def loss_of(implementation, **kw):
@@ -47,9 +48,9 @@ def loss_of(implementation, **kw):
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3)))
 
 
-def equal(a, b):
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        close(x, y, 1e-5)
+def assert_nothing_moves(f, *x):
+    text = f.lower(*x).compile().as_text()
+    assert not re.findall(r"= \S+ (all-gather|all-to-all|collective-permute)", text)
 
 
 @pytest.mark.whole("reference", "triton")
@@ -59,14 +60,11 @@ def test_arrays_on_an_explicit_mesh_stay_where_they_are(implementation, rng):
     ids = np.sort(rng.integers(0, 3, (Z.B, Z.T))).astype(np.int32)
     key_ids = np.sort(rng.integers(0, 3, (Z.B, Z.S))).astype(np.int32)
     loss = loss_of(implementation, is_causal=True, mask=masks.Documents(ids, key_ids))
-    m = mesh(AxisType.Explicit)
-    placed = *place(m, SPEC, q, k, v), *place(m, P(None, "model"), b), *place(m, P("data"), lengths)
-    program = loss.lower(*placed).compile()
-    spread = program(*placed)
+    placed = *place(SPEC, q, k, v), *place(P(None, "model"), b), *place(P("data"), lengths)
+    spread = loss(*placed)
     equal(spread, loss(q, k, v, b, lengths))
-    for gradient in spread[1][:3]:
-        assert jax.typeof(gradient).sharding.spec == SPEC
-    assert not re.findall(r"= \S+ (all-gather|all-to-all|collective-permute)", program.as_text())
+    assert [jax.typeof(dx).sharding.spec for dx in spread[1][:3]] == [SPEC] * 3
+    assert_nothing_moves(loss, *placed)
 
 
 @pytest.mark.whole("reference", "triton")
@@ -74,8 +72,7 @@ def test_one_key_head_serves_query_heads_on_several_devices(implementation, rng)
     q, k, v = qkv(rng, Z._replace(K=1))
     loss = loss_of(implementation, is_causal=True)
     b, lengths = bias(rng, "1N1S", Z), np.full(Z.B, Z.S, np.int32)
-    m = mesh(AxisType.Explicit)
-    spread = loss(*place(m, SPEC, q), *place(m, P("data"), k, v), *place(m, P(), b, lengths))
+    spread = loss(*place(SPEC, q), *place(P("data"), k, v), *place(P(), b, lengths))
     equal(spread, loss(q, k, v, b, lengths))
 
 
@@ -92,10 +89,8 @@ def test_inside_of_a_checked_shard_map_gradients_of_shared_arrays_are_summed(imp
         )
 
     mapped = jax.shard_map(attend, mesh=mesh(AxisType.Auto), in_specs=specs, out_specs=SPEC)
-    loss = lambda f: jax.jit(
-        jax.value_and_grad(lambda *x: jnp.sum(jnp.sin(f(*x))), argnums=(0, 1, 2, 3))
-    )
-    equal(loss(mapped)(q, k, v, b, lengths), loss(attend)(q, k, v, b, lengths))
+    x = q, k, v, b, lengths
+    equal(*(value_and_gradients(f, (0, 1, 2, 3))(*x) for f in (mapped, attend)))
 
 
 def by_arrays(q, k, v, table, ids, implementation="blockwise"):
@@ -117,10 +112,8 @@ def test_inside_of_a_checked_shard_map_rules_read_what_varies(implementation, rn
     mapped = jax.shard_map(
         attend, mesh=mesh(AxisType.Auto), in_specs=(rows, rows, rows, P(), rows), out_specs=rows
     )
-    loss = lambda f: jax.jit(
-        jax.value_and_grad(lambda *x: jnp.sum(jnp.sin(f(*x))), argnums=(0, 1, 2, 3))
-    )
-    equal(loss(mapped)(q, k, v, table, ids), loss(attend)(q, k, v, table, ids))
+    x = q, k, v, table, ids
+    equal(*(value_and_gradients(f, (0, 1, 2, 3))(*x) for f in (mapped, attend)))
 
 
 def test_a_checked_shard_map_beside_explicit_axes_says_that_no_rule_reads_what_varies(rng):
@@ -129,33 +122,25 @@ def test_a_checked_shard_map_beside_explicit_axes_says_that_no_rule_reads_what_v
     specs = rows, rows, rows, P(), rows
     along = dict(in_specs=specs, out_specs=rows, axis_names={"data"})
     with jax.set_mesh(mesh(AxisType.Explicit)):
-        x = [
-            jax.device_put(a, NamedSharding(mesh(AxisType.Explicit), spec))
-            for a, spec in zip(x, specs, strict=True)
-        ]
+        x = [place(spec, a)[0] for a, spec in zip(x, specs, strict=True)]
         with pytest.raises(
             NotImplementedError,
             match="give that shard_map check_vma=False, or name all axes of the mesh in it",
         ):
             jax.eval_shape(jax.shard_map(by_arrays, **along), *x)
-        assert jax.eval_shape(jax.shard_map(by_arrays, check_vma=False, **along), *x).shape == (
-            *q.shape[:3],
-            Z.Hv,
-        )
+        unchecked = jax.shard_map(by_arrays, check_vma=False, **along)
+        assert jax.eval_shape(unchecked, *x).shape == (*q.shape[:3], Z.Hv)
 
 
 def test_the_partitioner_of_jit_gathers_nothing_of_the_reference(rng):
-    q, k, v = place(mesh(AxisType.Auto), SPEC, *qkv(rng, Z))
-    f = jax.jit(
-        lambda q, k, v: flash_attention(q, k, v, is_causal=True, implementation="reference")
-    )
-    text = f.lower(q, k, v).compile().as_text()
-    assert not re.findall(r"= \S+ (all-gather|all-to-all|collective-permute)", text)
+    x = place(SPEC, *qkv(rng, Z), on=mesh(AxisType.Auto))
+    f = functools.partial(flash_attention, is_causal=True, implementation="reference")
+    assert_nothing_moves(jax.jit(f), *x)
 
 
 def test_key_heads_that_do_not_divide_have_a_clear_error(rng):
     q, k, v = qkv(rng, Z._replace(N=12, K=3))
-    (q,) = place(mesh(AxisType.Explicit), SPEC, q)
+    (q,) = place(SPEC, q)
     with pytest.raises(
         ValueError, match="the 3 key/value heads must be a multiple of the 2 devices"
     ):
@@ -186,25 +171,17 @@ def test_arrays_may_be_anywhere_on_an_explicit_mesh(places):
     arrays = dict(zip(("query", "key", "value"), qkv(rng, SMALL), strict=True))
     arrays |= dict(bias=bias(rng, "1NTS", SMALL), lengths=np.array([3, 8, 0, 5], np.int32))
     loss = loss_of("reference", is_causal=True)
-    placed = {
-        name: place(mesh(AxisType.Explicit), spec, arrays[name])[0]
-        for name, spec in AS[places].items()
-    }
+    placed = {name: place(spec, arrays[name])[0] for name, spec in AS[places].items()}
     equal(loss(*(arrays | placed).values()), loss(*arrays.values()))
 
 
 @pytest.mark.whole("reference", "triton")
 def test_a_mesh_of_one_device_and_one_that_was_set_change_nothing(implementation, rng):
     q, k, v = qkv(rng, SMALL)
-    attend = jax.jit(
-        jax.value_and_grad(
-            lambda *x: jnp.sum(jnp.sin(flash_attention(*x, implementation=implementation))),
-            argnums=(0, 1, 2),
-        )
-    )
+    attend = value_and_gradients(functools.partial(flash_attention, implementation=implementation))
     one = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Explicit,))
     expected = attend(q, k, v)
-    equal(attend(*place(one, P(), q, k, v)), expected)
+    equal(attend(*place(P(), q, k, v, on=one)), expected)
     with jax.set_mesh(mesh(AxisType.Explicit)):
         equal(attend(q, k, v), expected)
 
@@ -223,15 +200,15 @@ def test_vmap_goes_over_an_axis_of_the_mesh(names, implementation, rng):
         (4 // len(names),) * len(names), names, axis_types=(AxisType.Explicit,) * len(names)
     )
     arrays = [x[:, None] for x in qkv(rng, SMALL)]
-    attend = jax.vmap(lambda *x: flash_attention(*x, is_causal=True, implementation=implementation))
-    loss = jax.jit(jax.value_and_grad(lambda *x: jnp.sum(jnp.sin(attend(*x))), argnums=(0, 1, 2)))
-    spread = loss(*place(m, P("data"), *arrays))
+    f = functools.partial(flash_attention, is_causal=True, implementation=implementation)
+    loss = value_and_gradients(jax.vmap(lambda *x: f(*x)))
+    spread = loss(*place(P("data"), *arrays, on=m))
     equal(spread, loss(*arrays))
     assert jax.typeof(spread[1][0]).sharding.spec[0] == "data"
 
 
 def test_a_call_outside_of_jit_is_compiled_once(rng):
-    q, k, v = place(mesh(AxisType.Explicit), P("data"), *qkv(rng, SMALL))
+    q, k, v = place(P("data"), *qkv(rng, SMALL))
     attend = lambda **kw: jax.block_until_ready(
         flash_attention(q, k, v, implementation="reference", **kw)
     )
@@ -259,7 +236,7 @@ def test_masks_of_every_kind_go_along(rng):
         *x, mask=Pairs() & masks.PrefixLM(prefix), implementation="reference"
     )
     prefix = np.array([1, 3, 0, 7], np.int32)
-    spread = place(mesh(AxisType.Explicit), P("data"), q, k, v)
+    spread = place(P("data"), q, k, v)
     equal(attend(*spread, prefix=prefix), attend(q, k, v, prefix=prefix))
     equal(attend(*spread, prefix=prefix.tolist()), attend(q, k, v, prefix=prefix))
 
@@ -267,22 +244,20 @@ def test_masks_of_every_kind_go_along(rng):
 @pytest.mark.parametrize("name", ["query", "key", "value"])
 def test_rows_of_any_array_may_be_sharded_and_head_sizes_may_not(name, rng):
     call = dict(zip(("query", "key", "value"), qkv(rng, SMALL._replace(T=8, S=8)), strict=True))
-    m, attend = (
-        mesh(AxisType.Explicit),
-        lambda x: flash_attention(**call | {name: x}, is_causal=True, implementation="reference"),
-    )
-    spread = attend(*place(m, P(None, "data"), call[name]))
+    more = dict(is_causal=True, implementation="reference")
+    attend = lambda x: flash_attention(**call | {name: x}, **more)
+    spread = attend(*place(P(None, "data"), call[name]))
     equal(spread, attend(call[name]))
     assert jax.typeof(spread).sharding.spec[1] == "data"
     with pytest.raises(ValueError, match=f"{name} must not be sharded along its last axis"):
-        attend(*place(m, P(None, None, None, "data"), call[name]))
+        attend(*place(P(None, None, None, "data"), call[name]))
 
 
 @pytest.mark.parametrize(
     "more", [{}, dict(dropout_rate=0.1, dropout_rng=jax.random.key(0))], ids=["", "dropout"]
 )
 def test_what_is_no_query_is_told_as_without_a_mesh(more):
-    (x,) = place(mesh(AxisType.Explicit), SPEC, jnp.ones((2, 8, 4, 8)))
+    (x,) = place(SPEC, jnp.ones((2, 8, 4, 8)))
     with pytest.raises(TypeError, match="query must be an array; got NoneType"):
         flash_attention(None, x, x, **more)
     with pytest.raises(ValueError, match=r"query must be \[.*3 axes or more; got \(4, 8\)"):
@@ -320,12 +295,10 @@ def paged_call(rng, dtype=None):
 @pytest.mark.parametrize("places", PAGED)
 def test_pages_on_an_explicit_mesh_stay_where_they_are(places, rng):
     *specs, name = PAGED[places]
-    call, m = paged_call(rng, "int8" if "8 bits" in places else None), mesh(AxisType.Explicit)
+    call = paged_call(rng, "int8" if "8 bits" in places else None)
     of = {name: specs[1] for name in ("k_pages", "v_pages", "k_scales", "v_scales") if name in call}
     of |= dict(query=specs[0]) | dict.fromkeys(("page_table", "lengths"), specs[2])
-    placed = call | {
-        name: place(m, spec, call[name])[0] for name, spec in of.items() if spec is not None
-    }
+    placed = call | {n: place(spec, call[n])[0] for n, spec in of.items() if spec is not None}
     slopes = jnp.asarray(rng.normal(size=(4, 4)), jnp.float32)
     options = dict(
         score_mod=lambda s, b, h, i, j: s + slopes[b, h] * (i - j),
@@ -334,77 +307,52 @@ def test_pages_on_an_explicit_mesh_stay_where_they_are(places, rng):
     )
     attend = jax.jit(lambda call: paged_attention(**call, **options))
     equal(attend(placed), attend(call))
-    text = attend.lower(placed).compile().as_text()
-    assert not re.findall(r"= \S+ (all-gather|all-to-all|collective-permute)", text)
+    assert_nothing_moves(attend, placed)
+
+
+def place_cache(cache, specs):
+    arrays = {name: x for name, x in cache._asdict().items() if x is not None}
+    return cache._replace(**{n: place(specs.get(n, P()), x)[0] for n, x in arrays.items()})
 
 
 @pytest.mark.parametrize("name", ["blockwise", "triton"])
 def test_ragged_tokens_on_an_explicit_mesh_are_spread_by_heads(name, rng):
-    call, m, heads = paged_call(rng), mesh(AxisType.Explicit), P(None, "model")
-    del call["query_seq_lengths"]
+    heads = P(None, "model")
     cache = paged_cache(4, 24, 2, 8, pages=20, page=8, dtype="float32")
-    query, key, ends = (
-        rng.normal(size=(9, 4, 8)),
-        rng.normal(size=(9, 2, 8)),
-        np.array([0, 3, 4, 4, 9], np.int32),
-    )
+    ends = np.array([0, 3, 4, 4, 9], np.int32)
     query, key, slopes = (
-        jnp.asarray(x, jnp.float32) for x in (query, key, rng.normal(size=(4, 4)))
+        jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((9, 4, 8), (9, 2, 8), (4, 4))
     )
 
     def step(query, key, cache):
         cache = cache.append(key, key, cu_seqlens=ends)
         mod = lambda s, b, h, i, j: s + slopes[b, h] * (i - j)
         more = dict(cu_seqlens_q=ends, score_mod=mod, implementation=name, return_residual=True)
-        return paged_attention(
-            query, cache.key, cache.value, cache.table, cache.length, **more
-        ), cache
+        pages = cache.key, cache.value, cache.table, cache.length
+        return paged_attention(query, *pages, **more), cache
 
-    of_pages = dict.fromkeys(("key", "value"), P(None, None, "model"))
-    placed = {
-        n: place(m, of_pages.get(n, P()), x)[0] for n, x in cache._asdict().items() if x is not None
-    }
-    expected = jax.jit(step)(query, key, cache)
-    (o, lse), spread = jax.jit(step)(
-        place(m, heads, query)[0], place(m, heads, key)[0], cache._replace(**placed)
-    )
-    equal(((o, lse), spread), expected)
-    assert jax.typeof(o).sharding.spec[1] == "model" and jax.typeof(spread.key) == jax.typeof(
-        placed["key"]
-    )
+    placed = place_cache(cache, dict.fromkeys(("key", "value"), P(None, None, "model")))
+    (o, lse), spread = jax.jit(step)(*place(heads, query, key), placed)
+    equal(((o, lse), spread), jax.jit(step)(query, key, cache))
+    assert jax.typeof(o).sharding.spec[1] == "model"
+    assert jax.typeof(spread.key) == jax.typeof(placed.key)
 
 
 def test_a_cache_whose_table_lies_by_batch_reserves_appends_shares_and_releases(rng):
-    cache, new = (
-        paged_cache(4, 24, 2, 8, pages=9, page=8, dtype="float32"),
-        rng.normal(size=(4, 9, 2, 8)).astype(np.float32),
-    )
-    places, m = (
-        dict(key=P(None, None, "model"), table=P("data"), length=P("data")),
-        mesh(AxisType.Explicit),
-    )
-    placed = {
-        name: place(m, places.get(name, P()), x)[0]
-        for name, x in cache._asdict().items()
-        if x is not None
-    }
+    cache = paged_cache(4, 24, 2, 8, pages=9, page=8, dtype="float32")
+    new = rng.normal(size=(4, 9, 2, 8)).astype(np.float32)
+    placed = place_cache(cache, dict(key=P(None, None, "model"), table=P("data"), length=P("data")))
 
     def used(cache, new, count, rows):
-        cache = (
-            cache.reserve(count)
-            .append(new, new, count)
-            .share(0, 3)
-            .append(new, new, count)
-            .release(rows)
-        )
-        return cache.share(3, 1)
+        cache = cache.reserve(count).append(new, new, count).share(0, 3)
+        return cache.append(new, new, count).release(rows).share(3, 1)
 
     arrays = new, np.array([9, 3, 8, 5], np.int32), np.array([True, False, True, False])
     expected = jax.jit(used)(cache, *arrays)
     for spec in P(), P("data"):
-        spread = jax.jit(used)(cache._replace(**placed), *place(m, spec, *arrays))
+        spread = jax.jit(used)(placed, *place(spec, *arrays))
         equal(spread, expected)
-        assert all(jax.typeof(getattr(spread, name)) == jax.typeof(x) for name, x in placed.items())
+        assert jax.tree.map(jax.typeof, spread) == jax.tree.map(jax.typeof, placed)
 
 
 REFUSED = {
@@ -419,11 +367,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("places", REFUSED)
 def test_where_pages_cannot_be_is_refused_in_words(places, rng):
-    call, m = (
-        paged_call(rng) | dict(query=np.ones((4, 2, 4, 8), np.float32)),
-        mesh(AxisType.Explicit),
-    )
-    call |= {name: place(m, spec, call[name])[0] for name, spec in REFUSED[places].items()}
+    call = paged_call(rng) | dict(query=np.ones((4, 2, 4, 8), np.float32))
+    call |= {name: place(spec, call[name])[0] for name, spec in REFUSED[places].items()}
     with pytest.raises(
         ValueError,
         match=r"may be sharded as .* here: .* pages by heads alone; got .* jax\.reshard moves it",

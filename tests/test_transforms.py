@@ -1,18 +1,17 @@
 """The function under JAX's transformations, on every implementation."""
 
 import functools
-import math
 import re
 
+import check
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import BROADCASTS, Sizes, bias, dense_mask, qkv
-from check import close
-from jax import export
+from check import strict_64_bits, value_and_gradients
 
-from pallas_flash import flash_attention, flash_attention_jvp, masks, scores
+from pallas_flash import flash_attention, masks, scores
 
 pytestmark = pytest.mark.usefixtures("small_tiles")
 Z = Sizes(T=19, S=23, N=2, K=1, H=8, Hv=8)
@@ -22,19 +21,15 @@ def attend(implementation, **kw):
     return functools.partial(flash_attention, implementation=implementation, **kw)
 
 
-def equal(a, b, tolerance=5e-6):
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        close(x, y, tolerance)
+equal = functools.partial(check.equal, tolerance=5e-6)
 
 
 @pytest.mark.whole("reference", "triton")
 def test_jit_and_eager_agree_and_value_and_grad_works(implementation, rng):
-    q, k, v = qkv(rng, Z)
-    f = lambda q, k, v: jnp.sum(attend(implementation, is_causal=True)(q, k, v) ** 2)
-    equal(
-        jax.value_and_grad(f, argnums=(0, 1, 2))(q, k, v),
-        jax.jit(jax.value_and_grad(f, argnums=(0, 1, 2)))(q, k, v),
-    )
+    x = qkv(rng, Z)
+    f = lambda *x: jnp.sum(attend(implementation, is_causal=True)(*x) ** 2)
+    gradients = jax.value_and_grad(f, argnums=(0, 1, 2))
+    equal(gradients(*x), jax.jit(gradients)(*x))
 
 
 @pytest.mark.parametrize("axes", [(0, 0, 0), (3, 0, 1), (0, None, None), (None, 1, 2)], ids=str)
@@ -46,12 +41,8 @@ def test_vmap_over_any_axis_equals_a_loop_with_gradients(axes, implementation, r
     lengths = np.array([[9, 23], [17, 2]], np.int32)
 
     def f(q, k, v, lengths):
-        attention = attend(
-            implementation, is_causal=True, query_offset=4, key_value_seq_lengths=lengths
-        )
-        return jax.value_and_grad(lambda *x: jnp.sum(jnp.sin(attention(*x))), argnums=(0, 1, 2))(
-            q, k, v
-        )
+        more = dict(is_causal=True, query_offset=4, key_value_seq_lengths=lengths)
+        return value_and_gradients(attend(implementation, **more))(q, k, v)
 
     actual, one = jax.jit(jax.vmap(f, in_axes=(*axes, 0)))(q, k, v, lengths), jax.jit(f)
     pick = lambda x, axis, i: x if axis is None else np.take(x, i, axis)
@@ -79,16 +70,12 @@ def test_vmap_over_documents_bias_and_mask_equals_a_loop(implementation, rng):
 
 
 def _calls(jaxpr) -> list:
-    """What a program asks of the implementations, in order."""
+    """The rules of a program's calls of implementations, in order."""
     found = []
     for eqn in jaxpr.eqns:
         found += [eqn.params["rules"]] if eqn.primitive.name == "flash_attention_call" else []
-        inner = [
-            getattr(x, "jaxpr", x)
-            for x in eqn.params.values()
-            if hasattr(x, "eqns") or hasattr(x, "jaxpr")
-        ]
-        found += [call for x in inner for call in _calls(x)]
+        inner = [getattr(x, "jaxpr", x) for x in eqn.params.values()]
+        found += [call for x in inner if hasattr(x, "eqns") for call in _calls(x)]
     return found
 
 
@@ -178,13 +165,9 @@ def test_mapped_calls_are_one_call_of_more_batch_rows_where_nothing_large_is_cop
         return jax.value_and_grad(loss, argnums=(0, 1))(x, floats)
 
     mapped, one = jax.jit(jax.vmap(f)), jax.jit(f)
-    together = [
-        (is_forward, 6) for is_forward, is_one in ((True, forward), (False, backward)) if is_one
-    ]
-    assert [
-        (call.call.is_forward, call.problem.batch)
-        for call in _calls(jax.make_jaxpr(mapped)(x, own).jaxpr)
-    ] == together
+    together = [(True, 6)] * forward + [(False, 6)] * backward
+    calls = _calls(jax.make_jaxpr(mapped)(x, own).jaxpr)
+    assert [(rules.call.is_forward, rules.problem.batch) for rules in calls] == together
     expected = [one(*jax.tree.map(lambda a, i=i: a[i], (x, own))) for i in range(3)]
     equal(mapped(x, own), jax.tree.map(lambda *a: jnp.stack(a), *expected))
 
@@ -201,11 +184,8 @@ def test_mapped_calls_decode_where_all_of_them_together_would_but_not_where_a_ba
     monkeypatch.undo()  # small_tiles
     q, k = (jax.ShapeDtypeStruct((9, 1, *shape, 64), jnp.float32) for shape in ((1, 8), (2048, 4)))
     mapped = jax.vmap(attend("blockwise"))
-    decodes = lambda f: [
-        bool(call.tiles.decode)
-        for call in _calls(jax.make_jaxpr(f)(q, k, k).jaxpr)
-        if call.call.is_forward
-    ]
+    calls = lambda f: _calls(jax.make_jaxpr(f)(q, k, k).jaxpr)
+    decodes = lambda f: [bool(call.tiles.decode) for call in calls(f) if call.call.is_forward]
     assert decodes(mapped) == [True]
     assert decodes(jax.grad(lambda *x: mapped(*x).sum())) == [False]
 
@@ -250,20 +230,15 @@ def test_scan_over_layers_differentiates(implementation, rng):
             x, _ = layer(x, None)
         return jnp.sum(x**2)
 
-    equal(
-        *(jax.jit(jax.value_and_grad(functools.partial(loop, scanned=s)))(x) for s in (True, False))
-    )
+    gradient = lambda scanned: jax.jit(jax.value_and_grad(functools.partial(loop, scanned=scanned)))
+    equal(gradient(True)(x), gradient(False)(x))
 
 
 def test_abstract_shapes_go_through(implementation):
     q = jax.ShapeDtypeStruct((2, 37, 4, 16), jnp.bfloat16)
     o, lse = jax.eval_shape(attend(implementation, is_causal=True, return_residual=True), q, q, q)
-    assert (o.shape, o.dtype, lse.shape, lse.dtype) == (
-        q.shape,
-        jnp.bfloat16,
-        (2, 37, 4),
-        jnp.float32,
-    )
+    assert (o.shape, o.dtype) == (q.shape, jnp.bfloat16)
+    assert (lse.shape, lse.dtype) == ((2, 37, 4), jnp.float32)
 
 
 @pytest.mark.whole
@@ -284,11 +259,7 @@ def test_64_bits_and_strict_promotion_change_nothing(implementation, rng):
     kw |= dict(sinks=[0.5, -1.0], dropout_rate=0.1, dropout_rng=jax.random.key(0))
     f = lambda q, k, v: jnp.sum(jnp.sin(attend(implementation, **kw)(q, k, v)))
     expected = jax.grad(f, argnums=(0, 1, 2))(q, k, v)
-    with (
-        jax.enable_x64(True),
-        jax.numpy_rank_promotion("raise"),
-        jax.numpy_dtype_promotion("strict"),
-    ):
+    with strict_64_bits():
         actual = jax.grad(f, argnums=(0, 1, 2))(*(jnp.asarray(x) for x in (q, k, v)))
     assert {x.dtype for x in actual} == {jnp.dtype("float32")}
     equal(actual, expected)
@@ -300,11 +271,7 @@ def test_gradients_of_biases_of_any_shape_are_traced_with_64_bits_and_strict_pro
 ):
     x = qkv(rng, Z, "bfloat16")
     gradient = jax.grad(lambda bias: jnp.sum(attend(implementation)(*x, bias), dtype=jnp.float32))
-    with (
-        jax.enable_x64(True),
-        jax.numpy_rank_promotion("raise"),
-        jax.numpy_dtype_promotion("strict"),
-    ):
+    with strict_64_bits():
         for letters in BROADCASTS:
             b = bias(rng, letters, Z)
             assert jax.typeof(jax.eval_shape(gradient, b)) == jax.typeof(b)
@@ -322,143 +289,6 @@ def test_half_precision_is_summed_in_float32_where_promotion_is_strict(keys, imp
     assert [x.dtype for x in gradients] == [jnp.bfloat16] * 3
 
 
-@pytest.mark.whole("reference")
-@pytest.mark.parametrize("implementation", ["reference", "blockwise"])
-def test_a_program_with_symbols_for_batch_and_length_serves_all_sizes(implementation, rng):
-    def gradients(q, k, v, lengths, ids):
-        more = dict(key_value_seq_lengths=lengths, query_segment_ids=ids, key_value_segment_ids=ids)
-        more |= dict(
-            is_causal=True, query_offset=k.shape[1] - q.shape[1], implementation=implementation
-        )
-        return jax.value_and_grad(
-            lambda *x: jnp.sum(jnp.sin(flash_attention(*x, **more))), argnums=(0, 1, 2)
-        )(q, k, v)
-
-    b, t = export.symbolic_shape("b, t")
-    shape = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)
-    ints = shape(b, dtype=jnp.int32), shape(b, t, dtype=jnp.int32)
-    program = export.export(jax.jit(gradients))(
-        shape(b, t, Z.N, Z.H), *[shape(b, t, Z.K, Z.H)] * 2, *ints
-    )
-    for B, T in (2, 5), (1, 19):
-        x = (
-            *qkv(rng, Z._replace(B=B, T=T, S=T)),
-            np.full(B, 4, np.int32),
-            np.arange(B * T, dtype=np.int32).reshape(B, T) // 3,
-        )
-        equal(program.call(*x), jax.jit(gradients)(*x))
-
-
-@pytest.mark.parametrize("implementation", ["reference", "blockwise"])
-def test_a_program_with_symbols_needs_no_mask(implementation, rng):
-    def gradients(q, k, v):
-        sees = lambda mask: jnp.sum(
-            jnp.sin(flash_attention(q, k, v, mask=mask, implementation=implementation))
-        )
-        return jax.grad(
-            lambda q: sum(
-                map(sees, (None, masks.Window(3), masks.MaskMod(lambda b, h, q, k: k % 3 > 0)))
-            )
-        )(q)
-
-    t, s = export.symbolic_shape("t, s")
-    shapes = [
-        jax.ShapeDtypeStruct((1, *shape), jnp.float32)
-        for shape in ((t, Z.N, 4), (s, Z.K, 4), (s, Z.K, 4))
-    ]
-    x = qkv(rng, Z._replace(B=1, T=5, S=7, H=4, Hv=4))
-    equal(export.export(jax.jit(gradients))(*shapes).call(*x), jax.jit(gradients)(*x))
-
-
-def test_a_program_serves_any_number_of_sequences(rng):
-    attend = lambda *x: flash_attention(
-        *x[:3], mask=masks.Varlen(*x[3:]), is_causal=True, implementation="blockwise"
-    )
-    t, s, n = export.symbolic_shape("t, s, n")
-    shapes = [
-        jax.ShapeDtypeStruct((1, *shape), jnp.float32)
-        for shape in ((t, Z.N, 4), (s, Z.K, 4), (s, Z.K, 4))
-    ]
-    program = export.export(jax.jit(attend))(*shapes, *[jax.ShapeDtypeStruct((n,), jnp.int32)] * 2)
-    x = qkv(rng, Z._replace(B=1, T=5, S=7, H=4, Hv=4))
-    for ends in [([0, 5], [1, 6]), ([0, 2, 2, 4], [0, 3, 4, 7])]:
-        ends = [np.array(each, np.int32) for each in ends]
-        equal(program.call(*x, *ends), attend(*x, *ends))
-
-
-def test_heads_are_no_symbols():
-    n, q = export.symbolic_shape("n")[0], jnp.ones((1, 4, 2, 8))
-    with pytest.raises(ValueError, match=r"heads and their sizes must be known, .* got \['n'\]"):
-        jax.eval_shape(
-            lambda q, k: flash_attention(q, k, k),
-            jax.ShapeDtypeStruct((1, 4, n, 8), jnp.float32),
-            q[:, :, :1],
-        )
-
-
-def test_kernels_say_that_they_need_known_sizes():
-    b, t = export.symbolic_shape("b, t")
-    q = jax.ShapeDtypeStruct((b, t, 2, 8), jnp.float32)
-    f = lambda q: flash_attention(q, q, q, implementation="triton")
-    with pytest.raises(
-        NotImplementedError, match="a kernel's grid is made of known sizes; got b, t, t"
-    ):
-        jax.eval_shape(f, q)
-
-
-def test_forward_mode_is_a_function_of_its_own_in_o_of_t_memory(rng):
-    q, k, v = qkv(rng, Z)
-    x, dx = (q, k, v, bias(rng, "1N1S", Z)), (*qkv(rng, Z), bias(rng, "1N1S", Z))
-    options = dict(is_causal=True, query_offset=2, logits_soft_cap=3.0, return_residual=True)
-    jvp = lambda name: jax.jit(
-        functools.partial(flash_attention_jvp, implementation=name, **options)
-    )
-    equal(jvp("blockwise")(x, dx), jvp("reference")(x, dx))
-    step = 1e-2
-    shifted = [[a + sign * step * da for a, da in zip(x, dx, strict=True)] for sign in (1, -1)]
-    above, below = (flash_attention(*x, implementation="reference", **options) for x in shifted)
-    equal(
-        jvp("blockwise")(x, dx)[1],
-        jax.tree.map(lambda a, b: (a - b) / (2 * step), above, below),
-        2e-3,
-    )
-    long = [jax.ShapeDtypeStruct((1, 4096, 1, 8), jnp.float32)] * 3
-    sizes = re.findall(
-        r"\[([\d,]+)\]",
-        str(jax.make_jaxpr(lambda *x: flash_attention_jvp(x, x, is_causal=True))(*long)),
-    )
-    assert max(math.prod(map(int, size.split(","))) for size in sizes) < 4096**2 / 8
-
-
-def test_forward_mode_of_what_has_none_says_where_it_is(implementation, rng):
-    x = qkv(rng, Z)
-    f = lambda *x: jnp.sum(attend(implementation)(*x) ** 2)
-    of_query = lambda q: f(q, *x[1:])
-    along = lambda q: jax.jvp(of_query, (q,), (q,))[1]
-    loop = lambda q: jax.lax.fori_loop(0, 2, lambda i, q: q + jax.jacfwd(of_query)(q), q)
-    for run in (
-        lambda: jax.jit(functools.partial(jax.jvp, f))(x, x),
-        lambda: jax.jacfwd(f)(*x),
-        lambda: jax.linearize(f, *x)[1](*x),
-        lambda: jax.jit(jax.jacfwd(f))(*x),
-        lambda: jax.jacfwd(jax.jit(f))(*x),
-        lambda: jax.jit(jax.vmap(along))(x[0][None]),
-        lambda: jax.jit(jax.grad(along))(x[0]),
-        lambda: jax.jvp(along, (x[0],), (x[0],)),
-        lambda: jax.jvp(jax.checkpoint(of_query), (x[0],), (x[0],)),
-        lambda: jax.jit(loop)(x[0]),  # Newton's method, as solvers have it
-    ):
-        with pytest.raises(
-            NotImplementedError,
-            match=r"jax.linearize call flash_attention_jvp\(primals, tangents\)",
-        ):
-            run()
-    with pytest.raises(
-        NotImplementedError, match="forward mode is for blockwise and reference; got triton"
-    ):
-        flash_attention_jvp(x, x, implementation="triton")
-
-
 @pytest.mark.parametrize("name", ["triton", "flash1", "standard"])
 def test_what_is_evaluated_while_tracing_takes_no_kernel_and_says_so(name, rng):
     x = qkv(rng, Z)
@@ -470,55 +300,6 @@ def test_what_is_evaluated_while_tracing_takes_no_kernel_and_says_so(name, rng):
     assert np.isfinite(jax.jit(evaluated, static_argnums=1)(0.0, None))
     with pytest.raises(NotImplementedError, match=r"jax\.ensure_compile_time_eval would evaluate"):
         jax.jit(evaluated, static_argnums=1)(0.0, name)
-
-
-def test_second_derivatives_are_right_or_say_where_they_are(implementation, rng):
-    x, dx = qkv(rng, Z), qkv(rng, Z)
-    of = lambda name: jax.grad(
-        lambda *x: jnp.sum(jnp.sin(attend(name, is_causal=True)(*x))), argnums=(0, 1, 2)
-    )
-    twice = lambda name: jax.grad(lambda q: jnp.sum(of(name)(q, *x[1:])[0] ** 2))(x[0])
-    hvp = lambda name: jax.jit(lambda x, dx: jax.jvp(of(name), x, dx)[1])(x, dx)
-    if implementation == "reference":
-        g = of("reference")(*x)[0]
-        equal(
-            twice("reference"),
-            2
-            * jax.jit(
-                lambda q, dq: jax.jvp(lambda q: of("reference")(q, *x[1:])[0], (q,), (dq,))[1]
-            )(x[0], g),
-        )
-    elif implementation == "blockwise":
-        equal(hvp("blockwise"), hvp("reference"), 2e-5)
-        with pytest.raises(
-            NotImplementedError,
-            match="no derivative in reverse of its gradient: take it forward over reverse",
-        ):
-            twice("blockwise")
-    else:
-        for run in (twice, hvp):
-            with pytest.raises(
-                NotImplementedError,
-                match="these kernels of flash_attention have first derivatives alone",
-            ):
-                run(implementation)
-
-
-def test_second_derivatives_of_bfloat16_err_as_its_rounding_does(rng):
-    """Tangents of a scale: of what they add to those of P, most is taken off again in those of
-    o."""
-    (q, k, v), do = qkv(rng, Z, "bfloat16"), rng.normal(size=(Z.B, Z.T, Z.N, Z.Hv))
-    x, dx = (3 * q, k, v), (3 * q, 0 * k, 0 * v)
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def hvp(name, x, dx):
-        loss = lambda *x: jnp.sum(attend(name)(*x) * jnp.asarray(do, jnp.float32))
-        return jax.jvp(jax.grad(loss, argnums=(0, 1, 2)), x, dx)[1]
-
-    expected = hvp("reference", *([a.astype(np.float32) for a in y] for y in (x, dx)))
-    norm = lambda x: np.linalg.norm(np.float32(x))
-    for mine, wanted in zip(hvp("blockwise", x, dx), expected, strict=True):
-        assert norm(mine - wanted) <= 0.01 * norm(wanted)
 
 
 @pytest.mark.whole("reference", "triton")
@@ -542,9 +323,8 @@ def test_remat_by_name_runs_the_forward_kernel_once(rng):
         "flash_attention_out", "flash_attention_lse"
     )
     f = lambda q, k, v: jnp.sum(jnp.sin(attend("triton")(jnp.tanh(q), k, v)))
-    count = lambda g: sum(
-        call.call.is_forward for call in _calls(jax.make_jaxpr(jax.grad(g))(q, k, v).jaxpr)
-    )
+    calls = lambda g: _calls(jax.make_jaxpr(jax.grad(g))(q, k, v).jaxpr)
+    count = lambda g: sum(call.call.is_forward for call in calls(g))
     plain, kept, again = count(f), count(jax.checkpoint(f, policy=policy)), count(jax.checkpoint(f))
     assert plain == kept < again
 

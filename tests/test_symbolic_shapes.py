@@ -1,0 +1,86 @@
+"""Programs of jax.export whose batch, lengths and numbers of sequences are symbols."""
+
+import functools
+
+import check
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import Sizes, qkv
+from check import value_and_gradients
+from jax import export
+
+from pallas_flash import flash_attention, masks
+
+pytestmark = pytest.mark.usefixtures("small_tiles")
+Z = Sizes(T=19, S=23, N=2, K=1, H=8, Hv=8)
+equal = functools.partial(check.equal, tolerance=5e-6)
+
+
+def attend(implementation, **kw):
+    return functools.partial(flash_attention, implementation=implementation, **kw)
+
+
+def exported(f, *shapes):
+    """A program for arrays of these shapes, in which letters are symbols, and dtypes."""
+    scope = export.SymbolicScope()
+    of = lambda shape, dtype: jax.ShapeDtypeStruct(export.symbolic_shape(shape, scope=scope), dtype)
+    return export.export(jax.jit(f))(*(of(shape, dtype) for shape, dtype in shapes)).call
+
+
+def of_qkv(b, t, s):
+    """The shapes of Z's query, key and value with these symbols."""
+    return [
+        (f"{b}, {length}, {n}, {Z.H}", "float32") for length, n in ((t, Z.N), (s, Z.K), (s, Z.K))
+    ]
+
+
+@pytest.mark.whole("reference")
+@pytest.mark.parametrize("implementation", ["reference", "blockwise"])
+def test_a_program_with_symbols_for_batch_and_length_serves_all_sizes(implementation, rng):
+    def gradients(q, k, v, lengths, ids):
+        more = dict(key_value_seq_lengths=lengths, query_segment_ids=ids, key_value_segment_ids=ids)
+        more |= dict(is_causal=True, query_offset=k.shape[1] - q.shape[1])
+        return value_and_gradients(attend(implementation, **more))(q, k, v)
+
+    program = exported(gradients, *of_qkv("b", "t", "t"), ("b", "int32"), ("b, t", "int32"))
+    for B, T in (2, 5), (1, 19):
+        ids = np.arange(B * T, dtype=np.int32).reshape(B, T) // 3
+        x = *qkv(rng, Z._replace(B=B, T=T, S=T)), np.full(B, 4, np.int32), ids
+        equal(program(*x), gradients(*x))
+
+
+@pytest.mark.parametrize("implementation", ["reference", "blockwise"])
+def test_a_program_with_symbols_needs_no_mask(implementation, rng):
+    every = None, masks.Window(3), masks.MaskMod(lambda b, h, q, k: k % 3 > 0)
+    f = lambda *x: sum(jnp.sin(attend(implementation, mask=mask)(*x)) for mask in every)
+    gradients = value_and_gradients(f, 0)
+    x = qkv(rng, Z._replace(B=1, T=5, S=7))
+    equal(exported(gradients, *of_qkv(1, "t", "s"))(*x), gradients(*x))
+
+
+def test_a_program_serves_any_number_of_sequences(rng):
+    f = lambda *x: attend("blockwise", mask=masks.Varlen(*x[3:]), is_causal=True)(*x[:3])
+    program = exported(f, *of_qkv(1, "t", "s"), *[("n", "int32")] * 2)
+    x = qkv(rng, Z._replace(B=1, T=5, S=7))
+    for ends in [([0, 5], [1, 6]), ([0, 2, 2, 4], [0, 3, 4, 7])]:
+        ends = [np.array(each, np.int32) for each in ends]
+        equal(program(*x, *ends), f(*x, *ends))
+
+
+def test_heads_are_no_symbols():
+    n, q = export.symbolic_shape("n")[0], jnp.ones((1, 4, 2, 8))
+    with pytest.raises(ValueError, match=r"heads and their sizes must be known, .* got \['n'\]"):
+        k = jax.ShapeDtypeStruct((1, 4, n, 8), jnp.float32)
+        jax.eval_shape(lambda k, q: flash_attention(k, q, q), k, q[:, :, :1])
+
+
+def test_kernels_say_that_they_need_known_sizes():
+    b, t = export.symbolic_shape("b, t")
+    q = jax.ShapeDtypeStruct((b, t, 2, 8), jnp.float32)
+    f = lambda q: flash_attention(q, q, q, implementation="triton")
+    with pytest.raises(
+        NotImplementedError, match="a kernel's grid is made of known sizes; got b, t, t"
+    ):
+        jax.eval_shape(f, q)
