@@ -1,9 +1,9 @@
-"""What a program holds where it is lowered for a device that its calls were not traced for: kernels
-on a GPU, else "blockwise".
+"""A call traced for a GPU, in a program that is lowered for another device: kernels on a GPU, else
+"blockwise".
 
-Within jit nobody knows where the arrays lie that it will be given. So whoever finds a GPU while
-tracing takes its kernels, and what serves elsewhere is traced only when the program is lowered for
-it, in place of the kernels.
+Within jit it is unknown on which device the program will run. A call that finds a GPU while tracing
+takes its kernels; blockwise replaces them when the program is lowered for another platform, and is
+traced only then.
 """
 
 import dataclasses
@@ -58,7 +58,7 @@ def _forward(backend: Backend, problem, like, x):
 
 
 def like_kernels(stats: SoftmaxState, like: SoftmaxState, unit: float) -> SoftmaxState:
-    """Natural SoftmaxState in the unit and the form of kernels."""
+    """A SoftmaxState in base e, in the base and the form of kernels."""
     top = None if like.top is None else stats.largest * unit
     if like.l is None:
         return SoftmaxState(stats.lse(1.0) * unit, None, top)
@@ -66,16 +66,15 @@ def like_kernels(stats: SoftmaxState, like: SoftmaxState, unit: float) -> Softma
 
 
 def _backward(backend: Backend, problem, like, x, lse, do, delta):
-    """What do and delta of kernels have as a factor comes out as one of P."""
+    """do and delta have a factor that kernels expect, and lse is without it: P gets it."""
     rows = RowScale(lse / backend.unit(problem), jnp.ones_like(lse), None)
     return blockwise.backward(problem, blockwise.tiles(problem).of_gradient(), x, rows, do, delta)
 
 
 def _refuse(backend: Backend, *_):
     raise NotImplementedError(
-        f"implementation {backend.name!r} was asked for, whose kernels are for a GPU, but the "
-        "program is lowered for something "
-        'else: implementation=None takes "blockwise" there.'
+        f"implementation {backend.name!r} has kernels for a GPU alone, but the program is lowered "
+        'for another platform: implementation=None takes "blockwise" there.'
     )
 
 
@@ -107,27 +106,24 @@ for _platform in GPUS:
 mlir.register_lowering(GpuOnly.primitive, _lower_elsewhere)
 
 
-# ---- what a user should know of a program that is lowered ----
+# ---- warnings about a program that is lowered ----
 
 
-def tell(ctx, name: str, is_blind: bool, call):
-    """Of one that has `call` of an implementation in it, which is_blind: taken for a call that was
-    not for a GPU."""
-    module, gpus = (
-        ctx.module_context,
-        [platform for platform in ctx.module_context.platforms if platform in GPUS],
-    )
+def warn(ctx, name: str, is_blind: bool, jaxpr):
+    """Warns of a program for a GPU that calls an implementation without kernels, chosen by default
+    for a call that was not traced for a GPU (is_blind), or that is exported with Triton kernels."""
+    module = ctx.module_context
+    gpus = [platform for platform in module.platforms if platform in GPUS]
     if gpus and is_blind:
         _once(
             f'a program for {gpus[0]} has "{name}" in it, not kernels, since it was not traced for '
-            "a GPU. Trace it where one is "
-            "the default device, or under jax.sharding.use_abstract_mesh with one as "
-            "abstract_device."
+            "a GPU. Trace it where a GPU is the default device, or under "
+            "jax.sharding.use_abstract_mesh with a GPU as abstract_device."
         )
-    if gpus and module.lowering_parameters.for_export and "pallas_call" in str(call):
+    if gpus and module.lowering_parameters.for_export and "pallas_call" in str(jaxpr):
         _once(
-            "what is exported has Triton kernels in it, for which jax promises no compatibility: "
-            "it wants disabled_checks="
+            "the exported program has Triton kernels in it, for which jax promises no "
+            "compatibility: jax.export needs disabled_checks="
             '[jax.export.DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")]. '
             'implementation="blockwise" has none.'
         )

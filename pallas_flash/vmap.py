@@ -84,7 +84,7 @@ class MergedRows(primitives.Rules):
         ]
 
     def lower(self, ctx, *leaves, jaxpr, **trees):
-        lowering.tell(ctx, self.call.backend.name, self.call.is_blind, jaxpr)
+        lowering.warn(ctx, self.call.backend.name, self.call.is_blind, jaxpr)
         return super().lower(ctx, *leaves, jaxpr=jaxpr, **trees)
 
 

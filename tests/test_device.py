@@ -190,7 +190,7 @@ def test_hopper_by_name_says_that_a_cpu_cannot_run_it():
     call = jax.jit(lambda *x: flash_attention(*x, implementation="hopper"))
     with pytest.raises(
         NotImplementedError,
-        match=r"'hopper' was asked for, .* but the program is lowered for something else",
+        match=r"'hopper' has kernels for a GPU alone, but the program is lowered for another",
     ):
         call(*qkv())
 

@@ -28,10 +28,9 @@ def mesh_of(call: dict[str, Any]) -> AbstractMesh | None:
 
 
 def collect_meshes(arrays) -> list[AbstractMesh]:
-    """Those that arrays are on, and the one that jax.set_mesh named."""
-    return [jax.typeof(x).sharding.mesh for x in arrays if isinstance(x, jax.Array)] + [
-        jax.sharding.get_abstract_mesh()
-    ]
+    """The meshes that arrays are on, and the one of jax.set_mesh."""
+    meshes = [jax.typeof(x).sharding.mesh for x in arrays if isinstance(x, jax.Array)]
+    return [*meshes, jax.sharding.get_abstract_mesh()]
 
 
 def find_explicit(meshes: list[AbstractMesh]) -> AbstractMesh | None:
@@ -89,12 +88,13 @@ def _shard_map(
 
 def map_cache(f: Callable, cache, arrays: dict[str, Any], *static):
     """f(cache, *static, **arrays): an output [B, T, N, H] or None, and the new cache. On a mesh
-    with explicit axes each device has the batch rows and heads of the cache that lie on it, of one
-    in pages all rows; the arrays go there, and the new cache lies where the old one does."""
+    with explicit axes each device updates the batch rows and heads of the cache that lie on it, or
+    all rows of a cache in pages; the arrays are resharded to match, and the new cache lies where
+    the old one does."""
     mesh = find_explicit(collect_meshes(jax.tree.leaves((cache, arrays))))
-    return (
-        f(cache, *static, **arrays) if mesh is None else _map_cache(f, mesh, static, cache, arrays)
-    )
+    if mesh is None:
+        return f(cache, *static, **arrays)
+    return _map_cache(f, mesh, static, cache, arrays)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -103,9 +103,8 @@ def _map_cache(f, mesh, static, cache, arrays):
     batch, _, heads, _ = jax.typeof(cache.key).sharding.spec
     axes = dict(B=None if "table" in fields else batch, K=heads, N=heads)
     spec = lambda name, ndim: P(*map(axes.get, CACHE_AXES[name][-ndim:]))
-    specs, of_arrays = (
-        {name: spec(name, x.ndim) for name, x in of.items()} for of in (fields, arrays)
-    )
+    specs = lambda arrays: {name: spec(name, x.ndim) for name, x in arrays.items()}
+    in_specs = specs(fields), specs(arrays)
     placed = lambda x, spec: jax.reshard(x, NamedSharding(mesh, spec))
 
     def run(fields, arrays):
@@ -115,11 +114,11 @@ def _map_cache(f, mesh, static, cache, arrays):
     mapped = jax.shard_map(
         run,
         mesh=mesh,
-        in_specs=(specs, of_arrays),
-        out_specs=(spec("query", 4), specs),
+        in_specs=in_specs,
+        out_specs=(spec("query", 4), in_specs[0]),
         check_vma=False,
     )
-    o, new = mapped(*jax.tree.map(placed, (fields, arrays), (specs, of_arrays)))
+    o, new = mapped(*jax.tree.map(placed, (fields, arrays), in_specs))
     return o, cache._replace(
         **{name: placed(x, jax.typeof(fields[name]).sharding.spec) for name, x in new.items()}
     )
@@ -235,41 +234,33 @@ def _find_mesh_axes(arrays, call, mesh, rows) -> list:
     """The axes of the mesh that each leading axis and, last, the heads lie on: the query's, else
     those of another array."""
     lead = arrays["query",].ndim - 3
-    axes, K = (
-        [None] * (lead + 1),
-        (arrays["key",] if ("key",) in arrays else arrays["k_pages",]).shape[-2],
-    )
+    axes = [None] * (lead + 1)
+    K = arrays["key",] if ("key",) in arrays else arrays["k_pages",]
+
+    def is_free(i, axis):
+        taken = {name for other in (*axes, rows) for name in axis_names(other)}
+        return i is not None and i <= lead and axes[i] is None and not taken & {*axis_names(axis)}
+
     for path, x in arrays.items():
-        for i, axis in zip(
-            _axis_indices(axes_of(path, call), x.ndim, lead),
-            jax.typeof(x).sharding.spec,
-            strict=True,
-        ):
-            taken = {name for axis in (*axes, rows) for name in axis_names(axis)}
-            serves = path == ("query",) or i != lead or _fits(K, axis, mesh)
-            if (
-                i is not None
-                and i <= lead
-                and axes[i] is None
-                and serves
-                and not taken & set(axis_names(axis))
-            ):
+        indices = _axis_indices(axes_of(path, call), x.ndim, lead)
+        for i, axis in zip(indices, jax.typeof(x).sharding.spec, strict=True):
+            fits = path == ("query",) or i != lead or _fits(K.shape[-2], axis, mesh)
+            if fits and is_free(i, axis):
                 axes[i] = axis
     return axes
 
 
 def _context_mesh_axes(context, lead: int) -> list:
     """The same, as a context says it."""
-    return (
-        [*([context.batch, *[None] * (lead - 1)] if lead else []), context.heads]
-        if context
-        else [None] * (lead + 1)
-    )
+    if context is None:
+        return [None] * (lead + 1)
+    return [*([context.batch, *[None] * (lead - 1)] if lead else []), context.heads]
 
 
 def _axis_indices(letters: str, ndim: int, lead: int) -> list[int | None]:
-    """For each axis of an array with these letters, which of `_axes`, or last the rows', it
-    follows; axes may be left out on the left. What has rows has all keys."""
+    """For each axis of an array with these letters, the index of its axes of the mesh in those of
+    `_shard_map`; None: it is whole on each device, as keys are in an array that has rows too. An
+    array may lack axes on the left."""
     indices = {
         "B": list(range(lead)),
         "N": [lead],
@@ -285,19 +276,14 @@ def _spec(letters: str, shape, axes, mesh) -> P:
     lead = len(axes) - 2
     K = shape[letters.find("K") - len(letters)] if "K" in letters else 1
     if not _fits(K, axes[lead], mesh):
-        parts = device_count(axes[lead], mesh)
+        devices = device_count(axes[lead], mesh)
         raise ValueError(
-            f"the {K} key/value heads must be a multiple of the {parts} devices that the query "
+            f"the {K} key/value heads must be a multiple of the {devices} devices that the query "
             "heads lie on."
         )
     # an axis of 1 is broadcast
     axis_of = lambda i, n: None if i is None or n % device_count(axes[i], mesh) else axes[i]
-    return P(
-        *(
-            axis_of(i, n)
-            for i, n in zip(_axis_indices(letters, len(shape), lead), shape, strict=True)
-        )
-    )
+    return P(*map(axis_of, _axis_indices(letters, len(shape), lead), shape))
 
 
 def _fits(K: int, axis, mesh) -> bool:
@@ -307,16 +293,15 @@ def _fits(K: int, axis, mesh) -> bool:
 
 def lies_on_auto_axes(operands) -> bool:
     """Whether they lie on a mesh of several devices with Auto axes alone, as their types or
-    jax.set_mesh say; what jit's in_shardings alone name is not seen here."""
-    meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(operands)] + [
-        jax.sharding.get_abstract_mesh()
-    ]
+    jax.set_mesh say; a mesh that only jit's in_shardings name is unknown while tracing."""
+    meshes = collect_meshes(jax.tree.leaves(operands))
     kinds = {kind for mesh in meshes for kind in mesh.axis_types}
     return kinds == {AxisType.Auto} and any(mesh.size > 1 for mesh in meshes)
 
 
 def _axes_of_type(mesh: AbstractMesh, kind: AxisType) -> set[str]:
-    return {name for name, of in zip(mesh.axis_names, mesh.axis_types, strict=True) if of == kind}
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return {name for name, axis_type in types if axis_type == kind}
 
 
 def device_count(axis, mesh) -> int:
