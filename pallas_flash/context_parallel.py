@@ -1,5 +1,5 @@
-"""Context parallelism, where one sequence lies on several devices: the schemes, and what each
-device computes in them."""
+"""Context parallelism, one sequence on several devices: the schemes, and what each device computes
+in them."""
 
 import dataclasses
 import math
@@ -19,9 +19,9 @@ from pallas_flash.sizes import Sizes
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Context:
-    """`axis` names the axis or axes of the mesh that the sequence lies on: device i has the i-th
-    part. Under jit with Auto axes, `batch` and `heads` name the axes that batch rows and heads lie
-    on, since the arrays' types do not."""
+    """`axis` names the axis or axes of the mesh along which the sequence is sharded: device i holds
+    the i-th part. Under jit with Auto axes, `batch` and `heads` name the axes that batch rows and
+    heads are sharded along, since the arrays' types do not say it."""
 
     axis: str | tuple[str, ...]
     batch: str | tuple[str, ...] | None = None
@@ -50,29 +50,29 @@ class Context:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Ring(Context):
-    """Keys and values go around the devices, and each device's queries attend to those that pass
-    by."""
+    """Ring attention: keys and values go around the devices, and each device's queries attend to
+    the keys that it holds at that step."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Zigzag(Context):
-    """A ring with equal work for all devices under a causal mask: each has a chunk from the front
+    """A ring with equal work for all devices under a causal mask: each holds a chunk from the front
     of the sequence and one from its back. Every array along the sequence must be in the order of
-    `zigzag`; a bias or mask array along both its axes."""
+    `zigzag`, a bias or mask array along both its axes."""
 
     CHUNKS = 2
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class AllToAll(Context):
-    """Each device gets all queries and keys of its part of the heads, and gives back its part of
+    """Each device computes all queries and keys of its share of the heads, and returns its part of
     the sequence (DeepSpeed's Ulysses). The numbers of query and key heads must be multiples of the
     number of devices; a single key head may be on all."""
 
 
 def zigzag(x, devices: int, axis: int = 1):
-    """Brings an array, or a tree of arrays (a batch, positions, ids), from the order of the
-    sequence into the order of `Zigzag`. `axis` is cut into two chunks for each of `devices`; the
+    """Reorders an array, or a tree of arrays (a batch, positions, ids), from the order of the
+    sequence to the order of `Zigzag`. `axis` is split into two chunks for each of `devices`; the
     first device gets the first and the last chunk."""
     numbers = np.arange(2 * devices)
     return _reorder_chunks(
@@ -96,7 +96,7 @@ def _reorder_chunks(x, order, axis: int):
             )
         chunks = x.reshape(*x.shape[:at], len(order), -1, *x.shape[at + 1 :])
         lies = jax.typeof(chunks).sharding
-        if any(lies.spec):  # on explicit axes of a mesh, where it stays
+        if any(lies.spec):  # on explicit axes of a mesh: it stays there
             return chunks.at[(slice(None),) * at + (order,)].get(out_sharding=lies).reshape(x.shape)
         return chunks.take(order, at).reshape(x.shape)
 
@@ -235,7 +235,7 @@ def exchange_heads(scheme: AllToAll, call: dict[str, Any]) -> dict[str, Any]:
     return with_arrays(call, {path: local(path, x) for path, x in arrays_of(call).items()})
 
 
-# ---- outside: what is asked, and what it costs
+# ---- outside: the context of a call, and what it sends
 
 
 def resolve_context(call: dict[str, Any]) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """jit over a mesh with Auto axes: tells XLA's partitioner, which cannot look into a kernel, what
-each device computes of it.
+each device computes.
 
-Batch rows and heads may lie on axes of the mesh, and all else is whole on each device. The
-partitioner says where they lie. Each device then has a Problem of its own, and the shares that
-devices have in one gradient are summed.
+Batch rows and heads may be sharded; every other axis is whole on each device. The partitioner says
+which axes of the mesh they lie on. Each device then runs the Problem of its rows and heads, and the
+gradients of an array that several devices hold are summed.
 """
 
 import dataclasses
@@ -107,7 +107,7 @@ class Partition(primitives.KeptUnderVmap):
         mesh."""
         operands, *rows = jax.tree.unflatten(in_tree, leaves)
         heads = operands.query.shape[2]
-        # each device has all key heads, and of some of them the query heads
+        # each device has all key heads, and the query heads of some of them
         keys = None
         if (
             self.problem.kv_heads == operands.key.shape[2]

@@ -1,10 +1,10 @@
-"""Ring attention: keys and values go around the devices, and the queries of each attend to what
-passes by.
+"""Ring attention: keys and values go around the devices, and each device's queries attend to the
+keys that it holds at that step.
 
-Within a device a sequence lies in chunks, each a batch row of its own; a pair is one chunk of
-queries and one of keys. The outputs of the pairs are merged by their log-sum-exp. The backward
-takes that of all keys, so the gradients of the pairs add up. Where some of the heads are enough to
-fill a GPU, they go around before the others do, and the buffers hold them alone.
+A device holds its part of a sequence in chunks, one batch row each; a pair is one chunk of queries
+and one of keys. The outputs of the pairs are merged by their log-sum-exp. The backward gets the
+log-sum-exp over all keys, so the gradients of the pairs add up. Where a slice of the heads fills a
+GPU, the slices go around one after the other, and the buffers hold one slice.
 """
 
 import dataclasses
@@ -25,8 +25,8 @@ from pallas_flash.online_softmax import SoftmaxState
 
 
 class Loop(NamedTuple):
-    """How the keys of a mesh axis go around: at step t device i has the keys of device i + first -
-    t."""
+    """The steps of a ring over an axis of the mesh: at step t device i has the keys of device
+    i + first - t."""
 
     axis: tuple[str, ...]
     devices: int
@@ -44,8 +44,8 @@ class Loop(NamedTuple):
         resolved_mask: ResolvedMask,
         queries: int,
     ) -> "Loop":
-        """The shortest loop that brings each of `queries` rows the keys that it may see by what is
-        known while tracing."""
+        """The shortest loop that brings each of `queries` rows the keys that are visible to it, as
+        far as the mask is static."""
         ends = (
             schedule.key_ranges(resolved_mask, queries, queries // devices) if chunks == 1 else []
         )
@@ -74,8 +74,7 @@ class Loop(NamedTuple):
         return (device >= 0) & (device < self.devices)
 
     def send(self, x, by: int, wraps: bool = True):
-        """What the device `by` places before this one has; without `wraps` 0 where there is
-        none."""
+        """x of the device `by` places before this one; without `wraps` 0 where there is none."""
         to = [
             (i, (i + by) % self.devices)
             for i in range(self.devices)
@@ -84,7 +83,7 @@ class Loop(NamedTuple):
         return jax.tree.map(lambda a: lax.ppermute(a, self.axis, to), x) if by else x
 
     def run(self, step: Callable, keys, carry):
-        """carry = step(t, keys, carry) for all t; the next keys are on their way meanwhile."""
+        """carry = step(t, keys, carry) for all t, while the next keys are sent."""
         if self.steps == 0:
             return carry
         both = lambda t, state: (self.send(state[0], 1, self.wraps), step(t, *state))
@@ -94,9 +93,9 @@ class Loop(NamedTuple):
         return step(self.steps - 1, keys, carry)
 
     def run_round_trip(self, step: Callable, keys, carry, found):
-        """carry, found = step(t, keys, carry, found) for all t, and found at home. It goes along
-        with the keys, and is on its way meanwhile too. The last keys are sent further for nothing:
-        one step less would stand apart from the loop."""
+        """carry, found = step(t, keys, carry, found) for all t, where found goes around with the
+        keys and ends on the device that they come from. Both are sent during the next step. The
+        last step sends keys that nobody needs: without it, it would not be part of the loop."""
         if self.steps == 0:
             return carry, found
         send_on = lambda keys: self.send(keys, 1, self.wraps)
@@ -157,7 +156,7 @@ class Slice(NamedTuple):
         )
 
 
-# of queries, of all batch rows and heads of a pair: what is enough for all SMs of a GPU
+# queries of all batch rows and heads of a pair that fill all SMs of a GPU
 ROWS = 2**14
 
 
@@ -217,7 +216,7 @@ class RingPass(Pass):
             )
             some = self.loop.is_on_mesh(device) & pair().resolved_mask.any_visible(problem.queries)
 
-            def visited(carry):  # what a pair needs of all rows and heads is cut out for it alone
+            def visited(carry):  # slices its operands here, and only if the pair is visible
                 operands = pair()
                 return step(rows, b, problem.of_part(operands), operands, carry)
 
@@ -376,7 +375,7 @@ def _backward(
         mine, own = ring.each_pair(
             heads, groups, problem, x, t, keys, added, (mine, (zeros(some.key), zeros(some.value)))
         )
-        return mine, jax.tree.map(jnp.add, dkv, own)  # what was on its way is not waited for before
+        return mine, jax.tree.map(jnp.add, dkv, own)  # last, so that products overlap the sending
 
     dtables = tuple(map(zeros, x.differentiable.captured))
     start = (zeros(some.query), zeros(x.bias), dtables), (zeros(some.key), zeros(some.value))

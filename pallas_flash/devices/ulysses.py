@@ -1,9 +1,9 @@
-"""Heads for rows and back: a backend for callers that have some rows of all heads; it computes all
-rows of some heads.
+"""All-to-all context parallelism (DeepSpeed's Ulysses): the caller holds some rows of all heads,
+and the backend computes all rows of some heads.
 
-Q, K and V are exchanged before, in context_parallel.py. The forward itself exchanges o back, so
-that the backward keeps this device's rows of o, which the caller keeps anyway. delta is made of
-these rows and exchanged, one number for each row.
+context_parallel.py exchanges Q, K and V before. The forward exchanges o back itself, so that its
+residual is this device's rows of o, which the caller keeps anyway. delta is computed from these
+rows and exchanged, one scalar for each row.
 """
 
 import dataclasses
@@ -19,8 +19,8 @@ from pallas_flash.backends import Pass
 
 @dataclasses.dataclass(frozen=True)
 class UlyssesPass(Pass):
-    """A pass for the operands of `localize_rows`, and o, the statistics, lse, do and delta of this
-    device's rows of all heads."""
+    """A pass that takes the operands of `localize_rows`, and takes and returns o, the softmax
+    state, lse, do and delta of this device's rows of all heads."""
 
     axis: tuple[str, ...]
 
@@ -38,8 +38,8 @@ class UlyssesPass(Pass):
 
 
 def localize_rows(axis: tuple[str, ...], problem: Problem, x: Operands, sinks) -> Operands:
-    """The operands of this device's heads, but of all heads the sinks, and of this device's rows
-    what says which are live: for the derivatives that are made of o and do."""
+    """The operands of this device's heads with what autodiff.py combines with o and do: the sinks
+    of all heads, and which of this device's rows are within their lengths."""
     if sinks is not None:
         sinks = checks.sinks(sinks, problem.heads * lax.axis_size(axis)).astype(x.sinks.dtype)
     return x._replace(
@@ -48,7 +48,7 @@ def localize_rows(axis: tuple[str, ...], problem: Problem, x: Operands, sinks) -
 
 
 def _localize_heads(axis: tuple[str, ...], problem: Problem, x: Operands) -> Operands:
-    """`localize_rows` back."""
+    """The inverse of `localize_rows`."""
     sinks, N = x.sinks, problem.heads
     sinks = None if sinks is None else lax.dynamic_slice_in_dim(sinks, lax.axis_index(axis) * N, N)
     return x._replace(
