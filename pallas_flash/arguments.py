@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_flash import checks, dropout, masks, online_softmax, scores
+from pallas_flash.call import Call
 from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.mods.score_mod import BoundScoreMod
 from pallas_flash.sizes import HEADS_FIRST, Sizes
@@ -149,115 +150,75 @@ def shapes(tree: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
-def normalise(
-    query,
-    key,
-    value,
-    bias,
-    mask,
-    *,
-    scale,
-    is_causal,
-    query_seq_lengths,
-    key_value_seq_lengths,
-    local_window_size,
-    query_offset,
-    query_segment_ids,
-    key_value_segment_ids,
-    logits_soft_cap,
-    sinks,
-    dropout_rate,
-    dropout_rng,
-    deterministic,
-    score_mod=None,
-    return_max_logits=False,
-    dropout_seeds=None,
-    resolved_mask=None,
-) -> tuple[Problem, Operands]:
-    """The arguments of `flash_attention` as a Problem and Operands; raises TypeError or ValueError
-    on what does not fit.
-
-    `dropout_seeds` [*B, N, 2] are those of dropout_rng, from someone who sees all batch rows and
-    heads; `resolved_mask` is what all else that hides keys comes to, from someone who sees all
-    rows.
-    """
-    query, key, value = arrays(query, key, value)
+def normalise(call: Call) -> tuple[Problem, Operands]:
+    """A call as a Problem and Operands; raises TypeError or ValueError on what does not fit."""
+    query, key, value = arrays(call.query, call.key, call.value)
     lead, (T, N, H) = query.shape[:-3], query.shape[-3:]
     (S, K, Hv), B = value.shape[-3:], math.prod(query.shape[:-3])
     sizes = Sizes(lead or (1,), dict(B=B, T=T, S=S, N=N, K=K))
 
-    rules, mask = (mask, None) if isinstance(mask, masks.Mask) else (None, mask)
-    if resolved_mask is None:
-        resolved_mask = visible(
-            sizes,
-            rules,
-            is_causal=is_causal,
-            query_seq_lengths=query_seq_lengths,
-            key_value_seq_lengths=key_value_seq_lengths,
-            local_window_size=local_window_size,
-            query_offset=query_offset,
-            query_segment_ids=query_segment_ids,
-            key_value_segment_ids=key_value_segment_ids,
-        )
-    scale, factors = checks.scale(scale, H**-0.5 if H else 1.0, N)
-    bias, mask = sizes.dense("bias", bias, query.dtype), sizes.dense("mask", mask, bool)
+    resolved_mask = visible(sizes, call) if call.resolved_mask is None else call.resolved_mask
+    scale, factors = checks.scale(call.scale, H**-0.5 if H else 1.0, N)
+    bias = sizes.dense("bias", call.bias, query.dtype)
+    mask = sizes.dense("mask", None if isinstance(call.mask, masks.Mask) else call.mask, bool)
 
     flat = lambda x: x.reshape(B, *x.shape[-3:])
-    sinks = None if sinks is None else checks.sinks(sinks, N).astype(checks.sums(query.dtype))
-    dropped = dropout.dropped(checks.rate("dropout_rate", dropout_rate))
-    if dropped and dropout_seeds is None:
-        dropout_seeds = dropout.seeds(dropout_rng, *lead, N)
-    seeds = dropout_seeds.reshape(B, N, 2) if dropped else None
+    sinks = call.sinks
+    if sinks is not None:
+        sinks = checks.sinks(sinks, N).astype(checks.sums(query.dtype))
+    dropped, seeds = dropout.dropped(call.dropout_rate), None
+    if dropped:
+        seeds = call.dropout_seeds
+        seeds = dropout.seeds(call.dropout_rng, *lead, N) if seeds is None else seeds
+        seeds = seeds.reshape(B, N, 2)
     qkv = _times(flat(query), factors, resolved_mask), flat(key), flat(value)
     score = None
-    if score_mod is not None:
-        near = masks.score_mod_offset(masks.conjuncts(rules), sizes.offset(query_offset))
-        score = BoundScoreMod.bind(scores.fitting(score_mod, N), checks.sums(query.dtype), near, B)
+    if call.score_mod is not None:
+        near = score_mod_offset(sizes, call)
+        score = BoundScoreMod.bind(
+            scores.fitting(call.score_mod, N), checks.sums(query.dtype), near, B
+        )
     operands = Operands(*qkv, bias, sinks, mask, resolved_mask, seeds, score)
     problem = Problem(
         *(B, T, S, N, K, H, Hv),
         dtype=str(query.dtype),
         scale=scale,
-        soft_cap=checks.number("logits_soft_cap", logits_soft_cap, None, positive=True),
+        soft_cap=call.logits_soft_cap,
         bias=None if bias is None else bias.shape,
         mask=None if mask is None else mask.shape,
         resolved_mask=shapes(resolved_mask),
-        deterministic=checks.flag("deterministic", deterministic),
+        deterministic=call.deterministic,
         sinks=sinks is not None,
         dropped=dropped,
         score=shapes(score),
-        max_logits=checks.flag("return_max_logits", return_max_logits),
+        max_logits=call.return_max_logits,
     )
     return problem, operands
 
 
-def visible(
-    sizes: Sizes,
-    mask: masks.Mask | None,
-    *,
-    is_causal,
-    query_seq_lengths,
-    key_value_seq_lengths,
-    local_window_size,
-    query_offset,
-    query_segment_ids,
-    key_value_segment_ids,
-) -> ResolvedMask:
-    """What all arguments but arrays of bool let the queries see."""
-    rules: list[masks.Mask] = [masks.Causal()] if checks.flag("is_causal", is_causal) else []
-    if local_window_size is not None:
-        rules.append(checks.window(local_window_size))
-    if query_seq_lengths is not None:
-        rules.append(masks.QueryLengths(sizes.ints("query_seq_lengths", query_seq_lengths, "B")))
-    if key_value_seq_lengths is not None:
-        rules.append(
-            masks.KeyLengths(sizes.ints("key_value_seq_lengths", key_value_seq_lengths, "B"))
-        )
+def visible(sizes: Sizes, call: Call) -> ResolvedMask:
+    """What all arguments but a dense mask let the queries see."""
+    found: list[masks.Mask] = [masks.Causal()] if call.is_causal else []
+    if call.local_window_size is not None:
+        found.append(call.local_window_size)
+    if call.query_seq_lengths is not None:
+        lengths = sizes.ints("query_seq_lengths", call.query_seq_lengths, "B")
+        found.append(masks.QueryLengths(lengths))
+    if call.key_value_seq_lengths is not None:
+        lengths = sizes.ints("key_value_seq_lengths", call.key_value_seq_lengths, "B")
+        found.append(masks.KeyLengths(lengths))
     B, T, S = (sizes.of[c] for c in "BTS")
-    rules += _documents(sizes, query_segment_ids, key_value_segment_ids, T == S)
-    whole = (_with_arrays(sizes, part) for part in masks.leaves(mask))
-    rules += masks.conjuncts(masks.with_leaves(mask, whole))
-    return masks.resolve(rules, B, T, S, sizes.offset(query_offset))
+    found += _documents(sizes, call.query_segment_ids, call.key_value_segment_ids, T == S)
+    if isinstance(call.mask, masks.Mask):
+        whole = (_with_arrays(sizes, part) for part in masks.leaves(call.mask))
+        found += masks.conjuncts(masks.with_leaves(call.mask, whole))
+    return masks.resolve(found, B, T, S, sizes.offset(call.query_offset))
+
+
+def score_mod_offset(sizes: Sizes, call: Call):
+    """The position of query 0 that a score_mod is given."""
+    conjuncts = masks.conjuncts(call.mask if isinstance(call.mask, masks.Mask) else None)
+    return masks.score_mod_offset(conjuncts, sizes.offset(call.query_offset))
 
 
 def exact_part(part: masks.Mask) -> masks.Mask:

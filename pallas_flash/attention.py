@@ -10,6 +10,7 @@ import jax
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_flash import arguments, checks, dispatch
+from pallas_flash.call import Call
 from pallas_flash.checks import AnyArray
 from pallas_flash.context_parallel import Context
 from pallas_flash.dropout import Shared
@@ -229,7 +230,8 @@ def flash_attention(
       NotImplementedError: the named implementation cannot run this call.
     """
     call = dict(locals())
-    return _outputs(dispatch.attend, call, call.pop("return_residual"))
+    return_residual = call.pop("return_residual")
+    return _outputs(dispatch.attend, Call(**call), return_residual)
 
 
 in_lines(flash_attention)
@@ -287,31 +289,26 @@ def flash_attention_jvp(primals: Sequence[AnyArray], tangents: Sequence[AnyArray
     """
 
     def attend(*primals):
-        return _outputs(dispatch.attend_in_forward_mode, *asked(*primals, **options))
+        return _outputs(dispatch.attend_in_forward_mode, *make_call(*primals, **options))
 
     return jax.jvp(attend, tuple(primals), tuple(tangents))
 
 
-def asked(*args, **kwargs) -> tuple[dict[str, Any], Any]:
-    """The arguments of a call of flash_attention with their defaults, but return_residual; and
-    return_residual."""
-    call = inspect.signature(flash_attention).bind(*args, **kwargs)
-    call.apply_defaults()
-    return_residual = call.arguments.pop("return_residual")
-    return checks.with_arrays(call.arguments), return_residual
+def make_call(*args, **kwargs) -> tuple[Call, Any]:
+    """A call of flash_attention, and its return_residual."""
+    call = dict(inspect.signature(flash_attention).bind(*args, **kwargs).arguments)
+    return_residual = call.pop("return_residual", False)
+    return Call(**call), return_residual
 
 
 def normalised(*args, **kwargs) -> tuple[arguments.Problem, arguments.Operands]:
     """The problem and the operands of a call of flash_attention, as if all of it were on one
     device."""
-    call, _ = asked(*args, **kwargs)
-    return arguments.normalise(
-        **{name: x for name, x in call.items() if name not in ("implementation", "context")}
-    )
+    call, _ = make_call(*args, **kwargs)
+    return arguments.normalise(call)
 
 
-def _outputs(attend, call, return_residual):
+def _outputs(attend, call: Call, return_residual):
     return_residual = checks.flag("return_residual", return_residual)
-    call = checks.with_arrays(call)
-    with device.at(call.values()):
+    with device.at(call.arguments().values()):
         return dispatch.results(return_residual, *dispatch.on_devices(attend, call))

@@ -20,15 +20,6 @@ def is_array(x) -> bool:
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
-def with_arrays(call: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call, with the array in place of each object that only has a
-    __jax_array__."""
-    return {
-        name: jnp.asarray(x) if hasattr(x, "__jax_array__") and not is_array(x) else x
-        for name, x in call.items()
-    }
-
-
 def is_int(x) -> bool:
     return isinstance(x, int | np.integer)
 
@@ -43,7 +34,7 @@ def is_constant(x) -> bool:
     )
 
 
-def from_shapes(f: Callable, call: dict[str, Any]):
+def from_shapes(f: Callable, call: Any):
     """f(call), which returns no array, of a call of arrays or of shapes; computes nothing."""
     leaves, tree = jax.tree.flatten(call)
     data = [is_array(x) and not is_constant(x) for x in leaves]
@@ -185,6 +176,8 @@ def rng(name: str, x):
 
 
 def window(size) -> Window:
+    if isinstance(size, Window):
+        return size
     try:
         left, right = (size, size) if is_int(size) else size
         return Window(left, right)

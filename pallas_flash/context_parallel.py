@@ -3,7 +3,6 @@ in them."""
 
 import dataclasses
 import math
-from typing import Any
 
 import jax
 import numpy as np
@@ -11,6 +10,7 @@ from jax import lax
 
 from pallas_flash import arguments, checks, dropout, masks
 from pallas_flash.arguments import Operands, Problem
+from pallas_flash.call import Call
 from pallas_flash.devices import ring, sharding
 from pallas_flash.devices.call import arrays_of, axes_of, with_arrays
 from pallas_flash.mods.score_mod import BoundScoreMod
@@ -117,7 +117,7 @@ def _device_count(scheme: Context) -> int:
         ) from None
 
 
-def _gather_integers(scheme: Context, call: dict[str, Any], devices: int) -> dict[str, Any]:
+def _gather_integers(scheme: Context, call: Call, devices: int) -> Call:
     """The call with its integers by row or key gathered from all devices, since they are small, in
     the order of the sequence."""
 
@@ -131,25 +131,11 @@ def _gather_integers(scheme: Context, call: dict[str, Any], devices: int) -> dic
     return with_arrays(call, {path: whole(path, x) for path, x in arrays_of(call).items()})
 
 
-MASK_ARGUMENTS = (
-    *(
-        "is_causal",
-        "query_seq_lengths",
-        "key_value_seq_lengths",
-        "local_window_size",
-        "query_offset",
-    ),
-    *("query_segment_ids", "key_value_segment_ids"),
-)
-
-
-def plan_ring(
-    scheme: Context, call: dict[str, Any]
-) -> tuple[ring.Loop, Problem, Problem, Operands]:
+def plan_ring(scheme: Context, call: Call) -> tuple[ring.Loop, Problem, Problem, Operands]:
     """The loop, the problem of a pair in it, and the problem and operands of all pairs. The call is
     `exact`, with this device's part of each array."""
     devices, C = _device_count(scheme), scheme.CHUNKS
-    query, key, value = arguments.arrays(call["query"], call["key"], call["value"])
+    query, key, value = arguments.arrays(call.query, call.key, call.value)
     lead, (T, N, _), (S, K) = query.shape[:-3], query.shape[-3:], key.shape[-3:-1]
     for name, n in dict(query=T, key=S).items():
         if n % C:
@@ -158,36 +144,26 @@ def plan_ring(
             )
     B, call = math.prod(lead), _gather_integers(scheme, call, devices)
     sizes = lambda T: Sizes(lead or (1,), dict(B=B, T=T, S=devices * S, N=N, K=K))
-    mask = call["mask"]
-    rule, mask = (mask, None) if isinstance(mask, masks.Mask) else (None, mask)
-    seen = arguments.visible(
-        sizes(devices * T), rule, **{name: call[name] for name in MASK_ARGUMENTS}
-    )
+    seen = arguments.visible(sizes(devices * T), call)
     loop = ring.Loop.shortest(scheme.names, devices, C, seen, devices * T)
 
     numbers = loop.chunk_indices(lax.axis_index(scheme.names))
     chunked = lambda x: x.reshape(B * C, x.shape[-3] // C, *x.shape[-2:])
-    local = dict.fromkeys(MASK_ARGUMENTS) | dict(
-        is_causal=False, query_offset=0, resolved_mask=seen.slice_chunks(B, numbers, T // C)
-    )
-    local |= dict(
-        query=chunked(query), key=chunked(key), value=chunked(value), bias=None, mask=None
-    )
-    if "dropout_seeds" in call:
-        local["dropout_seeds"] = _chunk_seeds(
-            call["dropout_seeds"].reshape(B, 1, N, 2), numbers * (T // C), S // C
-        )
-    if (score := call["score_mod"]) is not None:
-        near = masks.score_mod_offset(masks.conjuncts(rule), sizes(T).offset(call["query_offset"]))
-        score = BoundScoreMod.bind(score, checks.sums(query.dtype), near, B).slice_chunks(
-            B, numbers * (T // C)
-        )
-    problem, operands = arguments.normalise(**call | local | dict(score_mod=None))
+    local = dict(query=chunked(query), key=chunked(key), value=chunked(value))
+    local |= dict(bias=None, mask=None, score_mod=None)
+    if call.dropout_seeds is not None:
+        seeds = call.dropout_seeds.reshape(B, 1, N, 2)
+        local["dropout_seeds"] = _chunk_seeds(seeds, numbers * (T // C), S // C)
+    resolved_mask = seen.slice_chunks(B, numbers, T // C)
+    problem, operands = arguments.normalise(call.replace(**local, resolved_mask=resolved_mask))
 
-    bias, mask = (
-        sizes(T).dense("bias", call["bias"], query.dtype),
-        sizes(T).dense("mask", mask, bool),
-    )
+    score, mask = call.score_mod, None if isinstance(call.mask, masks.Mask) else call.mask
+    if score is not None:
+        near = arguments.score_mod_offset(sizes(T), call)
+        score = BoundScoreMod.bind(score, checks.sums(query.dtype), near, B)
+        score = score.slice_chunks(B, numbers * (T // C))
+    bias = sizes(T).dense("bias", call.bias, query.dtype)
+    mask = sizes(T).dense("mask", mask, bool)
     operands = operands._replace(bias=bias, mask=mask, score=score)
     problem = problem.of_part(operands)
     return loop, ring.pair_problem(loop, problem, operands), problem, operands
@@ -203,10 +179,10 @@ def _chunk_seeds(seeds, first, keys: int):
     return dropout.moved(seeds, first[:, None]).reshape(-1, *seeds.shape[2:])
 
 
-def exchange_heads(scheme: AllToAll, call: dict[str, Any]) -> dict[str, Any]:
+def exchange_heads(scheme: AllToAll, call: Call) -> Call:
     """The call for all rows and this device's part of the heads."""
     devices, axis = _device_count(scheme), scheme.names
-    query, key, _ = arguments.arrays(call["query"], call["key"], call["value"])
+    query, key, _ = arguments.arrays(call.query, call.key, call.value)
     (N, K), lead = (query.shape[-2], key.shape[-2]), query.ndim - 3
     if N % devices or (K % devices and K != 1):
         takes = f"{scheme} takes heads that are multiples of its {devices} devices, or one key head"
@@ -238,10 +214,10 @@ def exchange_heads(scheme: AllToAll, call: dict[str, Any]) -> dict[str, Any]:
 # ---- outside: the context of a call, and what it sends
 
 
-def resolve_context(call: dict[str, Any]) -> dict[str, Any]:
+def resolve_context(call: Call) -> Call:
     """The call with its context; if it names none, a Ring where its rows lie on a mesh with
     explicit axes."""
-    context = call["context"]
+    context = call.context
     if context is None and (axis := sharding.find_row_axes(call)) is not None:
         context = Ring(axis)
     if not isinstance(context, Context | None):
@@ -250,9 +226,9 @@ def resolve_context(call: dict[str, Any]) -> dict[str, Any]:
             f"context_parallel; got {context!r}."
         )
     # a map of all blocks is of no use to one device
-    if context is not None and isinstance(call["mask"], masks.Mask):
-        call = call | dict(mask=masks.without_block_types(call["mask"]))
-    return call | dict(context=context)
+    if context is not None and isinstance(call.mask, masks.Mask):
+        call = call.replace(mask=masks.without_block_types(call.mask))
+    return call.replace(context=context)
 
 
 def _describe_ring(scheme: Context, loop: ring.Loop, problem: Problem) -> str:
@@ -273,10 +249,10 @@ def _describe_ring(scheme: Context, loop: ring.Loop, problem: Problem) -> str:
     )
 
 
-def plan(scheme: Context, call: dict[str, Any]) -> tuple[Problem, str]:
+def plan(scheme: Context, call: Call) -> tuple[Problem, str]:
     """The problem of a device, or of one of its pairs in a ring, and what the device sends."""
     if isinstance(scheme, AllToAll):
-        problem = arguments.normalise(**exchange_heads(scheme, call))[0]
+        problem = arguments.normalise(exchange_heads(scheme, call))[0]
         return problem, _describe_all_to_all(scheme, problem, _device_count(scheme))
     loop, pair, problem, _ = plan_ring(scheme, call)
     return pair, _describe_ring(scheme, loop, problem)

@@ -16,25 +16,24 @@ from pallas_flash import (
     selection,
     vmap,
 )
+from pallas_flash.call import Call
 from pallas_flash.devices import ring, sharding, ulysses, varying
 from pallas_flash.devices.call import exact
 from pallas_flash.kernels import device
 
 
-def on_devices(attend, call):
-    """attend(**call) of what each device has, where arrays lie on a mesh."""
+def on_devices(attend, call: Call):
+    """attend(call) of what each device has, where arrays lie on a mesh."""
     call = context_parallel.resolve_context(call)
     mesh = sharding.mesh_of(call)
-    call = call if mesh is None and call["context"] is None else exact(call)
+    if mesh is not None or call.context is not None:
+        call = exact(call)
     if mesh is None:
-        return attend(**call)
-    outputs, floats = (
-        sharding.by_device(attend, call, mesh),
-        (call["query"], call["key"], call["value"]),
-    )
-    return (
-        derivative_modes.without_reverse(outputs) if any(map(varying.axes_of, floats)) else outputs
-    )
+        return attend(call)
+    outputs = sharding.by_device(attend, call, mesh)
+    if any(map(varying.axes_of, (call.query, call.key, call.value))):
+        return derivative_modes.without_reverse(outputs)
+    return outputs
 
 
 def results(return_residual: bool, o, lse, max_logits):
@@ -43,18 +42,19 @@ def results(return_residual: bool, o, lse, max_logits):
     return (o, *more) if more else o
 
 
-def attend(implementation, context, **call):
+def attend(call: Call):
+    context, implementation = call.context, call.implementation
     if isinstance(context, context_parallel.AllToAll):
-        problem, operands = arguments.normalise(**context_parallel.exchange_heads(context, call))
+        problem, operands = arguments.normalise(context_parallel.exchange_heads(context, call))
         choice = _over_explicit_axes(_choose(problem, implementation), operands)
         choice = choice.wrap(ulysses.UlyssesPass, context.names)
-        operands = ulysses.localize_rows(context.names, problem, operands, call["sinks"])
+        operands = ulysses.localize_rows(context.names, problem, operands, call.sinks)
         return _shaped(call, problem, *autodiff.attend(problem, choice, operands))
     if context is not None:
         loop, pair, problem, operands = context_parallel.plan_ring(context, call)
         choice = ring.wrap(_choose(pair, implementation), loop)
         return _shaped(call, problem, *autodiff.attend(problem, choice, operands))
-    problem, operands = arguments.normalise(**call)
+    problem, operands = arguments.normalise(call)
     choice = _over_explicit_axes(_choose(problem, implementation), operands)
     choice = _over_auto_axes(choice, operands)
     return _shaped(call, problem, *autodiff.attend(problem, choice, operands))
@@ -93,19 +93,19 @@ def _over_auto_axes(choice: backends.Choice, operands) -> backends.Choice:
     return choice.wrap(partition.PartitionedPass)
 
 
-def attend_in_forward_mode(implementation, context, **call):
-    if context is not None:
+def attend_in_forward_mode(call: Call):
+    if call.context is not None:
         raise NotImplementedError(
             "flash_attention_jvp is for sequences that are whole on a device; got "
-            f"context={context}."
+            f"context={call.context}."
         )
-    problem, operands = arguments.normalise(**call)
-    choice = selection.in_forward_mode(problem, implementation)
+    problem, operands = arguments.normalise(call)
+    choice = selection.in_forward_mode(problem, call.implementation)
     return _shaped(call, problem, *autodiff.attend_in_forward_mode(problem, choice, operands))
 
 
-def _shaped(call, problem, o, *numbers):
-    rows = np.shape(call["query"])[:-1]
+def _shaped(call: Call, problem, o, *numbers):
+    rows = np.shape(call.query)[:-1]
     return o.reshape(*rows, problem.value_size), *jax.tree.map(
         lambda x: jnp.swapaxes(x, 1, 2).reshape(rows), numbers
     )

@@ -6,6 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from pallas_flash import arguments, attention, checks, context_parallel, dispatch, selection
+from pallas_flash.call import Call
 from pallas_flash.kernels import device
 
 
@@ -36,29 +37,27 @@ class Explanation:
 def explain(*args: Any, **kwargs: Any) -> Explanation:
     """What `flash_attention` would run for these arguments, arrays or `jax.ShapeDtypeStruct`s, and
     why. Computes nothing."""
-    call, _ = attention.asked(*args, **kwargs)
-    with device.at(call.values()):
+    call, _ = attention.make_call(*args, **kwargs)
+    with device.at(call.arguments().values()):
         problem, context = checks.from_shapes(_problem_of, call)
-        choice = selection.choose(problem, call["implementation"], check=False)
-        why_not, condition = selection.reasons(problem, choice, call["implementation"])
+        choice = selection.choose(problem, call.implementation, check=False)
+        why_not, condition = selection.reasons(problem, choice, call.implementation)
         copies = choice.backend.copies(problem)
     return Explanation(
         problem, choice.backend.name, choice.tiles, why_not, condition, context, copies
     )
 
 
-def _problem_of(call) -> tuple[arguments.Problem, str | None]:
+def _problem_of(call: Call) -> tuple[arguments.Problem, str | None]:
     """The problem of a call, and None; where a sequence lies on several devices, the problem of
     each, and what they send."""
     call, found = context_parallel.resolve_context(call), []
-    if call["context"] is None:
-        return attention.normalised(**call)[0], None
+    if call.context is None:
+        return arguments.normalise(call)[0], None
 
-    def note(implementation, context, **call):
-        found.append(context_parallel.plan(context, call))
-        o = jnp.zeros_like(
-            call["query"], shape=(*call["query"].shape[:-1], call["value"].shape[-1])
-        )
+    def note(call: Call):
+        found.append(context_parallel.plan(call.context, call))
+        o = jnp.zeros_like(call.query, shape=(*call.query.shape[:-1], call.value.shape[-1]))
         return o, o[..., 0], None
 
     dispatch.on_devices(note, call)

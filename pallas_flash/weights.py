@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_flash import arguments, attention, checks, dispatch, reference
 from pallas_flash.arguments import Operands
+from pallas_flash.call import WeightsCall
 from pallas_flash.checks import AnyArray
 from pallas_flash.masks import Mask
 from pallas_flash.signatures import Options
@@ -44,14 +45,10 @@ def attention_weights(
       The errors of flash_attention; TypeError or ValueError: rows are not such numbers;
       NotImplementedError: a context, or queries or keys that are spread over several devices.
     """
-    call, _ = attention.asked(query, key, key, bias, mask, **options)
-    call |= dict(
-        dropout_rate=0.0,
-        dropout_rng=None,
-        return_max_logits=False,
-        rows=_rows(rows, jnp.shape(call["query"])),
-    )
-    weights, *_ = dispatch.on_devices(_attend, call)
+    call, _ = attention.make_call(query, key, key, bias, mask, **options)
+    call = call.replace(dropout_rate=0.0, dropout_rng=None, return_max_logits=False)
+    rows = _rows(rows, jnp.shape(call.query))
+    weights, *_ = dispatch.on_devices(_attend, WeightsCall(**call.arguments(), rows=rows))
     return jnp.moveaxis(weights, -2, -3)
 
 
@@ -74,18 +71,20 @@ def _rows(rows, shape) -> jax.Array:
     return jnp.asarray(found)
 
 
-def _attend(implementation, context, rows, **call):
+def _attend(call: WeightsCall):
     """The weights [*B, rows, N, S] of what a device has, where dispatch.on_devices has an output
     and two arrays of rows."""
-    if context is not None:
+    if call.context is not None:
         raise NotImplementedError(
-            f"attention_weights is for sequences that are whole on a device; got context={context}."
+            "attention_weights is for sequences that are whole on a device; got "
+            f"context={call.context}."
         )
-    problem, x = arguments.normalise(**call)
+    problem, x = arguments.normalise(call)
+    rows = call.rows
     found = reference.weights(
         dataclasses.replace(problem, queries=rows.size), _of_rows(x, rows), rows
     )
-    lead = call["query"].shape[:-3]
+    lead = call.query.shape[:-3]
     return (
         jnp.swapaxes(found, 1, 2).reshape(*lead, rows.size, problem.heads, problem.keys),
         None,

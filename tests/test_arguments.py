@@ -1,13 +1,17 @@
 """What a user may get wrong: each mistake has its error, which says what was expected and what
 came."""
 
+import dataclasses
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_flash import checks, explain, flash_attention, masks
+from pallas_flash import checks, explain, flash_attention, masks, paged_attention
 from pallas_flash.attention import normalised
+from pallas_flash.call import Call, PagedCall
 from pallas_flash.kernels import device
 
 Q, K = (2, 5, 4, 8), (2, 7, 2, 8)
@@ -585,3 +589,15 @@ def test_explain_has_the_errors_of_the_call():
         explain(jnp.ones(Q), jnp.ones(K), jnp.ones(K), sinks=jnp.ones(5))
     with pytest.raises(TypeError, match="unexpected keyword argument 'causal'"):
         explain(jnp.ones(Q), jnp.ones(K), jnp.ones(K), causal=True)
+
+
+def test_a_call_has_a_field_for_each_argument_with_its_default():
+    signature = inspect.signature(flash_attention).parameters
+    default = lambda parameter: None if parameter.default is parameter.empty else parameter.default
+    arguments = {name: default(parameter) for name, parameter in signature.items()}
+    del arguments["return_residual"]
+    fields = {field.name: field.default for field in dataclasses.fields(Call)}
+    assert list(fields)[: len(arguments)] == list(arguments)
+    assert {name: fields[name] for name in arguments} == arguments
+    paged = {*inspect.signature(paged_attention).parameters} - {"return_residual"}
+    assert paged <= {field.name for field in dataclasses.fields(PagedCall)}

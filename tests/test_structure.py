@@ -101,6 +101,7 @@ ORDER = [
     "decode",
     "quantised",
     "arguments",
+    "call",
     "dropout",
     "sizes",
     "checks",

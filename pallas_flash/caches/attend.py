@@ -23,68 +23,52 @@ from pallas_flash import (
 from pallas_flash.arguments import Problem
 from pallas_flash.backends import Backend
 from pallas_flash.caches import ragged
+from pallas_flash.call import PagedCall
 from pallas_flash.devices import varying
 from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.mods.score_mod import BoundScoreMod
 from pallas_flash.selfcheck import comparison, verdicts
 
 
-def attend(implementation, **call):
+def attend(call: PagedCall):
     """o [B, T, N, Hv], lse [B, T, N] and the largest logits, or None, of a call of paged_attention;
     with cu_seqlens_q [tokens, N, Hv] and [tokens, N]."""
     arrays = {
-        name: x for name, x in call.items() if checks.is_array(x) or isinstance(x, BoundScoreMod)
+        name: x
+        for name, x in call.arguments().items()
+        if checks.is_array(x) or isinstance(x, BoundScoreMod)
     }
-    static = {name: x for name, x in call.items() if name not in arrays}
-    return _attend_jit(implementation, tuple(static.items()), arrays)
+    return _attend_jit(call.replace(context=None, **dict.fromkeys(arrays)), arrays)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _attend_jit(implementation, static, arrays):
-    call = dict(static) | derivative_modes.no_first(arrays)
-    del call["context"]
-    cu_seqlens = call.pop("cu_seqlens_q")
-    (_, page, K, _), (*_, T, N, _) = call["k_pages"].shape, call["query"].shape
+@functools.partial(jax.jit, static_argnums=0)
+def _attend_jit(static: PagedCall, arrays):
+    call = static.replace(**derivative_modes.no_first(arrays))
+    (_, page, K, _), (*_, T, N, _) = call.k_pages.shape, call.query.shape
+    cu_seqlens = call.cu_seqlens_q
     cu_seqlens = None if cu_seqlens is None else ragged.within(cu_seqlens, T)
-    if call["query_offset"] is None:
-        new = T if call["query_seq_lengths"] is None else call["query_seq_lengths"]
+    if call.query_offset is None:
+        new = T if call.query_seq_lengths is None else call.query_seq_lengths
         new = new if cu_seqlens is None else jnp.diff(cu_seqlens)
-        call["query_offset"] = (
-            jnp.minimum(call["lengths"], call["page_table"].shape[1] * page) - new
-        )
+        held = jnp.minimum(call.lengths, call.page_table.shape[1] * page)
+        call = call.replace(query_offset=held - new)
     if cu_seqlens is None:
-        return _attend_batch(implementation, False, **call)
+        return _attend_batch(call, is_ragged=False)
     tiles = ragged.Tiles.of(cu_seqlens, T, max(1, decode.ROWS * K // N))
-    o, *numbers = _attend_batch(implementation, True, **tiles.rows_of(call))
+    o, *numbers = _attend_batch(tiles.rows_of(call), is_ragged=True)
     return tiles.tokens(o, 0), *jax.tree.map(lambda x: tiles.tokens(x, -jnp.inf), numbers)
 
 
-def _attend_batch(
-    implementation,
-    is_ragged: bool,
-    *,
-    k_pages,
-    v_pages,
-    page_table,
-    lengths,
-    k_scales,
-    v_scales,
-    **call,
-):
+def _attend_batch(call: PagedCall, is_ragged: bool):
+    k_pages, v_pages, k_scales, v_scales = call.k_pages, call.v_pages, call.k_scales, call.v_scales
+    implementation, page_table = call.implementation, call.page_table
     B, pages = page_table.shape
-    dtype = k_pages.dtype if k_scales is None else call["query"].dtype
+    dtype = k_pages.dtype if k_scales is None else call.query.dtype
     like = lambda x: jnp.broadcast_to(
         x[0, 0].astype(dtype), (B, pages * x.shape[1], *x.shape[2:])
     )  # never made: its shape is read
-    call |= dict.fromkeys(("bias", "query_segment_ids", "key_value_segment_ids", "dropout_rng"))
-    call |= dict(
-        key=like(k_pages),
-        value=like(v_pages),
-        key_value_seq_lengths=lengths,
-        dropout_rate=0.0,
-        deterministic=True,
-    )
-    problem, operands = arguments.normalise(**call)
+    call = call.replace(key=like(k_pages), value=like(v_pages), key_value_seq_lengths=call.lengths)
+    problem, operands = arguments.normalise(call)
     kind = Pages(
         (k_pages.shape, v_pages.shape), None if k_scales is None else str(k_pages.dtype), is_ragged
     )
@@ -92,9 +76,7 @@ def _attend_batch(
     if _copies(backend, problem, kind):
         copied = functools.partial(_in_order, problem, operands.resolved_mask, page_table, dtype)
         return dispatch.attend(
-            implementation,
-            None,
-            **call | dict(key=copied(k_pages, k_scales), value=copied(v_pages, v_scales)),
+            call.replace(key=copied(k_pages, k_scales), value=copied(v_pages, v_scales))
         )
     scales = () if k_scales is None else ((k_scales, v_scales),)
     operands, scales = varying.vary_alike((operands._replace(key=k_pages, value=v_pages), scales))

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int, Real
 from pallas_flash import checks, dispatch, quantised, scores
 from pallas_flash.caches import ragged
 from pallas_flash.caches.attend import attend
+from pallas_flash.call import PagedCall
 from pallas_flash.checks import AnyArray
 from pallas_flash.devices import sharding
 from pallas_flash.kernels import device
@@ -198,54 +199,51 @@ def paged_attention(
     quantised.check(k_pages, v_pages, **scales)
     sinks = None if sinks is None else checks.array("sinks", sinks)
     number, factors = checks.scale(scale, query.shape[-1] ** -0.5, query.shape[-2])
-    call = dict(
-        query=query,
-        k_pages=k_pages,
-        v_pages=v_pages,
-        page_table=table,
-        lengths=lengths,
-        sinks=sinks,
-    )
-    call |= dict(cu_seqlens_q=starts)
     if starts is not None and query_seq_lengths is not None:
         raise ValueError(
             "query_seq_lengths cannot go with cu_seqlens_q, which says how many tokens each row "
             "has."
         )
-    for name, x in dict(query_seq_lengths=query_seq_lengths, query_offset=query_offset).items():
-        call[name] = None if x is None else checks.ints(name, x)
-        if (
-            x is not None
-            and call[name].shape != lengths.shape
-            and (name, call[name].shape) != ("query_offset", ())
-        ):
-            raise ValueError(f"{name} must be int32 [B] = {lengths.shape}; got {call[name].shape}.")
-    if local_window_size is not None:
-        window = checks.window(local_window_size)
-        local_window_size = window.left, window.right
-    call |= dict(is_causal=checks.flag("is_causal", is_causal), local_window_size=local_window_size)
-    call |= dict(
-        logits_soft_cap=checks.number("logits_soft_cap", logits_soft_cap, None, positive=True)
-    )
+    rows = dict(query_seq_lengths=query_seq_lengths, query_offset=query_offset)
+    rows = {name: _by_row(name, x, lengths.shape) for name, x in rows.items()}
     if score_mod is not None:
-        call["score_mod"] = BoundScoreMod.bind(
+        score_mod = BoundScoreMod.bind(
             scores.fitting(score_mod, query.shape[-2]), checks.sums(query.dtype)
         )
-    call |= dict(
-        implementation=implementation,
-        mask=None,
-        context=None,
+    call = PagedCall(
+        query=query,
+        k_pages=k_pages,
+        v_pages=v_pages,
+        page_table=table,
+        lengths=lengths,
+        cu_seqlens_q=starts,
         scale=number if factors is None else factors,
+        is_causal=is_causal,
+        local_window_size=local_window_size,
+        logits_soft_cap=logits_soft_cap,
+        sinks=sinks,
+        score_mod=score_mod,
+        implementation=implementation,
+        return_max_logits=return_max_logits,
+        **rows,
         **scales,
     )
-    call["return_max_logits"] = checks.flag("return_max_logits", return_max_logits)
     return_residual = checks.flag("return_residual", return_residual)
     mesh = sharding.mesh_of(call)
     if mesh is not None and score_mod is not None:
-        call["score_mod"] = call["score_mod"].with_indices(lengths.shape, query.shape[-2])
-    with device.at(call.values()):
-        found = attend(**call) if mesh is None else sharding.pages_by_device(attend, call, mesh)
+        call = call.replace(score_mod=score_mod.with_indices(lengths.shape, query.shape[-2]))
+    with device.at(call.arguments().values()):
+        found = attend(call) if mesh is None else sharding.pages_by_device(attend, call, mesh)
     return dispatch.results(return_residual, *found)
+
+
+def _by_row(name: str, x, shape: tuple[int, ...]):
+    if x is None:
+        return None
+    x = checks.ints(name, x)
+    if x.shape != shape and (name, x.shape) != ("query_offset", ()):
+        raise ValueError(f"{name} must be int32 [B] = {shape}; got {x.shape}.")
+    return x
 
 
 in_lines(paged_attention)

@@ -2,12 +2,14 @@
 own, which decoding takes."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int
+
+from pallas_flash.call import PagedCall
 
 
 def check(name: str, cu_seqlens, tokens: int):
@@ -78,21 +80,21 @@ class Tiles(NamedTuple):
             is_real,
         )
 
-    def rows_of(self, call: dict[str, Any]) -> dict[str, Any]:
+    def rows_of(self, call: PagedCall) -> PagedCall:
         """The call with a batch row for each tile. Its query_offset is that of each row's first
         token."""
-        by_row = {name: call[name][self.row] for name in ("page_table", "lengths")}
-        offset = (
-            jnp.broadcast_to(call["query_offset"], call["lengths"].shape)[self.row] + self.first
+        offset, score = jnp.broadcast_to(call.query_offset, call.lengths.shape), call.score_mod
+        if score is not None and score.mod.uses_batch:
+            batch = score.indices(len(call.lengths), 1)[0][self.row]
+            score = dataclasses.replace(score, batch=batch)
+        return call.replace(
+            query=call.query[self.source],
+            page_table=call.page_table[self.row],
+            lengths=call.lengths[self.row],
+            query_offset=offset[self.row] + self.first,
+            query_seq_lengths=self.count,
+            score_mod=score,
         )
-        query = dict(
-            query=call["query"][self.source], query_offset=offset, query_seq_lengths=self.count
-        )
-        if (score := call.get("score_mod")) is not None and score.mod.uses_batch:
-            query["score_mod"] = dataclasses.replace(
-                score, batch=score.indices(len(call["lengths"]), 1)[0][self.row]
-            )
-        return call | by_row | query
 
     def tokens(self, x, empty):
         """[tokens, ...] of [tiles, size, ...], `empty` for a token of no row."""

@@ -8,126 +8,89 @@ import jax
 import jax.numpy as jnp
 
 from pallas_flash import arguments, checks, dropout, masks, scores
+from pallas_flash.call import AXES, Call, is_data
 from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.mods.score_mod import BoundScoreMod
 
-AXES = {  # of the arrays of a call; P pages, C an axis that is whole on each device
-    "query": "BTNH",
-    "key": "BSKH",
-    "value": "BSKH",
-    "bias": "BNTS",
-    "mask": "BNTS",
-    "scale": "N",
-    "query_seq_lengths": "B",
-    "key_value_seq_lengths": "B",
-    "query_offset": "B",
-    "query_segment_ids": "BT",
-    "key_value_segment_ids": "BS",
-    "sinks": "N",
-    "rows": "C",
-    "dropout_seeds": "BNC",
-    "k_pages": "PCKH",
-    "v_pages": "PCKH",
-    "k_scales": "PCK",
-    "v_scales": "PCK",
-    "page_table": "BC",
-    "lengths": "B",
-    "cu_seqlens_q": "C",
-}
 CACHE_AXES = AXES | dict(length="B", key_scale="BSK", value_scale="BSK", table="BC", users="P")
 CACHE_AXES |= dict(count="B", cu_seqlens="C")  # beside a cache
 # of a score_mod; the arrays that rules read are whole on each device
 SCORE_AXES = {"batch": "B", "head": "N"}
 
 
-def exact(call: dict[str, Any]) -> dict[str, Any]:
-    """The call with query, key and value that fit each other, lists as arrays, and all integers as
-    int32: before jax takes them, which would cut off what is wider. For the key of dropout it has
-    the seeds of all batch rows and heads."""
-    names, ids = ("query", "key", "value"), ("query_segment_ids", "key_value_segment_ids")
-    call = call | dict(zip(names, arguments.arrays(*(call[name] for name in names)), strict=True))
-    lead, N = call["query"].shape[:-3], call["query"].shape[-2]
-    for name in ("bias", "mask", "scale", "sinks"):
-        call[name] = jnp.asarray(call[name]) if isinstance(call[name], list) else call[name]
-    for name in ("query_seq_lengths", "key_value_seq_lengths", "query_offset"):
-        if call[name] is not None and not checks.is_int(call[name]):
-            call[name] = checks.ints(name, call[name])
+def exact(call: Call) -> Call:
+    """The call with query, key and value that fit each other, and arrays that jax takes without
+    loss, one of one value as one for each. For the key of dropout it has the seeds of all batch
+    rows and heads."""
+    query, key, value = arguments.arrays(call.query, call.key, call.value)
+    dropout_rng = call.dropout_rng
+    call = call.exact().replace(query=query, key=key, value=value, dropout_rng=None)
+    lead, N = query.shape[:-3], query.shape[-2]
+    each = {}
     for name, shape in dict(scale=(N,), query_offset=lead).items():
-        # one for all is one for each, to spread over devices
-        if isinstance(call[name], jax.Array) and call[name].size == 1:
-            call[name] = jnp.broadcast_to(jnp.reshape(call[name], ()), shape)
-    if dropout.dropped(checks.rate("dropout_rate", call["dropout_rate"])):
-        call["dropout_seeds"] = dropout.seeds(call["dropout_rng"], *lead, N)
-    call["dropout_rng"] = None
-    if call["score_mod"] is not None:
-        score = BoundScoreMod.bind(
-            scores.fitting(call["score_mod"], N), checks.sums(call["query"].dtype)
-        )
-        call["score_mod"] = score.with_indices(lead, N)
-    there = {name: call[name] for name in ids if call[name] is not None}
-    call |= zip(there, checks.ids(there), strict=True)
-    if isinstance(call["mask"], masks.Mask):
-        numbered = lambda part: (
-            part.with_indices(lead, N)
-            if isinstance(part, masks.MaskMod | masks.BlockTypes)
-            else part
-        )
-        exact = (arguments.exact_part(numbered(part)) for part in masks.leaves(call["mask"]))
-        call["mask"] = masks.with_leaves(call["mask"], exact)
-    return call
+        x = getattr(call, name)
+        if isinstance(x, jax.Array) and x.size == 1:
+            each[name] = jnp.broadcast_to(jnp.reshape(x, ()), shape)
+    if dropout.dropped(call.dropout_rate):
+        each["dropout_seeds"] = dropout.seeds(dropout_rng, *lead, N)
+    if call.score_mod is not None:
+        score = BoundScoreMod.bind(scores.fitting(call.score_mod, N), checks.sums(query.dtype))
+        each["score_mod"] = score.with_indices(lead, N)
+    if isinstance(call.mask, masks.Mask):
+        new = (_exact_part(part, lead, N) for part in masks.leaves(call.mask))
+        each["mask"] = masks.with_leaves(call.mask, new)
+    return call.replace(**each)
 
 
-def arrays_of(call) -> dict[tuple, Any]:
-    """The arrays of a call by where they are: (name,), or ("mask", number of the part, field)."""
+def _exact_part(part: masks.Mask, lead: tuple[int, ...], heads: int) -> masks.Mask:
+    if isinstance(part, masks.MaskMod | masks.BlockTypes):
+        part = part.with_indices(lead, heads)
+    return arguments.exact_part(part)
+
+
+def arrays_of(call: Call) -> dict[tuple, Any]:
+    """The arrays of a call by where they are: (name,), or ("mask", index of the part, field)."""
     found = {
-        (name,): call[name]
-        for name in AXES
-        if name in call and not isinstance(call[name], masks.Mask)
+        (name,): x
+        for name, x in call.arguments().items()
+        if name in AXES and not isinstance(x, masks.Mask)
     }
-    for number, part in (
-        enumerate(masks.leaves(call["mask"])) if isinstance(call["mask"], masks.Mask) else ()
-    ):
-        found |= {("mask", number, field): getattr(part, field) for field in part.ARRAYS}
-        found |= {
-            ("mask", number, n): x
-            for n, x in enumerate(part.arrays if isinstance(part, masks.MaskMod) else ())
-        }
-    if isinstance(score := call.get("score_mod"), BoundScoreMod):
+    for index, part in enumerate(_mask_parts(call)):
+        found |= {("mask", index, field): getattr(part, field) for field in part.ARRAYS}
+        captured = part.arrays if isinstance(part, masks.MaskMod) else ()
+        found |= {("mask", index, n): x for n, x in enumerate(captured)}
+    if isinstance(score := call.score_mod, BoundScoreMod):
         found |= {("score_mod", name): getattr(score, name) for name in SCORE_AXES}
         found |= {("score_mod", n): x for n, x in enumerate(score.arrays)}
-    # NumPy's numbers stay outside: they are known while tracing
-    return {
-        path: x
-        for path, x in found.items()
-        if isinstance(x, jax.Array) or (hasattr(x, "dtype") and len(x.shape))
-    }
+    return {path: x for path, x in found.items() if is_data(x)}
 
 
-def axes_of(path, call) -> str:
+def _mask_parts(call: Call) -> list[masks.Mask]:
+    return list(masks.leaves(call.mask)) if isinstance(call.mask, masks.Mask) else []
+
+
+def axes_of(path, call: Call) -> str:
     """One for each axis of an array of `arrays_of`, the last ones if it may have fewer axes."""
     if path[0] == "score_mod":
         return SCORE_AXES.get(path[1], "")
-    return (
-        AXES[path[0]]
-        if len(path) == 1
-        else masks.leaves(call["mask"])[path[1]].ARRAYS.get(path[2], "")
-    )
+    if len(path) == 1:
+        return AXES[path[0]]
+    return _mask_parts(call)[path[1]].ARRAYS.get(path[2], "")
 
 
-def with_arrays(call, arrays: dict[tuple, Any]) -> dict[str, Any]:
+def with_arrays(call: Call, arrays: dict[tuple, Any]) -> Call:
     """The call with other arrays where `arrays_of` found some."""
-    call, rules = (
-        dict(call),
-        masks.leaves(call["mask"]) if isinstance(call["mask"], masks.Mask) else [],
-    )
+    new, parts, score = {}, _mask_parts(call), call.score_mod
     for path, x in arrays.items():
         if len(path) == 1:
-            call[path[0]] = x
+            new[path[0]] = x
         elif path[0] == "score_mod":
-            call["score_mod"] = _replaced(call["score_mod"], path[1], x)
+            score = _replaced(score, path[1], x)
         else:
-            rules[path[1]] = _replaced(rules[path[1]], path[2], x)
-    return call | (dict(mask=masks.with_leaves(call["mask"], iter(rules))) if rules else {})
+            parts[path[1]] = _replaced(parts[path[1]], path[2], x)
+    if parts:
+        new["mask"] = masks.with_leaves(call.mask, iter(parts))
+    return call.replace(**new, score_mod=score)
 
 
 def _replaced(rule, name: str | int, x):

@@ -13,17 +13,18 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_flash import primitives
 from pallas_flash.backends import Pass
+from pallas_flash.call import Call
 from pallas_flash.devices.call import CACHE_AXES, arrays_of, axes_of, with_arrays
 
 
-def mesh_of(call: dict[str, Any]) -> AbstractMesh | None:
+def mesh_of(call: Call) -> AbstractMesh | None:
     """The mesh with axes of type Explicit that an array of the call is on, or else that
     jax.set_mesh named; or one with Auto axes that the call's context names. None without."""
     meshes = collect_meshes(arrays_of(call).values())
     explicit = find_explicit(meshes)
-    if explicit is not None or call["context"] is None:
+    if explicit is not None or call.context is None:
         return explicit
-    axes = set(axis_names(call["context"].axis))
+    axes = set(axis_names(call.context.axis))
     return next((m for m in meshes if axes <= _axes_of_type(m, AxisType.Auto)), None)
 
 
@@ -37,15 +38,15 @@ def find_explicit(meshes: list[AbstractMesh]) -> AbstractMesh | None:
     return next((m for m in meshes if AxisType.Explicit in m.axis_types), None)
 
 
-def by_device(attend: Callable, call: dict[str, Any], mesh: AbstractMesh):
-    """attend(**call), (o, lse, largest logits or None), of a call that is `exact`, by jax.shard_map
+def by_device(attend: Callable, call: Call, mesh: AbstractMesh):
+    """attend(call), (o, lse, largest logits or None), of a call that is `exact`, by jax.shard_map
     over the axes of the mesh that the batch, the heads, and with a context the rows lie on."""
-    arrays, context, lead = arrays_of(call), call["context"], call["query"].ndim - 3
+    arrays, context, lead = arrays_of(call), call.context, call.query.ndim - 3
     # a shard_map goes over them
     is_outside = context is None or set(context.names) <= _axes_of_type(mesh, AxisType.Manual)
     rows = None if is_outside else context.axis
     for name in ("query", "key", "value"):
-        _check(name, call[name], rows, mesh)
+        _check(name, getattr(call, name), rows, mesh)
     axes = [
         found or said
         for found, said in zip(
@@ -57,7 +58,7 @@ def by_device(attend: Callable, call: dict[str, Any], mesh: AbstractMesh):
     return _shard_map(attend, call, arrays, [*axes, rows], mesh)
 
 
-def pages_by_device(attend: Callable, call: dict[str, Any], mesh: AbstractMesh):
+def pages_by_device(attend: Callable, call: Call, mesh: AbstractMesh):
     """The same of paged_attention: each device has all pages, of its own key/value heads, and
     nothing is gathered."""
     arrays = arrays_of(call)
@@ -74,14 +75,14 @@ def pages_by_device(attend: Callable, call: dict[str, Any], mesh: AbstractMesh):
 
 
 def _shard_map(
-    attend: Callable, call: dict[str, Any], arrays: dict[tuple, Any], axes: list, mesh: AbstractMesh
+    attend: Callable, call: Call, arrays: dict[tuple, Any], axes: list, mesh: AbstractMesh
 ):
-    """attend(**call) by jax.shard_map, where each leading axis, the heads and the rows lie on these
+    """attend(call) by jax.shard_map, where each leading axis, the heads and the rows lie on these
     axes."""
     specs = tuple(_spec(axes_of(path, call), x.shape, axes, mesh) for path, x in arrays.items())
     shape = arrays["query",].shape
     outs = _spec("BTNH", shape, axes, mesh), *[_spec("BTN", shape[:-1], axes, mesh)] * 2
-    rest = tuple(with_arrays(call, dict.fromkeys(arrays)).items())
+    rest = with_arrays(call, dict.fromkeys(arrays))
     program = _program_once if _is_hashable(rest) else _program
     return program(attend, mesh, tuple(arrays), specs, outs, rest)(tuple(arrays.values()))
 
@@ -125,7 +126,7 @@ def _map_cache(f, mesh, static, cache, arrays):
 
 
 def _program(attend, mesh, paths, specs, outs, rest):
-    local = lambda arrays: attend(**with_arrays(dict(rest), dict(zip(paths, arrays, strict=True))))
+    local = lambda arrays: attend(with_arrays(rest, dict(zip(paths, arrays, strict=True))))
     explicit = lambda axis: (
         tuple(name for name in axis_names(axis) if name in _axes_of_type(mesh, AxisType.Explicit))
         or None
@@ -191,13 +192,13 @@ def _is_hashable(x) -> bool:
     return True
 
 
-def find_row_axes(call: dict[str, Any]):
+def find_row_axes(call: Call):
     """The axes of the mesh that rows or keys lie on, and nothing else of the query; None if they
     are whole."""
     specs = [
         jax.typeof(x).sharding.spec
         for name in ("query", "key", "value")
-        if isinstance(x := call[name], jax.Array)
+        if isinstance(x := getattr(call, name), jax.Array)
     ]
     taken = {
         name for spec in specs[:1] for axis in (*spec[:-3], *spec[-2:]) for name in axis_names(axis)
