@@ -180,50 +180,21 @@ class RingPass(Pass):
 
     def __call__(self, problem: Problem, tiles, x: Operands, *rest):
         slices, groups = head_slices(problem, self.loop.chunks)
-        run = functools.partial(_forward if self.is_forward else _backward, self, groups)
         axes = _head_axes(problem) if self.is_forward else Gradients(2, 2, 2)
+
+        def run(heads, x, *rest):
+            trip = RoundTrip(self, groups, heads, problem, tiles, x)
+            return trip.forward() if self.is_forward else trip.backward(*rest)
 
         def some_heads(n, outputs):
             heads = Slice(slices=slices, index=n)
-            return jax.tree.map(heads.put, outputs, run(heads, problem, tiles, x, *rest), axes)
+            return jax.tree.map(heads.put, outputs, run(heads, x, *rest), axes)
 
         if slices == 1:
-            return run(Slice(), problem, tiles, x, *rest)
-        outputs = jax.eval_shape(lambda *x: run(Slice(), problem, tiles, *x), x, *rest)
+            return run(Slice(), x, *rest)
+        outputs = jax.eval_shape(functools.partial(run, Slice()), x, *rest)
         zeros = jax.tree.map(lambda y: _zeros(x.query, y.shape, y.dtype), outputs)
         return schedule.loop(0, slices, some_heads, zeros)
-
-    def each_pair(
-        self,
-        heads: Slice,
-        groups: int,
-        problem: Problem,
-        x: Operands,
-        t,
-        keys,
-        step: Callable,
-        carry,
-    ):
-        """carry = step(rows, b, problem, operands, carry) of all pairs, `rows` and a chunk b of
-        keys, that may see each other."""
-        device, chunks = self.loop.device_at(t), self.loop.chunks
-
-        def visit(n, carry):
-            a, b, group = n // chunks % chunks, n % chunks, n // chunks**2
-            rows = Slice(chunks, a, keys[0].shape[2], groups, group)
-            pair = lambda: pair_operands(
-                self.loop, problem, take_heads(x, heads), keys, device, rows, b
-            )
-            some = self.loop.is_on_mesh(device) & pair().resolved_mask.any_visible(problem.queries)
-
-            def visited(carry):  # slices its operands here, and only if the pair is visible
-                operands = pair()
-                return step(rows, b, problem.of_part(operands), operands, carry)
-
-            return lax.cond(some, visited, lambda carry: carry, carry)
-
-        pairs = chunks**2 * groups
-        return visit(0, carry) if pairs == 1 else schedule.loop(0, pairs, visit, carry)
 
 
 def wrap(choice: Choice, loop: Loop) -> Choice:
@@ -316,70 +287,93 @@ def _head_axes(problem: Problem):
     return 2, SoftmaxState(1, 1, 1 if problem.max_logits else None)
 
 
-def _forward(ring: RingPass, groups: int, heads: Slice, problem: Problem, tiles, x: Operands):
-    some = take_heads(x, heads)
-    B, T, N, _ = some.query.shape
-    wide = sums(x.query.dtype)
-    sinks = None if x.sinks is None else some.sinks[None, :, None]
-    unit = ring.backend.unit(problem)
-    start = online_softmax.start(_zeros(x.query, (B, N, T), wide), sinks, unit, problem.max_logits)
-    axes = _head_axes(problem)
+class RoundTrip(NamedTuple):
+    """A slice of the heads on its way around the ring."""
 
-    def attend(t, keys, carry):
-        def merged(rows, _, p, pair, carry):
-            new = online_softmax.merge(
-                jax.tree.map(rows.take, carry, axes), ring.run(p, tiles, pair), unit
-            )
+    call: RingPass
+    groups: int  # slices of the query heads that share a key head, which attend one by one
+    heads: Slice
+    problem: Problem  # of all chunks and heads
+    tiles: Any
+    x: Operands  # of all heads
+
+    def forward(self):
+        p, call, some = self.problem, self.call, take_heads(self.x, self.heads)
+        B, T, N, _ = some.query.shape
+        wide = sums(some.query.dtype)
+        sinks = None if some.sinks is None else some.sinks[None, :, None]
+        unit = call.backend.unit(p)
+        start = online_softmax.start(self.zeros((B, N, T), wide), sinks, unit, p.max_logits)
+        axes = _head_axes(p)
+
+        def merge(rows, _, p, pair, carry):
+            old = jax.tree.map(rows.take, carry, axes)
+            new = online_softmax.merge(old, call.run(p, self.tiles, pair), unit)
             return jax.tree.map(rows.put, carry, new, axes)
 
-        return ring.each_pair(heads, groups, problem, x, t, keys, merged, carry)
+        attend = lambda t, keys, carry: self.each_pair(t, keys, merge, carry)
+        start = self.zeros((B, T, N, p.value_size), wide), start
+        o, stats = call.loop.run(attend, (some.key, some.value), start)
+        return o.astype(some.query.dtype), stats
 
-    o, stats = ring.loop.run(
-        attend,
-        (some.key, some.value),
-        (_zeros(x.query, (B, T, N, problem.value_size), wide), start),
-    )
-    return o.astype(x.query.dtype), stats
+    def backward(self, lse, do, delta) -> Gradients:
+        loop, wide, some = self.call.loop, delta.dtype, take_heads(self.x, self.heads)
+        if self.call.backend.takes_row_scale:  # a pair has some of the keys
+            lse = lse._replace(dlse=None)
+        zeros = lambda y: None if y is None else self.zeros(y.shape, wide)
 
+        def plus(y, some: Slice, new, axis=0):
+            return some.put(y, some.take(y, axis) + new.astype(wide), axis)
 
-def _backward(
-    ring: RingPass, groups: int, heads: Slice, problem: Problem, tiles, x: Operands, lse, do, delta
-):
-    loop, wide, some = ring.loop, delta.dtype, take_heads(x, heads)
-    if ring.backend.takes_row_scale:  # a pair has some of the keys
-        lse = lse._replace(dlse=None)
-    zeros = lambda y: None if y is None else _zeros(x.query, y.shape, wide)
+        def step(t, keys, carry, dkv):
+            def add(rows, b, p, pair, carry):
+                (dq, dbias, captured), (dk, dv) = carry
+                take = lambda y, axis: rows.take(self.heads.take(y, axis), axis)
+                of_rows = jax.tree.map(lambda y: take(y, 1), lse), take(do, 2), take(delta, 1)
+                new = self.call.run(p, self.tiles, pair, *of_rows)
+                if dbias is not None:
+                    at = _tile_bounds(loop, self.problem, dbias, loop.device_at(t), rows.chunk, b)
+                    tile = lax.dynamic_slice(dbias, *at) + new.bias.astype(wide)
+                    dbias = lax.dynamic_update_slice(dbias, tile, at[0])
+                keys = Slice(loop.chunks, b)
+                dkv = plus(dk, keys, new.key), plus(dv, keys, new.value)
+                captured = tuple(map(jnp.add, captured, new.captured))
+                return (plus(dq, rows, new.query, 2), dbias, captured), dkv
 
-    def step(t, keys, mine, dkv):
-        def added(rows, b, p, pair, carry):
-            (dq, dbias, dtables), dkv = carry
-            by_row = (
-                jax.tree.map(lambda y: rows.take(heads.take(y, axis), axis), y)
-                for y, axis in ((lse, 1), (do, 2), (delta, 1))
-            )
-            new = ring.run(p, tiles, pair, *by_row)
-            plus = lambda y, some, new, axis=0: some.put(
-                y, some.take(y, axis) + new.astype(wide), axis
-            )
-            if dbias is not None:
-                starts, sizes = _tile_bounds(loop, problem, dbias, loop.device_at(t), rows.chunk, b)
-                dbias = lax.dynamic_update_slice(
-                    dbias, lax.dynamic_slice(dbias, starts, sizes) + new.bias.astype(wide), starts
-                )
-            keys = Slice(loop.chunks, b)
-            dtables = tuple(map(jnp.add, dtables, new.captured))
-            dk, dv = dkv
-            dkv = plus(dk, keys, new.key), plus(dv, keys, new.value)
-            return (plus(dq, rows, new.query, 2), dbias, dtables), dkv
+            start = carry, (zeros(some.key), zeros(some.value))
+            carry, new = self.each_pair(t, keys, add, start)
+            return carry, jax.tree.map(jnp.add, dkv, new)  # last, so that products overlap sending
 
-        mine, own = ring.each_pair(
-            heads, groups, problem, x, t, keys, added, (mine, (zeros(some.key), zeros(some.value)))
+        captured = tuple(map(zeros, self.x.differentiable.captured))
+        start = (
+            (zeros(some.query), zeros(self.x.bias), captured),
+            (zeros(some.key), zeros(some.value)),
         )
-        return mine, jax.tree.map(jnp.add, dkv, own)  # last, so that products overlap the sending
+        (dq, dbias, captured), (dk, dv) = loop.run_round_trip(step, (some.key, some.value), *start)
+        gradients = Gradients(dq, dk, dv, dbias, captured=captured)
+        like = self.x.differentiable._replace(sinks=None)
+        return jax.tree.map(lambda dy, y: dy.astype(y.dtype), gradients, like)
 
-    dtables = tuple(map(zeros, x.differentiable.captured))
-    start = (zeros(some.query), zeros(x.bias), dtables), (zeros(some.key), zeros(some.value))
-    (dq, dbias, dtables), (dk, dv) = loop.run_round_trip(step, (some.key, some.value), *start)
-    gradients = Gradients(dq, dk, dv, dbias, captured=dtables)
-    like = x.differentiable._replace(sinks=None)
-    return jax.tree.map(lambda dy, y: dy.astype(y.dtype), gradients, like)
+    def each_pair(self, t, keys, step: Callable, carry):
+        """carry = step(rows, b, problem, operands, carry) of all pairs, `rows` and a chunk b of
+        keys, that may see each other."""
+        p, loop, x = self.problem, self.call.loop, self.x
+        device, chunks = loop.device_at(t), loop.chunks
+
+        def visit(n, carry):
+            a, b, group = n // chunks % chunks, n % chunks, n // chunks**2
+            rows = Slice(chunks, a, keys[0].shape[2], self.groups, group)
+            pair = lambda: pair_operands(loop, p, take_heads(x, self.heads), keys, device, rows, b)
+            some = loop.is_on_mesh(device) & pair().resolved_mask.any_visible(p.queries)
+
+            def visited(carry):  # slices its operands here, and only if the pair is visible
+                operands = pair()
+                return step(rows, b, p.of_part(operands), operands, carry)
+
+            return lax.cond(some, visited, lambda carry: carry, carry)
+
+        pairs = chunks**2 * self.groups
+        return visit(0, carry) if pairs == 1 else schedule.loop(0, pairs, visit, carry)
+
+    def zeros(self, shape, dtype):
+        return _zeros(self.x.query, shape, dtype)
