@@ -186,19 +186,6 @@ class Walk:
             carry = self.run(body.jaxpr, body.consts, [*args[first:second], *carry])
         return carry
 
-    def _scan(self, eqn, args, params):
-        body, start = params["jaxpr"], params["num_consts"]
-        stop, rows = start + params["num_carry"], []
-        carry = args[start:stop]
-        for i in range(params["length"])[:: -1 if params["reverse"] else 1]:
-            x = [x if x is UNKNOWN else x[i] for x in args[stop:]]
-            out = self.run(body.jaxpr, body.consts, [*args[:start], *carry, *x])
-            carry = out[: params["num_carry"]]
-            rows.append(out[params["num_carry"] :])
-        rows = rows[:: -1 if params["reverse"] else 1]
-        stack = lambda ys: UNKNOWN if any(y is UNKNOWN for y in ys) else np.stack(ys)
-        return [*carry, *(stack(ys) for ys in zip(*rows, strict=True))]
-
 
 class Observer(Walk):
     """Counts, in `kernel`, what a kernel loads, stores and computes."""

@@ -192,11 +192,11 @@ def test_the_timeline_obeys_what_it_stands_for(consumers, overlap):
             f"{unit}: two jobs at once"
         )
     loads = {span.label: span for span in spans if span.lane == "TMA"}
-    for own in range(consumers):
+    for c in range(consumers):
         mine = {
             span.label: span
             for span in spans
-            if span.lane.startswith(f"consumer {own}") and span.label != "max"
+            if span.lane.startswith(f"consumer {c}") and span.label != "max"
         }
         for j in range(blocks):
             s, exp, pv = (mine[label] for label in (f"$S_{j}$", f"exp {j}", f"$P_{j}V_{j}$"))
