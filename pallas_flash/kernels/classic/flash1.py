@@ -17,7 +17,7 @@ from jax.interpreters import mlir
 
 from pallas_flash import online_softmax, schedule
 from pallas_flash.arguments import Gradients, Operands, Problem
-from pallas_flash.kernels.triton import predicate, tile
+from pallas_flash.kernels.triton import mods, tile
 from pallas_flash.kernels.triton.tuning import power_of_two
 
 # Pallas' interpreter has one thread, which waits for nobody.
@@ -59,7 +59,7 @@ def why_not(problem: Problem) -> str | None:
 
 def forward(problem: Problem, tiles: Tiles, x: Operands):
     """o [B, T, N, Hv] in the query's dtype, and the SoftmaxState of its rows."""
-    p, x = problem, predicate.plain(x)
+    p, x = problem, mods.flatten(x)
     at = tile.layout(p, tiles, lambda n, b: dict(b=b, B=b, n=n, k=n // p.group))
     rows = jax.ShapeDtypeStruct((p.batch, p.heads, p.queries), jnp.float32)
     o, *stats = tile.launch(
@@ -89,7 +89,7 @@ def _kernel(x: Operands, o_ref, *stats_refs, problem: Problem, tiles: Tiles):
         write(row, jnp.zeros((tiles.block_q, o_ref.shape[1]), jnp.float32), stats)
 
     def write(row, o, stats):
-        tile.store(tile.part(o_ref, row.slice), o, row.inside, columns)
+        tile.store(tile.subtile(o_ref, row.slice), o, row.inside, columns)
         for ref, x in zip(stats_refs, jax.tree.leaves(stats), strict=True):
             tile.store(ref.at[row.slice], x, row.inside)
 
@@ -99,7 +99,7 @@ def _kernel(x: Operands, o_ref, *stats_refs, problem: Problem, tiles: Tiles):
         k, v = tile.keys_and_values(p, x.key.at[key.slice], x.value.at[key.slice], key.inside)
 
         def query_tile(row, _):
-            view = tile.view(x.resolved_mask, row, p.queries, pair=pair)
+            mask = tile.mask(x.resolved_mask, row, p.queries, pair=pair)
             # [bq, H]
             q = tile.load(x.query.at[row.slice], row.inside, tile.head(x.query, p.head_size))
             o = tile.load(o_ref.at[row.slice], row.inside, columns)  # [bq, Hv]
@@ -107,10 +107,10 @@ def _kernel(x: Operands, o_ref, *stats_refs, problem: Problem, tiles: Tiles):
                 *(tile.load(ref.at[row.slice], row.inside) for ref in stats_refs)
             )
             s = tile.scores(p, q, k, None)  # [bq, bk]
-            s = jnp.where(view.sees(key, tile.dense(x.mask, (), row, key), True), s, -jnp.inf)
+            s = jnp.where(mask.visible(key, tile.dense(x.mask, (), row, key), True), s, -jnp.inf)
             prob, alpha, new = online_softmax.step(s, stats)
-            prob = tile.dropped(p, x.seeds, (), row, key, prob)
-            pv = tile.dot(prob.astype(v.dtype), jnp.where(view.reach(key, True)[:, None], v, 0))
+            prob = tile.drop(p, x.seeds, (), row, key, prob)
+            pv = tile.dot(prob.astype(v.dtype), jnp.where(mask.reach(key, True)[:, None], v, 0))
             o = ((stats.l * alpha)[:, None] * o + pv) / jnp.where(new.l == 0, 1.0, new.l)[:, None]
             write(row, o, new)
 
@@ -131,7 +131,7 @@ def _for_query_tiles(p: Problem, tiles: Tiles, body, carry):
 
 def backward(problem: Problem, tiles: Tiles, x: Operands, lse, do, delta) -> Gradients:
     """lse is the paper's l and m in one; the cotangent of lse is in delta already."""
-    p, x = problem, predicate.plain(x)
+    p, x = problem, mods.flatten(x)
     at = tile.layout(p, tiles, lambda k, b: dict(b=b, B=b, n=k, k=k), n=p.group)
     dq, dk, dv = tile.launch(
         functools.partial(_backward_kernel, problem=p, tiles=tiles),
@@ -166,7 +166,7 @@ def _backward_kernel(
 
     def start(g, row, _):
         zeros = jnp.zeros((tiles.block_q, dq_ref.shape[2]), jnp.float32)
-        tile.store(tile.part(dq_ref, row.slice, g), zeros, row.inside, columns)
+        tile.store(tile.subtile(dq_ref, row.slice, g), zeros, row.inside, columns)
 
     def key_tile(j, _):
         key = tile.span(j, tiles.block_k, p.keys)
@@ -175,29 +175,32 @@ def _backward_kernel(
 
         def query_tile(g, row, carry):
             dk, dv = carry
-            view = tile.view(x.resolved_mask, row, p.queries, pair=(b, head + g))
+            mask = tile.mask(x.resolved_mask, row, p.queries, pair=(b, head + g))
             by_row, by_head = (row.slice, g), (g, row.slice)
             refs = tile.Rows(
                 x.query.at[by_row], do_ref.at[by_row], lse_ref.at[by_head], delta_ref.at[by_head]
             )
-            rows, live = refs.load(p, row, row.inside), view.live(row, True)[:, None]
-            rows = rows._replace(q=jnp.where(live, rows.q, 0), do=jnp.where(live, rows.do, 0))
-            reach = view.reach(key, True)[:, None]
+            rows, valid = refs.load(p, row, row.inside), mask.valid(row, True)[:, None]
+            rows = rows._replace(q=jnp.where(valid, rows.q, 0), do=jnp.where(valid, rows.do, 0))
+            reach = mask.reach(key, True)[:, None]
             k_, v_ = jnp.where(reach, k, 0), jnp.where(reach, v, 0)
-            seen = view.sees(key, tile.dense(x.mask, (g,), row, key), True)
-            drop = functools.partial(tile.dropped, p, x.seeds, (g,), row, key)
-            prob, ds = tile.gradients(p, rows, k_, v_, None, seen, drop)  # [bq, bk]
+            visible = mask.visible(key, tile.dense(x.mask, (g,), row, key), True)
+            drop = functools.partial(tile.drop, p, x.seeds, (g,), row, key)
+            prob, ds = tile.gradients(p, rows, k_, v_, None, visible, drop)  # [bq, bk]
             ds = ds.astype(k.dtype)
             dq = tile.load(dq_ref.at[by_row], row.inside, columns) + p.scale * tile.dot(ds, k_)
-            tile.store(tile.part(dq_ref, *by_row), dq, row.inside, columns)
+            tile.store(tile.subtile(dq_ref, *by_row), dq, row.inside, columns)
             return dk + tile.t_dot(ds, rows.q), dv + tile.t_dot(prob.astype(k.dtype), rows.do)
 
         zeros = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
         dk, dv = _for_heads(p, tiles, query_tile, zeros)
         tile.store(
-            tile.part(dk_ref, key.slice), dk * p.scale, key.inside, tile.head(dk_ref, p.head_size)
+            tile.subtile(dk_ref, key.slice),
+            dk * p.scale,
+            key.inside,
+            tile.head(dk_ref, p.head_size),
         )
-        tile.store(tile.part(dv_ref, key.slice), dv, key.inside, tile.head(dv_ref, p.value_size))
+        tile.store(tile.subtile(dv_ref, key.slice), dv, key.inside, tile.head(dv_ref, p.value_size))
 
     _for_heads(p, tiles, start, None)
     schedule.loop(0, schedule.ceil_div(p.keys, tiles.block_k), key_tile, None)

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 
 from pallas_flash import online_softmax, schedule
 from pallas_flash.arguments import Gradients, Operands, Problem
-from pallas_flash.kernels.triton import predicate, tile
+from pallas_flash.kernels.triton import mods, tile
 from pallas_flash.kernels.triton.tuning import power_of_two
 
 
@@ -41,7 +41,7 @@ def tiles(problem: Problem) -> Tiles:
 
 def forward(problem: Problem, tiles: Tiles, x: Operands):
     """o [B, T, N, Hv] in the query's dtype, and the SoftmaxState of its rows."""
-    p, t, x = problem, tiles, predicate.plain(x)
+    p, t, x = problem, tiles, mods.flatten(x)
     s = _by_tile(_scores_kernel, p, t, x, out=[jnp.float32], name="scores")[0]
     prob, *stats = _softmax(p, t, x, s)
     return _sum_over_keys(p, t, x, prob, x.value, name="values"), online_softmax.SoftmaxState(
@@ -52,7 +52,7 @@ def forward(problem: Problem, tiles: Tiles, x: Operands):
 def backward(problem: Problem, tiles: Tiles, x: Operands, lse, do, delta) -> Gradients:
     """What frameworks kept from the forward, P, is computed again: between forward and backward
     there are only o and lse."""
-    p, t, dtype, x = problem, tiles, x.query.dtype, predicate.plain(x)
+    p, t, dtype, x = problem, tiles, x.query.dtype, mods.flatten(x)
     s = _by_tile(_scores_kernel, p, t, x, out=[jnp.float32], name="scores")[0]
     dp = _by_tile(_dp_kernel, p, t, x, (do, "btnv"), out=[jnp.float32], name="dp")[0]
     args = (s, "bnts"), (dp, "bnts"), (lse, "bnt"), (delta, "bnt")
@@ -103,11 +103,11 @@ def _own_tile(p: Problem, tiles: Tiles):
 def _scores_kernel(x: Operands, s_ref, *, problem: Problem, tiles: Tiles):
     p = problem
     row, key = _own_tile(p, tiles)
-    view = tile.view(x.resolved_mask, row, p.queries, pair=(pl.program_id(3), pl.program_id(2)))
+    mask = tile.mask(x.resolved_mask, row, p.queries, pair=(pl.program_id(3), pl.program_id(2)))
     q = tile.load(x.query, row.inside, tile.head(x.query, p.head_size))  # [bq, H]
     k = tile.load(x.key, key.inside, tile.head(x.key, p.head_size))  # [bk, H]
     s = tile.scores(p, q, k, tile.dense(x.bias, (), row, key))  # [bq, bk]
-    s = jnp.where(view.sees(key, tile.dense(x.mask, (), row, key), True), s, -jnp.inf)
+    s = jnp.where(mask.visible(key, tile.dense(x.mask, (), row, key), True), s, -jnp.inf)
     tile.store(s_ref, s, row.inside, key.inside)
 
 
@@ -151,8 +151,8 @@ def _softmax_kernel(x: Operands, s_ref, p_ref, *stats_refs, problem: Problem, ti
         prob = online_softmax.finish(
             online_softmax.power(s - stats.m[:, None], problem.unit), stats.l, problem.kept
         )
-        prob = tile.dropped(problem, x.seeds, (), row, key, prob)
-        tile.store(tile.part(p_ref, None, key.slice), prob, row.inside, key.inside)
+        prob = tile.drop(problem, x.seeds, (), row, key, prob)
+        tile.store(tile.subtile(p_ref, None, key.slice), prob, row.inside, key.inside)
 
     over_keys(write, None)
     for ref, x in zip(stats_refs, jax.tree.leaves(stats), strict=True):
@@ -184,13 +184,15 @@ def _online(over_keys, p: Problem, x: Operands, rows: int) -> online_softmax.Sof
 def _dp_kernel(x: Operands, do_ref, dp_ref, *, problem: Problem, tiles: Tiles):
     p = problem
     row, key = _own_tile(p, tiles)
-    view = tile.view(x.resolved_mask, row, p.queries)
-    do = _kept(tile.load(do_ref, row.inside, tile.head(do_ref, p.value_size)), view.live(row, True))
+    mask = tile.mask(x.resolved_mask, row, p.queries)
+    do = _kept(
+        tile.load(do_ref, row.inside, tile.head(do_ref, p.value_size)), mask.valid(row, True)
+    )
     v = _kept(
-        tile.load(x.value, key.inside, tile.head(x.value, p.value_size)), view.reach(key, True)
+        tile.load(x.value, key.inside, tile.head(x.value, p.value_size)), mask.reach(key, True)
     )
     tile.store(
-        dp_ref, tile.dropped(p, x.seeds, (), row, key, tile.dot_t(do, v)), row.inside, key.inside
+        dp_ref, tile.drop(p, x.seeds, (), row, key, tile.dot_t(do, v)), row.inside, key.inside
     )
 
 
@@ -204,7 +206,7 @@ def _softmax_backward_kernel(
     tanh = None if problem.soft_cap is None else s / (problem.soft_cap * problem.unit)
     prob = online_softmax.power(s - lse[..., None], problem.unit)
     prob, ds = online_softmax.gradients(prob, dp, delta[..., None], s > -jnp.inf, tanh)
-    tile.store(p_ref, tile.dropped(problem, x.seeds, (), row, key, prob), row.inside, key.inside)
+    tile.store(p_ref, tile.drop(problem, x.seeds, (), row, key, prob), row.inside, key.inside)
     tile.store(ds_ref, ds, row.inside, key.inside)
 
 
@@ -234,12 +236,12 @@ def _sum_over_keys_kernel(
 ):
     p = problem
     row = tile.span(pl.program_id(0), tiles.block_q, p.queries)
-    view, columns = tile.view(x.resolved_mask, row, p.queries), tile.head(b_ref, width)
+    mask, columns = tile.mask(x.resolved_mask, row, p.queries), tile.head(b_ref, width)
 
     def step(j, out):
         key = tile.span(j, tiles.block_k, p.keys)
         a = tile.load(a_ref.at[:, key.slice], row.inside, key.inside)  # [bq, bk]
-        b = _kept(tile.load(b_ref.at[key.slice], key.inside, columns), view.reach(key, True))
+        b = _kept(tile.load(b_ref.at[key.slice], key.inside, columns), mask.reach(key, True))
         return out + tile.dot(a, b)
 
     out = schedule.loop(
@@ -282,9 +284,9 @@ def _sum_over_queries_kernel(
     def query_head(g, out):
         def step(i, out):
             row = tile.span(i, tiles.block_q, p.queries)
-            view = tile.view(x.resolved_mask, row, p.queries)
+            mask = tile.mask(x.resolved_mask, row, p.queries)
             a = tile.load(a_ref.at[g, row.slice], row.inside, key.inside)  # [bq, bk]
-            b = _kept(tile.load(b_ref.at[row.slice, g], row.inside, columns), view.live(row, True))
+            b = _kept(tile.load(b_ref.at[row.slice, g], row.inside, columns), mask.valid(row, True))
             return out + tile.t_dot(a, b)
 
         return schedule.loop(0, schedule.ceil_div(p.queries, tiles.block_q), step, out)

@@ -61,23 +61,23 @@ squeeze sub tanh xor
 """.split()
 
 
-def _why_no_mod(asked: BoundMod | None) -> str | None:
-    if asked is None:
+def _why_no_mod(bound: BoundMod | None) -> str | None:
+    if bound is None:
         return None
     try:
-        operations = asked.primitives
+        operations = bound.primitives
     except TypeError as error:  # of a mask, which elsewhere may read what it likes
-        return f"{asked.mod}: {str(error).removesuffix('.')}"
-    if asked.why_not_flat:
-        return asked.why_not_flat
-    if narrow := re.search(r"\b[iuf]8\w*(?=\[)", asked.mod.text):
+        return f"{bound.mod}: {str(error).removesuffix('.')}"
+    if bound.why_not_flat:
+        return bound.why_not_flat
+    if narrow := re.search(r"\b[iuf]8\w*(?=\[)", bound.mod.text):
         return (
-            f"{asked.mod} computes with numbers of 8 bits ({narrow[0]}), for which Mosaic GPU "
+            f"{bound.mod} computes with numbers of 8 bits ({narrow[0]}), for which Mosaic GPU "
             "lacks operations: int32 will do"
         )
     if lacking := sorted(operations - set(_OPERATIONS)):
         return (
-            f"{asked.mod} needs {', '.join(lacking)}, which Mosaic GPU does not know for registers"
+            f"{bound.mod} needs {', '.join(lacking)}, which Mosaic GPU does not know for registers"
         )
     return None
 

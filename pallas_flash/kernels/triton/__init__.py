@@ -68,18 +68,18 @@ tanh xor
 
 
 def _why_no_rule(problem: Problem) -> str | None:
-    for asked in (problem.resolved_mask.mask_mod, problem.score):
-        if asked is None:
+    for bound in (problem.resolved_mask.mask_mod, problem.score):
+        if bound is None:
             continue
         try:
-            lacking = sorted(asked.primitives - set(_OPERATIONS))
+            lacking = sorted(bound.primitives - set(_OPERATIONS))
         except TypeError as error:  # of a mask, which elsewhere may read what it likes
-            return f"{asked.mod}: {str(error).removesuffix('.')}"
-        if asked.why_not_flat:
-            return asked.why_not_flat
+            return f"{bound.mod}: {str(error).removesuffix('.')}"
+        if bound.why_not_flat:
+            return bound.why_not_flat
         if lacking:
             return (
-                f"{asked.mod} needs {', '.join(lacking)}, which jax's Triton lowering does not "
+                f"{bound.mod} needs {', '.join(lacking)}, which jax's Triton lowering does not "
                 "know for tiles"
             )
     return None

@@ -15,8 +15,8 @@ from jax.experimental import pallas as pl
 
 from pallas_flash import schedule
 from pallas_flash.arguments import Gradients, Operands, Problem
-from pallas_flash.kernels.triton import predicate, tables, tile
-from pallas_flash.kernels.triton.forward import by_query_tile, own_pair, own_rows
+from pallas_flash.kernels.triton import mods, tables, tile
+from pallas_flash.kernels.triton.forward import by_query_tile, program_head, program_rows
 from pallas_flash.kernels.triton.tuning import AllTiles, Tiles
 
 
@@ -36,7 +36,7 @@ def of_scores(problem: Problem, tiles: AllTiles, x: Operands, lse, do, delta) ->
 
 def _dkv(p: Problem, tiles: Tiles, x: Operands, do, lse, delta):
     blocks = schedule.query_blocks(x.resolved_mask, p.queries, tiles.block_q, tiles.block_k)
-    x = predicate.listed(p, tiles, x, by_key=True)
+    x = mods.with_block_lists(p, tiles, x, by_key=True)
     shared = blocks.shape[0] == 1
     at = tile.layout(
         p, tiles, lambda j, k, b: dict(b=b, B=b, n=k, k=k, s=j), s=tiles.block_k, n=p.group
@@ -82,18 +82,18 @@ def _dkv_kernel(
         def step(t, carry, masked):
             dk, dv = carry
             row = tile.span(blocks.index(t), tiles.block_q, p.queries, bounded=masked)
-            view = tile.view(x.resolved_mask, row, p.queries, pair=pair)
+            mask = tile.mask(x.resolved_mask, row, p.queries, pair=pair)
             by_row, by_head = (row.slice, g), (g, row.slice)
             refs = tile.Rows(
                 x.query.at[by_row], do_ref.at[by_row], lse_ref.at[by_head], delta_ref.at[by_head]
             )
-            rows = refs.load(p, row, view.live(row, masked))
-            seen = view.sees(key, tile.dense(x.mask, (g,), row, key), masked)
-            drop = functools.partial(tile.dropped, p, x.seeds, (g,), row, key)
-            ask = tile.question(x, row, key, pair)
+            rows = refs.load(p, row, mask.valid(row, masked))
+            visible = mask.visible(key, tile.dense(x.mask, (g,), row, key), masked)
+            drop = functools.partial(tile.drop, p, x.seeds, (g,), row, key)
+            mod = tile.score_mod(x, row, key, pair)
             # [bq, bk]
             prob, ds = tile.gradients(
-                p, rows, k, v, tile.dense(x.bias, (g,), row, key), seen, drop, ask
+                p, rows, k, v, tile.dense(x.bias, (g,), row, key), visible, drop, mod
             )
             return dk + tile.t_dot(ds.astype(k.dtype), rows.q), dv + tile.t_dot(
                 prob.astype(k.dtype), rows.do
@@ -109,7 +109,7 @@ def _dkv_kernel(
 
 def _dq(p: Problem, tiles: Tiles, x: Operands, do, lse, delta):
     grid, at = by_query_tile(p, tiles)
-    x = predicate.listed(p, tiles, x)
+    x = mods.with_block_lists(p, tiles, x)
     (dq,) = tile.launch(
         functools.partial(_dq_kernel, problem=p, tiles=tiles),
         (x, do, lse, delta),
@@ -125,21 +125,21 @@ def _dq(p: Problem, tiles: Tiles, x: Operands, do, lse, delta):
 
 def _dq_kernel(x: Operands, do_ref, lse_ref, delta_ref, dq_ref, *, problem: Problem, tiles: Tiles):
     p = problem
-    row, pair = own_rows(p, tiles), own_pair()
-    view = tile.view(x.resolved_mask, row, p.queries, pair=pair)
-    blocks = view.blocks(tiles.block_k)
-    rows = tile.Rows(x.query, do_ref, lse_ref, delta_ref).load(p, row, view.live(row, True))
+    row, pair = program_rows(p, tiles), program_head()
+    mask = tile.mask(x.resolved_mask, row, p.queries, pair=pair)
+    blocks = mask.blocks(tiles.block_k)
+    rows = tile.Rows(x.query, do_ref, lse_ref, delta_ref).load(p, row, mask.valid(row, True))
 
     def step(t, dq, masked):
         key = tile.span(blocks.index(t), tiles.block_k, p.keys, bounded=masked)
         k, v = tile.keys_and_values(
-            p, x.key.at[key.slice], x.value.at[key.slice], view.reach(key, masked)
+            p, x.key.at[key.slice], x.value.at[key.slice], mask.reach(key, masked)
         )
-        seen = view.sees(key, tile.dense(x.mask, (), row, key), masked)
-        drop = functools.partial(tile.dropped, p, x.seeds, (), row, key)
-        ask = tile.question(x, row, key, pair)
+        visible = mask.visible(key, tile.dense(x.mask, (), row, key), masked)
+        drop = functools.partial(tile.drop, p, x.seeds, (), row, key)
+        mod = tile.score_mod(x, row, key, pair)
         # [bq, bk]
-        _, ds = tile.gradients(p, rows, k, v, tile.dense(x.bias, (), row, key), seen, drop, ask)
+        _, ds = tile.gradients(p, rows, k, v, tile.dense(x.bias, (), row, key), visible, drop, mod)
         return dq + tile.dot(ds.astype(k.dtype), k)
 
     dq = blocks.visit(step, jnp.zeros(dq_ref.shape, jnp.float32))
@@ -150,7 +150,7 @@ def _dbias(p: Problem, tiles: Tiles, x: Operands, do, lse, delta):
     """A program owns a tile of the bias and sums dS over the axes that the bias broadcasts, but for
     one case: a bias without queries or keys is small, so each batch and head gets its own sum, and
     those are added afterwards."""
-    (b, n, t, s), x = p.bias, predicate.plain(x)
+    (b, n, t, s), x = p.bias, mods.flatten(x)
     B, N = (p.batch, p.heads) if t == 1 or s == 1 else (b, n)
     all_or_one = lambda programs, size: 1 if programs > 1 else size
     cut = dict(b=all_or_one(B, p.batch), n=all_or_one(N, p.heads), k=all_or_one(N, p.kv_heads))
@@ -186,27 +186,27 @@ def _dbias_kernel(
 
     def query_tile(b, n, i, dbias):
         row = tile.span(i, tiles.block_q, p.queries)
-        view = tile.view(x.resolved_mask, row, p.queries, b, (first_b + b, first_n + n))
+        mask = tile.mask(x.resolved_mask, row, p.queries, b, (first_b + b, first_n + n))
         by_row, by_head = (b, row.slice, n), (b, n, row.slice)
         refs = tile.Rows(
             x.query.at[by_row], do_ref.at[by_row], lse_ref.at[by_head], delta_ref.at[by_head]
         )
-        rows = refs.load(p, row, view.live(row, True))
+        rows = refs.load(p, row, mask.valid(row, True))
 
         def step(j, dbias):
             key = tile.span(j, tiles.block_k, p.keys)
             at = (b, key.slice, lax.div(n, jnp.int32(p.group)) if N > 1 else tile.FIRST)
-            k, v = tile.keys_and_values(p, x.key.at[at], x.value.at[at], view.reach(key, True))
-            seen = view.sees(key, tile.dense(x.mask, (b, n), row, key), True)
-            drop = functools.partial(tile.dropped, p, x.seeds, (b, n), row, key)
-            ask = tile.question(x, row, key, (first_b + b, first_n + n), b)
+            k, v = tile.keys_and_values(p, x.key.at[at], x.value.at[at], mask.reach(key, True))
+            visible = mask.visible(key, tile.dense(x.mask, (b, n), row, key), True)
+            drop = functools.partial(tile.drop, p, x.seeds, (b, n), row, key)
+            mod = tile.score_mod(x, row, key, (first_b + b, first_n + n), b)
             _, ds = tile.gradients(
-                p, rows, k, v, tile.dense(x.bias, (b, n), row, key), seen, drop, ask
+                p, rows, k, v, tile.dense(x.bias, (b, n), row, key), visible, drop, mod
             )
             ds = jnp.sum(ds, 0, keepdims=True) if broadcast_q else ds
             return dbias + (jnp.sum(ds, 1, keepdims=True) if broadcast_k else ds)
 
-        blocks = view.blocks(tiles.block_k)
+        blocks = mask.blocks(tiles.block_k)
         first, last = blocks.first, blocks.last
         if not broadcast_k:
             first, last = jnp.maximum(first, own_j), jnp.minimum(last, own_j + 1)

@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 
 from pallas_flash import decode, online_softmax
 from pallas_flash.arguments import Operands, Problem
-from pallas_flash.kernels.triton import predicate, tile
+from pallas_flash.kernels.triton import mods, tile
 from pallas_flash.kernels.triton.tuning import DecodeTiles, power_of_two
 from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.quantised import weights
@@ -19,7 +19,7 @@ def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None, scale
     """o [B, T, N, Hv] in the query's dtype, and the SoftmaxState of its rows. With a `table` int32
     [B, pages] of page numbers, key and value are pages [P, page, K, n]; where these are quantised,
     both have `scales` [P, page, K]."""
-    p, rows = decode.as_rows(problem, predicate.plain(x))
+    p, rows = decode.as_rows(problem, mods.flatten(x))
     index = lambda part, k, b: dict(b=b, B=b, n=k, k=k, p=part)
     at = tile.layout(p, tiles, index, t=tiles.block_q, p=None)
     specs = at.operands(rows)
@@ -66,13 +66,13 @@ def _kernel(
         row.index // group,
         (pl.program_id(2), pl.program_id(1) * group + row.index[:, None] % group),
     )
-    view = tile.view(x.resolved_mask, row, p.queries)
+    mask = tile.mask(x.resolved_mask, row, p.queries)
     q = tile.load(x.query, row.inside, tile.head(x.query, p.head_size))  # [bq, H]
 
     def step(j, carry, masked):
         o, stats = carry
         key = tile.span(j, tiles.block_k, p.keys, bounded=masked)
-        inside = (key.index >= first) & view.reach(key, masked) if masked else None
+        inside = (key.index >= first) & mask.reach(key, masked) if masked else None
         k_ref, v_ref = (_block(ref, table_ref, key) for ref in (x.key, x.value))
         k, v = tile.keys_and_values(p, k_ref, v_ref, inside)
         k_scale, v_scale = (
@@ -84,21 +84,21 @@ def _kernel(
         s = online_softmax.scores(qk, None, p.scale, p.soft_cap, p.unit)  # [bq, bk]
         s = jnp.maximum(s, online_softmax.LOWEST)  # no multiply-add with -m
         if x.score is not None:
-            s = predicate.Question.of(x.score, pair, tile.FIRST, token, key.index).score(s)
-        seen = view.sees(key, None, masked)
-        s = s if seen is None else jnp.where(seen, s, -jnp.inf)
+            s = mods.bind(x.score, pair, tile.FIRST, token, key.index).score(s)
+        visible = mask.visible(key, None, masked)
+        s = s if visible is None else jnp.where(visible, s, -jnp.inf)
         prob, alpha, stats = online_softmax.step(s, stats, unit=p.unit)
         if v_scale is not None:
             prob, v = prob * v_scale, v.astype(weights(q.dtype))
         return o * alpha[:, None] + tile.dot(prob.astype(v.dtype), v), stats
 
     # pages before it may hold NaN
-    first = jnp.min(jnp.where(view.start < view.stop, view.start, ResolvedMask.ALL))
+    first = jnp.min(jnp.where(mask.start < mask.stop, mask.start, ResolvedMask.ALL))
     start = (
         jnp.zeros(o_ref.shape, jnp.float32),
         online_softmax.start(jnp.zeros(tiles.block_q, jnp.float32)),
     )
-    blocks = view.blocks(tiles.block_k).split(pl.program_id(0), tiles.parts)
+    blocks = mask.blocks(tiles.block_k).split(pl.program_id(0), tiles.parts)
     o, stats = blocks.visit(step, start)
     tile.store(o_ref, online_softmax.finish(o, stats.l), row.inside, tile.head(o_ref, p.value_size))
     tile.store(m_ref, stats.m, row.inside)

@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 
 from pallas_flash import online_softmax, schedule
 from pallas_flash.arguments import Operands, Problem
-from pallas_flash.kernels.triton import decode, predicate, tile
+from pallas_flash.kernels.triton import decode, mods, tile
 from pallas_flash.kernels.triton.tuning import AllTiles, Tiles
 
 
@@ -18,7 +18,7 @@ def forward(problem: Problem, tiles: AllTiles, x: Operands):
     if tiles.decode is not None:
         return decode.forward(problem, tiles.decode, x)
     p, t = problem, tiles.forward
-    x = predicate.listed(p, t, x)
+    x = mods.with_block_lists(p, t, x)
     grid, at = by_query_tile(p, t)
     row = jax.ShapeDtypeStruct((p.batch, p.heads, p.queries), jnp.float32)
     o, *stats = tile.launch(
@@ -45,35 +45,35 @@ def by_query_tile(p: Problem, tiles: Tiles):
     return (count, p.heads, p.batch), tile.layout(p, tiles, index, t=tiles.block_q)
 
 
-def own_rows(p: Problem, tiles: Tiles) -> tile.Span:
+def program_rows(p: Problem, tiles: Tiles) -> tile.Span:
     """The queries that a program of `by_query_tile` owns."""
     return tile.span(pl.num_programs(0) - 1 - pl.program_id(0), tiles.block_q, p.queries)
 
 
-def own_pair() -> tuple:
+def program_head() -> tuple:
     """The batch row and head that a program of `by_query_tile` owns."""
     return pl.program_id(2), pl.program_id(1)
 
 
 def _kernel(x: Operands, o_ref, *stats_refs, problem: Problem, tiles: Tiles):
     p = problem
-    row, pair = own_rows(p, tiles), own_pair()
-    view = tile.view(x.resolved_mask, row, p.queries, pair=pair)
-    blocks = view.blocks(tiles.block_k)
+    row, pair = program_rows(p, tiles), program_head()
+    mask = tile.mask(x.resolved_mask, row, p.queries, pair=pair)
+    blocks = mask.blocks(tiles.block_k)
     q = tile.load(x.query, row.inside, tile.head(x.query, p.head_size))  # [bq, H]
 
     def step(t, carry, masked):
         o, stats = carry
         key = tile.span(blocks.index(t), tiles.block_k, p.keys, bounded=masked)
         k, v = tile.keys_and_values(
-            p, x.key.at[key.slice], x.value.at[key.slice], view.reach(key, masked)
+            p, x.key.at[key.slice], x.value.at[key.slice], mask.reach(key, masked)
         )
-        ask = tile.question(x, row, key, pair)
-        s = tile.scores(p, q, k, tile.dense(x.bias, (), row, key), ask)  # [bq, bk]
-        seen = view.sees(key, tile.dense(x.mask, (), row, key), masked)
-        s = s if seen is None else jnp.where(seen, s, -jnp.inf)
+        mod = tile.score_mod(x, row, key, pair)
+        s = tile.scores(p, q, k, tile.dense(x.bias, (), row, key), mod)  # [bq, bk]
+        visible = mask.visible(key, tile.dense(x.mask, (), row, key), masked)
+        s = s if visible is None else jnp.where(visible, s, -jnp.inf)
         prob, alpha, stats = online_softmax.step(s, stats, unit=p.unit)
-        prob = tile.dropped(p, x.seeds, (), row, key, prob)
+        prob = tile.drop(p, x.seeds, (), row, key, prob)
         return o * alpha[:, None] + tile.dot(prob.astype(v.dtype), v), stats
 
     start = jnp.zeros(o_ref.shape, jnp.float32), tile.start(p, x, tiles.block_q)

@@ -11,12 +11,12 @@ from jax.experimental import pallas as pl
 
 from pallas_flash import schedule
 from pallas_flash.arguments import Operands, Problem
-from pallas_flash.kernels.triton import predicate, tile
+from pallas_flash.kernels.triton import mods, tile
 from pallas_flash.kernels.triton.tuning import Tiles, power_of_two
 from pallas_flash.mods import captured
 from pallas_flash.mods.captured import PAIR, Read
 
-OWN = 128  # entries at most
+ENTRIES = 128  # entries at most
 
 
 def gradients(p: Problem, tiles: Tiles, x: Operands, do, lse, delta) -> tuple:
@@ -27,7 +27,7 @@ def gradients(p: Problem, tiles: Tiles, x: Operands, do, lse, delta) -> tuple:
         x.score.mod.reads, x.score.captured_by_head(p.batch, p.heads), strict=True
     ):
         if read.array < len(totals):
-            sums = _sums(p, tiles, predicate.plain(x), do, lse, delta, read, number)
+            sums = _sums(p, tiles, mods.flatten(x), do, lse, delta, read, number)
             total = _together(sums, index, read, totals[read.array].shape)
             totals[read.array] = totals[read.array] + total.astype(totals[read.array].dtype)
             number += 1
@@ -61,7 +61,7 @@ def _sums(p: Problem, tiles: Tiles, x: Operands, do, lse, delta, read: Read, num
     """[B, N, entries of the axes that differ], of the tables' read `number`."""
     shape = x.score.mod.arrays[read.array].aval.shape
     entries = math.prod(shape[axis] for axis in _axes(read)[1])
-    own = min(OWN, power_of_two(entries)) if entries > 1 else 1
+    own = min(ENTRIES, power_of_two(entries)) if entries > 1 else 1
     programs = (
         schedule.ceil_div(entries, own)
         if entries > 1
@@ -105,33 +105,35 @@ def _kernel(
 
     def query_tile(i, sums):
         row = tile.span(i, tiles.block_q, p.queries)
-        view = tile.view(x.resolved_mask, row, p.queries, pair=pair)
+        mask = tile.mask(x.resolved_mask, row, p.queries, pair=pair)
         refs = tile.Rows(*(ref.at[row.slice] for ref in (x.query, do_ref, lse_ref, delta_ref)))
-        rows = refs.load(p, row, view.live(row, True))
+        rows = refs.load(p, row, mask.valid(row, True))
 
         def key_tile(j, sums):
             key = tile.span(j, tiles.block_k, p.keys)
-            ask = tile.question(x, row, key, pair)
-            entry = _entry(ask, read)
+            mod = tile.score_mod(x, row, key, pair)
+            entry = _entry(mod, read)
             first = jnp.maximum(jnp.min(entry), end - sums_ref.shape[0])
             last = jnp.minimum(jnp.max(entry) + 1, end)
 
             def added(_, sums):
                 k, v = tile.keys_and_values(
-                    p, x.key.at[key.slice], x.value.at[key.slice], view.reach(key, True)
+                    p, x.key.at[key.slice], x.value.at[key.slice], mask.reach(key, True)
                 )
-                seen = view.sees(key, tile.dense(x.mask, (), row, key), True)
-                drop = functools.partial(tile.dropped, p, x.seeds, (), row, key)
+                visible = mask.visible(key, tile.dense(x.mask, (), row, key), True)
+                drop = functools.partial(tile.drop, p, x.seeds, (), row, key)
                 bias = tile.dense(x.bias, (), row, key)
-                *_, tables = tile.with_tables(p, rows, k, v, bias, seen, drop, ask)
+                *_, tables = tile.with_tables(p, rows, k, v, bias, visible, drop, mod)
                 d = tables[number][2].astype(jnp.float32)
-                of = lambda e: jnp.sum(jnp.where(jnp.broadcast_to(entry, d.shape) == e, d, 0.0))
-                one_more = lambda e, sums: sums + jnp.where(own.index == e, of(e), 0.0)
+                at_entry = lambda e: jnp.sum(
+                    jnp.where(jnp.broadcast_to(entry, d.shape) == e, d, 0.0)
+                )
+                one_more = lambda e, sums: sums + jnp.where(own.index == e, at_entry(e), 0.0)
                 return schedule.loop(first, last, one_more, sums)
 
             return schedule.loop(0, (first < last).astype(jnp.int32), added, sums)
 
-        blocks = view.blocks(tiles.block_k)
+        blocks = mask.blocks(tiles.block_k)
         return schedule.loop(blocks.first, blocks.last, key_tile, sums)
 
     sums = jnp.zeros(sums_ref.shape, jnp.float32)
@@ -142,10 +144,10 @@ def _kernel(
     tile.store(sums_ref, sums, own.inside)
 
 
-def _entry(ask: predicate.Question, read: Read):
+def _entry(mod: mods.TileMod, read: Read):
     """Which entry each pair of a tile reads, of those along the axes that differ."""
-    number = ask.asked.mod.reads.index(read)
-    index, _ = ask.asked.read_captured(ask.read, *ask.numbers)[number]
+    number = mod.bound.mod.reads.index(read)
+    index, _ = mod.bound.read_captured(mod.read, *mod.indices)[number]
     differ = _axes(read)[1]
-    shape = ask.asked.mod.arrays[read.array].aval.shape
+    shape = mod.bound.mod.arrays[read.array].aval.shape
     return captured.flat_index([index[axis] for axis in differ], [shape[axis] for axis in differ])

@@ -1,5 +1,5 @@
-"""The words that the Triton kernels are written in: spans of rows and keys, loads, products, what
-a tile sees, the launch.
+"""The primitives of the Triton kernels: spans of rows and keys, loads, products, what a tile sees,
+the launch.
 
 Arrays in a kernel have sizes that are powers of two, and loads are bounded where an array ends
 earlier.
@@ -21,8 +21,8 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_flash import dropout, online_softmax, schedule
 from pallas_flash.arguments import Operands, Problem
-from pallas_flash.kernels.triton import predicate
-from pallas_flash.kernels.triton.predicate import FIRST
+from pallas_flash.kernels.triton import mods
+from pallas_flash.kernels.triton.mods import FIRST
 from pallas_flash.kernels.triton.tuning import power_of_two
 from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.pytrees import IntLike
@@ -63,8 +63,8 @@ def store(ref, x, rows=None, columns=None):
     plgpu.store(ref, x.astype(ref.dtype), mask=_inside(ref.shape, rows, columns))
 
 
-def part(ref, *index):
-    """The part of `ref` at `index`, None for all of an axis, to store into: with 64-bit integers
+def subtile(ref, *index):
+    """The subtile of `ref` at `index`, None for all of an axis, to store into: with 64-bit integers
     enabled Pallas' interpreter asks that all its starts be of one type."""
     index = (*index, *[None] * (len(ref.shape) - len(index)))
     return ref.at[
@@ -108,14 +108,14 @@ def _product(a, b, a_axis, b_axis):
     return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
-class View(NamedTuple):
+class TileMask(NamedTuple):
     """What the rows of a query tile see."""
 
     resolved_mask: ResolvedMask
     batch: IntLike  # the entry of the data's refs
     start: IntLike  # [rows]
     stop: IntLike
-    ask: Callable | None  # key indices -> the Question of the mask's mask_mod
+    bind: Callable | None  # key indices -> the TileMod of the mask's mask_mod
 
     def blocks(self, block_k: int) -> schedule.Blocks:
         where = self.resolved_mask.mask_mod
@@ -123,11 +123,11 @@ class View(NamedTuple):
             return schedule.Blocks.from_list(where.block_types)
         return schedule.key_blocks(self.start, self.stop, self.resolved_mask.contiguous, block_k)
 
-    def sees(self, key: Span, mask, masked: bool):
-        """Whether the rows see the keys, or None where they see all; `mask` is a tile of the dense
+    def visible(self, key: Span, dense, masked: bool):
+        """Whether the rows see the keys, or None where they see all; `dense` is a tile of the dense
         mask, or None."""
         if not masked:
-            return mask
+            return dense
         column = lambda x: x[:, None] if jnp.ndim(x) else x
         v, ids = self.resolved_mask, ()
         if v.query_ids is not None:
@@ -136,8 +136,8 @@ class View(NamedTuple):
                 load(v.key_ids.at[self.batch, key.slice], key.inside)[None, :],
             )
         inside = v.visible(column(self.start), column(self.stop), key.index[None, :], *ids)
-        inside = inside if self.ask is None else inside & self.ask(key.index).allowed()
-        return inside if mask is None else inside & mask
+        inside = inside if self.bind is None else inside & self.bind(key.index).visible()
+        return inside if dense is None else inside & dense
 
     def reach(self, key: Span, masked: bool):
         """The keys that any row could see, None for all: beyond the last stop there may be NaN."""
@@ -145,51 +145,49 @@ class View(NamedTuple):
             return None
         return key.index < (self.stop if isinstance(self.stop, int) else jnp.max(self.stop))
 
-    def live(self, row: Span, masked: bool):
+    def valid(self, row: Span, masked: bool):
         """The rows that exist and see something, None for all: the others may be NaN."""
         if not masked:
             return None
-        alive = jnp.broadcast_to(self.start < self.stop, row.index.shape)
-        return alive if row.inside is None else alive & row.inside
+        valid = jnp.broadcast_to(self.start < self.stop, row.index.shape)
+        return valid if row.inside is None else valid & row.inside
 
 
-def view(
+def mask(
     resolved_mask: ResolvedMask,
     row: Span,
     queries: int,
     batch: IntLike = FIRST,
     pair: tuple[IntLike, IntLike] | None = None,
-) -> View:
-    """The view of a tile's rows, from the entry `batch` of the data's refs; a row beyond the last
+) -> TileMask:
+    """What a tile's rows see, from the entry `batch` of the data's refs; a row beyond the last
     one counts as the last.
 
-    `pair` is the (batch row, head) that a mask_mod is asked about, where `sees` is called.
+    `pair` is the (batch row, head) that a mask_mod is evaluated for, where `visible` is called.
     """
     index = row.index if row.inside is None else jnp.minimum(row.index, queries - 1)
-    where = resolved_mask.mask_mod
-    ask = (
-        None
-        if where is None
-        else functools.partial(predicate.Question.of, where, pair, batch, index)
-    )
+    bind, mask_mod = None, resolved_mask.mask_mod
+    if mask_mod is not None:
+        bind = functools.partial(mods.bind, mask_mod, pair, batch, index)
     at = resolved_mask.narrow(ResolvedMask.BY_BATCH, lambda ref: ref[batch])
     at = at.narrow(ResolvedMask.BY_QUERY, lambda ref: ref[batch, index])
-    return View(at, batch, *at.interval(index), ask)
+    return TileMask(at, batch, *at.interval(index), bind)
 
 
-def dense(ref, lead: tuple, row: Span, key: Span):
+def dense(ref, leading: tuple, row: Span, key: Span):
     """A tile [rows or 1, keys or 1] of a bias (float32) or mask (bool); None without one.
 
-    `lead` indexes the axes before those; axes of size 1 broadcast, and one that holds just the tile
-    is taken whole.
+    `leading` indexes the axes before those; axes of size 1 broadcast, and one that holds just the
+    tile is taken whole.
     """
     if ref is None:
         return None
-    lead = tuple(i if n > 1 else FIRST for i, n in zip(lead, ref.shape, strict=False))
+    leading = tuple(i if n > 1 else FIRST for i, n in zip(leading, ref.shape, strict=False))
     take = lambda span, n: span.slice if n > span.index.size else pl.ds(0, n)
     bound = lambda span, n: None if n == 1 else span.inside
     rows, keys = ref.shape[-2:]
-    x = load(ref.at[(*lead, take(row, rows), take(key, keys))], bound(row, rows), bound(key, keys))
+    ref = ref.at[(*leading, take(row, rows), take(key, keys))]
+    x = load(ref, bound(row, rows), bound(key, keys))
     return x if x.dtype == bool else x.astype(jnp.float32)
 
 
@@ -207,10 +205,10 @@ class Rows(NamedTuple):
     lse: jax.Array  # [rows]
     delta: jax.Array  # [rows]
 
-    def load(self, problem: Problem, row: Span, live) -> "Rows":
+    def load(self, problem: Problem, row: Span, valid) -> "Rows":
         """The values, such that rows that are not there have no gradient."""
-        q = load(self.q, live, head(self.q, problem.head_size))
-        do = load(self.do, live, head(self.do, problem.value_size))
+        q = load(self.q, valid, head(self.q, problem.head_size))
+        do = load(self.do, valid, head(self.do, problem.value_size))
         return Rows(q, do, load(self.lse, row.inside, other=jnp.inf), load(self.delta, row.inside))
 
 
@@ -221,22 +219,17 @@ def start(p: Problem, x: Operands, rows: int) -> online_softmax.SoftmaxState:
     )
 
 
-def question(
+def score_mod(
     x: Operands, row: Span, key: Span, pair: tuple[IntLike, IntLike], batch: IntLike = FIRST
-) -> predicate.Question | None:
-    """That of the score_mod, None without one, about a (batch row, head); `batch` is the entry of
-    the data's refs."""
-    return (
-        None
-        if x.score is None
-        else predicate.Question.of(x.score, pair, batch, row.index, key.index)
-    )
+) -> mods.TileMod | None:
+    """Of a (batch row, head), None without one; `batch` is the entry of the data's refs."""
+    return None if x.score is None else mods.bind(x.score, pair, batch, row.index, key.index)
 
 
-def scores(problem: Problem, q, k, bias, ask: predicate.Question | None = None):
+def scores(problem: Problem, q, k, bias, mod: mods.TileMod | None = None):
     """[rows, keys], in the problem's unit."""
     s = logits(problem, q, k, bias, problem.unit)
-    return s if ask is None else ask.score(s)
+    return s if mod is None else mod.score(s)
 
 
 def logits(problem: Problem, q, k, bias, unit: float):
@@ -250,44 +243,42 @@ def logits(problem: Problem, q, k, bias, unit: float):
     return online_softmax.scores(dot_t(q, k), bias, scale, p.soft_cap, unit)
 
 
-def dropped(problem: Problem, seeds, lead: tuple, row: Span, key: Span, x):
-    """x [rows, keys] with 0 where dropout drops the weight; `lead` indexes the axes of `seeds`
+def drop(problem: Problem, seeds, leading: tuple, row: Span, key: Span, x):
+    """x [rows, keys] with 0 where dropout drops the weight; `leading` indexes the axes of `seeds`
     before the last."""
     if seeds is None:
         return x
-    first, second = (seeds[(*lead, np.int32(i))] for i in range(2))
+    first, second = (seeds[(*leading, np.int32(i))] for i in range(2))
     kept = dropout.keeps(problem.dropped, first, second, row.index[:, None], key.index[None, :])
     return jnp.where(kept, x, 0.0)
 
 
 def gradients(
-    problem: Problem, rows: Rows, k, v, bias, seen, drop, ask: predicate.Question | None = None
+    problem: Problem, rows: Rows, k, v, bias, visible, drop, mod: mods.TileMod | None = None
 ):
     """P, of which drop(P) is left, and dS [rows, keys]."""
-    if ask is not None:
-        return with_tables(problem, rows, k, v, bias, seen, drop, ask)[:2]
-    of = functools.partial(logits, problem, rows.q, k, bias)
-    (s, tanh), dp = (
-        online_softmax.with_tanh(of, problem.soft_cap, problem.unit),
-        drop(dot_t(rows.do, v)),
-    )
+    if mod is not None:
+        return with_tables(problem, rows, k, v, bias, visible, drop, mod)[:2]
+    logits_in = functools.partial(logits, problem, rows.q, k, bias)
+    s, tanh = online_softmax.with_tanh(logits_in, problem.soft_cap, problem.unit)
+    dp = drop(dot_t(rows.do, v))
     p = online_softmax.power(s - rows.lse[..., None], problem.unit)
-    p, ds = online_softmax.gradients(p, dp, rows.delta[..., None], seen, tanh)
+    p, ds = online_softmax.gradients(p, dp, rows.delta[..., None], visible, tanh)
     return drop(p), ds
 
 
-def with_tables(problem: Problem, rows: Rows, k, v, bias, seen, drop, ask: predicate.Question):
+def with_tables(problem: Problem, rows: Rows, k, v, bias, visible, drop, mod: mods.TileMod):
     """The same, and for each read of the score_mod's tables (array, index, cotangent)."""
     x, tanh = online_softmax.with_tanh(
         functools.partial(logits, problem, rows.q, k, bias), problem.soft_cap, unit=1.0
     )
-    (s, back), dp, lse = ask.score_vjp(x), drop(dot_t(rows.do, v)), rows.lse[..., None]
+    (s, back), dp, lse = mod.score_vjp(x), drop(dot_t(rows.do, v)), rows.lse[..., None]
     s = jnp.where(lse == jnp.inf, 0.0, s)  # of rows that are not there it may be NaN
     p, ds = online_softmax.gradients(
-        online_softmax.power(s - lse, problem.unit), dp, rows.delta[..., None], seen, None
+        online_softmax.power(s - lse, problem.unit), dp, rows.delta[..., None], visible, None
     )
     ds, tables = back(ds)
-    return drop(p), online_softmax.capped(ds, tanh, seen), tables
+    return drop(p), online_softmax.capped(ds, tanh, visible), tables
 
 
 class Layout(NamedTuple):
@@ -322,14 +313,12 @@ class Layout(NamedTuple):
         resolved_mask = resolved_mask.narrow(ResolvedMask.BY_QUERY, lambda _: self.spec("BT"))
         resolved_mask = resolved_mask.narrow(ResolvedMask.BY_KEY, lambda _: self.spec("BS"))
         resolved_mask = dataclasses.replace(
-            resolved_mask, mask_mod=predicate.specs(self, resolved_mask.mask_mod)
+            resolved_mask, mask_mod=mods.specs(self, resolved_mask.mask_mod)
         )
-        qkv, sinks = (
-            (self.spec("btnh"), self.spec("bskh"), self.spec("bskv")),
-            None if x.sinks is None else self.spec("n"),
-        )
+        qkv = self.spec("btnh"), self.spec("bskh"), self.spec("bskv")
+        sinks = None if x.sinks is None else self.spec("n")
         seeds = None if x.seeds is None else self.spec("bnc")
-        score = predicate.specs(self, x.score)
+        score = mods.specs(self, x.score)
         return Operands(*qkv, dense(x.bias), sinks, dense(x.mask), resolved_mask, seeds, score)
 
 

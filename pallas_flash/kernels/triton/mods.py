@@ -1,0 +1,116 @@
+"""A mask_mod and a score_mod in the Triton kernels: their operands, their blocks, their values."""
+
+import dataclasses
+from typing import NamedTuple
+
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_flash import schedule
+from pallas_flash.arguments import Operands, Problem
+from pallas_flash.kernels.triton.tuning import Tiles
+from pallas_flash.mods import captured
+from pallas_flash.mods.bound import BoundMod
+from pallas_flash.pytrees import IntLike
+
+FIRST = np.int32(0)  # as an index; a plain int has no shape, which Pallas' interpreter asks for
+
+
+def flatten(x: Operands) -> Operands:
+    """The operands for kernels that mask every block: a mask_mod without its block types;
+    captured arrays as vectors."""
+    flat = lambda bound: (
+        bound and dataclasses.replace(bound, arrays=tuple(a.reshape(-1) for a in bound.arrays))
+    )
+    mask_mod = flat(x.resolved_mask.mask_mod)
+    mask_mod = mask_mod and dataclasses.replace(mask_mod, block_types=None, block_size=None)
+    return x._replace(
+        resolved_mask=dataclasses.replace(x.resolved_mask, mask_mod=mask_mod), score=flat(x.score)
+    )
+
+
+def with_block_lists(p: Problem, tiles: Tiles, x: Operands, by_key: bool = False) -> Operands:
+    """The operands for kernels that go over the blocks of a tile of queries, or of keys: a
+    BoundMaskMod with `schedule.lists`."""
+    flat = flatten(x)
+    if x.resolved_mask.mask_mod is None:
+        return flat
+    found = schedule.block_kinds(
+        x.resolved_mask, p.batch, p.heads, p.queries, tiles.block_q, tiles.block_k
+    )
+    mask_mod = dataclasses.replace(
+        flat.resolved_mask.mask_mod,
+        block_types=schedule.lists(found.swapaxes(2, 3) if by_key else found),
+    )
+    return flat._replace(resolved_mask=dataclasses.replace(flat.resolved_mask, mask_mod=mask_mod))
+
+
+def specs(layout, bound: BoundMod | None) -> BoundMod | None:
+    """The BlockSpecs of its arrays in a tile.Layout."""
+    if bound is None:
+        return None
+    whole = lambda x: None if x is None else pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim)
+    blocks = dict(
+        arrays=tuple(map(whole, bound.arrays)), batch=whole(bound.batch), head=whole(bound.head)
+    )
+    blocks |= (
+        dict(block_types=_lists(layout, bound.block_types)) if hasattr(bound, "block_types") else {}
+    )
+    return dataclasses.replace(
+        bound, offset=bound.offset if isinstance(bound.offset, int) else layout.spec("B"), **blocks
+    )
+
+
+def _lists(layout, lists) -> pl.BlockSpec | None:
+    """Of `schedule.lists` those of the tile and head that a program owns, or of the heads."""
+    if lists is None:
+        return None
+
+    def index(*grid):
+        at = layout.index(*grid)
+        number = lambda letter, n: at[letter] if n > 1 else 0
+        return (
+            number("b", lists.shape[0]),
+            number("n", lists.shape[1]),
+            at["t"] if "t" in at else at["s"],
+            0,
+        )
+
+    return pl.BlockSpec(
+        (None, layout.sizes["n"] if lists.shape[1] > 1 else None, None, lists.shape[3]), index
+    )
+
+
+class TileMod(NamedTuple):
+    """A mod, from refs, of a tile's rows and some keys."""
+
+    bound: BoundMod
+    indices: tuple  # batch row, head, positions [rows, 1], keys [1, keys]
+
+    def read(self, array: int, index: tuple):
+        """The element at this index of an array, which lies in memory as a vector."""
+        shape = self.bound.mod.arrays[array].aval.shape
+        return plgpu.load(self.bound.arrays[array].at[captured.flat_index(index, shape)])
+
+    def visible(self):
+        """Whether the rows see the keys, [rows, keys]."""
+        found = self.bound.read_captured(self.read, *self.indices)
+        return self.bound.evaluate([value for _, value in found], *self.indices)
+
+    def score(self, s):
+        """What the score_mod makes of the logits s."""
+        return self.bound.apply(s, self.read, *self.indices)
+
+    def score_vjp(self, s):
+        return self.bound.vjp(s, self.read, *self.indices)
+
+
+def bind(bound: BoundMod, pair: tuple[IntLike, IntLike], batch: IntLike, row, key) -> TileMod:
+    """`pair` is the (batch row, head), `batch` the entry of the data by batch."""
+    b, h = (
+        n if indices is None else indices[n]
+        for n, indices in zip(pair, (bound.batch, bound.head), strict=True)
+    )
+    position = row + (bound.offset if isinstance(bound.offset, int) else bound.offset[batch])
+    return TileMod(bound, (b, h, position[:, None], key[None, :]))
