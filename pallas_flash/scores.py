@@ -11,10 +11,10 @@ from pallas_flash import pytrees
 
 
 class _ScoreMod:
-    """A score_mod(score, b, h, q_idx, kv_idx) that prints itself; numbers are part of the program,
+    """A score_mod(score, b, h, q_idx, kv_idx) that prints itself; scalars are part of the program,
     arrays are data."""
 
-    heads = None  # how many query heads it has numbers for, None: any
+    heads = None  # how many query heads it has values for, None: any
 
     @property
     def __name__(self):
@@ -26,12 +26,12 @@ class _ScoreMod:
 
 
 def fitting(score_mod: Any, heads: int) -> Any:
-    """The same score_mod. One of this file with numbers for other heads raises: jax would read the
-    last number again."""
+    """The same score_mod. One of this file with values for another number of heads raises: jax
+    would clamp the index."""
     made = score_mod.heads if isinstance(score_mod, _ScoreMod) else None
     if made not in (None, heads):
         raise ValueError(
-            f"{score_mod!r} has numbers for {made} query heads; the call has N = {heads}."
+            f"{score_mod!r} has values for {made} query heads; the call has N = {heads}."
         )
     return score_mod
 
@@ -40,13 +40,13 @@ def _shown(x) -> str:
     return f"{x.dtype}{list(x.shape)}" if hasattr(x, "shape") else repr(x)
 
 
-def _numbers(x):
+def _as_tuples(x):
     """Lists as tuples, which compare and hash."""
-    return tuple(map(_numbers, x)) if isinstance(x, list | tuple) else x
+    return tuple(map(_as_tuples, x)) if isinstance(x, list | tuple) else x
 
 
 def _shape(x) -> tuple[int, ...]:
-    """The shape, also of tuples that jax.jit filled with traced numbers."""
+    """The shape, also of tuples that jax.jit filled with traced scalars."""
     return (len(x), *_shape(x[0])) if isinstance(x, tuple) and x else np.shape(x)
 
 
@@ -61,7 +61,7 @@ class Alibi(_ScoreMod):
     slopes: Any
 
     def __post_init__(self):
-        object.__setattr__(self, "slopes", _numbers(self.slopes))
+        object.__setattr__(self, "slopes", _as_tuples(self.slopes))
         if len(_shape(self.slopes)) != 1:
             raise ValueError(
                 f"Alibi takes slopes [N], one for each query head; got {_shape(self.slopes)}."
@@ -85,7 +85,7 @@ class T5Bias(_ScoreMod):
     up to max_distance; all beyond it share one. `bidirectional`, as in an encoder, gives half of
     the buckets to keys on the right of the query; without it these keys are all in bucket 0.
 
-    table: [N, buckets], or [buckets] for all heads; numbers, or an array, which may be learned.
+    table: [N, buckets], or [buckets] for all heads; scalars, or an array, which may be learned.
     Transpose an embedding that is [buckets, N]. T5 has 32 buckets and no scale: call
     flash_attention(scale=1.0).
     """
@@ -95,7 +95,7 @@ class T5Bias(_ScoreMod):
     max_distance: int = 128
 
     def __post_init__(self):
-        object.__setattr__(self, "table", _numbers(self.table))
+        object.__setattr__(self, "table", _as_tuples(self.table))
         shape = _shape(self.table)
         buckets = shape[-1] if shape else 0
         if (
@@ -107,9 +107,9 @@ class T5Bias(_ScoreMod):
                 "T5Bias takes a table [N, buckets] or [buckets], of an even number of buckets; "
                 f"got {shape}."
             )
-        if self.max_distance <= (own := buckets // (1 + self.bidirectional) // 2):
+        if self.max_distance <= (exact := buckets // (1 + self.bidirectional) // 2):
             raise ValueError(
-                f"max_distance must be above {own}, how many distances have a bucket; got "
+                f"max_distance must be above {exact}, how many distances have a bucket; got "
                 f"{self.max_distance}."
             )
 

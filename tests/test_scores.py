@@ -480,7 +480,7 @@ MISTAKES = {
     ),
     "by score": (
         lambda s, b, h, q, k: s + jnp.sin(IDS * 1.0)[s.astype(int)],
-        "of b, h, q_idx and kv_idx; got one made of the score",
+        "by b, h, q_idx and kv_idx; got an index that depends on the score",
     ),
 }
 
@@ -562,7 +562,7 @@ def test_numbers_for_other_heads_than_the_calls_raise_on_a_mesh_too(score_mod):
     mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Explicit,))
     for x in q, jax.device_put(q, NamedSharding(mesh, P())):
         with pytest.raises(
-            ValueError, match=rf"has numbers for {score_mod.heads} query heads; the call has N = 4"
+            ValueError, match=rf"has values for {score_mod.heads} query heads; the call has N = 4"
         ):
             flash_attention(x, x, x, score_mod=score_mod)
 

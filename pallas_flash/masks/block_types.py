@@ -36,7 +36,7 @@ def visible_pairs(v: ResolvedMask, batch, heads, row, key) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
 def compute(v: ResolvedMask, batch, heads, queries: int, block_q: int, block_k: int) -> jax.Array:
-    """The kinds of all blocks, int8 [B | 1, N | 1, query blocks, key blocks], from block_q rows at
+    """The types of all blocks, int8 [B | 1, N | 1, query blocks, key blocks], from block_q rows at
     a time. A block that hangs over an end is not full."""
     key = jnp.arange(v.keys, dtype=jnp.int32)
 
@@ -57,34 +57,34 @@ def from_array(mask, queries: int, keys: int, block_q: int, block_k: int) -> jax
 
 
 def _of_blocks(x, block_q: int, block_k: int) -> jax.Array:
-    """Of [.., queries, keys], which see each other."""
+    """Of bool [.., queries, keys], True where a query sees a key."""
     B, N, T, S = x.shape
     x = jnp.pad(x, ((0, 0), (0, 0), (0, -T % block_q), (0, -S % block_k)))
     x = x.reshape(B, N, -1, block_q, -(-S // block_k), block_k)
     return x.any((3, 5)).astype(jnp.int8) + x.all((3, 5)).astype(jnp.int8)
 
 
-def merge(kinds, axis):
-    """The kinds of what several blocks are together."""
-    return (kinds.max(axis) > 0).astype(np.int8) + (kinds.min(axis) == FULL).astype(np.int8)
+def merge(types, axis):
+    """The type of the block that several blocks are together."""
+    return (types.max(axis) > 0).astype(np.int8) + (types.min(axis) == FULL).astype(np.int8)
 
 
-def resize(kinds, block: int, queries: int, keys: int, block_q: int, block_k: int):
-    """Kinds of blocks of `block` queries and keys as those of blocks of another size, partial where
+def resize(types, block: int, queries: int, keys: int, block_q: int, block_k: int):
+    """Types of blocks of `block` queries and keys as those of blocks of another size, partial where
     these do not tell."""
     for axis, length, size in ((2, queries, block_q), (3, keys, block_k)):
-        kinds = _resize(kinds, axis, block, -(-length // size), size)
-    return kinds
+        types = _resize(types, axis, block, -(-length // size), size)
+    return types
 
 
-def _resize(kinds, axis: int, block: int, count: int, size: int):
+def _resize(types, axis: int, block: int, count: int, size: int):
     if size == block:
-        return kinds
+        return types
     first = np.arange(count)[:, None] * size // block
     number = first + np.arange((size - 1) // block + 2)
     within = number * block < (np.arange(count)[:, None] + 1) * size
     number = np.where(within, number, first)
-    there = number < kinds.shape[axis]
-    parts = jnp.take(kinds, jnp.asarray(np.where(there, number, 0), jnp.int32), axis)
-    parts = jnp.where(there.reshape(*there.shape, *(1,) * (kinds.ndim - 1 - axis)), parts, EMPTY)
+    exists = number < types.shape[axis]
+    parts = jnp.take(types, jnp.asarray(np.where(exists, number, 0), jnp.int32), axis)
+    parts = jnp.where(exists.reshape(*exists.shape, *(1,) * (types.ndim - 1 - axis)), parts, EMPTY)
     return merge(parts, axis + 1)

@@ -1,1 +1,1 @@
-"""Masks and scores from the inside, as functions of positions."""
+"""mask_mod and score_mod from the inside: traced, bound to a call, differentiated."""

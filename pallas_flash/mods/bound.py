@@ -15,10 +15,10 @@ from pallas_flash.pytrees import IntLike
 
 @dataclasses.dataclass(frozen=True)
 class BoundMod:
-    """A rule with all that it is asked about.
+    """A traced mod with its captured arrays and the indices of a call.
 
-    `offset` is what makes a row a position, an int or [B]. `batch` [B] and `head` [N] number the
-    batch rows and the heads, None from 0 on.
+    `offset`, an int or [B], is added to a row for its q_idx. `batch` [B] and `head` [N] are the
+    indices of the batch rows and heads, None: from 0 on.
     """
 
     mod: TracedMod
@@ -28,15 +28,20 @@ class BoundMod:
     head: Any = None
 
     def indices(self, batch: IntLike, heads: IntLike) -> tuple[IntLike, IntLike]:
-        """The numbers of `batch` batch rows [B] and `heads` heads [N]; 0 where the rule does not
-        ask."""
-        of = lambda known, n: jnp.arange(n, dtype=jnp.int32) if known is None else known
-        b = of(self.batch, batch) if self.mod.uses_batch else jnp.zeros(1, jnp.int32)
-        return b, of(self.head, heads) if self.mod.uses_head else jnp.zeros(1, jnp.int32)
+        """b [B] and h [N] of this number of batch rows and heads; [0] where the mod does not use
+        them."""
+
+        def one(is_used, known, n):
+            if not is_used:
+                return jnp.zeros(1, jnp.int32)
+            return jnp.arange(n, dtype=jnp.int32) if known is None else known
+
+        b = one(self.mod.uses_batch, self.batch, batch)
+        return b, one(self.mod.uses_head, self.head, heads)
 
     def pairs(self, batch: IntLike, heads: IntLike, row, key) -> tuple[jax.Array, ...]:
-        """Batch row, head, position and key of the pairs of some rows and keys, to broadcast
-        against [B, N, rows, keys]."""
+        """b, h, q_idx and kv_idx of the pairs of some rows and keys, to broadcast against [B, N,
+        rows, keys]."""
         b, h = self.indices(batch, heads)
         position = row[None] + (
             self.offset if isinstance(self.offset, int) else self.offset[:, None]
@@ -44,19 +49,18 @@ class BoundMod:
         return b[:, None, None, None], h[:, None, None], position[:, None, :, None], key
 
     def slice_chunks(self, size: int, first):
-        """The same where each of `size` batch rows is cut into chunks, whose first rows these are
-        [C]: [B * C]."""
+        """The same where each of `size` batch rows is cut into chunks, which begin at the rows
+        `first` [C]: [B * C]."""
         offset = (jnp.broadcast_to(self.offset, size)[:, None] + first.reshape(1, -1)).reshape(-1)
         batch = jnp.repeat(self.indices(size, 1)[0], first.size) if self.mod.uses_batch else None
         return dataclasses.replace(self, offset=offset, batch=batch)
 
     def take_rows(self, pick: Callable):
-        """The same of some of its batch rows, those that `pick` takes of an array [B]."""
+        """The same for the batch rows that `pick` takes of an array [B]."""
         return dataclasses.replace(self, offset=pick(self.offset), batch=pick(self.batch))
 
     def slice_keys(self, first):
-        """The same where keys count from 0 at the one numbered `first`, an array of the rule's from
-        now on."""
+        """The same where kv_idx counts from 0 at key `first`, which becomes a captured array."""
         return dataclasses.replace(
             self, mod=self.mod.with_first_key, arrays=(*self.arrays, jnp.asarray(first, jnp.int32))
         )
@@ -68,30 +72,27 @@ class BoundMod:
 
     @property
     def why_not_flat(self) -> str | None:
-        """Why its arrays cannot lie in memory as vectors, or None."""
-        shapes = [self.mod.arrays[at.array].aval.shape for at in self.mod.reads]
+        """Why its arrays cannot be indexed as flat vectors, or None."""
+        shapes = [self.mod.arrays[read.array].aval.shape for read in self.mod.reads]
         large = next((shape for shape in shapes if math.prod(shape) >= 2**31), None)
-        return (
-            large
-            and f"{self.mod} reads an array of 2^31 numbers or more, which no int32 counts; got "
+        return large and (
+            f"{self.mod} reads an array of 2^31 elements or more, which int32 cannot index; got "
             f"{large}"
         )
 
-    def read_captured(self, read: Callable, *numbers: IntLike) -> list[tuple[tuple, jax.Array]]:
-        """For each read the index, and what `read(array, index)` finds there, no larger than the
-        `numbers` b, h, position and key that it is made of."""
+    def read_captured(self, read: Callable, *indices: IntLike) -> list[tuple[tuple, jax.Array]]:
+        """For each read its index and the values `read(array, index)`, no larger than those of the
+        `indices` b, h, q_idx and kv_idx on which it depends."""
         found = []
         for at in self.mod.reads:
-            asked = [x if n in at.depends_on else 0 for n, x in enumerate(numbers)]
+            used = [x if n in at.depends_on else 0 for n, x in enumerate(indices)]
             values = [value for _, value in found]
-            index = vectorize(self.mod.index, *asked, *values) if at.by_axis else ()
-            found.append(
-                (index, read(at.array, index).astype(self.mod.arrays[at.array].aval.dtype))
-            )
+            index = vectorize(self.mod.index, *used, *values) if at.by_axis else ()
+            dtype = self.mod.arrays[at.array].aval.dtype
+            found.append((index, read(at.array, index).astype(dtype)))
         return found
 
-    def evaluate(self, values, *numbers) -> jax.Array:
-        """What the rule makes of `numbers`, which broadcast, where it reads these `values`."""
-        return vectorize(
-            lambda *x: self.mod.result(x[: len(numbers)], x[len(numbers) :]), *numbers, *values
-        )
+    def evaluate(self, values, *scalars) -> jax.Array:
+        """The mod's result for arrays of its scalars, which broadcast, where it reads `values`."""
+        count = len(scalars)
+        return vectorize(lambda *x: self.mod.result(x[:count], x[count:]), *scalars, *values)

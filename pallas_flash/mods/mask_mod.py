@@ -13,7 +13,7 @@ from pallas_flash.pytrees import IntLike
 
 
 def trace_mask_mod(mask_mod: Callable, name: str | None = None) -> tuple[TracedMod, tuple]:
-    """The rule of a mask_mod, and the arrays that it closes over."""
+    """A mask_mod as a program, and the arrays that it captures."""
     if not callable(mask_mod):
         raise TypeError(
             "masks.MaskMod takes a function mask_mod(b, h, q_idx, kv_idx) -> bool; got "
@@ -34,10 +34,10 @@ def trace_mask_mod(mask_mod: Callable, name: str | None = None) -> tuple[TracedM
 
 @pytrees.dataclass(static=("mod",))
 class BoundMaskMod(BoundMod):
-    """The rule of a mask: which of a block's queries and keys it lets see each other.
+    """The mask_mod of a call: which queries see which keys.
 
-    `block_types` int8 [B | 1, N | 1, tiles, tiles] says of the blocks of `block_size` queries and
-    keys whether they are empty, partial or full (block_types.py), None: not known yet.
+    `block_types`, int8 [B | 1, N | 1, tiles, tiles], are the types of its blocks of `block_size`
+    queries and keys, as in masks/block_types.py; None: not known yet.
     """
 
     block_types: Any = None

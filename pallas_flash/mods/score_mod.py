@@ -1,5 +1,4 @@
-"""A programmable score: what a user's score_mod makes of each logit, and the derivative of that, by
-jax's own autodiff."""
+"""A score_mod: what it makes of each logit, and its derivative by jax's autodiff."""
 
 import dataclasses
 from collections.abc import Callable
@@ -19,14 +18,14 @@ SIGNATURE = "score_mod(score, b, h, q_idx, kv_idx)"
 
 @pytrees.dataclass(static=("mod",))
 class BoundScoreMod(BoundMod):
-    """The rule of a score. Its `arrays` are the tables, floats, and then the others."""
+    """The score_mod of a call. Its `arrays` are the tables, floats, and then the others."""
 
     @classmethod
     def bind(
         cls, score_mod: Any, dtype, offset: IntLike = 0, batch: int | None = None
     ) -> "BoundScoreMod":
-        """That of a score_mod of scores of this dtype, or of what `numbered` made of one: then of
-        so many batch rows."""
+        """That of a score_mod of scores of this dtype. One that `with_indices` has made already
+        gets this offset and number of batch rows."""
         score = score_mod if isinstance(score_mod, cls) else trace(score_mod, dtype)
         rows = (
             score.batch if score.batch is None or batch is None else jnp.reshape(score.batch, batch)
@@ -47,74 +46,68 @@ class BoundScoreMod(BoundMod):
     def primitives(self) -> set[str]:
         """The names of the primitives that a kernel needs, in the backward too."""
         dtype = self.mod.scalars[-1].aval.dtype
-        number = lambda dtype: jax.ShapeDtypeStruct((), dtype)
-        back = lambda s, ds, *at: self.vjp(
-            s, lambda n, _: jnp.zeros((), self.mod.arrays[n].aval.dtype), *at
-        )[1](ds)
+        score = jax.ShapeDtypeStruct((), dtype)
+        read = lambda n, _: jnp.zeros((), self.mod.arrays[n].aval.dtype)
+        backward = lambda s, ds, *indices: self.vjp(s, read, *indices)[1](ds)
         with traced.any_mesh():
-            program = jax.make_jaxpr(back)(number(dtype), number(dtype), *[number(jnp.int32)] * 4)
+            program = jax.make_jaxpr(backward)(score, score, *[traced.INDEX] * 4)
         return self.mod.primitives | traced.primitives(program.jaxpr) - {"reduce_sum"}
 
     def with_indices(self, batch: tuple[int, ...], heads: int) -> "BoundScoreMod":
-        """The same with the batch rows' and heads' numbers as arrays, where it asks for them."""
+        """The same with the indices of batch rows and heads as arrays, where it uses them."""
         return dataclasses.replace(self, **self.mod.index_arrays(batch, heads))
 
     def captured_by_head(self, batch: int, heads: int) -> list[tuple[tuple, jax.Array]]:
-        """The reads of each of so many batch rows and heads, [B | 1, N | 1], at the first position
-        and key."""
+        """The reads of these batch rows and heads, [B | 1, N | 1], at the first position and
+        key."""
         b, h = self.indices(batch, heads)
-        return self.read_captured(
-            lambda array, index: self.arrays[array][index], b[:, None], h, 0, 0
-        )
+        read = lambda array, index: self.arrays[array][index]
+        return self.read_captured(read, b[:, None], h, 0, 0)
 
-    def apply(self, s, read: Callable, *numbers: IntLike):
-        """What the rule makes of the logits s, for the numbers b, h, position and key, which
-        broadcast against s."""
-        return self.evaluate(
-            [value for _, value in self.read_captured(read, *numbers)], *numbers, s
-        )
+    def apply(self, s, read: Callable, *indices: IntLike):
+        """The new scores for the logits s; `indices` are b, h, q_idx and kv_idx, which broadcast
+        against s."""
+        values = [value for _, value in self.read_captured(read, *indices)]
+        return self.evaluate(values, *indices, s)
 
-    def vjp(self, s, read: Callable, *numbers: IntLike):
-        """The same, and the function from its cotangent to that of s, and the (array, index,
-        cotangent) of each read of a table.
+    def vjp(self, s, read: Callable, *indices: IntLike):
+        """As `apply`, with the backward: it takes the cotangent of the new scores, and returns that
+        of s and the (array, index, cotangent) of each read of a table.
 
-        Where the cotangent is 0, as of a pair that a mask hides, so are the others: there the rule
-        may have no derivative.
+        Where the cotangent is 0, as of a pair that a mask hides, so are the others: the score_mod
+        may have no derivative there.
         """
-        found, is_table = (
-            self.read_captured(read, *numbers),
-            [self._is_table(at.array) for at in self.mod.reads],
-        )
-        whole = [
-            jnp.broadcast_to(value, s.shape) if table else value
-            for (_, value), table in zip(found, is_table, strict=True)
+        found = self.read_captured(read, *indices)
+        is_table = [self._is_table(at.array) for at in self.mod.reads]
+        tables = [
+            jnp.broadcast_to(value, s.shape)
+            for (_, value), t in zip(found, is_table, strict=True)
+            if t
         ]
 
         def evaluate(s, tables):
             tables = iter(tables)
-            return self.evaluate(
-                [next(tables) if t else x for x, t in zip(whole, is_table, strict=True)],
-                *numbers,
-                s,
-            )
+            values = [
+                next(tables) if t else value for (_, value), t in zip(found, is_table, strict=True)
+            ]
+            return self.evaluate(values, *indices, s)
 
-        new, pull = jax.vjp(evaluate, s, [x for x, t in zip(whole, is_table, strict=True) if t])
+        new, pull = jax.vjp(evaluate, s, tables)
 
-        def back(ds):
-            live = lambda d: jnp.where(ds == 0, jnp.zeros_like(d), d)
-            of_s, of_tables = pull(ds)
-            tables = [
-                (at.array, *what)
-                for at, what, t in zip(self.mod.reads, found, is_table, strict=True)
+        def backward(d_new):
+            where_used = lambda d: jnp.where(d_new == 0, jnp.zeros_like(d), d)
+            ds, d_tables = pull(d_new)
+            reads = [
+                (at.array, index, value)
+                for at, (index, value), t in zip(self.mod.reads, found, is_table, strict=True)
                 if t
             ]
-            given = [
-                (n, i, _summed(live(d), value))
-                for (n, i, value), d in zip(tables, of_tables, strict=True)
+            return where_used(ds), [
+                (array, index, _summed(where_used(d), value))
+                for (array, index, value), d in zip(reads, d_tables, strict=True)
             ]
-            return live(of_s), given
 
-        return new, back
+        return new, backward
 
 
 def _summed(x, like):
@@ -135,16 +128,16 @@ def trace(score_mod: Any, dtype) -> BoundScoreMod:
             f"score_mod must be a function {SIGNATURE} that returns the new score; got "
             f"{type(score_mod).__name__}."
         )
-    number = jax.ShapeDtypeStruct((), dtype)
+    scalar = jax.ShapeDtypeStruct((), dtype)
     last = lambda b, h, q, k, score: score_mod(score, b, h, q, k)
-    jaxpr, arrays, out = traced.trace_function(SIGNATURE, last, *[traced.INDEX] * 4, number)
-    if getattr(out, "shape", None) != () or out.dtype != number.dtype:
+    jaxpr, arrays, out = traced.trace_function(SIGNATURE, last, *[traced.INDEX] * 4, scalar)
+    if getattr(out, "shape", None) != () or out.dtype != scalar.dtype:
         hint = (
             " To hide keys, pass a mask, masks.MaskMod, or return jnp.where(rule, score, -jnp.inf)."
         )
         hint *= traced.describe(out) == "bool[]"
         raise TypeError(
-            f"{SIGNATURE} must return one number of the score's dtype, {number.dtype}[]; got "
+            f"{SIGNATURE} must return one scalar of the score's dtype, {scalar.dtype}[]; got "
             f"{traced.describe(out)}.{hint}"
         )
     found = traced.TracedMod(
@@ -152,8 +145,8 @@ def trace(score_mod: Any, dtype) -> BoundScoreMod:
     )
     if any(4 in at.depends_on for at in found.reads):
         raise TypeError(
-            f"{SIGNATURE} may read arrays at an index made of b, h, q_idx and kv_idx; got one made "
-            "of the score."
+            f"{SIGNATURE} may index arrays by b, h, q_idx and kv_idx; got an index that depends on "
+            "the score."
         )
-    wide = lambda x: x.astype(number.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+    wide = lambda x: x.astype(scalar.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
     return BoundScoreMod(found, tuple(wide(jnp.asarray(x)) for x in arrays))

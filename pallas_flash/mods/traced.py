@@ -1,5 +1,4 @@
-"""A function of batch, head, query and key: traced once, compared by what it computes, evaluated
-anywhere."""
+"""A mod, traced once: compared by what it computes, and evaluated anywhere."""
 
 import functools
 from collections.abc import Callable
@@ -17,9 +16,8 @@ INDEX = jax.ShapeDtypeStruct((), jnp.int32)
 
 
 class TracedMod:
-    """The program of a function of int32 numbers (b, h, q_idx, kv_idx), and perhaps of a score,
-    without the arrays that it closes over: `mask_mod` or `score_mod`. The program takes first them,
-    then the numbers."""
+    """The program of a mask_mod or score_mod. It takes first the arrays that the function captures,
+    then its scalars: int32 b, h, q_idx, kv_idx, and the score of a score_mod."""
 
     def __init__(self, jaxpr, arrays: int, name: str, source: Any = None):
         self.jaxpr, self.name, self.text = jaxpr, name, str(jaxpr)
@@ -41,7 +39,7 @@ class TracedMod:
         return self.name
 
     def __call__(self, arrays, *scalars: IntLike) -> jax.Array:
-        """Of one number each; `vmap` and `jnp.vectorize` make it that of many."""
+        """Of scalars; `vectorize` takes arrays."""
         inputs = zip(self.jaxpr.invars, (*arrays, *self.typed(*scalars)), strict=True)
         return captured.run(self.jaxpr.eqns, self.jaxpr.outvars, dict(inputs))[0]
 
@@ -51,15 +49,14 @@ class TracedMod:
         ]
 
     def index_arrays(self, batch: tuple[int, ...], heads: int) -> dict[str, Any]:
-        """The numbers of the batch rows [*batch] and of the heads, None for those that it does not
-        ask for."""
+        """The indices of the batch rows [*batch] and of the heads, None where it does not use
+        them."""
         b = np.arange(np.prod(batch), dtype=np.int32).reshape(batch) if self.uses_batch else None
         return dict(batch=b, head=np.arange(heads, dtype=np.int32) if self.uses_head else None)
 
     @functools.cached_property
     def with_first_key(self) -> "TracedMod":
-        """The same of keys that count from 0 at another, whose number is one more array, the
-        last."""
+        """The same where kv_idx counts from 0 at another key, which is one more array, the last."""
         moved = lambda arrays, first, b, h, q, k, *score: self(arrays, b, h, q, k + first, *score)
         arrays, numbers = (
             [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in of]
@@ -141,9 +138,8 @@ HINTS = {
 
 
 def trace_function(signature: str, function: Callable, *shapes) -> tuple[Any, tuple, Any]:
-    """The program of a user's function, the arrays that this takes from outside, floats first, and
-    the shape of what it returns. What it computes of these arrays alone is computed here and
-    now."""
+    """The program of a user's function, the arrays that it captures, floats first, and the shape of
+    its result. What depends on these arrays alone is computed here and now."""
     try:
         with any_mesh():
             return _traced(function, *shapes)
@@ -208,7 +204,7 @@ def _traced(function, *shapes):
 
 
 def vectorize(f: Callable, *x):
-    """f of single numbers, for arrays that broadcast, of any ranks."""
+    """f of scalars, for arrays that broadcast, of any ranks."""
     rank = max(map(jnp.ndim, x))
     return jnp.vectorize(f)(
         *(
