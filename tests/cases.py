@@ -143,6 +143,33 @@ RULES = {
     "nothing": (lambda b, h, q, k: k < 0, {}),
 }
 
+LENGTHS = np.array([9, 33], np.int32)
+IDS = np.array([[0] * 9 + [1] * 31, [2] * 20 + [0] * 20], np.int32)
+ENDS = np.array([[0, 7, 7, 30], [2, 11, 20, 40]], np.int32)
+SEQUENCES = np.array([np.searchsorted(ends, np.arange(40), side="right") for ends in ENDS])
+
+# Each kind of mask of two batch rows, 40 queries and 40 keys, and what it shows: (b, h, q_idx,
+# kv_idx) -> bool, in NumPy.
+KINDS = {
+    "Causal": (masks.Causal(), lambda b, h, q, k: k <= q),
+    "Window": (masks.Window(2, 3), lambda b, h, q, k: (q - k <= 2) & (k - q <= 3)),
+    "Chunked": (masks.Chunked(7), lambda b, h, q, k: q // 7 == k // 7),
+    "KeyLengths": (masks.KeyLengths(LENGTHS), lambda b, h, q, k: k < LENGTHS[b]),
+    "KeyStarts": (masks.KeyStarts(LENGTHS), lambda b, h, q, k: k >= LENGTHS[b]),
+    "QueryLengths": (masks.QueryLengths(LENGTHS), lambda b, h, q, k: q < LENGTHS[b]),
+    "PrefixLM": (masks.PrefixLM(LENGTHS), lambda b, h, q, k: (k <= q) | (k < LENGTHS[b])),
+    "Documents": (masks.Documents(IDS, IDS), lambda b, h, q, k: IDS[b, q] == IDS[b, k]),
+    "Varlen": (
+        masks.Varlen(ENDS),
+        lambda b, h, q, k: (
+            (SEQUENCES[b, q] == SEQUENCES[b, k]) & (SEQUENCES[b, q] % ENDS.shape[1] > 0)
+        ),
+    ),
+    "Dilated": (masks.Dilated(3), lambda b, h, q, k: (q - k) % 3 == 0),
+    "GlobalTokens": (masks.GlobalTokens(4), lambda b, h, q, k: (q < 4) | (k < 4)),
+    "MaskMod": (masks.MaskMod(lambda b, h, q, k: k != q + h), lambda b, h, q, k: k != q + h),
+}
+
 # Axes of [B, N, T, S] that a bias or mask has; the others are 1, a leading "." leaves an axis out.
 BROADCASTS = (
     "BNTS",

@@ -106,7 +106,7 @@ class KeyLengths(Mask):
     ARRAYS = {"lengths": "B"}
 
     def narrow(self, mask, rows):
-        return mask.with_lengths(keys=self.lengths)
+        return mask.with_lengths("key_stop", self.lengths)
 
 
 @pytrees.dataclass
@@ -129,7 +129,7 @@ class QueryLengths(Mask):
     ARRAYS = {"lengths": "B"}
 
     def narrow(self, mask, rows):
-        return mask.with_lengths(queries=self.lengths)
+        return mask.with_lengths("query_stop", self.lengths)
 
 
 @pytrees.dataclass

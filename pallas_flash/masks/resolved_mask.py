@@ -60,13 +60,11 @@ class ResolvedMask:
             start, stop = jnp.maximum(start, self.start), jnp.minimum(stop, self.stop)
         return dataclasses.replace(self, start=start, stop=stop)
 
-    def with_lengths(self, queries=None, keys=None) -> "ResolvedMask":
-        """The same mask under lengths int32 [B]."""
-        stops = dict(query_stop=queries, key_stop=keys)
-        new = {name: jnp.maximum(x, 0) for name, x in stops.items() if x is not None}
-        both = {name: getattr(self, name) for name in new if getattr(self, name) is not None}
-        new |= {name: jnp.minimum(stop, new[name]) for name, stop in both.items()}
-        return dataclasses.replace(self, **new)
+    def with_lengths(self, field: str, lengths) -> "ResolvedMask":
+        """The same mask under a `query_stop` or `key_stop`."""
+        stop, lengths = getattr(self, field), jnp.maximum(lengths, 0)
+        new = lengths if stop is None else jnp.minimum(stop, lengths)
+        return dataclasses.replace(self, **{field: new})
 
     def with_band(
         self, shape, row, left: int | None, right: int | None, offset: IntLike
@@ -92,7 +90,7 @@ class ResolvedMask:
         query sees none.
 
         The data must have been narrowed to shapes that broadcast against `row`. Ends that are the
-        same for all rows and known while tracing are ints, and so are those of one row, an int,
+        same for all rows and static are ints, and so are those of one row, an int,
         where there is no data.
         """
         position = row + self.offset
@@ -128,7 +126,7 @@ class ResolvedMask:
         return seen if query_ids is None else seen & (query_ids == key_ids)
 
     def slice_chunks(self, batch: int, chunks: jax.Array, queries: int) -> "ResolvedMask":
-        """The same of some chunks of `queries` rows alone, by their numbers [C], each of which
+        """The same for some chunks of `queries` rows alone, by their indices [C], each of which
         becomes a batch row: [B * C]."""
         first, has_band = chunks[None] * queries, self.left is not None or self.right is not None
         each = lambda x: (x[:, None] + jnp.zeros_like(first)).reshape(-1)

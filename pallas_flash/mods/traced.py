@@ -58,14 +58,12 @@ class TracedMod:
     def with_first_key(self) -> "TracedMod":
         """The same where kv_idx counts from 0 at another key, which is one more array, the last."""
         moved = lambda arrays, first, b, h, q, k, *score: self(arrays, b, h, q, k + first, *score)
-        arrays, numbers = (
-            [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in of]
-            for of in (self.arrays, self.scalars)
-        )
+        shape = lambda x: jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype)
+        arrays, scalars = map(shape, self.arrays), map(shape, self.scalars)
         with any_mesh():
             return TracedMod(
-                jax.make_jaxpr(moved)(arrays, INDEX, *numbers).jaxpr,
-                len(arrays) + 1,
+                jax.make_jaxpr(moved)([*arrays], INDEX, *scalars).jaxpr,
+                len(self.arrays) + 1,
                 self.name,
                 self.source,
             )

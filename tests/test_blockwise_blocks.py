@@ -1,0 +1,231 @@
+"""Which blocks blockwise visits, cuts and has in memory at a time, by the mask and the sizes."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import Sizes, qkv
+from pallas_flash.blockwise.parts import Block
+
+from pallas_flash import blockwise, explain, flash_attention, masks
+from pallas_flash.attention import normalised
+from pallas_flash.blockwise import Tiles, tuning
+
+Z = Sizes(T=23, S=29, N=1, K=1, H=1, Hv=1)
+BANDS = [(None, 0, 0), (None, 0, -60), (30, 0, 5), (0, 10, 100), (70, 70, 0), (10, None, -20)]
+
+
+@pytest.mark.parametrize(
+    "left, right, offset",
+    [*BANDS, (None, None, 0), (None, 0, -9), (None, 0, 9), (2, 1, -7), (3, 3, 12)],
+)
+@pytest.mark.parametrize("block_q, block_k", [(8, 16), (16, 8), (32, 32)])
+def test_blockwise_knows_which_blocks_all_rows_see_and_of_which_each_row_sees_a_key(
+    block_q, block_k, left, right, offset
+):
+    v = masks.resolve([masks.Window(left, right)], 1, Z.T, Z.S, offset)
+    problem = dataclasses.replace(normalised(*qkv(np.random.default_rng(0), Z))[0], resolved_mask=v)
+    position, key = np.arange(Z.T)[:, None] + offset, np.arange(Z.S)
+    seen = (key >= position - (np.inf if left is None else left)) & (
+        key <= position + (np.inf if right is None else right)
+    )
+    tiles = Tiles(min(block_q, Z.T), min(block_k, Z.S), None, "float32")
+    one = key_blocks.find_band(problem, tiles.block_q, tiles.block_k)
+    known, starts = key_blocks.static_key_blocks(problem, tiles), range(0, Z.T, block_q)
+    assert (one is None) == (known is not None)
+    if one is not None:
+        starts = [min(i, Z.T - block_q) for i in starts]
+        known = [[one.key_block(v, Block(i, block_q))] for i in starts]
+    for start, blocks in zip(starts, known, strict=True):
+        rows = seen[start : start + block_q]
+        for block, masked, some in blocks:
+            tile = rows[:, block.start : block.start + block.size]
+            assert block.start >= 0 and tile.shape[1] == block.size and (masked or tile.all())
+            assert some <= tile.any(1).all() if one else some == tile.any(1).all()
+            rows = np.where((key >= block.start) & (key < block.start + block.size), False, rows)
+        assert not rows.any(), "what is seen is not visited"
+
+
+@pytest.mark.parametrize(
+    "T, S, N, K", [(300, 300, 8, 1), (1500, 64, 32, 4), (577, 577, 2, 2), (1000, 200, 8, 4)]
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_blockwise_needs_no_loop_over_blocks_where_lengths_hide_some_of_few_keys(T, S, N, K, dtype):
+    q, k = (
+        jax.ShapeDtypeStruct((2, length, heads, 64), dtype) for length, heads in ((T, N), (S, K))
+    )
+    problem = explain(q, k, k, key_value_seq_lengths=jax.ShapeDtypeStruct((2,), jnp.int32)).problem
+    tiles = blockwise.tiles(problem)
+    known = key_blocks.static_key_blocks(problem, tiles)
+    one = key_blocks.find_band(problem, tiles.block_q, tiles.block_k)
+    assert one.width == S if known is None else all(len(keys) == 1 for keys in known)
+
+
+ALIKE = [  # T, S, K, mask
+    (256, 256, 2, dict(local_window_size=(20, 0))),
+    (303, 303, 1, dict(local_window_size=(9, 30))),
+    (381, 390, 2, dict(local_window_size=(40, 3), query_offset=-10)),  # some rows see nothing
+    (330, 440, 1, dict(local_window_size=(140, 3), query_offset=90)),
+    (317, 317, 2, dict(is_causal=True, local_window_size=70)),
+]
+
+
+@pytest.fixture
+def loops_over_few_blocks(monkeypatch):
+    monkeypatch.setattr(tuning, "SHORT", 128)
+    monkeypatch.setattr(key_blocks, "UNROLLED", 1)
+    key_blocks.find_band.cache_clear()
+    yield
+    key_blocks.find_band.cache_clear()
+
+
+@pytest.mark.parametrize("T, S, K, kw", ALIKE)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_query_blocks_that_see_equally_many_keys_are_one_loop_and_exact(
+    T, S, K, kw, dtype, loops_over_few_blocks, rng
+):
+    sizes = Sizes(T=T, S=S, N=2, K=K, H=8, Hv=8, B=1)
+    q, k, v = (x.astype(dtype) for x in qkv(rng, sizes))
+    bias = jnp.asarray(rng.standard_normal((1, 2, 1, S)), dtype) if dtype == "float32" else None
+    found = explain(q, k, v, bias, implementation="blockwise", **kw)
+    assert (
+        key_blocks.find_band(found.problem, found.tiles.block_q, found.tiles.block_k).width
+        == found.tiles.block_k
+        < S
+    )
+
+    def outputs(implementation, dtype, *x):
+        o, lse = flash_attention(
+            *(a.astype(dtype) for a in x), implementation=implementation, return_residual=True, **kw
+        )
+        return (o.astype(jnp.float32) ** 2).sum() + jnp.where(lse > -jnp.inf, lse, 0).sum()
+
+    x = (q, k, v) if bias is None else (q, k, v, bias)
+    of = lambda *args: jax.jit(
+        jax.value_and_grad(functools.partial(outputs, *args), tuple(range(len(x))))
+    )(*x)
+    for a, b in zip(
+        jax.tree.leaves(of("blockwise", dtype)),
+        jax.tree.leaves(of("reference", "float32")),
+        strict=True,
+    ):
+        a, b = (np.asarray(y, np.float32) for y in (a, b))
+        np.testing.assert_allclose(
+            a, b, rtol=0, atol=(2e-5 if dtype == "float32" else 3e-2) * np.abs(b).max()
+        )
+
+
+def lowered(layers: int, T: int, **kw) -> str:
+    """The program of the gradients of so many calls, each of which takes the output of the one
+    before."""
+
+    def stacked(q, k, v):
+        for _ in range(layers):
+            q = flash_attention(q, k, v, implementation="blockwise", **kw)
+        return q.sum()
+
+    x = jax.ShapeDtypeStruct((1, T, 2, 16), jnp.float32)
+    return jax.jit(jax.grad(stacked, (0, 1, 2))).lower(x, x, x).as_text()
+
+
+@pytest.mark.parametrize(
+    "kw",
+    [dict(local_window_size=(64, 0)), dict(local_window_size=(300, 0))],
+    ids=["narrow", "wide"],
+)
+def test_a_longer_sequence_and_more_layers_have_no_more_products_in_the_program(kw):
+    products = [lowered(2, T, **kw).count("dot_general") for T in (1032, 2048, 8192)]
+    assert products == [7] * 3 and lowered(12, 1032, **kw).count("dot_general") == 7
+
+
+def test_few_blocks_under_a_window_are_not_a_loop():
+    has_loop = lambda T: "stablehlo.while" in lowered(1, T, local_window_size=(64, 0))
+    assert not has_loop(512) and not has_loop(1024) and has_loop(1032)
+
+
+def test_equal_parts_are_no_more_than_asked_for():
+    for length in range(1, 2100, 7):
+        size = tuning.even(length, 256)
+        assert size % 8 == 0 and size <= 256 and -(-length // size) == -(-length // 256)
+
+
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 11),
+    reason="before jax 0.11 XLA drops barriers, and then orders the program",
+)
+@pytest.mark.parametrize(
+    "B, T, N, K, H, is_causal, dtype, with_backward",
+    [
+        (1, 2048, 4, 4, 64, False, "float32", True),  # blocks one after the other
+        (1, 1024, 4, 4, 64, True, "float32", True),
+        (1, 2048, 4, 4, 64, True, "bfloat16", True),
+        # a loop over heads: all of them took 34 to 62 MiB
+        (8, 256, 8, 8, 64, True, "bfloat16", True),
+        (2, 300, 16, 16, 128, True, "bfloat16", True),
+        (16, 128, 8, 8, 128, False, "float32", True),
+        (32, 100, 16, 16, 96, True, "float32", False),
+        (16, 256, 16, 16, 64, False, "bfloat16", False),
+        (1, 2048, 4, 2, 64, False, "float32", False),  # blocks one after the other
+        (16, 32, 32, 4, 192, False, "float32", True),  # most of it is what is made of q and do
+    ],
+)
+def test_blockwise_has_less_in_memory_at_a_time_than_malloc_maps_anew_in_each_call(
+    B, T, N, K, H, is_causal, dtype, with_backward, monkeypatch
+):
+    monkeypatch.setattr(blockwise.tuning, "_is_one_device", lambda: True)
+    q, k = (jax.ShapeDtypeStruct((B, T, heads, H), dtype) for heads in (N, K))
+    attend = lambda *qkv: flash_attention(*qkv, is_causal=is_causal, implementation="blockwise")
+    run = jax.grad(lambda *qkv: attend(*qkv).sum(), (0, 1, 2)) if with_backward else attend
+    assert jax.jit(run).lower(q, k, k).compile().memory_analysis().temp_size_in_bytes < 2**25
+
+
+@pytest.mark.parametrize(
+    "T, S, G, is_causal, blocks",
+    [
+        (2048, 16, 1, True, 1),
+        (256, 128, 1, True, 1),
+        (4096, 77, 1, True, 1),
+        (128, 128, 1, True, 2),
+        (250, 128, 1, True, 2),
+        (1024, 1024, 1, False, 1),
+        (1500, 1500, 1, False, 3),
+        (577, 577, 8, False, 3),
+    ],
+)
+def test_queries_are_cut_where_a_mask_hides_much_or_their_scores_are_many(
+    T, S, G, is_causal, blocks
+):
+    q, k = (
+        jax.ShapeDtypeStruct((8, length, heads, 64), jnp.float32)
+        for length, heads in ((T, 4 * G), (S, 4))
+    )
+    assert -(-T // explain(q, k, k, is_causal=is_causal).tiles.block_q) == blocks
+
+
+def test_a_forward_that_no_backward_follows_takes_more_heads_at_a_time_and_explain_says_so(
+    monkeypatch,
+):
+    monkeypatch.setattr(blockwise.tuning, "_is_one_device", lambda: True)
+    for T, is_causal, batch, alone in ((224, True, 8, "all heads"), (256, False, 16, r"\d+ heads")):
+        x = jax.ShapeDtypeStruct((batch, T, 8, 64), jnp.float32)
+        tiles = explain(x, x, x, is_causal=is_causal).tiles
+        assert (
+            tiles.heads < (tiles.forward_heads or 64)
+            and tiles.of_gradient().forward_heads == tiles.heads
+        )
+        found = (
+            rf"{tiles.heads} heads of key and value \({alone} where no backward follows\) by "
+            rf"{T} keys"
+        )
+        assert re.search(found, str(tiles))
+
+
+def test_more_heads_go_at_a_time_than_the_caches_hold_scores_of(monkeypatch):
+    monkeypatch.setattr(blockwise.tuning, "_is_one_device", lambda: True)
+    x = jax.ShapeDtypeStruct((16, 300, 8, 96), jnp.float32)
+    tiles = explain(x, x, x).tiles
+    assert tiles.block_q == 300 and blockwise.tuning.MOST < tiles.heads * 300 * 300
