@@ -20,6 +20,7 @@ if version.__version__.startswith("0.10."):
 import jax
 import numpy as np
 import pytest
+import trainer
 from selection import fast_half, mark_for_a_gpu
 
 from pallas_flash import blockwise, decode
@@ -135,3 +136,34 @@ def _forget_compiled_code():
     """Compiled code of one file is of no use to the next, and takes memory."""
     yield
     jax.clear_caches()
+
+
+# ---- the toy GPT ----
+
+
+@pytest.fixture(scope="module")
+def compiled_once(tmp_path_factory):
+    """Most runs have the same programs."""
+    cache = dict(
+        jax_compilation_cache_dir=str(tmp_path_factory.getbasetemp() / "compiled"),
+        jax_persistent_cache_min_compile_time_secs=0.0,
+    )
+    before = {name: getattr(jax.config, name) for name in cache}
+    for settings in (cache, before):
+        for name, value in settings.items():
+            jax.config.update(name, value)
+        if settings is cache:
+            yield
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory):
+    return trainer.write_text(tmp_path_factory.mktemp("text") / "lines.txt")
+
+
+@pytest.fixture(scope="session")
+def finished_run(text, tmp_path_factory):
+    """The folder of a run that nothing stopped. It is not to be written."""
+    folder = tmp_path_factory.mktemp("runs") / "finished"
+    trainer.train(*trainer.TINY, "--data", text, "--out", folder, "--tensorboard")
+    return folder

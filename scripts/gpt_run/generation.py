@@ -1,18 +1,19 @@
 """Text from a model: prompts of different lengths, in one batch, byte by byte."""
 
 import codecs
-import collections
-from collections.abc import Callable, Iterator
+import functools
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from scripts.gpt_run.options import BYTES
 
 
 class Sampling(NamedTuple):
-    """How the next byte is drawn: from softmax(logits / temperature), of the likeliest bytes
-    alone."""
+    """How the next byte is drawn: from softmax(logits / temperature), among the likeliest bytes."""
 
     temperature: float  # 0: the likeliest byte
     top_k: int | None = None  # how many of the likeliest
@@ -20,153 +21,111 @@ class Sampling(NamedTuple):
 
 
 def choose(logits, keys, sampling: Sampling):
-    """The next byte [B] of logits [B, V], each row with a key of its own."""
-    import jax
-    import jax.numpy as jnp
-
+    """The next byte [B] of logits [B, V], with a key per row."""
     logits = logits[:, :BYTES]
     if sampling.temperature == 0:
         return jnp.argmax(logits, -1)
     logits, order = jax.lax.top_k(logits / sampling.temperature, sampling.top_k or BYTES)
     p = jax.nn.softmax(logits)
-    before = jnp.cumsum(p, -1) - p  # of the likelier ones; 0 for the first, which always stays
-    drawn = jax.vmap(jax.random.categorical)(
-        keys, jnp.where(before < sampling.top_p, logits, -jnp.inf)
-    )
+    likelier = jnp.cumsum(p, -1) - p  # 0 for the first, which always stays
+    logits = jnp.where(likelier < sampling.top_p, logits, -jnp.inf)
+    drawn = jax.vmap(jax.random.categorical)(keys, logits)
     return jnp.take_along_axis(order, drawn[:, None], -1)[:, 0]
 
 
-class Programs(NamedTuple):
-    """The two compiled programs of a generation: the prompts at once, then a byte at a time."""
-
-    begin: Callable  # parameters -> state
-    step: Callable  # parameters, state -> (state, the byte of each row [B])
-
-
-def compiled(
-    structure, parameters, prompts: list[bytes], length: int, sampling: Sampling, seed: int
-) -> Programs:
-    """Compiled for these prompts and up to `length` bytes after each; keys and values are computed
-    once, and of a model with a window those out of sight are forgotten.
-
-    What a row draws follows from the seed and its prompt, and for equal prompts from their order:
-    the rows beside it change nothing.
-    """
-    import jax
-    import jax.numpy as jnp
-    from flax import nnx
-
+def generate(structure, parameters, prompts: list[bytes], length: int, sampling: Sampling, seed):
+    """Yields the bytes [B] that come next, `length` times, from a model with a window: its caches
+    hold no more than that. What a row draws follows from the seed and its prompt, and for equal
+    prompts from their order."""
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-    tokens = np.zeros((len(prompts), lengths.max()), np.int32)
+    model = nnx.merge(structure, parameters)
+    chunk = min(model.config.window, lengths.max())
+    tokens = np.zeros((len(prompts), -(-lengths.max() // chunk) * chunk), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = np.frombuffer(prompt, np.uint8)
-    keys = jax.vmap(lambda row: jax.random.fold_in(jax.random.key(seed), row))(
-        np.array(earlier_equals(prompts))
-    )
+    copies = np.array([prompts[:i].count(prompt) for i, prompt in enumerate(prompts)])
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), copies)
 
-    def begin(parameters):
-        model = nnx.merge(structure, parameters)
-        if model.config.window is None:
-            logits, caches = model(
-                tokens, model.init_cache(len(prompts), tokens.shape[1] + length), lengths=lengths
-            )
-            return (
-                jnp.take_along_axis(logits, lengths[:, None, None] - 1, 1)[:, 0],
-                caches,
-                jnp.int32(0),
-            )
-        piece = min(model.config.window, tokens.shape[1])
-        pieces = -(-tokens.shape[1] // piece)
-        padded = np.pad(tokens, ((0, 0), (0, pieces * piece - tokens.shape[1]))).reshape(
-            len(prompts), pieces, piece
-        )
+    @functools.partial(jax.jit, donate_argnums=1)
+    def read(parameters, caches, logits, tokens, counts):
+        new, caches = nnx.merge(structure, parameters)(tokens, caches, lengths=counts)
+        last = jnp.take_along_axis(new, jnp.maximum(counts, 1)[:, None, None] - 1, 1)[:, 0]
+        return jnp.where(counts[:, None] > 0, last, logits), caches
 
-        def read(state, piece_and_number):
-            last, caches = state
-            tokens, number = piece_and_number
-            count = jnp.clip(lengths - number * piece, 0, piece)
-            logits, caches = model(tokens, caches, lengths=count)
-            new = jnp.take_along_axis(logits, jnp.maximum(count, 1)[:, None, None] - 1, 1)[:, 0]
-            return (jnp.where(count[:, None] > 0, new, last), caches), None
+    @functools.partial(jax.jit, donate_argnums=1)
+    def step(parameters, caches, logits, i):
+        byte = choose(logits, jax.vmap(jax.random.fold_in, (0, None))(keys, i), sampling)
+        logits, caches = nnx.merge(structure, parameters)(byte[:, None], caches)
+        return byte.astype(jnp.uint8), logits[:, 0], caches
 
-        start = (
-            jnp.zeros((len(prompts), model.config.vocab_size), jnp.float32),
-            model.init_rolling_cache(len(prompts), piece),
-        )
-        (logits, caches), _ = jax.lax.scan(
-            read, start, (padded.swapaxes(0, 1), np.arange(pieces, dtype=np.int32))
-        )
-        return logits, caches, jnp.int32(0)
-
-    def step(parameters, state):
-        logits, caches, number = state
-        token = choose(logits, jax.vmap(jax.random.fold_in, (0, None))(keys, number), sampling)
-        logits, caches = nnx.merge(structure, parameters)(token[:, None], caches)
-        return (logits[:, 0], caches, number + 1), token.astype(jnp.uint8)
-
-    state = jax.eval_shape(begin, parameters)
-    return Programs(
-        jax.jit(begin).lower(parameters).compile(),
-        jax.jit(step, donate_argnums=1).lower(parameters, state).compile(),
-    )
-
-
-def earlier_equals(prompts: list[bytes]) -> list[int]:
-    """For each prompt how many before it are the same."""
-    seen = collections.Counter()
-    numbers = []
-    for prompt in prompts:
-        numbers.append(seen[prompt])
-        seen[prompt] += 1
-    return numbers
-
-
-def generate(programs: Programs, parameters, length: int) -> Iterator[np.ndarray]:
-    """The bytes [B] that come next, `length` times; each is read while the next one is computed."""
-    state, before = programs.begin(parameters), None
-    for _ in range(length):
-        state, token = programs.step(parameters, state)
-        if before is not None:
-            yield np.asarray(before)
-        before = token
-    yield np.asarray(before)
+    logits = jnp.float32(0)
+    caches = model.init_rolling_cache(len(prompts), chunk)
+    for start in range(0, tokens.shape[1], chunk):
+        counts = np.clip(lengths - start, 0, chunk)
+        chunk_tokens = tokens[:, start : start + chunk]
+        logits, caches = read(parameters, caches, logits, chunk_tokens, counts)
+    byte = None
+    for i in range(length):
+        previous = byte
+        byte, logits, caches = step(parameters, caches, logits, i)
+        if previous is not None:  # read while the next one is computed
+            yield np.asarray(previous)
+    yield np.asarray(byte)
 
 
 class Row:
-    """What is written after one prompt: bytes go in, text that can be shown comes out, up to the
-    stop string."""
+    """The text after one prompt: bytes go in, printable text comes out, up to the stop string."""
 
     def __init__(self, stop: bytes = b""):
-        self.stop, self.count, self.is_done = stop, 0, False
-        self._text, self._held = "", b""
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.stop = stop
+        self.count = 0
+        self.is_done = False
+        self.text = ""
+        self.held = b""
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, byte: int):
-        """One more byte. What may be the beginning of the stop string is held back."""
         if self.is_done:
             return
-        self._held, self.count = self._held + bytes([byte]), self.count + 1
-        if self.stop and self._held.endswith(self.stop):
-            self._held = self._held.removesuffix(self.stop)
+        self.held += bytes([byte])
+        self.count += 1
+        if self.stop and self.held.endswith(self.stop):
+            self.held = self.held.removesuffix(self.stop)
             return self.finish()
-        keep = max(
-            (n for n in range(1, len(self.stop)) if self._held.endswith(self.stop[:n])), default=0
-        )
-        ready = len(self._held) - keep
-        self._text += self._decoder.decode(self._held[:ready])
-        self._held = self._held[ready:]
+        # what may be the beginning of the stop string is held back
+        starts = (self.stop[:n] for n in range(len(self.stop) - 1, 0, -1))
+        ready = self.held.removesuffix(next(filter(self.held.endswith, starts), b""))
+        self.text += self.decoder.decode(ready)
+        self.held = self.held[len(ready) :]
 
     def finish(self):
         """No more bytes come: what is held back is text."""
-        self._text += self._decoder.decode(self._held, final=True)
-        self._held, self.is_done = b"", True
+        self.text += self.decoder.decode(self.held, final=True)
+        self.held = b""
+        self.is_done = True
 
     def take(self) -> str:
-        """The text since the last time."""
-        text, self._text = self._text, ""
+        """The text since the last call."""
+        text, self.text = self.text, ""
         return printable(text)
 
 
 def printable(text: str) -> str:
-    """Without what would steer the terminal."""
+    """Without what would control the terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+
+
+def print_texts(prompts: list[bytes], headings: list[str], generated, stop: str = "") -> int:
+    """The text of each prompt: the first as it comes, the others when it is their turn. Returns how
+    many bytes were generated."""
+    rows = [Row(stop.encode()) for _ in prompts]
+    for prompt, heading, row in zip(prompts, headings, rows, strict=True):
+        text = heading + printable(prompt.decode(errors="replace"))
+        print(text + row.take(), end="", flush=True)
+        while not row.is_done and (new := next(generated, None)) is not None:
+            for each, byte in zip(rows, new, strict=True):
+                each.add(int(byte))
+            print(row.take(), end="", flush=True)
+        row.finish()
+        print(row.take())
+    return sum(row.count for row in rows)

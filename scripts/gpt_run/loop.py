@@ -1,4 +1,4 @@
-"""Takes the steps: the bar, the lines of losses, evaluation, checkpoints, and the end."""
+"""The steps of a run: progress, evaluations, checkpoints, and the end."""
 
 import collections
 import contextlib
@@ -6,59 +6,59 @@ import math
 import sys
 import time
 
-import numpy as np
+import jax
 import tqdm
 
-from scripts.gpt_run.curves import curves
-from scripts.gpt_run.hosts import are_several
-from scripts.gpt_run.stops import Refused, stop_signals
+from scripts.gpt_run.console import UserError, deferred_signals
+from scripts.gpt_run.curves import Curves
+
+IN_FLIGHT = 4  # losses that are not fetched yet, so that the device does not wait for Python
 
 
-def run(args, state, step, evaluate, save, words):
-    """Takes the steps that are left; returns the state, tokens/s, and the signal that stopped it,
-    after a checkpoint."""
-    first, tokens, begin = int(state["step"]), args.batch * args.context, time.perf_counter()
+def run_steps(args, state, curves: Curves, step, text, evaluate, save, describe_speed):
+    """Takes the steps that are left, and notes their losses in `curves`. Returns the state, the
+    speed, and the signals that ended it early, after a checkpoint."""
+    first = len(curves.training)
+    tokens = args.batch * args.context
+    start = time.perf_counter()
+    seconds = 0.0  # per step
+    pending = collections.deque()
+    signals = []
     size = dict(total=args.steps * tokens, initial=first * tokens)
-    bar = tqdm.tqdm(
-        **size, unit=" tokens", unit_scale=True, disable=None, dynamic_ncols=True, leave=False
-    )
-    # losses that are not fetched yet, lest the device waits for Python
-    flying, speed = collections.deque(), 0.0
-    # several processes go in step: there the first signal ends one at once
-    with bar, contextlib.nullcontext([]) if are_several() else stop_signals() as stopped:
+    style = dict(unit=" tokens", unit_scale=True, disable=None, dynamic_ncols=True, leave=False)
+    # several processes stay in step: there the first signal ends one at once
+    handler = deferred_signals() if jax.process_count() == 1 else contextlib.nullcontext([])
+    with tqdm.tqdm(**size, **style) as bar, handler as received:
         for done in range(first + 1, args.steps + 1):
-            state, loss = step(state)
-            flying.append(loss)
-            if len(flying) > 4:
-                bar.set_postfix(step=done, loss=f"{finite(flying.popleft()):.3f}", refresh=False)
+            state, loss = step(state, text)
+            pending.append(loss)
             bar.update(tokens)
-            signals = stopped[:1]  # read once: a later signal waits for the next step
-            last = done == args.steps or bool(signals)
-            if done % args.eval_every == 0 or done == args.steps:
-                state = evaluate(state)
-                print_losses(args, state, first, begin, words)
-            if done % args.save_every == 0 or last:
-                save(state)
-            speed = (done - first) * tokens / (time.perf_counter() - begin)
-            if last:
-                return state, speed, signals
-    return state, speed, []
+            signals = received[:1]  # read once: a later signal waits for the next step
+            evaluates = done == args.steps or done % args.eval_every == 0
+            saves = done == args.steps or done % args.save_every == 0 or signals
+            while len(pending) > (0 if evaluates or saves else IN_FLIGHT):
+                curves.training.append(finite(pending.popleft()))
+                bar.set_postfix(loss=f"{curves.training[-1]:.3f}", refresh=False)
+            if evaluates:
+                curves.held_out.append([done, float(evaluate(state["parameters"]))])
+            seconds = (time.perf_counter() - start) / (done - first)
+            if evaluates:
+                recent = curves.training[-args.eval_every :]
+                left = tqdm.tqdm.format_interval(seconds * (args.steps - done))
+                bar.write(
+                    f"step {done:>6}/{args.steps}  training {sum(recent) / len(recent):.4f}  held "
+                    f"out {curves.held_out[-1][1]:.4f}  {describe_speed(tokens / seconds)}  {left} "
+                    "left"
+                )
+                sys.stdout.flush()
+            if saves:
+                save(state, curves)
+            if signals:
+                break
+    return state, seconds and tokens / seconds, signals
 
 
 def finite(loss) -> float:
     if not math.isfinite(loss := float(loss)):
-        raise Refused(f"the loss became {loss}; try a smaller --learning-rate.")
+        raise UserError(f"the loss became {loss}; try a smaller --learning-rate.")
     return loss
-
-
-def print_losses(args, state, first: int, begin: float, words):
-    steps, train, held_out = curves(state)
-    train = finite(np.mean(train[-args.eval_every :]))
-    pace = (time.perf_counter() - begin) / (len(steps) - first)
-    left = tqdm.tqdm.format_interval(pace * (args.steps - len(steps)))
-    speed = words(args.batch * args.context / pace)
-    tqdm.tqdm.write(
-        f"step {len(steps):>6}/{args.steps}  training {train:.4f}  held out {held_out[-1]:.4f}  "
-        f"{speed}  {left} left"
-    )
-    sys.stdout.flush()

@@ -1,20 +1,16 @@
-"""The command line of train_gpt.py, what generate.py's shares with it, and how they speak to their
-user."""
+"""The command line of train_gpt.py. An option is one row of OPTIONS, which its group makes a part
+of the model, a setting that a run keeps, or neither."""
 
 import argparse
 import pathlib
-from typing import Any
+import re
 
 from scripts.bench.options import Help
+from scripts.gpt_run.console import UserError
+from scripts.gpt_run.folder import read_config
 
 BYTES = 256
-# not kept with a run
-NOT_SETTINGS = """
-mesh simulate_devices hosts out resume eval_only check preset verbose tensorboard
-prompt samples sample_length temperature taken
-""".split()
-# what the parameters' shapes follow from
-MODEL = ("layers", "heads", "kv_heads", "features", "untied", "vocabulary")
+AXES = ("data", "model", "context")  # of a mesh
 PRESETS = dict(
     tiny=dict(layers=2, heads=2, features=64, context=64, batch=4, steps=300, eval_every=100),
     gpt2=dict(
@@ -31,15 +27,170 @@ PRESETS = dict(
         save_every=250,
     ),
 )
-# a context of several key blocks, and a length that no block divides
-CHECK_SETTINGS = dict(
-    layers=2, heads=2, features=64, context=300, batch=2, steps=50, dtype="float32"
-)
+# of --check: several blocks of keys, and a length that is a multiple of no block
+CHECK = dict(layers=2, heads=2, features=64, context=300, batch=2, steps=50, dtype="float32")
 CHECK_TOLERANCE = dict(float32=1e-4, bfloat16=4e-3)  # of the loss
 
 
-def report(name: str, text: Any):
-    print(f"{name:<11}" + str(text).replace("\n", "\n" + " " * 11), flush=True)
+def bounded(kind: type, bounds: str, holds):
+    """A `type` of argparse: numbers for which `holds`."""
+
+    def convert(text: str):
+        value = kind(text)
+        if not holds(value):
+            raise argparse.ArgumentTypeError(f"must be {bounds}; got {text}")
+        return value
+
+    convert.__name__ = kind.__name__  # in argparse's own message for other text
+    return convert
+
+
+def integer(least: int) -> dict:
+    return dict(type=bounded(int, f"at least {least}", lambda n: n >= least), metavar="N")
+
+
+def real(bounds: str, holds) -> dict:
+    return dict(type=bounded(float, bounds, holds), metavar="X")
+
+
+def mesh_sizes(text: str) -> dict[str, int]:
+    items = [re.fullmatch(rf"({'|'.join(AXES)})=([1-9]\d*)", item) for item in text.split(",")]
+    sizes = {item[1]: int(item[2]) for item in items if item}
+    if len(sizes) < len(items):
+        raise argparse.ArgumentTypeError(
+            f"must give each of {', '.join(AXES)} at most one size, e.g. data=2,context=4; got "
+            f"{text!r}"
+        )
+    return sizes
+
+
+def host_addresses(text: str) -> dict[str, str | int]:
+    """The arguments of jax.distributed.initialize."""
+    found = re.fullmatch(r"(.*:.*),(\d+),(\d+)", text)
+    if not found or int(found[3]) >= int(found[2]):
+        raise argparse.ArgumentTypeError(
+            "must be an address, the number of processes, and this process's index, e.g. "
+            f"host:1234,2,0; got {text!r}"
+        )
+    return dict(coordinator_address=found[1], num_processes=int(found[2]), process_id=int(found[3]))
+
+
+def absolute(path: str) -> str:
+    return str(pathlib.Path(path).resolve())  # the run may be resumed from another directory
+
+
+COUNT, INTEGER, FLAG = integer(1), dict(type=int, metavar="N"), dict(action="store_true")
+POSITIVE = real("above 0", lambda x: x > 0)
+NOT_NEGATIVE = real("at least 0", lambda x: x >= 0)
+RATE = real("at least 0 and below 1", lambda x: 0 <= x < 1)
+RUN = dict(type=pathlib.Path, metavar="RUN")
+TEXT, NAME = dict(metavar="TEXT"), dict(metavar="NAME")
+
+HELP_RESUME = """continue from the last checkpoint in this folder, with its settings. A larger
+--steps extends the run, and --attention may change the implementation. The curves are those of an
+uninterrupted run, bit for bit on a CPU, and on a GPU with
+XLA_FLAGS=--xla_gpu_deterministic_ops=true. A finished run only prints its samples"""
+HELP_EVAL = """measure the held-out loss of this run's last checkpoint, on the run's text or that of
+--data, and print samples; writes nothing"""
+HELP_CHECK = f"""train a smaller model in lockstep with the chosen attention and with the reference,
+and fail if their losses differ by more than {CHECK_TOLERANCE["float32"]:g}, relative (bfloat16:
+{CHECK_TOLERANCE["bfloat16"]:g}). Defaults: {", ".join(f"{k} {v}" for k, v in CHECK.items())}"""
+HELP_PRESET = """defaults for the options not given. tiny: a first try; gpt2: GPT-2's 124 million
+parameters and context of 1024 in bfloat16, for a GPU. It has GPT-2's vocabulary too, although the
+text is bytes"""
+HELP_MESH = """train on several devices, e.g. data=2,model=2,context=2 (any of the three, in any
+order). data shards the batch, the parameters and the optimizer state (FSDP); model shards the heads
+and the hidden features; context shards each sequence. A run may be resumed on another mesh"""
+HELP_HOSTS = """train on the devices of N processes together; this is process I, counted from 0, and
+process 0 listens at ADDRESS, e.g. host:1234. Without a value, the cluster provides all three
+(jax.distributed.initialize). Start every process with the same options except for I; all must see
+the folder of --out or --resume, which process 0 writes. A signal ends them at once; --resume
+continues from the last checkpoint"""
+HELP_DATA = """a file, or a folder of which every text file is read. Of ten or more files every
+tenth is held out; of fewer, the last tenth of the text (default: the standard library of this
+Python, without its tests and encodings)"""
+HELP_ATTENTION = "implementation of flash_attention (default: the best that runs here)"
+HELP_TEMPERATURE = "sampling temperature; 0 always takes the most likely byte"
+
+MODES = {  # that exclude each other
+    "out": (
+        RUN | dict(metavar="FOLDER"),
+        None,
+        "new folder for the results (default: runs/gpt-1, runs/gpt-2, ...)",
+    ),
+    "resume": (RUN, None, HELP_RESUME),
+    "eval-only": (RUN, None, HELP_EVAL),
+    "check": (FLAG, False, HELP_CHECK),
+}
+OPTIONS = {
+    "run": {
+        "preset": (dict(choices=list(PRESETS)), None, HELP_PRESET),
+        "mesh": (dict(type=mesh_sizes, metavar="AXIS=N,..."), None, HELP_MESH),
+        "simulate-devices": (COUNT, None, "emulate N devices on the CPU, to try --mesh"),
+        "hosts": (
+            dict(type=host_addresses, nargs="?", const={}, metavar="ADDRESS,N,I"),
+            None,
+            HELP_HOSTS,
+        ),
+        "tensorboard": (FLAG, False, "also write TensorBoard events; repeat it with --resume"),
+        "verbose": (
+            FLAG,
+            False,
+            "print which attention runs, its tile sizes, and why the others do not",
+        ),
+    },
+    "text": {"data": (dict(type=absolute, metavar="PATH"), None, HELP_DATA)},
+    "model": {
+        "layers": (COUNT, 4, "transformer blocks"),
+        "heads": (COUNT, 4, "query heads"),
+        "kv-heads": (COUNT, None, "key/value heads (default: as many as query heads)"),
+        "features": (COUNT, 128, "model width"),
+        "untied": (FLAG, False, "do not tie the input and output embeddings"),
+        "vocabulary": (integer(BYTES), BYTES, "rows of the embedding; bytes use the first 256"),
+    },
+    "training": {
+        "attention": (NAME, None, HELP_ATTENTION),
+        "dtype": (
+            dict(choices=list(CHECK_TOLERANCE)),
+            None,
+            "dtype of the activations (default: bfloat16 on a GPU, otherwise float32)",
+        ),
+        "steps": (COUNT, 1500, "optimizer steps"),
+        "batch": (COUNT, 4, "sequences per step"),
+        "accumulate": (COUNT, 1, "gradient-accumulation steps per batch, to save memory"),
+        "context": (COUNT, 128, "bytes per sequence"),
+        "learning-rate": (POSITIVE, 3e-3, "peak learning rate; a cosine decays it to a tenth"),
+        "warmup": (integer(0), None, "steps of linear warmup (default: a fifteenth of --steps)"),
+        "dropout": (
+            RATE,
+            0.0,
+            "dropout rate of attention weights, embeddings and residual branches",
+        ),
+        "weight-decay": (NOT_NEGATIVE, 0.1, "AdamW weight decay, of matrices only"),
+        "clip": (POSITIVE, 1.0, "maximum global norm of the gradient"),
+        "seed": (INTEGER, 0, "random seed of parameters, batches, dropout and samples"),
+        "eval-every": (COUNT, 250, "steps between evaluations of the held-out loss"),
+        "save-every": (COUNT, 100, "steps between checkpoints: the most that a killed run loses"),
+    },
+    "sample": {
+        "prompt": (TEXT, "def ", "what each sample starts with"),
+        "samples": (COUNT, 3, "number of samples"),
+        "sample-length": (COUNT, None, "bytes per sample (default: what the context has room for)"),
+        "temperature": (NOT_NEGATIVE, 0.7, HELP_TEMPERATURE),
+    },
+}
+
+
+def names(*groups: str) -> list[str]:
+    return [name.replace("-", "_") for group in groups for name in OPTIONS[group]]
+
+
+SETTINGS = names("text", "model", "training")  # that a run keeps
+
+
+def add_options(group, rows: dict):
+    for name, (kind, default, help) in rows.items():
+        group.add_argument(f"--{name}", **kind, default=default, help=help)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -48,254 +199,83 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=Help,
         usage="%(prog)s [--data PATH] [--out FOLDER | --resume RUN | --eval-only RUN | --check] "
         "[options]",
-        description="Trains a small GPT on bytes of text, with the attention of pallas_flash. "
-        "Writes checkpoints and the loss "
-        "curves (loss.csv, loss.png), and prints samples. Without options: on the source of "
-        "Python's standard library, in a few minutes.",
+        description="Trains a small GPT on bytes of text with pallas_flash. Writes checkpoints and "
+        "loss curves (loss.csv, loss.png), and prints samples. Without options, trains on the "
+        "source of Python's standard library, in a few minutes on two CPU cores.",
     )
-    group = parser.add_argument_group("run")
-    add = group.add_mutually_exclusive_group().add_argument
-    add(
-        "--out",
-        type=pathlib.Path,
-        metavar="FOLDER",
-        help="a new folder for the results (default: runs/gpt-1, -2, ...)",
-    )
-    add("--resume", type=pathlib.Path, metavar="RUN", help=HELP_RESUME)
-    add("--eval-only", type=pathlib.Path, metavar="RUN", help=HELP_EVAL)
-    add("--check", action="store_true", help=HELP_CHECK)
-    add = group.add_argument
-    add("--preset", choices=list(PRESETS), help=HELP_PRESET)
-    add("--mesh", type=mesh_type, metavar="AXIS=N,...", help=HELP_MESH)
-    add(
-        "--simulate-devices",
-        type=count_type,
-        metavar="N",
-        help="split this machine's CPU into N devices, to try a --mesh",
-    )
-    add("--hosts", type=hosts_type, nargs="?", const={}, metavar="ADDRESS,N,I", help=HELP_HOSTS)
-    add(
-        "--tensorboard",
-        action="store_true",
-        help="also write the curves for TensorBoard; give it again with --resume",
-    )
-    add(
-        "--verbose",
-        action="store_true",
-        help="say which attention runs, with which tiles, and why not the others",
-    )
-
-    add = parser.add_argument_group("text").add_argument
-    add("--data", type=absolute, metavar="PATH", help=HELP_DATA)
-
-    add = parser.add_argument_group("model").add_argument
-    add(
-        "--attention",
-        metavar="NAME",
-        help="implementation of flash_attention (default: the best that runs here)",
-    )
-    add(
-        "--dtype",
-        choices=["float32", "bfloat16"],
-        help="dtype of the activations (default: bfloat16 on a GPU, else float32)",
-    )
-    add("--layers", type=count_type, default=4, metavar="N", help="blocks")
-    add("--heads", type=count_type, default=4, metavar="N", help="query heads")
-    add(
-        "--kv-heads",
-        type=count_type,
-        metavar="N",
-        help="key/value heads, shared by the query heads (default: one for each)",
-    )
-    add("--features", type=count_type, default=128, metavar="N", help="width of the model")
-    add(
-        "--untied",
-        action="store_true",
-        help="give the head weights of its own, not the embedding's",
-    )
-    add(
-        "--vocabulary",
-        type=whole(BYTES),
-        default=BYTES,
-        metavar="N",
-        help="rows of the embedding; bytes use the first 256",
-    )
-
-    add = parser.add_argument_group("training").add_argument
-    add("--steps", type=count_type, default=1500, metavar="N", help="steps of the optimizer")
-    add("--batch", type=count_type, default=4, metavar="N", help="sequences in a step")
-    add(
-        "--accumulate",
-        type=count_type,
-        default=1,
-        metavar="N",
-        help="parts into which a step cuts its batch, to save memory",
-    )
-    add("--context", type=count_type, default=128, metavar="N", help="bytes in a sequence")
-    add(
-        "--learning-rate",
-        type=positive,
-        default=3e-3,
-        metavar="X",
-        help="the peak, from which a cosine falls to a tenth",
-    )
-    add(
-        "--warmup",
-        type=whole(0),
-        metavar="N",
-        help="steps to the peak (default: a fifteenth of all)",
-    )
-    add(
-        "--dropout",
-        type=rate,
-        default=0.0,
-        metavar="X",
-        help="rate of dropout: attention weights, embeddings, branches",
-    )
-    add(
-        "--weight-decay",
-        type=not_negative,
-        default=0.1,
-        metavar="X",
-        help="weight decay of AdamW, for matrices alone",
-    )
-    add("--clip", type=positive, default=1.0, metavar="X", help="largest norm of the gradient")
-    add(
-        "--seed",
-        type=int,
-        default=0,
-        metavar="N",
-        help="seed of the parameters, the batches and the sample",
-    )
-    add(
-        "--eval-every",
-        type=count_type,
-        default=250,
-        metavar="N",
-        help="steps between measurements of the held-out loss",
-    )
-    add(
-        "--save-every",
-        type=count_type,
-        default=100,
-        metavar="N",
-        help="steps between checkpoints: the most that a killed run loses",
-    )
-
-    add = parser.add_argument_group("sample").add_argument
-    add("--prompt", default="def ", metavar="TEXT", help="what the sample begins with")
-    add("--samples", type=count_type, default=3, metavar="N", help="how many samples")
-    add(
-        "--sample-length",
-        type=count_type,
-        metavar="N",
-        help="bytes to write (default: as many as the context holds)",
-    )
-    add(
-        "--temperature",
-        type=not_negative,
-        default=0.7,
-        metavar="X",
-        help="0 takes the likeliest byte every time",
-    )
+    for title, rows in OPTIONS.items():
+        group = parser.add_argument_group(title)
+        if title == "run":
+            add_options(group.add_mutually_exclusive_group(), MODES)
+        add_options(group, rows)
     return parser
 
 
-AXES = ("data", "model", "context")  # of a mesh
-HELP_MESH = """train on several devices, as data=2,model=2,context=2: the batch lies on data, and so
-do parameters and optimizer (FSDP); heads and hidden features on model; each sequence on context.
-Any of them, in any order; a run may go on with another"""
-HELP_HOSTS = """this process is number I, from 0, of N that train together on the devices of all.
-The first listens at ADDRESS, as host:1234. Without a value, the cluster says which
-(jax.distributed.initialize). Start all with the same options but for I; all must see the folder of
---out or --resume, and the first writes it. A signal ends them at once; --resume goes on from the
-last checkpoint"""
-HELP_RESUME = """go on from the last checkpoint in this folder, with its settings; a larger --steps
-extends it, and --attention or another machine may change its implementation. On a CPU the curves
-are those of an unbroken run, bit for bit; on a GPU with XLA_FLAGS=--xla_gpu_deterministic_ops=true.
-A run that is complete only writes its sample"""
-HELP_EVAL = """measure the held-out loss of this run's last checkpoint on its text, or on that of
---data, print samples, and write nothing"""
-HELP_PRESET = """settings for the options that are not given. tiny: for a first try; gpt2: the 124
-million parameters of GPT-2, with its vocabulary though the text is bytes, its context of 1024, in
-bfloat16, for a GPU"""
-HELP_CHECK = f"""train a smaller model in lock-step with the attention and with "reference", and
-fail where their losses differ by more than {CHECK_TOLERANCE["float32"]:g} of their size, or in
-bfloat16 by {CHECK_TOLERANCE["bfloat16"]:g}. Unless given:
-{", ".join(f"{name} {value}" for name, value in CHECK_SETTINGS.items())}"""
-HELP_DATA = """a file, or a folder: every file in it that holds text. Of ten files one is held out;
-of fewer, the last tenth of the text (default: the standard library of this Python, without its
-tests and encodings)"""
-
-
-def number_type(kind, least, above):
-    def convert(text: str):
-        number = kind(text)
-        if not (number > least or (number == least and not above)):
-            raise argparse.ArgumentTypeError(
-                f"must be {'above' if above else 'at least'} {least}; got {text}"
+def parse(argv=None) -> argparse.Namespace:
+    """The command line; what it leaves out comes from the run to continue or to evaluate, else from
+    --check and --preset."""
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    run = args.resume or args.eval_only
+    fixed = []
+    defaults = PRESETS.get(args.preset, {})
+    if args.check:
+        defaults = CHECK | defaults | dict(steps=CHECK["steps"])
+    if run and args.preset:
+        raise UserError("--preset is for new runs; a run keeps its settings. Leave it out.")
+    if run:
+        # this machine may lack the attention of the run
+        defaults = read_config(run)["settings"] | (dict(attention=None) if args.eval_only else {})
+        fixed = names("model") if args.eval_only else [n for n in SETTINGS if n != "attention"]
+    parser.set_defaults(**defaults)
+    args = parser.parse_args(argv)
+    for name in fixed:
+        given = getattr(args, name)
+        saved = defaults[name]
+        extends = name == "steps" and given > saved
+        if given != saved and not extends:
+            raise UserError(
+                f"--{name.replace('_', '-')} must be {saved}{' or more,' * (name == 'steps')} as "
+                f"in {run}; got {given}. Leave it out, or start a new run."
             )
-        return number
-
-    convert.__name__ = kind.__name__  # argparse names it where text is no number
-    return convert
+    return validate(args)
 
 
-def whole(least: int):
-    return number_type(int, least, False)
+def run_settings(run: pathlib.Path) -> argparse.Namespace:
+    """The settings of a run, for another program."""
+    parser = make_parser()
+    parser.set_defaults(**read_config(run)["settings"])
+    return parser.parse_args([])
 
 
-count_type, positive, not_negative = (
-    whole(1),
-    number_type(float, 0, True),
-    number_type(float, 0, False),
-)
-
-
-def mesh_type(text: str) -> dict[str, int]:
-    """data=2,model=2,context=2: any of them, in any order."""
-    sizes = dict(part.partition("=")[::2] for part in text.split(","))
-    if (
-        len(sizes) <= text.count(",")
-        or not set(sizes) <= set(AXES)
-        or not all(n.isdecimal() and int(n) for n in sizes.values())
+def validate(args) -> argparse.Namespace:
+    """With the defaults that follow from other settings; refuses sizes that do not fit together."""
+    args.kv_heads = args.kv_heads or args.heads
+    mesh = dict.fromkeys(AXES, 1) | (args.mesh or {})
+    for option, size, other, divisor in (
+        ("--features", args.features, "twice --heads", 2 * args.heads),
+        ("--heads", args.heads, "--kv-heads", args.kv_heads),
+        ("--batch", args.batch, "--accumulate", args.accumulate),
+        ("--batch / --accumulate", args.batch // args.accumulate, "data in --mesh", mesh["data"]),
+        ("--kv-heads", args.kv_heads, "model in --mesh", mesh["model"]),
+        ("--context", args.context, "context in --mesh", mesh["context"]),
     ):
-        named = ", ".join(AXES)
-        raise argparse.ArgumentTypeError(
-            f"must be sizes of {named}, each at most once, as data=2,context=4; got {text!r}"
+        if size % divisor:
+            preset = f", with --preset {args.preset}" if args.preset else ""
+            raise UserError(
+                f"{option} must be a multiple of {other}; got {size} and {divisor}{preset}."
+            )
+    args.warmup = args.steps // 15 if args.warmup is None else args.warmup
+    if args.warmup >= args.steps:
+        raise UserError(
+            f"--warmup must be below --steps = {args.steps}; got {args.warmup}. Left out, it is a "
+            "fifteenth of them."
         )
-    return {name: int(size) for name, size in sizes.items()}
-
-
-def hosts_type(text: str) -> dict[str, Any]:
-    """The arguments of jax.distributed.initialize."""
-    address, *numbers = text.split(",")
-    if (
-        ":" not in address
-        or len(numbers) != 2
-        or not all(map(str.isdecimal, numbers))
-        or int(numbers[1]) >= int(numbers[0])
-    ):
-        raise argparse.ArgumentTypeError(
-            "must be an address, how many processes, and which of them, as host:1234,2,0; got "
-            f"{text!r}"
+    prompt = len(args.prompt.encode())
+    args.sample_length = args.sample_length or max(1, args.context - prompt)
+    if not 0 < prompt <= args.context - args.sample_length:
+        raise UserError(
+            "--prompt and --sample-length must be at least a byte each and fit in --context = "
+            f"{args.context} together; got {prompt} and {args.sample_length}."
         )
-    return dict(
-        coordinator_address=address, num_processes=int(numbers[0]), process_id=int(numbers[1])
-    )
-
-
-def rate(text: str) -> float:
-    if not 0 <= (number := float(text)) < 1:
-        raise argparse.ArgumentTypeError(f"must be from 0 up to, not including, 1; got {text}")
-    return number
-
-
-def share(text: str) -> float:
-    if not 0 < (number := float(text)) <= 1:
-        raise argparse.ArgumentTypeError(f"must be above 0, and at most 1; got {text}")
-    return number
-
-
-def absolute(path: str) -> str:
-    return str(pathlib.Path(path).resolve())  # the run may be resumed from elsewhere
+    return args

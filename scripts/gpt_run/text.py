@@ -1,23 +1,23 @@
-"""The text to train on: bytes of files, a part held out, and what a bigram model makes of it."""
+"""The text to train on: bytes of files, some of them held out, and the loss of a bigram model."""
 
 import hashlib
 import pathlib
 import sysconfig
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from scripts.gpt_run.console import UserError
 from scripts.gpt_run.options import BYTES
-from scripts.gpt_run.stops import Refused
 
 HELD_OUT_BYTES = 65_536  # that the held-out loss is measured on
-# tests, and tables of numbers
-NOT_TEXT = {"site-packages", "test", "tests", "idle_test", "encodings", "__pycache__"}
+# of the standard library: tests, and tables of numbers
+NOT_TEXT = {"site-packages", "test", "tests", "idle_test", "encodings"}
 
 
 class Text(NamedTuple):
-    train: Any  # uint8
-    held_out: Any  # uint8
+    train: np.ndarray  # uint8
+    held_out: np.ndarray  # uint8
     source: str
 
     def fingerprint(self) -> str:
@@ -27,48 +27,38 @@ class Text(NamedTuple):
 def read_text(path: str | None, context: int) -> Text:
     root = pathlib.Path(path or sysconfig.get_paths()["stdlib"])
     if not root.exists():
-        raise Refused(f"--data must be a file or a folder; {root} does not exist.")
-    files = [root] if root.is_file() else sorted(text_files(root, python_only=path is None))
-    if not files:
-        raise Refused(
-            f"--data must hold text; the folder {root} has no files in it, but for hidden ones."
-        )
-    contents = {file: file.read_bytes() for file in files}
-    binary = [file for file, content in contents.items() if b"\0" in content]
-    if len(binary) == len(files):
-        raise Refused(f"--data must be text, as UTF-8; there are NUL bytes in {named(binary)}.")
+        raise UserError(f"--data must be a file or a folder; {root} does not exist.")
+    contents = {f: f.read_bytes() for f in ([root] if root.is_file() else find_files(root, path))}
+    if not contents:
+        raise UserError(f"--data must hold text; {root} has no files, except for hidden ones.")
     texts = [content for content in contents.values() if b"\0" not in content]
-    train, held_out = (
-        b"".join(t for i, t in enumerate(texts) if i % 10 != 9),
-        b"".join(texts[9::10]),
-    )
+    if not texts:
+        raise UserError(f"--data must be text, such as UTF-8; there are NUL bytes in {root}.")
+    train = b"".join(text for i, text in enumerate(texts) if i % 10 != 9)
+    held_out = b"".join(texts[9::10])
     if len(texts) < 10:
         cut = len(train) - len(train) // 10
         train, held_out = train[:cut], train[cut:]
     if min(len(train), len(held_out)) <= context:
-        raise Refused(
-            f"--context {context} needs more than {context} bytes of training text and as many "
-            f"held out; the text of {root} has "
-            f"{len(train):,} and {len(held_out):,}. Give more text or a smaller --context."
+        raise UserError(
+            f"--context {context} needs more than {context} bytes to train on and as many held "
+            f"out; {root} has {len(train):,} and {len(held_out):,}. Use more text or a smaller "
+            "--context."
         )
-    source = f"{root}, {len(texts):,} file{'s' if len(texts) > 1 else ''}"
-    source += f", left out for their NUL bytes: {named(binary)}" if binary else ""
+    binary = len(contents) - len(texts)
+    source = f"{root} (files: {len(texts):,}{f', skipped binary ones: {binary:,}' * bool(binary)})"
     return Text(np.frombuffer(train, np.uint8), np.frombuffer(held_out, np.uint8), source)
 
 
-def named(files: list[pathlib.Path]) -> str:
-    return str(files[0]) + (f" and {len(files) - 1:,} more" if len(files) > 1 else "")
-
-
-def text_files(root: pathlib.Path, python_only: bool):
-    for file in root.rglob("*.py" if python_only else "*"):
-        folders = file.relative_to(root).parts[:-1]
-        if (python_only and NOT_TEXT.intersection(folders)) or any(
-            part.startswith(".") for part in (*folders, file.name)
-        ):
-            continue
-        if file.is_file():
-            yield file
+def find_files(root: pathlib.Path, path: str | None) -> list[pathlib.Path]:
+    """All but hidden ones; of the standard library, the default, only Python's source."""
+    found = []
+    for file in sorted(root.rglob("*" if path else "*.py")):
+        names = file.relative_to(root).parts
+        skipped = NOT_TEXT.intersection(names) if path is None else ()
+        if file.is_file() and not skipped and not any(name.startswith(".") for name in names):
+            found.append(file)
+    return found
 
 
 def held_out_windows(text: Text, context: int):
@@ -79,8 +69,8 @@ def held_out_windows(text: Text, context: int):
 
 
 def bigram_loss(text: Text, windows) -> float:
-    """Nats a byte on the windows, of the frequencies of byte pairs in the training text, each
-    counted once more than it is."""
+    """Nats per byte on the windows, from the counts of byte pairs in the training text, plus one
+    each."""
     pairs = text.train[:-1].astype(np.int64) * BYTES + text.train[1:]
     counts = 1.0 + np.bincount(pairs, minlength=BYTES**2).reshape(BYTES, BYTES)
     surprise = -np.log(counts / counts.sum(1, keepdims=True))

@@ -1,0 +1,69 @@
+"""What a run tells its user: lines of progress, errors of one line, and how signals end it."""
+
+import contextlib
+import signal
+from typing import Any
+
+
+class UserError(Exception):
+    """A mistake that the user can fix; its text is the line that is printed."""
+
+
+def report(label: str, text: Any):
+    print(f"{label:<11}" + str(text).replace("\n", "\n" + " " * 11), flush=True)
+
+
+@contextlib.contextmanager
+def one_line_errors(program: str, memory_hint: str):
+    """Ends with one line on stderr and status 1 for a user's mistake, a failure of the system or a
+    lack of memory; on a signal, with status 128 + its number."""
+    with _signal_handler(_interrupt):
+        try:
+            yield
+        except KeyboardInterrupt as interrupt:
+            received = signal.Signals(*interrupt.args or [signal.SIGINT])
+            report("stopped", f"by {received.name}")
+            raise SystemExit(128 + received) from None
+        except Exception as error:
+            if is_out_of_memory(error):
+                reason = str(error).partition("\n")[0] or "Python's allocator failed"
+                line = f"out of memory ({reason}). {memory_hint}"
+            elif isinstance(error, UserError | OSError):
+                line = str(error)
+            else:
+                raise
+            raise SystemExit(f"{program}: error: {line}") from None
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Not a kernel's shared memory: a smaller batch does not change that."""
+    text = str(error)
+    exhausted = text.startswith("RESOURCE_EXHAUSTED") and "shared memory" not in text.lower()
+    return exhausted or isinstance(error, MemoryError)
+
+
+@contextlib.contextmanager
+def deferred_signals():
+    """A list that receives the first SIGINT or SIGTERM; a second one ends the process."""
+    received = []
+
+    def defer(number, frame):
+        received.append(number)
+        signal.signal(number, signal.SIG_DFL)
+
+    with _signal_handler(defer):
+        yield received
+
+
+def _interrupt(number, frame):
+    raise KeyboardInterrupt(number)
+
+
+@contextlib.contextmanager
+def _signal_handler(handler):
+    previous = {s: signal.signal(s, handler) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for s, handler in previous.items():
+            signal.signal(s, handler)
