@@ -99,7 +99,10 @@ def test_the_options_of_commands_exist():
         ROOT / "pallas_flash/__main__.py",
         ROOT / "tests/conftest.py",
     ]
-    known = set(re.findall(r'"(--[a-z][a-z-]*)"', "".join(path.read_text() for path in sources)))
+    # as add_argument has it, or a row of a table of options
+    option = re.compile(r'"--([a-z][a-z-]*)"|"([a-z][a-z-]*)": \(')
+    found = (option.findall(path.read_text()) for path in sources)
+    known = {f"--{name or row}" for of_file in found for name, row in of_file}
     for name in [*PAGES, "scripts/results.md"]:
         commands = re.findall(
             r"(?:scripts/\w+\.py|-m pallas_flash)[^`\n|]*", (ROOT / name).read_text()
