@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_flash import checks, dropout, masks, online_softmax, scores
+from pallas_flash import checks, dropout, masks, scores
 from pallas_flash.call import Call
 from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.mods.score_mod import BoundScoreMod
+from pallas_flash.online_softmax import LogBase
 from pallas_flash.sizes import HEADS_FIRST, Sizes
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -107,9 +108,9 @@ class Problem:
         return 1 - self.dropped / dropout.LEVELS
 
     @property
-    def unit(self) -> float:
-        """Of the kernels' scores: what natural ones are times."""
-        return online_softmax.LOG2E if self.bias is None and self.score is None else 1.0
+    def log_base(self) -> LogBase:
+        """Of the kernels' scores."""
+        return LogBase.TWO if self.bias is None and self.score is None else LogBase.E
 
     @property
     def with_top(self) -> bool:

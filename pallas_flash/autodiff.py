@@ -12,6 +12,7 @@ from pallas_flash import derivative_modes, online_softmax
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.backends import Choice
 from pallas_flash.devices.varying import vary_alike
+from pallas_flash.online_softmax import LogBase, RowScale, SoftmaxState
 
 
 def _second_of(choice: Choice) -> Callable:
@@ -26,7 +27,7 @@ def _second_of(choice: Choice) -> Callable:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(problem: Problem, choice: Choice, operands: Operands):
     o, stats = choice.backend.forward(problem, choice.tiles, operands)
-    return o, *natural(choice.backend.unit(problem), problem, operands, stats)
+    return o, *lse_and_largest(choice.backend.log_base(problem), problem, operands, stats)
 
 
 def _forward(problem, choice, operands):
@@ -38,21 +39,24 @@ def _forward(problem, choice, operands):
     # is costly.
     o = checkpoint_name(o, "flash_attention_out")
     stats = jax.tree.map(lambda x: checkpoint_name(x, "flash_attention_lse"), stats)
-    lse, largest = natural(choice.backend.unit(problem), problem, operands, stats)
+    log_base = choice.backend.log_base(problem)
+    lse, largest = lse_and_largest(log_base, problem, operands, stats)
     o, lse = second((o, lse))
     return (o, lse, largest), (operands, o, stats._replace(top=None))
 
 
-def natural(unit: float, problem: Problem, operands: Operands, stats: online_softmax.SoftmaxState):
-    """Of what an implementation has in its unit the natural log-sum-exp [B, N, T], that of a sink
-    beyond its ends the sink; and the largest logit, which has no derivative, or None where it is
-    not asked for."""
-    lse = stats.lse(unit)
+def lse_and_largest(
+    log_base: LogBase, problem: Problem, operands: Operands, stats: SoftmaxState
+):
+    """The log-sum-exp of the logits [B, N, T], which is the sink where that lies beyond the ends of
+    the log base; and the largest logit, which has no derivative, or None where it is not asked
+    for."""
+    lse = stats.lse(log_base)
     if operands.sinks is not None:
         lse = jnp.where(lse < 2e38, lse, jnp.maximum(lse, operands.sinks[None, :, None]))
-    return lse, lax.stop_gradient(
-        online_softmax.natural(stats.largest, unit)
-    ) if problem.max_logits else None
+    if not problem.max_logits:
+        return lse, None
+    return lse, lax.stop_gradient(log_base.to_e(stats.largest))
 
 
 def _backward(problem, choice, residuals, cotangents):
@@ -62,13 +66,13 @@ def _backward(problem, choice, residuals, cotangents):
     # without them the rows that are not there, of which all may be NaN, have no lse
     if operands.sinks is not None:
         do, dlse = _of_live_rows(operands, do, dlse)
-    wide, unit = stats.m.dtype, choice.backend.unit(problem)
+    wide, log_base = stats.m.dtype, choice.backend.log_base(problem)
     dlse = jnp.where(stats.empty, 0.0, dlse)
     if choice.backend.takes_row_scale:
         lse, factor = stats.row_scale(dlse), None
     else:
-        lse, factor = stats.in_one(unit)
-    # P = factor * 2^(s - lse) meets do alone, and what is made of do: so do takes the factor
+        lse, factor = stats.backward_lse(log_base)
+    # P = factor * b^(s - lse) meets do alone, and what is made of do: so do takes the factor
     if factor is not None:
         dlse = dlse * factor
     # P is dropped and divided by the part that is kept where it meets do: so do takes the divisor
@@ -85,7 +89,7 @@ def _backward(problem, choice, residuals, cotangents):
     delta = (delta if problem.kept == 1 else delta * problem.kept) - dlse
     delta = jnp.where(stats.empty, 0.0, delta)
     gradients = second(choice.backend.backward(problem, choice.tiles, operands, lse, do, delta))
-    gradients = gradients._replace(sinks=_sinks_gradient(unit, operands.sinks, lse, delta))
+    gradients = gradients._replace(sinks=_sinks_gradient(log_base, operands.sinks, lse, delta))
     return (jax.tree.map(lambda _: None, operands).with_differentiable(gradients),)
 
 
@@ -97,20 +101,20 @@ def _of_live_rows(operands: Operands, do, dlse):
     return jnp.where(live[:, :, None, None], do, 0), jnp.where(live[:, None], dlse, 0)
 
 
-def _sinks_gradient(unit: float, sinks, lse, delta):
+def _sinks_gradient(log_base: LogBase, sinks, lse, delta):
     """The gradient of the sinks: that of logits with the value 0, of which each row has one; None
     without them."""
     if sinks is None:
         return None
     lse, delta = (
         (lse.m, lse.inverse_sum * delta)
-        if isinstance(lse, online_softmax.RowScale)
+        if isinstance(lse, RowScale)
         else (lse, delta)
     )
     # as in online_softmax.start a maximum parts product and difference: one multiply-add would
     # round otherwise than lse did
-    s = jnp.where(sinks == -jnp.inf, sinks, online_softmax.finite(sinks * unit))
-    p = online_softmax.power(s[None, :, None] - lse, unit)
+    s = jnp.where(sinks == -jnp.inf, sinks, online_softmax.finite(log_base.from_e(sinks)))
+    p = log_base.power(s[None, :, None] - lse)
     return -jnp.sum(p * delta, axis=(0, 2)).astype(sinks.dtype)
 
 
@@ -135,4 +139,4 @@ def attend_in_forward_mode(problem: Problem, choice: Choice, operands: Operands)
     """The same for jax.jvp, in the memory of the forward: the running sums have tangents, which are
     sums of their own."""
     o, stats = _forward_jit(choice.backend.forward, problem, choice.tiles, vary_alike(operands))
-    return o, *natural(choice.backend.unit(problem), problem, operands, stats)
+    return o, *lse_and_largest(choice.backend.log_base(problem), problem, operands, stats)

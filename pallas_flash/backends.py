@@ -11,6 +11,7 @@ import jax
 from pallas_flash import blockwise, reference
 from pallas_flash.arguments import Gradients, Operands, Problem
 from pallas_flash.kernels import device, hopper, triton
+from pallas_flash.online_softmax import LogBase
 
 
 class PagedKernel(NamedTuple):
@@ -35,8 +36,8 @@ class Backend(NamedTuple):
     tiles: Callable[[Problem], Any]  # a hashable Tiles, or None
     # (problem, tiles, operands)                    -> o, online_softmax.SoftmaxState
     forward: Callable
-    # lse in its unit, +inf for a row that saw no key; do and delta have the factor of
-    # `SoftmaxState.in_one`: (problem, tiles, operands, lse, do, delta) -> Gradients
+    # lse in its log base, +inf for a row that saw no key; do and delta have the factor of
+    # `SoftmaxState.backward_lse`: (problem, tiles, operands, lse, do, delta) -> Gradients
     backward: Callable
     own_kernels: bool = False  # not XLA's: a GPU runs them by default only after the self-check
     is_interpretable: bool = True  # Pallas' interpreter runs its kernels where there is no GPU
@@ -45,16 +46,16 @@ class Backend(NamedTuple):
     # a few products of whole arrays, which vmap maps and XLA's partitioner cuts by themselves
     is_dense: bool = False
     paged: PagedKernel | None = None  # None: it attends to a copy of the pages in order
-    keeps_base_2: bool = False  # its scores are in base 2 where the problem lets them, else in e
+    keeps_base_2: bool = False  # its scores are in the problem's log base, else in base e
     # its backward takes for lse the `online_softmax.RowScale`, and so do and delta as they are
     takes_row_scale: bool = False
     of_gradient: Callable = lambda tiles: tiles  # the tiles of a forward that the backward follows
     # what is copied for its kernels in each call
     copies: Callable[[Problem], str | None] = lambda problem: None
 
-    def unit(self, problem: Problem) -> float:
-        """What natural scores are multiplied by in it."""
-        return problem.unit if self.keeps_base_2 else 1.0
+    def log_base(self, problem: Problem) -> LogBase:
+        """Of its scores."""
+        return problem.log_base if self.keeps_base_2 else LogBase.E
 
     def tiles_like(self, tiles, problem: Problem):
         """The tiles of another problem: of a forward that a backward follows where these are."""

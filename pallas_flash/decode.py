@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from pallas_flash import online_softmax, schedule
 from pallas_flash.arguments import Operands, Problem, shapes
 from pallas_flash.masks.resolved_mask import ResolvedMask
-from pallas_flash.online_softmax import SoftmaxState
+from pallas_flash.online_softmax import LogBase, SoftmaxState
 
 ROWS = 64  # of one tile
 KEYS = 256  # fewer are few blocks, of which the ordinary forward reads each as fast
@@ -97,11 +97,11 @@ def as_rows(problem: Problem, x: Operands) -> tuple[Problem, Operands]:
     return rows, x._replace(query=q, sinks=None, resolved_mask=seen)
 
 
-def merged(problem: Problem, x: Operands, o, stats: SoftmaxState, unit: float):
+def merged(problem: Problem, x: Operands, o, stats: SoftmaxState, log_base: LogBase):
     """o [B, T, N, Hv] and its SoftmaxState [B, N, T], from those of the parts, o [B, parts, K,
     rows, Hv], [B, parts, K, rows]."""
     p = problem
-    o, stats = online_softmax.merge_all(o, stats, 1, unit)
+    o, stats = online_softmax.merge_all(o, stats, 1, log_base)
     by_query = lambda a: jnp.moveaxis(
         a.reshape(p.batch, p.kv_heads, p.queries, p.group, *a.shape[3:]), 2, 3
     )
@@ -110,11 +110,10 @@ def merged(problem: Problem, x: Operands, o, stats: SoftmaxState, unit: float):
     )
     if x.sinks is not None:  # one more part, with the value 0
         stats = stats._replace(top=stats.largest) if p.with_top else stats
-        sink = online_softmax.start(
-            jnp.zeros_like(stats.m), x.sinks[None, :, None], unit, p.with_top
-        )
+        zeros = jnp.zeros_like(stats.m)
+        sink = online_softmax.start(zeros, log_base, x.sinks[None, :, None], p.with_top)
         pair = lambda a, b: jnp.stack([a, b])
         o, stats = online_softmax.merge_all(
-            pair(o, jnp.zeros_like(o)), jax.tree.map(pair, stats, sink), 0, unit
+            pair(o, jnp.zeros_like(o)), jax.tree.map(pair, stats, sink), 0, log_base
         )
     return jnp.swapaxes(o, 1, 2).astype(x.query.dtype), stats

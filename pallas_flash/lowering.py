@@ -19,7 +19,7 @@ from jax.interpreters import mlir
 from pallas_flash import blockwise, primitives
 from pallas_flash.backends import Backend, Pass
 from pallas_flash.kernels import device
-from pallas_flash.online_softmax import LOWEST, RowScale, SoftmaxState
+from pallas_flash.online_softmax import LOWEST, LogBase, RowScale, SoftmaxState
 
 GPUS = "cuda", "rocm"  # platforms
 _log = logging.getLogger("pallas_flash")
@@ -54,20 +54,20 @@ def by_platform(backend: Backend, is_requested: bool, kernels: Callable, other: 
 
 def _forward(backend: Backend, problem, like, x):
     o, stats = blockwise.forward(problem, blockwise.tiles(problem).of_gradient(), x)
-    return o, like_kernels(stats, like[1], backend.unit(problem))
+    return o, like_kernels(stats, like[1], backend.log_base(problem))
 
 
-def like_kernels(stats: SoftmaxState, like: SoftmaxState, unit: float) -> SoftmaxState:
-    """A SoftmaxState in base e, in the base and the form of kernels."""
-    top = None if like.top is None else stats.largest * unit
+def like_kernels(stats: SoftmaxState, like: SoftmaxState, log_base: LogBase) -> SoftmaxState:
+    """A SoftmaxState in base e, in the log base and the form of kernels."""
+    top = None if like.top is None else log_base.from_e(stats.largest)
     if like.l is None:
-        return SoftmaxState(stats.lse(1.0) * unit, None, top)
-    return stats._replace(m=jnp.maximum(stats.m * unit, LOWEST), top=top)
+        return SoftmaxState(log_base.from_e(stats.lse(LogBase.E)), None, top)
+    return stats._replace(m=jnp.maximum(log_base.from_e(stats.m), LOWEST), top=top)
 
 
 def _backward(backend: Backend, problem, like, x, lse, do, delta):
     """do and delta have a factor that kernels expect, and lse is without it: P gets it."""
-    rows = RowScale(lse / backend.unit(problem), jnp.ones_like(lse), None)
+    rows = RowScale(backend.log_base(problem).to_e(lse), jnp.ones_like(lse), None)
     return blockwise.backward(problem, blockwise.tiles(problem).of_gradient(), x, rows, do, delta)
 
 

@@ -106,7 +106,7 @@ def test_without_a_bias_too_at_a_scale_that_rounds(implementation, alike_tiles, 
 def test_sinks_biases_and_lse_go_to_the_ends_of_float32(
     implementation, with_bias, small_tiles, rng
 ):
-    """Where units of log 2 do not reach, and where finfo.min hides whole rows: it is a number like
+    """Where base 2 does not reach, and where finfo.min hides whole rows: it is a number like
     any other."""
     q, k, v = qkv(rng, SIZES)
     do, dlse = cotangents(rng, q, v)

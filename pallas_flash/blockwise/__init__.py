@@ -38,6 +38,7 @@ from pallas_flash.blockwise.tuning import (
     tiles,
 )
 from pallas_flash.checks import sums
+from pallas_flash.online_softmax import LogBase
 
 __all__ = ["Tiles", "backward", "decode_tiles", "forward", "tiles"]
 
@@ -73,7 +74,7 @@ def forward(problem: Problem, tiles: Tiles, x: Operands):
                 return pv if alpha is None else o * alpha[..., None] + pv, state
 
             o, sinks = zeros(q.shape[2], p.value_size), some.sink_of_rows(rows)
-            start = o, online_softmax.start(zeros(q.shape[2]), sinks, 1.0, p.with_top)
+            start = o, online_softmax.start(zeros(q.shape[2]), LogBase.E, sinks, p.with_top)
             first = (None, None) if x.sinks is None else start
             o, state = some.each_key_block(rows, key_blocks, step, first, start)
             o = o if normalise_first else online_softmax.finish(o, state.l, p.kept)

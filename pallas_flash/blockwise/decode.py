@@ -18,6 +18,7 @@ from pallas_flash.blockwise.tuning import DecodeTiles
 from pallas_flash.checks import sums
 from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.mods.score_mod import BoundScoreMod
+from pallas_flash.online_softmax import LogBase
 from pallas_flash.quantised import taken, weights
 
 
@@ -42,7 +43,7 @@ def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None, scale
 
     o, m, l = schedule.loop(0, p.batch // batch, some, start) if batch < p.batch else some(0, start)
     o, m, l = (a[:, None] for a in (o, m, l))
-    return decode.merged(p, x, o, online_softmax.SoftmaxState(m, l), 1.0)
+    return decode.merged(p, x, o, online_softmax.SoftmaxState(m, l), LogBase.E)
 
 
 def _attend(p: Problem, tiles: DecodeTiles, part: HeadRange, q, x: Operands, table, scales, score):
@@ -64,7 +65,10 @@ def _attend(p: Problem, tiles: DecodeTiles, part: HeadRange, q, x: Operands, tab
         )
         # no multiply-add with -m
         qk = qk if k_scale is None else jnp.maximum(qk * k_scale, online_softmax.LOWEST)
-        s = qk if p.soft_cap is None else online_softmax.scores(qk, None, p.scale, p.soft_cap, 1.0)
+        if p.soft_cap is None:
+            s = qk
+        else:
+            s, _ = online_softmax.scores(qk, None, p.scale, p.soft_cap, LogBase.E)
         s = s if score is None else score(s, key)
         if masked:
             seen = _seen(see, key, column)
@@ -85,7 +89,8 @@ def _attend(p: Problem, tiles: DecodeTiles, part: HeadRange, q, x: Operands, tab
         return o * alpha[..., None] + pv, stats
 
     zeros = jnp.zeros_like(q[..., 0])
-    carry = jnp.zeros_like(q, shape=(*q.shape[:-1], p.value_size)), online_softmax.start(zeros)
+    o = jnp.zeros_like(q, shape=(*q.shape[:-1], p.value_size))
+    carry = o, online_softmax.start(zeros, LogBase.E)
     blocks = schedule.key_blocks(see.start, see.stop, see.contiguous, tiles.block_k)
     o, (m, l, _) = blocks.visit(step, carry)
     return online_softmax.finish(o, l), m, l

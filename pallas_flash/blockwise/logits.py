@@ -2,7 +2,6 @@
 made of them; and the way back."""
 
 import enum
-import functools
 from typing import NamedTuple
 
 import jax
@@ -16,6 +15,7 @@ from pallas_flash.blockwise.mods import of_heads, pairs
 from pallas_flash.blockwise.slices import Block, HeadRange
 from pallas_flash.blockwise.tuning import Tiles, scale_can_come_last
 from pallas_flash.mods.score_mod import BoundScoreMod
+from pallas_flash.online_softmax import LogBase
 
 
 class ScalePlacement(enum.Enum):
@@ -70,7 +70,7 @@ class Logits(NamedTuple):
 
     def forward(self, q, key, rows: Block, keys: Block):
         """[B, K, rows, keys] of q [B, K, rows, H] and key [B, K, S, H]"""
-        s = self._before_score_mod(q, key, rows, keys, 1.0)
+        s, _ = self._before_score_mod(q, key, rows, keys)
         if self.score is None:
             return s
         return self.score.apply(s, self._read, *self._pairs(rows, keys))
@@ -79,8 +79,7 @@ class Logits(NamedTuple):
         """The same, the tanh of a soft cap on them (else None), and with a score_mod (else None)
         what makes of their cotangent that of what q k^T was made, and adds to the gradients of the
         arrays it captured."""
-        before = functools.partial(self._before_score_mod, q, key, rows, keys)
-        s, tanh = online_softmax.with_tanh(before, self.problem.soft_cap, 1.0)
+        s, tanh = self._before_score_mod(q, key, rows, keys)
         if self.score is None:
             return s, tanh, None
         s, pull = self.score.vjp(s, self._read, *self._pairs(rows, keys))
@@ -90,18 +89,20 @@ class Logits(NamedTuple):
             captured = list(captured)
             for array, index, d in reads:
                 captured[array] = captured[array].at[index].add(d.astype(captured[array].dtype))
-            return online_softmax.capped(ds, tanh), tuple(captured)
+            return online_softmax.soft_cap_vjp(ds, tanh), tuple(captured)
 
         return s, None, back
 
-    def _before_score_mod(self, q, key, rows: Block, keys: Block, unit: float):
+    def _before_score_mod(self, q, key, rows: Block, keys: Block):
+        """The logits, and the tanh of a soft cap (else None)."""
         p, qk = self.problem, dot_t(q, keys.take(key, 2))
         if self.are_products:
-            return qk
+            return qk, None
         bias = self.bias
         if bias is not None:
             bias = dense_tile(bias, rows, keys, p.group).astype(qk.dtype)
-        return online_softmax.scores(qk, bias, p.scale / self.query_scale, p.soft_cap, unit)
+        scale = p.scale / self.query_scale
+        return online_softmax.scores(qk, bias, scale, p.soft_cap, LogBase.E)
 
     def _pairs(self, rows: Block, keys: Block):
         return pairs(self.score, rows, keys, self.problem.group)

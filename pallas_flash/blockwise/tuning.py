@@ -143,7 +143,7 @@ def _tiles(problem: Problem) -> Tiles:
 
 def scale_can_come_last(p: Problem) -> bool:
     """Whether scores of 16 bits may stay q k^T until their maximum is off: all else would have to
-    be in their unit."""
+    be divided by the scale."""
     return p.scale > 0 and not p.sinks and p.bias is None and p.soft_cap is None and p.score is None
 
 

@@ -80,18 +80,19 @@ def _attend_batch(call: PagedCall, is_ragged: bool):
         )
     scales = () if k_scales is None else ((k_scales, v_scales),)
     operands, scales = varying.vary_alike((operands._replace(key=k_pages, value=v_pages), scales))
-    table, unit = jnp.clip(page_table, 0, k_pages.shape[0] - 1), backend.unit(problem)
+    table = jnp.clip(page_table, 0, k_pages.shape[0] - 1)
+    log_base = backend.log_base(problem)
     read = functools.partial(_in_place, problem, kind.page)
 
     def other(like, *arrays):
         o, stats = read(backends.BLOCKWISE, *arrays)
-        return o, lowering.like_kernels(stats, like[1], unit)
+        return o, lowering.like_kernels(stats, like[1], log_base)
 
     kernels = functools.partial(read, backend)
     is_requested = selection.requested(implementation) is not None
     o, stats = lowering.by_platform(backend, is_requested, kernels, other, operands, table, *scales)
-    numbers = autodiff.natural(unit, problem, operands, stats)
-    return o, *jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2), numbers)
+    rows = autodiff.lse_and_largest(log_base, problem, operands, stats)
+    return o, *jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2), rows)
 
 
 def _in_place(problem: Problem, page: int, backend: Backend, operands, table, *scales):
@@ -151,7 +152,8 @@ class Pages(NamedTuple):
         k, v = map(paged, kv)
         operands = operands._replace(key=k, value=v)
         o, stats = _in_place(p, self.page, choice.backend, operands, table, *scales)
-        return comparison.outputs(o, *autodiff.natural(choice.backend.unit(p), p, operands, stats))
+        log_base = choice.backend.log_base(p)
+        return comparison.outputs(o, *autodiff.lse_and_largest(log_base, p, operands, stats))
 
     def exact(self, operands: arguments.Operands) -> arguments.Operands:
         if self.stored:

@@ -302,13 +302,13 @@ class RoundTrip(NamedTuple):
         B, T, N, _ = some.query.shape
         wide = sums(some.query.dtype)
         sinks = None if some.sinks is None else some.sinks[None, :, None]
-        unit = call.backend.unit(p)
-        start = online_softmax.start(self.zeros((B, N, T), wide), sinks, unit, p.max_logits)
+        log_base = call.backend.log_base(p)
+        start = online_softmax.start(self.zeros((B, N, T), wide), log_base, sinks, p.max_logits)
         axes = _head_axes(p)
 
         def merge(rows, _, p, pair, carry):
             old = jax.tree.map(rows.take, carry, axes)
-            new = online_softmax.merge(old, call.run(p, self.tiles, pair), unit)
+            new = online_softmax.merge(old, call.run(p, self.tiles, pair), log_base)
             return jax.tree.map(rows.put, carry, new, axes)
 
         attend = lambda t, keys, carry: self.each_pair(t, keys, merge, carry)

@@ -108,7 +108,7 @@ def _kernel(x: Operands, o_ref, *stats_refs, problem: Problem, tiles: Tiles):
             )
             s = tile.scores(p, q, k, None)  # [bq, bk]
             s = jnp.where(mask.visible(key, tile.dense(x.mask, (), row, key), True), s, -jnp.inf)
-            prob, alpha, new = online_softmax.step(s, stats)
+            prob, alpha, new = online_softmax.step(s, stats, p.log_base)
             prob = tile.drop(p, x.seeds, (), row, key, prob)
             pv = tile.dot(prob.astype(v.dtype), jnp.where(mask.reach(key, True)[:, None], v, 0))
             o = ((stats.l * alpha)[:, None] * o + pv) / jnp.where(new.l == 0, 1.0, new.l)[:, None]

@@ -149,7 +149,7 @@ def _softmax_kernel(x: Operands, s_ref, p_ref, *stats_refs, problem: Problem, ti
 
     def write(key, s, _):
         prob = online_softmax.finish(
-            online_softmax.power(s - stats.m[:, None], problem.unit), stats.l, problem.kept
+            problem.log_base.power(s - stats.m[:, None]), stats.l, problem.kept
         )
         prob = tile.drop(problem, x.seeds, (), row, key, prob)
         tile.store(tile.subtile(p_ref, None, key.slice), prob, row.inside, key.inside)
@@ -160,9 +160,9 @@ def _softmax_kernel(x: Operands, s_ref, p_ref, *stats_refs, problem: Problem, ti
 
 
 def _safe(over_keys, p: Problem, x: Operands, rows: int) -> online_softmax.SoftmaxState:
-    """The maximum m and the sum l of 2^(s - m) of each row, in a pass over the keys for each
+    """The maximum m and the sum l of b^(s - m) of each row, in a pass over the keys for each
     (algorithm 2)."""
-    power = functools.partial(online_softmax.power, unit=p.unit)
+    power = p.log_base.power
     first, l, top = tile.start(p, x, rows)
     # not the larger of m and the block's maximum: Triton then stores as m what it began with
     # (results.md#executed)
@@ -176,9 +176,8 @@ def _safe(over_keys, p: Problem, x: Operands, rows: int) -> online_softmax.Softm
 
 def _online(over_keys, p: Problem, x: Operands, rows: int) -> online_softmax.SoftmaxState:
     """The same in one pass (algorithm 3)."""
-    return over_keys(
-        lambda _, s, stats: online_softmax.step(s, stats, unit=p.unit)[2], tile.start(p, x, rows)
-    )
+    step = lambda _, s, stats: online_softmax.step(s, stats, p.log_base)[2]
+    return over_keys(step, tile.start(p, x, rows))
 
 
 def _dp_kernel(x: Operands, do_ref, dp_ref, *, problem: Problem, tiles: Tiles):
@@ -203,8 +202,8 @@ def _softmax_backward_kernel(
     s = tile.load(s_ref, row.inside, key.inside, other=-jnp.inf)
     dp = tile.load(dp_ref, row.inside, key.inside)
     lse, delta = tile.load(lse_ref, row.inside, other=jnp.inf), tile.load(delta_ref, row.inside)
-    tanh = None if problem.soft_cap is None else s / (problem.soft_cap * problem.unit)
-    prob = online_softmax.power(s - lse[..., None], problem.unit)
+    tanh = None if problem.soft_cap is None else s / (problem.soft_cap * problem.log_base.log_e)
+    prob = problem.log_base.power(s - lse[..., None])
     prob, ds = online_softmax.gradients(prob, dp, delta[..., None], s > -jnp.inf, tanh)
     tile.store(p_ref, tile.drop(problem, x.seeds, (), row, key, prob), row.inside, key.inside)
     tile.store(ds_ref, ds, row.inside, key.inside)

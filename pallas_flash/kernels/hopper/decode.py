@@ -22,6 +22,7 @@ from pallas_flash.kernels.mosaic.mask import load_mask
 from pallas_flash.kernels.mosaic.registers import ScoreTile, iota, opaque, per_row
 from pallas_flash.kernels.mosaic.scheduler import divmod_
 from pallas_flash.masks.resolved_mask import ResolvedMask
+from pallas_flash.online_softmax import LOG2E, LogBase
 
 
 class Inputs(NamedTuple):
@@ -81,10 +82,10 @@ def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None):
         scratch=Memory.allocate(t, x.query.dtype, fields),
         name="flash_attention_decode",
     )
-    omitted = (p.soft_cap or 0.0) * online_softmax.LOG2E  # by `scores_apart`
+    omitted = (p.soft_cap or 0.0) * LOG2E  # by `factored_scores`
     lse, top = (*(a[..., : p.queries] + omitted for a in stats), None)[:2]
     stats = online_softmax.SoftmaxState(lse, None, top)
-    return decode.merged(problem, x, o[..., : p.queries, : p.value_size], stats, problem.unit)
+    return decode.merged(problem, x, o[..., : p.queries, : p.value_size], stats, LogBase.TWO)
 
 
 def _inputs(p: Problem, t: DecodeTiles, x: Operands, table) -> Inputs:
@@ -133,11 +134,11 @@ def _kernel(program, x: Inputs, o_gmem, *outputs, problem: Problem, tiles: Decod
             shape = ROWS, t.block_k
             s = tile.product(lambda acc: tile.dot_t(acc, memory.q, k.block(n)), shape)  # [bq, bk]
             k.release(n)
-            s, scale = online_softmax.scores_apart(s, p.scale, p.soft_cap)
+            s, scale = online_softmax.factored_scores(s, p.scale, p.soft_cap)
             if masked:
                 visible = mask.visible(ScoreTile(tile.LAYOUTS, 0, first_key, shape))
                 s = jnp.where(visible, s, -jnp.inf)
-            prob, alpha, stats = online_softmax.step(s, stats, scale)
+            prob, alpha, stats = online_softmax.step(s, stats, LogBase.TWO, scale)
             if not masked:
                 v.wait(n)
             o = o * per_row(alpha, o.shape)
@@ -145,8 +146,8 @@ def _kernel(program, x: Inputs, o_gmem, *outputs, problem: Problem, tiles: Decod
             v.release(n)
             return o, stats
 
-        start = tile.zeros(ROWS, t.value_width), online_softmax.start(tile.rows(0.0))
-        o, stats = blocks.visit(step, start)
+        start = online_softmax.start(tile.rows(0.0), LogBase.TWO)
+        o, stats = blocks.visit(step, (tile.zeros(ROWS, t.value_width), start))
         o, (m, l, _) = online_softmax.finish(o, stats.l), stats
         lse = jnp.where(l == 0, -jnp.inf, m + jnp.log2(l))
         found = lse, *([stats.largest] if p.max_logits else [])

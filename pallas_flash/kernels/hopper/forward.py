@@ -22,7 +22,7 @@ from pallas_flash.kernels.mosaic import block_info, logits, ragged_tail, schedul
 from pallas_flash.kernels.mosaic.launch import launch
 from pallas_flash.kernels.mosaic.mask import TileMask
 from pallas_flash.kernels.mosaic.registers import per_row
-from pallas_flash.online_softmax import SoftmaxState
+from pallas_flash.online_softmax import LogBase, SoftmaxState
 from pallas_flash.pytrees import IntLike
 
 
@@ -54,7 +54,9 @@ def forward(problem: Problem, tiles: AllTiles, x: Operands):
     rows = jax.ShapeDtypeStruct(
         (B, N, schedule.ceil_div(p.queries, t.block_q) * t.block_q), jnp.float32
     )
-    like = SoftmaxState(rows, rows if logits.is_base_e(p) else None, rows if p.max_logits else None)
+    like = SoftmaxState(
+        rows, rows if p.log_base is LogBase.E else None, rows if p.max_logits else None
+    )
     fields, tree = jax.tree.flatten(like)
     o, *stats = launch(
         functools.partial(_kernel, problem=p, tiles=t),
@@ -82,7 +84,7 @@ def _inputs(p: Problem, t: Tiles, x: Operands) -> Inputs:
         ragged_tail.copy_tails(x.resolved_mask.lengths[1], t.block_k, k, v),
         blocks,
         None if isinstance(blocks, block_info.BlockLists) else blocks_of(ROWS),
-        None if x.sinks is None else x.sinks - logits.omitted(p) / p.unit,
+        None if x.sinks is None else x.sinks - p.log_base.to_e(logits.omitted(p)),
         logits.arrays(p, x, t.tiling),
     )
 
@@ -236,7 +238,7 @@ class Consumer(NamedTuple):
         smem = self.memory.q.at[self.slot(n)]
         plgpu.barrier_wait(self.memory.q_full.at[self.slot(n)])
         sink = None if x.sinks is None else x.sinks[work.head]
-        start = online_softmax.start(tile.rows(0.0), sink, problem.unit, problem.max_logits)
+        start = online_softmax.start(tile.rows(0.0), problem.log_base, sink, problem.max_logits)
         schedule.loop(0, needed.first, self.skip_block, None)
         rows = Rows(self, smem.at[:, : self.tiles.width], self.first_row(work), needed, head, mask)
         o, stats = rows.attend(start)
@@ -343,7 +345,7 @@ class Rows(NamedTuple):
         if masked:
             s = jnp.where(self.mask.visible(at), s, -jnp.inf)
         p, alpha, stats = online_softmax.step(
-            s, stats, scale, tiles.rescale_threshold, problem.unit
+            s, stats, problem.log_base, scale, tiles.rescale_threshold
         )
         return self.logits.drop(p, at), alpha, stats
 
@@ -364,6 +366,6 @@ class Rows(NamedTuple):
 
     def finish(self, o, stats: SoftmaxState):
         problem, (m, l, top) = self.consumer.program.problem, stats
-        if not logits.is_base_e(problem):
+        if problem.log_base is LogBase.TWO:
             stats = SoftmaxState(jnp.where(l == 0, -jnp.inf, m + jnp.log2(l)), None, top)
         return online_softmax.finish(o, l, problem.kept), stats

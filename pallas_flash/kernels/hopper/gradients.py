@@ -20,7 +20,7 @@ class Inputs(NamedTuple):
     do: jax.Array  # [B, T, N, Hv]
     tails: ragged_tail.Tails | None  # of k and v
     query_tails: ragged_tail.Tails | None  # of q and do
-    # [B, N, whole tiles of T]: in the problem's unit, less what the logits omit; +inf: P = 0
+    # [B, N, whole tiles of T]: in the problem's log base, less what the logits omit; +inf: P = 0
     lse: jax.Array
     delta: jax.Array  # the same shape
     logits: logits.Arrays

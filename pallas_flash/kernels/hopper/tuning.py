@@ -25,7 +25,7 @@ class Tiles(NamedTuple):
     stages: int = 2
     value_stages: int = 2
     k_wait: Literal["at use", "early"] = "at use"  # where a block of K is waited for
-    # how far scores may exceed the maximum they are taken from, in their unit; O is rescaled only
+    # how far scores may exceed the maximum they are taken from; O is rescaled only
     # beyond
     rescale_threshold: float = 0.0
     swizzle: int = SWIZZLES[0]

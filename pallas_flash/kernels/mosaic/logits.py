@@ -1,8 +1,7 @@
 """From S = Q K^T to logits and weights, and back: scale, bias, soft cap, score_mod, mask, dropout.
 
-Logits are in units of log 2 and factored (`online_softmax.scores_apart`). With a bias or a
-score_mod, which may bring them to the ends of float32, they are in base e, and so is all that is
-made of them.
+Logits are in base 2 and factored (`online_softmax.factored_scores`). With a bias or a score_mod,
+which may bring them to the ends of float32, they are in base e, and so is all that is made of them.
 """
 
 from collections.abc import Callable
@@ -18,17 +17,13 @@ from pallas_flash.kernels.mosaic.mask import TileMask, load_mask
 from pallas_flash.kernels.mosaic.registers import Layouts, ScoreTile
 from pallas_flash.kernels.mosaic.tiling import Tiling
 from pallas_flash.masks.resolved_mask import ResolvedMask
+from pallas_flash.online_softmax import LN2, LOG2E, LogBase
 from pallas_flash.pytrees import IntLike
-
-
-def is_base_e(p: Problem) -> bool:
-    """Whether logits are; else they are in units of log 2."""
-    return p.unit == 1.0
 
 
 def omitted(p: Problem) -> float:
     """The constant that factored logits lack of a soft cap's."""
-    return 0.0 if is_base_e(p) or p.soft_cap is None else p.soft_cap * online_softmax.LOG2E
+    return 0.0 if p.log_base is LogBase.E or p.soft_cap is None else p.soft_cap * LOG2E
 
 
 class Arrays(NamedTuple):
@@ -79,9 +74,9 @@ class Logits(NamedTuple):
 
     def modify(self, s, tile: ScoreTile):
         """The logits, and a factor that they lack (None: 1)."""
-        if is_base_e(self.problem):
+        if self.problem.log_base is LogBase.E:
             return self._vjp(s, tile)[0], None
-        return online_softmax.scores_apart(s, self.problem.scale, self.problem.soft_cap)
+        return online_softmax.factored_scores(s, self.problem.scale, self.problem.soft_cap)
 
     def drop(self, p, tile: ScoreTile):
         """P with 0 where dropout drops a weight."""
@@ -90,18 +85,18 @@ class Logits(NamedTuple):
     def probabilities(self, s, tile: ScoreTile, lse: Callable, mask: TileMask | None):
         """P as dropout leaves it, and the weight and the function that `gradient` takes.
 
-        lse() has the shape of S: in the problem's unit, less what is `omitted`; +inf: P = 0.
+        lse() has the shape of S: in the problem's log base, less what is `omitted`; +inf: P = 0.
         """
         p, soft_cap, back = self.problem, self.problem.soft_cap, None
-        if is_base_e(p):
+        if p.log_base is LogBase.E:
             logits, back = self._vjp(s, tile)
             rows = lse()
             # of rows that are not there may be NaN
-            weight = jnp.where(rows == jnp.inf, 0.0, online_softmax.power(logits - rows, 1.0))
+            weight = jnp.where(rows == jnp.inf, 0.0, p.log_base.power(logits - rows))
             prob = weight
         else:
-            factored = online_softmax.scores_apart(s, p.scale, soft_cap)
-            prob, weight = online_softmax.gradients_apart(*factored, lse(), soft_cap)
+            factored = online_softmax.factored_scores(s, p.scale, soft_cap)
+            prob, weight = online_softmax.factored_gradients(*factored, lse(), soft_cap)
         if mask is not None:
             visible = mask.visible(tile)
             prob, weight = jnp.where(visible, prob, 0.0), jnp.where(visible, weight, 0.0)
@@ -128,9 +123,9 @@ class Logits(NamedTuple):
             x = x + self.bias.load(tile)
         if cap is None:
             return (x, None) if self.score_mod is None else self._modified(x, tile)
-        factored, times = online_softmax.scores_apart(x, 1.0, cap)
-        x = factored * (times * online_softmax.LN2) + cap
-        through_cap = lambda ds: online_softmax.capped_apart(ds, factored, cap)
+        factored, times = online_softmax.factored_scores(x, 1.0, cap)
+        x = factored * (times * LN2) + cap
+        through_cap = lambda ds: online_softmax.factored_soft_cap_vjp(ds, factored, cap)
         if self.score_mod is None:
             return x, through_cap
         x, back = self._modified(x, tile)

@@ -45,7 +45,7 @@ def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None, scale
         tiles=tiles,
         name="flash_attention_decode",
     )
-    return decode.merged(problem, x, o, online_softmax.SoftmaxState(m, l), problem.unit)
+    return decode.merged(problem, x, o, online_softmax.SoftmaxState(m, l), problem.log_base)
 
 
 def _kernel(
@@ -81,13 +81,13 @@ def _kernel(
         )
         qk = tile.dot_t(q, k.astype(q.dtype))
         qk = qk if k_scale is None else qk * k_scale
-        s = online_softmax.scores(qk, None, p.scale, p.soft_cap, p.unit)  # [bq, bk]
+        s, _ = online_softmax.scores(qk, None, p.scale, p.soft_cap, p.log_base)  # [bq, bk]
         s = jnp.maximum(s, online_softmax.LOWEST)  # no multiply-add with -m
         if x.score is not None:
             s = mods.bind(x.score, pair, tile.FIRST, token, key.index).score(s)
         visible = mask.visible(key, None, masked)
         s = s if visible is None else jnp.where(visible, s, -jnp.inf)
-        prob, alpha, stats = online_softmax.step(s, stats, unit=p.unit)
+        prob, alpha, stats = online_softmax.step(s, stats, p.log_base)
         if v_scale is not None:
             prob, v = prob * v_scale, v.astype(weights(q.dtype))
         return o * alpha[:, None] + tile.dot(prob.astype(v.dtype), v), stats
@@ -96,7 +96,7 @@ def _kernel(
     first = jnp.min(jnp.where(mask.start < mask.stop, mask.start, ResolvedMask.ALL))
     start = (
         jnp.zeros(o_ref.shape, jnp.float32),
-        online_softmax.start(jnp.zeros(tiles.block_q, jnp.float32)),
+        online_softmax.start(jnp.zeros(tiles.block_q, jnp.float32), p.log_base),
     )
     blocks = mask.blocks(tiles.block_k).split(pl.program_id(0), tiles.parts)
     o, stats = blocks.visit(step, start)

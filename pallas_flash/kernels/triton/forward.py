@@ -72,7 +72,7 @@ def _kernel(x: Operands, o_ref, *stats_refs, problem: Problem, tiles: Tiles):
         s = tile.scores(p, q, k, tile.dense(x.bias, (), row, key), mod)  # [bq, bk]
         visible = mask.visible(key, tile.dense(x.mask, (), row, key), masked)
         s = s if visible is None else jnp.where(visible, s, -jnp.inf)
-        prob, alpha, stats = online_softmax.step(s, stats, unit=p.unit)
+        prob, alpha, stats = online_softmax.step(s, stats, p.log_base)
         prob = tile.drop(p, x.seeds, (), row, key, prob)
         return o * alpha[:, None] + tile.dot(prob.astype(v.dtype), v), stats
 

@@ -213,10 +213,9 @@ class Rows(NamedTuple):
 
 
 def start(p: Problem, x: Operands, rows: int) -> online_softmax.SoftmaxState:
-    """Those [rows] of one head before any key."""
-    return online_softmax.start(
-        jnp.zeros(rows, jnp.float32), None if x.sinks is None else x.sinks[...], p.unit, p.with_top
-    )
+    """The state [rows] of one head before any key."""
+    sink = None if x.sinks is None else x.sinks[...]
+    return online_softmax.start(jnp.zeros(rows, jnp.float32), p.log_base, sink, p.with_top)
 
 
 def score_mod(
@@ -227,20 +226,21 @@ def score_mod(
 
 
 def scores(problem: Problem, q, k, bias, mod: mods.TileMod | None = None):
-    """[rows, keys], in the problem's unit."""
-    s = logits(problem, q, k, bias, problem.unit)
+    """[rows, keys], in the problem's log base."""
+    s, _ = scores_before_mod(problem, q, k, bias)
     return s if mod is None else mod.score(s)
 
 
-def logits(problem: Problem, q, k, bias, unit: float):
-    """[rows, keys], scale q k^T with bias and soft cap, in this unit."""
+def scores_before_mod(problem: Problem, q, k, bias):
+    """[rows, keys] in the problem's log base, scale q k^T with bias and soft cap; and the tanh of
+    the soft cap, None without one."""
     p, scale = problem, problem.scale
     if q.dtype == jnp.float32:
         if bias is None and p.soft_cap is None:
             # no product is left that with less m is one multiply-add
-            return dot_t(q * (scale * unit), k)
+            return dot_t(q * (scale * p.log_base.log_e), k), None
         q, scale = q * scale, 1.0
-    return online_softmax.scores(dot_t(q, k), bias, scale, p.soft_cap, unit)
+    return online_softmax.scores(dot_t(q, k), bias, scale, p.soft_cap, p.log_base)
 
 
 def drop(problem: Problem, seeds, leading: tuple, row: Span, key: Span, x):
@@ -259,26 +259,22 @@ def gradients(
     """P, of which drop(P) is left, and dS [rows, keys]."""
     if mod is not None:
         return with_tables(problem, rows, k, v, bias, visible, drop, mod)[:2]
-    logits_in = functools.partial(logits, problem, rows.q, k, bias)
-    s, tanh = online_softmax.with_tanh(logits_in, problem.soft_cap, problem.unit)
+    s, tanh = scores_before_mod(problem, rows.q, k, bias)
     dp = drop(dot_t(rows.do, v))
-    p = online_softmax.power(s - rows.lse[..., None], problem.unit)
+    p = problem.log_base.power(s - rows.lse[..., None])
     p, ds = online_softmax.gradients(p, dp, rows.delta[..., None], visible, tanh)
     return drop(p), ds
 
 
 def with_tables(problem: Problem, rows: Rows, k, v, bias, visible, drop, mod: mods.TileMod):
     """The same, and for each read of the score_mod's tables (array, index, cotangent)."""
-    x, tanh = online_softmax.with_tanh(
-        functools.partial(logits, problem, rows.q, k, bias), problem.soft_cap, unit=1.0
-    )
+    x, tanh = scores_before_mod(problem, rows.q, k, bias)
     (s, back), dp, lse = mod.score_vjp(x), drop(dot_t(rows.do, v)), rows.lse[..., None]
     s = jnp.where(lse == jnp.inf, 0.0, s)  # of rows that are not there it may be NaN
-    p, ds = online_softmax.gradients(
-        online_softmax.power(s - lse, problem.unit), dp, rows.delta[..., None], visible, None
-    )
+    p = problem.log_base.power(s - lse)
+    p, ds = online_softmax.gradients(p, dp, rows.delta[..., None], visible, None)
     ds, tables = back(ds)
-    return drop(p), online_softmax.capped(ds, tanh, visible), tables
+    return drop(p), online_softmax.soft_cap_vjp(ds, tanh, visible), tables
 
 
 class Layout(NamedTuple):
