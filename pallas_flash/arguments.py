@@ -152,7 +152,7 @@ def shapes(tree: Any) -> Any:
 
 
 def normalise(call: Call) -> tuple[Problem, Operands]:
-    """A call as a Problem and Operands; raises TypeError or ValueError on what does not fit."""
+    """A call as a Problem and Operands; raises TypeError or ValueError."""
     query, key, value = arrays(call.query, call.key, call.value)
     lead, (T, N, H) = query.shape[:-3], query.shape[-3:]
     (S, K, Hv), B = value.shape[-3:], math.prod(query.shape[:-3])
@@ -245,7 +245,7 @@ def exact_part(part: masks.Mask) -> masks.Mask:
 
 
 def arrays(query, key, value):
-    """query, key and value, of dtypes and shapes that fit each other."""
+    """query, key and value, with matching dtypes and shapes."""
     query, key, value = (
         checks.array(name, x) for name, x in dict(query=query, key=key, value=value).items()
     )
@@ -271,8 +271,8 @@ def arrays(query, key, value):
     lead, (N, H), (S, K) = query.shape[:-3], query.shape[-2:], key.shape[-3:-1]
     if symbols := [str(n) for n in (N, K, H, value.shape[-1]) if not isinstance(n, int)]:
         raise ValueError(
-            "heads and their sizes must be known, lengths and batch may be symbols of jax.export; "
-            f"got {symbols}."
+            "head counts and head sizes must be static; only batch and lengths may be symbolic "
+            f"dimensions of jax.export; got {', '.join(symbols)}."
         )
     show = lambda *tail: "(" + ", ".join(map(str, (*lead, *tail))) + ")"
     if key.shape[:-3] != lead or key.shape[-1] != H:
@@ -285,8 +285,8 @@ def arrays(query, key, value):
         )
     if K == 0 or N % K:
         raise ValueError(
-            "the query heads must be a multiple of the key/value heads, each serving N / K of "
-            f"them; got N = {N}, K = {K}."
+            "the number of query heads must be a multiple of the number of key/value heads; "
+            f"got N = {N}, K = {K}."
             + HEADS_FIRST
             * (K > 0 and S > 0 and query.shape[-3] % S == 0)
         )
@@ -309,12 +309,11 @@ def _documents(sizes, query_ids, key_ids, square) -> list[masks.Mask]:
     if query_ids is None and key_ids is None:
         return []
     if query_ids is None:
-        raise ValueError("key_value_segment_ids needs query_segment_ids beside it.")
+        raise ValueError("key_value_segment_ids needs query_segment_ids too.")
     if key_ids is None and not square:
         raise ValueError(
             f"query_segment_ids alone is enough only where T == S; got T = {sizes.of['T']}, S = "
-            f"{sizes.of['S']}: "
-            "give key_value_segment_ids too."
+            f"{sizes.of['S']}. Pass key_value_segment_ids too."
         )
     named = dict(
         query_segment_ids=query_ids, key_value_segment_ids=query_ids if key_ids is None else key_ids

@@ -1,4 +1,4 @@
-"""`flash_attention` and `flash_attention_jvp`: their signatures, and what they mean."""
+"""`flash_attention` and `flash_attention_jvp`: signatures and documentation."""
 
 from __future__ import annotations  # help() shows annotations as they stand here
 
@@ -133,100 +133,99 @@ def flash_attention(
     differentiable in every float argument.
 
     A superset of `jax.nn.dot_product_attention`: same names, same order, same defaults. The
-    algorithm is FlashAttention-2 (arXiv:2307.08691): blocks of keys pass by a running maximum and
-    sum, and the backward computes the scores again.
+    algorithm is FlashAttention-2 (arXiv:2307.08691): an online softmax over blocks of keys, and a
+    backward that recomputes the scores.
 
-    The letters: B leading axes (none, one or more), T queries, S keys, N query heads, K key/value
+    Dimensions: B leading axes (none, one or more), T queries, S keys, N query heads, K key/value
     heads, H and Hv head sizes. query, key and value share one dtype: float32, bfloat16, float16,
-    or, with jax_enable_x64, float64. Sums and the statistics of the softmax are float32, or float64
-    for float64.
+    or, with jax_enable_x64, float64. Sums and the softmax are float32, or float64 for float64.
 
-    A query sees the keys that everything below lets it see. A query that sees no key gets the
-    output 0, no gradient, and a log-sum-exp of -inf, or of its head's sink. Rows and keys beyond
-    the lengths may be NaN; keys that only a mask array or a bias of -inf hides may not.
+    All masks below combine: a query attends to the keys that none of them hides. A query with no
+    such key gets the output 0, no gradient, and a log-sum-exp of -inf, or of its head's sink. Rows
+    and keys beyond the lengths may be NaN; keys that only a mask array or a bias of -inf hides may
+    not.
 
     Derivatives are in reverse mode; `flash_attention_jvp` is forward mode. "reference" has all
-    second derivatives, "blockwise" those that are forward over reverse, as jax.jvp of jax.grad; the
-    kernels have none, and raise.
+    second derivatives, "blockwise" forward over reverse, as jax.jvp of jax.grad; the kernels have
+    none, and raise.
 
-    An array is data: it may be traced, and one compiled program serves all its values. Flags,
-    names, windows, the soft cap and numbers of Python and NumPy are part of the program.
+    Arrays are dynamic: they may be traced, and new values need no recompilation. Flags, names,
+    windows, the soft cap, and Python and NumPy scalars are static.
 
     Args:
       query: [*B, T, N, H].
-      key: [*B, S, K, H]. N must be a multiple of K: each key/value head serves N / K neighbouring
-        query heads.
+      key: [*B, S, K, H]. N must be a multiple of K: N / K adjacent query heads share a key/value
+        head.
       value: [*B, S, K, Hv].
       bias: real, broadcastable to [*B, N, T, S]; added to the logits after the scale. Its gradient
         has its own shape.
       mask: a bool array broadcastable to [*B, N, T, S] (True: attend), or an object of
-        `pallas_flash.masks`, which costs nothing in blocks where no query sees a key.
+        `pallas_flash.masks`, which skips blocks that it hides.
       scale: multiplies query key^T; 1 / sqrt(H) by default. A number, or an array of one value or
         of [N], one for each head. An array may be learned: it is multiplied into query, and the
         product rounded to query's dtype.
       is_causal: query i sees keys up to position i + query_offset. With T != S this is top-left
         aligned, as in jax.nn; query_offset = S - T aligns the last query with the last key.
-      query_seq_lengths: int32 [*B]; queries from there on see nothing.
-      key_value_seq_lengths: int32 [*B]; keys from there on are not seen.
+      query_seq_lengths: int32 [*B]; queries from there on are padding.
+      key_value_seq_lengths: int32 [*B]; keys from there on are padding.
       local_window_size: w or (left, right): query i sees keys i + query_offset - left to i +
         query_offset + right, both inclusive; None on a side is no limit. A window is not causal by
         itself.
       implementation: "hopper" (Pallas Mosaic GPU kernels for H100 and H200), "triton" (Pallas
-        kernels), "blockwise" (plain JAX) or "reference" (dense). One that is named and cannot run
-        the call raises. None, "xla" and "cudnn" (jax.nn's names) leave the choice to this function,
-        and `explain` says what it is and why: a GPU runs "hopper" and "triton" unasked once it has
-        found them right. Without a GPU "triton" runs in Pallas' interpreter. "flash1" and
-        "standard" are earlier algorithms, to compare with.
-      return_residual: return (output, lse), where lse is the natural log-sum-exp of the logits,
+        kernels), "blockwise" (plain JAX) or "reference" (dense). A named implementation runs the
+        call or raises. None, and jax.nn's names "xla" and "cudnn", select one automatically;
+        `explain` says which and why. On a GPU these are "hopper" and "triton" once their self-check
+        has passed. Without a GPU "triton" runs in Pallas' interpreter. "flash1" and "standard" are
+        earlier algorithms, for comparison.
+      return_residual: return (output, lse), where lse is the log-sum-exp of the logits in base e,
         float32 [*B, T, N], differentiable.
-      return_max_logits: return, last, the largest logit of each row too, float32 [*B, T, N]: of the
-        keys that the query sees, after scale, bias, soft cap and score_mod; sinks are no keys. -inf
-        where there is none. It has no gradient, as if of jax.lax.stop_gradient.
-      query_offset: the key position of query 0, as an int, or as int32, one value or [*B]. It moves
-        is_causal, local_window_size and masks.
+      return_max_logits: also return, last, the largest logit of each row, float32 [*B, T, N], over
+        the keys that the query sees, after scale, bias, soft cap and score_mod; without sinks, and
+        -inf where there is no key. It has no gradient.
+      query_offset: the key position of query 0, an int, or int32, a scalar or [*B]. is_causal,
+        local_window_size and masks are relative to it.
       query_segment_ids: int32 [*B, T], for packed documents: a query sees the keys with its own id.
-      key_value_segment_ids: int32 [*B, S]; by default those of the queries, if T == S.
+      key_value_segment_ids: int32 [*B, S]; default: query_segment_ids, if T == S.
       logits_soft_cap: c: the logits become c * tanh(logits / c), after scale and bias, before the
         mask.
       sinks: real, [N]: one more logit for each head in the softmax's denominator, as if of a key
         with the value 0 that every query sees. The log-sum-exp includes it.
-      dropout_rate: from 0 up to, not including, 1, known while tracing. Each weight of the softmax
-        becomes 0 with this probability, and is otherwise divided by the probability of staying. The
-        rate is rounded to the nearest 256th, and to 1/256 at least: 0.1 is 26/256 = 0.1016. The
-        log-sum-exp is that of the softmax before dropout.
+      dropout_rate: static, at least 0 and below 1. Each weight of the softmax becomes 0 with this
+        probability, and is otherwise divided by the keep probability. The rate is rounded to the
+        nearest 256th, and to 1/256 at least: 0.1 is 26/256 = 0.1016. The log-sum-exp is that of the
+        softmax before dropout.
       dropout_rng: a key of `jax.random`, typed or raw, which may be traced; needed where
-        dropout_rate is above 0. The weights that stay are those of `pallas_flash.dropout_mask`:
-        they depend on this key and on batch row, head, query and key alone, so they are the same in
-        every implementation and on any mesh. Inside of your own jax.shard_map each device counts
-        its batch rows and heads from 0: fold jax.lax.axis_index into the key.
-        `pallas_flash.dropout.Shared(key)` has one mask [T, S] for all batch rows and heads.
-      deterministic: True: the same inputs give the same bits, in the gradients too. False lets a
-        backward add in any order: "hopper" then takes one kernel instead of two for heads up to
-        128; the others make no use of it.
-      context: how the devices that hold a sequence work together: `Ring(axis)`, `Zigzag(axis)` or
-        `AllToAll(axis)` of `pallas_flash.context_parallel`, for an axis of the mesh. Inside of
-        jax.shard_map each device passes its own part: its rows of query, key, value and ids; of
-        bias and mask arrays its rows of T and all of S; offsets, lengths, sinks and dropout keys as
-        for the whole call. Arrays with explicit axes are passed whole, and a sharded T is a Ring
-        unasked.
-      score_mod: score_mod(score, b, h, q_idx, kv_idx) -> score, any function of single numbers that
-        jax can trace. For each pair of query and key its result takes the place of the logit, after
-        scale, bias and soft cap, before the mask; -inf hides the key. `pallas_flash.scores` has
-        some. score is float32 (float64 for float64), the others are int32: the number of the batch
-        row, over all leading axes; of the query head; the query's key position, which is its row +
-        query_offset; and the key's position. It may close over arrays, traced ones too, and read
-        single numbers of them, as table[h, kv_idx] ("hopper": by b and h alone). Float arrays among
-        them get gradients, which "blockwise" on a GPU adds in any order. It may be called for pairs
-        that a mask hides; the result is not used, but in "reference" its derivative there must be
-        finite. Inside of your own jax.shard_map b and h count from 0 on each device.
+        dropout_rate is above 0. The kept weights are those of `pallas_flash.dropout_mask`: they
+        depend only on this key, batch row, head, query and key, so they are the same in every
+        implementation and on any mesh. Inside jax.shard_map each device counts its batch rows and
+        heads from 0: fold jax.lax.axis_index into the key. `pallas_flash.dropout.Shared(key)` has
+        one mask [T, S] for all batch rows and heads.
+      deterministic: True: results are bitwise deterministic, gradients too. False lets a backward
+        add in any order: "hopper" then runs one kernel instead of two for heads up to 128; the
+        other implementations ignore it.
+      context: context parallelism, for a sequence sharded along an axis of the mesh: `Ring(axis)`,
+        `Zigzag(axis)` or `AllToAll(axis)` of `pallas_flash.context_parallel`. Inside jax.shard_map
+        each device passes its shard of query, key, value and ids; of bias and mask arrays its rows
+        of T and all of S; offsets, lengths, sinks and dropout keys as for the whole call. Arrays
+        with explicit axes are passed whole, and a sharded T defaults to a Ring.
+      score_mod: score_mod(score, b, h, q_idx, kv_idx) -> score, any JAX-traceable scalar function.
+        It maps the logit of each pair of query and key, after scale, bias and soft cap, before the
+        mask; -inf hides the key. `pallas_flash.scores` has some. score is float32 (float64 for
+        float64), the others are int32: the batch row, counted over all leading axes; the query
+        head; the query's key position, which is its row + query_offset; and the key's position. It
+        may capture arrays, traced ones too, and index them down to scalars, as table[h, kv_idx]
+        ("hopper": by b and h only). Captured float arrays get gradients, which "blockwise" on a GPU
+        adds in any order. It may be called for pairs that a mask hides; the result is not used, but
+        in "reference" its derivative there must be finite. Inside jax.shard_map b and h count from
+        0 on each device.
 
     Returns:
       The output [*B, T, N, Hv] in the query's dtype. With return_residual or return_max_logits, a
-      tuple of the output, lse if that is asked for, and the largest logits if those are.
+      tuple: the output, then lse, then the largest logits, those of the two that are requested.
 
     Raises:
-      TypeError: a dtype or type does not fit.
-      ValueError: a shape or value does not fit.
+      TypeError: an unsupported type or dtype.
+      ValueError: an invalid shape or value.
       NotImplementedError: the named implementation cannot run this call.
     """
     call = dict(locals())
@@ -278,8 +277,8 @@ def flash_attention_jvp(primals: Sequence[AnyArray], tangents: Sequence[AnyArray
     Args:
       primals: (query, key, value), or (query, key, value, bias).
       tangents: as many, of the same shapes and dtypes.
-      **options: the other arguments of `flash_attention`; they have no tangents. implementation may
-        be "blockwise", which None means here, or "reference".
+      **options: the other arguments of `flash_attention`; they have no tangents. implementation is
+        "blockwise" (the default) or "reference".
 
     Returns:
       The pair of what flash_attention returns and its tangent.

@@ -103,12 +103,10 @@ FEW = 64  # queries
 
 
 def _few_queries(problem: Problem) -> str | None:
-    """Why the Hopper kernels are not for a call with a mask that is an array."""
+    """Why a call with a dense mask and few queries does not run the Hopper kernels by default."""
     if problem.mask is None or not isinstance(problem.queries, int) or problem.queries > FEW:
         return None
-    return (
-        f"XLA prepares a mask that is an array, which takes long beside {problem.queries} queries"
-    )
+    return f"packing a dense mask does not pay off for only {problem.queries} queries"
 
 
 def _no_empty_axis(problem: Problem) -> str | None:
@@ -175,11 +173,11 @@ def _no_tiles(problem: Problem) -> str | None:
         str(n) for n in (problem.batch, problem.queries, problem.keys) if not isinstance(n, int)
     ]
     if symbols:
-        return f"a kernel's grid is made of known sizes; got {', '.join(symbols)} of jax.export"
+        return f"a kernel's grid must be static; got the symbolic dimensions {', '.join(symbols)}"
     if getattr(jax.config, "eager_constant_folding", False):  # under ensure_compile_time_eval
         return (
-            "its kernels are traced, and jax.ensure_compile_time_eval would evaluate what they "
-            "are made of"
+            "its kernels must be traced, and jax.ensure_compile_time_eval would evaluate their "
+            "operations eagerly"
         )
     return _no_empty_axis(problem)
 
@@ -253,7 +251,7 @@ BACKENDS = (
             lambda p, m=module: (
                 _no_tiles(p) or triton.why_not(p) or _why_no_import(m) or _kernel(m, "why_not")(p)
             ),
-            lambda p: "an earlier algorithm, kept to compare with: ask for it by name",
+            lambda p: "an earlier algorithm, for comparison only: select it by name",
             *(_kernel(module, function) for function in ("tiles", "forward", "backward")),
             own_kernels=True,
             keeps_base_2=True,

@@ -11,15 +11,15 @@ from pallas_flash import checks
 
 
 class Static(NamedTuple):
-    """An argument that compiled code depends on; its check makes it exact when the call is made."""
+    """A static argument: compiled code depends on it. Its check runs when the call is made."""
 
     check: Callable[[str, Any], Any] = lambda name, x: x
 
 
 class Data(NamedTuple):
-    """An argument that may be an array: its axes, of which the first may be missing where it
-    broadcasts, and what makes it one that jax takes without loss. C is an axis of any size, whole
-    on each device."""
+    """A dynamic argument, which may be an array: its axes, of which the first may be missing where
+    it broadcasts, and what converts it losslessly to one of jax. C is an axis of any size,
+    replicated on each device."""
 
     axes: str = ""
     exact: Callable[[str, Any], Any] | None = None
@@ -42,12 +42,12 @@ def _ints(name: str, x):
 
 
 def kinds(call) -> dict[str, Static | Data]:
-    """Of a call, or of its class, whether each argument is data, and its axes and check."""
+    """Whether each argument of a call, or of its class, is static or data; its check or axes."""
     return {field.name: field.type.__metadata__[0] for field in dataclasses.fields(call)}
 
 
 def _register(cls):
-    """Makes a pytree of a Call: what may be an array is data."""
+    """Registers a Call as a pytree whose leaves are its data."""
     data = [name for name, kind in kinds(cls).items() if isinstance(kind, Data)]
     static = [name for name in kinds(cls) if name not in data]
     return jax.tree_util.register_dataclass(cls, data, static)
@@ -56,8 +56,8 @@ def _register(cls):
 @_register
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """The arguments of `flash_attention` but return_residual, in its order; then what a mesh made
-    of some of them."""
+    """The arguments of `flash_attention` but return_residual, in its order; then what a sharded
+    call computed from some of them."""
 
     query: Annotated[Any, Data("BTNH")] = None
     key: Annotated[Any, Data("BSKH")] = None
@@ -85,7 +85,7 @@ class Call:
 
     # those of dropout_rng, of all batch rows and heads
     dropout_seeds: Annotated[Any, Data("BNC")] = None
-    # what all that hides keys but a dense mask comes to, from someone who sees all rows
+    # all masks but a dense one, of a caller that has all rows
     resolved_mask: Annotated[Any, Data()] = None
 
     def __post_init__(self):
@@ -143,5 +143,5 @@ AXES: dict[str, str] = {
 
 
 def is_data(x) -> bool:
-    """Whether it is an array on a device's account: NumPy's scalars are static."""
+    """Whether it is a dynamic array: NumPy's scalars are static."""
     return isinstance(x, jax.Array) or (hasattr(x, "dtype") and len(x.shape) > 0)

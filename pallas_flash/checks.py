@@ -1,5 +1,5 @@
-"""What a single argument may be: arrays, integers, flags, numbers and windows; each comes back
-exact, or raises."""
+"""Checks of single arguments: arrays, integers, flags, numbers and windows. Each returns its
+argument in canonical form, or raises."""
 
 import math
 from collections.abc import Callable
@@ -53,8 +53,8 @@ def array(name: str, x, more: str = ""):
     """x as a jax array; lists and numbers too, as jax takes them."""
     if not is_array(x) and not isinstance(x, list | tuple | int | float):
         hint = (
-            " Pass a function of your own as masks.MaskMod(function), and call what makes a mask, "
-            "as masks.Causal()."
+            " Pass a mask_mod as masks.MaskMod(function), and an instance of a mask, such as "
+            "masks.Causal()."
         )
         raise TypeError(
             f"{name} must be an array{more}; got "
@@ -64,7 +64,7 @@ def array(name: str, x, more: str = ""):
         return jnp.asarray(x)
     except (TypeError, ValueError) as error:
         raise TypeError(
-            f"{name} must be an array{more}; of this {_kind(x)} none can be made: {error}"
+            f"{name} must be an array{more}; cannot convert this {_kind(x)}: {error}"
         ) from None
 
 
@@ -74,15 +74,14 @@ def dense(name: str, x, dtype):
     if name == "mask":
         if x.dtype != bool:
             raise TypeError(
-                f"mask must be bool (True: attend); got {x.dtype}. Numbers to add to the logits, "
-                "as 0 and -1e9, go to bias, or "
-                "pass mask=x > -1; if 1 means attend and 0 does not, pass mask=x != 0."
+                f"mask must be bool (True: attend); got {x.dtype}. Pass an additive mask of 0 and "
+                "-1e9 as bias, or as mask=x > -1; a mask of 1 (attend) and 0 as mask=x != 0."
             )
         return x
     if not (jnp.issubdtype(x.dtype, jnp.floating) or jnp.issubdtype(x.dtype, jnp.integer)):
-        hint = " A bool array goes to mask." if x.dtype == bool else ""
+        hint = " Pass a bool array as mask." if x.dtype == bool else ""
         raise TypeError(
-            f"bias must be real numbers, which are added to the logits; got {x.dtype}.{hint}"
+            f"bias must be real numbers, added to the logits; got {x.dtype}.{hint}"
         )
     return x if str(x.dtype) in ("float32", "bfloat16", "float16") else x.astype(sums(dtype))
 
@@ -97,7 +96,7 @@ def flag(name: str, x) -> bool:
     if isinstance(x, bool | np.bool_) or (_is_known(x) and x.dtype == bool and x.shape == ()):
         return bool(x)
     raise TypeError(
-        f"{name} must be True or False, known while tracing; got {_kind(x)}.{_if_traced(name, x)}"
+        f"{name} must be a static bool, True or False; got {_kind(x)}.{_if_traced(name, x)}"
     )
 
 
@@ -110,8 +109,7 @@ def number(name: str, x, default, positive=False, more: str = ""):
         x = float(x)
     except (TypeError, jax.errors.ConcretizationTypeError):
         raise TypeError(
-            f"{name} must be a number known while tracing{more}; got "
-            f"{_kind(x)}.{_if_traced(name, x)}"
+            f"{name} must be a static number{more}; got {_kind(x)}.{_if_traced(name, x)}"
         ) from None
     if not math.isfinite(x) or (positive and x <= 0):
         raise ValueError(
@@ -154,7 +152,7 @@ def sinks(x, heads: int):
 def rate(name: str, x) -> float:
     x = number(name, x, 0.0)
     if not 0 <= x < 1:
-        raise ValueError(f"{name} must be a number from 0 up to, not including, 1; got {x}.")
+        raise ValueError(f"{name} must be at least 0 and below 1; got {x}.")
     return x
 
 
@@ -162,15 +160,15 @@ def rng(name: str, x):
     """A key of jax.random."""
     if x is None:
         raise ValueError(
-            f"dropout_rate above 0 needs {name}, a key of jax.random, as jax.random.key(0), split "
-            "for each call."
+            f"dropout_rate above 0 needs {name}, a key of jax.random such as jax.random.key(0), "
+            "a new one for each call."
         )
     # a raw key is one of uint32
     axes = 0 if is_array(x) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else 1
     if not is_array(x) or len(x.shape) != axes or (axes and x.dtype != jnp.uint32):
         got = f"{x.dtype} {x.shape}" if is_array(x) else _kind(x)
         raise TypeError(
-            f"{name} must be one key of jax.random, as jax.random.key(0) makes it; got {got}."
+            f"{name} must be one key of jax.random, such as jax.random.key(0); got {got}."
         )
     return x
 
@@ -185,9 +183,9 @@ def window(size) -> Window:
         traced = next((x for x in jax.tree.leaves(size) if isinstance(x, jax.core.Tracer)), None)
         got = repr(size) if traced is None else _kind(traced)
         raise ValueError(
-            f"local_window_size must be an int or (left, right), ints from 0 to {INT32.max}, or "
-            "None for a side without a limit, "
-            f"known while tracing; got {got}." + _if_traced("local_window_size", traced)
+            "local_window_size must be a static int or (left, right), each from 0 to "
+            f"{INT32.max} or None for no limit; got {got}."
+            + _if_traced("local_window_size", traced)
         ) from None
 
 

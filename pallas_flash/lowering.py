@@ -73,8 +73,8 @@ def _backward(backend: Backend, problem, like, x, lse, do, delta):
 
 def _refuse(backend: Backend, *_):
     raise NotImplementedError(
-        f"implementation {backend.name!r} has kernels for a GPU alone, but the program is lowered "
-        'for another platform: implementation=None takes "blockwise" there.'
+        f"implementation {backend.name!r} runs on GPUs only, but the program is lowered for "
+        'another platform; implementation=None takes "blockwise" there.'
     )
 
 
@@ -116,13 +116,13 @@ def warn(ctx, name: str, is_blind: bool, jaxpr):
     gpus = [platform for platform in module.platforms if platform in GPUS]
     if gpus and is_blind:
         _once(
-            f'a program for {gpus[0]} has "{name}" in it, not kernels, since it was not traced for '
-            "a GPU. Trace it where a GPU is the default device, or under "
+            f'a program for {gpus[0]} runs "{name}", not the GPU kernels, since it was not traced '
+            "for a GPU. Trace it where a GPU is the default device, or under "
             "jax.sharding.use_abstract_mesh with a GPU as abstract_device."
         )
     if gpus and module.lowering_parameters.for_export and "pallas_call" in str(jaxpr):
         _once(
-            "the exported program has Triton kernels in it, for which jax promises no "
+            "the exported program contains Triton kernels, for which jax guarantees no "
             "compatibility: jax.export needs disabled_checks="
             '[jax.export.DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")]. '
             'implementation="blockwise" has none.'

@@ -625,7 +625,7 @@ WRONG = {
     "a number for a flag": (
         {},
         dict(is_causal=1),
-        "is_causal must be True or False, known while tracing; got int",
+        "is_causal must be a static bool, True or False; got int",
     ),
     "lengths of other rows": (
         {},

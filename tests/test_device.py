@@ -190,7 +190,7 @@ def test_hopper_by_name_says_that_a_cpu_cannot_run_it():
     call = jax.jit(lambda *x: flash_attention(*x, implementation="hopper"))
     with pytest.raises(
         NotImplementedError,
-        match=r"'hopper' has kernels for a GPU alone, but the program is lowered for another",
+        match=r"'hopper' runs on GPUs only, but the program is lowered for another",
     ):
         call(*qkv())
 
@@ -239,7 +239,7 @@ def test_who_exports_for_a_gpu_without_one_is_told_once_that_it_is_blockwise(cap
         for _ in range(2):
             exported(["cuda"], *qkv())
         (line,) = caplog.messages
-        assert 'a program for cuda has "blockwise" in it, not kernels' in line
+        assert 'a program for cuda runs "blockwise", not the GPU kernels' in line
         caplog.clear(), lowering._once.cache_clear()
         exported(["cuda"], *qkv(), implementation="blockwise")
         jax.jit(flash_attention)(*qkv())

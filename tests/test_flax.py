@@ -837,17 +837,17 @@ def test_a_mask_of_other_numbers_than_0_and_1_raises_where_they_can_be_seen(mask
 @pytest.mark.parametrize(
     "options, text",
     [
-        (dict(local_window_size=-1), r"local_window_size must be an int or \(left, right\)"),
+        (dict(local_window_size=-1), r"local_window_size must be a static int or \(left, right\)"),
         (dict(local_window_size=(1, 2, 3)), "local_window_size must be"),
         (
             dict(logits_soft_cap=0.0),
             "logits_soft_cap must be a finite number above 0, or None; got 0",
         ),
         (dict(implementation="flash3"), "implementation must be None or one of .*; got 'flash3'"),
-        (dict(is_causal="yes"), "is_causal must be True or False"),
+        (dict(is_causal="yes"), "is_causal must be a static bool"),
         (
             dict(dropout_rate=1.0),
-            "dropout_rate must be a number from 0 up to, not including, 1; got 1.0",
+            "dropout_rate must be at least 0 and below 1; got 1.0",
         ),
         (dict(rope_base=0.0), "rope_base must be a number above 0, or None"),
     ],

@@ -82,7 +82,7 @@ def test_json_has_the_same_and_nothing_else_is_printed():
         ("", "K80", "invalid choice: 'K80'"),
         ("N=3, K=2", "H200", "got N = 3, K = 2"),
         ("implementation='fast'", "H200", "must be None or one of"),
-        ("S=99, query_segment_ids=np.zeros((B, T))", "H200", "give key_value_segment_ids too"),
+        ("S=99, query_segment_ids=np.zeros((B, T))", "H200", "Pass key_value_segment_ids too"),
     ],
 )
 def test_a_wrong_argument_is_explained(call, gpu, message, capsys):

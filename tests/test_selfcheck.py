@@ -102,8 +102,7 @@ def test_kernels_that_are_right_are_checked_once_recorded_and_taken(
     assert checked == ["honest"] and taken() == "honest" and len(list(cache.iterdir())) == 1
     (line,) = caplog.messages
     assert line.startswith(
-        "pallas_flash checks its kernels on this Fake GPU, once: honest 16/16 float32, "
-        "deterministic"
+        "pallas_flash: one-time self-check of honest 16/16 float32, deterministic on this Fake GPU"
     )
 
 
@@ -111,7 +110,7 @@ def test_kernels_that_lie_are_told_with_numbers_and_the_next_are_taken(install, 
     install("liar", "honest")
     with pytest.warns(
         RuntimeWarning,
-        match=r"does not take liar 16/16 float32, .*: dk is off by \d.*; the tolerance is 1e-04",
+        match=r"self-check of liar 16/16 float32, .* failed on .*: dk is off by \d.*; the tolerance is 1e-04",
     ):
         np.testing.assert_array_equal(call(), call(implementation="reference"))
     assert (
@@ -136,7 +135,7 @@ def test_what_could_not_be_checked_is_not_wrong_and_is_checked_again(
 
     install(fakes.backend("late", forward), "honest")
     late = lambda text: pytest.warns(
-        RuntimeWarning, match=f"late.*: not checked on this machine: MemoryError: {text}. The next"
+        RuntimeWarning, match=f"late.*: not checked on this machine: MemoryError: {text}. Falling"
     )
     with late("another job has it"):
         call()
@@ -166,7 +165,7 @@ def test_what_the_compiler_refuses_is_recorded_and_not_compiled_in_every_process
         install(fakes.backend("wide", forward))
         with pytest.warns(
             RuntimeWarning,
-            match="wide.*: wrong on this machine: the compiler refuses it: .*107008. The next",
+            match="wide.*: wrong on this machine: the compiler rejects it: .*107008. Falling",
         ):
             call()
     assert checked == ["wide"]
@@ -195,7 +194,7 @@ def test_kernels_that_hang_end_the_call_with_what_to_do_and_are_not_taken_again(
     install(sleeper, "honest")
     monkeypatch.setattr(verdicts, "LIMIT", 0.2)
     with pytest.raises(
-        RuntimeError, match=r"did not end within 0\.2 s.*Start again: sleeper will not be taken"
+        RuntimeError, match=r"did not finish within 0\.2 s.*Restart the process: it will no longer take sleeper"
     ):
         call()
     hung.set()
@@ -341,7 +340,7 @@ def test_a_folder_that_cannot_be_written_leaves_all_but_the_record(install, chec
     install("honest")
     call()
     assert checked == ["honest"] and taken() == "honest"
-    assert "cannot record that it checked honest" in caplog.messages[-1]
+    assert "cannot save the result of the self-check of honest" in caplog.messages[-1]
 
 
 def test_a_damaged_record_is_written_anew(install, checked, cache):
@@ -683,7 +682,7 @@ CASE = trial.Case("honest", 64, 64, "float32", *trial.SHORT[0])
 RIGHT = "print(json.dumps([[{}, None, None], 1, 2]))"
 FOUND = {  # by what a process does
     f"print('compiling'); time.sleep(2.5); print('ready', flush=True); input(); {RIGHT}": None,
-    "print('ready', flush=True); time.sleep(60)": "wrong on this machine: its check did not end "
+    "print('ready', flush=True); time.sleep(60)": "wrong on this machine: its check did not finish "
     "within 2 s",
     "print(json.dumps([[{}, 'refused', None]]))": "wrong on this machine: refused",
     "os.abort()": "wrong on this machine: its process died of SIGABRT",

@@ -339,7 +339,7 @@ def test_kernels_that_lie_or_do_not_compile_are_not_trained_with(
     text, install, monkeypatch, name, why
 ):
     install(monkeypatch, name, "honest")
-    with pytest.warns(RuntimeWarning, match=f"does not take {name} .*{why}"):
+    with pytest.warns(RuntimeWarning, match=f"self-check of {name} .*{why}"):
         assert training.resolve(parse([*TINY, "--data", text])) == "honest"
     named = parse([*TINY, "--data", text, "--attention", "blockwise"])
     assert training.resolve(named) == named.attention == "blockwise"

@@ -1,5 +1,5 @@
-"""Compares kernels with the reference, output, log-sum-exp and gradients, on small problems like
-the one that is asked."""
+"""Compares output, log-sum-exp and gradients of kernels with the reference, on small problems like
+that of a call."""
 
 import dataclasses
 import functools
@@ -19,54 +19,54 @@ from pallas_flash.mods.score_mod import BoundScoreMod
 # Of trials: with blocks that need a mask, blocks that need none, ragged ones.
 SIZES = dict(batch=2, queries=523, keys=709, heads=8, kv_heads=2, sinks=False)
 WIDTH = 16  # multiples of this tell heads apart in the kernels
-# that are compared as one vector: a single row of a gradient may be zero but for rounding
+# compared as one vector: a single row of a gradient may be zero but for rounding
 ROWS = 64
 # blocks of all kinds, by head
 RULE = masks.MaskMod(lambda b, h, q, k: ((q // 256 + k // 256 + h) % 3 > 0) | (k < 4), "RULE")
 SOFT_CAP = 2.0  # near the logits of trials
 TOLERANCE = dict(float32=1e-4, bfloat16=2e-2, float16=4e-3)
-# With any of them kernels are right or wrong by themselves.
+# Each is a variant of its own.
 MORE = "a rule", "a mask", "a bias", "a score_mod", "a soft cap", "segment ids"
-# words of compilers that will say the same again
+# words in errors of compilers that are not transient
 REFUSALS = "shared memory", "ptxas error", "unimplemented"
 
 
 class Verdict(NamedTuple):
-    """Kernels are right where nothing is wrong or unknown."""
+    """Kernels passed where nothing is wrong or unknown."""
 
     errors: dict[str, float]
-    wrong: str | None = None  # what is, and will be
-    unknown: str | None = None  # why they could not be checked, which another time they may
+    wrong: str | None = None  # what is; final
+    unknown: str | None = None  # why they could not be checked; a later check may succeed
 
     @property
     def why_not(self) -> str | None:
-        """Why kernels are not taken; None: they are right."""
+        """Why kernels are not run by default; None: they passed."""
         if self.unknown:
             return f"not checked on this machine: {self.unknown}"
         return f"wrong on this machine: {self.wrong}" if self.wrong else None
 
 
 def hangs(limit: float) -> Verdict:
-    return Verdict({}, f"its check did not end within {limit:g} s")
+    return Verdict({}, f"its check did not finish within {limit:g} s")
 
 
 class Refused(Exception):
-    """By a compiler, which will do the same again."""
+    """By a compiler; compiling again would not help."""
 
 
 def fails(error: Exception) -> Verdict:
-    """An error of the GPU or the memory, or whatever it is: another time it may be gone, but for a
-    refusal."""
+    """The verdict of an error: a compiler's refusal is final; any other, as of the GPU, may be
+    transient."""
     text = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     return (
-        Verdict({}, f"the compiler refuses it: {error}")
+        Verdict({}, f"the compiler rejects it: {error}")
         if isinstance(error, Refused)
         else Verdict({}, unknown=text)
     )
 
 
 def compiled(function: Callable, *args) -> Callable:
-    """The program of function(*args); Refused where there will be none."""
+    """function(*args), compiled; raises Refused where a compiler rejects it."""
     try:
         return jax.jit(function).lower(*args).compile()
     except Exception as error:
@@ -136,8 +136,8 @@ def widths(problem: Problem) -> list[int]:
 
 
 def trials(problem: Problem, way: Way = FLASH_ATTENTION) -> list[dict[str, int]]:
-    """The sizes of the problems that are tried: with what else moves the ends of rows, and without;
-    the last with so many heads that programs go over several tiles."""
+    """The sizes of the trial problems: without and with sinks and what else moves the ends of rows;
+    the last with so many heads that a program computes several tiles."""
     sizes = SIZES | way.sizes
     if decode.takes(problem):
         return [sizes | dict(queries=3, sinks=True)]
@@ -151,8 +151,8 @@ def trials(problem: Problem, way: Way = FLASH_ATTENTION) -> list[dict[str, int]]
 def check(
     backend: Backend, problem: Problem, trials: list[dict[str, int]], way: Way = FLASH_ATTENTION
 ) -> Callable[[], Verdict]:
-    """Compiles what compares output, log-sum-exp and gradients with the reference's in float32, on
-    small problems of the same variant. What it returns runs it."""
+    """Compiles the kernels and the reference in float32 on small problems of the same variant, and
+    returns the function that runs and compares them."""
     pairs = [_programs(backend, way, *trial(problem, sizes)) for sizes in trials]
 
     def verdict():

@@ -1,5 +1,5 @@
-"""Whether this machine runs an implementation's kernels right: checked once, before a GPU runs them
-by default."""
+"""The one-time self-check of an implementation's kernels on this machine, before a GPU runs them by
+default."""
 
 import concurrent.futures
 import dataclasses
@@ -21,7 +21,7 @@ from pallas_flash.selfcheck import comparison, records
 from pallas_flash.selfcheck.comparison import FLASH_ATTENTION, Verdict, Way
 
 LIMIT = 300  # seconds; kernels that run longer hang
-AGAIN = 10  # times as long as it took, a check that could not be made waits before it is made again
+AGAIN = 10  # a check that could not finish is repeated after this many times its duration
 
 _log = logging.getLogger("pallas_flash")
 
@@ -29,7 +29,7 @@ _log = logging.getLogger("pallas_flash")
 def why_not(
     backend: Backend, problem: Problem, check: bool = True, way: Way = FLASH_ATTENTION
 ) -> str | None:
-    """Why this machine does not run the kernels by default; None: they are right or trusted."""
+    """Why this machine does not run the kernels by default; None: they passed, or are trusted."""
     verdict = _verdict(backend, problem, check, way)
     return verdict and verdict.why_not
 
@@ -112,7 +112,7 @@ def record(variant: Variant, machine: records.Machine, verdict: Verdict):
     why_not = None if verdict.unknown else records.write(variant, machine, verdict._asdict())
     if why_not:
         _log.warning(
-            "pallas_flash cannot record that it checked %s, and will check again: %s",
+            "pallas_flash cannot save the result of the self-check of %s, and will repeat it: %s",
             variant,
             why_not,
         )
@@ -121,12 +121,12 @@ def record(variant: Variant, machine: records.Machine, verdict: Verdict):
 def _tried(
     backend: Backend, problem: Problem, way: Way, variant: Variant, machine: records.Machine
 ) -> Verdict:
-    """Tells the user, tries the kernels and records what was found."""
+    """Tells the user, checks the kernels and records the verdict."""
     _log.warning(
-        "pallas_flash checks its kernels on this %s, once: %s (python -m pallas_flash does it "
-        "ahead of time)",
-        machine.gpu,
+        "pallas_flash: one-time self-check of %s on this %s (python -m pallas_flash runs it ahead "
+        "of time)",
         variant,
+        machine.gpu,
     )
     start = time.monotonic()
     try:
@@ -138,10 +138,10 @@ def _tried(
         _known[variant, machine] = comparison.hangs(LIMIT)
         record(variant, machine, comparison.hangs(LIMIT))
         raise RuntimeError(
-            f"the check of {variant} on this {machine.gpu} did not end within {LIMIT} s, and the "
-            "GPU may hang with it. "
-            f"Start again: {variant.implementation} will not be taken. PALLAS_FLASH_IMPLEMENTATION "
-            "names another for all calls."
+            f"the self-check of {variant} on this {machine.gpu} did not finish within {LIMIT} s, "
+            "and the GPU may hang. Restart the process: it will no longer take "
+            f"{variant.implementation}. PALLAS_FLASH_IMPLEMENTATION selects an implementation for "
+            "all calls."
         ) from None
     except Exception as error:
         verdict = comparison.fails(error)
@@ -152,8 +152,8 @@ def _tried(
 
 
 def _in_a_thread(f: Callable, limit: float | None = None):
-    """f() in a thread of its own, where of the caller the GPU holds that its call is for, and no
-    transformation, mesh or option; TimeoutError after `limit` s."""
+    """f() in a new thread, which inherits the GPU of the caller, but no transformation, mesh or
+    option; TimeoutError after `limit` s."""
     result, gpu = concurrent.futures.Future(), device.gpu()
 
     def run():
@@ -169,7 +169,7 @@ def _in_a_thread(f: Callable, limit: float | None = None):
 
 def _warning(variant: Variant, machine: records.Machine, why_not: str) -> str:
     return (
-        f"pallas_flash does not take {variant} unasked on this {machine.gpu}: {why_not}. The next "
-        "implementation serves, "
-        "and explain() says which; python -m pallas_flash checks again."
+        f"pallas_flash: self-check of {variant} failed on this {machine.gpu}: {why_not}. Falling "
+        "back to the next implementation, which explain() names; python -m pallas_flash checks "
+        "again."
     )

@@ -67,11 +67,9 @@ def backward(problem: Problem, tiles: Tiles, x: Operands, lse, do, delta) -> Gra
 
 def why_not(problem: Problem) -> str | None:
     """Why the kernels cannot run a problem that the Triton ones can, or None."""
-    return (
-        "it keeps the scores, not what a score_mod made them of"
-        if problem.score is not None
-        else None
-    )
+    if problem.score is None:
+        return None
+    return "its backward needs the scores before score_mod, which it does not keep"
 
 
 def _by_tile(kernel, p: Problem, tiles: Tiles, x: Operands, *arrays, out, name):
