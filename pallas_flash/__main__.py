@@ -67,7 +67,7 @@ def parse(argv) -> argparse.Namespace:
         "them; how long is said first"
     )
     add("--all", action="store_true", help=help)
-    help = "implementations to check (default: those that this machine may take unasked)"
+    help = "implementations to check (default: those that this machine may select automatically)"
     add("--implementations", nargs="+", choices=backends.names(), metavar="NAME", help=help)
     help = (
         "head sizes of queries and keys / of values (default: 32 64 128, with --all 192/128 256 "
@@ -158,7 +158,7 @@ COLUMNS = "{:<51}{:>15}{:>10}{:>12}{:>16}   {}"
 def check_all(args) -> bool:
     """Prints a row for each case as it ends; whether there is one, and all are right."""
     on_gpu = device.here().platform == "gpu"
-    names = args.implementations or (backends.names() if args.all else trial.unasked())
+    names = args.implementations or (backends.names() if args.all else trial.default_names())
     every = ["bfloat16", "float16", "float32"] if on_gpu else ["float32", "bfloat16"]
     cases, refused = trial.cases(
         names, args.head_sizes, args.dtypes or (every if args.all else every[:1]), args.all

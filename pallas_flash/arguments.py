@@ -1,5 +1,4 @@
-"""What is asked: checks a user's arguments and brings them into one form, a `Problem` and its
-`Operands`.
+"""Checks a user's arguments and brings them into one form, a `Problem` and its `Operands`.
 
 Every error that a user can cause is raised here, before anything is traced into a kernel.
 """
@@ -67,7 +66,7 @@ class Operands(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """What is asked, without the data: hashable, so that compiled code can be kept by it."""
+    """The static part of a call: hashable, so that it can be the key of compiled code."""
 
     batch: int  # B
     queries: int  # T
@@ -82,11 +81,11 @@ class Problem:
     bias: tuple[int, ...] | None  # shape
     mask: tuple[int, ...] | None  # shape
     resolved_mask: ResolvedMask  # with shapes in place of its arrays
-    deterministic: bool  # the same bits each time, in the backward too
+    deterministic: bool  # bitwise, in the backward too
     sinks: bool = False  # whether each head has one more logit
     dropped: int = 0  # of 256 weights
     score: BoundScoreMod | None = None  # with shapes in place of its arrays
-    max_logits: bool = False  # whether the largest logit of each row is asked for
+    max_logits: bool = False  # whether the largest logit of each row is returned
 
     def of_part(self, x: Operands) -> "Problem":
         """That of a part of the operands: of some batch rows and heads."""
@@ -114,13 +113,13 @@ class Problem:
 
     @property
     def with_top(self) -> bool:
-        """Whether the largest score is a number beside the running maximum, which a sink may have
-        started."""
+        """Whether the largest score is kept beside the running maximum, which may be that of a
+        sink."""
         return self.max_logits and self.sinks
 
     @property
     def statistics(self) -> int:
-        """Of how many numbers the SoftmaxState of a row then are."""
+        """How many fields the SoftmaxState has."""
         return 2 + self.with_top
 
     @property
@@ -222,7 +221,7 @@ def score_mod_offset(sizes: Sizes, call: Call):
     return masks.score_mod_offset(conjuncts, sizes.offset(call.query_offset))
 
 
-def exact_part(part: masks.Mask) -> masks.Mask:
+def canonical_part(part: masks.Mask) -> masks.Mask:
     """A mask with its arrays as int32; an int that stands for all batch rows stays."""
     prefix = type(part).__name__
     if isinstance(part, masks.BlockTypes):
@@ -298,9 +297,9 @@ def _times(query, factors, resolved_mask: ResolvedMask):
     leaves it."""
     if factors is None:
         return query
-    live = resolved_mask.valid(jnp.arange(query.shape[1], dtype=jnp.int32))
-    if live is not None:  # there may be NaN, which would reach the gradient of the factors
-        query = jnp.where(live[:, :, None, None], query, 0)
+    valid = resolved_mask.valid(jnp.arange(query.shape[1], dtype=jnp.int32))
+    if valid is not None:  # there may be NaN, which would reach the gradient of the factors
+        query = jnp.where(valid[:, :, None, None], query, 0)
     wide = checks.sums(query.dtype)
     return (query.astype(wide) * factors.astype(wide).reshape(1, 1, -1, 1)).astype(query.dtype)
 
@@ -322,7 +321,7 @@ def _documents(sizes, query_ids, key_ids, square) -> list[masks.Mask]:
 
 
 def _with_arrays(sizes, part: masks.Mask) -> masks.Mask:
-    part, arrays = exact_part(part), {}
+    part, arrays = canonical_part(part), {}
     if isinstance(part, masks.BlockTypes):
         return part.fitting(sizes.of["B"], sizes.of["N"])
     for field, letters in part.ARRAYS.items():

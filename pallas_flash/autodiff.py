@@ -65,7 +65,7 @@ def _backward(problem, choice, residuals, cotangents):
     do, dlse = second(cotangents[:2])
     # without them the rows that are not there, of which all may be NaN, have no lse
     if operands.sinks is not None:
-        do, dlse = _of_live_rows(operands, do, dlse)
+        do, dlse = _of_valid_rows(operands, do, dlse)
     wide, log_base = stats.m.dtype, choice.backend.log_base(problem)
     dlse = jnp.where(stats.empty, 0.0, dlse)
     if choice.backend.takes_row_scale:
@@ -93,12 +93,12 @@ def _backward(problem, choice, residuals, cotangents):
     return (jax.tree.map(lambda _: None, operands).with_differentiable(gradients),)
 
 
-def _of_live_rows(operands: Operands, do, dlse):
+def _of_valid_rows(operands: Operands, do, dlse):
     """do [B, T, N, Hv] and dlse [B, N, T] with 0 for queries beyond their lengths."""
-    live = operands.resolved_mask.valid(jnp.arange(do.shape[1], dtype=jnp.int32))
-    if live is None:
+    valid = operands.resolved_mask.valid(jnp.arange(do.shape[1], dtype=jnp.int32))
+    if valid is None:
         return do, dlse
-    return jnp.where(live[:, :, None, None], do, 0), jnp.where(live[:, None], dlse, 0)
+    return jnp.where(valid[:, :, None, None], do, 0), jnp.where(valid[:, None], dlse, 0)
 
 
 def _sinks_gradient(log_base: LogBase, sinks, lse, delta):

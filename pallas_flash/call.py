@@ -22,7 +22,7 @@ class Data(NamedTuple):
     replicated on each device."""
 
     axes: str = ""
-    exact: Callable[[str, Any], Any] | None = None
+    canonicalize: Callable[[str, Any], Any] | None = None
 
 
 def _window(name: str, x):
@@ -62,21 +62,21 @@ class Call:
     query: Annotated[Any, Data("BTNH")] = None
     key: Annotated[Any, Data("BSKH")] = None
     value: Annotated[Any, Data("BSKH")] = None
-    bias: Annotated[Any, Data("BNTS", exact=_listed)] = None
+    bias: Annotated[Any, Data("BNTS", canonicalize=_listed)] = None
     # or a masks.Mask, whose parts know their axes
-    mask: Annotated[Any, Data("BNTS", exact=_listed)] = None
-    scale: Annotated[Any, Data("N", exact=_listed)] = None
+    mask: Annotated[Any, Data("BNTS", canonicalize=_listed)] = None
+    scale: Annotated[Any, Data("N", canonicalize=_listed)] = None
     is_causal: Annotated[bool, Static(checks.flag)] = False
-    query_seq_lengths: Annotated[Any, Data("B", exact=_ints)] = None
-    key_value_seq_lengths: Annotated[Any, Data("B", exact=_ints)] = None
+    query_seq_lengths: Annotated[Any, Data("B", canonicalize=_ints)] = None
+    key_value_seq_lengths: Annotated[Any, Data("B", canonicalize=_ints)] = None
     local_window_size: Annotated[Any, Static(_window)] = None  # a masks.Window
     implementation: Annotated[str | None, Static()] = None
     return_max_logits: Annotated[bool, Static(checks.flag)] = False
-    query_offset: Annotated[Any, Data("B", exact=_ints)] = 0
+    query_offset: Annotated[Any, Data("B", canonicalize=_ints)] = 0
     query_segment_ids: Annotated[Any, Data("BT")] = None
     key_value_segment_ids: Annotated[Any, Data("BS")] = None
     logits_soft_cap: Annotated[float | None, Static(_soft_cap)] = None
-    sinks: Annotated[Any, Data("N", exact=_listed)] = None
+    sinks: Annotated[Any, Data("N", canonicalize=_listed)] = None
     dropout_rate: Annotated[float, Static(checks.rate)] = 0.0
     dropout_rng: Annotated[Any, Data()] = None
     deterministic: Annotated[bool, Static(checks.flag)] = True
@@ -103,10 +103,13 @@ class Call:
     def replace(self, **arguments: Any) -> Self:
         return dataclasses.replace(self, **arguments)
 
-    def exact(self) -> Self:
+    def canonicalize(self) -> Self:
         """Lists as arrays, and integers as int32: jax would cut off what is wider."""
-        exact = {name: kind.exact for name, kind in kinds(self).items() if isinstance(kind, Data)}
-        new = {name: f(name, getattr(self, name)) for name, f in exact.items() if f}
+        new = {
+            name: kind.canonicalize(name, getattr(self, name))
+            for name, kind in kinds(self).items()
+            if isinstance(kind, Data) and kind.canonicalize
+        }
         ids = ("query_segment_ids", "key_value_segment_ids")
         given = {name: x for name in ids if (x := getattr(self, name)) is not None}
         return self.replace(**new, **dict(zip(given, checks.ids(given), strict=True)))

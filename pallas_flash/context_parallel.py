@@ -12,7 +12,7 @@ from pallas_flash import arguments, checks, dropout, masks
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.call import Call
 from pallas_flash.devices import ring, sharding
-from pallas_flash.devices.call import arrays_of, axes_of, with_arrays
+from pallas_flash.devices.call import array_axes, collect_arrays, with_arrays
 from pallas_flash.mods.score_mod import BoundScoreMod
 from pallas_flash.sizes import Sizes
 
@@ -122,18 +122,18 @@ def _gather_integers(scheme: Context, call: Call, devices: int) -> Call:
     the order of the sequence."""
 
     def whole(path, x):
-        letters = axes_of(path, call)
+        letters = array_axes(path, call)
         if len(letters) != 2 or letters[1] not in "TS":
             return x
         x = lax.all_gather(x, scheme.names, axis=x.ndim - 1, tiled=True)
         return unzigzag(x, devices, -1) if scheme.CHUNKS == 2 else x
 
-    return with_arrays(call, {path: whole(path, x) for path, x in arrays_of(call).items()})
+    return with_arrays(call, {path: whole(path, x) for path, x in collect_arrays(call).items()})
 
 
 def plan_ring(scheme: Context, call: Call) -> tuple[ring.Loop, Problem, Problem, Operands]:
     """The loop, the problem of a pair in it, and the problem and operands of all pairs. The call is
-    `exact`, with this device's part of each array."""
+    in canonical form, with this device's shard of each array."""
     devices, C = _device_count(scheme), scheme.CHUNKS
     query, key, value = arguments.arrays(call.query, call.key, call.value)
     lead, (T, N, _), (S, K) = query.shape[:-3], query.shape[-3:], key.shape[-3:-1]
@@ -195,7 +195,7 @@ def exchange_heads(scheme: AllToAll, call: Call) -> Call:
     )
 
     def local(path, x):
-        letters = axes_of(path, call)
+        letters = array_axes(path, call)
         at = {letter: x.ndim - len(letters) + i for i, letter in enumerate(letters)}
         if path[0] in ("query", "key", "value"):
             return swap(x, lead + 1, lead) if x.shape[lead + 1] > 1 else rows(x, lead)
@@ -208,7 +208,7 @@ def exchange_heads(scheme: AllToAll, call: Call) -> Call:
             return swap(x, at["N"], at["T"])
         return mine(x, at["N"]) if has_heads else rows(x, at["T"]) if has_rows else x
 
-    return with_arrays(call, {path: local(path, x) for path, x in arrays_of(call).items()})
+    return with_arrays(call, {path: local(path, x) for path, x in collect_arrays(call).items()})
 
 
 # ---- outside: the context of a call, and what it sends

@@ -18,26 +18,26 @@ from pallas_flash import (
 )
 from pallas_flash.call import Call
 from pallas_flash.devices import ring, sharding, ulysses, varying
-from pallas_flash.devices.call import exact
+from pallas_flash.devices.call import canonicalize
 from pallas_flash.kernels import device
 
 
 def on_devices(attend, call: Call):
     """attend(call) of what each device has, where arrays lie on a mesh."""
     call = context_parallel.resolve_context(call)
-    mesh = sharding.mesh_of(call)
+    mesh = sharding.find_mesh(call)
     if mesh is not None or call.context is not None:
-        call = exact(call)
+        call = canonicalize(call)
     if mesh is None:
         return attend(call)
-    outputs = sharding.by_device(attend, call, mesh)
-    if any(map(varying.axes_of, (call.query, call.key, call.value))):
+    outputs = sharding.map_call(attend, call, mesh)
+    if any(map(varying.varying_axes, (call.query, call.key, call.value))):
         return derivative_modes.without_reverse(outputs)
     return outputs
 
 
 def results(return_residual: bool, o, lse, max_logits):
-    """What a call returns: the output, or a tuple of it and what else is asked for."""
+    """What a call returns: the output, or a tuple of it and the residuals that are requested."""
     more = (*([lse] if return_residual else []), *([] if max_logits is None else [max_logits]))
     return (o, *more) if more else o
 
@@ -104,8 +104,8 @@ def attend_in_forward_mode(call: Call):
     return _shaped(call, problem, *autodiff.attend_in_forward_mode(problem, choice, operands))
 
 
-def _shaped(call: Call, problem, o, *numbers):
+def _shaped(call: Call, problem, o, *row_outputs):
     rows = np.shape(call.query)[:-1]
     return o.reshape(*rows, problem.value_size), *jax.tree.map(
-        lambda x: jnp.swapaxes(x, 1, 2).reshape(rows), numbers
+        lambda x: jnp.swapaxes(x, 1, 2).reshape(rows), row_outputs
     )

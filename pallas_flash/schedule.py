@@ -153,15 +153,14 @@ def key_ranges(resolved_mask: ResolvedMask, queries: int, block_q: int) -> list[
 
 def key_range(resolved_mask: ResolvedMask, first: int, last: int) -> Blocks:
     """The keys that the rows from `first` to `last` may see, and those that each sees, as blocks of
-    one key: what is known while tracing, data apart, and without a key that only data of the mask
-    could let a row see."""
+    one key, by the static part of the mask."""
     known = without_data(resolved_mask)
     (start, whole_start), (whole_stop, stop) = zip(*map(known.interval, (first, last)), strict=True)
     return Blocks(start, whole_start, whole_stop, max(start, stop))
 
 
 def without_data(resolved_mask: ResolvedMask) -> ResolvedMask:
-    """The mask as far as it is known while tracing."""
+    """The static part of the mask."""
     seen = resolved_mask
     return (
         ResolvedMask(seen.keys, seen.left, seen.right, seen.offset)
@@ -219,7 +218,7 @@ def query_blocks(
     return jnp.stack(blocks.clip().ends, -1).astype(jnp.int32)
 
 
-# pairs of a query and a key that are asked while tracing; more of them are asked in the program
+# pairs of a query and a key up to which a mask_mod is evaluated while tracing; else in the program
 KNOWN = 2**26
 
 
@@ -227,16 +226,16 @@ def block_kinds(
     resolved_mask: ResolvedMask, batch, heads, queries: int, block_q: int, block_k: int, mask=None
 ):
     """Whether each block is empty, partial or full, int8 [B | 1, N | 1, query tiles, key tiles],
-    for a mask with a mask_mod, or a dense one, bool [B | 1, N | 1, T | 1, S | 1]: numpy's where it
-    is known while tracing."""
+    for a mask with a mask_mod, or a dense one, bool [B | 1, N | 1, T | 1, S | 1]; a NumPy array
+    where it is static."""
     if mask is not None or resolved_mask.has_data or queries * resolved_mask.keys > KNOWN:
         return _block_kinds(resolved_mask, batch, heads, queries, block_q, block_k, mask)
     return _known_kinds(resolved_mask, batch, heads, queries, block_q, block_k)
 
 
 def _now(f: Callable, *args) -> np.ndarray:
-    """f(*args), known while tracing: in a thread of its own, in which no function is traced, and no
-    mesh is set. What jax_transfer_guard says is said of the program's numbers, not of these."""
+    """f(*args), evaluated while tracing: in a new thread, which traces no function and has no mesh.
+    jax_transfer_guard is about the arrays of the program, not about these."""
 
     def known():
         with jax.transfer_guard("allow"):
@@ -256,8 +255,8 @@ def _block_kinds(resolved_mask, batch, heads, queries, block_q, block_k, mask=No
     if mask is not None:
         found = block_types.from_array(mask, queries, resolved_mask.keys, block_q, block_k)
     elif where.block_types is None:
-        asked = ResolvedMask(resolved_mask.keys, mask_mod=where)
-        found = block_types.compute(asked, batch, heads, queries, block_q, block_k)
+        only_mod = ResolvedMask(resolved_mask.keys, mask_mod=where)
+        found = block_types.compute(only_mod, batch, heads, queries, block_q, block_k)
     else:
         found = block_types.resize(
             where.block_types, where.block_size, queries, resolved_mask.keys, block_q, block_k

@@ -54,7 +54,7 @@ def first(
     if name is not None:
         return _named(problem, name)
     for backend in backends.BACKENDS:
-        # the cheap question comes first: why_not may import kernels
+        # the cheap check comes first: why_not may import kernels
         if backend.why_not_by_default(problem) or backend.why_not(problem):
             continue
         if not why_not_here(backend):
@@ -88,17 +88,17 @@ def reasons(
         )
     if name is None and not verdicts.is_known(taken, problem):
         conditions.append(
-            "if this machine's check finds it right: the first call checks it, or python -m "
+            "if its self-check passes on this machine: the first call runs it, or python -m "
             "pallas_flash"
         )
     elif name not in (None, implementation):
-        conditions.append("as PALLAS_FLASH_IMPLEMENTATION asks")
+        conditions.append("as PALLAS_FLASH_IMPLEMENTATION says")
 
     def why_not(backend: Backend) -> str:
         if reason := backend.why_not(problem):
             return reason
         if name is not None:
-            return f"{taken.name} was asked for"
+            return f"{taken.name} was selected by name"
         return (
             backend.why_not_by_default(problem)
             or verdicts.why_not(backend, problem, check=False)

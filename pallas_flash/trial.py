@@ -108,7 +108,7 @@ def cases(
     why."""
     found, refused, schemes = {}, {}, SCHEMES if everything else SHORT
     for name in names:
-        # what this machine lacks, since nothing plainer could be asked
+        # of the plainest problem: what this machine lacks
         if why_not := backends.find(name).why_not(_plain()):
             refused[name] = why_not
             continue
@@ -126,9 +126,9 @@ def _plain() -> Problem:
     return Case("reference", 64, 64, "bfloat16", *SHORT[0]).problem()
 
 
-def unasked() -> list[str]:
-    """The kernels that this machine may take unasked, once they are found right; all that it takes,
-    where there are none."""
+def default_names() -> list[str]:
+    """The implementations with kernels that this machine runs by default once their self-check has
+    passed; where there are none, all that it runs by default."""
     names = [
         backend.name
         for backend in backends.BACKENDS
@@ -138,9 +138,9 @@ def unasked() -> list[str]:
 
 
 def default_sizes(name: str, everything: bool) -> Sizes:
-    """All widths of kernels that this machine may take unasked, or those that most calls have: the
-    toy GPT's is 32."""
-    if not (name in unasked() and backends.find(name).own_kernels):
+    """All widths of kernels that this machine may run by default, or those that most calls have:
+    the toy GPT's is 32."""
+    if not (name in default_names() and backends.find(name).own_kernels):
         return [(64, 64)]
     return [(32, 32), (64, 64), (128, 128), *([(192, 128), (256, 256)] if everything else [])]
 

@@ -561,7 +561,7 @@ def test_explain_names_the_implementation_its_tiles_and_why_not_the_others():
     )
     assert lines[1] == "implementation  triton"
     assert lines[2].startswith("tiles           forward 16 x 16, 4 warps")
-    assert lines[4] == "not blockwise   triton was asked for"
+    assert lines[4] == "not blockwise   triton was selected by name"
 
 
 def test_without_a_gpu_blockwise_is_chosen_and_explain_says_why():

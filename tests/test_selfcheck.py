@@ -1,4 +1,4 @@
-"""Kernels are tried on this machine before they are taken unasked: implementations that lie, raise,
+"""Kernels are checked on this machine before they are run by default: implementations that lie, raise,
 hang and crash are found."""
 
 import dataclasses
@@ -254,7 +254,7 @@ def test_explain_runs_nothing_and_names_the_condition(install, checked):
     install("crasher")
     text = str(explain(Q, Q, Q))
     assert (
-        "implementation  crasher, if this machine's check finds it right: the first call checks "
+        "implementation  crasher, if its self-check passes on this machine: the first call runs "
         "it, or python" in text
     )
     assert checked == []
@@ -284,8 +284,8 @@ def test_the_environment_names_the_implementation_of_calls_that_name_none(
     call()
     assert checked == [] and taken(implementation="reference") == "reference"
     text = str(explain(Q, Q, Q))
-    assert "implementation  blockwise, as PALLAS_FLASH_IMPLEMENTATION asks" in text
-    assert "not liar        blockwise was asked for" in text
+    assert "implementation  blockwise, as PALLAS_FLASH_IMPLEMENTATION says" in text
+    assert "not liar        blockwise was selected by name" in text
 
 
 @pytest.mark.parametrize(
@@ -723,7 +723,7 @@ def test_several_processes_compile_at_a_time_and_one_runs(monkeypatch, tmp_path)
 def test_by_default_an_h100_checks_what_most_calls_need_within_minutes():
     with gpu_code.as_if_on(GPUS["H100"]):
         if jax.__version_info__ >= (0, 11, 2):
-            assert trial.unasked() == ["hopper", "triton"]
+            assert trial.default_names() == ["hopper", "triton"]
         found, _ = trial.cases(["hopper", "triton"], None, ["bfloat16"], False)
     assert len(found) * trial.SECONDS / 8 <= 180
     needed = {

@@ -61,8 +61,7 @@ class Tiles(NamedTuple):
 
 
 TRIANGLE = 256  # rows and keys of a block, in loops over keys of which a band hides many
-# queries whose blocks are known while tracing where a mask hides many keys: two cores go through
-# several at once
+# queries whose blocks are static where a mask hides many keys: two cores run several at once
 SHORT = 1024
 BLOCK = 512  # keys of all heads that are in the caches at a time, in decoding
 FEW = 128  # keys under a mask_mod, too few to find blocks among them that it hides
@@ -200,12 +199,12 @@ def _queries(p: Problem) -> int:
     queries = max(min(rows, max(rows, 128) // p.group), 16)
     if v.right is None or is_long:
         return queries
-    # else nothing that is hidden is known while tracing
+    # no fewer: what a mask hides would not be static
     return max(queries, ceil_div(p.queries, UNROLLED))
 
 
 def _is_window(p: Problem) -> bool:
-    """Whether a band hides keys on the left, and that is known while tracing."""
+    """Whether a static band hides keys on the left."""
     return (
         p.resolved_mask.left is not None
         and not p.resolved_mask.has_data
@@ -240,21 +239,20 @@ def _heads_in_memory(
         total = p.group * key_blocks.count_scores(p, block_q)
     else:
         total = p.group * block_q * one.width
-    numbers = (
+    elements = (
         max(2 * p.group * p.queries, p.group * p.queries + p.keys)
         * (p.head_size + p.value_size)
         // 4
     )
     if one is not None:  # a loop keeps its operands in the order of its blocks, and sums in float32
-        numbers = numbers * (3 if p.dtype == "float32" else 5) // 2
-    part = (total + numbers) * (2 * each if p.dtype == "float64" else each)
+        elements = elements * (3 if p.dtype == "float32" else 5) // 2
+    part = (total + elements) * (2 * each if p.dtype == "float64" else each)
     most = WHOLE if least is None else PART
     return max(PART // part, least or 1) if p.batch * p.kv_heads * part > most else None
 
 
 def serialize_forward(tiles: Tiles, heads: tuple, keys: list | None) -> bool:
-    """Whether blocks known while tracing, of so many heads [B, K, G], are to wait for each
-    other."""
+    """Whether static blocks, of so many heads [B, K, G], are to wait for each other."""
     return tiles.forward_heads is not None and _under_way(tiles, heads, keys) >= FORWARD
 
 

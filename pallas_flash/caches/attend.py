@@ -132,7 +132,7 @@ class Pages(NamedTuple):
         """How kernels are checked that read such pages."""
         keys = -(-comparison.SIZES["keys"] // self.page) * self.page
         name = f"pages of {self.page}" + f" {self.stored}" * (self.stored is not None)
-        return comparison.Way(name, dict(keys=keys), self.results, self.exact)
+        return comparison.Way(name, dict(keys=keys), self.results, self.widen)
 
     def results(
         self, problem: Problem, choice: backends.Choice, operands: arguments.Operands, cotangents
@@ -155,12 +155,12 @@ class Pages(NamedTuple):
         log_base = choice.backend.log_base(p)
         return comparison.outputs(o, *autodiff.lse_and_largest(log_base, p, operands, stats))
 
-    def exact(self, operands: arguments.Operands) -> arguments.Operands:
+    def widen(self, operands: arguments.Operands) -> arguments.Operands:
         if self.stored:
             kv = (quantised.quantised(x, self.stored) for x in (operands.key, operands.value))
             key, value = (x.astype(jnp.float32) * scales[..., None] for x, scales in kv)
             operands = operands._replace(key=key, value=value)
-        return comparison.exact(operands)
+        return comparison.widen(operands)
 
 
 def _copies(backend: Backend, problem: Problem, pages: Pages) -> bool:

@@ -229,11 +229,11 @@ def paged_attention(
         **scales,
     )
     return_residual = checks.flag("return_residual", return_residual)
-    mesh = sharding.mesh_of(call)
+    mesh = sharding.find_mesh(call)
     if mesh is not None and score_mod is not None:
         call = call.replace(score_mod=score_mod.with_indices(lengths.shape, query.shape[-2]))
     with device.at(call.arguments().values()):
-        found = attend(call) if mesh is None else sharding.pages_by_device(attend, call, mesh)
+        found = attend(call) if mesh is None else sharding.map_paged_call(attend, call, mesh)
     return dispatch.results(return_residual, *found)
 
 

@@ -1,4 +1,4 @@
-"""The arrays of a call as devices share them: in exact form, by their place in the call, with a
+"""The arrays of a call as devices share them: in canonical form, by their place in the call, with a
 letter for each axis."""
 
 import dataclasses
@@ -18,13 +18,13 @@ CACHE_AXES |= dict(count="B", cu_seqlens="C")  # beside a cache
 SCORE_AXES = {"batch": "B", "head": "N"}
 
 
-def exact(call: Call) -> Call:
-    """The call with query, key and value that fit each other, and arrays that jax takes without
-    loss, one of one value as one for each. For the key of dropout it has the seeds of all batch
-    rows and heads."""
+def canonicalize(call: Call) -> Call:
+    """The call with matching query, key and value, arrays that jax takes without loss, scalars
+    broadcast to heads or rows, and in place of the dropout key the seeds of all batch rows and
+    heads."""
     query, key, value = arguments.arrays(call.query, call.key, call.value)
     dropout_rng = call.dropout_rng
-    call = call.exact().replace(query=query, key=key, value=value, dropout_rng=None)
+    call = call.canonicalize().replace(query=query, key=key, value=value, dropout_rng=None)
     lead, N = query.shape[:-3], query.shape[-2]
     each = {}
     for name, shape in dict(scale=(N,), query_offset=lead).items():
@@ -37,18 +37,18 @@ def exact(call: Call) -> Call:
         score = BoundScoreMod.bind(scores.fitting(call.score_mod, N), checks.sums(query.dtype))
         each["score_mod"] = score.with_indices(lead, N)
     if isinstance(call.mask, masks.Mask):
-        new = (_exact_part(part, lead, N) for part in masks.leaves(call.mask))
+        new = (_canonical_part(part, lead, N) for part in masks.leaves(call.mask))
         each["mask"] = masks.with_leaves(call.mask, new)
     return call.replace(**each)
 
 
-def _exact_part(part: masks.Mask, lead: tuple[int, ...], heads: int) -> masks.Mask:
+def _canonical_part(part: masks.Mask, lead: tuple[int, ...], heads: int) -> masks.Mask:
     if isinstance(part, masks.MaskMod | masks.BlockTypes):
         part = part.with_indices(lead, heads)
-    return arguments.exact_part(part)
+    return arguments.canonical_part(part)
 
 
-def arrays_of(call: Call) -> dict[tuple, Any]:
+def collect_arrays(call: Call) -> dict[tuple, Any]:
     """The arrays of a call by where they are: (name,), or ("mask", index of the part, field)."""
     found = {
         (name,): x
@@ -69,8 +69,9 @@ def _mask_parts(call: Call) -> list[masks.Mask]:
     return list(masks.leaves(call.mask)) if isinstance(call.mask, masks.Mask) else []
 
 
-def axes_of(path, call: Call) -> str:
-    """One for each axis of an array of `arrays_of`, the last ones if it may have fewer axes."""
+def array_axes(path, call: Call) -> str:
+    """A letter for each axis of an array of `collect_arrays`, the last ones if it may have fewer
+    axes."""
     if path[0] == "score_mod":
         return SCORE_AXES.get(path[1], "")
     if len(path) == 1:
@@ -79,7 +80,7 @@ def axes_of(path, call: Call) -> str:
 
 
 def with_arrays(call: Call, arrays: dict[tuple, Any]) -> Call:
-    """The call with other arrays where `arrays_of` found some."""
+    """The call with other arrays where `collect_arrays` found some."""
     new, parts, score = {}, _mask_parts(call), call.score_mod
     for path, x in arrays.items():
         if len(path) == 1:
@@ -116,19 +117,19 @@ def operand_axes(problem: arguments.Problem, operands: arguments.Operands) -> ar
     ):
         resolved_mask = resolved_mask.narrow(fields, lambda x, letters=letters: of(x, letters))
 
-    def of_rule(asked):
-        if asked is None:
+    def of_mod(mod):
+        if mod is None:
             return None
         by = dict(batch="B", head="N", block_types="BN", offset="B")
         known = {
-            name: of(x, by[name]) for name in by if hasattr(x := getattr(asked, name, None), "ndim")
+            name: of(x, by[name]) for name in by if hasattr(x := getattr(mod, name, None), "ndim")
         }
-        return dataclasses.replace(asked, arrays=tuple(of(x, "") for x in asked.arrays), **known)
+        return dataclasses.replace(mod, arrays=tuple(of(x, "") for x in mod.arrays), **known)
 
-    resolved_mask = dataclasses.replace(resolved_mask, mask_mod=of_rule(resolved_mask.mask_mod))
+    resolved_mask = dataclasses.replace(resolved_mask, mask_mod=of_mod(resolved_mask.mask_mod))
     there = {name: x for name, x in operands._asdict().items() if hasattr(x, "ndim")}
     there = {name: of(x, AXES.get(name, "BN")) for name, x in there.items()}
-    return operands._replace(resolved_mask=resolved_mask, score=of_rule(operands.score), **there)
+    return operands._replace(resolved_mask=resolved_mask, score=of_mod(operands.score), **there)
 
 
 def row_axes(ndim: int) -> str:

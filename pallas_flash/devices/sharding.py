@@ -14,13 +14,13 @@ from jax.sharding import PartitionSpec as P
 from pallas_flash import primitives
 from pallas_flash.backends import Pass
 from pallas_flash.call import Call
-from pallas_flash.devices.call import CACHE_AXES, arrays_of, axes_of, with_arrays
+from pallas_flash.devices.call import CACHE_AXES, array_axes, collect_arrays, with_arrays
 
 
-def mesh_of(call: Call) -> AbstractMesh | None:
+def find_mesh(call: Call) -> AbstractMesh | None:
     """The mesh with axes of type Explicit that an array of the call is on, or else that
     jax.set_mesh named; or one with Auto axes that the call's context names. None without."""
-    meshes = collect_meshes(arrays_of(call).values())
+    meshes = collect_meshes(collect_arrays(call).values())
     explicit = find_explicit(meshes)
     if explicit is not None or call.context is None:
         return explicit
@@ -38,10 +38,10 @@ def find_explicit(meshes: list[AbstractMesh]) -> AbstractMesh | None:
     return next((m for m in meshes if AxisType.Explicit in m.axis_types), None)
 
 
-def by_device(attend: Callable, call: Call, mesh: AbstractMesh):
-    """attend(call), (o, lse, largest logits or None), of a call that is `exact`, by jax.shard_map
+def map_call(attend: Callable, call: Call, mesh: AbstractMesh):
+    """attend(call), (o, lse, largest logits or None), of a call in canonical form, by jax.shard_map
     over the axes of the mesh that the batch, the heads, and with a context the rows lie on."""
-    arrays, context, lead = arrays_of(call), call.context, call.query.ndim - 3
+    arrays, context, lead = collect_arrays(call), call.context, call.query.ndim - 3
     # a shard_map goes over them
     is_outside = context is None or set(context.names) <= _axes_of_type(mesh, AxisType.Manual)
     rows = None if is_outside else context.axis
@@ -58,13 +58,13 @@ def by_device(attend: Callable, call: Call, mesh: AbstractMesh):
     return _shard_map(attend, call, arrays, [*axes, rows], mesh)
 
 
-def pages_by_device(attend: Callable, call: Call, mesh: AbstractMesh):
-    """The same of paged_attention: each device has all pages, of its own key/value heads, and
-    nothing is gathered."""
-    arrays = arrays_of(call)
+def map_paged_call(attend: Callable, call: Call, mesh: AbstractMesh):
+    """The same for paged_attention: each device has all pages of its key/value heads, and nothing
+    is gathered."""
+    arrays = collect_arrays(call)
     axes = [*_find_mesh_axes(arrays, call, mesh, None), None]
     for path, x in arrays.items():
-        found, may = jax.typeof(x).sharding.spec, _spec(axes_of(path, call), x.shape, axes, mesh)
+        found, may = jax.typeof(x).sharding.spec, _spec(array_axes(path, call), x.shape, axes, mesh)
         if any(axis not in (None, other) for axis, other in zip(found, may, strict=True)):
             raise ValueError(
                 f"{path[0]} may be sharded as {may} here: the batch of all arrays alike, their "
@@ -79,7 +79,7 @@ def _shard_map(
 ):
     """attend(call) by jax.shard_map, where each leading axis, the heads and the rows lie on these
     axes."""
-    specs = tuple(_spec(axes_of(path, call), x.shape, axes, mesh) for path, x in arrays.items())
+    specs = tuple(_spec(array_axes(path, call), x.shape, axes, mesh) for path, x in arrays.items())
     shape = arrays["query",].shape
     outs = _spec("BTNH", shape, axes, mesh), *[_spec("BTN", shape[:-1], axes, mesh)] * 2
     rest = with_arrays(call, dict.fromkeys(arrays))
@@ -146,7 +146,7 @@ _program_once = functools.lru_cache(_program)  # or a call outside of jit would 
 
 
 def has_explicit_axes(x) -> bool:
-    """Whether an array inside of `by_device` is on a mesh of which axes are Explicit still: a vmap
+    """Whether an array inside of `map_call` is on a mesh of which axes are Explicit still: a vmap
     outside goes over them."""
     return AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
 
@@ -243,7 +243,7 @@ def _find_mesh_axes(arrays, call, mesh, rows) -> list:
         return i is not None and i <= lead and axes[i] is None and not taken & {*axis_names(axis)}
 
     for path, x in arrays.items():
-        indices = _axis_indices(axes_of(path, call), x.ndim, lead)
+        indices = _axis_indices(array_axes(path, call), x.ndim, lead)
         for i, axis in zip(indices, jax.typeof(x).sharding.spec, strict=True):
             fits = path == ("query",) or i != lead or _fits(K.shape[-2], axis, mesh)
             if fits and is_free(i, axis):

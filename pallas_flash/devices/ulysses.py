@@ -29,11 +29,11 @@ class UlyssesPass(Pass):
         swapped = lambda y, whole, cut: lax.all_to_all(y, self.axis, cut, whole, tiled=True)
         if self.is_forward:
             o, stats = self.run(problem, tiles, x)
-            numbers, tree = jax.tree.flatten(stats)
-            return swapped(o, 2, 1), jax.tree.unflatten(tree, swapped(jnp.stack(numbers), 2, 3))
+            rows, tree = jax.tree.flatten(stats)
+            return swapped(o, 2, 1), jax.tree.unflatten(tree, swapped(jnp.stack(rows), 2, 3))
         lse, do, delta = rest
-        numbers, tree = jax.tree.flatten((lse, delta))
-        lse, delta = jax.tree.unflatten(tree, swapped(jnp.stack(numbers), 3, 2))
+        rows, tree = jax.tree.flatten((lse, delta))
+        lse, delta = jax.tree.unflatten(tree, swapped(jnp.stack(rows), 3, 2))
         return self.run(problem, tiles, x, lse, swapped(do, 1, 2), delta)
 
 

@@ -10,13 +10,15 @@ def vary_alike(tree: Any) -> Any:
     """Inside of shard_map: all arrays vary over every axis of the mesh that one of them varies
     over, as an operation and a loop need. What was the same on all devices gets the sum of its
     gradients."""
-    axes = frozenset().union(*map(axes_of, jax.tree.leaves(tree)))
-    return jax.tree.map(
-        lambda x: lax.pcast(x, tuple(axes - axes_of(x)), to="varying") if axes - axes_of(x) else x,
-        tree,
-    )
+    axes = frozenset().union(*map(varying_axes, jax.tree.leaves(tree)))
+
+    def vary(x):
+        missing = tuple(axes - varying_axes(x))
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(vary, tree)
 
 
-def axes_of(x) -> frozenset[str]:
+def varying_axes(x) -> frozenset[str]:
     """The axes of the mesh over which an array varies inside of a shard_map that checks this."""
     return jax.typeof(x).manual_axis_type.varying

@@ -71,7 +71,7 @@ def attend(
     T, start = query.shape[1], cache.length
     count = jnp.full_like(start, T) if lengths is None else _count(lengths, start, T)
     positions = start[:, None] + jnp.arange(T, dtype=jnp.int32)[None]
-    asked, is_quantised = options | dict(query_seq_lengths=lengths), cache.key_scale is not None
+    kwargs, is_quantised = options | dict(query_seq_lengths=lengths), cache.key_scale is not None
     new = dict(key=key, value=value, count=count)
     if isinstance(cache, KVCache) and not is_quantised:
         _, cache = sharding.map_cache(_append, cache, new)
@@ -83,7 +83,7 @@ def attend(
             mask=mask,
             key_value_seq_lengths=cache.length,
             query_offset=start,
-            **asked,
+            **kwargs,
         )
         return _or_nan(o, positions < key.shape[1]), cache
     # in a ring positions do not count from 0
@@ -94,18 +94,19 @@ def attend(
     if more:
         name = "quantised " * is_quantised + type(cache).__name__
         raise ValueError(
-            f"a {name} takes no {', '.join(more)}: a KVCache of floats does, and layer.eval() "
-            "turns dropout off."
+            f"a {name} does not support {', '.join(more)}. Use an unquantised KVCache; "
+            "layer.eval() turns dropout off."
         )
-    asked = {name: x for name, x in asked.items() if x is not None}
+    kwargs = {name: x for name, x in kwargs.items() if x is not None}
     if not isinstance(cache, PagedCache):
-        arrays = {name: asked.pop(name) for name in ("sinks", "query_seq_lengths") if name in asked}
+        given = [name for name in ("sinks", "query_seq_lengths") if name in kwargs]
+        arrays = {name: kwargs.pop(name) for name in given}
         return sharding.map_cache(
-            _attend_slots, cache, dict(query=query) | new | arrays, left, tuple(asked.items())
+            _attend_slots, cache, dict(query=query) | new | arrays, left, tuple(kwargs.items())
         )
     cache = cache.append(key, value, count if lengths is not None else None)
     o = _paged(
-        cache, query, lambda pages: pages, cache.table, cache.length, query_offset=start, **asked
+        cache, query, lambda pages: pages, cache.table, cache.length, query_offset=start, **kwargs
     )
     missing = (positions >= cache.length[:, None]) & (positions < (start + count)[:, None])
     return _or_nan(o, ~missing), cache

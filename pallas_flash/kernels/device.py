@@ -84,12 +84,10 @@ def _committed(x) -> list[jax.Device]:
 
 
 def _default() -> jax.Device:
-    asked = jax.config.jax_default_device
-    return (
-        asked
-        if asked is not None and not isinstance(asked, str)
-        else jax.local_devices(backend=asked)[0]
-    )
+    default = jax.config.jax_default_device
+    if default is None or isinstance(default, str):
+        return jax.local_devices(backend=default)[0]
+    return default
 
 
 def _of_kind(named: AbstractDevice) -> list[jax.Device]:

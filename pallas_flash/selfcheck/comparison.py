@@ -87,7 +87,7 @@ class Way(NamedTuple):
     sizes: dict[str, int]  # of trials, where they must be others
     # (problem, choice, operands, cotangents) -> arrays by name, each [B, length, heads, ...]
     results: Callable
-    exact: Callable  # operands as float32, for the reference
+    widen: Callable  # operands as float32, for the reference
 
 
 def results(
@@ -113,12 +113,12 @@ def outputs(o, lse, largest) -> dict[str, jax.Array]:
     return dict(o=o) | {name: jnp.swapaxes(x, 1, 2)[..., None] for name, x in numbers.items()}
 
 
-def exact(operands: Any) -> Any:
+def widen(operands: Any) -> Any:
     wide = lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
     return jax.tree.map(wide, operands)
 
 
-FLASH_ATTENTION = Way("", {}, results, exact)
+FLASH_ATTENTION = Way("", {}, results, widen)
 
 
 # ---- small problems ----
@@ -182,7 +182,7 @@ def _programs(
         )
         return lambda: jax.device_get(run(*arrays))
 
-    wanted = program(results, wide, backends.REFERENCE, way.exact(operands), exact(cotangents))
+    wanted = program(results, wide, backends.REFERENCE, way.widen(operands), widen(cotangents))
     return [program(way.results, small, backend, operands, cotangents), wanted]
 
 

@@ -77,7 +77,7 @@ def variant_of(backend: Backend, problem: Problem, way: Way = FLASH_ATTENTION) -
 
 
 def _verdict(backend: Backend, problem: Problem, check: bool, way: Way) -> Verdict | None:
-    """None: it is not known, and `check` is not asked for."""
+    """None: it is not known, and `check` is False."""
     machine = records.machine() if backend.own_kernels and not _trusts() else None
     if machine is None:
         return TRUSTED
@@ -93,13 +93,13 @@ def _verdict(backend: Backend, problem: Problem, check: bool, way: Way) -> Verdi
 
 
 def _trusts() -> bool:
-    asked = os.environ.get("PALLAS_FLASH_SELF_CHECK") or "1"
-    if asked not in ("0", "1"):
+    value = os.environ.get("PALLAS_FLASH_SELF_CHECK") or "1"
+    if value not in ("0", "1"):
         raise ValueError(
             "PALLAS_FLASH_SELF_CHECK must be 0 (trust the kernels), 1 or unset (check them once); "
-            f"got {asked!r}."
+            f"got {value!r}."
         )
-    return asked == "0"
+    return value == "0"
 
 
 def _recorded(variant: Variant, machine: records.Machine) -> Verdict | None:
