@@ -285,9 +285,7 @@ def arrays(query, key, value):
     if K == 0 or N % K:
         raise ValueError(
             "the number of query heads must be a multiple of the number of key/value heads; "
-            f"got N = {N}, K = {K}."
-            + HEADS_FIRST
-            * (K > 0 and S > 0 and query.shape[-3] % S == 0)
+            f"got N = {N}, K = {K}." + HEADS_FIRST * (K > 0 and S > 0 and query.shape[-3] % S == 0)
         )
     return query, key, value
 

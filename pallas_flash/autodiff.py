@@ -45,9 +45,7 @@ def _forward(problem, choice, operands):
     return (o, lse, largest), (operands, o, stats._replace(top=None))
 
 
-def lse_and_largest(
-    log_base: LogBase, problem: Problem, operands: Operands, stats: SoftmaxState
-):
+def lse_and_largest(log_base: LogBase, problem: Problem, operands: Operands, stats: SoftmaxState):
     """The log-sum-exp of the logits [B, N, T], which is the sink where that lies beyond the ends of
     the log base; and the largest logit, which has no derivative, or None where it is not asked
     for."""
@@ -106,11 +104,7 @@ def _sinks_gradient(log_base: LogBase, sinks, lse, delta):
     without them."""
     if sinks is None:
         return None
-    lse, delta = (
-        (lse.m, lse.inverse_sum * delta)
-        if isinstance(lse, RowScale)
-        else (lse, delta)
-    )
+    lse, delta = (lse.m, lse.inverse_sum * delta) if isinstance(lse, RowScale) else (lse, delta)
     # as in online_softmax.start a maximum parts product and difference: one multiply-add would
     # round otherwise than lse did
     s = jnp.where(sinks == -jnp.inf, sinks, online_softmax.finite(log_base.from_e(sinks)))

@@ -80,9 +80,7 @@ def dense(name: str, x, dtype):
         return x
     if not (jnp.issubdtype(x.dtype, jnp.floating) or jnp.issubdtype(x.dtype, jnp.integer)):
         hint = " Pass a bool array as mask." if x.dtype == bool else ""
-        raise TypeError(
-            f"bias must be real numbers, added to the logits; got {x.dtype}.{hint}"
-        )
+        raise TypeError(f"bias must be real numbers, added to the logits; got {x.dtype}.{hint}")
     return x if str(x.dtype) in ("float32", "bfloat16", "float16") else x.astype(sums(dtype))
 
 

@@ -1,5 +1,5 @@
-"""Programs of test_compiled.py, which compile for GPUs that are not here and print what they read in
-the code. Each runs in a process of its own, since jax reads the environment once:
+"""Programs of test_compiled.py, which compile for absent GPUs and print what they read in the code.
+Each runs in a process of its own, since jax reads the environment once:
 python -m tests.gpu_programs NAME FOLDER [ARGUMENT ...]
 """
 

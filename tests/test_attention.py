@@ -91,9 +91,7 @@ def test_every_shape_of_bias_and_mask_is_added_masked_and_differentiated(
 
 
 @pytest.mark.parametrize("name", ["full", "documents_scattered_window", "everything"])
-def test_sinks_join_the_softmax_with_gradients_and_are_all_that_a_row_without_keys_sees(
-    name, implementation, rng
-):
+def test_sinks_join_the_softmax_with_gradients_in_rows_without_keys_too(name, implementation, rng):
     z = Sizes()
     sinks = np.array([0.5, -3.0, 4.0, -np.inf, 6.0, -1e9], np.float32)
     o, lse, _ = check(

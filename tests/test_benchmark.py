@@ -289,7 +289,7 @@ def test_one_that_raises_while_it_is_timed_costs_its_own_cell_alone():
     assert broken.reason == "RuntimeError: an illegal memory access was encountered"
 
 
-def test_on_a_gpu_ours_are_timed_before_foreign_code_is_loaded_and_keep_their_times_if_it_spoils_all(
+def test_on_a_gpu_ours_are_timed_before_foreign_code_is_loaded_and_keep_their_times(
     peer, run, monkeypatch, as_on_a_gpu
 ):
     loaded, spoilt = [], []

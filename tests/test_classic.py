@@ -26,7 +26,9 @@ test_large_logits_neither_overflow_nor_lose_the_maximum = (
     test_attention.test_large_logits_neither_overflow_nor_lose_the_maximum
 )
 
-test_sinks_join_the_softmax = test_attention.test_sinks_join_the_softmax_with_gradients_and_are_all_that_a_row_without_keys_sees
+test_sinks_join_the_softmax = (
+    test_attention.test_sinks_join_the_softmax_with_gradients_in_rows_without_keys_too
+)
 FEW_MASKS = "window", "documents_scattered_window", "everything"
 
 

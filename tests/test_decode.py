@@ -109,7 +109,7 @@ def test_explain_shows_the_parts():
     )
 
 
-def test_blockwise_decodes_where_a_copy_of_the_keys_would_take_new_memory_or_few_rows_see_some_of_many(
+def test_blockwise_decodes_where_a_copy_of_the_keys_is_large_or_few_rows_see_some_of_many(
     monkeypatch,
 ):
     monkeypatch.undo()  # small_caches

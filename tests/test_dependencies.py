@@ -16,7 +16,8 @@ import contextlib, json, re, sys
 
 import jax
 
-for name in ["jax.experimental.pallas", "jax.experimental.mosaic", "absl", "flax", "optax", "matplotlib"]:
+missing = ["jax.experimental.pallas", "jax.experimental.mosaic"]
+for name in [*missing, "absl", "flax", "optax", "matplotlib"]:
     sys.modules[name] = None  # to import it raises
 before = set(sys.modules)
 import pallas_flash, pallas_flash.accounting

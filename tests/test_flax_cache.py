@@ -221,7 +221,9 @@ def test_what_a_cache_cannot_hold_it_refuses_with_a_reason(rng):
     model, x = layer(local_window_size=7), tokens(rng, 90)
     cache = model.init_rolling_cache(B, STEP)
     refused(r"takes up to 58 tokens .* got 90. Give a prompt in pieces", model, x, cache)
-    refused("a RollingCache does not support mask", model, x[:, :4], cache, mask=np.ones((4, 128), bool))
+    refused(
+        "a RollingCache does not support mask", model, x[:, :4], cache, mask=np.ones((4, 128), bool)
+    )
     refused("needs a causal layer with local_window_size", layer(), x[:, :4], cache)
     whole = layer().init_cache(B, 9, jnp.int8)
     refused(

@@ -1,4 +1,4 @@
-"""mask_mods: what brute force says in every implementation, their algebra, and what they capture."""
+"""mask_mods: as by brute force in every implementation, their algebra, and what they capture."""
 
 import functools
 

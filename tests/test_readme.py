@@ -1,5 +1,5 @@
-"""The code of README.md and of the pages in docs/ runs as it stands, their links lead somewhere, and
-what the tree cites of scripts/results.md is there."""
+"""The code of README.md and of the pages in docs/ runs as it stands, their links lead somewhere,
+and what the tree cites of scripts/results.md is there."""
 
 import inspect
 import pathlib

@@ -69,7 +69,9 @@ def test_kernels_name_the_operation_that_they_lack():
     with pytest.raises(NotImplementedError, match=r"needs scan in reverse, which jax's Triton"):
         flash_attention(q, q, q, score_mod=loop, implementation="triton")
     x, cap = [q.astype(jnp.bfloat16)] * 3, scores.SoftCap(3.0)
-    of_classic = dict(flash1="no gradients for the arrays", standard="needs the scores before score_mod")
+    of_classic = dict(
+        flash1="no gradients for the arrays", standard="needs the scores before score_mod"
+    )
     for name, text in of_classic.items():
         with pytest.raises(NotImplementedError, match=text):
             flash_attention(*x, score_mod=cap, implementation=name)

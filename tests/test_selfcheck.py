@@ -1,4 +1,4 @@
-"""Kernels are checked on this machine before they are run by default: implementations that lie, raise,
+"""Kernels are checked on this machine before they run by default: implementations that lie, raise,
 hang and crash are found."""
 
 import dataclasses
@@ -110,7 +110,8 @@ def test_kernels_that_lie_are_told_with_numbers_and_the_next_are_taken(install, 
     install("liar", "honest")
     with pytest.warns(
         RuntimeWarning,
-        match=r"self-check of liar 16/16 float32, .* failed on .*: dk is off by \d.*; the tolerance is 1e-04",
+        match=r"self-check of liar 16/16 float32, .* failed on .*: dk is off by \d.*; "
+        "the tolerance is 1e-04",
     ):
         np.testing.assert_array_equal(call(), call(implementation="reference"))
     assert (
@@ -194,7 +195,8 @@ def test_kernels_that_hang_end_the_call_with_what_to_do_and_are_not_taken_again(
     install(sleeper, "honest")
     monkeypatch.setattr(verdicts, "LIMIT", 0.2)
     with pytest.raises(
-        RuntimeError, match=r"did not finish within 0\.2 s.*Restart the process: it will no longer take sleeper"
+        RuntimeError,
+        match=r"did not finish within 0\.2 s.*Restart the process: it will no longer take sleeper",
     ):
         call()
     hung.set()

@@ -81,6 +81,7 @@ def test_kernels_say_that_they_need_known_sizes():
     q = jax.ShapeDtypeStruct((b, t, 2, 8), jnp.float32)
     f = lambda q: flash_attention(q, q, q, implementation="triton")
     with pytest.raises(
-        NotImplementedError, match="a kernel's grid must be static; got the symbolic dimensions b, t, t"
+        NotImplementedError,
+        match="a kernel's grid must be static; got the symbolic dimensions b, t, t",
     ):
         jax.eval_shape(f, q)

@@ -46,7 +46,8 @@ libc.malloc.restype, size = ctypes.c_void_p, 2**26
 if sys.argv[1:]:
     keep_memory()
 for _ in range(3):
-    before, array = resource.getrusage(resource.RUSAGE_SELF).ru_minflt, ctypes.c_void_p(libc.malloc(ctypes.c_size_t(size)))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    array = ctypes.c_void_p(libc.malloc(ctypes.c_size_t(size)))
     libc.memset(array, 1, ctypes.c_size_t(size))
     libc.free(array)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)

@@ -48,7 +48,7 @@ def gradients(f, *x):
     return jax.jit(jax.grad(lambda *x: jnp.sum(jnp.sin(f(*x))), argnums=(0, 1, 2)))(*x)
 
 
-def test_weights_times_values_are_the_output_and_have_its_gradients_with_traced_rows_and_leading_axes(
+def test_weights_times_values_are_the_output_with_its_gradients_for_traced_rows_too(
     rng,
 ):
     q, k, v = (x.reshape(1, *x.shape) for x in qkv(rng, Z._replace(K=4)))
