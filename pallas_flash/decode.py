@@ -1,9 +1,9 @@
-"""Decoding, a few new tokens against many keys: which calls are decoding, their rows, and into how
-many parts the keys are cut.
+"""Split-KV decoding (Flash-Decoding), a few new tokens against many keys: which calls are decoding,
+packed GQA, the number of splits, and their merge.
 
 The new tokens, times the query heads that share a key/value head, are the rows of one tile, so keys
-and values pass by once. The keys of a tile are cut into parts, with a program for each, and the
-outputs of the parts are merged.
+and values are read once. The keys are split along the sequence, one program per split, and the
+outputs of the splits are merged.
 """
 
 import dataclasses
@@ -17,23 +17,25 @@ from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.online_softmax import LogBase, SoftmaxState
 
 ROWS = 64  # of one tile
-KEYS = 256  # fewer are few blocks, of which the ordinary forward reads each as fast
-WORTH = 1.05  # more parts must save more than this
+KEYS = 256  # fewer are few blocks, which the regular forward reads as fast
+WORTH = 1.05  # more splits must save more than this
 
-_TAKEN = """
+_SUPPORTED = """
 batch queries keys heads kv_heads head_size value_size dtype scale soft_cap resolved_mask
 deterministic sinks score max_logits
 """.split()
 
 
 def takes(problem: Problem) -> bool:
-    """Whether the forward of a problem is decoding: its rows are few, its keys many, and it asks
-    for nothing else."""
+    """Whether the forward of a problem is decoding: few rows, many keys, and none of the options
+    that decoding lacks."""
     p = problem
-    known = all(isinstance(n, int) for n in (p.batch, p.queries, p.keys))
-    more = [getattr(p, field.name) for field in dataclasses.fields(p) if field.name not in _TAKEN]
+    is_static = all(isinstance(n, int) for n in (p.batch, p.queries, p.keys))
+    more = [
+        getattr(p, field.name) for field in dataclasses.fields(p) if field.name not in _SUPPORTED
+    ]
     plain = not any(more) and p.resolved_mask.mask_mod is None
-    return known and plain and why_not(p) is None and p.keys >= KEYS
+    return is_static and plain and why_not(p) is None and p.keys >= KEYS
 
 
 def why_not(problem: Problem) -> str | None:
@@ -44,9 +46,8 @@ def why_not(problem: Problem) -> str | None:
     return f"one tile has up to {ROWS} rows, T N / K; got {p.queries} x {p.group}"
 
 
-def parts(problem: Problem, block_k: int, processors: int) -> int:
-    """Into how many parts the keys are cut: the fewest that keep so many processors as busy as any
-    number would."""
+def num_splits(problem: Problem, block_k: int, processors: int) -> int:
+    """The fewest splits that keep so many processors as busy as any number would."""
     p = problem
     programs, most = p.batch * p.kv_heads, schedule.ceil_div(p.keys, block_k)
     time = {
@@ -56,10 +57,10 @@ def parts(problem: Problem, block_k: int, processors: int) -> int:
     return next(n for n in time if time[n] <= WORTH * min(time.values()))
 
 
-def intervals(problem: Problem, seen: ResolvedMask) -> tuple[jax.Array, jax.Array]:
+def intervals(problem: Problem, mask: ResolvedMask) -> tuple[jax.Array, jax.Array]:
     """The keys [start, stop) that each query sees, [B | 1, T]."""
     row = jnp.arange(problem.queries, dtype=jnp.int32)[None]
-    ends = seen.narrow(ResolvedMask.BY_BATCH, lambda a: a[:, None]).interval(row)
+    ends = mask.narrow(ResolvedMask.BY_BATCH, lambda a: a[:, None]).interval(row)
     start, stop, _ = jnp.broadcast_arrays(*(jnp.asarray(end, jnp.int32) for end in ends), row)
     return start, stop
 
@@ -71,17 +72,17 @@ def reach(start, stop, keys: int) -> tuple[jax.Array, jax.Array]:
     return jnp.min(jnp.where(some, start, keys), 1), jnp.max(jnp.where(some, stop, 0), 1)
 
 
-def as_rows(problem: Problem, x: Operands) -> tuple[Problem, Operands]:
-    """The same problem and operands with a row for each token and query head, token by token, in
-    place of a query. Each key head is a head, and what its rows see is data by row. The sinks are
-    left out: `merged` adds them."""
+def pack_gqa(problem: Problem, x: Operands) -> tuple[Problem, Operands]:
+    """The problem and operands with the query heads of a group as rows, token by token: as many
+    heads as key heads, and the mask as data by row. The sinks are left out: `merge_splits` adds
+    them."""
     p, at = problem, x.resolved_mask
     each = lambda a: jnp.broadcast_to(
         jnp.repeat(a, p.group, axis=1), (p.batch, p.queries * p.group)
     )
     start, stop = intervals(p, at)
     of = lambda a: None if a is None else each(a)
-    seen = ResolvedMask(
+    mask = ResolvedMask(
         p.keys,
         start=each(start),
         stop=each(stop),
@@ -92,14 +93,14 @@ def as_rows(problem: Problem, x: Operands) -> tuple[Problem, Operands]:
     q = x.query.reshape(p.batch, p.queries, p.kv_heads, p.group, -1)
     q = jnp.swapaxes(q, 2, 3).reshape(p.batch, -1, p.kv_heads, p.head_size)
     rows = dataclasses.replace(
-        p, queries=q.shape[1], heads=p.kv_heads, resolved_mask=shapes(seen), sinks=False
+        p, queries=q.shape[1], heads=p.kv_heads, resolved_mask=shapes(mask), sinks=False
     )
-    return rows, x._replace(query=q, sinks=None, resolved_mask=seen)
+    return rows, x._replace(query=q, sinks=None, resolved_mask=mask)
 
 
-def merged(problem: Problem, x: Operands, o, stats: SoftmaxState, log_base: LogBase):
-    """o [B, T, N, Hv] and its SoftmaxState [B, N, T], from those of the parts, o [B, parts, K,
-    rows, Hv], [B, parts, K, rows]."""
+def merge_splits(problem: Problem, x: Operands, o, stats: SoftmaxState, log_base: LogBase):
+    """o [B, T, N, Hv] and its SoftmaxState [B, N, T], from those of the splits, o [B, splits, K,
+    rows, Hv], [B, splits, K, rows]."""
     p = problem
     o, stats = online_softmax.merge_all(o, stats, 1, log_base)
     by_query = lambda a: jnp.moveaxis(
@@ -108,7 +109,7 @@ def merged(problem: Problem, x: Operands, o, stats: SoftmaxState, log_base: LogB
     o, stats = jax.tree.map(
         lambda a: by_query(a).reshape(p.batch, p.heads, p.queries, *a.shape[3:]), (o, stats)
     )
-    if x.sinks is not None:  # one more part, with the value 0
+    if x.sinks is not None:  # one more split, with the value 0
         stats = stats._replace(top=stats.largest) if p.with_top else stats
         zeros = jnp.zeros_like(stats.m)
         sink = online_softmax.start(zeros, log_base, x.sinks[None, :, None], p.with_top)

@@ -1,5 +1,5 @@
-"""Dense attention in float32 (of float64: in float64): the oracle, O(T S) memory, differentiated by
-JAX.
+"""Dense attention in float32, or float64 for float64: the oracle, in O(T S) memory, differentiated
+by JAX.
 
 Attention Is All You Need (arXiv:1706.03762), equation 1, with masks, bias and a soft cap, and 0 for
 a row that sees no key.
@@ -23,12 +23,11 @@ def attend(problem: Problem, x: Operands):
 
 
 def _attend(p: Problem, x: Operands):
-    """o, the natural log-sum-exp lse [B, N, T], and, if it is asked for, the largest logit, else
-    None."""
+    """o, the log-sum-exp lse [B, N, T], and the largest logit, None if it is not requested."""
     row = jnp.arange(p.queries, dtype=jnp.int32)
-    seen = _seen(p, x, row)
-    v = _keys_of_heads(p, seen, x.value)
-    weights, m, l, top = _softmax(p, x, seen, row)
+    visible = _visible(p, x, row)
+    v = _keys_of_heads(p, visible, x.value)
+    weights, m, l, top = _softmax(p, x, visible, row)
     empty = m == -jnp.inf
     o = jnp.einsum("bnts,bsnh->btnh", _dropped(p, x, weights), v, precision="highest")
     o = jnp.where(jnp.swapaxes(empty, 1, 2), 0.0, o)
@@ -37,38 +36,40 @@ def _attend(p: Problem, x: Operands):
 
 
 def weights(p: Problem, x: Operands, row):
-    """The softmax [B, N, rows, S] of the queries with these numbers, of which alone are x.query,
-    x.bias and x.mask."""
-    return _softmax(p, x, _seen(p, x, row), row)[0]
+    """The softmax [B, N, rows, S] of the queries at these indices, to which x.query, x.bias and
+    x.mask are cut."""
+    return _softmax(p, x, _visible(p, x, row), row)[0]
 
 
-def _seen(p: Problem, x: Operands, row):
+def _visible(p: Problem, x: Operands, row):
     """Which keys the rows see, [B, N, rows, S]."""
-    seen = block_types.visible_pairs(
+    visible = block_types.visible_pairs(
         x.resolved_mask, p.batch, p.heads, row, jnp.arange(p.keys, dtype=jnp.int32)
     )
-    seen = jnp.broadcast_to(seen, (p.batch, p.heads, p.queries, p.keys))
-    return seen if x.mask is None else seen & x.mask
+    visible = jnp.broadcast_to(visible, (p.batch, p.heads, p.queries, p.keys))
+    return visible if x.mask is None else visible & x.mask
 
 
-def _by_head(seen):
-    return jnp.moveaxis(seen, 1, 2)[..., None]
+def _by_head(rows):
+    return jnp.moveaxis(rows, 1, 2)[..., None]
 
 
-def _keys_of_heads(p: Problem, seen, x):
-    """Keys or values of each query head, 0 where nobody sees them, so that NaN there changes
+def _keys_of_heads(p: Problem, visible, x):
+    """Keys or values of each query head, 0 where no query sees them, so that NaN there changes
     nothing."""
-    key_seen = _by_head(seen.reshape(p.batch, p.kv_heads, p.group, p.queries, p.keys).any((2, 3)))
-    return jnp.repeat(jnp.where(key_seen, x, 0).astype(sums(x.dtype)), p.group, axis=2)
+    is_visible = _by_head(
+        visible.reshape(p.batch, p.kv_heads, p.group, p.queries, p.keys).any((2, 3))
+    )
+    return jnp.repeat(jnp.where(is_visible, x, 0).astype(sums(x.dtype)), p.group, axis=2)
 
 
-def _softmax(p: Problem, x: Operands, seen, row):
+def _softmax(p: Problem, x: Operands, visible, row):
     """The weights of the rows, the maxima and sums [B, N, rows, 1] of their exponentials, and
     perhaps the largest logits."""
     wide, key = sums(x.query.dtype), jnp.arange(p.keys, dtype=jnp.int32)
-    q = jnp.where(_by_head(seen.any(3)), x.query, 0).astype(wide)
-    k = _keys_of_heads(p, seen, x.key)
-    # scaled after it and less m: one multiply-add
+    q = jnp.where(_by_head(visible.any(3)), x.query, 0).astype(wide)
+    k = _keys_of_heads(p, visible, x.key)
+    # the scale goes into q: after the product, and less m, it would be one multiply-add
     s = jnp.einsum("btnh,bsnh->bnts", p.scale * q, k, precision="highest")
     if x.bias is not None:
         s = s + x.bias.astype(wide)
@@ -78,7 +79,7 @@ def _softmax(p: Problem, x: Operands, seen, row):
         s = x.score.apply(
             s, lambda n, index: x.score.arrays[n][index], *x.score.pairs(p.batch, p.heads, row, key)
         )
-    s = jnp.where(seen, s, -jnp.inf)
+    s = jnp.where(visible, s, -jnp.inf)
     top = lax.stop_gradient(jnp.max(s, axis=-1, initial=-jnp.inf)) if p.max_logits else None
     if x.sinks is not None:  # one more key, with the value 0
         s = jnp.concatenate(
@@ -108,23 +109,23 @@ def backward(problem: Problem, x: Operands, lse, do, delta) -> Gradients:
         o, lse, _ = _attend(problem, x.with_differentiable(differentiable))
         return o, lse
 
-    (o, own), vjp = jax.vjp(outputs, x.differentiable)
-    part = lax.stop_gradient(_part(own, lse))
+    (o, lse_here), vjp = jax.vjp(outputs, x.differentiable)
+    share = lax.stop_gradient(_share(lse_here, lse))
     dlse = (
         jnp.einsum(
             "btnh,btnh->bnt", o.astype(delta.dtype), do.astype(delta.dtype), precision="highest"
         )
         - delta
     )
-    dlse = jnp.where((lse == jnp.inf) | (part == 0), 0.0, dlse * part)
-    do = (do.astype(delta.dtype) * jnp.swapaxes(part, 1, 2)[..., None]).astype(do.dtype)
+    dlse = jnp.where((lse == jnp.inf) | (share == 0), 0.0, dlse * share)
+    do = (do.astype(delta.dtype) * jnp.swapaxes(share, 1, 2)[..., None]).astype(do.dtype)
     (gradients,) = vjp((do, dlse))
     return gradients._replace(sinks=None)
 
 
-def _part(own, lse):
-    """By how much P is less than that of these keys alone, if lse is of more keys: 1 where they are
-    all, but for rounding."""
-    gap = own - lse
+def _share(lse_here, lse):
+    """The share of these keys in the softmax of all keys, whose log-sum-exp is lse: 1 where they
+    are all, but for rounding."""
+    gap = lse_here - lse
     whole = (lse == jnp.inf) | (jnp.abs(gap) <= 4 * jnp.finfo(lse.dtype).eps * jnp.abs(lse))
     return jnp.where(whole, 1.0, jnp.exp(gap))

@@ -44,9 +44,9 @@ def implementation(request):
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """Few keys are decoding too, in blocks of 16 and three parts."""
+    """Few keys are decoding too, in blocks of 16 and three splits."""
     monkeypatch.setattr(decode, "KEYS", 1)
-    monkeypatch.setattr(decode, "parts", lambda *_: 3)
+    monkeypatch.setattr(decode, "num_splits", lambda *_: 3)
     monkeypatch.setattr(blockwise.tuning, "BLOCK", 16)
     monkeypatch.setattr(blockwise.tuning, "_is_one_device", lambda: True)
     of = triton.tuning.decode_tiles
@@ -101,7 +101,7 @@ def test_explain_shows_the_parts():
         jax.ShapeDtypeStruct((1, length, heads, 64), jnp.float32)
         for length, heads in ((1, 16), (8192, 2))
     )
-    assert "decoding 16 x 32, 4 warps, 3 stages, 63 parts" in str(
+    assert "decoding 16 x 32, 4 warps, 3 stages, 63 splits" in str(
         explain(q, k, k, implementation="triton")
     )
     assert "decoding: all batch rows at a time by 512 keys" in str(
@@ -160,7 +160,7 @@ def test_blockwise_decodes_no_batch_rows_whose_keys_are_copied_by_nobody_or_are_
 
 
 @pytest.mark.parametrize(
-    "batch, S, parts",
+    "batch, S, num_splits",
     [
         (1, 1024, 16),
         (1, 8192, 16),
@@ -171,8 +171,8 @@ def test_blockwise_decodes_no_batch_rows_whose_keys_are_copied_by_nobody_or_are_
         (1, 64, 1),
     ],
 )
-def test_parts_keep_the_processors_of_an_h200_busy(batch, S, parts):
-    assert decode.parts(problem(1, S, 64, 8, batch), 64, 132) == parts
+def test_splits_keep_the_processors_of_an_h200_busy(batch, S, num_splits):
+    assert decode.num_splits(problem(1, S, 64, 8, batch), 64, 132) == num_splits
 
 
 # ---- against the oracle ----

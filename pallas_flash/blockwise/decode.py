@@ -27,7 +27,7 @@ def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None, scale
     [B, pages] of page numbers, key and value are pages [P, page, K, n]; where these are quantised,
     both have `scales` [P, page, K]."""
     p, wide = problem, sums(tiles.dtype)
-    rows, x_rows = decode.as_rows(p, x)
+    rows, x_rows = decode.pack_gqa(p, x)
     q = jnp.swapaxes(x_rows.query, 1, 2).astype(wide)
     q = q * p.scale if p.soft_cap is None else q  # as View's
     zeros = lambda *shape: jnp.zeros_like(q, shape=shape)
@@ -43,7 +43,7 @@ def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None, scale
 
     o, m, l = schedule.loop(0, p.batch // batch, some, start) if batch < p.batch else some(0, start)
     o, m, l = (a[:, None] for a in (o, m, l))
-    return decode.merged(p, x, o, online_softmax.SoftmaxState(m, l), LogBase.E)
+    return decode.merge_splits(p, x, o, online_softmax.SoftmaxState(m, l), LogBase.E)
 
 
 def _attend(p: Problem, tiles: DecodeTiles, part: HeadRange, q, x: Operands, table, scales, score):

@@ -40,7 +40,7 @@ class TileMask(NamedTuple):
 
     @property
     def has_data(self) -> bool:
-        """Whether an interval is data; of a mask_mod that is not asked."""
+        """Whether an interval is data; the mask_mod does not count."""
         return dataclasses.replace(self.resolved, mask_mod=None).has_data
 
     def zero_blind_rows(self, x):

@@ -1,5 +1,5 @@
-"""Takes a call of `paged_attention` to its implementation, which reads pages where they lie, or
-gets them in order."""
+"""Dispatches a call of `paged_attention` to an implementation that reads pages in place, or gathers
+them first."""
 
 import dataclasses
 import functools
@@ -55,8 +55,8 @@ def _attend_jit(static: PagedCall, arrays):
     if cu_seqlens is None:
         return _attend_batch(call, is_ragged=False)
     tiles = ragged.Tiles.of(cu_seqlens, T, max(1, decode.ROWS * K // N))
-    o, *numbers = _attend_batch(tiles.rows_of(call), is_ragged=True)
-    return tiles.tokens(o, 0), *jax.tree.map(lambda x: tiles.tokens(x, -jnp.inf), numbers)
+    o, *rows = _attend_batch(tiles.rows_of(call), is_ragged=True)
+    return tiles.tokens(o, 0), *jax.tree.map(lambda x: tiles.tokens(x, -jnp.inf), rows)
 
 
 def _attend_batch(call: PagedCall, is_ragged: bool):

@@ -66,7 +66,7 @@ class Memory(NamedTuple):
 def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None):
     """o [B, T, N, Hv] in the query's dtype, and the SoftmaxState of its rows. With a `table` int32
     [B, pages] of page indices, key and value are pages [P, page, K, n]."""
-    (p, rows), t = decode.as_rows(problem, x), tiles
+    (p, rows), t = decode.pack_gqa(problem, x), tiles
     inputs = _inputs(p, t, rows, table)
     R, fields = inputs.q.shape[1], 1 + p.max_logits
     splits = p.batch, t.num_splits, p.heads
@@ -85,7 +85,7 @@ def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None):
     omitted = (p.soft_cap or 0.0) * LOG2E  # by `factored_scores`
     lse, top = (*(a[..., : p.queries] + omitted for a in stats), None)[:2]
     stats = online_softmax.SoftmaxState(lse, None, top)
-    return decode.merged(problem, x, o[..., : p.queries, : p.value_size], stats, LogBase.TWO)
+    return decode.merge_splits(problem, x, o[..., : p.queries, : p.value_size], stats, LogBase.TWO)
 
 
 def _inputs(p: Problem, t: DecodeTiles, x: Operands, table) -> Inputs:

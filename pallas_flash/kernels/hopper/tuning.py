@@ -224,7 +224,7 @@ def decode_tiles(problem: Problem, page: int = ROWS) -> DecodeTiles:
     left = SHARED - ROWS * (2 * forward.width + 4 * COLUMNS)
     stages = min(left // (ROWS * forward.key_bytes), 6)
     copies = max(ROWS // page, 1)
-    num_splits = decode.parts(p, ROWS, device.processors())
+    num_splits = decode.num_splits(p, ROWS, device.processors())
     return DecodeTiles(
         forward.width, forward.value_width, num_splits, stages, copies, swizzle=forward.swizzle
     )

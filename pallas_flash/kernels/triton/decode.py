@@ -19,7 +19,7 @@ def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None, scale
     """o [B, T, N, Hv] in the query's dtype, and the SoftmaxState of its rows. With a `table` int32
     [B, pages] of page numbers, key and value are pages [P, page, K, n]; where these are quantised,
     both have `scales` [P, page, K]."""
-    p, rows = decode.as_rows(problem, mods.flatten(x))
+    p, rows = decode.pack_gqa(problem, mods.flatten(x))
     index = lambda part, k, b: dict(b=b, B=b, n=k, k=k, p=part)
     at = tile.layout(p, tiles, index, t=tiles.block_q, p=None)
     specs = at.operands(rows)
@@ -33,19 +33,21 @@ def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None, scale
     of_scale = lambda x: (
         None if x is None else pl.BlockSpec((*x.shape[:2], None), lambda part, k, b: (0, 0, k))
     )
-    stats = jax.ShapeDtypeStruct((p.batch, tiles.parts, p.heads, p.queries), jnp.float32)
-    o = jax.ShapeDtypeStruct((p.batch, tiles.parts, p.heads, p.queries, p.value_size), jnp.float32)
+    stats = jax.ShapeDtypeStruct((p.batch, tiles.num_splits, p.heads, p.queries), jnp.float32)
+    o = jax.ShapeDtypeStruct(
+        (p.batch, tiles.num_splits, p.heads, p.queries, p.value_size), jnp.float32
+    )
     o, m, l = tile.launch(
         functools.partial(_kernel, problem=p, group=problem.group, tiles=tiles),
         (rows, table, scales),
-        grid=(tiles.parts, p.heads, p.batch),
+        grid=(tiles.num_splits, p.heads, p.batch),
         in_specs=[specs, table_spec, tuple(map(of_scale, scales))],
         out_specs=[at.spec("bpntv"), at.spec("bpnt"), at.spec("bpnt")],
         out_shape=[o, stats, stats],
         tiles=tiles,
         name="flash_attention_decode",
     )
-    return decode.merged(problem, x, o, online_softmax.SoftmaxState(m, l), problem.log_base)
+    return decode.merge_splits(problem, x, o, online_softmax.SoftmaxState(m, l), problem.log_base)
 
 
 def _kernel(
@@ -98,7 +100,7 @@ def _kernel(
         jnp.zeros(o_ref.shape, jnp.float32),
         online_softmax.start(jnp.zeros(tiles.block_q, jnp.float32), p.log_base),
     )
-    blocks = mask.blocks(tiles.block_k).split(pl.program_id(0), tiles.parts)
+    blocks = mask.blocks(tiles.block_k).split(pl.program_id(0), tiles.num_splits)
     o, stats = blocks.visit(step, start)
     tile.store(o_ref, online_softmax.finish(o, stats.l), row.inside, tile.head(o_ref, p.value_size))
     tile.store(m_ref, stats.m, row.inside)

@@ -18,11 +18,11 @@ class Tiles(NamedTuple):
 
 class DecodeTiles(NamedTuple):
     """Of the forward where it is decoding: all rows by `block_k` keys, and the keys cut into
-    `parts`, a program each."""
+    `num_splits`, a program each."""
 
     block_q: int
     block_k: int
-    parts: int
+    num_splits: int
     num_warps: int = 4
     num_stages: int = 3
 
@@ -37,7 +37,9 @@ class AllTiles(NamedTuple):
         one = lambda t: f"{t.block_q} x {t.block_k}, {t.num_warps} warps, {t.num_stages} stages"
         d = self.decode
         forward = (
-            f"forward {one(self.forward)}" if d is None else f"decoding {one(d)}, {d.parts} parts"
+            f"forward {one(self.forward)}"
+            if d is None
+            else f"decoding {one(d)}, {d.num_splits} splits"
         )
         return f"{forward}; dkv {one(self.dkv)}; dq {one(self.dq)}"
 
@@ -98,7 +100,9 @@ def decode_tiles(problem: Problem, page: int | None = None) -> DecodeTiles:
     """Pages may be of any size."""
     p, block_k = problem, _row(problem).forward.block_k
     return DecodeTiles(
-        power_of_two(p.queries * p.group), block_k, decode.parts(p, block_k, device.processors())
+        power_of_two(p.queries * p.group),
+        block_k,
+        decode.num_splits(p, block_k, device.processors()),
     )
 
 
