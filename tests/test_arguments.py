@@ -113,12 +113,12 @@ BAD = {
     "mask rule": (
         dict(mask=lambda b, h, q, k: q >= k),
         TypeError,
-        r"mask must be an array or .* own as masks.MaskMod\(function\)",
+        r"mask must be an array or .* a mask_mod as masks.MaskMod\(function\)",
     ),
     "mask not made": (
         dict(mask=masks.Causal),
         TypeError,
-        r"got function. .* call what makes a mask, as masks.Causal\(\)",
+        r"got function. .* an instance of a mask, such as masks.Causal\(\)",
     ),
     "mask tuple": (
         dict(mask=(masks.Causal(), masks.Window(3, 0))),
@@ -158,7 +158,7 @@ BAD = {
     "window of -1": (
         dict(local_window_size=(-1, 0)),
         ValueError,
-        r"or None for a side without a limit, .* got \(-1, 0\)",
+        r"or None for no limit; got \(-1, 0\)",
     ),
     "window of three": (
         dict(local_window_size=(1, 2, 3)),
@@ -259,7 +259,7 @@ BAD = {
     "scale text": (
         dict(scale="0.25"),
         TypeError,
-        "scale must be a number .*, or an array; got the text '0.25'",
+        "scale must be a static number, or an array; got the text '0.25'",
     ),
     "scale shape": (
         dict(scale=ones(2)),
