@@ -202,7 +202,7 @@ def test_kernels_that_hang_end_the_call_with_what_to_do_and_are_not_taken_again(
     hung.set()
     monkeypatch.setattr(verdicts, "LIMIT", 300)
     install(sleeper, "honest")  # a new process
-    with pytest.warns(RuntimeWarning, match="sleeper.*did not end"):
+    with pytest.warns(RuntimeWarning, match="sleeper.*did not finish"):
         call()
     assert checked == ["sleeper", "honest"] and taken() == "honest"
 
