@@ -244,7 +244,7 @@ def test_what_a_cache_cannot_hold_it_refuses_with_a_reason(rng):
     in_training = layer(dropout_rate=0.1)
     pages = paged_cache(B, 9, 2, 6, pages=9)
     refused(
-        "takes no dropout_rate, dropout_rng: .* layer.eval",
+        "does not support dropout_rate, dropout_rng. .* layer.eval",
         in_training,
         x[:, :4],
         pages,
