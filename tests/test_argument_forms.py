@@ -1,0 +1,233 @@
+"""The forms that arguments may have, and what `explain` says of a call."""
+
+import dataclasses
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_flash import checks, explain, flash_attention, masks, paged_attention
+from pallas_flash.attention import normalised
+from pallas_flash.call import Call, PagedCall
+from pallas_flash.kernels import device
+
+Q, K = (2, 5, 4, 8), (2, 7, 2, 8)
+
+
+def _q(rng, shape):
+    return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+
+def test_lists_numpy_numbers_and_single_flags_serve_as_arguments(rng):
+    q, k = _q(rng, Q), _q(rng, K)
+    bias = [[0.5] * 7] * 5
+    expected = flash_attention(
+        *(q, k, k, jnp.array(bias)),
+        key_value_seq_lengths=jnp.array([3, 7]),
+        is_causal=True,
+        query_offset=2,
+        local_window_size=3,
+        scale=0.5,
+    )
+    for flag in (np.bool_(True), np.array(True), jnp.array(True)):
+        actual = flash_attention(
+            *(q.tolist(), np.asarray(k, np.float64), k, bias),
+            key_value_seq_lengths=[3, 7],
+            is_causal=flag,
+            query_offset=np.int64(2),
+            local_window_size=(np.int64(3), np.int8(3)),
+            scale=np.float64(0.5),
+        )
+        np.testing.assert_array_equal(actual, expected)
+    assert masks.Window(np.int64(3), np.int8(3)) == masks.Window(3, 3)
+    assert jax.tree.leaves(masks.Window(np.int64(3))) == []
+
+
+def test_what_has_a_jax_array_serves_as_one_as_in_jax_nn(rng):
+    class Wrapped:
+        def __init__(self, x):
+            self.x = x
+
+        def __jax_array__(self):
+            return self.x
+
+    def gradients(attend, wrap):
+        def loss(q, k, bias):
+            lengths = wrap(jnp.array([3, 7]))
+            return jnp.sum(
+                jnp.sin(
+                    attend(wrap(q), wrap(k), wrap(k), wrap(bias), key_value_seq_lengths=lengths)
+                )
+            )
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(q, k, bias)
+
+    q, k, bias = _q(rng, Q), _q(rng, (2, 7, 4, 8)), _q(rng, (4, 5, 7))
+    for a, b in zip(
+        gradients(flash_attention, Wrapped),
+        gradients(jax.nn.dot_product_attention, Wrapped),
+        strict=True,
+    ):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+    assert str(explain(Wrapped(q), Wrapped(k), Wrapped(k))) == str(explain(q, k, k))
+
+
+def test_a_query_without_batch_axes_takes_bias_mask_and_lengths_of_a_batch_of_one(rng):
+    q, k = _q(rng, Q[1:]), _q(rng, K[1:])
+    bias, mask, ids = _q(rng, (1, 4, 5, 7)), rng.random((1, 1, 5, 7)) < 0.7, np.zeros((1, 5), int)
+    key_ids = np.arange(7)[None] % 2
+    ints = dict(
+        key_value_seq_lengths=jnp.array([6]), query_segment_ids=ids, key_value_segment_ids=key_ids
+    )
+    expected = flash_attention(q[None], k[None], k[None], bias, mask, **ints)[0]
+    np.testing.assert_array_equal(flash_attention(q, k, k, bias, mask, **ints), expected)
+    ints = {name: x[0] for name, x in ints.items()}
+    np.testing.assert_array_equal(flash_attention(q, k, k, bias[0], mask[0], **ints), expected)
+
+
+@pytest.mark.parametrize(
+    "dtype, sums", [("float64", "float64"), ("float32", "float32"), ("bfloat16", "float32")]
+)
+def test_what_sums_are_in_is_the_same_for_a_dtype_and_its_name(dtype, sums):
+    assert checks.sums(dtype) == checks.sums(jnp.dtype(dtype)) == getattr(jnp, sums)
+
+
+def test_a_window_may_have_a_limit_on_one_side_alone():
+    x = jnp.ones((1, 9, 2, 8))
+    asked = lambda **kw: normalised(x, x, x, **kw)[0]
+    assert asked(local_window_size=(None, 0)) == asked(is_causal=True)
+    assert asked(local_window_size=(None, None)) == asked()
+
+
+def test_an_integer_bias_is_added_as_jax_nn_adds_it(rng):
+    q, k, bias = _q(rng, Q), _q(rng, (2, 7, 4, 8)), rng.integers(-3, 3, (1, 4, 5, 7))
+    np.testing.assert_allclose(
+        flash_attention(q, k, k, bias), jax.nn.dot_product_attention(q, k, k, bias), atol=1e-6
+    )
+
+
+def test_a_scale_of_any_sign_may_be_traced_and_learned_one_for_all_or_one_for_each_head(rng):
+    q, k = _q(rng, Q), _q(rng, K)
+    lengths = jnp.array([3, 5])
+    padded = q.at[0, 3:].set(jnp.nan)  # has no part in the gradient of the scale
+    attend = lambda q, scale: jnp.sum(
+        jnp.sin(flash_attention(q, k, k, scale=scale, is_causal=True, query_seq_lengths=lengths))
+    )
+
+    def by_hand(q, scale):
+        return attend(q * scale.reshape(-1, 1), 1.0)
+
+    for scale in jnp.array(0.7), jnp.array([0.7, -0.3, 0.0, 1.5]):
+        value, (dq, dscale) = jax.jit(jax.value_and_grad(attend, argnums=(0, 1)))(padded, scale)
+        expected, (dq_by_hand, dscale_by_hand) = jax.value_and_grad(by_hand, argnums=(0, 1))(
+            q, scale
+        )
+        np.testing.assert_allclose(value, expected, rtol=1e-5)
+        np.testing.assert_allclose(dq, dq_by_hand, atol=1e-6)
+        np.testing.assert_allclose(dscale, dscale_by_hand, atol=1e-5)
+
+
+def test_arrays_are_data_and_one_program_serves_every_value():
+    problem = lambda **kw: (
+        explain(jnp.ones(Q), jnp.ones(K), jnp.ones(K), is_causal=True, **kw).problem
+    )
+    for name, values in dict(query_offset=(3, 4), scale=(0.5, -0.5)).items():
+        a, b = (problem(**{name: jnp.asarray(x)}) for x in values)
+        assert a == b and hash(a) == hash(b)
+        assert problem(**{name: abs(values[0])}) != problem(**{name: abs(values[1]) + 1})
+
+
+def test_names_of_jax_nn_choose_and_explain_says_so():
+    q, k = jnp.ones(Q), jnp.ones(K)
+    for name in ("xla", "cudnn"):
+        text = explain(q, k, k, implementation=name)
+        assert (
+            text.implementation == explain(q, k, k).implementation
+            and text.why_not == explain(q, k, k).why_not
+        )
+        assert f"chosen: {name!r} is a name of jax.nn, and chooses as None does" in str(text)
+        np.testing.assert_array_equal(
+            flash_attention(q, k, k, implementation=name), flash_attention(q, k, k)
+        )
+
+
+def test_kernels_say_that_they_take_no_float64_and_no_mask_that_jax_cannot_index():
+    shapes = lambda T, dtype: [jax.ShapeDtypeStruct((1, T, 1, 8), dtype)] * 3
+    with jax.enable_x64(True):
+        assert (
+            explain(*shapes(5, "float64")).why_not["triton"]
+            == "the kernels sum in float32; got float64"
+        )
+    T = 2**16
+    for queries, reason in (
+        (2**15, None),
+        (2**15 + 1, "indexes a dense mask of 2^31 to 2^32 elements by an int32"),
+    ):
+        mask = jax.ShapeDtypeStruct((queries, T), bool)
+        q = jax.ShapeDtypeStruct((1, queries, 1, 8), jnp.float32)
+        why_not = explain(q, *shapes(T, jnp.float32)[:2], mask=mask).why_not
+        for name in ("triton", "flash1", "standard"):
+            assert (reason in why_not[name]) if reason else ("indexes" not in why_not[name])
+
+
+def test_explain_names_the_implementation_its_tiles_and_why_not_the_others():
+    shapes = [jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in (Q, K, K)]
+    lengths = jax.ShapeDtypeStruct((2,), jnp.int32)
+    text = explain(*shapes, is_causal=True, key_value_seq_lengths=lengths, implementation="triton")
+    assert text.implementation == "triton" and set(text.why_not) == {
+        "hopper",
+        "blockwise",
+        "reference",
+        "flash1",
+        "standard",
+    }
+    lines = str(text).splitlines()
+    assert lines[0].startswith(
+        "call            B=2 T=5 S=7 N=4 K=2 H=8 Hv=8 bfloat16, mask: causal, key lengths, scale "
+        "0.3536"
+    )
+    assert lines[1] == "implementation  triton"
+    assert lines[2].startswith("tiles           forward 16 x 16, 4 warps")
+    assert lines[4] == "not blockwise   triton was selected by name"
+
+
+def test_without_a_gpu_blockwise_is_chosen_and_explain_says_why():
+    text = explain(jnp.ones(Q), jnp.ones(K), jnp.ones(K))
+    assert text.implementation == "blockwise"
+    assert (
+        text.why_not["triton"]
+        == "the call is not for a GPU: it would run in Pallas' interpreter, slowly"
+    )
+    assert text.why_not["reference"] == "blockwise comes before it"
+
+
+def test_an_old_gpu_is_told_what_is_needed(monkeypatch):
+    q, k = jnp.ones(Q), jnp.ones(K)
+    monkeypatch.setattr(device, "compute_capability", lambda: 7.5)
+    with pytest.raises(
+        NotImplementedError,
+        match=r"need an NVIDIA GPU of compute capability 8\.0 or higher; this one has 7\.5",
+    ):
+        flash_attention(q, k, k, implementation="triton")
+    assert "7.5" in explain(q, k, k).why_not["triton"]
+
+
+def test_explain_has_the_errors_of_the_call():
+    with pytest.raises(ValueError, match="sinks must be"):
+        explain(jnp.ones(Q), jnp.ones(K), jnp.ones(K), sinks=jnp.ones(5))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'causal'"):
+        explain(jnp.ones(Q), jnp.ones(K), jnp.ones(K), causal=True)
+
+
+def test_a_call_has_a_field_for_each_argument_with_its_default():
+    signature = inspect.signature(flash_attention).parameters
+    default = lambda parameter: None if parameter.default is parameter.empty else parameter.default
+    arguments = {name: default(parameter) for name, parameter in signature.items()}
+    del arguments["return_residual"]
+    fields = {field.name: field.default for field in dataclasses.fields(Call)}
+    assert list(fields)[: len(arguments)] == list(arguments)
+    assert {name: fields[name] for name in arguments} == arguments
+    paged = {*inspect.signature(paged_attention).parameters} - {"return_residual"}
+    assert paged <= {field.name for field in dataclasses.fields(PagedCall)}

@@ -1,0 +1,272 @@
+"""The layer against a dense one in plain JAX."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from flax_layers import (
+    CAUSAL,
+    COLUMN,
+    IS_REAL,
+    ROW,
+    WINDOW,
+    B,
+    D,
+    H,
+    N,
+    T,
+    apply,
+    assert_close,
+    layer_of,
+    normal,
+    pure,
+    value_and_grads,
+)
+
+from pallas_flash import dropout_mask, masks
+from pallas_flash.flax import FlashAttention, rope
+
+
+def plain_rope(x, positions, base):
+    """The same rotation by complex numbers: pair i is x[i] + 1j x[i + H/2]."""
+    half = x.shape[-1] // 2
+    turn = np.exp(1j * np.asarray(positions)[..., None, None] * base ** (-np.arange(half) / half))
+    z = (x[..., :half] + 1j * x[..., half:]) * turn
+    return jnp.concatenate([z.real, z.imag], -1)
+
+
+def plain_layer(p, x, visible, rope_base=10_000.0, soft_cap=None):
+    """The layer's equations on its parameters, dense; visible is bool, broadcastable to [B, T,
+    T]."""
+    project = lambda name: (
+        jnp.einsum("btd,dnh->btnh", x, p[name]["kernel"]) + p[name].get("bias", 0)
+    )
+    q, k, v = project("query"), project("key"), project("value")
+    if "query_norm" in p:
+        norm = lambda x, scale: x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6) * scale
+        q, k = norm(q, p["query_norm"]["scale"]), norm(k, p["key_norm"]["scale"])
+    if rope_base is not None:
+        q, k = (
+            plain_rope(q, np.arange(x.shape[1]), rope_base),
+            plain_rope(k, np.arange(x.shape[1]), rope_base),
+        )
+    k, v = (jnp.repeat(a, q.shape[2] // a.shape[2], axis=2) for a in (k, v))
+    s = jnp.einsum("btnh,bsnh->bnts", q, k) / q.shape[-1] ** 0.5
+    s = s if soft_cap is None else soft_cap * jnp.tanh(s / soft_cap)
+    weights = jax.nn.softmax(jnp.where(visible[:, None], s, -jnp.inf))
+    return jnp.einsum("bnts,bsnh,nhe->bte", weights, v, p["out"]["kernel"]) + p["out"].get(
+        "bias", 0
+    )
+
+
+LAYERS = {
+    "the defaults": (dict(), dict(), CAUSAL),
+    "grouped heads, QK norm, biases": (
+        dict(num_kv_heads=2, qk_norm=True, use_bias=True),
+        dict(),
+        CAUSAL,
+    ),
+    "one kv head, another base": (
+        dict(num_kv_heads=1, rope_base=50.0),
+        dict(rope_base=50.0),
+        CAUSAL,
+    ),
+    "no RoPE, not causal": (
+        dict(rope_base=None, is_causal=False),
+        dict(rope_base=None),
+        CAUSAL | True,
+    ),
+    "window, soft cap": (
+        dict(local_window_size=2, logits_soft_cap=0.7),
+        dict(soft_cap=0.7),
+        WINDOW,
+    ),
+    "sizes of their own": (
+        dict(num_heads=3, in_features=11, head_size=10, out_features=5),
+        dict(),
+        CAUSAL,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LAYERS)
+def test_the_layer_is_its_equations(case):
+    options, plain_options, visible = LAYERS[case]
+    layer = layer_of(**options)
+    x = normal(1, B, T, layer.in_features)
+    assert_close(
+        jax.jit(layer)(x),
+        jax.jit(functools.partial(plain_layer, visible=visible, **plain_options))(pure(layer), x),
+    )
+
+
+def test_the_gradients_of_the_layer_are_those_of_its_equations():
+    layer = layer_of(
+        num_kv_heads=2, qk_norm=True, use_bias=True, local_window_size=2, rope_base=50.0
+    )
+    args, plain = (
+        (pure(layer), normal(1, B, T, D)),
+        functools.partial(plain_layer, visible=WINDOW, rope_base=50.0),
+    )
+    assert_close(value_and_grads(apply(layer), *args), value_and_grads(plain, *args))
+
+
+ANY = np.random.default_rng(0).random((B, 1, T, T)) < 0.6
+PREFIX = np.array([2, 5], np.int32)
+CALLS = {
+    "a boolean mask": (
+        dict(mask=ANY | np.eye(T, dtype=bool)),
+        CAUSAL & (ANY[:, 0] | np.eye(T, dtype=bool)),
+    ),
+    "a float mask of keys": (
+        dict(mask=IS_REAL[:, None, None].astype("f4")),
+        CAUSAL & IS_REAL[:, None],
+    ),
+    "a mask object": (dict(mask=masks.Window(1)), CAUSAL & (ROW - COLUMN <= 1)),
+}
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_the_layer_joins_its_mask_with_causality(case):
+    call, visible = CALLS[case]
+    layer, x = layer_of(), normal(1, B, T, D)
+    assert_close(
+        jax.jit(lambda x: layer(x, **call))(x), jax.jit(plain_layer)(pure(layer), x, visible)
+    )
+
+
+def test_a_layer_that_is_not_causal_takes_a_mask_that_is_partly_so():
+    layer, x = layer_of(is_causal=False), normal(1, B, T, D)
+    visible = CAUSAL | (COLUMN < PREFIX[:, None, None])
+    actual = jax.jit(lambda x: layer(x, mask=masks.PrefixLM(PREFIX)))(x)
+    assert_close(actual, jax.jit(plain_layer)(pure(layer), x, visible))
+
+
+def test_packed_documents_are_as_documents_alone():
+    layer, x = layer_of(num_kv_heads=2, qk_norm=True), normal(1, B, T, D)
+    # equal ids need not be neighbours
+    ids = np.array([[5, 5, 5, 1, 1, 8, 8], [2, 2, 2, 3, 3, 2, 2]])
+    together = jax.jit(lambda x: layer(x, segment_ids=ids))(x)
+    alone = jax.jit(layer)
+    assert_close(together[:1, :3], alone(x[:1, :3]))
+    assert_close(together[:1, 3:5], alone(x[:1, 3:5]))
+    assert_close(together[:1, 5:], alone(x[:1, 5:]))
+    assert_close(together[1:, 3:5], alone(x[1:, 3:5]))
+
+
+def test_beyond_the_lengths_nothing_is_read_and_the_attention_is_zero():
+    layer, x, lengths = layer_of(is_causal=False), normal(1, B, T, D), np.array([T, 3], np.int32)
+    is_real = np.arange(T) < lengths[:, None]
+    y = jax.jit(layer)(jnp.where(is_real[..., None], x, jnp.nan), lengths=lengths)
+    assert_close(y[:1], jax.jit(layer)(x[:1]))
+    assert_close(y[1:, :3], jax.jit(layer)(x[1:, :3]))
+    assert np.all(np.asarray(y[1, 3:]) == 0)
+
+
+def test_without_rope_the_layer_is_flax_own_on_the_same_parameters():
+    theirs = nnx.MultiHeadAttention(
+        N, D, num_kv_heads=2, use_bias=False, decode=False, rngs=nnx.Rngs(3)
+    )
+    ours = FlashAttention(N, D, num_kv_heads=2, rope_base=None, rngs=nnx.Rngs(0))
+    nnx.update(ours, nnx.state(theirs, nnx.Param))
+    x = normal(1, B, T, D)
+    assert_close(jax.jit(ours)(x), jax.jit(functools.partial(theirs, is_causal=True))(x))
+
+
+def test_in_bfloat16_the_layer_stays_close_to_float32():
+    exact, x = layer_of(num_kv_heads=2, qk_norm=True), normal(1, B, T, D)
+    layer = layer_of(num_kv_heads=2, qk_norm=True, dtype=jnp.bfloat16)
+    y = jax.jit(layer)(x)
+    assert y.dtype == jnp.bfloat16
+    assert_close(y, jax.jit(exact)(x), 3e-2)
+    cache = layer.init_cache(B, T)
+    assert cache.key.dtype == cache.value.dtype == jnp.bfloat16
+    z, cache = jax.jit(lambda x, cache: layer(x, cache=cache))(x, cache)
+    assert z.dtype == cache.key.dtype == jnp.bfloat16
+    assert_close(z, y, 1e-2)
+
+
+def test_rope_turns_halves_in_float32():
+    x, positions = (
+        normal(0, B, T, N, H),
+        np.array([[0, 1, 2, 3, 4, 5, 6], [9, 8, 7, 1000, 5, 4, 3]]),
+    )
+    assert_close(rope(x, positions, 500.0), plain_rope(x, positions, 500.0), 1e-4)
+    half = rope(x.astype(jnp.bfloat16), positions, 500.0)
+    assert jnp.array_equal(
+        half,
+        rope(x.astype(jnp.bfloat16).astype(jnp.float32), positions, 500.0).astype(jnp.bfloat16),
+    )
+
+
+def test_sinks_and_dropout_of_the_layer_are_those_of_flash_attention():
+    layer, x = (
+        layer_of(num_kv_heads=2, sinks=True, dropout_rate=0.3, implementation="reference"),
+        normal(1, B, T, D),
+    )
+    assert layer.sinks[...].shape == (N,) and np.any(np.asarray(layer.sinks[...]) != 0)
+    key = jax.random.key(5)
+    mask = dropout_mask(key, 0.3, (B, N, T, T)) / (1 - 77 / 256)
+
+    def plain(p, x):
+        q, k, v = (
+            jnp.einsum("btd,dnh->btnh", x, p[name]["kernel"]) for name in ("query", "key", "value")
+        )
+        q, k = (plain_rope(a, np.arange(T), 10_000.0) for a in (q, k))
+        k, v = (jnp.repeat(a, 2, axis=2) for a in (k, v))
+        e = jnp.where(CAUSAL[:, None], jnp.exp(jnp.einsum("btnh,bsnh->bnts", q, k) / H**0.5), 0)
+        weights = mask * e / (e.sum(-1, keepdims=True) + jnp.exp(p["sinks"])[:, None, None])
+        return jnp.einsum("bnts,bsnh,nhe->bte", weights, v, p["out"]["kernel"])
+
+    ours, args = functools.partial(apply(layer), rngs=key), (pure(layer), x)
+    assert_close(value_and_grads(ours, *args), value_and_grads(plain, *args))
+    assert_close(nnx.view(layer, deterministic=True)(x), layer(x, deterministic=True))
+    layer.eval()
+    assert_close(layer(x), layer(x, deterministic=True))
+    assert not np.array_equal(layer(x), layer(x, rngs=nnx.Rngs(dropout=0), deterministic=False))
+
+
+def test_the_layer_draws_from_the_stream_of_its_constructor_and_rather_from_the_rngs_of_a_call():
+    layer, x = FlashAttention(N, D, dropout_rate=0.3, rngs=nnx.Rngs(0)), normal(1, B, T, D)
+    keys = [jax.random.fold_in(layer.rngs.key[...], n) for n in range(2)]
+    layer.eval()
+    layer(x)
+    layer.train()
+    given = [layer(x, rngs=key) for key in keys]
+    kept = [layer(x) for _ in keys]
+    for ours, expected in zip(kept, given, strict=True):
+        assert jnp.array_equal(ours, expected)
+    assert not jnp.array_equal(*kept)
+    for rngs in nnx.Rngs(5), nnx.Rngs(5).dropout:
+        assert jnp.array_equal(layer(x, rngs=rngs), layer(x, rngs=nnx.Rngs(5).dropout()))
+    assert layer.rngs.count[...] == 2, "a call with rngs takes no key of the layer's stream"
+
+
+@pytest.mark.whole
+def test_scanned_layers_have_streams_of_their_own_and_two_calls_drop_other_weights():
+    new = lambda rngs: FlashAttention(N, D, dropout_rate=0.3, rngs=rngs)
+    layers = nnx.split_rngs(splits=2)(nnx.vmap(new))(nnx.Rngs(0))
+    assert layers.rngs.key.shape == (2,) and layers.rngs.key[0] != layers.rngs.key[1]
+    run = nnx.jit(nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry))
+    x = normal(1, B, T, D)
+    assert not jnp.array_equal(run(x, layers), run(x, layers))
+    assert jnp.array_equal(layers.rngs.count[...], jnp.array([2, 2]))
+
+
+@pytest.mark.parametrize(
+    "rate, stream, keep_rngs",
+    [(0.0, "default", True), (0.3, "default", False), (0.3, "params", True)],
+)
+def test_a_layer_without_dropout_or_a_stream_has_parameters_alone_as_state(rate, stream, keep_rngs):
+    layer = FlashAttention(
+        N, D, dropout_rate=rate, rngs=nnx.Rngs(**{stream: 0}), keep_rngs=keep_rngs
+    )
+    assert not jax.tree.leaves(nnx.state(layer, nnx.RngState)) and jax.tree.leaves(
+        nnx.state(layer, nnx.Param)
+    )
+    if rate:
+        with pytest.raises(ValueError, match="dropout needs rngs in training"):
+            layer(normal(1, B, T, D))

@@ -1,0 +1,320 @@
+"""The layer's KVCache, cross-attention, masks and options."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from flax_layers import (
+    B,
+    D,
+    H,
+    N,
+    T,
+    apply,
+    assert_close,
+    layer_of,
+    normal,
+    pure,
+    value_and_grads,
+)
+
+from pallas_flash import flash_attention, scores
+from pallas_flash.flax import FlashAttention, KVCache, attention_fn
+
+
+def decode(layer, x, chunks, max_length):
+    """y of x fed in chunks of these sizes, each written into the memory of the cache before, and
+    the cache."""
+    step = jax.jit(lambda x, cache: layer(x, cache=cache), donate_argnums=1)
+    cache, ys, start = layer.init_cache(x.shape[0], max_length), [], 0
+    for t in chunks:
+        y, cache = step(x[:, start : start + t], cache)
+        ys, start = [*ys, y], start + t
+    return jnp.concatenate(ys, 1), cache
+
+
+@pytest.mark.parametrize("chunks", [(1,) * T, (T,), (3, 1, 3)])
+def test_decoding_in_any_chunks_is_the_full_forward(chunks):
+    layer, x = layer_of(num_kv_heads=2, qk_norm=True, local_window_size=(3, 0)), normal(1, B, T, D)
+    y, cache = decode(layer, x, chunks, max_length=T + 4)
+    assert_close(y, jax.jit(layer)(x))
+    assert np.array_equal(cache.length, [T, T])
+
+
+def test_decoding_in_a_scan_fills_the_cache_to_its_end():
+    layer, x = layer_of(num_kv_heads=2), normal(1, B, T, D)
+
+    def step(cache, token):
+        y, cache = layer(token[:, None], cache=cache)
+        return cache, y[:, 0]
+
+    _, y = jax.jit(lambda x: jax.lax.scan(step, layer.init_cache(B, T), x.swapaxes(0, 1)))(x)
+    assert_close(y.swapaxes(0, 1), jax.jit(layer)(x))
+
+
+def test_a_layer_that_is_not_causal_sees_the_tokens_in_its_cache_and_none_of_the_empty_slots():
+    layer, x = layer_of(is_causal=False), normal(1, B, T, D)
+    step, full = jax.jit(lambda x, cache: layer(x, cache=cache)), jax.jit(layer)
+    first, cache = step(x[:, :3], layer.init_cache(B, T + 4))
+    assert_close(first, full(x[:, :3]))
+    assert_close(step(x[:, 3:], cache)[0], full(x)[:, 3:])
+
+
+def test_rows_of_different_lengths_decode_side_by_side():
+    layer, x = layer_of(num_kv_heads=2), normal(1, B, T, D)
+    lengths, padded = np.array([5, 2], np.int32), 5
+    is_real = np.arange(padded)[None] < lengths[:, None]
+    step = jax.jit(lambda x, cache, **call: layer(x, cache=cache, **call))
+    y, cache = step(
+        jnp.where(is_real[..., None], x[:, :padded], jnp.nan),
+        layer.init_cache(B, T),
+        lengths=lengths,
+    )
+    assert np.array_equal(cache.length, lengths)
+    following = jnp.stack([x[b, n : n + 2] for b, n in enumerate(lengths)])
+    z, cache = step(following, cache)
+    full = jax.jit(layer)(x)
+    for b, n in enumerate(lengths):
+        assert_close(jnp.concatenate([y[b, :n], z[b]]), full[b, : n + 2])
+
+
+def test_gradients_flow_through_a_cache():
+    layer = layer_of(num_kv_heads=2, implementation="reference")  # the quickest to compile
+    args = pure(layer), normal(1, B, T, D)
+
+    def cached(p, x):
+        y, cache = apply(layer)(p, x[:, :3], cache=layer.init_cache(B, T + 1))
+        return jnp.concatenate([y, apply(layer)(p, x[:, 3:], cache=cache)[0]], 1)
+
+    assert_close(value_and_grads(cached, *args), value_and_grads(apply(layer), *args))
+
+
+def test_with_a_cache_the_mask_is_over_its_slots():
+    layer, x = layer_of(), normal(1, B, T, D)
+    mask = np.ones((B, 1, 1, T), bool)
+    mask[1, ..., 1] = False
+    call = jax.jit(lambda x, cache: layer(x, cache=cache, mask=mask))
+    _, cache = call(x[:, :3], layer.init_cache(B, T))
+    assert_close(call(x[:, 3:], cache)[0], jax.jit(lambda x: layer(x, mask=mask))(x)[:, 3:])
+
+
+def test_a_token_without_room_is_nan_and_spoils_nothing_else():
+    layer, x = layer_of(), normal(1, B, T, D)
+    call = jax.jit(lambda x, cache: layer(x, cache=cache))
+    cache = layer.init_cache(B, 5)._replace(length=jnp.array([0, 3], jnp.int32))
+    y, after = call(x[:, :4], cache)
+    assert np.array_equal(np.isnan(y).all(-1), [[False] * 4, [False, False, True, True]])
+    assert np.array_equal(np.isnan(y).any(-1), np.isnan(y).all(-1))
+    fits, expected = call(x[:, :2], cache)
+    assert_close(y[1, :2], fits[1])
+    assert_close(after.key[1], expected.key[1])
+    assert_close(y[0, :2], fits[0])
+    assert np.isnan(call(x[:, :2], after)[0][1]).all()
+
+
+def test_a_cache_of_another_dtype_keeps_it():
+    layer, x = layer_of(), normal(1, B, T, D)
+    y, cache = jax.jit(lambda x, cache: layer(x, cache=cache))(
+        x, layer.init_cache(B, T, dtype=jnp.bfloat16)
+    )
+    assert (y.dtype, cache.key.dtype) == (jnp.float32, jnp.bfloat16)
+    assert_close(y, jax.jit(layer)(x), 2e-2)
+
+
+@pytest.mark.parametrize(
+    "options, text",
+    [
+        (
+            dict(num_kv_heads=3),
+            "num_heads must be a multiple of num_kv_heads, both above 0; got 4 and 3",
+        ),
+        (dict(num_kv_heads=0), "got 4 and 0"),
+        (dict(head_size=5), "head_size must be even, since RoPE turns pairs; got 5"),
+        (dict(in_features=22), "in_features must be a multiple of num_heads = 4; got 22"),
+    ],
+)
+def test_impossible_sizes_raise(options, text):
+    with pytest.raises(ValueError, match=text):
+        layer_of(**options)
+
+
+def test_an_odd_head_size_is_possible_without_rope():
+    assert jax.jit(layer_of(head_size=5, rope_base=None))(normal(0, B, T, D)).shape == (B, T, D)
+
+
+def test_impossible_calls_raise():
+    layer, x = layer_of(num_kv_heads=2), normal(0, B, T, D)
+    with pytest.raises(
+        ValueError, match=r"inputs_q must be \[B, T, in_features\] = \(B, T, 24\); got \(2, 7, 23\)"
+    ):
+        layer(x[..., 1:])
+    with pytest.raises(ValueError, match=r"inputs_q must be .*; got \(7, 24\)"):
+        layer(x[0])
+    with pytest.raises(
+        ValueError, match="the 7 tokens of inputs_q must fit into the cache's max_length; got 6"
+    ):
+        layer(x, cache=layer.init_cache(B, 6))
+    with pytest.raises(
+        ValueError,
+        match=r"cache.key must be .*\(2, max_length, 2, 6\) .*; got \(3, 9, 2, 6\).*init_cache\(2,",
+    ):
+        layer(x, cache=layer.init_cache(3, 9))
+    with pytest.raises(ValueError, match="segment_ids cannot go with a cache"):
+        layer(x, cache=layer.init_cache(B, 9), segment_ids=np.zeros((B, T), int))
+
+
+def test_the_cache_is_a_pytree_of_arrays():
+    cache = layer_of().init_cache(B, 9)
+    assert isinstance(jax.tree.map(jnp.copy, cache), KVCache)
+    assert [x.shape for x in jax.tree.leaves(cache)] == [(B, 9, N, H), (B, 9, N, H), (B,)]
+
+
+# ---- cross-attention
+
+
+def cross_layer(**options):
+    return layer_of(num_kv_heads=2, in_kv_features=11, is_causal=False, rope_base=None, **options)
+
+
+def test_cross_attention_is_that_of_flax_on_the_same_parameters():
+    options = dict(num_kv_heads=2, in_kv_features=11, use_bias=False)
+    theirs = nnx.MultiHeadAttention(N, D, decode=False, rngs=nnx.Rngs(3), **options)
+    ours = FlashAttention(N, D, is_causal=False, rope_base=None, rngs=nnx.Rngs(0), **options)
+    nnx.update(ours, nnx.state(theirs, nnx.Param))
+    inputs = normal(1, B, T, D), normal(2, B, T + 4, 11), normal(3, B, T + 4, 11)
+    assert_close(jax.jit(ours)(*inputs), jax.jit(theirs)(*inputs))
+    assert_close(jax.jit(ours)(*inputs[:2]), jax.jit(theirs)(*inputs[:2]))
+
+
+def test_cross_attention_sees_the_real_inputs_alone():
+    layer, x, y = cross_layer(qk_norm=True), normal(1, B, T, D), normal(2, B, T + 4, 11)
+    kv_lengths, lengths = np.array([T + 4, 3], np.int32), np.array([T, 2], np.int32)
+    padded = jnp.where(np.arange(T + 4)[None, :, None] < kv_lengths[:, None, None], y, jnp.nan)
+    z = jax.jit(lambda x, y: layer(x, y, lengths=lengths, kv_lengths=kv_lengths))(x, padded)
+    assert_close(z[:1], jax.jit(layer)(x[:1], y[:1]))
+    assert_close(z[1:, :2], jax.jit(layer)(x[1:, :2], y[1:, :3]))
+    assert np.all(np.asarray(z[1, 2:]) == 0)
+
+
+def test_what_makes_no_sense_in_cross_attention_raises():
+    layer, x, y = cross_layer(), normal(0, B, T, D), normal(0, B, 9, 11)
+    for options in (dict(is_causal=True), dict(rope_base=10.0), dict(local_window_size=3)):
+        with pytest.raises(
+            ValueError, match="is_causal=False, rope_base=None and no local_window_size"
+        ):
+            layer_of(**(dict(in_kv_features=11, is_causal=False, rope_base=None) | options))(x, y)
+    with pytest.raises(ValueError, match="in_kv_features = 11 beside 24 needs inputs_k"):
+        layer(x)
+    with pytest.raises(ValueError, match="give inputs_k too"):
+        layer_of()(x, inputs_v=x)
+    with pytest.raises(ValueError, match="give inputs_k too, or lengths"):
+        layer_of()(x, kv_lengths=np.array([1, 2]))
+    with pytest.raises(ValueError, match=r"masks\.Documents"):
+        layer(x, y, segment_ids=np.zeros((B, T), int))
+    with pytest.raises(ValueError, match="a cache cannot go with inputs_k"):
+        layer(x, y, cache=layer.init_cache(B, 9))
+    with pytest.raises(
+        ValueError, match=r"inputs_k must be .* = \(2, S, 11\) .*; got \(2, 9, 10\)"
+    ):
+        layer(x, y[..., 1:])
+    with pytest.raises(
+        ValueError, match=r"inputs_v must be .* = \(2, 9, 11\) .*; got \(2, 8, 11\)"
+    ):
+        layer(x, y, y[:, 1:])
+
+
+# ---- masks and options
+
+
+@pytest.mark.parametrize("axes", ["TS", "NTS", "11TS", "B1TS"])
+def test_leading_axes_of_a_mask_may_be_left_out(axes):
+    sizes = {"B": B, "N": N, "T": T, "S": T, "1": 1}
+    mask = (np.random.default_rng(0).random([sizes[a] for a in axes]) < 0.6) | np.eye(T, dtype=bool)
+    layer, x = layer_of(implementation="reference"), normal(1, B, T, D)
+    q = normal(2, B, T, N, H)
+    full = np.broadcast_to(mask, (B, N, T, T))
+    assert_close(layer(x, mask=mask), layer(x, mask=full))
+    assert_close(layer(x, mask=mask.astype("f4")), layer(x, mask=full))
+    assert_close(attention_fn(q, q, q, mask=mask.astype("f4")), flash_attention(q, q, q, mask=full))
+
+
+@pytest.mark.parametrize(
+    "mask", [np.array([0.0, -1e9]), jnp.array([0, 2]), np.array([1.0, np.nan])]
+)
+def test_a_mask_of_other_numbers_than_0_and_1_raises_where_they_can_be_seen(mask):
+    q, mask = normal(0, B, 2, N, H), mask[None]
+    for attend in (
+        functools.partial(attention_fn, mask=mask),
+        jax.jit(functools.partial(attention_fn, mask=mask)),
+    ):
+        with pytest.raises(
+            ValueError, match=r"mask must be bool, or 0 and 1 as Flax makes it; got .*mask > -1"
+        ):
+            attend(q, q, q)
+    with pytest.raises(ValueError, match="mask must be bool"):
+        layer_of()(normal(0, B, 2, D), mask=mask)
+
+
+@pytest.mark.parametrize(
+    "options, text",
+    [
+        (dict(local_window_size=-1), r"local_window_size must be a static int or \(left, right\)"),
+        (dict(local_window_size=(1, 2, 3)), "local_window_size must be"),
+        (
+            dict(logits_soft_cap=0.0),
+            "logits_soft_cap must be a finite number above 0, or None; got 0",
+        ),
+        (dict(implementation="flash3"), "implementation must be None or one of .*; got 'flash3'"),
+        (dict(is_causal="yes"), "is_causal must be a static bool"),
+        (
+            dict(dropout_rate=1.0),
+            "dropout_rate must be at least 0 and below 1; got 1.0",
+        ),
+        (dict(rope_base=0.0), "rope_base must be a number above 0, or None"),
+    ],
+)
+def test_the_constructor_refuses_what_the_first_call_would(options, text):
+    with pytest.raises((TypeError, ValueError), match=text):
+        layer_of(**options)
+
+
+def test_the_constructor_leaves_it_to_the_call_what_an_implementation_can_run():
+    assert layer_of(implementation="hopper").implementation == "hopper"
+
+
+def test_the_layer_learns_the_parameters_of_a_score_mod_that_is_a_module():
+    class Relative(nnx.Module):
+        def __init__(self):
+            self.table = nnx.Param(jnp.linspace(-1, 1, 32).reshape(2, 16))
+
+        def __call__(self, score, b, h, q_idx, kv_idx):
+            return scores.T5Bias(self.table[...], bidirectional=False, max_distance=20)(
+                score, b, h, q_idx, kv_idx
+            )
+
+    make = lambda score_mod: FlashAttention(2, 16, score_mod=score_mod, rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(0), (1, 9, 16))
+    layer, loss = make(Relative()), lambda layer, x: jnp.sum(jnp.sin(layer(x)))
+    gradient = nnx.jit(nnx.grad(loss))(layer, x)["score_mod"]["table"][...]
+    assert gradient.shape == (2, 16) and jnp.all(gradient[:, :8] != 0)
+
+    @nnx.jit
+    def cached_and_whole(layer, x):
+        y, cache = layer(x[:, :6], cache=layer.init_cache(1, 9))  # positions count from the offset
+        return jnp.concatenate([y, layer(x[:, 6:], cache=cache)[0]], axis=1), layer(x)
+
+    np.testing.assert_allclose(*cached_and_whole(layer, x), atol=1e-5)
+    slopes = [0.5, 0.25]
+    hook = functools.partial(attention_fn, is_causal=True, score_mod=scores.Alibi(slopes))
+    q = x.reshape(1, 9, 2, 8)
+    np.testing.assert_allclose(
+        hook(q, q, q),
+        flash_attention(q, q, q, is_causal=True, score_mod=scores.Alibi(slopes)),
+        atol=1e-6,
+    )
+    assert make(scores.Alibi(slopes))(x).shape == x.shape
+    with pytest.raises(TypeError, match="score_mod must be a function"):
+        make(3)
