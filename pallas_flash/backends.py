@@ -211,6 +211,7 @@ REFERENCE = Backend(
     has_forward_mode=True,
     second_derivatives="all",
     is_dense=True,
+    takes_row_scale=True,
 )
 BACKENDS = (
     Backend(

@@ -50,12 +50,12 @@ flash_attention(q, k, v, implementation="none of them")  # type: ignore[call-ove
 anything: dict[str, Any] = dict(is_causal=True)
 assert_type(flash_attention(q, k, v, **anything), Any)
 """
-# What comes back depends on two flags, and only overloads can say so. Then a dict[str, Any], in
-# which both may be, matches all of them, and the typing spec has Any for the result ("overload call
-# evaluation", step 5): Options is for such a dict. And where none matches mypy lists them all, after
-# a line that is enough. The ways around it were worse: one signature returns a union from every
-# call; an overload that takes any keyword, with a type that nothing has, makes the report one line
-# with the word Never in it, and without the name that was meant.
+# Two flags decide what is returned, which takes overloads. A dict[str, Any] may hold both flags and
+# matches every overload, and then the typing spec makes the result Any ("Overload call evaluation",
+# step 5): annotate such a dict as Options. Where no overload matches, mypy says what is wrong in its
+# first line and then lists all overloads. The alternatives were worse: without overloads every call
+# returns a union; a last overload that takes **unknown, of a type that nothing has, makes the report
+# one line, but that says "expected Never" and not which keyword was meant.
 WRONG = """
 flash_attention(q, k, v, is_casual=True)
 flash_attention_jvp((q, k, v), (q, k, v), is_casual=True)
@@ -63,7 +63,7 @@ flash_attention_jvp((q, k, v), (q, k, v), is_casual=True)
 
 
 @pytest.mark.whole
-def test_mypy_finds_nothing_in_the_examples_and_says_first_which_keyword_is_wrong(tmp_path, monkeypatch):
+def test_mypy_accepts_the_examples_and_names_a_wrong_keyword_first(tmp_path, monkeypatch):
     mypy = pytest.importorskip("mypy.api", reason="mypy is in the extra test")
     monkeypatch.setenv("MYPYPATH", str(ROOT))
     (tmp_path / "examples.py").write_text(EXAMPLES + TYPES)
