@@ -205,14 +205,6 @@ BAD = {
         ValueError,
         r"query_segment_ids must be int32 \[B, T\] = \(2, 5\); got \(2, 7\)",
     ),
-    "two sets of ids": (
-        dict(
-            mask=masks.Documents(ones((2, 5), int), ones((2, 7), int))
-            & masks.Documents(ones((2, 5), int), ones((2, 7), int))
-        ),
-        ValueError,
-        "one set of document ids",
-    ),
     "mask object's shape": (
         dict(mask=masks.KeyLengths(ones(5, int))),
         ValueError,

@@ -2,6 +2,7 @@
 elsewhere."""
 
 import functools
+import operator
 import os
 
 import jax
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from cases import Sizes, qkv
 from check import check, close
-from drawn_masks import joined
+from drawn_masks import Drawn, joined
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
@@ -79,6 +80,25 @@ def test_a_drawn_mask_shows_what_its_parts_say(implementation, examples):
         check(rng, *qkv(rng, Z), implementation, **kw)
 
     equals()
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("join", ["and", "or", "with a map"])
+def test_several_sets_of_document_ids_hide_what_each_of_them_hides(implementation, join, rng):
+    ids = lambda size: rng.integers(0, 2, (Z.B, size)).astype(np.int32)
+    documents = [(ids(Z.T), ids(Z.S)) for _ in range(2)]
+    mask = functools.reduce(operator.and_, [masks.Documents(*x) for x in documents])
+
+    def seen(b, h, i, p, j):
+        same = np.logical_and(*(x[b, i] == y[b, j] for x, y in documents))
+        return same | (j > p) if join == "or" else same
+
+    if join == "or":
+        mask = mask | ~masks.Causal()
+    if join == "with a map":
+        mask = masks.create_block_mask(mask, Z.T, Z.S, block=16, batch=Z.B)
+    segments = dict(query_segment_ids=ids(Z.T), key_value_segment_ids=ids(Z.S))
+    check(rng, *qkv(rng, Z), implementation, drawn=Drawn(mask, seen), **segments)
 
 
 # ---- one mask with arrays of every kind, elsewhere

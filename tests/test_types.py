@@ -52,10 +52,10 @@ assert_type(flash_attention(q, k, v, **anything), Any)
 """
 # Two flags decide what is returned, which takes overloads. A dict[str, Any] may hold both flags and
 # matches every overload, and then the typing spec makes the result Any ("Overload call evaluation",
-# step 5): annotate such a dict as Options. Where no overload matches, mypy says what is wrong in its
-# first line and then lists all overloads. The alternatives were worse: without overloads every call
-# returns a union; a last overload that takes **unknown, of a type that nothing has, makes the report
-# one line, but that says "expected Never" and not which keyword was meant.
+# step 5): annotate such a dict as Options. Where no overload matches, mypy says what is wrong in
+# its first line and then lists all overloads. The alternatives were worse: without overloads every
+# call returns a union; a last overload that takes **unknown, of a type that nothing has, makes the
+# report one line, but that says "expected Never" and not which keyword was meant.
 WRONG = """
 flash_attention(q, k, v, is_casual=True)
 flash_attention_jvp((q, k, v), (q, k, v), is_casual=True)

@@ -151,13 +151,9 @@ class Documents(Mask):
     query_ids: Any
     key_ids: Any
     ARRAYS = {"query_ids": "BT", "key_ids": "BS"}
+    has_ids = True
 
     def narrow(self, mask, rows):
-        if mask.query_ids is not None:
-            raise ValueError(
-                "one call takes one set of document ids; got several Documents masks or segment "
-                "ids."
-            )
         start, stop, contiguous = self._runs()
         return dataclasses.replace(
             mask.with_interval(rows.shape, start, stop),

@@ -8,7 +8,7 @@ import numpy as np
 
 from pallas_flash import pytrees
 from pallas_flash.masks import block_types
-from pallas_flash.masks.mask import And, BlockTypes, Mask, conjuncts, leaves, with_leaves
+from pallas_flash.masks.mask import And, BlockTypes, Mask, conjuncts, leaves, split, with_leaves
 from pallas_flash.masks.resolution import resolve
 
 
@@ -58,7 +58,7 @@ def create_block_mask(
     batch = max({batch, *rows})
     resolved_mask = resolve(conjuncts(whole), batch, queries, keys, query_offset)
     found = block_types.compute(resolved_mask, batch, heads, queries, block, block)
-    count = sum(not part.is_interval for part in conjuncts(whole))
+    count = len(split(conjuncts(whole))[1])
     uses = False, False
     if (bound := resolved_mask.mask_mod) is not None:
         uses = bound.mod.uses_batch, bound.mod.uses_head

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from pallas_flash import pytrees
-from pallas_flash.masks.mask import And, Mask, MaskMod, Not, Or, conjuncts, describe
+from pallas_flash.masks.mask import And, Mask, MaskMod, Not, Or, conjuncts, describe, split
 from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.mods.traced import INDEX, TracedMod, any_mesh
 from pallas_flash.pytrees import IntLike
@@ -41,8 +41,9 @@ def _expression(mask: Mask, resolve: Callable):
             return Not(inner(inside))
         case MaskMod():
             return mask
-    found = [inner(part) for part in conjuncts(mask) if not part.is_interval]
-    if intervals := [part for part in conjuncts(mask) if part.is_interval]:
+    intervals, others = split(conjuncts(mask))
+    found = list(map(inner, others))
+    if intervals:
         found.append(dataclasses.replace(resolve(intervals), contiguous=None))
     return functools.reduce(And, found)
 

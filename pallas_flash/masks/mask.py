@@ -29,6 +29,7 @@ class Mask:
     # its int32 arrays: field name -> letters of its shape, out of B, T, S and C, any size
     ARRAYS = {}
     is_interval = True  # of keys, for each query
+    has_ids = False  # of documents, of which a ResolvedMask holds one set
 
     def interval(self, row: IntLike, position: IntLike) -> tuple[IntLike, IntLike]:
         """The keys [start, stop) that queries see; both broadcast against [B, T].
@@ -185,7 +186,7 @@ class BlockTypes(Mask):
     hides nothing by itself."""
 
     block_types: Any  # [B | 1, N | 1, query blocks, key blocks]
-    count: int  # of the masks that are no intervals, whose types these are
+    count: int  # of the masks that make its mask_mod, whose types these are
     uses: tuple[bool, bool]  # whether one of these tells batch rows, and heads, apart
     queries: int
     keys: int
@@ -260,6 +261,16 @@ def without_block_types(mask: Mask) -> Mask:
 def conjuncts(mask: Mask | None) -> list[Mask]:
     """The masks that `&` put together."""
     return [] if mask is None else _leaves(mask, And)
+
+
+def split(masks: list[Mask]) -> tuple[list[Mask], list[Mask]]:
+    """Those that one ResolvedMask holds as intervals, and those that become its mask_mod: what is
+    no interval, and ids of documents after the first."""
+    intervals, others = [], []
+    for mask in masks:
+        is_held = mask.is_interval and not (mask.has_ids and any(x.has_ids for x in intervals))
+        (intervals if is_held else others).append(mask)
+    return intervals, others
 
 
 def leaves(mask: Mask | None) -> list[Mask]:

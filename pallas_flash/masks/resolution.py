@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_flash.masks.expression import Place, as_mask_mod
-from pallas_flash.masks.mask import And, BlockTypes, Mask, MaskMod, both, leaves
+from pallas_flash.masks.mask import And, BlockTypes, Mask, MaskMod, both, leaves, split
 from pallas_flash.masks.resolved_mask import REACH, ResolvedMask, clip
 from pallas_flash.mods.mask_mod import BoundMaskMod
 from pallas_flash.pytrees import IntLike
@@ -65,12 +65,13 @@ def resolve(
 
 def _resolve(masks: list[Mask], rows: Rows, keys: int) -> ResolvedMask:
     resolved, left, right = ResolvedMask(keys), None, None
-    for mask in masks:
+    intervals, mods = split(masks)
+    for mask in intervals:
         if rows.positions is None and (band := mask.band()) is not None:
             left, right = _least(left, band[0]), _least(right, band[1])
-        elif mask.is_interval:
+        else:
             resolved = mask.narrow(resolved, rows)
-    if mods := [mask for mask in masks if not mask.is_interval]:
+    if mods:
         types = [mask for mask in masks if isinstance(mask, BlockTypes)]
         resolved = dataclasses.replace(resolved, mask_mod=_mask_mod(mods, types, rows, keys))
     return resolved.with_band(rows.shape, rows.row, left, right, rows.offset)
