@@ -3,6 +3,7 @@ whether each is right here."""
 
 import argparse
 import collections
+import importlib.metadata
 import json
 import math
 import os
@@ -133,9 +134,45 @@ def print_machine():
     devices = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
     driver = f", driver {records.driver()}" if records.machine() else ""
     print(f"devices: {devices}{driver}; {os.cpu_count()} CPU cores")
+    if reason := why_no_gpu():
+        print(f"no GPU: {reason}")
     for name in ("PALLAS_FLASH_IMPLEMENTATION", "PALLAS_FLASH_SELF_CHECK"):
         if name in os.environ:
             print(f"{name}={os.environ[name]}")
+
+
+PLUGINS = {"jax-cuda13-plugin": 580, "jax-cuda12-plugin": 525}  # the drivers that they need
+INSTALL = "pip install 'jax[cuda13]' for driver 580 or newer, 'jax[cuda12]' for 525 or newer"
+
+
+def why_no_gpu() -> str | None:
+    """Why jax has no GPU here, and what to do; None where it has one."""
+    platforms = jax.config.jax_platforms or ""
+    if device.here().platform == "gpu":
+        return None
+    if platforms and not {"cuda", "gpu", "rocm"} & {*platforms.split(",")}:
+        return f"JAX_PLATFORMS={platforms} names none; unset it to use one"
+    driver = records.driver()
+    if driver == "unknown":
+        return f"no NVIDIA driver is loaded here; for an NVIDIA GPU {INSTALL}"
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if hidden in ("", "-1"):
+        return f"CUDA_VISIBLE_DEVICES={hidden!r} hides all; unset it to use one"
+    found = [name for name in PLUGINS if any(importlib.metadata.distributions(name=name))]
+    if not found:
+        return f"driver {driver} is loaded, but jax has no plugin for CUDA: {INSTALL}"
+    if all(_major(driver) < PLUGINS[name] for name in found):
+        return f"{' and '.join(found)} needs a newer driver than {driver}: {INSTALL}"
+    try:
+        jax.local_devices(backend="cuda")
+    except RuntimeError as error:
+        reason = str(error).strip().partition("\n")[0]
+        return f"{' and '.join(found)} did not start with driver {driver}: {reason}"
+    return "the default device is a CPU (JAX_PLATFORMS, jax_default_device)"
+
+
+def _major(driver: str) -> int:
+    return int(driver.partition(".")[0])
 
 
 def print_choices():

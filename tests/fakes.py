@@ -2,6 +2,7 @@
 GPU that is not there."""
 
 import dataclasses
+import importlib.metadata
 import os
 import time
 
@@ -36,6 +37,20 @@ def plug_in(put, *gpus: Device):
         "local_devices",
         lambda backend=None: list(gpus) if backend in (None, "gpu") else real(backend=backend),
     )
+
+
+def unplug(put, driver: str, plugins: list[str], error: str):
+    """A machine where jax has CPUs alone, with this driver and plugins that do not start."""
+    real = jax.local_devices
+
+    def local_devices(backend=None):
+        if backend in ("cuda", "gpu"):
+            raise RuntimeError(error)
+        return real(backend="cpu")
+
+    put(jax, "local_devices", local_devices)
+    put(records, "driver", lambda: driver)
+    put(importlib.metadata, "distributions", lambda name: [name] if name in plugins else [])
 
 
 def lie(result: str):

@@ -30,7 +30,7 @@ from pallas_flash import (
     schedule,
     trial,
 )
-from pallas_flash.__main__ import main
+from pallas_flash.__main__ import main, print_machine
 from pallas_flash.accounting import GPUS
 from pallas_flash.caches import attend
 from pallas_flash.kernels import device, hopper, triton
@@ -754,6 +754,43 @@ def test_the_command_says_what_is_taken_and_why_not_the_others(capsys, monkeypat
         assert out.count("takes  blockwise\n") == 5
     assert main(["--all", "--implementations", "blockwise", "--head-sizes", "64", "192/128"]) == 0
     assert "blockwise 192/128 bfloat16, deterministic, dropout  " in capsys.readouterr().out
+
+
+CUDA13, CUDA12 = "jax-cuda13-plugin", "jax-cuda12-plugin"
+
+
+@pytest.mark.parametrize(
+    "driver, plugins, environment, told",
+    [
+        ("unknown", [], {}, "no NVIDIA driver is loaded here; for an NVIDIA GPU pip install "),
+        ("580.65.06", [], {}, "driver 580.65.06 is loaded, but jax has no plugin for CUDA: pip "),
+        ("535.104.05", [CUDA13], {}, f"{CUDA13} needs a newer driver than 535.104.05: pip install"),
+        ("535.104.05", [CUDA12], {}, f"{CUDA12} did not start with driver 535.104.05: it broke\n"),
+        ("580.65.06", [CUDA13], {}, f"{CUDA13} did not start with driver 580.65.06: it broke\n"),
+        ("580.65.06", [CUDA13], dict(CUDA_VISIBLE_DEVICES="-1"), "CUDA_VISIBLE_DEVICES='-1' hides"),
+        ("580.65.06", [CUDA13], dict(JAX_PLATFORMS="cpu"), "JAX_PLATFORMS=cpu names none; unset"),
+    ],
+)
+def test_the_command_says_why_there_is_no_gpu_and_what_to_do(
+    driver, plugins, environment, told, capsys, monkeypatch
+):
+    fakes.unplug(monkeypatch.setattr, driver, plugins, "it broke\nand so on")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    before = jax.config.jax_platforms
+    jax.config.update("jax_platforms", environment.get("JAX_PLATFORMS"))
+    try:
+        print_machine()
+    finally:
+        jax.config.update("jax_platforms", before)
+    assert f"\nno GPU: {told}" in capsys.readouterr().out
+
+
+def test_the_command_misses_no_gpu_where_there_is_one(capsys, monkeypatch):
+    fakes.plug_in(monkeypatch.setattr, fakes.Device())
+    print_machine()
+    assert "no GPU" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("text", ["0", "64/300", "wide"])
