@@ -85,9 +85,38 @@ _H100 = GPU(
     shared_memory=228 << 10,
     registers=65536,
 )
+# 16-bit products are summed in float32, as the kernels need it, at half of GeForce's peak
+_RTX_4090 = GPU(
+    "NVIDIA GeForce RTX 4090",
+    capability=(8, 9),
+    cores=128,
+    clock=2.52e9,
+    products=165.2e12,
+    float32=82.6e12,
+    bandwidth=1.008e12,
+    memory=24 << 30,
+    l2=72 << 20,
+    shared_memory=100 << 10,
+    registers=65536,
+)
+_RTX_5090 = GPU(
+    "NVIDIA GeForce RTX 5090",
+    capability=(12, 0),
+    cores=170,
+    clock=2.407e9,
+    products=209.5e12,
+    float32=104.8e12,
+    bandwidth=1.792e12,
+    memory=32 << 30,
+    l2=96 << 20,
+    shared_memory=100 << 10,
+    registers=65536,
+)
 GPUS = {
     "A100-40GB": _A100._replace(kind="NVIDIA A100-SXM4-40GB", bandwidth=1.555e12, memory=40 << 30),
     "A100-80GB": _A100,
+    "RTX-4090": _RTX_4090,
+    "RTX-5090": _RTX_5090,
     "H100": _H100,
     "H200": _H100._replace(kind="NVIDIA H200", bandwidth=4.8e12, memory=141 << 30),
 }

@@ -171,12 +171,13 @@ def flash_attention(
       local_window_size: w or (left, right): query i sees keys i + query_offset - left to i +
         query_offset + right, both inclusive; None on a side is no limit. A window is not causal by
         itself.
-      implementation: "hopper" (Pallas Mosaic GPU kernels for H100 and H200), "triton" (Pallas
-        kernels), "blockwise" (plain JAX) or "reference" (dense). A named implementation runs the
-        call or raises. None, and jax.nn's names "xla" and "cudnn", select one automatically;
-        `explain` says which and why. On a GPU these are "hopper" and "triton" once their self-check
-        has passed. Without a GPU "triton" runs in Pallas' interpreter. "flash1" and "standard" are
-        earlier algorithms, for comparison.
+      implementation: "hopper" (Mosaic GPU kernels for H100 and H200), "ampere" (Mosaic GPU kernels
+        for NVIDIA GPUs from A100 and RTX 30 on), "triton" (Pallas' Triton lowering), "blockwise"
+        (plain JAX) or "reference" (dense). A named implementation runs the call or raises. None,
+        and jax.nn's names "xla" and "cudnn", select one automatically; `explain` says which and
+        why. On a GPU these are the first three once their self-check has passed. Without a GPU
+        "triton" runs in Pallas' interpreter. "flash1" and "standard" are earlier algorithms, for
+        comparison.
       return_residual: return (output, lse), where lse is the log-sum-exp of the logits in base e,
         float32 [*B, T, N], differentiable.
       return_max_logits: also return, last, the largest logit of each row, float32 [*B, T, N], over

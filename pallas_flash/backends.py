@@ -10,7 +10,7 @@ import jax
 
 from pallas_flash import blockwise, reference
 from pallas_flash.arguments import Gradients, Operands, Problem
-from pallas_flash.kernels import device, hopper, triton
+from pallas_flash.kernels import ampere, device, hopper, triton
 from pallas_flash.online_softmax import LogBase
 
 
@@ -99,6 +99,11 @@ def _no_gpu() -> str | None:
     )
 
 
+def _on_hopper() -> str | None:
+    on_hopper = device.compute_capability() == 9.0
+    return "this GPU has kernels of its own, hopper's: ask for it by name" if on_hopper else None
+
+
 FEW = 64  # queries
 
 
@@ -137,34 +142,34 @@ def _why_no_import(*modules: str) -> str | None:
 
 
 _triton_why_no_import = functools.partial(_why_no_import, "triton.forward", "triton.backward")
-_hopper_why_no_import = functools.partial(_why_no_import, "hopper.forward", "hopper.backward")
+_SCORES = "ampere.score_gradients"
+_ampere_why_no_import = functools.partial(
+    _why_no_import, "ampere.forward", "ampere.backward", _SCORES
+)
+_hopper_why_no_import = functools.partial(
+    _why_no_import, "hopper.forward", "hopper.backward", _SCORES
+)
 
 
-def _hopper_backward(problem: Problem, tiles, operands: Operands, *rows) -> Gradients:
-    """The gradients of a bias and of what a score_mod reads come from the Triton kernels, which XLA
-    leaves out where nobody uses the result."""
-    gradients = _kernel("hopper.backward", "backward")(problem, tiles, operands, *rows)
-    if not _has_score_gradients(problem):
-        return gradients
-    of_scores = _kernel("triton.backward", "of_scores")
-    bias, captured = of_scores(problem, triton.tiles(problem), operands, *rows)
-    return gradients._replace(bias=bias, captured=captured)
+def _mosaic_backward(module: str) -> Callable:
+    """Of a family of Mosaic kernels. The gradients of a bias and of what a score_mod reads come
+    from other kernels, the same for each family, which XLA leaves out where nobody uses the
+    result."""
+
+    def backward(problem: Problem, tiles, operands: Operands, *rows) -> Gradients:
+        gradients = _kernel(module, "backward")(problem, tiles, operands, *rows)
+        if not _has_score_gradients(problem):
+            return gradients
+        of_scores = _kernel(_SCORES, "score_gradients")
+        bias, captured = of_scores(problem, ampere.score_tiles(problem), operands, *rows)
+        return gradients._replace(bias=bias, captured=captured)
+
+    return backward
 
 
 def _has_score_gradients(problem: Problem) -> bool:
     p = problem
     return p.bias is not None or (p.score is not None and len(p.score.tables) > 0)
-
-
-def _no_score_gradients(problem: Problem) -> str | None:
-    """Why the Triton kernels do not compute them."""
-    if not _has_score_gradients(problem):
-        return None
-    why_not = triton.why_not(problem) or _triton_why_no_import()
-    return why_not and (
-        "the gradients of a bias, and of float arrays that a score_mod reads, come from the Triton "
-        f"kernels: {why_not}"
-    )
 
 
 def _no_tiles(problem: Problem) -> str | None:
@@ -216,13 +221,11 @@ REFERENCE = Backend(
 BACKENDS = (
     Backend(
         "hopper",
-        lambda p: (
-            _no_tiles(p) or hopper.why_not(p) or _hopper_why_no_import() or _no_score_gradients(p)
-        ),
+        lambda p: _no_tiles(p) or hopper.why_not(p) or _hopper_why_no_import(),
         lambda p: _no_gpu() or _few_queries(p),
         lambda p: hopper.tiles(p),
         _kernel("hopper.forward", "forward"),
-        _hopper_backward,
+        _mosaic_backward("hopper.backward"),
         own_kernels=True,
         is_interpretable=False,
         paged=PagedKernel(
@@ -230,6 +233,21 @@ BACKENDS = (
         ),
         keeps_base_2=True,
         copies=lambda p: hopper.copies(p),
+    ),
+    Backend(
+        "ampere",
+        lambda p: _no_tiles(p) or ampere.why_not(p) or _ampere_why_no_import(),
+        lambda p: _no_gpu() or _on_hopper(),
+        lambda p: ampere.tiles(p),
+        _kernel("ampere.forward", "forward"),
+        _mosaic_backward("ampere.backward"),
+        own_kernels=True,
+        is_interpretable=False,
+        paged=PagedKernel(
+            ampere.why_no_pages, ampere.decode_tiles, _kernel("ampere.decode", "forward")
+        ),
+        keeps_base_2=True,
+        copies=lambda p: ampere.copies(p),
     ),
     Backend(
         "triton",

@@ -225,9 +225,8 @@ KNOWN = 2**26
 def block_kinds(
     resolved_mask: ResolvedMask, batch, heads, queries: int, block_q: int, block_k: int, mask=None
 ):
-    """Whether each block is empty, partial or full, int8 [B | 1, N | 1, query tiles, key tiles],
-    for a mask with a mask_mod, or a dense one, bool [B | 1, N | 1, T | 1, S | 1]; a NumPy array
-    where it is static."""
+    """Whether each block is empty, partial or full, int8 [B | 1, N | 1, query tiles, key tiles], a
+    NumPy array where it is static. `mask`: a dense one, bool [B | 1, N | 1, T | 1, S | 1]."""
     if mask is not None or resolved_mask.has_data or queries * resolved_mask.keys > KNOWN:
         return _block_kinds(resolved_mask, batch, heads, queries, block_q, block_k, mask)
     return _known_kinds(resolved_mask, batch, heads, queries, block_q, block_k)
@@ -254,6 +253,9 @@ def _block_kinds(resolved_mask, batch, heads, queries, block_q, block_k, mask=No
     where = resolved_mask.mask_mod
     if mask is not None:
         found = block_types.from_array(mask, queries, resolved_mask.keys, block_q, block_k)
+    elif where is None:
+        tiles = ceil_div(queries, block_q), ceil_div(resolved_mask.keys, block_k)
+        found = jnp.full((1, 1, *tiles), block_types.FULL, jnp.int8)
     elif where.block_types is None:
         only_mod = ResolvedMask(resolved_mask.keys, mask_mod=where)
         found = block_types.compute(only_mod, batch, heads, queries, block_q, block_k)

@@ -12,7 +12,7 @@ from pallas_flash.context_parallel import Context
 from pallas_flash.dropout import Shared
 
 Implementation = Literal[
-    "hopper", "triton", "blockwise", "reference", "flash1", "standard", "xla", "cudnn"
+    "hopper", "ampere", "triton", "blockwise", "reference", "flash1", "standard", "xla", "cudnn"
 ]
 # (score, b, h, q_idx, kv_idx) -> score
 ScoreMod = Callable[[Array, Array, Array, Array, Array], Array]

@@ -90,7 +90,7 @@ DEFAULTS = dict(
     ),
     gpu=dict(
         implementations=[
-            *("hopper", "hopper fused", "triton", "blockwise"),
+            *("hopper", "hopper fused", "ampere", "triton", "blockwise"),
             *(peer.name for peer in PEERS),
         ],
         passes=[*PASSES],

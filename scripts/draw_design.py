@@ -1,8 +1,8 @@
 """python scripts/draw_design.py [--out DIR]
 
-Draws the pictures of pallas_flash/DESIGN.md: tiles, memory, timeline. Nothing in them is placed or
-counted by hand: the tiles are those of `create_block_mask`, the bytes come from formulas, the
-timeline from a model of the GPU's units.
+Draws the pictures of pallas_flash/DESIGN.md: tiles, memory, timeline, mma. Nothing in them is
+placed or counted by hand: the tiles are those of `create_block_mask`, the bytes come from formulas,
+the timeline from a model of the GPU's units, the lanes from the layouts of mma in the PTX ISA.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
+from matplotlib.patches import Patch, Rectangle
 
 # scripts/ is no installed package
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
@@ -32,7 +32,8 @@ def main(argv=None):
         "--out", type=pathlib.Path, metavar="DIR", default=FOLDER, help="folder of the pictures"
     )
     args = parser.parse_args(argv)
-    for name, draw in dict(tiles=draw_tiles, memory=draw_memory, timeline=draw_timeline).items():
+    pictures = dict(tiles=draw_tiles, memory=draw_memory, timeline=draw_timeline, mma=draw_mma)
+    for name, draw in pictures.items():
         with matplotlib.rc_context({"font.size": 9, "svg.hashsalt": name, "text.color": INK}):
             path = args.out / f"{name}.svg"
             draw().savefig(path, facecolor="white", metadata=dict(Date=None, Creator=None))
@@ -363,6 +364,45 @@ def draw_slack(axes):
     axes.text(softmax + 12, 6, f"{softmax}, as above", color=GREEN, fontsize=8.5)
     axes.grid(alpha=0.3)
     axes.legend(loc="center right", frameon=False, handlelength=2.6)
+
+
+# ---- mma: which lane has what ----
+
+
+def lanes(registers: list[tuple[int, int]], columns: int) -> tuple[np.ndarray, np.ndarray]:
+    """The lane and the register of each element of 16 rows; a register holds, of each lane, two
+    neighbours in a block of 8 x 8 at these (row, column)."""
+    lane, register = (np.zeros((16, columns), int) for _ in range(2))
+    for n, (top, left) in enumerate(registers):
+        for i in range(32):
+            at = top + i // 4, slice(left + i % 4 * 2, left + i % 4 * 2 + 2)
+            lane[at], register[at] = i, n
+    return lane, register
+
+
+SUM = [(0, 0), (8, 0)]  # m16n8k16's accumulator
+OPERAND = [(0, 0), (8, 0), (0, 8), (8, 8)]  # its left operand
+
+
+def draw_mma() -> Figure:
+    figure = Figure(figsize=(9, 4.6))
+    place = dict(left=0.05, right=0.99, top=0.88, bottom=0.03, wspace=0.12)
+    grid = figure.subplots(1, 3, gridspec_kw=place | dict(width_ratios=[1, 1, 2]))
+    colors = [BLUE, AMBER, GREEN, "#b07aa1"]
+    panels = [("a sum of 8 columns", SUM, 8, 0), ("the next one", SUM, 8, 2)]
+    panels += [("a left operand of 16 columns", OPERAND, 16, 0)]
+    for axes, (title, registers, columns, first) in zip(grid, panels, strict=True):
+        lane, register = lanes(registers, columns)
+        for (i, j), n in np.ndenumerate(lane[:, ::2]):  # two columns are one register's
+            color = colors[first + register[i, 2 * j]]
+            axes.add_patch(Rectangle((2 * j, i), 2, 1, facecolor=color, edgecolor="white", lw=0.8))
+            axes.text(2 * j + 1, i + 0.55, str(n), ha="center", va="center", fontsize=7.5)
+        axes.set(xlim=(0, columns), ylim=(16, 0), xticks=[], yticks=range(0, 17, 8), title=title)
+        axes.set_frame_on(False)
+    labels = [Patch(color=color, label=f"register {n}") for n, color in enumerate(colors)]
+    figure.legend(handles=labels, loc="upper right", ncols=4, frameon=False, fontsize=8)
+    figure.text(0.01, 0.965, "numbers: the lane of a warp", fontsize=8)
+    return figure
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ separate process, and nothing here imports the package: the caller passes a `gpu
 `pallas_flash.accounting.GPUS`.
 """
 
+import functools
 import importlib.util
 import math
 import os
@@ -83,13 +84,23 @@ def as_if_on(gpu, axes: dict[str, int] | None = None, explicit: bool = False):
     """The context in which code is traced, and `explain` answers, for `gpu`, or for a mesh of
     several with these axes."""
     import jax
-    from jax.sharding import AbstractDevice, AbstractMesh
+    from jax.sharding import AbstractMesh
 
-    device = AbstractDevice(device_kind=gpu.kind, num_cores=gpu.cores, platform="gpu")
+    device = _described(gpu.capability)(device_kind=gpu.kind, num_cores=gpu.cores, platform="gpu")
     names, sizes, types = _axes(axes, explicit)
     return jax.sharding.use_abstract_mesh(
         AbstractMesh(sizes, names, axis_types=types, abstract_device=device)
     )
+
+
+@functools.cache
+def _described(capability: tuple[int, int]) -> type:
+    """A device that says its compute capability: for one that does not Mosaic compiles as for
+    9.0."""
+    from jax.sharding import AbstractDevice
+
+    said = ".".join(map(str, capability))
+    return type("Described", (AbstractDevice,), dict(compute_capability=said))
 
 
 def compiled(

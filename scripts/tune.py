@@ -145,7 +145,8 @@ def parse(argv) -> argparse.Namespace:
         formatter_class=Help,
     )
     add = parser.add_argument
-    default = "hopper" if machine.on_gpu() else "triton"
+    capability = getattr(jax.devices()[0], "compute_capability", None)  # of NVIDIA's GPUs
+    default = {None: "triton", "9.0": "hopper"}.get(capability, "ampere")
     add("--implementation", choices=names, default=default, help="whose kernels to sweep")
     add("--batch", type=positive, default=4, metavar="B", help="sequences")
     add("--length", type=positive, default=4096, metavar="T", help="of queries and of keys")

@@ -28,6 +28,7 @@ from jax._src import callback
 from jax._src import core as jax_core
 
 from pallas_flash import autodiff
+from pallas_flash.caches import attend
 from pallas_flash.kernels import device
 
 try:
@@ -94,17 +95,45 @@ def hopper_kernels(detect_races: bool = False):
     """Lets `implementation="hopper"` run here, on a Hopper GPU if there is one, else in the
     interpreter. Yields Races, of which the interpreter alone finds any: a test that needs one is
     not marked `gpu`."""
-    if device.compute_capability() == 9.0:
+    with _kernels(device.compute_capability() == 9.0, detect_races) as races:
+        yield races
+
+
+@contextlib.contextmanager
+def ampere_kernels(detect_races: bool = False, tma: bool = False):
+    """The same for `implementation="ampere"`; in the interpreter they copy by cp.async or TMA, on a
+    GPU by what it has."""
+    is_here = (device.compute_capability() or 0.0) >= 8.0
+    with contextlib.ExitStack() as stack:
+        if not is_here:
+            stack.enter_context(mock.patch.object(device, "has_tma", lambda: tma))
+        yield stack.enter_context(_kernels(is_here, detect_races))
+
+
+def kernels(implementation: str, **kw):
+    """The same for any implementation: one that Pallas' own interpreter runs needs nothing."""
+    mosaic = dict(hopper=hopper_kernels, ampere=ampere_kernels).get(implementation)
+    return contextlib.nullcontext(Races()) if mosaic is None else mosaic(**kw)
+
+
+@contextlib.contextmanager
+def _kernels(are_here: bool, detect_races: bool):
+    if are_here:
         yield Races()
         return
     with parameters(detect_races) as (options, races):
         device.interpret = options
-        autodiff._attend_jit.clear_cache()
+        _clear_caches()
         try:
             yield races
         finally:
             device.interpret = None
-            autodiff._attend_jit.clear_cache()
+            _clear_caches()
+
+
+def _clear_caches():
+    for module in autodiff, attend:
+        module._attend_jit.clear_cache()
 
 
 def record_products(monkeypatch) -> list:
@@ -286,6 +315,10 @@ def _wgmma_wait(self, eqn, token, values):
 def _inline_mgpu(self, eqn, token, values):
     if eqn.params["mgpu_fn"].__name__ == "some_below_one":
         return token, [jnp.any(values[0] < 1).astype(jnp.int32)]
+    if eqn.params["mgpu_fn"].__name__ == "warp":  # a warpgroup is one thread
+        return token, [jnp.int32(0)]
+    if eqn.params["mgpu_fn"].__name__ == "relabel":
+        return token, values
     if eqn.params["mgpu_fn"].__name__ == "gather":
         token, value = _call(
             self, gpu_memory.gather, token, eqn.outvars[0].aval, key=values[0], index=values[1]
@@ -294,10 +327,41 @@ def _inline_mgpu(self, eqn, token, values):
     return self._interpret_inline_mgpu_p(eqn, token, lambda: values)
 
 
+def _mma(self, eqn, token, values):
+    acc, a, b = values
+    return token, [acc + jnp.dot(a.astype(acc.dtype), b.astype(acc.dtype))]
+
+
+def _copy_gmem_to_smem(self, eqn, token, values):
+    """cp.async, where there is no barrier."""
+    if eqn.params["has_barrier"]:
+        return self._interpret_copy_gmem_to_smem_p(eqn, token, lambda: values)
+    source, target, *flat = values
+    trees = [eqn.params[f"{end}_transforms_treedef"] for end in ("src", "dst")]
+    count = trees[0].num_leaves
+    leaves = flat[:count], flat[count : count + trees[1].num_leaves]
+    ends = {}
+    for end, ref, var, tree, part in zip(
+        ("source", "target"), (source, target), eqn.invars, trees, leaves, strict=False
+    ):
+        ref, transforms = jaxpr_interpret.resolve_ref(var.aval, ref, jax.tree.unflatten(tree, part))
+        ends |= {end: ref, f"{end}_transforms": transforms}
+    copy = functools.partial(gpu_memory.cp_async, source_info=eqn.source_info)
+    return _call(self, copy, token, **ends), []
+
+
+def _wait_gmem_to_smem(self, eqn, token, values):
+    wait = functools.partial(gpu_memory.wait_for_cp_async, n=eqn.params["n"])
+    return _call(self, wait, token), []
+
+
 RULES = {}
 if not MISSING:
     RULES = {
         gpu.inline_mgpu_p: _inline_mgpu,
+        gpu.mma_p: _mma,
+        gpu.copy_gmem_to_smem_p: _copy_gmem_to_smem,
+        gpu.wait_gmem_to_smem_p: _wait_gmem_to_smem,
         discharge.run_state_p: _run_state,
         gpu.wgmma_accumulator_deref_p: _accumulator_load,
         gpu.wgmma_wait_p: _wgmma_wait,

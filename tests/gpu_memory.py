@@ -84,10 +84,46 @@ def _products(memory, thread):
 def wait_for_products(memory, thread, *, n):
     if memory.detect_races:
         memory.incr_clock(thread)
+        _join(memory, thread, _products(memory, thread), n)
+
+
+def cp_async(memory, thread, *, source, source_transforms, target, target_transforms, source_info):
+    """A copy to shared memory by a clock of its own, which only a wait joins to the warpgroup's."""
+    (source, read), (target, written) = (
+        _access(memory, source, source_transforms),
+        _access(memory, target, target_transforms),
+    )
+    value, *_ = memory.get_buffer_content(source, read, thread)
+    memory.store_buffer_content(target, written, value, thread)
+    if memory.detect_races:
+        clock = memory.incr_clock(thread)
+        clock.inc(memory.get_next_tma_thread_id())
+        of_copy = clock.generic_clock.copy()
+        races = gpu_callbacks.get_races()
+        races.check_read(thread, of_copy, source, read, source_info=source_info)
+        races.check_write(thread, of_copy, target, written, source_info=source_info)
         with memory.lock:
-            products = _products(memory, thread)
-            while len(products) > n:
-                memory.clocks[thread].update(products.popleft())
+            _copies(memory, thread).append(clock)
+
+
+def wait_for_cp_async(memory, thread, *, n):
+    if memory.detect_races:
+        memory.incr_clock(thread)
+        _join(memory, thread, _copies(memory, thread), n)
+
+
+def _copies(memory, thread):
+    """The clocks of the copies that a warpgroup has begun and not yet waited for."""
+    if not hasattr(memory, "copies"):
+        memory.copies = collections.defaultdict(collections.deque)
+    return memory.copies[thread]
+
+
+def _join(memory, thread, clocks, running: int):
+    """All but the last clocks, as many as are still running, become the warpgroup's."""
+    with memory.lock:
+        while len(clocks) > running:
+            memory.clocks[thread].update(clocks.popleft())
 
 
 def copy_smem_to_gmem(stock):

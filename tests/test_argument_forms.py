@@ -178,6 +178,7 @@ def test_explain_names_the_implementation_its_tiles_and_why_not_the_others():
     text = explain(*shapes, is_causal=True, key_value_seq_lengths=lengths, implementation="triton")
     assert text.implementation == "triton" and set(text.why_not) == {
         "hopper",
+        "ampere",
         "blockwise",
         "reference",
         "flash1",
@@ -190,7 +191,7 @@ def test_explain_names_the_implementation_its_tiles_and_why_not_the_others():
     )
     assert lines[1] == "implementation  triton"
     assert lines[2].startswith("tiles           forward 16 x 16, 4 warps")
-    assert lines[4] == "not blockwise   triton was selected by name"
+    assert "not blockwise   triton was selected by name" in lines
 
 
 def test_without_a_gpu_blockwise_is_chosen_and_explain_says_why():
@@ -225,7 +226,6 @@ def test_a_call_has_a_field_for_each_argument_with_its_default():
     signature = inspect.signature(flash_attention).parameters
     default = lambda parameter: None if parameter.default is parameter.empty else parameter.default
     arguments = {name: default(parameter) for name, parameter in signature.items()}
-    del arguments["return_residual"]
     fields = {field.name: field.default for field in dataclasses.fields(Call)}
     assert list(fields)[: len(arguments)] == list(arguments)
     assert {name: fields[name] for name in arguments} == arguments

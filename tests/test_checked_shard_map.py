@@ -38,7 +38,7 @@ with four_gpus():
 def check(implementation, case, context=None):
     """Output and log-sum-exp vary over the mesh as the query does, and gradients as what they are
     of. On the axis `other` lie heads, or with a context rows."""
-    if implementation == "hopper" and TOO_OLD:
+    if implementation in ("hopper", "ampere") and TOO_OLD:
         pytest.skip(TOO_OLD)
     rng = np.random.default_rng(0)
     call = arguments(CASES[case](rng, Z)) | dict(
@@ -70,16 +70,20 @@ def check(implementation, case, context=None):
 
 EACH = [
     (implementation, case)
-    for implementation in ("hopper", "triton", "blockwise", "reference")
+    for implementation in ("hopper", "ampere", "triton", "blockwise", "reference")
     for case in CASES
 ]
 EACH += [("flash1", "everything"), ("standard", "everything")]
-HOPPER = [("hopper", "documents_causal"), ("hopper", "an array by batch row")]
+MOSAIC = [
+    ("hopper", "documents_causal"),
+    ("hopper", "an array by batch row"),
+    ("ampere", "a rule, and all else"),
+]
 
 
 @pytest.mark.parametrize(
     "implementation, case",
-    whole_but(EACH, *HOPPER, ("triton", "everything"), ("blockwise", "everything")),
+    whole_but(EACH, *MOSAIC, ("triton", "everything"), ("blockwise", "everything")),
 )
 def test_all_that_a_row_sees_may_be_data(implementation, case):
     check(implementation, case)
@@ -102,7 +106,7 @@ def test_rows_may_lie_on_the_devices_too(implementation, context, case):
 
 @pytest.mark.parametrize("implementation", whole_but(["hopper", "triton"], "hopper"))
 def test_rules_may_read_what_varies(implementation):
-    if implementation == "hopper" and TOO_OLD:
+    if implementation in ("hopper", "ampere") and TOO_OLD:
         pytest.skip(TOO_OLD)
 
     def gradients(q, k, v, slopes, ids):

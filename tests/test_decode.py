@@ -1,6 +1,5 @@
 """Decoding, contiguous and paged: what it takes, and that it equals the oracle."""
 
-import contextlib
 import functools
 import os
 from itertools import pairwise
@@ -25,10 +24,13 @@ from pallas_flash import (
     paged_cache,
     quantised,
 )
-from pallas_flash.kernels import triton
+from pallas_flash.accounting import GPUS
+from pallas_flash.kernels import ampere, triton
 from pallas_flash.kernels.hopper import tuning as hopper_tuning
+from scripts.gpu_code import as_if_on
 
 IMPLEMENTATIONS = ("blockwise", "triton")
+MOSAIC = ("hopper", "ampere")
 B, N, K, H, HV = 3, 6, 2, 11, 5
 pytestmark = pytest.mark.usefixtures("small_caches")
 needs_interpreter = pytest.mark.skipif(
@@ -406,7 +408,7 @@ ANY = (
     "reference",
     "flash1",
     "standard",
-    pytest.param("hopper", marks=needs_interpreter),
+    *(pytest.param(name, marks=needs_interpreter) for name in MOSAIC),
 )
 
 
@@ -423,7 +425,7 @@ def test_a_piece_of_a_prompt_equals_the_oracle_by_any_implementation_whatever_no
         ints(180, 37, 0),
         dict(local_window_size=(60, 0)),
     )
-    dtype, wide = ("bfloat16", 64) if implementation == "hopper" else ("float32", H)
+    dtype, wide = ("bfloat16", 64) if implementation in MOSAIC else ("float32", H)
     for pages in (12, 50):
         table = rng.permutation(B * pages).astype(np.int32).reshape(B, pages)
         pool = [rng.normal(size=(B * pages + 1, page, K, n)).astype(dtype) for n in (wide, HV)]
@@ -452,11 +454,7 @@ def test_a_piece_of_a_prompt_equals_the_oracle_by_any_implementation_whatever_no
         )
         more |= {} if stored is None else dict(zip(("k_scales", "v_scales"), scales, strict=True))
         attend = jax.jit(functools.partial(paged_attention, **more))
-        with (
-            gpu_interpreter.hopper_kernels()
-            if implementation == "hopper"
-            else contextlib.nullcontext()
-        ):
+        with gpu_interpreter.kernels(implementation):
             o, lse = attend(q, *pool, table, lengths)
         options = dict(
             is_causal=True,
@@ -532,6 +530,7 @@ def test_ragged_tokens_equal_the_oracle_row_by_row(implementation, request):
 
 RAGGED = {
     "hopper": pytest.param("hopper", None, marks=needs_interpreter),
+    "ampere": pytest.param("ampere", None, marks=[needs_interpreter, pytest.mark.whole]),
     "reference": ("reference", None),
     "standard": ("standard", None),
     "blockwise, int8": ("blockwise", "int8"),
@@ -544,8 +543,8 @@ def test_ragged_tokens_get_what_padded_ones_get(implementation, stored, rng):
     """From a cache to which they are appended ragged and padded. Of the second row there is
     none."""
     ends, before, page = ints(1, 31, 31, 48), 60, 16
-    count, size = np.diff(ends), 64 if implementation == "hopper" else H
-    dtype = "bfloat16" if implementation == "hopper" else "float32"
+    count, size = np.diff(ends), 64 if implementation in MOSAIC else H
+    dtype = "bfloat16" if implementation in MOSAIC else "float32"
     cache = paged_cache(B, 96, K, size, pages=20, page=page, dtype=stored or dtype)
     cache = cache.append(*[rng.normal(size=(B, before, K, size)).astype(dtype)] * 2)
     q, k, v = (rng.normal(size=(TOKENS, heads, size)).astype(dtype) for heads in (N, K, K))
@@ -556,11 +555,7 @@ def test_ragged_tokens_get_what_padded_ones_get(implementation, stored, rng):
     def attend(q, cache, **more):
         more |= {} if stored is None else dict(k_scales=cache.key_scale, v_scales=cache.value_scale)
         more |= dict(implementation=implementation, local_window_size=(40, 0), return_residual=True)
-        with (
-            gpu_interpreter.hopper_kernels()
-            if implementation == "hopper"
-            else contextlib.nullcontext()
-        ):
+        with gpu_interpreter.kernels(implementation):
             return paged_attention(q, cache.key, cache.value, cache.table, cache.length, **more)
 
     expected, found = (
@@ -635,7 +630,7 @@ WRONG = {
     "a name of no implementation": (
         {},
         dict(implementation="flash"),
-        "implementation must be None or one of hopper, triton",
+        "implementation must be None or one of hopper, ampere, triton",
     ),
     "ragged tokens of other rows": (
         {},
@@ -676,6 +671,16 @@ WRONG = {
         dict(dtype=jnp.int8),
         dict(k_scales=SCALES, v_scales=SCALES, implementation="hopper"),
         "wgmma multiplies pages as they lie, in float32; got int8: triton and blockwise take them",
+    ),
+    "8 bits on ampere": (
+        dict(dtype=jnp.int8),
+        dict(k_scales=SCALES, v_scales=SCALES, implementation="ampere"),
+        "mma multiplies pages as they lie, in float32; got int8: triton and blockwise take them",
+    ),
+    "small pages of narrow heads on ampere": (
+        {},
+        dict(implementation="ampere"),
+        "it copies pages of 8 keys of heads of a multiple of 64; got H = 8, Hv = 8",
     ),
 }
 
@@ -833,23 +838,29 @@ def test_the_output_of_a_cache_in_8_bits_errs_by_1_and_4_percent(rng):
         assert jnp.linalg.norm(o - exact) < stated * jnp.linalg.norm(exact)
 
 
-# ---- hopper ----
+# ---- by Mosaic ----
 
-HOPPER = {
+BY_MOSAIC = {
     "causal with lengths, 128": (128, dict(SEEN["causal with lengths"])),
     "a window and sinks, 64": (64, dict(SEEN["a window"], sinks=np.ones(8, np.float32))),
     "a window, 80": (80, SEEN["a window"]),
+    "a soft cap, 96": (96, dict(SEEN["causal with lengths"], logits_soft_cap=2.0)),
 }
+FAMILIES = dict(
+    {name: (name, {}) for name in MOSAIC}, **{"ampere by TMA": ("ampere", dict(tma=True))}
+)
 
 
 @pytest.mark.gpu
 @needs_interpreter
-@pytest.mark.parametrize("name", whole_but(HOPPER, "causal with lengths, 128"))
-def test_on_hopper_output_and_lse_equal_the_oracle_without_a_race(name, rng):
-    head, kw = HOPPER[name]
+@pytest.mark.parametrize("name", whole_but(BY_MOSAIC, "causal with lengths, 128"))
+@pytest.mark.parametrize("family", whole_but(FAMILIES, *MOSAIC))
+def test_by_mosaic_output_and_lse_equal_the_oracle_without_a_race(family, name, rng, monkeypatch):
+    (implementation, more), (head, kw) = FAMILIES[family], BY_MOSAIC[name]
+    monkeypatch.setattr(decode, "num_splits", lambda *_: 2)
     q, k, v = arrays(rng, 3, 301, jnp.bfloat16, head, head, 8)
-    with gpu_interpreter.hopper_kernels(detect_races=True) as races:
-        o, lse = flash_attention(q, k, v, implementation="hopper", return_residual=True, **kw)
+    with gpu_interpreter.kernels(implementation, detect_races=True, **more) as races:
+        o, lse = flash_attention(q, k, v, implementation=implementation, return_residual=True, **kw)
     expected_o, expected_lse, _ = oracle.attention(
         q, k, v, np.zeros(o.shape), np.zeros(lse.shape), **kw
     )
@@ -860,20 +871,24 @@ def test_on_hopper_output_and_lse_equal_the_oracle_without_a_race(name, rng):
 
 @pytest.mark.gpu
 @needs_interpreter
-@pytest.mark.parametrize("page", whole_but([16, 64, 128], 16))
-def test_on_hopper_pages_equal_the_oracle_without_a_race(page, rng):
+@pytest.mark.parametrize("page", whole_but([8, 16, 32, 64, 128], 16))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_by_mosaic_pages_equal_the_oracle_without_a_race(family, page, rng, monkeypatch):
+    """In one split, so that slots of shared memory are used again."""
+    implementation, more = FAMILIES[family]
+    monkeypatch.setattr(decode, "num_splits", lambda *_: 1)
     count, lengths = 384 // page, ints(150, 384, 0)
     table = rng.permutation(B * count).astype(np.int32).reshape(B, count)
     pool = [rng.normal(size=(B * count + 1, page, K, 128)).astype(jnp.bfloat16) for _ in range(2)]
     k, v = (x[table].reshape(B, 384, K, 128) for x in pool)
     for x in pool:
-        x[-1] = np.nan
+        x[-1] = x[table[0, 150 // page], 150 % page :] = np.nan
     for b in range(B):
         table[b, -(-lengths[b] // page) :] = [B * count, 10**6, -7][b]
     q = arrays(rng, 3, 1, jnp.bfloat16, 128, heads=8)[0]
-    with gpu_interpreter.hopper_kernels(detect_races=True) as races:
+    with gpu_interpreter.kernels(implementation, detect_races=True, **more) as races:
         o, lse = paged_attention(
-            q, *pool, table, lengths, implementation="hopper", return_residual=True
+            q, *pool, table, lengths, implementation=implementation, return_residual=True
         )
     kw = dict(is_causal=True, query_offset=lengths - 3, key_value_seq_lengths=lengths)
     expected_o, expected_lse, _ = oracle.attention(
@@ -884,6 +899,19 @@ def test_on_hopper_pages_equal_the_oracle_without_a_race(page, rng):
     assert not races.found
 
 
+@needs_interpreter
+def test_on_ampere_a_wait_that_lets_one_copy_more_run_is_a_race(rng, monkeypatch):
+    from pallas_flash.kernels.ampere import tile  # an older jax lacks its layouts
+
+    wait = tile.wait
+    monkeypatch.setattr(tile, "wait", lambda full=None, running=0: wait(full, running + 1))
+    monkeypatch.setattr(decode, "num_splits", lambda *_: 1)
+    q, k, v = arrays(rng, 1, 301, jnp.bfloat16, 64, 64)
+    with gpu_interpreter.kernels("ampere", detect_races=True) as races:
+        flash_attention(q, k, v, implementation="ampere")
+    assert races.found
+
+
 def test_on_hopper_at_least_64_kb_of_loads_are_in_flight():
     for width, value in ((64, 64), (128, 128), (192, 128), (128, 64)):
         q, k, v = (
@@ -892,6 +920,17 @@ def test_on_hopper_at_least_64_kb_of_loads_are_in_flight():
         )
         tiles = hopper_tuning.tiles(explain(q, k, v).problem).decode
         assert tiles.stages * tiles.block_k * 2 * (tiles.width + tiles.value_width) >= 2**16
+
+
+@pytest.mark.parametrize("gpu", ["A100-80GB", "RTX-4090", "RTX-5090", "H200"])
+@pytest.mark.parametrize("head", [64, 80, 128])
+def test_on_ampere_at_least_48_kb_of_loads_are_in_flight_and_shared_memory_holds_them(gpu, head):
+    q, k = (jax.ShapeDtypeStruct((1, *n, head), jnp.bfloat16) for n in ((1, 8), (8192, 1)))
+    with as_if_on(GPUS[gpu]):
+        tiles = ampere.tiles(explain(q, k, k, implementation="blockwise").problem).decode
+    block = tiles.block_k * 2 * (tiles.width + tiles.value_width)
+    assert (tiles.stages - 1) * block >= 48 << 10
+    assert tiles.stages * block + 2 * 64 * tiles.width < GPUS[gpu].shared_memory - 1024
 
 
 # ---- a cache of pages ----

@@ -23,6 +23,8 @@ from pallas_flash.accounting import GPUS
 from scripts.gpu_code import as_if_on
 
 FILE = pathlib.Path(__file__).resolve().parents[1] / "pallas_flash" / "FEATURES.md"
+# the Mosaic kernels, and a GPU for which each is explained
+EXPLAINED = {"hopper": "H200", "ampere": "A100-80GB"}
 RUN_HERE = ("triton", "blockwise", "reference", "flash1", "standard")
 YES, ACCEPTED = "yes", "accepted"
 TOLERANCE = dict(float32=3e-5, bfloat16=3e-2)
@@ -32,11 +34,12 @@ Made by `tests/test_features.py`, run as its docstring says: every cell that say
 its result compared with the dense reference. All features of the first table hold at once, and
 under every row of the second that says yes: each program has all features that the implementation
 supports, grouped heads, a length that no block size divides, values whose head size is not the
-keys', and the log-sum-exp. `hopper` has not run on hardware: *accepted* means that `explain` takes
-the call for an H200, and the kernels' own tests run in jax's GPU interpreter. The second table
-therefore has no column for it. A union and a complement of masks are the operators `|` and `~`.
+keys', and the log-sum-exp. `hopper` and `ampere` have not run on hardware: *accepted* means that
+`explain` takes the call for an H200, or an A100, and the kernels' own tests run in jax's GPU
+interpreter. The second table therefore has no columns for them. A union and a complement of masks
+are the operators `|` and `~`.
 
-| a call with | `hopper` | {header} |
+| a call with | `hopper` | `ampere` | {header} |
 {features}
 
 | under | {header} |
@@ -51,8 +54,8 @@ Exceptions:
 def refused(implementation: str) -> dict[str, str]:
     """The features that an implementation refuses, and why."""
     x, reasons = inputs(implementation), {}
-    hopper = implementation == "hopper"
-    with as_if_on(GPUS["H200"]) if hopper else contextlib.nullcontext():
+    gpu = EXPLAINED.get(implementation)
+    with as_if_on(GPUS[gpu]) if gpu else contextlib.nullcontext():
         for feature in FEATURES:
             options = Call(implementation, (feature,)).options(x)
             try:
@@ -88,16 +91,16 @@ def reason(error: NotImplementedError) -> str:
 
 
 def inputs(implementation: str):
-    return arrays("bfloat16" if implementation == "hopper" else "float32")
+    return arrays("bfloat16" if implementation in EXPLAINED else "float32")
 
 
 # ---- the file ----
 
 
 def text() -> str:
-    columns = ("hopper", *RUN_HERE)
+    columns = (*EXPLAINED, *RUN_HERE)
     reasons = {name: refused(name) for name in columns}
-    supported = {name: ACCEPTED if name == "hopper" else YES for name in columns}
+    supported = {name: ACCEPTED if name in EXPLAINED else YES for name in columns}
     features = {f: [reasons[i].get(f, supported[i]) for i in columns] for f in FEATURES}
     return TEXT.format(
         header=" | ".join(f"`{name}`" for name in RUN_HERE),
@@ -148,9 +151,9 @@ def test_the_tables_have_every_row():
     assert all(f"* {line}\n" in FILE.read_text() for line in exceptions())
 
 
-@pytest.mark.parametrize("implementation", ["hopper", *RUN_HERE])
+@pytest.mark.parametrize("implementation", [*EXPLAINED, *RUN_HERE])
 def test_what_an_implementation_refuses_is_refused_in_the_words_of_the_table(implementation):
-    if implementation == "hopper" and jax.__version_info__ < (0, 11, 2):
+    if implementation in EXPLAINED and jax.__version_info__ < (0, 11, 2):
         pytest.skip("its kernels need jax 0.11.2")
     said = {name: row[implementation] for name, row in stated("a call with").items()}
     assert refused(implementation) == {k: v for k, v in said.items() if v not in (YES, ACCEPTED)}

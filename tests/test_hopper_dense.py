@@ -1,4 +1,4 @@
-"""Masks and biases that are arrays in the Hopper kernels, in jax's GPU interpreter: what the
+"""Masks and biases that are arrays in the Mosaic kernels, in jax's GPU interpreter: what the
 reference says, and which blocks are multiplied."""
 
 import gpu_interpreter
@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from cases import Sizes, qkv
 from check import TOLERANCE, close
+from selection import whole_but
 
 from pallas_flash import explain, flash_attention, scores
 from pallas_flash.kernels import hopper
@@ -97,10 +98,12 @@ CASES = {  # head size, whether the same bits each time, the bias, the mask, and
         dict(score_mod=scores.Alibi((0.05, 0.02))),
     ),
 }
+EACH = [("hopper", name) for name in CASES]
+EACH += [("ampere", name) for name, (size, *_) in CASES.items() if size <= 128]
 FAST = (
-    "both, all that changes logits",
-    "a mask by batch row, one kernel",
-    "a bias to the ends of float32",
+    ("hopper", "both, all that changes logits"),
+    ("hopper", "a mask by batch row, one kernel"),
+    ("ampere", "a bias to the ends of float32"),
 )
 
 
@@ -129,25 +132,20 @@ def all_close(found, expected):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "name", [*FAST, *(pytest.param(n, marks=pytest.mark.whole) for n in CASES if n not in FAST)]
-)
-def test_output_lse_and_all_gradients_are_the_references(name, rng):
+@pytest.mark.parametrize(("implementation", "name"), whole_but(EACH, *FAST))
+def test_output_lse_and_all_gradients_are_the_references(implementation, name, rng):
     size, deterministic, bias, mask, options = CASES[name]
+    options = options | dict(mask=mask)
     q, k, v = qkv(rng, Sizes(B=2, T=131, S=205, N=2, K=1, H=size, Hv=size), jnp.bfloat16)
-    expected = attended(
-        "reference", *(x.astype(np.float32) for x in (q, k, v)), bias, mask=mask, **options
-    )
+    expected = attended("reference", *(x.astype(np.float32) for x in (q, k, v)), bias, **options)
     if options.keys() >= LENGTHS.keys():
         for row, (queries, keys) in enumerate(
             zip(LENGTHS["query_seq_lengths"], LENGTHS["key_value_seq_lengths"], strict=True)
         ):
             q[row, queries:], k[row, keys:], v[row, keys:] = np.nan, np.nan, np.nan
-    with gpu_interpreter.hopper_kernels():
-        all_close(
-            attended("hopper", q, k, v, bias, mask=mask, deterministic=deterministic, **options),
-            expected,
-        )
+    options |= dict(deterministic=deterministic)
+    with gpu_interpreter.kernels(implementation):
+        all_close(attended(implementation, q, k, v, bias, **options), expected)
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""Programmable scores in the Hopper kernels, in jax's GPU interpreter: what the reference says,
+"""Programmable scores in the Mosaic kernels, in jax's GPU interpreter: what the reference says,
 with gradients."""
 
 import gpu_interpreter
@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from cases import Sizes, qkv
 from check import TOLERANCE, close
+from selection import whole_but
 
 from pallas_flash import explain, flash_attention, scores
 from pallas_flash.kernels import hopper
@@ -73,14 +74,14 @@ CASES = {  # head size, whether the same bits each time, the rule, and what else
         dict(is_causal=True, dropout_rate=0.25, dropout_rng=jax.random.key(0)),
     ),
 }
+EACH = [("hopper", name) for name in CASES]
+EACH += [("ampere", name) for name, (size, *_) in CASES.items() if size <= 128]
+FAST = ("hopper", "all that changes logits"), ("ampere", "numbers by position")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "name",
-    ["all that changes logits", *(pytest.param(n, marks=pytest.mark.whole) for n in [*CASES][1:])],
-)
-def test_output_lse_and_all_gradients_are_the_references(name, rng):
+@pytest.mark.parametrize(("implementation", "name"), whole_but(EACH, *FAST))
+def test_output_lse_and_all_gradients_are_the_references(implementation, name, rng):
     size, deterministic, rule, options = CASES[name]
     few = "few" in name
     q, k, v = qkv(
@@ -89,11 +90,9 @@ def test_output_lse_and_all_gradients_are_the_references(name, rng):
         jnp.bfloat16,
     )
 
-    def attended(implementation, *x):
+    def attended(name, *x):
         def loss(q, k, v, slopes):
-            more = dict(
-                return_residual=True, implementation=implementation, deterministic=deterministic
-            )
+            more = dict(return_residual=True, implementation=name, deterministic=deterministic)
             o, lse = flash_attention(q, k, v, score_mod=rule(slopes), **more, **options)
             lse = jnp.where(lse == -jnp.inf, 0, lse)
             return jnp.sum(jnp.sin(o.astype(jnp.float32))) + jnp.sum(jnp.cos(lse)), (o, lse)
@@ -109,8 +108,8 @@ def test_output_lse_and_all_gradients_are_the_references(name, rng):
         zip(*(options.get(f"{n}_seq_lengths", ()) for n in ("query", "key_value")), strict=True)
     ):
         q[row, queries:], k[row, keys:], v[row, keys:] = np.nan, np.nan, np.nan
-    with gpu_interpreter.hopper_kernels():
-        (_, (o, lse)), found = attended("hopper", q, k, v)
+    with gpu_interpreter.kernels(implementation):
+        (_, (o, lse)), found = attended(implementation, q, k, v)
     close(o, expected_o, TOLERANCE["bfloat16"], "output")
     close(lse, expected_lse, 1e-5, "lse")
     for name, x, y in zip(("dq", "dk", "dv", "dslopes"), found, expected, strict=True):

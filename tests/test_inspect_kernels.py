@@ -117,8 +117,9 @@ def test_the_choice_is_that_of_the_gpu_that_the_abstract_mesh_names(gpu, capabil
         choice = explain(HALF, HALF, HALF)
         named = explain(HALF, HALF, HALF, implementation="triton")
     assert named.implementation == "triton"
-    has_hopper = capability == "9.0" and jax.__version_info__ >= (0, 11, 2)
-    assert choice.implementation == ("hopper" if has_hopper else "triton")
+    of_mosaic = "hopper" if capability == "9.0" else "ampere"
+    has_mosaic = jax.__version_info__ >= (0, 11, 2)
+    assert choice.implementation == (of_mosaic if has_mosaic else "triton")
     if capability == "8.0" and jax.__version_info__ >= (0, 11, 2):
         assert choice.why_not["hopper"].endswith("this one has 8.0")
     assert explain(HALF, HALF, HALF) == here, "it lasts as long as the context"

@@ -116,6 +116,19 @@ def compute_capability() -> float | None:
         return None
 
 
+def has_tma() -> bool:
+    """Whether the GPU that a call is for copies by TMA."""
+    return (compute_capability() or 0.0) >= 9.0
+
+
+def mosaic_capability() -> float:
+    """The compute capability that Mosaic lowers for. It asks the abstract mesh's device, and takes
+    9.0 where that is an AbstractDevice that does not say."""
+    named, default = jax.sharding.get_abstract_mesh().abstract_device, _default()
+    is_default = named is None or named.device_kind == default.device_kind
+    return float(getattr(default if is_default else named, "compute_capability", 9.0))
+
+
 def processors() -> int:
     """Streaming multiprocessors of the GPU that a call is for, fewer for a part of a GPU; where
     there is none, those of an H100."""

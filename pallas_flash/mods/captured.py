@@ -57,6 +57,12 @@ class Read(NamedTuple):
     def depends_on(self) -> frozenset[int]:
         return frozenset().union(*self.by_axis)
 
+    @property
+    def axes(self) -> tuple[list[int], list[int]]:
+        """The axes whose index is one for all pairs of a batch row and head, and the others."""
+        differ = [axis for axis, numbers in enumerate(self.by_axis) if numbers & PAIR]
+        return [axis for axis in range(len(self.by_axis)) if axis not in differ], differ
+
 
 class Split(NamedTuple):
     """A mod with the scalars that it reads as inputs: `jaxpr` takes its scalars and then these

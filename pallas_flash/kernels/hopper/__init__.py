@@ -1,14 +1,12 @@
 """FlashAttention-3 as Mosaic GPU kernels for Hopper: wgmma, TMA, warpgroups with roles."""
 
-import re
-
 import jax
 
 from pallas_flash.arguments import Problem
 from pallas_flash.decode import why_not as why_no_single_tile
 from pallas_flash.kernels import device
 from pallas_flash.kernels.hopper.tuning import decode_tiles, padded_length, padded_size, tiles
-from pallas_flash.mods.bound import BoundMod
+from pallas_flash.kernels.mosaic import operations
 
 __all__ = ["copies", "decode_tiles", "tiles", "why_no_pages", "why_not"]
 
@@ -18,7 +16,7 @@ def why_not(problem: Problem) -> str | None:
     p = problem
     if p.dtype not in ("bfloat16", "float16"):
         return f"wgmma multiplies bfloat16 and float16; got {p.dtype}"
-    if why_not := _why_no_mod(p.resolved_mask.mask_mod) or _why_no_mod(p.score):
+    if why_not := operations.why_not(p):
         return why_not
     if max(p.head_size, p.value_size) > 256:
         return (
@@ -49,37 +47,6 @@ def why_no_pages(problem: Problem, shapes: tuple, dtype: str | None) -> str | No
     if problem.value_size > 128:
         return f"pages of values wider than 128 leave no registers; got {problem.value_size}"
     return why_no_single_tile(problem)
-
-
-# What Mosaic GPU knows, as exactly as float32 asks for, of what a mod may be made of, or
-# kernels/mosaic/mods.py in its place.
-_OPERATIONS = """
-abs add add_any and broadcast_in_dim clamp convert_element_type copy div eq exp
-exp2 ge gt integer_pow le log log2 logistic lt max min mul ne neg not one_minus_square or rem
-reshape rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sqrt square
-squeeze sub tanh xor
-""".split()
-
-
-def _why_no_mod(bound: BoundMod | None) -> str | None:
-    if bound is None:
-        return None
-    try:
-        operations = bound.primitives
-    except TypeError as error:  # of a mask, which elsewhere may read what it likes
-        return f"{bound.mod}: {str(error).removesuffix('.')}"
-    if bound.why_not_flat:
-        return bound.why_not_flat
-    if narrow := re.search(r"\b[iuf]8\w*(?=\[)", bound.mod.text):
-        return (
-            f"{bound.mod} computes with numbers of 8 bits ({narrow[0]}), for which Mosaic GPU "
-            "lacks operations: int32 will do"
-        )
-    if lacking := sorted(operations - set(_OPERATIONS)):
-        return (
-            f"{bound.mod} needs {', '.join(lacking)}, which Mosaic GPU does not know for registers"
-        )
-    return None
 
 
 def copies(problem: Problem) -> str | None:

@@ -66,6 +66,12 @@ def by_key_tile(
     return BlockLists(lists, before.reshape(B, p.heads, tiles))
 
 
+def kinds(p: Problem, resolved_mask: ResolvedMask, mask, block_q: int, block_k: int) -> jax.Array:
+    """Of each tile of queries and block of keys whether it is empty, partial or full, int32 [B or
+    1, N or 1, tiles, blocks]."""
+    return jnp.asarray(_kinds(p, resolved_mask, mask, block_q, block_k), jnp.int32)
+
+
 def _kinds(p: Problem, resolved_mask: ResolvedMask, mask, block_q: int, block_k: int):
     return schedule.block_kinds(resolved_mask, p.batch, p.heads, p.queries, block_q, block_k, mask)
 

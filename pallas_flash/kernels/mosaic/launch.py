@@ -9,10 +9,26 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.kernels import device
 
+# how Mosaic lowers values: whole tiles whose layouts it infers, or the registers of each lane in
+# the layouts that the kernel names
+WARPGROUP, LANE = plgpu.LoweringSemantics.Warpgroup, plgpu.LoweringSemantics.Lane
 
-def launch(kernel, args, *, programs: int, out_type, warpgroups: int, scratch, name: str):
+
+def launch(
+    kernel,
+    args,
+    *,
+    programs: int,
+    out_type,
+    warpgroups: int,
+    scratch,
+    name: str,
+    semantics=WARPGROUP,
+    reduction_scratch: int = 0,
+):
     """kernel(program, args, *outputs, scratch) for each program, where `args` is a pytree and its
-    leaves come as refs.
+    leaves come as refs. `reduction_scratch`: of shared memory the bytes in which warps reduce what
+    lies in the registers of several of them.
 
     An array in `out_type` is what the output holds before the programs add to it.
     """
@@ -41,9 +57,10 @@ def launch(kernel, args, *, programs: int, out_type, warpgroups: int, scratch, n
         interpret=device.interpret,
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
-            reduction_scratch_bytes=0,  # a row is in the registers of a quarter of a warp
+            # none for a row, which is in the registers of a quarter of a warp
+            reduction_scratch_bytes=reduction_scratch,
             unsafe_no_auto_barriers=True,  # the kernels have their own, where they are needed
-            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+            lowering_semantics=semantics,
         ),
     )
     if adds:

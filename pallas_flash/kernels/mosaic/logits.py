@@ -56,6 +56,8 @@ class Logits(NamedTuple):
     bias: bias.HeadBias | None
     score_mod: mods.HeadMod | None
     dropout: dropout.Dropout | None
+    # the number of what the score_mod reads whose cotangent `gradient` gives in place of dS
+    read: int | None = None
 
     def tile(self, first_query: IntLike, first_key: IntLike, shape, transposed: bool = False):
         return ScoreTile(self.layouts, first_query, first_key, shape, transposed)
@@ -129,26 +131,34 @@ class Logits(NamedTuple):
         if self.score_mod is None:
             return x, through_cap
         x, back = self._modified(x, tile)
+        if self.read is not None:
+            return x, back
         return x, lambda ds: through_cap(back(ds))
 
     def _modified(self, logits, tile: ScoreTile):
-        """What the score_mod makes of logits, and the function from its cotangent to theirs.
+        """What the score_mod makes of logits, and the function from its cotangent to theirs, or to
+        that of what read number `read` finds for each pair.
 
         Where the cotangent is 0, as of a pair that a mask hides, so is the other: there the
         score_mod may have no derivative.
         """
-        made, given = self.score_mod.bound.evaluate, []
+        made, given, n = self.score_mod.bound.evaluate, [], self.read
 
         def both(values, b, h, query, key, s, ds):
-            new, pull = jax.vjp(lambda s: made(values, b, h, query, key, s), s)
+            if n is None:
+                of, x = lambda s: made(values, b, h, query, key, s), s
+            else:
+                of = lambda x: made([*values[:n], x, *values[n + 1 :]], b, h, query, key, s)
+                x = jnp.broadcast_to(values[n], s.shape)
+            new, pull = jax.vjp(of, x)
             return new, *pull(ds)
 
         steps = self.score_mod.steps(both, tile, lambda: logits, lambda: given[0])
 
         def back(ds):
             given.append(ds)
-            of_logits = steps.output(1)
-            return of_logits if of_logits is ds else jnp.where(ds == 0, 0.0, of_logits)
+            found = steps.output(1)
+            return found if found is ds else jnp.where(ds == 0, 0.0, found)
 
         return steps.output(0), back
 

@@ -123,7 +123,7 @@ class HeadMod(NamedTuple):
         x, (at, dtype) = self.values[n], self._reads()[n]
         if at.depends_on >= PAIR:
             x = jnp.concatenate(
-                [_gather(x, self._place(n, part), part) for part in tile.split(AT_ONCE)], axis=1
+                [_gather(x, self.place(n, part), part) for part in tile.split(AT_ONCE)], axis=1
             )
         elif KEY in at.depends_on:
             x = tile.load_per_key(x)
@@ -131,13 +131,16 @@ class HeadMod(NamedTuple):
             x = tile.load_per_query(x)
         return x != 0 if dtype.kind == "b" else x.astype(dtype)
 
-    def _place(self, n: int, tile: ScoreTile):
-        """Where in its array that is, which lies in memory as a vector."""
+    def place(self, n: int, tile: ScoreTile, axes: list[int] | None = None):
+        """Where in its array that is, which lies in memory as a vector; of these axes alone."""
         mod = self.bound.mod
         shape = mod.arrays[mod.reads[n].array].aval.shape
-        place = lambda values, *at: captured.flat_index(
-            traced.vectorize(mod.index, *at, *values), shape
-        )
+        axes = range(len(shape)) if axes is None else axes
+
+        def place(values, *at):
+            index = traced.vectorize(mod.index, *at, *values)
+            return captured.flat_index([index[i] for i in axes], [shape[i] for i in axes])
+
         steps = self.steps(lambda *x: jnp.broadcast_to(place(*x), tile.shape), tile, first=n)
         return steps.output(0)
 

@@ -14,7 +14,7 @@ from pallas_flash.arguments import Operands, Problem
 from pallas_flash.kernels.triton import mods, tile
 from pallas_flash.kernels.triton.tuning import Tiles, power_of_two
 from pallas_flash.mods import captured
-from pallas_flash.mods.captured import PAIR, Read
+from pallas_flash.mods.captured import Read
 
 ENTRIES = 128  # entries at most
 
@@ -34,16 +34,9 @@ def gradients(p: Problem, tiles: Tiles, x: Operands, do, lse, delta) -> tuple:
     return tuple(totals)
 
 
-def _axes(read: Read) -> tuple[list[int], list[int]]:
-    """The axes of a table whose index is one for all pairs of a batch row and head, and the
-    others."""
-    differ = [axis for axis, numbers in enumerate(read.by_axis) if numbers & PAIR]
-    return [axis for axis in range(len(read.by_axis)) if axis not in differ], differ
-
-
 def _together(sums, index: tuple, read: Read, shape: tuple[int, ...]):
     """The gradient of a table from the sums [B, N, entries of the axes that differ]."""
-    same, differ = _axes(read)
+    same, differ = read.axes
     sizes = [shape[axis] for axis in same]
     place = jnp.broadcast_to(
         captured.flat_index([index[axis] for axis in same], sizes), sums.shape[:2]
@@ -60,7 +53,7 @@ def _together(sums, index: tuple, read: Read, shape: tuple[int, ...]):
 def _sums(p: Problem, tiles: Tiles, x: Operands, do, lse, delta, read: Read, number: int):
     """[B, N, entries of the axes that differ], of the tables' read `number`."""
     shape = x.score.mod.arrays[read.array].aval.shape
-    entries = math.prod(shape[axis] for axis in _axes(read)[1])
+    entries = math.prod(shape[axis] for axis in read.axes[1])
     own = min(ENTRIES, power_of_two(entries)) if entries > 1 else 1
     programs = (
         schedule.ceil_div(entries, own)
@@ -148,6 +141,6 @@ def _entry(mod: mods.TileMod, read: Read):
     """Which entry each pair of a tile reads, of those along the axes that differ."""
     number = mod.bound.mod.reads.index(read)
     index, _ = mod.bound.read_captured(mod.read, *mod.indices)[number]
-    differ = _axes(read)[1]
+    differ = read.axes[1]
     shape = mod.bound.mod.arrays[read.array].aval.shape
     return captured.flat_index([index[axis] for axis in differ], [shape[axis] for axis in differ])

@@ -1,0 +1,82 @@
+"""FlashAttention-2 as Mosaic GPU kernels for GPUs from Ampere on: mma, ldmatrix, cp.async or TMA,
+one warpgroup a program."""
+
+import jax
+
+from pallas_flash.arguments import Problem
+from pallas_flash.decode import why_not as why_no_single_tile
+from pallas_flash.kernels import device
+from pallas_flash.kernels.ampere.tuning import (
+    decode_tiles,
+    padded_size,
+    page_columns,
+    score_tiles,
+    tiles,
+)
+from pallas_flash.kernels.mosaic import operations
+
+__all__ = ["copies", "decode_tiles", "score_tiles", "tiles", "why_no_pages", "why_not"]
+
+
+def why_not(problem: Problem) -> str | None:
+    """Why the kernels cannot run a problem, or None."""
+    p = problem
+    if p.dtype not in ("bfloat16", "float16"):
+        return f"its products are of bfloat16 and float16; got {p.dtype}"
+    if why_not := operations.why_not(p):
+        return why_not
+    if max(p.head_size, p.value_size) > 128:
+        return (
+            f"head sizes above 128 do not fit into registers; got H = {p.head_size}, Hv = "
+            f"{p.value_size}"
+        )
+    if p.scale <= 0:
+        return (
+            "it takes the maximum before it multiplies by the scale, which must be above 0; "
+            f"got {p.scale}"
+        )
+    return _why_not_here()
+
+
+def why_no_pages(problem: Problem, shapes: tuple, dtype: str | None) -> str | None:
+    """Why the kernels cannot read pages of these shapes where they lie, or None; `dtype` is that of
+    pages of 8 bits."""
+    p, page = problem, shapes[0][1]
+    if p.score is not None:
+        return "its decoding takes no score_mod: triton and blockwise do"
+    if dtype:
+        return (
+            f"mma multiplies pages as they lie, in {p.dtype}; got {dtype}: triton and blockwise "
+            "take them"
+        )
+    if page % 64 and (page < 8 or 64 % page):
+        return f"it takes pages of 8, 16, 32 or a multiple of 64 keys; got {page}"
+    columns = page_columns(page)
+    if p.head_size % columns or p.value_size % columns:
+        return (
+            f"it copies pages of {page} keys of heads of a multiple of {columns}; got H = "
+            f"{p.head_size}, Hv = {p.value_size}"
+        )
+    return why_no_single_tile(p)
+
+
+def copies(problem: Problem) -> str | None:
+    """What XLA pads for the kernels in each call, or None."""
+    p = problem
+    sizes = dict(H=p.head_size, Hv=p.value_size)
+    padded = [f"{name} from {n} to {padded_size(n)}" for name, n in sizes.items() if n % 16]
+    return f"XLA pads arrays in each call, {', '.join(padded)}" if padded else None
+
+
+def _why_not_here() -> str | None:
+    if device.interpret:
+        return None
+    if jax.__version_info__ < (0, 11, 2):
+        return f"it needs jax 0.11.2, and that Python 3.12, or newer; this is jax {jax.__version__}"
+    capability = device.compute_capability()
+    if capability is None or capability < 8.0:
+        there = f"this one has {capability}" if capability else "there is none"
+        return f"it needs an NVIDIA GPU of compute capability 8.0 or more; {there}"
+    if capability != (lowered := device.mosaic_capability()):
+        return f"Mosaic would lower it for compute capability {lowered}; this GPU has {capability}"
+    return None

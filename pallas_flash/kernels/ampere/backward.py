@@ -1,0 +1,211 @@
+"""The backward of FlashAttention-2 (arXiv:2307.08691, algorithm 2) in two kernels, which compute P
+again from lse: one owns tiles of queries and sums dQ over the keys, one owns tiles of keys and sums
+dK and dV over the queries. Nothing is added in any other order, so gradients are deterministic."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_flash import schedule
+from pallas_flash.arguments import Gradients, Operands, Problem
+from pallas_flash.kernels.ampere import tile
+from pallas_flash.kernels.ampere.matrices import Matrices
+from pallas_flash.kernels.ampere.tuning import AllTiles, Tiles
+from pallas_flash.kernels.mosaic import block_info, logits, scheduler
+from pallas_flash.kernels.mosaic.launch import LANE, launch
+from pallas_flash.kernels.mosaic.registers import load, per_column, per_row
+
+
+class Inputs(NamedTuple):
+    """The arrays of a kernel, and what the mask comes to for rows, tiles and blocks."""
+
+    queries: Matrices  # q, do
+    keys: Matrices  # k, v
+    # [B, N, whole tiles of T]: in the problem's log base, less what the logits omit; +inf: P = 0
+    lse: jax.Array
+    delta: jax.Array  # the same shape
+    # of block_info.by_query_tile, or by_key_tile
+    blocks: jax.Array | block_info.BlockLists | None
+    logits: logits.Arrays
+
+    @classmethod
+    def make(cls, p: Problem, t: Tiles, blocks, x: Operands, lse, do, delta) -> "Inputs":
+        more = (0, 0), (0, 0), (0, -p.queries % t.block_q)
+        widths, (query_lengths, key_lengths) = (t.width, t.value_width), x.resolved_mask.lengths
+        return cls(
+            Matrices.make([x.query, do], widths, t.block_q, query_lengths),
+            Matrices.make([x.key, x.value], widths, t.block_k, key_lengths),
+            jnp.pad(lse - logits.omitted(p), more, constant_values=jnp.inf),
+            jnp.pad(delta, more),
+            blocks,
+            logits.arrays(p, x, t.tiling),
+        )
+
+
+class Memory(NamedTuple):
+    """The shared memory of a program, and with TMA its mbarriers: the two matrices of the tile that
+    it owns, and those of the blocks that pass by."""
+
+    owned: tuple  # each [rows, width]
+    ring: tuple  # each [stages, rows, width]
+    owned_full: Any
+    ring_full: Any
+
+    @classmethod
+    def allocate(cls, t: Tiles, dtype) -> "Memory":
+        block = functools.partial(tile.block, dtype, swizzle=t.swizzle)
+        owned, passing = (t.block_k, t.block_q) if t.owns_keys else (t.block_q, t.block_k)
+        widths = t.width, t.value_width
+        return cls(
+            owned=tuple(block(owned, width) for width in widths),
+            ring=tuple(block(t.stages, passing, width) for width in widths),
+            owned_full=plgpu.Barrier(num_arrivals=2) if t.tma else None,
+            ring_full=plgpu.Barrier(num_arrivals=2, num_barriers=t.stages) if t.tma else None,
+        )
+
+
+def backward(problem: Problem, tiles: AllTiles, x: Operands, lse, do, delta) -> Gradients:
+    """All but the gradients of a bias and of what a score_mod reads."""
+    p, t = problem, tiles.dq
+    blocks = block_info.by_query_tile(p, x.resolved_mask, x.mask, t.block_q, t.block_k)
+    (dq,) = _launch(
+        _dq_kernel,
+        p,
+        t,
+        Inputs.make(p, t, blocks, x, lse, do, delta),
+        scheduler.query_programs(p, t.block_q),
+        [(p.queries, t.block_q, p.heads, p.head_size, t.width)],
+        "flash_attention_dq",
+    )
+    t = tiles.dkv
+    blocks = block_info.by_key_tile(p, x.resolved_mask, x.mask, t.block_q, t.block_k)
+    dk, dv = _launch(
+        _dkv_kernel,
+        p,
+        t,
+        Inputs.make(p, t, blocks, x, lse, do, delta),
+        scheduler.key_programs(p, t.block_k),
+        [
+            (p.keys, t.block_k, p.kv_heads, p.head_size, t.width),
+            (p.keys, t.block_k, p.kv_heads, p.value_size, t.value_width),
+        ],
+        "flash_attention_dk_dv",
+    )
+    return Gradients(dq, dk, dv)
+
+
+def _launch(kernel, p: Problem, t: Tiles, x: Inputs, programs: int, outputs: list, name: str):
+    """The outputs [B, length, heads, size], of whole tiles of rows and columns in the kernel."""
+    dtype = x.queries.dtype
+    found = launch(
+        functools.partial(kernel, problem=p, tiles=t),
+        x,
+        programs=programs,
+        out_type=[
+            jax.ShapeDtypeStruct(
+                (p.batch, schedule.ceil_div(length, rows) * rows, heads * width), dtype
+            )
+            for length, rows, heads, _, width in outputs
+        ],
+        warpgroups=1,
+        scratch=Memory.allocate(t, dtype),
+        name=name,
+        semantics=LANE,
+    )
+    return [
+        a.reshape(*a.shape[:2], heads, width)[:, :length, :, :size]
+        for a, (length, _, heads, size, width) in zip(found, outputs, strict=True)
+    ]
+
+
+def _dq_kernel(program, x: Inputs, dq_gmem, memory: Memory, *, problem: Problem, tiles: Tiles):
+    p, t = problem, tiles
+    work = scheduler.query_tile(program, p, t.block_q, t.row_bytes)
+    rows = pl.ds(work.tile * t.block_q, t.block_q)
+    blocks = block_info.key_blocks(
+        x.blocks, x.logits.resolved_mask, work, work.tile, p.queries, t.block_q, t.block_k
+    )
+    head = logits.for_head(p, tile.LAYOUTS, x.logits, work.batch, work.head)
+    mask = head.load_mask(work.batch, rows.start, t.block_q)
+    lse, delta = (
+        load(ref.at[work.batch, work.head, rows], tile.LAYOUTS.row) for ref in (x.lse, x.delta)
+    )
+    ring = tile.Ring(memory.ring, memory.ring_full)
+    load_kv = x.keys.loader(ring, work.batch, work.kv_head, blocks)
+
+    x.queries.copy(work.tile, work.batch, work.head, memory.owned, memory.owned_full)
+    load_kv(blocks.first)
+    tile.wait(memory.owned_full)
+    q, do = tile.load(memory.owned[0]), memory.owned[1]  # registers hold one of them
+
+    def step(n, dq, masked):
+        k, v = ring.wait(n)
+        load_kv(n + 1)
+        s = tile.dot_t(q, k)  # [bq, bk]
+        at = head.tile(rows.start, blocks.index(n) * t.block_k, s.shape)
+        _, weight, back = head.probabilities(
+            s, at, lambda: per_row(lse, s.shape), mask if masked else None
+        )
+        dp = tile.dot_t(tile.load(do), v)
+        ds = head.gradient(weight, back, dp, per_row(delta, s.shape))
+        return tile.dot(dq, tile.as_left(ds.astype(x.queries.dtype)), k)
+
+    dq = blocks.visit(step, tile.zeros(t.block_q, t.width))
+    _store(dq_gmem, work.batch, rows, work.head, dq * p.scale)
+
+
+def _dkv_kernel(
+    program, x: Inputs, dk_gmem, dv_gmem, memory: Memory, *, problem: Problem, tiles: Tiles
+):
+    p, t = problem, tiles
+    work = scheduler.key_tile(program, p, t.block_k, t.row_bytes)
+    rows = pl.ds(work.tile * t.block_k, t.block_k)
+    query_blocks = block_info.query_blocks(
+        x.blocks, x.logits.resolved_mask, work, p.queries, t.block_q, t.block_k
+    )
+    ring = tile.Ring(memory.ring, memory.ring_full)
+    x.keys.copy(work.tile, work.batch, work.kv_head, memory.owned, memory.owned_full)
+    if t.tma:
+        tile.wait(memory.owned_full)  # cp.async: with the first block
+    k, v = memory.owned
+
+    def of_head(g, sums):
+        blocks, position = query_blocks(g)
+        head = logits.for_head(p, tile.LAYOUTS, x.logits, work.batch, work.head + g)
+        load_queries = x.queries.loader(ring, work.batch, work.head + g, blocks, position)
+        load_queries(blocks.first)
+
+        def step(n, sums, masked):
+            dk, dv = sums
+            q, do = ring.wait(position(n))
+            load_queries(n + 1)
+            first_row = blocks.index(n) * t.block_q
+            by_row = work.batch, work.head + g, pl.ds(first_row, t.block_q)
+            per_query = lambda ref: per_column(load(ref.at[by_row], tile.LAYOUTS.column), s.shape)
+            mask = None
+            if masked:
+                mask = head.load_mask(work.batch, first_row, t.block_q, transposed=True)
+            s = tile.dot_t(tile.load(k), q)  # S^T [bk, bq]
+            at = head.tile(first_row, rows.start, s.shape, transposed=True)
+            prob, weight, back = head.probabilities(s, at, lambda: per_query(x.lse), mask)
+            dv = tile.dot(dv, tile.as_left(prob.astype(x.queries.dtype)), do)
+            dp = tile.dot_t(tile.load(v), do)
+            ds = head.gradient(weight, back, dp, per_query(x.delta))
+            return tile.dot(dk, tile.as_left(ds.astype(x.queries.dtype)), q), dv
+
+        return blocks.visit(step, sums)
+
+    zeros = tile.zeros(t.block_k, t.width), tile.zeros(t.block_k, t.value_width)
+    dk, dv = schedule.loop(0, p.group, of_head, zeros)
+    _store(dk_gmem, work.batch, rows, work.kv_head, dk * p.scale)
+    _store(dv_gmem, work.batch, rows, work.kv_head, dv)
+
+
+def _store(ref, batch, rows: pl.Slice, head, sums):
+    """Of a tile's rows and a head."""
+    width = sums.shape[1]
+    tile.store(ref.at[batch, rows, pl.ds(head * width, width)], sums.astype(ref.dtype))

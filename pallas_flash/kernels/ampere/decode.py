@@ -1,0 +1,165 @@
+"""Split-KV decoding by mma (Flash-Decoding): a program owns one split of the keys of one key/value
+head, and the rows of all new tokens that see them.
+
+The time is that of reading keys and values: as many blocks are on their way as shared memory holds.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_flash import decode, online_softmax, schedule
+from pallas_flash.arguments import Operands, Problem
+from pallas_flash.kernels.ampere import tile
+from pallas_flash.kernels.ampere.matrices import flat, pad
+from pallas_flash.kernels.ampere.tuning import ROWS, DecodeTiles
+from pallas_flash.kernels.mosaic.launch import LANE, launch
+from pallas_flash.kernels.mosaic.mask import load_mask
+from pallas_flash.kernels.mosaic.registers import ScoreTile, per_row
+from pallas_flash.kernels.mosaic.scheduler import divmod_
+from pallas_flash.masks.resolved_mask import ResolvedMask
+from pallas_flash.online_softmax import LOG2E, LogBase
+from pallas_flash.pytrees import IntLike
+
+
+class Inputs(NamedTuple):
+    q: jax.Array  # [B, 64, K width]
+    k: jax.Array  # [B, S, K width], or pages [P, page, K width]
+    v: jax.Array
+    blocks: jax.Array  # int32 [B, 1, 4], schedule.Blocks
+    reach: jax.Array  # int32 [B, 2], the keys that any row sees
+    table: jax.Array | None  # int32 [B, pages], indices of existing pages
+    resolved_mask: ResolvedMask  # its data by 64 rows, and by keys
+
+
+class Memory(NamedTuple):
+    """The shared memory of a program, and with TMA its mbarriers."""
+
+    q: Any  # [64, width]
+    k: Any  # [stages, block_k, width]
+    v: Any
+    q_full: Any
+    kv_full: Any
+
+    @classmethod
+    def allocate(cls, t: DecodeTiles, dtype) -> "Memory":
+        block = functools.partial(tile.block, dtype, swizzle=t.swizzle)
+        full = plgpu.Barrier(num_arrivals=2 * t.copies, num_barriers=t.stages)
+        return cls(
+            q=block(ROWS, t.width),
+            k=block(t.stages, t.block_k, t.width),
+            v=block(t.stages, t.block_k, t.value_width),
+            q_full=plgpu.Barrier() if t.tma else None,
+            kv_full=full if t.tma else None,
+        )
+
+
+def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None):
+    """o [B, T, N, Hv] in the query's dtype, and the SoftmaxState of its rows. With a `table` int32
+    [B, pages] of page indices, key and value are pages [P, page, K, n]."""
+    (p, rows), t = decode.pack_gqa(problem, x), tiles
+    splits = p.batch, t.num_splits, p.heads, ROWS
+    o, *stats = launch(
+        functools.partial(_kernel, problem=p, tiles=t),
+        _inputs(p, t, rows, table),
+        programs=p.batch * p.heads * t.num_splits,
+        out_type=[
+            jax.ShapeDtypeStruct((*splits, t.value_width), jnp.float32),
+            *[jax.ShapeDtypeStruct(splits, jnp.float32)] * (1 + p.max_logits),
+        ],
+        warpgroups=1,
+        scratch=Memory.allocate(t, x.query.dtype),
+        name="flash_attention_decode",
+        semantics=LANE,
+    )
+    omitted = (p.soft_cap or 0.0) * LOG2E  # by `factored_scores`
+    lse, top = (*(a[..., : p.queries] + omitted for a in stats), None)[:2]
+    stats = online_softmax.SoftmaxState(lse, None, top)
+    return decode.merge_splits(problem, x, o[..., : p.queries, : p.value_size], stats, LogBase.TWO)
+
+
+def _inputs(p: Problem, t: DecodeTiles, x: Operands, table) -> Inputs:
+    resolved_mask, blocks = schedule.by_query_tile(x.resolved_mask, p.queries, ROWS, t.block_k)
+    reach = jnp.stack(decode.reach(resolved_mask.start, resolved_mask.stop, p.keys), 1)
+    rows = ROWS, x.key.shape[1], x.value.shape[1]
+    arrays = map(pad, (x.query, x.key, x.value), rows, (t.width, t.width, t.value_width))
+    return Inputs(*map(flat, arrays), blocks, reach, table, resolved_mask)
+
+
+def _kernel(program, x: Inputs, o_gmem, *outputs, problem: Problem, tiles: DecodeTiles):
+    (*stats_gmem, memory), p, t = outputs, problem, tiles
+    pair, split = divmod_(program, t.num_splits)
+    b, h = divmod_(pair, p.heads)
+    blocks = schedule.Blocks.from_table(x.blocks, b, 0).split(split, t.num_splits)
+    kv = tile.Ring((memory.k, memory.v), memory.kv_full, t.copies)
+
+    def load(n):
+        @pl.when(n < blocks.last)
+        def _():
+            for ref, slot in zip((x.k, x.v), kv.at(n), strict=True):
+                for source, part in _copies(ref, slot, x.table, b, h, n, t):
+                    tile.copy(source, part, kv.full_at(n))
+
+    tile.copy(x.q.at[b, :, pl.ds(h * t.width, t.width)], memory.q, memory.q_full)
+    for n in range(t.stages - 1):
+        load(blocks.first + n)
+    mask = load_mask(tile.LAYOUTS, x.resolved_mask, b, 0, ROWS, None)
+    kv.wait_before(memory.q_full, blocks.count)
+    q = tile.load(memory.q)
+
+    def step(n, carry, masked):
+        o, stats = carry
+        k, v = kv.wait(n, blocks.last - 1 - n)
+        load(n + t.stages - 1)
+        s = tile.dot_t(q, k)  # [bq, bk]
+        s, scale = online_softmax.factored_scores(s, p.scale, p.soft_cap)
+        if masked:  # the keys before `unseen` are those of the block before
+            unseen, first = n * t.block_k, _first_key(x.k, x.table, n, t)
+            at = ScoreTile(tile.LAYOUTS, 0, first, s.shape)
+            visible = mask._replace(start=jnp.maximum(mask.start, unseen)).visible(at)
+            s = jnp.where(visible, s, -jnp.inf)
+        prob, alpha, stats = online_softmax.step(s, stats, LogBase.TWO, scale)
+        o = o * per_row(alpha, o.shape)
+        prob = tile.as_left(prob.astype(x.q.dtype))
+        if not masked:
+            return tile.dot(o, prob, v), stats
+        start, stop = jnp.maximum(x.reach[b, 0], unseen), x.reach[b, 1]
+        return tile.dot_of_rows(o, prob, v, start - first, stop - first), stats
+
+    start = online_softmax.start(tile.rows(ROWS, 0.0), LogBase.TWO)
+    o, stats = blocks.visit(step, (tile.zeros(ROWS, t.value_width), start))
+    o, (m, l, _) = online_softmax.finish(o, stats.l), stats
+    lse = jnp.where(l == 0, -jnp.inf, m + jnp.log2(l))
+    found = lse, *([stats.largest] if p.max_logits else [])
+    tile.store_rows(o_gmem.at[b, split, h], o, p.queries)
+    for gmem, value in zip(stats_gmem, found, strict=True):
+        tile.store(gmem.at[b, split, h], value)
+
+
+def _first_key(ref, table, n: IntLike, t: DecodeTiles):
+    """Of block n: a last block that would hang over the end of the keys begins earlier."""
+    first = n * t.block_k
+    return first if table is not None else jnp.minimum(first, ref.shape[1] - t.block_k)
+
+
+def _copies(ref, slot, table, b, h, n, t: DecodeTiles) -> list:
+    """From where to where block n of a head's keys or values is copied, page by page."""
+    width = slot.shape[1]
+    columns = pl.ds(h * width, width)
+    if table is None:
+        rows = pl.ds(_first_key(ref, table, n, t), t.block_k)
+        return [(ref.at[b, rows, columns], slot)]
+    page, last = ref.shape[1], table.shape[1] - 1
+    entry = lambda i: table[b, jnp.minimum(i, last)]
+    if page >= t.block_k:
+        index, within = divmod_(n, page // t.block_k)
+        rows = pl.ds(within * t.block_k, t.block_k)
+        return [(ref.at[entry(index), rows, columns], slot)]
+    return [
+        (ref.at[entry(n * t.copies + i), :, columns], slot.at[pl.ds(i * page, page)])
+        for i in range(t.copies)
+    ]

@@ -1,0 +1,142 @@
+"""The forward of FlashAttention-2 (arXiv:2307.08691, algorithm 1).
+
+A program owns a tile of queries of one head, in registers, and walks over the blocks of keys that
+they see; the next block is copied under the products of this one.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_flash import online_softmax, schedule
+from pallas_flash.arguments import Operands, Problem
+from pallas_flash.kernels.ampere import decode, tile
+from pallas_flash.kernels.ampere.matrices import Matrices
+from pallas_flash.kernels.ampere.tuning import AllTiles, Tiles
+from pallas_flash.kernels.mosaic import block_info, logits, scheduler
+from pallas_flash.kernels.mosaic.launch import LANE, launch
+from pallas_flash.kernels.mosaic.registers import per_row
+from pallas_flash.online_softmax import LogBase, SoftmaxState
+
+
+class Inputs(NamedTuple):
+    """The kernel's arrays, and what the mask comes to for rows, tiles and blocks."""
+
+    queries: Matrices  # q
+    keys: Matrices  # k, v
+    blocks: jax.Array | block_info.BlockLists | None  # of block_info.by_query_tile
+    sinks: jax.Array | None  # [N], less what the logits omit
+    logits: logits.Arrays
+
+
+class Memory(NamedTuple):
+    """The shared memory of a program, and with TMA its mbarriers."""
+
+    q: Any  # [block_q, width]
+    k: Any  # [stages, block_k, width]
+    v: Any  # [stages, block_k, value_width]
+    q_full: Any
+    kv_full: Any
+
+    @classmethod
+    def allocate(cls, t: Tiles, dtype) -> "Memory":
+        block = functools.partial(tile.block, dtype, swizzle=t.swizzle)
+        return cls(
+            q=block(t.block_q, t.width),
+            k=block(t.stages, t.block_k, t.width),
+            v=block(t.stages, t.block_k, t.value_width),
+            q_full=plgpu.Barrier() if t.tma else None,
+            kv_full=plgpu.Barrier(num_arrivals=2, num_barriers=t.stages) if t.tma else None,
+        )
+
+
+def forward(problem: Problem, tiles: AllTiles, x: Operands):
+    """o [B, T, N, Hv] in the query's dtype, and the SoftmaxState of its rows, with an l where the
+    logits are in base e."""
+    if tiles.decode is not None:
+        return decode.forward(problem, tiles.decode, x)
+    p, t = problem, tiles.forward
+    length = schedule.ceil_div(p.queries, t.block_q) * t.block_q
+    rows = jax.ShapeDtypeStruct((p.batch, p.heads, length), jnp.float32)
+    like = SoftmaxState(
+        rows, rows if p.log_base is LogBase.E else None, rows if p.max_logits else None
+    )
+    fields, tree = jax.tree.flatten(like)
+    o_type = jax.ShapeDtypeStruct((p.batch, length, p.heads * t.value_width), x.query.dtype)
+    o, *stats = launch(
+        functools.partial(_kernel, problem=p, tiles=t),
+        _inputs(p, t, x),
+        programs=scheduler.query_programs(p, t.block_q),
+        out_type=[o_type, *fields],
+        warpgroups=1,
+        scratch=Memory.allocate(t, x.query.dtype),
+        name="flash_attention_forward",
+        semantics=LANE,
+    )
+    o = o.reshape(p.batch, length, p.heads, t.value_width)[:, : p.queries, :, : p.value_size]
+    stats = jax.tree.unflatten(tree, [x[:, :, : p.queries] for x in stats])
+    omitted = logits.omitted(p)
+    top = None if stats.top is None else stats.top + omitted
+    return o, stats._replace(m=stats.m + omitted, top=top)
+
+
+def _inputs(p: Problem, t: Tiles, x: Operands) -> Inputs:
+    _, key_lengths = x.resolved_mask.lengths
+    return Inputs(
+        Matrices.make([x.query], [t.width], t.block_q, None),
+        Matrices.make([x.key, x.value], [t.width, t.value_width], t.block_k, key_lengths),
+        block_info.by_query_tile(p, x.resolved_mask, x.mask, t.block_q, t.block_k),
+        None if x.sinks is None else x.sinks - p.log_base.to_e(logits.omitted(p)),
+        logits.arrays(p, x, t.tiling),
+    )
+
+
+def _kernel(program, x: Inputs, o_gmem, *outputs, problem: Problem, tiles: Tiles):
+    *stats_gmem, memory = outputs
+    p, t = problem, tiles
+    work = scheduler.query_tile(program, p, t.block_q, t.row_bytes)
+    first_row = work.tile * t.block_q
+    blocks = block_info.key_blocks(
+        x.blocks, x.logits.resolved_mask, work, work.tile, p.queries, t.block_q, t.block_k
+    )
+    head = logits.for_head(p, tile.LAYOUTS, x.logits, work.batch, work.head)
+    mask = head.load_mask(work.batch, first_row, t.block_q)
+    kv = tile.Ring((memory.k, memory.v), memory.kv_full)
+    load_kv = x.keys.loader(kv, work.batch, work.kv_head, blocks)
+
+    x.queries.copy(work.tile, work.batch, work.head, [memory.q], memory.q_full)
+    for n in range(t.stages - 1):
+        load_kv(blocks.first + n)
+    tile.wait(memory.q_full)
+    q = tile.load(memory.q)
+
+    def step(n, carry, masked):
+        o, stats = carry
+        k, v = kv.wait(n)
+        load_kv(n + t.stages - 1)
+        s = tile.dot_t(q, k)  # [bq, bk]
+        at = head.tile(first_row, blocks.index(n) * t.block_k, s.shape)
+        s, scale = head.modify(s, at)
+        if masked:
+            s = jnp.where(mask.visible(at), s, -jnp.inf)
+        prob, alpha, stats = online_softmax.step(s, stats, p.log_base, scale)
+        o = o * per_row(alpha, o.shape)
+        prob = head.drop(prob, at).astype(x.queries.dtype)
+        return tile.dot(o, tile.as_left(prob), v), stats
+
+    sink = None if x.sinks is None else x.sinks[work.head]
+    start = online_softmax.start(tile.rows(t.block_q, 0.0), p.log_base, sink, p.max_logits)
+    o, stats = blocks.visit(step, (tile.zeros(t.block_q, t.value_width), start))
+
+    m, l, top = stats
+    if p.log_base is LogBase.TWO:
+        stats = SoftmaxState(jnp.where(l == 0, -jnp.inf, m + jnp.log2(l)), None, top)
+    o = online_softmax.finish(o, l, p.kept).astype(x.queries.dtype)
+    rows = pl.ds(first_row, t.block_q)
+    tile.store(o_gmem.at[work.batch, rows, pl.ds(work.head * t.value_width, t.value_width)], o)
+    for gmem, value in zip(stats_gmem, jax.tree.leaves(stats), strict=True):
+        tile.store(gmem.at[work.batch, work.head, rows], value)

@@ -1,0 +1,70 @@
+"""Matrices in global memory, of which the kernels copy blocks of rows to shared memory."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_flash.kernels.ampere import tile
+from pallas_flash.kernels.mosaic import ragged_tail
+from pallas_flash.pytrees import IntLike
+
+
+class Matrices(NamedTuple):
+    """q and do, or k and v. cp.async cannot stop where an array ends: a block that hangs over is
+    read from a copy that has zeros behind that end."""
+
+    arrays: tuple  # each [B, length, heads * width]
+    tails: ragged_tail.Tails | None
+
+    @classmethod
+    def make(cls, arrays, widths, size: int, lengths: jax.Array | None) -> "Matrices":
+        """Of arrays [B, length, heads, n], with zeros up to these widths, in blocks of `size` rows;
+        of each batch row so many are read, int32 [B], or all."""
+        B, length = arrays[0].shape[:2]
+        if lengths is None and length % size and length > size:
+            lengths = jnp.full((B,), length, jnp.int32)
+        length = max(length, size)  # at least one block
+        arrays = [pad(x, length, width) for x, width in zip(arrays, widths, strict=True)]
+        tails = ragged_tail.copy_tails(lengths, size, *arrays)
+        if tails is not None:
+            tails = tails._replace(arrays=tuple(map(flat, tails.arrays)))
+        return cls(tuple(map(flat, arrays)), tails)
+
+    @property
+    def dtype(self):
+        return self.arrays[0].dtype
+
+    def copy(self, block: IntLike, batch: IntLike, head: IntLike, slots, full):
+        """Begins to copy a block of rows of a head to each slot; `full` as in tile.copy."""
+        size = slots[0].shape[0]
+
+        def copy(first, *arrays):
+            for x, slot in zip(arrays, slots, strict=True):
+                width = slot.shape[1]
+                tile.copy(x.at[batch, pl.ds(first, size), pl.ds(head * width, width)], slot, full)
+
+        ragged_tail.reader(self.tails, batch, size)(block, copy, *self.arrays)
+
+    def loader(self, ring: tile.Ring, batch: IntLike, head: IntLike, blocks, position=None):
+        """load(t), which begins to copy the block at position t of `blocks` of a head, if there is
+        one; to the ring it is the position(t)-th, by default the t-th."""
+
+        def load(t):
+            n = t if position is None else position(t)
+            copy = lambda: self.copy(blocks.index(t), batch, head, ring.at(n), ring.full_at(n))
+            pl.when(t < blocks.last)(copy)
+
+        return load
+
+
+def pad(x: jax.Array, length: int, width: int) -> jax.Array:
+    """[B, rows, heads, n] with zeros up to [B, length, heads, width]."""
+    return jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, 0), (0, width - x.shape[3])))
+
+
+def flat(x: jax.Array) -> jax.Array:
+    """[B, length, heads * width] of [B, length, heads, width]: cp.async takes no axis between rows
+    and columns."""
+    return x.reshape(*x.shape[:2], -1)

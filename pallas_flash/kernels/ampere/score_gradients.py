@@ -1,0 +1,337 @@
+"""The gradients of a bias and of the arrays that a score_mod reads, by mma, Hopper's too: dS, or
+what each pair adds to the gradient of what it reads, summed over the pairs that share a number.
+
+A program owns some of the sums, computes P again from lse for the tiles of scores that add to them,
+and adds in one order: the gradients are the same each time.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_flash import schedule
+from pallas_flash.arguments import Operands, Problem
+from pallas_flash.kernels import device
+from pallas_flash.kernels.ampere import tile
+from pallas_flash.kernels.ampere.backward import Inputs, Memory
+from pallas_flash.kernels.ampere.tuning import Tiles
+from pallas_flash.kernels.mosaic import block_info, logits, scheduler
+from pallas_flash.kernels.mosaic.launch import LANE, launch
+from pallas_flash.kernels.mosaic.registers import iota, load, per_column, per_row
+from pallas_flash.kernels.mosaic.scheduler import WorkTile, divmod_
+from pallas_flash.mods import captured
+from pallas_flash.mods.captured import PAIR
+from pallas_flash.pytrees import IntLike
+
+ENTRIES = 64  # of an array that a program owns
+SCRATCH = 2048  # bytes in which warps add up columns
+
+
+class Given(NamedTuple):
+    """What gradients are computed from. `read`: the number of a read of the score_mod, for what
+    each pair adds to its gradient in place of dS."""
+
+    problem: Problem
+    tiles: Tiles
+    operands: Operands
+    rows: tuple  # lse, do, delta
+    read: int | None = None
+
+
+def score_gradients(problem: Problem, tiles: Tiles, x: Operands, lse, do, delta) -> tuple:
+    """Those of the bias, None without one, and of the arrays that a score_mod reads."""
+    given = Given(problem, tiles, x, (lse, do, delta))
+    bias = None if x.bias is None else _sums(given, problem.bias, x.bias.dtype)
+    totals = [] if x.score is None else [jnp.zeros_like(array) for array in x.score.tables]
+    for number, read in enumerate(x.score.mod.reads if totals else ()):
+        if read.array < len(totals):
+            total = totals[read.array]
+            more = _of_read(given._replace(read=number), total.shape)
+            totals[read.array] = total + more.astype(total.dtype)
+    return bias, tuple(totals)
+
+
+def _of_read(given: Given, shape: tuple[int, ...]) -> jax.Array:
+    """What one read adds to the gradient of an array of this shape."""
+    p, score = given.problem, given.operands.score
+    read = score.mod.reads[given.read]
+    _, differ = read.axes
+    sizes = [shape[axis] for axis in differ]
+    entries = math.prod(sizes)
+    if read.depends_on >= PAIR and entries < p.queries * p.keys // 4:
+        sums = _entry_sums(given, entries)
+        index, _ = score.captured_by_head(p.batch, p.heads)[given.read]
+        index = [_four_axes(jnp.asarray(i)[..., None, None]) for i in index]
+        own = jnp.unravel_index(jnp.arange(entries, dtype=jnp.int32), sizes)
+        for axis, i in zip(differ, own, strict=True):
+            index[axis] = _four_axes(i)
+        return _by_place(sums, captured.flat_index(index, shape), shape)
+    rows, keys = (jnp.arange(n, dtype=jnp.int32) for n in (p.queries, p.keys))
+    pairs = score.pairs(p.batch, p.heads, rows, keys)
+    index, _ = score.read_captured(lambda n, at: score.arrays[n][at], *pairs)[given.read]
+    place = _four_axes(captured.flat_index([_four_axes(i) for i in index], shape))
+    return _by_place(_sums(given, place.shape), place, shape)
+
+
+def _four_axes(x) -> jax.Array:
+    return jnp.reshape(x, (1,) * (4 - jnp.ndim(x)) + jnp.shape(x))
+
+
+def _by_place(sums, place, shape: tuple[int, ...]) -> jax.Array:
+    """An array of this shape, to whose places, as of a vector, the sums are added; always in the
+    same order, as no scatter of XLA's does on a GPU."""
+    sums = _reduce(sums, place.shape)
+    place = jnp.broadcast_to(place, sums.shape).reshape(-1)
+    order = jnp.argsort(place, stable=True)
+    place, sums = place[order], sums.reshape(-1)[order]
+    starts = jnp.concatenate([jnp.ones(1, bool), place[1:] != place[:-1]])
+
+    def add(x, y):
+        (a, starts_a), (b, starts_b) = x, y
+        return jnp.where(starts_b, b, a + b), starts_a | starts_b
+
+    totals, _ = lax.associative_scan(add, (sums, starts))
+    entry = jnp.arange(math.prod(shape), dtype=jnp.int32)
+    last = jnp.maximum(jnp.searchsorted(place, entry, side="right").astype(jnp.int32) - 1, 0)
+    return jnp.where(place[last] == entry, totals[last], 0.0).reshape(shape)
+
+
+def _reduce(sums, shape):
+    """Summed over the axes that the shape has as 1."""
+    axes = tuple(axis for axis, n in enumerate(shape) if n == 1 and sums.shape[axis] > 1)
+    return jnp.sum(sums, axes, keepdims=True) if axes else sums
+
+
+def _sums(given: Given, shape: tuple[int, ...], dtype=jnp.float32) -> jax.Array:
+    """Of a shape [B | 1, N | 1, T | 1, S | 1] the sums over what it broadcasts over."""
+    by_query, by_key = (n > 1 for n in shape[2:])
+    if by_query and by_key:
+        return _pair_sums(given, shape, dtype)
+    sums = _key_sums(given) if by_key else _query_sums(given)
+    return _reduce(sums, shape).astype(dtype)
+
+
+# ---- the kernels ----
+
+
+class Walk(NamedTuple):
+    """Over tiles of scores, in a program."""
+
+    problem: Problem
+    tiles: Tiles
+    read: int | None
+    owns_keys: bool
+    x: Inputs
+    memory: Memory
+
+    def over(self, batch: IntLike, head: IntLike, own: IntLike, blocks, add: Callable, sums):
+        """sums = add(sums, tile, head's logits, d), where d() is dS of the tile, over the blocks of
+        keys that a tile of queries meets, or of queries that a tile of keys does."""
+        p, t, x, memory = self.problem, self.tiles, self.x, self.memory
+        ring = tile.Ring(memory.ring, memory.ring_full)
+        sides = (x.queries, head), (x.keys, divmod_(head, p.group)[0])
+        owned, passing = sides[::-1] if self.owns_keys else sides
+        tile.release(t.tma)  # by who reads the tile before
+        load_passing = passing[0].loader(ring, batch, passing[1], blocks)
+        owned[0].copy(own, batch, owned[1], memory.owned, memory.owned_full)
+        load_passing(blocks.first)
+        tile.wait(memory.owned_full)
+        of_head = logits.for_head(p, tile.LAYOUTS, x.logits, batch, head)._replace(read=self.read)
+
+        def of_rows(i):
+            """lse, delta and mask of a tile of queries."""
+            rows = pl.ds(i * t.block_q, t.block_q)
+            each = (load(ref.at[batch, head, rows], tile.LAYOUTS.row) for ref in (x.lse, x.delta))
+            return *each, of_head.load_mask(batch, rows.start, t.block_q)
+
+        known = None if self.owns_keys else of_rows(own)
+
+        def step(n, sums, masked):
+            block = ring.wait(n)
+            load_passing(n + 1)
+            sides = (memory.owned, own), (block, blocks.index(n))
+            ((q, do), i), ((k, v), j) = sides[::-1] if self.owns_keys else sides
+            at = of_head.tile(i * t.block_q, j * t.block_k, (t.block_q, t.block_k))
+
+            def gradient():
+                lse, delta, mask = of_rows(i) if known is None else known
+                s = tile.dot_t(tile.load(q), k)
+                _, weight, back = of_head.probabilities(
+                    s, at, lambda: per_row(lse, at.shape), mask if masked else None
+                )
+                dp = tile.dot_t(tile.load(do), v)
+                return of_head.gradient(weight, back, dp, per_row(delta, at.shape))
+
+            return add(sums, at, of_head.score_mod, gradient)
+
+        return blocks.visit(step, sums)
+
+    def all_of(self, batch: IntLike, head: IntLike, own: IntLike, blocks, sums):
+        """Plus dS of each of these tiles."""
+        add = lambda sums, at, mod, gradient: sums + gradient()
+        return self.over(batch, head, own, blocks, add, sums)
+
+    def key_blocks(self, work: WorkTile) -> schedule.Blocks:
+        p, t, x = self.problem, self.tiles, self.x
+        return block_info.key_blocks(
+            x.blocks, x.logits.resolved_mask, work, work.tile, p.queries, t.block_q, t.block_k
+        )
+
+    def zeros(self):
+        return tile.zeros(self.tiles.block_q, self.tiles.block_k)
+
+
+def _launch(kernel, given: Given, blocks, programs: int, out, owns_keys=False) -> jax.Array:
+    p, t, x = given.problem, given.tiles, given.operands
+    (sums,) = launch(
+        lambda program, x, out, memory: kernel(
+            program, Walk(p, t, given.read, owns_keys, x, memory), out
+        ),
+        Inputs.make(p, t, blocks, x, *given.rows),
+        programs=programs,
+        out_type=[out],
+        warpgroups=1,
+        scratch=Memory.allocate(t._replace(owns_keys=owns_keys), x.query.dtype),
+        name="flash_attention_dbias" if given.read is None else "flash_attention_dcaptured",
+        semantics=LANE,
+        reduction_scratch=SCRATCH,
+    )
+    return sums
+
+
+def _whole(length: int, size: int) -> int:
+    return schedule.ceil_div(length, size) * size
+
+
+def _query_sums(given: Given) -> jax.Array:
+    """[B, N, T, 1]: over the keys of each query."""
+    p, t, x, *_ = given
+    out = jax.ShapeDtypeStruct((p.batch, p.heads, _whole(p.queries, t.block_q)), jnp.float32)
+    blocks = block_info.by_query_tile(p, x.resolved_mask, x.mask, t.block_q, t.block_k)
+    programs = scheduler.query_programs(p, t.block_q)
+    sums = _launch(_query_kernel, given, blocks, programs, out)
+    return sums[:, :, : p.queries, None]
+
+
+def _query_kernel(program, walk: Walk, out):
+    p, t = walk.problem, walk.tiles
+    work = scheduler.query_tile(program, p, t.block_q, t.row_bytes)
+    blocks = walk.key_blocks(work)
+    sums = walk.all_of(work.batch, work.head, work.tile, blocks, walk.zeros())
+    rows = pl.ds(work.tile * t.block_q, t.block_q)
+    tile.store(out.at[work.batch, work.head, rows], jnp.sum(sums, axis=1))
+
+
+def _key_sums(given: Given) -> jax.Array:
+    """[B, N, 1, S]: over the queries of each key."""
+    p, t, x, *_ = given
+    out = jax.ShapeDtypeStruct((p.batch, p.heads, _whole(p.keys, t.block_k)), jnp.float32)
+    blocks = block_info.by_key_tile(p, x.resolved_mask, x.mask, t.block_q, t.block_k)
+    programs = p.group * scheduler.key_programs(p, t.block_k)
+    sums = _launch(_key_kernel, given, blocks, programs, out, owns_keys=True)
+    return sums[:, :, None, : p.keys]
+
+
+def _key_kernel(program, walk: Walk, out):
+    p, t, x = walk.problem, walk.tiles, walk.x
+    alone = dataclasses.replace(p, kv_heads=p.heads)  # a program sums for one query head
+    work = scheduler.key_tile(program, alone, t.block_k, t.row_bytes)
+    blocks, _ = block_info.query_blocks(
+        x.blocks, x.logits.resolved_mask, work, p.queries, t.block_q, t.block_k
+    )(0)
+    sums = walk.all_of(work.batch, work.head, work.tile, blocks, walk.zeros())
+    keys = pl.ds(work.tile * t.block_k, t.block_k)
+    tile.store(out.at[work.batch, work.head, keys], jnp.sum(sums, axis=0))
+
+
+def _pair_sums(given: Given, shape: tuple[int, ...], dtype) -> jax.Array:
+    """[B | 1, N | 1, T, S], over batch rows and heads."""
+    p, t, x, *_ = given
+    whole = _whole(p.queries, t.block_q), _whole(p.keys, t.block_k)
+    kinds = block_info.kinds(p, x.resolved_mask, x.mask, t.block_q, t.block_k)
+    programs = math.prod(shape[:2]) * math.prod(kinds.shape[2:])
+    out = jax.ShapeDtypeStruct((*shape[:2], *whole), dtype)
+    sums = _launch(_pair_kernel, given, kinds, programs, out)
+    return sums[:, :, : p.queries, : p.keys]
+
+
+def _pair_kernel(program, walk: Walk, out):
+    p, t, kinds = walk.problem, walk.tiles, walk.x.blocks
+    _, _, tiles_q, tiles_k = kinds.shape
+    rest, j = divmod_(program, tiles_k)
+    rest, i = divmod_(rest, tiles_q)
+    own = divmod_(rest, out.shape[1])
+    ((first, batches), (first_head, heads)) = (
+        (0, n) if own_all == 1 else (mine, 1)
+        for n, own_all, mine in zip((p.batch, p.heads), out.shape, own, strict=False)
+    )
+
+    def pair(n, sums):
+        b, h = divmod_(n, heads)
+        b, h = first + b, first_head + h
+        kind = kinds[(*block_info.entry(kinds, b, h), i, j)]
+        some, partial = (kind > 0).astype(jnp.int32), (kind == 1).astype(jnp.int32)
+        blocks = schedule.Blocks(j, j + partial, j + some, j + some)
+        return schedule.loop(0, some, lambda _, sums: walk.all_of(b, h, i, blocks, sums), sums)
+
+    sums = schedule.loop(0, batches * heads, pair, walk.zeros())
+    rows, keys = (pl.ds(n * size, size) for n, size in ((i, t.block_q), (j, t.block_k)))
+    tile.store(out.at[(*own, rows, keys)], sums.astype(out.dtype))
+
+
+def _entry_sums(given: Given, entries: int) -> jax.Array:
+    """[B, N, 1, entries], over all pairs of a head that read the same entry along the axes whose
+    index differs."""
+    # registers hold sums, dS, and which entry each pair reads
+    given = given._replace(tiles=given.tiles._replace(block_k=32))
+    p, t, x, *_ = given
+    groups, tiles = schedule.ceil_div(entries, ENTRIES), schedule.ceil_div(p.queries, t.block_q)
+    pairs = p.batch * p.heads * groups
+    # as many programs as keep the GPU busy
+    splits = min(tiles, schedule.ceil_div(4 * device.processors(), pairs))
+    out = jax.ShapeDtypeStruct((p.batch, p.heads, splits, groups * ENTRIES), jnp.float32)
+    blocks = block_info.by_query_tile(p, x.resolved_mask, x.mask, t.block_q, t.block_k)
+    sums = _launch(_entry_kernel, given, blocks, pairs * splits, out)
+    return jnp.sum(sums[..., :entries], 2, keepdims=True)
+
+
+def _entry_kernel(program, walk: Walk, out):
+    p, t = walk.problem, walk.tiles
+    splits = out.shape[2]
+    rest, split = divmod_(program, splits)
+    rest, head = divmod_(rest, p.heads)
+    group, batch = divmod_(rest, p.batch)
+    first = group * ENTRIES
+    shape = t.block_q, ENTRIES
+    number = per_column(iota(ENTRIES, tile.LAYOUTS.column), shape)
+
+    def add(sums, at, mod, gradient):
+        entry = mod.place(walk.read, at, mod.bound.mod.reads[walk.read].axes[1])
+        low = jnp.maximum(jnp.min(jnp.min(entry, axis=1), axis=0), first)
+        high = jnp.minimum(jnp.max(jnp.max(entry, axis=1), axis=0) + 1, first + ENTRIES)
+
+        def some(_, sums):
+            d = gradient()
+
+            def one(e, sums):
+                row = jnp.sum(jnp.where(entry == e, d, 0.0), axis=1)
+                return sums + jnp.where(number == e - first, per_row(row, shape), 0.0)
+
+            return schedule.loop(low, high, one, sums)
+
+        return schedule.loop(0, (low < high).astype(jnp.int32), some, sums)
+
+    def query_tile(n, sums):
+        work = WorkTile(batch, head, None, split + n * splits)
+        return walk.over(batch, head, work.tile, walk.key_blocks(work), add, sums)
+
+    tiles = schedule.ceil_div(p.queries, t.block_q)
+    count = divmod_(tiles - 1 - split, splits)[0] + 1
+    sums = schedule.loop(0, count, query_tile, tile.zeros(*shape))
+    tile.store(out.at[batch, head, split, pl.ds(first, ENTRIES)], jnp.sum(sums, axis=0))

@@ -1,0 +1,171 @@
+"""The primitives of the kernels by mma: values in registers, copies, products.
+
+A program is one warpgroup, whose four warps each own a quarter of the rows of a tile. It copies the
+next block while it computes with this one, by cp.async, or by TMA where the GPU has it
+(FlashAttention-2, arXiv:2307.08691).
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_flash.kernels.mosaic.registers import Layouts, iota, per_row
+from pallas_flash.pytrees import IntLike
+
+# of operands of 16 bits
+LHS, RHS, ACC = (
+    layout(jnp.bfloat16)
+    for layout in (plgpu.Layout.MMA_LHS, plgpu.Layout.MMA_RHS, plgpu.Layout.MMA_ACC)
+)
+LAYOUTS = Layouts(tile=ACC, row=ACC.reduce(1), column=ACC.reduce(0))
+
+
+# Values in registers
+
+
+def zeros(*shape: int):
+    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), LAYOUTS.tile)
+
+
+def rows(size: int, value: float):
+    """The same float32 for each row of a tile."""
+    return plgpu.layout_cast(jnp.full((size,), value, jnp.float32), LAYOUTS.row)
+
+
+def store(ref, x):
+    """To global memory; stmatrix is not there before Hopper."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, x, optimized=False)
+    else:  # jax 0.11
+        ref[...] = x
+
+
+def store_rows(ref, x, count: int):
+    """To global memory, the first rows; not by warps that have none of them."""
+
+    @plgpu.inline_mgpu(
+        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
+    )
+    def warp(_):  # a name that the interpreter in tests/ knows
+        return mgpu.FragmentedArray.splat(mgpu.utils.warp_idx(), (), is_signed=True)
+
+    pl.when(16 * warp() < count)(lambda: store(ref, x))
+
+
+# Copies
+
+
+def block(dtype, *shape: int, swizzle: int):
+    """Shared memory for matrices in the order in which copies and ldmatrix meet without bank
+    conflicts."""
+    row = swizzle // jnp.dtype(dtype).itemsize
+    return plgpu.SMEM(
+        shape, dtype, transforms=(plgpu.TilingTransform((8, row)), plgpu.SwizzleTransform(swizzle))
+    )
+
+
+def copy(source, smem, full=None):
+    """Begins to copy; `full`: the mbarrier of a copy by TMA, None with cp.async."""
+    if full is None:
+        plgpu.copy_gmem_to_smem(source, smem, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
+    else:
+        plgpu.copy_gmem_to_smem(source, smem, full)
+
+
+def wait(full=None, running: int = 0):
+    """Until all copies but the last, of which so many may be running, have landed, or those by TMA
+    that arrive at `full`, for all threads. All have read then what they read before, and copies may
+    be written there."""
+    if full is None:
+        plgpu.wait_gmem_to_smem(running)  # a barrier too
+    else:
+        plgpu.barrier_wait(full)
+        release(tma=True)
+
+
+def release(tma: bool):
+    """Until all threads have read what they read before, and copies may be written there."""
+    if tma:
+        plgpu.commit_smem()  # a barrier too
+    else:
+        plgpu.inline_mgpu()(lambda _: mgpu.warpgroup_barrier())()
+
+
+class Ring(NamedTuple):
+    """Slots of shared memory for blocks that come one after another."""
+
+    slots: tuple  # of each array [stages, rows, width]
+    full: Any  # an mbarrier a slot; None with cp.async
+    copies: int = 1  # that a block of an array takes
+
+    def _slot(self, t: IntLike):
+        stages = jnp.uint32(self.slots[0].shape[0])
+        return lax.rem(jnp.asarray(t, jnp.uint32), stages).astype(jnp.int32)
+
+    def at(self, t: IntLike) -> list:
+        """The slots of the t-th block."""
+        return [x.at[self._slot(t)] for x in self.slots]
+
+    def full_at(self, t: IntLike):
+        return None if self.full is None else self.full.at[self._slot(t)]
+
+    def wait(self, t: IntLike, behind: IntLike = 0) -> list:
+        """The t-th block, once it is there, with so many on their way behind it; then nobody reads
+        the blocks before it."""
+        self._wait(self.full_at(t), behind, self.slots[0].shape[0] - 2)
+        return self.at(t)
+
+    def wait_before(self, full, behind: IntLike):
+        """Until a copy to elsewhere has landed, with so many blocks on their way behind it."""
+        self._wait(full, behind, self.slots[0].shape[0] - 1)
+
+    def _wait(self, full, behind: IntLike, most: int):
+        """`most` as `behind` is while no block is the last."""
+        wait(full, most * len(self.slots) * self.copies)
+        if full is None and most:  # cp.async waits for a number that is known
+            pl.when(behind < most)(lambda: self._wait(full, behind, most - 1))
+
+
+# Products
+
+
+def load(smem):
+    """A left operand."""
+    return plgpu.load(smem, layout=LHS)
+
+
+def dot(acc, a, b):
+    """acc + a b, of a left operand and shared memory."""
+    return plgpu.mma(acc, a, plgpu.load(b, layout=RHS))
+
+
+def dot_of_rows(acc, a, b, first, last):
+    """acc + a b of those rows of b in [first, last); in the others there may be NaN."""
+    # an iota of two axes would be wrong: a register has two rows, and Mosaic counts two columns
+    row = iota(b.shape[0], RHS.reduce(1))
+    inside = plgpu.layout_cast(per_row((row >= first) & (row < last), b.shape), RHS)
+    b = plgpu.load(b, layout=RHS)
+    return plgpu.mma(acc, a, jnp.where(inside, b, jnp.zeros_like(b)))
+
+
+def dot_t(a, b):
+    """a b^T, of the same."""
+    return dot(zeros(a.shape[0], b.shape[0]), a, b.transpose((1, 0)))
+
+
+def as_left(x):
+    """A sum, rounded to 16 bits, as a left operand: the same registers by another name."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(ACC,), return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=LHS)
+    )
+    def relabel(_, x):  # a name that the interpreter in tests/ knows
+        left = mgpu.MMALayouts(x.mlir_dtype).lhs
+        registers = x.registers.reshape(left.registers_shape(x.shape))
+        return mgpu.FragmentedArray(_registers=registers, _layout=left, _is_signed=None)
+
+    return relabel(x)

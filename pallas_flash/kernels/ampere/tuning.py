@@ -1,0 +1,168 @@
+"""How the kernels by mma tile a problem. Data only."""
+
+from typing import NamedTuple
+
+from pallas_flash import decode
+from pallas_flash.arguments import Problem
+from pallas_flash.kernels import device
+from pallas_flash.kernels.mosaic.tiling import Tiling
+
+ROWS = 64  # of the four warps of a program: 16 each, the rows of one mma
+# bytes of a row, of 16 bits a column, that are one column of tiles in shared memory
+SWIZZLES = 128, 64, 32
+# KB of shared memory that a program can have, by compute capability
+SHARED, SHARED_LEAST = {8.0: 163, 8.7: 163, 9.0: 227, 10.0: 227, 10.3: 227}, 99
+
+
+class Tiles(NamedTuple):
+    """Of a kernel: `block_q` queries by `block_k` keys, of which a program owns the ones, and walks
+    over blocks of the others in `stages` slots of shared memory."""
+
+    width: int  # of queries and keys in shared memory
+    value_width: int  # of values and the output
+    block_q: int
+    block_k: int
+    owns_keys: bool = False
+    stages: int = 2
+    swizzle: int = SWIZZLES[0]
+    tma: bool = False  # blocks are copied by TMA, not by cp.async
+
+    @property
+    def tiling(self) -> Tiling:
+        columns = self.block_q if self.owns_keys else self.block_k
+        return Tiling(self.block_q, self.block_k, columns, transposed=self.owns_keys)
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a key and its value, or of a query and its do."""
+        return 2 * (self.width + self.value_width)
+
+    def __str__(self):
+        copies = "TMA" if self.tma else "cp.async"
+        size = f"{self.block_q} x {self.block_k}, {self.stages} stages by {copies}"
+        return f"{size}, widths {self.width}/{self.value_width}"
+
+
+class DecodeTiles(NamedTuple):
+    """Of split-KV decoding: 64 rows by `block_k` keys, with a program for each of `num_splits` of
+    the keys."""
+
+    width: int
+    value_width: int
+    num_splits: int
+    stages: int
+    block_k: int
+    copies: int = 1  # that a block of keys takes
+    swizzle: int = SWIZZLES[0]
+    tma: bool = False
+
+    def __str__(self):
+        size = f"{ROWS} x {self.block_k}, {self.num_splits} splits, {self.stages} stages"
+        return f"{size}, widths {self.width}/{self.value_width}"
+
+
+class AllTiles(NamedTuple):
+    forward: Tiles
+    dq: Tiles
+    dkv: Tiles
+    decode: DecodeTiles | None = None
+
+    def __str__(self):
+        forward = f"forward {self.forward}" if self.decode is None else f"decoding {self.decode}"
+        return f"{forward}; dq {self.dq}; dk, dv {self.dkv}"
+
+
+# By registers, spills, shared memory and instructions of the code compiled for an A100, an RTX 4090
+# and an RTX 5090. Not yet timed.
+_FORWARD = (
+    Tiles(width=64, value_width=64, block_q=128, block_k=64),
+    Tiles(width=64, value_width=64, block_q=64, block_k=64),
+    Tiles(width=128, value_width=128, block_q=64, block_k=64),
+)
+_DQ = (
+    Tiles(width=64, value_width=64, block_q=64, block_k=64),
+    Tiles(width=128, value_width=128, block_q=64, block_k=32),
+)
+_DKV = (
+    Tiles(width=64, value_width=64, block_q=64, block_k=64, owns_keys=True),
+    Tiles(width=64, value_width=64, block_q=32, block_k=64, owns_keys=True),
+    Tiles(width=128, value_width=128, block_q=32, block_k=64, owns_keys=True),
+)
+# of dS, whose sums are one tile: for Hopper's kernels too, which know wider heads
+_SCORES = (
+    Tiles(width=64, value_width=64, block_q=64, block_k=64),
+    Tiles(width=256, value_width=256, block_q=64, block_k=32),
+)
+
+
+def tiles(problem: Problem) -> AllTiles:
+    """The first row of each table that holds the problem's heads, as narrow as they are; but for
+    the very first where segment ids, or the words of dropout, would spill beside it."""
+    p = problem
+    has_ids = p.resolved_mask.query_ids is not None
+    return AllTiles(
+        _row(_FORWARD[1 if has_ids or p.dropped else 0 :], p),
+        _row(_DQ, p),
+        _row(_DKV[1 if has_ids else 0 :], p),
+        _decoding(p),
+    )
+
+
+def _decoding(p: Problem) -> DecodeTiles | None:
+    """A score_mod's rows are of one head each in the ordinary forward."""
+    return decode_tiles(p) if decode.takes(p) and p.score is None else None
+
+
+def decode_tiles(problem: Problem, page: int = ROWS) -> DecodeTiles:
+    """As many stages as shared memory holds beside q, of blocks so large that there are three."""
+    p = problem
+    width, value_width = padded_size(p.head_size), padded_size(p.value_size)
+    left = _shared_memory() - 2 * ROWS * width
+    stages = lambda block_k: min(left // (block_k * 2 * (width + value_width)), 6)
+    block_k = next(n for n in (ROWS, 32) if stages(n) >= 3)
+    return DecodeTiles(
+        width,
+        value_width,
+        decode.num_splits(p, block_k, device.processors()),
+        stages(block_k),
+        block_k,
+        max(block_k // page, 1),
+        _swizzle(width, value_width, page),
+        device.has_tma(),
+    )
+
+
+def page_columns(page: int) -> int:
+    """Of how many columns, or a multiple, heads must be whose pages of so many keys are copied one
+    by one: a copy by the four warps is of four tiles of 8 rows, side by side or not."""
+    return SWIZZLES[-1] // 2 * max(32 // page, 1)
+
+
+def _shared_memory() -> int:
+    """Bytes for a program's matrices."""
+    return (SHARED.get(device.compute_capability(), SHARED_LEAST) - 1) << 10
+
+
+def score_tiles(problem: Problem) -> Tiles:
+    """Those of kernels/ampere/score_gradients.py."""
+    return _row(_SCORES, problem)
+
+
+def _row(table, problem: Problem) -> Tiles:
+    p = problem
+    row = next(row for row in table if max(p.head_size, p.value_size) <= row.width)
+    width, value_width = padded_size(p.head_size), padded_size(p.value_size)
+    swizzle = _swizzle(width, value_width)
+    return row._replace(width=width, value_width=value_width, swizzle=swizzle, tma=device.has_tma())
+
+
+def _swizzle(width: int, value_width: int, page: int = ROWS) -> int:
+    """The widest of which these, in tiles for copies of so many rows, are multiples."""
+    tiles = max(32 // page, 1)
+    fits = lambda n, swizzle: n % (swizzle // 2 * tiles) == 0
+    return next(x for x in SWIZZLES if fits(width, x) and fits(value_width, x))
+
+
+def padded_size(size: int) -> int:
+    """How many columns heads of `size` have: whole steps of an mma."""
+    return -(-size // 16) * 16

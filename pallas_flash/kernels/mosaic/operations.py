@@ -1,0 +1,41 @@
+"""Which mask_mods and score_mods Mosaic GPU can compute in registers."""
+
+import re
+
+from pallas_flash.arguments import Problem
+from pallas_flash.mods.bound import BoundMod
+
+# What Mosaic GPU knows, as exactly as float32 asks for, of what a mod may be made of, or
+# kernels/mosaic/mods.py in its place.
+_OPERATIONS = """
+abs add add_any and broadcast_in_dim clamp convert_element_type copy div eq exp
+exp2 ge gt integer_pow le log log2 logistic lt max min mul ne neg not one_minus_square or rem
+reshape rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sqrt square
+squeeze sub tanh xor
+""".split()
+
+
+def why_not(problem: Problem) -> str | None:
+    """Why it cannot compute a problem's mods, or None."""
+    return _why_no_mod(problem.resolved_mask.mask_mod) or _why_no_mod(problem.score)
+
+
+def _why_no_mod(bound: BoundMod | None) -> str | None:
+    if bound is None:
+        return None
+    try:
+        operations = bound.primitives
+    except TypeError as error:  # of a mask, which elsewhere may read what it likes
+        return f"{bound.mod}: {str(error).removesuffix('.')}"
+    if bound.why_not_flat:
+        return bound.why_not_flat
+    if narrow := re.search(r"\b[iuf]8\w*(?=\[)", bound.mod.text):
+        return (
+            f"{bound.mod} computes with numbers of 8 bits ({narrow[0]}), for which Mosaic GPU "
+            "lacks operations: int32 will do"
+        )
+    if lacking := sorted(operations - set(_OPERATIONS)):
+        return (
+            f"{bound.mod} needs {', '.join(lacking)}, which Mosaic GPU does not know for registers"
+        )
+    return None

@@ -1,0 +1,177 @@
+"""The Mosaic kernels by mma, for GPUs from Ampere on, against the oracle in jax's GPU interpreter:
+by cp.async, and by TMA as GPUs from Hopper on copy."""
+
+import contextlib
+
+import gpu_interpreter
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import MASKS, Sizes, qkv
+from check import check, close, cotangents, run
+from selection import whole_but
+
+from pallas_flash import explain, masks, scores
+from pallas_flash.accounting import GPUS
+from pallas_flash.kernels import ampere
+from scripts.gpu_code import as_if_on
+
+pytestmark = pytest.mark.skipif(
+    gpu_interpreter.MISSING is not None, reason=str(gpu_interpreter.MISSING)
+)
+
+
+def sizes(T, S, H, Hv=None, B=1, N=2, K=1):
+    return Sizes(B=B, T=T, S=S, N=N, K=K, H=H, Hv=Hv or H)
+
+
+# Several tiles of queries and of keys, which hang over both ends unless they are whole. A tile is
+# of 64 and 128 queries at 64, and of 32 and 64 of either at 128.
+SMALL, LARGE = sizes(203, 180, 64, B=2), sizes(131, 200, 128, B=2)
+CASES = {
+    "whole tiles": (sizes(256, 128, 64), {}),
+    "full": (LARGE, {}),
+    "bottom right": (sizes(67, 330, 128, N=4, K=2), dict(is_causal=True, query_offset=263)),
+    "window": (SMALL, dict(local_window_size=(40, 4), query_offset=np.array([30, -9], np.int32))),
+    "documents": (SMALL, lambda rng: MASKS["documents_causal"](rng, SMALL)),
+    "scattered documents": (LARGE, lambda rng: MASKS["documents_scattered"](rng, LARGE)),
+    "prefix": (SMALL, lambda rng: MASKS["prefix_window_lengths"](rng, SMALL)),
+    "varlen": (LARGE, lambda rng: MASKS["varlen_window_causal"](rng, LARGE)),
+    "everything": (SMALL, lambda rng: MASKS["everything"](rng, SMALL)),
+    "soft cap, sinks": (
+        SMALL,
+        dict(is_causal=True, logits_soft_cap=2.0, sinks=np.array([0.5, -np.inf], np.float32)),
+    ),
+    "heads of 11 and 72": (sizes(37, 53, 11, Hv=72), {}),
+    "heads of 96": (sizes(67, 131, 96), dict(is_causal=True)),
+    "heads of 32 and 128": (sizes(67, 131, 32, Hv=128), dict(is_causal=True)),
+    "one query, one key": (sizes(1, 1, 64, N=1), {}),
+}
+COPIES = pytest.mark.parametrize("tma", [False, True], ids=["cp.async", "TMA"])
+
+
+@pytest.mark.gpu
+@COPIES
+@pytest.mark.parametrize(
+    "name", whole_but(CASES, "full", "everything", "soft cap, sinks", "heads of 11 and 72")
+)
+def test_output_lse_and_gradients_are_the_oracles(name, tma, rng):
+    z, kw = CASES[name]
+    kw = kw(rng) if callable(kw) else kw
+    dtype = jnp.float16 if "cap" in name else jnp.bfloat16
+    with gpu_interpreter.ampere_kernels(tma=tma):
+        check(rng, *qkv(rng, z, dtype), "ampere", return_max_logits=True, **kw)
+
+
+# (q_idx - kv_idx) % 3 by head; what reads arrays, by query, by key and by both
+BY_HEAD = np.array([3, 4], np.int32)
+SLOPES = np.array([0.5, 0.25], np.float32)
+MORE = {
+    "a rule": lambda rng: dict(
+        mask=masks.MaskMod(lambda b, h, q, k: (q - k) % jnp.asarray(BY_HEAD)[h] != 1),
+        is_causal=True,
+    ),
+    "a mask": lambda rng: dict(mask=rng.random((1, 2, LARGE.T, LARGE.S)) < 0.6),
+    "alibi": lambda rng: dict(score_mod=scores.Alibi(SLOPES), is_causal=True),
+    "a bias": lambda rng: dict(
+        bias=rng.normal(size=(1, 2, LARGE.T, LARGE.S)).astype(np.float32), logits_soft_cap=5.0
+    ),
+    "dropout": lambda rng: dict(dropout_rate=0.25, dropout_rng=jax.random.key(3)),
+}
+
+
+@pytest.mark.gpu
+@COPIES
+@pytest.mark.parametrize("name", whole_but(MORE, "a rule", "dropout"))
+def test_what_else_changes_scores_gives_what_it_gives_elsewhere(name, tma, rng):
+    q, k, v = qkv(rng, LARGE, jnp.bfloat16)
+    do, dlse = cotangents(rng, q, v)
+    kw = MORE[name](rng)
+    with gpu_interpreter.ampere_kernels(tma=tma):
+        found = run(q, k, v, do, dlse, "ampere", **kw)
+    expected = run(q, k, v, do, dlse, "reference", **kw)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        close(x, y, 3e-2, name)
+
+
+@pytest.mark.gpu
+@COPIES
+@pytest.mark.parametrize("head", whole_but([64, 128], 128))
+def test_there_is_no_race(head, tma, rng):
+    q, k, v = qkv(rng, sizes(200, 260, head, N=2), jnp.bfloat16)
+    with gpu_interpreter.ampere_kernels(detect_races=True, tma=tma) as races:
+        check(rng, q, k, v, "ampere", is_causal=True, query_offset=60)
+    assert not races.found
+
+
+@COPIES
+def test_without_a_wait_there_is_a_race(tma, rng, monkeypatch):
+    from pallas_flash.kernels.ampere import tile  # an older jax lacks its layouts
+
+    monkeypatch.setattr(tile.Ring, "wait", lambda ring, t: ring.at(t))
+    monkeypatch.setattr(gpu_interpreter, "DEADLOCK_SECONDS", 5.0)
+    q, k, v = qkv(rng, sizes(128, 256, 64, N=1), jnp.bfloat16)
+    # the interpreter may also give up, where nobody has seen that a block was there
+    with (
+        contextlib.suppress(jax.errors.JaxRuntimeError),
+        gpu_interpreter.ampere_kernels(detect_races=True, tma=tma) as races,
+    ):
+        run(q, k, v, *cotangents(rng, q, v), "ampere")
+    assert races.found
+
+
+@pytest.mark.gpu
+def test_garbage_in_padding_changes_nothing_and_the_same_call_gives_the_same_bits(rng):
+    lengths = dict(
+        query_seq_lengths=np.array([40, 150], np.int32),
+        key_value_seq_lengths=np.array([300, 50], np.int32),
+    )
+    # the second tile of queries, and of keys, may hold nothing
+    q, k, v = qkv(rng, sizes(150, 300, 64, B=2), jnp.bfloat16)
+    do, dlse = cotangents(rng, q, v)
+    call = lambda: run(q, k, v, do, dlse, "ampere", is_causal=True, **lengths)
+    with gpu_interpreter.ampere_kernels():
+        clean = call()
+        q[0, 40:], k[1, 50:], v[1, 50:], do[0, 40:] = np.nan, np.inf, -np.inf, np.nan
+        dirty = call()
+    for x, y in zip(jax.tree.leaves(clean), jax.tree.leaves(dirty), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+HALF = jax.ShapeDtypeStruct((2, 300, 4, 64), "bfloat16")
+
+
+@pytest.mark.parametrize("gpu", ["A100-80GB", "RTX-4090", "RTX-5090", "H200"])
+def test_each_gpu_is_given_its_copies(gpu):
+    if ampere._why_not_here() and "jax" in ampere._why_not_here():
+        pytest.skip(ampere._why_not_here())
+    with as_if_on(GPUS[gpu]):
+        choice = explain(HALF, HALF, HALF)
+        named = explain(HALF, HALF, HALF, implementation="ampere")
+    assert choice.implementation == ("hopper" if gpu == "H200" else "ampere")
+    assert named.tiles.forward.tma == (gpu in ("RTX-5090", "H200"))
+    assert named.copies is None
+
+
+REFUSED = {
+    "float32": (dict(dtype="float32"), "bfloat16 and float16; got float32"),
+    "wide heads": (dict(H=192), "above 128 do not fit into registers"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_it_refuses_it_refuses_by_a_sentence(name, monkeypatch):
+    more, reason = REFUSED[name]
+    monkeypatch.setattr(ampere, "_why_not_here", lambda: None)
+    x = jax.ShapeDtypeStruct((1, 128, 2, more.get("H", 64)), more.get("dtype", "bfloat16"))
+    with pytest.raises(NotImplementedError, match=reason):
+        explain(x, x, x, implementation="ampere")
+
+
+def test_heads_that_no_mma_divides_are_padded_and_explain_says_so(monkeypatch):
+    monkeypatch.setattr(ampere, "_why_not_here", lambda: None)
+    x = jax.ShapeDtypeStruct((1, 128, 2, 72), "bfloat16")
+    assert explain(x, x, x, implementation="ampere").copies == (
+        "XLA pads arrays in each call, H from 72 to 80, Hv from 72 to 80"
+    )
