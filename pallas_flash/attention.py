@@ -9,7 +9,7 @@ from typing import Any, Literal, Unpack, overload
 import jax
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_flash import arguments, dispatch
+from pallas_flash import arguments, checks, dispatch
 from pallas_flash.call import Call
 from pallas_flash.checks import AnyArray
 from pallas_flash.context_parallel import Context
@@ -229,7 +229,9 @@ def flash_attention(
       ValueError: an invalid shape or value.
       NotImplementedError: the named implementation cannot run this call.
     """
-    return _outputs(dispatch.attend, Call(**locals()))
+    call = dict(locals())
+    return_residual = call.pop("return_residual")
+    return _outputs(dispatch.attend, Call(**call), return_residual)
 
 
 in_lines(flash_attention)
@@ -287,22 +289,26 @@ def flash_attention_jvp(primals: Sequence[AnyArray], tangents: Sequence[AnyArray
     """
 
     def attend(*primals):
-        return _outputs(dispatch.attend_in_forward_mode, make_call(*primals, **options))
+        return _outputs(dispatch.attend_in_forward_mode, *make_call(*primals, **options))
 
     return jax.jvp(attend, tuple(primals), tuple(tangents))
 
 
-def make_call(*args, **kwargs) -> Call:
-    """A call of flash_attention."""
-    return Call(**inspect.signature(flash_attention).bind(*args, **kwargs).arguments)
+def make_call(*args, **kwargs) -> tuple[Call, Any]:
+    """A call of flash_attention, and its return_residual."""
+    call = dict(inspect.signature(flash_attention).bind(*args, **kwargs).arguments)
+    return_residual = call.pop("return_residual", False)
+    return Call(**call), return_residual
 
 
 def normalised(*args, **kwargs) -> tuple[arguments.Problem, arguments.Operands]:
     """The problem and the operands of a call of flash_attention, as if all of it were on one
     device."""
-    return arguments.normalise(make_call(*args, **kwargs))
+    call, _ = make_call(*args, **kwargs)
+    return arguments.normalise(call)
 
 
-def _outputs(attend, call: Call):
+def _outputs(attend, call: Call, return_residual):
+    return_residual = checks.flag("return_residual", return_residual)
     with device.at(call.arguments().values()):
-        return dispatch.results(*dispatch.on_devices(attend, call))
+        return dispatch.results(return_residual, *dispatch.on_devices(attend, call))

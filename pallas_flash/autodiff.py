@@ -24,6 +24,7 @@ def _second_of(choice: Choice) -> Callable:
     }[choice.backend.second_derivatives]
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(problem: Problem, choice: Choice, operands: Operands):
     o, stats = choice.backend.forward(problem, choice.tiles, operands)
     return o, *lse_and_largest(choice.backend.log_base(problem), problem, operands, stats)
@@ -111,22 +112,16 @@ def _sinks_gradient(log_base: LogBase, sinks, lse, delta):
     return -jnp.sum(p * delta, axis=(0, 2)).astype(sinks.dtype)
 
 
-_attend_in_reverse = jax.custom_vjp(_attend, nondiff_argnums=(0, 1))
-_attend_in_reverse.defvjp(_forward, _backward)
+_attend.defvjp(_forward, _backward)
+_attend_jit = jax.jit(_attend, static_argnums=(0, 1))
+_forward_jit = jax.jit(lambda forward, *args: forward(*args), static_argnums=(0, 1, 2))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _attend_jit(attend: Callable, with_lse: bool, problem, choice, operands):
-    o, lse, largest = attend(problem, choice, operands)
-    return o, lse if with_lse else None, largest
-
-
-def attend(problem: Problem, choice: Choice, operands: Operands, with_lse: bool = True):
+def attend(problem: Problem, choice: Choice, operands: Operands):
     """o [B, T, N, Hv] in the query's dtype, lse [B, N, T] in float32, which both may be
-    differentiated, and the largest logits [B, N, T]; None for what is not requested, so
-    that jax_debug_infs finds no -inf, the lse of a row that sees no key, which nobody reads."""
+    differentiated, and the largest logits [B, N, T], None if they are not asked for."""
     operands = _floats_through(derivative_modes.first_in_reverse_alone, operands)
-    return _attend_jit(_attend_in_reverse, with_lse, problem, choice, vary_alike(operands))
+    return _attend_jit(problem, choice, vary_alike(operands))
 
 
 def _floats_through(identity: Callable, x: Operands) -> Operands:
@@ -134,9 +129,8 @@ def _floats_through(identity: Callable, x: Operands) -> Operands:
     return x.with_differentiable(identity(x.differentiable))
 
 
-def attend_in_forward_mode(
-    problem: Problem, choice: Choice, operands: Operands, with_lse: bool = True
-):
+def attend_in_forward_mode(problem: Problem, choice: Choice, operands: Operands):
     """The same for jax.jvp, in the memory of the forward: the running sums have tangents, which are
     sums of their own."""
-    return _attend_jit(_attend, with_lse, problem, choice, vary_alike(operands))
+    o, stats = _forward_jit(choice.backend.forward, problem, choice.tiles, vary_alike(operands))
+    return o, *lse_and_largest(choice.backend.log_base(problem), problem, operands, stats)

@@ -216,7 +216,6 @@ REFERENCE = Backend(
     has_forward_mode=True,
     second_derivatives="all",
     is_dense=True,
-    takes_row_scale=True,
 )
 BACKENDS = (
     Backend(

@@ -56,8 +56,8 @@ def _register(cls):
 @_register
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """The arguments of `flash_attention`, in its order; then what a sharded call computed from some
-    of them."""
+    """The arguments of `flash_attention` but return_residual, in its order; then what a sharded
+    call computed from some of them."""
 
     query: Annotated[Any, Data("BTNH")] = None
     key: Annotated[Any, Data("BSKH")] = None
@@ -71,7 +71,6 @@ class Call:
     key_value_seq_lengths: Annotated[Any, Data("B", canonicalize=_ints)] = None
     local_window_size: Annotated[Any, Static(_window)] = None  # a masks.Window
     implementation: Annotated[str | None, Static()] = None
-    return_residual: Annotated[bool, Static(checks.flag)] = False
     return_max_logits: Annotated[bool, Static(checks.flag)] = False
     query_offset: Annotated[Any, Data("B", canonicalize=_ints)] = 0
     query_segment_ids: Annotated[Any, Data("BT")] = None

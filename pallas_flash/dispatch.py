@@ -36,10 +36,9 @@ def on_devices(attend, call: Call):
     return outputs
 
 
-def results(o, *row_outputs):
-    """What a call returns: the output, or a tuple of it and the residuals that are requested; the
-    others are None."""
-    more = [x for x in row_outputs if x is not None]
+def results(return_residual: bool, o, lse, max_logits):
+    """What a call returns: the output, or a tuple of it and the residuals that are requested."""
+    more = (*([lse] if return_residual else []), *([] if max_logits is None else [max_logits]))
     return (o, *more) if more else o
 
 
@@ -50,15 +49,15 @@ def attend(call: Call):
         choice = _over_explicit_axes(_choose(problem, implementation), operands)
         choice = choice.wrap(ulysses.UlyssesPass, context.names)
         operands = ulysses.localize_rows(context.names, problem, operands, call.sinks)
-        return _outputs(call, problem, choice, operands)
+        return _shaped(call, problem, *autodiff.attend(problem, choice, operands))
     if context is not None:
         loop, pair, problem, operands = context_parallel.plan_ring(context, call)
         choice = ring.wrap(_choose(pair, implementation), loop)
-        return _outputs(call, problem, choice, operands)
+        return _shaped(call, problem, *autodiff.attend(problem, choice, operands))
     problem, operands = arguments.normalise(call)
     choice = _over_explicit_axes(_choose(problem, implementation), operands)
     choice = _over_auto_axes(choice, operands)
-    return _outputs(call, problem, choice, operands)
+    return _shaped(call, problem, *autodiff.attend(problem, choice, operands))
 
 
 def _choose(problem, implementation) -> backends.Choice:
@@ -102,13 +101,11 @@ def attend_in_forward_mode(call: Call):
         )
     problem, operands = arguments.normalise(call)
     choice = selection.in_forward_mode(problem, call.implementation)
-    return _outputs(call, problem, choice, operands, autodiff.attend_in_forward_mode)
+    return _shaped(call, problem, *autodiff.attend_in_forward_mode(problem, choice, operands))
 
 
-def _outputs(call: Call, problem, choice, operands, attend=autodiff.attend):
-    """o [*B, T, N, Hv], and lse and the largest logits [*B, T, N], None where not requested."""
+def _shaped(call: Call, problem, o, *row_outputs):
     rows = np.shape(call.query)[:-1]
-    o, *row_outputs = attend(problem, choice, operands, call.return_residual)
     return o.reshape(*rows, problem.value_size), *jax.tree.map(
         lambda x: jnp.swapaxes(x, 1, 2).reshape(rows), row_outputs
     )

@@ -37,7 +37,7 @@ class Explanation:
 def explain(*args: Any, **kwargs: Any) -> Explanation:
     """What `flash_attention` would run for these arguments, arrays or `jax.ShapeDtypeStruct`s, and
     why. Computes nothing."""
-    call = attention.make_call(*args, **kwargs)
+    call, _ = attention.make_call(*args, **kwargs)
     with device.at(call.arguments().values()):
         problem, context = checks.from_shapes(_problem_of, call)
         choice = selection.choose(problem, call.implementation, check=False)

@@ -13,20 +13,26 @@ from pallas_flash import dropout
 from pallas_flash.arguments import Gradients, Operands, Problem
 from pallas_flash.checks import sums
 from pallas_flash.masks import block_types
-from pallas_flash.online_softmax import LOWEST, LogBase, RowScale, SoftmaxState
+from pallas_flash.online_softmax import SoftmaxState
 
 
 def attend(problem: Problem, x: Operands):
     """o [B, T, N, Hv] in the query's dtype, and the SoftmaxState of its rows."""
-    p, row = problem, jnp.arange(problem.queries, dtype=jnp.int32)
+    o, lse, top = _attend(problem, x)
+    return o, SoftmaxState(lse, None, top)
+
+
+def _attend(p: Problem, x: Operands):
+    """o, the log-sum-exp lse [B, N, T], and the largest logit, None if it is not requested."""
+    row = jnp.arange(p.queries, dtype=jnp.int32)
     visible = _visible(p, x, row)
     v = _keys_of_heads(p, visible, x.value)
     weights, m, l, top = _softmax(p, x, visible, row)
     empty = m == -jnp.inf
     o = jnp.einsum("bnts,bsnh->btnh", _dropped(p, x, weights), v, precision="highest")
     o = jnp.where(jnp.swapaxes(empty, 1, 2), 0.0, o)
-    stats = jnp.where(empty, LOWEST, m), jnp.where(empty, 0.0, l)
-    return o.astype(x.query.dtype), SoftmaxState(*(n[..., 0] for n in stats), top)
+    lse = jnp.where(empty, -jnp.inf, m + jnp.log(l))[..., 0]
+    return o.astype(x.query.dtype), lse, top
 
 
 def weights(p: Problem, x: Operands, row):
@@ -94,25 +100,32 @@ def _dropped(p: Problem, x: Operands, weights):
     return jnp.where(dropout.mask(p.dropped, x.seeds, p.queries, p.keys), weights / p.kept, 0)
 
 
-def backward(problem: Problem, x: Operands, rows: RowScale, do, delta) -> Gradients:
+def backward(problem: Problem, x: Operands, lse, do, delta) -> Gradients:
     """JAX's own derivative of `attend`; the cotangents of o and lse are what autodiff made do and
     delta of."""
     do = do if problem.kept == 1 else do * jnp.asarray(problem.kept, do.dtype)
 
     def outputs(differentiable):
-        o, stats = attend(problem, x.with_differentiable(differentiable))
-        return (o, stats.lse(LogBase.E)), stats
+        o, lse, _ = _attend(problem, x.with_differentiable(differentiable))
+        return o, lse
 
-    (o, _), vjp, here = jax.vjp(outputs, x.differentiable, has_aux=True)
-    # the share of these keys in the softmax of all keys, of which a ring has others elsewhere
-    share = lax.stop_gradient(here.l * jnp.exp(here.m - rows.m) * rows.inverse_sum)
+    (o, lse_here), vjp = jax.vjp(outputs, x.differentiable)
+    share = lax.stop_gradient(_share(lse_here, lse))
     dlse = (
         jnp.einsum(
             "btnh,btnh->bnt", o.astype(delta.dtype), do.astype(delta.dtype), precision="highest"
         )
         - delta
     )
-    dlse = jnp.where(share == 0, 0.0, dlse * share)
+    dlse = jnp.where((lse == jnp.inf) | (share == 0), 0.0, dlse * share)
     do = (do.astype(delta.dtype) * jnp.swapaxes(share, 1, 2)[..., None]).astype(do.dtype)
     (gradients,) = vjp((do, dlse))
     return gradients._replace(sinks=None)
+
+
+def _share(lse_here, lse):
+    """The share of these keys in the softmax of all keys, whose log-sum-exp is lse: 1 where they
+    are all, but for rounding."""
+    gap = lse_here - lse
+    whole = (lse == jnp.inf) | (jnp.abs(gap) <= 4 * jnp.finfo(lse.dtype).eps * jnp.abs(lse))
+    return jnp.where(whole, 1.0, jnp.exp(gap))

@@ -45,7 +45,7 @@ def attention_weights(
       The errors of flash_attention; TypeError or ValueError: rows are not such numbers;
       NotImplementedError: a context, or queries or keys that are spread over several devices.
     """
-    call = attention.make_call(query, key, key, bias, mask, **options)
+    call, _ = attention.make_call(query, key, key, bias, mask, **options)
     call = call.replace(dropout_rate=0.0, dropout_rng=None, return_max_logits=False)
     rows = _rows(rows, jnp.shape(call.query))
     weights, *_ = dispatch.on_devices(_attend, WeightsCall(**call.arguments(), rows=rows))

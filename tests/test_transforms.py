@@ -341,24 +341,6 @@ def test_nan_checks_and_leak_checks_pass(implementation, rng):
     equal(o, expected)
 
 
-@pytest.mark.whole("triton")
-def test_a_row_that_sees_no_key_passes_infinity_checks_outside_of_jit(implementation, rng):
-    x = qkv(rng, Z)
-    f = attend(implementation, is_causal=True, query_offset=-3)
-    g = jax.grad(lambda *x: jnp.sum(jnp.sin(f(*x))), argnums=(0, 1, 2))
-    expected = f(*x), g(*x)
-    with jax.debug_infs(True):
-        equal((f(*x), g(*x)), expected)
-        with pytest.raises(FloatingPointError, match="inf"):  # it is in what the call returns
-            f(*x, return_residual=True)
-    if implementation != "triton":
-        along = lambda: flash_attention_jvp(
-            x, x, implementation=implementation, is_causal=True, query_offset=-3
-        )
-        with jax.debug_infs(True):
-            along()
-
-
 def test_a_mask_or_score_keeps_its_structure_whatever_stands_in_its_leaves_places():
     """Equinox' filters and optax.masked put bools there, and Equinox takes None for a leaf."""
     table, ids = jnp.ones(4), np.zeros((1, 4), np.int32)

@@ -31,8 +31,8 @@ from pallas_flash.selfcheck import comparison, verdicts
 
 
 def attend(call: PagedCall):
-    """o [B, T, N, Hv], lse [B, T, N] and the largest logits, or None in their place, of a call of
-    paged_attention; with cu_seqlens_q [tokens, N, Hv] and [tokens, N]."""
+    """o [B, T, N, Hv], lse [B, T, N] and the largest logits, or None, of a call of paged_attention;
+    with cu_seqlens_q [tokens, N, Hv] and [tokens, N]."""
     arrays = {
         name: x
         for name, x in call.arguments().items()
@@ -91,8 +91,7 @@ def _attend_batch(call: PagedCall, is_ragged: bool):
     kernels = functools.partial(read, backend)
     is_requested = selection.requested(implementation) is not None
     o, stats = lowering.by_platform(backend, is_requested, kernels, other, operands, table, *scales)
-    lse, largest = autodiff.lse_and_largest(log_base, problem, operands, stats)
-    rows = lse if call.return_residual else None, largest
+    rows = autodiff.lse_and_largest(log_base, problem, operands, stats)
     return o, *jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2), rows)
 
 

@@ -224,17 +224,17 @@ def paged_attention(
         sinks=sinks,
         score_mod=score_mod,
         implementation=implementation,
-        return_residual=return_residual,
         return_max_logits=return_max_logits,
         **rows,
         **scales,
     )
+    return_residual = checks.flag("return_residual", return_residual)
     mesh = sharding.find_mesh(call)
     if mesh is not None and score_mod is not None:
         call = call.replace(score_mod=score_mod.with_indices(lengths.shape, query.shape[-2]))
     with device.at(call.arguments().values()):
         found = attend(call) if mesh is None else sharding.map_paged_call(attend, call, mesh)
-    return dispatch.results(*found)
+    return dispatch.results(return_residual, *found)
 
 
 def _by_row(name: str, x, shape: tuple[int, ...]):

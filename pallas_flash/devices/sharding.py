@@ -39,9 +39,8 @@ def find_explicit(meshes: list[AbstractMesh]) -> AbstractMesh | None:
 
 
 def map_call(attend: Callable, call: Call, mesh: AbstractMesh):
-    """attend(call), (o, lse or None, largest logits or None), of a call in canonical form, by
-    jax.shard_map over the axes of the mesh that the batch, the heads, and with a context the rows
-    lie on."""
+    """attend(call), (o, lse, largest logits or None), of a call in canonical form, by jax.shard_map
+    over the axes of the mesh that the batch, the heads, and with a context the rows lie on."""
     arrays, context, lead = collect_arrays(call), call.context, call.query.ndim - 3
     # a shard_map goes over them
     is_outside = context is None or set(context.names) <= _axes_of_type(mesh, AxisType.Manual)
