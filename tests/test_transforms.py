@@ -11,7 +11,7 @@ import pytest
 from cases import BROADCASTS, Sizes, bias, dense_mask, qkv
 from check import strict_64_bits, value_and_gradients
 
-from pallas_flash import flash_attention, flash_attention_jvp, masks, scores
+from pallas_flash import flash_attention, masks, scores
 
 pytestmark = pytest.mark.usefixtures("small_tiles")
 Z = Sizes(T=19, S=23, N=2, K=1, H=8, Hv=8)
