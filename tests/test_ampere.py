@@ -2,6 +2,7 @@
 by cp.async, and by TMA as GPUs from Hopper on copy."""
 
 import contextlib
+import functools
 
 import gpu_interpreter
 import jax
@@ -12,7 +13,7 @@ from cases import MASKS, Sizes, qkv
 from check import check, close, cotangents, run
 from selection import whole_but
 
-from pallas_flash import explain, masks, scores
+from pallas_flash import explain, flash_attention, masks, scores
 from pallas_flash.accounting import GPUS
 from pallas_flash.kernels import ampere
 from scripts.gpu_code import as_if_on
@@ -151,7 +152,20 @@ def test_each_gpu_is_given_its_copies(gpu):
         named = explain(HALF, HALF, HALF, implementation="ampere")
     assert choice.implementation == ("hopper" if gpu == "H200" else "ampere")
     assert named.tiles.forward.tma == (gpu in ("RTX-5090", "H200"))
-    assert named.copies is None
+    padded = "XLA pads arrays in each call, T from 300 to 304, S from 300 to 304"
+    assert named.copies == (padded if named.tiles.forward.tma else None)
+
+
+@pytest.mark.parametrize("gpu", ["A100-80GB", "RTX-5090"])
+def test_lengths_of_no_whole_tiles_lower(gpu):
+    if ampere._why_not_here() and "jax" in ampere._why_not_here():
+        pytest.skip(ampere._why_not_here())
+    attend = functools.partial(flash_attention, implementation="ampere")
+    gradients = jax.grad(lambda *x: attend(*x).astype(jnp.float32).sum(), (0, 1, 2))
+    with as_if_on(GPUS[gpu]):
+        for function, queries, keys in ((gradients, 203, 131), (attend, 1, 301)):  # and decoding
+            q, k = (jax.ShapeDtypeStruct((1, n, 2, 64), "bfloat16") for n in (queries, keys))
+            jax.jit(function).trace(q, k, k).lower(lowering_platforms=("cuda",))
 
 
 REFUSED = {

@@ -219,19 +219,28 @@ def test_the_loops_by_mma_are_tight(gpu, head):
         assert spilled <= (2 if gpu == "RTX-5090" else 0), name
 
 
-DECODING = [(64, 64, 274), (128, 128, 320), (192, 128, 317)]
+DECODING = {
+    ("hopper", "H200", 64, 64): 274,
+    ("hopper", "H200", 128, 128): 320,
+    ("hopper", "H200", 192, 128): 317,
+    ("ampere", "A100-80GB", 64, 64): 380,
+    ("ampere", "A100-80GB", 128, 128): 506,
+    ("ampere", "RTX-4090", 128, 128): 322,  # by 32 keys
+}
 
 
-@pytest.mark.parametrize("head, value, instructions", whole_but(DECODING, DECODING[1]))
-def test_decoding_has_no_spill_and_its_loops_are_under_the_time_of_a_load(
-    head, value, instructions
-):
+@pytest.mark.parametrize(
+    "name, gpu, head, value",
+    whole_but(DECODING, ("hopper", "H200", 128, 128), ("ampere", "A100-80GB", 128, 128)),
+)
+def test_decoding_has_no_spill_and_its_loops_are_under_the_time_of_a_load(name, gpu, head, value):
     sizes = f"B=2, T=1, S=8192, N=64, K=8, H={head}, Hv={value}"
-    call = f"{HOPPER}, {sizes}, key_value_seq_lengths=[8000, 10]"
-    (kernel,) = report(call, "--forward")["kernels"]
+    call = f"implementation='{name}', {sizes}, key_value_seq_lengths=[8000, 10]"
+    (kernel,) = report(call, "--forward", gpu=gpu)["kernels"]
     assert kernel["spill_stores"] == kernel["spill_loads"] == 0
-    assert kernel["registers"] <= 168 and kernel["warnings"] == {}
-    assert min(loop["instructions"] for loop in kernel["loops"]) <= 1.05 * instructions
+    assert kernel["registers"] <= (168 if name == "hopper" else 255) and kernel["warnings"] == {}
+    fewest = min(loop["instructions"] for loop in kernel["loops"])
+    assert fewest <= 1.05 * DECODING[name, gpu, head, value]
 
 
 # ---- what is stored ----

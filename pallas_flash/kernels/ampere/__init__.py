@@ -8,6 +8,7 @@ from pallas_flash.decode import why_not as why_no_single_tile
 from pallas_flash.kernels import device
 from pallas_flash.kernels.ampere.tuning import (
     decode_tiles,
+    padded_length,
     padded_size,
     page_columns,
     score_tiles,
@@ -63,8 +64,12 @@ def why_no_pages(problem: Problem, shapes: tuple, dtype: str | None) -> str | No
 def copies(problem: Problem) -> str | None:
     """What XLA pads for the kernels in each call, or None."""
     p = problem
+    # the rows of decoding are few
+    lengths = dict(S=p.keys) if tiles(p).decode else dict(T=p.queries, S=p.keys)
     sizes = dict(H=p.head_size, Hv=p.value_size)
-    padded = [f"{name} from {n} to {padded_size(n)}" for name, n in sizes.items() if n % 16]
+    whole = {name: (n, padded_length(n)) for name, n in lengths.items()}
+    whole |= {name: (n, padded_size(n)) for name, n in sizes.items()}
+    padded = [f"{name} from {n} to {to}" for name, (n, to) in whole.items() if n != to]
     return f"XLA pads arrays in each call, {', '.join(padded)}" if padded else None
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_flash.kernels.ampere import tile
+from pallas_flash.kernels.ampere.tuning import padded_length
 from pallas_flash.kernels.mosaic import ragged_tail
 from pallas_flash.pytrees import IntLike
 
@@ -25,8 +26,8 @@ class Matrices(NamedTuple):
         B, length = arrays[0].shape[:2]
         if lengths is None and length % size and length > size:
             lengths = jnp.full((B,), length, jnp.int32)
-        length = max(length, size)  # at least one block
-        arrays = [pad(x, length, width) for x, width in zip(arrays, widths, strict=True)]
+        rows = max(length, size)  # at least one block
+        arrays = [pad(x, rows, width) for x, width in zip(arrays, widths, strict=True)]
         tails = ragged_tail.copy_tails(lengths, size, *arrays)
         if tails is not None:
             tails = tails._replace(arrays=tuple(map(flat, tails.arrays)))
@@ -59,9 +60,11 @@ class Matrices(NamedTuple):
         return load
 
 
-def pad(x: jax.Array, length: int, width: int) -> jax.Array:
-    """[B, rows, heads, n] with zeros up to [B, length, heads, width]."""
-    return jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, 0), (0, width - x.shape[3])))
+def pad(x: jax.Array, rows: int, width: int) -> jax.Array:
+    """[B, length, heads, n] with zeros up to so many rows, or those that TMA asks for, and to this
+    width."""
+    more = padded_length(rows) - x.shape[1]
+    return jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, width - x.shape[3])))
 
 
 def flat(x: jax.Array) -> jax.Array:

@@ -166,3 +166,8 @@ def _swizzle(width: int, value_width: int, page: int = ROWS) -> int:
 def padded_size(size: int) -> int:
     """How many columns heads of `size` have: whole steps of an mma."""
     return -(-size // 16) * 16
+
+
+def padded_length(length: int) -> int:
+    """How many rows: TMA copies from whole tiles of 8."""
+    return -(-length // 8) * 8 if device.has_tma() else length
