@@ -29,7 +29,7 @@ from pallas_flash.mods import captured
 from pallas_flash.mods.captured import PAIR
 from pallas_flash.pytrees import IntLike
 
-ENTRIES = 64  # of an array that a program owns
+ENTRIES = 32  # of an array that a program owns
 SCRATCH = 2048  # bytes in which warps add up columns
 
 
