@@ -76,8 +76,12 @@ def _softmax(p: Problem, x: Operands, visible, row):
     if p.soft_cap is not None:
         s = p.soft_cap * jnp.tanh(s / p.soft_cap)
     if x.score is not None:
+        # a derivative that is no number where a pair is hidden is selected away
+        differentiable = lambda a: jnp.where(visible, a, lax.stop_gradient(a))
         s = x.score.apply(
-            s, lambda n, index: x.score.arrays[n][index], *x.score.pairs(p.batch, p.heads, row, key)
+            differentiable(s),
+            lambda n, index: differentiable(x.score.arrays[n][index]),
+            *x.score.pairs(p.batch, p.heads, row, key),
         )
     s = jnp.where(visible, s, -jnp.inf)
     top = lax.stop_gradient(jnp.max(s, axis=-1, initial=-jnp.inf)) if p.max_logits else None

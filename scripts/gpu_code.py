@@ -84,9 +84,11 @@ def as_if_on(gpu, axes: dict[str, int] | None = None, explicit: bool = False):
     """The context in which code is traced, and `explain` answers, for `gpu`, or for a mesh of
     several with these axes."""
     import jax
-    from jax.sharding import AbstractMesh
+    from jax.sharding import AbstractDevice, AbstractMesh
 
-    device = _described(gpu.capability)(device_kind=gpu.kind, num_cores=gpu.cores, platform="gpu")
+    # a mesh of explicit axes has to be that of the arguments, whose devices are jax's own
+    kind = AbstractDevice if explicit else _described(gpu.capability)
+    device = kind(device_kind=gpu.kind, num_cores=gpu.cores, platform="gpu")
     names, sizes, types = _axes(axes, explicit)
     return jax.sharding.use_abstract_mesh(
         AbstractMesh(sizes, names, axis_types=types, abstract_device=device)

@@ -148,7 +148,9 @@ def test_a_score_of_minus_infinity_hides_a_key_and_all_of_a_row_too(implementati
     assert np.all(o[:, ::3] == 0) and np.all(lse[:, ::3] == -np.inf)
 
 
-@pytest.mark.parametrize("implementation", whole_but(["blockwise", "triton"], "triton"))
+@pytest.mark.parametrize(
+    "implementation", whole_but(["reference", "blockwise", "triton"], "triton")
+)
 def test_what_a_mask_hides_and_what_is_not_there_may_be_nan(implementation, rng):
     x = arrays(rng)
 

@@ -29,8 +29,8 @@ options: Options = dict(is_causal=True, implementation="blockwise")
 assert_type(flash_attention(q, k, v, **options), Array)
 assert_type(flash_attention(q, k, v, return_residual=True, **options), tuple[Array, Array])
 assert_type(flash_attention_jvp((q, k, v), (q, k, v), **options), tuple[Array, Array])
-both = flash_attention_jvp([q, k, v], [q, k, v], return_residual=True, is_causal=True)
-assert_type(both, tuple[tuple[Array, Array], tuple[Array, Array]])
+with_tangents = flash_attention_jvp([q, k, v], [q, k, v], return_residual=True, is_causal=True)
+assert_type(with_tangents, tuple[tuple[Array, Array], tuple[Array, Array]])
 flash_attention(q, k, v, is_casual=True)  # type: ignore[call-overload]
 flash_attention(q, k, v, return_residual=True, is_casual=True)  # type: ignore[call-overload]
 flash_attention_jvp((q, k, v), (q, k, v), is_casual=True)  # type: ignore[call-overload]
