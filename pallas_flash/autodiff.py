@@ -1,4 +1,4 @@
-"""The one custom_vjp that ties forward and backward of every implementation together."""
+"""The one custom_vjp that ties forward and backward of kernels together."""
 
 import functools
 from collections.abc import Callable
@@ -9,19 +9,10 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_flash import derivative_modes, online_softmax
-from pallas_flash.arguments import Operands, Problem
+from pallas_flash.arguments import Gradients, Operands, Problem
 from pallas_flash.backends import Choice
 from pallas_flash.devices.varying import vary_alike
 from pallas_flash.online_softmax import LogBase, RowScale, SoftmaxState
-
-
-def _second_of(choice: Choice) -> Callable:
-    """What lets the second derivatives through that an implementation has."""
-    return {
-        "none": derivative_modes.no_second,
-        "forward over reverse": derivative_modes.second_in_forward_alone,
-        "all": lambda x: x,
-    }[choice.backend.second_derivatives]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -32,17 +23,20 @@ def _attend(problem: Problem, choice: Choice, operands: Operands):
 
 def _forward(problem, choice, operands):
     # of what goes in, for the kernels, and of what comes out, where a transposition begins
-    second = _second_of(choice)
-    operands = _floats_through(second, operands)
+    operands = _floats_through(derivative_modes.no_second, operands)
     o, stats = choice.backend.forward(problem, choice.backend.of_gradient(choice.tiles), operands)
-    # Named, so that a policy of jax.checkpoint can keep them: the backward needs nothing else that
-    # is costly.
-    o = checkpoint_name(o, "flash_attention_out")
-    stats = jax.tree.map(lambda x: checkpoint_name(x, "flash_attention_lse"), stats)
+    o, stats = named(o, stats)
     log_base = choice.backend.log_base(problem)
     lse, largest = lse_and_largest(log_base, problem, operands, stats)
-    o, lse = second((o, lse))
+    o, lse = derivative_modes.no_second((o, lse))
     return (o, lse, largest), (operands, o, stats._replace(top=None))
+
+
+def named(o, stats: SoftmaxState):
+    """Both, so that a policy of jax.checkpoint can keep them: the backward needs nothing else that
+    is costly."""
+    stats = jax.tree.map(lambda x: checkpoint_name(x, "flash_attention_lse"), stats)
+    return checkpoint_name(o, "flash_attention_out"), stats
 
 
 def lse_and_largest(log_base: LogBase, problem: Problem, operands: Operands, stats: SoftmaxState):
@@ -51,19 +45,50 @@ def lse_and_largest(log_base: LogBase, problem: Problem, operands: Operands, sta
     for."""
     lse = stats.lse(log_base)
     if operands.sinks is not None:
-        lse = jnp.where(lse < 2e38, lse, jnp.maximum(lse, operands.sinks[None, :, None]))
+        sinks = operands.sinks[None, :, None]
+        lse = _with_tangent_of(lse, jnp.where(lse < 2e38, lse, jnp.maximum(lse, sinks)))
     if not problem.max_logits:
         return lse, None
     return lse, lax.stop_gradient(log_base.to_e(stats.largest))
 
 
+@jax.custom_jvp
+def _with_tangent_of(lse, value):
+    """The value; its derivative is that of lse."""
+    return value
+
+
+@_with_tangent_of.defjvp
+def _(primals, tangents):
+    return primals[1], tangents[0]
+
+
 def _backward(problem, choice, residuals, cotangents):
-    operands, o, stats = residuals
-    second = _second_of(choice)
-    do, dlse = second(cotangents[:2])
+    second = derivative_modes.no_second
+    found = second(gradients(problem, choice, residuals, second(cotangents[:2])))
+    return (jax.tree.map(lambda _: None, residuals[0]).with_differentiable(found),)
+
+
+def gradients(problem: Problem, choice: Choice, residuals, cotangents) -> Gradients:
+    """Of the operands, by the cotangents of o and lse; `residuals` are the operands, o and the
+    SoftmaxState."""
+    operands = residuals[0]
+    lse, do, delta = of_rows(problem, choice, residuals, cotangents)
+    found = choice.backend.backward(problem, choice.tiles, operands, lse, do, delta)
+    if operands.sinks is None:
+        return found
+    rows = lse if isinstance(lse, RowScale) else RowScale(lse, 1.0, None)
+    weights = sink_weights(operands.sinks, rows, choice.backend.log_base(problem))
+    of_sinks = -jnp.sum(weights * delta, axis=(0, 2)).astype(operands.sinks.dtype)
+    return found._replace(sinks=of_sinks)
+
+
+def of_rows(problem: Problem, choice: Choice, residuals, cotangents):
+    """What the backward takes of each row: lse in the form of the backend, do and delta."""
+    (operands, o, stats), (do, dlse) = residuals, cotangents
     # without them the rows that are not there, of which all may be NaN, have no lse
     if operands.sinks is not None:
-        do, dlse = _of_valid_rows(operands, do, dlse)
+        do, dlse = of_valid_rows(operands, do, dlse)
     wide, log_base = stats.m.dtype, choice.backend.log_base(problem)
     dlse = jnp.where(stats.empty, 0.0, dlse)
     if choice.backend.takes_row_scale:
@@ -85,13 +110,10 @@ def _backward(problem, choice, residuals, cotangents):
     # d lse / d s = p, and ds = p * (dp - rowsum(o * do)): the cotangent of lse joins delta.
     delta = jnp.swapaxes(jnp.sum(o.astype(wide) * do.astype(wide), axis=-1), 1, 2)
     delta = (delta if problem.kept == 1 else delta * problem.kept) - dlse
-    delta = jnp.where(stats.empty, 0.0, delta)
-    gradients = second(choice.backend.backward(problem, choice.tiles, operands, lse, do, delta))
-    gradients = gradients._replace(sinks=_sinks_gradient(log_base, operands.sinks, lse, delta))
-    return (jax.tree.map(lambda _: None, operands).with_differentiable(gradients),)
+    return lse, do, jnp.where(stats.empty, 0.0, delta)
 
 
-def _of_valid_rows(operands: Operands, do, dlse):
+def of_valid_rows(operands: Operands, do, dlse):
     """do [B, T, N, Hv] and dlse [B, N, T] with 0 for queries beyond their lengths."""
     valid = operands.resolved_mask.valid(jnp.arange(do.shape[1], dtype=jnp.int32))
     if valid is None:
@@ -99,22 +121,16 @@ def _of_valid_rows(operands: Operands, do, dlse):
     return jnp.where(valid[:, :, None, None], do, 0), jnp.where(valid[:, None], dlse, 0)
 
 
-def _sinks_gradient(log_base: LogBase, sinks, lse, delta):
-    """The gradient of the sinks: that of logits with the value 0, of which each row has one; None
-    without them."""
-    if sinks is None:
-        return None
-    lse, delta = (lse.m, lse.inverse_sum * delta) if isinstance(lse, RowScale) else (lse, delta)
+def sink_weights(sinks, rows: RowScale, log_base: LogBase = LogBase.E):
+    """The weights [B, N, T] of the sinks: of logits with the value 0, of which each row has one."""
     # as in online_softmax.start a maximum parts product and difference: one multiply-add would
     # round otherwise than lse did
     s = jnp.where(sinks == -jnp.inf, sinks, online_softmax.finite(log_base.from_e(sinks)))
-    p = log_base.power(s[None, :, None] - lse)
-    return -jnp.sum(p * delta, axis=(0, 2)).astype(sinks.dtype)
+    return log_base.power(s[None, :, None] - rows.m) * rows.inverse_sum
 
 
 _attend.defvjp(_forward, _backward)
 _attend_jit = jax.jit(_attend, static_argnums=(0, 1))
-_forward_jit = jax.jit(lambda forward, *args: forward(*args), static_argnums=(0, 1, 2))
 
 
 def attend(problem: Problem, choice: Choice, operands: Operands):
@@ -127,10 +143,3 @@ def attend(problem: Problem, choice: Choice, operands: Operands):
 def _floats_through(identity: Callable, x: Operands) -> Operands:
     """The operands, of which those that have derivatives went through."""
     return x.with_differentiable(identity(x.differentiable))
-
-
-def attend_in_forward_mode(problem: Problem, choice: Choice, operands: Operands):
-    """The same for jax.jvp, in the memory of the forward: the running sums have tangents, which are
-    sums of their own."""
-    o, stats = _forward_jit(choice.backend.forward, problem, choice.tiles, vary_alike(operands))
-    return o, *lse_and_largest(choice.backend.log_base(problem), problem, operands, stats)

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import importlib
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -41,8 +41,11 @@ class Backend(NamedTuple):
     backward: Callable
     own_kernels: bool = False  # not XLA's: a GPU runs them by default only after the self-check
     is_interpretable: bool = True  # Pallas' interpreter runs its kernels where there is no GPU
-    has_forward_mode: bool = False
-    second_derivatives: Literal["none", "forward over reverse", "all"] = "none"
+    # of plain JAX, for `every_mode.py`: the tangents of o and lse, (problem, tiles, operands,
+    # tangents of the differentiable, RowScale, o, the sinks' tangent of lse), and what transposes
+    # second derivatives, as blockwise/derivatives.py says
+    tangent: Callable | None = None
+    second: Callable | None = None
     # a few products of whole arrays, which vmap maps and XLA's partitioner cuts by themselves
     is_dense: bool = False
     paged: PagedKernel | None = None  # None: it attends to a copy of the pages in order
@@ -52,6 +55,11 @@ class Backend(NamedTuple):
     of_gradient: Callable = lambda tiles: tiles  # the tiles of a forward that the backward follows
     # what is copied for its kernels in each call
     copies: Callable[[Problem], str | None] = lambda problem: None
+
+    @property
+    def has_every_mode(self) -> bool:
+        """Whether it can be differentiated in every mode."""
+        return self.is_dense or self.tangent is not None
 
     def log_base(self, problem: Problem) -> LogBase:
         """Of its scores."""
@@ -194,8 +202,8 @@ BLOCKWISE = Backend(
     lambda p: blockwise.tiles(p),
     blockwise.forward,
     blockwise.backward,
-    has_forward_mode=True,
-    second_derivatives="forward over reverse",
+    tangent=lambda *args: blockwise.tangent(*args),
+    second=lambda *args: blockwise.second(*args),
     paged=PagedKernel(
         lambda *_: None,
         blockwise.decode_tiles,
@@ -213,8 +221,6 @@ REFERENCE = Backend(
     lambda p: None,
     lambda problem, tiles, operands: reference.attend(problem, operands),
     lambda problem, tiles, *args: reference.backward(problem, *args),
-    has_forward_mode=True,
-    second_derivatives="all",
     is_dense=True,
 )
 BACKENDS = (

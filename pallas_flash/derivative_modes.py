@@ -8,16 +8,13 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 NO_FORWARD = (
-    "flash_attention has derivatives in reverse mode only, by jax.grad, jax.vjp and jax.jacrev. In "
-    "place of jax.jvp, jax.jacfwd and jax.linearize call flash_attention_jvp(primals, tangents)."
-)
-NO_SECOND_REVERSE = (
-    "flash_attention has no derivative in reverse of its gradient: take it forward over reverse, "
-    'as jax.jvp of jax.grad with implementation="blockwise", or use implementation="reference".'
+    "flash_attention has derivatives in reverse mode only in kernels and over a context, by "
+    'jax.grad, jax.vjp and jax.jacrev: implementation="blockwise" has every mode, and in place of '
+    "jax.jvp, jax.jacfwd and jax.linearize flash_attention_jvp(primals, tangents) may be called."
 )
 NO_SECOND = (
-    'these kernels of flash_attention have first derivatives alone: implementation="blockwise" has '
-    'second ones forward over reverse, as jax.jvp of jax.grad, and "reference" in every mode.'
+    "flash_attention has first derivatives alone in kernels and over a context: "
+    'implementation="blockwise" without one has second ones, in every mode.'
 )
 NO_REVERSE_UNDER_CHECKS = (
     "jax has no gradient of a shard_map inside of one that checks its types, and on a mesh whose "
@@ -40,7 +37,6 @@ def _identity(x, no_forward: str | None = None, no_reverse: str | None = None):
 
 
 first_in_reverse_alone = functools.partial(_identity, no_forward=NO_FORWARD)
-second_in_forward_alone = functools.partial(_identity, no_reverse=NO_SECOND_REVERSE)
 without_reverse = functools.partial(_identity, no_reverse=NO_REVERSE_UNDER_CHECKS)
 no_first = functools.partial(_identity, no_forward=NO_FIRST, no_reverse=NO_FIRST)
 no_second = functools.partial(_identity, no_forward=NO_SECOND, no_reverse=NO_SECOND)

@@ -12,6 +12,7 @@ from pallas_flash import (
     backends,
     context_parallel,
     derivative_modes,
+    every_mode,
     lowering,
     selection,
     vmap,
@@ -52,12 +53,14 @@ def attend(call: Call):
         return _shaped(call, problem, *autodiff.attend(problem, choice, operands))
     if context is not None:
         loop, pair, problem, operands = context_parallel.plan_ring(context, call)
-        choice = ring.wrap(_choose(pair, implementation), loop)
+        choice = _choose(pair, implementation).wrap(ring.RingPass, loop)
         return _shaped(call, problem, *autodiff.attend(problem, choice, operands))
     problem, operands = arguments.normalise(call)
     choice = _over_explicit_axes(_choose(problem, implementation), operands)
     choice = _over_auto_axes(choice, operands)
-    return _shaped(call, problem, *autodiff.attend(problem, choice, operands))
+    has_every_mode = choice.backend.has_every_mode and not sharding.has_explicit_axes(operands.query)
+    differentiable = every_mode if has_every_mode else autodiff
+    return _shaped(call, problem, *differentiable.attend(problem, choice, operands))
 
 
 def _choose(problem, implementation) -> backends.Choice:
@@ -101,7 +104,7 @@ def attend_in_forward_mode(call: Call):
         )
     problem, operands = arguments.normalise(call)
     choice = selection.in_forward_mode(problem, call.implementation)
-    return _shaped(call, problem, *autodiff.attend_in_forward_mode(problem, choice, operands))
+    return _shaped(call, problem, *every_mode.attend(problem, choice, operands))
 
 
 def _shaped(call: Call, problem, o, *row_outputs):

@@ -19,6 +19,7 @@ from jax import lax
 from pallas_flash import online_softmax
 from pallas_flash.arguments import Gradients, Operands, Problem
 from pallas_flash.blockwise import decode, softmax
+from pallas_flash.blockwise.derivatives import second, tangent
 from pallas_flash.blockwise.heads import (
     SomeHeads,
     by_head,
@@ -40,7 +41,7 @@ from pallas_flash.blockwise.tuning import (
 from pallas_flash.checks import sums
 from pallas_flash.online_softmax import LogBase
 
-__all__ = ["Tiles", "backward", "decode_tiles", "forward", "tiles"]
+__all__ = ["Tiles", "backward", "decode_tiles", "forward", "second", "tangent", "tiles"]
 
 
 def forward(problem: Problem, tiles: Tiles, x: Operands):

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_flash import dropout, online_softmax
 from pallas_flash.arguments import Operands, Problem
@@ -68,12 +69,17 @@ class Logits(NamedTuple):
         is_plain = self.bias is None and self.problem.soft_cap is None and self.score is None
         return is_plain and self.query_scale == self.problem.scale
 
-    def forward(self, q, key, rows: Block, keys: Block):
-        """[B, K, rows, keys] of q [B, K, rows, H] and key [B, K, S, H]"""
+    def forward(self, q, key, rows: Block, keys: Block, visible=None):
+        """[B, K, rows, keys] of q [B, K, rows, H] and key [B, K, S, H]; those that are not
+        `visible` (None: all are) have no derivative in reverse, where a score_mod may have none."""
         s, _ = self._before_score_mod(q, key, rows, keys)
         if self.score is None:
             return s
-        return self.score.apply(s, self._read, *self._pairs(rows, keys))
+        where_visible = lambda a: (
+            a if visible is None else jnp.where(visible, a, lax.stop_gradient(a))
+        )
+        read = lambda *at: where_visible(self._read(*at))
+        return self.score.apply(where_visible(s), read, *self._pairs(rows, keys))
 
     def vjp(self, q, key, rows: Block, keys: Block):
         """The same, the tanh of a soft cap on them (else None), and with a score_mod (else None)

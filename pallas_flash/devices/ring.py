@@ -18,7 +18,7 @@ from jax import lax
 
 from pallas_flash import dropout, online_softmax, schedule
 from pallas_flash.arguments import Gradients, Operands, Problem
-from pallas_flash.backends import Choice, Pass
+from pallas_flash.backends import Pass
 from pallas_flash.checks import sums
 from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.online_softmax import SoftmaxState
@@ -195,12 +195,6 @@ class RingPass(Pass):
         outputs = jax.eval_shape(functools.partial(run, Slice()), x, *rest)
         zeros = jax.tree.map(lambda y: _zeros(x.query, y.shape, y.dtype), outputs)
         return schedule.loop(0, slices, some_heads, zeros)
-
-
-def wrap(choice: Choice, loop: Loop) -> Choice:
-    """The choice for a pair, as one for the whole ring, whose gradient has no derivative."""
-    choice = choice.wrap(RingPass, loop)
-    return choice._replace(backend=choice.backend._replace(second_derivatives="none"))
 
 
 def take_heads(x: Operands, heads: Slice) -> Operands:

@@ -1,0 +1,144 @@
+"""Attention of plain JAX, in every mode of differentiation: a forward whose tangent is a linear
+operation, and whose gradient is the transpose of that."""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+
+from pallas_flash import autodiff
+from pallas_flash.arguments import Gradients, Operands, Problem
+from pallas_flash.backends import Choice
+from pallas_flash.devices.varying import vary_alike
+from pallas_flash.linear_maps import LinearMap, floats
+from pallas_flash.online_softmax import SoftmaxState
+
+
+class Residuals(NamedTuple):
+    operands: Operands
+    o: jax.Array
+    stats: SoftmaxState  # without its top
+
+
+@dataclasses.dataclass(frozen=True)
+class Tangent(LinearMap):
+    """Of o [B, T, N, Hv] and lse [B, N, T], by the tangents of the operands that have some."""
+
+    problem: Problem
+    choice: Choice
+
+    def apply(self, residuals: Residuals, x: Gradients):
+        operands, o, stats = residuals
+        rows = stats.row_scale(None)
+        dlse = jnp.zeros_like(stats.m)
+        if x.sinks is not None:
+            dlse = x.sinks[None, :, None].astype(dlse.dtype) * autodiff.sink_weights(operands.sinks, rows)
+        do, dlse = self.choice.backend.tangent(
+            self.problem, self.choice.tiles, operands, x, rows, o, dlse
+        )
+        if x.sinks is not None:
+            do, dlse = autodiff.of_valid_rows(operands, do, dlse)
+        return do.astype(o.dtype), dlse
+
+    def results_like(self, residuals, x):
+        return residuals.o, residuals.stats.m
+
+    def transpose(self, x):
+        is_there = jax.tree.map(lambda a: a is not None, x, is_leaf=lambda a: a is None)
+        return Gradient(self.problem, self.choice, is_there)
+
+    def pull(self, residuals, x, cotangents):
+        return _second(self.problem, self.choice, residuals, x, cotangents)
+
+
+@dataclasses.dataclass(frozen=True)
+class Gradient(LinearMap):
+    """Of the operands named in `wanted`, by the cotangents of o and lse."""
+
+    problem: Problem
+    choice: Choice
+    wanted: Gradients  # of bools
+
+    def apply(self, residuals, x):
+        return self._pick(autodiff.gradients(self.problem, self.choice, residuals, x))
+
+    def results_like(self, residuals, x):
+        return self._pick(residuals.operands.differentiable)
+
+    def _pick(self, x: Gradients) -> Gradients:
+        return jax.tree.map(lambda wanted, a: a if wanted else None, self.wanted, x)
+
+    def transpose(self, x):
+        return Tangent(self.problem, self.choice)
+
+    def pull(self, residuals, x, cotangents):
+        return _second(self.problem, self.choice, residuals, cotangents, x)
+
+
+def _second(problem: Problem, choice: Choice, residuals: Residuals, dx: Gradients, cotangents):
+    """The gradient of <cotangents, Tangent(residuals, dx)> with respect to the floats of the
+    residuals."""
+    operands, o, stats = residuals
+    rows, do, delta = autodiff.of_rows(problem, choice, residuals, cotangents)
+    gradients, of_sum, of_delta = choice.backend.second(
+        problem, choice.tiles, operands, dx, rows, do, delta
+    )
+    if operands.sinks is not None:
+        along = 0.0 if dx.sinks is None else dx.sinks[None, :, None].astype(delta.dtype)
+
+        def of_sinks(sinks, inverse_sum, delta):
+            weights = autodiff.sink_weights(sinks, rows._replace(inverse_sum=inverse_sum))
+            return -jnp.sum(along * weights * delta)
+
+        of_sinks, more_of_sum, more_of_delta = jax.grad(of_sinks, argnums=(0, 1, 2))(
+            operands.sinks, rows.inverse_sum, delta
+        )
+        gradients = gradients._replace(sinks=of_sinks)
+        of_sum, of_delta = of_sum + more_of_sum, of_delta + more_of_delta
+    # delta = rowsum(o do) - dlse, of do before it is divided by what dropout keeps
+    of_o = jnp.swapaxes(of_delta, 1, 2)[..., None] * do.astype(delta.dtype) * problem.kept
+    of_l = jnp.where(stats.empty, 0.0, -of_sum * jnp.square(rows.inverse_sum))
+    zeros = jax.tree.map(jnp.zeros_like, operands).with_differentiable(gradients)
+    found = floats(Residuals(zeros, of_o, SoftmaxState(jnp.zeros_like(stats.m), of_l)))
+    return [a.astype(like.dtype) for a, like in zip(found, floats(residuals), strict=True)]
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _run(problem: Problem, choice: Choice, operands: Operands):
+    return choice.backend.forward(problem, choice.tiles, operands)
+
+
+@functools.partial(_run.defjvp, symbolic_zeros=True)
+def _(problem, choice, primals, tangents):
+    (operands,), (along,) = primals, tangents
+    choice = choice._replace(tiles=choice.backend.of_gradient(choice.tiles))
+    o, stats = autodiff.named(*_run(problem, choice, operands))
+    is_zero = lambda a: isinstance(a, SymbolicZero)
+    along = jax.tree.map(lambda a: None if is_zero(a) else a, along.differentiable)
+    if jax.tree.leaves(along):
+        residuals = Residuals(operands, o, stats._replace(top=None))
+        do, dlse = Tangent(problem, choice)(residuals, along)
+    else:
+        do, dlse = jnp.zeros_like(o), jnp.zeros_like(stats.m)
+    # any m gives the same softmax: it has no tangent, and l = e^(lse - m) has all of lse's
+    dstats = jax.tree.map(jnp.zeros_like, stats)._replace(l=stats.l * dlse)
+    return (o, stats), (do, dstats)
+
+
+def attend(problem: Problem, choice: Choice, operands: Operands):
+    """As `autodiff.attend`."""
+    return _attend(problem, choice, vary_alike(operands))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _attend(problem, choice, operands):
+    if choice.backend.is_dense:
+        o, stats = autodiff.named(*choice.backend.forward(problem, choice.tiles, operands))
+    else:
+        o, stats = _run(problem, choice, operands)
+    return o, *autodiff.lse_and_largest(
+        choice.backend.log_base(problem), problem, operands, stats
+    )
