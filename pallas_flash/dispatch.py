@@ -58,9 +58,9 @@ def attend(call: Call):
     problem, operands = arguments.normalise(call)
     choice = _over_explicit_axes(_choose(problem, implementation), operands)
     choice = _over_auto_axes(choice, operands)
-    has_every_mode = choice.backend.has_every_mode and not sharding.has_explicit_axes(operands.query)
-    differentiable = every_mode if has_every_mode else autodiff
-    return _shaped(call, problem, *differentiable.attend(problem, choice, operands))
+    is_plain = choice.backend.has_every_mode and not sharding.has_explicit_axes(operands.query)
+    run = every_mode.attend if is_plain else autodiff.attend
+    return _shaped(call, problem, *run(problem, choice, operands))
 
 
 def _choose(problem, implementation) -> backends.Choice:

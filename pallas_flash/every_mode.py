@@ -35,7 +35,8 @@ class Tangent(LinearMap):
         rows = stats.row_scale(None)
         dlse = jnp.zeros_like(stats.m)
         if x.sinks is not None:
-            dlse = x.sinks[None, :, None].astype(dlse.dtype) * autodiff.sink_weights(operands.sinks, rows)
+            of_sinks = x.sinks[None, :, None].astype(dlse.dtype)
+            dlse = of_sinks * autodiff.sink_weights(operands.sinks, rows)
         do, dlse = self.choice.backend.tangent(
             self.problem, self.choice.tiles, operands, x, rows, o, dlse
         )
@@ -81,7 +82,7 @@ class Gradient(LinearMap):
 def _second(problem: Problem, choice: Choice, residuals: Residuals, dx: Gradients, cotangents):
     """The gradient of <cotangents, Tangent(residuals, dx)> with respect to the floats of the
     residuals."""
-    operands, o, stats = residuals
+    operands, _, stats = residuals
     rows, do, delta = autodiff.of_rows(problem, choice, residuals, cotangents)
     gradients, of_sum, of_delta = choice.backend.second(
         problem, choice.tiles, operands, dx, rows, do, delta
@@ -139,6 +140,4 @@ def _attend(problem, choice, operands):
         o, stats = autodiff.named(*choice.backend.forward(problem, choice.tiles, operands))
     else:
         o, stats = _run(problem, choice, operands)
-    return o, *autodiff.lse_and_largest(
-        choice.backend.log_base(problem), problem, operands, stats
-    )
+    return o, *autodiff.lse_and_largest(choice.backend.log_base(problem), problem, operands, stats)

@@ -115,19 +115,20 @@ def _bind(map_: LinearMap, maps: tuple, residuals, x):
 
 def _mapped(function: Callable, maps: tuple, tree) -> Callable:
     """function(residuals, x) of the leaves of these trees, under the vmaps."""
-    run = lambda *leaves: function(*jax.tree.unflatten(tree, leaves))
+    flat = lambda *leaves: function(*jax.tree.unflatten(tree, leaves))
     for in_axes in maps:
-        run = jax.vmap(run, in_axes)
-    return run
+        flat = jax.vmap(flat, in_axes)
+    return flat
 
 
-def _apply(*leaves, of, maps, tree, **_) -> list:
+def run(*leaves, of: LinearMap, maps: tuple, tree, **_) -> list:
+    """What an equation with these parameters computes."""
     return jax.tree.leaves(_mapped(of.apply, maps, tree)(*leaves))
 
 
 @functools.lru_cache(256)
 def _compiled(**static) -> Callable:
-    return jax.jit(functools.partial(_apply, **static))
+    return jax.jit(functools.partial(run, **static))
 
 
 def _jvp(primals, tangents, **static):
@@ -194,4 +195,4 @@ linear_p.def_effectful_abstract_eval(lambda *_, avals, **__: (list(avals), froze
 ad.primitive_jvps[linear_p] = _jvp
 ad.primitive_transposes[linear_p] = _transpose
 batching.primitive_batchers[linear_p] = _batch
-mlir.register_lowering(linear_p, mlir.lower_fun(_apply, multiple_results=True))
+mlir.register_lowering(linear_p, mlir.lower_fun(run, multiple_results=True))

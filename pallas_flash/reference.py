@@ -86,9 +86,12 @@ def _softmax(p: Problem, x: Operands, visible, row):
     s = jnp.where(visible, s, -jnp.inf)
     top = lax.stop_gradient(jnp.max(s, axis=-1, initial=-jnp.inf)) if p.max_logits else None
     if x.sinks is not None:  # one more key, with the value 0
-        s = jnp.concatenate(
-            [s, jnp.broadcast_to(x.sinks[:, None, None], (*s.shape[:3], 1))], axis=-1
-        )
+        sinks = jnp.broadcast_to(x.sinks[:, None, None], (*s.shape[:3], 1))
+        # a query beyond its length may be NaN: no derivative comes from there
+        valid = x.resolved_mask.valid(row)
+        if valid is not None:
+            sinks = jnp.where(valid[:, None, :, None], sinks, lax.stop_gradient(sinks))
+        s = jnp.concatenate([s, sinks], axis=-1)
 
     m = lax.stop_gradient(jnp.max(s, axis=-1, keepdims=True, initial=-jnp.inf))
     empty = m == -jnp.inf

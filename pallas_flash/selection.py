@@ -24,9 +24,7 @@ def in_forward_mode(problem: Problem, implementation: str | None) -> Choice:
     """The implementation that a call in forward mode names, or the first that has one."""
     able = [backend.name for backend in backends.BACKENDS if backend.has_every_mode]
     name = None if implementation in JAX_NN_NAMES else implementation
-    choice = first(
-        problem, name, lambda b: None if b.has_every_mode else "it has no forward mode"
-    )
+    choice = first(problem, name, lambda b: None if b.has_every_mode else "it has no forward mode")
     if not choice.backend.has_every_mode:
         raise NotImplementedError(f"forward mode is for {' and '.join(able)}; got {name}.")
     return choice

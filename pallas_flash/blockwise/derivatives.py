@@ -23,7 +23,7 @@ from pallas_flash.arguments import Gradients, Operands, Problem
 from pallas_flash.blockwise import softmax
 from pallas_flash.blockwise.heads import SomeHeads, by_head, each_heads, from_heads, take_rows
 from pallas_flash.blockwise.mask import dense_tiles, with_block_mask
-from pallas_flash.blockwise.matmul import dot, dot_over_rows, dot_t
+from pallas_flash.blockwise.matmul import dot, dot_t
 from pallas_flash.blockwise.slices import Block, HeadRange, each_row
 from pallas_flash.blockwise.tuning import Tiles
 from pallas_flash.checks import sums
@@ -60,6 +60,12 @@ class Slices(NamedTuple):
     @property
     def of_logits(self) -> list:
         return [self.query, self.key, self.bias, *self.captured]
+
+
+def _by_row(p: Problem, heads: HeadRange, *arrays) -> list:
+    """[B, N, T] -> [B, K, G, T, 1] of some heads"""
+    shape = heads.batch, heads.heads, -1, p.queries, 1
+    return [heads.take(a, 1).reshape(shape) for a in arrays]
 
 
 class BlockTerms(NamedTuple):
@@ -106,11 +112,9 @@ def tangent(
 
     def some_heads(heads: HeadRange, outputs):
         some = SomeHeads.take(p, tiles, heads, x)
-        arrays, tangents = (
-            Slices.of_heads(some, heads, a, wide) for a in (x.differentiable, dx)
-        )
-        by_row = lambda a: heads.take(a, 1).reshape(heads.batch, heads.heads, -1, p.queries, 1)
-        of_rows = *map(by_row, (row_scale.m, row_scale.inverse_sum, dlse)), by_head(o, heads)
+        arrays, tangents = (Slices.of_heads(some, heads, a, wide) for a in (x.differentiable, dx))
+        row = _by_row(p, heads, row_scale.m, row_scale.inverse_sum, dlse)
+        of_rows = *row, by_head(o, heads)
 
         def query_block(rows: Block, key_blocks, outputs):
             m, inverse_sum, dlse_i, o_i = (take_rows(rows, a) for a in of_rows)
@@ -162,11 +166,9 @@ def second(
 
     def some_heads(heads: HeadRange, outputs):
         some = SomeHeads.take(p, tiles, heads, x)
-        arrays, tangents = (
-            Slices.of_heads(some, heads, a, wide) for a in (x.differentiable, dx)
-        )
-        by_row = lambda a: heads.take(a, 1).reshape(heads.batch, heads.heads, -1, p.queries, 1)
-        of_rows = *map(by_row, (row_scale.m, row_scale.inverse_sum, delta)), some.mask.zero_blind_rows(by_head(do, heads).astype(wide))
+        arrays, tangents = (Slices.of_heads(some, heads, a, wide) for a in (x.differentiable, dx))
+        row = _by_row(p, heads, row_scale.m, row_scale.inverse_sum, delta)
+        of_rows = *row, some.mask.zero_blind_rows(by_head(do, heads).astype(wide))
 
         def query_block(rows: Block, key_blocks, outputs):
             m, inverse_sum, delta_i, do_i = (take_rows(rows, a) for a in of_rows)
@@ -208,16 +210,15 @@ def second(
             in_rows, whole = outputs[:3], outputs[3:]
             zeros = (jnp.zeros_like(take_rows(rows, a)) for a in in_rows)
             start = *zeros, *whole
-            *new, dk, dv, dbias, captured = some.each_key_block(rows, key_blocks, step, start, start)
+            new = some.each_key_block(rows, key_blocks, step, start, start)
             # rows that are not new have zero
             in_rows = (
-                rows.add(out, some.by_query(a), 3) for out, a in zip(in_rows, new, strict=True)
+                rows.add(out, some.by_query(a), 3) for out, a in zip(in_rows, new[:3], strict=True)
             )
-            return *in_rows, dk, dv, dbias, captured
+            return *in_rows, *new[3:]
 
         of_operands, *of_statistics = outputs
-        row = jnp.zeros_like(of_rows[1])
-        like = arrays.query, row, row, arrays.key, arrays.value, arrays.bias
+        like = arrays.query, row[1], row[2], arrays.key, arrays.value, arrays.bias
         zeros = (None if a is None else jnp.zeros_like(a) for a in like)
         dq, *new, dk, dv, dbias, captured = some.each_query_block(
             query_block, (*zeros, of_operands.captured)

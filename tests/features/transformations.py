@@ -79,10 +79,26 @@ def _forward_mode(call, x):
     )
 
 
+def _along(f, x):
+    """The derivative of f at a tree of arrays, along their cosines."""
+    return jax.jvp(f, (x,), (jax.tree.map(jnp.cos, x),))[1]
+
+
+def _forward(call, x):
+    learned, rest = call.split(x)
+    return jax.jit(lambda a: _along(lambda a: call(a | rest), a))(learned)
+
+
+def _reverse_over_forward(call, x):
+    learned, rest = call.split(x)
+    along = lambda a: _along(lambda a: call.loss(a | rest), a)
+    return jax.jit(jax.grad(along))(learned)
+
+
 def _forward_over_reverse(call, x):
     learned, rest = call.split(x)
     gradients = lambda learned: call.gradients(learned | rest)
-    return jax.jit(lambda a: jax.jvp(gradients, (a,), (jax.tree.map(jnp.cos, a),))[1])(learned)
+    return jax.jit(lambda a: _along(gradients, a))(learned)
 
 
 def _reverse_over_reverse(call, x):
@@ -214,6 +230,8 @@ TRANSFORMATIONS = {
     "`grad` of nested `vmap`": Transformation(_gradient_of_vmaps, _gradient_of_loops),
     "`jacrev`": Transformation(_jacobian, _jacobian),
     "`flash_attention_jvp`": Transformation(_forward_mode, _forward_mode),
+    "`jvp`": Transformation(_forward, _forward),
+    "`grad` of `jvp`": Transformation(_reverse_over_forward, _reverse_over_forward),
     "`jvp` of `grad`": Transformation(_forward_over_reverse, _forward_over_reverse),
     "`grad` of `grad`": Transformation(_reverse_over_reverse, _reverse_over_reverse),
     "`checkpoint` by name": Transformation(_checkpoint, gradients),
