@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero
 
 from pallas_flash import autodiff
 from pallas_flash.arguments import Gradients, Operands, Problem
 from pallas_flash.backends import Choice
+from pallas_flash.checks import sums
 from pallas_flash.devices.varying import vary_alike
-from pallas_flash.linear_maps import LinearMap, floats
+from pallas_flash.linear_maps import Function, LinearMap, floats, is_zero
 from pallas_flash.online_softmax import SoftmaxState
 
 
@@ -107,26 +107,53 @@ def _second(problem: Problem, choice: Choice, residuals: Residuals, dx: Gradient
     return [a.astype(like.dtype) for a, like in zip(found, floats(residuals), strict=True)]
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _run(problem: Problem, choice: Choice, operands: Operands):
-    return choice.backend.forward(problem, choice.tiles, operands)
+@dataclasses.dataclass(frozen=True)
+class Forward(Function):
+    """Of operands, o [B, T, N, Hv] and the SoftmaxState [B, N, T]."""
+
+    problem: Problem
+    choice: Choice
+
+    def apply(self, x: Operands):
+        return self.choice.backend.forward(self.problem, self.choice.tiles, x)
+
+    def results_like(self, x):
+        (B, T, N, _), Hv = x.query.shape, x.value.shape[-1]
+        row = jnp.zeros_like(x.query, shape=(B, N, T), dtype=sums(x.query.dtype))
+        top = row if self.problem.with_top else None
+        return jnp.zeros_like(x.query, shape=(B, T, N, Hv)), SoftmaxState(row, row, top)
+
+    def jvp(self, maps, x, tangents):
+        backend, tiles = self.choice
+        choice = self.choice._replace(tiles=backend.of_gradient(tiles))
+        o, stats = autodiff.named(*Forward(self.problem, choice).mapped(maps, x))
+        residuals = Residuals(x, o, stats._replace(top=None))
+        tangents = jax.tree.map(
+            lambda t: None if is_zero(t) else t, tangents.differentiable, is_leaf=is_zero
+        )
+        if jax.tree.leaves(tangents):
+            tangent = Tangent(self.problem, choice)
+            maps = tuple(_with_results(in_axes, x, residuals, tangents) for in_axes in maps)
+            do, dlse = tangent.mapped(maps, residuals, tangents)
+        else:
+            do, dlse = jnp.zeros_like(o), jnp.zeros_like(stats.m)
+        # any m gives the same softmax: it has no tangent, and l = e^(lse - m) has all of lse's
+        dstats = jax.tree.map(jnp.zeros_like, stats)._replace(l=stats.l * dlse)
+        return (o, stats), (do, dstats)
 
 
-@functools.partial(_run.defjvp, symbolic_zeros=True)
-def _(problem, choice, primals, tangents):
-    (operands,), (along,) = primals, tangents
-    choice = choice._replace(tiles=choice.backend.of_gradient(choice.tiles))
-    o, stats = autodiff.named(*_run(problem, choice, operands))
-    is_zero = lambda a: isinstance(a, SymbolicZero)
-    along = jax.tree.map(lambda a: None if is_zero(a) else a, along.differentiable)
-    if jax.tree.leaves(along):
-        residuals = Residuals(operands, o, stats._replace(top=None))
-        do, dlse = Tangent(problem, choice)(residuals, along)
-    else:
-        do, dlse = jnp.zeros_like(o), jnp.zeros_like(stats.m)
-    # any m gives the same softmax: it has no tangent, and l = e^(lse - m) has all of lse's
-    dstats = jax.tree.map(jnp.zeros_like, stats)._replace(l=stats.l * dlse)
-    return (o, stats), (do, dstats)
+def _with_results(in_axes: tuple, x: Operands, residuals: Residuals, tangents: Gradients) -> tuple:
+    """The in_axes of the residuals and of the tangents that are there, by those of x."""
+    of_results = [0] * (len(jax.tree.leaves(residuals)) - len(in_axes))
+    is_mapped = jax.tree.unflatten(jax.tree.structure(x), [axis == 0 for axis in in_axes])
+    of_tangents = jax.tree.map(
+        lambda t, mapped: None if t is None else mapped,
+        tangents,
+        is_mapped.differentiable,
+        is_leaf=lambda t: t is None,
+    )
+    of_tangents = [0 if mapped else None for mapped in jax.tree.leaves(of_tangents)]
+    return *in_axes, *of_results, *of_tangents
 
 
 def attend(problem: Problem, choice: Choice, operands: Operands):
@@ -139,5 +166,5 @@ def _attend(problem, choice, operands):
     if choice.backend.is_dense:
         o, stats = autodiff.named(*choice.backend.forward(problem, choice.tiles, operands))
     else:
-        o, stats = _run(problem, choice, operands)
+        o, stats = Forward(problem, choice)(operands)
     return o, *autodiff.lse_and_largest(choice.backend.log_base(problem), problem, operands, stats)
