@@ -8,12 +8,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_flash import autodiff
+from pallas_flash import autodiff, primitives
 from pallas_flash.arguments import Gradients, Operands, Problem
 from pallas_flash.backends import Choice
-from pallas_flash.checks import sums
 from pallas_flash.devices.varying import vary_alike
-from pallas_flash.linear_maps import Function, LinearMap, floats, is_zero
+from pallas_flash.linear_maps import LinearMap, floats, is_zero
 from pallas_flash.online_softmax import SoftmaxState
 
 
@@ -108,47 +107,53 @@ def _second(problem: Problem, choice: Choice, residuals: Residuals, dx: Gradient
 
 
 @dataclasses.dataclass(frozen=True)
-class Forward(Function):
-    """Of operands, o [B, T, N, Hv] and the SoftmaxState [B, N, T]."""
+class Forward(primitives.KeptUnderVmap):
+    """The rules of the forward, of operands: o [B, T, N, Hv] and the SoftmaxState [B, N, T].
 
+    An equation of its own: JAX forgets the rule of a `jax.custom_jvp`, as in a scan that is
+    differentiated twice.
+    """
+
+    primitive = primitives.primitive("flash_attention_every_mode")
     problem: Problem
     choice: Choice
 
-    def apply(self, x: Operands):
+    def __call__(self, x: Operands):
         return self.choice.backend.forward(self.problem, self.choice.tiles, x)
 
-    def results_like(self, x):
-        (B, T, N, _), Hv = x.query.shape, x.value.shape[-1]
-        row = jnp.zeros_like(x.query, shape=(B, N, T), dtype=sums(x.query.dtype))
-        top = row if self.problem.with_top else None
-        return jnp.zeros_like(x.query, shape=(B, T, N, Hv)), SoftmaxState(row, row, top)
-
-    def jvp(self, maps, x, tangents):
+    def jvp(self, primals, tangents, *, jaxpr, in_tree, out_tree):
         backend, tiles = self.choice
         choice = self.choice._replace(tiles=backend.of_gradient(tiles))
-        o, stats = autodiff.named(*Forward(self.problem, choice).mapped(maps, x))
+        if choice.tiles != tiles:
+            rules = dataclasses.replace(self, choice=choice)
+            flat = lambda *leaves: jax.tree.leaves(rules(*jax.tree.unflatten(in_tree, leaves)))
+            jaxpr = jax.make_jaxpr(self.vmap(flat))(*primals)
+            return rules.jvp(primals, tangents, jaxpr=jaxpr, in_tree=in_tree, out_tree=out_tree)
+        trees = dict(in_tree=in_tree, out_tree=out_tree)
+        results = self.primitive.bind(*primals, jaxpr=jaxpr, rules=self, **trees)
+        (x,), (along,) = (jax.tree.unflatten(in_tree, each) for each in (primals, tangents))
+        o, stats = autodiff.named(*jax.tree.unflatten(out_tree, results))
         residuals = Residuals(x, o, stats._replace(top=None))
-        tangents = jax.tree.map(
-            lambda t: None if is_zero(t) else t, tangents.differentiable, is_leaf=is_zero
+        along = jax.tree.map(
+            lambda t: None if is_zero(t) else t, along.differentiable, is_leaf=is_zero
         )
-        if jax.tree.leaves(tangents):
-            tangent = Tangent(self.problem, choice)
-            maps = tuple(_with_results(in_axes, x, residuals, tangents) for in_axes in maps)
-            do, dlse = tangent.mapped(maps, residuals, tangents)
+        if jax.tree.leaves(along):
+            maps = tuple(_with_results(in_axes, x, residuals, along) for in_axes in self.maps)
+            do, dlse = Tangent(self.problem, choice).mapped(maps, residuals, along)
         else:
             do, dlse = jnp.zeros_like(o), jnp.zeros_like(stats.m)
         # any m gives the same softmax: it has no tangent, and l = e^(lse - m) has all of lse's
         dstats = jax.tree.map(jnp.zeros_like, stats)._replace(l=stats.l * dlse)
-        return (o, stats), (do, dstats)
+        return tuple(map(jax.tree.leaves, ((o, stats), (do, dstats))))
 
 
-def _with_results(in_axes: tuple, x: Operands, residuals: Residuals, tangents: Gradients) -> tuple:
+def _with_results(in_axes: tuple, x: Operands, residuals: Residuals, along: Gradients) -> tuple:
     """The in_axes of the residuals and of the tangents that are there, by those of x."""
     of_results = [0] * (len(jax.tree.leaves(residuals)) - len(in_axes))
     is_mapped = jax.tree.unflatten(jax.tree.structure(x), [axis == 0 for axis in in_axes])
     of_tangents = jax.tree.map(
         lambda t, mapped: None if t is None else mapped,
-        tangents,
+        along,
         is_mapped.differentiable,
         is_leaf=lambda t: t is None,
     )
@@ -166,5 +171,6 @@ def _attend(problem, choice, operands):
     if choice.backend.is_dense:
         o, stats = autodiff.named(*choice.backend.forward(problem, choice.tiles, operands))
     else:
-        o, stats = Forward(problem, choice)(operands)
+        forward = Forward(problem, choice)
+        o, stats = primitives.bind(forward, forward, operands)
     return o, *autodiff.lse_and_largest(choice.backend.log_base(problem), problem, operands, stats)

@@ -1,11 +1,9 @@
-"""Functions in every mode of differentiation, whose derivatives are formulas: one equation of a
-jaxpr each, whose tangent is an operation that is linear in some of its arrays. That is an equation
-too, which has a transpose, and derivatives with respect to the other arrays, of its own. vmap makes
-another such equation of each.
+"""Operations that are linear in some of their arrays, in every mode of differentiation: each is one
+equation of a jaxpr, which has a transpose, and derivatives with respect to the other arrays, of its
+own. vmap makes another such equation of it.
 
 JAX transposes a jaxpr equation by equation, and a loop of unknown length not at all; here a whole
-loop is transposed at once. `jax.custom_jvp` is no equation: JAX may forget its rule, as in a scan
-that is differentiated twice.
+loop is transposed at once, by a formula.
 """
 
 import dataclasses
@@ -49,7 +47,7 @@ class LinearMap:
 
     def mapped(self, maps: tuple, residuals, x):
         """The same under vmaps, of which `maps` are the in_axes of the leaves of both."""
-        return _bind(linear_p, self, maps, residuals, x)
+        return _bind(self, maps, residuals, x)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,50 +99,29 @@ def _with_floats(tree, floats: list):
     return jax.tree.map(lambda x: next(new) if _is_float(x) else x, tree)
 
 
-class Function:
-    """apply(x), of a tree of arrays; hashable, and whose derivative is a linear map."""
-
-    def apply(self, x):
-        raise NotImplementedError
-
-    def results_like(self, x):
-        """Arrays of the shapes and dtypes of what `apply` returns, at no cost."""
-        raise NotImplementedError
-
-    def jvp(self, maps: tuple, x, tangents):
-        """The results and their tangents under these vmaps; tangents of x may be `ad.Zero`s."""
-        raise NotImplementedError
-
-    def __call__(self, x):
-        return self.mapped((), x)
-
-    def mapped(self, maps: tuple, x):
-        return _bind(function_p, self, maps, x)
+# ---- the equation ----
+# Its arrays are the leaves of (residuals, x). `maps` are the in_axes of the vmaps around it, the
+# innermost first: the axes of its results are those of the vmaps, the outermost first, and then
+# those of `apply`.
 
 
-# ---- the equations ----
-# Their arrays are the leaves of a tree of arguments, (residuals, x) or (x,). `maps` are the in_axes
-# of the vmaps around an equation, the innermost first: the axes of its results are those of the
-# vmaps, the outermost first, and then those of `apply`.
-
-
-def _bind(primitive: Primitive, of: LinearMap | Function, maps: tuple, *args):
-    leaves, tree = jax.tree.flatten(args)
+def _bind(of: LinearMap, maps: tuple, residuals, x):
+    leaves, tree = jax.tree.flatten((residuals, x))
     jaxpr, out = jax.make_jaxpr(_mapped(of.results_like, maps, tree), return_shape=True)(*leaves)
     out_tree, avals = jax.tree.structure(out), tuple(jaxpr.out_avals)
     static = dict(of=of, maps=maps, tree=tree, out_tree=out_tree, avals=avals)
-    return jax.tree.unflatten(out_tree, primitive.bind(*leaves, **static))
+    return jax.tree.unflatten(out_tree, linear_p.bind(*leaves, **static))
 
 
 def _mapped(function: Callable, maps: tuple, tree) -> Callable:
-    """function(*args) of the leaves of the tree of args, under the vmaps."""
+    """function(residuals, x) of the leaves of both, under the vmaps."""
     flat = lambda *leaves: function(*jax.tree.unflatten(tree, leaves))
     for in_axes in maps:
         flat = jax.vmap(flat, in_axes)
     return flat
 
 
-def run(*leaves, of: LinearMap | Function, maps: tuple, tree, **_) -> list:
+def run(*leaves, of: LinearMap, maps: tuple, tree, **_) -> list:
     """What an equation with these parameters computes."""
     return jax.tree.leaves(_mapped(of.apply, maps, tree)(*leaves))
 
@@ -154,17 +131,7 @@ def _compiled(**static) -> Callable:
     return jax.jit(functools.partial(run, **static))
 
 
-def _primitive(name: str) -> Primitive:
-    new = Primitive(name)
-    new.multiple_results = True
-    new.def_impl(lambda *leaves, **static: _compiled(**static)(*leaves))
-    new.def_effectful_abstract_eval(lambda *_, avals, **__: (list(avals), frozenset()))
-    batching.primitive_batchers[new] = functools.partial(_batch, new)
-    mlir.register_lowering(new, mlir.lower_fun(run, multiple_results=True))
-    return new
-
-
-def _batch(primitive: Primitive, leaves, axes, *, of, maps, tree, avals, **_):
+def _batch(leaves, axes, *, of, maps, tree, avals, **_):
     leaves = [
         a if axis is None else jnp.moveaxis(a, axis, 0)
         for a, axis in zip(leaves, axes, strict=True)
@@ -174,11 +141,11 @@ def _batch(primitive: Primitive, leaves, axes, *, of, maps, tree, avals, **_):
         results = [jnp.zeros((0, *aval.shape), aval.dtype) for aval in avals]
     else:
         args = jax.tree.unflatten(tree, leaves)
-        results = jax.tree.leaves(_bind(primitive, of, (*maps, in_axes), *args))
+        results = jax.tree.leaves(_bind(of, (*maps, in_axes), *args))
     return results, [0] * len(results)
 
 
-def _linear_jvp(primals, tangents, **static):
+def _jvp(primals, tangents, **static):
     of, maps, tree = (static[name] for name in ("of", "maps", "tree"))
     count = tree.children()[0].num_leaves
     results, parts = linear_p.bind(*primals, **static), []
@@ -191,7 +158,7 @@ def _linear_jvp(primals, tangents, **static):
     if not all(map(is_zero, pick(tangents))):
         of_residuals = list(map(ad.instantiate_zeros, pick(tangents)))
         maps = tuple((*in_axes, *pick(in_axes)) for in_axes in maps)
-        parts.append(jax.tree.leaves(_bind(linear_p, Derivative(of), maps, args, of_residuals)))
+        parts.append(jax.tree.leaves(_bind(Derivative(of), maps, args, of_residuals)))
     if not parts:
         return results, list(map(ad.Zero.from_primal_value, results))
     return results, [functools.reduce(jnp.add, each) for each in zip(*parts, strict=True)]
@@ -201,7 +168,7 @@ def is_zero(tangent) -> bool:
     return type(tangent) is ad.Zero
 
 
-def _linear_transpose(cotangents, *leaves, of, maps, tree, out_tree, **_):
+def _transpose(cotangents, *leaves, of, maps, tree, out_tree, **_):
     of_residuals, of_x = tree.children()
     count = of_residuals.num_leaves
     residuals = jax.tree.unflatten(of_residuals, leaves[:count])
@@ -209,7 +176,7 @@ def _linear_transpose(cotangents, *leaves, of, maps, tree, out_tree, **_):
     cotangents = jax.tree.unflatten(out_tree, map(ad.instantiate_zeros, cotangents))
     # all results are mapped by all vmaps
     new_maps = tuple((*in_axes[:count], *[0] * out_tree.num_leaves) for in_axes in maps)
-    found = jax.tree.leaves(_bind(linear_p, transposed, new_maps, residuals, cotangents))
+    found = jax.tree.leaves(_bind(transposed, new_maps, residuals, cotangents))
 
     def summed(n, leaf, cotangent):
         """What several calls of a vmap share gets the sum of their cotangents."""
@@ -222,12 +189,11 @@ def _linear_transpose(cotangents, *leaves, of, maps, tree, out_tree, **_):
     return [None] * count + [summed(n, *pair) for n, pair in each]
 
 
-def _function_jvp(primals, tangents, *, of, maps, tree, **_):
-    (x,), (along,) = (jax.tree.unflatten(tree, leaves) for leaves in (primals, tangents))
-    return tuple(map(jax.tree.leaves, of.jvp(maps, x, along)))
-
-
-linear_p, function_p = map(_primitive, ("flash_attention_linear", "flash_attention_forward"))
-ad.primitive_jvps[linear_p] = _linear_jvp
-ad.primitive_transposes[linear_p] = _linear_transpose
-ad.primitive_jvps[function_p] = _function_jvp
+linear_p = Primitive("flash_attention_linear")
+linear_p.multiple_results = True
+linear_p.def_impl(lambda *leaves, **static: _compiled(**static)(*leaves))
+linear_p.def_effectful_abstract_eval(lambda *_, avals, **__: (list(avals), frozenset()))
+ad.primitive_jvps[linear_p] = _jvp
+ad.primitive_transposes[linear_p] = _transpose
+batching.primitive_batchers[linear_p] = _batch
+mlir.register_lowering(linear_p, mlir.lower_fun(run, multiple_results=True))

@@ -24,6 +24,10 @@ class Rules:
         whose in_axes is 0; a leaf whose in_axes is None is shared."""
         return jax.vmap(jaxpr_as_fun(jaxpr), in_axes)(*leaves)
 
+    def jvp(self, primals, tangents, *, jaxpr, **trees):
+        """The derivatives of plain JAX; a tangent may be an `ad.Zero`."""
+        return jax.jvp(jaxpr_as_fun(jaxpr), primals, tuple(map(ad.instantiate_zeros, tangents)))
+
     def lower(self, ctx, *leaves, jaxpr, **trees):
         return mlir.core_call_lowering(ctx, *leaves, name=ctx.primitive.name, call_jaxpr=jaxpr)
 
@@ -87,6 +91,5 @@ def _batch(leaves, axes, *, jaxpr, rules: Rules, **trees):
     return results, [0] * len(results)
 
 
-def _jvp(primals, tangents, *, jaxpr, **_):
-    """The derivatives of plain JAX."""
-    return jax.jvp(jaxpr_as_fun(jaxpr), primals, tuple(map(ad.instantiate_zeros, tangents)))
+def _jvp(primals, tangents, *, rules: Rules, **parameters):
+    return rules.jvp(primals, tangents, **parameters)

@@ -74,7 +74,7 @@ def _calls(jaxpr) -> list:
     found = []
     for eqn in jaxpr.eqns:
         found += [eqn.params["rules"]] if eqn.primitive.name == "flash_attention_call" else []
-        if eqn.primitive in (linear_maps.linear_p, linear_maps.function_p):
+        if eqn.primitive is linear_maps.linear_p:
             run = functools.partial(linear_maps.run, **eqn.params)
             found += _calls(jax.make_jaxpr(run)(*(x.aval for x in eqn.invars)).jaxpr)
         inner = [getattr(x, "jaxpr", x) for x in eqn.params.values()]
