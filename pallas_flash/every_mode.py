@@ -81,28 +81,25 @@ class Gradient(LinearMap):
 def _second(problem: Problem, choice: Choice, residuals: Residuals, dx: Gradients, cotangents):
     """The gradient of <cotangents, Tangent(residuals, dx)> with respect to the floats of the
     residuals."""
-    operands, _, stats = residuals
+    operands, _, stats = residuals  # nothing of o: `blockwise.derivatives`
     rows, do, delta = autodiff.of_rows(problem, choice, residuals, cotangents)
-    gradients, of_sum, of_delta = choice.backend.second(
-        problem, choice.tiles, operands, dx, rows, do, delta
+    _, dlse = Tangent(problem, choice).apply(residuals, dx)
+    gradients, of_sum = choice.backend.second(
+        problem, choice.tiles, operands, dx, rows, do, delta, dlse
     )
     if operands.sinks is not None:
         along = 0.0 if dx.sinks is None else dx.sinks[None, :, None].astype(delta.dtype)
 
-        def of_sinks(sinks, inverse_sum, delta):
+        def of_sinks(sinks, inverse_sum):
             weights = autodiff.sink_weights(sinks, rows._replace(inverse_sum=inverse_sum))
-            return -jnp.sum(along * weights * delta)
+            return -jnp.sum((along - dlse) * weights * delta)
 
-        of_sinks, more_of_sum, more_of_delta = jax.grad(of_sinks, argnums=(0, 1, 2))(
-            operands.sinks, rows.inverse_sum, delta
-        )
-        gradients = gradients._replace(sinks=of_sinks)
-        of_sum, of_delta = of_sum + more_of_sum, of_delta + more_of_delta
-    # delta = rowsum(o do) - dlse, of do before it is divided by what dropout keeps
-    of_o = jnp.swapaxes(of_delta, 1, 2)[..., None] * do.astype(delta.dtype) * problem.kept
+        of_sinks, more = jax.grad(of_sinks, argnums=(0, 1))(operands.sinks, rows.inverse_sum)
+        gradients, of_sum = gradients._replace(sinks=of_sinks), of_sum + more
     of_l = jnp.where(stats.empty, 0.0, -of_sum * jnp.square(rows.inverse_sum))
-    zeros = jax.tree.map(jnp.zeros_like, operands).with_differentiable(gradients)
-    found = floats(Residuals(zeros, of_o, SoftmaxState(jnp.zeros_like(stats.m), of_l)))
+    zeros = jax.tree.map(jnp.zeros_like, residuals)
+    zeros = zeros._replace(operands=zeros.operands.with_differentiable(gradients))
+    found = floats(zeros._replace(stats=zeros.stats._replace(l=of_l)))
     return [a.astype(like.dtype) for a, like in zip(found, floats(residuals), strict=True)]
 
 

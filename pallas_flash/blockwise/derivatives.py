@@ -10,8 +10,9 @@ dP = dO' V^T and delta = rowsum(O dO') - dlse', these are also one number,
 
     <dO', dO> + <dlse', dlse> = sum_ij P dS (dP - delta) + P (dO' dV^T),
 
-of which jax differentiates one block at a time. It is a gradient's product with tangents, too: so
-its gradient is what transposes all second derivatives.
+which changes by a constant if a constant of each row is taken off dS: dlse, so that little cancels,
+and O and delta need no derivative. Of the rest jax differentiates one block at a time. The number
+is a gradient's product with tangents, too: its gradient is what transposes all second derivatives.
 """
 
 from typing import NamedTuple
@@ -158,69 +159,65 @@ def second(
     row_scale: RowScale,
     do,
     delta,
+    dlse,
 ):
-    """The gradient of sum P dS (dP - delta) + P (do dV^T), with the tangents dx (None: zero) in dS
-    and dV, with respect to the operands, to row_scale.inverse_sum and to delta; do is divided by
+    """The gradient of sum P (dS - dlse) (dP - delta) + P (do dV^T), with the tangents dx (None:
+    zero) in dS and dV, with respect to the operands and to row_scale.inverse_sum; do is divided by
     what dropout keeps."""
     p, wide, x = problem, sums(tiles.dtype), with_block_mask(problem, tiles, x)
 
     def some_heads(heads: HeadRange, outputs):
         some = SomeHeads.take(p, tiles, heads, x)
         arrays, tangents = (Slices.of_heads(some, heads, a, wide) for a in (x.differentiable, dx))
-        row = _by_row(p, heads, row_scale.m, row_scale.inverse_sum, delta)
+        row = _by_row(p, heads, row_scale.m, row_scale.inverse_sum, delta, dlse)
         of_rows = *row, some.mask.zero_blind_rows(by_head(do, heads).astype(wide))
 
         def query_block(rows: Block, key_blocks, outputs):
-            m, inverse_sum, delta_i, do_i = (take_rows(rows, a) for a in of_rows)
+            m, inverse_sum, delta_i, dlse_i, do_i = (take_rows(rows, a) for a in of_rows)
             if rows.first_new is not None:
                 is_new = each_row(rows.index[None] >= rows.first_new, p.group)
                 m = jnp.where(is_new, m, jnp.inf)
 
             def step(keys: Block, visible, rows_are_finite, carry):
-                dq, of_sum, of_delta, dk, dv, dbias, captured = carry
+                dq, of_sum, dk, dv, dbias, captured = carry
                 terms = BlockTerms(some, rows, keys, visible, rows_are_finite)
                 along = tangents.block(rows, keys)
 
-                def product(block: Slices, inverse_sum, delta_i):
+                def product(block: Slices, inverse_sum):
                     prob, weights = terms.probabilities(block, along, m, inverse_sum)
                     total = 0.0
                     if weights is not None:
                         dp = terms.drop(dot_t(do_i, block.value))
-                        total = jnp.sum(weights * (dp - delta_i))
+                        total = jnp.sum((weights - prob * dlse_i) * (dp - delta_i))
                     if along.value is not None:
                         total += jnp.sum(terms.drop(prob) * dot_t(do_i, along.value))
                     return total
 
-                of_block, by_sum, by_delta = jax.grad(product, argnums=(0, 1, 2))(
-                    arrays.block(rows, keys), inverse_sum, delta_i
-                )
+                block = arrays.block(rows, keys)
+                of_block, by_sum = jax.grad(product, argnums=(0, 1))(block, inverse_sum)
                 if dbias is not None:
                     tile = keys.add(rows.take(dbias, 3), of_block.bias, 4)
                     dbias = rows.put(dbias, tile, 3)
                 return (
                     dq + of_block.query,
                     of_sum + by_sum,
-                    of_delta + by_delta,
                     keys.add(dk, of_block.key, 2),
                     keys.add(dv, of_block.value, 2),
                     dbias,
                     tuple(a + b for a, b in zip(captured, of_block.captured, strict=True)),
                 )
 
-            in_rows, whole = outputs[:3], outputs[3:]
-            zeros = (jnp.zeros_like(take_rows(rows, a)) for a in in_rows)
-            start = *zeros, *whole
-            new = some.each_key_block(rows, key_blocks, step, start, start)
+            dq, of_sum, *whole = outputs
+            start = *(jnp.zeros_like(take_rows(rows, a)) for a in (dq, of_sum)), *whole
+            dq_i, of_sum_i, *whole = some.each_key_block(rows, key_blocks, step, start, start)
             # rows that are not new have zero
-            in_rows = (
-                rows.add(out, some.by_query(a), 3) for out, a in zip(in_rows, new[:3], strict=True)
-            )
-            return *in_rows, *new[3:]
+            add = lambda out, new: rows.add(out, some.by_query(new), 3)
+            return add(dq, dq_i), add(of_sum, of_sum_i), *whole
 
-        of_operands, *of_statistics = outputs
-        like = arrays.query, row[1], row[2], arrays.key, arrays.value, arrays.bias
+        of_operands, of_sums = outputs
+        like = arrays.query, row[1], arrays.key, arrays.value, arrays.bias
         zeros = (None if a is None else jnp.zeros_like(a) for a in like)
-        dq, *new, dk, dv, dbias, captured = some.each_query_block(
+        dq, of_sum, dk, dv, dbias, captured = some.each_query_block(
             query_block, (*zeros, of_operands.captured)
         )
         if dbias is not None:
@@ -234,14 +231,9 @@ def second(
             dbias,
             captured=captured,
         )
-        in_order = lambda a: a.reshape(heads.batch, -1, p.queries)
-        of_statistics = (
-            heads.put(out, in_order(a), 1) for out, a in zip(of_statistics, new, strict=True)
-        )
-        return of_operands, *of_statistics
+        return of_operands, heads.put(of_sums, of_sum.reshape(heads.batch, -1, p.queries), 1)
 
     of_operands = jax.tree.map(
         lambda a: jnp.zeros_like(a, dtype=wide), x.differentiable._replace(sinks=None)
     )
-    start = of_operands, jnp.zeros_like(delta), jnp.zeros_like(delta)
-    return each_heads(p, tiles.heads, some_heads, start)
+    return each_heads(p, tiles.heads, some_heads, (of_operands, jnp.zeros_like(delta)))

@@ -104,11 +104,11 @@ def _forward_over_reverse(call, x):
 def _reverse_over_reverse(call, x):
     learned, rest = call.split(x)
 
-    def loss(learned):
-        gradients = jax.tree.leaves(call.gradients(learned | rest))
-        return sum(jnp.sum(jnp.sin(g)) for g in gradients)
+    def loss(learned, cosines):
+        gradients = call.gradients(learned | rest)
+        return sum(jax.tree.leaves(jax.tree.map(jnp.vdot, gradients, cosines)))
 
-    return jax.jit(jax.grad(loss))(learned)
+    return jax.jit(jax.grad(loss))(learned, jax.tree.map(jnp.cos, learned))
 
 
 def _layers(in_scan):
