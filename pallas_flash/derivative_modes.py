@@ -8,13 +8,13 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 NO_FORWARD = (
-    "flash_attention has derivatives in reverse mode only in kernels and over a context, by "
-    'jax.grad, jax.vjp and jax.jacrev: implementation="blockwise" has every mode, and in place of '
-    "jax.jvp, jax.jacfwd and jax.linearize flash_attention_jvp(primals, tangents) may be called."
+    "Kernels, and calls with a context, have derivatives in reverse mode alone, by jax.grad, "
+    'jax.vjp and jax.jacrev. implementation="blockwise" without a context has every mode; '
+    "flash_attention_jvp(primals, tangents) takes it in place of jax.jvp."
 )
 NO_SECOND = (
-    "flash_attention has first derivatives alone in kernels and over a context: "
-    'implementation="blockwise" without one has second ones, in every mode.'
+    'Kernels, and calls with a context, have first derivatives alone: implementation="blockwise" '
+    "without a context has second ones, in every mode."
 )
 NO_REVERSE_UNDER_CHECKS = (
     "jax has no gradient of a shard_map inside of one that checks its types, and on a mesh whose "

@@ -65,7 +65,9 @@ def test_kernels_say_what_serves_where_they_have_no_derivative(implementation, r
         lambda: jax.jvp(jax.checkpoint(of_query), (x[0],), (x[0],)),
         lambda: jax.jit(loop)(x[0]),  # Newton's method, as solvers have it
     ):
-        with pytest.raises(NotImplementedError, match='implementation="blockwise" has every mode'):
+        with pytest.raises(
+            NotImplementedError, match="flash_attention_jvp.primals, tangents. takes it"
+        ):
             run()
     with pytest.raises(
         NotImplementedError, match="forward mode is for blockwise and reference; got triton"
@@ -76,7 +78,9 @@ def test_kernels_say_what_serves_where_they_have_no_derivative(implementation, r
         lambda: jax.grad(lambda q: jnp.sum(gradient(q) ** 2))(x[0]),
         lambda: jax.jit(lambda q: jax.jvp(gradient, (q,), (q,)))(x[0]),
     ):
-        with pytest.raises(NotImplementedError, match="has first derivatives alone in kernels"):
+        with pytest.raises(
+            NotImplementedError, match="have first derivatives alone: implementation"
+        ):
             run()
 
 
