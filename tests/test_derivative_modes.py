@@ -65,9 +65,7 @@ def test_kernels_say_what_serves_where_they_have_no_derivative(implementation, r
         lambda: jax.jvp(jax.checkpoint(of_query), (x[0],), (x[0],)),
         lambda: jax.jit(loop)(x[0]),  # Newton's method, as solvers have it
     ):
-        with pytest.raises(
-            NotImplementedError, match="flash_attention_jvp.primals, tangents. takes it"
-        ):
+        with pytest.raises(NotImplementedError, match="in reverse mode alone"):
             run()
     with pytest.raises(
         NotImplementedError, match="forward mode is for blockwise and reference; got triton"
@@ -78,9 +76,7 @@ def test_kernels_say_what_serves_where_they_have_no_derivative(implementation, r
         lambda: jax.grad(lambda q: jnp.sum(gradient(q) ** 2))(x[0]),
         lambda: jax.jit(lambda q: jax.jvp(gradient, (q,), (q,)))(x[0]),
     ):
-        with pytest.raises(
-            NotImplementedError, match="have first derivatives alone: implementation"
-        ):
+        with pytest.raises(NotImplementedError, match="have first derivatives alone"):
             run()
 
 
