@@ -25,6 +25,9 @@ class PagedKernel(NamedTuple):
     copies_prompts: Callable[[Problem], bool] = lambda problem: True
 
 
+REVERSE = "reverse mode, of first order"
+
+
 class Backend(NamedTuple):
     """An implementation, and what it can do. One that can run the forward of a problem can also run
     its backward."""
@@ -60,6 +63,13 @@ class Backend(NamedTuple):
     def has_every_mode(self) -> bool:
         """Whether it can be differentiated in every mode."""
         return self.is_dense or self.tangent is not None
+
+    @property
+    def derivatives(self) -> str:
+        """In which modes, and of which order."""
+        if not self.has_every_mode:
+            return f'{REVERSE}; implementation="blockwise" has every mode'
+        return f"every mode, of {'any' if self.is_dense else 'first and second'} order"
 
     def log_base(self, problem: Problem) -> LogBase:
         """Of its scores."""

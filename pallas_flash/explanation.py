@@ -6,6 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from pallas_flash import arguments, attention, checks, context_parallel, dispatch, selection
+from pallas_flash.backends import REVERSE
 from pallas_flash.call import Call
 from pallas_flash.kernels import device
 
@@ -17,6 +18,7 @@ class Explanation:
     problem: arguments.Problem
     implementation: str
     tiles: Any  # the block sizes of that implementation, None where it has none
+    derivatives: str  # in which modes, and of which order
     why_not: dict[str, str]  # for each other implementation, why it was not taken
     condition: str | None = None  # on which the implementation is taken
     # what devices send that hold parts of a sequence; the problem is then that of a pair of parts
@@ -28,6 +30,7 @@ class Explanation:
         taken = ", ".join(filter(None, (self.implementation, self.condition)))
         lines = [f"call            {self.problem}", f"implementation  {taken}"]
         lines += [f"tiles           {self.tiles}"] if self.tiles is not None else []
+        lines += [f"derivatives     {self.derivatives}"]
         lines += [f"context         {self.context}"] if self.context is not None else []
         lines += [f"copies          {self.copies}"] if self.copies is not None else []
         lines += [f"not {name:<11} {reason}" for name, reason in self.why_not.items()]
@@ -43,8 +46,16 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
         choice = selection.choose(problem, call.implementation, check=False)
         why_not, condition = selection.reasons(problem, choice, call.implementation)
         copies = choice.backend.copies(problem)
+        derivatives = choice.backend.derivatives if context is None else REVERSE
     return Explanation(
-        problem, choice.backend.name, choice.tiles, why_not, condition, context, copies
+        problem,
+        choice.backend.name,
+        choice.tiles,
+        derivatives,
+        why_not,
+        condition,
+        context,
+        copies,
     )
 
 

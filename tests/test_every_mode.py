@@ -12,7 +12,7 @@ from cases import BROADCASTS, MASKS, RULES, Sizes, arguments, bias, dense_mask, 
 from jax.sharding import AxisType, NamedSharding
 from selection import whole_but
 
-from pallas_flash import flash_attention
+from pallas_flash import backends, explain, flash_attention
 
 pytestmark = pytest.mark.usefixtures("small_tiles")
 Z = Sizes(T=19, S=35, N=4, K=2, H=5, Hv=3)
@@ -187,6 +187,21 @@ def test_transformations_compose_as_those_of_dense_attention(name, rng):
     pairs = zip(*(jax.tree.leaves(of(each)) for each in ("blockwise", "reference")), strict=True)
     for pair in pairs:
         check.close(*pair, 1e-5)
+
+
+def test_explain_says_which_derivatives_a_call_has():
+    x = jax.ShapeDtypeStruct((2, 19, 2, 8), jnp.float32)
+    said = {
+        name: explain(x, x, x, implementation=name).derivatives for name in backends.names()[2:]
+    }
+    kernels = 'reverse mode, of first order; implementation="blockwise" has every mode'
+    assert said == dict.fromkeys(said, kernels) | dict(
+        blockwise="every mode, of first and second order", reference="every mode, of any order"
+    )
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Explicit,))
+    spread = NamedSharding(mesh, jax.P(None, "d"))
+    x = jax.device_put(jnp.ones((2, 20, 2, 8)), spread)
+    assert explain(x, x, x).derivatives == "reverse mode, of first order"
 
 
 def test_a_third_derivative_in_reverse_says_what_has_it(rng):
