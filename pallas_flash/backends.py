@@ -126,8 +126,11 @@ FEW = 64  # queries
 
 
 def _few_queries(problem: Problem) -> str | None:
-    """Why a call with a dense mask and few queries does not run the Hopper kernels by default."""
+    """Why a call with a dense mask and few queries does not run the Hopper kernels by default: the
+    Triton kernels, where there are any, read the mask as it is."""
     if problem.mask is None or not isinstance(problem.queries, int) or problem.queries > FEW:
+        return None
+    if _triton_why_no_import():
         return None
     return f"packing a dense mask does not pay off for only {problem.queries} queries"
 

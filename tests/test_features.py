@@ -18,7 +18,7 @@ from features.transformations import TRANSFORMATIONS, strict
 from selection import whole_but
 from tqdm import tqdm
 
-from pallas_flash import explain
+from pallas_flash import backends, explain
 from pallas_flash.accounting import GPUS
 from scripts.gpu_code import as_if_on
 
@@ -184,6 +184,24 @@ def test_hopper_lowers_all_that_it_takes_with_64_bits_and_strict_promotion():
         call = Call("hopper", tuple(name for name in together if name not in reasons))
         with as_if_on(GPUS["H200"]), strict():
             jax.jit(call.gradients).trace(used).lower(lowering_platforms=("cuda",))
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="Mosaic's kernels need jax 0.11.2")
+@pytest.mark.parametrize("gpu", ["A100-80GB", "RTX-4090", "RTX-5090", "H100"])
+def test_without_jaxs_triton_every_call_of_16_bits_has_kernels_on_every_gpu(gpu, monkeypatch):
+    monkeypatch.setattr(backends, "_triton_why_no_import", lambda: "this jax has no Triton")
+
+    def taken(dtype, features):
+        x = arrays(dtype)
+        with as_if_on(GPUS[gpu]):
+            return explain(*(x[name] for name in INPUTS), **Call(None, features).options(x))
+
+    mosaic = "hopper" if gpu == "H100" else "ampere"
+    for features in [*((name,) for name in FEATURES), *TOGETHER]:
+        for dtype in "bfloat16", "float16":
+            found = taken(dtype, features)
+            assert found.implementation == mosaic, (dtype, features, found)
+    assert taken("float32", ()).implementation == "blockwise"
 
 
 if __name__ == "__main__":
