@@ -98,9 +98,8 @@ def test_output_lse_and_all_gradients_are_those_of_dense_autodiff(name, implemen
         q, k, v, score_mod=RULES[name](table), **options
     )
     x = arrays(rng)
-    equal(
-        loss_of(attend)(*x), loss_of(lambda q, k, v, table: dense(q, k, v, RULES[name](table)))(*x)
-    )
+    plain = lambda q, k, v, table: dense(q, k, v, RULES[name](table))
+    equal(loss_of(attend)(*x), loss_of(plain)(*x), 2e-5)  # the loss sums 1,400 numbers
 
 
 @pytest.mark.whole
