@@ -161,6 +161,23 @@ def triton(p: Attention, t) -> tuple[dict[str, Cost], dict[str, Cost]]:
     return dict(forward=forward.cost(forward.key_blocks(), 2, reads, q + 2 * rows, 1)), backward
 
 
+def ampere(p: Attention, t) -> tuple[dict[str, Cost], dict[str, Cost]]:
+    """FlashAttention-2 by mma. Whole blocks are copied to shared memory, and which ones a program
+    visits is computed. m and l leave the kernel as one number."""
+    forward, dkv, dq = (Tiles(p, x.block_q, x.block_k) for x in (t.forward, t.dkv, t.dq))
+    q, rows, heads = p.tensor, p.rows, p.B * p.N
+    row = 4 * p.H  # bytes of one of K and V, or of Q and dO
+    keys = lambda tiles: int(tiles.key_blocks().sum()) * tiles.block_k
+    queries = int(dkv.query_blocks().sum()) * dkv.block_q * (row + 8)  # with lse and delta
+    reads = q + heads * keys(forward) * row
+    backward = dict(
+        delta=Cost(0, 0, 2 * q + 2 * rows, 2 * rows),
+        dkv=dkv.cost(dkv.query_blocks(), 4, 2 * q + heads * queries, 2 * q),
+        dq=dq.cost(dq.key_blocks(), 3, heads * (p.T + keys(dq)) * row + 2 * rows, q),
+    )
+    return dict(forward=forward.cost(forward.key_blocks(), 2, reads, q + rows, 1)), backward
+
+
 def hopper(p: Attention, t) -> tuple[dict[str, Cost], dict[str, Cost]]:
     """FlashAttention-3. The warpgroups of a CTA share K and V, whole blocks of which TMA copies;
     each computes the blocks that its 64 rows see. m and l leave the kernel as one number, in rows
@@ -207,6 +224,7 @@ GENERATIONS = {
     "triton (FlashAttention-2)": Generation(
         "triton", triton, lambda p: p.tensor + 2 * p.rows, "#3b76af"
     ),
+    "ampere (FlashAttention-2)": Generation("ampere", ampere, lambda p: 2 * p.rows, "#c1567f"),
     "hopper (FlashAttention-3)": Generation("hopper", hopper, lambda p: 2 * p.rows, "#9467bd"),
 }
 

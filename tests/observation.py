@@ -353,6 +353,12 @@ class Observer(Walk):
             ref = ref.narrow(indexer)
         counter[ref.array.name] += int(ref.inside().sum()) * ref.array.dtype.itemsize
 
+    def _mma(self, eqn, args, params):
+        """[m, n] and [m, k] by [k, n]."""
+        acc, a = (x.aval for x in eqn.invars[:2])
+        self.kernel.operations["matrix"] += 2 * acc.size * a.shape[1]
+        return [UNKNOWN]
+
     def _wgmma_ref(self, eqn, args, params):
         """[m, k] by [k, n]: b has k n elements."""
         tree = params["b_transforms_tree"]

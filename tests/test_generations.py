@@ -16,10 +16,12 @@ from pallas_flash.kernels import device
 from scripts import generations, gpu_code
 from scripts.generations import FIGURE, GENERATIONS, GPT2_MEDIUM, ROOT, Attention
 
-hopper = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11, 2), reason="the Hopper kernels need jax 0.11.2"
+mosaic = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11, 2), reason="the Mosaic kernels need jax 0.11.2"
 )
-NAMES = [pytest.param(n, marks=hopper if n.startswith("hopper") else ()) for n in GENERATIONS]
+NAMES = [
+    pytest.param(n, marks=mosaic if n.startswith(("ampere", "hopper")) else ()) for n in GENERATIONS
+]
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +42,7 @@ def test_the_formulas_are_what_the_kernels_load_store_and_compute(name, shape, m
     tiles = p.tiles(implementation)
     if "online" in name:
         tiles = tiles._replace(online=True)
-    if implementation == "hopper":  # it is traced, not run
+    if implementation in ("ampere", "hopper"):  # it is traced, not run
         monkeypatch.setattr(device, "interpret", True)
     autodiff._attend_jit.clear_cache()
     attend = attention(implementation, tiles, is_causal=p.causal)
@@ -60,7 +62,7 @@ def observed(kernels) -> Cost:
     return Cost(*(sum(x) for x in (*zip(*work, strict=True), *zip(*bytes_, strict=True))))
 
 
-@hopper
+@mosaic
 def test_the_table_shows_the_paper_beside_the_kernels(run):
     rows = re.findall(r"^\| (.*?) *\|(.*)\|$", run[1], re.MULTILINE)
     cells = {name: [cell.strip() for cell in row.split("|")] for name, row in rows}
@@ -71,7 +73,7 @@ def test_the_table_shows_the_paper_beside_the_kernels(run):
     assert cells["hopper (FlashAttention-3)"][5] == "cannot run"
 
 
-@hopper
+@mosaic
 def test_the_committed_picture_shows_what_is_counted_today(run):
     assert_same(FIGURE, run[0], "stale: run python scripts/generations.py")
     assert f"]({FIGURE.relative_to(ROOT)})" in (ROOT / "README.md").read_text()
