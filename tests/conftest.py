@@ -21,7 +21,7 @@ import jax
 import numpy as np
 import pytest
 import trainer
-from selection import fast_half, mark_for_a_gpu
+from selection import fast_half, mark_for_a_gpu, one_turn
 
 from pallas_flash import blockwise, decode
 from pallas_flash.kernels import triton
@@ -42,6 +42,8 @@ def pytest_addoption(parser):
         "and tests named by their ids"
     )
     parser.addoption("--whole", action="store_true", help=help)
+    help = "with --whole: of what it adds, one of two halves, which an even and an odd number name"
+    parser.addoption("--turn", type=int, help=help)
     help = (
         "compile programs as users do; without it most optimizations are off, since most "
         "programs run once, and small"
@@ -84,8 +86,11 @@ def pytest_runtest_call(item):
 
 @pytest.hookimpl(trylast=True)  # what -k and -m leave
 def pytest_collection_modifyitems(config, items):
-    if not config.option.whole and not any("::" in arg for arg in config.args):
-        kept = set(fast_half(items))
+    turn = config.option.turn
+    if (not config.option.whole or turn is not None) and not any(
+        "::" in arg for arg in config.args
+    ):
+        kept = set(one_turn(items, turn) if config.option.whole else fast_half(items))
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]
 

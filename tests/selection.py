@@ -3,6 +3,7 @@ parameter still occurs. On a GPU those alone that are marked `gpu`."""
 
 import collections
 import re
+import zlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -43,6 +44,13 @@ def fast_half(items: list) -> list:
         for tests in by_function.values()
         for i in diagonal([_values(test) for test in tests])
     ]
+
+
+def one_turn(items: list, number: int) -> list:
+    """The fast half, and one of two halves of all else, which take turns."""
+    fast = set(map(id, fast_half(items)))
+    has_turn = lambda item: zlib.crc32(item.nodeid.encode()) % 2 == number % 2
+    return [item for item in items if id(item) in fast or has_turn(item)]
 
 
 def _is_whole(item) -> bool:

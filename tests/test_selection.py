@@ -10,7 +10,7 @@ import conftest
 import jax
 import jax.numpy as jnp
 import pytest
-from selection import diagonal, fast_half, mark_for_a_gpu
+from selection import diagonal, fast_half, mark_for_a_gpu, one_turn
 
 from pallas_flash import paged_attention
 from pallas_flash.kernels import device
@@ -47,6 +47,11 @@ def test_what_is_marked_whole_is_left_out_and_with_names_these_implementations_a
 
     items = [item("a"), item("b", ("b", "c")), item("d", ("b", "c")), item("e", ())]
     assert fast_half(items) == [items[0], items[2]]
+    for item, name in zip(items, "abcd", strict=True):
+        item.nodeid = name
+    turns = [one_turn(items, number) for number in range(4)]
+    assert turns[:2] == turns[2:] and all(items[0] in turn and items[2] in turn for turn in turns)
+    assert sorted(item.nodeid for turn in turns[:2] for item in turn) == [*"aabccd"]
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
