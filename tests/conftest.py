@@ -86,11 +86,9 @@ def pytest_runtest_call(item):
 
 @pytest.hookimpl(trylast=True)  # what -k and -m leave
 def pytest_collection_modifyitems(config, items):
-    turn = config.option.turn
-    if (not config.option.whole or turn is not None) and not any(
-        "::" in arg for arg in config.args
-    ):
-        kept = set(one_turn(items, turn) if config.option.whole else fast_half(items))
+    whole, turn = config.option.whole, config.option.turn
+    if (not whole or turn is not None) and not any("::" in arg for arg in config.args):
+        kept = set(one_turn(items, turn) if whole else fast_half(items))
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]
 
