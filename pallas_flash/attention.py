@@ -269,11 +269,11 @@ def flash_attention_jvp(
     **options: Unpack[Options],
 ) -> tuple[Any, Any]: ...
 def flash_attention_jvp(primals: Sequence[AnyArray], tangents: Sequence[AnyArray], **options: Any):
-    """flash_attention in forward mode: what `jax.jvp(flash_attention, primals, tangents)` would
-    give, in O(T + S) memory.
+    """flash_attention in forward mode: what `jax.jvp(flash_attention, primals, tangents)` gives,
+    also where kernels of a GPU would run, which have none; in O(T + S) memory.
 
-    The tangent of the output is one more online sum, do = sum_j p_j ((ds_j - mu) v_j + dv_j); mu =
-    sum_j p_j ds_j is the tangent of lse.
+    The tangent of the output is do = sum_j p_j ((ds_j - mu) v_j + dv_j); mu = sum_j p_j ds_j is the
+    tangent of lse (DESIGN.md, "The other modes").
 
     Args:
       primals: (query, key, value), or (query, key, value, bias).
