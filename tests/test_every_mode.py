@@ -101,6 +101,38 @@ def test_all_derivatives_of_first_and_second_order_are_the_dense_ones(name, rng)
     are_the_references(rng, *drawn(rng, name))
 
 
+def test_a_bias_of_minus_infinity_hides_keys_and_whole_rows_in_every_mode(rng):
+    floats, _ = drawn(rng, "full")
+    hidden = rng.random((Z.B, 1, Z.T, Z.S)) < 0.3
+    hidden[0, :, 7] = True
+    floats = dict(query=floats["query"], key=floats["key"], value=floats["value"])
+    floats["bias"] = np.where(hidden, -np.inf, bias(rng, "B1TS", Z))
+    are_the_references(rng, floats, dict(is_causal=True, query_offset=3))
+
+
+@pytest.mark.parametrize("implementation", whole_but(["blockwise", "reference"], "blockwise"))
+def test_nan_in_padding_of_arrays_and_tangents_changes_no_bit_in_any_mode(implementation, rng):
+    queries, keys = np.array([9, Z.T], np.int32), np.array([Z.S, 11], np.int32)
+    options = dict(query_seq_lengths=queries, key_value_seq_lengths=keys, is_causal=True)
+    clean = [dict(zip(("query", "key", "value"), qkv(rng, Z), strict=True)) for _ in range(3)]
+    sinks = rng.normal(size=(3, Z.N)).astype(np.float32)
+
+    def results(arrays):
+        x = [{**a, "sinks": s} for a, s in zip(arrays, sinks, strict=True)]
+        lengths = dict(query=queries, key=keys, value=keys)
+        found = jax.jit(functools.partial(modes, implementation, options))(*x)
+        is_there = lambda name, a: np.arange(a.shape[1]) < lengths[name][:, None]
+        return found, [
+            {name: np.where(is_there(name, a)[..., None, None], a, np.nan) for name, a in y.items()}
+            for y in arrays
+        ]
+
+    expected, dirty = results(clean)
+    found, _ = results(dirty)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 # ---- compositions, of f(q, k, v) and a loss of it ----
 
 W = jnp.cos(jnp.arange(8.0))
