@@ -211,7 +211,8 @@ def test_remat_by_name_keeps_output_and_lse_and_nothing_is_kept_without_names(
     )
     kept, nothing = jax.checkpoint(f, policy=policy), jax.checkpoint(f)
     equal(*(jax.jit(jax.grad(g, argnums=(0, 1, 2)))(q, k, v) for g in (f, kept)))
-    residuals = 2 if implementation == "reference" else 3  # of lse m and l
+    # o, and of lse m and l; the dense backward computes the weights again
+    residuals = 1 if implementation == "reference" else 3
     for g, saved in (kept, residuals), (nothing, 0):
         jax.ad_checkpoint.print_saved_residuals(g, q, k, v)
         assert (
