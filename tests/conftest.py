@@ -12,14 +12,14 @@ os.environ.setdefault("NPROC", "8")
 os.environ.setdefault("PALLAS_FLASH_SELF_CHECK", "0")
 # several test processes may share a GPU
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-flags = [os.environ.get("XLA_FLAGS", "")]
 # XLA's older emitter compiles in a third of the time; from 0.11.2 on it is gone
 if version.__version__.startswith("0.10."):
-    flags += ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
+    fast = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+    os.environ["XLA_FLAGS"] = f"{fast} {os.environ.get('XLA_FLAGS', '')}"
 # eight devices of two busy processors may keep each other waiting for more than its 40 seconds
 if version.__version__.startswith(("0.10.", "0.11.")):
-    flags += ["--xla_cpu_collective_call_terminate_timeout_seconds=300"]
-os.environ["XLA_FLAGS"] = " ".join(flags)
+    slow = "--xla_cpu_collective_call_terminate_timeout_seconds=300"
+    os.environ["XLA_FLAGS"] = f"{slow} {os.environ.get('XLA_FLAGS', '')}"
 
 import jax
 import numpy as np
