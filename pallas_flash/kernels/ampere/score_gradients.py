@@ -98,7 +98,8 @@ def _by_place(sums, place, shape: tuple[int, ...]) -> jax.Array:
 
     totals, _ = lax.associative_scan(add, (sums, starts))
     entry = jnp.arange(math.prod(shape), dtype=jnp.int32)
-    last = jnp.maximum(jnp.searchsorted(place, entry, side="right").astype(jnp.int32) - 1, 0)
+    # not by jnp.searchsorted, whose types jax 0.12 takes in no equation of ours
+    last = jnp.zeros_like(entry).at[place].max(jnp.arange(place.size, dtype=jnp.int32))
     return jnp.where(place[last] == entry, totals[last], 0.0).reshape(shape)
 
 
