@@ -54,11 +54,12 @@ def drawn(rng, name: str):
     return floats, options
 
 
-def modes(implementation, options, x, dx, ux):
-    """Derivatives along dx and ux: first in forward and reverse, and second in all four orders."""
+def modes(implementation, options, x, dx, ux, rest=None):
+    """Derivatives along dx and ux: first in forward and reverse, and second in all four orders;
+    none by the `rest` of the floats."""
 
     def attend(x):
-        x = dict(x)
+        x = x | (rest or {})
         mod = dict(score_mod=score_mod(x.pop("table"))) if "table" in x else {}
         o, lse = flash_attention(
             **x, **mod, **options, implementation=implementation, return_residual=True
@@ -79,15 +80,17 @@ def modes(implementation, options, x, dx, ux):
     }
 
 
-def are_the_references(rng, floats, options, tolerance=2e-5, dtype=np.float32):
-    x = floats
+def are_the_references(rng, floats, options, by=None, tolerance=2e-5):
+    """Derivatives by the floats of these names, or by all."""
+    x = {name: a for name, a in floats.items() if name in (by or floats)}
+    rest = {name: a for name, a in floats.items() if name not in x}
     dx, ux = ({name: rng.normal(size=a.shape) for name, a in x.items()} for _ in range(2))
     with jax.enable_x64(True):
-        in_float64 = [{name: np.float64(a) for name, a in y.items()} for y in (x, dx, ux)]
+        in_float64 = [{name: np.float64(a) for name, a in y.items()} for y in (x, dx, ux, rest)]
         expected = jax.jit(functools.partial(modes, "reference", options))(*in_float64)
         expected = jax.tree.map(np.asarray, expected)
-    in_dtype = [{name: jnp.asarray(a, dtype) for name, a in y.items()} for y in (x, dx, ux)]
-    found = jax.jit(functools.partial(modes, "blockwise", options))(*in_dtype)
+    in_float32 = [{name: np.float32(a) for name, a in y.items()} for y in (x, dx, ux, rest)]
+    found = jax.jit(functools.partial(modes, "blockwise", options))(*in_float32)
     for name, wanted in expected.items():
         pairs = zip(jax.tree.leaves(found[name]), jax.tree.leaves(wanted), strict=True)
         for n, pair in enumerate(pairs):
@@ -97,6 +100,16 @@ def are_the_references(rng, floats, options, tolerance=2e-5, dtype=np.float32):
 @pytest.mark.parametrize("name", whole_but([*MASKS, *RULES], "everything", "holes by head"))
 def test_all_derivatives_of_first_and_second_order_are_the_dense_ones(name, rng):
     are_the_references(rng, *drawn(rng, name))
+
+
+ALONE = "query", "key", "value", "bias", "sinks"
+
+
+@pytest.mark.parametrize("name", whole_but(ALONE, "sinks"))
+def test_derivatives_by_one_operand_alone_are_the_dense_ones_too(name, rng):
+    floats = dict(zip(ALONE, (*qkv(rng, Z), bias(rng, "1N1S", Z), None), strict=True))
+    floats["sinks"] = rng.normal(size=Z.N).astype(np.float32)
+    are_the_references(rng, floats, dict(is_causal=True, query_offset=3), by=[name])
 
 
 def test_a_bias_of_minus_infinity_hides_keys_and_whole_rows_in_every_mode(rng):

@@ -185,10 +185,10 @@ def second(
 
                 def product(block: Slices, inverse_sum):
                     prob, weights = terms.probabilities(block, along, m, inverse_sum)
-                    total = 0.0
-                    if weights is not None:
-                        dp = terms.drop(dot_t(do_i, block.value))
-                        total = jnp.sum((weights - prob * dlse_i) * (dp - delta_i))
+                    # of a tangent of the sinks alone the logits have none, and lse has one
+                    weights = (0.0 if weights is None else weights) - prob * dlse_i
+                    dp = terms.drop(dot_t(do_i, block.value))
+                    total = jnp.sum(weights * (dp - delta_i))
                     if along.value is not None:
                         total += jnp.sum(terms.drop(prob) * dot_t(do_i, along.value))
                     return total
