@@ -2,6 +2,7 @@
 
 from __future__ import annotations  # help() shows annotations as they stand here
 
+import functools
 import inspect
 from collections.abc import Sequence
 from typing import Any, Literal, Unpack, overload
@@ -145,9 +146,8 @@ def flash_attention(
     and keys beyond the lengths may be NaN; keys that only a mask array or a bias of -inf hides may
     not.
 
-    Derivatives are in reverse mode; `flash_attention_jvp` is forward mode. "reference" has all
-    second derivatives, "blockwise" forward over reverse, as jax.jvp of jax.grad; the kernels have
-    none, and raise.
+    First and second derivatives are there in every mode, and "reference" has those of any order
+    (docs/derivatives.md). With a context there is the gradient alone.
 
     Arrays are dynamic: they may be traced, and new values need no recompilation. Flags, names,
     windows, the soft cap, and Python and NumPy scalars are static.
@@ -231,7 +231,9 @@ def flash_attention(
     """
     call = dict(locals())
     return_residual = call.pop("return_residual")
-    return _outputs(dispatch.attend, Call(**call), return_residual)
+    call, return_residual = Call(**call), checks.flag("return_residual", return_residual)
+    with device.at(call.arguments().values()):
+        return dispatch.results(return_residual, *dispatch.on_devices(dispatch.attend, call))
 
 
 in_lines(flash_attention)
@@ -269,8 +271,8 @@ def flash_attention_jvp(
     **options: Unpack[Options],
 ) -> tuple[Any, Any]: ...
 def flash_attention_jvp(primals: Sequence[AnyArray], tangents: Sequence[AnyArray], **options: Any):
-    """flash_attention in forward mode: what `jax.jvp(flash_attention, primals, tangents)` gives,
-    also where kernels of a GPU would run, which have none; in O(T + S) memory.
+    """flash_attention in forward mode: `jax.jvp(flash_attention, primals, tangents)`, in O(T + S)
+    memory.
 
     The tangent of the output is do = sum_j p_j ((ds_j - mu) v_j + dv_j); mu = sum_j p_j ds_j is the
     tangent of lse (DESIGN.md, "The other modes").
@@ -278,19 +280,15 @@ def flash_attention_jvp(primals: Sequence[AnyArray], tangents: Sequence[AnyArray
     Args:
       primals: (query, key, value), or (query, key, value, bias).
       tangents: as many, of the same shapes and dtypes.
-      **options: the other arguments of `flash_attention`; they have no tangents. implementation is
-        "blockwise" (the default) or "reference".
+      **options: the other arguments of `flash_attention`; they have no tangents.
 
     Returns:
       The pair of what flash_attention returns and its tangent.
 
     Raises:
-      The errors of flash_attention; NotImplementedError: the implementation has no forward mode.
+      The errors of flash_attention; NotImplementedError: a context, which has no forward mode.
     """
-
-    def attend(*primals):
-        return _outputs(dispatch.attend_in_forward_mode, *make_call(*primals, **options))
-
+    attend = functools.partial(flash_attention, **options)
     return jax.jvp(attend, tuple(primals), tuple(tangents))
 
 
@@ -306,9 +304,3 @@ def normalised(*args, **kwargs) -> tuple[arguments.Problem, arguments.Operands]:
     device."""
     call, _ = make_call(*args, **kwargs)
     return arguments.normalise(call)
-
-
-def _outputs(attend, call: Call, return_residual):
-    return_residual = checks.flag("return_residual", return_residual)
-    with device.at(call.arguments().values()):
-        return dispatch.results(return_residual, *dispatch.on_devices(attend, call))

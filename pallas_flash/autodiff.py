@@ -1,4 +1,5 @@
-"""The one custom_vjp that ties forward and backward of kernels together."""
+"""What is around the passes of an implementation; and the custom_vjp of calls that have reverse
+mode alone, since their passes exchange what several devices have."""
 
 import functools
 from collections.abc import Callable

@@ -4,9 +4,10 @@ import dataclasses
 import functools
 import importlib
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from pallas_flash import blockwise, reference
 from pallas_flash.arguments import Gradients, Operands, Problem
@@ -25,9 +26,6 @@ class PagedKernel(NamedTuple):
     copies_prompts: Callable[[Problem], bool] = lambda problem: True
 
 
-REVERSE = "reverse mode, of first order"
-
-
 class Backend(NamedTuple):
     """An implementation, and what it can do. One that can run the forward of a problem can also run
     its backward."""
@@ -44,11 +42,10 @@ class Backend(NamedTuple):
     backward: Callable
     own_kernels: bool = False  # not XLA's: a GPU runs them by default only after the self-check
     is_interpretable: bool = True  # Pallas' interpreter runs its kernels where there is no GPU
-    # of plain JAX, for `every_mode.py`: the tangents of o and lse, (problem, tiles, operands,
-    # tangents of the differentiable, RowScale, o, the sinks' tangent of lse), and what transposes
-    # second derivatives, as blockwise/derivatives.py says
+    # forward mode, for which blockwise's serves where this is None: (problem, tiles, operands,
+    # their tangents, online_softmax.RowLse or what the backward takes, o, the sinks' part of the
+    # tangent of lse) -> the tangents of o and lse; a tangent that is None is zero
     tangent: Callable | None = None
-    second: Callable | None = None
     # a few products of whole arrays, which vmap maps and XLA's partitioner cuts by themselves
     is_dense: bool = False
     paged: PagedKernel | None = None  # None: it attends to a copy of the pages in order
@@ -60,16 +57,14 @@ class Backend(NamedTuple):
     copies: Callable[[Problem], str | None] = lambda problem: None
 
     @property
-    def has_every_mode(self) -> bool:
-        """Whether it can be differentiated in every mode."""
-        return self.is_dense or self.tangent is not None
-
-    @property
     def derivatives(self) -> str:
-        """In which modes, and of which order."""
-        if not self.has_every_mode:
-            return f'{REVERSE}; implementation="blockwise" has every mode'
-        return f"every mode, of {'any' if self.is_dense else 'first and second'} order"
+        """In which modes, of which order, and by what where that is something else."""
+        if self.is_dense:
+            return "every mode, of any order"
+        if not self.own_kernels:
+            return "every mode, of first and second order"
+        forward = "" if self.tangent else "; forward mode by blockwise"
+        return f"every mode, of first order, and of second by blockwise{forward}"
 
     def log_base(self, problem: Problem) -> LogBase:
         """Of its scores."""
@@ -83,19 +78,18 @@ class Backend(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Pass:
-    """The forward or the backward pass of a backend, called as that is: a base for what does
-    something around `run`, and then stands in the backend's place by `Choice.wrap`."""
+    """A pass of a backend, called as that is: a base for what does something around `run`, and then
+    stands in the backend's place by `Choice.wrap`."""
 
     backend: Backend
-    is_forward: bool
+    name: Literal["forward", "backward", "tangent"]
 
     def __call__(self, problem: Problem, tiles, operands: Operands, *rows):
         return self.run(problem, tiles, operands, *rows)
 
     def run(self, problem: Problem, tiles, operands: Operands, *rows):
         """The backend's own pass."""
-        function = self.backend.forward if self.is_forward else self.backend.backward
-        return function(problem, tiles, operands, *rows)
+        return getattr(self.backend, self.name)(problem, tiles, operands, *rows)
 
 
 class Choice(NamedTuple):
@@ -105,9 +99,10 @@ class Choice(NamedTuple):
     tiles: Any
 
     def wrap(self, wrapper: type[Pass], *options) -> "Choice":
-        """The same, with both passes in a wrapper(backend, is_forward, *options)."""
-        forward, backward = (wrapper(self.backend, way, *options) for way in (True, False))
-        return self._replace(backend=self.backend._replace(forward=forward, backward=backward))
+        """The same, with each pass in a wrapper(backend, its name, *options)."""
+        names = ["forward", "backward", *(["tangent"] if self.backend.tangent else [])]
+        passes = {name: wrapper(self.backend, name, *options) for name in names}
+        return self._replace(backend=self.backend._replace(**passes))
 
 
 def _no_gpu() -> str | None:
@@ -162,13 +157,15 @@ def _why_no_import(*modules: str) -> str | None:
     return None
 
 
-_triton_why_no_import = functools.partial(_why_no_import, "triton.forward", "triton.backward")
+_triton_why_no_import = functools.partial(
+    _why_no_import, "triton.forward", "triton.backward", "triton.tangent"
+)
 _SCORES = "ampere.score_gradients"
 _ampere_why_no_import = functools.partial(
-    _why_no_import, "ampere.forward", "ampere.backward", _SCORES
+    _why_no_import, "ampere.forward", "ampere.backward", "ampere.tangent", _SCORES
 )
 _hopper_why_no_import = functools.partial(
-    _why_no_import, "hopper.forward", "hopper.backward", _SCORES
+    _why_no_import, "hopper.forward", "hopper.backward", "hopper.tangent", _SCORES
 )
 
 
@@ -186,6 +183,26 @@ def _mosaic_backward(module: str) -> Callable:
         return gradients._replace(bias=bias, captured=captured)
 
     return backward
+
+
+def _tangent(module: str) -> Callable:
+    """Of a family of kernels; what the arrays of a score_mod add is blockwise's."""
+
+    def tangent(problem: Problem, tiles, operands: Operands, dx: Gradients, rows, o, dlse):
+        of_captured = Gradients(None, None, None, captured=dx.captured)
+        if not jax.tree.leaves(of_captured):
+            return _kernel(module, "tangent")(problem, tiles, operands, dx, rows, o, dlse)
+        scale = rows.row_scale(problem.log_base)
+        own = blockwise.tiles(problem).of_gradient()
+        do, dlse = blockwise.tangent(problem, own, operands, of_captured, scale, o, dlse)
+        others = dx._replace(captured=jax.tree.map(lambda _: None, dx.captured))
+        if jax.tree.leaves(others):
+            args = problem, tiles, operands, others, rows, o, jnp.zeros_like(dlse)
+            more = _kernel(module, "tangent")(*args)
+            do, dlse = do + more[0], dlse + more[1]
+        return do.astype(o.dtype), dlse
+
+    return tangent
 
 
 def _has_score_gradients(problem: Problem) -> bool:
@@ -216,7 +233,6 @@ BLOCKWISE = Backend(
     blockwise.forward,
     blockwise.backward,
     tangent=lambda *args: blockwise.tangent(*args),
-    second=lambda *args: blockwise.second(*args),
     paged=PagedKernel(
         lambda *_: None,
         blockwise.decode_tiles,
@@ -244,6 +260,7 @@ BACKENDS = (
         lambda p: hopper.tiles(p),
         _kernel("hopper.forward", "forward"),
         _mosaic_backward("hopper.backward"),
+        tangent=_tangent("hopper.tangent"),
         own_kernels=True,
         is_interpretable=False,
         paged=PagedKernel(
@@ -259,6 +276,7 @@ BACKENDS = (
         lambda p: ampere.tiles(p),
         _kernel("ampere.forward", "forward"),
         _mosaic_backward("ampere.backward"),
+        tangent=_tangent("ampere.tangent"),
         own_kernels=True,
         is_interpretable=False,
         paged=PagedKernel(
@@ -274,6 +292,7 @@ BACKENDS = (
         lambda p: triton.tiles(p),
         _kernel("triton.forward", "forward"),
         _kernel("triton.backward", "backward"),
+        tangent=_tangent("triton.tangent"),
         own_kernels=True,
         paged=PagedKernel(
             triton.why_no_pages, triton.decode_tiles, _kernel("triton.decode", "forward")

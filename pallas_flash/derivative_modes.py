@@ -8,13 +8,12 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 NO_FORWARD = (
-    "Kernels, and calls with a context, have derivatives in reverse mode alone, by jax.grad, "
-    'jax.vjp and jax.jacrev. implementation="blockwise" without a context has every mode; '
-    "flash_attention_jvp(primals, tangents) takes it in place of jax.jvp."
+    "A call with a context, or vmapped over an axis of an explicit mesh, has derivatives in "
+    "reverse mode alone, by jax.grad, jax.vjp and jax.jacrev; others have every mode."
 )
 NO_SECOND = (
-    'Kernels, and calls with a context, have first derivatives alone: implementation="blockwise" '
-    "without a context has second ones, in every mode."
+    "A call with a context, or vmapped over an axis of an explicit mesh, has first derivatives "
+    "alone; others have second ones, in every mode."
 )
 NO_REVERSE_UNDER_CHECKS = (
     "jax has no gradient of a shard_map inside of one that checks its types, and on a mesh whose "

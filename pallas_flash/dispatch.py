@@ -21,6 +21,7 @@ from pallas_flash.call import Call
 from pallas_flash.devices import ring, sharding, ulysses, varying
 from pallas_flash.devices.call import canonicalize
 from pallas_flash.kernels import device
+from pallas_flash.selfcheck import verdicts
 
 
 def on_devices(attend, call: Call):
@@ -58,15 +59,15 @@ def attend(call: Call):
     problem, operands = arguments.normalise(call)
     choice = _over_explicit_axes(_choose(problem, implementation), operands)
     choice = _over_auto_axes(choice, operands)
-    is_plain = choice.backend.has_every_mode and not sharding.has_explicit_axes(operands.query)
-    run = every_mode.attend if is_plain else autodiff.attend
-    return _shaped(call, problem, *run(problem, choice, operands))
+    run = autodiff if sharding.has_explicit_axes(operands.query) else every_mode
+    return _shaped(call, problem, *run.attend(problem, choice, operands))
 
 
 def _choose(problem, implementation) -> backends.Choice:
     choice = selection.choose(problem, implementation)
     is_requested = selection.requested(implementation) is not None
     if choice.backend.own_kernels:
+        choice = choice if is_requested else choice.wrap(verdicts.CheckedPass)
         choice = choice.wrap(lowering.PlatformPass, is_requested)
     if choice.backend.is_dense:
         return choice
@@ -91,20 +92,9 @@ def _over_auto_axes(choice: backends.Choice, operands) -> backends.Choice:
         lacks = (
             f"jax {jax.__version__} lacks what keeps arrays on a mesh with Auto axes where they are"
         )
-        warnings.warn(f"{lacks}: they are gathered. {error}", stacklevel=6)
+        warnings.warn(f"{lacks}: they are gathered. {error}", stacklevel=5)
         return choice
     return choice.wrap(partition.PartitionedPass)
-
-
-def attend_in_forward_mode(call: Call):
-    if call.context is not None:
-        raise NotImplementedError(
-            "flash_attention_jvp is for sequences that are whole on a device; got "
-            f"context={call.context}."
-        )
-    problem, operands = arguments.normalise(call)
-    choice = selection.in_forward_mode(problem, call.implementation)
-    return _shaped(call, problem, *every_mode.attend(problem, choice, operands))
 
 
 def _shaped(call: Call, problem, o, *row_outputs):

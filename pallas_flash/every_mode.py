@@ -1,5 +1,5 @@
-"""Attention of plain JAX, in every mode of differentiation: a forward whose tangent is a linear
-operation, and whose gradient is the transpose of that."""
+"""Attention in every mode of differentiation: a forward whose tangent is a linear operation, and
+whose gradient is the transpose of that. What an implementation has no kernel for is blockwise's."""
 
 import dataclasses
 import functools
@@ -8,12 +8,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_flash import autodiff, primitives
+from pallas_flash import autodiff, blockwise, primitives
 from pallas_flash.arguments import Gradients, Operands, Problem
-from pallas_flash.backends import Choice
+from pallas_flash.backends import BLOCKWISE, Choice
 from pallas_flash.devices.varying import vary_alike
+from pallas_flash.kernels import device
 from pallas_flash.linear_maps import LinearMap, floats, is_zero
-from pallas_flash.online_softmax import SoftmaxState
+from pallas_flash.online_softmax import LogBase, RowScale, SoftmaxState
 
 
 class Residuals(NamedTuple):
@@ -23,21 +24,49 @@ class Residuals(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Tangent(LinearMap):
-    """Of o [B, T, N, Hv] and lse [B, N, T], by the tangents of the operands that have some."""
+class _Map(LinearMap):
+    """Of an implementation; `plain` is the same by blockwise."""
 
     problem: Problem
     choice: Choice
 
+    @property
+    def log_base(self) -> LogBase:
+        return self.choice.backend.log_base(self.problem)
+
+    @property
+    def has_effects(self) -> bool:
+        return device.interpret is not None  # jax's GPU interpreter has some
+
+    def plain(self, residuals: Residuals):
+        if self.choice.backend.takes_row_scale:
+            return self, residuals
+        choice = Choice(BLOCKWISE, blockwise.tiles(self.problem).of_gradient())
+        stats = residuals.stats.in_base_e(self.log_base)
+        return dataclasses.replace(self, choice=choice), residuals._replace(stats=stats)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tangent(_Map):
+    """Of o [B, T, N, Hv] and lse [B, N, T], by the tangents of the operands that have some."""
+
     def apply(self, residuals: Residuals, x: Gradients):
+        backend, tiles = self.choice
+        if backend.tangent is None:
+            plain, residuals = self.plain(residuals)
+            return plain.apply(residuals, x)
         operands, o, stats = residuals
-        rows = stats.row_scale(None)
+        if backend.takes_row_scale:
+            rows = scale = stats.row_scale(None)
+        else:
+            rows = stats.row_lse(self.log_base)
+            scale = RowScale(rows.lse, 1.0 if rows.factor is None else rows.factor, None)
         dlse = jnp.zeros_like(stats.m)
         if x.sinks is not None:
             of_sinks = x.sinks[None, :, None].astype(dlse.dtype)
-            dlse = of_sinks * autodiff.sink_weights(operands.sinks, rows)
-        do, dlse = self.choice.backend.tangent(
-            self.problem, self.choice.tiles, operands, x, rows, o, dlse
+            dlse = of_sinks * autodiff.sink_weights(operands.sinks, scale, self.log_base)
+        do, dlse = backend.tangent(
+            self.problem, tiles, operands, x._replace(sinks=None), rows, o, dlse
         )
         if x.sinks is not None:
             do, dlse = autodiff.of_valid_rows(operands, do, dlse)
@@ -51,15 +80,13 @@ class Tangent(LinearMap):
         return Gradient(self.problem, self.choice, is_there)
 
     def pull(self, residuals, x, cotangents):
-        return _second(self.problem, self.choice, residuals, x, cotangents)
+        return _second(self, residuals, x, cotangents)
 
 
 @dataclasses.dataclass(frozen=True)
-class Gradient(LinearMap):
+class Gradient(_Map):
     """Of the operands named in `wanted`, by the cotangents of o and lse."""
 
-    problem: Problem
-    choice: Choice
     wanted: Gradients  # of bools
 
     def apply(self, residuals, x):
@@ -75,17 +102,18 @@ class Gradient(LinearMap):
         return Tangent(self.problem, self.choice)
 
     def pull(self, residuals, x, cotangents):
-        return _second(self.problem, self.choice, residuals, cotangents, x)
+        return _second(self.transpose(x), residuals, cotangents, x)
 
 
-def _second(problem: Problem, choice: Choice, residuals: Residuals, dx: Gradients, cotangents):
-    """The gradient of <cotangents, Tangent(residuals, dx)> with respect to the floats of the
+def _second(tangent: Tangent, residuals: Residuals, dx: Gradients, cotangents):
+    """The gradient of <cotangents, tangent(residuals, dx)> with respect to the floats of the
     residuals."""
-    operands, _, stats = residuals  # nothing of o: `blockwise.derivatives`
-    rows, do, delta = autodiff.of_rows(problem, choice, residuals, cotangents)
-    _, dlse = Tangent(problem, choice).apply(residuals, dx)
-    gradients, of_sum = choice.backend.second(
-        problem, choice.tiles, operands, dx, rows, do, delta, dlse
+    plain, in_base_e = tangent.plain(residuals)
+    operands, _, stats = in_base_e  # nothing of o: `blockwise.derivatives`
+    rows, do, delta = autodiff.of_rows(plain.problem, plain.choice, in_base_e, cotangents)
+    _, dlse = plain.apply(in_base_e, dx)
+    gradients, of_sum = blockwise.second(
+        plain.problem, plain.choice.tiles, operands, dx, rows, do, delta, dlse
     )
     if operands.sinks is not None:
         along = 0.0 if dx.sinks is None else dx.sinks[None, :, None].astype(delta.dtype)
@@ -99,7 +127,11 @@ def _second(problem: Problem, choice: Choice, residuals: Residuals, dx: Gradient
     of_l = jnp.where(stats.empty, 0.0, -of_sum * jnp.square(rows.inverse_sum))
     zeros = jax.tree.map(jnp.zeros_like, residuals)
     zeros = zeros._replace(operands=zeros.operands.with_differentiable(gradients))
-    found = floats(zeros._replace(stats=zeros.stats._replace(l=of_l)))
+    if residuals.stats.l is None:
+        of_stats = zeros.stats._replace(m=tangent.log_base.to_e(of_l))
+    else:
+        of_stats = zeros.stats._replace(l=of_l)
+    found = floats(zeros._replace(stats=of_stats))
     return [a.astype(like.dtype) for a, like in zip(found, floats(residuals), strict=True)]
 
 
@@ -139,8 +171,13 @@ class Forward(primitives.KeptUnderVmap):
             do, dlse = Tangent(self.problem, choice).mapped(maps, residuals, along)
         else:
             do, dlse = jnp.zeros_like(o), jnp.zeros_like(stats.m)
-        # any m gives the same softmax: it has no tangent, and l = e^(lse - m) has all of lse's
-        dstats = jax.tree.map(jnp.zeros_like, stats)._replace(l=stats.l * dlse)
+        # where there is an l, any m gives the same softmax: it has no tangent, and l = b^(lse - m)
+        # has all of lse's
+        dstats = jax.tree.map(jnp.zeros_like, stats)
+        if stats.l is None:
+            dstats = dstats._replace(m=backend.log_base(self.problem).from_e(dlse))
+        else:
+            dstats = dstats._replace(l=stats.l * dlse)
         return tuple(map(jax.tree.leaves, ((o, stats), (do, dstats))))
 
 

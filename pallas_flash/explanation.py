@@ -6,7 +6,6 @@ from typing import Any
 import jax.numpy as jnp
 
 from pallas_flash import arguments, attention, checks, context_parallel, dispatch, selection
-from pallas_flash.backends import REVERSE
 from pallas_flash.call import Call
 from pallas_flash.kernels import device
 
@@ -46,7 +45,8 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
         choice = selection.choose(problem, call.implementation, check=False)
         why_not, condition = selection.reasons(problem, choice, call.implementation)
         copies = choice.backend.copies(problem)
-        derivatives = choice.backend.derivatives if context is None else REVERSE
+        of_context = "reverse mode, of first order"
+        derivatives = choice.backend.derivatives if context is None else of_context
     return Explanation(
         problem,
         choice.backend.name,

@@ -9,6 +9,7 @@ loop is transposed at once, by a formula.
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +17,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 NO_THIRD = (
-    'flash_attention with implementation="blockwise" has first and second derivatives in every '
-    'mode, and higher ones forward over them; implementation="reference" has all of them.'
+    "flash_attention has first and second derivatives in every mode, and higher ones forward over "
+    'them; implementation="reference" has all of them.'
 )
 
 
@@ -32,10 +33,16 @@ class LinearMap:
         """Arrays of the shapes and dtypes of what `apply` returns, at no cost."""
         raise NotImplementedError
 
+    has_effects = False  # whether `apply` has some
+
     def transpose(self, x) -> "LinearMap":
         """The transposed map, with the same residuals: of cotangents of the results, to those of
         the arrays that x has."""
         raise NotImplementedError
+
+    def plain(self, residuals) -> tuple["LinearMap", Any]:
+        """The map as JAX can differentiate it, and its residuals."""
+        return self, residuals
 
     def pull(self, residuals, x, cotangents) -> list:
         """The gradient of <cotangents, apply(residuals, x)> with respect to the float arrays among
@@ -58,7 +65,11 @@ class Derivative(LinearMap):
 
     def apply(self, residuals, x):
         inner, arg = residuals
-        function = lambda new: self.of.apply(_with_floats(inner, new), arg)
+
+        def function(floats):
+            plain, of_plain = self.of.plain(_with_floats(inner, floats))
+            return plain.apply(of_plain, arg)
+
         return jax.jvp(function, (floats(inner),), (x,))[1]
 
     def results_like(self, residuals, x):
@@ -109,7 +120,10 @@ def _bind(of: LinearMap, maps: tuple, residuals, x):
     leaves, tree = jax.tree.flatten((residuals, x))
     jaxpr, out = jax.make_jaxpr(_mapped(of.results_like, maps, tree), return_shape=True)(*leaves)
     out_tree, avals = jax.tree.structure(out), tuple(jaxpr.out_avals)
-    static = dict(of=of, maps=maps, tree=tree, out_tree=out_tree, avals=avals)
+    effects = frozenset()
+    if of.has_effects:
+        effects = frozenset(jax.make_jaxpr(_mapped(of.apply, maps, tree))(*leaves).effects)
+    static = dict(of=of, maps=maps, tree=tree, out_tree=out_tree, avals=avals, does=effects)
     return jax.tree.unflatten(out_tree, linear_p.bind(*leaves, **static))
 
 
@@ -192,7 +206,7 @@ def _transpose(cotangents, *leaves, of, maps, tree, out_tree, **_):
 linear_p = Primitive("flash_attention_linear")
 linear_p.multiple_results = True
 linear_p.def_impl(lambda *leaves, **static: _compiled(**static)(*leaves))
-linear_p.def_effectful_abstract_eval(lambda *_, avals, **__: (list(avals), frozenset()))
+linear_p.def_effectful_abstract_eval(lambda *_, avals, does, **__: (list(avals), does))
 ad.primitive_jvps[linear_p] = _jvp
 ad.primitive_transposes[linear_p] = _transpose
 batching.primitive_batchers[linear_p] = _batch

@@ -19,7 +19,7 @@ from jax.interpreters import mlir
 from pallas_flash import blockwise, primitives
 from pallas_flash.backends import Backend, Pass
 from pallas_flash.kernels import device
-from pallas_flash.online_softmax import LOWEST, LogBase, RowScale, SoftmaxState
+from pallas_flash.online_softmax import LOWEST, LogBase, RowLse, RowScale, SoftmaxState
 
 GPUS = "cuda", "rocm"  # platforms
 _log = logging.getLogger("pallas_flash")
@@ -34,7 +34,8 @@ class PlatformPass(Pass):
 
     def __call__(self, problem, tiles, operands, *rows):
         kernels = lambda *arrays: self.run(problem, tiles, *arrays)
-        other = functools.partial(_forward if self.is_forward else _backward, self.backend, problem)
+        passes = dict(forward=_forward, backward=_backward, tangent=_tangent)
+        other = functools.partial(passes[self.name], self.backend, problem)
         return by_platform(self.backend, self.is_requested, kernels, other, operands, *rows)
 
 
@@ -69,6 +70,17 @@ def _backward(backend: Backend, problem, like, x, lse, do, delta):
     """do and delta have a factor that kernels expect, and lse is without it: P gets it."""
     rows = RowScale(backend.log_base(problem).to_e(lse), jnp.ones_like(lse), None)
     return blockwise.backward(problem, blockwise.tiles(problem).of_gradient(), x, rows, do, delta)
+
+
+def _tangent(backend: Backend, problem, like, *args):
+    return blockwise_tangent(backend, problem, *args)
+
+
+def blockwise_tangent(backend: Backend, problem, x, dx, rows: RowLse, o, dlse):
+    """In place of the tangent of kernels."""
+    tiles, scale = blockwise.tiles(problem).of_gradient(), rows.row_scale(backend.log_base(problem))
+    do, dlse = blockwise.tangent(problem, tiles, x, dx, scale, o, dlse)
+    return do.astype(o.dtype), dlse
 
 
 def _refuse(backend: Backend, *_):

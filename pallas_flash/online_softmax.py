@@ -88,10 +88,32 @@ class SoftmaxState(NamedTuple):
         lse = self.m + log_base.log(l)
         return jnp.where(self.empty, jnp.inf, lse), log_base.power(lse - self.m) / l
 
+    def row_lse(self, log_base: LogBase) -> "RowLse":
+        """What the tangent of kernels takes."""
+        return RowLse(*self.backward_lse(log_base))
+
+    def in_base_e(self, log_base: LogBase) -> "SoftmaxState":
+        """The same as blockwise has it: in base e, with an l, which has all of lse's tangent."""
+        m = log_base.to_e(jnp.where(self.empty, LOWEST, self.m))
+        fixed = lax.stop_gradient(m)
+        l = jnp.exp(m - fixed) if self.l is None else self.l
+        return SoftmaxState(fixed, jnp.where(self.empty, 0.0, l), self.top)
+
     def row_scale(self, dlse):
         """What blockwise's backward takes. The m of a row that saw no key is finite: e^(-inf - m) =
         0."""
         return RowScale(self.m, _inverse(self.l), dlse)
+
+
+class RowLse(NamedTuple):
+    """P = factor b^(s - lse) in the log base b of the scores."""
+
+    lse: jax.Array  # +inf for a row that saw no key
+    factor: jax.Array | None  # None: 1
+
+    def row_scale(self, log_base: LogBase) -> "RowScale":
+        factor = jnp.ones_like(self.lse) if self.factor is None else self.factor
+        return RowScale(log_base.to_e(self.lse), factor, None)
 
 
 class RowScale(NamedTuple):
@@ -230,11 +252,10 @@ def _with_sum(stats: SoftmaxState) -> SoftmaxState:
     return SoftmaxState(jnp.maximum(stats.m, LOWEST), l)
 
 
-def gradients(p, dp, delta, visible, tanh):
-    """p and dlogits = p * (dp - delta), both 0 where a score is not `visible` (None: all are); each
-    row's delta broadcasts against p. The logits are those before the soft cap, and `tanh` is that
-    of `scores`."""
-    ds = soft_cap_vjp(p * (dp - delta), tanh)
+def gradients(p, factor, visible, tanh):
+    """p, and p * factor times the derivative of the soft cap, whose `tanh` is that of `scores`;
+    both 0 where a score is not `visible` (None: all are). A backward's factor is dp - delta."""
+    ds = soft_cap_vjp(p * factor, tanh)
     if visible is not None:
         p, ds = jnp.where(visible, p, 0.0), jnp.where(visible, ds, 0.0)
     return p, ds

@@ -20,16 +20,6 @@ def choose(problem: Problem, implementation: str | None = None, check: bool = Tr
     return first(problem, requested(implementation), why_not_here)
 
 
-def in_forward_mode(problem: Problem, implementation: str | None) -> Choice:
-    """The implementation that a call in forward mode names, or the first that has one."""
-    able = [backend.name for backend in backends.BACKENDS if backend.has_every_mode]
-    name = None if implementation in JAX_NN_NAMES else implementation
-    choice = first(problem, name, lambda b: None if b.has_every_mode else "it has no forward mode")
-    if not choice.backend.has_every_mode:
-        raise NotImplementedError(f"forward mode is for {' and '.join(able)}; got {name}.")
-    return choice
-
-
 def requested(implementation: str | None = None) -> str | None:
     """The implementation that a call names, or else PALLAS_FLASH_IMPLEMENTATION."""
     if implementation not in (None, *JAX_NN_NAMES):

@@ -39,6 +39,7 @@ SCHEMES = [
     (True, 0.25, None),
     (False, 0.25, None),
     *itertools.product((True, False), (0.0,), comparison.MORE),
+    (True, 0.0, comparison.FORWARD_MODE.name),
 ]
 _one_runs = threading.Lock()
 
@@ -50,7 +51,7 @@ class Case(NamedTuple):
     dtype: str
     deterministic: bool
     dropout_rate: float
-    more: str | None  # of comparison.MORE, or decoding
+    more: str | None  # of comparison.MORE, or decoding, or forward mode
 
     def call(self) -> dict:
         call = dict(
@@ -93,6 +94,18 @@ class Case(NamedTuple):
     def backend(self) -> Backend:
         return backends.find(self.implementation)
 
+    @property
+    def way(self) -> comparison.Way:
+        """How its kernels are checked."""
+        ways = comparison.FORWARD_MODE, comparison.FLASH_ATTENTION
+        return next(way for way in ways if way.name in (self.more, ""))
+
+    def variant(self) -> Variant:
+        """NotImplementedError says why this machine cannot run it."""
+        if self.way is comparison.FORWARD_MODE and self.backend().tangent is None:
+            raise NotImplementedError("blockwise is its forward mode")
+        return verdicts.variant_of(self.backend(), self.problem(), self.way)
+
 
 class Finding(NamedTuple):
     verdict: Verdict
@@ -115,7 +128,7 @@ def cases(
         of_sizes = itertools.product(sizes or default_sizes(name, everything), dtypes, schemes)
         for case in [Case(name, *size, dtype, *scheme) for size, dtype, scheme in of_sizes]:
             try:
-                found.setdefault(verdicts.variant_of(case.backend(), case.problem()), case)
+                found.setdefault(case.variant(), case)
             except NotImplementedError as error:
                 refused.setdefault(name, str(error))
     able = {variant.implementation for variant in found}
@@ -235,8 +248,10 @@ def tried(case: Case, ready: Callable[[], None]) -> Finding:
 def measured(case: Case, ready: Callable[[], None]) -> Finding:
     size = setting(case)
     problem = case.problem()
-    check = comparison.check(case.backend(), problem, size.checked or comparison.trials(problem))
-    shapes, timed = case.shapes(**size.timed), _forward if case.more == "decoding" else _both
+    sizes = size.checked or comparison.trials(problem)
+    check = comparison.check(case.backend(), problem, sizes, case.way)
+    timed = {"decoding": _forward, comparison.FORWARD_MODE.name: _along}.get(case.more, _both)
+    shapes = case.shapes(**size.timed)
     start = time.perf_counter()
     programs = [comparison.compiled(timed(lambda **x: flash_attention(**x, **case.call())), shapes)]
     compile_ = time.perf_counter() - start
@@ -244,7 +259,7 @@ def measured(case: Case, ready: Callable[[], None]) -> Finding:
     alone = (
         case.head_size != case.value_size
         or case.dropout_rate
-        or case.more not in (None, "a mask", "a bias", "decoding")
+        or case.more not in (None, "a mask", "a bias", "decoding", comparison.FORWARD_MODE.name)
     )
     if size is not INTERPRETED and not alone:
         theirs = lambda **x: jax.nn.dot_product_attention(**x, is_causal=case.call()["is_causal"])
@@ -274,6 +289,11 @@ def _random(number: int, x: jax.ShapeDtypeStruct) -> jax.Array:
 
 def _forward(attend: Callable) -> Callable:
     return lambda arrays: attend(**arrays)
+
+
+def _along(attend: Callable) -> Callable:
+    """Forward mode, along the arrays themselves."""
+    return lambda arrays: jax.jvp(lambda x: attend(**x), (arrays,), (arrays,))
 
 
 def _both(attend: Callable) -> Callable:

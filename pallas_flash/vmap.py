@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from pallas_flash import lowering, primitives
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.backends import Pass
-from pallas_flash.devices.call import operand_axes, row_axes
+from pallas_flash.devices.call import operand_axes, rows_axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,8 +20,9 @@ class BatchedPass(Pass):
     is_blind: bool  # chosen by default for a call that was not traced for a GPU
 
     def __call__(self, problem: Problem, tiles, operands: Operands, *rows):
-        axes = (operand_axes(problem, operands), *(row_axes(x.ndim) for x in jax.tree.leaves(rows)))
-        rules = MergedRows(self, problem, tiles, tuple(jax.tree.leaves(axes)))
+        axes = operand_axes(problem, operands)
+        arrays = jax.tree.leaves((axes, *rows_axes(axes, rows)))
+        rules = MergedRows(self, problem, tiles, tuple(arrays))
         run = lambda *arrays: self.run(problem, tiles, *arrays)
         return primitives.bind(run, rules, operands, *rows)
 
@@ -53,14 +54,15 @@ class MergedRows(primitives.Rules):
         """The arrays of one call that does what `size` calls do; None if that would copy what they
         share of query, key and value, or of a bias or mask of several batch rows; or if each call
         has an array, or the gradient of one, that belongs to none of its batch rows: sinks, what a
-        rule reads."""
+        rule reads. Many tangents at one place are worth the copies."""
         is_mapped = [axis == 0 for axis in in_axes]
         (x, *_), (axes, *row_axes), (differs, *rows_differ) = (
             jax.tree.unflatten(in_tree, each) for each in (leaves, self.axes, is_mapped)
         )
-        if not (differs.query and differs.key and differs.value):
+        name = self.call.name
+        if not (differs.query and differs.key and differs.value) and name != "tangent":
             return None
-        if not self.call.is_forward:  # each call has its own gradient of what all share
+        if name == "backward":  # each call has its own gradient of what all share
             gradients = jax.tree.map(lambda _: True, differs.differentiable)
             differs = differs.with_differentiable(gradients._replace(sinks=differs.sinks))
         for name in ("bias", "mask"):

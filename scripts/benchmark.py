@@ -25,7 +25,7 @@ import numpy as np
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from scripts.bench import cases, ceilings, clock, machine, report
-from scripts.bench.cases import PASSES, Case
+from scripts.bench.cases import PASSES, RESULTS, Case
 from scripts.bench.measure import Row, groups, measure
 from scripts.bench.options import make_next_folder, positive
 from scripts.bench.peers import PEERS, Contender, contender
@@ -188,8 +188,8 @@ class Run:
             f"in random order: calls for {clock.SAMPLE * 1e3:g} ms, {each}",
             clock=self.clock,
             ratio=f"time / time of {first}: above 1, {first} is faster",
-            flops="2 (H + Hv) forward and 2 (3 H + 2 Hv) backward for each visible pair of query "
-            "and key; a causal mask alone counts as half",
+            flops="2 (H + Hv) forward, 2 (3 H + 2 Hv) backward and 6 (H + Hv) in forward mode for "
+            "each visible pair of query and key; a causal mask alone counts as half",
             memory="temporaries of the compiled program, without inputs and outputs",
             error=f"of output and gradients against dense float32, relative, in the worst "
             f"{CHECK_BLOCK} rows of the first {check_length()}; the tolerance is "
@@ -306,7 +306,8 @@ def make_parser(kind: str) -> argparse.ArgumentParser:
         f"deterministic=False), or {', '.join(peer.name for peer in PEERS)}; ratios are to the "
         "first",
     )
-    add("--passes", nargs="+", choices=PASSES, metavar="PASS", help=f"of {', '.join(PASSES)}")
+    help = f"of {', '.join(RESULTS)}; the last is forward mode, which not all peers have"
+    add("--passes", nargs="+", choices=RESULTS, metavar="PASS", help=help)
     lists = "; ".join(f"{name}: {each.help}" for name, each in CASES.items())
     add("--cases", choices=CASES, help=lists)
     add("--lengths", nargs="+", type=positive, metavar="T", help="of queries and keys")

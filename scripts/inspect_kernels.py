@@ -1,8 +1,8 @@
-"""python scripts/inspect_kernels.py ['CALL'] [--gpu NAME] [--forward] [--json]
+"""python scripts/inspect_kernels.py ['CALL'] [--gpu NAME] [--forward | --jvp] [--json]
 
 Says what a call of flash_attention runs on a GPU, which need not be here: the implementation and
 why not the others, its tiles, the least work and time, and what the compiler made of each kernel,
-forward and backward. Nothing is run.
+forward and backward, or forward mode. Nothing is run.
 
 CALL has the sizes B, T, S, N, K, H and Hv, the dtype, and arguments of flash_attention, as Python:
 
@@ -58,7 +58,7 @@ def make_parser() -> argparse.ArgumentParser:
     from pallas_flash.accounting import GPUS
 
     parser = argparse.ArgumentParser(
-        usage="%(prog)s ['CALL'] [--gpu NAME] [--forward] [--json]",
+        usage="%(prog)s ['CALL'] [--gpu NAME] [--forward | --jvp] [--json]",
         description=__doc__.partition("\n\n")[2],
         epilog="Exit status 1: flash_attention refuses the call, or a kernel does not compile.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -67,7 +67,10 @@ def make_parser() -> argparse.ArgumentParser:
     add("call", nargs="?", default="", metavar="CALL", help="see above")
     help = "the GPU to compile for (default: the one in this machine, else H200)"
     add("--gpu", choices=GPUS, type=lambda name: "A100-80GB" if name == "A100" else name, help=help)
+    add = parser.add_mutually_exclusive_group().add_argument
     add("--forward", action="store_true", help="the forward alone, not forward and backward")
+    add("--jvp", action="store_true", help="forward mode, by jax.jvp")
+    add = parser.add_argument
     add("--json", action="store_true", help="print everything as JSON")
     return parser
 
@@ -169,7 +172,7 @@ def least_costs(call: dict, pairs: int) -> dict:
 
     The forward has two products, Q K^T and P V. A backward in one kernel has five, Q K^T, dO V^T,
     P^T dO, dS K and dS^T Q; in two kernels, for dQ and for dK with dV, seven, since both need the
-    first two.
+    first two. Forward mode has five beside the forward's: Q K^T, dQ K^T, Q dK^T, (P dS) V and P dV.
     """
     from pallas_flash.accounting import Cost
 
@@ -187,6 +190,7 @@ def least_costs(call: dict, pairs: int) -> dict:
         "backward, 7 products": Cost(
             backward + forward, 2 * pairs, reads=2 * once + o, writes=inputs
         ),
+        "forward mode": Cost(backward, pairs, reads=2 * inputs + mask + o + row, writes=o + row),
     }
 
 
@@ -260,6 +264,11 @@ def program_of_call(args):
     attend = lambda floats, others: flash_attention(**floats, **others, **static)
     if args.forward:
         return attend, floats, others
+    if args.jvp:
+        along = lambda floats, tangents, others: jax.jvp(
+            lambda floats: attend(floats, others), (floats,), (tangents,)
+        )
+        return along, floats, floats, others
 
     def both(floats, others, do):
         results, vjp = jax.vjp(lambda floats: attend(floats, others), floats)

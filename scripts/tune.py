@@ -2,9 +2,10 @@
 FIELD=VALUE,VALUE ...]
 
 Sweeps the tiles of an implementation's kernels for one shape. The forward kernel's tiles are judged
-by the time of the forward, those of each backward kernel by the time of the backward, with the
-other kernels as they are. Every candidate is checked against dense float32 before it is timed.
-Prints a table for each kernel, and the best tiles as a row for kernels/NAME/tuning.py.
+by the time of the forward, those of each backward kernel by the time of the backward, and those of
+forward mode by the time of a jvp, with the other kernels as they are. Every candidate is checked
+against dense float32 before it is timed. Prints a table for each kernel, and the best tiles as a
+row for kernels/NAME/tuning.py.
 """
 
 import argparse
@@ -20,9 +21,9 @@ import jax
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 # the public functions take no tiles
-from pallas_flash import attention, autodiff, backends, selection
+from pallas_flash import attention, backends, every_mode, selection
 from scripts.bench import clock, machine, report
-from scripts.bench.cases import Case
+from scripts.bench.cases import JVP, PASSES, Case
 from scripts.bench.measure import Row, measure
 from scripts.bench.options import Help, positive
 from scripts.bench.peers import Contender
@@ -96,8 +97,9 @@ def split_by_kernel(tiles) -> list[Kernel]:
     """Each field that is itself a tuple of fields is a kernel; tiles without one describe the
     forward."""
     fields = [name for name in tiles._fields if hasattr(getattr(tiles, name), "_fields")]
-    passes = lambda field: "forward" if field == "forward" else "backward"
-    return [Kernel(field, passes(field)) for field in fields] or [Kernel(None, "forward")]
+    passes = dict(forward="forward", tangent=JVP)
+    kernels = [Kernel(field, passes.get(field, "backward")) for field in fields]
+    return kernels or [Kernel(None, "forward")]
 
 
 def candidates(tiles, values: dict[str, tuple]) -> list:
@@ -122,9 +124,9 @@ def choose(args, case: Case) -> backends.Choice:
 def contender(args, choice: backends.Choice, tiles) -> Contender:
     def attend(case, q, k, v):
         problem, operands = _normalise(args, case, q, k, v)
-        return autodiff.attend(problem, choice._replace(tiles=tiles), operands)[0]
+        return every_mode.attend(problem, choice._replace(tiles=tiles), operands)[0]
 
-    return Contender(repr(tiles), attend, package="pallas-flash")
+    return Contender(repr(tiles), attend, package="pallas-flash", passes=(*PASSES, JVP))
 
 
 def _normalise(args, case: Case, q, k, v):

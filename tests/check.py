@@ -1,6 +1,8 @@
 """Runs flash_attention with all gradients and compares with the oracle."""
 
 import contextlib
+import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,7 @@ import numpy as np
 import oracle
 from cases import arguments
 
-from pallas_flash import flash_attention
+from pallas_flash import flash_attention, linear_maps
 
 # Largest error, relative to the largest entry of the expected array. Half-precision kernels round p
 # and ds to the input's dtype.
@@ -101,3 +103,47 @@ def check(rng, q, k, v, implementation, tolerance=None, **kw):
         if wanted is not None:
             close(actual, wanted, tolerance, name)
     return o, lse, grads
+
+
+def program(f, *x) -> str:
+    """The jaxpr of f(*x), and those of the linear maps in it, which hide theirs."""
+
+    def texts(jaxpr):
+        yield str(jaxpr)
+        for eqn in jaxpr.eqns:
+            if eqn.primitive is linear_maps.linear_p:
+                run = functools.partial(linear_maps.run, **eqn.params)
+                yield from texts(jax.make_jaxpr(run)(*(a.aval for a in eqn.invars)).jaxpr)
+            for inner in (getattr(a, "jaxpr", a) for a in eqn.params.values()):
+                if hasattr(inner, "eqns"):
+                    yield from itertools.islice(texts(inner), 1, None)  # the first is in ours
+
+    return "\n".join(texts(jax.make_jaxpr(f)(*x).jaxpr))
+
+
+def tangents(rng, q, k, v, implementation, without=(), **kw):
+    """The tangents of output and lse, along those of all floats but some, agree with dense
+    attention's in float32."""
+    kw = arguments(kw)
+    floats = dict(query=q, key=k, value=v)
+    floats |= {name: kw.pop(name) for name in ("bias", "sinks") if name in kw}
+    along = {
+        name: np.asarray(rng.normal(size=a.shape), np.float32).astype(a.dtype)
+        for name, a in floats.items()
+        if name not in without
+    }
+
+    def attend(implementation, x, rest):
+        options = dict(implementation=implementation, return_residual=True, **kw)
+        return jax.jvp(lambda x: flash_attention(**rest, **x, **options), (x,), (along_like(x),))[1]
+
+    def along_like(x):
+        return {name: jnp.asarray(along[name], x[name].dtype) for name in x}
+
+    x = {name: a for name, a in floats.items() if name in along}
+    rest = {name: a for name, a in floats.items() if name not in along}
+    found = jax.jit(lambda x, rest: attend(implementation, x, rest))(x, rest)
+    wide = lambda y: {name: np.asarray(a, np.float32) for name, a in y.items()}
+    expected = jax.jit(lambda x, rest: attend("reference", x, rest))(wide(x), wide(rest))
+    for name, actual, wanted in zip(("do", "dlse"), found, expected, strict=True):
+        close(actual, wanted, TOLERANCE[str(q.dtype)], name)

@@ -110,7 +110,7 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(blockwise.tuning, "UNDER_WAY", 1)
     monkeypatch.setattr(blockwise.tuning, "FORWARD", 1)
     monkeypatch.setattr(
-        triton, "tiles", lambda p: AllTiles(Tiles(16, 16), Tiles(16, 32), Tiles(32, 16))
+        triton, "tiles", lambda p: AllTiles(Tiles(16, 16), Tiles(16, 32), *[Tiles(32, 16)] * 2)
     )
 
 

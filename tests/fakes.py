@@ -91,12 +91,12 @@ FORWARDS = dict(
 )
 
 
-def backend(name: str, forward=None, backward=None) -> Backend:
+def backend(name: str, forward=None, backward=None, tangent=None) -> Backend:
     backward = backward or (lie("key")[1] if name == "liar" else REFERENCE.backward)
     nothing = lambda problem: None
-    return Backend(
-        name, nothing, nothing, nothing, forward or FORWARDS[name], backward, own_kernels=True
-    )
+    forward = forward or FORWARDS[name]
+    passes = dict(forward=forward, backward=backward, tangent=tangent)
+    return Backend(name, nothing, nothing, nothing, **passes, own_kernels=True)
 
 
 def install(put, *fakes: Backend):

@@ -59,13 +59,17 @@ def shared_memory(folder: pathlib.Path, kind: str, capability: str, kilobytes: s
     attend = _attend("triton")
     plain = lambda q, k, v: attend(q, k, v, is_causal=True)
     gpu_code.compiled(gpu, _gradient(plain, 3), *[_shape(1, 128, 1, 128)] * 3)
+    gpu_code.compiled(gpu, _tangent(plain), *[_shape(1, 128, 1, 256, dtype=jnp.float32)] * 6)
 
     def with_everything(q, k, v, bias, table, mask):
         return attend(q, k, v, bias, mask=mask, score_mod=scores.T5Bias(table))
 
     dense = 1, 1, 128, 128
     x = _shape(*dense), _shape(1, 32, dtype=jnp.float32), _shape(*dense, dtype=bool)
-    gpu_code.compiled(gpu, _gradient(with_everything, 5), *[_shape(1, 128, 1, 256)] * 3, *x)
+    x = [_shape(1, 128, 1, 256)] * 3 + [*x]
+    gpu_code.compiled(gpu, _gradient(with_everything, 5), *x)
+    without_mask = lambda *floats: with_everything(*floats, jnp.ones(dense, bool))
+    gpu_code.compiled(gpu, _tangent(without_mask), *x[:5] * 2)
 
 
 def collectives(folder: pathlib.Path, implementation: str):
@@ -121,6 +125,13 @@ def _attend(implementation: str):
     from pallas_flash import flash_attention
 
     return functools.partial(flash_attention, implementation=implementation)
+
+
+def _tangent(attend):
+    """Of arguments and their tangents."""
+    import jax
+
+    return lambda *x: jax.jvp(attend, x[: len(x) // 2], x[len(x) // 2 :])
 
 
 def _gradient(attend, arguments: int):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import MASKS, Sizes, qkv
-from check import check, close, cotangents, run
+from check import check, close, cotangents, run, tangents
 from selection import whole_but
 
 from pallas_flash import explain, flash_attention, masks, scores
@@ -96,6 +96,27 @@ def test_what_else_changes_scores_gives_what_it_gives_elsewhere(name, tma, rng):
         close(x, y, 3e-2, name)
 
 
+# of which there are no tangents
+WITHOUT = {"all": (), "no key": ("key",), "key": ("query", "value"), "value": ("query", "key")}
+ALONG = [
+    *((name, "all") for name in (*CASES, *MORE)),
+    *(("bottom right", some) for some in WITHOUT),
+]
+
+
+@pytest.mark.gpu
+@COPIES
+@pytest.mark.parametrize(
+    "name, some", whole_but(sorted({*ALONG}), ("everything", "all"), ("a bias", "all"))
+)
+def test_tangents_are_those_of_dense_attention(name, some, tma, rng):
+    z, kw = CASES[name] if name in CASES else (LARGE, MORE[name])
+    kw = kw(rng) if callable(kw) else kw
+    dtype = jnp.float16 if "cap" in name else jnp.bfloat16
+    with gpu_interpreter.ampere_kernels(tma=tma):
+        tangents(rng, *qkv(rng, z, dtype), "ampere", without=WITHOUT[some], **kw)
+
+
 @pytest.mark.gpu
 @COPIES
 @pytest.mark.parametrize("head", whole_but([64, 128], 128))
@@ -103,6 +124,7 @@ def test_there_is_no_race(head, tma, rng):
     q, k, v = qkv(rng, sizes(200, 260, head, N=2), jnp.bfloat16)
     with gpu_interpreter.ampere_kernels(detect_races=True, tma=tma) as races:
         check(rng, q, k, v, "ampere", is_causal=True, query_offset=60)
+        tangents(rng, q, k, v, "ampere", is_causal=True, query_offset=60)
     assert not races.found
 
 

@@ -86,6 +86,11 @@ class Row(NamedTuple):
     deterministic: bool | None = None
     straight: int = 0  # masked blocks that are known to be one: no loop
 
+    @property
+    def call(self) -> tuple:
+        """What compiles it: its width, case and determinism, and whether in forward mode."""
+        return self.width, self.case, self.deterministic, self.kernel == "tangent"
+
 
 LOOPS = [
     Row("forward", 64, "full", 427, deterministic=False),
@@ -129,6 +134,11 @@ LOOPS = [
     Row("dq", 64, "bias", 844, with_a_mask=0.9),
     Row("forward", 128, "bias", 755, with_a_mask=0.9, deterministic=False),
     Row("dq_dk_dv", 128, "bias", 697, with_a_mask=0.9, deterministic=False),
+    Row("tangent", 64, "causal", 390),
+    Row("tangent", 128, "documents", 473),
+    Row("tangent", 128, "dropout", 753, under_products=0.75),
+    Row("tangent", (192, 128), "causal", 461),
+    Row("tangent", 256, "mask", 602, with_a_mask=0.9),
     Row("forward", 80, "causal", 451),  # as narrow as the heads
     Row("dk_dv", 80, "causal", 338),
     Row("dq", 80, "causal", 323),
@@ -144,7 +154,7 @@ LOOPS = [
     Row("dq", (192, 128), "causal", 378),
 ]
 # each compiles once
-CALLS = sorted({(row.width, row.case, row.deterministic) for row in LOOPS}, key=str)
+CALLS = sorted({row.call for row in LOOPS}, key=str)
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: "-".join(map(str, call)))
@@ -152,12 +162,8 @@ def test_the_loops_are_tight(call):
     """No spill in a loop of products, no product that waits for the one before; in the loop without
     a mask, and where a row says so in the others, exponentials under the products; and in the first
     no more instructions than there must be."""
-    width, case, deterministic = call
-    rows = {
-        f"flash_attention_{row.kernel}": row
-        for row in LOOPS
-        if (row.width, row.case, row.deterministic) == call
-    }
+    width, case, deterministic, is_tangent = call
+    rows = {f"flash_attention_{row.kernel}": row for row in LOOPS if row.call == call}
     head, value = width if isinstance(width, tuple) else (width, width)
     more, count = CASES[case]
     batch = 1 if case.startswith("one tile") else 2
@@ -165,7 +171,8 @@ def test_the_loops_are_tight(call):
     if deterministic is not None:
         arguments += f", deterministic={deterministic}"
     arguments += more and f", {more}"
-    options = ["--forward"] * (rows.keys() == {"flash_attention_forward"})
+    options = ["--jvp"] * is_tangent
+    options += ["--forward"] * (rows.keys() == {"flash_attention_forward"})
     kernels = {kernel["name"]: kernel for kernel in report(arguments, *options)["kernels"]}
     for name, row in rows.items():
         kernel = kernels[name]
@@ -183,28 +190,29 @@ def test_the_loops_are_tight(call):
 # Instructions of a warp for each mma in a step without a mask, 5% more are let pass; GPUs with TMA
 # wait for it in a loop of its own
 MMA = {
-    ("A100-80GB", 64): dict(forward=4.8, dk_dv=3.45, dq=3.6),
-    ("A100-80GB", 128): dict(forward=3.85, dk_dv=2.75, dq=2.8),
-    ("RTX-4090", 64): dict(forward=4.8, dk_dv=3.45, dq=3.6),
-    ("RTX-4090", 128): dict(forward=3.85, dk_dv=2.75, dq=2.8),
-    ("RTX-5090", 64): dict(forward=5.4, dk_dv=4.0, dq=4.4),
-    ("RTX-5090", 128): dict(forward=4.25, dk_dv=3.3, dq=3.6),
+    ("A100-80GB", 64): dict(forward=4.8, dk_dv=3.45, dq=3.6, tangent=3.15),
+    ("A100-80GB", 128): dict(forward=3.85, dk_dv=2.75, dq=2.8, tangent=2.6),
+    ("RTX-4090", 64): dict(forward=4.8, dk_dv=3.45, dq=3.6, tangent=3.15),
+    ("RTX-4090", 128): dict(forward=3.85, dk_dv=2.75, dq=2.8, tangent=2.6),
+    ("RTX-5090", 64): dict(forward=5.4, dk_dv=4.0, dq=4.4, tangent=4.05),
+    ("RTX-5090", 128): dict(forward=4.25, dk_dv=3.3, dq=3.6, tangent=3.45),
 }
 WITH_A_MASK = 1.35  # times as many
 
 
 @pytest.mark.parametrize("gpu, head", whole_but(MMA, ("A100-80GB", 128)))
 def test_the_loops_by_mma_are_tight(gpu, head):
-    """No register is spilled in a loop, but for the two instructions of a wait for TMA."""
+    """No register is spilled in a loop, but for two instructions of each wait for TMA."""
     call = f"implementation='ampere', B=2, N=8, K=2, H={head}, is_causal=True"
-    found = {kernel["name"]: kernel["loops"] for kernel in report(call, gpu=gpu)["kernels"]}
+    kernels = [*report(call, gpu=gpu)["kernels"], *report(call, "--jvp", gpu=gpu)["kernels"]]
+    found = {kernel["name"]: kernel["loops"] for kernel in kernels}
     assert found.keys() == {f"flash_attention_{name}" for name in MMA[gpu, head]}
     for name, most in MMA[gpu, head].items():
         loops = found[f"flash_attention_{name}"]
         each = sorted(loop["instructions"] / loop["kinds"]["products"] for loop in loops)
         assert each[0] <= 1.05 * most and each[-1] <= WITH_A_MASK * each[0], (name, each)
         spilled = max(loop["kinds"]["spill"] for loop in loops)
-        assert spilled <= (2 if gpu == "RTX-5090" else 0), name
+        assert spilled <= (4 if gpu == "RTX-5090" else 0), name
 
 
 DECODING = {

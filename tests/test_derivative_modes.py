@@ -9,9 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import Sizes, bias, qkv
+from cases import MASKS, RULES, Sizes, bias, qkv
+from selection import whole_but
 
-from pallas_flash import flash_attention, flash_attention_jvp
+from pallas_flash import flash_attention, flash_attention_jvp, scores
+from pallas_flash.accounting import GPUS
+from scripts.gpu_code import as_if_on
 
 pytestmark = pytest.mark.usefixtures("small_tiles")
 Z = Sizes(T=19, S=23, N=2, K=1, H=8, Hv=8)
@@ -41,43 +44,85 @@ def test_forward_mode_is_a_function_of_its_own_in_o_of_t_memory(rng):
     long = [jax.ShapeDtypeStruct((1, 4096, 1, 8), jnp.float32)] * 3
     sizes = re.findall(
         r"\[([\d,]+)\]",
-        str(jax.make_jaxpr(lambda *x: flash_attention_jvp(x, x, is_causal=True))(*long)),
+        check.program(lambda *x: flash_attention_jvp(x, x, is_causal=True), *long),
     )
     assert max(math.prod(map(int, size.split(","))) for size in sizes) < 4096**2 / 8
 
 
-@pytest.mark.parametrize("implementation", ["triton"])
-def test_kernels_say_what_serves_where_they_have_no_derivative(implementation, rng):
-    x = qkv(rng, Z)
-    f = lambda *x: jnp.sum(attend(implementation)(*x) ** 2)
+def compositions(attend, x):
+    """Derivatives of a sum as its users take them."""
+    f = lambda *x: jnp.sum(attend(*x) ** 2)
     of_query = lambda q: f(q, *x[1:])
-    along = lambda q: jax.jvp(of_query, (q,), (q,))[1]
-    loop = lambda q: jax.lax.fori_loop(0, 2, lambda i, q: q + jax.jacfwd(of_query)(q), q)
-    for run in (
-        lambda: jax.jit(functools.partial(jax.jvp, f))(x, x),
-        lambda: jax.jacfwd(f)(*x),
-        lambda: jax.linearize(f, *x)[1](*x),
-        lambda: jax.jit(jax.jacfwd(f))(*x),
-        lambda: jax.jacfwd(jax.jit(f))(*x),
-        lambda: jax.jit(jax.vmap(along))(x[0][None]),
-        lambda: jax.jit(jax.grad(along))(x[0]),
-        lambda: jax.jvp(along, (x[0],), (x[0],)),
-        lambda: jax.jvp(jax.checkpoint(of_query), (x[0],), (x[0],)),
-        lambda: jax.jit(loop)(x[0]),  # Newton's method, as solvers have it
-    ):
-        with pytest.raises(NotImplementedError, match="in reverse mode alone"):
-            run()
-    with pytest.raises(
-        NotImplementedError, match="forward mode is for blockwise and reference; got triton"
-    ):
-        flash_attention_jvp(x, x, implementation="triton")
-    gradient = jax.grad(of_query)
-    for run in (
-        lambda: jax.grad(lambda q: jnp.sum(gradient(q) ** 2))(x[0]),
-        lambda: jax.jit(lambda q: jax.jvp(gradient, (q,), (q,)))(x[0]),
-    ):
-        with pytest.raises(NotImplementedError, match="have first derivatives alone"):
-            run()
+    gradient, along = jax.grad(of_query), lambda q: jax.jvp(of_query, (q,), (q,))[1]
+    newton = lambda i, q: q + 1e-3 * jax.jacfwd(of_query)(q)
+    return (
+        jax.jvp(f, x, x),
+        jax.jacfwd(f)(*x),
+        jax.linearize(f, *x)[1](*x),
+        jax.vmap(along)(jnp.stack([x[0], x[0][::-1]])),
+        jax.grad(along)(x[0]),
+        jax.jvp(along, (x[0],), (x[0],)),
+        jax.jvp(jax.checkpoint(of_query), (x[0],), (x[0],)),
+        jax.lax.fori_loop(0, 2, newton, x[0]),
+        jax.grad(lambda q: jnp.sum(gradient(q) ** 2))(x[0]),
+        jax.jvp(gradient, (x[0],), (x[0],)),
+        flash_attention_jvp(x, x, **attend.keywords),
+    )
+
+
+@pytest.mark.parametrize("implementation", whole_but(["triton", "flash1", "standard"], "triton"))
+def test_kernels_have_every_mode(implementation, rng):
+    x = qkv(rng, Sizes(B=2, T=5, S=7, N=2, K=1, H=4, Hv=3))
+    run = jax.jit(compositions, static_argnums=0)
+    close = functools.partial(check.equal, tolerance=2e-5)
+    close(run(attend(implementation), x), run(attend("reference"), x))
+
+
+@pytest.mark.parametrize("name", whole_but([*MASKS, *RULES], "everything", "holes by head"))
+def test_tangents_of_the_triton_kernels_are_those_of_dense_attention(name, rng):
+    if name in RULES:
+        rule, options = RULES[name]
+        options = dict(options, rule=rule)
+    else:
+        options = MASKS[name](rng, Z)
+    check.tangents(rng, *qkv(rng, Z), "triton", **options)
+
+
+MORE = {
+    "a bias": lambda rng: dict(bias=bias(rng, "1N1S", Z), logits_soft_cap=2.0),
+    "dropout, sinks": lambda rng: dict(
+        dropout_rate=0.25,
+        dropout_rng=jax.random.key(3),
+        sinks=rng.normal(size=Z.N).astype(np.float32),
+    ),
+    "alibi": lambda rng: dict(score_mod=scores.Alibi(np.float32([0.5, 0.25])), is_causal=True),
+}
+
+
+@pytest.mark.parametrize("name", MORE)
+@pytest.mark.parametrize("without", [(), ("key",), ("query", "value"), ("query", "key")])
+def test_so_are_those_of_what_else_changes_scores_along_some_of_the_arrays(name, without, rng):
+    check.tangents(rng, *qkv(rng, Z), "triton", without=without, **MORE[name](rng))
+
+
+def test_a_gradient_runs_no_kernel_of_forward_mode_and_a_stopped_tangent_no_other(rng):
+    """MeanFlow's loss: no gradient goes through the tangent."""
+    x = qkv(rng, Z)
+    loss = lambda *x: jnp.sum(attend("triton")(*x))
+
+    def mean_flow(*x):
+        o, do = jax.jvp(attend("triton"), x, x)
+        return jnp.sum((o - jax.lax.stop_gradient(do)) ** 2)
+
+    def kernels(f):
+        with as_if_on(GPUS["A100-80GB"]):
+            program = jax.jit(jax.grad(f, argnums=(0, 1, 2))).trace(*x)
+            code = program.lower(lowering_platforms=("cuda",)).as_text()
+        return set(re.findall("flash_attention_(?:forward|tangent|dkv|dq)", code))
+
+    found = {f"flash_attention_{name}" for name in ("forward", "dkv", "dq")}
+    assert kernels(loss) == found
+    assert kernels(mean_flow) == found | {"flash_attention_tangent"}
 
 
 def test_second_derivatives_of_bfloat16_err_as_its_rounding_does(rng):

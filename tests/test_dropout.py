@@ -98,7 +98,7 @@ def of_tiles(monkeypatch, block_q, block_k):
         "tiles",
         lambda p: blockwise.Tiles(min(block_q, p.queries), min(block_k, p.keys), 1, p.dtype),
     )
-    monkeypatch.setattr(triton, "tiles", lambda p: AllTiles(t, t, t))
+    monkeypatch.setattr(triton, "tiles", lambda p: AllTiles(t, t, t, t))
     monkeypatch.setattr(flash1, "tiles", lambda p: flash1.Tiles(block_q, block_k))
     monkeypatch.setattr(standard, "tiles", lambda p: standard.Tiles(block_q, block_k))
 

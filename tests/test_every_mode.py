@@ -80,7 +80,7 @@ def modes(implementation, options, x, dx, ux, rest=None):
     }
 
 
-def are_the_references(rng, floats, options, by=None, tolerance=2e-5):
+def are_the_references(rng, floats, options, by=None, tolerance=2e-5, implementation="blockwise"):
     """Derivatives by the floats of these names, or by all."""
     x = {name: a for name, a in floats.items() if name in (by or floats)}
     rest = {name: a for name, a in floats.items() if name not in x}
@@ -90,7 +90,7 @@ def are_the_references(rng, floats, options, by=None, tolerance=2e-5):
         expected = jax.jit(functools.partial(modes, "reference", options))(*in_float64)
         expected = jax.tree.map(np.asarray, expected)
     in_float32 = [{name: np.float32(a) for name, a in y.items()} for y in (x, dx, ux, rest)]
-    found = jax.jit(functools.partial(modes, "blockwise", options))(*in_float32)
+    found = jax.jit(functools.partial(modes, implementation, options))(*in_float32)
     for name, wanted in expected.items():
         pairs = zip(jax.tree.leaves(found[name]), jax.tree.leaves(wanted), strict=True)
         for n, pair in enumerate(pairs):
@@ -100,6 +100,15 @@ def are_the_references(rng, floats, options, by=None, tolerance=2e-5):
 @pytest.mark.parametrize("name", whole_but([*MASKS, *RULES], "everything", "holes by head"))
 def test_all_derivatives_of_first_and_second_order_are_the_dense_ones(name, rng):
     are_the_references(rng, *drawn(rng, name))
+
+
+@pytest.mark.parametrize("name", whole_but(["documents_causal", "full"], "documents_causal"))
+def test_so_are_those_of_kernels_with_all_that_has_derivatives(name, rng):
+    table, sinks = rng.normal(size=(Z.N, 5)), rng.normal(size=Z.N)
+    floats = dict(zip(("query", "key", "value"), qkv(rng, Z), strict=True))
+    floats |= dict(table=table, sinks=sinks, bias=bias(rng, "1N1S", Z))
+    options = arguments(MASKS[name](rng, Z)) | dict(logits_soft_cap=2.0)
+    are_the_references(rng, floats, options, implementation="triton")
 
 
 ALONE = "query", "key", "value", "bias", "sinks"
@@ -237,9 +246,13 @@ def test_explain_says_which_derivatives_a_call_has():
     said = {
         name: explain(x, x, x, implementation=name).derivatives for name in backends.names()[2:]
     }
-    kernels = 'reverse mode, of first order; implementation="blockwise" has every mode'
-    assert said == dict.fromkeys(said, kernels) | dict(
-        blockwise="every mode, of first and second order", reference="every mode, of any order"
+    modes = "every mode, of first order, and of second by blockwise"
+    assert said == dict(
+        triton=modes,
+        blockwise="every mode, of first and second order",
+        reference="every mode, of any order",
+        flash1=f"{modes}; forward mode by blockwise",
+        standard=f"{modes}; forward mode by blockwise",
     )
     mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Explicit,))
     spread = NamedSharding(mesh, jax.P(None, "d"))

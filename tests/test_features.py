@@ -27,7 +27,7 @@ FILE = pathlib.Path(__file__).resolve().parents[1] / "pallas_flash" / "FEATURES.
 EXPLAINED = {"hopper": "H200", "ampere": "A100-80GB"}
 RUN_HERE = ("triton", "blockwise", "reference", "flash1", "standard")
 YES, ACCEPTED = "yes", "accepted"
-TOLERANCE = dict(float32=3e-5, bfloat16=3e-2)
+TOLERANCE = dict(float32=6e-5, bfloat16=3e-2)  # of both, and some numbers are sums of all
 TEXT = """# What works with what
 
 Made by `tests/test_features.py`, run as its docstring says: every cell that says yes was run, and

@@ -172,13 +172,14 @@ def test_pairs_of_a_rule_are_those_that_brute_force_counts():
 
 def test_work_is_counted_from_shapes_and_pairs():
     B, T, S, N, K, H, Hv = 2, 64, 48, 6, 2, 24, 40
-    forward, one, two = explained("B=2, T=64, S=48, N=6, K=2, H=24, Hv=40", "H100")["work"]
+    forward, one, two, along = explained("B=2, T=64, S=48, N=6, K=2, H=24, Hv=40", "H100")["work"]
     product = lambda width: 2 * B * N * T * S * width
     assert forward["flops"] == product(H) + product(Hv)
     assert one["flops"] == 3 * product(H) + 2 * product(Hv)
     assert two["flops"] - one["flops"] == product(H) + product(Hv), "Q K^T and dO V^T once more"
-    exponentials = [w["exponentials"] for w in (forward, one, two)]
-    assert exponentials == [B * N * T * S * n for n in (1, 1, 2)]
+    assert along["flops"] == one["flops"]
+    exponentials = [w["exponentials"] for w in (forward, one, two, along)]
+    assert exponentials == [B * N * T * S * n for n in (1, 1, 2, 1)]
     q, k, v, o, row = (
         math.prod(shape)
         for shape in ((B, T, N, H), (B, S, K, H), (B, S, K, Hv), (B, T, N, Hv), (B, T, N))
@@ -186,6 +187,7 @@ def test_work_is_counted_from_shapes_and_pairs():
     assert forward["bytes"] == 2 * (q + k + v + o) + 4 * row
     assert one["bytes"] == 2 * 2 * (q + k + v + o) + 2 * 4 * row
     assert two["bytes"] == 2 * 3 * (q + k + v + o) + 4 * 4 * row
+    assert along["bytes"] == 2 * 2 * (q + k + v + o) + 4 * 2 * row
 
 
 def test_dense_arrays_are_bytes_to_move():
@@ -195,7 +197,7 @@ def test_dense_arrays_are_bytes_to_move():
     )
     bias, mask = 2 * 6 * 64 * 48, 6 * 48
     more = [after["bytes"] - before["bytes"] for before, after in zip(plain, dense, strict=True)]
-    assert more == [bias + mask, 2 * bias + mask, 3 * bias + 2 * mask]
+    assert more == [bias + mask, 2 * bias + mask, 3 * bias + 2 * mask, 2 * bias + mask]
 
 
 def test_the_slowest_part_bounds_the_time():

@@ -63,7 +63,7 @@ LOGITS = {f"logits of {size:.0e}": large(size) for size in (1e0, 1e4, 1e9, 1e12,
 def alike_tiles(small_tiles, monkeypatch):
     """Forward and backward in tiles of one shape: on some CPUs a product's rounding depends on it,
     and P on that."""
-    monkeypatch.setattr(triton, "tiles", lambda p: AllTiles(*[Tiles(16, 16)] * 3))
+    monkeypatch.setattr(triton, "tiles", lambda p: AllTiles(*[Tiles(16, 16)] * 4))
 
 
 def gradients(attend):

@@ -88,6 +88,20 @@ def test_rows_of_no_array_and_no_gradient_are_gathered(case, implementation, rng
     equal(spread, gradients(functools.partial(loss, implementation="reference"))(q, k, v, b))
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_nor_are_those_of_a_tangent(case, rng):
+    K, key_spec, of_bias, of_mask, kw = CASES[case]
+    z = Z._replace(K=K)
+    x, dx = ([*qkv(rng, z), *([bias(rng, of_bias, z)] if of_bias else [])] for _ in range(2))
+    kw = dict(mask=dense_mask(rng, of_mask, z)) | kw
+    of = lambda name: functools.partial(flash_attention, implementation=name, **kw)
+    along = lambda name: jax.jit(lambda x, dx: jax.jvp(of(name), x, dx)[1])
+    spread = lambda x: (*on_mesh(SPEC, x[0]), *on_mesh(key_spec, *x[1:3]), *x[3:])
+    found = not_gathered(along("triton"), spread(x), spread(dx))
+    assert found.sharding.spec == SPEC
+    equal(found, along("reference")(tuple(x), tuple(dx)))
+
+
 attend, dense = (
     functools.partial(flash_attention, is_causal=True, implementation=name)
     for name in ("triton", "reference")

@@ -1,6 +1,7 @@
 """Kernels are checked on this machine before they run by default: implementations that lie, raise,
 hang and crash are found."""
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -15,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from check import close
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from selection import whole_but
@@ -24,6 +26,7 @@ from pallas_flash import (
     backends,
     explain,
     flash_attention,
+    lowering,
     masks,
     paged_attention,
     paged_cache,
@@ -104,6 +107,30 @@ def test_kernels_that_are_right_are_checked_once_recorded_and_taken(
     assert line.startswith(
         "pallas_flash: one-time self-check of honest 16/16 float32, deterministic on this Fake GPU"
     )
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_forward_mode_is_checked_where_it_is_asked_for_and_blockwises_taken_if_wrong(
+    times, install, checked
+):
+    ran = []
+
+    def tangent(problem, tiles, *args):
+        ran.append(times)
+        do, dlse = lowering.blockwise_tangent(fake, problem, *args)
+        return times * do, dlse
+
+    fake = fakes.backend("honest", tangent=tangent)
+    install(fake)
+    call()
+    assert not ran
+    along = lambda **kw: jax.jit(lambda q: jax.jvp(lambda q: call(q, **kw), (q,), (q,))[1])(Q)
+    lies = pytest.warns(RuntimeWarning, match="deterministic, forward mode failed .* do is off by")
+    with lies if times == 2 else contextlib.nullcontext():
+        found = along()
+    close(found, along(implementation="reference"), 1e-5)
+    assert ran and checked == ["honest", "honest"] and taken() == "honest"
+    close(along(implementation="honest"), times * found, 1e-5)  # by name nothing is checked
 
 
 def test_kernels_that_lie_are_told_with_numbers_and_the_next_are_taken(install, checked):

@@ -168,9 +168,9 @@ def test_mapped_calls_are_one_call_of_more_batch_rows_where_nothing_large_is_cop
         return jax.value_and_grad(loss, argnums=(0, 1))(x, floats)
 
     mapped, one = jax.jit(jax.vmap(f)), jax.jit(f)
-    together = [(True, 6)] * forward + [(False, 6)] * backward
+    together = [("forward", 6)] * forward + [("backward", 6)] * backward
     calls = _calls(jax.make_jaxpr(mapped)(x, own).jaxpr)
-    assert [(rules.call.is_forward, rules.problem.batch) for rules in calls] == together
+    assert [(rules.call.name, rules.problem.batch) for rules in calls] == together
     expected = [one(*jax.tree.map(lambda a, i=i: a[i], (x, own))) for i in range(3)]
     equal(mapped(x, own), jax.tree.map(lambda *a: jnp.stack(a), *expected))
 
@@ -181,6 +181,16 @@ def test_calls_that_share_keys_do_not_copy_them(rng):
     assert _calls(program.jaxpr) == [] and not re.search(r"f32\[(3,2|6),23,1,8\]", str(program))
 
 
+def test_many_tangents_at_one_place_are_one_call_of_more_batch_rows(rng):
+    x, along = qkv(rng, Z), np.stack([qkv(rng, Z)[0] for _ in range(3)])
+    f = lambda name, dq: jax.jvp(lambda q: attend(name)(q, *x[1:]), x[:1], (dq,))
+    mapped = lambda name: jax.vmap(functools.partial(f, name))
+    calls = _calls(jax.make_jaxpr(mapped("triton"))(along).jaxpr)
+    found = [(rules.call.name, rules.problem.batch) for rules in calls]
+    assert found == [("forward", 2), ("tangent", 6)]
+    equal(*(jax.jit(mapped(name))(along) for name in ("triton", "reference")))
+
+
 def test_mapped_calls_decode_where_all_of_them_together_would_but_not_where_a_backward_follows(
     monkeypatch,
 ):
@@ -188,7 +198,7 @@ def test_mapped_calls_decode_where_all_of_them_together_would_but_not_where_a_ba
     q, k = (jax.ShapeDtypeStruct((9, 1, *shape, 64), jnp.float32) for shape in ((1, 8), (2048, 4)))
     mapped = jax.vmap(attend("blockwise"))
     calls = lambda f: _calls(jax.make_jaxpr(f)(q, k, k).jaxpr)
-    decodes = lambda f: [bool(call.tiles.decode) for call in calls(f) if call.call.is_forward]
+    decodes = lambda f: [bool(c.tiles.decode) for c in calls(f) if c.call.name == "forward"]
     assert decodes(mapped) == [True]
     assert decodes(jax.grad(lambda *x: mapped(*x).sum())) == [False]
 
@@ -328,7 +338,7 @@ def test_remat_by_name_runs_the_forward_kernel_once(rng):
     )
     f = lambda q, k, v: jnp.sum(jnp.sin(attend("triton")(jnp.tanh(q), k, v)))
     calls = lambda g: _calls(jax.make_jaxpr(jax.grad(g))(q, k, v).jaxpr)
-    count = lambda g: sum(call.call.is_forward for call in calls(g))
+    count = lambda g: sum(call.call.name == "forward" for call in calls(g))
     plain, kept, again = count(f), count(jax.checkpoint(f, policy=policy)), count(jax.checkpoint(f))
     assert plain == kept < again
 

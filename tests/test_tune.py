@@ -25,11 +25,12 @@ def test_every_kernel_is_swept_by_its_own_pass_and_the_row_is_valid_tiles(capsys
     assert run("--sweep block_k=16,32") == 0
     printed = capsys.readouterr().out
     passes = re.findall(r"^(\w+), by the time of the (\w+)$", printed, re.MULTILINE)
-    assert passes == [("forward", "forward"), ("dkv", "backward"), ("dq", "backward")]
-    assert printed.count("in use") == 3 and printed.count("| 16 ") == 3
+    by = dict(forward="forward", dkv="backward", dq="backward", tangent="jvp")
+    assert passes == [*by.items()]
+    assert printed.count("in use") == 4 and printed.count("| 16 ") == 4
     row = eval(printed.splitlines()[-1], dict(AllTiles=AllTiles, Tiles=Tiles))
     assert isinstance(row, AllTiles) and all(
-        kernel.block_k in (16, 32) for kernel in (row.forward, row.dkv, row.dq)
+        getattr(row, kernel).block_k in (16, 32) for kernel in by
     )
 
 

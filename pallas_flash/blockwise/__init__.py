@@ -163,7 +163,7 @@ def backward(
                     is_whole_row and rows.first_new is None,  # else m says which rows are new
                 )
                 delta_s = softmax.delta(prob, dp, visible) - dlse_i if is_whole_row else delta_i
-                prob, ds = online_softmax.gradients(prob, dp, delta_s, visible, tanh)
+                prob, ds = online_softmax.gradients(prob, dp - delta_s, visible, tanh)
                 ds, captured = back(ds, captured) if back else (ds, captured)
                 low = ds.astype(q.dtype)
                 dk = keys.add(dk, dot_over_rows(q, q_ti, low), 3)

@@ -132,6 +132,20 @@ def operand_axes(problem: arguments.Problem, operands: arguments.Operands) -> ar
     return operands._replace(resolved_mask=resolved_mask, score=of_mod(operands.score), **there)
 
 
+def rows_axes(axes: arguments.Operands, rows: tuple) -> tuple:
+    """The same of what else a pass takes: of tangents, which lie as what they are of, and of arrays
+    by row."""
+    is_none = lambda x: x is None
+
+    def of(x):
+        if isinstance(x, arguments.Gradients):
+            of_tangent = lambda dx, letters: None if dx is None else letters
+            return jax.tree.map(of_tangent, x, axes.differentiable, is_leaf=is_none)
+        return jax.tree.map(lambda a: row_axes(a.ndim), x)
+
+    return tuple(map(of, rows))
+
+
 def row_axes(ndim: int) -> str:
     """The axes of o or do [B, T, N, H], or of what each row has one of, [B, N, T]."""
     return "BTNH" if ndim == 4 else "BNT"

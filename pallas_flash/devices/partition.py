@@ -24,10 +24,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_flash import primitives
-from pallas_flash.arguments import Operands, Problem
+from pallas_flash.arguments import Gradients, Operands, Problem
 from pallas_flash.backends import Pass
 from pallas_flash.devices import callback_names
-from pallas_flash.devices.call import operand_axes, row_axes
+from pallas_flash.devices.call import operand_axes, row_axes, rows_axes
 from pallas_flash.devices.sharding import axis_names, device_count
 
 
@@ -37,11 +37,11 @@ class PartitionedPass(Pass):
 
     def __call__(self, problem: Problem, tiles, operands: Operands, *rows):
         axes = operand_axes(problem, operands)
-        arrays = *jax.tree.leaves(axes), *(row_axes(x.ndim) for x in jax.tree.leaves(rows))
-        gradients = jax.tree.leaves(axes.differentiable._replace(sinks=None))
-        rules = Partition(
-            self, problem, tiles, arrays, None if self.is_forward else tuple(gradients)
-        )
+        arrays = tuple(jax.tree.leaves((axes, *rows_axes(axes, rows))))
+        gradients = None
+        if self.name == "backward":
+            gradients = tuple(jax.tree.leaves(axes.differentiable._replace(sinks=None)))
+        rules = Partition(self, problem, tiles, arrays, gradients)
         run = lambda *arrays: self.run(problem, tiles, *arrays)
         return primitives.bind(run, rules, operands, *rows)
 
@@ -116,11 +116,11 @@ class Partition(primitives.KeptUnderVmap):
             keys = _key_heads(self.problem, heads, mesh_axes["N"])
         local = _with_indices(operands, mesh_axes)
         if keys is not None:
-            local = local._replace(key=local.key[:, :, keys], value=local.value[:, :, keys])
+            local, *rows = (_with_key_heads(x, keys) for x in (local, *rows))
         problem = self.problem.of_part(local)
         tiles = self.call.backend.tiles_like(self.tiles, problem)
         results = self.call.run(problem, tiles, local, *rows)
-        if self.call.is_forward:
+        if self.call.name != "backward":
             return jax.tree.leaves(results)
         if keys is not None:
             whole = lambda x, dx: jnp.zeros_like(x).at[:, :, keys].add(dx)
@@ -141,6 +141,14 @@ def _key_heads(problem: Problem, heads: int, axis):
     device."""
     step = math.gcd(heads, problem.group)
     return (lax.axis_index(axis_names(axis)) * heads + jnp.arange(0, heads, step)) // problem.group
+
+
+def _with_key_heads(x, keys):
+    """The operands, or tangents of them, with these key heads alone."""
+    if not isinstance(x, Operands | Gradients):
+        return x
+    some = lambda a: None if a is None else a[:, :, keys]
+    return x._replace(key=some(x.key), value=some(x.value))
 
 
 def _with_indices(operands: Operands, mesh_axes) -> Operands:

@@ -180,11 +180,12 @@ class RingPass(Pass):
 
     def __call__(self, problem: Problem, tiles, x: Operands, *rest):
         slices, groups = head_slices(problem, self.loop.chunks)
-        axes = _head_axes(problem) if self.is_forward else Gradients(2, 2, 2)
+        is_forward = self.name == "forward"
+        axes = _head_axes(problem) if is_forward else Gradients(2, 2, 2)
 
         def run(heads, x, *rest):
             trip = RoundTrip(self, groups, heads, problem, tiles, x)
-            return trip.forward() if self.is_forward else trip.backward(*rest)
+            return trip.forward() if is_forward else trip.backward(*rest)
 
         def some_heads(n, outputs):
             heads = Slice(slices=slices, index=n)

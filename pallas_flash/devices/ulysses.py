@@ -27,7 +27,7 @@ class UlyssesPass(Pass):
     def __call__(self, problem: Problem, tiles, x: Operands, *rest):
         x = _localize_heads(self.axis, problem, x)
         swapped = lambda y, whole, cut: lax.all_to_all(y, self.axis, cut, whole, tiled=True)
-        if self.is_forward:
+        if self.name == "forward":
             o, stats = self.run(problem, tiles, x)
             rows, tree = jax.tree.flatten(stats)
             return swapped(o, 2, 1), jax.tree.unflatten(tree, swapped(jnp.stack(rows), 2, 3))

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_flash import autodiff, backends, decode, dropout, masks
+from pallas_flash import backends, decode, dropout, every_mode, masks
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.backends import Backend, Choice
 from pallas_flash.kernels import device
@@ -88,6 +88,7 @@ class Way(NamedTuple):
     # (problem, choice, operands, cotangents) -> arrays by name, each [B, length, heads, ...]
     results: Callable
     widen: Callable  # operands as float32, for the reference
+    wanted: Callable | None = None  # the reference's results; None: those of FLASH_ATTENTION
 
 
 def results(
@@ -97,7 +98,7 @@ def results(
 
     def attend(differentiable):
         x = operands.with_differentiable(differentiable)
-        o, lse, largest = autodiff.attend(problem, choice, x)
+        o, lse, largest = every_mode.attend(problem, choice, x)
         return (o, lse), largest
 
     (o, lse), vjp, largest = jax.vjp(attend, operands.differentiable, has_aux=True)
@@ -119,6 +120,26 @@ def widen(operands: Any) -> Any:
 
 
 FLASH_ATTENTION = Way("", {}, results, widen)
+
+
+def tangents(
+    problem: Problem, choice: Choice, operands: Operands, cotangents: tuple
+) -> dict[str, jax.Array]:
+    """Of flash_attention, along the operands one row or key further."""
+
+    def attend(differentiable):
+        x = operands.with_differentiable(differentiable)
+        return every_mode.attend(problem, choice, x)[:2]
+
+    x = operands.differentiable
+    along = x._replace(
+        **{name: jnp.roll(getattr(x, name), 1, 1) for name in ("query", "key", "value")}
+    )
+    do, dlse = jax.jvp(attend, (x,), (along,))[1]
+    return dict(do=do, dlse=jnp.swapaxes(dlse, 1, 2)[..., None])
+
+
+FORWARD_MODE = Way("forward mode", {}, tangents, widen, tangents)
 
 
 # ---- small problems ----
@@ -182,7 +203,8 @@ def _programs(
         )
         return lambda: jax.device_get(run(*arrays))
 
-    wanted = program(results, wide, backends.REFERENCE, way.widen(operands), widen(cotangents))
+    wanted = way.wanted or results
+    wanted = program(wanted, wide, backends.REFERENCE, way.widen(operands), widen(cotangents))
     return [program(way.results, small, backend, operands, cotangents), wanted]
 
 

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import jax
 
-from pallas_flash import decode
-from pallas_flash.arguments import Problem
-from pallas_flash.backends import Backend
+from pallas_flash import decode, lowering
+from pallas_flash.arguments import Operands, Problem
+from pallas_flash.backends import Backend, Pass
 from pallas_flash.kernels import device
 from pallas_flash.selfcheck import comparison, records
 from pallas_flash.selfcheck.comparison import FLASH_ATTENTION, Verdict, Way
@@ -32,6 +32,17 @@ def why_not(
     """Why this machine does not run the kernels by default; None: they passed, or are trusted."""
     verdict = _verdict(backend, problem, check, way)
     return verdict and verdict.why_not
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckedPass(Pass):
+    """A pass of kernels, whose forward mode is checked where it is first asked for; if it is wrong,
+    blockwise's takes its place."""
+
+    def __call__(self, problem: Problem, tiles, operands: Operands, *rows):
+        if self.name == "tangent" and why_not(self.backend, problem, way=comparison.FORWARD_MODE):
+            return lowering.blockwise_tangent(self.backend, problem, operands, *rows)
+        return self.run(problem, tiles, operands, *rows)
 
 
 def is_known(backend: Backend, problem: Problem) -> bool:

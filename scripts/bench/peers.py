@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_flash import explain, flash_attention, masks
-from scripts.bench.cases import PASSES, Case
+from scripts.bench.cases import JVP, PASSES, Case
 
 
 class Contender(NamedTuple):
@@ -31,7 +31,7 @@ class Contender(NamedTuple):
     package: str = "jax"  # whose version is noted
     modules: tuple[str, ...] = ()  # that `attend` imports
     before_import: Callable[[], None] = lambda: None
-    passes: tuple[str, ...] = PASSES
+    passes: tuple[str, ...] = tuple(PASSES)
     dtype: str | None = None  # the only 16-bit dtype that it takes: its inputs are cast to that
     is_torch: bool = False
     note: str = ""  # what a reader of its times must know
@@ -110,8 +110,8 @@ def _ours(name: str) -> Contender:
         except NotImplementedError as error:
             return str(error)
 
-    # the forward is the same
-    passes = tuple(name for name in PASSES if name != "forward") if is_fused else PASSES
+    # of the others it has the same
+    passes = tuple(name for name in PASSES if name != "forward") if is_fused else (*PASSES, JVP)
     return Contender(name, attend, refuses, _segment_ids, package="pallas-flash", passes=passes)
 
 
@@ -271,7 +271,13 @@ JLA = Contender(
     modules=("jla.ops.mosaic_gpu.attention",),
 )
 PEERS = [
-    Contender("jax.nn/xla", _jax_nn("xla"), operands=_dense_mask, lacks=PLAIN[2:]),
+    Contender(
+        "jax.nn/xla",
+        _jax_nn("xla"),
+        operands=_dense_mask,
+        lacks=PLAIN[2:],
+        passes=(*PASSES, JVP),
+    ),
     Contender(
         "jax.nn/cudnn",
         _jax_nn("cudnn"),
@@ -293,7 +299,7 @@ PEERS = [
         lacks=PLAIN,
         needs_gpu=True,
         modules=(f"{PALLAS}.decode_attention",),
-        passes=PASSES[:1],
+        passes=tuple(PASSES[:1]),
     ),
     Contender(
         "paged_attention",
@@ -302,7 +308,7 @@ PEERS = [
         _pages,
         lacks=PLAIN,
         needs_gpu=True,
-        passes=PASSES[:1],
+        passes=tuple(PASSES[:1]),
     ),
     Contender(
         "tokamax",
@@ -327,7 +333,7 @@ PEERS = [
         name="jla fused",
         attend=functools.partial(_jla, backward="fused"),
         lacks=(*JLA.lacks, *PLAIN[2:]),
-        passes=PASSES[1:],
+        passes=tuple(PASSES[1:]),
     ),
     Contender(
         "torch",

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from scripts.bench import machine
-from scripts.bench.cases import PASSES, RESULTS, Case
+from scripts.bench.cases import JVP, PASSES, RESULTS, Case
 from scripts.bench.peers import Contender
 
 # rows that are compared as one vector: a single row of a gradient may be zero but for rounding
@@ -39,8 +39,8 @@ def compiled(contender: Contender, case: Case, passes: str):
 
 @functools.cache
 def _compiled(contender: Contender, case: Case, passes: str) -> list:
-    """One program of (q, k, v, do, operands); for the backward alone two: one that returns the
-    residuals, and one that takes them."""
+    """One program of (q, k, v, do, operands), in forward mode with three tangents in place of do;
+    for the backward alone two: one that returns the residuals, and one that takes them."""
 
     def attend(operands):
         return lambda q, k, v: contender.attend(case, q, k, v, **operands)
@@ -55,13 +55,14 @@ def _compiled(contender: Contender, case: Case, passes: str) -> list:
     def residuals(q, k, v, do, operands):
         return jax.vjp(attend(operands), q, k, v)[1]
 
-    shapes = (
-        *case.shapes(),
-        jax.eval_shape(lambda *kv: contender.operands(case, *kv), *case.shapes()[1:3]),
-    )
-    first = jax.jit(
-        {"forward": forward, "backward": residuals, "forward+backward": both}[passes]
-    ).trace(*shapes)
+    def along(q, k, v, tangents, operands):
+        return jax.jvp(attend(operands), (q, k, v), tangents)
+
+    *qkv, do = case.shapes()
+    operands = jax.eval_shape(lambda *kv: contender.operands(case, *kv), *qkv[1:])
+    shapes = *qkv, tuple(qkv) if passes == JVP else do, operands
+    run = {"forward": forward, "backward": residuals, "forward+backward": both, JVP: along}
+    first = jax.jit(run[passes]).trace(*shapes)
     programs = [first.lower().compile()]
     if passes == "backward":
         backward = jax.jit(lambda vjp, do: vjp(do)).trace(first.out_info, shapes[3])
@@ -76,10 +77,19 @@ def program(contender: Contender, case: Case, passes: str) -> Program:
     programs = _compiled(contender, case, passes)
     for one in programs:
         _must_fit(one.memory_analysis())
-    arguments = *case.inputs(), jax.device_put(contender.operands(case, *case.inputs()[1:3]))
+    arguments = (
+        *_inputs(case, passes),
+        jax.device_put(contender.operands(case, *case.inputs()[1:3])),
+    )
     if passes == "backward":
         arguments = programs[0](*arguments), arguments[3]
     return Program(functools.partial(programs[-1], *arguments), jax.block_until_ready, list)
+
+
+def _inputs(case: Case, passes: str) -> tuple:
+    """q, k, v, and do or tangents."""
+    *qkv, do = case.inputs()
+    return *qkv, tuple(jnp.flip(x, 1) for x in qkv) if passes == JVP else do
 
 
 def _must_fit(sizes):
@@ -144,7 +154,8 @@ def check(contender: Contender, case: Case, passes: str) -> CheckResult:
     run = program(contender, case, passes)
     started = run.call()
     run.wait(started)
-    wanted = dict(zip(RESULTS[PASSES[-1]], expected(case), strict=True))
+    all_ = JVP if passes == JVP else PASSES[-1]
+    wanted = dict(zip(RESULTS[all_], expected(case, all_), strict=True))
     results = zip(RESULTS[passes], run.results(started), strict=True)
     errors = {name: error(x, wanted[name]) for name, x in results}
     worst, tolerance = float(np.max([*errors.values()])), TOLERANCE[case.dtype]
@@ -169,11 +180,12 @@ def check_length() -> int:
 
 
 @functools.lru_cache(maxsize=2)
-def expected(case: Case) -> list[jax.Array]:
-    """o, dq, dk, dv."""
+def expected(case: Case, passes: str) -> list[jax.Array]:
+    """The RESULTS of dense attention."""
     with jax.default_matmul_precision("highest"):
-        one = compiled(DENSE, case._replace(dtype="float32"), PASSES[-1])
-    return one(*(x.astype(jnp.float32) for x in case.inputs()), DENSE.operands(case))
+        one = compiled(DENSE, case._replace(dtype="float32"), passes)
+    inputs = jax.tree.map(lambda x: x.astype(jnp.float32), _inputs(case, passes))
+    return one(*inputs, DENSE.operands(case))
 
 
 def _head_by_head(case: Case, q, k, v, mask):

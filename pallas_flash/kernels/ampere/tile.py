@@ -152,9 +152,10 @@ def dot_of_rows(acc, a, b, first, last):
     return plgpu.mma(acc, a, jnp.where(inside, b, jnp.zeros_like(b)))
 
 
-def dot_t(a, b):
-    """a b^T, of the same."""
-    return dot(zeros(a.shape[0], b.shape[0]), a, b.transpose((1, 0)))
+def dot_t(a, b, acc=None):
+    """a b^T, of the same, added to acc."""
+    acc = zeros(a.shape[0], b.shape[0]) if acc is None else acc
+    return dot(acc, a, b.transpose((1, 0)))
 
 
 def as_left(x):

@@ -65,11 +65,12 @@ class AllTiles(NamedTuple):
     forward: Tiles
     dq: Tiles
     dkv: Tiles
+    tangent: Tiles  # of forward mode
     decode: DecodeTiles | None = None
 
     def __str__(self):
         forward = f"forward {self.forward}" if self.decode is None else f"decoding {self.decode}"
-        return f"{forward}; dq {self.dq}; dk, dv {self.dkv}"
+        return f"{forward}; dq {self.dq}; dk, dv {self.dkv}; forward mode {self.tangent}"
 
 
 # By registers, spills, shared memory and instructions of the code compiled for an A100, an RTX 4090
@@ -88,6 +89,10 @@ _DKV = (
     Tiles(width=64, value_width=64, block_q=32, block_k=64, owns_keys=True),
     Tiles(width=128, value_width=128, block_q=32, block_k=64, owns_keys=True),
 )
+_TANGENT = (
+    Tiles(width=64, value_width=64, block_q=64, block_k=64),
+    Tiles(width=128, value_width=128, block_q=64, block_k=32),
+)
 # of dS, whose sums are one tile: for Hopper's kernels too, which know wider heads
 _SCORES = (
     Tiles(width=64, value_width=64, block_q=64, block_k=64),
@@ -104,6 +109,7 @@ def tiles(problem: Problem) -> AllTiles:
         _row(_FORWARD[1 if has_ids or p.dropped else 0 :], p),
         _row(_DQ, p),
         _row(_DKV[1 if has_ids else 0 :], p),
+        _row(_TANGENT, p),
         _decoding(p),
     )
 

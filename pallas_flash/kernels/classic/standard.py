@@ -202,7 +202,7 @@ def _softmax_backward_kernel(
     lse, delta = tile.load(lse_ref, row.inside, other=jnp.inf), tile.load(delta_ref, row.inside)
     tanh = None if problem.soft_cap is None else s / (problem.soft_cap * problem.log_base.log_e)
     prob = problem.log_base.power(s - lse[..., None])
-    prob, ds = online_softmax.gradients(prob, dp, delta[..., None], s > -jnp.inf, tanh)
+    prob, ds = online_softmax.gradients(prob, dp - delta[..., None], s > -jnp.inf, tanh)
     tile.store(p_ref, tile.drop(problem, x.seeds, (), row, key, prob), row.inside, key.inside)
     tile.store(ds_ref, ds, row.inside, key.inside)
 

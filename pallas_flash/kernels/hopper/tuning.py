@@ -122,6 +122,7 @@ class AllTiles(NamedTuple):
     dq: Tiles | None
     dkv: KeyTiles | None
     fused: KeyTiles | None
+    tangent: Tiles  # of forward mode
     decode: DecodeTiles | None = None
 
     def __str__(self):
@@ -129,7 +130,7 @@ class AllTiles(NamedTuple):
             f"dq {self.dq}; dk, dv {self.dkv}" if self.fused is None else f"dq, dk, dv {self.fused}"
         )
         forward = f"forward {self.forward}" if self.decode is None else f"decoding {self.decode}"
-        return f"{forward}; {backward}"
+        return f"{forward}; {backward}; forward mode {self.tangent}"
 
 
 COLUMNS = 64  # of a decoding tile that are moved at a time
@@ -166,6 +167,13 @@ _DQ = (
     Tiles(width=192, value_width=192, warpgroups=2, block_k=64, stages=3),
     Tiles(width=256, value_width=256, warpgroups=2, block_k=64, stages=2, value_stages=1),
 )
+# With all tangents there are twice as many blocks as in the forward.
+_TANGENT = (
+    Tiles(width=64, value_width=64, warpgroups=2, block_k=64),
+    Tiles(width=128, value_width=128, warpgroups=2, block_k=64),
+    Tiles(width=192, value_width=192, warpgroups=2, block_k=32),
+    Tiles(width=256, value_width=256, warpgroups=1, block_k=32),
+)
 # From 192/128 on dK and dV of 64 keys are more than the registers of one warpgroup.
 _DKV = (
     KeyTiles(width=64, value_width=64, warpgroups=2, block_q=64, stages=2),
@@ -195,7 +203,7 @@ def tiles(problem: Problem) -> AllTiles:
         if not p.dropped or (row.warpgroups == 2 and row.block_k % dropout.UNIT == 0)
     ]
     forward = _with_tiles_per_program(_narrow(_row(forward, p), p), p)
-    return AllTiles(forward, *backward, _decoding(p))
+    return AllTiles(forward, *backward, _narrow(_row(_TANGENT, p), p), _decoding(p))
 
 
 def _with_tiles_per_program(t: Tiles, p: Problem) -> Tiles:

@@ -46,6 +46,13 @@ def arrays(p: Problem, x: Operands, t: Tiling) -> Arrays:
     return Arrays(x.seeds, bias.pad(x.bias, t), score_mod, mask, resolved_mask)
 
 
+class Weighted(NamedTuple):
+    """What `Logits.tangent` gives for a tile."""
+
+    whole: Any
+    kept: Any  # as dropout leaves it
+
+
 class Logits(NamedTuple):
     """Those of a batch row and head."""
 
@@ -116,6 +123,15 @@ class Logits(NamedTuple):
         else:
             ds = weight * (dp if delta is None else dp - delta)
         return ds if back is None else back(ds)
+
+    def tangent(self, weight, back: Callable | None, ds, bias) -> "Weighted":
+        """P times the tangent of the logits, from those of Q K^T and of the bias (None: zero)."""
+        ds = None if ds is None else ds * self.problem.scale
+        if bias is not None:
+            ds = bias if ds is None else ds + bias
+        whole = (jnp.abs(weight) if self.problem.dropped else weight) * ds
+        whole = whole if back is None else back(whole)
+        return Weighted(whole, jnp.where(weight > 0, whole, 0.0) if self.problem.dropped else whole)
 
     def _vjp(self, s, tile: ScoreTile):
         """The logits in base e, and the function from their cotangent to that of scale * S + bias;

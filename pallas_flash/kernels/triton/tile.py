@@ -257,24 +257,31 @@ def gradients(
     problem: Problem, rows: Rows, k, v, bias, visible, drop, mod: mods.TileMod | None = None
 ):
     """P, of which drop(P) is left, and dS [rows, keys]."""
-    if mod is not None:
-        return with_tables(problem, rows, k, v, bias, visible, drop, mod)[:2]
-    s, tanh = scores_before_mod(problem, rows.q, k, bias)
-    dp = drop(dot_t(rows.do, v))
-    p = problem.log_base.power(s - rows.lse[..., None])
-    p, ds = online_softmax.gradients(p, dp, rows.delta[..., None], visible, tanh)
-    return drop(p), ds
+    return with_tables(problem, rows, k, v, bias, visible, drop, mod)[:2]
 
 
-def with_tables(problem: Problem, rows: Rows, k, v, bias, visible, drop, mod: mods.TileMod):
+def with_tables(problem: Problem, rows: Rows, k, v, bias, visible, drop, mod: mods.TileMod | None):
     """The same, and for each read of the score_mod's tables (array, index, cotangent)."""
-    x, tanh = scores_before_mod(problem, rows.q, k, bias)
-    (s, back), dp, lse = mod.score_vjp(x), drop(dot_t(rows.do, v)), rows.lse[..., None]
+    dp = lambda: drop(dot_t(rows.do, v)) - rows.delta[..., None]
+    p, ds, tables = weighted(problem, rows.q, k, rows.lse, bias, visible, mod, dp)
+    return drop(p), ds, tables
+
+
+def weighted(
+    problem: Problem, q, k, lse, bias, visible, mod: mods.TileMod | None, factor: Callable
+):
+    """P; P factor() [rows, keys], times the derivative of the logits by those before score_mod and
+    soft cap; and what reads the score_mod's tables, as in `with_tables`."""
+    (x, tanh), lse, tables = scores_before_mod(problem, q, k, bias), lse[..., None], ()
+    if mod is None:
+        p = problem.log_base.power(x - lse)
+        return *online_softmax.gradients(p, factor(), visible, tanh), tables
+    s, back = mod.score_vjp(x)
     s = jnp.where(lse == jnp.inf, 0.0, s)  # of rows that are not there it may be NaN
     p = problem.log_base.power(s - lse)
-    p, ds = online_softmax.gradients(p, dp, rows.delta[..., None], visible, None)
+    p, ds = online_softmax.gradients(p, factor(), visible, None)
     ds, tables = back(ds)
-    return drop(p), online_softmax.soft_cap_vjp(ds, tanh, visible), tables
+    return p, online_softmax.soft_cap_vjp(ds, tanh, visible), tables
 
 
 class Layout(NamedTuple):

@@ -31,6 +31,7 @@ class AllTiles(NamedTuple):
     forward: Tiles
     dkv: Tiles
     dq: Tiles
+    tangent: Tiles | None = None  # of forward mode; in the tables None: dq's
     decode: DecodeTiles | None = None
 
     def __str__(self):
@@ -41,7 +42,8 @@ class AllTiles(NamedTuple):
             if d is None
             else f"decoding {one(d)}, {d.num_splits} splits"
         )
-        return f"{forward}; dkv {one(self.dkv)}; dq {one(self.dq)}"
+        backward = f"dkv {one(self.dkv)}; dq {one(self.dq)}"
+        return f"{forward}; {backward}; forward mode {one(self.tangent)}"
 
 
 # (widest head, bytes of an element): chosen by registers and spills of the code compiled for an
@@ -58,10 +60,16 @@ _TABLE = {
         Tiles(64, 32, num_warps=8), Tiles(32, 32, num_warps=8), Tiles(64, 32, num_warps=8)
     ),
     (128, 4): AllTiles(
-        Tiles(64, 32, num_warps=8), Tiles(16, 16, num_warps=8), Tiles(32, 32, num_warps=8)
+        Tiles(64, 32, num_warps=8),
+        Tiles(16, 16, num_warps=8),
+        Tiles(32, 32, num_warps=8),
+        Tiles(16, 16, num_warps=8),
     ),
     (256, 4): AllTiles(
-        Tiles(32, 16, num_warps=8), Tiles(16, 16, num_warps=8), Tiles(16, 16, num_warps=8)
+        Tiles(32, 16, num_warps=8),
+        Tiles(16, 16, num_warps=8),
+        Tiles(16, 16, num_warps=8),
+        Tiles(16, 16, num_warps=8, num_stages=1),
     ),
 }
 # In place of those where a program has at most 99 KB of shared memory: every feature fits, all of
@@ -69,7 +77,10 @@ _TABLE = {
 _TABLE_OF_99_KB = _TABLE | {
     (128, 2): AllTiles(Tiles(64, 64), Tiles(32, 64, num_warps=8), Tiles(64, 32, num_warps=8)),
     (256, 2): AllTiles(
-        Tiles(64, 32, num_warps=8), Tiles(16, 32, num_warps=8), Tiles(32, 32, num_warps=8)
+        Tiles(64, 32, num_warps=8),
+        Tiles(16, 32, num_warps=8),
+        Tiles(32, 32, num_warps=8),
+        Tiles(32, 32, num_warps=8, num_stages=1),
     ),
 }
 
@@ -79,7 +90,8 @@ def tiles(problem: Problem) -> AllTiles:
     its lengths."""
     p, row = problem, _row(problem)
     fit = lambda block, length: min(block, power_of_two(length))
-    apart, capability = [row.forward, row.dkv, row.dq], device.compute_capability()
+    apart = [row.forward, row.dkv, row.dq, row.tangent or row.dq]
+    capability = device.compute_capability()
     # a CPU's products round by how many keys they take, and P at large logits with them
     if capability is None:
         apart = [t._replace(block_k=row.forward.block_k) for t in apart]

@@ -1,0 +1,154 @@
+"""Forward mode, given lse: a program owns a tile of queries of one head, walks over the keys that
+they see as dQ's does, and sums
+
+    dlse = sum_j P dS,   dO = sum_j (P dS) V + P dV - dlse O,   dS = scale (dQ K^T + Q dK^T).
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_flash.arguments import Gradients, Operands, Problem
+from pallas_flash.kernels.ampere import tile
+from pallas_flash.kernels.ampere.matrices import Matrices, flat
+from pallas_flash.kernels.ampere.tuning import AllTiles, Tiles
+from pallas_flash.kernels.mosaic import bias, block_info, logits, scheduler
+from pallas_flash.kernels.mosaic.launch import LANE, launch
+from pallas_flash.kernels.mosaic.registers import load, per_row
+from pallas_flash.kernels.mosaic.tangents import Rows
+from pallas_flash.online_softmax import RowLse
+
+
+class Inputs(NamedTuple):
+    """The kernel's arrays, and what the mask comes to for rows, tiles and blocks."""
+
+    queries: Matrices  # q, and dq if there is one
+    keys: Matrices  # k, v, and dk and dv if there are
+    o: jax.Array  # [B, whole tiles of T, N * value_width]
+    dbias: jax.Array | None  # of bias.pad
+    rows: Rows
+    blocks: jax.Array | block_info.BlockLists | None  # of block_info.by_query_tile
+    logits: logits.Arrays
+
+
+class Memory(NamedTuple):
+    """The shared memory of a program, and with TMA its mbarriers."""
+
+    owned: tuple  # each [block_q, width]
+    ring: tuple  # each [stages, block_k, width]
+    owned_full: Any
+    ring_full: Any
+
+    @classmethod
+    def allocate(cls, t: Tiles, x: Inputs, has_dk: bool) -> "Memory":
+        block = functools.partial(tile.block, x.queries.dtype, swizzle=t.swizzle)
+        owned = [t.width] * len(x.queries.arrays)
+        ring = [t.width, t.value_width, *[t.width] * has_dk]
+        ring += [t.value_width] * (len(x.keys.arrays) - len(ring))
+        barrier = lambda widths, n: plgpu.Barrier(num_arrivals=len(widths), num_barriers=n)
+        return cls(
+            tuple(block(t.block_q, width) for width in owned),
+            tuple(block(t.stages, t.block_k, width) for width in ring),
+            barrier(owned, 1) if t.tma else None,
+            barrier(ring, t.stages) if t.tma else None,
+        )
+
+
+def tangent(problem: Problem, tiles: AllTiles, x: Operands, dx: Gradients, rows: RowLse, o, dlse):
+    """The tangents of o and lse, but for what those of the arrays of a score_mod add."""
+    p, t, has_dk = problem, tiles.tangent, dx.key is not None
+    inputs = _inputs(p, t, x, dx, rows, o, dlse)
+    like = inputs.rows.lse
+    do, dlse = launch(
+        functools.partial(_kernel, problem=p, tiles=t, has_dk=has_dk),
+        inputs,
+        programs=scheduler.query_programs(p, t.block_q),
+        out_type=[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (inputs.o, like)],
+        warpgroups=1,
+        scratch=Memory.allocate(t, inputs, has_dk),
+        name="flash_attention_tangent",
+        semantics=LANE,
+    )
+    do = do.reshape(*do.shape[:2], p.heads, t.value_width)
+    return do[:, : p.queries, :, : p.value_size], dlse[:, :, : p.queries]
+
+
+def _inputs(p: Problem, t: Tiles, x: Operands, dx: Gradients, rows: RowLse, o, dlse) -> Inputs:
+    _, key_lengths = x.resolved_mask.lengths
+    queries, keys = [(x.query, t.width)], [(x.key, t.width), (x.value, t.value_width)]
+    queries += [] if dx.query is None else [(dx.query, t.width)]
+    keys += [] if dx.key is None else [(dx.key, t.width)]
+    keys += [] if dx.value is None else [(dx.value, t.value_width)]
+    o = jnp.pad(o, ((0, 0), (0, -p.queries % t.block_q), (0, 0), (0, t.value_width - p.value_size)))
+    return Inputs(
+        Matrices.make(*zip(*queries, strict=True), t.block_q, None),
+        Matrices.make(*zip(*keys, strict=True), t.block_k, key_lengths),
+        flat(o),
+        bias.pad(dx.bias, t.tiling),
+        Rows.make(p, t.block_q, rows, dlse),
+        block_info.by_query_tile(p, x.resolved_mask, x.mask, t.block_q, t.block_k),
+        logits.arrays(p, x, t.tiling),
+    )
+
+
+def _kernel(
+    program,
+    x: Inputs,
+    do_gmem,
+    dlse_gmem,
+    memory: Memory,
+    *,
+    problem: Problem,
+    tiles: Tiles,
+    has_dk: bool,
+):
+    p, t = problem, tiles
+    work = scheduler.query_tile(program, p, t.block_q, t.row_bytes)
+    rows = pl.ds(work.tile * t.block_q, t.block_q)
+    blocks = block_info.key_blocks(
+        x.blocks, x.logits.resolved_mask, work, work.tile, p.queries, t.block_q, t.block_k
+    )
+    head = logits.for_head(p, tile.LAYOUTS, x.logits, work.batch, work.head)
+    dbias = bias.for_head(x.dbias, work.batch, work.head)
+    mask = head.load_mask(work.batch, rows.start, t.block_q)
+    of_rows = x.rows.load(work.batch, work.head, rows, tile.LAYOUTS.row)
+    ring = tile.Ring(memory.ring, memory.ring_full)
+    load_keys = x.keys.loader(ring, work.batch, work.kv_head, blocks)
+
+    x.queries.copy(work.tile, work.batch, work.head, memory.owned, memory.owned_full)
+    load_keys(blocks.first)
+    tile.wait(memory.owned_full)
+    q, dq = (*memory.owned, None)[:2]  # in shared memory: registers hold the sums
+
+    def step(n, sums, masked):
+        do, dlse = sums
+        k, v, *more = ring.wait(n)
+        dk, dv = (*([] if has_dk else [None]), *more, None, None)[:2]
+        load_keys(n + 1)
+        s = tile.dot_t(tile.load(q), k)  # [bq, bk]
+        at = head.tile(rows.start, blocks.index(n) * t.block_k, s.shape)
+        prob, weight, back = head.probabilities(
+            s, at, lambda: per_row(of_rows.lse, s.shape), mask if masked else None
+        )
+        if dq is not None or dk is not None or dbias is not None:
+            ds = None if dq is None else tile.dot_t(tile.load(dq), k)
+            ds = ds if dk is None else tile.dot_t(tile.load(q), dk, ds)
+            ds = head.tangent(weight, back, ds, None if dbias is None else dbias.load(at))
+            dlse = dlse + jnp.sum(ds.whole, axis=1)
+            do = tile.dot(do, tile.as_left(ds.kept.astype(x.queries.dtype)), v)
+        if dv is not None:
+            do = tile.dot(do, tile.as_left(prob.astype(x.queries.dtype)), dv)
+        return do, dlse
+
+    start = tile.zeros(t.block_q, t.value_width), tile.rows(t.block_q, 0.0)
+    do, dlse = blocks.visit(step, start)
+
+    columns = pl.ds(work.head * t.value_width, t.value_width)
+    o = load(x.o.at[work.batch, rows, columns], tile.LAYOUTS.tile).astype(jnp.float32)
+    do, dlse = of_rows.finish(p, do, dlse, o)
+    tile.store(do_gmem.at[work.batch, rows, columns], do.astype(x.queries.dtype))
+    tile.store(dlse_gmem.at[work.batch, work.head, rows], dlse)

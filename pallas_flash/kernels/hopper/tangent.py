@@ -1,0 +1,310 @@
+"""Forward mode, given lse: a program owns 64 queries of one head for each of its consumers, walks
+over the keys as the forward does, and sums
+
+    dlse = sum_j P dS,   dO = sum_j (P dS) V + P dV - dlse O,   dS = scale (dQ K^T + Q dK^T).
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_flash import schedule
+from pallas_flash.arguments import Gradients, Operands, Problem
+from pallas_flash.kernels.hopper import sync, tile
+from pallas_flash.kernels.hopper.tuning import ROWS, AllTiles, Tiles
+from pallas_flash.kernels.mosaic import bias, block_info, logits, ragged_tail, scheduler
+from pallas_flash.kernels.mosaic.launch import launch
+from pallas_flash.kernels.mosaic.registers import opaque, per_row
+from pallas_flash.kernels.mosaic.tangents import Rows
+from pallas_flash.online_softmax import RowLse
+from pallas_flash.pytrees import IntLike
+
+
+class WithTangent(NamedTuple):
+    """An array, and its tangent if it has one."""
+
+    x: Any
+    dx: Any = None
+
+
+class Inputs(NamedTuple):
+    """Of sizes that TMA can take, and what the mask comes to for rows, tiles and blocks."""
+
+    q: WithTangent  # [B, T, N, H]
+    k: WithTangent  # [B, S, K, H]
+    v: WithTangent  # [B, S, K, Hv]
+    o: jax.Array  # [B, T, N, Hv]
+    tails: ragged_tail.Tails | None  # of k and v with tangents
+    dbias: jax.Array | None  # of bias.pad
+    rows: Rows
+    blocks: jax.Array | block_info.BlockLists | None  # of block_info.by_query_tile
+    logits: logits.Arrays
+
+
+class Memory(NamedTuple):
+    """The shared memory of a program."""
+
+    q: Any  # [warpgroups, 64, the larger width]; of o, and of its tangent, in the end
+    dq: Any  # [warpgroups, 64, width]
+    k: WithTangent  # [stages, block_k, width]
+    v: WithTangent  # [value_stages, block_k, value_width]
+    dlse: Any  # [warpgroups, 64]
+    q_full: Any
+    dq_full: Any
+    k_full: Any
+    v_full: Any
+
+    @classmethod
+    def allocate(cls, t: Tiles, x: Inputs) -> "Memory":
+        block = functools.partial(tile.block, x.q.x.dtype, swizzle=t.swizzle)
+
+        def like(of: WithTangent, *shape, swizzle=t.swizzle):
+            one = block(*shape, swizzle=swizzle)
+            return WithTangent(one, None if of.dx is None else one)
+
+        barriers = lambda of, n: plgpu.Barrier(
+            num_arrivals=len(jax.tree.leaves(of)), num_barriers=n
+        )
+        return cls(
+            q=block(t.warpgroups, ROWS, max(t.width, t.value_width)),
+            dq=None if x.q.dx is None else block(t.warpgroups, ROWS, t.width),
+            k=like(x.k, t.stages, t.block_k, t.width),
+            # of few rows in a narrower swizzle, as `tile.k_subtiles` says
+            v=like(
+                x.v,
+                *(t.value_stages, t.block_k, t.value_width),
+                swizzle=min(2 * t.block_k, t.swizzle),
+            ),
+            dlse=plgpu.SMEM((t.warpgroups, ROWS), jnp.float32),
+            q_full=plgpu.Barrier(num_barriers=t.warpgroups),
+            dq_full=None if x.q.dx is None else plgpu.Barrier(num_barriers=t.warpgroups),
+            k_full=barriers(x.k, t.stages),
+            v_full=barriers(x.v, t.value_stages),
+        )
+
+
+def tangent(problem: Problem, tiles: AllTiles, x: Operands, dx: Gradients, rows: RowLse, o, dlse):
+    """The tangents of o and lse, but for what those of the arrays of a score_mod add."""
+    p, t = problem, tiles.tangent
+    inputs = _inputs(p, t, x, dx, rows, o, dlse)
+    do, dlse = launch(
+        functools.partial(_kernel, problem=p, tiles=t),
+        inputs,
+        programs=scheduler.query_programs(p, t.block_q),
+        out_type=[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (inputs.o, inputs.rows.lse)],
+        warpgroups=t.warpgroups + 1,
+        scratch=Memory.allocate(t, inputs),
+        name="flash_attention_tangent",
+    )
+    return do[:, : p.queries, :, : p.value_size], dlse[:, :, : p.queries]
+
+
+def _inputs(p: Problem, t: Tiles, x: Operands, dx: Gradients, rows: RowLse, o, dlse) -> Inputs:
+    _, key_lengths = x.resolved_mask.lengths
+    pad = lambda a: None if a is None else tile.pad(a, t.swizzle)
+    q, k, v = (WithTangent(pad(a), pad(da)) for a, da in zip(x[:3], dx[:3], strict=True))
+    return Inputs(
+        q,
+        k,
+        v,
+        pad(o),
+        ragged_tail.copy_tails(key_lengths, t.block_k, *jax.tree.leaves((k, v))),
+        bias.pad(dx.bias, t.tiling),
+        Rows.make(p, t.block_q, rows, dlse),
+        block_info.by_query_tile(p, x.resolved_mask, x.mask, t.block_q, t.block_k),
+        logits.arrays(p, x, t.tiling),
+    )
+
+
+def _kernel(
+    program, x: Inputs, do_gmem, dlse_gmem, memory: Memory, *, problem: Problem, tiles: Tiles
+):
+    t = tiles
+    work = scheduler.query_tile(program, problem, t.block_q, t.key_bytes)
+    ids = sync.BarrierIds(t.warpgroups, t.stages)
+    ring = lambda slots, full, first: sync.Ring(
+        slots, jax.tree.map(lambda _: full, slots), first, t.warpgroups
+    )
+    k = ring(memory.k, memory.k_full, ids.first_ring)
+    v = ring(memory.v, memory.v_full, ids.second_ring)
+
+    def visited():
+        mask, (block_q, block_k) = x.logits.resolved_mask, t.tiling[:2]
+        blocks = block_info.key_blocks(
+            x.blocks, mask, work, work.tile, problem.queries, block_q, block_k
+        )
+        return block_info.descend(x.blocks, blocks)
+
+    def consume(wg):
+        Consumer(problem, t, x, memory, k, v, work, wg, visited()).run(do_gmem, dlse_gmem)
+
+    def produce():
+        blocks = visited()
+        count = opaque(blocks.last)
+        read = ragged_tail.reader(x.tails, work.batch, t.block_k)
+        arrays, tree = jax.tree.flatten((x.k, x.v))
+
+        def load(n, _):
+            def fill(first, *arrays):
+                rows = lambda a, width: tile.head_rows(
+                    a, work.batch, pl.ds(first, t.block_k), work.kv_head, width
+                )
+                keys, values = jax.tree.unflatten(tree, arrays)
+                k.fill(n, jax.tree.map(lambda a: rows(a, t.width), keys))
+                v.fill(n, jax.tree.map(lambda a: rows(a, t.value_width), values))
+
+            read(blocks.index(n), fill, *arrays)
+
+        schedule.loop(opaque(0), count, load, None)
+        k.drain(count)
+        v.drain(count)
+
+    tile.specialize(t, consume, produce)
+
+
+class Weights(NamedTuple):
+    """Of a block: what meets V and dV, None where nothing does, and the sum of P dS by row."""
+
+    kept: Any  # P dS, as dropout leaves it
+    prob: Any  # P, as dropout leaves it
+    dlse: Any
+
+
+class Consumer(NamedTuple):
+    """A warpgroup that computes: 64 queries."""
+
+    problem: Problem
+    tiles: Tiles
+    x: Inputs
+    memory: Memory
+    k: sync.Ring
+    v: sync.Ring
+    work: scheduler.WorkTile
+    wg: IntLike
+    blocks: schedule.Blocks
+
+    @property
+    def first_row(self) -> IntLike:
+        return self.work.tile * self.tiles.block_q + self.wg * ROWS
+
+    def rows(self, array, width: int):
+        """Its rows of q, dq, o or do."""
+        rows = pl.ds(self.first_row, ROWS)
+        return tile.head_rows(array, self.work.batch, rows, self.work.head, width)
+
+    def run(self, do_gmem, dlse_gmem):
+        x, t, memory, wg = self.x, self.tiles, self.memory, self.wg
+        q, wide = memory.q.at[wg], memory.q.shape[2]
+        out = q.at[:, : t.value_width]
+        plgpu.copy_gmem_to_smem(self.rows(x.q.x, wide), q, memory.q_full.at[wg])
+        if x.q.dx is not None:
+            dq = self.rows(x.q.dx, t.width)
+            plgpu.copy_gmem_to_smem(dq, memory.dq.at[wg], memory.dq_full.at[wg])
+        of_rows = x.rows.load(
+            self.work.batch, self.work.head, pl.ds(self.first_row, ROWS), tile.LAYOUTS.row
+        )
+        for full in jax.tree.leaves((memory.q_full, memory.dq_full)):
+            plgpu.barrier_wait(full.at[wg])
+        do, dlse = self.sums(of_rows.lse)
+        plgpu.commit_smem()  # a barrier too: all warps have read q
+        plgpu.copy_gmem_to_smem(self.rows(x.o, wide), q, memory.q_full.at[wg])
+        plgpu.barrier_wait(memory.q_full.at[wg])
+        do, dlse = of_rows.finish(self.problem, do, dlse, out[...].astype(jnp.float32))
+        out[...] = do.astype(out.dtype)
+        memory.dlse.at[wg][...] = dlse
+        rows = self.work.batch, self.work.head, pl.ds(self.first_row, ROWS)
+        tile.copy_out((q, self.rows(do_gmem, wide)), (memory.dlse.at[wg], dlse_gmem.at[rows]))
+
+    def sums(self, lse):
+        """The sums over the keys for do [64, value_width] and dlse [64]."""
+        work, last = self.work, self.blocks.last - 1
+        head = logits.for_head(self.problem, tile.LAYOUTS, self.x.logits, work.batch, work.head)
+        step = Step(self, head, head.load_mask(work.batch, self.first_row, ROWS), lse)
+        full = isinstance(last, int) and self.blocks.full_first == 0
+        carry = tile.zeros(ROWS, self.tiles.value_width), step.first(0, not full)
+        do, weights = self.blocks.rest().visit(step, carry)
+        self.v.wait(last)
+        (do,) = tile.accumulate(lambda acc: step.begin_do(acc, weights, last), do)
+        self.v.release(last)
+        return do, weights.dlse
+
+
+class Step(NamedTuple):
+    """A step over blocks of keys, which come by position."""
+
+    consumer: Consumer
+    head: logits.Logits
+    mask: Any
+    lse: Any  # [64]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return ROWS, self.consumer.tiles.block_k
+
+    def first(self, t: IntLike, masked: bool) -> Weights:
+        dlse = tile.rows(0.0)
+        body = lambda *accumulators: self.weights(t, masked, dlse, *accumulators)
+        return self.rounded(tile.with_accumulators(body, self.shape, self.shape))
+
+    def __call__(self, t: IntLike, carry, masked: bool):
+        """dO += (P dS) V + P dV of the block before, under which those of block t are computed."""
+        do, before = carry
+
+        def under_the_products(do_acc, *accumulators):
+            begin = lambda: self.begin_do(do_acc, before, t - 1)
+            return jax.tree.leaves(self.weights(t, masked, before.dlse, *accumulators, begin))
+
+        zeros = tile.zeros(*self.shape)
+        like, tree = jax.tree.flatten(
+            Weights(*(None if x is None else zeros for x in before[:2]), before.dlse)
+        )
+        do, _, _, *found = tile.overlap(under_the_products, (do, zeros, zeros), like)
+        self.consumer.v.release(t - 1)
+        return do, self.rounded(jax.tree.unflatten(tree, found))
+
+    def begin_do(self, acc, weights: Weights, t: IntLike) -> int:
+        """Begins the products of block t's values, so many."""
+        v = self.consumer.v.block(t)
+        pairs = [(weights.kept, v.x), (weights.prob, v.dx)]
+        pairs = [(a, b) for a, b in pairs if a is not None]
+        for a, b in pairs:
+            tile.dot(acc, a, b)
+        return len(pairs)
+
+    def rounded(self, x: Weights) -> Weights:
+        low = lambda a: None if a is None else a.astype(self.consumer.x.q.x.dtype)
+        return Weights(low(x.kept), low(x.prob), x.dlse)
+
+    def weights(self, t: IntLike, masked: bool, dlse, s_acc, ds_acc, begin=None) -> Weights:
+        """Of block t, whose exponentials run under dS and what begin() begins."""
+        c, tiles = self.consumer, self.consumer.tiles
+        wg = opaque(c.wg)  # or the addresses of all slices of q would take registers
+        q = c.memory.q.at[wg, :, : tiles.width]
+        c.k.wait(t)
+        k = c.k.block(t)
+        tile.dot_t(s_acc, q, k.x)
+        factors = [] if c.memory.dq is None else [(c.memory.dq.at[wg], k.x)]
+        factors += [] if k.dx is None else [(q, k.dx)]
+        for a, b in factors:
+            tile.dot_t(ds_acc, a, b)
+        running = 0
+        if begin is not None:
+            c.v.wait(t - 1)
+            running = begin()
+        s = tile.await_sum(s_acc, running=len(factors) + running)
+        at = self.head.tile(c.first_row, c.blocks.index(t) * tiles.block_k, self.shape)
+        prob, weight, back = self.head.probabilities(
+            s, at, lambda: per_row(self.lse, self.shape), self.mask if masked else None
+        )
+        prob = None if c.x.v.dx is None else prob
+        ds = tile.await_sum(ds_acc, running=running) if factors else None
+        c.k.release(t)
+        dbias = bias.for_head(c.x.dbias, c.work.batch, c.work.head)
+        if ds is None and dbias is None:
+            return Weights(None, prob, dlse)
+        ds = self.head.tangent(weight, back, ds, None if dbias is None else dbias.load(at))
+        return Weights(ds.kept, prob, dlse + jnp.sum(ds.whole, axis=1))

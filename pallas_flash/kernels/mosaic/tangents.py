@@ -1,0 +1,44 @@
+"""What the kernels of forward mode share: the rows of their tiles, before and after the sums."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_flash.arguments import Problem
+from pallas_flash.kernels.mosaic import logits
+from pallas_flash.kernels.mosaic.registers import load, per_row
+from pallas_flash.online_softmax import RowLse
+from pallas_flash.pytrees import IntLike
+
+
+class Rows(NamedTuple):
+    """Of rows [B, N, whole tiles of T], or of the rows of a tile."""
+
+    lse: Any  # in the problem's log base, less what the logits omit; +inf: P = 0
+    factor: Any  # P = factor b^(s - lse); None: 1
+    dlse: Any  # the sinks' part of the tangent of lse
+
+    @classmethod
+    def make(cls, p: Problem, block_q: int, rows: RowLse, dlse) -> "Rows":
+        more = (0, 0), (0, 0), (0, -p.queries % block_q)
+        return cls(
+            jnp.pad(rows.lse - logits.omitted(p), more, constant_values=jnp.inf),
+            None if rows.factor is None else jnp.pad(rows.factor, more),
+            jnp.pad(dlse, more),
+        )
+
+    def load(self, batch: IntLike, head: IntLike, rows: pl.Slice, layout) -> "Rows":
+        """From refs."""
+        at = lambda ref: None if ref is None else load(ref.at[batch, head, rows], layout)
+        return Rows(*map(at, self))
+
+    def finish(self, p: Problem, do, dlse, o):
+        """The tangents of o and lse, from the sums of a tile and its o; 0 for rows that see
+        nothing, of which all may be NaN."""
+        sees = self.lse < jnp.inf
+        if self.factor is not None:
+            do, dlse = do * per_row(self.factor, do.shape), dlse * self.factor
+        dlse = jnp.where(sees, dlse + self.dlse, 0.0)
+        do = (do if p.kept == 1.0 else do * (1.0 / p.kept)) - per_row(dlse, o.shape) * o
+        return jnp.where(per_row(sees, do.shape), do, 0.0), dlse

@@ -1,0 +1,103 @@
+"""Forward mode, given lse: a program owns a tile of queries, walks over the keys as the forward
+does, and sums
+
+    dlse = sum_j P dS,   dO = sum_j (P dS) V + P dV - dlse O,   dS = scale (dQ K^T + Q dK^T).
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_flash.arguments import Gradients, Operands, Problem
+from pallas_flash.kernels.triton import mods, tile
+from pallas_flash.kernels.triton.forward import by_query_tile, program_head, program_rows
+from pallas_flash.kernels.triton.tuning import AllTiles, Tiles
+from pallas_flash.online_softmax import RowLse
+
+
+def tangent(problem: Problem, tiles: AllTiles, x: Operands, dx: Gradients, rows: RowLse, o, dlse):
+    """The tangents of o and lse, but for what those of the arrays of a score_mod add."""
+    p, t = problem, tiles.tangent
+    x, dx = mods.with_block_lists(p, t, x), Gradients(*dx[:4])
+    grid, at = by_query_tile(p, t)
+    row, spec = at.spec("bnt"), at.operands(x)
+    of_tangents = (None if da is None else s for da, s in zip(dx, spec[:4], strict=False))
+    return tile.launch(
+        functools.partial(_kernel, problem=p, tiles=t),
+        (x, dx, rows, o, dlse),
+        grid=grid,
+        in_specs=[spec, Gradients(*of_tangents), RowLse(row, row), at.spec("btnv"), row],
+        out_specs=[at.spec("btnv"), row],
+        out_shape=[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (o, dlse)],
+        tiles=t,
+        name="flash_attention_tangent",
+    )
+
+
+def _kernel(
+    x: Operands,
+    dx: Gradients,
+    rows: RowLse,
+    o_ref,
+    dlse_ref,
+    do_out,
+    dlse_out,
+    *,
+    problem: Problem,
+    tiles: Tiles,
+):
+    p = problem
+    row, pair = program_rows(p, tiles), program_head()
+    mask = tile.mask(x.resolved_mask, row, p.queries, pair=pair)
+    blocks = mask.blocks(tiles.block_k)
+    valid = mask.valid(row, True)
+    q, dq = (_load(ref, valid, p.head_size) for ref in (x.query, dx.query))
+    lse = tile.load(rows.lse, row.inside, other=jnp.inf)
+    logits_move = any(ref is not None for ref in (dx.query, dx.key, dx.bias))
+
+    def step(t, sums, masked):
+        do, dlse = sums
+        key = tile.span(blocks.index(t), tiles.block_k, p.keys, bounded=masked)
+        reach = mask.reach(key, masked)
+        dense = lambda ref: tile.dense(ref, (), row, key)
+
+        def of_keys(ref, size):
+            return _load(None if ref is None else ref.at[key.slice], reach, size)
+
+        def of_logits():
+            """Their tangent."""
+            dk = of_keys(dx.key, p.head_size)
+            found = [] if dq is None else [tile.dot_t(dq, k)]
+            found += [] if dk is None else [tile.dot_t(q, dk)]
+            found = [sum(found) * p.scale] if found else []
+            found += [] if dx.bias is None else [dense(dx.bias)]
+            return sum(found)
+
+        k = of_keys(x.key, p.head_size)
+        visible = mask.visible(key, dense(x.mask), masked)
+        mod = tile.score_mod(x, row, key, pair)
+        # [bq, bk]
+        prob, ds, _ = tile.weighted(p, q, k, lse, dense(x.bias), visible, mod, of_logits)
+        pairs = [(ds, x.value)] if logits_move else []
+        pairs += [] if dx.value is None else [(prob, dx.value)]
+        for weights, ref in pairs:
+            values = of_keys(ref, p.value_size)
+            weights = tile.drop(p, x.seeds, (), row, key, weights)
+            do = do + tile.dot(weights.astype(values.dtype), values)
+        return do, dlse + jnp.sum(ds, axis=1)
+
+    start = jnp.zeros(do_out.shape, jnp.float32), jnp.zeros(lse.shape, jnp.float32)
+    do, dlse = blocks.visit(step, start)
+    factor, of_sinks = (tile.load(ref, row.inside) for ref in (rows.factor, dlse_ref))
+    dlse = jnp.where(lse == jnp.inf, 0.0, dlse * factor + of_sinks)
+    columns = tile.head(o_ref, p.value_size)
+    o = tile.load(o_ref, row.inside, columns).astype(jnp.float32)
+    do = do * (factor / p.kept)[:, None] - dlse[:, None] * o
+    tile.store(do_out, do, row.inside, columns)
+    tile.store(dlse_out, dlse, row.inside)
+
+
+def _load(ref, rows, size: int):
+    """A tile of heads of this size, with 0 outside of `rows`; None where there is none."""
+    return None if ref is None else tile.load(ref, rows, tile.head(ref, size))
