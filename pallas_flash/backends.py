@@ -186,17 +186,19 @@ def _mosaic_backward(module: str) -> Callable:
 
 
 def _tangent(module: str) -> Callable:
-    """Of a family of kernels; what the arrays of a score_mod add is blockwise's."""
+    """Of a family of kernels; what the arrays of a score_mod add is blockwise's, and all of it
+    where the kernels have no tiles."""
 
     def tangent(problem: Problem, tiles, operands: Operands, dx: Gradients, rows, o, dlse):
-        of_captured = Gradients(None, None, None, captured=dx.captured)
+        fits = tiles.tangent is not None
+        of_captured = Gradients(None, None, None, captured=dx.captured) if fits else dx
         if not jax.tree.leaves(of_captured):
             return _kernel(module, "tangent")(problem, tiles, operands, dx, rows, o, dlse)
         scale = rows.row_scale(problem.log_base)
         own = blockwise.tiles(problem).of_gradient()
         do, dlse = blockwise.tangent(problem, own, operands, of_captured, scale, o, dlse)
         others = dx._replace(captured=jax.tree.map(lambda _: None, dx.captured))
-        if jax.tree.leaves(others):
+        if fits and jax.tree.leaves(others):
             args = problem, tiles, operands, others, rows, o, jnp.zeros_like(dlse)
             more = _kernel(module, "tangent")(*args)
             do, dlse = do + more[0], dlse + more[1]

@@ -192,6 +192,8 @@ def test_the_loops_are_tight(call):
 MMA = {
     ("A100-80GB", 64): dict(forward=4.8, dk_dv=3.45, dq=3.6, tangent=3.15),
     ("A100-80GB", 128): dict(forward=3.85, dk_dv=2.75, dq=2.8, tangent=2.6),
+    ("A100-80GB", (192, 128)): dict(forward=4.5, dk_dv=3.15, dq=3.0, tangent=2.75),
+    ("A100-80GB", 256): dict(forward=3.9, dk=2.95, dv=3.05, dq=2.8, tangent=2.6),
     ("RTX-4090", 64): dict(forward=4.8, dk_dv=3.45, dq=3.6, tangent=3.15),
     ("RTX-4090", 128): dict(forward=3.85, dk_dv=2.75, dq=2.8, tangent=2.6),
     ("RTX-5090", 64): dict(forward=5.4, dk_dv=4.0, dq=4.4, tangent=4.05),
@@ -202,8 +204,10 @@ WITH_A_MASK = 1.35  # times as many
 
 @pytest.mark.parametrize("gpu, head", whole_but(MMA, ("A100-80GB", 128)))
 def test_the_loops_by_mma_are_tight(gpu, head):
-    """No register is spilled in a loop, but for two instructions of each wait for TMA."""
-    call = f"implementation='ampere', B=2, N=8, K=2, H={head}, is_causal=True"
+    """No register is spilled in a loop, but for two instructions of each wait for TMA, and those
+    of a few registers at 256."""
+    H, Hv = head if isinstance(head, tuple) else (head, head)
+    call = f"implementation='ampere', B=2, N=8, K=2, H={H}, Hv={Hv}, is_causal=True"
     kernels = [*report(call, gpu=gpu)["kernels"], *report(call, "--jvp", gpu=gpu)["kernels"]]
     found = {kernel["name"]: kernel["loops"] for kernel in kernels}
     assert found.keys() == {f"flash_attention_{name}" for name in MMA[gpu, head]}
@@ -212,7 +216,7 @@ def test_the_loops_by_mma_are_tight(gpu, head):
         each = sorted(loop["instructions"] / loop["kinds"]["products"] for loop in loops)
         assert each[0] <= 1.05 * most and each[-1] <= WITH_A_MASK * each[0], (name, each)
         spilled = max(loop["kinds"]["spill"] for loop in loops)
-        assert spilled <= (4 if gpu == "RTX-5090" else 0), name
+        assert spilled <= (11 if H == 256 else 4 if gpu == "RTX-5090" else 0), name
 
 
 DECODING = {

@@ -26,9 +26,9 @@ def why_not(problem: Problem) -> str | None:
         return f"its products are of bfloat16 and float16; got {p.dtype}"
     if why_not := operations.why_not(p):
         return why_not
-    if max(p.head_size, p.value_size) > 128:
+    if max(p.head_size, p.value_size) > 256:
         return (
-            f"head sizes above 128 do not fit into registers; got H = {p.head_size}, Hv = "
+            f"head sizes above 256 do not fit into registers; got H = {p.head_size}, Hv = "
             f"{p.value_size}"
         )
     if p.scale <= 0:

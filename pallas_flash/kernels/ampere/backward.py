@@ -83,19 +83,16 @@ def backward(problem: Problem, tiles: AllTiles, x: Operands, lse, do, delta) -> 
     )
     t = tiles.dkv
     blocks = block_info.by_key_tile(p, x.resolved_mask, x.mask, t.block_q, t.block_k)
-    dk, dv = _launch(
-        _dkv_kernel,
-        p,
-        t,
-        Inputs.make(p, t, blocks, x, lse, do, delta),
-        scheduler.key_programs(p, t.block_k),
-        [
-            (p.keys, t.block_k, p.kv_heads, p.head_size, t.width),
-            (p.keys, t.block_k, p.kv_heads, p.value_size, t.value_width),
-        ],
-        "flash_attention_dk_dv",
+    x, programs = Inputs.make(p, t, blocks, x, lse, do, delta), scheduler.key_programs(p, t.block_k)
+    outputs = dict(
+        dk=(p.keys, t.block_k, p.kv_heads, p.head_size, t.width),
+        dv=(p.keys, t.block_k, p.kv_heads, p.value_size, t.value_width),
     )
-    return Gradients(dq, dk, dv)
+    found = []
+    for names in [("dk",), ("dv",)] if t.apart else [("dk", "dv")]:
+        kernel, of = functools.partial(_key_kernel, names=names), [outputs[name] for name in names]
+        found += _launch(kernel, p, t, x, programs, of, f"flash_attention_{'_'.join(names)}")
+    return Gradients(dq, *found)
 
 
 def _launch(kernel, p: Problem, t: Tiles, x: Inputs, programs: int, outputs: list, name: str):
@@ -140,12 +137,13 @@ def _dq_kernel(program, x: Inputs, dq_gmem, memory: Memory, *, problem: Problem,
     x.queries.copy(work.tile, work.batch, work.head, memory.owned, memory.owned_full)
     load_kv(blocks.first)
     tile.wait(memory.owned_full)
-    q, do = tile.load(memory.owned[0]), memory.owned[1]  # registers hold one of them
+    q_smem, do = memory.owned
+    q = tile.load(q_smem) if t.keeps_q else None  # not both
 
     def step(n, dq, masked):
         k, v = ring.wait(n)
         load_kv(n + 1)
-        s = tile.dot_t(q, k)  # [bq, bk]
+        s = tile.dot_t(tile.load(q_smem) if q is None else q, k)  # [bq, bk]
         at = head.tile(rows.start, blocks.index(n) * t.block_k, s.shape)
         _, weight, back = head.probabilities(
             s, at, lambda: per_row(lse, s.shape), mask if masked else None
@@ -158,9 +156,9 @@ def _dq_kernel(program, x: Inputs, dq_gmem, memory: Memory, *, problem: Problem,
     _store(dq_gmem, work.batch, rows, work.head, dq * p.scale)
 
 
-def _dkv_kernel(
-    program, x: Inputs, dk_gmem, dv_gmem, memory: Memory, *, problem: Problem, tiles: Tiles
-):
+def _key_kernel(program, x: Inputs, *refs, names: tuple[str, ...], problem: Problem, tiles: Tiles):
+    """Sums what has a name, dk or dv."""
+    *outputs, memory = refs
     p, t = problem, tiles
     work = scheduler.key_tile(program, p, t.block_k, t.row_bytes)
     rows = pl.ds(work.tile * t.block_k, t.block_k)
@@ -180,7 +178,6 @@ def _dkv_kernel(
         load_queries(blocks.first)
 
         def step(n, sums, masked):
-            dk, dv = sums
             q, do = ring.wait(position(n))
             load_queries(n + 1)
             first_row = blocks.index(n) * t.block_q
@@ -192,17 +189,22 @@ def _dkv_kernel(
             s = tile.dot_t(tile.load(k), q)  # S^T [bk, bq]
             at = head.tile(first_row, rows.start, s.shape, transposed=True)
             prob, weight, back = head.probabilities(s, at, lambda: per_query(x.lse), mask)
-            dv = tile.dot(dv, tile.as_left(prob.astype(x.queries.dtype)), do)
-            dp = tile.dot_t(tile.load(v), do)
-            ds = head.gradient(weight, back, dp, per_query(x.delta))
-            return tile.dot(dk, tile.as_left(ds.astype(x.queries.dtype)), q), dv
+            new, left = dict(sums), lambda a: tile.as_left(a.astype(x.queries.dtype))
+            if "dv" in sums:
+                new["dv"] = tile.dot(sums["dv"], left(prob), do)
+            if "dk" in sums:
+                dp = tile.dot_t(tile.load(v), do)
+                ds = head.gradient(weight, back, dp, per_query(x.delta))
+                new["dk"] = tile.dot(sums["dk"], left(ds), q)
+            return new
 
         return blocks.visit(step, sums)
 
-    zeros = tile.zeros(t.block_k, t.width), tile.zeros(t.block_k, t.value_width)
-    dk, dv = schedule.loop(0, p.group, of_head, zeros)
-    _store(dk_gmem, work.batch, rows, work.kv_head, dk * p.scale)
-    _store(dv_gmem, work.batch, rows, work.kv_head, dv)
+    widths, factors = dict(dk=t.width, dv=t.value_width), dict(dk=p.scale, dv=1.0)
+    zeros = {name: tile.zeros(t.block_k, widths[name]) for name in names}
+    sums = schedule.loop(0, p.group, of_head, zeros)
+    for name, gmem in zip(names, outputs, strict=True):
+        _store(gmem, work.batch, rows, work.kv_head, sums[name] * factors[name])
 
 
 def _store(ref, batch, rows: pl.Slice, head, sums):

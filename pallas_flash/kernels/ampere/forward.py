@@ -112,13 +112,13 @@ def _kernel(program, x: Inputs, o_gmem, *outputs, problem: Problem, tiles: Tiles
     for n in range(t.stages - 1):
         load_kv(blocks.first + n)
     tile.wait(memory.q_full)
-    q = tile.load(memory.q)
+    q = tile.load(memory.q) if t.keeps_q else None
 
     def step(n, carry, masked):
         o, stats = carry
         k, v = kv.wait(n)
         load_kv(n + t.stages - 1)
-        s = tile.dot_t(q, k)  # [bq, bk]
+        s = tile.dot_t(tile.load(memory.q) if q is None else q, k)  # [bq, bk]
         at = head.tile(first_row, blocks.index(n) * t.block_k, s.shape)
         s, scale = head.modify(s, at)
         if masked:

@@ -26,6 +26,12 @@ class Tiles(NamedTuple):
     stages: int = 2
     swizzle: int = SWIZZLES[0]
     tma: bool = False  # blocks are copied by TMA, not by cp.async
+    apart: bool = False  # dK and dV have a kernel each
+
+    @property
+    def keeps_q(self) -> bool:
+        """Whether registers hold queries beside the sums."""
+        return self.width <= 128
 
     @property
     def tiling(self) -> Tiling:
@@ -65,7 +71,7 @@ class AllTiles(NamedTuple):
     forward: Tiles
     dq: Tiles
     dkv: Tiles
-    tangent: Tiles  # of forward mode
+    tangent: Tiles | None  # of forward mode; None: shared memory does not hold them
     decode: DecodeTiles | None = None
 
     def __str__(self):
@@ -79,19 +85,25 @@ _FORWARD = (
     Tiles(width=64, value_width=64, block_q=128, block_k=64),
     Tiles(width=64, value_width=64, block_q=64, block_k=64),
     Tiles(width=128, value_width=128, block_q=64, block_k=64),
+    Tiles(width=192, value_width=128, block_q=64, block_k=32),
+    Tiles(width=256, value_width=256, block_q=64, block_k=32),
 )
 _DQ = (
     Tiles(width=64, value_width=64, block_q=64, block_k=64),
     Tiles(width=128, value_width=128, block_q=64, block_k=32),
+    Tiles(width=256, value_width=256, block_q=64, block_k=16),
 )
 _DKV = (
     Tiles(width=64, value_width=64, block_q=64, block_k=64, owns_keys=True),
     Tiles(width=64, value_width=64, block_q=32, block_k=64, owns_keys=True),
     Tiles(width=128, value_width=128, block_q=32, block_k=64, owns_keys=True),
+    Tiles(width=192, value_width=128, block_q=16, block_k=64, owns_keys=True),
+    Tiles(width=256, value_width=256, block_q=16, block_k=64, owns_keys=True, apart=True),
 )
 _TANGENT = (
     Tiles(width=64, value_width=64, block_q=64, block_k=64),
     Tiles(width=128, value_width=128, block_q=64, block_k=32),
+    Tiles(width=256, value_width=256, block_q=64, block_k=16),
 )
 # of dS, whose sums are one tile: for Hopper's kernels too, which know wider heads
 _SCORES = (
@@ -109,9 +121,16 @@ def tiles(problem: Problem) -> AllTiles:
         _row(_FORWARD[1 if has_ids or p.dropped else 0 :], p),
         _row(_DQ, p),
         _row(_DKV[1 if has_ids else 0 :], p),
-        _row(_TANGENT, p),
+        _tangent(p),
         _decoding(p),
     )
+
+
+def _tangent(p: Problem) -> Tiles | None:
+    """Queries, keys and values with their tangents."""
+    t = _row(_TANGENT, p)
+    size = 2 * t.block_q * t.width * 2 + 2 * t.stages * t.block_k * t.row_bytes
+    return t if size <= _shared_memory() else None
 
 
 def _decoding(p: Problem) -> DecodeTiles | None:
@@ -125,7 +144,7 @@ def decode_tiles(problem: Problem, page: int = ROWS) -> DecodeTiles:
     width, value_width = padded_size(p.head_size), padded_size(p.value_size)
     left = _shared_memory() - 2 * ROWS * width
     stages = lambda block_k: min(left // (block_k * 2 * (width + value_width)), 6)
-    block_k = next(n for n in (ROWS, 32) if stages(n) >= 3)
+    block_k = next(n for n in (ROWS, 32, 16) if stages(n) >= 3)
     return DecodeTiles(
         width,
         value_width,
@@ -156,9 +175,9 @@ def score_tiles(problem: Problem) -> Tiles:
 
 def _row(table, problem: Problem) -> Tiles:
     p = problem
-    row = next(row for row in table if max(p.head_size, p.value_size) <= row.width)
+    row = next(row for row in table if p.head_size <= row.width and p.value_size <= row.value_width)
     width, value_width = padded_size(p.head_size), padded_size(p.value_size)
-    swizzle = _swizzle(width, value_width)
+    swizzle = _swizzle(width, value_width, min(row.block_q, row.block_k))
     return row._replace(width=width, value_width=value_width, swizzle=swizzle, tma=device.has_tma())
 
 
@@ -170,8 +189,10 @@ def _swizzle(width: int, value_width: int, page: int = ROWS) -> int:
 
 
 def padded_size(size: int) -> int:
-    """How many columns heads of `size` have: whole steps of an mma."""
-    return -(-size // 16) * 16
+    """How many columns heads of `size` have: whole steps of an mma, and two at a time where blocks
+    are of 16 rows, which four warps copy."""
+    step = 16 if size <= 128 else 32
+    return -(-size // step) * step
 
 
 def padded_length(length: int) -> int:
