@@ -201,7 +201,7 @@ def test_no_module_but_backends_decides_by_an_implementations_name(name):
 PUBLIC = ("accounting", "context_parallel", "flax", "masks", "scores")  # modules
 OUTSIDE = sorted([*(ROOT / "models").glob("*.py"), *(ROOT / "scripts").rglob("*.py")])
 # Tiles that no call chooses are timed by what chooses them.
-INSIDE = {"tune.py": {"attention", "autodiff", "backends", "selection"}}
+INSIDE = {"tune.py": {"attention", "backends", "every_mode", "selection"}}
 
 
 @pytest.mark.parametrize("path", OUTSIDE, ids=lambda p: p.name)
@@ -223,7 +223,16 @@ def test_models_and_scripts_use_only_public_names(path):
 
 
 # What computes attention, and how an implementation reads a mask.
-COMPUTES = ("autodiff", "vmap", "reference", "blockwise", "kernels", "decode", "schedule")
+COMPUTES = (
+    "every_mode",
+    "autodiff",
+    "vmap",
+    "reference",
+    "blockwise",
+    "kernels",
+    "decode",
+    "schedule",
+)
 RESOLVED = {"masks.resolved_mask", "masks.block_types"}
 
 
