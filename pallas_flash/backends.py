@@ -56,14 +56,13 @@ class Backend(NamedTuple):
     # what is copied for its kernels in each call
     copies: Callable[[Problem], str | None] = lambda problem: None
 
-    @property
-    def derivatives(self) -> str:
+    def derivatives(self, tiles) -> str:
         """In which modes, of which order, and by what where that is something else."""
         if self.is_dense:
             return "every mode, of any order"
         if not self.own_kernels:
             return "every mode, of first and second order"
-        forward = "" if self.tangent else "; forward mode by blockwise"
+        forward = "" if self.tangent and tiles.tangent else "; forward mode by blockwise"
         return f"every mode, of first order, and of second by blockwise{forward}"
 
     def log_base(self, problem: Problem) -> LogBase:

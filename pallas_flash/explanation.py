@@ -46,7 +46,7 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
         why_not, condition = selection.reasons(problem, choice, call.implementation)
         copies = choice.backend.copies(problem)
         of_context = "reverse mode, of first order"
-        derivatives = choice.backend.derivatives if context is None else of_context
+        derivatives = of_context if context else choice.backend.derivatives(choice.tiles)
     return Explanation(
         problem,
         choice.backend.name,

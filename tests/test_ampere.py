@@ -209,6 +209,21 @@ def test_what_it_refuses_it_refuses_by_a_sentence(name, monkeypatch):
         explain(x, x, x, implementation="ampere")
 
 
+def test_where_shared_memory_holds_no_tangents_blockwise_has_them(monkeypatch):
+    monkeypatch.setattr(ampere, "_why_not_here", lambda: None)
+    x = jax.ShapeDtypeStruct((1, 128, 2, 256), "bfloat16")
+    found = {}
+    for gpu in "A100-80GB", "RTX-4090":
+        with as_if_on(GPUS[gpu]):
+            found[gpu] = explain(x, x, x, implementation="ampere")
+            along = jax.jit(lambda x, dx: jax.jvp(flash_attention, (x, x, x), (dx, dx, dx)))
+            code = along.trace(x, x).lower(lowering_platforms=("cuda",)).as_text()
+        assert ("flash_attention_tangent" in code) == (gpu == "A100-80GB")
+        assert ("forward mode" in str(found[gpu].tiles)) == (gpu == "A100-80GB")
+        assert found[gpu].derivatives.endswith("by blockwise")
+    assert "forward mode" in found["RTX-4090"].derivatives
+
+
 def test_heads_that_no_mma_divides_are_padded_and_explain_says_so(monkeypatch):
     monkeypatch.setattr(ampere, "_why_not_here", lambda: None)
     x = jax.ShapeDtypeStruct((1, 128, 2, 72), "bfloat16")

@@ -76,7 +76,8 @@ class AllTiles(NamedTuple):
 
     def __str__(self):
         forward = f"forward {self.forward}" if self.decode is None else f"decoding {self.decode}"
-        return f"{forward}; dq {self.dq}; dk, dv {self.dkv}; forward mode {self.tangent}"
+        tangent = f"; forward mode {self.tangent}" if self.tangent else ""
+        return f"{forward}; dq {self.dq}; dk, dv {self.dkv}{tangent}"
 
 
 # By registers, spills, shared memory and instructions of the code compiled for an A100, an RTX 4090
