@@ -62,8 +62,9 @@ class Backend(NamedTuple):
             return "every mode, of any order"
         if not self.own_kernels:
             return "every mode, of first and second order"
-        forward = "" if self.tangent and tiles.tangent else "; forward mode by blockwise"
-        return f"every mode, of first order, and of second by blockwise{forward}"
+        has_kernel = self.tangent and (tiles is None or tiles.tangent)
+        more = "" if has_kernel else "; forward mode by blockwise"
+        return f"every mode, of first order, and of second by blockwise{more}"
 
     def log_base(self, problem: Problem) -> LogBase:
         """Of its scores."""
