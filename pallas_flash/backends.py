@@ -185,6 +185,13 @@ def _mosaic_backward(module: str) -> Callable:
     return backward
 
 
+def blockwise_tangent(log_base: LogBase, problem: Problem, x: Operands, dx, rows, o, dlse):
+    """Blockwise's, in place of the tangent of kernels whose scores are in this log base."""
+    tiles, scale = blockwise.tiles(problem).of_gradient(), rows.row_scale(log_base)
+    do, dlse = blockwise.tangent(problem, tiles, x, dx, scale, o, dlse)
+    return do.astype(o.dtype), dlse
+
+
 def _tangent(module: str) -> Callable:
     """Of a family of kernels; what the arrays of a score_mod add is blockwise's, and all of it
     where the kernels have no tiles."""
@@ -194,15 +201,14 @@ def _tangent(module: str) -> Callable:
         of_captured = Gradients(None, None, None, captured=dx.captured) if fits else dx
         if not jax.tree.leaves(of_captured):
             return _kernel(module, "tangent")(problem, tiles, operands, dx, rows, o, dlse)
-        scale = rows.row_scale(problem.log_base)
-        own = blockwise.tiles(problem).of_gradient()
-        do, dlse = blockwise.tangent(problem, own, operands, of_captured, scale, o, dlse)
+        args = problem, operands, of_captured, rows, o, dlse
+        do, dlse = blockwise_tangent(problem.log_base, *args)
         others = dx._replace(captured=jax.tree.map(lambda _: None, dx.captured))
         if fits and jax.tree.leaves(others):
             args = problem, tiles, operands, others, rows, o, jnp.zeros_like(dlse)
             more = _kernel(module, "tangent")(*args)
             do, dlse = do + more[0], dlse + more[1]
-        return do.astype(o.dtype), dlse
+        return do, dlse
 
     return tangent
 

@@ -123,6 +123,7 @@ def _bind(of: LinearMap, maps: tuple, residuals, x):
     effects = frozenset()
     if of.has_effects:
         effects = frozenset(jax.make_jaxpr(_mapped(of.apply, maps, tree))(*leaves).effects)
+    # `does`: a parameter named effects would be in the way of jax's lowering
     static = dict(of=of, maps=maps, tree=tree, out_tree=out_tree, avals=avals, does=effects)
     return jax.tree.unflatten(out_tree, linear_p.bind(*leaves, **static))
 

@@ -17,9 +17,9 @@ from jax.extend.core import jaxpr_as_fun
 from jax.interpreters import mlir
 
 from pallas_flash import blockwise, primitives
-from pallas_flash.backends import Backend, Pass
+from pallas_flash.backends import Backend, Pass, blockwise_tangent
 from pallas_flash.kernels import device
-from pallas_flash.online_softmax import LOWEST, LogBase, RowLse, RowScale, SoftmaxState
+from pallas_flash.online_softmax import LOWEST, LogBase, RowScale, SoftmaxState
 
 GPUS = "cuda", "rocm"  # platforms
 _log = logging.getLogger("pallas_flash")
@@ -73,14 +73,7 @@ def _backward(backend: Backend, problem, like, x, lse, do, delta):
 
 
 def _tangent(backend: Backend, problem, like, *args):
-    return blockwise_tangent(backend, problem, *args)
-
-
-def blockwise_tangent(backend: Backend, problem, x, dx, rows: RowLse, o, dlse):
-    """In place of the tangent of kernels."""
-    tiles, scale = blockwise.tiles(problem).of_gradient(), rows.row_scale(backend.log_base(problem))
-    do, dlse = blockwise.tangent(problem, tiles, x, dx, scale, o, dlse)
-    return do.astype(o.dtype), dlse
+    return blockwise_tangent(backend.log_base(problem), problem, *args)
 
 
 def _refuse(backend: Backend, *_):

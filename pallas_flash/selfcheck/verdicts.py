@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import jax
 
-from pallas_flash import decode, lowering
+from pallas_flash import decode
 from pallas_flash.arguments import Operands, Problem
-from pallas_flash.backends import Backend, Pass
+from pallas_flash.backends import Backend, Pass, blockwise_tangent
 from pallas_flash.kernels import device
 from pallas_flash.selfcheck import comparison, records
 from pallas_flash.selfcheck.comparison import FLASH_ATTENTION, Verdict, Way
@@ -41,7 +41,7 @@ class CheckedPass(Pass):
 
     def __call__(self, problem: Problem, tiles, operands: Operands, *rows):
         if self.name == "tangent" and why_not(self.backend, problem, way=comparison.FORWARD_MODE):
-            return lowering.blockwise_tangent(self.backend, problem, operands, *rows)
+            return blockwise_tangent(self.backend.log_base(problem), problem, operands, *rows)
         return self.run(problem, tiles, operands, *rows)
 
 
