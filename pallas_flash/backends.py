@@ -20,7 +20,8 @@ class PagedKernel(NamedTuple):
 
     # why it cannot read pages of these shapes [P, page, K, n] and, if of 8 bits, this dtype
     why_not: Callable[[Problem, tuple[tuple[int, ...], ...], str | None], str | None]
-    tiles: Callable[[Problem, int], Any]  # for pages of so many keys
+    # for pages of so many keys, and of this dtype of 8 bits
+    tiles: Callable[[Problem, int, str | None], Any]
     forward: Callable  # (problem, tiles, operands, table, scales if of 8 bits)
     # whether it had better attend to a copy in order, of a problem whose rows are not one tile
     copies_prompts: Callable[[Problem], bool] = lambda problem: True
@@ -112,16 +113,11 @@ def _no_gpu() -> str | None:
     )
 
 
-def _on_hopper() -> str | None:
-    on_hopper = device.compute_capability() == 9.0
-    return "this GPU has kernels of its own, hopper's: ask for it by name" if on_hopper else None
-
-
 FEW = 64  # queries
 
 
 def _few_queries(problem: Problem) -> str | None:
-    """Why a call with a dense mask and few queries does not run the Hopper kernels by default: the
+    """Why a call with a dense mask and few queries does not run Mosaic kernels by default: the
     Triton kernels, where there are any, read the mask as it is."""
     if problem.mask is None or not isinstance(problem.queries, int) or problem.queries > FEW:
         return None
@@ -243,7 +239,7 @@ BLOCKWISE = Backend(
     tangent=lambda *args: blockwise.tangent(*args),
     paged=PagedKernel(
         lambda *_: None,
-        blockwise.decode_tiles,
+        lambda p, page, _: blockwise.decode_tiles(p, page),
         blockwise.decode.forward,
         # it reads no page that no query sees, and a table may be much longer than its rows
         copies_prompts=lambda p: p.keys <= p.queries * p.group,
@@ -272,7 +268,9 @@ BACKENDS = (
         own_kernels=True,
         is_interpretable=False,
         paged=PagedKernel(
-            hopper.why_no_pages, hopper.decode_tiles, _kernel("hopper.decode", "forward")
+            hopper.why_no_pages,
+            lambda p, page, _: hopper.decode_tiles(p, page),
+            _kernel("hopper.decode", "forward"),
         ),
         keeps_base_2=True,
         copies=lambda p: hopper.copies(p),
@@ -280,7 +278,7 @@ BACKENDS = (
     Backend(
         "ampere",
         lambda p: _no_tiles(p) or ampere.why_not(p) or _ampere_why_no_import(),
-        lambda p: _no_gpu() or _on_hopper(),
+        lambda p: _no_gpu() or _few_queries(p),
         lambda p: ampere.tiles(p),
         _kernel("ampere.forward", "forward"),
         _mosaic_backward("ampere.backward"),
@@ -303,7 +301,9 @@ BACKENDS = (
         tangent=_tangent("triton.tangent"),
         own_kernels=True,
         paged=PagedKernel(
-            triton.why_no_pages, triton.decode_tiles, _kernel("triton.decode", "forward")
+            triton.why_no_pages,
+            lambda p, page, _: triton.decode_tiles(p, page),
+            _kernel("triton.decode", "forward"),
         ),
         keeps_base_2=True,
     ),

@@ -121,6 +121,18 @@ def small_caches(monkeypatch):
 
 
 @pytest.fixture
+def small_splits(monkeypatch):
+    """Few keys are decoding too, in blocks of 16 and three splits."""
+    monkeypatch.setattr(decode, "KEYS", 1)
+    monkeypatch.setattr(decode, "num_splits", lambda *_: 3)
+    monkeypatch.setattr(blockwise.tuning, "BLOCK", 16)
+    monkeypatch.setattr(blockwise.tuning, "_is_one_device", lambda: True)
+    of = triton.tuning.decode_tiles
+    monkeypatch.setattr(triton.tuning, "decode_tiles", lambda *args: of(*args)._replace(block_k=16))
+    monkeypatch.setattr(triton, "decode_tiles", triton.tuning.decode_tiles)
+
+
+@pytest.fixture
 def optimized(request):
     """For tests of roundings: programs as users have them."""
     jax.config.update("jax_disable_most_optimizations", False)

@@ -83,7 +83,7 @@ def _attend_batch(call: PagedCall, is_ragged: bool):
     operands, scales = varying.vary_alike((operands._replace(key=k_pages, value=v_pages), scales))
     table = jnp.clip(page_table, 0, k_pages.shape[0] - 1)
     log_base = backend.log_base(problem)
-    read = functools.partial(_in_place, problem, kind.page)
+    read = functools.partial(_in_place, problem, kind)
 
     def other(like, *arrays):
         o, stats = read(backends.BLOCKWISE, *arrays)
@@ -96,10 +96,11 @@ def _attend_batch(call: PagedCall, is_ragged: bool):
     return o, *jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2), rows)
 
 
-def _in_place(problem: Problem, page: int, backend: Backend, operands, table, *scales):
+def _in_place(problem: Problem, pages: "Pages", backend: Backend, operands, table, *scales):
     """What an implementation reads out of pages where they lie."""
     kernel = backend.paged
-    return kernel.forward(problem, kernel.tiles(problem, page), operands, table, *scales)
+    tiles = kernel.tiles(problem, pages.page, pages.stored)
+    return kernel.forward(problem, tiles, operands, table, *scales)
 
 
 def _in_order(problem: Problem, seen: ResolvedMask, table, dtype, pages, scales):
@@ -152,7 +153,7 @@ class Pages(NamedTuple):
             scales = (tuple(map(paged, scales)),)
         k, v = map(paged, kv)
         operands = operands._replace(key=k, value=v)
-        o, stats = _in_place(p, self.page, choice.backend, operands, table, *scales)
+        o, stats = _in_place(p, self, choice.backend, operands, table, *scales)
         log_base = choice.backend.log_base(p)
         return comparison.outputs(o, *autodiff.lse_and_largest(log_base, p, operands, stats))
 

@@ -45,17 +45,13 @@ def why_no_pages(problem: Problem, shapes: tuple, dtype: str | None) -> str | No
     p, page = problem, shapes[0][1]
     if p.score is not None:
         return "its decoding takes no score_mod: triton and blockwise do"
-    if dtype:
-        return (
-            f"mma multiplies pages as they lie, in {p.dtype}; got {dtype}: triton and blockwise "
-            "take them"
-        )
     if page % 64 and (page < 8 or 64 % page):
         return f"it takes pages of 8, 16, 32 or a multiple of 64 keys; got {page}"
-    columns = page_columns(page)
+    columns = page_columns(p, page, dtype)
     if p.head_size % columns or p.value_size % columns:
+        of = f" of {dtype}" if dtype else ""
         return (
-            f"it copies pages of {page} keys of heads of a multiple of {columns}; got H = "
+            f"it copies pages of {page} keys{of} of heads of a multiple of {columns}; got H = "
             f"{p.head_size}, Hv = {p.value_size}"
         )
     return why_no_single_tile(p)

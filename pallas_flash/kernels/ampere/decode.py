@@ -2,6 +2,7 @@
 head, and the rows of all new tokens that see them.
 
 The time is that of reading keys and values: as many blocks are on their way as shared memory holds.
+Those of 8 bits are on their way as they are, and in use in 16.
 """
 
 import functools
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -24,6 +26,7 @@ from pallas_flash.kernels.mosaic.scheduler import divmod_
 from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.online_softmax import LOG2E, LogBase
 from pallas_flash.pytrees import IntLike
+from pallas_flash.quantised import weights
 
 
 class Inputs(NamedTuple):
@@ -33,6 +36,7 @@ class Inputs(NamedTuple):
     blocks: jax.Array  # int32 [B, 1, 4], schedule.Blocks
     reach: jax.Array  # int32 [B, 2], the keys that any row sees
     table: jax.Array | None  # int32 [B, pages], indices of existing pages
+    scales: tuple  # float32 [B, K, S] of keys and values of 8 bits
     resolved_mask: ResolvedMask  # its data by 64 rows, and by keys
 
 
@@ -42,37 +46,45 @@ class Memory(NamedTuple):
     q: Any  # [64, width]
     k: Any  # [stages, block_k, width]
     v: Any
+    in_use: tuple  # of keys and values of 8 bits, a block of each in 16
     q_full: Any
     kv_full: Any
 
     @classmethod
-    def allocate(cls, t: DecodeTiles, dtype) -> "Memory":
-        block = functools.partial(tile.block, dtype, swizzle=t.swizzle)
+    def allocate(cls, t: DecodeTiles, x: Inputs) -> "Memory":
+        block = functools.partial(tile.block, swizzle=t.swizzle)
+        slots = functools.partial(
+            tile.block, x.k.dtype, t.stages, t.block_k, swizzle=t.swizzle_in_slots
+        )
+        dtype = x.q.dtype
+        kv = block(dtype, t.block_k, t.width), block(weights(dtype), t.block_k, t.value_width)
         full = plgpu.Barrier(num_arrivals=2 * t.copies, num_barriers=t.stages)
         return cls(
-            q=block(ROWS, t.width),
-            k=block(t.stages, t.block_k, t.width),
-            v=block(t.stages, t.block_k, t.value_width),
+            q=block(dtype, ROWS, t.width),
+            k=slots(t.width),
+            v=slots(t.value_width),
+            in_use=kv if t.stored else (),
             q_full=plgpu.Barrier() if t.tma else None,
             kv_full=full if t.tma else None,
         )
 
 
-def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None):
+def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None, scales=()):
     """o [B, T, N, Hv] in the query's dtype, and the SoftmaxState of its rows. With a `table` int32
-    [B, pages] of page indices, key and value are pages [P, page, K, n]."""
+    [B, pages] of page indices, key and value are pages [P, page, K, n]; where these are of 8 bits,
+    both have `scales` [P, page, K]."""
     (p, rows), t = decode.pack_gqa(problem, x), tiles
-    splits = p.batch, t.num_splits, p.heads, ROWS
+    splits, inputs = (p.batch, t.num_splits, p.heads, ROWS), _inputs(p, t, rows, table, scales)
     o, *stats = launch(
         functools.partial(_kernel, problem=p, tiles=t),
-        _inputs(p, t, rows, table),
+        inputs,
         programs=p.batch * p.heads * t.num_splits,
         out_type=[
             jax.ShapeDtypeStruct((*splits, t.value_width), jnp.float32),
             *[jax.ShapeDtypeStruct(splits, jnp.float32)] * (1 + p.max_logits),
         ],
         warpgroups=1,
-        scratch=Memory.allocate(t, x.query.dtype),
+        scratch=Memory.allocate(t, inputs),
         name="flash_attention_decode",
         semantics=LANE,
     )
@@ -82,12 +94,23 @@ def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None):
     return decode.merge_splits(problem, x, o[..., : p.queries, : p.value_size], stats, LogBase.TWO)
 
 
-def _inputs(p: Problem, t: DecodeTiles, x: Operands, table) -> Inputs:
+def _inputs(p: Problem, t: DecodeTiles, x: Operands, table, scales) -> Inputs:
     resolved_mask, blocks = schedule.by_query_tile(x.resolved_mask, p.queries, ROWS, t.block_k)
     reach = jnp.stack(decode.reach(resolved_mask.start, resolved_mask.stop, p.keys), 1)
     rows = ROWS, x.key.shape[1], x.value.shape[1]
-    arrays = map(pad, (x.query, x.key, x.value), rows, (t.width, t.width, t.value_width))
-    return Inputs(*map(flat, arrays), blocks, reach, table, resolved_mask)
+    arrays = x.query, x.key, x.value
+    if t.stored:
+        arrays = x.query, *(lax.bitcast_convert_type(a, jnp.int8) for a in arrays[1:])
+    arrays = map(pad, arrays, rows, (t.width, t.width, t.value_width))
+    scales = tuple(_in_order(a, table, t.block_k) for a in scales)
+    return Inputs(*map(flat, arrays), blocks, reach, table, scales, resolved_mask)
+
+
+def _in_order(scales, table, block_k: int):
+    """The scales [P, page, K] of whole blocks of keys, [B, K, S]."""
+    x = jnp.moveaxis(scales[table], 3, 1)
+    x = x.reshape(*x.shape[:2], -1)
+    return jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % block_k)))
 
 
 def _kernel(program, x: Inputs, o_gmem, *outputs, problem: Problem, tiles: DecodeTiles):
@@ -109,22 +132,34 @@ def _kernel(program, x: Inputs, o_gmem, *outputs, problem: Problem, tiles: Decod
         load(blocks.first + n)
     mask = load_mask(tile.LAYOUTS, x.resolved_mask, b, 0, ROWS, None)
     kv.wait_before(memory.q_full, blocks.count)
-    q = tile.load(memory.q)
+    q = tile.load(memory.q) if t.keeps_q else None
 
     def step(n, carry, masked):
         o, stats = carry
+        at = ScoreTile(tile.LAYOUTS, 0, _first_key(x.k, x.table, n, t), (ROWS, t.block_k))
+        scales = [at.load_per_key(lambda keys, ref=ref: ref.at[b, h, keys]) for ref in x.scales]
         k, v = kv.wait(n, blocks.last - 1 - n)
         load(n + t.stages - 1)
-        s = tile.dot_t(q, k)  # [bq, bk]
+        if scales:
+            for block, wide in zip((k, v), memory.in_use, strict=True):
+                factor = tile.widen(block, t.stored, wide, t.swizzle)
+            scales = [scale * factor for scale in scales]
+            tile.release(tma=False)
+            k, v = memory.in_use
+        s = tile.dot_t(tile.load(memory.q) if q is None else q, k)  # [bq, bk]
+        s = s * scales[0] if scales else s
         s, scale = online_softmax.factored_scores(s, p.scale, p.soft_cap)
+        visible = None
         if masked:  # the keys before `unseen` are those of the block before
-            unseen, first = n * t.block_k, _first_key(x.k, x.table, n, t)
-            at = ScoreTile(tile.LAYOUTS, 0, first, s.shape)
+            unseen, first = n * t.block_k, at.first_key
             visible = mask._replace(start=jnp.maximum(mask.start, unseen)).visible(at)
             s = jnp.where(visible, s, -jnp.inf)
         prob, alpha, stats = online_softmax.step(s, stats, LogBase.TWO, scale)
         o = o * per_row(alpha, o.shape)
-        prob = tile.as_left(prob.astype(x.q.dtype))
+        if scales:
+            prob = prob * scales[1]  # which may be NaN where nobody sees
+            prob = prob if visible is None else jnp.where(visible, prob, 0.0)
+        prob = tile.as_left(prob.astype(v.dtype))
         if not masked:
             return tile.dot(o, prob, v), stats
         start, stop = jnp.maximum(x.reach[b, 0], unseen), x.reach[b, 1]

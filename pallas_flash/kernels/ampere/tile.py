@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_flash.kernels.mosaic.registers import Layouts, iota, per_row
+from pallas_flash.kernels.mosaic.registers import Layouts, from_8_bits, iota, per_row
 from pallas_flash.pytrees import IntLike
 
 # of operands of 16 bits
@@ -93,6 +93,16 @@ def release(tma: bool):
         plgpu.commit_smem()  # a barrier too
     else:
         plgpu.inline_mgpu()(lambda _: mgpu.warpgroup_barrier())()
+
+
+def widen(x, stored: str, to, swizzle: int) -> float:
+    """Writes a block of numbers of 8 bits in 16 to other shared memory of this swizzle; what they
+    are still to be multiplied by."""
+    # of vectors of 16 bytes in 16 bits; an assignment also loads what was there, which the compiler
+    # leaves out in this layout
+    layout = plgpu.Layout.SMEM_GMEM_COPY(to.shape, to.dtype, swizzle)
+    to[...], factor = from_8_bits(plgpu.load(x, layout=layout, optimized=False), stored, to.dtype)
+    return factor
 
 
 class Ring(NamedTuple):

@@ -8,6 +8,7 @@ from pallas_flash.kernels import device
 from pallas_flash.kernels.mosaic.tiling import Tiling
 
 ROWS = 64  # of the four warps of a program: 16 each, the rows of one mma
+WIDE = 16  # keys of a block in decoding, with values wider than 128
 # bytes of a row, of 16 bits a column, that are one column of tiles in shared memory
 SWIZZLES = 128, 64, 32
 # KB of shared memory that a program can have, by compute capability
@@ -60,11 +61,16 @@ class DecodeTiles(NamedTuple):
     block_k: int
     copies: int = 1  # that a block of keys takes
     swizzle: int = SWIZZLES[0]
+    swizzle_in_slots: int = SWIZZLES[0]
     tma: bool = False
+    stored: str | None = None  # the dtype of keys and values of 8 bits
+
+    keeps_q = Tiles.keeps_q
 
     def __str__(self):
         size = f"{ROWS} x {self.block_k}, {self.num_splits} splits, {self.stages} stages"
-        return f"{size}, widths {self.width}/{self.value_width}"
+        stored = f" of {self.stored}" if self.stored else ""
+        return f"{size}{stored}, widths {self.width}/{self.value_width}"
 
 
 class AllTiles(NamedTuple):
@@ -139,13 +145,22 @@ def _decoding(p: Problem) -> DecodeTiles | None:
     return decode_tiles(p) if decode.takes(p) and p.score is None else None
 
 
-def decode_tiles(problem: Problem, page: int = ROWS) -> DecodeTiles:
-    """As many stages as shared memory holds beside q, of blocks so large that there are three."""
-    p = problem
+def decode_tiles(problem: Problem, page: int = ROWS, stored: str | None = None) -> DecodeTiles:
+    """As many stages as shared memory holds beside q, and beside a block in 16 bits where keys and
+    values are stored in 8, of blocks so large that there are three."""
+    p, size = problem, 1 if stored else 2
     width, value_width = padded_size(p.head_size), padded_size(p.value_size)
-    left = _shared_memory() - 2 * ROWS * width
-    stages = lambda block_k: min(left // (block_k * 2 * (width + value_width)), 6)
-    block_k = next(n for n in (ROWS, 32, 16) if stages(n) >= 3)
+    row, left = width + value_width, _shared_memory() - 2 * ROWS * width
+
+    def stages(block_k: int) -> int:
+        in_use = 2 * block_k * row if stored else 0
+        return min((left - in_use) // (block_k * size * row), 6)
+
+    # registers hold o beside it, and what is made of 8 bits
+    is_wide = width > 128 or (stored and row > 128)
+    most = WIDE if value_width > 128 else 32 if is_wide else ROWS
+    block_k = next(n for n in (ROWS, 32, WIDE) if n <= most and stages(n) >= 3)
+    in_slots = _swizzle(width, value_width, min(page, block_k), size)
     return DecodeTiles(
         width,
         value_width,
@@ -153,15 +168,18 @@ def decode_tiles(problem: Problem, page: int = ROWS) -> DecodeTiles:
         stages(block_k),
         block_k,
         max(block_k // page, 1),
-        _swizzle(width, value_width, page),
+        _swizzle(width, value_width, block_k) if stored else in_slots,
+        in_slots,
         device.has_tma(),
+        stored,
     )
 
 
-def page_columns(page: int) -> int:
+def page_columns(problem: Problem, page: int, stored: str | None = None) -> int:
     """Of how many columns, or a multiple, heads must be whose pages of so many keys are copied one
     by one: a copy by the four warps is of four tiles of 8 rows, side by side or not."""
-    return SWIZZLES[-1] // 2 * max(32 // page, 1)
+    rows = page if problem.value_size <= 128 else min(page, WIDE)
+    return SWIZZLES[-1] // (1 if stored else 2) * max(32 // rows, 1)
 
 
 def _shared_memory() -> int:
@@ -182,10 +200,11 @@ def _row(table, problem: Problem) -> Tiles:
     return row._replace(width=width, value_width=value_width, swizzle=swizzle, tma=device.has_tma())
 
 
-def _swizzle(width: int, value_width: int, page: int = ROWS) -> int:
-    """The widest of which these, in tiles for copies of so many rows, are multiples."""
+def _swizzle(width: int, value_width: int, page: int = ROWS, size: int = 2) -> int:
+    """The widest of which these, in tiles for copies of so many rows, are multiples; in numbers of
+    `size` bytes."""
     tiles = max(32 // page, 1)
-    fits = lambda n, swizzle: n % (swizzle // 2 * tiles) == 0
+    fits = lambda n, swizzle: n % (swizzle // size * tiles) == 0
     return next(x for x in SWIZZLES if fits(width, x) and fits(value_width, x))
 
 

@@ -39,8 +39,8 @@ def why_no_pages(problem: Problem, shapes: tuple, dtype: str | None) -> str | No
         return "its decoding takes no score_mod: triton and blockwise do"
     if dtype:
         return (
-            f"wgmma multiplies pages as they lie, in {problem.dtype}; got {dtype}: triton and "
-            "blockwise take them"
+            f"wgmma multiplies pages as they lie, in {problem.dtype}; got {dtype}: ampere, "
+            "triton and blockwise take them"
         )
     if page % 64 and 64 % page:
         return f"it takes pages of 8, 16, 32 or a multiple of 64 keys; got {page}"

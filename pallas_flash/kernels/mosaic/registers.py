@@ -46,6 +46,18 @@ def load(ref, layout):
     return plgpu.load(ref, layout=layout, optimized=False)
 
 
+def from_8_bits(x, stored: str, dtype):
+    """Numbers of 8 bits, given as int8, in a dtype of 16, and what they are still to be multiplied
+    by."""
+    if stored == "int8":
+        return x.astype(jnp.int32).astype(jnp.float32).astype(dtype), 1.0
+    # float8_e4m3fn, the sign, the exponent and the mantissa at their places in a float16, where the
+    # exponent has a bias of 15, not 7
+    x = lax.bitcast_convert_type((x.astype(jnp.int16) << 7) & -0x4080, jnp.float16)
+    x = x.astype(jnp.float32)
+    return jnp.where(jnp.abs(x) > 448 / 256, jnp.nan, x).astype(dtype), 256.0
+
+
 class ScoreTile(NamedTuple):
     """Where a tile of scores is: a row for each query and a column for each key; the other way
     round if transposed."""

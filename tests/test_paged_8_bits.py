@@ -1,0 +1,258 @@
+"""Pages of int8 and float8."""
+
+import functools
+import itertools
+
+import gpu_interpreter
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from check import TOLERANCE, close
+from decoding import (
+    FAMILIES,
+    HV,
+    IMPLEMENTATIONS,
+    PAGES,
+    B,
+    H,
+    K,
+    N,
+    T,
+    ints,
+    needs_interpreter,
+)
+
+from pallas_flash import (
+    blockwise,
+    decode,
+    explain,
+    flash_attention,
+    paged_attention,
+    paged_cache,
+    quantised,
+)
+from pallas_flash.accounting import GPUS
+from pallas_flash.kernels import ampere
+from scripts.gpu_code import as_if_on
+
+pytestmark = pytest.mark.usefixtures("small_caches")
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
+def implementation(request):
+    return request.param
+
+
+QUANTISED = ("int8", "float8_e4m3fn")
+QUERIES = [(query, stored) for query in ("float32", "float16", "bfloat16") for stored in QUANTISED]
+
+
+@pytest.mark.usefixtures("small_splits")
+@pytest.mark.parametrize("query, stored", QUERIES)
+def test_pages_in_8_bits_equal_the_oracle_on_what_they_stand_for(
+    implementation, query, stored, rng
+):
+    """Small values too, whose scales float16 does not hold; shared pages, NaN where nobody
+    looks."""
+    lengths, count = ints(29, 48, 0), ints(5, 2, 0)
+    table = ints(*rng.permutation(B * PAGES)).reshape(B, PAGES)
+    table[1, :3] = table[0, :3]
+    x8, scales, wide = [], [], []
+    for n, size in ((H, 1.0), (HV, 1e-3)):
+        stored_x, scale = map(
+            np.array, quantised.quantised(size * rng.normal(size=(B * PAGES + 1, 8, K, n)), stored)
+        )
+        wide.append(
+            (stored_x.astype(np.float32) * scale[..., None])[table].reshape(B, PAGES * 8, K, n)
+        )
+        used = np.zeros(scale.shape[:2], bool)
+        for b in range(B):
+            used[table[b, np.arange(lengths[b]) // 8], np.arange(lengths[b]) % 8] = True
+        stored_x[~used], scale[~used] = 127 if stored == "int8" else np.nan, np.nan
+        x8, scales = [*x8, stored_x], [*scales, scale]
+    for b in range(B):
+        table[b, -(-lengths[b] // 8) :] = [B * PAGES, -1, 10**6][b]
+    q = rng.normal(size=(B, T, N, H)).astype(query)
+    more, shared = (
+        dict(zip(("k_scales", "v_scales"), scales, strict=True)),
+        dict(local_window_size=(30, 0), logits_soft_cap=2.0),
+    )
+    attend = functools.partial(
+        paged_attention, implementation=implementation, return_residual=True, **shared
+    )
+    o, lse = jax.jit(attend)(q, *x8, table, lengths, query_seq_lengths=count, **more)
+    zeros = np.zeros((B, T, N, HV)), np.zeros((B, T, N))
+    options = dict(
+        is_causal=True,
+        query_offset=lengths - count,
+        query_seq_lengths=count,
+        key_value_seq_lengths=lengths,
+    )
+    expected = oracle.attention(q, *wide, *zeros, **options, **shared)
+    close(o * 1e3, 1e3 * expected[0], TOLERANCE[query], "output")
+    close(lse, expected[1], 1e-5, "lse")
+
+
+AMPERE = [name for name, (implementation, _) in FAMILIES.items() if implementation == "ampere"]
+# pages of a block of keys, of several and of a part of one; the heads' sizes
+PAGES_BY_MMA = {"64": (64, 128, 128), "128": (128, 64, 64), "16": (16, 128, 64), "8": (8, 128, 256)}
+
+
+@pytest.mark.gpu
+@needs_interpreter
+@pytest.mark.parametrize("stored", QUANTISED)
+@pytest.mark.parametrize("name", PAGES_BY_MMA)
+@pytest.mark.parametrize("family", AMPERE)
+def test_by_mma_pages_in_8_bits_equal_the_oracle_without_a_race(
+    family, name, stored, rng, monkeypatch
+):
+    """In one split, so that slots of shared memory are used again; the scales are NaN, and the
+    largest numbers in the pages, where nobody looks."""
+    page, size, value_size = PAGES_BY_MMA[name]
+    monkeypatch.setattr(decode, "num_splits", lambda *_: 1)
+    count, lengths = 384 // page, ints(150, 384, 0)
+    table = rng.permutation(B * count).astype(np.int32).reshape(B, count)
+    pages, scales, wide = {}, {}, []
+    for kind, n in (("k", size), ("v", value_size)):
+        x8, scale = map(
+            np.array, quantised.quantised(rng.normal(size=(B * count + 1, page, K, n)), stored)
+        )
+        wide.append((x8.astype(np.float32) * scale[..., None])[table].reshape(B, 384, K, n))
+        for hidden in (-1, (table[0, 150 // page], slice(150 % page, None))):
+            x8[hidden], scale[hidden] = quantised.LARGEST[stored], np.nan
+        pages |= {f"{kind}_pages": x8}
+        scales |= {f"{kind}_scales": scale}
+    for b in range(B):
+        table[b, -(-lengths[b] // page) :] = [B * count, 10**6, -7][b]
+    dtype = dict(int8="bfloat16", float8_e4m3fn="float16")[stored]
+    q = rng.normal(size=(B, 3, N, size)).astype(dtype)
+    with gpu_interpreter.kernels("ampere", detect_races=True, **FAMILIES[family][1]) as races:
+        o, lse = paged_attention(
+            q,
+            **pages,
+            page_table=table,
+            lengths=lengths,
+            implementation="ampere",
+            return_residual=True,
+            **scales,
+        )
+    kw = dict(is_causal=True, query_offset=lengths - 3, key_value_seq_lengths=lengths)
+    expected = oracle.attention(q, *wide, np.zeros(o.shape), np.zeros(lse.shape), **kw)
+    close(o, expected[0], TOLERANCE[dtype], "output")
+    close(lse, expected[1], 1e-5, "lse")
+    assert not races.found
+
+
+@needs_interpreter
+def test_e4m3_is_what_numpy_reads_in_all_its_256_patterns():
+    from pallas_flash.kernels.mosaic.registers import from_8_bits
+
+    patterns = np.arange(256, dtype=np.uint8)
+    for dtype in (jnp.bfloat16, jnp.float16):
+        expected = patterns.view(jnp.float8_e4m3fn).astype(dtype)
+        found, factor = from_8_bits(jnp.asarray(patterns.view(np.int8)), "float8_e4m3fn", dtype)
+        np.testing.assert_array_equal(*(np.float32(x) for x in (found * factor, expected)))
+
+
+@pytest.mark.parametrize("gpu", ["A100-80GB", "RTX-4090"])
+def test_by_mma_a_copy_is_of_whole_tiles_for_four_warps_in_shared_memory_that_there_is(gpu):
+    shape, taken = jax.ShapeDtypeStruct, 0
+    for head, value, page, stored in itertools.product(
+        (24, 64, 96, 128, 160, 192, 224, 256), (64, 128, 160, 192, 256), (8, 16, 64), (None, "int8")
+    ):
+        q, k, v = (
+            shape((1, *n), "bfloat16") for n in ((1, 8, head), (512, 2, head), (512, 2, value))
+        )
+        with as_if_on(GPUS[gpu]):
+            problem = explain(q, k, v, implementation="blockwise").problem
+            shapes = tuple((9, page, 2, n) for n in (head, value))
+            if ampere.why_no_pages(problem, shapes, stored):
+                continue
+            t = ampere.decode_tiles(problem, page, stored)
+        size, taken = 1 if stored else 2, taken + 1
+        for width in (t.width, t.value_width):
+            assert min(page, t.block_k) // 8 * (width * size / t.swizzle_in_slots) % 4 == 0
+            assert t.block_k // 8 * (width * 2 / t.swizzle) % 4 == 0 or not stored
+        row = t.width + t.value_width
+        slots, in_use = t.stages * t.block_k * row * size, 2 * t.block_k * row * bool(stored)
+        assert slots + in_use + 2 * 64 * t.width < GPUS[gpu].shared_memory - 1024
+    assert taken > 80
+
+
+@pytest.mark.parametrize("stored, of_page", [("int8", "k_pages"), ("float8_e4m3fn", "v_pages")])
+def test_pages_in_8_bits_that_jax_cannot_index_are_refused(stored, of_page):
+    shape = jax.ShapeDtypeStruct
+    width = dict(k_pages=64, v_pages=64) | {of_page: 128}
+    rows = dict(page_table=shape((2, 9), "int32"), lengths=shape((2,), "int32"))
+
+    def traced(pages, implementation):
+        call = rows | dict(query=shape((2, 1, 8, width["k_pages"]), "bfloat16"))
+        call |= {name: shape((pages, 64, 8, n), stored) for name, n in width.items()}
+        call |= dict.fromkeys(("k_scales", "v_scales"), shape((pages, 64, 8), "float32"))
+        return jax.eval_shape(
+            functools.partial(paged_attention, implementation=implementation), **call
+        )
+
+    assert traced(2**15, "triton").shape == traced(2**15 + 1, "blockwise").shape
+    sentence = (
+        f"indexes pages in {stored} of 2\\^31 to 2\\^32 elements by an int32; got \\(32769, "
+        "64, 8, 128"
+    )
+    with pytest.raises(NotImplementedError, match=sentence):
+        traced(2**15 + 1, "triton")
+
+
+@pytest.mark.parametrize("stored", QUANTISED)
+def test_8_bits_err_as_stated_and_a_row_of_0_or_nan_stays_what_it_is(stored, rng):
+    x = rng.normal(size=(1000, 64)).astype(np.float32) * np.exp(rng.normal(size=(1000, 1)) * 20)
+    x[0], x[1, 3], x[2] = 0, np.nan, 1e-45
+    x8, scales = quantised.quantised(x, stored)
+    found = np.array(x8.astype(jnp.float32) * scales[:, None])
+    assert (found[0] == 0).all() and np.isnan(found[1]).all() and (abs(found[2]) < 1e-36).all()
+    found, x = found[3:].astype(np.float64), x[3:].astype(np.float64)
+    largest = abs(x).max(1, keepdims=True)
+    limit = largest / 254 if stored == "int8" else np.maximum(abs(x) / 16, largest / 448 / 1024)
+    assert (abs(found - x) <= 1.001 * limit).all()
+
+
+@pytest.mark.parametrize("stored, part", [("int8", 0.1), ("float8_e4m3fn", 1.1)])
+def test_beside_a_cache_in_8_bits_nothing_wider_is_in_memory(stored, part, monkeypatch):
+    monkeypatch.setattr(blockwise.tuning, "_is_one_device", lambda: True)
+    cache = jax.eval_shape(lambda: paged_cache(8, 8192, 8, 128, pages=1024, dtype=stored))
+
+    def step(cache, q, new):
+        cache, scales = (
+            cache.append(new, new),
+            dict(k_scales=cache.key_scale, v_scales=cache.value_scale),
+        )
+        return paged_attention(
+            q,
+            cache.key,
+            cache.value,
+            cache.table,
+            cache.length,
+            implementation="blockwise",
+            **scales,
+        ), cache
+
+    new = (jax.ShapeDtypeStruct((8, 1, heads, 128), jnp.float32) for heads in (32, 8))
+    memory = jax.jit(step, donate_argnums=0).lower(cache, *new).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < part * 2 * 8 * 8192 * 8 * 128
+
+
+@pytest.mark.gpu
+def test_the_output_of_a_cache_in_8_bits_errs_by_1_and_4_percent(rng):
+    q, k, v = (
+        rng.normal(size=(1, length, 8, 128)).astype(np.float32) for length in (4, 2048, 2048)
+    )
+    exact = flash_attention(q, k, v)
+    for stored, stated in dict(int8=0.01, float8_e4m3fn=0.04).items():
+        make = lambda k, v, stored=stored: paged_cache(
+            1, 2048, 8, 128, pages=32, dtype=stored
+        ).append(k, v)
+        cache = jax.jit(make)(k, v)
+        options = dict(k_scales=cache.key_scale, v_scales=cache.value_scale, is_causal=False)
+        o = paged_attention(q, cache.key, cache.value, cache.table, cache.length, **options)
+        assert jnp.linalg.norm(o - exact) < stated * jnp.linalg.norm(exact)

@@ -1,0 +1,138 @@
+"""What a call of paged_attention refuses, in which words, and what it takes in other forms."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from decoding import ints
+
+from pallas_flash import (
+    paged_attention,
+)
+
+pytestmark = pytest.mark.usefixtures("small_caches")
+
+
+def pages(P=4, page=8, heads=1, rows=1, width=8, dtype=jnp.float32):
+    k = jnp.ones((P, page, heads, width), dtype)
+    return dict(
+        query=jnp.ones((1, 1, 1, 8)),
+        k_pages=k,
+        v_pages=k,
+        page_table=jnp.zeros((rows, 2), int),
+        lengths=ints(3),
+    )
+
+
+SCALES = jnp.ones((4, 8, 1))
+
+
+WRONG = {
+    "a page that is no multiple of 8": (dict(page=9), {}, "multiple of 8 keys; got"),
+    "rows that are not the query's": (
+        dict(rows=2),
+        {},
+        r"the same B rows, here 1, as query or cu_seqlens_q; got \(2, 2\) and \(1,\)",
+    ),
+    "heads of another size": (
+        dict(width=16),
+        {},
+        r"with the H of query \(1, 1, 1, 8\); got \(4, 8, 1, 16\)",
+    ),
+    "pages behind heads": (
+        dict(P=1, heads=4),
+        {},
+        r"got \(1, 8, 4, 8\). Do the heads come .*: jnp.moveaxis\(x, 0, 2\)",
+    ),
+    "no lengths": ({}, dict(lengths=None), "lengths must be integers; got NoneType"),
+    "a number for a flag": (
+        {},
+        dict(is_causal=1),
+        "is_causal must be a static bool, True or False; got int",
+    ),
+    "lengths of other rows": (
+        {},
+        dict(query_seq_lengths=[1, 1]),
+        r"query_seq_lengths must be int32 \[B\] = \(1,\); got \(2,\)",
+    ),
+    "a name of no implementation": (
+        {},
+        dict(implementation="flash"),
+        "implementation must be None or one of hopper, ampere, triton",
+    ),
+    "ragged tokens of other rows": (
+        {},
+        dict(query=jnp.ones((5, 1, 8)), cu_seqlens_q=[0, 2, 5]),
+        r"the same B rows, here 2, as query or cu_seqlens_q; got \(1, 2\) and \(1,\)",
+    ),
+    "ragged tokens in a batch": (
+        {},
+        dict(cu_seqlens_q=[0, 1]),
+        r"query must be \[T, N, H\] with cu_seqlens_q \[B \+ 1\]",
+    ),
+    "ragged tokens beyond the last": (
+        {},
+        dict(query=jnp.ones((5, 1, 8)), cu_seqlens_q=[0, 6]),
+        r"cu_seqlens_q must ascend, from 0 or more to the 5 tokens at most; got \[0, 6\]",
+    ),
+    "ragged tokens and lengths": (
+        {},
+        dict(query=jnp.ones((5, 1, 8)), cu_seqlens_q=[0, 5], query_seq_lengths=[5]),
+        "query_seq_lengths cannot go with cu_seqlens_q",
+    ),
+    "8 bits without scales": (
+        dict(dtype=jnp.int8),
+        {},
+        r"k_pages of int8 needs k_scales \[P, page, K\]",
+    ),
+    "scales of floats": (
+        {},
+        dict(k_scales=SCALES, v_scales=SCALES),
+        "float32 is for int8 or float8_e4m3fn, .* no place for k_sc",
+    ),
+    "scales of other pages": (
+        dict(dtype=jnp.int8),
+        dict(k_scales=SCALES[:3], v_scales=SCALES),
+        r"\(4, 8, 1\) like k_.*; got",
+    ),
+    "8 bits on hopper": (
+        dict(dtype=jnp.int8),
+        dict(k_scales=SCALES, v_scales=SCALES, implementation="hopper"),
+        "wgmma multiplies pages as they lie, in float32; got int8: ampere, triton "
+        "and blockwise take them",
+    ),
+    "8 bits of narrow heads on ampere": (
+        dict(dtype=jnp.int8),
+        dict(k_scales=SCALES, v_scales=SCALES, implementation="ampere"),
+        "it copies pages of 8 keys of int8 of heads of a multiple of 128; got H = 8, Hv = 8",
+    ),
+    "small pages of narrow heads on ampere": (
+        {},
+        dict(implementation="ampere"),
+        "it copies pages of 8 keys of heads of a multiple of 64; got H = 8, Hv = 8",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_does_not_fit_raises_and_says_what_does(name):
+    shape, more, message = WRONG[name]
+    with pytest.raises((ValueError, TypeError, NotImplementedError), match=message):
+        paged_attention(**pages(**shape) | more)
+
+
+def test_lists_and_what_is_of_numpy_serve_as_in_flash_attention():
+    expected = paged_attention(**pages(), scale=0.5, local_window_size=(1, 0), logits_soft_cap=2.0)
+    kinds = dict(
+        scale=[0.5],
+        local_window_size=[1, 0],
+        logits_soft_cap=jnp.float32(2.0),
+        is_causal=np.bool_(True),
+    )
+    np.testing.assert_array_equal(paged_attention(**pages(), **kinds), expected)
+
+
+def test_paged_attention_has_no_derivative_and_says_so():
+    call = pages()
+    with pytest.raises(NotImplementedError, match="no derivative"):
+        jax.grad(lambda q: paged_attention(**call | dict(query=q)).sum())(call["query"])

@@ -1,0 +1,152 @@
+"""Attention to pages by tokens of several rows without padding."""
+
+import functools
+from itertools import pairwise
+
+import gpu_interpreter
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from check import TOLERANCE, close
+from decoding import (
+    HV,
+    IMPLEMENTATIONS,
+    MOSAIC,
+    B,
+    H,
+    K,
+    N,
+    calls,
+    ints,
+    needs_interpreter,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_flash import (
+    paged_attention,
+    paged_cache,
+)
+
+pytestmark = pytest.mark.usefixtures("small_caches")
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
+def implementation(request):
+    return request.param
+
+
+TOKENS = 50  # of which a tile takes 64 K / N = 21
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def ragged(implementation, window, q, k, v, table, lengths, ends, by_row):
+    mod = lambda s, b, h, i, j: s + by_row[b, h] * (i - j) * 0.1
+    more = dict(local_window_size=window, score_mod=mod, sinks=by_row[0])
+    options = dict(cu_seqlens_q=ends, implementation=implementation, return_residual=True)
+    return paged_attention(q, k, v, table, lengths, **options, **more)
+
+
+@st.composite
+def ragged_calls(draw):
+    """A window, where the tokens of each row begin and end, how many keys each row had before, and
+    a seed."""
+    ends = np.sort(ints(*draw(st.lists(st.integers(0, TOKENS), min_size=B + 1, max_size=B + 1))))
+    before = ints(*draw(st.lists(st.integers(0, 30), min_size=B, max_size=B)))
+    return draw(st.sampled_from([None, (9, 0)])), ends, before, draw(st.integers(0, 99))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("small_splits")
+def test_ragged_tokens_equal_the_oracle_row_by_row(implementation, request):
+    @settings(max_examples=calls(request), deadline=None, database=None)
+    @given(ragged_calls())
+    def equals(call):
+        window, ends, before, seed = call
+        rng = np.random.default_rng(seed)
+        lengths = before + np.diff(ends)
+        table = ints(*rng.permutation(B * 10)).reshape(B, 10)
+        q = rng.normal(size=(TOKENS, N, H)).astype(np.float32)
+        k_pages, v_pages = (rng.normal(size=(B * 10, 8, K, n)).astype(np.float32) for n in (H, HV))
+        by_row = rng.normal(size=(B, N)).astype(np.float32)
+        o, lse = ragged(implementation, window, q, k_pages, v_pages, table, lengths, ends, by_row)
+        more = dict(is_causal=True, sinks=by_row[0]) | (
+            dict(local_window_size=window) if window else {}
+        )
+        for b, (first, last) in enumerate(pairwise(ends)):
+            k, v = (x[table[b]].reshape(1, 80, K, -1)[:, : lengths[b]] for x in (k_pages, v_pages))
+            zeros = np.zeros((1, last - first, N, HV)), np.zeros((1, last - first, N))
+            distance = before[b] + np.arange(last - first)[:, None] - np.arange(lengths[b])
+            options = more | dict(
+                query_offset=int(before[b]), bias=0.1 * by_row[b][:, None, None] * distance
+            )
+            expected = (
+                oracle.attention(q[None, first:last], k, v, *zeros, **options)
+                if last > first
+                else zeros
+            )
+            close(o[first:last], expected[0][0], TOLERANCE["float32"], "output")
+            close(lse[first:last], expected[1][0], 1e-6, "lse")
+        assert not o[: ends[0]].any() and not o[ends[-1] :].any()
+        assert np.isneginf(lse[: ends[0]]).all() and np.isneginf(lse[ends[-1] :]).all()
+
+    equals()
+
+
+RAGGED = {
+    "hopper": pytest.param("hopper", None, marks=needs_interpreter),
+    "ampere": pytest.param("ampere", None, marks=[needs_interpreter, pytest.mark.whole]),
+    "reference": ("reference", None),
+    "standard": ("standard", None),
+    "blockwise, int8": ("blockwise", "int8"),
+    "triton, float8_e4m3fn": ("triton", "float8_e4m3fn"),
+}
+
+
+@pytest.mark.parametrize("implementation, stored", RAGGED.values(), ids=RAGGED)
+def test_ragged_tokens_get_what_padded_ones_get(implementation, stored, rng):
+    """From a cache to which they are appended ragged and padded. Of the second row there is
+    none."""
+    ends, before, page = ints(1, 31, 31, 48), 60, 16
+    count, size = np.diff(ends), 64 if implementation in MOSAIC else H
+    dtype = "bfloat16" if implementation in MOSAIC else "float32"
+    cache = paged_cache(B, 96, K, size, pages=20, page=page, dtype=stored or dtype)
+    cache = cache.append(*[rng.normal(size=(B, before, K, size)).astype(dtype)] * 2)
+    q, k, v = (rng.normal(size=(TOKENS, heads, size)).astype(dtype) for heads in (N, K, K))
+    at = np.minimum(ends[:-1, None] + np.arange(30), TOKENS - 1)
+    padded, cache = cache.append(k[at], v[at], count), cache.append(k, v, cu_seqlens=ends)
+    jax.tree.map(np.testing.assert_array_equal, padded, cache)
+
+    def attend(q, cache, **more):
+        more |= {} if stored is None else dict(k_scales=cache.key_scale, v_scales=cache.value_scale)
+        more |= dict(implementation=implementation, local_window_size=(40, 0), return_residual=True)
+        with gpu_interpreter.kernels(implementation):
+            return paged_attention(q, cache.key, cache.value, cache.table, cache.length, **more)
+
+    expected, found = (
+        attend(q[at], padded, query_seq_lengths=count),
+        attend(q, cache, cu_seqlens_q=ends),
+    )
+    for x, y in zip(expected, found, strict=True):
+        for b, (first, last) in enumerate(pairwise(ends)):
+            close(y[first:last], x[b, : last - first], TOLERANCE[dtype], "output and lse")
+
+
+def test_ends_that_only_the_program_knows_are_in_order_and_within_the_tokens(rng):
+    k, v = (jnp.asarray(rng.normal(size=(5, 1, 8)), jnp.float32) for _ in range(2))
+
+    @jax.jit
+    def run(ends):
+        cache = paged_cache(
+            batch=2, max_length=16, kv_heads=1, head_size=8, pages=4, page=8, dtype=jnp.float32
+        )
+        cache = cache.append(k, v, cu_seqlens=ends)
+        return cache.length, paged_attention(
+            k, cache.key, cache.value, cache.table, cache.length, cu_seqlens_q=ends
+        )
+
+    for wrong, meant in (([-1, 3, 6], [0, 3, 5]), ([0, 4, 2], [0, 4, 4])):
+        for actual, expected in zip(run(ints(*wrong)), run(ints(*meant)), strict=True):
+            np.testing.assert_array_equal(actual, expected)
