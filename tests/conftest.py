@@ -107,8 +107,7 @@ def small_tiles(monkeypatch):
         at_most_16(p.queries), at_most_16(p.keys), heads(p), p.dtype, heads(p)
     )
     monkeypatch.setattr(blockwise, "tiles", tiles)
-    monkeypatch.setattr(blockwise.tuning, "UNDER_WAY", 1)
-    monkeypatch.setattr(blockwise.tuning, "FORWARD", 1)
+    monkeypatch.setattr(blockwise.tuning, "SCORES", 1)  # blocks wait for each other
     monkeypatch.setattr(
         triton, "tiles", lambda p: AllTiles(Tiles(16, 16), Tiles(16, 32), *[Tiles(32, 16)] * 2)
     )

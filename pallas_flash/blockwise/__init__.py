@@ -34,8 +34,7 @@ from pallas_flash.blockwise.slices import Block, HeadRange, each_row
 from pallas_flash.blockwise.tuning import (
     Tiles,
     decode_tiles,
-    serialize_backward,
-    serialize_forward,
+    serialize,
     tiles,
 )
 from pallas_flash.checks import sums
@@ -53,7 +52,7 @@ def forward(problem: Problem, tiles: Tiles, x: Operands):
     def some_heads(heads: HeadRange, outputs):
         some = SomeHeads.take(p, tiles, heads, x)
         zeros = lambda *shape: _zeros(x, wide, heads.batch, heads.heads, *shape)
-        in_turn = serialize_forward(tiles, some.query.shape[:3], some.key_blocks)
+        in_turn = serialize(tiles, some.query.shape[:3], some.key_blocks)
         scale = some.logits.exponent_scale
 
         def query_block(rows: Block, key_blocks, outputs):
@@ -129,7 +128,7 @@ def backward(
         q_t, do_t = (
             None if few_keys else jnp.moveaxis(transpose(a), 3, 2) for a in (some.query, do_)
         )
-        in_turn = serialize_backward(tiles, some.query.shape[:3], some.key_blocks)
+        in_turn = serialize(tiles, some.query.shape[:3], some.key_blocks)
         by_row = [
             a if a is None else heads.take(a, 1).reshape(*do_.shape[:-1], 1)
             for a in (*row_scale, delta)

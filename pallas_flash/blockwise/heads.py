@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_flash import schedule
 from pallas_flash.arguments import Operands, Problem
@@ -13,7 +14,7 @@ from pallas_flash.blockwise.key_blocks import KeyBlock, find_band, static_key_bl
 from pallas_flash.blockwise.logits import Logits
 from pallas_flash.blockwise.mask import TileMask
 from pallas_flash.blockwise.slices import Block, HeadRange, block_at
-from pallas_flash.blockwise.tuning import Tiles
+from pallas_flash.blockwise.tuning import Tiles, unrolled
 
 
 class SomeHeads(NamedTuple):
@@ -57,7 +58,11 @@ class SomeHeads(NamedTuple):
             keys = band and [band.key_block(self.problem.resolved_mask, rows)]
             return query_block(rows, keys, outputs)
 
-        return schedule.loop(0, schedule.ceil_div(length, size), step, outputs)
+        count = schedule.ceil_div(length, size)
+        if band:
+            at_a_time = unrolled(self.tiles, self.query.shape[:3])
+            return lax.fori_loop(0, count, step, outputs, unroll=at_a_time)
+        return schedule.loop(0, count, step, outputs)
 
     def each_key_block(self, rows: Block, key_blocks, step: Callable, first, start):
         """carry = step(keys, visible, rows_are_finite, carry) over the key blocks: from `first` on

@@ -9,8 +9,12 @@ import jax.numpy as jnp
 
 from pallas_flash import decode
 from pallas_flash.arguments import Problem
-from pallas_flash.blockwise import key_blocks
-from pallas_flash.blockwise.key_blocks import UNROLLED, Band, find_band
+from pallas_flash.blockwise.key_blocks import (
+    UNROLLED,
+    count_scores,
+    find_band,
+    static_key_blocks,
+)
 from pallas_flash.kernels import device
 from pallas_flash.schedule import ceil_div
 
@@ -31,6 +35,7 @@ class Tiles(NamedTuple):
     forward_heads: int | None = None  # the same of a forward that no backward follows
     # of a forward that decodes; False: it may not, a backward follows
     decode: DecodeTiles | Literal[False] | None = None
+    why: str | None = None
 
     @property
     def is_wide(self) -> bool:
@@ -45,47 +50,29 @@ class Tiles(NamedTuple):
             )
             return f"{forward}; backward {self._replace(decode=None)}"
         queries = "1 query" if self.block_q == 1 else f"{self.block_q} queries"
-        of = lambda heads: "1 head" if heads == 1 else f"{'all' if heads is None else heads} heads"
-        heads = f"{of(self.heads)} of key and value"
-        heads += (
-            ""
-            if self.heads == self.forward_heads
-            else f" ({of(self.forward_heads)} where no backward follows)"
-        )
-        return f"{queries} of {heads} by {self.block_k} keys, multiplied in {self.dtype}"
+        count = lambda n: "1 head" if n == 1 else f"{n or 'all'} heads"
+        more = f" ({count(self.forward_heads)} where no backward follows)"
+        heads = f"{count(self.heads)} of key and value"
+        heads += more if self.heads != self.forward_heads else ""
+        size = f"{queries} of {heads} by {self.block_k} keys"
+        why = f" ({self.why})" if self.why else ""
+        return f"{size}, multiplied in {self.dtype}{why}"
 
     def of_gradient(self) -> "Tiles":
-        """Those of a forward that the backward follows: its products round as the backward's do,
-        and XLA may see them once."""
+        """Those of a forward that the backward follows, which does not decode: its products round
+        as the backward's do, and XLA may see them once."""
         return self._replace(forward_heads=self.heads, decode=False)
 
 
-TRIANGLE = 256  # rows and keys of a block, in loops over keys of which a band hides many
-# queries whose blocks are static where a mask hides many keys: two cores run several at once
-SHORT = 1024
-BLOCK = 512  # keys of all heads that are in the caches at a time, in decoding
-FEW = 128  # keys under a mask_mod, too few to find blocks among them that it hides
-# keys that are one block under a mask of data: a loop that may skip some of so few gains less than
-# it costs
-ONE = 768
-MANY = 2048  # keys, the most of a block; and ONE of a small call
-SCORES = 2**18  # of a head, which with what is made of them fill a cache
-ALL_SEEN = 2**20  # of a block of one head, where no mask hides more than data tells
-# of a head under a mask of data: from here on small blocks in loops, which skip some, are faster
-DATA = 3 * ALL_SEEN
+# What these are worth: results.md#cpu-tiles. A score has ten bytes in the backward, six in a
+# forward alone, and malloc maps new memory in each call for what is larger than 32 MiB.
+SCORES = 5 * 2**18  # of a block, and of the heads that go at a time
+CALL = 3 * 2**20  # of all heads, if they go at once
+ROWS = 128  # of a block of which a mask hides much
+KEYS = 256  # of a block, where a loop or a mask_mod may skip some
+COPIED = 2**25  # bytes of keys and values in the order of the heads, that malloc maps in each call
 STEP = 2**20  # bytes of keys and values, too few for a step of a loop over batch rows
-# bytes of keys and values in the order of the heads, for which malloc maps new memory in each call
-COPIED = 2**25
-WHOLE = 15 * 2**21  # bytes of all heads, to stay below the same
-PART = 3 * 2**22  # bytes of heads at a time, where all would be more
-# of all heads that go at a time on a CPU: its caches hold their scores, with what is made of them
-KEYS = 2048
-MOST = 3 * SCORES  # of the same
-CALL = 3 * 2**20  # scores of a whole call: fewer are faster in all heads at once, and in all rows
-# scores of known blocks: so many, each kept several times, are faster one block after the other
-UNDER_WAY = 3 * 2**19
-FORWARD = 2**22  # the same of a forward, which keeps each once or twice
-WIDE_CALL = 9 * 2**18  # the same where all heads go at once, and in 32 bits only
+BLOCK = 512  # keys of all heads that are in the caches at a time, in decoding
 
 
 def tiles(problem: Problem) -> Tiles:
@@ -101,7 +88,7 @@ def _decodes(p: Problem) -> bool:
     rows, has_data = p.queries * p.group, p.resolved_mask.has_data
     dtype = "float32" if rows == 1 else _tiles(p).dtype  # XLA multiplies a single row in float32
     of_batch_row = p.keys * p.kv_heads * (p.head_size + p.value_size) * jnp.dtype(dtype).itemsize
-    if p.keys > MANY:
+    if p.keys > 2048:
         return (has_data and rows <= 8) or p.batch * of_batch_row >= COPIED
     # else nothing is copied
     gains = (rows < 8 or of_batch_row > STEP) if has_data else (p.kv_heads > 1 or dtype != p.dtype)
@@ -122,22 +109,52 @@ def _tiles(problem: Problem) -> Tiles:
     p = problem
     if not _on_cpu():
         return Tiles(_at_most(512, p.queries), _at_most(256, p.keys), None, p.dtype)
-    known = all(isinstance(n, int) for n in (p.batch, p.queries, p.keys))
-    block_q = _at_most(_queries(p) if known else max(128 // p.group, 16), p.queries)
-    one = None if _is_cut(p) else find_band(p, block_q, MANY)
-    is_long = known and one is None and _is_window(p) and p.queries > SHORT
-    in_loops = known and one is None and (is_long or ceil_div(p.queries, block_q) > UNROLLED)
-    most = even(p.keys, TRIANGLE) if is_long else 512 if in_loops or _is_cut(p) else MANY
-    block_k = _at_most(most if one is None else one.width, p.keys)
-    heads, alone = None, None
-    if known and _is_one_device():
-        heads = alone = _heads(p, p.group * block_q, block_k)
-        if not in_loops and not _is_cut(p):
-            # with a backward, without one
-            heads, alone = (_heads_in_memory(p, block_q, one, each, heads) for each in (10, 6))
     # products of float16 are slow
     in_own = p.dtype == "float64" or (p.dtype == "bfloat16" and _is_apart(p))
-    return Tiles(block_q, block_k, heads, p.dtype if in_own else "float32", alone)
+    dtype = p.dtype if in_own else "float32"
+    if not all(isinstance(n, int) for n in (p.batch, p.queries, p.keys)):
+        block_q, block_k = max(ROWS // p.group, 16), KEYS if _is_cut(p) else 8 * KEYS
+        return Tiles(_at_most(block_q, p.queries), _at_most(block_k, p.keys), None, dtype)
+    rows, why = _query_block(p)
+    block_q, skips = min(rows, p.queries), _is_cut(p) or p.resolved_mask.mask_mod is not None
+    band = None if skips else find_band(p, block_q, p.keys)
+    tiles = Tiles(block_q, band.width if band else p.keys, None, dtype, why=why)
+    if band:
+        scores = block_q * band.width
+    elif not skips and static_key_blocks(p, tiles):
+        scores = count_scores(p, block_q)
+    else:
+        tiles = tiles._replace(block_k=min(KEYS, p.keys))
+        scores = block_q * tiles.block_k
+    if not _is_one_device():
+        return tiles
+    heads, forward_heads = (_heads(p, scores, size) for size in (10, 6))
+    return tiles._replace(heads=heads, forward_heads=forward_heads)
+
+
+def _query_block(p: Problem) -> tuple[int, str]:
+    """How many queries a block has, and why. Blocks with all keys that they see are the fastest if
+    they are few, or alike; where a mask hides much, small ones compute less of it."""
+    mask = p.resolved_mask
+    fewest = ceil_div(p.queries * p.group * p.keys, SCORES)
+    is_causal = mask.right is not None and p.queries < 2 * p.keys  # else it hides a quarter at most
+    if _is_cut(p) or mask.mask_mod is not None:
+        size = max(ROWS // p.group, 16) if mask.mask_mod is None else ROWS
+        return even(p.queries, size), "small blocks, of which the mask hides some"
+    if not is_causal and mask.left is None:
+        size = max(ceil_div(p.queries, fewest), 16)
+        return even(p.queries, size), f"at most {SCORES / 1e6:.1f} million scores of a head"
+    rows = ROWS if p.queries > ROWS else ROWS // 2  # the first half sees half of the keys
+    narrow = even(p.queries, max(min(rows, ROWS // p.group), 16))
+    few = even(p.queries, max(ceil_div(p.queries, UNROLLED), narrow))
+    if p.queries > UNROLLED * ROWS:
+        if mask.left is not None and find_band(p, narrow, p.keys):
+            return narrow, "a loop over blocks that see equally many keys"
+        heads = 1 if _is_one_device() else p.batch * p.kv_heads  # that go at a time
+        if fewest * heads > 2 * UNROLLED and p.bias is None:  # of a bias see _is_cut
+            size = min(max(UNROLLED * ROWS // p.group, 32), 2 * ROWS)
+            return even(p.queries, size), "loops over the keys that a block sees"
+    return few, f"up to {UNROLLED} blocks, each with the keys that it sees"
 
 
 def scale_can_come_last(p: Problem) -> bool:
@@ -155,61 +172,10 @@ def _is_apart(p: Problem) -> bool:
 
 
 def _is_cut(p: Problem) -> bool:
-    """Whether loops go over blocks of keys, since the mask has data."""
-    return p.resolved_mask.has_data and not (
-        isinstance(p.keys, int) and p.keys <= (MANY if _is_small(p) else ONE)
-    )
-
-
-def _is_small(p: Problem) -> bool:
-    sizes = p.batch, p.heads, p.queries, p.keys
-    return (
-        all(isinstance(n, int) for n in sizes)
-        and math.prod(sizes) // (1 if p.resolved_mask.right is None else 2) < CALL
-    )
-
-
-def _queries(p: Problem) -> int:
-    """Of a block: fewer, where a mask would hide much of it."""
-    v, has_data = p.resolved_mask, p.resolved_mask.has_data
-    # else it hides a quarter and more
-    is_plain = v.left is None and (v.right is None or p.queries >= 2 * p.keys)
-    if is_plain and v.mask_mod is None and _is_small(p) and not _is_cut(p):
-        return p.queries
-    if is_plain and p.keys <= (ONE if has_data else MANY if v.mask_mod is None else FEW):
-        scores = p.queries * p.group * p.keys
-        most = SCORES if v.mask_mod is not None or (has_data and scores > DATA) else ALL_SEEN
-        return ceil_div(p.queries, ceil_div(scores, most))
-    is_long = p.queries > SHORT
-    if is_long and _is_window(p):
-        queries = even(p.queries, max(128 // p.group, 16))
-        return (
-            queries
-            if find_band(p, queries, MANY)
-            else even(p.queries, max(TRIANGLE // p.group, 64))
-        )
-    sparse = (
-        has_data
-        or v.mask_mod is not None
-        or v.left is not None
-        or (v.right is not None and not is_long)
-    )
-    # 64: the first half sees half of the keys
-    rows = 64 if v.right is not None and p.queries <= 128 else 128 if sparse else 256
-    queries = max(min(rows, max(rows, 128) // p.group), 16)
-    if v.right is None or is_long:
-        return queries
-    # no fewer: what a mask hides would not be static
-    return max(queries, ceil_div(p.queries, UNROLLED))
-
-
-def _is_window(p: Problem) -> bool:
-    """Whether a static band hides keys on the left."""
-    return (
-        p.resolved_mask.left is not None
-        and not p.resolved_mask.has_data
-        and p.resolved_mask.mask_mod is None
-    )
+    """Whether loops go over blocks of keys, since the mask has data. Of few keys they would skip
+    too little, and with a bias the sum of its gradient would be copied in each step."""
+    few = isinstance(p.keys, int) and (p.keys <= 6 * KEYS or p.bias is not None)
+    return p.resolved_mask.has_data and not few
 
 
 def even(length: int, most: int) -> int:
@@ -218,67 +184,29 @@ def even(length: int, most: int) -> int:
     return 8 * ceil_div(ceil_div(length, ceil_div(length, most)), 8)
 
 
-def _heads(p: Problem, rows: int, keys: int) -> int | None:
-    """How many key/value heads go at a time, in blocks of so many rows and keys; a loop of few
-    steps gains little, of small products less."""
-    if _is_small(p):
-        return None
-    scores, most = rows * keys, min(max(rows, 128) * KEYS, MOST)
-    few = 4 if scores < most // 8 else 2 if scores < SCORES else 1
-    at_a_time = max(most // scores, 1) if scores < SCORES else 1
-    return at_a_time if p.batch * p.kv_heads * scores > few * most else None
+def _heads(p: Problem, scores: int, size: int) -> int | None:
+    """How many key/value heads go at a time, each query head of which has so many scores of so many
+    bytes, and what is made of queries and keys."""
+    arrays = (2 * p.group * p.queries + p.keys) * (p.head_size + p.value_size)
+    each = (p.group * scores + arrays // 4) * size // 10
+    return None if p.batch * p.kv_heads * each <= CALL else max(SCORES // each, 1)
 
 
-def _heads_in_memory(
-    p: Problem, block_q: int, one: Band | None, each: int, least: int | None
-) -> int | None:
-    """The same where no loop goes over keys: as many as memory may hold, and at least so many.
-    Memory then holds so many bytes for each score, and for each number of an array as large as q,
-    or as q and k are on average where k is larger."""
-    if one is None:
-        total = p.group * key_blocks.count_scores(p, block_q)
-    else:
-        total = p.group * block_q * one.width
-    elements = (
-        max(2 * p.group * p.queries, p.group * p.queries + p.keys)
-        * (p.head_size + p.value_size)
-        // 4
-    )
-    if one is not None:  # a loop keeps its operands in the order of its blocks, and sums in float32
-        elements = elements * (3 if p.dtype == "float32" else 5) // 2
-    part = (total + elements) * (2 * each if p.dtype == "float64" else each)
-    most = WHOLE if least is None else PART
-    return max(PART // part, least or 1) if p.batch * p.kv_heads * part > most else None
+def serialize(tiles: Tiles, heads: tuple, keys: list | None) -> bool:
+    """Whether static blocks, of so many heads [B, K, G], are to wait for each other: a CPU has all
+    their scores in memory where none does."""
+    if keys is None or not _on_cpu() or not all(isinstance(n, int) for n in heads):
+        return False
+    scores = math.prod(heads) * tiles.block_q
+    scores *= sum(key.size for of_rows in keys for key, *_ in of_rows)
+    return len(keys) > 1 and 2 * scores > 3 * SCORES
 
 
-def serialize_forward(tiles: Tiles, heads: tuple, keys: list | None) -> bool:
-    """Whether static blocks, of so many heads [B, K, G], are to wait for each other."""
-    return tiles.forward_heads is not None and _under_way(tiles, heads, keys) >= FORWARD
-
-
-def serialize_backward(tiles: Tiles, heads: tuple, keys: list | None) -> bool:
-    """The same in the backward."""
-    scores = _under_way(tiles, heads, keys)
-    return (
-        scores >= UNDER_WAY
-        if tiles.heads is not None
-        else scores >= WIDE_CALL and tiles.is_wide and len(keys) > 2
-    )
-
-
-def _under_way(tiles: Tiles, heads: tuple, keys: list | None) -> int:
-    """The scores that a CPU has in memory at a time, in what malloc maps anew in each call, where
-    no block waits for another."""
-    if (
-        keys is None
-        or len(keys) == 1
-        or not _on_cpu()
-        or not all(isinstance(n, int) for n in heads)
-    ):
-        return 0
-    return (
-        math.prod(heads) * tiles.block_q * sum(key.size for of_rows in keys for key, *_ in of_rows)
-    )
+def unrolled(tiles: Tiles, heads: tuple) -> int:
+    """How many steps of a loop over blocks that see equally many keys XLA may run at a time, where
+    a step has little for each of a CPU's cores."""
+    scores = math.prod(heads) * tiles.block_q * tiles.block_k
+    return min(max(SCORES // (2 * scores), 1), UNROLLED) if _on_cpu() else 1
 
 
 def _at_most(size: int, length: int) -> int:
