@@ -25,6 +25,8 @@ class PagedKernel(NamedTuple):
     forward: Callable  # (problem, tiles, operands, table, scales if of 8 bits)
     # whether it had better attend to a copy in order, of a problem whose rows are not one tile
     copies_prompts: Callable[[Problem], bool] = lambda problem: True
+    # why it does not read pages by default; None: as the backend's
+    why_not_by_default: Callable[[Problem], str | None] | None = None
 
 
 class Backend(NamedTuple):
@@ -116,8 +118,13 @@ def _no_gpu() -> str | None:
 FEW = 64  # queries
 
 
+def _on_hopper() -> str | None:
+    on_hopper = device.compute_capability() == 9.0
+    return "this GPU has kernels of its own, hopper's: ask for it by name" if on_hopper else None
+
+
 def _few_queries(problem: Problem) -> str | None:
-    """Why a call with a dense mask and few queries does not run Mosaic kernels by default: the
+    """Why a call with a dense mask and few queries does not run the Hopper kernels by default: the
     Triton kernels, where there are any, read the mask as it is."""
     if problem.mask is None or not isinstance(problem.queries, int) or problem.queries > FEW:
         return None
@@ -278,7 +285,7 @@ BACKENDS = (
     Backend(
         "ampere",
         lambda p: _no_tiles(p) or ampere.why_not(p) or _ampere_why_no_import(),
-        lambda p: _no_gpu() or _few_queries(p),
+        lambda p: _no_gpu() or _on_hopper(),
         lambda p: ampere.tiles(p),
         _kernel("ampere.forward", "forward"),
         _mosaic_backward("ampere.backward"),
@@ -286,7 +293,10 @@ BACKENDS = (
         own_kernels=True,
         is_interpretable=False,
         paged=PagedKernel(
-            ampere.why_no_pages, ampere.decode_tiles, _kernel("ampere.decode", "forward")
+            ampere.why_no_pages,
+            ampere.decode_tiles,
+            _kernel("ampere.decode", "forward"),
+            why_not_by_default=lambda p: _no_gpu(),  # on Hopper GPUs what hopper's cannot read
         ),
         keeps_base_2=True,
         copies=lambda p: ampere.copies(p),

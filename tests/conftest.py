@@ -8,7 +8,7 @@ from jaxlib import version
 
 # XLA's threads: gpu_interpreter.py needs one for each warpgroup, on any machine
 os.environ.setdefault("NPROC", "8")
-# tests change tiles; test_selfcheck.py checks the check
+# tests change tiles; test_selfcheck*.py check the check
 os.environ.setdefault("PALLAS_FLASH_SELF_CHECK", "0")
 # several test processes may share a GPU
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -21,6 +21,7 @@ if version.__version__.startswith(("0.10.", "0.11.")):
     slow = "--xla_cpu_collective_call_terminate_timeout_seconds=300"
     os.environ["XLA_FLAGS"] = f"{slow} {os.environ.get('XLA_FLAGS', '')}"
 
+import fakes
 import jax
 import numpy as np
 import pytest
@@ -30,6 +31,7 @@ from selection import fast_half, mark_for_a_gpu, one_turn
 from pallas_flash import blockwise, decode
 from pallas_flash.kernels import triton
 from pallas_flash.kernels.triton.tuning import AllTiles, Tiles
+from pallas_flash.selfcheck import comparison
 
 jax.config.update("jax_num_cpu_devices", 8)  # for tests of meshes; all else runs on the first
 
@@ -129,6 +131,39 @@ def small_splits(monkeypatch):
     of = triton.tuning.decode_tiles
     monkeypatch.setattr(triton.tuning, "decode_tiles", lambda *args: of(*args)._replace(block_k=16))
     monkeypatch.setattr(triton, "decode_tiles", triton.tuning.decode_tiles)
+
+
+@pytest.fixture
+def verdict_folder(monkeypatch, tmp_path):
+    """The user's cache folder, empty; the check is on."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("PALLAS_FLASH_SELF_CHECK", "1")
+    monkeypatch.delenv("PALLAS_FLASH_IMPLEMENTATION", raising=False)
+    return tmp_path / "pallas_flash"
+
+
+@pytest.fixture
+def install(monkeypatch):
+    """Puts fakes before all others, as on a GPU that nobody has checked, and as in a new
+    process."""
+
+    def install(*names_and_fakes):
+        made = (fakes.backend(x) if isinstance(x, str) else x for x in names_and_fakes)
+        fakes.install(monkeypatch.setattr, *made)
+
+    return install
+
+
+@pytest.fixture
+def checked(monkeypatch):
+    """The names of the implementations that were checked, in order."""
+    names, check = [], comparison.check
+    monkeypatch.setattr(
+        comparison,
+        "check",
+        lambda backend, *args: (names.append(backend.name), check(backend, *args))[1],
+    )
+    return names
 
 
 @pytest.fixture

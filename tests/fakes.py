@@ -7,6 +7,7 @@ import os
 import time
 
 import jax
+import numpy as np
 
 import pallas_flash.__main__
 from pallas_flash import backends, trial
@@ -15,6 +16,8 @@ from pallas_flash.backends import Backend
 from pallas_flash.selfcheck import comparison, records, verdicts
 
 GPU = records.Machine("Fake GPU", "1.2", "jax", "compilers", "sources")
+VARIANT = verdicts.Variant("honest", 64, 64, "float32", "deterministic")
+QUERY = np.random.default_rng(0).normal(size=(4, 8, 2, 16)).astype(np.float32)
 TINY = comparison.SIZES | dict(batch=1, queries=67, keys=131, heads=2, kv_heads=1)
 REFERENCE = backends.REFERENCE
 

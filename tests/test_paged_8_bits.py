@@ -32,8 +32,10 @@ from pallas_flash import (
     paged_attention,
     paged_cache,
     quantised,
+    selection,
 )
 from pallas_flash.accounting import GPUS
+from pallas_flash.caches import attend
 from pallas_flash.kernels import ampere
 from scripts.gpu_code import as_if_on
 
@@ -179,6 +181,23 @@ def test_by_mma_a_copy_is_of_whole_tiles_for_four_warps_in_shared_memory_that_th
         slots, in_use = t.stages * t.block_k * row * size, 2 * t.block_k * row * bool(stored)
         assert slots + in_use + 2 * 64 * t.width < GPUS[gpu].shared_memory - 1024
     assert taken > 80
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="an older jax lacks the kernels")
+@pytest.mark.parametrize(
+    "stored, value_size, taken",
+    [(None, 64, "hopper"), ("int8", 64, "ampere"), (None, 256, "ampere")],
+)
+def test_a_hopper_gpu_reads_by_mma_what_hoppers_kernels_cannot(stored, value_size, taken):
+    shapes = tuple((9, 64, 2, n) for n in (64, value_size))
+    q, k, v = (
+        jax.ShapeDtypeStruct((1, *n), "bfloat16")
+        for n in ((1, 8, 64), (512, 2, 64), (512, 2, value_size))
+    )
+    with as_if_on(GPUS["H200"]):
+        problem = explain(q, k, v, implementation="blockwise").problem
+        assert attend._chosen(problem, attend.Pages(shapes, stored, False), None).name == taken
+        assert selection.first(problem).backend.name == "hopper"
 
 
 @pytest.mark.parametrize("stored, of_page", [("int8", "k_pages"), ("float8_e4m3fn", "v_pages")])

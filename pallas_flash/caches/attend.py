@@ -191,4 +191,10 @@ def _chosen(problem: Problem, pages: Pages, implementation: str | None) -> Backe
     if name in backends.names() and (why_not := why_no_pages(backends.find(name))):
         cannot = f"implementation {name!r} cannot run this call of paged_attention"
         raise NotImplementedError(f"{cannot}: {why_not}. The call: {problem}.")
-    return selection.first(problem, name, lambda x: why_no_pages(x) or wrong_here(x)).backend
+
+    def why_not_by_default(backend):
+        paged = None if _copies(backend, problem, pages) else backend.paged.why_not_by_default
+        return paged or backend.why_not_by_default
+
+    why_not_here = lambda backend: why_no_pages(backend) or wrong_here(backend)
+    return selection.first(problem, name, why_not_here, why_not_by_default).backend

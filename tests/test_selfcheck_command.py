@@ -1,0 +1,177 @@
+"""python -m pallas_flash."""
+
+import pathlib
+import sys
+
+import fakes
+import jax
+import pytest
+from selection import whole_but
+
+from pallas_flash import (
+    trial,
+)
+from pallas_flash.__main__ import main, print_machine
+from pallas_flash.accounting import GPUS
+from pallas_flash.kernels import device
+from pallas_flash.selfcheck import records, verdicts
+from scripts import gpu_code
+
+pytestmark = pytest.mark.usefixtures("verdict_folder")
+
+
+@pytest.fixture
+def with_fakes(install, monkeypatch):
+    """Processes that know the fakes, as this one does."""
+    install(*fakes.FORWARDS)
+    tests = str(pathlib.Path(__file__).parent)
+    run = f"import sys; sys.path[:0] = [{tests!r}]; import fakes; fakes.main()"
+    monkeypatch.setattr(trial, "COMMAND", [sys.executable, "-c", run])
+
+
+@pytest.mark.whole
+def test_the_command_tells_right_from_wrong_crashed_and_failed_and_records_what_lasts(
+    with_fakes, capsys
+):
+    names = "honest", "liar", "crasher", "raiser"
+    assert main(["--implementations", *names, "--dtypes", "float32", "--head-sizes", "64"]) == 1
+    out = capsys.readouterr().out
+    rows = {
+        name: line
+        for name in names
+        for line in out.splitlines()
+        if line.startswith(f"{name} 64/64 float32")
+    }
+    assert rows["honest"].endswith(" right") and " ms " in rows["honest"]
+    assert "WRONG: dk is off by" in rows["liar"]
+    assert rows["crasher"].endswith("WRONG: its process died of SIGABRT")
+    assert rows["raiser"].endswith("NOT CHECKED: RuntimeError: ptxas fell over")
+    assert f"1 of 4 are right. Recorded in {records.folder()}." in out
+    found = {
+        name: records.read(fakes.VARIANT._replace(implementation=name), fakes.GPU) for name in names
+    }
+    assert (
+        found["honest"]["wrong"] is None
+        and "SIGABRT" in found["crasher"]["wrong"]
+        and found["raiser"] is None
+    )
+
+
+CASE = trial.Case("honest", 64, 64, "float32", *trial.SHORT[0])
+RIGHT = "print(json.dumps([[{}, None, None], 1, 2]))"
+FOUND = {  # by what a process does
+    f"print('compiling'); time.sleep(2.5); print('ready', flush=True); input(); {RIGHT}": None,
+    "print('ready', flush=True); time.sleep(60)": "wrong on this machine: its check did not finish "
+    "within 2 s",
+    "print(json.dumps([[{}, 'refused', None]]))": "wrong on this machine: refused",
+    "os.abort()": "wrong on this machine: its process died of SIGABRT",
+    "os.kill(os.getpid(), 9)": "not checked on this machine: its process died of SIGKILL, which "
+    "others send: a system short of "
+    "memory, say",
+    "print('ready', flush=True); input(); exit('no more')": "not checked on this machine: no more",
+}
+
+
+def processes(monkeypatch, code: str):
+    monkeypatch.setattr(
+        trial, "COMMAND", [sys.executable, "-c", f"import json, os, sys, time; {code}"]
+    )
+
+
+@pytest.mark.parametrize("code", whole_but(FOUND, *(code for code in FOUND if "sleep" not in code)))
+def test_a_process_is_ended_where_it_hangs_and_only_what_lasts_is_its_verdict(code, monkeypatch):
+    processes(monkeypatch, code)
+    assert trial.in_a_process(CASE, limit=2).verdict.why_not == FOUND[code]
+
+
+@pytest.mark.whole
+def test_several_processes_compile_at_a_time_and_one_runs(monkeypatch, tmp_path):
+    log = tmp_path / "log"
+    note = lambda word: f"open({str(log)!r}, 'a').write('{word} '); time.sleep(0.3)"
+    processes(
+        monkeypatch,
+        f"{note('compile')}; print('ready', flush=True); input(); {note('run')}; {note('end')}; "
+        f"{RIGHT}",
+    )
+    found = list(trial.findings([CASE] * 3, limit=60, jobs=3))
+    assert [finding.verdict.why_not for finding in found] == [None] * 3
+    words = log.read_text()
+    assert words.count("run end") == 3 and words.startswith("compile compile compile")
+
+
+def test_by_default_an_h100_checks_what_most_calls_need_within_minutes():
+    with gpu_code.as_if_on(GPUS["H100"]):
+        if jax.__version_info__ >= (0, 11, 2):
+            assert trial.default_names() == ["hopper", "triton"]
+        found, _ = trial.cases(["hopper", "triton"], None, ["bfloat16"], False)
+    assert len(found) * trial.SECONDS / 8 <= 180
+    needed = {
+        f"triton {H}/{H} bfloat16, deterministic{more}"
+        for H in (32, 64, 128)
+        for more in ("", ", decoding")
+    }
+    assert needed <= {str(variant) for variant in found}
+
+
+def test_what_the_machine_lacks_is_the_reason_that_is_told():
+    with gpu_code.as_if_on(GPUS["A100-80GB"]):
+        found, refused = trial.cases(["hopper"], None, ["float16", "float32"], True)
+    assert not found and (
+        "compute capability 9.0" in refused["hopper"] or jax.__version__ in refused["hopper"]
+    )
+
+
+def test_the_command_says_what_is_taken_and_why_not_the_others(capsys, monkeypatch):
+    monkeypatch.setattr(trial, "in_a_process", lambda case, limit: trial.Finding(verdicts.TRUSTED))
+    monkeypatch.setattr(device, "compute_capability", lambda: None)
+    assert main(["--implementations", "hopper"]) == 1  # there is nothing that it could run
+    out = capsys.readouterr().out
+    assert "hopper is not here: it needs " in out and "0 of 0 are right." in out
+    if jax.default_backend() == "cpu":
+        assert out.count("takes  blockwise\n") == 5
+    assert main(["--all", "--implementations", "blockwise", "--head-sizes", "64", "192/128"]) == 0
+    assert "blockwise 192/128 bfloat16, deterministic, dropout  " in capsys.readouterr().out
+
+
+CUDA13, CUDA12 = "jax-cuda13-plugin", "jax-cuda12-plugin"
+
+
+@pytest.mark.parametrize(
+    "driver, plugins, environment, told",
+    [
+        ("unknown", [], {}, "no NVIDIA driver is loaded here; for an NVIDIA GPU pip install "),
+        ("580.65.06", [], {}, "driver 580.65.06 is loaded, but jax has no plugin for CUDA: pip "),
+        ("535.104.05", [CUDA13], {}, f"{CUDA13} needs a newer driver than 535.104.05: pip install"),
+        ("535.104.05", [CUDA12], {}, f"{CUDA12} did not start with driver 535.104.05: it broke\n"),
+        ("580.65.06", [CUDA13], {}, f"{CUDA13} did not start with driver 580.65.06: it broke\n"),
+        ("580.65.06", [CUDA13], dict(CUDA_VISIBLE_DEVICES="-1"), "CUDA_VISIBLE_DEVICES='-1' hides"),
+        ("580.65.06", [CUDA13], dict(JAX_PLATFORMS="cpu"), "JAX_PLATFORMS=cpu names none; unset"),
+    ],
+)
+def test_the_command_says_why_there_is_no_gpu_and_what_to_do(
+    driver, plugins, environment, told, capsys, monkeypatch
+):
+    fakes.unplug(monkeypatch.setattr, driver, plugins, "it broke\nand so on")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    before = jax.config.jax_platforms
+    jax.config.update("jax_platforms", environment.get("JAX_PLATFORMS"))
+    try:
+        print_machine()
+    finally:
+        jax.config.update("jax_platforms", before)
+    assert f"\nno GPU: {told}" in capsys.readouterr().out
+
+
+def test_the_command_misses_no_gpu_where_there_is_one(capsys, monkeypatch):
+    fakes.plug_in(monkeypatch.setattr, fakes.Device())
+    print_machine()
+    assert "no GPU" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["0", "64/300", "wide"])
+def test_a_bad_head_size_has_a_clear_error(text, capsys):
+    with pytest.raises(SystemExit):
+        main(["--head-sizes", text])
+    assert "--head-sizes: " in capsys.readouterr().err
