@@ -119,16 +119,18 @@ def _tiles(problem: Problem) -> Tiles:
     block_q, skips = min(rows, p.queries), _is_cut(p) or p.resolved_mask.mask_mod is not None
     band = None if skips else find_band(p, block_q, p.keys)
     tiles = Tiles(block_q, band.width if band else p.keys, None, dtype, why=why)
+    # what is made of queries and keys
+    arrays = (2 * p.group * p.queries + p.keys) * (p.head_size + p.value_size) // 4
     if band:
-        scores = block_q * band.width
+        scores = p.group * block_q * band.width + arrays
     elif not skips and static_key_blocks(p, tiles):
-        scores = count_scores(p, block_q)
+        scores = p.group * count_scores(p, block_q) + arrays
     else:
         tiles = tiles._replace(block_k=min(KEYS, p.keys))
-        scores = block_q * tiles.block_k
+        scores = 5 * p.group * block_q * tiles.block_k  # caches had better hold a step of a loop
     if not _is_one_device():
         return tiles
-    heads, forward_heads = (_heads(p, scores, size) for size in (10, 6))
+    heads, forward_heads = (_heads(p, scores * size // 10) for size in (10, 6))
     return tiles._replace(heads=heads, forward_heads=forward_heads)
 
 
@@ -138,8 +140,9 @@ def _query_block(p: Problem) -> tuple[int, str]:
     mask = p.resolved_mask
     fewest = ceil_div(p.queries * p.group * p.keys, SCORES)
     is_causal = mask.right is not None and p.queries < 2 * p.keys  # else it hides a quarter at most
+    of_loops = min(max(UNROLLED * ROWS // p.group, 32), 2 * ROWS)
     if _is_cut(p) or mask.mask_mod is not None:
-        size = max(ROWS // p.group, 16) if mask.mask_mod is None else ROWS
+        size = of_loops if mask.mask_mod is None else ROWS
         return even(p.queries, size), "small blocks, of which the mask hides some"
     if not is_causal and mask.left is None:
         size = max(ceil_div(p.queries, fewest), 16)
@@ -152,8 +155,7 @@ def _query_block(p: Problem) -> tuple[int, str]:
             return narrow, "a loop over blocks that see equally many keys"
         heads = 1 if _is_one_device() else p.batch * p.kv_heads  # that go at a time
         if fewest * heads > 2 * UNROLLED and p.bias is None:  # of a bias see _is_cut
-            size = min(max(UNROLLED * ROWS // p.group, 32), 2 * ROWS)
-            return even(p.queries, size), "loops over the keys that a block sees"
+            return even(p.queries, of_loops), "loops over the keys that a block sees"
     return few, f"up to {UNROLLED} blocks, each with the keys that it sees"
 
 
@@ -184,12 +186,9 @@ def even(length: int, most: int) -> int:
     return 8 * ceil_div(ceil_div(length, ceil_div(length, most)), 8)
 
 
-def _heads(p: Problem, scores: int, size: int) -> int | None:
-    """How many key/value heads go at a time, each query head of which has so many scores of so many
-    bytes, and what is made of queries and keys."""
-    arrays = (2 * p.group * p.queries + p.keys) * (p.head_size + p.value_size)
-    each = (p.group * scores + arrays // 4) * size // 10
-    return None if p.batch * p.kv_heads * each <= CALL else max(SCORES // each, 1)
+def _heads(p: Problem, scores: int) -> int | None:
+    """How many key/value heads go at a time, which take so much memory as so many scores do."""
+    return None if p.batch * p.kv_heads * scores <= CALL else max(SCORES // scores, 1)
 
 
 def serialize(tiles: Tiles, heads: tuple, keys: list | None) -> bool:
