@@ -115,12 +115,12 @@ def _no_gpu() -> str | None:
     )
 
 
-FEW = 64  # queries
-
-
 def _on_hopper() -> str | None:
     on_hopper = device.compute_capability() == 9.0
     return "this GPU has kernels of its own, hopper's: ask for it by name" if on_hopper else None
+
+
+FEW = 64  # queries
 
 
 def _few_queries(problem: Problem) -> str | None:

@@ -21,7 +21,7 @@ from pallas_flash.kernels.ampere.matrices import flat, pad
 from pallas_flash.kernels.ampere.tuning import ROWS, DecodeTiles
 from pallas_flash.kernels.mosaic.launch import LANE, launch
 from pallas_flash.kernels.mosaic.mask import load_mask
-from pallas_flash.kernels.mosaic.registers import ScoreTile, per_row
+from pallas_flash.kernels.mosaic.registers import FACTOR, ScoreTile, per_row
 from pallas_flash.kernels.mosaic.scheduler import divmod_
 from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.online_softmax import LOG2E, LogBase
@@ -36,7 +36,8 @@ class Inputs(NamedTuple):
     blocks: jax.Array  # int32 [B, 1, 4], schedule.Blocks
     reach: jax.Array  # int32 [B, 2], the keys that any row sees
     table: jax.Array | None  # int32 [B, pages], indices of existing pages
-    scales: tuple  # float32 [B, K, S] of keys and values of 8 bits
+    # of keys and values of 8 bits: what their numbers in shared memory are multiplied by
+    scales: tuple  # float32 [B, K, S]
     resolved_mask: ResolvedMask  # its data by 64 rows, and by keys
 
 
@@ -102,7 +103,7 @@ def _inputs(p: Problem, t: DecodeTiles, x: Operands, table, scales) -> Inputs:
     if t.stored:
         arrays = x.query, *(lax.bitcast_convert_type(a, jnp.int8) for a in arrays[1:])
     arrays = map(pad, arrays, rows, (t.width, t.width, t.value_width))
-    scales = tuple(_in_order(a, table, t.block_k) for a in scales)
+    scales = tuple(FACTOR[t.stored] * _in_order(a, table, t.block_k) for a in scales)
     return Inputs(*map(flat, arrays), blocks, reach, table, scales, resolved_mask)
 
 
@@ -137,17 +138,17 @@ def _kernel(program, x: Inputs, o_gmem, *outputs, problem: Problem, tiles: Decod
     def step(n, carry, masked):
         o, stats = carry
         at = ScoreTile(tile.LAYOUTS, 0, _first_key(x.k, x.table, n, t), (ROWS, t.block_k))
-        scales = [at.load_per_key(lambda keys, ref=ref: ref.at[b, h, keys]) for ref in x.scales]
+        load_scale = lambda ref: at.load_per_key(lambda keys: ref.at[b, h, keys])
+        k_scale, v_scale = map(load_scale, x.scales) if t.stored else (None, None)
         k, v = kv.wait(n, blocks.last - 1 - n)
         load(n + t.stages - 1)
-        if scales:
+        if t.stored:
             for block, wide in zip((k, v), memory.in_use, strict=True):
-                factor = tile.widen(block, t.stored, wide, t.swizzle)
-            scales = [scale * factor for scale in scales]
+                tile.widen(block, t.stored, wide, t.swizzle)
             tile.release(tma=False)
             k, v = memory.in_use
         s = tile.dot_t(tile.load(memory.q) if q is None else q, k)  # [bq, bk]
-        s = s * scales[0] if scales else s
+        s = s if k_scale is None else s * k_scale
         s, scale = online_softmax.factored_scores(s, p.scale, p.soft_cap)
         visible = None
         if masked:  # the keys before `unseen` are those of the block before
@@ -156,8 +157,8 @@ def _kernel(program, x: Inputs, o_gmem, *outputs, problem: Problem, tiles: Decod
             s = jnp.where(visible, s, -jnp.inf)
         prob, alpha, stats = online_softmax.step(s, stats, LogBase.TWO, scale)
         o = o * per_row(alpha, o.shape)
-        if scales:
-            prob = prob * scales[1]  # which may be NaN where nobody sees
+        if v_scale is not None:  # it may be NaN where nobody sees
+            prob = prob * v_scale
             prob = prob if visible is None else jnp.where(visible, prob, 0.0)
         prob = tile.as_left(prob.astype(v.dtype))
         if not masked:

@@ -95,14 +95,13 @@ def release(tma: bool):
         plgpu.inline_mgpu()(lambda _: mgpu.warpgroup_barrier())()
 
 
-def widen(x, stored: str, to, swizzle: int) -> float:
-    """Writes a block of numbers of 8 bits in 16 to other shared memory of this swizzle; what they
-    are still to be multiplied by."""
+def widen(x, stored: str, to, swizzle: int):
+    """Writes a block of numbers of 8 bits in 16, by `from_8_bits`, to other shared memory of this
+    swizzle."""
     # of vectors of 16 bytes in 16 bits; an assignment also loads what was there, which the compiler
     # leaves out in this layout
     layout = plgpu.Layout.SMEM_GMEM_COPY(to.shape, to.dtype, swizzle)
-    to[...], factor = from_8_bits(plgpu.load(x, layout=layout, optimized=False), stored, to.dtype)
-    return factor
+    to[...] = from_8_bits(plgpu.load(x, layout=layout, optimized=False), stored, to.dtype)
 
 
 class Ring(NamedTuple):

@@ -46,16 +46,19 @@ def load(ref, layout):
     return plgpu.load(ref, layout=layout, optimized=False)
 
 
+# what `from_8_bits` leaves to be multiplied by: the exponent of float16 has a bias of 15, not 7
+FACTOR = dict(int8=1.0, float8_e4m3fn=2.0**8)
+
+
 def from_8_bits(x, stored: str, dtype):
-    """Numbers of 8 bits, given as int8, in a dtype of 16, and what they are still to be multiplied
-    by."""
+    """Numbers of the dtype `stored`, whose bits are given as int8, in a dtype of 16 bits, divided
+    by their FACTOR."""
     if stored == "int8":
-        return x.astype(jnp.int32).astype(jnp.float32).astype(dtype), 1.0
-    # float8_e4m3fn, the sign, the exponent and the mantissa at their places in a float16, where the
-    # exponent has a bias of 15, not 7
+        return x.astype(jnp.int32).astype(jnp.float32).astype(dtype)
+    # the sign, the exponent and the mantissa at their places in a float16
     x = lax.bitcast_convert_type((x.astype(jnp.int16) << 7) & -0x4080, jnp.float16)
     x = x.astype(jnp.float32)
-    return jnp.where(jnp.abs(x) > 448 / 256, jnp.nan, x).astype(dtype), 256.0
+    return jnp.where(jnp.abs(x) > 448 / FACTOR[stored], jnp.nan, x).astype(dtype)
 
 
 class ScoreTile(NamedTuple):
