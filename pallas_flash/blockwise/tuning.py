@@ -70,6 +70,7 @@ SCORES = 5 * 2**18  # of a block, and of the heads that go at a time
 CALL = 3 * 2**20  # of all heads, if they go at once
 ROWS = 128  # of a block of which a mask hides much
 KEYS = 256  # of a block, where a loop or a mask_mod may skip some
+MANY = 2048  # keys, from which on the regular forward copies those of each head
 COPIED = 2**25  # bytes of keys and values in the order of the heads, that malloc maps in each call
 STEP = 2**20  # bytes of keys and values, too few for a step of a loop over batch rows
 BLOCK = 512  # keys of all heads that are in the caches at a time, in decoding
@@ -88,7 +89,7 @@ def _decodes(p: Problem) -> bool:
     rows, has_data = p.queries * p.group, p.resolved_mask.has_data
     dtype = "float32" if rows == 1 else _tiles(p).dtype  # XLA multiplies a single row in float32
     of_batch_row = p.keys * p.kv_heads * (p.head_size + p.value_size) * jnp.dtype(dtype).itemsize
-    if p.keys > 2048:
+    if p.keys > MANY:
         return (has_data and rows <= 8) or p.batch * of_batch_row >= COPIED
     # else nothing is copied
     gains = (rows < 8 or of_batch_row > STEP) if has_data else (p.kv_heads > 1 or dtype != p.dtype)
@@ -113,7 +114,7 @@ def _tiles(problem: Problem) -> Tiles:
     in_own = p.dtype == "float64" or (p.dtype == "bfloat16" and _is_apart(p))
     dtype = p.dtype if in_own else "float32"
     if not all(isinstance(n, int) for n in (p.batch, p.queries, p.keys)):
-        block_q, block_k = max(ROWS // p.group, 16), KEYS if _is_cut(p) else 8 * KEYS
+        block_q, block_k = max(ROWS // p.group, 16), KEYS if _is_cut(p) else MANY
         return Tiles(_at_most(block_q, p.queries), _at_most(block_k, p.keys), None, dtype)
     rows, why = _query_block(p)
     block_q, skips = min(rows, p.queries), _is_cut(p) or p.resolved_mask.mask_mod is not None
