@@ -49,7 +49,14 @@ class Operands(NamedTuple):
     def differentiable(self) -> Gradients:
         """The operands that have a gradient."""
         captured = () if self.score is None else self.score.tables
-        return Gradients(self.query, self.key, self.value, self.bias, self.sinks, captured)
+        return Gradients(
+            query=self.query,
+            key=self.key,
+            value=self.value,
+            bias=self.bias,
+            sinks=self.sinks,
+            captured=captured,
+        )
 
     def with_differentiable(self, new: Gradients) -> "Operands":
         """The operands with others in place of those that have a gradient."""
@@ -171,16 +178,31 @@ def normalise(call: Call) -> tuple[Problem, Operands]:
         seeds = call.dropout_seeds
         seeds = dropout.seeds(call.dropout_rng, *lead, N) if seeds is None else seeds
         seeds = seeds.reshape(B, N, 2)
-    qkv = _times(flat(query), factors, resolved_mask), flat(key), flat(value)
     score = None
     if call.score_mod is not None:
         near = score_mod_offset(sizes, call)
         score = BoundScoreMod.bind(
             scores.fitting(call.score_mod, N), checks.sums(query.dtype), near, B
         )
-    operands = Operands(*qkv, bias, sinks, mask, resolved_mask, seeds, score)
+    operands = Operands(
+        query=_times(flat(query), factors, resolved_mask),
+        key=flat(key),
+        value=flat(value),
+        bias=bias,
+        sinks=sinks,
+        mask=mask,
+        resolved_mask=resolved_mask,
+        seeds=seeds,
+        score=score,
+    )
     problem = Problem(
-        *(B, T, S, N, K, H, Hv),
+        batch=B,
+        queries=T,
+        keys=S,
+        heads=N,
+        kv_heads=K,
+        head_size=H,
+        value_size=Hv,
         dtype=str(query.dtype),
         scale=scale,
         soft_cap=call.logits_soft_cap,

@@ -214,11 +214,10 @@ def flash_attention(
         mask; -inf hides the key. `pallas_flash.scores` has some. score is float32 (float64 for
         float64), the others are int32: the batch row, counted over all leading axes; the query
         head; the query's key position, which is its row + query_offset; and the key's position. It
-        may capture arrays, traced ones too, and index them down to scalars, as table[h, kv_idx]
-        ("hopper": by b and h only). Captured float arrays get gradients, which "blockwise" on a GPU
-        adds in any order. It may be called for pairs that a mask hides; the result is not used, but
-        in "reference" its derivative there must be finite. Inside jax.shard_map b and h count from
-        0 on each device.
+        may capture arrays, traced ones too, and index them down to scalars, as table[h, kv_idx].
+        Captured float arrays get gradients, which "blockwise" on a GPU adds in any order. It may be
+        called for pairs that a mask hides; the result is not used, but in "reference" its
+        derivative there must be finite. Inside jax.shard_map b and h count from 0 on each device.
 
     Returns:
       The output [*B, T, N, Hv] in the query's dtype. With return_residual or return_max_logits, a

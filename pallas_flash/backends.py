@@ -1,4 +1,4 @@
-"""The table of implementations: what each can do, as fields. No other file knows them by name."""
+"""The table of implementations: what each can do, as fields. No other file decides by a name."""
 
 import dataclasses
 import functools

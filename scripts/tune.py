@@ -4,8 +4,8 @@ FIELD=VALUE,VALUE ...]
 Sweeps the tiles of an implementation's kernels for one shape. The forward kernel's tiles are judged
 by the time of the forward, those of each backward kernel by the time of the backward, and those of
 forward mode by the time of a jvp, with the other kernels as they are. Every candidate is checked
-against dense float32 before it is timed. Prints a table for each kernel, and the best tiles as a
-row for kernels/NAME/tuning.py.
+against dense float32 before it is timed. Prints a table for each kernel, and the best tiles, to be
+copied into the tables of kernels/NAME/tuning.py.
 """
 
 import argparse

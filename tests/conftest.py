@@ -26,6 +26,7 @@ import jax
 import numpy as np
 import pytest
 import trainer
+from jax.experimental.compilation_cache import compilation_cache
 from selection import fast_half, mark_for_a_gpu, one_turn
 
 from pallas_flash import blockwise, decode
@@ -197,16 +198,24 @@ def _forget_compiled_code():
 @pytest.fixture(scope="module")
 def compiled_once(tmp_path_factory):
     """Most runs have the same programs."""
-    cache = dict(
-        jax_compilation_cache_dir=str(tmp_path_factory.getbasetemp() / "compiled"),
-        jax_persistent_cache_min_compile_time_secs=0.0,
-    )
-    before = {name: getattr(jax.config, name) for name in cache}
-    for settings in (cache, before):
-        for name, value in settings.items():
-            jax.config.update(name, value)
-        if settings is cache:
-            yield
+    _cache_programs(str(tmp_path_factory.getbasetemp() / "compiled"))
+    yield
+    _cache_programs(None)
+
+
+@pytest.fixture
+def compiled_anew():
+    """For several devices, whose programs cannot be restored: see scripts/gpt_run/devices.py."""
+    folder = jax.config.jax_compilation_cache_dir
+    _cache_programs(None)
+    yield
+    _cache_programs(folder)
+
+
+def _cache_programs(folder: str | None):
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0 if folder is None else 0.0)
+    compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="session")

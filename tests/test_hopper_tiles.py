@@ -40,6 +40,14 @@ def test_tiles_are_no_wider_than_whole_columns_of_them_that_hold_the_heads(sizes
     assert (tiles.width, tiles.value_width, tiles.swizzle, *arrays) == WIDTHS[sizes]
 
 
+def test_decoding_moves_whole_columns_whatever_rows_the_table_has(monkeypatch):
+    row = tuning.Tiles(width=96, value_width=96, warpgroups=2, block_k=128)
+    monkeypatch.setattr(tuning, "_FORWARD", (row, *tuning._FORWARD))
+    q, k = (jax.ShapeDtypeStruct((1, n, 2, 96), jnp.bfloat16) for n in (1, 1024))
+    tiles = hopper.tiles(explain(q, k, k).problem).decode
+    assert (tiles.width, tiles.value_width) == (128, 128)
+
+
 @needs_interpreter
 @pytest.mark.parametrize(
     "head, deterministic", [(80, True), (80, False), (96, True), (96, False), (40, True)]

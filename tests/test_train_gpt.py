@@ -167,6 +167,14 @@ def test_a_stopped_and_resumed_run_has_the_curves_of_an_unbroken_one(
     assert same_curves(folder, finished_run)
 
 
+def test_a_run_of_before_an_option_was_there_resumes_with_its_default(finished_run, tmp_path):
+    config = json.loads((finished_run / "config.json").read_text())
+    del config["settings"]["untied"], config["settings"]["clip"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    args = parse(["--resume", str(tmp_path)])
+    assert (args.untied, args.clip, args.layers) == (False, 1.0, 2)
+
+
 @pytest.mark.whole
 def test_a_killed_run_goes_on_from_its_last_checkpoint(text, tmp_path):
     killed, whole = tmp_path / "killed", tmp_path / "whole"
@@ -212,7 +220,9 @@ def test_a_run_is_extended_by_more_steps_and_says_how_the_schedule_changes(
 
 
 @pytest.mark.whole
-def test_runs_on_a_mesh_of_one_or_two_processes_have_the_losses_of_one_device(text, tmp_path):
+def test_runs_on_a_mesh_of_one_or_two_processes_have_the_losses_of_one_device(
+    text, tmp_path, compiled_anew
+):
     sizes = "--kv-heads 2 --batch 4 --steps 30"
     settings = [*TINY, *sizes.split(), "--data", text]
     one, meshed, together = tmp_path / "one", tmp_path / "meshed", tmp_path / "together"
@@ -221,9 +231,13 @@ def test_runs_on_a_mesh_of_one_or_two_processes_have_the_losses_of_one_device(te
         free.bind(("localhost", 0))
         hosts = f"localhost:{free.getsockname()[1]},2"
     command = [sys.executable, SCRIPT, *settings, *mesh, together, "--simulate-devices", "4"]
+    cache = dict(
+        JAX_COMPILATION_CACHE_DIR=str(tmp_path / "compiled"),
+        JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
+    )
+    options = dict(stdout=subprocess.PIPE, text=True, env={**os.environ, **cache})
     processes = [
-        subprocess.Popen([*command, "--hosts", f"{hosts},{i}"], stdout=subprocess.PIPE, text=True)
-        for i in range(2)
+        subprocess.Popen([*command, "--hosts", f"{hosts},{i}"], **options) for i in range(2)
     ]
     try:
         said, silent = (process.communicate(timeout=300)[0] for process in processes)
@@ -231,6 +245,7 @@ def test_runs_on_a_mesh_of_one_or_two_processes_have_the_losses_of_one_device(te
         for process in processes:
             process.kill()
     assert [process.returncode for process in processes] == [0, 0]
+    assert not (tmp_path / "compiled").exists(), "a restored program may wait for ever"
     # but for the lines that Gloo writes
     assert "scripts/generate.py" in said and not re.search("model|step|held out|files", silent)
     train(*settings, "--out", one)

@@ -191,7 +191,7 @@ def backward(
             dbias = heads.add(outputs.bias, dbias.reshape(shape), 1)
         return Gradients(
             put(outputs.query, dq * p.scale),
-            put(outputs.key, dk * (p.scale / some.logits.query_scale)),
+            put(outputs.key, dk * (p.scale / some.logits.query_factor)),
             put(outputs.value, dv),
             dbias,
             captured=captured,

@@ -29,7 +29,7 @@ def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None, scale
     p, wide = problem, sums(tiles.dtype)
     rows, x_rows = decode.pack_gqa(p, x)
     q = jnp.swapaxes(x_rows.query, 1, 2).astype(wide)
-    q = q * p.scale if p.soft_cap is None else q  # as View's
+    q = q * p.scale if p.soft_cap is None else q  # as Logits.query_factor
     zeros = lambda *shape: jnp.zeros_like(q, shape=shape)
     batch = p.batch if tiles.batch is None else tiles.batch
     heads = p.batch, p.kv_heads, rows.queries

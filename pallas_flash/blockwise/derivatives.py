@@ -35,7 +35,7 @@ class Slices(NamedTuple):
     """The differentiable arrays of some heads, or of a block of their rows and keys; or tangents of
     them, where None is zero."""
 
-    query: jax.Array | None  # [B, K, G, T, H], or [B, K, rows, H] of a block; times query_scale
+    query: jax.Array | None  # [B, K, G, T, H], or [B, K, rows, H] of a block; times query_factor
     key: jax.Array | None  # [B, K, S, H]
     value: jax.Array | None  # [B, K, S, Hv]
     bias: jax.Array | None  # [B | 1, K | 1, G | 1, T | 1, S | 1]
@@ -46,7 +46,7 @@ class Slices(NamedTuple):
         by_key = lambda a: some.mask.zero_hidden_keys(by_head(a, heads)[:, :, 0].astype(dtype))
         query = x.query
         if query is not None:
-            query = by_head(query, heads).astype(dtype) * some.logits.query_scale
+            query = by_head(query, heads).astype(dtype) * some.logits.query_factor
             query = some.mask.zero_blind_rows(query)
         key, value = (None if a is None else by_key(a) for a in (x.key, x.value))
         bias = None if x.bias is None else dense_tiles(x.bias, heads).astype(dtype)
@@ -225,7 +225,7 @@ def second(
             dbias = heads.add(of_operands.bias, dbias.reshape(shape), 1)
         put = lambda whole, part: heads.put(whole, from_heads(part), 2)
         of_operands = Gradients(
-            put(of_operands.query, dq * some.logits.query_scale),
+            put(of_operands.query, dq * some.logits.query_factor),
             put(of_operands.key, dk[:, :, None]),
             put(of_operands.value, dv[:, :, None]),
             dbias,

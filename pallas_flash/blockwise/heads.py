@@ -22,7 +22,7 @@ class SomeHeads(NamedTuple):
 
     problem: Problem
     tiles: Tiles
-    query: jax.Array  # [B, K, G, T, H], times `logits.query_scale`
+    query: jax.Array  # [B, K, G, T, H], times `logits.query_factor`
     key: jax.Array  # [B, K, S, H]
     value: jax.Array  # [B, K, S, Hv]
     sinks: jax.Array | None  # [K, G]
@@ -34,7 +34,7 @@ class SomeHeads(NamedTuple):
     def take(cls, p: Problem, tiles: Tiles, heads: HeadRange, x: Operands) -> "SomeHeads":
         mask, logits = TileMask.take(p, heads, x), Logits.take(p, tiles, heads, x)
         q, k, v = (by_head(a, heads).astype(tiles.dtype) for a in (x.query, x.key, x.value))
-        query = mask.zero_blind_rows(q * logits.query_scale)
+        query = mask.zero_blind_rows(q * logits.query_factor)
         key, value = (mask.zero_hidden_keys(a[:, :, 0]) for a in (k, v))
         sinks = x.sinks
         if sinks is not None:

@@ -52,7 +52,7 @@ class Logits(NamedTuple):
         return cls(p, placement, dense_tiles(x.bias, heads), of_heads(x.score, p, heads), seeds)
 
     @property
-    def query_scale(self) -> float:
+    def query_factor(self) -> float:
         """What q is multiplied by before all products."""
         return self.problem.scale if self.placement is ScalePlacement.QUERY else 1.0
 
@@ -67,7 +67,7 @@ class Logits(NamedTuple):
         if self.placement is ScalePlacement.EXPONENT:
             return True
         is_plain = self.bias is None and self.problem.soft_cap is None and self.score is None
-        return is_plain and self.query_scale == self.problem.scale
+        return is_plain and self.query_factor == self.problem.scale
 
     def forward(self, q, key, rows: Block, keys: Block, visible=None):
         """[B, K, rows, keys] of q [B, K, rows, H] and key [B, K, S, H]; those that are not
@@ -107,7 +107,7 @@ class Logits(NamedTuple):
         bias = self.bias
         if bias is not None:
             bias = dense_tile(bias, rows, keys, p.group).astype(qk.dtype)
-        scale = p.scale / self.query_scale
+        scale = p.scale / self.query_factor
         return online_softmax.scores(qk, bias, scale, p.soft_cap, LogBase.E)
 
     def _pairs(self, rows: Block, keys: Block):

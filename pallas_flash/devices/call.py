@@ -128,7 +128,7 @@ def operand_axes(problem: arguments.Problem, operands: arguments.Operands) -> ar
 
     resolved_mask = dataclasses.replace(resolved_mask, mask_mod=of_mod(resolved_mask.mask_mod))
     there = {name: x for name, x in operands._asdict().items() if hasattr(x, "ndim")}
-    there = {name: of(x, AXES.get(name, "BN")) for name, x in there.items()}
+    there = {name: of(x, (AXES | dict(seeds="BN"))[name]) for name, x in there.items()}
     return operands._replace(resolved_mask=resolved_mask, score=of_mod(operands.score), **there)
 
 

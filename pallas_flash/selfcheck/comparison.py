@@ -255,7 +255,17 @@ def trial(problem: Problem, sizes: dict[str, int]) -> tuple[Problem, Operands, t
     )
     dlse = normal(p.batch, p.heads, p.queries).astype(jnp.float32)
     sinks = normal(p.heads).astype(jnp.float32) if p.sinks else None
-    operands = Operands(q, k, v, bias, sinks, mask, resolved_mask, seeds, score)
+    operands = Operands(
+        query=q,
+        key=k,
+        value=v,
+        bias=bias,
+        sinks=sinks,
+        mask=mask,
+        resolved_mask=resolved_mask,
+        seeds=seeds,
+        score=score,
+    )
     soft_cap = None if p.soft_cap is None else SOFT_CAP
     return dataclasses.replace(p, soft_cap=soft_cap).of_part(operands), operands, (do, dlse)
 

@@ -30,6 +30,9 @@ def open_devices(args):
     process prints."""
     if args.simulate_devices:
         jax.config.update("jax_num_cpu_devices", args.simulate_devices)
+        # XLA restores a CPU's program without the order of its collectives: devices that begin with
+        # different ones wait for each other for ever (jax 0.11.2)
+        jax.config.update("jax_enable_compilation_cache", False)
     if args.hosts is not None:
         trains = not (args.check or args.eval_only)
         if not (args.mesh and trains and (args.resume or args.out)):

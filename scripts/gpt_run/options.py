@@ -231,7 +231,7 @@ def parse(argv=None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     for name in fixed:
         given = getattr(args, name)
-        saved = defaults[name]
+        saved = parser.get_default(name)
         extends = name == "steps" and given > saved
         if given != saved and not extends:
             raise UserError(

@@ -1,4 +1,4 @@
-"""How the kernels by mma tile a problem. Data only."""
+"""How the kernels by mma tile a problem: tables, and which row a problem takes."""
 
 from typing import NamedTuple
 

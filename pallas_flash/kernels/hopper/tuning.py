@@ -1,4 +1,4 @@
-"""How the Hopper kernels tile a problem. Data only."""
+"""How the Hopper kernels tile a problem: tables, and which row a problem takes."""
 
 from typing import Literal, NamedTuple
 
@@ -229,13 +229,13 @@ def _decoding(p: Problem) -> DecodeTiles | None:
 def decode_tiles(problem: Problem, page: int = ROWS) -> DecodeTiles:
     """As many stages as shared memory holds beside q and o, and as there are barriers for."""
     p, forward = problem, _row(_FORWARD, problem)
-    left = SHARED - ROWS * (2 * forward.width + 4 * COLUMNS)
-    stages = min(left // (ROWS * forward.key_bytes), 6)
+    whole = lambda width: -(-width // COLUMNS) * COLUMNS
+    width, value_width = whole(forward.width), whole(forward.value_width)
+    left = SHARED - ROWS * (2 * width + 4 * COLUMNS)
+    stages = min(left // (ROWS * 2 * (width + value_width)), 6)
     copies = max(ROWS // page, 1)
     num_splits = decode.num_splits(p, ROWS, device.processors())
-    return DecodeTiles(
-        forward.width, forward.value_width, num_splits, stages, copies, swizzle=forward.swizzle
-    )
+    return DecodeTiles(width, value_width, num_splits, stages, copies, swizzle=forward.swizzle)
 
 
 def _row(table, problem: Problem):

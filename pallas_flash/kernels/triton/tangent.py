@@ -19,15 +19,16 @@ from pallas_flash.online_softmax import RowLse
 def tangent(problem: Problem, tiles: AllTiles, x: Operands, dx: Gradients, rows: RowLse, o, dlse):
     """The tangents of o and lse, but for what those of the arrays of a score_mod add."""
     p, t = problem, tiles.tangent
-    x, dx = mods.with_block_lists(p, t, x), Gradients(*dx[:4])
+    x, dx = mods.with_block_lists(p, t, x), dx._replace(sinks=None, captured=())
     grid, at = by_query_tile(p, t)
     row, spec = at.spec("bnt"), at.operands(x)
-    of_tangents = (None if da is None else s for da, s in zip(dx, spec[:4], strict=False))
+    of = lambda name: None if getattr(dx, name) is None else getattr(spec, name)
+    of_tangents = {name: of(name) for name in ("query", "key", "value", "bias")}
     return tile.launch(
         functools.partial(_kernel, problem=p, tiles=t),
         (x, dx, rows, o, dlse),
         grid=grid,
-        in_specs=[spec, Gradients(*of_tangents), RowLse(row, row), at.spec("btnv"), row],
+        in_specs=[spec, Gradients(**of_tangents), RowLse(row, row), at.spec("btnv"), row],
         out_specs=[at.spec("btnv"), row],
         out_shape=[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (o, dlse)],
         tiles=t,

@@ -318,11 +318,17 @@ class Layout(NamedTuple):
         resolved_mask = dataclasses.replace(
             resolved_mask, mask_mod=mods.specs(self, resolved_mask.mask_mod)
         )
-        qkv = self.spec("btnh"), self.spec("bskh"), self.spec("bskv")
-        sinks = None if x.sinks is None else self.spec("n")
-        seeds = None if x.seeds is None else self.spec("bnc")
-        score = mods.specs(self, x.score)
-        return Operands(*qkv, dense(x.bias), sinks, dense(x.mask), resolved_mask, seeds, score)
+        return Operands(
+            query=self.spec("btnh"),
+            key=self.spec("bskh"),
+            value=self.spec("bskv"),
+            bias=dense(x.bias),
+            sinks=None if x.sinks is None else self.spec("n"),
+            mask=dense(x.mask),
+            resolved_mask=resolved_mask,
+            seeds=None if x.seeds is None else self.spec("bnc"),
+            score=mods.specs(self, x.score),
+        )
 
 
 def layout(problem: Problem, tiles, index, **sizes: int | None) -> Layout:

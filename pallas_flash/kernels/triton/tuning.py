@@ -1,4 +1,4 @@
-"""How the Triton kernels tile a problem. Data only; a new row is a new line in the table."""
+"""How the Triton kernels tile a problem: a table, and which row a problem takes."""
 
 from typing import NamedTuple
 
