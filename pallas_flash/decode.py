@@ -72,11 +72,13 @@ def reach(start, stop, keys: int) -> tuple[jax.Array, jax.Array]:
     return jnp.min(jnp.where(some, start, keys), 1), jnp.max(jnp.where(some, stop, 0), 1)
 
 
-def pack_gqa(problem: Problem, x: Operands) -> tuple[Problem, Operands]:
+def pack_gqa(problem: Problem, x: Operands, score_mod: bool = False) -> tuple[Problem, Operands]:
     """The problem and operands with the query heads of a group as rows, token by token: as many
-    heads as key heads, and the mask as data by row. The sinks are left out: `merge_splits` adds
-    them."""
-    p, at = problem, x.resolved_mask
+    heads as key heads, and the mask as data by row, as is the score_mod's head and position if
+    `score_mod`. The sinks are left out: `merge_splits` adds them."""
+    p, at, score = problem, x.resolved_mask, x.score
+    if score_mod and score is not None:
+        score = score.pack_gqa(p.batch, p.heads, p.queries, p.group)
     each = lambda a: jnp.broadcast_to(
         jnp.repeat(a, p.group, axis=1), (p.batch, p.queries * p.group)
     )
@@ -93,9 +95,14 @@ def pack_gqa(problem: Problem, x: Operands) -> tuple[Problem, Operands]:
     q = x.query.reshape(p.batch, p.queries, p.kv_heads, p.group, -1)
     q = jnp.swapaxes(q, 2, 3).reshape(p.batch, -1, p.kv_heads, p.head_size)
     rows = dataclasses.replace(
-        p, queries=q.shape[1], heads=p.kv_heads, resolved_mask=shapes(mask), sinks=False
+        p,
+        queries=q.shape[1],
+        heads=p.kv_heads,
+        resolved_mask=shapes(mask),
+        sinks=False,
+        score=shapes(score),
     )
-    return rows, x._replace(query=q, sinks=None, resolved_mask=mask)
+    return rows, x._replace(query=q, sinks=None, resolved_mask=mask, score=score)
 
 
 def merge_splits(problem: Problem, x: Operands, o, stats: SoftmaxState, log_base: LogBase):

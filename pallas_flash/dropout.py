@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool
 from pallas_flash import checks
 
 LEVELS = 256  # a weight has 8 random bits
-SHARED = np.uint32(24)  # bits of a column, that choose 8 of 32
+WITHIN_WORD = np.uint32(24)  # bits of a column, that choose 8 of 32
 STRIDE = np.uint32(0x9E3779B9)  # from column to column
 UNIT = 32  # columns that begin where a part of the weights may
 
@@ -63,8 +63,8 @@ def of_row(first, row):
 
 
 def of_column(second, column):
-    """The same of four columns, which differ in the bits of SHARED alone."""
-    return (column.astype(jnp.uint32) & ~SHARED) * STRIDE + second
+    """The same of four columns, which differ in the bits of WITHIN_WORD alone."""
+    return (column.astype(jnp.uint32) & ~WITHIN_WORD) * STRIDE + second
 
 
 def word(of_row, of_column):
@@ -75,7 +75,9 @@ def word(of_row, of_column):
 
 def stays(dropped: int, word, column):
     """Whether a weight is kept, by its 8 bits of the word."""
-    return word << (column.astype(jnp.uint32) & SHARED) >= np.uint32(dropped * (2**32 // LEVELS))
+    return word << (column.astype(jnp.uint32) & WITHIN_WORD) >= np.uint32(
+        dropped * (2**32 // LEVELS)
+    )
 
 
 def _mixed(x):

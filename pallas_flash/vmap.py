@@ -32,7 +32,7 @@ class MergedRows(primitives.Rules):
     """The rules of a BatchedPass of a problem."""
 
     primitive = primitives.primitive("flash_attention_call")
-    call: BatchedPass
+    pass_: BatchedPass
     problem: Problem
     tiles: Any
     axes: tuple[str, ...]  # of each array
@@ -42,11 +42,11 @@ class MergedRows(primitives.Rules):
         if merged is None:
             return super().batch(size, leaves, in_axes, **parameters)
         x, *rows = jax.tree.unflatten(in_tree, merged)
-        x, backend = _with_batch_indices(x, size, self.problem.batch), self.call.backend
+        x, backend = _with_batch_indices(x, size, self.problem.batch), self.pass_.backend
         problem = self.problem.of_part(x)
         if backend.why_not(problem):
             return super().batch(size, leaves, in_axes, **parameters)
-        results = self.call(problem, backend.tiles_like(self.tiles, problem), x, *rows)
+        results = self.pass_(problem, backend.tiles_like(self.tiles, problem), x, *rows)
         split = lambda y: y.reshape(size, self.problem.batch, *y.shape[1:])
         return list(map(split, jax.tree.leaves(results)))
 
@@ -59,7 +59,7 @@ class MergedRows(primitives.Rules):
         (x, *_), (axes, *row_axes), (differs, *rows_differ) = (
             jax.tree.unflatten(in_tree, each) for each in (leaves, self.axes, is_mapped)
         )
-        name = self.call.name
+        name = self.pass_.name
         if not (differs.query and differs.key and differs.value) and name != "tangent":
             return None
         if name == "backward":  # each call has its own gradient of what all share
@@ -86,7 +86,7 @@ class MergedRows(primitives.Rules):
         ]
 
     def lower(self, ctx, *leaves, jaxpr, **trees):
-        lowering.warn(ctx, self.call.backend.name, self.call.is_blind, jaxpr)
+        lowering.warn(ctx, self.pass_.backend.name, self.pass_.is_blind, jaxpr)
         return super().lower(ctx, *leaves, jaxpr=jaxpr, **trees)
 
 

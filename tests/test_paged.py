@@ -10,6 +10,7 @@ import oracle
 import pytest
 from check import TOLERANCE, close
 from decoding import (
+    FAMILIES,
     HV,
     IMPLEMENTATIONS,
     MOSAIC,
@@ -174,6 +175,55 @@ def test_a_score_mod_equals_the_reference_with_pages_and_without_and_in_the_grad
         close(y, x, 2e-6, "decoding, and its gradients")
     for x, y in zip(expected[0][1], paged((by_row, near, by_key))[1], strict=True):
         close(y, x, 2e-6, "paged")
+
+
+@pytest.mark.gpu
+@needs_interpreter
+@pytest.mark.parametrize("kind", ["contiguous", "paged", "in 8 bits"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_score_mod_of_rows_of_several_heads_equals_the_reference(family, kind, rng, monkeypatch):
+    """By batch row, query head, token and key, and by arrays of them and of both at once."""
+    implementation, how = FAMILIES[family]
+    if kind == "in 8 bits" and implementation == "hopper":
+        pytest.skip("hopper reads no pages in 8 bits")
+    monkeypatch.setattr(decode, "num_splits", lambda *_: 2)
+    page, size, offset = 32, 64, ints(260, 77, 130)
+    table = ints(*rng.permutation(B * 10)).reshape(B, 10)
+    pages = [rng.normal(size=(B * 10, page, K, size)).astype(np.float16) for _ in "kv"]
+    q = rng.normal(size=(B, 3, N, size)).astype(np.float16)
+    by_row, near, by_pair, by_key = (
+        jnp.asarray(rng.normal(size=shape), jnp.float32)
+        for shape in ((B, N), (N, 9), (N, 320), (320,))
+    )
+
+    def mod(s, b, h, i, j):
+        s = s * 1.1 + by_row[b, h] * (i - j) * 0.01 + near[h, jnp.clip(i - j, 0, 8)]
+        return s + by_pair[h, j] + jnp.where(i % 2 == 0, by_key[j], 0.0)
+
+    options = dict(logits_soft_cap=3.0, score_mod=mod, return_residual=True, return_max_logits=True)
+    scales, wide = {}, pages
+    if kind == "in 8 bits":
+        stored = [quantised.quantised(jnp.asarray(x), "int8") for x in pages]
+        wide = [x8.astype(jnp.float32) * scale[..., None] for x8, scale in stored]
+        pages, scales = zip(*stored, strict=True)
+        scales = dict(zip(("k_scales", "v_scales"), scales, strict=True))
+    k, v = (np.array(x)[table].reshape(B, 320, K, size) for x in wide)
+    causal = dict(is_causal=True, query_offset=offset, key_value_seq_lengths=offset + 3)
+    expected = flash_attention(
+        *(x.astype(np.float32) for x in (q, k, v)), implementation="reference", **causal, **options
+    )
+    with gpu_interpreter.kernels(implementation, detect_races=True, **how) as races:
+        half = (x.astype(q.dtype) for x in (k, v))
+        assert "decoding" in str(explain(q, *half, score_mod=mod, **causal).tiles)
+        if kind == "contiguous":
+            found = flash_attention(q, k, v, implementation=implementation, **causal, **options)
+        else:
+            found = paged_attention(
+                q, *pages, table, offset + 3, implementation=implementation, **scales, **options
+            )
+    for x, y, tolerance in zip(found, expected, (TOLERANCE["float16"], 1e-5, 1e-5), strict=True):
+        close(x, y, tolerance, kind)
+    assert not races.found
 
 
 @pytest.mark.usefixtures("small_splits")

@@ -51,7 +51,7 @@ class Partition(primitives.KeptUnderVmap):
     """The rules of a PartitionedPass of a problem. Axes are of a call without the vmaps around."""
 
     primitive = primitives.primitive("flash_attention")
-    call: PartitionedPass
+    pass_: PartitionedPass
     problem: Problem
     tiles: Any
     axes: tuple[str, ...]  # of each array, "." where one is broadcast
@@ -118,9 +118,9 @@ class Partition(primitives.KeptUnderVmap):
         if keys is not None:
             local, *rows = (_with_key_heads(x, keys) for x in (local, *rows))
         problem = self.problem.of_part(local)
-        tiles = self.call.backend.tiles_like(self.tiles, problem)
-        results = self.call.run(problem, tiles, local, *rows)
-        if self.call.name != "backward":
+        tiles = self.pass_.backend.tiles_like(self.tiles, problem)
+        results = self.pass_.run(problem, tiles, local, *rows)
+        if self.pass_.name != "backward":
             return jax.tree.leaves(results)
         if keys is not None:
             whole = lambda x, dx: jnp.zeros_like(x).at[:, :, keys].add(dx)

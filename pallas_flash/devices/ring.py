@@ -285,7 +285,7 @@ def _head_axes(problem: Problem):
 class RoundTrip(NamedTuple):
     """A slice of the heads on its way around the ring."""
 
-    call: RingPass
+    pass_: RingPass
     groups: int  # slices of the query heads that share a key head, which attend one by one
     heads: Slice
     problem: Problem  # of all chunks and heads
@@ -293,7 +293,7 @@ class RoundTrip(NamedTuple):
     x: Operands  # of all heads
 
     def forward(self):
-        p, call, some = self.problem, self.call, take_heads(self.x, self.heads)
+        p, call, some = self.problem, self.pass_, take_heads(self.x, self.heads)
         B, T, N, _ = some.query.shape
         wide = sums(some.query.dtype)
         sinks = None if some.sinks is None else some.sinks[None, :, None]
@@ -312,8 +312,8 @@ class RoundTrip(NamedTuple):
         return o.astype(some.query.dtype), stats
 
     def backward(self, lse, do, delta) -> Gradients:
-        loop, wide, some = self.call.loop, delta.dtype, take_heads(self.x, self.heads)
-        if self.call.backend.takes_row_scale:  # a pair has some of the keys
+        loop, wide, some = self.pass_.loop, delta.dtype, take_heads(self.x, self.heads)
+        if self.pass_.backend.takes_row_scale:  # a pair has some of the keys
             lse = lse._replace(dlse=None)
         zeros = lambda y: None if y is None else self.zeros(y.shape, wide)
 
@@ -325,7 +325,7 @@ class RoundTrip(NamedTuple):
                 (dq, dbias, captured), (dk, dv) = carry
                 take = lambda y, axis: rows.take(self.heads.take(y, axis), axis)
                 of_rows = jax.tree.map(lambda y: take(y, 1), lse), take(do, 2), take(delta, 1)
-                new = self.call.run(p, self.tiles, pair, *of_rows)
+                new = self.pass_.run(p, self.tiles, pair, *of_rows)
                 if dbias is not None:
                     at = _tile_bounds(loop, self.problem, dbias, loop.device_at(t), rows.chunk, b)
                     tile = lax.dynamic_slice(dbias, *at) + new.bias.astype(wide)
@@ -352,7 +352,7 @@ class RoundTrip(NamedTuple):
     def each_pair(self, t, keys, step: Callable, carry):
         """carry = step(rows, b, problem, operands, carry) of all pairs, `rows` and a chunk b of
         keys, that may see each other."""
-        p, loop, x = self.problem, self.call.loop, self.x
+        p, loop, x = self.problem, self.pass_.loop, self.x
         device, chunks = loop.device_at(t), loop.chunks
 
         def visit(n, carry):

@@ -61,7 +61,7 @@ class Mask:
         raise NotImplementedError
 
     def narrow(self, mask: ResolvedMask, rows) -> ResolvedMask:
-        """What is left of a resolved mask under this one too; `rows` are resolution.Rows."""
+        """What is left of a resolved mask under this one too; `rows` are resolution.QueryRows."""
         return mask.with_interval(rows.shape, *rows.interval_of(self))
 
     def __and__(self, other: "Mask") -> "Mask":

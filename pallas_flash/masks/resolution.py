@@ -15,7 +15,7 @@ from pallas_flash.pytrees import IntLike
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class QueryRows:
     """The rows of a call, and the position that each of them is at."""
 
     shape: tuple[Any, Any]  # (B, T)
@@ -60,10 +60,10 @@ def resolve(
     is an int or int32 [B]."""
     row, mask = jnp.arange(queries, dtype=jnp.int32)[None], _mask_with_positions(masks, offset)
     positions = None if mask is None else mask.positions(row)
-    return _resolve(masks, Rows((batch, queries), row, offset, positions), keys)
+    return _resolve(masks, QueryRows((batch, queries), row, offset, positions), keys)
 
 
-def _resolve(masks: list[Mask], rows: Rows, keys: int) -> ResolvedMask:
+def _resolve(masks: list[Mask], rows: QueryRows, keys: int) -> ResolvedMask:
     resolved, left, right = ResolvedMask(keys), None, None
     intervals, mods = split(masks)
     for mask in intervals:
@@ -103,7 +103,9 @@ def score_mod_offset(masks: list[Mask], offset: IntLike) -> IntLike:
     return within_reach(offset)
 
 
-def _mask_mod(mods: list[Mask], types: list[BlockTypes], rows: Rows, keys: int) -> BoundMaskMod:
+def _mask_mod(
+    mods: list[Mask], types: list[BlockTypes], rows: QueryRows, keys: int
+) -> BoundMaskMod:
     """All of `mods` as one mask_mod, with its block types, if they are known for just these."""
     found = block_size = None
     for known in types:

@@ -57,6 +57,19 @@ class BoundScoreMod(BoundMod):
         """The same with the indices of batch rows and heads as arrays, where it uses them."""
         return dataclasses.replace(self, **self.mod.index_arrays(batch, heads))
 
+    def pack_gqa(self, batch: int, heads: int, queries: int, group: int) -> "BoundScoreMod":
+        """The same for rows of `decode.pack_gqa`: row r of a key head is token r // group of its
+        query head r % group. It reads the head and the position of a row, as any captured array."""
+        b, h = (
+            jnp.broadcast_to(x, n)
+            for x, n in zip(self.indices(batch, heads), (batch, heads), strict=True)
+        )
+        row = jnp.arange(queries * group, dtype=jnp.int32)
+        position = jnp.broadcast_to(self.offset, batch)[:, None] + row // group
+        of_row = [b, h.reshape(-1, group)[:, row % group], position]
+        mod = self.mod.with_rows(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in of_row))
+        return BoundScoreMod(mod, (*self.arrays, *of_row))
+
     def captured_by_head(self, batch: int, heads: int) -> list[tuple[tuple, jax.Array]]:
         """The reads of these batch rows and heads, [B | 1, N | 1], at the first position and
         key."""

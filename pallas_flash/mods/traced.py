@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend.core import Literal
 
 from pallas_flash.mods import captured
@@ -57,16 +58,30 @@ class TracedMod:
     @functools.cached_property
     def with_first_key(self) -> "TracedMod":
         """The same where kv_idx counts from 0 at another key, which is one more array, the last."""
-        moved = lambda arrays, first, b, h, q, k, *score: self(arrays, b, h, q, k + first, *score)
+        return self._with_arrays(lambda first, b, h, q, k: (b, h, q, k + first), INDEX)
+
+    def with_rows(self, *more: jax.ShapeDtypeStruct) -> "TracedMod":
+        """The same where a row says by three more arrays, the last, what it is of: batch [B], head
+        [K, rows] and position [B, rows]."""
+        at = lambda x, *index: lax.dynamic_slice(x, index, (1,) * x.ndim).reshape(())
+
+        def indices(batch, head, position, b, h, row, k):
+            b_here = at(batch, b) if self.uses_batch else 0
+            return b_here, at(head, h, row) if self.uses_head else 0, at(position, b, row), k
+
+        return self._with_arrays(indices, *more)
+
+    def _with_arrays(self, indices: Callable, *more: jax.ShapeDtypeStruct) -> "TracedMod":
+        """The same of the b, h, q_idx and kv_idx that indices(*more arrays, *those) gives."""
+
+        def moved(arrays, more, b, h, q, k, *score):
+            return self(arrays, *indices(*more, b, h, q, k), *score)
+
         shape = lambda x: jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype)
-        arrays, scalars = map(shape, self.arrays), map(shape, self.scalars)
+        arrays, scalars = list(map(shape, self.arrays)), map(shape, self.scalars)
         with any_mesh():
-            return TracedMod(
-                jax.make_jaxpr(moved)([*arrays], INDEX, *scalars).jaxpr,
-                len(self.arrays) + 1,
-                self.name,
-                self.source,
-            )
+            jaxpr = jax.make_jaxpr(moved)(arrays, more, *scalars).jaxpr
+        return TracedMod(jaxpr, len(arrays) + len(more), self.name, self.source)
 
     @functools.cached_property
     def _split(self) -> captured.Split:

@@ -43,8 +43,6 @@ def why_no_pages(problem: Problem, shapes: tuple, dtype: str | None) -> str | No
     """Why the kernels cannot read pages of these shapes where they lie, or None; `dtype` is that of
     pages of 8 bits."""
     p, page = problem, shapes[0][1]
-    if p.score is not None:
-        return "its decoding takes no score_mod: triton and blockwise do"
     if page % 64 and (page < 8 or 64 % page):
         return f"it takes pages of 8, 16, 32 or a multiple of 64 keys; got {page}"
     columns = page_columns(p, page, dtype)

@@ -19,12 +19,13 @@ from pallas_flash.arguments import Operands, Problem
 from pallas_flash.kernels.ampere import tile
 from pallas_flash.kernels.ampere.matrices import flat, pad
 from pallas_flash.kernels.ampere.tuning import ROWS, DecodeTiles
+from pallas_flash.kernels.mosaic import logits, mods
 from pallas_flash.kernels.mosaic.launch import LANE, launch
 from pallas_flash.kernels.mosaic.mask import load_mask
-from pallas_flash.kernels.mosaic.registers import FACTOR, ScoreTile, per_row
+from pallas_flash.kernels.mosaic.registers import FACTOR, per_row
 from pallas_flash.kernels.mosaic.scheduler import divmod_
+from pallas_flash.kernels.mosaic.tiling import Tiling
 from pallas_flash.masks.resolved_mask import ResolvedMask
-from pallas_flash.online_softmax import LOG2E, LogBase
 from pallas_flash.pytrees import IntLike
 from pallas_flash.quantised import weights
 
@@ -39,6 +40,7 @@ class Inputs(NamedTuple):
     # of keys and values of 8 bits: what their numbers in shared memory are multiplied by
     scales: tuple  # float32 [B, K, S]
     resolved_mask: ResolvedMask  # its data by 64 rows, and by keys
+    score_mod: mods.Arrays | None
 
 
 class Memory(NamedTuple):
@@ -74,7 +76,7 @@ def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None, scale
     """o [B, T, N, Hv] in the query's dtype, and the SoftmaxState of its rows. With a `table` int32
     [B, pages] of page indices, key and value are pages [P, page, K, n]; where these are of 8 bits,
     both have `scales` [P, page, K]."""
-    (p, rows), t = decode.pack_gqa(problem, x), tiles
+    (p, rows), t = decode.pack_gqa(problem, x, score_mod=True), tiles
     splits, inputs = (p.batch, t.num_splits, p.heads, ROWS), _inputs(p, t, rows, table, scales)
     o, *stats = launch(
         functools.partial(_kernel, problem=p, tiles=t),
@@ -89,10 +91,9 @@ def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None, scale
         name="flash_attention_decode",
         semantics=LANE,
     )
-    omitted = (p.soft_cap or 0.0) * LOG2E  # by `factored_scores`
-    lse, top = (*(a[..., : p.queries] + omitted for a in stats), None)[:2]
+    lse, top = (*(a[..., : p.queries] + logits.omitted(p) for a in stats), None)[:2]
     stats = online_softmax.SoftmaxState(lse, None, top)
-    return decode.merge_splits(problem, x, o[..., : p.queries, : p.value_size], stats, LogBase.TWO)
+    return decode.merge_splits(problem, x, o[..., : p.queries, : p.value_size], stats, p.log_base)
 
 
 def _inputs(p: Problem, t: DecodeTiles, x: Operands, table, scales) -> Inputs:
@@ -104,7 +105,8 @@ def _inputs(p: Problem, t: DecodeTiles, x: Operands, table, scales) -> Inputs:
         arrays = x.query, *(lax.bitcast_convert_type(a, jnp.int8) for a in arrays[1:])
     arrays = map(pad, arrays, rows, (t.width, t.width, t.value_width))
     scales = tuple(FACTOR[t.stored] * _in_order(a, table, t.block_k) for a in scales)
-    return Inputs(*map(flat, arrays), blocks, reach, table, scales, resolved_mask)
+    score_mod = mods.arrays(p, x.score, Tiling(ROWS, t.block_k, t.block_k))
+    return Inputs(*map(flat, arrays), blocks, reach, table, scales, resolved_mask, score_mod)
 
 
 def _in_order(scales, table, block_k: int):
@@ -132,12 +134,14 @@ def _kernel(program, x: Inputs, o_gmem, *outputs, problem: Problem, tiles: Decod
     for n in range(t.stages - 1):
         load(blocks.first + n)
     mask = load_mask(tile.LAYOUTS, x.resolved_mask, b, 0, ROWS, None)
+    score_mod = mods.for_head(p.score, x.score_mod, b, h)
+    head = logits.Logits(p, tile.LAYOUTS, x.resolved_mask, None, None, score_mod, None)
     kv.wait_before(memory.q_full, blocks.count)
     q = tile.load(memory.q) if t.keeps_q else None
 
     def step(n, carry, masked):
         o, stats = carry
-        at = ScoreTile(tile.LAYOUTS, 0, _first_key(x.k, x.table, n, t), (ROWS, t.block_k))
+        at = head.tile(0, _first_key(x.k, x.table, n, t), (ROWS, t.block_k))
         load_scale = lambda ref: at.load_per_key(lambda keys: ref.at[b, h, keys])
         k_scale, v_scale = map(load_scale, x.scales) if t.stored else (None, None)
         k, v = kv.wait(n, blocks.last - 1 - n)
@@ -149,13 +153,13 @@ def _kernel(program, x: Inputs, o_gmem, *outputs, problem: Problem, tiles: Decod
             k, v = memory.in_use
         s = tile.dot_t(tile.load(memory.q) if q is None else q, k)  # [bq, bk]
         s = s if k_scale is None else s * k_scale
-        s, scale = online_softmax.factored_scores(s, p.scale, p.soft_cap)
+        s, scale = head.modify(s, at)
         visible = None
         if masked:  # the keys before `unseen` are those of the block before
             unseen, first = n * t.block_k, at.first_key
             visible = mask._replace(start=jnp.maximum(mask.start, unseen)).visible(at)
             s = jnp.where(visible, s, -jnp.inf)
-        prob, alpha, stats = online_softmax.step(s, stats, LogBase.TWO, scale)
+        prob, alpha, stats = online_softmax.step(s, stats, p.log_base, scale)
         o = o * per_row(alpha, o.shape)
         if v_scale is not None:  # it may be NaN where nobody sees
             prob = prob * v_scale
@@ -166,10 +170,10 @@ def _kernel(program, x: Inputs, o_gmem, *outputs, problem: Problem, tiles: Decod
         start, stop = jnp.maximum(x.reach[b, 0], unseen), x.reach[b, 1]
         return tile.dot_of_rows(o, prob, v, start - first, stop - first), stats
 
-    start = online_softmax.start(tile.rows(ROWS, 0.0), LogBase.TWO)
+    start = online_softmax.start(tile.rows(ROWS, 0.0), p.log_base)
     o, stats = blocks.visit(step, (tile.zeros(ROWS, t.value_width), start))
     o, (m, l, _) = online_softmax.finish(o, stats.l), stats
-    lse = jnp.where(l == 0, -jnp.inf, m + jnp.log2(l))
+    lse = jnp.where(l == 0, -jnp.inf, m + p.log_base.log(l))
     found = lse, *([stats.largest] if p.max_logits else [])
     tile.store_rows(o_gmem.at[b, split, h], o, p.queries)
     for gmem, value in zip(stats_gmem, found, strict=True):

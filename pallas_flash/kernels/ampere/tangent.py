@@ -19,7 +19,7 @@ from pallas_flash.kernels.ampere.tuning import AllTiles, Tiles
 from pallas_flash.kernels.mosaic import bias, block_info, logits, scheduler
 from pallas_flash.kernels.mosaic.launch import LANE, launch
 from pallas_flash.kernels.mosaic.registers import load, per_row
-from pallas_flash.kernels.mosaic.tangents import Rows
+from pallas_flash.kernels.mosaic.tangents import TangentRows
 from pallas_flash.online_softmax import RowLse
 
 
@@ -30,7 +30,7 @@ class Inputs(NamedTuple):
     keys: Matrices  # k, v, and dk and dv if there are
     o: jax.Array  # [B, whole tiles of T, N * value_width]
     dbias: jax.Array | None  # of bias.pad
-    rows: Rows
+    rows: TangentRows
     blocks: jax.Array | block_info.BlockLists | None  # of block_info.by_query_tile
     logits: logits.Arrays
 
@@ -89,7 +89,7 @@ def _inputs(p: Problem, t: Tiles, x: Operands, dx: Gradients, rows: RowLse, o, d
         Matrices.make(*zip(*keys, strict=True), t.block_k, key_lengths),
         flat(o),
         bias.pad(dx.bias, t.tiling),
-        Rows.make(p, t.block_q, rows, dlse),
+        TangentRows.make(p, t.block_q, rows, dlse),
         block_info.by_query_tile(p, x.resolved_mask, x.mask, t.block_q, t.block_k),
         logits.arrays(p, x, t.tiling),
     )

@@ -12,7 +12,7 @@ WIDE = 16  # keys of a block in decoding, with values wider than 128
 # bytes of a row, of 16 bits a column, that are one column of tiles in shared memory
 SWIZZLES = 128, 64, 32
 # KB of shared memory that a program can have, by compute capability
-SHARED, SHARED_LEAST = {8.0: 163, 8.7: 163, 9.0: 227, 10.0: 227, 10.3: 227}, 99
+SHARED_KB, LEAST_SHARED_KB = {8.0: 163, 8.7: 163, 9.0: 227, 10.0: 227, 10.3: 227}, 99
 
 
 class Tiles(NamedTuple):
@@ -141,8 +141,7 @@ def _tangent(p: Problem) -> Tiles | None:
 
 
 def _decoding(p: Problem) -> DecodeTiles | None:
-    """A score_mod's rows are of one head each in the ordinary forward."""
-    return decode_tiles(p) if decode.takes(p) and p.score is None else None
+    return decode_tiles(p) if decode.takes(p) else None
 
 
 def decode_tiles(problem: Problem, page: int = ROWS, stored: str | None = None) -> DecodeTiles:
@@ -184,7 +183,7 @@ def page_columns(problem: Problem, page: int, stored: str | None = None) -> int:
 
 def _shared_memory() -> int:
     """Bytes for a program's matrices."""
-    return (SHARED.get(device.compute_capability(), SHARED_LEAST) - 1) << 10
+    return (SHARED_KB.get(device.compute_capability(), LEAST_SHARED_KB) - 1) << 10
 
 
 def score_tiles(problem: Problem) -> Tiles:

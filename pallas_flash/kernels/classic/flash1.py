@@ -177,7 +177,7 @@ def _backward_kernel(
             dk, dv = carry
             mask = tile.mask(x.resolved_mask, row, p.queries, pair=(b, head + g))
             by_row, by_head = (row.slice, g), (g, row.slice)
-            refs = tile.Rows(
+            refs = tile.GradientRows(
                 x.query.at[by_row], do_ref.at[by_row], lse_ref.at[by_head], delta_ref.at[by_head]
             )
             rows, valid = refs.load(p, row, row.inside), mask.valid(row, True)[:, None]

@@ -35,8 +35,6 @@ def why_no_pages(problem: Problem, shapes: tuple, dtype: str | None) -> str | No
     """Why the kernels cannot read pages of these shapes where they lie, or None; `dtype` is that of
     pages of 8 bits."""
     page = shapes[0][1]
-    if problem.score is not None:
-        return "its decoding takes no score_mod: triton and blockwise do"
     if dtype:
         return (
             f"wgmma multiplies pages as they lie, in {problem.dtype}; got {dtype}: ampere, "

@@ -17,12 +17,13 @@ from pallas_flash import decode, online_softmax, schedule
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.kernels.hopper import sync, tile
 from pallas_flash.kernels.hopper.tuning import COLUMNS, ROWS, DecodeTiles
+from pallas_flash.kernels.mosaic import logits, mods
 from pallas_flash.kernels.mosaic.launch import launch
 from pallas_flash.kernels.mosaic.mask import load_mask
-from pallas_flash.kernels.mosaic.registers import ScoreTile, iota, opaque, per_row
+from pallas_flash.kernels.mosaic.registers import iota, opaque, per_row
 from pallas_flash.kernels.mosaic.scheduler import divmod_
+from pallas_flash.kernels.mosaic.tiling import Tiling
 from pallas_flash.masks.resolved_mask import ResolvedMask
-from pallas_flash.online_softmax import LOG2E, LogBase
 
 
 class Inputs(NamedTuple):
@@ -33,6 +34,7 @@ class Inputs(NamedTuple):
     reach: jax.Array  # int32 [B, 2], the keys that any row sees
     table: jax.Array | None  # int32 [B, pages], indices of existing pages
     resolved_mask: ResolvedMask  # its data by 64 rows, and by keys
+    score_mod: mods.Arrays | None
 
 
 class Memory(NamedTuple):
@@ -66,7 +68,7 @@ class Memory(NamedTuple):
 def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None):
     """o [B, T, N, Hv] in the query's dtype, and the SoftmaxState of its rows. With a `table` int32
     [B, pages] of page indices, key and value are pages [P, page, K, n]."""
-    (p, rows), t = decode.pack_gqa(problem, x), tiles
+    (p, rows), t = decode.pack_gqa(problem, x, score_mod=True), tiles
     inputs = _inputs(p, t, rows, table)
     R, fields = inputs.q.shape[1], 1 + p.max_logits
     splits = p.batch, t.num_splits, p.heads
@@ -82,17 +84,17 @@ def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None):
         scratch=Memory.allocate(t, x.query.dtype, fields),
         name="flash_attention_decode",
     )
-    omitted = (p.soft_cap or 0.0) * LOG2E  # by `factored_scores`
-    lse, top = (*(a[..., : p.queries] + omitted for a in stats), None)[:2]
+    lse, top = (*(a[..., : p.queries] + logits.omitted(p) for a in stats), None)[:2]
     stats = online_softmax.SoftmaxState(lse, None, top)
-    return decode.merge_splits(problem, x, o[..., : p.queries, : p.value_size], stats, LogBase.TWO)
+    return decode.merge_splits(problem, x, o[..., : p.queries, : p.value_size], stats, p.log_base)
 
 
 def _inputs(p: Problem, t: DecodeTiles, x: Operands, table) -> Inputs:
     resolved_mask, blocks = schedule.by_query_tile(x.resolved_mask, p.queries, ROWS, t.block_k)
     reach = jnp.stack(decode.reach(resolved_mask.start, resolved_mask.stop, p.keys), 1)
     q, k, v = (tile.pad(a, t.swizzle) for a in (x.query, x.key, x.value))
-    return Inputs(q, k, v, blocks, reach, table, resolved_mask)
+    score_mod = mods.arrays(p, x.score, Tiling(ROWS, t.block_k, t.block_k))
+    return Inputs(q, k, v, blocks, reach, table, resolved_mask, score_mod)
 
 
 def _kernel(program, x: Inputs, o_gmem, *outputs, problem: Problem, tiles: DecodeTiles):
@@ -121,6 +123,8 @@ def _kernel(program, x: Inputs, o_gmem, *outputs, problem: Problem, tiles: Decod
     def consume(_):
         plgpu.copy_gmem_to_smem(tile.head_rows(x.q, b, top, h, t.width), memory.q, memory.q_full)
         mask = load_mask(tile.LAYOUTS, x.resolved_mask, b, 0, ROWS, None)
+        score_mod = mods.for_head(p.score, x.score_mod, b, h)
+        head = logits.Logits(p, tile.LAYOUTS, x.resolved_mask, None, None, score_mod, None)
         plgpu.barrier_wait(memory.q_full)
 
         def step(n, carry, masked):
@@ -131,14 +135,14 @@ def _kernel(program, x: Inputs, o_gmem, *outputs, problem: Problem, tiles: Decod
                 start, stop = (x.reach[b, i] - first_key for i in range(2))
                 _clear(v.block(n), start, stop, ids.consumers)
             k.wait(n)
-            shape = ROWS, t.block_k
-            s = tile.product(lambda acc: tile.dot_t(acc, memory.q, k.block(n)), shape)  # [bq, bk]
+            at = head.tile(0, first_key, (ROWS, t.block_k))
+            # [bq, bk]
+            s = tile.product(lambda acc: tile.dot_t(acc, memory.q, k.block(n)), at.shape)
             k.release(n)
-            s, scale = online_softmax.factored_scores(s, p.scale, p.soft_cap)
+            s, scale = head.modify(s, at)
             if masked:
-                visible = mask.visible(ScoreTile(tile.LAYOUTS, 0, first_key, shape))
-                s = jnp.where(visible, s, -jnp.inf)
-            prob, alpha, stats = online_softmax.step(s, stats, LogBase.TWO, scale)
+                s = jnp.where(mask.visible(at), s, -jnp.inf)
+            prob, alpha, stats = online_softmax.step(s, stats, p.log_base, scale)
             if not masked:
                 v.wait(n)
             o = o * per_row(alpha, o.shape)
@@ -146,10 +150,10 @@ def _kernel(program, x: Inputs, o_gmem, *outputs, problem: Problem, tiles: Decod
             v.release(n)
             return o, stats
 
-        start = online_softmax.start(tile.rows(0.0), LogBase.TWO)
+        start = online_softmax.start(tile.rows(0.0), p.log_base)
         o, stats = blocks.visit(step, (tile.zeros(ROWS, t.value_width), start))
         o, (m, l, _) = online_softmax.finish(o, stats.l), stats
-        lse = jnp.where(l == 0, -jnp.inf, m + jnp.log2(l))
+        lse = jnp.where(l == 0, -jnp.inf, m + p.log_base.log(l))
         found = lse, *([stats.largest] if p.max_logits else [])
         for smem, value in zip(memory.stats, found, strict=True):
             smem[...] = value

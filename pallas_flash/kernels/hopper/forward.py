@@ -240,7 +240,9 @@ class Consumer(NamedTuple):
         sink = None if x.sinks is None else x.sinks[work.head]
         start = online_softmax.start(tile.rows(0.0), problem.log_base, sink, problem.max_logits)
         schedule.loop(0, needed.first, self.skip_block, None)
-        rows = Rows(self, smem.at[:, : self.tiles.width], self.first_row(work), needed, head, mask)
+        rows = ConsumerRows(
+            self, smem.at[:, : self.tiles.width], self.first_row(work), needed, head, mask
+        )
         o, stats = rows.attend(start)
         schedule.loop(needed.last, block_info.descend(x.blocks, blocks).last, self.skip_block, None)
         self.store(work, smem, o, stats)
@@ -268,7 +270,7 @@ class Consumer(NamedTuple):
         )
 
 
-class Rows(NamedTuple):
+class ConsumerRows(NamedTuple):
     """A consumer's queries of one tile: the step over blocks of keys, which come by position."""
 
     consumer: Consumer

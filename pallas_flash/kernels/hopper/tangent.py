@@ -19,7 +19,7 @@ from pallas_flash.kernels.hopper.tuning import ROWS, AllTiles, Tiles
 from pallas_flash.kernels.mosaic import bias, block_info, logits, ragged_tail, scheduler
 from pallas_flash.kernels.mosaic.launch import launch
 from pallas_flash.kernels.mosaic.registers import opaque, per_row
-from pallas_flash.kernels.mosaic.tangents import Rows
+from pallas_flash.kernels.mosaic.tangents import TangentRows
 from pallas_flash.online_softmax import RowLse
 from pallas_flash.pytrees import IntLike
 
@@ -40,7 +40,7 @@ class Inputs(NamedTuple):
     o: jax.Array  # [B, T, N, Hv]
     tails: ragged_tail.Tails | None  # of k and v with tangents
     dbias: jax.Array | None  # of bias.pad
-    rows: Rows
+    rows: TangentRows
     blocks: jax.Array | block_info.BlockLists | None  # of block_info.by_query_tile
     logits: logits.Arrays
 
@@ -114,7 +114,7 @@ def _inputs(p: Problem, t: Tiles, x: Operands, dx: Gradients, rows: RowLse, o, d
         pad(o),
         ragged_tail.copy_tails(key_lengths, t.block_k, *jax.tree.leaves((k, v))),
         bias.pad(dx.bias, t.tiling),
-        Rows.make(p, t.block_q, rows, dlse),
+        TangentRows.make(p, t.block_q, rows, dlse),
         block_info.by_query_tile(p, x.resolved_mask, x.mask, t.block_q, t.block_k),
         logits.arrays(p, x, t.tiling),
     )

@@ -135,7 +135,7 @@ class AllTiles(NamedTuple):
 
 COLUMNS = 64  # of a decoding tile that are moved at a time
 LONG = 64  # blocks of keys, beside which the start and the end of a program are short
-SHARED = 223 * 2**10  # bytes of shared memory for a program's matrices
+SHARED_BYTES = 223 * 2**10  # bytes of shared memory for a program's matrices
 
 # The tables: by registers, spills, shared memory and instructions of the code compiled for an H200.
 # Not yet timed.
@@ -221,9 +221,8 @@ def _with_tiles_per_program(t: Tiles, p: Problem) -> Tiles:
 
 
 def _decoding(p: Problem) -> DecodeTiles | None:
-    """Wider values leave no registers, and a score_mod's rows are of one head each in the ordinary
-    forward."""
-    return decode_tiles(p) if decode.takes(p) and p.value_size <= 128 and p.score is None else None
+    """Wider values leave no registers."""
+    return decode_tiles(p) if decode.takes(p) and p.value_size <= 128 else None
 
 
 def decode_tiles(problem: Problem, page: int = ROWS) -> DecodeTiles:
@@ -231,7 +230,7 @@ def decode_tiles(problem: Problem, page: int = ROWS) -> DecodeTiles:
     p, forward = problem, _row(_FORWARD, problem)
     whole = lambda width: -(-width // COLUMNS) * COLUMNS
     width, value_width = whole(forward.width), whole(forward.value_width)
-    left = SHARED - ROWS * (2 * width + 4 * COLUMNS)
+    left = SHARED_BYTES - ROWS * (2 * width + 4 * COLUMNS)
     stages = min(left // (ROWS * 2 * (width + value_width)), 6)
     copies = max(ROWS // page, 1)
     num_splits = decode.num_splits(p, ROWS, device.processors())

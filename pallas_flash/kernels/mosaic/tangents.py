@@ -12,7 +12,7 @@ from pallas_flash.online_softmax import RowLse
 from pallas_flash.pytrees import IntLike
 
 
-class Rows(NamedTuple):
+class TangentRows(NamedTuple):
     """Of rows [B, N, whole tiles of T], or of the rows of a tile."""
 
     lse: Any  # in the problem's log base, less what the logits omit; +inf: P = 0
@@ -20,7 +20,7 @@ class Rows(NamedTuple):
     dlse: Any  # the sinks' part of the tangent of lse
 
     @classmethod
-    def make(cls, p: Problem, block_q: int, rows: RowLse, dlse) -> "Rows":
+    def make(cls, p: Problem, block_q: int, rows: RowLse, dlse) -> "TangentRows":
         more = (0, 0), (0, 0), (0, -p.queries % block_q)
         return cls(
             jnp.pad(rows.lse - logits.omitted(p), more, constant_values=jnp.inf),
@@ -28,10 +28,10 @@ class Rows(NamedTuple):
             jnp.pad(dlse, more),
         )
 
-    def load(self, batch: IntLike, head: IntLike, rows: pl.Slice, layout) -> "Rows":
+    def load(self, batch: IntLike, head: IntLike, rows: pl.Slice, layout) -> "TangentRows":
         """From refs."""
         at = lambda ref: None if ref is None else load(ref.at[batch, head, rows], layout)
-        return Rows(*map(at, self))
+        return TangentRows(*map(at, self))
 
     def finish(self, p: Problem, do, dlse, o):
         """The tangents of o and lse, from the sums of a tile and its o; 0 for rows that see

@@ -84,7 +84,7 @@ def _dkv_kernel(
             row = tile.span(blocks.index(t), tiles.block_q, p.queries, bounded=masked)
             mask = tile.mask(x.resolved_mask, row, p.queries, pair=pair)
             by_row, by_head = (row.slice, g), (g, row.slice)
-            refs = tile.Rows(
+            refs = tile.GradientRows(
                 x.query.at[by_row], do_ref.at[by_row], lse_ref.at[by_head], delta_ref.at[by_head]
             )
             rows = refs.load(p, row, mask.valid(row, masked))
@@ -128,7 +128,9 @@ def _dq_kernel(x: Operands, do_ref, lse_ref, delta_ref, dq_ref, *, problem: Prob
     row, pair = program_rows(p, tiles), program_head()
     mask = tile.mask(x.resolved_mask, row, p.queries, pair=pair)
     blocks = mask.blocks(tiles.block_k)
-    rows = tile.Rows(x.query, do_ref, lse_ref, delta_ref).load(p, row, mask.valid(row, True))
+    rows = tile.GradientRows(x.query, do_ref, lse_ref, delta_ref).load(
+        p, row, mask.valid(row, True)
+    )
 
     def step(t, dq, masked):
         key = tile.span(blocks.index(t), tiles.block_k, p.keys, bounded=masked)
@@ -188,7 +190,7 @@ def _dbias_kernel(
         row = tile.span(i, tiles.block_q, p.queries)
         mask = tile.mask(x.resolved_mask, row, p.queries, b, (first_b + b, first_n + n))
         by_row, by_head = (b, row.slice, n), (b, n, row.slice)
-        refs = tile.Rows(
+        refs = tile.GradientRows(
             x.query.at[by_row], do_ref.at[by_row], lse_ref.at[by_head], delta_ref.at[by_head]
         )
         rows = refs.load(p, row, mask.valid(row, True))

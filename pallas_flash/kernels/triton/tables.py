@@ -99,7 +99,9 @@ def _kernel(
     def query_tile(i, sums):
         row = tile.span(i, tiles.block_q, p.queries)
         mask = tile.mask(x.resolved_mask, row, p.queries, pair=pair)
-        refs = tile.Rows(*(ref.at[row.slice] for ref in (x.query, do_ref, lse_ref, delta_ref)))
+        refs = tile.GradientRows(
+            *(ref.at[row.slice] for ref in (x.query, do_ref, lse_ref, delta_ref))
+        )
         rows = refs.load(p, row, mask.valid(row, True))
 
         def key_tile(j, sums):

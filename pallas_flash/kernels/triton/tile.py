@@ -197,7 +197,7 @@ def keys_and_values(problem: Problem, k_ref, v_ref, inside):
     return load(k_ref, inside, k_head), load(v_ref, inside, v_head)
 
 
-class Rows(NamedTuple):
+class GradientRows(NamedTuple):
     """What the backward needs of a tile of queries, refs or values."""
 
     q: jax.Array  # [rows, H]
@@ -205,11 +205,13 @@ class Rows(NamedTuple):
     lse: jax.Array  # [rows]
     delta: jax.Array  # [rows]
 
-    def load(self, problem: Problem, row: Span, valid) -> "Rows":
+    def load(self, problem: Problem, row: Span, valid) -> "GradientRows":
         """The values, such that rows that are not there have no gradient."""
         q = load(self.q, valid, head(self.q, problem.head_size))
         do = load(self.do, valid, head(self.do, problem.value_size))
-        return Rows(q, do, load(self.lse, row.inside, other=jnp.inf), load(self.delta, row.inside))
+        return GradientRows(
+            q, do, load(self.lse, row.inside, other=jnp.inf), load(self.delta, row.inside)
+        )
 
 
 def start(p: Problem, x: Operands, rows: int) -> online_softmax.SoftmaxState:
@@ -254,13 +256,15 @@ def drop(problem: Problem, seeds, leading: tuple, row: Span, key: Span, x):
 
 
 def gradients(
-    problem: Problem, rows: Rows, k, v, bias, visible, drop, mod: mods.TileMod | None = None
+    problem: Problem, rows: GradientRows, k, v, bias, visible, drop, mod: mods.TileMod | None = None
 ):
     """P, of which drop(P) is left, and dS [rows, keys]."""
     return with_tables(problem, rows, k, v, bias, visible, drop, mod)[:2]
 
 
-def with_tables(problem: Problem, rows: Rows, k, v, bias, visible, drop, mod: mods.TileMod | None):
+def with_tables(
+    problem: Problem, rows: GradientRows, k, v, bias, visible, drop, mod: mods.TileMod | None
+):
     """The same, and for each read of the score_mod's tables (array, index, cotangent)."""
     dp = lambda: drop(dot_t(rows.do, v)) - rows.delta[..., None]
     p, ds, tables = weighted(problem, rows.q, k, rows.lse, bias, visible, mod, dp)
