@@ -29,12 +29,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_flash import (
+    backends,
     decode,
     explain,
     flash_attention,
     paged_attention,
     quantised,
 )
+from pallas_flash.accounting import GPUS
+from pallas_flash.caches import attend
+from scripts.gpu_code import as_if_on
 
 pytestmark = pytest.mark.usefixtures("small_caches")
 
@@ -224,6 +228,18 @@ def test_a_score_mod_of_rows_of_several_heads_equals_the_reference(family, kind,
     for x, y, tolerance in zip(found, expected, (TOLERANCE["float16"], 1e-5, 1e-5), strict=True):
         close(x, y, tolerance, kind)
     assert not races.found
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="an older jax lacks the kernels")
+@pytest.mark.parametrize("gpu, taken", [("H200", "hopper"), ("A100-80GB", "ampere")])
+def test_pages_with_a_score_mod_need_no_triton(gpu, taken, monkeypatch):
+    monkeypatch.setattr(backends, "_triton_why_no_import", lambda: "it is hidden")
+    q, k = (jax.ShapeDtypeStruct((1, *n), "bfloat16") for n in ((1, 8, 64), (512, 2, 64)))
+    with as_if_on(GPUS[gpu]):
+        add_head = lambda s, b, h, i, j: s + h
+        problem = explain(q, k, k, score_mod=add_head, implementation="blockwise").problem
+        pages = attend.Pages(((9, 64, 2, 64),) * 2, None, False)
+        assert attend._chosen(problem, pages, None).name == taken
 
 
 @pytest.mark.usefixtures("small_splits")
