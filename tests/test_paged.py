@@ -216,7 +216,8 @@ def test_a_score_mod_of_rows_of_several_heads_equals_the_reference(family, kind,
     expected = flash_attention(
         *(x.astype(np.float32) for x in (q, k, v)), implementation="reference", **causal, **options
     )
-    with gpu_interpreter.kernels(implementation, detect_races=True, **how) as races:
+    kernels = gpu_interpreter.kernels(implementation, detect_races=True, **how)
+    with kernels as races, jax.numpy_rank_promotion("raise"):
         half = (x.astype(q.dtype) for x in (k, v))
         assert "decoding" in str(explain(q, *half, score_mod=mod, **causal).tiles)
         if kind == "contiguous":

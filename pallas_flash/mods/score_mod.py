@@ -65,7 +65,8 @@ class BoundScoreMod(BoundMod):
             for x, n in zip(self.indices(batch, heads), (batch, heads), strict=True)
         )
         row = jnp.arange(queries * group, dtype=jnp.int32)
-        position = jnp.broadcast_to(self.offset, batch)[:, None] + row // group
+        offset = jnp.broadcast_to(jnp.asarray(self.offset, jnp.int32), batch)
+        position = offset[:, None] + row[None] // group
         of_row = [b, h.reshape(-1, group)[:, row % group], position]
         mod = self.mod.with_rows(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in of_row))
         return BoundScoreMod(mod, (*self.arrays, *of_row))
