@@ -170,7 +170,7 @@ def test_mapped_calls_are_one_call_of_more_batch_rows_where_nothing_large_is_cop
     mapped, one = jax.jit(jax.vmap(f)), jax.jit(f)
     together = [("forward", 6)] * forward + [("backward", 6)] * backward
     calls = _calls(jax.make_jaxpr(mapped)(x, own).jaxpr)
-    assert [(rules.call.name, rules.problem.batch) for rules in calls] == together
+    assert [(rules.pass_.name, rules.problem.batch) for rules in calls] == together
     expected = [one(*jax.tree.map(lambda a, i=i: a[i], (x, own))) for i in range(3)]
     equal(mapped(x, own), jax.tree.map(lambda *a: jnp.stack(a), *expected))
 
@@ -186,7 +186,7 @@ def test_many_tangents_at_one_place_are_one_call_of_more_batch_rows(rng):
     f = lambda name, dq: jax.jvp(lambda q: attend(name)(q, *x[1:]), x[:1], (dq,))
     mapped = lambda name: jax.vmap(functools.partial(f, name))
     calls = _calls(jax.make_jaxpr(mapped("triton"))(along).jaxpr)
-    found = [(rules.call.name, rules.problem.batch) for rules in calls]
+    found = [(rules.pass_.name, rules.problem.batch) for rules in calls]
     assert found == [("forward", 2), ("tangent", 6)]
     equal(*(jax.jit(mapped(name))(along) for name in ("triton", "reference")))
 
