@@ -198,7 +198,7 @@ def test_mapped_calls_decode_where_all_of_them_together_would_but_not_where_a_ba
     q, k = (jax.ShapeDtypeStruct((9, 1, *shape, 64), jnp.float32) for shape in ((1, 8), (2048, 4)))
     mapped = jax.vmap(attend("blockwise"))
     calls = lambda f: _calls(jax.make_jaxpr(f)(q, k, k).jaxpr)
-    decodes = lambda f: [bool(c.tiles.decode) for c in calls(f) if c.call.name == "forward"]
+    decodes = lambda f: [bool(c.tiles.decode) for c in calls(f) if c.pass_.name == "forward"]
     assert decodes(mapped) == [True]
     assert decodes(jax.grad(lambda *x: mapped(*x).sum())) == [False]
 
@@ -338,7 +338,7 @@ def test_remat_by_name_runs_the_forward_kernel_once(rng):
     )
     f = lambda q, k, v: jnp.sum(jnp.sin(attend("triton")(jnp.tanh(q), k, v)))
     calls = lambda g: _calls(jax.make_jaxpr(jax.grad(g))(q, k, v).jaxpr)
-    count = lambda g: sum(call.call.name == "forward" for call in calls(g))
+    count = lambda g: sum(call.pass_.name == "forward" for call in calls(g))
     plain, kept, again = count(f), count(jax.checkpoint(f, policy=policy)), count(jax.checkpoint(f))
     assert plain == kept < again
 
