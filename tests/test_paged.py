@@ -231,6 +231,21 @@ def test_a_score_mod_of_rows_of_several_heads_equals_the_reference(family, kind,
     assert not races.found
 
 
+@pytest.mark.gpu
+@needs_interpreter
+@pytest.mark.parametrize("family", FAMILIES)
+def test_splits_are_merged_by_their_sums_where_logits_are_beyond_them(family, rng, monkeypatch):
+    """At -1e6 a log-sum-exp rounds by more than what the sums of two splits differ by."""
+    monkeypatch.setattr(decode, "num_splits", lambda *_: 2)
+    implementation, how = FAMILIES[family]
+    q, k, v = (rng.normal(size=(1, n, 4, 64)).astype(np.float16) for n in (2, 300, 300))
+    options = dict(score_mod=lambda s, b, h, i, j: s - 1e6 * h)
+    wide = (x.astype(np.float32) for x in (q, k, v))
+    with gpu_interpreter.kernels(implementation, **how):
+        o = flash_attention(q, k, v, implementation=implementation, **options)
+    close(o, flash_attention(*wide, implementation="reference", **options), 2e-3, "output")
+
+
 @pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="an older jax lacks the kernels")
 @pytest.mark.parametrize("gpu, taken", [("H200", "hopper"), ("A100-80GB", "ampere")])
 def test_pages_with_a_score_mod_need_no_triton(gpu, taken, monkeypatch):

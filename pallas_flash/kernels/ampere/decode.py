@@ -84,15 +84,15 @@ def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None, scale
         programs=p.batch * p.heads * t.num_splits,
         out_type=[
             jax.ShapeDtypeStruct((*splits, t.value_width), jnp.float32),
-            *[jax.ShapeDtypeStruct(splits, jnp.float32)] * (1 + p.max_logits),
+            *[jax.ShapeDtypeStruct(splits, jnp.float32)] * 2,
         ],
         warpgroups=1,
         scratch=Memory.allocate(t, inputs),
         name="flash_attention_decode",
         semantics=LANE,
     )
-    lse, top = (*(a[..., : p.queries] + logits.omitted(p) for a in stats), None)[:2]
-    stats = online_softmax.SoftmaxState(lse, None, top)
+    m, l = (a[..., : p.queries] for a in stats)
+    stats = online_softmax.SoftmaxState(m + logits.omitted(p), l)
     return decode.merge_splits(problem, x, o[..., : p.queries, : p.value_size], stats, p.log_base)
 
 
@@ -172,11 +172,9 @@ def _kernel(program, x: Inputs, o_gmem, *outputs, problem: Problem, tiles: Decod
 
     start = online_softmax.start(tile.rows(ROWS, 0.0), p.log_base)
     o, stats = blocks.visit(step, (tile.zeros(ROWS, t.value_width), start))
-    o, (m, l, _) = online_softmax.finish(o, stats.l), stats
-    lse = jnp.where(l == 0, -jnp.inf, m + p.log_base.log(l))
-    found = lse, *([stats.largest] if p.max_logits else [])
+    o = online_softmax.finish(o, stats.l)
     tile.store_rows(o_gmem.at[b, split, h], o, p.queries)
-    for gmem, value in zip(stats_gmem, found, strict=True):
+    for gmem, value in zip(stats_gmem, (stats.m, stats.l), strict=True):
         tile.store(gmem.at[b, split, h], value)
 
 

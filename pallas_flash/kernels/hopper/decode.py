@@ -44,13 +44,13 @@ class Memory(NamedTuple):
     k: Any
     v: Any
     o: Any  # float32, a slice of its columns
-    stats: Any  # for each field of the SoftmaxState [64]
+    stats: Any  # m and l [64]
     q_full: Any
     k_full: Any
     v_full: Any
 
     @classmethod
-    def allocate(cls, t: DecodeTiles, dtype, fields: int) -> "Memory":
+    def allocate(cls, t: DecodeTiles, dtype) -> "Memory":
         full = plgpu.Barrier(num_barriers=t.stages, num_arrivals=t.copies)
         block = functools.partial(tile.block, swizzle=t.swizzle)
         return cls(
@@ -58,7 +58,7 @@ class Memory(NamedTuple):
             k=block(dtype, t.stages, t.block_k, t.width),
             v=block(dtype, t.stages, t.block_k, t.value_width),
             o=tile.block(jnp.float32, ROWS, COLUMNS),
-            stats=(plgpu.SMEM((ROWS,), jnp.float32),) * fields,
+            stats=(plgpu.SMEM((ROWS,), jnp.float32),) * 2,
             q_full=plgpu.Barrier(),
             k_full=full,
             v_full=full,
@@ -70,22 +70,21 @@ def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None):
     [B, pages] of page indices, key and value are pages [P, page, K, n]."""
     (p, rows), t = decode.pack_gqa(problem, x, score_mod=True), tiles
     inputs = _inputs(p, t, rows, table)
-    R, fields = inputs.q.shape[1], 1 + p.max_logits
-    splits = p.batch, t.num_splits, p.heads
+    R, splits = inputs.q.shape[1], (p.batch, t.num_splits, p.heads)
     o, *stats = launch(
         functools.partial(_kernel, problem=p, tiles=t),
         inputs,
         programs=p.batch * p.heads * t.num_splits,
         out_type=[
             jax.ShapeDtypeStruct((*splits, R, t.value_width), jnp.float32),
-            *[jax.ShapeDtypeStruct((*splits, ROWS), jnp.float32)] * fields,
+            *[jax.ShapeDtypeStruct((*splits, ROWS), jnp.float32)] * 2,
         ],
         warpgroups=t.warpgroups + 1,
-        scratch=Memory.allocate(t, x.query.dtype, fields),
+        scratch=Memory.allocate(t, x.query.dtype),
         name="flash_attention_decode",
     )
-    lse, top = (*(a[..., : p.queries] + logits.omitted(p) for a in stats), None)[:2]
-    stats = online_softmax.SoftmaxState(lse, None, top)
+    m, l = (a[..., : p.queries] for a in stats)
+    stats = online_softmax.SoftmaxState(m + logits.omitted(p), l)
     return decode.merge_splits(problem, x, o[..., : p.queries, : p.value_size], stats, p.log_base)
 
 
@@ -152,10 +151,8 @@ def _kernel(program, x: Inputs, o_gmem, *outputs, problem: Problem, tiles: Decod
 
         start = online_softmax.start(tile.rows(0.0), p.log_base)
         o, stats = blocks.visit(step, (tile.zeros(ROWS, t.value_width), start))
-        o, (m, l, _) = online_softmax.finish(o, stats.l), stats
-        lse = jnp.where(l == 0, -jnp.inf, m + p.log_base.log(l))
-        found = lse, *([stats.largest] if p.max_logits else [])
-        for smem, value in zip(memory.stats, found, strict=True):
+        o = online_softmax.finish(o, stats.l)
+        for smem, value in zip(memory.stats, (stats.m, stats.l), strict=True):
             smem[...] = value
         stats_to = (gmem.at[b, split, h] for gmem in stats_gmem)
         tile.copy_out(*zip(memory.stats, stats_to, strict=True))
