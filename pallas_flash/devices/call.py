@@ -14,6 +14,7 @@ from pallas_flash.mods.score_mod import BoundScoreMod
 
 CACHE_AXES = AXES | dict(length="B", key_scale="BSK", value_scale="BSK", table="BC", users="P")
 CACHE_AXES |= dict(count="B", cu_seqlens="C")  # beside a cache
+OPERAND_AXES = AXES | dict(seeds="BN")  # of arguments.Operands
 # of a score_mod; the arrays that rules read are whole on each device
 SCORE_AXES = {"batch": "B", "head": "N"}
 
@@ -128,7 +129,7 @@ def operand_axes(problem: arguments.Problem, operands: arguments.Operands) -> ar
 
     resolved_mask = dataclasses.replace(resolved_mask, mask_mod=of_mod(resolved_mask.mask_mod))
     there = {name: x for name, x in operands._asdict().items() if hasattr(x, "ndim")}
-    there = {name: of(x, (AXES | dict(seeds="BN"))[name]) for name, x in there.items()}
+    there = {name: of(x, OPERAND_AXES[name]) for name, x in there.items()}
     return operands._replace(resolved_mask=resolved_mask, score=of_mod(operands.score), **there)
 
 

@@ -293,22 +293,22 @@ class RoundTrip(NamedTuple):
     x: Operands  # of all heads
 
     def forward(self):
-        p, call, some = self.problem, self.pass_, take_heads(self.x, self.heads)
+        p, pass_, some = self.problem, self.pass_, take_heads(self.x, self.heads)
         B, T, N, _ = some.query.shape
         wide = sums(some.query.dtype)
         sinks = None if some.sinks is None else some.sinks[None, :, None]
-        log_base = call.backend.log_base(p)
+        log_base = pass_.backend.log_base(p)
         start = online_softmax.start(self.zeros((B, N, T), wide), log_base, sinks, p.max_logits)
         axes = _head_axes(p)
 
         def merge(rows, _, p, pair, carry):
             old = jax.tree.map(rows.take, carry, axes)
-            new = online_softmax.merge(old, call.run(p, self.tiles, pair), log_base)
+            new = online_softmax.merge(old, pass_.run(p, self.tiles, pair), log_base)
             return jax.tree.map(rows.put, carry, new, axes)
 
         attend = lambda t, keys, carry: self.each_pair(t, keys, merge, carry)
         start = self.zeros((B, T, N, p.value_size), wide), start
-        o, stats = call.loop.run(attend, (some.key, some.value), start)
+        o, stats = pass_.loop.run(attend, (some.key, some.value), start)
         return o.astype(some.query.dtype), stats
 
     def backward(self, lse, do, delta) -> Gradients:

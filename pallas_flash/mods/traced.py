@@ -61,8 +61,8 @@ class TracedMod:
         return self._with_arrays(lambda first, b, h, q, k: (b, h, q, k + first), INDEX)
 
     def with_rows(self, *more: jax.ShapeDtypeStruct) -> "TracedMod":
-        """The same where a row says by three more arrays, the last, what it is of: batch [B], head
-        [K, rows] and position [B, rows]."""
+        """The same for rows whose b, h and q_idx are looked up in three more arrays, the last: [B],
+        [K, rows] and [B, rows]."""
         at = lambda x, *index: lax.dynamic_slice(x, index, (1,) * x.ndim).reshape(())
 
         def indices(batch, head, position, b, h, row, k):
