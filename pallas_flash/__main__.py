@@ -24,11 +24,11 @@ Prints which implementation flash_attention takes on this machine for typical ca
 runs variants of the kernels, forward and backward: those that most calls need, which takes up to
 three minutes on a GPU with four CPU cores or more, or with --all every one that can run here. Each
 variant has a process of its own; on a GPU several compile at a time, and one runs. It is compared
-with the reference on small ragged problems, and timed on a larger one beside
-jax.nn.dot_product_attention. On a GPU the verdicts are recorded, so that later calls need no check
-of these variants: kernels that are right are taken, and kernels that are wrong, hang, crash or are
-refused by the compiler are not. What could not be checked, for lack of memory say, is checked when
-a call needs it, and so are kernels that read pages."""
+with the reference on small ragged problems, and timed on a larger one. On a GPU the verdicts are
+recorded, so that later calls need no check of these variants: kernels that are right are taken, and
+kernels that are wrong, hang, crash or are refused by the compiler are not. What could not be
+checked, for lack of memory say, is checked when a call needs it, and so are kernels that read
+pages."""
 EPILOG = f"""
 environment:
   PALLAS_FLASH_IMPLEMENTATION=NAME  runs the calls that name no implementation:
@@ -189,7 +189,7 @@ def print_choices():
 # ---- what is right ----
 
 JOBS = 8  # processes at a time, at most: they share the memory of a GPU
-COLUMNS = "{:<51}{:>15}{:>10}{:>12}{:>16}   {}"
+COLUMNS = "{:<51}{:>15}{:>10}{:>12}   {}"
 
 
 def check_all(args) -> bool:
@@ -207,7 +207,7 @@ def check_all(args) -> bool:
         f"time{minutes}\n"
     )
     head = "head sizes, dtype, the backward's order, options"
-    print(COLUMNS.format(head, "largest error", "compile", "run", "jax.nn / ours", ""))
+    print(COLUMNS.format(head, "largest error", "compile", "run", ""))
     findings = trial.findings(cases.values(), args.limit, jobs)
     right = [print_row(variant, finding) for variant, finding in zip(cases, findings, strict=True)]
     for name, reason in refused.items():
@@ -227,7 +227,6 @@ def print_row(variant: verdicts.Variant, finding: trial.Finding) -> bool:
         f"{errors[largest]:.1e} of {largest}" if largest else "",
         "" if finding.compile is None else f"{finding.compile:.1f} s",
         milliseconds(finding.run),
-        f"{finding.jax_nn / finding.run:.2f}" if finding.jax_nn else "",
     ]
     print(COLUMNS.format(str(variant), *cells, trial.judged(variant, finding.verdict)), flush=True)
     return finding.verdict.why_not is None

@@ -1,5 +1,4 @@
-"""An implementation on trial, in a process of its own: compared with the reference, then timed
-beside jax.nn."""
+"""An implementation on trial, in a process of its own: compared with the reference, then timed."""
 
 import concurrent.futures
 import itertools
@@ -111,7 +110,6 @@ class Finding(NamedTuple):
     verdict: Verdict
     compile: float | None = None  # seconds, of forward and backward; of decoding the forward alone
     run: float | None = None
-    jax_nn: float | None = None  # seconds of its run
 
 
 def cases(
@@ -253,25 +251,15 @@ def measured(case: Case, ready: Callable[[], None]) -> Finding:
     timed = {"decoding": _forward, comparison.FORWARD_MODE.name: _along}.get(case.more, _both)
     shapes = case.shapes(**size.timed)
     start = time.perf_counter()
-    programs = [comparison.compiled(timed(lambda **x: flash_attention(**x, **case.call())), shapes)]
+    program = comparison.compiled(timed(lambda **x: flash_attention(**x, **case.call())), shapes)
     compile_ = time.perf_counter() - start
-    # jax.nn has one head size, no dropout, no rules and so on
-    alone = (
-        case.head_size != case.value_size
-        or case.dropout_rate
-        or case.more not in (None, "a mask", "a bias", "decoding", comparison.FORWARD_MODE.name)
-    )
-    if size is not INTERPRETED and not alone:
-        theirs = lambda **x: jax.nn.dot_product_attention(**x, is_causal=case.call()["is_causal"])
-        programs.append(jax.jit(timed(theirs)).lower(shapes).compile())
     ready()
     verdict, arrays = (
         check(),
         {name: _random(number, x) for number, (name, x) in enumerate(shapes.items())},
     )
-    for program in programs:
-        jax.block_until_ready(program(arrays))
-    return Finding(verdict, compile_, *_times(programs, arrays, size.rounds))
+    jax.block_until_ready(program(arrays))
+    return Finding(verdict, compile_, _time(program, arrays, size.rounds))
 
 
 def _random(number: int, x: jax.ShapeDtypeStruct) -> jax.Array:
@@ -310,15 +298,14 @@ def _both(attend: Callable) -> Callable:
     return both
 
 
-def _times(programs: list[Callable], arrays: dict[str, jax.Array], rounds: int) -> list[float]:
-    """Medians of seconds, the programs in turns."""
-    times = [[] for _ in programs]
+def _time(program: Callable, arrays: dict[str, jax.Array], rounds: int) -> float:
+    """The median of seconds."""
+    times = []
     for _ in range(rounds):
-        for program, seconds in zip(programs, times, strict=True):
-            start = time.perf_counter()
-            jax.block_until_ready(program(arrays))
-            seconds.append(time.perf_counter() - start)
-    return [statistics.median(seconds) for seconds in times]
+        start = time.perf_counter()
+        jax.block_until_ready(program(arrays))
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
 
 
 def judged(variant: Variant, verdict: Verdict) -> str:

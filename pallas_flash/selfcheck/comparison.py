@@ -66,9 +66,11 @@ def fails(error: Exception) -> Verdict:
 
 
 def compiled(function: Callable, *args) -> Callable:
-    """function(*args), compiled; raises Refused where a compiler rejects it."""
+    """function(*args), compiled; raises Refused where a compiler rejects it. XLA does not tune the
+    reference's products, which took an H100 67 s for 1.5 s: results.md#self-check."""
+    options = {"xla_gpu_autotune_level": "0"} if device.gpu() else None
     try:
-        return jax.jit(function).lower(*args).compile()
+        return jax.jit(function).lower(*args).compile(options)
     except Exception as error:
         if isinstance(error, NotImplementedError) or any(
             word in str(error).lower() for word in REFUSALS
