@@ -5,6 +5,7 @@ from typing import Literal, NamedTuple
 from pallas_flash import decode, dropout, schedule
 from pallas_flash.arguments import Problem
 from pallas_flash.kernels import device
+from pallas_flash.kernels.mosaic import scheduler
 from pallas_flash.kernels.mosaic.tiling import Tiling
 
 ROWS = 64  # queries or keys of a warpgroup: the rows of one wgmma
@@ -137,8 +138,8 @@ COLUMNS = 64  # of a decoding tile that are moved at a time
 LONG = 64  # blocks of keys, beside which the start and the end of a program are short
 SHARED_BYTES = 223 * 2**10  # bytes of shared memory for a program's matrices
 
-# The tables: by registers, spills, shared memory and instructions of the code compiled for an H200.
-# Not yet timed.
+# The tables: by registers, spills, shared memory and instructions of the code compiled for an H200,
+# and by the clock of an H100: results.md#hopper-by-the-clock.
 
 # Three warpgroups hide more latency at value width 64 and spill at 128. From 192 on shared memory
 # is as busy as it can be, of which Q takes less the wider a block is; 128 keys spill at 256 and do
@@ -158,10 +159,11 @@ _FORWARD = (
     Tiles(width=256, value_width=256, warpgroups=2, block_k=80, k_wait="early"),
     Tiles(width=256, value_width=256, warpgroups=2, block_k=64, k_wait="early"),
 )
-# Blocks of 128 keys leave no registers at 128. A block of keys is held for a step longer than one
-# of values, so there are three; at 256 there is room for two, and one of values.
+# Blocks of 128 keys leave no registers at 128, nor beside three warpgroups. A block of keys is held
+# for a step longer than one of values, so there are three; at 256 there is room for two, and one of
+# values.
 _DQ = (
-    Tiles(width=64, value_width=64, warpgroups=2, block_k=128, stages=3),
+    Tiles(width=64, value_width=64, warpgroups=3, block_k=64, stages=3),
     Tiles(width=128, value_width=128, warpgroups=2, block_k=64, stages=3),
     Tiles(width=192, value_width=128, warpgroups=2, block_k=64, stages=3),
     Tiles(width=192, value_width=192, warpgroups=2, block_k=64, stages=3),
@@ -176,6 +178,7 @@ _TANGENT = (
 )
 # From 192/128 on dK and dV of 64 keys are more than the registers of one warpgroup.
 _DKV = (
+    KeyTiles(width=64, value_width=64, warpgroups=3, block_q=64, stages=2),
     KeyTiles(width=64, value_width=64, warpgroups=2, block_q=64, stages=2),
     KeyTiles(width=128, value_width=128, warpgroups=2, block_q=64, stages=2),
     KeyTiles(width=192, value_width=128, warpgroups=2, block_q=64, stages=2, split=True),
@@ -194,26 +197,39 @@ def tiles(problem: Problem) -> AllTiles:
     p = problem
     fused = None if p.deterministic else _row(_FUSED, p)
     if fused is None:
-        backward = _narrow(_row(_DQ, p), p), _narrow(_row(_DKV, p), p), None
+        dkv = _row(_allowed(_DKV, p), p)
+        backward = _narrow(_row(_DQ, p), p), _narrow(dkv, p), None
     else:
         backward = None, None, _narrow(fused, p, fused.dq_column_slices)
-    forward = [
+    forward = _row(_allowed(_FORWARD, p), p)
+    forward = _with_tiles_per_program(_narrow(forward, p), p)
+    return AllTiles(forward, *backward, _narrow(_row(_TANGENT, p), p), _decoding(p))
+
+
+def _allowed(table, p: Problem) -> list:
+    """The rows in which dropout does not spill and finds whole units of keys, where p has it."""
+    return [
         row
-        for row in _FORWARD
+        for row in table
         if not p.dropped or (row.warpgroups == 2 and row.block_k % dropout.UNIT == 0)
     ]
-    forward = _with_tiles_per_program(_narrow(_row(forward, p), p), p)
-    return AllTiles(forward, *backward, _narrow(_row(_TANGENT, p), p), _decoding(p))
 
 
 def _with_tiles_per_program(t: Tiles, p: Problem) -> Tiles:
     """The same with as many tiles of queries to a program as LONG blocks of keys allow, where two
-    fit into shared memory: all programs have as many, each processor has one to begin with, and
-    none has more to do than before."""
+    fit into shared memory: all programs have as many, each processor has one to begin with, none
+    has more to do than before, and the L2 cache holds the keys of all heads that run at a time,
+    which each tile reads again."""
     count, processors = schedule.ceil_div(p.queries, t.block_q), device.processors()
     programs = lambda n: p.batch * p.heads * count // n
     work = lambda n: schedule.ceil_div(programs(n), processors) * n
-    fits = lambda n: count % n == 0 and programs(n) > processors and work(n) <= work(1)
+    in_use = lambda n: processors * n // (count * p.group) * p.keys * t.key_bytes
+    fits = lambda n: (
+        count % n == 0
+        and programs(n) > processors
+        and work(n) <= work(1)
+        and in_use(n) <= scheduler.L2
+    )
     most = LONG // schedule.ceil_div(p.keys, t.block_k) if t.q_stages > 1 else 1
     n = max(filter(fits, range(2, min(most, count) + 1)), default=1)
     k_wait = t.k_wait if n == 1 else "early"
