@@ -1,11 +1,13 @@
 """For mkdocs. A hook: README.md and the other texts outside of docs/ are pages too, links between
-pages hold, and links to code are text. An extension of the reference: what makes a dataclass."""
+pages hold, links to code are text, and MathJax is part of the site. An extension of the reference:
+what makes a dataclass, and which of its arguments are for users."""
 
 import pathlib
 import posixpath
 import re
 
 import griffe
+import mathjax
 from mkdocs.structure.files import File
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -21,12 +23,16 @@ PICTURES = {
     path.relative_to(ROOT).as_posix(): f"design/{path.name}"
     for path in (ROOT / "pallas_flash" / "design").glob("*.svg")
 }
+MATHJAX = pathlib.Path(mathjax.__file__).parent / "static" / "mathjax" / "es5"
 LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:|#)([^)#\s]*)(#[^)\s]*)?\)")
 
 
 def on_files(files, config):
     for source, page in {**TEXTS, **PICTURES}.items():
         files.append(File.generated(config, page, abs_src_path=str(ROOT / source)))
+    for path in (MATHJAX / "tex-chtml.js", *MATHJAX.glob("output/chtml/fonts/woff-v2/*")):
+        page = f"mathjax/{path.relative_to(MATHJAX).as_posix()}"
+        files.append(File.generated(config, page, abs_src_path=str(path)))
     return files
 
 
@@ -53,3 +59,19 @@ class Dataclasses(griffe.Extension):
         for decorator in cls.decorators:
             if str(decorator.value).startswith("pytrees.dataclass"):
                 decorator.value = griffe.ExprName("dataclasses.dataclass")
+
+    def on_class_members(self, *, cls, **_):
+        """Fields that a docstring with `Args:` does not name are not for users."""
+        sections = cls.docstring.parse("google", warnings=False) if cls.docstring else []
+        named = {
+            x.name
+            for s in sections
+            if s.kind is griffe.DocstringSectionKind.parameters
+            for x in s.value
+        }
+        is_field = lambda x: x.is_attribute and x.annotation is not None
+        if named and any(name in named for name, x in cls.members.items() if is_field(x)):
+            for name in [
+                name for name, x in cls.members.items() if is_field(x) and name not in named
+            ]:
+                cls.del_member(name)

@@ -227,6 +227,15 @@ def flash_attention(
       TypeError: an unsupported type or dtype.
       ValueError: an invalid shape or value.
       NotImplementedError: the named implementation cannot run this call.
+
+    Examples:
+      >>> import jax
+      >>> from pallas_flash import flash_attention
+      >>> query = jax.random.normal(jax.random.key(0), (2, 100, 8, 64))  # [B, T, N, H]
+      >>> key = value = jax.random.normal(jax.random.key(1), (2, 100, 2, 64))  # [B, S, K, H]
+      >>> o, lse = flash_attention(query, key, value, is_causal=True, return_residual=True)
+      >>> o.shape, lse.shape
+      ((2, 100, 8, 64), (2, 100, 8))
     """
     call = dict(locals())
     return_residual = call.pop("return_residual")
@@ -285,7 +294,16 @@ def flash_attention_jvp(primals: Sequence[AnyArray], tangents: Sequence[AnyArray
       The pair of what flash_attention returns and its tangent.
 
     Raises:
-      The errors of flash_attention; NotImplementedError: a context, which has no forward mode.
+      TypeError, ValueError: as in `flash_attention`.
+      NotImplementedError: as in `flash_attention`, or a context, which has no forward mode.
+
+    Examples:
+      >>> import jax
+      >>> from pallas_flash import flash_attention_jvp
+      >>> qkv = [jax.random.normal(jax.random.key(n), (1, 20, 4, 16)) for n in range(3)]
+      >>> o, do = flash_attention_jvp(qkv, qkv, is_causal=True)
+      >>> o.shape == do.shape
+      True
     """
     attend = functools.partial(flash_attention, **options)
     return jax.jvp(attend, tuple(primals), tuple(tangents))

@@ -51,7 +51,20 @@ class Context:
 @dataclasses.dataclass(frozen=True, repr=False)
 class Ring(Context):
     """Ring attention: keys and values go around the devices, and each device's queries attend to
-    the keys that it holds at that step."""
+    the keys that it holds at that step.
+
+    Examples:
+      >>> import jax
+      >>> from jax.sharding import NamedSharding, PartitionSpec
+      >>> from pallas_flash import flash_attention
+      >>> from pallas_flash.context_parallel import Ring
+      >>> mesh = jax.sharding.Mesh(jax.devices()[:1], "context")  # or all devices
+      >>> x = jax.random.normal(jax.random.key(0), (1, 64, 4, 16))
+      >>> x = jax.device_put(x, NamedSharding(mesh, PartitionSpec(None, "context")))
+      >>> attend = jax.jit(flash_attention, static_argnames=("is_causal", "context"))
+      >>> attend(x, x, x, is_causal=True, context=Ring("context")).shape
+      (1, 64, 4, 16)
+    """
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -92,7 +92,15 @@ def dropout_mask(
     dropout_rng: Array, dropout_rate: float, shape: tuple[int, ...]
 ) -> Bool[Array, "*B N T S"]:
     """The dense mask, of shape (*B, N, T, S), of the weights that `flash_attention` keeps with this
-    key and rate."""
+    key and rate.
+
+    Examples:
+      >>> import jax
+      >>> from pallas_flash import dropout_mask
+      >>> keep = dropout_mask(jax.random.key(0), 0.1, (2, 4, 100, 100))  # [B, N, T, S]
+      >>> print(f"{keep.mean():.2f}")
+      0.90
+    """
     try:
         *lead, T, S = shape
     except (TypeError, ValueError):

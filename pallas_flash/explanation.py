@@ -38,7 +38,18 @@ class Explanation:
 
 def explain(*args: Any, **kwargs: Any) -> Explanation:
     """What `flash_attention` would run for these arguments, arrays or `jax.ShapeDtypeStruct`s, and
-    why. Computes nothing."""
+    why. Computes nothing.
+
+    Examples:
+      >>> import jax
+      >>> from pallas_flash import explain
+      >>> q = k = v = jax.ShapeDtypeStruct((2, 100, 8, 64), "float32")
+      >>> found = explain(q, k, v, is_causal=True, implementation="blockwise")
+      >>> found.implementation, found.derivatives
+      ('blockwise', 'every mode, of first and second order')
+      >>> found.why_not["reference"]
+      'blockwise was selected by name'
+    """
     call, _ = attention.make_call(*args, **kwargs)
     with device.at(call.arguments().values()):
         problem, context = checks.from_shapes(_problem_of, call)

@@ -56,6 +56,14 @@ class Alibi(_ScoreMod):
 
     slopes are [N], floats or an array, which may be learned. The paper's for N = 8 are 2^-1, 2^-2,
     ..., 2^-8.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from pallas_flash import flash_attention, scores
+      >>> q = k = v = jnp.ones((1, 20, 8, 16))
+      >>> alibi = scores.Alibi(2.0 ** -jnp.arange(1.0, 9.0))
+      >>> flash_attention(q, k, v, is_causal=True, score_mod=alibi).shape
+      (1, 20, 8, 16)
     """
 
     slopes: Any

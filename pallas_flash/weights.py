@@ -42,8 +42,16 @@ def attention_weights(
       [*B, N, rows, S], float32, or float64 for float64.
 
     Raises:
-      The errors of flash_attention; TypeError or ValueError: rows are not such numbers;
+      TypeError, ValueError: as in `flash_attention`, or rows are not such numbers.
       NotImplementedError: a context, or queries or keys that are spread over several devices.
+
+    Examples:
+      >>> import jax
+      >>> from pallas_flash import attention_weights
+      >>> query = key = jax.random.normal(jax.random.key(0), (1, 100, 4, 16))
+      >>> last = attention_weights(query, key, is_causal=True, rows=[99])
+      >>> last.shape  # [B, N, rows, S]
+      (1, 4, 1, 100)
     """
     call, _ = attention.make_call(query, key, key, bias, mask, **options)
     call = call.replace(dropout_rate=0.0, dropout_rng=None, return_max_logits=False)

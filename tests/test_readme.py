@@ -1,6 +1,8 @@
 """The code of README.md and of the pages in docs/ runs as it stands, their links lead somewhere,
 and what the tree cites of scripts/results.md is there."""
 
+import doctest
+import importlib
 import inspect
 import pathlib
 import re
@@ -91,6 +93,50 @@ def test_the_reference_has_every_public_name():
         own = [x for x in classes if x.__module__.startswith(module.__name__) and x not in internal]
         public += [f"{module.__name__.partition('.')[2]}.{x.__name__}" for x in own]
     assert {name for name in public if "._" not in name} <= {*shown}
+
+
+# whose docstrings have an example
+EXAMPLES = [
+    "pallas_flash.flash_attention",
+    "pallas_flash.flash_attention_jvp",
+    "pallas_flash.attention_weights",
+    "pallas_flash.dropout_mask",
+    "pallas_flash.explain",
+    "pallas_flash.masks.MaskMod",
+    "pallas_flash.masks.create_block_mask",
+    "pallas_flash.scores.Alibi",
+    "pallas_flash.paged_attention",
+    "pallas_flash.paged_cache",
+    "pallas_flash.context_parallel.Ring",
+    "pallas_flash.flax.attention_fn",
+    "pallas_flash.flax.FlashAttention",
+]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_example_of_a_docstring_prints_what_it_shows(name):
+    module, _, own = name.rpartition(".")
+    text = inspect.getdoc(getattr(importlib.import_module(module), own))
+    example = doctest.DocTestParser().get_doctest(text, {}, name, None, None)
+    assert example.examples
+    printed = []
+    failed, _ = doctest.DocTestRunner(verbose=False).run(example, out=printed.append)
+    assert not failed, "".join(printed)
+
+
+def test_the_reference_cuts_no_sentence_into_names():
+    """Where it says what is returned and raised."""
+    for name in EXAMPLES:
+        module, _, own = name.rpartition(".")
+        text = inspect.getdoc(getattr(importlib.import_module(module), own))
+        for line in text.partition("Raises:\n")[2].partition("\n\n")[0].splitlines():
+            assert line.startswith("    ") or re.match(r"  (\w+Error(, )?)+: ", line), line
+
+
+def test_the_site_loads_nothing_from_elsewhere():
+    site = (ROOT / "mkdocs.yml").read_text()
+    assert "://" not in site, site
+    assert "font: false" in site
 
 
 def test_the_options_of_commands_exist():

@@ -185,6 +185,16 @@ def paged_attention(
       TypeError, ValueError: an argument does not fit.
       NotImplementedError: the named implementation cannot run this call, or a derivative is asked
         for.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from pallas_flash import paged_attention, paged_cache
+      >>> sizes = dict(batch=2, max_length=64, kv_heads=2, head_size=16, pages=10, page=8)
+      >>> new = jnp.ones((2, 20, 2, 16))  # [B, T, K, H]
+      >>> cache = paged_cache(**sizes, dtype=jnp.float32).append(new, new)
+      >>> query = jnp.ones((2, 1, 8, 16))  # the newest token of each row
+      >>> paged_attention(query, cache.key, cache.value, cache.table, cache.length).shape
+      (2, 1, 8, 16)
     """
     query, k_pages, v_pages = (
         checks.array(*x) for x in (("query", query), ("k_pages", k_pages), ("v_pages", v_pages))

@@ -214,6 +214,15 @@ def paged_cache(
     scale, which `paged_attention` takes as k_scales and v_scales. The output then errs by 1% and 4%
     (norms, for normally distributed numbers; bfloat16: 0.3%). On a CPU float8_e4m3fn is copied
     whole in each call, int8 is not.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from pallas_flash import paged_cache
+      >>> cache = paged_cache(2, 64, kv_heads=2, head_size=16, pages=10, page=8)
+      >>> new = jnp.ones((2, 20, 2, 16))  # [B, T, K, H]
+      >>> cache = cache.append(new, new, count=jnp.array([20, 3]))
+      >>> cache.length.tolist(), cache.room.tolist()
+      ([20, 3], [24, 8])
     """
     if page % PAGE or page <= 0:
         raise ValueError(f"page must be a multiple of {PAGE} keys; got {page}.")

@@ -80,6 +80,15 @@ def attention_fn(
     Raises:
       NotImplementedError: an argument that cannot be honoured.
       TypeError, ValueError: as in `flash_attention`.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from pallas_flash.flax import attention_fn
+      >>> options = dict(decode=False, attention_fn=attention_fn)
+      >>> layer = nnx.MultiHeadAttention(4, 32, **options, rngs=nnx.Rngs(0))
+      >>> layer(jnp.ones((2, 10, 32)), is_causal=True).shape
+      (2, 10, 32)
     """
     _refuse_module(module)
     _refuse_einsums(einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum)

@@ -18,7 +18,7 @@ from pallas_flash.checks import AnyArray
 from pallas_flash.context_parallel import Context
 from pallas_flash.explanation import explain
 from pallas_flash.flax import cache as caches
-from pallas_flash.flax.cache import KVCache, RollingCache, SomeCache
+from pallas_flash.flax.cache import Cache, KVCache, RollingCache, SomeCache
 from pallas_flash.flax.hook import as_mask
 from pallas_flash.flax.rotary import rope
 from pallas_flash.masks import Mask
@@ -64,6 +64,16 @@ class FlashAttention(nnx.Module):
       rngs: its stream `params` makes the parameters. With dropout the layer keeps a fork of
         `dropout`, if there is one, as state.
       keep_rngs: False: it keeps none, and calls with dropout need rngs.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from pallas_flash.flax import FlashAttention
+      >>> layer = FlashAttention(8, 64, num_kv_heads=2, rngs=nnx.Rngs(0))
+      >>> layer(jnp.ones((2, 10, 64))).shape
+      (2, 10, 64)
+      >>> cache = layer.init_cache(batch=2, max_length=32)
+      >>> y, cache = layer(jnp.ones((2, 10, 64)), cache=cache)
     """
 
     def __init__(
@@ -151,18 +161,18 @@ class FlashAttention(nnx.Module):
     ) -> tuple[Float[Array, "B T Dout"], SomeCache]: ...
     def __call__(
         self,
-        inputs_q,
-        inputs_k=None,
-        inputs_v=None,
+        inputs_q: Float[AnyArray, "B T D"],
+        inputs_k: Float[AnyArray, "B S Dkv"] | None = None,
+        inputs_v: Float[AnyArray, "B S Dkv"] | None = None,
         *,
-        mask=None,
-        segment_ids=None,
-        lengths=None,
-        kv_lengths=None,
-        cache=None,
-        rngs=None,
-        deterministic=None,
-    ):
+        mask: Shaped[AnyArray, "*#BNTS"] | Mask | None = None,
+        segment_ids: Int[AnyArray, "B T"] | None = None,
+        lengths: Int[AnyArray, "B"] | None = None,
+        kv_lengths: Int[AnyArray, "B"] | None = None,
+        cache: Cache | None = None,
+        rngs: Rngs = None,
+        deterministic: bool | None = None,
+    ) -> Float[Array, "B T Dout"] | tuple[Float[Array, "B T Dout"], Cache]:
         """Attention of the T tokens of inputs_q: to each other; to the tokens of a cache and each
         other; or to inputs_k.
 
@@ -279,10 +289,7 @@ class FlashAttention(nnx.Module):
         if self.query_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         if self.rope_base is not None:
-            query, key = (
-                rope(query, positions, self.rope_base),
-                rope(key, positions, self.rope_base),
-            )
+            query, key = (rope(x, positions, self.rope_base) for x in (query, key))
         return query, key, value
 
     def _out(self, o):
@@ -355,24 +362,12 @@ class FlashAttention(nnx.Module):
             jax.ShapeDtypeStruct((1, 1, heads, self.head_size), jnp.float32)
             for heads in (N, self.num_kv_heads)
         )
-        options = dict(
-            local_window_size=self.local_window_size,
-            logits_soft_cap=self.logits_soft_cap,
-            score_mod=self.score_mod,
-        )
-        options |= dict(
-            dropout_rate=self.dropout_rate, dropout_rng=jax.eval_shape(lambda: jax.random.key(0))
-        )
+        names = "is_causal local_window_size logits_soft_cap score_mod dropout_rate implementation"
+        options = {name: getattr(self, name) for name in names.split()}
+        options["dropout_rng"] = jax.eval_shape(lambda: jax.random.key(0))
         # whether an implementation can run a call is a matter of the call
         with contextlib.suppress(NotImplementedError):
-            explain(
-                query,
-                key,
-                key,
-                is_causal=self.is_causal,
-                implementation=self.implementation,
-                **options,
-            )
+            explain(query, key, key, **options)
 
 
 def _heads(num_heads, num_kv_heads, head_size, in_features, rope_base) -> tuple[int, int, int]:

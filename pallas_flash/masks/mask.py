@@ -153,6 +153,18 @@ class MaskMod(Mask):
     b and h count batch rows (over all leading axes) and query heads; q_idx is the query's key
     position, its row + query_offset. mask_mod may close over jax arrays, traced ones too. Two
     MaskMods are equal if they compute the same.
+
+    Args:
+      function (Callable): the mask_mod.
+      name: what the mask prints as; the function's name by default.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from pallas_flash import flash_attention, masks
+      >>> strided = masks.MaskMod(lambda b, h, q_idx, kv_idx: (q_idx - kv_idx) % (h + 1) == 0)
+      >>> q = k = v = jnp.ones((1, 20, 4, 16))
+      >>> flash_attention(q, k, v, mask=strided & masks.Causal()).shape
+      (1, 20, 4, 16)
     """
 
     function: Any  # a TracedMod, once made
