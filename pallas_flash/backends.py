@@ -115,6 +115,9 @@ def _no_gpu() -> str | None:
     )
 
 
+EARLIER = "an earlier algorithm, for comparison only: select it by name"
+
+
 def _on_hopper() -> str | None:
     on_hopper = device.compute_capability() == 9.0
     return "this GPU has kernels of its own, hopper's: ask for it by name" if on_hopper else None
@@ -325,7 +328,7 @@ BACKENDS = (
             lambda p, m=module: (
                 _no_tiles(p) or triton.why_not(p) or _why_no_import(m) or _kernel(m, "why_not")(p)
             ),
-            lambda p: "an earlier algorithm, for comparison only: select it by name",
+            lambda p: EARLIER,
             *(_kernel(module, function) for function in ("tiles", "forward", "backward")),
             own_kernels=True,
             keeps_base_2=True,

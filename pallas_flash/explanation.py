@@ -5,7 +5,15 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_flash import arguments, attention, checks, context_parallel, dispatch, selection
+from pallas_flash import (
+    arguments,
+    attention,
+    backends,
+    checks,
+    context_parallel,
+    dispatch,
+    selection,
+)
 from pallas_flash.call import Call
 from pallas_flash.kernels import device
 
@@ -26,13 +34,15 @@ class Explanation:
     copies: str | None = None
 
     def __str__(self):
+        """Without the earlier algorithms, which nobody selects by chance."""
         taken = ", ".join(filter(None, (self.implementation, self.condition)))
         lines = [f"call            {self.problem}", f"implementation  {taken}"]
         lines += [f"tiles           {self.tiles}"] if self.tiles is not None else []
         lines += [f"derivatives     {self.derivatives}"]
         lines += [f"context         {self.context}"] if self.context is not None else []
         lines += [f"copies          {self.copies}"] if self.copies is not None else []
-        lines += [f"not {name:<11} {reason}" for name, reason in self.why_not.items()]
+        why_not = {k: reason for k, reason in self.why_not.items() if reason != backends.EARLIER}
+        lines += [f"not {name:<11} {reason}" for name, reason in why_not.items()]
         return "\n".join(lines)
 
 

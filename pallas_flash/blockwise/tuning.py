@@ -50,13 +50,12 @@ class Tiles(NamedTuple):
             )
             return f"{forward}; backward {self._replace(decode=None)}"
         queries = "1 query" if self.block_q == 1 else f"{self.block_q} queries"
-        count = lambda n: "1 head" if n == 1 else f"{n or 'all'} heads"
-        more = f" ({count(self.forward_heads)} where no backward follows)"
-        heads = f"{count(self.heads)} of key and value"
-        heads += more if self.heads != self.forward_heads else ""
-        size = f"{queries} of {heads} by {self.block_k} keys"
+        heads = "1 key/value head" if self.heads == 1 else f"{self.heads or 'all'} key/value heads"
+        more = f" ({self.forward_heads or 'all'} where no backward follows)"
+        heads += " at a time" + (more if self.heads != self.forward_heads else "")
         why = f" ({self.why})" if self.why else ""
-        return f"{size}, multiplied in {self.dtype}{why}"
+        size = f"blocks of {queries} by {self.block_k} keys{why}"
+        return f"{size}, {heads}, multiplied in {self.dtype}"
 
     def of_gradient(self) -> "Tiles":
         """Those of a forward that the backward follows, which does not decode: its products round
