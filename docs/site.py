@@ -24,6 +24,7 @@ PICTURES = {
     for path in (ROOT / "pallas_flash" / "design").glob("*.svg")
 }
 MATHJAX = pathlib.Path(mathjax.__file__).parent / "static" / "mathjax" / "es5"
+CODE = re.compile(r"`[^`\n]+`")
 LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:|#)([^)#\s]*)(#[^)\s]*)?\)")
 
 
@@ -49,7 +50,13 @@ def on_page_markdown(markdown, page, **_):
         return f"{mark}[{text}]({target}{heading or ''})" if target else text
 
     parts = re.split(r"(```.*?```)", markdown, flags=re.S)  # code is at the odd places
-    return "".join(part if i % 2 else LINK.sub(to_page, part) for i, part in enumerate(parts))
+    parts[::2] = (CODE.sub(unescaped, LINK.sub(to_page, part)) for part in parts[::2])
+    return "".join(parts)
+
+
+def unescaped(code):
+    """In a table GitHub needs `\\|`, and mkdocs shows it."""
+    return code[0].replace("\\|", "|")
 
 
 class Dataclasses(griffe.Extension):

@@ -54,8 +54,8 @@ class Tiles(NamedTuple):
         more = f" ({self.forward_heads or 'all'} where no backward follows)"
         heads += " at a time" + (more if self.heads != self.forward_heads else "")
         why = f" ({self.why})" if self.why else ""
-        size = f"blocks of {queries} by {self.block_k} keys{why}"
-        return f"{size}, {heads}, multiplied in {self.dtype}"
+        size = f"blocks of {queries} by {self.block_k} keys"
+        return f"{size}, {heads}, in {self.dtype}{why}"
 
     def of_gradient(self) -> "Tiles":
         """Those of a forward that the backward follows, which does not decode: its products round
