@@ -278,7 +278,9 @@ def flash_attention_jvp(
     return_max_logits: bool = False,
     **options: Unpack[Options],
 ) -> tuple[Any, Any]: ...
-def flash_attention_jvp(primals: Sequence[AnyArray], tangents: Sequence[AnyArray], **options: Any):
+def flash_attention_jvp(
+    primals: Sequence[AnyArray], tangents: Sequence[AnyArray], **options: Any
+) -> tuple[Any, Any]:
     """flash_attention in forward mode: `jax.jvp(flash_attention, primals, tangents)`, in O(T + S)
     memory.
 

@@ -12,7 +12,7 @@ import pytest
 from selection import whole_but
 
 import pallas_flash.flax
-from pallas_flash import accounting, explain, masks, scores
+from pallas_flash import __main__, accounting, explain, masks, scores
 from setup import for_an_index
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -137,6 +137,15 @@ def test_the_site_loads_nothing_from_elsewhere():
     site = (ROOT / "mkdocs.yml").read_text()
     assert "://" not in site, site
     assert "font: false" in site
+
+
+def test_install_says_of_drivers_what_the_command_says():
+    page, source = (ROOT / "docs/install.md").read_text(), inspect.getsource(__main__)
+    assert all(f"driver {driver} or newer" in page for driver in __main__.PLUGINS.values())
+    quoted = re.findall(r"^\| `(.*?)` \|", page.partition("| it says |")[2], re.M)
+    fixed = [re.split(r"jax-\S+|=\S+|\d\S+", message) for message in quoted]
+    assert len(fixed) == 6
+    assert [part for parts in fixed for part in parts if part.strip() not in source] == []
 
 
 def test_the_options_of_commands_exist():

@@ -151,9 +151,10 @@ def paged_attention(
 
     Args:
       query: [B, T, N, H], the newest tokens of each row, or with cu_seqlens_q [T, N, H]; N is a
-        multiple of K. Up to T N / K = 64 pages are read where they lie. For more, as in a prompt,
-        all pages in the table are first copied in order, and the kernels of `flash_attention` run;
-        "blockwise" copies them only if they hold no more than T N / K keys.
+        multiple of K. With up to 64 rows, T N / K, pages are read where they lie. With more, as in
+        a prompt, all pages in the table are first copied in order, and the kernels of
+        `flash_attention` run; "blockwise" copies them only if they hold no more keys than there are
+        rows.
       k_pages: [P, page, K, H], where page is a multiple of 8.
       v_pages: [P, page, K, Hv].
       page_table: int32 [B, pages of a row].
@@ -167,7 +168,7 @@ def paged_attention(
         one token, of others none. Tokens of no row get 0. Up to 64 K / N tokens of a row at a time
         are decoding, and no page is copied.
       scale, local_window_size, logits_soft_cap, sinks, score_mod: as in `flash_attention`.
-      is_causal, return_residual, return_max_logits: the same; causal by default.
+      is_causal, return_residual, return_max_logits: as there, but is_causal is True by default.
       k_scales, v_scales: float32 [P, page, K], for pages of int8 or float8_e4m3fn: a key is its
         entry in the page times its scale, as `PagedCache` makes them. Pages that are read where
         they lie stay as they are in memory: logits and weights are multiplied by the scales. A copy
