@@ -23,7 +23,8 @@ class Mask:
     least one shows, `~a` those that a does not. Lengths within | or ~ are a mask like any other:
     NaN behind them is not kept out.
 
-    A subclass has `interval`, or overrides what else says what it shows.
+    For a mask of your own take `MaskMod`. A subclass defines `interval`, from which blocks to skip
+    are known without evaluating the mask.
     """
 
     # its int32 arrays: field name -> letters of its shape, out of B, T, S and C, any size
