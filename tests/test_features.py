@@ -34,7 +34,7 @@ Made by `tests/test_features.py`, run as its docstring says: every cell that say
 its result compared with the dense reference. All features of the first table hold at once, and
 under every row of the second that says yes: each program has all features that the implementation
 supports, grouped heads, a length that no block size divides, values whose head size is not the
-keys', and the log-sum-exp. `hopper` and `ampere` have not run on hardware: *accepted* means that
+keys', and the log-sum-exp. `hopper` and `ampere` are not run here: *accepted* means that
 `explain` takes the call for an H200, or an A100, and the kernels' own tests run in jax's GPU
 interpreter. The second table therefore has no columns for them. A union and a complement of masks
 are the operators `|` and `~`.

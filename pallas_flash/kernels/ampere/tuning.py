@@ -87,7 +87,7 @@ class AllTiles(NamedTuple):
 
 
 # By registers, spills, shared memory and instructions of the code compiled for an A100, an RTX 4090
-# and an RTX 5090. Not yet timed.
+# and an RTX 5090; timed on an H100 alone (results.md#by-mma-by-the-clock).
 _FORWARD = (
     Tiles(width=64, value_width=64, block_q=128, block_k=64),
     Tiles(width=64, value_width=64, block_q=64, block_k=64),
@@ -96,7 +96,7 @@ _FORWARD = (
     Tiles(width=256, value_width=256, block_q=64, block_k=32),
 )
 _DQ = (
-    Tiles(width=64, value_width=64, block_q=64, block_k=64),
+    Tiles(width=64, value_width=64, block_q=128, block_k=32),
     Tiles(width=128, value_width=128, block_q=64, block_k=32),
     Tiles(width=256, value_width=256, block_q=64, block_k=16),
 )
