@@ -68,7 +68,8 @@ class Tangent(_Map):
         do, dlse = backend.tangent(
             self.problem, tiles, operands, x._replace(sinks=None), rows, o, dlse
         )
-        if x.sinks is not None:
+        # without them the rows that are not there, of which all may be NaN, have no lse
+        if operands.sinks is not None:
             do, dlse = autodiff.of_valid_rows(operands, do, dlse)
         return do.astype(o.dtype), dlse
 

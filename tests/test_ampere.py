@@ -84,15 +84,21 @@ MORE = {
     ),
     "dropout": lambda rng: dict(dropout_rate=0.25, dropout_rng=jax.random.key(3)),
 }
+WIDE = {"dropout, heads of 160 and 136": sizes(37, 53, 160, Hv=136)}  # blocks of 16 keys
+
+
+def more(name, rng):
+    """Sizes, and what of MORE the name begins with."""
+    return WIDE.get(name, LARGE), MORE[name.partition(",")[0]](rng)
 
 
 @pytest.mark.gpu
 @COPIES
-@pytest.mark.parametrize("name", whole_but(MORE, "a rule", "dropout"))
+@pytest.mark.parametrize("name", whole_but([*MORE, *WIDE], "a rule", "dropout", *WIDE))
 def test_what_else_changes_scores_gives_what_it_gives_elsewhere(name, tma, rng):
-    q, k, v = qkv(rng, LARGE, jnp.bfloat16)
+    z, kw = more(name, rng)
+    q, k, v = qkv(rng, z, jnp.bfloat16)
     do, dlse = cotangents(rng, q, v)
-    kw = MORE[name](rng)
     with gpu_interpreter.ampere_kernels(tma=tma):
         found = run(q, k, v, do, dlse, "ampere", **kw)
     expected = run(q, k, v, do, dlse, "reference", **kw)
@@ -103,7 +109,7 @@ def test_what_else_changes_scores_gives_what_it_gives_elsewhere(name, tma, rng):
 # of which there are no tangents
 WITHOUT = {"all": (), "no key": ("key",), "key": ("query", "value"), "value": ("query", "key")}
 ALONG = [
-    *((name, "all") for name in (*CASES, *MORE)),
+    *((name, "all") for name in (*CASES, *MORE, *WIDE)),
     *(("bottom right", some) for some in WITHOUT),
 ]
 
@@ -114,7 +120,7 @@ ALONG = [
     "name, some", whole_but(sorted({*ALONG}), ("everything", "all"), ("a bias", "all"))
 )
 def test_tangents_are_those_of_dense_attention(name, some, tma, rng):
-    z, kw = CASES[name] if name in CASES else (LARGE, MORE[name])
+    z, kw = CASES[name] if name in CASES else more(name, rng)
     kw = kw(rng) if callable(kw) else kw
     dtype = jnp.float16 if "cap" in name else jnp.bfloat16
     with gpu_interpreter.ampere_kernels(tma=tma):
@@ -164,6 +170,21 @@ def test_garbage_in_padding_changes_nothing_and_the_same_call_gives_the_same_bit
         dirty = call()
     for x, y in zip(jax.tree.leaves(clean), jax.tree.leaves(dirty), strict=True):
         np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.gpu
+def test_nan_in_padded_queries_and_their_tangents_changes_no_tangent_beside_sinks(rng):
+    lengths, sinks = np.array([30, 67], np.int32), np.zeros(2, np.float32)
+    options = dict(query_seq_lengths=lengths, sinks=sinks, return_residual=True)
+    attend = functools.partial(flash_attention, implementation="ampere", **options)
+    along = jax.jit(lambda x, dx: jax.jvp(attend, x, dx))
+    x, dx = (qkv(rng, sizes(67, 70, 64, B=2), jnp.bfloat16) for _ in range(2))
+    with gpu_interpreter.ampere_kernels():
+        clean = along(x, dx)
+        x[0][0, 30:] = dx[0][0, 30:] = np.nan
+        dirty = along(x, dx)
+    for a, b in zip(*map(jax.tree.leaves, (clean, dirty)), strict=True):
+        np.testing.assert_array_equal(*(np.asarray(y, np.float32) for y in (a, b)))
 
 
 HALF = jax.ShapeDtypeStruct((2, 300, 4, 64), "bfloat16")

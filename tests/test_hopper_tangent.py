@@ -95,17 +95,21 @@ def test_there_is_no_race(head, rng):
 
 
 @pytest.mark.gpu
-def test_garbage_in_padding_of_arrays_and_tangents_changes_no_bit(rng):
-    lengths = dict(
+@pytest.mark.parametrize("sinks", [None, np.zeros(2, np.float32)], ids=["", "sinks"])
+def test_garbage_in_padding_of_arrays_and_tangents_changes_no_bit(sinks, rng):
+    options = dict(
         query_seq_lengths=np.array([30, 67], np.int32),
         key_value_seq_lengths=np.array([131, 70], np.int32),
+        sinks=sinks,
+        return_residual=True,
     )
-    attend = functools.partial(flash_attention, implementation="hopper", is_causal=True, **lengths)
+    attend = functools.partial(flash_attention, implementation="hopper", is_causal=True, **options)
     along = jax.jit(lambda x, dx: jax.jvp(attend, x, dx))
     x, dx = (qkv(rng, sizes(67, 131, 128, B=2), jnp.bfloat16) for _ in range(2))
     with gpu_interpreter.hopper_kernels():
         clean = along(x, dx)
         for q, k, v in (x, dx):
             q[0, 30:], k[1, 70:], v[1, 70:] = np.nan, np.inf, np.nan
-        for a, b in zip(clean, along(x, dx), strict=True):
+        dirty = along(x, dx)
+        for a, b in zip(*map(jax.tree.leaves, (clean, dirty)), strict=True):
             np.testing.assert_array_equal(*(np.asarray(y, np.float32) for y in (a, b)))

@@ -143,6 +143,16 @@ RACES = {
 }
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", whole_but(RACES, "by key"))
+def test_blocks_of_16_that_shared_memory_holds_of_wide_heads(name, rng):
+    z = Z._replace(B=1, H=208, Hv=256)
+    shape, of_array = RACES[name]
+    array = jnp.asarray(rng.normal(size=shape) * 0.3, jnp.float32)
+    options = dict(is_causal=True, query_offset=3) | DROPOUT
+    is_the_references(*qkv(rng, z, jnp.bfloat16), array, of_array, tma=False, **options)
+
+
 @pytest.mark.whole
 @pytest.mark.parametrize("tma", [False, True], ids=["cp.async", "TMA"])
 @pytest.mark.parametrize("name", RACES)

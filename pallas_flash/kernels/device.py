@@ -18,6 +18,9 @@ class Family(NamedTuple):
     cores: int = 132  # streaming multiprocessors; an H100's where a family's GPUs differ
 
 
+# KB of shared memory that a program can have, by compute capability, where the GPU does not say it
+SHARED_KB, LEAST_SHARED_KB = {8.0: 163, 8.7: 163, 9.0: 227, 10.0: 227, 10.3: 227}, 99
+
 # By a word of the device's kind, of which the first that matches counts.
 FAMILIES = {
     "A100": Family((8, 0), 108),
@@ -119,6 +122,12 @@ def compute_capability() -> float | None:
 def has_tma() -> bool:
     """Whether the GPU that a call is for copies by TMA."""
     return (compute_capability() or 0.0) >= 9.0
+
+
+def shared_memory() -> int:
+    """Bytes of shared memory that a program can have on the GPU that a call is for."""
+    known = getattr(here(), "shared_memory_per_block_optin", None)  # which Mosaic asks for too
+    return known or SHARED_KB.get(compute_capability(), LEAST_SHARED_KB) << 10
 
 
 def mosaic_capability() -> float:

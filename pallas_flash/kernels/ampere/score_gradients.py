@@ -20,7 +20,7 @@ from pallas_flash.arguments import Operands, Problem
 from pallas_flash.kernels import device
 from pallas_flash.kernels.ampere import tile
 from pallas_flash.kernels.ampere.backward import Inputs, Memory
-from pallas_flash.kernels.ampere.tuning import Tiles
+from pallas_flash.kernels.ampere.tuning import REDUCTION, ScoreTiles, Tiles
 from pallas_flash.kernels.mosaic import block_info, logits, scheduler
 from pallas_flash.kernels.mosaic.launch import LANE, launch
 from pallas_flash.kernels.mosaic.registers import iota, load, per_column, per_row
@@ -30,7 +30,6 @@ from pallas_flash.mods.captured import PAIR
 from pallas_flash.pytrees import IntLike
 
 ENTRIES = 32  # of an array that a program owns
-SCRATCH = 2048  # bytes in which warps add up columns
 
 
 class Given(NamedTuple):
@@ -38,13 +37,13 @@ class Given(NamedTuple):
     each pair adds to its gradient in place of dS."""
 
     problem: Problem
-    tiles: Tiles
+    tiles: ScoreTiles
     operands: Operands
     rows: tuple  # lse, do, delta
     read: int | None = None
 
 
-def score_gradients(problem: Problem, tiles: Tiles, x: Operands, lse, do, delta) -> tuple:
+def score_gradients(problem: Problem, tiles: ScoreTiles, x: Operands, lse, do, delta) -> tuple:
     """Those of the bias, None without one, and of the arrays that a score_mod reads."""
     given = Given(problem, tiles, x, (lse, do, delta))
     bias = None if x.bias is None else _sums(given, problem.bias, x.bias.dtype)
@@ -127,17 +126,16 @@ class Walk(NamedTuple):
     problem: Problem
     tiles: Tiles
     read: int | None
-    owns_keys: bool
     x: Inputs
     memory: Memory
 
     def over(self, batch: IntLike, head: IntLike, own: IntLike, blocks, add: Callable, sums):
-        """sums = add(sums, tile, head's logits, d), where d() is dS of the tile, over the blocks of
-        keys that a tile of queries meets, or of queries that a tile of keys does."""
+        """sums = add(sums, tile, head's score_mod, d), where d() is dS of the tile, over the blocks
+        of keys that a tile of queries meets; or dS^T, of queries that a tile of keys does."""
         p, t, x, memory = self.problem, self.tiles, self.x, self.memory
         ring = tile.Ring(memory.ring, memory.ring_full)
         sides = (x.queries, head), (x.keys, divmod_(head, p.group)[0])
-        owned, passing = sides[::-1] if self.owns_keys else sides
+        owned, passing = sides[::-1] if t.owns_keys else sides
         tile.release(t.tma)  # by who reads the tile before
         load_passing = passing[0].loader(ring, batch, passing[1], blocks)
         owned[0].copy(own, batch, owned[1], memory.owned, memory.owned_full)
@@ -148,26 +146,25 @@ class Walk(NamedTuple):
         def of_rows(i):
             """lse, delta and mask of a tile of queries."""
             rows = pl.ds(i * t.block_q, t.block_q)
-            each = (load(ref.at[batch, head, rows], tile.LAYOUTS.row) for ref in (x.lse, x.delta))
-            return *each, of_head.load_mask(batch, rows.start, t.block_q)
+            layout = tile.LAYOUTS.column if t.owns_keys else tile.LAYOUTS.row
+            each = (load(ref.at[batch, head, rows], layout) for ref in (x.lse, x.delta))
+            return *each, of_head.load_mask(batch, rows.start, t.block_q, t.owns_keys)
 
-        known = None if self.owns_keys else of_rows(own)
+        known = None if t.owns_keys else of_rows(own)
 
         def step(n, sums, masked):
             block = ring.wait(n)
             load_passing(n + 1)
-            sides = (memory.owned, own), (block, blocks.index(n))
-            ((q, do), i), ((k, v), j) = sides[::-1] if self.owns_keys else sides
-            at = of_head.tile(i * t.block_q, j * t.block_k, (t.block_q, t.block_k))
+            i, j = (own, blocks.index(n))[:: -1 if t.owns_keys else 1]
+            at = of_head.tile(i * t.block_q, j * t.block_k, self.shape, t.owns_keys)
 
             def gradient():
                 lse, delta, mask = of_rows(i) if known is None else known
-                s = tile.dot_t(tile.load(q), k)
+                product = lambda n: tile.dot_t(tile.load(memory.owned[n]), block[n])
                 _, weight, back = of_head.probabilities(
-                    s, at, lambda: per_row(lse, at.shape), mask if masked else None
+                    product(0), at, lambda: at.per_query(lse), mask if masked else None
                 )
-                dp = tile.dot_t(tile.load(do), v)
-                return of_head.gradient(weight, back, dp, per_row(delta, at.shape))
+                return of_head.gradient(weight, back, product(1), at.per_query(delta))
 
             return add(sums, at, of_head.score_mod, gradient)
 
@@ -184,24 +181,28 @@ class Walk(NamedTuple):
             x.blocks, x.logits.resolved_mask, work, work.tile, p.queries, t.block_q, t.block_k
         )
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of a tile of scores."""
+        t = self.tiles
+        return (t.block_k, t.block_q) if t.owns_keys else (t.block_q, t.block_k)
+
     def zeros(self):
-        return tile.zeros(self.tiles.block_q, self.tiles.block_k)
+        return tile.zeros(*self.shape)
 
 
-def _launch(kernel, given: Given, blocks, programs: int, out, owns_keys=False) -> jax.Array:
-    p, t, x = given.problem, given.tiles, given.operands
+def _launch(kernel, given: Given, t: Tiles, blocks, programs: int, out) -> jax.Array:
+    p, x = given.problem, given.operands
     (sums,) = launch(
-        lambda program, x, out, memory: kernel(
-            program, Walk(p, t, given.read, owns_keys, x, memory), out
-        ),
+        lambda program, x, out, memory: kernel(program, Walk(p, t, given.read, x, memory), out),
         Inputs.make(p, t, blocks, x, *given.rows),
         programs=programs,
         out_type=[out],
         warpgroups=1,
-        scratch=Memory.allocate(t._replace(owns_keys=owns_keys), x.query.dtype),
+        scratch=Memory.allocate(t, x.query.dtype),
         name="flash_attention_dbias" if given.read is None else "flash_attention_dcaptured",
         semantics=LANE,
-        reduction_scratch=SCRATCH,
+        reduction_scratch=0 if t.owns_keys else REDUCTION,
     )
     return sums
 
@@ -212,11 +213,11 @@ def _whole(length: int, size: int) -> int:
 
 def _query_sums(given: Given) -> jax.Array:
     """[B, N, T, 1]: over the keys of each query."""
-    p, t, x, *_ = given
+    p, (t, _), x, *_ = given
     out = jax.ShapeDtypeStruct((p.batch, p.heads, _whole(p.queries, t.block_q)), jnp.float32)
     blocks = block_info.by_query_tile(p, x.resolved_mask, x.mask, t.block_q, t.block_k)
     programs = scheduler.query_programs(p, t.block_q)
-    sums = _launch(_query_kernel, given, blocks, programs, out)
+    sums = _launch(_query_kernel, given, t, blocks, programs, out)
     return sums[:, :, : p.queries, None]
 
 
@@ -231,11 +232,11 @@ def _query_kernel(program, walk: Walk, out):
 
 def _key_sums(given: Given) -> jax.Array:
     """[B, N, 1, S]: over the queries of each key."""
-    p, t, x, *_ = given
+    p, (_, t), x, *_ = given
     out = jax.ShapeDtypeStruct((p.batch, p.heads, _whole(p.keys, t.block_k)), jnp.float32)
     blocks = block_info.by_key_tile(p, x.resolved_mask, x.mask, t.block_q, t.block_k)
     programs = p.group * scheduler.key_programs(p, t.block_k)
-    sums = _launch(_key_kernel, given, blocks, programs, out, owns_keys=True)
+    sums = _launch(_key_kernel, given, t, blocks, programs, out)
     return sums[:, :, None, : p.keys]
 
 
@@ -248,17 +249,17 @@ def _key_kernel(program, walk: Walk, out):
     )(0)
     sums = walk.all_of(work.batch, work.head, work.tile, blocks, walk.zeros())
     keys = pl.ds(work.tile * t.block_k, t.block_k)
-    tile.store(out.at[work.batch, work.head, keys], jnp.sum(sums, axis=0))
+    tile.store(out.at[work.batch, work.head, keys], jnp.sum(sums, axis=1))
 
 
 def _pair_sums(given: Given, shape: tuple[int, ...], dtype) -> jax.Array:
     """[B | 1, N | 1, T, S], over batch rows and heads."""
-    p, t, x, *_ = given
+    p, (t, _), x, *_ = given
     whole = _whole(p.queries, t.block_q), _whole(p.keys, t.block_k)
     kinds = block_info.kinds(p, x.resolved_mask, x.mask, t.block_q, t.block_k)
     programs = math.prod(shape[:2]) * math.prod(kinds.shape[2:])
     out = jax.ShapeDtypeStruct((*shape[:2], *whole), dtype)
-    sums = _launch(_pair_kernel, given, kinds, programs, out)
+    sums = _launch(_pair_kernel, given, t, kinds, programs, out)
     return sums[:, :, : p.queries, : p.keys]
 
 
@@ -290,15 +291,16 @@ def _entry_sums(given: Given, entries: int) -> jax.Array:
     """[B, N, 1, entries], over all pairs of a head that read the same entry along the axes whose
     index differs."""
     # registers hold sums, dS, and which entry each pair reads
-    given = given._replace(tiles=given.tiles._replace(block_k=32))
-    p, t, x, *_ = given
+    t = given.tiles.by_query
+    t = t._replace(block_k=min(t.block_k, 32))
+    p, x = given.problem, given.operands
     groups, tiles = schedule.ceil_div(entries, ENTRIES), schedule.ceil_div(p.queries, t.block_q)
     pairs = p.batch * p.heads * groups
     # as many programs as keep the GPU busy
     splits = min(tiles, schedule.ceil_div(4 * device.processors(), pairs))
     out = jax.ShapeDtypeStruct((p.batch, p.heads, splits, groups * ENTRIES), jnp.float32)
     blocks = block_info.by_query_tile(p, x.resolved_mask, x.mask, t.block_q, t.block_k)
-    sums = _launch(_entry_kernel, given, blocks, pairs * splits, out)
+    sums = _launch(_entry_kernel, given, t, blocks, pairs * splits, out)
     return jnp.sum(sums[..., :entries], 2, keepdims=True)
 
 

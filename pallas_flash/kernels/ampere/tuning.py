@@ -1,5 +1,6 @@
 """How the kernels by mma tile a problem: tables, and which row a problem takes."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from pallas_flash import decode
@@ -11,8 +12,7 @@ ROWS = 64  # of the four warps of a program: 16 each, the rows of one mma
 WIDE = 16  # keys of a block in decoding, with values wider than 128
 # bytes of a row, of 16 bits a column, that are one column of tiles in shared memory
 SWIZZLES = 128, 64, 32
-# KB of shared memory that a program can have, by compute capability
-SHARED_KB, LEAST_SHARED_KB = {8.0: 163, 8.7: 163, 9.0: 227, 10.0: 227, 10.3: 227}, 99
+REDUCTION = 2048  # bytes of shared memory in which warps of `ScoreTiles.by_query` add up columns
 
 
 class Tiles(NamedTuple):
@@ -44,6 +44,13 @@ class Tiles(NamedTuple):
         """Of a key and its value, or of a query and its do."""
         return 2 * (self.width + self.value_width)
 
+    @property
+    def shared_bytes(self) -> int:
+        """Of shared memory, but for the mbarriers: both matrices of the tile that a program owns,
+        and those of the blocks that pass by."""
+        owned, passing = (self.block_q, self.block_k)[:: -1 if self.owns_keys else 1]
+        return (owned + self.stages * passing) * self.row_bytes
+
     def __str__(self):
         copies = "TMA" if self.tma else "cp.async"
         size = f"{self.block_q} x {self.block_k}, {self.stages} stages by {copies}"
@@ -71,6 +78,13 @@ class DecodeTiles(NamedTuple):
         size = f"{ROWS} x {self.block_k}, {self.num_splits} splits, {self.stages} stages"
         stored = f" of {self.stored}" if self.stored else ""
         return f"{size}{stored}, widths {self.width}/{self.value_width}"
+
+
+class ScoreTiles(NamedTuple):
+    """Of kernels/ampere/score_gradients.py."""
+
+    by_query: Tiles
+    by_key: Tiles  # for sums over queries
 
 
 class AllTiles(NamedTuple):
@@ -112,10 +126,17 @@ _TANGENT = (
     Tiles(width=128, value_width=128, block_q=64, block_k=32),
     Tiles(width=256, value_width=256, block_q=64, block_k=16),
 )
-# of dS, whose sums are one tile: for Hopper's kernels too, which know wider heads
+# of dS, whose sums are one tile: for Hopper's kernels too, which know wider heads. The last row of
+# each is for GPUs with 99 KB of shared memory.
 _SCORES = (
     Tiles(width=64, value_width=64, block_q=64, block_k=64),
     Tiles(width=256, value_width=256, block_q=64, block_k=32),
+    Tiles(width=256, value_width=256, block_q=64, block_k=16),
+)
+_KEY_SCORES = (
+    Tiles(width=64, value_width=64, block_q=64, block_k=64, owns_keys=True),
+    Tiles(width=256, value_width=256, block_q=32, block_k=64, owns_keys=True),
+    Tiles(width=256, value_width=256, block_q=16, block_k=64, owns_keys=True),
 )
 
 
@@ -135,9 +156,8 @@ def tiles(problem: Problem) -> AllTiles:
 
 def _tangent(p: Problem) -> Tiles | None:
     """Queries, keys and values with their tangents."""
-    t = _row(_TANGENT, p)
-    size = 2 * t.block_q * t.width * 2 + 2 * t.stages * t.block_k * t.row_bytes
-    return t if size <= _shared_memory() else None
+    size = lambda t: 2 * t.block_q * t.width * 2 + 2 * t.stages * t.block_k * t.row_bytes
+    return _row(_TANGENT, p, size)
 
 
 def _decoding(p: Problem) -> DecodeTiles | None:
@@ -182,21 +202,29 @@ def page_columns(problem: Problem, page: int, stored: str | None = None) -> int:
 
 
 def _shared_memory() -> int:
-    """Bytes for a program's matrices."""
-    return (SHARED_KB.get(device.compute_capability(), LEAST_SHARED_KB) - 1) << 10
+    """Bytes for a program's matrices, beside the mbarriers."""
+    return device.shared_memory() - 1024
 
 
-def score_tiles(problem: Problem) -> Tiles:
-    """Those of kernels/ampere/score_gradients.py."""
-    return _row(_SCORES, problem)
+def score_tiles(problem: Problem) -> ScoreTiles:
+    return ScoreTiles(
+        _row(_SCORES, problem, lambda t: t.shared_bytes + REDUCTION),
+        _row(_KEY_SCORES, problem, lambda t: t.shared_bytes),
+    )
 
 
-def _row(table, problem: Problem) -> Tiles:
-    p = problem
-    row = next(row for row in table if p.head_size <= row.width and p.value_size <= row.value_width)
-    width, value_width = padded_size(p.head_size), padded_size(p.value_size)
-    swizzle = _swizzle(width, value_width, min(row.block_q, row.block_k))
-    return row._replace(width=width, value_width=value_width, swizzle=swizzle, tma=device.has_tma())
+def _row(table, problem: Problem, size: Callable[[Tiles], int] = lambda t: 0) -> Tiles | None:
+    """The first that holds the problem's heads, as narrow as they are, and whose `size` in bytes
+    shared memory holds."""
+    p, width, value_width = problem, *map(padded_size, (problem.head_size, problem.value_size))
+    for row in table:
+        if p.head_size <= row.width and p.value_size <= row.value_width:
+            swizzle = _swizzle(width, value_width, min(row.block_q, row.block_k))
+            of_heads = dict(width=width, value_width=value_width, swizzle=swizzle)
+            tiles = row._replace(**of_heads, tma=device.has_tma())
+            if size(tiles) <= _shared_memory():
+                return tiles
+    return None
 
 
 def _swizzle(width: int, value_width: int, page: int = ROWS, size: int = 2) -> int:

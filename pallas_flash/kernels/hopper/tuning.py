@@ -7,6 +7,7 @@ from pallas_flash.arguments import Problem
 from pallas_flash.kernels import device
 from pallas_flash.kernels.mosaic import scheduler
 from pallas_flash.kernels.mosaic.tiling import Tiling
+from pallas_flash.online_softmax import LogBase
 
 ROWS = 64  # queries or keys of a warpgroup: the rows of one wgmma
 # bytes of a row, of 16 bits a column, that are one column of tiles in shared memory; TMA copies by
@@ -45,6 +46,13 @@ class Tiles(NamedTuple):
     def key_bytes(self) -> int:
         """Of a key and its value."""
         return 2 * (self.width + self.value_width)
+
+    @property
+    def forward_bytes(self) -> int:
+        """Of shared memory, for the matrices of the forward."""
+        queries = self.q_stages * self.block_q * max(self.width, self.value_width)
+        keys = self.stages * self.width + self.value_stages * self.value_width
+        return 2 * (queries + self.block_k * keys)
 
     def __str__(self):
         return _describe(self)
@@ -201,8 +209,11 @@ def tiles(problem: Problem) -> AllTiles:
         backward = _narrow(_row(_DQ, p), p), _narrow(dkv, p), None
     else:
         backward = None, None, _narrow(fused, p, fused.dq_column_slices)
-    forward = _row(_allowed(_FORWARD, p), p)
-    forward = _with_tiles_per_program(_narrow(forward, p), p)
+    # of each vector of statistics, which is aligned, and of the mbarriers
+    beside = 1024 * (2 + (p.log_base is LogBase.E) + p.max_logits)
+    most = (device.SHARED_KB[9.0] << 10) - beside
+    forward = [row for row in _allowed(_FORWARD, p) if row.forward_bytes <= most]
+    forward = _with_tiles_per_program(_narrow(_row(forward, p), p), p)
     return AllTiles(forward, *backward, _narrow(_row(_TANGENT, p), p), _decoding(p))
 
 

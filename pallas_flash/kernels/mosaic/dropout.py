@@ -13,7 +13,8 @@ from pallas_flash.pytrees import IntLike
 
 
 class Dropout(NamedTuple):
-    """Of a batch row and head. The first key of a tile is a multiple of 32."""
+    """Of a batch row and head. The first key of a tile is a multiple of 32, or of 16 in a tile of
+    16 keys."""
 
     dropped: int
     first: jax.Array
@@ -25,13 +26,16 @@ class Dropout(NamedTuple):
 
     def _keeps(self, tile: ScoreTile):
         queries, keys = tile.shape
-        number, words = iota(keys // 4, tile.layouts.column), (queries, keys // 4)
+        count = max(keys // 4, 8)
+        number, words = iota(count, tile.layouts.column), (queries, count)
         of_row = dropout.of_row(self.first, tile.first_query + iota(queries, tile.layouts.row))
         key = tile.first_key + (number & ~7) * 4 + (number & 7)
         of_column = dropout.of_column(self.second, key)
         word = dropout.word(per_row(of_row, words), per_column(of_column, words))
+        # the first of its 32 keys, which the program knows
+        first = tile.first_key if keys < dropout.UNIT else np.int32(0)
         eight = lambda key: dropout.stays(
-            self.dropped, word[:, key // 32 * 8 :][:, :8], np.int32(key)
+            self.dropped, word[:, key // 32 * 8 :][:, :8], first + np.int32(key)
         )
         return jnp.concatenate([eight(key) for key in range(0, keys, 8)], axis=1)
 
