@@ -61,6 +61,7 @@ class Case(NamedTuple):
         more = {
             "a rule": dict(mask=comparison.RULE),
             "a score_mod": dict(score_mod=comparison.far_is_less),
+            "arrays of a score_mod": dict(score_mod=comparison.reads_arrays()),
         }
         more["a soft cap"] = dict(logits_soft_cap=comparison.SOFT_CAP)
         dropout = (

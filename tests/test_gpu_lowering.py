@@ -86,6 +86,7 @@ KINDS = [
 TOGETHER = [
     ("causal", "dropout", "sinks", "the largest logits", "a bias by key", "a table by distance"),
     ("lengths", "a soft cap", "a rule", "dropout", "a bias by pair", "a table by key"),
+    ("a window", "segment ids", "the largest logits", "slopes"),
 ]
 
 
@@ -141,7 +142,7 @@ def implementations(gpu) -> list[str]:
 
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
 @pytest.mark.parametrize("name", GPU)
-@pytest.mark.parametrize("features", TOGETHER, ids=["one", "other"])
+@pytest.mark.parametrize("features", TOGETHER, ids=["one", "another", "without dropout"])
 def test_features_lower_together(features, name, widths, monkeypatch):
     with limited_to(GPU[name], monkeypatch):
         lower(features, implementations(GPU[name])[0], widths)

@@ -260,6 +260,45 @@ def test_the_gradient_of_a_bias_is_checked():
     assert wrong.startswith("dbias is off by 1.0e-02")
 
 
+def test_the_gradients_of_the_arrays_of_a_score_mod_are_checked_by_themselves():
+    name = "arrays of a score_mod"
+    problem = trial.Case("reference", 64, 64, "float32", True, 0.0, name).problem()
+    scheme = verdicts.variant_of(fakes.REFERENCE, problem).scheme
+    assert scheme == "deterministic, a score_mod, arrays of a score_mod"
+
+    def backward(*args):
+        gradients = fakes.REFERENCE.backward(*args)
+        slopes, by_key, *rest = gradients.captured
+        return gradients._replace(captured=(slopes, by_key * 1.01, *rest))
+
+    wrong = lambda backward: (
+        comparison.check(
+            fakes.backend("fake", fakes.REFERENCE.forward, backward), problem, [fakes.TINY]
+        )().wrong
+    )
+    assert wrong(backward).startswith("darray1 is off by 1.0e-02")
+    assert wrong(fakes.REFERENCE.backward) is None
+
+
+def test_a_bias_by_pair_and_one_by_key_are_checked():
+    problem = trial.Case("reference", 64, 64, "float32", True, 0.0, "a bias").problem()
+    found = [comparison.trial(problem, sizes)[1].bias for sizes in comparison.trials(problem)]
+    assert [bias.shape[2] > 1 for bias in found] == [True, False]
+
+
+@pytest.mark.gpu
+@pytest.mark.whole
+@pytest.mark.skipif(gpu_interpreter.MISSING is not None, reason=str(gpu_interpreter.MISSING))
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize("more", ["a bias", "arrays of a score_mod"])
+def test_the_kernels_of_score_gradients_pass(more, sinks):
+    problem = trial.Case("reference", 64, 64, "bfloat16", True, 0.0, more).problem()
+    with gpu_interpreter.ampere_kernels():
+        sizes = [fakes.TINY | dict(sinks=sinks)]
+        errors, wrong, _ = comparison.check(backends.find("ampere"), problem, sizes)()
+    assert wrong is None and max(errors.values()) < comparison.TOLERANCE["bfloat16"] / 2
+
+
 def test_decoding_is_checked_by_itself_on_a_problem_that_is_decoding():
     triton = backends.find("triton")
     q, k = (jax.ShapeDtypeStruct((1, length, 2, 64), "bfloat16") for length in (1, 4096))

@@ -26,7 +26,10 @@ RULE = masks.MaskMod(lambda b, h, q, k: ((q // 256 + k // 256 + h) % 3 > 0) | (k
 SOFT_CAP = 2.0  # near the logits of trials
 TOLERANCE = dict(float32=1e-4, bfloat16=2e-2, float16=4e-3)
 # Each is a variant of its own.
-MORE = "a rule", "a mask", "a bias", "a score_mod", "a soft cap", "segment ids"
+MORE = (
+    *("a rule", "a mask", "a bias", "a score_mod", "arrays of a score_mod"),
+    *("a soft cap", "segment ids"),
+)
 # words in errors of compilers that are not transient
 REFUSALS = "shared memory", "ptxas error", "unimplemented"
 
@@ -107,6 +110,7 @@ def results(
     (gradients,) = vjp(cotangents)
     found = outputs(o, lse, largest)
     found |= dict(dq=gradients.query, dk=gradients.key, dv=gradients.value)
+    found |= {f"darray{n}": x[None, :, None, None] for n, x in enumerate(gradients.captured)}
     return found if problem.bias is None else found | dict(dbias=jnp.swapaxes(gradients.bias, 1, 2))
 
 
@@ -149,8 +153,9 @@ FORWARD_MODE = Way("forward mode", {}, tangents, widen, tangents)
 
 def more(problem: Problem) -> list[str]:
     """What it has of MORE."""
-    p = problem
-    has = p.resolved_mask.mask_mod, p.mask, p.bias, p.score, p.soft_cap, p.resolved_mask.query_ids
+    p, ids = problem, problem.resolved_mask.query_ids
+    arrays = (p.score and p.score.tables) or None
+    has = p.resolved_mask.mask_mod, p.mask, p.bias, p.score, arrays, p.soft_cap, ids
     return [name for name, x in zip(MORE, has, strict=True) if x is not None]
 
 
@@ -241,8 +246,12 @@ def trial(problem: Problem, sizes: dict[str, int]) -> tuple[Problem, Operands, t
     normal = lambda *shape: jax.device_put(
         rng.standard_normal(shape, np.float32).astype(jnp.dtype(p.dtype))
     )
-    bias = None if p.bias is None else normal(1, p.heads, p.queries, p.keys)
-    score = None if p.score is None else BoundScoreMod.bind(far_is_less, jnp.float32, offset)
+    # the gradient by pair comes from one kernel, that by key from another
+    bias = None if p.bias is None else normal(1, p.heads, 1 if p.sinks else p.queries, p.keys)
+    score = None
+    if p.score is not None:
+        score_mod = reads_arrays() if p.score.tables else far_is_less
+        score = BoundScoreMod.bind(score_mod, jnp.float32, offset)
     # of empty, partial and full blocks
     row, key = np.arange(p.queries)[:, None] // 256, np.arange(p.keys) // 256
     mask = (
@@ -282,6 +291,21 @@ def _documents(p: Problem) -> masks.Documents:
 def far_is_less(s, b, h, q, k):
     """The score_mod of trials."""
     return s - 0.01 * (h + 1) * jnp.abs(q - k)
+
+
+def reads_arrays() -> Callable:
+    """That of calls whose score_mod reads float arrays: by head, by key and by pair, since each
+    gradient comes from another kernel."""
+    rng = np.random.default_rng(1)
+    slopes, by_key, by_distance = (
+        jax.device_put(rng.standard_normal(32, np.float32)) for _ in range(3)
+    )
+
+    def score_mod(s, b, h, q, k):
+        near = by_distance[jnp.clip(q - k, -16, 15) + 16]
+        return s - 0.01 * slopes[h % 32] * jnp.abs(q - k) + by_key[k % 32] + near
+
+    return score_mod
 
 
 def error(x, want) -> float:
