@@ -58,8 +58,10 @@ def test_temporaries_grow_at_most_linearly(T):
     assert temporary_bytes("blockwise", 2 * T, 1) <= 2.1 * temporary_bytes("blockwise", T, 1)
 
 
-def test_4096_tokens_take_an_eighth_of_the_memory_of_jax_nn():
-    assert temporary_bytes("blockwise", 4096, 4) <= temporary_bytes("jax.nn", 4096, 4) / 8
+def test_4096_tokens_take_70_megabytes_and_an_eighth_of_the_memory_of_jax_nn():
+    """Blocks that are in no loop are in memory one after the other."""
+    found = temporary_bytes("blockwise", 4096, 4)
+    assert found < 70e6 and found <= temporary_bytes("jax.nn", 4096, 4) / 8
 
 
 # ---- a sequence on eight devices ----

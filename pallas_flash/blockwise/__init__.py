@@ -14,7 +14,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_flash import online_softmax
 from pallas_flash.arguments import Gradients, Operands, Problem
@@ -30,7 +29,7 @@ from pallas_flash.blockwise.heads import (
 )
 from pallas_flash.blockwise.mask import with_block_mask
 from pallas_flash.blockwise.matmul import dot, dot_over_rows, dot_t, transpose
-from pallas_flash.blockwise.slices import Block, HeadRange, each_row
+from pallas_flash.blockwise.slices import Block, HeadRange, after, each_row
 from pallas_flash.blockwise.tuning import (
     Tiles,
     decode_tiles,
@@ -58,7 +57,7 @@ def forward(problem: Problem, tiles: Tiles, x: Operands):
         def query_block(rows: Block, key_blocks, outputs):
             q = take_rows(rows, some.query)
             if in_turn and rows.start:
-                q, outputs = lax.optimization_barrier((q, outputs))
+                outputs, q = after(outputs, q)
             # P is rounded to 16 bits anyway: then with its division
             normalise_first = _is_one(key_blocks) and x.sinks is None and not tiles.is_wide
 
@@ -138,7 +137,7 @@ def backward(
             q, do_i = take_rows(rows, some.query), take_rows(rows, do_)
             q_ti, do_ti = take_columns(rows, q_t), take_columns(rows, do_t)
             if in_turn and rows.start:
-                q, do_i, gradients = lax.optimization_barrier((q, do_i, gradients))
+                gradients, q, do_i = after(gradients, q, do_i)
             m, inverse_sum, dlse_i, delta_i = (
                 a if a is None else take_rows(rows, a) for a in by_row
             )

@@ -1,6 +1,8 @@
 """Slices of arrays: a block of neighbouring rows or keys, a range of batch rows and heads; taken
 out and put back."""
 
+import functools
+import operator
 from typing import NamedTuple
 
 import jax
@@ -69,6 +71,18 @@ class HeadRange(NamedTuple):
             each = x.shape[axis] // self.K  # 0 where the heads broadcast
             ranges[axis] = self.head * each, self.heads * each
         return ranges
+
+
+def after(results, *arrays) -> tuple:
+    """The results and the arrays, such that nothing is computed from the arrays before all results
+    are there."""
+    if jax.__version_info__ >= (0, 11):
+        return lax.optimization_barrier((results, *arrays))
+    # XLA for CPUs drops barriers; but it cannot tell that what is computed here is always true
+    first = (x[(0,) * x.ndim].astype(jnp.float32) for x in jax.tree.leaves(results) if x.size)
+    bits = functools.reduce(operator.or_, (lax.bitcast_convert_type(x, jnp.uint32) for x in first))
+    is_there = lax.population_count(bits) <= 32
+    return results, *(jnp.where(is_there, x, 0) for x in arrays)
 
 
 def each_row(x, group: int):
