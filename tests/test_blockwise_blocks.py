@@ -157,6 +157,11 @@ def test_few_blocks_under_a_window_are_not_a_loop():
     assert not has_loop(512) and not has_loop(1024) and has_loop(1032)
 
 
+def test_slices_of_blocks_that_are_in_no_loop_are_static():
+    program = lowered(1, 512, local_window_size=(64, 0))
+    assert "stablehlo.slice" in program and "stablehlo.dynamic_slice" not in program
+
+
 def test_equal_parts_are_no_more_than_asked_for():
     for length in range(1, 2100, 7):
         size = tuning.even(length, 256)

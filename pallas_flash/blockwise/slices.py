@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallas_flash.pytrees import IntLike
@@ -95,9 +96,10 @@ def _take(x, ranges):
     if not sizes:
         return x
     starts = [ranges[axis][0] if axis in sizes else 0 for axis in range(x.ndim)]
-    return lax.dynamic_slice(
-        x, _int32(starts), [sizes.get(axis, n) for axis, n in enumerate(x.shape)]
-    )
+    shape = [sizes.get(axis, n) for axis, n in enumerate(x.shape)]
+    if all(isinstance(n, int) for n in (*starts, *shape)):
+        return lax.slice(x, starts, [start + n for start, n in zip(starts, shape, strict=True)])
+    return lax.dynamic_slice(x, _int32(starts), shape, allow_negative_indices=False)
 
 
 def _put(x, part, starts):
@@ -107,8 +109,8 @@ def _put(x, part, starts):
     starts = [
         starts.get(axis, 0) if part.shape[axis] != x.shape[axis] else 0 for axis in range(x.ndim)
     ]
-    return lax.dynamic_update_slice(x, part, _int32(starts))
+    return lax.dynamic_update_slice(x, part, _int32(starts), allow_negative_indices=False)
 
 
-def _int32(starts) -> list[jax.Array]:
-    return [jnp.asarray(start, jnp.int32) for start in starts]
+def _int32(starts) -> list:
+    return [np.int32(i) if isinstance(i, int) else jnp.asarray(i, jnp.int32) for i in starts]
