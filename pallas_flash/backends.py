@@ -56,6 +56,8 @@ class Backend(NamedTuple):
     # its backward takes for lse the `online_softmax.RowScale`, and so do and delta as they are
     takes_row_scale: bool = False
     of_gradient: Callable = lambda tiles: tiles  # the tiles of a forward that the backward follows
+    # the tiles of so many calls under vmap: (tiles, problem, calls)
+    of_calls: Callable = lambda tiles, problem, calls: tiles
     # what is copied for its kernels in each call
     copies: Callable[[Problem], str | None] = lambda problem: None
 
@@ -256,6 +258,7 @@ BLOCKWISE = Backend(
     ),
     takes_row_scale=True,
     of_gradient=lambda tiles: tiles.of_gradient(),
+    of_calls=lambda *args: blockwise.of_calls(*args),
 )
 REFERENCE = Backend(
     "reference",

@@ -21,6 +21,7 @@ from pallas_flash.call import Call
 from pallas_flash.devices import ring, sharding, ulysses, varying
 from pallas_flash.devices.call import canonicalize
 from pallas_flash.kernels import device
+from pallas_flash.partial_broadcast import axis_to_map, without_copies
 from pallas_flash.selfcheck import verdicts
 
 
@@ -28,7 +29,7 @@ def on_devices(attend, call: Call):
     """attend(call) of what each device has, where arrays lie on a mesh."""
     call = context_parallel.resolve_context(call)
     mesh = sharding.find_mesh(call)
-    if mesh is not None or call.context is not None:
+    if mesh is not None or call.context is not None or axis_to_map(call) is not None:
         call = canonicalize(call)
     if mesh is None:
         return attend(call)
@@ -44,6 +45,7 @@ def results(return_residual: bool, o, lse, max_logits):
     return (o, *more) if more else o
 
 
+@without_copies
 def attend(call: Call):
     context, implementation = call.context, call.implementation
     if isinstance(context, context_parallel.AllToAll):

@@ -40,15 +40,25 @@ class MergedRows(primitives.Rules):
     def batch(self, size, leaves, in_axes, *, in_tree, **parameters):
         merged = self._merge(size, leaves, in_axes, in_tree)
         if merged is None:
-            return super().batch(size, leaves, in_axes, **parameters)
+            return self._side_by_side(size, leaves, in_axes, in_tree, **parameters)
         x, *rows = jax.tree.unflatten(in_tree, merged)
         x, backend = _with_batch_indices(x, size, self.problem.batch), self.pass_.backend
         problem = self.problem.of_part(x)
         if backend.why_not(problem):
-            return super().batch(size, leaves, in_axes, **parameters)
+            return self._side_by_side(size, leaves, in_axes, in_tree, **parameters)
         results = self.pass_(problem, backend.tiles_like(self.tiles, problem), x, *rows)
         split = lambda y: y.reshape(size, self.problem.batch, *y.shape[1:])
         return list(map(split, jax.tree.leaves(results)))
+
+    def _side_by_side(self, size: int, leaves, in_axes, in_tree, **parameters):
+        """The results of `size` calls that are not one."""
+        tiles = self.pass_.backend.of_calls(self.tiles, self.problem, size)
+        if tiles == self.tiles:
+            return super().batch(size, leaves, in_axes, **parameters)
+        run = lambda *x: jax.tree.leaves(
+            self.pass_.run(self.problem, tiles, *jax.tree.unflatten(in_tree, x))
+        )
+        return jax.vmap(run, in_axes)(*leaves)
 
     def _merge(self, size: int, leaves, in_axes, in_tree) -> list | None:
         """The arrays of one call that does what `size` calls do; None if that would copy what they

@@ -14,6 +14,7 @@ from pallas_flash.arguments import Operands
 from pallas_flash.call import WeightsCall
 from pallas_flash.checks import AnyArray
 from pallas_flash.masks import Mask
+from pallas_flash.partial_broadcast import without_copies
 from pallas_flash.signatures import Options
 
 
@@ -79,6 +80,7 @@ def _rows(rows, shape) -> jax.Array:
     return jnp.asarray(found)
 
 
+@without_copies
 def _attend(call: WeightsCall):
     """The weights [*B, rows, N, S] of what a device has, where dispatch.on_devices has an output
     and two arrays of rows."""

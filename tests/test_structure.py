@@ -33,6 +33,7 @@ ORDER = [
     "dispatch",
     "devices.partition",
     "devices.callback_names",
+    "partial_broadcast",
     "signatures",
     "context_parallel",
     "devices.ring",

@@ -33,13 +33,14 @@ from pallas_flash.blockwise.slices import Block, HeadRange, after, each_row
 from pallas_flash.blockwise.tuning import (
     Tiles,
     decode_tiles,
+    of_calls,
     serialize,
     tiles,
 )
 from pallas_flash.checks import sums
 from pallas_flash.online_softmax import LogBase
 
-__all__ = ["Tiles", "backward", "decode_tiles", "forward", "second", "tangent", "tiles"]
+__all__ = ["Tiles", "backward", "decode_tiles", "forward", "of_calls", "second", "tangent", "tiles"]
 
 
 def forward(problem: Problem, tiles: Tiles, x: Operands):

@@ -186,6 +186,21 @@ def even(length: int, most: int) -> int:
     return 8 * ceil_div(ceil_div(length, ceil_div(length, most)), 8)
 
 
+def of_calls(tiles: Tiles, p: Problem, calls: int) -> Tiles:
+    """The tiles of so many calls of a problem side by side, as under vmap: fewer heads of each go
+    at a time."""
+    if not all(isinstance(n, int) for n in (calls, p.batch, p.queries, p.keys)):
+        return tiles
+    scores = p.group * tiles.block_q * tiles.block_k
+    if static_key_blocks(p, tiles):
+        scores = p.group * count_scores(p, tiles.block_q)
+    few = _heads(p, calls * scores) if _on_cpu() and _is_one_device() else None
+    if few is None:
+        return tiles
+    fewer = lambda heads: few if heads is None else min(heads, few)
+    return tiles._replace(heads=fewer(tiles.heads), forward_heads=fewer(tiles.forward_heads))
+
+
 def _heads(p: Problem, scores: int) -> int | None:
     """How many key/value heads go at a time, which take so much memory as so many scores do."""
     return None if p.batch * p.kv_heads * scores <= CALL else max(SCORES // scores, 1)
