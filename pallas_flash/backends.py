@@ -61,6 +61,14 @@ class Backend(NamedTuple):
     # what is copied for its kernels in each call
     copies: Callable[[Problem], str | None] = lambda problem: None
 
+    def __repr__(self):
+        """Its name, and what is around its passes; a jaxpr prints it often."""
+        return repr(self.forward) if isinstance(self.forward, Pass) else self.name
+
+    def __hash__(self):
+        """By little of it: each call takes it, and passes hold the backends that they wrap."""
+        return hash((self.name, self.forward))
+
     def derivatives(self, tiles) -> str:
         """In which modes, of which order, and by what where that is something else."""
         if self.is_dense:
@@ -105,9 +113,13 @@ class Choice(NamedTuple):
 
     def wrap(self, wrapper: type[Pass], *options) -> "Choice":
         """The same, with each pass in a wrapper(backend, its name, *options)."""
-        names = ["forward", "backward", *(["tangent"] if self.backend.tangent else [])]
-        passes = {name: wrapper(self.backend, name, *options) for name in names}
-        return self._replace(backend=self.backend._replace(**passes))
+        return self._replace(backend=_wrapped(self.backend, wrapper, options))
+
+
+@functools.lru_cache  # calls that are alike get the same object, which equals itself at once
+def _wrapped(backend: Backend, wrapper: type[Pass], options: tuple) -> Backend:
+    names = ["forward", "backward", *(["tangent"] if backend.tangent else [])]
+    return backend._replace(**{name: wrapper(backend, name, *options) for name in names})
 
 
 def _no_gpu() -> str | None:

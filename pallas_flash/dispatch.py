@@ -21,7 +21,7 @@ from pallas_flash.call import Call
 from pallas_flash.devices import ring, sharding, ulysses, varying
 from pallas_flash.devices.call import canonicalize
 from pallas_flash.kernels import device
-from pallas_flash.partial_broadcast import axis_to_map, without_copies
+from pallas_flash.partial_broadcast import axis_to_map, map_calls
 from pallas_flash.selfcheck import verdicts
 
 
@@ -45,8 +45,9 @@ def results(return_residual: bool, o, lse, max_logits):
     return (o, *more) if more else o
 
 
-@without_copies
 def attend(call: Call):
+    if (axis := axis_to_map(call)) is not None:
+        return map_calls(attend, call, axis)
     context, implementation = call.context, call.implementation
     if isinstance(context, context_parallel.AllToAll):
         problem, operands = arguments.normalise(context_parallel.exchange_heads(context, call))

@@ -1,6 +1,7 @@
 """`explain`: what `flash_attention` would run for a call, and why."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,7 +16,9 @@ from pallas_flash import (
     selection,
 )
 from pallas_flash.call import Call
+from pallas_flash.devices.call import canonicalize
 from pallas_flash.kernels import device
+from pallas_flash.partial_broadcast import axis_to_map, map_calls
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +35,9 @@ class Explanation:
     context: str | None = None
     # what is copied in each call, since the implementation cannot read it where it lies
     copies: str | None = None
+    # where a bias or mask broadcasts over some of the leading axes alone: how many calls of this
+    # problem go side by side
+    calls: int | None = None
 
     def __str__(self):
         """Without the earlier algorithms, which nobody selects by chance."""
@@ -40,6 +46,8 @@ class Explanation:
         lines += [f"tiles           {self.tiles}"] if self.tiles is not None else []
         lines += [f"derivatives     {self.derivatives}"]
         lines += [f"context         {self.context}"] if self.context is not None else []
+        shares = "a bias or mask broadcasts over some of the leading axes alone"
+        lines += [f"calls           {self.calls} of these: {shares}"] if self.calls else []
         lines += [f"copies          {self.copies}"] if self.copies is not None else []
         why_not = {k: reason for k, reason in self.why_not.items() if reason != backends.EARLIER}
         lines += [f"not {name:<11} {reason}" for name, reason in why_not.items()]
@@ -65,6 +73,8 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
         problem, context = checks.from_shapes(_problem_of, call)
         choice = selection.choose(problem, call.implementation, check=False)
         why_not, condition = selection.reasons(problem, choice, call.implementation)
+        is_whole = context or axis_to_map(call) is None
+        calls = None if is_whole else math.prod(call.query.shape[:-3]) // problem.batch
         copies = choice.backend.copies(problem)
         of_context = "reverse mode, of first order"
         derivatives = of_context if context else choice.backend.derivatives(choice.tiles)
@@ -77,6 +87,7 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
         condition,
         context,
         copies,
+        calls,
     )
 
 
@@ -84,13 +95,19 @@ def _problem_of(call: Call) -> tuple[arguments.Problem, str | None]:
     """The problem of a call, and None; where a sequence lies on several devices, the problem of
     each, and what they send."""
     call, found = context_parallel.resolve_context(call), []
-    if call.context is None:
-        return arguments.normalise(call)[0], None
 
     def note(call: Call):
-        found.append(context_parallel.plan(call.context, call))
+        if (axis := axis_to_map(call)) is not None:
+            return map_calls(note, call, axis)
+        if call.context is None:
+            found.append((arguments.normalise(call)[0], None))
+        else:
+            found.append(context_parallel.plan(call.context, call))
         o = jnp.zeros_like(call.query, shape=(*call.query.shape[:-1], call.value.shape[-1]))
         return o, o[..., 0], None
 
-    dispatch.on_devices(note, call)
+    if call.context is not None:
+        dispatch.on_devices(note, call)
+    else:
+        note(call if axis_to_map(call) is None else canonicalize(call))
     return found[0]

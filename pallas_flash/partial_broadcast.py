@@ -2,41 +2,24 @@
 a query [B, R, T, N, H]: the call becomes B calls of R batch rows, which share it, and nothing is
 copied."""
 
-import functools
 import itertools
 import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from pallas_flash import arguments, checks, masks
+from pallas_flash import arguments, checks
 from pallas_flash.call import Call
 from pallas_flash.devices.call import array_axes, collect_arrays, with_arrays
 from pallas_flash.devices.sharding import has_explicit_axes
 
 
-def without_copies(attend: Callable) -> Callable:
-    """attend(call), whose results have the leading axes of query first, such that it gets calls of
-    which each bias and mask has all leading axes or none. A call where that is not so must be in
-    canonical form."""
-
-    @functools.wraps(attend)
-    def attend_parts(call: Call):
-        if axis_to_map(call) is None or has_explicit_axes(call.query):
-            return attend(call)
-        if call.context is None:
-            checks.from_shapes(arguments.normalise, call)  # errors are of the whole call
-        return _map(attend, call)
-
-    return attend_parts
-
-
-def _map(attend: Callable, call: Call):
-    axis = axis_to_map(call)
-    if axis is None:
-        return attend(call)
+def map_calls(attend: Callable, call: Call, axis: int):
+    """attend(call), whose results have the leading axes of query first, as a call for each entry of
+    one of these axes. The call is in canonical form."""
+    if call.context is None:
+        checks.from_shapes(arguments.normalise, call)  # errors are of the whole call
     arrays, lead = collect_arrays(call), call.query.ndim - 3
     in_axes = {}
     for path, x in arrays.items():
@@ -47,14 +30,15 @@ def _map(attend: Callable, call: Call):
             arrays[path], at = jnp.squeeze(x, at), None
         in_axes[path] = at
     rest = with_arrays(call, dict.fromkeys(arrays))
-    run = lambda arrays: _map(attend, with_arrays(rest, arrays))
+    run = lambda arrays: attend(with_arrays(rest, arrays))
     return jax.vmap(run, (in_axes,), axis)(arrays)
 
 
 def axis_to_map(call: Call) -> int | None:
-    """The last of the leading axes over which a call is mapped: as few calls as do, such that each
-    bias and mask has all of the other axes or none. None: it does already."""
-    lead = np.shape(call.query)[:-3]
+    """The last of the leading axes to map a call over: those that make the fewest calls of which
+    each bias and mask has all of the other axes or none. None: no call need be made of it, or none
+    can be, since a vmap around it goes over a mesh."""
+    lead = getattr(call.query, "shape", ())[:-3]
     each = [_broadcasts(getattr(call, name), lead) for name in ("bias", "mask")]
     axes = [axis for axis, n in enumerate(lead) if n != 1]
 
@@ -66,17 +50,17 @@ def axis_to_map(call: Call) -> int | None:
     )
     size = lambda n: n if isinstance(n, int) else 2**31  # a symbol of jax.export
     calls = lambda mapped: math.prod(size(lead[axis]) for axis in mapped)
-    return max(min(filter(fits, some), key=calls, default=()), default=None)
+    best = min(filter(fits, some), key=calls, default=())
+    return max(best) if best and not has_explicit_axes(call.query) else None
 
 
 def _broadcasts(x, lead: tuple[int, ...]) -> list[bool] | None:
     """Whether an array [.., N, T, S] broadcasts over each of the leading axes; None: it is no
     array, or not of such a shape."""
-    if x is None or isinstance(x, masks.Mask):
+    if not checks.is_array(x):
         return None
-    shape = (1,) * (len(lead) + 3 - np.ndim(x)) + np.shape(x)
-    if len(shape) != len(lead) + 3 or any(
-        n not in (1, m) for n, m in zip(shape, lead, strict=False)
-    ):
+    shape = (1,) * (len(lead) + 3 - len(x.shape)) + x.shape
+    sizes = list(zip(shape[:-3], lead, strict=False))
+    if len(shape) != len(lead) + 3 or any(n not in (1, m) for n, m in sizes):
         return None
-    return [n == 1 for n in shape[: len(lead)]]
+    return [n == 1 for n, _ in sizes]

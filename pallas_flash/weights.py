@@ -14,7 +14,7 @@ from pallas_flash.arguments import Operands
 from pallas_flash.call import WeightsCall
 from pallas_flash.checks import AnyArray
 from pallas_flash.masks import Mask
-from pallas_flash.partial_broadcast import without_copies
+from pallas_flash.partial_broadcast import axis_to_map, map_calls
 from pallas_flash.signatures import Options
 
 
@@ -80,7 +80,6 @@ def _rows(rows, shape) -> jax.Array:
     return jnp.asarray(found)
 
 
-@without_copies
 def _attend(call: WeightsCall):
     """The weights [*B, rows, N, S] of what a device has, where dispatch.on_devices has an output
     and two arrays of rows."""
@@ -89,6 +88,8 @@ def _attend(call: WeightsCall):
             "attention_weights is for sequences that are whole on a device; got "
             f"context={call.context}."
         )
+    if (axis := axis_to_map(call)) is not None:
+        return map_calls(_attend, call, axis)
     problem, x = arguments.normalise(call)
     rows = call.rows
     found = reference.weights(

@@ -7,13 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from check import equal
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from pallas_flash import (
-    attention_weights,
-    blockwise,
-    flash_attention,
-    masks,
-)
+from pallas_flash import attention_weights, blockwise, explain, flash_attention, masks
+from pallas_flash.context_parallel import Ring
 
 LEAD, T, N, K, H = (2, 3, 2), 19, 4, 2, 8
 
@@ -105,6 +103,32 @@ def test_it_has_second_derivatives_forward_mode_and_vmaps(rng):
         lambda f: jax.vmap(f, (0, None, None, None))(jnp.stack([x[0], along[0]]), *x[1:], bias),
     ):
         equal(jax.jit(functools.partial(of, f))(), jax.jit(functools.partial(of, plain))())
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_on_a_mesh_its_axes_lie_where_those_of_the_query_do(kind, rng):
+    mesh = jax.make_mesh((2, 4), ("data", "context"), axis_types=(kind,) * 2)
+    x, normal = arrays(rng, (2, 4))
+    x, bias = [a[:, :, :16] for a in x], normal(2, 1, N, 16, 16)
+    expected, of_copies = outputs_and_gradients("reference", x, bias)
+    calls = [(P("data", "context"), P("data"), None)]
+    if kind == AxisType.Explicit:
+        calls.append(
+            (P("data", None, "context"), P("data", None, None, "context"), Ring("context"))
+        )
+    for of_x, of_bias, scheme in calls:
+        at = lambda axes, a: jax.device_put(a, NamedSharding(mesh, axes))
+        with jax.set_mesh(mesh):
+            on_mesh = [at(of_x, a) for a in x], at(of_bias, bias)
+            found, gradients = outputs_and_gradients("blockwise", *on_mesh, context=scheme)
+        equal(jax.device_get((found[1], gradients)), (expected[1], of_copies))
+
+
+def test_explain_says_how_many_calls_there_are():
+    x, bias = jax.ShapeDtypeStruct((*LEAD, T, N, H), "float32"), np.zeros((2, 1, 1, N, T, T))
+    text = str(explain(x, x, x, bias))
+    assert "B=6 " in text and "bias (1, 4, 19, 19)" in text and "2 of these: a bias" in text
+    assert "of these" not in str(explain(x, x, x, bias[:1])) + str(explain(x, x, x))
 
 
 def test_weights_have_it_too(rng):

@@ -373,3 +373,11 @@ def test_a_mask_or_score_keeps_its_structure_whatever_stands_in_its_leaves_place
         )
         everywhere = jax.tree.map(lambda _: True, x, is_leaf=lambda x: x is None)
         assert jax.tree.leaves(jax.tree.map(lambda flag, x: x, everywhere, x)) == jax.tree.leaves(x)
+
+
+@pytest.mark.parametrize("implementation", ["blockwise", "triton"])
+def test_a_jaxpr_has_no_line_of_more_than_1200_characters(implementation):
+    x = jax.ShapeDtypeStruct((1, 64, 2, 16), jnp.float32)
+    loss = lambda q, k, v: attend(implementation, is_causal=True)(q, k, v).sum()
+    printed = str(jax.make_jaxpr(jax.grad(loss))(x, x, x))
+    assert max(map(len, printed.splitlines())) < 1200 and "<lambda>" not in printed
