@@ -1,43 +1,268 @@
-"""What is around the passes of an implementation; and the custom_vjp of calls that have reverse
-mode alone, since their passes exchange what several devices have."""
+"""Attention and its derivatives: a jax.custom_vjp ties the forward to the backward, and an equation
+around it adds forward mode.
 
+Of a custom_vjp JAX makes its forward and an equation that is linear in the tangents, whose
+transpose is the backward, and which cannot be evaluated. `Attention` has the same rule, with a
+linear equation that a kernel evaluates, `Tangent`: so its gradient is the custom_vjp's, and there
+is a jax.jvp too. What an implementation has no kernel for is blockwise's.
+"""
+
+import dataclasses
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from pallas_flash import derivative_modes, online_softmax
+from pallas_flash import blockwise, derivative_modes, equation, online_softmax
 from pallas_flash.arguments import Gradients, Operands, Problem
-from pallas_flash.backends import Choice
+from pallas_flash.backends import BLOCKWISE, Choice
 from pallas_flash.devices.varying import vary_alike
+from pallas_flash.kernels import device
+from pallas_flash.linear_maps import LinearMap, floats
 from pallas_flash.online_softmax import LogBase, RowScale, SoftmaxState
 
 
+class Residuals(NamedTuple):
+    operands: Operands
+    o: jax.Array
+    stats: SoftmaxState  # without its top
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def attend(problem: Problem, choice: Choice, operands: Operands):
+    """o [B, T, N, Hv] in the query's dtype and lse [B, N, T] in float32, both differentiable, and
+    the largest logits [B, N, T], None if they are not asked for."""
+    x = vary_alike(operands)
+    if choice.reverse_only:
+        x = _map_floats(derivative_modes.reverse_only, x)
+        o, stats = attention(problem, choice, x)
+    elif choice.backend.is_dense:
+        o, stats = choice.backend.forward(problem, choice.tiles, x)
+        o, stats = checkpoint_names(o, stats, _name_in_derivatives)
+    else:
+        o, stats = Attention(problem, choice)(x)
+    return o, *lse_and_largest(choice.backend.log_base(problem), problem, x, stats)
+
+
+# ---- the tie ----
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(problem: Problem, choice: Choice, operands: Operands):
-    o, stats = choice.backend.forward(problem, choice.tiles, operands)
-    return o, *lse_and_largest(choice.backend.log_base(problem), problem, operands, stats)
+def attention(problem: Problem, choice: Choice, x: Operands):
+    """o [B, T, N, Hv] in the query's dtype, and the SoftmaxState [B, N, T]."""
+    return choice.backend.forward(problem, choice.tiles, x)
 
 
-def _forward(problem, choice, operands):
-    # of what goes in, for the kernels, and of what comes out, where a transposition begins
-    operands = _floats_through(derivative_modes.no_second, operands)
-    o, stats = choice.backend.forward(problem, choice.backend.of_gradient(choice.tiles), operands)
-    o, stats = named(o, stats)
+def _forward(problem, choice, x):
+    choice = choice.for_gradient()
+    if choice.reverse_only:
+        x = _map_floats(derivative_modes.no_second, x)
+        o, stats = choice.backend.forward(problem, choice.tiles, x)
+    else:
+        o, stats = Attention(problem, choice)(x)
+    o, stats = checkpoint_names(o, stats)
+    return (o, stats), Residuals(x, o, stats._replace(top=None))
+
+
+def _backward(problem, choice, residuals, cotangents):
+    (do, dstats), stats = derivative_modes.no_second(cotangents), residuals.stats
+    # where there is an l, any m gives the same softmax: l = b^(lse - m) has all of lse's derivative
     log_base = choice.backend.log_base(problem)
-    lse, largest = lse_and_largest(log_base, problem, operands, stats)
-    o, lse = derivative_modes.no_second((o, lse))
-    return (o, lse, largest), (operands, o, stats._replace(top=None))
+    dlse = log_base.from_e(dstats.m) if stats.l is None else stats.l * dstats.l
+    wanted = jax.tree.map(lambda _: True, residuals.operands.differentiable)
+    found = Gradient(problem, choice.for_gradient(), wanted).run(residuals, (do, dlse))
+    return (jax.tree.map(lambda _: None, residuals.operands).with_differentiable(found),)
 
 
-def named(o, stats: SoftmaxState):
+attention.defvjp(_forward, _backward)
+
+
+# ---- forward mode ----
+
+# traced once for a call and its derivative, if both have the same tiles
+_attention = jax.jit(attention, static_argnums=(0, 1), inline=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention(equation.Equation):
+    """`attention` with a forward mode."""
+
+    primitive = equation.primitive("flash_attention_every_mode", has_transpose=True)
+    problem: Problem
+    choice: Choice
+
+    @property
+    def has_effects(self) -> bool:
+        return device.interpret is not None  # jax's GPU interpreter has some
+
+    @property
+    def run(self):
+        return functools.partial(_attention, self.problem, self.choice)
+
+    def results_like(self, x):
+        return self.choice.backend.results_like(self.problem, x)
+
+    def push(self, args, tangents):
+        """JAX's own rule for a custom_vjp, written out."""
+        choice, dx = self.choice.for_gradient(), tangents[0].differentiable
+        (o, stats), residuals = _forward(self.problem, choice, *args)
+        dstats = jax.tree.map(jnp.zeros_like, stats)
+        if not jax.tree.leaves(dx):
+            return (o, stats), (jnp.zeros_like(o), dstats)
+        do, dlse = Tangent(self.problem, choice)(residuals, dx)
+        if stats.l is None:  # as in `_backward`
+            log_base = choice.backend.log_base(self.problem)
+            return (o, stats), (do, dstats._replace(m=log_base.from_e(dlse)))
+        return (o, stats), (do, dstats._replace(l=stats.l * dlse))
+
+    def pull(self, args, cotangents):
+        """It is linear in the values, of which the gradient by them knows nothing."""
+        choice, (x,) = self.choice.for_gradient(), args
+        _, residuals = _forward(self.problem, choice, x)
+        none = jax.tree.map(lambda _: False, x.differentiable)
+        gradient = Gradient(self.problem, choice, none._replace(value=True))
+        found = gradient(residuals, (cotangents[0], jnp.zeros_like(residuals.stats.m)))
+        return (jax.tree.map(lambda _: None, x)._replace(value=found.value),)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Map(LinearMap):
+    """Of an implementation; JAX can differentiate blockwise's."""
+
+    problem: Problem
+    choice: Choice
+
+    @property
+    def log_base(self) -> LogBase:
+        return self.choice.backend.log_base(self.problem)
+
+    @property
+    def has_effects(self) -> bool:
+        return device.interpret is not None  # jax's GPU interpreter has some
+
+    def differentiable(self, residuals: Residuals):
+        if self.choice.backend.takes_row_scale:
+            return self, residuals
+        choice = Choice(BLOCKWISE, BLOCKWISE.tiles(self.problem)).for_gradient()
+        stats = residuals.stats.in_base_e(self.log_base)
+        return dataclasses.replace(self, choice=choice), residuals._replace(stats=stats)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tangent(_Map):
+    """Of o [B, T, N, Hv] and lse [B, N, T], by the tangents of the operands that have some."""
+
+    def run(self, residuals: Residuals, x: Gradients):
+        backend, tiles = self.choice.backend, self.choice.tiles
+        if backend.tangent is None:
+            blockwise_map, residuals = self.differentiable(residuals)
+            return blockwise_map.run(residuals, x)
+        operands, o, stats = residuals
+        if backend.takes_row_scale:
+            rows = scale = stats.row_scale(None)
+        else:
+            rows = stats.row_lse(self.log_base)
+            scale = RowScale(rows.lse, 1.0 if rows.factor is None else rows.factor, None)
+        dlse = jnp.zeros_like(stats.m)
+        if x.sinks is not None:
+            of_sinks = x.sinks[None, :, None].astype(dlse.dtype)
+            dlse = of_sinks * sink_weights(operands.sinks, scale, self.log_base)
+        do, dlse = backend.tangent(
+            self.problem, tiles, operands, x._replace(sinks=None), rows, o, dlse
+        )
+        # without them the rows that are not there, of which all may be NaN, have no lse
+        if operands.sinks is not None:
+            do, dlse = zero_padded_rows(operands, do, dlse)
+        return do.astype(o.dtype), dlse
+
+    def results_like(self, residuals, x):
+        return residuals.o, residuals.stats.m
+
+    def transposed(self, x):
+        is_there = jax.tree.map(lambda a: a is not None, x, is_leaf=lambda a: a is None)
+        return Gradient(self.problem, self.choice, is_there)
+
+    def vjp_of_residuals(self, residuals, x, cotangents):
+        return _second(self, residuals, x, cotangents)
+
+
+@dataclasses.dataclass(frozen=True)
+class Gradient(_Map):
+    """Of the operands named in `wanted`, by the cotangents of o and lse."""
+
+    wanted: Gradients  # of bools
+
+    def run(self, residuals, x):
+        return self._pick(gradients(self.problem, self.choice, residuals, x))
+
+    def results_like(self, residuals, x):
+        return self._pick(residuals.operands.differentiable)
+
+    def _pick(self, x: Gradients) -> Gradients:
+        return jax.tree.map(lambda wanted, a: a if wanted else None, self.wanted, x)
+
+    def transposed(self, x):
+        return Tangent(self.problem, self.choice)
+
+    def vjp_of_residuals(self, residuals, x, cotangents):
+        return _second(self.transposed(x), residuals, cotangents, x)
+
+
+# ---- second derivatives ----
+
+
+def _second(tangent: Tangent, residuals: Residuals, dx: Gradients, cotangents):
+    """The gradient of <cotangents, tangent(residuals, dx)> with respect to the floats of the
+    residuals."""
+    by_blockwise, in_base_e = tangent.differentiable(residuals)
+    problem, tiles = by_blockwise.problem, by_blockwise.choice.tiles
+    operands, _, stats = in_base_e  # nothing of o: `blockwise.derivatives`
+    rows, do, delta = prepare_cotangents(problem, by_blockwise.choice, in_base_e, cotangents)
+    _, dlse = by_blockwise.run(in_base_e, dx)
+    gradients, of_sum = blockwise.second(problem, tiles, operands, dx, rows, do, delta, dlse)
+    if operands.sinks is not None:
+        along = 0.0 if dx.sinks is None else dx.sinks[None, :, None].astype(delta.dtype)
+
+        def of_sinks(sinks, inverse_sum):
+            weights = sink_weights(sinks, rows._replace(inverse_sum=inverse_sum))
+            return -jnp.sum((along - dlse) * weights * delta)
+
+        of_sinks, more = jax.grad(of_sinks, argnums=(0, 1))(operands.sinks, rows.inverse_sum)
+        gradients, of_sum = gradients._replace(sinks=of_sinks), of_sum + more
+    of_l = jnp.where(stats.empty, 0.0, -of_sum * jnp.square(rows.inverse_sum))
+    zeros = jax.tree.map(jnp.zeros_like, residuals)
+    zeros = zeros._replace(operands=zeros.operands.with_differentiable(gradients))
+    if residuals.stats.l is None:
+        of_stats = zeros.stats._replace(m=tangent.log_base.to_e(of_l))
+    else:
+        of_stats = zeros.stats._replace(l=of_l)
+    pairs = zip(floats(zeros._replace(stats=of_stats)), floats(residuals), strict=True)
+    return [a.astype(like.dtype) for a, like in pairs]
+
+
+# ---- what is around the kernels ----
+
+
+def checkpoint_names(o, stats: SoftmaxState, name: Callable = checkpoint_name):
     """Both, so that a policy of jax.checkpoint can keep them: the backward needs nothing else that
     is costly."""
-    stats = jax.tree.map(lambda x: checkpoint_name(x, "flash_attention_lse"), stats)
-    return checkpoint_name(o, "flash_attention_out"), stats
+    stats = jax.tree.map(lambda x: name(x, "flash_attention_lse"), stats)
+    return name(o, "flash_attention_out"), stats
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _name_in_derivatives(x, name: str):
+    """x; `checkpoint_name` has neither a transpose nor a rule of jet."""
+    return x
+
+
+@_name_in_derivatives.defjvp
+def _(name, primals, tangents):
+    return checkpoint_name(primals[0], name), tangents[0]
 
 
 def lse_and_largest(log_base: LogBase, problem: Problem, operands: Operands, stats: SoftmaxState):
@@ -64,17 +289,11 @@ def _(primals, tangents):
     return primals[1], tangents[0]
 
 
-def _backward(problem, choice, residuals, cotangents):
-    second = derivative_modes.no_second
-    found = second(gradients(problem, choice, residuals, second(cotangents[:2])))
-    return (jax.tree.map(lambda _: None, residuals[0]).with_differentiable(found),)
-
-
 def gradients(problem: Problem, choice: Choice, residuals, cotangents) -> Gradients:
     """Of the operands, by the cotangents of o and lse; `residuals` are the operands, o and the
     SoftmaxState."""
     operands = residuals[0]
-    lse, do, delta = of_rows(problem, choice, residuals, cotangents)
+    lse, do, delta = prepare_cotangents(problem, choice, residuals, cotangents)
     found = choice.backend.backward(problem, choice.tiles, operands, lse, do, delta)
     if operands.sinks is None:
         return found
@@ -84,12 +303,12 @@ def gradients(problem: Problem, choice: Choice, residuals, cotangents) -> Gradie
     return found._replace(sinks=of_sinks)
 
 
-def of_rows(problem: Problem, choice: Choice, residuals, cotangents):
+def prepare_cotangents(problem: Problem, choice: Choice, residuals, cotangents):
     """What the backward takes of each row: lse in the form of the backend, do and delta."""
     (operands, o, stats), (do, dlse) = residuals, cotangents
     # without them the rows that are not there, of which all may be NaN, have no lse
     if operands.sinks is not None:
-        do, dlse = of_valid_rows(operands, do, dlse)
+        do, dlse = zero_padded_rows(operands, do, dlse)
     wide, log_base = stats.m.dtype, choice.backend.log_base(problem)
     dlse = jnp.where(stats.empty, 0.0, dlse)
     if choice.backend.takes_row_scale:
@@ -114,7 +333,7 @@ def of_rows(problem: Problem, choice: Choice, residuals, cotangents):
     return lse, do, jnp.where(stats.empty, 0.0, delta)
 
 
-def of_valid_rows(operands: Operands, do, dlse):
+def zero_padded_rows(operands: Operands, do, dlse):
     """do [B, T, N, Hv] and dlse [B, N, T] with 0 for queries beyond their lengths."""
     valid = operands.resolved_mask.valid(jnp.arange(do.shape[1], dtype=jnp.int32))
     if valid is None:
@@ -130,17 +349,6 @@ def sink_weights(sinks, rows: RowScale, log_base: LogBase = LogBase.E):
     return log_base.power(s[None, :, None] - rows.m) * rows.inverse_sum
 
 
-_attend.defvjp(_forward, _backward)
-_attend_jit = jax.jit(_attend, static_argnums=(0, 1))
-
-
-def attend(problem: Problem, choice: Choice, operands: Operands):
-    """o [B, T, N, Hv] in the query's dtype, lse [B, N, T] in float32, which both may be
-    differentiated, and the largest logits [B, N, T], None if they are not asked for."""
-    operands = _floats_through(derivative_modes.first_in_reverse_alone, operands)
-    return _attend_jit(problem, choice, vary_alike(operands))
-
-
-def _floats_through(identity: Callable, x: Operands) -> Operands:
+def _map_floats(identity: Callable, x: Operands) -> Operands:
     """The operands, of which those that have derivatives went through."""
     return x.with_differentiable(identity(x.differentiable))

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import importlib
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -58,6 +58,9 @@ class Backend(NamedTuple):
     of_gradient: Callable = lambda tiles: tiles  # the tiles of a forward that the backward follows
     # the tiles of so many calls under vmap: (tiles, problem, calls)
     of_calls: Callable = lambda tiles, problem, calls: tiles
+    # (problem, operands) -> arrays of the shapes and dtypes of the forward's results; None: to know
+    # them it must be traced
+    results_like: Callable = lambda problem, operands: None
     # what is copied for its kernels in each call
     copies: Callable[[Problem], str | None] = lambda problem: None
 
@@ -91,18 +94,20 @@ class Backend(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Pass:
-    """A pass of a backend, called as that is: a base for what does something around `run`, and then
+    """A pass of a backend, called as that is: a base for what does something around `inner`, and
     stands in the backend's place by `Choice.wrap`."""
 
+    PASSES: ClassVar[tuple[str, ...]] = ("forward", "backward", "tangent")  # those it may be of
     backend: Backend
     name: Literal["forward", "backward", "tangent"]
 
     def __call__(self, problem: Problem, tiles, operands: Operands, *rows):
-        return self.run(problem, tiles, operands, *rows)
+        raise NotImplementedError
 
-    def run(self, problem: Problem, tiles, operands: Operands, *rows):
+    @property
+    def inner(self) -> Callable:
         """The backend's own pass."""
-        return getattr(self.backend, self.name)(problem, tiles, operands, *rows)
+        return getattr(self.backend, self.name)
 
 
 class Choice(NamedTuple):
@@ -110,6 +115,12 @@ class Choice(NamedTuple):
 
     backend: Backend
     tiles: Any
+    # first derivatives in reverse mode alone: its passes exchange what several devices have
+    reverse_only: bool = False
+
+    def for_gradient(self) -> "Choice":
+        """That of a forward that the backward follows, and of the backward."""
+        return self._replace(tiles=self.backend.of_gradient(self.tiles))
 
     def wrap(self, wrapper: type[Pass], *options) -> "Choice":
         """The same, with each pass in a wrapper(backend, its name, *options)."""
@@ -118,7 +129,7 @@ class Choice(NamedTuple):
 
 @functools.lru_cache  # calls that are alike get the same object, which equals itself at once
 def _wrapped(backend: Backend, wrapper: type[Pass], options: tuple) -> Backend:
-    names = ["forward", "backward", *(["tangent"] if backend.tangent else [])]
+    names = [name for name in wrapper.PASSES if getattr(backend, name)]
     return backend._replace(**{name: wrapper(backend, name, *options) for name in names})
 
 
@@ -271,6 +282,7 @@ BLOCKWISE = Backend(
     takes_row_scale=True,
     of_gradient=lambda tiles: tiles.of_gradient(),
     of_calls=lambda *args: blockwise.of_calls(*args),
+    results_like=blockwise.results_like,
 )
 REFERENCE = Backend(
     "reference",

@@ -7,13 +7,10 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-NO_FORWARD = (
-    "A call with a context, or vmapped over an axis of an explicit mesh, has derivatives in "
-    "reverse mode alone, by jax.grad, jax.vjp and jax.jacrev; others have every mode."
-)
-NO_SECOND = (
+FIRST_BY_REVERSE = (
     "A call with a context, or vmapped over an axis of an explicit mesh, has first derivatives "
-    "alone; others have second ones, in every mode."
+    "alone, in reverse mode alone, by jax.grad, jax.vjp and jax.jacrev; others have every mode, "
+    "and second derivatives."
 )
 NO_REVERSE_UNDER_CHECKS = (
     "jax has no gradient of a shard_map inside of one that checks its types, and on a mesh whose "
@@ -35,10 +32,10 @@ def _identity(x, no_forward: str | None = None, no_reverse: str | None = None):
     return jax.tree.unflatten(tree, results)
 
 
-first_in_reverse_alone = functools.partial(_identity, no_forward=NO_FORWARD)
+reverse_only = functools.partial(_identity, no_forward=FIRST_BY_REVERSE)
 without_reverse = functools.partial(_identity, no_reverse=NO_REVERSE_UNDER_CHECKS)
 no_first = functools.partial(_identity, no_forward=NO_FIRST, no_reverse=NO_FIRST)
-no_second = functools.partial(_identity, no_forward=NO_SECOND, no_reverse=NO_SECOND)
+no_second = functools.partial(_identity, no_forward=FIRST_BY_REVERSE, no_reverse=FIRST_BY_REVERSE)
 
 identity_p = Primitive("flash_attention_identity")
 identity_p.multiple_results = True

@@ -1,4 +1,4 @@
-"""Takes a call to its devices, its implementation and its derivative."""
+"""Shards a call over its mesh, selects an implementation, applies differentiable attention."""
 
 import warnings
 
@@ -12,7 +12,6 @@ from pallas_flash import (
     backends,
     context_parallel,
     derivative_modes,
-    every_mode,
     lowering,
     selection,
     vmap,
@@ -46,24 +45,28 @@ def results(return_residual: bool, o, lse, max_logits):
 
 
 def attend(call: Call):
+    """o, lse and the largest logits, or None, of a call as one device has it."""
     if (axis := axis_to_map(call)) is not None:
         return map_calls(attend, call, axis)
+    problem, choice, operands = _plan(call)
+    return _unflatten_batch(call, problem, *autodiff.attend(problem, choice, operands))
+
+
+def _plan(call: Call):
     context, implementation = call.context, call.implementation
     if isinstance(context, context_parallel.AllToAll):
         problem, operands = arguments.normalise(context_parallel.exchange_heads(context, call))
         choice = _over_explicit_axes(_choose(problem, implementation), operands)
         choice = choice.wrap(ulysses.UlyssesPass, context.names)
         operands = ulysses.localize_rows(context.names, problem, operands, call.sinks)
-        return _shaped(call, problem, *autodiff.attend(problem, choice, operands))
+        return problem, choice._replace(reverse_only=True), operands
     if context is not None:
         loop, pair, problem, operands = context_parallel.plan_ring(context, call)
         choice = _choose(pair, implementation).wrap(ring.RingPass, loop)
-        return _shaped(call, problem, *autodiff.attend(problem, choice, operands))
+        return problem, choice._replace(reverse_only=True), operands
     problem, operands = arguments.normalise(call)
     choice = _over_explicit_axes(_choose(problem, implementation), operands)
-    choice = _over_auto_axes(choice, operands)
-    run = autodiff if sharding.has_explicit_axes(operands.query) else every_mode
-    return _shaped(call, problem, *run.attend(problem, choice, operands))
+    return problem, _over_auto_axes(choice, operands), operands
 
 
 def _choose(problem, implementation) -> backends.Choice:
@@ -80,7 +83,7 @@ def _choose(problem, implementation) -> backends.Choice:
 def _over_explicit_axes(choice: backends.Choice, operands) -> backends.Choice:
     if not sharding.has_explicit_axes(operands.query):
         return choice
-    return choice.wrap(sharding.ShardMappedPass)
+    return choice.wrap(sharding.ShardMappedPass)._replace(reverse_only=True)
 
 
 def _over_auto_axes(choice: backends.Choice, operands) -> backends.Choice:
@@ -100,7 +103,7 @@ def _over_auto_axes(choice: backends.Choice, operands) -> backends.Choice:
     return choice.wrap(partition.PartitionedPass)
 
 
-def _shaped(call: Call, problem, o, *row_outputs):
+def _unflatten_batch(call: Call, problem, o, *row_outputs):
     rows = np.shape(call.query)[:-1]
     return o.reshape(*rows, problem.value_size), *jax.tree.map(
         lambda x: jnp.swapaxes(x, 1, 2).reshape(rows), row_outputs

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 from jax.interpreters import mlir
 
-from pallas_flash import blockwise, primitives
+from pallas_flash import blockwise, equation
 from pallas_flash.backends import Backend, Pass, blockwise_tangent
 from pallas_flash.kernels import device
 from pallas_flash.online_softmax import LOWEST, LogBase, RowScale, SoftmaxState
@@ -33,7 +33,7 @@ class PlatformPass(Pass):
     is_requested: bool
 
     def __call__(self, problem, tiles, operands, *rows):
-        kernels = lambda *arrays: self.run(problem, tiles, *arrays)
+        kernels = functools.partial(self.inner, problem, tiles)
         passes = dict(forward=_forward, backward=_backward, tangent=_tangent)
         other = functools.partial(passes[self.name], self.backend, problem)
         return by_platform(self.backend, self.is_requested, kernels, other, operands, *rows)
@@ -50,7 +50,7 @@ def by_platform(backend: Backend, is_requested: bool, kernels: Callable, other: 
     ):
         return kernels(*args)
     other = functools.partial(_refuse, backend) if is_requested else other
-    return primitives.bind(kernels, GpuOnly(other), *args)
+    return equation.bind(kernels, GpuOnly(other), *args)
 
 
 def _forward(backend: Backend, problem, like, x):
@@ -84,17 +84,17 @@ def _refuse(backend: Backend, *_):
 
 
 @dataclasses.dataclass(frozen=True)
-class GpuOnly(primitives.KeptUnderVmap):
+class GpuOnly(equation.KeptUnderVmap):
     """The rules of kernels in whose place other(like, *args) runs where there is no GPU."""
 
-    primitive = primitives.primitive("flash_attention_on_gpu")
+    primitive = equation.primitive("flash_attention_on_gpu")
     other: Callable
 
     def lower(self, ctx, *leaves, jaxpr, **_):
         # a call of its own would be lowered for all platforms of the program
         return mlir.lower_fun(jaxpr_as_fun(jaxpr), multiple_results=True)(ctx, *leaves)
 
-    def lower_elsewhere(self, ctx, *leaves, jaxpr, in_tree, out_tree):
+    def lower_elsewhere(self, ctx, *leaves, jaxpr, in_tree, out_tree, **_):
         like = jax.tree.unflatten(out_tree, jaxpr.out_avals)
         other = self.vmap(lambda *leaves: self.other(like, *jax.tree.unflatten(in_tree, leaves)))
         flat = lambda *leaves: jax.tree.leaves(other(*leaves))
@@ -107,7 +107,7 @@ def _lower_elsewhere(ctx, *leaves, rules: GpuOnly, **parameters):
 
 
 for _platform in GPUS:
-    mlir.register_lowering(GpuOnly.primitive, primitives.lower, platform=_platform)
+    mlir.register_lowering(GpuOnly.primitive, equation.lower, platform=_platform)
 mlir.register_lowering(GpuOnly.primitive, _lower_elsewhere)
 
 

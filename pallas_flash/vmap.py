@@ -2,12 +2,13 @@
 and orders them as its own."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_flash import lowering, primitives
+from pallas_flash import equation, lowering
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.backends import Pass
 from pallas_flash.devices.call import operand_axes, rows_axes
@@ -23,15 +24,15 @@ class BatchedPass(Pass):
         axes = operand_axes(problem, operands)
         arrays = jax.tree.leaves((axes, *rows_axes(axes, rows)))
         rules = MergedRows(self, problem, tiles, tuple(arrays))
-        run = lambda *arrays: self.run(problem, tiles, *arrays)
-        return primitives.bind(run, rules, operands, *rows)
+        run = functools.partial(self.inner, problem, tiles)
+        return equation.bind(run, rules, operands, *rows)
 
 
 @dataclasses.dataclass(frozen=True)
-class MergedRows(primitives.Rules):
+class MergedRows(equation.Rules):
     """The rules of a BatchedPass of a problem."""
 
-    primitive = primitives.primitive("flash_attention_call")
+    primitive = equation.primitive("flash_attention_call")
     pass_: BatchedPass
     problem: Problem
     tiles: Any

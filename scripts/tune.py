@@ -21,7 +21,7 @@ import jax
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 # the public functions take no tiles
-from pallas_flash import attention, backends, every_mode, selection
+from pallas_flash import attention, autodiff, backends, selection
 from scripts.bench import clock, machine, report
 from scripts.bench.cases import JVP, PASSES, Case
 from scripts.bench.measure import Row, measure
@@ -124,7 +124,7 @@ def choose(args, case: Case) -> backends.Choice:
 def contender(args, choice: backends.Choice, tiles) -> Contender:
     def attend(case, q, k, v):
         problem, operands = _normalise(args, case, q, k, v)
-        return every_mode.attend(problem, choice._replace(tiles=tiles), operands)[0]
+        return autodiff.attend(problem, choice._replace(tiles=tiles), operands)[0]
 
     return Contender(repr(tiles), attend, package="pallas-flash", passes=(*PASSES, JVP))
 

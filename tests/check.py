@@ -1,7 +1,6 @@
 """Runs flash_attention with all gradients and compares with the oracle."""
 
 import contextlib
-import functools
 import itertools
 
 import jax
@@ -10,7 +9,7 @@ import numpy as np
 import oracle
 from cases import arguments
 
-from pallas_flash import flash_attention, linear_maps
+from pallas_flash import equation, flash_attention
 
 # Largest error, relative to the largest entry of the expected array. Half-precision kernels round p
 # and ds to the input's dtype.
@@ -106,13 +105,13 @@ def check(rng, q, k, v, implementation, tolerance=None, **kw):
 
 
 def program(f, *x) -> str:
-    """The jaxpr of f(*x), and those of the linear maps in it, which hide theirs."""
+    """The jaxpr of f(*x), and those of the equations in it that are not traced yet."""
 
     def texts(jaxpr):
         yield str(jaxpr)
         for eqn in jaxpr.eqns:
-            if eqn.primitive is linear_maps.linear_p:
-                run = functools.partial(linear_maps.run, **eqn.params)
+            if "rules" in eqn.params and eqn.params["jaxpr"] is None:
+                run = equation.as_function(**eqn.params)
                 yield from texts(jax.make_jaxpr(run)(*(a.aval for a in eqn.invars)).jaxpr)
             for inner in (getattr(a, "jaxpr", a) for a in eqn.params.values()):
                 if hasattr(inner, "eqns"):

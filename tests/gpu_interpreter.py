@@ -27,7 +27,7 @@ import pytest
 from jax._src import callback
 from jax._src import core as jax_core
 
-from pallas_flash import autodiff, every_mode, linear_maps
+from pallas_flash import autodiff, equation
 from pallas_flash.caches import attend
 from pallas_flash.kernels import device
 
@@ -132,9 +132,9 @@ def _kernels(are_here: bool, detect_races: bool):
 
 
 def _clear_caches():
-    for jitted in autodiff._attend_jit, every_mode._attend, attend._attend_jit:
+    for jitted in autodiff.attend, autodiff._attention, attend._attend_jit:
         jitted.clear_cache()
-    linear_maps._compiled.cache_clear()
+    equation._compiled.cache_clear()
 
 
 def record_products(monkeypatch) -> list:

@@ -83,9 +83,9 @@ def traceable(monkeypatch):
     if jax.__version_info__ < (0, 11, 2):
         pytest.skip(f"the Hopper kernels need jax 0.11.2 or newer; this is {jax.__version__}")
     monkeypatch.setattr(device, "interpret", True)
-    autodiff._attend_jit.clear_cache()
+    autodiff.attend.clear_cache()
     yield
-    autodiff._attend_jit.clear_cache()
+    autodiff.attend.clear_cache()
 
 
 HOPPER = {

@@ -1,5 +1,6 @@
 """What a context may be, what explain says that it sends, and its order of a sequence."""
 
+import functools
 import re
 
 import jax
@@ -111,9 +112,18 @@ def test_as_many_heads_as_are_a_devices_own_are_not_those_of_all(name, shape):
         explain(x, x, x, context=AllToAll("context"), **{name: jnp.ones(shape)})
 
 
-def test_forward_mode_and_second_derivatives_are_refused():
-    (x,) = spread(jnp.ones((2, 8, 1, 8)))
-    with pytest.raises(NotImplementedError, match="in reverse mode alone"):
-        flash_attention_jvp((x, x, x), (x, x, x))
-    with pytest.raises(NotImplementedError, match="first derivatives alone"):
-        jax.hessian(lambda x: flash_attention(x, x, x, implementation="reference").sum())(x)
+@pytest.mark.parametrize("kind", [Ring, AllToAll])
+def test_forward_mode_and_second_derivatives_are_refused(kind):
+    (x,) = spread(jnp.ones((2, 8, 4, 8)))
+    attend = functools.partial(flash_attention, implementation="reference", context=kind("context"))
+    gradient = jax.grad(lambda x: attend(x, x, x).sum())
+    by_cotangent = lambda do: jax.vjp(lambda x: attend(x, x, x), x)[1](do)[0].sum()
+    refused = [
+        lambda: flash_attention_jvp((x, x, x), (x, x, x), context=kind("context")),
+        lambda: jax.jvp(gradient, (x,), (x,)),
+        lambda: jax.grad(lambda x: gradient(x).sum())(x),
+        lambda: jax.grad(by_cotangent)(x),
+    ]
+    for derivative in refused:
+        with pytest.raises(NotImplementedError, match="first derivatives alone, in reverse mode"):
+            derivative()

@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import BROADCASTS, MASKS, RULES, Sizes, arguments, bias, dense_mask, qkv
+from jax.experimental import jet
 from jax.sharding import AxisType, NamedSharding
 from selection import whole_but
 
-from pallas_flash import backends, explain, flash_attention
+from pallas_flash import backends, blockwise, explain, flash_attention
 
 pytestmark = pytest.mark.usefixtures("small_tiles")
 Z = Sizes(T=19, S=35, N=4, K=2, H=5, Hv=3)
@@ -239,6 +240,58 @@ def test_transformations_compose_as_those_of_dense_attention(name, rng):
     pairs = zip(*(jax.tree.leaves(of(each)) for each in ("blockwise", "reference")), strict=True)
     for pair in pairs:
         check.close(*pair, 1e-5)
+
+
+LINEAR = {
+    "a call": lambda f: f,
+    "jit": lambda f: jax.jit(f),
+    "vmap that shares the values": lambda f: (
+        lambda v: jnp.einsum(
+            "cbtnh,c->btnh", jax.vmap(lambda c: f(c * v))(jnp.arange(1.0, 3.0)), jnp.ones(2)
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LINEAR)
+@pytest.mark.parametrize("implementation", ["blockwise", "reference", "triton"])
+def test_the_values_have_a_linear_transpose(implementation, name, rng):
+    (q, k, v), do = qkv(rng, Z), rng.normal(size=(Z.B, Z.T, Z.N, Z.Hv)).astype(np.float32)
+    options = dict(is_causal=True, query_offset=3, dropout_rate=0.25, logits_soft_cap=2.0)
+    options |= dict(dropout_rng=jax.random.key(1), sinks=rng.normal(size=Z.N).astype(np.float32))
+    of = lambda name_: LINEAR[name](
+        lambda v: flash_attention(q, k, v, implementation=name_, **options)
+    )
+    (found,) = jax.linear_transpose(of(implementation), v)(do)
+    check.close(found, jax.vjp(of("reference"), v)[1](do)[0], 1e-5)
+    of_query = lambda q: flash_attention(q, k, v, implementation=implementation)
+    if implementation != "reference":
+        with pytest.raises(NotImplementedError, match="linear in value alone"):
+            jax.linear_transpose(of_query, q)(do)
+
+
+def test_the_reference_has_higher_derivatives_by_jet(rng):
+    q, k, v = (rng.normal(size=(1, 5, 2, 4)).astype(np.float32) for _ in range(3))
+    series = ((k, 0 * k, 0 * k),)
+    attend = functools.partial(flash_attention, implementation="reference", is_causal=True)
+    found, expected = (
+        jet.jet(lambda q: f(q, k, v), (q,), series)
+        for f in (attend, functools.partial(jax.nn.dot_product_attention, is_causal=True))
+    )
+    for pair in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        check.close(*pair, 1e-5)
+
+
+def test_a_gradient_traces_its_forward_once(rng, monkeypatch):
+    """That of the tiles that it runs with, which may be others than those of a call alone."""
+    traced = []
+    forward = lambda *args: traced.append(args[1]) or blockwise.forward(*args)
+    watched = backends.BLOCKWISE._replace(forward=forward)
+    monkeypatch.setattr(backends, "find", lambda name: watched)
+    q, k, v = qkv(rng, Z)
+    loss = lambda q: jnp.sum(flash_attention(q, k, v, implementation="blockwise"))
+    jax.jit(jax.grad(loss)).lower(q)
+    assert len(traced) == 1
 
 
 def test_explain_says_which_derivatives_a_call_has():

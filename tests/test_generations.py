@@ -44,12 +44,12 @@ def test_the_formulas_are_what_the_kernels_load_store_and_compute(name, shape, m
         tiles = tiles._replace(online=True)
     if implementation in ("ampere", "hopper"):  # it is traced, not run
         monkeypatch.setattr(device, "interpret", True)
-    autodiff._attend_jit.clear_cache()
+    autodiff.attend.clear_cache()
     attend = attention(implementation, tiles, is_causal=p.causal)
     x = jax.ShapeDtypeStruct((p.B, p.T, p.N, p.H), "float16")
     forward = observe(attend, x, x, x)
     both = observe(lambda q, k, v, do: jax.vjp(attend, q, k, v)[1](do), x, x, x, x)
-    autodiff._attend_jit.clear_cache()
+    autodiff.attend.clear_cache()
     by_xla = ("delta", "cast")
     costs = {n: c for n, c in generations.kernels(name, p).items() if not n.endswith(by_xla)}
     assert observed(both) == total(costs)

@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 from selection import whole_but
 
 from pallas_flash import (
+    autodiff,
     context_parallel,
-    every_mode,
     flash_attention,
     flash_attention_jvp,
     masks,
@@ -337,7 +337,7 @@ def test_equal_functions_share_one_compiled_program(rng):
     f = lambda n: flash_attention(
         q, k, v, score_mod=lambda s, b, h, q, k: s + n * table[h, k % 3], implementation="blockwise"
     )
-    programs = [(f(n), every_mode._attend._cache_size())[1] for n in (2.0, 2.0, 3.0)]
+    programs = [(f(n), autodiff.attend._cache_size())[1] for n in (2.0, 2.0, 3.0)]
     assert programs[0] == programs[1] == programs[2] - 1
 
 

@@ -45,12 +45,11 @@ ORDER = [
     "selfcheck.verdicts",
     "selfcheck.comparison",
     "selfcheck.records",
-    "every_mode",
-    "linear_maps",
     "autodiff",
+    "linear_maps",
     "derivative_modes",
     "lowering",
-    "primitives",
+    "equation",
     "backends",
     "reference",
     "blockwise.__init__",
@@ -202,7 +201,7 @@ def test_no_module_but_backends_decides_by_an_implementations_name(name):
 PUBLIC = ("accounting", "context_parallel", "flax", "masks", "scores")  # modules
 OUTSIDE = sorted([*(ROOT / "models").glob("*.py"), *(ROOT / "scripts").rglob("*.py")])
 # Tiles that no call chooses are timed by what chooses them.
-INSIDE = {"tune.py": {"attention", "backends", "every_mode", "selection"}}
+INSIDE = {"tune.py": {"attention", "backends", "autodiff", "selection"}}
 
 
 @pytest.mark.parametrize("path", OUTSIDE, ids=lambda p: p.name)
@@ -225,7 +224,6 @@ def test_models_and_scripts_use_only_public_names(path):
 
 # What computes attention, and how an implementation reads a mask.
 COMPUTES = (
-    "every_mode",
     "autodiff",
     "vmap",
     "reference",

@@ -11,7 +11,7 @@ import pytest
 from cases import BROADCASTS, Sizes, bias, dense_mask, qkv
 from check import strict_64_bits, value_and_gradients
 
-from pallas_flash import flash_attention, linear_maps, masks, scores
+from pallas_flash import equation, flash_attention, masks, scores
 
 pytestmark = pytest.mark.usefixtures("small_tiles")
 Z = Sizes(T=19, S=23, N=2, K=1, H=8, Hv=8)
@@ -74,8 +74,8 @@ def _calls(jaxpr) -> list:
     found = []
     for eqn in jaxpr.eqns:
         found += [eqn.params["rules"]] if eqn.primitive.name == "flash_attention_call" else []
-        if eqn.primitive is linear_maps.linear_p:
-            run = functools.partial(linear_maps.run, **eqn.params)
+        if "rules" in eqn.params and eqn.params["jaxpr"] is None:
+            run = equation.as_function(**eqn.params)
             found += _calls(jax.make_jaxpr(run)(*(x.aval for x in eqn.invars)).jaxpr)
         inner = [getattr(x, "jaxpr", x) for x in eqn.params.values()]
         found += [call for x in inner if hasattr(x, "eqns") for call in _calls(x)]

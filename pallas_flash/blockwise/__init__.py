@@ -93,10 +93,16 @@ def forward(problem: Problem, tiles: Tiles, x: Operands):
             *(heads.put(out, a, 1) for out, a in zip(outputs[1:], state, strict=True)),
         )
 
-    state = [_zeros(x, wide, p.batch, p.heads, p.queries)] * p.statistics
-    o = _zeros(x, p.dtype, p.batch, p.queries, p.heads, p.value_size)
-    o, *state = each_heads(p, tiles.forward_heads, some_heads, (o, *state))
+    o, state = results_like(p, x)
+    o, *state = each_heads(p, tiles.forward_heads, some_heads, (o, *jax.tree.leaves(state)))
     return o, online_softmax.SoftmaxState(*state)
+
+
+def results_like(p: Problem, x: Operands):
+    """Zeros of the shapes and dtypes of what `forward` returns."""
+    rows = _zeros(x, sums(p.dtype), p.batch, p.heads, p.queries)
+    o = _zeros(x, p.dtype, p.batch, p.queries, p.heads, p.value_size)
+    return o, online_softmax.SoftmaxState(*[rows] * p.statistics)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))

@@ -16,7 +16,6 @@ from pallas_flash import (
     decode,
     derivative_modes,
     dispatch,
-    every_mode,
     lowering,
     quantised,
     selection,
@@ -141,7 +140,7 @@ class Pages(NamedTuple):
     ):
         """Of keys and values that are put into pages, the last of a row first."""
         if choice.backend.paged is None:
-            return comparison.outputs(*every_mode.attend(problem, choice, operands))
+            return comparison.outputs(*autodiff.attend(problem, choice, operands))
         p = problem
         table = jnp.arange(p.batch * p.keys // self.page, dtype=jnp.int32).reshape(p.batch, -1)[
             :, ::-1

@@ -23,7 +23,7 @@ from jax.interpreters import mlir
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_flash import primitives
+from pallas_flash import equation
 from pallas_flash.arguments import Gradients, Operands, Problem
 from pallas_flash.backends import Pass
 from pallas_flash.devices import callback_names
@@ -42,15 +42,15 @@ class PartitionedPass(Pass):
         if self.name == "backward":
             gradients = tuple(jax.tree.leaves(axes.differentiable._replace(sinks=None)))
         rules = Partition(self, problem, tiles, arrays, gradients)
-        run = lambda *arrays: self.run(problem, tiles, *arrays)
-        return primitives.bind(run, rules, operands, *rows)
+        run = functools.partial(self.inner, problem, tiles)
+        return equation.bind(run, rules, operands, *rows)
 
 
 @dataclasses.dataclass(frozen=True)
-class Partition(primitives.KeptUnderVmap):
+class Partition(equation.KeptUnderVmap):
     """The rules of a PartitionedPass of a problem. Axes are of a call without the vmaps around."""
 
-    primitive = primitives.primitive("flash_attention")
+    primitive = equation.primitive("flash_attention")
     pass_: PartitionedPass
     problem: Problem
     tiles: Any
@@ -119,7 +119,7 @@ class Partition(primitives.KeptUnderVmap):
             local, *rows = (_with_key_heads(x, keys) for x in (local, *rows))
         problem = self.problem.of_part(local)
         tiles = self.pass_.backend.tiles_like(self.tiles, problem)
-        results = self.pass_.run(problem, tiles, local, *rows)
+        results = self.pass_.inner(problem, tiles, local, *rows)
         if self.pass_.name != "backward":
             return jax.tree.leaves(results)
         if keys is not None:

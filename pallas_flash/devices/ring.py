@@ -303,7 +303,7 @@ class RoundTrip(NamedTuple):
 
         def merge(rows, _, p, pair, carry):
             old = jax.tree.map(rows.take, carry, axes)
-            new = online_softmax.merge(old, pass_.run(p, self.tiles, pair), log_base)
+            new = online_softmax.merge(old, pass_.inner(p, self.tiles, pair), log_base)
             return jax.tree.map(rows.put, carry, new, axes)
 
         attend = lambda t, keys, carry: self.each_pair(t, keys, merge, carry)
@@ -325,7 +325,7 @@ class RoundTrip(NamedTuple):
                 (dq, dbias, captured), (dk, dv) = carry
                 take = lambda y, axis: rows.take(self.heads.take(y, axis), axis)
                 of_rows = jax.tree.map(lambda y: take(y, 1), lse), take(do, 2), take(delta, 1)
-                new = self.pass_.run(p, self.tiles, pair, *of_rows)
+                new = self.pass_.inner(p, self.tiles, pair, *of_rows)
                 if dbias is not None:
                     at = _tile_bounds(loop, self.problem, dbias, loop.device_at(t), rows.chunk, b)
                     tile = lax.dynamic_slice(dbias, *at) + new.bias.astype(wide)

@@ -11,7 +11,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_flash import primitives
+from pallas_flash import equation
 from pallas_flash.backends import Pass
 from pallas_flash.call import Call
 from pallas_flash.devices.call import CACHE_AXES, array_axes, collect_arrays, with_arrays
@@ -156,15 +156,15 @@ class ShardMappedPass(Pass):
     """A pass of which vmap over an axis of an explicit mesh makes a jax.shard_map over it."""
 
     def __call__(self, problem, tiles, operands, *rows):
-        run = lambda *arrays: self.run(problem, tiles, *arrays)
-        return primitives.bind(run, OverMeshAxis(run), operands, *rows)
+        run = functools.partial(self.inner, problem, tiles)
+        return equation.bind(run, OverMeshAxis(run), operands, *rows)
 
 
 @dataclasses.dataclass(frozen=True)
-class OverMeshAxis(primitives.Rules):
+class OverMeshAxis(equation.Rules):
     """The rules of run(*arrays)."""
 
-    primitive = primitives.primitive("flash_attention_over_mesh")
+    primitive = equation.primitive("flash_attention_over_mesh")
     run: Callable
 
     def batch(self, size, leaves, in_axes, *, in_tree, **_):

@@ -28,13 +28,13 @@ class UlyssesPass(Pass):
         x = _localize_heads(self.axis, problem, x)
         swapped = lambda y, whole, cut: lax.all_to_all(y, self.axis, cut, whole, tiled=True)
         if self.name == "forward":
-            o, stats = self.run(problem, tiles, x)
+            o, stats = self.inner(problem, tiles, x)
             rows, tree = jax.tree.flatten(stats)
             return swapped(o, 2, 1), jax.tree.unflatten(tree, swapped(jnp.stack(rows), 2, 3))
         lse, do, delta = rest
         rows, tree = jax.tree.flatten((lse, delta))
         lse, delta = jax.tree.unflatten(tree, swapped(jnp.stack(rows), 3, 2))
-        return self.run(problem, tiles, x, lse, swapped(do, 1, 2), delta)
+        return self.inner(problem, tiles, x, lse, swapped(do, 1, 2), delta)
 
 
 def localize_rows(axis: tuple[str, ...], problem: Problem, x: Operands, sinks) -> Operands:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_flash import backends, decode, dropout, every_mode, masks
+from pallas_flash import autodiff, backends, decode, dropout, masks
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.backends import Backend, Choice
 from pallas_flash.kernels import device
@@ -103,7 +103,7 @@ def results(
 
     def attend(differentiable):
         x = operands.with_differentiable(differentiable)
-        o, lse, largest = every_mode.attend(problem, choice, x)
+        o, lse, largest = autodiff.attend(problem, choice, x)
         return (o, lse), largest
 
     (o, lse), vjp, largest = jax.vjp(attend, operands.differentiable, has_aux=True)
@@ -135,7 +135,7 @@ def tangents(
 
     def attend(differentiable):
         x = operands.with_differentiable(differentiable)
-        return every_mode.attend(problem, choice, x)[:2]
+        return autodiff.attend(problem, choice, x)[:2]
 
     x = operands.differentiable
     along = x._replace(

@@ -36,13 +36,15 @@ def why_not(
 
 @dataclasses.dataclass(frozen=True)
 class CheckedPass(Pass):
-    """A pass of kernels, whose forward mode is checked where it is first asked for; if it is wrong,
+    """The forward mode of kernels, which is checked where it is first asked for; if it is wrong,
     blockwise's takes its place."""
 
+    PASSES = ("tangent",)
+
     def __call__(self, problem: Problem, tiles, operands: Operands, *rows):
-        if self.name == "tangent" and why_not(self.backend, problem, way=comparison.FORWARD_MODE):
+        if why_not(self.backend, problem, way=comparison.FORWARD_MODE):
             return blockwise_tangent(self.backend.log_base(problem), problem, operands, *rows)
-        return self.run(problem, tiles, operands, *rows)
+        return self.inner(problem, tiles, operands, *rows)
 
 
 def is_known(backend: Backend, problem: Problem) -> bool:
