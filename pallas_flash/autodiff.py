@@ -120,7 +120,7 @@ class Attention(equation.Equation):
         return (o, stats), (do, dstats._replace(l=stats.l * dlse))
 
     def pull(self, args, cotangents):
-        """It is linear in the values, of which the gradient by them knows nothing."""
+        """It is linear in the values; the gradient by them does not depend on them."""
         choice, (x,) = self.choice.for_gradient(), args
         _, residuals = _forward(self.problem, choice, x)
         none = jax.tree.map(lambda _: False, x.differentiable)
