@@ -13,11 +13,10 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import jaxpr_as_fun
-from jax.interpreters import mlir
 
-from pallas_flash import blockwise, equation
+from pallas_flash import blockwise, equation, jax_internals
 from pallas_flash.backends import Backend, Pass, blockwise_tangent
+from pallas_flash.jax_internals import jaxpr_as_fun, mlir
 from pallas_flash.kernels import device
 from pallas_flash.online_softmax import LOWEST, LogBase, RowScale, SoftmaxState
 
@@ -117,15 +116,15 @@ mlir.register_lowering(GpuOnly.primitive, _lower_elsewhere)
 def warn(ctx, name: str, is_blind: bool, jaxpr):
     """Warns of a program for a GPU that calls an implementation without kernels, chosen by default
     for a call that was not traced for a GPU (is_blind), or that is exported with Triton kernels."""
-    module = ctx.module_context
-    gpus = [platform for platform in module.platforms if platform in GPUS]
+    target = jax_internals.target(ctx)
+    gpus = [platform for platform in target.platforms if platform in GPUS]
     if gpus and is_blind:
         _once(
             f'a program for {gpus[0]} runs "{name}", not the GPU kernels, since it was not traced '
             "for a GPU. Trace it where a GPU is the default device, or under "
             "jax.sharding.use_abstract_mesh with a GPU as abstract_device."
         )
-    if gpus and module.lowering_parameters.for_export and "pallas_call" in str(jaxpr):
+    if gpus and target.is_export and "pallas_call" in str(jaxpr):
         _once(
             "the exported program contains Triton kernels, for which jax guarantees no "
             "compatibility: jax.export needs disabled_checks="

@@ -2,6 +2,7 @@
 row is gathered."""
 
 import functools
+import importlib
 import re
 import sys
 
@@ -12,12 +13,14 @@ import pytest
 from cases import Sizes, bias, dense_mask, qkv
 from check import close
 from jax import export
+from jax.experimental import serialize_executable
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_flash
-from pallas_flash import flash_attention, masks
+from pallas_flash import flash_attention, jax_internals, masks
+from pallas_flash.devices import callback_names
 
 pytestmark = [
     pytest.mark.usefixtures("small_tiles"),
@@ -172,11 +175,75 @@ def test_what_is_exported_for_several_devices_calls_nothing_back(rng):
     equal(jax.jit(program.call)(*on_mesh(SPEC, *x)), dense(*x))
 
 
-def test_a_jax_that_cannot_do_it_gathers_and_says_so(rng, monkeypatch):
-    monkeypatch.setitem(sys.modules, "pallas_flash.devices.partition", None)  # to import it raises
+def test_what_is_exported_with_its_gradient_or_for_an_abstract_mesh_needs_shard_map(rng):
+    """As docs/devices.md says; when jax refuses neither, it may say less."""
+    x = on_mesh(SPEC, *qkv(rng, Z._replace(K=8)))
+    abstract = NamedSharding(AbstractMesh((2, 4), ("data", "model"), (AxisType.Auto,) * 2), SPEC)
+    like = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=abstract) for a in x]
+    written = lambda f, *x: export.export(jax.jit(f), platforms=["cpu"])(*x).serialize(vjp_order=1)
+    for args in x, like:
+        with pytest.raises(ValueError, match="AbstractMesh cannot be used"):
+            written(attend, *args)
+    specs = dict(in_specs=SPEC, out_specs=SPEC, check_vma=False)
+    mapped = jax.shard_map(attend, mesh=abstract.mesh, **specs)
+    program = export.deserialize(written(mapped, *like))
+    equal(not_gathered(jax.jit(program.call), *x), dense(*x))
+    gradient = lambda f: jax.jit(jax.grad(lambda *x: jnp.sum(jnp.sin(f(*x)))))
+    equal(gradient(program.call)(*x), gradient(dense)(*x))
+
+
+def test_a_compiled_program_is_pickled(rng):
+    x = qkv(rng, Z)
+    compiled = jax.jit(attend).lower(*on_mesh(SPEC, *x)).compile()
+    loaded = serialize_executable.deserialize_and_load(*serialize_executable.serialize(compiled))
+    equal(loaded(*on_mesh(SPEC, *x)), dense(*x))
+
+
+@pytest.fixture
+def lose(monkeypatch):
+    """Takes a name away from what the package finds in jax."""
+
+    def lose(name):
+        def find(module, of, find=jax_internals.find):
+            if f"{module}.{of}" == name:
+                raise ImportError(f"jax has no {name}")
+            return find(module, of)
+
+        monkeypatch.setattr(jax_internals, "find", find)
+
+    return lose
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "jax.experimental.custom_partitioning.custom_partitioning",
+        "jax._src.dispatch.prim_requires_devices_during_lowering",
+    ],
+)
+def test_a_jax_that_cannot_do_it_gathers_and_says_so(name, rng, monkeypatch, lose):
+    lose(name)
+    monkeypatch.delitem(sys.modules, "pallas_flash.devices.partition", raising=False)
     monkeypatch.delattr(pallas_flash.devices, "partition", raising=False)
     x = qkv(rng, Z)
-    with pytest.warns(UserWarning, match="they are gathered") as told:
+    with pytest.warns(UserWarning, match=f"they are gathered.* has no {name}") as told:
         gathering = jax.jit(lambda *x: attend(*x))(*on_mesh(SPEC, *x))
     assert told[0].filename == __file__  # the caller's line
     equal(gathering, dense(*x))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "jax._src.custom_partitioning._sharding_callbacks",
+        "jax._src.custom_partitioning._ShardingCallbackInfo",
+        "jax.extend.mlir.ir.StringAttr",
+    ],
+)
+def test_a_jax_that_does_not_let_us_name_callbacks_names_them(name, rng, lose):
+    lose(name)
+    importlib.reload(callback_names)
+    x = qkv(rng, Z)
+    lowered = jax.jit(lambda *x: attend(*x)).lower(*on_mesh(SPEC, *x))
+    assert "flash_attention " not in lowered.as_text()
+    equal(lowered.compile()(*on_mesh(SPEC, *x)), dense(*x))

@@ -139,6 +139,7 @@ ORDER = [
     "mods.__init__",
     "pytrees",
     "devices.varying",
+    "jax_internals",
     "devices.__init__",
     "caches.__init__",
     "selfcheck.__init__",

@@ -15,20 +15,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-
-# where jax's own attention has it from: there is no public place
-from jax._src import dispatch
-from jax.experimental.custom_partitioning import custom_partitioning
-from jax.interpreters import mlir
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_flash import equation
+from pallas_flash import equation, jax_internals
 from pallas_flash.arguments import Gradients, Operands, Problem
 from pallas_flash.backends import Pass
 from pallas_flash.devices import callback_names
 from pallas_flash.devices.call import operand_axes, row_axes, rows_axes
 from pallas_flash.devices.sharding import axis_names, device_count
+from pallas_flash.jax_internals import mlir
+
+custom_partitioning, requires_devices = jax_internals.custom_partitioning()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,10 +57,10 @@ class Partition(equation.KeptUnderVmap):
 
     def lower(self, ctx, *leaves, jaxpr, in_tree, out_tree):
         parameters = dict(jaxpr=jaxpr, in_tree=in_tree, out_tree=out_tree)
-        mesh = getattr(ctx.module_context.axis_context, "abstract_mesh", None)
-        is_whole = mesh is None or mesh.size == 1
+        target = jax_internals.target(ctx)
+        is_whole = target.mesh is None or target.mesh.size == 1
         # what is exported may not call back
-        if is_whole or ctx.module_context.lowering_parameters.for_export:
+        if is_whole or target.is_export:
             return super().lower(ctx, *leaves, **parameters)
         axes = self._mapped_axes(jaxpr.out_avals)
         # only its shapes are used
@@ -74,7 +72,7 @@ class Partition(equation.KeptUnderVmap):
         bound_mods = self.problem.resolved_mask.mask_mod, self.problem.score
         mods = [bound and bound.mod.text for bound in bound_mods]
         computed = self.problem, self.tiles, mods, axes, self.maps, jaxpr
-        callback_names.rename(ctx, results[0].owner, *computed)
+        callback_names.rename(ctx, results, *computed)
         return results
 
     def _mapped_axes(self, results) -> tuple[list[str], list[str]]:
@@ -133,7 +131,7 @@ class Partition(equation.KeptUnderVmap):
         ]
 
 
-dispatch.prim_requires_devices_during_lowering.add(Partition.primitive)
+requires_devices.add(Partition.primitive)
 
 
 def _key_heads(problem: Problem, heads: int, axis):

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Literal
 
 from pallas_flash.devices import varying
+from pallas_flash.jax_internals import Literal
 from pallas_flash.pytrees import IntLike
 
 ONLY_SCALARS = "captured arrays may only be indexed down to scalars, e.g. table[h, kv_idx]"

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Literal
 
+from pallas_flash.jax_internals import Literal
 from pallas_flash.mods import captured
 from pallas_flash.pytrees import IntLike
 

@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jax.interpreters import mlir
 
 from pallas_flash import online_softmax, schedule
 from pallas_flash.arguments import Gradients, Operands, Problem
+from pallas_flash.jax_internals import mlir
 from pallas_flash.kernels.triton import mods, tile
 from pallas_flash.kernels.triton.tuning import power_of_two
 

@@ -10,10 +10,10 @@ import numpy as np
 from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.extend.core import Literal
 
 from pallas_flash import schedule
 from pallas_flash.arguments import Problem
+from pallas_flash.jax_internals import Literal
 from pallas_flash.kernels.mosaic.block_info import entry
 from pallas_flash.kernels.mosaic.registers import ScoreTile, opaque
 from pallas_flash.kernels.mosaic.tiling import Tiling

@@ -1,0 +1,83 @@
+"""What the package takes from jax beyond the names that jax promises to keep, in one place: a jax
+that lacks one of them is refused in one sentence, when the package is imported."""
+
+import importlib
+import operator
+from typing import Any, NamedTuple
+
+import jax
+
+SUPPORTED = "jax>=0.10.2,<0.13"  # as in pyproject.toml
+NEEDED = {
+    "jax.ad_checkpoint": "checkpoint_name",
+    "jax.core": "ShapedArray.manual_axis_type Tracer.to_concrete_value",
+    "jax.extend.core": "Literal Primitive jaxpr_as_fun",
+    "jax.interpreters.ad": (
+        "Zero instantiate_zeros is_undefined_primal primitive_jvps primitive_transposes"
+    ),
+    "jax.interpreters.batching": "primitive_batchers",
+    "jax.interpreters.mlir": (
+        "LoweringParameters.for_export ModuleContext.axis_context "
+        "ModuleContext.lowering_parameters ModuleContext.platforms lower_fun register_lowering"
+    ),
+    "jax.lax": "pcast",
+    "jax.sharding": "AbstractDevice",
+}
+
+
+def find(module: str, name: str) -> Any:
+    """What has this name, which may have dots, in a module of jax."""
+    try:
+        return operator.attrgetter(name)(importlib.import_module(module))
+    except (ImportError, AttributeError) as error:
+        raise ImportError(
+            f"pallas_flash runs with {SUPPORTED}; jax {jax.__version__} has no {module}.{name}: "
+            f"pip install '{SUPPORTED}'"
+        ) from error
+
+
+for _module, _names in NEEDED.items():
+    for _name in _names.split():
+        find(_module, _name)
+
+Literal, Primitive, jaxpr_as_fun = (
+    find("jax.extend.core", name) for name in ("Literal", "Primitive", "jaxpr_as_fun")
+)
+ad, batching, mlir = (find("jax.interpreters", name) for name in ("ad", "batching", "mlir"))
+
+
+class Target(NamedTuple):
+    """What a program is lowered for."""
+
+    platforms: tuple[str, ...]
+    is_export: bool
+    mesh: jax.sharding.AbstractMesh | None  # None where jax does not say
+
+
+def target(ctx) -> Target:
+    """From the context of a lowering rule."""
+    module = ctx.module_context
+    mesh = getattr(module.axis_context, "abstract_mesh", None)
+    return Target(tuple(module.platforms), module.lowering_parameters.for_export, mesh)
+
+
+# ---- what only arrays on a mesh with Auto axes need. jax has no public place for it ----
+
+
+def custom_partitioning():
+    """jax's decorator; and the set of primitives that are told the devices when they are
+    lowered."""
+    return (
+        find("jax.experimental.custom_partitioning", "custom_partitioning"),
+        find("jax._src.dispatch", "prim_requires_devices_during_lowering"),
+    )
+
+
+def partitioning_callbacks():
+    """What XLA calls back, by the names in the program; the type of each; and the type of such a
+    name."""
+    return (
+        find("jax._src.custom_partitioning", "_sharding_callbacks"),
+        find("jax._src.custom_partitioning", "_ShardingCallbackInfo"),
+        find("jax.extend.mlir.ir", "StringAttr"),
+    )
