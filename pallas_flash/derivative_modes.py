@@ -4,8 +4,8 @@ what to do."""
 import functools
 
 import jax
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+
+from pallas_flash.jax_internals import Primitive, ad, batching, mlir
 
 FIRST_BY_REVERSE = (
     "A call with a context, or vmapped over an axis of an explicit mesh, has first derivatives "

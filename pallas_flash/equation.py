@@ -9,8 +9,8 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Primitive, jaxpr_as_fun
-from jax.interpreters import ad, batching, mlir
+
+from pallas_flash.jax_internals import Primitive, ad, batching, jaxpr_as_fun, mlir
 
 NOT_LINEAR = (
     "flash_attention is linear in value alone, and has a jax.linear_transpose by that alone; that "
@@ -36,7 +36,7 @@ class Rules:
         return jax.jvp(jaxpr_as_fun(jaxpr), primals, tuple(map(ad.instantiate_zeros, tangents)))
 
     def lower(self, ctx, *leaves, jaxpr, **trees):
-        return mlir.core_call_lowering(ctx, *leaves, name=ctx.primitive.name, call_jaxpr=jaxpr)
+        return mlir.lower_fun(jaxpr_as_fun(jaxpr), multiple_results=True)(ctx, *leaves)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,6 +194,8 @@ def primitive(name: str, has_transpose: bool = False) -> Primitive:
     if has_transpose:
         ad.primitive_transposes[new] = _transpose
     mlir.register_lowering(new, lower)
+    # equations of jax's own that are not lowered yet may stay in the jaxpr: `lower` lowers them
+    new.is_high = lambda *_, **__: False
     return new
 
 
