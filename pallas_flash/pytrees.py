@@ -13,9 +13,10 @@ IntLike = Any  # an int, or an int32 array
 @dataclass_transform(frozen_default=True)
 def dataclass(cls=None, *, static: tuple[str, ...] = (), **options):
     """A frozen dataclass that is a pytree: its arrays are leaves; ints, None and the fields
-    `static` belong to its structure."""
+    `static` belong to its structure. An == of a base class stays."""
     if cls is None:
         return lambda cls: dataclass(cls, static=static, **options)
+    options = dict(eq=cls.__eq__ is object.__eq__, **options)
     cls = dataclasses.dataclass(frozen=True, **options)(cls)
     names = [field.name for field in dataclasses.fields(cls)]
 

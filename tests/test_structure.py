@@ -136,6 +136,8 @@ ORDER = [
     "mods.bound",
     "mods.traced",
     "mods.captured",
+    "mods.programs",
+    "mods.derivatives",
     "mods.__init__",
     "pytrees",
     "devices.varying",

@@ -10,6 +10,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 
 from pallas_flash import pytrees
 from pallas_flash.masks.resolved_mask import ResolvedMask
@@ -96,6 +98,18 @@ class Mask:
         if (f := mask.mask_mod()) is None:
             return Not(mask)
         return MaskMod(lambda *at: jnp.logical_not(f(*at)), f"~({mask!r})")
+
+    def __eq__(self, other) -> bool:
+        """Whether the masks are made alike, of arrays with the same values; a traced array equals
+        itself alone."""
+        if type(self) is not type(other) or not dataclasses.is_dataclass(self):
+            return self is other
+        return all(map(_are_equal, _compared(self), _compared(other)))
+
+    def __hash__(self) -> int:
+        if not dataclasses.is_dataclass(self):
+            return id(self)
+        return hash((type(self), *map(_without_values, _compared(self))))
 
     __rand__ = __and__  # of what is no mask
     __ror__ = __or__
@@ -247,6 +261,28 @@ def both(a: MaskMod, b: MaskMod) -> MaskMod:
     return dataclasses.replace(
         joined(operator.and_, a, b), batch=known(a.batch, b.batch), head=known(a.head, b.head)
     )
+
+
+def _compared(mask: Mask) -> list:
+    return [getattr(mask, field.name) for field in dataclasses.fields(mask) if field.compare]
+
+
+def _are_equal(a, b) -> bool:
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(map(_are_equal, a, b))
+    are_arrays = {isinstance(x, np.ndarray | jax.Array) for x in (a, b)}
+    if are_arrays == {False} or a is b:
+        return a is b or a == b
+    if are_arrays == {True, False} or isinstance(a, Tracer) or isinstance(b, Tracer):
+        return False
+    return a.dtype == b.dtype and np.array_equal(a, b)
+
+
+def _without_values(x):
+    """x, or of an array what hashes."""
+    if isinstance(x, tuple):
+        return tuple(map(_without_values, x))
+    return (x.shape, x.dtype) if isinstance(x, np.ndarray | jax.Array) else x
 
 
 class _Shown:

@@ -155,7 +155,7 @@ def trace(score_mod: Any, dtype) -> BoundScoreMod:
             f"{traced.describe(out)}.{hint}"
         )
     found = traced.TracedMod(
-        jaxpr, len(arrays), getattr(score_mod, "__name__", type(score_mod).__name__), score_mod
+        jaxpr, len(arrays), getattr(score_mod, "__name__", type(score_mod).__name__)
     )
     if any(4 in at.depends_on for at in found.reads):
         raise TypeError(

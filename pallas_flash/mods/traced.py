@@ -10,7 +10,8 @@ import numpy as np
 from jax import lax
 
 from pallas_flash.jax_internals import Literal
-from pallas_flash.mods import captured
+from pallas_flash.mods import captured, derivatives, programs
+from pallas_flash.mods.derivatives import any_mesh as any_mesh
 from pallas_flash.pytrees import IntLike
 
 INDEX = jax.ShapeDtypeStruct((), jnp.int32)
@@ -20,24 +21,34 @@ class TracedMod:
     """The program of a mask_mod or score_mod. It takes first the arrays that the function captures,
     then its scalars: int32 b, h, q_idx, kv_idx, and the score of a score_mod."""
 
-    def __init__(self, jaxpr, arrays: int, name: str, source: Any = None):
-        self.jaxpr, self.name, self.text = jaxpr, name, str(jaxpr)
-        # no text tells one derivative of a user's own from another
-        self.source = source if "custom_" in self.text else None
+    def __init__(self, jaxpr, arrays: int, name: str):
+        self._closed = derivatives.close(jaxpr)
+        self.jaxpr, self.name = derivatives.reopen(self._closed), name
+        self._key = programs.key(self._closed)
+        self._hash = hash(self._key)
         self.arrays, self.scalars = jaxpr.invars[:arrays], jaxpr.invars[arrays:]
         used = {id(x) for eqn in jaxpr.eqns for x in eqn.invars} | {id(x) for x in jaxpr.outvars}
         self.uses_batch, self.uses_head, *_ = (id(x) in used for x in self.scalars)
 
     def __eq__(self, other):
-        return (
-            isinstance(other, TracedMod) and self.text == other.text and self.source is other.source
-        )
+        return isinstance(other, TracedMod) and self._key == other._key
 
     def __hash__(self):
-        return hash(self.text)
+        return self._hash
 
     def __repr__(self):
         return self.name
+
+    @property
+    def text(self) -> str | None:
+        """Equal for equal programs alone, in other processes too; None: no text is."""
+        return repr(self._key) if programs.has_name(self._key) else None
+
+    def __reduce__(self):
+        return _load, (programs.dumps(self._closed), len(self.arrays), self.name)
+
+    def __deepcopy__(self, memo):
+        return self
 
     def __call__(self, arrays, *scalars: IntLike) -> jax.Array:
         """Of scalars; `vectorize` takes arrays."""
@@ -81,7 +92,7 @@ class TracedMod:
         arrays, scalars = list(map(shape, self.arrays)), map(shape, self.scalars)
         with any_mesh():
             jaxpr = jax.make_jaxpr(moved)(arrays, more, *scalars).jaxpr
-        return TracedMod(jaxpr, len(arrays) + len(more), self.name, self.source)
+        return TracedMod(jaxpr, len(arrays) + len(more), self.name)
 
     @functools.cached_property
     def _split(self) -> captured.Split:
@@ -113,6 +124,10 @@ class TracedMod:
     def primitives(self) -> set[str]:
         """The names of the primitives it is made of, but for its reads."""
         return primitives(self._split.jaxpr)
+
+
+def _load(program: bytes, arrays: int, name: str) -> TracedMod:
+    return TracedMod(programs.loads(program), arrays, name)
 
 
 def primitives(jaxpr) -> set[str]:
@@ -162,6 +177,12 @@ def trace_function(signature: str, function: Callable, *shapes) -> tuple[Any, tu
             f"key; it raised {type(error).__name__}: "
             f"{str(error).partition(chr(10))[0].rstrip('.')}.{HINTS.get(type(error), '')}"
         ) from error
+    except _Effect as effect:
+        raise TypeError(
+            f"{signature} must have no effects, as it is evaluated as often as an implementation "
+            f"needs, or not at all; got `{effect}`. Call jax.debug.print, checkify.check and the "
+            "like outside, on the call's arrays or with attention_weights."
+        ) from None
         # jax's, without words: an array varies in a shard_map that checks its types
     except AssertionError as error:
         here = jax.sharding.get_abstract_mesh()
@@ -177,9 +198,20 @@ def trace_function(signature: str, function: Callable, *shapes) -> tuple[Any, tu
         ) from error
 
 
-def any_mesh():
-    """The context in which a program is traced that is the same on any mesh."""
-    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+class _Effect(Exception):
+    """An operation that a mod may not have."""
+
+
+class _Constant:
+    """The variable of an array that is written into a program, as jax does where
+    jax_use_simplified_jaxpr_constants is set."""
+
+    def __init__(self, aval):
+        self.aval = aval
+
+
+def _is_array(x) -> bool:
+    return isinstance(x, Literal) and (isinstance(x.val, jax.Array) or np.ndim(x.val) > 0)
 
 
 def _traced(function, *shapes):
@@ -194,9 +226,18 @@ def _traced(function, *shapes):
     jaxpr, left = closed.jaxpr, []
     known = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     for eqn in jaxpr.eqns:
+        if any(map(_is_array, eqn.invars)):
+            found = [_Constant(x.aval) if _is_array(x) else x for x in eqn.invars]
+            known |= {new: x.val for new, x in zip(found, eqn.invars, strict=True) if new is not x}
+            eqn = eqn.replace(invars=found)
         variables = [x for x in eqn.invars if not isinstance(x, Literal)]
-        if variables and all(x in known for x in variables) and not eqn.effects:
+        # lax.axis_index has no inputs; what is of the axes of a jax.vmap or shard_map is known here
+        of_axes = {type(effect).__name__ for effect in eqn.effects} == {"NamedAxisEffect"}
+        is_known = all(x in known for x in variables)
+        if is_known and (of_axes or (variables and not eqn.effects)):
             captured.run([eqn], [], known)
+        elif eqn.effects:
+            raise _Effect(eqn.primitive.name)
         else:
             left.append(eqn)
     used = {id(x) for eqn in left for x in eqn.invars} | {id(x) for x in jaxpr.outvars}

@@ -1,0 +1,134 @@
+"""What tells two programs apart, and a program in a pickle.
+
+Printed text does not tell them apart: in it all functions lie at 0xXXXX, any object may print as
+another, and large arrays are "...".
+"""
+
+import hashlib
+import io
+import pickle
+from collections.abc import Hashable
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.extend.core import Literal, Primitive, primitives
+
+from pallas_flash.mods import derivatives
+
+
+def key(jaxpr) -> Hashable:
+    """Equal for two programs that do the same, equation by equation, on the same values. Of a
+    parameter of no known kind its own == counts; where it has no hash, only itself is equal."""
+    numbers = {}
+
+    def known(x):
+        if isinstance(x, Literal):
+            return x.aval, _value(x.val)
+        return numbers.setdefault(x, len(numbers)), x.aval
+
+    inputs = tuple(map(known, (*jaxpr.constvars, *jaxpr.invars)))
+    equations = tuple(
+        (
+            eqn.primitive,
+            tuple(map(known, eqn.invars)),
+            tuple((name, _value(eqn.params[name])) for name in sorted(eqn.params)),
+            tuple(map(known, eqn.outvars)),
+        )
+        for eqn in jaxpr.eqns
+    )
+    return inputs, equations, tuple(map(known, jaxpr.outvars))
+
+
+def _value(x: Any) -> Hashable:
+    if (inner := derivatives.jaxpr_of(x)) is not None:
+        return key(inner), _value(tuple(getattr(x, "consts", ())))
+    if hasattr(x, "dtype") and hasattr(x, "shape"):
+        try:
+            values = np.asarray(x)
+        except (TypeError, RuntimeError):  # a tracer, a random key, an array of other hosts
+            return _Itself(x)
+        digest = hashlib.sha256(values.tobytes()).hexdigest()
+        return _Itself(x) if values.dtype == object else (values.dtype, values.shape, digest)
+    if isinstance(x, bool | int | float | complex):
+        return type(x), repr(x)  # 1 == True == 1.0, 0.0 == -0.0, and nan is not nan
+    if isinstance(x, tuple | list):
+        return type(x), *map(_value, x)
+    if isinstance(x, dict):
+        return dict, *((name, _value(value)) for name, value in x.items())
+    try:
+        hash(x)
+    except TypeError:
+        return _Itself(x)
+    return type(x), x
+
+
+class _Itself:
+    """Equal to nothing else."""
+
+    def __init__(self, x):
+        self.x = x
+
+    def __eq__(self, other):
+        return isinstance(other, _Itself) and self.x is other.x
+
+    def __hash__(self):
+        return id(self.x)
+
+
+def has_name(of: Hashable) -> bool:
+    """Whether the text of a key tells it from all others, in other processes too."""
+    if isinstance(of, tuple):
+        return all(map(has_name, of))
+    origin = type(of).__module__.partition(".")[0]
+    return origin in ("builtins", "numpy", "jax", "jaxlib") and "0x" not in repr(of)
+
+
+# ---- in a pickle ----
+
+
+class _Pickler(pickle.Pickler):
+    """Also of what jax 0.12 pickles not at all, or makes another thing of."""
+
+    def reducer_override(self, x):
+        if isinstance(x, Primitive):
+            if _PRIMITIVES.get(x.name) is not x:
+                raise pickle.PicklingError(
+                    f"a mask that is pickled may use jax's own operations; got `{x.name}`. Pickle "
+                    "what the mask is made of, and make it again."
+                )
+            return _primitive, (x.name,)
+        if isinstance(x, jax.core.ShapedArray):
+            return _aval, (x.shape, x.dtype, x.weak_type)
+        if type(x).__name__ == "Traceback":  # where the equation was written
+            return type(None), ()
+        if type(x).__name__ == "TypedNdArray":  # a number
+            return np.asarray, (np.asarray(x),)
+        return NotImplemented
+
+
+_PRIMITIVES = {
+    x.name: x
+    for module in (derivatives, lax, primitives)
+    for x in vars(module).values()
+    if isinstance(x, Primitive)
+}
+
+
+def _primitive(name: str) -> Primitive:
+    return _PRIMITIVES[name]
+
+
+def _aval(shape, dtype, weak_type):
+    with derivatives.any_mesh():
+        return jax.core.ShapedArray(shape, dtype, weak_type)
+
+
+def dumps(jaxpr) -> bytes:
+    file = io.BytesIO()
+    _Pickler(file).dump(jaxpr)
+    return file.getvalue()
+
+
+loads = pickle.loads
