@@ -315,6 +315,10 @@ def test_the_layer_learns_the_parameters_of_a_score_mod_that_is_a_module():
         flash_attention(q, q, q, is_causal=True, score_mod=scores.Alibi(slopes)),
         atol=1e-6,
     )
-    assert make(scores.Alibi(slopes))(x).shape == x.shape
+    of_floats, of_array = make(scores.Alibi(slopes)), make(scores.Alibi(jnp.asarray(slopes)))
+    step = nnx.jit(lambda layer, x: layer(x))
+    np.testing.assert_allclose(step(of_array, x), step(of_floats, x), atol=1e-6)
+    parameters = lambda layer: jax.tree.structure(nnx.state(layer, nnx.Param))
+    assert parameters(of_array) == parameters(of_floats)
     with pytest.raises(TypeError, match="score_mod must be a function"):
         make(3)

@@ -51,8 +51,8 @@ class FlashAttention(nnx.Module):
         (arXiv:2302.05442, there LayerNorm).
       is_causal: a token sees itself and those before it.
       local_window_size, logits_soft_cap, implementation: as in `flash_attention`.
-      score_mod, context: as in `flash_attention`. An nnx.Module as score_mod learns. With a cache,
-        context is not used.
+      score_mod, context: as in `flash_attention`. An nnx.Module as score_mod learns; arrays of
+        another, as scores.Alibi(array), are state that does not. With a cache, context is not used.
       dropout_rate: as in `flash_attention`; used while the attribute `deterministic` is False, that
         is, until `eval()`.
       sinks: whether to learn a sink for each query head, which begins as 0.
@@ -107,12 +107,12 @@ class FlashAttention(nnx.Module):
         self.in_features, self.num_kv_heads, self.head_size = in_features, K, H
         self.in_kv_features = in_features if in_kv_features is None else in_kv_features
         self.rope_base = rope_base
-        self.is_causal = is_causal
-        self.local_window_size = local_window_size
+        self.is_causal, self.local_window_size = is_causal, local_window_size
         self.logits_soft_cap = logits_soft_cap
-        self.dropout_rate = dropout_rate
-        self.deterministic = False
-        self.implementation, self.score_mod, self.context = implementation, score_mod, context
+        self.dropout_rate, self.deterministic = dropout_rate, False
+        self.implementation, self.context = implementation, context
+        has_arrays = any(map(checks.is_array, jax.tree.leaves(score_mod)))
+        self.score_mod = nnx.data(score_mod) if has_arrays else score_mod
         self.cache_dtype = param_dtype if dtype is None else dtype
         self._check_options(N)
 

@@ -30,6 +30,16 @@ def jaxpr_of(x: Any):
     return inner if hasattr(inner, "eqns") else None
 
 
+class Effect(Exception):
+    """An operation that a mod may not have."""
+
+
+def refuse_effects(eqns):
+    for eqn in eqns:
+        if eqn.effects:
+            raise Effect(eqn.primitive.name)
+
+
 def close(jaxpr, orders: int = ORDERS):
     """The program with programs in place of functions with derivatives of their own, in loops
     too."""
@@ -78,6 +88,7 @@ def _no_derivative(*_):
 def _closed(function: Callable, shapes: list, orders: int):
     with any_mesh():
         program = jax.make_jaxpr(function)(*shapes)
+        refuse_effects(jaxpr_of(program).eqns)
         return _with(program, close(program.jaxpr, orders))
 
 

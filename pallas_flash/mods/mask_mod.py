@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from pallas_flash import pytrees
 from pallas_flash.mods.bound import BoundMod
@@ -27,9 +28,10 @@ def trace_mask_mod(mask_mod: Callable, name: str | None = None) -> tuple[TracedM
             f"mask_mod(b, h, q_idx, kv_idx) must return one bool for four scalars; got "
             f"{describe(out)}."
         )
-    return TracedMod(
+    traced = TracedMod(
         jaxpr, len(arrays), name or getattr(mask_mod, "__name__", type(mask_mod).__name__)
-    ), arrays
+    )
+    return traced, tuple(map(jnp.asarray, arrays))
 
 
 @pytrees.dataclass(static=("mod",))

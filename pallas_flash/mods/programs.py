@@ -101,10 +101,13 @@ class _Pickler(pickle.Pickler):
             return _primitive, (x.name,)
         if isinstance(x, jax.core.ShapedArray):
             return _aval, (x.shape, x.dtype, x.weak_type)
-        if type(x).__name__ == "Traceback":  # where the equation was written
-            return type(None), ()
-        if type(x).__name__ == "TypedNdArray":  # a number
-            return np.asarray, (np.asarray(x),)
+        match type(x).__name__:
+            case "Traceback":  # where the equation was written
+                return type(None), ()
+            case "TypedNdArray":  # a number
+                return np.asarray, (np.asarray(x),)
+            case "UnspecifiedValue":  # the one sharding of a jitted function that has none
+                return _unspecified, ()
         return NotImplemented
 
 
@@ -123,6 +126,11 @@ def _primitive(name: str) -> Primitive:
 def _aval(shape, dtype, weak_type):
     with derivatives.any_mesh():
         return jax.core.ShapedArray(shape, dtype, weak_type)
+
+
+def _unspecified():
+    (eqn,) = jax.make_jaxpr(jax.jit(lambda x: x))(0).eqns
+    return eqn.params["in_shardings"][0]
 
 
 def dumps(jaxpr) -> bytes:

@@ -177,7 +177,7 @@ def trace_function(signature: str, function: Callable, *shapes) -> tuple[Any, tu
             f"key; it raised {type(error).__name__}: "
             f"{str(error).partition(chr(10))[0].rstrip('.')}.{HINTS.get(type(error), '')}"
         ) from error
-    except _Effect as effect:
+    except derivatives.Effect as effect:
         raise TypeError(
             f"{signature} must have no effects, as it is evaluated as often as an implementation "
             f"needs, or not at all; got `{effect}`. Call jax.debug.print, checkify.check and the "
@@ -196,10 +196,6 @@ def trace_function(signature: str, function: Callable, *shapes) -> tuple[Any, tu
             "Explicit, which jax does not trace: give that shard_map check_vma=False, or name all "
             "axes of the mesh in it."
         ) from error
-
-
-class _Effect(Exception):
-    """An operation that a mod may not have."""
 
 
 class _Constant:
@@ -236,10 +232,9 @@ def _traced(function, *shapes):
         is_known = all(x in known for x in variables)
         if is_known and (of_axes or (variables and not eqn.effects)):
             captured.run([eqn], [], known)
-        elif eqn.effects:
-            raise _Effect(eqn.primitive.name)
         else:
             left.append(eqn)
+    derivatives.refuse_effects(left)
     used = {id(x) for eqn in left for x in eqn.invars} | {id(x) for x in jaxpr.outvars}
     arrays = sorted(
         (x for x in known if id(x) in used),
@@ -254,7 +249,7 @@ def _traced(function, *shapes):
         rest = jax.make_jaxpr(uncaptured)(
             [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in arrays], shapes
         )
-    return rest.jaxpr, tuple(known[x] for x in arrays), out
+    return derivatives.close(rest.jaxpr), tuple(known[x] for x in arrays), out
 
 
 def vectorize(f: Callable, *x):
