@@ -88,6 +88,17 @@ def test_rules_that_print_alike_are_told_apart(name, implementation, constants):
         )
 
 
+def test_on_a_mesh_too():
+    mesh = jax.make_mesh((2,), ("b",), axis_types=(jax.sharding.AxisType.Auto,))
+    x = jax.device_put(jnp.concatenate([X, X]), jax.NamedSharding(mesh, P("b")))
+    for c in (0.0, 3.0):
+        rule = FACTORS["a parameter that prints as another"](c)
+        run = lambda x, rule=rule: flash_attention(
+            x, x, x, score_mod=lambda s, b, h, i, j: s + rule(j)
+        )
+        np.testing.assert_allclose(jax.jit(run)(x)[:1], run(X), atol=1e-5)
+
+
 def test_a_rule_that_reads_an_array_runs_in_kernels_whatever_the_array_is_to_jax(constants):
     read = by_array(0.5)
     run = functools.partial(attend, score_mod=lambda s, b, h, i, j: s + read(j))
@@ -103,6 +114,9 @@ def test_masks_are_equal_if_their_arrays_are(constants):
     assert same(ids) != same(ids + ids) and same(ids) != same(ids[:8])
     with_lengths = lambda ids, n: same(ids) & masks.Causal() | masks.KeyLengths(n * ids)
     assert with_lengths(ids, 2) == with_lengths(ids + 0, 2) != with_lengths(ids, 3)
+    factor = by_callback(2.0)
+    rule = lambda factor: masks.MaskMod(lambda b, h, q, k: factor(k) < 1.0)
+    assert rule(factor) == rule(factor) != rule(by_callback(2.0))
     jax.jit(lambda x: [same(x) == same(ids), same(x) == same(x)] == [False, True] or 1 / 0)(ids)
 
 

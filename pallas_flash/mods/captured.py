@@ -14,6 +14,7 @@ from jax import lax
 
 from pallas_flash.devices import varying
 from pallas_flash.jax_internals import Literal
+from pallas_flash.mods.derivatives import programs_in
 from pallas_flash.pytrees import IntLike
 
 ONLY_SCALARS = "captured arrays may only be indexed down to scalars, e.g. table[h, kv_idx]"
@@ -162,6 +163,9 @@ def bind(eqn, inputs, read: Callable | None = None) -> list[Any]:
         return run(inner.eqns, inner.outvars, dict(variables), read)
     if refs:
         return [_index(eqn, inputs, refs[0].shape, read)]
+    if read is not None:
+        for shape in _arrays_inside(eqn):
+            raise _not_a_scalar(name, shape)
     out = eqn.primitive.bind(
         *varying.vary_alike(inputs), **eqn.primitive.get_bind_params(eqn.params)
     )
@@ -171,12 +175,26 @@ def bind(eqn, inputs, read: Callable | None = None) -> list[Any]:
 def _index(eqn, inputs, shape, read: Callable):
     name, (ref, *indices) = eqn.primitive.name, inputs
     if name not in _INDEXES or not isinstance(ref, ArrayRef):
-        is_control_flow = name in ("scan", "while", "cond")
-        hint = " Index it before the loop or branch." * is_control_flow
-        raise TypeError(f"{ONLY_SCALARS}; got `{name}` of an array of shape {shape}.{hint}")
+        raise _not_a_scalar(name, shape)
     ref, inside, other = _INDEXES[name](eqn.params, ref, *indices)
     value = _read(ref, read)
     return value if inside is None else jnp.where(inside, value, other)
+
+
+def _not_a_scalar(name: str, shape: tuple[int, ...]) -> TypeError:
+    is_control_flow = name in ("scan", "while", "cond")
+    hint = " Index it before the loop or branch." * is_control_flow
+    return TypeError(f"{ONLY_SCALARS}; got `{name}` of an array of shape {shape}.{hint}")
+
+
+def _arrays_inside(eqn):
+    """The shapes of the arrays that jax has written into the program of a loop or branch, as with
+    jax_use_simplified_jaxpr_constants; without it they are inputs."""
+    for inner in programs_in(eqn):
+        for inside in inner.eqns:
+            literals = [x for x in inside.invars if isinstance(x, Literal)]
+            yield from (x.aval.shape for x in literals if x.aval.shape)
+            yield from _arrays_inside(inside)
 
 
 def _read(ref: ArrayRef, read: Callable):

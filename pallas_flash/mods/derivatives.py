@@ -30,6 +30,12 @@ def jaxpr_of(x: Any):
     return inner if hasattr(inner, "eqns") else None
 
 
+def programs_in(eqn) -> list:
+    """The programs that an equation runs."""
+    each = (x if isinstance(x, tuple | list) else (x,) for x in eqn.params.values())
+    return [inner for inside in each for x in inside if (inner := jaxpr_of(x)) is not None]
+
+
 class Effect(Exception):
     """An operation that a mod may not have."""
 

@@ -44,7 +44,7 @@ def key(jaxpr) -> Hashable:
 def _value(x: Any) -> Hashable:
     if (inner := derivatives.jaxpr_of(x)) is not None:
         return key(inner), _value(tuple(getattr(x, "consts", ())))
-    if hasattr(x, "dtype") and hasattr(x, "shape"):
+    if hasattr(x, "__array__"):
         try:
             values = np.asarray(x)
         except (TypeError, RuntimeError):  # a tracer, a random key, an array of other hosts
