@@ -307,9 +307,16 @@ def arrays(query, key, value):
     if K == 0 or N % K:
         raise ValueError(
             "the number of query heads must be a multiple of the number of key/value heads; "
-            f"got N = {N}, K = {K}." + HEADS_FIRST * (K > 0 and S > 0 and query.shape[-3] % S == 0)
+            f"got N = {N}, K = {K}." + HEADS_FIRST * _swapped(query.shape[-3], N, S, K)
         )
     return query, key, value
+
+
+def _swapped(T, N: int, S, K: int) -> bool:
+    """Whether these numbers make sense the other way: T and S heads, fewer than the N queries and K
+    keys. In self-attention T % S says nothing."""
+    are_static = isinstance(T, int) and isinstance(S, int)
+    return are_static and 0 < S < K and T < N and T % S == 0
 
 
 def _times(query, factors, resolved_mask: ResolvedMask):

@@ -10,7 +10,7 @@ from typing import Any, Literal, Unpack, overload
 import jax
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_flash import arguments, checks, dispatch
+from pallas_flash import arguments, checks, dispatch, unexpected
 from pallas_flash.call import Call
 from pallas_flash.checks import AnyArray
 from pallas_flash.context_parallel import Context
@@ -104,6 +104,7 @@ def flash_attention(
     return_max_logits: bool = False,
     **options: Unpack[Options],
 ) -> _Output | tuple[_Output, _Residual] | tuple[_Output, _Residual, _Residual]: ...
+@unexpected.refused
 def flash_attention(
     query: Float[AnyArray, "*B T N H"],
     key: Float[AnyArray, "*B S K H"],
@@ -313,7 +314,9 @@ def flash_attention_jvp(
 
 def make_call(*args, **kwargs) -> tuple[Call, Any]:
     """A call of flash_attention, and its return_residual."""
-    call = dict(inspect.signature(flash_attention).bind(*args, **kwargs).arguments)
+    signature = inspect.signature(flash_attention)
+    unexpected.refuse("flash_attention", kwargs, signature.parameters)
+    call = dict(signature.bind(*args, **kwargs).arguments)
     return_residual = call.pop("return_residual", False)
     return Call(**call), return_residual
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from pallas_flash import blockwise, reference
 from pallas_flash.arguments import Gradients, Operands, Problem
-from pallas_flash.kernels import ampere, device, hopper, triton
+from pallas_flash.kernels import ampere, device, hopper, joined, triton
 from pallas_flash.online_softmax import LogBase
 
 
@@ -296,7 +296,7 @@ REFERENCE = Backend(
 BACKENDS = (
     Backend(
         "hopper",
-        lambda p: _no_tiles(p) or hopper.why_not(p) or _hopper_why_no_import(),
+        lambda p: joined(hopper.why_not(p), _no_tiles(p)) or _hopper_why_no_import(),
         lambda p: _no_gpu() or _few_queries(p),
         lambda p: hopper.tiles(p),
         _kernel("hopper.forward", "forward"),
@@ -314,7 +314,7 @@ BACKENDS = (
     ),
     Backend(
         "ampere",
-        lambda p: _no_tiles(p) or ampere.why_not(p) or _ampere_why_no_import(),
+        lambda p: joined(ampere.why_not(p), _no_tiles(p)) or _ampere_why_no_import(),
         lambda p: _no_gpu() or _on_hopper(),
         lambda p: ampere.tiles(p),
         _kernel("ampere.forward", "forward"),

@@ -147,4 +147,4 @@ AXES: dict[str, str] = {
 
 def is_data(x) -> bool:
     """Whether it is a dynamic array: NumPy's scalars are static."""
-    return isinstance(x, jax.Array) or (hasattr(x, "dtype") and len(x.shape) > 0)
+    return isinstance(x, jax.Array) or (checks.is_array(x) and len(x.shape) > 0)

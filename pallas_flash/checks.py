@@ -17,7 +17,8 @@ INT32 = np.iinfo(np.int32)
 
 
 def is_array(x) -> bool:
-    return hasattr(x, "shape") and hasattr(x, "dtype")
+    # anything is an attribute of nnx.Rngs
+    return isinstance(getattr(x, "shape", None), tuple) and hasattr(x, "dtype")
 
 
 def is_int(x) -> bool:
@@ -60,11 +61,17 @@ def array(name: str, x, more: str = ""):
             f"{name} must be an array{more}; got "
             f"{_kind(x)}.{hint * (name == 'mask' and callable(x))}"
         )
+    if not getattr(getattr(x, "dtype", None), "isnative", True):
+        raise TypeError(
+            f"{name} must be an array{more} in this machine's byte order; got {x.dtype}. Pass "
+            'x.astype(x.dtype.newbyteorder("=")).'
+        )
     try:
         return jnp.asarray(x)
     except (TypeError, ValueError) as error:
         raise TypeError(
-            f"{name} must be an array{more}; cannot convert this {_kind(x)}: {error}"
+            f"{name} must be an array{more}; cannot convert this "
+            f"{_kind(x).removeprefix('an ')}: {error}"
         ) from None
 
 
@@ -131,7 +138,7 @@ def scale(x, default: float, heads: int):
             f"scale must be one real number, or one for each query head, [N] = ({heads},); got "
             f"{x.dtype} {x.shape}."
         )
-    return 1.0, jnp.asarray(x)
+    return 1.0, array("scale", x)
 
 
 def sinks(x, heads: int):
@@ -165,8 +172,9 @@ def rng(name: str, x):
     axes = 0 if is_array(x) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else 1
     if not is_array(x) or len(x.shape) != axes or (axes and x.dtype != jnp.uint32):
         got = f"{x.dtype} {x.shape}" if is_array(x) else _kind(x)
+        hint = " Draw a key from nnx.Rngs: rngs.dropout()." if callable(x) else ""
         raise TypeError(
-            f"{name} must be one key of jax.random, such as jax.random.key(0); got {got}."
+            f"{name} must be one key of jax.random, such as jax.random.key(0); got {got}.{hint}"
         )
     return x
 
@@ -224,9 +232,9 @@ def _narrow(name: str, x):
         x = jnp.asarray(x, jnp.int32)
     given, x = x, x if is_array(x) else np.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
-        raise TypeError(
-            f"{name} must be integers; got {_kind(given) if x.dtype == object else x.dtype}."
-        )
+        got = _kind(given) if x.dtype == object or not is_array(given) else x.dtype
+        of = f" of {x.dtype.name.rstrip('0123456789')}" if isinstance(given, list | tuple) else ""
+        raise TypeError(f"{name} must be integers; got {got}{of}.")
     if np.can_cast(x.dtype, np.int32) or not _is_known(x):
         return x
     x = np.asarray(x)
@@ -261,4 +269,6 @@ def _kind(x) -> str:
             f"{'a traced' if isinstance(x, jax.core.Tracer) else 'an'} array "
             f"{x.dtype}{list(x.shape)}"
         )
+    if isinstance(x, bool | int | float | complex):
+        return f"the {type(x).__name__} {x!r}"
     return type(x).__name__

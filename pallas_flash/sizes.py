@@ -59,7 +59,7 @@ class Sizes(NamedTuple):
                 x.shape == (*self.lead, full[-1])
             )
             hint += " For the same in all heads, pass x[..., None, :, :]." * (
-                x.shape == (*self.lead, *full[-2:])
+                x.ndim == len(full) - 1 and _fits(x.shape, (*self.lead, *full[-2:]))
             )
             raise ValueError(
                 f"{name} must be broadcastable to [..., N, T, S] = {full}; got {x.shape}.{hint}"

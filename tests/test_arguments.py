@@ -1,14 +1,28 @@
 """What a user may get wrong: each mistake has its error, which says what was expected and what
 came."""
 
+import inspect
+import pathlib
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-from pallas_flash import flash_attention, masks
+from pallas_flash import (
+    attention_weights,
+    explain,
+    flash_attention,
+    flash_attention_jvp,
+    masks,
+    paged_attention,
+)
+from pallas_flash.unexpected import NEEDLESS, OURS
 
 Q, K = (2, 5, 4, 8), (2, 7, 2, 8)
+MIGRATING = pathlib.Path(__file__).parents[1] / "docs" / "migrating.md"
 
 
 def call(query=Q, key=K, value=K, dtype="float32", **kw):
@@ -64,7 +78,12 @@ BAD = {
     "groups": (
         dict(key=(2, 7, 3, 8), value=(2, 7, 3, 8)),
         ValueError,
-        "multiple of the number of key/value heads; got N = 4, K = 3",
+        r"multiple of the number of key/value heads; got N = 4, K = 3\.$",
+    ),
+    "groups of self-attention": (
+        dict(query=(2, 7, 4, 8), key=(2, 7, 3, 8), value=(2, 7, 3, 8)),
+        ValueError,
+        r"got N = 4, K = 3\.$",
     ),
     "bias shape": (
         dict(bias=ones((2, 4, 5, 6))),
@@ -87,6 +106,11 @@ BAD = {
         dict(mask=ones((2, 5, 7), bool)),
         ValueError,
         r"got \(2, 5, 7\). .* heads, pass x\[..., None, :, :\]",
+    ),
+    "mask of keys for all queries": (
+        dict(mask=ones((2, 1, 7), bool)),
+        ValueError,
+        r"got \(2, 1, 7\). For the same in all heads, pass x\[..., None, :, :\]",
     ),
     "mask shape": (dict(mask=ones((2, 3, 5, 7), bool)), ValueError, "mask must be broadcastable"),
     "int mask": (
@@ -172,9 +196,28 @@ BAD = {
     "offset float": (
         dict(query_offset=1.5),
         TypeError,
-        "query_offset must be integers; got float64",
+        "query_offset must be integers; got the float 1.5",
     ),
-    "offset bool": (dict(query_offset=True), TypeError, "query_offset must be integers; got bool"),
+    "offset bool": (
+        dict(query_offset=True),
+        TypeError,
+        "query_offset must be integers; got the bool True",
+    ),
+    "list of floats": (
+        dict(key_value_seq_lengths=[3.0, 7.0]),
+        TypeError,
+        "key_value_seq_lengths must be integers; got list of float",
+    ),
+    "another byte order": (
+        dict(bias=np.ones((5, 7), ">f4")),
+        TypeError,
+        r"bias must be an array in this machine's byte order; got >f4. Pass x.astype\(",
+    ),
+    "a scale in another byte order": (
+        dict(scale=np.ones(4, ">f8")),
+        TypeError,
+        "scale must be an array in this machine's byte order; got >f8",
+    ),
     "offset beyond int32": (
         dict(query_offset=-(2**31) - 1),
         ValueError,
@@ -318,7 +361,17 @@ BAD = {
     "a seed for a key": (
         dict(dropout_rate=0.1, dropout_rng=0),
         TypeError,
-        r"dropout_rng must be one key of jax.random, such as jax.random.key\(0\); got int",
+        r"dropout_rng must be one key of jax.random, such as jax.random.key\(0\); got the int 0",
+    ),
+    "streams for a key": (
+        dict(dropout_rate=0.1, dropout_rng=nnx.Rngs(0)),
+        TypeError,
+        r"dropout_rng must be one key .*; got Rngs. Draw a key from nnx.Rngs: rngs.dropout\(\)",
+    ),
+    "a stream for a key": (
+        dict(dropout_rate=0.1, dropout_rng=nnx.Rngs(0).dropout),
+        TypeError,
+        r"; got RngStream. Draw a key from nnx.Rngs: rngs.dropout\(\)",
     ),
     "several keys": (
         dict(dropout_rate=0.1, dropout_rng=jax.random.split(jax.random.key(0))),
@@ -328,8 +381,38 @@ BAD = {
     "a traced order": (
         dict(deterministic=1),
         TypeError,
-        "deterministic must be a static bool, True or False; got int",
+        "deterministic must be a static bool, True or False; got the int 1",
     ),
+    "not on this machine": (
+        dict(implementation="hopper", scale=-1.0),
+        NotImplementedError,
+        "'hopper' cannot run this call: it needs a GPU .*; there is none. Also: .*wgmma multiplies "
+        ".*got float32. Also: .* the scale, which must be above 0; got -1.0. The call: ",
+    ),
+    "not on this machine either": (
+        dict(implementation="ampere", scale=-1.0),
+        NotImplementedError,
+        "'ampere' cannot run this call: it needs an NVIDIA GPU .*; there is none. Also: .*its "
+        "products are .*got float32. Also: .* the scale, which must be above 0; got -1.0. The call",
+    ),
+    "flash_attn's causal": (
+        dict(causal=True),
+        TypeError,
+        r"an unexpected keyword argument 'causal'. Did you mean is_causal\? .*query_offset=S - T",
+    ),
+    "flash_attn's other names": (
+        dict(softmax_scale=1.0, window_size=(3, 0), dropout_p=0.1),
+        TypeError,
+        r"keyword arguments 'softmax_scale' and .*mean scale\? Did you mean local_window_size\? .*"
+        r"Did you mean dropout_rate\? It goes with dropout_rng",
+    ),
+    "a needless name": (
+        dict(enable_gqa=True),
+        TypeError,
+        "argument 'enable_gqa'. Leave enable_gqa out: grouped heads need no flag",
+    ),
+    "a slip": (dict(is_casual=True), TypeError, r"'is_casual'. Did you mean is_causal\?"),
+    "a name of nobody's": (dict(colour=1), TypeError, r"keyword argument 'colour'\.$"),
 }
 
 
@@ -338,6 +421,35 @@ def test_a_mistake_has_a_clear_error(name):
     kw, error, text = BAD[name]
     with pytest.raises(error, match=text):
         call(**kw)
+
+
+@pytest.mark.parametrize("f", [explain, attention_weights, flash_attention_jvp, paged_attention])
+def test_a_name_from_elsewhere_is_told_ours_wherever_a_call_is_given(f):
+    x = ones((1, 8, 2, 8))
+    arrays = ((x,) * 3,) * 2 if f is flash_attention_jvp else (x,) * 3
+    more = dict(rows=[0]) if f is attention_weights else {}
+    with pytest.raises(TypeError, match=r"'softmax_scale'. Did you mean scale\?"):
+        f(*arrays, softmax_scale=1.0, **more)
+
+
+def test_a_paged_call_is_told_the_names_of_paged_attention():
+    with pytest.raises(TypeError, match=r"Did you mean page_table\? Did you mean lengths\?"):
+        paged_attention(*(ones((1, 8, 2, 8)),) * 3, block_table=ones((1, 1)), cache_seqlens=ones(1))
+
+
+def test_every_name_that_migrating_translates_is_known_to_the_errors():
+    ours = {*inspect.signature(flash_attention).parameters}
+    for line in MIGRATING.read_text().splitlines():
+        if line.startswith("| "):
+            theirs = line.split(" | ")[0]
+            assert {*re.findall(r"(\w+)=", theirs)} <= ours | {
+                *OURS,
+                *NEEDLESS,
+                "implementation",
+            }, line
+    for name, text in OURS.items():
+        (text,) = (text,) if isinstance(text, str) else text[-1:]
+        assert re.match(r"\w+", text)[0] in ours | {"page_table"}, name
 
 
 def test_a_mistake_is_found_before_anything_is_computed():

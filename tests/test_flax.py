@@ -19,7 +19,7 @@ from flax_layers import (
     value_and_grads,
 )
 
-from pallas_flash import dropout_mask, masks
+from pallas_flash import dropout_mask, flash_attention, masks
 from pallas_flash.flax import attention_fn, hook
 
 
@@ -275,6 +275,14 @@ def test_the_hook_refuses_to_sow_weights(library):
         NotImplementedError, match=r"sow_weights False; pallas_flash.attention_weights computes"
     ):
         ours(params, normal(1, B, T, D), sow_weights=True)
+
+
+def test_flash_attention_in_the_place_of_the_hook_names_the_hook():
+    module, params = nnx_module(dict(attention_fn=flash_attention))
+    with pytest.raises(
+        TypeError, match=r"'broadcast_dropout' .* pass attention_fn=pallas_flash\.fl"
+    ):
+        module(params, normal(1, B, T, D))
 
 
 def test_the_hook_refuses_the_einsums_of_linen():

@@ -1,6 +1,8 @@
 """The layer's rolling and paged caches: token after token gives what the whole text gives at
 once."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -213,7 +215,7 @@ def test_on_a_mesh_with_explicit_axes_a_cache_stays_where_it_lies(kind, rng):
 
 
 def refused(message, model, x, cache, **kw):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         model(x, cache=cache, **kw)
 
 
@@ -240,6 +242,9 @@ def test_what_a_cache_cannot_hold_it_refuses_with_a_reason(rng):
         cache,
         lengths=[1, 2, 3],
     )
+    pair = model(x[:, :4], cache=cache)
+    refused(r"got tuple. A call returns the pair \(y, cache\): pass its sec", model, x[:, :4], pair)
+    refused("must be a KVCache, a RollingCache or a PagedCache, .* got dict", model, x[:, :4], {})
     refused("PagedCache must have 2 rows", model, x[:, :4], paged_cache(3, 9, 2, 6, pages=9))
     in_training = layer(dropout_rate=0.1)
     pages = paged_cache(B, 9, 2, 6, pages=9)
@@ -252,6 +257,17 @@ def test_what_a_cache_cannot_hold_it_refuses_with_a_reason(rng):
     )
     with pytest.raises(ValueError, match="needs a causal layer with local_window_size"):
         layer().init_rolling_cache(B)
+
+
+def test_a_paged_cache_that_rounds_what_the_layer_computes_says_so(rng):
+    model, x = layer(), tokens(rng, 4)
+    told = r"stores bfloat16, to which the layer's float32 is rounded: .*dtype=jnp.float32\)"
+    with pytest.warns(UserWarning, match=told):
+        model(x, cache=paged_cache(B, 9, 2, 6, pages=2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        for dtype in "float32", "int8":
+            model(x, cache=paged_cache(B, 9, 2, 6, pages=2, dtype=dtype))
 
 
 def test_lengths_beyond_the_tokens_keep_no_more_than_there_are(rng):

@@ -48,7 +48,7 @@ WRONG = {
     "a number for a flag": (
         {},
         dict(is_causal=1),
-        "is_causal must be a static bool, True or False; got int",
+        "is_causal must be a static bool, True or False; got the int 1",
     ),
     "lengths of other rows": (
         {},

@@ -30,6 +30,7 @@ ORDER = [
     "caches.attend",
     "caches.ragged",
     "attention",
+    "unexpected",
     "dispatch",
     "devices.partition",
     "devices.callback_names",

@@ -25,6 +25,7 @@ from pallas_flash.backends import Backend
 from pallas_flash.caches import ragged
 from pallas_flash.call import PagedCall
 from pallas_flash.devices import varying
+from pallas_flash.kernels import joined
 from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.mods.score_mod import BoundScoreMod
 from pallas_flash.selfcheck import comparison, verdicts
@@ -187,8 +188,9 @@ def _chosen(problem: Problem, pages: Pages, implementation: str | None) -> Backe
         return verdicts.why_not(backend, decoding, way=pages.way)
 
     name = selection.requested(implementation)
-    if name in backends.names() and (why_not := why_no_pages(backends.find(name))):
+    if name in backends.names() and (why_not := why_no_pages(named := backends.find(name))):
         cannot = f"implementation {name!r} cannot run this call of paged_attention"
+        why_not = joined(named.why_not(problem), why_not)
         raise NotImplementedError(f"{cannot}: {why_not}. The call: {problem}.")
 
     def why_not_by_default(backend):

@@ -8,7 +8,7 @@ from typing import Literal, TypedDict, Unpack, overload
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Real
 
-from pallas_flash import checks, dispatch, quantised, scores
+from pallas_flash import checks, dispatch, quantised, scores, unexpected
 from pallas_flash.caches import ragged
 from pallas_flash.caches.attend import attend
 from pallas_flash.call import PagedCall
@@ -119,6 +119,7 @@ def paged_attention(
     return_max_logits: bool = False,
     **options: Unpack[_Options],
 ) -> _Output | tuple[_Output, _Residual] | tuple[_Output, _Residual, _Residual]: ...
+@unexpected.refused
 def paged_attention(
     query: Float[AnyArray, "*B T N H"],
     k_pages: Real[AnyArray, "P page K H"],

@@ -1,6 +1,7 @@
 """The caches of `FlashAttention`, of all tokens, in one piece or in pages, or of a window's tokens,
 and attention to them."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -104,6 +105,12 @@ def attend(
         return sharding.map_cache(
             _attend_slots, cache, dict(query=query) | new | arrays, left, tuple(kwargs.items())
         )
+    if not is_quantised and jnp.promote_types(cache.key.dtype, key.dtype) != cache.key.dtype:
+        warnings.warn(
+            f"the PagedCache stores {cache.key.dtype}, to which the layer's {key.dtype} is rounded"
+            f": paged_cache(..., dtype=jnp.{key.dtype}) stores it as it is",
+            stacklevel=3,
+        )
     cache = cache.append(key, value, count if lengths is not None else None)
     o = _paged(
         cache, query, lambda pages: pages, cache.table, cache.length, query_offset=start, **kwargs
@@ -183,6 +190,16 @@ def _or_nan(o, has_room):
 def check(cache: Cache, x, left: int | None, heads: int, size: int):
     """Raises where a cache does not fit the inputs x [B, T, D] and a layer with so many key/value
     heads of this size."""
+    if not isinstance(cache, Cache):
+        hint = (
+            " A call returns the pair (y, cache): pass its second part."
+            if isinstance(cache, tuple)
+            else ""
+        )
+        raise TypeError(
+            "cache must be a KVCache, a RollingCache or a PagedCache, from init_cache, "
+            f"init_rolling_cache or paged_cache; got {type(cache).__name__}.{hint}"
+        )
     B, T, _ = x.shape
     name, shape, rows = type(cache).__name__, cache.key.shape, cache.length.shape[0]
     slots = (*shape[:2], heads, size)

@@ -1,11 +1,9 @@
 """FlashAttention-2 as Mosaic GPU kernels for GPUs from Ampere on: mma, ldmatrix, cp.async or TMA,
 one warpgroup a program."""
 
-import jax
-
 from pallas_flash.arguments import Problem
 from pallas_flash.decode import why_not as why_no_single_tile
-from pallas_flash.kernels import device
+from pallas_flash.kernels import device, joined
 from pallas_flash.kernels.ampere.tuning import (
     decode_tiles,
     padded_length,
@@ -21,22 +19,21 @@ __all__ = ["copies", "decode_tiles", "score_tiles", "tiles", "why_no_pages", "wh
 
 def why_not(problem: Problem) -> str | None:
     """Why the kernels cannot run a problem, or None."""
-    p = problem
+    p, reasons = problem, [_why_not_here()]
     if p.dtype not in ("bfloat16", "float16"):
-        return f"its products are of bfloat16 and float16; got {p.dtype}"
-    if why_not := operations.why_not(p):
-        return why_not
+        reasons.append(f"its products are of bfloat16 and float16; got {p.dtype}")
+    reasons.append(operations.why_not(p))
     if max(p.head_size, p.value_size) > 256:
-        return (
+        reasons.append(
             f"head sizes above 256 do not fit into registers; got H = {p.head_size}, Hv = "
             f"{p.value_size}"
         )
     if p.scale <= 0:
-        return (
+        reasons.append(
             "it takes the maximum before it multiplies by the scale, which must be above 0; "
             f"got {p.scale}"
         )
-    return _why_not_here()
+    return joined(*reasons)
 
 
 def why_no_pages(problem: Problem, shapes: tuple, dtype: str | None) -> str | None:
@@ -70,12 +67,12 @@ def copies(problem: Problem) -> str | None:
 def _why_not_here() -> str | None:
     if device.interpret:
         return None
-    if jax.__version_info__ < (0, 11, 2):
-        return f"it needs jax 0.11.2, and that Python 3.12, or newer; this is jax {jax.__version__}"
-    capability = device.compute_capability()
+    capability, lacking = device.compute_capability(), []
     if capability is None or capability < 8.0:
         there = f"this one has {capability}" if capability else "there is none"
-        return f"it needs an NVIDIA GPU of compute capability 8.0 or more; {there}"
-    if capability != (lowered := device.mosaic_capability()):
-        return f"Mosaic would lower it for compute capability {lowered}; this GPU has {capability}"
-    return None
+        lacking.append(f"it needs an NVIDIA GPU of compute capability 8.0 or more; {there}")
+    elif capability != (lowered := device.mosaic_capability()):
+        lacking.append(
+            f"Mosaic would lower it for compute capability {lowered}; this GPU has {capability}"
+        )
+    return joined(*lacking, operations.why_not_jax())

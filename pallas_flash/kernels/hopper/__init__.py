@@ -1,10 +1,8 @@
 """FlashAttention-3 as Mosaic GPU kernels for Hopper: wgmma, TMA, warpgroups with roles."""
 
-import jax
-
 from pallas_flash.arguments import Problem
 from pallas_flash.decode import why_not as why_no_single_tile
-from pallas_flash.kernels import device
+from pallas_flash.kernels import device, joined
 from pallas_flash.kernels.hopper.tuning import decode_tiles, padded_length, padded_size, tiles
 from pallas_flash.kernels.mosaic import operations
 
@@ -13,22 +11,21 @@ __all__ = ["copies", "decode_tiles", "tiles", "why_no_pages", "why_not"]
 
 def why_not(problem: Problem) -> str | None:
     """Why the kernels cannot run a problem, or None."""
-    p = problem
+    p, reasons = problem, [_why_not_here()]
     if p.dtype not in ("bfloat16", "float16"):
-        return f"wgmma multiplies bfloat16 and float16; got {p.dtype}"
-    if why_not := operations.why_not(p):
-        return why_not
+        reasons.append(f"wgmma multiplies bfloat16 and float16; got {p.dtype}")
+    reasons.append(operations.why_not(p))
     if max(p.head_size, p.value_size) > 256:
-        return (
+        reasons.append(
             f"head sizes above 256 do not fit into registers; got H = {p.head_size}, Hv = "
             f"{p.value_size}"
         )
     if p.scale <= 0:
-        return (
+        reasons.append(
             "it takes the maximum before it multiplies by the scale, which must be above 0; "
             f"got {p.scale}"
         )
-    return _why_not_here()
+    return joined(*reasons)
 
 
 def why_no_pages(problem: Problem, shapes: tuple, dtype: str | None) -> str | None:
@@ -69,10 +66,8 @@ def copies(problem: Problem) -> str | None:
 def _why_not_here() -> str | None:
     if device.interpret:
         return None
-    if jax.__version_info__ < (0, 11, 2):
-        return f"it needs jax 0.11.2, and that Python 3.12, or newer; this is jax {jax.__version__}"
-    capability = device.compute_capability()
+    capability, lacking = device.compute_capability(), []
     if capability != 9.0:
         there = f"this one has {capability}" if capability else "there is none"
-        return f"it needs a GPU of compute capability 9.0 (H100, H200); {there}"
-    return None
+        lacking.append(f"it needs a GPU of compute capability 9.0 (H100, H200); {there}")
+    return joined(*lacking, operations.why_not_jax())

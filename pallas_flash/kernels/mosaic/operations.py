@@ -1,8 +1,11 @@
-"""Which mask_mods and score_mods Mosaic GPU can compute in registers."""
+"""What Mosaic GPU can do: with which jax, and which mask_mods and score_mods in registers."""
 
 import re
 
+import jax
+
 from pallas_flash.arguments import Problem
+from pallas_flash.kernels import joined
 from pallas_flash.mods.bound import BoundMod
 
 # What Mosaic GPU knows, as exactly as float32 asks for, of what a mod may be made of, or
@@ -15,9 +18,16 @@ squeeze sub tanh xor
 """.split()
 
 
+def why_not_jax() -> str | None:
+    """Why this jax has no Mosaic GPU that will do, or None."""
+    if jax.__version_info__ < (0, 11, 2):
+        return f"it needs jax 0.11.2, and that Python 3.12, or newer; this is jax {jax.__version__}"
+    return None
+
+
 def why_not(problem: Problem) -> str | None:
     """Why it cannot compute a problem's mods, or None."""
-    return _why_no_mod(problem.resolved_mask.mask_mod) or _why_no_mod(problem.score)
+    return joined(_why_no_mod(problem.resolved_mask.mask_mod), _why_no_mod(problem.score))
 
 
 def _why_no_mod(bound: BoundMod | None) -> str | None:

@@ -4,7 +4,7 @@ import math
 
 from pallas_flash.arguments import Problem
 from pallas_flash.decode import why_not as why_no_single_tile
-from pallas_flash.kernels import device
+from pallas_flash.kernels import device, joined
 from pallas_flash.kernels.triton.tuning import decode_tiles, tiles
 
 __all__ = ["decode_tiles", "tiles", "why_no_pages", "why_not"]
@@ -12,24 +12,22 @@ __all__ = ["decode_tiles", "tiles", "why_no_pages", "why_not"]
 
 def why_not(problem: Problem) -> str | None:
     """Why the kernels cannot run a problem, or None."""
-    if problem.dtype == "float64":
-        return "the kernels sum in float32; got float64"
-    if problem.mask and (why_not := _why_no_index("a dense mask", problem.mask)):
-        return why_not
-    if max(problem.head_size, problem.value_size) > 256:
-        return (
-            f"head sizes above 256 do not fit into registers; got H = {problem.head_size}, Hv = "
-            f"{problem.value_size}"
-        )
-    if why_not := _why_no_rule(problem):
-        return why_not
-    capability = device.compute_capability()
+    capability, reasons = device.compute_capability(), []
     if capability and capability < 8.0:
-        return (
+        reasons.append(
             "the kernels need an NVIDIA GPU of compute capability 8.0 or higher; this one has "
             f"{capability}"
         )
-    return None
+    if problem.dtype == "float64":
+        reasons.append("the kernels sum in float32; got float64")
+    if problem.mask:
+        reasons.append(_why_no_index("a dense mask", problem.mask))
+    if max(problem.head_size, problem.value_size) > 256:
+        reasons.append(
+            f"head sizes above 256 do not fit into registers; got H = {problem.head_size}, Hv = "
+            f"{problem.value_size}"
+        )
+    return joined(*reasons, *_why_no_rule(problem))
 
 
 def why_no_pages(problem: Problem, shapes: tuple, dtype: str | None) -> str | None:
@@ -67,19 +65,21 @@ tanh xor
 """.split()
 
 
-def _why_no_rule(problem: Problem) -> str | None:
+def _why_no_rule(problem: Problem) -> list[str]:
+    found = []
     for bound in (problem.resolved_mask.mask_mod, problem.score):
         if bound is None:
             continue
         try:
             lacking = sorted(bound.primitives - set(_OPERATIONS))
         except TypeError as error:  # of a mask, which elsewhere may read what it likes
-            return f"{bound.mod}: {str(error).removesuffix('.')}"
+            found.append(f"{bound.mod}: {str(error).removesuffix('.')}")
+            continue
         if bound.why_not_flat:
-            return bound.why_not_flat
-        if lacking:
-            return (
+            found.append(bound.why_not_flat)
+        elif lacking:
+            found.append(
                 f"{bound.mod} needs {', '.join(lacking)}, which jax's Triton lowering does not "
                 "know for tiles"
             )
-    return None
+    return found
