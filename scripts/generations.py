@@ -23,8 +23,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from pallas_flash import explain
 from pallas_flash.accounting import GPUS, Cost, total
+from scripts.bench.gpu_code import as_if_on
 from scripts.bench.report import print_table
-from scripts.gpu_code import as_if_on
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 FIGURE = ROOT / "pallas_flash" / "design" / "generations.svg"

@@ -33,7 +33,7 @@ import numpy as np
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 # jax and the package, which imports it, are imported where they are used, after gpu_code.prepare
-from scripts import gpu_code
+from scripts.bench import gpu_code
 
 
 def main(argv=None) -> int:

@@ -9,7 +9,7 @@ import pathlib
 import re
 import sys
 
-from scripts import gpu_code
+from scripts.bench import gpu_code
 
 
 def row_maxima(folder: pathlib.Path, implementation: str):

@@ -16,7 +16,7 @@ from selection import whole_but
 from pallas_flash import explain, flash_attention, masks, scores
 from pallas_flash.accounting import GPUS
 from pallas_flash.kernels import ampere
-from scripts.gpu_code import as_if_on
+from scripts.bench.gpu_code import as_if_on
 
 pytestmark = pytest.mark.skipif(
     gpu_interpreter.MISSING is not None, reason=str(gpu_interpreter.MISSING)

@@ -17,7 +17,7 @@ from selection import whole_but
 
 from pallas_flash.accounting import GPUS
 from pallas_flash.kernels import hopper
-from scripts import gpu_code
+from scripts.bench import gpu_code
 
 SCRIPT = pathlib.Path(__file__).parents[1] / "scripts" / "inspect_kernels.py"
 with gpu_code.as_if_on(GPUS["H200"]):

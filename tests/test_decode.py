@@ -31,7 +31,7 @@ from pallas_flash import (
 from pallas_flash.accounting import GPUS
 from pallas_flash.kernels import ampere
 from pallas_flash.kernels.hopper import tuning as hopper_tuning
-from scripts.gpu_code import as_if_on
+from scripts.bench.gpu_code import as_if_on
 
 pytestmark = pytest.mark.usefixtures("small_caches")
 

@@ -14,7 +14,7 @@ from selection import whole_but
 
 from pallas_flash import flash_attention, flash_attention_jvp, scores
 from pallas_flash.accounting import GPUS
-from scripts.gpu_code import as_if_on
+from scripts.bench.gpu_code import as_if_on
 
 pytestmark = pytest.mark.usefixtures("small_tiles")
 Z = Sizes(T=19, S=23, N=2, K=1, H=8, Hv=8)

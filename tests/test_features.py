@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from pallas_flash import backends, explain
 from pallas_flash.accounting import GPUS
-from scripts.gpu_code import as_if_on
+from scripts.bench.gpu_code import as_if_on
 
 FILE = pathlib.Path(__file__).resolve().parents[1] / "pallas_flash" / "FEATURES.md"
 # the Mosaic kernels, and a GPU for which each is explained

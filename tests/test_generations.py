@@ -13,7 +13,8 @@ from pictures import assert_same
 from pallas_flash import autodiff
 from pallas_flash.accounting import Cost, total
 from pallas_flash.kernels import device
-from scripts import generations, gpu_code
+from scripts import generations
+from scripts.bench import gpu_code
 from scripts.generations import FIGURE, GENERATIONS, GPT2_MEDIUM, ROOT, Attention
 
 mosaic = pytest.mark.skipif(
@@ -81,7 +82,7 @@ def test_the_committed_picture_shows_what_is_counted_today(run):
 
 COMPILE = """
 import json, pathlib, sys
-from scripts import gpu_code
+from scripts.bench import gpu_code
 gpu_code.prepare(pathlib.Path(sys.argv[1]))
 import jax
 from pallas_flash import flash_attention

@@ -37,7 +37,7 @@ from pallas_flash import (
 from pallas_flash.accounting import GPUS
 from pallas_flash.caches import attend
 from pallas_flash.kernels import ampere
-from scripts.gpu_code import as_if_on
+from scripts.bench.gpu_code import as_if_on
 
 pytestmark = pytest.mark.usefixtures("small_caches")
 

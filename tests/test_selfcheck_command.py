@@ -15,7 +15,7 @@ from pallas_flash.__main__ import main, print_machine
 from pallas_flash.accounting import GPUS
 from pallas_flash.kernels import device
 from pallas_flash.selfcheck import records, verdicts
-from scripts import gpu_code
+from scripts.bench import gpu_code
 
 pytestmark = pytest.mark.usefixtures("verdict_folder")
 

@@ -226,6 +226,11 @@ def test_models_and_scripts_use_only_public_names(path):
                 assert not is_submodule, f"{path.name} imports {name}"
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "scripts").glob("*.py")), ids=lambda p: p.name)
+def test_what_lies_on_top_of_the_scripts_is_a_command(path):
+    assert path.read_text().startswith(f'"""python scripts/{path.name}')
+
+
 # What computes attention, and how an implementation reads a mask.
 COMPUTES = (
     "autodiff",

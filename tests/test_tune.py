@@ -117,6 +117,6 @@ def test_without_a_gpu_it_says_so_in_one_line():
 def test_an_implementation_that_cannot_run_the_shape_says_why():
     with pytest.raises(
         SystemExit,
-        match=r"tune\.py: implementation 'hopper' cannot run this call: wgmma multiplies",
+        match=r"tune\.py: implementation 'hopper' cannot run this call: it needs a GPU",
     ):
         run("--implementation hopper")

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_flash import flash_attention_jvp
 from pallas_flash.accounting import GPUS
-from scripts.gpu_code import as_if_on
+from scripts.bench.gpu_code import as_if_on
 
 NO_TRITON = (
     "jax promises no compatibility for Triton kernels, and exports them with disabled_checks="
