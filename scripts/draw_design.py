@@ -11,15 +11,13 @@ import pathlib
 import sys
 from typing import NamedTuple
 
-import matplotlib
 import numpy as np
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch, Rectangle
 
 # scripts/ is no installed package
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from pallas_flash import accounting, masks
+from scripts.bench.pictures import Figure, Patch, Rectangle, matplotlib, write
 from scripts.draw_mask import LEGEND, draw_blocks
 
 FOLDER = pathlib.Path(__file__).parents[1] / "pallas_flash" / "design"
@@ -35,9 +33,7 @@ def main(argv=None):
     pictures = dict(tiles=draw_tiles, memory=draw_memory, timeline=draw_timeline, mma=draw_mma)
     for name, draw in pictures.items():
         with matplotlib.rc_context({"font.size": 9, "svg.hashsalt": name, "text.color": INK}):
-            path = args.out / f"{name}.svg"
-            draw().savefig(path, facecolor="white", metadata=dict(Date=None, Creator=None))
-        print(f"written  {path}")
+            write(draw(), args.out / f"{name}.svg", metadata=dict(Date=None, Creator=None))
 
 
 # ---- tiles: which of them a mask visits ----

@@ -7,31 +7,38 @@ and counts them.
 import argparse
 import pathlib
 import sys
+import textwrap
+from typing import NamedTuple
 
 import numpy as np
-from matplotlib.colors import ListedColormap
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 
 # scripts/ is no installed package
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from pallas_flash import masks
+from scripts.bench.pictures import Figure, ListedColormap, Patch, write
 
 COLORS = {"skipped": "#e9e9e9", "partial: masked": "#f0b040", "full: no mask": "#3b76af"}
 LEGEND = [Patch(color=color, label=label) for label, color in COLORS.items()]
 
 
-def parse_mask(text: str) -> masks.Mask:
+class Typed(NamedTuple):
+    """A mask, and how it was typed: its repr may hold thousands of numbers."""
+
+    mask: masks.Mask
+    text: str
+
+
+def parse_mask(text: str) -> Typed:
     try:
         mask = eval(text, vars(masks).copy())
-    except (SyntaxError, NameError, TypeError, ValueError) as error:
+    except Exception as error:  # whatever the expression raises
         raise argparse.ArgumentTypeError(f"{text!r} makes no mask: {error}") from error
     if not isinstance(mask, masks.Mask):
         raise argparse.ArgumentTypeError(
             f"{text!r} must be a mask such as Causal() & Dilated(4); it is a {type(mask).__name__}"
         )
-    return mask
+    return Typed(mask, textwrap.shorten(text, 100))
 
 
 def main(argv=None):
@@ -48,31 +55,35 @@ def main(argv=None):
     out = pathlib.Path("mask.png")
     add("--out", type=pathlib.Path, default=out, help="the picture (default: %(default)s)")
     args = parser.parse_args(argv)
-    block_mask = masks.create_block_mask(
-        args.mask,
-        args.queries,
-        args.keys or args.queries,
-        block=args.block,
-        query_offset=args.query_offset,
-        heads=args.heads,
-    )
-    draw(block_mask).savefig(args.out, dpi=110, facecolor="white")
-    print(f"{summary(block_mask)}\nwritten  {args.out}")
+    try:
+        block_mask = masks.create_block_mask(
+            args.mask.mask,
+            args.queries,
+            args.keys or args.queries,
+            block=args.block,
+            query_offset=args.query_offset,
+            heads=args.heads,
+        )
+    except (TypeError, ValueError) as error:  # its arrays do not fit the sizes
+        parser.error(str(error))
+    title = f"{args.mask.text}: {summary(block_mask)}"
+    print(title)
+    write(draw(block_mask, title), args.out, dpi=110)
 
 
 def summary(block_mask: masks.BlockMask) -> str:
-    """The mask, its counts, and what they save of the blocks of full attention."""
+    """Its counts, and what they save of the blocks of full attention."""
     counts = block_mask.counts()
     total = sum(counts.values())
     words = ", ".join(f"{n} {name}" for name, n in counts.items())
     saved = counts["skipped"] / total
-    return f"{block_mask.first!r}: {total} blocks, {words}; {saved:.0%} of the work saved"
+    return f"{total} blocks, {words}; {saved:.0%} of the work saved"
 
 
-def draw(block_mask: masks.BlockMask) -> Figure:
+def draw(block_mask: masks.BlockMask, title: str) -> Figure:
     by_head = np.asarray(block_mask.second.block_types)[0]
     figure = Figure(figsize=(1.2 + 4.6 * len(by_head), 5.8), layout="constrained")
-    figure.suptitle(summary(block_mask), fontsize=9, wrap=True)
+    figure.suptitle(title, fontsize=9, wrap=True)
     each = figure.subplots(1, len(by_head), squeeze=False)[0]
     for head, (axes, types) in enumerate(zip(each, by_head, strict=True)):
         draw_blocks(axes, types, block_mask.second)

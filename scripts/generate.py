@@ -16,7 +16,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 # what imports jax is imported where it is used: --help and errors come at once
 from scripts.bench.options import Help
-from scripts.gpt_run.console import UserError, one_line_errors
+from scripts.gpt_run.console import UserError, check_installed, one_line_errors
 from scripts.gpt_run.options import (
     COUNT,
     HELP_ATTENTION,
@@ -53,6 +53,7 @@ OPTIONS = {
 def main(argv=None):
     with one_line_errors("generate.py", "Try fewer prompts, or a smaller --max-bytes."):
         args = parse(argv)
+        check_installed()
         settings = run_settings(args.run)
         settings.attention = args.attention
         write(args, settings, read_prompts(args.prompt))

@@ -14,7 +14,7 @@ import sys
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 # those that import jax are imported where they are used: --help and errors come at once
-from scripts.gpt_run.console import UserError, one_line_errors, report
+from scripts.gpt_run.console import UserError, check_installed, one_line_errors, report
 from scripts.gpt_run.folder import open_folder
 from scripts.gpt_run.options import parse
 from scripts.gpt_run.text import read_text
@@ -24,6 +24,7 @@ def main(argv=None):
     hint = "Try a smaller --batch or --context, or a larger --accumulate."
     with one_line_errors("train_gpt.py", hint):
         args = parse(argv)
+        check_installed()
         text = read_text_or_report(args)
         with open_devices(args), contextlib.ExitStack() as stack:
             trains = not (args.check or args.eval_only)

@@ -185,12 +185,28 @@ def test_on_a_mesh_a_map_goes_with_the_batch_rows_whatever_axes_they_lie_on(rng)
 
 
 def test_a_picture_is_drawn_and_says_what_is_saved(tmp_path, capsys):
-    draw_mask.main(
-        ["Causal() & Chunked(128)", "--queries", "256", "--out", str(tmp_path / "mask.png")]
-    )
+    picture, at = tmp_path / "new" / "mask.png", ["--queries", "256", "--out"]
+    draw_mask.main(["Causal() & Chunked(128)", *at, str(picture)])
     assert (
         "16 blocks, 10 skipped, 2 full, 4 partial; 62% of the work saved" in capsys.readouterr().out
     )
-    assert (tmp_path / "mask.png").stat().st_size > 1000
-    with pytest.raises(SystemExit):
-        draw_mask.main(["Causal"])
+    assert picture.stat().st_size > 1000
+    refused = {
+        "Causal": "must be a mask such as",
+        "np.foo": "makes no mask",
+        "Documents([[1, 2]], [[1, 2]])": "must be int32 [B, T] = (1, 256)",
+    }
+    for text, told in refused.items():
+        with pytest.raises(SystemExit):
+            draw_mask.main([text, *at, str(picture)])
+        assert told in capsys.readouterr().err
+    for path, told in {picture / "x.png": "error: --out: ", "a.xyz": "'xyz' is not supp"}.items():
+        with pytest.raises(SystemExit, match=told):
+            draw_mask.main(["Causal()", *at, str(path)])
+
+
+def test_the_title_of_a_picture_is_what_was_typed_not_its_numbers():
+    mask, text = draw_mask.parse_mask("Documents(*[np.arange(1024)[None] // 100] * 2)" + " " * 99)
+    block_mask = masks.create_block_mask(mask, 1024, 1024)
+    title = draw_mask.draw(block_mask, f"{text}: {draw_mask.summary(block_mask)}")._suptitle
+    assert len(title.get_text()) < 200

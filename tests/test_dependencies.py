@@ -11,8 +11,10 @@ import sys
 import pytest
 
 from pallas_flash import jax_internals
+from scripts.gpt_run.console import TRAIN
 
 ROOT = pathlib.Path(__file__).parents[1]
+PYPROJECT = (ROOT / "pyproject.toml").read_text()
 PROGRAM = """
 import contextlib, json, re, sys
 
@@ -73,3 +75,43 @@ def test_kernels_that_cannot_be_imported_say_so(without_pallas, name):
 def test_pip_takes_the_jax_that_the_package_asks_for():
     (jax,) = re.findall(r'"(jax[<>=][^"]*)"', (ROOT / "pyproject.toml").read_text())
     assert jax == jax_internals.SUPPORTED
+
+
+WITHOUT = """
+import runpy, sys
+
+missing, program, *sys.argv[1:] = sys.argv[1:]
+sys.modules[missing] = None
+sys.argv[0] = program
+if program.endswith(".py"):
+    runpy.run_path(program, run_name="__main__")
+else:
+    __import__(program)
+"""
+EXTRAS = [  # what is missing, and in what
+    "flax pallas_flash.flax",
+    "matplotlib scripts/draw_mask.py Causal()",
+    "matplotlib scripts/draw_design.py",
+    "matplotlib scripts/generations.py",
+    "optax scripts/train_gpt.py",
+    "filelock scripts/train_gpt.py",
+    "orbax scripts/generate.py runs/gpt-1",
+]
+
+
+@pytest.mark.parametrize("case", EXTRAS)
+def test_what_is_not_installed_is_named_with_its_extra(case):
+    command, (missing, program, *_) = [sys.executable, "-c", WITHOUT, *case.split()], case.split()
+    run = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": "."}
+    )
+    line, extra = run.stderr.splitlines()[-1], "train" if program.endswith(".py") else "flax"
+    assert run.returncode == 1
+    assert missing in line and line.endswith(f"Run pip install '.[{extra}]'."), run.stderr
+    assert ("Traceback" in run.stderr) == (extra == "flax")
+
+
+def test_the_scripts_know_what_their_extra_installs():
+    extra = re.search(r'^train = \["pallas-flash\[flax\]", (.*)\]$', PYPROJECT, re.M).group(1)
+    names = {name.replace("-", ".") for name in re.findall(r'"([\w-]+)', extra)}
+    assert {*TRAIN} == {"flax", *names}

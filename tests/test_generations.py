@@ -80,6 +80,12 @@ def test_the_committed_picture_shows_what_is_counted_today(run):
     assert f"]({FIGURE.relative_to(ROOT)})" in (ROOT / "README.md").read_text()
 
 
+def test_on_a_jax_without_the_kernels_it_ends_in_a_line(monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
+    with pytest.raises(SystemExit, match=r"generations.py: error: .* it needs jax 0\.11\.2"):
+        generations.main([])
+
+
 COMPILE = """
 import json, pathlib, sys
 from scripts.bench import gpu_code

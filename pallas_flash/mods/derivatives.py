@@ -11,7 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Primitive, jaxpr_as_fun
+
+from pallas_flash.jax_internals import Primitive, jaxpr_as_fun
 
 ORDERS = 3  # how many derivatives are kept; the second is that of a Hessian
 

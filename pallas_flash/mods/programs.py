@@ -13,8 +13,8 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jax.extend.core import Literal, Primitive, primitives
 
+from pallas_flash.jax_internals import Literal, Primitive
 from pallas_flash.mods import derivatives
 
 

@@ -1,8 +1,12 @@
 """What a run tells its user: lines of progress, errors of one line, and how signals end it."""
 
 import contextlib
+import importlib.util
 import signal
 from typing import Any
+
+# what the extra `train` installs
+TRAIN = "flax optax orbax.checkpoint matplotlib tqdm filelock tensorboardX".split()
 
 
 class UserError(Exception):
@@ -11,6 +15,19 @@ class UserError(Exception):
 
 def report(label: str, text: Any):
     print(f"{label:<11}" + str(text).replace("\n", "\n" + " " * 11), flush=True)
+
+
+def check_installed():
+    """Names what is missing, before minutes of work."""
+    if lacking := [name for name in TRAIN if not _is_installed(name)]:
+        raise UserError(f"there is no {' and no '.join(lacking)}. Run pip install '.[train]'.")
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # its package
+        return False
 
 
 @contextlib.contextmanager

@@ -7,8 +7,6 @@ import json
 import os
 import pathlib
 
-import filelock
-
 from scripts.bench.options import make_next_folder
 from scripts.gpt_run.console import UserError
 
@@ -22,6 +20,8 @@ def open_folder(args):
     if not is_first_process(args):
         yield args.resume or args.out
         return
+    import filelock  # here, where what is missing has been told
+
     folder = args.resume or new_folder(args.out)
     try:
         lock = filelock.FileLock(folder / "lock").acquire(timeout=0)
