@@ -129,7 +129,7 @@ def print_machine():
         f"pallas_flash {pallas_flash.__version__}",
         f"jax {jax.__version__}, jaxlib {jaxlib.__version__}",
     )
-    print(f"{ours}, {theirs}, Python {platform.python_version()}")
+    print(f"{ours}, {theirs}, Python {platform.python_version()}", flush=True)
     kinds = collections.Counter(device.device_kind for device in jax.local_devices())
     devices = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
     driver = f", driver {records.driver()}" if records.machine() else ""
@@ -177,7 +177,7 @@ def _major(driver: str) -> int:
 
 def print_choices():
     """What `explain` says, without the implementations that come after the one taken."""
-    print("\nWhat flash_attention takes")
+    print("\nWhat flash_attention takes", flush=True)
     for name, (arrays, call) in typical_calls().items():
         found = explain(*arrays, **call)
         print(f"\n{name:<18}{found.problem}")
@@ -207,9 +207,11 @@ def check_all(args) -> bool:
         f"time{minutes}\n"
     )
     head = "head sizes, dtype, the backward's order, options"
-    print(COLUMNS.format(head, "largest error", "compile", "run", ""))
-    findings = trial.findings(cases.values(), args.limit, jobs)
-    right = [print_row(variant, finding) for variant, finding in zip(cases, findings, strict=True)]
+    print(COLUMNS.format(head, "largest error", "compile", "run", ""), flush=True)
+    findings, right = trial.findings(cases.values(), args.limit, jobs), []
+    for variant in cases:
+        tell(f"{len(right)} of {len(cases)} done; compiles and runs {variant}")
+        right.append(print_row(variant, next(findings)))
     for name, reason in refused.items():
         print(f"{name} is not here: {reason}")
     print(
@@ -217,6 +219,12 @@ def check_all(args) -> bool:
         + (f" Recorded in {records.folder()}." if records.machine() else "")
     )
     return bool(right) and all(right)
+
+
+def tell(text: str):
+    """On a terminal the next row is written over it."""
+    end = "\r" if sys.stderr.isatty() else "\n"
+    print(text, end=end, file=sys.stderr, flush=True)
 
 
 def print_row(variant: verdicts.Variant, finding: trial.Finding) -> bool:

@@ -16,13 +16,13 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 # what imports jax is imported where it is used: --help and errors come at once
 from scripts.bench.options import Help
-from scripts.gpt_run.console import UserError, check_installed, one_line_errors
+from scripts.gpt_run.console import UserError, check_installed, one_line_errors, run
 from scripts.gpt_run.options import (
+    ATTENTION,
     COUNT,
     HELP_ATTENTION,
     HELP_TEMPERATURE,
     INTEGER,
-    NAME,
     NOT_NEGATIVE,
     TEXT,
     add_options,
@@ -46,7 +46,7 @@ OPTIONS = {
         "sample from the fewest bytes whose probabilities add up to X",
     ),
     "seed": (INTEGER, 0, "random seed"),
-    "attention": (NAME, None, HELP_ATTENTION),
+    "attention": (ATTENTION, None, HELP_ATTENTION),
 }
 
 
@@ -56,7 +56,9 @@ def main(argv=None):
         check_installed()
         settings = run_settings(args.run)
         settings.attention = args.attention
-        write(args, settings, read_prompts(args.prompt))
+        prompts = read_prompts(args.prompt)
+        tell(f"loads jax and the checkpoint of {args.run}")
+        write(args, settings, prompts)
 
 
 def parse(argv=None) -> argparse.Namespace:
@@ -82,6 +84,10 @@ def read_prompts(given: list[str] | None) -> list[bytes]:
     return prompts
 
 
+def tell(text: str):
+    print(text, file=sys.stderr, flush=True)
+
+
 def write(args, settings, prompts: list[bytes]):
     from scripts.gpt_run.checkpoints import load
     from scripts.gpt_run.generation import Sampling, generate, print_texts
@@ -100,18 +106,16 @@ def write(args, settings, prompts: list[bytes]):
     try:
         structure = generator_structure(settings)
         parameters = load(args.run, settings)["parameters"]
+        tell("compiles the model, for the prompts and for a byte")
         generated = generate(structure, parameters, prompts, args.max_bytes, sampling, args.seed)
         count = print_texts(prompts, headings, timed(generated), args.stop or "")
     except (ValueError, NotImplementedError) as error:
         raise UserError(f"--attention: {error}") from None
     start, first, *_, last = *times, time.perf_counter()
-    print(
-        f"first byte after {first - start:.1f} s, {count / (last - first):,.0f} bytes/s",
-        file=sys.stderr,
-    )
+    tell(f"first byte after {first - start:.1f} s, {count / (last - first):,.0f} bytes/s")
 
 
 if __name__ == "__main__":
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly with the reader, e.g. head
-    main()
+    run(main)

@@ -14,9 +14,9 @@ import sys
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 # those that import jax are imported where they are used: --help and errors come at once
-from scripts.gpt_run.console import UserError, check_installed, one_line_errors, report
+from scripts.gpt_run.console import UserError, check_installed, one_line_errors, report, run
 from scripts.gpt_run.folder import open_folder
-from scripts.gpt_run.options import parse
+from scripts.gpt_run.options import describe, parse
 from scripts.gpt_run.text import read_text
 
 
@@ -25,6 +25,7 @@ def main(argv=None):
     with one_line_errors("train_gpt.py", hint):
         args = parse(argv)
         check_installed()
+        report("start", f"{describe(args)}: reads the text and loads jax")
         text = read_text_or_report(args)
         with open_devices(args), contextlib.ExitStack() as stack:
             trains = not (args.check or args.eval_only)
@@ -67,4 +68,4 @@ def keep_memory():
 
 if __name__ == "__main__":
     keep_memory()  # here, since a caller of main() manages its own memory
-    main()
+    run(main)

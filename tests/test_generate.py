@@ -142,8 +142,10 @@ def test_text_is_written_as_it_comes_and_speed_is_told_on_stderr(finished_run, m
     assert out.texts[0] == "a cab"
     assert len(out.texts) == 1 + 9, "the prompt, and each byte"
     errors = capsys.readouterr().err
-    assert errors.startswith("first byte after ") and errors.endswith(" bytes/s\n")
-    assert errors.count("\n") == 1
+    loads, compiles, speed = errors.splitlines()
+    assert loads == f"loads jax and the checkpoint of {finished_run}"
+    assert compiles == "compiles the model, for the prompts and for a byte"
+    assert speed.startswith("first byte after ") and speed.endswith(" bytes/s")
 
 
 def test_all_rows_end_at_their_stop_string(finished_run, capsys, monkeypatch):
@@ -159,7 +161,7 @@ def test_an_error_is_one_line(finished_run, tmp_path):
     for run, options, message in (
         ("nowhere", ["--prompt", "a"], "is not the folder of a run"),
         (finished_run, ["--prompt", ""], "a prompt must be at least a byte long"),
-        (finished_run, ["--prompt", "a", "--attention", "quick"], "--attention: "),
+        (finished_run, ["--prompt", "a", "--attention", "hopper"], "--attention: "),
         (tmp_path, ["--prompt", "a"], "has no checkpoint yet"),
     ):
         assert message in error_of(generate.main, run, *options)

@@ -12,6 +12,7 @@ import struct
 import subprocess
 import sys
 import time
+import typing
 
 import fakes
 import jax
@@ -22,9 +23,9 @@ from matplotlib import image
 from tensorboardX.proto.event_pb2 import Event
 from trainer import SCRIPT, STEPS, TINY, error_of, loss_curve, same_curves, train, train_losses
 
-from pallas_flash import backends
+from pallas_flash import backends, signatures
 from scripts import train_gpt
-from scripts.gpt_run import curves, devices, machine, steps, training
+from scripts.gpt_run import curves, devices, machine, options, steps, training
 from scripts.gpt_run import text as texts
 from scripts.gpt_run.options import parse
 
@@ -110,7 +111,7 @@ def test_the_loss_falls_below_that_of_bigrams_and_the_last_lines_say_so(text, tm
     assert f"{1 - loss / bigram:.0%}"[0] == lines["held out"].split("byte, ")[1][0]
     assert "below the bigram model's" in lines["held out"]
     assert len(re.findall(r"^--- sample \d\ncab", output, re.M)) == 2
-    assert list(lines)[:4] == ["model", "text", "bigram", "run"]
+    assert list(lines)[:6] == ["start", "model", "text", "bigram", "compiles", "run"]
     assert "not hopper" not in output
 
 
@@ -140,7 +141,26 @@ def test_the_standard_library_is_the_default_text():
     assert text.fingerprint() == texts.read_text(None, context=128).fingerprint()
 
 
+def test_the_options_know_the_implementations():
+    assert options.IMPLEMENTATIONS == [*typing.get_args(signatures.Implementation)]
+
+
+@pytest.mark.whole
+def test_the_tiny_preset_ends_well_below_the_bigram_model(tmp_path, capsys):
+    train("--preset", "tiny", "--out", tmp_path / "run")
+    lines = {line[:11].strip(): line[11:] for line in capsys.readouterr().out.splitlines()}
+    assert lines["start"] == "trains 800 steps of 8 x 64 bytes: reads the text and loads jax"
+    assert float(re.search(r", ([\d.]+)% below", lines["held out"])[1]) > 15
+
+
 # ---- resuming ----
+
+
+@pytest.mark.parametrize("rates", [(3e-4, 3e-4), (3e-4, 3.0004e-4), (3e-4, 1e-3)])
+def test_learning_rates_are_told_apart(rates):
+    old, new = training.apart(*rates)
+    assert (old == new) == (rates[0] == rates[1])
+    assert [float(old), float(new)] == pytest.approx(rates, rel=1e-5)
 
 
 def test_a_stopped_and_resumed_run_has_the_curves_of_an_unbroken_one(

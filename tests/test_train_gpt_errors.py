@@ -4,6 +4,7 @@ there."""
 import argparse
 import gc
 import json
+import logging
 import re
 import resource
 import shutil
@@ -19,7 +20,7 @@ import trainer
 from trainer import SCRIPT, STEPS, TINY, contents, loss_curve, same_curves, train
 
 from scripts import train_gpt
-from scripts.gpt_run import checkpoints, console, folder, machine, training
+from scripts.gpt_run import checkpoints, console, folder, generation, machine, training
 from scripts.gpt_run.curves import Curves
 from scripts.gpt_run.options import parse
 
@@ -54,12 +55,12 @@ REFUSED = {  # arguments: a part of the line
     "--resume {tmp}/other-text": "the text that the run began with",
     "--eval-only {run} --features 32": "--features must be 16",
     "--eval-only {tmp}/other-text": "has no checkpoint yet",
-    NEW + " --heads 3": "--features must be a multiple of twice --heads; got 16 and 6",
+    NEW + " --heads 3": "--features must be a multiple of twice --heads; got 16 and 3 heads",
     NEW + " --kv-heads 4": "--heads must be a multiple of --kv-heads; got 2 and 4",
     NEW + " --preset gpt2 --heads 5": "--features must be a multiple",
     NEW + " --accumulate 2": "--batch must be a multiple of --accumulate; got 3 and 2",
     NEW + " --steps 3": "--warmup must be below --steps = 3; got 3",
-    NEW + " --attention nothing": "got 'nothing'",
+    NEW + " --attention hopper": "implementation 'hopper' cannot run this call: it needs",
     NEW + " --sample-length 24": "fit in --context = 24",
     NEW + " --prompt=": "fit in --context = 24",
     NEW + " --mesh data=2": "--batch / --accumulate must be a multiple of data in --mesh; got 3",
@@ -98,6 +99,7 @@ def test_what_a_user_can_mend_is_refused_by_one_line(arguments, places):
         ("--layers", "x", "invalid int value: 'x'"),
         ("--clip", "0", "must be above 0; got 0"),
         ("--dropout", "1", "must be at least 0 and below 1; got 1"),
+        ("--attention", "flash2", "'flash2' (choose from"),
         ("--mesh", "data=2,data=2", "must give each of data, model, context at most one size"),
         ("--mesh", "data=0", "e.g. data=2,context=4; got 'data=0'"),
         ("--hosts", "a:1,2,2", "e.g. host:1234,2,0; got 'a:1,2,2'"),
@@ -133,7 +135,8 @@ def test_wrong_paths_are_refused_before_jax_is_imported_without_a_traceback(fini
         *(word for item in wrong.items() for word in item),
     ]
     ended = subprocess.run(command, capture_output=True, text=True)
-    assert [line.split(":")[0] for line in ended.stdout.splitlines()] == ["train_gpt.py"] * 3
+    lines = [line for line in ended.stdout.splitlines() if not line.startswith("start ")]
+    assert [line.split(":")[0] for line in lines] == ["train_gpt.py"] * 3
     assert ended.returncode == 1
     assert ended.stderr.startswith("train_gpt.py: error: --data must be")
     assert ended.stderr.count("\n") == 1
@@ -203,8 +206,47 @@ def test_a_signal_before_the_first_step_ends_with_one_line_and_leaves_no_folder(
     with pytest.raises(SystemExit) as ended:
         train(*TINY, "--data", text, "--out", tmp_path / "run")
     assert ended.value.code == 128 + number
-    assert capsys.readouterr().out == f"stopped    by {number.name}\n"
+    assert capsys.readouterr().err == f"train_gpt.py: stopped by {number.name}\n"
     assert not (tmp_path / "run").exists()
+
+
+TWICE = """
+import contextlib, signal, sys, time
+from scripts.gpt_run.console import deferred_signals, one_line_errors
+
+with one_line_errors("x.py", ""), deferred_signals() if sys.argv[1] else contextlib.nullcontext():
+    print("ready", flush=True)
+    try:
+        time.sleep(60)
+    finally:
+        print("ends", flush=True)
+        time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("deferred", ["", "deferred"])
+def test_a_second_signal_ends_the_process_without_a_traceback(deferred):
+    command = [sys.executable, "-c", TWICE, deferred]
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=trainer.ROOT)
+    with subprocess.Popen(command, **pipes) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        said = process.stderr.readline() + process.stderr.readline() if deferred else ""
+        assert deferred or process.stdout.readline() == "ends\n"
+        process.send_signal(signal.SIGINT)
+        said += process.communicate()[1]
+    assert process.returncode == -signal.SIGINT
+    assert said == console.STOPS.decode() * bool(deferred)
+
+
+def test_a_signal_within_a_sample_begins_a_line(capsys):
+    def bytes_then_signal():
+        yield [ord("x")]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        generation.print_texts([b"a"], ["--- sample 1\n"], bytes_then_signal())
+    assert capsys.readouterr().out == "--- sample 1\nax\n"
 
 
 # ---- the folder ----
@@ -303,6 +345,21 @@ def test_a_damaged_checkpoint_is_moved_away_and_the_one_before_is_continued(
     assert ", after step 12" in printed
     assert same_curves(copy, finished_run)
     assert (copy / f"damaged-{STEPS}").exists()
+
+
+def test_what_comes_too_late_from_threads_that_read_damaged_files_is_not_told(monkeypatch):
+    told = []
+    monkeypatch.setattr(sys, "unraisablehook", told.append)
+    for _ in range(2):
+        checkpoints.silence_threads()
+    late, other = (
+        argparse.Namespace(exc_value=RuntimeError(text), object=None)
+        for text in ("Event loop is closed", "another")
+    )
+    for found in late, other:
+        sys.unraisablehook(found)
+    assert told == [other]
+    assert not logging.getLogger("asyncio").isEnabledFor(logging.ERROR)
 
 
 @warns_of_unread

@@ -9,6 +9,7 @@ import pytest
 from scripts import train_gpt
 
 SCRIPT = pathlib.Path(train_gpt.__file__)
+ROOT = SCRIPT.parents[1]
 STEPS = 13
 SIZES = "--layers 2 --heads 2 --kv-heads 1 --features 16 --context 24 --batch 3".split()
 TINY = [*SIZES, *f"--steps {STEPS} --eval-every 5 --save-every 4 --warmup 3".split()]

@@ -5,6 +5,7 @@ import logging
 import os
 import pathlib
 import shutil
+import sys
 
 import jax
 import orbax.checkpoint as ocp
@@ -16,9 +17,23 @@ from scripts.gpt_run.steps import abstract_state
 METADATA = 2**20  # bytes of a checkpoint beyond its arrays, at most
 
 
+def silence_threads():
+    """What orbax logs of errors in its threads is raised as well. Those of TensorStore that read a
+    damaged checkpoint find that nobody waits any more, and would print pages."""
+    for name in "absl", "asyncio":
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    show = sys.unraisablehook
+    if show.__module__ != __name__:
+        sys.unraisablehook = lambda found: _comes_too_late(found) or show(found)
+
+
+def _comes_too_late(found) -> bool:
+    is_unread = "_read_array_index" in getattr(found.object, "__qualname__", "")
+    return is_unread or str(found.exc_value) == "Event loop is closed"
+
+
 def open_checkpoints(folder: pathlib.Path, read_only: bool = False) -> ocp.CheckpointManager:
-    # what orbax logs of errors in its threads is raised as well
-    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    silence_threads()
     options = ocp.CheckpointManagerOptions(
         max_to_keep=2,
         cleanup_tmp_directories=not read_only,

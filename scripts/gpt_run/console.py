@@ -2,9 +2,13 @@
 
 import contextlib
 import importlib.util
+import os
 import signal
+import sys
+from collections.abc import Callable
 from typing import Any
 
+STOPS = b"\nstopping after this step, with a checkpoint; once more: at once, without\n"
 # what the extra `train` installs
 TRAIN = "flax optax orbax.checkpoint matplotlib tqdm filelock tensorboardX".split()
 
@@ -39,7 +43,7 @@ def one_line_errors(program: str, memory_hint: str):
             yield
         except KeyboardInterrupt as interrupt:
             received = signal.Signals(*interrupt.args or [signal.SIGINT])
-            report("stopped", f"by {received.name}")
+            print(f"{program}: stopped by {received.name}", file=sys.stderr)
             raise SystemExit(128 + received) from None
         except Exception as error:
             if is_out_of_memory(error):
@@ -67,12 +71,23 @@ def deferred_signals():
     def defer(number, frame):
         received.append(number)
         signal.signal(number, signal.SIG_DFL)
+        # not by print, within which the signal may have come
+        os.write(2, STOPS)
 
     with _signal_handler(defer):
         yield received
 
 
+def run(main: Callable):
+    """main(), and nothing after it: Ctrl-C while Python ends is no traceback."""
+    try:
+        main()
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def _interrupt(number, frame):
+    signal.signal(number, signal.SIG_DFL)  # a second one ends the process, not its cleaning up
     raise KeyboardInterrupt(number)
 
 

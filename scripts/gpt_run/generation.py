@@ -119,6 +119,15 @@ def print_texts(prompts: list[bytes], headings: list[str], generated, stop: str 
     """The text of each prompt: the first as it comes, the others when it is their turn. Returns how
     many bytes were generated."""
     rows = [Row(stop.encode()) for _ in prompts]
+    try:
+        _print_rows(rows, prompts, headings, generated)
+    except KeyboardInterrupt:
+        print(flush=True)  # what is said next begins a line
+        raise
+    return sum(row.count for row in rows)
+
+
+def _print_rows(rows: list[Row], prompts: list[bytes], headings: list[str], generated):
     for prompt, heading, row in zip(prompts, headings, rows, strict=True):
         text = heading + printable(prompt.decode(errors="replace"))
         print(text + row.take(), end="", flush=True)
@@ -128,4 +137,3 @@ def print_texts(prompts: list[bytes], headings: list[str], generated, stop: str 
             print(row.take(), end="", flush=True)
         row.finish()
         print(row.take())
-    return sum(row.count for row in rows)

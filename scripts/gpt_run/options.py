@@ -10,9 +10,11 @@ from scripts.gpt_run.console import UserError
 from scripts.gpt_run.folder import read_config
 
 BYTES = 256
+# of flash_attention, which cannot be asked before jax is there
+IMPLEMENTATIONS = "hopper ampere triton blockwise reference flash1 standard xla cudnn".split()
 AXES = ("data", "model", "context")  # of a mesh
 PRESETS = dict(
-    tiny=dict(layers=2, heads=2, features=64, context=64, batch=4, steps=300, eval_every=100),
+    tiny=dict(layers=2, heads=2, features=64, context=64, batch=8, steps=800, eval_every=200),
     gpt2=dict(
         layers=12,
         heads=12,
@@ -84,7 +86,7 @@ POSITIVE = real("above 0", lambda x: x > 0)
 NOT_NEGATIVE = real("at least 0", lambda x: x >= 0)
 RATE = real("at least 0 and below 1", lambda x: 0 <= x < 1)
 RUN = dict(type=pathlib.Path, metavar="RUN")
-TEXT, NAME = dict(metavar="TEXT"), dict(metavar="NAME")
+TEXT, ATTENTION = dict(metavar="TEXT"), dict(metavar="NAME", choices=IMPLEMENTATIONS)
 
 HELP_RESUME = """continue from the last checkpoint in this folder, with its settings. A larger
 --steps extends the run, and --attention may change the implementation. The curves are those of an
@@ -95,7 +97,8 @@ HELP_EVAL = """measure the held-out loss of this run's last checkpoint, on the r
 HELP_CHECK = f"""train a smaller model in lockstep with the chosen attention and with the reference,
 and fail if their losses differ by more than {CHECK_TOLERANCE["float32"]:g}, relative (bfloat16:
 {CHECK_TOLERANCE["bfloat16"]:g}). Defaults: {", ".join(f"{k} {v}" for k, v in CHECK.items())}"""
-HELP_PRESET = """defaults for the options not given. tiny: a first try; gpt2: GPT-2's 124 million
+HELP_PRESET = """defaults for the options not given. tiny: a first try,
+well below the bigram model in under a minute on two CPU cores; gpt2: GPT-2's 124 million
 parameters and context of 1024 in bfloat16, for a GPU. It has GPT-2's vocabulary too, although the
 text is bytes"""
 HELP_MESH = """train on several devices, e.g. data=2,model=2,context=2 (any of the three, in any
@@ -149,7 +152,7 @@ OPTIONS = {
         "vocabulary": (integer(BYTES), BYTES, "rows of the embedding; bytes use the first 256"),
     },
     "training": {
-        "attention": (NAME, None, HELP_ATTENTION),
+        "attention": (ATTENTION, None, HELP_ATTENTION),
         "dtype": (
             dict(choices=list(CHECK_TOLERANCE)),
             None,
@@ -248,12 +251,27 @@ def run_settings(run: pathlib.Path) -> argparse.Namespace:
     return parser.parse_args([])
 
 
+def describe(args) -> str:
+    """What it is about to do."""
+    if args.eval_only:
+        return f"evaluates {args.eval_only}"
+    if args.check:
+        return f"compares {args.steps} steps with those of the reference"
+    size = f"{args.steps:,} steps of {args.batch} x {args.context} bytes"
+    return f"continues {args.resume} to {size}" if args.resume else f"trains {size}"
+
+
 def validate(args) -> argparse.Namespace:
     """With the defaults that follow from other settings; refuses sizes that do not fit together."""
     args.kv_heads = args.kv_heads or args.heads
     mesh = dict.fromkeys(AXES, 1) | (args.mesh or {})
+    preset = f", with --preset {args.preset}" if args.preset else ""
+    if args.features % (2 * args.heads):
+        raise UserError(
+            f"--features must be a multiple of twice --heads; got {args.features} and {args.heads} "
+            f"heads{preset}."
+        )
     for option, size, other, divisor in (
-        ("--features", args.features, "twice --heads", 2 * args.heads),
         ("--heads", args.heads, "--kv-heads", args.kv_heads),
         ("--batch", args.batch, "--accumulate", args.accumulate),
         ("--batch / --accumulate", args.batch // args.accumulate, "data in --mesh", mesh["data"]),
@@ -261,7 +279,6 @@ def validate(args) -> argparse.Namespace:
         ("--context", args.context, "context in --mesh", mesh["context"]),
     ):
         if size % divisor:
-            preset = f", with --preset {args.preset}" if args.preset else ""
             raise UserError(
                 f"{option} must be a multiple of {other}; got {size} and {divisor}{preset}."
             )

@@ -41,6 +41,7 @@ def train(args, text: Text, folder: pathlib.Path):
     report("text", f"{text.source}: {sizes}")
     report("bigram", f"{bigram:.4f} nats per byte on {windows[:, 1:].size:,} held-out bytes")
     data = jax.device_put(text.train, shardings(text.train))
+    report("compiles", "the training step")
     step = train_step(args, structure).lower(state, data).compile()
     check_memory(step)
     evaluate = evaluation(structure, windows)
@@ -98,12 +99,19 @@ def report_changes(folder: pathlib.Path, args, text: Text, attention: str, done:
         report("attention", f"{attention} from here on; until now it was {config['attention']}")
     before = argparse.Namespace(**config["settings"])
     if before.steps < args.steps:
-        old, new = (learning_rate(settings)(done) for settings in (before, args))
+        rates = [float(learning_rate(settings)(done)) for settings in (before, args)]
         report(
             "schedule",
             f"{args.steps} steps instead of {before.steps}: the cosine of the learning rate is "
-            f"stretched, to {new:.2g} instead of {old:.2g} at step {done + 1}",
+            f"stretched, to {{1}} instead of {{0}} at step {done + 1}".format(*apart(*rates)),
         )
+
+
+def apart(*numbers: float) -> list[str]:
+    """In two digits, or in as many more as tell them apart."""
+    digits = (n for n in range(2, 10) if len({f"{x:.{n}g}" for x in numbers}) == len({*numbers}))
+    n = next(digits, 10)
+    return [f"{x:.{n}g}" for x in numbers]
 
 
 def evaluate(args, text: Text | None):
@@ -119,6 +127,7 @@ def evaluate(args, text: Text | None):
         other = ", which is not what the run was trained on" if changed else ""
         report("text", f"{text.source}{other}")
         windows = held_out_windows(text, args.context)
+        report("compiles", "the evaluation")
         loss = evaluation(model_structure(args), windows)(state["parameters"])
         report_loss(float(loss), bigram_loss(text, windows))
 
@@ -142,6 +151,7 @@ def print_samples(args, parameters):
     headings = [f"--- sample {i}\n" for i in range(1, args.samples + 1)]
     structure = generator_structure(args)
     sampling = Sampling(args.temperature)
+    report("compiles", f"the model, for samples of {args.sample_length} bytes")
     generated = generate(structure, parameters, prompts, args.sample_length, sampling, args.seed)
     print_texts(prompts, headings, generated)
     print("---")
@@ -154,6 +164,7 @@ def check(args, text: Text):
     tolerance = CHECK_TOLERANCE[args.dtype]
     largest = 0.0
     report("check", f"{args.steps} steps in {args.dtype}; relative tolerance {tolerance:g}")
+    report("compiles", f"two training steps, with {attention} and with the reference")
     print(f"step       {attention:<14}reference     difference")
     # otherwise a GPU's rounding of inputs magnifies the smallest change
     with jax.default_matmul_precision("highest"):
