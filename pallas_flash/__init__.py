@@ -5,7 +5,7 @@ from pallas_flash.attention import flash_attention, flash_attention_jvp
 from pallas_flash.caches.paged import paged_attention
 from pallas_flash.caches.pages import PagedCache, paged_cache
 from pallas_flash.dropout import dropout_mask
-from pallas_flash.explanation import Explanation, explain
+from pallas_flash.explanation import Explanation, explain, explain_paged
 from pallas_flash.signatures import Options
 from pallas_flash.weights import attention_weights
 
@@ -17,6 +17,7 @@ __all__ = [
     "context_parallel",
     "dropout_mask",
     "explain",
+    "explain_paged",
     "flash_attention",
     "flash_attention_jvp",
     "masks",

@@ -4,6 +4,7 @@ import dataclasses
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from pallas_flash import (
@@ -15,6 +16,7 @@ from pallas_flash import (
     dispatch,
     selection,
 )
+from pallas_flash.caches import attend, paged
 from pallas_flash.call import Call
 from pallas_flash.devices.call import canonicalize
 from pallas_flash.kernels import device
@@ -72,7 +74,8 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
     with device.at(call.arguments().values()):
         problem, context = checks.from_shapes(_problem_of, call)
         choice = selection.choose(problem, call.implementation, check=False)
-        why_not, condition = selection.reasons(problem, choice, call.implementation)
+        against = selection.Against.flash_attention(problem)
+        why_not, condition = selection.reasons(choice.backend, call.implementation, against)
         is_whole = context or axis_to_map(call) is None
         calls = None if is_whole else math.prod(call.query.shape[:-3]) // problem.batch
         copies = choice.backend.copies(problem)
@@ -89,6 +92,28 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
         copies,
         calls,
     )
+
+
+def explain_paged(*args: Any, **kwargs: Any) -> Explanation:
+    """What `paged_attention` would run for these arguments, arrays or `jax.ShapeDtypeStruct`s, and
+    why; whether it reads the pages where they lie, or copies them. Computes nothing."""
+
+    def plan(call):
+        args, kwargs = call
+        return attend.plan(made := paged.bound_call(*args, **kwargs)), made.implementation
+
+    with device.at(jax.tree.leaves((args, kwargs))):
+        (problem, pages), implementation = checks.from_shapes(plan, (args, kwargs))
+        against = attend.against(problem, pages)
+        backend = attend.choose(problem, implementation, against)
+        why_not, condition = selection.reasons(backend, implementation, against)
+        if attend.copies(backend, problem, pages):
+            tiles, copies = backend.tiles(problem), backend.copies(problem)
+            copies = "; ".join(filter(None, ("all pages in the table, in order", copies)))
+        else:
+            tiles = backend.paged.tiles(problem, pages.page, pages.stored)
+            copies = f"nothing: pages of {pages.page} keys are read where they lie"
+    return Explanation(problem, backend.name, tiles, "none", why_not, condition, copies=copies)
 
 
 def _problem_of(call: Call) -> tuple[arguments.Problem, str | None]:

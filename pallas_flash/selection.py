@@ -3,6 +3,7 @@ the table's order, and what this machine's self-check found."""
 
 import os
 from collections.abc import Callable
+from typing import NamedTuple
 
 from pallas_flash import backends
 from pallas_flash.arguments import Problem
@@ -65,17 +66,34 @@ def _named(problem: Problem, name: str) -> Choice:
     return Choice(backend, backend.tiles(problem))
 
 
+class Against(NamedTuple):
+    """What speaks against an implementation for a call; None: nothing."""
+
+    cannot: Callable[[Backend], str | None]
+    by_default: Callable[[Backend], str | None]
+    here: Callable[[Backend], str | None]  # as far as this machine's self-check is known
+    is_known: Callable[[Backend], bool]
+
+    @classmethod
+    def flash_attention(cls, problem: Problem) -> "Against":
+        return cls(
+            lambda backend: backend.why_not(problem),
+            lambda backend: backend.why_not_by_default(problem),
+            lambda backend: verdicts.why_not(backend, problem, check=False),
+            lambda backend: verdicts.is_known(backend, problem),
+        )
+
+
 def reasons(
-    problem: Problem, choice: Choice, implementation: str | None
+    taken: Backend, implementation: str | None, against: Against
 ) -> tuple[dict[str, str], str | None]:
-    """For each implementation that `choose` did not take, why; and on what condition it took the
-    one it took."""
-    name, taken, conditions = requested(implementation), choice.backend, []
+    """For each implementation that was not taken, why; and on what condition the one was."""
+    name, conditions = requested(implementation), []
     if implementation in JAX_NN_NAMES:
         conditions.append(
             f"chosen: {implementation!r} is a name of jax.nn, and chooses as None does"
         )
-    if name is None and not verdicts.is_known(taken, problem):
+    if name is None and not against.is_known(taken):
         conditions.append(
             "if its self-check passes on this machine: the first call runs it, or python -m "
             "pallas_flash"
@@ -84,14 +102,12 @@ def reasons(
         conditions.append("as PALLAS_FLASH_IMPLEMENTATION says")
 
     def why_not(backend: Backend) -> str:
-        if reason := backend.why_not(problem):
+        if reason := against.cannot(backend):
             return reason
         if name is not None:
             return f"{taken.name} was selected by name"
         return (
-            backend.why_not_by_default(problem)
-            or verdicts.why_not(backend, problem, check=False)
-            or f"{taken.name} comes before it"
+            against.by_default(backend) or against.here(backend) or f"{taken.name} comes before it"
         )
 
     others = [backend for backend in backends.BACKENDS if backend is not taken]

@@ -7,6 +7,7 @@ import pytest
 from decoding import ints
 
 from pallas_flash import (
+    explain_paged,
     paged_attention,
 )
 
@@ -119,6 +120,43 @@ def test_what_does_not_fit_raises_and_says_what_does(name):
     shape, more, message = WRONG[name]
     with pytest.raises((ValueError, TypeError, NotImplementedError), match=message):
         paged_attention(**pages(**shape) | more)
+
+
+def shapes(T=1, page=64, **more):
+    array = lambda *shape, dtype="bfloat16": jax.ShapeDtypeStruct(shape, dtype)
+    pages = dict.fromkeys(("k_pages", "v_pages"), array(9, page, 2, 64))
+    rows = dict(page_table=array(3, 5, dtype="int32"), lengths=array(3, dtype="int32"))
+    return dict(query=array(3, T, 8, 64)) | pages | rows | more
+
+
+@pytest.mark.parametrize(
+    "call, taken, copies",
+    [
+        (shapes(), "blockwise", "nothing: pages of 64 keys are read where they lie"),
+        (shapes(500), "blockwise", "all pages in the table, in order"),
+        (shapes(implementation="reference"), "reference", "all pages in the table, in order"),
+        (shapes(implementation="triton"), "triton", "nothing: pages of 64 keys"),
+    ],
+)
+def test_explain_paged_says_what_runs_and_whether_pages_are_copied(call, taken, copies):
+    said = explain_paged(**call)
+    assert said.implementation == taken and said.copies.startswith(copies)
+    assert said.derivatives == "none" and f"copies          {copies}" in str(said)
+    named = f"{taken} was selected by name" if "implementation" in call else "an earlier algorithm"
+    assert said.why_not["flash1"].startswith(named)
+
+
+def test_explain_paged_has_the_errors_of_the_call_and_its_lists():
+    with pytest.raises(
+        TypeError, match=r"paged_attention\(\) got .* 'causal'. Did you mean is_causal"
+    ):
+        explain_paged(**shapes(), causal=True)
+    with pytest.raises(ValueError, match="pages of a multiple of 8 keys"):
+        explain_paged(**shapes(page=9))
+    with pytest.raises(NotImplementedError, match=r"of paged_attention: it needs a GPU .*none"):
+        explain_paged(**shapes(implementation="hopper"))
+    ragged = shapes(query=jnp.ones((7, 8, 64), jnp.bfloat16), cu_seqlens_q=[0, 1, 6, 7])
+    assert explain_paged(**ragged).problem.batch == 3
 
 
 def test_lists_and_what_is_of_numpy_serve_as_in_flash_attention():

@@ -44,7 +44,16 @@ def attend(call: PagedCall):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _attend_jit(static: PagedCall, arrays):
-    call = static.replace(**derivative_modes.no_first(arrays))
+    call, tiles = _in_rows(static.replace(**derivative_modes.no_first(arrays)))
+    if tiles is None:
+        return _attend_batch(call, is_ragged=False)
+    o, *rows = _attend_batch(call, is_ragged=True)
+    return tiles.tokens(o, 0), *jax.tree.map(lambda x: tiles.tokens(x, -jnp.inf), rows)
+
+
+def _in_rows(call: PagedCall) -> tuple[PagedCall, ragged.Tiles | None]:
+    """The call with an offset for each row; with cu_seqlens_q a row for each tile of tokens, and
+    these tiles."""
     (_, page, K, _), (*_, T, N, _) = call.k_pages.shape, call.query.shape
     cu_seqlens = call.cu_seqlens_q
     cu_seqlens = None if cu_seqlens is None else ragged.within(cu_seqlens, T)
@@ -54,27 +63,40 @@ def _attend_jit(static: PagedCall, arrays):
         held = jnp.minimum(call.lengths, call.page_table.shape[1] * page)
         call = call.replace(query_offset=held - new)
     if cu_seqlens is None:
-        return _attend_batch(call, is_ragged=False)
+        return call, None
     tiles = ragged.Tiles.of(cu_seqlens, T, max(1, decode.ROWS * K // N))
-    o, *rows = _attend_batch(tiles.rows_of(call), is_ragged=True)
-    return tiles.tokens(o, 0), *jax.tree.map(lambda x: tiles.tokens(x, -jnp.inf), rows)
+    return tiles.rows_of(call), tiles
 
 
-def _attend_batch(call: PagedCall, is_ragged: bool):
-    k_pages, v_pages, k_scales, v_scales = call.k_pages, call.v_pages, call.k_scales, call.v_scales
-    implementation, page_table = call.implementation, call.page_table
-    B, pages = page_table.shape
+def plan(call: PagedCall) -> tuple[Problem, "Pages"]:
+    """What there is to know of a call before an implementation is chosen."""
+    call, tiles = _in_rows(call)
+    _, problem, _, pages = _normalised(call, tiles is not None)
+    return problem, pages
+
+
+def _normalised(call: PagedCall, is_ragged: bool):
+    """The call with keys and values of the shapes that the table gives, its problem and operands,
+    and its pages."""
+    k_pages, v_pages, k_scales = call.k_pages, call.v_pages, call.k_scales
+    B, pages = call.page_table.shape
     dtype = k_pages.dtype if k_scales is None else call.query.dtype
     like = lambda x: jnp.broadcast_to(
         x[0, 0].astype(dtype), (B, pages * x.shape[1], *x.shape[2:])
     )  # never made: its shape is read
     call = call.replace(key=like(k_pages), value=like(v_pages), key_value_seq_lengths=call.lengths)
-    problem, operands = arguments.normalise(call)
-    kind = Pages(
-        (k_pages.shape, v_pages.shape), None if k_scales is None else str(k_pages.dtype), is_ragged
-    )
+    stored = None if k_scales is None else str(k_pages.dtype)
+    kind = Pages((k_pages.shape, v_pages.shape), stored, is_ragged)
+    return call, *arguments.normalise(call), kind
+
+
+def _attend_batch(call: PagedCall, is_ragged: bool):
+    call, problem, operands, kind = _normalised(call, is_ragged)
+    k_pages, v_pages, k_scales, v_scales = call.k_pages, call.v_pages, call.k_scales, call.v_scales
+    implementation, page_table = call.implementation, call.page_table
     backend = _chosen(problem, kind, implementation)
-    if _copies(backend, problem, kind):
+    if copies(backend, problem, kind):
+        dtype = call.key.dtype
         copied = functools.partial(_in_order, problem, operands.resolved_mask, page_table, dtype)
         return dispatch.attend(
             call.replace(key=copied(k_pages, k_scales), value=copied(v_pages, v_scales))
@@ -165,7 +187,7 @@ class Pages(NamedTuple):
         return comparison.widen(operands)
 
 
-def _copies(backend: Backend, problem: Problem, pages: Pages) -> bool:
+def copies(backend: Backend, problem: Problem, pages: Pages) -> bool:
     """Whether an implementation attends to a copy of the pages in order."""
     if backend.paged is None:
         return True
@@ -173,29 +195,45 @@ def _copies(backend: Backend, problem: Problem, pages: Pages) -> bool:
     return is_long and backend.paged.copies_prompts(problem)
 
 
-def _chosen(problem: Problem, pages: Pages, implementation: str | None) -> Backend:
+def against(problem: Problem, pages: Pages, check: bool = False) -> selection.Against:
+    """What speaks against an implementation; `check` runs its self-check."""
     # whatever the length
     decoding = dataclasses.replace(problem, keys=max(problem.keys, decode.KEYS))
 
     def why_no_pages(backend):
-        if _copies(backend, problem, pages):
+        if copies(backend, problem, pages):
             return None
         return backend.paged.why_not(problem, pages.shapes, pages.stored)
 
-    def wrong_here(backend):
-        if _copies(backend, problem, pages):
-            return verdicts.why_not(backend, problem)
-        return verdicts.why_not(backend, decoding, way=pages.way)
+    def by_default(backend):
+        paged = None if copies(backend, problem, pages) else backend.paged.why_not_by_default
+        return (paged or backend.why_not_by_default)(problem)
 
+    def checked(backend):
+        is_copied = copies(backend, problem, pages)
+        return (problem, comparison.FLASH_ATTENTION) if is_copied else (decoding, pages.way)
+
+    def here(backend):
+        of, way = checked(backend)
+        return verdicts.why_not(backend, of, check, way)
+
+    return selection.Against(
+        lambda backend: joined(backend.why_not(problem), why_no_pages(backend)),
+        by_default,
+        here,
+        lambda backend: verdicts.is_known(backend, *checked(backend)),
+    )
+
+
+def _chosen(problem: Problem, pages: Pages, implementation: str | None) -> Backend:
+    return choose(problem, implementation, against(problem, pages, check=True))
+
+
+def choose(problem: Problem, implementation: str | None, found: selection.Against) -> Backend:
     name = selection.requested(implementation)
-    if name in backends.names() and (why_not := why_no_pages(named := backends.find(name))):
+    if name in backends.names() and (why_not := found.cannot(backends.find(name))):
         cannot = f"implementation {name!r} cannot run this call of paged_attention"
-        why_not = joined(named.why_not(problem), why_not)
         raise NotImplementedError(f"{cannot}: {why_not}. The call: {problem}.")
-
-    def why_not_by_default(backend):
-        paged = None if _copies(backend, problem, pages) else backend.paged.why_not_by_default
-        return paged or backend.why_not_by_default
-
-    why_not_here = lambda backend: why_no_pages(backend) or wrong_here(backend)
-    return selection.first(problem, name, why_not_here, why_not_by_default).backend
+    why_not_here = lambda backend: found.cannot(backend) or found.here(backend)
+    by_default = lambda backend: lambda problem: found.by_default(backend)
+    return selection.first(problem, name, why_not_here, by_default).backend

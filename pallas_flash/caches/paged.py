@@ -3,6 +3,7 @@ may share."""
 
 from __future__ import annotations  # help() shows annotations as they stand here
 
+import inspect
 from typing import Literal, TypedDict, Unpack, overload
 
 import jax.numpy as jnp
@@ -198,6 +199,49 @@ def paged_attention(
       >>> paged_attention(query, cache.key, cache.value, cache.table, cache.length).shape
       (2, 1, 8, 16)
     """
+    call = dict(locals())
+    return_residual = checks.flag("return_residual", call.pop("return_residual"))
+    call = make_call(**call)
+    mesh, score_mod = sharding.find_mesh(call), call.score_mod
+    if mesh is not None and score_mod is not None:
+        call = call.replace(
+            score_mod=score_mod.with_indices(call.lengths.shape, call.query.shape[-2])
+        )
+    with device.at(call.arguments().values()):
+        found = attend(call) if mesh is None else sharding.map_paged_call(attend, call, mesh)
+    return dispatch.results(return_residual, *found)
+
+
+in_lines(paged_attention)
+
+
+def bound_call(*args, **kwargs) -> PagedCall:
+    """A call of paged_attention."""
+    signature = inspect.signature(paged_attention)
+    unexpected.refuse("paged_attention", kwargs, signature.parameters)
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    return make_call(**{n: x for n, x in bound.arguments.items() if n != "return_residual"})
+
+
+def make_call(
+    *,
+    query,
+    k_pages,
+    v_pages,
+    page_table,
+    lengths,
+    cu_seqlens_q,
+    query_seq_lengths,
+    query_offset,
+    k_scales,
+    v_scales,
+    scale,
+    sinks,
+    score_mod,
+    **options,
+) -> PagedCall:
+    """The call of these arguments, which it checks."""
     query, k_pages, v_pages = (
         checks.array(*x) for x in (("query", query), ("k_pages", k_pages), ("v_pages", v_pages))
     )
@@ -222,7 +266,7 @@ def paged_attention(
         score_mod = BoundScoreMod.bind(
             scores.fitting(score_mod, query.shape[-2]), checks.sums(query.dtype)
         )
-    call = PagedCall(
+    return PagedCall(
         query=query,
         k_pages=k_pages,
         v_pages=v_pages,
@@ -230,23 +274,12 @@ def paged_attention(
         lengths=lengths,
         cu_seqlens_q=starts,
         scale=number if factors is None else factors,
-        is_causal=is_causal,
-        local_window_size=local_window_size,
-        logits_soft_cap=logits_soft_cap,
         sinks=sinks,
         score_mod=score_mod,
-        implementation=implementation,
-        return_max_logits=return_max_logits,
         **rows,
         **scales,
+        **options,
     )
-    return_residual = checks.flag("return_residual", return_residual)
-    mesh = sharding.find_mesh(call)
-    if mesh is not None and score_mod is not None:
-        call = call.replace(score_mod=score_mod.with_indices(lengths.shape, query.shape[-2]))
-    with device.at(call.arguments().values()):
-        found = attend(call) if mesh is None else sharding.map_paged_call(attend, call, mesh)
-    return dispatch.results(return_residual, *found)
 
 
 def _by_row(name: str, x, shape: tuple[int, ...]):
@@ -256,9 +289,6 @@ def _by_row(name: str, x, shape: tuple[int, ...]):
     if x.shape != shape and (name, x.shape) != ("query_offset", ()):
         raise ValueError(f"{name} must be int32 [B] = {shape}; got {x.shape}.")
     return x
-
-
-in_lines(paged_attention)
 
 
 def _check(query, k_pages, v_pages, page_table, lengths, cu_seqlens_q):

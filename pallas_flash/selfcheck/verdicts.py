@@ -47,9 +47,9 @@ class CheckedPass(Pass):
         return self.inner(problem, tiles, operands, *rows)
 
 
-def is_known(backend: Backend, problem: Problem) -> bool:
+def is_known(backend: Backend, problem: Problem, way: Way = FLASH_ATTENTION) -> bool:
     """Whether `why_not` would check nothing."""
-    return _verdict(backend, problem, False, FLASH_ATTENTION) is not None
+    return _verdict(backend, problem, False, way) is not None
 
 
 # ---- what is known of the kernels ----
