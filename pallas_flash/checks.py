@@ -13,6 +13,7 @@ from jaxtyping import Array
 from pallas_flash.masks import Window
 
 AnyArray = Array | np.ndarray
+IN_FLAX = " Flax's modules need attention_fn=pallas_flash.flax.attention_fn."
 INT32 = np.iinfo(np.int32)
 
 
@@ -83,6 +84,7 @@ def dense(name: str, x, dtype):
             raise TypeError(
                 f"mask must be bool (True: attend); got {x.dtype}. Pass an additive mask of 0 and "
                 "-1e9 as bias, or as mask=x > -1; a mask of 1 (attend) and 0 as mask=x != 0."
+                f"{IN_FLAX}"
             )
         return x
     if not (jnp.issubdtype(x.dtype, jnp.floating) or jnp.issubdtype(x.dtype, jnp.integer)):
@@ -166,7 +168,7 @@ def rng(name: str, x):
     if x is None:
         raise ValueError(
             f"dropout_rate above 0 needs {name}, a key of jax.random such as jax.random.key(0), "
-            "a new one for each call."
+            f"a new one for each call.{IN_FLAX}"
         )
     # a raw key is one of uint32
     axes = 0 if is_array(x) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else 1

@@ -98,7 +98,7 @@ def _over_auto_axes(choice: backends.Choice, operands) -> backends.Choice:
         lacks = (
             f"jax {jax.__version__} lacks what keeps arrays on a mesh with Auto axes where they are"
         )
-        warnings.warn(f"{lacks}: they are gathered. {error}", stacklevel=5)
+        warnings.warn(f"{lacks}: they are gathered. {error}", stacklevel=6)
         return choice
     return choice.wrap(partition.PartitionedPass)
 

@@ -277,12 +277,18 @@ def test_the_hook_refuses_to_sow_weights(library):
         ours(params, normal(1, B, T, D), sow_weights=True)
 
 
-def test_flash_attention_in_the_place_of_the_hook_names_the_hook():
-    module, params = nnx_module(dict(attention_fn=flash_attention))
-    with pytest.raises(
-        TypeError, match=r"'broadcast_dropout' .* pass attention_fn=pallas_flash\.fl"
-    ):
-        module(params, normal(1, B, T, D))
+@pytest.mark.parametrize(
+    "library, options, call, said",
+    [
+        ("nnx", {}, {}, "'broadcast_dropout'.* pass "),
+        ("linen", dict(dropout_rate=0.5), dict(deterministic=True), "needs dropout_rng.* need "),
+        ("linen", {}, dict(mask=MASKS["float, padded keys"]), "mask must be bool.* need "),
+    ],
+)
+def test_flash_attention_in_the_place_of_the_hook_names_the_hook(library, options, call, said):
+    module, params = MODULES[library](dict(attention_fn=flash_attention), **options)
+    with pytest.raises((TypeError, ValueError), match=f"{said}.*pallas_flash.flax.attention_fn"):
+        module(params, normal(1, B, T, D), **call)
 
 
 def test_the_hook_refuses_the_einsums_of_linen():

@@ -135,6 +135,7 @@ def test_wrong_paths_are_refused_before_jax_is_imported_without_a_traceback(fini
         *(word for item in wrong.items() for word in item),
     ]
     ended = subprocess.run(command, capture_output=True, text=True)
+    assert "start      trains 1,500 steps of 4 x 128 bytes: reads the text and" in ended.stdout
     lines = [line for line in ended.stdout.splitlines() if not line.startswith("start ")]
     assert [line.split(":")[0] for line in lines] == ["train_gpt.py"] * 3
     assert ended.returncode == 1
