@@ -1,18 +1,19 @@
 """python scripts/benchmark.py [--quick] [--cases NAME] [--implementations NAME ...] ...
 
-Times implementations of attention side by side, in one process: forward, backward, and both
-together. Also reports the temporary memory of the compiled programs. Every result is checked before
-it is timed. Prints tables, and writes benchmark.json, with every single time, into a new folder.
+Times implementations of attention side by side: forward, backward, and both together. Also reports
+the temporary memory of the compiled programs. Every result is checked before it is timed. Prints
+tables, and writes benchmark.json, with every single time, into a new folder. On a GPU each case has
+a process of its own: they compile at the same time, and run one after the other.
 
 A further peer is a row of PEERS in bench/peers.py, a further list of cases one of CASES below.
 """
 
 import argparse
-import contextlib
-import faulthandler
-import itertools
+import concurrent.futures
+import math
 import os
 import pathlib
+import signal
 import sys
 import threading
 import time
@@ -24,12 +25,13 @@ import numpy as np
 # scripts/ is no installed package
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from scripts.bench import cases, ceilings, clock, machine, report
-from scripts.bench.cases import PASSES, RESULTS, Case
+from scripts.bench import cases, ceilings, clock, machine, report, workers
+from scripts.bench.cases import JVP, PASSES, RESULTS, Case, telling
 from scripts.bench.measure import Row, groups, measure
 from scripts.bench.options import make_next_folder, positive
 from scripts.bench.peers import PEERS, Contender, contender
 from scripts.bench.programs import CHECK_BLOCK, TF32, TOLERANCE, check_length
+from scripts.bench.report import OUT_OF_TIME
 
 
 class Cases(NamedTuple):
@@ -37,7 +39,6 @@ class Cases(NamedTuple):
 
     make: Callable[[argparse.Namespace], list[Case]]
     help: str
-    ceiling: Callable[..., ceilings.Ceiling]  # what bounds them
     cpu: dict
     gpu: dict
 
@@ -46,21 +47,18 @@ CASES = {
     "lengths": Cases(
         cases.by_length,
         "one shape at several lengths",
-        ceilings.matmul,
         cpu=dict(lengths=[512, 1024, 2048, 4096], batch=[1], heads=4, head_size=64),
         gpu=dict(lengths=[*cases.LENGTHS], batch=None, heads=16, head_size=128),
     ),
     "suite": Cases(
         cases.suite,
         "head sizes, lengths and masks, of 16384 tokens each",
-        ceilings.matmul,
         cpu={},
         gpu={},
     ),
     "decode": Cases(
         cases.decoding,
         "one new token beside a cache of each length",
-        ceilings.copy,
         cpu=dict(
             lengths=[1024, 8192],
             batch=[1, 8],
@@ -95,48 +93,47 @@ DEFAULTS = dict(
         ],
         passes=[*PASSES],
         dtype="bfloat16",
-        jobs=min(8, os.cpu_count() or 1),
+        jobs=min(12, os.cpu_count() or 1),
     ),
 )
 QUICK = dict(
     cpu=dict(repeats=3),
     gpu=dict(
         implementations=[
-            name for name in DEFAULTS["gpu"]["implementations"] if name != "blockwise"
+            name
+            for name in DEFAULTS["gpu"]["implementations"]
+            if name not in ("blockwise", "jax.nn/xla")
         ],
+        passes=[*PASSES[:2], JVP],
         repeats=5,
-        budget=390,
+        budget=450,
     ),
 )
-NOT_YET = "the run ended before"
-GRACE = 120  # seconds after the budget in which the last case must end; then it hangs
+GRACE = 100  # seconds after the budget in which the last case must end, in its own process
 
 
 def main(argv=None) -> int:
-    # of 80 GB: the largest caches, in pages too
+    # of 80 GB: the largest caches, in pages too; but several processes share them
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == [workers.CASE]:
+        workers.serve(argv[1])
+        return 0
     args = parse(argv)
     everyone = [contender(name) for name in args.implementations]
     contenders = [one for one in everyone if not one.missing()]
     args.out = new_folder(args.out)
     run = Run(args, contenders, CASES[args.cases].make(args))
     run.print_header([one for one in everyone if one.missing()])
-    with guard(args.budget + GRACE, run.give_up) if args.budget else contextlib.nullcontext():
-        for group, case in itertools.product(groups(contenders), run.cases):
-            run.measure(case, group)
-    return run.report()
-
-
-@contextlib.contextmanager
-def guard(seconds: float, give_up: Callable[[], None]):
-    """Calls give_up() in another thread, if the block takes longer."""
-    timer = threading.Timer(seconds, give_up)
-    timer.daemon = True
-    timer.start()
+    pool = concurrent.futures.ThreadPoolExecutor(args.jobs)
     try:
-        yield
+        # on a CPU what compiles would disturb what is timed
+        list((pool.map if machine.on_gpu() else map)(run.measure, run.cases))
     finally:
-        timer.cancel()
+        run.is_over = True
+        pool.shutdown(cancel_futures=True)
+    return run.report()
 
 
 def new_folder(folder: pathlib.Path | None) -> pathlib.Path:
@@ -156,20 +153,25 @@ def new_folder(folder: pathlib.Path | None) -> pathlib.Path:
 
 
 class Run:
-    """What was measured so far; written after every case, since a kernel that crashes takes the
-    process with it."""
+    """What was measured so far; written as soon as it is known."""
 
     def __init__(self, args, contenders: list[Contender], cases: list[Case]):
         self.args, self.contenders, self.cases = args, contenders, cases
-        self.started = time.perf_counter()
+        self.started, self.is_over, self.lock = time.perf_counter(), False, threading.Lock()
         self.clock = clock.detect()
-        self.ceiling = CASES[args.cases].ceiling(args.dtype, self.clock)
         self.facts: dict[str, str] = {}
+        end = f"the budget is {args.budget} s" if args.budget else "the run ended before"
+        self.not_yet = f"{OUT_OF_TIME}: {end}"
         self.rows = {
-            (case, passes, one.name): Row(case, passes, one.name, "not run", NOT_YET)
-            for case, passes, one in itertools.product(cases, args.passes, contenders)
+            (case, passes, one.name): Row(case, passes, one.name, "not run", self.not_yet)
+            for case in cases
+            for passes in telling(case, args)
+            for one in contenders
             if passes in one.passes
         }
+
+    def ceiling(self, case: Case) -> ceilings.Ceiling:
+        return ceilings.of(case, self.args.dtype, self.clock)
 
     def print_header(self, missing: list[Contender]):
         args, first, tf32 = self.args, self.args.implementations[0], ""
@@ -196,7 +198,7 @@ class Run:
             f"{TOLERANCE[args.dtype]:g}{tf32}",
             plan=f"{len(self.cases)} cases, {len(self.rows)} rows",
         )
-        self.facts[self.ceiling.name] = str(self.ceiling)
+        self.facts |= {bound.name: str(bound) for bound in map(self.ceiling, self.cases)}
         if args.budget:
             self.facts["plan"] += f"; no case begins after {args.budget} s"
         if machine.on_gpu():
@@ -204,51 +206,66 @@ class Run:
         self.facts |= {one.name: one.note for one in self.contenders if one.note}
         machine.print_facts(self.facts)
 
-    def measure(self, case: Case, contenders: list[Contender]):
-        args, spent = self.args, time.perf_counter() - self.started
-        if args.budget and spent > args.budget:
-            reason = f"out of time: the budget is {args.budget} s, and {spent:.0f} s were spent"
-            for row in self.rows.values():
-                if row.case == case and row.reason == NOT_YET:
-                    row.reason = reason
+    def measure(self, case: Case):
+        args, passes = self.args, telling(case, self.args)
+        if self.left() < 0:
             return
-        print(f"measuring  {', '.join(args.passes)}, {case}, after {spent:.0f} s", file=sys.stderr)
-        self.add(measure(contenders, case, args.passes, args.repeats, args.jobs, self.clock))
-        self.write()
+        print(f"measuring  {case}, {', '.join(passes)}, at {self.spent():.0f} s", file=sys.stderr)
+        if machine.on_gpu():
+            self.in_processes(case, passes)
+        else:
+            self.add(measure(self.contenders, case, passes, args.repeats, args.jobs, self.clock))
+
+    def in_processes(self, case: Case, passes: list[str]):
+        """One; if it dies before anything ran, one without foreign code."""
+        job = dict(case=case, passes=passes, rounds=self.args.repeats, time_by=self.clock)
+        log = self.args.out / f"case-{self.cases.index(case) + 1}.txt"
+        for group in reversed(groups(self.contenders)):
+            job["contenders"] = [one.name for one in group]
+            try:
+                return workers.in_a_process(job, self.left, self.add, log)
+            except workers.Lost as error:
+                reason, has_run = error.args
+            self.lose(case, f"{reason}; see {log.name}" if reason else None)
+            if has_run or not reason:
+                return
+
+    def spent(self) -> float:
+        return time.perf_counter() - self.started
+
+    def left(self, has_begun: bool = False) -> float:
+        """Seconds in which a case may begin to run, or one that has begun may end."""
+        seconds = (self.args.budget or math.inf) + GRACE * has_begun - self.spent()
+        return -1 if self.is_over else seconds
 
     def add(self, rows: list[Row]):
-        """What is known of a contender stays, unless it was timed once more."""
-        for row in rows:
-            key = row.case, row.passes, row.name
-            if row.seconds or self.rows[key].status == "not run":
-                self.rows[key] = row
+        self.rows |= {(row.case, row.passes, row.name): row for row in rows}
+        self.write()
 
-    def give_up(self):
-        """Called in another thread while the main one hangs: says where, prints the tables and ends
-        the process."""
-        print("\nbenchmark.py: a case hangs; measured so far:", file=sys.stderr)
-        faulthandler.dump_traceback(file=sys.__stderr__)
-        try:
-            self.report()
-            sys.stdout.flush()
-        finally:
-            os._exit(1)
+    def lose(self, case: Case, reason: str | None):
+        """What was not timed of a case, by a failure or for want of time."""
+        for row in self.rows.values():
+            is_open = row.status == "ok" or row.reason == self.not_yet
+            if row.case == case and is_open and not row.seconds:
+                row.status, row.reason = ("failed", reason) if reason else ("not run", self.not_yet)
+        self.write()
 
     def report(self) -> int:
         rows, names = [*self.rows.values()], [one.name for one in self.contenders]
-        report.print_rows(rows, self.args.implementations[0], self.ceiling.columns)
+        columns = lambda row: self.ceiling(row.case).columns(row)
+        report.print_rows(rows, self.args.implementations[0], columns)
         ours = [one.name for one in self.contenders if not one.is_peer]
         report.print_ratios(rows, ours, [name for name in names if name not in ours])
         ran = any(row.status == "ok" for row in rows)
         if not ran:
             print("nothing ran")
         self.write()
-        seconds = time.perf_counter() - self.started
-        print(f"\nwritten    {self.args.out / 'benchmark.json'}; {seconds:.0f} s in all")
+        print(f"\nwritten    {self.args.out / 'benchmark.json'}; {self.spent():.0f} s in all")
         return int(not ran or any(row.status in ("wrong", "failed") for row in rows))
 
     def write(self):
-        report.write_json(self.args.out / "benchmark.json", self.facts, [*self.rows.values()])
+        with self.lock:
+            report.write_json(self.args.out / "benchmark.json", self.facts, [*self.rows.values()])
 
 
 # ---- the command line ----
@@ -326,10 +343,11 @@ def make_parser(kind: str) -> argparse.ArgumentParser:
         help="rounds, in each of which every contender is timed once; 0 compiles the programs for "
         "their memory alone and runs nothing",
     )
-    add("--jobs", type=positive, metavar="J", help="programs to compile at a time")
-    add("--budget", type=positive, metavar="S", help="seconds after which no case begins")
+    help = "cases to compile at a time, each in its own process; on a CPU programs, in threads"
+    add("--jobs", type=positive, metavar="J", help=help)
+    add("--budget", type=positive, metavar="S", help="seconds after which no case begins to run")
     add("--out", type=pathlib.Path, metavar="DIR", help="folder to write to")
-    add("--quick", action="store_true", help="fewer cases of the suite, fewer rounds")
+    add("--quick", action="store_true", help="telling cases of the suite, fewer rounds")
     return parser
 
 
@@ -359,4 +377,5 @@ CHOSEN = dict(cpu="lengths", gpu="suite, or lengths if a shape is given")
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # no process may stay
     raise SystemExit(main())

@@ -68,13 +68,19 @@ def test_the_suite_has_every_shape_that_is_promised():
     others = [case for case in suite if not is_plain(case)]
     assert [(c.N, c.K, c.H, c.Hv, c.window, c.documents, c.global_tokens) for c in others] == [
         (16, 16, 128, None, None, 16, None),
-        (64, 8, 128, None, None, None, None),
         (16, 16, 192, 128, None, None, None),
+        (64, 8, 128, None, None, None, None),
         (16, 16, 128, None, 1024, None, None),
         (16, 16, 128, None, 1024, None, 64),
     ]
-    options.quick = True
-    assert cases.suite(options) == suite[:10]
+    options = types.SimpleNamespace(
+        dtype="bfloat16", quick=True, cases="suite", passes=["forward", "backward", "jvp"]
+    )
+    quick = cases.suite(options)
+    assert [case for case in quick if case.T > 1] == suite[:15]
+    passes = {case: cases.telling(case, options) for case in quick}
+    assert [case.B for case, names in passes.items() if names == ["forward"]] == [64, 1, 8]
+    assert sum("jvp" in names for names in passes.values()) == 2
 
 
 # ---- peers ----

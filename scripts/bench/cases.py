@@ -160,23 +160,45 @@ LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 
 
 def suite(args) -> list[Case]:
-    """The most telling cases come first, should the time run out; --quick stops after them."""
+    """The most telling cases come first, should the time run out; --quick has those alone, and
+    some that decode."""
 
     def case(H, T, causal=True, N=None, K=None, **more):
         N = N or HIDDEN // H
         return Case(TOKENS // T, T, T, N, K or N, H, args.dtype, causal, **more)
 
+    def token(B, S):
+        return Case(B, 1, S, 64, 8, 128, args.dtype, causal=False)
+
     first = [
         case(128, 4096),
         case(128, 16384),
         case(64, 4096),
+        case(128, 16384, causal=False),
         case(256, 4096),
-        case(128, 4096, causal=False),
+        case(64, 16384),
+        token(64, 8192),
+        token(1, 32768),
         case(128, 16384, documents=16),
-        case(128, 8192, N=64, K=8),
         case(192, 8192, N=16, Hv=128),  # multi-head latent attention
+        case(128, 8192, N=64, K=8),
+        *(case(128, T) for T in (512, 1024, 2048)),
+        case(64, 16384, causal=False),
         case(128, 16384, window=1024),
-        case(128, 16384, window=1024, global_tokens=64),
+        case(256, 16384, causal=False),
+        token(8, 8192),
     ]
+    if args.quick:
+        return first
     rest = [case(H, T, causal) for causal in (True, False) for H in (128, 64, 256) for T in LENGTHS]
-    return first if args.quick else list(dict.fromkeys(first + rest))
+    rest = [case(128, 16384, window=1024, global_tokens=64), *rest]
+    return [one for one in dict.fromkeys(first + rest) if one.T > 1]
+
+
+def telling(case: Case, args) -> list[str]:
+    """Those of the passes that are measured: of the cases of --quick, not all."""
+    if not args.quick or args.cases != "suite" or len(args.passes) == 1:
+        return args.passes
+    is_one_of_two = case.T == 4096 and case.H in (64, 128)
+    left_out = PASSES[1:] if case.T == 1 else []
+    return [name for name in args.passes if name not in left_out and (name != JVP or is_one_of_two)]

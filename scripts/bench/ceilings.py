@@ -34,6 +34,11 @@ class Ceiling(NamedTuple):
         }
 
 
+def of(case: Case, dtype: str, time_by: str) -> Ceiling:
+    """Of one new token what is read, of all else what is multiplied."""
+    return (copy if case.T == 1 else matmul)(dtype, time_by)
+
+
 @functools.cache
 def matmul(dtype: str, time_by: str) -> Ceiling:
     size = 8192 if machine.on_gpu() else 2048

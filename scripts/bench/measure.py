@@ -5,10 +5,14 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import statistics
+from collections.abc import Callable
 
 from scripts.bench import clock, machine, programs
 from scripts.bench.cases import Case, free_inputs
 from scripts.bench.peers import Contender
+
+READY = "ready"  # the next step runs what was compiled
+REFERENCE = "the dense reference, by which it is checked, failed"
 
 
 @dataclasses.dataclass
@@ -25,6 +29,7 @@ class Row:
     seconds: list[float] = dataclasses.field(default_factory=list)  # of one call, by round
     clock: str = ""  # that the seconds were read from
     sensors: dict[str, float] = dataclasses.field(default_factory=dict)
+    note: str = ""  # on the clock
 
     @property
     def median(self) -> float | None:
@@ -37,18 +42,25 @@ class Row:
 
 
 def groups(contenders: list[Contender]) -> list[list[Contender]]:
-    """Which contenders are measured together, one group after the other. On a GPU foreign code
-    comes last, since it may corrupt the CUDA context, and the others once more beside it."""
+    """Which contenders are timed together, one group after the other. On a GPU foreign code runs
+    last, since it may corrupt the CUDA context, and the others once more beside it."""
     safe = [one for one in contenders if not one.is_foreign]
     separate = machine.on_gpu() and 0 < len(safe) < len(contenders)
     return [safe, contenders] if separate else [contenders]
 
 
 def measure(
-    contenders: list[Contender], case: Case, passes: list[str], rounds: int, jobs: int, time_by: str
+    contenders: list[Contender],
+    case: Case,
+    passes: list[str],
+    rounds: int,
+    jobs: int,
+    time_by: str,
+    say: Callable[[str, list[Row]], None] = lambda step, rows: None,
 ) -> list[Row]:
     """Rows by pass, then by contender; `jobs` programs are compiled at a time. Without rounds
-    nothing is run: the rows say what memory the compiled programs take."""
+    nothing is run: the rows say what memory the compiled programs take. Before each step `say` is
+    told which it is, and what is known by then."""
     entries = [
         (Row(case, name, one.name), one)
         for name in passes
@@ -58,24 +70,40 @@ def measure(
     rows = [row for row, _ in entries]
     free_inputs()
     for row, one in entries:
+        say(f"loading {row.name}", [])
         _load(row, one, is_run=rounds > 0)
+
+    def compile_(entry):
+        say(f"compiling {entry[0].name}, {entry[0].passes}", rows)
+        _compile(*entry)
+
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(_compile, rows, [one for _, one in entries]))
-    if rounds < 1:
+        list(pool.map(compile_, entries))
+    if rounds < 1 or all(row.status != "ok" for row in rows):
         return rows
-    ready = {}
-    for row, one in entries:
-        with _report_errors(row):
-            if row.status == "ok":
-                ready[row.passes, row.name] = _check(row, one)
+    say("compiling the reference", rows)
     for name in passes:
-        together = [row for row in rows if row.passes == name and row.status == "ok"]
-        _time({row.name: (row, ready[name, row.name]) for row in together}, rounds, time_by)
+        with contextlib.suppress(Exception):  # the check reports it
+            programs.reference(case, name)
+    say(READY, rows)
+    ready = {}
+    for group in groups(contenders):
+        ours = [(row, one) for row, one in entries if one in group and row.status == "ok"]
+        for row, one in ours:
+            if (row.passes, row.name) not in ready:
+                say(f"checking {row.name}, {row.passes}", rows)
+                with _report_errors(row):
+                    ready[row.passes, row.name] = _check(row, one)
+        for name in passes:
+            together = [row for row, _ in ours if row.passes == name and row.status == "ok"]
+            say(f"timing {', '.join(row.name for row in together)}, {name}", rows)
+            _time({row.name: (row, ready[name, row.name]) for row in together}, rounds, time_by)
     return rows
 
 
 def _time(together: dict[str, tuple[Row, programs.Program]], rounds: int, time_by: str):
-    """A contender that raises is left out, and the others are timed again."""
+    """A contender that raises is left out, and the others are timed again; where it was timed
+    before, without foreign code, that stays."""
     while together:
         try:
             timing = clock.timing(
@@ -83,13 +111,12 @@ def _time(together: dict[str, tuple[Row, programs.Program]], rounds: int, time_b
             )
         except clock.Failed as failure:
             row, _ = together.pop(failure.args[0])
-            with _report_errors(row):
+            with _report_errors(row) if not row.seconds else contextlib.suppress(Exception):
                 raise failure.__cause__ from None
             continue
         for name, (row, _) in together.items():
             row.seconds, row.clock, row.sensors = timing.seconds[name], timing.clock, timing.sensors
-            if timing.clock != time_by:
-                row.reason = "; ".join(filter(None, (row.reason, f"timed by {timing.clock}")))
+            row.note = f"timed by {timing.clock}" if timing.clock != time_by else ""
         return
 
 
@@ -100,6 +127,8 @@ def _report_errors(row: Row):
         yield
     except (NotImplementedError, programs.TooLarge) as error:
         row.status, row.reason = "not run", str(error)
+    except programs.NoReference as error:
+        row.status, row.reason = "failed", f"{REFERENCE}: {error}"
     except Exception as error:
         row.status, row.reason = "failed", f"{type(error).__name__}: {error}"
 

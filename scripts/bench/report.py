@@ -9,12 +9,16 @@ from collections.abc import Callable
 from scripts.bench.measure import Row
 
 REASON_LENGTH = 300  # printed; the JSON has all of it
+OUT_OF_TIME = "out of time"  # begins the reason of a row that was not reached
 
 
 def print_rows(rows: list[Row], first: str, columns: Callable[[Row], dict[str, str]]):
     """Times, with what `columns` makes of each row and the ratio to the contender `first`; what the
-    GPU's sensors said meanwhile; and why other rows have no time."""
-    lines = []
+    GPU's sensors said meanwhile; and why other rows have no time. Those that were not reached are
+    a single line."""
+    unreached = [row for row in rows if row.reason.startswith(OUT_OF_TIME)]
+    rows = [row for row in rows if row not in unreached]
+    tables = {}
     for row, ratio in zip(rows, ratios(rows, first), strict=True):
         spread = " to ".join(milliseconds(f(row.seconds)) for f in (min, max) if row.seconds)
         cells = {
@@ -28,15 +32,18 @@ def print_rows(rows: list[Row], first: str, columns: Callable[[Row], dict[str, s
             "temporaries, MB": _format(row.temporary_bytes, ",.1f", 1e-6),
             "error": _format(row.error, ".0e"),
         }
-        lines.append(cells)
-    if lines:
-        print_table(lines[0], [cells.values() for cells in lines])
+        tables.setdefault(tuple(cells), []).append(cells.values())
+    for header, lines in tables.items():
+        print_table(header, lines)
     sensed = {(row.case, row.passes): row.sensors.values() for row in rows if row.sensors}
     if sensed:
         print("\nThe GPU while each case was timed, medians")
         lines = [(*at, *(f"{x:g}" for x in values)) for at, values in sensed.items()]
         print_table(("case", "pass", "MHz", "W", "°C"), lines)
     _print_reasons(rows)
+    if unreached:
+        cases = dict.fromkeys(str(row.case) for row in unreached)
+        print(f"\n{len(unreached)} rows not run, {unreached[0].reason}: of {'; '.join(cases)}")
 
 
 def ratios(rows: list[Row], first: str) -> list[float | None]:
@@ -86,8 +93,8 @@ def _print_reasons(rows: list[Row]):
     """A line for each reason of each contender, with the first of the cases that have it."""
     same = {}
     for row in rows:
-        if row.reason:
-            same.setdefault((row.status, row.name, row.reason), []).append(row)
+        if reason := "; ".join(filter(None, (row.reason, row.note))):
+            same.setdefault((row.status, row.name, reason), []).append(row)
     print(end="\n" * bool(same))
     for (status, name, reason), where in same.items():
         passes = ", ".join(dict.fromkeys(row.passes for row in where))
