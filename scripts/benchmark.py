@@ -43,6 +43,7 @@ class Cases(NamedTuple):
     gpu: dict
 
 
+TOKEN = dict(kv_heads=8, head_size=128, passes=[PASSES[0]])
 CASES = {
     "lengths": Cases(
         cases.by_length,
@@ -50,47 +51,28 @@ CASES = {
         cpu=dict(lengths=[512, 1024, 2048, 4096], batch=[1], heads=4, head_size=64),
         gpu=dict(lengths=[*cases.LENGTHS], batch=None, heads=16, head_size=128),
     ),
-    "suite": Cases(
-        cases.suite,
-        "head sizes, lengths and masks, of 16384 tokens each",
-        cpu={},
-        gpu={},
-    ),
+    "suite": Cases(cases.suite, "head sizes, lengths and masks, of 16384 tokens each", {}, {}),
     "decode": Cases(
         cases.decoding,
         "one new token beside a cache of each length",
-        cpu=dict(
-            lengths=[1024, 8192],
-            batch=[1, 8],
-            heads=32,
-            kv_heads=8,
-            head_size=128,
-            passes=[PASSES[0]],
-        ),
-        gpu=dict(
-            lengths=[1024, 8192, 32768, 131072],
-            batch=[1, 8, 64],
-            heads=64,
-            kv_heads=8,
-            head_size=128,
-            passes=[PASSES[0]],
-        ),
+        cpu=dict(lengths=[1024, 8192], batch=[1, 8], heads=32, **TOKEN),
+        gpu=dict(lengths=[1024, 8192, 32768, 131072], batch=[1, 8, 64], heads=64, **TOKEN),
     ),
 }
 SHAPE = ("lengths", "batch", "heads", "kv_heads", "head_size", "causal")  # the suite has its own
 ANYWHERE = dict(kv_heads=None, causal=True, repeats=9, budget=None, out=None, quick=False)
+SLOW = ["blockwise", "jax.nn/xla"]
+FAST = ["hopper", "hopper fused", "ampere", "triton"]
+FAST += [peer.name for peer in PEERS if peer.name not in SLOW]
 DEFAULTS = dict(
     cpu=dict(
-        implementations=["blockwise", "jax.nn/xla", "torch"],
+        implementations=[*SLOW, "torch"],
         passes=[PASSES[0], PASSES[2]],
         dtype="float32",
         jobs=1,
     ),
     gpu=dict(
-        implementations=[
-            *("hopper", "hopper fused", "ampere", "triton", "blockwise"),
-            *(peer.name for peer in PEERS),
-        ],
+        implementations=FAST + SLOW,
         passes=[*PASSES],
         dtype="bfloat16",
         jobs=min(12, os.cpu_count() or 1),
@@ -98,16 +80,7 @@ DEFAULTS = dict(
 )
 QUICK = dict(
     cpu=dict(repeats=3),
-    gpu=dict(
-        implementations=[
-            name
-            for name in DEFAULTS["gpu"]["implementations"]
-            if name not in ("blockwise", "jax.nn/xla")
-        ],
-        passes=[*PASSES[:2], JVP],
-        repeats=5,
-        budget=450,
-    ),
+    gpu=dict(implementations=FAST, passes=[*PASSES[:2], JVP], repeats=5, budget=450),
 )
 GRACE = 100  # seconds after the budget in which the last case must end, in its own process
 

@@ -41,7 +41,7 @@ def test_a_case_that_crashes_or_hangs_costs_what_was_not_yet_measured_of_it(
     run, as_on_a_gpu, monkeypatch, tmp_path
 ):
     install(monkeypatch.setattr)
-    monkeypatch.setattr(workers, "RUN", 15)
+    monkeypatch.setattr(workers, "RUN", 5)
     options = "--lengths 16 32 48 64 --passes forward --repeats 1 --jobs 2"
     rows, printed = run("jax.nn/xla, foreign", options, status=1)
     for T in (16, 32, 48, 64):

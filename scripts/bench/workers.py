@@ -21,7 +21,7 @@ from scripts.bench.peers import contender
 
 COMMAND = [sys.executable, str(pathlib.Path(__file__).parents[1] / "benchmark.py")]
 CASE = "--case"
-COMPILE, RUN = 300, 100  # seconds of a step, after which it hangs
+COMPILE, RUN = 300, 50  # seconds, and 10 a round: what takes longer hangs
 _one_runs = threading.Lock()
 
 
@@ -34,33 +34,33 @@ def in_a_process(
 ):
     """`keep` is given the rows of `measure` that changed. `left` says how many seconds remain, once
     it runs or before. What it prints is in `log`."""
-    step, limit, begun = "starting", COMPILE, time.monotonic()
+    step, runs, limit, begun = "starting", False, COMPILE, time.monotonic()
     with contextlib.ExitStack() as turn, _started(job, log) as process:
-        while left(limit == RUN) > 0:
+        while left(runs) > 0:
             if time.monotonic() > begun + limit:
                 process.send_signal(signal.SIGUSR1)  # it prints where it is
                 time.sleep(1)
-                raise Lost(f"its process hangs, {limit} s of {step}", limit == RUN)
+                raise Lost(f"its process hangs, {limit} s of {step}", runs)
             if not select.select([process.stdout], [], [], 1)[0]:
                 continue
             if not (line := process.stdout.readline()).endswith(b"\n"):
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     if status := process.wait(10):
                         how = f"status {status}" if status > 0 else signal.Signals(-status).name
-                        raise Lost(f"its process ended with {how}, {step}", limit == RUN)
+                        raise Lost(f"its process ended with {how}, {step}", runs)
                 return
             step, rows = json.loads(line)
             keep([Row(**row | dict(case=Case(*row["case"]))) for row in rows])
             if step == READY:
                 while not _one_runs.acquire(timeout=1):
-                    if left(False) <= 0:
-                        raise Lost(None, False)
+                    if left(runs) <= 0:
+                        raise Lost(None, runs)
                 turn.callback(_one_runs.release)
-                limit = RUN
+                runs, limit = True, RUN + 10 * job["rounds"]
                 with contextlib.suppress(BrokenPipeError):
                     process.stdin.write(b"\n")
             begun = time.monotonic()
-    raise Lost(None, limit == RUN)
+    raise Lost(None, runs)
 
 
 @contextlib.contextmanager
