@@ -29,6 +29,10 @@ class PagedKernel(NamedTuple):
     why_not_by_default: Callable[[Problem], str | None] | None = None
 
 
+def unknown(problem: Problem, operands: Operands) -> None:
+    """In place of a `Backend.results_like`: the forward is traced at once."""
+
+
 class Backend(NamedTuple):
     """An implementation, and what it can do. One that can run the forward of a problem can also run
     its backward."""
@@ -58,9 +62,9 @@ class Backend(NamedTuple):
     of_gradient: Callable = lambda tiles: tiles  # the tiles of a forward that the backward follows
     # the tiles of so many calls under vmap: (tiles, problem, calls)
     of_calls: Callable = lambda tiles, problem, calls: tiles
-    # (problem, operands) -> arrays of the shapes and dtypes of the forward's results; None: to know
-    # them it must be traced
-    results_like: Callable = lambda problem, operands: None
+    # (problem, operands) -> arrays of the shapes and dtypes of the forward's results, which is then
+    # traced when it is lowered
+    results_like: Callable = unknown
     # what is copied for its kernels in each call
     copies: Callable[[Problem], str | None] = lambda problem: None
 

@@ -100,7 +100,9 @@ def _over_auto_axes(choice: backends.Choice, operands) -> backends.Choice:
         )
         warnings.warn(f"{lacks}: they are gathered. {error}", stacklevel=6)
         return choice
-    return choice.wrap(partition.PartitionedPass)
+    choice = choice.wrap(partition.PartitionedPass)
+    # jax looks into the jaxpr of a program for equations whose lowering needs the devices
+    return choice._replace(backend=choice.backend._replace(results_like=backends.unknown))
 
 
 def _unflatten_batch(call: Call, problem, o, *row_outputs):
