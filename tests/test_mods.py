@@ -19,6 +19,7 @@ from jax.interpreters import batching, mlir
 from jax.sharding import PartitionSpec as P
 
 from pallas_flash import every_mode, flash_attention, masks
+from pallas_flash.mods import captured, derivatives
 
 X = jax.random.normal(jax.random.key(0), (1, 8, 1, 4))
 attend = functools.partial(flash_attention, X, X, X)
@@ -169,6 +170,18 @@ def test_a_functions_own_derivatives_are_those_of_a_rule(name):
         return
     along = lambda attention: jax.grad(lambda x: jnp.sum(jax.grad(loss)(x, attention) * X))(X)
     np.testing.assert_allclose(along(flash), along(dense), atol=1e-4)
+
+
+def test_a_rule_keeps_three_derivatives_of_a_function_and_says_so():
+    program = jax.make_jaxpr(jax.nn.softplus)(0.0).jaxpr
+    kept = derivatives.reopen(derivatives.close(program))
+    function = lambda x: captured.run(kept.eqns, kept.outvars, {kept.invars[0]: x})[0]
+    of_jax = jax.nn.softplus
+    for _ in range(derivatives.ORDERS):
+        function, of_jax = jax.grad(function), jax.grad(of_jax)
+        np.testing.assert_allclose(function(0.3), of_jax(0.3), rtol=1e-6)
+    with pytest.raises(NotImplementedError, match=r"has 3 derivatives, .*; got one more"):
+        jax.grad(function)(0.3)
 
 
 def test_a_rule_leaks_no_tracers():

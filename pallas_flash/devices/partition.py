@@ -70,7 +70,7 @@ class Partition(equation.KeptUnderVmap):
         call.def_partition(partition, sharding_rule=_sharding_rule(self.problem, *axes))
         results = mlir.lower_fun(call, multiple_results=True)(ctx, *leaves)
         bound_mods = self.problem.resolved_mask.mask_mod, self.problem.score
-        mods = [bound.mod.text for bound in bound_mods if bound is not None]
+        mods = [bound.mod.fingerprint for bound in bound_mods if bound is not None]
         if None not in mods:  # else jax's own name, by its address, stays
             computed = self.problem, self.tiles, mods, axes, self.maps, jaxpr
             callback_names.rename(ctx, results, *computed)

@@ -40,7 +40,12 @@ class TracedMod:
         return self.name
 
     @property
-    def text(self) -> str | None:
+    def text(self) -> str:
+        """To look for types in; it tells no programs apart."""
+        return str(self.jaxpr)
+
+    @property
+    def fingerprint(self) -> str | None:
         """Equal for equal programs alone, in other processes too; None: no text is."""
         return repr(self._key) if programs.has_name(self._key) else None
 
