@@ -79,7 +79,7 @@ class MergedRows(equation.Rules):
         for name in ("bias", "mask"):
             dense = getattr(x, name)
             if dense is not None and not getattr(differs, name):
-                if dense.shape[0] > 1:
+                if dense.shape[0] != 1:  # which may be a symbol
                     return None
                 axes = axes._replace(**{name: ""})  # one row serves all
         has_rows = [letters.startswith("B") for letters in jax.tree.leaves((axes, *row_axes))]

@@ -69,6 +69,18 @@ def test_a_program_serves_any_number_of_sequences(rng):
         equal(program(*x, *ends), f(*x, *ends))
 
 
+@pytest.mark.parametrize("of_bias", ["b, 1", "1, r"])
+def test_leading_axes_that_share_a_bias_may_be_symbols(of_bias, rng):
+    gradients = value_and_gradients(attend("blockwise"), (0, 3))
+    shapes = [(f"b, r, t, {n}, {Z.H}", "float32") for n in (Z.N, Z.K, Z.K)]
+    program = exported(gradients, *shapes, (f"{of_bias}, {Z.N}, t, t", "float32"))
+    q, k, v = qkv(rng, Z._replace(B=6, T=5, S=5))
+    x = [a.reshape(2, 3, *a.shape[1:]) for a in (q, k, v)]
+    lead = (2, 1) if of_bias == "b, 1" else (1, 3)
+    x.append(rng.normal(size=(*lead, Z.N, 5, 5)).astype(np.float32))
+    equal(program(*x), gradients(*x))
+
+
 def test_heads_are_no_symbols():
     n, q = export.symbolic_shape("n")[0], jnp.ones((1, 4, 2, 8))
     with pytest.raises(ValueError, match=r"head counts and head sizes must be static; .* got n\."):
