@@ -103,6 +103,8 @@ def main(argv=None) -> int:
     try:
         # on a CPU what compiles would disturb what is timed
         list((pool.map if machine.on_gpu() else map)(run.measure, run.cases))
+    except KeyboardInterrupt:
+        print("benchmark.py: interrupted; measured so far:", file=sys.stderr)
     finally:
         run.is_over = True
         pool.shutdown(cancel_futures=True)
@@ -350,5 +352,5 @@ CHOSEN = dict(cpu="lengths", gpu="suite, or lengths if a shape is given")
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # no process may stay
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # of `timeout`
     raise SystemExit(main())

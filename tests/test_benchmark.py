@@ -199,6 +199,20 @@ def test_out_of_time_no_case_begins_and_the_report_says_so(run, monkeypatch):
     assert not lines(printed, "| not run")
 
 
+def test_interrupted_it_prints_the_tables_of_what_was_measured(run, monkeypatch):
+    def measure_(contenders, case, passes, *args):
+        if case.T == 48:
+            raise KeyboardInterrupt
+        return [measure.Row(case, name, contenders[0].name, seconds=[1.0]) for name in passes]
+
+    monkeypatch.setattr(benchmark, "measure", measure_)
+    rows, printed = run("jax.nn/xla", "--lengths 32 48 64 --passes forward")
+    assert [row["status"] for row in rows.values()] == ["ok", "not run", "not run"]
+    assert len(lines(printed, "T32", "| 1,000 ")) == 1
+    reason = "2 rows not run, out of time: the run ended before: of B3 T48"
+    assert len(lines(printed, reason, "T64")) == 1
+
+
 def test_where_nothing_ran_it_says_so_and_ends_with_status_1(run):
     _, printed = run("jax.nn/cudnn", "--full", status=1)
     *_, reason, nothing, _, _ = printed.splitlines()

@@ -70,7 +70,7 @@ def _compiled(contender: Contender, case: Case, passes: str) -> list:
     # XLA's autotuning of the reference takes a minute on an H100, and may fail
     is_untuned = contender is DENSE and machine.on_gpu()
     options = {"xla_gpu_autotune_level": "0"} if is_untuned else None
-    programs = [first.lower().compile(options)]
+    programs = [first.lower().compile(compiler_options=options)]
     if passes == "backward":
         backward = jax.jit(lambda vjp, do: vjp(do)).trace(first.out_info, shapes[3])
         programs.append(backward.lower().compile())
