@@ -53,6 +53,19 @@ def test_it_is_as_one_that_is_copied_to_all_and_the_gradient_has_its_shape(
     equal(of_x, of_copies[:3])
 
 
+def test_kernels_get_no_array_that_has_it_for_each_batch_row():
+    x = jax.ShapeDtypeStruct((2, 3, T, N, H), jnp.float32)
+    bias = jax.ShapeDtypeStruct((2, 1, N, T, T), jnp.float32)
+
+    def gradients(q, k, v, bias):
+        attend = lambda *x: flash_attention(*x, mask=bias > 0, implementation="triton")
+        return jax.grad(lambda *x: attend(*x).sum(), (0, 3))(q, k, v, bias)
+
+    printed = str(jax.make_jaxpr(gradients)(x, x, x, bias))
+    assert f"[2,1,{N},{T},{T}]" in printed
+    assert f"[2,3,{N},{T},{T}]" not in printed and f"[6,{N},{T},{T}]" not in printed
+
+
 OTHERS = {
     "lengths": lambda B, rng: dict(key_value_seq_lengths=rng.integers(1, T, B).astype(np.int32)),
     "offsets": lambda B, rng: dict(
