@@ -20,10 +20,10 @@ from jax.ad_checkpoint import checkpoint_name
 from pallas_flash import blockwise, derivative_modes, equation, online_softmax
 from pallas_flash.arguments import Gradients, Operands, Problem
 from pallas_flash.backends import BLOCKWISE, Choice
-from pallas_flash.devices.varying import vary_alike
 from pallas_flash.kernels import device
 from pallas_flash.linear_maps import LinearMap, floats
 from pallas_flash.online_softmax import LogBase, RowScale, SoftmaxState
+from pallas_flash.varying import vary_alike
 
 
 class Residuals(NamedTuple):

@@ -14,10 +14,11 @@ from pallas_flash import (
     derivative_modes,
     lowering,
     selection,
+    varying,
     vmap,
 )
 from pallas_flash.call import Call
-from pallas_flash.devices import ring, sharding, ulysses, varying
+from pallas_flash.devices import ring, sharding, ulysses
 from pallas_flash.devices.call import canonicalize
 from pallas_flash.kernels import device
 from pallas_flash.partial_broadcast import axis_to_map, map_calls

@@ -141,7 +141,7 @@ ORDER = [
     "mods.derivatives",
     "mods.__init__",
     "pytrees",
-    "devices.varying",
+    "varying",
     "jax_internals",
     "devices.__init__",
     "caches.__init__",

@@ -19,12 +19,12 @@ from pallas_flash import (
     lowering,
     quantised,
     selection,
+    varying,
 )
 from pallas_flash.arguments import Problem
 from pallas_flash.backends import Backend
 from pallas_flash.caches import ragged
 from pallas_flash.call import PagedCall
-from pallas_flash.devices import varying
 from pallas_flash.kernels import joined
 from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.mods.score_mod import BoundScoreMod

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_flash.devices import varying
+from pallas_flash import varying
 from pallas_flash.jax_internals import Literal
 from pallas_flash.mods.derivatives import programs_in
 from pallas_flash.pytrees import IntLike
