@@ -24,6 +24,11 @@ from pallas_flash.kernels import device
 from pallas_flash.partial_broadcast import axis_to_map, map_calls
 from pallas_flash.selfcheck import verdicts
 
+NO_CALLBACK = (
+    "a mask_mod or score_mod that calls jax.pure_callback does not run on a mesh with Auto axes, "
+    "where XLA would end the process. Give the mesh explicit axes, or call within jax.shard_map."
+)
+
 
 def on_devices(attend, call: Call):
     """attend(call) of what each device has, where arrays lie on a mesh."""
@@ -92,6 +97,9 @@ def _over_auto_axes(choice: backends.Choice, operands) -> backends.Choice:
     partitioner knows."""
     if choice.backend.is_dense or not sharding.lies_on_auto_axes(operands):
         return choice
+    mods = operands.resolved_mask.mask_mod, operands.score
+    if any(mod is not None and "pure_callback" in mod.primitives for mod in mods):
+        raise NotImplementedError(NO_CALLBACK)
     try:
         # not at the top: it needs of jax what is not public
         from pallas_flash.devices import partition

@@ -18,7 +18,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jax.sharding import PartitionSpec as P
 
-from pallas_flash import every_mode, flash_attention, masks
+from pallas_flash import autodiff, flash_attention, masks
 from pallas_flash.mods import captured, derivatives
 
 X = jax.random.normal(jax.random.key(0), (1, 8, 1, 4))
@@ -100,6 +100,17 @@ def test_on_a_mesh_too():
         np.testing.assert_allclose(jax.jit(run)(x)[:1], run(X), atol=1e-5)
 
 
+def test_a_callback_on_a_mesh_with_auto_axes_is_refused_which_xla_would_not_survive():
+    mesh = jax.make_mesh((2,), ("b",), axis_types=(jax.sharding.AxisType.Auto,))
+    x = jax.device_put(jnp.concatenate([X, X]), jax.NamedSharding(mesh, P("b")))
+    factor = by_callback(2.0)
+    run = lambda x: flash_attention(x, x, x, score_mod=lambda s, b, h, i, j: s * factor(j))
+    with pytest.raises(NotImplementedError, match=r"jax\.pure_callback does not run on a mesh"):
+        jax.jit(run)(x)
+    mapped = jax.shard_map(run, mesh=mesh, in_specs=P("b"), out_specs=P("b"), check_vma=False)
+    np.testing.assert_allclose(jax.jit(mapped)(x)[:1], run(X), atol=1e-5)
+
+
 def test_a_rule_that_reads_an_array_runs_in_kernels_whatever_the_array_is_to_jax(constants):
     read = by_array(0.5)
     run = functools.partial(attend, score_mod=lambda s, b, h, i, j: s + read(j))
@@ -145,7 +156,7 @@ def test_nothing_is_kept_of_a_rule_and_equal_ones_share_a_program(name):
         table = jnp.full(8, float(n))
         tables.append(weakref.ref(table))
         attend(score_mod=lambda s, b, h, q, k, table=table: function(s) + table[k])
-        sizes.add(every_mode._attend._cache_size())
+        sizes.add(autodiff.attend._cache_size())
         del table
         gc.collect()
     assert len(sizes) == 1
