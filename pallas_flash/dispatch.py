@@ -107,7 +107,7 @@ def _over_auto_axes(choice: backends.Choice, operands) -> backends.Choice:
         lacks = (
             f"jax {jax.__version__} lacks what keeps arrays on a mesh with Auto axes where they are"
         )
-        warnings.warn(f"{lacks}: they are gathered. {error}", stacklevel=6)
+        warnings.warn(f"{lacks}: they are gathered. {error}", stacklevel=7)
         return choice
     choice = choice.wrap(partition.PartitionedPass)
     # jax looks into the jaxpr of a program for equations whose lowering needs the devices

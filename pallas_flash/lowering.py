@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from pallas_flash import blockwise, equation, jax_internals
 from pallas_flash.backends import Backend, Pass, blockwise_tangent
-from pallas_flash.jax_internals import jaxpr_as_fun, mlir
+from pallas_flash.jax_internals import mlir
 from pallas_flash.kernels import device
 from pallas_flash.online_softmax import LOWEST, LogBase, RowScale, SoftmaxState
 
@@ -88,10 +88,6 @@ class GpuOnly(equation.KeptUnderVmap):
 
     primitive = equation.primitive("flash_attention_on_gpu")
     other: Callable
-
-    def lower(self, ctx, *leaves, jaxpr, **_):
-        # a call of its own would be lowered for all platforms of the program
-        return mlir.lower_fun(jaxpr_as_fun(jaxpr), multiple_results=True)(ctx, *leaves)
 
     def lower_elsewhere(self, ctx, *leaves, jaxpr, in_tree, out_tree, **_):
         like = jax.tree.unflatten(out_tree, jaxpr.out_avals)

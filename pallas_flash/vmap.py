@@ -57,7 +57,7 @@ class MergedRows(equation.Rules):
         if tiles == self.tiles:
             return super().batch(size, leaves, in_axes, **parameters)
         run = lambda *x: jax.tree.leaves(
-            self.pass_.run(self.problem, tiles, *jax.tree.unflatten(in_tree, x))
+            self.pass_.inner(self.problem, tiles, *jax.tree.unflatten(in_tree, x))
         )
         return jax.vmap(run, in_axes)(*leaves)
 

@@ -12,7 +12,7 @@ import pytest
 
 from pallas_flash import flash_attention, masks
 from pallas_flash.accounting import GPUS
-from scripts.gpu_code import as_if_on
+from scripts.bench.gpu_code import as_if_on
 
 pytestmark = pytest.mark.skipif(
     gpu_interpreter.MISSING is not None, reason=str(gpu_interpreter.MISSING)

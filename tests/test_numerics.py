@@ -11,7 +11,7 @@ import numpy as np
 import oracle
 import pytest
 from cases import Sizes, qkv
-from check import TOLERANCE, close, cotangents, run
+from check import TOLERANCE, close, cotangents, program, run
 
 from pallas_flash import backends, flash_attention
 from pallas_flash.kernels import triton
@@ -334,10 +334,10 @@ def test_where_one_key_holds_the_whole_row_queries_have_no_gradient(rng):
 def test_the_maximum_is_guarded_where_a_row_may_see_no_key_and_not_where_each_is_known_to_see_one():
     """Without the guard XLA's CPU library takes the product and the softmax of it in one call."""
     x = jnp.ones((2, 8, 2, 16))
-    attend = lambda **kw: jax.make_jaxpr(
-        lambda x: flash_attention(x, x, x, implementation="blockwise", **kw)
-    )(x)
-    guarded = lambda **kw: re.search(rf"= max .*{str(LOWEST)[:8]}", str(attend(**kw)))
+    attend = lambda **kw: program(
+        lambda x: flash_attention(x, x, x, implementation="blockwise", **kw), x
+    )
+    guarded = lambda **kw: re.search(rf"= max .*{str(LOWEST)[:8]}", attend(**kw))
     assert not any(
         guarded(**kw) for kw in (dict(), dict(is_causal=True), dict(local_window_size=(2, 0)))
     )
