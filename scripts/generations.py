@@ -191,10 +191,11 @@ def hopper(p: Attention, t) -> tuple[dict[str, Cost], dict[str, Cost]]:
     reads = q + heads * int(np.minimum(blocks * forward.block_k, p.T).sum()) * row
     queries = int(dkv.query_blocks().sum()) * dkv.block_q * (row + 8)
     keys = int(dq.key_blocks().sum()) * dq.block_k
+    lse_and_delta = 8 * heads * dq.key_blocks().size * dq.block_q
     backward = dict(
         delta=Cost(0, 0, 2 * q + 2 * rows, 2 * rows),
         dkv=dkv.cost(dkv.query_blocks(), 4, 2 * q + heads * queries, 2 * q),
-        dq=dq.cost(dq.key_blocks(), 3, heads * (p.T + keys) * row + 2 * rows, q),
+        dq=dq.cost(dq.key_blocks(), 3, heads * (p.T + keys) * row + lse_and_delta, q),
     )
     return dict(forward=warpgroup.cost(visits, 2, reads, q + 4 * heads * padded, 1)), backward
 

@@ -216,8 +216,8 @@ import contextlib, signal, sys, time
 from scripts.gpt_run.console import deferred_signals, one_line_errors
 
 with one_line_errors("x.py", ""), deferred_signals() if sys.argv[1] else contextlib.nullcontext():
-    print("ready", flush=True)
     try:
+        print("ready", flush=True)
         time.sleep(60)
     finally:
         print("ends", flush=True)
