@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from pallas_flash import blockwise, reference
 from pallas_flash.arguments import Gradients, Operands, Problem
-from pallas_flash.kernels import ampere, device, hopper, joined, triton
+from pallas_flash.kernels import ampere, device, hopper, joined, mma, triton
 from pallas_flash.online_softmax import LogBase
 
 
@@ -195,9 +195,9 @@ def _why_no_import(*modules: str) -> str | None:
 _triton_why_no_import = functools.partial(
     _why_no_import, "triton.forward", "triton.backward", "triton.tangent"
 )
-_SCORES = "ampere.score_gradients"
+_SCORES = "mma.score_gradients"
 _ampere_why_no_import = functools.partial(
-    _why_no_import, "ampere.forward", "ampere.backward", "ampere.tangent", _SCORES
+    _why_no_import, "ampere.forward", "ampere.backward", "mma.tangent", _SCORES
 )
 _hopper_why_no_import = functools.partial(
     _why_no_import, "hopper.forward", "hopper.backward", "hopper.tangent", _SCORES
@@ -214,7 +214,7 @@ def _mosaic_backward(module: str) -> Callable:
         if not _has_score_gradients(problem):
             return gradients
         of_scores = _kernel(_SCORES, "score_gradients")
-        bias, captured = of_scores(problem, ampere.score_tiles(problem), operands, *rows)
+        bias, captured = of_scores(problem, mma.score_tiles(problem), operands, *rows)
         return gradients._replace(bias=bias, captured=captured)
 
     return backward
@@ -323,13 +323,13 @@ BACKENDS = (
         lambda p: ampere.tiles(p),
         _kernel("ampere.forward", "forward"),
         _mosaic_backward("ampere.backward"),
-        tangent=_tangent("ampere.tangent"),
+        tangent=_tangent("mma.tangent"),
         own_kernels=True,
         is_interpretable=False,
         paged=PagedKernel(
-            ampere.why_no_pages,
-            ampere.decode_tiles,
-            _kernel("ampere.decode", "forward"),
+            mma.why_no_pages,
+            mma.decode_tiles,
+            _kernel("mma.decode", "forward"),
             why_not_by_default=lambda p: _no_gpu(),  # on Hopper GPUs what hopper's cannot read
         ),
         keeps_base_2=True,

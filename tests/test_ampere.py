@@ -140,7 +140,7 @@ def test_there_is_no_race(head, tma, rng):
 
 @COPIES
 def test_without_a_wait_there_is_a_race(tma, rng, monkeypatch):
-    from pallas_flash.kernels.ampere import tile  # an older jax lacks its layouts
+    from pallas_flash.kernels.mma import tile  # an older jax lacks its layouts
 
     monkeypatch.setattr(tile.Ring, "wait", lambda ring, t: ring.at(t))
     monkeypatch.setattr(gpu_interpreter, "DEADLOCK_SECONDS", 5.0)

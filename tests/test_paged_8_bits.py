@@ -36,7 +36,7 @@ from pallas_flash import (
 )
 from pallas_flash.accounting import GPUS
 from pallas_flash.caches import attend
-from pallas_flash.kernels import ampere
+from pallas_flash.kernels import mma
 from scripts.bench.gpu_code import as_if_on
 
 pytestmark = pytest.mark.usefixtures("small_caches")
@@ -171,9 +171,9 @@ def test_by_mma_a_copy_is_of_whole_tiles_for_four_warps_in_shared_memory_that_th
         with as_if_on(GPUS[gpu]):
             problem = explain(q, k, v, implementation="blockwise").problem
             shapes = tuple((9, page, 2, n) for n in (head, value))
-            if ampere.why_no_pages(problem, shapes, stored):
+            if mma.why_no_pages(problem, shapes, stored):
                 continue
-            t = ampere.decode_tiles(problem, page, stored)
+            t = mma.decode_tiles(problem, page, stored)
         size, taken = 1 if stored else 2, taken + 1
         for width in (t.width, t.value_width):
             assert min(page, t.block_k) // 8 * (width * size / t.swizzle_in_slots) % 4 == 0

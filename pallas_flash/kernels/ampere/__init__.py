@@ -2,19 +2,12 @@
 one warpgroup a program."""
 
 from pallas_flash.arguments import Problem
-from pallas_flash.decode import why_not as why_no_single_tile
 from pallas_flash.kernels import device, joined
-from pallas_flash.kernels.ampere.tuning import (
-    decode_tiles,
-    padded_length,
-    padded_size,
-    page_columns,
-    score_tiles,
-    tiles,
-)
+from pallas_flash.kernels.ampere.tuning import tiles
+from pallas_flash.kernels.mma.tuning import padded_length, padded_size
 from pallas_flash.kernels.mosaic import operations
 
-__all__ = ["copies", "decode_tiles", "score_tiles", "tiles", "why_no_pages", "why_not"]
+__all__ = ["copies", "tiles", "why_not"]
 
 
 def why_not(problem: Problem) -> str | None:
@@ -34,22 +27,6 @@ def why_not(problem: Problem) -> str | None:
             f"got {p.scale}"
         )
     return joined(*reasons)
-
-
-def why_no_pages(problem: Problem, shapes: tuple, dtype: str | None) -> str | None:
-    """Why the kernels cannot read pages of these shapes where they lie, or None; `dtype` is that of
-    pages of 8 bits."""
-    p, page = problem, shapes[0][1]
-    if page % 64 and (page < 8 or 64 % page):
-        return f"it takes pages of 8, 16, 32 or a multiple of 64 keys; got {page}"
-    columns = page_columns(p, page, dtype)
-    if p.head_size % columns or p.value_size % columns:
-        of = f" of {dtype}" if dtype else ""
-        return (
-            f"it copies pages of {page} keys{of} of heads of a multiple of {columns}; got H = "
-            f"{p.head_size}, Hv = {p.value_size}"
-        )
-    return why_no_single_tile(p)
 
 
 def copies(problem: Problem) -> str | None:

@@ -3,69 +3,19 @@ again from lse: one owns tiles of queries and sums dQ over the keys, one owns ti
 dK and dV over the queries. Nothing is added in any other order, so gradients are deterministic."""
 
 import functools
-from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash import schedule
 from pallas_flash.arguments import Gradients, Operands, Problem
-from pallas_flash.kernels.ampere import tile
-from pallas_flash.kernels.ampere.matrices import Matrices
-from pallas_flash.kernels.ampere.tuning import AllTiles, Tiles
+from pallas_flash.kernels.ampere.tuning import AllTiles
+from pallas_flash.kernels.mma import tile
+from pallas_flash.kernels.mma.gradients import Inputs, Memory
+from pallas_flash.kernels.mma.tuning import Tiles
 from pallas_flash.kernels.mosaic import block_info, logits, scheduler
 from pallas_flash.kernels.mosaic.launch import LANE, launch
 from pallas_flash.kernels.mosaic.registers import load, per_column, per_row
-
-
-class Inputs(NamedTuple):
-    """The arrays of a kernel, and what the mask comes to for rows, tiles and blocks."""
-
-    queries: Matrices  # q, do
-    keys: Matrices  # k, v
-    # [B, N, whole tiles of T]: in the problem's log base, less what the logits omit; +inf: P = 0
-    lse: jax.Array
-    delta: jax.Array  # the same shape
-    # of block_info.by_query_tile, or by_key_tile
-    blocks: jax.Array | block_info.BlockLists | None
-    logits: logits.Arrays
-
-    @classmethod
-    def make(cls, p: Problem, t: Tiles, blocks, x: Operands, lse, do, delta) -> "Inputs":
-        more = (0, 0), (0, 0), (0, -p.queries % t.block_q)
-        widths, (query_lengths, key_lengths) = (t.width, t.value_width), x.resolved_mask.lengths
-        return cls(
-            Matrices.make([x.query, do], widths, t.block_q, query_lengths),
-            Matrices.make([x.key, x.value], widths, t.block_k, key_lengths),
-            jnp.pad(lse - logits.omitted(p), more, constant_values=jnp.inf),
-            jnp.pad(delta, more),
-            blocks,
-            logits.arrays(p, x, t.tiling),
-        )
-
-
-class Memory(NamedTuple):
-    """The shared memory of a program, and with TMA its mbarriers: the two matrices of the tile that
-    it owns, and those of the blocks that pass by."""
-
-    owned: tuple  # each [rows, width]
-    ring: tuple  # each [stages, rows, width]
-    owned_full: Any
-    ring_full: Any
-
-    @classmethod
-    def allocate(cls, t: Tiles, dtype) -> "Memory":
-        block = functools.partial(tile.block, dtype, swizzle=t.swizzle)
-        owned, passing = (t.block_k, t.block_q) if t.owns_keys else (t.block_q, t.block_k)
-        widths = t.width, t.value_width
-        return cls(
-            owned=tuple(block(owned, width) for width in widths),
-            ring=tuple(block(t.stages, passing, width) for width in widths),
-            owned_full=plgpu.Barrier(num_arrivals=2) if t.tma else None,
-            ring_full=plgpu.Barrier(num_arrivals=2, num_barriers=t.stages) if t.tma else None,
-        )
 
 
 def backward(problem: Problem, tiles: AllTiles, x: Operands, lse, do, delta) -> Gradients:

@@ -14,9 +14,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash import online_softmax, schedule
 from pallas_flash.arguments import Operands, Problem
-from pallas_flash.kernels.ampere import decode, tile
-from pallas_flash.kernels.ampere.matrices import Matrices
-from pallas_flash.kernels.ampere.tuning import AllTiles, Tiles
+from pallas_flash.kernels.ampere.tuning import AllTiles
+from pallas_flash.kernels.mma import decode, tile
+from pallas_flash.kernels.mma.matrices import Matrices
+from pallas_flash.kernels.mma.tuning import Tiles
 from pallas_flash.kernels.mosaic import block_info, logits, scheduler
 from pallas_flash.kernels.mosaic.launch import LANE, launch
 from pallas_flash.kernels.mosaic.registers import per_row

@@ -1,90 +1,16 @@
-"""How the kernels by mma tile a problem: tables, and which row a problem takes."""
+"""How the forward and the backward by mma tile a problem."""
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 from pallas_flash import decode
 from pallas_flash.arguments import Problem
-from pallas_flash.kernels import device
-from pallas_flash.kernels.mosaic.tiling import Tiling
-
-ROWS = 64  # of the four warps of a program: 16 each, the rows of one mma
-WIDE = 16  # keys of a block in decoding, with values wider than 128
-# bytes of a row, of 16 bits a column, that are one column of tiles in shared memory
-SWIZZLES = 128, 64, 32
-REDUCTION = 2048  # bytes of shared memory in which warps of `ScoreTiles.by_query` add up columns
-
-
-class Tiles(NamedTuple):
-    """Of a kernel: `block_q` queries by `block_k` keys, of which a program owns the ones, and walks
-    over blocks of the others in `stages` slots of shared memory."""
-
-    width: int  # of queries and keys in shared memory
-    value_width: int  # of values and the output
-    block_q: int
-    block_k: int
-    owns_keys: bool = False
-    stages: int = 2
-    swizzle: int = SWIZZLES[0]
-    tma: bool = False  # blocks are copied by TMA, not by cp.async
-    apart: bool = False  # dK and dV have a kernel each
-
-    @property
-    def keeps_q(self) -> bool:
-        """Whether registers hold queries beside the sums."""
-        return self.width <= 128
-
-    @property
-    def tiling(self) -> Tiling:
-        columns = self.block_q if self.owns_keys else self.block_k
-        return Tiling(self.block_q, self.block_k, columns, transposed=self.owns_keys)
-
-    @property
-    def row_bytes(self) -> int:
-        """Of a key and its value, or of a query and its do."""
-        return 2 * (self.width + self.value_width)
-
-    @property
-    def shared_bytes(self) -> int:
-        """Of shared memory, but for the mbarriers: both matrices of the tile that a program owns,
-        and those of the blocks that pass by."""
-        owned, passing = (self.block_q, self.block_k)[:: -1 if self.owns_keys else 1]
-        return (owned + self.stages * passing) * self.row_bytes
-
-    def __str__(self):
-        copies = "TMA" if self.tma else "cp.async"
-        size = f"{self.block_q} x {self.block_k}, {self.stages} stages by {copies}"
-        return f"{size}, widths {self.width}/{self.value_width}"
-
-
-class DecodeTiles(NamedTuple):
-    """Of split-KV decoding: 64 rows by `block_k` keys, with a program for each of `num_splits` of
-    the keys."""
-
-    width: int
-    value_width: int
-    num_splits: int
-    stages: int
-    block_k: int
-    copies: int = 1  # that a block of keys takes
-    swizzle: int = SWIZZLES[0]
-    swizzle_in_slots: int = SWIZZLES[0]
-    tma: bool = False
-    stored: str | None = None  # the dtype of keys and values of 8 bits
-
-    keeps_q = Tiles.keeps_q
-
-    def __str__(self):
-        size = f"{ROWS} x {self.block_k}, {self.num_splits} splits, {self.stages} stages"
-        stored = f" of {self.stored}" if self.stored else ""
-        return f"{size}{stored}, widths {self.width}/{self.value_width}"
-
-
-class ScoreTiles(NamedTuple):
-    """Of kernels/ampere/score_gradients.py."""
-
-    by_query: Tiles
-    by_key: Tiles  # for sums over queries
+from pallas_flash.kernels.mma.tuning import (
+    DecodeTiles,
+    Tiles,
+    decode_tiles,
+    first_row,
+    tangent_tiles,
+)
 
 
 class AllTiles(NamedTuple):
@@ -121,23 +47,6 @@ _DKV = (
     Tiles(width=192, value_width=128, block_q=16, block_k=64, owns_keys=True),
     Tiles(width=256, value_width=256, block_q=16, block_k=64, owns_keys=True, apart=True),
 )
-_TANGENT = (
-    Tiles(width=64, value_width=64, block_q=64, block_k=64),
-    Tiles(width=128, value_width=128, block_q=64, block_k=32),
-    Tiles(width=256, value_width=256, block_q=64, block_k=16),
-)
-# of dS, whose sums are one tile: for Hopper's kernels too, which know wider heads. The last row of
-# each is for GPUs with 99 KB of shared memory.
-_SCORES = (
-    Tiles(width=64, value_width=64, block_q=64, block_k=64),
-    Tiles(width=256, value_width=256, block_q=64, block_k=32),
-    Tiles(width=256, value_width=256, block_q=64, block_k=16),
-)
-_KEY_SCORES = (
-    Tiles(width=64, value_width=64, block_q=64, block_k=64, owns_keys=True),
-    Tiles(width=256, value_width=256, block_q=32, block_k=64, owns_keys=True),
-    Tiles(width=256, value_width=256, block_q=16, block_k=64, owns_keys=True),
-)
 
 
 def tiles(problem: Problem) -> AllTiles:
@@ -146,102 +55,9 @@ def tiles(problem: Problem) -> AllTiles:
     p = problem
     has_ids = p.resolved_mask.query_ids is not None
     return AllTiles(
-        _row(_FORWARD[1 if has_ids or p.dropped else 0 :], p),
-        _row(_DQ, p),
-        _row(_DKV[1 if has_ids else 0 :], p),
-        _tangent(p),
-        _decoding(p),
+        first_row(_FORWARD[1 if has_ids or p.dropped else 0 :], p),
+        first_row(_DQ, p),
+        first_row(_DKV[1 if has_ids else 0 :], p),
+        tangent_tiles(p),
+        decode_tiles(p) if decode.takes(p) else None,
     )
-
-
-def _tangent(p: Problem) -> Tiles | None:
-    """Queries, keys and values with their tangents."""
-    size = lambda t: 2 * t.block_q * t.width * 2 + 2 * t.stages * t.block_k * t.row_bytes
-    return _row(_TANGENT, p, size)
-
-
-def _decoding(p: Problem) -> DecodeTiles | None:
-    return decode_tiles(p) if decode.takes(p) else None
-
-
-def decode_tiles(problem: Problem, page: int = ROWS, stored: str | None = None) -> DecodeTiles:
-    """As many stages as shared memory holds beside q, and beside a block in 16 bits where keys and
-    values are stored in 8, of blocks so large that there are three."""
-    p, size = problem, 1 if stored else 2
-    width, value_width = padded_size(p.head_size), padded_size(p.value_size)
-    row, left = width + value_width, _shared_memory() - 2 * ROWS * width
-
-    def stages(block_k: int) -> int:
-        in_use = 2 * block_k * row if stored else 0
-        return min((left - in_use) // (block_k * size * row), 6)
-
-    # registers hold o beside it, and what is made of 8 bits
-    is_wide = width > 128 or (stored and row > 128)
-    most = WIDE if value_width > 128 else 32 if is_wide else ROWS
-    block_k = next(n for n in (ROWS, 32, WIDE) if n <= most and stages(n) >= 3)
-    in_slots = _swizzle(width, value_width, min(page, block_k), size)
-    return DecodeTiles(
-        width,
-        value_width,
-        decode.num_splits(p, block_k, device.processors()),
-        stages(block_k),
-        block_k,
-        max(block_k // page, 1),
-        _swizzle(width, value_width, block_k) if stored else in_slots,
-        in_slots,
-        device.has_tma(),
-        stored,
-    )
-
-
-def page_columns(problem: Problem, page: int, stored: str | None = None) -> int:
-    """Of how many columns, or a multiple, heads must be whose pages of so many keys are copied one
-    by one: a copy by the four warps is of four tiles of 8 rows, side by side or not."""
-    rows = page if problem.value_size <= 128 else min(page, WIDE)
-    return SWIZZLES[-1] // (1 if stored else 2) * max(32 // rows, 1)
-
-
-def _shared_memory() -> int:
-    """Bytes for a program's matrices, beside the mbarriers."""
-    return device.shared_memory() - 1024
-
-
-def score_tiles(problem: Problem) -> ScoreTiles:
-    return ScoreTiles(
-        _row(_SCORES, problem, lambda t: t.shared_bytes + REDUCTION),
-        _row(_KEY_SCORES, problem, lambda t: t.shared_bytes),
-    )
-
-
-def _row(table, problem: Problem, size: Callable[[Tiles], int] = lambda t: 0) -> Tiles | None:
-    """The first that holds the problem's heads, as narrow as they are, and whose `size` in bytes
-    shared memory holds."""
-    p, width, value_width = problem, *map(padded_size, (problem.head_size, problem.value_size))
-    for row in table:
-        if p.head_size <= row.width and p.value_size <= row.value_width:
-            swizzle = _swizzle(width, value_width, min(row.block_q, row.block_k))
-            of_heads = dict(width=width, value_width=value_width, swizzle=swizzle)
-            tiles = row._replace(**of_heads, tma=device.has_tma())
-            if size(tiles) <= _shared_memory():
-                return tiles
-    return None
-
-
-def _swizzle(width: int, value_width: int, page: int = ROWS, size: int = 2) -> int:
-    """The widest of which these, in tiles for copies of so many rows, are multiples; in numbers of
-    `size` bytes."""
-    tiles = max(32 // page, 1)
-    fits = lambda n, swizzle: n % (swizzle // size * tiles) == 0
-    return next(x for x in SWIZZLES if fits(width, x) and fits(value_width, x))
-
-
-def padded_size(size: int) -> int:
-    """How many columns heads of `size` have: whole steps of an mma, and two at a time where blocks
-    are of 16 rows, which four warps copy."""
-    step = 16 if size <= 128 else 32
-    return -(-size // step) * step
-
-
-def padded_length(length: int) -> int:
-    """How many rows: TMA copies from whole tiles of 8."""
-    return -(-length // 8) * 8 if device.has_tma() else length

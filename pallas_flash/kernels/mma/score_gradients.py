@@ -18,9 +18,9 @@ from jax.experimental import pallas as pl
 from pallas_flash import schedule
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.kernels import device
-from pallas_flash.kernels.ampere import tile
-from pallas_flash.kernels.ampere.backward import Inputs, Memory
-from pallas_flash.kernels.ampere.tuning import REDUCTION, ScoreTiles, Tiles
+from pallas_flash.kernels.mma import tile
+from pallas_flash.kernels.mma.gradients import Inputs, Memory
+from pallas_flash.kernels.mma.tuning import REDUCTION, ScoreTiles, Tiles
 from pallas_flash.kernels.mosaic import block_info, logits, scheduler
 from pallas_flash.kernels.mosaic.launch import LANE, launch
 from pallas_flash.kernels.mosaic.registers import iota, load, per_column, per_row

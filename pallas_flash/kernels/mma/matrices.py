@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_flash.kernels.ampere import tile
-from pallas_flash.kernels.ampere.tuning import padded_length
+from pallas_flash.kernels.mma import tile
+from pallas_flash.kernels.mma.tuning import padded_length
 from pallas_flash.kernels.mosaic import ragged_tail
 from pallas_flash.pytrees import IntLike
 

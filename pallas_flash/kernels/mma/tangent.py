@@ -13,9 +13,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.arguments import Gradients, Operands, Problem
-from pallas_flash.kernels.ampere import tile
-from pallas_flash.kernels.ampere.matrices import Matrices, flat
-from pallas_flash.kernels.ampere.tuning import AllTiles, Tiles
+from pallas_flash.kernels.mma import tile
+from pallas_flash.kernels.mma.matrices import Matrices, flat
+from pallas_flash.kernels.mma.tuning import Tiles
 from pallas_flash.kernels.mosaic import bias, block_info, logits, scheduler
 from pallas_flash.kernels.mosaic.launch import LANE, launch
 from pallas_flash.kernels.mosaic.registers import load, per_row
@@ -58,8 +58,9 @@ class Memory(NamedTuple):
         )
 
 
-def tangent(problem: Problem, tiles: AllTiles, x: Operands, dx: Gradients, rows: RowLse, o, dlse):
-    """The tangents of o and lse, but for what those of the arrays of a score_mod add."""
+def tangent(problem: Problem, tiles, x: Operands, dx: Gradients, rows: RowLse, o, dlse):
+    """The tangents of o and lse, but for what those of the arrays of a score_mod add. `tiles`: a
+    family's, with Tiles of the tangent."""
     p, t, has_dk = problem, tiles.tangent, dx.key is not None
     inputs = _inputs(p, t, x, dx, rows, o, dlse)
     like = inputs.rows.lse

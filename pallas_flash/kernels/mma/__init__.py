@@ -1,0 +1,24 @@
+"""What runs by mma on every NVIDIA GPU, for all Mosaic families: decoding, forward mode, and the
+gradients of scores."""
+
+from pallas_flash.arguments import Problem
+from pallas_flash.decode import why_not as why_no_single_tile
+from pallas_flash.kernels.mma.tuning import decode_tiles, page_columns, score_tiles
+
+__all__ = ["decode_tiles", "score_tiles", "why_no_pages"]
+
+
+def why_no_pages(problem: Problem, shapes: tuple, dtype: str | None) -> str | None:
+    """Why the kernels cannot read pages of these shapes where they lie, or None; `dtype` is that of
+    pages of 8 bits."""
+    p, page = problem, shapes[0][1]
+    if page % 64 and (page < 8 or 64 % page):
+        return f"it takes pages of 8, 16, 32 or a multiple of 64 keys; got {page}"
+    columns = page_columns(p, page, dtype)
+    if p.head_size % columns or p.value_size % columns:
+        of = f" of {dtype}" if dtype else ""
+        return (
+            f"it copies pages of {page} keys{of} of heads of a multiple of {columns}; got H = "
+            f"{p.head_size}, Hv = {p.value_size}"
+        )
+    return why_no_single_tile(p)
