@@ -16,7 +16,13 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 # what imports jax is imported where it is used: --help and errors come at once
 from scripts.bench.options import Help
-from scripts.gpt_run.console import UserError, check_installed, one_line_errors, run
+from scripts.gpt_run.console import (
+    UserError,
+    check_installed,
+    one_line_errors,
+    print_texts,
+    run,
+)
 from scripts.gpt_run.options import (
     ATTENTION,
     COUNT,
@@ -89,9 +95,8 @@ def tell(text: str):
 
 
 def write(args, settings, prompts: list[bytes]):
-    from scripts.gpt_run.checkpoints import load
-    from scripts.gpt_run.generation import Sampling, generate, print_texts
-    from scripts.gpt_run.steps import generator_structure
+    from scripts.gpt_run.folder import load
+    from scripts.gpt_run.model import Sampling, abstract_state, generate, generator_structure
 
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
     times = [time.perf_counter()]
@@ -105,7 +110,7 @@ def write(args, settings, prompts: list[bytes]):
     headings = [f"--- prompt {i}\n" if several else "" for i in range(1, len(prompts) + 1)]
     try:
         structure = generator_structure(settings)
-        parameters = load(args.run, settings)["parameters"]
+        parameters = load(args.run, abstract_state(settings))["parameters"]
         tell("compiles the model, for the prompts and for a byte")
         generated = generate(structure, parameters, prompts, args.max_bytes, sampling, args.seed)
         count = print_texts(prompts, headings, timed(generated), args.stop or "")

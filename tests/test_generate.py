@@ -12,11 +12,17 @@ from flax import nnx
 from trainer import error_of
 
 from scripts import generate
-from scripts.gpt_run import generation
-from scripts.gpt_run.checkpoints import load
-from scripts.gpt_run.generation import Row, Sampling, choose
+from scripts.gpt_run import model
+from scripts.gpt_run.console import Row
+from scripts.gpt_run.folder import load
+from scripts.gpt_run.model import (
+    Sampling,
+    abstract_state,
+    choose,
+    generator_structure,
+    model_structure,
+)
 from scripts.gpt_run.options import run_settings
-from scripts.gpt_run.steps import generator_structure, model_structure
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 PROMPTS = ["cab ", "a banana cabana in a bin, nab it", "cab "]
@@ -29,7 +35,7 @@ def settings(finished_run):
 
 @pytest.fixture(scope="module")
 def parameters(finished_run, settings):
-    return load(finished_run, settings)["parameters"]
+    return load(finished_run, abstract_state(settings))["parameters"]
 
 
 def written(capsys, *arguments) -> str:
@@ -90,7 +96,7 @@ def test_the_model_sees_as_far_back_as_its_training_did_and_keeps_no_more(settin
 
     prompts, sampling = [b"a" * 60, b"b"], Sampling(0.0)
     before = {id(x) for x in jax.live_arrays()}
-    generated = generation.generate(generator, parameters, prompts, 10**6, sampling, 0)
+    generated = model.generate(generator, parameters, prompts, 10**6, sampling, 0)
     next(generated)
     assert sum(x.nbytes for x in jax.live_arrays() if id(x) not in before) < 10**5
 
@@ -150,7 +156,7 @@ def test_text_is_written_as_it_comes_and_speed_is_told_on_stderr(finished_run, m
 
 def test_all_rows_end_at_their_stop_string(finished_run, capsys, monkeypatch):
     only_x = lambda logits, keys, sampling: jnp.full(len(logits), ord("x"))
-    monkeypatch.setattr(generation, "choose", only_x)
+    monkeypatch.setattr(model, "choose", only_x)
     options = [finished_run, "--stop", "xxx", "--max-bytes", 99]
     text = written(capsys, *options, *several(PROMPTS[:2]))
     assert text == f"--- prompt 1\n{PROMPTS[0]}\n--- prompt 2\n{PROMPTS[1]}\n"

@@ -25,7 +25,8 @@ from trainer import SCRIPT, STEPS, TINY, error_of, loss_curve, same_curves, trai
 
 from pallas_flash import backends, signatures
 from scripts import train_gpt
-from scripts.gpt_run import curves, devices, machine, options, steps, training
+from scripts.gpt_run import devices, model, options, training
+from scripts.gpt_run import folder as run_folder
 from scripts.gpt_run import text as texts
 from scripts.gpt_run.options import parse
 
@@ -92,7 +93,7 @@ def test_the_plot_shows_the_end_of_training_and_not_the_fall_from_the_start():
     losses = 2 + 3.5 * np.exp(-np.arange(1, 1001) / 20)
     held_out = [[i, 2.15] for i in (250, 500, 750, 1000)]
     for training_losses, measured in (losses, held_out), (losses[:1], []):
-        figure = curves.draw(curves.Curves(list(training_losses), measured), bigram=2.4)
+        figure = run_folder.draw(run_folder.Curves(list(training_losses), measured), bigram=2.4)
         low, high = figure.axes[0].get_ylim()
         assert low < min(2.4, *training_losses)
         assert 2.4 < high < (2.6 if measured else 6)
@@ -295,10 +296,10 @@ def test_on_a_mesh_parameters_and_their_optimizer_are_sharded_over_data_and_mode
 
 def test_accumulated_gradients_are_those_of_the_whole_batch():
     args = parse([*TINY, "--batch", "6", "--dtype", "float32"])
-    structure, parameters = steps.model_structure(args), steps.initial_state(args)["parameters"]
+    structure, parameters = model.model_structure(args), model.initial_state(args)["parameters"]
     windows = jax.random.randint(jax.random.key(0), (6, 25), 0, 256)
     whole, accumulated = (
-        jax.jit(lambda p, n=n: steps.loss_and_gradients(structure, p, windows, n))(parameters)
+        jax.jit(lambda p, n=n: model.loss_and_gradients(structure, p, windows, n))(parameters)
         for n in (1, 3)
     )
     jax.tree.map(
@@ -310,14 +311,14 @@ def test_the_preset_gpt2_has_gpt2s_parameters_and_context():
     args = parse(["--preset", "gpt2", "--context", "512"])
     assert (args.dtype, args.context) == ("bfloat16", 512)
     assert parse(["--preset", "gpt2"]).context == 1024
-    leaves = jax.tree.leaves(steps.abstract_state(args)["parameters"])
+    leaves = jax.tree.leaves(model.abstract_state(args)["parameters"])
     assert round(sum(math.prod(p.shape) for p in leaves) / 1e6) == 124
 
 
 def test_short_runs_warm_up_for_a_fifteenth_and_their_first_step_learns():
     for count in (1, 14, 30, 1500):
         args = parse(["--steps", str(count)])
-        rate = steps.learning_rate(args)
+        rate = model.learning_rate(args)
         assert args.warmup == count // 15
         assert rate(args.warmup) == pytest.approx(args.learning_rate)
         assert 0 < rate(0) <= args.learning_rate
@@ -326,26 +327,26 @@ def test_short_runs_warm_up_for_a_fifteenth_and_their_first_step_learns():
 def test_model_flops_are_those_of_the_products():
     sizes = "--layers 2 --heads 2 --features 128 --context 64 --dtype float32"
     args = parse([*sizes.split(), "--attention", "reference"])
-    structure = steps.model_structure(args)
-    parameters = steps.abstract_state(args)["parameters"]
+    structure = model.model_structure(args)
+    parameters = model.abstract_state(args)["parameters"]
     windows = jax.ShapeDtypeStruct((1, args.context + 1), jnp.int32)
-    step = jax.jit(lambda p, w: steps.loss_and_gradients(structure, p, w, 1))
+    step = jax.jit(lambda p, w: model.loss_and_gradients(structure, p, w, 1))
     products = step.lower(parameters, windows).cost_analysis()["flops"] / args.context
     # the reference computes what causal attention does not need
     dense = 6 * args.layers * args.context * args.features
-    counted = machine.flops_per_token(args, jax.tree.leaves(parameters)) + dense
+    counted = devices.flops_per_token(args, jax.tree.leaves(parameters)) + dense
     assert counted == pytest.approx(products, rel=0.1)
 
 
 def test_the_speed_comes_with_the_mfu_of_a_known_gpu(monkeypatch):
-    assert machine.peak_flops("NVIDIA H100 80GB HBM3") == 989.4e12
-    assert machine.peak_flops("cpu") is None
+    assert devices.peak_flops("NVIDIA H100 80GB HBM3") == 989.4e12
+    assert devices.peak_flops("cpu") is None
     args = parse(["--dtype", "bfloat16"])
-    assert machine.speed_format(args, {})(1e6) == "1,000,000 tokens/s"
-    monkeypatch.setattr(machine, "peak_flops", lambda kind: 1e9)
-    monkeypatch.setattr(machine, "flops_per_token", lambda *_: 1e4)
+    assert devices.speed_format(args, {})(1e6) == "1,000,000 tokens/s"
+    monkeypatch.setattr(devices, "peak_flops", lambda kind: 1e9)
+    monkeypatch.setattr(devices, "flops_per_token", lambda *_: 1e4)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert machine.speed_format(args, {})(25e3) == "25,000 tokens/s, 25.0% MFU"
+    assert devices.speed_format(args, {})(25e3) == "25,000 tokens/s, 25.0% MFU"
 
 
 # ---- which attention ----

@@ -20,8 +20,7 @@ import trainer
 from trainer import SCRIPT, STEPS, TINY, contents, loss_curve, same_curves, train
 
 from scripts import train_gpt
-from scripts.gpt_run import checkpoints, console, folder, generation, machine, training
-from scripts.gpt_run.curves import Curves
+from scripts.gpt_run import console, devices, folder, training
 from scripts.gpt_run.options import parse
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
@@ -147,7 +146,7 @@ def test_wrong_paths_are_refused_before_jax_is_imported_without_a_traceback(fini
 
 
 def test_a_step_that_the_memory_cannot_hold_is_refused(text, tmp_path, monkeypatch):
-    monkeypatch.setattr(machine.os, "sysconf", lambda name: 100)  # pages, and bytes of each
+    monkeypatch.setattr(devices.os, "sysconf", lambda name: 100)  # pages, and bytes of each
     error = error_of(*TINY, "--data", text, "--out", tmp_path / "run")
     pattern = (
         r"out of memory \(a step needs [\d,.]+ GB of 0.0\). Try a smaller --batch or --context"
@@ -188,12 +187,12 @@ def test_an_allocation_that_fails_names_what_to_change():
 def test_a_gpu_that_jax_does_not_use_is_told(words, platforms, told, monkeypatch, tmp_path):
     if words:
         (tmp_path / "version").write_text(words)
-    monkeypatch.setattr(machine, "DRIVER", tmp_path / "version")
+    monkeypatch.setattr(devices, "DRIVER", tmp_path / "version")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     before = jax.config.jax_platforms
     jax.config.update("jax_platforms", platforms)
     try:
-        advice = machine.unused_gpu()
+        advice = devices.unused_gpu()
     finally:
         jax.config.update("jax_platforms", before)
     assert (told in advice and "Install jax[cuda13]" in advice) if told else advice is None
@@ -246,7 +245,7 @@ def test_a_signal_within_a_sample_begins_a_line(capsys):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        generation.print_texts([b"a"], ["--- sample 1\n"], bytes_then_signal())
+        console.print_texts([b"a"], ["--- sample 1\n"], bytes_then_signal())
     assert capsys.readouterr().out == "--- sample 1\nax\n"
 
 
@@ -297,7 +296,7 @@ def test_a_checkpoint_without_room_is_not_begun(tmp_path, monkeypatch):
     for free in (2**20 + 4004, 2**20 + 4003):
         monkeypatch.setattr("shutil.disk_usage", lambda path, free=free: disk._replace(free=free))
         try:
-            checkpoints.save(manager(), state, Curves([], []))
+            folder.save(manager(), state, folder.Curves([], []))
         except OSError as error:
             room = r"No space left on device (1.1 MB are free, a checkpoint takes 1.1)"
             assert folder.disk_error(error) == room
@@ -352,7 +351,7 @@ def test_what_comes_too_late_from_threads_that_read_damaged_files_is_not_told(mo
     told = []
     monkeypatch.setattr(sys, "unraisablehook", told.append)
     for _ in range(2):
-        checkpoints.silence_threads()
+        folder.silence_threads()
     late, other = (
         argparse.Namespace(exc_value=RuntimeError(text), object=None)
         for text in ("Event loop is closed", "another")

@@ -1,5 +1,7 @@
-"""What a run tells its user: lines of progress, errors of one line, and how signals end it."""
+"""What a run tells its user: lines of progress, generated text, errors of one line, and how signals
+end it."""
 
+import codecs
 import contextlib
 import importlib.util
 import os
@@ -99,3 +101,72 @@ def _signal_handler(handler):
     finally:
         for s, handler in previous.items():
             signal.signal(s, handler)
+
+
+# ---- generated text ----
+
+
+class Row:
+    """The text after one prompt: bytes go in, printable text comes out, up to the stop string."""
+
+    def __init__(self, stop: bytes = b""):
+        self.stop = stop
+        self.count = 0
+        self.is_done = False
+        self.text = ""
+        self.held = b""
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, byte: int):
+        if self.is_done:
+            return
+        self.held += bytes([byte])
+        self.count += 1
+        if self.stop and self.held.endswith(self.stop):
+            self.held = self.held.removesuffix(self.stop)
+            return self.finish()
+        # what may be the beginning of the stop string is held back
+        starts = (self.stop[:n] for n in range(len(self.stop) - 1, 0, -1))
+        ready = self.held.removesuffix(next(filter(self.held.endswith, starts), b""))
+        self.text += self.decoder.decode(ready)
+        self.held = self.held[len(ready) :]
+
+    def finish(self):
+        """No more bytes come: what is held back is text."""
+        self.text += self.decoder.decode(self.held, final=True)
+        self.held = b""
+        self.is_done = True
+
+    def take(self) -> str:
+        """The text since the last call."""
+        text, self.text = self.text, ""
+        return printable(text)
+
+
+def printable(text: str) -> str:
+    """Without what would control the terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+
+
+def print_texts(prompts: list[bytes], headings: list[str], generated, stop: str = "") -> int:
+    """The text of each prompt: the first as it comes, the others when it is their turn. Returns how
+    many bytes were generated."""
+    rows = [Row(stop.encode()) for _ in prompts]
+    try:
+        _print_rows(rows, prompts, headings, generated)
+    except KeyboardInterrupt:
+        print(flush=True)  # what is said next begins a line
+        raise
+    return sum(row.count for row in rows)
+
+
+def _print_rows(rows: list[Row], prompts: list[bytes], headings: list[str], generated):
+    for prompt, heading, row in zip(prompts, headings, rows, strict=True):
+        text = heading + printable(prompt.decode(errors="replace"))
+        print(text + row.take(), end="", flush=True)
+        while not row.is_done and (new := next(generated, None)) is not None:
+            for each, byte in zip(rows, new, strict=True):
+                each.add(int(byte))
+            print(row.take(), end="", flush=True)
+        row.finish()
+        print(row.take())

@@ -1,31 +1,48 @@
 """What train_gpt.py does: trains, evaluates a run, or checks an attention."""
 
 import argparse
+import collections
+import contextlib
+import math
 import pathlib
+import sys
+import time
 
 import jax
 import jax.numpy as jnp
+import tqdm
 
 from pallas_flash import explain, flash_attention
-from scripts.gpt_run.checkpoints import load, open_checkpoints, restore, save
-from scripts.gpt_run.console import UserError, report
-from scripts.gpt_run.curves import Curves, Events, to_csv, to_png
-from scripts.gpt_run.devices import shardings
-from scripts.gpt_run.folder import read_config, write_atomically, write_config
-from scripts.gpt_run.generation import Sampling, generate, print_texts
-from scripts.gpt_run.loop import run_steps
-from scripts.gpt_run.machine import check_memory, speed_format, unused_gpu
-from scripts.gpt_run.options import CHECK_TOLERANCE, SETTINGS
-from scripts.gpt_run.steps import (
+from scripts.gpt_run.console import UserError, deferred_signals, print_texts, report
+from scripts.gpt_run.devices import check_memory, shardings, speed_format, unused_gpu
+from scripts.gpt_run.folder import (
+    Curves,
+    Events,
+    load,
+    open_checkpoints,
+    read_config,
+    restore,
+    save,
+    to_csv,
+    to_png,
+    write_atomically,
+    write_config,
+)
+from scripts.gpt_run.model import (
+    Sampling,
     abstract_state,
     evaluation,
+    generate,
     generator_structure,
     initial_state,
     learning_rate,
     model_structure,
     train_step,
 )
+from scripts.gpt_run.options import CHECK_TOLERANCE, SETTINGS
 from scripts.gpt_run.text import Text, bigram_loss, held_out_windows
+
+IN_FLIGHT = 4  # losses that are not fetched yet, so that the device does not wait for Python
 
 
 def train(args, text: Text, folder: pathlib.Path):
@@ -34,20 +51,20 @@ def train(args, text: Text, folder: pathlib.Path):
     windows = held_out_windows(text, args.context)
     bigram = bigram_loss(text, windows)
     structure = model_structure(args)
-    state = abstract_state(args)
-    describe_speed = speed_format(args, state["parameters"])
-    report_model(args, attention, state["parameters"])
+    shapes = abstract_state(args)
+    describe_speed = speed_format(args, shapes["parameters"])
+    report_model(args, attention, shapes["parameters"])
     sizes = f"{len(text.train):,} bytes to train on, {len(text.held_out):,} held out"
     report("text", f"{text.source}: {sizes}")
     report("bigram", f"{bigram:.4f} nats per byte on {windows[:, 1:].size:,} held-out bytes")
     data = jax.device_put(text.train, shardings(text.train))
     report("compiles", "the training step")
-    step = train_step(args, structure).lower(state, data).compile()
+    step = train_step(args, structure).lower(shapes, data).compile()
     check_memory(step)
     evaluate = evaluation(structure, windows)
 
     with open_checkpoints(folder) as checkpoints:
-        state, curves = restore(checkpoints, args) or (initial_state(args), Curves([], []))
+        state, curves = restore(checkpoints, shapes) or (initial_state(args), Curves([], []))
         report("run", f"{folder}, after step {state['step']}" if args.resume else folder)
         if args.resume:
             report_changes(folder, args, text, attention, int(state["step"]))
@@ -85,6 +102,55 @@ def train(args, text: Text, folder: pathlib.Path):
     report("files", f"{folder}: loss.png, loss.csv, checkpoints{events}")
 
 
+def run_steps(args, state, curves: Curves, step, text, evaluate, save, describe_speed):
+    """Takes the steps that are left, and notes their losses in `curves`. Returns the state, the
+    speed, and the signals that ended it early, after a checkpoint."""
+    first = len(curves.training)
+    tokens = args.batch * args.context
+    start = time.perf_counter()
+    seconds = 0.0  # per step
+    pending = collections.deque()
+    signals = []
+    size = dict(total=args.steps * tokens, initial=first * tokens)
+    style = dict(unit=" tokens", unit_scale=True, disable=None, dynamic_ncols=True, leave=False)
+    # several processes stay in step: there the first signal ends one at once
+    handler = deferred_signals() if jax.process_count() == 1 else contextlib.nullcontext([])
+    with tqdm.tqdm(**size, **style) as bar, handler as received:
+        for done in range(first + 1, args.steps + 1):
+            state, loss = step(state, text)
+            pending.append(loss)
+            bar.update(tokens)
+            signals = received[:1]  # read once: a later signal waits for the next step
+            evaluates = done == args.steps or done % args.eval_every == 0
+            saves = done == args.steps or done % args.save_every == 0 or signals
+            while len(pending) > (0 if evaluates or saves else IN_FLIGHT):
+                curves.training.append(finite(pending.popleft()))
+                bar.set_postfix(loss=f"{curves.training[-1]:.3f}", refresh=False)
+            if evaluates:
+                curves.held_out.append([done, float(evaluate(state["parameters"]))])
+            seconds = (time.perf_counter() - start) / (done - first)
+            if evaluates:
+                recent = curves.training[-args.eval_every :]
+                left = tqdm.tqdm.format_interval(seconds * (args.steps - done))
+                bar.write(
+                    f"step {done:>6}/{args.steps}  training {sum(recent) / len(recent):.4f}  held "
+                    f"out {curves.held_out[-1][1]:.4f}  {describe_speed(tokens / seconds)}  {left} "
+                    "left"
+                )
+                sys.stdout.flush()
+            if saves:
+                save(state, curves)
+            if signals:
+                break
+    return state, seconds and tokens / seconds, signals
+
+
+def finite(loss) -> float:
+    if not math.isfinite(loss := float(loss)):
+        raise UserError(f"the loss became {loss}; try a smaller --learning-rate.")
+    return loss
+
+
 def report_changes(folder: pathlib.Path, args, text: Text, attention: str, done: int):
     """What is different in a run that continues; refuses another text."""
     config = read_config(folder)
@@ -118,7 +184,7 @@ def evaluate(args, text: Text | None):
     """The held-out loss of a run's last checkpoint, if the text is there, and samples."""
     folder = args.eval_only
     attention = resolve(args)
-    state = load(folder, args)
+    state = load(folder, abstract_state(args))
     report_model(args, attention, state["parameters"])
     report("run", f"{folder}, after step {state['step']} of {args.steps}")
     print_samples(args, state["parameters"])

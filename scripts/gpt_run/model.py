@@ -1,14 +1,18 @@
-"""The model, its training step and its evaluation, as pure functions of a state."""
+"""The model, as pure functions of a state: its training step, its evaluation, and text from it."""
 
+import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 
 from models.gpt import GPT, GPTConfig
 from scripts.gpt_run.devices import context_parallelism, shard_tokens, shardings
+from scripts.gpt_run.options import BYTES
 
 
 def new_model(args, **changes) -> GPT:
@@ -129,3 +133,67 @@ def evaluation(structure, windows):
             lambda group: mean_loss(structure, parameters, group), groups
         ).mean()
     )
+
+
+# ---- text, byte by byte: prompts of different lengths in one batch ----
+
+
+class Sampling(NamedTuple):
+    """How the next byte is drawn: from softmax(logits / temperature), among the likeliest bytes."""
+
+    temperature: float  # 0: the likeliest byte
+    top_k: int | None = None  # how many of the likeliest
+    top_p: float = 1.0  # the fewest whose probabilities add up to it
+
+
+def choose(logits, keys, sampling: Sampling):
+    """The next byte [B] of logits [B, V], with a key per row."""
+    logits = logits[:, :BYTES]
+    if sampling.temperature == 0:
+        return jnp.argmax(logits, -1)
+    logits, order = jax.lax.top_k(logits / sampling.temperature, sampling.top_k or BYTES)
+    p = jax.nn.softmax(logits)
+    likelier = jnp.cumsum(p, -1) - p  # 0 for the first, which always stays
+    logits = jnp.where(likelier < sampling.top_p, logits, -jnp.inf)
+    drawn = jax.vmap(jax.random.categorical)(keys, logits)
+    return jnp.take_along_axis(order, drawn[:, None], -1)[:, 0]
+
+
+def generate(structure, parameters, prompts: list[bytes], length: int, sampling: Sampling, seed):
+    """Yields the bytes [B] that come next, `length` times, from a model with a window: its caches
+    hold no more than that. What a row draws follows from the seed and its prompt, and for equal
+    prompts from their order."""
+    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+    model = nnx.merge(structure, parameters)
+    chunk = min(model.config.window, lengths.max())
+    tokens = np.zeros((len(prompts), -(-lengths.max() // chunk) * chunk), np.int32)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = np.frombuffer(prompt, np.uint8)
+    copies = np.array([prompts[:i].count(prompt) for i, prompt in enumerate(prompts)])
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), copies)
+
+    @functools.partial(jax.jit, donate_argnums=1)
+    def read(parameters, caches, logits, tokens, counts):
+        new, caches = nnx.merge(structure, parameters)(tokens, caches, lengths=counts)
+        last = jnp.take_along_axis(new, jnp.maximum(counts, 1)[:, None, None] - 1, 1)[:, 0]
+        return jnp.where(counts[:, None] > 0, last, logits), caches
+
+    @functools.partial(jax.jit, donate_argnums=1)
+    def step(parameters, caches, logits, i):
+        byte = choose(logits, jax.vmap(jax.random.fold_in, (0, None))(keys, i), sampling)
+        logits, caches = nnx.merge(structure, parameters)(byte[:, None], caches)
+        return byte.astype(jnp.uint8), logits[:, 0], caches
+
+    logits = jnp.float32(0)
+    caches = model.init_rolling_cache(len(prompts), chunk)
+    for start in range(0, tokens.shape[1], chunk):
+        counts = np.clip(lengths - start, 0, chunk)
+        chunk_tokens = tokens[:, start : start + chunk]
+        logits, caches = read(parameters, caches, logits, chunk_tokens, counts)
+    byte = None
+    for i in range(length):
+        previous = byte
+        byte, logits, caches = step(parameters, caches, logits, i)
+        if previous is not None:  # read while the next one is computed
+            yield np.asarray(previous)
+    yield np.asarray(byte)
