@@ -1,6 +1,7 @@
 """The hook against Flax's own attention."""
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,15 +19,17 @@ from flax_layers import (
     normal,
     value_and_grads,
 )
+from selection import whole_but
 
 from pallas_flash import dropout_mask, flash_attention, masks
 from pallas_flash.flax import attention_fn, hook
 
 
-def nnx_module(hook, **options):
+def nnx_module(attention_fn=None, **options):
     """An nnx.MultiHeadAttention as a function of its parameters and inputs, and the parameters: the
     same for every hook."""
-    layer = nnx.MultiHeadAttention(N, D, decode=False, rngs=nnx.Rngs(0), **options, **hook)
+    options |= dict(attention_fn=attention_fn) if attention_fn else {}
+    layer = nnx.MultiHeadAttention(N, D, decode=False, rngs=nnx.Rngs(0), **options)
     graph, params = nnx.split(layer)
     return lambda params, *inputs, **call: nnx.merge(graph, params)(*inputs, **call), params
 
@@ -36,120 +39,99 @@ def linen_params():
     return linen.MultiHeadDotProductAttention(N).init(jax.random.key(0), normal(0, B, T, D))
 
 
-def linen_module(hook, **options):
-    return linen.MultiHeadDotProductAttention(N, **options, **hook).apply, linen_params()
+def linen_module(attention_fn=None, **options):
+    options |= dict(attention_fn=attention_fn) if attention_fn else {}
+    return linen.MultiHeadDotProductAttention(N, **options).apply, linen_params()
 
 
 MODULES = {"nnx": nnx_module, "linen": linen_module}
-MASKS = {
-    "none": None,
-    "boolean": np.tril(np.ones((T, T), bool))[None, None],
-    "float, causal": nnx.make_causal_mask(jnp.ones((B, T))),
-    "float, padded keys": nnx.make_attention_mask(jnp.ones((B, 1)), IS_REAL),
-    "int, padded keys, by query": nnx.make_attention_mask(
-        jnp.ones((B, T)), IS_REAL, dtype=jnp.int32
-    ),
+PADDED_KEYS = nnx.make_attention_mask(jnp.ones((B, 1)), IS_REAL)
+
+
+class Case(NamedTuple):
+    """What our hook and Flax's attention are given."""
+
+    call: dict[str, Any] = {}
+    options: dict[str, Any] = {}  # of the module
+    hook: dict[str, Any] = {}  # of ours
+    inputs: Any = ((B, T, D),)
+    of_flax: dict[str, Any] | None = None  # in place of `call`
+    tolerance: float = 2e-5
+
+
+def causal(*lead):
+    mask = nnx.make_causal_mask(jnp.ones((*lead, T)))
+    return Case(dict(mask=mask), inputs=((*lead, T, D),))
+
+
+BY_QUERY = nnx.make_attention_mask(jnp.ones((B, T)), IS_REAL, dtype=jnp.int32)
+CASES = {
+    "no mask": Case(),
+    "boolean": Case(dict(mask=np.tril(np.ones((T, T), bool))[None, None])),
+    "float, causal": causal(B),
+    "float, padded keys": Case(dict(mask=PADDED_KEYS)),
+    "int, padded keys, by query": Case(dict(mask=BY_QUERY)),
+    "no batch axis": causal(),
+    "two batch axes": causal(2, 3),
+    "the dtype of the module": Case(options=dict(dtype=jnp.bfloat16), tolerance=2e-2),
+    "triton, by partial": Case(dict(mask=PADDED_KEYS), hook=dict(implementation="triton")),
+    "dropout turned off": Case(dict(deterministic=True), dict(dropout_rate=0.5)),
 }
+OF_NNX = {
+    "is_causal, grouped heads, cross-attention": Case(
+        dict(is_causal=True),
+        dict(num_kv_heads=2, normalize_qk=True),
+        inputs=((B, T, D), (B, T + 4, D)),
+    ),
+    "a mask object": Case(dict(mask=masks.Causal()), of_flax=dict(is_causal=True)),
+}
+EACH = [*(("nnx", name) for name in CASES | OF_NNX), *(("linen", name) for name in CASES)]
+FAST = [pair for pair in EACH if pair[0] == "nnx"] + [("linen", name) for name in [*CASES][3::2]]
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("library", MODULES)
-def test_the_hook_gives_what_flax_gives(library, mask):
-    mask, x = MASKS[mask], normal(1, B, T, D)
-    ours, params = MODULES[library](dict(attention_fn=attention_fn))
-    theirs, _ = MODULES[library]({})
-    assert_close(
-        *(jax.jit(functools.partial(apply, mask=mask))(params, x) for apply in (ours, theirs))
-    )
+def assert_hook_is_flax(library, case, run):
+    """`run` takes a function, its parameters and its inputs."""
+    inputs = [normal(i, *shape) for i, shape in enumerate(case.inputs, 1)]
+    of_flax = case.call if case.of_flax is None else case.of_flax
+    results = []
+    for attend, call in ((functools.partial(attention_fn, **case.hook), case.call), (None, of_flax)):
+        module, params = MODULES[library](attend, **case.options)
+        results.append(run(functools.partial(module, **call), params, *inputs))
+    assert jax.tree.map(jax.typeof, results[0]) == jax.tree.map(jax.typeof, results[1])
+    assert_close(*results, case.tolerance)
+
+
+@pytest.mark.parametrize("library, case", whole_but(EACH, *FAST))
+def test_the_hook_gives_what_flax_gives(library, case):
+    assert_hook_is_flax(library, (CASES | OF_NNX)[case], lambda f, *args: jax.jit(f)(*args))
 
 
 @pytest.mark.parametrize("library", MODULES)
 def test_the_hook_gives_the_gradients_that_flax_gives(library):
-    mask, x = MASKS["float, padded keys"], normal(1, B, T, D)
-    ours, params = MODULES[library](dict(attention_fn=attention_fn))
-    theirs, _ = MODULES[library]({})
-    assert_close(
-        *(
-            value_and_grads(functools.partial(apply, mask=mask), params, x)
-            for apply in (ours, theirs)
-        )
-    )
+    assert_hook_is_flax(library, CASES["float, padded keys"], value_and_grads)
 
 
-def test_the_hook_honours_is_causal_and_grouped_heads_and_cross_attention():
-    ours, params = nnx_module(dict(attention_fn=attention_fn), num_kv_heads=2, normalize_qk=True)
-    theirs, _ = nnx_module({}, num_kv_heads=2, normalize_qk=True)
-    inputs = normal(1, B, T, D), normal(2, B, T + 4, D)
-    assert_close(
-        *(
-            jax.jit(functools.partial(apply, is_causal=True))(params, *inputs)
-            for apply in (ours, theirs)
-        )
-    )
+def decoded_by_nnx(x, **hook):
+    layer = nnx.MultiHeadAttention(N, D, decode=True, rngs=nnx.Rngs(0), **hook)
+    layer.init_cache(x.shape)
+    step = nnx.jit(lambda layer, x: layer(x))
+    return [step(layer, x[:, t : t + 1]) for t in range(T)]
 
 
-@pytest.mark.parametrize("lead", [(), (2, 3)])
-@pytest.mark.parametrize("library", MODULES)
-def test_the_hook_takes_no_batch_axis_or_several(library, lead):
-    x, mask = normal(1, *lead, T, D), nnx.make_causal_mask(jnp.ones((*lead, T)))
-    ours, params = MODULES[library](dict(attention_fn=attention_fn))
-    theirs, _ = MODULES[library]({})
-    y = jax.jit(ours)(params, x, mask=mask)
-    assert y.shape == x.shape
-    assert_close(y, jax.jit(theirs)(params, x, mask=mask))
+def decoded_by_linen(x, **hook):
+    layer = linen.MultiHeadDotProductAttention(N, decode=True, **hook)
+    variables = layer.init(jax.random.key(0), x)
+    step, ys = jax.jit(functools.partial(layer.apply, mutable=["cache"])), []
+    for t in range(T):
+        y, cache = step(variables, x[:, t : t + 1])
+        variables, ys = {**variables, **cache}, [*ys, y]
+    return ys
 
 
-@pytest.mark.parametrize("library", MODULES)
-def test_the_hook_computes_in_the_dtype_of_the_module(library):
-    ours, params = MODULES[library](dict(attention_fn=attention_fn), dtype=jnp.bfloat16)
-    theirs, _ = MODULES[library]({}, dtype=jnp.bfloat16)
-    y = jax.jit(ours)(params, normal(1, B, T, D))
-    assert y.dtype == jnp.bfloat16
-    assert_close(y, jax.jit(theirs)(params, normal(1, B, T, D)), 2e-2)
-
-
-def test_the_hook_decodes_step_by_step_in_nnx_as_flax_does():
+@pytest.mark.parametrize("decoded", [decoded_by_nnx, decoded_by_linen])
+def test_the_hook_decodes_step_by_step_as_flax_does(decoded):
     x = normal(1, B, T, D)
-
-    def decode(hook):
-        layer = nnx.MultiHeadAttention(N, D, decode=True, rngs=nnx.Rngs(0), **hook)
-        layer.init_cache(x.shape)
-        step = nnx.jit(lambda layer, x: layer(x))
-        return jnp.concatenate([step(layer, x[:, t : t + 1]) for t in range(T)], 1)
-
-    ours = decode(dict(attention_fn=attention_fn))
-    full, params = nnx_module({})
-    assert_close(ours, decode({}))
-    assert_close(ours, jax.jit(functools.partial(full, is_causal=True))(params, x))
-
-
-def test_the_hook_decodes_step_by_step_in_linen_as_flax_does():
-    x = normal(1, B, T, D)
-
-    def decode(hook):
-        layer = linen.MultiHeadDotProductAttention(N, decode=True, **hook)
-        variables = layer.init(jax.random.key(0), x)
-        step, ys = jax.jit(functools.partial(layer.apply, mutable=["cache"])), []
-        for t in range(T):
-            y, cache = step(variables, x[:, t : t + 1])
-            variables, ys = {**variables, **cache}, [*ys, y]
-        return jnp.concatenate(ys, 1)
-
-    assert_close(decode(dict(attention_fn=attention_fn)), decode({}))
-
-
-@pytest.mark.parametrize("library", MODULES)
-def test_partial_chooses_the_implementation(library):
-    x, mask = normal(1, B, T, D), MASKS["float, padded keys"]
-    ours, params = MODULES[library](
-        dict(attention_fn=functools.partial(attention_fn, implementation="triton"))
-    )
-    theirs, _ = MODULES[library]({})
-    assert_close(jax.jit(ours)(params, x, mask=mask), jax.jit(theirs)(params, x, mask=mask))
-    with pytest.raises(ValueError, match="implementation must be"):
-        MODULES[library](
-            dict(attention_fn=functools.partial(attention_fn, implementation="none of them"))
-        )[0](params, x)
+    assert_close(decoded(x, attention_fn=attention_fn), decoded(x))
 
 
 def test_a_padding_mask_is_not_spread_over_the_queries(monkeypatch):
@@ -157,17 +139,9 @@ def test_a_padding_mask_is_not_spread_over_the_queries(monkeypatch):
     monkeypatch.setattr(
         hook, "flash_attention", lambda q, k, v, bias, mask, **_: seen.append(mask) or q
     )
-    ours, params = nnx_module(dict(attention_fn=attention_fn))
-    ours(params, normal(1, B, T, D), mask=MASKS["float, padded keys"])
+    ours, params = nnx_module(attention_fn)
+    ours(params, normal(1, B, T, D), mask=PADDED_KEYS)
     assert seen[0].shape == (B, 1, 1, T) and seen[0].dtype == bool
-
-
-def test_the_hook_takes_a_mask_object_through_flax():
-    ours, params = nnx_module(dict(attention_fn=attention_fn))
-    theirs, _ = nnx_module({})
-    x = normal(1, B, T, D)
-    expected = jax.jit(functools.partial(theirs, is_causal=True))(params, x)
-    assert_close(jax.jit(functools.partial(ours, mask=masks.Causal()))(params, x), expected)
 
 
 def test_a_query_that_sees_no_key_gets_zero_where_flax_gives_the_mean():
@@ -208,11 +182,8 @@ def test_every_precision_is_met(precision):
     assert jnp.array_equal(attention_fn(q, k, v, precision=precision), attention_fn(q, k, v))
 
 
-def test_deterministic_turns_dropout_off():
-    x = normal(1, B, T, D)
-    ours, params = nnx_module(dict(attention_fn=attention_fn), dropout_rate=0.5)
-    theirs, _ = nnx_module({}, dropout_rate=0.5)
-    assert_close(ours(params, x, deterministic=True), theirs(params, x, deterministic=True))
+def rngs(library):
+    return nnx.Rngs(dropout=3) if library == "nnx" else dict(dropout=jax.random.key(3))
 
 
 def dense_with_dropout(query, key, value, dropout_rng, dropout_rate, broadcast_dropout, **_):
@@ -222,81 +193,63 @@ def dense_with_dropout(query, key, value, dropout_rng, dropout_rate, broadcast_d
     return jnp.einsum("bnts,bsnh->btnh", weights, value)
 
 
-@pytest.mark.parametrize("broadcast", [True, False])
+@pytest.mark.parametrize("broadcast", [{}, dict(broadcast_dropout=False)], ids=str)
 @pytest.mark.parametrize("library", MODULES)
 def test_the_hook_drops_one_mask_from_all_rows_and_heads_or_one_from_each_as_the_module_asks(
     library, broadcast
 ):
-    more, inputs = (
-        dict(dropout_rate=0.5) | ({} if broadcast else dict(broadcast_dropout=False)),
-        normal(1, B, T, D),
-    )
-    rngs = lambda: dict(
-        rngs=nnx.Rngs(dropout=3) if library == "nnx" else dict(dropout=jax.random.key(3))
-    )
-    results = []
-    for attend in (attention_fn, dense_with_dropout):
-        module, params = MODULES[library](dict(attention_fn=attend), **more)
-        results.append(
-            jax.jit(
-                lambda x, module=module, params=params: module(
-                    params, x, deterministic=False, **rngs()
-                )
-            )(inputs)
-        )
-    assert_close(*results)
+    def run(attend):
+        module, params = MODULES[library](attend, dropout_rate=0.5, **broadcast)
+        call = lambda x: module(params, x, deterministic=False, rngs=rngs(library))
+        return jax.jit(call)(normal(1, B, T, D))
+
+    assert_close(run(attention_fn), run(dense_with_dropout))
 
 
 @pytest.mark.parametrize("library", MODULES)
-def test_the_hook_drops_what_flash_attention_drops_with_the_key_that_flax_hands_on(
-    library, monkeypatch
-):
-    given, attend = [], hook.flash_attention
-    watched = lambda *args, **kw: given.append((args, kw)) or attend(*args, **kw)
-    monkeypatch.setattr(hook, "flash_attention", watched)
-    ours, params = MODULES[library](
-        dict(attention_fn=attention_fn), dropout_rate=0.5, broadcast_dropout=False
-    )
-    x, rngs = (
-        normal(1, B, T, D),
-        dict(rngs=nnx.Rngs(dropout=3) if library == "nnx" else dict(dropout=jax.random.key(3))),
-    )
-    first, again = (ours(params, x, deterministic=False, **rngs) for _ in range(2))
-    _, kw = given[0]
-    assert kw["dropout_rate"] == 0.5 and kw["dropout_rng"] is not None
+def test_flax_draws_a_key_for_each_call_of_nnx_and_none_where_it_is_deterministic(library):
+    more = dict(dropout_rate=0.5, broadcast_dropout=False)
+    ours, params = MODULES[library](attention_fn, **more)
+    x, more = normal(1, B, T, D), dict(deterministic=False, rngs=rngs(library))
+    first, again = (ours(params, x, **more) for _ in range(2))
     assert np.array_equal(first, again) == (library == "linen"), "nnx counts its calls"
     assert not np.array_equal(first, ours(params, x, deterministic=True))
 
 
-@pytest.mark.parametrize("library", MODULES)
-def test_the_hook_refuses_to_sow_weights(library):
-    ours, params = MODULES[library](dict(attention_fn=attention_fn))
-    with pytest.raises(
-        NotImplementedError, match=r"sow_weights False; pallas_flash.attention_weights computes"
-    ):
-        ours(params, normal(1, B, T, D), sow_weights=True)
-
-
-@pytest.mark.parametrize(
-    "library, options, call, said",
-    [
-        ("nnx", {}, {}, "'broadcast_dropout'.* pass "),
-        ("linen", dict(dropout_rate=0.5), dict(deterministic=True), "needs dropout_rng.* need "),
-        ("linen", {}, dict(mask=MASKS["float, padded keys"]), "mask must be bool.* need "),
-    ],
+NO_EINSUM = dict.fromkeys(
+    ("qk_attn_weights_einsum_cls", "attn_weights_value_einsum_cls"), lambda: jnp.einsum
 )
-def test_flash_attention_in_the_place_of_the_hook_names_the_hook(library, options, call, said):
-    module, params = MODULES[library](dict(attention_fn=flash_attention), **options)
-    with pytest.raises((TypeError, ValueError), match=f"{said}.*pallas_flash.flax.attention_fn"):
-        module(params, normal(1, B, T, D), **call)
+HERE = r".*pallas_flash.flax.attention_fn"
+# modules, the function in the place of the hook, the module's options and those of a call
+REFUSED = {
+    "to sow weights": (
+        (*MODULES, attention_fn, {}, dict(sow_weights=True)),
+        r"sow_weights False; pallas_flash.attention_weights computes",
+    ),
+    "no implementation": (
+        (*MODULES, functools.partial(attention_fn, implementation="none of them"), {}, {}),
+        "implementation must be",
+    ),
+    "the einsums of linen": (("linen", attention_fn, NO_EINSUM, {}), "no einsum to replace"),
+    "no hook": (("nnx", flash_attention, {}, {}), f"'broadcast_dropout'.* pass {HERE}"),
+    "no hook, dropout": (
+        ("linen", flash_attention, dict(dropout_rate=0.5), dict(deterministic=True)),
+        f"needs dropout_rng.* need {HERE}",
+    ),
+    "no hook, a mask of floats": (
+        ("linen", flash_attention, {}, dict(mask=PADDED_KEYS)),
+        f"mask must be bool.* need {HERE}",
+    ),
+}
 
 
-def test_the_hook_refuses_the_einsums_of_linen():
-    einsum = lambda: jnp.einsum
-    options = dict(qk_attn_weights_einsum_cls=einsum, attn_weights_value_einsum_cls=einsum)
-    ours, params = linen_module(dict(attention_fn=attention_fn), **options)
-    with pytest.raises(NotImplementedError, match="no einsum to replace"):
-        ours(params, normal(1, B, T, D))
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_module_cannot_have_is_refused_in_words(name):
+    (*libraries, attend, options, call), text = REFUSED[name]
+    for library in libraries:
+        module, params = MODULES[library](attend, **options)
+        with pytest.raises((TypeError, ValueError, NotImplementedError), match=text):
+            module(params, normal(1, B, T, D), **call)
 
 
 @pytest.mark.parametrize(
