@@ -6,6 +6,7 @@ from pallas_flash.caches.paged import paged_attention
 from pallas_flash.caches.pages import PagedCache, paged_cache
 from pallas_flash.dropout import dropout_mask
 from pallas_flash.explanation import Explanation, explain, explain_paged
+from pallas_flash.merge import merge_attention
 from pallas_flash.signatures import Options
 from pallas_flash.weights import attention_weights
 
@@ -21,6 +22,7 @@ __all__ = [
     "flash_attention",
     "flash_attention_jvp",
     "masks",
+    "merge_attention",
     "paged_attention",
     "paged_cache",
     "scores",

@@ -109,7 +109,8 @@ def merge_splits(problem: Problem, x: Operands, o, stats: SoftmaxState, log_base
     """o [B, T, N, Hv] and its SoftmaxState [B, N, T], from those of the splits, o [B, splits, K,
     rows, Hv], [B, splits, K, rows]."""
     p = problem
-    o, stats = online_softmax.merge_all(o, stats, 1, log_base)
+    share, stats = online_softmax.merge_all(stats, 1, log_base)
+    o = jnp.sum(o * share[..., None], 1)
     by_query = lambda a: jnp.moveaxis(
         a.reshape(p.batch, p.kv_heads, p.queries, p.group, *a.shape[3:]), 2, 3
     )
@@ -118,10 +119,8 @@ def merge_splits(problem: Problem, x: Operands, o, stats: SoftmaxState, log_base
     )
     if x.sinks is not None:  # one more split, with the value 0
         stats = stats._replace(top=stats.largest) if p.with_top else stats
-        zeros = jnp.zeros_like(stats.m)
-        sink = online_softmax.start(zeros, log_base, x.sinks[None, :, None], p.with_top)
-        pair = lambda a, b: jnp.stack([a, b])
-        o, stats = online_softmax.merge_all(
-            pair(o, jnp.zeros_like(o)), jax.tree.map(pair, stats, sink), 0, log_base
-        )
+        sink = x.sinks[None, :, None]
+        sink = online_softmax.start(jnp.zeros_like(stats.m), log_base, sink, p.with_top)
+        share, stats = online_softmax.merge([stats, sink], log_base)
+        o = o * share[0][..., None]
     return jnp.swapaxes(o, 1, 2).astype(x.query.dtype), stats

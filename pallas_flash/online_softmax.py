@@ -9,6 +9,7 @@ and an exp.
 
 import enum
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -218,38 +219,31 @@ def _inverse(l):
     return 1.0 / jnp.where(l == 0, 1.0, l)
 
 
-def merge_all(o, stats: SoftmaxState, axis: int, log_base: LogBase):
-    """The attention to all keys, from that of the same rows to several sets of keys, along an axis
-    of o [.., n] and stats [..]."""
-    stats, top = _with_sum(stats), None if stats.top is None else jnp.max(stats.top, axis)
-    highest = lax.stop_gradient(jnp.max(stats.m, axis, keepdims=True))
-    l = stats.l * log_base.power(stats.m - highest)
+def merge_all(stats: SoftmaxState, axis: int, log_base: LogBase):
+    """Several sets of keys that the same rows saw, along an axis of stats, as one: the share of
+    each in the softmax of all, which their outputs are multiplied by and then added, and the
+    SoftmaxState of all."""
+    m, l = _with_sum(stats)
+    highest = lax.stop_gradient(jnp.max(m, axis, keepdims=True))
+    l = l * log_base.power(m - highest)
     total = jnp.sum(l, axis, keepdims=True)
-    part = l / jnp.where(total == 0, 1.0, total)
-    return jnp.sum(o * part[..., None], axis), SoftmaxState(
-        jnp.squeeze(highest, axis), jnp.squeeze(total, axis), top
-    )
+    top = None if stats.top is None else jnp.max(stats.top, axis)
+    joined = SoftmaxState(jnp.squeeze(highest, axis), jnp.squeeze(total, axis), top)
+    return l * _inverse(total), joined
 
 
-def merge(one, other, log_base: LogBase):
-    """The attention to both, from that of the same rows [B, T, N] to two sets of keys, each (o,
-    SoftmaxState): o is wide. It has a top if the one has."""
-    top = None if one[1].top is None else jnp.maximum(one[1].top, other[1].largest)
-    (o, a), (o_other, b) = (
-        (o.astype(jnp.float32) if o.dtype.itemsize < 4 else o, _with_sum(stats))
-        for o, stats in (one, other)
-    )
-    m = lax.stop_gradient(jnp.maximum(a.m, b.m))
-    l, l_other = (part.l * log_base.power(part.m - m) for part in (a, b))
-    both = l + l_other
-    part = lambda l: jnp.swapaxes(l / jnp.where(both == 0, 1.0, both), 1, 2)[..., None]
-    return o * part(l) + o_other * part(l_other), SoftmaxState(m, both, top)
+def merge(parts: Sequence[SoftmaxState], log_base: LogBase):
+    """`merge_all` of parts, whose shares are along a new first axis. It has a top if the first
+    part has one."""
+    with_top = parts[0].top is not None
+    whole = [SoftmaxState(*_with_sum(x), x.largest if with_top else None) for x in parts]
+    return merge_all(jax.tree.map(lambda *x: jnp.stack(x), *whole), 0, log_base)
 
 
-def _with_sum(stats: SoftmaxState) -> SoftmaxState:
-    """With an l, and with a maximum that is finite."""
+def _with_sum(stats: SoftmaxState):
+    """A maximum that is finite, and the sum."""
     l = jnp.where(stats.empty, 0.0, jnp.ones_like(stats.m) if stats.l is None else stats.l)
-    return SoftmaxState(jnp.maximum(stats.m, LOWEST), l)
+    return jnp.maximum(stats.m, LOWEST), l
 
 
 def gradients(p, factor, visible, tanh):

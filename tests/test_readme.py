@@ -100,6 +100,7 @@ EXAMPLES = [
     "pallas_flash.flash_attention",
     "pallas_flash.flash_attention_jvp",
     "pallas_flash.attention_weights",
+    "pallas_flash.merge_attention",
     "pallas_flash.dropout_mask",
     "pallas_flash.explain",
     "pallas_flash.masks.MaskMod",

@@ -24,6 +24,7 @@ ORDER = [
     "flax.rotary",
     "accounting",
     "weights",
+    "merge",
     "explanation",
     "caches.pages",
     "caches.paged",

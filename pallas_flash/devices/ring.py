@@ -302,9 +302,12 @@ class RoundTrip(NamedTuple):
         axes = _head_axes(p)
 
         def merge(rows, _, p, pair, carry):
-            old = jax.tree.map(rows.take, carry, axes)
-            new = online_softmax.merge(old, pass_.inner(p, self.tiles, pair), log_base)
-            return jax.tree.map(rows.put, carry, new, axes)
+            o, old = jax.tree.map(rows.take, carry, axes)
+            o_pair, stats = pass_.inner(p, self.tiles, pair)
+            share, stats = online_softmax.merge([old, stats], log_base)
+            share = jnp.swapaxes(share, 2, 3)[..., None]  # [2, B, T, N, 1]
+            o = o * share[0] + o_pair.astype(wide) * share[1]
+            return jax.tree.map(rows.put, carry, (o, stats), axes)
 
         attend = lambda t, keys, carry: self.each_pair(t, keys, merge, carry)
         start = self.zeros((B, T, N, p.value_size), wide), start

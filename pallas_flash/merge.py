@@ -1,0 +1,89 @@
+"""`merge_attention`: one attention out of several over parts of the keys."""
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_flash import checks, online_softmax
+from pallas_flash.checks import AnyArray
+from pallas_flash.online_softmax import LogBase, SoftmaxState
+
+
+def merge_attention(
+    outputs: Sequence[Float[AnyArray, "*B T N Hv"]], lses: Sequence[Float[AnyArray, "*B T N"]]
+) -> tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"]]:
+    """The attention to all keys, from that of the same queries to parts of the keys; differentiable
+    in every argument.
+
+    With the shares p_i = exp(lse_i - lse), the output is the sum of p_i output_i, and lse the
+    log-sum-exp of the lse_i. This is how split-KV decoding joins its splits (Flash-Decoding), and
+    how a prefix that many rows share is read once (Hydragen, arXiv:2402.05099).
+
+    Each key must be in one part, and sinks in the call of one part.
+
+    Args:
+      outputs: of each part, in one floating dtype.
+      lses: the log-sum-exp of each, in base e, as `flash_attention` returns it with
+        return_residual=True. Where it is -inf, the query saw no key of this part, whose output then
+        counts for nothing, NaN too.
+
+    Returns:
+      The output, in the dtype of outputs, and its log-sum-exp, float32, or float64 for float64. A
+      query that saw no key of any part has the output 0, the log-sum-exp -inf, and no gradient.
+
+    Raises:
+      TypeError: no sequences of arrays, or dtypes that are not floating or differ.
+      ValueError: no part, not one lse for each output, or shapes that do not match.
+
+    Examples:
+      >>> import jax
+      >>> from pallas_flash import flash_attention, merge_attention
+      >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 100, 8, 64))  # [B, T, N, H]
+      >>> parts = slice(0, 70), slice(70, 100)
+      >>> both = [flash_attention(q, k[:, i], v[:, i], return_residual=True) for i in parts]
+      >>> o, lse = merge_attention(*zip(*both))
+      >>> bool(abs(o - flash_attention(q, k, v)).max() < 1e-5)
+      True
+    """
+    outputs, lses = _checked(outputs, lses)
+    dtype = checks.sums(outputs[0].dtype)
+    parts = [SoftmaxState(lse.astype(dtype), None) for lse in lses]
+    shares, stats = online_softmax.merge(parts, LogBase.E)
+    shares = shares[..., None]
+    o = sum(
+        share * jnp.where(share > 0, o.astype(dtype), 0.0)
+        for share, o in zip(shares, outputs, strict=True)
+    )
+    return o.astype(outputs[0].dtype), stats.lse(LogBase.E)
+
+
+def _checked(outputs, lses):
+    arrays = []
+    for name, parts in (("outputs", outputs), ("lses", lses)):
+        if not isinstance(parts, Sequence) and not (checks.is_array(parts) and parts.shape):
+            raise TypeError(
+                f"{name} must be a sequence of arrays, one for each part of the keys; got "
+                f"{type(parts).__name__}."
+            )
+        arrays.append([checks.array(f"{name}[{i}]", part) for i, part in enumerate(parts)])
+    outputs, lses = arrays
+    if not outputs or len(outputs) != len(lses):
+        raise ValueError(
+            "merge_attention takes one lse for each output, and at least one of each; got "
+            f"{len(outputs)} outputs and {len(lses)} lses."
+        )
+    for i, (o, lse) in enumerate(zip(outputs, lses, strict=True)):
+        if o.dtype != outputs[0].dtype or not jnp.issubdtype(o.dtype, jnp.floating):
+            raise TypeError(
+                f"outputs must have one floating dtype; got {outputs[0].dtype} and, in "
+                f"outputs[{i}], {o.dtype}."
+            )
+        if not jnp.issubdtype(lse.dtype, jnp.floating):
+            raise TypeError(f"lses[{i}] must be floating; got {lse.dtype}.")
+        if o.shape != outputs[0].shape or o.ndim < 3 or lse.shape != o.shape[:-1]:
+            raise ValueError(
+                f"outputs must all be [*B, T, N, Hv] and lses [*B, T, N]; got {outputs[0].shape} "
+                f"and, in part {i}, {o.shape} and {lse.shape}."
+            )
+    return outputs, lses
