@@ -51,6 +51,7 @@ FEATURES = {
     ),
     "a mask": ({}, lambda: dict(mask=jnp.ones((1, N, T, S), bool))),
     "a rule": ({}, lambda: dict(mask=masks.MaskMod(lambda b, h, q, k: (q + k + h) % 5 > 0))),
+    "a constant rule": ({}, lambda: dict(mask=masks.Chunked(75) | masks.Window(None, None))),
     "a soft cap": ({}, lambda: dict(logits_soft_cap=5.0)),
     "dropout": ({}, lambda: dict(dropout_rate=0.25, dropout_rng=jax.random.key(0))),
     "sinks": (dict(sinks=jax.ShapeDtypeStruct((N,), "float32")), lambda x: dict(sinks=x)),
@@ -80,13 +81,13 @@ FEATURES = {
 KINDS = [
     ("a bias by pair", "a bias by key", "a bias by query"),
     ("a score_mod", "slopes", "a table by key", "a table by distance", "a table by pair"),
-    ("a mask", "a rule"),
+    ("a mask", "a rule", "a constant rule"),
 ]
 # between them all that takes a kernel, registers or shared memory of its own
 TOGETHER = [
     ("causal", "dropout", "sinks", "the largest logits", "a bias by key", "a table by distance"),
     ("lengths", "a soft cap", "a rule", "dropout", "a bias by pair", "a table by key"),
-    ("a window", "segment ids", "the largest logits", "slopes"),
+    ("a window", "segment ids", "a constant rule", "the largest logits", "slopes"),
 ]
 
 

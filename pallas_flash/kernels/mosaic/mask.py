@@ -46,6 +46,4 @@ def load_mask(
     at = resolved_mask.narrow(
         ("start", "stop", "query_ids"), lambda ref: load(ref.at[batch, queries], layout)
     )
-    # a row number that nothing reads would be in the way of Mosaic's layout inference
-    row = 0 if at.left is None and at.right is None else first_query + iota(size, layout)
-    return TileMask(at, batch, *at.interval(row), more)
+    return TileMask(at, batch, *at.interval(first_query + iota(size, layout)), more)
