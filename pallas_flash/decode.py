@@ -16,9 +16,9 @@ from pallas_flash.arguments import Operands, Problem, shapes
 from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.online_softmax import LogBase, SoftmaxState
 
-ROWS = 64  # of one tile
+MAX_ROWS = 64  # of one tile
 KEYS = 256  # fewer are few blocks, which the regular forward reads as fast
-WORTH = 1.05  # more splits must save more than this
+MIN_GAIN = 1.05  # more splits must save more than this
 
 _SUPPORTED = """
 batch queries keys heads kv_heads head_size value_size dtype scale soft_cap resolved_mask
@@ -26,7 +26,7 @@ deterministic sinks score max_logits
 """.split()
 
 
-def takes(problem: Problem) -> bool:
+def is_decoding(problem: Problem) -> bool:
     """Whether the forward of a problem is decoding: few rows, many keys, and none of the options
     that decoding lacks."""
     p = problem
@@ -41,9 +41,9 @@ def takes(problem: Problem) -> bool:
 def why_not(problem: Problem) -> str | None:
     """Why the rows of a problem are not a single tile, or None."""
     p = problem
-    if p.queries * p.group <= ROWS:
+    if p.queries * p.group <= MAX_ROWS:
         return None
-    return f"one tile has up to {ROWS} rows, T N / K; got {p.queries} x {p.group}"
+    return f"one tile has up to {MAX_ROWS} rows, T N / K; got {p.queries} x {p.group}"
 
 
 def num_splits(problem: Problem, block_k: int, processors: int) -> int:
@@ -54,7 +54,7 @@ def num_splits(problem: Problem, block_k: int, processors: int) -> int:
         n: schedule.ceil_div(programs * n, processors) / n
         for n in range(1, min(most, processors) + 1)
     }
-    return next(n for n in time if time[n] <= WORTH * min(time.values()))
+    return next(n for n in time if time[n] <= MIN_GAIN * min(time.values()))
 
 
 def intervals(problem: Problem, mask: ResolvedMask) -> tuple[jax.Array, jax.Array]:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_flash.masks import block_types
+from pallas_flash.masks import block_types as types
 from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.pytrees import IntLike, larger
 
@@ -37,7 +37,7 @@ class Blocks(NamedTuple):
 
     @classmethod
     def from_list(cls, lists, *row: IntLike) -> "Blocks":
-        """From a row of `lists`."""
+        """From a row of `block_lists`."""
         masked, last = (lists[(*row, i)] for i in range(2))
         return cls(0, masked, last, last, lambda t: lists[(*row, 2 + t)])
 
@@ -71,7 +71,7 @@ class Blocks(NamedTuple):
         full = (between(n, first, last) for n in (self.full_first, self.full_last))
         return Blocks(first, *full, last, self.index)
 
-    def rest(self) -> "Blocks":
+    def without_first(self) -> "Blocks":
         """All but the first, of at least one."""
         first = self.first + 1
         full_first = larger(self.full_first, first)
@@ -219,20 +219,21 @@ def query_blocks(
 
 
 # pairs of a query and a key up to which a mask_mod is evaluated while tracing; else in the program
-KNOWN = 2**26
+MAX_PAIRS_AT_TRACE = 2**26
 
 
-def block_kinds(
+def block_types(
     resolved_mask: ResolvedMask, batch, heads, queries: int, block_q: int, block_k: int, mask=None
 ):
     """Whether each block is empty, partial or full, int8 [B | 1, N | 1, query tiles, key tiles], a
     NumPy array where it is static. `mask`: a dense one, bool [B | 1, N | 1, T | 1, S | 1]."""
-    if mask is not None or resolved_mask.has_data or queries * resolved_mask.keys > KNOWN:
-        return _block_kinds(resolved_mask, batch, heads, queries, block_q, block_k, mask)
-    return _known_kinds(resolved_mask, batch, heads, queries, block_q, block_k)
+    many = queries * resolved_mask.keys > MAX_PAIRS_AT_TRACE
+    if mask is not None or resolved_mask.has_data or many:
+        return _block_types(resolved_mask, batch, heads, queries, block_q, block_k, mask)
+    return _known_block_types(resolved_mask, batch, heads, queries, block_q, block_k)
 
 
-def _now(f: Callable, *args) -> np.ndarray:
+def _eval_at_trace_time(f: Callable, *args) -> np.ndarray:
     """f(*args), evaluated while tracing: in a new thread, which traces no function and has no mesh.
     jax_transfer_guard is about the arrays of the program, not about these."""
 
@@ -245,22 +246,22 @@ def _now(f: Callable, *args) -> np.ndarray:
 
 
 @functools.lru_cache(64)
-def _known_kinds(*args) -> np.ndarray:
-    return _now(_block_kinds, *args)
+def _known_block_types(*args) -> np.ndarray:
+    return _eval_at_trace_time(_block_types, *args)
 
 
-def _block_kinds(resolved_mask, batch, heads, queries, block_q, block_k, mask=None):
+def _block_types(resolved_mask, batch, heads, queries, block_q, block_k, mask=None):
     where = resolved_mask.mask_mod
     if mask is not None:
-        found = block_types.from_array(mask, queries, resolved_mask.keys, block_q, block_k)
+        found = types.from_array(mask, queries, resolved_mask.keys, block_q, block_k)
     elif where is None:
         tiles = ceil_div(queries, block_q), ceil_div(resolved_mask.keys, block_k)
-        found = jnp.full((1, 1, *tiles), block_types.FULL, jnp.int8)
+        found = jnp.full((1, 1, *tiles), types.FULL, jnp.int8)
     elif where.block_types is None:
         only_mod = ResolvedMask(resolved_mask.keys, mask_mod=where)
-        found = block_types.compute(only_mod, batch, heads, queries, block_q, block_k)
+        found = types.compute(only_mod, batch, heads, queries, block_q, block_k)
     else:
-        found = block_types.resize(
+        found = types.resize(
             where.block_types, where.block_size, queries, resolved_mask.keys, block_q, block_k
         )
     row, at = _whole_tiles(resolved_mask, queries, block_q)
@@ -274,21 +275,21 @@ def _block_kinds(resolved_mask, batch, heads, queries, block_q, block_k, mask=No
     )
 
 
-def lists(found, least: int = 0) -> jax.Array:
-    """Of kinds [.., tiles, blocks] for each tile how many blocks are to be masked, how many to be
-    visited, and the blocks' numbers: the partial ones, then the full ones; where these are less
-    than `least`, empty ones too, which are masked. int32 [.., tiles, 2 + blocks]"""
+def block_lists(found, least: int = 0) -> jax.Array:
+    """Of block types [.., tiles, blocks] for each tile how many blocks are to be masked, how many
+    to be visited, and the blocks' numbers: the partial ones, then the full ones; where these are
+    less than `least`, empty ones too, which are masked. int32 [.., tiles, 2 + blocks]"""
     if not isinstance(found, np.ndarray):
-        return _lists(found, least)
-    known = _now(_lists, found, least)
+        return _block_lists(found, least)
+    known = _eval_at_trace_time(_block_lists, found, least)
     return jnp.asarray(known[..., : 2 + int(known[..., 1].max())])
 
 
-def _lists(found, least: int) -> jax.Array:
+def _block_lists(found, least: int) -> jax.Array:
     count = lambda which: jnp.sum(which, -1, dtype=jnp.int32, keepdims=True)
     order = jnp.argsort((found + 2) % 3, axis=-1, stable=True).astype(jnp.int32)
-    visited = jnp.maximum(count(found > block_types.EMPTY), least)
-    return jnp.concatenate([visited - count(found == block_types.FULL), visited, order], -1)
+    visited = jnp.maximum(count(found > types.EMPTY), least)
+    return jnp.concatenate([visited - count(found == types.FULL), visited, order], -1)
 
 
 def _whole_tiles(resolved_mask: ResolvedMask, queries: int, block_q: int):

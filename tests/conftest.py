@@ -119,7 +119,7 @@ def small_tiles(monkeypatch):
 @pytest.fixture
 def small_caches(monkeypatch):
     """No copy of keys is small: blockwise decodes whatever is decoding."""
-    monkeypatch.setattr(blockwise.tuning, "_decodes", decode.takes)
+    monkeypatch.setattr(blockwise.tuning, "_decodes", decode.is_decoding)
 
 
 @pytest.fixture

@@ -142,7 +142,7 @@ def test_there_is_no_race(head, tma, rng):
 def test_without_a_wait_there_is_a_race(tma, rng, monkeypatch):
     from pallas_flash.kernels.mma import tile  # an older jax lacks its layouts
 
-    monkeypatch.setattr(tile.Ring, "wait", lambda ring, t: ring.at(t))
+    monkeypatch.setattr(tile.CopyRing, "wait", lambda ring, t: ring.at(t))
     monkeypatch.setattr(gpu_interpreter, "DEADLOCK_SECONDS", 5.0)
     q, k, v = qkv(rng, sizes(128, 256, 64, N=1), jnp.bfloat16)
     # the interpreter may also give up, where nobody has seen that a block was there

@@ -66,7 +66,9 @@ def test_a_map_of_other_blocks_tells_nothing_wrong(block, block_q, block_k):
 
 
 def test_a_list_names_the_partial_blocks_then_the_full_ones():
-    partial, visited, *numbers = np.asarray(schedule.lists(np.array([[2, 0, 1, 2, 1]], np.int8)))[0]
+    partial, visited, *numbers = np.asarray(
+        schedule.block_lists(np.array([[2, 0, 1, 2, 1]], np.int8))
+    )[0]
     assert (partial, visited, numbers) == (2, 4, [2, 4, 0, 3])
 
 
@@ -166,7 +168,7 @@ def test_a_map_of_long_sequences_is_made_by_strips():
         2**17,
         mask_mod=masks.resolve([masks.Dilated(3)], 1, 2**17, 2**17, 0).mask_mod,
     )
-    text = str(jax.make_jaxpr(lambda: schedule.block_kinds(resolved_mask, 1, 1, 2**17, 64, 64))())
+    text = str(jax.make_jaxpr(lambda: schedule.block_types(resolved_mask, 1, 1, 2**17, 64, 64))())
     sizes = [
         np.prod([int(n) for n in shape.split(",")]) for shape in re.findall(r"\[([\d,]+)\]", text)
     ]

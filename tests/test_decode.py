@@ -61,8 +61,8 @@ def problem(T, S, N, K, batch=1, **kw):
 
 
 def test_a_few_tokens_against_many_keys_are_decoding():
-    assert decode.takes(problem(**SHAPE)) and decode.takes(problem(**SHAPE | dict(T=8)))
-    assert decode.takes(
+    assert decode.is_decoding(problem(**SHAPE)) and decode.is_decoding(problem(**SHAPE | dict(T=8)))
+    assert decode.is_decoding(
         problem(
             **SHAPE,
             is_causal=True,
@@ -75,7 +75,7 @@ def test_a_few_tokens_against_many_keys_are_decoding():
 
 @pytest.mark.parametrize("name", NOT_DECODING)
 def test_other_calls_are_not(name):
-    assert not decode.takes(problem(**SHAPE | NOT_DECODING[name]))
+    assert not decode.is_decoding(problem(**SHAPE | NOT_DECODING[name]))
 
 
 def test_explain_shows_the_parts():

@@ -163,7 +163,7 @@ def test_a_program_that_goes_over_several_tiles_has_no_race(head, name, rng, mon
 @needs_interpreter
 @pytest.mark.parametrize("wait", whole_but(["wait", "_release_barrier"], "wait"))
 def test_without_a_wait_there_is_a_race(wait, rng, monkeypatch):
-    monkeypatch.setattr(sync.Ring, wait, lambda *args: None)
+    monkeypatch.setattr(sync.TmaRing, wait, lambda *args: None)
     monkeypatch.setattr(gpu_interpreter, "DEADLOCK_SECONDS", 5.0)
     z = Sizes(B=1, T=128, S=512, N=1, K=1, H=128, Hv=128)
     # the interpreter may also give up, where nobody has seen that a block was there, on a busy

@@ -128,7 +128,7 @@ def test_there_is_no_race(width, value_width, deterministic, rng):
 
 LEFT_OUT = {
     "the meeting before dS is read": (FUSED, dkv_consumer.DkvConsumer, "barrier"),
-    "the wait for a block": (DETERMINISTIC, sync.Ring, "wait"),
+    "the wait for a block": (DETERMINISTIC, sync.TmaRing, "wait"),
     "the fence after lse and delta are read": (DETERMINISTIC, sync, "fence"),
 }
 

@@ -167,7 +167,7 @@ def test_a_score_mod_equals_the_reference_with_pages_and_without_and_in_the_grad
             (by_row, near, by_key)
         )
 
-    assert decode.takes(explain(q, k, v, score_mod=lambda s, b, h, i, j: s + h).problem)
+    assert decode.is_decoding(explain(q, k, v, score_mod=lambda s, b, h, i, j: s + h).problem)
     more = dict(query_seq_lengths=count, implementation=implementation, logits_soft_cap=3.0)
     paged = jax.jit(
         lambda tables: loss(

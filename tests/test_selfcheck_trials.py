@@ -125,7 +125,7 @@ def test_masks_that_are_rules_are_checked_by_themselves_with_blocks_of_all_kinds
     assert verdicts.variant_of(hopper, problem).scheme == "deterministic, a rule"
     small, operands, _ = comparison.trial(problem, comparison.SIZES)
     tiles = hopper.tiles(small).forward
-    found = schedule.block_kinds(
+    found = schedule.block_types(
         operands.resolved_mask,
         small.batch,
         small.heads,

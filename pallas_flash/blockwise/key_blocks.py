@@ -83,7 +83,7 @@ def static_key_blocks(p: Problem, tiles) -> list[list[KeyBlock]] | None:
 
 def _by_rule(p: Problem, tiles) -> list[list[KeyBlock]]:
     size = tiles.block_k
-    found = schedule.block_kinds(p.resolved_mask, p.batch, p.heads, p.queries, tiles.block_q, size)
+    found = schedule.block_types(p.resolved_mask, p.batch, p.heads, p.queries, tiles.block_q, size)
 
     types = block_types.merge(found, (0, 1))
 

@@ -33,7 +33,7 @@ class TileMask(NamedTuple):
         mod = of_heads(resolved.mask_mod, p, heads)
         if mod is not None and mod.block_types is not None:
             found = block_types.merge(heads.take(mod.block_types, 1), (0, 1))
-            mod = dataclasses.replace(mod, block_types=schedule.lists(found))
+            mod = dataclasses.replace(mod, block_types=schedule.block_lists(found))
         resolved = dataclasses.replace(resolved, mask_mod=mod)
         start, stop = resolved.interval(jnp.arange(p.queries, dtype=jnp.int32)[None])
         return cls(p.group, resolved, start, stop, dense_tiles(x.mask, heads))
@@ -128,7 +128,7 @@ def with_block_mask(p: Problem, tiles, x: Operands) -> Operands:
     is_static = all(isinstance(n, int) for n in (p.batch, p.queries, p.keys))
     if mask.mask_mod is None or not is_static or static_key_blocks(p, tiles) is not None:
         return x
-    found = schedule.block_kinds(mask, p.batch, p.heads, p.queries, tiles.block_q, tiles.block_k)
+    found = schedule.block_types(mask, p.batch, p.heads, p.queries, tiles.block_q, tiles.block_k)
     if p.queries % tiles.block_q:  # the last block is moved back over the one before it
         xp = np if isinstance(found, np.ndarray) else jnp
         found = xp.concatenate(

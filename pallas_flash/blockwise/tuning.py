@@ -83,8 +83,8 @@ def _decodes(p: Problem) -> bool:
     """Whether the forward reads keys where they lie, all rows at once: on a CPU it gains where a
     copy of them is large, or where few rows see some of many. It goes by batch rows, which gains
     nothing where each has few keys for many rows."""
-    if not decode.takes(p) or not _on_cpu():
-        return decode.takes(p)
+    if not decode.is_decoding(p) or not _on_cpu():
+        return decode.is_decoding(p)
     rows, has_data = p.queries * p.group, p.resolved_mask.has_data
     dtype = "float32" if rows == 1 else _tiles(p).dtype  # XLA multiplies a single row in float32
     of_batch_row = p.keys * p.kv_heads * (p.head_size + p.value_size) * jnp.dtype(dtype).itemsize

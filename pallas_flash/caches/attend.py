@@ -64,7 +64,7 @@ def _in_rows(call: PagedCall) -> tuple[PagedCall, ragged.Tiles | None]:
         call = call.replace(query_offset=held - new)
     if cu_seqlens is None:
         return call, None
-    tiles = ragged.Tiles.of(cu_seqlens, T, max(1, decode.ROWS * K // N))
+    tiles = ragged.Tiles.of(cu_seqlens, T, max(1, decode.MAX_ROWS * K // N))
     return tiles.rows_of(call), tiles
 
 

@@ -167,7 +167,7 @@ def trials(problem: Problem, way: Way = FLASH_ATTENTION) -> list[dict[str, int]]
     """The sizes of the trial problems: without and with sinks and what else moves the ends of rows;
     the last with so many heads that a program computes several tiles."""
     sizes = SIZES | way.sizes
-    if decode.takes(problem):
+    if decode.is_decoding(problem):
         return [sizes | dict(queries=3, sinks=True)]
     processors = device.processors()
     return [

@@ -81,7 +81,7 @@ _one_at_a_time = threading.Lock()
 def variant_of(backend: Backend, problem: Problem, way: Way = FLASH_ATTENTION) -> Variant:
     same = backend.tiles(problem) == backend.tiles(dataclasses.replace(problem, deterministic=True))
     scheme = "deterministic" if same else "in any order"
-    scheme += ", decoding" * decode.takes(problem) + ", dropout" * (problem.dropped > 0)
+    scheme += ", decoding" * decode.is_decoding(problem) + ", dropout" * (problem.dropped > 0)
     scheme += ", the largest logits" * problem.max_logits
     scheme += "".join(
         f", {name}" for name in [*comparison.more(problem), *([way.name] if way.name else [])]

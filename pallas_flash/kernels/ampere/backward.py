@@ -39,7 +39,7 @@ def backward(problem: Problem, tiles: AllTiles, x: Operands, lse, do, delta) -> 
         dv=(p.keys, t.block_k, p.kv_heads, p.value_size, t.value_width),
     )
     found = []
-    for names in [("dk",), ("dv",)] if t.apart else [("dk", "dv")]:
+    for names in [("dk",), ("dv",)] if t.separate_dk_dv else [("dk", "dv")]:
         kernel, of = functools.partial(_key_kernel, names=names), [outputs[name] for name in names]
         found += _launch(kernel, p, t, x, programs, of, f"flash_attention_{'_'.join(names)}")
     return Gradients(dq, *found)
@@ -81,7 +81,7 @@ def _dq_kernel(program, x: Inputs, dq_gmem, memory: Memory, *, problem: Problem,
     lse, delta = (
         load(ref.at[work.batch, work.head, rows], tile.LAYOUTS.row) for ref in (x.lse, x.delta)
     )
-    ring = tile.Ring(memory.ring, memory.ring_full)
+    ring = tile.CopyRing(memory.ring, memory.ring_full)
     load_kv = x.keys.loader(ring, work.batch, work.kv_head, blocks)
 
     x.queries.copy(work.tile, work.batch, work.head, memory.owned, memory.owned_full)
@@ -115,7 +115,7 @@ def _key_kernel(program, x: Inputs, *refs, names: tuple[str, ...], problem: Prob
     query_blocks = block_info.query_blocks(
         x.blocks, x.logits.resolved_mask, work, p.queries, t.block_q, t.block_k
     )
-    ring = tile.Ring(memory.ring, memory.ring_full)
+    ring = tile.CopyRing(memory.ring, memory.ring_full)
     x.keys.copy(work.tile, work.batch, work.kv_head, memory.owned, memory.owned_full)
     if t.tma:
         tile.wait(memory.owned_full)  # cp.async: with the first block

@@ -80,9 +80,9 @@ def forward(problem: Problem, tiles: AllTiles, x: Operands):
     )
     o = o.reshape(p.batch, length, p.heads, t.value_width)[:, : p.queries, :, : p.value_size]
     stats = jax.tree.unflatten(tree, [x[:, :, : p.queries] for x in stats])
-    omitted = logits.omitted(p)
-    top = None if stats.top is None else stats.top + omitted
-    return o, stats._replace(m=stats.m + omitted, top=top)
+    constant = logits.soft_cap_constant(p)
+    top = None if stats.top is None else stats.top + constant
+    return o, stats._replace(m=stats.m + constant, top=top)
 
 
 def _inputs(p: Problem, t: Tiles, x: Operands) -> Inputs:
@@ -91,7 +91,7 @@ def _inputs(p: Problem, t: Tiles, x: Operands) -> Inputs:
         Matrices.make([x.query], [t.width], t.block_q, None),
         Matrices.make([x.key, x.value], [t.width, t.value_width], t.block_k, key_lengths),
         block_info.by_query_tile(p, x.resolved_mask, x.mask, t.block_q, t.block_k),
-        None if x.sinks is None else x.sinks - p.log_base.to_e(logits.omitted(p)),
+        None if x.sinks is None else x.sinks - p.log_base.to_e(logits.soft_cap_constant(p)),
         logits.arrays(p, x, t.tiling),
     )
 
@@ -106,7 +106,7 @@ def _kernel(program, x: Inputs, o_gmem, *outputs, problem: Problem, tiles: Tiles
     )
     head = logits.for_head(p, tile.LAYOUTS, x.logits, work.batch, work.head)
     mask = head.load_mask(work.batch, first_row, t.block_q)
-    kv = tile.Ring((memory.k, memory.v), memory.kv_full)
+    kv = tile.CopyRing((memory.k, memory.v), memory.kv_full)
     load_kv = x.keys.loader(kv, work.batch, work.kv_head, blocks)
 
     x.queries.copy(work.tile, work.batch, work.head, [memory.q], memory.q_full)

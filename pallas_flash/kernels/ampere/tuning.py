@@ -45,7 +45,7 @@ _DKV = (
     Tiles(width=64, value_width=64, block_q=32, block_k=64, owns_keys=True),
     Tiles(width=128, value_width=128, block_q=32, block_k=64, owns_keys=True),
     Tiles(width=192, value_width=128, block_q=16, block_k=64, owns_keys=True),
-    Tiles(width=256, value_width=256, block_q=16, block_k=64, owns_keys=True, apart=True),
+    Tiles(width=256, value_width=256, block_q=16, block_k=64, owns_keys=True, separate_dk_dv=True),
 )
 
 
@@ -59,5 +59,5 @@ def tiles(problem: Problem) -> AllTiles:
         first_row(_DQ, p),
         first_row(_DKV[1 if has_ids else 0 :], p),
         tangent_tiles(p),
-        decode_tiles(p) if decode.takes(p) else None,
+        decode_tiles(p) if decode.is_decoding(p) else None,
     )

@@ -91,7 +91,7 @@ def _kernel(program, x: Inputs, *outputs, problem: Problem, tiles: KeyTiles):
     query_blocks = block_info.query_blocks(
         x.blocks, x.logits.resolved_mask, work, problem.queries, tiles.block_q, tiles.block_k
     )
-    queries = sync.Ring(
+    queries = sync.TmaRing(
         Queries(memory.q, memory.lse, memory.do, memory.delta),
         Queries(memory.q_full, memory.q_full, memory.do_full, memory.delta_full),
         sync.BarrierIds(tiles.warpgroups, tiles.stages).first_ring,

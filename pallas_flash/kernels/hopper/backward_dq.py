@@ -65,8 +65,8 @@ def dq(p: Problem, t: Tiles, x: Operands, lse, do, delta):
 def _kernel(program, x: Inputs, dq_gmem, memory: Memory, *, problem: Problem, tiles: Tiles):
     work = scheduler.query_tile(program, problem, tiles.block_q, tiles.key_bytes)
     ids = sync.BarrierIds(tiles.warpgroups, tiles.stages)
-    k = sync.Ring(memory.k, memory.k_full, ids.first_ring, tiles.warpgroups)
-    v = sync.Ring((memory.v,), (memory.v_full,), ids.second_ring, tiles.warpgroups)
+    k = sync.TmaRing(memory.k, memory.k_full, ids.first_ring, tiles.warpgroups)
+    v = sync.TmaRing((memory.v,), (memory.v_full,), ids.second_ring, tiles.warpgroups)
 
     def visited():
         mask, (block_q, block_k) = x.logits.resolved_mask, tiles.tiling[:2]
@@ -107,8 +107,8 @@ class Consumer(NamedTuple):
     tiles: Tiles
     x: Inputs
     memory: Memory
-    k: sync.Ring
-    v: sync.Ring
+    k: sync.TmaRing
+    v: sync.TmaRing
     work: scheduler.WorkTile
     wg: IntLike
     blocks: schedule.Blocks
@@ -166,7 +166,7 @@ class Consumer(NamedTuple):
         full = isinstance(last, int) and self.blocks.full_first == 0
         ds = gradient(0, not full)
         carry = tile.zeros(ROWS, self.tiles.width), ds.astype(x.q.dtype)
-        dq, ds = self.blocks.rest().visit(step, carry)
+        dq, ds = self.blocks.without_first().visit(step, carry)
         (dq,) = tile.accumulate(lambda acc: tile.dot(acc, ds, k.block(last)), dq)
         k.release(last)
         return dq

@@ -84,7 +84,7 @@ def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None):
         name="flash_attention_decode",
     )
     m, l = (a[..., : p.queries] for a in stats)
-    stats = online_softmax.SoftmaxState(m + logits.omitted(p), l)
+    stats = online_softmax.SoftmaxState(m + logits.soft_cap_constant(p), l)
     return decode.merge_splits(problem, x, o[..., : p.queries, : p.value_size], stats, p.log_base)
 
 
@@ -163,7 +163,7 @@ def _kernel(program, x: Inputs, o_gmem, *outputs, problem: Problem, tiles: Decod
     tile.specialize(t, consume, produce)
 
 
-class Ring(sync.Ring):
+class Ring(sync.TmaRing):
     """A ring of blocks that come in several copies, one for each page."""
 
     def fill(self, t, *sources):

@@ -44,7 +44,7 @@ class DkvConsumer(NamedTuple):
     problem: Problem
     tiles: KeyTiles
     memory: Any  # of backward_dkv.py
-    queries: sync.Ring  # of Queries
+    queries: sync.TmaRing  # of Queries
     wg: IntLike
     batch: IntLike
     first_key: IntLike

@@ -68,9 +68,9 @@ def forward(problem: Problem, tiles: AllTiles, x: Operands):
         name="flash_attention_forward",
     )
     stats = jax.tree.unflatten(tree, [x[:, :, : p.queries] for x in stats])
-    omitted = logits.omitted(p)
-    top = None if stats.top is None else stats.top + omitted
-    return o[:, : p.queries, :, : p.value_size], stats._replace(m=stats.m + omitted, top=top)
+    constant = logits.soft_cap_constant(p)
+    top = None if stats.top is None else stats.top + constant
+    return o[:, : p.queries, :, : p.value_size], stats._replace(m=stats.m + constant, top=top)
 
 
 def _inputs(p: Problem, t: Tiles, x: Operands) -> Inputs:
@@ -84,7 +84,7 @@ def _inputs(p: Problem, t: Tiles, x: Operands) -> Inputs:
         ragged_tail.copy_tails(x.resolved_mask.lengths[1], t.block_k, k, v),
         blocks,
         None if isinstance(blocks, block_info.BlockLists) else blocks_of(ROWS),
-        None if x.sinks is None else x.sinks - p.log_base.to_e(logits.omitted(p)),
+        None if x.sinks is None else x.sinks - p.log_base.to_e(logits.soft_cap_constant(p)),
         logits.arrays(p, x, t.tiling),
     )
 
@@ -121,9 +121,9 @@ def _kernel(program, x: Inputs, o_gmem, *outputs, problem: Problem, tiles: Tiles
     *stats_gmem, memory = outputs
     owned = Program(problem, tiles, x, program)
     ids = sync.BarrierIds(tiles.warpgroups, tiles.stages)
-    k = sync.Ring(memory.k, memory.k_full, ids.first_ring, tiles.warpgroups)
+    k = sync.TmaRing(memory.k, memory.k_full, ids.first_ring, tiles.warpgroups)
     v_full = (memory.v_full,) * len(memory.v)
-    v = sync.Ring(memory.v, v_full, ids.second_ring, tiles.warpgroups)
+    v = sync.TmaRing(memory.v, v_full, ids.second_ring, tiles.warpgroups)
 
     def consume(wg):
         turns = sync.PingPong(ids.ping_pong, ids.single, tiles.warpgroups, wg)
@@ -188,8 +188,8 @@ class Consumer(NamedTuple):
     memory: Memory
     o_gmem: Any
     stats_gmem: list
-    k: sync.Ring
-    v: sync.Ring
+    k: sync.TmaRing
+    v: sync.TmaRing
     turns: sync.PingPong
     wg: IntLike
 
@@ -240,7 +240,7 @@ class Consumer(NamedTuple):
         sink = None if x.sinks is None else x.sinks[work.head]
         start = online_softmax.start(tile.rows(0.0), problem.log_base, sink, problem.max_logits)
         schedule.loop(0, needed.first, self.skip_block, None)
-        rows = ConsumerRows(
+        rows = QueryTile(
             self, smem.at[:, : self.tiles.width], self.first_row(work), needed, head, mask
         )
         o, stats = rows.attend(start)
@@ -270,7 +270,7 @@ class Consumer(NamedTuple):
         )
 
 
-class ConsumerRows(NamedTuple):
+class QueryTile(NamedTuple):
     """A consumer's queries of one tile: the step over blocks of keys, which come by position."""
 
     consumer: Consumer
@@ -282,7 +282,7 @@ class ConsumerRows(NamedTuple):
 
     def attend(self, start: SoftmaxState):
         """o [64, value_width] and the SoftmaxState [64], from that before any key: with an l where
-        logits are in base e, else without and less what is `omitted`."""
+        logits are in base e, else without and less the `soft_cap_constant`."""
         k, v, turns = self.consumer.k, self.consumer.v, self.consumer.turns
         first, last = self.blocks.first, self.blocks.last - 1
         k.wait(first)
@@ -298,7 +298,7 @@ class ConsumerRows(NamedTuple):
         p, _, stats = self.softmax(s, first, start, masked=not full)
         self.await_next_k(first + 1)
         carry = tile.zeros(ROWS, self.consumer.tiles.value_width), stats, p.astype(self.q.dtype)
-        o, stats, p = self.blocks.rest().visit(self.step, carry)
+        o, stats, p = self.blocks.without_first().visit(self.step, carry)
         turns.acquire()
         v.wait(last)
 

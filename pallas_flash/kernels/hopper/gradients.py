@@ -39,7 +39,7 @@ def inputs(p: Problem, t: Tiles | KeyTiles, blocks, x: Operands, lse, do, delta)
         do,
         ragged_tail.copy_tails(key_lengths, t.block_k, k, v),
         ragged_tail.copy_tails(query_lengths, t.block_q, q, do),
-        jnp.pad(lse - logits.omitted(p), more, constant_values=jnp.inf),
+        jnp.pad(lse - logits.soft_cap_constant(p), more, constant_values=jnp.inf),
         jnp.pad(delta, more),
         logits.arrays(p, x, t.tiling),
         blocks,

@@ -118,7 +118,7 @@ def slot(t: IntLike, stages: int):
     return lax.rem(unsigned, jnp.uint32(stages)).astype(jnp.int32)
 
 
-class Ring(NamedTuple):
+class TmaRing(NamedTuple):
     """Slots of shared memory that the producer fills with blocks; all consumers read each block in
     order, and release it."""
 

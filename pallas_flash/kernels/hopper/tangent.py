@@ -126,7 +126,7 @@ def _kernel(
     t = tiles
     work = scheduler.query_tile(program, problem, t.block_q, t.key_bytes)
     ids = sync.BarrierIds(t.warpgroups, t.stages)
-    ring = lambda slots, full, first: sync.Ring(
+    ring = lambda slots, full, first: sync.TmaRing(
         slots, jax.tree.map(lambda _: full, slots), first, t.warpgroups
     )
     k = ring(memory.k, memory.k_full, ids.first_ring)
@@ -181,8 +181,8 @@ class Consumer(NamedTuple):
     tiles: Tiles
     x: Inputs
     memory: Memory
-    k: sync.Ring
-    v: sync.Ring
+    k: sync.TmaRing
+    v: sync.TmaRing
     work: scheduler.WorkTile
     wg: IntLike
     blocks: schedule.Blocks
@@ -226,7 +226,7 @@ class Consumer(NamedTuple):
         step = Step(self, head, head.load_mask(work.batch, self.first_row, ROWS), lse)
         full = isinstance(last, int) and self.blocks.full_first == 0
         carry = tile.zeros(ROWS, self.tiles.value_width), step.first(0, not full)
-        do, weights = self.blocks.rest().visit(step, carry)
+        do, weights = self.blocks.without_first().visit(step, carry)
         self.v.wait(last)
         (do,) = tile.accumulate(lambda acc: step.begin_do(acc, weights, last), do)
         self.v.release(last)
@@ -307,4 +307,4 @@ class Step(NamedTuple):
         if ds is None and dbias is None:
             return Weights(None, prob, dlse)
         ds = self.head.tangent(weight, back, ds, None if dbias is None else dbias.load(at))
-        return Weights(ds.kept, prob, dlse + jnp.sum(ds.whole, axis=1))
+        return Weights(ds.after_dropout, prob, dlse + jnp.sum(ds.before_dropout, axis=1))

@@ -60,7 +60,9 @@ def rescale(o, alpha):
 # Copies
 
 
-def load_kv(x, work, blocks: schedule.Blocks, k: sync.Ring, v: sync.Ring, tiles, used: IntLike = 0):
+def load_kv(
+    x, work, blocks: schedule.Blocks, k: sync.TmaRing, v: sync.TmaRing, tiles, used: IntLike = 0
+):
     """The producer's: fills the rings with the blocks of keys, and of values in `k_subtiles`, that
     a program visits. How many slots have then been used, of which `used` were before."""
     count = opaque(blocks.last)

@@ -249,7 +249,7 @@ def _with_tiles_per_program(t: Tiles, p: Problem) -> Tiles:
 
 def _decoding(p: Problem) -> DecodeTiles | None:
     """Wider values leave no registers."""
-    return decode_tiles(p) if decode.takes(p) and p.value_size <= 128 else None
+    return decode_tiles(p) if decode.is_decoding(p) and p.value_size <= 128 else None
 
 
 def decode_tiles(problem: Problem, page: int = ROWS) -> DecodeTiles:

@@ -22,7 +22,7 @@ from pallas_flash.kernels.mma.tuning import ROWS, DecodeTiles
 from pallas_flash.kernels.mosaic import logits, mods
 from pallas_flash.kernels.mosaic.launch import LANE, launch
 from pallas_flash.kernels.mosaic.mask import load_mask
-from pallas_flash.kernels.mosaic.registers import FACTOR, per_row
+from pallas_flash.kernels.mosaic.registers import BITCAST_SCALE, per_row
 from pallas_flash.kernels.mosaic.scheduler import divmod_
 from pallas_flash.kernels.mosaic.tiling import Tiling
 from pallas_flash.masks.resolved_mask import ResolvedMask
@@ -92,7 +92,7 @@ def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None, scale
         semantics=LANE,
     )
     m, l = (a[..., : p.queries] for a in stats)
-    stats = online_softmax.SoftmaxState(m + logits.omitted(p), l)
+    stats = online_softmax.SoftmaxState(m + logits.soft_cap_constant(p), l)
     return decode.merge_splits(problem, x, o[..., : p.queries, : p.value_size], stats, p.log_base)
 
 
@@ -104,7 +104,7 @@ def _inputs(p: Problem, t: DecodeTiles, x: Operands, table, scales) -> Inputs:
     if t.stored:
         arrays = x.query, *(lax.bitcast_convert_type(a, jnp.int8) for a in arrays[1:])
     arrays = map(pad, arrays, rows, (t.width, t.width, t.value_width))
-    scales = tuple(FACTOR[t.stored] * _in_order(a, table, t.block_k) for a in scales)
+    scales = tuple(BITCAST_SCALE[t.stored] * _in_order(a, table, t.block_k) for a in scales)
     score_mod = mods.arrays(p, x.score, Tiling(ROWS, t.block_k, t.block_k))
     return Inputs(*map(flat, arrays), blocks, reach, table, scales, resolved_mask, score_mod)
 
@@ -121,7 +121,7 @@ def _kernel(program, x: Inputs, o_gmem, *outputs, problem: Problem, tiles: Decod
     pair, split = divmod_(program, t.num_splits)
     b, h = divmod_(pair, p.heads)
     blocks = schedule.Blocks.from_table(x.blocks, b, 0).split(split, t.num_splits)
-    kv = tile.Ring((memory.k, memory.v), memory.kv_full, t.copies)
+    kv = tile.CopyRing((memory.k, memory.v), memory.kv_full, t.copies)
 
     def load(n):
         @pl.when(n < blocks.last)

@@ -33,7 +33,7 @@ class Inputs(NamedTuple):
         return cls(
             Matrices.make([x.query, do], widths, t.block_q, query_lengths),
             Matrices.make([x.key, x.value], widths, t.block_k, key_lengths),
-            jnp.pad(lse - logits.omitted(p), more, constant_values=jnp.inf),
+            jnp.pad(lse - logits.soft_cap_constant(p), more, constant_values=jnp.inf),
             jnp.pad(delta, more),
             blocks,
             logits.arrays(p, x, t.tiling),

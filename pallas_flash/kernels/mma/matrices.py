@@ -48,7 +48,7 @@ class Matrices(NamedTuple):
 
         ragged_tail.reader(self.tails, batch, size)(block, copy, *self.arrays)
 
-    def loader(self, ring: tile.Ring, batch: IntLike, head: IntLike, blocks, position=None):
+    def loader(self, ring: tile.CopyRing, batch: IntLike, head: IntLike, blocks, position=None):
         """load(t), which begins to copy the block at position t of `blocks` of a head, if there is
         one; to the ring it is the position(t)-th, by default the t-th."""
 

@@ -133,7 +133,7 @@ class Walk(NamedTuple):
         """sums = add(sums, tile, head's score_mod, d), where d() is dS of the tile, over the blocks
         of keys that a tile of queries meets; or dS^T, of queries that a tile of keys does."""
         p, t, x, memory = self.problem, self.tiles, self.x, self.memory
-        ring = tile.Ring(memory.ring, memory.ring_full)
+        ring = tile.CopyRing(memory.ring, memory.ring_full)
         sides = (x.queries, head), (x.keys, divmod_(head, p.group)[0])
         owned, passing = sides[::-1] if t.owns_keys else sides
         tile.release(t.tma)  # by who reads the tile before
@@ -256,16 +256,16 @@ def _pair_sums(given: Given, shape: tuple[int, ...], dtype) -> jax.Array:
     """[B | 1, N | 1, T, S], over batch rows and heads."""
     p, (t, _), x, *_ = given
     whole = _whole(p.queries, t.block_q), _whole(p.keys, t.block_k)
-    kinds = block_info.kinds(p, x.resolved_mask, x.mask, t.block_q, t.block_k)
-    programs = math.prod(shape[:2]) * math.prod(kinds.shape[2:])
+    block_types = block_info.block_types(p, x.resolved_mask, x.mask, t.block_q, t.block_k)
+    programs = math.prod(shape[:2]) * math.prod(block_types.shape[2:])
     out = jax.ShapeDtypeStruct((*shape[:2], *whole), dtype)
-    sums = _launch(_pair_kernel, given, t, kinds, programs, out)
+    sums = _launch(_pair_kernel, given, t, block_types, programs, out)
     return sums[:, :, : p.queries, : p.keys]
 
 
 def _pair_kernel(program, walk: Walk, out):
-    p, t, kinds = walk.problem, walk.tiles, walk.x.blocks
-    _, _, tiles_q, tiles_k = kinds.shape
+    p, t, block_types = walk.problem, walk.tiles, walk.x.blocks
+    _, _, tiles_q, tiles_k = block_types.shape
     rest, j = divmod_(program, tiles_k)
     rest, i = divmod_(rest, tiles_q)
     own = divmod_(rest, out.shape[1])
@@ -277,7 +277,7 @@ def _pair_kernel(program, walk: Walk, out):
     def pair(n, sums):
         b, h = divmod_(n, heads)
         b, h = first + b, first_head + h
-        kind = kinds[(*block_info.entry(kinds, b, h), i, j)]
+        kind = block_types[(*block_info.broadcast_index(block_types, b, h), i, j)]
         some, partial = (kind > 0).astype(jnp.int32), (kind == 1).astype(jnp.int32)
         blocks = schedule.Blocks(j, j + partial, j + some, j + some)
         return schedule.loop(0, some, lambda _, sums: walk.all_of(b, h, i, blocks, sums), sums)

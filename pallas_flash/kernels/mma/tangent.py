@@ -117,7 +117,7 @@ def _kernel(
     dbias = bias.for_head(x.dbias, work.batch, work.head)
     mask = head.load_mask(work.batch, rows.start, t.block_q)
     of_rows = x.rows.load(work.batch, work.head, rows, tile.LAYOUTS.row)
-    ring = tile.Ring(memory.ring, memory.ring_full)
+    ring = tile.CopyRing(memory.ring, memory.ring_full)
     load_keys = x.keys.loader(ring, work.batch, work.kv_head, blocks)
 
     x.queries.copy(work.tile, work.batch, work.head, memory.owned, memory.owned_full)
@@ -139,8 +139,8 @@ def _kernel(
             ds = None if dq is None else tile.dot_t(tile.load(dq), k)
             ds = ds if dk is None else tile.dot_t(tile.load(q), dk, ds)
             ds = head.tangent(weight, back, ds, None if dbias is None else dbias.load(at))
-            dlse = dlse + jnp.sum(ds.whole, axis=1)
-            do = tile.dot(do, tile.as_left(ds.kept.astype(x.queries.dtype)), v)
+            dlse = dlse + jnp.sum(ds.before_dropout, axis=1)
+            do = tile.dot(do, tile.as_left(ds.after_dropout.astype(x.queries.dtype)), v)
         if dv is not None:
             do = tile.dot(do, tile.as_left(prob.astype(x.queries.dtype)), dv)
         return do, dlse

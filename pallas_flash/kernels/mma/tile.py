@@ -104,7 +104,7 @@ def widen(x, stored: str, to, swizzle: int):
     to[...] = from_8_bits(plgpu.load(x, layout=layout, optimized=False), stored, to.dtype)
 
 
-class Ring(NamedTuple):
+class CopyRing(NamedTuple):
     """Slots of shared memory for blocks that come one after another."""
 
     slots: tuple  # of each array [stages, rows, width]

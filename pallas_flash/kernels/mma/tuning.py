@@ -27,7 +27,7 @@ class Tiles(NamedTuple):
     stages: int = 2
     swizzle: int = SWIZZLES[0]
     tma: bool = False  # blocks are copied by TMA, not by cp.async
-    apart: bool = False  # dK and dV have a kernel each
+    separate_dk_dv: bool = False  # dK and dV have a kernel each
 
     @property
     def keeps_q(self) -> bool:

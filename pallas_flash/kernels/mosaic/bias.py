@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_flash.kernels.mosaic.block_info import entry
+from pallas_flash.kernels.mosaic.block_info import broadcast_index
 from pallas_flash.kernels.mosaic.registers import ScoreTile, load, per_column, per_row
 from pallas_flash.kernels.mosaic.tiling import Tiling
 from pallas_flash.pytrees import IntLike
@@ -52,4 +52,4 @@ class HeadBias(NamedTuple):
 
 def for_head(x, batch: IntLike, head: IntLike) -> HeadBias | None:
     """From a ref of what `pad` made; None without one."""
-    return None if x is None else HeadBias(x, *entry(x, batch, head))
+    return None if x is None else HeadBias(x, *broadcast_index(x, batch, head))

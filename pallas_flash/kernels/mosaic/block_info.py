@@ -17,14 +17,16 @@ from pallas_flash.pytrees import IntLike
 class BlockLists(NamedTuple):
     """The blocks that each tile visits, of a mask with an array or a mask_mod."""
 
-    lists: Any  # int32 [B or 1, N or 1, tiles, 2 + blocks]: schedule.lists
+    lists: Any  # int32 [B or 1, N or 1, tiles, 2 + blocks]: schedule.block_lists
     # int32 [B or 1, N, tiles], of tiles of keys: how many there are of the heads before that share
     # the keys
     before: Any = None
 
     def blocks(self, batch: IntLike, head: IntLike, tile: IntLike) -> schedule.Blocks:
         """Those of a tile of a head, from refs."""
-        return schedule.Blocks.from_list(self.lists, *entry(self.lists, batch, head), tile)
+        return schedule.Blocks.from_list(
+            self.lists, *broadcast_index(self.lists, batch, head), tile
+        )
 
 
 def intervals(
@@ -44,7 +46,9 @@ def by_query_tile(
     lists of at least one; None where the kernel computes them."""
     if mask is None and resolved_mask.mask_mod is None:
         return intervals(p, resolved_mask, block_q, block_k)[1]
-    return BlockLists(schedule.lists(_kinds(p, resolved_mask, mask, block_q, block_k), least=1))
+    return BlockLists(
+        schedule.block_lists(_block_types(p, resolved_mask, mask, block_q, block_k), least=1)
+    )
 
 
 def by_key_tile(
@@ -57,7 +61,9 @@ def by_key_tile(
         return (
             schedule.query_blocks(resolved_mask, p.queries, block_q, block_k) if has_data else None
         )
-    lists = schedule.lists(_kinds(p, resolved_mask, mask, block_q, block_k).swapaxes(2, 3))
+    lists = schedule.block_lists(
+        _block_types(p, resolved_mask, mask, block_q, block_k).swapaxes(2, 3)
+    )
     B, _, tiles, _ = lists.shape
     count = jnp.broadcast_to(lists[..., 1], (B, p.heads, tiles)).reshape(
         B, p.kv_heads, p.group, tiles
@@ -66,17 +72,19 @@ def by_key_tile(
     return BlockLists(lists, before.reshape(B, p.heads, tiles))
 
 
-def kinds(p: Problem, resolved_mask: ResolvedMask, mask, block_q: int, block_k: int) -> jax.Array:
+def block_types(
+    p: Problem, resolved_mask: ResolvedMask, mask, block_q: int, block_k: int
+) -> jax.Array:
     """Of each tile of queries and block of keys whether it is empty, partial or full, int32 [B or
     1, N or 1, tiles, blocks]."""
-    return jnp.asarray(_kinds(p, resolved_mask, mask, block_q, block_k), jnp.int32)
+    return jnp.asarray(_block_types(p, resolved_mask, mask, block_q, block_k), jnp.int32)
 
 
-def _kinds(p: Problem, resolved_mask: ResolvedMask, mask, block_q: int, block_k: int):
-    return schedule.block_kinds(resolved_mask, p.batch, p.heads, p.queries, block_q, block_k, mask)
+def _block_types(p: Problem, resolved_mask: ResolvedMask, mask, block_q: int, block_k: int):
+    return schedule.block_types(resolved_mask, p.batch, p.heads, p.queries, block_q, block_k, mask)
 
 
-def entry(ref, *indices: IntLike) -> tuple[IntLike, ...]:
+def broadcast_index(ref, *indices: IntLike) -> tuple[IntLike, ...]:
     """That of a batch row, or of a batch row and a head, in data for each of them, or for all."""
     return tuple(n if size > 1 else 0 for n, size in zip(indices, ref.shape, strict=False))
 
@@ -98,7 +106,7 @@ def key_blocks(
         rows = tile * size, jnp.minimum((tile + 1) * size, queries) - 1
         blocks = schedule.known_blocks(resolved_mask, *rows, block_k)
     else:
-        blocks = schedule.Blocks.from_table(found, *entry(found, work.batch), tile)
+        blocks = schedule.Blocks.from_table(found, *broadcast_index(found, work.batch), tile)
     if isinstance(blocks.last, int):
         return blocks
     return blocks._replace(last=jnp.maximum(blocks.last, blocks.first + 1))
@@ -119,14 +127,14 @@ def query_blocks(
 
         def listed(g):
             head = work.head + g
-            start = found.before[(*entry(found.before, work.batch), head, work.tile)]
+            start = found.before[(*broadcast_index(found.before, work.batch), head, work.tile)]
             return found.blocks(work.batch, head, work.tile), lambda t: start + t
 
         return listed
     if found is None:
         blocks = _known_query_blocks(resolved_mask, work.tile, queries, block_q, size)
     else:
-        blocks = schedule.Blocks.from_table(found, *entry(found, work.batch), work.tile)
+        blocks = schedule.Blocks.from_table(found, *broadcast_index(found, work.batch), work.tile)
     return lambda g: (blocks, lambda t: g * blocks.count + t - blocks.first)
 
 

@@ -21,7 +21,7 @@ from pallas_flash.online_softmax import LN2, LOG2E, LogBase
 from pallas_flash.pytrees import IntLike
 
 
-def omitted(p: Problem) -> float:
+def soft_cap_constant(p: Problem) -> float:
     """The constant that factored logits lack of a soft cap's."""
     return 0.0 if p.log_base is LogBase.E or p.soft_cap is None else p.soft_cap * LOG2E
 
@@ -46,11 +46,11 @@ def arrays(p: Problem, x: Operands, t: Tiling) -> Arrays:
     return Arrays(x.seeds, bias.pad(x.bias, t), score_mod, mask, resolved_mask)
 
 
-class Weighted(NamedTuple):
+class WeightedTangent(NamedTuple):
     """What `Logits.tangent` gives for a tile."""
 
-    whole: Any
-    kept: Any  # as dropout leaves it
+    before_dropout: Any
+    after_dropout: Any
 
 
 class Logits(NamedTuple):
@@ -94,7 +94,8 @@ class Logits(NamedTuple):
     def probabilities(self, s, tile: ScoreTile, lse: Callable, mask: TileMask | None):
         """P as dropout leaves it, and the weight and the function that `gradient` takes.
 
-        lse() has the shape of S: in the problem's log base, less what is `omitted`; +inf: P = 0.
+        lse() has the shape of S: in the problem's log base, less the `soft_cap_constant`; +inf: P
+        = 0.
         """
         p, soft_cap, back = self.problem, self.problem.soft_cap, None
         if p.log_base is LogBase.E:
@@ -124,14 +125,14 @@ class Logits(NamedTuple):
             ds = weight * (dp if delta is None else dp - delta)
         return ds if back is None else back(ds)
 
-    def tangent(self, weight, back: Callable | None, ds, bias) -> "Weighted":
+    def tangent(self, weight, back: Callable | None, ds, bias) -> "WeightedTangent":
         """P times the tangent of the logits, from those of Q K^T and of the bias (None: zero)."""
         ds = None if ds is None else ds * self.problem.scale
         if bias is not None:
             ds = bias if ds is None else ds + bias
-        whole = (jnp.abs(weight) if self.problem.dropped else weight) * ds
-        whole = whole if back is None else back(whole)
-        return Weighted(whole, jnp.where(weight > 0, whole, 0.0) if self.problem.dropped else whole)
+        x = (jnp.abs(weight) if self.problem.dropped else weight) * ds
+        x = x if back is None else back(x)
+        return WeightedTangent(x, jnp.where(weight > 0, x, 0.0) if self.problem.dropped else x)
 
     def _vjp(self, s, tile: ScoreTile):
         """The logits in base e, and the function from their cotangent to that of scale * S + bias;

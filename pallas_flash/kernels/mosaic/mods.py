@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_flash import schedule
 from pallas_flash.arguments import Problem
 from pallas_flash.jax_internals import Literal
-from pallas_flash.kernels.mosaic.block_info import entry
+from pallas_flash.kernels.mosaic.block_info import broadcast_index
 from pallas_flash.kernels.mosaic.registers import ScoreTile, opaque
 from pallas_flash.kernels.mosaic.tiling import Tiling
 from pallas_flash.mods import captured, traced
@@ -186,7 +186,7 @@ def for_head(
     def value(at, ref):
         if at.depends_on >= PAIR:
             return ref
-        place = entry(ref, batch, head)
+        place = broadcast_index(ref, batch, head)
         if not at.depends_on & PAIR:
             return ref[(*place, 0)]
         return lambda rows: ref.at[(*(n if isinstance(n, int) else opaque(n) for n in place), rows)]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_flash.kernels.mosaic.block_info import entry
+from pallas_flash.kernels.mosaic.block_info import broadcast_index
 from pallas_flash.kernels.mosaic.registers import (
     ScoreTile,
     iota,
@@ -81,4 +81,4 @@ class HeadMask(NamedTuple):
 
 def for_head(x: Words, batch: IntLike, head: IntLike) -> HeadMask:
     """From refs."""
-    return HeadMask(x.words, *entry(x.words, batch, head))
+    return HeadMask(x.words, *broadcast_index(x.words, batch, head))

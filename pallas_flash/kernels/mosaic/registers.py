@@ -57,18 +57,18 @@ def load(ref, layout):
 
 
 # what `from_8_bits` leaves to be multiplied by: the exponent of float16 has a bias of 15, not 7
-FACTOR = dict(int8=1.0, float8_e4m3fn=2.0**8)
+BITCAST_SCALE = dict(int8=1.0, float8_e4m3fn=2.0**8)
 
 
 def from_8_bits(x, stored: str, dtype):
     """Numbers of the dtype `stored`, whose bits are given as int8, in a dtype of 16 bits, divided
-    by their FACTOR."""
+    by their BITCAST_SCALE."""
     if stored == "int8":
         return x.astype(jnp.int32).astype(jnp.float32).astype(dtype)
     # the sign, the exponent and the mantissa at their places in a float16
     x = lax.bitcast_convert_type((x.astype(jnp.int16) << 7) & -0x4080, jnp.float16)
     x = x.astype(jnp.float32)
-    return jnp.where(jnp.abs(x) > 448 / FACTOR[stored], jnp.nan, x).astype(dtype)
+    return jnp.where(jnp.abs(x) > 448 / BITCAST_SCALE[stored], jnp.nan, x).astype(dtype)
 
 
 class ScoreTile(NamedTuple):

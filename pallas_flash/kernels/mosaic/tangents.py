@@ -23,7 +23,7 @@ class TangentRows(NamedTuple):
     def make(cls, p: Problem, block_q: int, rows: RowLse, dlse) -> "TangentRows":
         more = (0, 0), (0, 0), (0, -p.queries % block_q)
         return cls(
-            jnp.pad(rows.lse - logits.omitted(p), more, constant_values=jnp.inf),
+            jnp.pad(rows.lse - logits.soft_cap_constant(p), more, constant_values=jnp.inf),
             None if rows.factor is None else jnp.pad(rows.factor, more),
             jnp.pad(dlse, more),
         )

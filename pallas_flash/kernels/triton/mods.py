@@ -32,16 +32,16 @@ def flatten(x: Operands) -> Operands:
 
 def with_block_lists(p: Problem, tiles: Tiles, x: Operands, by_key: bool = False) -> Operands:
     """The operands for kernels that go over the blocks of a tile of queries, or of keys: a
-    BoundMaskMod with `schedule.lists`."""
+    BoundMaskMod with `schedule.block_lists`."""
     flat = flatten(x)
     if x.resolved_mask.mask_mod is None:
         return flat
-    found = schedule.block_kinds(
+    found = schedule.block_types(
         x.resolved_mask, p.batch, p.heads, p.queries, tiles.block_q, tiles.block_k
     )
     mask_mod = dataclasses.replace(
         flat.resolved_mask.mask_mod,
-        block_types=schedule.lists(found.swapaxes(2, 3) if by_key else found),
+        block_types=schedule.block_lists(found.swapaxes(2, 3) if by_key else found),
     )
     return flat._replace(resolved_mask=dataclasses.replace(flat.resolved_mask, mask_mod=mask_mod))
 
@@ -63,7 +63,7 @@ def specs(layout, bound: BoundMod | None) -> BoundMod | None:
 
 
 def _lists(layout, lists) -> pl.BlockSpec | None:
-    """Of `schedule.lists` those of the tile and head that a program owns, or of the heads."""
+    """Of `schedule.block_lists` those of the tile and head that a program owns, or of the heads."""
     if lists is None:
         return None
 

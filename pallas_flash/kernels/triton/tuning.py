@@ -98,7 +98,7 @@ def tiles(problem: Problem) -> AllTiles:
         # Triton copies the next block over what a wgmma still reads (results.md#executed)
     elif capability >= 9:
         apart[1] = apart[1]._replace(num_stages=1)
-    decoding = decode_tiles(p) if decode.takes(p) else None
+    decoding = decode_tiles(p) if decode.is_decoding(p) else None
     return AllTiles(
         *(
             t._replace(block_q=fit(t.block_q, p.queries), block_k=fit(t.block_k, p.keys))
