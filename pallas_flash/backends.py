@@ -25,8 +25,6 @@ class PagedKernel(NamedTuple):
     forward: Callable  # (problem, tiles, operands, table, scales if of 8 bits)
     # whether it had better attend to a copy in order, of a problem whose rows are not one tile
     copies_prompts: Callable[[Problem], bool] = lambda problem: True
-    # why it does not read pages by default; None: as the backend's
-    why_not_by_default: Callable[[Problem], str | None] | None = None
 
 
 def unknown(problem: Problem, operands: Operands) -> None:
@@ -297,6 +295,7 @@ REFERENCE = Backend(
     lambda problem, tiles, *args: reference.backward(problem, *args),
     is_dense=True,
 )
+_PAGED_BY_MMA = PagedKernel(mma.why_no_pages, mma.decode_tiles, _kernel("mma.decode", "forward"))
 BACKENDS = (
     Backend(
         "hopper",
@@ -308,11 +307,7 @@ BACKENDS = (
         tangent=_tangent("hopper.tangent"),
         own_kernels=True,
         is_interpretable=False,
-        paged=PagedKernel(
-            hopper.why_no_pages,
-            lambda p, page, _: hopper.decode_tiles(p, page),
-            _kernel("hopper.decode", "forward"),
-        ),
+        paged=_PAGED_BY_MMA,
         keeps_base_2=True,
         copies=lambda p: hopper.copies(p),
     ),
@@ -326,12 +321,7 @@ BACKENDS = (
         tangent=_tangent("mma.tangent"),
         own_kernels=True,
         is_interpretable=False,
-        paged=PagedKernel(
-            mma.why_no_pages,
-            mma.decode_tiles,
-            _kernel("mma.decode", "forward"),
-            why_not_by_default=lambda p: _no_gpu(),  # on Hopper GPUs what hopper's cannot read
-        ),
+        paged=_PAGED_BY_MMA,
         keeps_base_2=True,
         copies=lambda p: ampere.copies(p),
     ),

@@ -37,7 +37,6 @@ def first(
     problem: Problem,
     name: str | None = None,
     why_not_here: Callable[[Backend], str | None] = lambda backend: None,
-    why_not_by_default: Callable[[Backend], Callable] = lambda backend: backend.why_not_by_default,
 ) -> Choice:
     """The implementation of this name, or the first in the table that runs the problem by default
     and that why_not_here says nothing against."""
@@ -45,7 +44,7 @@ def first(
         return _named(problem, name)
     for backend in backends.BACKENDS:
         # the cheap check comes first: why_not may import kernels
-        if why_not_by_default(backend)(problem) or backend.why_not(problem):
+        if backend.why_not_by_default(problem) or backend.why_not(problem):
             continue
         if not why_not_here(backend):
             return Choice(backend, backend.tiles(problem))

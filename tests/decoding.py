@@ -8,9 +8,6 @@ import pytest
 
 IMPLEMENTATIONS = ("blockwise", "triton")
 MOSAIC = ("hopper", "ampere")
-FAMILIES = dict(
-    {name: (name, {}) for name in MOSAIC}, **{"ampere by TMA": ("ampere", dict(tma=True))}
-)
 B, N, K, H, HV = 3, 6, 2, 11, 5
 T, PAGES = 5, 6
 needs_interpreter = pytest.mark.skipif(

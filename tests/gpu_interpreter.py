@@ -93,9 +93,9 @@ def parameters(detect_races: bool = False):
 @contextlib.contextmanager
 def hopper_kernels(detect_races: bool = False):
     """Lets `implementation="hopper"` run here, on a Hopper GPU if there is one, else in the
-    interpreter. Yields Races, of which the interpreter alone finds any: a test that needs one is
-    not marked `gpu`."""
-    with _kernels(device.compute_capability() == 9.0, detect_races) as races:
+    interpreter, where what runs by mma copies by TMA. Yields Races, of which the interpreter alone
+    finds any: a test that needs one is not marked `gpu`."""
+    with _with_tma(True), _kernels(device.compute_capability() == 9.0, detect_races) as races:
         yield races
 
 
@@ -104,10 +104,15 @@ def ampere_kernels(detect_races: bool = False, tma: bool = False):
     """The same for `implementation="ampere"`; in the interpreter they copy by cp.async or TMA, on a
     GPU by what it has."""
     is_here = (device.compute_capability() or 0.0) >= 8.0
-    with contextlib.ExitStack() as stack:
-        if not is_here:
-            stack.enter_context(mock.patch.object(device, "has_tma", lambda: tma))
-        yield stack.enter_context(_kernels(is_here, detect_races))
+    with _with_tma(tma), _kernels(is_here, detect_races) as races:
+        yield races
+
+
+def _with_tma(tma: bool):
+    """Where there is no GPU that says it."""
+    if device.compute_capability():
+        return contextlib.nullcontext()
+    return mock.patch.object(device, "has_tma", lambda: tma)
 
 
 def kernels(implementation: str, **kw):

@@ -10,7 +10,6 @@ import oracle
 import pytest
 from check import TOLERANCE, close
 from decoding import (
-    FAMILIES,
     HV,
     IMPLEMENTATIONS,
     MOSAIC,
@@ -184,12 +183,11 @@ def test_a_score_mod_equals_the_reference_with_pages_and_without_and_in_the_grad
 @pytest.mark.gpu
 @needs_interpreter
 @pytest.mark.parametrize("kind", ["contiguous", "paged", "in 8 bits"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_score_mod_of_rows_of_several_heads_equals_the_reference(family, kind, rng, monkeypatch):
+@pytest.mark.parametrize("implementation", MOSAIC)
+def test_a_score_mod_of_rows_of_several_heads_equals_the_reference(
+    implementation, kind, rng, monkeypatch
+):
     """By batch row, query head, token and key, and by arrays of them and of both at once."""
-    implementation, how = FAMILIES[family]
-    if kind == "in 8 bits" and implementation == "hopper":
-        pytest.skip("hopper reads no pages in 8 bits")
     monkeypatch.setattr(decode, "num_splits", lambda *_: 2)
     page, size, offset = 32, 64, ints(260, 77, 130)
     table = ints(*rng.permutation(B * 10)).reshape(B, 10)
@@ -216,7 +214,7 @@ def test_a_score_mod_of_rows_of_several_heads_equals_the_reference(family, kind,
     expected = flash_attention(
         *(x.astype(np.float32) for x in (q, k, v)), implementation="reference", **causal, **options
     )
-    kernels = gpu_interpreter.kernels(implementation, detect_races=True, **how)
+    kernels = gpu_interpreter.kernels(implementation, detect_races=True)
     with kernels as races, jax.numpy_rank_promotion("raise"):
         half = (x.astype(q.dtype) for x in (k, v))
         assert "decoding" in str(explain(q, *half, score_mod=mod, **causal).tiles)
@@ -233,15 +231,16 @@ def test_a_score_mod_of_rows_of_several_heads_equals_the_reference(family, kind,
 
 @pytest.mark.gpu
 @needs_interpreter
-@pytest.mark.parametrize("family", FAMILIES)
-def test_splits_are_merged_by_their_sums_where_logits_are_beyond_them(family, rng, monkeypatch):
+@pytest.mark.parametrize("implementation", MOSAIC)
+def test_splits_are_merged_by_their_sums_where_logits_are_beyond_them(
+    implementation, rng, monkeypatch
+):
     """At -1e6 a log-sum-exp rounds by more than what the sums of two splits differ by."""
     monkeypatch.setattr(decode, "num_splits", lambda *_: 2)
-    implementation, how = FAMILIES[family]
     q, k, v = (rng.normal(size=(1, n, 4, 64)).astype(np.float16) for n in (2, 300, 300))
     options = dict(score_mod=lambda s, b, h, i, j: s - 1e6 * h)
     wide = (x.astype(np.float32) for x in (q, k, v))
-    with gpu_interpreter.kernels(implementation, **how):
+    with gpu_interpreter.kernels(implementation):
         o = flash_attention(q, k, v, implementation=implementation, **options)
     close(o, flash_attention(*wide, implementation="reference", **options), 2e-3, "output")
 

@@ -96,12 +96,6 @@ WRONG = {
         dict(k_scales=SCALES[:3], v_scales=SCALES),
         r"\(4, 8, 1\) like k_.*; got",
     ),
-    "8 bits on hopper": (
-        dict(dtype=jnp.int8),
-        dict(k_scales=SCALES, v_scales=SCALES, implementation="hopper"),
-        "wgmma multiplies pages as they lie, in float32; got int8: ampere, triton "
-        "and blockwise take them",
-    ),
     "8 bits of narrow heads on ampere": (
         dict(dtype=jnp.int8),
         dict(k_scales=SCALES, v_scales=SCALES, implementation="ampere"),

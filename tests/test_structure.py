@@ -89,7 +89,6 @@ ORDER = [
     "kernels.hopper.dkv_consumer",
     "kernels.hopper.backward_dq",
     "kernels.hopper.tangent",
-    "kernels.hopper.decode",
     "kernels.hopper.gradients",
     "kernels.hopper.tile",
     "kernels.hopper.sync",

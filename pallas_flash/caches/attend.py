@@ -205,10 +205,6 @@ def against(problem: Problem, pages: Pages, check: bool = False) -> selection.Ag
             return None
         return backend.paged.why_not(problem, pages.shapes, pages.stored)
 
-    def by_default(backend):
-        paged = None if copies(backend, problem, pages) else backend.paged.why_not_by_default
-        return (paged or backend.why_not_by_default)(problem)
-
     def checked(backend):
         is_copied = copies(backend, problem, pages)
         return (problem, comparison.FLASH_ATTENTION) if is_copied else (decoding, pages.way)
@@ -219,7 +215,7 @@ def against(problem: Problem, pages: Pages, check: bool = False) -> selection.Ag
 
     return selection.Against(
         lambda backend: joined(backend.why_not(problem), why_no_pages(backend)),
-        by_default,
+        lambda backend: backend.why_not_by_default(problem),
         here,
         lambda backend: verdicts.is_known(backend, *checked(backend)),
     )
@@ -235,5 +231,4 @@ def choose(problem: Problem, implementation: str | None, found: selection.Agains
         cannot = f"implementation {name!r} cannot run this call of paged_attention"
         raise NotImplementedError(f"{cannot}: {why_not}. The call: {problem}.")
     why_not_here = lambda backend: found.cannot(backend) or found.here(backend)
-    by_default = lambda backend: lambda problem: found.by_default(backend)
-    return selection.first(problem, name, why_not_here, by_default).backend
+    return selection.first(problem, name, why_not_here).backend

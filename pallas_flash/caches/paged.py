@@ -175,9 +175,9 @@ def paged_attention(
         entry in the page times its scale, as `PagedCache` makes them. Pages that are read where
         they lie stay as they are in memory: logits and weights are multiplied by the scales. A copy
         has the query's dtype.
-      implementation: as in `flash_attention`; "hopper" reads pages where they lie if they are of 8,
-        16, 32, or a multiple of 64 keys, but not in 8 bits, which "ampere" reads. "reference",
-        "flash1" and "standard" always copy them.
+      implementation: as in `flash_attention`; "hopper" and "ampere" read pages where they lie if
+        they are of 8, 16, 32, or a multiple of 64 keys. "reference", "flash1" and "standard" always
+        copy them.
 
     Returns:
       The output [B, T, N, Hv] in the query's dtype; with return_residual or return_max_logits, a

@@ -2,9 +2,8 @@
 one warpgroup a program."""
 
 from pallas_flash.arguments import Problem
-from pallas_flash.kernels import device, joined
+from pallas_flash.kernels import device, joined, mma
 from pallas_flash.kernels.ampere.tuning import tiles
-from pallas_flash.kernels.mma.tuning import padded_length, padded_size
 from pallas_flash.kernels.mosaic import operations
 
 __all__ = ["copies", "tiles", "why_not"]
@@ -31,14 +30,7 @@ def why_not(problem: Problem) -> str | None:
 
 def copies(problem: Problem) -> str | None:
     """What XLA pads for the kernels in each call, or None."""
-    p = problem
-    # the rows of decoding are few
-    lengths = dict(S=p.keys) if tiles(p).decode else dict(T=p.queries, S=p.keys)
-    sizes = dict(H=p.head_size, Hv=p.value_size)
-    whole = {name: (n, padded_length(n)) for name, n in lengths.items()}
-    whole |= {name: (n, padded_size(n)) for name, n in sizes.items()}
-    padded = [f"{name} from {n} to {to}" for name, (n, to) in whole.items() if n != to]
-    return f"XLA pads arrays in each call, {', '.join(padded)}" if padded else None
+    return mma.copies(problem, is_decoding=tiles(problem).decode is not None)
 
 
 def _why_not_here() -> str | None:

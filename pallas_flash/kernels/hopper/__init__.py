@@ -1,12 +1,11 @@
 """FlashAttention-3 as Mosaic GPU kernels for Hopper: wgmma, TMA, warpgroups with roles."""
 
 from pallas_flash.arguments import Problem
-from pallas_flash.decode import why_not as why_no_single_tile
-from pallas_flash.kernels import device, joined
-from pallas_flash.kernels.hopper.tuning import decode_tiles, padded_length, padded_size, tiles
+from pallas_flash.kernels import device, joined, mma
+from pallas_flash.kernels.hopper.tuning import padded_length, padded_size, tiles
 from pallas_flash.kernels.mosaic import operations
 
-__all__ = ["copies", "decode_tiles", "tiles", "why_no_pages", "why_not"]
+__all__ = ["copies", "tiles", "why_not"]
 
 
 def why_not(problem: Problem) -> str | None:
@@ -28,29 +27,13 @@ def why_not(problem: Problem) -> str | None:
     return joined(*reasons)
 
 
-def why_no_pages(problem: Problem, shapes: tuple, dtype: str | None) -> str | None:
-    """Why the kernels cannot read pages of these shapes where they lie, or None; `dtype` is that of
-    pages of 8 bits."""
-    page = shapes[0][1]
-    if dtype:
-        return (
-            f"wgmma multiplies pages as they lie, in {problem.dtype}; got {dtype}: ampere, "
-            "triton and blockwise take them"
-        )
-    if page % 64 and 64 % page:
-        return f"it takes pages of 8, 16, 32 or a multiple of 64 keys; got {page}"
-    if problem.value_size > 128:
-        return f"pages of values wider than 128 leave no registers; got {problem.value_size}"
-    return why_no_single_tile(problem)
-
-
 def copies(problem: Problem) -> str | None:
     """What XLA pads for the kernels in each call, since TMA cannot read it where it lies, or
     None."""
     p, t = problem, tiles(problem)
-    # the rows of decoding are few
-    lengths = dict(S=p.keys) if t.decode else dict(T=p.queries, S=p.keys)
-    whole = {name: (n, padded_length(n)) for name, n in lengths.items()}
+    if t.decode:
+        return mma.copies(p, is_decoding=True)
+    whole = {name: (n, padded_length(n)) for name, n in dict(T=p.queries, S=p.keys).items()}
     whole |= {
         name: (n, padded_size(n, t.forward.swizzle))
         for name, n in dict(H=p.head_size, Hv=p.value_size).items()

@@ -16,8 +16,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash import online_softmax, schedule
 from pallas_flash.arguments import Operands, Problem
-from pallas_flash.kernels.hopper import decode, sync, tile
+from pallas_flash.kernels.hopper import sync, tile
 from pallas_flash.kernels.hopper.tuning import ROWS, AllTiles, Tiles
+from pallas_flash.kernels.mma import decode
 from pallas_flash.kernels.mosaic import block_info, logits, ragged_tail, scheduler
 from pallas_flash.kernels.mosaic.launch import launch
 from pallas_flash.kernels.mosaic.mask import TileMask

@@ -5,6 +5,7 @@ from typing import Literal, NamedTuple
 from pallas_flash import decode, dropout, schedule
 from pallas_flash.arguments import Problem
 from pallas_flash.kernels import device
+from pallas_flash.kernels.mma.tuning import DecodeTiles, decode_tiles
 from pallas_flash.kernels.mosaic import scheduler
 from pallas_flash.kernels.mosaic.tiling import Tiling
 from pallas_flash.online_softmax import LogBase
@@ -98,24 +99,6 @@ class KeyTiles(NamedTuple):
         return _describe(self)
 
 
-class DecodeTiles(NamedTuple):
-    """Of split-KV decoding: 64 rows by `block_k` keys, with a program for each of `num_splits` of
-    the keys."""
-
-    width: int
-    value_width: int
-    num_splits: int
-    stages: int
-    copies: int = 1  # that a block of keys takes
-    block_k: int = ROWS
-    warpgroups: int = 1
-    swizzle: int = SWIZZLES[0]
-
-    def __str__(self):
-        size = f"{ROWS} x {self.block_k}, {self.num_splits} splits, {self.stages} stages"
-        return f"{size}, widths {self.width}/{self.value_width}"
-
-
 def _describe(t: Tiles | KeyTiles) -> str:
     size = f"{t.block_q} x {t.block_k}, {t.warpgroups} warpgroups, {t.stages} stages"
     count = t.tiles_per_program if isinstance(t, Tiles) else 1
@@ -142,9 +125,7 @@ class AllTiles(NamedTuple):
         return f"{forward}; {backward}; forward mode {self.tangent}"
 
 
-COLUMNS = 64  # of a decoding tile that are moved at a time
 LONG = 64  # blocks of keys, beside which the start and the end of a program are short
-SHARED_BYTES = 223 * 2**10  # bytes of shared memory for a program's matrices
 
 # The tables: by registers, spills, shared memory and instructions of the code compiled for an H200,
 # and by the clock of an H100: results.md#hopper-by-the-clock.
@@ -214,7 +195,8 @@ def tiles(problem: Problem) -> AllTiles:
     most = (device.SHARED_KB[9.0] << 10) - beside
     forward = [row for row in _allowed(_FORWARD, p) if row.forward_bytes <= most]
     forward = _with_tiles_per_program(_narrow(_row(forward, p), p), p)
-    return AllTiles(forward, *backward, _narrow(_row(_TANGENT, p), p), _decoding(p))
+    decoding = decode_tiles(p) if decode.is_decoding(p) else None
+    return AllTiles(forward, *backward, _narrow(_row(_TANGENT, p), p), decoding)
 
 
 def _allowed(table, p: Problem) -> list:
@@ -245,23 +227,6 @@ def _with_tiles_per_program(t: Tiles, p: Problem) -> Tiles:
     n = max(filter(fits, range(2, min(most, count) + 1)), default=1)
     k_wait = t.k_wait if n == 1 else "early"
     return t._replace(tiles_per_program=n, q_stages=min(n, t.q_stages), k_wait=k_wait)
-
-
-def _decoding(p: Problem) -> DecodeTiles | None:
-    """Wider values leave no registers."""
-    return decode_tiles(p) if decode.is_decoding(p) and p.value_size <= 128 else None
-
-
-def decode_tiles(problem: Problem, page: int = ROWS) -> DecodeTiles:
-    """As many stages as shared memory holds beside q and o, and as there are barriers for."""
-    p, forward = problem, _row(_FORWARD, problem)
-    whole = lambda width: -(-width // COLUMNS) * COLUMNS
-    width, value_width = whole(forward.width), whole(forward.value_width)
-    left = SHARED_BYTES - ROWS * (2 * width + 4 * COLUMNS)
-    stages = min(left // (ROWS * 2 * (width + value_width)), 6)
-    copies = max(ROWS // page, 1)
-    num_splits = decode.num_splits(p, ROWS, device.processors())
-    return DecodeTiles(width, value_width, num_splits, stages, copies, swizzle=forward.swizzle)
 
 
 def _row(table, problem: Problem):

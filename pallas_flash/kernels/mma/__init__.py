@@ -3,9 +3,15 @@ gradients of scores."""
 
 from pallas_flash.arguments import Problem
 from pallas_flash.decode import why_not as why_no_single_tile
-from pallas_flash.kernels.mma.tuning import decode_tiles, page_columns, score_tiles
+from pallas_flash.kernels.mma.tuning import (
+    decode_tiles,
+    padded_length,
+    padded_size,
+    page_columns,
+    score_tiles,
+)
 
-__all__ = ["decode_tiles", "score_tiles", "why_no_pages"]
+__all__ = ["copies", "decode_tiles", "score_tiles", "why_no_pages"]
 
 
 def why_no_pages(problem: Problem, shapes: tuple, dtype: str | None) -> str | None:
@@ -22,3 +28,15 @@ def why_no_pages(problem: Problem, shapes: tuple, dtype: str | None) -> str | No
             f"{p.head_size}, Hv = {p.value_size}"
         )
     return why_no_single_tile(p)
+
+
+def copies(problem: Problem, is_decoding: bool) -> str | None:
+    """What XLA pads for kernels by mma in each call, or None."""
+    p = problem
+    # the rows of decoding are few
+    lengths = dict(S=p.keys) if is_decoding else dict(T=p.queries, S=p.keys)
+    sizes = dict(H=p.head_size, Hv=p.value_size)
+    whole = {name: (n, padded_length(n)) for name, n in lengths.items()}
+    whole |= {name: (n, padded_size(n)) for name, n in sizes.items()}
+    padded = [f"{name} from {n} to {to}" for name, (n, to) in whole.items() if n != to]
+    return f"XLA pads arrays in each call, {', '.join(padded)}" if padded else None

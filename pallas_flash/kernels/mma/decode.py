@@ -1,8 +1,9 @@
 """Split-KV decoding by mma (Flash-Decoding): a program owns one split of the keys of one key/value
 head, and the rows of all new tokens that see them.
 
-The time is that of reading keys and values: as many blocks are on their way as shared memory holds.
-Those of 8 bits are on their way as they are, and in use in 16.
+The time is that of reading keys and values, on Hopper too, where wgmma gained 3% at most
+(results.md#an-h100): as many blocks are on their way as shared memory holds. Blocks of 8 bits
+are copied as they are stored, and widened to 16 bits in shared memory.
 """
 
 import functools

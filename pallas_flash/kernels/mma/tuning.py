@@ -129,7 +129,8 @@ def decode_tiles(problem: Problem, page: int = ROWS, stored: str | None = None) 
     is_wide = width > 128 or (stored and row > 128)
     most = WIDE if value_width > 128 else 32 if is_wide else ROWS
     block_k = next(n for n in (ROWS, 32, WIDE) if n <= most and stages(n) >= 3)
-    in_slots = _swizzle(width, value_width, min(page, block_k), size)
+    rows = ROWS if device.has_tma() else min(page, block_k)
+    in_slots = _swizzle(width, value_width, rows, size)
     return DecodeTiles(
         width,
         value_width,
@@ -146,9 +147,12 @@ def decode_tiles(problem: Problem, page: int = ROWS, stored: str | None = None) 
 
 def page_columns(problem: Problem, page: int, stored: str | None = None) -> int:
     """Of how many columns, or a multiple, heads must be whose pages of so many keys are copied one
-    by one: a copy by the four warps is of four tiles of 8 rows, side by side or not."""
-    rows = page if problem.value_size <= 128 else min(page, WIDE)
-    return SWIZZLES[-1] // (1 if stored else 2) * max(32 // rows, 1)
+    by one: a copy by cp.async, by the four warps, is of four tiles of 8 rows, side by side or
+    not."""
+    p, tile = problem, SWIZZLES[-1] // (1 if stored else 2)
+    rows = page if p.value_size <= 128 else min(page, WIDE)
+    tiles = 1 if device.has_tma() else max(32 // rows, 1)
+    return max(tiles * tile, *map(_step, (p.head_size, p.value_size)))
 
 
 def _shared_memory() -> int:
@@ -186,10 +190,14 @@ def _swizzle(width: int, value_width: int, page: int = ROWS, size: int = 2) -> i
 
 
 def padded_size(size: int) -> int:
-    """How many columns heads of `size` have: whole steps of an mma, and two at a time where blocks
-    are of 16 rows, which four warps copy."""
-    step = 16 if size <= 128 else 32
-    return -(-size // step) * step
+    """How many columns heads of `size` have."""
+    return -(-size // _step(size)) * _step(size)
+
+
+def _step(size: int) -> int:
+    """Of the columns of heads: of an mma, and of two where blocks are of 16 rows, which four warps
+    copy."""
+    return 16 if size <= 128 else 32
 
 
 def padded_length(length: int) -> int:
