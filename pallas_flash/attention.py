@@ -242,7 +242,7 @@ def flash_attention(
     return_residual = call.pop("return_residual")
     call, return_residual = Call(**call), checks.flag("return_residual", return_residual)
     with device.at(call.arguments().values()):
-        return dispatch.results(return_residual, *dispatch.on_devices(dispatch.attend, call))
+        return dispatch.results(return_residual, *dispatch.map_over_mesh(dispatch.attend, call))
 
 
 in_lines(flash_attention)

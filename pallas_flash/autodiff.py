@@ -91,7 +91,7 @@ _attention = jax.jit(attention, static_argnums=(0, 1), inline=True)
 class Attention(equation.Equation):
     """`attention` with a forward mode."""
 
-    primitive = equation.primitive("flash_attention_every_mode", has_transpose=True)
+    primitive = equation.primitive("flash_attention", has_transpose=True)
     problem: Problem
     choice: Choice
 

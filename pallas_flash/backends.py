@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import importlib
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -99,7 +99,6 @@ class Pass:
     """A pass of a backend, called as that is: a base for what does something around `inner`, and
     stands in the backend's place by `Choice.wrap`."""
 
-    PASSES: ClassVar[tuple[str, ...]] = ("forward", "backward", "tangent")  # those it may be of
     backend: Backend
     name: Literal["forward", "backward", "tangent"]
 
@@ -131,7 +130,7 @@ class Choice(NamedTuple):
 
 @functools.lru_cache  # calls that are alike get the same object, which equals itself at once
 def _wrapped(backend: Backend, wrapper: type[Pass], options: tuple) -> Backend:
-    names = [name for name in wrapper.PASSES if getattr(backend, name)]
+    names = [name for name in ("forward", "backward", "tangent") if getattr(backend, name)]
     return backend._replace(**{name: wrapper(backend, name, *options) for name in names})
 
 
@@ -173,9 +172,11 @@ def _no_empty_axis(problem: Problem) -> str | None:
 def _kernel(module: str, name: str) -> Callable:
     """A function of a module in `kernels`, which is imported, and with it Mosaic or Triton, when
     the function is first called."""
-    return lambda *args: getattr(importlib.import_module(f"pallas_flash.kernels.{module}"), name)(
-        *args
-    )
+
+    def call_kernel(*args):
+        return getattr(importlib.import_module(f"pallas_flash.kernels.{module}"), name)(*args)
+
+    return call_kernel
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from jax import lax
 from pallas_flash import arguments, checks, dropout, masks
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.call import Call
-from pallas_flash.devices import ring, sharding
+from pallas_flash.devices import ring, sharding, ulysses
 from pallas_flash.devices.call import array_axes, collect_arrays, with_arrays
 from pallas_flash.mods.score_mod import BoundScoreMod
 from pallas_flash.sizes import Sizes
@@ -262,13 +262,23 @@ def _describe_ring(scheme: Context, loop: ring.Loop, problem: Problem) -> str:
     )
 
 
+def plan_pass(scheme: Context, call: Call) -> tuple[Problem, Problem, Operands, tuple]:
+    """The problem that an implementation is chosen for, the problem and operands of a device, and
+    what `Choice.wrap` puts around each pass."""
+    if not isinstance(scheme, AllToAll):
+        loop, pair, problem, operands = plan_ring(scheme, call)
+        return pair, problem, operands, (ring.RingPass, loop)
+    problem, operands = arguments.normalise(exchange_heads(scheme, call))
+    operands = ulysses.localize_rows(scheme.names, problem, operands, call.sinks)
+    return problem, problem, operands, (ulysses.UlyssesPass, scheme.names)
+
+
 def plan(scheme: Context, call: Call) -> tuple[Problem, str]:
     """The problem of a device, or of one of its pairs in a ring, and what the device sends."""
+    inner, problem, _, (_, loop) = plan_pass(scheme, call)
     if isinstance(scheme, AllToAll):
-        problem = arguments.normalise(exchange_heads(scheme, call))[0]
-        return problem, _describe_all_to_all(scheme, problem, _device_count(scheme))
-    loop, pair, problem, _ = plan_ring(scheme, call)
-    return pair, _describe_ring(scheme, loop, problem)
+        return inner, _describe_all_to_all(scheme, inner, _device_count(scheme))
+    return inner, _describe_ring(scheme, loop, problem)
 
 
 def _describe_all_to_all(scheme: Context, problem: Problem, devices: int) -> str:

@@ -1,11 +1,12 @@
 """Identities that let derivatives through in one mode alone, or in none, and raise elsewhere with
 what to do."""
 
-import functools
+import dataclasses
 
 import jax
+import jax.numpy as jnp
 
-from pallas_flash.jax_internals import Primitive, ad, batching, mlir
+from pallas_flash.equation import Equation, primitive
 
 FIRST_BY_REVERSE = (
     "A call with a context, or vmapped over an axis of an explicit mesh, has first derivatives "
@@ -23,76 +24,51 @@ NO_FIRST = (
 )
 
 
-def _identity(x, no_forward: str | None = None, no_reverse: str | None = None):
+@dataclasses.dataclass(frozen=True)
+class Identity(Equation):
     """x, whose tangents raise where they are computed (`no_forward`) or transposed (`no_reverse`);
     at once, if in both. All of a tree go together: a tangent that is zero and static would be
     computed before the others."""
-    leaves, tree = jax.tree.flatten(x)
-    results = identity_p.bind(*leaves, no_forward=no_forward, no_reverse=no_reverse)
-    return jax.tree.unflatten(tree, results)
+
+    primitive = primitive("flash_attention_identity")
+    no_forward: str | None = None
+    no_reverse: str | None = None
+
+    def run(self, x):
+        return x
+
+    results_like = run
+
+    def push(self, args, tangents):
+        if self.no_forward and self.no_reverse:
+            raise NotImplementedError(self.no_forward)
+        (x,), (dx,) = args, tangents
+        dx = jax.tree.map(lambda a, da: jnp.zeros_like(a) if da is None else da, x, dx)
+        # x comes out as it went in: what differentiates that too goes around this
+        return x, Tangents(self.no_forward, self.no_reverse)(dx)
 
 
-reverse_only = functools.partial(_identity, no_forward=FIRST_BY_REVERSE)
-without_reverse = functools.partial(_identity, no_reverse=NO_REVERSE_UNDER_CHECKS)
-no_first = functools.partial(_identity, no_forward=NO_FIRST, no_reverse=NO_FIRST)
-no_second = functools.partial(_identity, no_forward=FIRST_BY_REVERSE, no_reverse=FIRST_BY_REVERSE)
+@dataclasses.dataclass(frozen=True)
+class Tangents(Identity):
+    """The tangents of an Identity."""
 
-identity_p = Primitive("flash_attention_identity")
-identity_p.multiple_results = True
-identity_p.def_impl(lambda *x, **_: x)
-identity_p.def_abstract_eval(lambda *x, **_: x)
-mlir.register_lowering(identity_p, lambda _, *x, **__: x)
-batching.primitive_batchers[identity_p] = lambda x, axes, **modes: (
-    identity_p.bind(*x, **modes),
-    axes,
-)
+    primitive = primitive("flash_attention_tangent", has_transpose=True)
 
-tangent_p = Primitive("flash_attention_tangent")
-tangent_p.multiple_results = True
-tangent_p.def_abstract_eval(lambda *x, **_: x)
+    def run(self, x):
+        if self.no_forward:
+            raise NotImplementedError(self.no_forward)
+        return x
 
+    def push(self, args, tangents):
+        return self.run(*args), self(*tangents)
 
-def _jvp(x, tangents, *, no_forward, no_reverse):
-    if no_forward and no_reverse:
-        raise NotImplementedError(no_forward)
-    tangents = map(ad.instantiate_zeros, tangents)
-    # x comes out as it went in: what differentiates that too goes around this
-    return x, tangent_p.bind(*tangents, no_forward=no_forward, no_reverse=no_reverse)
+    def pull(self, args, cotangents):
+        if self.no_reverse:
+            raise NotImplementedError(self.no_reverse)
+        return (cotangents,)
 
 
-def _transpose(cotangents, *tangents, no_reverse, **_):
-    if no_reverse:
-        raise NotImplementedError(no_reverse)
-    is_linear = map(ad.is_undefined_primal, tangents)
-    return [c if linear else None for c, linear in zip(cotangents, is_linear, strict=True)]
-
-
-def _forward_only(rule):
-    """The rule of tangents, which mapped or differentiated are on their way to be computed: jax
-    would raise at the next step."""
-
-    def checked(*args, no_forward, no_reverse):
-        if no_forward:
-            raise NotImplementedError(no_forward)
-        return rule(*args, no_forward=no_forward, no_reverse=no_reverse)
-
-    return checked
-
-
-@_forward_only
-def _tangent_batch(x, axes, **modes):
-    return tangent_p.bind(*x, **modes), axes
-
-
-@_forward_only
-def _tangent_jvp(x, tangents, **modes):
-    tangents = map(ad.instantiate_zeros, tangents)
-    return tangent_p.bind(*x, **modes), tangent_p.bind(*tangents, **modes)
-
-
-ad.primitive_jvps[identity_p] = _jvp
-ad.primitive_transposes[tangent_p] = _transpose
-ad.primitive_jvps[tangent_p] = _tangent_jvp
-batching.primitive_batchers[tangent_p] = _tangent_batch
-tangent_p.def_impl(_forward_only(lambda *x, **_: x))
-mlir.register_lowering(tangent_p, _forward_only(lambda _, *x, **__: x))
+reverse_only = Identity(no_forward=FIRST_BY_REVERSE)
+without_reverse = Identity(no_reverse=NO_REVERSE_UNDER_CHECKS)
+no_first = Identity(NO_FIRST, NO_FIRST)
+no_second = Identity(FIRST_BY_REVERSE, FIRST_BY_REVERSE)

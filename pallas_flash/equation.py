@@ -20,36 +20,46 @@ NOT_LINEAR = (
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """What vmap, jvp and lowering make of an equation: the same as of the jaxpr in it, where a
-    subclass does not say otherwise. Hashable, and a parameter of the equation beside its `jaxpr`,
-    `in_tree` and `out_tree`."""
+    """run(*args) of trees of arrays, and what vmap, jvp and lowering make of it: the same as of the
+    jaxpr of `run`, where a subclass does not say otherwise. Rules are hashable, and a parameter of
+    the equation beside its `jaxpr`, which is None until it is lowered where that is enough, its
+    `in_tree` and its `out_tree`."""
 
     primitive: ClassVar[Primitive]
-
-    def batch(self, size: int, leaves, in_axes, *, jaxpr, **trees) -> list:
-        """The results of `size` calls, which lie on the first axis of each result and of each leaf
-        whose in_axes is 0; a leaf whose in_axes is None is shared."""
-        return jax.vmap(jaxpr_as_fun(jaxpr), in_axes)(*leaves)
-
-    def jvp(self, primals, tangents, *, jaxpr, **trees):
-        """The results and their tangents, flat; a tangent may be an `ad.Zero`."""
-        return jax.jvp(jaxpr_as_fun(jaxpr), primals, tuple(map(ad.instantiate_zeros, tangents)))
-
-    def lower(self, ctx, *leaves, jaxpr, **trees):
-        return mlir.lower_fun(jaxpr_as_fun(jaxpr), multiple_results=True)(ctx, *leaves)
-
-
-@dataclasses.dataclass(frozen=True)
-class KeptUnderVmap(Rules):
-    """Rules of an equation that vmap makes another of the same primitive."""
-
     # the in_axes of the leaves in each vmap around it, the innermost first. All of the vmaps map
     # the results, whose first axes are those of the vmaps, the outermost first
     maps: tuple[tuple[int | None, ...], ...] = dataclasses.field(default=(), kw_only=True)
 
-    def batch(self, size, leaves, in_axes, *, jaxpr, **trees):
-        mapped = jax.vmap(jaxpr_as_fun(jaxpr), in_axes)
-        return _bind(self.within(in_axes), jax.make_jaxpr(mapped)(*leaves), leaves, **trees)
+    def run(self, *args):
+        raise NotImplementedError
+
+    def results_like(self, *args):
+        """Arrays of the shapes and dtypes of what `run` returns, at no cost; `run` is then traced
+        when it is lowered. None: unknown."""
+
+    has_effects: ClassVar[bool] = False  # whether a `run` that is not traced yet has some
+
+    def bind(self, *args):
+        """run(*args) as one equation."""
+        leaves, in_tree = jax.tree.flatten(args)
+        like, results = jax.make_jaxpr(self.results_like, return_shape=True)(*args)
+        jaxpr = None
+        if results is None:
+            like, results = jax.make_jaxpr(self.run, return_shape=True)(*args)
+            jaxpr = like
+        trees = dict(in_tree=in_tree, out_tree=jax.tree.structure(results))
+        results = self._bind(leaves, jaxpr, like.out_avals, **trees)
+        return jax.tree.unflatten(trees["out_tree"], results)
+
+    __call__ = bind
+
+    def _bind(self, leaves, jaxpr, avals, **trees) -> list:
+        known = jaxpr
+        if jaxpr is None and self.has_effects:
+            known = jax.make_jaxpr(self.flat(**trees))(*leaves)
+        effects = frozenset(() if known is None else known.effects)
+        known = dict(jaxpr=jaxpr, avals=tuple(avals), eqn_effects=effects)
+        return self.primitive.bind(*leaves, rules=self, **known, **trees)
 
     def within(self, in_axes):
         """The rules under one more vmap."""
@@ -62,28 +72,34 @@ class KeptUnderVmap(Rules):
             f = jax.vmap(f, (*in_axes, *others))
         return f
 
+    def flat(self, function: Callable | None = None, *, in_tree, **_) -> Callable:
+        """`run`, or another function of the same args, of leaves, under the vmaps."""
+        f = self.run if function is None else function
+        return self.vmap(lambda *leaves: jax.tree.leaves(f(*jax.tree.unflatten(in_tree, leaves))))
+
+    def batch(self, size: int, leaves, in_axes, *, jaxpr, **trees) -> list:
+        """The results of `size` calls, which lie on the first axis of each result and of each leaf
+        whose in_axes is 0; a leaf whose in_axes is None is shared."""
+        rules = self.within(in_axes)
+        if jaxpr is None:
+            like = jax.make_jaxpr(rules.flat(self.results_like, **trees))(*leaves)
+        else:
+            like = jaxpr = jax.make_jaxpr(jax.vmap(jaxpr_as_fun(jaxpr), in_axes))(*leaves)
+        return rules._bind(leaves, jaxpr, like.out_avals, **trees)
+
+    def jvp(self, primals, tangents, **parameters):
+        """The results and their tangents, flat; a tangent may be an `ad.Zero`."""
+        function = as_function(rules=self, **parameters)
+        return jax.jvp(function, primals, tuple(map(ad.instantiate_zeros, tangents)))
+
+    def lower(self, ctx, *leaves, **parameters):
+        function = as_function(rules=self, **parameters)
+        return mlir.lower_fun(function, multiple_results=True)(ctx, *leaves)
+
 
 @dataclasses.dataclass(frozen=True)
-class Equation(KeptUnderVmap):
-    """run(*args) as an equation with derivatives of its own, said for one call: jax maps them. It
-    is traced when it is lowered, if what its results look like is known before."""
-
-    def __call__(self, *args):
-        leaves, in_tree = jax.tree.flatten(args)
-        jaxpr, like = jax.make_jaxpr(self.results_like, return_shape=True)(*args)
-        if like is None:
-            return bind(self.run, self, *args)
-        out_tree = jax.tree.structure(like)
-        results = self._bind(leaves, jaxpr.out_avals, in_tree=in_tree, out_tree=out_tree)
-        return jax.tree.unflatten(out_tree, results)
-
-    def run(self, *args):
-        raise NotImplementedError
-
-    def results_like(self, *args):
-        """Arrays of the shapes and dtypes of what `run` returns, at no cost; None: unknown."""
-
-    has_effects: ClassVar[bool] = False  # whether `run` has some
+class Equation(Rules):
+    """Rules with derivatives of their own, said for one call: jax maps them."""
 
     def push(self, args: tuple, tangents: tuple):
         """The results and their tangents; of `tangents`, trees as `args`, None is zero."""
@@ -93,25 +109,6 @@ class Equation(KeptUnderVmap):
         """The cotangents of the args in which it is linear, by those of the results; None for the
         others. The former are zeros in `args`."""
         raise NotImplementedError
-
-    # ---- the same of flat arrays, under the vmaps ----
-
-    def _bind(self, leaves, avals, **trees) -> list:
-        effects = jax.make_jaxpr(self.flat(**trees))(*leaves).effects if self.has_effects else ()
-        known = dict(avals=tuple(avals), eqn_effects=frozenset(effects), jaxpr=None)
-        return self.primitive.bind(*leaves, rules=self, **known, **trees)
-
-    def flat(self, function: Callable | None = None, *, in_tree, **_) -> Callable:
-        """`run`, or another function of the same args, of leaves."""
-        f = self.run if function is None else function
-        return self.vmap(lambda *leaves: jax.tree.leaves(f(*jax.tree.unflatten(in_tree, leaves))))
-
-    def batch(self, size, leaves, in_axes, *, jaxpr, **trees):
-        if jaxpr is not None:
-            return super().batch(size, leaves, in_axes, jaxpr=jaxpr, **trees)
-        rules = self.within(in_axes)
-        like = jax.make_jaxpr(rules.flat(self.results_like, **trees))(*leaves)
-        return rules._bind(leaves, like.out_avals, **trees)
 
     def jvp(self, primals, tangents, *, in_tree, **_):
         one = dataclasses.replace(self, maps=())
@@ -151,11 +148,6 @@ class Equation(KeptUnderVmap):
 
         return [summed(n) if is_ else None for n, is_ in enumerate(is_linear)]
 
-    def lower(self, ctx, *leaves, jaxpr, **trees):
-        if jaxpr is not None:
-            return super().lower(ctx, *leaves, jaxpr=jaxpr, **trees)
-        return mlir.lower_fun(self.flat(**trees), multiple_results=True)(ctx, *leaves)
-
 
 def is_float(x) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
@@ -166,21 +158,6 @@ def is_zero(tangent) -> bool:
 
 
 # ---- primitives ----
-
-
-def bind(function: Callable, rules: Rules, *args):
-    """function(*args), of trees of arrays, as one equation with these rules, traced at once."""
-    leaves, in_tree = jax.tree.flatten(args)
-    jaxpr, out = jax.make_jaxpr(function, return_shape=True)(*args)
-    out_tree = jax.tree.structure(out)
-    results = _bind(rules, jaxpr, leaves, in_tree=in_tree, out_tree=out_tree)
-    return jax.tree.unflatten(out_tree, results)
-
-
-def _bind(rules: Rules, jaxpr, leaves, **trees) -> list:
-    avals, effects = tuple(jaxpr.out_avals), frozenset(jaxpr.effects)
-    parameters = dict(rules=rules, jaxpr=jaxpr, avals=avals, eqn_effects=effects)
-    return rules.primitive.bind(*leaves, **parameters, **trees)
 
 
 def primitive(name: str, has_transpose: bool = False) -> Primitive:
@@ -237,5 +214,5 @@ def _transpose(cotangents, *leaves, rules: Equation, in_tree, out_tree, **_):
     return rules.transpose(cotangents, leaves, in_tree=in_tree, out_tree=out_tree)
 
 
-def lower(ctx, *leaves, rules: Rules, avals, eqn_effects, **parameters):
-    return rules.lower(ctx, *leaves, **parameters)
+def lower(ctx, *leaves, rules: Rules, avals, eqn_effects, method="lower", **parameters):
+    return getattr(rules, method)(ctx, *leaves, **parameters)

@@ -132,7 +132,7 @@ def _problem_of(call: Call) -> tuple[arguments.Problem, str | None]:
         return o, o[..., 0], None
 
     if call.context is not None:
-        dispatch.on_devices(note, call)
+        dispatch.map_over_mesh(note, call)
     else:
         note(call if axis_to_map(call) is None else canonicalize(call))
     return found[0]

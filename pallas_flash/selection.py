@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from pallas_flash import backends
 from pallas_flash.arguments import Problem
-from pallas_flash.backends import Backend, Choice
-from pallas_flash.selfcheck import verdicts
+from pallas_flash.backends import Backend, Choice, blockwise_tangent
+from pallas_flash.selfcheck import comparison, verdicts
 
 JAX_NN_NAMES = ("xla", "cudnn")  # of what jax.nn has; here they choose, as None does
 
@@ -63,6 +63,14 @@ def _named(problem: Problem, name: str) -> Choice:
             f"implementation {name!r} cannot run this call: {why_not}. The call: {problem}."
         )
     return Choice(backend, backend.tiles(problem))
+
+
+def checked_tangent(backend: Backend, problem: Problem, tiles, *args):
+    """The forward mode of kernels, which is checked where it is first asked for; blockwise's, if it
+    is wrong."""
+    if verdicts.why_not(backend, problem, way=comparison.FORWARD_MODE):
+        return blockwise_tangent(backend.log_base(problem), problem, *args)
+    return backend.tangent(problem, tiles, *args)
 
 
 class Against(NamedTuple):

@@ -57,7 +57,7 @@ def attention_weights(
     call, _ = attention.make_call(query, key, key, bias, mask, **options)
     call = call.replace(dropout_rate=0.0, dropout_rng=None, return_max_logits=False)
     rows = _rows(rows, jnp.shape(call.query))
-    weights, *_ = dispatch.on_devices(_attend, WeightsCall(**call.arguments(), rows=rows))
+    weights, *_ = dispatch.map_over_mesh(_attend, WeightsCall(**call.arguments(), rows=rows))
     return jnp.moveaxis(weights, -2, -3)
 
 
@@ -81,7 +81,7 @@ def _rows(rows, shape) -> jax.Array:
 
 
 def _attend(call: WeightsCall):
-    """The weights [*B, rows, N, S] of what a device has, where dispatch.on_devices has an output
+    """The weights [*B, rows, N, S] of what a device has, where dispatch.map_over_mesh has an output
     and two arrays of rows."""
     if call.context is not None:
         raise NotImplementedError(

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from selection import whole_but
 
 from pallas_flash import explain, flash_attention, lowering, masks, paged_attention, selection
+from pallas_flash.kernel_pass import KernelPass
 from pallas_flash.kernels import device
 from pallas_flash.selfcheck import comparison, records, verdicts
 
@@ -112,12 +113,13 @@ CALLS = {
 @pytest.mark.parametrize("name", whole_but(DTYPES, *list(DTYPES)[:1]))
 @pytest.mark.parametrize("call", whole_but(CALLS, "lengths"))
 def test_kernels_in_a_program_that_is_lowered_for_a_cpu_are_blockwise(name, call, rng, monkeypatch):
-    other, taken = lowering._forward, []
-    monkeypatch.setattr(
-        lowering,
-        "_forward",
-        lambda backend, *args: (taken.append(backend.name), other(backend, *args))[1],
-    )
+    elsewhere, taken = KernelPass.run_elsewhere, []
+
+    def run_elsewhere(self, *args):
+        taken.append((self.backend.name, self.name))
+        return elsewhere(self, *args)
+
+    monkeypatch.setattr(KernelPass, "run_elsewhere", run_elsewhere)
     kw = {
         name: jax.device_put(x, CPU) if hasattr(x, "shape") else x
         for name, x in CALLS[call].items()
@@ -127,7 +129,7 @@ def test_kernels_in_a_program_that_is_lowered_for_a_cpu_are_blockwise(name, call
     x += cotangents(rng, x[0], x[2])
     found, expected = (run(*x, implementation, **kw) for implementation in (None, "reference"))
     jax.tree.map(lambda x, y: close(x, y, tolerance), found, expected)
-    assert taken == name.split()[:1]
+    assert taken == [(name.split()[0], each) for each in ("forward", "backward")]
 
 
 @pytest.mark.whole

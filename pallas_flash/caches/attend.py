@@ -25,7 +25,7 @@ from pallas_flash.arguments import Problem
 from pallas_flash.backends import Backend
 from pallas_flash.caches import ragged
 from pallas_flash.call import PagedCall
-from pallas_flash.kernels import joined
+from pallas_flash.kernels import device, joined
 from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.mods.score_mod import BoundScoreMod
 from pallas_flash.selfcheck import comparison, verdicts
@@ -104,18 +104,28 @@ def _attend_batch(call: PagedCall, is_ragged: bool):
     scales = () if k_scales is None else ((k_scales, v_scales),)
     operands, scales = varying.vary_alike((operands._replace(key=k_pages, value=v_pages), scales))
     table = jnp.clip(page_table, 0, k_pages.shape[0] - 1)
-    log_base = backend.log_base(problem)
-    read = functools.partial(_in_place, problem, kind)
-
-    def other(like, *arrays):
-        o, stats = read(backends.BLOCKWISE, *arrays)
-        return o, lowering.like_kernels(stats, like[1], log_base)
-
-    kernels = functools.partial(read, backend)
     is_requested = selection.requested(implementation) is not None
-    o, stats = lowering.by_platform(backend, is_requested, kernels, other, operands, table, *scales)
+    traced_without_gpu = device.here().platform != "gpu"
+    read = PagedPass(backend, is_requested, traced_without_gpu, problem, kind)
+    o, stats = (read.bind if read.needs_gpu else read.run)(operands, table, *scales)
+    log_base = backend.log_base(problem)
     rows = autodiff.lse_and_largest(log_base, problem, operands, stats)
     return o, *jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2), rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class PagedPass(lowering.ByPlatform):
+    """Reads pages where they lie."""
+
+    problem: Problem
+    pages: "Pages"
+
+    def run(self, *args):
+        return _in_place(self.problem, self.pages, self.backend, *args)
+
+    def run_elsewhere(self, like, *args):
+        o, stats = _in_place(self.problem, self.pages, backends.BLOCKWISE, *args)
+        return o, lowering.like_kernels(stats, like[1], self.backend.log_base(self.problem))
 
 
 def _in_place(problem: Problem, pages: "Pages", backend: Backend, operands, table, *scales):

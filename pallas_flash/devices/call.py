@@ -2,6 +2,7 @@
 letter for each axis."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -119,18 +120,34 @@ def operand_axes(problem: arguments.Problem, operands: arguments.Operands) -> ar
         resolved_mask = resolved_mask.narrow(fields, lambda x, letters=letters: of(x, letters))
 
     def of_mod(mod):
-        if mod is None:
-            return None
         by = dict(batch="B", head="N", block_types="BN", offset="B")
         known = {
             name: of(x, by[name]) for name in by if hasattr(x := getattr(mod, name, None), "ndim")
         }
         return dataclasses.replace(mod, arrays=tuple(of(x, "") for x in mod.arrays), **known)
 
-    resolved_mask = dataclasses.replace(resolved_mask, mask_mod=of_mod(resolved_mask.mask_mod))
     there = {name: x for name, x in operands._asdict().items() if hasattr(x, "ndim")}
     there = {name: of(x, OPERAND_AXES[name]) for name, x in there.items()}
-    return operands._replace(resolved_mask=resolved_mask, score=of_mod(operands.score), **there)
+    return _map_mods(of_mod, operands._replace(resolved_mask=resolved_mask, **there))
+
+
+def _map_mods(f: Callable, operands: arguments.Operands) -> arguments.Operands:
+    """The operands with f(bound) in place of a bound mask_mod and of a score_mod."""
+    resolved_mask, score = operands.resolved_mask, operands.score
+    if resolved_mask.mask_mod is not None:
+        resolved_mask = dataclasses.replace(resolved_mask, mask_mod=f(resolved_mask.mask_mod))
+    score = None if score is None else f(score)
+    return operands._replace(resolved_mask=resolved_mask, score=score)
+
+
+def with_indices(operands: arguments.Operands, **indices: jax.Array) -> arguments.Operands:
+    """The operands, whose rules get the indices of batch rows or heads that they use and lack."""
+
+    def indexed(bound):
+        lacks = lambda name: getattr(bound, name) is None and getattr(bound.mod, f"uses_{name}")
+        return dataclasses.replace(bound, **{k: x for k, x in indices.items() if lacks(k)})
+
+    return _map_mods(indexed, operands)
 
 
 def rows_axes(axes: arguments.Operands, rows: tuple) -> tuple:

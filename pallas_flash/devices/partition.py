@@ -6,11 +6,10 @@ which axes of the mesh they lie on. Each device then runs the Problem of its row
 gradients of an array that several devices hold are summed.
 """
 
-import dataclasses
 import functools
 import itertools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,119 +19,123 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_flash import equation, jax_internals
 from pallas_flash.arguments import Gradients, Operands, Problem
-from pallas_flash.backends import Pass
 from pallas_flash.devices import callback_names
-from pallas_flash.devices.call import operand_axes, row_axes, rows_axes
+from pallas_flash.devices.call import row_axes, with_indices
 from pallas_flash.devices.sharding import axis_names, device_count
+from pallas_flash.equation import Rules
 from pallas_flash.jax_internals import mlir
 
 custom_partitioning, requires_devices = jax_internals.custom_partitioning()
 
-
-@dataclasses.dataclass(frozen=True)
-class PartitionedPass(Pass):
-    """A pass that XLA's partitioner may spread over a mesh."""
-
-    def __call__(self, problem: Problem, tiles, operands: Operands, *rows):
-        axes = operand_axes(problem, operands)
-        arrays = tuple(jax.tree.leaves((axes, *rows_axes(axes, rows))))
-        gradients = None
-        if self.name == "backward":
-            gradients = tuple(jax.tree.leaves(axes.differentiable._replace(sinks=None)))
-        rules = Partition(self, problem, tiles, arrays, gradients)
-        run = functools.partial(self.inner, problem, tiles)
-        return equation.bind(run, rules, operands, *rows)
+primitive = equation.primitive("flash_attention_partitioned")
+requires_devices.add(primitive)
 
 
-@dataclasses.dataclass(frozen=True)
-class Partition(equation.KeptUnderVmap):
-    """The rules of a PartitionedPass of a problem. Axes are of a call without the vmaps around."""
+def may_spread(ctx) -> bool:
+    """Whether the program is for several devices, and may call back, which no exported one may."""
+    target = jax_internals.target(ctx)
+    return not target.is_export and target.mesh is not None and target.mesh.size > 1
 
-    primitive = equation.primitive("flash_attention")
-    pass_: PartitionedPass
-    problem: Problem
-    tiles: Any
-    axes: tuple[str, ...]  # of each array, "." where one is broadcast
-    gradients: tuple[str, ...] | None  # axes of what a backward returns
 
-    def lower(self, ctx, *leaves, jaxpr, in_tree, out_tree):
-        parameters = dict(jaxpr=jaxpr, in_tree=in_tree, out_tree=out_tree)
-        target = jax_internals.target(ctx)
-        is_whole = target.mesh is None or target.mesh.size == 1
-        # what is exported may not call back
-        if is_whole or target.is_export:
-            return super().lower(ctx, *leaves, **parameters)
-        axes = self._mapped_axes(jaxpr.out_avals)
-        # only its shapes are used
-        like = lambda *_: [jnp.zeros(y.shape, y.dtype) for y in jaxpr.out_avals]
-        call = custom_partitioning(like)
-        partition = functools.partial(self._partition, in_tree, axes)
-        call.def_partition(partition, sharding_rule=_sharding_rule(self.problem, *axes))
-        results = mlir.lower_fun(call, multiple_results=True)(ctx, *leaves)
-        bound_mods = self.problem.resolved_mask.mask_mod, self.problem.score
-        mods = [bound.mod.fingerprint for bound in bound_mods if bound is not None]
-        if None not in mods:  # else jax's own name, by its address, stays
-            computed = self.problem, self.tiles, mods, axes, self.maps, jaxpr
-            callback_names.rename(ctx, results, *computed)
-        return results
+def lower(kernel_pass: Rules, ctx, *leaves, jaxpr, in_tree, out_tree):
+    """The lowering of a KernelPass that XLA's partitioner may spread over a mesh."""
+    spread = Partition.of(kernel_pass, ctx.avals_in, jaxpr.out_avals, in_tree)
+    # only its shapes are used
+    call = custom_partitioning(lambda *_: [jnp.zeros(y.shape, y.dtype) for y in jaxpr.out_avals])
+    call.def_partition(spread.partition, sharding_rule=spread.sharding_rule())
+    results = mlir.lower_fun(call, multiple_results=True)(ctx, *leaves)
+    problem = kernel_pass.problem
+    bound_mods = problem.resolved_mask.mask_mod, problem.score
+    mods = [bound.mod.fingerprint for bound in bound_mods if bound is not None]
+    if None not in mods:  # else jax's own name, by its address, stays
+        computed = problem, kernel_pass.tiles, mods, spread.axes, kernel_pass.maps, jaxpr
+        callback_names.rename(ctx, results, *computed)
+    return results
 
-    def _mapped_axes(self, results) -> tuple[list[str], list[str]]:
-        """The axes of each array and of each result, with a small letter for each vmap around."""
-        letters = [chr(ord("a") + n) for n in range(len(self.maps))]
+
+class Partition(NamedTuple):
+    """A KernelPass that XLA's partitioner asks about."""
+
+    kernel_pass: Rules
+    in_tree: Any
+    # of each array and of each result: a letter for each axis, "." where one is broadcast, and a
+    # small letter for each vmap around
+    axes: tuple[list[str], list[str]]
+    gradients: list[str]  # the axes of what a backward of one call returns
+
+    @classmethod
+    def of(cls, kernel_pass: Rules, arrays, results, in_tree) -> "Partition":
+        maps = kernel_pass.maps
+        letters = [chr(ord("a") + n) for n in range(len(maps))]
         mapped = lambda n: "".join(
             letter
-            for letter, in_axes in zip(letters[::-1], self.maps[::-1], strict=True)
+            for letter, in_axes in zip(letters[::-1], maps[::-1], strict=True)
             if n is None or in_axes[n] is not None
         )
-        plain = self.gradients or [row_axes(y.ndim - len(letters)) for y in results]
-        return (
-            [mapped(n) + axes for n, axes in enumerate(self.axes)],
-            [mapped(None) + axes for axes in plain],
-        )
+        axes = kernel_pass.axes(arrays, in_tree)
+        gradients = []
+        if kernel_pass.name == "backward":
+            gradients = jax.tree.leaves(axes[0].differentiable._replace(sinks=None))
+        of_results = gradients or [row_axes(y.ndim - len(maps)) for y in results]
+        of_arrays = [mapped(n) + letters for n, letters in enumerate(jax.tree.leaves(axes))]
+        of_results = [mapped(None) + letters for letters in of_results]
+        return cls(kernel_pass, in_tree, (of_arrays, of_results), gradients)
 
-    def _partition(self, in_tree, axes, mesh, arrays, results):
-        arrays_axes, results_axes = axes
+    def partition(self, mesh, arrays, results):
+        """What each device of the mesh computes, and how results and arrays lie on it."""
+        problem, (arrays_axes, results_axes) = self.kernel_pass.problem, self.axes
         mesh_axes = _mesh_axes(
             zip((*arrays, *results), (*arrays_axes, *results_axes), strict=True), mesh
         )
-        keys_fit = self.problem.kv_heads % device_count(mesh_axes.get("N"), mesh) == 0
+        keys_fit = problem.kv_heads % device_count(mesh_axes.get("N"), mesh) == 0
         axis_of = lambda c: mesh_axes.get("N" if c == "K" and keys_fit else c)
         placed = lambda axes: NamedSharding(mesh, P(*map(axis_of, axes)))
-        run = self.vmap(functools.partial(self._run_on_device, in_tree, mesh_axes, mesh))
+        run = self.kernel_pass.vmap(functools.partial(self._run_on_device, mesh_axes, mesh))
         return mesh, run, list(map(placed, results_axes)), tuple(map(placed, arrays_axes))
 
-    def _run_on_device(self, in_tree, mesh_axes: dict[str, Any], mesh, *leaves):
+    def _run_on_device(self, mesh_axes: dict[str, Any], mesh, *leaves):
         """What one device computes of its batch rows and heads, which lie on these axes of the
         mesh."""
-        operands, *rows = jax.tree.unflatten(in_tree, leaves)
+        on_device, whole = self.kernel_pass.on_device, self.kernel_pass.problem
+        operands, *rows = jax.tree.unflatten(self.in_tree, leaves)
         heads = operands.query.shape[2]
         # each device has all key heads, and the query heads of some of them
         keys = None
-        if (
-            self.problem.kv_heads == operands.key.shape[2]
-            and device_count(mesh_axes.get("N"), mesh) > 1
-        ):
-            keys = _key_heads(self.problem, heads, mesh_axes["N"])
-        local = _with_indices(operands, mesh_axes)
+        if whole.kv_heads == operands.key.shape[2] and device_count(mesh_axes.get("N"), mesh) > 1:
+            keys = _key_heads(whole, heads, mesh_axes["N"])
+        index = lambda axis, n: (
+            lax.axis_index(axis_names(axis)) * n + jnp.arange(n, dtype=jnp.int32)
+        )
+        sizes = dict(batch=("B", operands.query.shape[0]), head=("N", heads))
+        spread = {name: index(mesh_axes[c], n) for name, (c, n) in sizes.items() if c in mesh_axes}
+        local = with_indices(operands, **spread)
         if keys is not None:
             local, *rows = (_with_key_heads(x, keys) for x in (local, *rows))
-        problem = self.problem.of_part(local)
-        tiles = self.pass_.backend.tiles_like(self.tiles, problem)
-        results = self.pass_.inner(problem, tiles, local, *rows)
-        if self.pass_.name != "backward":
+        problem = whole.of_part(local)
+        tiles = on_device.backend.tiles_like(on_device.tiles, problem)
+        results = on_device(problem, tiles, local, *rows)
+        if on_device.name != "backward":
             return jax.tree.leaves(results)
         if keys is not None:
-            whole = lambda x, dx: jnp.zeros_like(x).at[:, :, keys].add(dx)
+            scatter = lambda x, dx: jnp.zeros_like(x).at[:, :, keys].add(dx)
             results = results._replace(
-                key=whole(operands.key, results.key), value=whole(operands.value, results.value)
+                key=scatter(operands.key, results.key), value=scatter(operands.value, results.value)
             )
         return [
             _summed(x, axes if keys is not None else axes.replace("K", "N"), mesh_axes)
             for x, axes in zip(jax.tree.leaves(results), self.gradients, strict=True)
         ]
 
+    def sharding_rule(self) -> str:
+        """Shardy's rule: an axis of a letter that may be spread lies where all of that letter
+        lie."""
+        number, problem = itertools.count(), self.kernel_pass.problem
 
-requires_devices.add(Partition.primitive)
+        def factors(axes):
+            axes = axes.replace("K", "N") if problem.kv_heads == problem.heads else axes
+            return " ".join(c if _may_spread(c) else f"whole{next(number)}" for c in axes)
+
+        return " -> ".join(", ".join(map(factors, each)) for each in self.axes)
 
 
 def _key_heads(problem: Problem, heads: int, axis):
@@ -150,27 +153,14 @@ def _with_key_heads(x, keys):
     return x._replace(key=some(x.key), value=some(x.value))
 
 
-def _with_indices(operands: Operands, mesh_axes) -> Operands:
-    """The operands with the indices of this device's batch rows and heads, where a rule of the mask
-    or a score uses them."""
+def _indices(operands: Operands, mesh_axes) -> dict[str, jax.Array]:
+    """Those of this device's batch rows and heads, which are not the first ones."""
     B, _, N, _ = operands.query.shape
-
-    def index(known, is_read, letter, n):
-        axis = axis_names(mesh_axes.get(letter))
-        if known is not None or not is_read or not axis:
-            return known
-        return lax.axis_index(axis) * n + jnp.arange(n, dtype=jnp.int32)
-
-    def indexed(bound):
-        if bound is None:
-            return None
-        batch = index(bound.batch, bound.mod.uses_batch, "B", B)
-        head = index(bound.head, bound.mod.uses_head, "N", N)
-        return dataclasses.replace(bound, batch=batch, head=head)
-
-    mask_mod = indexed(operands.resolved_mask.mask_mod)
-    resolved_mask = dataclasses.replace(operands.resolved_mask, mask_mod=mask_mod)
-    return operands._replace(resolved_mask=resolved_mask, score=indexed(operands.score))
+    return {
+        name: lax.axis_index(axis_names(mesh_axes[letter])) * n + jnp.arange(n, dtype=jnp.int32)
+        for name, letter, n in (("batch", "B", B), ("head", "N", N))
+        if letter in mesh_axes
+    }
 
 
 def _summed(x, axes: str, mesh_axes):
@@ -184,17 +174,6 @@ def _summed(x, axes: str, mesh_axes):
 def _may_spread(letter: str) -> bool:
     """Batch rows, heads, and the axes of vmaps."""
     return letter in "BNK" or letter.islower()
-
-
-def _sharding_rule(problem: Problem, arrays: list[str], results: list[str]) -> str:
-    """Shardy's rule: an axis of a letter that may be spread lies where all of that letter lie."""
-    number = itertools.count()
-
-    def factors(axes):
-        axes = axes.replace("K", "N") if problem.kv_heads == problem.heads else axes
-        return " ".join(c if _may_spread(c) else f"whole{next(number)}" for c in axes)
-
-    return ", ".join(map(factors, arrays)) + " -> " + ", ".join(map(factors, results))
 
 
 def _mesh_axes(arrays, mesh) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """A mesh with explicit axes: each device attends for its own batch rows and heads, and without a
 context for all rows."""
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -11,8 +10,6 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_flash import equation
-from pallas_flash.backends import Pass
 from pallas_flash.call import Call
 from pallas_flash.devices.call import CACHE_AXES, array_axes, collect_arrays, with_arrays
 
@@ -83,8 +80,12 @@ def _shard_map(
     shape = arrays["query",].shape
     outs = _spec("BTNH", shape, axes, mesh), *[_spec("BTN", shape[:-1], axes, mesh)] * 2
     rest = with_arrays(call, dict.fromkeys(arrays))
-    program = _program_once if _is_hashable(rest) else _program
-    return program(attend, mesh, tuple(arrays), specs, outs, rest)(tuple(arrays.values()))
+    static = attend, mesh, tuple(arrays), specs, outs, rest
+    try:
+        program = _program_once(*static)
+    except TypeError:  # not hashable
+        program = _program(*static)
+    return program(tuple(arrays.values()))
 
 
 def map_cache(f: Callable, cache, arrays: dict[str, Any], *static):
@@ -149,47 +150,6 @@ def has_explicit_axes(x) -> bool:
     """Whether an array inside of `map_call` is on a mesh of which axes are Explicit still: a vmap
     outside goes over them."""
     return AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
-
-
-@dataclasses.dataclass(frozen=True)
-class ShardMappedPass(Pass):
-    """A pass of which vmap over an axis of an explicit mesh makes a jax.shard_map over it."""
-
-    def __call__(self, problem, tiles, operands, *rows):
-        run = functools.partial(self.inner, problem, tiles)
-        return equation.bind(run, OverMeshAxis(run), operands, *rows)
-
-
-@dataclasses.dataclass(frozen=True)
-class OverMeshAxis(equation.Rules):
-    """The rules of run(*arrays)."""
-
-    primitive = equation.primitive("flash_attention_over_mesh")
-    run: Callable
-
-    def batch(self, size, leaves, in_axes, *, in_tree, **_):
-        # not of the jaxpr, which was traced on another mesh
-        plain = lambda *leaves: jax.tree.leaves(self.run(*jax.tree.unflatten(in_tree, leaves)))
-        mapped = jax.vmap(plain, in_axes)
-        lies = zip(leaves, in_axes, strict=True)
-        axis = next(jax.typeof(x).sharding.spec[0] for x, in_axis in lies if in_axis == 0)
-        if axis is not None:
-            mapped = jax.shard_map(
-                mapped,
-                in_specs=tuple(P() if in_axis is None else P(axis) for in_axis in in_axes),
-                out_specs=P(axis),
-                axis_names=set(axis_names(axis)),
-                check_vma=False,
-            )
-        return mapped(*leaves)
-
-
-def _is_hashable(x) -> bool:
-    try:
-        hash(x)
-    except TypeError:
-        return False
-    return True
 
 
 def find_row_axes(call: Call):
@@ -292,7 +252,7 @@ def _fits(K: int, axis, mesh) -> bool:
     return K == 1 or K % device_count(axis, mesh) == 0
 
 
-def lies_on_auto_axes(operands) -> bool:
+def is_on_auto_mesh(operands) -> bool:
     """Whether they lie on a mesh of several devices with Auto axes alone, as their types or
     jax.set_mesh say; a mesh that only jit's in_shardings name is unknown while tracing."""
     meshes = collect_meshes(jax.tree.leaves(operands))

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import jax
 
 from pallas_flash import decode
-from pallas_flash.arguments import Operands, Problem
-from pallas_flash.backends import Backend, Pass, blockwise_tangent
+from pallas_flash.arguments import Problem
+from pallas_flash.backends import Backend
 from pallas_flash.kernels import device
 from pallas_flash.selfcheck import comparison, records
 from pallas_flash.selfcheck.comparison import FLASH_ATTENTION, Verdict, Way
@@ -32,19 +32,6 @@ def why_not(
     """Why this machine does not run the kernels by default; None: they passed, or are trusted."""
     verdict = _verdict(backend, problem, check, way)
     return verdict and verdict.why_not
-
-
-@dataclasses.dataclass(frozen=True)
-class CheckedPass(Pass):
-    """The forward mode of kernels, which is checked where it is first asked for; if it is wrong,
-    blockwise's takes its place."""
-
-    PASSES = ("tangent",)
-
-    def __call__(self, problem: Problem, tiles, operands: Operands, *rows):
-        if why_not(self.backend, problem, way=comparison.FORWARD_MODE):
-            return blockwise_tangent(self.backend.log_base(problem), problem, operands, *rows)
-        return self.inner(problem, tiles, operands, *rows)
 
 
 def is_known(backend: Backend, problem: Problem, way: Way = FLASH_ATTENTION) -> bool:
