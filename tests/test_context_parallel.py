@@ -3,7 +3,6 @@ parts travel."""
 
 import contextlib
 import functools
-import itertools
 import re
 
 import gpu_interpreter
@@ -13,7 +12,7 @@ import numpy as np
 import oracle
 import pytest
 from cases import MASKS, RULES, Sizes, arguments, bias, dense_mask, qkv
-from check import TOLERANCE, close, cotangents, equal, strict_64_bits, value_and_gradients
+from check import TOLERANCE, close, cotangents, equal, value_and_gradients
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from selection import whole_but
@@ -31,7 +30,7 @@ pytestmark = [
 Z = Sizes(B=2, T=40, S=56, N=4, K=4, H=8, Hv=4)
 MESH = (2, 4), ("data", "context")
 ROWS = P("data", "context")
-FLOATS = "query", "key", "value", "bias", "sinks", "table"
+FLOATS = "query", "key", "value", "bias", "sinks"
 SCHEMES = {"ring": Ring("context"), "zigzag": Zigzag("context"), "all to all": AllToAll("context")}
 
 
@@ -71,7 +70,7 @@ def run(call, static, cotangents, m=None, context=None):
 
     def outputs_and_gradients(floats, rest, cotangents):
         options = dict(**rest, **static, context=context, return_residual=True)
-        outs, vjp = jax.vjp(lambda floats: flash_attention(**scored(floats), **options), floats)
+        outs, vjp = jax.vjp(lambda floats: flash_attention(**floats, **options), floats)
         return outs, vjp(cotangents)[0]
 
     # or what hides all from all were on one device
@@ -81,16 +80,6 @@ def run(call, static, cotangents, m=None, context=None):
     back = lambda x, axes: in_order(context, x, axes, unzigzag)
     gradients = {name: back(x, axes_of(name, x)) for name, x in gradients.items()}
     return [back(x, (1,)) for x in outs], gradients
-
-
-def scored(of):
-    """The floats with a score_mod in place of the table [N, 7] that it reads."""
-    of = dict(of)
-    if (table := of.pop("table", None)) is not None:
-        of["score_mod"] = lambda s, b, h, q, k: (
-            jnp.tanh(s) * table[h, (q - k) % 7] + 0.1 * b * jnp.abs(q - k)
-        )
-    return of
 
 
 def check(context, case, implementation, z=Z):
@@ -103,7 +92,7 @@ def check(context, case, implementation, z=Z):
     static = {name: x for name, x in kw.items() if name not in call}
     static["implementation"] = implementation
     outs, gradients = run(call, static, cotangents_, mesh(), context)
-    if "dropout_rate" in case or "table" in case or np.ndim(case.get("scale", 0)):
+    if "dropout_rate" in case:
         expected, wanted = run(call, static, cotangents_)
     else:
         *expected, wanted = oracle.attention(q, k, v, *cotangents_, **case)
@@ -147,62 +136,21 @@ FEATURES = {
     "a bias of the queries, and a mask": lambda rng, z: dict(
         bias=bias(rng, "11T1", z), mask=dense_mask(rng, "BNTS", z)
     ),
-    "a mask of the keys, and a scale by head": lambda rng, z: dict(
-        mask=dense_mask(rng, "B11S", z), scale=np.linspace(0.1, 1, z.N, dtype=np.float32)
-    ),
-    "sinks, lengths and a soft cap": lambda rng, z: dict(
-        sinks=np.arange(z.N, dtype=np.float32),
-        logits_soft_cap=2.0,
-        query_seq_lengths=np.array([7, 31], np.int32),
-    ),
-    "a score_mod, with lengths and an offset": lambda rng, z: dict(
-        table=rng.normal(size=(z.N, 7)).astype(np.float32),
-        local_window_size=(30, 5),
-        query_offset=np.array([3, 16], np.int32),
-        key_value_seq_lengths=np.array([56, 20], np.int32),
-    ),
+    "a mask of the keys": lambda rng, z: dict(mask=dense_mask(rng, "B11S", z)),
     "dropout": lambda rng, z: dict(is_causal=True, dropout_rate=0.4, dropout_rng=jax.random.key(5)),
 }
 
 
-OF_BLOCKWISE = [("blockwise", *both) for both in itertools.product(FEATURES, SCHEMES)]
-# the others have the same way around the devices: a scheme each
-OF_OTHERS = [
-    (i, f, scheme)
-    for f, scheme in (("sinks, lengths and a soft cap", "ring"), ("dropout", "all to all"))
-    for i in ("reference", "triton", "flash1", "standard")
-]
-OF_OTHERS += [
-    (i, "a score_mod, with lengths and an offset", "zigzag") for i in ("reference", "triton")
-]
-
-
-def check_feature(scheme, feature, implementation="blockwise"):
-    long = Z._replace(T=256, S=256, K=4 if scheme == "all to all" else 2)
-    z = long if feature == "dropout" else Z
-    check(SCHEMES[scheme], FEATURES[feature], implementation, z)
-
-
+# dropout and all else: test_features.py
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("implementation", "feature", "scheme"),
-    whole_but([*OF_BLOCKWISE, *OF_OTHERS], *OF_BLOCKWISE[::4]),
-)
-def test_features_are_the_same_on_several_devices(implementation, feature, scheme):
-    check_feature(scheme, feature, implementation)
-
-
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("feature", ["a bias", "sinks, lengths and a soft cap", "dropout"])
-def test_a_sequence_may_lie_on_several_devices_with_64_bits_and_strict_promotion_too(
-    feature, scheme
-):
-    with strict_64_bits():
-        check_feature(scheme, feature)
+@pytest.mark.parametrize("feature", [*FEATURES][:-1])
+def test_biases_and_masks_that_broadcast_are_the_same_on_several_devices(feature, scheme):
+    check(SCHEMES[scheme], FEATURES[feature], "blockwise")
 
 
 @pytest.mark.parametrize("scheme", ["ring", "zigzag"])
-@pytest.mark.parametrize("feature", ["sinks, lengths and a soft cap", "dropout"])
+@pytest.mark.parametrize("feature", ["a bias of the keys, and sinks", "dropout"])
 def test_some_heads_go_around_before_the_others(feature, scheme, monkeypatch):
     monkeypatch.setattr(ring, "ROWS", 8)
     z = Z._replace(N=8, K=2) if feature != "dropout" else Z._replace(T=256, S=256, N=8, K=2)
@@ -236,27 +184,6 @@ def test_beyond_its_lengths_all_may_be_nan_where_there_are_sinks(scheme, rng):
 
 
 attend = functools.partial(flash_attention, is_causal=True, implementation="blockwise")
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_inside_of_a_checked_shard_map_each_device_passes_its_part(scheme):
-    rng, z = np.random.default_rng(0), Z._replace(S=Z.T)
-    x = *qkv(rng, z), bias(rng, "1N1S", z), np.ones(z.N, np.float32)
-    x += (np.sort(rng.integers(0, 3, (z.B, z.T))).astype(np.int32),)
-    along = (1,), (1,), (1,), (-1,), (), (1,)
-
-    def f(q, k, v, b, sinks, ids, context=None):
-        ids = dict(query_segment_ids=ids, key_value_segment_ids=ids)
-        return attend(q, k, v, b, sinks=sinks, context=context, **ids)
-
-    mapped = functools.partial(f, context=SCHEMES[scheme])
-    specs = ROWS, ROWS, ROWS, P(), P(), ROWS
-    mapped = jax.shard_map(mapped, mesh=mesh(AxisType.Auto), in_specs=specs, out_specs=ROWS)
-    order = lambda x, order: [
-        in_order(SCHEMES[scheme], a, axes, order) for a, axes in zip(x, along, strict=False)
-    ]
-    value, found = value_and_gradients(mapped, range(5))(*order(x, zigzag))
-    equal((value, tuple(order(found, unzigzag))), value_and_gradients(f, range(5))(*x))
 
 
 @pytest.mark.parametrize(

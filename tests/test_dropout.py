@@ -265,30 +265,6 @@ def test_vmap_over_keys_equals_a_loop_with_gradients(implementation, rng, small_
         close(a, e, 5e-6)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(
-    len(jax.devices()) < 8, reason="needs eight devices; conftest asks for them on a CPU"
-)
-@pytest.mark.parametrize("implementation", ["reference", "blockwise", "triton"])
-def test_on_a_mesh_of_eight_the_same_weights_are_dropped(implementation, small_tiles):
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
-    T, S, B, N = 19, 23, 4, 4
-    q = jax.device_put(
-        np.zeros((B, T, N, 8), np.float32), NamedSharding(mesh, P("data", None, "model"))
-    )
-    k = np.zeros((B, S, 2, 8), np.float32)
-    v = np.broadcast_to(np.eye(S, dtype=np.float32)[:, None], (B, S, 2, S))
-    o = jax.jit(
-        lambda q, key: flash_attention(
-            q, k, v, dropout_rate=0.3, dropout_rng=key, implementation=implementation
-        )
-    )(q, KEY)
-    assert jax.typeof(o).sharding.spec[0] == "data"
-    np.testing.assert_array_equal(
-        np.moveaxis(np.asarray(o) > 0, 2, 1), dropout_mask(KEY, 0.3, (B, N, T, S))
-    )
-
-
 @pytest.mark.skipif(
     len(jax.devices()) < 8, reason="needs eight devices; conftest asks for them on a CPU"
 )

@@ -6,15 +6,26 @@ PYTHONPATH=. JAX_PLATFORMS=cpu python tests/test_features.py
 writes the file, in some minutes.
 """
 
-import contextlib
 import pathlib
 import re
 
 import jax
-import numpy as np
 import pytest
-from features.calls import FEATURES, INPUTS, TOGETHER, Call, arrays
-from features.transformations import TRANSFORMATIONS, strict
+from check import strict_64_bits
+from features.calls import (
+    EXPLAINED,
+    FEATURES,
+    INPUTS,
+    TOGETHER,
+    Call,
+    arrays,
+    assert_equal,
+    inputs,
+    reason,
+    refused,
+)
+from features.places import PLACES, SCHEMES, check_place
+from features.transformations import TRANSFORMATIONS
 from selection import whole_but
 from tqdm import tqdm
 
@@ -23,11 +34,8 @@ from pallas_flash.accounting import GPUS
 from scripts.bench.gpu_code import as_if_on
 
 FILE = pathlib.Path(__file__).resolve().parents[1] / "pallas_flash" / "FEATURES.md"
-# the Mosaic kernels, and a GPU for which each is explained
-EXPLAINED = {"hopper": "H200", "ampere": "A100-80GB"}
 RUN_HERE = ("triton", "blockwise", "reference", "flash1", "standard")
 YES, ACCEPTED = "yes", "accepted"
-TOLERANCE = dict(float32=6e-5, bfloat16=3e-2)  # of both, and some numbers are sums of all
 TEXT = """# What works with what
 
 Made by `tests/test_features.py`, run as its docstring says: every cell that says yes was run, and
@@ -51,20 +59,6 @@ Exceptions:
 """
 
 
-def refused(implementation: str) -> dict[str, str]:
-    """The features that an implementation refuses, and why."""
-    x, reasons = inputs(implementation), {}
-    gpu = EXPLAINED.get(implementation)
-    with as_if_on(GPUS[gpu]) if gpu else contextlib.nullcontext():
-        for feature in FEATURES:
-            options = Call(implementation, (feature,)).options(x)
-            try:
-                explain(*(x[name] for name in INPUTS), **options)
-            except NotImplementedError as error:
-                reasons[feature] = reason(error)
-    return reasons
-
-
 def verdict(implementation: str, transformation: str) -> str:
     """YES if all features that an implementation supports are right together under a
     transformation, else why it is refused."""
@@ -77,21 +71,8 @@ def verdict(implementation: str, transformation: str) -> str:
         except NotImplementedError as error:
             return reason(error)
         expected = how.plain(Call("reference", features), arrays())
-        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-            size = max(1, np.max(np.abs(b), where=np.isfinite(b), initial=0))
-            tolerance = TOLERANCE[str(a.dtype)] * size
-            a = np.asarray(a, np.float32)
-            np.testing.assert_allclose(a, b, rtol=0, atol=tolerance, err_msg=str(features))
+        assert_equal(got, expected, features)
     return YES
-
-
-def reason(error: NotImplementedError) -> str:
-    found = re.search(r"cannot run this call: (.*)\. The call: ", str(error))
-    return found.group(1) if found else str(error)
-
-
-def inputs(implementation: str):
-    return arrays("bfloat16" if implementation in EXPLAINED else "float32")
 
 
 # ---- the file ----
@@ -159,12 +140,10 @@ def test_what_an_implementation_refuses_is_refused_in_the_words_of_the_table(imp
     assert refused(implementation) == {k: v for k, v in said.items() if v not in (YES, ACCEPTED)}
 
 
-EACH = [(name, implementation) for name in TRANSFORMATIONS for implementation in RUN_HERE[:2]]
-FEW = [
-    (name, "blockwise") for name in ("`grad`", "64 bits, strict promotion", "a mesh, explicit axes")
-]
+EACH = [(name, implementation) for name in TRANSFORMATIONS for implementation in RUN_HERE[:3]]
+FEW = [(name, "blockwise") for name in ("`grad`", "`vmap` of `grad`", "64 bits, strict promotion")]
 # the others run in full where the file is written
-SAME = [("`grad`", name) for name in RUN_HERE[2:]]
+SAME = [("`grad`", name) for name in RUN_HERE[3:]]
 
 
 @pytest.mark.parametrize(("transformation", "implementation"), whole_but([*EACH, *SAME], *FEW))
@@ -176,13 +155,30 @@ def test_all_that_an_implementation_takes_is_right_together_or_refused_in_the_wo
     )
 
 
+MAPPED = [name for name, place in PLACES.items() if place.is_mapped]
+ON_DEVICES = [("blockwise", name, False) for name in PLACES]
+ON_DEVICES += [("blockwise", name, True) for name in SCHEMES]
+# Pallas' interpreter has no rule for what a shard_map checks: test_checked_shard_map.py
+ON_DEVICES += [("triton", name, False) for name in PLACES if name not in MAPPED]
+ON_DEVICES += [("reference", name, False) for name in PLACES]
+ON_DEVICES += [(name, "all to all", False) for name in ("flash1", "standard")]
+FAST = [("blockwise", name, False) for name in [*PLACES][:4]] + [("blockwise", "a ring", True)]
+
+
+@pytest.mark.parametrize(("implementation", "place", "strict"), whole_but(ON_DEVICES, *FAST))
+def test_all_features_together_are_on_several_devices_what_they_are_on_one(
+    implementation, place, strict
+):
+    check_place(implementation, PLACES[place], strict)
+
+
 @pytest.mark.whole
 @pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="its kernels need jax 0.11.2")
 def test_hopper_lowers_all_that_it_takes_with_64_bits_and_strict_promotion():
     used, reasons = arrays("bfloat16"), refused("hopper")
     for together in TOGETHER:
         call = Call("hopper", tuple(name for name in together if name not in reasons))
-        with as_if_on(GPUS["H200"]), strict():
+        with as_if_on(GPUS["H200"]), strict_64_bits():
             jax.jit(call.gradients).trace(used).lower(lowering_platforms=("cuda",))
 
 

@@ -94,7 +94,10 @@ def assert_hook_is_flax(library, case, run):
     inputs = [normal(i, *shape) for i, shape in enumerate(case.inputs, 1)]
     of_flax = case.call if case.of_flax is None else case.of_flax
     results = []
-    for attend, call in ((functools.partial(attention_fn, **case.hook), case.call), (None, of_flax)):
+    for attend, call in (
+        (functools.partial(attention_fn, **case.hook), case.call),
+        (None, of_flax),
+    ):
         module, params = MODULES[library](attend, **case.options)
         results.append(run(functools.partial(module, **call), params, *inputs))
     assert jax.tree.map(jax.typeof, results[0]) == jax.tree.map(jax.typeof, results[1])

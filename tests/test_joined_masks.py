@@ -14,10 +14,8 @@ from check import check, close
 from drawn_masks import Drawn, joined
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from pallas_flash import context_parallel, explain, flash_attention, masks
+from pallas_flash import explain, flash_attention, masks
 from pallas_flash.masks import block_types
 
 Z = Sizes(B=2, T=37, S=53, N=4, K=2, H=8, Hv=8)
@@ -108,87 +106,6 @@ LENGTHS, IDS = (
     np.array([5, 20], np.int32),
     np.sort(np.random.default_rng(0).integers(0, 4, (2, 32)).astype(np.int32)),
 )
-TABLE = jnp.asarray(np.random.default_rng(1).integers(0, 9, (2, 4)))
-
-
-def mixed(lengths, ids):
-    by_head = masks.MaskMod(lambda b, h, q, k: (q + 2 * k + h + TABLE[b, h]) % 5 > 1)
-    return (masks.KeyLengths(lengths) | by_head) & ~masks.Documents(ids, ids) | ~masks.PrefixLM(
-        lengths
-    )
-
-
-def gradients(q, k, v, lengths, ids, **kw):
-    loss = lambda *x: jnp.sum(
-        jnp.sin(flash_attention(*x, mask=mixed(lengths, ids), implementation="blockwise", **kw))
-    )
-    return jax.grad(loss, argnums=(0, 1, 2))(q, k, v)
-
-
-def on_a_mesh(kind, *x):
-    mesh = jax.make_mesh((2, 2), ("b", "h"), axis_types=(kind,) * 2)
-    specs = *[P("b", None, "h")] * 3, P("b"), P()
-    with jax.set_mesh(mesh):
-        return jax.jit(gradients)(
-            *(
-                jax.device_put(a, NamedSharding(mesh, spec))
-                for a, spec in zip(x, specs, strict=True)
-            )
-        )
-
-
-def in_a_ring(*x):
-    mesh = jax.make_mesh((4,), ("s",), axis_types=(AxisType.Explicit,))
-    placed = lambda a: jax.device_put(
-        context_parallel.zigzag(jnp.asarray(a), 4), NamedSharding(mesh, P(None, "s"))
-    )
-    f = jax.jit(functools.partial(gradients, context=context_parallel.Zigzag("s")))
-    return [
-        context_parallel.unzigzag(np.asarray(a), 4)
-        for a in f(*map(placed, x[:3]), x[3], placed(x[4]))
-    ]
-
-
-def by_vmap(q, k, v, lengths, ids):
-    f = jax.vmap(lambda lengths, ids: gradients(q, k, v, lengths, ids))
-    return [x[1] for x in jax.jit(f)(jnp.stack([lengths + 9, lengths]), jnp.stack([ids, ids]))]
-
-
-def of_two_leading_axes(*x):
-    return [a[0] for a in jax.jit(gradients)(*(a[None] for a in x))]
-
-
-ELSEWHERE = {
-    "explicit axes": functools.partial(on_a_mesh, AxisType.Explicit),
-    "auto axes": functools.partial(on_a_mesh, AxisType.Auto),
-    "a ring": in_a_ring,
-    "vmap": by_vmap,
-    "leading axes": of_two_leading_axes,
-}
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize("place", ELSEWHERE)
-def test_batch_rows_heads_and_positions_are_the_same_elsewhere(place, rng):
-    x = *qkv(rng, W), LENGTHS, IDS
-    for actual, expected in zip(ELSEWHERE[place](*x), jax.jit(gradients)(*x), strict=True):
-        close(actual, expected, 5e-6)
-
-
-@pytest.mark.whole
-def test_gradients_in_a_checked_shard_map_may_have_masks_of_each_device(rng):
-    def local(q, k, v, lengths, ids):
-        mask = (masks.KeyLengths(lengths) | masks.Causal()) & ~masks.Documents(ids, ids)
-        return jax.grad(
-            lambda q: jnp.sum(
-                jnp.sin(flash_attention(q, k, v, mask=mask, implementation="blockwise"))
-            )
-        )(q)
-
-    x = *qkv(rng, W), LENGTHS, IDS
-    mesh = jax.make_mesh((2,), ("b",), axis_types=(AxisType.Auto,))
-    apart = jax.shard_map(local, mesh=mesh, in_specs=(P("b"),) * 5, out_specs=P("b"))
-    close(jax.jit(apart)(*x), jax.jit(local)(*x), 5e-6)
 
 
 @pytest.mark.whole

@@ -12,12 +12,9 @@ import oracle
 import pytest
 from cases import MASKS, Sizes, arguments, qkv
 from check import close
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 from selection import whole_but
 
 from pallas_flash import explain, flash_attention, flash_attention_jvp, paged_attention
-from pallas_flash.context_parallel import AllToAll, Ring, Zigzag, unzigzag, zigzag
 
 small_tiles = pytest.mark.usefixtures("small_tiles")
 needs_interpreter = pytest.mark.skipif(
@@ -241,84 +238,6 @@ def test_in_forward_mode_its_tangent_is_zero(name, rng):
         (_, largest), (do, tangent) = flash_attention_jvp(x, dx, **options)
         close(largest, oracle.max_logits(*x[:2], is_causal=True), 2e-6)
         assert tangent.dtype == jnp.float32 and not np.any(tangent) and np.any(do)
-
-
-@small_tiles
-@pytest.mark.whole
-@pytest.mark.parametrize("name", ["blockwise", "triton", "reference"])
-def test_vmap_gives_that_of_each_call(name, rng):
-    q, k, v = (np.stack([x, -x, 3 * x]) for x in qkv(rng, Z))
-    seen = dict(is_causal=True, query_offset=-2)
-    attend = functools.partial(flash_attention, implementation=name, return_max_logits=True, **seen)
-    found = jax.jit(jax.vmap(attend))(q, k, v)[1]
-    close(found, [oracle.max_logits(a, b, **seen) for a, b in zip(q, k, strict=True)], 2e-6)
-
-
-MESH = Sizes(B=2, T=40, S=56, N=4, K=4, H=8, Hv=4)
-SCHEMES = {"ring": Ring("context"), "zigzag": Zigzag("context"), "all to all": AllToAll("context")}
-PLACES = {"explicit": AxisType.Explicit, "auto": AxisType.Auto}
-needs_devices = pytest.mark.skipif(
-    len(jax.devices()) < 8, reason="needs eight devices; conftest asks for eight on a CPU"
-)
-
-
-@small_tiles
-@needs_devices
-@pytest.mark.parametrize("scheme", whole_but(SCHEMES, "ring"))
-@pytest.mark.parametrize("name", whole_but(["blockwise", "reference", "triton"], "blockwise"))
-def test_on_devices_that_share_a_sequence_it_is_that_of_all_keys(name, scheme, rng):
-    """Those of a ring are merged: of "reference", whose forward gives no running maximum, too."""
-    context, m = (
-        SCHEMES[scheme],
-        jax.make_mesh((2, 4), ("data", "context"), axis_types=(AxisType.Explicit,) * 2),
-    )
-    q, k, v = qkv(rng, MESH)
-    kw = dict(
-        key_value_seq_lengths=np.array([0, 47], np.int32),
-        query_seq_lengths=np.array([40, 33], np.int32),
-    )
-    kw |= dict(is_causal=True, query_offset=9, sinks=sinks(MESH))
-    order = (lambda x: zigzag(x, 4)) if scheme == "zigzag" else (lambda x: x)
-    placed = [jax.device_put(order(x), NamedSharding(m, P("data", "context"))) for x in (q, k, v)]
-    call = functools.partial(
-        flash_attention, context=context, implementation=name, return_residual=True, **kw
-    )
-    _, lse, found = jax.jit(functools.partial(call, return_max_logits=True))(*placed)
-    assert found.sharding.spec == lse.sharding.spec == P("data", "context", None)
-    found = unzigzag(found, 4) if scheme == "zigzag" else found
-    close(found, oracle.max_logits(q, k, **kw), 2e-6)
-
-
-@small_tiles
-@pytest.mark.whole
-@needs_devices
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("name", ["blockwise", "triton"])
-def test_on_a_mesh_it_lies_where_batch_rows_and_heads_lie(name, place, rng):
-    m = jax.make_mesh((2, 2), ("data", "model"), axis_types=(PLACES[place],) * 2)
-    q, k, v = qkv(rng, MESH)
-    placed = [jax.device_put(x, NamedSharding(m, P("data", None, "model"))) for x in (q, k, v)]
-    kw = dict(is_causal=True, query_offset=-4, sinks=sinks(MESH))
-    _, found = jax.jit(
-        functools.partial(flash_attention, implementation=name, return_max_logits=True, **kw)
-    )(*placed)
-    assert tuple(found.sharding.spec)[:3] == ("data", None, "model")
-    close(found, oracle.max_logits(q, k, **kw), 2e-6)
-
-
-@small_tiles
-@pytest.mark.whole
-@needs_devices
-def test_inside_of_a_shard_map_it_is_each_devices_own(rng):
-    m = jax.make_mesh((4,), ("context",))
-    q, k, v = (np.concatenate([x, x]) for x in qkv(rng, MESH))
-    attend = functools.partial(
-        flash_attention, is_causal=True, sinks=sinks(MESH), return_max_logits=True
-    )
-    spec = P("context")
-    mapped = jax.jit(jax.shard_map(attend, mesh=m, in_specs=(spec,) * 3, out_specs=(spec, spec)))
-    _, found = mapped(*(jax.device_put(x, NamedSharding(m, spec)) for x in (q, k, v)))
-    close(found, oracle.max_logits(q, k, is_causal=True), 2e-6)
 
 
 @pytest.mark.whole

@@ -11,17 +11,13 @@ import pytest
 from cases import Sizes, qkv
 from check import TOLERANCE, close
 from jax import export
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 from selection import whole_but
 
 from pallas_flash import (
     autodiff,
-    context_parallel,
     flash_attention,
     flash_attention_jvp,
     masks,
-    scores,
 )
 
 pytestmark = pytest.mark.usefixtures("small_tiles")
@@ -49,11 +45,6 @@ RULES = {
         lambda s, b, h, q, k: jnp.where((q + b) % 3 == k % (h + 2), -jnp.inf, s * s)
     ),
 }
-
-
-FOUR_DEVICES = pytest.mark.skipif(
-    len(jax.devices()) < 4, reason="needs four devices; conftest asks for them on a CPU"
-)
 
 
 def dense(q, k, v, score_mod, offset=OFFSET):
@@ -102,34 +93,6 @@ def test_output_lse_and_all_gradients_are_those_of_dense_autodiff(name, implemen
     equal(loss_of(attend)(*x), loss_of(plain)(*x), 2e-5)  # the loss sums 1,400 numbers
 
 
-@pytest.mark.whole
-@pytest.mark.parametrize("implementation", ["blockwise", "triton"])
-def test_a_score_mod_goes_with_all_that_else_changes_logits_and_weights(implementation, rng):
-    x = arrays(rng)
-    options = dict(
-        return_residual=True,
-        mask=masks.MaskMod(lambda b, h, q, k: IDS[q] != IDS[k] + 1),
-        logits_soft_cap=3.0,
-        is_causal=True,
-        query_offset=18,
-        sinks=np.array([0.5, -1, 0, 2], np.float32),
-        dropout_rate=0.25,
-        dropout_rng=jax.random.key(0),
-        key_value_seq_lengths=np.array([30, 37], np.int32),
-        query_segment_ids=np.arange(2 * Z.T).reshape(2, -1) // 9,
-        key_value_segment_ids=np.ones((2, Z.S), np.int32),
-    )
-
-    def attend(name, q, k, v, table):
-        rule = RULES["by head and distance"](table)
-        return flash_attention(
-            q, k, v, table[:, None, :1], score_mod=rule, implementation=name, **options
-        )
-
-    of = lambda name: loss_of(functools.partial(attend, name))(*x)
-    equal(of(implementation), of("reference"))
-
-
 # ---- -inf, transforms, devices ----
 
 
@@ -165,138 +128,12 @@ def test_what_a_mask_hides_and_what_is_not_there_may_be_nan(implementation, rng)
     assert all(np.isfinite(x).all() and np.any(x != 0) for x in gradients)
 
 
-@pytest.mark.parametrize(
-    "implementation", whole_but(["reference", "triton", "blockwise"], "blockwise")
-)
-def test_tables_may_be_traced_mapped_checkpointed_and_learned(implementation, rng):
-    q, k, v, table = arrays(rng)
-    tables = np.stack([table, table[:, ::-1]])
-
-    def loss(table, q):
-        rule = RULES["by head and distance"](jnp.sin(table))
-        f = jax.checkpoint(
-            lambda q: flash_attention(
-                q, k, v, score_mod=rule, query_offset=OFFSET, implementation=implementation
-            )
-        )
-        return jnp.sum(jnp.sin(f(q)))
-
-    mapped = jax.jit(jax.vmap(jax.value_and_grad(loss, argnums=(0, 1)), in_axes=(0, None)))(
-        tables, q
-    )
-    wanted = lambda table, q: jnp.sum(
-        jnp.sin(unmasked(q, k, v, RULES["by head and distance"](jnp.sin(table))))
-    )
-    dense_loss = jax.jit(jax.value_and_grad(wanted, argnums=(0, 1)))
-    for i in range(2):
-        equal(jax.tree.map(lambda x: x[i], mapped), dense_loss(tables[i], q))
-
-
-def unmasked(q, k, v, score_mod):
-    def position_too(s, b, h, position, key):
-        return score_mod(s, b, h, position - Z.S + jnp.asarray(OFFSET)[b], key)
-
-    return dense(q, k, v, position_too, np.full(Z.B, Z.S))[0]
-
-
 def test_forward_mode_is_right_where_scores_are_computed_twice_and_round_otherwise(rng):
     x = arrays(rng)[:3]
     of = lambda name: flash_attention_jvp(
         x, x, score_mod=lambda s, b, h, q, k: s - 0.1 * abs(q - k), implementation=name
     )
     equal(jax.jit(of, static_argnums=0)("blockwise"), jax.jit(of, static_argnums=0)("reference"))
-
-
-@pytest.mark.whole
-def test_forward_mode_and_second_derivatives_are_those_of_reference(rng):
-    x, dx = arrays(rng), arrays(rng)
-    rule = RULES["one number and a row"](x[3])
-    jvp = lambda name: jax.jit(
-        functools.partial(flash_attention_jvp, implementation=name, score_mod=rule)
-    )(x[:3], dx[:3])
-    equal(jvp("blockwise"), jvp("reference"))
-    attend = lambda name: (
-        lambda q, k, v, table: flash_attention(
-            *(q, k, v),
-            score_mod=RULES["one number and a row"](table),
-            implementation=name,
-            return_residual=True,
-        )
-    )
-    hvp = lambda name: jax.jit(
-        lambda x, dx: jax.jvp(lambda *x: loss_of(attend(name))(*x)[1], x, dx)[1]
-    )(x, dx)
-    equal(hvp("blockwise"), hvp("reference"), 3e-5)
-
-
-@FOUR_DEVICES
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-@pytest.mark.parametrize("implementation", whole_but(["triton", "blockwise"], "blockwise"))
-def test_on_a_mesh_batch_rows_and_heads_are_numbered_over_all_devices(kind, implementation, rng):
-    x = arrays(rng)
-    rule = lambda table: lambda s, b, h, q, k: s + table[h, jnp.clip(q - k + 11, 0, 22)] * (b + 1)
-    options = dict(
-        is_causal=True, query_offset=OFFSET, return_residual=True, implementation=implementation
-    )
-    loss = loss_of(lambda q, k, v, t: flash_attention(q, k, v, score_mod=rule(t), **options))
-    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind, kind))
-    placed = [jax.device_put(a, NamedSharding(mesh, P("data", None, "model", None))) for a in x[:3]]
-    table = jax.device_put(x[3], NamedSharding(mesh, P()))
-    spread = loss(*placed, table)
-    assert spread[1][0].sharding.spec[:3] == ("data", None, "model")
-    equal(spread, loss(*x))
-
-
-@pytest.mark.whole
-@FOUR_DEVICES
-def test_heads_are_numbered_over_all_devices_that_a_sequence_lies_on(rng):
-    q, k, v, table = (x[:, : x.shape[1] // 4 * 4] for x in arrays(rng))
-    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Explicit,))
-    attend = lambda q, k, v, **kw: flash_attention(
-        q, k, v, score_mod=scores.Alibi(table[:, 0]), **kw
-    )
-    placed = [
-        jax.device_put(jnp.repeat(a, Z.N // a.shape[2], 2), NamedSharding(mesh, P(None, "x")))
-        for a in (q, k, v)
-    ]
-    for context in context_parallel.AllToAll("x"), context_parallel.Ring("x"):
-        close(attend(*placed, context=context), attend(q, k, v), 1e-5)
-
-
-@FOUR_DEVICES
-@pytest.mark.parametrize(
-    "context", [None, context_parallel.Ring("x")], ids=["rows whole", "a ring"]
-)
-def test_rules_are_asked_inside_of_a_checked_shard_map(rng, context):
-    q, k, v, table = (x[:, : x.shape[1] // 4 * 4] for x in arrays(rng))
-    rule = masks.MaskMod(lambda b, h, q, k: (q - k) % 3 != 1)
-
-    def attend(q, k, v, table, offset, context=None):
-        score_mod = lambda s, b, h, i, j: jnp.tanh(s) - table[h, (i - j) % 4]
-        return flash_attention(
-            q, k, v, mask=rule, score_mod=score_mod, query_offset=offset, context=context
-        )
-
-    mesh, spec = jax.make_mesh((2, 2), ("b", "x")), P("b", None if context is None else "x")
-    spread = jax.shard_map(
-        lambda *x: attend(*x, context=context),
-        mesh=mesh,
-        in_specs=(spec, spec, spec, P(), P("b")),
-        out_specs=spec,
-    )
-    of = lambda f: jax.jit(
-        jax.grad(
-            lambda q, k, v, table, o: jnp.sin(f(q, k, v, table, o)).sum(), argnums=(0, 1, 2, 3)
-        )
-    )
-    placed = [
-        jax.device_put(x, NamedSharding(mesh, s))
-        for x, s in zip((q, k, v, table), (spec, spec, spec, P()), strict=True)
-    ]
-    offset = jnp.arange(2, dtype=jnp.int32)
-    found = of(spread)(*placed, jax.device_put(offset, NamedSharding(mesh, P("b"))))
-    for x, expected in zip(found, of(attend)(q, k, v, table, offset), strict=True):
-        close(x, expected, 1e-5)
 
 
 @pytest.mark.whole

@@ -53,67 +53,11 @@ def assert_nothing_moves(f, *x):
     assert not re.findall(r"= \S+ (all-gather|all-to-all|collective-permute)", text)
 
 
-@pytest.mark.whole("reference", "triton")
-def test_arrays_on_an_explicit_mesh_stay_where_they_are(implementation, rng):
-    q, k, v = qkv(rng, Z)
-    b, lengths = bias(rng, "1NTS", Z), np.array([3, 23, 0, 10], np.int32)
-    ids = np.sort(rng.integers(0, 3, (Z.B, Z.T))).astype(np.int32)
-    key_ids = np.sort(rng.integers(0, 3, (Z.B, Z.S))).astype(np.int32)
-    loss = loss_of(implementation, is_causal=True, mask=masks.Documents(ids, key_ids))
-    placed = *place(SPEC, q, k, v), *place(P(None, "model"), b), *place(P("data"), lengths)
-    spread = loss(*placed)
-    equal(spread, loss(q, k, v, b, lengths))
-    assert [jax.typeof(dx).sharding.spec for dx in spread[1][:3]] == [SPEC] * 3
-    assert_nothing_moves(loss, *placed)
-
-
-@pytest.mark.whole("reference", "triton")
-def test_one_key_head_serves_query_heads_on_several_devices(implementation, rng):
-    q, k, v = qkv(rng, Z._replace(K=1))
-    loss = loss_of(implementation, is_causal=True)
-    b, lengths = bias(rng, "1N1S", Z), np.full(Z.B, Z.S, np.int32)
-    spread = loss(*place(SPEC, q), *place(P("data"), k, v), *place(P(), b, lengths))
-    equal(spread, loss(q, k, v, b, lengths))
-
-
-# Pallas' interpreter has no rule for this check
-@pytest.mark.parametrize("implementation", ["reference", "blockwise"])
-def test_inside_of_a_checked_shard_map_gradients_of_shared_arrays_are_summed(implementation, rng):
-    q, k, v = qkv(rng, Z)
-    b, lengths = bias(rng, "1NTS", Z), np.array([3, 23, 0, 10], np.int32)
-    specs = SPEC, SPEC, SPEC, P(None, "model"), P("data")
-
-    def attend(q, k, v, b, lengths):
-        return flash_attention(
-            q, k, v, b, key_value_seq_lengths=lengths, implementation=implementation
-        )
-
-    mapped = jax.shard_map(attend, mesh=mesh(AxisType.Auto), in_specs=specs, out_specs=SPEC)
-    x = q, k, v, b, lengths
-    equal(*(value_and_gradients(f, (0, 1, 2, 3))(*x) for f in (mapped, attend)))
-
-
 def by_arrays(q, k, v, table, ids, implementation="blockwise"):
     """A mask and a score that read arrays of their own."""
     mask = masks.MaskMod(lambda b, h, i, j: ids[b, i] != ids[b, j])
     bent = lambda s, b, h, i, j: s + table[h, (i - j) % 5] * ids[b, j]
     return flash_attention(q, k, v, mask=mask, score_mod=bent, implementation=implementation)
-
-
-@pytest.mark.parametrize("implementation", whole_but(["reference", "blockwise"], "blockwise"))
-def test_inside_of_a_checked_shard_map_rules_read_what_varies(implementation, rng):
-    q, k, v = qkv(rng, Z._replace(S=Z.T))
-    table, ids = (
-        rng.normal(size=(Z.N, 5)).astype(np.float32),
-        rng.integers(0, 3, (Z.B, Z.T)).astype(np.int32),
-    )
-    attend = functools.partial(by_arrays, implementation=implementation)
-    rows = P("data")
-    mapped = jax.shard_map(
-        attend, mesh=mesh(AxisType.Auto), in_specs=(rows, rows, rows, P(), rows), out_specs=rows
-    )
-    x = q, k, v, table, ids
-    equal(*(value_and_gradients(f, (0, 1, 2, 3))(*x) for f in (mapped, attend)))
 
 
 def test_a_checked_shard_map_beside_explicit_axes_says_that_no_rule_reads_what_varies(rng):
@@ -130,12 +74,6 @@ def test_a_checked_shard_map_beside_explicit_axes_says_that_no_rule_reads_what_v
             jax.eval_shape(jax.shard_map(by_arrays, **along), *x)
         unchecked = jax.shard_map(by_arrays, check_vma=False, **along)
         assert jax.eval_shape(unchecked, *x).shape == (*q.shape[:3], Z.Hv)
-
-
-def test_the_partitioner_of_jit_gathers_nothing_of_the_reference(rng):
-    x = place(SPEC, *qkv(rng, Z), on=mesh(AxisType.Auto))
-    f = functools.partial(flash_attention, is_causal=True, implementation="reference")
-    assert_nothing_moves(jax.jit(f), *x)
 
 
 def test_key_heads_that_do_not_divide_have_a_clear_error(rng):

@@ -53,22 +53,6 @@ def test_vmap_over_any_axis_equals_a_loop_with_gradients(axes, implementation, r
         equal(jax.tree.map(lambda x, i=i: x[i], actual), alone)
 
 
-def test_vmap_over_documents_bias_and_mask_equals_a_loop(implementation, rng):
-    q, k, v = qkv(rng, Z)
-    ids = np.sort(rng.integers(0, 3, (2, Z.B, Z.T))).astype(np.int32)
-    key_ids = np.sort(rng.integers(0, 3, (2, Z.B, Z.S))).astype(np.int32)
-    biases, masks = (np.stack([f(rng, "1NTS", Z) for _ in range(2)]) for f in (bias, dense_mask))
-
-    def f(ids, key_ids, bias, mask):
-        return attend(implementation, query_segment_ids=ids, key_value_segment_ids=key_ids)(
-            q, k, v, bias, mask
-        )
-
-    actual, one = jax.jit(jax.vmap(f))(ids, key_ids, biases, masks), jax.jit(f)
-    for i in range(2):
-        equal(actual[i], one(ids[i], key_ids[i], biases[i], masks[i]))
-
-
 def _calls(jaxpr) -> list:
     """The passes of a program, in order, without those that lie side by side under vmap."""
     found = []
@@ -238,54 +222,6 @@ def test_remat_by_name_keeps_output_and_lse_and_nothing_is_kept_without_names(
         )
 
 
-@pytest.mark.whole("reference", "triton")
-def test_scan_over_layers_differentiates(implementation, rng):
-    z = Z._replace(S=Z.T, K=Z.N)
-    x, *_ = qkv(rng, z)
-
-    def loop(x, scanned):
-        layer = lambda x, _: (x + attend(implementation, is_causal=True)(x, x, x), None)
-        if scanned:
-            return jnp.sum(jax.lax.scan(layer, x, None, length=3)[0] ** 2)
-        for _ in range(3):
-            x, _ = layer(x, None)
-        return jnp.sum(x**2)
-
-    gradient = lambda scanned: jax.jit(jax.value_and_grad(functools.partial(loop, scanned=scanned)))
-    equal(gradient(True)(x), gradient(False)(x))
-
-
-def test_abstract_shapes_go_through(implementation):
-    q = jax.ShapeDtypeStruct((2, 37, 4, 16), jnp.bfloat16)
-    o, lse = jax.eval_shape(attend(implementation, is_causal=True, return_residual=True), q, q, q)
-    assert (o.shape, o.dtype) == (q.shape, jnp.bfloat16)
-    assert (lse.shape, lse.dtype) == ((2, 37, 4), jnp.float32)
-
-
-@pytest.mark.whole
-def test_64_bits_and_strict_promotion_change_nothing(implementation, rng):
-    q, k, v = qkv(rng, Z)
-    ids = dict(
-        query_segment_ids=np.arange(2 * Z.T).reshape(2, -1) % 2,
-        key_value_segment_ids=np.arange(2 * Z.S).reshape(2, -1) % 3,
-    )
-    kw = dict(
-        local_window_size=9,
-        query_offset=2,
-        key_value_seq_lengths=[5, 23],
-        mask=masks.PrefixLM(np.array([3, 9])),
-        **ids,
-    )
-    kw |= dict(bias=bias(rng, "1N1S", Z)) if implementation != "flash1" else {}
-    kw |= dict(sinks=[0.5, -1.0], dropout_rate=0.1, dropout_rng=jax.random.key(0))
-    f = lambda q, k, v: jnp.sum(jnp.sin(attend(implementation, **kw)(q, k, v)))
-    expected = jax.grad(f, argnums=(0, 1, 2))(q, k, v)
-    with strict_64_bits():
-        actual = jax.grad(f, argnums=(0, 1, 2))(*(jnp.asarray(x) for x in (q, k, v)))
-    assert {x.dtype for x in actual} == {jnp.dtype("float32")}
-    equal(actual, expected)
-
-
 @pytest.mark.whole("reference", "blockwise")
 def test_gradients_of_biases_of_any_shape_are_traced_with_64_bits_and_strict_promotion(
     implementation, rng
@@ -321,21 +257,6 @@ def test_what_is_evaluated_while_tracing_takes_no_kernel_and_says_so(name, rng):
     assert np.isfinite(jax.jit(evaluated, static_argnums=1)(0.0, None))
     with pytest.raises(NotImplementedError, match=r"jax\.ensure_compile_time_eval would evaluate"):
         jax.jit(evaluated, static_argnums=1)(0.0, name)
-
-
-@pytest.mark.whole("reference", "triton")
-def test_gradients_of_vmap_nested_vmap_and_jacrev_are_those_of_loops(implementation, rng):
-    q, k, v = (np.stack([x, x[::-1] * 0.5]) for x in qkv(rng, Z._replace(T=5, S=7)))
-    f = lambda q, k, v: attend(implementation, is_causal=True)(q, k, v)
-    mapped = jax.vmap(
-        jax.vmap(f, in_axes=(0, 0, 0)), in_axes=(1, 1, 1), out_axes=1
-    )  # over the batch inside, with no leading axis
-    loop = lambda q, k, v: jnp.stack([f(*x) for x in zip(q, k, v, strict=True)])
-    loss = lambda f: jax.jit(jax.grad(lambda *x: jnp.sum(jnp.sin(f(*x))), argnums=(0, 1, 2)))
-    equal(loss(mapped)(q, k, v), loss(loop)(q, k, v))
-    one = q[0, :1, :2, :, :2], k[0, :1, :2, :, :2], v[0, :1, :2, :, :2]
-    rows = lambda name: jax.jit(jax.jacrev(attend(name), argnums=(0, 1, 2)))(*one)
-    equal(rows(implementation), rows("reference"))
 
 
 @no_names

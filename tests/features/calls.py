@@ -1,6 +1,8 @@
-"""Every feature of flash_attention, and calls that have some of them."""
+"""Every feature of flash_attention, calls that have some of them, and what refuses which."""
 
+import contextlib
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -8,7 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_flash import flash_attention, masks
+from pallas_flash import explain, flash_attention, masks
+from pallas_flash.accounting import GPUS
+from scripts.bench.gpu_code import as_if_on
 
 # V: the value's head size; M, R: of a table
 SIZES = dict(B=2, T=20, S=64, N=4, K=2, H=8, V=6, M=4, R=5)
@@ -26,6 +30,10 @@ def _by_distance(table):
         return score + table[h, (q - k) % SIZES["R"]] * jnp.tanh(score)
 
     return by_distance
+
+
+def _by_steps(steps):
+    return lambda b, h, q, k: (q + steps[h] * k + h + b) % 5 > 0
 
 
 def _by_head(slopes):
@@ -52,10 +60,15 @@ FEATURES = {
         dict(prefix="B"), lambda x: dict(mask=masks.PrefixLM(x["prefix"]))
     ),
     "`mask`: `masks.MaskMod`": Feature(
-        {}, lambda x: dict(mask=masks.MaskMod(lambda b, h, q, k: (q + 2 * k + h + b) % 5 > 0))
+        dict(steps="M"), lambda x: dict(mask=masks.MaskMod(_by_steps(x["steps"])))
     ),
-    "`mask`: union of two": Feature({}, lambda x: dict(mask=masks.Window(7, 4) | masks.Dilated(2))),
-    "`mask`: complement of one": Feature({}, lambda x: dict(mask=~masks.Dilated(7))),
+    "`mask`: union of two": Feature(
+        dict(starts="B"), lambda x: dict(mask=masks.KeyStarts(x["starts"]) | masks.Dilated(2))
+    ),
+    "`mask`: complement of one": Feature(
+        dict(q_ids="BT", kv_ids="BS"),
+        lambda x: dict(mask=~masks.Documents(x["q_ids"], 1 - 2 * x["kv_ids"])),
+    ),
     "`mask`: an array": Feature(dict(mask="B1TS"), lambda x: dict(mask=x["mask"])),
     "`bias`": Feature(dict(bias="1NTS"), lambda x: dict(bias=x["bias"])),
     "`scale` by head, learned": Feature(dict(scale="N"), lambda x: dict(scale=x["scale"])),
@@ -76,20 +89,25 @@ TOGETHER = (tuple(name for name in FEATURES if name not in SECOND), SECOND)
 LETTERS = dict(query="BTNH", key="BSKH", value="BSKV") | {
     k: v for f in FEATURES.values() for k, v in f.arrays.items()
 }
-INTEGERS = dict(
-    offset=(0, 5), queries=(15, 20), keys=(40, 65), q_ids=(0, 2), kv_ids=(0, 2), prefix=(0, 9)
-)
+
+
+def integers(T, S, **_):
+    """The least of each array of integers, and what it stays below."""
+    found = dict(offset=(0, 5), queries=(3 * T // 4, T), keys=(5 * S // 8, S + 1), prefix=(0, 9))
+    return found | dict.fromkeys(("q_ids", "kv_ids"), (0, 2)) | dict(steps=(1, 4), starts=(0, 9))
+
+
 INPUTS = ("query", "key", "value")
 LEARNED = (*INPUTS, "bias", "scale", "sinks", "slopes", "table")
 
 
-def arrays(dtype="float32") -> dict[str, Any]:
+def arrays(dtype="float32", **sizes) -> dict[str, Any]:
     """An array for each name in LETTERS."""
-    rng, found = np.random.default_rng(0), {}
+    rng, found, sizes = np.random.default_rng(0), {}, SIZES | sizes
     for name, letters in LETTERS.items():
-        shape = tuple(SIZES.get(letter, 1) for letter in letters)
-        if name in INTEGERS:
-            x = np.sort(rng.integers(*INTEGERS[name], shape)).astype(np.int32)
+        shape = tuple(sizes.get(letter, 1) for letter in letters)
+        if name in (limits := integers(**sizes)):
+            x = np.sort(rng.integers(*limits[name], shape)).astype(np.int32)
         elif name == "mask":
             x = rng.random(shape) < 0.8
         else:
@@ -105,6 +123,7 @@ class Call:
 
     implementation: str
     features: tuple[str, ...]
+    context: Any = None
 
     def options(self, x) -> dict:
         found, mask = {}, None
@@ -113,23 +132,77 @@ class Call:
             joined = more.get("mask") if mask is None or "mask" not in more else mask & more["mask"]
             mask = mask if joined is None else joined
             found |= more
-        return found | dict(mask=mask, implementation=self.implementation, return_residual=True)
+        found |= dict(mask=mask, implementation=self.implementation, context=self.context)
+        return found | dict(return_residual=True)
 
     def __call__(self, x):
         return flash_attention(*(x[name] for name in INPUTS), **self.options(x))
 
     def loss(self, x):
-        o, *statistics = self(x)
-        return jnp.sum(jnp.sin(o.astype(jnp.float32))) + sum(
+        return self.loss_and_outputs(x, self)[0]
+
+    @staticmethod
+    def loss_and_outputs(x, run):
+        o, *statistics = run(x)
+        loss = jnp.sum(jnp.sin(o.astype(jnp.float32))) + sum(
             jnp.sum(jnp.where(n == -jnp.inf, 0.0, n)) for n in statistics
         )
+        return loss, (o, *statistics)
 
     def gradients(self, x):
+        return self.gradients_and_outputs(x)[0]
+
+    def gradients_and_outputs(self, x, run=None):
+        """`run` in place of the call."""
         learned, rest = self.split(x)
-        return jax.grad(lambda learned: self.loss(learned | rest))(learned)
+        loss = lambda learned: self.loss_and_outputs(learned | rest, run or self)
+        return jax.grad(loss, has_aux=True)(learned)
+
+    def used(self, x):
+        learned, rest = self.split(x)
+        return learned | rest
 
     def split(self, x):
         """The arrays with a gradient, and the others."""
         used = {*INPUTS, *(name for feature in self.features for name in FEATURES[feature].arrays)}
         pick = lambda keep: {name: a for name, a in x.items() if name in used and keep(name)}
         return pick(lambda name: name in LEARNED), pick(lambda name: name not in LEARNED)
+
+
+# the Mosaic kernels, and a GPU for which each is explained
+EXPLAINED = {"hopper": "H200", "ampere": "A100-80GB"}
+
+
+def refused(implementation: str) -> dict[str, str]:
+    """The features that an implementation refuses, and why."""
+    x, reasons = inputs(implementation), {}
+    gpu = EXPLAINED.get(implementation)
+    with as_if_on(GPUS[gpu]) if gpu else contextlib.nullcontext():
+        for feature in FEATURES:
+            options = Call(implementation, (feature,)).options(x)
+            try:
+                explain(*(x[name] for name in INPUTS), **options)
+            except NotImplementedError as error:
+                reasons[feature] = reason(error)
+    return reasons
+
+
+def reason(error: NotImplementedError) -> str:
+    found = re.search(r"cannot run this call: (.*)\. The call: ", str(error))
+    return found.group(1) if found else str(error)
+
+
+def inputs(implementation: str):
+    return arrays("bfloat16" if implementation in EXPLAINED else "float32")
+
+
+# of both dtypes, and some numbers are sums of all
+TOLERANCE = dict(float32=6e-5, bfloat16=3e-2)
+
+
+def assert_equal(got, expected, features):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        size = max(1, np.max(np.abs(b), where=np.isfinite(b), initial=0))
+        tolerance = TOLERANCE[str(a.dtype)] * size
+        a = np.asarray(a, np.float32)
+        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance, err_msg=str(features))

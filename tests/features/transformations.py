@@ -1,15 +1,14 @@
 """Every transformation that a call may be under, and what it must equal."""
 
-import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from features.calls import INPUTS, LETTERS, Call
+from check import strict_64_bits
+from features.calls import INPUTS, Call
+from features.places import PLACES, ROWS
 from jax import export
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from pallas_flash import flash_attention_jvp
 from pallas_flash.accounting import GPUS
@@ -142,7 +141,7 @@ def _checkpoint(call, x):
 
 def _export(call, x):
     """As a CPU loads it; of Triton kernels also as a GPU would, which need not be here."""
-    used = _used(call, x)
+    used = call.used(x)
     if call.implementation in ("triton", "flash1", "standard"):
         try:
             with as_if_on(GPUS["A100-80GB"]):
@@ -155,60 +154,24 @@ def _export(call, x):
     return export.deserialize(program).call(used)
 
 
-@contextlib.contextmanager
-def strict():
-    with (
-        jax.enable_x64(True),
-        jax.numpy_rank_promotion("raise"),
-        jax.numpy_dtype_promotion("strict"),
-    ):
-        yield
-
-
 def _strict(call, x):
-    with strict():
-        return jax.jit(call.gradients)(_used(call, x))
+    with strict_64_bits():
+        return jax.jit(call.gradients)(call.used(x))
 
 
 def _donated(call, x):
-    copies = {name: jnp.array(a) for name, a in _used(call, x).items()}
+    copies = {name: jnp.array(a) for name, a in call.used(x).items()}
     return jax.jit(call.gradients, donate_argnums=0)(copies)
 
 
-def _on_mesh(kind, **axes):
-    """Each letter in `axes` lies on that axis of the mesh."""
-
-    def run(call, x):
-        mesh = jax.make_mesh(
-            (2, 2), ("one", "other"), axis_types=(kind, kind), devices=jax.devices()[:4]
-        )
-        placed = {
-            name: jax.device_put(a, NamedSharding(mesh, _spec(name, axes)))
-            for name, a in _used(call, x).items()
-        }
-        with jax.set_mesh(mesh):
-            return jax.jit(call.gradients)(placed)
-
-    return run
-
-
-def _spec(name, axes: dict[str, str]) -> P:
-    letters = LETTERS[name].replace("TS", "T.")  # what has rows has all keys
-    return P(*(axes.get(letter) for letter in letters))
+def _in(place):
+    return lambda call, x: place.gradients_and_outputs(call, call.used(x))[0]
 
 
 def _shard_map(call, x):
-    mesh = jax.make_mesh((2,), ("one",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
-    used = _used(call, x)
-    specs = {name: _spec(name, dict(B="one")) for name in used}
-    return jax.jit(
-        jax.shard_map(call, mesh=mesh, in_specs=(specs,), out_specs=P("one"), check_vma=False)
-    )(used)
-
-
-def _used(call, x):
-    learned, rest = call.split(x)
-    return learned | rest
+    used, place = call.used(x), PLACES["a checked shard_map"]
+    mapped = place.in_shard_map(call, used, check_vma=False)
+    return jax.jit(mapped)(used)
 
 
 def forward(call, x):
@@ -219,9 +182,6 @@ def gradients(call, x):
     return jax.jit(call.gradients)(x)
 
 
-BY_HEAD = dict(B="one", N="other", K="other")
-BY_ROW = dict(B="one", T="other", S="other")
-BATCH_FROM_0 = "each device counts its batch rows from 0"
 TRANSFORMATIONS = {
     "`jit`": Transformation(forward, lambda call, x: call(x)),
     "`grad`": Transformation(gradients, gradients),
@@ -239,10 +199,8 @@ TRANSFORMATIONS = {
     "`jax.export` through bytes": Transformation(_export, gradients),
     "64 bits, strict promotion": Transformation(_strict, gradients),
     "donated arguments": Transformation(_donated, gradients),
-    "a mesh, explicit axes": Transformation(_on_mesh(AxisType.Explicit, **BY_HEAD), gradients),
-    "a mesh, Auto axes": Transformation(_on_mesh(AxisType.Auto, **BY_HEAD), gradients),
-    "rows on an explicit axis": Transformation(_on_mesh(AxisType.Explicit, **BY_ROW), gradients),
-    "`shard_map`": Transformation(
-        _shard_map, forward, {"dropout": BATCH_FROM_0, "`mask`: `masks.MaskMod`": BATCH_FROM_0}
-    ),
+    "a mesh, explicit axes": Transformation(_in(PLACES["explicit axes"]), gradients),
+    "a mesh, Auto axes": Transformation(_in(PLACES["Auto axes"]), gradients),
+    "rows on an explicit axis": Transformation(_in(ROWS), gradients),
+    "`shard_map`": Transformation(_shard_map, forward, PLACES["a checked shard_map"].exceptions),
 }
