@@ -48,19 +48,24 @@ class Attention(NamedTuple):
     causal: bool = False
 
     @property
+    def heads(self) -> int:
+        """Of all sequences."""
+        return self.B * self.N
+
+    @property
     def scores(self) -> int:
         """Entries of S."""
-        return self.B * self.N * self.T**2
+        return self.heads * self.T**2
 
     @property
     def tensor(self) -> int:
         """Bytes of Q, and as many of K, V and O."""
-        return 2 * self.B * self.N * self.T * self.H
+        return 2 * self.heads * self.T * self.H
 
     @property
     def rows(self) -> int:
         """Bytes of a float32 of each row."""
-        return 4 * self.B * self.N * self.T
+        return 4 * self.heads * self.T
 
     def tiles(self, implementation: str) -> Any:
         q = jax.ShapeDtypeStruct((self.B, self.T, self.N, self.H), "float16")
@@ -81,10 +86,18 @@ class Tiles(NamedTuple):
     block_q: int
     block_k: int
 
+    def row_stops(self) -> np.ndarray:
+        """Behind the last row of each block of queries."""
+        return np.arange(self.block_q, self.p.T + self.block_q, self.block_q)
+
     def key_blocks(self) -> np.ndarray:
         """How many each block of queries visits, under a causal mask up to its last row."""
-        p, stop = self.p, np.arange(self.block_q, self.p.T + self.block_q, self.block_q)
-        return -(-(np.minimum(stop, p.T) if p.causal else np.full_like(stop, p.T)) // self.block_k)
+        stops = self.row_stops() if self.p.causal else np.full_like(self.row_stops(), self.p.T)
+        return -(-np.minimum(stops, self.p.T) // self.block_k)
+
+    def keys(self, stops=np.inf) -> int:
+        """That all blocks of queries load: whole blocks, or up to `stops`."""
+        return int(np.minimum(self.key_blocks() * self.block_k, stops).sum())
 
     def query_blocks(self) -> np.ndarray:
         """How many each block of keys visits, under a causal mask from its first key on."""
@@ -93,7 +106,7 @@ class Tiles(NamedTuple):
 
     def cost(self, visits, products: int, reads: int, writes: int, alpha: int = 0) -> Cost:
         """Of so many products of each tile; with `alpha` 1 each rescales the rows of O."""
-        rows = self.p.B * self.p.N * int(visits.sum()) * self.block_q
+        rows = self.p.heads * int(visits.sum()) * self.block_q
         matrix = 2 * products * rows * self.block_k * self.p.H
         return Cost(matrix, rows * (self.block_k + alpha), reads, writes)
 
@@ -135,69 +148,58 @@ def flash1(p: Attention, t) -> tuple[dict[str, Cost], dict[str, Cost]]:
     return dict(forward=forward, cast=cast), dict(delta=delta, backward=backward, cast=cast)
 
 
-def triton(p: Attention, t) -> tuple[dict[str, Cost], dict[str, Cost]]:
-    """FlashAttention-2. Queries outside: O, m and l stay on the chip, K and V are loaded for each
-    block of queries, under a mask up to the last row's key. dQ has a kernel of its own, so S and dP
-    are computed twice."""
-    forward, dkv, dq = (Tiles(p, x.block_q, x.block_k) for x in (t.forward, t.dkv, t.dq))
-    q, rows, heads = p.tensor, p.rows, p.B * p.N
+def flash2(
+    p: Attention, t, forward: Cost, delta: Cost, keys=Tiles.keys, lists: int = 0, statistics=None
+) -> tuple[dict[str, Cost], dict[str, Cost]]:
+    """The backward of FlashAttention-2 and 3: dQ has a kernel of its own, so S and dP are computed
+    twice. `lists` are bytes for each block of keys; `statistics` those of lse and delta for dQ."""
+    dkv, dq = (Tiles(p, x.block_q, x.block_k) for x in (t.dkv, t.dq))
     row = 4 * p.H  # bytes of one of K and V, or of Q and dO
-
-    def keys(tiles: Tiles) -> int:
-        loaded = tiles.key_blocks() * tiles.block_k
-        stop = np.arange(tiles.block_q, p.T + tiles.block_q, tiles.block_q)
-        return int((np.minimum(loaded, stop) if p.causal else loaded).sum())
-
     visits = dkv.query_blocks()
     queries = int(visits.sum()) * dkv.block_q * (row + 8)  # with lse and delta
-    lists = 16 * visits.size  # which blocks a program visits
-    reads = q + heads * keys(forward) * row
-    backward = dict(
-        delta=Cost(0, 0, 2 * q + 3 * rows, q + 2 * rows),
-        dkv=dkv.cost(visits, 4, 2 * q + heads * (queries + lists), 2 * q),
-        dq=dq.cost(dq.key_blocks(), 3, heads * (p.T + keys(dq)) * row + 2 * rows, q),
+    reads = 2 * p.tensor + p.heads * (queries + lists * visits.size)
+    statistics = 2 * p.rows if statistics is None else statistics
+    dq_reads = p.heads * (p.T + keys(dq)) * row + statistics
+    return dict(forward=forward), dict(
+        delta=delta,
+        dkv=dkv.cost(visits, 4, reads, 2 * p.tensor),
+        dq=dq.cost(dq.key_blocks(), 3, dq_reads, p.tensor),
     )
-    return dict(forward=forward.cost(forward.key_blocks(), 2, reads, q + 2 * rows, 1)), backward
+
+
+def triton(p: Attention, t) -> tuple[dict[str, Cost], dict[str, Cost]]:
+    """FlashAttention-2. Queries outside: O, m and l stay on the chip, K and V are loaded for each
+    block of queries, under a mask up to the last row's key. Which blocks a program visits is a
+    list."""
+    forward, q, rows = Tiles(p, t.forward.block_q, t.forward.block_k), p.tensor, p.rows
+    keys = lambda tiles: tiles.keys(tiles.row_stops() if p.causal else np.inf)
+    reads = q + p.heads * keys(forward) * 4 * p.H
+    cost = forward.cost(forward.key_blocks(), 2, reads, q + 2 * rows, 1)
+    return flash2(p, t, cost, Cost(0, 0, 2 * q + 3 * rows, q + 2 * rows), keys, lists=16)
 
 
 def ampere(p: Attention, t) -> tuple[dict[str, Cost], dict[str, Cost]]:
     """FlashAttention-2 by mma. Whole blocks are copied to shared memory, and which ones a program
     visits is computed. m and l leave the kernel as one number."""
-    forward, dkv, dq = (Tiles(p, x.block_q, x.block_k) for x in (t.forward, t.dkv, t.dq))
-    q, rows, heads = p.tensor, p.rows, p.B * p.N
-    row = 4 * p.H  # bytes of one of K and V, or of Q and dO
-    keys = lambda tiles: int(tiles.key_blocks().sum()) * tiles.block_k
-    queries = int(dkv.query_blocks().sum()) * dkv.block_q * (row + 8)  # with lse and delta
-    reads = q + heads * keys(forward) * row
-    backward = dict(
-        delta=Cost(0, 0, 2 * q + 2 * rows, 2 * rows),
-        dkv=dkv.cost(dkv.query_blocks(), 4, 2 * q + heads * queries, 2 * q),
-        dq=dq.cost(dq.key_blocks(), 3, heads * (p.T + keys(dq)) * row + 2 * rows, q),
-    )
-    return dict(forward=forward.cost(forward.key_blocks(), 2, reads, q + rows, 1)), backward
+    forward, q, rows = Tiles(p, t.forward.block_q, t.forward.block_k), p.tensor, p.rows
+    reads = q + p.heads * forward.keys() * 4 * p.H
+    cost = forward.cost(forward.key_blocks(), 2, reads, q + rows, 1)
+    return flash2(p, t, cost, Cost(0, 0, 2 * q + 2 * rows, 2 * rows))
 
 
 def hopper(p: Attention, t) -> tuple[dict[str, Cost], dict[str, Cost]]:
     """FlashAttention-3. The warpgroups of a CTA share K and V, whole blocks of which TMA copies;
     each computes the blocks that its 64 rows see. m and l leave the kernel as one number, in rows
     of whole tiles."""
-    forward, dkv, dq = (Tiles(p, x.block_q, x.block_k) for x in (t.forward, t.dkv, t.dq))
-    q, rows, heads = p.tensor, p.rows, p.B * p.N
-    row = 4 * p.H  # bytes of one of K and V, or of Q and dO
-    blocks, warpgroup = forward.key_blocks(), forward._replace(block_q=64)
-    padded = blocks.size * forward.block_q
+    forward, q, rows = Tiles(p, t.forward.block_q, t.forward.block_k), p.tensor, p.rows
+    warpgroup, padded = forward._replace(block_q=64), forward.row_stops()[-1]
     # a warpgroup whose rows lie beyond the last computes what the last rows see
     visits = warpgroup.key_blocks()[np.minimum(np.arange(padded // 64), p.T // 64 - 1)]
-    reads = q + heads * int(np.minimum(blocks * forward.block_k, p.T).sum()) * row
-    queries = int(dkv.query_blocks().sum()) * dkv.block_q * (row + 8)
-    keys = int(dq.key_blocks().sum()) * dq.block_k
-    lse_and_delta = 8 * heads * dq.key_blocks().size * dq.block_q
-    backward = dict(
-        delta=Cost(0, 0, 2 * q + 2 * rows, 2 * rows),
-        dkv=dkv.cost(dkv.query_blocks(), 4, 2 * q + heads * queries, 2 * q),
-        dq=dq.cost(dq.key_blocks(), 3, heads * (p.T + keys) * row + lse_and_delta, q),
-    )
-    return dict(forward=warpgroup.cost(visits, 2, reads, q + 4 * heads * padded, 1)), backward
+    reads = q + p.heads * forward.keys(p.T) * 4 * p.H
+    cost = warpgroup.cost(visits, 2, reads, q + 4 * p.heads * int(padded), 1)
+    statistics = 8 * p.heads * -(-p.T // t.dq.block_q) * t.dq.block_q
+    delta = Cost(0, 0, 2 * q + 2 * rows, 2 * rows)
+    return flash2(p, t, cost, delta, statistics=statistics)
 
 
 class Generation(NamedTuple):
