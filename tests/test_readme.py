@@ -20,9 +20,10 @@ PACKAGE = ROOT / "pallas_flash"
 README = (ROOT / "README.md").read_text()
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))]
 HEAVY = ("decoding.md", "derivatives.md", "devices.md", "flax.md", "masks.md")
-ELSEWHERE = "docs/other_models.md"  # tests/test_other_models.py runs it
+# tests/test_other_models.py and tests/test_recipes.py run these
+ELSEWHERE = "docs/other_models.md", "docs/recipes.md"
 WITH_CODE = [
-    name for name in PAGES if name != ELSEWHERE and "```python\n" in (ROOT / name).read_text()
+    name for name in PAGES if name not in ELSEWHERE and "```python\n" in (ROOT / name).read_text()
 ]
 LIGHT = [name for name in WITH_CODE if name.split("/")[-1] not in HEAVY]
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")

@@ -1,0 +1,309 @@
+"""docs/recipes.md: each recipe is at most ten lines, and agrees with its dense formula in float64,
+gradients too."""
+
+import ast
+import functools
+import pathlib
+import re
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import pytest
+from check import equal
+
+from pallas_flash import flash_attention
+
+PAGE = (pathlib.Path(__file__).parents[1] / "docs" / "recipes.md").read_text()
+CODE = "".join(re.findall(r"```python\n(.*?)```", PAGE, re.S))
+RECIPES = {
+    node.name: node
+    for node in ast.parse(CODE).body
+    if isinstance(node, ast.FunctionDef | ast.ClassDef)
+}
+
+
+class Case(NamedTuple):
+    recipe: str
+    inputs: dict[str, Any]  # shapes of floats, which get gradients, and arrays
+    formula: Any  # of the inputs in float64, by name
+    options: dict[str, Any] = {}
+
+
+B, T, S, N, K, H = 2, 12, 12, 4, 2, 4
+i, j = np.arange(T)[:, None], np.arange(S)
+Q, KV = (B, T, N, H), (B, S, K, H)
+QKV = dict(q=Q, k=KV, v=KV)
+
+
+def attention(q, k, v, seen, bias=0.0, scale=None, cap=None, sinks=-np.inf):
+    """Dense; seen and bias broadcast to [B, N, T, S]. Every query sees a key."""
+    k, v = (np.repeat(x, q.shape[-2] // x.shape[-2], -2) for x in (k, v))
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    logits = scale * np.einsum("...tnh,...snh->...nts", q, k) + bias
+    logits = logits if cap is None else cap * np.tanh(logits / cap)
+    e = np.where(seen, np.exp(logits), 0)
+    sums = e.sum(-1, keepdims=True) + np.exp(np.broadcast_to(sinks, N)[:, None, None])
+    return np.einsum("...nts,...snh->...tnh", e / sums, v)
+
+
+def gradient(f, x):
+    """Of a real f, exact: f(x + 1e-30 i) = f(x) + 1e-30 i f'(x)."""
+    found = np.zeros_like(x)
+    for at in np.ndindex(x.shape):
+        moved = x.astype(np.complex128)
+        moved[at] += 1e-30j
+        found[at] = f(moved).imag / 1e-30
+    return found
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def causal(**more):
+    return functools.partial(attention, seen=j <= i, **more)
+
+
+def within(window, **more):
+    return functools.partial(attention, seen=(j <= i) & (j > i - window), **more)
+
+
+def mla(q, latent, k_rope, w_k, w_v):
+    k, v = (np.einsum("bsc,cnh->bsnh", latent, w) for w in (w_k, w_v))
+    return causal()(q, np.concatenate([k, np.repeat(k_rope, N, 2)], 3), v)
+
+
+def mla_decode(q, cache, length, w_k, w_v):
+    latent, k_rope = np.split(cache, [w_k.shape[0]], 2)
+    k, v = (np.einsum("bsc,cnh->bsnh", latent, w) for w in (w_k, w_v))
+    k = np.concatenate([k, np.repeat(k_rope[:, :, None], N, 2)], 3)
+    position = length[:, None] - q.shape[1] + np.arange(q.shape[1])
+    return attention(q, k, v, j <= position[:, None, :, None])
+
+
+def triangle_attention(q, k, v, bias, mask, gate):
+    bias, rows = bias.transpose(0, 3, 1, 2), range(q.shape[1])
+    o = [attention(q[:, n], k[:, n], v[:, n], mask[:, n, None, None], bias) for n in rows]
+    return np.stack(o, 1) * sigmoid(gate)
+
+
+def forgetting(q, k, v, log_f):
+    bias = np.zeros((B, N, T, S), log_f.dtype)
+    for query, key in np.ndindex(T, S):
+        bias[:, :, query, key] = log_f[:, key + 1 : query + 1].sum(1)
+    return causal(bias=bias)(q, k, v)
+
+
+def block_diffusion(q, k, v, tokens=6, size=2):
+    def sees(query, key):
+        of_query, of_key = query % tokens // size, key % tokens // size
+        if key < tokens:  # noisy
+            return query < tokens and of_query == of_key
+        return of_key < of_query if query < tokens else of_key <= of_query
+
+    return attention(q, k, v, np.array([[sees(a, b) for b in range(S)] for a in range(T)]))
+
+
+def moba(q, k, v, size=2, top=3):
+    means = np.stack([k[:, a : a + size].mean(1) for a in range(0, S, size)], 1)
+    gate = np.einsum("btnh,bjnh->bntj", q, means).real
+    seen = np.zeros((B, N, T, S), bool)
+    for b, n, t in np.ndindex(B, N, T):
+        own = t // size
+        for block in (own, *np.argsort(-gate[b, n, t, :own])[: top - 1]):
+            seen[b, n, t, block * size : (block + 1) * size] = True
+    return attention(q, k, v, seen & (j <= i))
+
+
+CHOSEN = np.stack([i // 2, i // 4, i * 0], -1)[None].repeat(K, 2).repeat(B, 0)
+CHOSEN[:, :, 1, 2] = CHOSEN[:, :, 1, 0]  # one of them twice
+
+
+def nsa_selection(q, k, v, chosen, size=2):
+    seen = (j // size == chosen[..., None]).any(3)  # [B, T, K, S]
+    return attention(q, k, v, seen.transpose(0, 2, 1, 3).repeat(N // K, 1) & (j <= i))
+
+
+def cascade(q, k_prefix, v_prefix, k, v, length):
+    after = lambda prefix, x: np.concatenate([np.stack([prefix] * B), x], 1)
+    k, v = after(k_prefix, k), after(v_prefix, v)
+    position = len(k_prefix) + length[:, None] - q.shape[1] + np.arange(q.shape[1])
+    return attention(q, k, v, np.arange(k.shape[1]) <= position[:, None, :, None])
+
+
+PARENTS = np.array([0, 0, 0, 1, 3, 2, 5], np.int32)
+LINES = [{0}, {0, 1}, {0, 2}, {0, 1, 3}, {0, 1, 3, 4}, {0, 2, 5}, {0, 2, 5, 6}]
+
+
+def tree_attention(q, k_cache, v_cache, length, k, v, parents):
+    of_tree = np.array([[token in line for token in range(7)] for line in LINES])
+    of_cache = j < length[:, None, None]
+    seen = np.concatenate([of_cache.repeat(7, 1), np.stack([of_tree] * B)], 2)[:, None]
+    return attention(q, np.concatenate([k_cache, k], 1), np.concatenate([v_cache, v], 1), seen)
+
+
+def step_with_qk_clip(params, x, threshold=20.0):
+    project = lambda w: np.einsum("btd,dnh->btnh", x, w)
+
+    def loss(name, w):
+        q, k, v = (project(w if name == each else params[each]) for each in "qkv")
+        return np.mean((causal()(q, k, v) - x[:, :, None]) ** 2)
+
+    new = {w: params[w] - 0.1 * gradient(functools.partial(loss, w), params[w]) for w in "qkv"}
+    logits = np.einsum("btnh,bsnh->bnts", project(params["q"]), project(params["k"])) * H**-0.5
+    largest = np.where(j <= i, logits, -np.inf).max((0, 2, 3))
+    assert largest.min() < threshold < largest.max()
+    shrink = np.where(largest > threshold, threshold / largest, 1)[:, None] ** 0.5
+    return new | dict(q=new["q"] * shrink, k=new["k"] * shrink)
+
+
+draw = np.random.default_rng(0).normal
+STEP = dict(params={name: draw(size=(H, N, H)) for name in "qkv"}, x=draw(size=(B, T, H)))
+
+
+TOKAMAX = SimpleNamespace(  # of local_window_size=(5, 2), is_causal=False and both lengths
+    causal_mask=SimpleNamespace(offset=2, window_size=8),
+    bool_mask=np.ones((B, 1, T, S), bool) & (j != 3),
+    q_end=np.array([[[T]], [[T]]]),
+    k_end=np.array([[[S]], [[20]]]),
+)
+IDS = np.sort(np.arange(B * T).reshape(B, T) % 3, 1).astype(np.int32)
+
+
+def maxtext(kind):
+    of_layer = dict(sliding_window_size=5, chunk_attn_window_size=7, attn_logits_soft_cap=3.0)
+    layer = SimpleNamespace(attention_type=SimpleNamespace(name=kind), **of_layer)
+    return dict(self=layer, segment_ids=IDS, positions=None)
+
+
+def maxtext_formula(seen, q, k, v, sinks=-np.inf):
+    seen = seen & (j <= i) & (IDS[:, :, None] == IDS[:, None])[:, None]
+    return attention(q, k, v, seen, scale=1.0, cap=3.0, sinks=np.ravel(sinks))
+
+
+PREFIX = dict(k_prefix=(11, K, H), v_prefix=(11, K, H), length=np.array([5, 17], np.int32))
+PAIRS = dict(q=(B, T, 2 * N, H), k=(B, T, 2 * N, H), v=(B, T, N, 2 * H))
+CASES = [
+    Case("gpt_oss", QKV | dict(sinks=(N,)), within(5), dict(layer=0, window=5)),
+    Case("gpt_oss", QKV | dict(sinks=(N,)), causal(), dict(layer=1, window=5)),
+    Case("gemma_2", QKV, within(5, cap=50.0, scale=0.7), dict(layer=2, window=5, scale=0.7)),
+    Case("gemma_3", QKV, within(5, scale=1 / 16), dict(layer=4, window=5)),
+    Case("gemma_3", QKV, causal(scale=1 / 16), dict(layer=5, window=5)),
+    Case(
+        "mla",
+        dict(q=(B, T, N, 7), latent=(B, S, 6), k_rope=(B, S, 1, 2), w_k=(6, N, 5), w_v=(6, N, 5)),
+        mla,
+    ),
+    Case(
+        "mla_decode",
+        dict(q=(B, 2, N, 7), cache=(B, S, 8), w_k=(6, N, 5), w_v=(6, N, 5))
+        | dict(length=np.array([5, 24], np.int32)),
+        mla_decode,
+    ),
+    Case(
+        "triangle_attention",
+        dict.fromkeys(["q", "k", "v", "gate"], (2, 3, 5, N, H))
+        | dict(bias=(2, 5, 5, N), mask=np.arange(30).reshape(2, 3, 5) % 4 > 0),
+        triangle_attention,
+    ),
+    Case("off_by_one", QKV, lambda q, k, v: causal(sinks=np.zeros(N))(q, k, v)),
+    Case("gated", QKV | dict(gate=Q), lambda gate, **x: causal()(**x) * sigmoid(gate)),
+    Case(
+        "differential",
+        PAIRS | dict(lam=(N, 1)),
+        lambda q, k, v, lam: (
+            causal()(q[:, :, 0::2], k[:, :, 0::2], v)
+            - lam * causal()(q[:, :, 1::2], k[:, :, 1::2], v)
+        ),
+    ),
+    Case(
+        "differential_2",
+        QKV | dict(q=(B, T, 2 * N, H), lam=(B, T, N, 1)),
+        lambda q, k, v, lam: (
+            causal()(q[:, :, 0::2], k, v) - sigmoid(lam) * causal()(q[:, :, 1::2], k, v)
+        ),
+    ),
+    Case("forgetting", QKV | dict(log_f=(B, T, N)), forgetting),
+    Case("block_causal", QKV, functools.partial(attention, seen=j // 5 <= i // 5), dict(size=5)),
+    Case("block_diffusion", QKV, block_diffusion, dict(tokens=6, size=2)),
+    Case("moba", dict(q=Q, k=Q, v=Q), moba, dict(size=2, top=3)),
+    Case("nsa_selection", QKV | dict(chosen=CHOSEN), nsa_selection, dict(size=2)),
+    Case("cascade", QKV | PREFIX | dict(q=(B, 2, N, H)), cascade),
+    Case(
+        "tree_attention",
+        dict(q=(B, 7, N, H), k=(B, 7, K, H), v=(B, 7, K, H), k_cache=KV, v_cache=KV)
+        | dict(length=np.array([0, 17], np.int32), parents=PARENTS),
+        tree_attention,
+    ),
+    Case("step_with_qk_clip", STEP, step_with_qk_clip, dict(threshold=20.0)),
+    Case(
+        "for_tokamax",
+        QKV | dict(bias=(N, 1, S)),
+        functools.partial(
+            attention,
+            seen=TOKAMAX.bool_mask & (j <= i + 2) & (j >= i - 5) & (j < TOKAMAX.k_end[..., None]),
+            scale=0.3,
+            cap=5.0,
+        ),
+        dict(mask=TOKAMAX, logits_scale=0.3, logits_soft_cap=5.0, precision=None, q_sharding=None),
+    ),
+    Case(
+        "cudnn_flash_attention",
+        QKV | dict(sinks=(1, N, 1, 1)),
+        functools.partial(maxtext_formula, j > i - 5),
+        maxtext("LOCAL_SLIDING"),
+    ),
+    Case(
+        "cudnn_flash_attention",
+        QKV,
+        functools.partial(maxtext_formula, i // 7 == j // 7),
+        maxtext("CHUNK"),
+    ),
+]
+NAMESPACE = {}
+exec(compile(CODE, "recipes.md", "exec"), NAMESPACE)
+
+
+def recipe_of(case):
+    recipe = NAMESPACE[case.recipe]
+    if case.recipe == "block_diffusion":  # it makes a mask
+        return lambda q, k, v: flash_attention(q, k, v, mask=recipe(**case.options))
+    return functools.partial(recipe, **case.options)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def output_and_gradients(f, x, arrays, do):
+    o, vjp = jax.vjp(lambda x: f(**x, **arrays), x)
+    return o, vjp(do)[0]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.recipe)
+def test_a_recipe_is_its_dense_formula_with_its_gradients(case, rng):
+    arrays = {name: x for name, x in case.inputs.items() if not isinstance(x, tuple)}
+    x = {
+        name: rng.normal(size=shape)
+        for name, shape in case.inputs.items()
+        if isinstance(shape, tuple)
+    }
+    o = case.formula(**x, **arrays)
+    do = jax.tree.map(lambda o: rng.normal(size=o.shape), o)
+
+    def product(name, moved):
+        return np.sum(do * case.formula(**x | {name: moved}, **arrays))
+
+    expected = {name: gradient(functools.partial(product, name), x[name]) for name in x}
+    narrow = functools.partial(
+        jax.tree.map, lambda a: a.astype(np.float32) if a.dtype == np.float64 else a
+    )
+    found = output_and_gradients(recipe_of(case), narrow(x), narrow(arrays), narrow(do))
+    equal(found, (o, expected), 1e-5)
+
+
+def test_every_recipe_is_at_most_ten_lines_and_has_a_case():
+    lines = CODE.splitlines()
+    size = lambda node: sum(map(bool, lines[node.lineno - 1 : node.end_lineno]))
+    assert {name: size(node) for name, node in RECIPES.items() if size(node) > 10} == {}
+    classes = {name for name, node in RECIPES.items() if isinstance(node, ast.ClassDef)}
+    assert {case.recipe for case in CASES} == {*RECIPES} - classes
