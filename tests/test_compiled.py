@@ -5,6 +5,7 @@ A further kernel is a row of LOOPS: what a step without a mask may cost, and a r
 token may.
 """
 
+import functools
 import json
 import pathlib
 import re
@@ -73,118 +74,86 @@ CASES = {
 }
 
 
-class Row(NamedTuple):
-    """A kernel in a call."""
+class Loop(NamedTuple):
+    """What a step of a kernel without a mask may cost."""
 
-    kernel: str
-    width: int | tuple[int, int]  # of heads; of keys and of values
-    case: str  # of CASES
-    instructions: int  # of a step without a mask; 5% more are let pass
+    instructions: int  # 5% more are let pass
     # at least this part of the exponentials, in the loop without a mask
     under_products: float = 0.9
     with_a_mask: float = 0.0  # the same, in the others
-    deterministic: bool | None = None
     # masked blocks that are known to be one: no loop; -1: blocks beside keys that hang over, a loop
     straight: int = 0
 
-    @property
-    def call(self) -> tuple:
-        """What compiles it: its width, case and determinism, and whether in forward mode."""
-        return self.width, self.case, self.deterministic, self.kernel == "tangent"
 
-
-LOOPS = [
-    Row("forward", 64, "full", 427, deterministic=False),
-    # the first half of 128 queries
-    Row("dq_dk_dv", 64, "full", 737, deterministic=False, under_products=0.5),
-    Row("forward", 64, "documents", 437),
-    Row("dk_dv", 64, "documents", 366),
-    Row("dq", 64, "documents", 525),
-    Row("forward", 128, "full", 478, deterministic=False),
-    Row("dq_dk_dv", 128, "full", 500, deterministic=False),
-    Row("dq_dk_dv", 128, "causal", 500, deterministic=False),
-    Row("dq_dk_dv", 128, "documents", 500, deterministic=False),
-    Row("forward", 128, "soft_cap", 794),
-    Row("dk_dv", 128, "soft_cap", 695, under_products=0),
-    Row("dq", 128, "soft_cap", 646),
-    Row("forward", 128, "key_lengths", 471),
-    Row("dk_dv", 128, "key_lengths", 406),
-    Row("dq", 128, "key_lengths", 357),
-    Row("forward", 128, "one tile, window", 482, with_a_mask=0.9),
-    Row("forward", (64, 128), "one tile, lengths", 474, with_a_mask=0.9),
-    Row("forward", 128, "max_logits", 490),
-    Row("forward", (192, 128), "max_logits", 495),
-    Row("forward", (128, 64), "dropout", 835),  # with two warpgroups: with three it spills
-    Row("dk_dv", (128, 64), "dropout", 849),
-    Row("dq", (128, 64), "dropout", 539),
-    Row("dq_dk_dv", 128, "dropout", 1003, deterministic=False),
-    Row("forward", 64, "alibi", 875),
-    Row("dk_dv", 64, "alibi", 625, under_products=0, straight=-1),
-    Row("dq", 64, "alibi", 1027),
-    Row("forward", 128, "alibi", 926, deterministic=False),
-    Row("dq_dk_dv", 128, "alibi", 785, under_products=0, deterministic=False),
-    Row("forward", 128, "rule", 500, with_a_mask=0.9, deterministic=False),
-    Row("dq_dk_dv", 128, "rule", 525, deterministic=False),
-    Row("forward", 128, "mask", 511, with_a_mask=0.9, deterministic=False),
-    Row("dq_dk_dv", 128, "mask", 520, with_a_mask=0.9, deterministic=False),
-    Row("forward", 256, "mask", 471, with_a_mask=0.9),
-    Row("dk_dv", 256, "mask", 368, under_products=0),
-    Row("dq", 256, "mask", 398, with_a_mask=0.9),
-    Row("forward", 64, "bias", 698, with_a_mask=0.9),
-    Row("dk_dv", 64, "bias", 519, with_a_mask=0.9, straight=-1),
-    Row("dq", 64, "bias", 844, with_a_mask=0.9),
-    Row("forward", 128, "bias", 755, with_a_mask=0.9, deterministic=False),
-    Row("dq_dk_dv", 128, "bias", 697, with_a_mask=0.9, deterministic=False),
-    Row("tangent", 64, "causal", 390),
-    Row("tangent", 128, "documents", 473),
-    Row("tangent", 128, "dropout", 753, under_products=0.75),
-    Row("tangent", (192, 128), "causal", 461),
-    Row("tangent", 256, "mask", 602, with_a_mask=0.9),
-    Row("forward", 80, "causal", 451),  # as narrow as the heads
-    Row("dk_dv", 80, "causal", 338),
-    Row("dq", 80, "causal", 323),
-    Row("forward", (64, 128), "causal", 461),
-    Row("forward", (128, 64), "causal", 437),
-    Row("forward", (128, 256), "causal", 469),
-    Row("forward", (192, 192), "causal", 454),
+masked = functools.partial(Loop, with_a_mask=0.9)
+ONE_KERNEL = {  # width of heads, or those of keys and of values; a case: kernels
+    (64, "full"): dict(forward=Loop(427), dq_dk_dv=Loop(737, 0.5)),  # the first half of 128 queries
+    (128, "full"): dict(forward=Loop(478), dq_dk_dv=Loop(500)),
+    (128, "causal"): dict(dq_dk_dv=Loop(500)),
+    (128, "documents"): dict(dq_dk_dv=Loop(500)),
+    (128, "dropout"): dict(dq_dk_dv=Loop(1003)),
+    (128, "alibi"): dict(forward=Loop(926), dq_dk_dv=Loop(785, 0)),
+    (128, "rule"): dict(forward=masked(500), dq_dk_dv=Loop(525)),
+    (128, "mask"): dict(forward=masked(511), dq_dk_dv=masked(520)),
+    (128, "bias"): dict(forward=masked(755), dq_dk_dv=masked(697)),
+}
+TWO_KERNELS = {
+    (64, "documents"): dict(forward=Loop(437), dk_dv=Loop(366), dq=Loop(525)),
+    (128, "soft_cap"): dict(forward=Loop(794), dk_dv=Loop(695, 0), dq=Loop(646)),
+    (128, "key_lengths"): dict(forward=Loop(471), dk_dv=Loop(406), dq=Loop(357)),
+    (128, "one tile, window"): dict(forward=masked(482)),
+    ((64, 128), "one tile, lengths"): dict(forward=masked(474)),
+    (128, "max_logits"): dict(forward=Loop(490)),
+    ((192, 128), "max_logits"): dict(forward=Loop(495)),
+    # with two warpgroups: with three it spills
+    ((128, 64), "dropout"): dict(forward=Loop(835), dk_dv=Loop(849), dq=Loop(539)),
+    (64, "alibi"): dict(forward=Loop(875), dk_dv=Loop(625, 0, straight=-1), dq=Loop(1027)),
+    (256, "mask"): dict(forward=masked(471), dk_dv=Loop(368, 0), dq=masked(398)),
+    (64, "bias"): dict(forward=masked(698), dk_dv=masked(519, straight=-1), dq=masked(844)),
+    (80, "causal"): dict(forward=Loop(451), dk_dv=Loop(338), dq=Loop(323)),  # narrow as the heads
+    ((64, 128), "causal"): dict(forward=Loop(461)),
+    ((128, 64), "causal"): dict(forward=Loop(437)),
+    ((128, 256), "causal"): dict(forward=Loop(469)),
     # from 192/128 on they run under the other consumer's
-    Row("dk_dv", (192, 192), "causal", 345, under_products=0, straight=1),
-    Row("dq", (192, 192), "causal", 391),
-    Row("forward", (192, 128), "causal", 482),
-    Row("dk_dv", (192, 128), "causal", 347, under_products=0, straight=1),
-    Row("dq", (192, 128), "causal", 378),
-]
-# each compiles once
-CALLS = sorted({row.call for row in LOOPS}, key=str)
+    (192, "causal"): dict(forward=Loop(454), dk_dv=Loop(345, 0, straight=1), dq=Loop(391)),
+    ((192, 128), "causal"): dict(forward=Loop(482), dk_dv=Loop(347, 0, straight=1), dq=Loop(378)),
+}
+FORWARD_MODE = {
+    (64, "causal"): dict(tangent=Loop(390)),
+    (128, "documents"): dict(tangent=Loop(473)),
+    (128, "dropout"): dict(tangent=Loop(753, 0.75)),
+    ((192, 128), "causal"): dict(tangent=Loop(461)),
+    (256, "mask"): dict(tangent=masked(602)),
+}
+LOOPS = dict(one_kernel=ONE_KERNEL, two_kernels=TWO_KERNELS, forward_mode=FORWARD_MODE)
 
 
-@pytest.mark.parametrize("call", CALLS, ids=lambda call: "-".join(map(str, call)))
-def test_the_loops_are_tight(call):
+@pytest.mark.parametrize(
+    "scheme, width, case", [(scheme, *call) for scheme, calls in LOOPS.items() for call in calls]
+)
+def test_the_loops_are_tight(scheme, width, case):
     """No spill in a loop of products, no product that waits for the one before; in the loop without
     a mask, and where a row says so in the others, exponentials under the products; and in the first
     no more instructions than there must be."""
-    width, case, deterministic, is_tangent = call
-    rows = {f"flash_attention_{row.kernel}": row for row in LOOPS if row.call == call}
+    rows = LOOPS[scheme][width, case]
     head, value = width if isinstance(width, tuple) else (width, width)
     more, count = CASES[case]
     batch = 1 if case.startswith("one tile") else 2
     arguments = f"{HOPPER}, B={batch}, N=8, K=2, H={head}, Hv={value}"
-    if deterministic is not None:
-        arguments += f", deterministic={deterministic}"
+    arguments += ", deterministic=False" if scheme == "one_kernel" else ""
     arguments += more and f", {more}"
-    options = ["--jvp"] * is_tangent
-    options += ["--forward"] * (rows.keys() == {"flash_attention_forward"})
+    options = ["--jvp"] * (scheme == "forward_mode") + ["--forward"] * (rows.keys() == {"forward"})
     kernels = {kernel["name"]: kernel for kernel in report(arguments, *options)["kernels"]}
     for name, row in rows.items():
-        kernel = kernels[name]
+        kernel = kernels[f"flash_attention_{name}"]
         loops = kernel["loops"]
         assert len(loops) == count - row.straight, kernel
         assert kernel["warnings"] == {}, "products wait for each other"
         assert not any(loop["kinds"]["spill"] for loop in loops), kernel
         unmasked = min(loops, key=lambda loop: loop["instructions"])
-        masked = [loop["under_products"] for loop in loops if loop is not unmasked]
+        others = [loop["under_products"] for loop in loops if loop is not unmasked]
         assert unmasked["under_products"] >= row.under_products, kernel
-        assert min(masked, default=1) >= row.with_a_mask, kernel
+        assert min(others, default=1) >= row.with_a_mask, kernel
         assert unmasked["instructions"] <= 1.05 * row.instructions, kernel
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import Sizes, bias, qkv
-from check import TOLERANCE, close
+from check import TOLERANCE, close, equal
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from selection import whole_but
@@ -202,49 +202,19 @@ def test_output_lse_and_gradients_are_those_of_a_dense_mask(implementation, rng,
             close(a, e, TOLERANCE["float32"])
 
 
-def is_exact_in_half_precision(implementation, rng, sizes, **kw):
-    """Output and gradients are those of the reference in float32."""
-    q, k, v = qkv(rng, sizes, jnp.bfloat16)
-    kw |= dict(dropout_rate=0.1, dropout_rng=KEY, is_causal=True)
-
-    def run(implementation, *x):
-        attend = lambda *x: flash_attention(*x, implementation=implementation, **kw).astype(
-            jnp.float32
-        )
-        return jax.jit(
-            jax.value_and_grad(lambda *x: jnp.sum(jnp.sin(attend(*x))), argnums=(0, 1, 2))
-        )(*x)
-
-    exact = run("reference", *(x.astype(np.float32) for x in (q, k, v)))
-    for a, e in zip(
-        jax.tree.leaves(run(implementation, q, k, v)), jax.tree.leaves(exact), strict=True
-    ):
-        close(a, e, TOLERANCE["bfloat16"])
-
-
 @pytest.mark.parametrize("implementation", whole_but(["blockwise", "triton"], "blockwise"))
 def test_half_precision_is_as_exact_as_its_dtype(implementation, rng, small_tiles):
-    is_exact_in_half_precision(implementation, rng, Sizes(H=32, Hv=16))
+    """Output and gradients are those of the reference in float32."""
+    q, k, v = qkv(rng, Sizes(H=32, Hv=16), jnp.bfloat16)
+    options = dict(dropout_rate=0.1, dropout_rng=KEY, is_causal=True)
 
+    def run(implementation, *x):
+        attend = lambda *x: flash_attention(*x, implementation=implementation, **options)
+        loss = lambda *x: jnp.sum(jnp.sin(attend(*x).astype(jnp.float32)))
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(*x)
 
-HOPPER = {  # several tiles of queries and of keys, a head in a group
-    "two kernels": (True, Sizes(B=1, T=203, S=309, N=4, K=2, H=64, Hv=64), {}),
-    "one kernel": (
-        False,
-        Sizes(B=1, T=203, S=309, N=2, K=1, H=128, Hv=128),
-        dict(query_offset=106),
-    ),
-    "soft cap": (True, Sizes(B=1, T=67, S=131, N=1, K=1, H=128, Hv=128), dict(logits_soft_cap=2.0)),
-}
-
-
-@pytest.mark.gpu
-@needs_interpreter
-@pytest.mark.parametrize("name", whole_but(HOPPER, "one kernel"))
-def test_the_hopper_kernels_are_as_exact_as_their_dtype(name, rng):
-    deterministic, sizes, kw = HOPPER[name]
-    with gpu_interpreter.hopper_kernels():
-        is_exact_in_half_precision("hopper", rng, sizes, deterministic=deterministic, **kw)
+    exact = run("reference", *(x.astype(np.float32) for x in (q, k, v)))
+    equal(run(implementation, q, k, v), exact, TOLERANCE["bfloat16"])
 
 
 @pytest.mark.parametrize("implementation", whole_but(["blockwise", "triton"], "triton"))

@@ -1,5 +1,5 @@
-"""The support module gpu_interpreter: accumulators, operands in registers, named barriers; races
-where a wait is missing."""
+"""The support module gpu_interpreter: stores over the end of a row, reductions, deadlocks. That a
+missing wait is a race, and a wait is none, test_kernels.py shows."""
 
 import contextlib
 
@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.kernels import device
-from pallas_flash.kernels.hopper import sync, tile
+from pallas_flash.kernels.hopper import tile
 from pallas_flash.kernels.mosaic import registers
 
 pytestmark = pytest.mark.skipif(
@@ -20,68 +20,11 @@ pytestmark = pytest.mark.skipif(
 )
 
 M = 64
-BLOCKS = 4
-OMIT = ["nothing", "the wait for the release", "the wait for the product"]
 
 
 def copy_in(source, smem, barrier):
     plgpu.copy_gmem_to_smem(source, smem, barrier)
     plgpu.barrier_wait(barrier)
-
-
-def sum_of_products(interpret, a, b, omit="nothing"):
-    """sum_i 2 a b[i] for a [M, M] and b [BLOCKS, M, M]: a producer fills one slot of shared memory,
-    a consumer multiplies."""
-
-    def kernel(a_gmem, b_gmem, out_gmem, a_smem, b_smem, out_smem, a_full, b_full):
-        @pl.when(jax.lax.axis_index("warpgroup") == 1)
-        def _():
-            for i in range(BLOCKS):
-                if i and omit != "the wait for the release":
-                    sync.named_barrier("sync", 3, 2 * sync.WARPGROUP)
-                plgpu.copy_gmem_to_smem(b_gmem.at[i], b_smem, b_full)
-
-        @pl.when(jax.lax.axis_index("warpgroup") == 0)
-        def _():
-            copy_in(a_gmem, a_smem, a_full)
-            a = a_smem[...]
-
-            def add(i, total):
-                plgpu.barrier_wait(b_full)
-
-                def body(refs):
-                    acc, twice = refs
-                    tile.dot(acc, a, b_smem)
-                    if omit == "the wait for the product":
-                        sync.named_barrier("arrive", 3, 2 * sync.WARPGROUP)
-                    twice[...] = 2 * tile.await_sum(acc)
-
-                _, twice = pl.run_state(body)((plgpu.ACC.init(tile.zeros(M, M)), tile.zeros(M, M)))
-                if omit != "the wait for the product":
-                    pl.when(i < BLOCKS - 1)(
-                        lambda: sync.named_barrier("arrive", 3, 2 * sync.WARPGROUP)
-                    )
-                return total + twice
-
-            out_smem[...] = jax.lax.fori_loop(0, BLOCKS, add, tile.zeros(M, M))
-            tile.copy_out((out_smem, out_gmem))
-
-    swizzled = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
-    square = plgpu.SMEM((M, M), jnp.bfloat16, transforms=swizzled)
-    return plgpu.kernel(
-        kernel,
-        out_type=jax.ShapeDtypeStruct((M, M), jnp.float32),
-        scratch_types=[
-            square,
-            square,
-            plgpu.SMEM((M, M), jnp.float32),
-            plgpu.Barrier(),
-            plgpu.Barrier(),
-        ],
-        num_threads=2,
-        thread_name="warpgroup",
-        interpret=interpret,
-    )(a, b)
 
 
 @pytest.mark.parametrize("length, leaves_its_row", [(M, False), (2 * M, False), (M + 8, True)])
@@ -107,21 +50,6 @@ def test_a_vector_that_is_stored_over_the_end_of_its_row_is_an_error(length, lea
             interpret=interpret,
         )()
         np.testing.assert_array_equal(out, 1)
-
-
-@pytest.mark.parametrize("omit", OMIT)
-def test_a_missing_wait_is_a_race_and_a_full_set_of_waits_is_none(omit, rng, monkeypatch):
-    monkeypatch.setattr(gpu_interpreter, "DEADLOCK_SECONDS", 20.0)
-    a, b = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in ((M, M), (BLOCKS, M, M)))
-    # without a wait the interpreter may also give up: nobody has seen that a block was there
-    may_fail = contextlib.suppress(*[jax.errors.JaxRuntimeError] * (omit != "nothing"))
-    with may_fail, gpu_interpreter.parameters(detect_races=True) as (interpret, races):
-        out = jax.jit(lambda a, b: sum_of_products(interpret, a, b, omit))(a, b)
-        out.block_until_ready()
-    assert races.found == (omit != "nothing")
-    if omit == "nothing":
-        wide = lambda x: np.asarray(x, np.float32)
-        np.testing.assert_allclose(out, 2 * wide(a) @ wide(b).sum(0), rtol=1e-2, atol=1e-2)
 
 
 def test_reductions_add_up_in_any_order_and_stop_at_the_end_of_the_array(rng):

@@ -103,7 +103,7 @@ def test_it_is_the_oracles_and_changes_no_bit_beside_it(case, name, rng):
 
 
 @needs_interpreter
-@pytest.mark.whole  # test_hopper.py asks for it in the fast half
+@pytest.mark.whole  # test_kernels.py asks for it in the fast half
 @pytest.mark.parametrize("case", CASES)
 def test_on_hopper_it_is_exact_though_the_running_maximum_lags(case, rng):
     z = Sizes(B=1, T=70, S=309, N=2, K=1, H=128, Hv=128)

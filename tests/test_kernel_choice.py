@@ -1,0 +1,211 @@
+"""Which calls the Mosaic kernels take, what they refuse and with which words, and what GPUs give
+them."""
+
+import functools
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import fakes
+import gpu_interpreter
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_flash import decode, explain, flash_attention, masks, scores
+from pallas_flash.accounting import GPUS
+from pallas_flash.kernels import ampere, device, hopper
+from scripts.bench.gpu_code import as_if_on
+
+FAMILIES = dict(hopper=hopper, ampere=ampere)
+needs_interpreter = pytest.mark.skipif(
+    gpu_interpreter.MISSING is not None, reason=str(gpu_interpreter.MISSING)
+)
+
+
+def shaped(*shape, dtype="bfloat16"):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+HALF = shaped(1, 8, 2, 64)
+ROWS, BYTES = jnp.ones((8, 8)), jnp.arange(8, dtype=jnp.uint8)
+rule = lambda seen: dict(mask=masks.MaskMod(seen))
+REFUSED = {  # query, options, what both families say
+    "float32": (shaped(1, 8, 2, 64, dtype="float32"), {}, "bfloat16 and float16; got float32"),
+    "a wide head": (shaped(1, 8, 2, 264), {}, "above 256 do not fit into registers; got H = 264"),
+    "a negative scale": (HALF, dict(scale=-1.0), "must be above 0; got -1"),
+    "a rule of more than numbers of an array": (
+        HALF,
+        rule(lambda b, h, q, k: jnp.sum(ROWS[q]) > k),
+        "may only be indexed down to scalars.*; got `reduce_sum`",
+    ),
+    "a rule of numbers of 8 bits": (
+        HALF,
+        rule(lambda b, h, q, k: BYTES[q] > BYTES[k]),
+        r"numbers of 8 bits \(u8\), for which Mosaic GPU",
+    ),
+    "a rule of what registers do not know": (
+        HALF,
+        rule(lambda b, h, q, k: jnp.floor(q / 3) > k),
+        "needs floor, which Mosaic GPU does not know",
+    ),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_they_do_not_run_they_refuse_with_a_reason(name, family, monkeypatch):
+    monkeypatch.setattr(FAMILIES[family], "_why_not_here", lambda: None)
+    q, options, reason = REFUSED[name]
+    assert re.search(reason, explain(q, q, q, **options).why_not[family])
+    with pytest.raises(NotImplementedError, match=reason):
+        explain(q, q, q, **options, implementation=family)
+
+
+@pytest.mark.parametrize("family, capability", [("hopper", "9.0"), ("ampere", "8.0 or more")])
+def test_without_their_gpu_they_say_which_it_is(family, capability, monkeypatch):
+    monkeypatch.setattr(device, "compute_capability", lambda: None)
+    reason = f"compute capability {capability}" if gpu_interpreter.MISSING is None else "jax"
+    with pytest.raises(NotImplementedError, match=reason):
+        explain(HALF, HALF, HALF, implementation=family)
+
+
+def test_arrays_that_no_int32_counts_are_refused_with_a_reason():
+    def reasons(seen):
+        options = rule(lambda b, h, q, k: seen[q, k])
+        found.append(explain(HALF, HALF, HALF, **options).why_not)
+
+    found = []
+    jax.eval_shape(reasons, shaped(2**16, 2**15, dtype=bool))
+    for name in (*FAMILIES, "triton"):
+        reason = "an array of 2^31 elements or more, which int32 cannot index; got (65536, 32768)"
+        assert reason in found[0][name]
+
+
+DECODING = {
+    "nothing else": ({}, True),
+    "a score_mod": (dict(score_mod=scores.SoftCap(2.0)), True),
+    "a mask": (dict(mask=shaped(1, 1, 1, 300, dtype=bool)), False),
+    "a bias": (dict(bias=shaped(1, 2, 1, 300)), False),
+    "a rule": (dict(mask=masks.Window(40, 40) | masks.GlobalTokens(4)), False),
+}
+
+
+@pytest.mark.parametrize("name", DECODING)
+def test_one_query_is_decoding_beside_what_changes_no_array(name):
+    options, is_decoding = DECODING[name]
+    problem = explain(shaped(1, 1, 2, 64), *[shaped(1, 300, 2, 64)] * 2, **options).problem
+    assert decode.is_decoding(problem) == is_decoding
+    for family in FAMILIES.values():
+        assert (family.tiles(problem).decode is not None) == is_decoding
+
+
+# ---- by GPU ----
+
+
+@needs_interpreter
+def test_hopper_is_the_first_choice_on_its_gpus(monkeypatch):
+    fakes.plug_in(monkeypatch.setattr, fakes.Device())
+    choice = explain(HALF, HALF, HALF)
+    assert choice.implementation == "hopper" and choice.tiles == hopper.tiles(choice.problem)
+    assert choice.why_not["triton"] == "hopper comes before it"
+    for queries, taken in (64, "triton"), (65, "hopper"):  # XLA prepares a mask that is an array
+        mask = shaped(2, 1, 8, dtype=bool)
+        choice = explain(shaped(1, queries, 2, 64), HALF, HALF, mask=mask)
+        assert choice.implementation == taken
+
+
+@pytest.mark.parametrize(
+    "kind, cores, processors", [("NVIDIA H100 PCIe", 114, 114), ("NVIDIA A100", None, 108)]
+)
+def test_a_mesh_says_how_many_processors_its_gpus_have(kind, cores, processors):
+    named = jax.sharding.AbstractDevice(device_kind=kind, num_cores=cores, platform="gpu")
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=named)):
+        assert device.processors() == processors
+
+
+@needs_interpreter
+@pytest.mark.parametrize("gpu", ["A100-80GB", "RTX-4090", "RTX-5090", "H200"])
+def test_each_gpu_is_given_its_copies(gpu):
+    x = [shaped(2, 300, 4, 64)] * 3
+    with as_if_on(GPUS[gpu]):
+        choice, named = explain(*x), explain(*x, implementation="ampere")
+    assert choice.implementation == ("hopper" if gpu == "H200" else "ampere")
+    assert named.tiles.forward.tma == (gpu in ("RTX-5090", "H200"))
+    padded = "XLA pads arrays in each call, T from 300 to 304, S from 300 to 304"
+    assert named.copies == (padded if named.tiles.forward.tma else None)
+
+
+@needs_interpreter
+def test_heads_that_no_mma_divides_are_padded_and_explain_says_so(monkeypatch):
+    monkeypatch.setattr(ampere, "_why_not_here", lambda: None)
+    x = shaped(1, 128, 2, 72)
+    assert explain(x, x, x, implementation="ampere").copies == (
+        "XLA pads arrays in each call, H from 72 to 80, Hv from 72 to 80"
+    )
+
+
+@needs_interpreter
+@pytest.mark.parametrize("gpu", ["A100-80GB", "RTX-5090"])
+def test_lengths_of_no_whole_tiles_lower(gpu):
+    attend = functools.partial(flash_attention, implementation="ampere")
+    gradients = jax.grad(lambda *x: attend(*x).astype(jnp.float32).sum(), (0, 1, 2))
+    with as_if_on(GPUS[gpu]):
+        for function, queries, keys in ((gradients, 203, 131), (attend, 1, 301)):  # and decoding
+            q, k = (shaped(1, n, 2, 64) for n in (queries, keys))
+            jax.jit(function).trace(q, k, k).lower(lowering_platforms=("cuda",))
+
+
+@needs_interpreter
+@pytest.mark.parametrize("gpu, fits", [("A100-80GB", True), ("RTX-4090", False)])
+def test_where_shared_memory_holds_no_tangents_blockwise_has_them(gpu, fits):
+    x = shaped(1, 128, 2, 256)
+    with as_if_on(GPUS[gpu]):
+        found = explain(x, x, x, implementation="ampere")
+        along = jax.jit(lambda x, dx: jax.jvp(flash_attention, (x, x, x), (dx, dx, dx)))
+        code = along.trace(x, x).lower(lowering_platforms=("cuda",)).as_text()
+    assert ("flash_attention_tangent" in code) == ("forward mode" in str(found.tiles)) == fits
+    assert found.derivatives.endswith("by blockwise")
+    assert fits or "forward mode" in found.derivatives
+
+
+# In a process of its own: jax's Triton module must not have been imported
+WITHOUT_TRITON = """
+import sys
+
+sys.modules["jax.experimental.pallas.triton"] = None
+import gpu_interpreter
+import jax
+import jax.numpy as jnp
+
+from pallas_flash import explain, flash_attention
+
+q, table = jnp.ones((1, 5, 1, 64), jnp.bfloat16), jnp.ones(5)
+
+
+def loss(x):
+    rule = lambda s, b, h, i, j: s * x[j]
+    return flash_attention(q, q, q, x, score_mod=rule, implementation="hopper").sum()
+
+
+with gpu_interpreter.hopper_kernels():
+    print(jax.grad(loss)(table).shape)
+print(explain(q, q, q, implementation="reference").why_not["triton"])
+"""
+
+
+@needs_interpreter
+def test_without_jaxs_triton_biases_and_captured_arrays_have_gradients():
+    run = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TRITON],
+        env=os.environ | dict(PYTHONPATH=os.pathsep.join(["tests", *sys.path])),
+        cwd=pathlib.Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    shape, triton = run.stdout.splitlines()
+    assert shape == "(5,)"
+    assert "cannot be imported" in triton

@@ -1,0 +1,339 @@
+"""The Mosaic kernels in jax's GPU interpreter, each family in each of its ways: output, gradients
+and tangents of every case; races; padding; the same bits; meshes and vmap. A further family is a
+row of kernel_cases.py."""
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import gpu_interpreter
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from cases import qkv
+from check import TOLERANCE, close
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from kernel_cases import (
+    ANY_ORDER,
+    BIASES,
+    CASES,
+    FAMILIES,
+    MORE,
+    ORDERS,
+    OTHERS,
+    SCORES,
+    drawn,
+    sizes,
+)
+from selection import whole_but
+
+from pallas_flash import flash_attention
+
+pytestmark = pytest.mark.skipif(
+    gpu_interpreter.MISSING is not None, reason=str(gpu_interpreter.MISSING)
+)
+
+
+def kernels(family, **kw):
+    implementation, copies = FAMILIES[family]
+    return gpu_interpreter.kernels(implementation, **copies, **kw)
+
+
+def attend(family, *x, **options):
+    """By a family's kernels, or the reference."""
+    implementation, _ = FAMILIES.get(family, ("reference", {}))
+    return flash_attention(*x, **options, implementation=implementation)
+
+
+def results(family, call, without=()):
+    """All that a call gives, by name, of one program; tangents but for some floats."""
+    arrays = {x: a for x, a in call.options.items() if x != "mask" and hasattr(a, "shape")}
+    static = {x: a for x, a in call.options.items() if x not in arrays}
+    largest_too = call.oracle is not None
+
+    def outputs(floats, arrays):
+        options = static | arrays | floats
+        if (slopes := options.pop("slopes", None)) is not None:
+            options["score_mod"] = options["score_mod"](slopes)
+        return attend(family, **options, return_residual=True, return_max_logits=largest_too)
+
+    @jax.jit
+    def everything(floats, along, cotangents, arrays):
+        def first(floats):
+            o, lse, *largest = outputs(floats, arrays)
+            return (o, lse), largest
+
+        (o, lse), pull, largest = jax.vjp(first, floats, has_aux=True)
+        found = dict(output=o, lse=lse, **({"largest logits": largest[0]} if largest else {}))
+        do, dlse = cotangents
+        (gradients,) = pull((do.astype(o.dtype), dlse))
+        found |= {f"gradient by {x}": a for x, a in gradients.items()}
+        x = {x: floats[x] for x in along}
+        of_tangents = lambda x: first(floats | x)[0]
+        tangents = jax.jvp(of_tangents, (x,), (along,))[1]
+        return found | dict(zip(("tangent of output", "tangent of lse"), tangents, strict=True))
+
+    along = {x: a for x, a in call.tangents.items() if x not in without}
+    return jax.tree.map(np.asarray, everything(call.floats, along, call.cotangents, arrays))
+
+
+@functools.cache  # the families share them
+def expected(name, without=()):
+    """In float64 where the oracle knows the case, and tangents by dense attention in float32."""
+    call = drawn(name)
+    wide = lambda x: jax.tree.map(lambda a: np.asarray(a, np.float32), x)
+    call = call._replace(floats=wide(call.floats), tangents=wide(call.tangents))
+    found = results("reference", call._replace(cotangents=wide(call.cotangents)), without)
+    if call.oracle is None:
+        return found
+    q, k, v = (call.floats[x] for x in ("query", "key", "value"))
+    o, lse, gradients = oracle.attention(q, k, v, *call.cotangents, **call.oracle)
+    of = zip(("query", "key", "value", "bias", "sinks"), gradients, strict=False)
+    found |= {f"gradient by {x}": a for x, a in of if a is not None}
+    largest = oracle.max_logits(q, k, **call.oracle)
+    return found | {"output": o, "lse": lse, "largest logits": largest}
+
+
+def padded_by(call, garbage):
+    """The same with garbage in all rows beyond the lengths."""
+    lengths = dict(query=call.options.get("query_seq_lengths"))
+    lengths["key"] = lengths["value"] = call.options.get("key_value_seq_lengths")
+    do, dlse = call.cotangents
+    copies = [{x: np.array(a) for x, a in y.items()} for y in (call.floats, call.tangents)]
+    arrays = [(x, a) for y in copies for x, a in y.items()] + [("query", do := np.array(do))]
+    for (x, a), value in zip(arrays, itertools.cycle(garbage), strict=False):
+        for row, length in enumerate(() if lengths.get(x) is None else lengths[x]):
+            a[row, max(length, 0) :] = value
+    return call._replace(floats=copies[0], tangents=copies[1], cotangents=(do, dlse))
+
+
+def agrees(family, name, without=(), **kw):
+    call, wanted = drawn(name), expected(name, without)
+    with kernels(family, **kw) as races:
+        found = results(family, padded_by(call, (np.nan, np.inf, -np.inf)), without)
+    dtype = str(call.floats["query"].dtype)
+    assert found["output"].dtype == dtype and found["lse"].dtype == np.float32
+    for x, a in found.items():
+        close(a, wanted[x], 1e-5 if x in ("lse", "largest logits") else TOLERANCE[dtype], x)
+    assert not np.any(found["output"][wanted["lse"] == -np.inf])
+    return races
+
+
+def spread(cases):
+    """Each case with one family, in turn."""
+    return zip(itertools.cycle(FAMILIES), cases, strict=False)
+
+
+def in_turn(cases):
+    """Each case with each implementation, whose ways of copying take turns."""
+    for implementation in dict.fromkeys(name for name, _ in FAMILIES.values()):
+        ways = [family for family, (name, _) in FAMILIES.items() if name == implementation]
+        yield from zip(itertools.cycle(ways), cases, strict=False)
+
+
+# each with one family
+FAST = [
+    "everything",
+    "heads of 80",
+    "soft cap, sinks",
+    "heads of 11 and 72",
+    "window, causal",
+    "heads of 64 and 128",
+    "one query, one key",
+    "heads of 256",
+]
+FAST_MORE = [
+    ("hopper", "a mask by batch row"),
+    ("hopper", "a rule by position"),
+    ("ampere by cp.async", "a bias to the ends of float32"),
+    ("ampere by cp.async", "dropout, heads of 160 and 136"),
+    ("ampere by TMA", "a score_mod, dropout"),
+    ("ampere by TMA", "a rule by pair"),
+]
+FAST_SCORES = [
+    ("hopper", "by key, wide heads"),
+    ("ampere by cp.async", "a slope by head"),
+    ("ampere by TMA", "T5's buckets"),
+    ("hopper", "a bias (1, 1, 67, 70)"),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "family, name",
+    [
+        *whole_but(itertools.product(FAMILIES, CASES), *spread(FAST)),
+        *whole_but(in_turn(MORE), *FAST_MORE),
+        *whole_but([*itertools.product(FAMILIES, SCORES), *spread(BIASES)], *FAST_SCORES),
+    ],
+)
+def test_output_gradients_and_tangents_are_those_of_dense_attention(family, name):
+    agrees(family, name)
+
+
+# of which there are no tangents
+WITHOUT = {"no key": ("key",), "key": ("query", "value"), "value": ("query", "key")}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "family, some", whole_but(itertools.product(FAMILIES, WITHOUT), ("hopper", "no key"))
+)
+def test_so_are_tangents_along_some_of_the_arrays(family, some):
+    agrees(family, "heads of 80", WITHOUT[some])
+
+
+# ---- races ----
+
+FAST_RACES = [
+    ("hopper", "long, heads of 128, in any order"),
+    ("ampere by cp.async", "long, heads of 64"),
+    ("ampere by TMA", "long, heads of 64"),
+]
+RACES = [name for name in OTHERS if name.startswith("long")]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family, name", whole_but(itertools.product(FAMILIES, RACES), *FAST_RACES))
+def test_there_is_no_race(family, name):
+    assert not agrees(family, name, detect_races=True).found
+
+
+class LeftOut(NamedTuple):
+    family: str
+    where: str  # in pallas_flash.kernels
+    instead: Callable = lambda *args, **kw: None
+    is_forward: bool = False  # or of the backward
+    options: dict = {}
+
+
+LEFT_OUT = {
+    "hopper, forward: the wait for a block": LeftOut(
+        "hopper", "hopper.sync.TmaRing.wait", is_forward=True
+    ),
+    "hopper, forward: the wait for its release": LeftOut(
+        "hopper", "hopper.sync.TmaRing._release_barrier", is_forward=True
+    ),
+    "hopper, forward: the wait for a product": LeftOut(
+        "hopper",
+        "hopper.tile.await_sum",
+        lambda acc, running=0: plgpu.wgmma_accumulator_load(acc, wait_n=9),
+        is_forward=True,
+    ),
+    "hopper: the wait for a block": LeftOut("hopper", "hopper.sync.TmaRing.wait"),
+    "hopper: the meeting before dS is read": LeftOut(
+        "hopper", "hopper.dkv_consumer.DkvConsumer.barrier", options=ANY_ORDER
+    ),
+    "hopper: the fence after lse and delta are read": LeftOut("hopper", "hopper.sync.fence"),
+    **{
+        f"{family}: the wait for a block": LeftOut(
+            family, "mma.tile.CopyRing.wait", lambda ring, t: ring.at(t)
+        )
+        for family in FAMILIES
+        if family != "hopper"
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "name", whole_but(LEFT_OUT, *(name for name in LEFT_OUT if "the wait for a" in name))
+)
+def test_without_it_there_is_a_race(name, rng, monkeypatch):
+    row = LEFT_OUT[name]
+    monkeypatch.setattr(f"pallas_flash.kernels.{row.where}", row.instead)
+    monkeypatch.setattr(gpu_interpreter, "DEADLOCK_SECONDS", 5.0)
+    q, k, v = qkv(rng, sizes(256, 512 if row.is_forward else 128, 64, N=1), jnp.bfloat16)
+    of_output = functools.partial(attend, row.family, **row.options)
+    of_gradients = jax.grad(lambda *x: jnp.sum(of_output(*x).astype(jnp.float32)), (0, 1, 2))
+    # the interpreter may also give up, where nobody has seen that a block was there, on a busy
+    # machine early
+    for _ in range(3):
+        with (
+            contextlib.suppress(jax.errors.JaxRuntimeError),
+            kernels(row.family, detect_races=True) as races,
+        ):
+            jax.block_until_ready((of_output if row.is_forward else jax.jit(of_gradients))(q, k, v))
+        if races.found:
+            break
+    assert races.found
+
+
+# ---- bits ----
+
+
+def same(found, expected, ends_apart=()):
+    """Bit by bit, but for what is added up in any order."""
+    for x, a in expected.items():
+        tolerance = 1e-2 if x in ends_apart else 0
+        np.testing.assert_allclose(*map(np.float32, (found[x], a)), rtol=0, atol=tolerance)
+
+
+PADDING = [(family, "padding") for family in FAMILIES]
+PADDING += [("ampere by cp.async", "padding, scores"), ("hopper", "padding, sinks, in any order")]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family, name", whole_but(PADDING, *PADDING[:2]))
+def test_garbage_in_padding_changes_no_bit_nor_does_a_second_call(family, name):
+    call = drawn(name)
+    with kernels(family):
+        clean, dirty = (
+            results(family, padded_by(call, garbage))
+            for garbage in ([0.0], [np.nan, np.inf, -np.inf])
+        )
+    same(dirty, clean, ["gradient by query"] if name.endswith("any order") else [])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", whole_but(ORDERS, "hopper in any order"))
+def test_on_a_mesh_and_inside_of_a_checked_shard_map_it_gives_the_same(name, rng):
+    """On one device: in jax's interpreter, on several, one waits in vain for the barriers of the
+    others."""
+    family, options = ORDERS[name]
+
+    def gradients(q, k, v, ids):
+        ids = dict(query_segment_ids=ids, key_value_segment_ids=ids)
+
+        def loss(*x):
+            o = attend(family, *x, is_causal=True, **ids, **options)
+            return jnp.sum(jnp.sin(o.astype(jnp.float32))), o
+
+        of, o = jax.grad(loss, (0, 1, 2), has_aux=True)(q, k, v)
+        return dict(zip(("dq", "dk", "dv", "o"), (*of, o), strict=True))
+
+    ids = np.sort(rng.integers(0, 3, (2, 67))).astype(np.int32)
+    x = (*qkv(rng, sizes(67, 67, 64, B=2), jnp.bfloat16), ids)
+    mesh = lambda kind: jax.make_mesh((1,), ("data",), axis_types=(kind,))
+    data, ends_apart = P("data"), ["dq"] if options else []
+    spread = NamedSharding(mesh(AxisType.Explicit), data)
+    inside = jax.shard_map(gradients, mesh=mesh(AxisType.Auto), in_specs=data, out_specs=data)
+    with kernels(family):
+        expected = jax.jit(gradients)(*x)
+        on_a_mesh = jax.jit(gradients)(*(jax.device_put(a, spread) for a in x))
+        assert jax.typeof(on_a_mesh["o"]).sharding.spec[0] == "data"
+        same(on_a_mesh, expected, ends_apart)
+        same(jax.jit(inside)(*x), expected, ends_apart)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", whole_but(ORDERS, "hopper in any order"))
+def test_kernels_that_jax_maps_since_values_are_shared_give_what_more_batch_rows_give(name, rng):
+    family, options = ORDERS[name]
+
+    def gradients(q, k, v, length):
+        lengths = dict(key_value_seq_lengths=length)
+        o, vjp = jax.vjp(lambda *x: attend(family, *x, **options, **lengths), q, k, v)
+        return dict(zip(("dq", "dk", "dv"), vjp(o), strict=True))
+
+    q, k, v = qkv(rng, sizes(67, 131, 64, B=2, N=1), jnp.bfloat16)
+    lengths = jnp.array([131, 40], jnp.int32)
+    with kernels(family):
+        mapped = jax.jit(jax.vmap(gradients, (0, 0, None, 0)))(q, k, v[0], lengths)
+        rows = jax.jit(gradients)(q, k, jnp.stack([v[0]] * 2), lengths)
+    same(mapped, rows, ["dq"] if options else [])
