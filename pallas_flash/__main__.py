@@ -45,7 +45,7 @@ def main(argv=None) -> int:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     args = parse(argv)
     if args.case:
-        print(json.dumps(trial.tried(trial.Case(*json.loads(args.case)), wait_for_turn)))
+        print(json.dumps(trial.run_case(trial.Case(*json.loads(args.case)), wait_for_turn)))
         return 0
     try:
         print_machine()
@@ -236,7 +236,10 @@ def print_row(variant: verdicts.Variant, finding: trial.Finding) -> bool:
         "" if finding.compile is None else f"{finding.compile:.1f} s",
         milliseconds(finding.run),
     ]
-    print(COLUMNS.format(str(variant), *cells, trial.judged(variant, finding.verdict)), flush=True)
+    print(
+        COLUMNS.format(str(variant), *cells, trial.record_verdict(variant, finding.verdict)),
+        flush=True,
+    )
     return finding.verdict.why_not is None
 
 

@@ -68,7 +68,7 @@ def _named(problem: Problem, name: str) -> Choice:
 def checked_tangent(backend: Backend, problem: Problem, tiles, *args):
     """The forward mode of kernels, which is checked where it is first asked for; blockwise's, if it
     is wrong."""
-    if verdicts.why_not(backend, problem, way=comparison.FORWARD_MODE):
+    if verdicts.why_not(backend, problem, entry=comparison.FORWARD_MODE):
         return blockwise_tangent(backend.log_base(problem), problem, *args)
     return backend.tangent(problem, tiles, *args)
 

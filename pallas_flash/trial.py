@@ -14,11 +14,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from pallas_flash import backends, decode
 from pallas_flash.arguments import Problem
-from pallas_flash.attention import flash_attention
 from pallas_flash.backends import Backend
 from pallas_flash.explanation import explain
 from pallas_flash.kernels import device
@@ -37,7 +35,7 @@ SCHEMES = [
     *SHORT,
     (True, 0.25, None),
     (False, 0.25, None),
-    *itertools.product((True, False), (0.0,), comparison.MORE),
+    *itertools.product((True, False), (0.0,), comparison.EXTRAS),
     (True, 0.0, comparison.FORWARD_MODE.name),
 ]
 _one_runs = threading.Lock()
@@ -50,61 +48,32 @@ class Case(NamedTuple):
     dtype: str
     deterministic: bool
     dropout_rate: float
-    more: str | None  # of comparison.MORE, or decoding, or forward mode
-
-    def call(self) -> dict:
-        call = dict(
-            implementation=self.implementation,
-            deterministic=self.deterministic,
-            is_causal=self.more != "decoding",
-        )
-        more = {
-            "a rule": dict(mask=comparison.RULE),
-            "a score_mod": dict(score_mod=comparison.far_is_less),
-            "arrays of a score_mod": dict(score_mod=comparison.reads_arrays()),
-        }
-        more["a soft cap"] = dict(logits_soft_cap=comparison.SOFT_CAP)
-        dropout = (
-            dict(dropout_rate=self.dropout_rate, dropout_rng=jax.random.key(0))
-            if self.dropout_rate
-            else {}
-        )
-        return call | more.get(self.more, {}) | dropout
-
-    def shapes(self, B: int, T: int, N: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """Of query, key and value, and of a mask, a bias or segment ids."""
-        sizes = dict(query=self.head_size, key=self.head_size, value=self.value_size)
-        rows = lambda name: 1 if name == "query" and self.more == "decoding" else T
-        shapes = {
-            name: jax.ShapeDtypeStruct((B, rows(name), N, size), self.dtype)
-            for name, size in sizes.items()
-        }
-        more = {
-            "a mask": ("mask", (1, 1, T, T), bool),
-            "a bias": ("bias", (1, N, T, T), self.dtype),
-        }
-        more["segment ids"] = ("query_segment_ids", (B, T), "int32")
-        name, *shape = more.get(self.more, (None,))
-        return shapes | ({name: jax.ShapeDtypeStruct(*shape)} if name else {})
+    extra: str | None  # of comparison.EXTRAS, or decoding, or forward mode
 
     def problem(self) -> Problem:
         """NotImplementedError says why this machine cannot run it."""
-        return explain(**self.shapes(1, decode.KEYS, 2), **self.call()).problem
+        queries = 1 if self.extra == "decoding" else decode.KEYS
+        sizes = dict(batch=1, queries=queries, keys=decode.KEYS, heads=2, kv_heads=2, sinks=False)
+        static = dict(implementation=self.implementation, deterministic=self.deterministic)
+        static |= dict(dropout_rate=self.dropout_rate)
+        heads = self.head_size, self.value_size, self.dtype
+        call, _ = comparison.trial_call(*heads, [self.extra], sizes, **static)
+        return explain(**call).problem
 
     def backend(self) -> Backend:
         return backends.find(self.implementation)
 
     @property
-    def way(self) -> comparison.Way:
+    def entry(self) -> comparison.EntryPoint:
         """How its kernels are checked."""
-        ways = comparison.FORWARD_MODE, comparison.FLASH_ATTENTION
-        return next(way for way in ways if way.name in (self.more, ""))
+        is_forward_mode = self.extra == comparison.FORWARD_MODE.name
+        return comparison.FORWARD_MODE if is_forward_mode else comparison.FLASH_ATTENTION
 
     def variant(self) -> Variant:
         """NotImplementedError says why this machine cannot run it."""
-        if self.way is comparison.FORWARD_MODE and self.backend().tangent is None:
+        if self.entry is comparison.FORWARD_MODE and self.backend().tangent is None:
             raise NotImplementedError("blockwise is its forward mode")
-        return verdicts.variant_of(self.backend(), self.problem(), self.way)
+        return verdicts.variant_of(self.backend(), self.problem(), self.entry)
 
 
 class Finding(NamedTuple):
@@ -214,19 +183,17 @@ def _died(status: int, errors: str) -> Verdict:
 
 
 class Setting(NamedTuple):
-    """How large the problems are."""
+    """The sizes of the problems."""
 
     checked: list[dict[str, int]] | None  # None: as the self-check has them
-    timed: dict[str, int]
+    timed: tuple[int, int, int]  # batch, queries and keys, heads
     rounds: int
 
 
-ON_GPU = Setting(None, dict(B=4, T=2048, N=8), 20)
-ON_CPU = Setting([comparison.SIZES], dict(B=1, T=1024, N=4), 5)
+ON_GPU = Setting(None, (4, 2048, 8), 20)
+ON_CPU = Setting([comparison.SIZES], (1, 1024, 4), 5)
 INTERPRETED = Setting(
-    [comparison.SIZES | dict(batch=1, queries=37, keys=53, heads=2, kv_heads=1)],
-    dict(B=1, T=37, N=2),
-    3,
+    [comparison.SIZES | dict(batch=1, queries=37, keys=53, heads=2, kv_heads=1)], (1, 37, 2), 3
 )
 
 
@@ -236,80 +203,42 @@ def setting(case: Case) -> Setting:
     return INTERPRETED if case.backend().own_kernels else ON_CPU
 
 
-def tried(case: Case, ready: Callable[[], None]) -> Finding:
+def run_case(case: Case, ready: Callable[[], None]) -> Finding:
     """What this process finds; it calls `ready` when it has compiled, and then runs."""
     try:
-        return measured(case, ready)
+        return _measure(case, ready)
     except Exception as error:
         return Finding(comparison.fails(error))
 
 
-def measured(case: Case, ready: Callable[[], None]) -> Finding:
-    size = setting(case)
-    problem = case.problem()
+def _measure(case: Case, ready: Callable[[], None]) -> Finding:
+    size, problem, backend = setting(case), case.problem(), case.backend()
     sizes = size.checked or comparison.trials(problem)
-    check = comparison.check(case.backend(), problem, sizes, case.way)
-    timed = {"decoding": _forward, comparison.FORWARD_MODE.name: _along}.get(case.more, _both)
-    shapes = case.shapes(**size.timed)
+    check = comparison.check(backend, problem, sizes, case.entry)
+    is_decoding = case.extra == "decoding"
+    batch, length, heads = size.timed
+    sizes = dict(batch=batch, queries=1 if is_decoding else length, keys=length)
+    timed = comparison.trial(problem, sizes | dict(heads=heads, kv_heads=heads, sinks=False))
+    results = comparison.forward_results if is_decoding else case.entry.results
     start = time.perf_counter()
-    program = comparison.compiled(timed(lambda **x: flash_attention(**x, **case.call())), shapes)
+    program = comparison.program(backend, results, *timed)
     compile_ = time.perf_counter() - start
     ready()
-    verdict, arrays = (
-        check(),
-        {name: _random(number, x) for number, (name, x) in enumerate(shapes.items())},
-    )
-    jax.block_until_ready(program(arrays))
-    return Finding(verdict, compile_, _time(program, arrays, size.rounds))
+    verdict = check()
+    jax.block_until_ready(program())
+    return Finding(verdict, compile_, _median_seconds(program, size.rounds))
 
 
-def _random(number: int, x: jax.ShapeDtypeStruct) -> jax.Array:
-    key = jax.random.key(number)
-    if x.dtype == jnp.int32:  # of documents
-        return jnp.broadcast_to(
-            jnp.arange(x.shape[-1], dtype=x.dtype) // -(-x.shape[-1] // 4), x.shape
-        )
-    return (
-        jax.random.bernoulli(key, 0.7, x.shape)
-        if x.dtype == bool
-        else jax.random.normal(key, x.shape, x.dtype)
-    )
-
-
-def _forward(attend: Callable) -> Callable:
-    return lambda arrays: attend(**arrays)
-
-
-def _along(attend: Callable) -> Callable:
-    """Forward mode, along the arrays themselves."""
-    return lambda arrays: jax.jvp(lambda x: attend(**x), (arrays,), (arrays,))
-
-
-def _both(attend: Callable) -> Callable:
-    """Forward and backward."""
-
-    def both(arrays):
-        is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
-        floats, others = (
-            {n: x for n, x in arrays.items() if is_float(x) == wanted} for wanted in (True, False)
-        )
-        o, vjp = jax.vjp(lambda floats: attend(**floats, **others), floats)
-        return o, vjp(o)
-
-    return both
-
-
-def _time(program: Callable, arrays: dict[str, jax.Array], rounds: int) -> float:
-    """The median of seconds."""
+def _median_seconds(program: Callable, rounds: int) -> float:
     times = []
     for _ in range(rounds):
         start = time.perf_counter()
-        jax.block_until_ready(program(arrays))
+        jax.block_until_ready(program())
         times.append(time.perf_counter() - start)
     return statistics.median(times)
 
 
-def judged(variant: Variant, verdict: Verdict) -> str:
+def record_verdict(variant: Variant, verdict: Verdict) -> str:
     """Records a verdict where a call would ask for it, and says it in a word."""
     if machine := records.machine():
         verdicts.record(variant, machine, verdict)

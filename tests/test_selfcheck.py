@@ -117,6 +117,7 @@ def test_what_could_not_be_checked_is_not_wrong_and_is_checked_again(
         return fakes.REFERENCE.forward(*args)
 
     install(fakes.backend("late", forward), "honest")
+    monkeypatch.setattr(verdicts, "AGAIN", 1e6)
     late = lambda text: pytest.warns(
         RuntimeWarning, match=f"late.*: not checked on this machine: MemoryError: {text}. Falling"
     )

@@ -220,11 +220,11 @@ def test_kernels_that_read_pages_are_checked_by_themselves(pages, monkeypatch):
     q, k = (jax.ShapeDtypeStruct((1, length, 2, 64), "bfloat16") for length in (1, 4096))
     problem, blockwise = explain(q, k, k).problem, backends.find("blockwise")
     assert (
-        verdicts.variant_of(blockwise, problem, pages.way).scheme
-        == f"deterministic, decoding, {pages.way.name}"
+        verdicts.variant_of(blockwise, problem, pages.entry).scheme
+        == f"deterministic, decoding, {pages.entry.name}"
     )
     sizes = fakes.TINY | dict(queries=3, keys=320, sinks=True)
-    right = comparison.check(blockwise, problem, [sizes], pages.way)()
+    right = comparison.check(blockwise, problem, [sizes], pages.entry)()
     assert right.errors.keys() == {"o", "lse"} and right.wrong is None
     in_place = attend._in_place
     monkeypatch.setattr(
@@ -232,13 +232,13 @@ def test_kernels_that_read_pages_are_checked_by_themselves(pages, monkeypatch):
         "_in_place",
         lambda p, page, name, x, table, *s: in_place(p, page, name, x, table + 1, *s),
     )
-    assert "o is off by" in comparison.check(blockwise, problem, [sizes], pages.way)().wrong
+    assert "o is off by" in comparison.check(blockwise, problem, [sizes], pages.entry)().wrong
 
 
 def test_a_call_with_pages_takes_no_kernel_that_was_found_right_without_them(monkeypatch):
     asked = []
-    why_not = lambda backend, problem, check=True, way=comparison.FLASH_ATTENTION: asked.append(
-        (backend.name, way.name)
+    why_not = lambda backend, problem, check=True, entry=comparison.FLASH_ATTENTION: asked.append(
+        (backend.name, entry.name)
     )
     monkeypatch.setattr(verdicts, "why_not", why_not)
     cache = paged_cache(4, 16, 2, 16, pages=8, page=8, dtype="int8")

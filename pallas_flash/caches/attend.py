@@ -162,11 +162,11 @@ class Pages(NamedTuple):
         return self.shapes[0][1]
 
     @property
-    def way(self) -> comparison.Way:
+    def entry(self) -> comparison.EntryPoint:
         """How kernels are checked that read such pages."""
         keys = -(-comparison.SIZES["keys"] // self.page) * self.page
         name = f"pages of {self.page}" + f" {self.stored}" * (self.stored is not None)
-        return comparison.Way(name, dict(keys=keys), self.results, self.widen)
+        return comparison.EntryPoint(name, self.results, widen=self.widen, sizes=dict(keys=keys))
 
     def results(
         self, problem: Problem, choice: backends.Choice, operands: arguments.Operands, cotangents
@@ -217,11 +217,11 @@ def against(problem: Problem, pages: Pages, check: bool = False) -> selection.Ag
 
     def checked(backend):
         is_copied = copies(backend, problem, pages)
-        return (problem, comparison.FLASH_ATTENTION) if is_copied else (decoding, pages.way)
+        return (problem, comparison.FLASH_ATTENTION) if is_copied else (decoding, pages.entry)
 
     def here(backend):
-        of, way = checked(backend)
-        return verdicts.why_not(backend, of, check, way)
+        of, entry = checked(backend)
+        return verdicts.why_not(backend, of, check, entry)
 
     return selection.Against(
         lambda backend: joined(backend.why_not(problem), why_no_pages(backend)),

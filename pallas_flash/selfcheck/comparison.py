@@ -3,18 +3,18 @@ that of a call."""
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_flash import autodiff, backends, decode, dropout, masks
+from pallas_flash import arguments, autodiff, backends, decode, dropout, masks
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.backends import Backend, Choice
+from pallas_flash.call import Call
 from pallas_flash.kernels import device
-from pallas_flash.mods.score_mod import BoundScoreMod
 
 # Of trials: with blocks that need a mask, blocks that need none, ragged ones.
 SIZES = dict(batch=2, queries=523, keys=709, heads=8, kv_heads=2, sinks=False)
@@ -26,7 +26,7 @@ RULE = masks.MaskMod(lambda b, h, q, k: ((q // 256 + k // 256 + h) % 3 > 0) | (k
 SOFT_CAP = 2.0  # near the logits of trials
 TOLERANCE = dict(float32=1e-4, bfloat16=2e-2, float16=4e-3)
 # Each is a variant of its own.
-MORE = (
+EXTRAS = (
     *("a rule", "a mask", "a bias", "a score_mod", "arrays of a score_mod"),
     *("a soft cap", "segment ids"),
 )
@@ -85,21 +85,10 @@ def compiled(function: Callable, *args) -> Callable:
 # ---- how kernels are called ----
 
 
-class Way(NamedTuple):
-    """How kernels are called."""
-
-    name: str  # in their variant
-    sizes: dict[str, int]  # of trials, where they must be others
-    # (problem, choice, operands, cotangents) -> arrays by name, each [B, length, heads, ...]
-    results: Callable
-    widen: Callable  # operands as float32, for the reference
-    wanted: Callable | None = None  # the reference's results; None: those of FLASH_ATTENTION
-
-
 def results(
     problem: Problem, choice: Choice, operands: Operands, cotangents: tuple
 ) -> dict[str, jax.Array]:
-    """Of flash_attention, with the gradients."""
+    """Of flash_attention, with the gradients; each [B, length, heads, ...]."""
 
     def attend(differentiable):
         x = operands.with_differentiable(differentiable)
@@ -108,24 +97,20 @@ def results(
 
     (o, lse), vjp, largest = jax.vjp(attend, operands.differentiable, has_aux=True)
     (gradients,) = vjp(cotangents)
-    found = outputs(o, lse, largest)
-    found |= dict(dq=gradients.query, dk=gradients.key, dv=gradients.value)
-    found |= {f"darray{n}": x[None, :, None, None] for n, x in enumerate(gradients.captured)}
-    return found if problem.bias is None else found | dict(dbias=jnp.swapaxes(gradients.bias, 1, 2))
+    named = outputs(o, lse, largest)
+    named |= dict(dq=gradients.query, dk=gradients.key, dv=gradients.value)
+    named |= {f"darray{n}": x[None, :, None, None] for n, x in enumerate(gradients.captured)}
+    return named if problem.bias is None else named | dict(dbias=jnp.swapaxes(gradients.bias, 1, 2))
+
+
+def forward_results(problem: Problem, choice: Choice, operands: Operands, cotangents: tuple):
+    return outputs(*autodiff.attend(problem, choice, operands))
 
 
 def outputs(o, lse, largest) -> dict[str, jax.Array]:
     """o, lse, and the largest logits if they are asked for."""
     numbers = dict(lse=lse) if largest is None else dict(lse=lse, largest=largest)
     return dict(o=o) | {name: jnp.swapaxes(x, 1, 2)[..., None] for name, x in numbers.items()}
-
-
-def widen(operands: Any) -> Any:
-    wide = lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
-    return jax.tree.map(wide, operands)
-
-
-FLASH_ATTENTION = Way("", {}, results, widen)
 
 
 def tangents(
@@ -145,28 +130,45 @@ def tangents(
     return dict(do=do, dlse=jnp.swapaxes(dlse, 1, 2)[..., None])
 
 
-FORWARD_MODE = Way("forward mode", {}, tangents, widen, tangents)
+def widen(operands: Any) -> Any:
+    wide = lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
+    return jax.tree.map(wide, operands)
+
+
+class EntryPoint(NamedTuple):
+    """How kernels are called, and what is compared."""
+
+    name: str  # in their variant
+    # (problem, choice, operands, cotangents) -> arrays by name, and the reference's
+    results: Callable = results
+    reference_results: Callable = results
+    widen: Callable = widen  # operands as float32, for the reference
+    sizes: dict[str, int] = {}  # of trials, where they must be others
+
+
+FLASH_ATTENTION = EntryPoint("")
+FORWARD_MODE = EntryPoint("forward mode", tangents, tangents)
 
 
 # ---- small problems ----
 
 
-def more(problem: Problem) -> list[str]:
-    """What it has of MORE."""
+def extras(problem: Problem) -> list[str]:
+    """What it has of EXTRAS."""
     p, ids = problem, problem.resolved_mask.query_ids
     arrays = (p.score and p.score.tables) or None
     has = p.resolved_mask.mask_mod, p.mask, p.bias, p.score, arrays, p.soft_cap, ids
-    return [name for name, x in zip(MORE, has, strict=True) if x is not None]
+    return [name for name, x in zip(EXTRAS, has, strict=True) if x is not None]
 
 
 def widths(problem: Problem) -> list[int]:
     return [-(-size // WIDTH) * WIDTH for size in (problem.head_size, problem.value_size)]
 
 
-def trials(problem: Problem, way: Way = FLASH_ATTENTION) -> list[dict[str, int]]:
+def trials(problem: Problem, entry: EntryPoint = FLASH_ATTENTION) -> list[dict[str, int]]:
     """The sizes of the trial problems: without and with sinks and what else moves the ends of rows;
     the last with so many heads that a program computes several tiles."""
-    sizes = SIZES | way.sizes
+    sizes = SIZES | entry.sizes
     if decode.is_decoding(problem):
         return [sizes | dict(queries=3, sinks=True)]
     processors = device.processors()
@@ -177,11 +179,14 @@ def trials(problem: Problem, way: Way = FLASH_ATTENTION) -> list[dict[str, int]]
 
 
 def check(
-    backend: Backend, problem: Problem, trials: list[dict[str, int]], way: Way = FLASH_ATTENTION
+    backend: Backend,
+    problem: Problem,
+    trials: list[dict[str, int]],
+    entry: EntryPoint = FLASH_ATTENTION,
 ) -> Callable[[], Verdict]:
     """Compiles the kernels and the reference in float32 on small problems of the same variant, and
     returns the function that runs and compares them."""
-    pairs = [_programs(backend, way, *trial(problem, sizes)) for sizes in trials]
+    pairs = [_programs(backend, entry, *trial(problem, sizes)) for sizes in trials]
 
     def verdict():
         errors = [_errors(*pair) for pair in pairs]
@@ -199,93 +204,80 @@ def check(
 
 
 def _programs(
-    backend: Backend, way: Way, small: Problem, operands: Operands, cotangents: tuple
+    backend: Backend, entry: EntryPoint, small: Problem, operands: Operands, cotangents: tuple
 ) -> list[Callable]:
     """That of the kernels, and the reference's."""
-    wide = dataclasses.replace(small, dtype="float32")
+    wide = dataclasses.replace(small, dtype="float32"), entry.widen(operands)
+    return [
+        program(backend, entry.results, small, operands, cotangents),
+        program(backends.REFERENCE, entry.reference_results, *wide, widen(cotangents)),
+    ]
 
-    def program(results, problem, backend, *arrays):
-        run = compiled(
-            functools.partial(results, problem, Choice(backend, backend.tiles(problem))), *arrays
-        )
-        return lambda: jax.device_get(run(*arrays))
 
-    wanted = way.wanted or results
-    wanted = program(wanted, wide, backends.REFERENCE, way.widen(operands), widen(cotangents))
-    return [program(way.results, small, backend, operands, cotangents), wanted]
+def program(backend: Backend, results: Callable, problem: Problem, *arrays) -> Callable:
+    """What computes `results` of the operands and cotangents, compiled."""
+    choice = Choice(backend, backend.tiles(problem))
+    run = compiled(functools.partial(results, problem, choice), *arrays)
+    return functools.partial(run, *arrays)
 
 
 def _errors(kernels: Callable, reference: Callable) -> dict[str, float]:
-    found, wanted = kernels(), reference()
-    return {name: error(x, wanted[name]) for name, x in found.items()}
+    ours, expected = jax.device_get(kernels()), jax.device_get(reference())
+    return {name: error(x, expected[name]) for name, x in ours.items()}
 
 
 def trial(problem: Problem, sizes: dict[str, int]) -> tuple[Problem, Operands, tuple]:
-    """A small problem of the same variant, masked at both ends of the keys; its operands; the
-    cotangents of o and lse. One with sinks has more ends that differ by row too."""
-    width, value_width = widths(problem)
-    p = dataclasses.replace(
-        problem, **sizes, head_size=width, value_size=value_width, scale=width**-0.5
-    )
-    lengths = p.keys - p.keys // 7 * np.arange(p.batch, dtype=np.int32)
-    rules = [
-        masks.Causal(),
-        masks.KeyLengths(jax.device_put(lengths)),
-        *([RULE] if p.resolved_mask.mask_mod is not None else []),
-    ]
-    rules += [] if p.resolved_mask.query_ids is None else [_documents(p)]
-    offset = p.keys - p.queries
-    if p.sinks:
-        rules[0], offset = (
-            masks.Window(p.keys // 2, 0),
-            jax.device_put(offset - np.arange(p.batch, dtype=np.int32)),
-        )
-    resolved_mask = masks.resolve(rules, p.batch, p.queries, p.keys, offset)
-    seeds = dropout.seeds(jax.random.key(0), p.batch, p.heads) if p.dropped else None
-    rng = np.random.default_rng(0)
-    normal = lambda *shape: jax.device_put(
-        rng.standard_normal(shape, np.float32).astype(jnp.dtype(p.dtype))
-    )
-    # the gradient by pair comes from one kernel, that by key from another
-    bias = None if p.bias is None else normal(1, p.heads, 1 if p.sinks else p.queries, p.keys)
-    score = None
-    if p.score is not None:
-        score_mod = reads_arrays() if p.score.tables else far_is_less
-        score = BoundScoreMod.bind(score_mod, jnp.float32, offset)
-    # of empty, partial and full blocks
-    row, key = np.arange(p.queries)[:, None] // 256, np.arange(p.keys) // 256
-    mask = (
-        None
-        if p.mask is None
-        else jax.device_put(rng.random((p.batch, 1, p.queries, p.keys)) < (row + key + 1) % 3 / 2)
-    )
-    q, k = normal(p.batch, p.queries, p.heads, width), normal(p.batch, p.keys, p.kv_heads, width)
-    v, do = (
-        normal(p.batch, p.keys, p.kv_heads, value_width),
-        normal(p.batch, p.queries, p.heads, value_width),
-    )
-    dlse = normal(p.batch, p.heads, p.queries).astype(jnp.float32)
-    sinks = normal(p.heads).astype(jnp.float32) if p.sinks else None
-    operands = Operands(
-        query=q,
-        key=k,
-        value=v,
-        bias=bias,
-        sinks=sinks,
-        mask=mask,
-        resolved_mask=resolved_mask,
-        seeds=seeds,
-        score=score,
-    )
-    soft_cap = None if p.soft_cap is None else SOFT_CAP
-    return dataclasses.replace(p, soft_cap=soft_cap).of_part(operands), operands, (do, dlse)
+    """A small problem of the same variant, its operands, and the cotangents of o and lse."""
+    p = problem
+    static = dict(deterministic=p.deterministic, return_max_logits=p.max_logits)
+    static |= dict(dropout_rate=p.dropped / dropout.LEVELS)
+    call, cotangents = trial_call(*widths(p), p.dtype, extras(p), sizes, **static)
+    small, operands = arguments.normalise(Call(**call))
+    return small, *jax.device_put((operands, cotangents))
 
 
-def _documents(p: Problem) -> masks.Documents:
-    """Four in the first row; in the second the first goes on behind the third."""
-    of = lambda batch: np.arange(p.keys, dtype=np.int32) // -(-p.keys // 4) % (4 - batch)
-    ids = np.stack([of(min(batch, 1)) for batch in range(p.batch)])
-    return masks.Documents(*map(jax.device_put, (ids[:, p.keys - p.queries :], ids)))
+def trial_call(
+    head_size: int, value_size: int, dtype: str, extras: Collection[str], sizes: dict, **static
+) -> tuple[dict[str, Any], tuple]:
+    """The arguments of flash_attention, masked at both ends of the keys, and the cotangents of o
+    and lse. A call with sinks has more ends that differ by row too."""
+    B, T, S, N, K, sinks = (sizes[name] for name in SIZES)
+    rng, row = np.random.default_rng(0), np.arange(B, dtype=np.int32)
+    normal = lambda *shape: rng.standard_normal(shape, np.float32).astype(jnp.dtype(dtype))
+    call = static | dict(
+        is_causal=not sinks,
+        key_value_seq_lengths=S - S // 7 * row,
+        query_offset=S - T - row if sinks else S - T,
+    )
+    if static["dropout_rate"]:
+        call |= dict(dropout_rng=jax.random.key(0))
+    if "a rule" in extras:
+        call |= dict(mask=RULE)
+    if "a bias" in extras:  # the gradient by pair comes from one kernel, that by key from another
+        call |= dict(bias=normal(1, N, 1 if sinks else T, S))
+    if "a mask" in extras:  # of empty, partial and full blocks
+        block = np.arange(T)[:, None] // 256 + np.arange(S) // 256
+        call |= dict(mask=rng.random((B, 1, T, S)) < (block + 1) % 3 / 2)
+    if "a score_mod" in extras:
+        call |= dict(score_mod=far_is_less)
+    if "arrays of a score_mod" in extras:
+        call |= dict(score_mod=reads_arrays())
+    if "a soft cap" in extras:
+        call |= dict(logits_soft_cap=SOFT_CAP)
+    if "segment ids" in extras:
+        ids = np.stack([_documents(S, number) for number in range(B)])
+        call |= dict(query_segment_ids=ids[:, S - T :], key_value_segment_ids=ids)
+    call |= dict(query=normal(B, T, N, head_size), key=normal(B, S, K, head_size))
+    call |= dict(value=normal(B, S, K, value_size))
+    do, dlse = normal(B, T, N, value_size), normal(B, N, T).astype(np.float32)
+    if sinks:
+        call |= dict(local_window_size=(S // 2, 0), sinks=normal(N).astype(np.float32))
+    return call, (do, dlse)
+
+
+def _documents(length: int, row: int) -> np.ndarray:
+    """Four in the first row; in the others the first goes on behind the third."""
+    return np.arange(length, dtype=np.int32) // -(-length // 4) % (4 - min(row, 1))
 
 
 def far_is_less(s, b, h, q, k):

@@ -18,7 +18,7 @@ from pallas_flash.arguments import Problem
 from pallas_flash.backends import Backend
 from pallas_flash.kernels import device
 from pallas_flash.selfcheck import comparison, records
-from pallas_flash.selfcheck.comparison import FLASH_ATTENTION, Verdict, Way
+from pallas_flash.selfcheck.comparison import FLASH_ATTENTION, EntryPoint, Verdict
 
 LIMIT = 300  # seconds; kernels that run longer hang
 AGAIN = 10  # a check that could not finish is repeated after this many times its duration
@@ -27,16 +27,16 @@ _log = logging.getLogger("pallas_flash")
 
 
 def why_not(
-    backend: Backend, problem: Problem, check: bool = True, way: Way = FLASH_ATTENTION
+    backend: Backend, problem: Problem, check: bool = True, entry: EntryPoint = FLASH_ATTENTION
 ) -> str | None:
     """Why this machine does not run the kernels by default; None: they passed, or are trusted."""
-    verdict = _verdict(backend, problem, check, way)
+    verdict = _verdict(backend, problem, check, entry)
     return verdict and verdict.why_not
 
 
-def is_known(backend: Backend, problem: Problem, way: Way = FLASH_ATTENTION) -> bool:
+def is_known(backend: Backend, problem: Problem, entry: EntryPoint = FLASH_ATTENTION) -> bool:
     """Whether `why_not` would check nothing."""
-    return _verdict(backend, problem, False, way) is not None
+    return _verdict(backend, problem, False, entry) is not None
 
 
 # ---- what is known of the kernels ----
@@ -65,28 +65,31 @@ _again: dict[tuple[Variant, records.Machine], float] = {}
 _one_at_a_time = threading.Lock()
 
 
-def variant_of(backend: Backend, problem: Problem, way: Way = FLASH_ATTENTION) -> Variant:
+def variant_of(backend: Backend, problem: Problem, entry: EntryPoint = FLASH_ATTENTION) -> Variant:
     same = backend.tiles(problem) == backend.tiles(dataclasses.replace(problem, deterministic=True))
-    scheme = "deterministic" if same else "in any order"
-    scheme += ", decoding" * decode.is_decoding(problem) + ", dropout" * (problem.dropped > 0)
-    scheme += ", the largest logits" * problem.max_logits
-    scheme += "".join(
-        f", {name}" for name in [*comparison.more(problem), *([way.name] if way.name else [])]
-    )
+    options = {
+        "decoding": decode.is_decoding(problem),
+        "dropout": problem.dropped > 0,
+        "the largest logits": problem.max_logits,
+        **dict.fromkeys(comparison.extras(problem), True),
+        entry.name: entry.name,
+    }
+    names = [name for name, has_it in options.items() if has_it]
+    scheme = ", ".join(["deterministic" if same else "in any order", *names])
     return Variant(backend.name, *comparison.widths(problem), problem.dtype, scheme)
 
 
-def _verdict(backend: Backend, problem: Problem, check: bool, way: Way) -> Verdict | None:
+def _verdict(backend: Backend, problem: Problem, check: bool, entry: EntryPoint) -> Verdict | None:
     """None: it is not known, and `check` is False."""
     machine = records.machine() if backend.own_kernels and not _trusts() else None
     if machine is None:
         return TRUSTED
-    key = variant_of(backend, problem, way), machine
+    key = variant_of(backend, problem, entry), machine
     if not check:
         return _known.get(key) or _recorded(*key)
     with _one_at_a_time:
         if key not in _known or (_known[key].unknown and time.monotonic() >= _again[key]):
-            _known[key] = _recorded(*key) or _tried(backend, problem, way, *key)
+            _known[key] = _recorded(*key) or _run_check(backend, problem, entry, *key)
             if why_not := _known[key].why_not:
                 warnings.warn(_warning(*key, why_not), RuntimeWarning, stacklevel=2)
         return _known[key]
@@ -118,8 +121,12 @@ def record(variant: Variant, machine: records.Machine, verdict: Verdict):
         )
 
 
-def _tried(
-    backend: Backend, problem: Problem, way: Way, variant: Variant, machine: records.Machine
+def _run_check(
+    backend: Backend,
+    problem: Problem,
+    entry: EntryPoint,
+    variant: Variant,
+    machine: records.Machine,
 ) -> Verdict:
     """Tells the user, checks the kernels and records the verdict."""
     _log.warning(
@@ -130,9 +137,9 @@ def _tried(
     )
     start = time.monotonic()
     try:
-        sizes = comparison.trials(problem, way)
+        sizes = comparison.trials(problem, entry)
         # compilers may be slow
-        ready = _in_a_thread(lambda: comparison.check(backend, problem, sizes, way))
+        ready = _in_a_thread(lambda: comparison.check(backend, problem, sizes, entry))
         verdict = _in_a_thread(ready, LIMIT)
     except TimeoutError:
         _known[variant, machine] = comparison.hangs(LIMIT)
