@@ -178,12 +178,7 @@ def normalise(call: Call) -> tuple[Problem, Operands]:
         seeds = call.dropout_seeds
         seeds = dropout.seeds(call.dropout_rng, *lead, N) if seeds is None else seeds
         seeds = seeds.reshape(B, N, 2)
-    score = None
-    if call.score_mod is not None:
-        near = score_mod_offset(sizes, call)
-        score = BoundScoreMod.bind(
-            scores.fitting(call.score_mod, N), checks.sums(query.dtype), near, B
-        )
+    score = None if call.score_mod is None else bind_score_mod(sizes, call, query.dtype)
     operands = Operands(
         query=_times(flat(query), factors, resolved_mask),
         key=flat(key),
@@ -231,16 +226,27 @@ def visible(sizes: Sizes, call: Call) -> ResolvedMask:
         found.append(masks.KeyLengths(lengths))
     B, T, S = (sizes.of[c] for c in "BTS")
     found += _documents(sizes, call.query_segment_ids, call.key_value_segment_ids, T == S)
-    if isinstance(call.mask, masks.Mask):
-        whole = (_with_arrays(sizes, part) for part in masks.leaves(call.mask))
-        found += masks.conjuncts(masks.with_leaves(call.mask, whole))
+    found += _mask_parts(sizes, call)
     return masks.resolve(found, B, T, S, sizes.offset(call.query_offset))
 
 
-def score_mod_offset(sizes: Sizes, call: Call):
-    """The position of query 0 that a score_mod is given."""
-    conjuncts = masks.conjuncts(call.mask if isinstance(call.mask, masks.Mask) else None)
-    return masks.score_mod_offset(conjuncts, sizes.offset(call.query_offset))
+def bind_score_mod(sizes: Sizes, call: Call, dtype) -> BoundScoreMod:
+    """The call's score_mod, bound to its batch rows, heads and positions."""
+    offset = sizes.offset(call.query_offset)
+    score_mod = scores.fitting(call.score_mod, sizes.of["N"])
+    near = masks.within_reach(offset)
+    score = BoundScoreMod.bind(score_mod, checks.sums(dtype), near, sizes.of["B"])
+    row = jnp.arange(sizes.of["T"], dtype=jnp.int32)[None]
+    positions = masks.positions_of(_mask_parts(sizes, call), row, offset)
+    return score if positions is None else score.with_positions(positions)
+
+
+def _mask_parts(sizes: Sizes, call: Call) -> list[masks.Mask]:
+    """The conjuncts of a mask object, with arrays of the call's sizes."""
+    if not isinstance(call.mask, masks.Mask):
+        return []
+    whole = (_with_arrays(sizes, part) for part in masks.leaves(call.mask))
+    return masks.conjuncts(masks.with_leaves(call.mask, whole))
 
 
 def canonical_part(part: masks.Mask) -> masks.Mask:

@@ -13,7 +13,6 @@ from pallas_flash.arguments import Operands, Problem
 from pallas_flash.call import Call
 from pallas_flash.devices import ring, sharding, ulysses
 from pallas_flash.devices.call import array_axes, collect_arrays, with_arrays
-from pallas_flash.mods.score_mod import BoundScoreMod
 from pallas_flash.sizes import Sizes
 
 
@@ -172,8 +171,7 @@ def plan_ring(scheme: Context, call: Call) -> tuple[ring.Loop, Problem, Problem,
 
     score, mask = call.score_mod, None if isinstance(call.mask, masks.Mask) else call.mask
     if score is not None:
-        near = arguments.score_mod_offset(sizes(T), call)
-        score = BoundScoreMod.bind(score, checks.sums(query.dtype), near, B)
+        score = arguments.bind_score_mod(sizes(devices * T), call, query.dtype)
         score = score.slice_chunks(B, numbers * (T // C))
     bias = sizes(T).dense("bias", call.bias, query.dtype)
     mask = sizes(T).dense("mask", mask, bool)

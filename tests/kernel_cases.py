@@ -277,6 +277,11 @@ SHORTER = dict(
     key_value_seq_lengths=np.array([70, 30], np.int32),
 )
 EARLY = CAUSAL | dict(query_offset=3)
+SEQUENCES = dict(  # longer and shorter than their keys
+    mask=masks.Varlen(
+        *np.array([[[0, 31, 31, 60], [5, 40, 50, 67]], [[0, 20, 31, 70]] * 2], "int32")
+    )
+)
 WITH_BIASES = (  # of a shape that of its number, modulo theirs
     {},
     EARLY | DROPOUT,
@@ -309,6 +314,9 @@ SCORES = {
         lambda x: lambda s, b, h, q, k: s * x[q - k + 75, h],
         dict(logits_soft_cap=2.0),
         DROPOUT,
+    ),
+    "distances within sequences": reads(
+        (150, 2), lambda x: lambda s, b, h, q, k: s + x[q - k + 75, h], CAUSAL, SEQUENCES
     ),
     "by what an array says of distances": reads(
         (30,), lambda x: lambda s, b, h, q, k: s + x[BUCKETS[jnp.abs(q - k)]]

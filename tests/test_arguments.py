@@ -278,11 +278,6 @@ BAD = {
         ValueError,
         "already fixes query positions; it cannot be combined with query_offset",
     ),
-    "varlen and a score": (
-        dict(mask=VARLEN, score_mod=lambda s, b, h, q, k: s + q),
-        ValueError,
-        "q_idx counts from one query_offset. Varlen.cu_seqlens_q. alone can",
-    ),
     "causal number": (dict(is_causal=1), TypeError, "is_causal must be a static bool"),
     "scale nan": (dict(scale=float("nan")), ValueError, "scale must be a finite number; got nan"),
     "scale text": (

@@ -137,6 +137,9 @@ FEATURES = {
         bias=bias(rng, "11T1", z), mask=dense_mask(rng, "BNTS", z)
     ),
     "a mask of the keys": lambda rng, z: dict(mask=dense_mask(rng, "B11S", z)),
+    "a score_mod over sequences": lambda rng, z: dict(
+        table=rng.normal(size=(z.N, 7)).astype(np.float32), **MASKS["varlen"](rng, z)
+    ),
     "dropout": lambda rng, z: dict(is_causal=True, dropout_rate=0.4, dropout_rng=jax.random.key(5)),
 }
 
@@ -145,7 +148,7 @@ FEATURES = {
 @pytest.mark.gpu
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("feature", [*FEATURES][:-1])
-def test_biases_and_masks_that_broadcast_are_the_same_on_several_devices(feature, scheme):
+def test_biases_masks_and_rules_are_the_same_on_several_devices(feature, scheme):
     check(SCHEMES[scheme], FEATURES[feature], "blockwise")
 
 

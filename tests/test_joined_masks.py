@@ -146,14 +146,9 @@ def test_a_joined_mask_says_what_it_is_made_of_and_forgets_maps():
     assert masks.Causal() | ~masks.Dilated(3) == masks.Causal() | ~masks.Dilated(3)
 
 
-def test_positions_that_no_offset_says_go_with_rules_but_with_no_score_mod():
+def test_positions_that_no_offset_says_go_with_rules_but_with_no_offset():
     q = jax.ShapeDtypeStruct((1, 8, 2, 64), jnp.float32)
     packed = masks.Varlen(np.array([[0, 3, 8]]), np.array([[0, 5, 8]]))
     assert "where ~(Varlen(" in str(explain(q, q, q, mask=~packed & masks.Dilated(3)))
-    with pytest.raises(
-        ValueError,
-        match="score_mod cannot be combined with Varlen",
-    ):
-        explain(q, q, q, mask=~packed, score_mod=lambda score, b, h, q, k: score)
     with pytest.raises(ValueError, match="cannot be combined with query_offset"):
         explain(q, q, q, mask=~packed | masks.Causal(), query_offset=1)

@@ -274,15 +274,19 @@ class Interval(masks.Mask):
         (np.int32(5), np.int32(-END)),
         (np.uint32(3), np.uint64(2**63)),
         (np.int8(2), 9),
+        (None, 9),
+        (9, None),
+        (None, None),
     ],
 )
-def test_an_interval_of_any_integers_means_what_it_says(start, stop, rng):
+def test_an_interval_of_any_integers_and_open_sides_means_what_it_says(start, stop, rng):
     at = rows_of(resolved_mask(rng, dict(mask=Interval(start, stop))), 0, np.arange(Z.T))
     seen = at.visible(
         *(end[:, None] for end in at.interval(np.arange(Z.T))), np.arange(Z.S, dtype=np.int32)
     )
+    start, stop = int(start or 0), Z.S if stop is None else int(stop)
     np.testing.assert_array_equal(
-        seen, np.broadcast_to([int(start) <= j < int(stop) for j in range(Z.S)], seen.shape)
+        seen, np.broadcast_to([start <= j < stop for j in range(Z.S)], seen.shape)
     )
 
 

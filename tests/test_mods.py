@@ -126,6 +126,10 @@ def test_masks_are_equal_if_their_arrays_are(constants):
     assert same(ids) != same(ids + ids) and same(ids) != same(ids[:8])
     with_lengths = lambda ids, n: same(ids) & masks.Causal() | masks.KeyLengths(n * ids)
     assert with_lengths(ids, 2) == with_lengths(ids + 0, 2) != with_lengths(ids, 3)
+    packed = masks.Varlen(ids, ids + 0)
+    assert packed == masks.Varlen(ids, ids) == masks.Varlen(ids) != masks.Varlen(ids, ids + 1)
+    assert hash(packed) == hash(masks.Varlen(ids)) and packed.has_positions
+    assert not masks.Varlen([0, 3], [0, 3]).has_positions
     factor = by_callback(2.0)
     rule = lambda factor: masks.MaskMod(lambda b, h, q, k: factor(k) < 1.0)
     assert rule(factor) == rule(factor) != rule(by_callback(2.0))

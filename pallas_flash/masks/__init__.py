@@ -25,9 +25,10 @@ from pallas_flash.masks.mask import conjuncts as conjuncts
 from pallas_flash.masks.mask import leaves as leaves
 from pallas_flash.masks.mask import with_leaves as with_leaves
 from pallas_flash.masks.mask import without_block_types as without_block_types
+from pallas_flash.masks.resolution import positions_of as positions_of
 from pallas_flash.masks.resolution import resolve as resolve
-from pallas_flash.masks.resolution import score_mod_offset as score_mod_offset
-from pallas_flash.masks.resolved_mask import REACH, ResolvedMask
+from pallas_flash.masks.resolution import within_reach as within_reach
+from pallas_flash.masks.resolved_mask import REACH
 
 
 @pytrees.dataclass
@@ -63,8 +64,8 @@ class Window(Mask):
     def interval(self, row, position):
         left, right = self._near()
         return (
-            0 if left is None else position - left,
-            ResolvedMask.ALL if right is None else position + right + 1,
+            None if left is None else position - left,
+            None if right is None else position + right + 1,
         )
 
     def mask_mod(self):
@@ -118,7 +119,7 @@ class KeyStarts(Mask):
     ARRAYS = {"starts": "B"}
 
     def interval(self, row, position):
-        return self.starts[:, None], ResolvedMask.ALL
+        return self.starts[:, None], None
 
 
 @pytrees.dataclass
@@ -140,7 +141,7 @@ class PrefixLM(Mask):
     ARRAYS = {"prefix": "B"}
 
     def interval(self, row, position):
-        return 0, jnp.maximum(position + 1, self.prefix[:, None])
+        return None, jnp.maximum(position + 1, self.prefix[:, None])
 
 
 @pytrees.dataclass
@@ -181,7 +182,8 @@ class Varlen(Mask):
 
     cu_seqlens_q is int32 [B, sequences + 1], or [sequences + 1] for one row, ascending. Give
     cu_seqlens_k as well where the keys have other lengths than the queries: the last query of a
-    sequence is then at the position of its last key, and is_causal and windows count from there.
+    sequence is then at the position of its last key, and is_causal, windows and the q_idx of rules
+    and scores count from there.
     """
 
     cu_seqlens_q: Any
@@ -189,13 +191,21 @@ class Varlen(Mask):
     ARRAYS = {"cu_seqlens_q": "BC", "cu_seqlens_k": "BC"}
 
     def __post_init__(self):
-        if self.cu_seqlens_k is self.cu_seqlens_q:
+        ends = self.cu_seqlens_q, self.cu_seqlens_k
+        # without a wait for what a device computes
+        are_known = all(isinstance(x, np.ndarray | list | tuple) for x in ends)
+        if ends[0] is ends[1] or (are_known and np.array_equal(*ends)):
             object.__setattr__(self, "cu_seqlens_k", None)
 
+    @property
+    def _key_ends(self):
+        return self.cu_seqlens_q if self.cu_seqlens_k is None else self.cu_seqlens_k
+
+    def _compared(self):
+        return [self.cu_seqlens_q, self._key_ends]
+
     def interval(self, row, position):
-        return self._sequence(
-            row, self.cu_seqlens_q if self.cu_seqlens_k is None else self.cu_seqlens_k
-        )
+        return self._sequence(row, self._key_ends)
 
     @property
     def has_positions(self):

@@ -34,8 +34,9 @@ class Mask:
     is_interval = True  # of keys, for each query
     has_ids = False  # of documents, of which a ResolvedMask holds one set
 
-    def interval(self, row: IntLike, position: IntLike) -> tuple[IntLike, IntLike]:
-        """The keys [start, stop) that queries see; both broadcast against [B, T].
+    def interval(self, row: IntLike, position: IntLike) -> tuple[IntLike | None, IntLike | None]:
+        """The keys [start, stop) that queries see; both broadcast against [B, T], and None is no
+        limit on that side.
 
         `row` [1, T] counts the queries; `position` [B, T] or [1, T] is the key position of each,
         row + query_offset.
@@ -104,12 +105,15 @@ class Mask:
         itself alone."""
         if type(self) is not type(other) or not dataclasses.is_dataclass(self):
             return self is other
-        return all(map(_are_equal, _compared(self), _compared(other)))
+        return all(map(_are_equal, self._compared(), other._compared()))
 
     def __hash__(self) -> int:
         if not dataclasses.is_dataclass(self):
             return id(self)
-        return hash((type(self), *map(_without_values, _compared(self))))
+        return hash((type(self), *map(_without_values, self._compared())))
+
+    def _compared(self) -> list:
+        return [getattr(self, field.name) for field in dataclasses.fields(self) if field.compare]
 
     __rand__ = __and__  # of what is no mask
     __ror__ = __or__
@@ -261,10 +265,6 @@ def both(a: MaskMod, b: MaskMod) -> MaskMod:
     return dataclasses.replace(
         joined(operator.and_, a, b), batch=known(a.batch, b.batch), head=known(a.head, b.head)
     )
-
-
-def _compared(mask: Mask) -> list:
-    return [getattr(mask, field.name) for field in dataclasses.fields(mask) if field.compare]
 
 
 def _are_equal(a, b) -> bool:

@@ -36,6 +36,8 @@ class QueryRows:
         name, ends = f"{type(mask).__name__}.interval()", mask.interval(self.row, self.position)
         if not (isinstance(ends, tuple | list) and len(ends) == 2):
             raise TypeError(f"{name} must return (start, stop); got {type(ends).__name__}.")
+        no_limit = (0, ResolvedMask.ALL)
+        ends = (x if x is not None else end for x, end in zip(ends, no_limit, strict=True))
         return [self._checked(name, x if hasattr(x, "dtype") else np.asarray(x)) for x in ends]
 
     def _checked(self, name: str, end):
@@ -58,8 +60,8 @@ def resolve(
 ) -> ResolvedMask:
     """One ResolvedMask for all of `masks`, with the largest start and the smallest stop. `offset`
     is an int or int32 [B]."""
-    row, mask = jnp.arange(queries, dtype=jnp.int32)[None], _mask_with_positions(masks, offset)
-    positions = None if mask is None else mask.positions(row)
+    row = jnp.arange(queries, dtype=jnp.int32)[None]
+    positions = positions_of(masks, row, offset)
     return _resolve(masks, QueryRows((batch, queries), row, offset, positions), keys)
 
 
@@ -81,26 +83,15 @@ def _least(a: int | None, b: int | None) -> int | None:
     return min((x for x in (a, b) if x is not None), default=None)
 
 
-def _mask_with_positions(masks: list[Mask], offset: IntLike) -> Mask | None:
-    """The Varlen whose sequences each have an offset, if there is one."""
+def positions_of(masks: list[Mask], row, offset: IntLike):
+    """The positions [B, T] of the rows [1, T] that one of the masks says, or None: row + offset."""
     found = [part for mask in masks for part in leaves(mask) if part.has_positions]
     if len(found) > 1 or (found and not (isinstance(offset, int) and offset == 0)):
         raise ValueError(
             "Varlen with cu_seqlens_k already fixes query positions; it cannot be combined with "
             "query_offset or another Varlen with cu_seqlens_k."
         )
-    return found[0] if found else None
-
-
-def score_mod_offset(masks: list[Mask], offset: IntLike) -> IntLike:
-    """What a row is added to for the q_idx of a score_mod beside these masks."""
-    if _mask_with_positions(masks, 0) is not None:
-        raise ValueError(
-            "score_mod cannot be combined with Varlen(cu_seqlens_q, cu_seqlens_k): each sequence "
-            "has an offset there, and q_idx counts from one query_offset. Varlen(cu_seqlens_q) "
-            "alone can."
-        )
-    return within_reach(offset)
+    return found[0].positions(row) if found else None
 
 
 def _mask_mod(

@@ -67,7 +67,16 @@ class BoundScoreMod(BoundMod):
         row = jnp.arange(queries * group, dtype=jnp.int32)
         offset = jnp.broadcast_to(jnp.asarray(self.offset, jnp.int32), batch)
         position = offset[:, None] + row[None] // group
-        of_row = [b, h.reshape(-1, group)[:, row % group], position]
+        return self._with_rows(b, position, h.reshape(-1, group)[:, row % group])
+
+    def with_positions(self, positions) -> "BoundScoreMod":
+        """The same for rows with these q_idx, int32 [B, T], which it reads as any captured
+        array."""
+        batch = self.indices(positions.shape[0], 1)[0]
+        found = self._with_rows(jnp.broadcast_to(batch, positions.shape[:1]), positions)
+        return dataclasses.replace(found, head=self.head)
+
+    def _with_rows(self, *of_row) -> "BoundScoreMod":
         mod = self.mod.with_rows(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in of_row))
         return BoundScoreMod(mod, (*self.arrays, *of_row))
 

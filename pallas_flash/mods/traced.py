@@ -77,13 +77,15 @@ class TracedMod:
         return self._with_arrays(lambda first, b, h, q, k: (b, h, q, k + first), INDEX)
 
     def with_rows(self, *more: jax.ShapeDtypeStruct) -> "TracedMod":
-        """The same for rows whose b, h and q_idx are looked up in three more arrays, the last: [B],
-        [K, rows] and [B, rows]."""
+        """The same for rows whose b and q_idx are looked up in two more arrays, the last: [B] and
+        [B, rows]; and, if there is a third, whose h is looked up in that, [K, rows]."""
         at = lambda x, *index: lax.dynamic_slice(x, index, (1,) * x.ndim).reshape(())
 
-        def indices(batch, head, position, b, h, row, k):
+        def indices(batch, position, *head_and_scalars):
+            *head, b, h, row, k = head_and_scalars
             b_here = at(batch, b) if self.uses_batch else 0
-            return b_here, at(head, h, row) if self.uses_head else 0, at(position, b, row), k
+            h_here = at(*head, h, row) if head and self.uses_head else h
+            return b_here, h_here, at(position, b, row), k
 
         return self._with_arrays(indices, *more)
 
