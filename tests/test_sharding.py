@@ -53,6 +53,27 @@ def assert_nothing_moves(f, *x):
     assert not re.findall(r"= \S+ (all-gather|all-to-all|collective-permute)", text)
 
 
+@pytest.mark.skipif(
+    not hasattr(jax.sharding, "no_collectives"), reason="an older jax has no no_collectives"
+)
+@pytest.mark.parametrize("implementation", ["reference", "blockwise", "triton"])
+def test_nothing_is_sent_but_for_the_sum_of_a_shared_biass_gradient(implementation, rng):
+    x = *place(SPEC, *qkv(rng, Z)), *place(P(None, "model"), bias(rng, "1NTS", Z))
+    attend = functools.partial(flash_attention, is_causal=True, implementation=implementation)
+
+    def gradients(of, q, k, v, bias):
+        rest = dict(bias=bias) if of == 3 else {}
+        o, pull = jax.vjp(lambda *x: attend(*x, **rest), *(q, k, v, bias)[:of])
+        return pull(o)
+
+    with jax.sharding.no_collectives({"data", "model"}):
+        jax.eval_shape(functools.partial(gradients, 3), *x)
+        with pytest.raises(Exception, match="Collective across axis 'data' is forbidden"):
+            jax.eval_shape(functools.partial(gradients, 4), *x)
+    with jax.sharding.no_collectives({"model"}):
+        jax.eval_shape(functools.partial(gradients, 4), *x)
+
+
 def by_arrays(q, k, v, table, ids, implementation="blockwise"):
     """A mask and a score that read arrays of their own."""
     mask = masks.MaskMod(lambda b, h, i, j: ids[b, i] != ids[b, j])
