@@ -175,7 +175,7 @@ IDS = np.sort(np.arange(B * T).reshape(B, T) % 3, 1).astype(np.int32)
 def maxtext(kind):
     of_layer = dict(sliding_window_size=5, chunk_attn_window_size=7, attn_logits_soft_cap=3.0)
     layer = SimpleNamespace(attention_type=SimpleNamespace(name=kind), **of_layer)
-    return dict(self=layer, segment_ids=IDS, positions=None)
+    return dict(self=layer, segment_ids=IDS, positions=None, model_mode="train")
 
 
 def maxtext_formula(seen, q, k, v, sinks=-np.inf):
@@ -250,13 +250,13 @@ CASES = [
         dict(mask=TOKAMAX, logits_scale=0.3, logits_soft_cap=5.0, precision=None, q_sharding=None),
     ),
     Case(
-        "cudnn_flash_attention",
+        "for_maxtext",
         QKV | dict(sinks=(1, N, 1, 1)),
         functools.partial(maxtext_formula, j > i - 5),
         maxtext("LOCAL_SLIDING"),
     ),
     Case(
-        "cudnn_flash_attention",
+        "for_maxtext",
         QKV,
         functools.partial(maxtext_formula, i // 7 == j // 7),
         maxtext("CHUNK"),
