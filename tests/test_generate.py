@@ -162,15 +162,19 @@ def test_all_rows_end_at_their_stop_string(finished_run, capsys, monkeypatch):
     assert text == f"--- prompt 1\n{PROMPTS[0]}\n--- prompt 2\n{PROMPTS[1]}\n"
 
 
+ERRORS = {
+    "nowhere --prompt a": "is not the folder of a run",
+    "{run} --prompt=": "a prompt must be at least a byte long",
+    "{run} --prompt a --attention hopper": "--attention: ",
+    "{empty} --prompt a": "has no checkpoint yet",
+}
+
+
 def test_an_error_is_one_line(finished_run, tmp_path):
     (tmp_path / "config.json").write_bytes((finished_run / "config.json").read_bytes())
-    for run, options, message in (
-        ("nowhere", ["--prompt", "a"], "is not the folder of a run"),
-        (finished_run, ["--prompt", ""], "a prompt must be at least a byte long"),
-        (finished_run, ["--prompt", "a", "--attention", "hopper"], "--attention: "),
-        (tmp_path, ["--prompt", "a"], "has no checkpoint yet"),
-    ):
-        assert message in error_of(generate.main, run, *options)
+    for typed, message in ERRORS.items():
+        typed = typed.format(run=finished_run, empty=tmp_path)
+        assert message in error_of(generate.main, *typed.split())
 
 
 @pytest.mark.parametrize(

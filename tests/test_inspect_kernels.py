@@ -50,6 +50,7 @@ def test_a_report_is_the_choice_the_work_and_either_the_kernels_or_why_there_are
     assert done.returncode == 0, done.stderr
     assert "implementation  triton" in done.stdout
     assert re.search("not hopper      it needs a GPU .* 8.0. Also: .*wgmma multiplies", done.stdout)
+    assert "flash1" not in done.stdout, "an earlier algorithm, which nobody selects by chance"
     if reason := gpu_code.missing():
         assert f"Nothing was compiled for the NVIDIA A100-SXM4-80GB: {reason}" in done.stdout
         return

@@ -5,7 +5,6 @@ import contextlib
 import json
 import pathlib
 import threading
-import warnings
 
 import fakes
 import jax
@@ -17,11 +16,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import pallas_flash
-from pallas_flash import (
-    backends,
-    explain,
-    flash_attention,
-)
+from pallas_flash import backends, explain, flash_attention
 from pallas_flash.selfcheck import records, verdicts
 
 pytestmark = pytest.mark.usefixtures("verdict_folder")
@@ -31,14 +26,12 @@ def call(q=fakes.QUERY, **kw):
     return flash_attention(q, q, q, is_causal=True, **kw)
 
 
+def explained(**kw):
+    return explain(fakes.QUERY, fakes.QUERY, fakes.QUERY, is_causal=True, **kw)
+
+
 def taken(**kw) -> str:
-    return explain(fakes.QUERY, fakes.QUERY, fakes.QUERY, is_causal=True, **kw).implementation
-
-
-def quietly(f, *args):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return f(*args)
+    return explained(**kw).implementation
 
 
 # ---- what a call does ----
@@ -52,9 +45,8 @@ def test_kernels_that_are_right_are_checked_once_recorded_and_taken(
         np.testing.assert_array_equal(call(), call(implementation="reference"))
     install("honest")  # a new process
     call()
-    assert (
-        checked == ["honest"] and taken() == "honest" and len(list(verdict_folder.iterdir())) == 1
-    )
+    assert checked == ["honest"] and len(list(verdict_folder.iterdir())) == 1
+    assert (taken(), explained().condition) == ("honest", None)
     (line,) = caplog.messages
     assert line.startswith(
         "pallas_flash: one-time self-check of honest 16/16 float32, deterministic on this Fake GPU"
@@ -96,9 +88,7 @@ def test_kernels_that_lie_are_told_with_numbers_and_the_next_are_taken(install, 
     ):
         np.testing.assert_array_equal(call(), call(implementation="reference"))
     assert (
-        taken() == "honest"
-        and "wrong on this machine: dk is off by"
-        in explain(fakes.QUERY, fakes.QUERY, fakes.QUERY).why_not["liar"]
+        taken() == "honest" and "wrong on this machine: dk is off by" in explained().why_not["liar"]
     )
     install("liar", "honest")  # a new process knows it, and says it again
     with pytest.warns(RuntimeWarning, match="liar.*dk is off by"):
@@ -126,8 +116,7 @@ def test_what_could_not_be_checked_is_not_wrong_and_is_checked_again(
     call()  # too early: what takes long and fails is not tried at every trace
     assert (
         checked == ["late", "honest"]
-        and "not checked on this machine"
-        in explain(fakes.QUERY, fakes.QUERY, fakes.QUERY).why_not["late"]
+        and "not checked on this machine" in explained().why_not["late"]
     )
     monkeypatch.setattr(verdicts, "AGAIN", 0)
     verdicts._again.update(dict.fromkeys(verdicts._again, 0))
@@ -167,7 +156,7 @@ def test_the_limit_is_for_kernels_that_run_and_not_for_their_compiler(install, m
     install(
         fakes.backend("slow to compile", lambda *args: (traced.append(limits[-1]), run(*args))[1])
     )
-    flash_attention(fakes.QUERY, fakes.QUERY, fakes.QUERY)
+    call()
     assert set(traced[:1]) == {None} and set(ran[:1]) == {verdicts.LIMIT}
 
 
@@ -238,18 +227,12 @@ def test_a_check_in_the_middle_of_tracing_is_made_and_disturbs_nothing(name, ins
 
 def test_explain_runs_nothing_and_names_the_condition(install, checked):
     install("crasher")
-    text = str(explain(fakes.QUERY, fakes.QUERY, fakes.QUERY))
+    text = str(explained())
     assert (
         "implementation  crasher, if its self-check passes on this machine: the first call runs "
         "it, or python" in text
     )
     assert checked == []
-
-
-def test_explain_knows_no_condition_once_the_check_was_right(install):
-    install("honest")
-    call()
-    assert explain(fakes.QUERY, fakes.QUERY, fakes.QUERY).condition is None
 
 
 # ---- what the environment asks ----
@@ -259,11 +242,7 @@ def test_without_the_self_check_kernels_are_trusted(install, checked, monkeypatc
     install("honest")
     monkeypatch.setenv("PALLAS_FLASH_SELF_CHECK", "0")
     call()
-    assert (
-        checked == []
-        and explain(fakes.QUERY, fakes.QUERY, fakes.QUERY).condition is None
-        and taken() == "honest"
-    )
+    assert (checked, taken(), explained().condition) == ([], "honest", None)
 
 
 def test_the_environment_names_the_implementation_of_calls_that_name_none(
@@ -273,28 +252,22 @@ def test_the_environment_names_the_implementation_of_calls_that_name_none(
     monkeypatch.setenv("PALLAS_FLASH_IMPLEMENTATION", "blockwise")
     call()
     assert checked == [] and taken(implementation="reference") == "reference"
-    text = str(explain(fakes.QUERY, fakes.QUERY, fakes.QUERY))
+    text = str(explained())
     assert "implementation  blockwise, as PALLAS_FLASH_IMPLEMENTATION says" in text
     assert "not liar        blockwise was selected by name" in text
 
 
-@pytest.mark.parametrize(
-    "name, text",
-    [
-        (
-            "IMPLEMENTATION",
-            "PALLAS_FLASH_IMPLEMENTATION must be unset or one of honest, hopper, .*; got 'no'",
-        ),
-        (
-            "SELF_CHECK",
-            r"PALLAS_FLASH_SELF_CHECK must be 0 \(trust the kernels\), 1 or unset .*; got 'no'",
-        ),
-    ],
-)
-def test_a_bad_value_in_the_environment_has_a_clear_error(name, text, install, monkeypatch):
+BAD = {
+    "IMPLEMENTATION": "must be unset or one of honest, hopper, .*; got 'no'",
+    "SELF_CHECK": r"must be 0 \(trust the kernels\), 1 or unset .*; got 'no'",
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_value_in_the_environment_has_a_clear_error(name, install, monkeypatch):
     install("honest")
     monkeypatch.setenv(f"PALLAS_FLASH_{name}", "no")
-    with pytest.raises(ValueError, match=text):
+    with pytest.raises(ValueError, match=f"PALLAS_FLASH_{name} {BAD[name]}"):
         call()
 
 

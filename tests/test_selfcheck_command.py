@@ -2,15 +2,14 @@
 
 import pathlib
 import sys
+import types
 
 import fakes
 import jax
 import pytest
 from selection import whole_but
 
-from pallas_flash import (
-    trial,
-)
+from pallas_flash import trial
 from pallas_flash.__main__ import main, print_machine
 from pallas_flash.accounting import GPUS
 from pallas_flash.kernels import device
@@ -157,12 +156,9 @@ def test_the_command_says_why_there_is_no_gpu_and_what_to_do(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    before = jax.config.jax_platforms
-    jax.config.update("jax_platforms", environment.get("JAX_PLATFORMS"))
-    try:
-        print_machine()
-    finally:
-        jax.config.update("jax_platforms", before)
+    platforms = environment.get("JAX_PLATFORMS")
+    monkeypatch.setattr(jax, "config", types.SimpleNamespace(jax_platforms=platforms))
+    print_machine()
     assert f"\nno GPU: {told}" in capsys.readouterr().out
 
 

@@ -91,29 +91,30 @@ def test_what_a_user_can_mend_is_refused_by_one_line(arguments, places):
     assert not (places["tmp"] / "run" / "checkpoints" / "20").exists()
 
 
-@pytest.mark.parametrize(
-    "option, value, message",
-    [
-        ("--layers", "0", "must be at least 1; got 0"),
-        ("--layers", "x", "invalid int value: 'x'"),
-        ("--clip", "0", "must be above 0; got 0"),
-        ("--dropout", "1", "must be at least 0 and below 1; got 1"),
-        ("--attention", "flash2", "'flash2' (choose from"),
-        ("--mesh", "data=2,data=2", "must give each of data, model, context at most one size"),
-        ("--mesh", "data=0", "e.g. data=2,context=4; got 'data=0'"),
-        ("--hosts", "a:1,2,2", "e.g. host:1234,2,0; got 'a:1,2,2'"),
-        ("--hosts", "localhost,2,0", "must be an address"),
-        ("--hosts", "a:1,2", "must be an address"),
-    ],
-)
-def test_a_value_out_of_range_is_named(option, value, message, capsys):
+OUT_OF_RANGE = {
+    "--layers 0": "must be at least 1; got 0",
+    "--layers x": "invalid int value: 'x'",
+    "--clip 0": "must be above 0; got 0",
+    "--dropout 1": "must be at least 0 and below 1; got 1",
+    "--attention flash2": "'flash2' (choose from",
+    "--mesh data=2,data=2": "must give each of data, model, context at most one size",
+    "--mesh data=0": "e.g. data=2,context=4; got 'data=0'",
+    "--hosts a:1,2,2": "e.g. host:1234,2,0; got 'a:1,2,2'",
+    "--hosts localhost,2,0": "must be an address",
+    "--hosts a:1,2": "must be an address",
+}
+
+
+@pytest.mark.parametrize("typed", OUT_OF_RANGE)
+def test_a_value_out_of_range_is_named(typed, capsys):
     with pytest.raises(SystemExit, match="2"):
-        parse([option, value])
-    assert f"argument {option}: " in (line := capsys.readouterr().err) and message in line
+        parse(typed.split())
+    line = capsys.readouterr().err
+    assert f"argument {typed.split()[0]}: " in line and OUT_OF_RANGE[typed] in line
 
 
 def test_wrong_paths_are_refused_before_jax_is_imported_without_a_traceback(finished_run, tmp_path):
-    wrong = {"--out": finished_run, "--resume": tmp_path, "--eval-only": tmp_path, "--data": "none"}
+    wrong = f"--out {finished_run} --resume {tmp_path} --eval-only {tmp_path} --data none"
     code = """if True:
         import runpy, sys
         sys.modules["jax"] = None
@@ -126,13 +127,7 @@ def test_wrong_paths_are_refused_before_jax_is_imported_without_a_traceback(fini
                 if not wrong: raise
                 print(error)
     """
-    command = [
-        sys.executable,
-        "-c",
-        code,
-        SCRIPT,
-        *(word for item in wrong.items() for word in item),
-    ]
+    command = [sys.executable, "-c", code, SCRIPT, *wrong.split()]
     ended = subprocess.run(command, capture_output=True, text=True)
     assert "start      trains 1,500 steps of 4 x 128 bytes: reads the text and" in ended.stdout
     lines = [line for line in ended.stdout.splitlines() if not line.startswith("start ")]
@@ -170,31 +165,23 @@ def test_an_allocation_that_fails_names_what_to_change():
             ended(other)
 
 
-@pytest.mark.parametrize(
-    "words, platforms, told",
-    [
-        (
-            "x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023",
-            None,
-            "driver 535.104.05",
-        ),
-        ("NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release", None, "driver 580.65.06"),
-        ("no version here", None, "driver of unknown version"),
-        ("Kernel Module  580.65.06", "cpu", None),
-        (None, None, None),
-    ],
-)
-def test_a_gpu_that_jax_does_not_use_is_told(words, platforms, told, monkeypatch, tmp_path):
+OF_DRIVER = {  # what /proc says, and what is told of it
+    "x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023": "driver 535.104.05",
+    "NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release": "driver 580.65.06",
+    "no version here": "driver of unknown version",
+    None: None,
+}
+
+
+@pytest.mark.parametrize("words, platforms", [*((w, None) for w in OF_DRIVER), ("580.65", "cpu")])
+def test_a_gpu_that_jax_does_not_use_is_told(words, platforms, monkeypatch, tmp_path):
     if words:
         (tmp_path / "version").write_text(words)
     monkeypatch.setattr(devices, "DRIVER", tmp_path / "version")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    before = jax.config.jax_platforms
-    jax.config.update("jax_platforms", platforms)
-    try:
-        advice = devices.unused_gpu()
-    finally:
-        jax.config.update("jax_platforms", before)
+    monkeypatch.setattr(jax, "config", argparse.Namespace(jax_platforms=platforms))
+    advice = devices.unused_gpu()
+    told = None if platforms else OF_DRIVER[words]
     assert (told in advice and "Install jax[cuda13]" in advice) if told else advice is None
 
 
