@@ -66,8 +66,8 @@ FEATURES = {
         dict(starts="B"), lambda x: dict(mask=masks.KeyStarts(x["starts"]) | masks.Dilated(2))
     ),
     "`mask`: complement of one": Feature(
-        dict(q_ids="BT", kv_ids="BS"),
-        lambda x: dict(mask=~masks.Documents(x["q_ids"], 1 - 2 * x["kv_ids"])),
+        dict(q_ids="BT", spots="BS"),
+        lambda x: dict(mask=~masks.Documents(x["q_ids"], x["spots"])),
     ),
     "`mask`: an array": Feature(dict(mask="B1TS"), lambda x: dict(mask=x["mask"])),
     "`bias`": Feature(dict(bias="1NTS"), lambda x: dict(bias=x["bias"])),
@@ -94,7 +94,9 @@ LETTERS = dict(query="BTNH", key="BSKH", value="BSKV") | {
 def integers(T, S, **_):
     """The least of each array of integers, and what it stays below."""
     found = dict(offset=(0, 5), queries=(3 * T // 4, T), keys=(5 * S // 8, S + 1), prefix=(0, 9))
-    return found | dict.fromkeys(("q_ids", "kv_ids"), (0, 2)) | dict(steps=(1, 4), starts=(0, 9))
+    return found | dict.fromkeys(("q_ids", "kv_ids"), (0, 2)) | dict(
+        steps=(1, 4), starts=(0, 9), spots=(0, 4)
+    )
 
 
 INPUTS = ("query", "key", "value")
@@ -107,7 +109,8 @@ def arrays(dtype="float32", **sizes) -> dict[str, Any]:
     for name, letters in LETTERS.items():
         shape = tuple(sizes.get(letter, 1) for letter in letters)
         if name in (limits := integers(**sizes)):
-            x = np.sort(rng.integers(*limits[name], shape)).astype(np.int32)
+            x = rng.integers(*limits[name], shape).astype(np.int32)
+            x = np.sort(x) if name.endswith("ids") else x
         elif name == "mask":
             x = rng.random(shape) < 0.8
         else:
