@@ -179,9 +179,23 @@ def step(
 
     Returns p = b^(s - m'), the factor alpha = b^(m - m') that older sums must be scaled by, and the
     new SoftmaxState. A `scale` above 0 multiplies s where a fused multiply-add can do it, at no
-    cost. A maximum that grows by no more than `rescale_threshold` stays what it was, and alpha is
-    1: any m' gives the same P = p / l, and none of p exceeds b^rescale_threshold.
+    cost.
     """
+    stats, alpha = raise_maximum(s, stats, log_base, scale, rescale_threshold)
+    p, stats = weights(s, stats, log_base, scale)
+    return p, alpha, stats
+
+
+def raise_maximum(
+    s,
+    stats: SoftmaxState,
+    log_base: LogBase,
+    scale: float | None = None,
+    rescale_threshold: float = 0.0,
+):
+    """The SoftmaxState with the maximum m' of whole rows of scores too, and alpha, with its l
+    scaled by that. A maximum that grows by no more than `rescale_threshold` stays what it was, and
+    alpha is 1: any m' gives the same P = p / l, and none of p exceeds b^rescale_threshold."""
     m, l, top = stats
     highest = jnp.max(s, axis=-1)
     highest = highest if scale is None else highest * scale
@@ -191,16 +205,15 @@ def step(
         else jnp.maximum(m, highest)
     )
     alpha = log_base.power(m - m_new)
-    p = log_base.power((s if scale is None else s * scale) - _each(m_new, s))
-    return (
-        p,
-        alpha,
-        SoftmaxState(
-            m_new,
-            l * alpha + jnp.sum(p, axis=-1),
-            None if top is None else jnp.maximum(top, highest),
-        ),
-    )
+    top = None if top is None else jnp.maximum(top, highest)
+    return SoftmaxState(m_new, l * alpha, top), alpha
+
+
+def weights(s, stats: SoftmaxState, log_base: LogBase, scale: float | None = None):
+    """p = b^(s - m) of some or all columns of scores, for which the maximum has been raised, and
+    the SoftmaxState with their sum."""
+    p = log_base.power((s if scale is None else s * scale) - _each(stats.m, s))
+    return p, stats._replace(l=stats.l + jnp.sum(p, axis=-1))
 
 
 def _each(row, like):
