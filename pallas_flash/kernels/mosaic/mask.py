@@ -3,9 +3,17 @@ say; a packed mask or a mask_mod comes on top."""
 
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_flash.kernels.mosaic.registers import Layouts, ScoreTile, iota, load
+from pallas_flash.kernels.mosaic.registers import (
+    Layouts,
+    ScoreTile,
+    iota,
+    load,
+    per_column,
+    per_row,
+)
 from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.pytrees import IntLike
 
@@ -21,14 +29,29 @@ class TileMask(NamedTuple):
 
     def visible(self, tile: ScoreTile):
         """Whether each query sees each key."""
-        v, ids = self.resolved_mask, ()
         allowed = None if self.more is None else self.more.visible(tile)
-        if v.query_ids is not None:
-            key_ids = tile.load_per_key(lambda keys: v.key_ids.at[self.batch, keys])
-            ids = tile.per_query(v.query_ids), key_ids
-        keys = tile.key_index()
-        inside = v.visible(tile.per_query(self.start), tile.per_query(self.stop), keys, *ids)
-        return inside if allowed is None else inside & allowed
+        seen, ids = self._in_interval(tile), self.resolved_mask.query_ids
+        if ids is not None:
+            key_ids = tile.load_per_key(
+                lambda keys: self.resolved_mask.key_ids.at[self.batch, keys]
+            )
+            seen = seen & (tile.per_query(ids) == key_ids)
+        return seen if allowed is None else seen & allowed
+
+    def _in_interval(self, tile: ScoreTile):
+        visible = self.resolved_mask.visible
+        if tile.transposed:
+            return visible(tile.per_query(self.start), tile.per_query(self.stop), tile.key_index())
+        # `columns` keys at a time: relative to the first of them the ends of an interval are
+        # compared with a number that the program knows
+        columns = tile.layouts.columns
+        shape = tile.shape[0], columns
+        key = per_column(tile.first_key + iota(columns, tile.layouts.column), shape)
+        relative = lambda end: per_row(end, shape) - key
+        start = 0 if isinstance(self.start, int) and self.start == 0 else relative(self.start)
+        stop = relative(self.stop)
+        seen = lambda first: visible(start, stop, jnp.full(shape, first, jnp.int32))
+        return jnp.concatenate([seen(n) for n in range(0, tile.shape[1], columns)], axis=1)
 
 
 def load_mask(

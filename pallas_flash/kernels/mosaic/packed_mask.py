@@ -20,7 +20,6 @@ from pallas_flash.kernels.mosaic.tiling import Tiling
 from pallas_flash.pytrees import IntLike
 
 WORD = 32  # bits
-COLUMNS = 8  # of a tile that lie in the registers as the next ones do
 
 
 class Words(NamedTuple):
@@ -60,23 +59,24 @@ class HeadMask(NamedTuple):
         (first_row, first_column), shape = tile.first, tile.shape
         _, _, blocks, count, rows = self.words.shape
         block = lax.div(first_column, jnp.int32(shape[1])) if blocks > 1 else 0
-        eight = shape[0], COLUMNS
-        column = per_column(iota(COLUMNS, tile.layouts.column), eight)
+        columns = tile.layouts.columns
+        part = shape[0], columns
+        column = per_column(iota(columns, tile.layouts.column), part)
 
         def bits(n):
             at = self.batch, self.head, block, n
             if rows == 1:
-                word = jnp.broadcast_to(self.words[(*at, 0)], eight)
+                word = jnp.broadcast_to(self.words[(*at, 0)], part)
             else:
                 at = (i if isinstance(i, int) else opaque(i) for i in at)
                 ref = self.words.at[(*at, pl.ds(first_row, shape[0]))]
-                word = per_row(load(ref, tile.layouts.row), eight)
+                word = per_row(load(ref, tile.layouts.row), part)
             word = lax.shift_right_logical(word, column)
             return [
-                word & (1 << bit) != 0 for bit in range(0, min(WORD, shape[1] - n * WORD), COLUMNS)
+                word & (1 << bit) != 0 for bit in range(0, min(WORD, shape[1] - n * WORD), columns)
             ]
 
-        return jnp.concatenate([eight for n in range(count) for eight in bits(n)], axis=1)
+        return jnp.concatenate([x for n in range(count) for x in bits(n)], axis=1)
 
 
 def for_head(x: Words, batch: IntLike, head: IntLike) -> HeadMask:

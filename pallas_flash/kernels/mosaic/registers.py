@@ -19,6 +19,7 @@ class Layouts(NamedTuple):
     tile: Any
     row: Any
     column: Any
+    columns: int = 8  # of a tile that lie in the registers as the next ones do
 
 
 def opaque(n: IntLike):
