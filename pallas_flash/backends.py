@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from pallas_flash import blockwise, reference
 from pallas_flash.arguments import Gradients, Operands, Problem
-from pallas_flash.kernels import ampere, device, hopper, joined, mma, triton
+from pallas_flash.kernels import device, joined, mma, triton
 from pallas_flash.online_softmax import LogBase
 
 
@@ -144,7 +144,7 @@ def _no_gpu() -> str | None:
 EARLIER = "an earlier algorithm, for comparison only: select it by name"
 
 
-def _on_hopper() -> str | None:
+def _on_hopper(problem: Problem) -> str | None:
     on_hopper = device.compute_capability() == 9.0
     return "this GPU has kernels of its own, hopper's: ask for it by name" if on_hopper else None
 
@@ -195,12 +195,6 @@ _triton_why_no_import = functools.partial(
     _why_no_import, "triton.forward", "triton.backward", "triton.tangent"
 )
 _SCORES = "mma.score_gradients"
-_ampere_why_no_import = functools.partial(
-    _why_no_import, "ampere.forward", "ampere.backward", "mma.tangent", _SCORES
-)
-_hopper_why_no_import = functools.partial(
-    _why_no_import, "hopper.forward", "hopper.backward", "hopper.tangent", _SCORES
-)
 
 
 def _mosaic_backward(module: str) -> Callable:
@@ -296,36 +290,32 @@ REFERENCE = Backend(
     lambda problem, tiles, *args: reference.backward(problem, *args),
     is_dense=True,
 )
-_PAGED_BY_MMA = PagedKernel(mma.why_no_pages, mma.decode_tiles, _kernel("mma.decode", "forward"))
+
+
+def _mosaic_family(
+    name: str, why_not_by_default: Callable[[Problem], str | None], tangent: str = "mma.tangent"
+) -> Backend:
+    """Mosaic kernels for GPUs of one generation: the package of that name in `kernels`."""
+    why_not, modules = _kernel(name, "why_not"), (f"{name}.forward", f"{name}.backward")
+    return Backend(
+        name,
+        lambda p: joined(why_not(p), _no_tiles(p)) or _why_no_import(*modules, tangent, _SCORES),
+        lambda p: _no_gpu() or why_not_by_default(p),
+        _kernel(name, "tiles"),
+        _kernel(modules[0], "forward"),
+        _mosaic_backward(modules[1]),
+        tangent=_tangent(tangent),
+        own_kernels=True,
+        is_interpretable=False,
+        paged=PagedKernel(mma.why_no_pages, mma.decode_tiles, _kernel("mma.decode", "forward")),
+        keeps_base_2=True,
+        copies=_kernel(name, "copies"),
+    )
+
+
 BACKENDS = (
-    Backend(
-        "hopper",
-        lambda p: joined(hopper.why_not(p), _no_tiles(p)) or _hopper_why_no_import(),
-        lambda p: _no_gpu() or _few_queries(p),
-        lambda p: hopper.tiles(p),
-        _kernel("hopper.forward", "forward"),
-        _mosaic_backward("hopper.backward"),
-        tangent=_tangent("hopper.tangent"),
-        own_kernels=True,
-        is_interpretable=False,
-        paged=_PAGED_BY_MMA,
-        keeps_base_2=True,
-        copies=lambda p: hopper.copies(p),
-    ),
-    Backend(
-        "ampere",
-        lambda p: joined(ampere.why_not(p), _no_tiles(p)) or _ampere_why_no_import(),
-        lambda p: _no_gpu() or _on_hopper(),
-        lambda p: ampere.tiles(p),
-        _kernel("ampere.forward", "forward"),
-        _mosaic_backward("ampere.backward"),
-        tangent=_tangent("mma.tangent"),
-        own_kernels=True,
-        is_interpretable=False,
-        paged=_PAGED_BY_MMA,
-        keeps_base_2=True,
-        copies=lambda p: ampere.copies(p),
-    ),
+    _mosaic_family("hopper", _few_queries, tangent="hopper.tangent"),
+    _mosaic_family("ampere", _on_hopper),
     Backend(
         "triton",
         lambda p: _no_tiles(p) or triton.why_not(p) or _triton_why_no_import(),
