@@ -103,6 +103,8 @@ ORDER = [
     "kernels.mma.tuning",
     "kernels.mosaic.operations",
     "kernels.mosaic.launch",
+    "kernels.mosaic.roles",
+    "kernels.mosaic.statistics",
     "kernels.mosaic.tangents",
     "kernels.mosaic.logits",
     "kernels.mosaic.mask",

@@ -18,10 +18,9 @@ from pallas_flash.kernels.ampere.tuning import AllTiles
 from pallas_flash.kernels.mma import decode, tile
 from pallas_flash.kernels.mma.matrices import Matrices
 from pallas_flash.kernels.mma.tuning import Tiles
-from pallas_flash.kernels.mosaic import block_info, logits, scheduler
+from pallas_flash.kernels.mosaic import block_info, logits, scheduler, statistics
 from pallas_flash.kernels.mosaic.launch import LANE, launch
 from pallas_flash.kernels.mosaic.registers import per_row
-from pallas_flash.online_softmax import LogBase, SoftmaxState
 
 
 class Inputs(NamedTuple):
@@ -62,11 +61,7 @@ def forward(problem: Problem, tiles: AllTiles, x: Operands):
         return decode.forward(problem, tiles.decode, x)
     p, t = problem, tiles.forward
     length = schedule.ceil_div(p.queries, t.block_q) * t.block_q
-    rows = jax.ShapeDtypeStruct((p.batch, p.heads, length), jnp.float32)
-    like = SoftmaxState(
-        rows, rows if p.log_base is LogBase.E else None, rows if p.max_logits else None
-    )
-    fields, tree = jax.tree.flatten(like)
+    fields = jax.tree.leaves(statistics.types(p, t.block_q))
     o_type = jax.ShapeDtypeStruct((p.batch, length, p.heads * t.value_width), x.query.dtype)
     o, *stats = launch(
         functools.partial(_kernel, problem=p, tiles=t),
@@ -79,10 +74,7 @@ def forward(problem: Problem, tiles: AllTiles, x: Operands):
         semantics=LANE,
     )
     o = o.reshape(p.batch, length, p.heads, t.value_width)[:, : p.queries, :, : p.value_size]
-    stats = jax.tree.unflatten(tree, [x[:, :, : p.queries] for x in stats])
-    constant = logits.soft_cap_constant(p)
-    top = None if stats.top is None else stats.top + constant
-    return o, stats._replace(m=stats.m + constant, top=top)
+    return o, statistics.results(p, stats)
 
 
 def _inputs(p: Problem, t: Tiles, x: Operands) -> Inputs:
@@ -91,7 +83,7 @@ def _inputs(p: Problem, t: Tiles, x: Operands) -> Inputs:
         Matrices.make([x.query], [t.width], t.block_q, None),
         Matrices.make([x.key, x.value], [t.width, t.value_width], t.block_k, key_lengths),
         block_info.by_query_tile(p, x.resolved_mask, x.mask, t.block_q, t.block_k),
-        None if x.sinks is None else x.sinks - p.log_base.to_e(logits.soft_cap_constant(p)),
+        statistics.sinks(p, x),
         logits.arrays(p, x, t.tiling),
     )
 
@@ -133,11 +125,8 @@ def _kernel(program, x: Inputs, o_gmem, *outputs, problem: Problem, tiles: Tiles
     start = online_softmax.start(tile.rows(t.block_q, 0.0), p.log_base, sink, p.max_logits)
     o, stats = blocks.visit(step, (tile.zeros(t.block_q, t.value_width), start))
 
-    m, l, top = stats
-    if p.log_base is LogBase.TWO:
-        stats = SoftmaxState(jnp.where(l == 0, -jnp.inf, m + jnp.log2(l)), None, top)
-    o = online_softmax.finish(o, l, p.kept).astype(x.queries.dtype)
+    o = online_softmax.finish(o, stats.l, p.kept).astype(x.queries.dtype)
     rows = pl.ds(first_row, t.block_q)
     tile.store(o_gmem.at[work.batch, rows, pl.ds(work.head * t.value_width, t.value_width)], o)
-    for gmem, value in zip(stats_gmem, jax.tree.leaves(stats), strict=True):
+    for gmem, value in zip(stats_gmem, jax.tree.leaves(statistics.finish(p, stats)), strict=True):
         tile.store(gmem.at[work.batch, work.head, rows], value)

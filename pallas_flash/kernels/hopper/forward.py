@@ -19,11 +19,11 @@ from pallas_flash.arguments import Operands, Problem
 from pallas_flash.kernels.hopper import sync, tile
 from pallas_flash.kernels.hopper.tuning import ROWS, AllTiles, Tiles
 from pallas_flash.kernels.mma import decode
-from pallas_flash.kernels.mosaic import block_info, logits, ragged_tail, scheduler
+from pallas_flash.kernels.mosaic import block_info, logits, ragged_tail, scheduler, statistics
 from pallas_flash.kernels.mosaic.launch import launch
 from pallas_flash.kernels.mosaic.mask import TileMask
 from pallas_flash.kernels.mosaic.registers import per_row
-from pallas_flash.online_softmax import LogBase, SoftmaxState
+from pallas_flash.online_softmax import SoftmaxState
 from pallas_flash.pytrees import IntLike
 
 
@@ -50,15 +50,7 @@ def forward(problem: Problem, tiles: AllTiles, x: Operands):
     p, t = problem, tiles.forward
     inputs = _inputs(p, t, x)
     B, T, N, _ = inputs.q.shape
-    # rows of whole tiles: where a vector ends, Mosaic clips its store by the end of the array, not
-    # of the row
-    rows = jax.ShapeDtypeStruct(
-        (B, N, schedule.ceil_div(p.queries, t.block_q) * t.block_q), jnp.float32
-    )
-    like = SoftmaxState(
-        rows, rows if p.log_base is LogBase.E else None, rows if p.max_logits else None
-    )
-    fields, tree = jax.tree.flatten(like)
+    fields = jax.tree.leaves(statistics.types(p, t.block_q))
     o, *stats = launch(
         functools.partial(_kernel, problem=p, tiles=t),
         inputs,
@@ -68,10 +60,7 @@ def forward(problem: Problem, tiles: AllTiles, x: Operands):
         scratch=Memory.allocate(t, x.query.dtype, len(fields)),
         name="flash_attention_forward",
     )
-    stats = jax.tree.unflatten(tree, [x[:, :, : p.queries] for x in stats])
-    constant = logits.soft_cap_constant(p)
-    top = None if stats.top is None else stats.top + constant
-    return o[:, : p.queries, :, : p.value_size], stats._replace(m=stats.m + constant, top=top)
+    return o[:, : p.queries, :, : p.value_size], statistics.results(p, stats)
 
 
 def _inputs(p: Problem, t: Tiles, x: Operands) -> Inputs:
@@ -85,7 +74,7 @@ def _inputs(p: Problem, t: Tiles, x: Operands) -> Inputs:
         ragged_tail.copy_tails(x.resolved_mask.lengths[1], t.block_k, k, v),
         blocks,
         None if isinstance(blocks, block_info.BlockLists) else blocks_of(ROWS),
-        None if x.sinks is None else x.sinks - p.log_base.to_e(logits.soft_cap_constant(p)),
+        statistics.sinks(p, x),
         logits.arrays(p, x, t.tiling),
     )
 
@@ -368,7 +357,5 @@ class QueryTile(NamedTuple):
             self.consumer.turns.sync_self()
 
     def finish(self, o, stats: SoftmaxState):
-        problem, (m, l, top) = self.consumer.program.problem, stats
-        if problem.log_base is LogBase.TWO:
-            stats = SoftmaxState(jnp.where(l == 0, -jnp.inf, m + jnp.log2(l)), None, top)
-        return online_softmax.finish(o, l, problem.kept), stats
+        problem = self.consumer.program.problem
+        return online_softmax.finish(o, stats.l, problem.kept), statistics.finish(problem, stats)

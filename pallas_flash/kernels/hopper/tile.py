@@ -13,8 +13,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_flash import schedule
 from pallas_flash.kernels.hopper import sync
 from pallas_flash.kernels.hopper.tuning import ROWS, padded_length, padded_size
-from pallas_flash.kernels.mosaic import ragged_tail
+from pallas_flash.kernels.mosaic import ragged_tail, roles
 from pallas_flash.kernels.mosaic.registers import Layouts, opaque, per_row
+from pallas_flash.kernels.mosaic.roles import Role
 from pallas_flash.pytrees import IntLike
 
 WGMMA = plgpu.Layout.WGMMA
@@ -216,19 +217,8 @@ def overlap(body, sums, like):
 
 def specialize(tiles, consume, produce):
     """consume(wg) in each consumer warpgroup and produce() in the producer, which gives its
-    registers to several others."""
-    wg = lax.axis_index("warpgroup")
-    few, many = (24, 240) if tiles.warpgroups == 2 else (32, 160)
-    several = tiles.warpgroups > 1  # one has 255 from the start
-
-    @pl.when(wg < tiles.warpgroups)
-    def _():
-        if several:
-            plgpu.set_max_registers(many, action="increase")
-        consume(wg)
-
-    @pl.when(wg == tiles.warpgroups)
-    def _():
-        if several:
-            plgpu.set_max_registers(few, action="decrease")
-        produce()
+    registers to several others; one has as many as there are from the start."""
+    many, few = {1: (None, None), 2: (240, 24), 3: (160, 32)}[tiles.warpgroups]
+    roles.specialize(
+        Role(consume, tiles.warpgroups, many), Role(lambda _: produce(), registers=few)
+    )
