@@ -98,7 +98,7 @@ ORDER = [
     "kernels.mma.gradients",
     "kernels.mma.tangent",
     "kernels.mma.decode",
-    "kernels.mma.matrices",
+    "kernels.mma.padded_rows",
     "kernels.mma.tile",
     "kernels.mma.tuning",
     "kernels.mosaic.operations",

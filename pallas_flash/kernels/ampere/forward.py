@@ -16,7 +16,7 @@ from pallas_flash import online_softmax, schedule
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.kernels.ampere.tuning import AllTiles
 from pallas_flash.kernels.mma import decode, tile
-from pallas_flash.kernels.mma.matrices import Matrices
+from pallas_flash.kernels.mma.padded_rows import PaddedRows
 from pallas_flash.kernels.mma.tuning import Tiles
 from pallas_flash.kernels.mosaic import block_info, logits, scheduler, statistics
 from pallas_flash.kernels.mosaic.launch import LANE, launch
@@ -26,8 +26,8 @@ from pallas_flash.kernels.mosaic.registers import per_row
 class Inputs(NamedTuple):
     """The kernel's arrays, and what the mask comes to for rows, tiles and blocks."""
 
-    queries: Matrices  # q
-    keys: Matrices  # k, v
+    queries: PaddedRows  # q
+    keys: PaddedRows  # k, v
     blocks: jax.Array | block_info.BlockLists | None  # of block_info.by_query_tile
     sinks: jax.Array | None  # [N], less what the logits omit
     logits: logits.Arrays
@@ -80,8 +80,8 @@ def forward(problem: Problem, tiles: AllTiles, x: Operands):
 def _inputs(p: Problem, t: Tiles, x: Operands) -> Inputs:
     _, key_lengths = x.resolved_mask.lengths
     return Inputs(
-        Matrices.make([x.query], [t.width], t.block_q, None),
-        Matrices.make([x.key, x.value], [t.width, t.value_width], t.block_k, key_lengths),
+        PaddedRows.make([x.query], [t.width], t.block_q, None),
+        PaddedRows.make([x.key, x.value], [t.width, t.value_width], t.block_k, key_lengths),
         block_info.by_query_tile(p, x.resolved_mask, x.mask, t.block_q, t.block_k),
         statistics.sinks(p, x),
         logits.arrays(p, x, t.tiling),

@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_flash import decode, online_softmax, schedule
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.kernels.mma import tile
-from pallas_flash.kernels.mma.matrices import flat, pad
+from pallas_flash.kernels.mma.padded_rows import flat, pad
 from pallas_flash.kernels.mma.tuning import ROWS, DecodeTiles
 from pallas_flash.kernels.mosaic import logits, mods
 from pallas_flash.kernels.mosaic.launch import LANE, launch

@@ -9,7 +9,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.kernels.mma import tile
-from pallas_flash.kernels.mma.matrices import Matrices
+from pallas_flash.kernels.mma.padded_rows import PaddedRows
 from pallas_flash.kernels.mma.tuning import Tiles
 from pallas_flash.kernels.mosaic import block_info, logits
 
@@ -17,8 +17,8 @@ from pallas_flash.kernels.mosaic import block_info, logits
 class Inputs(NamedTuple):
     """The arrays of a kernel, and what the mask comes to for rows, tiles and blocks."""
 
-    queries: Matrices  # q, do
-    keys: Matrices  # k, v
+    queries: PaddedRows  # q, do
+    keys: PaddedRows  # k, v
     # [B, N, whole tiles of T]: in the problem's log base, less what the logits omit; +inf: P = 0
     lse: jax.Array
     delta: jax.Array  # the same shape
@@ -31,8 +31,8 @@ class Inputs(NamedTuple):
         more = (0, 0), (0, 0), (0, -p.queries % t.block_q)
         widths, (query_lengths, key_lengths) = (t.width, t.value_width), x.resolved_mask.lengths
         return cls(
-            Matrices.make([x.query, do], widths, t.block_q, query_lengths),
-            Matrices.make([x.key, x.value], widths, t.block_k, key_lengths),
+            PaddedRows.make([x.query, do], widths, t.block_q, query_lengths),
+            PaddedRows.make([x.key, x.value], widths, t.block_k, key_lengths),
             jnp.pad(lse - logits.soft_cap_constant(p), more, constant_values=jnp.inf),
             jnp.pad(delta, more),
             blocks,

@@ -27,12 +27,11 @@ from pallas_flash.kernels.mosaic.registers import iota, load, per_column, per_ro
 from pallas_flash.kernels.mosaic.scheduler import WorkTile, divmod_
 from pallas_flash.mods import captured
 from pallas_flash.mods.captured import PAIR
-from pallas_flash.pytrees import IntLike
 
 ENTRIES = 32  # of an array that a program owns
 
 
-class Given(NamedTuple):
+class ScoreInputs(NamedTuple):
     """What gradients are computed from. `read`: the number of a read of the score_mod, for what
     each pair adds to its gradient in place of dS."""
 
@@ -45,44 +44,44 @@ class Given(NamedTuple):
 
 def score_gradients(problem: Problem, tiles: ScoreTiles, x: Operands, lse, do, delta) -> tuple:
     """Those of the bias, None without one, and of the arrays that a score_mod reads."""
-    given = Given(problem, tiles, x, (lse, do, delta))
-    bias = None if x.bias is None else _sums(given, problem.bias, x.bias.dtype)
+    inputs = ScoreInputs(problem, tiles, x, (lse, do, delta))
+    bias = None if x.bias is None else _sums(inputs, problem.bias, x.bias.dtype)
     totals = [] if x.score is None else [jnp.zeros_like(array) for array in x.score.tables]
     for number, read in enumerate(x.score.mod.reads if totals else ()):
         if read.array < len(totals):
             total = totals[read.array]
-            more = _of_read(given._replace(read=number), total.shape)
+            more = _of_read(inputs._replace(read=number), total.shape)
             totals[read.array] = total + more.astype(total.dtype)
     return bias, tuple(totals)
 
 
-def _of_read(given: Given, shape: tuple[int, ...]) -> jax.Array:
+def _of_read(inputs: ScoreInputs, shape: tuple[int, ...]) -> jax.Array:
     """What one read adds to the gradient of an array of this shape."""
-    p, score = given.problem, given.operands.score
-    read = score.mod.reads[given.read]
+    p, score = inputs.problem, inputs.operands.score
+    read = score.mod.reads[inputs.read]
     _, differ = read.axes
     sizes = [shape[axis] for axis in differ]
     entries = math.prod(sizes)
     if read.depends_on >= PAIR and entries < p.queries * p.keys // 4:
-        sums = _entry_sums(given, entries)
-        index, _ = score.captured_by_head(p.batch, p.heads)[given.read]
+        sums = _entry_sums(inputs, entries)
+        index, _ = score.captured_by_head(p.batch, p.heads)[inputs.read]
         index = [_four_axes(jnp.asarray(i)[..., None, None]) for i in index]
         own = jnp.unravel_index(jnp.arange(entries, dtype=jnp.int32), sizes)
         for axis, i in zip(differ, own, strict=True):
             index[axis] = _four_axes(i)
-        return _by_place(sums, captured.flat_index(index, shape), shape)
+        return _ordered_scatter_add(sums, captured.flat_index(index, shape), shape)
     rows, keys = (jnp.arange(n, dtype=jnp.int32) for n in (p.queries, p.keys))
     pairs = score.pairs(p.batch, p.heads, rows, keys)
-    index, _ = score.read_captured(lambda n, at: score.arrays[n][at], *pairs)[given.read]
+    index, _ = score.read_captured(lambda n, at: score.arrays[n][at], *pairs)[inputs.read]
     place = _four_axes(captured.flat_index([_four_axes(i) for i in index], shape))
-    return _by_place(_sums(given, place.shape), place, shape)
+    return _ordered_scatter_add(_sums(inputs, place.shape), place, shape)
 
 
 def _four_axes(x) -> jax.Array:
     return jnp.reshape(x, (1,) * (4 - jnp.ndim(x)) + jnp.shape(x))
 
 
-def _by_place(sums, place, shape: tuple[int, ...]) -> jax.Array:
+def _ordered_scatter_add(sums, place, shape: tuple[int, ...]) -> jax.Array:
     """An array of this shape, to whose places, as of a vector, the sums are added; always in the
     same order, as no scatter of XLA's does on a GPU."""
     sums = _reduce(sums, place.shape)
@@ -108,19 +107,35 @@ def _reduce(sums, shape):
     return jnp.sum(sums, axes, keepdims=True) if axes else sums
 
 
-def _sums(given: Given, shape: tuple[int, ...], dtype=jnp.float32) -> jax.Array:
-    """Of a shape [B | 1, N | 1, T | 1, S | 1] the sums over what it broadcasts over."""
-    by_query, by_key = (n > 1 for n in shape[2:])
-    if by_query and by_key:
-        return _pair_sums(given, shape, dtype)
-    sums = _key_sums(given) if by_key else _query_sums(given)
-    return _reduce(sums, shape).astype(dtype)
+def _sums(inputs: ScoreInputs, shape: tuple[int, ...], dtype=jnp.float32) -> jax.Array:
+    """Of a shape [B | 1, N | 1, T | 1, S | 1] the sums over what it broadcasts over. A program owns
+    a tile of queries or of keys and sums over the others, or one of both, and sums over batch rows
+    and heads."""
+    p, x, (by_query, by_key) = inputs.problem, inputs.operands, (n > 1 for n in shape[2:])
+    of_pairs = by_query and by_key
+    t = inputs.tiles.by_key if by_key and not by_query else inputs.tiles.by_query
+    if of_pairs:
+        kernel, find, own = _pair_kernel, block_info.block_types, shape[:2]
+    else:
+        find = block_info.by_key_tile if t.owns_keys else block_info.by_query_tile
+        kernel, own = _side_kernel, (p.batch, p.heads)
+    queries, keys = (p.queries, t.block_q), (p.keys, t.block_k)
+    sides = [queries, keys] if of_pairs else [keys if t.owns_keys else queries]
+    tiles = [schedule.ceil_div(length, size) for length, size in sides]
+    whole = (n * size for n, (_, size) in zip(tiles, sides, strict=True))
+    out = jax.ShapeDtypeStruct((*own, *whole), dtype if of_pairs else jnp.float32)
+    blocks = find(p, x.resolved_mask, x.mask, t.block_q, t.block_k)
+    sums = _launch(kernel, inputs, t, blocks, math.prod((*own, *tiles)), out)
+    sums = sums[:, :, *(slice(length) for length, _ in sides)]
+    if of_pairs:
+        return sums
+    return _reduce(jnp.expand_dims(sums, 2 if t.owns_keys else 3), shape).astype(dtype)
 
 
 # ---- the kernels ----
 
 
-class Walk(NamedTuple):
+class TileLoop(NamedTuple):
     """Over tiles of scores, in a program."""
 
     problem: Problem
@@ -129,10 +144,11 @@ class Walk(NamedTuple):
     x: Inputs
     memory: Memory
 
-    def over(self, batch: IntLike, head: IntLike, own: IntLike, blocks, add: Callable, sums):
+    def over(self, work: WorkTile, blocks: schedule.Blocks, add: Callable, sums):
         """sums = add(sums, tile, head's score_mod, d), where d() is dS of the tile, over the blocks
         of keys that a tile of queries meets; or dS^T, of queries that a tile of keys does."""
         p, t, x, memory = self.problem, self.tiles, self.x, self.memory
+        batch, head, _, own = work
         ring = tile.CopyRing(memory.ring, memory.ring_full)
         sides = (x.queries, head), (x.keys, divmod_(head, p.group)[0])
         owned, passing = sides[::-1] if t.owns_keys else sides
@@ -170,16 +186,17 @@ class Walk(NamedTuple):
 
         return blocks.visit(step, sums)
 
-    def all_of(self, batch: IntLike, head: IntLike, own: IntLike, blocks, sums):
+    def all_of(self, work: WorkTile, blocks: schedule.Blocks, sums):
         """Plus dS of each of these tiles."""
-        add = lambda sums, at, mod, gradient: sums + gradient()
-        return self.over(batch, head, own, blocks, add, sums)
+        return self.over(work, blocks, lambda sums, at, mod, gradient: sums + gradient(), sums)
 
-    def key_blocks(self, work: WorkTile) -> schedule.Blocks:
-        p, t, x = self.problem, self.tiles, self.x
-        return block_info.key_blocks(
-            x.blocks, x.logits.resolved_mask, work, work.tile, p.queries, t.block_q, t.block_k
-        )
+    def blocks(self, work: WorkTile) -> schedule.Blocks:
+        """Those that a tile of queries, or of keys, meets."""
+        p, t, found, mask = self.problem, self.tiles, self.x.blocks, self.x.logits.resolved_mask
+        sizes = p.queries, t.block_q, t.block_k
+        if t.owns_keys:
+            return block_info.query_blocks(found, mask, work, *sizes)(0)[0]
+        return block_info.key_blocks(found, mask, work, work.tile, *sizes)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -191,80 +208,38 @@ class Walk(NamedTuple):
         return tile.zeros(*self.shape)
 
 
-def _launch(kernel, given: Given, t: Tiles, blocks, programs: int, out) -> jax.Array:
-    p, x = given.problem, given.operands
+def _launch(kernel, inputs: ScoreInputs, t: Tiles, blocks, programs: int, out) -> jax.Array:
+    p, x = inputs.problem, inputs.operands
     (sums,) = launch(
-        lambda program, x, out, memory: kernel(program, Walk(p, t, given.read, x, memory), out),
-        Inputs.make(p, t, blocks, x, *given.rows),
+        lambda program, x, out, memory: kernel(
+            program, TileLoop(p, t, inputs.read, x, memory), out
+        ),
+        Inputs.make(p, t, blocks, x, *inputs.rows),
         programs=programs,
         out_type=[out],
         warpgroups=1,
         scratch=Memory.allocate(t, x.query.dtype),
-        name="flash_attention_dbias" if given.read is None else "flash_attention_dcaptured",
+        name="flash_attention_dbias" if inputs.read is None else "flash_attention_dcaptured",
         semantics=LANE,
         reduction_scratch=0 if t.owns_keys else REDUCTION,
     )
     return sums
 
 
-def _whole(length: int, size: int) -> int:
-    return schedule.ceil_div(length, size) * size
-
-
-def _query_sums(given: Given) -> jax.Array:
-    """[B, N, T, 1]: over the keys of each query."""
-    p, (t, _), x, *_ = given
-    out = jax.ShapeDtypeStruct((p.batch, p.heads, _whole(p.queries, t.block_q)), jnp.float32)
-    blocks = block_info.by_query_tile(p, x.resolved_mask, x.mask, t.block_q, t.block_k)
-    programs = scheduler.query_programs(p, t.block_q)
-    sums = _launch(_query_kernel, given, t, blocks, programs, out)
-    return sums[:, :, : p.queries, None]
-
-
-def _query_kernel(program, walk: Walk, out):
-    p, t = walk.problem, walk.tiles
-    work = scheduler.query_tile(program, p, t.block_q, t.row_bytes)
-    blocks = walk.key_blocks(work)
-    sums = walk.all_of(work.batch, work.head, work.tile, blocks, walk.zeros())
-    rows = pl.ds(work.tile * t.block_q, t.block_q)
+def _side_kernel(program, loop: TileLoop, out):
+    p, t = loop.problem, loop.tiles
+    if t.owns_keys:  # of one query head
+        p = dataclasses.replace(p, kv_heads=p.heads)
+        size, work = t.block_k, scheduler.key_tile(program, p, t.block_k, t.row_bytes)
+    else:
+        size, work = t.block_q, scheduler.query_tile(program, p, t.block_q, t.row_bytes)
+    sums = loop.all_of(work, loop.blocks(work), loop.zeros())
+    rows = pl.ds(work.tile * size, size)
     tile.store(out.at[work.batch, work.head, rows], jnp.sum(sums, axis=1))
 
 
-def _key_sums(given: Given) -> jax.Array:
-    """[B, N, 1, S]: over the queries of each key."""
-    p, (_, t), x, *_ = given
-    out = jax.ShapeDtypeStruct((p.batch, p.heads, _whole(p.keys, t.block_k)), jnp.float32)
-    blocks = block_info.by_key_tile(p, x.resolved_mask, x.mask, t.block_q, t.block_k)
-    programs = p.group * scheduler.key_programs(p, t.block_k)
-    sums = _launch(_key_kernel, given, t, blocks, programs, out)
-    return sums[:, :, None, : p.keys]
-
-
-def _key_kernel(program, walk: Walk, out):
-    p, t, x = walk.problem, walk.tiles, walk.x
-    alone = dataclasses.replace(p, kv_heads=p.heads)  # a program sums for one query head
-    work = scheduler.key_tile(program, alone, t.block_k, t.row_bytes)
-    blocks, _ = block_info.query_blocks(
-        x.blocks, x.logits.resolved_mask, work, p.queries, t.block_q, t.block_k
-    )(0)
-    sums = walk.all_of(work.batch, work.head, work.tile, blocks, walk.zeros())
-    keys = pl.ds(work.tile * t.block_k, t.block_k)
-    tile.store(out.at[work.batch, work.head, keys], jnp.sum(sums, axis=1))
-
-
-def _pair_sums(given: Given, shape: tuple[int, ...], dtype) -> jax.Array:
-    """[B | 1, N | 1, T, S], over batch rows and heads."""
-    p, (t, _), x, *_ = given
-    whole = _whole(p.queries, t.block_q), _whole(p.keys, t.block_k)
-    block_types = block_info.block_types(p, x.resolved_mask, x.mask, t.block_q, t.block_k)
-    programs = math.prod(shape[:2]) * math.prod(block_types.shape[2:])
-    out = jax.ShapeDtypeStruct((*shape[:2], *whole), dtype)
-    sums = _launch(_pair_kernel, given, t, block_types, programs, out)
-    return sums[:, :, : p.queries, : p.keys]
-
-
-def _pair_kernel(program, walk: Walk, out):
-    p, t, block_types = walk.problem, walk.tiles, walk.x.blocks
+def _pair_kernel(program, loop: TileLoop, out):
+    p, t, block_types = loop.problem, loop.tiles, loop.x.blocks
     _, _, tiles_q, tiles_k = block_types.shape
     rest, j = divmod_(program, tiles_k)
     rest, i = divmod_(rest, tiles_q)
@@ -276,36 +251,36 @@ def _pair_kernel(program, walk: Walk, out):
 
     def pair(n, sums):
         b, h = divmod_(n, heads)
-        b, h = first + b, first_head + h
-        kind = block_types[(*block_info.broadcast_index(block_types, b, h), i, j)]
+        work = WorkTile(first + b, first_head + h, None, i)
+        kind = block_types[(*block_info.broadcast_index(block_types, *work[:2]), i, j)]
         some, partial = (kind > 0).astype(jnp.int32), (kind == 1).astype(jnp.int32)
         blocks = schedule.Blocks(j, j + partial, j + some, j + some)
-        return schedule.loop(0, some, lambda _, sums: walk.all_of(b, h, i, blocks, sums), sums)
+        return schedule.loop(0, some, lambda _, sums: loop.all_of(work, blocks, sums), sums)
 
-    sums = schedule.loop(0, batches * heads, pair, walk.zeros())
+    sums = schedule.loop(0, batches * heads, pair, loop.zeros())
     rows, keys = (pl.ds(n * size, size) for n, size in ((i, t.block_q), (j, t.block_k)))
     tile.store(out.at[(*own, rows, keys)], sums.astype(out.dtype))
 
 
-def _entry_sums(given: Given, entries: int) -> jax.Array:
+def _entry_sums(inputs: ScoreInputs, entries: int) -> jax.Array:
     """[B, N, 1, entries], over all pairs of a head that read the same entry along the axes whose
     index differs."""
     # registers hold sums, dS, and which entry each pair reads
-    t = given.tiles.by_query
+    t = inputs.tiles.by_query
     t = t._replace(block_k=min(t.block_k, 32))
-    p, x = given.problem, given.operands
+    p, x = inputs.problem, inputs.operands
     groups, tiles = schedule.ceil_div(entries, ENTRIES), schedule.ceil_div(p.queries, t.block_q)
     pairs = p.batch * p.heads * groups
     # as many programs as keep the GPU busy
     splits = min(tiles, schedule.ceil_div(4 * device.processors(), pairs))
     out = jax.ShapeDtypeStruct((p.batch, p.heads, splits, groups * ENTRIES), jnp.float32)
     blocks = block_info.by_query_tile(p, x.resolved_mask, x.mask, t.block_q, t.block_k)
-    sums = _launch(_entry_kernel, given, t, blocks, pairs * splits, out)
+    sums = _launch(_entry_kernel, inputs, t, blocks, pairs * splits, out)
     return jnp.sum(sums[..., :entries], 2, keepdims=True)
 
 
-def _entry_kernel(program, walk: Walk, out):
-    p, t = walk.problem, walk.tiles
+def _entry_kernel(program, loop: TileLoop, out):
+    p, t = loop.problem, loop.tiles
     splits = out.shape[2]
     rest, split = divmod_(program, splits)
     rest, head = divmod_(rest, p.heads)
@@ -315,7 +290,7 @@ def _entry_kernel(program, walk: Walk, out):
     number = per_column(iota(ENTRIES, tile.LAYOUTS.column), shape)
 
     def add(sums, at, mod, gradient):
-        entry = mod.place(walk.read, at, mod.bound.mod.reads[walk.read].axes[1])
+        entry = mod.place(loop.read, at, mod.bound.mod.reads[loop.read].axes[1])
         low = jnp.maximum(jnp.min(jnp.min(entry, axis=1), axis=0), first)
         high = jnp.minimum(jnp.max(jnp.max(entry, axis=1), axis=0) + 1, first + ENTRIES)
 
@@ -332,7 +307,7 @@ def _entry_kernel(program, walk: Walk, out):
 
     def query_tile(n, sums):
         work = WorkTile(batch, head, None, split + n * splits)
-        return walk.over(batch, head, work.tile, walk.key_blocks(work), add, sums)
+        return loop.over(work, loop.blocks(work), add, sums)
 
     tiles = schedule.ceil_div(p.queries, t.block_q)
     count = divmod_(tiles - 1 - split, splits)[0] + 1

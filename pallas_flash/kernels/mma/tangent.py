@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.arguments import Gradients, Operands, Problem
 from pallas_flash.kernels.mma import tile
-from pallas_flash.kernels.mma.matrices import Matrices, flat
+from pallas_flash.kernels.mma.padded_rows import PaddedRows, flat
 from pallas_flash.kernels.mma.tuning import Tiles
 from pallas_flash.kernels.mosaic import bias, block_info, logits, scheduler
 from pallas_flash.kernels.mosaic.launch import LANE, launch
@@ -26,8 +26,8 @@ from pallas_flash.online_softmax import RowLse
 class Inputs(NamedTuple):
     """The kernel's arrays, and what the mask comes to for rows, tiles and blocks."""
 
-    queries: Matrices  # q, and dq if there is one
-    keys: Matrices  # k, v, and dk and dv if there are
+    queries: PaddedRows  # q, and dq if there is one
+    keys: PaddedRows  # k, v, and dk and dv if there are
     o: jax.Array  # [B, whole tiles of T, N * value_width]
     dbias: jax.Array | None  # of bias.pad
     rows: TangentRows
@@ -86,8 +86,8 @@ def _inputs(p: Problem, t: Tiles, x: Operands, dx: Gradients, rows: RowLse, o, d
     keys += [] if dx.value is None else [(dx.value, t.value_width)]
     o = jnp.pad(o, ((0, 0), (0, -p.queries % t.block_q), (0, 0), (0, t.value_width - p.value_size)))
     return Inputs(
-        Matrices.make(*zip(*queries, strict=True), t.block_q, None),
-        Matrices.make(*zip(*keys, strict=True), t.block_k, key_lengths),
+        PaddedRows.make(*zip(*queries, strict=True), t.block_q, None),
+        PaddedRows.make(*zip(*keys, strict=True), t.block_k, key_lengths),
         flat(o),
         bias.pad(dx.bias, t.tiling),
         TangentRows.make(p, t.block_q, rows, dlse),

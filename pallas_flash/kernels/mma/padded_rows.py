@@ -12,7 +12,7 @@ from pallas_flash.kernels.mosaic import ragged_tail
 from pallas_flash.pytrees import IntLike
 
 
-class Matrices(NamedTuple):
+class PaddedRows(NamedTuple):
     """q and do, or k and v. cp.async cannot stop where an array ends: a block that hangs over is
     read from a copy that has zeros behind that end."""
 
@@ -20,7 +20,7 @@ class Matrices(NamedTuple):
     tails: ragged_tail.Tails | None
 
     @classmethod
-    def make(cls, arrays, widths, size: int, lengths: jax.Array | None) -> "Matrices":
+    def make(cls, arrays, widths, size: int, lengths: jax.Array | None) -> "PaddedRows":
         """Of arrays [B, length, heads, n], with zeros up to these widths, in blocks of `size` rows;
         of each batch row so many are read, int32 [B], or all."""
         B, length = arrays[0].shape[:2]
