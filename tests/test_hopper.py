@@ -147,8 +147,8 @@ def test_heads_that_are_no_row_of_the_table_are_neither_padded_nor_cut(head, det
 
 
 PADDED = {  # sizes of queries and keys, of heads: what explain says of them
-    (1023, 77, 128, 128): "T from 1023 to 1024, S from 77 to 80, and cuts the results",
-    (1024, 80, 100, 64): "H from 100 to 112, and cuts the results",
+    (1023, 77, 128, 128): "T from 1023 to 1024, S from 77 to 80",
+    (1024, 80, 100, 64): "H from 100 to 112",
     (8, 16, 40, 24): None,
     (1, 1001, 128, 128): "S from 1001 to 1008",  # decoding
     (200, 264, 192, 128): None,

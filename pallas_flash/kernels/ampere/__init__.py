@@ -11,21 +11,7 @@ __all__ = ["copies", "tiles", "why_not"]
 
 def why_not(problem: Problem) -> str | None:
     """Why the kernels cannot run a problem, or None."""
-    p, reasons = problem, [_why_not_here()]
-    if p.dtype not in ("bfloat16", "float16"):
-        reasons.append(f"its products are of bfloat16 and float16; got {p.dtype}")
-    reasons.append(operations.why_not(p))
-    if max(p.head_size, p.value_size) > 256:
-        reasons.append(
-            f"head sizes above 256 do not fit into registers; got H = {p.head_size}, Hv = "
-            f"{p.value_size}"
-        )
-    if p.scale <= 0:
-        reasons.append(
-            "it takes the maximum before it multiplies by the scale, which must be above 0; "
-            f"got {p.scale}"
-        )
-    return joined(*reasons)
+    return joined(_why_not_here(), operations.why_not(problem, "mma"))
 
 
 def copies(problem: Problem) -> str | None:

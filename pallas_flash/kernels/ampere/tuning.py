@@ -8,7 +8,7 @@ from pallas_flash.kernels.mma.tuning import (
     DecodeTiles,
     Tiles,
     decode_tiles,
-    first_row,
+    row_of,
     tangent_tiles,
 )
 
@@ -50,14 +50,14 @@ _DKV = (
 
 
 def tiles(problem: Problem) -> AllTiles:
-    """The first row of each table that holds the problem's heads, as narrow as they are; but for
+    """The cheapest row of each table that holds the problem's heads, as narrow as they are; but for
     the very first where segment ids, or the words of dropout, would spill beside it."""
     p = problem
     has_ids = p.resolved_mask.query_ids is not None
     return AllTiles(
-        first_row(_FORWARD[1 if has_ids or p.dropped else 0 :], p),
-        first_row(_DQ, p),
-        first_row(_DKV[1 if has_ids else 0 :], p),
+        row_of(_FORWARD[1 if has_ids or p.dropped else 0 :], p),
+        row_of(_DQ, p),
+        row_of(_DKV[1 if has_ids else 0 :], p),
         tangent_tiles(p),
         decode_tiles(p) if decode.is_decoding(p) else None,
     )

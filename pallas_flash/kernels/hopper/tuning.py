@@ -7,7 +7,7 @@ from pallas_flash.arguments import Problem
 from pallas_flash.kernels import device
 from pallas_flash.kernels.mma.tuning import DecodeTiles, decode_tiles
 from pallas_flash.kernels.mosaic import scheduler
-from pallas_flash.kernels.mosaic.tiling import Tiling
+from pallas_flash.kernels.mosaic.tiling import Tiling, cheapest
 from pallas_flash.online_softmax import LogBase
 
 ROWS = 64  # queries or keys of a warpgroup: the rows of one wgmma
@@ -230,12 +230,9 @@ def _with_tiles_per_program(t: Tiles, p: Problem) -> Tiles:
 
 
 def _row(table, problem: Problem):
-    """Of the rows that hold the problem's heads the one with the fewest multiplications; None where
-    none does."""
-    p = problem
-    rows = [row for row in table if p.head_size <= row.width and p.value_size <= row.value_width]
-    row = min(rows, key=lambda row: row.width + row.value_width, default=None)
-    return row and row._replace(swizzle=_swizzle(p.head_size, p.value_size))
+    """The cheapest that holds the problem's heads, with their swizzle; None where none does."""
+    row = cheapest(table, problem)
+    return row and row._replace(swizzle=_swizzle(problem.head_size, problem.value_size))
 
 
 def _narrow(row, problem: Problem, slices: int = 1):

@@ -6,10 +6,11 @@ from pallas_flash.decode import why_not as why_no_single_tile
 from pallas_flash.kernels.mma.tuning import (
     decode_tiles,
     padded_length,
-    padded_size,
     page_columns,
     score_tiles,
+    widths,
 )
+from pallas_flash.kernels.mosaic import operations
 
 __all__ = ["copies", "decode_tiles", "score_tiles", "why_no_pages"]
 
@@ -32,11 +33,10 @@ def why_no_pages(problem: Problem, shapes: tuple, dtype: str | None) -> str | No
 
 def copies(problem: Problem, is_decoding: bool) -> str | None:
     """What XLA pads for kernels by mma in each call, or None."""
-    p = problem
+    p, length = problem, lambda n: (n, padded_length(n))
     # the rows of decoding are few
-    lengths = dict(S=p.keys) if is_decoding else dict(T=p.queries, S=p.keys)
-    sizes = dict(H=p.head_size, Hv=p.value_size)
-    whole = {name: (n, padded_length(n)) for name, n in lengths.items()}
-    whole |= {name: (n, padded_size(n)) for name, n in sizes.items()}
-    padded = [f"{name} from {n} to {to}" for name, (n, to) in whole.items() if n != to]
-    return f"XLA pads arrays in each call, {', '.join(padded)}" if padded else None
+    queries = {} if is_decoding else dict(T=length(p.queries))
+    width, value_width = widths(p)
+    return operations.copies(
+        **queries, S=length(p.keys), H=(p.head_size, width), Hv=(p.value_size, value_width)
+    )

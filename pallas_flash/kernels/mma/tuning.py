@@ -6,7 +6,7 @@ from typing import NamedTuple
 from pallas_flash import decode
 from pallas_flash.arguments import Problem
 from pallas_flash.kernels import device
-from pallas_flash.kernels.mosaic.tiling import Tiling
+from pallas_flash.kernels.mosaic.tiling import Tiling, cheapest
 
 ROWS = 64  # of the four warps of a program: 16 each, the rows of one mma
 WIDE = 16  # keys of a block in decoding, with values wider than 128
@@ -111,14 +111,14 @@ _KEY_SCORES = (
 def tangent_tiles(problem: Problem) -> Tiles | None:
     """Queries, keys and values with their tangents."""
     size = lambda t: 2 * t.block_q * t.width * 2 + 2 * t.stages * t.block_k * t.row_bytes
-    return first_row(_TANGENT, problem, size)
+    return row_of(_TANGENT, problem, size)
 
 
 def decode_tiles(problem: Problem, page: int = ROWS, stored: str | None = None) -> DecodeTiles:
     """As many stages as shared memory holds beside q, and beside a block in 16 bits where keys and
     values are stored in 8, of blocks so large that there are three."""
     p, size = problem, 1 if stored else 2
-    width, value_width = padded_size(p.head_size), padded_size(p.value_size)
+    width, value_width = widths(p)
     row, left = width + value_width, _shared_memory() - 2 * ROWS * width
 
     def stages(block_k: int) -> int:
@@ -152,7 +152,7 @@ def page_columns(problem: Problem, page: int, stored: str | None = None) -> int:
     p, tile = problem, SWIZZLES[-1] // (1 if stored else 2)
     rows = page if p.value_size <= 128 else min(page, WIDE)
     tiles = 1 if device.has_tma() else max(32 // rows, 1)
-    return max(tiles * tile, *map(_step, (p.head_size, p.value_size)))
+    return max(tiles * tile, _column_step(p))
 
 
 def _shared_memory() -> int:
@@ -162,23 +162,23 @@ def _shared_memory() -> int:
 
 def score_tiles(problem: Problem) -> ScoreTiles:
     return ScoreTiles(
-        first_row(_SCORES, problem, lambda t: t.shared_bytes + REDUCTION),
-        first_row(_KEY_SCORES, problem, lambda t: t.shared_bytes),
+        row_of(_SCORES, problem, lambda t: t.shared_bytes + REDUCTION),
+        row_of(_KEY_SCORES, problem, lambda t: t.shared_bytes),
     )
 
 
-def first_row(table, problem: Problem, size: Callable[[Tiles], int] = lambda t: 0) -> Tiles | None:
-    """The first that holds the problem's heads, as narrow as they are, and whose `size` in bytes
-    shared memory holds."""
-    p, width, value_width = problem, *map(padded_size, (problem.head_size, problem.value_size))
-    for row in table:
-        if p.head_size <= row.width and p.value_size <= row.value_width:
-            swizzle = _swizzle(width, value_width, min(row.block_q, row.block_k))
-            of_heads = dict(width=width, value_width=value_width, swizzle=swizzle)
-            tiles = row._replace(**of_heads, tma=device.has_tma())
-            if size(tiles) <= _shared_memory():
-                return tiles
-    return None
+def row_of(table, problem: Problem, size: Callable[[Tiles], int] = lambda t: 0) -> Tiles | None:
+    """The cheapest row that holds the problem's heads, as narrow as they are, and whose `size` in
+    bytes shared memory holds."""
+    width, value_width = widths(problem)
+
+    def narrow(row: Tiles) -> Tiles:
+        swizzle = _swizzle(width, value_width, min(row.block_q, row.block_k))
+        of_heads = dict(width=width, value_width=value_width, swizzle=swizzle)
+        return row._replace(**of_heads, tma=device.has_tma())
+
+    row = cheapest(table, problem, lambda row: size(narrow(row)) <= _shared_memory())
+    return row and narrow(row)
 
 
 def _swizzle(width: int, value_width: int, page: int = ROWS, size: int = 2) -> int:
@@ -189,15 +189,16 @@ def _swizzle(width: int, value_width: int, page: int = ROWS, size: int = 2) -> i
     return next(x for x in SWIZZLES if fits(width, x) and fits(value_width, x))
 
 
-def padded_size(size: int) -> int:
-    """How many columns heads of `size` have."""
-    return -(-size // _step(size)) * _step(size)
+def widths(problem: Problem) -> tuple[int, int]:
+    """How many columns queries and keys have, and values."""
+    p, step = problem, _column_step(problem)
+    return tuple(-(-size // step) * step for size in (p.head_size, p.value_size))
 
 
-def _step(size: int) -> int:
-    """Of the columns of heads: of an mma, and of two where blocks are of 16 rows, which four warps
-    copy."""
-    return 16 if size <= 128 else 32
+def _column_step(problem: Problem) -> int:
+    """Heads have whole steps of an mma; two at a time where blocks may be of 16 rows, which four
+    warps copy."""
+    return 16 if max(problem.head_size, problem.value_size) <= 128 else 32
 
 
 def padded_length(length: int) -> int:

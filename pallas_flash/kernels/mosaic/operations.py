@@ -1,4 +1,5 @@
-"""What Mosaic GPU can do: with which jax, and which mask_mods and score_mods in registers."""
+"""What every family of kernels asks of a problem: dtypes and sizes, mask_mods and score_mods of
+operations that Mosaic knows in registers, and a jax whose Mosaic GPU will do."""
 
 import re
 
@@ -25,9 +26,29 @@ def why_not_jax() -> str | None:
     return None
 
 
-def why_not(problem: Problem) -> str | None:
-    """Why it cannot compute a problem's mods, or None."""
-    return joined(_why_no_mod(problem.resolved_mask.mask_mod), _why_no_mod(problem.score))
+def why_not(problem: Problem, multiply: str) -> str | None:
+    """Why no family's kernels can run a problem, or None; `multiply`: what multiplies in these."""
+    p, reasons = problem, []
+    if p.dtype not in ("bfloat16", "float16"):
+        reasons.append(f"{multiply} multiplies bfloat16 and float16; got {p.dtype}")
+    reasons += [_why_no_mod(p.resolved_mask.mask_mod), _why_no_mod(p.score)]
+    if max(p.head_size, p.value_size) > 256:
+        reasons.append(
+            f"head sizes above 256 do not fit into registers; got H = {p.head_size}, Hv = "
+            f"{p.value_size}"
+        )
+    if p.scale <= 0:
+        reasons.append(
+            "it takes the maximum before it multiplies by the scale, which must be above 0; "
+            f"got {p.scale}"
+        )
+    return joined(*reasons)
+
+
+def copies(**sizes: tuple[int, int]) -> str | None:
+    """What XLA pads in each call, from sizes and what they are padded to; None where nothing is."""
+    padded = [f"{name} from {n} to {to}" for name, (n, to) in sizes.items() if n != to]
+    return f"XLA pads arrays in each call, {', '.join(padded)}" if padded else None
 
 
 def _why_no_mod(bound: BoundMod | None) -> str | None:
