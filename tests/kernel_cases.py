@@ -110,7 +110,7 @@ CASES = {
     "heads of 256": Case(sizes(131, 140, 256), CAUSAL),
 }
 
-# ---- what the oracle does not know, masks that are arrays or rules, and biases ----
+# ---- masks that are arrays or rules, biases, score_mods, dropout: what the reference says ----
 
 LOWEST = float(np.finfo(np.float32).min)
 EXTREMES = np.float32([0.0, -1e4, -1e9, LOWEST, 3e38])
@@ -384,7 +384,7 @@ class Call(NamedTuple):
     tangents: dict[str, Any]
     cotangents: tuple  # of output and log-sum-exp
     options: dict[str, Any]  # the rest
-    oracle: dict[str, Any] | None  # the options as the oracle takes them, if it does
+    oracle: dict[str, Any] | None  # the options as the oracle takes them; None: as the reference
 
 
 def drawn(name: str) -> Call:
@@ -394,12 +394,9 @@ def drawn(name: str) -> Call:
     )
     options = case.options(rng) if callable(case.options) else dict(case.options)
     q, k, v = case.change(*qkv(rng, case.sizes, case.dtype))
-    mask = options.get("mask")
-    is_known = {"score_mod", "dropout_rate"}.isdisjoint(options)
-    is_known &= mask is None or isinstance(mask, np.ndarray)
     floats = dict(query=q, key=k, value=v)
     rest = arguments(options)
     floats |= {x: rest.pop(x) for x in ("bias", "sinks", "slopes") if x in rest}
     like = lambda x: rng.normal(size=x.shape).astype(np.float32).astype(x.dtype)
     tangents = {x: like(a) for x, a in floats.items()}
-    return Call(floats, tangents, cotangents(rng, q, v), rest, options if is_known else None)
+    return Call(floats, tangents, cotangents(rng, q, v), rest, options if name in CASES else None)

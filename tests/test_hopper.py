@@ -53,44 +53,34 @@ def agrees(rng, z, detect_races=False, **options):
 
 # ---- products ----
 
+rule = lambda seen: dict(mask=masks.MaskMod(seen))
 MASK = np.zeros((1, 2, 384, 512), bool)
 MASK[0, 1, 200::7, ::5] = True
 # In how many blocks of 128 keys lie those that 64 queries, the rows of a consumer, see; a tile of
 # three consumers that sees none visits one.
-PRODUCTS = {  # sizes, options, blocks of all consumers
-    "causal": (one_head(192, 512), dict(is_causal=True), 1 + 1 + 2),
-    "window": (one_head(192, 512), dict(local_window_size=(0, 64)), 1 + 2 + 1),
-    "a later window": (
-        one_head(192, 512),
-        dict(local_window_size=(0, 10), query_offset=100),
-        2 + 1 + 2,
-    ),
+PRODUCTS = {  # queries, of how many heads, of 512 keys; options; blocks of all consumers
+    "causal": (192, 1, dict(is_causal=True), 1 + 1 + 2),
+    "window": (192, 1, dict(local_window_size=(0, 64)), 1 + 2 + 1),
+    "a later window": (192, 1, dict(local_window_size=(0, 10), query_offset=100), 2 + 1 + 2),
     "lengths": (
-        one_head(192, 512),
+        192,
+        1,
         dict(is_causal=True, query_seq_lengths=np.array([64], np.int32)),
         1 + 1 + 1,
     ),
-    "by distance": (
-        one_head(576, 512),
-        dict(mask=masks.MaskMod(lambda b, h, q, k: q // 192 == k // 128)),
-        3 * 3,
-    ),
-    "by head": (
-        one_head(384, 512, N=2),
-        dict(mask=masks.MaskMod(lambda b, h, q, k: (q < 192) & (h == 1))),
-        3 * (1 + 1 + 4 + 1),
-    ),
+    "by distance": (576, 1, rule(lambda b, h, q, k: q // 192 == k // 128), 3 * 3),
+    "by head": (384, 2, rule(lambda b, h, q, k: (q < 192) & (h == 1)), 3 * (1 + 1 + 4 + 1)),
     # all four blocks of the second tile of the second head
-    "a mask": (one_head(384, 512, N=2), dict(mask=MASK), 3 * (1 + 1 + 1 + 4)),
+    "a mask": (384, 2, dict(mask=MASK), 3 * (1 + 1 + 1 + 4)),
 }
 
 
 @needs_interpreter
 @pytest.mark.parametrize("name", whole_but(PRODUCTS, "a later window", "by head", "a mask"))
 def test_a_consumer_multiplies_only_the_blocks_that_its_own_rows_need(name, rng, monkeypatch):
-    z, options, blocks = PRODUCTS[name]
+    queries, heads, options, blocks = PRODUCTS[name]
     products = gpu_interpreter.record_products(monkeypatch)
-    agrees(rng, z, **options)
+    agrees(rng, one_head(queries, 512, N=heads), **options)
     assert len(products) == 2 * blocks
 
 

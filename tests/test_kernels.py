@@ -85,7 +85,7 @@ def results(family, call, without=()):
 
 @functools.cache  # the families share them
 def expected(name, without=()):
-    """In float64 where the oracle knows the case, and tangents by dense attention in float32."""
+    """Of CASES in float64, but for tangents; else by dense attention in float32."""
     call = drawn(name)
     wide = lambda x: jax.tree.map(lambda a: np.asarray(a, np.float32), x)
     call = call._replace(floats=wide(call.floats), tangents=wide(call.tangents))
@@ -100,23 +100,23 @@ def expected(name, without=()):
     return found | {"output": o, "lse": lse, "largest logits": largest}
 
 
-def padded_by(call, garbage):
+def with_garbage(call, garbage):
     """The same with garbage in all rows beyond the lengths."""
-    lengths = dict(query=call.options.get("query_seq_lengths"))
-    lengths["key"] = lengths["value"] = call.options.get("key_value_seq_lengths")
+    keys = call.options.get("key_value_seq_lengths", ())
+    lengths = dict(query=call.options.get("query_seq_lengths", ()), key=keys, value=keys)
     do, dlse = call.cotangents
     copies = [{x: np.array(a) for x, a in y.items()} for y in (call.floats, call.tangents)]
     arrays = [(x, a) for y in copies for x, a in y.items()] + [("query", do := np.array(do))]
     for (x, a), value in zip(arrays, itertools.cycle(garbage), strict=False):
-        for row, length in enumerate(() if lengths.get(x) is None else lengths[x]):
-            a[row, max(length, 0) :] = value
+        for row, length in enumerate(lengths.get(x, ())):
+            a[row, length:] = value
     return call._replace(floats=copies[0], tangents=copies[1], cotangents=(do, dlse))
 
 
 def agrees(family, name, without=(), **kw):
     call, wanted = drawn(name), expected(name, without)
     with kernels(family, **kw) as races:
-        found = results(family, padded_by(call, (np.nan, np.inf, -np.inf)), without)
+        found = results(family, with_garbage(call, (np.nan, np.inf, -np.inf)), without)
     dtype = str(call.floats["query"].dtype)
     assert found["output"].dtype == dtype and found["lse"].dtype == np.float32
     for x, a in found.items():
@@ -191,11 +191,7 @@ def test_so_are_tangents_along_some_of_the_arrays(family, some):
 
 # ---- races ----
 
-FAST_RACES = [
-    ("hopper", "long, heads of 128, in any order"),
-    ("ampere by cp.async", "long, heads of 64"),
-    ("ampere by TMA", "long, heads of 64"),
-]
+FAST_RACES = spread(["long, heads of 128, in any order", *["long, heads of 64"] * 2])
 RACES = [name for name in OTHERS if name.startswith("long")]
 
 
@@ -284,7 +280,7 @@ def test_garbage_in_padding_changes_no_bit_nor_does_a_second_call(family, name):
     call = drawn(name)
     with kernels(family):
         clean, dirty = (
-            results(family, padded_by(call, garbage))
+            results(family, with_garbage(call, garbage))
             for garbage in ([0.0], [np.nan, np.inf, -np.inf])
         )
     same(dirty, clean, ["gradient by query"] if name.endswith("any order") else [])

@@ -94,8 +94,10 @@ LETTERS = dict(query="BTNH", key="BSKH", value="BSKV") | {
 def integers(T, S, **_):
     """The least of each array of integers, and what it stays below."""
     found = dict(offset=(0, 5), queries=(3 * T // 4, T), keys=(5 * S // 8, S + 1), prefix=(0, 9))
-    return found | dict.fromkeys(("q_ids", "kv_ids"), (0, 2)) | dict(
-        steps=(1, 4), starts=(0, 9), spots=(0, 4)
+    return (
+        found
+        | dict.fromkeys(("q_ids", "kv_ids"), (0, 2))
+        | dict(steps=(1, 4), starts=(0, 9), spots=(0, 4))
     )
 
 
