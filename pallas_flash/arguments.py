@@ -49,26 +49,14 @@ class Operands(NamedTuple):
     def differentiable(self) -> Gradients:
         """The operands that have a gradient."""
         captured = () if self.score is None else self.score.tables
-        return Gradients(
-            query=self.query,
-            key=self.key,
-            value=self.value,
-            bias=self.bias,
-            sinks=self.sinks,
-            captured=captured,
-        )
+        return Gradients(self.query, self.key, self.value, self.bias, self.sinks, captured)
 
     def with_differentiable(self, new: Gradients) -> "Operands":
         """The operands with others in place of those that have a gradient."""
-        score = None if self.score is None else self.score.with_tables(new.captured)
-        return self._replace(
-            query=new.query,
-            key=new.key,
-            value=new.value,
-            bias=new.bias,
-            sinks=new.sinks,
-            score=score,
-        )
+        arrays = new._asdict()
+        captured = arrays.pop("captured")
+        score = None if self.score is None else self.score.with_tables(captured)
+        return self._replace(**arrays, score=score)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,6 @@ from jax.ad_checkpoint import checkpoint_name
 from pallas_flash import blockwise, derivative_modes, equation, online_softmax
 from pallas_flash.arguments import Gradients, Operands, Problem
 from pallas_flash.backends import BLOCKWISE, Choice
-from pallas_flash.kernels import device
 from pallas_flash.linear_maps import LinearMap, floats
 from pallas_flash.online_softmax import LogBase, RowScale, SoftmaxState
 from pallas_flash.varying import vary_alike
@@ -96,10 +95,6 @@ class Attention(equation.Equation):
     choice: Choice
 
     @property
-    def has_effects(self) -> bool:
-        return device.interpret is not None  # jax's GPU interpreter has some
-
-    @property
     def run(self):
         return functools.partial(_attention, self.problem, self.choice)
 
@@ -140,10 +135,6 @@ class _Map(LinearMap):
     def log_base(self) -> LogBase:
         return self.choice.backend.log_base(self.problem)
 
-    @property
-    def has_effects(self) -> bool:
-        return device.interpret is not None  # jax's GPU interpreter has some
-
     def differentiable(self, residuals: Residuals):
         if self.choice.backend.takes_row_scale:
             return self, residuals
@@ -174,9 +165,7 @@ class Tangent(_Map):
         do, dlse = backend.tangent(
             self.problem, tiles, operands, x._replace(sinks=None), rows, o, dlse
         )
-        # without them the rows that are not there, of which all may be NaN, have no lse
-        if operands.sinks is not None:
-            do, dlse = zero_padded_rows(operands, do, dlse)
+        do, dlse = zero_padded_rows(operands, do, dlse)
         return do.astype(o.dtype), dlse
 
     def results_like(self, residuals, x):
@@ -306,9 +295,7 @@ def gradients(problem: Problem, choice: Choice, residuals, cotangents) -> Gradie
 def prepare_cotangents(problem: Problem, choice: Choice, residuals, cotangents):
     """What the backward takes of each row: lse in the form of the backend, do and delta."""
     (operands, o, stats), (do, dlse) = residuals, cotangents
-    # without them the rows that are not there, of which all may be NaN, have no lse
-    if operands.sinks is not None:
-        do, dlse = zero_padded_rows(operands, do, dlse)
+    do, dlse = zero_padded_rows(operands, do, dlse)
     wide, log_base = stats.m.dtype, choice.backend.log_base(problem)
     dlse = jnp.where(stats.empty, 0.0, dlse)
     if choice.backend.takes_row_scale:
@@ -334,9 +321,10 @@ def prepare_cotangents(problem: Problem, choice: Choice, residuals, cotangents):
 
 
 def zero_padded_rows(operands: Operands, do, dlse):
-    """do [B, T, N, Hv] and dlse [B, N, T] with 0 for queries beyond their lengths."""
+    """do [B, T, N, Hv] and dlse [B, N, T] with 0 for queries beyond their lengths, of which all may
+    be NaN. Without sinks these have no lse, and need it not."""
     valid = operands.resolved_mask.valid(jnp.arange(do.shape[1], dtype=jnp.int32))
-    if valid is None:
+    if operands.sinks is None or valid is None:
         return do, dlse
     return jnp.where(valid[:, :, None, None], do, 0), jnp.where(valid[:, None], dlse, 0)
 

@@ -86,16 +86,17 @@ def zigzag(x, devices: int, axis: int = 1):
     """Reorders an array, or a tree of arrays (a batch, positions, ids), from the order of the
     sequence to the order of `Zigzag`. `axis` is split into two chunks for each of `devices`; the
     first device gets the first and the last chunk."""
-    numbers = np.arange(2 * devices)
-    return _reorder_chunks(
-        x, np.stack([numbers[:devices], numbers[devices:][::-1]], 1).reshape(-1), axis
-    )
+    return _reorder_chunks(x, _zigzag_order(devices), axis)
 
 
 def unzigzag(x, devices: int, axis: int = 1):
     """The inverse of `zigzag`."""
-    numbers = np.arange(2 * devices).reshape(-1, 2)
-    return _reorder_chunks(x, np.concatenate([numbers[:, 0], numbers[::-1, 1]]), axis)
+    return _reorder_chunks(x, np.argsort(_zigzag_order(devices)), axis)
+
+
+def _zigzag_order(devices: int) -> np.ndarray:
+    front = np.arange(devices)
+    return np.stack([front, 2 * devices - 1 - front], 1).reshape(-1)
 
 
 def _reorder_chunks(x, order, axis: int):
@@ -282,19 +283,10 @@ def plan(scheme: Context, call: Call) -> tuple[Problem, str]:
 def _describe_all_to_all(scheme: Context, problem: Problem, devices: int) -> str:
     """What an exchange of rows for heads sends, in words. The problem is that of a device."""
     p, size = problem, np.dtype(problem.dtype).itemsize
-    rows = lambda n, *sizes: p.batch * n * sum(sizes) * size * (devices - 1) // devices
-    qkvo = rows(p.queries * p.heads, p.head_size, p.value_size) + rows(
-        p.keys * p.kv_heads, p.head_size, p.value_size
-    )
-    statistics = (
-        p.batch
-        * p.queries
-        * p.heads
-        * 2
-        * np.dtype(checks.sums(p.dtype)).itemsize
-        * (devices - 1)
-        // devices
-    )
+    sent = lambda numbers, size: p.batch * numbers * size * (devices - 1) // devices
+    rows = p.queries * p.heads + p.keys * p.kv_heads
+    qkvo = sent(rows * (p.head_size + p.value_size), size)
+    statistics = sent(2 * p.queries * p.heads, np.dtype(checks.sums(p.dtype)).itemsize)
     sends = (
         f"each of {devices} devices sends {_bytes(qkvo)} of Q, K, V and O and at most "
         f"{_bytes(statistics)} of statistics"

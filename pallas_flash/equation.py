@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_flash.jax_internals import Primitive, ad, batching, jaxpr_as_fun, mlir
+from pallas_flash.kernels import device
 
 NOT_LINEAR = (
     "flash_attention is linear in value alone, and has a jax.linear_transpose by that alone; that "
@@ -37,8 +38,6 @@ class Rules:
         """Arrays of the shapes and dtypes of what `run` returns, at no cost; `run` is then traced
         when it is lowered. None: unknown."""
 
-    has_effects: ClassVar[bool] = False  # whether a `run` that is not traced yet has some
-
     def bind(self, *args):
         """run(*args) as one equation."""
         leaves, in_tree = jax.tree.flatten(args)
@@ -54,10 +53,10 @@ class Rules:
     __call__ = bind
 
     def _bind(self, leaves, jaxpr, avals, **trees) -> list:
-        known = jaxpr
-        if jaxpr is None and self.has_effects:
-            known = jax.make_jaxpr(self.flat(**trees))(*leaves)
-        effects = frozenset(() if known is None else known.effects)
+        traced = jaxpr
+        if jaxpr is None and device.interpret is not None:  # jax's GPU interpreter has effects
+            traced = jax.make_jaxpr(self.flat(**trees))(*leaves)
+        effects = frozenset(() if traced is None else traced.effects)
         known = dict(jaxpr=jaxpr, avals=tuple(avals), eqn_effects=effects)
         return self.primitive.bind(*leaves, rules=self, **known, **trees)
 
@@ -112,7 +111,8 @@ class Equation(Rules):
 
     def jvp(self, primals, tangents, *, in_tree, **_):
         one = dataclasses.replace(self, maps=())
-        varies = [is_float(x) and not is_zero(t) for x, t in zip(primals, tangents, strict=True)]
+        is_zero = [type(tangent) is ad.Zero for tangent in tangents]
+        varies = [is_float(x) and not zero for x, zero in zip(primals, is_zero, strict=True)]
         varying = lambda each: tuple(itertools.compress(each, varies))
 
         def push(*leaves):
@@ -151,10 +151,6 @@ class Equation(Rules):
 
 def is_float(x) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
-
-
-def is_zero(tangent) -> bool:
-    return type(tangent) is ad.Zero
 
 
 # ---- primitives ----

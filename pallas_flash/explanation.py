@@ -74,7 +74,7 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
     with device.at(call.arguments().values()):
         problem, context = checks.from_shapes(_problem_of, call)
         choice = selection.choose(problem, call.implementation, check=False)
-        against = selection.Against.flash_attention(problem)
+        against = selection.Against(problem)
         why_not, condition = selection.reasons(choice.backend, call.implementation, against)
         is_whole = context or axis_to_map(call) is None
         calls = None if is_whole else math.prod(call.query.shape[:-3]) // problem.batch
@@ -104,8 +104,8 @@ def explain_paged(*args: Any, **kwargs: Any) -> Explanation:
 
     with device.at(jax.tree.leaves((args, kwargs))):
         (problem, pages), implementation = checks.from_shapes(plan, (args, kwargs))
-        against = attend.against(problem, pages)
-        backend = attend.choose(problem, implementation, against)
+        against = attend.Against(problem, pages=pages)
+        backend = attend.choose(problem, pages, implementation, check=False)
         why_not, condition = selection.reasons(backend, implementation, against)
         if attend.copies(backend, problem, pages):
             tiles, copies = backend.tiles(problem), backend.copies(problem)

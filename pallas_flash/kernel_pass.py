@@ -4,6 +4,7 @@ partitioner makes of it, and kernels in a program for a platform without GPUs ar
 
 import dataclasses
 import functools
+import itertools
 import warnings
 from typing import Any
 
@@ -62,11 +63,9 @@ class KernelPass(lowering.ByPlatform, Pass):
     def axes(self, arrays, in_tree) -> tuple:
         """The operands, and what else the pass takes, with a letter for each axis in place of each
         array; the arrays have the axes of the vmaps too."""
-        mapped = (sum(axes[n] is not None for axes in self.maps) for n in range(len(arrays)))
-        one = [
-            jax.ShapeDtypeStruct(x.shape[n:], x.dtype) for x, n in zip(arrays, mapped, strict=True)
-        ]
-        operands, *rows = jax.tree.unflatten(in_tree, one)
+        mapped = lambda n: sum(axes[n] is not None for axes in self.maps)
+        like = lambda n, x: jax.ShapeDtypeStruct(x.shape[mapped(n) :], x.dtype)
+        operands, *rows = jax.tree.unflatten(in_tree, list(map(like, itertools.count(), arrays)))
         axes = operand_axes(self.problem, operands)
         return axes, *rows_axes(axes, tuple(rows))
 
@@ -76,29 +75,22 @@ class KernelPass(lowering.ByPlatform, Pass):
         trees = dict(in_tree=in_tree, out_tree=out_tree)
         if self.mesh is AxisType.Auto:
             return super().batch(size, leaves, in_axes, jaxpr=jaxpr, **trees)
-        if (axis := self._mesh_axis(leaves, in_axes)) is not None:
-            return self._over_mesh(axis, leaves, in_axes, in_tree)
-        arrays = self._merge(size, leaves, in_axes, in_tree)
-        if arrays is None:
-            return self._side_by_side(size, leaves, in_axes, **trees)
-        x, *rows = jax.tree.unflatten(in_tree, arrays)
-        # rules count the batch rows of each call from 0
-        x = with_indices(x, batch=jnp.tile(jnp.arange(self.problem.batch, dtype=jnp.int32), size))
-        problem = self.problem.of_part(x)
-        if self.backend.why_not(problem):
-            return self._side_by_side(size, leaves, in_axes, **trees)
-        results = self(problem, self.backend.tiles_like(self.tiles, problem), x, *rows)
+        if self.mesh is AxisType.Explicit:
+            mapped = next(x for x, axis in zip(leaves, in_axes, strict=True) if axis == 0)
+            if (axis := jax.typeof(mapped).sharding.spec[0]) is not None:
+                return self._over_mesh(axis, leaves, in_axes, in_tree)
+        merged = self._merge(size, leaves, in_axes, in_tree)
+        if merged is None or self.backend.why_not(problem := self.problem.of_part(merged[0])):
+            tiles = self.backend.of_calls(self.tiles, self.problem, size)
+            side_by_side = dataclasses.replace(self.within(in_axes), tiles=tiles)
+            jaxpr = jax.make_jaxpr(side_by_side.flat(**trees))(*leaves)
+            return side_by_side._bind(leaves, jaxpr, jaxpr.out_avals, **trees)
+        results = self(problem, self.backend.tiles_like(self.tiles, problem), *merged)
         split = lambda y: y.reshape(size, self.problem.batch, *y.shape[1:])
         return list(map(split, jax.tree.leaves(results)))
 
-    def _mesh_axis(self, leaves, in_axes):
-        """The axis of an explicit mesh that a vmap goes over, or None."""
-        if self.mesh is None:
-            return None
-        mapped = (x for x, axis in zip(leaves, in_axes, strict=True) if axis == 0)
-        return jax.typeof(next(mapped)).sharding.spec[0]
-
     def _over_mesh(self, axis, leaves, in_axes, in_tree):
+        """The results of calls that lie on this axis of an explicit mesh."""
         # not of the jaxpr, which was traced on another mesh
         on_device = functools.partial(self.on_device, self.problem, self.tiles)
         mapped = jax.shard_map(
@@ -110,15 +102,8 @@ class KernelPass(lowering.ByPlatform, Pass):
         )
         return mapped(*leaves)
 
-    def _side_by_side(self, size: int, leaves, in_axes, **trees):
-        """The results of `size` calls that are not one."""
-        tiles = self.backend.of_calls(self.tiles, self.problem, size)
-        rules = dataclasses.replace(self.within(in_axes), tiles=tiles)
-        jaxpr = jax.make_jaxpr(rules.flat(**trees))(*leaves)
-        return rules._bind(leaves, jaxpr, jaxpr.out_avals, **trees)
-
     def _merge(self, size: int, leaves, in_axes, in_tree) -> list | None:
-        """The arrays of one call that does what `size` calls do; None if that would copy what they
+        """What one call takes that does what `size` calls do; None if that would copy what they
         share of query, key and value, or of a bias or mask of several batch rows; or if each call
         has an array, or the gradient of one, that belongs to none of its batch rows: sinks, what a
         rule reads. Many tangents at one place are worth the copies."""
@@ -126,18 +111,16 @@ class KernelPass(lowering.ByPlatform, Pass):
             return None
         is_mapped = [axis == 0 for axis in in_axes]
         axes, *row_axes = self.within(in_axes).axes(leaves, in_tree)
-        (x, *_), (differs, *rows_differ) = (
-            jax.tree.unflatten(in_tree, each) for each in (leaves, is_mapped)
-        )
+        differs, *rows_differ = jax.tree.unflatten(in_tree, is_mapped)
         if not (differs.query and differs.key and differs.value) and self.name != "tangent":
             return None
         if self.name == "backward":  # each call has its own gradient of what all share
             gradients = jax.tree.map(lambda _: True, differs.differentiable)
             differs = differs.with_differentiable(gradients._replace(sinks=differs.sinks))
         for name in ("bias", "mask"):
-            dense = getattr(x, name)
-            if dense is not None and not getattr(differs, name):
-                if dense.shape[0] != 1:  # which may be a symbol
+            shape = getattr(self.problem, name)
+            if shape is not None and not getattr(differs, name):
+                if shape[0] != 1:  # which may be a symbol
                     return None
                 axes = axes._replace(**{name: ""})  # one row serves all
         has_rows = [letters.startswith("B") for letters in jax.tree.leaves((axes, *row_axes))]
@@ -149,10 +132,12 @@ class KernelPass(lowering.ByPlatform, Pass):
             a = a if mapped else jnp.broadcast_to(a, (size, *a.shape))
             return a.reshape(size * self.problem.batch, *a.shape[2:])
 
-        return [
-            merge(a, mapped) if has else a
-            for a, mapped, has in zip(leaves, is_mapped, has_rows, strict=True)
-        ]
+        each = zip(leaves, is_mapped, has_rows, strict=True)
+        arrays = [merge(a, mapped) if has else a for a, mapped, has in each]
+        x, *rows = jax.tree.unflatten(in_tree, arrays)
+        # rules count the batch rows of each call from 0
+        batch = jnp.tile(jnp.arange(self.problem.batch, dtype=jnp.int32), size)
+        return [with_indices(x, batch=batch), *rows]
 
     # ---- when the program is lowered ----
 
@@ -204,7 +189,7 @@ def _partition():
 
 def _can_partition(operands: Operands) -> bool:
     mods = operands.resolved_mask.mask_mod, operands.score
-    if any(mod is not None and "pure_callback" in mod.primitives for mod in mods):
+    if any("pure_callback" in mod.primitives for mod in filter(None, mods)):
         raise NotImplementedError(NO_CALLBACK)
     try:
         _partition()

@@ -1,9 +1,9 @@
 """Which implementation runs a call, and why not another: by the call's argument, the environment,
 the table's order, and what this machine's self-check found."""
 
+import dataclasses
 import os
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import ClassVar
 
 from pallas_flash import backends
 from pallas_flash.arguments import Problem
@@ -17,8 +17,7 @@ def choose(problem: Problem, implementation: str | None = None, check: bool = Tr
     """The implementation that the call or the environment names, or the first that is a default and
     right on this machine. Without `check` nothing runs, and kernels never checked count as
     right."""
-    why_not_here = lambda backend: verdicts.why_not(backend, problem, check)
-    return first(problem, requested(implementation), why_not_here)
+    return first(problem, requested(implementation), Against(problem, check))
 
 
 def requested(implementation: str | None = None) -> str | None:
@@ -33,34 +32,52 @@ def requested(implementation: str | None = None) -> str | None:
     return name
 
 
-def first(
-    problem: Problem,
-    name: str | None = None,
-    why_not_here: Callable[[Backend], str | None] = lambda backend: None,
-) -> Choice:
-    """The implementation of this name, or the first in the table that runs the problem by default
-    and that why_not_here says nothing against."""
-    if name is not None:
-        return _named(problem, name)
-    for backend in backends.BACKENDS:
-        # the cheap check comes first: why_not may import kernels
-        if backend.why_not_by_default(problem) or backend.why_not(problem):
-            continue
-        if not why_not_here(backend):
-            return Choice(backend, backend.tiles(problem))
-    raise AssertionError("the reference runs everything")
+@dataclasses.dataclass(frozen=True)
+class Against:
+    """What speaks against an implementation for a call; None: nothing."""
+
+    problem: Problem
+    check: bool | None = False  # whether self-checks run; None: they do not count
+    NAME: ClassVar[str] = "call"
+
+    def cannot(self, backend: Backend) -> str | None:
+        return backend.why_not(self.problem)
+
+    def by_default(self, backend: Backend) -> str | None:
+        return backend.why_not_by_default(self.problem)
+
+    def here(self, backend: Backend) -> str | None:
+        """As far as this machine's self-check is known."""
+        return None if self.check is None else verdicts.why_not(*self.checked(backend), self.check)
+
+    def is_known(self, backend: Backend) -> bool:
+        return verdicts.is_known(*self.checked(backend))
+
+    def checked(self, backend: Backend) -> tuple[Backend, Problem, comparison.EntryPoint]:
+        """What the self-check checks."""
+        return backend, self.problem, comparison.FLASH_ATTENTION
 
 
-def _named(problem: Problem, name: str) -> Choice:
-    if name not in backends.names():
+def first(problem: Problem, name: str | None = None, against: Against | None = None) -> Choice:
+    """The implementation of this name, or the first in the table that nothing speaks against;
+    without `against` no self-check does."""
+    against = against or Against(problem, None)
+    # the cheap check comes first: why_not may import kernels
+    reasons = against.by_default, against.cannot, against.here
+    if name is None:
+        is_free = lambda backend: not any(reason(backend) for reason in reasons)
+        backend = next(filter(is_free, backends.BACKENDS))
+    elif name in backends.names():
+        backend = backends.find(name)
+        if why_not := against.cannot(backend):
+            raise NotImplementedError(
+                f"implementation {name!r} cannot run this {against.NAME}: {why_not}. The call: "
+                f"{problem}."
+            )
+    else:
         raise ValueError(
             f"implementation must be None or one of {', '.join(backends.names())}, or jax.nn's "
             f"{' or '.join(JAX_NN_NAMES)}, which mean the same as None; got {name!r}."
-        )
-    backend = backends.find(name)
-    if why_not := backend.why_not(problem):
-        raise NotImplementedError(
-            f"implementation {name!r} cannot run this call: {why_not}. The call: {problem}."
         )
     return Choice(backend, backend.tiles(problem))
 
@@ -71,24 +88,6 @@ def checked_tangent(backend: Backend, problem: Problem, tiles, *args):
     if verdicts.why_not(backend, problem, entry=comparison.FORWARD_MODE):
         return blockwise_tangent(backend.log_base(problem), problem, *args)
     return backend.tangent(problem, tiles, *args)
-
-
-class Against(NamedTuple):
-    """What speaks against an implementation for a call; None: nothing."""
-
-    cannot: Callable[[Backend], str | None]
-    by_default: Callable[[Backend], str | None]
-    here: Callable[[Backend], str | None]  # as far as this machine's self-check is known
-    is_known: Callable[[Backend], bool]
-
-    @classmethod
-    def flash_attention(cls, problem: Problem) -> "Against":
-        return cls(
-            lambda backend: backend.why_not(problem),
-            lambda backend: backend.why_not_by_default(problem),
-            lambda backend: verdicts.why_not(backend, problem, check=False),
-            lambda backend: verdicts.is_known(backend, problem),
-        )
 
 
 def reasons(

@@ -254,7 +254,7 @@ def test_pages_with_a_score_mod_need_no_triton(gpu, taken, monkeypatch):
         add_head = lambda s, b, h, i, j: s + h
         problem = explain(q, k, k, score_mod=add_head, implementation="blockwise").problem
         pages = attend.Pages(((9, 64, 2, 64),) * 2, None, False)
-        assert attend._chosen(problem, pages, None).name == taken
+        assert attend.choose(problem, pages, None).name == taken
 
 
 @pytest.mark.usefixtures("small_splits")

@@ -196,7 +196,7 @@ def test_a_hopper_gpu_reads_by_default_pages_in_8_bits_and_of_wide_values(stored
     )
     with as_if_on(GPUS["H200"]):
         problem = explain(q, k, v, implementation="blockwise").problem
-        assert attend._chosen(problem, attend.Pages(shapes, stored, False), None).name == "hopper"
+        assert attend.choose(problem, attend.Pages(shapes, stored, False), None).name == "hopper"
 
 
 @pytest.mark.parametrize("stored, of_page", [("int8", "k_pages"), ("float8_e4m3fn", "v_pages")])

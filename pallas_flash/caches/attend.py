@@ -28,7 +28,7 @@ from pallas_flash.call import PagedCall
 from pallas_flash.kernels import device, joined
 from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.mods.score_mod import BoundScoreMod
-from pallas_flash.selfcheck import comparison, verdicts
+from pallas_flash.selfcheck import comparison
 
 
 def attend(call: PagedCall):
@@ -94,7 +94,7 @@ def _attend_batch(call: PagedCall, is_ragged: bool):
     call, problem, operands, kind = _normalised(call, is_ragged)
     k_pages, v_pages, k_scales, v_scales = call.k_pages, call.v_pages, call.k_scales, call.v_scales
     implementation, page_table = call.implementation, call.page_table
-    backend = _chosen(problem, kind, implementation)
+    backend = choose(problem, kind, implementation)
     if copies(backend, problem, kind):
         dtype = call.key.dtype
         copied = functools.partial(_in_order, problem, operands.resolved_mask, page_table, dtype)
@@ -205,40 +205,30 @@ def copies(backend: Backend, problem: Problem, pages: Pages) -> bool:
     return is_long and backend.paged.copies_prompts(problem)
 
 
-def against(problem: Problem, pages: Pages, check: bool = False) -> selection.Against:
-    """What speaks against an implementation; `check` runs its self-check."""
-    # whatever the length
-    decoding = dataclasses.replace(problem, keys=max(problem.keys, decode.KEYS))
+@dataclasses.dataclass(frozen=True)
+class Against(selection.Against):
+    """What speaks against an implementation for a call with pages."""
 
-    def why_no_pages(backend):
-        if copies(backend, problem, pages):
-            return None
-        return backend.paged.why_not(problem, pages.shapes, pages.stored)
+    pages: Pages | None = None
+    NAME = "call of paged_attention"
 
-    def checked(backend):
-        is_copied = copies(backend, problem, pages)
-        return (problem, comparison.FLASH_ATTENTION) if is_copied else (decoding, pages.entry)
+    def cannot(self, backend):
+        reasons = (super().cannot(backend),)
+        if not self._copies(backend):
+            pages = self.pages
+            reasons += (backend.paged.why_not(self.problem, pages.shapes, pages.stored),)
+        return joined(*reasons)
 
-    def here(backend):
-        of, entry = checked(backend)
-        return verdicts.why_not(backend, of, check, entry)
+    def checked(self, backend):
+        if self._copies(backend):
+            return super().checked(backend)
+        keys = max(self.problem.keys, decode.KEYS)  # whatever the length
+        return backend, dataclasses.replace(self.problem, keys=keys), self.pages.entry
 
-    return selection.Against(
-        lambda backend: joined(backend.why_not(problem), why_no_pages(backend)),
-        lambda backend: backend.why_not_by_default(problem),
-        here,
-        lambda backend: verdicts.is_known(backend, *checked(backend)),
-    )
+    def _copies(self, backend):
+        return copies(backend, self.problem, self.pages)
 
 
-def _chosen(problem: Problem, pages: Pages, implementation: str | None) -> Backend:
-    return choose(problem, implementation, against(problem, pages, check=True))
-
-
-def choose(problem: Problem, implementation: str | None, found: selection.Against) -> Backend:
-    name = selection.requested(implementation)
-    if name in backends.names() and (why_not := found.cannot(backends.find(name))):
-        cannot = f"implementation {name!r} cannot run this call of paged_attention"
-        raise NotImplementedError(f"{cannot}: {why_not}. The call: {problem}.")
-    why_not_here = lambda backend: found.cannot(backend) or found.here(backend)
-    return selection.first(problem, name, why_not_here).backend
+def choose(problem: Problem, pages: Pages, implementation: str | None, check=True) -> Backend:
+    against = Against(problem, check, pages)
+    return selection.first(problem, selection.requested(implementation), against).backend

@@ -22,7 +22,7 @@ def find_mesh(call: Call) -> AbstractMesh | None:
     if explicit is not None or call.context is None:
         return explicit
     axes = set(axis_names(call.context.axis))
-    return next((m for m in meshes if axes <= _axes_of_type(m, AxisType.Auto)), None)
+    return next((m for m in meshes if axes <= {*m.auto_axes}), None)
 
 
 def collect_meshes(arrays) -> list[AbstractMesh]:
@@ -32,7 +32,7 @@ def collect_meshes(arrays) -> list[AbstractMesh]:
 
 
 def find_explicit(meshes: list[AbstractMesh]) -> AbstractMesh | None:
-    return next((m for m in meshes if AxisType.Explicit in m.axis_types), None)
+    return next((m for m in meshes if m.explicit_axes), None)
 
 
 def map_call(attend: Callable, call: Call, mesh: AbstractMesh):
@@ -40,18 +40,15 @@ def map_call(attend: Callable, call: Call, mesh: AbstractMesh):
     over the axes of the mesh that the batch, the heads, and with a context the rows lie on."""
     arrays, context, lead = collect_arrays(call), call.context, call.query.ndim - 3
     # a shard_map goes over them
-    is_outside = context is None or set(context.names) <= _axes_of_type(mesh, AxisType.Manual)
+    is_outside = context is None or set(context.names) <= {*mesh.manual_axes}
     rows = None if is_outside else context.axis
     for name in ("query", "key", "value"):
         _check(name, getattr(call, name), rows, mesh)
-    axes = [
-        found or said
-        for found, said in zip(
-            _find_mesh_axes(arrays, call, mesh, rows),
-            _context_mesh_axes(context, lead),
-            strict=True,
-        )
-    ]
+    axes = _find_mesh_axes(arrays, call, mesh, rows)
+    if context is not None:  # which says what types do not
+        axes[-1] = axes[-1] or context.heads
+        if lead:
+            axes[0] = axes[0] or context.batch
     return _shard_map(attend, call, arrays, [*axes, rows], mesh)
 
 
@@ -129,8 +126,7 @@ def _map_cache(f, mesh, static, cache, arrays):
 def _program(attend, mesh, paths, specs, outs, rest):
     local = lambda arrays: attend(with_arrays(rest, dict(zip(paths, arrays, strict=True))))
     explicit = lambda axis: (
-        tuple(name for name in axis_names(axis) if name in _axes_of_type(mesh, AxisType.Explicit))
-        or None
+        tuple(name for name in axis_names(axis) if name in mesh.explicit_axes) or None
     )
     placed = lambda x, spec: jax.reshard(x, NamedSharding(mesh, P(*map(explicit, spec))))
 
@@ -149,7 +145,7 @@ _program_once = functools.lru_cache(_program)  # or a call outside of jit would 
 def has_explicit_axes(x) -> bool:
     """Whether an array inside of `map_call` is on a mesh of which axes are Explicit still: a vmap
     outside goes over them."""
-    return AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
+    return bool(jax.typeof(x).sharding.mesh.explicit_axes)
 
 
 def find_row_axes(call: Call):
@@ -211,13 +207,6 @@ def _find_mesh_axes(arrays, call, mesh, rows) -> list:
     return axes
 
 
-def _context_mesh_axes(context, lead: int) -> list:
-    """The same, as a context says it."""
-    if context is None:
-        return [None] * (lead + 1)
-    return [*([context.batch, *[None] * (lead - 1)] if lead else []), context.heads]
-
-
 def _axis_indices(letters: str, ndim: int, lead: int) -> list[int | None]:
     """For each axis of an array with these letters, the index of its axes of the mesh in those of
     `_shard_map`; None: it is whole on each device, as keys are in an array that has rows too. An
@@ -258,11 +247,6 @@ def is_on_auto_mesh(operands) -> bool:
     meshes = collect_meshes(jax.tree.leaves(operands))
     kinds = {kind for mesh in meshes for kind in mesh.axis_types}
     return kinds == {AxisType.Auto} and any(mesh.size > 1 for mesh in meshes)
-
-
-def _axes_of_type(mesh: AbstractMesh, kind: AxisType) -> set[str]:
-    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return {name for name, axis_type in types if axis_type == kind}
 
 
 def device_count(axis, mesh) -> int:

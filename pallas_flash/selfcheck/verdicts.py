@@ -27,7 +27,7 @@ _log = logging.getLogger("pallas_flash")
 
 
 def why_not(
-    backend: Backend, problem: Problem, check: bool = True, entry: EntryPoint = FLASH_ATTENTION
+    backend: Backend, problem: Problem, entry: EntryPoint = FLASH_ATTENTION, check: bool = True
 ) -> str | None:
     """Why this machine does not run the kernels by default; None: they passed, or are trusted."""
     verdict = _verdict(backend, problem, check, entry)
