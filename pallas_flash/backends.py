@@ -25,6 +25,7 @@ class PagedKernel(NamedTuple):
     forward: Callable  # (problem, tiles, operands, table, scales if of 8 bits)
     # whether it had better attend to a copy in order, of a problem whose rows are not one tile
     copies_prompts: Callable[[Problem], bool] = lambda problem: True
+    takes_8_bits_alone: bool = False  # whether keys or values alone may be in 8 bits
 
 
 def unknown(problem: Problem, operands: Operands) -> None:
@@ -275,6 +276,7 @@ BLOCKWISE = Backend(
         blockwise.decode.forward,
         # it reads no page that no query sees, and a table may be much longer than its rows
         copies_prompts=lambda p: p.keys <= p.queries * p.group,
+        takes_8_bits_alone=True,
     ),
     takes_row_scale=True,
     of_gradient=lambda tiles: tiles.of_gradient(),
@@ -329,6 +331,7 @@ BACKENDS = (
             triton.why_no_pages,
             lambda p, page, _: triton.decode_tiles(p, page),
             _kernel("triton.decode", "forward"),
+            takes_8_bits_alone=True,
         ),
         keeps_base_2=True,
     ),

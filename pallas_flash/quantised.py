@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-LARGEST = {"int8": 127, "float8_e4m3fn": 448}
+LARGEST = {"int8": 127, "float8_e4m3fn": 448, "float8_e5m2": 57344}
+DTYPES = " or ".join([", ".join([*LARGEST][:-1]), [*LARGEST][-1]])
 
 
 def is_quantised(dtype) -> bool:
@@ -17,7 +18,7 @@ def is_quantised(dtype) -> bool:
 def quantised(x: Float[Array, "*n H"], dtype) -> tuple[Array, Float[Array, "*n"]]:
     """x8 of the dtype and scales, such that x is nearly x8 * scales: symmetric, the largest of each
     row [H] is LARGEST. NaN stays NaN, in the scale. int8 errs by half a step, up to 1/254 of the
-    row's largest, e4m3 by up to 1/16 of each number."""
+    row's largest, e4m3 by up to 1/16 of each number, e5m2 by up to 1/8."""
     x = x.astype(jnp.float32)
     scales = jnp.maximum(
         jnp.max(jnp.abs(x), axis=-1) / LARGEST[str(jnp.dtype(dtype))], jnp.finfo(jnp.float32).tiny
@@ -31,7 +32,8 @@ def quantised(x: Float[Array, "*n H"], dtype) -> tuple[Array, Float[Array, "*n"]
 def bits(x):
     """float8 as uint8, to gather from and scatter into: XLA for a CPU would make float16 of the
     whole array for that, and so it copies it once."""
-    return lax.bitcast_convert_type(x, jnp.uint8) if x.dtype == jnp.float8_e4m3fn else x
+    is_float8 = x.dtype.itemsize == 1 and jnp.issubdtype(x.dtype, jnp.floating)
+    return lax.bitcast_convert_type(x, jnp.uint8) if is_float8 else x
 
 
 def taken(pages: Array, numbers) -> Array:
@@ -40,27 +42,21 @@ def taken(pages: Array, numbers) -> Array:
     return found if found.dtype == pages.dtype else lax.bitcast_convert_type(found, pages.dtype)
 
 
-def empty_scales(shape, dtype) -> tuple[Array, Array] | tuple[None, None]:
-    """Of the keys and the values of an empty cache of this shape [..., H]; None where the dtype
+def empty_scales(shape, dtype) -> Array | None:
+    """Of the keys, or the values, of an empty cache of this shape [..., H]; None where the dtype
     needs none. TypeError for one that a cache cannot have."""
     if not (is_quantised(dtype) or jnp.issubdtype(dtype, jnp.floating)):
-        raise TypeError(
-            f"a cache's dtype must be a float's, or {' or '.join(LARGEST)}; got {jnp.dtype(dtype)}."
-        )
-    return (
-        (jnp.zeros(shape[:-1], jnp.float32), jnp.zeros(shape[:-1], jnp.float32))
-        if is_quantised(dtype)
-        else (None, None)
-    )
+        raise TypeError(f"a cache's dtype must be a float's, or {DTYPES}; got {jnp.dtype(dtype)}.")
+    return jnp.zeros(shape[:-1], jnp.float32) if is_quantised(dtype) else None
 
 
 def written(cache: Any, to, key: Float[Array, "B T K H"], value: Float[Array, "B T K H"]):
     """The cache with keys and values in the slots with the index `to`, in its own dtype; what has
     no slot is dropped."""
     new = dict(key=key, value=value)
-    if cache.key_scale is not None:
-        new["key"], new["key_scale"] = quantised(key, cache.key.dtype)
-        new["value"], new["value_scale"] = quantised(value, cache.value.dtype)
+    for name, x in list(new.items()):
+        if getattr(cache, f"{name}_scale") is not None:
+            new[name], new[f"{name}_scale"] = quantised(x, getattr(cache, name).dtype)
 
     def write(slots, x):
         found = (
@@ -81,17 +77,15 @@ def check(k_pages, v_pages, k_scales, v_scales):
     """Raises where pages have no scales and need them, or the other way round, and where the two do
     not fit."""
     both = {"k_pages": (k_pages, "k_scales", k_scales), "v_pages": (v_pages, "v_scales", v_scales)}
+    dtypes = k_pages.dtype, v_pages.dtype
+    if dtypes[0] != dtypes[1] and len({is_quantised(dtype) for dtype in dtypes}) == 1:
+        raise TypeError(
+            f"k_pages and v_pages must have one dtype, or one of them {DTYPES}; got {dtypes[0]} "
+            f"and {dtypes[1]}."
+        )
     for name, (pages, name_of_scales, scales) in both.items():
-        if pages.dtype != k_pages.dtype:
-            raise TypeError(
-                f"k_pages and v_pages must have one dtype; got {k_pages.dtype} and {pages.dtype}."
-            )
         if is_quantised(pages.dtype) != (scales is not None):
-            needs = (
-                "needs"
-                if scales is None
-                else "is for " + " or ".join(LARGEST) + ", and has no place for"
-            )
+            needs = "needs" if scales is None else f"is for {DTYPES}, and has no place for"
             raise TypeError(f"{name} of {pages.dtype} {needs} {name_of_scales} [P, page, K].")
         if scales is not None and (scales.shape != pages.shape[:3] or scales.dtype != jnp.float32):
             got = f"{scales.dtype} {scales.shape}"

@@ -100,7 +100,7 @@ CACHES = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float8_e5m2"])
 @pytest.mark.parametrize("kind", CACHES)
 def test_a_quantised_cache_gives_nearly_what_the_whole_text_gives(kind, dtype, rng):
     options, make = CACHES[kind]
@@ -108,7 +108,7 @@ def test_a_quantised_cache_gives_nearly_what_the_whole_text_gives(kind, dtype, r
     y, cache = in_steps(model, x, make(model, dtype))
     assert cache.key.dtype == dtype and cache.length.tolist() == [LENGTH] * B
     error = jnp.linalg.norm(y - at_once(model, x)) / jnp.linalg.norm(y)
-    assert 1e-4 < error < dict(int8=0.01, float8_e4m3fn=0.05)[dtype]
+    assert 1e-4 < error < dict(int8=0.01, float8_e4m3fn=0.05, float8_e5m2=0.1)[dtype]
 
 
 def test_tokens_without_room_in_a_quantised_cache_get_nan_and_padding_is_not_kept(rng):

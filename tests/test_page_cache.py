@@ -128,6 +128,6 @@ def test_what_a_cache_would_broadcast_or_drop_in_silence_raises(name):
 @pytest.mark.parametrize("dtype", ["uint8", "int16", "bool"])
 def test_a_cache_is_of_floats_or_of_8_bits_that_have_scales(dtype):
     with pytest.raises(
-        TypeError, match=f"must be a float's, or int8 or float8_e4m3fn; got {dtype}"
+        TypeError, match=f"must be a float's, or int8, float8_e4m3fn or float8_e5m2; got {dtype}"
     ):
         paged_cache(batch=1, max_length=8, kv_heads=1, head_size=8, pages=1, page=8, dtype=dtype)

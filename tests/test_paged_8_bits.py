@@ -46,12 +46,16 @@ def implementation(request):
     return request.param
 
 
-QUANTISED = ("int8", "float8_e4m3fn")
-QUERIES = [(query, stored) for query in ("float32", "float16", "bfloat16") for stored in QUANTISED]
+QUANTISED = ("int8", "float8_e4m3fn", "float8_e5m2")
+QUERIES = [  # and of keys and values what they are stored in, None: as the query
+    *((query, (x, x)) for query in ("float32", "float16", "bfloat16") for x in QUANTISED),
+    ("bfloat16", ("int8", None)),
+    ("float16", (None, "float8_e5m2")),
+]
 
 
 @pytest.mark.usefixtures("small_splits")
-@pytest.mark.parametrize("query, stored", QUERIES)
+@pytest.mark.parametrize("query, stored", QUERIES, ids=str)
 def test_pages_in_8_bits_equal_the_oracle_on_what_they_stand_for(
     implementation, query, stored, rng
 ):
@@ -61,18 +65,17 @@ def test_pages_in_8_bits_equal_the_oracle_on_what_they_stand_for(
     table = ints(*rng.permutation(B * PAGES)).reshape(B, PAGES)
     table[1, :3] = table[0, :3]
     x8, scales, wide = [], [], []
-    for n, size in ((H, 1.0), (HV, 1e-3)):
-        stored_x, scale = map(
-            np.array, quantised.quantised(size * rng.normal(size=(B * PAGES + 1, 8, K, n)), stored)
+    for n, size, dtype in ((H, 1.0, stored[0]), (HV, 1e-3, stored[1])):
+        x, scale = size * rng.normal(size=(B * PAGES + 1, 8, K, n)), np.ones((B * PAGES + 1, 8, K))
+        x, scale = (
+            map(np.array, quantised.quantised(x, dtype)) if dtype else (x.astype(query), scale)
         )
-        wide.append(
-            (stored_x.astype(np.float32) * scale[..., None])[table].reshape(B, PAGES * 8, K, n)
-        )
+        wide.append((x.astype(np.float32) * scale[..., None])[table].reshape(B, PAGES * 8, K, n))
         used = np.zeros(scale.shape[:2], bool)
         for b in range(B):
             used[table[b, np.arange(lengths[b]) // 8], np.arange(lengths[b]) % 8] = True
-        stored_x[~used], scale[~used] = 127 if stored == "int8" else np.nan, np.nan
-        x8, scales = [*x8, stored_x], [*scales, scale]
+        x[~used], scale[~used] = 127 if dtype == "int8" else np.nan, np.nan
+        x8, scales = [*x8, x], [*scales, scale if dtype else None]
     for b in range(B):
         table[b, -(-lengths[b] // 8) :] = [B * PAGES, -1, 10**6][b]
     q = rng.normal(size=(B, T, N, H)).astype(query)
@@ -126,7 +129,7 @@ def test_by_mma_pages_in_8_bits_equal_the_oracle_without_a_race(
         scales |= {f"{kind}_scales": scale}
     for b in range(B):
         table[b, -(-lengths[b] // page) :] = [B * count, 10**6, -7][b]
-    dtype = dict(int8="bfloat16", float8_e4m3fn="float16")[stored]
+    dtype = dict(int8="bfloat16", float8_e4m3fn="float16", float8_e5m2="bfloat16")[stored]
     q = rng.normal(size=(B, 3, N, size)).astype(dtype)
     with gpu_interpreter.kernels(implementation, detect_races=True) as races:
         o, lse = paged_attention(
@@ -146,14 +149,15 @@ def test_by_mma_pages_in_8_bits_equal_the_oracle_without_a_race(
 
 
 @needs_interpreter
-def test_e4m3_is_what_numpy_reads_in_all_its_256_patterns():
-    from pallas_flash.kernels.mosaic.registers import FACTOR, from_8_bits
+@pytest.mark.parametrize("stored", QUANTISED)
+def test_8_bits_are_what_numpy_reads_in_all_256_patterns(stored):
+    from pallas_flash.kernels.mosaic.registers import BITCAST_SCALE, from_8_bits
 
     patterns = np.arange(256, dtype=np.uint8)
     for dtype in (jnp.bfloat16, jnp.float16):
-        expected = patterns.view(jnp.float8_e4m3fn).astype(dtype)
-        found = from_8_bits(jnp.asarray(patterns.view(np.int8)), "float8_e4m3fn", dtype)
-        found = found * FACTOR["float8_e4m3fn"]
+        expected = patterns.view(stored).astype(dtype)
+        found = from_8_bits(jnp.asarray(patterns.view(np.int8)), stored, dtype)
+        found = found * BITCAST_SCALE[stored]
         np.testing.assert_array_equal(*(np.float32(x) for x in (found, expected)))
 
 
@@ -231,7 +235,11 @@ def test_8_bits_err_as_stated_and_a_row_of_0_or_nan_stays_what_it_is(stored, rng
     assert (found[0] == 0).all() and np.isnan(found[1]).all() and (abs(found[2]) < 1e-36).all()
     found, x = found[3:].astype(np.float64), x[3:].astype(np.float64)
     largest = abs(x).max(1, keepdims=True)
-    limit = largest / 254 if stored == "int8" else np.maximum(abs(x) / 16, largest / 448 / 1024)
+    limit = dict(
+        int8=largest / 254,
+        float8_e4m3fn=np.maximum(abs(x) / 16, largest / 448 / 2**10),
+        float8_e5m2=np.maximum(abs(x) / 8, largest / 57344 / 2**17),
+    )[stored]
     assert (abs(found - x) <= 1.001 * limit).all()
 
 
@@ -261,14 +269,16 @@ def test_beside_a_cache_in_8_bits_nothing_wider_is_in_memory(stored, part, monke
 
 
 @pytest.mark.gpu
-def test_the_output_of_a_cache_in_8_bits_errs_by_1_and_4_percent(rng):
+def test_the_output_of_a_cache_in_8_bits_errs_by_1_4_and_8_percent(rng):
     q, k, v = (
         rng.normal(size=(1, length, 8, 128)).astype(np.float32) for length in (4, 2048, 2048)
     )
     exact = flash_attention(q, k, v)
-    for stored, stated in dict(int8=0.01, float8_e4m3fn=0.04).items():
-        make = lambda k, v, stored=stored: paged_cache(
-            1, 2048, 8, 128, pages=32, dtype=stored
+    keys_alone = "int8", dict(value_dtype="float32"), 0.007
+    of_both = ("int8", {}, 0.01), ("float8_e4m3fn", {}, 0.04), ("float8_e5m2", {}, 0.08)
+    for stored, more, stated in (*of_both, keys_alone):
+        make = lambda k, v, stored=stored, more=more: paged_cache(
+            1, 2048, 8, 128, pages=32, dtype=stored, **more
         ).append(k, v)
         cache = jax.jit(make)(k, v)
         options = dict(k_scales=cache.key_scale, v_scales=cache.value_scale, is_causal=False)

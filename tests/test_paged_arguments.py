@@ -89,12 +89,22 @@ WRONG = {
     "scales of floats": (
         {},
         dict(k_scales=SCALES, v_scales=SCALES),
-        "float32 is for int8 or float8_e4m3fn, .* no place for k_sc",
+        "float32 is for int8, float8_e4m3fn or float8_e5m2, .* no place for k_sc",
     ),
     "scales of other pages": (
         dict(dtype=jnp.int8),
         dict(k_scales=SCALES[:3], v_scales=SCALES),
         r"\(4, 8, 1\) like k_.*; got",
+    ),
+    "keys alone in 8 bits on ampere": (
+        dict(dtype=jnp.int8),
+        dict(v_pages=jnp.ones((4, 8, 1, 8)), k_scales=SCALES, implementation="ampere"),
+        "it reads keys and values in 8 bits, or neither; got keys alone in int8: triton and",
+    ),
+    "two dtypes of 8 bits": (
+        dict(dtype=jnp.int8),
+        dict(v_pages=jnp.ones((4, 8, 1, 8), jnp.float8_e5m2), k_scales=SCALES, v_scales=SCALES),
+        "must have one dtype, or one of them int8, float8_e4m3fn or float8_e5m2; got int8 and fl",
     ),
     "8 bits of narrow heads on ampere": (
         dict(dtype=jnp.int8),

@@ -257,7 +257,7 @@ def test_a_mask_that_is_an_array_has_blocks_of_all_kinds():
 
 PAGES = [
     attend.Pages(((9, page, 2, 64),) * 2, *of)
-    for page, *of in [(8, "int8", False), (16, None, False), (64, "float8_e4m3fn", True)]
+    for page, *of in [(8, "int8", False, "keys"), (16, None, False), (64, "float8_e4m3fn", True)]
 ]
 
 

@@ -78,15 +78,19 @@ def plan(call: PagedCall) -> tuple[Problem, "Pages"]:
 def _normalised(call: PagedCall, is_ragged: bool):
     """The call with keys and values of the shapes that the table gives, its problem and operands,
     and its pages."""
-    k_pages, v_pages, k_scales = call.k_pages, call.v_pages, call.k_scales
-    B, pages = call.page_table.shape
-    dtype = k_pages.dtype if k_scales is None else call.query.dtype
-    like = lambda x: jnp.broadcast_to(
-        x[0, 0].astype(dtype), (B, pages * x.shape[1], *x.shape[2:])
-    )  # never made: its shape is read
-    call = call.replace(key=like(k_pages), value=like(v_pages), key_value_seq_lengths=call.lengths)
-    stored = None if k_scales is None else str(k_pages.dtype)
-    kind = Pages((k_pages.shape, v_pages.shape), stored, is_ragged)
+    (B, pages), both = call.page_table.shape, (call.k_pages, call.v_pages)
+    is_stored = [scales is not None for scales in (call.k_scales, call.v_scales)]
+    key, value = (  # never made: their shapes are read
+        jnp.broadcast_to(
+            x[0, 0].astype(call.query.dtype if in_8_bits else x.dtype),
+            (B, pages * x.shape[1], *x.shape[2:]),
+        )
+        for x, in_8_bits in zip(both, is_stored, strict=True)
+    )
+    call = call.replace(key=key, value=value, key_value_seq_lengths=call.lengths)
+    stored = next((str(x.dtype) for x, yes in zip(both, is_stored, strict=True) if yes), None)
+    alone = {(True, False): "keys", (False, True): "values"}.get(tuple(is_stored))
+    kind = Pages(tuple(x.shape for x in both), stored, is_ragged, alone)
     return call, *arguments.normalise(call), kind
 
 
@@ -101,7 +105,7 @@ def _attend_batch(call: PagedCall, is_ragged: bool):
         return dispatch.attend(
             call.replace(key=copied(k_pages, k_scales), value=copied(v_pages, v_scales))
         )
-    scales = () if k_scales is None else ((k_scales, v_scales),)
+    scales = ((k_scales, v_scales),) if kind.stored else ()
     operands, scales = varying.vary_alike((operands._replace(key=k_pages, value=v_pages), scales))
     table = jnp.clip(page_table, 0, k_pages.shape[0] - 1)
     is_requested = selection.requested(implementation) is not None
@@ -156,6 +160,7 @@ class Pages(NamedTuple):
     shapes: tuple[tuple[int, ...], ...]  # of keys and values, [P, page, K, n]
     stored: str | None  # the dtype, where that is one of 8 bits
     is_ragged: bool  # rows of the batch are tiles, which share tables
+    alone: str | None = None  # "keys" or "values", where these alone are in 8 bits
 
     @property
     def page(self) -> int:
@@ -165,7 +170,7 @@ class Pages(NamedTuple):
     def entry(self) -> comparison.EntryPoint:
         """How kernels are checked that read such pages."""
         keys = -(-comparison.SIZES["keys"] // self.page) * self.page
-        name = f"pages of {self.page}" + f" {self.stored}" * (self.stored is not None)
+        name = " ".join(filter(None, (f"pages of {self.page}", self.stored, self.alone)))
         return comparison.EntryPoint(name, self.results, widen=self.widen, sizes=dict(keys=keys))
 
     def results(
@@ -179,22 +184,27 @@ class Pages(NamedTuple):
             :, ::-1
         ]
         paged = lambda x: x.reshape(-1, self.page, *x.shape[2:])[table.ravel()]
-        kv, scales = [operands.key, operands.value], ()
-        if self.stored:
-            kv, scales = zip(*(quantised.quantised(x, self.stored) for x in kv), strict=True)
-            scales = (tuple(map(paged, scales)),)
-        k, v = map(paged, kv)
+        (k, k_scale), (v, v_scale) = (
+            jax.tree.map(paged, pair) for pair in self._in_8_bits(operands)
+        )
+        scales = ((k_scale, v_scale),) if self.stored else ()
         operands = operands._replace(key=k, value=v)
         o, stats = _in_place(p, self, choice.backend, operands, table, *scales)
         log_base = choice.backend.log_base(p)
         return comparison.outputs(o, *autodiff.lse_and_largest(log_base, p, operands, stats))
 
     def widen(self, operands: arguments.Operands) -> arguments.Operands:
-        if self.stored:
-            kv = (quantised.quantised(x, self.stored) for x in (operands.key, operands.value))
-            key, value = (x.astype(jnp.float32) * scales[..., None] for x, scales in kv)
-            operands = operands._replace(key=key, value=value)
-        return comparison.widen(operands)
+        key, value = (
+            x if scales is None else x.astype(jnp.float32) * scales[..., None]
+            for x, scales in self._in_8_bits(operands)
+        )
+        return comparison.widen(operands._replace(key=key, value=value))
+
+    def _in_8_bits(self, operands: arguments.Operands):
+        """Keys and values, each with its scales, None where they are not in 8 bits."""
+        for name, x in (("keys", operands.key), ("values", operands.value)):
+            has_scales = self.stored and self.alone in (None, name)
+            yield quantised.quantised(x, self.stored) if has_scales else (x, None)
 
 
 def copies(backend: Backend, problem: Problem, pages: Pages) -> bool:
@@ -213,11 +223,16 @@ class Against(selection.Against):
     NAME = "call of paged_attention"
 
     def cannot(self, backend):
-        reasons = (super().cannot(backend),)
-        if not self._copies(backend):
-            pages = self.pages
-            reasons += (backend.paged.why_not(self.problem, pages.shapes, pages.stored),)
-        return joined(*reasons)
+        reason, pages, paged = super().cannot(backend), self.pages, backend.paged
+        if self._copies(backend):
+            return reason
+        if pages.alone and not paged.takes_8_bits_alone:
+            return joined(
+                reason,
+                f"it reads keys and values in 8 bits, or neither; got {pages.alone} alone in "
+                f"{pages.stored}: triton and blockwise take them",
+            )
+        return joined(reason, paged.why_not(self.problem, pages.shapes, pages.stored))
 
     def checked(self, backend):
         if self._copies(backend):

@@ -171,13 +171,14 @@ def paged_attention(
         are decoding, and no page is copied.
       scale, local_window_size, logits_soft_cap, sinks, score_mod: as in `flash_attention`.
       is_causal, return_residual, return_max_logits: as there, but is_causal is True by default.
-      k_scales, v_scales: float32 [P, page, K], for pages of int8 or float8_e4m3fn: a key is its
-        entry in the page times its scale, as `PagedCache` makes them. Pages that are read where
-        they lie stay as they are in memory: logits and weights are multiplied by the scales. A copy
-        has the query's dtype.
+      k_scales, v_scales: float32 [P, page, K], for pages of int8, float8_e4m3fn or float8_e5m2: a
+        key is its entry in the page times its scale, as `PagedCache` makes them. Keys alone or
+        values alone may be in 8 bits. Pages that are read where they lie stay as they are in
+        memory: logits and weights are multiplied by the scales. A copy has the query's dtype.
       implementation: as in `flash_attention`; "hopper" and "ampere" read pages where they lie if
-        they are of 8, 16, 32, or a multiple of 64 keys. "reference", "flash1" and "standard" always
-        copy them.
+        they are of 8, 16, 32, or a multiple of 64 keys, keys and values alike in 8 bits or not;
+        "triton" and "blockwise" any, keys or values alone in 8 bits too. "reference", "flash1" and
+        "standard" always copy them.
 
     Returns:
       The output [B, T, N, Hv] in the query's dtype; with return_residual or return_max_logits, a

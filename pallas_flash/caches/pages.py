@@ -25,7 +25,7 @@ class PagedCache(NamedTuple):
     jax.jit."""
 
     key: Real[Array, "P page K H"]
-    value: Real[Array, "P page K H"]
+    value: Real[Array, "P page K H"]  # of another dtype, where one of the two is in 8 bits
     table: Int[Array, "B pages"]
     length: Int[Array, "B"]  # keys of each row
     users: Int[Array, "P"]  # how many rows have each page
@@ -206,14 +206,16 @@ def paged_cache(
     pages: int,
     page: int = 64,
     dtype=jnp.bfloat16,
+    value_dtype=None,
 ) -> PagedCache:
     """An empty cache of `pages` pages of `page` tokens each, for `batch` rows of up to max_length
     tokens.
 
-    With the dtypes int8 and float8_e4m3fn the cache is quantised: each token and head has a float32
-    scale, which `paged_attention` takes as k_scales and v_scales. The output then errs by 1% and 4%
-    (norms, for normally distributed numbers; bfloat16: 0.3%). On a CPU float8_e4m3fn is copied
-    whole in each call, int8 is not.
+    With the dtypes int8, float8_e4m3fn and float8_e5m2 the cache is quantised: each token and head
+    has a float32 scale, which `paged_attention` takes as k_scales and v_scales. The output then
+    errs by 1%, 4% and 8% (norms, for normally distributed numbers; bfloat16: 0.3%). value_dtype is
+    that of the values, by default `dtype`: one of the two may be of 8 bits and the other not. On a
+    CPU float8 is copied whole in each call, int8 is not.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -231,7 +233,7 @@ def paged_cache(
         jnp.full((batch, -(-max_length // page)), pages, jnp.int32),
         lambda n: jnp.zeros(n, jnp.int32),
     )
-    scales = quantised.empty_scales(shape, dtype)
-    return PagedCache(
-        jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), table, zeros(batch), zeros(pages), *scales
-    )
+    dtypes = dtype, dtype if value_dtype is None else value_dtype
+    key, value = (jnp.zeros(shape, each) for each in dtypes)
+    scales = (quantised.empty_scales(shape, each) for each in dtypes)
+    return PagedCache(key, value, table, zeros(batch), zeros(pages), *scales)

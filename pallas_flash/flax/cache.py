@@ -51,10 +51,9 @@ def empty(kind: Callable, batch: int, slots: int, heads: int, size: int, dtype) 
     shape = batch, slots, heads, size
     # two arrays, not one twice, so that a jitted step may be given the cache's memory
     # (donate_argnums)
-    zeros = lambda: jnp.zeros(shape, dtype)
-    return kind(
-        zeros(), zeros(), jnp.zeros(batch, jnp.int32), *quantised.empty_scales(shape, dtype)
-    )
+    key, value = (jnp.zeros(shape, dtype) for _ in range(2))
+    scales = (quantised.empty_scales(shape, dtype) for _ in range(2))
+    return kind(key, value, jnp.zeros(batch, jnp.int32), *scales)
 
 
 def rolling_slots(left: int, tokens: int) -> int:
@@ -129,11 +128,13 @@ def _count(lengths, start, T: int):
 
 def _paged(cache: Cache, query, as_pages: Callable, table, lengths, **options):
     """paged_attention to a cache, of whose arrays `as_pages` makes pages."""
-    key, value = as_pages(cache.key), as_pages(cache.value)
-    if cache.key_scale is None:
-        key, value = key.astype(query.dtype), value.astype(query.dtype)
-    else:
-        options |= dict(k_scales=as_pages(cache.key_scale), v_scales=as_pages(cache.value_scale))
+    pages, scales = (cache.key, cache.value), (cache.key_scale, cache.value_scale)
+    scales = [None if x is None else as_pages(x) for x in scales]
+    key, value = (
+        as_pages(x).astype(query.dtype if scale is None else x.dtype)
+        for x, scale in zip(pages, scales, strict=True)
+    )
+    options |= dict(zip(("k_scales", "v_scales"), scales, strict=True))
     return paged_attention(query, key, value, table, lengths, **options)
 
 

@@ -246,7 +246,7 @@ class FlashAttention(nnx.Module):
     def init_cache(self, batch: int, max_length: int, dtype: Any = None) -> KVCache:
         """An empty cache for `batch` rows of up to max_length tokens. Its dtype is by default the
         layer's dtype, or else param_dtype. A cache of another dtype than the computation's is cast
-        whole in each call. A cache of int8 or float8_e4m3fn is not: it is quantised as in
+        whole in each call. A cache of int8 or float8 is not: it is quantised as in
         `paged_cache`. It takes no mask, and its max_length is rounded up to a multiple of 64
         tokens."""
         return self._empty(KVCache, batch, max_length, dtype)

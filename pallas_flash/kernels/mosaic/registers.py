@@ -57,8 +57,9 @@ def load(ref, layout):
     return plgpu.load(ref, layout=layout, optimized=False)
 
 
-# what `from_8_bits` leaves to be multiplied by: the exponent of float16 has a bias of 15, not 7
-BITCAST_SCALE = dict(int8=1.0, float8_e4m3fn=2.0**8)
+# what `from_8_bits` leaves to be multiplied by: the exponents of float16 and e5m2 have a bias of
+# 15, that of e4m3 has 7
+BITCAST_SCALE = dict(int8=1.0, float8_e4m3fn=2.0**8, float8_e5m2=1.0)
 
 
 def from_8_bits(x, stored: str, dtype):
@@ -66,6 +67,9 @@ def from_8_bits(x, stored: str, dtype):
     by their BITCAST_SCALE."""
     if stored == "int8":
         return x.astype(jnp.int32).astype(jnp.float32).astype(dtype)
+    if stored == "float8_e5m2":  # the upper half of a float16
+        x = lax.bitcast_convert_type(x.astype(jnp.int16) << 8, jnp.float16)
+        return x.astype(jnp.float32).astype(dtype)
     # the sign, the exponent and the mantissa at their places in a float16
     x = lax.bitcast_convert_type((x.astype(jnp.int16) << 7) & -0x4080, jnp.float16)
     x = x.astype(jnp.float32)
