@@ -169,11 +169,11 @@ TOKAMAX = SimpleNamespace(  # of local_window_size=(5, 2), is_causal=False and b
     q_end=np.array([[[T]], [[T]]]),
     k_end=np.array([[[S]], [[20]]]),
 )
-IDS = np.sort(np.arange(B * T).reshape(B, T) % 3, 1).astype(np.int32)
+IDS = (np.arange(T) >= np.array([[8], [3]])).astype(np.int32)
 
 
 def maxtext(kind):
-    of_layer = dict(sliding_window_size=5, chunk_attn_window_size=7, attn_logits_soft_cap=3.0)
+    of_layer = dict(sliding_window_size=3, chunk_attn_window_size=5, attn_logits_soft_cap=3.0)
     layer = SimpleNamespace(attention_type=SimpleNamespace(name=kind), **of_layer)
     return dict(self=layer, segment_ids=IDS, positions=None, model_mode="train")
 
@@ -252,13 +252,13 @@ CASES = [
     Case(
         "for_maxtext",
         QKV | dict(sinks=(1, N, 1, 1)),
-        functools.partial(maxtext_formula, j > i - 5),
+        functools.partial(maxtext_formula, j > i - 3),
         maxtext("LOCAL_SLIDING"),
     ),
     Case(
         "for_maxtext",
         QKV,
-        functools.partial(maxtext_formula, i // 7 == j // 7),
+        functools.partial(maxtext_formula, i // 5 == j // 5),
         maxtext("CHUNK"),
     ),
 ]
