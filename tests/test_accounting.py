@@ -120,15 +120,16 @@ def test_hopper_copies_the_blocks_that_a_tile_sees(call, traceable):
     for name, t in by_queries.items():
         blocks = columns_of(visible, t.block_q, t.block_k)
         keys = sum(min(last, S) - first for first, last, _ in blocks)
-        assert kernels[name].reads["args[1]"] == keys * row(z.H, t)
-        assert kernels[name].reads["args[2]"] == keys * row(z.Hv, t)
+        k, v = ("args[1]", "args[2]") if t is tiles.forward else ("args[2]", "args[3]")
+        assert kernels[name].reads[k] == keys * row(z.H, t)
+        assert kernels[name].reads[v] == keys * row(z.Hv, t)
     t, name = tiles.dkv, "flash_attention_dk_dv"
     if tiles.fused is not None:
         t, name = tiles.fused, "flash_attention_dq_dk_dv"
     blocks = columns_of(visible.T, t.block_k, t.block_q)
     rows = sum(min(last, T) - first for first, last, _ in blocks)
     assert kernels[name].reads["args[0]"] == rows * row(z.H, t)
-    assert kernels[name].reads["args[3]"] == rows * row(z.Hv, t)
+    assert kernels[name].reads["args[1]"] == rows * row(z.Hv, t)
 
 
 DECODING = {

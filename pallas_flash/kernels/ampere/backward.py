@@ -11,9 +11,10 @@ from pallas_flash import schedule
 from pallas_flash.arguments import Gradients, Operands, Problem
 from pallas_flash.kernels.ampere.tuning import AllTiles
 from pallas_flash.kernels.mma import tile
-from pallas_flash.kernels.mma.gradients import Inputs, Memory
+from pallas_flash.kernels.mma.gradients import Memory, inputs
 from pallas_flash.kernels.mma.tuning import Tiles
 from pallas_flash.kernels.mosaic import block_info, logits, scheduler
+from pallas_flash.kernels.mosaic.gradients import Inputs
 from pallas_flash.kernels.mosaic.launch import LANE, launch
 from pallas_flash.kernels.mosaic.registers import load, per_column, per_row
 
@@ -26,14 +27,14 @@ def backward(problem: Problem, tiles: AllTiles, x: Operands, lse, do, delta) -> 
         _dq_kernel,
         p,
         t,
-        Inputs.make(p, t, blocks, x, lse, do, delta),
+        inputs(p, t, blocks, x, lse, do, delta),
         scheduler.query_programs(p, t.block_q),
         [(p.queries, t.block_q, p.heads, p.head_size, t.width)],
         "flash_attention_dq",
     )
     t = tiles.dkv
     blocks = block_info.by_key_tile(p, x.resolved_mask, x.mask, t.block_q, t.block_k)
-    x, programs = Inputs.make(p, t, blocks, x, lse, do, delta), scheduler.key_programs(p, t.block_k)
+    x, programs = inputs(p, t, blocks, x, lse, do, delta), scheduler.key_programs(p, t.block_k)
     outputs = dict(
         dk=(p.keys, t.block_k, p.kv_heads, p.head_size, t.width),
         dv=(p.keys, t.block_k, p.kv_heads, p.value_size, t.value_width),

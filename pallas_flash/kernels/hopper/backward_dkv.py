@@ -13,9 +13,10 @@ from pallas_flash import schedule
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.kernels.hopper import sync, tile
 from pallas_flash.kernels.hopper.dkv_consumer import Block, DkvConsumer, Queries
-from pallas_flash.kernels.hopper.gradients import Inputs, inputs
+from pallas_flash.kernels.hopper.tile import inputs
 from pallas_flash.kernels.hopper.tuning import ROWS, KeyTiles, padded_size
-from pallas_flash.kernels.mosaic import block_info, logits, ragged_tail, scheduler
+from pallas_flash.kernels.mosaic import block_info, logits, scheduler
+from pallas_flash.kernels.mosaic.gradients import Inputs
 from pallas_flash.kernels.mosaic.launch import launch
 from pallas_flash.kernels.mosaic.registers import opaque
 
@@ -68,20 +69,21 @@ def dkv(p: Problem, t: KeyTiles, x: Operands, lse, do, delta, fused: bool):
     """dk, dv; before them dq, if fused."""
     blocks = block_info.by_key_tile(p, x.resolved_mask, x.mask, t.block_q, t.block_k)
     x = inputs(p, t, blocks, x, lse, do, delta)
-    zeros = lambda: jnp.zeros((*x.q.shape[:3], padded_size(p.head_size, t.swizzle, 4)), jnp.float32)
+    q, (k, v) = x.queries.arrays[0], x.keys.arrays
+    zeros = lambda: jnp.zeros((*q.shape[:3], padded_size(p.head_size, t.swizzle, 4)), jnp.float32)
     *dq, dk, dv = launch(
         functools.partial(_kernel, problem=p, tiles=t),
         x,
         programs=scheduler.key_programs(p, t.block_k),
         out_type=[
             *([zeros()] if fused else []),
-            *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x.k, x.v)),
+            *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (k, v)),
         ],
         warpgroups=t.warpgroups + 1,
-        scratch=Memory.allocate(t, x.k.dtype, fused),
+        scratch=Memory.allocate(t, k.dtype, fused),
         name="flash_attention_dq_dk_dv" if fused else "flash_attention_dk_dv",
     )
-    dq = [(a[:, : p.queries, :, : p.head_size] * p.scale).astype(x.q.dtype) for a in dq]
+    dq = [(a[:, : p.queries, :, : p.head_size] * p.scale).astype(q.dtype) for a in dq]
     return *dq, dk[:, : p.keys, :, : p.head_size], dv[:, : p.keys, :, : p.value_size]
 
 
@@ -101,7 +103,7 @@ def _kernel(program, x: Inputs, *outputs, problem: Problem, tiles: KeyTiles):
 
     def produce():
         _load_keys(x, work, memory, tiles)
-        read = ragged_tail.reader(x.query_tails, work.batch, tiles.block_q)
+        read = x.queries.reader(work.batch, tiles.block_q)
 
         def head(g, _):
             blocks, position = query_blocks(g)
@@ -118,7 +120,7 @@ def _kernel(program, x: Inputs, *outputs, problem: Problem, tiles: KeyTiles):
                     source = Queries(q, x.lse.at[by_row], do, x.delta.at[by_row])
                     queries.fill(position(t), source)
 
-                read(i, fill, x.q, x.do)
+                read(i, fill)
 
             schedule.loop(opaque(blocks.first), opaque(blocks.last), load, None)
 
@@ -165,7 +167,7 @@ def _load_keys(x: Inputs, work: scheduler.WorkTile, memory: Memory, tiles: KeyTi
         plgpu.copy_gmem_to_smem(rows(k_gmem, tiles.width), memory.k, memory.kv_full)
         plgpu.copy_gmem_to_smem(rows(v_gmem, tiles.value_width), memory.v, memory.kv_full)
 
-    ragged_tail.reader(x.tails, work.batch, tiles.block_k)(work.tile, copy, x.k, x.v)
+    x.keys.reader(work.batch, tiles.block_k)(work.tile, copy)
 
 
 def _store(work: scheduler.WorkTile, consumer: DkvConsumer, dk, dv, dk_gmem, dv_gmem):

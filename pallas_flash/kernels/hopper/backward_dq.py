@@ -11,9 +11,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_flash import schedule
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.kernels.hopper import sync, tile
-from pallas_flash.kernels.hopper.gradients import Inputs, inputs
+from pallas_flash.kernels.hopper.tile import inputs
 from pallas_flash.kernels.hopper.tuning import ROWS, Tiles
-from pallas_flash.kernels.mosaic import block_info, logits, ragged_tail, scheduler
+from pallas_flash.kernels.mosaic import block_info, logits, scheduler
+from pallas_flash.kernels.mosaic.gradients import Inputs
 from pallas_flash.kernels.mosaic.launch import launch
 from pallas_flash.kernels.mosaic.registers import load, opaque, per_row
 from pallas_flash.pytrees import IntLike
@@ -50,13 +51,14 @@ class Memory(NamedTuple):
 def dq(p: Problem, t: Tiles, x: Operands, lse, do, delta):
     blocks = block_info.by_query_tile(p, x.resolved_mask, x.mask, t.block_q, t.block_k)
     x = inputs(p, t, blocks, x, lse, do, delta)
+    q, _ = x.queries.arrays
     (dq,) = launch(
         functools.partial(_kernel, problem=p, tiles=t),
         x,
         programs=scheduler.query_programs(p, t.block_q),
-        out_type=[jax.ShapeDtypeStruct(x.q.shape, x.q.dtype)],
+        out_type=[jax.ShapeDtypeStruct(q.shape, q.dtype)],
         warpgroups=t.warpgroups + 1,
-        scratch=Memory.allocate(t, x.q.dtype),
+        scratch=Memory.allocate(t, q.dtype),
         name="flash_attention_dq",
     )
     return dq[:, : p.queries, :, : p.head_size]
@@ -87,7 +89,7 @@ def _kernel(program, x: Inputs, dq_gmem, memory: Memory, *, problem: Problem, ti
             )
             plgpu.copy_gmem_to_smem(rows(q_gmem, first, tiles.width), q, memory.q_full.at[wg])
 
-        ragged_tail.reader(x.query_tails, work.batch, tiles.block_q)(work.tile, copy, x.q, x.do)
+        x.queries.reader(work.batch, tiles.block_q)(work.tile, copy)
         consumer = Consumer(problem, tiles, x, memory, k, v, work, wg, visited())
         q[...] = (consumer.sum() * problem.scale).astype(q.dtype)
         tile.copy_out((q, rows(dq_gmem, work.tile * tiles.block_q, tiles.width)))
@@ -160,12 +162,12 @@ class Consumer(NamedTuple):
             dq, ds = tile.overlap(
                 lambda dq_acc: (gradient(t, masked, (dq_acc, ds)),), (dq,), (tile.zeros(*shape),)
             )
-            return dq, ds.astype(x.q.dtype)
+            return dq, ds.astype(self.memory.q.dtype)
 
         last = self.blocks.last - 1
         full = isinstance(last, int) and self.blocks.full_first == 0
         ds = gradient(0, not full)
-        carry = tile.zeros(ROWS, self.tiles.width), ds.astype(x.q.dtype)
+        carry = tile.zeros(ROWS, self.tiles.width), ds.astype(self.memory.q.dtype)
         dq, ds = self.blocks.without_first().visit(step, carry)
         (dq,) = tile.accumulate(lambda acc: tile.dot(acc, ds, k.block(last)), dq)
         k.release(last)

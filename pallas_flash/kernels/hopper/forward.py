@@ -19,9 +19,10 @@ from pallas_flash.arguments import Operands, Problem
 from pallas_flash.kernels.hopper import sync, tile
 from pallas_flash.kernels.hopper.tuning import ROWS, AllTiles, Tiles
 from pallas_flash.kernels.mma import decode
-from pallas_flash.kernels.mosaic import block_info, logits, ragged_tail, scheduler, statistics
+from pallas_flash.kernels.mosaic import block_info, logits, scheduler, statistics
 from pallas_flash.kernels.mosaic.launch import launch
 from pallas_flash.kernels.mosaic.mask import TileMask
+from pallas_flash.kernels.mosaic.ragged_tail import RaggedRows
 from pallas_flash.kernels.mosaic.registers import per_row
 from pallas_flash.online_softmax import SoftmaxState
 from pallas_flash.pytrees import IntLike
@@ -32,9 +33,7 @@ class Inputs(NamedTuple):
     and blocks."""
 
     q: jax.Array  # [B, T, N, H]
-    k: jax.Array  # [B, S, K, H]
-    v: jax.Array  # [B, S, K, Hv]
-    tails: ragged_tail.Tails | None  # of k and v
+    keys: RaggedRows  # k [B, S, K, H], v [B, S, K, Hv]
     blocks: jax.Array | block_info.BlockLists | None  # of block_info.by_query_tile
     # the same for the rows of each consumer; None too where they are lists
     consumer_blocks: jax.Array | None
@@ -49,13 +48,15 @@ def forward(problem: Problem, tiles: AllTiles, x: Operands):
         return decode.forward(problem, tiles.decode, x)
     p, t = problem, tiles.forward
     inputs = _inputs(p, t, x)
-    B, T, N, _ = inputs.q.shape
+    o_type = jax.ShapeDtypeStruct(
+        (*inputs.q.shape[:3], inputs.keys.arrays[1].shape[3]), x.query.dtype
+    )
     fields = jax.tree.leaves(statistics.types(p, t.block_q))
     o, *stats = launch(
         functools.partial(_kernel, problem=p, tiles=t),
         inputs,
         programs=scheduler.query_programs(p, t.block_q, t.tiles_per_program),
-        out_type=[jax.ShapeDtypeStruct((B, T, N, inputs.v.shape[3]), x.query.dtype), *fields],
+        out_type=[o_type, *fields],
         warpgroups=t.warpgroups + 1,
         scratch=Memory.allocate(t, x.query.dtype, len(fields)),
         name="flash_attention_forward",
@@ -66,12 +67,10 @@ def forward(problem: Problem, tiles: AllTiles, x: Operands):
 def _inputs(p: Problem, t: Tiles, x: Operands) -> Inputs:
     blocks_of = lambda rows: block_info.by_query_tile(p, x.resolved_mask, x.mask, rows, t.block_k)
     blocks = blocks_of(t.block_q)
-    q, k, v = (tile.pad(a, t.swizzle) for a in (x.query, x.key, x.value))
+    _, key_lengths = x.resolved_mask.lengths
     return Inputs(
-        q,
-        k,
-        v,
-        ragged_tail.copy_tails(x.resolved_mask.lengths[1], t.block_k, k, v),
+        tile.pad(x.query, t.swizzle),
+        tile.padded_rows([x.key, x.value], t.block_k, key_lengths, t.swizzle),
         blocks,
         None if isinstance(blocks, block_info.BlockLists) else blocks_of(ROWS),
         statistics.sinks(p, x),

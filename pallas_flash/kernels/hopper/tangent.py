@@ -145,8 +145,8 @@ def _kernel(
     def produce():
         blocks = visited()
         count = opaque(blocks.last)
-        read = ragged_tail.reader(x.tails, work.batch, t.block_k)
         arrays, tree = jax.tree.flatten((x.k, x.v))
+        read = ragged_tail.RaggedRows(arrays, x.tails).reader(work.batch, t.block_k)
 
         def load(n, _):
             def fill(first, *arrays):
@@ -157,7 +157,7 @@ def _kernel(
                 k.fill(n, jax.tree.map(lambda a: rows(a, t.width), keys))
                 v.fill(n, jax.tree.map(lambda a: rows(a, t.value_width), values))
 
-            read(blocks.index(n), fill, *arrays)
+            read(blocks.index(n), fill)
 
         schedule.loop(opaque(0), count, load, None)
         k.drain(count)

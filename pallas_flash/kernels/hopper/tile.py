@@ -11,9 +11,12 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash import schedule
+from pallas_flash.arguments import Problem
 from pallas_flash.kernels.hopper import sync
 from pallas_flash.kernels.hopper.tuning import ROWS, padded_length, padded_size
-from pallas_flash.kernels.mosaic import ragged_tail, roles
+from pallas_flash.kernels.mosaic import roles
+from pallas_flash.kernels.mosaic.gradients import Inputs
+from pallas_flash.kernels.mosaic.ragged_tail import RaggedRows, copy_tails
 from pallas_flash.kernels.mosaic.registers import Layouts, opaque, per_row
 from pallas_flash.kernels.mosaic.roles import Role
 from pallas_flash.pytrees import IntLike
@@ -67,7 +70,7 @@ def load_kv(
     """The producer's: fills the rings with the blocks of keys, and of values in `k_subtiles`, that
     a program visits. How many slots have then been used, of which `used` were before."""
     count = opaque(blocks.last)
-    read = ragged_tail.reader(x.tails, work.batch, tiles.block_k)
+    read = x.keys.reader(work.batch, tiles.block_k)
 
     def load(t, _):
         def fill(first, k_gmem, v_gmem):
@@ -81,7 +84,7 @@ def load_kv(
             )
             v.fill(t, subtiles, used)
 
-        read(blocks.index(t), fill, x.k, x.v)
+        read(blocks.index(t), fill)
 
     schedule.loop(opaque(0), count, load, None)
     return jnp.maximum(used, count)
@@ -135,6 +138,18 @@ def add_out(x, smem, target):
     smem[...] = x
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(smem, target, reduction_op="add")
+
+
+def padded_rows(arrays, size: int, lengths, swizzle: int) -> RaggedRows:
+    """Of arrays [B, length, heads, n], in blocks of `size` rows."""
+    arrays = tuple(pad(x, swizzle) for x in arrays)
+    return RaggedRows(arrays, copy_tails(lengths, size, *arrays))
+
+
+def inputs(p: Problem, t, *args) -> Inputs:
+    """Of the kernels of gradients."""
+    rows = lambda arrays, widths, *of: padded_rows(arrays, *of, t.swizzle)
+    return Inputs.make(rows, p, t, *args)
 
 
 def pad(x, swizzle: int):

@@ -1,23 +1,18 @@
 """Matrices in global memory, of which the kernels copy blocks of rows to shared memory."""
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_flash.kernels.mma import tile
 from pallas_flash.kernels.mma.tuning import padded_length
-from pallas_flash.kernels.mosaic import ragged_tail
+from pallas_flash.kernels.mosaic.ragged_tail import RaggedRows, copy_tails
 from pallas_flash.pytrees import IntLike
 
 
-class PaddedRows(NamedTuple):
-    """q and do, or k and v. cp.async cannot stop where an array ends: a block that hangs over is
-    read from a copy that has zeros behind that end."""
-
-    arrays: tuple  # each [B, length, heads * width]
-    tails: ragged_tail.Tails | None
+class PaddedRows(RaggedRows):
+    """Arrays [B, length, heads * width]. cp.async cannot stop where an array ends: a block that
+    hangs over is read from a copy that has zeros behind that end."""
 
     @classmethod
     def make(cls, arrays, widths, size: int, lengths: jax.Array | None) -> "PaddedRows":
@@ -28,7 +23,7 @@ class PaddedRows(NamedTuple):
             lengths = jnp.full((B,), length, jnp.int32)
         rows = max(length, size)  # at least one block
         arrays = [pad(x, rows, width) for x, width in zip(arrays, widths, strict=True)]
-        tails = ragged_tail.copy_tails(lengths, size, *arrays)
+        tails = copy_tails(lengths, size, *arrays)
         if tails is not None:
             tails = tails._replace(arrays=tuple(map(flat, tails.arrays)))
         return cls(tuple(map(flat, arrays)), tails)
@@ -46,7 +41,7 @@ class PaddedRows(NamedTuple):
                 width = slot.shape[1]
                 tile.copy(x.at[batch, pl.ds(first, size), pl.ds(head * width, width)], slot, full)
 
-        ragged_tail.reader(self.tails, batch, size)(block, copy, *self.arrays)
+        self.reader(batch, size)(block, copy)
 
     def loader(self, ring: tile.CopyRing, batch: IntLike, head: IntLike, blocks, position=None):
         """load(t), which begins to copy the block at position t of `blocks` of a head, if there is

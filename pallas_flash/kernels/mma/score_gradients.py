@@ -19,9 +19,11 @@ from pallas_flash import schedule
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.kernels import device
 from pallas_flash.kernels.mma import tile
-from pallas_flash.kernels.mma.gradients import Inputs, Memory
+from pallas_flash.kernels.mma.gradients import Memory
+from pallas_flash.kernels.mma.gradients import inputs as kernel_inputs
 from pallas_flash.kernels.mma.tuning import REDUCTION, ScoreTiles, Tiles
 from pallas_flash.kernels.mosaic import block_info, logits, scheduler
+from pallas_flash.kernels.mosaic.gradients import Inputs
 from pallas_flash.kernels.mosaic.launch import LANE, launch
 from pallas_flash.kernels.mosaic.registers import iota, load, per_column, per_row
 from pallas_flash.kernels.mosaic.scheduler import WorkTile, divmod_
@@ -214,7 +216,7 @@ def _launch(kernel, inputs: ScoreInputs, t: Tiles, blocks, programs: int, out) -
         lambda program, x, out, memory: kernel(
             program, TileLoop(p, t, inputs.read, x, memory), out
         ),
-        Inputs.make(p, t, blocks, x, *inputs.rows),
+        kernel_inputs(p, t, blocks, x, *inputs.rows),
         programs=programs,
         out_type=[out],
         warpgroups=1,

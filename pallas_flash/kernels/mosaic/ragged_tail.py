@@ -29,14 +29,19 @@ def copy_tails(lengths: jax.Array | None, size: int, *arrays: jax.Array) -> Tail
     return Tails(block, tuple(jnp.where(exists, rows(x), 0) for x in arrays))
 
 
-def reader(tails: Tails | None, batch: IntLike, size: int):
-    """read(block, copy, *arrays), which is copy(first row, *arrays) of a block of the arrays, or
-    from the one on in which the length ends, of the tail."""
-    if tails is None:
-        return lambda block, copy, *arrays: copy(block * size, *arrays)
-    end = tails.block[batch]
+class RaggedRows(NamedTuple):
+    """q and do, or k and v, of which a kernel reads blocks of rows."""
 
-    def read(block, copy, *arrays):
-        lax.cond(block < end, lambda: copy(block * size, *arrays), lambda: copy(0, *tails.arrays))
+    arrays: tuple
+    tails: Tails | None
 
-    return read
+    def reader(self, batch: IntLike, size: int):
+        """read(block, copy), which is copy(first row, *arrays) of a block, or from the one on in
+        which the length ends, of the tails."""
+        arrays, tails = self
+        if tails is None:
+            return lambda block, copy: copy(block * size, *arrays)
+        end = tails.block[batch]
+        return lambda block, copy: lax.cond(
+            block < end, lambda: copy(block * size, *arrays), lambda: copy(0, *tails.arrays)
+        )
