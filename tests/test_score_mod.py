@@ -30,7 +30,7 @@ KEY_ENDS = np.array([[0, 11, 20, 23, 37], [2, 2, 17, 20, 30]], np.int32)
 PLACES = {  # of the queries among the keys
     "an offset by batch row": dict(query_offset=OFFSET),
     "sequences": dict(mask=masks.Varlen(ENDS, KEY_ENDS)),
-    "sequences of equal lengths": dict(mask=masks.Varlen(ENDS, ENDS.copy())),
+    "sequences of equal lengths": dict(mask=masks.Varlen(ENDS, jnp.asarray(ENDS))),
 }
 
 # From a table [N, 23] a score_mod.
@@ -60,7 +60,7 @@ def dense(q, k, v, score_mod, query_offset=OFFSET, mask=None):
     s = jnp.einsum("btnh,bsnh->bnts", q, jnp.repeat(k, Z.N // Z.K, 2)) / math.sqrt(Z.H)
     position, seen = np.arange(Z.T)[:, None] + np.reshape(query_offset, (-1, 1, 1, 1)), True
     if mask is not None:
-        ends = mask.cu_seqlens_q, mask.cu_seqlens_k
+        ends = map(np.asarray, (mask.cu_seqlens_q, mask.cu_seqlens_k))
         seen, position = (x[:, None] for x in oracle.sequences(*ends, Z.B, Z.T, Z.S))
     at = (
         np.arange(Z.B)[:, None, None, None],
