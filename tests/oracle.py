@@ -87,7 +87,6 @@ def sequences(of_queries, of_keys, B, T, S):
         np.zeros((B, T, S), bool),
         np.broadcast_to(np.arange(T)[:, None], (B, T, 1)).copy(),
     )
-    of_keys = of_queries if of_keys is None else of_keys
     for b, (of_q, of_k) in enumerate(zip(of_queries, of_keys, strict=True)):
         for (q, q_end), (k, k_end) in zip(pairwise(of_q), pairwise(of_k), strict=True):
             seen[b, q:q_end, k:k_end] = True

@@ -282,7 +282,7 @@ def test_kernels_that_read_pages_are_checked_by_themselves(pages, monkeypatch):
 
 def test_a_call_with_pages_takes_no_kernel_that_was_found_right_without_them(monkeypatch):
     asked = []
-    why_not = lambda backend, problem, check=True, entry=comparison.FLASH_ATTENTION: asked.append(
+    why_not = lambda backend, problem, entry=comparison.FLASH_ATTENTION, check=True: asked.append(
         (backend.name, entry.name)
     )
     monkeypatch.setattr(verdicts, "why_not", why_not)
