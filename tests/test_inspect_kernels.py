@@ -288,3 +288,31 @@ INSTRUCTIONS = {
 @pytest.mark.parametrize("instruction", INSTRUCTIONS)
 def test_an_instruction_is_of_its_kind(instruction):
     assert gpu_code.kind(instruction) == INSTRUCTIONS[instruction]
+
+
+ACCESSES = {
+    "LDSM.16.MT88.4 R4, [R5]": 4,
+    "@P0 LDSM.16.M88.2 R4, [R5]": 2,
+    "LDGSTS.E.BYPASS.LTC128B.128 [R1], desc[UR4][R2.64]": 4,
+    "LDS R4, [R5]": 1,
+    "STS.64 [R5], R6": 2,
+    "LDG.E.128 R4, [R6]": 0,
+    "LDGDEPBAR": 0,
+}
+
+
+@pytest.mark.parametrize("instruction", ACCESSES)
+def test_a_warps_access_keeps_shared_memory_busy_for_its_bytes(instruction):
+    assert gpu_code.shared_cycles(instruction) == ACCESSES[instruction]
+
+
+def test_units_are_the_cycles_of_a_multiprocessor_over_those_of_its_tensor_cores():
+    body = ["HMMA.16816.F32"] * 4 + ["LDSM.16.M88.4 R4, [R5]"] * 2 + ["MUFU.EX2", "FADD"]
+    units = lambda gpu: gpu_code.units(GPUS[gpu], gpu_code._loop(body))
+    # 8 cycles of a scheduler for each product on an A100, 32 on a GeForce
+    for gpu, cycles in {"A100-80GB": 8, "RTX-4090": 32, "RTX-5090": 32}.items():
+        of_products = dict(zip(("shared memory", "issue", "exponentials"), (32, 8, 8), strict=True))
+        expected = {unit: n / (4 * cycles) for unit, n in of_products.items()}
+        assert units(gpu) == pytest.approx(expected, rel=0.01)
+    assert gpu_code.units(GPUS["H100"], gpu_code._loop(["HGMMA x, gsb0", "MUFU.EX2"])) is None
+    assert gpu_code.units(GPUS["A100-80GB"], gpu_code._loop(["FFMA", "MUFU.EX2"])) is None

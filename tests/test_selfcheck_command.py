@@ -2,7 +2,6 @@
 
 import pathlib
 import sys
-import types
 
 import fakes
 import jax
@@ -156,9 +155,12 @@ def test_the_command_says_why_there_is_no_gpu_and_what_to_do(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    platforms = environment.get("JAX_PLATFORMS")
-    monkeypatch.setattr(jax, "config", types.SimpleNamespace(jax_platforms=platforms))
-    print_machine()
+    before = jax.config.jax_platforms
+    jax.config.update("jax_platforms", environment.get("JAX_PLATFORMS"))
+    try:
+        print_machine()
+    finally:
+        jax.config.update("jax_platforms", before)
     assert f"\nno GPU: {told}" in capsys.readouterr().out
 
 

@@ -179,8 +179,12 @@ def test_a_gpu_that_jax_does_not_use_is_told(words, platforms, monkeypatch, tmp_
         (tmp_path / "version").write_text(words)
     monkeypatch.setattr(devices, "DRIVER", tmp_path / "version")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(jax, "config", argparse.Namespace(jax_platforms=platforms))
-    advice = devices.unused_gpu()
+    before = jax.config.jax_platforms
+    jax.config.update("jax_platforms", platforms)
+    try:
+        advice = devices.unused_gpu()
+    finally:
+        jax.config.update("jax_platforms", before)
     told = None if platforms else OF_DRIVER[words]
     assert (told in advice and "Install jax[cuda13]" in advice) if told else advice is None
 

@@ -158,6 +158,7 @@ class Loop(NamedTuple):
     kinds: dict[str, int]  # instructions of each kind in KINDS
     # the fraction of exponentials that overlap with wgmma; None where there is no wgmma
     under_products: float | None
+    shared_cycles: int  # of a multiprocessor's shared memory, for the accesses of a warp
 
 
 class Kernel(NamedTuple):
@@ -272,7 +273,37 @@ def kind(instruction: str) -> str:
 
 def _loop(body: list[str]) -> Loop:
     kinds = [kind(instruction) for instruction in body]
-    return Loop(len(body), {name: kinds.count(name) for name in KINDS}, under_products(body))
+    counts = {name: kinds.count(name) for name in KINDS}
+    return Loop(len(body), counts, under_products(body), sum(map(shared_cycles, body)))
+
+
+def shared_cycles(instruction: str) -> int:
+    """For which a warp's access keeps shared memory busy, at 128 bytes a cycle without bank
+    conflicts."""
+    name, *modifiers = re.sub(r"^@!?U?P\w+\s+", "", instruction).split()[0].split(".")
+    if not re.match(r"LDSM|STSM|LDGSTS|LDS$|STS$|ATOMS", name):
+        return 0
+    matrices_or_bits = {"4": 4, "128": 4, "2": 2, "64": 2}  # of 128 bytes, or of each lane
+    return matrices_or_bits.get(modifiers[-1], 1) if modifiers else 1
+
+
+def units(gpu, loop: Loop) -> dict[str, float] | None:
+    """The cycles of each unit of a multiprocessor for a step, over those of its tensor cores; None
+    where the loop has no mma.
+
+    Each of four schedulers issues an instruction a cycle, and has a tensor core and the units of 4
+    exponentials a cycle; they share the shared memory. All products are m16n8k16, 4096 FLOP.
+    """
+    if loop.under_products is not None or not loop.kinds["products"]:
+        return None
+    schedulers = 4
+    tensor = loop.kinds["products"] * 4096 * schedulers * gpu.cores * gpu.clock / gpu.products
+    cycles = {
+        "shared memory": schedulers * loop.shared_cycles,
+        "issue": loop.instructions,
+        "exponentials": 32 // 4 * loop.kinds["exp2"],
+    }
+    return {unit: count / tensor for unit, count in cycles.items()}
 
 
 def under_products(body: list[str]) -> float | None:
