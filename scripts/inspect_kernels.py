@@ -300,8 +300,7 @@ def print_report(report: dict):
         if report.get(name):
             line(name, report[name])
     for name, reason in report.get("why_not", {}).items():
-        if not reason.startswith("an earlier algorithm"):  # nobody selects those by chance
-            line(f"not {name}", reason)
+        line(f"not {name}", reason)
     print_work(report["work"], report["gpu"])
     if "not_compiled" in report:
         print(f"\nNothing was compiled for the {kind}: {report['not_compiled']}")
