@@ -6,6 +6,8 @@ import importlib
 import inspect
 import pathlib
 import re
+import subprocess
+import sys
 
 import jax
 import pytest
@@ -34,6 +36,28 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(name):
     namespace = {}
     for code in re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), re.S):
         exec(compile(code, name, "exec"), namespace)
+
+
+PUT_OURS = """
+import jax.numpy as jnp
+
+of_jax, of_flax = blocks
+q = jnp.ones((1, 4, 2, 8), jnp.bfloat16)
+exec(of_jax)
+_, lse = jax.nn.dot_product_attention(q, q, q, implementation="xla", return_residual=True)
+assert lse.dtype == q.dtype and jax.nn.dot_product_attention is not theirs
+exec(of_flax)
+layers = nnx.MultiHeadAttention(2, 8, rngs=nnx.Rngs(0)), linen.SelfAttention(2)
+assert [layer.attention_fn for layer in layers] == [attention_fn] * 2
+"""
+
+
+def test_the_conftests_for_other_packages_tests_put_ours_in_place():
+    """In a process of its own, since they change jax and Flax."""
+    blocks = re.findall(r"```py\n(.*?)```", (ROOT / "docs/verify.md").read_text(), re.S)
+    program = f"import jax\nblocks = {blocks!r}{PUT_OURS}"
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
 
 
 def test_explain_prints_what_readme_shows():
