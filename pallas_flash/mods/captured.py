@@ -14,7 +14,7 @@ from jax import lax
 
 from pallas_flash import varying
 from pallas_flash.jax_internals import Literal
-from pallas_flash.mods.derivatives import programs_in
+from pallas_flash.mods.derivatives import jaxpr_of, programs_in
 from pallas_flash.pytrees import IntLike
 
 ONLY_SCALARS = "captured arrays may only be indexed down to scalars, e.g. table[h, kv_idx]"
@@ -96,8 +96,8 @@ def split(jaxpr, scalars: list[jax.ShapeDtypeStruct]) -> Split:
             _read(ArrayRef(n, (0,) * x.ndim, tuple(range(x.ndim)), x.shape), read)
             for n, x in enumerate(arrays)
         ]
-        inputs = dict(zip(jaxpr.invars, (*refs, *scalars), strict=True))
-        return indices, jnp.asarray(run(jaxpr.eqns, jaxpr.outvars, inputs, read)[0])
+        each = functools.partial(bind, read=read)
+        return indices, jnp.asarray(call(jaxpr, (*refs, *scalars), each)[0])
 
     jax.eval_shape(program, scalars, ())
     values = [jax.ShapeDtypeStruct((), arrays[array].dtype) for array, _ in found]
@@ -141,26 +141,15 @@ def needed(eqns, outvars) -> list:
     return found[::-1]
 
 
-def run(eqns, outvars, known: dict, read: Callable | None = None) -> list[Any]:
-    """The values of `outvars` by these equations from what is known. Where an ArrayRef is indexed
-    down to a scalar, this is `read(array, index)`."""
-    value = lambda x: x.val if isinstance(x, Literal) else known[x]
-    for eqn in eqns:
-        known |= zip(eqn.outvars, bind(eqn, [value(x) for x in eqn.invars], read), strict=True)
-    return [value(x) for x in outvars]
-
-
 def bind(eqn, inputs, read: Callable | None = None) -> list[Any]:
     """The outputs of one equation; a jitted function is inlined, and what an array varies over
-    follows from the inputs."""
+    follows from the inputs. Where an ArrayRef is indexed down to a scalar, this is `read(array,
+    index)`."""
     name, refs = eqn.primitive.name, [x for x in inputs if isinstance(x, ArrayRef)]
     if name == "pvary":
         return inputs
     if name in ("jit", "pjit") or (name == "remat2" and refs):
-        inner, consts = eqn.params["jaxpr"], getattr(eqn.params["jaxpr"], "consts", ())
-        inner = getattr(inner, "jaxpr", inner)
-        variables = zip((*inner.constvars, *inner.invars), (*consts, *inputs), strict=True)
-        return run(inner.eqns, inner.outvars, dict(variables), read)
+        return call(eqn.params["jaxpr"], inputs, functools.partial(bind, read=read))
     if refs:
         return [_index(eqn, inputs, refs[0].shape, read)]
     if read is not None:
@@ -170,6 +159,22 @@ def bind(eqn, inputs, read: Callable | None = None) -> list[Any]:
         *varying.vary_alike(inputs), **eqn.primitive.get_bind_params(eqn.params)
     )
     return out if eqn.primitive.multiple_results else [out]
+
+
+def run(eqns, outvars, known: dict, bind: Callable = bind) -> list[Any]:
+    """The values of `outvars` by these equations from what is known; bind(equation, inputs) are the
+    outputs of one."""
+    value = lambda x: x.val if isinstance(x, Literal) else known[x]
+    for eqn in eqns:
+        known |= zip(eqn.outvars, bind(eqn, [value(x) for x in eqn.invars]), strict=True)
+    return [value(x) for x in outvars]
+
+
+def call(program, inputs, bind: Callable = bind) -> list[Any]:
+    """The results of a program, with its constants or without."""
+    inner, consts = jaxpr_of(program), getattr(program, "consts", ())
+    variables = zip((*inner.constvars, *inner.invars), (*consts, *inputs), strict=True)
+    return run(inner.eqns, inner.outvars, dict(variables), bind)
 
 
 def _index(eqn, inputs, shape, read: Callable):

@@ -57,8 +57,7 @@ class TracedMod:
 
     def __call__(self, arrays, *scalars: IntLike) -> jax.Array:
         """Of scalars; `vectorize` takes arrays."""
-        inputs = zip(self.jaxpr.invars, (*arrays, *self.typed(*scalars)), strict=True)
-        return captured.run(self.jaxpr.eqns, self.jaxpr.outvars, dict(inputs))[0]
+        return captured.call(self.jaxpr, (*arrays, *self.typed(*scalars)))[0]
 
     def typed(self, *scalars: IntLike) -> list[jax.Array]:
         return [
@@ -219,13 +218,8 @@ def _is_array(x) -> bool:
 
 def _traced(function, *shapes):
     written, out = jax.make_jaxpr(function, return_shape=True)(*shapes)
-    variables = *written.jaxpr.constvars, *written.jaxpr.invars
-
-    def inlined(*scalars):
-        values = dict(zip(variables, (*written.consts, *scalars), strict=True))
-        return captured.run(written.eqns, written.jaxpr.outvars, values)
-
-    closed = jax.make_jaxpr(inlined)(*shapes)  # with the arrays that jitted functions close over
+    # with the arrays that jitted functions close over
+    closed = jax.make_jaxpr(lambda *scalars: captured.call(written, scalars))(*shapes)
     jaxpr, left = closed.jaxpr, []
     known = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     for eqn in jaxpr.eqns:

@@ -13,7 +13,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash import schedule
 from pallas_flash.arguments import Problem
-from pallas_flash.jax_internals import Literal
 from pallas_flash.kernels.mosaic.block_info import broadcast_index
 from pallas_flash.kernels.mosaic.registers import ScoreTile, opaque
 from pallas_flash.kernels.mosaic.tiling import Tiling
@@ -196,40 +195,29 @@ def for_head(
     return HeadMod(bound, b, h, offset, values)
 
 
-class Steps:
-    """A program of tiles. What it computes it computes once, and where it is asked for: what nobody
-    reads would be in the way of Mosaic's layout inference."""
+class Steps(dict):
+    """A program of tiles, whose variables are keys. What it computes it computes once, and where it
+    is asked for: what nobody reads would be in the way of Mosaic's layout inference."""
 
     def __init__(self, program, *inputs: Callable):
         self.jaxpr = program.jaxpr
-        self.known = {}
-        self.makes = dict(zip(self.jaxpr.invars, inputs, strict=True))
-        self.equations = {out: eqn for eqn in self.jaxpr.eqns for out in eqn.outvars}
+        self.inputs = dict(zip(self.jaxpr.invars, inputs, strict=True))
+
+    def __missing__(self, variable):
+        self[variable] = value = self.inputs[variable]()
+        return value
 
     def output(self, n: int):
-        return self(self.jaxpr.outvars[n])
-
-    def __call__(self, x):
-        if isinstance(x, Literal):
-            return x.val
-        if x not in self.known:
-            if x not in self.makes:
-                eqn = self.equations[x]
-                inputs = [functools.partial(self, variable) for variable in eqn.invars]
-                self.makes |= zip(eqn.outvars, _outputs(eqn, inputs), strict=True)
-            self.known[x] = self.makes[x]()
-        return self.known[x]
+        outputs = self.jaxpr.outvars[n : n + 1]
+        left = [eqn for eqn in self.jaxpr.eqns if eqn.outvars[0] not in self]
+        return captured.run(captured.needed(left, outputs), outputs, self, _bind)[0]
 
 
-def _outputs(eqn, inputs: list[Callable]) -> list[Callable]:
-    """One for each output of an equation, from those of its inputs."""
+def _bind(eqn, inputs: list) -> list:
     if (inner := eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))) is not None:
-        steps = Steps(inner, *inputs)
-        return [functools.partial(steps.output, n) for n in range(len(eqn.outvars))]
+        return captured.call(inner, inputs, _bind)
     compute = _INSTEAD.get(eqn.primitive.name)
-    if compute is None:
-        return [lambda: captured.bind(eqn, [x() for x in inputs])[0]]
-    return [lambda: compute(*(x() for x in inputs), **eqn.params)]
+    return captured.bind(eqn, inputs) if compute is None else [compute(*inputs, **eqn.params)]
 
 
 def _power(x, y: int):
