@@ -148,7 +148,7 @@ def test_decoding_copies_a_key_once_for_all_heads_on_hopper(call, traceable):
     x = arrays(z, "bfloat16")[:3]
     with as_if_on(GPUS["H200"]):
         t = explain(*x, implementation="hopper", **call).tiles.decode
-    (kernel,) = observe(attention("hopper", **call), *x).values()
+        (kernel,) = observe(attention("hopper", **call), *x).values()
     visible = oracle.visible(1, 1, z.T, z.S, call)[0, 0]
     ((first, last, _),) = columns_of(visible, z.T, t.block_k)
     keys = 2 * z.B * z.K * (min(last, -(-z.S // 8) * 8) - first)
