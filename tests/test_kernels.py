@@ -158,7 +158,7 @@ FAST_MORE = [
 ]
 FAST_SCORES = [
     ("hopper", "by key, wide heads"),
-    ("ampere by cp.async", "a slope by head"),
+    ("ampere by cp.async", "by key, and by query"),  # several reads of one entry
     ("ampere by TMA", "T5's buckets"),
     ("hopper", "a bias (1, 1, 67, 70)"),
 ]
