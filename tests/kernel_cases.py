@@ -277,11 +277,9 @@ SHORTER = dict(
     key_value_seq_lengths=np.array([70, 30], np.int32),
 )
 EARLY = CAUSAL | dict(query_offset=3)
-SEQUENCES = dict(  # longer and shorter than their keys
-    mask=masks.Varlen(
-        *np.array([[[0, 31, 31, 60], [5, 40, 50, 67]], [[0, 20, 31, 70]] * 2], "int32")
-    )
-)
+# longer and shorter than their keys
+ENDS = np.array([[[0, 31, 31, 60], [5, 40, 50, 67]], [[0, 20, 31, 70]] * 2], np.int32)
+SEQUENCES = dict(mask=masks.Varlen(*ENDS))
 WITH_BIASES = (  # of a shape that of its number, modulo theirs
     {},
     EARLY | DROPOUT,
