@@ -31,6 +31,7 @@ class Identity(Equation):
     computed before the others."""
 
     primitive = primitive("flash_attention_identity")
+    has_kernels = False
     no_forward: str | None = None
     no_reverse: str | None = None
 

@@ -27,6 +27,7 @@ class Rules:
     `in_tree` and its `out_tree`."""
 
     primitive: ClassVar[Primitive]
+    has_kernels: ClassVar[bool] = True
     # the in_axes of the leaves in each vmap around it, the innermost first. All of the vmaps map
     # the results, whose first axes are those of the vmaps, the outermost first
     maps: tuple[tuple[int | None, ...], ...] = dataclasses.field(default=(), kw_only=True)
@@ -54,7 +55,8 @@ class Rules:
 
     def _bind(self, leaves, jaxpr, avals, **trees) -> list:
         traced = jaxpr
-        if jaxpr is None and device.interpret is not None:  # jax's GPU interpreter has effects
+        # jax's GPU interpreter has effects
+        if jaxpr is None and device.interpret is not None and self.has_kernels:
             traced = jax.make_jaxpr(self.flat(**trees))(*leaves)
         effects = frozenset(() if traced is None else traced.effects)
         known = dict(jaxpr=jaxpr, avals=tuple(avals), eqn_effects=effects)
