@@ -197,12 +197,16 @@ def dense_mask(rng, letters, z):
 
 
 def bias(rng, letters, z):
-    return rng.normal(size=broadcast_shape(letters, z)).astype(np.float32)
+    return normal(rng, *broadcast_shape(letters, z))
+
+
+def normal(rng, *shape, dtype="float32"):
+    return rng.normal(size=shape).astype(np.float32).astype(dtype)
 
 
 def qkv(rng, z: Sizes, dtype="float32"):
     shapes = (z.B, z.T, z.N, z.H), (z.B, z.S, z.K, z.H), (z.B, z.S, z.K, z.Hv)
-    return tuple(rng.normal(size=shape).astype(np.float32).astype(dtype) for shape in shapes)
+    return tuple(normal(rng, *shape, dtype=dtype) for shape in shapes)
 
 
 def arguments(kw):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
-from cases import arguments
+from cases import arguments, normal
 
 from pallas_flash import equation, flash_attention
 
@@ -42,8 +42,8 @@ def run(q, k, v, do, dlse, implementation, **kw):
 
 
 def cotangents(rng, q, v):
-    do = rng.normal(size=(*q.shape[:-1], v.shape[-1])).astype(np.float32).astype(q.dtype)
-    return do, rng.normal(size=q.shape[:-1]).astype(np.float32)
+    do = normal(rng, *q.shape[:-1], v.shape[-1], dtype=q.dtype)
+    return do, normal(rng, *q.shape[:-1])
 
 
 def close(actual, expected, tolerance, name=""):

@@ -4,7 +4,12 @@ import os
 
 import gpu_interpreter
 import numpy as np
+import oracle
 import pytest
+from cases import normal
+from check import TOLERANCE, close
+
+from pallas_flash import quantised
 
 IMPLEMENTATIONS = ("blockwise", "triton")
 MOSAIC = ("hopper", "ampere")
@@ -16,12 +21,63 @@ needs_interpreter = pytest.mark.skipif(
 ints = lambda *x: np.array(x, np.int32)
 
 
+@pytest.fixture(params=IMPLEMENTATIONS)
+def implementation(request):
+    return request.param
+
+
 def arrays(rng, T, S, dtype="float32", head=H, value=HV, heads=N):
     shapes = (B, T, heads, head), (B, S, K, head), (B, S, K, value)
-    return [rng.normal(size=shape).astype(np.float32).astype(dtype) for shape in shapes]
+    return [normal(rng, *shape, dtype=dtype) for shape in shapes]
 
 
 def calls(request) -> int:
     """To draw for each implementation: 500 with --whole, else 25; PALLAS_FLASH_EXAMPLES draws more
     or fewer."""
     return int(os.environ.get("PALLAS_FLASH_EXAMPLES", 500 if request.config.option.whole else 25))
+
+
+def seen(lengths, count) -> dict:
+    """What the last `count` of `lengths` tokens of each row see, in words of flash_attention."""
+    lengths = dict(query_offset=lengths - count, key_value_seq_lengths=lengths)
+    return lengths | dict(is_causal=True, query_seq_lengths=np.broadcast_to(count, B))
+
+
+def pool(rng, page, lengths, pages=PAGES, sizes=(H, HV), dtype="float32", stored=None, **more):
+    """Pages in any order for paged_attention, as its keywords, and the keys and values of each row
+    in theirs. The first `shared` pages are those of two rows. Where nobody looks, beyond the
+    lengths and before `first`, pages or their scales are NaN, and the table has any numbers.
+    `stored` may be one dtype of 8 bits for keys and one for values."""
+    table = rng.permutation(B * pages).astype(np.int32).reshape(B, pages)
+    table[1, : more.get("shared", 0)] = table[0, : more.get("shared", 0)]
+    first, is_read = np.broadcast_to(more.get("first", 0), B), np.zeros((B * pages + 1, page), bool)
+    for at, start, stop in zip(table, first, lengths, strict=True):
+        token = np.arange(start, stop)
+        is_read[at[token // page], token % page] = True
+    call, rows = {}, []
+    each = stored if isinstance(stored, tuple) else (stored, stored)
+    for name, size, stored in zip("kv", sizes, each, strict=True):
+        x = rng.normal(size=(*is_read.shape, K, size)) * (1 if name == "k" else more.get("of_v", 1))
+        x = x.astype(np.float32 if stored else dtype)
+        read = x
+        if stored:
+            x, scales = map(np.array, quantised.quantised(x, stored))
+            read = x.astype(np.float32) * scales[..., None]
+            scales[~is_read] = np.nan
+            call[f"{name}_scales"] = scales
+        rows.append(read[table].reshape(B, pages * page, K, size))
+        x[~is_read] = quantised.LARGEST[stored] if stored else np.nan
+        call[f"{name}_pages"] = x
+    for at, start, stop, other in zip(table, first, lengths, (B * pages, -7, 10**6), strict=True):
+        at[-(-stop // page) :], at[: start // page] = other, B * pages
+    return call | dict(page_table=table, lengths=lengths), rows
+
+
+def equal_the_oracle(found, q, rows, of_lse=1e-5, **kw):
+    """Output and log-sum-exp, and the largest logits if there are any."""
+    zeros = np.zeros((*q.shape[:3], rows[1].shape[3])), np.zeros(q.shape[:3])
+    expected = oracle.attention(q, *rows, *zeros, **kw)
+    close(found[0], expected[0], TOLERANCE[str(q.dtype)], "output")
+    close(found[1], expected[1], of_lse, "lse")
+    for largest in found[2:]:
+        close(largest, oracle.max_logits(q, rows[0], **kw), of_lse, "largest logits")

@@ -2,22 +2,24 @@
 
 import functools
 
+import decoding
 import gpu_interpreter
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
-from check import TOLERANCE, check, close
+from cases import normal
+from check import check
 from decoding import (
-    IMPLEMENTATIONS,
     MOSAIC,
     B,
-    K,
     N,
     arrays,
+    equal_the_oracle,
     ints,
     needs_interpreter,
+    pool,
+    seen,
 )
 from selection import whole_but
 
@@ -32,11 +34,7 @@ from pallas_flash.kernels import ampere
 from scripts.bench.gpu_code import as_if_on
 
 pytestmark = pytest.mark.usefixtures("small_caches")
-
-
-@pytest.fixture(params=IMPLEMENTATIONS)
-def implementation(request):
-    return request.param
+implementation = decoding.implementation
 
 
 # ---- which calls ----
@@ -173,7 +171,7 @@ SEEN = {
 
 @pytest.mark.parametrize("name", SEEN)
 def test_output_lse_and_gradients_equal_the_oracle(implementation, name, rng):
-    sinks = rng.normal(size=N).astype(np.float32)
+    sinks = normal(rng, N)
     check(rng, *arrays(rng, 3, 301), implementation, sinks=sinks, **SEEN[name])
 
 
@@ -211,12 +209,8 @@ def test_by_mosaic_output_and_lse_equal_the_oracle_without_a_race(
     monkeypatch.setattr(decode, "num_splits", lambda *_: 2)
     q, k, v = arrays(rng, 3, 301, jnp.bfloat16, head, head, 8)
     with gpu_interpreter.kernels(implementation, detect_races=True) as races:
-        o, lse = flash_attention(q, k, v, implementation=implementation, return_residual=True, **kw)
-    expected_o, expected_lse, _ = oracle.attention(
-        q, k, v, np.zeros(o.shape), np.zeros(lse.shape), **kw
-    )
-    close(o, expected_o, TOLERANCE["bfloat16"], "output")
-    close(lse, expected_lse, 1e-5, "lse")
+        found = flash_attention(q, k, v, implementation=implementation, return_residual=True, **kw)
+    equal_the_oracle(found, q, (k, v), **kw)
     assert not races.found
 
 
@@ -227,25 +221,12 @@ def test_by_mosaic_output_and_lse_equal_the_oracle_without_a_race(
 def test_by_mosaic_pages_equal_the_oracle_without_a_race(implementation, page, rng, monkeypatch):
     """In one split, so that slots of shared memory are used again."""
     monkeypatch.setattr(decode, "num_splits", lambda *_: 1)
-    count, lengths = 384 // page, ints(150, 384, 0)
-    table = rng.permutation(B * count).astype(np.int32).reshape(B, count)
-    pool = [rng.normal(size=(B * count + 1, page, K, 128)).astype(jnp.bfloat16) for _ in range(2)]
-    k, v = (x[table].reshape(B, 384, K, 128) for x in pool)
-    for x in pool:
-        x[-1] = x[table[0, 150 // page], 150 % page :] = np.nan
-    for b in range(B):
-        table[b, -(-lengths[b] // page) :] = [B * count, 10**6, -7][b]
+    lengths = ints(150, 384, 0)
+    call, rows = pool(rng, page, lengths, 384 // page, (128, 128), jnp.bfloat16)
     q = arrays(rng, 3, 1, jnp.bfloat16, 128, heads=8)[0]
     with gpu_interpreter.kernels(implementation, detect_races=True) as races:
-        o, lse = paged_attention(
-            q, *pool, table, lengths, implementation=implementation, return_residual=True
-        )
-    kw = dict(is_causal=True, query_offset=lengths - 3, key_value_seq_lengths=lengths)
-    expected_o, expected_lse, _ = oracle.attention(
-        q, k, v, np.zeros(o.shape), np.zeros(lse.shape), **kw
-    )
-    close(o, expected_o, TOLERANCE["bfloat16"], "output")
-    close(lse, expected_lse, 1e-5, "lse")
+        found = paged_attention(q, **call, implementation=implementation, return_residual=True)
+    equal_the_oracle(found, q, rows, **seen(lengths, 3))
     assert not races.found
 
 

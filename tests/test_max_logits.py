@@ -14,7 +14,7 @@ from cases import MASKS, Sizes, arguments, qkv
 from check import close
 from selection import whole_but
 
-from pallas_flash import explain, flash_attention, flash_attention_jvp, paged_attention
+from pallas_flash import explain, flash_attention, flash_attention_jvp
 
 small_tiles = pytest.mark.usefixtures("small_tiles")
 needs_interpreter = pytest.mark.skipif(
@@ -149,38 +149,6 @@ def test_in_decoding_it_is_that_of_all_parts_of_the_keys(name, case, rng):
     for a, b in zip(plain, same, strict=True):
         np.testing.assert_array_equal(a, b)
     close(found, oracle.max_logits(q, k, **DECODING[case]), 2e-6)
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize("tokens", ["padded", "ragged"])
-@pytest.mark.parametrize("name", ["blockwise", "triton", "reference"])
-def test_paged_attention_returns_it_too(name, tokens, rng):
-    page, pages, lengths = 8, 4, np.array([30, 1, 17], np.int32)
-    pool = rng.normal(size=(12, page, 2, 8)).astype(np.float32)
-    table = rng.permutation(12).astype(np.int32).reshape(3, pages)
-    q, keys = (
-        rng.normal(size=(3, 2, 4, 8)).astype(np.float32),
-        pool[table].reshape(3, page * pages, 2, 8),
-    )
-    options = dict(
-        sinks=np.array([9, 0, -9, 1], np.float32), implementation=name, return_max_logits=True
-    )
-    seen = dict(is_causal=True, query_offset=lengths - 2, key_value_seq_lengths=lengths)
-    expected = oracle.max_logits(q, keys, **seen)
-    assert np.isneginf(expected[1, 0]).all() and np.isfinite(expected[1, 1]).all()
-    if tokens == "padded":
-        _, found = paged_attention(q, pool, pool, table, lengths, **options)
-        return close(found, expected, 2e-6)
-    # the last is of no row
-    ends, packed = (
-        np.array([0, 2, 3, 5], np.int32),
-        np.concatenate([q[0], q[1, 1:], q[2], q[2, :1]]),
-    )
-    *_, found = paged_attention(
-        packed, pool, pool, table, lengths, cu_seqlens_q=ends, return_residual=True, **options
-    )
-    none = np.full((1, 4), -np.inf)
-    close(found, np.concatenate([expected[0], expected[1, 1:], expected[2], none]), 2e-6)
 
 
 def test_it_comes_last_and_the_call_says_what_is_asked(rng):

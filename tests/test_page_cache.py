@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import normal
 from decoding import B, H, K, T, ints
 
 from pallas_flash import (
@@ -13,13 +14,17 @@ from pallas_flash import (
 pytestmark = pytest.mark.usefixtures("small_caches")
 
 
+def empty(pages, max_length=24):
+    return paged_cache(B, max_length, K, H, pages=pages, page=8, dtype="float32")
+
+
 def filled(cache, rng, counts):
     """The cache with counts[n][b] more tokens of row b in step n, and the keys of each row in
     order."""
     rows = [np.zeros((0, K, H), np.float32) for _ in range(B)]
     append = jax.jit(type(cache).append, donate_argnums=0)
     for count in counts:
-        new = rng.normal(size=(B, T, K, H)).astype(np.float32)
+        new = normal(rng, B, T, K, H)
         cache = append(cache, new, 2 * new, ints(*count))
         rows = [np.concatenate([row, new[b, : count[b]]]) for b, row in enumerate(rows)]
     return cache, rows
@@ -34,7 +39,7 @@ def holds(cache, b, row):
 
 def test_tokens_are_found_where_they_were_appended(rng):
     cache, rows = filled(
-        paged_cache(B, 24, K, H, pages=8, page=8, dtype="float32"),
+        empty(8),
         rng,
         [(5, 0, 2), (4, 5, 5), (5, 1, 0)],
     )
@@ -43,20 +48,14 @@ def test_tokens_are_found_where_they_were_appended(rng):
 
 
 def test_without_a_free_page_or_entry_tokens_are_left_out_and_the_others_stay_right(rng):
-    cache, rows = filled(
-        paged_cache(B, 16, K, H, pages=3, page=8, dtype="float32"), rng, [(5, 5, 5)] * 4
-    )
+    cache, rows = filled(empty(3, 16), rng, [(5, 5, 5)] * 4)
     assert [holds(cache, b, row) for b, row in enumerate(rows)] == [8, 8, 8]
-    cache, rows = filled(
-        paged_cache(B, 16, K, H, pages=9, page=8, dtype="float32"), rng, [(5, 0, 1)] * 4
-    )
+    cache, rows = filled(empty(9, 16), rng, [(5, 0, 1)] * 4)
     assert [holds(cache, b, row) for b, row in enumerate(rows)] == [16, 0, 4]
 
 
 def test_shared_pages_are_free_when_the_last_row_releases_them(rng):
-    cache, rows = filled(
-        paged_cache(B, 24, K, H, pages=6, page=8, dtype="float32"), rng, [(5, 3, 0)] * 4
-    )
+    cache, rows = filled(empty(6), rng, [(5, 3, 0)] * 4)
     cache = jax.jit(type(cache).share)(cache, 0, 1)
     assert holds(cache, 1, rows[0]) == 16 and sorted(cache.users.tolist()) == [0, 0, 0, 1, 2, 2]
     cache, more = filled(cache, rng, [(0, 5, 0)])
@@ -70,16 +69,14 @@ def test_shared_pages_are_free_when_the_last_row_releases_them(rng):
 
 
 def test_more_tokens_than_there_are_count_as_those_and_fewer_than_none_as_none(rng):
-    cache = paged_cache(B, 24, K, H, pages=8, page=8, dtype="float32")
+    cache = empty(8)
     new = jnp.ones((B, 3, K, H))
     assert cache.append(new, new, count=[9, -1, 2]).length.tolist() == [3, 0, 2]
 
 
 @pytest.mark.parametrize("source, target", [(0, 3), (0, -1), (-1, 1), (3, 1)])
 def test_to_share_with_no_row_changes_nothing_where_it_is_traced(source, target, rng):
-    cache, _ = filled(
-        paged_cache(B, 24, K, H, pages=6, page=8, dtype="float32"), rng, [(5, 3, 0)] * 2
-    )
+    cache, _ = filled(empty(6), rng, [(5, 3, 0)] * 2)
     shared = jax.jit(type(cache).share)(cache, source, target)
     for name in ("table", "length", "users"):
         np.testing.assert_array_equal(getattr(shared, name), getattr(cache, name))

@@ -3,25 +3,24 @@
 import functools
 import itertools
 
+import decoding
 import gpu_interpreter
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
-from check import TOLERANCE, close
 from decoding import (
-    HV,
-    IMPLEMENTATIONS,
     MOSAIC,
-    PAGES,
     B,
     H,
-    K,
     N,
     T,
+    equal_the_oracle,
     ints,
     needs_interpreter,
+    normal,
+    pool,
+    seen,
 )
 
 from pallas_flash import (
@@ -39,11 +38,7 @@ from pallas_flash.kernels import mma
 from scripts.bench.gpu_code import as_if_on
 
 pytestmark = pytest.mark.usefixtures("small_caches")
-
-
-@pytest.fixture(params=IMPLEMENTATIONS)
-def implementation(request):
-    return request.param
+implementation = decoding.implementation
 
 
 QUANTISED = ("int8", "float8_e4m3fn", "float8_e5m2")
@@ -62,41 +57,14 @@ def test_pages_in_8_bits_equal_the_oracle_on_what_they_stand_for(
     """Small values too, whose scales float16 does not hold; shared pages, NaN where nobody
     looks."""
     lengths, count = ints(29, 48, 0), ints(5, 2, 0)
-    table = ints(*rng.permutation(B * PAGES)).reshape(B, PAGES)
-    table[1, :3] = table[0, :3]
-    x8, scales, wide = [], [], []
-    for n, size, dtype in ((H, 1.0, stored[0]), (HV, 1e-3, stored[1])):
-        x, scale = size * rng.normal(size=(B * PAGES + 1, 8, K, n)), np.ones((B * PAGES + 1, 8, K))
-        x, scale = (
-            map(np.array, quantised.quantised(x, dtype)) if dtype else (x.astype(query), scale)
-        )
-        wide.append((x.astype(np.float32) * scale[..., None])[table].reshape(B, PAGES * 8, K, n))
-        used = np.zeros(scale.shape[:2], bool)
-        for b in range(B):
-            used[table[b, np.arange(lengths[b]) // 8], np.arange(lengths[b]) % 8] = True
-        x[~used], scale[~used] = 127 if dtype == "int8" else np.nan, np.nan
-        x8, scales = [*x8, x], [*scales, scale if dtype else None]
-    for b in range(B):
-        table[b, -(-lengths[b] // 8) :] = [B * PAGES, -1, 10**6][b]
-    q = rng.normal(size=(B, T, N, H)).astype(query)
-    more, shared = (
-        dict(zip(("k_scales", "v_scales"), scales, strict=True)),
-        dict(local_window_size=(30, 0), logits_soft_cap=2.0),
-    )
-    attend = functools.partial(
-        paged_attention, implementation=implementation, return_residual=True, **shared
-    )
-    o, lse = jax.jit(attend)(q, *x8, table, lengths, query_seq_lengths=count, **more)
-    zeros = np.zeros((B, T, N, HV)), np.zeros((B, T, N))
-    options = dict(
-        is_causal=True,
-        query_offset=lengths - count,
-        query_seq_lengths=count,
-        key_value_seq_lengths=lengths,
-    )
-    expected = oracle.attention(q, *wide, *zeros, **options, **shared)
-    close(o * 1e3, 1e3 * expected[0], TOLERANCE[query], "output")
-    close(lse, expected[1], 1e-5, "lse")
+    call, rows = pool(rng, 8, lengths, dtype=query, stored=stored, shared=3, of_v=1e-3)
+    q = normal(rng, B, T, N, H, dtype=query)
+    shared = dict(local_window_size=(30, 0), logits_soft_cap=2.0)
+    options = dict(implementation=implementation, return_residual=True, **shared)
+    attend = jax.jit(functools.partial(paged_attention, **options))
+    o, lse = attend(q, **call, query_seq_lengths=count)
+    k, v = (x.astype(np.float32) for x in rows)
+    equal_the_oracle((o * 1e3, lse), q, (k, v * 1e3), **seen(lengths, count), **shared)
 
 
 # pages of a block of keys, of several and of a part of one; the heads' sizes
@@ -115,36 +83,13 @@ def test_by_mma_pages_in_8_bits_equal_the_oracle_without_a_race(
     largest numbers in the pages, where nobody looks."""
     page, size, value_size = PAGES_BY_MMA[name]
     monkeypatch.setattr(decode, "num_splits", lambda *_: 1)
-    count, lengths = 384 // page, ints(150, 384, 0)
-    table = rng.permutation(B * count).astype(np.int32).reshape(B, count)
-    pages, scales, wide = {}, {}, []
-    for kind, n in (("k", size), ("v", value_size)):
-        x8, scale = map(
-            np.array, quantised.quantised(rng.normal(size=(B * count + 1, page, K, n)), stored)
-        )
-        wide.append((x8.astype(np.float32) * scale[..., None])[table].reshape(B, 384, K, n))
-        for hidden in (-1, (table[0, 150 // page], slice(150 % page, None))):
-            x8[hidden], scale[hidden] = quantised.LARGEST[stored], np.nan
-        pages |= {f"{kind}_pages": x8}
-        scales |= {f"{kind}_scales": scale}
-    for b in range(B):
-        table[b, -(-lengths[b] // page) :] = [B * count, 10**6, -7][b]
+    lengths = ints(150, 384, 0)
+    call, rows = pool(rng, page, lengths, 384 // page, (size, value_size), stored=stored)
     dtype = dict(int8="bfloat16", float8_e4m3fn="float16", float8_e5m2="bfloat16")[stored]
-    q = rng.normal(size=(B, 3, N, size)).astype(dtype)
+    q = normal(rng, B, 3, N, size, dtype=dtype)
     with gpu_interpreter.kernels(implementation, detect_races=True) as races:
-        o, lse = paged_attention(
-            q,
-            **pages,
-            page_table=table,
-            lengths=lengths,
-            implementation=implementation,
-            return_residual=True,
-            **scales,
-        )
-    kw = dict(is_causal=True, query_offset=lengths - 3, key_value_seq_lengths=lengths)
-    expected = oracle.attention(q, *wide, np.zeros(o.shape), np.zeros(lse.shape), **kw)
-    close(o, expected[0], TOLERANCE[dtype], "output")
-    close(lse, expected[1], 1e-5, "lse")
+        found = paged_attention(q, **call, implementation=implementation, return_residual=True)
+    equal_the_oracle(found, q, rows, **seen(lengths, 3))
     assert not races.found
 
 
@@ -228,7 +173,7 @@ def test_pages_in_8_bits_that_jax_cannot_index_are_refused(stored, of_page):
 
 @pytest.mark.parametrize("stored", QUANTISED)
 def test_8_bits_err_as_stated_and_a_row_of_0_or_nan_stays_what_it_is(stored, rng):
-    x = rng.normal(size=(1000, 64)).astype(np.float32) * np.exp(rng.normal(size=(1000, 1)) * 20)
+    x = normal(rng, 1000, 64) * np.exp(rng.normal(size=(1000, 1)) * 20)
     x[0], x[1, 3], x[2] = 0, np.nan, 1e-45
     x8, scales = quantised.quantised(x, stored)
     found = np.array(x8.astype(jnp.float32) * scales[:, None])
@@ -270,9 +215,7 @@ def test_beside_a_cache_in_8_bits_nothing_wider_is_in_memory(stored, part, monke
 
 @pytest.mark.gpu
 def test_the_output_of_a_cache_in_8_bits_errs_by_1_4_and_8_percent(rng):
-    q, k, v = (
-        rng.normal(size=(1, length, 8, 128)).astype(np.float32) for length in (4, 2048, 2048)
-    )
+    q, k, v = (normal(rng, 1, length, 8, 128) for length in (4, 2048, 2048))
     exact = flash_attention(q, k, v)
     keys_alone = "int8", dict(value_dtype="float32"), 0.007
     of_both = ("int8", {}, 0.01), ("float8_e4m3fn", {}, 0.04), ("float8_e5m2", {}, 0.08)

@@ -3,24 +3,25 @@
 import functools
 from itertools import pairwise
 
+import decoding
 import gpu_interpreter
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
 from check import TOLERANCE, close
 from decoding import (
-    HV,
-    IMPLEMENTATIONS,
     MOSAIC,
     B,
     H,
     K,
     N,
     calls,
+    equal_the_oracle,
     ints,
     needs_interpreter,
+    normal,
+    pool,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -31,22 +32,19 @@ from pallas_flash import (
 )
 
 pytestmark = pytest.mark.usefixtures("small_caches")
-
-
-@pytest.fixture(params=IMPLEMENTATIONS)
-def implementation(request):
-    return request.param
+implementation = decoding.implementation
 
 
 TOKENS = 50  # of which a tile takes 64 K / N = 21
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def ragged(implementation, window, q, k, v, table, lengths, ends, by_row):
+def ragged(implementation, window, q, call, ends, by_row):
     mod = lambda s, b, h, i, j: s + by_row[b, h] * (i - j) * 0.1
     more = dict(local_window_size=window, score_mod=mod, sinks=by_row[0])
     options = dict(cu_seqlens_q=ends, implementation=implementation, return_residual=True)
-    return paged_attention(q, k, v, table, lengths, **options, **more)
+    options |= dict(return_max_logits=True)
+    return paged_attention(q, **call, **options, **more)
 
 
 @st.composite
@@ -67,30 +65,24 @@ def test_ragged_tokens_equal_the_oracle_row_by_row(implementation, request):
         window, ends, before, seed = call
         rng = np.random.default_rng(seed)
         lengths = before + np.diff(ends)
-        table = ints(*rng.permutation(B * 10)).reshape(B, 10)
-        q = rng.normal(size=(TOKENS, N, H)).astype(np.float32)
-        k_pages, v_pages = (rng.normal(size=(B * 10, 8, K, n)).astype(np.float32) for n in (H, HV))
-        by_row = rng.normal(size=(B, N)).astype(np.float32)
-        o, lse = ragged(implementation, window, q, k_pages, v_pages, table, lengths, ends, by_row)
+        call, (k, v) = pool(rng, 8, lengths, 10)
+        q, by_row = normal(rng, TOKENS, N, H), normal(rng, B, N)
+        o, lse, largest = ragged(implementation, window, q, call, ends, by_row)
         more = dict(is_causal=True, sinks=by_row[0]) | (
             dict(local_window_size=window) if window else {}
         )
         for b, (first, last) in enumerate(pairwise(ends)):
-            k, v = (x[table[b]].reshape(1, 80, K, -1)[:, : lengths[b]] for x in (k_pages, v_pages))
-            zeros = np.zeros((1, last - first, N, HV)), np.zeros((1, last - first, N))
+            if last == first:
+                continue
             distance = before[b] + np.arange(last - first)[:, None] - np.arange(lengths[b])
-            options = more | dict(
-                query_offset=int(before[b]), bias=0.1 * by_row[b][:, None, None] * distance
-            )
-            expected = (
-                oracle.attention(q[None, first:last], k, v, *zeros, **options)
-                if last > first
-                else zeros
-            )
-            close(o[first:last], expected[0][0], TOLERANCE["float32"], "output")
-            close(lse[first:last], expected[1][0], 1e-6, "lse")
+            options = dict(bias=0.1 * by_row[b][:, None, None] * distance)
+            options |= more | dict(query_offset=int(before[b]))
+            found = [x[None, first:last] for x in (o, lse, largest)]
+            rows = [x[b : b + 1, : lengths[b]] for x in (k, v)]
+            equal_the_oracle(found, q[None, first:last], rows, 1e-6, **options)
         assert not o[: ends[0]].any() and not o[ends[-1] :].any()
-        assert np.isneginf(lse[: ends[0]]).all() and np.isneginf(lse[ends[-1] :]).all()
+        for x in lse, largest:
+            assert np.isneginf(x[: ends[0]]).all() and np.isneginf(x[ends[-1] :]).all()
 
     equals()
 
