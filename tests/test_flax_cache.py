@@ -7,9 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import normal
+from check import strict_64_bits
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from meshes import make_mesh
 
 from pallas_flash import paged_cache, scores
 from pallas_flash.flax import FlashAttention
@@ -23,7 +26,7 @@ def layer(**kw):
 
 
 def tokens(rng, length=LENGTH):
-    return rng.normal(size=(B, length, SIZE)).astype(np.float32)
+    return normal(rng, B, length, SIZE)
 
 
 def at_once(model, x):
@@ -39,13 +42,34 @@ def in_steps(model, x, cache, size=STEP):
     return jnp.concatenate(ys, 1), cache
 
 
-def test_a_rolling_cache_gives_what_the_whole_text_gives_however_long(rng):
-    model, x = layer(local_window_size=7, sinks=True, qk_norm=True), tokens(rng)
-    cache = model.init_rolling_cache(B, tokens=STEP)
-    assert cache.key.shape[1] == 128 < LENGTH
-    y, cache = in_steps(model, x, cache)
+def in_pages(model, length, dtype=None):
+    dtype, pages = dtype or model.cache_dtype, B * -(-length // 8)
+    return paged_cache(B, length, 2, 6, pages=pages, page=8, dtype=dtype)
+
+
+# the layer's options, and a cache for up to so many tokens
+KINDS = {
+    "in one piece": (
+        dict(sinks=True),
+        lambda model, length, dtype=None: model.init_cache(B, length, dtype),
+    ),
+    "rolling": (
+        dict(local_window_size=7, sinks=True),
+        lambda model, _, dtype=None: model.init_rolling_cache(B, STEP, dtype),
+    ),
+    "in pages": (dict(score_mod=scores.Alibi(SLOPES)), in_pages),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cache_gives_what_the_whole_text_gives_however_long(kind, rng):
+    options, make = KINDS[kind]
+    model, x = layer(qk_norm=True, **options), tokens(rng)
+    y, cache = in_steps(model, x, make(model, LENGTH))
     np.testing.assert_allclose(y, at_once(model, x), atol=2e-6)
     assert cache.length.tolist() == [LENGTH] * B
+    assert kind != "rolling" or cache.key.shape[1] == 128 < LENGTH
+    assert kind != "in pages" or cache.users.tolist() == [1] * 38
 
 
 @pytest.mark.parametrize("size, implementation", [(50, None), (10, "reference")])
@@ -57,27 +81,21 @@ def test_what_is_no_decoding_goes_from_a_rolling_cache_to_the_ordinary_forward(
     np.testing.assert_allclose(y, at_once(model, x), atol=2e-6)
 
 
-def test_rows_of_a_rolling_cache_go_on_from_their_own_lengths(rng):
-    model, x = layer(local_window_size=7), tokens(rng, 20)
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_go_on_from_their_own_lengths_whatever_was_beyond_them(kind, rng):
+    options, make = KINDS[kind]
+    model, x = layer(**options), tokens(rng, 20)
     lengths = np.array([3, 10], np.int32)
     prompts = jnp.where(np.arange(10)[:, None] < lengths[:, None, None], x[:, :10], jnp.nan)
     step = jax.jit(lambda x, cache, lengths: model(x, cache=cache, lengths=lengths))
-    _, cache = step(prompts, model.init_rolling_cache(B, 10), lengths)
+    first, cache = step(prompts, make(model, 24), lengths)
+    assert cache.length.tolist() == lengths.tolist()
     following = np.stack([x[b, n : n + 4] for b, n in enumerate(lengths)])
     y, _ = step(jnp.pad(following, ((0, 0), (0, 6), (0, 0))), cache, np.array([4, 4], np.int32))
     expected = at_once(model, x)
-    np.testing.assert_allclose(
-        y[:, :4], np.stack([expected[b, n : n + 4] for b, n in enumerate(lengths)]), atol=2e-6
-    )
-
-
-def test_a_paged_cache_gives_what_the_whole_text_gives(rng):
-    model, x = layer(score_mod=scores.Alibi(SLOPES)), tokens(rng)
-    y, cache = in_steps(
-        model, x, paged_cache(B, LENGTH, 2, 6, pages=2 * 19, page=8, dtype="float32")
-    )
-    np.testing.assert_allclose(y, at_once(model, x), atol=2e-6)
-    assert cache.users.tolist() == [1] * 38
+    for b, n in enumerate(lengths):
+        found = jnp.concatenate([first[b, :n], y[b, :4]])
+        np.testing.assert_allclose(found, expected[b, : n + 4], atol=2e-6)
 
 
 def test_tokens_that_find_no_page_get_nan_and_the_others_stay_right(rng):
@@ -87,25 +105,12 @@ def test_tokens_that_find_no_page_get_nan_and_the_others_stay_right(rng):
     np.testing.assert_allclose(y[:, :16], at_once(model, x)[:, :16], atol=2e-6)
 
 
-CACHES = {
-    "in one piece": ({}, lambda model, dtype: model.init_cache(B, LENGTH, dtype)),
-    "rolling": (
-        dict(local_window_size=7),
-        lambda model, dtype: model.init_rolling_cache(B, STEP, dtype),
-    ),
-    "in pages": (
-        {},
-        lambda model, dtype: paged_cache(B, LENGTH, 2, 6, pages=2 * 19, page=8, dtype=dtype),
-    ),
-}
-
-
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float8_e5m2"])
-@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_quantised_cache_gives_nearly_what_the_whole_text_gives(kind, dtype, rng):
-    options, make = CACHES[kind]
-    model, x = layer(sinks=True, **options), tokens(rng)
-    y, cache = in_steps(model, x, make(model, dtype))
+    options, make = KINDS[kind]
+    model, x = layer(**options), tokens(rng)
+    y, cache = in_steps(model, x, make(model, LENGTH, dtype))
     assert cache.key.dtype == dtype and cache.length.tolist() == [LENGTH] * B
     error = jnp.linalg.norm(y - at_once(model, x)) / jnp.linalg.norm(y)
     assert 1e-4 < error < dict(int8=0.01, float8_e4m3fn=0.05, float8_e5m2=0.1)[dtype]
@@ -127,68 +132,50 @@ def test_tokens_without_room_in_a_quantised_cache_get_nan_and_padding_is_not_kep
     )
 
 
-WITH = {
-    "none": lambda model: None,
-    "in one piece": lambda model: model.init_cache(B, 20),
-    "in one piece, 8 bits": lambda model: model.init_cache(B, 20, jnp.int8),
-    "rolling": lambda model: model.init_rolling_cache(B, STEP),
-    "paged": lambda model: (
-        paged_cache(B, 20, 2, 6, pages=9, page=8).share(0, 1).release(np.array([True, False]))
-    ),
-}
+IN_8_BITS = "in one piece, 8 bits"
 
 
-@pytest.mark.parametrize("kind", WITH)
+def cache_of(kind, model, length):
+    dtype = jnp.int8 if kind == IN_8_BITS else None
+    return KINDS[kind.removesuffix(", 8 bits")][1](model, length, dtype)
+
+
+@pytest.mark.parametrize("kind", ["none", *KINDS, IN_8_BITS])
 def test_64_bits_and_strict_promotion_change_nothing(kind, rng):
     # Flax's RMSNorm takes no strict promotion
     model = layer(local_window_size=7, sinks=True, dtype=jnp.bfloat16)
     prompt, token = (jnp.asarray(tokens(rng, length), jnp.bfloat16) for length in (STEP, 1))
 
     def run(model, prompt, token):
-        if (cache := WITH[kind](model)) is None:
+        if kind == "none":
             return model(prompt)
+        cache = cache_of(kind, model, 20)
+        if kind == "in pages":
+            cache = cache.share(0, 1).release(np.array([True, False]))
         y, cache = model(prompt, cache=cache, lengths=np.array([STEP, 3]))
         return jnp.concatenate([y, model(token, cache=cache)[0]], 1)
 
     expected = nnx.jit(run)(model, prompt, token)
-    with (
-        jax.enable_x64(True),
-        jax.numpy_rank_promotion("raise"),
-        jax.numpy_dtype_promotion("strict"),
-    ):
+    with strict_64_bits():
         actual = nnx.jit(run)(model, prompt, token)
     assert actual.dtype == jnp.bfloat16
     np.testing.assert_allclose(actual.astype(np.float32), expected.astype(np.float32), atol=0.02)
 
 
-ON_A_MESH = {
-    "in one piece": (dict(sinks=True), lambda model: model.init_cache(B, 9)),
-    "in one piece, 8 bits": (dict(sinks=True), lambda model: model.init_cache(B, 9, jnp.int8)),
-    "rolling": (
-        dict(sinks=True, local_window_size=3),
-        lambda model: model.init_rolling_cache(B, 6),
-    ),
-    "paged": (
-        dict(sinks=True, score_mod=scores.Alibi(SLOPES)),
-        lambda model: paged_cache(B, 9, 2, 6, pages=5, page=8, dtype="float32"),
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", ON_A_MESH)
+@pytest.mark.parametrize("kind", [*KINDS, IN_8_BITS])
 def test_on_a_mesh_with_explicit_axes_a_cache_stays_where_it_lies(kind, rng):
-    options, make = ON_A_MESH[kind]
-    model, x = layer(**options), tokens(rng, 9)
+    options, _ = KINDS[kind.removesuffix(", 8 bits")]
+    model, x = layer(**options | dict(sinks=True)), tokens(rng, 9)
     graph, params = nnx.split(model)
-    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    mesh = make_mesh(data=2, model=2)
     place = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))
     heads = dict(sinks=P("model"), out=P("model"))  # which axis of each parameter they are
     by_head = lambda path, w: place(w, *heads.get(path[0].key, P(None, "model")))
-    rows = None if kind == "paged" else "data"
+    rows = None if kind == "in pages" else "data"
     places = dict.fromkeys(
         ("key", "value", "key_scale", "value_scale"), P(rows, None, "model")
     ) | dict(length=P(rows))
-    cache = make(model)
+    cache = cache_of(kind, model, 9)
     placed = cache._replace(
         **{
             name: place(y, *places.get(name, ()))
@@ -214,49 +201,61 @@ def test_on_a_mesh_with_explicit_axes_a_cache_stays_where_it_lies(kind, rng):
     assert jax.tree.map(jax.typeof, filled) == jax.tree.map(jax.typeof, placed)
 
 
-def refused(message, model, x, cache, **kw):
-    with pytest.raises((TypeError, ValueError), match=message):
-        model(x, cache=cache, **kw)
-
-
-def test_what_a_cache_cannot_hold_it_refuses_with_a_reason(rng):
-    model, x = layer(local_window_size=7), tokens(rng, 90)
-    cache = model.init_rolling_cache(B, STEP)
-    refused(r"takes up to 58 tokens .* got 90. Give a prompt in pieces", model, x, cache)
-    refused(
-        "a RollingCache does not support mask", model, x[:, :4], cache, mask=np.ones((4, 128), bool)
-    )
-    refused("needs a causal layer with local_window_size", layer(), x[:, :4], cache)
-    whole = layer().init_cache(B, 9, jnp.int8)
-    refused(
+WINDOW, PLAIN = dict(local_window_size=7), {}
+of_pages = lambda model: paged_cache(B, 9, 2, 6, pages=9)
+of_steps = lambda model: model.init_rolling_cache(B, STEP)
+# what is said, the layer's options, the cache and what else a call is given
+REFUSED = {
+    "too many tokens at once": (
+        r"takes up to 58 tokens .* got 90. Give a prompt in pieces",
+        (WINDOW, of_steps, dict(tokens=90)),
+    ),
+    "a mask of a rolling cache": (
+        "a RollingCache does not support mask",
+        (WINDOW, of_steps, dict(mask=np.ones((4, 128), bool))),
+    ),
+    "no window": (
+        "needs a causal layer with local_window_size",
+        (PLAIN, lambda _: layer(**WINDOW).init_rolling_cache(B, STEP), {}),
+    ),
+    "no window, and none to make it": (
+        "needs a causal layer with local_window_size",
+        (PLAIN, of_steps, {}),
+    ),
+    "a mask in 8 bits": (
         "a quantised KVCache does not support mask. Use an unquantised KVCache",
-        layer(),
-        x[:, :4],
-        whole,
-        mask=np.ones((4, 64), bool),
-    )
-    refused(
+        (PLAIN, lambda model: model.init_cache(B, 9, jnp.int8), dict(mask=np.ones((4, 64), bool))),
+    ),
+    "lengths of other rows": (
         r"lengths must be int32 \[B\] = \(2,\); got \(3,\)",
-        model,
-        x[:, :4],
-        cache,
-        lengths=[1, 2, 3],
-    )
-    pair = model(x[:, :4], cache=cache)
-    refused(r"got tuple. A call returns the pair \(y, cache\): pass its sec", model, x[:, :4], pair)
-    refused("must be a KVCache, a RollingCache or a PagedCache, .* got dict", model, x[:, :4], {})
-    refused("PagedCache must have 2 rows", model, x[:, :4], paged_cache(3, 9, 2, 6, pages=9))
-    in_training = layer(dropout_rate=0.1)
-    pages = paged_cache(B, 9, 2, 6, pages=9)
-    refused(
+        (WINDOW, of_steps, dict(lengths=[1, 2, 3])),
+    ),
+    "what a call returns": (
+        r"got tuple. A call returns the pair \(y, cache\): pass its sec",
+        (WINDOW, lambda model: (None, of_steps(model)), {}),
+    ),
+    "no cache": (
+        "must be a KVCache, a RollingCache or a PagedCache, .* got dict",
+        (WINDOW, lambda _: {}, {}),
+    ),
+    "other rows": (
+        "PagedCache must have 2 rows",
+        (WINDOW, lambda _: paged_cache(3, 9, 2, 6, pages=9), {}),
+    ),
+    "dropout": (
         "does not support dropout_rate, dropout_rng. .* layer.eval",
-        in_training,
-        x[:, :4],
-        pages,
-        rngs=jax.random.key(0),
-    )
-    with pytest.raises(ValueError, match="needs a causal layer with local_window_size"):
-        layer().init_rolling_cache(B)
+        (dict(dropout_rate=0.1), of_pages, dict(rngs=jax.random.key(0))),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_cache_cannot_hold_it_refuses_with_a_reason(name, rng):
+    message, (options, make, call) = REFUSED[name]
+    model, call = layer(**options), dict(call)
+    x = tokens(rng, call.pop("tokens", 4))
+    with pytest.raises((TypeError, ValueError), match=message):
+        model(x, cache=make(model), **call)
 
 
 def test_a_paged_cache_that_rounds_what_the_layer_computes_says_so(rng):
@@ -272,11 +271,8 @@ def test_a_paged_cache_that_rounds_what_the_layer_computes_says_so(rng):
 
 def test_lengths_beyond_the_tokens_keep_no_more_than_there_are(rng):
     model, x = layer(local_window_size=7), tokens(rng, 4)
-    for cache in (
-        model.init_cache(B, 9),
-        model.init_rolling_cache(B, 4),
-        paged_cache(B, 9, 2, 6, pages=2, dtype="float32"),
-    ):
+    for kind in KINDS:
+        cache = cache_of(kind, model, 9)
         _, kept = model(x, cache=cache, lengths=[9, 2])
         assert kept.length.tolist() == [4, 2]
 

@@ -63,24 +63,6 @@ def test_a_layer_that_is_not_causal_sees_the_tokens_in_its_cache_and_none_of_the
     assert_close(step(x[:, 3:], cache)[0], full(x)[:, 3:])
 
 
-def test_rows_of_different_lengths_decode_side_by_side():
-    layer, x = layer_of(num_kv_heads=2), normal(1, B, T, D)
-    lengths, padded = np.array([5, 2], np.int32), 5
-    is_real = np.arange(padded)[None] < lengths[:, None]
-    step = jax.jit(lambda x, cache, **call: layer(x, cache=cache, **call))
-    y, cache = step(
-        jnp.where(is_real[..., None], x[:, :padded], jnp.nan),
-        layer.init_cache(B, T),
-        lengths=lengths,
-    )
-    assert np.array_equal(cache.length, lengths)
-    following = jnp.stack([x[b, n : n + 2] for b, n in enumerate(lengths)])
-    z, cache = step(following, cache)
-    full = jax.jit(layer)(x)
-    for b, n in enumerate(lengths):
-        assert_close(jnp.concatenate([y[b, :n], z[b]]), full[b, : n + 2])
-
-
 def test_gradients_flow_through_a_cache():
     layer = layer_of(num_kv_heads=2, implementation="reference")  # the quickest to compile
     args = pure(layer), normal(1, B, T, D)
@@ -145,25 +127,78 @@ def test_an_odd_head_size_is_possible_without_rope():
     assert jax.jit(layer_of(head_size=5, rope_base=None))(normal(0, B, T, D)).shape == (B, T, D)
 
 
-def test_impossible_calls_raise():
-    layer, x = layer_of(num_kv_heads=2), normal(0, B, T, D)
-    with pytest.raises(
-        ValueError, match=r"inputs_q must be \[B, T, in_features\] = \(B, T, 24\); got \(2, 7, 23\)"
-    ):
-        layer(x[..., 1:])
-    with pytest.raises(ValueError, match=r"inputs_q must be .*; got \(7, 24\)"):
-        layer(x[0])
-    with pytest.raises(
-        ValueError, match="the 7 tokens of inputs_q must fit into the cache's max_length; got 6"
-    ):
-        layer(x, cache=layer.init_cache(B, 6))
-    with pytest.raises(
-        ValueError,
-        match=r"cache.key must be .*\(2, max_length, 2, 6\) .*; got \(3, 9, 2, 6\).*init_cache\(2,",
-    ):
-        layer(x, cache=layer.init_cache(3, 9))
-    with pytest.raises(ValueError, match="segment_ids cannot go with a cache"):
-        layer(x, cache=layer.init_cache(B, 9), segment_ids=np.zeros((B, T), int))
+def cross_layer(**options):
+    return layer_of(num_kv_heads=2, in_kv_features=11, is_causal=False, rope_base=None, **options)
+
+
+X, Y, IDS = normal(0, B, T, D), normal(0, B, 9, 11), np.zeros((B, T), int)
+grouped = functools.partial(layer_of, num_kv_heads=2)
+ALONE = "is_causal=False, rope_base=None and no local_window_size"
+# a layer, what it is called with, and what it says
+IMPOSSIBLE = {
+    "features": (
+        *(grouped, lambda layer: layer(X[..., 1:])),
+        r"inputs_q must be \[B, T, in_features\] = \(B, T, 24\); got \(2, 7, 23\)",
+    ),
+    "no batch": (grouped, lambda layer: layer(X[0]), r"inputs_q must be .*; got \(7, 24\)"),
+    "too many tokens": (
+        *(grouped, lambda layer: layer(X, cache=layer.init_cache(B, 6))),
+        "the 7 tokens of inputs_q must fit into the cache's max_length; got 6",
+    ),
+    "a cache of other rows": (
+        *(grouped, lambda layer: layer(X, cache=layer.init_cache(3, 9))),
+        r"cache.key must be .*\(2, max_length, 2, 6\) .*; got \(3, 9, 2, 6\).*init_cache\(2,",
+    ),
+    "ids with a cache": (
+        *(grouped, lambda layer: layer(X, cache=layer.init_cache(B, 9), segment_ids=IDS)),
+        "segment_ids cannot go with a cache",
+    ),
+    "causal cross-attention": (
+        *(lambda: layer_of(in_kv_features=11, rope_base=None), lambda layer: layer(X, Y)),
+        ALONE,
+    ),
+    "RoPE in cross-attention": (
+        *(lambda: layer_of(in_kv_features=11, is_causal=False), lambda layer: layer(X, Y)),
+        ALONE,
+    ),
+    "a window in cross-attention": (
+        *(lambda: cross_layer(local_window_size=3), lambda layer: layer(X, Y)),
+        ALONE,
+    ),
+    "no keys": (
+        cross_layer,
+        lambda layer: layer(X),
+        "in_kv_features = 11 beside 24 needs inputs_k",
+    ),
+    "values alone": (layer_of, lambda layer: layer(X, inputs_v=X), "give inputs_k too"),
+    "lengths of keys alone": (
+        *(layer_of, lambda layer: layer(X, kv_lengths=np.array([1, 2]))),
+        "give inputs_k too, or lengths",
+    ),
+    "ids in cross-attention": (
+        *(cross_layer, lambda layer: layer(X, Y, segment_ids=IDS)),
+        r"masks\.Documents",
+    ),
+    "a cache in cross-attention": (
+        *(cross_layer, lambda layer: layer(X, Y, cache=layer.init_cache(B, 9))),
+        "a cache cannot go with inputs_k",
+    ),
+    "features of keys": (
+        *(cross_layer, lambda layer: layer(X, Y[..., 1:])),
+        r"inputs_k must be .* = \(2, S, 11\) .*; got \(2, 9, 10\)",
+    ),
+    "fewer values": (
+        *(cross_layer, lambda layer: layer(X, Y, Y[:, 1:])),
+        r"inputs_v must be .* = \(2, 9, 11\) .*; got \(2, 8, 11\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_impossible_calls_raise(name):
+    make, call, text = IMPOSSIBLE[name]
+    with pytest.raises(ValueError, match=text):
+        call(make())
 
 
 def test_the_cache_is_a_pytree_of_arrays():
@@ -173,10 +208,6 @@ def test_the_cache_is_a_pytree_of_arrays():
 
 
 # ---- cross-attention
-
-
-def cross_layer(**options):
-    return layer_of(num_kv_heads=2, in_kv_features=11, is_causal=False, rope_base=None, **options)
 
 
 def test_cross_attention_is_that_of_flax_on_the_same_parameters():
@@ -197,33 +228,6 @@ def test_cross_attention_sees_the_real_inputs_alone():
     assert_close(z[:1], jax.jit(layer)(x[:1], y[:1]))
     assert_close(z[1:, :2], jax.jit(layer)(x[1:, :2], y[1:, :3]))
     assert np.all(np.asarray(z[1, 2:]) == 0)
-
-
-def test_what_makes_no_sense_in_cross_attention_raises():
-    layer, x, y = cross_layer(), normal(0, B, T, D), normal(0, B, 9, 11)
-    for options in (dict(is_causal=True), dict(rope_base=10.0), dict(local_window_size=3)):
-        with pytest.raises(
-            ValueError, match="is_causal=False, rope_base=None and no local_window_size"
-        ):
-            layer_of(**(dict(in_kv_features=11, is_causal=False, rope_base=None) | options))(x, y)
-    with pytest.raises(ValueError, match="in_kv_features = 11 beside 24 needs inputs_k"):
-        layer(x)
-    with pytest.raises(ValueError, match="give inputs_k too"):
-        layer_of()(x, inputs_v=x)
-    with pytest.raises(ValueError, match="give inputs_k too, or lengths"):
-        layer_of()(x, kv_lengths=np.array([1, 2]))
-    with pytest.raises(ValueError, match=r"masks\.Documents"):
-        layer(x, y, segment_ids=np.zeros((B, T), int))
-    with pytest.raises(ValueError, match="a cache cannot go with inputs_k"):
-        layer(x, y, cache=layer.init_cache(B, 9))
-    with pytest.raises(
-        ValueError, match=r"inputs_k must be .* = \(2, S, 11\) .*; got \(2, 9, 10\)"
-    ):
-        layer(x, y[..., 1:])
-    with pytest.raises(
-        ValueError, match=r"inputs_v must be .* = \(2, 9, 11\) .*; got \(2, 8, 11\)"
-    ):
-        layer(x, y, y[:, 1:])
 
 
 # ---- masks and options
