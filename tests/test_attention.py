@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import BROADCASTS, MASKS, SIZES, Sizes, bias, dense_mask, qkv
+from cases import BROADCASTS, MASKS, SIZES, Sizes, bias, dense_mask, normal, qkv
 from check import check, cotangents, run
 from selection import whole_but
 
@@ -200,41 +200,11 @@ def test_large_logits_neither_overflow_nor_lose_the_maximum(implementation, rng)
     check(rng, np.float32(6) * q, np.float32(6) * k, v, implementation, scale=1.0, tolerance=2e-4)
 
 
-@pytest.mark.whole("reference", "triton")
-def test_lse_and_output_of_parts_merge_into_the_whole_with_gradients(implementation, rng):
-    """What ring attention does: attend to halves of the keys and weigh the outputs by their lse."""
-    z = Sizes(S=52)
-    q, k, v = qkv(rng, z)
-
-    def merged(q, k, v):
-        halves = [
-            flash_attention(
-                q,
-                k[:, i : i + 26],
-                v[:, i : i + 26],
-                implementation=implementation,
-                return_residual=True,
-            )
-            for i in (0, 26)
-        ]
-        outputs, lses = (jnp.stack(x) for x in zip(*halves, strict=True))
-        weights = jax.nn.softmax(lses, axis=0)[..., None]
-        return jnp.sum(weights * outputs, axis=0)
-
-    whole = lambda q, k, v: flash_attention(q, k, v, implementation=implementation)
-    do = rng.normal(size=(z.B, z.T, z.N, z.Hv)).astype(np.float32)
-    a, b = (
-        jax.jit(lambda *x, f=f: (f(*x), jax.vjp(f, *x)[1](do)))(q, k, v) for f in (merged, whole)
-    )
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        np.testing.assert_allclose(x, y, atol=2e-5)
-
-
 def test_leading_axes_fold_into_the_batch(implementation, rng):
-    q, k, v = (rng.normal(size=(2, 3, 19, 4, 8)).astype(np.float32) for _ in range(3))
+    q, k, v = (normal(rng, 2, 3, 19, 4, 8) for _ in range(3))
     lengths = rng.integers(1, 20, (2, 3)).astype(np.int32)
     # broadcasts over the first axis, not over the second
-    bias5 = rng.normal(size=(3, 1, 19, 19)).astype(np.float32)
+    bias5 = normal(rng, 3, 1, 19, 19)
     o, lse = flash_attention(
         q,
         k,

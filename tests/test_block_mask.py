@@ -9,9 +9,9 @@ import numpy as np
 import oracle
 import pytest
 from cases import RULES, Sizes, qkv
-from check import close
-from jax.sharding import AxisType, NamedSharding
+from check import close, equal, strict_64_bits
 from jax.sharding import PartitionSpec as P
+from meshes import make_mesh, put
 from selection import whole_but
 
 from pallas_flash import flash_attention, masks, schedule
@@ -90,26 +90,28 @@ def test_in_blocks_that_a_map_calls_full_the_rule_is_not_asked(implementation, r
     mask = masks.create_block_mask(masks.MaskMod(lambda b, h, q, k: k < 0), 32, 32, block=16)
     mask = jax.tree.map(lambda x: jnp.full_like(x, block_types.FULL), mask)
     found, wanted = (gradients(m, implementation)(q, k, v)[1] for m in (mask, None))
-    for x, y in zip(found, wanted, strict=True):
-        close(x, y, 5e-6)
+    equal(found, wanted, 5e-6)
 
 
-def test_a_map_is_a_pytree_made_once_for_all_layers(rng):
-    x = qkv(rng, Z._replace(K=4, S=37))[0]
-    mask = masks.Causal() & masks.Dilated(2)
+def test_a_joined_mask_and_its_map_are_data_of_one_program_of_many_layers(rng):
+    x, traced = qkv(rng, Z._replace(K=4, S=37))[0], []
 
     @jax.jit
     def layers(x, mask):
+        traced.append(mask)
         layer = lambda x, _: (
             x + flash_attention(x, x, x, mask=mask, implementation="blockwise"),
             None,
         )
         return jax.lax.scan(layer, x, None, length=2)[0]
 
-    made = masks.create_block_mask(mask, 37, 37, block=16)
-    assert made.counts() == dict(skipped=3, full=0, partial=6)
-    assert repr(made).endswith("37 x 37 in blocks of 16: 3 skipped, 0 full, 6 partial)")
-    close(layers(x, made), layers(x, mask), 5e-6)
+    mask = lambda *lengths: ~masks.KeyLengths(np.int32(lengths)) | masks.Causal()
+    one, other = layers(x, mask(5, 20)), layers(x, mask(14, 29))
+    assert len(traced) == 1 and not np.array_equal(one, other)
+    made = masks.create_block_mask(mask(5, 20), 37, 37, block=16, batch=2)
+    assert made.counts() == dict(skipped=0, full=4, partial=14)
+    assert repr(made).endswith("37 x 37 in blocks of 16: 0 skipped, 4 full, 14 partial)")
+    close(layers(x, made), one, 5e-6)
 
 
 def test_what_is_found_while_tracing_is_no_transfer_of_the_program(rng):
@@ -131,11 +133,7 @@ def test_a_block_mask_is_taken_where_promotion_is_strict(name, rng):
     q, k, v = qkv(rng, Z)
     longformer = masks.Window(9, 9) | masks.GlobalTokens(4)
     mapped = masks.create_block_mask(longformer, Z.T, Z.S, block=16)
-    with (
-        jax.enable_x64(True),
-        jax.numpy_rank_promotion("raise"),
-        jax.numpy_dtype_promotion("strict"),
-    ):
+    with strict_64_bits():
         found = flash_attention(q, k, v, mask=mapped, implementation=name)
     np.testing.assert_allclose(
         found, flash_attention(q, k, v, mask=longformer, implementation="reference"), atol=1e-5
@@ -176,14 +174,14 @@ def test_a_map_of_long_sequences_is_made_by_strips():
 
 
 def test_on_a_mesh_a_map_goes_with_the_batch_rows_whatever_axes_they_lie_on(rng):
-    mesh = jax.make_mesh((2, 2), ("b", "h"), axis_types=(AxisType.Explicit,) * 2)
+    mesh = make_mesh(b=2, h=2)
     x = [a.reshape(2, 2, *a.shape[1:]) for a in qkv(rng, Z._replace(B=4))]
     rule = masks.MaskMod(lambda b, h, q, k: (q // 16 + k // 16 + b + h) % 2 == 0)
     mask = masks.create_block_mask(rule, Z.T, Z.S, block=16, batch=4, heads=Z.N)
     f = jax.jit(lambda q, k, v: flash_attention(q, k, v, mask=mask, implementation="blockwise"))
     expected = flash_attention(*x, mask=rule, implementation="reference")
     for spec in P("b", None, None, "h"), P(None, "b"):
-        close(f(*(jax.device_put(a, NamedSharding(mesh, spec)) for a in x)), expected, 5e-6)
+        close(f(*put(mesh, spec, *x)), expected, 5e-6)
 
 
 def test_a_picture_is_drawn_and_says_what_is_saved(tmp_path, capsys):

@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_attention
-import test_transforms
 from cases import SIZES, Sizes, bias, dense_mask, qkv
 from check import check, cotangents, run
 from observation import attention, observe
@@ -16,9 +15,6 @@ from pallas_flash import explain, flash_attention, online_softmax
 from pallas_flash.kernels.classic import flash1, standard
 
 # Contracts of every implementation, here on these two.
-test_64_bits_and_strict_promotion_change_nothing = (
-    test_transforms.test_64_bits_and_strict_promotion_change_nothing
-)
 test_a_row_that_sees_no_key_gives_zero_and_no_gradient = (
     test_attention.test_a_row_that_sees_no_key_gives_zero_and_no_gradient
 )

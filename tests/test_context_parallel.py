@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from cases import MASKS, RULES, Sizes, arguments, bias, dense_mask, qkv
+from cases import MASKS, RULES, Sizes, arguments, bias, dense_mask, normal, qkv
 from check import TOLERANCE, close, cotangents, equal, value_and_gradients
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from meshes import make_mesh, needs_devices, put
 from selection import whole_but
 
 from pallas_flash import explain, flash_attention, masks, scores
@@ -23,9 +24,7 @@ from pallas_flash.devices import ring
 
 pytestmark = [
     pytest.mark.usefixtures("small_tiles"),
-    pytest.mark.skipif(
-        len(jax.devices()) < 8, reason="needs eight devices; conftest asks for eight on a CPU"
-    ),
+    needs_devices,
 ]
 Z = Sizes(B=2, T=40, S=56, N=4, K=4, H=8, Hv=4)
 MESH = (2, 4), ("data", "context")
@@ -39,7 +38,7 @@ def mesh(kind=AxisType.Explicit):
 
 
 def spread(*x, spec=ROWS):
-    return jax.device_put(x, NamedSharding(mesh(), spec))
+    return put(mesh(), spec, *x)
 
 
 def in_order(context, x, axes, order=zigzag):
@@ -65,7 +64,7 @@ def run(call, static, cotangents, m=None, context=None):
     if m is not None:
         at = lambda name: NamedSharding(m, ROWS if name in ("query", "key", "value") else P())
         call = {name: jax.device_put(x, at(name)) for name, x in call.items()}
-        cotangents = jax.device_put(cotangents, NamedSharding(m, ROWS))
+        cotangents = put(m, ROWS, *cotangents)
     floats = {name: call.pop(name) for name in FLOATS if name in call}
 
     def outputs_and_gradients(floats, rest, cotangents):
@@ -167,7 +166,7 @@ def test_some_heads_go_around_before_the_others(feature, scheme, monkeypatch):
 def test_beyond_its_lengths_all_may_be_nan_where_there_are_sinks(scheme, rng):
     z, stop = Z._replace(S=Z.T), np.array([7, 31], np.int32)
     inside = np.arange(z.T) < stop[:, None]
-    q, k, v, do = (rng.normal(size=(z.B, z.T, z.N, z.H)).astype(np.float32) for _ in range(4))
+    q, k, v, do = (normal(rng, z.B, z.T, z.N, z.H) for _ in range(4))
     dlse = rng.normal(size=do.shape[:3]).astype(np.float32)
 
     def call(fill):
@@ -194,7 +193,7 @@ attend = functools.partial(flash_attention, is_causal=True, implementation="bloc
 )
 def test_batch_and_rows_may_lie_on_axes_of_different_kinds(kinds):
     x = qkv(np.random.default_rng(0), Z)
-    placed = jax.device_put(x, NamedSharding(jax.make_mesh(*MESH, axis_types=kinds), ROWS))
+    placed = put(jax.make_mesh(*MESH, axis_types=kinds), ROWS, *x)
     along = dict(context=Ring("context", batch="data"))
     assert explain(*placed, **along).problem.batch == 1
     found = value_and_gradients(functools.partial(attend, **along))(*placed)
@@ -239,7 +238,7 @@ def compiled(f, T, m=None):
 
 
 def all_devices():
-    return jax.make_mesh((8,), ("context",), axis_types=(AxisType.Explicit,))
+    return make_mesh(context=8)
 
 
 def test_keys_travel_and_nothing_is_gathered():
@@ -277,5 +276,4 @@ def test_the_kernels_for_hopper_go_around_too(rng, more):
         found = jax.jit(gradients, static_argnums=3)(*there, "hopper")
         jax.block_until_ready(found)
     assert not races.found
-    for a, b in zip(found, gradients(q, k, v, "reference"), strict=True):
-        close(a, b, TOLERANCE["float16"])
+    equal(found, gradients(q, k, v, "reference"), TOLERANCE["float16"])

@@ -7,29 +7,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from meshes import make_mesh, needs_devices, put
 
 from pallas_flash import explain, flash_attention, flash_attention_jvp
 from pallas_flash.context_parallel import AllToAll, Ring, Zigzag, unzigzag, zigzag
 
-pytestmark = pytest.mark.skipif(
-    len(jax.devices()) < 8, reason="needs eight devices; conftest asks for eight on a CPU"
-)
+pytestmark = needs_devices
 ROWS = P("data", "context")
 
 
 def mesh():
-    return jax.make_mesh((2, 4), ("data", "context"), axis_types=(AxisType.Explicit,) * 2)
+    return make_mesh(data=2, context=4)
 
 
 def spread(*x):
-    return jax.device_put(x, NamedSharding(mesh(), ROWS))
+    return put(mesh(), ROWS, *x)
 
 
 def test_where_a_window_is_known_only_the_keys_in_it_travel():
-    ring = jax.make_mesh((8,), ("context",), axis_types=(AxisType.Explicit,))
-    x = jax.device_put(jnp.ones((1, 64, 1, 8)), NamedSharding(ring, P(None, "context")))
+    ring = make_mesh(context=8)
+    (x,) = put(ring, P(None, "context"), jnp.ones((1, 64, 1, 8)))
     steps = lambda **kw: re.search(
         r"in (\d) of (\d) steps|nothing is sent", explain(x, x, x, **kw).context
     )
@@ -98,7 +96,7 @@ def test_what_does_not_fit_is_refused_with_a_sentence(sentence):
     T, N, m = kw.pop("T", 40), kw.pop("N", 4), kw.pop("m", mesh())
     q, k = jnp.ones((2, T, N, 8)), jnp.ones((2, T, min(N, 2), 8))
     if m is not None:
-        q, k = jax.device_put((q, k), NamedSharding(m, P("data")))
+        q, k = put(m, P("data"), q, k)
     with pytest.raises((TypeError, ValueError), match=re.escape(sentence)):
         flash_attention(q, k, k, **kw)
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import MASKS, RULES, Sizes, bias, qkv
+from cases import MASKS, RULES, Sizes, bias, normal, qkv
 from selection import whole_but
 
 from pallas_flash import flash_attention, flash_attention_jvp, scores
@@ -49,35 +49,6 @@ def test_forward_mode_is_a_function_of_its_own_in_o_of_t_memory(rng):
     assert max(math.prod(map(int, size.split(","))) for size in sizes) < 4096**2 / 8
 
 
-def compositions(attend, x):
-    """Derivatives of a sum as its users take them."""
-    f = lambda *x: jnp.sum(attend(*x) ** 2)
-    of_query = lambda q: f(q, *x[1:])
-    gradient, along = jax.grad(of_query), lambda q: jax.jvp(of_query, (q,), (q,))[1]
-    newton = lambda i, q: q + 1e-3 * jax.jacfwd(of_query)(q)
-    return (
-        jax.jvp(f, x, x),
-        jax.jacfwd(f)(*x),
-        jax.linearize(f, *x)[1](*x),
-        jax.vmap(along)(jnp.stack([x[0], x[0][::-1]])),
-        jax.grad(along)(x[0]),
-        jax.jvp(along, (x[0],), (x[0],)),
-        jax.jvp(jax.checkpoint(of_query), (x[0],), (x[0],)),
-        jax.lax.fori_loop(0, 2, newton, x[0]),
-        jax.grad(lambda q: jnp.sum(gradient(q) ** 2))(x[0]),
-        jax.jvp(gradient, (x[0],), (x[0],)),
-        flash_attention_jvp(x, x, **attend.keywords),
-    )
-
-
-@pytest.mark.parametrize("implementation", whole_but(["triton", "flash1", "standard"], "triton"))
-def test_kernels_have_every_mode(implementation, rng):
-    x = qkv(rng, Sizes(B=2, T=5, S=7, N=2, K=1, H=4, Hv=3))
-    run = jax.jit(compositions, static_argnums=0)
-    close = functools.partial(check.equal, tolerance=2e-5)
-    close(run(attend(implementation), x), run(attend("reference"), x))
-
-
 @pytest.mark.parametrize("name", whole_but([*MASKS, *RULES], "everything", "holes by head"))
 def test_tangents_of_the_triton_kernels_are_those_of_dense_attention(name, rng):
     if name in RULES:
@@ -93,7 +64,7 @@ MORE = {
     "dropout, sinks": lambda rng: dict(
         dropout_rate=0.25,
         dropout_rng=jax.random.key(3),
-        sinks=rng.normal(size=Z.N).astype(np.float32),
+        sinks=normal(rng, Z.N),
     ),
     "alibi": lambda rng: dict(score_mod=scores.Alibi(np.float32([0.5, 0.25])), is_causal=True),
 }

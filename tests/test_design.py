@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import oracle
 import pytest
+from cases import normal
 from pictures import assert_same
 
 from pallas_flash.arguments import Problem
@@ -48,10 +49,8 @@ def test_the_code_runs_and_prints_what_the_text_says(doctests):
 
 def one_head(rng, T, S, H, Hv, size=1.0):
     """q, k, v, do and dlse of one head, and oracle.attention of them."""
-    q, k, v, do = (
-        rng.normal(size=shape).astype(np.float32) for shape in [(T, H), (S, H), (S, Hv), (T, Hv)]
-    )
-    q, dlse = size * q, rng.normal(size=T).astype(np.float32)
+    q, k, v, do = (normal(rng, *shape) for shape in [(T, H), (S, H), (S, Hv), (T, Hv)])
+    q, dlse = size * q, normal(rng, T)
     by_head = [x[None, :, None] for x in (q, k, v, do)]
     o, lse, gradients = oracle.attention(*by_head, dlse[None, :, None], scale=1.0)
     return (q, k, v, do, dlse), (o[0, :, 0], lse[0, :, 0], [x[0, :, 0] for x in gradients[:3]])

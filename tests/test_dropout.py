@@ -12,6 +12,7 @@ from cases import Sizes, bias, qkv
 from check import TOLERANCE, close, equal
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from meshes import make_mesh, needs_devices
 from selection import whole_but
 
 from pallas_flash import blockwise, dropout, dropout_mask, explain, flash_attention
@@ -227,21 +228,14 @@ def test_vmap_over_keys_equals_a_loop_with_gradients(implementation, rng, small_
     loss = jax.value_and_grad(lambda q, key: jnp.sum(jnp.sin(attend(q, key))))
     together = jax.jit(jax.vmap(loss, in_axes=(None, 0)))(q, keys)
     alone = [jax.jit(loss)(q, key) for key in keys]
-    for a, e in zip(
-        jax.tree.leaves(together),
-        jax.tree.leaves(jax.tree.map(lambda *x: jnp.stack(x), *alone)),
-        strict=True,
-    ):
-        close(a, e, 5e-6)
+    equal(together, jax.tree.map(lambda *x: jnp.stack(x), *alone), 5e-6)
 
 
-@pytest.mark.skipif(
-    len(jax.devices()) < 8, reason="needs eight devices; conftest asks for them on a CPU"
-)
+@needs_devices
 @pytest.mark.whole
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=str)
 def test_a_shared_mask_is_the_same_in_all_rows_and_heads_on_all_devices(kind, small_tiles):
-    mesh = jax.make_mesh((2, 2), ("data", "context"), axis_types=(kind,) * 2)
+    mesh = make_mesh(kind, data=2, context=2)
     T, B, N = 64, 2, 2
     q = np.zeros((B, T, N, 8), np.float32)
     v = np.broadcast_to(np.eye(T, dtype=np.float32)[:, None], (B, T, N, T))

@@ -143,7 +143,7 @@ def test_what_an_implementation_refuses_is_refused_in_the_words_of_the_table(imp
 EACH = [(name, implementation) for name in TRANSFORMATIONS for implementation in RUN_HERE[:3]]
 FEW = [(name, "blockwise") for name in ("`grad`", "`vmap` of `grad`", "64 bits, strict promotion")]
 # the others run in full where the file is written
-SAME = [("`grad`", name) for name in RUN_HERE[3:]]
+SAME = [(how, name) for how in ("`grad`", "64 bits, strict promotion") for name in RUN_HERE[3:]]
 
 
 @pytest.mark.parametrize(("transformation", "implementation"), whole_but([*EACH, *SAME], *FEW))

@@ -9,14 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import Sizes, qkv
-from check import check, close
+from cases import Sizes, normal, qkv
+from check import check
 from drawn_masks import Drawn, joined
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pallas_flash import explain, flash_attention, masks
-from pallas_flash.masks import block_types
+from pallas_flash import explain, masks
 
 Z = Sizes(B=2, T=37, S=53, N=4, K=2, H=8, Hv=8)
 
@@ -74,7 +73,7 @@ def test_a_drawn_mask_shows_what_its_parts_say(implementation, examples):
         if "bias" in kw:
             kw = kw | dict(bias=rng.normal(size=kw["bias"]).astype(np.float32))
         if "sinks" in kw:
-            kw = kw | dict(sinks=rng.normal(size=Z.N).astype(np.float32))
+            kw = kw | dict(sinks=normal(rng, Z.N))
         check(rng, *qkv(rng, Z), implementation, **kw)
 
     equals()
@@ -100,40 +99,6 @@ def test_several_sets_of_document_ids_hide_what_each_of_them_hides(implementatio
 
 
 # ---- one mask with arrays of every kind, elsewhere
-
-W = Z._replace(T=32, S=32)
-LENGTHS, IDS = (
-    np.array([5, 20], np.int32),
-    np.sort(np.random.default_rng(0).integers(0, 4, (2, 32)).astype(np.int32)),
-)
-
-
-@pytest.mark.whole
-@pytest.mark.usefixtures("small_tiles")
-def test_a_joined_mask_is_data_of_one_program_with_a_map_too(rng):
-    x = jnp.asarray(qkv(rng, W._replace(K=4))[0])
-    traced = []
-
-    @jax.jit
-    def layers(x, mask):
-        traced.append(mask)
-        layer = lambda x, _: (
-            x + flash_attention(x, x, x, mask=mask, implementation="blockwise"),
-            None,
-        )
-        return jax.lax.scan(layer, x, None, length=2)[0]
-
-    mask = lambda lengths: ~masks.KeyLengths(lengths) | masks.Causal()
-    one, other = layers(x, mask(LENGTHS)), layers(x, mask(LENGTHS + 9))
-    assert len(traced) == 1 and not np.array_equal(one, other)
-    mapped = masks.create_block_mask(mask(LENGTHS), W.T, W.S, block=16, batch=2)
-    assert mapped.counts() == dict(skipped=0, full=4, partial=4)
-    close(layers(x, mapped), one, 5e-6)
-    full = jax.tree.map(
-        lambda x: jnp.full_like(x, block_types.FULL) if x.dtype == jnp.int8 else x, mapped
-    )
-    # the map is taken: in full blocks nobody asks the rule
-    close(layers(x, full), layers(x, None), 5e-6)
 
 
 def test_a_joined_mask_says_what_it_is_made_of_and_forgets_maps():

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from cases import RULES, Sizes, qkv
 from check import check, close
-from jax import export
 
 from pallas_flash import explain, flash_attention, masks
 from pallas_flash.masks import block_types
@@ -182,16 +181,3 @@ def test_kernels_take_numbers_that_are_traced_and_name_what_they_do_not_know(rng
 
 
 # ---- elsewhere ----
-
-
-def test_a_program_with_symbols_takes_a_rule(rng):
-    b, t = export.symbolic_shape("b, t")
-    shape = lambda heads: jax.ShapeDtypeStruct((b, t, heads, Z.H), jnp.float32)
-    f = jax.jit(
-        lambda q, k, v: flash_attention(
-            q, k, v, mask=masks.Dilated(3), is_causal=True, implementation="blockwise"
-        )
-    )
-    program = export.export(f)(shape(Z.N), shape(Z.K), shape(Z.K))
-    q, k, v = qkv(rng, Z._replace(S=Z.T))
-    close(program.call(q, k, v), f(q, k, v), 5e-6)

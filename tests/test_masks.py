@@ -163,27 +163,6 @@ def test_packed_documents_in_runs_skip_the_blocks_of_other_documents():
     np.testing.assert_array_equal(blocks, np.arange(16)[:, None] + [0, 0, 1, 1])
 
 
-def test_masks_meet_with_and(rng):
-    lengths = np.array([7, 20], np.int32)
-    by_object = (
-        masks.Causal()
-        & masks.Window(9, None)
-        & masks.KeyLengths(lengths)
-        & masks.QueryLengths(lengths + 1)
-    )
-    by_arguments = dict(
-        is_causal=True,
-        local_window_size=(9, 99),
-        key_value_seq_lengths=lengths,
-        query_seq_lengths=lengths + 1,
-    )
-    a, b = resolved_mask(rng, dict(mask=by_object)), resolved_mask(rng, by_arguments)
-    for batch in range(Z.B):
-        row = np.arange(Z.T)
-        for x, y in zip(*(rows_of(v, batch, row).interval(row) for v in (a, b)), strict=True):
-            np.testing.assert_array_equal(x, y)
-
-
 def shown(mask, batch=2, heads=2, size=40):
     """Which pairs a mask shows, bool [B, N, T, S]."""
     arrays = lambda part: dataclasses.replace(

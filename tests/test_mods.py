@@ -16,7 +16,9 @@ import pytest
 from jax.experimental import checkify, io_callback
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from meshes import make_mesh, put
 
 from pallas_flash import autodiff, flash_attention, masks
 from pallas_flash.mods import captured, derivatives
@@ -90,8 +92,8 @@ def test_rules_that_print_alike_are_told_apart(name, implementation, constants):
 
 
 def test_on_a_mesh_too():
-    mesh = jax.make_mesh((2,), ("b",), axis_types=(jax.sharding.AxisType.Auto,))
-    x = jax.device_put(jnp.concatenate([X, X]), jax.NamedSharding(mesh, P("b")))
+    mesh = make_mesh(AxisType.Auto, b=2)
+    (x,) = put(mesh, P("b"), jnp.concatenate([X, X]))
     for c in (0.0, 3.0):
         rule = FACTORS["a parameter that prints as another"](c)
         run = lambda x, rule=rule: flash_attention(
@@ -101,8 +103,8 @@ def test_on_a_mesh_too():
 
 
 def test_a_callback_on_a_mesh_with_auto_axes_is_refused_which_xla_would_not_survive():
-    mesh = jax.make_mesh((2,), ("b",), axis_types=(jax.sharding.AxisType.Auto,))
-    x = jax.device_put(jnp.concatenate([X, X]), jax.NamedSharding(mesh, P("b")))
+    mesh = make_mesh(AxisType.Auto, b=2)
+    (x,) = put(mesh, P("b"), jnp.concatenate([X, X]))
     factor = by_callback(2.0)
     run = lambda x: flash_attention(x, x, x, score_mod=lambda s, b, h, i, j: s * factor(j))
     with pytest.raises(NotImplementedError, match=r"jax\.pure_callback does not run on a mesh"):
@@ -332,7 +334,7 @@ def test_a_rule_knows_its_place_on_an_axis_with_a_name(implementation):
     close = functools.partial(np.testing.assert_allclose, desired=wanted, atol=1e-5)
     close(jax.vmap(by_place, axis_name="r")(x))
     close(jax.jit(jax.vmap(by_place, axis_name="r"))(x))
-    mesh = jax.make_mesh((2,), ("r",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = make_mesh(AxisType.Auto, r=2)
     on_each = lambda x: by_place(x[0])[None]
     for check in (False, True) if implementation != "triton" else (False,):
         f = jax.shard_map(on_each, mesh=mesh, in_specs=P("r"), out_specs=P("r"), check_vma=check)

@@ -9,6 +9,7 @@ import pytest
 from check import equal
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from meshes import make_mesh
 
 from pallas_flash import attention_weights, blockwise, explain, flash_attention, masks
 from pallas_flash.context_parallel import Ring
@@ -120,7 +121,7 @@ def test_it_has_second_derivatives_forward_mode_and_vmaps(rng):
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_on_a_mesh_its_axes_lie_where_those_of_the_query_do(kind, rng):
-    mesh = jax.make_mesh((2, 4), ("data", "context"), axis_types=(kind,) * 2)
+    mesh = make_mesh(kind, data=2, context=4)
     x, normal = arrays(rng, (2, 4))
     x, bias = [a[:, :, :16] for a in x], normal(2, 1, N, 16, 16)
     expected, of_copies = outputs_and_gradients("reference", x, bias)

@@ -11,12 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import Sizes, bias, dense_mask, qkv
-from check import close
+from check import equal
 from jax import export
 from jax.experimental import serialize_executable
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from meshes import make_mesh, needs_devices, put
 
 import pallas_flash
 from pallas_flash import flash_attention, jax_internals, masks
@@ -24,9 +25,7 @@ from pallas_flash.devices import callback_names
 
 pytestmark = [
     pytest.mark.usefixtures("small_tiles"),
-    pytest.mark.skipif(
-        len(jax.devices()) < 8, reason="needs eight devices; conftest asks for eight on a CPU"
-    ),
+    needs_devices,
 ]
 Z = Sizes(B=4, T=5, S=7, N=8, K=4, H=8, Hv=8)
 SPEC = P("data", None, "model")
@@ -35,13 +34,8 @@ MOVED = r" = .* (all-gather|all-to-all|collective-permute)"
 
 
 def on_mesh(spec, *arrays, kind=AxisType.Auto):
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind, kind))
-    return tuple(jax.device_put(x, NamedSharding(mesh, spec)) for x in arrays)
-
-
-def equal(a, b):
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        close(x, y, 1e-5)
+    mesh = make_mesh(kind, data=2, model=4)
+    return put(mesh, spec, *arrays)
 
 
 def not_gathered(f, *x):
@@ -136,7 +130,7 @@ def test_remat_and_scan_go_around_it(rng):
 def test_without_a_mesh_of_several_devices_the_program_has_no_trace_of_it(rng):
     x = qkv(rng, Z)
     is_told = lambda *x: "flash_attention_partitioned[" in str(jax.make_jaxpr(attend)(*x))
-    with jax.set_mesh(jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))):
+    with jax.set_mesh(make_mesh(AxisType.Auto, data=1)):
         assert not is_told(*x)
     assert (
         not is_told(*x)

@@ -5,7 +5,7 @@ import os
 
 import numpy as np
 import pytest
-from cases import Sizes, qkv
+from cases import Sizes, normal, qkv
 from check import check
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -87,7 +87,7 @@ def test_a_drawn_call_equals_the_oracle(implementation, part, examples):
         if "bias" in kw:
             kw["bias"] = rng.normal(size=kw["bias"]).astype(np.float32)
         if "sinks" in kw:
-            kw["sinks"] = rng.normal(size=z.N).astype(np.float32)
+            kw["sinks"] = normal(rng, z.N)
         if "mask" in kw:
             kw["mask"] = rng.random(kw["mask"]) < 0.8
         check(rng, *qkv(rng, z), implementation, **kw)

@@ -10,7 +10,7 @@ import numpy as np
 import oracle
 import pytest
 from cases import Sizes, qkv
-from check import TOLERANCE, close
+from check import TOLERANCE, close, equal
 from jax import export
 from selection import whole_but
 
@@ -80,11 +80,6 @@ def loss_of(attend):
         return jnp.sum(jnp.sin(o)) + jnp.sum(jnp.where(lse == -jnp.inf, 0, jnp.cos(lse)))
 
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3)))
-
-
-def equal(a, b, tolerance=1e-5):
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        close(x, y, tolerance)
 
 
 def arrays(rng):

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from cases import Sizes, qkv
 from check import close
-from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from meshes import make_mesh, put
 
 from pallas_flash import explain, flash_attention, scores
 
@@ -124,8 +124,8 @@ def test_a_table_that_does_not_fit_raises(make, text):
 )
 def test_numbers_for_other_heads_than_the_calls_raise_on_a_mesh_too(score_mod):
     q = jnp.ones((1, 5, 4, 8))
-    mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Explicit,))
-    for x in q, jax.device_put(q, NamedSharding(mesh, P())):
+    mesh = make_mesh(x=1)
+    for x in q, *put(mesh, P(), q):
         with pytest.raises(
             ValueError, match=rf"has values for {score_mod.heads} query heads; the call has N = 4"
         ):

@@ -7,31 +7,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import Sizes, bias, qkv
+from cases import Sizes, bias, normal, qkv
 from check import equal, value_and_gradients
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from meshes import make_mesh, needs_devices, put
 from selection import whole_but
 
 from pallas_flash import flash_attention, masks, paged_attention, paged_cache, quantised
 
 pytestmark = [
     pytest.mark.usefixtures("small_tiles"),
-    pytest.mark.skipif(
-        len(jax.devices()) < 4, reason="needs four devices; conftest asks for eight on a CPU"
-    ),
+    needs_devices,
 ]
 Z = Sizes(B=4, T=19, S=23, N=4, K=2, H=8, Hv=8)
 SPEC = P("data", None, "model", None)
 
 
-def mesh(kind):
-    return jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind, kind))
+def mesh(kind=AxisType.Explicit):
+    return make_mesh(kind, data=2, model=2)
 
 
 def place(spec, *arrays, on=None):
-    lies = NamedSharding(on or mesh(AxisType.Explicit), spec)
-    return tuple(jax.device_put(x, lies) for x in arrays)
+    return put(on or mesh(), spec, *arrays)
 
 
 def loss_of(implementation, **kw):
@@ -86,7 +84,7 @@ def test_a_checked_shard_map_beside_explicit_axes_says_that_no_rule_reads_what_v
     x, rows = (q, k, v, np.ones((Z.N, 5), np.float32), np.zeros((Z.B, Z.T), np.int32)), P("data")
     specs = rows, rows, rows, P(), rows
     along = dict(in_specs=specs, out_specs=rows, axis_names={"data"})
-    with jax.set_mesh(mesh(AxisType.Explicit)):
+    with jax.set_mesh(mesh()):
         x = [place(spec, a)[0] for a, spec in zip(x, specs, strict=True)]
         with pytest.raises(
             NotImplementedError,
@@ -138,10 +136,10 @@ def test_arrays_may_be_anywhere_on_an_explicit_mesh(places):
 def test_a_mesh_of_one_device_and_one_that_was_set_change_nothing(implementation, rng):
     q, k, v = qkv(rng, SMALL)
     attend = value_and_gradients(functools.partial(flash_attention, implementation=implementation))
-    one = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Explicit,))
+    one = make_mesh(data=1)
     expected = attend(q, k, v)
     equal(attend(*place(P(), q, k, v, on=one)), expected)
-    with jax.set_mesh(mesh(AxisType.Explicit)):
+    with jax.set_mesh(mesh()):
         equal(attend(q, k, v), expected)
 
 
@@ -155,9 +153,7 @@ OVER = [
 
 @pytest.mark.parametrize("names, implementation", whole_but(OVER, OVER[0], OVER[2]))
 def test_vmap_goes_over_an_axis_of_the_mesh(names, implementation, rng):
-    m = jax.make_mesh(
-        (4 // len(names),) * len(names), names, axis_types=(AxisType.Explicit,) * len(names)
-    )
+    m = make_mesh(**dict.fromkeys(names, 4 // len(names)))
     arrays = [x[:, None] for x in qkv(rng, SMALL)]
     f = functools.partial(flash_attention, is_causal=True, implementation=implementation)
     loss = value_and_gradients(jax.vmap(lambda *x: f(*x)))
@@ -238,13 +234,13 @@ PAGED = {
 
 
 def paged_call(rng, dtype=None):
-    normal = lambda *shape: rng.normal(size=shape).astype(np.float32)
-    call = dict(query=normal(4, 3, 4, 8), k_pages=normal(12, 8, 2, 8), v_pages=normal(12, 8, 2, 5))
+    call = dict(query=normal(rng, 4, 3, 4, 8))
+    call |= dict(k_pages=normal(rng, 12, 8, 2, 8), v_pages=normal(rng, 12, 8, 2, 5))
     call |= dict(
         page_table=rng.permutation(12).astype(np.int32).reshape(4, 3),
         lengths=np.array([5, 24, 0, 13], np.int32),
     )
-    call |= dict(query_seq_lengths=np.array([3, 1, 0, 2], np.int32), sinks=normal(4))
+    call |= dict(query_seq_lengths=np.array([3, 1, 0, 2], np.int32), sinks=normal(rng, 4))
     if dtype is None:
         return call
     k, v = (quantised.quantised(call[name], dtype) for name in ("k_pages", "v_pages"))
@@ -299,7 +295,7 @@ def test_ragged_tokens_on_an_explicit_mesh_are_spread_by_heads(name, rng):
 
 def test_a_cache_whose_table_lies_by_batch_reserves_appends_shares_and_releases(rng):
     cache = paged_cache(4, 24, 2, 8, pages=9, page=8, dtype="float32")
-    new = rng.normal(size=(4, 9, 2, 8)).astype(np.float32)
+    new = normal(rng, 4, 9, 2, 8)
     placed = place_cache(cache, dict(key=P(None, None, "model"), table=P("data"), length=P("data")))
 
     def used(cache, new, count, rows):

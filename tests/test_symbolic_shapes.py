@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import Sizes, qkv
+from cases import Sizes, normal, qkv
 from check import value_and_gradients
 from jax import export
 
@@ -77,7 +77,7 @@ def test_leading_axes_that_share_a_bias_may_be_symbols(of_bias, rng):
     q, k, v = qkv(rng, Z._replace(B=6, T=5, S=5))
     x = [a.reshape(2, 3, *a.shape[1:]) for a in (q, k, v)]
     lead = (2, 1) if of_bias == "b, 1" else (1, 3)
-    x.append(rng.normal(size=(*lead, Z.N, 5, 5)).astype(np.float32))
+    x.append(normal(rng, *lead, Z.N, 5, 5))
     equal(program(*x), gradients(*x))
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import BROADCASTS, Sizes, bias, dense_mask, qkv
+from cases import BROADCASTS, Sizes, bias, dense_mask, normal, qkv
 from check import strict_64_bits, value_and_gradients
 
 from pallas_flash import equation, flash_attention, masks, scores
@@ -115,9 +115,7 @@ MAPPED = {
         True,
     ),
     "tables of all": (
-        lambda rng: dict(
-            score_mod=(scores.T5Bias(rng.normal(size=(2, 8)).astype(np.float32)), False)
-        ),
+        lambda rng: dict(score_mod=(scores.T5Bias(normal(rng, 2, 8)), False)),
         True,
         False,
     ),

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from cases import MASKS, RULES, Sizes, arguments, qkv
-from check import close
-from jax.sharding import AxisType, NamedSharding
+from cases import MASKS, RULES, Sizes, arguments, normal, qkv
+from check import close, equal
 from jax.sharding import PartitionSpec as P
+from meshes import make_mesh, put
 from selection import whole_but
 
 from pallas_flash import attention_weights, context_parallel, flash_attention, scores
@@ -20,13 +20,11 @@ Z = Sizes(B=2, T=37, S=53, N=4, K=2, H=8, Hv=8)
 ROWS = [36, 0, 5, 5, 20]
 
 MORE = {
-    "a bias": lambda rng, z: dict(bias=rng.normal(size=(z.B, 1, z.T, z.S)).astype(np.float32)),
-    "a bias of keys": lambda rng, z: dict(bias=rng.normal(size=(z.N, 1, z.S)).astype(np.float32)),
+    "a bias": lambda rng, z: dict(bias=normal(rng, z.B, 1, z.T, z.S)),
+    "a bias of keys": lambda rng, z: dict(bias=normal(rng, z.N, 1, z.S)),
     "a mask array": lambda rng, z: dict(mask=rng.random((z.B, 1, z.T, z.S)) < 0.7),
     "a soft cap, a scale": lambda rng, z: dict(logits_soft_cap=2.0, scale=0.7),
-    "sinks": lambda rng, z: dict(
-        sinks=rng.normal(size=z.N).astype(np.float32), is_causal=True, query_offset=-9
-    ),
+    "sinks": lambda rng, z: dict(sinks=normal(rng, z.N), is_causal=True, query_offset=-9),
     "a rule": lambda rng, z: dict(
         rule=RULES["by batch, with lengths"][0], **RULES["by batch, with lengths"][1]
     ),
@@ -70,19 +68,18 @@ def test_weights_times_values_are_the_output_with_its_gradients_for_traced_rows_
     expected = gradients(
         lambda *x: flash_attention(*x, **kw, implementation="reference")[:, :, rows], q, k, v
     )
-    for actual, wanted in zip(found, expected, strict=True):
-        close(actual, wanted, 5e-6)
+    equal(found, expected, 5e-6)
 
 
 @pytest.mark.whole
 def test_on_a_mesh_each_device_has_the_weights_of_its_batch_rows_and_heads(rng):
-    mesh = jax.make_mesh((2, 2), ("b", "h"), axis_types=(AxisType.Explicit,) * 2)
+    mesh = make_mesh(b=2, h=2)
     q, k, _ = qkv(rng, Z)
     kw = dict(
         query_seq_lengths=np.array([30, 4], np.int32),
         rule=lambda b, h, i, j: (i + j * h + b) % 3 > 0,
     )
-    placed = (jax.device_put(x, NamedSharding(mesh, P("b", None, "h"))) for x in (q, k))
+    placed = put(mesh, P("b", None, "h"), q, k)
     found = attention_weights(*placed, rows=ROWS, **arguments(kw))
     assert found.sharding.spec == P("b", "h", None, None)
     close(found, oracle.weights(q, k, **kw)[:, :, ROWS], 5e-6)
