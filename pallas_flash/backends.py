@@ -66,6 +66,8 @@ class Backend(NamedTuple):
     results_like: Callable = unknown
     # what is copied for its kernels in each call
     copies: Callable[[Problem], str | None] = lambda problem: None
+    # what a user should know of it on the GPU that a call is for
+    remark: Callable[[], str | None] = lambda: None
 
     def __repr__(self):
         """Its name, and what is around its passes; a jaxpr prints it often."""
@@ -317,7 +319,7 @@ def _mosaic_family(
 
 BACKENDS = (
     _mosaic_family("hopper", _few_queries, tangent="hopper.tangent"),
-    _mosaic_family("ampere", _on_hopper),
+    _mosaic_family("ampere", _on_hopper)._replace(remark=_kernel("ampere", "remark")),
     Backend(
         "triton",
         lambda p: _no_tiles(p) or triton.why_not(p) or _triton_why_no_import(),

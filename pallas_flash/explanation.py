@@ -40,6 +40,7 @@ class Explanation:
     # where a bias or mask broadcasts over some of the leading axes alone: how many calls of this
     # problem go side by side
     calls: int | None = None
+    remark: str | None = None  # of the implementation on this GPU
 
     def __str__(self):
         """Without the earlier algorithms, which nobody selects by chance."""
@@ -51,6 +52,7 @@ class Explanation:
         shares = "a bias or mask broadcasts over some of the leading axes alone"
         lines += [f"calls           {self.calls} of these: {shares}"] if self.calls else []
         lines += [f"copies          {self.copies}"] if self.copies is not None else []
+        lines += [f"remark          {self.remark}"] if self.remark is not None else []
         why_not = {k: reason for k, reason in self.why_not.items() if reason != backends.EARLIER}
         lines += [f"not {name:<11} {reason}" for name, reason in why_not.items()]
         return "\n".join(lines)
@@ -81,6 +83,7 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
         copies = choice.backend.copies(problem)
         of_context = "reverse mode, of first order"
         derivatives = of_context if context else choice.backend.derivatives(choice.tiles)
+        remark = choice.backend.remark()
     return Explanation(
         problem,
         choice.backend.name,
@@ -91,6 +94,7 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
         context,
         copies,
         calls,
+        remark,
     )
 
 

@@ -149,6 +149,17 @@ def test_each_gpu_is_given_its_copies_and_explain_says_what_is_padded(gpu, head,
 
 
 @needs_interpreter
+@pytest.mark.parametrize(
+    "capability, has_remark", [((9, 0), False), ((10, 0), True), ((10, 3), True)]
+)
+def test_explain_says_where_mma_is_not_the_fast_way_to_multiply(capability, has_remark):
+    x = [shaped(2, 300, 4, 64)] * 3
+    with as_if_on(GPUS["H200"]._replace(kind="a GPU", capability=capability)):
+        found = explain(*x, implementation="ampere")
+    assert ("remark          this GPU's tensor cores" in str(found)) == has_remark
+
+
+@needs_interpreter
 @pytest.mark.parametrize("gpu", ["A100-80GB", "RTX-5090"])
 def test_decoding_lowers_for_keys_of_no_whole_blocks(gpu):
     x = shaped(1, 1, 2, 64), *[shaped(1, 301, 2, 64)] * 2

@@ -6,7 +6,9 @@ from pallas_flash.kernels import device, joined, mma
 from pallas_flash.kernels.ampere.tuning import tiles
 from pallas_flash.kernels.mosaic import operations
 
-__all__ = ["copies", "tiles", "why_not"]
+__all__ = ["copies", "remark", "tiles", "why_not"]
+
+TENSOR_MEMORY = 10.0, 10.3, 11.0  # compute capabilities
 
 
 def why_not(problem: Problem) -> str | None:
@@ -17,6 +19,16 @@ def why_not(problem: Problem) -> str | None:
 def copies(problem: Problem) -> str | None:
     """What XLA pads for the kernels in each call, or None."""
     return mma.copies(problem, is_decoding=tiles(problem).decode is not None)
+
+
+def remark() -> str | None:
+    """That the GPU that a call is for multiplies faster than by mma, or None."""
+    if device.compute_capability() not in TENSOR_MEMORY:
+        return None
+    return (
+        "this GPU's tensor cores are fast by tcgen05, and these kernels multiply by mma; cuDNN's, "
+        "by jax.nn.dot_product_attention(implementation='cudnn'), use tcgen05"
+    )
 
 
 def _why_not_here() -> str | None:
