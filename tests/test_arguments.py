@@ -387,8 +387,8 @@ BAD = {
     "not on this machine either": (
         dict(implementation="ampere", scale=-1.0),
         NotImplementedError,
-        "'ampere' cannot run this call: it needs an NVIDIA GPU .*; there is none. Also: .*its "
-        "products are .*got float32. Also: .* the scale, which must be above 0; got -1.0. The call",
+        "'ampere' cannot run this call: it needs an NVIDIA GPU .*; there is none. Also: .*mma "
+        "multiplies .*got float32. Also: .* the scale, which must be above 0; got -1.0. The call",
     ),
     "flash_attn's causal": (
         dict(causal=True),
