@@ -29,7 +29,7 @@ pytestmark = [
 Z = Sizes(B=2, T=40, S=56, N=4, K=4, H=8, Hv=4)
 MESH = (2, 4), ("data", "context")
 ROWS = P("data", "context")
-FLOATS = "query", "key", "value", "bias", "sinks"
+FLOATS = "query", "key", "value", "bias", "sinks", "table"
 SCHEMES = {"ring": Ring("context"), "zigzag": Zigzag("context"), "all to all": AllToAll("context")}
 
 
@@ -69,7 +69,7 @@ def run(call, static, cotangents, m=None, context=None):
 
     def outputs_and_gradients(floats, rest, cotangents):
         options = dict(**rest, **static, context=context, return_residual=True)
-        outs, vjp = jax.vjp(lambda floats: flash_attention(**floats, **options), floats)
+        outs, vjp = jax.vjp(lambda floats: flash_attention(**scored(floats), **options), floats)
         return outs, vjp(cotangents)[0]
 
     # or what hides all from all were on one device
@@ -79,6 +79,16 @@ def run(call, static, cotangents, m=None, context=None):
     back = lambda x, axes: in_order(context, x, axes, unzigzag)
     gradients = {name: back(x, axes_of(name, x)) for name, x in gradients.items()}
     return [back(x, (1,)) for x in outs], gradients
+
+
+def scored(of):
+    """The floats with a score_mod in place of the table [N, 7] that it reads."""
+    of = dict(of)
+    if (table := of.pop("table", None)) is not None:
+        of["score_mod"] = lambda s, b, h, q, k: (
+            jnp.tanh(s) * table[h, (q - k) % 7] + 0.1 * b * jnp.abs(q - k)
+        )
+    return of
 
 
 def check(context, case, implementation, z=Z):
@@ -91,7 +101,7 @@ def check(context, case, implementation, z=Z):
     static = {name: x for name, x in kw.items() if name not in call}
     static["implementation"] = implementation
     outs, gradients = run(call, static, cotangents_, mesh(), context)
-    if "dropout_rate" in case:
+    if "dropout_rate" in case or "table" in case:
         expected, wanted = run(call, static, cotangents_)
     else:
         *expected, wanted = oracle.attention(q, k, v, *cotangents_, **case)

@@ -93,9 +93,7 @@ def _kernel(program, x: Inputs, o_gmem, *outputs, problem: Problem, tiles: Tiles
     p, t = problem, tiles
     work = scheduler.query_tile(program, p, t.block_q, t.row_bytes)
     first_row = work.tile * t.block_q
-    blocks = block_info.key_blocks(
-        x.blocks, x.logits.resolved_mask, work, work.tile, p.queries, t.block_q, t.block_k
-    )
+    blocks = block_info.visited(x, work, p, t)
     head = logits.for_head(p, tile.LAYOUTS, x.logits, work.batch, work.head)
     mask = head.load_mask(work.batch, first_row, t.block_q)
     kv = tile.CopyRing((memory.k, memory.v), memory.kv_full)

@@ -130,11 +130,11 @@ def _kernel(program, x: Inputs, *outputs, problem: Problem, tiles: KeyTiles):
 
     def consume(wg):
         if not tiles.split:
-            return sum_keys(wg)
+            return compute(wg)
         for is_first in (True, False):  # each has its own loop
-            pl.when((wg == 0) == is_first)(functools.partial(sum_keys, wg, is_first))
+            pl.when((wg == 0) == is_first)(functools.partial(compute, wg, is_first))
 
-    def sum_keys(wg, is_first=None):
+    def compute(wg, is_first=None):
         plgpu.barrier_wait(memory.kv_full)
         consumer_at = lambda wg: DkvConsumer(
             problem, tiles, memory, queries, wg, work.batch, first_key, is_first, *dq_gmem
@@ -154,7 +154,7 @@ def _kernel(program, x: Inputs, *outputs, problem: Problem, tiles: KeyTiles):
         consumer = consumer_at(wg)
         widths = consumer.columns(tiles.width).size, consumer.columns(tiles.value_width).size
         zeros = tuple(tile.zeros(ROWS, width) for width in widths)
-        _store(work, consumer, *schedule.loop(0, problem.group, head, zeros), dk_gmem, dv_gmem)
+        _finish(work, consumer, *schedule.loop(0, problem.group, head, zeros), dk_gmem, dv_gmem)
 
     tile.specialize(tiles, consume, produce)
 
@@ -170,7 +170,7 @@ def _load_keys(x: Inputs, work: scheduler.WorkTile, memory: Memory, tiles: KeyTi
     x.keys.reader(work.batch, tiles.block_k)(work.tile, copy)
 
 
-def _store(work: scheduler.WorkTile, consumer: DkvConsumer, dk, dv, dk_gmem, dv_gmem):
+def _finish(work: scheduler.WorkTile, consumer: DkvConsumer, dk, dv, dk_gmem, dv_gmem):
     """The epilogue, by way of the shared memory of k and v."""
     tiles, memory = consumer.tiles, consumer.memory
     columns, value_columns = consumer.columns(tiles.width), consumer.columns(tiles.value_width)

@@ -16,6 +16,7 @@ from pallas_flash.kernels.hopper.tuning import ROWS, Tiles
 from pallas_flash.kernels.mosaic import block_info, logits, scheduler
 from pallas_flash.kernels.mosaic.gradients import Inputs
 from pallas_flash.kernels.mosaic.launch import launch
+from pallas_flash.kernels.mosaic.mask import TileMask
 from pallas_flash.kernels.mosaic.registers import load, opaque, per_row
 from pallas_flash.pytrees import IntLike
 
@@ -70,32 +71,13 @@ def _kernel(program, x: Inputs, dq_gmem, memory: Memory, *, problem: Problem, ti
     k = sync.TmaRing(memory.k, memory.k_full, ids.first_ring, tiles.warpgroups)
     v = sync.TmaRing((memory.v,), (memory.v_full,), ids.second_ring, tiles.warpgroups)
 
-    def visited():
-        mask, (block_q, block_k) = x.logits.resolved_mask, tiles.tiling[:2]
-        blocks = block_info.key_blocks(
-            x.blocks, mask, work, work.tile, problem.queries, block_q, block_k
-        )
-        return block_info.descend(x.blocks, blocks)
-
     def consume(wg):
-        rows = lambda x, first, width: tile.head_rows(
-            x, work.batch, pl.ds(first + wg * ROWS, ROWS), work.head, width
-        )
-        q, do = memory.q.at[wg], memory.do.at[wg]
-
-        def copy(first, q_gmem, do_gmem):
-            plgpu.copy_gmem_to_smem(
-                rows(do_gmem, first, tiles.value_width), do, memory.do_full.at[wg]
-            )
-            plgpu.copy_gmem_to_smem(rows(q_gmem, first, tiles.width), q, memory.q_full.at[wg])
-
-        x.queries.reader(work.batch, tiles.block_q)(work.tile, copy)
-        consumer = Consumer(problem, tiles, x, memory, k, v, work, wg, visited())
-        q[...] = (consumer.sum() * problem.scale).astype(q.dtype)
-        tile.copy_out((q, rows(dq_gmem, work.tile * tiles.block_q, tiles.width)))
+        consumer = Consumer(problem, tiles, x, memory, k, v, work, wg)
+        consumer.finish(consumer.setup().compute(), dq_gmem)
 
     def produce():
-        count = tile.load_kv(x, work, visited(), k, v, tiles)
+        blocks = block_info.visited(x, work, problem, tiles)
+        count = tile.load_kv(x, work, block_info.descend(x.blocks, blocks), k, v, tiles)
         k.drain(count)
         v.drain(count)
 
@@ -113,62 +95,104 @@ class Consumer(NamedTuple):
     v: sync.TmaRing
     work: scheduler.WorkTile
     wg: IntLike
-    blocks: schedule.Blocks
 
-    def sum(self):
-        """dQ [64, width], but for the scale."""
-        x, work, k, v = self.x, self.work, self.k, self.v
-        shape = ROWS, self.tiles.block_k
-        first_row = work.tile * self.tiles.block_q + self.wg * ROWS
+    def rows(self, array, first: IntLike, width: int):
+        """Its rows of q, do or dq, where the tile begins at `first`."""
+        rows = pl.ds(first + self.wg * ROWS, ROWS)
+        return tile.head_rows(array, self.work.batch, rows, self.work.head, width)
+
+    def setup(self) -> "QueryTile":
+        """Its queries, whose q and do are in shared memory then."""
+        x, t, memory, work, wg = self.x, self.tiles, self.memory, self.work, self.wg
+
+        def copy(first, q_gmem, do_gmem):
+            for smem, gmem, full in (
+                (memory.do, self.rows(do_gmem, first, t.value_width), memory.do_full),
+                (memory.q, self.rows(q_gmem, first, t.width), memory.q_full),
+            ):
+                plgpu.copy_gmem_to_smem(gmem, smem.at[wg], full.at[wg])
+
+        x.queries.reader(work.batch, t.block_q)(work.tile, copy)
+        blocks = block_info.descend(x.blocks, block_info.visited(x, work, self.problem, t))
+        first_row = work.tile * t.block_q + wg * ROWS
         by_head = work.batch, work.head, pl.ds(first_row, ROWS)
         lse, delta = (load(ref.at[by_head], tile.LAYOUTS.row) for ref in (x.lse, x.delta))
         head = logits.for_head(self.problem, tile.LAYOUTS, x.logits, work.batch, work.head)
         mask = head.load_mask(work.batch, first_row, ROWS)
-        for full in self.memory.q_full, self.memory.do_full:
-            plgpu.barrier_wait(full.at[self.wg])
+        for full in memory.q_full, memory.do_full:
+            plgpu.barrier_wait(full.at[wg])
+        return QueryTile(self, blocks, first_row, lse, delta, head, mask)
 
-        def gradient(t, masked, before=None):
-            """dS of block t. Its exponentials run under dQ += dS K of `before`, the accumulator and
-            the dS of the block before."""
-            # or the addresses of all slices of q and do would take registers
-            wg = opaque(self.wg)
-            q, do = self.memory.q.at[wg], self.memory.do.at[wg]
+    def finish(self, dq, dq_gmem):
+        """The epilogue, by way of the shared memory of q."""
+        t, q = self.tiles, self.memory.q.at[self.wg]
+        q[...] = (dq * self.problem.scale).astype(q.dtype)
+        tile.copy_out((q, self.rows(dq_gmem, self.work.tile * t.block_q, t.width)))
 
-            def begin_s(acc):
-                k.wait(t)
-                tile.dot_t(acc, q, k.block(t))
-                if before is not None:
-                    dq_acc, ds = before
-                    tile.dot(dq_acc, ds, k.block(t - 1))
 
-            def begin_dp(acc):
-                v.wait(t)
-                tile.dot_t(acc, do, *v.block(t))
-                if before is not None:
-                    plgpu.wgmma_wait(1)
-                    k.release(t - 1)
+class QueryTile(NamedTuple):
+    """A consumer's queries: the step over blocks of keys, which come by position."""
 
-            s = tile.product(begin_s, shape, running=0 if before is None else 1)
-            at = head.tile(first_row, self.blocks.index(t) * self.tiles.block_k, shape)
-            _, weight, back = head.probabilities(
-                s, at, lambda: per_row(lse, shape), mask if masked else None
-            )
-            dp = tile.product(begin_dp, shape)
-            v.release(t)
-            return head.gradient(weight, back, dp, per_row(delta, shape))
+    consumer: Consumer
+    blocks: schedule.Blocks
+    first_row: IntLike
+    lse: Any  # [64]
+    delta: Any
+    logits: logits.Logits
+    mask: TileMask
 
-        def step(t, carry, masked):
-            dq, ds = carry
-            dq, ds = tile.overlap(
-                lambda dq_acc: (gradient(t, masked, (dq_acc, ds)),), (dq,), (tile.zeros(*shape),)
-            )
-            return dq, ds.astype(self.memory.q.dtype)
-
-        last = self.blocks.last - 1
-        full = isinstance(last, int) and self.blocks.full_first == 0
-        ds = gradient(0, not full)
-        carry = tile.zeros(ROWS, self.tiles.width), ds.astype(self.memory.q.dtype)
-        dq, ds = self.blocks.without_first().visit(step, carry)
-        (dq,) = tile.accumulate(lambda acc: tile.dot(acc, ds, k.block(last)), dq)
-        k.release(last)
+    def compute(self):
+        """dQ [64, width], but for the scale."""
+        c, blocks = self.consumer, self.blocks
+        last = blocks.last - 1
+        full = isinstance(last, int) and blocks.full_first == 0
+        ds = self.gradient(0, not full)
+        carry = tile.zeros(ROWS, c.tiles.width), ds.astype(c.memory.q.dtype)
+        dq, ds = blocks.without_first().visit(self.step, carry)
+        (dq,) = tile.accumulate(lambda acc: tile.dot(acc, ds, c.k.block(last)), dq)
+        c.k.release(last)
         return dq
+
+    def step(self, t: IntLike, carry, masked: bool):
+        """dQ += dS K of the block before, under which dS of block t is computed."""
+        dq, ds = carry
+        dq, ds = tile.overlap(
+            lambda dq_acc: (self.gradient(t, masked, (dq_acc, ds)),),
+            (dq,),
+            (tile.zeros(*self.shape),),
+        )
+        return dq, ds.astype(self.consumer.memory.q.dtype)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return ROWS, self.consumer.tiles.block_k
+
+    def gradient(self, t: IntLike, masked: bool, before=None):
+        """dS of block t. Its exponentials run under dQ += dS K of `before`, the accumulator and the
+        dS of the block before."""
+        c, shape = self.consumer, self.shape
+        k, v, wg = c.k, c.v, opaque(c.wg)  # or the addresses of all slices would take registers
+        q, do = c.memory.q.at[wg], c.memory.do.at[wg]
+
+        def begin_s(acc):
+            k.wait(t)
+            tile.dot_t(acc, q, k.block(t))
+            if before is not None:
+                dq_acc, ds = before
+                tile.dot(dq_acc, ds, k.block(t - 1))
+
+        def begin_dp(acc):
+            v.wait(t)
+            tile.dot_t(acc, do, *v.block(t))
+            if before is not None:
+                plgpu.wgmma_wait(1)
+                k.release(t - 1)
+
+        s = tile.product(begin_s, shape, running=0 if before is None else 1)
+        at = self.logits.tile(self.first_row, self.blocks.index(t) * shape[1], shape)
+        _, weight, back = self.logits.probabilities(
+            s, at, lambda: per_row(self.lse, shape), self.mask if masked else None
+        )
+        dp = tile.product(begin_dp, shape)
+        v.release(t)
+        return self.logits.gradient(weight, back, dp, per_row(self.delta, shape))

@@ -218,24 +218,24 @@ class Consumer(NamedTuple):
 
     def attend(self, n: IntLike, _):
         """To all blocks of keys, for the program's n-th tile; the next one's q is loaded then."""
-        x, problem = self.program.x, self.program.problem
-        work = self.program.work_tile(n)
+        rows = self.setup(n)
+        schedule.loop(0, rows.blocks.first, self.skip_block, None)
+        o, stats = rows.compute()
+        schedule.loop(rows.blocks.last, rows.last_block, self.skip_block, None)
+        self.finish(rows, o, stats)
+        self.load_q(n + self.tiles.q_stages)
+
+    def setup(self, n: IntLike) -> "QueryTile":
+        """The queries of the program's n-th tile, which are in shared memory then."""
+        x, problem, work = self.program.x, self.program.problem, self.program.work_tile(n)
         blocks = self.program.blocks(work)
         head = logits.for_head(problem, tile.LAYOUTS, x.logits, work.batch, work.head)
         mask = head.load_mask(work.batch, self.first_row(work), ROWS)
         needed = self.program.consumer_blocks(work, self.wg, blocks)
         smem = self.memory.q.at[self.slot(n)]
         plgpu.barrier_wait(self.memory.q_full.at[self.slot(n)])
-        sink = None if x.sinks is None else x.sinks[work.head]
-        start = online_softmax.start(tile.rows(0.0), problem.log_base, sink, problem.max_logits)
-        schedule.loop(0, needed.first, self.skip_block, None)
-        rows = QueryTile(
-            self, smem.at[:, : self.tiles.width], self.first_row(work), needed, head, mask
-        )
-        o, stats = rows.attend(start)
-        schedule.loop(needed.last, block_info.descend(x.blocks, blocks).last, self.skip_block, None)
-        self.store(work, smem, o, stats)
-        self.load_q(n + self.tiles.q_stages)
+        last_block = block_info.descend(x.blocks, blocks).last
+        return QueryTile(self, work, smem, needed, last_block, head, mask)
 
     def skip_block(self, t: IntLike, _):
         """A block that only other consumers need."""
@@ -246,8 +246,9 @@ class Consumer(NamedTuple):
         self.v.wait(t)
         self.v.release(t)
 
-    def store(self, work: scheduler.WorkTile, smem, o, stats: SoftmaxState):
+    def finish(self, rows: "QueryTile", o, stats: SoftmaxState):
         """The epilogue, by way of the shared memory of q."""
+        work, smem = rows.work, rows.smem
         smem.at[:, : self.tiles.value_width][...] = o.astype(smem.dtype)
         stats_smem = [x.at[self.wg] for x in self.memory.stats]
         for x, value in zip(stats_smem, jax.tree.leaves(stats), strict=True):
@@ -263,15 +264,23 @@ class QueryTile(NamedTuple):
     """A consumer's queries of one tile: the step over blocks of keys, which come by position."""
 
     consumer: Consumer
-    q: Any  # [64, width] in shared memory
-    first_row: IntLike
-    blocks: schedule.Blocks
+    work: scheduler.WorkTile
+    smem: Any  # [64, the larger width], of q and in the end of the output
+    blocks: schedule.Blocks  # that the consumer needs
+    last_block: IntLike  # of all blocks that the program visits
     logits: logits.Logits
     mask: TileMask
 
-    def attend(self, start: SoftmaxState):
-        """o [64, value_width] and the SoftmaxState [64], from that before any key: with an l where
-        logits are in base e, else without and less the `soft_cap_constant`."""
+    @property
+    def q(self):
+        return self.smem.at[:, : self.consumer.tiles.width]
+
+    def compute(self):
+        """o [64, value_width] and the SoftmaxState [64], with an l where logits are in base e, else
+        without and less the `soft_cap_constant`."""
+        problem, x = self.consumer.program.problem, self.consumer.program.x
+        sink = None if x.sinks is None else x.sinks[self.work.head]
+        start = online_softmax.start(tile.rows(0.0), problem.log_base, sink, problem.max_logits)
         k, v, turns = self.consumer.k, self.consumer.v, self.consumer.turns
         first, last = self.blocks.first, self.blocks.last - 1
         k.wait(first)
@@ -297,7 +306,8 @@ class QueryTile(NamedTuple):
 
         (o,) = tile.accumulate(finish, o)
         v.release(last)
-        return self.finish(o, stats)
+        o = online_softmax.finish(o, stats.l, problem.kept)
+        return o, statistics.finish(problem, stats)
 
     def step(self, t: IntLike, carry, masked: bool):
         """O += P V of the block before, under which S = Q K^T of block t becomes its P."""
@@ -331,7 +341,9 @@ class QueryTile(NamedTuple):
     def softmax(self, s, t: IntLike, stats: SoftmaxState, masked: bool):
         """P of block t as dropout leaves it, alpha, and the SoftmaxState."""
         tiles, problem = self.consumer.tiles, self.consumer.program.problem
-        at = self.logits.tile(self.first_row, self.blocks.index(t) * tiles.block_k, self.shape)
+        at = self.logits.tile(
+            self.consumer.first_row(self.work), self.blocks.index(t) * tiles.block_k, self.shape
+        )
         s, scale = self.logits.modify(s, at)
         if masked:
             s = jnp.where(self.mask.visible(at), s, -jnp.inf)
@@ -354,7 +366,3 @@ class QueryTile(NamedTuple):
             pl.when(t <= self.blocks.last - 1)(lambda: self.consumer.k.wait(t))
         elif masked:
             self.consumer.turns.sync_self()
-
-    def finish(self, o, stats: SoftmaxState):
-        problem = self.consumer.program.problem
-        return online_softmax.finish(o, stats.l, problem.kept), statistics.finish(problem, stats)

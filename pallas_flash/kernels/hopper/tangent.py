@@ -18,6 +18,7 @@ from pallas_flash.kernels.hopper import sync, tile
 from pallas_flash.kernels.hopper.tuning import ROWS, AllTiles, Tiles
 from pallas_flash.kernels.mosaic import bias, block_info, logits, ragged_tail, scheduler
 from pallas_flash.kernels.mosaic.launch import launch
+from pallas_flash.kernels.mosaic.mask import TileMask
 from pallas_flash.kernels.mosaic.registers import opaque, per_row
 from pallas_flash.kernels.mosaic.tangents import TangentRows
 from pallas_flash.online_softmax import RowLse
@@ -132,18 +133,13 @@ def _kernel(
     k = ring(memory.k, memory.k_full, ids.first_ring)
     v = ring(memory.v, memory.v_full, ids.second_ring)
 
-    def visited():
-        mask, (block_q, block_k) = x.logits.resolved_mask, t.tiling[:2]
-        blocks = block_info.key_blocks(
-            x.blocks, mask, work, work.tile, problem.queries, block_q, block_k
-        )
-        return block_info.descend(x.blocks, blocks)
-
     def consume(wg):
-        Consumer(problem, t, x, memory, k, v, work, wg, visited()).run(do_gmem, dlse_gmem)
+        consumer = Consumer(problem, t, x, memory, k, v, work, wg)
+        rows = consumer.setup()
+        consumer.finish(rows, *rows.compute(), do_gmem, dlse_gmem)
 
     def produce():
-        blocks = visited()
+        blocks = block_info.descend(x.blocks, block_info.visited(x, work, problem, t))
         count = opaque(blocks.last)
         arrays, tree = jax.tree.flatten((x.k, x.v))
         read = ragged_tail.RaggedRows(arrays, x.tails).reader(work.batch, t.block_k)
@@ -185,7 +181,6 @@ class Consumer(NamedTuple):
     v: sync.TmaRing
     work: scheduler.WorkTile
     wg: IntLike
-    blocks: schedule.Blocks
 
     @property
     def first_row(self) -> IntLike:
@@ -196,50 +191,60 @@ class Consumer(NamedTuple):
         rows = pl.ds(self.first_row, ROWS)
         return tile.head_rows(array, self.work.batch, rows, self.work.head, width)
 
-    def run(self, do_gmem, dlse_gmem):
-        x, t, memory, wg = self.x, self.tiles, self.memory, self.wg
-        q, wide = memory.q.at[wg], memory.q.shape[2]
-        out = q.at[:, : t.value_width]
-        plgpu.copy_gmem_to_smem(self.rows(x.q.x, wide), q, memory.q_full.at[wg])
+    def setup(self) -> "QueryTile":
+        """Its queries, which are in shared memory then, with their tangents."""
+        x, t, memory, work, wg = self.x, self.tiles, self.memory, self.work, self.wg
+        blocks = block_info.descend(x.blocks, block_info.visited(x, work, self.problem, t))
+        self.load_into_q(x.q.x)
         if x.q.dx is not None:
             dq = self.rows(x.q.dx, t.width)
             plgpu.copy_gmem_to_smem(dq, memory.dq.at[wg], memory.dq_full.at[wg])
-        of_rows = x.rows.load(
-            self.work.batch, self.work.head, pl.ds(self.first_row, ROWS), tile.LAYOUTS.row
-        )
+        rows = pl.ds(self.first_row, ROWS)
+        of_rows = x.rows.load(work.batch, work.head, rows, tile.LAYOUTS.row)
         for full in jax.tree.leaves((memory.q_full, memory.dq_full)):
             plgpu.barrier_wait(full.at[wg])
-        do, dlse = self.sums(of_rows.lse)
+        head = logits.for_head(self.problem, tile.LAYOUTS, x.logits, work.batch, work.head)
+        mask = head.load_mask(work.batch, self.first_row, ROWS)
+        return QueryTile(self, blocks, of_rows, head, mask)
+
+    def load_into_q(self, array):
+        """Begins to load its rows of q, or in the end of o."""
+        q, full = self.memory.q.at[self.wg], self.memory.q_full.at[self.wg]
+        plgpu.copy_gmem_to_smem(self.rows(array, q.shape[1]), q, full)
+
+    def finish(self, rows: "QueryTile", do, dlse, do_gmem, dlse_gmem):
+        """The epilogue, by way of the shared memory of q, from the sums over the keys."""
+        memory, work, wg, q = self.memory, self.work, self.wg, self.memory.q.at[self.wg]
+        out = q.at[:, : self.tiles.value_width]
         plgpu.commit_smem()  # a barrier too: all warps have read q
-        plgpu.copy_gmem_to_smem(self.rows(x.o, wide), q, memory.q_full.at[wg])
+        self.load_into_q(self.x.o)
         plgpu.barrier_wait(memory.q_full.at[wg])
-        do, dlse = of_rows.finish(self.problem, do, dlse, out[...].astype(jnp.float32))
+        do, dlse = rows.of_rows.finish(self.problem, do, dlse, out[...].astype(jnp.float32))
         out[...] = do.astype(out.dtype)
         memory.dlse.at[wg][...] = dlse
-        rows = self.work.batch, self.work.head, pl.ds(self.first_row, ROWS)
-        tile.copy_out((q, self.rows(do_gmem, wide)), (memory.dlse.at[wg], dlse_gmem.at[rows]))
-
-    def sums(self, lse):
-        """The sums over the keys for do [64, value_width] and dlse [64]."""
-        work, last = self.work, self.blocks.last - 1
-        head = logits.for_head(self.problem, tile.LAYOUTS, self.x.logits, work.batch, work.head)
-        step = Step(self, head, head.load_mask(work.batch, self.first_row, ROWS), lse)
-        full = isinstance(last, int) and self.blocks.full_first == 0
-        carry = tile.zeros(ROWS, self.tiles.value_width), step.first(0, not full)
-        do, weights = self.blocks.without_first().visit(step, carry)
-        self.v.wait(last)
-        (do,) = tile.accumulate(lambda acc: step.begin_do(acc, weights, last), do)
-        self.v.release(last)
-        return do, weights.dlse
+        to_dlse = dlse_gmem.at[work.batch, work.head, pl.ds(self.first_row, ROWS)]
+        tile.copy_out((q, self.rows(do_gmem, q.shape[1])), (memory.dlse.at[wg], to_dlse))
 
 
-class Step(NamedTuple):
-    """A step over blocks of keys, which come by position."""
+class QueryTile(NamedTuple):
+    """A consumer's queries: the step over blocks of keys, which come by position."""
 
     consumer: Consumer
+    blocks: schedule.Blocks
+    of_rows: TangentRows  # [64]
     head: logits.Logits
-    mask: Any
-    lse: Any  # [64]
+    mask: TileMask
+
+    def compute(self):
+        """The sums over the keys for do [64, value_width] and dlse [64]."""
+        c, last = self.consumer, self.blocks.last - 1
+        full = isinstance(last, int) and self.blocks.full_first == 0
+        carry = tile.zeros(ROWS, c.tiles.value_width), self.first(0, not full)
+        do, weights = self.blocks.without_first().visit(self.step, carry)
+        c.v.wait(last)
+        (do,) = tile.accumulate(lambda acc: self.begin_do(acc, weights, last), do)
+        c.v.release(last)
+        return do, weights.dlse
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -250,7 +255,7 @@ class Step(NamedTuple):
         body = lambda *accumulators: self.weights(t, masked, dlse, *accumulators)
         return self.rounded(tile.with_accumulators(body, self.shape, self.shape))
 
-    def __call__(self, t: IntLike, carry, masked: bool):
+    def step(self, t: IntLike, carry, masked: bool):
         """dO += (P dS) V + P dV of the block before, under which those of block t are computed."""
         do, before = carry
 
@@ -296,9 +301,9 @@ class Step(NamedTuple):
             c.v.wait(t - 1)
             running = begin()
         s = tile.await_sum(s_acc, running=len(factors) + running)
-        at = self.head.tile(c.first_row, c.blocks.index(t) * tiles.block_k, self.shape)
+        at = self.head.tile(c.first_row, self.blocks.index(t) * tiles.block_k, self.shape)
         prob, weight, back = self.head.probabilities(
-            s, at, lambda: per_row(self.lse, self.shape), self.mask if masked else None
+            s, at, lambda: per_row(self.of_rows.lse, self.shape), self.mask if masked else None
         )
         prob = None if c.x.v.dx is None else prob
         ds = tile.await_sum(ds_acc, running=running) if factors else None

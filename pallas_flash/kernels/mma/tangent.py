@@ -110,9 +110,7 @@ def _kernel(
     p, t = problem, tiles
     work = scheduler.query_tile(program, p, t.block_q, t.row_bytes)
     rows = pl.ds(work.tile * t.block_q, t.block_q)
-    blocks = block_info.key_blocks(
-        x.blocks, x.logits.resolved_mask, work, work.tile, p.queries, t.block_q, t.block_k
-    )
+    blocks = block_info.visited(x, work, p, t)
     head = logits.for_head(p, tile.LAYOUTS, x.logits, work.batch, work.head)
     dbias = bias.for_head(x.dbias, work.batch, work.head)
     mask = head.load_mask(work.batch, rows.start, t.block_q)

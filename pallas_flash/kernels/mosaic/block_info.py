@@ -112,6 +112,12 @@ def key_blocks(
     return blocks._replace(last=jnp.maximum(blocks.last, blocks.first + 1))
 
 
+def visited(x, work: WorkTile, p: Problem, t) -> schedule.Blocks:
+    """Those of a program's tile of queries; x: a kernel's Inputs, t: its Tiles."""
+    mask = x.logits.resolved_mask
+    return key_blocks(x.blocks, mask, work, work.tile, p.queries, t.block_q, t.block_k)
+
+
 def descend(found, blocks: schedule.Blocks) -> schedule.Blocks:
     """From the last block to the first; a list stays as it is."""
     return blocks if isinstance(found, BlockLists) else blocks.reverse()

@@ -40,7 +40,8 @@ class TileMask(NamedTuple):
 
     def _in_interval(self, tile: ScoreTile):
         visible = self.resolved_mask.visible
-        if tile.transposed:
+        # where all rows see all keys, what follows would spill beside a mask_mod
+        if tile.transposed or isinstance(self.stop, int):
             return visible(tile.per_query(self.start), tile.per_query(self.stop), tile.key_index())
         # `columns` keys at a time: relative to the first of them the ends of an interval are
         # compared with a number that the program knows
