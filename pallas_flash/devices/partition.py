@@ -103,12 +103,7 @@ class Partition(NamedTuple):
         keys = None
         if whole.kv_heads == operands.key.shape[2] and device_count(mesh_axes.get("N"), mesh) > 1:
             keys = _key_heads(whole, heads, mesh_axes["N"])
-        index = lambda axis, n: (
-            lax.axis_index(axis_names(axis)) * n + jnp.arange(n, dtype=jnp.int32)
-        )
-        sizes = dict(batch=("B", operands.query.shape[0]), head=("N", heads))
-        spread = {name: index(mesh_axes[c], n) for name, (c, n) in sizes.items() if c in mesh_axes}
-        local = with_indices(operands, **spread)
+        local = with_indices(operands, **_indices(operands, mesh_axes))
         if keys is not None:
             local, *rows = (_with_key_heads(x, keys) for x in (local, *rows))
         problem = whole.of_part(local)
