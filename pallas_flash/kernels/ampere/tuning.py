@@ -26,8 +26,7 @@ class AllTiles(NamedTuple):
         return f"{forward}; dq {self.dq}; dk, dv {self.dkv}{tangent}"
 
 
-# By registers, spills, shared memory and instructions of the code compiled for an A100, an RTX 4090
-# and an RTX 5090; timed on an H100 alone (results.md#by-mma-by-the-clock).
+# By what the tables of kernels/mma/tuning.py were made by.
 _FORWARD = (
     Tiles(width=64, value_width=64, block_q=128, block_k=64),
     Tiles(width=64, value_width=64, block_q=64, block_k=64),
