@@ -4,6 +4,7 @@ one warpgroup a program."""
 from pallas_flash.arguments import Problem
 from pallas_flash.kernels import device, joined, mma
 from pallas_flash.kernels.ampere.tuning import tiles
+from pallas_flash.kernels.mma.tuning import WIDEST
 from pallas_flash.kernels.mosaic import operations
 
 __all__ = ["copies", "remark", "tiles", "why_not"]
@@ -13,7 +14,7 @@ TENSOR_MEMORY = 10.0, 10.3, 11.0  # compute capabilities
 
 def why_not(problem: Problem) -> str | None:
     """Why the kernels cannot run a problem, or None."""
-    return joined(_why_not_here(), operations.why_not(problem, "mma"))
+    return joined(_why_not_here(), operations.why_not(problem, "mma", WIDEST))
 
 
 def copies(problem: Problem) -> str | None:

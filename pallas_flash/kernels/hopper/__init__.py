@@ -2,7 +2,7 @@
 
 from pallas_flash.arguments import Problem
 from pallas_flash.kernels import device, joined, mma
-from pallas_flash.kernels.hopper.tuning import padded_length, padded_size, tiles
+from pallas_flash.kernels.hopper.tuning import WIDEST, padded_length, padded_size, tiles
 from pallas_flash.kernels.mosaic import operations
 
 __all__ = ["copies", "tiles", "why_not"]
@@ -10,7 +10,7 @@ __all__ = ["copies", "tiles", "why_not"]
 
 def why_not(problem: Problem) -> str | None:
     """Why the kernels cannot run a problem, or None."""
-    return joined(_why_not_here(), operations.why_not(problem, "wgmma"))
+    return joined(_why_not_here(), operations.why_not(problem, "wgmma", WIDEST))
 
 
 def copies(problem: Problem) -> str | None:

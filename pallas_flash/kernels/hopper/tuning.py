@@ -11,6 +11,7 @@ from pallas_flash.kernels.mosaic.tiling import Tiling, cheapest
 from pallas_flash.online_softmax import LogBase
 
 ROWS = 64  # queries or keys of a warpgroup: the rows of one wgmma
+WIDEST = 256  # head size
 # bytes of a row, of 16 bits a column, that are one column of tiles in shared memory; TMA copies by
 # them
 SWIZZLES = 128, 64, 32

@@ -8,6 +8,7 @@ from pallas_flash.arguments import Problem
 from pallas_flash.kernels import device
 from pallas_flash.kernels.mosaic.tiling import Tiling, cheapest
 
+WIDEST = 256  # head size
 ROWS = 64  # of the four warps of a program: 16 each, the rows of one mma
 WIDE = 16  # keys of a block in decoding, with values wider than 128
 # bytes of a row, of 16 bits a column, that are one column of tiles in shared memory

@@ -26,15 +26,16 @@ def why_not_jax() -> str | None:
     return None
 
 
-def why_not(problem: Problem, multiply: str) -> str | None:
-    """Why no family's kernels can run a problem, or None; `multiply`: what multiplies in these."""
+def why_not(problem: Problem, multiply: str, widest: int) -> str | None:
+    """Why no kernels of a family can run a problem, or None; `multiply`: what multiplies in these,
+    `widest`: the largest head size they know."""
     p, reasons = problem, []
     if p.dtype not in ("bfloat16", "float16"):
         reasons.append(f"{multiply} multiplies bfloat16 and float16; got {p.dtype}")
     reasons += [_why_no_mod(p.resolved_mask.mask_mod), _why_no_mod(p.score)]
-    if max(p.head_size, p.value_size) > 256:
+    if max(p.head_size, p.value_size) > widest:
         reasons.append(
-            f"head sizes above 256 do not fit into registers; got H = {p.head_size}, Hv = "
+            f"head sizes above {widest} do not fit into registers; got H = {p.head_size}, Hv = "
             f"{p.value_size}"
         )
     if p.scale <= 0:
