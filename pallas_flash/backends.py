@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from pallas_flash import blockwise, reference
 from pallas_flash.arguments import Gradients, Operands, Problem
 from pallas_flash.kernels import device, joined, mma, triton
-from pallas_flash.online_softmax import LogBase
+from pallas_flash.online_softmax import LogBase, RowLse
 
 
 class PagedKernel(NamedTuple):
@@ -201,11 +201,13 @@ _SCORES = "mma.score_gradients"
 
 
 def _mosaic_backward(module: str) -> Callable:
-    """Of a family of Mosaic kernels. The gradients of a bias and of what a score_mod reads come
-    from other kernels, the same for each family, which XLA leaves out where nobody uses the
-    result."""
+    """Of a family of Mosaic kernels, or blockwise's where they have no tiles. The gradients of a
+    bias and of what a score_mod reads come from other kernels, the same for each family, which XLA
+    leaves out where nobody uses the result."""
 
     def backward(problem: Problem, tiles, operands: Operands, *rows) -> Gradients:
+        if not tiles.has_backward:
+            return blockwise_backward(problem.log_base, problem, operands, *rows)
         gradients = _kernel(module, "backward")(problem, tiles, operands, *rows)
         if not _has_score_gradients(problem):
             return gradients
@@ -214,6 +216,12 @@ def _mosaic_backward(module: str) -> Callable:
         return gradients._replace(bias=bias, captured=captured)
 
     return backward
+
+
+def blockwise_backward(log_base: LogBase, problem: Problem, x: Operands, lse, *rows) -> Gradients:
+    """Blockwise's, in place of the backward of kernels whose scores are in this log base."""
+    scale = RowLse(lse, None).row_scale(log_base)
+    return blockwise.backward(problem, blockwise.tiles(problem).of_gradient(), x, scale, *rows)
 
 
 def blockwise_tangent(log_base: LogBase, problem: Problem, x: Operands, dx, rows, o, dlse):

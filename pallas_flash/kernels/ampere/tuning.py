@@ -15,10 +15,15 @@ from pallas_flash.kernels.mma.tuning import (
 
 class AllTiles(NamedTuple):
     forward: Tiles
-    dq: Tiles
-    dkv: Tiles
-    tangent: Tiles | None  # of forward mode; None: shared memory does not hold them
+    # None: shared memory does not hold them
+    dq: Tiles | None
+    dkv: Tiles | None
+    tangent: Tiles | None  # of forward mode
     decode: DecodeTiles | None = None
+
+    @property
+    def has_backward(self) -> bool:
+        return self.dq is not None
 
     def __str__(self):
         forward = f"forward {self.forward}" if self.decode is None else f"decoding {self.decode}"

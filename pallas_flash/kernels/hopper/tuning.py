@@ -118,6 +118,10 @@ class AllTiles(NamedTuple):
     tangent: Tiles  # of forward mode
     decode: DecodeTiles | None = None
 
+    @property
+    def has_backward(self) -> bool:
+        return self.dq is not None or self.fused is not None
+
     def __str__(self):
         backward = (
             f"dq {self.dq}; dk, dv {self.dkv}" if self.fused is None else f"dq, dk, dv {self.fused}"
