@@ -202,8 +202,8 @@ _SCORES = "mma.score_gradients"
 
 def _mosaic_backward(module: str) -> Callable:
     """Of a family of Mosaic kernels, or blockwise's where they have no tiles. The gradients of a
-    bias and of what a score_mod reads come from other kernels, the same for each family, which XLA
-    leaves out where nobody uses the result."""
+    bias and of what a score_mod reads come from other kernels, the same for each family, or again
+    from blockwise's. XLA leaves out what nobody uses the result of."""
 
     def backward(problem: Problem, tiles, operands: Operands, *rows) -> Gradients:
         if not tiles.has_backward:
@@ -211,9 +211,11 @@ def _mosaic_backward(module: str) -> Callable:
         gradients = _kernel(module, "backward")(problem, tiles, operands, *rows)
         if not _has_score_gradients(problem):
             return gradients
-        of_scores = _kernel(_SCORES, "score_gradients")
-        bias, captured = of_scores(problem, mma.score_tiles(problem), operands, *rows)
-        return gradients._replace(bias=bias, captured=captured)
+        if (of_scores := mma.score_tiles(problem)) is None:
+            found = blockwise_backward(problem.log_base, problem, operands, *rows)
+            return gradients._replace(bias=found.bias, captured=found.captured)
+        found = _kernel(_SCORES, "score_gradients")(problem, of_scores, operands, *rows)
+        return gradients._replace(**dict(zip(("bias", "captured"), found, strict=True)))
 
     return backward
 

@@ -96,16 +96,16 @@ _TANGENT = (
     Tiles(width=256, value_width=256, block_q=64, block_k=16),
 )
 # of dS, whose sums are one tile: for Hopper's kernels too, which know wider heads. The last row of
-# each is for GPUs with 99 KB of shared memory.
+# each is for GPUs with 99 KB of shared memory, and for heads above 256 on all.
 _SCORES = (
     Tiles(width=64, value_width=64, block_q=64, block_k=64),
-    Tiles(width=256, value_width=256, block_q=64, block_k=32),
-    Tiles(width=256, value_width=256, block_q=64, block_k=16),
+    Tiles(width=512, value_width=512, block_q=64, block_k=32),
+    Tiles(width=512, value_width=512, block_q=64, block_k=16),
 )
 _KEY_SCORES = (
     Tiles(width=64, value_width=64, block_q=64, block_k=64, owns_keys=True),
-    Tiles(width=256, value_width=256, block_q=32, block_k=64, owns_keys=True),
-    Tiles(width=256, value_width=256, block_q=16, block_k=64, owns_keys=True),
+    Tiles(width=512, value_width=512, block_q=32, block_k=64, owns_keys=True),
+    Tiles(width=512, value_width=512, block_q=16, block_k=64, owns_keys=True),
 )
 
 
@@ -161,11 +161,11 @@ def _shared_memory() -> int:
     return device.shared_memory() - 1024
 
 
-def score_tiles(problem: Problem) -> ScoreTiles:
-    return ScoreTiles(
-        row_of(_SCORES, problem, lambda t: t.shared_bytes + REDUCTION),
-        row_of(_KEY_SCORES, problem, lambda t: t.shared_bytes),
-    )
+def score_tiles(problem: Problem) -> ScoreTiles | None:
+    """None where shared memory does not hold them."""
+    by_query = row_of(_SCORES, problem, lambda t: t.shared_bytes + REDUCTION)
+    by_key = row_of(_KEY_SCORES, problem, lambda t: t.shared_bytes)
+    return None if by_query is None or by_key is None else ScoreTiles(by_query, by_key)
 
 
 def row_of(table, problem: Problem, size: Callable[[Tiles], int] = lambda t: 0) -> Tiles | None:
