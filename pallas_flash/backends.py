@@ -58,6 +58,8 @@ class Backend(NamedTuple):
     keeps_base_2: bool = False  # its scores are in the problem's log base, else in base e
     # its backward takes for lse the `online_softmax.RowScale`, and so do and delta as they are
     takes_row_scale: bool = False
+    # whether the backward with these tiles is its own; else it is blockwise's
+    has_backward: Callable = lambda tiles: True
     of_gradient: Callable = lambda tiles: tiles  # the tiles of a forward that the backward follows
     # the tiles of so many calls under vmap: (tiles, problem, calls)
     of_calls: Callable = lambda tiles, problem, calls: tiles
@@ -83,8 +85,10 @@ class Backend(NamedTuple):
             return "every mode, of any order"
         if not self.own_kernels:
             return "every mode, of first and second order"
-        has_kernel = self.tangent and (tiles is None or tiles.tangent)
-        more = "" if has_kernel else "; forward mode by blockwise"
+        has_tangent = self.tangent and (tiles is None or tiles.tangent)
+        has_kernel = {"reverse": self.has_backward(tiles), "forward": has_tangent}
+        lacking = " and ".join(mode for mode, has in has_kernel.items() if not has)
+        more = f"; {lacking} mode by blockwise" if lacking else ""
         return f"every mode, of first order, and of second by blockwise{more}"
 
     def log_base(self, problem: Problem) -> LogBase:
@@ -324,6 +328,7 @@ def _mosaic_family(
         paged=PagedKernel(mma.why_no_pages, mma.decode_tiles, _kernel("mma.decode", "forward")),
         keeps_base_2=True,
         copies=_kernel(name, "copies"),
+        has_backward=lambda tiles: tiles.has_backward,
     )
 
 

@@ -5,13 +5,13 @@ from typing import Literal, NamedTuple
 from pallas_flash import decode, dropout, schedule
 from pallas_flash.arguments import Problem
 from pallas_flash.kernels import device
-from pallas_flash.kernels.mma.tuning import DecodeTiles, decode_tiles
+from pallas_flash.kernels.mma import tuning as mma
 from pallas_flash.kernels.mosaic import scheduler
 from pallas_flash.kernels.mosaic.tiling import Tiling, cheapest
 from pallas_flash.online_softmax import LogBase
 
 ROWS = 64  # queries or keys of a warpgroup: the rows of one wgmma
-WIDEST = 256  # head size
+WIDEST = 512  # head size
 # bytes of a row, of 16 bits a column, that are one column of tiles in shared memory; TMA copies by
 # them
 SWIZZLES = 128, 64, 32
@@ -109,25 +109,28 @@ def _describe(t: Tiles | KeyTiles) -> str:
 
 class AllTiles(NamedTuple):
     """Of the backward in two kernels, or in one that adds in any order; None for those that do not
-    run."""
+    run, all of the backward or of forward mode where the heads are too wide for them."""
 
     forward: Tiles
     dq: Tiles | None
     dkv: KeyTiles | None
     fused: KeyTiles | None
-    tangent: Tiles  # of forward mode
-    decode: DecodeTiles | None = None
+    tangent: Tiles | None  # of forward mode
+    decode: mma.DecodeTiles | None = None
 
     @property
     def has_backward(self) -> bool:
         return self.dq is not None or self.fused is not None
 
     def __str__(self):
-        backward = (
-            f"dq {self.dq}; dk, dv {self.dkv}" if self.fused is None else f"dq, dk, dv {self.fused}"
-        )
         forward = f"forward {self.forward}" if self.decode is None else f"decoding {self.decode}"
-        return f"{forward}; {backward}; forward mode {self.tangent}"
+        others = {
+            "dq": self.dq,
+            "dk, dv": self.dkv,
+            "dq, dk, dv": self.fused,
+            "forward mode": self.tangent,
+        }
+        return "; ".join([forward, *(f"{name} {t}" for name, t in others.items() if t)])
 
 
 LONG = 64  # blocks of keys, beside which the start and the end of a program are short
@@ -191,8 +194,9 @@ def tiles(problem: Problem) -> AllTiles:
     p = problem
     fused = None if p.deterministic else _row(_FUSED, p)
     if fused is None:
-        dkv = _row(_allowed(_DKV, p), p)
-        backward = _narrow(_row(_DQ, p), p), _narrow(dkv, p), None
+        dq, dkv = _row(_DQ, p), _row(_allowed(_DKV, p), p)
+        both = dq is not None and dkv is not None
+        backward = (_narrow(dq, p), _narrow(dkv, p), None) if both else (None, None, None)
     else:
         backward = None, None, _narrow(fused, p, fused.dq_column_slices)
     # of each vector of statistics, which is aligned, and of the mbarriers
@@ -200,8 +204,9 @@ def tiles(problem: Problem) -> AllTiles:
     most = (device.SHARED_KB[9.0] << 10) - beside
     forward = [row for row in _allowed(_FORWARD, p) if row.forward_bytes <= most]
     forward = _with_tiles_per_program(_narrow(_row(forward, p), p), p)
-    decoding = decode_tiles(p) if decode.is_decoding(p) else None
-    return AllTiles(forward, *backward, _narrow(_row(_TANGENT, p), p), decoding)
+    decodes = decode.is_decoding(p) and max(p.head_size, p.value_size) <= mma.WIDEST
+    tangent = _narrow(_row(_TANGENT, p), p)
+    return AllTiles(forward, *backward, tangent, mma.decode_tiles(p) if decodes else None)
 
 
 def _allowed(table, p: Problem) -> list:
@@ -242,7 +247,9 @@ def _row(table, problem: Problem):
 
 def _narrow(row, problem: Problem, slices: int = 1):
     """A row with no more columns than the heads need, those of queries and keys in so many slices
-    of whole tiles."""
+    of whole tiles; None of none."""
+    if row is None:
+        return None
     whole = lambda size, columns: -(-size // columns) * columns
     columns = row.swizzle // 2
     return row._replace(
