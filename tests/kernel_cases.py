@@ -277,6 +277,18 @@ SHORTER = dict(
     key_value_seq_lengths=np.array([70, 30], np.int32),
 )
 EARLY = CAUSAL | dict(query_offset=3)
+ABOVE_256 = {
+    "heads of 512": Case(TINY._replace(B=1, H=512, Hv=512), CAPPED | EARLY | dict(sinks=SINKS)),
+    "heads of 320": Case(sizes(67, 70, 320, B=2, N=4, K=2), SHORTER, "float16"),
+    "heads of 512 and 64": Case(sizes(67, 70, 512, 64, N=1), dict(local_window_size=(20, 4))),
+    "heads of 64 and 512": Case(sizes(67, 140, 64, 512), CAUSAL | dict(query_offset=73)),
+    "a mask and a bias, heads of 512": of_heads(
+        512, added(1, 2, 67, 70), dense(1, 1, 67, 70), z=TINY._replace(B=1)
+    ),
+    "a score_mod, dropout, heads of 320": of_heads(
+        320, scored(scores.Alibi), EARLY, DROPOUT, z=TINY
+    ),
+}
 # longer and shorter than their keys
 ENDS = np.array([[[0, 31, 31, 60], [5, 40, 50, 67]], [[0, 20, 31, 70]] * 2], np.int32)
 SEQUENCES = dict(mask=masks.Varlen(*ENDS))
@@ -362,6 +374,10 @@ OTHERS = {
         64, dense(1, 2, 300, 450), added(1, 1, 300, 450), z=LONG._replace(N=2)
     ),
 }
+LONG_ABOVE_256 = {
+    "heads of 288 and 96, by 32 keys": Case(sizes(67, 131, 288, 96), LATE),
+    "heads of 512, by 16 keys": Case(sizes(67, 131, 512, N=1)),
+}
 # the second tile of queries, and of keys, may hold nothing
 PADDED = CAUSAL | dict(
     query_seq_lengths=np.array([40, 150], np.int32),
@@ -386,10 +402,8 @@ class Call(NamedTuple):
 
 
 def drawn(name: str) -> Call:
-    case, rng = (
-        (CASES | MORE | BIASES | SCORES | OTHERS)[name],
-        np.random.default_rng(zlib.crc32(name.encode())),
-    )
+    cases = CASES | MORE | ABOVE_256 | BIASES | SCORES | OTHERS | LONG_ABOVE_256
+    case, rng = cases[name], np.random.default_rng(zlib.crc32(name.encode()))
     options = case.options(rng) if callable(case.options) else dict(case.options)
     q, k, v = case.change(*qkv(rng, case.sizes, case.dtype))
     floats = dict(query=q, key=k, value=v)

@@ -164,10 +164,13 @@ MMA = {
     ("A100-80GB", 128): dict(forward=3.85, dk_dv=2.75, dq=2.8, tangent=2.6),
     ("A100-80GB", (192, 128)): dict(forward=4.5, dk_dv=3.15, dq=3.0, tangent=2.75),
     ("A100-80GB", 256): dict(forward=3.9, dk=2.95, dv=3.05, dq=2.8, tangent=2.6),
+    ("A100-80GB", 512): dict(forward=4.6),
     ("RTX-4090", 64): dict(forward=4.8, dk_dv=3.45, dq=3.6, tangent=3.15),
     ("RTX-4090", 128): dict(forward=3.85, dk_dv=2.75, dq=2.8, tangent=2.6),
+    ("RTX-4090", 512): dict(forward=5.7),  # by 16 keys
     ("RTX-5090", 64): dict(forward=5.4, dk_dv=4.0, dq=4.4, tangent=4.05),
     ("RTX-5090", 128): dict(forward=4.25, dk_dv=3.3, dq=3.6, tangent=3.45),
+    ("RTX-5090", 512): dict(forward=7.2),
 }
 WITH_A_MASK = 1.35  # times as many
 
@@ -175,7 +178,7 @@ WITH_A_MASK = 1.35  # times as many
 @pytest.mark.parametrize("gpu, head", whole_but(MMA, ("A100-80GB", 128)))
 def test_the_loops_by_mma_are_tight(gpu, head):
     """No register is spilled in a loop, but for two instructions of each wait for TMA, and those
-    of a few registers at 256."""
+    of a few registers from 256 on."""
     H, Hv = head if isinstance(head, tuple) else (head, head)
     call = f"implementation='ampere', B=2, N=8, K=2, H={H}, Hv={Hv}, is_causal=True"
     kernels = [*report(call, gpu=gpu)["kernels"], *report(call, "--jvp", gpu=gpu)["kernels"]]
@@ -186,7 +189,7 @@ def test_the_loops_by_mma_are_tight(gpu, head):
         each = sorted(loop["instructions"] / loop["kinds"]["products"] for loop in loops)
         assert each[0] <= 1.05 * most and each[-1] <= WITH_A_MASK * each[0], (name, each)
         spilled = max(loop["kinds"]["spill"] for loop in loops)
-        assert spilled <= (11 if H == 256 else 4 if gpu == "RTX-5090" else 0), name
+        assert spilled <= (11 if H >= 256 else 4 if gpu == "RTX-5090" else 0), name
 
 
 DECODING = {  # a score_mod reads the head of a row

@@ -3,6 +3,7 @@ their programs can have: every feature alone, and mixtures of them at every widt
 
 import contextlib
 import functools
+import itertools
 
 import gpu_interpreter
 import jax
@@ -27,6 +28,7 @@ GPU = {
     "B200": GPUS["H200"]._replace(kind="NVIDIA B200", capability=(10, 0)),
 }
 WIDTHS = [(64, 64), (128, 128), (160, 160), (192, 128), (64, 256), (256, 256)]
+ABOVE_256 = [(320, 64), (512, 512)]
 
 
 def read(letters, score_mod):
@@ -125,8 +127,14 @@ def implementations(gpu) -> list[str]:
     return ["hopper", "ampere"] if gpu.capability == (9, 0) else ["ampere"]
 
 
-@pytest.mark.parametrize("widths", WIDTHS, ids=str)
-@pytest.mark.parametrize("name", GPU)
+@pytest.mark.parametrize(
+    "name, widths",
+    [
+        *itertools.product(GPU, WIDTHS),
+        *itertools.product([x for x in GPU if x != "H200"], ABOVE_256),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("features", TOGETHER)
 def test_features_lower_together(features, name, widths, monkeypatch):
     with limited_to(GPU[name], monkeypatch):

@@ -16,7 +16,7 @@ import pytest
 
 from pallas_flash import decode, explain, flash_attention, masks, scores
 from pallas_flash.accounting import GPUS
-from pallas_flash.kernels import ampere, device, hopper
+from pallas_flash.kernels import ampere, device, hopper, mma
 from scripts.bench.gpu_code import as_if_on
 
 FAMILIES = dict(hopper=hopper, ampere=ampere)
@@ -102,6 +102,15 @@ def test_one_query_is_decoding_beside_what_changes_no_array(name):
         assert (family.tiles(problem).decode is not None) == is_decoding
 
 
+def test_heads_too_wide_for_decoding_take_the_regular_forward():
+    x = shaped(1, 1, 2, 320), *[shaped(1, 300, 2, 320)] * 2
+    problem, pages = explain(*x).problem, [(9, 64, 2, 320)] * 2
+    assert decode.is_decoding(problem) and ampere.tiles(problem).decode is None
+    assert "heads of sizes up to 256; got H = 320, Hv = 320" in mma.why_no_pages(
+        problem, pages, None
+    )
+
+
 # ---- by GPU ----
 
 
@@ -130,7 +139,9 @@ PADDED = {  # a GPU, head sizes: what XLA pads for copies by TMA, or for an mma
     ("A100-80GB", 64, 64): None,
     ("A100-80GB", 72, 72): "H from 72 to 80, Hv from 72 to 80",
     ("A100-80GB", 8, 200): "H from 8 to 32, Hv from 200 to 224",  # blocks of 16 rows
+    ("A100-80GB", 320, 512): "T from 300 to 320",  # queries of whole tiles
     ("RTX-4090", 64, 64): None,
+    ("RTX-4090", 300, 24): "T from 300 to 320, H from 300 to 320, Hv from 24 to 64",
     ("RTX-5090", 64, 64): "T from 300 to 304, S from 300 to 304",
     ("H200", 64, 64): "T from 300 to 304, S from 300 to 304",
 }
@@ -169,16 +180,29 @@ def test_decoding_lowers_for_keys_of_no_whole_blocks(gpu):
 
 
 @needs_interpreter
-@pytest.mark.parametrize("gpu, fits", [("A100-80GB", True), ("RTX-4090", False)])
-def test_where_shared_memory_holds_no_tangents_blockwise_has_them(gpu, fits):
-    x = shaped(1, 128, 2, 256)
+@pytest.mark.parametrize(
+    "gpu, head, lacking",
+    [
+        ("A100-80GB", 256, ""),
+        ("RTX-4090", 256, "; forward mode by blockwise"),
+        ("A100-80GB", 512, "; reverse and forward mode by blockwise"),
+    ],
+)
+def test_where_kernels_have_no_tiles_for_derivatives_blockwise_has_them(gpu, head, lacking):
+    x = shaped(1, 128, 2, head)
+    each = lambda of: jax.jit(lambda x, dx: of(lambda x: flash_attention(x, x, x), x, dx))
+    along = each(lambda f, x, dx: jax.jvp(f, (x,), (dx,)))
+    back = each(lambda f, x, dx: jax.vjp(f, x)[1](dx))
     with as_if_on(GPUS[gpu]):
         found = explain(x, x, x, implementation="ampere")
-        along = jax.jit(lambda x, dx: jax.jvp(flash_attention, (x, x, x), (dx, dx, dx)))
-        code = along.trace(x, x).lower(lowering_platforms=("cuda",)).as_text()
-    assert ("flash_attention_tangent" in code) == ("forward mode" in str(found.tiles)) == fits
-    assert found.derivatives.endswith("by blockwise")
-    assert fits or "forward mode" in found.derivatives
+        codes = (f.trace(x, x).lower(lowering_platforms=("cuda",)).as_text() for f in (along, back))
+        has_tangent, has_dq = (
+            f"flash_attention_{name}" in code
+            for name, code in zip(("tangent", "dq"), codes, strict=True)
+        )
+    assert found.derivatives.endswith(f"of second by blockwise{lacking}")
+    assert has_tangent == ("forward mode" in str(found.tiles)) == ("forward" not in lacking)
+    assert has_dq == ("dq" in str(found.tiles)) == ("reverse" not in lacking)
 
 
 # In a process of its own: jax's Triton module must not have been imported

@@ -20,10 +20,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from kernel_cases import (
+    ABOVE_256,
     ANY_ORDER,
     BIASES,
     CASES,
     FAMILIES,
+    LONG_ABOVE_256,
     MORE,
     ORDERS,
     OTHERS,
@@ -156,6 +158,8 @@ FAST_MORE = [
     ("ampere by TMA", "a score_mod, dropout"),
     ("ampere by TMA", "a rule by pair"),
 ]
+BY_MMA = [family for family in FAMILIES if family != "hopper"]
+ABOVE = [*zip(itertools.cycle(BY_MMA), ABOVE_256, strict=False)]
 FAST_SCORES = [
     ("hopper", "by key, wide heads"),
     ("ampere by cp.async", "by key, and by query"),  # several reads of one entry
@@ -170,6 +174,7 @@ FAST_SCORES = [
     [
         *whole_but(itertools.product(FAMILIES, CASES), *spread(FAST)),
         *whole_but(in_turn(MORE), *FAST_MORE),
+        *whole_but(ABOVE, ABOVE[0], ABOVE[3]),
         *whole_but([*itertools.product(FAMILIES, SCORES), *spread(BIASES)], *FAST_SCORES),
     ],
 )
@@ -200,11 +205,12 @@ def test_so_are_tangents_along_some_of_the_arrays(family, some):
 # ---- races ----
 
 FAST_RACES = spread(["long, heads of 128, in any order", *["long, heads of 64"] * 2])
-RACES = [name for name in OTHERS if name.startswith("long")]
+RACES = [*itertools.product(FAMILIES, (name for name in OTHERS if name.startswith("long")))]
+RACES += itertools.product(BY_MMA, LONG_ABOVE_256)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("family, name", whole_but(itertools.product(FAMILIES, RACES), *FAST_RACES))
+@pytest.mark.parametrize("family, name", whole_but(RACES, *FAST_RACES))
 def test_there_is_no_race(family, name):
     assert not agrees(family, name, detect_races=True).found
 
@@ -215,6 +221,7 @@ class LeftOut(NamedTuple):
     instead: Callable = lambda *args, **kw: None
     is_forward: bool = False  # or of the backward
     options: dict = {}
+    head: int = 64
 
 
 LEFT_OUT = {
@@ -235,6 +242,9 @@ LEFT_OUT = {
         "hopper", "hopper.dkv_consumer.DkvConsumer.barrier", options=ANY_ORDER
     ),
     "hopper: the fence after lse and delta are read": LeftOut("hopper", "hopper.sync.fence"),
+    "ampere: the meeting before parts of S are added": LeftOut(
+        "ampere by cp.async", "mma.tile.named_barrier", is_forward=True, head=512
+    ),
     **{
         f"{family}: the wait for a block": LeftOut(
             family, "mma.tile.CopyRing.wait", lambda ring, t: ring.at(t)
@@ -252,7 +262,7 @@ def test_without_it_there_is_a_race(name, rng, monkeypatch):
     row = LEFT_OUT[name]
     monkeypatch.setattr(f"pallas_flash.kernels.{row.where}", row.instead)
     monkeypatch.setattr(gpu_interpreter, "DEADLOCK_SECONDS", 5.0)
-    q, k, v = qkv(rng, sizes(256, 512 if row.is_forward else 128, 64, N=1), jnp.bfloat16)
+    q, k, v = qkv(rng, sizes(256, 512 if row.is_forward else 128, row.head, N=1), jnp.bfloat16)
     of_output = functools.partial(attend, row.family, **row.options)
     of_gradients = jax.grad(lambda *x: jnp.sum(of_output(*x).astype(jnp.float32)), (0, 1, 2))
     # the interpreter may also give up, where nobody has seen that a block was there, on a busy

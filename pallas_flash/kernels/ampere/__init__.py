@@ -3,8 +3,7 @@ one warpgroup a program."""
 
 from pallas_flash.arguments import Problem
 from pallas_flash.kernels import device, joined, mma
-from pallas_flash.kernels.ampere.tuning import tiles
-from pallas_flash.kernels.mma.tuning import WIDEST
+from pallas_flash.kernels.ampere.tuning import WIDEST, tiles
 from pallas_flash.kernels.mosaic import operations
 
 __all__ = ["copies", "remark", "tiles", "why_not"]
@@ -19,7 +18,9 @@ def why_not(problem: Problem) -> str | None:
 
 def copies(problem: Problem) -> str | None:
     """What XLA pads for the kernels in each call, or None."""
-    return mma.copies(problem, is_decoding=tiles(problem).decode is not None)
+    t = tiles(problem)
+    block_q = 1 if t.forward.copies_q else t.forward.block_q
+    return mma.copies(problem, t.decode is not None, block_q)
 
 
 def remark() -> str | None:

@@ -1,7 +1,8 @@
 """The forward of FlashAttention-2 (arXiv:2307.08691, algorithm 1).
 
 A program owns a tile of queries of one head, in registers, and walks over the blocks of keys that
-they see; the next block is copied under the products of this one.
+they see; the next block is copied under the products of this one. Of wide heads two warpgroups each
+have half of the columns of q, k, v and o, and add up their parts of S.
 """
 
 import functools
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -16,11 +18,11 @@ from pallas_flash import online_softmax, schedule
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.kernels.ampere.tuning import AllTiles
 from pallas_flash.kernels.mma import decode, tile
-from pallas_flash.kernels.mma.padded_rows import PaddedRows
-from pallas_flash.kernels.mma.tuning import Tiles
+from pallas_flash.kernels.mma.padded_rows import PaddedRows, flat, pad
+from pallas_flash.kernels.mma.tuning import Tiles, padded_length
 from pallas_flash.kernels.mosaic import block_info, logits, scheduler, statistics
 from pallas_flash.kernels.mosaic.launch import LANE, launch
-from pallas_flash.kernels.mosaic.registers import per_row
+from pallas_flash.kernels.mosaic.registers import load, per_row
 
 
 class Inputs(NamedTuple):
@@ -34,23 +36,26 @@ class Inputs(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """The shared memory of a program, and with TMA its mbarriers."""
+    """The shared memory of a program, and with TMA its mbarriers; of each array the columns of one
+    warpgroup, then those of another."""
 
-    q: Any  # [block_q, width]
-    k: Any  # [stages, block_k, width]
-    v: Any  # [stages, block_k, value_width]
+    q: Any  # [block_q, width]; None: registers hold it
+    k: Any  # [warpgroups * stages, block_k, width / warpgroups]
+    v: Any  # [warpgroups * stages, block_k, value_width / warpgroups]
+    scores: Any  # of tile.SumOfParts
     q_full: Any
     kv_full: Any
 
     @classmethod
     def allocate(cls, t: Tiles, dtype) -> "Memory":
-        block = functools.partial(tile.block, dtype, swizzle=t.swizzle)
+        block, slots = functools.partial(tile.block, swizzle=t.swizzle), t.warpgroups * t.stages
         return cls(
-            q=block(t.block_q, t.width),
-            k=block(t.stages, t.block_k, t.width),
-            v=block(t.stages, t.block_k, t.value_width),
-            q_full=plgpu.Barrier() if t.tma else None,
-            kv_full=plgpu.Barrier(num_arrivals=2, num_barriers=t.stages) if t.tma else None,
+            q=block(dtype, t.block_q, t.width) if t.copies_q else None,
+            k=block(dtype, slots, t.block_k, t.width // t.warpgroups),
+            v=block(dtype, slots, t.block_k, t.value_width // t.warpgroups),
+            scores=tile.parts_of_sum(t.block_q, t.block_k) if t.warpgroups > 1 else None,
+            q_full=plgpu.Barrier() if t.tma and t.copies_q else None,
+            kv_full=plgpu.Barrier(num_arrivals=2, num_barriers=slots) if t.tma else None,
         )
 
 
@@ -68,7 +73,7 @@ def forward(problem: Problem, tiles: AllTiles, x: Operands):
         _inputs(p, t, x),
         programs=scheduler.query_programs(p, t.block_q),
         out_type=[o_type, *fields],
-        warpgroups=1,
+        warpgroups=t.warpgroups,
         scratch=Memory.allocate(t, x.query.dtype),
         name="flash_attention_forward",
         semantics=LANE,
@@ -79,8 +84,13 @@ def forward(problem: Problem, tiles: AllTiles, x: Operands):
 
 def _inputs(p: Problem, t: Tiles, x: Operands) -> Inputs:
     _, key_lengths = x.resolved_mask.lengths
+    if t.copies_q:
+        queries = PaddedRows.make([x.query], [t.width], t.block_q, None)
+    else:
+        rows = padded_length(p.queries, t.block_q)
+        queries = PaddedRows((flat(pad(x.query, rows, t.width)),), None)
     return Inputs(
-        PaddedRows.make([x.query], [t.width], t.block_q, None),
+        queries,
         PaddedRows.make([x.key, x.value], [t.width, t.value_width], t.block_k, key_lengths),
         block_info.by_query_tile(p, x.resolved_mask, x.mask, t.block_q, t.block_k),
         statistics.sinks(p, x),
@@ -91,25 +101,33 @@ def _inputs(p: Problem, t: Tiles, x: Operands) -> Inputs:
 def _kernel(program, x: Inputs, o_gmem, *outputs, problem: Problem, tiles: Tiles):
     *stats_gmem, memory = outputs
     p, t = problem, tiles
+    part = lax.axis_index("warpgroup") if t.warpgroups > 1 else 0
     work = scheduler.query_tile(program, p, t.block_q, t.row_bytes)
-    first_row = work.tile * t.block_q
+    first_row, own = work.tile * t.block_q, lambda head: head * t.warpgroups + part
+    rows = pl.ds(first_row, t.block_q)
+    columns = lambda width: pl.ds(own(work.head) * (width // t.warpgroups), width // t.warpgroups)
     blocks = block_info.visited(x, work, p, t)
     head = logits.for_head(p, tile.LAYOUTS, x.logits, work.batch, work.head)
     mask = head.load_mask(work.batch, first_row, t.block_q)
-    kv = tile.CopyRing((memory.k, memory.v), memory.kv_full)
-    load_kv = x.keys.loader(kv, work.batch, work.kv_head, blocks)
+    kv = tile.CopyRing((memory.k, memory.v), memory.kv_full, parts=t.warpgroups, part=part)
+    load_kv = x.keys.loader(kv, work.batch, own(work.kv_head), blocks)
+    whole = tile.SumOfParts(memory.scores, part)
 
-    x.queries.copy(work.tile, work.batch, work.head, [memory.q], memory.q_full)
+    if t.copies_q:
+        x.queries.copy(work.tile, work.batch, work.head, [memory.q], memory.q_full)
     for n in range(t.stages - 1):
         load_kv(blocks.first + n)
-    tile.wait(memory.q_full)
-    q = tile.load(memory.q) if t.keeps_q else None
+    if t.copies_q:
+        tile.wait(memory.q_full)
+        q = tile.load(memory.q) if t.keeps_q else None
+    else:
+        q = load(x.queries.arrays[0].at[work.batch, rows, columns(t.width)], tile.LHS)
 
     def step(n, carry, masked):
         o, stats = carry
         k, v = kv.wait(n)
         load_kv(n + t.stages - 1)
-        s = tile.dot_t(tile.load(memory.q) if q is None else q, k)  # [bq, bk]
+        s = whole(n, tile.dot_t(tile.load(memory.q) if q is None else q, k))  # [bq, bk]
         at = head.tile(first_row, blocks.index(n) * t.block_k, s.shape)
         s, scale = head.modify(s, at)
         if masked:
@@ -121,10 +139,14 @@ def _kernel(program, x: Inputs, o_gmem, *outputs, problem: Problem, tiles: Tiles
 
     sink = None if x.sinks is None else x.sinks[work.head]
     start = online_softmax.start(tile.rows(t.block_q, 0.0), p.log_base, sink, p.max_logits)
-    o, stats = blocks.visit(step, (tile.zeros(t.block_q, t.value_width), start))
+    o, stats = blocks.visit(step, (tile.zeros(t.block_q, t.value_width // t.warpgroups), start))
 
     o = online_softmax.finish(o, stats.l, p.kept).astype(x.queries.dtype)
-    rows = pl.ds(first_row, t.block_q)
-    tile.store(o_gmem.at[work.batch, rows, pl.ds(work.head * t.value_width, t.value_width)], o)
-    for gmem, value in zip(stats_gmem, jax.tree.leaves(statistics.finish(p, stats)), strict=True):
-        tile.store(gmem.at[work.batch, work.head, rows], value)
+    tile.store(o_gmem.at[work.batch, rows, columns(t.value_width)], o)
+
+    def store_statistics():
+        found = jax.tree.leaves(statistics.finish(p, stats))
+        for gmem, value in zip(stats_gmem, found, strict=True):
+            tile.store(gmem.at[work.batch, work.head, rows], value)
+
+    pl.when(part == 0)(store_statistics)  # both have the same

@@ -4,13 +4,10 @@ from typing import NamedTuple
 
 from pallas_flash import decode
 from pallas_flash.arguments import Problem
-from pallas_flash.kernels.mma.tuning import (
-    DecodeTiles,
-    Tiles,
-    decode_tiles,
-    row_of,
-    tangent_tiles,
-)
+from pallas_flash.kernels.mma import tuning as mma
+from pallas_flash.kernels.mma.tuning import DecodeTiles, Tiles, decode_tiles, row_of, tangent_tiles
+
+WIDEST = 512  # head size
 
 
 class AllTiles(NamedTuple):
@@ -27,8 +24,8 @@ class AllTiles(NamedTuple):
 
     def __str__(self):
         forward = f"forward {self.forward}" if self.decode is None else f"decoding {self.decode}"
-        tangent = f"; forward mode {self.tangent}" if self.tangent else ""
-        return f"{forward}; dq {self.dq}; dk, dv {self.dkv}{tangent}"
+        others = {"dq": self.dq, "dk, dv": self.dkv, "forward mode": self.tangent}
+        return "; ".join([forward, *(f"{name} {t}" for name, t in others.items() if t)])
 
 
 # By what the tables of kernels/mma/tuning.py were made by.
@@ -38,6 +35,8 @@ _FORWARD = (
     Tiles(width=128, value_width=128, block_q=64, block_k=64),
     Tiles(width=192, value_width=128, block_q=64, block_k=32),
     Tiles(width=256, value_width=256, block_q=64, block_k=32),
+    Tiles(width=512, value_width=512, block_q=64, block_k=32, warpgroups=2, swizzle=64),
+    Tiles(width=512, value_width=512, block_q=64, block_k=16, warpgroups=2, swizzle=64),
 )
 _DQ = (
     Tiles(width=64, value_width=64, block_q=128, block_k=32),
@@ -58,10 +57,11 @@ def tiles(problem: Problem) -> AllTiles:
     the very first where segment ids, or the words of dropout, would spill beside it."""
     p = problem
     has_ids = p.resolved_mask.query_ids is not None
+    decodes = decode.is_decoding(p) and max(p.head_size, p.value_size) <= mma.WIDEST
     return AllTiles(
-        row_of(_FORWARD[1 if has_ids or p.dropped else 0 :], p),
+        row_of(_FORWARD[1 if has_ids or p.dropped else 0 :], p, lambda t: t.forward_bytes),
         row_of(_DQ, p),
         row_of(_DKV[1 if has_ids else 0 :], p),
         tangent_tiles(p),
-        decode_tiles(p) if decode.is_decoding(p) else None,
+        decode_tiles(p) if decodes else None,
     )

@@ -16,19 +16,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash import schedule
 from pallas_flash.kernels.mosaic.registers import opaque
+from pallas_flash.kernels.mosaic.roles import WARPGROUP, named_barrier
 from pallas_flash.pytrees import IntLike
-
-WARPGROUP = 128  # threads
-
-
-def named_barrier(operation: str, barrier: IntLike, num_threads: int):
-    # jax's GPU interpreter knows an inline function by this name and by the names that it closes
-    # over.
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT,))
-    def bar_op(_, barrier_id):
-        mgpu.utils.inline_ptx(f"bar.{operation} $0, {num_threads};", barrier_id.registers[()])
-
-    bar_op(jnp.asarray(barrier, jnp.int32))
 
 
 class BarrierIds(NamedTuple):

@@ -4,6 +4,7 @@ gradients of scores."""
 from pallas_flash.arguments import Problem
 from pallas_flash.decode import why_not as why_no_single_tile
 from pallas_flash.kernels.mma.tuning import (
+    WIDEST,
     decode_tiles,
     padded_length,
     page_columns,
@@ -21,6 +22,9 @@ def why_no_pages(problem: Problem, shapes: tuple, dtype: str | None) -> str | No
     p, page = problem, shapes[0][1]
     if page % 64 and (page < 8 or 64 % page):
         return f"it takes pages of 8, 16, 32 or a multiple of 64 keys; got {page}"
+    if max(p.head_size, p.value_size) > WIDEST:
+        sizes = f"H = {p.head_size}, Hv = {p.value_size}"
+        return f"it decodes heads of sizes up to {WIDEST}; got {sizes}"
     columns = page_columns(p, page, dtype)
     if p.head_size % columns or p.value_size % columns:
         of = f" of {dtype}" if dtype else ""
@@ -31,11 +35,11 @@ def why_no_pages(problem: Problem, shapes: tuple, dtype: str | None) -> str | No
     return why_no_single_tile(p)
 
 
-def copies(problem: Problem, is_decoding: bool) -> str | None:
-    """What XLA pads for kernels by mma in each call, or None."""
+def copies(problem: Problem, is_decoding: bool, block_q: int = 1) -> str | None:
+    """What XLA pads for kernels by mma in each call, of queries whole blocks; or None."""
     p, length = problem, lambda n: (n, padded_length(n))
     # the rows of decoding are few
-    queries = {} if is_decoding else dict(T=length(p.queries))
+    queries = {} if is_decoding else dict(T=(p.queries, padded_length(p.queries, block_q)))
     width, value_width = widths(p)
     return operations.copies(
         **queries, S=length(p.keys), H=(p.head_size, width), Hv=(p.value_size, value_width)

@@ -1,8 +1,9 @@
 """The primitives of the kernels by mma: values in registers, copies, products.
 
-A program is one warpgroup, whose four warps each own a quarter of the rows of a tile. It copies the
-next block while it computes with this one, by cp.async, or by TMA where the GPU has it
-(FlashAttention-2, arXiv:2307.08691).
+A warpgroup's four warps each own a quarter of the rows of a tile. It copies the next block while it
+computes with this one, by cp.async, or by TMA where the GPU has it (FlashAttention-2,
+arXiv:2307.08691). A program is one warpgroup, or two: each has half of the columns of all arrays,
+and they add up their parts of S.
 """
 
 from typing import Any, NamedTuple
@@ -13,7 +14,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_flash.kernels.mosaic import registers
 from pallas_flash.kernels.mosaic.registers import Layouts, from_8_bits, iota, per_row
+from pallas_flash.kernels.mosaic.roles import WARPGROUP, named_barrier
 from pallas_flash.pytrees import IntLike
 
 # of operands of 16 bits
@@ -110,10 +113,17 @@ class CopyRing(NamedTuple):
     slots: tuple  # of each array [stages, rows, width]
     full: Any  # an mbarrier a slot; None with cp.async
     copies: int = 1  # that a block of an array takes
+    # of a program's warpgroups, each of which has its own slots among these
+    parts: int = 1
+    part: IntLike = 0
+
+    @property
+    def stages(self) -> int:
+        return self.slots[0].shape[0] // self.parts
 
     def _slot(self, t: IntLike):
-        stages = jnp.uint32(self.slots[0].shape[0])
-        return lax.rem(jnp.asarray(t, jnp.uint32), stages).astype(jnp.int32)
+        slot = lax.rem(jnp.asarray(t, jnp.uint32), jnp.uint32(self.stages)).astype(jnp.int32)
+        return slot if self.parts == 1 else self.part * self.stages + slot
 
     def at(self, t: IntLike) -> list:
         """The slots of the t-th block."""
@@ -125,12 +135,12 @@ class CopyRing(NamedTuple):
     def wait(self, t: IntLike, behind: IntLike = 0) -> list:
         """The t-th block, once it is there, with so many on their way behind it; then nobody reads
         the blocks before it."""
-        self._wait(self.full_at(t), behind, self.slots[0].shape[0] - 2)
+        self._wait(self.full_at(t), behind, self.stages - 2)
         return self.at(t)
 
     def wait_before(self, full, behind: IntLike):
         """Until a copy to elsewhere has landed, with so many blocks on their way behind it."""
-        self._wait(full, behind, self.slots[0].shape[0] - 1)
+        self._wait(full, behind, self.stages - 1)
 
     def _wait(self, full, behind: IntLike, most: int):
         """`most` as `behind` is while no block is the last."""
@@ -165,6 +175,29 @@ def dot_t(a, b, acc=None):
     """a b^T, of the same, added to acc."""
     acc = zeros(a.shape[0], b.shape[0]) if acc is None else acc
     return dot(acc, a, b.transpose((1, 0)))
+
+
+def parts_of_sum(*shape: int):
+    """Shared memory for a `SumOfParts`."""
+    return block(jnp.float32, 2, 2, *shape, swizzle=32)
+
+
+class SumOfParts(NamedTuple):
+    """Of a tile what each of two warpgroups has, added up for both; of one warpgroup what it
+    has."""
+
+    slots: Any  # float32 [2, 2, rows, columns]: for sums in turn, of each warpgroup; or None
+    part: IntLike  # the warpgroup's number
+
+    def __call__(self, n: IntLike, x):
+        """The n-th sum; then nobody reads the one before the last."""
+        if self.slots is None:
+            return x
+        turn = lax.rem(jnp.asarray(n, jnp.int32), jnp.int32(2))
+        store(self.slots.at[turn, self.part], x)
+        # Mosaic has barrier 0, and one for each warpgroup
+        named_barrier("sync", 3, 2 * WARPGROUP)
+        return x + registers.load(self.slots.at[turn, 1 - self.part], LAYOUTS.tile)
 
 
 def as_left(x):

@@ -8,7 +8,7 @@ from pallas_flash.arguments import Problem
 from pallas_flash.kernels import device
 from pallas_flash.kernels.mosaic.tiling import Tiling, cheapest
 
-WIDEST = 256  # head size
+WIDEST = 256  # head size in decoding
 ROWS = 64  # of the four warps of a program: 16 each, the rows of one mma
 WIDE = 16  # keys of a block in decoding, with values wider than 128
 # bytes of a row, of 16 bits a column, that are one column of tiles in shared memory
@@ -26,9 +26,16 @@ class Tiles(NamedTuple):
     block_k: int
     owns_keys: bool = False
     stages: int = 2
+    # at most; the narrower it is, the fewer addresses a row of tiles takes
     swizzle: int = SWIZZLES[0]
     tma: bool = False  # blocks are copied by TMA, not by cp.async
     separate_dk_dv: bool = False  # dK and dV have a kernel each
+    warpgroups: int = 1  # which share the columns of all arrays
+
+    @property
+    def copies_q(self) -> bool:
+        """Whether queries come to shared memory, or straight to registers."""
+        return self.warpgroups == 1
 
     @property
     def keeps_q(self) -> bool:
@@ -52,10 +59,19 @@ class Tiles(NamedTuple):
         owned, passing = (self.block_q, self.block_k)[:: -1 if self.owns_keys else 1]
         return (owned + self.stages * passing) * self.row_bytes
 
+    @property
+    def forward_bytes(self) -> int:
+        """Of shared memory, for the matrices of the forward."""
+        passing = self.stages * self.block_k * self.row_bytes
+        if self.copies_q:
+            return passing + 2 * self.block_q * self.width
+        return passing + 4 * 2 * self.warpgroups * self.block_q * self.block_k  # of tile.SumOfParts
+
     def __str__(self):
         copies = "TMA" if self.tma else "cp.async"
         size = f"{self.block_q} x {self.block_k}, {self.stages} stages by {copies}"
-        return f"{size}, widths {self.width}/{self.value_width}"
+        shared = f" of {self.warpgroups} warpgroups" if self.warpgroups > 1 else ""
+        return f"{size}, widths {self.width}/{self.value_width}{shared}"
 
 
 class DecodeTiles(NamedTuple):
@@ -174,7 +190,8 @@ def row_of(table, problem: Problem, size: Callable[[Tiles], int] = lambda t: 0) 
     width, value_width = widths(problem)
 
     def narrow(row: Tiles) -> Tiles:
-        swizzle = _swizzle(width, value_width, min(row.block_q, row.block_k))
+        columns = width // row.warpgroups, value_width // row.warpgroups
+        swizzle = min(_swizzle(*columns, min(row.block_q, row.block_k)), row.swizzle)
         of_heads = dict(width=width, value_width=value_width, swizzle=swizzle)
         return row._replace(**of_heads, tma=device.has_tma())
 
@@ -198,10 +215,12 @@ def widths(problem: Problem) -> tuple[int, int]:
 
 def _column_step(problem: Problem) -> int:
     """Heads have whole steps of an mma; two at a time where blocks may be of 16 rows, which four
-    warps copy."""
-    return 16 if max(problem.head_size, problem.value_size) <= 128 else 32
+    warps copy; and as many for each of two warpgroups."""
+    widest = max(problem.head_size, problem.value_size)
+    return 16 if widest <= 128 else 32 if widest <= 256 else 64
 
 
-def padded_length(length: int) -> int:
-    """How many rows: TMA copies from whole tiles of 8."""
-    return -(-length // 8) * 8 if device.has_tma() else length
+def padded_length(length: int, block: int = 1) -> int:
+    """How many rows: whole blocks; TMA copies from whole tiles of 8."""
+    step = max(block, 8 if device.has_tma() else 1)
+    return -(-length // step) * step

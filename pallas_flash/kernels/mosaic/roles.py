@@ -1,16 +1,30 @@
-"""Warp specialization: which warpgroups of a program do what, and with how many registers."""
+"""Warpgroups of a program: which do what, and with how many registers (warp specialization), and
+how they wait for each other."""
 
 import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.pytrees import IntLike
 
 REGISTERS = 512  # of a processor, for one thread of each warpgroup
+WARPGROUP = 128  # threads
+
+
+def named_barrier(operation: str, barrier: IntLike, num_threads: int):
+    # jax's GPU interpreter knows an inline function by this name and by the names that it closes
+    # over.
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT,))
+    def bar_op(_, barrier_id):
+        mgpu.utils.inline_ptx(f"bar.{operation} $0, {num_threads};", barrier_id.registers[()])
+
+    bar_op(jnp.asarray(barrier, jnp.int32))
 
 
 class Role(NamedTuple):
