@@ -110,6 +110,20 @@ CASES = {
     "heads of 256": Case(sizes(131, 140, 256), CAUSAL),
 }
 
+# wider ones, which not every family knows
+ABOVE_256 = {
+    "heads of 512": Case(
+        sizes(67, 131, 512, B=2), CAUSAL | dict(query_offset=OFFSETS, logits_soft_cap=2.0)
+    ),
+    "heads of 512, no keys": Case(
+        sizes(67, 70, 512, B=2), dict(key_value_seq_lengths=np.array([0, 37], np.int32))
+    ),
+    "heads of 320": Case(sizes(67, 131, 320), CAUSAL | dict(query_offset=64), "float16"),
+    "heads of 300, a window": Case(sizes(67, 70, 300), dict(local_window_size=(40, 4))),
+    "heads of 512 and 64": Case(sizes(131, 140, 512, 64), CAUSAL),
+    "heads of 64 and 512": Case(sizes(67, 140, 64, 512, N=4, K=2), dict(sinks=np.resize(SINKS, 4))),
+}
+
 # ---- masks that are arrays or rules, biases, score_mods, dropout: what the reference says ----
 
 LOWEST = float(np.finfo(np.float32).min)
@@ -277,11 +291,10 @@ SHORTER = dict(
     key_value_seq_lengths=np.array([70, 30], np.int32),
 )
 EARLY = CAUSAL | dict(query_offset=3)
-ABOVE_256 = {
-    "heads of 512": Case(TINY._replace(B=1, H=512, Hv=512), CAPPED | EARLY | dict(sinks=SINKS)),
-    "heads of 320": Case(sizes(67, 70, 320, B=2, N=4, K=2), SHORTER, "float16"),
-    "heads of 512 and 64": Case(sizes(67, 70, 512, 64, N=1), dict(local_window_size=(20, 4))),
-    "heads of 64 and 512": Case(sizes(67, 140, 64, 512), CAUSAL | dict(query_offset=73)),
+MORE_ABOVE_256 = {
+    "heads of 512, dropout": of_heads(512, scored(curved), CAUSAL, DROPOUT, z=SMALL),
+    "heads of 272 and 384, a mask": Case(sizes(67, 131, 272, 384), dense(1, 2, 67, 131)),
+    "heads of 512, a rule": of_heads(512, holes(0, 2), added(1, 1, 67, 131), z=SMALL),
     "a mask and a bias, heads of 512": of_heads(
         512, added(1, 2, 67, 70), dense(1, 1, 67, 70), z=TINY._replace(B=1)
     ),
@@ -365,6 +378,7 @@ OTHERS = {
     "long, heads of 128, in any order": Case(LONG._replace(H=128, Hv=128), LATE | ANY_ORDER),
     "long, heads of 192 and 128": Case(LONG._replace(H=192, Hv=128), LATE),
     "long, heads of 256": Case(LONG._replace(H=256, Hv=256), LATE),
+    "long, heads of 512": Case(LONG._replace(T=67, H=512, Hv=512), CAUSAL | dict(query_offset=383)),
     "long, by query": reads((2,), scores.Alibi),
     "long, by key": Case(TINY, added(1, 2, 1, TINY.S)),
     "long, by pair": Case(TINY, added(1, 1, TINY.T, TINY.S)),
@@ -402,7 +416,7 @@ class Call(NamedTuple):
 
 
 def drawn(name: str) -> Call:
-    cases = CASES | MORE | ABOVE_256 | BIASES | SCORES | OTHERS | LONG_ABOVE_256
+    cases = CASES | ABOVE_256 | MORE | MORE_ABOVE_256 | BIASES | SCORES | OTHERS | LONG_ABOVE_256
     case, rng = cases[name], np.random.default_rng(zlib.crc32(name.encode()))
     options = case.options(rng) if callable(case.options) else dict(case.options)
     q, k, v = case.change(*qkv(rng, case.sizes, case.dtype))
@@ -411,4 +425,5 @@ def drawn(name: str) -> Call:
     floats |= {x: rest.pop(x) for x in ("bias", "sinks", "slopes") if x in rest}
     like = lambda x: rng.normal(size=x.shape).astype(np.float32).astype(x.dtype)
     tangents = {x: like(a) for x, a in floats.items()}
-    return Call(floats, tangents, cotangents(rng, q, v), rest, options if name in CASES else None)
+    known = options if name in CASES | ABOVE_256 else None
+    return Call(floats, tangents, cotangents(rng, q, v), rest, known)

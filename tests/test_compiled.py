@@ -117,6 +117,9 @@ TWO_KERNELS = {
     # from 192/128 on they run under the other consumer's
     (192, "causal"): dict(forward=Loop(454), dk_dv=Loop(345, 0, straight=1), dq=Loop(391)),
     ((192, 128), "causal"): dict(forward=Loop(482), dk_dv=Loop(347, 0, straight=1), dq=Loop(378)),
+    # of the first of two consumers, by 32 keys
+    (512, "causal"): dict(forward=Loop(418)),
+    (320, "documents"): dict(forward=Loop(406)),
 }
 FORWARD_MODE = {
     (64, "causal"): dict(tangent=Loop(390)),

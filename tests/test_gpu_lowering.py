@@ -28,7 +28,8 @@ GPU = {
     "B200": GPUS["H200"]._replace(kind="NVIDIA B200", capability=(10, 0)),
 }
 WIDTHS = [(64, 64), (128, 128), (160, 160), (192, 128), (64, 256), (256, 256)]
-ABOVE_256 = [(320, 64), (512, 512)]
+ABOVE_256 = [("H200", (272, 320)), ("A100-80GB", (320, 64)), *itertools.product(GPU, [(512, 512)])]
+GPU_WIDTHS = [*itertools.product(GPU, WIDTHS), *ABOVE_256]
 
 
 def read(letters, score_mod):
@@ -127,14 +128,7 @@ def implementations(gpu) -> list[str]:
     return ["hopper", "ampere"] if gpu.capability == (9, 0) else ["ampere"]
 
 
-@pytest.mark.parametrize(
-    "name, widths",
-    [
-        *itertools.product(GPU, WIDTHS),
-        *itertools.product([x for x in GPU if x != "H200"], ABOVE_256),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("name, widths", GPU_WIDTHS, ids=str)
 @pytest.mark.parametrize("features", TOGETHER)
 def test_features_lower_together(features, name, widths, monkeypatch):
     with limited_to(GPU[name], monkeypatch):
@@ -151,8 +145,7 @@ def test_every_feature_lowers_alone_at_the_width_that_takes_most_memory(name, fe
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("widths", WIDTHS, ids=str)
-@pytest.mark.parametrize("name", GPU)
+@pytest.mark.parametrize("name, widths", GPU_WIDTHS, ids=str)
 def test_drawn_mixtures_lower(name, widths, monkeypatch):
     rng = np.random.default_rng([*name.encode(), *widths])
     with limited_to(GPU[name], monkeypatch):

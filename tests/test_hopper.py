@@ -13,7 +13,7 @@ from cases import Sizes, qkv
 from check import TOLERANCE, close, program
 from selection import whole_but
 
-from pallas_flash import dropout, explain, flash_attention, masks
+from pallas_flash import backends, dropout, explain, flash_attention, masks
 from pallas_flash.kernels import device, hopper
 from pallas_flash.kernels.hopper import tuning
 from pallas_flash.kernels.mosaic import scheduler
@@ -166,6 +166,10 @@ WIDTHS = {  # of the tiles, and their swizzle, and the sizes that arrays have
     (65, 200): (80, 208, 32, 80, 208),
     (160, 32): (160, 32, 64, 160, 32),
     (120, 250): (128, 256, 128, 128, 256),
+    # two consumers own half of the values' columns each
+    (320, 320): (320, 320, 64, 320, 320),
+    (300, 257): (304, 288, 32, 304, 272),
+    (64, 384): (64, 384, 128, 64, 384),
 }
 
 
@@ -181,6 +185,34 @@ def test_one_kernel_is_taken_where_any_order_is_allowed_and_it_fits(size, fused)
     x = shaped(8, 8, size)
     assert tiles(x).fused is None
     assert (tiles(x, deterministic=False).fused is not None) == fused
+
+
+def test_explain_says_what_runs_by_blockwise_where_heads_are_too_wide_for_a_kernel():
+    kernels, all_tiles = backends.find("hopper"), tiles(shaped(8, 8, 64))
+    forward_alone = all_tiles._replace(dq=None, dkv=None, tangent=None)
+    assert str(forward_alone) == f"forward {all_tiles.forward}"
+    assert kernels.derivatives(forward_alone).endswith("; reverse and forward mode by blockwise")
+    assert kernels.derivatives(all_tiles).endswith("of second by blockwise")
+
+
+# Heads, what else takes shared memory: queries and keys of a block
+WIDE = {
+    (320, 320): (64, 64),
+    (512, 512): (64, 32),
+    (64, 512): (64, 64),
+    (512, 256): (128, 32),
+    (512, 256, "largest logits"): (64, 32),
+    (384, 64): (128, 64),
+}
+
+
+@pytest.mark.parametrize("case", WIDE)
+def test_blocks_of_wide_heads_are_as_large_as_shared_memory_allows(case):
+    head, value, *more = case
+    options = dict(return_max_logits=True, score_mod=lambda s, *_: s + 1) if more else {}
+    t = tiles(shaped(8, 8, head, value), **options).forward
+    assert (t.block_q, t.block_k) == WIDE[case]
+    assert t.split == (t.block_q == 64)
 
 
 @pytest.mark.parametrize("head, block_k", [(128, 128), (192, 96), (256, 64)])

@@ -27,6 +27,7 @@ from kernel_cases import (
     FAMILIES,
     LONG_ABOVE_256,
     MORE,
+    MORE_ABOVE_256,
     ORDERS,
     OTHERS,
     SCORES,
@@ -159,7 +160,14 @@ FAST_MORE = [
     ("ampere by TMA", "a rule by pair"),
 ]
 BY_MMA = [family for family in FAMILIES if family != "hopper"]
-ABOVE = [*zip(itertools.cycle(BY_MMA), ABOVE_256, strict=False)]
+# of heads above 256
+ABOVE = [("hopper", name) for name in ABOVE_256 | MORE_ABOVE_256]
+ABOVE += zip(itertools.cycle(BY_MMA), ABOVE_256 | MORE_ABOVE_256, strict=False)
+FAST_ABOVE = (
+    ("hopper", "heads of 512"),
+    (BY_MMA[0], "heads of 512"),
+    (BY_MMA[1], "heads of 64 and 512"),
+)
 FAST_SCORES = [
     ("hopper", "by key, wide heads"),
     ("ampere by cp.async", "by key, and by query"),  # several reads of one entry
@@ -174,7 +182,7 @@ FAST_SCORES = [
     [
         *whole_but(itertools.product(FAMILIES, CASES), *spread(FAST)),
         *whole_but(in_turn(MORE), *FAST_MORE),
-        *whole_but(ABOVE, ABOVE[0], ABOVE[3]),
+        *whole_but(ABOVE, *FAST_ABOVE),
         *whole_but([*itertools.product(FAMILIES, SCORES), *spread(BIASES)], *FAST_SCORES),
     ],
 )
@@ -205,12 +213,14 @@ def test_so_are_tangents_along_some_of_the_arrays(family, some):
 # ---- races ----
 
 FAST_RACES = spread(["long, heads of 128, in any order", *["long, heads of 64"] * 2])
-RACES = [*itertools.product(FAMILIES, (name for name in OTHERS if name.startswith("long")))]
+WIDEST = "long, heads of 512"
+LONG = [name for name in OTHERS if name.startswith("long") and name != WIDEST]
+RACES = [*itertools.product(FAMILIES, LONG), ("hopper", WIDEST)]
 RACES += itertools.product(BY_MMA, LONG_ABOVE_256)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("family, name", whole_but(RACES, *FAST_RACES))
+@pytest.mark.parametrize("family, name", whole_but(RACES, *FAST_RACES, ("hopper", WIDEST)))
 def test_there_is_no_race(family, name):
     assert not agrees(family, name, detect_races=True).found
 
@@ -237,6 +247,14 @@ LEFT_OUT = {
         lambda acc, running=0: plgpu.wgmma_accumulator_load(acc, wait_n=9),
         is_forward=True,
     ),
+    **{
+        f"hopper, forward: {what}": LeftOut("hopper", f"hopper.{where}", is_forward=True, head=512)
+        for what, where in (
+            ("the wait for P", "sync.Handoff.wait"),
+            ("the wait until P was read", "sync.Handoff.wait_for_release"),
+            ("the fence after P and o are there", "sync.fence"),
+        )
+    },
     "hopper: the wait for a block": LeftOut("hopper", "hopper.sync.TmaRing.wait"),
     "hopper: the meeting before dS is read": LeftOut(
         "hopper", "hopper.dkv_consumer.DkvConsumer.barrier", options=ANY_ORDER
@@ -262,7 +280,8 @@ def test_without_it_there_is_a_race(name, rng, monkeypatch):
     row = LEFT_OUT[name]
     monkeypatch.setattr(f"pallas_flash.kernels.{row.where}", row.instead)
     monkeypatch.setattr(gpu_interpreter, "DEADLOCK_SECONDS", 5.0)
-    q, k, v = qkv(rng, sizes(256, 512 if row.is_forward else 128, row.head, N=1), jnp.bfloat16)
+    length = 128 * 64 // row.head * (4 if row.is_forward else 1)
+    q, k, v = qkv(rng, sizes(256, length, row.head, N=1), jnp.bfloat16)
     of_output = functools.partial(attend, row.family, **row.options)
     of_gradients = jax.grad(lambda *x: jnp.sum(of_output(*x).astype(jnp.float32)), (0, 1, 2))
     # the interpreter may also give up, where nobody has seen that a block was there, on a busy

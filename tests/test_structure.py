@@ -84,6 +84,7 @@ ORDER = [
     "kernels.ampere.tuning",
     "kernels.hopper.__init__",
     "kernels.hopper.forward",
+    "kernels.hopper.second_consumer",
     "kernels.hopper.backward",
     "kernels.hopper.backward_dkv",
     "kernels.hopper.dkv_consumer",

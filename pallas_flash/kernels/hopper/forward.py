@@ -3,7 +3,7 @@ block before it.
 
 A program owns 64 queries of one head for each of its consumer warpgroups, and walks over the keys;
 the consumers share the tensor cores by ping-pong. It may be persistent over several tiles of
-queries of the head.
+queries of the head. With values wider than 256 two consumers own 64 queries: second_consumer.py.
 """
 
 import functools
@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash import online_softmax, schedule
 from pallas_flash.arguments import Operands, Problem
-from pallas_flash.kernels.hopper import sync, tile
+from pallas_flash.kernels.hopper import second_consumer, sync, tile
 from pallas_flash.kernels.hopper.tuning import ROWS, AllTiles, Tiles
 from pallas_flash.kernels.mma import decode
 from pallas_flash.kernels.mosaic import block_info, logits, scheduler, statistics
@@ -81,10 +81,11 @@ def _inputs(p: Problem, t: Tiles, x: Operands) -> Inputs:
 class Memory(NamedTuple):
     """The shared memory of a program."""
 
-    q: Any  # [q_stages x warpgroups, 64, the larger width], of the output in the end
+    q: Any  # [q_stages x row_tiles, 64, the larger width], of the output in the end
     k: Any  # [stages, block_k, width]
     v: Any  # [value_stages, block_k, value_width], in tile.k_subtiles
-    stats: Any  # for each field of the SoftmaxState [warpgroups, 64]
+    stats: Any  # for each field of the SoftmaxState [row_tiles, 64]
+    handed: second_consumer.Handed | None  # where two consumers share the output
     q_full: Any
     k_full: Any
     v_full: Any
@@ -94,11 +95,12 @@ class Memory(NamedTuple):
         barriers = lambda n: plgpu.Barrier(num_barriers=n)
         block = functools.partial(tile.block, swizzle=t.swizzle)
         return cls(
-            q=block(dtype, t.q_stages * t.warpgroups, ROWS, max(t.width, t.value_width)),
+            q=block(dtype, t.q_stages * t.row_tiles, ROWS, max(t.width, t.value_width)),
             k=block(dtype, t.stages, t.block_k, t.width),
             v=tile.subtile_blocks(dtype, t.value_stages, t.block_k, t.value_width, t.swizzle),
-            stats=(plgpu.SMEM((t.warpgroups, ROWS), jnp.float32),) * fields,
-            q_full=barriers(t.q_stages * t.warpgroups),
+            stats=(plgpu.SMEM((t.row_tiles, ROWS), jnp.float32),) * fields,
+            handed=second_consumer.Handed.allocate(t, dtype) if t.split else None,
+            q_full=barriers(t.q_stages * t.row_tiles),
             k_full=barriers(t.stages),
             v_full=plgpu.Barrier(
                 num_arrivals=len(tile.k_subtiles(t.block_k)), num_barriers=t.value_stages
@@ -110,19 +112,23 @@ def _kernel(program, x: Inputs, o_gmem, *outputs, problem: Problem, tiles: Tiles
     *stats_gmem, memory = outputs
     owned = Program(problem, tiles, x, program)
     ids = sync.BarrierIds(tiles.warpgroups, tiles.stages)
-    k = sync.TmaRing(memory.k, memory.k_full, ids.first_ring, tiles.warpgroups)
+    k = sync.TmaRing(memory.k, memory.k_full, ids.first_ring, tiles.row_tiles)
     v_full = (memory.v_full,) * len(memory.v)
     v = sync.TmaRing(memory.v, v_full, ids.second_ring, tiles.warpgroups)
 
     def consume(wg):
-        turns = sync.PingPong(ids.ping_pong, ids.single, tiles.warpgroups, wg)
-        Consumer(owned, memory, o_gmem, stats_gmem, k, v, turns, wg).run()
+        turns = sync.PingPong(ids.ping_pong, ids.single, tiles.row_tiles, wg)
+        consumer = Consumer(owned, memory, o_gmem, stats_gmem, k, v, turns, wg)
+        if not tiles.split:
+            return consumer.run()
+        first = consumer._replace(wg=0, handoff=sync.Handoff(memory.handed, *ids.handoff))
+        pl.when(wg == 0)(first.run)
+        pl.when(wg == 1)(lambda: second_consumer.attend(first._replace(column_slice=1)))
 
     def produce():
         def load(n, used):
             work = owned.work_tile(n)
-            blocks = block_info.descend(x.blocks, owned.blocks(work))
-            return tile.load_kv(x, work, blocks, k, v, tiles, used)
+            return tile.load_kv(x, work, owned.blocks_in_order(work), k, v, tiles, used)
 
         used = schedule.loop(0, tiles.tiles_per_program, load, jnp.int32(0))
         k.drain(used)
@@ -148,16 +154,19 @@ class Program(NamedTuple):
     def blocks(self, work: scheduler.WorkTile) -> schedule.Blocks:
         return self._blocks(self.x.blocks, work, work.tile, self.tiles.block_q)
 
-    def consumer_blocks(
-        self, work: scheduler.WorkTile, wg: IntLike, blocks: schedule.Blocks
-    ) -> schedule.Blocks:
+    def blocks_in_order(self, work: scheduler.WorkTile) -> schedule.Blocks:
+        return block_info.descend(self.x.blocks, self.blocks(work))
+
+    def consumer_blocks(self, work: scheduler.WorkTile, wg: IntLike) -> schedule.Blocks:
         """Those of the program's blocks that a consumer needs, at least one, in the order in which
         they come; it skips the others."""
+        blocks = self.blocks(work)
         # the latter: all rows see all keys
-        if isinstance(self.x.blocks, block_info.BlockLists) or isinstance(blocks.last, int):
-            return block_info.descend(self.x.blocks, blocks)
+        same = isinstance(self.x.blocks, block_info.BlockLists) or isinstance(blocks.last, int)
+        if same or self.tiles.row_tiles == 1:
+            return self.blocks_in_order(work)
         last_tile = schedule.ceil_div(self.problem.queries, ROWS) - 1
-        number = jnp.minimum(work.tile * self.tiles.warpgroups + wg, last_tile)
+        number = jnp.minimum(work.tile * self.tiles.row_tiles + wg, last_tile)
         needed = self._blocks(self.x.consumer_blocks, work, number, ROWS)
         first = schedule.between(needed.first, blocks.first, blocks.last - 1)
         last = schedule.between(needed.last, first + 1, blocks.last)
@@ -171,7 +180,7 @@ class Program(NamedTuple):
 
 
 class Consumer(NamedTuple):
-    """A warpgroup that computes: 64 queries of each of its program's tiles."""
+    """A warpgroup that computes: 64 queries of each of its program's tiles, or half of their o."""
 
     program: Program
     memory: Memory
@@ -180,11 +189,23 @@ class Consumer(NamedTuple):
     k: sync.TmaRing
     v: sync.TmaRing
     turns: sync.PingPong
-    wg: IntLike
+    wg: IntLike  # which 64 queries
+    column_slice: int = 0
+    handoff: sync.Handoff | None = None  # of `Memory.handed`
 
     @property
     def tiles(self) -> Tiles:
         return self.program.tiles
+
+    @property
+    def columns(self) -> pl.Slice:
+        """The consumer's, of values and output."""
+        size = self.tiles.value_width // self.tiles.column_slices
+        return pl.ds(self.column_slice * size, size)
+
+    def values(self, t: IntLike):
+        """Its columns of block t, in `tile.k_subtiles`."""
+        return [rows.at[:, self.columns] for rows in self.v.block(t)]
 
     def run(self):
         for n in range(self.tiles.q_stages):
@@ -203,7 +224,7 @@ class Consumer(NamedTuple):
 
     def slot(self, n: IntLike):
         """Of q in shared memory."""
-        return sync.slot(n, self.tiles.q_stages) * self.tiles.warpgroups + self.wg
+        return sync.slot(n, self.tiles.q_stages) * self.tiles.row_tiles + self.wg
 
     def load_q(self, n: IntLike):
         """Of the program's n-th tile, if there is one."""
@@ -228,13 +249,12 @@ class Consumer(NamedTuple):
     def setup(self, n: IntLike) -> "QueryTile":
         """The queries of the program's n-th tile, which are in shared memory then."""
         x, problem, work = self.program.x, self.program.problem, self.program.work_tile(n)
-        blocks = self.program.blocks(work)
         head = logits.for_head(problem, tile.LAYOUTS, x.logits, work.batch, work.head)
         mask = head.load_mask(work.batch, self.first_row(work), ROWS)
-        needed = self.program.consumer_blocks(work, self.wg, blocks)
+        needed = self.program.consumer_blocks(work, self.wg)
         smem = self.memory.q.at[self.slot(n)]
         plgpu.barrier_wait(self.memory.q_full.at[self.slot(n)])
-        last_block = block_info.descend(x.blocks, blocks).last
+        last_block = self.program.blocks_in_order(work).last
         return QueryTile(self, work, smem, needed, last_block, head, mask)
 
     def skip_block(self, t: IntLike, _):
@@ -249,11 +269,13 @@ class Consumer(NamedTuple):
     def finish(self, rows: "QueryTile", o, stats: SoftmaxState):
         """The epilogue, by way of the shared memory of q."""
         work, smem = rows.work, rows.smem
-        smem.at[:, : self.tiles.value_width][...] = o.astype(smem.dtype)
+        smem.at[:, self.columns][...] = o.astype(smem.dtype)
         stats_smem = [x.at[self.wg] for x in self.memory.stats]
         for x, value in zip(stats_smem, jax.tree.leaves(stats), strict=True):
             x[...] = value
         by_row = work.batch, work.head, pl.ds(self.first_row(work), ROWS)
+        if self.handoff is not None:  # the other columns are there
+            self.handoff.wait_for_release()
         tile.copy_out(
             (smem, self.rows(self.o_gmem, work)),
             *zip(stats_smem, (x.at[by_row] for x in self.stats_gmem), strict=True),
@@ -295,17 +317,20 @@ class QueryTile(NamedTuple):
         full = isinstance(last, int) and self.blocks.full_first <= first
         p, _, stats = self.softmax(s, first, start, masked=not full)
         self.await_next_k(first + 1)
-        carry = tile.zeros(ROWS, self.consumer.tiles.value_width), stats, p.astype(self.q.dtype)
+        p = self.narrow(p, tile.rows(1.0))
+        carry = tile.zeros(ROWS, self.consumer.columns.size), stats, p
         o, stats, p = self.blocks.without_first().visit(self.step, carry)
         turns.acquire()
         v.wait(last)
 
         def finish(acc):
-            tile.dot_subtiles(acc, p, v.block(last))
+            tile.dot_subtiles(acc, p, self.consumer.values(last))
             turns.yield_turn()
 
         (o,) = tile.accumulate(finish, o)
         v.release(last)
+        if self.consumer.handoff is not None:
+            self.consumer.handoff.put(by_row=stats.l)
         o = online_softmax.finish(o, stats.l, problem.kept)
         return o, statistics.finish(problem, stats)
 
@@ -318,7 +343,7 @@ class QueryTile(NamedTuple):
         def under_the_products(o_acc, s_acc):
             tile.dot_t(s_acc, self.q, c.k.block(t))
             c.v.wait(t - 1)
-            tile.dot_subtiles(o_acc, p, c.v.block(t - 1))
+            tile.dot_subtiles(o_acc, p, c.values(t - 1))
             c.turns.yield_turn()
             s = tile.await_sum(s_acc, running=len(c.memory.v))  # [bq, bk]
             c.k.release(t)
@@ -331,8 +356,15 @@ class QueryTile(NamedTuple):
         o, _, p, alpha, *stats = tile.overlap(under_the_products, (o, zeros), like)
         c.v.release(t - 1)
         o = tile.rescale(o, alpha) if c.tiles.rescale_threshold else o * per_row(alpha, o.shape)
-        # cast only now: the product before it read the old p
-        return o, SoftmaxState(*stats), p.astype(self.q.dtype)
+        # narrow only now: the product before it read the old p
+        return o, SoftmaxState(*stats), self.narrow(p, alpha)
+
+    def narrow(self, p, alpha):
+        """P in 16 bits, which the second consumer gets too, if it shares the output."""
+        p = p.astype(self.q.dtype)
+        if self.consumer.handoff is not None:
+            self.consumer.handoff.put(p=p, by_row=alpha)
+        return p
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -32,7 +32,11 @@ class BarrierIds(NamedTuple):
 
     @property
     def consumers(self) -> int:
-        return self.ping_pong  # a kernel has ping-pong or `consumer_barrier`
+        return self.ping_pong  # a kernel has ping-pong, `consumer_barrier` or a `Handoff`
+
+    @property
+    def handoff(self) -> tuple[int, int]:
+        return self.ping_pong, self.ping_pong + 1
 
     @property
     def order(self) -> int:
@@ -70,7 +74,7 @@ def consumer_barrier(barrier: int, warpgroups: int):
 
 class PingPong(NamedTuple):
     """Consumers take turns with the tensor cores: while one's products run, the others compute
-    their softmax."""
+    their softmax. One alone waits for nobody."""
 
     first: int  # named barrier of the first consumer
     single: int  # the same, for its own warps
@@ -82,9 +86,12 @@ class PingPong(NamedTuple):
         pl.when(self.wg == self.warpgroups - 1)(self.yield_turn)
 
     def acquire(self):
-        named_barrier("sync", self.first + self.wg, 2 * WARPGROUP)
+        if self.warpgroups > 1:
+            named_barrier("sync", self.first + self.wg, 2 * WARPGROUP)
 
     def yield_turn(self):
+        if self.warpgroups == 1:
+            return
         # computed each time: there is no register to keep it in
         wg = lax.optimization_barrier(self.wg)
         named_barrier(
@@ -98,6 +105,33 @@ class PingPong(NamedTuple):
     def finish(self):
         """The first takes the turn that the last has yielded in the end."""
         pl.when(self.wg == 0)(self.acquire)
+
+
+class Handoff(NamedTuple):
+    """Shared memory in which a consumer leaves arrays for another one, again and again."""
+
+    slots: Any  # a NamedTuple of arrays
+    filled: int  # named barriers
+    free: int
+
+    def put(self, **values):
+        """The first one's, once the other has released what was there."""
+        self.wait_for_release()
+        for name, x in values.items():
+            getattr(self.slots, name)[...] = x
+        fence()
+        named_barrier("arrive", self.filled, 2 * WARPGROUP)
+
+    def wait_for_release(self):
+        named_barrier("sync", self.free, 2 * WARPGROUP)
+
+    def wait(self):
+        """The other one's, until the arrays are there."""
+        named_barrier("sync", self.filled, 2 * WARPGROUP)
+
+    def release(self):
+        """The other one's, before each `put`."""
+        named_barrier("arrive", self.free, 2 * WARPGROUP)
 
 
 def slot(t: IntLike, stages: int):

@@ -176,9 +176,10 @@ def dot(acc, a, b):
 
 
 def dot_subtiles(acc, a, b):
-    """acc += a b, asynchronously, a product for each of the `k_subtiles` of b's rows."""
+    """acc += a b, asynchronously, a product for each of the `k_subtiles` of b's rows; a in
+    registers or, with one of them, in shared memory."""
     for x, rows in zip(k_subtiles(a.shape[1]), b, strict=True):
-        dot(acc, a[:, x.start : x.start + x.size], rows)
+        dot(acc, a if x.size == a.shape[1] else a[:, x.start : x.start + x.size], rows)
 
 
 def await_sum(acc, running: int = 0):

@@ -19,7 +19,8 @@ SWIZZLES = 128, 64, 32
 
 class Tiles(NamedTuple):
     """Of a kernel that owns queries: `warpgroups` x 64 of them by `block_k` keys, with `stages`
-    blocks of keys and `value_stages` blocks of values in shared memory."""
+    blocks of keys and `value_stages` blocks of values in shared memory; or, if `split`, 64 for two
+    warpgroups, of which the first computes P and each owns half of the output's columns."""
 
     # of queries and keys in shared memory, with zeros in the columns that heads do not have
     width: int
@@ -28,17 +29,29 @@ class Tiles(NamedTuple):
     block_k: int
     stages: int = 2
     value_stages: int = 2
-    k_wait: Literal["at use", "early"] = "at use"  # where a block of K is waited for
+    # where a block of K is waited for; early, a block of V is still held, and there must be two
+    k_wait: Literal["at use", "early"] = "at use"
     # how far scores may exceed the maximum they are taken from; O is rescaled only
     # beyond
     rescale_threshold: float = 0.0
     swizzle: int = SWIZZLES[0]
     q_stages: int = 1  # tiles of queries that shared memory has room for
     tiles_per_program: int = 1  # of queries, one after another
+    split: bool = False
+
+    @property
+    def row_tiles(self) -> int:
+        """How many times 64 queries there are."""
+        return 1 if self.split else self.warpgroups
 
     @property
     def block_q(self) -> int:
-        return self.warpgroups * ROWS
+        return self.row_tiles * ROWS
+
+    @property
+    def column_slices(self) -> int:
+        """Into how many slices the columns of values and output are cut."""
+        return self.warpgroups // self.row_tiles
 
     @property
     def tiling(self) -> Tiling:
@@ -54,7 +67,8 @@ class Tiles(NamedTuple):
         """Of shared memory, for the matrices of the forward."""
         queries = self.q_stages * self.block_q * max(self.width, self.value_width)
         keys = self.stages * self.width + self.value_stages * self.value_width
-        return 2 * (queries + self.block_k * keys)
+        p = ROWS if self.split else 0
+        return 2 * (queries + self.block_k * (keys + p))
 
     def __str__(self):
         return _describe(self)
@@ -143,7 +157,8 @@ LONG = 64  # blocks of keys, beside which the start and the end of a program are
 # not fit twice at 192. A block whose size is no multiple of 32 takes no dropout, and dropout spills
 # wherever there are three warpgroups. O rescaled seldom spills at 64 with documents, and gains
 # nothing at 256; where it is, ptxas leaves the wait for products in its place, but not if a program
-# goes over several tiles: results.md#hopper-as-compiled.
+# goes over several tiles: results.md#hopper-as-compiled. From 257 on blocks are as large as fit
+# twice, and there are 128 queries where the registers of a warpgroup hold o of 64.
 _FORWARD = (
     Tiles(width=64, value_width=64, warpgroups=3, block_k=128, k_wait="early", q_stages=2),
     Tiles(width=64, value_width=64, warpgroups=2, block_k=128, rescale_threshold=8.0),
@@ -155,6 +170,10 @@ _FORWARD = (
     Tiles(width=128, value_width=256, warpgroups=2, block_k=96, k_wait="early"),
     Tiles(width=256, value_width=256, warpgroups=2, block_k=80, k_wait="early"),
     Tiles(width=256, value_width=256, warpgroups=2, block_k=64, k_wait="early"),
+    Tiles(width=512, value_width=256, warpgroups=2, block_k=64, k_wait="early"),
+    Tiles(width=512, value_width=256, warpgroups=2, block_k=32, k_wait="early"),
+    Tiles(width=512, value_width=512, warpgroups=2, block_k=64, k_wait="early", split=True),
+    Tiles(width=512, value_width=512, warpgroups=2, block_k=32, k_wait="early", split=True),
 )
 # Blocks of 128 keys leave no registers at 128, nor beside three warpgroups. A block of keys is held
 # for a step longer than one of values, so there are three; at 256 there is room for two, and one of
@@ -199,14 +218,25 @@ def tiles(problem: Problem) -> AllTiles:
         backward = (_narrow(dq, p), _narrow(dkv, p), None) if both else (None, None, None)
     else:
         backward = None, None, _narrow(fused, p, fused.dq_column_slices)
-    # of each vector of statistics, which is aligned, and of the mbarriers
-    beside = 1024 * (2 + (p.log_base is LogBase.E) + p.max_logits)
-    most = (device.SHARED_KB[9.0] << 10) - beside
-    forward = [row for row in _allowed(_FORWARD, p) if row.forward_bytes <= most]
-    forward = _with_tiles_per_program(_narrow(_row(forward, p), p), p)
+    forward = _with_tiles_per_program(_forward_row(p), p)
     decodes = decode.is_decoding(p) and max(p.head_size, p.value_size) <= mma.WIDEST
     tangent = _narrow(_row(_TANGENT, p), p)
     return AllTiles(forward, *backward, tangent, mma.decode_tiles(p) if decodes else None)
+
+
+def _forward_row(p: Problem) -> Tiles:
+    """The cheapest that shared memory holds, as narrow as the heads are."""
+    # of each vector of statistics, which is aligned, and of the mbarriers
+    beside = 1024 * (2 + (p.log_base is LogBase.E) + p.max_logits)
+    most = (device.SHARED_KB[9.0] << 10) - beside
+
+    def of_heads(row: Tiles) -> Tiles:
+        a_slice = schedule.ceil_div(p.value_size, row.column_slices)
+        row = row._replace(swizzle=_swizzle(p.head_size, a_slice))
+        return _narrow(row, p, value_slices=row.column_slices)
+
+    fits = lambda row: of_heads(row).forward_bytes <= most
+    return of_heads(cheapest(_allowed(_FORWARD, p), p, fits))
 
 
 def _allowed(table, p: Problem) -> list:
@@ -245,16 +275,16 @@ def _row(table, problem: Problem):
     return row and row._replace(swizzle=_swizzle(problem.head_size, problem.value_size))
 
 
-def _narrow(row, problem: Problem, slices: int = 1):
-    """A row with no more columns than the heads need, those of queries and keys in so many slices
-    of whole tiles; None of none."""
+def _narrow(row, problem: Problem, slices: int = 1, value_slices: int = 1):
+    """A row with no more columns than the heads need, those of queries and keys, and of values, in
+    so many slices of whole tiles; None of none."""
     if row is None:
         return None
     whole = lambda size, columns: -(-size // columns) * columns
     columns = row.swizzle // 2
     return row._replace(
         width=whole(problem.head_size, slices * columns),
-        value_width=whole(problem.value_size, columns),
+        value_width=whole(problem.value_size, value_slices * columns),
     )
 
 

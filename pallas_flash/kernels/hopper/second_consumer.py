@@ -1,0 +1,51 @@
+"""The second of two consumers that own the same queries, where o of more than 256 columns would not
+fit into the registers of one: the first computes S and P once, and each O += P V for half of the
+columns."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_flash import online_softmax, schedule
+from pallas_flash.kernels.hopper import sync, tile
+from pallas_flash.kernels.hopper.tuning import ROWS, Tiles
+from pallas_flash.kernels.mosaic.registers import per_row
+
+
+class Handed(NamedTuple):
+    """What the first leaves in shared memory."""
+
+    p: Any  # [64, block_k], 16 bits
+    by_row: Any  # [64], alpha; after the last block l
+
+    @classmethod
+    def allocate(cls, t: Tiles, dtype) -> "Handed":
+        swizzle = min(2 * t.block_k, t.swizzle)  # V's, of which the product wants no other
+        p = tile.block(dtype, ROWS, t.block_k, swizzle=swizzle)
+        return cls(p, plgpu.SMEM((ROWS,), jnp.float32))
+
+
+def attend(consumer):
+    """What `consumer`, of forward.py, does: its output is in the shared memory of q then."""
+    c, handoff = consumer, consumer.handoff
+    blocks = c.program.blocks_in_order(c.program.work_tile(0))
+    by_row = lambda: plgpu.load(handoff.slots.by_row, layout=tile.LAYOUTS.row)
+
+    def step(t, o):
+        c.v.wait(t)
+        handoff.wait()
+        o = o * per_row(by_row(), o.shape)
+        (o,) = tile.accumulate(lambda o: tile.dot_subtiles(o, handoff.slots.p, c.values(t)), o)
+        handoff.release()
+        c.v.release(t)
+        return o
+
+    handoff.release()
+    o = schedule.loop(blocks.first, blocks.last, step, tile.zeros(ROWS, c.columns.size))
+    handoff.wait()
+    o = online_softmax.finish(o, by_row(), c.program.problem.kept)
+    smem = c.memory.q.at[c.slot(0), :, c.columns]  # the first multiplies by q no more
+    smem[...] = o.astype(smem.dtype)
+    sync.fence()  # the first copies it out
+    handoff.release()
