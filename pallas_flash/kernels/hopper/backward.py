@@ -2,7 +2,8 @@
 compute P again from lse.
 
 Deterministic: one kernel owns tiles of keys and sums dK and dV over the queries, one owns tiles of
-queries and sums dQ over the keys; 7 products for a pair of blocks. Fused: the first of them also
+queries and sums dQ over the keys; 7 products for a pair of blocks. Where registers do not hold dK
+and dV together each has a kernel, and there are 8. Fused: the first of them also
 computes its share of dQ, and TMA adds it up in global memory, in whatever order the tiles come; 5
 products, and the last bits of dQ differ from run to run.
 """
@@ -16,6 +17,9 @@ def backward(problem: Problem, tiles: AllTiles, x: Operands, lse, do, delta) -> 
     """All but the gradients of a bias and of what a score_mod reads."""
     args = x, lse, do, delta
     if tiles.fused is not None:
-        return Gradients(*backward_dkv.dkv(problem, tiles.fused, *args, fused=True))
-    dq = backward_dq.dq(problem, tiles.dq, *args)
-    return Gradients(dq, *backward_dkv.dkv(problem, tiles.dkv, *args, fused=False))
+        found = backward_dkv.dkv(problem, tiles.fused, *args, fused=True)
+    else:
+        found = dict(dq=backward_dq.dq(problem, tiles.dq, *args))
+        for t in filter(None, (tiles.dkv, tiles.dk, tiles.dv)):
+            found |= backward_dkv.dkv(problem, t, *args, fused=False)
+    return Gradients(found["dq"], found["dk"], found["dv"])

@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_flash import schedule
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.kernels.hopper import sync, tile
-from pallas_flash.kernels.hopper.dkv_consumer import Block, DkvConsumer, Queries
+from pallas_flash.kernels.hopper.dkv_consumer import Block, DkvConsumer, Do, Q
 from pallas_flash.kernels.hopper.tile import inputs
 from pallas_flash.kernels.hopper.tuning import ROWS, KeyTiles, padded_size
 from pallas_flash.kernels.mosaic import block_info, logits, scheduler
@@ -25,15 +25,15 @@ class Memory(NamedTuple):
     """The shared memory of a program that owns keys."""
 
     k: Any  # [block_k, width], of dk in the end
-    v: Any  # [block_k, value_width], of dv in the end
+    v: Any  # [block_k, value_width], of dv in the end; None beside dv alone
     q: Any  # [stages, block_q, width]
     do: Any  # [stages, block_q, value_width]
     lse: Any  # [stages, block_q]
-    delta: Any
+    delta: Any  # the same; None beside dv alone
     # [2, block_k, block_q], transposed, as dp and ds; None but where the consumers split the
-    # columns
+    # columns of dv
     p: Any
-    dp: Any  # [block_k, block_q], dP - delta; None but there
+    dp: Any  # [block_k, block_q], dP - delta; None but where they split those of dk
     ds: Any  # the same there, and in the fused scheme [2, block_k, block_q]; else None
     dq: Any  # [warpgroups, 64, a slice of the columns] float32, or None
     kv_full: Any
@@ -45,59 +45,74 @@ class Memory(NamedTuple):
     def allocate(cls, t: KeyTiles, dtype, fused: bool) -> "Memory":
         rows = plgpu.SMEM((t.stages, t.block_q), jnp.float32)
         block = functools.partial(tile.block, swizzle=t.swizzle)
+        has_dk, scores = "dk" in t.sums, (t.block_k, t.block_q)
         return cls(
             k=block(dtype, t.block_k, t.width),
-            v=block(dtype, t.block_k, t.value_width),
+            v=block(dtype, t.block_k, t.value_width) if has_dk else None,
             q=block(dtype, t.stages, t.block_q, t.width),
             do=block(dtype, t.stages, t.block_q, t.value_width),
             lse=rows,
-            delta=rows,
-            p=block(dtype, 2, t.block_k, t.block_q) if t.split else None,
-            dp=block(dtype, t.block_k, t.block_q) if t.split else None,
-            ds=block(dtype, *[2] * fused, t.block_k, t.block_q) if fused or t.split else None,
+            delta=rows if has_dk else None,
+            p=block(dtype, 2, *scores) if t.split and "dv" in t.sums else None,
+            dp=block(dtype, *scores) if t.split and has_dk else None,
+            ds=block(dtype, *[2] * fused, *scores) if fused or (t.split and has_dk) else None,
             dq=block(jnp.float32, t.warpgroups, ROWS, t.width // t.dq_column_slices)
             if fused
             else None,
-            kv_full=plgpu.Barrier(num_arrivals=2),
+            kv_full=plgpu.Barrier(num_arrivals=1 + has_dk),
             q_full=plgpu.Barrier(num_arrivals=2, num_barriers=t.stages),
             do_full=plgpu.Barrier(num_barriers=t.stages),
-            delta_full=plgpu.Barrier(num_barriers=t.stages),
+            delta_full=plgpu.Barrier(num_barriers=t.stages) if has_dk else None,
         )
 
+    def sums(self) -> dict:
+        """Where dk and dv are in the end; dv in a slot of do's, as large, where there is no v."""
+        return dict(dk=self.k, dv=self.do.at[0] if self.v is None else self.v)
 
-def dkv(p: Problem, t: KeyTiles, x: Operands, lse, do, delta, fused: bool):
-    """dk, dv; before them dq, if fused."""
+
+def dkv(p: Problem, t: KeyTiles, x: Operands, lse, do, delta, fused: bool) -> dict:
+    """By name dk and dv, or one of them, as the tiles say; dq, if fused."""
     blocks = block_info.by_key_tile(p, x.resolved_mask, x.mask, t.block_q, t.block_k)
     x = inputs(p, t, blocks, x, lse, do, delta)
-    q, (k, v) = x.queries.arrays[0], x.keys.arrays
-    zeros = lambda: jnp.zeros((*q.shape[:3], padded_size(p.head_size, t.swizzle, 4)), jnp.float32)
-    *dq, dk, dv = launch(
-        functools.partial(_kernel, problem=p, tiles=t),
+    (q, _), (k, v) = x.queries.arrays, x.keys.arrays
+    outputs = {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in dict(dk=k, dv=v).items()}
+    outputs = {name: outputs[name] for name in t.sums}
+    if fused:
+        width = padded_size(p.head_size, t.swizzle, 4)
+        outputs = dict(dq=jnp.zeros((*q.shape[:3], width), jnp.float32)) | outputs
+    found = launch(
+        functools.partial(_kernel, problem=p, tiles=t, names=tuple(outputs)),
         x,
         programs=scheduler.key_programs(p, t.block_k),
-        out_type=[
-            *([zeros()] if fused else []),
-            *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (k, v)),
-        ],
+        out_type=[*outputs.values()],
         warpgroups=t.warpgroups + 1,
         scratch=Memory.allocate(t, k.dtype, fused),
-        name="flash_attention_dq_dk_dv" if fused else "flash_attention_dk_dv",
+        name=f"flash_attention_{'_'.join(outputs)}",
     )
-    dq = [(a[:, : p.queries, :, : p.head_size] * p.scale).astype(q.dtype) for a in dq]
-    return *dq, dk[:, : p.keys, :, : p.head_size], dv[:, : p.keys, :, : p.value_size]
+    found = dict(zip(outputs, found, strict=True))
+    lengths = dict(dq=p.queries, dk=p.keys, dv=p.keys)
+    sizes = dict(dq=p.head_size, dk=p.head_size, dv=p.value_size)
+    found = {name: a[:, : lengths[name], :, : sizes[name]] for name, a in found.items()}
+    if fused:
+        found["dq"] = (found["dq"] * p.scale).astype(q.dtype)
+    return found
 
 
-def _kernel(program, x: Inputs, *outputs, problem: Problem, tiles: KeyTiles):
-    *dq_gmem, dk_gmem, dv_gmem, memory = outputs
+def _kernel(program, x: Inputs, *refs, names: tuple[str, ...], problem: Problem, tiles: KeyTiles):
+    """Sums what has a name: dk, dv, dq."""
+    *outputs, memory = refs
+    outputs = dict(zip(names, outputs, strict=True))
     work = scheduler.key_tile(program, problem, tiles.block_k, tiles.query_bytes)
     query_blocks = block_info.query_blocks(
         x.blocks, x.logits.resolved_mask, work, problem.queries, tiles.block_q, tiles.block_k
     )
-    queries = sync.TmaRing(
-        Queries(memory.q, memory.lse, memory.do, memory.delta),
-        Queries(memory.q_full, memory.q_full, memory.do_full, memory.delta_full),
-        sync.BarrierIds(tiles.warpgroups, tiles.stages).first_ring,
-        tiles.warpgroups,
+    ids = sync.BarrierIds(tiles.warpgroups, tiles.stages)
+    q, do = (
+        sync.TmaRing(slots, full, released, tiles.warpgroups)
+        for slots, full, released in (
+            (Q(memory.q, memory.lse), Q(memory.q_full, memory.q_full), ids.first_ring),
+            (Do(memory.do, memory.delta), Do(memory.do_full, memory.delta_full), ids.second_ring),
+        )
     )
     first_key = work.tile * tiles.block_k
 
@@ -116,9 +131,16 @@ def _kernel(program, x: Inputs, *outputs, problem: Problem, tiles: KeyTiles):
                         x, work.batch, pl.ds(first, tiles.block_q), work.head + g, width
                     )
                     by_row = work.batch, work.head + g, pl.ds(i * tiles.block_q, tiles.block_q)
-                    q, do = rows(q_gmem, tiles.width), rows(do_gmem, tiles.value_width)
-                    source = Queries(q, x.lse.at[by_row], do, x.delta.at[by_row])
-                    queries.fill(position(t), source)
+                    delta = x.delta.at[by_row] if "dk" in tiles.sums else None
+                    fill_q = lambda: q.fill(
+                        position(t), Q(rows(q_gmem, tiles.width), x.lse.at[by_row])
+                    )
+                    fill_do = lambda: do.fill(
+                        position(t), Do(rows(do_gmem, tiles.value_width), delta)
+                    )
+                    # first what is released first
+                    for fill in (fill_q, fill_do) if "dv" in tiles.sums else (fill_do, fill_q):
+                        fill()
 
                 read(i, fill)
 
@@ -126,7 +148,8 @@ def _kernel(program, x: Inputs, *outputs, problem: Problem, tiles: KeyTiles):
 
         schedule.loop(0, opaque(problem.group), head, None)
         blocks, position = query_blocks(problem.group - 1)
-        queries.drain(position(blocks.last))
+        for ring in q, do:
+            ring.drain(position(blocks.last))
 
     def consume(wg):
         if not tiles.split:
@@ -137,7 +160,7 @@ def _kernel(program, x: Inputs, *outputs, problem: Problem, tiles: KeyTiles):
     def compute(wg, is_first=None):
         plgpu.barrier_wait(memory.kv_full)
         consumer_at = lambda wg: DkvConsumer(
-            problem, tiles, memory, queries, wg, work.batch, first_key, is_first, *dq_gmem
+            problem, tiles, memory, q, do, wg, work.batch, first_key, is_first, outputs.get("dq")
         )
 
         def head(g, sums):
@@ -147,14 +170,15 @@ def _kernel(program, x: Inputs, *outputs, problem: Problem, tiles: KeyTiles):
             def step(t, sums, masked):
                 first_row = blocks.index(t) * tiles.block_q
                 block = Block(position(t), work.head + g, first_row, of_head)
-                return consumer_at(opaque(wg)).add(block, masked, *sums)
+                return consumer_at(opaque(wg)).add(block, masked, sums)
 
             return blocks.visit(step, sums)
 
-        consumer = consumer_at(wg)
-        widths = consumer.columns(tiles.width).size, consumer.columns(tiles.value_width).size
-        zeros = tuple(tile.zeros(ROWS, width) for width in widths)
-        _finish(work, consumer, *schedule.loop(0, problem.group, head, zeros), dk_gmem, dv_gmem)
+        consumer, widths = consumer_at(wg), dict(dk=tiles.width, dv=tiles.value_width)
+        zeros = {name: tile.zeros(ROWS, consumer.columns(widths[name]).size) for name in tiles.sums}
+        sums = schedule.loop(0, problem.group, head, zeros)
+        sums = {name: sums[name] * problem.scale if name == "dk" else sums[name] for name in sums}
+        _finish(work, consumer, sums, outputs)
 
     tile.specialize(tiles, consume, produce)
 
@@ -165,22 +189,22 @@ def _load_keys(x: Inputs, work: scheduler.WorkTile, memory: Memory, tiles: KeyTi
             x, work.batch, pl.ds(first, tiles.block_k), work.kv_head, width
         )
         plgpu.copy_gmem_to_smem(rows(k_gmem, tiles.width), memory.k, memory.kv_full)
-        plgpu.copy_gmem_to_smem(rows(v_gmem, tiles.value_width), memory.v, memory.kv_full)
+        if memory.v is not None:
+            plgpu.copy_gmem_to_smem(rows(v_gmem, tiles.value_width), memory.v, memory.kv_full)
 
     x.keys.reader(work.batch, tiles.block_k)(work.tile, copy)
 
 
-def _finish(work: scheduler.WorkTile, consumer: DkvConsumer, dk, dv, dk_gmem, dv_gmem):
-    """The epilogue, by way of the shared memory of k and v."""
-    tiles, memory = consumer.tiles, consumer.memory
-    columns, value_columns = consumer.columns(tiles.width), consumer.columns(tiles.value_width)
-    consumer.barrier()  # all have read k and v
-    k, v = memory.k.at[consumer.keys, columns], memory.v.at[consumer.keys, value_columns]
+def _finish(work: scheduler.WorkTile, consumer: DkvConsumer, sums: dict, outputs: dict):
+    """The epilogue, by way of shared memory."""
+    tiles, smem = consumer.tiles, consumer.memory.sums()
+    widths = dict(dk=tiles.width, dv=tiles.value_width)
+    consumer.barrier()  # all have read what lies there
     if consumer.is_first is False:  # some columns may be both's: one after the other
         consumer.barrier()
-    dk, dv = (dk * consumer.problem.scale).astype(k.dtype), dv.astype(v.dtype)
-    k[...] = dk
-    v[...] = dv
+    for name, x in sums.items():
+        target = smem[name].at[consumer.keys, consumer.columns(widths[name])]
+        target[...] = x.astype(target.dtype)
     if consumer.is_first:
         consumer.barrier()
     consumer.barrier()
@@ -188,7 +212,4 @@ def _finish(work: scheduler.WorkTile, consumer: DkvConsumer, dk, dv, dk_gmem, dv
     rows = lambda x, width: tile.head_rows(
         x, work.batch, pl.ds(consumer.first_key + share.start, share.size), work.kv_head, width
     )
-    tile.copy_out(
-        (memory.k.at[share], rows(dk_gmem, tiles.width)),
-        (memory.v.at[share], rows(dv_gmem, tiles.value_width)),
-    )
+    tile.copy_out(*((smem[name].at[share], rows(outputs[name], widths[name])) for name in sums))

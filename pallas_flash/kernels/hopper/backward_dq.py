@@ -1,5 +1,5 @@
-"""dQ: a program owns 64 queries of one head for each of its consumers, and walks over the keys as
-the forward does."""
+"""dQ: a program owns 64 queries of one head for each of its consumers, or of wide heads for both,
+and walks over the keys as the forward does."""
 
 import functools
 from typing import Any, NamedTuple
@@ -24,8 +24,8 @@ from pallas_flash.pytrees import IntLike
 class Memory(NamedTuple):
     """The shared memory of a program that owns queries."""
 
-    q: Any  # [warpgroups, 64, width], of dq in the end
-    do: Any  # [warpgroups, 64, value_width]
+    q: Any  # [row_tiles, 64, width], of dq in the end
+    do: Any  # [row_tiles, 64, value_width]
     k: Any  # [stages, block_k, width]
     v: Any  # [value_stages, block_k, value_width]
     q_full: Any
@@ -35,15 +35,15 @@ class Memory(NamedTuple):
 
     @classmethod
     def allocate(cls, t: Tiles, dtype) -> "Memory":
-        barriers = lambda n: plgpu.Barrier(num_barriers=n)
-        block = functools.partial(tile.block, swizzle=t.swizzle)
+        barriers = lambda n, arrivals=1: plgpu.Barrier(num_arrivals=arrivals, num_barriers=n)
+        block, count = functools.partial(tile.block, swizzle=t.swizzle), t.row_tiles
         return cls(
-            q=block(dtype, t.warpgroups, ROWS, t.width),
-            do=block(dtype, t.warpgroups, ROWS, t.value_width),
+            q=block(dtype, count, ROWS, t.width),
+            do=block(dtype, count, ROWS, t.value_width),
             k=block(dtype, t.stages, t.block_k, t.width),
             v=block(dtype, t.value_stages, t.block_k, t.value_width),
-            q_full=barriers(t.warpgroups),
-            do_full=barriers(t.warpgroups),
+            q_full=barriers(count, t.column_slices),
+            do_full=barriers(count, t.column_slices),
             k_full=barriers(t.stages),
             v_full=barriers(t.value_stages),
         )
@@ -85,7 +85,7 @@ def _kernel(program, x: Inputs, dq_gmem, memory: Memory, *, problem: Problem, ti
 
 
 class Consumer(NamedTuple):
-    """A warpgroup that computes: 64 queries."""
+    """A warpgroup that computes: 64 queries, and a slice of the columns of their dQ."""
 
     problem: Problem
     tiles: Tiles
@@ -96,38 +96,64 @@ class Consumer(NamedTuple):
     work: scheduler.WorkTile
     wg: IntLike
 
+    @property
+    def number(self) -> IntLike:
+        """Of its 64 queries in the program."""
+        return opaque(0) if self.tiles.split else self.wg
+
+    @property
+    def columns(self) -> pl.Slice:
+        """Of dQ."""
+        t = self.tiles
+        size = t.width // t.column_slices
+        return pl.ds(pl.multiple_of(self.wg * size, size) if t.split else 0, size)
+
+    @property
+    def share(self) -> pl.Slice:
+        """Of its 64 queries, those that it copies."""
+        size = ROWS // self.tiles.column_slices
+        return pl.ds(pl.multiple_of(self.wg * size, size) if self.tiles.split else 0, size)
+
     def rows(self, array, first: IntLike, width: int):
-        """Its rows of q, do or dq, where the tile begins at `first`."""
-        rows = pl.ds(first + self.wg * ROWS, ROWS)
+        """Of q, do or dq, where the tile begins at `first`, those that it copies."""
+        rows = pl.ds(first + self.number * ROWS + self.share.start, self.share.size)
         return tile.head_rows(array, self.work.batch, rows, self.work.head, width)
 
     def setup(self) -> "QueryTile":
         """Its queries, whose q and do are in shared memory then."""
-        x, t, memory, work, wg = self.x, self.tiles, self.memory, self.work, self.wg
+        x, t, memory, work, number = self.x, self.tiles, self.memory, self.work, self.number
 
         def copy(first, q_gmem, do_gmem):
             for smem, gmem, full in (
                 (memory.do, self.rows(do_gmem, first, t.value_width), memory.do_full),
                 (memory.q, self.rows(q_gmem, first, t.width), memory.q_full),
             ):
-                plgpu.copy_gmem_to_smem(gmem, smem.at[wg], full.at[wg])
+                plgpu.copy_gmem_to_smem(gmem, smem.at[number, self.share], full.at[number])
 
         x.queries.reader(work.batch, t.block_q)(work.tile, copy)
         blocks = block_info.descend(x.blocks, block_info.visited(x, work, self.problem, t))
-        first_row = work.tile * t.block_q + wg * ROWS
+        first_row = work.tile * t.block_q + number * ROWS
         by_head = work.batch, work.head, pl.ds(first_row, ROWS)
         lse, delta = (load(ref.at[by_head], tile.LAYOUTS.row) for ref in (x.lse, x.delta))
         head = logits.for_head(self.problem, tile.LAYOUTS, x.logits, work.batch, work.head)
         mask = head.load_mask(work.batch, first_row, ROWS)
         for full in memory.q_full, memory.do_full:
-            plgpu.barrier_wait(full.at[wg])
+            plgpu.barrier_wait(full.at[number])
         return QueryTile(self, blocks, first_row, lse, delta, head, mask)
+
+    def meet(self):
+        """Of those that own the same queries."""
+        if self.tiles.split:
+            ids = sync.BarrierIds(self.tiles.warpgroups, self.tiles.stages)
+            sync.consumer_barrier(ids.consumers, self.tiles.warpgroups)
 
     def finish(self, dq, dq_gmem):
         """The epilogue, by way of the shared memory of q."""
-        t, q = self.tiles, self.memory.q.at[self.wg]
-        q[...] = (dq * self.problem.scale).astype(q.dtype)
-        tile.copy_out((q, self.rows(dq_gmem, self.work.tile * t.block_q, t.width)))
+        t, q = self.tiles, self.memory.q.at[self.number]
+        self.meet()  # all have read q
+        q.at[:, self.columns][...] = (dq * self.problem.scale).astype(q.dtype)
+        self.meet()
+        tile.copy_out((q.at[self.share], self.rows(dq_gmem, self.work.tile * t.block_q, t.width)))
 
 
 class QueryTile(NamedTuple):
@@ -142,14 +168,14 @@ class QueryTile(NamedTuple):
     mask: TileMask
 
     def compute(self):
-        """dQ [64, width], but for the scale."""
+        """Its columns of dQ [64, width], but for the scale."""
         c, blocks = self.consumer, self.blocks
         last = blocks.last - 1
         full = isinstance(last, int) and blocks.full_first == 0
         ds = self.gradient(0, not full)
-        carry = tile.zeros(ROWS, c.tiles.width), ds.astype(c.memory.q.dtype)
+        carry = tile.zeros(ROWS, c.columns.size), ds.astype(c.memory.q.dtype)
         dq, ds = blocks.without_first().visit(self.step, carry)
-        (dq,) = tile.accumulate(lambda acc: tile.dot(acc, ds, c.k.block(last)), dq)
+        (dq,) = tile.accumulate(lambda acc: tile.dot(acc, ds, c.k.block(last).at[:, c.columns]), dq)
         c.k.release(last)
         return dq
 
@@ -171,15 +197,16 @@ class QueryTile(NamedTuple):
         """dS of block t. Its exponentials run under dQ += dS K of `before`, the accumulator and the
         dS of the block before."""
         c, shape = self.consumer, self.shape
-        k, v, wg = c.k, c.v, opaque(c.wg)  # or the addresses of all slices would take registers
-        q, do = c.memory.q.at[wg], c.memory.do.at[wg]
+        # or the addresses of all slices would take registers
+        c = c._replace(wg=opaque(c.wg))
+        k, v, q, do = c.k, c.v, c.memory.q.at[c.number], c.memory.do.at[c.number]
 
         def begin_s(acc):
             k.wait(t)
             tile.dot_t(acc, q, k.block(t))
             if before is not None:
                 dq_acc, ds = before
-                tile.dot(dq_acc, ds, k.block(t - 1))
+                tile.dot(dq_acc, ds, k.block(t - 1).at[:, c.columns])
 
         def begin_dp(acc):
             v.wait(t)

@@ -15,17 +15,19 @@ from pallas_flash.kernels.mosaic.logits import Logits
 from pallas_flash.kernels.mosaic.registers import opaque, per_column
 from pallas_flash.pytrees import IntLike
 
-SHAPE = ROWS, ROWS  # of the scores that are computed at once
-FIRST = pl.ds(0, ROWS)
 
-
-class Queries(NamedTuple):
+class Q(NamedTuple):
     """What comes in a ring of blocks of queries: arrays, their slots, their barriers."""
 
     q: Any
     lse: Any
+
+
+class Do(NamedTuple):
+    """What comes in another."""
+
     do: Any
-    delta: Any
+    delta: Any  # None where there is no dK
 
 
 class Block(NamedTuple):
@@ -44,7 +46,8 @@ class DkvConsumer(NamedTuple):
     problem: Problem
     tiles: KeyTiles
     memory: Any  # of backward_dkv.py
-    queries: sync.TmaRing  # of Queries
+    q: sync.TmaRing  # of Q
+    do: sync.TmaRing  # of Do
     wg: IntLike
     batch: IntLike
     first_key: IntLike
@@ -57,11 +60,16 @@ class DkvConsumer(NamedTuple):
         return pl.ds(pl.multiple_of(wg * (size // count), size // count), size // count)
 
     @property
+    def shape(self) -> tuple[int, int]:
+        """Of the scores that are computed at once."""
+        return ROWS, self.tiles.tiling.columns
+
+    @property
     def keys(self) -> pl.Slice:
         return self.share(self.tiles.block_k, self.tiles.block_k // ROWS)
 
     def columns(self, width: int) -> pl.Slice:
-        """The consumer's columns of dK or dV: the first ones, or the last."""
+        """The consumer's columns of a sum so wide: the first ones, or the last."""
         size = self.tiles.owned_columns(width)
         first = pl.multiple_of(self.wg * (width - size), self.tiles.swizzle // 2)
         return pl.ds(first if size < width else 0, size)
@@ -78,11 +86,11 @@ class DkvConsumer(NamedTuple):
         """The second consumer's product comes after the first one's."""
         sync.named_barrier(operation, self.ids.order, self.tiles.warpgroups * sync.WARPGROUP)
 
-    def add(self, block: Block, masked: bool, dk, dv):
+    def add(self, block: Block, masked: bool, sums: dict) -> dict:
         """dK += dS^T Q and dV += P^T dO with a block of queries, by 64 of them at a time."""
         if self.is_first is not None:
-            return self.add_columns(block, masked, dk, dv)
-        queries = self.queries.block(block.position)
+            return self.add_columns(block, masked, sums)
+        q, do = self.q.block(block.position).q, self.do.block(block.position).do
         slices = [pl.ds(first, ROWS) for first in range(0, self.tiles.block_q, ROWS)]
         shared_ds = None
         if self.dq_gmem is not None:
@@ -91,7 +99,7 @@ class DkvConsumer(NamedTuple):
         def products(dk_acc, dv_acc):
             def add_dk():
                 for rows, ds in zip(slices, all_ds, strict=True):
-                    tile.dot(dk_acc, ds, queries.q.at[rows])  # dK += dS^T Q
+                    tile.dot(dk_acc, ds, q.at[rows])  # dK += dS^T Q
 
             all_ds = []
             for rows in slices:
@@ -99,7 +107,7 @@ class DkvConsumer(NamedTuple):
                 all_ds.append(ds)
                 if shared_ds is not None:
                     shared_ds.at[self.keys, rows][...] = ds
-                tile.dot(dv_acc, p, queries.do.at[rows])  # dV += P^T dO
+                tile.dot(dv_acc, p, do.at[rows])  # dV += P^T dO
             if shared_ds is None:
                 sync.fence()  # lse and delta have been read, and TMA may write there
                 add_dk()
@@ -107,70 +115,102 @@ class DkvConsumer(NamedTuple):
                 self.barrier()
                 self.add_dq(block, shared_ds, add_dk)
 
-        sums = tile.accumulate(products, dk, dv)
-        self.queries.release(block.position)
-        return sums
+        dk, dv = tile.accumulate(products, sums["dk"], sums["dv"])
+        self.q.release(block.position)
+        self.do.release(block.position)
+        return dict(dk=dk, dv=dv)
 
-    def add_columns(self, block: Block, masked: bool, dk, dv):
-        """The same for the consumer's columns, by way of shared memory: the first consumer computes
-        P and dS, the second dP."""
-        queries, memory = self.queries.block(block.position), self.memory
-        p = memory.p.at[lax.rem(block.position, jnp.int32(2))]
-        dp, ds = memory.dp.at[self.keys], memory.ds.at[self.keys]
+    def add_columns(self, block: Block, masked: bool, sums: dict) -> dict:
+        """The same for the consumer's columns of the sums that there are, by way of shared memory:
+        the first consumer computes P and dS, the second dP."""
+        q, do = self.q.block(block.position).q, self.do.block(block.position).do
+        p, dp, ds = self.memory.p, self.memory.dp, self.memory.ds
+        if "dv" in sums:
+            p = p.at[lax.rem(block.position, jnp.int32(2))]
         if self.is_first:
-            p[...], weight, back = self.first_p(block, masked, queries.q)
+            found, weight, back = self.first_p(block, masked)
+            if "dv" in sums:
+                p[...] = found
+        elif "dk" in sums:
+            dp[...] = self.second_dp(block).astype(dp.dtype)
         else:
-            dp[...] = self.second_dp(block, queries).astype(dp.dtype)
-        self.barrier()  # p and dp are there
+            self.wait(block, "do")
+        self.barrier()  # P and dP are there
+        if "dk" not in sums:
+            self.q.release(block.position)
 
-        def products(dk_acc, dv_acc):
-            # dV += P^T dO
-            tile.dot(dv_acc, p, queries.do.at[:, self.columns(self.tiles.value_width)])
-            if self.is_first:
-                x, delta = plgpu.layout_cast(dp[...], tile.LAYOUTS.tile).astype(jnp.float32), None
-                if self.problem.dropped:  # which leaves -delta of it
-                    delta = self.per_query(queries.delta)
-                    x = x + delta
-                ds[...] = block.logits.gradient(weight, back, x, delta).astype(ds.dtype)
-            self.barrier()  # ds is there
-            tile.dot(dk_acc, ds, queries.q.at[:, self.columns(self.tiles.width)])  # dK += dS^T Q
+        def products(*accumulators):
+            acc = dict(zip(sums, accumulators, strict=True))
+            if "dv" in sums:  # dV += P^T dO
+                tile.dot(acc["dv"], p, do.at[:, self.columns(self.tiles.value_width)])
+            if "dk" in sums:
+                if self.is_first:
+                    x, delta = self.load_dp(block)
+                    ds[...] = block.logits.gradient(weight, back, x, delta).astype(ds.dtype)
+                self.barrier()  # dS is there
+                if "dv" not in sums:
+                    self.do.release(block.position)
+                tile.dot(acc["dk"], ds, q.at[:, self.columns(self.tiles.width)])  # dK += dS^T Q
 
-        sums = tile.accumulate(products, dk, dv)
-        self.queries.release(block.position)
-        return sums
+        added = tile.accumulate(products, *sums.values())
+        if "dk" in sums:
+            self.q.release(block.position)
+        if "dv" in sums:
+            self.do.release(block.position)
+        return dict(zip(sums, added, strict=True))
 
-    def first_p(self, block: Block, masked: bool, q):
-        """What `probabilities` has of the block; dO, and delta for dropout, are there then."""
-        k = self.memory.k.at[self.keys]
+    @property
+    def queries(self) -> pl.Slice:
+        """All of a block."""
+        return pl.ds(0, self.tiles.block_q)
+
+    def first_p(self, block: Block, masked: bool):
+        """What `probabilities` has of the block; dO, where dV is summed, and delta for dropout are
+        there then."""
+        k, q = self.memory.k.at[self.keys], self.q.block(block.position).q
+        has_dk, has_dv = (name in self.tiles.sums for name in ("dk", "dv"))
 
         def begin(acc):
             tile.dot_t(acc, k, q)
-            self.order("arrive")
+            if has_dk and has_dv:
+                self.order("arrive")
 
         self.wait(block, "q")
-        found = self.probabilities(block, FIRST, masked, tile.product(begin, SHAPE))
-        self.wait(block, "do")
-        if self.problem.dropped:
+        found = self.probabilities(block, self.queries, masked, tile.product(begin, self.shape))
+        if has_dv:
+            self.wait(block, "do")
+        if has_dk and self.problem.dropped:
             self.wait(block, "delta")
         return found
 
-    def second_dp(self, block: Block, queries: Queries):
+    def second_dp(self, block: Block):
         """dP - delta; Q is there then."""
-        v = self.memory.v.at[self.keys]
+        v, (do, delta) = self.memory.v.at[self.keys], self.do.block(block.position)
         self.wait(block, "do")
-        self.order("sync")  # so that dP runs under the exponentials
-        dp = tile.product(lambda acc: tile.dot_t(acc, v, queries.do), SHAPE)
+        if "dv" in self.tiles.sums:
+            self.order("sync")  # so that dP runs under the exponentials
+        dp = tile.product(lambda acc: tile.dot_t(acc, v, do), self.shape)
         self.wait(block, "delta")
-        dp = dp - self.per_query(queries.delta)
+        dp = dp - self.per_query(delta, self.queries)
         self.wait(block, "q")
         return dp
 
+    def load_dp(self, block: Block):
+        """What the second has left of dP, as `Logits.gradient` takes it with delta."""
+        dp, delta = plgpu.layout_cast(self.memory.dp[...], tile.LAYOUTS.tile), None
+        dp = dp.astype(jnp.float32)
+        if self.problem.dropped:  # which leaves -delta of it
+            delta = self.per_query(self.do.block(block.position).delta, self.queries)
+            dp = dp + delta
+        return dp, delta
+
     def wait(self, block: Block, array: str):
-        self.queries.wait(block.position, array)
+        (self.q if array == "q" else self.do).wait(block.position, array)
 
     def p_and_ds(self, block: Block, rows: pl.Slice, masked: bool):
         """P and dS, 16 bits, of 64 of the block's queries."""
-        queries, logits = self.queries.block(block.position), block.logits
+        q, (do, delta) = self.q.block(block.position).q, self.do.block(block.position)
+        logits, shape = block.logits, self.shape
 
         def wait(array):
             if rows.start == 0:
@@ -178,11 +218,11 @@ class DkvConsumer(NamedTuple):
 
         def begin_s(acc):
             wait("q")
-            tile.dot_t(acc, self.memory.k.at[self.keys], queries.q.at[rows])
+            tile.dot_t(acc, self.memory.k.at[self.keys], q.at[rows])
 
         def begin_dp(acc):
             wait("do")
-            tile.dot_t(acc, self.memory.v.at[self.keys], queries.do.at[rows])
+            tile.dot_t(acc, self.memory.v.at[self.keys], do.at[rows])
 
         def finish_s(s):
             found = self.probabilities(block, rows, masked, s)
@@ -198,29 +238,28 @@ class DkvConsumer(NamedTuple):
 
         many = self.problem.soft_cap is not None or self.problem.score is not None
         if many or (masked and logits.mask_has_data):  # no registers for both products
-            p, weight, back = finish_s(tile.product(begin_s, SHAPE))
-            dp = tile.product(begin_dp, SHAPE)
+            p, weight, back = finish_s(tile.product(begin_s, shape))
+            dp = tile.product(begin_dp, shape)
         else:
-            p, weight, dp = tile.with_accumulators(both, SHAPE, SHAPE)
+            p, weight, dp = tile.with_accumulators(both, shape, shape)
             back = None
-        ds = logits.gradient(weight, back, dp, self.per_query(queries.delta, rows))
-        return p, ds.astype(queries.q.dtype)
+        ds = logits.gradient(weight, back, dp, self.per_query(delta, rows))
+        return p, ds.astype(q.dtype)
 
     def probabilities(self, block: Block, rows: pl.Slice, masked: bool, s):
-        """P, 16 bits, of 64 of the block's queries, and what `Logits.gradient` takes."""
-        queries, mask = self.queries.block(block.position), None
+        """P, 16 bits, of some of the block's queries, and what `Logits.gradient` takes."""
+        q, lse = self.q.block(block.position)
         first_row, first_key = block.first_row + rows.start, self.first_key + self.keys.start
+        mask = None
         if masked:
-            mask = block.logits.load_mask(opaque(self.batch), first_row, ROWS, transposed=True)
-        at = block.logits.tile(first_row, first_key, SHAPE, transposed=True)
-        p, weight, back = block.logits.probabilities(
-            s, at, lambda: self.per_query(queries.lse, rows), mask
-        )
-        return (*lax.optimization_barrier((p.astype(queries.q.dtype), weight)), back)
+            mask = block.logits.load_mask(opaque(self.batch), first_row, rows.size, transposed=True)
+        at = block.logits.tile(first_row, first_key, self.shape, transposed=True)
+        p, weight, back = block.logits.probabilities(s, at, lambda: self.per_query(lse, rows), mask)
+        return (*lax.optimization_barrier((p.astype(q.dtype), weight)), back)
 
-    def per_query(self, ref, rows: pl.Slice = FIRST):
-        """What the ref has of 64 queries, for each score."""
-        return per_column(plgpu.load(ref.at[rows], layout=tile.LAYOUTS.column), SHAPE)
+    def per_query(self, ref, rows: pl.Slice):
+        """What the ref has of these queries, for each score."""
+        return per_column(plgpu.load(ref.at[rows], layout=tile.LAYOUTS.column), self.shape)
 
     def add_dq(self, block: Block, ds, begin_more):
         """dQ += dS K in global memory, of which a consumer adds its share; ds is of all consumers,

@@ -20,7 +20,8 @@ SWIZZLES = 128, 64, 32
 class Tiles(NamedTuple):
     """Of a kernel that owns queries: `warpgroups` x 64 of them by `block_k` keys, with `stages`
     blocks of keys and `value_stages` blocks of values in shared memory; or, if `split`, 64 for two
-    warpgroups, of which the first computes P and each owns half of the output's columns."""
+    warpgroups, of which each owns half of the columns of the output or of dQ; the first computes P,
+    or both compute dS."""
 
     # of queries and keys in shared memory, with zeros in the columns that heads do not have
     width: int
@@ -50,7 +51,7 @@ class Tiles(NamedTuple):
 
     @property
     def column_slices(self) -> int:
-        """Into how many slices the columns of values and output are cut."""
+        """Into how many slices the columns of values and output, or of dQ, are cut."""
         return self.warpgroups // self.row_tiles
 
     @property
@@ -70,6 +71,14 @@ class Tiles(NamedTuple):
         p = ROWS if self.split else 0
         return 2 * (queries + self.block_k * (keys + p))
 
+    @property
+    def dq_bytes(self) -> int:
+        """The same for dQ."""
+        row, keys = self.width + self.value_width, self.stages * self.width
+        return 2 * (
+            self.block_q * row + self.block_k * (keys + self.value_stages * self.value_width)
+        )
+
     def __str__(self):
         return _describe(self)
 
@@ -86,6 +95,7 @@ class KeyTiles(NamedTuple):
     stages: int
     split: bool = False
     swizzle: int = SWIZZLES[0]
+    sums: tuple[Literal["dk", "dv"], ...] = ("dk", "dv")  # what the kernel computes
 
     @property
     def block_k(self) -> int:
@@ -93,11 +103,20 @@ class KeyTiles(NamedTuple):
 
     @property
     def tiling(self) -> Tiling:
-        return Tiling(self.block_q, self.block_k, ROWS, transposed=True)
+        return Tiling(self.block_q, self.block_k, min(self.block_q, ROWS), transposed=True)
 
     def owned_columns(self, width: int) -> int:
         """How many of the columns of dK or dV a warpgroup owns: whole tiles."""
         return -(-width // self.swizzle) * self.swizzle // 2 if self.split else width
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of shared memory, for the matrices of a kernel that splits the columns."""
+        has_dk, has_dv = (name in self.sums for name in ("dk", "dv"))
+        keys = self.block_k * (self.width + has_dk * self.value_width)
+        queries = self.stages * self.block_q * (self.width + self.value_width)
+        exchanged = 2 * (has_dk + has_dv) * self.block_k * self.block_q
+        return 2 * (keys + queries + exchanged)
 
     @property
     def dq_column_slices(self) -> int:
@@ -122,12 +141,15 @@ def _describe(t: Tiles | KeyTiles) -> str:
 
 
 class AllTiles(NamedTuple):
-    """Of the backward in two kernels, or in one that adds in any order; None for those that do not
-    run, all of the backward or of forward mode where the heads are too wide for them."""
+    """Of the backward in two kernels or three, or in one that adds in any order; None for those
+    that do not run, of forward mode where the heads are too wide."""
 
     forward: Tiles
     dq: Tiles | None
     dkv: KeyTiles | None
+    # in its place, where registers do not hold both sums
+    dk: KeyTiles | None
+    dv: KeyTiles | None
     fused: KeyTiles | None
     tangent: Tiles | None  # of forward mode
     decode: mma.DecodeTiles | None = None
@@ -141,12 +163,16 @@ class AllTiles(NamedTuple):
         others = {
             "dq": self.dq,
             "dk, dv": self.dkv,
+            "dk": self.dk,
+            "dv": self.dv,
             "dq, dk, dv": self.fused,
             "forward mode": self.tangent,
         }
         return "; ".join([forward, *(f"{name} {t}" for name, t in others.items() if t)])
 
 
+# bytes of shared memory for a program's matrices, beside statistics and mbarriers
+SHARED = (device.SHARED_KB[9.0] - 3) << 10
 LONG = 64  # blocks of keys, beside which the start and the end of a program are short
 
 # The tables: by registers, spills, shared memory and instructions of the code compiled for an H200,
@@ -184,6 +210,18 @@ _DQ = (
     Tiles(width=192, value_width=128, warpgroups=2, block_k=64, stages=3),
     Tiles(width=192, value_width=192, warpgroups=2, block_k=64, stages=3),
     Tiles(width=256, value_width=256, warpgroups=2, block_k=64, stages=2, value_stages=1),
+    *(
+        Tiles(
+            width=512,
+            value_width=512,
+            warpgroups=2,
+            block_k=block_k,
+            value_stages=1,
+            swizzle=SWIZZLES[1],
+            split=True,
+        )
+        for block_k in (64, 32)
+    ),
 )
 # With all tangents there are twice as many blocks as in the forward.
 _TANGENT = (
@@ -200,6 +238,21 @@ _DKV = (
     KeyTiles(width=192, value_width=128, warpgroups=2, block_q=64, stages=2, split=True),
     KeyTiles(width=192, value_width=192, warpgroups=2, block_q=64, stages=2, split=True),
     KeyTiles(width=256, value_width=256, warpgroups=2, block_q=64, stages=2, split=True),
+    KeyTiles(
+        width=512,
+        value_width=512,
+        warpgroups=2,
+        block_q=32,
+        stages=2,
+        split=True,
+        swizzle=SWIZZLES[1],
+    ),
+)
+OWNED = 288  # columns of dK and dV that the registers of a warpgroup hold
+# Where they do not: dK needs K, V, Q and dO, dV no V.
+_DK = tuple(_DKV[-1]._replace(stages=n, sums=("dk",)) for n in (2, 1))
+_DV = tuple(
+    _DKV[-1]._replace(block_q=64, stages=n, swizzle=SWIZZLES[0], sums=("dv",)) for n in (2, 1)
 )
 # Each consumer computes 64 x 64 of a block's dQ. Wider heads leave no shared memory for it.
 _FUSED = (
@@ -213,11 +266,9 @@ def tiles(problem: Problem) -> AllTiles:
     p = problem
     fused = None if p.deterministic else _row(_FUSED, p)
     if fused is None:
-        dq, dkv = _row(_DQ, p), _row(_allowed(_DKV, p), p)
-        both = dq is not None and dkv is not None
-        backward = (_narrow(dq, p), _narrow(dkv, p), None) if both else (None, None, None)
+        backward = _dq_row(p), *_key_rows(p), None
     else:
-        backward = None, None, _narrow(fused, p, fused.dq_column_slices)
+        backward = *[None] * 4, _narrow(fused, p, fused.dq_column_slices)
     forward = _with_tiles_per_program(_forward_row(p), p)
     decodes = decode.is_decoding(p) and max(p.head_size, p.value_size) <= mma.WIDEST
     tangent = _narrow(_row(_TANGENT, p), p)
@@ -237,6 +288,25 @@ def _forward_row(p: Problem) -> Tiles:
 
     fits = lambda row: of_heads(row).forward_bytes <= most
     return of_heads(cheapest(_allowed(_FORWARD, p), p, fits))
+
+
+def _dq_row(p: Problem) -> Tiles:
+    """The same for dQ."""
+    swizzle = _swizzle(p.head_size, p.value_size)
+
+    def of_heads(row: Tiles) -> Tiles:
+        return _narrow(row._replace(swizzle=min(row.swizzle, swizzle)), p, row.column_slices)
+
+    return of_heads(cheapest(_DQ, p, lambda row: of_heads(row).dq_bytes <= SHARED))
+
+
+def _key_rows(p: Problem) -> tuple[KeyTiles | None, ...]:
+    """Of dK and dV together, of dK, and of dV."""
+    both = _narrow(_row(_allowed(_DKV, p), p), p)
+    if both.owned_columns(both.width) + both.owned_columns(both.value_width) <= OWNED:
+        return both, None, None
+    rows = ([_narrow(_row([row], p), p) for row in table] for table in (_DK, _DV))
+    return None, *(next(t for t in of_one if t.shared_bytes <= SHARED) for of_one in rows)
 
 
 def _allowed(table, p: Problem) -> list:
@@ -272,7 +342,8 @@ def _with_tiles_per_program(t: Tiles, p: Problem) -> Tiles:
 def _row(table, problem: Problem):
     """The cheapest that holds the problem's heads, with their swizzle; None where none does."""
     row = cheapest(table, problem)
-    return row and row._replace(swizzle=_swizzle(problem.head_size, problem.value_size))
+    p = problem
+    return row and row._replace(swizzle=min(row.swizzle, _swizzle(p.head_size, p.value_size)))
 
 
 def _narrow(row, problem: Problem, slices: int = 1, value_slices: int = 1):
