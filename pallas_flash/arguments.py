@@ -26,7 +26,7 @@ class Gradients(NamedTuple):
 
     query: jax.Array
     key: jax.Array
-    value: jax.Array
+    value: jax.Array | None
     bias: jax.Array | None = None
     sinks: jax.Array | None = None
     captured: tuple[jax.Array, ...] = ()  # the float arrays that a score_mod reads
@@ -37,13 +37,19 @@ class Operands(NamedTuple):
 
     query: jax.Array  # [B, T, N, H]
     key: jax.Array  # [B, S, K, H]
-    value: jax.Array  # [B, S, K, Hv]
+    value: jax.Array | None  # [B, S, K, Hv]; None until `with_values`, where values are keys
     bias: jax.Array | None  # [B | 1, N | 1, T | 1, S | 1], floating
     sinks: jax.Array | None  # [N], in the dtype of sums
     mask: jax.Array | None  # as the bias, bool
     resolved_mask: ResolvedMask  # with its int32 arrays
     seeds: jax.Array | None = None  # uint32 [B, N, 2], of dropout
     score: BoundScoreMod | None = None  # with its arrays
+
+    def with_values(self, problem: "Problem") -> "Operands":
+        """The same, where the values are the keys' first columns with a copy of them."""
+        if self.value is not None:
+            return self
+        return self._replace(value=self.key[..., : problem.value_size])
 
     @property
     def differentiable(self) -> Gradients:
@@ -81,6 +87,7 @@ class Problem:
     dropped: int = 0  # of 256 weights
     score: BoundScoreMod | None = None  # with shapes in place of its arrays
     max_logits: bool = False  # whether the largest logit of each row is returned
+    values_are_keys: bool = False  # whether the values are the keys' first columns
 
     def of_part(self, x: Operands) -> "Problem":
         """That of a part of the operands: of some batch rows and heads."""
@@ -137,6 +144,7 @@ class Problem:
         extras += [f"dropout {1 - p.kept:.4g}"] if p.dropped else []
         extras += ["a backward in any order"] if not p.deterministic else []
         extras += ["the largest logits"] if p.max_logits else []
+        extras += ["values: the keys' first columns"] if p.values_are_keys else []
         return ", ".join([head, *extras])
 
 
@@ -147,9 +155,10 @@ def shapes(tree: Any) -> Any:
 
 def normalise(call: Call) -> tuple[Problem, Operands]:
     """A call as a Problem and Operands; raises TypeError or ValueError."""
-    query, key, value = arrays(call.query, call.key, call.value)
+    query, key, value = arrays(call)
     lead, (T, N, H) = query.shape[:-3], query.shape[-3:]
-    (S, K, Hv), B = value.shape[-3:], math.prod(query.shape[:-3])
+    (S, K), B = key.shape[-3:-1], math.prod(query.shape[:-3])
+    Hv = call.value_size if value is None else value.shape[-1]
     sizes = Sizes(lead or (1,), dict(B=B, T=T, S=S, N=N, K=K))
 
     resolved_mask = visible(sizes, call) if call.resolved_mask is None else call.resolved_mask
@@ -170,7 +179,7 @@ def normalise(call: Call) -> tuple[Problem, Operands]:
     operands = Operands(
         query=_times(flat(query), factors, resolved_mask),
         key=flat(key),
-        value=flat(value),
+        value=None if value is None else flat(value),
         bias=bias,
         sinks=sinks,
         mask=mask,
@@ -197,6 +206,7 @@ def normalise(call: Call) -> tuple[Problem, Operands]:
         dropped=dropped,
         score=shapes(score),
         max_logits=call.return_max_logits,
+        values_are_keys=value is None,
     )
     return problem, operands
 
@@ -259,12 +269,15 @@ def canonical_part(part: masks.Mask) -> masks.Mask:
     )
 
 
-def arrays(query, key, value):
-    """query, key and value, with matching dtypes and shapes."""
-    query, key, value = (
-        checks.array(name, x) for name, x in dict(query=query, key=key, value=value).items()
-    )
-    for name, x in dict(query=query, key=key, value=value).items():
+def arrays(call: Call):
+    """query, key and value, with matching dtypes and shapes; the value is None where it is the
+    keys' first columns."""
+    query, key = checks.array("query", call.query), checks.array("key", call.key)
+    found = dict(query=query, key=key)
+    if not checks.values_are_keys(call.value_size, key, call.value):
+        found["value"] = checks.array("value", call.value)
+    value = found.get("value")
+    for name, x in found.items():
         if str(x.dtype) not in DTYPES:
             raise TypeError(
                 f"{name} must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}; got {x.dtype}. Cast it "
@@ -284,7 +297,8 @@ def arrays(query, key, value):
                 f"{name} must have as many axes as query {query.shape}; got {x.shape}."
             )
     lead, (N, H), (S, K) = query.shape[:-3], query.shape[-2:], key.shape[-3:-1]
-    if symbols := [str(n) for n in (N, K, H, value.shape[-1]) if not isinstance(n, int)]:
+    sizes = (N, K, H) if value is None else (N, K, H, value.shape[-1])
+    if symbols := [str(n) for n in sizes if not isinstance(n, int)]:
         raise ValueError(
             "head counts and head sizes must be static; only batch and lengths may be symbolic "
             f"dimensions of jax.export; got {', '.join(symbols)}."
@@ -294,7 +308,7 @@ def arrays(query, key, value):
         raise ValueError(
             f"key must be {show('S', 'K', H)} to match query {query.shape}; got {key.shape}."
         )
-    if value.shape[:-1] != key.shape[:-1]:
+    if value is not None and value.shape[:-1] != key.shape[:-1]:
         raise ValueError(
             f"value must be {show(S, K, 'Hv')} to match key {key.shape}; got {value.shape}."
         )

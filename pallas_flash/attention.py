@@ -33,7 +33,7 @@ _Residual = Float[Array, "*B T N"]
 def flash_attention(
     query: _Query,
     key: _Key,
-    value: _Value,
+    value: _Value | None,
     bias: _Bias = None,
     mask: _Mask = None,
     *,
@@ -55,12 +55,13 @@ def flash_attention(
     deterministic: bool = True,
     context: Context | None = None,
     score_mod: ScoreMod | None = None,
+    value_size: int | None = None,
 ) -> _Output: ...
 @overload
 def flash_attention(
     query: _Query,
     key: _Key,
-    value: _Value,
+    value: _Value | None,
     bias: _Bias = None,
     mask: _Mask = None,
     *,
@@ -72,7 +73,7 @@ def flash_attention(
 def flash_attention(
     query: _Query,
     key: _Key,
-    value: _Value,
+    value: _Value | None,
     bias: _Bias = None,
     mask: _Mask = None,
     *,
@@ -84,7 +85,7 @@ def flash_attention(
 def flash_attention(
     query: _Query,
     key: _Key,
-    value: _Value,
+    value: _Value | None,
     bias: _Bias = None,
     mask: _Mask = None,
     *,
@@ -96,7 +97,7 @@ def flash_attention(
 def flash_attention(
     query: _Query,
     key: _Key,
-    value: _Value,
+    value: _Value | None,
     bias: _Bias = None,
     mask: _Mask = None,
     *,
@@ -108,7 +109,7 @@ def flash_attention(
 def flash_attention(
     query: Float[AnyArray, "*B T N H"],
     key: Float[AnyArray, "*B S K H"],
-    value: Float[AnyArray, "*B S K Hv"],
+    value: Float[AnyArray, "*B S K Hv"] | None,
     bias: Float[AnyArray, "*#BNTS"] | None = None,
     mask: Bool[AnyArray, "*#BNTS"] | Mask | None = None,
     *,
@@ -130,6 +131,7 @@ def flash_attention(
     deterministic: bool = True,
     context: Context | None = None,
     score_mod: ScoreMod | None = None,
+    value_size: int | None = None,
 ) -> Float[Array, "*B T N Hv"] | tuple[Float[Array, "..."], ...]:
     """Exact attention, softmax(scale * query key^T + bias) value, in O(T + S) memory,
     differentiable in every float argument.
@@ -157,7 +159,7 @@ def flash_attention(
       query: [*B, T, N, H].
       key: [*B, S, K, H]. N must be a multiple of K: N / K adjacent query heads share a key/value
         head.
-      value: [*B, S, K, Hv].
+      value: [*B, S, K, Hv]; or None, with value_size.
       bias: real, broadcastable to [*B, N, T, S]; added to the logits after the scale. Its gradient
         has its own shape.
       mask: a bool array broadcastable to [*B, N, T, S] (True: attend), or an object of
@@ -219,6 +221,9 @@ def flash_attention(
         Captured float arrays get gradients, which "blockwise" on a GPU adds in any order. It may be
         called for pairs that a mask hides; the result is not used, but in "reference" its
         derivative there must be finite. Inside jax.shard_map b and h count from 0 on each device.
+      value_size: Hv, with value=None: the values are the first Hv columns of key, as in a cache of
+        latents (MLA; arXiv:2405.04434). "hopper" and "ampere" then read keys once in decoding;
+        everywhere else the values are a copy of these columns.
 
     Returns:
       The output [*B, T, N, Hv] in the query's dtype. With return_residual or return_max_logits, a

@@ -35,7 +35,7 @@ class Residuals(NamedTuple):
 def attend(problem: Problem, choice: Choice, operands: Operands):
     """o [B, T, N, Hv] in the query's dtype and lse [B, N, T] in float32, both differentiable, and
     the largest logits [B, N, T], None if they are not asked for."""
-    x = vary_alike(operands)
+    x = vary_alike(operands).with_values(problem)
     if choice.reverse_only:
         x = _map_floats(derivative_modes.reverse_only, x)
         o, stats = attention(problem, choice, x)

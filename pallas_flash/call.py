@@ -82,6 +82,8 @@ class Call:
     deterministic: Annotated[bool, Static(checks.flag)] = True
     context: Annotated[Any, Static()] = None
     score_mod: Annotated[Any, Data()] = None  # a function, or a BoundScoreMod, which knows its axes
+    # without a value: how many of the keys' columns are the values
+    value_size: Annotated[int | None, Static(checks.value_size)] = None
 
     # those of dropout_rng, of all batch rows and heads
     dropout_seeds: Annotated[Any, Data("BNC")] = None

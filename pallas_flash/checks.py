@@ -181,6 +181,36 @@ def rng(name: str, x):
     return x
 
 
+def value_size(name: str, x) -> int | None:
+    """How many of the keys' columns are the values."""
+    if x is None or (is_int(x) and not isinstance(x, bool) and x > 0):
+        return x if x is None else int(x)
+    raise ValueError(f"{name} must be None, or a static int of 1 or more; got {x!r}.")
+
+
+def values_are_keys(size: int | None, key, value, names: tuple[str, str] = ("key", "value")):
+    """Whether there is no value, since it is the first columns of the key, as many as `size`."""
+    of_key, of_value = names
+    if value is not None:
+        if size is not None:
+            raise ValueError(
+                f"value_size is for {of_value}=None, where the values are the first columns of "
+                f"{of_key}; got {of_value} {jnp.shape(value)} and value_size {size}: leave one out."
+            )
+        return False
+    if size is None:
+        raise TypeError(
+            f"{of_value} must be an array; got NoneType. If the values are the first columns of "
+            f"{of_key}, pass their number: value_size."
+        )
+    if key.shape and size > key.shape[-1]:
+        raise ValueError(
+            f"value_size must be at most the H of {of_key} {key.shape}, whose first columns are "
+            f"the values; got {size}."
+        )
+    return True
+
+
 def window(size) -> Window:
     if isinstance(size, Window):
         return size

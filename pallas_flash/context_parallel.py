@@ -148,7 +148,7 @@ def plan_ring(scheme: Context, call: Call) -> tuple[ring.Loop, Problem, Problem,
     """The loop, the problem of a pair in it, and the problem and operands of all pairs. The call is
     in canonical form, with this device's shard of each array."""
     devices, C = _device_count(scheme), scheme.CHUNKS
-    query, key, value = arguments.arrays(call.query, call.key, call.value)
+    query, key, value = arguments.arrays(call)
     lead, (T, N, _), (S, K) = query.shape[:-3], query.shape[-3:], key.shape[-3:-1]
     for name, n in dict(query=T, key=S).items():
         if n % C:
@@ -162,7 +162,8 @@ def plan_ring(scheme: Context, call: Call) -> tuple[ring.Loop, Problem, Problem,
 
     numbers = loop.chunk_indices(lax.axis_index(scheme.names))
     chunked = lambda x: x.reshape(B * C, x.shape[-3] // C, *x.shape[-2:])
-    local = dict(query=chunked(query), key=chunked(key), value=chunked(value))
+    local = dict(query=chunked(query), key=chunked(key))
+    local |= {} if value is None else dict(value=chunked(value))
     local |= dict(bias=None, mask=None, score_mod=None)
     if call.dropout_seeds is not None:
         seeds = call.dropout_seeds.reshape(B, 1, N, 2)
@@ -194,7 +195,7 @@ def _chunk_seeds(seeds, first, keys: int):
 def exchange_heads(scheme: AllToAll, call: Call) -> Call:
     """The call for all rows and this device's part of the heads."""
     devices, axis = _device_count(scheme), scheme.names
-    query, key, _ = arguments.arrays(call.query, call.key, call.value)
+    query, key, _ = arguments.arrays(call)
     (N, K), lead = (query.shape[-2], key.shape[-2]), query.ndim - 3
     if N % devices or (K % devices and K != 1):
         takes = f"{scheme} takes heads that are multiples of its {devices} devices, or one key head"

@@ -17,12 +17,13 @@ from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.online_softmax import LogBase, SoftmaxState
 
 MAX_ROWS = 64  # of one tile
+WIDE = 256  # head size
 KEYS = 256  # fewer are few blocks, which the regular forward reads as fast
 MIN_GAIN = 1.05  # more splits must save more than this
 
 _SUPPORTED = """
 batch queries keys heads kv_heads head_size value_size dtype scale soft_cap resolved_mask
-deterministic sinks score max_logits
+deterministic sinks score max_logits values_are_keys
 """.split()
 
 
@@ -39,11 +40,17 @@ def is_decoding(problem: Problem) -> bool:
 
 
 def why_not(problem: Problem) -> str | None:
-    """Why the rows of a problem are not a single tile, or None."""
-    p = problem
-    if p.queries * p.group <= MAX_ROWS:
+    """Why a problem has more rows than decoding takes, or None."""
+    p, most = problem, max_rows(problem.head_size, problem.values_are_keys)
+    if p.queries * p.group <= most:
         return None
-    return f"one tile has up to {MAX_ROWS} rows, T N / K; got {p.queries} x {p.group}"
+    return f"decoding has up to {most} rows, T N / K; got {p.queries} x {p.group}"
+
+
+def max_rows(head_size: int, values_are_keys: bool) -> int:
+    """Of one key/value head: those of a tile; of two, as MLA's 128 heads are, where values are keys
+    so wide that there are no other kernels for them."""
+    return 2 * MAX_ROWS if values_are_keys and head_size > WIDE else MAX_ROWS
 
 
 def num_splits(problem: Problem, block_k: int, processors: int) -> int:

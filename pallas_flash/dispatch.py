@@ -28,7 +28,7 @@ def map_over_mesh(attend, call: Call):
     if mesh is None:
         return attend(call)
     outputs = sharding.map_call(attend, call, mesh)
-    if any(map(varying.varying_axes, (call.query, call.key, call.value))):
+    if any(map(varying.varying_axes, jax.tree.leaves((call.query, call.key, call.value)))):
         return derivative_modes.without_reverse(outputs)
     return outputs
 

@@ -132,7 +132,7 @@ def _problem_of(call: Call) -> tuple[arguments.Problem, str | None]:
             found.append((arguments.normalise(call)[0], None))
         else:
             found.append(context_parallel.plan(call.context, call))
-        o = jnp.zeros_like(call.query, shape=(*call.query.shape[:-1], call.value.shape[-1]))
+        o = jnp.zeros_like(call.query, shape=(*call.query.shape[:-1], found[-1][0].value_size))
         return o, o[..., 0], None
 
     if call.context is not None:

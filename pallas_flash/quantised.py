@@ -77,6 +77,14 @@ def check(k_pages, v_pages, k_scales, v_scales):
     """Raises where pages have no scales and need them, or the other way round, and where the two do
     not fit."""
     both = {"k_pages": (k_pages, "k_scales", k_scales), "v_pages": (v_pages, "v_scales", v_scales)}
+    if v_pages is None:
+        del both["v_pages"]
+        if v_scales is not None:
+            raise ValueError(
+                "v_scales must be None where v_pages is: the values are columns of the keys, and "
+                f"have their scales, k_scales; got v_scales {v_scales.shape}."
+            )
+        v_pages = k_pages
     dtypes = k_pages.dtype, v_pages.dtype
     if dtypes[0] != dtypes[1] and len({is_quantised(dtype) for dtype in dtypes}) == 1:
         raise TypeError(

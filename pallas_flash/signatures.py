@@ -39,6 +39,7 @@ class Options(TypedDict, total=False):
     deterministic: bool
     context: Context | None
     score_mod: ScoreMod | None
+    value_size: int | None
 
 
 class _InLines(inspect.Signature):

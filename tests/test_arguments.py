@@ -35,6 +35,22 @@ SEQUENCES = np.array([[0, 3, 5]] * 2)
 VARLEN = masks.Varlen(SEQUENCES, SEQUENCES + 2)
 BAD = {
     "not an array": (dict(query=None), TypeError, "query must be an array; got NoneType"),
+    "no value": (dict(value=None), TypeError, "got NoneType. If the values are .* value_size"),
+    "a value and its size": (
+        dict(value_size=4),
+        ValueError,
+        r"value_size is for value=None, .* got value \(2, 7, 2, 8\) and value_size 4",
+    ),
+    "a value size beyond H": (
+        dict(value=None, value_size=9),
+        ValueError,
+        r"value_size must be at most the H of key \(2, 7, 2, 8\), .* got 9",
+    ),
+    "a value size of 0": (
+        dict(value=None, value_size=0),
+        ValueError,
+        "value_size must be None, or a static int of 1 or more; got 0",
+    ),
     "integers": (
         dict(dtype="int32"),
         TypeError,

@@ -81,6 +81,18 @@ WRONG = {
         dict(query=jnp.ones((5, 1, 8)), cu_seqlens_q=[0, 5], query_seq_lengths=[5]),
         "query_seq_lengths cannot go with cu_seqlens_q",
     ),
+    "no values": ({}, dict(v_pages=None), "v_pages must be an array; .*k_pages, pass their number"),
+    "values and their size": ({}, dict(value_size=4), "value_size is for v_pages=None"),
+    "a value size beyond H": (
+        {},
+        dict(v_pages=None, value_size=9),
+        r"at most the H of k_pages \(4, 8, 1, 8\)",
+    ),
+    "scales of values that are keys": (
+        dict(dtype=jnp.int8),
+        dict(v_pages=None, value_size=4, k_scales=SCALES, v_scales=SCALES),
+        r"v_scales must be None where v_pages is: .* k_scales; got v_scales \(4, 8, 1\)",
+    ),
     "8 bits without scales": (
         dict(dtype=jnp.int8),
         {},

@@ -64,7 +64,8 @@ def _in_rows(call: PagedCall) -> tuple[PagedCall, ragged.Tiles | None]:
         call = call.replace(query_offset=held - new)
     if cu_seqlens is None:
         return call, None
-    tiles = ragged.Tiles.of(cu_seqlens, T, max(1, decode.MAX_ROWS * K // N))
+    most = decode.max_rows(call.k_pages.shape[3], call.v_pages is None)
+    tiles = ragged.Tiles.of(cu_seqlens, T, max(1, most * K // N))
     return tiles.rows_of(call), tiles
 
 
@@ -79,15 +80,17 @@ def _normalised(call: PagedCall, is_ragged: bool):
     """The call with keys and values of the shapes that the table gives, its problem and operands,
     and its pages."""
     (B, pages), both = call.page_table.shape, (call.k_pages, call.v_pages)
-    is_stored = [scales is not None for scales in (call.k_scales, call.v_scales)]
-    key, value = (  # never made: their shapes are read
+    both = [x for x in both if x is not None]
+    is_stored = [quantised.is_quantised(x.dtype) for x in both]
+    rows = [  # never made: their shapes are read
         jnp.broadcast_to(
             x[0, 0].astype(call.query.dtype if in_8_bits else x.dtype),
             (B, pages * x.shape[1], *x.shape[2:]),
         )
         for x, in_8_bits in zip(both, is_stored, strict=True)
-    )
-    call = call.replace(key=key, value=value, key_value_seq_lengths=call.lengths)
+    ]
+    call = call.replace(key_value_seq_lengths=call.lengths)
+    call = call.replace(**dict(zip(("key", "value"), rows, strict=False)))
     stored = next((str(x.dtype) for x, yes in zip(both, is_stored, strict=True) if yes), None)
     alone = {(True, False): "keys", (False, True): "values"}.get(tuple(is_stored))
     kind = Pages(tuple(x.shape for x in both), stored, is_ragged, alone)
@@ -96,18 +99,18 @@ def _normalised(call: PagedCall, is_ragged: bool):
 
 def _attend_batch(call: PagedCall, is_ragged: bool):
     call, problem, operands, kind = _normalised(call, is_ragged)
-    k_pages, v_pages, k_scales, v_scales = call.k_pages, call.v_pages, call.k_scales, call.v_scales
+    pages = dict(key=(call.k_pages, call.k_scales))
+    pages |= {} if call.v_pages is None else dict(value=(call.v_pages, call.v_scales))
     implementation, page_table = call.implementation, call.page_table
     backend = choose(problem, kind, implementation)
     if copies(backend, problem, kind):
         dtype = call.key.dtype
         copied = functools.partial(_in_order, problem, operands.resolved_mask, page_table, dtype)
-        return dispatch.attend(
-            call.replace(key=copied(k_pages, k_scales), value=copied(v_pages, v_scales))
-        )
-    scales = ((k_scales, v_scales),) if kind.stored else ()
-    operands, scales = varying.vary_alike((operands._replace(key=k_pages, value=v_pages), scales))
-    table = jnp.clip(page_table, 0, k_pages.shape[0] - 1)
+        return dispatch.attend(call.replace(**{name: copied(*x) for name, x in pages.items()}))
+    scales = (tuple(x for _, x in pages.values()),) if kind.stored else ()
+    operands = operands._replace(**{name: x for name, (x, _) in pages.items()})
+    operands, scales = varying.vary_alike((operands, scales))
+    table = jnp.clip(page_table, 0, call.k_pages.shape[0] - 1)
     is_requested = selection.requested(implementation) is not None
     traced_without_gpu = device.here().platform != "gpu"
     read = PagedPass(backend, is_requested, traced_without_gpu, problem, kind)
@@ -136,7 +139,8 @@ def _in_place(problem: Problem, pages: "Pages", backend: Backend, operands, tabl
     """What an implementation reads out of pages where they lie."""
     kernel = backend.paged
     tiles = kernel.tiles(problem, pages.page, pages.stored)
-    return kernel.forward(problem, tiles, operands, table, *scales)
+    scales = [(*x, x[0])[:2] for x in scales]  # those of keys, where these are the values
+    return kernel.forward(problem, tiles, operands.with_values(problem), table, *scales)
 
 
 def _in_order(problem: Problem, seen: ResolvedMask, table, dtype, pages, scales):
@@ -157,7 +161,7 @@ def _in_order(problem: Problem, seen: ResolvedMask, table, dtype, pages, scales)
 class Pages(NamedTuple):
     """What there is to know of the pages of a call."""
 
-    shapes: tuple[tuple[int, ...], ...]  # of keys and values, [P, page, K, n]
+    shapes: tuple[tuple[int, ...], ...]  # of keys, and of values if they are apart, [P, page, K, n]
     stored: str | None  # the dtype, where that is one of 8 bits
     is_ragged: bool  # rows of the batch are tiles, which share tables
     alone: str | None = None  # "keys" or "values", where these alone are in 8 bits
@@ -184,25 +188,26 @@ class Pages(NamedTuple):
             :, ::-1
         ]
         paged = lambda x: x.reshape(-1, self.page, *x.shape[2:])[table.ravel()]
-        (k, k_scale), (v, v_scale) = (
-            jax.tree.map(paged, pair) for pair in self._in_8_bits(operands)
-        )
-        scales = ((k_scale, v_scale),) if self.stored else ()
-        operands = operands._replace(key=k, value=v)
+        arrays, scales = zip(*jax.tree.map(paged, [*self._in_8_bits(operands)]), strict=True)
+        scales = (scales,) if self.stored else ()
+        operands = operands._replace(**dict(zip(("key", "value"), arrays, strict=False)))
         o, stats = _in_place(p, self, choice.backend, operands, table, *scales)
         log_base = choice.backend.log_base(p)
         return comparison.outputs(o, *autodiff.lse_and_largest(log_base, p, operands, stats))
 
     def widen(self, operands: arguments.Operands) -> arguments.Operands:
-        key, value = (
+        arrays = (
             x if scales is None else x.astype(jnp.float32) * scales[..., None]
             for x, scales in self._in_8_bits(operands)
         )
-        return comparison.widen(operands._replace(key=key, value=value))
+        operands = operands._replace(**dict(zip(("key", "value"), arrays, strict=False)))
+        return comparison.widen(operands)
 
     def _in_8_bits(self, operands: arguments.Operands):
-        """Keys and values, each with its scales, None where they are not in 8 bits."""
-        for name, x in (("keys", operands.key), ("values", operands.value)):
+        """Keys, and values if they are apart, each with its scales, None where they are not in 8
+        bits."""
+        both = dict(keys=operands.key, values=operands.value)
+        for name, x in [(name, x) for name, x in both.items() if x is not None]:
             has_scales = self.stored and self.alone in (None, name)
             yield quantised.quantised(x, self.stored) if has_scales else (x, None)
 

@@ -37,6 +37,7 @@ class _Options(TypedDict, total=False):
     k_scales: Float[AnyArray, "P page K"] | None
     v_scales: Float[AnyArray, "P page K"] | None
     score_mod: ScoreMod | None
+    value_size: int | None
     implementation: Implementation | None
 
 
@@ -53,7 +54,7 @@ _Residual = Float[Array, "*B T N"]
 def paged_attention(
     query: _Query,
     k_pages: _Keys,
-    v_pages: _Values,
+    v_pages: _Values | None,
     page_table: _Table,
     lengths: _Lengths,
     *,
@@ -68,6 +69,7 @@ def paged_attention(
     k_scales: Float[AnyArray, "P page K"] | None = None,
     v_scales: Float[AnyArray, "P page K"] | None = None,
     score_mod: ScoreMod | None = None,
+    value_size: int | None = None,
     implementation: Implementation | None = None,
     return_residual: Literal[False] = False,
     return_max_logits: Literal[False] = False,
@@ -76,7 +78,7 @@ def paged_attention(
 def paged_attention(
     query: _Query,
     k_pages: _Keys,
-    v_pages: _Values,
+    v_pages: _Values | None,
     page_table: _Table,
     lengths: _Lengths,
     *,
@@ -88,7 +90,7 @@ def paged_attention(
 def paged_attention(
     query: _Query,
     k_pages: _Keys,
-    v_pages: _Values,
+    v_pages: _Values | None,
     page_table: _Table,
     lengths: _Lengths,
     *,
@@ -100,7 +102,7 @@ def paged_attention(
 def paged_attention(
     query: _Query,
     k_pages: _Keys,
-    v_pages: _Values,
+    v_pages: _Values | None,
     page_table: _Table,
     lengths: _Lengths,
     *,
@@ -112,7 +114,7 @@ def paged_attention(
 def paged_attention(
     query: _Query,
     k_pages: _Keys,
-    v_pages: _Values,
+    v_pages: _Values | None,
     page_table: _Table,
     lengths: _Lengths,
     *,
@@ -124,7 +126,7 @@ def paged_attention(
 def paged_attention(
     query: Float[AnyArray, "*B T N H"],
     k_pages: Real[AnyArray, "P page K H"],
-    v_pages: Real[AnyArray, "P page K Hv"],
+    v_pages: Real[AnyArray, "P page K Hv"] | None,
     page_table: Int[AnyArray, "B pages"],
     lengths: Int[AnyArray, "B"],
     *,
@@ -139,6 +141,7 @@ def paged_attention(
     k_scales: Float[AnyArray, "P page K"] | None = None,
     v_scales: Float[AnyArray, "P page K"] | None = None,
     score_mod: ScoreMod | None = None,
+    value_size: int | None = None,
     implementation: Implementation | None = None,
     return_residual: bool = False,
     return_max_logits: bool = False,
@@ -153,12 +156,13 @@ def paged_attention(
 
     Args:
       query: [B, T, N, H], the newest tokens of each row, or with cu_seqlens_q [T, N, H]; N is a
-        multiple of K. With up to 64 rows, T N / K, pages are read where they lie. With more, as in
+        multiple of K. With up to 64 rows, T N / K, pages are read where they lie; with up to 128,
+        where v_pages is None and H is above 256. With more, as in
         a prompt, all pages in the table are first copied in order, and the kernels of
         `flash_attention` run; "blockwise" copies them only if they hold no more keys than there are
         rows.
       k_pages: [P, page, K, H], where page is a multiple of 8.
-      v_pages: [P, page, K, Hv].
+      v_pages: [P, page, K, Hv]; or None, with value_size.
       page_table: int32 [B, pages of a row].
       lengths: int32 [B], how many keys each row has, those of its new tokens included. Keys of a
         page beyond them may be NaN.
@@ -175,6 +179,8 @@ def paged_attention(
         key is its entry in the page times its scale, as `PagedCache` makes them. Keys alone or
         values alone may be in 8 bits. Pages that are read where they lie stay as they are in
         memory: logits and weights are multiplied by the scales. A copy has the query's dtype.
+      value_size: Hv, with v_pages=None: the values are the first Hv columns of the keys, with their
+        scales, as in `flash_attention`.
       implementation: as in `flash_attention`; "hopper" and "ampere" read pages where they lie if
         they are of 8, 16, 32, or a multiple of 64 keys, keys and values alike in 8 bits or not;
         "triton" and "blockwise" any, keys or values alone in 8 bits too. "reference", "flash1" and
@@ -240,12 +246,15 @@ def make_call(
     scale,
     sinks,
     score_mod,
+    value_size,
     **options,
 ) -> PagedCall:
     """The call of these arguments, which it checks."""
-    query, k_pages, v_pages = (
-        checks.array(*x) for x in (("query", query), ("k_pages", k_pages), ("v_pages", v_pages))
-    )
+    query, k_pages = checks.array("query", query), checks.array("k_pages", k_pages)
+    if not checks.values_are_keys(
+        checks.value_size("value_size", value_size), k_pages, v_pages, ("k_pages", "v_pages")
+    ):
+        v_pages = checks.array("v_pages", v_pages)
     table, lengths = checks.ints("page_table", page_table), checks.ints("lengths", lengths)
     starts = None if cu_seqlens_q is None else checks.ints("cu_seqlens_q", cu_seqlens_q)
     _check(query, k_pages, v_pages, table, lengths, starts)
@@ -277,6 +286,7 @@ def make_call(
         scale=number if factors is None else factors,
         sinks=sinks,
         score_mod=score_mod,
+        value_size=value_size,
         **rows,
         **scales,
         **options,
@@ -303,7 +313,8 @@ def _check(query, k_pages, v_pages, page_table, lengths, cu_seqlens_q):
     shapes = dict(query=padded if cu_seqlens_q is None else packed)
     shapes |= dict(k_pages="[P, page, K, H]", v_pages="[P, page, K, Hv]")
     shapes |= dict(page_table="[B, pages]", lengths="[B]")
-    for name, shape in shapes.items():
+    for name in [name for name in shapes if named[name] is not None]:
+        shape = shapes[name]
         got = jnp.shape(named[name])
         if len(got) != shape.partition("]")[0].count(",") + 1 or 0 in got:
             raise ValueError(f"{name} must be {shape}, no size 0; got {got}.")
@@ -328,7 +339,7 @@ def _check(query, k_pages, v_pages, page_table, lengths, cu_seqlens_q):
             f"got {k_pages.shape}. Do "
             "the heads come before the pages? Here they come after them: jnp.moveaxis(x, 0, 2)."
         )
-    if v_pages.shape[:3] != k_pages.shape[:3]:
+    if v_pages is not None and v_pages.shape[:3] != k_pages.shape[:3]:
         raise ValueError(
             f"v_pages must be [P, page, K, Hv] like k_pages {k_pages.shape}; got {v_pages.shape}."
         )

@@ -24,7 +24,7 @@ def canonicalize(call: Call) -> Call:
     """The call with matching query, key and value, arrays that jax takes without loss, scalars
     broadcast to heads or rows, and in place of the dropout key the seeds of all batch rows and
     heads."""
-    query, key, value = arguments.arrays(call.query, call.key, call.value)
+    query, key, value = arguments.arrays(call)
     dropout_rng = call.dropout_rng
     call = call.canonicalize().replace(query=query, key=key, value=value, dropout_rng=None)
     lead, N = query.shape[:-3], query.shape[-2]

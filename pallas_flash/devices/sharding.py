@@ -43,7 +43,8 @@ def map_call(attend: Callable, call: Call, mesh: AbstractMesh):
     is_outside = context is None or set(context.names) <= {*mesh.manual_axes}
     rows = None if is_outside else context.axis
     for name in ("query", "key", "value"):
-        _check(name, getattr(call, name), rows, mesh)
+        if (name,) in arrays:
+            _check(name, arrays[name,], rows, mesh)
     axes = _find_mesh_axes(arrays, call, mesh, rows)
     if context is not None:  # which says what types do not
         axes[-1] = axes[-1] or context.heads

@@ -98,7 +98,8 @@ def results(
     (o, lse), vjp, largest = jax.vjp(attend, operands.differentiable, has_aux=True)
     (gradients,) = vjp(cotangents)
     named = outputs(o, lse, largest)
-    named |= dict(dq=gradients.query, dk=gradients.key, dv=gradients.value)
+    named |= dict(dq=gradients.query, dk=gradients.key)
+    named |= {} if gradients.value is None else dict(dv=gradients.value)
     named |= {f"darray{n}": x[None, :, None, None] for n, x in enumerate(gradients.captured)}
     return named if problem.bias is None else named | dict(dbias=jnp.swapaxes(gradients.bias, 1, 2))
 
@@ -123,9 +124,8 @@ def tangents(
         return autodiff.attend(problem, choice, x)[:2]
 
     x = operands.differentiable
-    along = x._replace(
-        **{name: jnp.roll(getattr(x, name), 1, 1) for name in ("query", "key", "value")}
-    )
+    rolled = lambda a: jax.tree.map(lambda a: jnp.roll(a, 1, 1), a)
+    along = x._replace(query=rolled(x.query), key=rolled(x.key), value=rolled(x.value))
     do, dlse = jax.jvp(attend, (x,), (along,))[1]
     return dict(do=do, dlse=jnp.swapaxes(dlse, 1, 2)[..., None])
 
@@ -163,6 +163,11 @@ def extras(problem: Problem) -> list[str]:
 
 def widths(problem: Problem) -> list[int]:
     return [-(-size // WIDTH) * WIDTH for size in (problem.head_size, problem.value_size)]
+
+
+def reads_keys_alone(problem: Problem) -> bool:
+    """Whether values may be read as keys; elsewhere they are copied."""
+    return problem.values_are_keys and decode.is_decoding(problem)
 
 
 def trials(problem: Problem, entry: EntryPoint = FLASH_ATTENTION) -> list[dict[str, int]]:
@@ -231,6 +236,8 @@ def trial(problem: Problem, sizes: dict[str, int]) -> tuple[Problem, Operands, t
     p = problem
     static = dict(deterministic=p.deterministic, return_max_logits=p.max_logits)
     static |= dict(dropout_rate=p.dropped / dropout.LEVELS)
+    if reads_keys_alone(p):
+        static |= dict(value_size=widths(p)[1])
     call, cotangents = trial_call(*widths(p), p.dtype, extras(p), sizes, **static)
     small, operands = arguments.normalise(Call(**call))
     return small, *jax.device_put((operands, cotangents))
@@ -268,7 +275,7 @@ def trial_call(
         ids = np.stack([_documents(S, number) for number in range(B)])
         call |= dict(query_segment_ids=ids[:, S - T :], key_value_segment_ids=ids)
     call |= dict(query=normal(B, T, N, head_size), key=normal(B, S, K, head_size))
-    call |= dict(value=normal(B, S, K, value_size))
+    call |= dict(value=None if "value_size" in static else normal(B, S, K, value_size))
     do, dlse = normal(B, T, N, value_size), normal(B, N, T).astype(np.float32)
     if sinks:
         call |= dict(local_window_size=(S // 2, 0), sinks=normal(N).astype(np.float32))

@@ -69,6 +69,7 @@ def variant_of(backend: Backend, problem: Problem, entry: EntryPoint = FLASH_ATT
     same = backend.tiles(problem) == backend.tiles(dataclasses.replace(problem, deterministic=True))
     options = {
         "decoding": decode.is_decoding(problem),
+        "values of keys": comparison.reads_keys_alone(problem),
         "dropout": problem.dropped > 0,
         "the largest logits": problem.max_logits,
         **dict.fromkeys(comparison.extras(problem), True),
