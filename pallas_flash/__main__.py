@@ -72,7 +72,7 @@ def parse(argv) -> argparse.Namespace:
     add("--implementations", nargs="+", choices=backends.names(), metavar="NAME", help=help)
     help = (
         "head sizes of queries and keys / of values (default: 32 64 128, with --all 192/128 256 "
-        "too; without a GPU 64)"
+        "512 too; without a GPU 64)"
     )
     add("--head-sizes", nargs="+", type=head_sizes, metavar="H[/Hv]", help=help)
     help = (
@@ -98,8 +98,8 @@ def wait_for_turn():
 def head_sizes(text: str) -> tuple[int, int]:
     size, _, value_size = text.partition("/")
     sizes = int(size), int(value_size or size)
-    if not all(1 <= size <= 256 for size in sizes):
-        raise argparse.ArgumentTypeError(f"must be H or H/Hv, each from 1 to 256; got {text!r}")
+    if not all(1 <= size <= 512 for size in sizes):
+        raise argparse.ArgumentTypeError(f"must be H or H/Hv, each from 1 to 512; got {text!r}")
     return sizes
 
 

@@ -3,6 +3,7 @@
 The facts are those of NVIDIA's datasheets, whitepapers and tuning guides.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from pallas_flash.kernels.device import FAMILIES
@@ -21,6 +22,13 @@ class Cost(NamedTuple):
     @property
     def bytes(self) -> int:
         return self.reads + self.writes
+
+
+def token_bytes(columns: Iterable[int], itemsizes: Iterable[int]) -> int:
+    """Of a cache, for each token and key/value head: a key of so many columns, and a value where it
+    is no part of the key. Each in 8 bits has a float32 scale."""
+    pairs = zip(columns, itemsizes, strict=True)
+    return sum(count * size + 4 * (size == 1) for count, size in pairs)
 
 
 def total(kernels: dict[str, Cost]) -> Cost:

@@ -56,7 +56,8 @@ def max_rows(head_size: int, values_are_keys: bool) -> int:
 def num_splits(problem: Problem, block_k: int, processors: int) -> int:
     """The fewest splits that keep so many processors as busy as any number would."""
     p = problem
-    programs, most = p.batch * p.kv_heads, schedule.ceil_div(p.keys, block_k)
+    programs = p.batch * p.kv_heads * schedule.ceil_div(p.queries * p.group, MAX_ROWS)
+    most = schedule.ceil_div(p.keys, block_k)
     time = {
         n: schedule.ceil_div(programs * n, processors) / n
         for n in range(1, min(most, processors) + 1)

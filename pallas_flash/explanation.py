@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_flash import (
     arguments,
@@ -16,6 +17,7 @@ from pallas_flash import (
     dispatch,
     selection,
 )
+from pallas_flash.accounting import token_bytes
 from pallas_flash.caches import attend, paged
 from pallas_flash.call import Call
 from pallas_flash.devices.call import canonicalize
@@ -41,6 +43,8 @@ class Explanation:
     # problem go side by side
     calls: int | None = None
     remark: str | None = None  # of the implementation on this GPU
+    # what decoding by kernels reads for each token of a cache and key/value head
+    token_bytes: int | None = None
 
     def __str__(self):
         """Without the earlier algorithms, which nobody selects by chance."""
@@ -52,6 +56,8 @@ class Explanation:
         shares = "a bias or mask broadcasts over some of the leading axes alone"
         lines += [f"calls           {self.calls} of these: {shares}"] if self.calls else []
         lines += [f"copies          {self.copies}"] if self.copies is not None else []
+        reads = f"{self.token_bytes} bytes of each token and key/value head"
+        lines += [f"reads           {reads}"] if self.token_bytes is not None else []
         lines += [f"remark          {self.remark}"] if self.remark is not None else []
         why_not = {k: reason for k, reason in self.why_not.items() if reason != backends.EARLIER}
         lines += [f"not {name:<11} {reason}" for name, reason in why_not.items()]
@@ -81,6 +87,10 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
         is_whole = context or axis_to_map(call) is None
         calls = None if is_whole else math.prod(call.query.shape[:-3]) // problem.batch
         copies = choice.backend.copies(problem)
+        decoding = getattr(choice.tiles, "decode", None)
+        columns = _columns(problem, getattr(decoding, "values_are_keys", False))
+        itemsizes = [np.dtype(problem.dtype).itemsize] * len(columns)
+        of_token = token_bytes(columns, itemsizes) if decoding else None
         of_context = "reverse mode, of first order"
         derivatives = of_context if context else choice.backend.derivatives(choice.tiles)
         remark = choice.backend.remark()
@@ -95,7 +105,14 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
         copies,
         calls,
         remark,
+        of_token,
     )
+
+
+def _columns(problem: arguments.Problem, values_are_read_in_keys: bool) -> tuple[int, ...]:
+    """Of a key, and of a value that is read beside it."""
+    p = problem
+    return (p.head_size,) if values_are_read_in_keys else (p.head_size, p.value_size)
 
 
 def explain_paged(*args: Any, **kwargs: Any) -> Explanation:
@@ -111,13 +128,25 @@ def explain_paged(*args: Any, **kwargs: Any) -> Explanation:
         against = attend.Against(problem, pages=pages)
         backend = attend.choose(problem, pages, implementation, check=False)
         why_not, condition = selection.reasons(backend, implementation, against)
+        of_token = None
         if attend.copies(backend, problem, pages):
             tiles, copies = backend.tiles(problem), backend.copies(problem)
             copies = "; ".join(filter(None, ("all pages in the table, in order", copies)))
         else:
             tiles = backend.paged.tiles(problem, pages.page, pages.stored)
             copies = f"nothing: pages of {pages.page} keys are read where they lie"
-    return Explanation(problem, backend.name, tiles, "none", why_not, condition, copies=copies)
+            columns = _columns(problem, getattr(tiles, "values_are_keys", False))
+            of_token = token_bytes(columns, pages.itemsizes(problem.dtype)[: len(columns)])
+    return Explanation(
+        problem,
+        backend.name,
+        tiles,
+        "none",
+        why_not,
+        condition,
+        copies=copies,
+        token_bytes=of_token,
+    )
 
 
 def _problem_of(call: Call) -> tuple[arguments.Problem, str | None]:

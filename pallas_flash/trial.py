@@ -123,7 +123,8 @@ def default_sizes(name: str, everything: bool) -> Sizes:
     the toy GPT's is 32."""
     if not (name in default_names() and backends.find(name).own_kernels):
         return [(64, 64)]
-    return [(32, 32), (64, 64), (128, 128), *([(192, 128), (256, 256)] if everything else [])]
+    more = [(192, 128), (256, 256), (512, 512)] if everything else []
+    return [(32, 32), (64, 64), (128, 128), *more]
 
 
 def findings(cases: Iterable[Case], limit: float, jobs: int) -> Iterator[Finding]:

@@ -180,7 +180,7 @@ def least_costs(call: dict, pairs: int) -> dict:
     from pallas_flash.accounting import Cost
 
     q, k, v, bias, mask = (call.get(name) for name in ("query", "key", "value", "bias", "mask"))
-    H, Hv = q.shape[-1], v.shape[-1]
+    H, Hv = q.shape[-1], call.get("value_size") or v.shape[-1]
     bytes_of = lambda x: math.prod(x.shape) * x.dtype.itemsize if hasattr(x, "shape") else 0
     inputs, mask = sum(map(bytes_of, (q, k, v, bias))), bytes_of(mask)
     o, row = bytes_of(q) // H * Hv, math.prod(q.shape[:-1]) * 4  # lse and delta are float32
@@ -286,8 +286,8 @@ def program_of_call(args):
             do = do, jax.numpy.zeros_like(results[1])
         return results, vjp(do)
 
-    q, v = floats["query"], floats["value"]
-    do = jax.ShapeDtypeStruct((*q.shape[:-1], v.shape[-1]), q.dtype)
+    q, value_size = floats["query"], static.get("value_size") or floats["value"].shape[-1]
+    do = jax.ShapeDtypeStruct((*q.shape[:-1], value_size), q.dtype)
     return both, floats, others, do
 
 

@@ -195,17 +195,21 @@ def test_the_loops_by_mma_are_tight(gpu, head):
         assert spilled <= (11 if H >= 256 else 4 if gpu == "RTX-5090" else 0), name
 
 
-DECODING = {  # a score_mod reads the head of a row
+DECODING = {  # a score_mod reads the head of a row; the values of MLA are columns of the keys
     ("hopper", "H200", 64, 64, ""): 381,  # by TMA
     ("hopper", "H200", 128, 128, ""): 511,
     ("hopper", "H200", 128, 128, "ALiBi"): 742,
     ("hopper", "H200", 192, 128, ""): 377,
     ("hopper", "H200", 256, 256, ""): 405,
+    ("hopper", "H200", 576, 512, "MLA"): 543,  # of two warpgroups
+    ("hopper", "H200", 512, 512, ""): 413,
     ("ampere", "A100-80GB", 64, 64, ""): 380,
     ("ampere", "A100-80GB", 128, 128, ""): 506,
     ("ampere", "A100-80GB", 128, 128, "ALiBi"): 755,
     ("ampere", "A100-80GB", 192, 128, ""): 392,  # by 32 keys
     ("ampere", "A100-80GB", 256, 256, ""): 401,  # by 16
+    ("ampere", "A100-80GB", 576, 512, "MLA"): 403,
+    ("ampere", "A100-80GB", 512, 512, ""): 397,
     ("ampere", "RTX-4090", 128, 128, ""): 322,  # by 32
 }
 
@@ -219,8 +223,12 @@ def test_decoding_has_no_spill_and_its_loops_are_under_the_time_of_a_load(
 ):
     sizes = f"B=2, T=1, S=8192, N=64, K=8, H={head}, Hv={value}"
     call = f"implementation='{name}', {sizes}, key_value_seq_lengths=[8000, 10]"
-    call += ", score_mod=Alibi([2**-n for n in range(64)])" if mod else ""
-    (kernel,) = report(call, "--forward", gpu=gpu)["kernels"]
+    call += ", score_mod=Alibi([2**-n for n in range(64)])" if mod == "ALiBi" else ""
+    call += f", value=None, value_size={value}" if mod == "MLA" else ""
+    found = report(call, "--forward", gpu=gpu)
+    (kernel,) = found["kernels"]
+    if mod == "MLA":  # the values are not copied
+        assert found["temporary_bytes"] < 2 * 8192 * 8 * value
     assert kernel["spill_stores"] == kernel["spill_loads"] == 0
     assert kernel["warnings"] == {}
     fewest = min(loop["instructions"] for loop in kernel["loops"])

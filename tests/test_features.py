@@ -15,7 +15,6 @@ from check import strict_64_bits
 from features.calls import (
     EXPLAINED,
     FEATURES,
-    INPUTS,
     TOGETHER,
     Call,
     arrays,
@@ -190,7 +189,7 @@ def test_without_jaxs_triton_every_call_of_16_bits_has_kernels_on_every_gpu(gpu,
     def taken(dtype, features):
         x = arrays(dtype)
         with as_if_on(GPUS[gpu]):
-            return explain(*(x[name] for name in INPUTS), **Call(None, features).options(x))
+            return explain(**Call(None, features).arguments(x))
 
     mosaic = "hopper" if gpu == "H100" else "ampere"
     for features in [*((name,) for name in FEATURES), *TOGETHER]:

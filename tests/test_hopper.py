@@ -187,6 +187,20 @@ def test_one_kernel_is_taken_where_any_order_is_allowed_and_it_fits(size, fused)
     assert (tiles(x, deterministic=False).fused is not None) == fused
 
 
+UNFIT = {
+    "takes value_stages of 2 or more.*got 1": dict(k_wait="early", value_stages=1),
+    "by 2 warpgroups.*got 3": dict(split=True, warpgroups=3),
+    "whole tiles of 64 columns; got 2, 64": dict(split=True, warpgroups=2),
+}
+
+
+@pytest.mark.parametrize("reason", UNFIT)
+def test_tiles_by_which_the_forward_would_wait_for_ever_or_be_wrong_are_refused(reason):
+    forward = tiles(shaped(8, 8, 64)).forward._replace(**UNFIT[reason])
+    with pytest.raises(ValueError, match=reason):
+        tuning.checked(forward)
+
+
 def test_explain_says_what_runs_by_blockwise_where_heads_are_too_wide_for_a_kernel():
     kernels, all_tiles = backends.find("hopper"), tiles(shaped(8, 8, 64))
     forward_alone = all_tiles._replace(dq=None, dkv=None, tangent=None)

@@ -103,12 +103,11 @@ def test_one_query_is_decoding_beside_what_changes_no_array(name):
 
 
 def test_heads_too_wide_for_decoding_take_the_regular_forward():
-    x = shaped(1, 1, 2, 320), *[shaped(1, 300, 2, 320)] * 2
-    problem, pages = explain(*x).problem, [(9, 64, 2, 320)] * 2
+    """Here shared memory of 99 KB does not hold them."""
+    x = shaped(1, 1, 2, 512), *[shaped(1, 300, 2, 512)] * 2
+    problem, pages = explain(*x).problem, [(9, 64, 2, 512)] * 2
     assert decode.is_decoding(problem) and ampere.tiles(problem).decode is None
-    assert "heads of sizes up to 256; got H = 320, Hv = 320" in mma.why_no_pages(
-        problem, pages, None
-    )
+    assert "do not hold its tiles; got H = 512, Hv = 512" in mma.why_no_pages(problem, pages, None)
 
 
 # ---- by GPU ----

@@ -170,7 +170,7 @@ def test_the_command_misses_no_gpu_where_there_is_one(capsys, monkeypatch):
     assert "no GPU" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("text", ["0", "64/300", "wide"])
+@pytest.mark.parametrize("text", ["0", "64/600", "wide"])
 def test_a_bad_head_size_has_a_clear_error(text, capsys):
     with pytest.raises(SystemExit):
         main(["--head-sizes", text])

@@ -3,13 +3,15 @@ every call and derivative."""
 
 import functools
 
+import decoding
+import gpu_interpreter
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import normal
 from check import equal
-from decoding import B, arrays, equal_the_oracle, ints, pool, seen
+from decoding import MOSAIC, B, arrays, equal_the_oracle, ints, needs_interpreter, pool, seen
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from meshes import make_mesh, needs_devices, put
@@ -17,10 +19,18 @@ from selection import whole_but
 
 from pallas_flash import (
     context_parallel,
+    decode,
+    explain,
+    explain_paged,
     flash_attention,
     flash_attention_jvp,
     paged_attention,
+    paged_cache,
 )
+from pallas_flash.accounting import GPUS
+from pallas_flash.kernels import device
+from pallas_flash.selfcheck import comparison
+from scripts.bench.gpu_code import as_if_on
 
 pytestmark = pytest.mark.usefixtures("small_caches")
 H, HV, N = 24, 16, 4
@@ -136,3 +146,157 @@ def test_pages_of_keys_alone_equal_the_oracle(implementation, kind, rng):
         **(dict(v_scales=keys["k_scales"]) if stored else {}),
     )
     equal(o, expected, 1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_a_cache_of_keys_alone_takes_tokens_without_values(dtype, rng):
+    sizes = dict(batch=B, max_length=24, kv_heads=1, head_size=H, pages=9, page=8, dtype=dtype)
+    cache = paged_cache(**sizes, values_are_keys=True)
+    new, more, q = (
+        jnp.asarray(normal(rng, B, n, heads, H)) for n, heads in ((9, 1), (3, 1), (1, N))
+    )
+
+    @jax.jit
+    def step(cache, new, more, q):
+        cache = cache.append(new, None, ints(9, 2, 5))
+        cache = cache.append(more.reshape(-1, 1, H), None, cu_seqlens=ints(0, 3, 6, 9))
+        pages = cache.key, None, cache.table, cache.length
+        return paged_attention(q, *pages, value_size=HV, k_scales=cache.key_scale)
+
+    keys = [jnp.concatenate([new[b, :n], more[b]]) for b, n in enumerate((9, 2, 5))]
+    expected = [
+        flash_attention(q[b : b + 1], k[None], None, value_size=HV)[0] for b, k in enumerate(keys)
+    ]
+    equal(step(cache, new, more, q), jnp.stack(expected), 1e-5 if dtype == "float32" else 3e-2)
+    with pytest.raises(ValueError, match="value must be None to match the cache"):
+        cache.append(new, new)
+    with pytest.raises(TypeError, match="value must be an array"):
+        paged_cache(**sizes).append(new, None)
+
+
+# ---- by Mosaic ----
+
+SHARED_KB = dict(hopper=227, ampere=163)
+# head and value size, heads, page (None: contiguous), what pages are stored in, whether there are
+# values beside the keys; in one split slots of shared memory are used again
+BY_MOSAIC = {
+    "MLA": (576, 512, 128, None, None, False),
+    "MLA, pages": (576, 512, 16, 64, None, False),
+    "MLA, small pages": (576, 512, 16, 8, None, False),
+    "MLA, in 8 bits": (576, 512, 128, 16, "float8_e4m3fn", False),
+    "MLA, pages of 64 in 8 bits": (576, 512, 16, 64, "int8", False),
+    "one warpgroup": (320, 256, 8, None, None, False),
+    "one warpgroup, in 8 bits": (320, 256, 8, 64, "int8", False),
+    "narrow": (80, 64, 8, None, None, False),
+    "wide heads": (512, 512, 8, None, None, True),
+    "heads of 320": (320, 320, 8, None, None, True),
+    "wide heads, pages in 8 bits": (512, 384, 8, 64, "float8_e5m2", True),
+}
+
+
+@pytest.fixture
+def on(request, monkeypatch):
+    """on(implementation): its kernels, in one split, with as much shared memory as its GPU has."""
+
+    def kernels(implementation, **kw):
+        kb = SHARED_KB[implementation]
+        monkeypatch.setattr(device, "shared_memory", lambda: kb << 10)
+        monkeypatch.setattr(decode, "num_splits", lambda *_: 1)
+        return gpu_interpreter.kernels(implementation, **kw)
+
+    return kernels
+
+
+@needs_interpreter
+@pytest.mark.parametrize("name", whole_but(BY_MOSAIC, "MLA, in 8 bits"))
+@pytest.mark.parametrize("implementation", MOSAIC)
+def test_by_mosaic_output_lse_and_maxima_equal_the_oracle_without_a_race(
+    implementation, name, rng, on, monkeypatch
+):
+    """With sinks, a window, a soft cap; NaN where nobody looks, and an empty row."""
+    head, size, heads, page, stored, has_values = BY_MOSAIC[name]
+    monkeypatch.setattr(decoding, "K", 1)
+    T, lengths = 1 if heads > 64 else 2, ints(150, 256, 0)
+    call, rows = pool(
+        rng, page or 64, lengths, 256 // (page or 64), (head, size), "bfloat16", stored
+    )
+    q = normal(rng, B, T, heads, head, dtype="bfloat16")
+    kw = dict(logits_soft_cap=2.0, sinks=np.linspace(-1, 1, heads, dtype=np.float32))
+    kw |= dict(local_window_size=(200, 0))
+    options = kw | ALL | dict(implementation=implementation)
+    if not has_values:
+        call = {n: x for n, x in call.items() if n[:2] != "v_"} | dict(v_pages=None)
+        rows[1], options["value_size"] = rows[0][..., :size], size
+    of_rows = seen(lengths, T)
+    with on(implementation, detect_races=True) as races:
+        if page:
+            found = paged_attention(q, **call, **options)
+        else:
+            k, v = (np.where(np.isnan(x.astype(np.float32)), 0, x).astype(x.dtype) for x in rows)
+            for b, length in enumerate(lengths):
+                k[b, length:], v[b, length:] = np.nan, np.inf
+            v = v if has_values else None
+            assert "decoding 64 x" in str(explain(q, k, v, **options, **of_rows).tiles)
+            found = flash_attention(q, k, v, **options, **of_rows)
+    equal_the_oracle(found, q, [x.astype(np.float32) for x in rows], **of_rows, **kw)
+    assert not races.found
+
+
+@needs_interpreter
+@pytest.mark.parametrize("implementation", whole_but(MOSAIC, "hopper"))
+def test_by_mosaic_gradients_are_those_of_the_copy(implementation, rng, on):
+    q, k = (normal(rng, 1, n, heads, 576, dtype="bfloat16") for n, heads in ((1, 3), (256, 1)))
+
+    def gradients(name):
+        attend = functools.partial(flash_attention, value_size=512, implementation=name)
+        loss = lambda q, k: jnp.sum(jnp.sin(attend(q, k, None).astype(jnp.float32)))
+        return jax.jit(jax.grad(loss, (0, 1)))(q, k)
+
+    with on(implementation):
+        found = gradients(implementation)
+    equal(found, gradients("blockwise"), 3e-2)
+
+
+@needs_interpreter
+def test_warpgroups_that_do_not_wait_for_each_other_are_a_race(rng, on, monkeypatch):
+    from pallas_flash.kernels.mma import tile  # an older jax lacks its layouts
+
+    monkeypatch.setattr(tile, "meet", lambda warpgroups: None)
+    q, k = (normal(rng, 1, n, heads, 576, dtype="bfloat16") for n, heads in ((1, 3), (256, 1)))
+    with on("ampere", detect_races=True) as races:
+        flash_attention(q, k, None, value_size=512, implementation="ampere")
+    assert races.found
+
+
+@needs_interpreter
+def test_where_shared_memory_does_not_hold_the_queries_the_reason_says_so(rng, on):
+    q, k = (normal(rng, 1, n, 1, 576, dtype="bfloat16") for n in (1, 256))
+    call = dict(query=q, key=k, value=None, value_size=512)
+    with on("ampere"):
+        assert explain(**call, implementation="ampere").tiles.decode.warpgroups == 2
+        device.shared_memory = lambda: 99 << 10
+        assert "got H = 576, Hv = 512" in explain(**call).why_not["ampere"]
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="an older jax lacks the kernels")
+def test_explain_says_how_many_bytes_of_a_token_are_read():
+    array = lambda *shape, dtype="bfloat16": jax.ShapeDtypeStruct(shape, dtype)
+    q, k, v = array(4, 1, 128, 576), array(4, 8192, 1, 576), array(4, 8192, 1, 512)
+    rows = array(4, 128, dtype="int32"), array(4, dtype="int32")
+    in_8_bits = array(512, 64, 1, 576, dtype="int8"), None, *rows
+    scales = dict(k_scales=array(512, 64, 1, dtype="float32"))
+    with as_if_on(GPUS["H200"]):
+        of_keys = explain(q, k, None, value_size=512)
+        assert "reads           1152 bytes of each token and key/value head" in str(of_keys)
+        assert of_keys.implementation == "hopper" and of_keys.tiles.decode.warpgroups == 2
+        assert explain_paged(q, *in_8_bits, value_size=512, **scales).token_bytes == 580
+        assert explain(array(4, 1, 64, 576), k, v, implementation="hopper").token_bytes == 2176
+
+
+def test_the_self_check_is_of_a_call_without_values():
+    q, k = (jax.ShapeDtypeStruct((1, *n), "bfloat16") for n in ((1, 4, 24), (300, 1, 24)))
+    problem = explain(q, k, None, value_size=16).problem
+    (sizes,) = comparison.trials(problem)
+    small, operands, _ = comparison.trial(problem, sizes)
+    assert small.values_are_keys and operands.value is None
+    assert (small.head_size, small.value_size) == (32, 16)

@@ -170,6 +170,16 @@ class Pages(NamedTuple):
     def page(self) -> int:
         return self.shapes[0][1]
 
+    def is_in_8_bits(self, name: str) -> bool:
+        """Of "keys" or "values"."""
+        return self.stored is not None and self.alone in (None, name)
+
+    def itemsizes(self, dtype: str) -> list[int]:
+        """Of a number of a key, and of a value, where those that are not in 8 bits have this
+        dtype."""
+        wide = jnp.dtype(dtype).itemsize
+        return [1 if self.is_in_8_bits(name) else wide for name in ("keys", "values")]
+
     @property
     def entry(self) -> comparison.EntryPoint:
         """How kernels are checked that read such pages."""
@@ -208,8 +218,7 @@ class Pages(NamedTuple):
         bits."""
         both = dict(keys=operands.key, values=operands.value)
         for name, x in [(name, x) for name, x in both.items() if x is not None]:
-            has_scales = self.stored and self.alone in (None, name)
-            yield quantised.quantised(x, self.stored) if has_scales else (x, None)
+            yield quantised.quantised(x, self.stored) if self.is_in_8_bits(name) else (x, None)
 
 
 def copies(backend: Backend, problem: Problem, pages: Pages) -> bool:
@@ -228,9 +237,10 @@ class Against(selection.Against):
     NAME = "call of paged_attention"
 
     def cannot(self, backend):
-        reason, pages, paged = super().cannot(backend), self.pages, backend.paged
+        pages, paged = self.pages, backend.paged
         if self._copies(backend):
-            return reason
+            return super().cannot(backend)
+        reason = backend.why_not(self._long)
         if pages.alone and not paged.takes_8_bits_alone:
             return joined(
                 reason,
@@ -242,8 +252,12 @@ class Against(selection.Against):
     def checked(self, backend):
         if self._copies(backend):
             return super().checked(backend)
-        keys = max(self.problem.keys, decode.KEYS)  # whatever the length
-        return backend, dataclasses.replace(self.problem, keys=keys), self.pages.entry
+        return backend, self._long, self.pages.entry
+
+    @property
+    def _long(self) -> Problem:
+        """The problem as decoding, whatever the length."""
+        return dataclasses.replace(self.problem, keys=max(self.problem.keys, decode.KEYS))
 
     def _copies(self, backend):
         return copies(backend, self.problem, self.pages)

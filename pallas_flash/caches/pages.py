@@ -25,7 +25,8 @@ class PagedCache(NamedTuple):
     jax.jit."""
 
     key: Real[Array, "P page K H"]
-    value: Real[Array, "P page K H"]  # of another dtype, where one of the two is in 8 bits
+    # of another dtype, where one of the two is in 8 bits; None: columns of the keys
+    value: Real[Array, "P page K H"] | None
     table: Int[Array, "B pages"]
     length: Int[Array, "B"]  # keys of each row
     users: Int[Array, "P"]  # how many rows have each page
@@ -45,7 +46,7 @@ class PagedCache(NamedTuple):
     def append(
         self,
         key: Float[AnyArray, "*B T K H"],
-        value: Float[AnyArray, "*B T K H"],
+        value: Float[AnyArray, "*B T K H"] | None,
         count: Int[AnyArray, "#B"] | int | None = None,
         cu_seqlens: Int[AnyArray, "B+1"] | None = None,
     ) -> "PagedCache":
@@ -53,15 +54,21 @@ class PagedCache(NamedTuple):
         as `reserve` gives them. With cu_seqlens, int32 [B + 1], key and value are [T, K, H], and
         row b takes the tokens from cu_seqlens[b] up to, not including, cu_seqlens[b + 1]. Tokens
         for which there is no room are left out; `length` says how many there are."""
-        B, key, value = len(self.table), checks.array("key", key), checks.array("value", value)
+        B, key = len(self.table), checks.array("key", key)
+        new, slots_of = dict(key=key), dict(key=self.key)
+        if self.value is not None:
+            new["value"], slots_of["value"] = checks.array("value", value), self.value
+        elif value is not None:
+            raise ValueError("value must be None to match the cache, whose values are its keys'.")
         rows, letters = ((B,), "[B, T, K, H]") if cu_seqlens is None else ((), "[T, K, H]")
-        for name, x, slots in (("key", key, self.key), ("value", value, self.value)):
+        for name, x in new.items():
+            slots = slots_of[name]
             fits = (*rows, *key.shape[len(rows) : len(rows) + 1], *slots.shape[2:])
             if x.shape != fits:
                 raise ValueError(
                     f"{name} must be {letters} = {fits} to match the cache; got {x.shape}."
                 )
-        T, new = key.shape[-3], dict(key=key, value=value)
+        T = key.shape[-3]
         if cu_seqlens is None:
             new["count"] = jnp.clip(self._by_row("count", T if count is None else count), 0, T)
             return sharding.map_cache(_appended, self, new)[1]
@@ -170,7 +177,7 @@ def _shared(cache: PagedCache, *, source, target) -> PagedCache:
     )
 
 
-def _appended(cache: PagedCache, *, key, value, count) -> tuple[None, PagedCache]:
+def _appended(cache: PagedCache, *, key, count, value=None) -> tuple[None, PagedCache]:
     """With the first `count` [B] of the tokens of each row."""
     row, token = (
         jnp.arange(len(count), dtype=jnp.int32)[:, None],
@@ -179,7 +186,7 @@ def _appended(cache: PagedCache, *, key, value, count) -> tuple[None, PagedCache
     return None, _with_tokens(cache, count, row, token, True, key, value)
 
 
-def _appended_ragged(cache: PagedCache, *, key, value, cu_seqlens) -> tuple[None, PagedCache]:
+def _appended_ragged(cache: PagedCache, *, key, cu_seqlens, value=None) -> tuple[None, PagedCache]:
     """With the tokens of all rows, one row behind the other."""
     ends = ragged.within(cu_seqlens, len(key))
     return None, _with_tokens(cache, jnp.diff(ends), *ragged.Places.of(ends, len(key)), key, value)
@@ -207,6 +214,7 @@ def paged_cache(
     page: int = 64,
     dtype=jnp.bfloat16,
     value_dtype=None,
+    values_are_keys: bool = False,
 ) -> PagedCache:
     """An empty cache of `pages` pages of `page` tokens each, for `batch` rows of up to max_length
     tokens.
@@ -216,6 +224,10 @@ def paged_cache(
     errs by 1%, 4% and 8% (norms, for normally distributed numbers; bfloat16: 0.3%). value_dtype is
     that of the values, by default `dtype`: one of the two may be of 8 bits and the other not. On a
     CPU float8 is copied whole in each call, int8 is not.
+
+    With values_are_keys the cache holds keys alone, of which `paged_attention` takes the first
+    columns as values: append(key, None), and paged_attention(query, cache.key, None, cache.table,
+    cache.length, value_size=...).
 
     Examples:
       >>> import jax.numpy as jnp
@@ -233,7 +245,7 @@ def paged_cache(
         jnp.full((batch, -(-max_length // page)), pages, jnp.int32),
         lambda n: jnp.zeros(n, jnp.int32),
     )
-    dtypes = dtype, dtype if value_dtype is None else value_dtype
-    key, value = (jnp.zeros(shape, each) for each in dtypes)
+    dtypes = [dtype, dtype if value_dtype is None else value_dtype][: 1 if values_are_keys else 2]
+    key, value = (*(jnp.zeros(shape, each) for each in dtypes), None)[:2]
     scales = (quantised.empty_scales(shape, each) for each in dtypes)
     return PagedCache(key, value, table, zeros(batch), zeros(pages), *scales)

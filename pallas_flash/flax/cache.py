@@ -205,6 +205,8 @@ def check(cache: Cache, x, left: int | None, heads: int, size: int):
     name, shape, rows = type(cache).__name__, cache.key.shape, cache.length.shape[0]
     slots = (*shape[:2], heads, size)
     if isinstance(cache, PagedCache):
+        if cache.value is None:
+            raise ValueError("the PagedCache must hold values: paged_cache(...) has room for them.")
         if shape != slots or rows != B:
             raise ValueError(
                 f"the PagedCache must have {B} rows and pages of [{heads}, {size}] keys; got "

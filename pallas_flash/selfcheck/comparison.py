@@ -236,15 +236,20 @@ def trial(problem: Problem, sizes: dict[str, int]) -> tuple[Problem, Operands, t
     p = problem
     static = dict(deterministic=p.deterministic, return_max_logits=p.max_logits)
     static |= dict(dropout_rate=p.dropped / dropout.LEVELS)
-    if reads_keys_alone(p):
-        static |= dict(value_size=widths(p)[1])
-    call, cotangents = trial_call(*widths(p), p.dtype, extras(p), sizes, **static)
+    variant = *widths(p), p.dtype, extras(p), sizes, reads_keys_alone(p)
+    call, cotangents = trial_call(*variant, **static)
     small, operands = arguments.normalise(Call(**call))
     return small, *jax.device_put((operands, cotangents))
 
 
 def trial_call(
-    head_size: int, value_size: int, dtype: str, extras: Collection[str], sizes: dict, **static
+    head_size: int,
+    value_size: int,
+    dtype: str,
+    extras: Collection[str],
+    sizes: dict,
+    values_are_keys: bool = False,
+    **static,
 ) -> tuple[dict[str, Any], tuple]:
     """The arguments of flash_attention, masked at both ends of the keys, and the cotangents of o
     and lse. A call with sinks has more ends that differ by row too."""
@@ -275,7 +280,10 @@ def trial_call(
         ids = np.stack([_documents(S, number) for number in range(B)])
         call |= dict(query_segment_ids=ids[:, S - T :], key_value_segment_ids=ids)
     call |= dict(query=normal(B, T, N, head_size), key=normal(B, S, K, head_size))
-    call |= dict(value=None if "value_size" in static else normal(B, S, K, value_size))
+    if values_are_keys:
+        call |= dict(value=None, value_size=value_size)
+    else:
+        call |= dict(value=normal(B, S, K, value_size))
     do, dlse = normal(B, T, N, value_size), normal(B, N, T).astype(np.float32)
     if sinks:
         call |= dict(local_window_size=(S // 2, 0), sinks=normal(N).astype(np.float32))

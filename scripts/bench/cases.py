@@ -176,6 +176,7 @@ def suite(args) -> list[Case]:
         case(64, 4096),
         case(128, 16384, causal=False),
         case(256, 4096),
+        case(512, 4096),
         case(64, 16384),
         token(64, 8192),
         token(1, 32768),

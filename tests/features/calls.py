@@ -22,7 +22,7 @@ class Feature(NamedTuple):
     """One thing that a call may have."""
 
     arrays: dict[str, str]  # its arrays, with the letters of their axes
-    options: Callable[[dict], dict]  # of flash_attention, from those arrays
+    arguments: Callable[[dict], dict]  # of flash_attention, from all arrays
 
 
 def _by_distance(table):
@@ -36,12 +36,19 @@ def _by_steps(steps):
     return lambda b, h, q, k: (q + steps[h] * k + h + b) % 5 > 0
 
 
+def _wide(x):
+    """Of 512 columns, or as many times as query and key have those, with the same scores."""
+    times = 512 // SIZES["H"]
+    return jnp.tile(x, times) / times**0.25
+
+
 def _by_head(slopes):
     return lambda score, b, h, q, k: (
         jnp.maximum(score, 0.1 * score) - slopes[h] * jnp.abs(q - k).astype(jnp.float32)
     )
 
 
+NO_VALUES = "values that are the keys' first columns"
 FEATURES = {
     "`is_causal`": Feature({}, lambda x: dict(is_causal=True)),
     "`local_window_size`": Feature({}, lambda x: dict(local_window_size=(16, 9))),
@@ -82,9 +89,12 @@ FEATURES = {
     "`sinks`": Feature(dict(sinks="N"), lambda x: dict(sinks=x["sinks"])),
     "dropout": Feature({}, lambda x: dict(dropout_rate=0.3, dropout_rng=jax.random.key(1))),
     "`return_max_logits`": Feature({}, lambda x: dict(return_max_logits=True)),
+    "heads of 512": Feature({}, lambda x: {name: _wide(x[name]) for name in INPUTS if name in x}),
+    NO_VALUES: Feature({}, lambda x: dict(value=None, value_size=SIZES["V"])),
 }
-# A call has one mask array or other masks, and one score_mod: two calls have all features.
-SECOND = "`mask`: an array", "`score_mod`, a learned scalar by head"
+# A call has one mask array or other masks, one score_mod, values or none, and heads of one size:
+# two calls have all features.
+SECOND = "`mask`: an array", "`score_mod`, a learned scalar by head", "heads of 512", NO_VALUES
 TOGETHER = (tuple(name for name in FEATURES if name not in SECOND), SECOND)
 LETTERS = dict(query="BTNH", key="BSKH", value="BSKV") | {
     k: v for f in FEATURES.values() for k, v in f.arrays.items()
@@ -130,10 +140,14 @@ class Call:
     features: tuple[str, ...]
     context: Any = None
 
-    def options(self, x) -> dict:
-        found, mask = {}, None
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return INPUTS[:2] if NO_VALUES in self.features else INPUTS
+
+    def arguments(self, x) -> dict:
+        found, mask = {name: x[name] for name in self.inputs}, None
         for name in self.features:
-            more = FEATURES[name].options(x)
+            more = FEATURES[name].arguments(x)
             joined = more.get("mask") if mask is None or "mask" not in more else mask & more["mask"]
             mask = mask if joined is None else joined
             found |= more
@@ -141,7 +155,7 @@ class Call:
         return found | dict(return_residual=True)
 
     def __call__(self, x):
-        return flash_attention(*(x[name] for name in INPUTS), **self.options(x))
+        return flash_attention(**self.arguments(x))
 
     def loss(self, x):
         return self.loss_and_outputs(x, self)[0]
@@ -169,7 +183,10 @@ class Call:
 
     def split(self, x):
         """The arrays with a gradient, and the others."""
-        used = {*INPUTS, *(name for feature in self.features for name in FEATURES[feature].arrays)}
+        used = {
+            *self.inputs,
+            *(name for feature in self.features for name in FEATURES[feature].arrays),
+        }
         pick = lambda keep: {name: a for name, a in x.items() if name in used and keep(name)}
         return pick(lambda name: name in LEARNED), pick(lambda name: name not in LEARNED)
 
@@ -184,9 +201,9 @@ def refused(implementation: str) -> dict[str, str]:
     gpu = EXPLAINED.get(implementation)
     with as_if_on(GPUS[gpu]) if gpu else contextlib.nullcontext():
         for feature in FEATURES:
-            options = Call(implementation, (feature,)).options(x)
+            arguments = Call(implementation, (feature,)).arguments(x)
             try:
-                explain(*(x[name] for name in INPUTS), **options)
+                explain(**arguments)
             except NotImplementedError as error:
                 reasons[feature] = reason(error)
     return reasons

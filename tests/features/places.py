@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from check import strict_64_bits
-from features.calls import INPUTS, LETTERS, TOGETHER, Call, arrays, assert_equal, refused
+from features.calls import LETTERS, TOGETHER, Call, arrays, assert_equal, refused
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -63,7 +63,7 @@ class Place(NamedTuple):
             program = jax.jit(lambda x: call.gradients_and_outputs(x, run)).lower(x).compile()
         gradients, outputs = program(x)
         outputs = dict(zip(OUTPUTS, outputs, strict=False))
-        for name, a in [*outputs.items(), *((name, gradients[name]) for name in INPUTS)]:
+        for name, a in [*outputs.items(), *((name, gradients[name]) for name in call.inputs)]:
             assert a.sharding.is_equivalent_to(at(name), a.ndim), name
         return *(self.in_order(a, unzigzag) for a in (gradients, outputs)), program.as_text()
 

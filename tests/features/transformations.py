@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from check import strict_64_bits
-from features.calls import INPUTS, Call
+from features.calls import Call
 from features.places import PLACES, ROWS
 from jax import export
 
@@ -70,9 +70,10 @@ def _jacobian(call, x):
 
 
 def _forward_mode(call, x):
-    names = [*INPUTS, *(["bias"] if "`bias`" in call.features else [])]
-    primals, tangents = [x[name] for name in names], [jnp.cos(x[name]) for name in names]
-    options = {name: value for name, value in call.options(x).items() if name != "bias"}
+    names = [*call.inputs, *(["bias"] if "`bias`" in call.features else [])]
+    options = call.arguments(x)
+    primals = [options.pop(name) for name in names]
+    tangents = [jnp.cos(a) for a in primals]
     return jax.jit(lambda *a: flash_attention_jvp(a[: len(names)], a[len(names) :], **options))(
         *primals, *tangents
     )
@@ -117,6 +118,7 @@ def _layers(in_scan):
 
         def layer(query, _):
             o, *_ = call(learned | rest | dict(query=query))
+            o = o[..., : query.shape[-1]]
             return query + jnp.pad(o, [(0, 0)] * 3 + [(0, query.shape[-1] - o.shape[-1])]), None
 
         def loss(query):

@@ -13,14 +13,16 @@ TENSOR_MEMORY = 10.0, 10.3, 11.0  # compute capabilities
 
 def why_not(problem: Problem) -> str | None:
     """Why the kernels cannot run a problem, or None."""
-    return joined(_why_not_here(), operations.why_not(problem, "mma", WIDEST))
+    return joined(_why_not_here(), mma.why_not(problem, "mma", WIDEST))
 
 
 def copies(problem: Problem) -> str | None:
     """What XLA pads for the kernels in each call, or None."""
     t = tiles(problem)
+    if t.decode is not None:
+        return mma.copies(problem, is_decoding=True)
     block_q = 1 if t.forward.copies_q else t.forward.block_q
-    return mma.copies(problem, t.decode is not None, block_q)
+    return mma.copies(problem, is_decoding=False, block_q=block_q)
 
 
 def remark() -> str | None:

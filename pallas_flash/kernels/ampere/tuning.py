@@ -2,16 +2,20 @@
 
 from typing import NamedTuple
 
-from pallas_flash import decode
 from pallas_flash.arguments import Problem
-from pallas_flash.kernels.mma import tuning as mma
-from pallas_flash.kernels.mma.tuning import DecodeTiles, Tiles, decode_tiles, row_of, tangent_tiles
+from pallas_flash.kernels.mma.tuning import (
+    DecodeTiles,
+    Tiles,
+    row_of,
+    tangent_tiles,
+    tiles_if_decoding,
+)
 
 WIDEST = 512  # head size
 
 
 class AllTiles(NamedTuple):
-    forward: Tiles
+    forward: Tiles | None  # None: decoding alone knows such heads
     # None: shared memory does not hold them
     dq: Tiles | None
     dkv: Tiles | None
@@ -57,11 +61,10 @@ def tiles(problem: Problem) -> AllTiles:
     the very first where segment ids, or the words of dropout, would spill beside it."""
     p = problem
     has_ids = p.resolved_mask.query_ids is not None
-    decodes = decode.is_decoding(p) and max(p.head_size, p.value_size) <= mma.WIDEST
     return AllTiles(
         row_of(_FORWARD[1 if has_ids or p.dropped else 0 :], p, lambda t: t.forward_bytes),
         row_of(_DQ, p),
         row_of(_DKV[1 if has_ids else 0 :], p),
         tangent_tiles(p),
-        decode_tiles(p) if decodes else None,
+        tiles_if_decoding(p),
     )

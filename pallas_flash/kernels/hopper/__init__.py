@@ -10,7 +10,7 @@ __all__ = ["copies", "tiles", "why_not"]
 
 def why_not(problem: Problem) -> str | None:
     """Why the kernels cannot run a problem, or None."""
-    return joined(_why_not_here(), operations.why_not(problem, "wgmma", WIDEST))
+    return joined(_why_not_here(), mma.why_not(problem, "wgmma", WIDEST))
 
 
 def copies(problem: Problem) -> str | None:

@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_flash import online_softmax, schedule
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.kernels.hopper import second_consumer, sync, tile
-from pallas_flash.kernels.hopper.tuning import ROWS, AllTiles, Tiles
+from pallas_flash.kernels.hopper.tuning import ROWS, AllTiles, Tiles, checked
 from pallas_flash.kernels.mma import decode
 from pallas_flash.kernels.mosaic import block_info, logits, scheduler, statistics
 from pallas_flash.kernels.mosaic.launch import launch
@@ -46,7 +46,7 @@ def forward(problem: Problem, tiles: AllTiles, x: Operands):
     logits are in base e."""
     if tiles.decode is not None:
         return decode.forward(problem, tiles.decode, x)
-    p, t = problem, tiles.forward
+    p, t = problem, checked(tiles.forward)
     inputs = _inputs(p, t, x)
     o_type = jax.ShapeDtypeStruct(
         (*inputs.q.shape[:3], inputs.keys.arrays[1].shape[3]), x.query.dtype

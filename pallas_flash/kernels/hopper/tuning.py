@@ -2,7 +2,7 @@
 
 from typing import Literal, NamedTuple
 
-from pallas_flash import decode, dropout, schedule
+from pallas_flash import dropout, schedule
 from pallas_flash.arguments import Problem
 from pallas_flash.kernels import device
 from pallas_flash.kernels.mma import tuning as mma
@@ -142,9 +142,9 @@ def _describe(t: Tiles | KeyTiles) -> str:
 
 class AllTiles(NamedTuple):
     """Of the backward in two kernels or three, or in one that adds in any order; None for those
-    that do not run, of forward mode where the heads are too wide."""
+    that do not run, or do not know heads so wide."""
 
-    forward: Tiles
+    forward: Tiles | None
     dq: Tiles | None
     dkv: KeyTiles | None
     # in its place, where registers do not hold both sums
@@ -269,14 +269,14 @@ def tiles(problem: Problem) -> AllTiles:
         backward = _dq_row(p), *_key_rows(p), None
     else:
         backward = *[None] * 4, _narrow(fused, p, fused.dq_column_slices)
-    forward = _with_tiles_per_program(_forward_row(p), p)
-    decodes = decode.is_decoding(p) and max(p.head_size, p.value_size) <= mma.WIDEST
+    forward = _forward_row(p)
+    forward = forward and _with_tiles_per_program(forward, p)
     tangent = _narrow(_row(_TANGENT, p), p)
-    return AllTiles(forward, *backward, tangent, mma.decode_tiles(p) if decodes else None)
+    return AllTiles(forward, *backward, tangent, mma.tiles_if_decoding(p))
 
 
-def _forward_row(p: Problem) -> Tiles:
-    """The cheapest that shared memory holds, as narrow as the heads are."""
+def _forward_row(p: Problem) -> Tiles | None:
+    """The cheapest that shared memory holds, as narrow as the heads are; None of wider heads."""
     # of each vector of statistics, which is aligned, and of the mbarriers
     beside = 1024 * (2 + (p.log_base is LogBase.E) + p.max_logits)
     most = (device.SHARED_KB[9.0] << 10) - beside
@@ -287,26 +287,45 @@ def _forward_row(p: Problem) -> Tiles:
         return _narrow(row, p, value_slices=row.column_slices)
 
     fits = lambda row: of_heads(row).forward_bytes <= most
-    return of_heads(cheapest(_allowed(_FORWARD, p), p, fits))
+    row = cheapest(_allowed(_FORWARD, p), p, fits)
+    return row and of_heads(row)
 
 
-def _dq_row(p: Problem) -> Tiles:
+def _dq_row(p: Problem) -> Tiles | None:
     """The same for dQ."""
     swizzle = _swizzle(p.head_size, p.value_size)
 
     def of_heads(row: Tiles) -> Tiles:
         return _narrow(row._replace(swizzle=min(row.swizzle, swizzle)), p, row.column_slices)
 
-    return of_heads(cheapest(_DQ, p, lambda row: of_heads(row).dq_bytes <= SHARED))
+    row = cheapest(_DQ, p, lambda row: of_heads(row).dq_bytes <= SHARED)
+    return row and of_heads(row)
 
 
 def _key_rows(p: Problem) -> tuple[KeyTiles | None, ...]:
     """Of dK and dV together, of dK, and of dV."""
     both = _narrow(_row(_allowed(_DKV, p), p), p)
+    if both is None:
+        return None, None, None
     if both.owned_columns(both.width) + both.owned_columns(both.value_width) <= OWNED:
         return both, None, None
     rows = ([_narrow(_row([row], p), p) for row in table] for table in (_DK, _DV))
     return None, *(next(t for t in of_one if t.shared_bytes <= SHARED) for of_one in rows)
+
+
+def checked(t: Tiles) -> Tiles:
+    """The forward's, which scripts/tune.py may have drawn."""
+    if t.k_wait == "early" and t.value_stages < 2:
+        raise ValueError(
+            "to wait for K early, while a block of V is held, takes value_stages of 2 or more, "
+            f"or it waits for ever; got {t.value_stages}."
+        )
+    if t.split and (t.warpgroups != 2 or t.value_width % t.swizzle):
+        raise ValueError(
+            "split must be by 2 warpgroups, of values whose halves are whole tiles of "
+            f"{t.swizzle // 2} columns; got {t.warpgroups}, {t.value_width}."
+        )
+    return t
 
 
 def _allowed(table, p: Problem) -> list:

@@ -4,16 +4,25 @@ gradients of scores."""
 from pallas_flash.arguments import Problem
 from pallas_flash.decode import why_not as why_no_single_tile
 from pallas_flash.kernels.mma.tuning import (
-    WIDEST,
     decode_tiles,
     padded_length,
     page_columns,
     score_tiles,
+    tiles_if_decoding,
     widths,
 )
 from pallas_flash.kernels.mosaic import operations
 
-__all__ = ["copies", "decode_tiles", "score_tiles", "why_no_pages"]
+__all__ = ["copies", "decode_tiles", "score_tiles", "why_no_pages", "why_not"]
+
+
+def why_not(problem: Problem, multiply: str, widest: int) -> str | None:
+    """`operations.why_not` of a family of kernels that know heads up to `widest`: its decoding, by
+    mma, knows wider ones."""
+    p = problem
+    if tiles_if_decoding(p) is not None:
+        widest = max(widest, p.head_size, p.value_size)
+    return operations.why_not(p, multiply, widest)
 
 
 def why_no_pages(problem: Problem, shapes: tuple, dtype: str | None) -> str | None:
@@ -22,9 +31,6 @@ def why_no_pages(problem: Problem, shapes: tuple, dtype: str | None) -> str | No
     p, page = problem, shapes[0][1]
     if page % 64 and (page < 8 or 64 % page):
         return f"it takes pages of 8, 16, 32 or a multiple of 64 keys; got {page}"
-    if max(p.head_size, p.value_size) > WIDEST:
-        sizes = f"H = {p.head_size}, Hv = {p.value_size}"
-        return f"it decodes heads of sizes up to {WIDEST}; got {sizes}"
     columns = page_columns(p, page, dtype)
     if p.head_size % columns or p.value_size % columns:
         of = f" of {dtype}" if dtype else ""
@@ -32,15 +38,19 @@ def why_no_pages(problem: Problem, shapes: tuple, dtype: str | None) -> str | No
             f"it copies pages of {page} keys{of} of heads of a multiple of {columns}; got H = "
             f"{p.head_size}, Hv = {p.value_size}"
         )
+    if decode_tiles(p, page, dtype) is None:
+        sizes = f"H = {p.head_size}, Hv = {p.value_size}"
+        return f"shared memory or registers do not hold its tiles; got {sizes}"
     return why_no_single_tile(p)
 
 
 def copies(problem: Problem, is_decoding: bool, block_q: int = 1) -> str | None:
     """What XLA pads for kernels by mma in each call, of queries whole blocks; or None."""
     p, length = problem, lambda n: (n, padded_length(n))
-    # the rows of decoding are few
-    queries = {} if is_decoding else dict(T=(p.queries, padded_length(p.queries, block_q)))
     width, value_width = widths(p)
-    return operations.copies(
-        **queries, S=length(p.keys), H=(p.head_size, width), Hv=(p.value_size, value_width)
-    )
+    sizes = dict(S=length(p.keys), H=(p.head_size, width), Hv=(p.value_size, value_width))
+    if not is_decoding:
+        return operations.copies(T=(p.queries, padded_length(p.queries, block_q)), **sizes)
+    if p.values_are_keys:
+        del sizes["Hv"]
+    return operations.copies(**sizes)  # its rows are few

@@ -1,9 +1,14 @@
 """Split-KV decoding by mma (Flash-Decoding): a program owns one split of the keys of one key/value
-head, and the rows of all new tokens that see them.
+head, and 64 rows of the new tokens that see them.
 
 The time is that of reading keys and values, on Hopper too, where wgmma gained 3% at most
 (results.md#an-h100): as many blocks are on their way as shared memory holds. Blocks of 8 bits
-are copied as they are stored, and widened to 16 bits in shared memory.
+are copied as they are stored, and widened to 16 bits in shared memory. Values that are the keys'
+first columns (MLA) are read out of the block of keys.
+
+O of more than 256 columns takes the registers of two warpgroups. Each owns half of the columns of O
+and of V, and adds up S over half of the columns of Q and K. They exchange these sums by shared
+memory, and then both have S, and compute the same P.
 """
 
 import functools
@@ -32,10 +37,9 @@ from pallas_flash.quantised import weights
 
 
 class Inputs(NamedTuple):
-    q: jax.Array  # [B, 64, K width]
-    k: jax.Array  # [B, S, K width], or pages [P, page, K width]
-    v: jax.Array
-    blocks: jax.Array  # int32 [B, 1, 4], schedule.Blocks
+    q: jax.Array  # [B, tiles of 64 rows, K width]
+    kv: tuple  # keys [B, S, K width], or pages [P, page, K width]; and values if they are apart
+    blocks: jax.Array  # int32 [B, tiles, 4], schedule.Blocks
     reach: jax.Array  # int32 [B, 2], the keys that any row sees
     table: jax.Array | None  # int32 [B, pages], indices of existing pages
     # of keys and values of 8 bits: what their numbers in shared memory are multiplied by
@@ -48,9 +52,9 @@ class Memory(NamedTuple):
     """The shared memory of a program, and with TMA its mbarriers."""
 
     q: Any  # [64, width]
-    k: Any  # [stages, block_k, width]
-    v: Any
+    kv: tuple  # [stages, block_k, width] of keys, and of values if they are apart
     in_use: tuple  # of keys and values of 8 bits, a block of each in 16
+    sums: Any  # of tile.SumOfParts; None with one warpgroup
     q_full: Any
     kv_full: Any
 
@@ -58,16 +62,17 @@ class Memory(NamedTuple):
     def allocate(cls, t: DecodeTiles, x: Inputs) -> "Memory":
         block = functools.partial(tile.block, swizzle=t.swizzle)
         slots = functools.partial(
-            tile.block, x.k.dtype, t.stages, t.block_k, swizzle=t.swizzle_in_slots
+            tile.block, x.kv[0].dtype, t.stages, t.block_k, swizzle=t.swizzle_in_slots
         )
-        dtype = x.q.dtype
-        kv = block(dtype, t.block_k, t.width), block(weights(dtype), t.block_k, t.value_width)
-        full = plgpu.Barrier(num_arrivals=2 * t.copies, num_barriers=t.stages)
+        dtypes, widths = (x.q.dtype, weights(x.q.dtype)), (t.width, t.value_width)
+        count = 1 if t.values_are_keys else 2
+        wide = [block(dtype, t.block_k, n) for dtype, n in zip(dtypes, widths, strict=True)]
+        full = plgpu.Barrier(num_arrivals=count * t.copies, num_barriers=t.stages)
         return cls(
-            q=block(dtype, ROWS, t.width),
-            k=slots(t.width),
-            v=slots(t.value_width),
-            in_use=kv if t.stored else (),
+            q=block(x.q.dtype, ROWS, t.width),
+            kv=tuple(map(slots, widths[:count])),
+            in_use=tuple(wide[:count]) if t.stored else (),
+            sums=tile.parts_of_sum(ROWS, t.block_k) if t.warpgroups > 1 else None,
             q_full=plgpu.Barrier() if t.tma else None,
             kv_full=full if t.tma else None,
         )
@@ -78,16 +83,17 @@ def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None, scale
     [B, pages] of page indices, key and value are pages [P, page, K, n]; where these are of 8 bits,
     both have `scales` [P, page, K]."""
     (p, rows), t = decode.pack_gqa(problem, x, score_mod=True), tiles
-    splits, inputs = (p.batch, t.num_splits, p.heads, ROWS), _inputs(p, t, rows, table, scales)
+    inputs, count = _inputs(p, t, rows, table, scales), schedule.ceil_div(p.queries, ROWS)
+    splits = p.batch, t.num_splits, p.heads, count * ROWS
     o, *stats = launch(
         functools.partial(_kernel, problem=p, tiles=t),
         inputs,
-        programs=p.batch * p.heads * t.num_splits,
+        programs=p.batch * p.heads * t.num_splits * count,
         out_type=[
             jax.ShapeDtypeStruct((*splits, t.value_width), jnp.float32),
             *[jax.ShapeDtypeStruct(splits, jnp.float32)] * 2,
         ],
-        warpgroups=1,
+        warpgroups=t.warpgroups,
         scratch=Memory.allocate(t, inputs),
         name="flash_attention_decode",
         semantics=LANE,
@@ -100,14 +106,16 @@ def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None, scale
 def _inputs(p: Problem, t: DecodeTiles, x: Operands, table, scales) -> Inputs:
     resolved_mask, blocks = schedule.by_query_tile(x.resolved_mask, p.queries, ROWS, t.block_k)
     reach = jnp.stack(decode.reach(resolved_mask.start, resolved_mask.stop, p.keys), 1)
-    rows = ROWS, x.key.shape[1], x.value.shape[1]
-    arrays = x.query, x.key, x.value
+    kv = [x.key] if t.values_are_keys else [x.key, x.value]
+    rows = schedule.ceil_div(p.queries, ROWS) * ROWS, *(a.shape[1] for a in kv)
     if t.stored:
-        arrays = x.query, *(lax.bitcast_convert_type(a, jnp.int8) for a in arrays[1:])
-    arrays = map(pad, arrays, rows, (t.width, t.width, t.value_width))
-    scales = tuple(BITCAST_SCALE[t.stored] * _in_order(a, table, t.block_k) for a in scales)
+        kv = [lax.bitcast_convert_type(a, jnp.int8) for a in kv]
+    arrays = map(pad, [x.query, *kv], rows, (t.width, t.width, t.value_width)[: len(rows)])
+    q, *kv = map(flat, arrays)
+    in_order = lambda a: BITCAST_SCALE[t.stored] * _in_order(a, table, t.block_k)
+    scales = tuple(map(in_order, scales[: len(kv)]))
     score_mod = mods.arrays(p, x.score, Tiling(ROWS, t.block_k, t.block_k))
-    return Inputs(*map(flat, arrays), blocks, reach, table, scales, resolved_mask, score_mod)
+    return Inputs(q, tuple(kv), blocks, reach, table, scales, resolved_mask, score_mod)
 
 
 def _in_order(scales, table, block_k: int):
@@ -119,22 +127,27 @@ def _in_order(scales, table, block_k: int):
 
 def _kernel(program, x: Inputs, o_gmem, *outputs, problem: Problem, tiles: DecodeTiles):
     (*stats_gmem, memory), p, t = outputs, problem, tiles
+    own, count = Slice.of(t), schedule.ceil_div(p.queries, ROWS)
+    program, number = divmod_(program, count)  # neighbours read the same keys
     pair, split = divmod_(program, t.num_splits)
     b, h = divmod_(pair, p.heads)
-    blocks = schedule.Blocks.from_table(x.blocks, b, 0).split(split, t.num_splits)
-    kv = tile.CopyRing((memory.k, memory.v), memory.kv_full, t.copies)
+    first_row = number * ROWS
+    rows = pl.ds(first_row, ROWS)
+    blocks = schedule.Blocks.from_table(x.blocks, b, number).split(split, t.num_splits)
+    kv = tile.CopyRing(memory.kv, memory.kv_full, t.copies, warpgroups=t.warpgroups)
 
     def load(n):
-        @pl.when(n < blocks.last)
+        @pl.when((n < blocks.last) & own.is_first)
         def _():
-            for ref, slot in zip((x.k, x.v), kv.at(n), strict=True):
+            for ref, slot in zip(x.kv, kv.at(n), strict=True):
                 for source, part in _copies(ref, slot, x.table, b, h, n, t):
                     tile.copy(source, part, kv.full_at(n))
 
-    tile.copy(x.q.at[b, :, pl.ds(h * t.width, t.width)], memory.q, memory.q_full)
+    q_gmem = x.q.at[b, rows, pl.ds(h * t.width, t.width)]
+    pl.when(own.is_first)(lambda: tile.copy(q_gmem, memory.q, memory.q_full))
     for n in range(t.stages - 1):
         load(blocks.first + n)
-    mask = load_mask(tile.LAYOUTS, x.resolved_mask, b, 0, ROWS, None)
+    mask = load_mask(tile.LAYOUTS, x.resolved_mask, b, first_row, ROWS, None)
     score_mod = mods.for_head(p.score, x.score_mod, b, h)
     head = logits.Logits(p, tile.LAYOUTS, x.resolved_mask, None, None, score_mod, None)
     kv.wait_before(memory.q_full, blocks.count)
@@ -142,17 +155,20 @@ def _kernel(program, x: Inputs, o_gmem, *outputs, problem: Problem, tiles: Decod
 
     def step(n, carry, masked):
         o, stats = carry
-        at = head.tile(0, _first_key(x.k, x.table, n, t), (ROWS, t.block_k))
+        at = head.tile(first_row, _first_key(x.kv[0], x.table, n, t), (ROWS, t.block_k))
         load_scale = lambda ref: at.load_per_key(lambda keys: ref.at[b, h, keys])
-        k_scale, v_scale = map(load_scale, x.scales) if t.stored else (None, None)
-        k, v = kv.wait(n, blocks.last - 1 - n)
+        scales = [*map(load_scale, x.scales)] or [None]
+        k_scale, v_scale = scales[0], scales[-1]
+        block = kv.wait(n, blocks.last - 1 - n)
         load(n + t.stages - 1)
         if t.stored:
-            for block, wide in zip((k, v), memory.in_use, strict=True):
-                tile.widen(block, t.stored, wide, t.swizzle)
+            for ref, wide in zip(block, memory.in_use, strict=True):
+                tile.widen(own.columns(ref), t.stored, own.columns(wide), t.swizzle)
             tile.release(tma=False)
-            k, v = memory.in_use
-        s = tile.dot_t(tile.load(memory.q) if q is None else q, k)  # [bq, bk]
+            block = memory.in_use
+        k, v = own.columns(block[0]), own.columns(block[-1], t.value_width)
+        s = tile.dot_t(tile.load(own.columns(memory.q)) if q is None else q, k)
+        s = tile.SumOfParts(memory.sums, own.number)(n, s)  # [bq, bk]
         s = s if k_scale is None else s * k_scale
         s, scale = head.modify(s, at)
         visible = None
@@ -172,11 +188,32 @@ def _kernel(program, x: Inputs, o_gmem, *outputs, problem: Problem, tiles: Decod
         return tile.dot_of_rows(o, prob, v, start - first, stop - first), stats
 
     start = online_softmax.start(tile.rows(ROWS, 0.0), p.log_base)
-    o, stats = blocks.visit(step, (tile.zeros(ROWS, t.value_width), start))
+    o, stats = blocks.visit(step, (tile.zeros(ROWS, t.value_width // t.warpgroups), start))
     o = online_softmax.finish(o, stats.l)
-    tile.store_rows(o_gmem.at[b, split, h], o, p.queries)
+    tile.store_rows(own.columns(o_gmem.at[b, split, h, rows]), o, p.queries - first_row)
     for gmem, value in zip(stats_gmem, (stats.m, stats.l), strict=True):
-        tile.store(gmem.at[b, split, h], value)
+        store = functools.partial(tile.store, gmem.at[b, split, h, rows], value)
+        pl.when(own.is_first)(store)
+
+
+class Slice(NamedTuple):
+    """What a warpgroup has of the columns of each matrix: one of `count` slices."""
+
+    number: IntLike
+    count: int
+
+    @classmethod
+    def of(cls, t: DecodeTiles) -> "Slice":
+        return cls(lax.axis_index("warpgroup") if t.warpgroups > 1 else 0, t.warpgroups)
+
+    @property
+    def is_first(self):
+        return self.number == 0
+
+    def columns(self, ref, width: int | None = None):
+        """Of the first `width` columns of a matrix, or of all."""
+        size = (ref.shape[1] if width is None else width) // self.count
+        return ref.at[:, pl.ds(self.number * size, size)]
 
 
 def _first_key(ref, table, n: IntLike, t: DecodeTiles):

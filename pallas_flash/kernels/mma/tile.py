@@ -56,7 +56,7 @@ def store_rows(ref, x, count: int):
     def warp(_):  # a name that the interpreter in tests/ knows
         return mgpu.FragmentedArray.splat(mgpu.utils.warp_idx(), (), is_signed=True)
 
-    pl.when(16 * warp() < count)(lambda: store(ref, x))
+    pl.when(16 * (warp() & 3) < count)(lambda: store(ref, x))
 
 
 # Copies
@@ -107,6 +107,12 @@ def widen(x, stored: str, to, swizzle: int):
     to[...] = from_8_bits(plgpu.load(x, layout=layout, optimized=False), stored, to.dtype)
 
 
+def meet(warpgroups: int):
+    """All warpgroups of the program wait for each other, if there are several."""
+    if warpgroups > 1:  # Mosaic has barrier 0, and one for each warpgroup
+        named_barrier("sync", warpgroups + 1, warpgroups * WARPGROUP)
+
+
 class CopyRing(NamedTuple):
     """Slots of shared memory for blocks that come one after another."""
 
@@ -116,6 +122,7 @@ class CopyRing(NamedTuple):
     # of a program's warpgroups, each of which has its own slots among these
     parts: int = 1
     part: IntLike = 0
+    warpgroups: int = 1  # that read each slot, which the first of them fills
 
     @property
     def stages(self) -> int:
@@ -136,11 +143,13 @@ class CopyRing(NamedTuple):
         """The t-th block, once it is there, with so many on their way behind it; then nobody reads
         the blocks before it."""
         self._wait(self.full_at(t), behind, self.stages - 2)
+        meet(self.warpgroups)
         return self.at(t)
 
     def wait_before(self, full, behind: IntLike):
         """Until a copy to elsewhere has landed, with so many blocks on their way behind it."""
         self._wait(full, behind, self.stages - 1)
+        meet(self.warpgroups)
 
     def _wait(self, full, behind: IntLike, most: int):
         """`most` as `behind` is while no block is the last."""
@@ -195,8 +204,7 @@ class SumOfParts(NamedTuple):
             return x
         turn = lax.rem(jnp.asarray(n, jnp.int32), jnp.int32(2))
         store(self.slots.at[turn, self.part], x)
-        # Mosaic has barrier 0, and one for each warpgroup
-        named_barrier("sync", 3, 2 * WARPGROUP)
+        meet(2)
         return x + registers.load(self.slots.at[turn, 1 - self.part], LAYOUTS.tile)
 
 

@@ -1,5 +1,6 @@
 """How kernels by mma tile a problem: tables, and which row a problem takes."""
 
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -8,7 +9,7 @@ from pallas_flash.arguments import Problem
 from pallas_flash.kernels import device
 from pallas_flash.kernels.mosaic.tiling import Tiling, cheapest
 
-WIDEST = 256  # head size in decoding
+SLICE = 256  # columns of a sum of 64 rows that the registers of four warps hold
 ROWS = 64  # of the four warps of a program: 16 each, the rows of one mma
 WIDE = 16  # keys of a block in decoding, with values wider than 128
 # bytes of a row, of 16 bits a column, that are one column of tiles in shared memory
@@ -76,7 +77,8 @@ class Tiles(NamedTuple):
 
 class DecodeTiles(NamedTuple):
     """Of split-KV decoding: 64 rows by `block_k` keys, with a program for each of `num_splits` of
-    the keys."""
+    the keys. Each of its warpgroups owns a slice of the columns of O, and adds up a slice of those
+    that the scores are sums over."""
 
     width: int
     value_width: int
@@ -88,13 +90,32 @@ class DecodeTiles(NamedTuple):
     swizzle_in_slots: int = SWIZZLES[0]
     tma: bool = False
     stored: str | None = None  # the dtype of keys and values of 8 bits
+    values_are_keys: bool = False  # blocks are of keys alone
 
     keeps_q = Tiles.keeps_q
+
+    @property
+    def warpgroups(self) -> int:
+        return -(-self.value_width // SLICE)
+
+    @property
+    def row_width(self) -> int:
+        """Of a key and its value in shared memory."""
+        return self.width + (0 if self.values_are_keys else self.value_width)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of shared memory, but for the mbarriers."""
+        scores = 4 * 2 * 2 * ROWS * self.block_k if self.warpgroups > 1 else 0  # tile.SumOfParts
+        in_use = 2 * self.block_k * self.row_width if self.stored else 0
+        slots = self.stages * self.block_k * self.row_width * (1 if self.stored else 2)
+        return 2 * ROWS * self.width + scores + in_use + slots
 
     def __str__(self):
         size = f"{ROWS} x {self.block_k}, {self.num_splits} splits, {self.stages} stages"
         stored = f" of {self.stored}" if self.stored else ""
-        return f"{size}{stored}, widths {self.width}/{self.value_width}"
+        several = f", {self.warpgroups} warpgroups" if self.warpgroups > 1 else ""
+        return f"{size}{stored}{several}, widths {self.width}/{self.value_width}"
 
 
 class ScoreTiles(NamedTuple):
@@ -131,35 +152,45 @@ def tangent_tiles(problem: Problem) -> Tiles | None:
     return row_of(_TANGENT, problem, size)
 
 
-def decode_tiles(problem: Problem, page: int = ROWS, stored: str | None = None) -> DecodeTiles:
+def decode_tiles(
+    problem: Problem, page: int = ROWS, stored: str | None = None
+) -> DecodeTiles | None:
     """As many stages as shared memory holds beside q, and beside a block in 16 bits where keys and
-    values are stored in 8, of blocks so large that there are three."""
+    values are stored in 8, of blocks so large that there are three, or else two. None where it
+    holds none of these, or registers no O."""
     p, size = problem, 1 if stored else 2
     width, value_width = widths(p)
-    row, left = width + value_width, _shared_memory() - 2 * ROWS * width
+    count = -(-value_width // SLICE)
+    sliced, row = (width // count, value_width // count), width + value_width
 
-    def stages(block_k: int) -> int:
-        in_use = 2 * block_k * row if stored else 0
-        return min((left - in_use) // (block_k * size * row), 6)
+    def tiles(block_k: int, stages: int) -> DecodeTiles:
+        rows = ROWS if device.has_tma() else min(page, block_k)
+        in_slots = _swizzle(*sliced, rows * count, size)
+        return DecodeTiles(
+            width,
+            value_width,
+            decode.num_splits(p, block_k, device.processors()),
+            stages,
+            block_k,
+            max(block_k // page, 1),
+            _swizzle(*sliced, block_k) if stored else in_slots,
+            in_slots,
+            device.has_tma(),
+            stored,
+            p.values_are_keys,
+        )
 
     # registers hold o beside it, and what is made of 8 bits
     is_wide = width > 128 or (stored and row > 128)
-    most = WIDE if value_width > 128 else 32 if is_wide else ROWS
-    block_k = next(n for n in (ROWS, 32, WIDE) if n <= most and stages(n) >= 3)
-    rows = ROWS if device.has_tma() else min(page, block_k)
-    in_slots = _swizzle(width, value_width, rows, size)
-    return DecodeTiles(
-        width,
-        value_width,
-        decode.num_splits(p, block_k, device.processors()),
-        stages(block_k),
-        block_k,
-        max(block_k // page, 1),
-        _swizzle(width, value_width, block_k) if stored else in_slots,
-        in_slots,
-        device.has_tma(),
-        stored,
-    )
+    most = 32 if count > 1 else WIDE if sliced[1] > 128 else 32 if is_wide else ROWS
+    sizes = [block_k for block_k in (ROWS, 32, WIDE) if block_k <= most and count <= 2]
+    of_stages = itertools.product(((6, 5, 4, 3), (2,)), sizes)
+    found = (tiles(block_k, n) for each, block_k in of_stages for n in each)
+    return next((t for t in found if t.shared_bytes <= _shared_memory()), None)
+
+
+def tiles_if_decoding(problem: Problem) -> DecodeTiles | None:
+    return decode_tiles(problem) if decode.is_decoding(problem) else None
 
 
 def page_columns(problem: Problem, page: int, stored: str | None = None) -> int:
