@@ -97,6 +97,7 @@ HOPPER = {
         dict(local_window_size=(70, 20), query_offset=99),
     ),
     "columns of both": (Sizes(B=1, T=70, S=130, N=2, K=1, H=192, Hv=128), dict(is_causal=True)),
+    "dK and dV apart": (Sizes(B=1, T=203, S=130, N=2, K=1, H=320, Hv=512), dict(is_causal=True)),
     "in any order": (
         Sizes(B=1, T=203, S=309, N=2, K=1, H=64, Hv=64),
         dict(is_causal=True, deterministic=False),
@@ -123,13 +124,14 @@ def test_hopper_copies_the_blocks_that_a_tile_sees(call, traceable):
         k, v = ("args[1]", "args[2]") if t is tiles.forward else ("args[2]", "args[3]")
         assert kernels[name].reads[k] == keys * row(z.H, t)
         assert kernels[name].reads[v] == keys * row(z.Hv, t)
-    t, name = tiles.dkv, "flash_attention_dk_dv"
-    if tiles.fused is not None:
-        t, name = tiles.fused, "flash_attention_dq_dk_dv"
-    blocks = columns_of(visible.T, t.block_k, t.block_q)
-    rows = sum(min(last, T) - first for first, last, _ in blocks)
-    assert kernels[name].reads["args[0]"] == rows * row(z.H, t)
-    assert kernels[name].reads["args[1]"] == rows * row(z.Hv, t)
+    by_keys = dict(dq_dk_dv=tiles.fused, dk_dv=tiles.dkv, dk=tiles.dk, dv=tiles.dv)
+    for name, t in by_keys.items():
+        if t is not None:
+            blocks = columns_of(visible.T, t.block_k, t.block_q)
+            rows = sum(min(last, T) - first for first, last, _ in blocks)
+            kernel = kernels[f"flash_attention_{name}"]
+            assert kernel.reads["args[0]"] == rows * row(z.H, t)
+            assert kernel.reads["args[1]"] == rows * row(z.Hv, t)
 
 
 DECODING = {

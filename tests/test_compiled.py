@@ -117,9 +117,12 @@ TWO_KERNELS = {
     # from 192/128 on they run under the other consumer's
     (192, "causal"): dict(forward=Loop(454), dk_dv=Loop(345, 0, straight=1), dq=Loop(391)),
     ((192, 128), "causal"): dict(forward=Loop(482), dk_dv=Loop(347, 0, straight=1), dq=Loop(378)),
-    # of the first of two consumers, by 32 keys
-    (512, "causal"): dict(forward=Loop(418)),
-    (320, "documents"): dict(forward=Loop(406)),
+    # of the first of two consumers; by 32 keys or queries at 512, but for dv
+    (512, "causal"): dict(
+        forward=Loop(418), dk=Loop(273, 0), dv=Loop(319, 0, straight=1), dq=Loop(449)
+    ),
+    (320, "documents"): dict(forward=Loop(406), dk=Loop(218, 0), dv=Loop(255, 0), dq=Loop(439)),
+    ((512, 64), "soft_cap"): dict(dk_dv=Loop(458, 0), dq=Loop(689)),
 }
 FORWARD_MODE = {
     (64, "causal"): dict(tangent=Loop(390)),

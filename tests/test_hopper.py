@@ -262,3 +262,22 @@ def test_programs_of_unequal_numbers_of_tiles_are_refused():
     problem = explain(*shaped(3 * 128, 3 * 128, 128)).problem
     with pytest.raises(ValueError, match="got 2 to a program, of 3 to a head"):
         scheduler.query_programs(problem, 128, tiles_per_program=2)
+
+
+@pytest.mark.parametrize(
+    "sizes, together",
+    [
+        ((256, 256), True),
+        ((512, 64), True),
+        ((64, 512), True),
+        ((320, 256), True),
+        ((272, 320), False),
+        ((192, 512), False),
+        ((512, 512), False),
+    ],
+)
+def test_dk_and_dv_have_one_kernel_where_registers_hold_both(sizes, together):
+    t = tiles(shaped(8, 8, *sizes))
+    kernels = [name for name in ("dkv", "dk", "dv") if getattr(t, name) is not None]
+    assert kernels == (["dkv"] if together else ["dk", "dv"])
+    assert t.dq is not None and t.fused is None

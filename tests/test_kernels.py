@@ -259,6 +259,13 @@ LEFT_OUT = {
     "hopper: the meeting before dS is read": LeftOut(
         "hopper", "hopper.dkv_consumer.DkvConsumer.barrier", options=ANY_ORDER
     ),
+    **{
+        f"hopper, heads of 512: {what}": LeftOut("hopper", f"hopper.{where}", head=512)
+        for what, where in (
+            ("the meetings before P, dP and dS are read", "dkv_consumer.DkvConsumer.barrier"),
+            ("the meetings around dQ's epilogue", "backward_dq.Consumer.meet"),
+        )
+    },
     "hopper: the fence after lse and delta are read": LeftOut("hopper", "hopper.sync.fence"),
     "ampere: the meeting before parts of S are added": LeftOut(
         "ampere by cp.async", "mma.tile.named_barrier", is_forward=True, head=512
