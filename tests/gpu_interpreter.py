@@ -112,18 +112,19 @@ def hopper_kernels(detect_races: bool = False):
 
 @contextlib.contextmanager
 def ampere_kernels(detect_races: bool = False, tma: bool = False):
-    """The same for `implementation="ampere"`; in the interpreter they copy by cp.async or TMA, on a
-    GPU by what it has."""
+    """The same for `implementation="ampere"`; in the interpreter they copy by cp.async with the
+    tiles of an A100, or by TMA with those of an RTX 5090, on a GPU by what it has."""
     is_here = (device.compute_capability() or 0.0) >= 8.0
-    with _with_tma(tma), _kernels(is_here, detect_races) as races:
+    with _with_tma(tma, None if tma else 8.0), _kernels(is_here, detect_races) as races:
         yield races
 
 
-def _with_tma(tma: bool):
-    """Where there is no GPU that says it."""
+def _with_tma(tma: bool, memory_of: float | None = None):
+    """And the shared memory of a compute capability, where there is no GPU that says it."""
     if device.compute_capability():
         return contextlib.nullcontext()
-    return mock.patch.object(device, "has_tma", lambda: tma)
+    size = device.SHARED_KB.get(memory_of, device.LEAST_SHARED_KB) << 10
+    return mock.patch.multiple(device, has_tma=lambda: tma, shared_memory=lambda: size)
 
 
 def kernels(implementation: str, **kw):

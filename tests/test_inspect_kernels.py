@@ -298,6 +298,9 @@ ACCESSES = {
     "STS.64 [R5], R6": 2,
     "LDG.E.128 R4, [R6]": 0,
     "LDGDEPBAR": 0,
+    # of the 64 and the 16 cycles of a warpgroup's product
+    "HGMMA.64x256x16.F32.BF16 R24, R4, gdesc[UR12].tnspB, R24, gsb0": 64 / 4,
+    "@P0 HGMMA.64x64x16.F32.BF16 R24, gdesc[UR12], RZ, !UPT": (16 + 16) / 4,
 }
 
 
@@ -314,5 +317,8 @@ def test_units_are_the_cycles_of_a_multiprocessor_over_those_of_its_tensor_cores
         of_products = dict(zip(("shared memory", "issue", "exponentials"), (32, 8, 8), strict=True))
         expected = {unit: n / (4 * cycles) for unit, n in of_products.items()}
         assert units(gpu) == pytest.approx(expected, rel=0.01)
-    assert gpu_code.units(GPUS["H100"], gpu_code._loop(["HGMMA x, gsb0", "MUFU.EX2"])) is None
+    body = ["HGMMA.64x64x16.F32.BF16 R24, gdesc[UR12], R24, gsb0", "MUFU.EX2"]
+    loop = gpu_code._loop(body)
+    assert gpu_code.units(GPUS["H100"], loop)["shared memory"] == pytest.approx(1, rel=0.01)
+    assert loop.from_registers == 0
     assert gpu_code.units(GPUS["A100-80GB"], gpu_code._loop(["FFMA", "MUFU.EX2"])) is None

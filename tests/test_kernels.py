@@ -231,7 +231,7 @@ class LeftOut(NamedTuple):
     instead: Callable = lambda *args, **kw: None
     is_forward: bool = False  # or of the backward
     options: dict = {}
-    head: int = 64
+    head_size: int = 64
 
 
 LEFT_OUT = {
@@ -248,7 +248,9 @@ LEFT_OUT = {
         is_forward=True,
     ),
     **{
-        f"hopper, forward: {what}": LeftOut("hopper", f"hopper.{where}", is_forward=True, head=512)
+        f"hopper, forward: {what}": LeftOut(
+            "hopper", f"hopper.{where}", is_forward=True, head_size=512
+        )
         for what, where in (
             ("the wait for P", "sync.Handoff.wait"),
             ("the wait until P was read", "sync.Handoff.wait_for_release"),
@@ -260,7 +262,7 @@ LEFT_OUT = {
         "hopper", "hopper.dkv_consumer.DkvConsumer.barrier", options=ANY_ORDER
     ),
     **{
-        f"hopper, heads of 512: {what}": LeftOut("hopper", f"hopper.{where}", head=512)
+        f"hopper, heads of 512: {what}": LeftOut("hopper", f"hopper.{where}", head_size=512)
         for what, where in (
             ("the meetings before P, dP and dS are read", "dkv_consumer.DkvConsumer.barrier"),
             ("the meetings around dQ's epilogue", "backward_dq.Consumer.meet"),
@@ -268,7 +270,7 @@ LEFT_OUT = {
     },
     "hopper: the fence after lse and delta are read": LeftOut("hopper", "hopper.sync.fence"),
     "ampere: the meeting before parts of S are added": LeftOut(
-        "ampere by cp.async", "mma.tile.named_barrier", is_forward=True, head=512
+        "ampere by cp.async", "mma.tile.named_barrier", is_forward=True, head_size=512
     ),
     **{
         f"{family}: the wait for a block": LeftOut(
@@ -277,6 +279,9 @@ LEFT_OUT = {
         for family in FAMILIES
         if family != "hopper"
     },
+    "ampere by TMA: the meeting before the only slot is written": LeftOut(
+        "ampere by TMA", "mma.tile.release", head_size=128
+    ),
 }
 
 
@@ -287,8 +292,8 @@ def test_without_it_there_is_a_race(name, rng, monkeypatch):
     row = LEFT_OUT[name]
     monkeypatch.setattr(f"pallas_flash.kernels.{row.where}", row.instead)
     monkeypatch.setattr(gpu_interpreter, "DEADLOCK_SECONDS", 5.0)
-    length = 128 * 64 // row.head * (4 if row.is_forward else 1)
-    q, k, v = qkv(rng, sizes(256, length, row.head, N=1), jnp.bfloat16)
+    length = 128 * 64 // row.head_size * (4 if row.is_forward else 1)
+    q, k, v = qkv(rng, sizes(256, length, row.head_size, N=1), jnp.bfloat16)
     of_output = functools.partial(attend, row.family, **row.options)
     of_gradients = jax.grad(lambda *x: jnp.sum(of_output(*x).astype(jnp.float32)), (0, 1, 2))
     # the interpreter may also give up, where nobody has seen that a block was there, on a busy

@@ -158,7 +158,11 @@ class Loop(NamedTuple):
     kinds: dict[str, int]  # instructions of each kind in KINDS
     # the fraction of exponentials that overlap with wgmma; None where there is no wgmma
     under_products: float | None
-    shared_cycles: int  # of a multiprocessor's shared memory, for the accesses of a warp
+    product_flops: int  # of a warp
+    # of a multiprocessor's shared memory, for the accesses of a warp, and a quarter of those of the
+    # wgmma products of its warpgroup
+    shared_cycles: float
+    from_registers: float | None  # the part of the wgmma products whose left operand is there
 
 
 class Kernel(NamedTuple):
@@ -274,12 +278,32 @@ def kind(instruction: str) -> str:
 def _loop(body: list[str]) -> Loop:
     kinds = [kind(instruction) for instruction in body]
     counts = {name: kinds.count(name) for name in KINDS}
-    return Loop(len(body), counts, under_products(body), sum(map(shared_cycles, body)))
+    wgmma = list(filter(None, map(_wgmma, body)))
+    flops = sum(2 * 64 * n * 16 // 4 for n, _ in wgmma) or 4096 * counts["products"]
+    return Loop(
+        len(body),
+        counts,
+        under_products(body),
+        flops,
+        sum(map(shared_cycles, body)),
+        sum(in_registers for _, in_registers in wgmma) / len(wgmma) if wgmma else None,
+    )
 
 
-def shared_cycles(instruction: str) -> int:
+def _wgmma(instruction: str) -> tuple[int, bool] | None:
+    """The columns of a wgmma product of 64 rows and a depth of 16, and whether its left operand is
+    in registers."""
+    found = re.search(r"HGMMA\.64x(\d+)x16\.\S+ R\d+, (\w+)", instruction)
+    return found and (int(found[1]), found[2] != "gdesc")
+
+
+def shared_cycles(instruction: str) -> float:
     """For which a warp's access keeps shared memory busy, at 128 bytes a cycle without bank
-    conflicts."""
+    conflicts. A warpgroup's product reads 16 rows of its right operand for each of the columns, in
+    16 bits, and 64 rows of the left one, unless registers hold it."""
+    if product := _wgmma(instruction):
+        columns, in_registers = product
+        return (columns + 64 * (not in_registers)) * 16 * 2 / 128 / 4
     name, *modifiers = re.sub(r"^@!?U?P\w+\s+", "", instruction).split()[0].split(".")
     if not re.match(r"LDSM|STSM|LDGSTS|LDS$|STS$|ATOMS", name):
         return 0
@@ -289,15 +313,15 @@ def shared_cycles(instruction: str) -> int:
 
 def units(gpu, loop: Loop) -> dict[str, float] | None:
     """The cycles of each unit of a multiprocessor for a step, over those of its tensor cores; None
-    where the loop has no mma.
+    where the loop has no products.
 
     Each of four schedulers issues an instruction a cycle, and has a tensor core and the units of 4
-    exponentials a cycle; they share the shared memory. All products are m16n8k16, 4096 FLOP.
+    exponentials a cycle; they share the shared memory.
     """
-    if loop.under_products is not None or not loop.kinds["products"]:
+    if not loop.product_flops:
         return None
     schedulers = 4
-    tensor = loop.kinds["products"] * 4096 * schedulers * gpu.cores * gpu.clock / gpu.products
+    tensor = loop.product_flops * schedulers * gpu.cores * gpu.clock / gpu.products
     cycles = {
         "shared memory": schedulers * loop.shared_cycles,
         "issue": loop.instructions,

@@ -84,14 +84,14 @@ def _dq_kernel(program, x: Inputs, dq_gmem, memory: Memory, *, problem: Problem,
     load_kv = x.keys.loader(ring, work.batch, work.kv_head, blocks)
 
     x.queries.copy(work.tile, work.batch, work.head, memory.owned, memory.owned_full)
-    load_kv(blocks.first)
+    if t.stages > 1:
+        load_kv(blocks.first)
     tile.wait(memory.owned_full)
     q_smem, do = memory.owned
     q = tile.load(q_smem) if t.keeps_q else None  # not both
 
     def step(n, dq, masked):
-        k, v = ring.wait(n)
-        load_kv(n + 1)
+        k, v = ring.next(n, lambda ahead: load_kv(n + ahead))
         s = tile.dot_t(tile.load(q_smem) if q is None else q, k)  # [bq, bk]
         at = head.tile(rows.start, blocks.index(n) * t.block_k, s.shape)
         _, weight, back = head.probabilities(
@@ -124,11 +124,11 @@ def _key_kernel(program, x: Inputs, *refs, names: tuple[str, ...], problem: Prob
         blocks, position = query_blocks(g)
         head = logits.for_head(p, tile.LAYOUTS, x.logits, work.batch, work.head + g)
         load_queries = x.queries.loader(ring, work.batch, work.head + g, blocks, position)
-        load_queries(blocks.first)
+        if t.stages > 1:
+            load_queries(blocks.first)
 
         def step(n, sums, masked):
-            q, do = ring.wait(position(n))
-            load_queries(n + 1)
+            q, do = ring.next(position(n), lambda ahead: load_queries(n + ahead))
             first_row = blocks.index(n) * t.block_q
             by_row = work.batch, work.head + g, pl.ds(first_row, t.block_q)
             per_query = lambda ref: per_column(load(ref.at[by_row], tile.LAYOUTS.column), s.shape)

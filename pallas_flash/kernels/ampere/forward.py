@@ -125,8 +125,7 @@ def _kernel(program, x: Inputs, o_gmem, *outputs, problem: Problem, tiles: Tiles
 
     def step(n, carry, masked):
         o, stats = carry
-        k, v = kv.wait(n)
-        load_kv(n + t.stages - 1)
+        k, v = kv.next(n, lambda ahead: load_kv(n + ahead))
         s = whole(n, tile.dot_t(tile.load(memory.q) if q is None else q, k))  # [bq, bk]
         at = head.tile(first_row, blocks.index(n) * t.block_k, s.shape)
         s, scale = head.modify(s, at)

@@ -151,7 +151,7 @@ def _kernel(program, x: Inputs, o_gmem, *outputs, problem: Problem, tiles: Decod
     score_mod = mods.for_head(p.score, x.score_mod, b, h)
     head = logits.Logits(p, tile.LAYOUTS, x.resolved_mask, None, None, score_mod, None)
     kv.wait_before(memory.q_full, blocks.count)
-    q = tile.load(memory.q) if t.keeps_q else None
+    q = tile.load(own.columns(memory.q)) if t.keeps_q else None
 
     def step(n, carry, masked):
         o, stats = carry

@@ -6,6 +6,7 @@ arXiv:2307.08691). A program is one warpgroup, or two: each has half of the colu
 and they add up their parts of S.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -142,9 +143,22 @@ class CopyRing(NamedTuple):
     def wait(self, t: IntLike, behind: IntLike = 0) -> list:
         """The t-th block, once it is there, with so many on their way behind it; then nobody reads
         the blocks before it."""
-        self._wait(self.full_at(t), behind, self.stages - 2)
+        self._wait(self.full_at(t), behind, max(self.stages - 2, 0))
         meet(self.warpgroups)
         return self.at(t)
+
+    def next(self, t: IntLike, load: Callable) -> list:
+        """The t-th block, once it is there. `load(ahead)` begins to copy the block so far behind
+        it, which is on its way under the products with this one: with one slot the t-th itself,
+        when nobody reads the one before it."""
+        ahead = self.stages - 1
+        if not ahead:
+            release(tma=self.full is not None)
+            load(0)
+        slots = self.wait(t)
+        if ahead:
+            load(ahead)
+        return slots
 
     def wait_before(self, full, behind: IntLike):
         """Until a copy to elsewhere has landed, with so many blocks on their way behind it."""

@@ -19,7 +19,8 @@ REDUCTION = 2048  # bytes of shared memory in which warps of `ScoreTiles.by_quer
 
 class Tiles(NamedTuple):
     """Of a kernel: `block_q` queries by `block_k` keys, of which a program owns the ones, and walks
-    over blocks of the others in `stages` slots of shared memory."""
+    over blocks of the others in `stages` slots of shared memory: with one slot a block is copied
+    while no product runs but those of the multiprocessor's other program."""
 
     width: int  # of queries and keys in shared memory
     value_width: int  # of values and the output
@@ -40,8 +41,8 @@ class Tiles(NamedTuple):
 
     @property
     def keeps_q(self) -> bool:
-        """Whether registers hold queries beside the sums."""
-        return self.width <= 128
+        """Whether registers hold queries beside the sums: a thread has 32 of them."""
+        return self.block_q * self.width <= 64 * 128
 
     @property
     def tiling(self) -> Tiling:
@@ -54,19 +55,19 @@ class Tiles(NamedTuple):
         return 2 * (self.width + self.value_width)
 
     @property
-    def shared_bytes(self) -> int:
-        """Of shared memory, but for the mbarriers: both matrices of the tile that a program owns,
-        and those of the blocks that pass by."""
-        owned, passing = (self.block_q, self.block_k)[:: -1 if self.owns_keys else 1]
-        return (owned + self.stages * passing) * self.row_bytes
-
-    @property
     def forward_bytes(self) -> int:
-        """Of shared memory, for the matrices of the forward."""
+        """Of shared memory, but for the mbarriers, in the forward."""
         passing = self.stages * self.block_k * self.row_bytes
         if self.copies_q:
             return passing + 2 * self.block_q * self.width
         return passing + 4 * 2 * self.warpgroups * self.block_q * self.block_k  # of tile.SumOfParts
+
+    @property
+    def shared_bytes(self) -> int:
+        """The same of gradients: both matrices of the tile that a program owns, and those of the
+        blocks that pass by."""
+        owned, passing = (self.block_q, self.block_k)[:: -1 if self.owns_keys else 1]
+        return (owned + self.stages * passing) * self.row_bytes
 
     def __str__(self):
         copies = "TMA" if self.tma else "cp.async"
@@ -92,6 +93,7 @@ class DecodeTiles(NamedTuple):
     stored: str | None = None  # the dtype of keys and values of 8 bits
     values_are_keys: bool = False  # blocks are of keys alone
 
+    block_q = ROWS
     keeps_q = Tiles.keeps_q
 
     @property
@@ -203,9 +205,10 @@ def page_columns(problem: Problem, page: int, stored: str | None = None) -> int:
     return max(tiles * tile, _column_step(p))
 
 
-def _shared_memory() -> int:
-    """Bytes for a program's matrices, beside the mbarriers."""
-    return device.shared_memory() - 1024
+def _shared_memory(programs: int = 1) -> int:
+    """Bytes for the matrices of each of so many programs of a multiprocessor, which has 1 KB more
+    than one of them can have: CUDA keeps 1 KB of each, and mbarriers take less than another."""
+    return (device.shared_memory() + 1024) // programs - 2048
 
 
 def score_tiles(problem: Problem) -> ScoreTiles | None:
@@ -215,9 +218,11 @@ def score_tiles(problem: Problem) -> ScoreTiles | None:
     return None if by_query is None or by_key is None else ScoreTiles(by_query, by_key)
 
 
-def row_of(table, problem: Problem, size: Callable[[Tiles], int] = lambda t: 0) -> Tiles | None:
+def row_of(
+    table, problem: Problem, size: Callable[[Tiles], int], programs: int = 1
+) -> Tiles | None:
     """The cheapest row that holds the problem's heads, as narrow as they are, and whose `size` in
-    bytes shared memory holds."""
+    bytes a multiprocessor's shared memory holds for so many programs."""
     width, value_width = widths(problem)
 
     def narrow(row: Tiles) -> Tiles:
@@ -226,7 +231,7 @@ def row_of(table, problem: Problem, size: Callable[[Tiles], int] = lambda t: 0) 
         of_heads = dict(width=width, value_width=value_width, swizzle=swizzle)
         return row._replace(**of_heads, tma=device.has_tma())
 
-    row = cheapest(table, problem, lambda row: size(narrow(row)) <= _shared_memory())
+    row = cheapest(table, problem, lambda row: size(narrow(row)) <= _shared_memory(programs))
     return row and narrow(row)
 
 
