@@ -204,15 +204,15 @@ DECODING = {  # a score_mod reads the head of a row; the values of MLA are colum
     ("hopper", "H200", 128, 128, "ALiBi"): 742,
     ("hopper", "H200", 192, 128, ""): 377,
     ("hopper", "H200", 256, 256, ""): 405,
-    ("hopper", "H200", 576, 512, "MLA"): 543,  # of two warpgroups
-    ("hopper", "H200", 512, 512, ""): 413,
+    ("hopper", "H200", 576, 512, "MLA"): 552,  # of two warpgroups
+    ("hopper", "H200", 512, 512, ""): 417,
     ("ampere", "A100-80GB", 64, 64, ""): 380,
     ("ampere", "A100-80GB", 128, 128, ""): 506,
     ("ampere", "A100-80GB", 128, 128, "ALiBi"): 755,
     ("ampere", "A100-80GB", 192, 128, ""): 392,  # by 32 keys
     ("ampere", "A100-80GB", 256, 256, ""): 401,  # by 16
-    ("ampere", "A100-80GB", 576, 512, "MLA"): 403,
-    ("ampere", "A100-80GB", 512, 512, ""): 397,
+    ("ampere", "A100-80GB", 576, 512, "MLA"): 411,
+    ("ampere", "A100-80GB", 512, 512, ""): 406,
     ("ampere", "RTX-4090", 128, 128, ""): 322,  # by 32
 }
 

@@ -3,9 +3,9 @@ compute P again from lse.
 
 Deterministic: one kernel owns tiles of keys and sums dK and dV over the queries, one owns tiles of
 queries and sums dQ over the keys; 7 products for a pair of blocks. Where registers do not hold dK
-and dV together each has a kernel, and there are 8. Fused: the first of them also
-computes its share of dQ, and TMA adds it up in global memory, in whatever order the tiles come; 5
-products, and the last bits of dQ differ from run to run.
+and dV together each has a kernel: 8 products. Fused: the first of them also computes its share of
+dQ, and TMA adds it up in global memory, in whatever order the tiles come; 5 products, and the last
+bits of dQ differ from run to run.
 """
 
 from pallas_flash.arguments import Gradients, Operands, Problem

@@ -132,15 +132,13 @@ def _kernel(program, x: Inputs, *refs, names: tuple[str, ...], problem: Problem,
                     )
                     by_row = work.batch, work.head + g, pl.ds(i * tiles.block_q, tiles.block_q)
                     delta = x.delta.at[by_row] if "dk" in tiles.sums else None
-                    fill_q = lambda: q.fill(
-                        position(t), Q(rows(q_gmem, tiles.width), x.lse.at[by_row])
-                    )
-                    fill_do = lambda: do.fill(
-                        position(t), Do(rows(do_gmem, tiles.value_width), delta)
+                    fills = (
+                        (q, Q(rows(q_gmem, tiles.width), x.lse.at[by_row])),
+                        (do, Do(rows(do_gmem, tiles.value_width), delta)),
                     )
                     # first what is released first
-                    for fill in (fill_q, fill_do) if "dv" in tiles.sums else (fill_do, fill_q):
-                        fill()
+                    for ring, source in fills if "dv" in tiles.sums else reversed(fills):
+                        ring.fill(position(t), source)
 
                 read(i, fill)
 
@@ -177,7 +175,8 @@ def _kernel(program, x: Inputs, *refs, names: tuple[str, ...], problem: Problem,
         consumer, widths = consumer_at(wg), dict(dk=tiles.width, dv=tiles.value_width)
         zeros = {name: tile.zeros(ROWS, consumer.columns(widths[name]).size) for name in tiles.sums}
         sums = schedule.loop(0, problem.group, head, zeros)
-        sums = {name: sums[name] * problem.scale if name == "dk" else sums[name] for name in sums}
+        if "dk" in sums:
+            sums = sums | dict(dk=sums["dk"] * problem.scale)
         _finish(work, consumer, sums, outputs)
 
     tile.specialize(tiles, consume, produce)

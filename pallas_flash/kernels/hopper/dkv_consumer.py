@@ -24,7 +24,7 @@ class Q(NamedTuple):
 
 
 class Do(NamedTuple):
-    """What comes in another."""
+    """The same of another ring."""
 
     do: Any
     delta: Any  # None where there is no dK
@@ -33,7 +33,7 @@ class Do(NamedTuple):
 class Block(NamedTuple):
     """A block of queries of one head."""
 
-    position: IntLike  # in the ring
+    position: IntLike  # in the rings
     head: IntLike
     first_row: IntLike
     logits: Logits

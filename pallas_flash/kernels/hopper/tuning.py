@@ -203,7 +203,8 @@ _FORWARD = (
 )
 # Blocks of 128 keys leave no registers at 128, nor beside three warpgroups. A block of keys is held
 # for a step longer than one of values, so there are three; at 256 there is room for two, and one of
-# values.
+# values. From 257 on both warpgroups compute dS of the same 64 queries: to hand it over there is no
+# room beside these. No swizzle may be wider than the 32 keys that dS K sums over.
 _DQ = (
     Tiles(width=64, value_width=64, warpgroups=3, block_k=64, stages=3),
     Tiles(width=128, value_width=128, warpgroups=2, block_k=64, stages=3),
@@ -249,7 +250,7 @@ _DKV = (
     ),
 )
 OWNED = 288  # columns of dK and dV that the registers of a warpgroup hold
-# Where they do not: dK needs K, V, Q and dO, dV no V.
+# Each alone, where they do not hold both. Beside V, which dV does without, blocks have 32 queries.
 _DK = tuple(_DKV[-1]._replace(stages=n, sums=("dk",)) for n in (2, 1))
 _DV = tuple(
     _DKV[-1]._replace(block_q=64, stages=n, swizzle=SWIZZLES[0], sums=("dv",)) for n in (2, 1)

@@ -132,7 +132,7 @@ class ScoreTiles(NamedTuple):
 _TANGENT = (
     Tiles(width=64, value_width=64, block_q=64, block_k=64),
     Tiles(width=128, value_width=128, block_q=64, block_k=32),
-    Tiles(width=256, value_width=256, block_q=64, block_k=16),
+    Tiles(width=256, value_width=256, block_q=64, block_k=16, swizzle=64),
 )
 # of dS, whose sums are one tile: for Hopper's kernels too, which know wider heads. The last row of
 # each is for GPUs with 99 KB of shared memory, and for heads above 256 on all.
