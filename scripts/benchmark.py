@@ -44,6 +44,7 @@ class Cases(NamedTuple):
 
 
 TOKEN = dict(kv_heads=8, head_size=128, passes=[PASSES[0]])
+LATENT = TOKEN | dict(kv_heads=1)
 CASES = {
     "lengths": Cases(
         cases.by_length,
@@ -57,6 +58,12 @@ CASES = {
         "one new token beside a cache of each length",
         cpu=dict(lengths=[1024, 8192], batch=[1, 8], heads=32, **TOKEN),
         gpu=dict(lengths=[1024, 8192, 32768, 131072], batch=[1, 8, 64], heads=64, **TOKEN),
+    ),
+    "latents": Cases(
+        cases.latents,
+        "one new token beside a cache of latents (MLA: keys of 576, the first 512 are the values)",
+        cpu=dict(lengths=[1024, 8192], batch=[1, 8], heads=16, **LATENT),
+        gpu=dict(lengths=[8192, 32768], batch=[1, 16, 64], heads=128, **LATENT),
     ),
 }
 SHAPE = ("lengths", "batch", "heads", "kv_heads", "head_size", "causal")  # the suite has its own

@@ -32,11 +32,13 @@ class Case(NamedTuple):
     documents: int | None = None  # packed into each row, of random lengths
     # the first keys, which all later queries see; only with `window`, without documents
     global_tokens: int | None = None
+    values_are_keys: bool = False  # the values are the keys' first columns
 
     def __str__(self):
         keys = f" S{self.S}" if self.S != self.T else ""
         kv_heads = f"/{self.K}" if self.K != self.N else ""
         value_size = f"/{self.Hv}" if self.Hv else ""
+        value_size += " of the keys" if self.values_are_keys else ""
         shape = f"B{self.B} T{self.T}{keys} N{self.N}{kv_heads} H{self.H}{value_size}"
         return f"{shape} {self.dtype} {self.mask}"
 
@@ -113,7 +115,9 @@ class Case(NamedTuple):
 
     def bytes(self) -> int:
         """Of query, key, value and output."""
-        return sum(math.prod(x.shape) * x.dtype.itemsize for x in self.shapes())
+        query, key, value, output = self.shapes()
+        arrays = [query, key, output] if self.values_are_keys else [query, key, value, output]
+        return sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
 
     def flops(self, passes: str) -> float:
         """Two for each multiply-add: q k^T and p v forward; q k^T again, do v^T, and dq, dk, dv
@@ -126,7 +130,10 @@ class Case(NamedTuple):
 @functools.cache
 def _inputs(case: Case) -> list[jax.Array]:
     keys, shapes = jax.random.split(jax.random.key(0), 4), case.shapes()
-    return [jax.random.normal(key, x.shape, x.dtype) for key, x in zip(keys, shapes, strict=True)]
+    found = [jax.random.normal(key, x.shape, x.dtype) for key, x in zip(keys, shapes, strict=True)]
+    if case.values_are_keys:
+        found[2] = found[1][..., : case.value_size]
+    return found
 
 
 def free_inputs():
@@ -153,6 +160,12 @@ def decoding(args) -> list[Case]:
         for B in args.batch
         for S in args.lengths
     ]
+
+
+def latents(args) -> list[Case]:
+    """The same beside latents (MLA): one key head of 576 columns, of which 512 are the values."""
+    latent = dict(K=1, H=576, Hv=512, values_are_keys=True)
+    return [case._replace(**latent) for case in decoding(args)]
 
 
 TOKENS, HIDDEN = 16384, 2048  # in each case of the suite

@@ -99,14 +99,18 @@ def _ours(name: str) -> Contender:
             mask=mask,
             implementation=implementation,
             deterministic=not is_fused,
+            value_size=case.Hv if case.values_are_keys else None,
         )
 
     def attend(case, q, k, v, **operands):
+        v = None if case.values_are_keys else v
         return flash_attention(q, k, v, **options(case), **operands)
 
     def refuses(case):
         try:
-            explain(*case.shapes()[:3], **options(case), **_segment_ids(case))
+            query, key, value, _ = case.shapes()
+            value = None if case.values_are_keys else value
+            explain(query, key, value, **options(case), **_segment_ids(case))
         except NotImplementedError as error:
             return str(error)
 
