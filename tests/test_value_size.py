@@ -184,7 +184,7 @@ BY_MOSAIC = {
     "MLA, pages": (576, 512, 16, 64, None, False),
     "MLA, small pages": (576, 512, 16, 8, None, False),
     "MLA, in 8 bits": (576, 512, 128, 16, "float8_e4m3fn", False),
-    "MLA, pages of 64 in 8 bits": (576, 512, 16, 64, "int8", False),
+    "MLA, pages of 64 in 8 bits": (576, 512, 16, 64, "int8", False),  # and float16
     "one warpgroup": (320, 256, 8, None, None, False),
     "one warpgroup, in 8 bits": (320, 256, 8, 64, "int8", False),
     "narrow": (80, 64, 8, None, None, False),
@@ -217,10 +217,13 @@ def test_by_mosaic_output_lse_and_maxima_equal_the_oracle_without_a_race(
     head, size, heads, page, stored, has_values = BY_MOSAIC[name]
     monkeypatch.setattr(decoding, "K", 1)
     T, lengths = 1 if heads > 64 else 2, ints(150, 256, 0)
-    call, rows = pool(
-        rng, page or 64, lengths, 256 // (page or 64), (head, size), "bfloat16", stored
-    )
-    q = normal(rng, B, T, heads, head, dtype="bfloat16")
+    dtype = "float16" if stored == "int8" else "bfloat16"
+    of_pages = page or 64, lengths, 256 // (page or 64), (head, size), dtype, stored
+    call, rows = pool(rng, *of_pages)
+    q = normal(rng, B, T, heads, head, dtype=dtype)
+    small = 3e-5 if stored else 1.0  # scales that float16 does not hold
+    rows = [x * small if stored else x for x in rows]
+    call |= {name: call[name] * np.float32(small) for name in call if name.endswith("scales")}
     kw = dict(logits_soft_cap=2.0, sinks=np.linspace(-1, 1, heads, dtype=np.float32))
     kw |= dict(local_window_size=(200, 0))
     options = kw | ALL | dict(implementation=implementation)
@@ -238,7 +241,9 @@ def test_by_mosaic_output_lse_and_maxima_equal_the_oracle_without_a_race(
             v = v if has_values else None
             assert "decoding 64 x" in str(explain(q, k, v, **options, **of_rows).tiles)
             found = flash_attention(q, k, v, **options, **of_rows)
-    equal_the_oracle(found, q, [x.astype(np.float32) for x in rows], **of_rows, **kw)
+    k, v = (x.astype(np.float32) for x in rows)
+    found = found[0].astype(jnp.float32) / small, *found[1:]
+    equal_the_oracle(found, q, (k, v / small), **of_rows, **kw)
     assert not races.found
 
 

@@ -53,7 +53,7 @@ class Memory(NamedTuple):
 
     q: Any  # [64, width]
     kv: tuple  # [stages, block_k, width] of keys, and of values if they are apart
-    in_use: tuple  # of keys and values of 8 bits, a block of each in 16
+    in_use: tuple  # of keys and values of 8 bits, a block of each in 16; of both where one serves
     sums: Any  # of tile.SumOfParts; None with one warpgroup
     q_full: Any
     kv_full: Any
@@ -71,7 +71,7 @@ class Memory(NamedTuple):
         return cls(
             q=block(x.q.dtype, ROWS, t.width),
             kv=tuple(map(slots, widths[:count])),
-            in_use=tuple(wide[:count]) if t.stored else (),
+            in_use=tuple(wide[: -(-t.widened // t.width)]),
             sums=tile.parts_of_sum(ROWS, t.block_k) if t.warpgroups > 1 else None,
             q_full=plgpu.Barrier() if t.tma else None,
             kv_full=full if t.tma else None,
@@ -162,8 +162,9 @@ def _kernel(program, x: Inputs, o_gmem, *outputs, problem: Problem, tiles: Decod
         block = kv.wait(n, blocks.last - 1 - n)
         load(n + t.stages - 1)
         if t.stored:
-            for ref, wide in zip(block, memory.in_use, strict=True):
-                tile.widen(own.columns(ref), t.stored, own.columns(wide), t.swizzle)
+            for ref, wide in zip((block[0], block[-1]), memory.in_use, strict=False):
+                some = own.columns(ref, wide.shape[1])
+                tile.widen(some, t.stored, own.columns(wide), t.swizzle)
             tile.release(tma=False)
             block = memory.in_use
         k, v = own.columns(block[0]), own.columns(block[-1], t.value_width)

@@ -92,6 +92,7 @@ class DecodeTiles(NamedTuple):
     tma: bool = False
     stored: str | None = None  # the dtype of keys and values of 8 bits
     values_are_keys: bool = False  # blocks are of keys alone
+    widened: int = 0  # columns of a block in 8 bits that are also in shared memory in 16
 
     block_q = ROWS
     keeps_q = Tiles.keeps_q
@@ -109,7 +110,7 @@ class DecodeTiles(NamedTuple):
     def shared_bytes(self) -> int:
         """Of shared memory, but for the mbarriers."""
         scores = 4 * 2 * 2 * ROWS * self.block_k if self.warpgroups > 1 else 0  # tile.SumOfParts
-        in_use = 2 * self.block_k * self.row_width if self.stored else 0
+        in_use = 2 * self.block_k * self.widened
         slots = self.stages * self.block_k * self.row_width * (1 if self.stored else 2)
         return 2 * ROWS * self.width + scores + in_use + slots
 
@@ -164,6 +165,8 @@ def decode_tiles(
     width, value_width = widths(p)
     count = -(-value_width // SLICE)
     sliced, row = (width // count, value_width // count), width + value_width
+    # float16 holds no weights times scales: then the values' columns are widened to bfloat16 too
+    once = p.values_are_keys and p.dtype != "float16"
 
     def tiles(block_k: int, stages: int) -> DecodeTiles:
         rows = ROWS if device.has_tma() else min(page, block_k)
@@ -180,6 +183,7 @@ def decode_tiles(
             device.has_tma(),
             stored,
             p.values_are_keys,
+            0 if not stored else width if once else row,
         )
 
     # registers hold o beside it, and what is made of 8 bits
