@@ -116,9 +116,9 @@ def _key_kernel(program, x: Inputs, *refs, names: tuple[str, ...], problem: Prob
     )
     ring = tile.CopyRing(memory.ring, memory.ring_full)
     x.keys.copy(work.tile, work.batch, work.kv_head, memory.owned, memory.owned_full)
-    if t.tma:
-        tile.wait(memory.owned_full)  # cp.async: with the first block
-    k, v = memory.owned
+    if t.tma or t.keeps_owned:
+        tile.wait(memory.owned_full)  # cp.async: else with the first block
+    k, v = (tile.left_operand(x, t.keeps_owned) for x in memory.owned)
 
     def of_head(g, sums):
         blocks, position = query_blocks(g)
@@ -135,14 +135,14 @@ def _key_kernel(program, x: Inputs, *refs, names: tuple[str, ...], problem: Prob
             mask = None
             if masked:
                 mask = head.load_mask(work.batch, first_row, t.block_q, transposed=True)
-            s = tile.dot_t(tile.load(k), q)  # S^T [bk, bq]
+            s = tile.dot_t(k(), q)  # S^T [bk, bq]
             at = head.tile(first_row, rows.start, s.shape, transposed=True)
             prob, weight, back = head.probabilities(s, at, lambda: per_query(x.lse), mask)
             new, left = dict(sums), lambda a: tile.as_left(a.astype(x.queries.dtype))
             if "dv" in sums:
                 new["dv"] = tile.dot(sums["dv"], left(prob), do)
             if "dk" in sums:
-                dp = tile.dot_t(tile.load(v), do)
+                dp = tile.dot_t(v(), do)
                 ds = head.gradient(weight, back, dp, per_query(x.delta))
                 new["dk"] = tile.dot(sums["dk"], left(ds), q)
             return new

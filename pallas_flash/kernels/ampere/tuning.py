@@ -79,14 +79,17 @@ _DKV = (
         separate_dk_dv=True,
     ),
 )
-# Before those where shared memory binds: a warp that owns twice the rows reads half as much of it
-# for an mma, with a few more instructions.
+# Before those where shared memory binds: for an mma a warp that owns twice the rows reads half as
+# much of it, and one whose keys and values are in registers three fifths.
 _TALL_FORWARD = (Tiles(width=128, value_width=128, block_q=128, block_k=32),)
 _TALL_DQ = (
     Tiles(width=128, value_width=128, block_q=128, block_k=32),
     Tiles(width=128, value_width=128, block_q=128, block_k=32, stages=1),
 )
-_TALL_DKV = (Tiles(width=64, value_width=64, block_q=32, block_k=128, owns_keys=True),)
+_TALL_DKV = (
+    Tiles(width=64, value_width=64, block_q=32, block_k=128, owns_keys=True),
+    Tiles(width=128, value_width=128, block_q=32, block_k=64, owns_keys=True, keeps_owned=True),
+)
 
 
 def tiles(problem: Problem) -> AllTiles:
@@ -106,8 +109,7 @@ def tiles(problem: Problem) -> AllTiles:
             forward = _TALL_FORWARD + forward
         if not p.dropped:
             dq = _TALL_DQ + dq
-        if not (p.dropped or p.score or p.soft_cap):
-            dkv = _TALL_DKV + dkv
+        dkv = _TALL_DKV[1 if p.dropped or p.score or p.soft_cap else 0 :] + dkv
     return AllTiles(
         _row(forward, p, lambda t: t.forward_bytes),
         _row(dq, p, lambda t: t.shared_bytes),

@@ -180,6 +180,12 @@ def load(smem):
     return plgpu.load(smem, layout=LHS)
 
 
+def left_operand(smem, keep: bool) -> Callable:
+    """Returns it: from registers that hold it all along, or read again for each product."""
+    kept = load(smem) if keep else None
+    return lambda: load(smem) if kept is None else kept
+
+
 def dot(acc, a, b):
     """acc + a b, of a left operand and shared memory."""
     return plgpu.mma(acc, a, plgpu.load(b, layout=RHS))

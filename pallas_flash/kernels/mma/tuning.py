@@ -32,6 +32,7 @@ class Tiles(NamedTuple):
     swizzle: int = SWIZZLES[0]
     tma: bool = False  # blocks are copied by TMA, not by cp.async
     separate_dk_dv: bool = False  # dK and dV have a kernel each
+    keeps_owned: bool = False  # registers hold the keys and values of dK and dV beside these
     warpgroups: int = 1  # which share the columns of all arrays
 
     @property
