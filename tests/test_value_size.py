@@ -189,6 +189,7 @@ BY_MOSAIC = {
     "one warpgroup, in 8 bits": (320, 256, 8, 64, "int8", False),
     "narrow": (80, 64, 8, None, None, False),
     "wide heads": (512, 512, 8, None, None, True),
+    "wide values": (128, 512, 8, None, None, True),
     "heads of 320": (320, 320, 8, None, None, True),
     "wide heads, pages in 8 bits": (512, 384, 8, 64, "float8_e5m2", True),
 }

@@ -81,7 +81,11 @@ _DKV = (
 )
 # Before those where shared memory binds: for an mma a warp that owns twice the rows reads half as
 # much of it, and one whose keys and values are in registers three fifths.
-_TALL_FORWARD = (Tiles(width=128, value_width=128, block_q=128, block_k=32),)
+_TALL_FORWARD = (
+    _FORWARD[0],
+    Tiles(width=64, value_width=64, block_q=128, block_k=32),
+    Tiles(width=128, value_width=128, block_q=128, block_k=32),
+)
 _TALL_DQ = (
     Tiles(width=128, value_width=128, block_q=128, block_k=32),
     Tiles(width=128, value_width=128, block_q=128, block_k=32, stages=1),
@@ -98,18 +102,16 @@ def tiles(problem: Problem) -> AllTiles:
     beside which segment ids, the words of dropout, or what else makes logits, would spill."""
     p = problem
     has_ids = p.resolved_mask.query_ids is not None
-    forward, dq, dkv = (
-        _FORWARD[1 if has_ids or p.dropped else 0 :],
-        _DQ,
-        _DKV[1 if has_ids else 0 :],
-    )
+    first = 1 if has_ids or p.dropped else 0
+    forward, dq, dkv = _FORWARD[first:], _DQ, _DKV[1 if has_ids else 0 :]
     # GPUs with no more multiply at half or a quarter of an A100's rate
     if device.shared_memory() > device.LEAST_SHARED_KB << 10:
         if device.compute_capability() != 9.0:  # results.md#by-mma-by-the-clock
-            forward = _TALL_FORWARD + forward
+            forward = _TALL_FORWARD[first:] + forward
         if not p.dropped:
             dq = _TALL_DQ + dq
-        dkv = _TALL_DKV[1 if p.dropped or p.score or p.soft_cap else 0 :] + dkv
+        if not (p.dropped or p.score or p.soft_cap):
+            dkv = _TALL_DKV + dkv
     return AllTiles(
         _row(forward, p, lambda t: t.forward_bytes),
         _row(dq, p, lambda t: t.shared_bytes),

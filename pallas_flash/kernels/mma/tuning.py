@@ -72,7 +72,8 @@ class Tiles(NamedTuple):
 
     def __str__(self):
         copies = "TMA" if self.tma else "cp.async"
-        size = f"{self.block_q} x {self.block_k}, {self.stages} stages by {copies}"
+        stages = "1 stage" if self.stages == 1 else f"{self.stages} stages"
+        size = f"{self.block_q} x {self.block_k}, {stages} by {copies}"
         shared = f" of {self.warpgroups} warpgroups" if self.warpgroups > 1 else ""
         return f"{size}, widths {self.width}/{self.value_width}{shared}"
 
