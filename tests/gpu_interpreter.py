@@ -106,7 +106,7 @@ def hopper_kernels(detect_races: bool = False):
     """Lets `implementation="hopper"` run here, on a Hopper GPU if there is one, else in the
     interpreter, where what runs by mma copies by TMA. Yields Races, of which the interpreter alone
     finds any: a test that needs one is not marked `gpu`."""
-    with _with_tma(True), _kernels(device.compute_capability() == 9.0, detect_races) as races:
+    with _with_tma(True, 9.0), _kernels(device.compute_capability() == 9.0, detect_races) as races:
         yield races
 
 

@@ -176,7 +176,6 @@ def test_a_cache_of_keys_alone_takes_tokens_without_values(dtype, rng):
 
 # ---- by Mosaic ----
 
-SHARED_KB = dict(hopper=227, ampere=163)
 # head and value size, heads, page (None: contiguous), what pages are stored in, whether there are
 # values beside the keys; in one split slots of shared memory are used again
 BY_MOSAIC = {
@@ -197,15 +196,9 @@ BY_MOSAIC = {
 
 @pytest.fixture
 def on(request, monkeypatch):
-    """on(implementation): its kernels, in one split, with as much shared memory as its GPU has."""
-
-    def kernels(implementation, **kw):
-        kb = SHARED_KB[implementation]
-        monkeypatch.setattr(device, "shared_memory", lambda: kb << 10)
-        monkeypatch.setattr(decode, "num_splits", lambda *_: 1)
-        return gpu_interpreter.kernels(implementation, **kw)
-
-    return kernels
+    """on(implementation): its kernels, in one split."""
+    monkeypatch.setattr(decode, "num_splits", lambda *_: 1)
+    return gpu_interpreter.kernels
 
 
 @needs_interpreter
