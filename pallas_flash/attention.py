@@ -294,7 +294,8 @@ def flash_attention_jvp(
     tangent of lse (DESIGN.md, "The other modes").
 
     Args:
-      primals: (query, key, value), or (query, key, value, bias).
+      primals: (query, key, value), or (query, key, value, bias); with value=None and value_size
+        among the options, (query, key).
       tangents: as many, of the same shapes and dtypes.
       **options: the other arguments of `flash_attention`; they have no tangents.
 

@@ -319,7 +319,7 @@ def print_work(work: list[dict], gpu: dict):
         f"{gpu['bandwidth'] / 1e12:g} TB/s, and {gpu['exponentials'] / 1e12:.2g} T exponentials/s, "
         f"16 per clock in each of {gpu['cores']} SMs at {gpu['clock'] / 1e9:g} GHz.\n"
         "Each kernel moves its arrays once. The backward is one kernel of 5 products, or two, dQ "
-        "and dK with dV, of 7 in all."
+        "and dK with dV, of 7 in all; of 8 where dK and dV are apart."
     )
     rows = []
     for w in work:

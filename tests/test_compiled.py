@@ -166,25 +166,26 @@ def test_the_loops_are_tight(scheme, width, case):
 # Instructions of a warp for each mma in a step without a mask, 5% more are let pass; GPUs with TMA
 # wait for it in a loop of its own
 MMA = {
-    ("A100-80GB", 64): dict(forward=4.8, dk_dv=3.45, dq=3.6, tangent=3.15),
-    ("A100-80GB", 128): dict(forward=3.85, dk_dv=2.75, dq=2.8, tangent=2.6),
+    ("A100-80GB", 64): dict(forward=4.8, dk_dv=3.2, dq=3.3, tangent=3.15),
+    ("A100-80GB", 128): dict(forward=4.25, dk_dv=2.75, dq=2.4, tangent=2.6),
     ("A100-80GB", (192, 128)): dict(forward=4.5, dk_dv=3.15, dq=3.0, tangent=2.75),
-    ("A100-80GB", 256): dict(forward=3.9, dk=2.95, dv=3.05, dq=2.8, tangent=2.6),
+    ("A100-80GB", 256): dict(forward=3.75, dk=2.8, dv=2.95, dq=2.6, tangent=2.6),
     ("A100-80GB", 512): dict(forward=4.6),
-    ("RTX-4090", 64): dict(forward=4.8, dk_dv=3.45, dq=3.6, tangent=3.15),
-    ("RTX-4090", 128): dict(forward=3.85, dk_dv=2.75, dq=2.8, tangent=2.6),
+    ("RTX-4090", 64): dict(forward=4.8, dk_dv=3.45, dq=3.3, tangent=3.15),
+    ("RTX-4090", 128): dict(forward=3.7, dk_dv=2.7, dq=2.7, tangent=2.6),
     ("RTX-4090", 512): dict(forward=5.7),  # by 16 keys
     ("RTX-5090", 64): dict(forward=5.4, dk_dv=4.0, dq=4.4, tangent=4.05),
-    ("RTX-5090", 128): dict(forward=4.25, dk_dv=3.3, dq=3.6, tangent=3.45),
+    ("RTX-5090", 128): dict(forward=4.2, dk_dv=3.3, dq=3.5, tangent=3.45),
     ("RTX-5090", 512): dict(forward=7.2),
 }
-WITH_A_MASK = 1.35  # times as many
+WITH_A_MASK = 1.4  # times as many
 
 
 @pytest.mark.parametrize("gpu, head", whole_but(MMA, ("A100-80GB", 128)))
 def test_the_loops_by_mma_are_tight(gpu, head):
-    """No register is spilled in a loop, but for two instructions of each wait for TMA, and those
-    of a few registers from 256 on."""
+    """No register is spilled in a loop, but for two instructions of each wait for TMA, and a few
+    above 256 and where shared memory binds; there it takes no longer than the products, but for dK
+    and dV at 128."""
     H, Hv = head if isinstance(head, tuple) else (head, head)
     call = f"implementation='ampere', B=2, N=8, K=2, H={H}, Hv={Hv}, is_causal=True"
     kernels = [*report(call, gpu=gpu)["kernels"], *report(call, "--jvp", gpu=gpu)["kernels"]]
@@ -195,7 +196,11 @@ def test_the_loops_by_mma_are_tight(gpu, head):
         each = sorted(loop["instructions"] / loop["kinds"]["products"] for loop in loops)
         assert each[0] <= 1.05 * most and each[-1] <= WITH_A_MASK * each[0], (name, each)
         spilled = max(loop["kinds"]["spill"] for loop in loops)
-        assert spilled <= (11 if H >= 256 else 4 if gpu == "RTX-5090" else 0), name
+        few = {"RTX-4090": 0, "RTX-5090": 4, "A100-80GB": 0 if H == 256 else 10}[gpu]
+        assert spilled <= few, name
+        if H <= 128 and name != "tangent":
+            memory = max(loop["units"]["shared memory"] for loop in loops)
+            assert memory <= (1.15 if name == "dk_dv" else 1), (name, memory)
 
 
 DECODING = {  # a score_mod reads the head of a row; the values of MLA are columns of the keys
