@@ -43,7 +43,8 @@ under every row of the second that says yes: each program has all features that 
 supports, grouped heads, a length that no block size divides, values whose head size is not the
 keys', and the log-sum-exp. `hopper` and `ampere` are not run here: *accepted* means that
 `explain` takes the call for an H200, or an A100, and the kernels' own tests run in jax's GPU
-interpreter. The second table therefore has no columns for them. A union and a complement of masks
+interpreter. The second table therefore has no columns for them. Above heads of 256 `blockwise`
+computes the gradients of `ampere`, and forward mode of both. A union and a complement of masks
 are the operators `|` and `~`.
 
 | a call with | `hopper` | `ampere` | {header} |
