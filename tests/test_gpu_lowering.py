@@ -88,7 +88,7 @@ def drawn(rng) -> list[str]:
 def outputs(features, implementation, floats, rest):
     """Output and log-sum-exp."""
     x = floats | rest
-    options = functools.reduce(lambda found, name: found | EACH[name].options(x), features, {})
+    options = functools.reduce(lambda found, name: found | EACH[name].arguments(x), features, {})
     options |= dict(return_residual=True, implementation=implementation)
     found = flash_attention(*(x[name] for name in INPUTS), **options)
     return tuple(a.astype(jnp.float32) for a in found[:2])

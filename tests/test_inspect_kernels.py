@@ -64,7 +64,7 @@ def test_a_report_is_the_choice_the_work_and_either_the_kernels_or_why_there_are
 
 
 def test_json_has_the_same_and_nothing_else_is_printed():
-    done = run("H=300", "--gpu", "H100", "--json")
+    done = run("H=600", "--gpu", "H100", "--json")
     report = json.loads(done.stdout)
     assert report["implementation"] == "blockwise" and "above 256" in report["why_not"]["triton"]
     assert report["work"][0]["least_seconds"] == max(report["work"][0]["seconds"].values())
