@@ -53,31 +53,23 @@ _DQ = (
     Tiles(width=256, value_width=256, block_q=64, block_k=16, swizzle=64),
     Tiles(width=256, value_width=256, block_q=64, block_k=16, stages=1, swizzle=64),
 )
+_WIDEST_DKV = Tiles(
+    width=256,
+    value_width=256,
+    block_q=16,
+    block_k=64,
+    owns_keys=True,
+    separate_dk_dv=True,
+    swizzle=64,
+)
 _DKV = (
     Tiles(width=64, value_width=64, block_q=64, block_k=64, owns_keys=True),
     Tiles(width=64, value_width=64, block_q=32, block_k=64, owns_keys=True),
     Tiles(width=128, value_width=128, block_q=32, block_k=64, owns_keys=True),
     Tiles(width=128, value_width=128, block_q=32, block_k=64, owns_keys=True, stages=1),
     Tiles(width=192, value_width=128, block_q=16, block_k=64, owns_keys=True),
-    Tiles(
-        width=256,
-        value_width=256,
-        block_q=16,
-        block_k=64,
-        owns_keys=True,
-        separate_dk_dv=True,
-        swizzle=64,
-    ),
-    Tiles(
-        width=256,
-        value_width=256,
-        block_q=16,
-        block_k=64,
-        owns_keys=True,
-        swizzle=64,
-        stages=1,
-        separate_dk_dv=True,
-    ),
+    _WIDEST_DKV,
+    _WIDEST_DKV._replace(stages=1),
 )
 # Before those where shared memory binds: for an mma a warp that owns twice the rows reads half as
 # much of it, and one whose keys and values are in registers three fifths.
