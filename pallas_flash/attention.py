@@ -145,9 +145,10 @@ def flash_attention(
     or, with jax_enable_x64, float64. Sums and the softmax are float32, or float64 for float64.
 
     All masks below combine: a query attends to the keys that none of them hides. A query with no
-    such key gets the output 0, no gradient, and a log-sum-exp of -inf, or of its head's sink. Rows
-    and keys beyond the lengths may be NaN; keys that only a mask array or a bias of -inf hides may
-    not.
+    such key gets the output 0 and a log-sum-exp of -inf, or of its head's sink, and the only
+    gradient is then lse's by the sink, 1. Padding has no gradient at all: queries and keys beyond
+    the lengths, or behind the last sequence of a `masks.Varlen`. These, their tangents and their
+    cotangents may be NaN; keys that only a mask array, a rule or a bias of -inf hides may not.
 
     First and second derivatives are there in every mode, and "reference" has those of any order
     (docs/derivatives.md). With a context there is the gradient alone.

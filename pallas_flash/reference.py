@@ -32,6 +32,10 @@ def _attend(p: Problem, x: Operands):
     o = jnp.einsum("bnts,bsnh->btnh", _dropped(p, x, weights), v, precision="highest")
     o = jnp.where(jnp.swapaxes(empty, 1, 2), 0.0, o)
     lse = jnp.where(empty, -jnp.inf, m + jnp.log(l))[..., 0]
+    if (valid := x.resolved_mask.valid(row)) is not None:
+        # a derivative with respect to padding may be NaN, and goes nowhere
+        o = jnp.where(valid[..., None, None], o, lax.stop_gradient(o))
+        lse = jnp.where(valid[:, None], lse, lax.stop_gradient(lse))
     return o.astype(x.query.dtype), lse, top
 
 
@@ -87,10 +91,6 @@ def _softmax(p: Problem, x: Operands, visible, row):
     top = lax.stop_gradient(jnp.max(s, axis=-1, initial=-jnp.inf)) if p.max_logits else None
     if x.sinks is not None:  # one more key, with the value 0
         sinks = jnp.broadcast_to(x.sinks[:, None, None], (*s.shape[:3], 1))
-        # a query beyond its length may be NaN: no derivative comes from there
-        valid = x.resolved_mask.valid(row)
-        if valid is not None:
-            sinks = jnp.where(valid[:, None, :, None], sinks, lax.stop_gradient(sinks))
         s = jnp.concatenate([s, sinks], axis=-1)
 
     m = lax.stop_gradient(jnp.max(s, axis=-1, keepdims=True, initial=-jnp.inf))

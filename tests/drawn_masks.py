@@ -19,7 +19,8 @@ class Drawn(NamedTuple):
     seen: Callable  # of batch row, head, row, position and key, which broadcast
     # of the queries and keys of the Varlen in it that has both, which says where each query is
     ends: Any = None
-    lengths: Any = None  # beyond which are no queries: of QueryLengths that no | or ~ made a rule
+    # beyond which are no queries: of QueryLengths and Varlen that no | or ~ made a rule
+    lengths: Any = None
 
     def __and__(self, other):
         lengths = [x for x in (self.lengths, other.lengths) if x is not None]
@@ -76,6 +77,7 @@ def alone(z) -> dict[str, st.SearchStrategy]:
         return Drawn(
             masks.Varlen(ends),
             lambda b, h, i, p, j: oracle.sequences(ends, ends, z.B, z.T, z.S)[0][b, i, j],
+            lengths=ends[:, -1],
         )
 
     return dict(

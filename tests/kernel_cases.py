@@ -86,7 +86,7 @@ CASES = {
     "documents": named("documents_causal", NARROW, **ANY_ORDER),
     "scattered documents": named("documents_scattered", WIDE),
     "prefix": named("prefix_window_lengths", NARROW),
-    "varlen": named("varlen_window_causal", WIDE),
+    "varlen": named("varlen_window_causal", WIDE, sinks=SINKS),
     "everything": named("everything", NARROW._replace(N=2), sinks=SINKS),
     "soft cap": Case(WIDE, CAPPED | ANY_ORDER | dict(scale=0.3), "float16"),
     "soft cap, sinks": Case(SHORT, CAPPED | dict(query_offset=-9, sinks=SINKS), "float16"),

@@ -118,6 +118,13 @@ def weights(q, k, **kw):
     return _softmax(logits, visible(B, N, T, S, kw), kw.get("sinks"))[0]
 
 
+def _query_lengths(kw):
+    """How many queries there are, each time [B], beyond which all are padding."""
+    found = kw.get("query_seq_lengths"), getattr(kw.get("drawn"), "lengths", None)
+    ends = kw.get("varlen")
+    return [x for x in (*found, None if ends is None else ends[0][:, -1]) if x is not None]
+
+
 def attention(q, k, v, do, dlse, **kw):
     """o, lse [B, T, N], and the gradients (dq, dk, dv, dbias or None, dsinks if there are any) for
     the cotangents do and dlse."""
@@ -126,9 +133,8 @@ def attention(q, k, v, do, dlse, **kw):
     seen = visible(B, N, T, S, kw)
     # padding may hold NaN: what no query sees, and queries that see nothing, count as 0
     q, do = (np.where(np.moveaxis(seen.any(3), 1, 2)[..., None], x, 0) for x in (q, do))
-    for lengths in (kw.get("query_seq_lengths"), getattr(kw.get("drawn"), "lengths", None)):
-        if lengths is not None:
-            dlse = np.where(np.arange(T)[:, None] < np.asarray(lengths)[:, None, None], dlse, 0)
+    for lengths in _query_lengths(kw):
+        dlse = np.where(np.arange(T)[:, None] < np.asarray(lengths)[:, None, None], dlse, 0)
     key_seen = seen.reshape(B, K, N // K, T, S).any((2, 3))
     k, v = (np.where(np.moveaxis(key_seen, 1, 2)[..., None], x, 0) for x in (k, v))
     k_all, v_all = (np.repeat(x, N // K, axis=2) for x in (k, v))

@@ -90,7 +90,7 @@ def test_every_shape_of_bias_and_mask_is_added_masked_and_differentiated(
     check(rng, *qkv(rng, z), implementation, logits_soft_cap=2.5, **others)
 
 
-@pytest.mark.parametrize("name", ["full", "documents_scattered_window", "everything"])
+@pytest.mark.parametrize("name", ["full", "documents_scattered_window", "everything", "varlen"])
 def test_sinks_join_the_softmax_with_gradients_in_rows_without_keys_too(name, implementation, rng):
     z = Sizes()
     sinks = np.array([0.5, -3.0, 4.0, -np.inf, 6.0, -1e9], np.float32)
@@ -158,6 +158,7 @@ def test_a_row_of_the_smallest_finite_bias_still_sees_its_keys(implementation, r
         dict(is_causal=True, local_window_size=(30, 0)),
         dict(mask="BNTS", bias="1NTS"),
         dict(logits_soft_cap=3.0, score_mod=scores.Alibi((0.1,) * Sizes().N)),
+        dict(sequences=True, sinks=np.full(Sizes().N, 0.5, np.float32)),
     ],
     ids=str,
 )
@@ -165,18 +166,57 @@ def test_garbage_in_padding_changes_no_bit(garbage, more, implementation, rng):
     z = Sizes()
     make = dict(mask=dense_mask, bias=bias)
     more = {name: make[name](rng, x, z) if name in make else x for name, x in more.items()}
-    lengths = dict(
-        query_seq_lengths=np.array([20, z.T], np.int32),
-        key_value_seq_lengths=np.array([z.S, 33], np.int32),
-    )
+    queries, keys = np.array([20, z.T], np.int32), np.array([z.S, 33], np.int32)
+    if more.pop("sequences", False):
+        padded = dict(varlen=[np.stack([0 * x, x // 2, x], 1) for x in (queries, keys)])
+    else:
+        padded = dict(query_seq_lengths=queries, key_value_seq_lengths=keys)
     q, k, v = qkv(rng, z)
     do, dlse = cotangents(rng, q, v)
-    clean = run(q, k, v, do, dlse, implementation, **lengths, **more)
+    clean = run(q, k, v, do, dlse, implementation, **padded, **more)
     q[0, 20:], do[0, 20:], dlse[0, 20:] = garbage, garbage, garbage
     k[1, 33:], v[1, 33:] = garbage, -garbage
-    dirty = run(q, k, v, do, dlse, implementation, **lengths, **more)
+    dirty = run(q, k, v, do, dlse, implementation, **padded, **more)
     for a, b in zip(jax.tree.leaves(clean), jax.tree.leaves(dirty), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+WITHOUT_KEYS = {  # the last two of six queries
+    "query_seq_lengths": dict(query_seq_lengths=np.array([4])),
+    "QueryLengths": dict(mask=masks.QueryLengths(np.array([4]))),
+    "Varlen": dict(mask=masks.Varlen(np.array([[0, 4]]))),
+    "Varlen of queries and keys": dict(mask=masks.Varlen(np.array([[0, 4]]), np.array([[0, 6]]))),
+    "a sequence without keys": dict(
+        mask=masks.Varlen(np.array([[0, 4, 6]]), np.array([[0, 6, 6]]))
+    ),
+    "a mask": dict(mask=np.arange(6)[:, None] < 4),
+    "a rule": dict(mask=masks.MaskMod(lambda b, h, q, k: q < 4)),
+    "lengths in a rule": dict(mask=~~masks.QueryLengths(np.array([4]))),
+    "no keys": dict(key_value_seq_lengths=np.array([0])),
+    "a window": dict(local_window_size=(0, 0), query_offset=2),
+}
+PADDING = [*WITHOUT_KEYS][:4]
+
+
+@pytest.mark.parametrize("way", WITHOUT_KEYS)
+@pytest.mark.parametrize(
+    "implementation", ["blockwise", "reference", "triton", "standard", "flash1"]
+)
+def test_a_query_without_keys_has_its_sinks_gradient_unless_it_is_padding(implementation, way):
+    q = jnp.linspace(-1, 1, 48).reshape(1, 6, 1, 8)
+    sinks, expected = jnp.array([0.3]), [0.0 if way in PADDING else 1.0] * 2
+
+    @jax.jit
+    def slopes(q, sinks, dlse):
+        options = dict(return_residual=True, implementation=implementation, **WITHOUT_KEYS[way])
+        lse = lambda sinks: flash_attention(q, q, q, sinks=sinks, **options)[1][0, :, 0]
+        tangent = jax.jvp(lse, (sinks,), (jnp.ones(1),))
+        return *tangent, jax.vjp(lse, sinks)[1](dlse)[0]
+
+    lse, tangent, gradient = slopes(q, sinks, jnp.arange(6.0) * (np.arange(6) > 3))
+    np.testing.assert_allclose(lse[4:], 0.3)
+    np.testing.assert_allclose(tangent[4:], expected)
+    np.testing.assert_allclose(gradient, [9 * expected[0]])
 
 
 @pytest.mark.whole("reference", "triton")

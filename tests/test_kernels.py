@@ -36,7 +36,7 @@ from kernel_cases import (
 )
 from selection import whole_but
 
-from pallas_flash import flash_attention
+from pallas_flash import flash_attention, masks
 
 pytestmark = pytest.mark.skipif(
     gpu_interpreter.MISSING is not None, reason=str(gpu_interpreter.MISSING)
@@ -104,12 +104,14 @@ def expected(name, without=()):
 
 
 def with_garbage(call, garbage):
-    """The same with garbage in all rows beyond the lengths."""
-    keys = call.options.get("key_value_seq_lengths", ())
-    lengths = dict(query=call.options.get("query_seq_lengths", ()), key=keys, value=keys)
-    do, dlse = call.cotangents
+    """The same with garbage in all rows beyond the lengths, or behind the last sequence."""
+    lengths = [call.options.get(f"{x}_seq_lengths", ()) for x in ("query", "key_value")]
+    if isinstance(mask := call.options.get("mask"), masks.Varlen):
+        lengths = [ends[:, -1] for ends in (mask.cu_seqlens_q, mask.cu_seqlens_k)]
+    lengths = dict(zip(("query", "key", "value"), (*lengths, lengths[1]), strict=True))
+    do, dlse = map(np.array, call.cotangents)
     copies = [{x: np.array(a) for x, a in y.items()} for y in (call.floats, call.tangents)]
-    arrays = [(x, a) for y in copies for x, a in y.items()] + [("query", do := np.array(do))]
+    arrays = [(x, a) for y in copies for x, a in y.items()] + [("query", do), ("query", dlse)]
     for (x, a), value in zip(arrays, itertools.cycle(garbage), strict=False):
         for row, length in enumerate(lengths.get(x, ())):
             a[row, length:] = value

@@ -177,8 +177,8 @@ class Documents(Mask):
 @pytrees.dataclass
 class Varlen(Mask):
     """Sequences of any lengths, one behind the other. Sequence i has the queries and keys from
-    cu_seqlens[i] up to, not including, cu_seqlens[i + 1], which see each other alone. Rows beyond
-    the last sequence see nothing.
+    cu_seqlens[i] up to, not including, cu_seqlens[i + 1], which see each other alone. Queries and
+    keys behind the last sequence are padding.
 
     cu_seqlens_q is int32 [B, sequences + 1], or [sequences + 1] for one row, ascending. Give
     cu_seqlens_k as well where the keys have other lengths than the queries: the last query of a
@@ -206,6 +206,10 @@ class Varlen(Mask):
 
     def interval(self, row, position):
         return self._sequence(row, self._key_ends)
+
+    def narrow(self, mask, rows):
+        mask = mask.with_lengths("query_stop", self.cu_seqlens_q[:, -1])
+        return super().narrow(mask.with_lengths("key_stop", self._key_ends[:, -1]), rows)
 
     @property
     def has_positions(self):
