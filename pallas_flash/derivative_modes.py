@@ -6,7 +6,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from pallas_flash.equation import Equation, primitive
+from pallas_flash.equation import NO_JET, Equation, primitive
 
 FIRST_BY_REVERSE = (
     "A call with a context, or vmapped over an axis of an explicit mesh, has first derivatives "
@@ -39,6 +39,10 @@ class Identity(Equation):
         return x
 
     results_like = run
+
+    @property
+    def no_jet(self):
+        return self.no_forward or NO_JET
 
     def push(self, args, tangents):
         if self.no_forward and self.no_reverse:

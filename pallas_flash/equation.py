@@ -10,12 +10,16 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from pallas_flash.jax_internals import Primitive, ad, batching, jaxpr_as_fun, mlir
+from pallas_flash.jax_internals import Primitive, ad, batching, jaxpr_as_fun, jet_rules, mlir
 from pallas_flash.kernels import device
 
 NOT_LINEAR = (
     "flash_attention is linear in value alone, and has a jax.linear_transpose by that alone; that "
     "of its derivative, by query, key and others too, is jax.vjp."
+)
+NO_JET = (
+    'jax.experimental.jet takes flash_attention with implementation="reference" alone; with the '
+    "others nest jax.jvp."
 )
 
 
@@ -93,6 +97,11 @@ class Rules:
         function = as_function(rules=self, **parameters)
         return jax.jvp(function, primals, tuple(map(ad.instantiate_zeros, tangents)))
 
+    @property
+    def no_jet(self) -> str:
+        """Why jax.experimental.jet does not take it."""
+        return NO_JET
+
     def lower(self, ctx, *leaves, **parameters):
         function = as_function(rules=self, **parameters)
         return mlir.lower_fun(function, multiple_results=True)(ctx, *leaves)
@@ -168,6 +177,7 @@ def primitive(name: str, has_transpose: bool = False) -> Primitive:
     ad.primitive_jvps[new] = _jvp
     if has_transpose:
         ad.primitive_transposes[new] = _transpose
+    jet_rules[new] = _jet
     mlir.register_lowering(new, lower)
     # equations of jax's own that are not lowered yet may stay in the jaxpr: `lower` lowers them
     new.is_high = lambda *_, **__: False
@@ -206,6 +216,10 @@ def _batch(leaves, axes, *, rules: Rules, avals, eqn_effects, **parameters):
 # the parameters of an equation, of which its rules take some
 def _jvp(primals, tangents, *, rules: Rules, avals, eqn_effects, **parameters):
     return rules.jvp(primals, tangents, **parameters)
+
+
+def _jet(primals, series, *, rules: Rules, **_):
+    raise NotImplementedError(rules.no_jet)
 
 
 def _transpose(cotangents, *leaves, rules: Equation, in_tree, out_tree, **_):

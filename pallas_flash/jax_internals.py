@@ -11,6 +11,7 @@ SUPPORTED = "jax>=0.10.2,<0.13"  # as in pyproject.toml
 NEEDED = {
     "jax.ad_checkpoint": "checkpoint_name",
     "jax.core": "ShapedArray.manual_axis_type Tracer.to_concrete_value",
+    "jax.experimental.jet": "jet_rules",
     "jax.extend.core": "Literal Primitive jaxpr_as_fun primitives",
     "jax.interpreters.ad": (
         "Zero instantiate_zeros is_undefined_primal primitive_jvps primitive_transposes"
@@ -43,6 +44,7 @@ for _module, _names in NEEDED.items():
 Literal, Primitive, jaxpr_as_fun, primitives = (
     find("jax.extend.core", name) for name in NEEDED["jax.extend.core"].split()
 )
+jet_rules = find("jax.experimental.jet", "jet_rules")
 ad, batching, mlir = (find("jax.interpreters", name) for name in ("ad", "batching", "mlir"))
 
 

@@ -289,6 +289,16 @@ def test_the_reference_has_higher_derivatives_by_jet(rng):
         check.close(*pair, 1e-5)
 
 
+@pytest.mark.parametrize("implementation", [None, "blockwise", "triton", "standard"])
+def test_jet_of_the_other_implementations_names_the_reference(implementation, rng):
+    q = normal(rng, 1, 5, 2, 4)
+    attend = functools.partial(flash_attention, q, implementation=implementation)
+    mapped = lambda k: jax.vmap(attend)(k[None], k[None])
+    for f in (lambda k: attend(k, k), jax.jit(lambda k: attend(k, k)), mapped):
+        with pytest.raises(NotImplementedError, match=r'jet takes .* implementation="reference"'):
+            jet.jet(f, (q,), ((q,),))
+
+
 def test_a_gradient_traces_its_forward_once(rng, monkeypatch):
     """That of the tiles that it runs with, which may be others than those of a call alone."""
     traced = []
