@@ -231,7 +231,8 @@ def visible(sizes: Sizes, call: Call) -> ResolvedMask:
 def bind_score_mod(sizes: Sizes, call: Call, dtype) -> BoundScoreMod:
     """The call's score_mod, bound to its batch rows, heads and positions."""
     offset = sizes.offset(call.query_offset)
-    score_mod = scores.fitting(call.score_mod, sizes.of["N"])
+    keys = (*sizes.lead, sizes.of["S"])
+    score_mod = scores.fitting(call.score_mod, sizes.of["N"], keys)
     near = masks.within_reach(offset)
     score = BoundScoreMod.bind(score_mod, checks.sums(dtype), near, sizes.of["B"])
     row = jnp.arange(sizes.of["T"], dtype=jnp.int32)[None]

@@ -217,10 +217,11 @@ def flash_attention(
         It maps the logit of each pair of query and key, after scale, bias and soft cap, before the
         mask; -inf hides the key. `pallas_flash.scores` has some. score is float32 (float64 for
         float64), the others are int32: the batch row, counted over all leading axes; the query
-        head; the query's key position, which is its row + query_offset; and the key's position. It
-        may capture arrays, traced ones too, and index them down to scalars, as table[h, kv_idx].
-        Captured float arrays get gradients, which "blockwise" on a GPU adds in any order. It may be
-        called for pairs that a mask hides; the result is not used, but in "reference" its
+        head; the query's key position, which is its row + query_offset; and the key's position. All
+        sequences of a `masks.Varlen` have the same b: its `key_value_segment_ids` tell them apart.
+        score_mod may capture arrays, traced ones too, and index them down to scalars, as table[h,
+        kv_idx]. Captured float arrays get gradients, which "blockwise" on a GPU adds in any order.
+        It may be called for pairs that a mask hides; the result is not used, but in "reference" its
         derivative there must be finite. Inside jax.shard_map b and h count from 0 on each device.
       value_size: Hv, with value=None: the values are the first Hv columns of key, as in a cache of
         latents (MLA; arXiv:2405.04434). "hopper" and "ampere" then read keys once in decoding;

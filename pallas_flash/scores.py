@@ -22,16 +22,23 @@ class _ScoreMod:
 
     def __repr__(self):
         of = (getattr(self, field.name) for field in dataclasses.fields(self))
-        return f"{type(self).__name__}({', '.join(map(_shown, of))})"
+        return f"{type(self).__name__}({', '.join(_shown(x) for x in of if x is not None)})"
 
 
-def fitting(score_mod: Any, heads: int) -> Any:
-    """The same score_mod. One of this file with values for another number of heads raises: jax
-    would clamp the index."""
-    made = score_mod.heads if isinstance(score_mod, _ScoreMod) else None
-    if made not in (None, heads):
+def fitting(score_mod: Any, heads: int, keys: tuple[Any, ...] | None = None) -> Any:
+    """The same score_mod. One of this file with values for another number of heads, or with ids of
+    other keys than [*B, S], raises: jax would clamp the index."""
+    if not isinstance(score_mod, _ScoreMod):
+        return score_mod
+    if score_mod.heads not in (None, heads):
         raise ValueError(
-            f"{score_mod!r} has values for {made} query heads; the call has N = {heads}."
+            f"{score_mod!r} has values for {score_mod.heads} query heads; the call has N = {heads}."
+        )
+    ids = getattr(score_mod, "key_value_segment_ids", None)
+    if ids is not None and keys is not None and _shape(ids) not in (keys, keys[-1:]):
+        raise ValueError(
+            f"key_value_segment_ids of Alibi must be [*B, S] = {keys}, or [S] for all batch rows; "
+            f"got {_shape(ids)}."
         )
     return score_mod
 
@@ -57,6 +64,10 @@ class Alibi(_ScoreMod):
     slopes are [N], floats or an array, which may be learned. The paper's for N = 8 are 2^-1, 2^-2,
     ..., 2^-8.
 
+    Packed sequences may each have slopes of their own, [sequences, N], with key_value_segment_ids,
+    int32 [*B, S] or [S]: the number of each key's sequence, which
+    `masks.Varlen.key_value_segment_ids` gives.
+
     Examples:
       >>> import jax.numpy as jnp
       >>> from pallas_flash import flash_attention, scores
@@ -67,22 +78,29 @@ class Alibi(_ScoreMod):
     """
 
     slopes: Any
+    key_value_segment_ids: Any = None
 
     def __post_init__(self):
-        object.__setattr__(self, "slopes", _as_tuples(self.slopes))
-        if len(_shape(self.slopes)) != 1:
+        for field in dataclasses.fields(self):
+            object.__setattr__(self, field.name, _as_tuples(getattr(self, field.name)))
+        shape, has_ids = _shape(self.slopes), self.key_value_segment_ids is not None
+        if len(shape) != 1 + has_ids:
             raise ValueError(
-                f"Alibi takes slopes [N], one for each query head; got {_shape(self.slopes)}."
+                "Alibi takes slopes [N], one for each query head, or [sequences, N] with "
+                f"key_value_segment_ids; got {shape}{', with these' * has_ids}."
             )
 
     @property
     def heads(self) -> int:
-        return _shape(self.slopes)[0]
+        return _shape(self.slopes)[-1]
 
     def __call__(self, score, b, h, q_idx, kv_idx):
-        return score - jnp.asarray(self.slopes)[h].astype(score.dtype) * jnp.abs(
-            q_idx - kv_idx
-        ).astype(score.dtype)
+        slopes = jnp.asarray(self.slopes)
+        if self.key_value_segment_ids is not None:
+            ids = jnp.asarray(self.key_value_segment_ids)
+            rows = ids.reshape(-1, ids.shape[-1])
+            slopes = slopes[rows[0 if ids.ndim == 1 else b, kv_idx]]
+        return score - slopes[h].astype(score.dtype) * jnp.abs(q_idx - kv_idx).astype(score.dtype)
 
 
 @pytrees.dataclass(repr=False)

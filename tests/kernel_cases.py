@@ -304,7 +304,8 @@ MORE_ABOVE_256 = {
 }
 # longer and shorter than their keys
 ENDS = np.array([[[0, 31, 31, 60], [5, 40, 50, 67]], [[0, 20, 31, 70]] * 2], np.int32)
-SEQUENCES = dict(mask=masks.Varlen(*ENDS))
+PACKED = masks.Varlen(*ENDS)
+SEQUENCES = dict(mask=PACKED)
 WITH_BIASES = (  # of a shape that of its number, modulo theirs
     {},
     EARLY | DROPOUT,
@@ -328,7 +329,9 @@ def reads(shape, rule, *options, z=TINY):
 
 t5 = functools.partial(scores.T5Bias, max_distance=40)
 SCORES = {
-    "a slope by head": reads((2,), scores.Alibi, CAUSAL),
+    "slopes by sequence and head": reads(
+        (3, 2), lambda x: scores.Alibi(x, PACKED.key_value_segment_ids(TINY.S)), CAUSAL, SEQUENCES
+    ),
     "all heads' slope": reads((), lambda x: lambda s, b, h, q, k: s - x * abs(q - k)),
     "T5's buckets": reads((2, 8), t5, EARLY, SHORTER),
     # of more entries than a program owns, the heads last

@@ -6,16 +6,19 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
 from cases import Sizes, qkv
-from check import close
+from check import close, cotangents
 from jax.sharding import PartitionSpec as P
 from meshes import make_mesh, put
 
-from pallas_flash import explain, flash_attention, scores
+from pallas_flash import explain, flash_attention, masks, scores
 
 pytestmark = pytest.mark.usefixtures("small_tiles")
 Z = Sizes(B=2, T=19, S=37, N=4, K=2, H=8, Hv=8)
+ENDS = np.array([[0, 4, 4, 12, 17], [1, 3, 9, 9, 19]])
+KEY_ENDS = np.array([[0, 11, 20, 23, 37], [0, 2, 17, 20, 30]])
 
 
 def arrays(rng):
@@ -101,6 +104,38 @@ def test_those_that_are_ready_print_compare_and_go_through_jit(rng):
     )
 
 
+def test_alibi_gives_each_packed_sequence_its_slopes_and_their_gradient(implementation, rng):
+    ends = ENDS, KEY_ENDS
+    packed = masks.Varlen(*ends)
+    (q, k, v), slopes = qkv(rng, Z), rng.random((4, Z.N)).astype(np.float32)
+    do, dlse = cotangents(rng, q, v)
+
+    @jax.jit
+    def found(q, slopes):
+        alibi = lambda slopes: scores.Alibi(slopes, packed.key_value_segment_ids(Z.S))
+        attend = lambda q, slopes: flash_attention(
+            *(q, k, v),
+            mask=packed,
+            is_causal=True,
+            score_mod=alibi(slopes),
+            implementation=implementation,
+            return_residual=True,
+        )
+        results, vjp = jax.vjp(attend, q, slopes)
+        return *results, *vjp((do, dlse))
+
+    _, position = oracle.sequences(*ends, Z.B, Z.T, Z.S)
+    distance = np.zeros((4, Z.B, Z.T, Z.S))  # within each sequence
+    for b, n in np.ndindex(Z.B, 4):
+        rows, keys = (slice(*x[b, n : n + 2]) for x in ends)
+        distance[n, b, rows, keys] = abs(np.arange(Z.S) - position[b])[rows, keys]
+    kw = dict(varlen=ends, is_causal=True, bias=-np.einsum("cbts,ch->bhts", distance, slopes))
+    o, lse, (dq, _, _, dbias) = oracle.attention(q, k, v, do, dlse, **kw)
+    d_slopes = -np.einsum("cbts,bhts->ch", distance, dbias)
+    for x, wanted in zip(found(q, slopes), (o, lse, dq, d_slopes), strict=True):
+        close(x, wanted, 1e-5)
+
+
 @pytest.mark.parametrize(
     "make, text",
     [
@@ -110,7 +145,19 @@ def test_those_that_are_ready_print_compare_and_go_through_jit(rng):
         ),
         (lambda: scores.T5Bias(np.zeros((2, 7))), "an even number of buckets"),
         (lambda: scores.T5Bias(np.zeros((2, 32)), max_distance=8), "max_distance must be above"),
-        (lambda: scores.Alibi(0.5), r"Alibi takes slopes \[N\], one for each query head; got \(\)"),
+        (
+            lambda: scores.Alibi(0.5),
+            r"Alibi takes slopes \[N\], one for each query head.*; got \(\)",
+        ),
+        (lambda: scores.Alibi(np.zeros((3, 4))), r"with key_value_segment_ids; got \(3, 4\)\."),
+        (lambda: scores.Alibi(np.zeros(4), np.zeros(37, int)), r"got \(4,\), with these"),
+        (
+            lambda: flash_attention(
+                *(jnp.zeros((1, n, 4, 8)) for n in (19, 37, 37)),
+                score_mod=scores.Alibi(np.zeros((3, 4)), np.zeros(19, int)),
+            ),
+            r"must be \[\*B, S\] = \(1, 37\), or \[S\] for all batch rows; got \(19,\)",
+        ),
     ],
 )
 def test_a_table_that_does_not_fit_raises(make, text):

@@ -36,7 +36,8 @@ def canonicalize(call: Call) -> Call:
     if dropout.dropped(call.dropout_rate):
         each["dropout_seeds"] = dropout.seeds(dropout_rng, *lead, N)
     if call.score_mod is not None:
-        score = BoundScoreMod.bind(scores.fitting(call.score_mod, N), checks.sums(query.dtype))
+        score_mod = scores.fitting(call.score_mod, N, (*lead, key.shape[-3]))
+        score = BoundScoreMod.bind(score_mod, checks.sums(query.dtype))
         each["score_mod"] = score.with_indices(lead, N)
     if isinstance(call.mask, masks.Mask):
         new = (_canonical_part(part, lead, N) for part in masks.leaves(call.mask))

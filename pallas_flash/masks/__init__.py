@@ -184,6 +184,9 @@ class Varlen(Mask):
     cu_seqlens_k as well where the keys have other lengths than the queries: the last query of a
     sequence is then at the position of its last key, and is_causal, windows and the q_idx of rules
     and scores count from there.
+
+    For a rule or a score_mod b is still the batch row, and kv_idx the key's place in it:
+    `key_value_segment_ids` says in which sequence that is.
     """
 
     cu_seqlens_q: Any
@@ -200,6 +203,25 @@ class Varlen(Mask):
     @property
     def _key_ends(self):
         return self.cu_seqlens_q if self.cu_seqlens_k is None else self.cu_seqlens_k
+
+    def key_value_segment_ids(self, length: int) -> jax.Array:
+        """The number of the sequence that each of `length` keys is in, int32 [B, length], or
+        [length] of ends [sequences + 1]. Keys behind the last sequence have its number.
+
+        A rule or a score_mod looks a pair's sequence up by kv_idx, which is in the query's too
+        where the query sees the key.
+
+        Examples:
+          >>> import jax.numpy as jnp
+          >>> from pallas_flash import masks
+          >>> packed = masks.Varlen(jnp.array([0, 2, 5]))
+          >>> packed.key_value_segment_ids(6).tolist()
+          [0, 0, 1, 1, 1, 1]
+        """
+        ends, key = jnp.asarray(self._key_ends), jnp.arange(length, dtype=jnp.int32)
+        of_row = lambda ends: _search(ends[1:-1], key, "right")
+        found = jax.vmap(of_row)(ends.reshape(-1, ends.shape[-1]))
+        return found.reshape(*ends.shape[:-1], length)
 
     def _compared(self):
         return [self.cu_seqlens_q, self._key_ends]
