@@ -3,8 +3,8 @@
 Counts the generations of attention, from standard attention to FlashAttention-3, on the problem of
 FlashAttention's paper (GPT-2 medium, forward and backward): FLOPs, exponentials, bytes, memory, and
 the time of these at a GPU's peak rates. Prints a table and draws it. Nothing is measured: to time
-the same implementations, run scripts/benchmark.py with --implementations. Hopper's tiles need jax
-0.11.2.
+the same implementations, run scripts/benchmark.py with --implementations. The kernels in Mosaic GPU
+need jax 0.11.2, and an older one leaves them out.
 """
 
 import argparse
@@ -27,6 +27,7 @@ from scripts.bench.report import print_table
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 FIGURE = ROOT / "pallas_flash" / "design" / "generations.svg"
+INCOMPLETE = pathlib.Path("runs", "generations.svg")  # of fewer generations than FIGURE shows
 FIRST, SECOND = "A100-40GB", "H200"  # the paper's GPU, and one that runs every generation
 PRINTED = [
     ("the paper's standard, as printed", "", "66.6", "", "40.3", "", "41.7 measured", ""),
@@ -231,6 +232,18 @@ GENERATIONS = {
 }
 
 
+def countable(p: Attention) -> tuple[dict[str, Generation], dict[str, str]]:
+    """The generations whose tiles this jax knows, and why not of the others."""
+    found, left_out = {}, {}
+    for name, generation in GENERATIONS.items():
+        try:
+            p.tiles(generation.implementation)
+            found[name] = generation
+        except NotImplementedError as error:
+            left_out[name] = str(error).partition(" The call:")[0]
+    return found, left_out
+
+
 def kernels(name: str, p: Attention) -> dict[str, Cost]:
     """Of the forward and the backward, each by its name."""
     generation = GENERATIONS[name]
@@ -243,9 +256,9 @@ def kernels(name: str, p: Attention) -> dict[str, Cost]:
 # ---- the table ----
 
 
-def table(p: Attention) -> list[tuple[str, ...]]:
+def table(p: Attention, generations: dict[str, Generation]) -> list[tuple[str, ...]]:
     rows = []
-    for name, generation in GENERATIONS.items():
+    for name, generation in generations.items():
         costs = kernels(name, p)
         cost = total(costs)
         gpus = [SECOND] if generation.implementation == "hopper" else [FIRST, SECOND]
@@ -273,7 +286,7 @@ UNITS = dict(memory="#b5524b", products="#3b76af", exponentials="#5aa469")
 LENGTHS = [128, 256, 512, 1024, 2048, 4096]
 
 
-def draw(p: Attention) -> Figure:
+def draw(p: Attention, generations: dict[str, Generation]) -> Figure:
     figure = Figure(figsize=(12, 4.2))
     # no layout engine: the same anywhere
     left, middle, right = figure.subplots(
@@ -284,9 +297,10 @@ def draw(p: Attention) -> Figure:
         f"{p.H}, {p.T} queries and keys, 16 bits",
         fontsize=11,
     )
-    draw_bytes(left, {name: total(kernels(name, p)).bytes / 1e9 for name in GENERATIONS})
-    draw_units(middle, {name: total(kernels(name, p)) for name in GENERATIONS})
-    draw_memory(right, p)
+    costs = {name: total(kernels(name, p)) for name in generations}
+    draw_bytes(left, {name: cost.bytes / 1e9 for name, cost in costs.items()})
+    draw_units(middle, costs)
+    draw_memory(right, p, generations)
     for axes in (left, middle, right):
         axes.spines[["top", "right"]].set_visible(False)
     for axes in (middle, left):
@@ -297,7 +311,7 @@ def draw(p: Attention) -> Figure:
 
 def draw_bytes(axes, gigabytes: dict[str, float]):
     bars = axes.barh(
-        list(gigabytes), gigabytes.values(), color=[g.color for g in GENERATIONS.values()]
+        list(gigabytes), gigabytes.values(), color=[GENERATIONS[name].color for name in gigabytes]
     )
     axes.bar_label(bars, fmt="{:.1f}", padding=3, fontsize=9)
     axes.set(xlabel="GB", title="Read from and written to device memory")
@@ -315,8 +329,8 @@ def draw_units(axes, costs: dict[str, Cost]):
     axes.set(xlabel="ms", title=f"Time of each unit of an {SECOND} at its peak")
 
 
-def draw_memory(axes, p: Attention):
-    for name, generation in GENERATIONS.items():
+def draw_memory(axes, p: Attention, generations: dict[str, Generation]):
+    for name, generation in generations.items():
         if "online" not in name:
             sizes = [generation.memory(p._replace(B=1, T=length)) / 1e6 for length in LENGTHS]
             axes.plot(
@@ -338,18 +352,21 @@ def draw_memory(axes, p: Attention):
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[1])
     parser.add_argument(
-        "--out", type=pathlib.Path, metavar="FILE", default=FIGURE, help="the picture (%(default)s)"
+        "--out",
+        type=pathlib.Path,
+        metavar="FILE",
+        help=f"the picture ({FIGURE.relative_to(ROOT)}; {INCOMPLETE} if some are left out)",
     )
     args, p = parser.parse_args(argv), GPT2_MEDIUM
-    try:
-        rows = table(p)
-    except NotImplementedError as error:  # of a jax without Mosaic GPU
-        raise SystemExit(f"generations.py: error: {error}") from None
-    print_table(HEADER, [*PRINTED, *rows])
+    generations, left_out = countable(p)
+    print_table(HEADER, [*PRINTED, *table(p, generations)])
+    for name, reason in left_out.items():
+        print(f"left out: {name}: {reason}")
     products = [2 * products * p.scores * p.H / 1e9 for products in (6, 7)]
     print(f"\n{NOTE.format(*(f'{flops:.0f}' for flops in products))}\n")
     with matplotlib.rc_context({"font.size": 9.5, "svg.hashsalt": "generations"}):
-        write(draw(p), args.out, metadata=dict(Date=None, Creator=None))
+        path = args.out or (INCOMPLETE if left_out else FIGURE)
+        write(draw(p, generations), path, metadata=dict(Date=None, Creator=None))
 
 
 if __name__ == "__main__":
