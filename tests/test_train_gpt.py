@@ -131,7 +131,7 @@ def test_of_ten_files_one_is_held_out_and_binary_ones_are_left_out(tmp_path):
     text = texts.read_text(str(tmp_path), context=2)
     assert text.held_out.tobytes() == b"09 19 "
     assert text.train.tobytes() == b"00 01 02 03 04 05 06 07 08 10 11 12 13 14 15 16 17 18 "
-    assert text.source.endswith("(files: 20, skipped binary ones: 1)")
+    assert text.source.endswith("(files: 20; skipped, with NUL bytes: 99.bin)")
 
 
 @pytest.mark.whole

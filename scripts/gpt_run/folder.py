@@ -253,15 +253,19 @@ def restore(checkpoints, state, read_only: bool = False):
             if is_out_of_memory(error):
                 raise
             damaged.append(step)
-            reason = " ".join(str(error).split())[:150]
+            # what follows in orbax's is the name of a function
+            reason = " ".join(str(error).partition("See full TensorStore details")[0].split())[:150]
             report("damaged", f"the checkpoint of step {step}: {type(error).__name__}: {reason}")
     else:
         if damaged:
             raise UserError(f"no checkpoint in {folder} can be read. Start a new run.")
         return None
+    if damaged:
+        report("instead", f"the checkpoint of step {step} is taken")
     if damaged and not read_only and jax.process_index() == 0:
-        for step in damaged:  # the run will save it again
-            shutil.move(folder / str(step), folder.with_name(f"damaged-{step}"))
+        for number in damaged:  # the run will save it again
+            moved = shutil.move(folder / str(number), folder.with_name(f"damaged-{number}"))
+            report("moved", f"the damaged one to {moved}")
         checkpoints.reload()
     return saved.state, Curves(**saved.curves)
 

@@ -32,8 +32,11 @@ def read_text(path: str | None, context: int) -> Text:
     if not contents:
         raise UserError(f"--data must hold text; {root} has no files, except for hidden ones.")
     texts = [content for content in contents.values() if b"\0" not in content]
+    binary = [file for file, content in contents.items() if b"\0" in content]
     if not texts:
-        raise UserError(f"--data must be text, such as UTF-8; there are NUL bytes in {root}.")
+        raise UserError(
+            f"--data must be text, such as UTF-8; there are NUL bytes in {listed(binary)}."
+        )
     train = b"".join(text for i, text in enumerate(texts) if i % 10 != 9)
     held_out = b"".join(texts[9::10])
     if len(texts) < 10:
@@ -45,9 +48,16 @@ def read_text(path: str | None, context: int) -> Text:
             f"out; {root} has {len(train):,} and {len(held_out):,}. Use more text or a smaller "
             "--context."
         )
-    binary = len(contents) - len(texts)
-    source = f"{root} (files: {len(texts):,}{f', skipped binary ones: {binary:,}' * bool(binary)})"
+    skipped = listed([file.relative_to(root) for file in binary])
+    skipped = f"; skipped, with NUL bytes: {skipped}" if skipped else ""
+    source = f"{root} (files: {len(texts):,}{skipped})"
     return Text(np.frombuffer(train, np.uint8), np.frombuffer(held_out, np.uint8), source)
+
+
+def listed(files: list[pathlib.Path], count: int = 3) -> str:
+    """The first ones, and how many more there are."""
+    more = [f"{len(files) - count:,} more"] if len(files) > count else []
+    return ", ".join([*map(str, files[:count]), *more])
 
 
 def find_files(root: pathlib.Path, path: str | None) -> list[pathlib.Path]:
