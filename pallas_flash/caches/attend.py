@@ -47,8 +47,10 @@ def _attend_jit(static: PagedCall, arrays):
     call, tiles = _in_rows(static.replace(**derivative_modes.no_first(arrays)))
     if tiles is None:
         return _attend_batch(call, is_ragged=False)
-    o, *rows = _attend_batch(call, is_ragged=True)
-    return tiles.tokens(o, 0), *jax.tree.map(lambda x: tiles.tokens(x, -jnp.inf), rows)
+    o, lse, largest = _attend_batch(call, is_ragged=True)
+    of_no_keys = -jnp.inf if call.sinks is None else call.sinks.astype(lse.dtype)
+    largest = largest if largest is None else tiles.tokens(largest, -jnp.inf)
+    return tiles.tokens(o, 0), tiles.tokens(lse, of_no_keys), largest
 
 
 def _in_rows(call: PagedCall) -> tuple[PagedCall, ragged.Tiles | None]:

@@ -171,8 +171,8 @@ def paged_attention(
         the last of the row's keys.
       cu_seqlens_q: int32 [B + 1], ascending: the query is [T, N, H], and row b has the tokens from
         cu_seqlens_q[b] up to, not including, cu_seqlens_q[b + 1]: of some rows a prompt, of others
-        one token, of others none. Tokens of no row get 0. Up to 64 K / N tokens of a row at a time
-        are decoding, and no page is copied.
+        one token, of others none. Tokens of no row are padding. Up to 64 K / N tokens of a row at a
+        time are decoding, and no page is copied.
       scale, local_window_size, logits_soft_cap, sinks, score_mod: as in `flash_attention`.
       is_causal, return_residual, return_max_logits: as there, but is_causal is True by default.
       k_scales, v_scales: float32 [P, page, K], for pages of int8, float8_e4m3fn or float8_e5m2: a
