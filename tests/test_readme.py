@@ -129,6 +129,7 @@ EXAMPLES = [
     "pallas_flash.dropout_mask",
     "pallas_flash.explain",
     "pallas_flash.masks.MaskMod",
+    "pallas_flash.masks.Varlen",
     "pallas_flash.masks.create_block_mask",
     "pallas_flash.scores.Alibi",
     "pallas_flash.paged_attention",

@@ -187,6 +187,13 @@ class Varlen(Mask):
 
     For a rule or a score_mod b is still the batch row, and kv_idx the key's place in it:
     `key_value_segment_ids` says in which sequence that is.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from pallas_flash import masks
+      >>> packed = masks.Varlen(jnp.array([0, 2, 5]))
+      >>> packed.key_value_segment_ids(6).tolist()
+      [0, 0, 1, 1, 1, 1]
     """
 
     cu_seqlens_q: Any
@@ -210,13 +217,6 @@ class Varlen(Mask):
 
         A rule or a score_mod looks a pair's sequence up by kv_idx, which is in the query's too
         where the query sees the key.
-
-        Examples:
-          >>> import jax.numpy as jnp
-          >>> from pallas_flash import masks
-          >>> packed = masks.Varlen(jnp.array([0, 2, 5]))
-          >>> packed.key_value_segment_ids(6).tolist()
-          [0, 0, 1, 1, 1, 1]
         """
         ends, key = jnp.asarray(self._key_ends), jnp.arange(length, dtype=jnp.int32)
         of_row = lambda ends: _search(ends[1:-1], key, "right")
