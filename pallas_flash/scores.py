@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_flash import pytrees
+from pallas_flash import checks, pytrees
 
 
 class _ScoreMod:
@@ -70,6 +70,7 @@ class Alibi(_ScoreMod):
 
     def __post_init__(self):
         object.__setattr__(self, "slopes", _as_tuples(self.slopes))
+        checks.like_array("Alibi.slopes", self.slopes)
         if len(_shape(self.slopes)) != 1:
             raise ValueError(
                 f"Alibi takes slopes [N], one for each query head; got {_shape(self.slopes)}."
@@ -104,6 +105,9 @@ class T5Bias(_ScoreMod):
 
     def __post_init__(self):
         object.__setattr__(self, "table", _as_tuples(self.table))
+        checks.like_array("T5Bias.table", self.table)
+        checks.flag("T5Bias.bidirectional", self.bidirectional)
+        checks.count("T5Bias.max_distance", self.max_distance)
         shape = _shape(self.table)
         buckets = shape[-1] if shape else 0
         if (
@@ -161,6 +165,10 @@ class SoftCap(_ScoreMod):
     number or an array."""
 
     cap: Any
+
+    def __post_init__(self):
+        if not checks.is_array(self.cap):
+            checks.number("SoftCap.cap", self.cap, None, positive=True, more=", or an array")
 
     def __call__(self, score, b, h, q_idx, kv_idx):
         return self.cap * jnp.tanh(score / self.cap)
