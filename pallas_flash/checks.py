@@ -68,7 +68,8 @@ def _others(x) -> list:
     """What is in a list, or is itself, neither an array nor a number."""
     if isinstance(x, list | tuple):
         return [other for part in x for other in _others(part)]
-    return [] if is_array(x) or isinstance(x, int | float) else [x]
+    is_text = getattr(getattr(x, "dtype", None), "kind", None) in ("O", "S", "U")  # of NumPy
+    return [] if (is_array(x) and not is_text) or isinstance(x, int | float) else [x]
 
 
 def array(name: str, x, more: str = ""):

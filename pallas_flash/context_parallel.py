@@ -34,7 +34,7 @@ class Context:
                 continue
             if not axis or not all(isinstance(name, str) for name in sharding.axis_names(axis)):
                 raise TypeError(
-                    f"{type(self).__name__} takes as {field.name} the name of an axis of the mesh, "
+                    f"{type(self).__name__}.{field.name} must be the name of an axis of the mesh, "
                     f"or a tuple of them; got {axis!r}."
                 )
 

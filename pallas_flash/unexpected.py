@@ -26,7 +26,8 @@ OURS: Hints = {
     "assume_sequential_positions": "is_causal",
     "sm_scale": "scale",
     "softmax_scale": "scale",
-    "softcap": "logits_soft_cap",
+    "softcap": ("logits_soft_cap", "score_mod=scores.SoftCap(cap)"),
+    "logits_soft_cap": "score_mod=scores.SoftCap(logits_soft_cap)",
     "window_size": ("local_window_size? None is no limit.", "mask=masks.Window(left, right)"),
     "sliding_window": "local_window_size=(sliding_window - 1, 0)",
     "local_window_size": "mask=masks.Window(left, right)",
@@ -37,7 +38,7 @@ OURS: Hints = {
     "key_padding_mask": _PADDING,
     "block_mask": "mask",
     "mask_mod": "mask=masks.MaskMod(mask_mod)",
-    "segment_ids": "query_segment_ids",
+    "segment_ids": ("query_segment_ids", "mask=masks.Documents(query_ids, key_ids)"),
     "kv_segment_ids": "key_value_segment_ids",
     "cu_seqlens": ("mask=masks.Varlen(cu_seqlens)", "cu_seqlens_q"),
     "cu_seqlens_q": _VARLEN,
@@ -166,7 +167,7 @@ def refuse(
 def _hint(name: str, known: Collection[str], hints: Hints) -> str | None:
     of_name = hints.get(name, OURS.get(name, ()))
     if name not in (*hints, *OURS, *NEEDLESS, *FLAX):
-        of_name = tuple(difflib.get_close_matches(name, known, 1))
+        of_name = tuple(difflib.get_close_matches(name.lower(), known, 1))
     for text in (of_name,) if isinstance(of_name, str) else of_name:
         if re.match(r"\w+", text)[0] in known:
             return f"Did you mean {text}" + ("" if "?" in text else "?")

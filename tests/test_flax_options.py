@@ -151,6 +151,18 @@ IMPOSSIBLE = {
         *(grouped, lambda layer: layer(X, segment_ids=[1])),
         r"segment_ids must be int32 \[B, T\] = \(2, 7\); got \(1,\)",
     ),
+    "no array of keys": (
+        *(cross_layer, lambda layer: layer(X, "keys")),
+        "inputs_k must be an array; got the text 'keys'",
+    ),
+    "a soft cap of the hook": (
+        *(grouped, lambda _: attention_fn(X, X, X, logits_soft_cap=3.0)),
+        r"mean score_mod=scores.SoftCap\(logits_soft_cap\)\?",
+    ),
+    "ids of the hook": (
+        *(grouped, lambda _: attention_fn(X, X, X, segment_ids=IDS)),
+        r"mean mask=masks.Documents\(query_ids, key_ids\)\?",
+    ),
     "a flag that is none": (
         *(lambda: layer_of(dropout_rate=0.1), lambda layer: layer(X, deterministic="no")),
         "deterministic must be a static bool, .* got the text 'no'",

@@ -116,10 +116,16 @@ ELSEWHERE = {
         TypeError,
         "Documents.query_ids must be integers; got float64",
     ),
+    "text in an array": (
+        lambda: flash_attention(q, k, k, mask=np.full((5, 7), "causal")),
+        TypeError,
+        r"mask must be an array or a pallas_flash.masks object; got an array <U6\[5, 7\]",
+    ),
+    "capitals": (lambda: flash_attention(q, k, k, IS_CAUSAL=True), TypeError, r"mean is_causal\?"),
     "axes that are no names": (
         lambda: Ring("x", batch=0),
         TypeError,
-        "Ring takes as batch the name of an axis of the mesh, .*; got 0",
+        "Ring.batch must be the name of an axis of the mesh, .*; got 0",
     ),
     "no devices": (lambda: zigzag(x, 0), ValueError, "devices must be a static int from 1 on"),
     "text for slopes": (

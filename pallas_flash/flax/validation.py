@@ -108,6 +108,8 @@ def _check_cross(layer, x, inputs_k, inputs_v, segment_ids, kv_lengths, cache):
     for name, y in dict(
         inputs_k=inputs_k, inputs_v=inputs_k if inputs_v is None else inputs_v
     ).items():
+        if not checks.is_array(y):
+            raise TypeError(f"{name} must be an array; got {checks.description(y)}.")
         if y.ndim != 3 or y.shape != (x.shape[0], inputs_k.shape[1], layer.in_kv_features):
             shape = (
                 f"({x.shape[0]}, {'S' if name == 'inputs_k' else inputs_k.shape[1]}, "

@@ -50,6 +50,10 @@ def create_block_mask(
     `heads` are needed where the mask depends on them. Without it a call finds the types of a
     MaskMod that reads no arrays while it is traced, if the blocks are not too many.
 
+    Raises:
+      TypeError: no mask of `pallas_flash.masks`, or an offset that is not static.
+      ValueError: a size that is no static int from 1 on, or arrays of other rows than `batch`.
+
     Examples:
       >>> from pallas_flash import masks
       >>> dilated = masks.Dilated(8) & masks.Window(128, 0)
@@ -66,6 +70,10 @@ def create_block_mask(
         for name in part.ARRAYS
         if (x := getattr(part, name)) is not None
     }
+    if len({batch, *rows} - {1}) > 1:
+        raise ValueError(
+            f"batch must be the rows of the mask's arrays, {max(rows)}, or 1; got {batch}."
+        )
     batch = max({batch, *rows})
     resolved_mask = resolve(conjuncts(whole), batch, queries, keys, query_offset)
     found = block_types.compute(resolved_mask, batch, heads, queries, block, block)
