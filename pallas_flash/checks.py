@@ -251,7 +251,7 @@ def ints(name: str, x):
 def ends(name: str, x, tokens: int | None = None, first: int | None = 0):
     """Raises where values that are known are no ends of sequences in so many tokens: they ascend
     along the last axis from `first`, or from 0 or more where that is None."""
-    if not is_known(x) or x.size == 0:
+    if not is_known(x) or 0 in (x.ndim, x.size):
         return
     x = np.asarray(jax.device_get(x))
     begins = (x[..., 0] >= 0) if first is None else (x[..., 0] == first)

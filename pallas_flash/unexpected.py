@@ -117,15 +117,13 @@ LAYER: Hints = {
     "qkv_features": "head_size? It is qkv_features / num_heads.",
     "rope_theta": "rope_base",
     "use_rope": "rope_base? None is no RoPE.",
-    **{
-        name: f"{name} belongs in the call." for name in ("mask", "segment_ids", "lengths", "cache")
-    },
+    **{name: f"{name} belongs in the call." for name in "cache lengths mask segment_ids".split()},
 }
 _POSITIONS = "RoPE counts positions from 0, with a cache from its length."
 _OF_LAYER = (
-    *("context", "dropout_rate", "dtype", "implementation", "is_causal", "local_window_size"),
-    *("logits_soft_cap", "qk_norm", "rope_base", "score_mod", "sinks"),
-)
+    "context dropout_rate dtype implementation is_causal local_window_size logits_soft_cap qk_norm "
+    "rope_base score_mod sinks"
+).split()
 LAYER_CALL: Hints = {
     "attention_mask": "mask? Padding is bool [B, 1, 1, T], or pass lengths.",
     "bias": "Leave bias out: a score_mod in the constructor adds to the logits.",

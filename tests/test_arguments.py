@@ -293,6 +293,11 @@ BAD = {
         TypeError,
         "PrefixLM.prefix must be integers; got NoneType",
     ),
+    "varlen of a number": (
+        dict(mask=masks.Varlen(np.array(5))),
+        ValueError,
+        r"Varlen.cu_seqlens_q must be int32 \[B, C\]",
+    ),
     "varlen without ends": (
         dict(mask=masks.Varlen(None)),
         TypeError,

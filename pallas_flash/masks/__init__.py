@@ -179,11 +179,11 @@ class Varlen(Mask):
     cu_seqlens[i] up to, not including, cu_seqlens[i + 1], which see each other alone. Rows beyond
     the last sequence see nothing.
 
-    cu_seqlens_q is int32 [B, sequences + 1], or [sequences + 1] for one row, ascending
-    from 0. Values that are known, not traced, and are not so, or lie beyond the tokens, raise. Give
-    cu_seqlens_k as well where the keys have other lengths than the queries: the last query of a
-    sequence is then at the position of its last key, and is_causal, windows and the q_idx of rules
-    and scores count from there.
+    cu_seqlens_q is int32 [B, sequences + 1], or [sequences + 1] for one row, ascending from 0 to
+    the tokens at most; a call with others raises, unless they are traced. Give cu_seqlens_k as well
+    where the keys have other lengths than the queries: the last query of a sequence is then at the
+    position of its last key, and is_causal, windows and the q_idx of rules and scores count from
+    there.
     """
 
     cu_seqlens_q: Any
