@@ -1,5 +1,8 @@
 """FlashAttention in Pallas: exact attention in O(T) memory, for JAX."""
 
+import sys
+from typing import TYPE_CHECKING
+
 from pallas_flash import context_parallel, masks, scores
 from pallas_flash.attention import flash_attention, flash_attention_jvp
 from pallas_flash.caches.paged import paged_attention
@@ -28,3 +31,25 @@ __all__ = [
     "scores",
 ]
 __version__ = "0.1.0"
+
+
+def _module_of(name: str) -> str | None:
+    """The public module that has a name which the package itself has not."""
+    if name in ("FlashAttention", "KVCache", "RollingCache", "attention_fn", "rope"):
+        return f"{__name__}.flax"  # without an import of Flax
+    for module in (context_parallel, masks, scores):
+        if getattr(getattr(module, name, None), "__module__", "").startswith(module.__name__):
+            return module.__name__
+    return None
+
+
+if not TYPE_CHECKING:  # for type checkers the package has the names above, and no other
+
+    def __getattr__(name: str):
+        module, error = None if name.startswith("_") else _module_of(name), AttributeError
+        if module is None:
+            raise error(f"module {__name__!r} has no attribute {name!r}")
+        # `from pallas_flash import name` drops an AttributeError and its text; hasattr needs one
+        if sys._getframe(1).f_code.co_name == "_handle_fromlist":
+            error = ImportError
+        raise error(f"{name} is in {module}: from {module} import {name}")

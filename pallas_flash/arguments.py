@@ -248,28 +248,6 @@ def _mask_parts(sizes: Sizes, call: Call) -> list[masks.Mask]:
     return masks.conjuncts(masks.with_leaves(call.mask, whole))
 
 
-def canonical_part(part: masks.Mask) -> masks.Mask:
-    """A mask with its arrays as int32; an int that stands for all batch rows stays."""
-    prefix = type(part).__name__
-    if isinstance(part, masks.BlockTypes):
-        return part
-    may_lack = lambda field: hasattr(type(part), field)  # it has a default
-    arrays = {
-        field: x
-        for field in part.ARRAYS
-        if (x := getattr(part, field)) is not None or not may_lack(field)
-    }
-    if isinstance(part, masks.Documents):
-        named = {f"{prefix}.{field}": x for field, x in arrays.items()}
-        return masks.Documents(*checks.ids(named))
-    of = lambda field, x: int(x) if checks.is_int(x) else checks.ints(f"{prefix}.{field}", x)
-    return (
-        dataclasses.replace(part, **{field: of(field, x) for field, x in arrays.items()})
-        if arrays
-        else part
-    )
-
-
 def arrays(call: Call):
     """query, key and value, with matching dtypes and shapes; the value is None where it is the
     keys' first columns."""
@@ -308,6 +286,7 @@ def arrays(call: Call):
     if key.shape[:-3] != lead or key.shape[-1] != H:
         raise ValueError(
             f"key must be {show('S', 'K', H)} to match query {query.shape}; got {key.shape}."
+            f"{_joined_heads(query.shape)}"
         )
     if value is not None and value.shape[:-1] != key.shape[:-1]:
         raise ValueError(
@@ -316,9 +295,20 @@ def arrays(call: Call):
     if K == 0 or N % K:
         raise ValueError(
             "the number of query heads must be a multiple of the number of key/value heads; "
-            f"got N = {N}, K = {K}." + HEADS_FIRST * _swapped(query.shape[-3], N, S, K)
+            f"got N = {N}, K = {K}."
+            + HEADS_FIRST * _swapped(query.shape[-3], N, S, K)
+            + _joined_heads(query.shape)
         )
     return query, key, value
+
+
+def _joined_heads(shape: tuple[int, ...]) -> str:
+    """What a query of three axes is told, whose last one may be that of all heads."""
+    return (
+        f" A query {shape} is read as [T, N, H]; reshape [B, T, N * H] to [B, T, N, H]."
+        if len(shape) == 3
+        else ""
+    )
 
 
 def _swapped(T, N: int, S, K: int) -> bool:
@@ -357,7 +347,7 @@ def _documents(sizes, query_ids, key_ids, square) -> list[masks.Mask]:
 
 
 def _with_arrays(sizes, part: masks.Mask) -> masks.Mask:
-    part, arrays = canonical_part(part), {}
+    part, arrays = part.canonical((sizes.of["T"], sizes.of["S"])), {}
     if isinstance(part, masks.BlockTypes):
         return part.fitting(sizes.of["B"], sizes.of["N"])
     for field, letters in part.ARRAYS.items():

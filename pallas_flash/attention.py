@@ -105,7 +105,7 @@ def flash_attention(
     return_max_logits: bool = False,
     **options: Unpack[Options],
 ) -> _Output | tuple[_Output, _Residual] | tuple[_Output, _Residual, _Residual]: ...
-@unexpected.refused
+@unexpected.refused()
 def flash_attention(
     query: Float[AnyArray, "*B T N H"],
     key: Float[AnyArray, "*B S K H"],
@@ -161,8 +161,8 @@ def flash_attention(
       key: [*B, S, K, H]. N must be a multiple of K: N / K adjacent query heads share a key/value
         head.
       value: [*B, S, K, Hv]; or None, with value_size.
-      bias: real, broadcastable to [*B, N, T, S]; added to the logits after the scale. Its gradient
-        has its own shape.
+      bias: real, one axis or more, broadcastable to [*B, N, T, S]; added to the logits after the
+        scale. Its gradient has its own shape.
       mask: a bool array broadcastable to [*B, N, T, S] (True: attend), or an object of
         `pallas_flash.masks`, which skips blocks that it hides.
       scale: multiplies query key^T; 1 / sqrt(H) by default. A number, or an array of one value or
@@ -324,7 +324,10 @@ def make_call(*args, **kwargs) -> tuple[Call, Any]:
     """A call of flash_attention, and its return_residual."""
     signature = inspect.signature(flash_attention)
     unexpected.refuse("flash_attention", kwargs, signature.parameters)
-    call = dict(signature.bind(*args, **kwargs).arguments)
+    try:
+        call = dict(signature.bind(*args, **kwargs).arguments)
+    except TypeError as error:
+        raise TypeError(f"flash_attention(): {error}") from None
     return_residual = call.pop("return_residual", False)
     return Call(**call), return_residual
 

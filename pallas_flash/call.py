@@ -7,7 +7,7 @@ from typing import Annotated, Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 
-from pallas_flash import checks
+from pallas_flash import checks, masks
 
 
 class Static(NamedTuple):
@@ -25,8 +25,19 @@ class Data(NamedTuple):
     canonicalize: Callable[[str, Any], Any] | None = None
 
 
-def _window(name: str, x):
-    return None if x is None else checks.window(x)
+def _window(name: str, size) -> masks.Window | None:
+    if size is None or isinstance(size, masks.Window):
+        return size
+    try:
+        left, right = (size, size) if checks.is_int(size) else size
+        return masks.Window(left, right)
+    except (TypeError, ValueError, jax.errors.JAXTypeError):
+        traced = next((x for x in jax.tree.leaves(size) if isinstance(x, jax.core.Tracer)), None)
+        got = repr(size) if traced is None else checks.description(traced)
+        raise ValueError(
+            f"{name} must be a static int or (left, right), each from 0 to {checks.INT32.max} or "
+            f"None for no limit; got {got}.{checks.if_traced(name, traced)}"
+        ) from None
 
 
 def _soft_cap(name: str, x):

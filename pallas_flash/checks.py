@@ -1,5 +1,5 @@
-"""Checks of single arguments: arrays, integers, flags, numbers and windows. Each returns its
-argument in canonical form, or raises."""
+"""Checks of single arguments: arrays, integers, flags and numbers. Each returns its argument in
+canonical form, or raises."""
 
 import math
 from collections.abc import Callable
@@ -10,10 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from pallas_flash.masks import Window
-
 AnyArray = Array | np.ndarray
 IN_FLAX = " Flax's modules need attention_fn=pallas_flash.flax.attention_fn."
+MASK_HINT = (
+    " Pass a mask_mod as masks.MaskMod(function), and an instance of a mask, such as "
+    "masks.Causal()."
+)
 INT32 = np.iinfo(np.int32)
 
 
@@ -30,7 +32,7 @@ def is_constant(x) -> bool:
     """Whether an array's values belong to the call: numpy's numbers and integers, which jax could
     cut, and single flags."""
     # a key of jax.random has none
-    known, kind = isinstance(x, np.ndarray) or _is_known(x), getattr(x.dtype, "kind", None)
+    known, kind = isinstance(x, np.ndarray) or is_known(x), getattr(x.dtype, "kind", None)
     return isinstance(x, np.generic) or (
         known and (kind in ("i", "u") or (x.dtype == bool and x.shape == ()))
     )
@@ -51,17 +53,28 @@ def from_shapes(f: Callable, call: Any):
     return found[0]
 
 
+def like_array(name: str, x, more: str = ""):
+    """Raises where x is neither an array nor made of numbers."""
+    others = _others(x)
+    if not others:
+        return
+    is_sequence = isinstance(x, list | tuple)
+    got = f"a {type(x).__name__} of {type(others[0]).__name__}" if is_sequence else description(x)
+    hint = MASK_HINT if callable(x) else " Join masks with &: a & b." if is_sequence else ""
+    raise TypeError(f"{name} must be an array{more}; got {got}.{hint * (name == 'mask')}")
+
+
+def _others(x) -> list:
+    """What is in a list, or is itself, neither an array nor a number."""
+    if isinstance(x, list | tuple):
+        return [other for part in x for other in _others(part)]
+    is_text = getattr(getattr(x, "dtype", None), "kind", None) in ("O", "S", "U")  # of NumPy
+    return [] if (is_array(x) and not is_text) or isinstance(x, int | float) else [x]
+
+
 def array(name: str, x, more: str = ""):
     """x as a jax array; lists and numbers too, as jax takes them."""
-    if not is_array(x) and not isinstance(x, list | tuple | int | float):
-        hint = (
-            " Pass a mask_mod as masks.MaskMod(function), and an instance of a mask, such as "
-            "masks.Causal()."
-        )
-        raise TypeError(
-            f"{name} must be an array{more}; got "
-            f"{_kind(x)}.{hint * (name == 'mask' and callable(x))}"
-        )
+    like_array(name, x, more)
     if not getattr(getattr(x, "dtype", None), "isnative", True):
         raise TypeError(
             f"{name} must be an array{more} in this machine's byte order; got {x.dtype}. Pass "
@@ -72,7 +85,7 @@ def array(name: str, x, more: str = ""):
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"{name} must be an array{more}; cannot convert this "
-            f"{_kind(x).removeprefix('an ')}: {error}"
+            f"{description(x).removeprefix('an ')}: {error}"
         ) from None
 
 
@@ -100,10 +113,10 @@ def sums(dtype):
 
 
 def flag(name: str, x) -> bool:
-    if isinstance(x, bool | np.bool_) or (_is_known(x) and x.dtype == bool and x.shape == ()):
+    if isinstance(x, bool | np.bool_) or (is_known(x) and x.dtype == bool and x.shape == ()):
         return bool(x)
     raise TypeError(
-        f"{name} must be a static bool, True or False; got {_kind(x)}.{_if_traced(name, x)}"
+        f"{name} must be a static bool, True or False; got {description(x)}.{if_traced(name, x)}"
     )
 
 
@@ -116,7 +129,7 @@ def number(name: str, x, default, positive=False, more: str = ""):
         x = float(x)
     except (TypeError, jax.errors.ConcretizationTypeError):
         raise TypeError(
-            f"{name} must be a static number{more}; got {_kind(x)}.{_if_traced(name, x)}"
+            f"{name} must be a static number{more}; got {description(x)}.{if_traced(name, x)}"
         ) from None
     if not math.isfinite(x) or (positive and x <= 0):
         raise ValueError(
@@ -173,7 +186,7 @@ def rng(name: str, x):
     # a raw key is one of uint32
     axes = 0 if is_array(x) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else 1
     if not is_array(x) or len(x.shape) != axes or (axes and x.dtype != jnp.uint32):
-        got = f"{x.dtype} {x.shape}" if is_array(x) else _kind(x)
+        got = f"{x.dtype} {x.shape}" if is_array(x) else description(x)
         hint = " Draw a key from nnx.Rngs: rngs.dropout()." if callable(x) else ""
         raise TypeError(
             f"{name} must be one key of jax.random, such as jax.random.key(0); got {got}.{hint}"
@@ -181,11 +194,20 @@ def rng(name: str, x):
     return x
 
 
+def count(name: str, x, most: int = INT32.max) -> int:
+    """A static int from 1 on."""
+    if is_int(x) and not isinstance(x, bool) and 0 < x <= most:
+        return int(x)
+    upper = f" to {most}" if most < INT32.max else ""
+    raise ValueError(
+        f"{name} must be a static int from 1{upper or ' on'}; got {description(x)}."
+        f"{if_traced(name, x)}"
+    )
+
+
 def value_size(name: str, x) -> int | None:
     """How many of the keys' columns are the values."""
-    if x is None or (is_int(x) and not isinstance(x, bool) and x > 0):
-        return x if x is None else int(x)
-    raise ValueError(f"{name} must be None, or a static int of 1 or more; got {x!r}.")
+    return None if x is None else count(name, x)
 
 
 def values_are_keys(size: int | None, key, value, names: tuple[str, str] = ("key", "value")):
@@ -211,22 +233,6 @@ def values_are_keys(size: int | None, key, value, names: tuple[str, str] = ("key
     return True
 
 
-def window(size) -> Window:
-    if isinstance(size, Window):
-        return size
-    try:
-        left, right = (size, size) if is_int(size) else size
-        return Window(left, right)
-    except (TypeError, ValueError, jax.errors.JAXTypeError):
-        traced = next((x for x in jax.tree.leaves(size) if isinstance(x, jax.core.Tracer)), None)
-        got = repr(size) if traced is None else _kind(traced)
-        raise ValueError(
-            "local_window_size must be a static int or (left, right), each from 0 to "
-            f"{INT32.max} or None for no limit; got {got}."
-            + _if_traced("local_window_size", traced)
-        ) from None
-
-
 def ints(name: str, x):
     """x as int32. What is too large for that raises where it can be seen, and is brought to the
     ends of int32 where it is traced: a length or position so far away is as good as any beyond the
@@ -234,7 +240,7 @@ def ints(name: str, x):
     x = _narrow(name, x)
     if np.can_cast(x.dtype, np.int32):
         return x.astype(np.int32)
-    if _is_known(x):
+    if is_known(x):
         raise ValueError(
             f"{name} must fit into int32; got {max(int(x.min()), int(x.max()), key=abs)}."
         )
@@ -242,12 +248,27 @@ def ints(name: str, x):
     return jnp.clip(x, low, jnp.asarray(INT32.max, x.dtype)).astype(jnp.int32)
 
 
+def ends(name: str, x, tokens: int | None = None, first: int | None = 0):
+    """Raises where values that are known are no ends of sequences in so many tokens: they ascend
+    along the last axis from `first`, or from 0 or more where that is None."""
+    if not is_known(x) or 0 in (x.ndim, x.size):
+        return
+    x = np.asarray(jax.device_get(x))
+    begins = (x[..., 0] >= 0) if first is None else (x[..., 0] == first)
+    fits = not isinstance(tokens, int) or (x <= tokens).all()
+    if begins.all() and fits and (x[..., 1:] >= x[..., :-1]).all():
+        return
+    start = "0 or more" if first is None else first
+    stop = f" to the {tokens} tokens at most" if isinstance(tokens, int) else ""
+    raise ValueError(f"{name} must ascend, from {start}{stop}; got {x.tolist()}.")
+
+
 def ids(named: dict):
     """One or two arrays of integers as int32, equal where these are."""
     x = [_narrow(name, x) for name, x in named.items()]
     if all(np.can_cast(a.dtype, np.int32) for a in x):
         return [a.astype(np.int32) for a in x]
-    xp, wide = np if all(map(_is_known, x)) else jnp, np.result_type(*(a.dtype for a in x))
+    xp, wide = np if all(map(is_known, x)) else jnp, np.result_type(*(a.dtype for a in x))
     if wide.kind == "f" or (xp is jnp and jax.dtypes.canonicalize_dtype(wide) != wide):
         got = " and ".join(str(a.dtype) for a in x)
         raise TypeError(
@@ -258,16 +279,22 @@ def ids(named: dict):
     return [xp.searchsorted(known, a.reshape(-1)).reshape(a.shape).astype(np.int32) for a in x]
 
 
-def _narrow(name: str, x):
-    """An array of integers; if its values are known numpy's, and int32 where that holds them."""
+def integers(name: str, x):
+    """x as an array, which must be one of integers."""
     if type(x).__name__ == "_DimExpr":  # a symbol of jax.export, as S - T may be
         x = jnp.asarray(x, jnp.int32)
     given, x = x, x if is_array(x) else np.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
-        got = _kind(given) if x.dtype == object or not is_array(given) else x.dtype
+        got = description(given) if x.dtype == object or not is_array(given) else x.dtype
         of = f" of {x.dtype.name.rstrip('0123456789')}" if isinstance(given, list | tuple) else ""
         raise TypeError(f"{name} must be integers; got {got}{of}.")
-    if np.can_cast(x.dtype, np.int32) or not _is_known(x):
+    return x
+
+
+def _narrow(name: str, x):
+    """An array of integers; if its values are known numpy's, and int32 where that holds them."""
+    x = integers(name, x)
+    if np.can_cast(x.dtype, np.int32) or not is_known(x):
         return x
     x = np.asarray(x)
     return (
@@ -277,7 +304,7 @@ def _narrow(name: str, x):
     )
 
 
-def _is_known(x) -> bool:
+def is_known(x) -> bool:
     """Whether the values of an array are known here and now."""
     concrete = (
         isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_fully_addressable
@@ -285,7 +312,7 @@ def _is_known(x) -> bool:
     return concrete or isinstance(x, np.ndarray | np.generic)
 
 
-def _if_traced(name: str, x) -> str:
+def if_traced(name: str, x) -> str:
     return (
         f" Under jax.jit make it static: static_argnames={name!r}."
         if isinstance(x, jax.core.Tracer)
@@ -293,7 +320,7 @@ def _if_traced(name: str, x) -> str:
     )
 
 
-def _kind(x) -> str:
+def description(x) -> str:
     if isinstance(x, str | bytes):
         return f"the text {x!r}"
     if is_array(x):

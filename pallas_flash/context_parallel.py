@@ -28,11 +28,15 @@ class Context:
     CHUNKS = 1  # that a part is made of
 
     def __post_init__(self):
-        if not (self.axis and all(isinstance(name, str) for name in self.names)):
-            raise TypeError(
-                f"{type(self).__name__} takes the name of an axis of the mesh, or a tuple of them; "
-                f"got {self.axis!r}."
-            )
+        for field in dataclasses.fields(self):
+            axis = getattr(self, field.name)
+            if axis is None and field.name != "axis":
+                continue
+            if not axis or not all(isinstance(name, str) for name in sharding.axis_names(axis)):
+                raise TypeError(
+                    f"{type(self).__name__}.{field.name} must be the name of an axis of the mesh, "
+                    f"or a tuple of them; got {axis!r}."
+                )
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -86,12 +90,13 @@ def zigzag(x, devices: int, axis: int = 1):
     """Reorders an array, or a tree of arrays (a batch, positions, ids), from the order of the
     sequence to the order of `Zigzag`. `axis` is split into two chunks for each of `devices`; the
     first device gets the first and the last chunk."""
-    return _reorder_chunks(x, _zigzag_order(devices), axis)
+    return _reorder_chunks(x, _zigzag_order(checks.count("devices", devices)), axis)
 
 
 def unzigzag(x, devices: int, axis: int = 1):
     """The inverse of `zigzag`."""
-    return _reorder_chunks(x, np.argsort(_zigzag_order(devices)), axis)
+    order = np.argsort(_zigzag_order(checks.count("devices", devices)))
+    return _reorder_chunks(x, order, axis)
 
 
 def _zigzag_order(devices: int) -> np.ndarray:
@@ -227,17 +232,22 @@ def exchange_heads(scheme: AllToAll, call: Call) -> Call:
 # ---- outside: the context of a call, and what it sends
 
 
+def check(context):
+    """Raises where it is no context, nor None."""
+    if not isinstance(context, Context | None):
+        raise TypeError(
+            "context must be None, Ring(axis), Zigzag(axis) or AllToAll(axis) of "
+            f"context_parallel; got {context!r}."
+        )
+
+
 def resolve_context(call: Call) -> Call:
     """The call with its context; if it names none, a Ring where its rows lie on a mesh with
     explicit axes."""
     context = call.context
     if context is None and (axis := sharding.find_row_axes(call)) is not None:
         context = Ring(axis)
-    if not isinstance(context, Context | None):
-        raise TypeError(
-            "context must be None, Ring(axis), Zigzag(axis) or AllToAll(axis) of "
-            f"context_parallel; got {context!r}."
-        )
+    check(context)
     # a map of all blocks is of no use to one device
     if context is not None and isinstance(call.mask, masks.Mask):
         call = call.replace(mask=masks.without_block_types(call.mask))

@@ -101,12 +101,10 @@ def dropout_mask(
       >>> print(f"{keep.mean():.2f}")
       0.90
     """
-    try:
-        *lead, T, S = shape
-    except (TypeError, ValueError):
-        raise ValueError(
-            f"shape must be (*B, N, T, S), that of the weights; got {shape!r}."
-        ) from None
+    is_size = lambda n: checks.is_int(n) and n >= 0
+    if not isinstance(shape, tuple | list) or len(shape) < 2 or not all(map(is_size, shape)):
+        raise ValueError(f"shape must be (*B, N, T, S), that of the weights; got {shape!r}.")
+    *lead, T, S = shape
     return mask(dropped(checks.rate("dropout_rate", dropout_rate)), seeds(dropout_rng, *lead), T, S)
 
 

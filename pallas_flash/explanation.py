@@ -79,6 +79,12 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
       'blockwise was selected by name'
     """
     call, _ = attention.make_call(*args, **kwargs)
+    for name in ("query", "key", "value"):
+        if isinstance(x := getattr(call, name), tuple | list) and all(map(checks.is_int, x)):
+            raise TypeError(
+                f"{name} must be an array or a jax.ShapeDtypeStruct; got the {type(x).__name__} "
+                f'{x}. Of a shape make one: jax.ShapeDtypeStruct(shape, "bfloat16").'
+            )
     with device.at(call.arguments().values()):
         problem, context = checks.from_shapes(_problem_of, call)
         choice = selection.choose(problem, call.implementation, check=False)

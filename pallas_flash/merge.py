@@ -84,6 +84,7 @@ def _checked(outputs, lses):
         if o.shape != outputs[0].shape or o.ndim < 3 or lse.shape != o.shape[:-1]:
             raise ValueError(
                 f"outputs must all be [*B, T, N, Hv] and lses [*B, T, N]; got {outputs[0].shape} "
-                f"and, in part {i}, {o.shape} and {lse.shape}."
+                f"and, in part {i}, {o.shape} and {lse.shape}. Of pairs (output, lse) pass "
+                "merge_attention(*zip(*pairs))."
             )
     return outputs, lses

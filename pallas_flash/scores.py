@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_flash import pytrees
+from pallas_flash import checks, pytrees
 
 
 class _ScoreMod:
@@ -83,7 +83,10 @@ class Alibi(_ScoreMod):
     def __post_init__(self):
         for field in dataclasses.fields(self):
             object.__setattr__(self, field.name, _as_tuples(getattr(self, field.name)))
+        checks.like_array("Alibi.slopes", self.slopes)
         shape, has_ids = _shape(self.slopes), self.key_value_segment_ids is not None
+        if has_ids:
+            checks.like_array("Alibi.key_value_segment_ids", self.key_value_segment_ids)
         if len(shape) != 1 + has_ids:
             raise ValueError(
                 "Alibi takes slopes [N], one for each query head, or [sequences, N] with "
@@ -122,6 +125,9 @@ class T5Bias(_ScoreMod):
 
     def __post_init__(self):
         object.__setattr__(self, "table", _as_tuples(self.table))
+        checks.like_array("T5Bias.table", self.table)
+        checks.flag("T5Bias.bidirectional", self.bidirectional)
+        checks.count("T5Bias.max_distance", self.max_distance)
         shape = _shape(self.table)
         buckets = shape[-1] if shape else 0
         if (
@@ -179,6 +185,10 @@ class SoftCap(_ScoreMod):
     number or an array."""
 
     cap: Any
+
+    def __post_init__(self):
+        if not checks.is_array(self.cap):
+            checks.number("SoftCap.cap", self.cap, None, positive=True, more=", or an array")
 
     def __call__(self, score, b, h, q_idx, kv_idx):
         return self.cap * jnp.tanh(score / self.cap)

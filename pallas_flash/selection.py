@@ -75,9 +75,11 @@ def first(problem: Problem, name: str | None = None, against: Against | None = N
                 f"{problem}."
             )
     else:
+        is_tokamax = "mosaic" in str(name)
+        hint = " tokamax's mosaic is hopper or ampere here: pass None." if is_tokamax else ""
         raise ValueError(
             f"implementation must be None or one of {', '.join(backends.names())}, or jax.nn's "
-            f"{' or '.join(JAX_NN_NAMES)}, which mean the same as None; got {name!r}."
+            f"{' or '.join(JAX_NN_NAMES)}, which mean the same as None; got {name!r}.{hint}"
         )
     return Choice(backend, backend.tiles(problem))
 

@@ -28,9 +28,10 @@ class Sizes(NamedTuple):
         of = self.of | dict(C=x.shape[-1] if x.shape else 0)
         tail = tuple(of[c] for c in letters[1:])
         if x.shape != (*self.lead, *tail) and not (self.lead == (1,) and x.shape == tail):
+            hint = " Packed rows are a query [T, N, H], without a batch."
             raise ValueError(
                 f"{name} must be int32 [{', '.join(letters)}] = {(*self.lead, *tail)}; got "
-                f"{x.shape}."
+                f"{x.shape}.{hint * (letters == 'BC' and x.ndim == 1)}"
             )
         return x.reshape(self.of["B"], *tail)
 
@@ -53,6 +54,12 @@ class Sizes(NamedTuple):
             return None
         x = checks.dense(name, x, dtype)
         full = (*self.lead, *(self.of[c] for c in "NTS"))
+        if x.ndim == 0:
+            hint = "flash_attn's dropout_p is dropout_rate" if name == "bias" else "see is_causal"
+            raise ValueError(
+                f"{name} must have axes, broadcastable to [..., N, T, S] = {full}; got one value "
+                f"for all: {hint}."
+            )
         if not _fits(x.shape, full):
             hint = HEADS_FIRST * _fits(x.shape, (*self.lead, *(self.of[c] for c in "TNK")))
             hint += " To hide keys of rows, as padding does, pass x[..., None, None, :]." * (

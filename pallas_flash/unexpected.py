@@ -1,4 +1,4 @@
-"""What an unexpected keyword argument is told: its name here, if another library's call has it."""
+"""What an unexpected argument is told: its name here, if another library's call has it."""
 
 import difflib
 import functools
@@ -8,14 +8,17 @@ from collections.abc import Callable, Collection
 from typing import TypeVar
 
 F = TypeVar("F", bound=Callable)
+Hints = dict[str, str | tuple[str, ...]]
 
 _VARLEN = "mask=masks.Varlen(cu_seqlens_q, cu_seqlens_k)"
 _LENGTHS = "lengths", "key_value_seq_lengths"
+_PADDING = "mask? Padding is bool [B, 1, 1, S], or pass key_value_seq_lengths."
 _RATE = "dropout_rate? It goes with dropout_rng, a key of jax.random."
+_RNG = "dropout_rng? It is a key of jax.random."
 _RESIDUAL = "return_residual? It returns the log-sum-exp."
 # Names of other libraries, as docs/migrating.md has them, and the argument here; of several the
 # first that the function has.
-OURS: dict[str, str | tuple[str, ...]] = {
+OURS: Hints = {
     "q": "query",
     "k": "key",
     "v": "value",
@@ -23,37 +26,59 @@ OURS: dict[str, str | tuple[str, ...]] = {
     "assume_sequential_positions": "is_causal",
     "sm_scale": "scale",
     "softmax_scale": "scale",
-    "softcap": "logits_soft_cap",
-    "window_size": "local_window_size? None is no limit.",
+    "softcap": ("logits_soft_cap", "score_mod=scores.SoftCap(cap)"),
+    "logits_soft_cap": "score_mod=scores.SoftCap(logits_soft_cap)",
+    "window_size": ("local_window_size? None is no limit.", "mask=masks.Window(left, right)"),
     "sliding_window": "local_window_size=(sliding_window - 1, 0)",
+    "local_window_size": "mask=masks.Window(left, right)",
     "alibi_slopes": "score_mod=scores.Alibi(slopes)",
     "attn_bias": "bias",
     "attn_mask": "mask",
+    "attention_mask": _PADDING,
+    "key_padding_mask": _PADDING,
     "block_mask": "mask",
     "mask_mod": "mask=masks.MaskMod(mask_mod)",
-    "segment_ids": "query_segment_ids",
+    "segment_ids": ("query_segment_ids", "mask=masks.Documents(query_ids, key_ids)"),
     "kv_segment_ids": "key_value_segment_ids",
+    "cu_seqlens": ("mask=masks.Varlen(cu_seqlens)", "cu_seqlens_q"),
     "cu_seqlens_q": _VARLEN,
     "cu_seqlens_k": _VARLEN,
     "cache_seqlens": _LENGTHS,
     "seqused_k": _LENGTHS,
+    "kv_lens": _LENGTHS,
     "block_table": "page_table",
+    "page_indices": "page_table",
     "dropout": _RATE,
     "dropout_p": _RATE,
+    "dropout_seed": _RNG,
     "return_attn_probs": _RESIDUAL,
     "return_lse": _RESIDUAL,
+    "return_softmax_lse": _RESIDUAL,
     "learnable_sink": "sinks",
     "s_aux": "sinks",
+    # of create_block_mask
+    "B": "batch",
+    "H": "heads",
+    "Q_LEN": "queries",
+    "KV_LEN": "keys",
+    "BLOCK_SIZE": "block",
 }
+_TILES = "tiles are chosen; explain says which"
 NEEDLESS = {
     "attention_specs": "the arrays' own shardings count, and context=Ring(axis) splits a sequence",
+    "block_q": _TILES,
+    "block_sizes": _TILES,
     "block_table": "paged_attention takes it, as page_table",
+    "device": "the types of blocks are where jax computes them",
     "enable_gqa": "grouped heads need no flag",
-    "kernel_options": "tiles are chosen; explain says which",
+    "kernel_options": _TILES,
+    "logits_dtype": "logits are float32, or float64 for float64",
+    "mask": "lengths, local_window_size and a score_mod hide keys",
     "max_seqlen_k": "no maxima are needed",
     "max_seqlen_q": "no maxima are needed",
     "num_splits": "it is chosen; explain says how",
     "pack_gqa": "it is chosen; explain says how",
+    "precision": "float32 is multiplied in float32, 16-bit floats exactly, and sums are float32",
     "q_sharding": "the arrays' own shardings count",
 }
 # Those that Flax's modules give every attention_fn.
@@ -71,37 +96,106 @@ FLAX = {
 }
 
 
-def refuse(function: str, given: Collection[str], known: Collection[str]):
-    """Raises where a name is none of the function's arguments."""
+# Of the constructor of `flax.FlashAttention`, and of its call. What is no name of an argument is a
+# whole sentence.
+LAYER: Hints = {
+    "attention_fn": "Leave attention_fn out: the layer calls flash_attention.",
+    "bias": "use_bias",
+    "broadcast_dropout": "Leave broadcast_dropout out: each batch row and head has its own mask.",
+    "causal": "is_causal",
+    "decode": "Leave decode out: init_cache makes a cache, which a call takes and returns.",
+    "deterministic": "Leave deterministic out: layer.eval() sets it, and a call takes it.",
+    "dropout": "dropout_rate",
+    "dropout_p": "dropout_rate",
+    "dropout_rng": "rngs? Its stream dropout is used.",
+    "embed_dim": "in_features",
+    "head_dim": "head_size",
+    "hidden_size": "in_features",
+    "n_kv_heads": "num_kv_heads",
+    "normalize_qk": "qk_norm",
+    "num_key_value_heads": "num_kv_heads",
+    "qkv_features": "head_size? It is qkv_features / num_heads.",
+    "rope_theta": "rope_base",
+    "use_rope": "rope_base? None is no RoPE.",
+    **{name: f"{name} belongs in the call." for name in "cache lengths mask segment_ids".split()},
+}
+_POSITIONS = "RoPE counts positions from 0, with a cache from its length."
+_OF_LAYER = (
+    "context dropout_rate dtype implementation is_causal local_window_size logits_soft_cap qk_norm "
+    "rope_base score_mod sinks"
+).split()
+LAYER_CALL: Hints = {
+    "attention_mask": "mask? Padding is bool [B, 1, 1, T], or pass lengths.",
+    "bias": "Leave bias out: a score_mod in the constructor adds to the logits.",
+    "decode": "cache? init_cache makes one.",
+    "dropout_rng": "rngs",
+    "inputs_kv": "inputs_k",
+    "key_padding_mask": "mask? Padding is bool [B, 1, 1, T], or pass lengths.",
+    "key_value_seq_lengths": "kv_lengths? In self-attention it is lengths.",
+    "kv_cache": "cache",
+    "input_positions": f"Leave input_positions out: {_POSITIONS}",
+    "position_ids": f"Leave position_ids out: {_POSITIONS}",
+    "positions": f"Leave positions out: {_POSITIONS}",
+    "query_segment_ids": "segment_ids",
+    "query_seq_lengths": "lengths",
+    "sow_weights": "Leave sow_weights out: pallas_flash.attention_weights computes weights.",
+    **{name: f"{name} belongs in the constructor." for name in _OF_LAYER},
+}
+
+
+def refuse(
+    function: str,
+    given: Collection[str],
+    known: Collection[str],
+    hints: Hints | None = None,
+):
+    """Raises where a name is none of the function's arguments. `hints` come before OURS."""
     unknown = [name for name in given if name not in known]
     if not unknown:
         return
     listed = " and ".join(map(repr, unknown))
     text = f"{function}() got {'an ' * (len(unknown) == 1)}unexpected keyword argument"
     text += f"{'s' * (len(unknown) > 1)} {listed}"
-    if FLAX.intersection(unknown):
+    if hints is None and FLAX.intersection(unknown):
         text += ". For Flax's modules pass attention_fn=pallas_flash.flax.attention_fn"
-    hints = dict.fromkeys(filter(None, (_hint(name, known) for name in unknown)))
-    raise TypeError(" ".join([f"{text}.", *hints]))
+    told = dict.fromkeys(filter(None, (_hint(name, known, hints or {}) for name in unknown)))
+    raise TypeError(" ".join([f"{text}.", *told]))
 
 
-def _hint(name: str, known: Collection[str]) -> str | None:
-    close = () if name in NEEDLESS or name in FLAX else difflib.get_close_matches(name, known, 1)
-    ours = OURS.get(name, close)
-    for text in (ours,) if isinstance(ours, str) else ours:
+def _hint(name: str, known: Collection[str], hints: Hints) -> str | None:
+    of_name = hints.get(name, OURS.get(name, ()))
+    if name not in (*hints, *OURS, *NEEDLESS, *FLAX):
+        of_name = tuple(difflib.get_close_matches(name.lower(), known, 1))
+    for text in (of_name,) if isinstance(of_name, str) else of_name:
         if re.match(r"\w+", text)[0] in known:
             return f"Did you mean {text}" + ("" if "?" in text else "?")
+        if name in hints:
+            return text
     return f"Leave {name} out: {NEEDLESS[name]}." if name in NEEDLESS else None
 
 
-def refused(f: F) -> F:
-    """f, which tells an unexpected keyword argument what it is called here."""
+def refused(hints: Hints | None = None) -> Callable[[F], F]:
+    """Decorates a function: an unexpected keyword argument is told what it is called here, and too
+    many arguments without a name which ones need theirs."""
+    return functools.partial(_refused, hints)
+
+
+def _refused(hints: Hints | None, f: F) -> F:
     known = inspect.signature(f).parameters
+    named = [name for name, x in known.items() if x.kind == x.KEYWORD_ONLY]
+    places = [name for name in known if name not in named]
+    is_method = places[0] == "self"
+    function = f.__qualname__.removesuffix(".__init__") if is_method else f.__name__
 
     @functools.wraps(f)
     def checked(*args, **kwargs):
         if not kwargs.keys() <= known.keys():
-            refuse(f.__name__, kwargs, known)
+            refuse(function, kwargs, known, hints)
+        if len(args) > len(places):
+            raise TypeError(
+                f"{function}() takes {', '.join(places[is_method:])}; got {len(args) - is_method} "
+                f"arguments without a name. Pass the others by name: {', '.join(named)}."
+            )
         return f(*args, **kwargs)
 
     return checked  # type: ignore[return-value]

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_flash import arguments, attention, checks, dispatch, reference
 from pallas_flash.arguments import Operands
-from pallas_flash.call import WeightsCall
+from pallas_flash.call import Call, WeightsCall
 from pallas_flash.checks import AnyArray
 from pallas_flash.masks import Mask
 from pallas_flash.partial_broadcast import axis_to_map, map_calls
@@ -54,11 +54,28 @@ def attention_weights(
       >>> last.shape  # [B, N, rows, S]
       (1, 4, 1, 100)
     """
-    call, _ = attention.make_call(query, key, key, bias, mask, **options)
-    call = call.replace(dropout_rate=0.0, dropout_rng=None, return_max_logits=False)
+    call, return_residual = attention.make_call(query, key, key, bias, mask, **options)
+    _refuse_value(call)
+    if return_residual or call.return_max_logits:
+        raise TypeError(
+            "attention_weights returns the weights alone; leave return_residual and "
+            "return_max_logits to flash_attention."
+        )
+    call = call.replace(dropout_rate=0.0, dropout_rng=None)
     rows = _rows(rows, jnp.shape(call.query))
     weights, *_ = dispatch.map_over_mesh(_attend, WeightsCall(**call.arguments(), rows=rows))
     return jnp.moveaxis(weights, -2, -3)
+
+
+def _refuse_value(call: Call):
+    """Raises where the bias can only be a value, [*B, S, K, Hv]."""
+    key, bias = jnp.shape(call.key), call.bias
+    if checks.is_array(bias) and len(key) > 2 and bias.shape[:-1] == key[:-1]:
+        if bias.shape[-1] not in (1, key[-3]):
+            raise TypeError(
+                "attention_weights takes no value: (query, key, bias, mask, *, rows); got a bias "
+                f"of the shape of values, {bias.shape}."
+            )
 
 
 def _rows(rows, shape) -> jax.Array:

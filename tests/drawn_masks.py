@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
+from cases import sequence_ends
 from hypothesis import strategies as st
 
 from pallas_flash import masks
@@ -55,7 +56,7 @@ def alone(z) -> dict[str, st.SearchStrategy]:
     ints = lambda shape, low, high: st.integers(0, 2**32 - 1).map(
         lambda seed: np.random.default_rng(seed).integers(low, high + 1, shape).astype(np.int32)
     )
-    ends = lambda size: ints((z.B, 4), 0, size).map(lambda x: np.sort(x, axis=1))
+    ends = lambda size: ints((z.B, 4), 0, size).map(sequence_ends)
     number = st.integers(1, 20)
 
     def documents(ids):
@@ -118,7 +119,7 @@ def alone(z) -> dict[str, st.SearchStrategy]:
 def apart(z):
     """A Varlen whose sequences say where their queries are."""
     ends = lambda size: st.lists(st.integers(0, size), min_size=4 * z.B, max_size=4 * z.B).map(
-        lambda x: np.sort(np.array(x, np.int32).reshape(z.B, 4), axis=1)
+        lambda x: sequence_ends(np.array(x, np.int32).reshape(z.B, 4))
     )
     seen = lambda ends: lambda b, h, i, p, j: oracle.sequences(*ends, z.B, z.T, z.S)[0][b, i, j]
     return st.tuples(ends(z.T), ends(z.S)).map(

@@ -303,7 +303,7 @@ MORE_ABOVE_256 = {
     ),
 }
 # longer and shorter than their keys
-ENDS = np.array([[[0, 31, 31, 60], [5, 40, 50, 67]], [[0, 20, 31, 70]] * 2], np.int32)
+ENDS = np.array([[[0, 31, 31, 60], [0, 40, 50, 67]], [[0, 20, 31, 70]] * 2], np.int32)
 PACKED = masks.Varlen(*ENDS)
 SEQUENCES = dict(mask=PACKED)
 WITH_BIASES = (  # of a shape that of its number, modulo theirs

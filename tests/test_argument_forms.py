@@ -42,7 +42,7 @@ def test_lists_numpy_numbers_and_single_flags_serve_as_arguments(rng):
         )
         np.testing.assert_array_equal(actual, expected)
     assert masks.Window(np.int64(3), np.int8(3)) == masks.Window(3, 3)
-    assert jax.tree.leaves(masks.Window(np.int64(3))) == []
+    assert jax.tree.leaves(masks.Window(np.int64(3), None)) == []
 
 
 def test_what_has_a_jax_array_serves_as_one_as_in_jax_nn(rng):

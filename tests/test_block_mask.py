@@ -210,3 +210,47 @@ def test_the_title_of_a_picture_is_what_was_typed_not_its_numbers():
     block_mask = masks.create_block_mask(mask, 1024, 1024)
     title = draw_mask.draw(block_mask, f"{text}: {draw_mask.summary(block_mask)}")._suptitle
     assert len(title.get_text()) < 200
+
+
+LENGTHS = masks.KeyLengths([3, 4])
+
+
+@pytest.mark.parametrize(
+    "args, options, text",
+    [
+        ((lambda b, h, q, k: q >= k, 5, 7), {}, r"a mask_mod as masks.MaskMod\(function\)"),
+        ((masks.Causal(), 2, 8, 32, 32), {}, "takes mask, queries, keys; .* by name: block, query"),
+        ((masks.Causal(),), dict(Q_LEN=5, KV_LEN=7), r"Did you mean queries\? Did you mean keys\?"),
+        ((masks.Causal(), 5, 7), dict(BLOCK_SIZE=64), r"mean block\?"),
+        ((masks.Causal(), 5.0, 7), {}, "queries must be a static int from 1 on; got the float 5.0"),
+        ((masks.Causal(), 5, (7,)), {}, "keys must be a static int from 1 on; got tuple"),
+        (
+            (masks.Causal(), 5, 7),
+            dict(block=0),
+            "block must be a static int from 1 on; got the int 0",
+        ),
+        ((masks.Causal(), 5, 7), dict(batch=2.0), "batch must be a static int"),
+        ((masks.Causal(), 5, 7), dict(heads=-1), "heads must be a static int"),
+        ((masks.Causal(), 5, 7), dict(query_offset=1.5), "query_offset must be integers"),
+        (
+            (masks.Causal(), 5, 7),
+            dict(query_offset=np.array([1, 2])),
+            "query_offset must be a static int, the same for all batch rows",
+        ),
+        ((LENGTHS, 5, 7), dict(batch=3), "batch must be the rows of the mask's arrays, 2, or 1"),
+        (
+            (masks.KeyLengths("3"), 5, 7),
+            {},
+            "KeyLengths.lengths must be integers; got the text '3'",
+        ),
+        ((masks.KeyLengths(None), 5, 7), {}, "KeyLengths.lengths must be integers; got NoneType"),
+        (
+            (masks.Varlen([0, 6]), 5, 7),
+            {},
+            "Varlen.cu_seqlens_q must ascend, from 0 to the 5 tokens",
+        ),
+    ],
+)
+def test_a_block_mask_of_wrong_arguments_says_what_they_must_be(args, options, text):
+    with pytest.raises((TypeError, ValueError), match=text):
+        masks.create_block_mask(*args, **options)

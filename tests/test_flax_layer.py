@@ -125,7 +125,7 @@ CALLS = {
         dict(mask=IS_REAL[:, None, None].astype("f4")),
         CAUSAL & IS_REAL[:, None],
     ),
-    "a mask object": (dict(mask=masks.Window(1)), CAUSAL & (ROW - COLUMN <= 1)),
+    "a mask object": (dict(mask=masks.Window(1, None)), CAUSAL & (ROW - COLUMN <= 1)),
 }
 
 

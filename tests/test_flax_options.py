@@ -21,7 +21,7 @@ from flax_layers import (
     value_and_grads,
 )
 
-from pallas_flash import flash_attention, scores
+from pallas_flash import flash_attention, masks, scores
 from pallas_flash.flax import FlashAttention, KVCache, attention_fn
 
 
@@ -109,11 +109,13 @@ def test_a_cache_of_another_dtype_keeps_it():
 @pytest.mark.parametrize(
     "options, text",
     [
-        (
-            dict(num_kv_heads=3),
-            "num_heads must be a multiple of num_kv_heads, both above 0; got 4 and 3",
-        ),
-        (dict(num_kv_heads=0), "got 4 and 0"),
+        (dict(num_kv_heads=3), "num_heads must be a multiple of num_kv_heads; got 4 and 3"),
+        (dict(num_kv_heads=0), "num_kv_heads must be a static int from 1 on; got the int 0"),
+        (dict(num_kv_heads=2.0), "num_kv_heads must be a static int .*; got the float 2.0"),
+        (dict(in_features="24"), "in_features must be a static int .*; got the text '24'"),
+        (dict(head_size=-2), "head_size must be a static int from 1 on; got the int -2"),
+        (dict(out_features=0), "out_features must be a static int from 1 on; got the int 0"),
+        (dict(in_kv_features=2.5), "in_kv_features must be a static int .* the float 2.5"),
         (dict(head_size=5), "head_size must be even, since RoPE turns pairs; got 5"),
         (dict(in_features=22), "in_features must be a multiple of num_heads = 4; got 22"),
     ],
@@ -136,6 +138,71 @@ grouped = functools.partial(layer_of, num_kv_heads=2)
 ALONE = "is_causal=False, rope_base=None and no local_window_size"
 # a layer, what it is called with, and what it says
 IMPOSSIBLE = {
+    "no array": (grouped, lambda layer: layer(None), "inputs_q must be an array; got NoneType"),
+    "lengths of another batch": (
+        *(grouped, lambda layer: layer(X, lengths=[1])),
+        r"lengths must be int32 \[B\] = \(2,\); got \(1,\)",
+    ),
+    "lengths of keys of another batch": (
+        *(cross_layer, lambda layer: layer(X, Y, kv_lengths=[1])),
+        r"kv_lengths must be int32 \[B\] = \(2,\); got \(1,\)",
+    ),
+    "ids of other tokens": (
+        *(grouped, lambda layer: layer(X, segment_ids=[1])),
+        r"segment_ids must be int32 \[B, T\] = \(2, 7\); got \(1,\)",
+    ),
+    "no array of keys": (
+        *(cross_layer, lambda layer: layer(X, "keys")),
+        "inputs_k must be an array; got the text 'keys'",
+    ),
+    "a soft cap of the hook": (
+        *(grouped, lambda _: attention_fn(X, X, X, logits_soft_cap=3.0)),
+        r"mean score_mod=scores.SoftCap\(logits_soft_cap\)\?",
+    ),
+    "ids of the hook": (
+        *(grouped, lambda _: attention_fn(X, X, X, segment_ids=IDS)),
+        r"mean mask=masks.Documents\(query_ids, key_ids\)\?",
+    ),
+    "a flag that is none": (
+        *(lambda: layer_of(dropout_rate=0.1), lambda layer: layer(X, deterministic="no")),
+        "deterministic must be a static bool, .* got the text 'no'",
+    ),
+    "a mask_mod as it is": (
+        *(grouped, lambda layer: layer(X, mask=lambda b, h, q, k: q >= k)),
+        r"mask must be an array or .* a mask_mod as masks.MaskMod\(function\)",
+    ),
+    "a list of masks": (
+        *(grouped, lambda layer: layer(X, mask=[masks.Causal(), masks.Window(2, 0)])),
+        "mask must be an array or .* a list of Window. Join masks with &",
+    ),
+    "causal by the call": (
+        *(grouped, lambda layer: layer(X, is_causal=True)),
+        "is_causal belongs in the constructor",
+    ),
+    "positions": (
+        *(grouped, lambda layer: layer(X, positions=IDS)),
+        "Leave positions out: RoPE counts positions from 0",
+    ),
+    "padding as a mask": (
+        *(grouped, lambda layer: layer(X, attention_mask=IDS)),
+        r"mean mask\? Padding is bool \[B, 1, 1, T\], or pass lengths",
+    ),
+    "a window of the hook": (
+        *(grouped, lambda _: attention_fn(X, X, X, local_window_size=3)),
+        r"mean mask=masks.Window\(left, right\)\?",
+    ),
+    "a cache of no tokens": (
+        *(grouped, lambda layer: layer.init_cache(B, 0)),
+        "max_length must be a static int from 1 on; got the int 0",
+    ),
+    "a cache of half a row": (
+        *(grouped, lambda layer: layer.init_cache(0.5, 7)),
+        "batch must be a static int from 1 on; got the float 0.5",
+    ),
+    "no token at a time": (
+        *(lambda: layer_of(local_window_size=3), lambda layer: layer.init_rolling_cache(B, 0)),
+        "tokens must be a static int from 1 on; got the int 0",
+    ),
     "features": (
         *(grouped, lambda layer: layer(X[..., 1:])),
         r"inputs_q must be \[B, T, in_features\] = \(B, T, 24\); got \(2, 7, 23\)",
@@ -197,7 +264,7 @@ IMPOSSIBLE = {
 @pytest.mark.parametrize("name", IMPOSSIBLE)
 def test_impossible_calls_raise(name):
     make, call, text = IMPOSSIBLE[name]
-    with pytest.raises(ValueError, match=text):
+    with pytest.raises((TypeError, ValueError), match=text):
         call(make())
 
 
@@ -277,12 +344,31 @@ def test_a_mask_of_other_numbers_than_0_and_1_raises_where_they_can_be_seen(mask
             dict(dropout_rate=1.0),
             "dropout_rate must be at least 0 and below 1; got 1.0",
         ),
-        (dict(rope_base=0.0), "rope_base must be a number above 0, or None"),
+        (dict(rope_base=0.0), "rope_base must be a finite number above 0, or None"),
+        (dict(sinks=np.zeros(4)), r"sinks must be a static bool, .* got an array float64\[4\]"),
+        (dict(qk_norm="rms"), "qk_norm must be a static bool"),
+        (dict(use_bias=None), "use_bias must be a static bool"),
+        (dict(keep_rngs=0), "keep_rngs must be a static bool"),
+        (dict(context="ring"), r"context must be None, Ring\(axis\), .*; got 'ring'"),
+        (dict(kernel_init="normal"), "kernel_init must be an initializer"),
+        (dict(out_kernel_init=3), "out_kernel_init must be an initializer"),
+        (dict(dtype="int8"), "dtype must be None, float32, .*; got 'int8'"),
+        (dict(param_dtype=None), "param_dtype must be a float's; got None"),
+        (dict(rngs=jax.random.key(0)), r"rngs must be nnx.Rngs .* as nnx.Rngs\(0\); got an array"),
+        (dict(rngs=nnx.Rngs(dropout=0)), "with a stream params, .*; got streams dropout"),
+        (dict(qkv_features=24), r"FlashAttention\(\) got .* mean head_size\? It is qkv_features"),
+        (dict(decode=True), "Leave decode out: init_cache makes a cache"),
+        (dict(dropout=0.1), r"mean dropout_rate\?$"),
+        (dict(rope_theta=1e4), r"mean rope_base\?"),
+        (dict(normalize_qk=True), r"mean qk_norm\?"),
+        (dict(head_dim=6), r"mean head_size\?"),
+        (dict(broadcast_dropout=True), "Leave broadcast_dropout out: each batch row"),
+        (dict(segment_ids=IDS), "segment_ids belongs in the call"),
     ],
 )
 def test_the_constructor_refuses_what_the_first_call_would(options, text):
     with pytest.raises((TypeError, ValueError), match=text):
-        layer_of(**options)
+        FlashAttention(**dict(num_heads=N, in_features=D, rngs=nnx.Rngs(0)) | options)
 
 
 def test_the_constructor_leaves_it_to_the_call_what_an_implementation_can_run():

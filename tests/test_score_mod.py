@@ -25,8 +25,8 @@ pytestmark = pytest.mark.usefixtures("small_tiles")
 Z = Sizes(B=2, T=19, S=37, N=4, K=2, H=8, Hv=8)
 IDS = jnp.arange(40, dtype=jnp.int32) // 3
 OFFSET = np.array([3, 18], np.int32)
-ENDS = np.array([[0, 4, 4, 12, 17], [1, 3, 9, 9, 19]], np.int32)
-KEY_ENDS = np.array([[0, 11, 20, 23, 37], [2, 2, 17, 20, 30]], np.int32)
+ENDS = np.array([[0, 4, 4, 12, 17], [0, 3, 9, 9, 19]], np.int32)
+KEY_ENDS = np.array([[0, 11, 20, 23, 37], [0, 2, 17, 20, 30]], np.int32)
 PLACES = {  # of the queries among the keys
     "an offset by batch row": dict(query_offset=OFFSET),
     "sequences": dict(mask=masks.Varlen(ENDS, KEY_ENDS)),

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Real
 
 from pallas_flash import checks, dispatch, quantised, scores, unexpected
-from pallas_flash.caches import ragged
 from pallas_flash.caches.attend import attend
 from pallas_flash.call import PagedCall
 from pallas_flash.checks import AnyArray
@@ -122,7 +121,7 @@ def paged_attention(
     return_max_logits: bool = False,
     **options: Unpack[_Options],
 ) -> _Output | tuple[_Output, _Residual] | tuple[_Output, _Residual, _Residual]: ...
-@unexpected.refused
+@unexpected.refused()
 def paged_attention(
     query: Float[AnyArray, "*B T N H"],
     k_pages: Real[AnyArray, "P page K H"],
@@ -259,7 +258,7 @@ def make_call(
     starts = None if cu_seqlens_q is None else checks.ints("cu_seqlens_q", cu_seqlens_q)
     _check(query, k_pages, v_pages, table, lengths, starts)
     if starts is not None:
-        ragged.check("cu_seqlens_q", starts, len(query))
+        checks.ends("cu_seqlens_q", starts, len(query), first=None)
     scales = dict(k_scales=k_scales, v_scales=v_scales)
     scales = {name: None if x is None else checks.array(name, x) for name, x in scales.items()}
     quantised.check(k_pages, v_pages, **scales)

@@ -77,7 +77,7 @@ class PagedCache(NamedTuple):
             raise ValueError(
                 f"cu_seqlens must be int32 [B + 1] = ({B + 1},), without count; got {ends.shape}."
             )
-        ragged.check("cu_seqlens", ends, T)
+        checks.ends("cu_seqlens", ends, T, first=None)
         new["cu_seqlens"] = jnp.asarray(ends)
         return sharding.map_cache(_appended_ragged, self, new)[1]
 

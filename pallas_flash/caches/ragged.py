@@ -5,21 +5,10 @@ import dataclasses
 from typing import NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from pallas_flash.call import PagedCall
-
-
-def check(name: str, cu_seqlens, tokens: int):
-    """Raises where the values are NumPy's, or a list, and do not cut so many tokens into rows."""
-    if isinstance(x := cu_seqlens, np.ndarray) and (
-        x[0] < 0 or x[-1] > tokens or (x[1:] < x[:-1]).any()
-    ):
-        raise ValueError(
-            f"{name} must ascend, from 0 or more to the {tokens} tokens at most; got {x.tolist()}."
-        )
 
 
 def within(cu_seqlens: Int[Array, "B+1"], tokens: int) -> Int[Array, "B+1"]:

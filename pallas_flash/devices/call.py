@@ -40,15 +40,17 @@ def canonicalize(call: Call) -> Call:
         score = BoundScoreMod.bind(score_mod, checks.sums(query.dtype))
         each["score_mod"] = score.with_indices(lead, N)
     if isinstance(call.mask, masks.Mask):
-        new = (_canonical_part(part, lead, N) for part in masks.leaves(call.mask))
+        # a context's devices may have been called with their rows alone
+        tokens = (query.shape[-3], key.shape[-3]) if call.context is None else None
+        new = (_canonical_part(part, lead, N, tokens) for part in masks.leaves(call.mask))
         each["mask"] = masks.with_leaves(call.mask, new)
     return call.replace(**each)
 
 
-def _canonical_part(part: masks.Mask, lead: tuple[int, ...], heads: int) -> masks.Mask:
+def _canonical_part(part: masks.Mask, lead: tuple[int, ...], heads: int, tokens) -> masks.Mask:
     if isinstance(part, masks.MaskMod | masks.BlockTypes):
         part = part.with_indices(lead, heads)
-    return arguments.canonical_part(part)
+    return part.canonical(tokens)
 
 
 def collect_arrays(call: Call) -> dict[tuple, Any]:

@@ -11,6 +11,7 @@ import numpy as np
 from flax.nnx.nn import dtypes
 from jaxtyping import Array, Float, Shaped
 
+from pallas_flash import checks, unexpected
 from pallas_flash.attention import flash_attention
 from pallas_flash.checks import AnyArray
 from pallas_flash.dropout import Shared
@@ -19,6 +20,7 @@ from pallas_flash.signatures import Implementation, ScoreMod, in_lines
 
 
 # every parameter has a name: linen passes on only those that it finds in the signature
+@unexpected.refused(hints={})
 def attention_fn(
     query: Shaped[AnyArray, "*B T N H"],
     key: Shaped[AnyArray, "*B S K H"],
@@ -153,6 +155,7 @@ def as_mask(mask):
     are taken to be 0 and 1."""
     if mask is None or isinstance(mask, Mask):
         return mask
+    checks.like_array("mask", mask, " or a pallas_flash.masks object")
     if not isinstance(mask, jax.core.Tracer) and getattr(mask, "is_fully_addressable", True):
         other = (values := np.asarray(mask))[(values != 0) & (values != 1)]
         if other.size:

@@ -12,12 +12,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, Shaped
 
-from pallas_flash import checks
+from pallas_flash import checks, unexpected
 from pallas_flash.attention import flash_attention
 from pallas_flash.checks import AnyArray
 from pallas_flash.context_parallel import Context
 from pallas_flash.explanation import explain
 from pallas_flash.flax import cache as caches
+from pallas_flash.flax import validation
 from pallas_flash.flax.cache import Cache, KVCache, RollingCache, SomeCache
 from pallas_flash.flax.hook import as_mask
 from pallas_flash.flax.rotary import rope
@@ -76,6 +77,7 @@ class FlashAttention(nnx.Module):
       >>> y, cache = layer(jnp.ones((2, 10, 64)), cache=cache)
     """
 
+    @unexpected.refused(unexpected.LAYER)
     def __init__(
         self,
         num_heads: int,
@@ -103,13 +105,14 @@ class FlashAttention(nnx.Module):
         rngs: nnx.Rngs,
         keep_rngs: bool = True,
     ):
-        N, K, H = _heads(num_heads, num_kv_heads, head_size, in_features, rope_base)
+        validation.check_constructor(dict(locals()))
+        N, K, H = validation.heads(num_heads, num_kv_heads, head_size, in_features, rope_base)
         self.in_features, self.num_kv_heads, self.head_size = in_features, K, H
         self.in_kv_features = in_features if in_kv_features is None else in_kv_features
         self.rope_base = rope_base
         self.is_causal, self.local_window_size = is_causal, local_window_size
         self.logits_soft_cap = logits_soft_cap
-        self.dropout_rate, self.deterministic = dropout_rate, False
+        self.dropout_rate, self.deterministic = checks.rate("dropout_rate", dropout_rate), False
         self.implementation, self.context = implementation, context
         has_arrays = any(map(checks.is_array, jax.tree.leaves(score_mod)))
         self.score_mod = nnx.data(score_mod) if has_arrays else score_mod
@@ -131,7 +134,9 @@ class FlashAttention(nnx.Module):
         self.key_norm = nnx.RMSNorm(H, **types) if qk_norm else None
         self.sinks = nnx.Param(jnp.zeros(N, param_dtype)) if sinks else None
         has_stream = "dropout" in rngs or "default" in rngs
-        self.rngs = rngs.dropout.fork() if keep_rngs and dropout_rate > 0 and has_stream else None
+        self.rngs = (
+            rngs.dropout.fork() if keep_rngs and self.dropout_rate > 0 and has_stream else None
+        )
 
     @overload
     def __call__(
@@ -159,6 +164,7 @@ class FlashAttention(nnx.Module):
         rngs: Rngs = None,
         deterministic: bool | None = None,
     ) -> tuple[Float[Array, "B T Dout"], SomeCache]: ...
+    @unexpected.refused(unexpected.LAYER_CALL)
     def __call__(
         self,
         inputs_q: Float[AnyArray, "B T D"],
@@ -203,9 +209,9 @@ class FlashAttention(nnx.Module):
           or later does not fit: it is not stored, and, as traced code cannot raise, its y is NaN.
           The rows and tokens that fit are right all the same.
         """
-        x, is_cross = inputs_q, inputs_k is not None
-        self._check(x, segment_ids, cache)
-        self._check_cross(x, inputs_k, inputs_v, segment_ids, kv_lengths, cache)
+        x, is_cross = checks.array("inputs_q", inputs_q), inputs_k is not None
+        rows = dict(segment_ids=segment_ids, lengths=lengths, kv_lengths=kv_lengths)
+        validation.check_call(self, x, inputs_k, inputs_v, **rows, cache=cache)
         inputs_k = inputs_k if is_cross else x
         start = jnp.zeros(1, jnp.int32) if cache is None else cache.length
         positions = start[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)[None]  # [1 | B, T]
@@ -260,14 +266,16 @@ class FlashAttention(nnx.Module):
                 "a rolling cache holds a window's tokens: it needs a causal layer with "
                 "local_window_size."
             )
-        return self._empty(RollingCache, batch, caches.rolling_slots(self._left, tokens), dtype)
+        slots = caches.rolling_slots(self._left, checks.count("tokens", tokens))
+        return self._empty(RollingCache, batch, slots, dtype)
 
     def _empty(self, kind, batch: int, slots: int, dtype):
+        batch, slots = checks.count("batch", batch), checks.count("max_length", slots)
         dtype = self.cache_dtype if dtype is None else dtype
         return caches.empty(kind, batch, slots, self.num_kv_heads, self.head_size, dtype)
 
     def _dropout(self, rngs, deterministic) -> dict:
-        if deterministic or self.dropout_rate == 0:
+        if checks.flag("deterministic", deterministic) or self.dropout_rate == 0:
             return {}
         rngs = self.rngs if rngs is None else rngs
         if rngs is None:
@@ -300,62 +308,6 @@ class FlashAttention(nnx.Module):
             o, None if lies.spec[2] is None else NamedSharding(lies.mesh, P(*lies.spec[:2], None))
         )
 
-    def _check(self, x, segment_ids, cache):
-        if x.ndim != 3 or x.shape[-1] != self.in_features:
-            raise ValueError(
-                f"inputs_q must be [B, T, in_features] = (B, T, {self.in_features}); got {x.shape}."
-            )
-        if cache is not None:
-            caches.check(
-                cache, x, self._left if self.is_causal else None, self.num_kv_heads, self.head_size
-            )
-        if cache is not None and segment_ids is not None:
-            raise ValueError(
-                "segment_ids cannot go with a cache: give each document a row of its own."
-            )
-
-    def _check_cross(self, x, inputs_k, inputs_v, segment_ids, kv_lengths, cache):
-        if inputs_k is None:
-            if inputs_v is not None or kv_lengths is not None:
-                raise ValueError(
-                    "inputs_v and kv_lengths belong to inputs_k: give inputs_k too, or lengths for "
-                    "self-attention."
-                )
-            if self.in_kv_features != self.in_features:
-                raise ValueError(
-                    f"a layer with in_kv_features = {self.in_kv_features} beside "
-                    f"{self.in_features} needs inputs_k."
-                )
-            return
-        if self.is_causal or self.rope_base is not None or self.local_window_size is not None:
-            raise ValueError(
-                "positions in inputs_q and in inputs_k cannot be compared with each other: for "
-                "cross-attention make the layer "
-                "with is_causal=False, rope_base=None and no local_window_size."
-            )
-        if segment_ids is not None:
-            raise ValueError(
-                "segment_ids are of self-attention: with inputs_k give "
-                "mask=masks.Documents(query_ids, key_ids)."
-            )
-        if cache is not None:
-            raise ValueError(
-                "a cache cannot go with inputs_k: it holds the tokens of self-attention. Give "
-                "inputs_k each time."
-            )
-        for name, y in dict(
-            inputs_k=inputs_k, inputs_v=inputs_k if inputs_v is None else inputs_v
-        ).items():
-            if y.ndim != 3 or y.shape != (x.shape[0], inputs_k.shape[1], self.in_kv_features):
-                shape = (
-                    f"({x.shape[0]}, {'S' if name == 'inputs_k' else inputs_k.shape[1]}, "
-                    f"{self.in_kv_features})"
-                )
-                raise ValueError(
-                    f"{name} must be [B, S, in_kv_features] = {shape} to match inputs_q {x.shape}; "
-                    f"got {y.shape}."
-                )
-
     def _check_options(self, N):
         """Raises now what flash_attention would raise in the first call."""
         query, key = (
@@ -368,28 +320,3 @@ class FlashAttention(nnx.Module):
         # whether an implementation can run a call is a matter of the call
         with contextlib.suppress(NotImplementedError):
             explain(query, key, key, **options)
-
-
-def _heads(num_heads, num_kv_heads, head_size, in_features, rope_base) -> tuple[int, int, int]:
-    """N, K and H, with the defaults filled in."""
-    N, K = num_heads, num_heads if num_kv_heads is None else num_kv_heads
-    if N < 1 or K < 1 or N % K:
-        raise ValueError(
-            f"num_heads must be a multiple of num_kv_heads, both above 0; got {N} and {K}."
-        )
-    if head_size is None and in_features % N:
-        raise ValueError(
-            f"in_features must be a multiple of num_heads = {N}; got {in_features}. Or give "
-            "head_size."
-        )
-    H = in_features // N if head_size is None else head_size
-    if rope_base is not None and not rope_base > 0:
-        raise ValueError(
-            f"rope_base must be a number above 0, or None for no RoPE; got {rope_base}."
-        )
-    if rope_base is not None and H % 2:
-        raise ValueError(
-            f"head_size must be even, since RoPE turns pairs; got {H}. Or leave RoPE out with "
-            "rope_base=None."
-        )
-    return N, K, H

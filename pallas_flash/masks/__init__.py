@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_flash import pytrees
+from pallas_flash import checks, pytrees
 from pallas_flash.masks.block_mask import BlockMask as BlockMask
 from pallas_flash.masks.block_mask import create_block_mask as create_block_mask
 from pallas_flash.masks.mask import BlockTypes as BlockTypes
@@ -34,24 +34,19 @@ from pallas_flash.masks.resolved_mask import REACH
 @pytrees.dataclass
 class Window(Mask):
     """The query at position p sees the keys p - left to p + right, both inclusive; None is no limit
-    on that side."""
+    on that side. local_window_size=4 is Window(4, 4)."""
 
-    left: int | None = None
-    right: int | None = None
+    left: int | None
+    right: int | None
 
     def __post_init__(self):
         for name, side in (("left", self.left), ("right", self.right)):
             if side is None:
                 continue
-            if (
-                isinstance(side, bool)
-                or not isinstance(side, int | np.integer)
-                or not 0 <= side < 2**31
-            ):
-                got = f"({self.left!r}, {self.right!r})"
+            if not checks.is_int(side) or isinstance(side, bool) or not 0 <= side < 2**31:
                 raise ValueError(
                     f"a window is (left, right), each an int from 0 to {2**31 - 1} or None; got "
-                    f"{got}."
+                    f"({self.left!r}, {self.right!r})."
                 )
             object.__setattr__(self, name, int(side))
 
@@ -89,7 +84,7 @@ class Chunked(Mask):
     size: int
 
     def __post_init__(self):
-        _check_positive("a chunk's size", self.size)
+        object.__setattr__(self, "size", checks.count("Chunked.size", self.size, REACH))
 
     def interval(self, row, position):
         start = position // self.size * self.size
@@ -154,6 +149,10 @@ class Documents(Mask):
     ARRAYS = {"query_ids": "BT", "key_ids": "BS"}
     has_ids = True
 
+    def _arrays(self):
+        ids = checks.ids({f"Documents.{name}": getattr(self, name) for name in self.ARRAYS})
+        return dict(zip(self.ARRAYS, ids, strict=True))
+
     def narrow(self, mask, rows):
         start, stop, contiguous = self._runs()
         return dataclasses.replace(
@@ -180,10 +179,11 @@ class Varlen(Mask):
     cu_seqlens[i] up to, not including, cu_seqlens[i + 1], which see each other alone. Queries and
     keys behind the last sequence are padding.
 
-    cu_seqlens_q is int32 [B, sequences + 1], or [sequences + 1] for one row, ascending. Give
-    cu_seqlens_k as well where the keys have other lengths than the queries: the last query of a
-    sequence is then at the position of its last key, and is_causal, windows and the q_idx of rules
-    and scores count from there.
+    cu_seqlens_q is int32 [B, sequences + 1], or [sequences + 1] for one row, ascending from 0 to
+    the tokens at most; a call with others raises, unless they are traced. Give cu_seqlens_k as well
+    where the keys have other lengths than the queries: the last query of a sequence is then at the
+    position of its last key, and is_causal, windows and the q_idx of rules and scores count from
+    there.
 
     For a rule or a score_mod b is still the batch row, and kv_idx the key's place in it:
     `key_value_segment_ids` says in which sequence that is.
@@ -201,11 +201,20 @@ class Varlen(Mask):
     ARRAYS = {"cu_seqlens_q": "BC", "cu_seqlens_k": "BC"}
 
     def __post_init__(self):
+        super().__post_init__()
         ends = self.cu_seqlens_q, self.cu_seqlens_k
         # without a wait for what a device computes
         are_known = all(isinstance(x, np.ndarray | list | tuple) for x in ends)
         if ends[0] is ends[1] or (are_known and np.array_equal(*ends)):
             object.__setattr__(self, "cu_seqlens_k", None)
+
+    def canonical(self, tokens=None):
+        mask = super().canonical()
+        T, S = tokens or (None, None)
+        checks.ends("Varlen.cu_seqlens_q", mask.cu_seqlens_q, T)
+        of_keys = "Varlen.cu_seqlens_q" if mask.cu_seqlens_k is None else "Varlen.cu_seqlens_k"
+        checks.ends(of_keys, mask._key_ends, S)
+        return mask
 
     @property
     def _key_ends(self):
@@ -264,20 +273,15 @@ class Varlen(Mask):
 
 def Dilated(stride: int) -> MaskMod:
     """A query sees every stride-th key, counted from its own position."""
-    _check_positive("a stride", stride)
+    stride = checks.count("Dilated.stride", stride, REACH)
     return MaskMod(lambda b, h, q, k: (q - k) % stride == 0, f"Dilated({stride})")
 
 
 def GlobalTokens(n: int) -> MaskMod:
     """The first n positions see all keys, and all queries see the first n keys: `Window(128, 128) |
     GlobalTokens(4)`."""
-    _check_positive("the number of global tokens", n)
+    n = checks.count("GlobalTokens.n", n, REACH)
     return MaskMod(lambda b, h, q, k: (q < n) | (k < n), f"GlobalTokens({n})")
-
-
-def _check_positive(what: str, n):
-    if isinstance(n, bool) or not isinstance(n, int | np.integer) or not 0 < n <= REACH:
-        raise ValueError(f"{what} must be an int from 1 to {REACH}; got {n!r}.")
 
 
 def _runs_of_row(query_ids, key_ids):

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from pallas_flash import pytrees
+from pallas_flash import checks, pytrees
 from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.mods.mask_mod import trace_mask_mod
 from pallas_flash.mods.traced import TracedMod
@@ -33,6 +33,33 @@ class Mask:
     ARRAYS = {}
     is_interval = True  # of keys, for each query
     has_ids = False  # of documents, of which a ResolvedMask holds one set
+
+    def __post_init__(self):
+        """Raises where a field for integers holds other numbers. Anything else may stand there, as
+        the PartitionSpec of an array."""
+        for name in self.ARRAYS:
+            x = getattr(self, name, None)
+            if checks.is_array(x) or isinstance(x, list | bool | float):
+                checks.integers(f"{type(self).__name__}.{name}", x)
+
+    def canonical(self, tokens: tuple[IntLike, IntLike] | None = None) -> "Mask":
+        """The mask with its arrays as int32; an int that stands for all batch rows stays. Raises
+        where they are no integers, or do not fit T queries and S keys, if `tokens` says how many
+        these are."""
+        arrays = self._arrays()
+        return dataclasses.replace(self, **arrays) if arrays else self
+
+    def _arrays(self) -> dict[str, Any]:
+        """The fields of ARRAYS as int32."""
+        may_lack = lambda name: hasattr(type(self), name)  # it has a default
+        given = {
+            name: x
+            for name in self.ARRAYS
+            if (x := getattr(self, name)) is not None or not may_lack(name)
+        }
+        is_number = lambda x: checks.is_int(x) and not isinstance(x, bool)
+        to_int32 = lambda name, x: checks.ints(f"{type(self).__name__}.{name}", x)
+        return {name: int(x) if is_number(x) else to_int32(name, x) for name, x in given.items()}
 
     def interval(self, row: IntLike, position: IntLike) -> tuple[IntLike | None, IntLike | None]:
         """The keys [start, stop) that queries see; both broadcast against [B, T], and None is no
@@ -225,6 +252,9 @@ class BlockTypes(Mask):
     offset: int
     ARRAYS = {"block_types": "BNTS"}
 
+    def canonical(self, tokens=None):
+        return self
+
     def narrow(self, mask, rows):
         return mask
 
@@ -331,7 +361,7 @@ def _leaves(mask: Mask, of: type) -> list[Mask]:
     if not isinstance(mask, Mask):
         raise TypeError(
             "mask must be an object of pallas_flash.masks, as masks.Causal(); got "
-            f"{type(mask).__name__}."
+            f"{type(mask).__name__}.{checks.MASK_HINT * callable(mask)}"
         )
     if not isinstance(mask, of):
         return [mask]
