@@ -213,14 +213,14 @@ def test_so_are_tangents_along_some_of_the_arrays(family, some):
 # ---- races ----
 
 FAST_RACES = spread(["long, heads of 128, in any order", *["long, heads of 64"] * 2])
-WIDEST = "long, heads of 512"
-LONG = [name for name in OTHERS if name.startswith("long") and name != WIDEST]
-RACES = [*itertools.product(FAMILIES, LONG), ("hopper", WIDEST)]
+WIDEST = [("hopper", f"long, heads of {size}") for size in ("512", "64 and 512", "320")]
+LONG = [name for name in OTHERS if name.startswith("long") and ("hopper", name) not in WIDEST]
+RACES = [*itertools.product(FAMILIES, LONG), *WIDEST]
 RACES += itertools.product(BY_MMA, LONG_ABOVE_256)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("family, name", whole_but(RACES, *FAST_RACES, ("hopper", WIDEST)))
+@pytest.mark.parametrize("family, name", whole_but(RACES, *FAST_RACES, *WIDEST))
 def test_there_is_no_race(family, name):
     assert not agrees(family, name, detect_races=True).found
 
