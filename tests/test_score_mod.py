@@ -97,6 +97,18 @@ def test_output_lse_and_all_gradients_are_those_of_dense_autodiff(name, place, i
     equal(of_all(attend)(*x), of_all(plain)(*x))
 
 
+def test_an_index_beyond_an_axis_of_an_array_reads_its_last_entry(rng):
+    """In kernels, which have an array as one axis, the next entry would be of the next row."""
+    q, k, v, table = (x[:, :9] for x in arrays(rng))
+    clipped = lambda t: lambda s, b, h, i, j: s + t[jnp.minimum(2 * h, 3), jnp.minimum(j, 8)]
+    beyond = lambda t: lambda s, b, h, i, j: s + t[2 * h, j]
+    k, v = (jnp.concatenate([x, x + 1], 1) for x in (k, v))
+    of = lambda rule, name: of_all(
+        lambda q, k, v, t: flash_attention(q, k, v, score_mod=rule(t), implementation=name)
+    )(q, k, v, table)
+    equal(of(beyond, "triton"), of(clipped, "reference"))
+
+
 # ---- -inf, transforms, devices ----
 
 

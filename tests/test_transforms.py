@@ -53,6 +53,18 @@ def test_vmap_over_any_axis_equals_a_loop_with_gradients(axes, implementation, r
         equal(jax.tree.map(lambda x, i=i: x[i], actual), alone)
 
 
+def test_what_one_of_two_vmaps_shares_has_the_sum_of_the_gradients(rng):
+    q, k, _ = qkv(rng, Z)
+    q, k = np.stack([q, q + 1]), np.stack([k, k[::-1], k + 1])
+
+    def run(name):
+        call = lambda q, k: attend(name, is_causal=True)(q, k, k)
+        by_keys = lambda q, k: jax.vmap(functools.partial(call, q))(k)
+        return value_and_gradients(jax.vmap(by_keys, (0, None)), (0, 1))(q, k)
+
+    equal(run("blockwise"), run("reference"))
+
+
 def _calls(jaxpr) -> list:
     """The passes of a program, in order, without those that lie side by side under vmap."""
     found = []

@@ -287,6 +287,15 @@ def test_explain_says_how_many_bytes_of_a_token_are_read():
         assert explain(array(4, 1, 64, 576), k, v, implementation="hopper").token_bytes == 2176
 
 
+@pytest.mark.parametrize("head, most", [(256, 64), (264, 128)])
+def test_a_key_head_has_two_tiles_of_rows_where_no_other_kernel_knows_its_size(head, most):
+    def decodes(rows):
+        q, k = (jax.ShapeDtypeStruct((1, *n, head), "bfloat16") for n in ((1, rows), (512, 1)))
+        return decode.is_decoding(explain(q, k, None, value_size=256).problem)
+
+    assert decodes(most) and not decodes(most + 1)
+
+
 def test_the_self_check_is_of_a_call_without_values():
     q, k = (jax.ShapeDtypeStruct((1, *n), "bfloat16") for n in ((1, 4, 24), (300, 1, 24)))
     problem = explain(q, k, None, value_size=16).problem
