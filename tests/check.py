@@ -72,8 +72,8 @@ def equal(actual, expected, tolerance=1e-5):
 def value_and_gradients(f, argnums=(0, 1, 2)):
     """f(*x), an array or a tree of them, and the gradients of the sum of its sines, jitted.
 
-    The sum is not returned: it rounds by the size of its terms, of which its own says nothing, and
-    the terms themselves are compared.
+    The sum is not returned: it rounds by the sizes of its terms, which may cancel, and these are
+    compared.
     """
 
     def loss(*x):
