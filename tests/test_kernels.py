@@ -165,6 +165,7 @@ ABOVE = [("hopper", name) for name in ABOVE_256 | MORE_ABOVE_256]
 ABOVE += zip(itertools.cycle(BY_MMA), ABOVE_256 | MORE_ABOVE_256, strict=False)
 FAST_ABOVE = (
     ("hopper", "heads of 512"),
+    ("hopper", "heads of 512, dropout"),
     (BY_MMA[0], "heads of 512"),
     (BY_MMA[1], "heads of 64 and 512"),
 )
