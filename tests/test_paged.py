@@ -123,6 +123,18 @@ def test_a_score_mod_equals_the_reference_with_pages_and_without_and_in_the_grad
     equal(jax.jit(paged)(by_row, near, by_key), expected[0], 2e-6)
 
 
+def test_traced_lengths_beyond_the_table_are_those_of_the_whole_table(rng):
+    whole = np.full(B, 8 * PAGES, np.int32)
+    call, _ = pool(rng, 8, whole)
+    q = normal(rng, B, T, N, H)
+    attend = jax.jit(
+        lambda lengths: paged_attention(
+            q, **call | dict(lengths=lengths), implementation="blockwise"
+        )
+    )
+    np.testing.assert_array_equal(attend(whole + ints(0, 3, 99)), attend(whole))
+
+
 @pytest.mark.gpu
 @needs_interpreter
 @pytest.mark.parametrize("kind", ["contiguous", "paged", "in 8 bits"])
