@@ -382,6 +382,9 @@ OTHERS = {
     "long, heads of 192 and 128": Case(LONG._replace(H=192, Hv=128), LATE),
     "long, heads of 256": Case(LONG._replace(H=256, Hv=256), LATE),
     "long, heads of 512": Case(LONG._replace(T=67, H=512, Hv=512), CAUSAL | dict(query_offset=383)),
+    # P's second slot is written while the first is read: with dK, and beside dV alone
+    "long, heads of 64 and 512": Case(sizes(131, 67, 64, 512, N=1)),
+    "long, heads of 320": Case(sizes(131, 67, 320, N=1)),
     "long, by query": reads((2,), scores.Alibi),
     "long, by key": Case(TINY, added(1, 2, 1, TINY.S)),
     "long, by pair": Case(TINY, added(1, 1, TINY.T, TINY.S)),

@@ -138,19 +138,26 @@ def test_blockwise_decodes_no_batch_rows_whose_keys_are_copied_by_nobody_or_are_
 
 
 @pytest.mark.parametrize(
-    "batch, S, num_splits",
+    "T, batch, S, num_splits",
     [
-        (1, 1024, 16),
-        (1, 8192, 16),
-        (4, 8192, 4),
-        (16, 8192, 1),
-        (17, 8192, 13),
-        (64, 131072, 1),
-        (1, 64, 1),
+        (1, 1, 1024, 16),
+        (1, 1, 8192, 16),
+        (1, 4, 8192, 4),
+        (16, 4, 8192, 2),  # 128 rows of a key head are two tiles
+        (1, 16, 8192, 1),
+        (1, 17, 8192, 13),
+        (1, 64, 131072, 1),
+        (1, 1, 64, 1),
     ],
 )
-def test_splits_keep_the_processors_of_an_h200_busy(batch, S, num_splits):
-    assert decode.num_splits(problem(1, S, 64, 8, batch), 64, 132) == num_splits
+def test_splits_keep_the_processors_of_an_h200_busy(T, batch, S, num_splits):
+    assert decode.num_splits(problem(T, S, 64, 8, batch), 64, 132) == num_splits
+
+
+def test_rows_that_see_no_key_do_not_widen_what_is_read():
+    start, stop = jnp.array([[0, 40, 70], [9, 0, 5]]), jnp.array([[0, 50, 60], [9, 0, 5]])
+    first, last = decode.reach(start, stop, 99)
+    assert (first.tolist(), last.tolist()) == ([40, 99], [50, 0])
 
 
 # ---- against the oracle ----

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import Sizes, bias, qkv
-from check import TOLERANCE, close, equal
+from check import TOLERANCE, close, equal, value_and_gradients
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import make_mesh, needs_devices
@@ -188,11 +188,7 @@ def test_output_lse_and_gradients_are_those_of_a_dense_mask(implementation, rng,
         return flash_attention(q, k, v, b, dropout_rate=0.3, dropout_rng=KEY, **options)
 
     def results(f):
-        def loss(*x):
-            o, lse = f(*x)
-            return jnp.sum(jnp.sin(o)) + jnp.sum(jnp.cos(lse)), (o, lse)
-
-        return jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True))(q, k, v, b)
+        return value_and_gradients(f, (0, 1, 2, 3))(q, k, v, b)
 
     for a, e in zip(
         jax.tree.leaves(results(ours)),
@@ -211,8 +207,7 @@ def test_half_precision_is_as_exact_as_its_dtype(implementation, rng, small_tile
 
     def run(implementation, *x):
         attend = lambda *x: flash_attention(*x, implementation=implementation, **options)
-        loss = lambda *x: jnp.sum(jnp.sin(attend(*x).astype(jnp.float32)))
-        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(*x)
+        return value_and_gradients(attend)(*x)
 
     exact = run("reference", *(x.astype(np.float32) for x in (q, k, v)))
     equal(run(implementation, q, k, v), exact, TOLERANCE["bfloat16"])
@@ -225,9 +220,9 @@ def test_vmap_over_keys_equals_a_loop_with_gradients(implementation, rng, small_
     attend = lambda q, key: flash_attention(
         q, k, v, dropout_rate=0.2, dropout_rng=key, implementation=implementation
     )
-    loss = jax.value_and_grad(lambda q, key: jnp.sum(jnp.sin(attend(q, key))))
-    together = jax.jit(jax.vmap(loss, in_axes=(None, 0)))(q, keys)
-    alone = [jax.jit(loss)(q, key) for key in keys]
+    of = value_and_gradients(attend, 0)
+    together = jax.vmap(of, in_axes=(None, 0))(q, keys)
+    alone = [of(q, key) for key in keys]
     equal(together, jax.tree.map(lambda *x: jnp.stack(x), *alone), 5e-6)
 
 

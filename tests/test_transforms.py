@@ -53,6 +53,18 @@ def test_vmap_over_any_axis_equals_a_loop_with_gradients(axes, implementation, r
         equal(jax.tree.map(lambda x, i=i: x[i], actual), alone)
 
 
+def test_what_one_of_two_vmaps_shares_has_the_sum_of_the_gradients(rng):
+    q, k, _ = qkv(rng, Z)
+    q, k = np.stack([q, q + 1]), np.stack([k, k[::-1], k + 1])
+
+    def run(name):
+        call = lambda q, k: attend(name, is_causal=True)(q, k, k)
+        by_keys = lambda q, k: jax.vmap(functools.partial(call, q))(k)
+        return value_and_gradients(jax.vmap(by_keys, (0, None)), (0, 1))(q, k)
+
+    equal(run("blockwise"), run("reference"))
+
+
 def _calls(jaxpr) -> list:
     """The passes of a program, in order, without those that lie side by side under vmap."""
     found = []
@@ -147,8 +159,8 @@ def test_mapped_calls_are_one_call_of_more_batch_rows_where_nothing_large_is_cop
     def f(x, own):
         attend = lambda x, own: flash_attention(*x, implementation="blockwise", **own, **fixed)
         floats = {name: a for name, a in own.items() if name in ("bias", "sinks")}
-        loss = lambda x, floats: jnp.sum(jnp.sin(attend(x, own | floats)))
-        return jax.value_and_grad(loss, argnums=(0, 1))(x, floats)
+        of = lambda x, floats: attend(x, own | floats)
+        return value_and_gradients(of, (0, 1))(x, floats)
 
     mapped, one = jax.jit(jax.vmap(f)), jax.jit(f)
     together = [("forward", 6)] * forward + [("backward", 6)] * backward

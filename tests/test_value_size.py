@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import normal
-from check import equal
+from check import equal, value_and_gradients
 from decoding import MOSAIC, B, arrays, equal_the_oracle, ints, needs_interpreter, pool, seen
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -65,17 +65,12 @@ def latents(rng, T, S=301, heads=N, dtype="float32"):
 def test_results_and_derivatives_are_those_of_the_copy(implementation, T, rng):
     options = OPTIONS if implementation in IMPLEMENTATIONS[:3] else {}
 
-    def value_and_gradients(q, k, v, size):
-        def loss(q, k):
-            o, lse, _ = found = attend(
-                q, k, v_of(k), size, implementation=implementation, **options
-            )
-            return jnp.sum(jnp.sin(o)) + jnp.sum(jnp.where(lse > -jnp.inf, lse, 0.0)), found
-
+    def run(q, k, v, size):
         v_of = lambda k: v if v is None else k[..., :HV]
-        return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(q, k)
+        of = lambda q, k: attend(q, k, v_of(k), size, implementation=implementation, **options)
+        return value_and_gradients(of, (0, 1))(q, k)
 
-    equal(*both(value_and_gradients, *latents(rng, T)), 1e-6)
+    equal(*both(run, *latents(rng, T)), 1e-6)
 
 
 def test_forward_mode_and_second_derivatives_are_those_of_the_copy(rng):
@@ -290,6 +285,15 @@ def test_explain_says_how_many_bytes_of_a_token_are_read():
         assert of_keys.implementation == "hopper" and of_keys.tiles.decode.warpgroups == 2
         assert explain_paged(q, *in_8_bits, value_size=512, **scales).token_bytes == 580
         assert explain(array(4, 1, 64, 576), k, v, implementation="hopper").token_bytes == 2176
+
+
+@pytest.mark.parametrize("head, most", [(256, 64), (264, 128)])
+def test_a_key_head_has_two_tiles_of_rows_where_no_other_kernel_knows_its_size(head, most):
+    def decodes(rows):
+        q, k = (jax.ShapeDtypeStruct((1, *n, head), "bfloat16") for n in ((1, rows), (512, 1)))
+        return decode.is_decoding(explain(q, k, None, value_size=256).problem)
+
+    assert decodes(most) and not decodes(most + 1)
 
 
 def test_the_self_check_is_of_a_call_without_values():
