@@ -86,7 +86,7 @@ def test_the_speeds_that_readme_shows_are_those_of_results_the_default_first():
         for timed in TIMED.values():
             one = next(x for x in timed if f"{x.case}, {x.T}" == name)
             ratios = (one.peers.get(peer) for peer in ("cuDNN", "fa3"))
-            expected += [f"{one.tflops:.0f}", *(x and results.as_text(x) or "" for x in ratios)]
+            expected += [f"{one.tflops:.0f}", *((x and results.as_text(x)) or "" for x in ratios)]
         assert cells == expected, name
 
 

@@ -1,4 +1,4 @@
-"""The times of an H100 in scripts/results.md, as data."""
+"""The times of an H100, read from the tables of scripts/results.md."""
 
 import itertools
 import pathlib
