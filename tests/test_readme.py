@@ -88,6 +88,10 @@ def test_the_speeds_that_readme_shows_are_those_of_results_the_default_first():
             ratios = (one.peers.get(peer) for peer in ("cuDNN", "fa3"))
             expected += [f"{one.tflops:.0f}", *((x and results.as_text(x)) or "" for x in ratios)]
         assert cells == expected, name
+    backward = [x.peers["fa3"] for x in TIMED[results.BACKWARD] if x.T > 512 and "fa3" in x.peers]
+    span = f"takes {min(backward):.2f} to {max(backward):.2f} of the"
+    assert f"FlashAttention-3, which {span} default's time from T = 1024 on" in README
+    assert f"T = 1024 on, {span} time of the default" in (ROOT / "docs/faq.md").read_text()
 
 
 def test_the_faq_lists_every_peer_that_is_faster_on_an_h100():
