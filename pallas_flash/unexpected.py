@@ -115,14 +115,14 @@ LAYER: Hints = {
     "normalize_qk": "qk_norm",
     "num_key_value_heads": "num_kv_heads",
     "qkv_features": "head_size? It is qkv_features / num_heads.",
+    "rope_scaling": "rope? It is a function of x and positions.",
     "rope_theta": "rope_base",
     "use_rope": "rope_base? None is no RoPE.",
     **{name: f"{name} belongs in the call." for name in "cache lengths mask segment_ids".split()},
 }
-_POSITIONS = "RoPE counts positions from 0, with a cache from its length."
 _OF_LAYER = (
     "context dropout_rate dtype implementation is_causal local_window_size logits_soft_cap qk_norm "
-    "rope_base score_mod sinks"
+    "rope rope_base score_mod sinks"
 ).split()
 LAYER_CALL: Hints = {
     "attention_mask": "mask? Padding is bool [B, 1, 1, T], or pass lengths.",
@@ -133,9 +133,8 @@ LAYER_CALL: Hints = {
     "key_padding_mask": "mask? Padding is bool [B, 1, 1, T], or pass lengths.",
     "key_value_seq_lengths": "kv_lengths? In self-attention it is lengths.",
     "kv_cache": "cache",
-    "input_positions": f"Leave input_positions out: {_POSITIONS}",
-    "position_ids": f"Leave position_ids out: {_POSITIONS}",
-    "positions": f"Leave positions out: {_POSITIONS}",
+    "input_positions": "positions",
+    "position_ids": "positions",
     "query_segment_ids": "segment_ids",
     "query_seq_lengths": "lengths",
     "sow_weights": "Leave sow_weights out: pallas_flash.attention_weights computes weights.",

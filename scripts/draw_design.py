@@ -1,8 +1,9 @@
 """python scripts/draw_design.py [--out DIR]
 
-Draws the pictures of pallas_flash/DESIGN.md: tiles, memory, timeline, mma. Nothing in them is
-placed or counted by hand: the tiles are those of `create_block_mask`, the bytes come from formulas,
-the timeline from a model of the GPU's units, the lanes from the layouts of mma in the PTX ISA.
+Draws the pictures of pallas_flash/DESIGN.md: tiles, memory, timeline, mma; and those of
+docs/masks.md: masks, alignment. Nothing in them is placed or counted by hand: the tiles are those
+of `create_block_mask`, the bytes come from formulas, the timeline from a model of the GPU's units,
+the lanes from the layouts of mma in the PTX ISA.
 """
 
 import argparse
@@ -31,6 +32,7 @@ def main(argv=None):
     )
     args = parser.parse_args(argv)
     pictures = dict(tiles=draw_tiles, memory=draw_memory, timeline=draw_timeline, mma=draw_mma)
+    pictures |= dict(masks=draw_masks, alignment=draw_alignment)
     for name, draw in pictures.items():
         with matplotlib.rc_context({"font.size": 9, "svg.hashsalt": name, "text.color": INK}):
             write(draw(), args.out / f"{name}.svg", metadata=dict(Date=None, Creator=None))
@@ -77,6 +79,70 @@ def draw_tiles() -> Figure:
     for axes in grid[::3]:
         axes.set_ylabel("query")
     figure.legend(handles=LEGEND, loc="upper center", ncols=3, frameon=False)
+    return figure
+
+
+# ---- masks: the kinds that a user combines ----
+
+
+def kinds_of_masks() -> dict[str, masks.Mask]:
+    """As they are typed, with ids, lengths and a prefix as arrays."""
+    ids = np.repeat(np.arange(3), [36, 24, 36])[None].astype(np.int32)
+    of_one_row = lambda n: np.array([n], np.int32)
+    return {
+        "Causal()": masks.Causal(),
+        "Window(24, 8)": masks.Window(24, 8),
+        "Chunked(24)": masks.Chunked(24),
+        "PrefixLM(prefix)": masks.PrefixLM(of_one_row(32)),
+        "Documents(ids, ids)": masks.Documents(ids, ids),
+        "KeyLengths(lengths)": masks.KeyLengths(of_one_row(60)),
+        "Causal() & Documents(ids, ids)": masks.Causal() & masks.Documents(ids, ids),
+        "Window(12, 12) | GlobalTokens(8)": masks.Window(12, 12) | masks.GlobalTokens(8),
+    }
+
+
+def draw_masks() -> Figure:
+    figure = Figure(figsize=(10, 5.8))
+    place = dict(left=0.05, right=0.98, top=0.88, bottom=0.08, hspace=0.3, wspace=0.22)
+    grid = figure.subplots(2, 4, gridspec_kw=place)
+    for axes, (name, mask) in zip(grid.ravel(), kinds_of_masks().items(), strict=True):
+        tiles = block_mask(mask)
+        draw_blocks(axes, np.asarray(tiles.second.block_types)[0, 0], tiles.second)
+        axes.set_title(name, fontsize=7.5, family="monospace")
+        axes.set(xticks=range(0, LENGTH + 1, 24), yticks=range(0, LENGTH + 1, 24))
+    for axes in grid[1]:
+        axes.set_xlabel("key")
+    for axes in grid[:, 0]:
+        axes.set_ylabel("query")
+    figure.legend(handles=LEGEND, loc="upper center", ncols=3, frameon=False)
+    return figure
+
+
+# ---- alignment: causal masks where T is not S ----
+
+FEW, MANY = 4, 8
+
+
+def alignments() -> dict[str, masks.BlockMask]:
+    """Blocks of one query and one key."""
+    found = {}
+    for T, S in (FEW, MANY), (MANY, FEW):
+        make = lambda offset: masks.create_block_mask(
+            masks.Causal(), T, S, block=1, query_offset=offset
+        )
+        found[f"T = {T}, S = {S}\ntop-left, query_offset=0"] = make(0)
+        found[f"T = {T}, S = {S}\nbottom-right, query_offset=S - T"] = make(S - T)
+    return found
+
+
+def draw_alignment() -> Figure:
+    figure = Figure(figsize=(10, 2.9))
+    place = dict(left=0.04, right=0.99, top=0.84, bottom=0.12, wspace=0.15)
+    grid = figure.subplots(1, 4, gridspec_kw=place)
+    for axes, (name, mask) in zip(grid, alignments().items(), strict=True):
+        draw_blocks(axes, np.asarray(mask.second.block_types)[0, 0], mask.second)
+        axes.set_title(name, fontsize=9)
+        axes.set(xlabel="key", ylabel="query", xticks=[], yticks=[], anchor="N")
     return figure
 
 

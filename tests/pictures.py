@@ -8,7 +8,7 @@ import numpy as np
 
 def assert_same(committed, drawn, again: str):
     (texts, shapes), (now_texts, now_shapes) = content(committed), content(drawn)
-    assert texts == now_texts and len(texts) > 20, again
+    assert texts == now_texts and len(texts) > 10, again
     assert len(shapes) == len(now_shapes) > 20, again
     for (style, numbers), (now_style, now_numbers) in zip(shapes, now_shapes, strict=True):
         assert style == now_style and len(numbers) == len(now_numbers), again

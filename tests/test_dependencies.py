@@ -92,6 +92,7 @@ EXTRAS = [  # what is missing, and in what
     "flax pallas_flash.flax",
     "matplotlib scripts/draw_mask.py Causal()",
     "matplotlib scripts/draw_design.py",
+    "matplotlib scripts/draw_speed.py",
     "matplotlib scripts/generations.py",
     "optax scripts/train_gpt.py",
     "filelock scripts/train_gpt.py",

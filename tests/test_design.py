@@ -24,6 +24,7 @@ TEXT = DESIGN.read_text()
 PROSE = re.sub(r"```.*?```|`[^`\n]*`", "", TEXT, flags=re.S)
 LINKS = sorted(set(re.findall(r"\]\(([^)\s]+)\)", PROSE)))
 PICTURES = ("memory", "tiles", "timeline")
+OF_MASKS = ("masks", "alignment")  # docs/masks.md shows these
 
 
 # ---- the loops ----
@@ -130,6 +131,8 @@ def test_a_link_leads_to_a_heading(link):
 def test_the_pictures_are_shown_and_readme_links_the_text():
     assert {f"design/{name}.svg" for name in PICTURES} <= set(LINKS)
     assert "(pallas_flash/DESIGN.md)" in (ROOT / "README.md").read_text()
+    page = (ROOT / "docs/masks.md").read_text()
+    assert all(f"(../pallas_flash/design/{name}.svg)" in page for name in OF_MASKS)
 
 
 def test_inline_formulas_hold_nothing_that_github_takes_for_markdown():
@@ -150,7 +153,7 @@ def drawn(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.parametrize("name", [*PICTURES, *OF_MASKS])
 def test_a_picture_is_what_the_script_draws_today(name, drawn):
     committed = DESIGN.parent / "design" / f"{name}.svg"
     assert_same(committed, drawn / f"{name}.svg", "stale: run python scripts/draw_design.py")
@@ -177,6 +180,15 @@ def test_the_picture_of_tiles_is_the_truth():
         for i, j in np.ndindex(types.shape):
             tile = visible[i * size : (i + 1) * size, j * size : (j + 1) * size]
             assert types[i, j] == int(tile.any()) + int(tile.all()), f"{name}: tile {i}, {j}"
+
+
+def test_the_picture_of_alignments_is_the_truth():
+    for name, mask in draw_design.alignments().items():
+        types = np.asarray(mask.second.block_types)[0, 0]
+        T, S = types.shape
+        first = S - T if "bottom-right" in name else 0  # the last key that query 0 sees
+        visible = np.arange(S) <= np.arange(T)[:, None] + first
+        assert name.startswith(f"T = {T}, S = {S}\n") and ((types > 0) == visible).all(), name
 
 
 @pytest.mark.parametrize("consumers, overlap", draw_design.SCHEDULES.values())

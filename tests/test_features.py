@@ -12,6 +12,7 @@ import re
 import jax
 import pytest
 from check import strict_64_bits
+from features import decoding
 from features.calls import (
     EXPLAINED,
     FEATURES,
@@ -37,18 +38,26 @@ RUN_HERE = ("triton", "blockwise", "reference", "flash1", "standard")
 YES, ACCEPTED = "yes", "accepted"
 TEXT = """# What works with what
 
-Made by `tests/test_features.py`, run as its docstring says: every cell that says yes was run, and
-its result compared with the dense reference. All features of the first table hold at once, and
-under every row of the second that says yes: each program has all features that the implementation
-supports, grouped heads, a length that no block size divides, values whose head size is not the
-keys', and the log-sum-exp. `hopper` and `ampere` are not run here: *accepted* means that
-`explain` takes the call for an H200, or an A100, and the kernels' own tests run in jax's GPU
-interpreter. The second table therefore has no columns for them. Above heads of 256 `blockwise`
-computes the gradients of `ampere`, and forward mode of both. A union and a complement of masks
-are the operators `|` and `~`.
+Made by `tests/test_features.py`, run as its docstring says. *Yes* was run on a CPU, and its result
+compared with the dense reference. *Accepted* was **not run**: `explain` takes the call for an H200
+(`hopper`) or an A100 (`ampere`). What has run of these two are the kernels' own tests, in jax's GPU
+interpreter, and [94 variants on an H100](../scripts/results.md#an-h100). The table of
+transformations has no columns for them.
 
-| a call with | `hopper` | `ampere` | {header} |
+The features of the first table were run together, in two programs for each implementation and
+transformation: a program has all features that the implementation supports, grouped heads, a length
+that no block size divides, values whose head size is not the keys', and the log-sum-exp. Above
+heads of 256 `blockwise` computes the gradients of `ampere`, and forward mode of both. A union and a
+complement of masks are the operators `|` and `~`.
+
+| a call with | {columns} |
 {features}
+
+Decoding and caches: two rows of 2299 and 700 keys. *Of a copy*: the pages are first copied in
+order, and the implementation attends to the copy.
+
+| a call over | {columns} |
+{decoding}
 
 | under | {header} |
 {transformations}
@@ -83,9 +92,16 @@ def text() -> str:
     reasons = {name: refused(name) for name in columns}
     supported = {name: ACCEPTED if name in EXPLAINED else YES for name in columns}
     features = {f: [reasons[i].get(f, supported[i]) for i in columns] for f in FEATURES}
+    names = lambda columns: " | ".join(f"`{name}`" for name in columns)
+    calls = {
+        row: [decoding.verdict(row, i, supported[i]) for i in columns]
+        for row in tqdm(decoding.DECODING, disable=None)
+    }
     return TEXT.format(
-        header=" | ".join(f"`{name}`" for name in RUN_HERE),
+        columns=names(columns),
+        header=names(RUN_HERE),
         features=table(features),
+        decoding=table(calls),
         transformations=table(
             {t: [verdict(i, t) for i in RUN_HERE] for t in tqdm(TRANSFORMATIONS, disable=None)}
         ),
@@ -95,13 +111,13 @@ def text() -> str:
 
 def table(rows: dict[str, list[str]]) -> str:
     """Each reason stands once, below the table, and its number in the cells."""
-    cells = [cell for row in rows.values() for cell in row if cell not in (YES, ACCEPTED)]
-    reasons = list(dict.fromkeys(cells))
+    cells = [cell for row in rows.values() for cell in row]
+    reasons = list(dict.fromkeys(cell for cell in cells if not cell.startswith((YES, ACCEPTED))))
     cell = lambda text: f"no ({reasons.index(text) + 1})" if text in reasons else text
     lines = [["---"] * (1 + len(next(iter(rows.values()))))]
     lines += [[name, *map(cell, row)] for name, row in rows.items()]
     notes = (f"{number}. {text}" for number, text in enumerate(reasons, 1))
-    return "\n".join([*(f"| {' | '.join(line)} |" for line in lines), "", *notes])
+    return "\n".join([*(f"| {' | '.join(line)} |" for line in lines), "", *notes]).rstrip()
 
 
 def exceptions() -> list[str]:
@@ -128,6 +144,7 @@ def stated(head: str) -> dict[str, dict[str, str]]:
 
 def test_the_tables_have_every_row():
     assert list(stated("a call with")) == list(FEATURES)
+    assert list(stated("a call over")) == list(decoding.DECODING)
     assert list(stated("under")) == list(TRANSFORMATIONS)
     assert all(f"* {line}\n" in FILE.read_text() for line in exceptions())
 
@@ -138,6 +155,20 @@ def test_what_an_implementation_refuses_is_refused_in_the_words_of_the_table(imp
         pytest.skip("its kernels need jax 0.11.2")
     said = {name: row[implementation] for name, row in stated("a call with").items()}
     assert refused(implementation) == {k: v for k, v in said.items() if v not in (YES, ACCEPTED)}
+
+
+OVER_CACHES = [(name, one) for name in decoding.DECODING for one in [*EXPLAINED, *RUN_HERE]]
+CHEAP = [(name, one) for name in decoding.DECODING for one in EXPLAINED]
+CHEAP += [(name, "blockwise") for name in [*decoding.DECODING][:3]]
+
+
+@pytest.mark.parametrize(("name", "implementation"), whole_but(OVER_CACHES, *CHEAP))
+def test_a_call_over_caches_is_right_as_the_table_says(name, implementation):
+    if implementation in EXPLAINED and jax.__version_info__ < (0, 11, 2):
+        pytest.skip("its kernels need jax 0.11.2")
+    supported = ACCEPTED if implementation in EXPLAINED else YES
+    said = stated("a call over")[name][implementation]
+    assert decoding.verdict(name, implementation, supported) == said
 
 
 EACH = [(name, implementation) for name in TRANSFORMATIONS for implementation in RUN_HERE[:3]]

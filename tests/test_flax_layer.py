@@ -1,6 +1,8 @@
 """The layer against a dense one in plain JAX."""
 
 import functools
+import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +27,7 @@ from flax_layers import (
     pure,
     value_and_grads,
 )
+from meshes import needs_devices
 
 from pallas_flash import dropout_mask, masks
 from pallas_flash.flax import FlashAttention, rope
@@ -83,6 +86,11 @@ LAYERS = {
         dict(local_window_size=2, logits_soft_cap=0.7),
         dict(soft_cap=0.7),
         WINDOW,
+    ),
+    "a function in place of a base": (
+        dict(rope=lambda x, positions: rope(x, positions, 50.0)),
+        dict(rope_base=50.0),
+        CAUSAL,
     ),
     "sizes of their own": (
         dict(num_heads=3, in_features=11, head_size=10, out_features=5),
@@ -200,6 +208,105 @@ def test_rope_turns_halves_in_float32():
         half,
         rope(x.astype(jnp.bfloat16).astype(jnp.float32), positions, 500.0).astype(jnp.bfloat16),
     )
+
+
+def published(frequencies):
+    """RoPE in halves, in float64."""
+
+    def turned(x, positions):
+        z = x[..., : x.shape[-1] // 2] + 1j * x[..., x.shape[-1] // 2 :]
+        z = z * np.exp(1j * positions[..., None, None] * frequencies(x.shape[-1]))
+        return np.concatenate([z.real, z.imag], -1)
+
+    return turned
+
+
+def by_base(base):
+    return lambda H: np.array([base ** (-2 * i / H) for i in range(H // 2)])
+
+
+def llama3(H):
+    """By wavelengths, as Meta's code has it."""
+    found = []
+    for f in by_base(500_000.0)(H):
+        wavelength, smooth = 2 * np.pi / f, (8192 * f / (2 * np.pi) - 1) / (4 - 1)
+        between = (1 - smooth) * f / 8 + smooth * f
+        found.append(f if wavelength < 8192 / 4 else f / 8 if wavelength > 8192 else between)
+    return np.array(found)
+
+
+def yarn(H):
+    """By arXiv:2309.00071's dimensions, whose pair turns 32 times, or once, in 32768 tokens."""
+    dimension = lambda turns: H / 2 * np.log(32768 / (2 * np.pi * turns)) / np.log(10_000.0)
+    low, high = np.floor(dimension(32)), np.ceil(dimension(1))
+    ramp = np.array([min(max((i - low) / (high - low), 0), 1) for i in range(H // 2)])
+    return by_base(10_000.0)(H) * (ramp / 4 + 1 - ramp)
+
+
+def first_four(x, positions):
+    turned = published(by_base(10_000.0))(x[..., :4], positions)
+    return np.concatenate([turned, x[..., 4:]], -1)
+
+
+def neighbours(x, positions):
+    z = (x[..., ::2] + 1j * x[..., 1::2]) * np.exp(
+        1j * positions[..., None, None] * by_base(10_000.0)(x.shape[-1])
+    )
+    return np.stack([z.real, z.imag], -1).reshape(x.shape)
+
+
+ROPES = {
+    "llama3": published(llama3),
+    "yarn": lambda x, positions: published(yarn)(x, positions) * (0.1 * np.log(4) + 1),
+    "partial": first_four,
+    "interleaved": neighbours,
+}
+PAGE = (pathlib.Path(__file__).parents[1] / "docs/flax.md").read_text()
+CODE = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+
+
+def code_with(text):
+    """The page's imports and its x, and the block with a text."""
+    return CODE[0].partition("in_nnx = ")[0] + next(block for block in CODE if text in block)
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_the_rope_functions_of_the_docs_are_the_published_ones(name):
+    namespace = {}
+    exec(code_with("def llama3").partition("\nfor function in")[0], namespace)
+    x = np.random.default_rng(0).normal(size=(B, T, N, 64))
+    positions = np.array([range(T), [900, 800, 3000, 4, 55, 666, 7]])
+    got = jax.jit(namespace[name])(jnp.float32(x), jnp.asarray(positions))
+    np.testing.assert_allclose(got, ROPES[name](x, positions), atol=1e-3)
+
+
+def test_given_positions_turn_queries_and_keys_with_a_cache_too():
+    doubled = layer_of(local_window_size=2, rope=lambda x, positions: rope(x, 2 * positions))
+    layer, x = layer_of(local_window_size=2), normal(1, B, T, D)
+    positions = 2 * np.arange(T)[None] + np.array([[0], [30]])  # scores depend on differences
+    expected = jax.jit(doubled)(x)
+    assert_close(jax.jit(layer)(x, positions=positions), expected)
+
+    def in_two_calls(x, positions):
+        first, cache = layer(x[:, :4], cache=layer.init_cache(B, T), positions=positions[:, :4])
+        return first, layer(x[:, 4:], cache=cache, positions=positions[:, 4:])[0]
+
+    first, second = jax.jit(in_two_calls)(x, positions)
+    assert_close((first, second), (expected[:, :4], expected[:, 4:]))
+
+
+@needs_devices
+def test_a_step_on_four_devices_is_that_of_one_with_auto_and_explicit_axes():
+    found = {}
+    for sizes in "(1, 1)", "(2, 2)":
+        namespace, code = {}, code_with("def train(")
+        assert "SIZES = (1, 1)" in code
+        exec(code.replace("SIZES = (1, 1)", f"SIZES = {sizes}"), namespace)
+        found[sizes] = np.array(namespace["losses"])
+        kernel = namespace["layer"].query.kernel[...]
+        assert kernel.sharding.shard_shape(kernel.shape) == (64, 4 // eval(sizes)[1], 16)
+    np.testing.assert_allclose(found["(2, 2)"], found["(1, 1)"], rtol=1e-5)
+    assert (found["(1, 1)"][:, 1] < found["(1, 1)"][:, 0]).all()
 
 
 def test_sinks_and_dropout_of_the_layer_are_those_of_flash_attention():

@@ -179,9 +179,9 @@ IMPOSSIBLE = {
         *(grouped, lambda layer: layer(X, is_causal=True)),
         "is_causal belongs in the constructor",
     ),
-    "positions": (
-        *(grouped, lambda layer: layer(X, positions=IDS)),
-        "Leave positions out: RoPE counts positions from 0",
+    "position ids": (
+        *(grouped, lambda layer: layer(X, position_ids=IDS)),
+        r"Did you mean positions\?",
     ),
     "padding as a mask": (
         *(grouped, lambda layer: layer(X, attention_mask=IDS)),
@@ -219,6 +219,14 @@ IMPOSSIBLE = {
     "ids with a cache": (
         *(grouped, lambda layer: layer(X, cache=layer.init_cache(B, 9), segment_ids=IDS)),
         "segment_ids cannot go with a cache",
+    ),
+    "positions for fewer tokens": (
+        *(layer_of, lambda layer: layer(X, positions=np.arange(3)[None])),
+        r"positions must be int32 \[B, T\] = \(2, 7\), or \[1, T\] for all rows; got \(1, 3\)",
+    ),
+    "positions without RoPE": (
+        *(lambda: layer_of(rope_base=None), lambda layer: layer(X, positions=np.arange(T)[None])),
+        "positions are for RoPE, which this layer leaves out",
     ),
     "causal cross-attention": (
         *(lambda: layer_of(in_kv_features=11, rope_base=None), lambda layer: layer(X, Y)),
@@ -345,6 +353,7 @@ def test_a_mask_of_other_numbers_than_0_and_1_raises_where_they_can_be_seen(mask
             "dropout_rate must be at least 0 and below 1; got 1.0",
         ),
         (dict(rope_base=0.0), "rope_base must be a finite number above 0, or None"),
+        (dict(rope=500.0), "rope must be a function of x and positions; got 500.0"),
         (dict(sinks=np.zeros(4)), r"sinks must be a static bool, .* got an array float64\[4\]"),
         (dict(qk_norm="rms"), "qk_norm must be a static bool"),
         (dict(use_bias=None), "use_bias must be a static bool"),

@@ -11,10 +11,13 @@ import sys
 
 import jax
 import pytest
+from pictures import assert_same
 from selection import whole_but
 
 import pallas_flash.flax
 from pallas_flash import __main__, accounting, explain, masks, scores
+from scripts import draw_speed
+from scripts.bench import results
 from setup import for_an_index
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -60,7 +63,57 @@ def test_the_conftests_for_other_packages_tests_put_ours_in_place():
     assert run.returncode == 0, run.stderr
 
 
-def test_explain_prints_what_readme_shows():
+def test_readme_has_at_most_1300_words():
+    assert len(README.split()) <= 1300
+
+
+def table_of(page: str, first: str) -> list[list[str]]:
+    """The rows of the table whose header begins with this cell."""
+    text = (ROOT / page).read_text()
+    lines = re.search(rf"^\| {re.escape(first)} \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", text, re.M)[1]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines.splitlines()]
+
+
+TIMED = results.of_an_h100()
+
+
+def test_the_speeds_that_readme_shows_are_those_of_results_the_default_first():
+    assert list(TIMED)[1] == results.BACKWARD
+    rows = table_of("README.md", "head size, mask, T")
+    assert len(rows) == 7
+    for name, *cells in rows:
+        expected = []
+        for timed in TIMED.values():
+            one = next(x for x in timed if f"{x.case}, {x.T}" == name)
+            ratios = (one.peers.get(peer) for peer in ("cuDNN", "fa3"))
+            expected += [f"{one.tflops:.0f}", *((x and results.as_text(x)) or "" for x in ratios)]
+        assert cells == expected, name
+    backward = [x.peers["fa3"] for x in TIMED[results.BACKWARD] if x.T > 512 and "fa3" in x.peers]
+    span = f"takes {min(backward):.2f} to {max(backward):.2f} of the"
+    assert f"FlashAttention-3, which {span} default's time from T = 1024 on" in README
+    assert f"T = 1024 on, {span} time of the default" in (ROOT / "docs/faq.md").read_text()
+
+
+def test_the_faq_lists_every_peer_that_is_faster_on_an_h100():
+    names = {"fa3": "FlashAttention-3"}
+    faster = {}
+    for column, timed in enumerate(TIMED.values()):
+        for one in timed:
+            found = (f"{names.get(peer, peer)} {text}" for peer, text in one.faster_peers().items())
+            faster.setdefault(f"{one.case}, {one.T}", [""] * 3)[column] = ", ".join(found)
+    expected = {name: cells for name, cells in faster.items() if any(cells)}
+    assert {
+        name: cells for name, *cells in table_of("docs/faq.md", "head size, mask, T")
+    } == expected
+
+
+def test_the_picture_of_speed_shows_what_results_says(tmp_path):
+    draw_speed.main(["--out", str(tmp_path / "speed.svg")])
+    assert_same(draw_speed.PICTURE, tmp_path / "speed.svg", "stale: run scripts/draw_speed.py")
+    assert f"]({draw_speed.PICTURE.relative_to(ROOT)})" in README
+
+
+def test_explain_prints_what_its_page_shows():
     q = jax.ShapeDtypeStruct((2, 1000, 8, 64), "bfloat16")
     k = jax.ShapeDtypeStruct((2, 1000, 2, 64), "bfloat16")
     differs = ["tiles "]  # by machine
@@ -70,7 +123,7 @@ def test_explain_prints_what_readme_shows():
     def lines(text):
         return [next(filter(line.startswith, differs), line) for line in text.strip().splitlines()]
 
-    shown = re.search(r"```text\n(.*?)```", README, re.S).group(1)
+    shown = re.search(r"```text\n(.*?)```", (ROOT / "docs/verify.md").read_text(), re.S).group(1)
     assert lines(shown) == lines(str(explain(q, k, k, is_causal=True)))
 
 
@@ -96,7 +149,8 @@ def test_a_link_leads_to_a_file_and_a_heading(name):
 
 
 def test_the_layout_names_what_is_there():
-    table = README[README.index("## Repository") : README.index("Run the tests from")]
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    table = text[text.index("## Repository") : text.index("## Code")]
     named = re.findall(r"`([\w/]+(?:/|\.py))`", table)
     for name in named:
         assert (PACKAGE / name).exists() or (ROOT / name).exists(), name

@@ -73,13 +73,14 @@ class Tiles(NamedTuple):
         """The call with a batch row for each tile. Its query_offset is that of each row's first
         token."""
         offset, score = jnp.broadcast_to(call.query_offset, call.lengths.shape), call.score_mod
+        of_tiles = lambda x: jnp.asarray(x)[self.row]
         if score is not None and score.mod.uses_batch:
             batch = score.indices(len(call.lengths), 1)[0][self.row]
             score = dataclasses.replace(score, batch=batch)
         return call.replace(
             query=call.query[self.source],
-            page_table=call.page_table[self.row],
-            lengths=call.lengths[self.row],
+            page_table=of_tiles(call.page_table),
+            lengths=of_tiles(call.lengths),
             query_offset=offset[self.row] + self.first,
             query_seq_lengths=self.count,
             score_mod=score,

@@ -18,10 +18,9 @@ from pallas_flash.checks import AnyArray
 from pallas_flash.context_parallel import Context
 from pallas_flash.explanation import explain
 from pallas_flash.flax import cache as caches
-from pallas_flash.flax import validation
+from pallas_flash.flax import rotary, validation
 from pallas_flash.flax.cache import Cache, KVCache, RollingCache, SomeCache
 from pallas_flash.flax.hook import as_mask
-from pallas_flash.flax.rotary import rope
 from pallas_flash.masks import Mask
 from pallas_flash.signatures import Implementation, ScoreMod
 
@@ -48,6 +47,8 @@ class FlashAttention(nnx.Module):
       in_kv_features: size of the last axis of inputs_k and inputs_v in cross-attention; in_features
         by default.
       rope_base: the base of `rope`; None: no RoPE.
+      rope: in place of it, a function of queries or keys [B, T, N or K, H] and positions int32
+        [B or 1, T], which returns them rotated. Define it once, outside of the step.
       qk_norm: RMSNorm over the head, with a learned scale, on queries and keys, before RoPE
         (arXiv:2302.05442, there LayerNorm).
       is_causal: a token sees itself and those before it.
@@ -88,6 +89,7 @@ class FlashAttention(nnx.Module):
         out_features: int | None = None,
         in_kv_features: int | None = None,
         rope_base: float | None = 10_000.0,
+        rope: Callable[[Array, Array], Array] | None = None,
         qk_norm: bool = False,
         is_causal: bool = True,
         local_window_size: int | tuple[int | None, int | None] | None = None,
@@ -106,10 +108,10 @@ class FlashAttention(nnx.Module):
         keep_rngs: bool = True,
     ):
         validation.check_constructor(dict(locals()))
-        N, K, H = validation.heads(num_heads, num_kv_heads, head_size, in_features, rope_base)
+        N, K, H = validation.heads(num_heads, num_kv_heads, head_size, in_features)
         self.in_features, self.num_kv_heads, self.head_size = in_features, K, H
         self.in_kv_features = in_features if in_kv_features is None else in_kv_features
-        self.rope_base = rope_base
+        self.rope = rotary.choose(rope, rope_base, H)
         self.is_causal, self.local_window_size = is_causal, local_window_size
         self.logits_soft_cap = logits_soft_cap
         self.dropout_rate, self.deterministic = checks.rate("dropout_rate", dropout_rate), False
@@ -149,6 +151,7 @@ class FlashAttention(nnx.Module):
         segment_ids: Int[AnyArray, "B T"] | None = None,
         lengths: Int[AnyArray, "B"] | None = None,
         kv_lengths: Int[AnyArray, "B"] | None = None,
+        positions: Int[AnyArray, "#B T"] | None = None,
         cache: None = None,
         rngs: Rngs = None,
         deterministic: bool | None = None,
@@ -160,6 +163,7 @@ class FlashAttention(nnx.Module):
         *,
         mask: Shaped[AnyArray, "*#BNTS"] | Mask | None = None,
         lengths: Int[AnyArray, "B"] | None = None,
+        positions: Int[AnyArray, "#B T"] | None = None,
         cache: SomeCache,
         rngs: Rngs = None,
         deterministic: bool | None = None,
@@ -175,6 +179,7 @@ class FlashAttention(nnx.Module):
         segment_ids: Int[AnyArray, "B T"] | None = None,
         lengths: Int[AnyArray, "B"] | None = None,
         kv_lengths: Int[AnyArray, "B"] | None = None,
+        positions: Int[AnyArray, "#B T"] | None = None,
         cache: Cache | None = None,
         rngs: Rngs = None,
         deterministic: bool | None = None,
@@ -197,6 +202,8 @@ class FlashAttention(nnx.Module):
             kept in a cache. The attention of the others is 0. So prompts of different lengths can
             fill a cache in one call.
           kv_lengths: int32 [B]: only the first kv_lengths[b] of inputs_k are real.
+          positions: int32 [B, T] or [1, T], for RoPE alone; by default they count on, with a cache
+            from its length. Masks and windows go by the order of the tokens.
           cache: from `init_cache`, `init_rolling_cache` or `pallas_flash.paged_cache`, or from the
             call before. The new tokens are added to it; those of row b are at the positions
             length[b], length[b] + 1, ...
@@ -214,7 +221,7 @@ class FlashAttention(nnx.Module):
         validation.check_call(self, x, inputs_k, inputs_v, **rows, cache=cache)
         inputs_k = inputs_k if is_cross else x
         start = jnp.zeros(1, jnp.int32) if cache is None else cache.length
-        positions = start[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)[None]  # [1 | B, T]
+        positions = rotary.positions(self.rope, x, start, positions)
         query, key, value = self._project(
             x, inputs_k, inputs_k if inputs_v is None else inputs_v, positions
         )
@@ -296,8 +303,7 @@ class FlashAttention(nnx.Module):
         query, key, value = self.query(inputs_q), self.key(inputs_k), self.value(inputs_v)
         if self.query_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
-        if self.rope_base is not None:
-            query, key = (rope(x, positions, self.rope_base) for x in (query, key))
+        query, key = (rotary.rotate(self.rope, x, positions) for x in (query, key))
         return query, key, value
 
     def _out(self, o):

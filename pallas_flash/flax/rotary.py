@@ -1,26 +1,73 @@
 """RoPE: positions as rotations of queries and keys."""
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_flash.checks import sums
+from pallas_flash import checks
+from pallas_flash.checks import AnyArray, sums
 
 
 def rope(
-    x: Float[Array, "B T N H"], positions: Int[Array, "#B T"], base: float
+    x: Float[AnyArray, "B T N H"],
+    positions: Int[AnyArray, "#B T"],
+    base: float = 10_000.0,
+    *,
+    frequencies: Float[AnyArray, "H/2"] | None = None,
 ) -> Float[Array, "B T N H"]:
     """Rotary position embedding, RoFormer's (arXiv:2104.09864): turns pair i by the angle position
-    * base^(-2i / H).
+    * frequencies[i], by default base^(-2i / H).
 
     Pairs are (x[i], x[i + H/2]), the two halves of the head, as in GPT-NeoX and LLaMA; the paper
     pairs neighbours. Computed in float32. The scores depend on the difference of two positions
     alone.
     """
     H = x.shape[-1]
-    frequency = base ** (-jnp.arange(0, H, 2, dtype=jnp.float32) / H)
+    if frequencies is None:
+        frequencies = base ** (-jnp.arange(0, H, 2, dtype=jnp.float32) / H)
     # [B | 1, T, 1, H / 2]
-    angle = positions[..., None, None].astype(jnp.float32) * frequency[None, None, None]
+    angle = positions[..., None, None].astype(jnp.float32) * frequencies[None, None, None]
     wide = sums(x.dtype)
     cos, sin = jnp.cos(angle).astype(wide), jnp.sin(angle).astype(wide)
     a, b = jnp.split(x.astype(wide), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+def choose(function: Callable | None, base: float | None, head_size: int):
+    """How a layer turns queries and keys: by a function, by `rope` to a base, or not (None)."""
+    if function is not None:
+        if not callable(function):
+            raise TypeError(
+                f"rope must be a function of x and positions; got {function!r}. A base "
+                "is rope_base."
+            )
+        return function
+    checks.number("rope_base", base, None, positive=True)
+    if base is not None and head_size % 2:
+        raise ValueError(
+            f"head_size must be even, since RoPE turns pairs; got {head_size}. Or leave RoPE out "
+            "with rope_base=None."
+        )
+    return base
+
+
+def rotate(how: Callable | float | None, x, positions):
+    if how is None:
+        return x
+    return how(x, positions) if callable(how) else rope(x, positions, how)
+
+
+def positions(how, x, start, given) -> Int[Array, "#B T"]:
+    """Those given, or by default the T behind `start`, which is [1 | B]."""
+    B, T = x.shape[:2]
+    if given is None:
+        return start[:, None] + jnp.arange(T, dtype=jnp.int32)[None]
+    if how is None:
+        raise ValueError("positions are for RoPE, which this layer leaves out: rope_base is None.")
+    given = checks.ints("positions", given)
+    if given.shape not in ((B, T), (1, T)):
+        raise ValueError(
+            f"positions must be int32 [B, T] = {(B, T)}, or [1, T] for all rows; got {given.shape}."
+        )
+    return jnp.asarray(given)

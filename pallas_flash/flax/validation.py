@@ -89,7 +89,7 @@ def _check_cross(layer, x, inputs_k, inputs_v, segment_ids, kv_lengths, cache):
                 f"{layer.in_features} needs inputs_k."
             )
         return
-    if layer.is_causal or layer.rope_base is not None or layer.local_window_size is not None:
+    if layer.is_causal or layer.rope is not None or layer.local_window_size is not None:
         raise ValueError(
             "positions in inputs_q and in inputs_k cannot be compared with each other: for "
             "cross-attention make the layer "
@@ -121,7 +121,7 @@ def _check_cross(layer, x, inputs_k, inputs_v, segment_ids, kv_lengths, cache):
             )
 
 
-def heads(num_heads, num_kv_heads, head_size, in_features, rope_base) -> tuple[int, int, int]:
+def heads(num_heads, num_kv_heads, head_size, in_features) -> tuple[int, int, int]:
     """N, K and H, with the defaults filled in."""
     N, in_features = checks.count("num_heads", num_heads), checks.count("in_features", in_features)
     K = N if num_kv_heads is None else checks.count("num_kv_heads", num_kv_heads)
@@ -133,10 +133,4 @@ def heads(num_heads, num_kv_heads, head_size, in_features, rope_base) -> tuple[i
             "head_size."
         )
     H = in_features // N if head_size is None else checks.count("head_size", head_size)
-    checks.number("rope_base", rope_base, None, positive=True)
-    if rope_base is not None and H % 2:
-        raise ValueError(
-            f"head_size must be even, since RoPE turns pairs; got {H}. Or leave RoPE out with "
-            "rope_base=None."
-        )
     return N, K, H

@@ -1,0 +1,158 @@
+"""Calls over caches and over parts of the keys: what runs each, what explains it, and what it must
+equal."""
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from features.calls import EXPLAINED, assert_equal, reason
+
+from pallas_flash import (
+    explain,
+    explain_paged,
+    flash_attention,
+    merge_attention,
+    paged_attention,
+    quantised,
+)
+from pallas_flash.accounting import GPUS
+from scripts.bench.gpu_code import as_if_on
+
+B, N, K, H, HV, PAGE, PAGES = 2, 4, 2, 64, 64, 16, 144
+S = PAGE * PAGES  # so many that "blockwise" reads them in place
+LENGTHS = np.array([S - 5, 700], np.int32)
+CU_SEQLENS = np.array([0, 6, 7], np.int32)  # a prompt of six tokens, and one token
+
+
+class Case(NamedTuple):
+    """A function of the package and its arguments; of the dense reference, which takes the same
+    keys and values in order; and the function that says what runs."""
+
+    run: Callable
+    arguments: dict[str, Any]
+    plain: Callable
+    plain_arguments: dict[str, Any]
+    explain: Callable = explain_paged
+
+
+def arrays(dtype, T=1, size=H):
+    """query, key, value."""
+    rng = np.random.default_rng(0)
+    shapes = (B, T, N, size), (B, S, K, size), (B, S, K, HV)
+    return tuple(jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes)
+
+
+TABLE = np.random.default_rng(1).permutation(B * PAGES).astype(np.int32).reshape(B, PAGES)
+
+
+def in_pages(x):
+    """[B, S, K, ...] as pages, where TABLE says."""
+    pages = x.reshape(B * PAGES, PAGE, *x.shape[2:])
+    return jnp.zeros_like(pages).at[TABLE.ravel()].set(pages)
+
+
+def contiguous(dtype):
+    """With few queries and many keys, which are split."""
+    x = dict(zip(("query", "key", "value"), arrays(dtype), strict=True))
+    x |= dict(key_value_seq_lengths=LENGTHS)
+    return Case(flash_attention, x, flash_attention, x, explain)
+
+
+def of_pages(query, key, value, *, stored=None, **options) -> Case:
+    """`stored` is a dtype of 8 bits."""
+    pages = dict(page_table=TABLE, lengths=LENGTHS) | options
+    for name, x in dict(k=key, v=value).items():
+        x, scale = (x, None) if stored is None or x is None else quantised.quantised(x, stored)
+        pages[f"{name}_pages"] = None if x is None else in_pages(x)
+        if scale is not None:
+            pages[f"{name}_scales"] = in_pages(scale)
+            taken = x.astype(jnp.float32) * scale[..., None]
+            key, value = (taken, value) if name == "k" else (key, taken)
+    plain = dict(query=query, key=key, value=value, key_value_seq_lengths=LENGTHS)
+    return Case(paged_attention, dict(query=query, **pages), flash_attention, plain)
+
+
+def paged(dtype, stored=None):
+    return of_pages(*arrays(dtype), stored=stored)
+
+
+def latents(dtype):
+    """Keys whose first columns are the values."""
+    query, key, _ = arrays(dtype, size=2 * HV)
+    case = of_pages(query, key, None, value_size=HV)
+    return case._replace(plain_arguments=case.plain_arguments | dict(value=key[..., :HV]))
+
+
+def ragged(dtype):
+    """A prompt beside a single token."""
+    query, key, value = arrays(dtype, T=6)
+    case = of_pages(query, key, value)
+    packed = jnp.concatenate([query[0], query[1, :1]])
+    plain = case.plain_arguments | dict(query_offset=LENGTHS - [6, 1], is_causal=True)
+
+    def in_order(**arguments):
+        o = flash_attention(**arguments)
+        return jnp.concatenate([o[0], o[1, :1]])
+
+    arguments = case.arguments | dict(query=packed, cu_seqlens_q=CU_SEQLENS)
+    return case._replace(arguments=arguments, plain=in_order, plain_arguments=plain)
+
+
+def with_gradients(attend):
+    def run(query, key, value, **options):
+        loss = lambda *x: jnp.sum(jnp.sin(attend(*x, **options).astype(jnp.float32)))
+        return attend(query, key, value, **options), jax.grad(loss, (0, 1, 2))(query, key, value)
+
+    return run
+
+
+def merged(query, key, value, **options):
+    part = lambda keys: flash_attention(
+        query, key[:, keys], value[:, keys], return_residual=True, **options
+    )
+    return merge_attention(*zip(part(slice(90)), part(slice(90, None)), strict=True))[0]
+
+
+def parts(dtype):
+    query, key, value = arrays(dtype, T=20)
+    x = dict(query=query, key=key[:, :200], value=value[:, :200])
+    return Case(with_gradients(merged), x, with_gradients(flash_attention), x, explain)
+
+
+DECODING = {
+    "few queries, many keys (split-KV)": contiguous,
+    "`paged_attention`": paged,
+    "pages of int8": functools.partial(paged, stored=jnp.int8),
+    "pages of float8_e4m3fn": functools.partial(paged, stored=jnp.float8_e4m3fn),
+    "pages of float8_e5m2": functools.partial(paged, stored=jnp.float8_e5m2),
+    "pages of latents, `value_size`": latents,
+    "pages, a prompt beside single tokens": ragged,
+    "`merge_attention`, with gradients": parts,
+}
+COPIES, REGULAR = ", of a copy", ", by the regular forward"
+
+
+def verdict(name: str, implementation: str, supported: str) -> str:
+    """`supported` and how, or why an implementation refuses the call. It is run unless it is only
+    explained, for a GPU."""
+    gpu = EXPLAINED.get(implementation)
+    case = DECODING[name]("bfloat16" if gpu else "float32")
+    try:
+        with as_if_on(GPUS[gpu]) if gpu else contextlib.nullcontext():
+            found = case.explain(**case.arguments, implementation=implementation)
+        if not gpu:
+            static = {n: x for n, x in case.arguments.items() if x is None or isinstance(x, int)}
+            run = functools.partial(case.run, **static, implementation=implementation)
+            got = jax.jit(run)(**{n: x for n, x in case.arguments.items() if n not in static})
+            plain = functools.partial(case.plain, implementation="reference")
+            assert_equal(got, plain(**case.plain_arguments), (name, implementation))
+    except NotImplementedError as error:
+        return reason(error)
+    if case.explain is explain_paged:
+        return supported + ("" if found.copies.startswith("nothing") else COPIES)
+    is_regular = case.run is flash_attention and "decoding" not in str(found.tiles)
+    return supported + (REGULAR if is_regular else "")
