@@ -104,7 +104,7 @@ def test_one_query_is_decoding_beside_what_changes_no_array(name):
 
 SHORT_OF = {  # a GPU, head sizes: who decodes, and what is said of shared memory
     ("RTX-4090", 576, 512): ("blockwise", 125),
-    ("L40S", 576, 512): ("blockwise", 125),
+    ("RTX-5090", 576, 512): ("blockwise", 125),
     ("RTX-4090", 512, 512): ("ampere", 145),
     ("A100-80GB", 576, 512): ("ampere", None),
     ("A100-80GB", 512, 512): ("ampere", None),
@@ -122,7 +122,9 @@ def test_explain_says_which_gpus_lack_shared_memory_to_decode_wide_heads(gpu, he
         found = explain(q, k, None if latent else v, **options)
         pages = [shaped(9, 64, 1, head), None if latent else shaped(9, 64, 1, value)]
         paged = explain_paged(q, *pages, shaped(2, 64, dtype="int32"), lengths, **options)
-    reason = f"decoding needs {needed} KB of shared memory, and this GPU has 99; got H = {head}"
+    reason = (
+        f"split-KV decoding needs {needed} KB of shared memory, and this GPU has 99; got H = {head}"
+    )
     said = found.why_not["ampere"] if taken == "blockwise" else found.copies or ""
     assert found.implementation == taken and (reason in said) == (needed is not None)
     assert ("registers" in said, said.count("decoding needs")) == (False, int(needed is not None))

@@ -51,7 +51,7 @@ def copies(problem: Problem, by_decoding: bool, block_q: int = 1) -> str | None:
     if not by_decoding:
         padded = operations.copies(T=(p.queries, padded_length(p.queries, block_q)), **sizes)
         reason = why_no_decoding(p) if is_decoding(p) else None
-        return f"{padded}; the forward decodes: {reason}" if padded and reason else padded
+        return f"{padded}, for the forward: {reason}" if padded and reason else padded
     if p.values_are_keys:
         del sizes["Hv"]
     return operations.copies(**sizes)  # its rows are few

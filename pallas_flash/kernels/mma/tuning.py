@@ -176,7 +176,9 @@ def why_no_decoding(problem: Problem, page: int = ROWS, stored: str | None = Non
     if needed <= _shared_memory() or not (device.compute_capability() or device.interpret):
         return None
     needed_kb, kb = (-(-n // 1024) for n in (needed + 1024, device.shared_memory()))
-    return f"decoding needs {needed_kb} KB of shared memory, and this GPU has {kb}; {sizes}"
+    return (
+        f"split-KV decoding needs {needed_kb} KB of shared memory, and this GPU has {kb}; {sizes}"
+    )
 
 
 def _decode_tiles(problem: Problem, page: int, stored: str | None) -> Iterator[DecodeTiles]:
