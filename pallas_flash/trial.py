@@ -20,8 +20,8 @@ from pallas_flash.arguments import Problem
 from pallas_flash.backends import Backend
 from pallas_flash.explanation import explain
 from pallas_flash.kernels import device
-from pallas_flash.selfcheck import comparison, records, verdicts
-from pallas_flash.selfcheck.comparison import Verdict
+from pallas_flash.selfcheck import comparison, outcome, records, verdicts
+from pallas_flash.selfcheck.outcome import Verdict
 from pallas_flash.selfcheck.verdicts import Variant
 
 COMMAND = [sys.executable, "-m", "pallas_flash"]  # that does what CASE tells it
@@ -155,7 +155,7 @@ def in_a_process(case: Case, limit: float) -> Finding:
                 out, _ = process.communicate("\n", timeout=limit)
             except subprocess.TimeoutExpired:
                 process.kill()
-                return Finding(comparison.hangs(limit))
+                return Finding(outcome.hangs(limit))
         if process.returncode:
             errors.seek(0)
             return Finding(_died(process.returncode, errors.read()))
@@ -166,7 +166,7 @@ def in_a_process(case: Case, limit: float) -> Finding:
 def _died(status: int, errors: str) -> Verdict:
     """Of a process that ended by itself or by a signal."""
     if status > 0:
-        return Verdict({}, unknown=(errors.strip().splitlines() or ["its process failed"])[-1])
+        return outcome.failed((errors.strip().splitlines() or ["its process failed"])[-1])
     died = f"its process died of {signal.Signals(-status).name}"
     of_itself = -status in (
         signal.SIGABRT,
@@ -209,7 +209,7 @@ def run_case(case: Case, ready: Callable[[], None]) -> Finding:
     try:
         return _measure(case, ready)
     except Exception as error:
-        return Finding(comparison.fails(error))
+        return Finding(outcome.fails(error))
 
 
 def _measure(case: Case, ready: Callable[[], None]) -> Finding:

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_flash import decode, explain, flash_attention, masks, scores
+from pallas_flash import decode, explain, explain_paged, flash_attention, masks, scores
 from pallas_flash.accounting import GPUS
-from pallas_flash.kernels import ampere, device, hopper, mma
+from pallas_flash.kernels import ampere, device, hopper
 from scripts.bench.gpu_code import as_if_on
 
 FAMILIES = dict(hopper=hopper, ampere=ampere)
@@ -102,12 +102,41 @@ def test_one_query_is_decoding_beside_what_changes_no_array(name):
         assert (family.tiles(problem).decode is not None) == is_decoding
 
 
-def test_heads_too_wide_for_decoding_take_the_regular_forward():
-    """Here shared memory of 99 KB does not hold them."""
-    x = shaped(1, 1, 2, 512), *[shaped(1, 300, 2, 512)] * 2
-    problem, pages = explain(*x).problem, [(9, 64, 2, 512)] * 2
-    assert decode.is_decoding(problem) and ampere.tiles(problem).decode is None
-    assert "do not hold its tiles; got H = 512, Hv = 512" in mma.why_no_pages(problem, pages, None)
+SHORT_OF = {  # a GPU, head sizes: who decodes, and what is said of shared memory
+    ("RTX-4090", 576, 512): ("blockwise", 125),
+    ("RTX-5090", 576, 512): ("blockwise", 125),
+    ("RTX-4090", 512, 512): ("ampere", 145),
+    ("A100-80GB", 576, 512): ("ampere", None),
+    ("A100-80GB", 512, 512): ("ampere", None),
+}
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="an older jax lacks the kernels")
+@pytest.mark.parametrize("gpu, head, value", SHORT_OF)
+def test_explain_says_which_gpus_lack_shared_memory_to_decode_wide_heads(gpu, head, value):
+    q, k, v = (shaped(2, n, heads, head) for n, heads in ((1, 8), (4096, 1), (4096, 1)))
+    latent, lengths = head > value, shaped(2, dtype="int32")
+    options = dict(value_size=value) if latent else {}
+    taken, needed = SHORT_OF[gpu, head, value]
+    with as_if_on(GPUS[gpu]):
+        found = explain(q, k, None if latent else v, **options)
+        pages = [shaped(9, 64, 1, head), None if latent else shaped(9, 64, 1, value)]
+        paged = explain_paged(q, *pages, shaped(2, 64, dtype="int32"), lengths, **options)
+    reason = (
+        f"split-KV decoding needs {needed} KB of shared memory, and this GPU has 99; got H = {head}"
+    )
+    said = found.why_not["ampere"] if taken == "blockwise" else found.copies or ""
+    assert found.implementation == taken and (reason in said) == (needed is not None)
+    assert ("registers" in said, said.count("decoding needs")) == (False, int(needed is not None))
+    assert paged.why_not.get("ampere", "").count(reason) == (needed is not None)
+
+
+def test_without_a_gpu_nothing_is_said_of_its_shared_memory(monkeypatch):
+    monkeypatch.setattr(device, "compute_capability", lambda: None)
+    q, k = shaped(2, 1, 8, 576), shaped(2, 4096, 1, 576)
+    for reason in map(explain(q, k, None, value_size=512).why_not.get, FAMILIES):
+        assert "compute capability" in reason
+        assert "registers" not in reason and "shared memory" not in reason
 
 
 # ---- by GPU ----

@@ -69,6 +69,8 @@ FOUND = {  # by what a process does
     "others send: a system short of "
     "memory, say",
     "print('ready', flush=True); input(); exit('no more')": "not checked on this machine: no more",
+    "print('ready', flush=True); input(); exit('CUDA_ERROR_ILLEGAL_ADDRESS')": "wrong on this "
+    "machine: its kernels fault: CUDA_ERROR_ILLEGAL_ADDRESS",
 }
 
 

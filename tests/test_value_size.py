@@ -269,7 +269,8 @@ def test_where_shared_memory_does_not_hold_the_queries_the_reason_says_so(rng, o
     with on("ampere"):
         assert explain(**call, implementation="ampere").tiles.decode.warpgroups == 2
         device.shared_memory = lambda: 99 << 10
-        assert "got H = 576, Hv = 512" in explain(**call).why_not["ampere"]
+        reason = "decoding needs 125 KB of shared memory, and this GPU has 99"
+        assert reason in explain(**call).why_not["ampere"]
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="an older jax lacks the kernels")

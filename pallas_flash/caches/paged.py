@@ -181,7 +181,9 @@ def paged_attention(
       value_size: Hv, with v_pages=None: the values are the first Hv columns of the keys, with their
         scales, as in `flash_attention`.
       implementation: as in `flash_attention`; "hopper" and "ampere" read pages where they lie if
-        they are of 8, 16, 32, or a multiple of 64 keys, keys and values alike in 8 bits or not;
+        they are of 8, 16, 32, or a multiple of 64 keys, of heads that are a multiple of 16, or of
+        more where pages are small, wide or of 8 bits, and keys and values alike in 8 bits or not:
+        `explain_paged` says why not;
         "triton" and "blockwise" any, keys or values alone in 8 bits too. "reference", "flash1" and
         "standard" always copy them.
 

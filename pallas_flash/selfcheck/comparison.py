@@ -15,6 +15,7 @@ from pallas_flash.arguments import Operands, Problem
 from pallas_flash.backends import Backend, Choice
 from pallas_flash.call import Call
 from pallas_flash.kernels import device
+from pallas_flash.selfcheck.outcome import Verdict, before_kernels
 
 # Of trials: with blocks that need a mask, blocks that need none, ragged ones.
 SIZES = dict(batch=2, queries=523, keys=709, heads=8, kv_heads=2, sinks=False)
@@ -30,56 +31,13 @@ EXTRAS = (
     *("a rule", "a mask", "a bias", "a score_mod", "arrays of a score_mod"),
     *("a soft cap", "segment ids"),
 )
-# words in errors of compilers that are not transient
-REFUSALS = "shared memory", "ptxas error", "unimplemented"
-
-
-class Verdict(NamedTuple):
-    """Kernels passed where nothing is wrong or unknown."""
-
-    errors: dict[str, float]
-    wrong: str | None = None  # what is; final
-    unknown: str | None = None  # why they could not be checked; a later check may succeed
-
-    @property
-    def why_not(self) -> str | None:
-        """Why kernels are not run by default; None: they passed."""
-        if self.unknown:
-            return f"not checked on this machine: {self.unknown}"
-        return f"wrong on this machine: {self.wrong}" if self.wrong else None
-
-
-def hangs(limit: float) -> Verdict:
-    return Verdict({}, f"its check did not finish within {limit:g} s")
-
-
-class Refused(Exception):
-    """By a compiler; compiling again would not help."""
-
-
-def fails(error: Exception) -> Verdict:
-    """The verdict of an error: a compiler's refusal is final; any other, as of the GPU, may be
-    transient."""
-    text = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    return (
-        Verdict({}, f"the compiler rejects it: {error}")
-        if isinstance(error, Refused)
-        else Verdict({}, unknown=text)
-    )
 
 
 def compiled(function: Callable, *args) -> Callable:
-    """function(*args), compiled; raises Refused where a compiler rejects it. XLA does not tune the
-    reference's products, which took an H100 67 s for 1.5 s: results.md#self-check."""
+    """function(*args), compiled. XLA does not tune the reference's products, which took an H100
+    67 s for 1.5 s: results.md#self-check."""
     options = {"xla_gpu_autotune_level": "0"} if device.gpu() else None
-    try:
-        return jax.jit(function).lower(*args).compile(options)
-    except Exception as error:
-        if isinstance(error, NotImplementedError) or any(
-            word in str(error).lower() for word in REFUSALS
-        ):
-            raise Refused(str(error).partition("\n")[0]) from error
-        raise
+    return jax.jit(function).lower(*args).compile(options)
 
 
 # ---- how kernels are called ----
@@ -191,7 +149,8 @@ def check(
 ) -> Callable[[], Verdict]:
     """Compiles the kernels and the reference in float32 on small problems of the same variant, and
     returns the function that runs and compares them."""
-    pairs = [_programs(backend, entry, *trial(problem, sizes)) for sizes in trials]
+    with before_kernels():
+        pairs = [_programs(backend, entry, *trial(problem, sizes)) for sizes in trials]
 
     def verdict():
         errors = [_errors(*pair) for pair in pairs]
@@ -227,7 +186,9 @@ def program(backend: Backend, results: Callable, problem: Problem, *arrays) -> C
 
 
 def _errors(kernels: Callable, reference: Callable) -> dict[str, float]:
-    ours, expected = jax.device_get(kernels()), jax.device_get(reference())
+    with before_kernels():  # this shows whether the process can use the GPU
+        expected = jax.device_get(reference())
+    ours = jax.device_get(kernels())
     return {name: error(x, expected[name]) for name, x in ours.items()}
 
 

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import jax
 
 from pallas_flash.kernels import device
+from pallas_flash.selfcheck import attempts
+from pallas_flash.selfcheck.attempts import Attempt
 
 
 class Machine(NamedTuple):
@@ -98,8 +100,8 @@ def read(variant: Any, machine: Machine) -> dict[str, Any] | None:
 
 
 def write(variant: Any, machine: Machine, found: dict[str, Any]) -> str | None:
-    """Writes what was found, whole or not at all, whoever else writes the same. Returns why it
-    cannot, if it cannot."""
+    """Writes what was found, whole or not at all, whoever else writes the same, and forgets
+    unfinished checks. Returns why it cannot, if it cannot."""
     record = json.dumps(variant._asdict() | machine._asdict() | found, indent=1)
     try:
         path = _path(variant, machine)
@@ -109,7 +111,22 @@ def write(variant: Any, machine: Machine, found: dict[str, Any]) -> str | None:
         os.replace(file.name, path)
     except (OSError, RuntimeError) as error:
         return str(error)
+    attempts.forget(path)
     return None
+
+
+def unfinished(variant: Any, machine: Machine) -> Attempt | None:
+    """The last check that ended with its process."""
+    with contextlib.suppress(RuntimeError):
+        return attempts.unfinished(_path(variant, machine))
+    return None
+
+
+def begin(variant: Any, machine: Machine) -> contextlib.AbstractContextManager:
+    """Within, a check is on file, which stays there if it ends the process."""
+    with contextlib.suppress(RuntimeError):
+        return attempts.begin(_path(variant, machine))
+    return contextlib.nullcontext()
 
 
 def _path(variant: Any, machine: Machine) -> pathlib.Path:

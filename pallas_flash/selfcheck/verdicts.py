@@ -17,10 +17,12 @@ from pallas_flash import decode
 from pallas_flash.arguments import Problem
 from pallas_flash.backends import Backend
 from pallas_flash.kernels import device
-from pallas_flash.selfcheck import comparison, records
-from pallas_flash.selfcheck.comparison import FLASH_ATTENTION, EntryPoint, Verdict
+from pallas_flash.selfcheck import comparison, outcome, records
+from pallas_flash.selfcheck.comparison import FLASH_ATTENTION, EntryPoint
+from pallas_flash.selfcheck.outcome import Verdict
 
 LIMIT = 300  # seconds; kernels that run longer hang
+CRASHES = 2  # checks that ended with their process: one may have been killed, by a scheduler say
 AGAIN = 10  # a check that could not finish is repeated after this many times its duration
 
 _log = logging.getLogger("pallas_flash")
@@ -107,12 +109,17 @@ def _trusts() -> bool:
 
 
 def _recorded(variant: Variant, machine: records.Machine) -> Verdict | None:
-    record = records.read(variant, machine)
-    return None if record is None else Verdict(**{name: record[name] for name in Verdict._fields})
+    if saved := records.read(variant, machine):
+        return Verdict(**{name: saved[name] for name in Verdict._fields})
+    last = records.unfinished(variant, machine)
+    if last is None or last.number < CRASHES:
+        return None
+    record(variant, machine, verdict := outcome.crashes(last))
+    return verdict
 
 
-def record(variant: Variant, machine: records.Machine, verdict: Verdict):
-    """What is unknown is no finding."""
+def record(variant: Variant, machine: records.Machine, verdict: Verdict) -> bool:
+    """What is unknown is no finding. Whether a later process knows the verdict."""
     why_not = None if verdict.unknown else records.write(variant, machine, verdict._asdict())
     if why_not:
         _log.warning(
@@ -120,6 +127,7 @@ def record(variant: Variant, machine: records.Machine, verdict: Verdict):
             variant,
             why_not,
         )
+    return not (why_not or verdict.unknown)
 
 
 def _run_check(
@@ -130,33 +138,46 @@ def _run_check(
     machine: records.Machine,
 ) -> Verdict:
     """Tells the user, checks the kernels and records the verdict."""
+    _announce(variant, machine)
+    start = time.monotonic()
+    with records.begin(variant, machine):
+        verdict, gpu_is_lost = _check(backend, problem, entry)
+        is_recorded = record(variant, machine, verdict)
+    now = time.monotonic()
+    _again[variant, machine] = now + AGAIN * (now - start)
+    if gpu_is_lost:
+        _known[variant, machine] = verdict
+        raise RuntimeError(_lost(variant, machine, verdict, is_recorded))
+    return verdict
+
+
+def _announce(variant: Variant, machine: records.Machine):
     _log.warning(
         "pallas_flash: one-time self-check of %s on this %s (python -m pallas_flash runs it ahead "
-        "of time)",
+        "of time, in an isolated process)",
         variant,
         machine.gpu,
     )
-    start = time.monotonic()
+    if last := records.unfinished(variant, machine):
+        _log.warning(
+            "pallas_flash: its last self-check ended with the process (%s); if this one does too, "
+            "later processes will not take %s",
+            last,
+            variant.implementation,
+        )
+
+
+def _check(backend: Backend, problem: Problem, entry: EntryPoint) -> tuple[Verdict, bool]:
+    """And whether this process can no longer use the GPU."""
     try:
         sizes = comparison.trials(problem, entry)
         # compilers may be slow
         ready = _in_a_thread(lambda: comparison.check(backend, problem, sizes, entry))
-        verdict = _in_a_thread(ready, LIMIT)
+        return _in_a_thread(ready, LIMIT), False
     except TimeoutError:
-        _known[variant, machine] = comparison.hangs(LIMIT)
-        record(variant, machine, comparison.hangs(LIMIT))
-        raise RuntimeError(
-            f"the self-check of {variant} on this {machine.gpu} did not finish within {LIMIT} s, "
-            "and the GPU may hang. Restart the process: it will no longer take "
-            f"{variant.implementation}. PALLAS_FLASH_IMPLEMENTATION selects an implementation for "
-            "all calls."
-        ) from None
+        return outcome.hangs(LIMIT), True
     except Exception as error:
-        verdict = comparison.fails(error)
-    now = time.monotonic()
-    _again[variant, machine] = now + AGAIN * (now - start)
-    record(variant, machine, verdict)
-    return verdict
+        return outcome.fails(error), outcome.loses_gpu(error)
 
 
 def _in_a_thread(f: Callable, limit: float | None = None):
@@ -180,4 +201,13 @@ def _warning(variant: Variant, machine: records.Machine, why_not: str) -> str:
         f"pallas_flash: self-check of {variant} failed on this {machine.gpu}: {why_not}. Falling "
         "back to the next implementation, which explain() names; python -m pallas_flash checks "
         "again."
+    )
+
+
+def _lost(variant: Variant, machine: records.Machine, verdict: Verdict, is_recorded: bool) -> str:
+    then = f"it will no longer take {variant.implementation}" if is_recorded else "it checks again"
+    return (
+        f"the self-check of {variant} failed on this {machine.gpu}: {verdict.why_not}. This "
+        f"process can no longer use the GPU. Restart the process: {then}. "
+        "PALLAS_FLASH_IMPLEMENTATION selects an implementation for all calls."
     )

@@ -20,9 +20,9 @@ def copies(problem: Problem) -> str | None:
     """What XLA pads for the kernels in each call, or None."""
     t = tiles(problem)
     if t.decode is not None:
-        return mma.copies(problem, is_decoding=True)
+        return mma.copies(problem, by_decoding=True)
     block_q = 1 if t.forward.copies_q else t.forward.block_q
-    return mma.copies(problem, is_decoding=False, block_q=block_q)
+    return mma.copies(problem, by_decoding=False, block_q=block_q)
 
 
 def remark() -> str | None:

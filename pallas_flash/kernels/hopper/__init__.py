@@ -18,7 +18,7 @@ def copies(problem: Problem) -> str | None:
     None."""
     p, t = problem, tiles(problem)
     if t.decode:
-        return mma.copies(p, is_decoding=True)
+        return mma.copies(p, by_decoding=True)
     length = lambda n: (n, padded_length(n))
     width = lambda n: (n, padded_size(n, t.forward.swizzle))
     return operations.copies(

@@ -2,13 +2,15 @@
 gradients of scores."""
 
 from pallas_flash.arguments import Problem
+from pallas_flash.decode import is_decoding
 from pallas_flash.decode import why_not as why_no_single_tile
+from pallas_flash.kernels import joined
 from pallas_flash.kernels.mma.tuning import (
     decode_tiles,
     padded_length,
     page_columns,
     score_tiles,
-    tiles_if_decoding,
+    why_no_decoding,
     widths,
 )
 from pallas_flash.kernels.mosaic import operations
@@ -20,9 +22,9 @@ def why_not(problem: Problem, multiply: str, widest: int) -> str | None:
     """`operations.why_not` of a family of kernels that know heads up to `widest`: its decoding, by
     mma, knows wider ones."""
     p = problem
-    if tiles_if_decoding(p) is not None:
-        widest = max(widest, p.head_size, p.value_size)
-    return operations.why_not(p, multiply, widest)
+    if p.head_size <= widest or not is_decoding(p):
+        return operations.why_not(p, multiply, widest)
+    return joined(operations.why_not(p, multiply, p.head_size), why_no_decoding(p))
 
 
 def why_no_pages(problem: Problem, shapes: tuple, dtype: str | None) -> str | None:
@@ -38,19 +40,18 @@ def why_no_pages(problem: Problem, shapes: tuple, dtype: str | None) -> str | No
             f"it copies pages of {page} keys{of} of heads of a multiple of {columns}; got H = "
             f"{p.head_size}, Hv = {p.value_size}"
         )
-    if decode_tiles(p, page, dtype) is None:
-        sizes = f"H = {p.head_size}, Hv = {p.value_size}"
-        return f"shared memory or registers do not hold its tiles; got {sizes}"
-    return why_no_single_tile(p)
+    return why_no_decoding(p, page, dtype) or why_no_single_tile(p)
 
 
-def copies(problem: Problem, is_decoding: bool, block_q: int = 1) -> str | None:
+def copies(problem: Problem, by_decoding: bool, block_q: int = 1) -> str | None:
     """What XLA pads for kernels by mma in each call, of queries whole blocks; or None."""
     p, length = problem, lambda n: (n, padded_length(n))
     width, value_width = widths(p)
     sizes = dict(S=length(p.keys), H=(p.head_size, width), Hv=(p.value_size, value_width))
-    if not is_decoding:
-        return operations.copies(T=(p.queries, padded_length(p.queries, block_q)), **sizes)
+    if not by_decoding:
+        padded = operations.copies(T=(p.queries, padded_length(p.queries, block_q)), **sizes)
+        reason = why_no_decoding(p) if is_decoding(p) else None
+        return f"{padded}, for the forward: {reason}" if padded and reason else padded
     if p.values_are_keys:
         del sizes["Hv"]
     return operations.copies(**sizes)  # its rows are few

@@ -1,7 +1,7 @@
 """How kernels by mma tile a problem: tables, and which row a problem takes."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from pallas_flash import decode
@@ -163,6 +163,26 @@ def decode_tiles(
     """As many stages as shared memory holds beside q, and beside a block in 16 bits where keys and
     values are stored in 8, of blocks so large that there are three, or else two. None where it
     holds none of these, or registers no O."""
+    sizes = _decode_tiles(problem, page, stored)
+    return next((t for t in sizes if t.shared_bytes <= _shared_memory()), None)
+
+
+def why_no_decoding(problem: Problem, page: int = ROWS, stored: str | None = None) -> str | None:
+    """Why `decode_tiles` are None; None where they are not, or where there is no GPU to ask."""
+    p, sizes = problem, f"got H = {problem.head_size}, Hv = {problem.value_size}"
+    needed = min((t.shared_bytes for t in _decode_tiles(p, page, stored)), default=None)
+    if needed is None:
+        return f"values of more than {2 * SLICE} columns do not fit into registers; {sizes}"
+    if needed <= _shared_memory() or not (device.compute_capability() or device.interpret):
+        return None
+    needed_kb, kb = (-(-n // 1024) for n in (needed + 1024, device.shared_memory()))
+    return (
+        f"split-KV decoding needs {needed_kb} KB of shared memory, and this GPU has {kb}; {sizes}"
+    )
+
+
+def _decode_tiles(problem: Problem, page: int, stored: str | None) -> Iterator[DecodeTiles]:
+    """What registers hold, the best first."""
     p, size = problem, 1 if stored else 2
     width, value_width = widths(p)
     count = -(-value_width // SLICE)
@@ -193,8 +213,7 @@ def decode_tiles(
     most = 32 if count > 1 else WIDE if sliced[1] > 128 else 32 if is_wide else ROWS
     sizes = [block_k for block_k in (ROWS, 32, WIDE) if block_k <= most and count <= 2]
     of_stages = itertools.product(((6, 5, 4, 3), (2,)), sizes)
-    found = (tiles(block_k, n) for each, block_k in of_stages for n in each)
-    return next((t for t in found if t.shared_bytes <= _shared_memory()), None)
+    return (tiles(block_k, n) for each, block_k in of_stages for n in each)
 
 
 def tiles_if_decoding(problem: Problem) -> DecodeTiles | None:
