@@ -50,13 +50,14 @@ def empty_scales(shape, dtype) -> Array | None:
     return jnp.zeros(shape[:-1], jnp.float32) if is_quantised(dtype) else None
 
 
-def written(cache: Any, to, key: Float[Array, "B T K H"], value: Float[Array, "B T K H"] | None):
-    """The cache with keys, and values unless they are None, in the slots with the index `to`, in
-    its own dtype; what has no slot is dropped."""
-    new = dict(key=key) if value is None else dict(key=key, value=value)
+def written(cache: Any, to, **tokens: Float[Array, "B T K H"] | None):
+    """The cache with keys, and values unless they are None, each under its field's name, in the
+    slots with the index `to`, in its own dtype; what has no slot is dropped."""
+    new = {name: x for name, x in tokens.items() if x is not None}
     for name, x in list(new.items()):
-        if getattr(cache, f"{name}_scale") is not None:
-            new[name], new[f"{name}_scale"] = quantised(x, getattr(cache, name).dtype)
+        scales = f"{name[0]}_scales"
+        if getattr(cache, scales) is not None:
+            new[name], new[scales] = quantised(x, getattr(cache, name).dtype)
 
     def write(slots, x):
         found = (

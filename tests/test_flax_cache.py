@@ -67,7 +67,7 @@ def test_a_cache_gives_what_the_whole_text_gives_however_long(kind, rng):
     model, x = layer(qk_norm=True, **options), tokens(rng)
     y, cache = in_steps(model, x, make(model, LENGTH))
     np.testing.assert_allclose(y, at_once(model, x), atol=2e-6)
-    assert cache.length.tolist() == [LENGTH] * B
+    assert cache.lengths.tolist() == [LENGTH] * B
     assert kind != "rolling" or cache.key.shape[1] == 128 < LENGTH
     assert kind != "in pages" or cache.users.tolist() == [1] * 38
 
@@ -89,7 +89,7 @@ def test_rows_go_on_from_their_own_lengths_whatever_was_beyond_them(kind, rng):
     prompts = jnp.where(np.arange(10)[:, None] < lengths[:, None, None], x[:, :10], jnp.nan)
     step = jax.jit(lambda x, cache, lengths: model(x, cache=cache, lengths=lengths))
     first, cache = step(prompts, make(model, 24), lengths)
-    assert cache.length.tolist() == lengths.tolist()
+    assert cache.lengths.tolist() == lengths.tolist()
     following = np.stack([x[b, n : n + 4] for b, n in enumerate(lengths)])
     y, _ = step(jnp.pad(following, ((0, 0), (0, 6), (0, 0))), cache, np.array([4, 4], np.int32))
     expected = at_once(model, x)
@@ -101,7 +101,7 @@ def test_rows_go_on_from_their_own_lengths_whatever_was_beyond_them(kind, rng):
 def test_tokens_that_find_no_page_get_nan_and_the_others_stay_right(rng):
     model, x = layer(), tokens(rng, 20)
     y, cache = in_steps(model, x, paged_cache(B, LENGTH, 2, 6, pages=4, page=8, dtype="float32"))
-    assert cache.length.tolist() == [16, 16] and jnp.isnan(y[:, 16:]).all()
+    assert cache.lengths.tolist() == [16, 16] and jnp.isnan(y[:, 16:]).all()
     np.testing.assert_allclose(y[:, :16], at_once(model, x)[:, :16], atol=2e-6)
 
 
@@ -111,7 +111,7 @@ def test_a_quantised_cache_gives_nearly_what_the_whole_text_gives(kind, dtype, r
     options, make = KINDS[kind]
     model, x = layer(**options), tokens(rng)
     y, cache = in_steps(model, x, make(model, LENGTH, dtype))
-    assert cache.key.dtype == dtype and cache.length.tolist() == [LENGTH] * B
+    assert cache[0].dtype == dtype and cache.lengths.tolist() == [LENGTH] * B
     error = jnp.linalg.norm(y - at_once(model, x)) / jnp.linalg.norm(y)
     assert 1e-4 < error < dict(int8=0.01, float8_e4m3fn=0.05, float8_e5m2=0.1)[dtype]
 
@@ -124,7 +124,7 @@ def test_tokens_without_room_in_a_quantised_cache_get_nan_and_padding_is_not_kep
         model.init_cache(B, 10, jnp.int8),
         np.array([10, 4], np.int32),
     )
-    assert cache.key.shape[1] == 64 and not jnp.isnan(cache.key_scale).any()
+    assert cache.key.shape[1] == 64 and not jnp.isnan(cache.k_scales).any()
     x = jnp.stack([x[0, 10:70], x[1, 4:64]])
     y, _ = jax.jit(lambda x, cache: model(x, cache=cache))(x, cache)
     assert (
@@ -173,8 +173,8 @@ def test_on_a_mesh_with_explicit_axes_a_cache_stays_where_it_lies(kind, rng):
     by_head = lambda path, w: place(w, *heads.get(path[0].key, P(None, "model")))
     rows = None if kind == "in pages" else "data"
     places = dict.fromkeys(
-        ("key", "value", "key_scale", "value_scale"), P(rows, None, "model")
-    ) | dict(length=P(rows))
+        ("key", "value", "k_pages", "v_pages", "k_scales", "v_scales"), P(rows, None, "model")
+    ) | dict(lengths=P(rows))
     cache = cache_of(kind, model, 9)
     placed = cache._replace(
         **{
@@ -197,7 +197,7 @@ def test_on_a_mesh_with_explicit_axes_a_cache_stays_where_it_lies(kind, rng):
         jax.tree_util.tree_map_with_path(by_head, params), place(x, "data"), placed
     )
     np.testing.assert_allclose(y, expected, atol=2e-6)
-    np.testing.assert_array_equal(filled.length, full.length)
+    np.testing.assert_array_equal(filled.lengths, full.lengths)
     assert jax.tree.map(jax.typeof, filled) == jax.tree.map(jax.typeof, placed)
 
 
@@ -274,7 +274,7 @@ def test_lengths_beyond_the_tokens_keep_no_more_than_there_are(rng):
     for kind in KINDS:
         cache = cache_of(kind, model, 9)
         _, kept = model(x, cache=cache, lengths=[9, 2])
-        assert kept.length.tolist() == [4, 2]
+        assert kept.lengths.tolist() == [4, 2]
 
 
 def test_a_window_of_numpy_is_one(rng):

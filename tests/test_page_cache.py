@@ -31,8 +31,8 @@ def filled(cache, rng, counts):
 
 
 def holds(cache, b, row):
-    length = int(cache.length[b])
-    keys = np.asarray(cache.key[cache.table[b]]).reshape(-1, K, H)[:length]
+    length = int(cache.lengths[b])
+    keys = np.asarray(cache.k_pages[cache.page_table[b]]).reshape(-1, K, H)[:length]
     np.testing.assert_array_equal(keys, row[:length])
     return length
 
@@ -71,14 +71,14 @@ def test_shared_pages_are_free_when_the_last_row_releases_them(rng):
 def test_more_tokens_than_there_are_count_as_those_and_fewer_than_none_as_none(rng):
     cache = empty(8)
     new = jnp.ones((B, 3, K, H))
-    assert cache.append(new, new, count=[9, -1, 2]).length.tolist() == [3, 0, 2]
+    assert cache.append(new, new, count=[9, -1, 2]).lengths.tolist() == [3, 0, 2]
 
 
 @pytest.mark.parametrize("source, target", [(0, 3), (0, -1), (-1, 1), (3, 1)])
 def test_to_share_with_no_row_changes_nothing_where_it_is_traced(source, target, rng):
     cache, _ = filled(empty(6), rng, [(5, 3, 0)] * 2)
     shared = jax.jit(type(cache).share)(cache, source, target)
-    for name in ("table", "length", "users"):
+    for name in ("page_table", "lengths", "users"):
         np.testing.assert_array_equal(getattr(shared, name), getattr(cache, name))
 
 

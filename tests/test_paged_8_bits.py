@@ -196,14 +196,14 @@ def test_beside_a_cache_in_8_bits_nothing_wider_is_in_memory(stored, part, monke
     def step(cache, q, new):
         cache, scales = (
             cache.append(new, new),
-            dict(k_scales=cache.key_scale, v_scales=cache.value_scale),
+            dict(k_scales=cache.k_scales, v_scales=cache.v_scales),
         )
         return paged_attention(
             q,
-            cache.key,
-            cache.value,
-            cache.table,
-            cache.length,
+            cache.k_pages,
+            cache.v_pages,
+            cache.page_table,
+            cache.lengths,
             implementation="blockwise",
             **scales,
         ), cache
@@ -224,6 +224,8 @@ def test_the_output_of_a_cache_in_8_bits_errs_by_1_4_and_8_percent(rng):
             1, 2048, 8, 128, pages=32, dtype=stored, **more
         ).append(k, v)
         cache = jax.jit(make)(k, v)
-        options = dict(k_scales=cache.key_scale, v_scales=cache.value_scale, is_causal=False)
-        o = paged_attention(q, cache.key, cache.value, cache.table, cache.length, **options)
+        options = dict(k_scales=cache.k_scales, v_scales=cache.v_scales, is_causal=False)
+        o = paged_attention(
+            q, cache.k_pages, cache.v_pages, cache.page_table, cache.lengths, **options
+        )
         assert jnp.linalg.norm(o - exact) < stated * jnp.linalg.norm(exact)

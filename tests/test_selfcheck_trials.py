@@ -287,8 +287,10 @@ def test_a_call_with_pages_takes_no_kernel_that_was_found_right_without_them(mon
     )
     monkeypatch.setattr(verdicts, "why_not", why_not)
     cache = paged_cache(4, 16, 2, 16, pages=8, page=8, dtype="int8")
-    scales = dict(k_scales=cache.key_scale, v_scales=cache.value_scale)
-    paged_attention(fakes.QUERY[:, :1], cache.key, cache.value, cache.table, cache.length, **scales)
+    scales = dict(k_scales=cache.k_scales, v_scales=cache.v_scales)
+    paged_attention(
+        fakes.QUERY[:, :1], cache.k_pages, cache.v_pages, cache.page_table, cache.lengths, **scales
+    )
     assert asked[-1][1] == "pages of 8 int8"
 
 

@@ -283,20 +283,22 @@ def test_ragged_tokens_on_an_explicit_mesh_are_spread_by_heads(name, rng):
         cache = cache.append(key, key, cu_seqlens=ends)
         mod = lambda s, b, h, i, j: s + slopes[b, h] * (i - j)
         more = dict(cu_seqlens_q=ends, score_mod=mod, implementation=name, return_residual=True)
-        pages = cache.key, cache.value, cache.table, cache.length
+        pages = cache.k_pages, cache.v_pages, cache.page_table, cache.lengths
         return paged_attention(query, *pages, **more), cache
 
-    placed = place_cache(cache, dict.fromkeys(("key", "value"), P(None, None, "model")))
+    placed = place_cache(cache, dict.fromkeys(("k_pages", "v_pages"), P(None, None, "model")))
     (o, lse), spread = jax.jit(step)(*place(heads, query, key), placed)
     equal(((o, lse), spread), jax.jit(step)(query, key, cache))
     assert jax.typeof(o).sharding.spec[1] == "model"
-    assert jax.typeof(spread.key) == jax.typeof(placed.key)
+    assert jax.typeof(spread.k_pages) == jax.typeof(placed.k_pages)
 
 
 def test_a_cache_whose_table_lies_by_batch_reserves_appends_shares_and_releases(rng):
     cache = paged_cache(4, 24, 2, 8, pages=9, page=8, dtype="float32")
     new = normal(rng, 4, 9, 2, 8)
-    placed = place_cache(cache, dict(key=P(None, None, "model"), table=P("data"), length=P("data")))
+    placed = place_cache(
+        cache, dict(k_pages=P(None, None, "model"), page_table=P("data"), lengths=P("data"))
+    )
 
     def used(cache, new, count, rows):
         cache = cache.reserve(count).append(new, new, count).share(0, 3)

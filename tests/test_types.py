@@ -43,7 +43,7 @@ assert_type(both, tuple[Array, Array, Array])
 either = flash_attention(q, k, v, return_residual=bool(q.ndim))
 assert_type(either, Array | tuple[Array, Array] | tuple[Array, Array, Array])
 assert_type(ours(jnp.ones((1, 5, 512))), Array)
-assert_type(ours(jnp.ones((1, 5, 512)), cache=ours.init_cache(1, 9))[1].length, Array)
+assert_type(ours(jnp.ones((1, 5, 512)), cache=ours.init_cache(1, 9))[1].lengths, Array)
 assert_type(ours(jnp.ones((1, 5, 512)), cache=ours.init_rolling_cache(1, 9))[1], RollingCache)
 flash_attention(q, k, v, implementation="xla")
 flash_attention(q, k, v, implementation="none of them")  # type: ignore[call-overload]

@@ -203,7 +203,8 @@ def paged_attention(
       >>> new = jnp.ones((2, 20, 2, 16))  # [B, T, K, H]
       >>> cache = paged_cache(**sizes, dtype=jnp.float32).append(new, new)
       >>> query = jnp.ones((2, 1, 8, 16))  # the newest token of each row
-      >>> paged_attention(query, cache.key, cache.value, cache.table, cache.length).shape
+      >>> pages = cache.k_pages, cache.v_pages, cache.page_table
+      >>> paged_attention(query, *pages, cache.lengths).shape
       (2, 1, 8, 16)
     """
     call = dict(locals())

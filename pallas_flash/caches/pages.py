@@ -18,25 +18,26 @@ from pallas_flash.devices import sharding
 
 
 class PagedCache(NamedTuple):
-    """Keys and values in P pages. Key i of row b is key[table[b, i // page], i % page]; an entry
-    without a page is P.
+    """Keys and values in P pages. Key i of row b is k_pages[page_table[b, i // page], i % page];
+    an entry without a page is P. The fields have the names of `paged_attention`'s arguments.
 
     Its methods return a new cache and change nothing, so that they may be called inside of
     jax.jit."""
 
-    key: Real[Array, "P page K H"]
+    k_pages: Real[Array, "P page K H"]
     # of another dtype, where one of the two is in 8 bits; None: columns of the keys
-    value: Real[Array, "P page K H"] | None
-    table: Int[Array, "B pages"]
-    length: Int[Array, "B"]  # keys of each row
+    v_pages: Real[Array, "P page K H"] | None
+    page_table: Int[Array, "B pages"]
+    lengths: Int[Array, "B"]  # keys of each row
     users: Int[Array, "P"]  # how many rows have each page
-    key_scale: Float[Array, "P page K"] | None = None  # of a cache in 8 bits
-    value_scale: Float[Array, "P page K"] | None = None
+    k_scales: Float[Array, "P page K"] | None = None  # of a cache in 8 bits
+    v_scales: Float[Array, "P page K"] | None = None
 
     @property
     def room(self) -> Int[Array, "B"]:
         """How many keys the pages of each row hold."""
-        return jnp.sum(self.table < self.key.shape[0], 1, dtype=jnp.int32) * self.key.shape[1]
+        P, page = self.k_pages.shape[:2]
+        return jnp.sum(self.page_table < P, 1, dtype=jnp.int32) * page
 
     def reserve(self, tokens: Int[AnyArray, "#B"] | int) -> "PagedCache":
         """The cache with pages for `tokens` more tokens of each row, as long as there are free
@@ -53,11 +54,11 @@ class PagedCache(NamedTuple):
         """The cache with the first `count` of T tokens added to each row, by default all, in pages
         as `reserve` gives them. With cu_seqlens, int32 [B + 1], key and value are [T, K, H], and
         row b takes the tokens from cu_seqlens[b] up to, not including, cu_seqlens[b + 1]. Tokens
-        for which there is no room are left out; `length` says how many there are."""
-        B, key = len(self.table), checks.array("key", key)
-        new, slots_of = dict(key=key), dict(key=self.key)
-        if self.value is not None:
-            new["value"], slots_of["value"] = checks.array("value", value), self.value
+        for which there is no room are left out; `lengths` says how many there are."""
+        B, key = len(self.page_table), checks.array("key", key)
+        new, slots_of = dict(key=key), dict(key=self.k_pages)
+        if self.v_pages is not None:
+            new["value"], slots_of["value"] = checks.array("value", value), self.v_pages
         elif value is not None:
             raise ValueError("value must be None to match the cache, whose values are its keys'.")
         rows, letters = ((B,), "[B, T, K, H]") if cu_seqlens is None else ((), "[T, K, H]")
@@ -84,9 +85,9 @@ class PagedCache(NamedTuple):
     def release(self, rows: Bool[AnyArray, "B"]) -> "PagedCache":
         """The cache with these rows empty; their pages that no other row has are free again."""
         rows = jnp.asarray(rows)
-        if rows.dtype != bool or rows.shape != self.length.shape:
+        if rows.dtype != bool or rows.shape != self.lengths.shape:
             raise ValueError(
-                f"rows must be bool [B] = {self.length.shape}, True: release; got {rows.dtype} "
+                f"rows must be bool [B] = {self.lengths.shape}, True: release; got {rows.dtype} "
                 f"{rows.shape}."
             )
         return _changed(_released, self, rows=rows)
@@ -103,7 +104,7 @@ class PagedCache(NamedTuple):
                 name: checks.ints(name, row)
                 for name, row in dict(source=source, target=target).items()
             },
-            len(self.table),
+            len(self.page_table),
         )
         for name, row in rows.items():
             if row.shape:
@@ -116,7 +117,7 @@ class PagedCache(NamedTuple):
 
     def _by_row(self, name: str, x) -> Int[Array, "B"]:
         """A number for each row, given so or as one for all."""
-        x, shape = checks.ints(name, x), self.length.shape
+        x, shape = checks.ints(name, x), self.lengths.shape
         if x.shape not in (shape, (1,), ()):
             raise ValueError(
                 f"{name} must be int32 [B] = {shape}, or one for all rows; got {x.shape}."
@@ -125,9 +126,9 @@ class PagedCache(NamedTuple):
 
 
 def _changed(change: Callable, cache: PagedCache, **arrays) -> PagedCache:
-    """change(cache, **arrays), which changes table, length and users; on a mesh with explicit axes,
-    meanwhile, each device has these whole."""
-    numbers = dict(table=cache.table, length=cache.length, users=cache.users)
+    """change(cache, **arrays), which changes page_table, lengths and users; on a mesh with explicit
+    axes, meanwhile, each device has these whole."""
+    numbers = {name: getattr(cache, name) for name in ("page_table", "lengths", "users")}
     mesh = sharding.find_explicit(sharding.collect_meshes(jax.tree.leaves((cache, arrays))))
     if mesh is None:
         return change(cache, **arrays)
@@ -143,37 +144,37 @@ def _changed(change: Callable, cache: PagedCache, **arrays) -> PagedCache:
 
 
 def _reserved(cache: PagedCache, *, tokens) -> PagedCache:
-    P, page = cache.key.shape[:2]
-    held, number = cache.room // page, jnp.arange(cache.table.shape[1], dtype=jnp.int32)[None]
-    more = jnp.maximum(-(-(cache.length + tokens) // page) - held, 0)
+    P, page = cache.k_pages.shape[:2]
+    held, number = cache.room // page, jnp.arange(cache.page_table.shape[1], dtype=jnp.int32)[None]
+    more = jnp.maximum(-(-(cache.lengths + tokens) // page) - held, 0)
     wanted = (number >= held[:, None]) & (number < (held + more)[:, None])
     order = jnp.argsort(cache.users > 0, stable=True).astype(jnp.int32)  # free pages first
     nth = jnp.cumsum(wanted.ravel(), dtype=jnp.int32).reshape(wanted.shape) - 1
     given = wanted & (nth < jnp.sum(cache.users == 0, dtype=jnp.int32))
-    table = jnp.where(given, order[jnp.clip(nth, 0, P - 1)], cache.table)
+    table = jnp.where(given, order[jnp.clip(nth, 0, P - 1)], cache.page_table)
     users = cache.users.at[jnp.where(given, table, P)].add(1, mode="drop")
-    return cache._replace(table=table, users=users)
+    return cache._replace(page_table=table, users=users)
 
 
 def _released(cache: PagedCache, *, rows) -> PagedCache:
-    P = cache.key.shape[0]
-    users = cache.users.at[jnp.where(rows[:, None], cache.table, P)].add(-1, mode="drop")
-    table = jnp.where(rows[:, None], P, cache.table)
-    return cache._replace(table=table, users=users, length=jnp.where(rows, 0, cache.length))
+    P = cache.k_pages.shape[0]
+    users = cache.users.at[jnp.where(rows[:, None], cache.page_table, P)].add(-1, mode="drop")
+    table = jnp.where(rows[:, None], P, cache.page_table)
+    return cache._replace(page_table=table, users=users, lengths=jnp.where(rows, 0, cache.lengths))
 
 
 def _shared(cache: PagedCache, *, source, target) -> PagedCache:
-    (P, page), B = cache.key.shape[:2], len(cache.table)
+    (P, page), B = cache.k_pages.shape[:2], len(cache.page_table)
     rows = (jnp.arange(B, dtype=jnp.int32) == target) & (0 <= source) & (source < B)
-    full, pages = cache.length[source] // page, cache.table[source]
+    full, pages = cache.lengths[source] // page, cache.page_table[source]
     entries = jnp.where(jnp.any(rows) & (jnp.arange(len(pages), dtype=jnp.int32) < full), pages, P)
     cache = _released(cache, rows=rows)
-    table, length = (
-        jnp.where(rows[:, None], entries, cache.table),
-        jnp.where(rows, full * page, cache.length),
+    table, lengths = (
+        jnp.where(rows[:, None], entries, cache.page_table),
+        jnp.where(rows, full * page, cache.lengths),
     )
     return cache._replace(
-        table=table, length=length, users=cache.users.at[entries].add(1, mode="drop")
+        page_table=table, lengths=lengths, users=cache.users.at[entries].add(1, mode="drop")
     )
 
 
@@ -195,13 +196,13 @@ def _appended_ragged(cache: PagedCache, *, key, cu_seqlens, value=None) -> tuple
 def _with_tokens(cache: PagedCache, count, row, token, is_real, key, value) -> PagedCache:
     """With `count` [B] more tokens of each row; key and value are those with these rows and, among
     the row's, these numbers."""
-    (P, page), pages, start = cache.key.shape[:2], cache.table.shape[1], cache.length
+    (P, page), pages, start = cache.k_pages.shape[:2], cache.page_table.shape[1], cache.lengths
     cache = _reserved(cache, tokens=count)
-    length = jnp.minimum(start + count, cache.room).astype(start.dtype)
+    lengths = jnp.minimum(start + count, cache.room).astype(start.dtype)
     at = start[row] + token
-    entry = cache.table[row, jnp.minimum(at // page, pages - 1)]
-    to = jnp.where(is_real & (at < length[row]), entry, P), at % page
-    return quantised.written(cache, to, key, value)._replace(length=length)
+    entry = cache.page_table[row, jnp.minimum(at // page, pages - 1)]
+    to = jnp.where(is_real & (at < lengths[row]), entry, P), at % page
+    return quantised.written(cache, to, k_pages=key, v_pages=value)._replace(lengths=lengths)
 
 
 def paged_cache(
@@ -226,8 +227,8 @@ def paged_cache(
     CPU float8 is copied whole in each call, int8 is not.
 
     With values_are_keys the cache holds keys alone, of which `paged_attention` takes the first
-    columns as values: append(key, None), and paged_attention(query, cache.key, None, cache.table,
-    cache.length, value_size=...).
+    columns as values: append(key, None), and paged_attention(query, cache.k_pages, None,
+    cache.page_table, cache.lengths, value_size=...).
 
     Examples:
       >>> import jax.numpy as jnp
@@ -235,7 +236,7 @@ def paged_cache(
       >>> cache = paged_cache(2, 64, kv_heads=2, head_size=16, pages=10, page=8)
       >>> new = jnp.ones((2, 20, 2, 16))  # [B, T, K, H]
       >>> cache = cache.append(new, new, count=jnp.array([20, 3]))
-      >>> cache.length.tolist(), cache.room.tolist()
+      >>> cache.lengths.tolist(), cache.room.tolist()
       ([20, 3], [24, 8])
     """
     if page % PAGE or page <= 0:

@@ -193,7 +193,7 @@ class FlashAttention(nnx.Module):
           kv_lengths: int32 [B]: only the first kv_lengths[b] of inputs_k are real.
           cache: from `init_cache`, `init_rolling_cache` or `pallas_flash.paged_cache`, or from the
             call before. The new tokens are added to it; those of row b are at the positions
-            length[b], length[b] + 1, ...
+            lengths[b], lengths[b] + 1, ...
           rngs: for dropout, nnx.Rngs, a stream of them or a key; by default the stream that the
             layer keeps.
           deterministic: whether to leave out dropout; by default the layer's attribute.
@@ -207,7 +207,7 @@ class FlashAttention(nnx.Module):
         self._check(x, segment_ids, cache)
         self._check_cross(x, inputs_k, inputs_v, segment_ids, kv_lengths, cache)
         inputs_k = inputs_k if is_cross else x
-        start = jnp.zeros(1, jnp.int32) if cache is None else cache.length
+        start = jnp.zeros(1, jnp.int32) if cache is None else cache.lengths
         positions = start[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)[None]  # [1 | B, T]
         query, key, value = self._project(
             x, inputs_k, inputs_k if inputs_v is None else inputs_v, positions
