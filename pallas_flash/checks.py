@@ -181,6 +181,13 @@ def rng(name: str, x):
     return x
 
 
+def sizes(**named: int):
+    """Raises where one is below 1."""
+    for name, n in named.items():
+        if is_int(n) and n < 1:
+            raise ValueError(f"{name} must be 1 or more; got {n}.")
+
+
 def value_size(name: str, x) -> int | None:
     """How many of the keys' columns are the values."""
     if x is None or (is_int(x) and not isinstance(x, bool) and x > 0):

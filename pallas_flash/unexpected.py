@@ -38,6 +38,8 @@ OURS: dict[str, str | tuple[str, ...]] = {
     "cache_seqlens": _LENGTHS,
     "seqused_k": _LENGTHS,
     "block_table": "page_table",
+    "page_indices": "page_table",
+    "mask": "lengths, local_window_size or score_mod",
     "dropout": _RATE,
     "dropout_p": _RATE,
     "return_attn_probs": _RESIDUAL,

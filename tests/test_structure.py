@@ -29,6 +29,7 @@ ORDER = [
     "caches.pages",
     "caches.paged",
     "caches.attend",
+    "caches.tables",
     "caches.ragged",
     "attention",
     "unexpected",
