@@ -103,6 +103,13 @@ def test_tokens_that_find_no_page_get_nan_and_the_others_stay_right(rng):
     y, cache = in_steps(model, x, paged_cache(B, LENGTH, 2, 6, pages=4, page=8, dtype="float32"))
     assert cache.lengths.tolist() == [16, 16] and jnp.isnan(y[:, 16:]).all()
     np.testing.assert_allclose(y[:, :16], at_once(model, x)[:, :16], atol=2e-6)
+    assert cache.lost.tolist() == [4, 4]
+    step, first = jax.jit(lambda x, cache: model(x, cache=cache)), np.array([True, False])
+    y, cache = step(x[:, :5], cache.release(first))
+    np.testing.assert_allclose(y[0], at_once(model, x)[0, :5], atol=2e-6)
+    assert jnp.isnan(y[1]).all() and cache.lost.tolist() == [0, 9]
+    with pytest.raises(ValueError, match="row 1 lost 9 tokens"):
+        model(x[:, :1], cache=cache)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float8_e5m2"])
@@ -215,8 +222,16 @@ REFUSED = {
         (WINDOW, of_steps, dict(mask=np.ones((4, 128), bool))),
     ),
     "no window": (
-        "needs a causal layer with local_window_size",
+        r"needs a causal layer with local_window_size; this one .* make .* init_cache\(2, max_len",
         (PLAIN, lambda _: layer(**WINDOW).init_rolling_cache(B, STEP), {}),
+    ),
+    "no window, and other heads": (
+        r"this one has no window or is not causal: make the cache with init_cache\(2, max_len",
+        (
+            PLAIN,
+            lambda _: layer(**WINDOW).init_rolling_cache(B, STEP)._replace(key=jnp.ones(4)),
+            {},
+        ),
     ),
     "no window, and none to make it": (
         "needs a causal layer with local_window_size",
@@ -225,6 +240,10 @@ REFUSED = {
     "a mask in 8 bits": (
         "a quantised KVCache does not support mask. Use an unquantised KVCache",
         (PLAIN, lambda model: model.init_cache(B, 9, jnp.int8), dict(mask=np.ones((4, 64), bool))),
+    ),
+    "no room for a token": (
+        "max_length must be 1 or more; got 0",
+        (PLAIN, lambda model: model.init_cache(B, 0), {}),
     ),
     "lengths of other rows": (
         r"lengths must be int32 \[B\] = \(2,\); got \(3,\)",

@@ -194,19 +194,8 @@ def test_beside_a_cache_in_8_bits_nothing_wider_is_in_memory(stored, part, monke
     cache = jax.eval_shape(lambda: paged_cache(8, 8192, 8, 128, pages=1024, dtype=stored))
 
     def step(cache, q, new):
-        cache, scales = (
-            cache.append(new, new),
-            dict(k_scales=cache.k_scales, v_scales=cache.v_scales),
-        )
-        return paged_attention(
-            q,
-            cache.k_pages,
-            cache.v_pages,
-            cache.page_table,
-            cache.lengths,
-            implementation="blockwise",
-            **scales,
-        ), cache
+        cache = cache.append(new, new)
+        return cache.attend(q, implementation="blockwise"), cache
 
     new = (jax.ShapeDtypeStruct((8, 1, heads, 128), jnp.float32) for heads in (32, 8))
     memory = jax.jit(step, donate_argnums=0).lower(cache, *new).compile().memory_analysis()
@@ -224,8 +213,5 @@ def test_the_output_of_a_cache_in_8_bits_errs_by_1_4_and_8_percent(rng):
             1, 2048, 8, 128, pages=32, dtype=stored, **more
         ).append(k, v)
         cache = jax.jit(make)(k, v)
-        options = dict(k_scales=cache.k_scales, v_scales=cache.v_scales, is_causal=False)
-        o = paged_attention(
-            q, cache.k_pages, cache.v_pages, cache.page_table, cache.lengths, **options
-        )
+        o = cache.attend(q, is_causal=False)
         assert jnp.linalg.norm(o - exact) < stated * jnp.linalg.norm(exact)

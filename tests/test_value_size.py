@@ -160,8 +160,7 @@ def test_a_cache_of_keys_alone_takes_tokens_without_values(dtype, rng):
     def step(cache, new, more, q):
         cache = cache.append(new, None, ints(9, 2, 5))
         cache = cache.append(more.reshape(-1, 1, H), None, cu_seqlens=ints(0, 3, 6, 9))
-        pages = cache.k_pages, None, cache.page_table, cache.lengths
-        return paged_attention(q, *pages, value_size=HV, k_scales=cache.k_scales)
+        return cache.attend(q, value_size=HV)
 
     keys = [jnp.concatenate([new[b, :n], more[b]]) for b, n in enumerate((9, 2, 5))]
     expected = [

@@ -47,6 +47,7 @@ SomeCache = TypeVar("SomeCache", bound=Cache)
 
 def empty(kind: Callable, batch: int, slots: int, heads: int, size: int, dtype) -> Any:
     """A KVCache or a RollingCache; a quantised one is made of whole pages."""
+    checks.sizes(batch=batch, max_length=slots)
     slots = -(-slots // PAGE) * PAGE if quantised.is_quantised(dtype) else slots
     shape = batch, slots, heads, size
     # two arrays, not one twice, so that a jitted step may be given the cache's memory
@@ -114,6 +115,7 @@ def attend(
     cache = cache.append(key, value, count if lengths is not None else None)
     pages, scales = (cache.k_pages, cache.v_pages), (cache.k_scales, cache.v_scales)
     o = _paged(query, pages, scales, cache.page_table, cache.lengths, query_offset=start, **kwargs)
+    # a row that lost tokens stays where it was, and so has no room for these either
     missing = (positions >= cache.lengths[:, None]) & (positions < (start + count)[:, None])
     return _or_nan(o, ~missing), cache
 
@@ -213,16 +215,18 @@ def check(cache: Cache, x, left: int | None, heads: int, size: int):
             )
         return
     slots = (B, *slots[1:])
+    if isinstance(cache, RollingCache) and left is None:
+        raise ValueError(
+            f"a {name} holds a window's tokens, which needs a causal layer with local_window_size; "
+            f"this one has no window or is not causal: make the cache with init_cache({B}, "
+            "max_length)."
+        )
     if shape != slots:
         make = "init_rolling_cache" if isinstance(cache, RollingCache) else "init_cache"
         raise ValueError(
             f"cache.key must be [B, max_length, K, H] = ({B}, max_length, {heads}, {size}) to "
             "match "
             f"inputs_q {x.shape} and the layer; got {shape}. Make it with {make}({B}, max_length)."
-        )
-    if isinstance(cache, RollingCache) and left is None:
-        raise ValueError(
-            f"a {name} holds a window's tokens: it needs a causal layer with local_window_size."
         )
     if isinstance(cache, RollingCache) and rolling_slots(left, T) > shape[1]:
         raise ValueError(

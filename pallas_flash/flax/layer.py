@@ -200,8 +200,10 @@ class FlashAttention(nnx.Module):
 
         Returns:
           y [B, T, out_features]; with a cache, (y, the new cache). A token at position max_length
-          or later does not fit: it is not stored, and, as traced code cannot raise, its y is NaN.
-          The rows and tokens that fit are right all the same.
+          or later, or for which no page is free, does not fit: it is not stored, and, as traced
+          code cannot raise, its y is NaN. The rows and tokens that fit are right all the same.
+          Outside of jax.jit a `PagedCache` raises, and inside it counts such tokens in `lost`; its
+          row gets NaN until it is released.
         """
         x, is_cross = inputs_q, inputs_k is not None
         self._check(x, segment_ids, cache)
