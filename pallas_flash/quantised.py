@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from pallas_flash import arguments
+
 LARGEST = {"int8": 127, "float8_e4m3fn": 448, "float8_e5m2": 57344}
 DTYPES = " or ".join([", ".join([*LARGEST][:-1]), [*LARGEST][-1]])
 
@@ -45,18 +47,22 @@ def taken(pages: Array, numbers) -> Array:
 def empty_scales(shape, dtype) -> Array | None:
     """Of the keys, or the values, of an empty cache of this shape [..., H]; None where the dtype
     needs none. TypeError for one that a cache cannot have."""
-    if not (is_quantised(dtype) or jnp.issubdtype(dtype, jnp.floating)):
-        raise TypeError(f"a cache's dtype must be a float's, or {DTYPES}; got {jnp.dtype(dtype)}.")
+    if not (is_quantised(dtype) or str(jnp.dtype(dtype)) in arguments.DTYPES):
+        raise TypeError(
+            f"a cache's dtype must be {', '.join(arguments.DTYPES)}, {DTYPES}; got "
+            f"{jnp.dtype(dtype)}."
+        )
     return jnp.zeros(shape[:-1], jnp.float32) if is_quantised(dtype) else None
 
 
-def written(cache: Any, to, key: Float[Array, "B T K H"], value: Float[Array, "B T K H"] | None):
-    """The cache with keys, and values unless they are None, in the slots with the index `to`, in
-    its own dtype; what has no slot is dropped."""
-    new = dict(key=key) if value is None else dict(key=key, value=value)
+def written(cache: Any, to, **tokens: Float[Array, "B T K H"] | None):
+    """The cache with keys, and values unless they are None, each under its field's name, in the
+    slots with the index `to`, in its own dtype; what has no slot is dropped."""
+    new = {name: x for name, x in tokens.items() if x is not None}
     for name, x in list(new.items()):
-        if getattr(cache, f"{name}_scale") is not None:
-            new[name], new[f"{name}_scale"] = quantised(x, getattr(cache, name).dtype)
+        scales = f"{name[0]}_scales"
+        if getattr(cache, scales) is not None:
+            new[name], new[scales] = quantised(x, getattr(cache, name).dtype)
 
     def write(slots, x):
         found = (
@@ -73,9 +79,9 @@ def weights(dtype):
     return jnp.bfloat16 if dtype == jnp.float16 else dtype
 
 
-def check(k_pages, v_pages, k_scales, v_scales):
-    """Raises where pages have no scales and need them, or the other way round, and where the two do
-    not fit."""
+def check(dtype, k_pages, v_pages, k_scales, v_scales):
+    """Raises where pages have neither 8 bits nor the query's dtype, where they have no scales and
+    need them, or the other way round, and where the two do not fit."""
     both = {"k_pages": (k_pages, "k_scales", k_scales), "v_pages": (v_pages, "v_scales", v_scales)}
     if v_pages is None:
         del both["v_pages"]
@@ -92,6 +98,12 @@ def check(k_pages, v_pages, k_scales, v_scales):
             f"and {dtypes[1]}."
         )
     for name, (pages, name_of_scales, scales) in both.items():
+        if not is_quantised(pages.dtype) and pages.dtype != dtype:
+            raise TypeError(
+                f"query and {name} must have one dtype, or {name} {DTYPES}; got {dtype} and "
+                f"{pages.dtype}. Make the cache with paged_cache(dtype=query.dtype), or cast the "
+                "query."
+            )
         if is_quantised(pages.dtype) != (scales is not None):
             needs = "needs" if scales is None else f"is for {DTYPES}, and has no place for"
             raise TypeError(f"{name} of {pages.dtype} {needs} {name_of_scales} [P, page, K].")

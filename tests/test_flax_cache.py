@@ -67,7 +67,7 @@ def test_a_cache_gives_what_the_whole_text_gives_however_long(kind, rng):
     model, x = layer(qk_norm=True, **options), tokens(rng)
     y, cache = in_steps(model, x, make(model, LENGTH))
     np.testing.assert_allclose(y, at_once(model, x), atol=2e-6)
-    assert cache.length.tolist() == [LENGTH] * B
+    assert cache.lengths.tolist() == [LENGTH] * B
     assert kind != "rolling" or cache.key.shape[1] == 128 < LENGTH
     assert kind != "in pages" or cache.users.tolist() == [1] * 38
 
@@ -89,7 +89,7 @@ def test_rows_go_on_from_their_own_lengths_whatever_was_beyond_them(kind, rng):
     prompts = jnp.where(np.arange(10)[:, None] < lengths[:, None, None], x[:, :10], jnp.nan)
     step = jax.jit(lambda x, cache, lengths: model(x, cache=cache, lengths=lengths))
     first, cache = step(prompts, make(model, 24), lengths)
-    assert cache.length.tolist() == lengths.tolist()
+    assert cache.lengths.tolist() == lengths.tolist()
     following = np.stack([x[b, n : n + 4] for b, n in enumerate(lengths)])
     y, _ = step(jnp.pad(following, ((0, 0), (0, 6), (0, 0))), cache, np.array([4, 4], np.int32))
     expected = at_once(model, x)
@@ -101,8 +101,15 @@ def test_rows_go_on_from_their_own_lengths_whatever_was_beyond_them(kind, rng):
 def test_tokens_that_find_no_page_get_nan_and_the_others_stay_right(rng):
     model, x = layer(), tokens(rng, 20)
     y, cache = in_steps(model, x, paged_cache(B, LENGTH, 2, 6, pages=4, page=8, dtype="float32"))
-    assert cache.length.tolist() == [16, 16] and jnp.isnan(y[:, 16:]).all()
+    assert cache.lengths.tolist() == [16, 16] and jnp.isnan(y[:, 16:]).all()
     np.testing.assert_allclose(y[:, :16], at_once(model, x)[:, :16], atol=2e-6)
+    assert cache.lost.tolist() == [4, 4]
+    step, first = jax.jit(lambda x, cache: model(x, cache=cache)), np.array([True, False])
+    y, cache = step(x[:, :5], cache.release(first))
+    np.testing.assert_allclose(y[0], at_once(model, x)[0, :5], atol=2e-6)
+    assert jnp.isnan(y[1]).all() and cache.lost.tolist() == [0, 9]
+    with pytest.raises(ValueError, match="row 1 lost 9 tokens"):
+        model(x[:, :1], cache=cache)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float8_e5m2"])
@@ -111,7 +118,7 @@ def test_a_quantised_cache_gives_nearly_what_the_whole_text_gives(kind, dtype, r
     options, make = KINDS[kind]
     model, x = layer(**options), tokens(rng)
     y, cache = in_steps(model, x, make(model, LENGTH, dtype))
-    assert cache.key.dtype == dtype and cache.length.tolist() == [LENGTH] * B
+    assert cache[0].dtype == dtype and cache.lengths.tolist() == [LENGTH] * B
     error = jnp.linalg.norm(y - at_once(model, x)) / jnp.linalg.norm(y)
     assert 1e-4 < error < dict(int8=0.01, float8_e4m3fn=0.05, float8_e5m2=0.1)[dtype]
 
@@ -124,7 +131,7 @@ def test_tokens_without_room_in_a_quantised_cache_get_nan_and_padding_is_not_kep
         model.init_cache(B, 10, jnp.int8),
         np.array([10, 4], np.int32),
     )
-    assert cache.key.shape[1] == 64 and not jnp.isnan(cache.key_scale).any()
+    assert cache.key.shape[1] == 64 and not jnp.isnan(cache.k_scales).any()
     x = jnp.stack([x[0, 10:70], x[1, 4:64]])
     y, _ = jax.jit(lambda x, cache: model(x, cache=cache))(x, cache)
     assert (
@@ -173,8 +180,8 @@ def test_on_a_mesh_with_explicit_axes_a_cache_stays_where_it_lies(kind, rng):
     by_head = lambda path, w: place(w, *heads.get(path[0].key, P(None, "model")))
     rows = None if kind == "in pages" else "data"
     places = dict.fromkeys(
-        ("key", "value", "key_scale", "value_scale"), P(rows, None, "model")
-    ) | dict(length=P(rows))
+        ("key", "value", "k_pages", "v_pages", "k_scales", "v_scales"), P(rows, None, "model")
+    ) | dict(lengths=P(rows))
     cache = cache_of(kind, model, 9)
     placed = cache._replace(
         **{
@@ -197,7 +204,7 @@ def test_on_a_mesh_with_explicit_axes_a_cache_stays_where_it_lies(kind, rng):
         jax.tree_util.tree_map_with_path(by_head, params), place(x, "data"), placed
     )
     np.testing.assert_allclose(y, expected, atol=2e-6)
-    np.testing.assert_array_equal(filled.length, full.length)
+    np.testing.assert_array_equal(filled.lengths, full.lengths)
     assert jax.tree.map(jax.typeof, filled) == jax.tree.map(jax.typeof, placed)
 
 
@@ -215,8 +222,16 @@ REFUSED = {
         (WINDOW, of_steps, dict(mask=np.ones((4, 128), bool))),
     ),
     "no window": (
-        "needs a causal layer with local_window_size",
+        r"needs a causal layer with local_window_size; this one .* make .* init_cache\(2, max_len",
         (PLAIN, lambda _: layer(**WINDOW).init_rolling_cache(B, STEP), {}),
+    ),
+    "no window, and other heads": (
+        r"this one has no window or is not causal: make the cache with init_cache\(2, max_len",
+        (
+            PLAIN,
+            lambda _: layer(**WINDOW).init_rolling_cache(B, STEP)._replace(key=jnp.ones(4)),
+            {},
+        ),
     ),
     "no window, and none to make it": (
         "needs a causal layer with local_window_size",
@@ -225,6 +240,10 @@ REFUSED = {
     "a mask in 8 bits": (
         "a quantised KVCache does not support mask. Use an unquantised KVCache",
         (PLAIN, lambda model: model.init_cache(B, 9, jnp.int8), dict(mask=np.ones((4, 64), bool))),
+    ),
+    "no room for a token": (
+        "max_length must be 1 or more; got 0",
+        (PLAIN, lambda model: model.init_cache(B, 0), {}),
     ),
     "lengths of other rows": (
         r"lengths must be int32 \[B\] = \(2,\); got \(3,\)",
@@ -274,7 +293,7 @@ def test_lengths_beyond_the_tokens_keep_no_more_than_there_are(rng):
     for kind in KINDS:
         cache = cache_of(kind, model, 9)
         _, kept = model(x, cache=cache, lengths=[9, 2])
-        assert kept.length.tolist() == [4, 2]
+        assert kept.lengths.tolist() == [4, 2]
 
 
 def test_a_window_of_numpy_is_one(rng):

@@ -41,7 +41,7 @@ def test_decoding_in_any_chunks_is_the_full_forward(chunks):
     layer, x = layer_of(num_kv_heads=2, qk_norm=True, local_window_size=(3, 0)), normal(1, B, T, D)
     y, cache = decode(layer, x, chunks, max_length=T + 4)
     assert_close(y, jax.jit(layer)(x))
-    assert np.array_equal(cache.length, [T, T])
+    assert np.array_equal(cache.lengths, [T, T])
 
 
 def test_decoding_in_a_scan_fills_the_cache_to_its_end():
@@ -86,7 +86,7 @@ def test_with_a_cache_the_mask_is_over_its_slots():
 def test_a_token_without_room_is_nan_and_spoils_nothing_else():
     layer, x = layer_of(), normal(1, B, T, D)
     call = jax.jit(lambda x, cache: layer(x, cache=cache))
-    cache = layer.init_cache(B, 5)._replace(length=jnp.array([0, 3], jnp.int32))
+    cache = layer.init_cache(B, 5)._replace(lengths=jnp.array([0, 3], jnp.int32))
     y, after = call(x[:, :4], cache)
     assert np.array_equal(np.isnan(y).all(-1), [[False] * 4, [False, False, True, True]])
     assert np.array_equal(np.isnan(y).any(-1), np.isnan(y).all(-1))

@@ -7,9 +7,7 @@ import pytest
 from cases import normal
 from decoding import B, H, K, T, ints
 
-from pallas_flash import (
-    paged_cache,
-)
+from pallas_flash import flash_attention, paged_cache
 
 pytestmark = pytest.mark.usefixtures("small_caches")
 
@@ -31,8 +29,8 @@ def filled(cache, rng, counts):
 
 
 def holds(cache, b, row):
-    length = int(cache.length[b])
-    keys = np.asarray(cache.key[cache.table[b]]).reshape(-1, K, H)[:length]
+    length = int(cache.lengths[b])
+    keys = np.asarray(cache.k_pages[cache.page_table[b]]).reshape(-1, K, H)[:length]
     np.testing.assert_array_equal(keys, row[:length])
     return length
 
@@ -54,6 +52,115 @@ def test_without_a_free_page_or_entry_tokens_are_left_out_and_the_others_stay_ri
     assert [holds(cache, b, row) for b, row in enumerate(rows)] == [16, 0, 4]
 
 
+def test_shortage_says_beforehand_whether_an_append_loses_tokens(rng):
+    append = jax.jit(type(cache := empty(5, 16)).append)
+    shortage, new, fits = jax.jit(type(cache).shortage), jnp.ones((B, T, K, H)), set()
+    for _ in range(40):
+        if rng.random() < 0.3:
+            cache = cache.release(rng.random(B) < 0.5)
+        count = rng.integers(0, T + 1, B).astype(np.int32)
+        lacking, before = shortage(cache, count), cache
+        cache = append(cache, new, new, count)
+        lost = np.asarray(cache.lost - before.lost)
+        assert (lost == count - (cache.lengths - before.lengths)).all() and (lost >= 0).all()
+        assert bool(lost.any()) == bool(lacking.pages or lacking.tokens.any())
+        assert (lost >= lacking.tokens).all()
+        if lacking.pages:  # with as many more there are enough
+            held = before.users.at[np.flatnonzero(before.users)[: lacking.pages]].set(0)
+            assert not shortage(before._replace(users=held), count).pages
+        fits.add((bool(lacking.pages), bool(lacking.tokens.any())))
+    assert len(fits) == 4
+
+
+def test_a_row_that_lost_tokens_takes_no_more_until_it_is_released(rng):
+    cache, rows = filled(empty(3), rng, [(5, 5, 5)] * 2)
+    assert (cache.lost.tolist(), cache.lengths.tolist()) == ([2, 2, 2], [8, 8, 8])
+    cache = cache.release(np.array([False, True, False]))
+    cache, more = filled(cache, rng, [(1, 4, 0)])  # there is a page now, but not after a gap
+    assert (cache.lost.tolist(), cache.lengths.tolist()) == ([3, 0, 2], [8, 4, 8])
+    assert holds(cache, 0, rows[0]) == 8 and holds(cache, 1, more[1]) == 4
+    cache = cache.share(0, 2)  # the full pages before the gap
+    assert (cache.lost.tolist(), cache.lengths.tolist()) == ([3, 0, 0], [8, 4, 8])
+
+
+FULL = {
+    "no free page": (
+        lambda cache, new: cache.append(new, new, [0, 9, 0]),
+        "append lacks 1 page: it needs 2, and 1 of 4 is free. Release .* paged_cache.pages=",
+    ),
+    "no free page for ragged tokens": (
+        lambda cache, new: cache.append(new[0], new[0], cu_seqlens=[0, 0, 1, 9]),
+        "append lacks 1 page: it needs 2,",
+    ),
+    "no free page to reserve": (
+        lambda cache, _: cache.reserve(9),
+        "reserve lacks 4 pages: it needs 5, .* row 2 has 16 tokens",
+    ),
+    "no entry of the table": (
+        lambda cache, new: cache.append(new, new, [0, 0, 9]),
+        "row 2 has 16 tokens and cannot take 9 more: its table holds 24. Make .* larger max_length",
+    ),
+    "a row that lost tokens": (
+        lambda cache, new: cache._replace(lost=jnp.array([0, 3, 0])).append(new, new, [0, 1, 0]),
+        "row 1 lost 3 tokens, and takes no more until it is released",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_outside_of_jit_tokens_that_do_not_fit_raise_and_inside_they_do_not(name):
+    new = jnp.ones((B, 9, K, H))
+    cache = empty(4).append(new, new, [8, 0, 9]).append(new, new, [0, 0, 7])
+    fill, message = FULL[name]
+    with pytest.raises(ValueError, match=message):
+        fill(cache, new)
+    assert name == "no free page to reserve" or jax.jit(fill)(cache, new).lost.any()
+    assert cache.append(new, new, [0, 0, 8]).lengths.tolist() == [8, 0, 24]  # what fits
+
+
+ATTEND = {
+    "float32": ({}, {}),
+    "int8": (dict(dtype="int8"), {}),
+    "keys in 8 bits": (dict(dtype="int8", value_dtype="float32"), {}),
+    "keys alone": (dict(values_are_keys=True), dict(value_size=5)),
+    "keys alone in 8 bits": (dict(values_are_keys=True, dtype="int8"), dict(value_size=5)),
+}
+
+
+@pytest.mark.parametrize("name", ATTEND)
+def test_attend_gives_a_row_that_lost_tokens_nan_and_the_others_what_their_keys_give(name, rng):
+    kind, options = ATTEND[name]
+    options = options | dict(return_residual=True, return_max_logits=True)
+    sizes = dict(max_length=16, kv_heads=K, head_size=H, pages=5, page=8, dtype="float32")
+    cache = paged_cache(B, **sizes | kind)
+    key, value, query = (
+        jnp.asarray(normal(rng, B, n, heads, H)) for n, heads in ((20, K), (20, K), (2, 2 * K))
+    )
+    value, count = None if cache.v_pages is None else value, ints(20, 12, 7)
+
+    @jax.jit
+    def step(cache):
+        cache = cache.append(key, value, count)
+        tokens = jnp.concatenate([query[0, :1], query[0, :1], query[1], query[2, 1:]])
+        ragged = cache.attend(tokens, cu_seqlens_q=ints(1, 2, 4, 5), **options)
+        return cache.attend(query, **options), ragged, cache.lost
+
+    padded, ragged, lost = step(cache)
+    assert lost.tolist() == [4, 0, 0]
+    for b in (1, 2):
+        row, n = slice(b, b + 1), count[b]
+        values = None if value is None else value[row, :n]
+        rows, at = (query[row], key[row, :n], values), dict(query_offset=int(n) - 2)
+        expected = flash_attention(*rows, is_causal=True, **at, **options)
+        atol = 0.1 if "dtype" in kind else 2e-6
+        for x, y in zip(padded, expected, strict=True):
+            np.testing.assert_allclose(x[row], y, atol=atol)
+    for x, y in zip(padded, ragged, strict=True):
+        assert jnp.isnan(x[0]).all() and jnp.isnan(y[1]).all()
+        np.testing.assert_allclose(y[2:], jnp.concatenate([x[1], x[2, 1:]]), atol=2e-6)
+    assert not ragged[0][0].any()  # a token of no row
+
+
 def test_shared_pages_are_free_when_the_last_row_releases_them(rng):
     cache, rows = filled(empty(6), rng, [(5, 3, 0)] * 4)
     cache = jax.jit(type(cache).share)(cache, 0, 1)
@@ -71,14 +178,14 @@ def test_shared_pages_are_free_when_the_last_row_releases_them(rng):
 def test_more_tokens_than_there_are_count_as_those_and_fewer_than_none_as_none(rng):
     cache = empty(8)
     new = jnp.ones((B, 3, K, H))
-    assert cache.append(new, new, count=[9, -1, 2]).length.tolist() == [3, 0, 2]
+    assert cache.append(new, new, count=[9, -1, 2]).lengths.tolist() == [3, 0, 2]
 
 
 @pytest.mark.parametrize("source, target", [(0, 3), (0, -1), (-1, 1), (3, 1)])
 def test_to_share_with_no_row_changes_nothing_where_it_is_traced(source, target, rng):
     cache, _ = filled(empty(6), rng, [(5, 3, 0)] * 2)
     shared = jax.jit(type(cache).share)(cache, source, target)
-    for name in ("table", "length", "users"):
+    for name in ("page_table", "lengths", "users"):
         np.testing.assert_array_equal(getattr(shared, name), getattr(cache, name))
 
 
@@ -122,9 +229,19 @@ def test_what_a_cache_would_broadcast_or_drop_in_silence_raises(name):
         misuse(paged_cache(2, 16, 2, 8, pages=4, page=8, dtype="float32"))
 
 
-@pytest.mark.parametrize("dtype", ["uint8", "int16", "bool"])
-def test_a_cache_is_of_floats_or_of_8_bits_that_have_scales(dtype):
+@pytest.mark.parametrize("name", ["batch", "max_length", "kv_heads", "head_size", "pages"])
+@pytest.mark.parametrize("size", [-1, 0])
+def test_a_cache_has_one_or_more_of_everything(name, size):
+    sizes = dict.fromkeys(("batch", "max_length", "kv_heads", "head_size", "pages"), 2)
     with pytest.raises(
-        TypeError, match=f"must be a float's, or int8, float8_e4m3fn or float8_e5m2; got {dtype}"
+        ValueError, match=f"^{name} must be a static int from 1 on; got the int {size}"
+    ):
+        paged_cache(**sizes | {name: size})
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "bool", "float8_e4m3"])
+def test_a_cache_is_of_floats_that_kernels_take_or_of_8_bits_that_have_scales(dtype):
+    with pytest.raises(
+        TypeError, match=f"float64, int8, float8_e4m3fn or float8_e5m2; got {dtype}"
     ):
         paged_cache(batch=1, max_length=8, kv_heads=1, head_size=8, pages=1, page=8, dtype=dtype)

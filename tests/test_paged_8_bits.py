@@ -194,19 +194,8 @@ def test_beside_a_cache_in_8_bits_nothing_wider_is_in_memory(stored, part, monke
     cache = jax.eval_shape(lambda: paged_cache(8, 8192, 8, 128, pages=1024, dtype=stored))
 
     def step(cache, q, new):
-        cache, scales = (
-            cache.append(new, new),
-            dict(k_scales=cache.key_scale, v_scales=cache.value_scale),
-        )
-        return paged_attention(
-            q,
-            cache.key,
-            cache.value,
-            cache.table,
-            cache.length,
-            implementation="blockwise",
-            **scales,
-        ), cache
+        cache = cache.append(new, new)
+        return cache.attend(q, implementation="blockwise"), cache
 
     new = (jax.ShapeDtypeStruct((8, 1, heads, 128), jnp.float32) for heads in (32, 8))
     memory = jax.jit(step, donate_argnums=0).lower(cache, *new).compile().memory_analysis()
@@ -224,6 +213,5 @@ def test_the_output_of_a_cache_in_8_bits_errs_by_1_4_and_8_percent(rng):
             1, 2048, 8, 128, pages=32, dtype=stored, **more
         ).append(k, v)
         cache = jax.jit(make)(k, v)
-        options = dict(k_scales=cache.key_scale, v_scales=cache.value_scale, is_causal=False)
-        o = paged_attention(q, cache.key, cache.value, cache.table, cache.length, **options)
+        o = cache.attend(q, is_causal=False)
         assert jnp.linalg.norm(o - exact) < stated * jnp.linalg.norm(exact)

@@ -1,15 +1,17 @@
 """What a call of paged_attention refuses, in which words, and what it takes in other forms."""
 
+import itertools
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from decoding import ints
 
-from pallas_flash import (
-    explain_paged,
-    paged_attention,
-)
+from pallas_flash import explain_paged, paged_attention
+from pallas_flash.kernels import device
+from pallas_flash.kernels.mma import tuning as mma
 
 pytestmark = pytest.mark.usefixtures("small_caches")
 
@@ -118,6 +120,47 @@ WRONG = {
         dict(v_pages=jnp.ones((4, 8, 1, 8), jnp.float8_e5m2), k_scales=SCALES, v_scales=SCALES),
         "must have one dtype, or one of them int8, float8_e4m3fn or float8_e5m2; got int8 and fl",
     ),
+    "a page that is none": (
+        {},
+        dict(page_table=[[4, 0]]),
+        r"pages from 0 to 3 where queries see keys; got 4 in row 0, entry 0, for the keys",
+    ),
+    "no page for the last key": (
+        {},
+        dict(page_table=[[0, -1]], lengths=[9]),
+        "got -1 in row 0, entry 1, for the keys from 8 on of 9",
+    ),
+    "no page for ragged tokens": (
+        dict(rows=2),
+        dict(
+            query=jnp.ones((3, 1, 8)),
+            cu_seqlens_q=[0, 3, 3],
+            page_table=[[9, 0], [9, 9]],
+            lengths=[3, 3],
+        ),
+        "got 9 in row 0, entry 0",
+    ),
+    "more keys than the table has": (
+        {},
+        dict(lengths=[17]),
+        r"at most 16, the keys of the 2 pages that page_table \(1, 2\) .*; got 17 in row 0",
+    ),
+    "pages of another dtype": (
+        {},
+        dict(query=jnp.ones((1, 1, 1, 8), jnp.bfloat16)),
+        r"query and k_pages must have one dtype, .*bfloat16 and float32. .*\(dtype=query.dtype\)",
+    ),
+    "a float of 8 bits without scales": (
+        dict(dtype=jnp.float8_e4m3),
+        {},
+        "or k_pages int8, float8_e4m3fn or float8_e5m2; got float32 and float8_e4m3",
+    ),
+    "another library's table": ({}, dict(page_indices=0), r"Did you mean page_table\?"),
+    "a mask": (
+        {},
+        dict(mask=0),
+        "Leave mask out: lengths, local_window_size and a score_mod hide keys",
+    ),
     "8 bits of narrow heads on ampere": (
         dict(dtype=jnp.int8),
         dict(k_scales=SCALES, v_scales=SCALES, implementation="ampere"),
@@ -136,6 +179,51 @@ def test_what_does_not_fit_raises_and_says_what_does(name):
     shape, more, message = WRONG[name]
     with pytest.raises((ValueError, TypeError, NotImplementedError), match=message):
         paged_attention(**pages(**shape) | more)
+
+
+# the table and what else the call has; -1 is no page
+NEEDLESS = {
+    "beyond the lengths": dict(page_table=[[0, -1]], lengths=[8]),
+    "before a window": dict(page_table=[[-1, 0]], lengths=[12], local_window_size=(3, None)),
+    "behind a causal query": dict(page_table=[[0, -1]], lengths=[16], query_offset=7),
+    "of a row without queries": dict(page_table=[[-1, -1]], lengths=[16], query_seq_lengths=[0]),
+}
+
+
+@pytest.mark.parametrize("name", NEEDLESS)
+def test_an_entry_of_the_table_that_no_visible_key_needs_may_be_anything(name):
+    call = pages() | NEEDLESS[name]
+    expected = paged_attention(**call | dict(page_table=np.maximum(call["page_table"], 0)))
+    np.testing.assert_array_equal(paged_attention(**call), expected)
+    all_visible = dict(is_causal=False, local_window_size=None, query_seq_lengths=[1])
+    with pytest.raises(ValueError, match="page_table must have pages from 0 to 3"):
+        paged_attention(**call | all_visible | dict(lengths=[16]))
+
+
+def test_in_jit_a_table_and_lengths_that_are_wrong_raise_nothing():
+    call = {name: jnp.asarray(x) for name, x in pages().items()}
+    wrong = call | dict(page_table=jnp.array([[-1, 9]]), lengths=jnp.array([99]))
+    expected = paged_attention(**call | dict(page_table=[[0, 3]], lengths=[16]))
+    found = jax.jit(lambda call: paged_attention(**call))(wrong)
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("stored", [None, "int8"])
+@pytest.mark.parametrize("has_tma", [False, True])
+def test_by_mma_the_head_sizes_that_pages_need_are_those_of_the_docstring(
+    stored, has_tma, monkeypatch
+):
+    monkeypatch.setattr(device, "has_tma", lambda: has_tma)
+    for page, H, HV in itertools.product((8, 16, 32, 64, 128), (64, 128, 192, 256, 576), (64, 192)):
+        widest = max(H, HV)
+        step = 16 if widest <= 128 else 32 if widest <= 256 else 64
+        if stored:
+            step = max(step, 32)
+        if not has_tma:
+            small = {8: 64, 16: 32}.get(page, 1) * (2 if stored else 1)
+            step = max(step, small, 64 if stored and HV > 128 else 1)
+        problem = types.SimpleNamespace(head_size=H, value_size=HV)
+        assert mma.page_columns(problem, page, stored) == step
 
 
 def shapes(T=1, page=64, **more):

@@ -112,10 +112,9 @@ def test_ragged_tokens_get_what_padded_ones_get(implementation, stored, rng):
     jax.tree.map(np.testing.assert_array_equal, padded, cache)
 
     def attend(q, cache, **more):
-        more |= {} if stored is None else dict(k_scales=cache.key_scale, v_scales=cache.value_scale)
         more |= dict(implementation=implementation, local_window_size=(40, 0), return_residual=True)
         with gpu_interpreter.kernels(implementation):
-            return paged_attention(q, cache.key, cache.value, cache.table, cache.length, **more)
+            return cache.attend(q, **more)
 
     expected, found = (
         attend(q[at], padded, query_seq_lengths=count),
@@ -135,9 +134,7 @@ def test_ends_that_only_the_program_knows_are_in_order_and_within_the_tokens(rng
             batch=2, max_length=16, kv_heads=1, head_size=8, pages=4, page=8, dtype=jnp.float32
         )
         cache = cache.append(k, v, cu_seqlens=ends)
-        return cache.length, paged_attention(
-            k, cache.key, cache.value, cache.table, cache.length, cu_seqlens_q=ends
-        )
+        return cache.lengths, cache.attend(k, cu_seqlens_q=ends)
 
     for wrong, meant in (([-1, 3, 6], [0, 3, 5]), ([0, 4, 2], [0, 4, 4])):
         for actual, expected in zip(run(ints(*wrong)), run(ints(*meant)), strict=True):

@@ -16,7 +16,6 @@ from pallas_flash import (
     backends,
     explain,
     masks,
-    paged_attention,
     paged_cache,
     schedule,
     trial,
@@ -287,8 +286,7 @@ def test_a_call_with_pages_takes_no_kernel_that_was_found_right_without_them(mon
     )
     monkeypatch.setattr(verdicts, "why_not", why_not)
     cache = paged_cache(4, 16, 2, 16, pages=8, page=8, dtype="int8")
-    scales = dict(k_scales=cache.key_scale, v_scales=cache.value_scale)
-    paged_attention(fakes.QUERY[:, :1], cache.key, cache.value, cache.table, cache.length, **scales)
+    cache.attend(fakes.QUERY[:, :1])
     assert asked[-1][1] == "pages of 8 int8"
 
 

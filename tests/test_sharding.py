@@ -277,20 +277,21 @@ def test_ragged_tokens_on_an_explicit_mesh_are_spread_by_heads(name, rng):
         cache = cache.append(key, key, cu_seqlens=ends)
         mod = lambda s, b, h, i, j: s + slopes[b, h] * (i - j)
         more = dict(cu_seqlens_q=ends, score_mod=mod, implementation=name, return_residual=True)
-        pages = cache.key, cache.value, cache.table, cache.length
-        return paged_attention(query, *pages, **more), cache
+        return cache.attend(query, **more), cache
 
-    placed = place_cache(cache, dict.fromkeys(("key", "value"), P(None, None, "model")))
+    placed = place_cache(cache, dict.fromkeys(("k_pages", "v_pages"), P(None, None, "model")))
     (o, lse), spread = jax.jit(step)(*place(heads, query, key), placed)
     equal(((o, lse), spread), jax.jit(step)(query, key, cache))
     assert jax.typeof(o).sharding.spec[1] == "model"
-    assert jax.typeof(spread.key) == jax.typeof(placed.key)
+    assert jax.typeof(spread.k_pages) == jax.typeof(placed.k_pages)
 
 
 def test_a_cache_whose_table_lies_by_batch_reserves_appends_shares_and_releases(rng):
     cache = paged_cache(4, 24, 2, 8, pages=9, page=8, dtype="float32")
     new = normal(rng, 4, 9, 2, 8)
-    placed = place_cache(cache, dict(key=P(None, None, "model"), table=P("data"), length=P("data")))
+    placed = place_cache(
+        cache, dict(k_pages=P(None, None, "model"), page_table=P("data"), lengths=P("data"))
+    )
 
     def used(cache, new, count, rows):
         cache = cache.reserve(count).append(new, new, count).share(0, 3)
@@ -302,6 +303,25 @@ def test_a_cache_whose_table_lies_by_batch_reserves_appends_shares_and_releases(
         spread = jax.jit(used)(placed, *place(spec, *arrays))
         equal(spread, expected)
         assert jax.tree.map(jax.typeof, spread) == jax.tree.map(jax.typeof, placed)
+
+
+def test_on_an_explicit_mesh_a_full_cache_says_so_and_attends_with_nan(rng):
+    cache = paged_cache(4, 24, 2, 8, pages=7, page=8, dtype="float32")
+    places = dict.fromkeys(("k_pages", "v_pages"), P(None, None, "model"))
+    places |= dict.fromkeys(("page_table", "lengths", "lost"), P("data"))
+    new, query = (jnp.asarray(normal(rng, 4, n, heads, 8)) for n, heads in ((9, 2), (1, 4)))
+
+    @jax.jit
+    def step(cache, new, query):
+        lacking, cache = cache.shortage(9), cache.append(new, new)
+        return cache.attend(query, return_residual=True), lacking, cache.lost
+
+    o, lacking, lost = expected = step(cache, new, query)
+    assert lost.tolist() == [0, 0, 0, 1] and lacking.pages == 1 and jnp.isnan(o[0][3]).all()
+    placed = place_cache(cache, places), *place(P("data", None, "model"), new, query)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-6), step(*placed), expected)
+    with pytest.raises(ValueError, match="append lacks 1 page"):
+        placed[0].append(*placed[1:2] * 2)
 
 
 REFUSED = {

@@ -30,6 +30,7 @@ ORDER = [
     "caches.pages",
     "caches.paged",
     "caches.attend",
+    "caches.tables",
     "caches.ragged",
     "attention",
     "dispatch",

@@ -42,8 +42,11 @@ both = flash_attention(q, k, v, return_residual=True, return_max_logits=True)
 assert_type(both, tuple[Array, Array, Array])
 either = flash_attention(q, k, v, return_residual=bool(q.ndim))
 assert_type(either, Array | tuple[Array, Array] | tuple[Array, Array, Array])
+assert_type(pool.attend(new), Array)
+assert_type(pool.attend(new, return_residual=True), Array | tuple[Array, ...])
+pool.attend(new, is_casual=True)  # type: ignore[call-overload]
 assert_type(ours(jnp.ones((1, 5, 512))), Array)
-assert_type(ours(jnp.ones((1, 5, 512)), cache=ours.init_cache(1, 9))[1].length, Array)
+assert_type(ours(jnp.ones((1, 5, 512)), cache=ours.init_cache(1, 9))[1].lengths, Array)
 assert_type(ours(jnp.ones((1, 5, 512)), cache=ours.init_rolling_cache(1, 9))[1], RollingCache)
 flash_attention(q, k, v, implementation="xla")
 flash_attention(q, k, v, implementation="none of them")  # type: ignore[call-overload]
@@ -91,7 +94,7 @@ FLAGS = ("return_residual", "return_max_logits")  # what tells overloads apart
 
 
 @pytest.mark.parametrize(
-    "function, options", [(flash_attention, Options), (paged_attention, paged._Options)]
+    "function, options", [(flash_attention, Options), (paged_attention, paged.Options)]
 )
 def test_an_editor_finds_every_keyword_in_the_first_overload_and_the_others_take_the_same(
     function, options

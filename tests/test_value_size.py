@@ -155,8 +155,7 @@ def test_a_cache_of_keys_alone_takes_tokens_without_values(dtype, rng):
     def step(cache, new, more, q):
         cache = cache.append(new, None, ints(9, 2, 5))
         cache = cache.append(more.reshape(-1, 1, H), None, cu_seqlens=ints(0, 3, 6, 9))
-        pages = cache.key, None, cache.table, cache.length
-        return paged_attention(q, *pages, value_size=HV, k_scales=cache.key_scale)
+        return cache.attend(q, value_size=HV)
 
     keys = [jnp.concatenate([new[b, :n], more[b]]) for b, n in enumerate((9, 2, 5))]
     expected = [

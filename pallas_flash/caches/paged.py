@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Real
 
 from pallas_flash import checks, dispatch, quantised, scores, unexpected
+from pallas_flash.caches import tables
 from pallas_flash.caches.attend import attend
 from pallas_flash.call import PagedCall
 from pallas_flash.checks import AnyArray
@@ -21,7 +22,7 @@ from pallas_flash.signatures import Implementation, ScoreMod, in_lines
 PAGE = 8  # a page is a multiple of so many keys
 
 
-class _Options(TypedDict, total=False):
+class Options(TypedDict, total=False):
     """For type checkers: the arguments of `paged_attention` by name, without those that tell its
     overloads apart."""
 
@@ -83,7 +84,7 @@ def paged_attention(
     *,
     return_residual: Literal[True],
     return_max_logits: Literal[False] = False,
-    **options: Unpack[_Options],
+    **options: Unpack[Options],
 ) -> tuple[_Output, _Residual]: ...
 @overload
 def paged_attention(
@@ -95,7 +96,7 @@ def paged_attention(
     *,
     return_residual: Literal[False] = False,
     return_max_logits: Literal[True],
-    **options: Unpack[_Options],
+    **options: Unpack[Options],
 ) -> tuple[_Output, _Residual]: ...
 @overload
 def paged_attention(
@@ -107,7 +108,7 @@ def paged_attention(
     *,
     return_residual: Literal[True],
     return_max_logits: Literal[True],
-    **options: Unpack[_Options],
+    **options: Unpack[Options],
 ) -> tuple[_Output, _Residual, _Residual]: ...
 @overload
 def paged_attention(
@@ -119,7 +120,7 @@ def paged_attention(
     *,
     return_residual: bool = False,
     return_max_logits: bool = False,
-    **options: Unpack[_Options],
+    **options: Unpack[Options],
 ) -> _Output | tuple[_Output, _Residual] | tuple[_Output, _Residual, _Residual]: ...
 @unexpected.refused()
 def paged_attention(
@@ -147,11 +148,15 @@ def paged_attention(
 ) -> Float[Array, "*B T N Hv"] | tuple[Float[Array, "..."], ...]:
     """`flash_attention` of the newest tokens of each row to the row's keys, which lie in pages.
 
+    `PagedCache.attend` calls it with the arrays of a cache.
+
     Row b has lengths[b] keys; key i of it is k_pages[page_table[b, i // page], i % page]. Pages may
-    be in any order, and rows may share them. An entry of the table that no visible key needs may be
-    anything; an entry that is needed must be a page from 0 to P - 1. Any other number is taken for
-    the nearest page, and the result is that of this page's keys. There is no derivative. On a mesh
-    with explicit axes the batch and the heads may be sharded, the pages by heads alone.
+    be in any order, and rows may share them. An entry of the table that no visible key needs, as
+    beyond the lengths or before a window, may be anything; one that is needed must be a page from 0
+    to P - 1. Outside of jax.jit this is checked: the call reads the table and the lengths, and so
+    waits for the device. Inside, another number is taken for the nearest page, a length beyond the
+    table for its end, and the result is that of these keys. There is no derivative. On a mesh with
+    explicit axes the batch and the heads may be sharded, the pages by heads alone.
 
     Args:
       query: [B, T, N, H], the newest tokens of each row, or with cu_seqlens_q [T, N, H]; N is a
@@ -163,8 +168,8 @@ def paged_attention(
       k_pages: [P, page, K, H], where page is a multiple of 8.
       v_pages: [P, page, K, Hv]; or None, with value_size.
       page_table: int32 [B, pages of a row].
-      lengths: int32 [B], how many keys each row has, those of its new tokens included. Keys of a
-        page beyond them may be NaN.
+      lengths: int32 [B], how many keys each row has, those of its new tokens included; at most
+        those of its pages. Keys of a page beyond them may be NaN.
       query_seq_lengths: int32 [B]: how many of the T queries of each row are real; all by default.
       query_offset: int32 [B], the position of each row's first query; by default the queries are at
         the last of the row's keys.
@@ -175,17 +180,18 @@ def paged_attention(
       scale, local_window_size, logits_soft_cap, sinks, score_mod: as in `flash_attention`.
       is_causal, return_residual, return_max_logits: as there, but is_causal is True by default.
       k_scales, v_scales: float32 [P, page, K], for pages of int8, float8_e4m3fn or float8_e5m2: a
-        key is its entry in the page times its scale, as `PagedCache` makes them. Keys alone or
+        key is its entry in the page times its scale, as a `PagedCache` has them. Keys alone or
         values alone may be in 8 bits. Pages that are read where they lie stay as they are in
         memory: logits and weights are multiplied by the scales. A copy has the query's dtype.
       value_size: Hv, with v_pages=None: the values are the first Hv columns of the keys, with their
         scales, as in `flash_attention`.
-      implementation: as in `flash_attention`; "hopper" and "ampere" read pages where they lie if
-        they are of 8, 16, 32, or a multiple of 64 keys, of heads that are a multiple of 16, or of
-        more where pages are small, wide or of 8 bits, and keys and values alike in 8 bits or not:
-        `explain_paged` says why not;
-        "triton" and "blockwise" any, keys or values alone in 8 bits too. "reference", "flash1" and
-        "standard" always copy them.
+      implementation: as in `flash_attention`; "triton" and "blockwise" read any pages where they
+        lie, keys or values alone in 8 bits too. "hopper" and "ampere" do if pages are of 8, 16, 32,
+        or a multiple of 64 keys, keys and values alike in 8 bits or not, and H and Hv multiples of
+        16 up to 128, of 32 up to 256, of 64 above, in 8 bits of 32 at least. Below compute
+        capability 9.0, pages of 8 keys need multiples of 64, and pages of 16 keys of 32; in 8 bits
+        128 and 64, and 64 for Hv above 128. `explain_paged` says what runs. "reference", "flash1"
+        and "standard" always copy pages.
 
     Returns:
       The output [B, T, N, Hv] in the query's dtype; with return_residual or return_max_logits, a
@@ -202,9 +208,10 @@ def paged_attention(
       >>> from pallas_flash import paged_attention, paged_cache
       >>> sizes = dict(batch=2, max_length=64, kv_heads=2, head_size=16, pages=10, page=8)
       >>> new = jnp.ones((2, 20, 2, 16))  # [B, T, K, H]
-      >>> cache = paged_cache(**sizes, dtype=jnp.float32).append(new, new)
+      >>> pool = paged_cache(**sizes, dtype=jnp.float32).append(new, new)
       >>> query = jnp.ones((2, 1, 8, 16))  # the newest token of each row
-      >>> paged_attention(query, cache.key, cache.value, cache.table, cache.length).shape
+      >>> pages = pool.k_pages, pool.v_pages, pool.page_table
+      >>> paged_attention(query, *pages, pool.lengths).shape  # or pool.attend(query)
       (2, 1, 8, 16)
     """
     call = dict(locals())
@@ -263,7 +270,7 @@ def make_call(
         checks.ends("cu_seqlens_q", starts, len(query), first=None)
     scales = dict(k_scales=k_scales, v_scales=v_scales)
     scales = {name: None if x is None else checks.array(name, x) for name, x in scales.items()}
-    quantised.check(k_pages, v_pages, **scales)
+    quantised.check(query.dtype, k_pages, v_pages, **scales)
     sinks = None if sinks is None else checks.array("sinks", sinks)
     number, factors = checks.scale(scale, query.shape[-1] ** -0.5, query.shape[-2])
     if starts is not None and query_seq_lengths is not None:
@@ -277,7 +284,7 @@ def make_call(
         score_mod = BoundScoreMod.bind(
             scores.fitting(score_mod, query.shape[-2]), checks.sums(query.dtype)
         )
-    return PagedCall(
+    call = PagedCall(
         query=query,
         k_pages=k_pages,
         v_pages=v_pages,
@@ -292,6 +299,8 @@ def make_call(
         **scales,
         **options,
     )
+    tables.check(call)
+    return call
 
 
 def _by_row(name: str, x, shape: tuple[int, ...]):

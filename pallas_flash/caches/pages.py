@@ -2,7 +2,7 @@
 functions, for jax.jit."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -12,36 +12,54 @@ from jaxtyping import Array, Bool, Float, Int, Real
 
 from pallas_flash import checks, quantised
 from pallas_flash.caches import ragged
-from pallas_flash.caches.paged import PAGE
+from pallas_flash.caches.paged import PAGE, Options, paged_attention
 from pallas_flash.checks import AnyArray
 from pallas_flash.devices import sharding
 
 
 class PagedCache(NamedTuple):
-    """Keys and values in P pages. Key i of row b is key[table[b, i // page], i % page]; an entry
-    without a page is P.
+    """Keys and values in P pages. Key i of row b is k_pages[page_table[b, i // page], i % page];
+    an entry without a page is P. The fields have the names of `paged_attention`'s arguments.
 
     Its methods return a new cache and change nothing, so that they may be called inside of
-    jax.jit."""
+    jax.jit.
 
-    key: Real[Array, "P page K H"]
+    A token does not fit where no page is free, or where its row has max_length tokens. Outside of
+    jax.jit `append` and `reserve` then raise; for this they read the cache's numbers, and so wait
+    for the device. Inside, where nothing can raise, such tokens are left out and counted in `lost`,
+    and the row takes no more: until it is released, `attend` gives it NaN, and its `lengths` is
+    that of the tokens before. `shortage` says beforehand what an `append` would lack."""
+
+    k_pages: Real[Array, "P page K H"]
     # of another dtype, where one of the two is in 8 bits; None: columns of the keys
-    value: Real[Array, "P page K H"] | None
-    table: Int[Array, "B pages"]
-    length: Int[Array, "B"]  # keys of each row
+    v_pages: Real[Array, "P page K H"] | None
+    page_table: Int[Array, "B pages"]
+    lengths: Int[Array, "B"]  # keys of each row
     users: Int[Array, "P"]  # how many rows have each page
-    key_scale: Float[Array, "P page K"] | None = None  # of a cache in 8 bits
-    value_scale: Float[Array, "P page K"] | None = None
+    lost: Int[Array, "B"]  # tokens that did not fit since the row was last released
+    k_scales: Float[Array, "P page K"] | None = None  # of a cache in 8 bits
+    v_scales: Float[Array, "P page K"] | None = None
 
     @property
     def room(self) -> Int[Array, "B"]:
         """How many keys the pages of each row hold."""
-        return jnp.sum(self.table < self.key.shape[0], 1, dtype=jnp.int32) * self.key.shape[1]
+        P, page = self.k_pages.shape[:2]
+        return jnp.sum(self.page_table < P, 1, dtype=jnp.int32) * page
+
+    def shortage(self, tokens: Int[AnyArray, "#B"] | int) -> "Shortage":
+        """What an append of `tokens` more tokens to each row would lack, (pages, tokens): pages,
+        int32 [], that would have to be free besides those that are; and tokens, int32 [B], of each
+        row that would be beyond max_length, or follow lost ones. If all are 0, it fits."""
+        tokens = self._by_row("tokens", tokens)
+        cache, arrays, _ = _on_each_device(self, dict(tokens=tokens))
+        return _shortage(cache, **arrays)
 
     def reserve(self, tokens: Int[AnyArray, "#B"] | int) -> "PagedCache":
-        """The cache with pages for `tokens` more tokens of each row, as long as there are free
-        pages and entries of the table."""
-        return _changed(_reserved, self, tokens=self._by_row("tokens", tokens))
+        """The cache with pages for `tokens` more tokens of each row. Inside of jax.jit a row gets
+        them as long as there are free pages and entries of the table."""
+        tokens = self._by_row("tokens", tokens)
+        self._check_room("reserve", tokens)
+        return _changed(_reserved, self, tokens=tokens)
 
     def append(
         self,
@@ -52,12 +70,11 @@ class PagedCache(NamedTuple):
     ) -> "PagedCache":
         """The cache with the first `count` of T tokens added to each row, by default all, in pages
         as `reserve` gives them. With cu_seqlens, int32 [B + 1], key and value are [T, K, H], and
-        row b takes the tokens from cu_seqlens[b] up to, not including, cu_seqlens[b + 1]. Tokens
-        for which there is no room are left out; `length` says how many there are."""
-        B, key = len(self.table), checks.array("key", key)
-        new, slots_of = dict(key=key), dict(key=self.key)
-        if self.value is not None:
-            new["value"], slots_of["value"] = checks.array("value", value), self.value
+        row b takes the tokens from cu_seqlens[b] up to, not including, cu_seqlens[b + 1]."""
+        B, key = len(self.page_table), checks.array("key", key)
+        new, slots_of = dict(key=key), dict(key=self.k_pages)
+        if self.v_pages is not None:
+            new["value"], slots_of["value"] = checks.array("value", value), self.v_pages
         elif value is not None:
             raise ValueError("value must be None to match the cache, whose values are its keys'.")
         rows, letters = ((B,), "[B, T, K, H]") if cu_seqlens is None else ((), "[T, K, H]")
@@ -71,6 +88,7 @@ class PagedCache(NamedTuple):
         T = key.shape[-3]
         if cu_seqlens is None:
             new["count"] = jnp.clip(self._by_row("count", T if count is None else count), 0, T)
+            self._check_room("append", new["count"])
             return sharding.map_cache(_appended, self, new)[1]
         ends = checks.ints("cu_seqlens", cu_seqlens)
         if count is not None or ends.shape != (B + 1,):
@@ -79,14 +97,17 @@ class PagedCache(NamedTuple):
             )
         checks.ends("cu_seqlens", ends, T, first=None)
         new["cu_seqlens"] = jnp.asarray(ends)
+        if checks.is_constant(ends):
+            self._check_room("append", jnp.diff(ragged.within(new["cu_seqlens"], T)))
         return sharding.map_cache(_appended_ragged, self, new)[1]
 
     def release(self, rows: Bool[AnyArray, "B"]) -> "PagedCache":
-        """The cache with these rows empty; their pages that no other row has are free again."""
+        """The cache with these rows empty, as if they had lost no tokens; their pages that no other
+        row has are free again."""
         rows = jnp.asarray(rows)
-        if rows.dtype != bool or rows.shape != self.length.shape:
+        if rows.dtype != bool or rows.shape != self.lengths.shape:
             raise ValueError(
-                f"rows must be bool [B] = {self.length.shape}, True: release; got {rows.dtype} "
+                f"rows must be bool [B] = {self.lengths.shape}, True: release; got {rows.dtype} "
                 f"{rows.shape}."
             )
         return _changed(_released, self, rows=rows)
@@ -103,7 +124,7 @@ class PagedCache(NamedTuple):
                 name: checks.ints(name, row)
                 for name, row in dict(source=source, target=target).items()
             },
-            len(self.table),
+            len(self.page_table),
         )
         for name, row in rows.items():
             if row.shape:
@@ -114,9 +135,48 @@ class PagedCache(NamedTuple):
                 )
         return _changed(_shared, self, **rows)
 
+    @overload
+    def attend(
+        self, query: Float[AnyArray, "*B T N H"], **options: Unpack[Options]
+    ) -> Float[Array, "*B T N Hv"]: ...
+    @overload
+    def attend(
+        self,
+        query: Float[AnyArray, "*B T N H"],
+        *,
+        return_residual: bool = False,
+        return_max_logits: bool = False,
+        **options: Unpack[Options],
+    ) -> Float[Array, "*B T N Hv"] | tuple[Float[Array, "..."], ...]: ...
+    def attend(self, query, **options):
+        """`paged_attention` of the query to this cache, with its other options: value_size, if the
+        cache holds keys alone. A row that lost tokens gets NaN."""
+        pages = self.k_pages, self.v_pages, self.page_table, self.lengths
+        scales = dict(k_scales=self.k_scales, v_scales=self.v_scales)
+        found = paged_attention(query, *pages, **scales, **options)
+        has_lost = self.lost > 0
+        if (cu_seqlens := options.get("cu_seqlens_q")) is None:
+            has_lost = has_lost[:, None]  # [B, T]
+        else:
+            ends = ragged.within(jnp.asarray(checks.ints("cu_seqlens_q", cu_seqlens)), len(query))
+            tokens = ragged.Places.of(ends, len(query))
+            has_lost = has_lost[tokens.row] & tokens.is_real  # [T]
+        by_token = lambda x: has_lost.reshape(*has_lost.shape, *(1,) * (x.ndim - has_lost.ndim))
+        return jax.tree.map(lambda x: jnp.where(by_token(x), jnp.nan, x), found)
+
+    def _check_room(self, name: str, tokens):
+        """Raises where the values are known and some of so many tokens of each row do not fit."""
+        numbers = {name: getattr(self, name) for name in NUMBERS} | dict(tokens=tokens)
+        if not all(map(checks.is_constant, numbers.values())):
+            return
+        numbers = jax.device_get(numbers)
+        tokens, cache = numbers.pop("tokens"), self._replace(**numbers)
+        if reasons := [*_why_no_room(cache, name, tokens)]:
+            raise ValueError(" ".join(reasons))
+
     def _by_row(self, name: str, x) -> Int[Array, "B"]:
         """A number for each row, given so or as one for all."""
-        x, shape = checks.ints(name, x), self.length.shape
+        x, shape = checks.ints(name, x), self.lengths.shape
         if x.shape not in (shape, (1,), ()):
             raise ValueError(
                 f"{name} must be int32 [B] = {shape}, or one for all rows; got {x.shape}."
@@ -124,56 +184,109 @@ class PagedCache(NamedTuple):
         return jnp.broadcast_to(x, shape)
 
 
-def _changed(change: Callable, cache: PagedCache, **arrays) -> PagedCache:
-    """change(cache, **arrays), which changes table, length and users; on a mesh with explicit axes,
-    meanwhile, each device has these whole."""
-    numbers = dict(table=cache.table, length=cache.length, users=cache.users)
+class Shortage(NamedTuple):
+    """What an `append` would lack."""
+
+    pages: Int[Array, ""]
+    tokens: Int[Array, "B"]
+
+
+NUMBERS = "page_table", "lengths", "users", "lost"  # what methods change besides the pages
+
+
+def _on_each_device(cache: PagedCache, arrays: dict) -> tuple[PagedCache, dict, Callable]:
+    """The cache and the arrays; on a mesh with explicit axes with the numbers of both whole on each
+    device, and what puts those of a new cache back to where they lay."""
     mesh = sharding.find_explicit(sharding.collect_meshes(jax.tree.leaves((cache, arrays))))
     if mesh is None:
-        return change(cache, **arrays)
+        return cache, arrays, lambda new: new
     placed = lambda x, spec: jax.reshard(x, NamedSharding(mesh, spec))
     whole = lambda x: placed(x, PartitionSpec())
-    new = change(cache._replace(**jax.tree.map(whole, numbers)), **jax.tree.map(whole, arrays))
-    return new._replace(
-        **{
-            name: placed(getattr(new, name), jax.typeof(x).sharding.spec)
-            for name, x in numbers.items()
-        }
+    numbers = {name: getattr(cache, name) for name in NUMBERS}
+    specs = {name: jax.typeof(x).sharding.spec for name, x in numbers.items()}
+    back = lambda new: new._replace(
+        **{name: placed(getattr(new, name), spec) for name, spec in specs.items()}
     )
+    return cache._replace(**jax.tree.map(whole, numbers)), jax.tree.map(whole, arrays), back
+
+
+def _changed(change: Callable, cache: PagedCache, **arrays) -> PagedCache:
+    """change(cache, **arrays), which changes numbers alone."""
+    cache, arrays, back = _on_each_device(cache, arrays)
+    return back(change(cache, **arrays))
+
+
+def _needed(cache: PagedCache, tokens, xp):
+    """Of each row, how many more pages `tokens` more tokens need, and how many of the tokens have
+    no entry of the table. With NumPy as xp, of a cache of its arrays."""
+    (P, page), pages = cache.k_pages.shape[:2], cache.page_table.shape[1]
+    # a row that lost tokens is full, and stays so: the next would follow a gap
+    fitting = xp.where(cache.lost > 0, 0, xp.minimum(tokens, pages * page - cache.lengths))
+    held = xp.sum(cache.page_table < P, 1, dtype=np.int32)
+    return xp.maximum(-(-(cache.lengths + fitting) // page) - held, 0), tokens - fitting
+
+
+def _shortage(cache: PagedCache, tokens, xp=jnp) -> Shortage:
+    needed, beyond = _needed(cache, tokens, xp)
+    free = xp.sum(cache.users == 0, dtype=np.int32)
+    return Shortage(xp.maximum(xp.sum(needed, dtype=np.int32) - free, 0), xp.maximum(beyond, 0))
+
+
+def _why_no_room(cache: PagedCache, name: str, tokens):
+    """Yields for each limit, in a cache with the numbers of NumPy, why so many tokens do not
+    fit."""
+    (P, page), pages = cache.k_pages.shape[:2], cache.page_table.shape[1]
+    lacking = _shortage(cache, tokens, np)
+    if lacking.pages:
+        free = np.sum(cache.users == 0)
+        few = "1 page" if lacking.pages == 1 else f"{lacking.pages} pages"
+        yield (
+            f"{name} lacks {few}: it needs {lacking.pages + free}, and {free} of {P} "
+            f"{'is' if free == 1 else 'are'} free. Release rows, or make the cache with more: "
+            "paged_cache(pages=...)."
+        )
+    for b in np.flatnonzero(lacking.tokens)[:1]:
+        yield (
+            f"row {b} lost {cache.lost[b]} tokens, and takes no more until it is released."
+            if cache.lost[b]
+            else f"row {b} has {cache.lengths[b]} tokens and cannot take {tokens[b]} more: its "
+            f"table holds {pages * page}. Make the cache with a larger max_length."
+        )
 
 
 def _reserved(cache: PagedCache, *, tokens) -> PagedCache:
-    P, page = cache.key.shape[:2]
-    held, number = cache.room // page, jnp.arange(cache.table.shape[1], dtype=jnp.int32)[None]
-    more = jnp.maximum(-(-(cache.length + tokens) // page) - held, 0)
+    P, page = cache.k_pages.shape[:2]
+    held, number = cache.room // page, jnp.arange(cache.page_table.shape[1], dtype=jnp.int32)[None]
+    more, _ = _needed(cache, tokens, jnp)
     wanted = (number >= held[:, None]) & (number < (held + more)[:, None])
     order = jnp.argsort(cache.users > 0, stable=True).astype(jnp.int32)  # free pages first
     nth = jnp.cumsum(wanted.ravel(), dtype=jnp.int32).reshape(wanted.shape) - 1
     given = wanted & (nth < jnp.sum(cache.users == 0, dtype=jnp.int32))
-    table = jnp.where(given, order[jnp.clip(nth, 0, P - 1)], cache.table)
+    table = jnp.where(given, order[jnp.clip(nth, 0, P - 1)], cache.page_table)
     users = cache.users.at[jnp.where(given, table, P)].add(1, mode="drop")
-    return cache._replace(table=table, users=users)
+    return cache._replace(page_table=table, users=users)
 
 
 def _released(cache: PagedCache, *, rows) -> PagedCache:
-    P = cache.key.shape[0]
-    users = cache.users.at[jnp.where(rows[:, None], cache.table, P)].add(-1, mode="drop")
-    table = jnp.where(rows[:, None], P, cache.table)
-    return cache._replace(table=table, users=users, length=jnp.where(rows, 0, cache.length))
+    P = cache.k_pages.shape[0]
+    users = cache.users.at[jnp.where(rows[:, None], cache.page_table, P)].add(-1, mode="drop")
+    table = jnp.where(rows[:, None], P, cache.page_table)
+    lengths, lost = (jnp.where(rows, 0, x) for x in (cache.lengths, cache.lost))
+    return cache._replace(page_table=table, users=users, lengths=lengths, lost=lost)
 
 
 def _shared(cache: PagedCache, *, source, target) -> PagedCache:
-    (P, page), B = cache.key.shape[:2], len(cache.table)
+    (P, page), B = cache.k_pages.shape[:2], len(cache.page_table)
     rows = (jnp.arange(B, dtype=jnp.int32) == target) & (0 <= source) & (source < B)
-    full, pages = cache.length[source] // page, cache.table[source]
+    full, pages = cache.lengths[source] // page, cache.page_table[source]
     entries = jnp.where(jnp.any(rows) & (jnp.arange(len(pages), dtype=jnp.int32) < full), pages, P)
     cache = _released(cache, rows=rows)
-    table, length = (
-        jnp.where(rows[:, None], entries, cache.table),
-        jnp.where(rows, full * page, cache.length),
+    table, lengths = (
+        jnp.where(rows[:, None], entries, cache.page_table),
+        jnp.where(rows, full * page, cache.lengths),
     )
     return cache._replace(
-        table=table, length=length, users=cache.users.at[entries].add(1, mode="drop")
+        page_table=table, lengths=lengths, users=cache.users.at[entries].add(1, mode="drop")
     )
 
 
@@ -195,13 +308,16 @@ def _appended_ragged(cache: PagedCache, *, key, cu_seqlens, value=None) -> tuple
 def _with_tokens(cache: PagedCache, count, row, token, is_real, key, value) -> PagedCache:
     """With `count` [B] more tokens of each row; key and value are those with these rows and, among
     the row's, these numbers."""
-    (P, page), pages, start = cache.key.shape[:2], cache.table.shape[1], cache.length
+    (P, page), pages, start = cache.k_pages.shape[:2], cache.page_table.shape[1], cache.lengths
     cache = _reserved(cache, tokens=count)
-    length = jnp.minimum(start + count, cache.room).astype(start.dtype)
+    fitting = jnp.minimum(count, cache.room - start)
+    lengths, lost = start + fitting, cache.lost + count - fitting
     at = start[row] + token
-    entry = cache.table[row, jnp.minimum(at // page, pages - 1)]
-    to = jnp.where(is_real & (at < length[row]), entry, P), at % page
-    return quantised.written(cache, to, key, value)._replace(length=length)
+    entry = cache.page_table[row, jnp.minimum(at // page, pages - 1)]
+    to = jnp.where(is_real & (at < lengths[row]), entry, P), at % page
+    return quantised.written(cache, to, k_pages=key, v_pages=value)._replace(
+        lengths=lengths, lost=lost
+    )
 
 
 def paged_cache(
@@ -220,14 +336,13 @@ def paged_cache(
     tokens.
 
     With the dtypes int8, float8_e4m3fn and float8_e5m2 the cache is quantised: each token and head
-    has a float32 scale, which `paged_attention` takes as k_scales and v_scales. The output then
+    has a float32 scale, in k_scales and v_scales. The output then
     errs by 1%, 4% and 8% (norms, for normally distributed numbers; bfloat16: 0.3%). value_dtype is
     that of the values, by default `dtype`: one of the two may be of 8 bits and the other not. On a
     CPU float8 is copied whole in each call, int8 is not.
 
-    With values_are_keys the cache holds keys alone, of which `paged_attention` takes the first
-    columns as values: append(key, None), and paged_attention(query, cache.key, None, cache.table,
-    cache.length, value_size=...).
+    With values_are_keys the cache holds keys alone, whose first columns are the values:
+    append(key, None) and attend(query, value_size=...).
 
     Examples:
       >>> import jax.numpy as jnp
@@ -235,9 +350,12 @@ def paged_cache(
       >>> cache = paged_cache(2, 64, kv_heads=2, head_size=16, pages=10, page=8)
       >>> new = jnp.ones((2, 20, 2, 16))  # [B, T, K, H]
       >>> cache = cache.append(new, new, count=jnp.array([20, 3]))
-      >>> cache.length.tolist(), cache.room.tolist()
+      >>> cache.lengths.tolist(), cache.room.tolist()
       ([20, 3], [24, 8])
     """
+    sizes = dict(batch=batch, max_length=max_length, kv_heads=kv_heads, head_size=head_size)
+    for name, size in (sizes | dict(pages=pages)).items():
+        checks.count(name, size)
     if page % PAGE or page <= 0:
         raise ValueError(f"page must be a multiple of {PAGE} keys; got {page}.")
     shape = pages, page, kv_heads, head_size
@@ -248,4 +366,4 @@ def paged_cache(
     dtypes = [dtype, dtype if value_dtype is None else value_dtype][: 1 if values_are_keys else 2]
     key, value = (*(jnp.zeros(shape, each) for each in dtypes), None)[:2]
     scales = (quantised.empty_scales(shape, each) for each in dtypes)
-    return PagedCache(key, value, table, zeros(batch), zeros(pages), *scales)
+    return PagedCache(key, value, table, zeros(batch), zeros(pages), zeros(batch), *scales)

@@ -13,7 +13,9 @@ from pallas_flash.call import AXES, Call, is_data
 from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.mods.score_mod import BoundScoreMod
 
-CACHE_AXES = AXES | dict(length="B", key_scale="BSK", value_scale="BSK", table="BC", users="P")
+CACHE_AXES = AXES | dict(
+    k_scales="BSK", v_scales="BSK", users="P", lost="B"
+)  # P: pages, or rows of slots
 CACHE_AXES |= dict(count="B", cu_seqlens="C")  # beside a cache
 OPERAND_AXES = AXES | dict(seeds="BN")  # of arguments.Operands
 # of a score_mod; the arrays that rules read are whole on each device

@@ -100,8 +100,8 @@ def map_cache(f: Callable, cache, arrays: dict[str, Any], *static):
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _map_cache(f, mesh, static, cache, arrays):
     fields = {name: x for name, x in cache._asdict().items() if x is not None}
-    batch, _, heads, _ = jax.typeof(cache.key).sharding.spec
-    axes = dict(B=None if "table" in fields else batch, K=heads, N=heads)
+    batch, _, heads, _ = jax.typeof(cache[0]).sharding.spec  # of the keys
+    axes = dict(B=None if "page_table" in fields else batch, K=heads, N=heads)
     spec = lambda name, ndim: P(*map(axes.get, CACHE_AXES[name][-ndim:]))
     specs = lambda arrays: {name: spec(name, x.ndim) for name, x in arrays.items()}
     in_specs = specs(fields), specs(arrays)

@@ -18,25 +18,25 @@ PAGE = 64  # keys of a page of a rolling or quantised cache
 
 
 class KVCache(NamedTuple):
-    """The keys (normalised and rotated) and values of the tokens so far; row b holds length[b] of
+    """The keys (normalised and rotated) and values of the tokens so far; row b holds lengths[b] of
     them, from slot 0 on."""
 
     key: Real[Array, "B S K H"]
     value: Real[Array, "B S K H"]
-    length: Int[Array, "B"]
-    key_scale: Float[Array, "B S K"] | None = None  # of a cache in 8 bits
-    value_scale: Float[Array, "B S K"] | None = None
+    lengths: Int[Array, "B"]
+    k_scales: Float[Array, "B S K"] | None = None  # of a cache in 8 bits
+    v_scales: Float[Array, "B S K"] | None = None
 
 
 class RollingCache(NamedTuple):
     """The keys and values of the last S tokens: the token at position i is in slot i % S. Row b has
-    had length[b] tokens."""
+    had lengths[b] tokens."""
 
     key: Real[Array, "B S K H"]
     value: Real[Array, "B S K H"]
-    length: Int[Array, "B"]
-    key_scale: Float[Array, "B S K"] | None = None
-    value_scale: Float[Array, "B S K"] | None = None
+    lengths: Int[Array, "B"]
+    k_scales: Float[Array, "B S K"] | None = None
+    v_scales: Float[Array, "B S K"] | None = None
 
 
 # options of paged_attention
@@ -68,10 +68,10 @@ def attend(
     """The attention of T new tokens, of which `lengths` [B] are there, None: all; and the cache
     with them. Tokens without room get NaN. `options` are those of flash_attention; a query sees
     `left` tokens before its own, None: all."""
-    T, start = query.shape[1], cache.length
+    T, start = query.shape[1], cache.lengths
     count = jnp.full_like(start, T) if lengths is None else _count(lengths, start, T)
     positions = start[:, None] + jnp.arange(T, dtype=jnp.int32)[None]
-    kwargs, is_quantised = options | dict(query_seq_lengths=lengths), cache.key_scale is not None
+    kwargs, is_quantised = options | dict(query_seq_lengths=lengths), cache.k_scales is not None
     new = dict(key=key, value=value, count=count)
     if isinstance(cache, KVCache) and not is_quantised:
         _, cache = sharding.map_cache(_append, cache, new)
@@ -81,7 +81,7 @@ def attend(
             key,
             value,
             mask=mask,
-            key_value_seq_lengths=cache.length,
+            key_value_seq_lengths=cache.lengths,
             query_offset=start,
             **kwargs,
         )
@@ -104,17 +104,18 @@ def attend(
         return sharding.map_cache(
             _attend_slots, cache, dict(query=query) | new | arrays, left, tuple(kwargs.items())
         )
-    if not is_quantised and jnp.promote_types(cache.key.dtype, key.dtype) != cache.key.dtype:
+    stored = cache.k_pages.dtype
+    if not is_quantised and jnp.promote_types(stored, key.dtype) != stored:
         warnings.warn(
-            f"the PagedCache stores {cache.key.dtype}, to which the layer's {key.dtype} is rounded"
+            f"the PagedCache stores {stored}, to which the layer's {key.dtype} is rounded"
             f": paged_cache(..., dtype=jnp.{key.dtype}) stores it as it is",
             stacklevel=3,
         )
     cache = cache.append(key, value, count if lengths is not None else None)
-    o = _paged(
-        cache, query, lambda pages: pages, cache.table, cache.length, query_offset=start, **kwargs
-    )
-    missing = (positions >= cache.length[:, None]) & (positions < (start + count)[:, None])
+    pages, scales = (cache.k_pages, cache.v_pages), (cache.k_scales, cache.v_scales)
+    o = _paged(query, pages, scales, cache.page_table, cache.lengths, query_offset=start, **kwargs)
+    # a row that lost tokens stays where it was, and so has no room for these either
+    missing = (positions >= cache.lengths[:, None]) & (positions < (start + count)[:, None])
     return _or_nan(o, ~missing), cache
 
 
@@ -126,16 +127,14 @@ def _count(lengths, start, T: int):
     return jnp.clip(lengths, 0, T)
 
 
-def _paged(cache: Cache, query, as_pages: Callable, table, lengths, **options):
-    """paged_attention to a cache, of whose arrays `as_pages` makes pages."""
-    pages, scales = (cache.key, cache.value), (cache.key_scale, cache.value_scale)
-    scales = [None if x is None else as_pages(x) for x in scales]
-    key, value = (
-        as_pages(x).astype(query.dtype if scale is None else x.dtype)
+def _paged(query, pages, scales, table, lengths, **options):
+    """paged_attention to keys and values, of which those without scales are cast."""
+    k_pages, v_pages = (
+        x if scale is not None else x.astype(query.dtype)
         for x, scale in zip(pages, scales, strict=True)
     )
     options |= dict(zip(("k_scales", "v_scales"), scales, strict=True))
-    return paged_attention(query, key, value, table, lengths, **options)
+    return paged_attention(query, k_pages, v_pages, table, lengths, **options)
 
 
 def _attend_slots(
@@ -152,19 +151,20 @@ def _attend_slots(
     """The slots of a row are pages. In a RollingCache they are a ring: a table in which the page of
     the oldest token in sight comes first puts them in order."""
     is_ring, (B, S) = isinstance(cache, RollingCache), cache.key.shape[:2]
-    pages, start, options = S // PAGE, cache.length, dict(options) | arrays
+    pages, start, options = S // PAGE, cache.lengths, dict(options) | arrays
     row, token, page = (jnp.arange(n, dtype=jnp.int32) for n in (B, query.shape[1], pages))
     row, token = row[:, None], token[None]
     positions = start[:, None] + token
     to = jnp.where(token < count[:, None], positions % S if is_ring else positions, S)
-    cache = quantised.written(cache, (row, to), key, value)._replace(
-        length=(start + count).astype(start.dtype)
+    cache = quantised.written(cache, (row, to), key=key, value=value)._replace(
+        lengths=(start + count).astype(start.dtype)
     )
     first = jnp.maximum(start - left, 0) // PAGE if is_ring else jnp.zeros_like(start)
     table = row * pages + (first[:, None] + page[None]) % pages
-    as_pages = lambda x: x.reshape(B * pages, PAGE, *x.shape[2:])
-    length, options = cache.length - first * PAGE, options | dict(query_offset=start - first * PAGE)
-    o = _paged(cache, query, as_pages, table, length, **options)
+    as_pages = lambda x: None if x is None else x.reshape(B * pages, PAGE, *x.shape[2:])
+    kv, scales = (cache.key, cache.value), (cache.k_scales, cache.v_scales)
+    lengths, options["query_offset"] = cache.lengths - first * PAGE, start - first * PAGE
+    o = _paged(query, [*map(as_pages, kv)], [*map(as_pages, scales)], table, lengths, **options)
     return (o if is_ring else _or_nan(o, positions < S)), cache
 
 
@@ -179,9 +179,9 @@ def _append(cache: KVCache, *, key, value, count) -> tuple[None, KVCache]:
         jnp.arange(len(key), dtype=jnp.int32)[:, None],
         jnp.arange(key.shape[1], dtype=jnp.int32)[None],
     )
-    length = (cache.length + count).astype(cache.length.dtype)
-    to = row, cache.length[:, None] + token
-    return None, quantised.written(cache, to, key, value)._replace(length=length)
+    lengths = (cache.lengths + count).astype(cache.lengths.dtype)
+    to = row, cache.lengths[:, None] + token
+    return None, quantised.written(cache, to, key=key, value=value)._replace(lengths=lengths)
 
 
 def _or_nan(o, has_room):
@@ -202,10 +202,10 @@ def check(cache: Cache, x, left: int | None, heads: int, size: int):
             f"init_rolling_cache or paged_cache; got {type(cache).__name__}.{hint}"
         )
     B, T, _ = x.shape
-    name, shape, rows = type(cache).__name__, cache.key.shape, cache.length.shape[0]
+    name, shape, rows = type(cache).__name__, cache[0].shape, cache.lengths.shape[0]
     slots = (*shape[:2], heads, size)
     if isinstance(cache, PagedCache):
-        if cache.value is None:
+        if cache.v_pages is None:
             raise ValueError("the PagedCache must hold values: paged_cache(...) has room for them.")
         if shape != slots or rows != B:
             raise ValueError(
@@ -214,16 +214,18 @@ def check(cache: Cache, x, left: int | None, heads: int, size: int):
             )
         return
     slots = (B, *slots[1:])
+    if isinstance(cache, RollingCache) and left is None:
+        raise ValueError(
+            f"a {name} holds a window's tokens, which needs a causal layer with local_window_size; "
+            f"this one has no window or is not causal: make the cache with init_cache({B}, "
+            "max_length)."
+        )
     if shape != slots:
         make = "init_rolling_cache" if isinstance(cache, RollingCache) else "init_cache"
         raise ValueError(
             f"cache.key must be [B, max_length, K, H] = ({B}, max_length, {heads}, {size}) to "
             "match "
             f"inputs_q {x.shape} and the layer; got {shape}. Make it with {make}({B}, max_length)."
-        )
-    if isinstance(cache, RollingCache) and left is None:
-        raise ValueError(
-            f"a {name} holds a window's tokens: it needs a causal layer with local_window_size."
         )
     if isinstance(cache, RollingCache) and rolling_slots(left, T) > shape[1]:
         raise ValueError(

@@ -206,21 +206,23 @@ class FlashAttention(nnx.Module):
             from its length. Masks and windows go by the order of the tokens.
           cache: from `init_cache`, `init_rolling_cache` or `pallas_flash.paged_cache`, or from the
             call before. The new tokens are added to it; those of row b are at the positions
-            length[b], length[b] + 1, ...
+            lengths[b], lengths[b] + 1, ...
           rngs: for dropout, nnx.Rngs, a stream of them or a key; by default the stream that the
             layer keeps.
           deterministic: whether to leave out dropout; by default the layer's attribute.
 
         Returns:
           y [B, T, out_features]; with a cache, (y, the new cache). A token at position max_length
-          or later does not fit: it is not stored, and, as traced code cannot raise, its y is NaN.
-          The rows and tokens that fit are right all the same.
+          or later, or for which no page is free, does not fit: it is not stored, and, as traced
+          code cannot raise, its y is NaN. The rows and tokens that fit are right all the same.
+          Outside of jax.jit a `PagedCache` raises, and inside it counts such tokens in `lost`; its
+          row gets NaN until it is released.
         """
         x, is_cross = checks.array("inputs_q", inputs_q), inputs_k is not None
         rows = dict(segment_ids=segment_ids, lengths=lengths, kv_lengths=kv_lengths)
         validation.check_call(self, x, inputs_k, inputs_v, **rows, cache=cache)
         inputs_k = inputs_k if is_cross else x
-        start = jnp.zeros(1, jnp.int32) if cache is None else cache.length
+        start = jnp.zeros(1, jnp.int32) if cache is None else cache.lengths
         positions = rotary.positions(self.rope, x, start, positions)
         query, key, value = self._project(
             x, inputs_k, inputs_k if inputs_v is None else inputs_v, positions
