@@ -231,3 +231,40 @@ def test_a_forward_that_no_backward_follows_takes_more_heads_at_a_time_and_expla
             rf"\({alone} where no backward follows\)"
         )
         assert re.search(found, str(tiles))
+
+
+@pytest.mark.parametrize(
+    "T, offset, kw",
+    [
+        (23, 108, dict(is_causal=True)),  # each query sees all keys but those of its chunk
+        (50, 81, dict(is_causal=True, logits_soft_cap=20.0)),
+        (37, 94, dict(local_window_size=(99, 3))),
+        (41, 90, dict(is_causal=True, score_mod=lambda s, b, h, i, j: s - 0.01 * h * (i - j))),
+    ],
+)
+def test_chunks_behind_a_long_cache_go_in_loops_and_equal_the_reference(
+    T, offset, kw, monkeypatch, rng
+):
+    monkeypatch.setattr(tuning, "_is_one_device", lambda: True)
+    for name, size in dict(KEYS=16, SCORES=2**7, UNROLLED=2).items():
+        monkeypatch.setattr(tuning, name, size)
+    q, k, v = qkv(rng, Sizes(T=T, S=131, N=6, K=2, H=11, Hv=5, B=2))
+    tiles = explain(q, k, v, implementation="blockwise", query_offset=offset, **kw).tiles
+    assert tiles.block_k == 16
+
+    attend = lambda name: (
+        lambda *x: flash_attention(*x, implementation=name, query_offset=offset, **kw)
+    )
+    equal(
+        *(value_and_gradients(attend(name))(q, k, v) for name in ("blockwise", "reference")), 2e-5
+    )
+
+
+def test_a_text_alone_has_blocks_of_all_its_keys_and_a_chunk_behind_a_long_cache_loops(
+    monkeypatch,
+):
+    monkeypatch.setattr(tuning, "_is_one_device", lambda: True)
+    q, k = (jax.ShapeDtypeStruct((1, n, 4, 64), jnp.float32) for n in (4096, 65536))
+    find = lambda k, at: explain(q, k, k, is_causal=True, query_offset=at).tiles.block_k
+    assert find(q, 0) == 4096
+    assert find(k, 61440) == tuning.KEYS

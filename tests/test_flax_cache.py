@@ -242,7 +242,7 @@ REFUSED = {
         (PLAIN, lambda model: model.init_cache(B, 9, jnp.int8), dict(mask=np.ones((4, 64), bool))),
     ),
     "no room for a token": (
-        "max_length must be 1 or more; got 0",
+        "max_length must be a static int from 1 on; got the int 0",
         (PLAIN, lambda model: model.init_cache(B, 0), {}),
     ),
     "lengths of other rows": (

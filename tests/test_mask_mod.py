@@ -111,8 +111,16 @@ MISTAKES = {
         r"\| joins two objects of pallas_flash.masks; got ndarray. An array x becomes one as "
         r"masks.MaskMod\(lambda",
     ),
-    "size": (lambda: masks.Chunked(0), ValueError, r"size must be an int from 1 to .*; got 0"),
-    "stride": (lambda: masks.Dilated(True), ValueError, r"stride must be an int .*; got True"),
+    "size": (
+        lambda: masks.Chunked(0),
+        ValueError,
+        r"size must be a static int from 1 to .*; got the int 0",
+    ),
+    "stride": (
+        lambda: masks.Dilated(True),
+        ValueError,
+        r"stride must be a static int .*; got the bool True",
+    ),
 }
 
 

@@ -68,6 +68,53 @@ def test_4096_tokens_take_70_megabytes_where_a_head_goes_at_a_time(monkeypatch):
     assert program.memory_analysis().temp_size_in_bytes < 70e6
 
 
+def attend_bytes(query, key, offset=None, gradient=False, **kw):
+    """Temporaries of a call on one device, whose `offset` is an int, or the shape of an array."""
+
+    def attend(q, k, v, *at):
+        at = dict(query_offset=at[0]) if at else {} if offset is None else dict(query_offset=offset)
+        return flash_attention(q, k, v, implementation="blockwise", **at, **kw)
+
+    run = attend
+    if gradient:
+        run = jax.grad(lambda *x: attend(*x).astype(jnp.float32).sum(), (0, 1, 2))
+    arrays = () if offset is None or isinstance(offset, int) else (offset,)
+    program = jax.jit(run).lower(query, key, key, *arrays).compile()
+    return program.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize(
+    "T, S, N, K, H, mask, kw",
+    [
+        (512, 16384, 32, 8, 64, "causal", {}),
+        (512, 16384, 32, 8, 64, "window", {}),
+        (256, 16384, 16, 4, 64, "causal", dict(gradient=True)),
+        (64, 16384, 32, 1, 96, "window", {}),
+        (1032, 16384, 8, 2, 64, "causal", dict(logits_soft_cap=30.0)),
+        (512, 16384, 8, 2, 64, "causal", dict(score_mod=lambda s, b, h, i, j: s - h * (i - j) / 9)),
+    ],
+)
+def test_a_chunk_behind_a_long_cache_takes_no_more_memory_where_its_offset_is_an_int(
+    T, S, N, K, H, mask, kw, monkeypatch
+):
+    monkeypatch.setattr(blockwise.tuning, "_is_one_device", lambda: True)
+    x = [jax.ShapeDtypeStruct((1, n, heads, H), jnp.float32) for n, heads in ((T, N), (S, K))]
+    visible = dict(is_causal=True) if mask == "causal" else dict(local_window_size=(S // 2, 0))
+    as_array = jax.ShapeDtypeStruct((1,), jnp.int32)
+    least = min(attend_bytes(*x, as_array, **visible, **kw), attend_bytes(*x, **kw))
+    assert attend_bytes(*x, S - T, **visible, **kw) <= 1.3 * least
+
+
+@pytest.mark.parametrize("T", [17, 128])
+def test_a_call_of_more_rows_than_decode_copies_few_heads_of_a_long_cache(T, monkeypatch):
+    monkeypatch.setattr(blockwise.tuning, "_is_one_device", lambda: True)
+    S, K, H = 16384, 8, 64
+    q, k = (jax.ShapeDtypeStruct((1, n, h, H), jnp.float32) for n, h in ((T, 4 * K), (S, K)))
+    offset = jax.ShapeDtypeStruct((1,), jnp.int32)
+    copies = 2 * K * S * H * 4  # of the keys and values of all heads
+    assert attend_bytes(q, k, offset, is_causal=True) < copies * 3 / 4
+
+
 # ---- a sequence on eight devices ----
 
 

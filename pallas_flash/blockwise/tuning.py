@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from pallas_flash import decode
 from pallas_flash.arguments import Problem
 from pallas_flash.blockwise.key_blocks import (
+    EXTRA,
     UNROLLED,
     count_scores,
     find_band,
@@ -71,7 +72,7 @@ ROWS = 128  # of a block of which a mask hides much
 KEYS = 256  # of a block, where a loop or a mask_mod may skip some
 MANY = 2048  # keys, from which on the regular forward copies those of each head
 COPIED = 2**25  # bytes of keys and values in the order of the heads, that malloc maps in each call
-STEP = 2**20  # bytes of keys and values, too few for a step of a loop over batch rows or heads
+STEP = 2**20  # bytes of keys and values, too few for a step of a loop over batch rows
 BLOCK = 512  # keys of all heads that are in the caches at a time, in decoding
 
 
@@ -89,7 +90,7 @@ def _decodes(p: Problem) -> bool:
     dtype = "float32" if rows == 1 else _tiles(p).dtype  # XLA multiplies a single row in float32
     of_batch_row = p.keys * p.kv_heads * (p.head_size + p.value_size) * jnp.dtype(dtype).itemsize
     if p.keys > MANY:
-        return (_hides_some(p) and rows <= 8) or p.batch * of_batch_row >= COPIED
+        return (has_data and rows <= 8) or p.batch * of_batch_row >= COPIED
     # else nothing is copied
     gains = (rows < 8 or of_batch_row > STEP) if has_data else (p.kv_heads > 1 or dtype != p.dtype)
     return gains and p.batch * of_batch_row >= COPIED
@@ -127,12 +128,11 @@ def _tiles(problem: Problem) -> Tiles:
         scores = p.group * count_scores(p, block_q) + arrays
     else:
         tiles = tiles._replace(block_k=min(KEYS, p.keys))
-        copied = p.keys * (p.head_size + p.value_size) * jnp.dtype(dtype).itemsize
-        # caches had better hold a step of a loop, and memory no more copies than it takes
-        scores = max(5 * p.group * block_q * tiles.block_k, SCORES * copied // STEP)
+        scores = 5 * p.group * block_q * tiles.block_k  # caches had better hold a step of a loop
     if not _is_one_device():
         return tiles
-    heads, forward_heads = (_heads(p, scores * size // 10) for size in (10, 6))
+    copied = p.keys * (p.head_size + p.value_size) * jnp.dtype(dtype).itemsize
+    heads, forward_heads = (_heads(p, scores * size // 10, copied) for size in (10, 6))
     return tiles._replace(heads=heads, forward_heads=forward_heads)
 
 
@@ -141,11 +141,12 @@ def _query_block(p: Problem) -> tuple[int, str]:
     they are few, or alike; where a mask hides much, small ones compute less of it."""
     mask = p.resolved_mask
     fewest = ceil_div(p.queries * p.group * p.keys, SCORES)
+    is_causal = mask.right is not None and p.queries < 2 * p.keys  # else it hides a quarter at most
     of_loops = min(max(UNROLLED * ROWS // p.group, 32), 2 * ROWS)
     if _is_cut(p) or mask.mask_mod is not None:
         size = of_loops if mask.mask_mod is None else ROWS
         return even(p.queries, size), "small blocks, of which the mask hides some"
-    if not _has_band(p):
+    if not is_causal and mask.left is None:
         size = max(ceil_div(p.queries, fewest), 16)
         return even(p.queries, size), f"at most {SCORES / 1e6:.1f} million scores of a head"
     rows = ROWS if p.queries > ROWS else ROWS // 2  # the first half sees half of the keys
@@ -175,32 +176,24 @@ def _is_apart(p: Problem) -> bool:
 
 
 def _is_cut(p: Problem) -> bool:
-    """Whether loops go over blocks of keys, and skip those that the mask hides. Of few keys they
-    would skip too little, and with a bias the sum of its gradient would be copied in each step."""
-    few = isinstance(p.keys, int) and (_visible_keys(p) <= 6 * KEYS or p.bias is not None)
-    return _hides_some(p) and not few
+    """Whether loops go over blocks of keys, since the mask has data, or since blocks with all keys
+    that they see would be large and many, behind a long cache. Of few keys loops would skip too
+    little, and with a bias the sum of its gradient would be copied in each step."""
+    few = isinstance(p.keys, int) and (p.keys <= 6 * KEYS or p.bias is not None)
+    return (p.resolved_mask.has_data or _is_behind_cache(p)) and not few
 
 
-def _hides_some(p: Problem) -> bool:
-    return p.resolved_mask.has_data or _has_band(p)
-
-
-def _has_band(p: Problem) -> bool:
-    """Whether there is a window, or a causal mask that hides more than a quarter."""
+def _is_behind_cache(p: Problem) -> bool:
+    """Whether a static mask leaves nearly all queries nearly all keys that one of them sees, and
+    these are more than few blocks hold."""
     mask = p.resolved_mask
-    if mask.right is None or not isinstance(p.queries, int) or not isinstance(p.keys, int):
-        return mask.left is not None or mask.right is not None
-    return mask.left is not None or p.queries < 2 * p.keys
-
-
-def _visible_keys(p: Problem) -> int:
-    """The most keys that a query sees, as far as that is static."""
-    mask = p.resolved_mask
-    if mask.has_data or not isinstance(p.queries, int):
-        return p.keys
+    if mask.has_data or not isinstance(p.queries, int) or not isinstance(p.keys, int):
+        return False
+    if mask.right is None and mask.left is None:
+        return False
     keys = key_range(mask, 0, p.queries - 1)
-    is_window = mask.left is not None and mask.right is not None
-    return min(keys.last - keys.first, mask.left + 1 + mask.right if is_window else p.keys)
+    visible = p.queries * (keys.last - keys.first)
+    return visible * p.group > UNROLLED * SCORES and visible <= EXTRA * count_scores(p, ROWS // 8)
 
 
 def even(length: int, most: int) -> int:
@@ -224,9 +217,13 @@ def of_calls(tiles: Tiles, p: Problem, calls: int) -> Tiles:
     return tiles._replace(heads=fewer(tiles.heads), forward_heads=fewer(tiles.forward_heads))
 
 
-def _heads(p: Problem, scores: int) -> int | None:
-    """How many key/value heads go at a time, which take so much memory as so many scores do."""
-    return None if p.batch * p.kv_heads * scores <= CALL else max(SCORES // scores, 1)
+def _heads(p: Problem, scores: int, copied: int = 0) -> int | None:
+    """How many key/value heads go at a time, each of which takes so much memory as so many scores
+    do, and so many bytes of keys and values; None: all."""
+    heads = p.batch * p.kv_heads
+    if heads * scores <= CALL and heads * copied <= COPIED:
+        return None
+    return max(min(SCORES // scores, COPIED // copied if copied else heads), 1)
 
 
 def serialize(tiles: Tiles, heads: tuple, keys: list | None) -> bool:

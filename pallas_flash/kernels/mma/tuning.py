@@ -170,10 +170,12 @@ def decode_tiles(
 def why_no_decoding(problem: Problem, page: int = ROWS, stored: str | None = None) -> str | None:
     """Why `decode_tiles` are None; None where they are not, or where there is no GPU to ask."""
     p, sizes = problem, f"got H = {problem.head_size}, Hv = {problem.value_size}"
+    if decode_tiles(p, page, stored) is not None:
+        return None
     needed = min((t.shared_bytes for t in _decode_tiles(p, page, stored)), default=None)
     if needed is None:
         return f"values of more than {2 * SLICE} columns do not fit into registers; {sizes}"
-    if needed <= _shared_memory() or not (device.compute_capability() or device.interpret):
+    if not (device.compute_capability() or device.interpret):
         return None
     needed_kb, kb = (-(-n // 1024) for n in (needed + 1024, device.shared_memory()))
     return (
