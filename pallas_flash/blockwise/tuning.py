@@ -90,7 +90,7 @@ def _decodes(p: Problem) -> bool:
     dtype = "float32" if rows == 1 else _tiles(p).dtype  # XLA multiplies a single row in float32
     of_batch_row = p.keys * p.kv_heads * (p.head_size + p.value_size) * jnp.dtype(dtype).itemsize
     if p.keys > MANY:
-        return (has_data and rows <= 8) or p.batch * of_batch_row >= COPIED
+        return (_is_masked(p) and rows <= 8) or p.batch * of_batch_row >= COPIED
     # else nothing is copied
     gains = (rows < 8 or of_batch_row > STEP) if has_data else (p.kv_heads > 1 or dtype != p.dtype)
     return gains and p.batch * of_batch_row >= COPIED
@@ -183,15 +183,19 @@ def _is_cut(p: Problem) -> bool:
     return (p.resolved_mask.has_data or _is_behind_cache(p)) and not few
 
 
+def _is_masked(p: Problem) -> bool:
+    mask = p.resolved_mask
+    return mask.has_data or mask.left is not None or mask.right is not None
+
+
 def _is_behind_cache(p: Problem) -> bool:
     """Whether a static mask leaves nearly all queries nearly all keys that one of them sees, and
     these are more than few blocks hold."""
-    mask = p.resolved_mask
-    if mask.has_data or not isinstance(p.queries, int) or not isinstance(p.keys, int):
+    if p.resolved_mask.has_data or not _is_masked(p):
         return False
-    if mask.right is None and mask.left is None:
+    if not isinstance(p.queries, int) or not isinstance(p.keys, int):
         return False
-    keys = key_range(mask, 0, p.queries - 1)
+    keys = key_range(p.resolved_mask, 0, p.queries - 1)
     visible = p.queries * (keys.last - keys.first)
     return visible * p.group > UNROLLED * SCORES and visible <= EXTRA * count_scores(p, ROWS // 8)
 
