@@ -217,8 +217,8 @@ def _changed(change: Callable, cache: PagedCache, **arrays) -> PagedCache:
 
 
 def _needed(cache: PagedCache, tokens, xp):
-    """Of each row, how many more pages `tokens` more tokens need, and how many of the tokens have
-    no entry of the table. With NumPy as xp, of a cache of its arrays."""
+    """The number of new pages that `tokens` more tokens of each row need, and the number of these
+    tokens that the row's table cannot hold. xp is NumPy for a cache of NumPy's arrays."""
     (P, page), pages = cache.k_pages.shape[:2], cache.page_table.shape[1]
     # a row that lost tokens is full, and stays so: the next would follow a gap
     fitting = xp.where(cache.lost > 0, 0, xp.minimum(tokens, pages * page - cache.lengths))
