@@ -1,5 +1,5 @@
-"""dK and dV, and in the fused scheme dQ: a program owns keys, and walks over the queries of all
-heads that share them."""
+"""dK and dV, and in the fused scheme dQ: a program owns keys, and walks over the queries of the
+heads that share them, of all or of one of several parts, which then add up dK and dV."""
 
 import functools
 from typing import Any, NamedTuple
@@ -78,12 +78,16 @@ def dkv(p: Problem, t: KeyTiles, x: Operands, lse, do, delta, fused: bool) -> di
     outputs = {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in dict(dk=k, dv=v).items()}
     outputs = {name: outputs[name] for name in t.sums}
     if fused:
-        width = padded_size(p.head_size, t.swizzle, 4)
-        outputs = dict(dq=jnp.zeros((*q.shape[:3], width), jnp.float32)) | outputs
+        zeros = lambda like, size: jnp.zeros(
+            (*like.shape[:3], padded_size(size, t.swizzle, 4)), jnp.float32
+        )
+        if t.group_parts > 1:
+            outputs = dict(dk=zeros(k, p.head_size), dv=zeros(v, p.value_size))
+        outputs = dict(dq=zeros(q, p.head_size)) | outputs
     found = launch(
         functools.partial(_kernel, problem=p, tiles=t, names=tuple(outputs)),
         x,
-        programs=scheduler.key_programs(p, t.block_k),
+        programs=scheduler.key_programs(p, t.block_k, t.group_parts),
         out_type=[*outputs.values()],
         warpgroups=t.warpgroups + 1,
         scratch=Memory.allocate(t, k.dtype, fused),
@@ -94,15 +98,18 @@ def dkv(p: Problem, t: KeyTiles, x: Operands, lse, do, delta, fused: bool) -> di
     sizes = dict(dq=p.head_size, dk=p.head_size, dv=p.value_size)
     found = {name: a[:, : lengths[name], :, : sizes[name]] for name, a in found.items()}
     if fused:
-        found["dq"] = (found["dq"] * p.scale).astype(q.dtype)
-    return found
+        found["dq"] = found["dq"] * p.scale
+    return {name: a.astype(q.dtype) for name, a in found.items()}
 
 
 def _kernel(program, x: Inputs, *refs, names: tuple[str, ...], problem: Problem, tiles: KeyTiles):
     """Sums what has a name: dk, dv, dq."""
     *outputs, memory = refs
     outputs = dict(zip(names, outputs, strict=True))
-    work = scheduler.key_tile(program, problem, tiles.block_k, tiles.query_bytes)
+    query_bytes, heads = tiles.query_bytes("dq" in outputs), problem.group // tiles.group_parts
+    work = scheduler.key_tile(
+        program, problem, tiles.block_k, query_bytes, tiles.group_parts, tiles.section
+    )
     query_blocks = block_info.query_blocks(
         x.blocks, x.logits.resolved_mask, work, problem.queries, tiles.block_q, tiles.block_k
     )
@@ -144,8 +151,8 @@ def _kernel(program, x: Inputs, *refs, names: tuple[str, ...], problem: Problem,
 
             schedule.loop(opaque(blocks.first), opaque(blocks.last), load, None)
 
-        schedule.loop(0, opaque(problem.group), head, None)
-        blocks, position = query_blocks(problem.group - 1)
+        schedule.loop(0, opaque(heads), head, None)
+        blocks, position = query_blocks(heads - 1)
         for ring in q, do:
             ring.drain(position(blocks.last))
 
@@ -174,10 +181,11 @@ def _kernel(program, x: Inputs, *refs, names: tuple[str, ...], problem: Problem,
 
         consumer, widths = consumer_at(wg), dict(dk=tiles.width, dv=tiles.value_width)
         zeros = {name: tile.zeros(ROWS, consumer.columns(widths[name]).size) for name in tiles.sums}
-        sums = schedule.loop(0, problem.group, head, zeros)
+        sums = schedule.loop(0, heads, head, zeros)
         if "dk" in sums:
             sums = sums | dict(dk=sums["dk"] * problem.scale)
-        _finish(work, consumer, sums, outputs)
+        finish = _finish if tiles.group_parts == 1 else _add
+        finish(work, consumer, sums, outputs)
 
     tile.specialize(tiles, consume, produce)
 
@@ -212,3 +220,18 @@ def _finish(work: scheduler.WorkTile, consumer: DkvConsumer, sums: dict, outputs
         x, work.batch, pl.ds(consumer.first_key + share.start, share.size), work.kv_head, width
     )
     tile.copy_out(*((smem[name].at[share], rows(outputs[name], widths[name])) for name in sums))
+
+
+def _add(work: scheduler.WorkTile, consumer: DkvConsumer, sums: dict, outputs: dict):
+    """The epilogue of one of several programs that add to the same keys' sums, by way of the shared
+    memory of dq."""
+    smem = consumer.memory.dq.at[consumer.wg]
+    rows = pl.ds(consumer.first_key + consumer.keys.start, ROWS)
+    for name, x in sums.items():
+        for first in range(0, x.shape[1], smem.shape[1]):
+            size = min(smem.shape[1], x.shape[1] - first)
+            # not known to jax, or it would refuse that they hang over
+            columns = pl.ds(pl.multiple_of(opaque(first), size), size)
+            target = outputs[name].at[work.batch, rows, work.kv_head, columns]
+            tile.add_out(x[:, first : first + size], smem.at[:, :size], target)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -66,7 +66,9 @@ def dq(p: Problem, t: Tiles, x: Operands, lse, do, delta):
 
 
 def _kernel(program, x: Inputs, dq_gmem, memory: Memory, *, problem: Problem, tiles: Tiles):
-    work = scheduler.query_tile(program, problem, tiles.block_q, tiles.key_bytes)
+    work = scheduler.query_tile(
+        program, problem, tiles.block_q, tiles.key_bytes, section=tiles.section
+    )
     ids = sync.BarrierIds(tiles.warpgroups, tiles.stages)
     k = sync.TmaRing(memory.k, memory.k_full, ids.first_ring, tiles.warpgroups)
     v = sync.TmaRing((memory.v,), (memory.v_full,), ids.second_ring, tiles.warpgroups)

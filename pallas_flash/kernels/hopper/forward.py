@@ -148,7 +148,7 @@ class Program(NamedTuple):
     def work_tile(self, n: IntLike) -> scheduler.WorkTile:
         t = self.tiles
         return scheduler.query_tile(
-            self.number, self.problem, t.block_q, t.key_bytes, t.tiles_per_program, n
+            self.number, self.problem, t.block_q, t.key_bytes, t.tiles_per_program, n, t.section
         )
 
     def blocks(self, work: scheduler.WorkTile) -> schedule.Blocks:

@@ -1,5 +1,6 @@
 """How the Hopper kernels tile a problem: tables, and which row a problem takes."""
 
+import functools
 from typing import Literal, NamedTuple
 
 from pallas_flash import dropout, schedule
@@ -39,6 +40,7 @@ class Tiles(NamedTuple):
     q_stages: int = 1  # tiles of queries that shared memory has room for
     tiles_per_program: int = 1  # of queries, one after another
     split: bool = False
+    section: int = 0  # pairs of batch row and key/value head to a section; 0: as many as L2 holds
 
     @property
     def row_tiles(self) -> int:
@@ -96,6 +98,10 @@ class KeyTiles(NamedTuple):
     split: bool = False
     swizzle: int = SWIZZLES[0]
     sums: tuple[Literal["dk", "dv"], ...] = ("dk", "dv")  # what the kernel computes
+    # into so many parts the heads that share keys are split: each has a program for a tile of keys,
+    # and they add up dk and dv in float32, as all do dq; fused alone
+    group_parts: int = 1
+    section: int = 0  # pairs of batch row and part to a section; 0: as many as L2 holds
 
     @property
     def block_k(self) -> int:
@@ -124,10 +130,9 @@ class KeyTiles(NamedTuple):
         rows are cut into 64 each."""
         return self.warpgroups * ROWS // self.block_q
 
-    @property
-    def query_bytes(self) -> int:
-        """Of a query and its do."""
-        return 2 * (self.width + self.value_width)
+    def query_bytes(self, fused: bool) -> int:
+        """Of a query and its do, and of its dq in float32, if that is added to."""
+        return 2 * (self.width + self.value_width) + 4 * self.width * fused
 
     def __str__(self):
         return _describe(self)
@@ -137,6 +142,8 @@ def _describe(t: Tiles | KeyTiles) -> str:
     size = f"{t.block_q} x {t.block_k}, {t.warpgroups} warpgroups, {t.stages} stages"
     count = t.tiles_per_program if isinstance(t, Tiles) else 1
     several = f", {count} tiles of queries to a program" if count > 1 else ""
+    if isinstance(t, KeyTiles) and t.group_parts > 1:
+        several = f", a group of heads in {t.group_parts} parts"
     return f"{size}, widths {t.width}/{t.value_width}{several}"
 
 
@@ -269,7 +276,7 @@ def tiles(problem: Problem) -> AllTiles:
     if fused is None:
         backward = _dq_row(p), *_key_rows(p), None
     else:
-        backward = *[None] * 4, _narrow(fused, p, fused.dq_column_slices)
+        backward = *[None] * 4, _with_parts(_narrow(fused, p, fused.dq_column_slices), p)
     forward = _forward_row(p)
     forward = forward and _with_tiles_per_program(forward, p)
     tangent = _narrow(_row(_TANGENT, p), p)
@@ -357,6 +364,18 @@ def _with_tiles_per_program(t: Tiles, p: Problem) -> Tiles:
     n = max(filter(fits, range(2, min(most, count) + 1)), default=1)
     k_wait = t.k_wait if n == 1 else "early"
     return t._replace(tiles_per_program=n, q_stages=min(n, t.q_stages), k_wait=k_wait)
+
+
+def _with_parts(t: KeyTiles, p: Problem) -> KeyTiles:
+    """The same with the heads that share keys in as few parts as leave four programs to a
+    processor, so that the last ones are short, and each with queries for half of L2 at most."""
+    programs = functools.partial(scheduler.key_programs, p, t.block_k)
+    of_head = p.queries * t.query_bytes(fused=True)
+    fits = lambda n: (
+        programs(n) >= 4 * device.processors() and 2 * of_head * (p.group // n) <= scheduler.L2
+    )
+    parts = (n for n in range(1, p.group) if p.group % n == 0 and fits(n))
+    return t._replace(group_parts=next(parts, p.group))
 
 
 def _row(table, problem: Problem):

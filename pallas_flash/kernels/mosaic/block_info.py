@@ -127,13 +127,16 @@ def query_blocks(
     found, resolved_mask: ResolvedMask, work: WorkTile, queries: int, block_q: int, size: int
 ) -> Callable:
     """Of the g-th head that shares the tile's `size` keys the blocks of queries that see them, from
-    what by_key_tile found, and how many come before position t, those of the heads before too; no
-    block is full where the tile hangs over the last key."""
+    what by_key_tile found, and how many come before position t, those of the tile's heads before
+    too; no block is full where the tile hangs over the last key."""
     if isinstance(found, BlockLists):
 
         def listed(g):
             head = work.head + g
-            start = found.before[(*broadcast_index(found.before, work.batch), head, work.tile)]
+            before = lambda head: found.before[
+                (*broadcast_index(found.before, work.batch), head, work.tile)
+            ]
+            start = before(head) - before(work.head)
             return found.blocks(work.batch, head, work.tile), lambda t: start + t
 
         return listed

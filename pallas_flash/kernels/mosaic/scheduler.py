@@ -1,7 +1,8 @@
 """In which order the programs of a one-dimensional grid run, and which tile each of them owns.
 
-Programs are in sections of heads whose inputs fit into the L2 cache together. In a section those
-come first whose tile is likely to see most, and heads that share keys and values are neighbours.
+Programs are in sections of heads whose inputs fit into the L2 cache together, and of enough of them
+for most processors. In a section those come first whose tile is likely to see most, and heads that
+share keys and values are neighbours.
 """
 
 from typing import NamedTuple
@@ -11,10 +12,11 @@ from jax import lax
 
 from pallas_flash import schedule
 from pallas_flash.arguments import Problem
+from pallas_flash.kernels import device
 from pallas_flash.pytrees import IntLike
 
-# bytes of the L2 cache (50 MB) that the keys and values in use may take: 35 MB are read from there,
-# 69 MB are not (results.md#hopper-by-the-clock)
+# bytes of the L2 cache (50 MB) that the inputs of a section may take: 35 MB are read from there, 69
+# MB are not (results.md#hopper-by-the-clock)
 L2 = 36 * 2**20
 
 
@@ -38,9 +40,10 @@ def query_programs(p: Problem, block_q: int, tiles_per_program: int = 1) -> int:
     return p.batch * p.heads * (count // tiles_per_program)
 
 
-def key_programs(p: Problem, block_k: int) -> int:
-    """How many programs there are that each own a tile of keys."""
-    return p.batch * p.kv_heads * schedule.ceil_div(p.keys, block_k)
+def key_programs(p: Problem, block_k: int, group_parts: int = 1) -> int:
+    """How many programs there are that each own a tile of keys, for one of so many parts of the
+    heads that share them."""
+    return p.batch * p.kv_heads * group_parts * schedule.ceil_div(p.keys, block_k)
 
 
 def query_tile(
@@ -50,29 +53,46 @@ def query_tile(
     key_bytes: int,
     tiles_per_program: int = 1,
     number: IntLike = 0,
+    section: int = 0,
 ) -> WorkTile:
     """Tile `number` of a program's tiles of queries, all of one head and as far from each other as
-    can be; a key and its value take `key_bytes`. The last tiles, as a rule, see most."""
+    can be; a key and its value take `key_bytes`. The last tiles, as a rule, see most. A section has
+    so many pairs of batch row and key/value head, or by default as many as L2 holds."""
     count = schedule.ceil_div(p.queries, block_q)
     programs = count // tiles_per_program
-    section = p.group * _section(p.batch * p.kv_heads, p.keys * key_bytes)
-    pair, tile = _pair(program, section, programs)
+    section = section or _section(p.batch * p.kv_heads, p.keys * key_bytes, p.group * programs)
+    pair, tile = _pair(program, p.group * section, programs)
     batch, head = divmod_(pair, p.heads)
     return WorkTile(batch, head, divmod_(head, p.group)[0], count - 1 - tile - number * programs)
 
 
-def key_tile(program: IntLike, p: Problem, block_k: int, query_bytes: int) -> WorkTile:
-    """Of a program that owns keys; a query and its do take `query_bytes`. The first tiles, as a
-    rule, are seen by most."""
-    section = _section(p.batch * p.kv_heads, p.queries * p.group * query_bytes)
-    pair, tile = _pair(program, section, schedule.ceil_div(p.keys, block_k))
-    batch, kv_head = divmod_(pair, p.kv_heads)
-    return WorkTile(batch, kv_head * p.group, kv_head, tile)
+def key_tile(
+    program: IntLike,
+    p: Problem,
+    block_k: int,
+    query_bytes: int,
+    group_parts: int = 1,
+    section: int = 0,
+) -> WorkTile:
+    """Of a program that owns keys, for one of so many parts of the heads that share them: the first
+    of its heads. What is read and added to for a query takes `query_bytes`. The first tiles, as a
+    rule, are seen by most. A section has so many pairs of batch row and part, or by default as many
+    as L2 holds."""
+    heads, count = p.group // group_parts, schedule.ceil_div(p.keys, block_k)
+    parts = p.kv_heads * group_parts
+    section = section or _section(p.batch * parts, p.queries * heads * query_bytes, count)
+    pair, tile = _pair(program, section, count)
+    batch, part = divmod_(pair, parts)
+    return WorkTile(batch, part * heads, divmod_(part, group_parts)[0], tile)
 
 
-def _section(pairs: int, bytes_: int) -> int:
-    """How many of all pairs of batch and head, each of so many bytes, make a section."""
-    return max(n for n in range(1, pairs + 1) if pairs % n == 0 and (n == 1 or n * bytes_ <= L2))
+def _section(pairs: int, bytes_: int, programs: int) -> int:
+    """How many of all pairs of batch and head, each of so many bytes and programs, make a section:
+    as many as L2 holds, but enough for three quarters of the processors. With fewer, programs of
+    several sections run at a time, long ones beside short ones, which are soon at other heads."""
+    divisors = [n for n in range(1, pairs + 1) if pairs % n == 0]
+    busy = (n for n in divisors if 4 * n * programs >= 3 * device.processors())
+    return max(next(busy, pairs), max((n for n in divisors if n * bytes_ <= L2), default=1))
 
 
 def _pair(program: IntLike, section: int, count: int):
