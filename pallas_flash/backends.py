@@ -61,6 +61,9 @@ class Backend(NamedTuple):
     # whether the backward with these tiles is its own; else it is blockwise's
     has_backward: Callable = lambda tiles: True
     of_gradient: Callable = lambda tiles: tiles  # the tiles of a forward that the backward follows
+    # (tiles, problem) -> the tiles of a problem, of the same kernels as these; None: all problems
+    # have the same
+    of_same_kernels: Callable | None = None
     # the tiles of so many calls under vmap: (tiles, problem, calls)
     of_calls: Callable = lambda tiles, problem, calls: tiles
     # (problem, operands) -> arrays of the shapes and dtypes of the forward's results, which is then
@@ -96,8 +99,10 @@ class Backend(NamedTuple):
         return problem.log_base if self.keeps_base_2 else LogBase.E
 
     def tiles_like(self, tiles, problem: Problem):
-        """The tiles of another problem: of a forward that a backward follows where these are."""
-        new = self.tiles(problem)
+        """The tiles of another problem: of the same kernels, and of a forward that a backward
+        follows where these are."""
+        like = self.of_same_kernels
+        new = self.tiles(problem) if like is None else like(tiles, problem)
         return self.of_gradient(new) if tiles == self.of_gradient(tiles) else new
 
 
@@ -333,7 +338,9 @@ def _mosaic_family(
 
 
 BACKENDS = (
-    _mosaic_family("hopper", _few_queries, tangent="hopper.tangent"),
+    _mosaic_family("hopper", _few_queries, tangent="hopper.tangent")._replace(
+        of_same_kernels=_kernel("hopper", "tiles_like")
+    ),
     _mosaic_family("ampere", _on_hopper)._replace(remark=_kernel("ampere", "remark")),
     Backend(
         "triton",

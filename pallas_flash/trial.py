@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import jax
 
-from pallas_flash import backends, decode
+from pallas_flash import backends
 from pallas_flash.arguments import Problem
 from pallas_flash.backends import Backend
 from pallas_flash.explanation import explain
@@ -27,6 +27,7 @@ from pallas_flash.selfcheck.verdicts import Variant
 COMMAND = [sys.executable, "-m", "pallas_flash"]  # that does what CASE tells it
 CASE = "--case"
 READY = "ready"  # says a process that has compiled
+LENGTH = 2048  # of calls that have every kernel of a variant: see hopper/tuning.py
 SECONDS = 40  # that a process takes on a GPU, nearly all of it to compile: an estimate
 Sizes = list[tuple[int, int]]  # of heads: of queries and keys, and of values
 # The last three of a Case: those that most calls need, and all.
@@ -52,8 +53,8 @@ class Case(NamedTuple):
 
     def problem(self) -> Problem:
         """NotImplementedError says why this machine cannot run it."""
-        queries = 1 if self.extra == "decoding" else decode.KEYS
-        sizes = dict(batch=1, queries=queries, keys=decode.KEYS, heads=2, kv_heads=2, sinks=False)
+        queries = 1 if self.extra == "decoding" else LENGTH
+        sizes = dict(batch=1, queries=queries, keys=LENGTH, heads=2, kv_heads=2, sinks=False)
         static = dict(implementation=self.implementation, deterministic=self.deterministic)
         static |= dict(dropout_rate=self.dropout_rate)
         heads = self.head_size, self.value_size, self.dtype
@@ -222,7 +223,7 @@ def _measure(case: Case, ready: Callable[[], None]) -> Finding:
     timed = comparison.trial(problem, sizes | dict(heads=heads, kv_heads=heads, sinks=False))
     results = comparison.forward_results if is_decoding else case.entry.results
     start = time.perf_counter()
-    program = comparison.program(backend, results, *timed)
+    program = comparison.program(backend, backend.tiles(problem), results, *timed)
     compile_ = time.perf_counter() - start
     ready()
     verdict = check()

@@ -180,11 +180,89 @@ def test_tiles_are_no_wider_than_whole_columns_of_them_that_hold_the_heads(sizes
     assert (t.width, t.value_width, t.swizzle, *arrays) == WIDTHS[sizes]
 
 
-@pytest.mark.parametrize("size, fused", [(64, True), (128, True), (129, False)])
-def test_one_kernel_is_taken_where_any_order_is_allowed_and_it_fits(size, fused):
-    x = shaped(8, 8, size)
-    assert tiles(x).fused is None
-    assert (tiles(x, deterministic=False).fused is not None) == fused
+CAUSAL = dict(is_causal=True)
+LENGTHS = dict(key_value_seq_lengths=np.array([7], np.int32))  # data, of which nothing is known
+FUSED = {  # length, head size, options: whether one kernel has all gradients
+    (2048, 64): (CAUSAL, True),
+    (2048, 128): (CAUSAL, True),
+    (2048, 129): (CAUSAL, False),
+    (1024, 128): (CAUSAL, False),
+    (512, 128): ({}, False),
+    (1000, 128): (LENGTHS, True),
+    (16384, 128): (dict(local_window_size=(512, 0)), False),
+    (16384, 64): (dict(local_window_size=(1024, 0)), True),
+}
+
+
+@pytest.mark.parametrize("length, size", FUSED)
+def test_one_kernel_is_taken_where_any_order_is_allowed_many_keys_are_seen_and_it_fits(
+    length, size
+):
+    x, (options, fused) = shaped(length, length, size), FUSED[length, size]
+    assert tiles(x, **options).fused is None
+    any_order = tiles(x, deterministic=False, **options)
+    assert (any_order.fused is not None) == fused == (any_order.dq is None)
+
+
+# Batch, heads, of keys, length: parts. 132 processors want 528 programs, and a program's queries
+# are to take 18 MB of L2.
+PARTS = {
+    (1, 16, 16, 16384): 1,
+    (4, 32, 8, 4096): 1,
+    (4, 32, 8, 2048): 2,
+    (1, 32, 8, 2048): 4,
+    (2, 64, 8, 8192): 4,
+    (1, 24, 8, 1024): 3,
+}
+
+
+@pytest.mark.parametrize("batch, heads, kv_heads, length", PARTS)
+def test_a_group_of_heads_has_as_few_programs_as_keep_all_processors_busy_to_the_end(
+    batch, heads, kv_heads, length, monkeypatch
+):
+    monkeypatch.setattr(device, "processors", lambda: 132)
+    monkeypatch.setattr(tuning, "MANY", 0)
+    x = shaped(length, length, 128, batch=batch, heads=heads, kv_heads=kv_heads)
+    t = tiles(x, is_causal=True, deterministic=False).fused
+    assert t.group_parts == PARTS[batch, heads, kv_heads, length]
+
+
+@pytest.mark.gpu
+@needs_interpreter
+@pytest.mark.parametrize("head", [128, 96])
+@pytest.mark.parametrize("parts", whole_but((1, 2, 4), 1, 2))
+def test_a_group_of_heads_in_parts_has_the_gradients_of_the_whole_group(
+    head, parts, rng, monkeypatch
+):
+    monkeypatch.setattr(device, "processors", lambda: parts)
+    z = Sizes(B=1, T=131, S=400, N=4, K=1, H=head, Hv=head)
+    x, options = qkv(rng, z, jnp.bfloat16), dict(query_offset=269, **CAUSAL)
+    gradients = lambda f, x: jax.grad(lambda x: jnp.sum(f(*x, **options) ** 2))(x)
+    wide = [a.astype(np.float32) for a in x]
+    expected = gradients(functools.partial(flash_attention, implementation="reference"), wide)
+    with gpu_interpreter.hopper_kernels(detect_races=True) as races:
+        assert tiles(x, deterministic=False, **options).fused.group_parts == parts
+        found = gradients(functools.partial(attend, deterministic=False), x)
+    for name, a, b in zip(("dq", "dk", "dv"), found, expected, strict=True):
+        close(a, b, TOLERANCE["bfloat16"], name)
+    assert not races.found
+
+
+# Pairs of batch row and head, bytes and programs of each: pairs to a section
+SECTIONS = {
+    (256, 1 << 20, 8): 32,  # as many as L2 holds
+    (256, 64 << 20, 8): 16,  # as keep three quarters of 132 processors busy
+    (16, 64 << 20, 512): 1,
+    (4, 1 << 20, 8): 4,
+}
+
+
+@pytest.mark.parametrize("pairs, size, programs", SECTIONS)
+def test_a_section_has_what_l2_holds_but_enough_for_most_processors(
+    pairs, size, programs, monkeypatch
+):
+    monkeypatch.setattr(device, "processors", lambda: 132)
+    assert scheduler._section(pairs, size, programs) == SECTIONS[pairs, size, programs]
 
 
 UNFIT = {

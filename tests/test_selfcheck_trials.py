@@ -220,12 +220,35 @@ def test_all_problems_of_a_variant_have_the_tiles_that_were_checked(kernels):
 
 
 def test_schemes_are_told_apart_where_the_kernels_are():
-    def schemes(name, size):
-        problems = (problem_of(dtype="bfloat16", size=size, deterministic=d) for d in (True, False))
+    def schemes(name, size, length=trial.LENGTH):
+        call = dict(dtype="bfloat16", lengths=(length, length), size=size)
+        problems = (problem_of(**call, deterministic=d) for d in (True, False))
         return [verdicts.variant_of(backends.find(name), problem).scheme for problem in problems]
 
     assert schemes("hopper", 128) == ["deterministic", "in any order"]
-    assert schemes("hopper", 256) == schemes("triton", 128) == ["deterministic"] * 2
+    for name, *sizes in ("hopper", 256), ("hopper", 128, 512), ("triton", 128):
+        assert schemes(name, *sizes) == ["deterministic"] * 2
+
+
+def test_small_trials_run_the_kernels_of_a_large_call():
+    hopper, call = backends.find("hopper"), dict(dtype="bfloat16", deterministic=False)
+    large = hopper.tiles(problem_of(lengths=(trial.LENGTH,) * 2, **call))
+    small = comparison.trial(problem_of(**call), fakes.TINY)[0]
+    assert hopper.tiles(small).fused is None
+    assert hopper.tiles_like(large, small).fused.width == large.fused.width
+
+
+def test_trials_have_groups_of_heads_in_one_program_and_in_several(monkeypatch):
+    monkeypatch.setattr(device, "processors", lambda: 132)
+    hopper, large = (
+        backends.find("hopper"),
+        problem_of(dtype="bfloat16", lengths=(2048, 2048), size=16, deterministic=False),
+    )
+    tiles = hopper.tiles(large)
+    assert tiles.fused is not None
+    smalls = [comparison.trial(large, sizes)[0] for sizes in comparison.trials(large)]
+    parts = [(p.group, hopper.tiles_like(tiles, p).fused.group_parts) for p in smalls]
+    assert parts == [(4, 4), (2, 1)]
 
 
 def test_the_tiles_of_a_trial_with_dropout_are_those_of_calls_with_it():

@@ -150,7 +150,8 @@ def check(
     """Compiles the kernels and the reference in float32 on small problems of the same variant, and
     returns the function that runs and compares them."""
     with before_kernels():
-        pairs = [_programs(backend, entry, *trial(problem, sizes)) for sizes in trials]
+        tiles = backend.tiles(problem)
+        pairs = [_programs(backend, tiles, entry, *trial(problem, sizes)) for sizes in trials]
 
     def verdict():
         errors = [_errors(*pair) for pair in pairs]
@@ -168,19 +169,25 @@ def check(
 
 
 def _programs(
-    backend: Backend, entry: EntryPoint, small: Problem, operands: Operands, cotangents: tuple
+    backend: Backend,
+    tiles: Any,
+    entry: EntryPoint,
+    small: Problem,
+    operands: Operands,
+    cotangents: tuple,
 ) -> list[Callable]:
     """That of the kernels, and the reference's."""
     wide = dataclasses.replace(small, dtype="float32"), entry.widen(operands)
     return [
-        program(backend, entry.results, small, operands, cotangents),
-        program(backends.REFERENCE, entry.reference_results, *wide, widen(cotangents)),
+        program(backend, tiles, entry.results, small, operands, cotangents),
+        program(backends.REFERENCE, None, entry.reference_results, *wide, widen(cotangents)),
     ]
 
 
-def program(backend: Backend, results: Callable, problem: Problem, *arrays) -> Callable:
-    """What computes `results` of the operands and cotangents, compiled."""
-    choice = Choice(backend, backend.tiles(problem))
+def program(backend: Backend, tiles: Any, results: Callable, problem: Problem, *arrays) -> Callable:
+    """What computes `results` of the operands and cotangents, compiled, by the kernels of these
+    tiles."""
+    choice = Choice(backend, backend.tiles_like(tiles, problem))
     run = compiled(functools.partial(results, problem, choice), *arrays)
     return functools.partial(run, *arrays)
 

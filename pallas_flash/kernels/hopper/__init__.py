@@ -2,15 +2,20 @@
 
 from pallas_flash.arguments import Problem
 from pallas_flash.kernels import device, joined, mma
-from pallas_flash.kernels.hopper.tuning import WIDEST, padded_length, padded_size, tiles
+from pallas_flash.kernels.hopper.tuning import WIDEST, AllTiles, padded_length, padded_size, tiles
 from pallas_flash.kernels.mosaic import operations
 
-__all__ = ["copies", "tiles", "why_not"]
+__all__ = ["copies", "tiles", "tiles_like", "why_not"]
 
 
 def why_not(problem: Problem) -> str | None:
     """Why the kernels cannot run a problem, or None."""
     return joined(_why_not_here(), mma.why_not(problem, "wgmma", WIDEST))
+
+
+def tiles_like(like: AllTiles, problem: Problem) -> AllTiles:
+    """The tiles of a problem, of the same kernels as these."""
+    return tiles(problem, fused=like.fused is not None)
 
 
 def copies(problem: Problem) -> str | None:

@@ -269,10 +269,20 @@ _FUSED = (
 )
 
 
-def tiles(problem: Problem) -> AllTiles:
-    """The cheapest row of each table that holds the problem's heads, as narrow as they are."""
+# Keys that a tile of queries sees, on average, from which on one kernel is faster than two
+# (results.md#an-h100): zeros of dQ and its conversion cost the same whatever is seen. Causal calls
+# of 1024 have 576, of 2048 1088.
+MANY = 768
+
+
+def tiles(problem: Problem, fused: bool | None = None) -> AllTiles:
+    """The cheapest row of each table that holds the problem's heads, as narrow as they are. One
+    kernel has all gradients if `fused`, or by default where that is faster and gradients may be
+    added in any order."""
     p = problem
-    fused = None if p.deterministic else _row(_FUSED, p)
+    if fused is None:
+        fused = not p.deterministic and _keys_of_a_tile(p) >= MANY
+    fused = _row(_FUSED, p) if fused else None
     if fused is None:
         backward = _dq_row(p), *_key_rows(p), None
     else:
@@ -364,6 +374,12 @@ def _with_tiles_per_program(t: Tiles, p: Problem) -> Tiles:
     n = max(filter(fits, range(2, min(most, count) + 1)), default=1)
     k_wait = t.k_wait if n == 1 else "early"
     return t._replace(tiles_per_program=n, q_stages=min(n, t.q_stages), k_wait=k_wait)
+
+
+def _keys_of_a_tile(p: Problem) -> float:
+    """How many keys a tile of 128 queries may see, on average, by what of the mask is no data."""
+    ranges = schedule.key_ranges(p.resolved_mask, p.queries, 128)
+    return sum(max(0, x.last - x.first) for x in ranges) / max(1, len(ranges))
 
 
 def _with_parts(t: KeyTiles, p: Problem) -> KeyTiles:
