@@ -103,6 +103,16 @@ def test_a_program_that_goes_over_several_tiles_has_no_race(head, name, rng, mon
     agrees(rng, z, detect_races=True, **SEVERAL[name])
 
 
+@pytest.mark.gpu
+@needs_interpreter
+@pytest.mark.parametrize("head", whole_but((128, 64), 128))
+def test_a_program_that_goes_over_several_heads_has_no_race(head, rng, monkeypatch):
+    monkeypatch.setattr(device, "processors", lambda: 1)
+    z = Sizes(B=2, T=200, S=300, N=4, K=2, H=head, Hv=head)
+    assert tiles(qkv(rng, z, jnp.bfloat16)).forward.tiles_per_program == 8
+    agrees(rng, z, detect_races=True, is_causal=True, query_offset=50)
+
+
 # ---- copies ----
 
 
@@ -321,6 +331,8 @@ ROUNDS = {
     (32, 1024): 1,
     (32, 2048): 2,
     (128, 512): 2,
+    (512, 512): 8,  # of two heads
+    (1024, 128): 4,  # of four
     (128, 1024): 4,
     (128, 4096): 2,
     (128, 8192): 1,
@@ -338,8 +350,9 @@ def test_short_programs_go_over_several_tiles_where_all_processors_stay_busy(
 
 def test_programs_of_unequal_numbers_of_tiles_are_refused():
     problem = explain(*shaped(3 * 128, 3 * 128, 128)).problem
-    with pytest.raises(ValueError, match="got 2 to a program, of 3 to a head"):
-        scheduler.query_programs(problem, 128, tiles_per_program=2)
+    for tiles in 2, 9:  # 9 are those of three heads; there are two
+        with pytest.raises(ValueError, match=f"got {tiles} to a program, of 3 to a head"):
+            scheduler.query_programs(problem, 128, tiles)
 
 
 @pytest.mark.parametrize(

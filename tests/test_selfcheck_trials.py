@@ -21,7 +21,7 @@ from pallas_flash import (
     trial,
 )
 from pallas_flash.caches import attend
-from pallas_flash.kernels import hopper, triton
+from pallas_flash.kernels import device, hopper, triton
 from pallas_flash.masks import block_types
 from pallas_flash.selfcheck import comparison, verdicts
 

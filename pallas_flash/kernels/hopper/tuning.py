@@ -356,22 +356,22 @@ def _allowed(table, p: Problem) -> list:
 
 
 def _with_tiles_per_program(t: Tiles, p: Problem) -> Tiles:
-    """The same with as many tiles of queries to a program as LONG blocks of keys allow, where two
-    fit into shared memory: all programs have as many, each processor has one to begin with, none
-    has more to do than before, and the L2 cache holds the keys of all heads that run at a time,
-    which each tile reads again."""
+    """The same with as many tiles of queries to a program, of one head or of several, as LONG
+    blocks of keys allow, where two fit into shared memory: all programs have as many, each
+    processor has one to begin with, none has more to do than before, and the L2 cache holds the
+    keys of all heads that run at a time, which each tile reads again."""
     count, processors = schedule.ceil_div(p.queries, t.block_q), device.processors()
     programs = lambda n: p.batch * p.heads * count // n
     work = lambda n: schedule.ceil_div(programs(n), processors) * n
-    in_use = lambda n: processors * n // (count * p.group) * p.keys * t.key_bytes
+    in_use = lambda n: processors * min(n, count) // (count * p.group) * p.keys * t.key_bytes
     fits = lambda n: (
-        count % n == 0
+        scheduler.are_equal(p, count, n)
         and programs(n) > processors
         and work(n) <= work(1)
         and in_use(n) <= scheduler.L2
     )
     most = LONG // schedule.ceil_div(p.keys, t.block_k) if t.q_stages > 1 else 1
-    n = max(filter(fits, range(2, min(most, count) + 1)), default=1)
+    n = max(filter(fits, range(2, most + 1)), default=1)
     k_wait = t.k_wait if n == 1 else "early"
     return t._replace(tiles_per_program=n, q_stages=min(n, t.q_stages), k_wait=k_wait)
 

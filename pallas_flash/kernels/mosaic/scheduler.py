@@ -30,14 +30,21 @@ class WorkTile(NamedTuple):
 
 
 def query_programs(p: Problem, block_q: int, tiles_per_program: int = 1) -> int:
-    """How many programs there are that each own so many tiles of queries."""
-    count = schedule.ceil_div(p.queries, block_q)
-    if count % tiles_per_program:
+    """How many programs there are that each own so many tiles of queries, of one head or of several
+    heads all."""
+    count, tiles = schedule.ceil_div(p.queries, block_q), tiles_per_program
+    if not are_equal(p, count, tiles):
         raise ValueError(
-            "each program owns as many tiles of a head; got "
-            f"{tiles_per_program} to a program, of {count} to a head."
+            f"each program owns as many tiles of a head, or all of as many of {p.batch * p.heads} "
+            f"heads; got {tiles} to a program, of {count} to a head."
         )
-    return p.batch * p.heads * (count // tiles_per_program)
+    return p.batch * p.heads * count // tiles
+
+
+def are_equal(p: Problem, count: int, tiles: int) -> bool:
+    """Whether programs of so many tiles, of `count` to a head, own as many of a head each, or all
+    of as many heads."""
+    return count % tiles == 0 or (tiles % count == 0 and p.batch * p.heads * count % tiles == 0)
 
 
 def key_programs(p: Problem, block_k: int, group_parts: int = 1) -> int:
@@ -56,14 +63,23 @@ def query_tile(
     section: int = 0,
 ) -> WorkTile:
     """Tile `number` of a program's tiles of queries, all of one head and as far from each other as
-    can be; a key and its value take `key_bytes`. The last tiles, as a rule, see most. A section has
-    so many pairs of batch row and key/value head, or by default as many as L2 holds."""
+    can be, or those of several heads; a key and its value take `key_bytes`. The last tiles, as a
+    rule, see most. A section has so many pairs of batch row and key/value head, or by default as
+    many as L2 holds."""
     count = schedule.ceil_div(p.queries, block_q)
+    if tiles_per_program > count:
+        index, tile = divmod_(program * tiles_per_program + number, count)
+        return _query_tile(p, index, count - 1 - tile)
     programs = count // tiles_per_program
     section = section or _section(p.batch * p.kv_heads, p.keys * key_bytes, p.group * programs)
-    pair, tile = _pair(program, p.group * section, programs)
-    batch, head = divmod_(pair, p.heads)
-    return WorkTile(batch, head, divmod_(head, p.group)[0], count - 1 - tile - number * programs)
+    index, tile = _pair(program, p.group * section, programs)
+    return _query_tile(p, index, count - 1 - tile - number * programs)
+
+
+def _query_tile(p: Problem, index: IntLike, tile: IntLike) -> WorkTile:
+    """Of the head of this index among those of all batch rows."""
+    batch, head = divmod_(index, p.heads)
+    return WorkTile(batch, head, divmod_(head, p.group)[0], tile)
 
 
 def key_tile(
