@@ -104,7 +104,9 @@ LAYER: Hints = {
     "broadcast_dropout": "Leave broadcast_dropout out: each batch row and head has its own mask.",
     "causal": "is_causal",
     "decode": "Leave decode out: init_cache makes a cache, which a call takes and returns.",
-    "deterministic": "deterministic_gradients? layer.eval() turns dropout off, and so does a call.",
+    "deterministic": (
+        "deterministic_gradients? layer.eval() turns dropout off, or deterministic=True in a call."
+    ),
     "dropout": "dropout_rate",
     "dropout_p": "dropout_rate",
     "dropout_rng": "rngs? Its stream dropout is used.",

@@ -183,7 +183,7 @@ def test_tiles_are_no_wider_than_whole_columns_of_them_that_hold_the_heads(sizes
 @pytest.mark.parametrize("size, fused", [(64, True), (128, True), (129, False)])
 def test_one_kernel_is_taken_where_any_order_is_allowed_and_it_fits(size, fused):
     x = shaped(8, 8, size)
-    assert tiles(x).fused is None
+    assert tiles(x, deterministic=True).fused is None
     assert (tiles(x, deterministic=False).fused is not None) == fused
 
 
@@ -202,7 +202,7 @@ def test_tiles_by_which_the_forward_would_wait_for_ever_or_be_wrong_are_refused(
 
 
 def test_explain_says_what_runs_by_blockwise_where_heads_are_too_wide_for_a_kernel():
-    kernels, all_tiles = backends.find("hopper"), tiles(shaped(8, 8, 64))
+    kernels, all_tiles = backends.find("hopper"), tiles(shaped(8, 8, 64), deterministic=True)
     forward_alone = all_tiles._replace(dq=None, dkv=None, tangent=None)
     assert str(forward_alone) == f"forward {all_tiles.forward}"
     assert kernels.derivatives(forward_alone).endswith("; reverse and forward mode by blockwise")
