@@ -190,9 +190,9 @@ def ampere(p: Attention, t) -> tuple[dict[str, Cost], dict[str, Cost]]:
 
 
 def hopper(p: Attention, t) -> tuple[dict[str, Cost], dict[str, Cost]]:
-    """FlashAttention-3. The warpgroups of a CTA share K and V, whole blocks of which TMA copies;
-    each computes the blocks that its 64 rows see. m and l leave the kernel as one number, in rows
-    of whole tiles."""
+    """FlashAttention-3 with deterministic=True. The warpgroups of a CTA share K and V, whole blocks
+    of which TMA copies; each computes the blocks that its 64 rows see. m and l leave the kernel as
+    one number, in rows of whole tiles."""
     forward, q, rows = Tiles(p, t.forward.block_q, t.forward.block_k), p.tensor, p.rows
     warpgroup, padded = forward._replace(block_q=64), forward.row_stops()[-1]
     # a warpgroup whose rows lie beyond the last computes what the last rows see
