@@ -14,7 +14,7 @@ import jax
 import jaxlib
 
 import pallas_flash
-from pallas_flash import backends, trial
+from pallas_flash import backends, trial, xla_flags
 from pallas_flash.explanation import explain
 from pallas_flash.kernels import device
 from pallas_flash.selfcheck import comparison, records, verdicts
@@ -34,6 +34,9 @@ environment:
   PALLAS_FLASH_IMPLEMENTATION=NAME  runs the calls that name no implementation:
                                     {", ".join(backends.names())}
   PALLAS_FLASH_SELF_CHECK=0         kernels are taken unchecked
+  XLA_FLAGS=--xla_gpu_deterministic_ops
+                                    makes gradients bitwise deterministic, and so does
+                                    --xla_gpu_exclude_nondeterministic_ops
   XDG_CACHE_HOME                    verdicts are recorded in pallas_flash under this folder
                                     (default: ~/.cache)
 Exit status 1: something is wrong, hangs, crashes, fails or could not be checked, or nothing could
@@ -139,6 +142,8 @@ def print_machine():
     for name in ("PALLAS_FLASH_IMPLEMENTATION", "PALLAS_FLASH_SELF_CHECK"):
         if name in os.environ:
             print(f"{name}={os.environ[name]}")
+    if flag := xla_flags.determinism():
+        print(f"XLA_FLAGS has {flag}: gradients are bitwise deterministic by default")
 
 
 PLUGINS = {"jax-cuda13-plugin": 580, "jax-cuda12-plugin": 525}  # the drivers that they need

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_flash import checks, dropout, masks, scores
+from pallas_flash import checks, dropout, masks, scores, xla_flags
 from pallas_flash.call import Call
 from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.mods.score_mod import BoundScoreMod
@@ -142,7 +142,6 @@ class Problem:
         extras += [f"dense mask {p.mask}"] if p.mask is not None else []
         extras += ["sinks"] if p.sinks else []
         extras += [f"dropout {1 - p.kept:.4g}"] if p.dropped else []
-        extras += ["a backward in any order"] if not p.deterministic else []
         extras += ["the largest logits"] if p.max_logits else []
         extras += ["values: the keys' first columns"] if p.values_are_keys else []
         return ", ".join([head, *extras])
@@ -176,6 +175,9 @@ def normalise(call: Call) -> tuple[Problem, Operands]:
         seeds = dropout.seeds(call.dropout_rng, *lead, N) if seeds is None else seeds
         seeds = seeds.reshape(B, N, 2)
     score = None if call.score_mod is None else bind_score_mod(sizes, call, query.dtype)
+    deterministic = call.deterministic
+    if deterministic is None:
+        deterministic = xla_flags.determinism() is not None
     operands = Operands(
         query=_times(flat(query), factors, resolved_mask),
         key=flat(key),
@@ -201,7 +203,7 @@ def normalise(call: Call) -> tuple[Problem, Operands]:
         bias=None if bias is None else bias.shape,
         mask=None if mask is None else mask.shape,
         resolved_mask=shapes(resolved_mask),
-        deterministic=call.deterministic,
+        deterministic=deterministic,
         sinks=sinks is not None,
         dropped=dropped,
         score=shapes(score),

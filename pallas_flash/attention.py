@@ -52,7 +52,7 @@ def flash_attention(
     sinks: Float[AnyArray, "N"] | None = None,
     dropout_rate: float = 0.0,
     dropout_rng: Array | Shared | None = None,
-    deterministic: bool = True,
+    deterministic: bool | None = None,
     context: Context | None = None,
     score_mod: ScoreMod | None = None,
     value_size: int | None = None,
@@ -128,7 +128,7 @@ def flash_attention(
     sinks: Float[AnyArray, "N"] | None = None,
     dropout_rate: float = 0.0,
     dropout_rng: Array | Shared | None = None,
-    deterministic: bool = True,
+    deterministic: bool | None = None,
     context: Context | None = None,
     score_mod: ScoreMod | None = None,
     value_size: int | None = None,
@@ -205,9 +205,12 @@ def flash_attention(
         implementation and on any mesh. Inside jax.shard_map each device counts its batch rows and
         heads from 0: fold jax.lax.axis_index into the key. `pallas_flash.dropout.Shared(key)` has
         one mask [T, S] for all batch rows and heads.
-      deterministic: True: results are bitwise deterministic, gradients too. False lets a backward
-        add in any order: "hopper" then runs one kernel instead of two for heads up to 128; the
-        other implementations ignore it.
+      deterministic: True: results are bitwise deterministic, gradients too. False lets "hopper" add
+        up dQ, and with grouped heads dK and dV, in any order, for heads up to 128: one backward
+        kernel instead of two. None: True where XLA is asked for the same, by
+        --xla_gpu_deterministic_ops or --xla_gpu_exclude_nondeterministic_ops in XLA_FLAGS when the
+        call is traced, and else False. The other implementations have one backward, which is
+        bitwise deterministic.
       context: context parallelism, for a sequence sharded along an axis of the mesh: `Ring(axis)`,
         `Zigzag(axis)` or `AllToAll(axis)` of `pallas_flash.context_parallel`. Inside jax.shard_map
         each device passes its shard of query, key, value and ids; of bias and mask arrays its rows

@@ -94,6 +94,11 @@ class Backend(NamedTuple):
         more = f"; {lacking} mode by blockwise" if lacking else ""
         return f"every mode, of first order, and of second by blockwise{more}"
 
+    def adds_in_any_order(self, problem: Problem) -> bool:
+        """Whether its backward does, instead of another that is deterministic."""
+        in_order = dataclasses.replace(problem, deterministic=True)
+        return self.tiles(problem) != self.tiles(in_order)
+
     def log_base(self, problem: Problem) -> LogBase:
         """Of its scores."""
         return problem.log_base if self.keeps_base_2 else LogBase.E

@@ -90,7 +90,7 @@ class Call:
     sinks: Annotated[Any, Data("N", canonicalize=_listed)] = None
     dropout_rate: Annotated[float, Static(checks.rate)] = 0.0
     dropout_rng: Annotated[Any, Data()] = None
-    deterministic: Annotated[bool, Static(checks.flag)] = True
+    deterministic: Annotated[bool | None, Static(checks.optional_flag)] = None
     context: Annotated[Any, Static()] = None
     score_mod: Annotated[Any, Data()] = None  # a function, or a BoundScoreMod, which knows its axes
     # without a value: how many of the keys' columns are the values

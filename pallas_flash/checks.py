@@ -112,12 +112,17 @@ def sums(dtype):
     return jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32
 
 
-def flag(name: str, x) -> bool:
+def flag(name: str, x, or_else: str = "") -> bool:
     if isinstance(x, bool | np.bool_) or (is_known(x) and x.dtype == bool and x.shape == ()):
         return bool(x)
     raise TypeError(
-        f"{name} must be a static bool, True or False; got {description(x)}.{if_traced(name, x)}"
+        f"{name} must be {or_else}a static bool, True or False; got {description(x)}."
+        f"{if_traced(name, x)}"
     )
+
+
+def optional_flag(name: str, x) -> bool | None:
+    return None if x is None else flag(name, x, "None or ")
 
 
 def number(name: str, x, default, positive=False, more: str = ""):

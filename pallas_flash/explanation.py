@@ -16,6 +16,7 @@ from pallas_flash import (
     context_parallel,
     dispatch,
     selection,
+    xla_flags,
 )
 from pallas_flash.accounting import token_bytes
 from pallas_flash.caches import attend, paged
@@ -45,6 +46,7 @@ class Explanation:
     remark: str | None = None  # of the implementation on this GPU
     # what decoding by kernels reads for each token of a cache and key/value head
     token_bytes: int | None = None
+    backward: str | None = None  # in which order it adds, and why
 
     def __str__(self):
         """Without the earlier algorithms, which nobody selects by chance."""
@@ -52,6 +54,7 @@ class Explanation:
         lines = [f"call            {self.problem}", f"implementation  {taken}"]
         lines += [f"tiles           {self.tiles}"] if self.tiles is not None else []
         lines += [f"derivatives     {self.derivatives}"]
+        lines += [f"backward        {self.backward}"] if self.backward is not None else []
         lines += [f"context         {self.context}"] if self.context is not None else []
         shares = "a bias or mask broadcasts over some of the leading axes alone"
         lines += [f"calls           {self.calls} of these: {shares}"] if self.calls else []
@@ -100,6 +103,7 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
         of_context = "reverse mode, of first order"
         derivatives = of_context if context else choice.backend.derivatives(choice.tiles)
         remark = choice.backend.remark()
+        backward = _backward(choice.backend, problem, call.deterministic)
     return Explanation(
         problem,
         choice.backend.name,
@@ -112,7 +116,20 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
         calls,
         remark,
         of_token,
+        backward,
     )
+
+
+def _backward(backend: backends.Backend, problem: arguments.Problem, asked: bool | None) -> str:
+    """Whether it adds in any order, and why."""
+    if not backend.adds_in_any_order(dataclasses.replace(problem, deterministic=False)):
+        return f"{backend.name} has one for this call, whatever deterministic is"
+    order = "bitwise deterministic" if problem.deterministic else "adds in any order"
+    why = f"deterministic={asked}"
+    if asked is None:
+        flag = xla_flags.determinism() or "no flag that asks for determinism"
+        why += f", and XLA_FLAGS has {flag}"
+    return f"{order}: {why}"
 
 
 def _columns(problem: arguments.Problem, values_are_read_in_keys: bool) -> tuple[int, ...]:

@@ -36,7 +36,7 @@ class Options(TypedDict, total=False):
     sinks: Float[AnyArray, "N"] | None
     dropout_rate: float
     dropout_rng: Array | Shared | None
-    deterministic: bool
+    deterministic: bool | None
     context: Context | None
     score_mod: ScoreMod | None
     value_size: int | None

@@ -31,7 +31,7 @@ LENGTH = 2048  # of calls that have every kernel of a variant: see hopper/tuning
 SECONDS = 40  # that a process takes on a GPU, nearly all of it to compile: an estimate
 Sizes = list[tuple[int, int]]  # of heads: of queries and keys, and of values
 # The last three of a Case: those that most calls need, and all.
-SHORT = [(True, 0.0, None), (False, 0.0, None), (True, 0.0, "decoding")]
+SHORT = [(True, 0.0, None), (False, 0.0, None), (None, 0.0, "decoding")]
 SCHEMES = [
     *SHORT,
     (True, 0.25, None),
@@ -47,7 +47,7 @@ class Case(NamedTuple):
     head_size: int
     value_size: int
     dtype: str
-    deterministic: bool
+    deterministic: bool | None
     dropout_rate: float
     extra: str | None  # of comparison.EXTRAS, or decoding, or forward mode
 

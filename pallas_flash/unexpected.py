@@ -104,7 +104,9 @@ LAYER: Hints = {
     "broadcast_dropout": "Leave broadcast_dropout out: each batch row and head has its own mask.",
     "causal": "is_causal",
     "decode": "Leave decode out: init_cache makes a cache, which a call takes and returns.",
-    "deterministic": "Leave deterministic out: layer.eval() sets it, and a call takes it.",
+    "deterministic": (
+        "deterministic_gradients? layer.eval() turns dropout off, or deterministic=True in a call."
+    ),
     "dropout": "dropout_rate",
     "dropout_p": "dropout_rate",
     "dropout_rng": "rngs? Its stream dropout is used.",
@@ -121,8 +123,8 @@ LAYER: Hints = {
     **{name: f"{name} belongs in the call." for name in "cache lengths mask segment_ids".split()},
 }
 _OF_LAYER = (
-    "context dropout_rate dtype implementation is_causal local_window_size logits_soft_cap qk_norm "
-    "rope rope_base score_mod sinks"
+    "context deterministic_gradients dropout_rate dtype implementation is_causal local_window_size "
+    "logits_soft_cap qk_norm rope rope_base score_mod sinks"
 ).split()
 LAYER_CALL: Hints = {
     "attention_mask": "mask? Padding is bool [B, 1, 1, T], or pass lengths.",

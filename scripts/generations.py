@@ -70,8 +70,9 @@ class Attention(NamedTuple):
 
     def tiles(self, implementation: str) -> Any:
         q = jax.ShapeDtypeStruct((self.B, self.T, self.N, self.H), "float16")
+        call = dict(is_causal=self.causal, deterministic=True, implementation=implementation)
         with as_if_on(GPUS[SECOND]):
-            return explain(q, q, q, is_causal=self.causal, implementation=implementation).tiles
+            return explain(q, q, q, **call).tiles
 
 
 GPT2_MEDIUM = Attention(64, 1024, 16, 64)
@@ -189,9 +190,9 @@ def ampere(p: Attention, t) -> tuple[dict[str, Cost], dict[str, Cost]]:
 
 
 def hopper(p: Attention, t) -> tuple[dict[str, Cost], dict[str, Cost]]:
-    """FlashAttention-3. The warpgroups of a CTA share K and V, whole blocks of which TMA copies;
-    each computes the blocks that its 64 rows see. m and l leave the kernel as one number, in rows
-    of whole tiles."""
+    """FlashAttention-3 with deterministic=True. The warpgroups of a CTA share K and V, whole blocks
+    of which TMA copies; each computes the blocks that its 64 rows see. m and l leave the kernel as
+    one number, in rows of whole tiles."""
     forward, q, rows = Tiles(p, t.forward.block_q, t.forward.block_k), p.tensor, p.rows
     warpgroup, padded = forward._replace(block_q=64), forward.row_stops()[-1]
     # a warpgroup whose rows lie beyond the last computes what the last rows see

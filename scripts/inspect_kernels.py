@@ -222,7 +222,7 @@ def explain_call(args, parser: argparse.ArgumentParser) -> dict:
                 why_not={k: why for k, why in choice.why_not.items() if f"\nnot {k} " in shown},
             )
         except NotImplementedError as error:
-            choice = explain(**args.call | dict(implementation=None, deterministic=True))
+            choice = explain(**args.call | dict(implementation=None))
             report = dict(refused=str(error))
         except (TypeError, ValueError) as error:  # about its arguments
             parser.error(str(error))

@@ -47,6 +47,7 @@ def check(implementation, case, context=None):
     arrays = {name: x for name, x in call.items() if hasattr(x, "shape") or name == "mask"}
     static = {name: x for name, x in call.items() if name not in arrays}
     static |= dict(implementation=implementation, context=context, return_residual=True)
+    static |= dict(deterministic=context is None)
     row, head = ("other", None) if context else (None, "other")
     of = dict.fromkeys(("query", "key", "value"), P("data", row, head)) | dict(bias=P("data", head))
     of |= dict.fromkeys(("query_segment_ids", "key_value_segment_ids"), P("data", row))

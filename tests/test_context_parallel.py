@@ -273,6 +273,7 @@ def test_the_kernels_for_hopper_go_around_too(rng, more):
         def attend(q, k, v, slopes, bias):
             call = dict(bias=bias, mask=mask) if more == "a mask and a bias" else {}
             call |= dict(score_mod=scores.Alibi(slopes)) if more == "alibi" else {}
+            call |= dict(deterministic=more != "nothing more")
             return flash_attention(q, k, v, is_causal=True, implementation=name, **call)
 
         o, vjp = jax.vjp(attend, q, k, v, slopes, bias)

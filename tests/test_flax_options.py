@@ -167,6 +167,14 @@ IMPOSSIBLE = {
         *(lambda: layer_of(dropout_rate=0.1), lambda layer: layer(X, deterministic="no")),
         "deterministic must be a static bool, .* got the text 'no'",
     ),
+    "an order that is none": (
+        *(grouped, lambda _: attention_fn(X, X, X, deterministic_gradients="no")),
+        "deterministic_gradients must be None or a static bool, .* got the text 'no'",
+    ),
+    "an order in a call": (
+        *(grouped, lambda layer: layer(X, deterministic_gradients=True)),
+        "deterministic_gradients belongs in the constructor",
+    ),
     "a mask_mod as it is": (
         *(grouped, lambda layer: layer(X, mask=lambda b, h, q, k: q >= k)),
         r"mask must be an array or .* a mask_mod as masks.MaskMod\(function\)",
@@ -358,6 +366,11 @@ def test_a_mask_of_other_numbers_than_0_and_1_raises_where_they_can_be_seen(mask
         (dict(qk_norm="rms"), "qk_norm must be a static bool"),
         (dict(use_bias=None), "use_bias must be a static bool"),
         (dict(keep_rngs=0), "keep_rngs must be a static bool"),
+        (
+            dict(deterministic_gradients=1),
+            "deterministic_gradients must be None or a static bool, True or False; got the int 1",
+        ),
+        (dict(deterministic=True), r"mean deterministic_gradients\? layer.eval\(\) turns dropout"),
         (dict(context="ring"), r"context must be None, Ring\(axis\), .*; got 'ring'"),
         (dict(kernel_init="normal"), "kernel_init must be an initializer"),
         (dict(out_kernel_init=3), "out_kernel_init must be an initializer"),

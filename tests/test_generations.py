@@ -107,8 +107,9 @@ from scripts.generations import GENERATIONS, GPT2_MEDIUM as p
 
 x, found = jax.ShapeDtypeStruct((p.B, p.T, p.N, p.H), "float16"), {}
 for name in {generation.implementation for generation in GENERATIONS.values()}:
+    options = dict(implementation=name, deterministic=True)
     def both(q, k, v, do):
-        o, vjp = jax.vjp(lambda *x: flash_attention(*x, implementation=name), q, k, v)
+        o, vjp = jax.vjp(lambda *x: flash_attention(*x, **options), q, k, v)
         return o, *vjp(do)
     program = gpu_code.compiled(GPUS["H200"], both, x, x, x, x)
     found[name] = program.memory_analysis().temp_size_in_bytes

@@ -68,13 +68,14 @@ ONE_OF = {name: feature for kind in KINDS for name, feature in kind.items()}
 OTHERS = "is_causal local_window_size query_seq_lengths key_value_seq_lengths logits_soft_cap sinks"
 EACH = {f"`{name}`": FEATURES[f"`{name}`"] for name in (*OTHERS.split(), "return_max_logits")}
 EACH |= {name: FEATURES[name] for name in ("segment ids", "dropout")}
+EACH["deterministic"] = Feature({}, lambda x: dict(deterministic=True))
 EACH = {"nothing": Feature({}, lambda x: {})} | EACH | ONE_OF
 # between them all that takes a kernel, registers or shared memory of its own
 TOGETHER = {
     "one": "`is_causal`,dropout,`sinks`,`return_max_logits`,a bias by key,a table by distance",
     "another": (
         "`query_seq_lengths`,`key_value_seq_lengths`,`logits_soft_cap`,`mask`: `masks.MaskMod`,"
-        "dropout,a bias by pair,a table by key"
+        "dropout,deterministic,a bias by pair,a table by key"
     ),
     "without dropout": "`local_window_size`,segment ids,a constant rule,`return_max_logits`,slopes",
 }

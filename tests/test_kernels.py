@@ -49,8 +49,10 @@ def kernels(family, **kw):
 
 
 def attend(family, *x, **options):
-    """By a family's kernels, or the reference."""
+    """By a family's kernels, those that are deterministic unless the options say otherwise; or the
+    reference."""
     implementation, _ = FAMILIES.get(family, ("reference", {}))
+    options = dict(deterministic=True) | options
     return flash_attention(*x, **options, implementation=implementation)
 
 

@@ -8,7 +8,7 @@ import jax
 import pytest
 from selection import whole_but
 
-from pallas_flash import trial
+from pallas_flash import backends, explain, trial
 from pallas_flash.__main__ import main, print_machine
 from pallas_flash.accounting import GPUS
 from pallas_flash.kernels import device
@@ -115,6 +115,19 @@ def test_by_default_an_h100_checks_what_most_calls_need_within_minutes():
     assert needed <= {str(variant) for variant in found}
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="an older jax lacks the kernels")
+@pytest.mark.parametrize("flags", ["", "--xla_gpu_deterministic_ops"])
+@pytest.mark.parametrize("length", [1, 4096])
+def test_it_checks_the_order_in_which_a_call_adds_by_default(length, flags, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    q, k = (jax.ShapeDtypeStruct((1, n, 2, 128), "bfloat16") for n in (length, 4096))
+    with gpu_code.as_if_on(GPUS["H100"]):
+        found, _ = trial.cases(["hopper"], [(128, 128)], ["bfloat16"], False)
+        variant = verdicts.variant_of(backends.find("hopper"), explain(q, k, k).problem)
+    assert variant in found
+    assert variant.scheme.startswith("deterministic" if flags else "in any order")
+
+
 def test_what_the_machine_lacks_is_the_reason_that_is_told():
     with gpu_code.as_if_on(GPUS["A100-80GB"]):
         found, refused = trial.cases(["hopper"], None, ["float16", "float32"], True)
@@ -170,6 +183,13 @@ def test_the_command_misses_no_gpu_where_there_is_one(capsys, monkeypatch):
     fakes.plug_in(monkeypatch.setattr, fakes.Device())
     print_machine()
     assert "no GPU" not in capsys.readouterr().out
+
+
+def test_the_command_says_which_flag_makes_gradients_deterministic(capsys, monkeypatch):
+    for flag in ("--xla_gpu_deterministic_ops", "--xla_gpu_exclude_nondeterministic_ops"):
+        monkeypatch.setenv("XLA_FLAGS", f"{flag}=true")
+        print_machine()
+        assert f"\nXLA_FLAGS has {flag}: gradients are bitwise" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("text", ["0", "64/600", "wide"])

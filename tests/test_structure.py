@@ -149,6 +149,7 @@ ORDER = [
     "mods.derivatives",
     "mods.__init__",
     "checks",
+    "xla_flags",
     "unexpected",
     "pytrees",
     "varying",

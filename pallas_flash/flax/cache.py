@@ -40,7 +40,9 @@ class RollingCache(NamedTuple):
 
 
 # options of paged_attention
-_PAGED = ("is_causal", "local_window_size", "logits_soft_cap", "sinks", "implementation")
+_PAGED = (
+    "is_causal local_window_size logits_soft_cap sinks implementation query_seq_lengths"
+).split()
 Cache = KVCache | RollingCache | PagedCache
 SomeCache = TypeVar("SomeCache", bound=Cache)
 
@@ -86,10 +88,11 @@ def attend(
             **kwargs,
         )
         return _or_nan(o, positions < key.shape[1]), cache
+    kwargs.pop("deterministic")  # attention to pages has no gradient
     # in a ring positions do not count from 0
     taken = (*_PAGED, "score_mod") if isinstance(cache, PagedCache) else _PAGED
     more = [
-        name for name, x in dict(options, mask=mask).items() if name not in taken and x is not None
+        name for name, x in dict(kwargs, mask=mask).items() if name not in taken and x is not None
     ]
     if more:
         name = "quantised " * is_quantised + type(cache).__name__

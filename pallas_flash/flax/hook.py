@@ -44,6 +44,7 @@ def attention_fn(
     *,
     implementation: Implementation | None = None,
     score_mod: ScoreMod | None = None,
+    deterministic_gradients: bool | None = None,
 ) -> Float[Array, "*B T N Hv"]:
     """`flash_attention` with the signature of Flax's `dot_product_attention`, of nnx and of linen.
 
@@ -78,6 +79,7 @@ def attention_fn(
       is_causal: top-left aligned; joined with the mask.
       input_positions: must be None: `FlashAttention` has RoPE.
       implementation, score_mod: as in `flash_attention`; `functools.partial` gives them.
+      deterministic_gradients: `deterministic` of `flash_attention`, given in the same way.
 
     Raises:
       NotImplementedError: an argument that cannot be honoured.
@@ -107,10 +109,12 @@ def attention_fn(
         if deterministic or dropout_rate == 0
         else dict(dropout_rate=dropout_rate, dropout_rng=rng)
     )
-    # Flax's `deterministic` means no dropout; that of flash_attention means the same bits twice,
-    # which is its default
     options = dict(
-        is_causal=is_causal, implementation=implementation, score_mod=score_mod, **dropout
+        is_causal=is_causal,
+        implementation=implementation,
+        score_mod=score_mod,
+        deterministic=checks.optional_flag("deterministic_gradients", deterministic_gradients),
+        **dropout,
     )
     return flash_attention(query, key, value, bias, as_mask(mask), **options)
 

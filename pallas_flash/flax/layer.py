@@ -57,6 +57,7 @@ class FlashAttention(nnx.Module):
         another, as scores.Alibi(array), are state that does not. With a cache, context is not used.
       dropout_rate: as in `flash_attention`; used while the attribute `deterministic` is False, that
         is, until `eval()`.
+      deterministic_gradients: `deterministic` of `flash_attention`.
       sinks: whether to learn a sink for each query head, which begins as 0.
       use_bias: whether the four projections have a bias.
       dtype: of the computation; None: what the inputs and the parameters promote to.
@@ -102,6 +103,7 @@ class FlashAttention(nnx.Module):
         implementation: Implementation | None = None,
         score_mod: ScoreMod | None = None,
         context: Context | None = None,
+        deterministic_gradients: bool | None = None,
         kernel_init: Callable = LECUN_NORMAL,
         out_kernel_init: Callable | None = None,
         rngs: nnx.Rngs,
@@ -116,6 +118,7 @@ class FlashAttention(nnx.Module):
         self.logits_soft_cap = logits_soft_cap
         self.dropout_rate, self.deterministic = checks.rate("dropout_rate", dropout_rate), False
         self.implementation, self.context = implementation, context
+        self.deterministic_gradients = deterministic_gradients
         has_arrays = any(map(checks.is_array, jax.tree.leaves(score_mod)))
         self.score_mod = nnx.data(score_mod) if has_arrays else score_mod
         self.cache_dtype = param_dtype if dtype is None else dtype
@@ -235,6 +238,7 @@ class FlashAttention(nnx.Module):
             logits_soft_cap=self.logits_soft_cap,
             score_mod=self.score_mod,
             sinks=None if self.sinks is None else self.sinks[...],
+            deterministic=self.deterministic_gradients,
             **self._dropout(rngs, self.deterministic if deterministic is None else deterministic),
         )
         if cache is not None:

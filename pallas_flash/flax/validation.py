@@ -18,6 +18,7 @@ def check_constructor(given: dict[str, Any]):
     left to it."""
     for name in FLAGS:
         checks.flag(name, given[name])
+    checks.optional_flag("deterministic_gradients", given["deterministic_gradients"])
     for name in ("out_features", "in_kv_features"):
         if given[name] is not None:
             checks.count(name, given[name])
