@@ -1,6 +1,7 @@
 """What scripts/benchmark.py is made of: cases and their FLOPs, adapters of peers, clocks, ratios,
 and the error of a result."""
 
+import contextlib
 import functools
 import itertools
 import os
@@ -165,14 +166,65 @@ def test_the_trace_finds_each_turn_between_its_own_start_and_stop():
     assert all(spans[i].stop <= spans[i + 1].start for i in range(5))
 
 
-def test_device_time_is_what_kernels_cover_within_a_turn():
+PLANE = 'planes {{ name: "{}" lines {{ name: "{}" timestamp_ns: 1000000 {} }} {} }}'
+EVENT = "events {{ metadata_id: {} offset_ps: {} duration_ps: {} }}"
+NAME = "event_metadata {{ key: {0} value {{ id: {0} name: {1!r} }} }}"
+
+
+def plane(plane: str, line: str, events: list[tuple[str, float, float]]) -> str:
+    """Of a trace: events are a name, start and stop in ms."""
+    names = list(dict.fromkeys(name for name, *_ in events))
+    ps = lambda ms: round(ms * 1e9)
+    lines = [EVENT.format(1 + names.index(n), ps(a), ps(b - a)) for n, a, b in events]
+    metadata = [NAME.format(1 + i, name) for i, name in enumerate(names)]
+    return PLANE.format(plane, line, " ".join(lines), " ".join(metadata))
+
+
+def test_the_time_of_a_call_is_that_of_its_kernels_by_name(tmp_path, monkeypatch):
+    """Of a trace as a GPU's: turns of a, which calls twice, and of b."""
     turns = [clock.Turn("a", 2, 1.0), clock.Turn("b", 1, 1.0), clock.Turn("a", 2, 1.0)]
-    ms = lambda start, stop: clock.Span(start * 1e6, stop * 1e6)
-    spans = {n: ms(20 * n + 2, 20 * n + 20) for n in range(3)}
+    spans = [(f"turn {n}", 20 * n + 2, 20 * n + 20) for n in range(3)]
     # two of the first turn overlap; the second's seems to begin just before its turn, as the two
     # clocks differ a little
-    busy = [ms(3, 6), ms(5, 8), ms(21.99, 25), ms(43, 46), ms(50, 51)]
-    assert clock.device_seconds(turns, spans, busy) == pytest.approx([5e-3, 3.01e-3, 4e-3])
+    ran = [
+        *(("flash", 3, 6), ("zeros", 5, 6), ("zeros", 6, 7), ("flash", 7, 9)),
+        *(("MemcpyD2D", 21.99, 23), ("flash", 24, 25)),
+        *(("flash", 43, 46), ("zeros", 46, 47), ("flash", 50, 51), ("zeros", 52, 52.5)),
+    ]
+    text = plane("/host:CPU", "python", [*spans, ("other", 0, 99)])
+    text += plane("/device:GPU:0", "Stream #7(Compute)", ran[:6])
+    text += plane("/device:GPU:0", "Stream #8(Compute)", ran[6:])
+    text += plane("/device:GPU:0", "XLA Modules", [("jit_f", 3, 52.5)])
+    xspace = jax.profiler.ProfileData.text_proto_to_serialized_xspace(text)
+    (tmp_path / "host.xplane.pb").write_bytes(xspace)
+    traced = contextlib.nullcontext(lambda: clock._read(tmp_path))
+    monkeypatch.setattr(clock, "trace", lambda: traced)
+    monkeypatch.setattr(clock, "interleave", lambda programs, rounds: turns)
+    timing = clock.timing({}, 3, clock.DEVICE)
+    assert timing.clock == clock.DEVICE
+    assert timing.seconds == dict(a=pytest.approx([3e-3, 2.75e-3]), b=pytest.approx([2.01e-3]))
+    expected = dict(a=dict(flash=2.25e-3, zeros=0.875e-3), b=dict(MemcpyD2D=1.01e-3, flash=1e-3))
+    assert timing.kernels == {name: pytest.approx(each) for name, each in expected.items()}
+    longest = {name: next(iter(kernels)) for name, kernels in timing.kernels.items()}
+    assert longest == dict(a="flash", b="MemcpyD2D")
+
+
+def test_a_report_has_the_main_kernel_and_the_rest_of_each_call(capsys):
+    timing = clock.Timing(
+        dict(a=[1.0], b=[1.0]), clock.DEVICE, {}, dict(a=KERNELS, b={"n" * 99: 1})
+    )
+    rows = [measure.Row(SMALL, "forward", name) for name in "ab"]
+    together = {row.name: (row, program(lambda: None)) for row in rows}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(clock, "timing", lambda *args: timing)
+        measure._time(together, 1, clock.DEVICE)
+    report.print_rows(rows, "a", lambda row: {})
+    of_a, of_b = capsys.readouterr().out.splitlines()[-2:]
+    assert of_a == f"{SMALL}, forward, a: flash 0.41, rest 0.12: zeros 0.08, convert 0.04"
+    assert of_b == f"{SMALL}, forward, b: {'n' * 60} ... 1,000"
+
+
+KERNELS = dict(flash=0.41e-3, zeros=0.08e-3, convert=0.04e-3)
 
 
 @pytest.mark.parametrize(
@@ -188,13 +240,13 @@ def test_a_trace_that_is_not_whole_gives_no_device_time(kernels, spans, message)
     turns = [clock.Turn("a", 2, 1.0)] * 2
     spans = {n: clock.Span(100e6 * n, 100e6 * n + 90e6) for n in range(spans)}
     with pytest.raises(clock.NoDeviceTime, match=message):
-        clock.device_seconds(turns, spans, [clock.Span(at * 1e6, (at + 1) * 1e6) for at in kernels])
+        clock.by_turn(turns, spans, [clock.Span(at * 1e6, (at + 1) * 1e6) for at in kernels])
 
 
 @pytest.mark.parametrize(
     "owner, name, error, reason",
     [
-        (clock, "device_seconds", clock.NoDeviceTime("the trace lost kernels"), "the trace lost"),
+        (clock, "by_turn", clock.NoDeviceTime("the trace lost kernels"), "the trace lost"),
         (jax.profiler, "start_trace", RuntimeError("no CUPTI"), "the profiler raised RuntimeError"),
     ],
 )
