@@ -29,7 +29,7 @@ from scripts.bench import cases, ceilings, clock, machine, report, workers
 from scripts.bench.cases import JVP, PASSES, RESULTS, Case, telling
 from scripts.bench.measure import Row, groups, measure
 from scripts.bench.options import make_next_folder, positive
-from scripts.bench.peers import PEERS, Contender, contender
+from scripts.bench.peers import DETERMINISTIC, PEERS, Contender, contender
 from scripts.bench.programs import CHECK_BLOCK, TF32, TOLERANCE, check_length
 from scripts.bench.report import OUT_OF_TIME
 
@@ -69,7 +69,7 @@ CASES = {
 SHAPE = ("lengths", "batch", "heads", "kv_heads", "head_size", "causal")  # the suite has its own
 ANYWHERE = dict(kv_heads=None, causal=True, repeats=9, budget=None, out=None, quick=False)
 SLOW = ["blockwise", "jax.nn/xla"]
-FAST = ["hopper", "hopper fused", "ampere", "triton"]
+FAST = ["hopper", f"hopper {DETERMINISTIC}", "ampere", "triton"]
 FAST += [peer.name for peer in PEERS if peer.name not in SLOW]
 DEFAULTS = dict(
     cpu=dict(
@@ -277,8 +277,8 @@ def parse(argv) -> argparse.Namespace:
 
 def implementation(name: str) -> str:
     """The name of a contender."""
-    one = contender(name)
     try:
+        one = contender(name)
         if not one.is_peer:
             one.why_not(Case(1, 1, 1, 1, 1, 8, "float32", True))
     except ValueError as error:
@@ -301,9 +301,10 @@ def make_parser(kind: str) -> argparse.ArgumentParser:
         nargs="+",
         type=implementation,
         metavar="NAME",
-        help="implementations of flash_attention (followed by ' fused': its backward with "
-        f"deterministic=False), or {', '.join(peer.name for peer in PEERS)}; ratios are to the "
-        "first",
+        help="implementations of flash_attention, as hopper, 'hopper deterministic' (its backward "
+        "with deterministic=True), 'hopper varlen' (documents by cu_seqlens) or 'hopper: "
+        "dq.stages=2, fused.stages=3' (with other tiles); "
+        f"or {', '.join(peer.name for peer in PEERS)}; ratios are to the first",
     )
     help = f"of {', '.join(RESULTS)}; the last is forward mode, which not all peers have"
     add("--passes", nargs="+", choices=RESULTS, metavar="PASS", help=help)

@@ -4,6 +4,7 @@ raise, and its arguments."""
 import json
 import pathlib
 import re
+import shlex
 import subprocess
 import sys
 import types
@@ -175,10 +176,17 @@ def test_on_a_gpu_it_falls_back_to_the_wall_clock_out_loud(
     tmp_path, capsys, monkeypatch, as_on_a_gpu
 ):
     the_suite(monkeypatch, SMALL)
-    names = ["--implementations", "hopper", "hopper fused", "jax.nn/xla", "--dtype", "float32"]
+    names = [
+        "--implementations",
+        "hopper",
+        "hopper deterministic",
+        "jax.nn/xla",
+        "--dtype",
+        "float32",
+    ]
     assert benchmark.main([*names, "--quick", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
-    # the forward of "hopper fused" is that of hopper
+    # the forward of "hopper deterministic" is that of hopper
     assert re.search(r"^plan +1 cases, 5 rows; no case begins after 450 s$", printed, re.MULTILINE)
     assert re.search(r"^clock +wall: the profiler saw nothing run on a GPU", printed, re.MULTILINE)
     assert re.search(r"^gpu +unknown: nvidia-smi gave no answer", printed, re.MULTILINE)
@@ -324,6 +332,11 @@ def test_nvidia_smi_that_does_not_answer_is_no_end(monkeypatch):
     "arguments, message",
     [
         ("--implementations fast", "got 'fast'. Or one of jax.nn/xla"),
+        (
+            "--implementations 'hopper fused'",
+            "nothing, deterministic or varlen; got 'hopper fused'.",
+        ),
+        ("--implementations 'hopper: dq'", "as dq.stages=2, fused.block_q=64; got 'dq'."),
         ("--heads 3 --kv-heads 2", "--heads must be a multiple of --kv-heads; got 3 and 2."),
         ("--lengths 0", "must be at least 1; got 0"),
         (
@@ -334,7 +347,7 @@ def test_nvidia_smi_that_does_not_answer_is_no_end(monkeypatch):
 )
 def test_a_wrong_argument_is_explained(capsys, arguments, message):
     with pytest.raises(SystemExit, match="2"):
-        benchmark.main(arguments.split())
+        benchmark.main(shlex.split(arguments))
     assert message in capsys.readouterr().err
 
 
@@ -342,7 +355,7 @@ def test_a_machine_and_a_list_of_cases_have_their_defaults(as_on_a_gpu, monkeypa
     assert benchmark.parse([]).cases == benchmark.parse(["--quick"]).cases == "suite"
     assert benchmark.parse(["--lengths", "512"]).cases == "lengths"
     names = benchmark.parse([]).implementations
-    assert names[:2] == ["hopper", "hopper fused"]
+    assert names[:2] == ["hopper", "hopper deterministic"]
     assert {peer.name for peer in peers.PEERS} < set(names)
     monkeypatch.setattr(machine, "on_gpu", lambda: False)
     assert benchmark.parse(["--cases", "decode"]).batch == [1, 8]

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from test_benchmark import SMALL, program, xla
 
+from pallas_flash import backends
 from scripts.bench import cases, clock, machine, measure, peers, programs, report
 from scripts.bench.cases import Case
 
@@ -101,10 +102,45 @@ def test_the_suite_has_every_shape_that_is_promised():
 )
 def test_the_adapters_ask_all_for_the_same_attention(more):
     case = SMALL._replace(**more)
-    contenders = [peers.contender(name) for name in ("blockwise", "jax.nn/xla")]
+    contenders = [peers.contender(name) for name in ("blockwise", "blockwise varlen", "jax.nn/xla")]
     rows = measure.measure(contenders, case, ["backward"], 1, jobs=2, time_by=clock.WALL)
-    reasons = ["", "it has no value size other than H" if case.Hv else ""]
+    reasons = ["", "" if case.documents else "it is for documents"]
+    reasons += ["it has no value size other than H" if case.Hv else ""]
     assert [row.reason for row in rows] == reasons and rows[0].status == "ok"
+
+
+def test_a_contender_has_the_tiles_of_its_name(monkeypatch):
+    triton, found = backends.find("triton"), []
+
+    def forward(problem, tiles, operands):
+        found.append(tiles)
+        return triton.forward(problem, tiles, operands)
+
+    others = [backend for backend in backends.BACKENDS if backend is not triton]
+    monkeypatch.setattr(backends, "BACKENDS", (triton._replace(forward=forward), *others))
+    names = "triton", "triton: forward.block_k=16, dq.num_stages=1"
+    contenders = map(peers.contender, names)
+    case = SMALL._replace(documents=2)
+    rows = measure.measure([*contenders], case, ["forward"], 1, jobs=1, time_by=clock.WALL)
+    assert [(row.status, row.name) for row in rows] == [("ok", name) for name in names]
+    default, changed = dict.fromkeys(found)
+    assert changed == default._replace(
+        forward=default.forward._replace(block_k=16), dq=default.dq._replace(num_stages=1)
+    )
+    assert changed.forward != default.forward and changed.dq != default.dq
+
+
+@pytest.mark.parametrize(
+    "name, reason",
+    {
+        "blockwise deterministic": "the kernels are the same by default",
+        "blockwise: dq.stages=2": "its tiles have no kernel dq",
+        "triton: fused.stages=2": "its tiles have no kernel fused",
+        "triton: dq.section=2": "the tiles of dq have no field section",
+    }.items(),
+)
+def test_a_contender_without_a_kernel_or_a_field_says_so(name, reason):
+    assert peers.contender(name).why_not(SMALL) == reason
 
 
 def test_jaxs_paged_attention_gets_the_same_caches_in_pages_or_says_why_not(monkeypatch):
