@@ -16,7 +16,9 @@ from jax import lax
 from pallas_flash import flash_attention
 from scripts import benchmark
 from scripts.bench import ceilings, clock, machine, measure, peers, programs, workers
+from scripts.bench import run as bench_run
 from scripts.bench.cases import PASSES, Case
+from scripts.bench.run import new_folder
 
 TINY = "--lengths 67 --batch 3 --heads 2 --kv-heads 1 --head-size 16 --dtype float32 --repeats 3"
 SMALL = Case(B=2, T=48, S=48, N=4, K=2, H=16, dtype="float32", causal=True)
@@ -120,7 +122,7 @@ def test_results_are_never_overwritten(tmp_path, monkeypatch):
         ("benchmark.json", "measured")
     ]
     monkeypatch.chdir(tmp_path)
-    folders = [str(benchmark.new_folder(None)) for _ in range(2)]
+    folders = [str(new_folder(None, "benchmark")) for _ in range(2)]
     assert folders == ["runs/benchmark-1", "runs/benchmark-2"]
 
 
@@ -199,7 +201,7 @@ def test_on_a_gpu_it_falls_back_to_the_wall_clock_out_loud(
 
 def test_out_of_time_no_case_begins_and_the_report_says_so(run, monkeypatch):
     now = iter(range(0, 10**6, 40))
-    monkeypatch.setattr(benchmark, "time", types.SimpleNamespace(perf_counter=lambda: next(now)))
+    monkeypatch.setattr(bench_run, "time", types.SimpleNamespace(perf_counter=lambda: next(now)))
     rows, printed = run("jax.nn/xla", "--lengths 16 32 48 --repeats 1 --budget 60")
     status = {T: row["status"] for (T, _, _), row in rows.items()}
     assert status[16] == "ok" and status[48] == "not run"
@@ -213,7 +215,7 @@ def test_interrupted_it_prints_the_tables_of_what_was_measured(run, monkeypatch)
             raise KeyboardInterrupt
         return [measure.Row(case, name, contenders[0].name, seconds=[1.0]) for name in passes]
 
-    monkeypatch.setattr(benchmark, "measure", measure_)
+    monkeypatch.setattr(bench_run, "measure", measure_)
     rows, printed = run("jax.nn/xla", "--lengths 32 48 64 --passes forward")
     assert [row["status"] for row in rows.values()] == ["ok", "not run", "not run"]
     assert len(lines(printed, "T32", "| 1,000 ")) == 1
