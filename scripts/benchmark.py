@@ -26,7 +26,7 @@ from scripts.bench.cases import JVP, PASSES, RESULTS, Case, telling
 from scripts.bench.options import positive
 from scripts.bench.peers import DETERMINISTIC, PEERS, VARLEN, contender
 from scripts.bench.programs import TOLERANCE
-from scripts.bench.run import Run, Task, add_options
+from scripts.bench.run import Run, Task, add_options, share_gpu
 
 
 class Cases(NamedTuple):
@@ -87,9 +87,7 @@ QUICK = dict(
 
 
 def main(argv=None) -> int:
-    # of 80 GB: the largest caches, in pages too; but several processes share them
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    share_gpu()
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == [workers.CASE]:
         workers.serve(argv[1])

@@ -4,6 +4,7 @@ that is known, and ends with tables."""
 import argparse
 import concurrent.futures
 import math
+import os
 import pathlib
 import sys
 import threading
@@ -28,6 +29,13 @@ class Task(NamedTuple):
     case: Case
     passes: list[str]
     contenders: list[Contender]
+
+
+def share_gpu():
+    """To be called before jax sees the GPU."""
+    # of 80 GB: the largest caches, in pages too; but several processes share them
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
 def add_options(add: Callable):

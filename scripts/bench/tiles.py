@@ -39,7 +39,9 @@ def number(text: str) -> bool | int:
 
 
 def changed(tiles, changes: list[Change]):
-    """The tiles with other values; NotImplementedError where there is no such field."""
+    """The tiles with other values; NotImplementedError where there is no such field, or where they
+    have these values already."""
+    default = tiles
     for kernel, field, value in changes:
         if kernel not in getattr(tiles, "_fields", ()):
             raise NotImplementedError(f"its tiles have no kernel {kernel}")
@@ -48,6 +50,8 @@ def changed(tiles, changes: list[Change]):
         if field not in current._fields:
             raise NotImplementedError(f"the tiles of {kernel} have no field {field}")
         tiles = tiles._replace(**{kernel: current._replace(**{field: value})})
+    if tiles == default:
+        raise NotImplementedError("the tiles are the same by default")
     return tiles
 
 
