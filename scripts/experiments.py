@@ -1,12 +1,12 @@
 """python scripts/experiments.py [NAME ...] [--dry | --once] [--budget S] [--out DIR] ...
 
-What an H100 or H200 should be asked about the Hopper kernels. Each experiment times variants of
-their tiles beside peers, interleaved, and says what decides between them; the one that may gain
-most comes first. They are measured as scripts/benchmark.py measures its cases: results are checked,
-each experiment has a process of its own, and none begins to run after the budget.
+Decides between variants of the Hopper kernels on an H100 or H200. Each experiment times fields of
+their tiles beside peers, interleaved, and says what it decides; the one that may gain most comes
+first. It is measured as a case of scripts/benchmark.py is: results are checked, each experiment has
+a process of its own, and none begins to run after the budget. A variant whose field the tiles do
+not have, or that a kernel refuses, is reported and left out.
 
-A further experiment is a row of EXPERIMENTS. What a kernel's tiles have no field for, and what a
-kernel refuses, is reported and left out.
+A further experiment is a row of EXPERIMENTS.
 """
 
 import argparse
@@ -37,32 +37,23 @@ class Experiment(NamedTuple):
 
 
 DEFAULT, TWO = "hopper", "hopper deterministic"  # TWO kernels backward
+BY_PRODUCER = f"{DEFAULT}: fused.dq_by_producer=True"  # dQ is added by the producer
 PERSISTENT = f"{DEFAULT}: fused.programs=132"
-XLA_DELTA = f"{TWO}: dq.sums_delta=False"  # not in the kernel of dQ
+XLA_DELTA = f"{TWO}: dq.sums_delta=False"  # before the kernels
 
-SECTIONS = (
-    "sections by rule, larger ones, which leave dQ out of the L2 cache, or smaller ones: what is "
-    "fastest by the product of times at five lengths; two kernels where one is slower by 3%"
+LENGTHS = (
+    "sections by rule, larger ones, which leave dQ out of the L2 cache, or smaller ones, and what "
+    "else is varied: the fastest by the product of times at five lengths, if it gains 1%. Two "
+    "kernels at the lengths where one is slower by 3%"
 )
-GAINS = "dQ is added by the producer, programs persist, delta is computed with dQ: if it gains 1%"
-PARTS = "parts by rule, unless a number of them is faster by 2% at both lengths"
-FEW_KEYS = "as at other lengths, unless that is slower here by 3%"
+PARTS = "parts of a group by rule, unless a number of them is faster by 2% at both lengths"
+OTHERS = "as for the five lengths, unless that is slower here by 3%"
+SPLIT = "whether two warpgroups split the columns of dK and dV: the faster"
 TILES = "the fastest number of tiles to a program"
-PEERS = "nothing: where it stands beside peers"
+PEERS = "nothing; it is beside peers"
 
 
-def varied(kernel_and_field: str, *values) -> list[str]:
-    return [f"{DEFAULT}: {kernel_and_field}={value}" for value in values]
-
-
-def of_tiles(*numbers: int) -> list[str]:
-    """To a program of the forward."""
-    more = {n: ", forward.q_stages=2, forward.k_wait=early" for n in numbers if n > 1}
-    one = ", forward.q_stages=1, forward.k_wait=at use"
-    return [f"{DEFAULT}: forward.tiles_per_program={n}{more.get(n, one)}" for n in numbers]
-
-
-def backward(case: Case, *contenders: str, decides: str = SECTIONS) -> Experiment:
+def backward(case: Case, *contenders: str, decides: str = LENGTHS) -> Experiment:
     return Experiment(case, "backward", [DEFAULT, *contenders], decides)
 
 
@@ -71,30 +62,42 @@ def forward(case: Case, *contenders: str, decides: str = PEERS) -> Experiment:
 
 
 def sections(*sizes: int) -> list[str]:
-    return varied("fused.section", *sizes)
+    return [f"{DEFAULT}: fused.section={size}" for size in sizes]
 
 
-grouped = functools.partial(all_tokens, 128, N=64, K=8)
-latent = all_tokens(192, 8192, N=16, Hv=128)
+def parts(*numbers: int) -> list[str]:
+    return [f"{DEFAULT}: fused.group_parts={number}" for number in numbers]
+
+
+def tiles(*numbers: int) -> list[str]:
+    """To a program of the forward."""
+    several, one = "q_stages=2, forward.k_wait=early", "q_stages=1, forward.k_wait=at use"
+    return [
+        f"{DEFAULT}: forward.tiles_per_program={number}, forward.{several if number > 1 else one}"
+        for number in numbers
+    ]
+
+
+causal = functools.partial(all_tokens, 128)
 long = functools.partial(all_tokens, 128, 16384)
-by_producer = f"{DEFAULT}: fused.dq_by_producer=True"
+grouped = functools.partial(all_tokens, 128, N=64, K=8)
 EXPERIMENTS = {
     "backward-16384": backward(
-        long(), *sections(4, 1), by_producer, PERSISTENT, TWO, XLA_DELTA, "fa3", "jla fused"
+        long(), *sections(4, 1), BY_PRODUCER, PERSISTENT, TWO, XLA_DELTA, "fa3", "jla fused"
     ),
     "backward-1024": backward(
-        all_tokens(128, 1024), *sections(64, 16), PERSISTENT, TWO, XLA_DELTA, "fa3", "tokamax"
+        causal(1024), *sections(64, 16), PERSISTENT, TWO, XLA_DELTA, "fa3", "tokamax"
     ),
     "backward-4096": backward(
-        all_tokens(128, 4096), *sections(16, 4), PERSISTENT, TWO, XLA_DELTA, "fa3", decides=GAINS
+        causal(4096), *sections(16, 4), BY_PRODUCER, PERSISTENT, TWO, XLA_DELTA, "fa3"
     ),
     "backward-512": backward(
-        all_tokens(128, 512), *sections(128, 32), TWO, XLA_DELTA, "fa3", "tokamax", "torch"
+        causal(512), *sections(128, 32), TWO, XLA_DELTA, "fa3", "tokamax", "torch"
     ),
-    "backward-2048": backward(all_tokens(128, 2048), *sections(32, 8), TWO, "fa3"),
+    "backward-2048": backward(causal(2048), *sections(32, 8), PERSISTENT, TWO, XLA_DELTA, "fa3"),
     "groups-8192": backward(
         grouped(8192),
-        *varied("fused.group_parts", 1, 2, 4, 8),
+        *parts(1, 2, 4, 8),
         f"{DEFAULT}: fused.group_parts=1, fused.section=4",
         TWO,
         f"{TWO}: dkv.section=4",
@@ -102,39 +105,34 @@ EXPERIMENTS = {
         "jax.nn/cudnn",
         decides=PARTS,
     ),
-    "groups-2048": backward(
-        grouped(2048), *varied("fused.group_parts", 1, 2, 4), TWO, "fa3", decides=PARTS
-    ),
+    "groups-2048": backward(grouped(2048), *parts(1, 2, 4), TWO, "fa3", decides=PARTS),
     "latent-8192": backward(
-        latent,
-        *varied("dkv.split", True, False),
+        all_tokens(192, 8192, N=16, Hv=128),
+        f"{DEFAULT}: dkv.split=True",
+        f"{DEFAULT}: dkv.split=False",
         "jla",
         "torch",
-        decides="whether two warpgroups split the columns of dK and dV: the faster",
+        decides=SPLIT,
     ),
     "window-16384": backward(
-        long(window=1024), *sections(4, 1), PERSISTENT, TWO, "fa3", decides=FEW_KEYS
+        long(window=1024), *sections(4, 1), PERSISTENT, TWO, "fa3", decides=OTHERS
     ),
     "documents-16384": backward(
-        long(documents=16), "hopper varlen", *sections(4, 1), TWO, "fa3", decides=FEW_KEYS
+        long(documents=16), "hopper varlen", *sections(4, 1), TWO, "fa3", decides=OTHERS
     ),
-    "64-16384": backward(
-        all_tokens(64, 16384), *sections(8, 2), TWO, "jla fused", decides=FEW_KEYS
-    ),
+    "64-16384": backward(all_tokens(64, 16384), *sections(8, 2), TWO, "jla fused", decides=OTHERS),
     "full-16384": backward(
-        long(causal=False), *sections(4, 1), TWO, "jax.nn/cudnn", decides=FEW_KEYS
+        long(causal=False), *sections(4, 1), TWO, "jax.nn/cudnn", decides=OTHERS
     ),
     "forward-1024": forward(
-        all_tokens(128, 1024),
-        *of_tiles(1, 2, 4),
+        causal(1024),
+        *tiles(1, 2, 4),
         f"{DEFAULT}: forward.section=16",
         "fa3",
         "torch",
         decides=TILES,
     ),
-    "forward-512": forward(
-        all_tokens(128, 512), *of_tiles(1, 2), "tokamax", "torch", decides=TILES
-    ),
+    "forward-512": forward(causal(512), *tiles(1, 2), "tokamax", "torch", decides=TILES),
     "forward-documents": forward(long(documents=16), "hopper varlen", "fa3"),
     "decode-1": forward(one_token(1, 32768), "jax.nn/cudnn", "decode_attention"),
     "decode-8": forward(one_token(8, 8192), "jax.nn/cudnn", "decode_attention"),
