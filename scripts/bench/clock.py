@@ -8,6 +8,7 @@ of a call is that of its kernels.
 """
 
 import bisect
+import collections
 import contextlib
 import math
 import pathlib
@@ -188,9 +189,11 @@ def by_kernel(turns: list[Turn], ran: list[list[Span]]) -> dict[str, dict[str, f
     Kernels that overlap count in full."""
     times = {turn.name: {} for turn in turns}
     for turn, spans in zip(turns, ran, strict=True):
-        for name in {span.name for span in spans}:
-            sum_ = sum(span.stop - span.start for span in spans if span.name == name)
-            times[turn.name].setdefault(name, []).append(sum_ / turn.calls / 1e9)
+        of_turn = collections.Counter()
+        for span in spans:
+            of_turn[span.name] += (span.stop - span.start) / turn.calls / 1e9
+        for name, seconds in of_turn.items():
+            times[turn.name].setdefault(name, []).append(seconds)
     medians = lambda kernels: {name: statistics.median(each) for name, each in kernels.items()}
     by_time = lambda kernels: sorted(kernels.items(), key=lambda kernel: -kernel[1])
     return {program: dict(by_time(medians(kernels))) for program, kernels in times.items()}
