@@ -10,7 +10,7 @@ from test_benchmark import SMALL, lines
 
 from pallas_flash.accounting import GPUS
 from scripts import experiments
-from scripts.bench import gpu_code, peers
+from scripts.bench import gpu_code, peers, workers
 from scripts.experiments import EXPERIMENTS, Experiment
 
 as_on_a_gpu = test_benchmark.as_on_a_gpu
@@ -51,6 +51,21 @@ def test_variants_are_timed_beside_peers_and_what_has_no_field_is_left_out(
         "jax.nn/xla": ("ok", 2, ""),
     }
     assert lines(printed, "blockwise", "| backward | blockwise ")
+
+
+def test_a_process_that_dies_costs_its_own_pass_of_a_case_alone(as_on_a_gpu, monkeypatch, tmp_path):
+    def in_a_process(order, left, keep, log):
+        if order["passes"] == ["backward"]:
+            raise workers.Lost("its process ended with SIGSEGV", True)
+
+    monkeypatch.setattr(workers, "in_a_process", in_a_process)
+    two = {name: Experiment(SMALL, name, ["blockwise"], "") for name in ("forward", "backward")}
+    monkeypatch.setattr(experiments, "EXPERIMENTS", two)
+    assert experiments.main(["--out", str(tmp_path)]) == 1
+    rows = json.loads((tmp_path / "experiments.json").read_text())["rows"]
+    status = {row["passes"]: (row["status"], row["reason"]) for row in rows}
+    assert status["backward"] == ("failed", "its process ended with SIGSEGV; see case-2.txt")
+    assert status["forward"][0] == "not run"
 
 
 def test_for_a_profiler_each_contender_runs_twice(small, capsys, monkeypatch):
