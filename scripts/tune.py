@@ -20,14 +20,13 @@ import jax
 # scripts/ is no installed package
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-# the public functions take no tiles
-from pallas_flash import attention, autodiff, backends, selection
-from scripts.bench import clock, machine, report
-from scripts.bench.cases import JVP, PASSES, Case
+from pallas_flash import backends
+from scripts.bench import clock, machine, peers, report
+from scripts.bench.cases import JVP, Case
 from scripts.bench.measure import Row, measure
 from scripts.bench.options import Help, positive
-from scripts.bench.peers import Contender
 from scripts.bench.programs import TOLERANCE
+from scripts.bench.tiles import number
 
 # To try in the fields that tiles have; what a kernel refuses is reported.
 VALUES = dict(
@@ -64,16 +63,16 @@ def main(argv=None) -> int:
         )
     case = make_case(args)
     try:
-        choice = choose(args, case)
+        current = peers.tiles_of(case, args.implementation, kind(args))
     except NotImplementedError as error:
         raise SystemExit(f"tune.py: {error}") from None
-    time_by = print_header(args, case, choice.tiles)
-    best, failed = choice.tiles, False
-    for kernel in split_by_kernel(choice.tiles):
+    time_by = print_header(args, case, current)
+    best, failed = current, False
+    for kernel in split_by_kernel(current):
         if args.kernels and kernel.field not in args.kernels:
             continue
-        rows = sweep(args, case, choice, kernel, time_by)
-        print_kernel(kernel, choice.tiles, rows)
+        rows = sweep(args, case, current, kernel, time_by)
+        print_kernel(kernel, current, rows)
         timed = [(row.median, tiles) for tiles, row in rows.items() if row.median]
         failed |= not timed
         if timed:
@@ -82,13 +81,11 @@ def main(argv=None) -> int:
     return int(failed)
 
 
-def sweep(
-    args, case: Case, choice: backends.Choice, kernel: Kernel, time_by: str
-) -> dict[Any, Row]:
+def sweep(args, case: Case, current, kernel: Kernel, time_by: str) -> dict[Any, Row]:
     """By the kernel's tiles; the current ones first."""
-    tried = candidates(kernel.get(choice.tiles), args.sweep)
+    tried = candidates(kernel.get(current), args.sweep)
     print(f"measuring  {kernel.field or 'tiles'}: {len(tried)} candidates", file=sys.stderr)
-    contenders = [contender(args, choice, kernel.replace(choice.tiles, tiles)) for tiles in tried]
+    contenders = [contender(args, kernel.replace(current, tiles)) for tiles in tried]
     rows = measure(contenders, case, [kernel.passes], args.repeats, args.jobs, time_by)
     return dict(zip(tried, rows, strict=True))
 
@@ -110,30 +107,13 @@ def candidates(tiles, values: dict[str, tuple]) -> list:
     return list(dict.fromkeys([tiles, *others]))
 
 
-def choose(args, case: Case) -> backends.Choice:
-    """With the current tiles; NotImplementedError where the implementation cannot run the case."""
-
-    def trace(q, k, v):
-        problems.append(_normalise(args, case, q, k, v)[0])
-
-    problems = []
-    jax.eval_shape(trace, *case.shapes()[:3])
-    return selection.first(problems[0], args.implementation)
+def contender(args, tiles) -> peers.Contender:
+    return peers.ours(repr(tiles), args.implementation, kind(args), lambda current: tiles)
 
 
-def contender(args, choice: backends.Choice, tiles) -> Contender:
-    def attend(case, q, k, v):
-        problem, operands = _normalise(args, case, q, k, v)
-        return autodiff.attend(problem, choice._replace(tiles=tiles), operands)[0]
-
-    return Contender(repr(tiles), attend, package="pallas-flash", passes=(*PASSES, JVP))
-
-
-def _normalise(args, case: Case, q, k, v):
-    call = dict(is_causal=case.causal, deterministic=not args.fused)
-    call |= dict(local_window_size=(case.window - 1, 0)) if case.window else {}
-    call |= dict(query_segment_ids=case.segment_ids()) if case.documents else {}
-    return attention.normalised(q, k, v, **call)
+def kind(args) -> str:
+    """Of backward."""
+    return peers.DETERMINISTIC if args.deterministic else ""
 
 
 # ---- the command line, and the tables ----
@@ -161,7 +141,7 @@ def parse(argv) -> argparse.Namespace:
     help = "keys that a query sees, of which its own is the last (default: all before it)"
     add("--window", type=positive, metavar="W", help=help)
     add("--documents", type=positive, metavar="D", help="packed into each sequence (default: 1)")
-    add("--fused", action="store_true", help="sweep with deterministic=False")
+    add("--deterministic", action="store_true", help="sweep with deterministic=True")
     help = "go on without a GPU, in Pallas' interpreter, whose times mean nothing"
     add("--interpret", action="store_true", help=help)
     add("--kernels", nargs="+", metavar="FIELD", help="of the tiles (default: all kernels)")
@@ -181,11 +161,8 @@ def parse(argv) -> argparse.Namespace:
 
 def _values(text: str) -> tuple[str, tuple]:
     name, _, values = text.partition("=")
-    bools = {"True": True, "False": False}
     try:
-        return name, tuple(
-            bools[value] if value in bools else int(value) for value in values.split(",")
-        )
+        return name, tuple(map(number, values.split(",")))
     except ValueError:
         form = "FIELD=VALUE,VALUE with whole numbers, as block_k=64,128"
         raise argparse.ArgumentTypeError(f"must be {form}; got {text!r}") from None
@@ -201,7 +178,7 @@ def print_header(args, case: Case, tiles) -> str:
     """Returns the clock."""
     time_by = clock.detect()
     facts = machine.facts() | dict(
-        case=f"{case}{', deterministic=False' if args.fused else ''}",
+        case=f"{case}{', deterministic=True' if args.deterministic else ''}",
         tiles=repr(tiles),
         times=f"median of {args.repeats} rounds, in each of which every candidate has a turn, in "
         "random order",

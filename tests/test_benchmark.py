@@ -4,6 +4,7 @@ raise, and its arguments."""
 import json
 import pathlib
 import re
+import shlex
 import subprocess
 import sys
 import types
@@ -15,7 +16,9 @@ from jax import lax
 from pallas_flash import flash_attention
 from scripts import benchmark
 from scripts.bench import ceilings, clock, machine, measure, peers, programs, workers
+from scripts.bench import run as bench_run
 from scripts.bench.cases import PASSES, Case
+from scripts.bench.run import new_folder
 
 TINY = "--lengths 67 --batch 3 --heads 2 --kv-heads 1 --head-size 16 --dtype float32 --repeats 3"
 SMALL = Case(B=2, T=48, S=48, N=4, K=2, H=16, dtype="float32", causal=True)
@@ -119,7 +122,7 @@ def test_results_are_never_overwritten(tmp_path, monkeypatch):
         ("benchmark.json", "measured")
     ]
     monkeypatch.chdir(tmp_path)
-    folders = [str(benchmark.new_folder(None)) for _ in range(2)]
+    folders = [str(new_folder(None, "benchmark")) for _ in range(2)]
     assert folders == ["runs/benchmark-1", "runs/benchmark-2"]
 
 
@@ -175,10 +178,17 @@ def test_on_a_gpu_it_falls_back_to_the_wall_clock_out_loud(
     tmp_path, capsys, monkeypatch, as_on_a_gpu
 ):
     the_suite(monkeypatch, SMALL)
-    names = ["--implementations", "hopper", "hopper fused", "jax.nn/xla", "--dtype", "float32"]
+    names = [
+        "--implementations",
+        "hopper",
+        "hopper deterministic",
+        "jax.nn/xla",
+        "--dtype",
+        "float32",
+    ]
     assert benchmark.main([*names, "--quick", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
-    # the forward of "hopper fused" is that of hopper
+    # the forward of "hopper deterministic" is that of hopper
     assert re.search(r"^plan +1 cases, 5 rows; no case begins after 450 s$", printed, re.MULTILINE)
     assert re.search(r"^clock +wall: the profiler saw nothing run on a GPU", printed, re.MULTILINE)
     assert re.search(r"^gpu +unknown: nvidia-smi gave no answer", printed, re.MULTILINE)
@@ -191,7 +201,7 @@ def test_on_a_gpu_it_falls_back_to_the_wall_clock_out_loud(
 
 def test_out_of_time_no_case_begins_and_the_report_says_so(run, monkeypatch):
     now = iter(range(0, 10**6, 40))
-    monkeypatch.setattr(benchmark, "time", types.SimpleNamespace(perf_counter=lambda: next(now)))
+    monkeypatch.setattr(bench_run, "time", types.SimpleNamespace(perf_counter=lambda: next(now)))
     rows, printed = run("jax.nn/xla", "--lengths 16 32 48 --repeats 1 --budget 60")
     status = {T: row["status"] for (T, _, _), row in rows.items()}
     assert status[16] == "ok" and status[48] == "not run"
@@ -205,7 +215,7 @@ def test_interrupted_it_prints_the_tables_of_what_was_measured(run, monkeypatch)
             raise KeyboardInterrupt
         return [measure.Row(case, name, contenders[0].name, seconds=[1.0]) for name in passes]
 
-    monkeypatch.setattr(benchmark, "measure", measure_)
+    monkeypatch.setattr(bench_run, "measure", measure_)
     rows, printed = run("jax.nn/xla", "--lengths 32 48 64 --passes forward")
     assert [row["status"] for row in rows.values()] == ["ok", "not run", "not run"]
     assert len(lines(printed, "T32", "| 1,000 ")) == 1
@@ -324,6 +334,11 @@ def test_nvidia_smi_that_does_not_answer_is_no_end(monkeypatch):
     "arguments, message",
     [
         ("--implementations fast", "got 'fast'. Or one of jax.nn/xla"),
+        (
+            "--implementations 'hopper fused'",
+            "nothing, deterministic or varlen; got 'hopper fused'.",
+        ),
+        ("--implementations 'hopper: dq'", "as dq.stages=2, fused.block_q=64; got 'dq'."),
         ("--heads 3 --kv-heads 2", "--heads must be a multiple of --kv-heads; got 3 and 2."),
         ("--lengths 0", "must be at least 1; got 0"),
         (
@@ -334,7 +349,7 @@ def test_nvidia_smi_that_does_not_answer_is_no_end(monkeypatch):
 )
 def test_a_wrong_argument_is_explained(capsys, arguments, message):
     with pytest.raises(SystemExit, match="2"):
-        benchmark.main(arguments.split())
+        benchmark.main(shlex.split(arguments))
     assert message in capsys.readouterr().err
 
 
@@ -342,7 +357,7 @@ def test_a_machine_and_a_list_of_cases_have_their_defaults(as_on_a_gpu, monkeypa
     assert benchmark.parse([]).cases == benchmark.parse(["--quick"]).cases == "suite"
     assert benchmark.parse(["--lengths", "512"]).cases == "lengths"
     names = benchmark.parse([]).implementations
-    assert names[:2] == ["hopper", "hopper fused"]
+    assert names[:2] == ["hopper", "hopper deterministic"]
     assert {peer.name for peer in peers.PEERS} < set(names)
     monkeypatch.setattr(machine, "on_gpu", lambda: False)
     assert benchmark.parse(["--cases", "decode"]).batch == [1, 8]

@@ -1,6 +1,7 @@
 """What scripts/benchmark.py is made of: cases and their FLOPs, adapters of peers, clocks, ratios,
 and the error of a result."""
 
+import contextlib
 import functools
 import itertools
 import os
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from test_benchmark import SMALL, program, xla
 
+from pallas_flash import backends
 from scripts.bench import cases, clock, machine, measure, peers, programs, report
 from scripts.bench.cases import Case
 
@@ -100,10 +102,46 @@ def test_the_suite_has_every_shape_that_is_promised():
 )
 def test_the_adapters_ask_all_for_the_same_attention(more):
     case = SMALL._replace(**more)
-    contenders = [peers.contender(name) for name in ("blockwise", "jax.nn/xla")]
+    contenders = [peers.contender(name) for name in ("blockwise", "blockwise varlen", "jax.nn/xla")]
     rows = measure.measure(contenders, case, ["backward"], 1, jobs=2, time_by=clock.WALL)
-    reasons = ["", "it has no value size other than H" if case.Hv else ""]
+    reasons = ["", "" if case.documents else "it is for documents"]
+    reasons += ["it has no value size other than H" if case.Hv else ""]
     assert [row.reason for row in rows] == reasons and rows[0].status == "ok"
+
+
+def test_a_contender_has_the_tiles_of_its_name(monkeypatch):
+    triton, found = backends.find("triton"), []
+
+    def forward(problem, tiles, operands):
+        found.append(tiles)
+        return triton.forward(problem, tiles, operands)
+
+    others = [backend for backend in backends.BACKENDS if backend is not triton]
+    monkeypatch.setattr(backends, "BACKENDS", (triton._replace(forward=forward), *others))
+    names = "triton", "triton: forward.block_k=16, dq.num_stages=1"
+    contenders = map(peers.contender, names)
+    case = SMALL._replace(documents=2)
+    rows = measure.measure([*contenders], case, ["forward"], 1, jobs=1, time_by=clock.WALL)
+    assert [(row.status, row.name) for row in rows] == [("ok", name) for name in names]
+    default, changed = dict.fromkeys(found)
+    assert changed == default._replace(
+        forward=default.forward._replace(block_k=16), dq=default.dq._replace(num_stages=1)
+    )
+    assert changed.forward != default.forward and changed.dq != default.dq
+
+
+@pytest.mark.parametrize(
+    "name, reason",
+    {
+        "blockwise deterministic": "the kernels are the same by default",
+        "blockwise: dq.stages=2": "its tiles have no kernel dq",
+        "triton: dq.num_stages=2": "the tiles are the same by default",
+        "triton: fused.stages=2": "its tiles have no kernel fused",
+        "triton: dq.section=2": "the tiles of dq have no field section",
+    }.items(),
+)
+def test_a_contender_without_a_kernel_or_a_field_says_so(name, reason):
+    assert peers.contender(name).why_not(SMALL) == reason
 
 
 def test_jaxs_paged_attention_gets_the_same_caches_in_pages_or_says_why_not(monkeypatch):
@@ -165,14 +203,65 @@ def test_the_trace_finds_each_turn_between_its_own_start_and_stop():
     assert all(spans[i].stop <= spans[i + 1].start for i in range(5))
 
 
-def test_device_time_is_what_kernels_cover_within_a_turn():
+PLANE = 'planes {{ name: "{}" lines {{ name: "{}" timestamp_ns: 1000000 {} }} {} }}'
+EVENT = "events {{ metadata_id: {} offset_ps: {} duration_ps: {} }}"
+NAME = "event_metadata {{ key: {0} value {{ id: {0} name: {1!r} }} }}"
+
+
+def plane(plane: str, line: str, events: list[tuple[str, float, float]]) -> str:
+    """Of a trace: events are a name, start and stop in ms."""
+    names = list(dict.fromkeys(name for name, *_ in events))
+    ps = lambda ms: round(ms * 1e9)
+    lines = [EVENT.format(1 + names.index(n), ps(a), ps(b - a)) for n, a, b in events]
+    metadata = [NAME.format(1 + i, name) for i, name in enumerate(names)]
+    return PLANE.format(plane, line, " ".join(lines), " ".join(metadata))
+
+
+def test_the_time_of_a_call_is_that_of_its_kernels_by_name(tmp_path, monkeypatch):
+    """Of a trace as a GPU's: turns of a, which calls twice, and of b."""
     turns = [clock.Turn("a", 2, 1.0), clock.Turn("b", 1, 1.0), clock.Turn("a", 2, 1.0)]
-    ms = lambda start, stop: clock.Span(start * 1e6, stop * 1e6)
-    spans = {n: ms(20 * n + 2, 20 * n + 20) for n in range(3)}
+    spans = [(f"turn {n}", 20 * n + 2, 20 * n + 20) for n in range(3)]
     # two of the first turn overlap; the second's seems to begin just before its turn, as the two
     # clocks differ a little
-    busy = [ms(3, 6), ms(5, 8), ms(21.99, 25), ms(43, 46), ms(50, 51)]
-    assert clock.device_seconds(turns, spans, busy) == pytest.approx([5e-3, 3.01e-3, 4e-3])
+    ran = [
+        *(("flash", 3, 6), ("zeros", 5, 6), ("zeros", 6, 7), ("flash", 7, 9)),
+        *(("MemcpyD2D", 21.99, 23), ("flash", 24, 25)),
+        *(("flash", 43, 46), ("zeros", 46, 47), ("flash", 50, 51), ("zeros", 52, 52.5)),
+    ]
+    text = plane("/host:CPU", "python", [*spans, ("other", 0, 99)])
+    text += plane("/device:GPU:0", "Stream #7(Compute)", ran[:6])
+    text += plane("/device:GPU:0", "Stream #8(Compute)", ran[6:])
+    text += plane("/device:GPU:0", "XLA Modules", [("jit_f", 3, 52.5)])
+    xspace = jax.profiler.ProfileData.text_proto_to_serialized_xspace(text)
+    (tmp_path / "host.xplane.pb").write_bytes(xspace)
+    traced = contextlib.nullcontext(lambda: clock._read(tmp_path))
+    monkeypatch.setattr(clock, "trace", lambda: traced)
+    monkeypatch.setattr(clock, "interleave", lambda programs, rounds: turns)
+    timing = clock.timing({}, 3, clock.DEVICE)
+    assert timing.clock == clock.DEVICE
+    assert timing.seconds == dict(a=pytest.approx([3e-3, 2.75e-3]), b=pytest.approx([2.01e-3]))
+    expected = dict(a=dict(flash=2.25e-3, zeros=0.875e-3), b=dict(MemcpyD2D=1.01e-3, flash=1e-3))
+    assert timing.kernels == {name: pytest.approx(each) for name, each in expected.items()}
+    longest = {name: next(iter(kernels)) for name, kernels in timing.kernels.items()}
+    assert longest == dict(a="flash", b="MemcpyD2D")
+
+
+def test_a_report_has_the_main_kernel_and_the_rest_of_each_call(capsys):
+    timing = clock.Timing(
+        dict(a=[1.0], b=[1.0]), clock.DEVICE, {}, dict(a=KERNELS, b={"n" * 99: 1})
+    )
+    rows = [measure.Row(SMALL, "forward", name) for name in "ab"]
+    together = {row.name: (row, program(lambda: None)) for row in rows}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(clock, "timing", lambda *args: timing)
+        measure._time(together, 1, clock.DEVICE)
+    report.print_rows(rows, "a", lambda row: {})
+    of_a, of_b = capsys.readouterr().out.splitlines()[-2:]
+    assert of_a == f"{SMALL}, forward, a: flash 0.41, rest 0.12: zeros 0.08, convert 0.04"
+    assert of_b == f"{SMALL}, forward, b: {'n' * 60} ... 1,000"
+
+
+KERNELS = dict(flash=0.41e-3, zeros=0.08e-3, convert=0.04e-3)
 
 
 @pytest.mark.parametrize(
@@ -188,13 +277,13 @@ def test_a_trace_that_is_not_whole_gives_no_device_time(kernels, spans, message)
     turns = [clock.Turn("a", 2, 1.0)] * 2
     spans = {n: clock.Span(100e6 * n, 100e6 * n + 90e6) for n in range(spans)}
     with pytest.raises(clock.NoDeviceTime, match=message):
-        clock.device_seconds(turns, spans, [clock.Span(at * 1e6, (at + 1) * 1e6) for at in kernels])
+        clock.by_turn(turns, spans, [clock.Span(at * 1e6, (at + 1) * 1e6) for at in kernels])
 
 
 @pytest.mark.parametrize(
     "owner, name, error, reason",
     [
-        (clock, "device_seconds", clock.NoDeviceTime("the trace lost kernels"), "the trace lost"),
+        (clock, "by_turn", clock.NoDeviceTime("the trace lost kernels"), "the trace lost"),
         (jax.profiler, "start_trace", RuntimeError("no CUPTI"), "the profiler raised RuntimeError"),
     ],
 )

@@ -11,6 +11,7 @@ from test_benchmark import SMALL, fake_gpu, lines, xla
 from scripts import benchmark
 from scripts.bench import clock, measure, peers, programs, workers
 from scripts.bench.cases import Case
+from scripts.bench.run import GRACE
 
 run, as_on_a_gpu = test_benchmark.run, test_benchmark.as_on_a_gpu
 
@@ -63,7 +64,7 @@ def test_a_case_that_crashes_or_hangs_costs_what_was_not_yet_measured_of_it(
 
 def test_out_of_time_cases_are_not_run_and_are_one_line(run, as_on_a_gpu, monkeypatch):
     def in_a_process(job, left, keep, log):
-        assert left(True) > 200 + left(False) - benchmark.GRACE and left(False) < 100
+        assert left(True) > 200 + left(False) - GRACE and left(False) < 100
         if job["case"].T != 16:
             raise workers.Lost(None, False)
         keep([measure.Row(job["case"], "forward", "jax.nn/xla", seconds=[1.0])])

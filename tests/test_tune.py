@@ -57,8 +57,9 @@ def test_a_candidate_that_is_wrong_or_raises_is_reported_and_never_the_row(capsy
 
 
 def test_documents_and_windows_are_part_of_the_call(capsys):
-    assert run("--kernels forward --documents 3 --window 5 --sweep num_warps=8") == 0
-    assert "causal window 5 3 documents" in capsys.readouterr().out
+    more = "--documents 3 --window 5 --deterministic"
+    assert run(f"--kernels forward --sweep num_warps=8 {more}") == 0
+    assert "causal window 5 3 documents, deterministic=True\n" in capsys.readouterr().out
 
 
 class Flat(NamedTuple):

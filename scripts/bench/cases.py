@@ -172,17 +172,22 @@ TOKENS, HIDDEN = 16384, 2048  # in each case of the suite
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 
 
+def all_tokens(H, T, causal=True, N=None, K=None, dtype="bfloat16", **more) -> Case:
+    """Of the suite's tokens in all, and of its hidden size unless there are N heads."""
+    N = N or HIDDEN // H
+    return Case(TOKENS // T, T, T, N, K or N, H, dtype, causal, **more)
+
+
+def one_token(B, S, dtype="bfloat16") -> Case:
+    """Of each of B rows, beside S keys."""
+    return Case(B, 1, S, 64, 8, 128, dtype, causal=False)
+
+
 def suite(args) -> list[Case]:
     """The most telling cases come first, should the time run out; --quick has those alone, and
     some that decode."""
-
-    def case(H, T, causal=True, N=None, K=None, **more):
-        N = N or HIDDEN // H
-        return Case(TOKENS // T, T, T, N, K or N, H, args.dtype, causal, **more)
-
-    def token(B, S):
-        return Case(B, 1, S, 64, 8, 128, args.dtype, causal=False)
-
+    case = functools.partial(all_tokens, dtype=args.dtype)
+    token = functools.partial(one_token, dtype=args.dtype)
     first = [
         case(128, 4096),
         case(128, 16384),

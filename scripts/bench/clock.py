@@ -3,14 +3,17 @@ read.
 
 On a GPU jax's profiler (CUPTI) records when each kernel of the process ran, JAX's and torch's
 alike. A turn is an annotated span of the trace, which begins and ends with an idle GPU; its device
-time is the time in which any kernel or copy ran.
+time is the time in which any kernel or copy ran. The trace has their names too, by which the time
+of a call is that of its kernels.
 """
 
 import bisect
+import collections
 import contextlib
 import math
 import pathlib
 import random
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -85,6 +88,8 @@ class Timing(NamedTuple):
     seconds: dict[str, list[float]]  # of a call, by program and round
     clock: str  # DEVICE; WALL; or WALL and why not DEVICE
     sensors: dict[str, float]  # of the GPU meanwhile
+    # seconds of each kernel of a call, by program and name; {} by the wall clock
+    kernels: dict[str, dict[str, float]] = {}
 
 
 def timing(programs: dict[str, Program], rounds: int, clock: str) -> Timing:
@@ -105,9 +110,11 @@ def _by_device(programs: dict[str, Program], rounds: int) -> Timing:
     with trace() as traced, machine.sensors() as sensed:
         turns = interleave(programs, rounds)
     try:
-        return _timing(turns, device_seconds(turns, *traced()), DEVICE, sensed())
+        ran = by_turn(turns, *traced())
     except NoDeviceTime as error:
         return _timing(turns, [turn.seconds for turn in turns], f"{WALL}: {error}", sensed())
+    times = [_union(spans) / 1e9 for spans in ran]
+    return _timing(turns, times, DEVICE, sensed())._replace(kernels=by_kernel(turns, ran))
 
 
 def _timing(turns: list[Turn], times: list[float], clock: str, sensed) -> Timing:
@@ -120,6 +127,7 @@ def _timing(turns: list[Turn], times: list[float], clock: str, sensed) -> Timing
 class Span(NamedTuple):
     start: float  # nanoseconds
     stop: float
+    name: str = ""  # of the kernel or the copy
 
 
 @contextlib.contextmanager
@@ -149,7 +157,7 @@ def _read(folder: pathlib.Path) -> tuple[dict[int, Span], list[Span]]:
                 if is_gpu and not line.name.startswith("Stream"):
                     continue
                 for event in line.events:
-                    span = Span(event.start_ns, event.start_ns + event.duration_ns)
+                    span = Span(event.start_ns, event.start_ns + event.duration_ns, event.name)
                     if is_gpu:
                         busy.append(span)
                     elif plane.name.startswith("/host:CPU") and event.name.startswith(_MARK):
@@ -157,12 +165,11 @@ def _read(folder: pathlib.Path) -> tuple[dict[int, Span], list[Span]]:
     return turns, sorted(busy)
 
 
-def device_seconds(turns: list[Turn], spans: dict[int, Span], busy: list[Span]) -> list[float]:
-    """The time within each turn in which the GPU was busy; NoDeviceTime where the trace is
-    incomplete."""
+def by_turn(turns: list[Turn], spans: dict[int, Span], busy: list[Span]) -> list[list[Span]]:
+    """What ran on the GPU within each turn; NoDeviceTime where the trace is incomplete."""
     if not busy:
         raise NoDeviceTime("the profiler saw nothing run on a GPU; CUPTI may lack permission")
-    times, kernels, margin = [], {}, PAUSE / 4 * 1e9
+    ran, kernels, margin = [], {}, PAUSE / 4 * 1e9
     for i, turn in enumerate(turns):
         if i not in spans:
             raise NoDeviceTime(f"the trace lacks a turn of {turn.name}")
@@ -173,14 +180,29 @@ def device_seconds(turns: list[Turn], spans: dict[int, Span], busy: list[Span]) 
             raise NoDeviceTime(
                 f"the trace lost kernels of {turn.name}: {count} in a turn of {turn.calls} calls"
             )
-        times.append(_union(busy[first:last]) / 1e9)
-    return times
+        ran.append(busy[first:last])
+    return ran
+
+
+def by_kernel(turns: list[Turn], ran: list[list[Span]]) -> dict[str, dict[str, float]]:
+    """The seconds of each kernel of a call, by program and name: medians over turns, longest first.
+    Kernels that overlap count in full."""
+    times = {turn.name: {} for turn in turns}
+    for turn, spans in zip(turns, ran, strict=True):
+        of_turn = collections.Counter()
+        for span in spans:
+            of_turn[span.name] += (span.stop - span.start) / turn.calls / 1e9
+        for name, seconds in of_turn.items():
+            times[turn.name].setdefault(name, []).append(seconds)
+    medians = lambda kernels: {name: statistics.median(each) for name, each in kernels.items()}
+    by_time = lambda kernels: sorted(kernels.items(), key=lambda kernel: -kernel[1])
+    return {program: dict(by_time(medians(kernels))) for program, kernels in times.items()}
 
 
 def _union(spans: list[Span]) -> float:
     """The time that spans, ordered by their start, cover together."""
     total, end = 0.0, -math.inf
-    for start, stop in spans:
+    for start, stop, _ in spans:
         total += max(0.0, stop - max(start, end))
         end = max(end, stop)
     return total

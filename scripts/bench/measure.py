@@ -29,6 +29,8 @@ class Row:
     seconds: list[float] = dataclasses.field(default_factory=list)  # of one call, by round
     clock: str = ""  # that the seconds were read from
     sensors: dict[str, float] = dataclasses.field(default_factory=dict)
+    # seconds of each kernel of a call, by name, longest first; {} by the wall clock
+    kernels: dict[str, float] = dataclasses.field(default_factory=dict)
     note: str = ""  # on the clock
 
     @property
@@ -116,6 +118,7 @@ def _time(together: dict[str, tuple[Row, programs.Program]], rounds: int, time_b
             continue
         for name, (row, _) in together.items():
             row.seconds, row.clock, row.sensors = timing.seconds[name], timing.clock, timing.sensors
+            row.kernels = timing.kernels.get(name, {})
             row.note = f"timed by {timing.clock}" if timing.clock != time_by else ""
         return
 

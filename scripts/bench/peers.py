@@ -8,13 +8,14 @@ import logging
 import sys
 import types
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_flash import explain, flash_attention, masks
+from scripts.bench import tiles
 from scripts.bench.cases import JVP, PASSES, Case
 
 
@@ -76,47 +77,86 @@ class Contender(NamedTuple):
 
 
 def contender(name: str) -> Contender:
-    """A peer, or the implementation of pallas_flash of that name; "NAME fused" is its backward with
-    deterministic=False."""
+    """A peer, or an implementation of pallas_flash: "hopper", its backward with deterministic=True,
+    "hopper deterministic", or given documents by cu_seqlens, "hopper varlen"; each with other tiles
+    behind a colon, "hopper: dq.stages=2, dkv.stages=3"."""
     return next((peer for peer in PEERS if peer.name == name), None) or _ours(name)
 
 
 # ---- pallas_flash ----
 
+DETERMINISTIC, VARLEN = "deterministic", "varlen"
+
 
 def _ours(name: str) -> Contender:
-    implementation = name.removesuffix(" fused")
-    is_fused = implementation != name
-
-    def options(case):
-        mask, window = None, _window(case)
-        if case.global_tokens:
-            mask = masks.Window(*window) | masks.GlobalTokens(case.global_tokens)
-            window = None
-        return dict(
-            is_causal=case.causal,
-            local_window_size=window,
-            mask=mask,
-            implementation=implementation,
-            deterministic=not is_fused,
-            value_size=case.Hv if case.values_are_keys else None,
+    call, _, fields = name.partition(": ")
+    implementation, _, kind = call.partition(" ")
+    if kind not in ("", DETERMINISTIC, VARLEN):
+        raise ValueError(
+            "after an implementation of pallas_flash stands nothing, deterministic or varlen; got "
+            f"{name!r}."
         )
+    changes = tiles.parse(fields) if fields else []
+    change = functools.partial(tiles.changed, changes=changes) if changes else None
+    one = ours(name, implementation, kind, change)
+    # the forward of a deterministic backward is the same
+    return one._replace(passes=tuple(PASSES[1:])) if kind == DETERMINISTIC else one
 
-    def attend(case, q, k, v, **operands):
+
+def ours(
+    name: str, implementation: str, kind: str = "", change: Callable[[Any], Any] | None = None
+) -> Contender:
+    """An implementation of pallas_flash, by the tiles that `change` makes of its."""
+    run = functools.partial(tiles.attend, change) if change else flash_attention
+
+    def attend(case, q, k, v, cu_seqlens=None, **operands):
+        options = _options(case, implementation, kind)
         v = None if case.values_are_keys else v
-        return flash_attention(q, k, v, **options(case), **operands)
+        if cu_seqlens is None:
+            return run(q, k, v, **options, **operands)
+        packed = (x.reshape(1, -1, *x.shape[2:]) for x in (q, k, v))
+        o = run(*packed, **options | dict(mask=masks.Varlen(cu_seqlens)))
+        return o.reshape(*q.shape[:-1], -1)
 
     def refuses(case):
+        if kind == VARLEN and not case.documents:
+            return "it is for documents"
         try:
-            query, key, value, _ = case.shapes()
-            value = None if case.values_are_keys else value
-            explain(query, key, value, **options(case), **_segment_ids(case))
+            of_case = tiles_of(case, implementation, kind)
+            if change:
+                change(of_case)
+            elif kind == DETERMINISTIC and of_case == tiles_of(case, implementation):
+                return "the kernels are the same by default"
         except NotImplementedError as error:
             return str(error)
 
-    # of the others it has the same
-    passes = tuple(name for name in PASSES if name != "forward") if is_fused else (*PASSES, JVP)
-    return Contender(name, attend, refuses, _segment_ids, package="pallas-flash", passes=passes)
+    operands = _cu_seqlens if kind == VARLEN else _segment_ids
+    passes = (*PASSES, JVP)
+    return Contender(name, attend, refuses, operands, package="pallas-flash", passes=passes)
+
+
+def tiles_of(case: Case, implementation: str, kind: str = "") -> Any:
+    """Those that a call takes; NotImplementedError where the implementation cannot run the case."""
+    query, key, value, _ = case.shapes()
+    value = None if case.values_are_keys else value
+    options = _options(case, implementation, kind) | _segment_ids(case)
+    return explain(query, key, value, **options).tiles
+
+
+def _options(case: Case, implementation: str, kind: str) -> dict:
+    """Of flash_attention, but arrays."""
+    mask, window = None, _window(case)
+    if case.global_tokens:
+        mask = masks.Window(*window) | masks.GlobalTokens(case.global_tokens)
+        window = None
+    return dict(
+        is_causal=case.causal,
+        local_window_size=window,
+        mask=mask,
+        implementation=implementation,
+        deterministic=kind == DETERMINISTIC,
+        value_size=case.Hv if case.values_are_keys else None,
+    )
 
 
 def _segment_ids(case: Case, *kv) -> dict:

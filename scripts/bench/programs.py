@@ -43,6 +43,14 @@ def compiled(contender: Contender, case: Case, passes: str):
 
 @functools.cache
 def _compiled(contender: Contender, case: Case, passes: str) -> list:
+    # XLA's autotuning of the reference takes a minute on an H100, and may fail
+    is_untuned = contender is DENSE and machine.on_gpu()
+    options = {"xla_gpu_autotune_level": "0"} if is_untuned else None
+    programs = traced(contender, case, passes)
+    return [program.lower().compile(compiler_options=options) for program in programs]
+
+
+def traced(contender: Contender, case: Case, passes: str) -> list[jax.stages.Traced]:
     """One program of (q, k, v, do, operands), in forward mode with three tangents in place of do;
     for the backward alone two: one that returns the residuals, and one that takes them."""
 
@@ -66,14 +74,10 @@ def _compiled(contender: Contender, case: Case, passes: str) -> list:
     operands = jax.eval_shape(lambda *kv: contender.operands(case, *kv), *qkv[1:])
     shapes = *qkv, tuple(qkv) if passes == JVP else do, operands
     run = {"forward": forward, "backward": residuals, "forward+backward": both, JVP: along}
-    first = jax.jit(run[passes]).trace(*shapes)
-    # XLA's autotuning of the reference takes a minute on an H100, and may fail
-    is_untuned = contender is DENSE and machine.on_gpu()
-    options = {"xla_gpu_autotune_level": "0"} if is_untuned else None
-    programs = [first.lower().compile(compiler_options=options)]
+    programs = [jax.jit(run[passes]).trace(*shapes)]
     if passes == "backward":
-        backward = jax.jit(lambda vjp, do: vjp(do)).trace(first.out_info, shapes[3])
-        programs.append(backward.lower().compile())
+        residuals_of = programs[0].out_info
+        programs.append(jax.jit(lambda vjp, do: vjp(do)).trace(residuals_of, shapes[3]))
     return programs
 
 

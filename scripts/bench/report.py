@@ -8,14 +8,14 @@ from collections.abc import Callable
 
 from scripts.bench.measure import Row
 
-REASON_LENGTH = 300  # printed; the JSON has all of it
+REASON_LENGTH, NAME_LENGTH = 300, 60  # printed of a reason and a kernel's name; the JSON has all
 OUT_OF_TIME = "out of time"  # begins the reason of a row that was not reached
 
 
 def print_rows(rows: list[Row], first: str, columns: Callable[[Row], dict[str, str]]):
-    """Times, with what `columns` makes of each row and the ratio to the contender `first`; what the
-    GPU's sensors said meanwhile; and why other rows have no time. Those that were not reached are
-    a single line."""
+    """Times, with what `columns` makes of each row and the ratio to the contender `first`; the
+    kernels of a call; what the GPU's sensors said meanwhile; and why other rows have no time. Those
+    that were not reached are a single line."""
     unreached = [row for row in rows if row.reason.startswith(OUT_OF_TIME)]
     rows = [row for row in rows if row not in unreached]
     tables = {}
@@ -35,6 +35,7 @@ def print_rows(rows: list[Row], first: str, columns: Callable[[Row], dict[str, s
         tables.setdefault(tuple(cells), []).append(cells.values())
     for header, lines in tables.items():
         print_table(header, lines)
+    _print_kernels([row for row in rows if row.kernels])
     sensed = {(row.case, row.passes): row.sensors.values() for row in rows if row.sensors}
     if sensed:
         print("\nThe GPU while each case was timed, medians")
@@ -44,6 +45,22 @@ def print_rows(rows: list[Row], first: str, columns: Callable[[Row], dict[str, s
     if unreached:
         cases = dict.fromkeys(str(row.case) for row in unreached)
         print(f"\n{len(unreached)} rows not run, {unreached[0].reason}: of {'; '.join(cases)}")
+
+
+def _print_kernels(rows: list[Row]):
+    """The main kernel of each call, which takes the longest, and the rest."""
+    print(end="\nMain kernel and rest of each call, ms of device time\n" * bool(rows))
+    for row in rows:
+        (main, longest), *rest = row.kernels.items()
+        text = f"{_shortened(main)} {milliseconds(longest)}"
+        if rest:
+            text += f", rest {milliseconds(sum(seconds for _, seconds in rest))}: "
+            text += ", ".join(f"{_shortened(name)} {milliseconds(each)}" for name, each in rest)
+        print(f"{row.case}, {row.passes}, {row.name}: {text}")
+
+
+def _shortened(name: str, length: int = NAME_LENGTH) -> str:
+    return name if len(name) <= length else f"{name[:length]} ..."
 
 
 def ratios(rows: list[Row], first: str) -> list[float | None]:
@@ -100,9 +117,7 @@ def _print_reasons(rows: list[Row]):
         passes = ", ".join(dict.fromkeys(row.passes for row in where))
         first, *others = dict.fromkeys(row.case for row in where)
         more = f" and {len(others)} more" if others else ""
-        reason = " ".join(reason.split())
-        if len(reason) > REASON_LENGTH:
-            reason = f"{reason[:REASON_LENGTH]} ..."
+        reason = _shortened(" ".join(reason.split()), REASON_LENGTH)
         print(f"{status:<11}{name}, {passes}, {first}{more}: {reason}")
 
 

@@ -1,0 +1,224 @@
+"""python scripts/experiments.py [NAME ...] [--dry | --once] [--budget S] [--out DIR] ...
+
+Decides between variants of the Hopper kernels on an H100 or H200. Each experiment times fields of
+their tiles beside peers, interleaved, and says what it decides; the one that may gain most comes
+first. It is measured as a case of scripts/benchmark.py is: results are checked, each experiment has
+a process of its own, and none begins to run after the budget. A variant whose field the tiles do
+not have, or that a kernel refuses, is reported and left out.
+
+A further experiment is a row of EXPERIMENTS.
+"""
+
+import argparse
+import functools
+import os
+import pathlib
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+# scripts/ is no installed package
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+from pallas_flash.accounting import GPUS
+from scripts.bench import gpu_code, machine, programs
+from scripts.bench.cases import Case, all_tokens, one_token
+from scripts.bench.peers import Contender, contender
+from scripts.bench.run import Run, Task, add_options, share_gpu
+
+
+class Experiment(NamedTuple):
+    case: Case
+    passes: str
+    contenders: list[str]  # what runs by default, variants, peers
+    decides: str
+
+
+DEFAULT, TWO = "hopper", "hopper deterministic"  # TWO kernels backward
+BY_PRODUCER = f"{DEFAULT}: fused.dq_by_producer=True"  # dQ is added by the producer
+PERSISTENT = f"{DEFAULT}: fused.programs=132"
+XLA_DELTA = f"{TWO}: dq.sums_delta=False"  # before the kernels
+
+LENGTHS = (
+    "sections by rule, larger ones, which leave dQ out of the L2 cache, or smaller ones, and what "
+    "else is varied: the fastest by the product of times at five lengths, if it gains 1%. Two "
+    "kernels at the lengths where one is slower by 3%"
+)
+PARTS = "parts of a group by rule, unless a number of them is faster by 2% at both lengths"
+OTHERS = "as for the five lengths, unless that is slower here by 3%"
+SPLIT = "whether two warpgroups split the columns of dK and dV: the faster"
+TILES = "the fastest number of tiles to a program"
+PEERS = "nothing; it is beside peers"
+
+
+def backward(case: Case, *contenders: str, decides: str = LENGTHS) -> Experiment:
+    return Experiment(case, "backward", [DEFAULT, *contenders], decides)
+
+
+def forward(case: Case, *contenders: str, decides: str = PEERS) -> Experiment:
+    return Experiment(case, "forward", [DEFAULT, *contenders], decides)
+
+
+def sections(*sizes: int) -> list[str]:
+    return [f"{DEFAULT}: fused.section={size}" for size in sizes]
+
+
+def parts(*numbers: int) -> list[str]:
+    return [f"{DEFAULT}: fused.group_parts={number}" for number in numbers]
+
+
+def tiles(*numbers: int) -> list[str]:
+    """To a program of the forward."""
+    several, one = "q_stages=2, forward.k_wait=early", "q_stages=1, forward.k_wait=at use"
+    return [
+        f"{DEFAULT}: forward.tiles_per_program={number}, forward.{several if number > 1 else one}"
+        for number in numbers
+    ]
+
+
+causal = functools.partial(all_tokens, 128)
+long = functools.partial(all_tokens, 128, 16384)
+grouped = functools.partial(all_tokens, 128, N=64, K=8)
+EXPERIMENTS = {
+    "backward-16384": backward(
+        long(), *sections(4, 1), BY_PRODUCER, PERSISTENT, TWO, XLA_DELTA, "fa3", "jla fused"
+    ),
+    "backward-1024": backward(
+        causal(1024), *sections(64, 16), PERSISTENT, TWO, XLA_DELTA, "fa3", "tokamax"
+    ),
+    "backward-4096": backward(
+        causal(4096), *sections(16, 4), BY_PRODUCER, PERSISTENT, TWO, XLA_DELTA, "fa3"
+    ),
+    "backward-512": backward(
+        causal(512), *sections(128, 32), TWO, XLA_DELTA, "fa3", "tokamax", "torch"
+    ),
+    "backward-2048": backward(causal(2048), *sections(32, 8), PERSISTENT, TWO, XLA_DELTA, "fa3"),
+    "groups-8192": backward(
+        grouped(8192),
+        *parts(1, 2, 4, 8),
+        f"{DEFAULT}: fused.group_parts=1, fused.section=4",
+        TWO,
+        f"{TWO}: dkv.section=4",
+        "fa3",
+        "jax.nn/cudnn",
+        decides=PARTS,
+    ),
+    "groups-2048": backward(grouped(2048), *parts(1, 2, 4), TWO, "fa3", decides=PARTS),
+    "latent-8192": backward(
+        all_tokens(192, 8192, N=16, Hv=128),
+        f"{DEFAULT}: dkv.split=True",
+        f"{DEFAULT}: dkv.split=False",
+        "jla",
+        "torch",
+        decides=SPLIT,
+    ),
+    "window-16384": backward(
+        long(window=1024), *sections(4, 1), PERSISTENT, TWO, "fa3", decides=OTHERS
+    ),
+    "documents-16384": backward(
+        long(documents=16), "hopper varlen", *sections(4, 1), TWO, "fa3", decides=OTHERS
+    ),
+    "64-16384": backward(all_tokens(64, 16384), *sections(8, 2), TWO, "jla fused", decides=OTHERS),
+    "full-16384": backward(
+        long(causal=False), *sections(4, 1), TWO, "jax.nn/cudnn", decides=OTHERS
+    ),
+    "forward-1024": forward(
+        causal(1024),
+        *tiles(1, 2, 4),
+        f"{DEFAULT}: forward.section=16",
+        "fa3",
+        "torch",
+        decides=TILES,
+    ),
+    "forward-512": forward(causal(512), *tiles(1, 2), "tokamax", "torch", decides=TILES),
+    "forward-documents": forward(long(documents=16), "hopper varlen", "fa3"),
+    "decode-1": forward(one_token(1, 32768), "jax.nn/cudnn", "decode_attention"),
+    "decode-8": forward(one_token(8, 8192), "jax.nn/cudnn", "decode_attention"),
+}
+
+
+def main(argv=None) -> int:
+    share_gpu()
+    args = parse(argv)
+    chosen = {name: EXPERIMENTS[name] for name in args.names or EXPERIMENTS}
+    if args.dry or args.once:
+        return each(lower if args.dry else run_twice, chosen)
+    if not machine.on_gpu():
+        raise SystemExit("experiments.py: error: there is no GPU here; --dry goes without.")
+    for name, one in chosen.items():
+        print(f"{name:<18}{one.case}, {one.passes}; it decides: {one.decides}")
+    tasks = [Task(e.case, [e.passes], [*map(contender, e.contenders)]) for e in chosen.values()]
+    return Run(args, tasks, "experiments").all()
+
+
+def each(act: Callable[[Contender, Case, str], str], chosen: dict[str, Experiment]) -> int:
+    """The exit status."""
+    has_failed = False
+    for name, experiment in chosen.items():
+        for one in map(contender, experiment.contenders):
+            begun = time.monotonic()
+            try:
+                said = act(one, experiment.case, experiment.passes)
+            except NotImplementedError as error:
+                said = f"not run: {error}"
+            except Exception as error:  # whatever a contender raises
+                said, has_failed = f"failed: {type(error).__name__}: {error}", True
+            print(f"{name:<18}{one.name}: {said}; {time.monotonic() - begun:.0f} s", flush=True)
+    return int(has_failed)
+
+
+def lower(one: Contender, case: Case, passes: str) -> str:
+    """As on an H200, which need not be here."""
+    if one.is_peer:
+        return one.missing() or "a peer, which is installed"
+    with gpu_code.as_if_on(GPUS["H200"]):
+        if reason := one.why_not(case):
+            raise NotImplementedError(reason)
+        for program in programs.traced(one, case, passes):
+            program.lower(lowering_platforms=("cuda",))
+    return "lowers"
+
+
+def run_twice(one: Contender, case: Case, passes: str) -> str:
+    """Here, by whatever profiles this process."""
+    if reason := one.missing():
+        raise NotImplementedError(reason)
+    one.load()
+    if reason := one.why_not(case):
+        raise NotImplementedError(reason)
+    program = programs.program(one, case, passes)
+    for _ in range(2):
+        program.wait(program.call())
+    return "ran twice"
+
+
+# ---- the command line ----
+
+
+def parse(argv) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.partition("\n\n")[2],
+        epilog="Exit status 1: something was wrong or failed, or nothing ran.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    names = ", ".join(EXPERIMENTS)
+    add("names", nargs="*", metavar="NAME", help=f"experiments (default: all): {names}")
+    mode = parser.add_mutually_exclusive_group()
+    help = "lower every variant as on an H200, without a GPU, and run nothing"
+    mode.add_argument("--dry", action="store_true", help=help)
+    help = "run each contender twice, in this process, untimed and unchecked: for a profiler"
+    mode.add_argument("--once", action="store_true", help=help)
+    add_options(add)
+    parser.set_defaults(repeats=5, jobs=min(12, os.cpu_count() or 1), budget=380)
+    args = parser.parse_args(argv)
+    if unknown := [name for name in args.names if name not in EXPERIMENTS]:
+        parser.error(f"NAME must be one of {names}; got {', '.join(unknown)}.")
+    return args
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # of `timeout`
+    raise SystemExit(main())

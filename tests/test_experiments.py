@@ -1,0 +1,142 @@
+"""scripts/experiments.py as its user meets it; and each of its variants, as far as it can be known
+without a GPU."""
+
+import json
+
+import gpu_interpreter
+import pytest
+import test_benchmark
+from test_benchmark import SMALL, lines
+
+from pallas_flash.accounting import GPUS
+from scripts import experiments
+from scripts.bench import gpu_code, peers, workers
+from scripts.experiments import EXPERIMENTS, Experiment
+
+as_on_a_gpu = test_benchmark.as_on_a_gpu
+needs_hopper = pytest.mark.skipif(
+    gpu_interpreter.MISSING is not None, reason=str(gpu_interpreter.MISSING)
+)
+# Fields that the tiles of a kernel are to have: a contender with one is left out until then.
+PENDING = {
+    "dkv.section",
+    "dq.sums_delta",
+    "forward.section",
+    "fused.dq_by_producer",
+    "fused.group_parts",
+    "fused.programs",
+    "fused.section",
+}
+
+
+@pytest.fixture
+def small(monkeypatch):
+    names = ["blockwise", "blockwise: dq.stages=2", "jax.nn/xla"]
+    monkeypatch.setattr(
+        experiments, "EXPERIMENTS", dict(small=Experiment(SMALL, "backward", names, "nothing"))
+    )
+
+
+def test_variants_are_timed_beside_peers_and_what_has_no_field_is_left_out(
+    small, as_on_a_gpu, tmp_path, capsys
+):
+    assert experiments.main(["--repeats", "2", "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert lines(printed, "small", str(SMALL), "backward; it decides: nothing")
+    rows = json.loads((tmp_path / "experiments.json").read_text())["rows"]
+    found = {row["name"]: (row["status"], len(row["seconds"]), row["reason"]) for row in rows}
+    assert found == {
+        "blockwise": ("ok", 2, ""),
+        "blockwise: dq.stages=2": ("not run", 0, "its tiles have no kernel dq"),
+        "jax.nn/xla": ("ok", 2, ""),
+    }
+    assert lines(printed, "blockwise", "| backward | blockwise ")
+
+
+def test_a_process_that_dies_costs_its_own_pass_of_a_case_alone(as_on_a_gpu, monkeypatch, tmp_path):
+    def in_a_process(order, left, keep, log):
+        if order["passes"] == ["backward"]:
+            raise workers.Lost("its process ended with SIGSEGV", True)
+
+    monkeypatch.setattr(workers, "in_a_process", in_a_process)
+    two = {name: Experiment(SMALL, name, ["blockwise"], "") for name in ("forward", "backward")}
+    monkeypatch.setattr(experiments, "EXPERIMENTS", two)
+    assert experiments.main(["--out", str(tmp_path)]) == 1
+    rows = json.loads((tmp_path / "experiments.json").read_text())["rows"]
+    status = {row["passes"]: (row["status"], row["reason"]) for row in rows}
+    assert status["backward"] == ("failed", "its process ended with SIGSEGV; see case-2.txt")
+    assert status["forward"][0] == "not run"
+
+
+def test_for_a_profiler_each_contender_runs_twice(small, capsys, monkeypatch):
+    called = []
+    program = experiments.programs.program
+
+    def counted(*args):
+        one = program(*args)
+        return one._replace(call=lambda: called.append(args[0].name) or one.call())
+
+    monkeypatch.setattr(experiments.programs, "program", counted)
+    assert experiments.main(["--once"]) == 0
+    assert called == ["blockwise"] * 2 + ["jax.nn/xla"] * 2
+    printed = capsys.readouterr().out
+    assert lines(printed, "blockwise: dq.stages=2: not run: its tiles have no kernel dq")
+
+
+def test_what_raises_is_printed_and_the_others_go_on(small, capsys, monkeypatch):
+    def traced(one, *args):
+        raise ValueError("exceeds available shared memory")
+
+    monkeypatch.setattr(experiments.programs, "traced", traced)
+    assert experiments.main(["--dry"]) == 1
+    failed, left_out, peer = capsys.readouterr().out.splitlines()
+    assert "blockwise: failed: ValueError: exceeds available shared memory" in failed
+    assert "not run" in left_out and "a peer, which is installed" in peer
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["forward"], "NAME must be one of backward-16384, "),
+        (["--dry", "--once"], "argument --once: not allowed with argument --dry"),
+    ],
+)
+def test_a_wrong_argument_is_explained(arguments, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        experiments.main(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_without_a_gpu_it_says_what_goes_without():
+    with pytest.raises(SystemExit, match=r"^experiments\.py: error: there is no GPU here; --dry"):
+        experiments.main([])
+
+
+# ---- the experiments ----
+
+
+def test_no_two_experiments_time_the_same_pass_of_a_case():
+    assert len({(one.case, one.passes) for one in EXPERIMENTS.values()}) == len(EXPERIMENTS)
+
+
+@needs_hopper
+def test_on_an_h200_every_variant_can_run_but_for_fields_that_are_pending():
+    refused = {}
+    with gpu_code.as_if_on(GPUS["H200"]):
+        for experiment in EXPERIMENTS.values():
+            ours = [name for name in experiment.contenders if name.startswith("hopper")]
+            reasons = (peers.contender(name).why_not(experiment.case) for name in ours)
+            refused |= dict(zip(reasons, ours, strict=True))
+    for expected in (None, "the tiles are the same by default"):
+        refused.pop(expected, None)
+    places = (field.split(".") for field in PENDING)
+    pending = {f"the tiles of {kernel} have no field {field}" for kernel, field in places}
+    advice = "take a field that exists out of PENDING, and one that never will out of EXPERIMENTS"
+    assert refused.keys() == pending, advice
+
+
+@needs_hopper
+def test_dry_lowers_the_variants_for_a_gpu_that_is_not_here(capsys):
+    assert experiments.main(["forward-512", "--dry"]) == 0
+    printed = capsys.readouterr().out
+    assert len(lines(printed, "forward-512", "hopper", ": lowers; ")) == 3
