@@ -39,6 +39,7 @@ class Tiles(NamedTuple):
     q_stages: int = 1  # tiles of queries that shared memory has room for
     tiles_per_program: int = 1  # of queries, one after another
     split: bool = False
+    sums_delta: bool = False  # dQ's kernel, from o and do
 
     @property
     def row_tiles(self) -> int:
@@ -75,6 +76,7 @@ class Tiles(NamedTuple):
     def dq_bytes(self) -> int:
         """The same for dQ."""
         row, keys = self.width + self.value_width, self.stages * self.width
+        row += self.sums_delta * self.value_width  # of o
         return 2 * (
             self.block_q * row + self.block_k * (keys + self.value_stages * self.value_width)
         )
@@ -157,6 +159,10 @@ class AllTiles(NamedTuple):
     @property
     def has_backward(self) -> bool:
         return self.dq is not None or self.fused is not None
+
+    @property
+    def sums_delta(self) -> bool:
+        return self.dq is not None and self.dq.sums_delta
 
     def __str__(self):
         forward = f"forward {self.forward}" if self.decode is None else f"decoding {self.decode}"
@@ -299,8 +305,14 @@ def _dq_row(p: Problem) -> Tiles | None:
     def of_heads(row: Tiles) -> Tiles:
         return _narrow(row._replace(swizzle=min(row.swizzle, swizzle)), p, row.column_slices)
 
-    row = cheapest(_DQ, p, lambda row: of_heads(row).dq_bytes <= SHARED)
-    return row and of_heads(row)
+    fits = lambda row: of_heads(row).dq_bytes <= SHARED
+    row = cheapest(_DQ, p, fits)
+    if row is None:
+        return None
+    # else others read it too
+    kernels_alone = not p.sinks and p.bias is None and p.score is None
+    summing = row._replace(sums_delta=True)
+    return of_heads(summing if kernels_alone and not row.split and fits(summing) else row)
 
 
 def _key_rows(p: Problem) -> tuple[KeyTiles | None, ...]:
