@@ -336,7 +336,7 @@ def _mosaic_family(
 
 BACKENDS = (
     _mosaic_family("hopper", _few_queries, tangent="hopper.tangent")._replace(
-        sums_delta=lambda tiles: tiles.sums_delta
+        sums_delta=lambda tiles: tiles.dq is not None and tiles.dq.sums_delta
     ),
     _mosaic_family("ampere", _on_hopper)._replace(remark=_kernel("ampere", "remark")),
     Backend(

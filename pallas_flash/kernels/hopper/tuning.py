@@ -32,14 +32,13 @@ class Tiles(NamedTuple):
     value_stages: int = 2
     # where a block of K is waited for; early, a block of V is still held, and there must be two
     k_wait: Literal["at use", "early"] = "at use"
-    # how far scores may exceed the maximum they are taken from; O is rescaled only
-    # beyond
+    # how far scores may exceed the maximum they are taken from; O is rescaled only beyond
     rescale_threshold: float = 0.0
     swizzle: int = SWIZZLES[0]
     q_stages: int = 1  # tiles of queries that shared memory has room for
     tiles_per_program: int = 1  # of queries, one after another
     split: bool = False
-    sums_delta: bool = False  # dQ's kernel, from o and do
+    sums_delta: bool = False  # the kernel of dQ, for that of dK and dV too
 
     @property
     def row_tiles(self) -> int:
@@ -75,11 +74,9 @@ class Tiles(NamedTuple):
     @property
     def dq_bytes(self) -> int:
         """The same for dQ."""
-        row, keys = self.width + self.value_width, self.stages * self.width
-        row += self.sums_delta * self.value_width  # of o
-        return 2 * (
-            self.block_q * row + self.block_k * (keys + self.value_stages * self.value_width)
-        )
+        row = self.width + (1 + self.sums_delta) * self.value_width  # of q, do and o
+        keys = self.stages * self.width + self.value_stages * self.value_width
+        return 2 * (self.block_q * row + self.block_k * keys)
 
     def __str__(self):
         return _describe(self)
@@ -159,10 +156,6 @@ class AllTiles(NamedTuple):
     @property
     def has_backward(self) -> bool:
         return self.dq is not None or self.fused is not None
-
-    @property
-    def sums_delta(self) -> bool:
-        return self.dq is not None and self.dq.sums_delta
 
     def __str__(self):
         forward = f"forward {self.forward}" if self.decode is None else f"decoding {self.decode}"
@@ -305,14 +298,10 @@ def _dq_row(p: Problem) -> Tiles | None:
     def of_heads(row: Tiles) -> Tiles:
         return _narrow(row._replace(swizzle=min(row.swizzle, swizzle)), p, row.column_slices)
 
-    fits = lambda row: of_heads(row).dq_bytes <= SHARED
-    row = cheapest(_DQ, p, fits)
-    if row is None:
-        return None
-    # else others read it too
-    kernels_alone = not p.sinks and p.bias is None and p.score is None
-    summing = row._replace(sums_delta=True)
-    return of_heads(summing if kernels_alone and not row.split and fits(summing) else row)
+    others = p.sinks or p.bias is not None or p.score is not None  # whose gradients read delta
+    summing = [] if others else [row._replace(sums_delta=True) for row in _DQ if not row.split]
+    row = cheapest([*summing, *_DQ], p, lambda row: of_heads(row).dq_bytes <= SHARED)
+    return row and of_heads(row)
 
 
 def _key_rows(p: Problem) -> tuple[KeyTiles | None, ...]:
