@@ -21,7 +21,7 @@ from pallas_flash import blockwise, derivative_modes, equation, online_softmax
 from pallas_flash.arguments import Gradients, Operands, Problem
 from pallas_flash.backends import BLOCKWISE, Choice
 from pallas_flash.linear_maps import LinearMap, floats
-from pallas_flash.online_softmax import LogBase, RowScale, SoftmaxState
+from pallas_flash.online_softmax import DeltaTerms, LogBase, RowScale, SoftmaxState
 from pallas_flash.varying import vary_alike
 
 
@@ -293,7 +293,8 @@ def gradients(problem: Problem, choice: Choice, residuals, cotangents) -> Gradie
 
 
 def prepare_cotangents(problem: Problem, choice: Choice, residuals, cotangents):
-    """What the backward takes of each row: lse in the form of the backend, do and delta."""
+    """What the backward takes of each row: lse in the form of the backend, do, and delta or its
+    terms."""
     (operands, o, stats), (do, dlse) = residuals, cotangents
     do, dlse = zero_padded_rows(operands, do, dlse)
     wide, log_base = stats.m.dtype, choice.backend.log_base(problem)
@@ -314,10 +315,11 @@ def prepare_cotangents(problem: Problem, choice: Choice, residuals, cotangents):
     # XLA may leave out its rounding to 16 bits here, and delta part from the kernels' do
     if do.dtype != wide:
         do = lax.optimization_barrier(do)
-    # d lse / d s = p, and ds = p * (dp - rowsum(o * do)): the cotangent of lse joins delta.
-    delta = jnp.swapaxes(jnp.sum(o.astype(wide) * do.astype(wide), axis=-1), 1, 2)
-    delta = (delta if problem.kept == 1 else delta * problem.kept) - dlse
-    return lse, do, jnp.where(stats.empty, 0.0, delta)
+    terms = DeltaTerms(o, dlse)
+    # several devices exchange delta, not o
+    if choice.backend.sums_delta(choice.tiles) and not choice.reverse_only:
+        return lse, do, terms
+    return lse, do, terms.sum(do, problem.kept, stats.empty)
 
 
 def zero_padded_rows(operands: Operands, do, dlse):

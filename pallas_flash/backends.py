@@ -58,6 +58,8 @@ class Backend(NamedTuple):
     keeps_base_2: bool = False  # its scores are in the problem's log base, else in base e
     # its backward takes for lse the `online_softmax.RowScale`, and so do and delta as they are
     takes_row_scale: bool = False
+    # whether the backward with these tiles takes for delta the `online_softmax.DeltaTerms`
+    sums_delta: Callable = lambda tiles: False
     # whether the backward with these tiles is its own; else it is blockwise's
     has_backward: Callable = lambda tiles: True
     of_gradient: Callable = lambda tiles: tiles  # the tiles of a forward that the backward follows
@@ -344,7 +346,8 @@ def _mosaic_family(
 
 BACKENDS = (
     _mosaic_family("hopper", _few_queries, tangent="hopper.tangent")._replace(
-        of_same_kernels=_kernel("hopper", "tiles_like")
+        of_same_kernels=_kernel("hopper", "tiles_like"),
+        sums_delta=lambda tiles: tiles.dq is not None and tiles.dq.sums_delta,
     ),
     _mosaic_family("ampere", _on_hopper)._replace(remark=_kernel("ampere", "remark")),
     Backend(

@@ -19,7 +19,7 @@ from pallas_flash.backends import Choice, Pass, blockwise_tangent
 from pallas_flash.devices import sharding
 from pallas_flash.devices.call import operand_axes, rows_axes, with_indices
 from pallas_flash.kernels import device
-from pallas_flash.online_softmax import RowScale
+from pallas_flash.online_softmax import DeltaTerms, RowScale
 
 NO_CALLBACK = (
     "a mask_mod or score_mod that calls jax.pure_callback does not run on a mesh with Auto axes, "
@@ -156,6 +156,8 @@ class KernelPass(lowering.ByPlatform, Pass):
             return o, lowering.like_kernels(stats, like[1], log_base)
         # do and delta have a factor that kernels expect, and lse is without it: P gets it
         lse, do, delta = rows
+        if isinstance(delta, DeltaTerms):
+            delta = delta.sum(do, problem.kept, lse == jnp.inf)
         rows = RowScale(log_base.to_e(lse), jnp.ones_like(lse), None)
         return blockwise.backward(problem, tiles, x, rows, do, delta)
 

@@ -126,6 +126,23 @@ class RowScale(NamedTuple):
     dlse: jax.Array | None  # None: the rows have keys elsewhere too
 
 
+class DeltaTerms(NamedTuple):
+    """In place of delta, for a backward that sums it where it reads do."""
+
+    o: jax.Array  # [B, T, N, Hv]
+    dlse: jax.Array  # [B, N, T]
+
+    def sum(self, do, kept: float, empty):
+        """delta [B, N, T] = rowsum(o * do) - dlse, of do that was divided by `kept`, the part of
+        the weights that dropout kept; 0 for an empty row.
+
+        d lse / d s = p, and ds = p * (dp - rowsum(o * do)): the cotangent of lse joins delta."""
+        wide = self.dlse.dtype
+        delta = jnp.swapaxes(jnp.sum(self.o.astype(wide) * do.astype(wide), axis=-1), 1, 2)
+        delta = (delta if kept == 1 else delta * kept) - self.dlse
+        return jnp.where(empty, 0.0, delta)
+
+
 def scores(qk, bias, scale: float, soft_cap: float | None, log_base: LogBase):
     """The scores log_b(e) c tanh((scale q k^T + bias) / c), and the tanh; without a soft cap c,
     log_b(e) scale q k^T + bias and None. Shapes broadcast. With a bias the base is e."""

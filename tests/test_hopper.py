@@ -146,6 +146,27 @@ def test_heads_that_are_no_row_of_the_table_are_neither_padded_nor_cut(head, det
     assert text.count("mpmd_map[") == (3 if deterministic else 2) and not copies
 
 
+# Heads, options: whether the kernel of dQ sums delta, and XLA reads o nowhere
+DELTA = {
+    "heads of 64": ((64, 64), {}, True),
+    "heads of 192 and 128": ((192, 128), dict(logits_soft_cap=2.0), True),
+    "no room for o": ((192, 192), {}, False),
+    "heads in two halves": ((272, 272), {}, False),
+    "one kernel": ((64, 64), dict(deterministic=False), False),
+    "sinks": ((64, 64), dict(sinks=np.zeros(2, np.float32)), False),
+    "a bias": ((64, 64), dict(bias=np.zeros((1, 1, 72, 1), np.float32)), False),
+    "a score_mod": ((64, 64), dict(score_mod=lambda s, *_: s + 1), False),
+}
+
+
+@needs_interpreter
+@pytest.mark.parametrize("name", DELTA)
+def test_xla_sums_delta_only_where_the_kernel_of_dq_does_not(name):
+    sizes, options, sums_delta = DELTA[name]
+    text, _ = copied(shaped(72, 72, *sizes), **options)
+    assert (re.search(r"reduce_sum\[\s*axes=\(3,\)", text) is None) == sums_delta
+
+
 PADDED = {  # sizes of queries and keys, of heads: what explain says of them
     (1023, 77, 128, 128): "T from 1023 to 1024, S from 77 to 80",
     (1024, 80, 100, 64): "H from 100 to 112",

@@ -15,11 +15,11 @@ from pallas_flash.kernels.hopper.tuning import AllTiles
 
 def backward(problem: Problem, tiles: AllTiles, x: Operands, lse, do, delta) -> Gradients:
     """All but the gradients of a bias and of what a score_mod reads."""
-    args = x, lse, do, delta
     if tiles.fused is not None:
-        found = backward_dkv.dkv(problem, tiles.fused, *args, fused=True)
+        found = backward_dkv.dkv(problem, tiles.fused, x, lse, do, delta, fused=True)
     else:
-        found = dict(dq=backward_dq.dq(problem, tiles.dq, *args))
+        dq, delta = backward_dq.dq(problem, tiles.dq, x, lse, do, delta)
+        found = dict(dq=dq)
         for t in filter(None, (tiles.dkv, tiles.dk, tiles.dv)):
-            found |= backward_dkv.dkv(problem, t, *args, fused=False)
+            found |= backward_dkv.dkv(problem, t, x, lse, do, delta, fused=False)
     return Gradients(found["dq"], found["dk"], found["dv"])

@@ -1,10 +1,11 @@
-"""dQ: a program owns 64 queries of one head for each of its consumers, or of wide heads for both,
-and walks over the keys as the forward does."""
+"""dQ, and delta: a program owns 64 queries of one head for each of its consumers, or of wide heads
+for both, and walks over the keys as the forward does."""
 
 import functools
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -18,6 +19,7 @@ from pallas_flash.kernels.mosaic.gradients import Inputs
 from pallas_flash.kernels.mosaic.launch import launch
 from pallas_flash.kernels.mosaic.mask import TileMask
 from pallas_flash.kernels.mosaic.registers import load, opaque, per_row
+from pallas_flash.online_softmax import DeltaTerms
 from pallas_flash.pytrees import IntLike
 
 
@@ -26,46 +28,58 @@ class Memory(NamedTuple):
 
     q: Any  # [row_tiles, 64, width], of dq in the end
     do: Any  # [row_tiles, 64, value_width]
+    o: Any  # the same; None where delta is given
+    delta: Any  # [row_tiles, 64], or None
     k: Any  # [stages, block_k, width]
     v: Any  # [value_stages, block_k, value_width]
     q_full: Any
-    do_full: Any
+    do_full: Any  # of do and o
     k_full: Any
     v_full: Any
 
     @classmethod
-    def allocate(cls, t: Tiles, dtype) -> "Memory":
+    def allocate(cls, t: Tiles, dtype, sums_delta: bool) -> "Memory":
         barriers = lambda n, arrivals=1: plgpu.Barrier(num_arrivals=arrivals, num_barriers=n)
         block, count = functools.partial(tile.block, swizzle=t.swizzle), t.row_tiles
+        do = block(dtype, count, ROWS, t.value_width)
         return cls(
             q=block(dtype, count, ROWS, t.width),
-            do=block(dtype, count, ROWS, t.value_width),
+            do=do,
+            o=do if sums_delta else None,
+            delta=plgpu.SMEM((count, ROWS), jnp.float32) if sums_delta else None,
             k=block(dtype, t.stages, t.block_k, t.width),
             v=block(dtype, t.value_stages, t.block_k, t.value_width),
             q_full=barriers(count, t.column_slices),
-            do_full=barriers(count, t.column_slices),
+            do_full=barriers(count, t.column_slices + sums_delta),
             k_full=barriers(t.stages),
             v_full=barriers(t.value_stages),
         )
 
 
 def dq(p: Problem, t: Tiles, x: Operands, lse, do, delta):
+    """dQ, and delta, which may be given as its terms and is then of whole tiles of rows."""
     blocks = block_info.by_query_tile(p, x.resolved_mask, x.mask, t.block_q, t.block_k)
-    x = inputs(p, t, blocks, x, lse, do, delta)
+    terms = delta if isinstance(delta, DeltaTerms) else None
+    x = inputs(p, t, blocks, x, lse, do, terms.dlse if terms else delta)
     q, _ = x.queries.arrays
-    (dq,) = launch(
+    outputs = [q]
+    if terms:
+        outputs.append(x.delta)
+        x = x._replace(delta=DeltaTerms(tile.pad(terms.o, t.swizzle), x.delta))
+    dq, *summed = launch(
         functools.partial(_kernel, problem=p, tiles=t),
         x,
         programs=scheduler.query_programs(p, t.block_q),
-        out_type=[jax.ShapeDtypeStruct(q.shape, q.dtype)],
+        out_type=[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in outputs],
         warpgroups=t.warpgroups + 1,
-        scratch=Memory.allocate(t, q.dtype),
+        scratch=Memory.allocate(t, q.dtype, sums_delta=terms is not None),
         name="flash_attention_dq",
     )
-    return dq[:, : p.queries, :, : p.head_size]
+    return dq[:, : p.queries, :, : p.head_size], *(summed or [delta])
 
 
-def _kernel(program, x: Inputs, dq_gmem, memory: Memory, *, problem: Problem, tiles: Tiles):
+def _kernel(program, x: Inputs, *refs, problem: Problem, tiles: Tiles):
+    *outputs, memory = refs
     work = scheduler.query_tile(
         program, problem, tiles.block_q, tiles.key_bytes, section=tiles.section
     )
@@ -75,7 +89,7 @@ def _kernel(program, x: Inputs, dq_gmem, memory: Memory, *, problem: Problem, ti
 
     def consume(wg):
         consumer = Consumer(problem, tiles, x, memory, k, v, work, wg)
-        consumer.finish(consumer.setup().compute(), dq_gmem)
+        consumer.finish(consumer.setup().compute(), *outputs)
 
     def produce():
         blocks = block_info.visited(x, work, problem, tiles)
@@ -117,7 +131,7 @@ class Consumer(NamedTuple):
         return pl.ds(pl.multiple_of(self.wg * size, size) if self.tiles.split else 0, size)
 
     def rows(self, array, first: IntLike, width: int):
-        """Of q, do or dq, where the tile begins at `first`, those that it copies."""
+        """Of q, do, o or dq, where the tile begins at `first`, those that it copies."""
         rows = pl.ds(first + self.number * ROWS + self.share.start, self.share.size)
         return tile.head_rows(array, self.work.batch, rows, self.work.head, width)
 
@@ -132,16 +146,34 @@ class Consumer(NamedTuple):
             ):
                 plgpu.copy_gmem_to_smem(gmem, smem.at[number, self.share], full.at[number])
 
+        row_delta = x.delta
+        if memory.o is not None:
+            o, row_delta = x.delta
+            o = self.rows(o, work.tile * t.block_q, t.value_width)
+            plgpu.copy_gmem_to_smem(o, memory.o.at[number], memory.do_full.at[number])
         x.queries.reader(work.batch, t.block_q)(work.tile, copy)
         blocks = block_info.descend(x.blocks, block_info.visited(x, work, self.problem, t))
         first_row = work.tile * t.block_q + number * ROWS
         by_head = work.batch, work.head, pl.ds(first_row, ROWS)
-        lse, delta = (load(ref.at[by_head], tile.LAYOUTS.row) for ref in (x.lse, x.delta))
+        lse, delta = (load(ref.at[by_head], tile.LAYOUTS.row) for ref in (x.lse, row_delta))
         head = logits.for_head(self.problem, tile.LAYOUTS, x.logits, work.batch, work.head)
         mask = head.load_mask(work.batch, first_row, ROWS)
         for full in memory.q_full, memory.do_full:
             plgpu.barrier_wait(full.at[number])
+        if memory.o is not None:
+            delta = self.sum_delta(lse, delta)
         return QueryTile(self, blocks, first_row, lse, delta, head, mask)
+
+    def sum_delta(self, lse, dlse):
+        """`DeltaTerms.sum` of its rows, which is also left in shared memory. Rows that are not
+        there have no lse, and o may be NaN."""
+        memory, kept = self.memory, self.problem.kept
+        read = lambda x: plgpu.layout_cast(x.at[self.number][...], tile.LAYOUTS.tile)
+        o, do = (read(x).astype(jnp.float32) for x in (memory.o, memory.do))
+        delta = jnp.sum(o * do, axis=1)
+        delta = jnp.where(lse == jnp.inf, 0.0, (delta if kept == 1 else delta * kept) - dlse)
+        memory.delta.at[self.number][...] = delta
+        return delta
 
     def meet(self):
         """Of those that own the same queries."""
@@ -149,13 +181,18 @@ class Consumer(NamedTuple):
             ids = sync.BarrierIds(self.tiles.warpgroups, self.tiles.stages)
             sync.consumer_barrier(ids.consumers, self.tiles.warpgroups)
 
-    def finish(self, dq, dq_gmem):
+    def finish(self, dq, dq_gmem, delta_gmem=None):
         """The epilogue, by way of the shared memory of q."""
-        t, q = self.tiles, self.memory.q.at[self.number]
+        t, work, memory = self.tiles, self.work, self.memory
+        q, first_row = memory.q.at[self.number], work.tile * t.block_q
         self.meet()  # all have read q
         q.at[:, self.columns][...] = (dq * self.problem.scale).astype(q.dtype)
         self.meet()
-        tile.copy_out((q.at[self.share], self.rows(dq_gmem, self.work.tile * t.block_q, t.width)))
+        copies = [(q.at[self.share], self.rows(dq_gmem, first_row, t.width))]
+        if delta_gmem is not None:
+            rows = work.batch, work.head, pl.ds(first_row + self.number * ROWS, ROWS)
+            copies.append((memory.delta.at[self.number], delta_gmem.at[rows]))
+        tile.copy_out(*copies)
 
 
 class QueryTile(NamedTuple):

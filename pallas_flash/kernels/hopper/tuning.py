@@ -33,14 +33,14 @@ class Tiles(NamedTuple):
     value_stages: int = 2
     # where a block of K is waited for; early, a block of V is still held, and there must be two
     k_wait: Literal["at use", "early"] = "at use"
-    # how far scores may exceed the maximum they are taken from; O is rescaled only
-    # beyond
+    # how far scores may exceed the maximum they are taken from; O is rescaled only beyond
     rescale_threshold: float = 0.0
     swizzle: int = SWIZZLES[0]
     q_stages: int = 1  # tiles of queries that shared memory has room for
     tiles_per_program: int = 1  # of queries, one after another
     split: bool = False
     section: int = 0  # pairs of batch row and key/value head to a section; 0: as many as L2 holds
+    sums_delta: bool = False  # the kernel of dQ, for that of dK and dV too
 
     @property
     def row_tiles(self) -> int:
@@ -76,10 +76,9 @@ class Tiles(NamedTuple):
     @property
     def dq_bytes(self) -> int:
         """The same for dQ."""
-        row, keys = self.width + self.value_width, self.stages * self.width
-        return 2 * (
-            self.block_q * row + self.block_k * (keys + self.value_stages * self.value_width)
-        )
+        row = self.width + (1 + self.sums_delta) * self.value_width  # of q, do and o
+        keys = self.stages * self.width + self.value_stages * self.value_width
+        return 2 * (self.block_q * row + self.block_k * keys)
 
     def __str__(self):
         return _describe(self)
@@ -316,7 +315,9 @@ def _dq_row(p: Problem) -> Tiles | None:
     def of_heads(row: Tiles) -> Tiles:
         return _narrow(row._replace(swizzle=min(row.swizzle, swizzle)), p, row.column_slices)
 
-    row = cheapest(_DQ, p, lambda row: of_heads(row).dq_bytes <= SHARED)
+    others = p.sinks or p.bias is not None or p.score is not None  # whose gradients read delta
+    summing = [] if others else [row._replace(sums_delta=True) for row in _DQ if not row.split]
+    row = cheapest([*summing, *_DQ], p, lambda row: of_heads(row).dq_bytes <= SHARED)
     return row and of_heads(row)
 
 
