@@ -339,6 +339,8 @@ def _inline_mgpu(self, eqn, token, values):
         return token, [jnp.any(values[0] < 1).astype(jnp.int32)]
     if eqn.params["mgpu_fn"].__name__ == "iota_in_layout":
         return token, [jnp.arange(eqn.outvars[0].aval.size, dtype=jnp.int32)]
+    if eqn.params["mgpu_fn"].__name__ == "shift_into_float32":
+        return token, [values[0].astype(jnp.float32)]
     if eqn.params["mgpu_fn"].__name__ == "warp":  # a warpgroup is one thread
         return token, [jnp.int32(0)]
     if eqn.params["mgpu_fn"].__name__ == "relabel":

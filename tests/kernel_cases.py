@@ -105,6 +105,7 @@ CASES = {
     "heads of 128 and 256": Case(sizes(67, 67, 128, 256, K=2)),
     "heads of 144": Case(sizes(67, 67, 144)),
     "heads of 160": Case(sizes(67, 131, 160, K=2)),
+    "heads of 160, soft cap": Case(sizes(67, 131, 160, K=2), CAPPED),
     "heads of 192 and 128": Case(sizes(131, 140, 192, 128), CAUSAL),
     "heads of 200 and 136": Case(sizes(37, 53, 200, 136), ANY_ORDER),
     "heads of 256": Case(sizes(131, 140, 256), CAUSAL),
@@ -266,6 +267,7 @@ MORE = {
     ),
     "dropout, heads of 192": of_heads(192, scored(curved), CAUSAL, DROPOUT),
     "dropout, heads of 160 and 136": Case(sizes(37, 53, 160, 136), DROPOUT),
+    "dropout, heads of 192 and 128": Case(WIDE._replace(H=192, Hv=128), LENGTHS | DROPOUT),
     "a rule": of_heads(64, holes(0, 2), ALL, scored(scores.Alibi)),
     "a rule and a window": of_heads(
         128, holes(1, 2), LENGTHS, ANY_ORDER, dict(local_window_size=(150, 40))

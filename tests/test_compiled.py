@@ -114,9 +114,11 @@ TWO_KERNELS = {
     ((64, 128), "causal"): dict(forward=Loop(461)),
     ((128, 64), "causal"): dict(forward=Loop(437)),
     ((128, 256), "causal"): dict(forward=Loop(469)),
-    # from 192/128 on they run under the other consumer's
+    # where registers hold no S beside dP they run under the other consumer's
     (192, "causal"): dict(forward=Loop(454), dk_dv=Loop(345, 0, straight=1), dq=Loop(391)),
-    ((192, 128), "causal"): dict(forward=Loop(482), dk_dv=Loop(347, 0, straight=1), dq=Loop(378)),
+    ((192, 128), "causal"): dict(forward=Loop(482), dk_dv=Loop(383, 0), dq=Loop(378)),
+    ((192, 128), "dropout"): dict(dk_dv=Loop(837, 0)),
+    ((160, 128), "documents"): dict(dk_dv=Loop(409, 0)),
     # of the first of two consumers; by 32 keys or queries at 512, but for dv
     (512, "causal"): dict(
         forward=Loop(418), dk=Loop(273, 0), dv=Loop(319, 0, straight=1), dq=Loop(449)

@@ -393,3 +393,36 @@ def test_dk_and_dv_have_one_kernel_where_registers_hold_both(sizes, together):
     kernels = [name for name in ("dkv", "dk", "dv") if getattr(t, name) is not None]
     assert kernels == (["dkv"] if together else ["dk", "dv"])
     assert t.dq is not None and t.fused is None
+
+
+SPLIT, TOGETHER, ONE_BY_ONE = ("two consumers", "S and dP at once", "S, then dP")
+SUMS = {  # of heads, and what else: who owns dK and dV of 64 keys, and what is computed at once
+    (128, 128): TOGETHER,
+    (128, 128, "soft cap"): TOGETHER,
+    (192, 128): ONE_BY_ONE,
+    (192, 128, "dropout"): ONE_BY_ONE,
+    (192, 128, "documents"): ONE_BY_ONE,
+    (192, 128, "soft cap"): SPLIT,
+    (192, 128, "bias"): SPLIT,
+    (192, 128, "score_mod"): SPLIT,
+    (160, 160): ONE_BY_ONE,
+    (64, 256): ONE_BY_ONE,
+    (256, 64): ONE_BY_ONE,
+    (136, 192): SPLIT,
+    (192, 192): SPLIT,
+}
+CHANGES = {
+    "dropout": dict(dropout_rate=0.1, dropout_rng=jax.random.key(0)),
+    "documents": dict(query_segment_ids=np.zeros((1, 8), np.int32)),
+    "soft cap": dict(logits_soft_cap=2.0),
+    "bias": dict(bias=np.zeros((1, 1, 8, 8), np.float32)),
+    "score_mod": dict(score_mod=lambda s, *_: s + 1),
+}
+
+
+@pytest.mark.parametrize("case", SUMS)
+def test_two_consumers_share_keys_only_where_one_has_no_registers_for_both_sums_and_scores(case):
+    head, value, *change = case
+    t = tiles(shaped(8, 8, head, value), **CHANGES[change[0]] if change else {}).dkv
+    assert t.block_k == 64 * (1 if SUMS[case] == SPLIT else t.warpgroups)
+    assert (t.split, t.s_before_dp) == (SUMS[case] == SPLIT, SUMS[case] == ONE_BY_ONE)

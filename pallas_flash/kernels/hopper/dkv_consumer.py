@@ -1,6 +1,7 @@
 """A consumer that owns keys: what a block of queries adds to its share of dK and dV, and in the
 fused scheme to dQ."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -103,11 +104,15 @@ class DkvConsumer(NamedTuple):
 
             all_ds = []
             for rows in slices:
+                add_dv = lambda p, rows=rows: tile.dot(dv_acc, p, do.at[rows])  # dV += P^T dO
+                if self.tiles.s_before_dp:
+                    all_ds.append(self.ds_after_dv(block, rows, masked, add_dv))
+                    continue
                 p, ds = self.p_and_ds(block, rows, masked)
                 all_ds.append(ds)
                 if shared_ds is not None:
                     shared_ds.at[self.keys, rows][...] = ds
-                tile.dot(dv_acc, p, do.at[rows])  # dV += P^T dO
+                add_dv(p)
             if shared_ds is None:
                 sync.fence()  # lse and delta have been read, and TMA may write there
                 add_dk()
@@ -245,6 +250,28 @@ class DkvConsumer(NamedTuple):
             back = None
         ds = logits.gradient(weight, back, dp, self.per_query(delta, rows))
         return p, ds.astype(q.dtype)
+
+    def ds_after_dv(self, block: Block, rows: pl.Slice, masked: bool, add_dv: Callable):
+        """dS, 16 bits, of 64 of the block's queries, where registers hold S or dP: add_dv(P) comes
+        between the two, and P, the weight of dS, is kept in 16 bits until dP is there."""
+        q, (do, delta) = self.q.block(block.position).q, self.do.block(block.position)
+        k, v = self.memory.k.at[self.keys], self.memory.v.at[self.keys]
+        self.wait(block, "q")
+        s = tile.product(lambda acc: tile.dot_t(acc, k, q.at[rows]), self.shape)
+        p, weight, back = self.probabilities(block, rows, masked, s)
+        assert back is None and self.problem.soft_cap is None, "the weight is P but for its sign"
+        if self.problem.dropped:  # its sign says of what P is 0
+            weight = weight.astype(q.dtype)
+            p = jnp.maximum(weight, jnp.zeros((), q.dtype))
+        else:
+            weight = p
+        self.wait(block, "do")
+        add_dv(p)
+        dp = tile.product(lambda acc: tile.dot_t(acc, v, do.at[rows]), self.shape)
+        self.wait(block, "delta")
+        weight = tile.as_float32(weight)
+        ds = block.logits.gradient(weight, None, dp, self.per_query(delta, rows))
+        return ds.astype(q.dtype)
 
     def probabilities(self, block: Block, rows: pl.Slice, masked: bool, s):
         """P, 16 bits, of some of the block's queries, and what `Logits.gradient` takes."""

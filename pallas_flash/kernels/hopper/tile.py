@@ -5,6 +5,7 @@ consumers). Sections 3 and 4 of FlashAttention-3 (arXiv:2407.08608) say why.
 """
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
@@ -59,6 +60,34 @@ def rescale(o, alpha):
         return mgpu.FragmentedArray.splat(some, (), is_signed=True)
 
     return lax.cond(some_below_one(alpha) > 0, lambda: o * per_row(alpha, o.shape), lambda: o)
+
+
+def as_float32(x):
+    """A tile of 16 bits in float32. Of bfloat16 by integer operations on pairs of numbers: for a
+    conversion ptxas would hold both halves of each pair in registers from when x is computed."""
+    if x.dtype != jnp.bfloat16:
+        return x.astype(jnp.float32)
+
+    @plgpu.inline_mgpu(
+        arg_types=(LAYOUTS.tile,),
+        return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=LAYOUTS.tile),
+    )
+    def shift_into_float32(_, x):  # a name that the interpreter knows
+        i32, f32 = mgpu.utils.ir.IntegerType.get_signless(32), mgpu.utils.ir.F32Type.get()
+        pair = mgpu.utils.ir.VectorType.get((2,), f32)
+
+        def shift(two):
+            halves = mgpu.utils.inline_ptx(
+                "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;",
+                mgpu.utils.bitcast(two, i32),
+                result_types=[f32, f32],
+            )
+            return mgpu.utils.vector.from_elements(pair, halves)
+
+        registers = np.vectorize(shift, otypes=[object])(x.registers)
+        return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
+
+    return shift_into_float32(x)
 
 
 # Copies

@@ -95,6 +95,8 @@ class KeyTiles(NamedTuple):
     block_q: int
     stages: int
     split: bool = False
+    # S and dP one after the other: registers hold one of them beside the sums
+    s_before_dp: bool = False
     swizzle: int = SWIZZLES[0]
     sums: tuple[Literal["dk", "dv"], ...] = ("dk", "dv")  # what the kernel computes
     # into so many parts the heads that share keys are split: each has a program for a tile of keys,
@@ -237,25 +239,19 @@ _TANGENT = (
     Tiles(width=192, value_width=192, warpgroups=2, block_k=32),
     Tiles(width=256, value_width=256, warpgroups=1, block_k=32),
 )
-# From 192/128 on dK and dV of 64 keys are more than the registers of one warpgroup.
+# Registers of a warpgroup hold S and dP beside 256 columns of dK and dV of 64 keys, one of them
+# beside 320, and then nothing that a soft cap, a bias or a score_mod needs of S: these are split.
+_TWO = KeyTiles(width=128, value_width=128, warpgroups=2, block_q=64, stages=2)
+_SPLIT = _TWO._replace(width=256, value_width=256, split=True)
 _DKV = (
     KeyTiles(width=64, value_width=64, warpgroups=3, block_q=64, stages=2),
     KeyTiles(width=64, value_width=64, warpgroups=2, block_q=64, stages=2),
-    KeyTiles(width=128, value_width=128, warpgroups=2, block_q=64, stages=2),
-    KeyTiles(width=192, value_width=128, warpgroups=2, block_q=64, stages=2, split=True),
-    KeyTiles(width=192, value_width=192, warpgroups=2, block_q=64, stages=2, split=True),
-    KeyTiles(width=256, value_width=256, warpgroups=2, block_q=64, stages=2, split=True),
-    KeyTiles(
-        width=512,
-        value_width=512,
-        warpgroups=2,
-        block_q=32,
-        stages=2,
-        split=True,
-        swizzle=SWIZZLES[1],
-    ),
+    _TWO,
+    *(_TWO._replace(width=n, value_width=320 - n, s_before_dp=True) for n in range(64, 257, 32)),
+    _SPLIT,
+    _SPLIT._replace(width=512, value_width=512, block_q=32, swizzle=SWIZZLES[1]),
 )
-OWNED = 288  # columns of dK and dV that the registers of a warpgroup hold
+OWNED = 288  # columns of dK and dV that the registers of a warpgroup hold where they are split
 # Each alone, where they do not hold both. Beside V, which dV does without, blocks have 32 queries.
 _DK = tuple(_DKV[-1]._replace(stages=n, sums=("dk",)) for n in (2, 1))
 _DV = tuple(
@@ -323,10 +319,14 @@ def _dq_row(p: Problem) -> Tiles | None:
 
 def _key_rows(p: Problem) -> tuple[KeyTiles | None, ...]:
     """Of dK and dV together, of dK, and of dV."""
-    both = _narrow(_row(_allowed(_DKV, p), p), p)
+    rows = _allowed(_DKV, p)
+    if p.soft_cap is not None or p.log_base is LogBase.E:
+        rows = [row for row in rows if not row.s_before_dp]
+    both = _narrow(_row(rows, p), p)
     if both is None:
         return None, None, None
-    if both.owned_columns(both.width) + both.owned_columns(both.value_width) <= OWNED:
+    owned = both.owned_columns(both.width) + both.owned_columns(both.value_width)
+    if not both.split or owned <= OWNED:
         return both, None, None
     rows = ([_narrow(_row([row], p), p) for row in table] for table in (_DK, _DV))
     return None, *(next(t for t in of_one if t.shared_bytes <= SHARED) for of_one in rows)
