@@ -316,8 +316,7 @@ def prepare_cotangents(problem: Problem, choice: Choice, residuals, cotangents):
     if do.dtype != wide:
         do = lax.optimization_barrier(do)
     terms = DeltaTerms(o, dlse)
-    # several devices exchange delta, not o
-    if choice.backend.sums_delta(choice.tiles) and not choice.reverse_only:
+    if choice.backend.sums_delta(choice.tiles):
         return lse, do, terms
     return lse, do, terms.sum(do, problem.kept, stats.empty)
 

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import importlib
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,11 @@ class PagedKernel(NamedTuple):
     # whether it had better attend to a copy in order, of a problem whose rows are not one tile
     copies_prompts: Callable[[Problem], bool] = lambda problem: True
     takes_8_bits_alone: bool = False  # whether keys or values alone may be in 8 bits
+
+
+def never(tiles) -> bool:
+    """In place of a `Backend.sums_delta`."""
+    return False
 
 
 def unknown(problem: Problem, operands: Operands) -> None:
@@ -59,7 +64,7 @@ class Backend(NamedTuple):
     # its backward takes for lse the `online_softmax.RowScale`, and so do and delta as they are
     takes_row_scale: bool = False
     # whether the backward with these tiles takes for delta the `online_softmax.DeltaTerms`
-    sums_delta: Callable = lambda tiles: False
+    sums_delta: Callable = never
     # whether the backward with these tiles is its own; else it is blockwise's
     has_backward: Callable = lambda tiles: True
     of_gradient: Callable = lambda tiles: tiles  # the tiles of a forward that the backward follows
@@ -118,6 +123,7 @@ class Pass:
     """A pass of a backend, called as that is: a base for what does something around `inner`, and
     stands in the backend's place by `Choice.wrap`."""
 
+    takes_delta_terms: ClassVar[bool] = False  # else delta, as it is exchanged between devices
     backend: Backend
     name: Literal["forward", "backward", "tangent"]
 
@@ -150,7 +156,8 @@ class Choice(NamedTuple):
 @functools.lru_cache  # calls that are alike get the same object, which equals itself at once
 def _wrapped(backend: Backend, wrapper: type[Pass], options: tuple) -> Backend:
     names = [name for name in ("forward", "backward", "tangent") if getattr(backend, name)]
-    return backend._replace(**{name: wrapper(backend, name, *options) for name in names})
+    wrapped = backend._replace(**{name: wrapper(backend, name, *options) for name in names})
+    return wrapped if wrapper.takes_delta_terms else wrapped._replace(sums_delta=never)
 
 
 def _no_gpu() -> str | None:

@@ -31,6 +31,7 @@ NO_CALLBACK = (
 class KernelPass(lowering.ByPlatform, Pass):
     """A pass that is the equation of a problem wherever it is called."""
 
+    takes_delta_terms = True
     # whose axes a vmap may go over (Explicit), or XLA's partitioner may spread the pass over (Auto)
     mesh: AxisType | None
     problem: Problem | None = None

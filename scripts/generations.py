@@ -200,8 +200,17 @@ def hopper(p: Attention, t) -> tuple[dict[str, Cost], dict[str, Cost]]:
     reads = q + p.heads * forward.keys(p.T) * 4 * p.H
     cost = warpgroup.cost(visits, 2, reads, q + 4 * p.heads * int(padded), 1)
     statistics = 8 * p.heads * -(-p.T // t.dq.block_q) * t.dq.block_q
-    delta = Cost(0, 0, 2 * q + 2 * rows, 2 * rows)
-    return flash2(p, t, cost, delta, statistics=statistics)
+    # XLA prepares lse and dlse, and the kernel of dQ sums delta
+    before = Cost(0, 0, rows, 2 * rows)
+    forward, backward = flash2(p, t, cost, before, statistics=statistics)
+    delta = Cost(0, 0, q, statistics // 2)
+    return forward, backward | dict(dq=total(dict(dq=backward["dq"], delta=delta)))
+
+
+def hopper_memory(p: Attention) -> int:
+    """lse, and delta in rows of whole tiles."""
+    block_q = p.tiles("hopper").dq.block_q
+    return p.rows + 4 * p.heads * -(-p.T // block_q) * block_q
 
 
 class Generation(NamedTuple):
@@ -229,7 +238,7 @@ GENERATIONS = {
         "triton", triton, lambda p: p.tensor + 2 * p.rows, "#3b76af"
     ),
     "ampere (FlashAttention-2)": Generation("ampere", ampere, lambda p: 2 * p.rows, "#c1567f"),
-    "hopper (FlashAttention-3)": Generation("hopper", hopper, lambda p: 2 * p.rows, "#9467bd"),
+    "hopper (FlashAttention-3)": Generation("hopper", hopper, hopper_memory, "#9467bd"),
 }
 
 

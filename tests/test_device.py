@@ -97,7 +97,7 @@ def test_a_call_for_the_cpu_of_a_machine_with_a_gpu_takes_blockwise_and_checks_n
 
 RULE = masks.MaskMod(lambda b, h, q, k: (q // 8 + k // 8 + h + b) % 3 > 0)
 CALLS = {
-    "causal": dict(is_causal=True),
+    "causal, dropout": dict(is_causal=True, dropout_rate=0.2, dropout_rng=jax.random.key(0)),
     "lengths": dict(
         query_seq_lengths=np.int32([20, 3]),
         key_value_seq_lengths=np.int32([0, 30]),
