@@ -17,6 +17,7 @@ from pallas_flash import backends, dropout, explain, flash_attention, masks
 from pallas_flash.kernels import device, hopper
 from pallas_flash.kernels.hopper import tuning
 from pallas_flash.kernels.mosaic import scheduler
+from scripts.bench import results
 
 needs_interpreter = pytest.mark.skipif(
     gpu_interpreter.MISSING is not None, reason=str(gpu_interpreter.MISSING)
@@ -233,6 +234,26 @@ def test_one_kernel_is_taken_where_any_order_is_allowed_many_keys_are_seen_and_i
     assert tiles(x, deterministic=True, **options).fused is None
     any_order = tiles(x, **options)
     assert (any_order.fused is not None) == fused == (any_order.dq is None)
+
+
+def test_the_faster_backward_is_the_default_in_every_case_that_was_timed():
+    timed = {
+        name: {(x.case, x.T): x.tflops for x in rows} for name, rows in results.of_an_h100().items()
+    }
+    for (case, length), default in timed[results.BACKWARD].items():
+        head = re.match(r"(\d+)(?:/(\d+))?", case)
+        x = shaped(length, length, int(head[1]), int(head[2] or head[1]))
+        options = (
+            CAUSAL
+            if "causal" in case
+            else dict(local_window_size=(1023, 0))
+            if "window" in case
+            else {}
+        )
+        both = (tiles(x, deterministic=d, **options) for d in (False, True))
+        deterministic = timed[results.DETERMINISTIC].get((case, length))
+        if deterministic:
+            assert len({*both}) == (1 if deterministic == default else 2), (case, length)
 
 
 # Batch, heads, of keys, length: parts. 132 processors want 528 programs, and a program's queries

@@ -78,36 +78,38 @@ class Contender(NamedTuple):
 
 def contender(name: str) -> Contender:
     """A peer, or an implementation of pallas_flash: "hopper", its backward with deterministic=True,
-    "hopper deterministic", or given documents by cu_seqlens, "hopper varlen"; each with other tiles
-    behind a colon, "hopper: dq.stages=2, dkv.stages=3"."""
+    "hopper deterministic", or in one kernel, "hopper fused", or given documents by cu_seqlens,
+    "hopper varlen"; each with other tiles behind a colon, "hopper: dq.stages=2, dkv.stages=3"."""
     return next((peer for peer in PEERS if peer.name == name), None) or _ours(name)
 
 
 # ---- pallas_flash ----
 
-DETERMINISTIC, VARLEN = "deterministic", "varlen"
+DETERMINISTIC, FUSED, VARLEN = "deterministic", "fused", "varlen"
 
 
 def _ours(name: str) -> Contender:
     call, _, fields = name.partition(": ")
     implementation, _, kind = call.partition(" ")
-    if kind not in ("", DETERMINISTIC, VARLEN):
+    if kind not in ("", DETERMINISTIC, FUSED, VARLEN):
         raise ValueError(
-            "after an implementation of pallas_flash stands nothing, deterministic or varlen; got "
-            f"{name!r}."
+            "after an implementation of pallas_flash stands nothing, deterministic, fused or "
+            f"varlen; got {name!r}."
         )
     changes = tiles.parse(fields) if fields else []
     change = functools.partial(tiles.changed, changes=changes) if changes else None
     one = ours(name, implementation, kind, change)
-    # the forward of a deterministic backward is the same
-    return one._replace(passes=tuple(PASSES[1:])) if kind == DETERMINISTIC else one
+    # the forward of another backward is the same
+    return one._replace(passes=tuple(PASSES[1:])) if kind in (DETERMINISTIC, FUSED) else one
 
 
 def ours(
     name: str, implementation: str, kind: str = "", change: Callable[[Any], Any] | None = None
 ) -> Contender:
     """An implementation of pallas_flash, by the tiles that `change` makes of its."""
-    run = functools.partial(tiles.attend, change) if change else flash_attention
+    run = flash_attention
+    if change or kind == FUSED:
+        run = functools.partial(tiles.attend, change, kind == FUSED)
 
     def attend(case, q, k, v, cu_seqlens=None, **operands):
         options = _options(case, implementation, kind)
@@ -125,7 +127,7 @@ def ours(
             of_case = tiles_of(case, implementation, kind)
             if change:
                 change(of_case)
-            elif kind == DETERMINISTIC and of_case == tiles_of(case, implementation):
+            elif kind in (DETERMINISTIC, FUSED) and of_case == tiles_of(case, implementation):
                 return "the kernels are the same by default"
         except NotImplementedError as error:
             return str(error)
@@ -140,7 +142,8 @@ def tiles_of(case: Case, implementation: str, kind: str = "") -> Any:
     query, key, value, _ = case.shapes()
     value = None if case.values_are_keys else value
     options = _options(case, implementation, kind) | _segment_ids(case)
-    return explain(query, key, value, **options).tiles
+    found = explain(query, key, value, **options)
+    return tiles.one_kernel(found.problem, implementation) if kind == FUSED else found.tiles
 
 
 def _options(case: Case, implementation: str, kind: str) -> dict:
@@ -154,7 +157,7 @@ def _options(case: Case, implementation: str, kind: str) -> dict:
         local_window_size=window,
         mask=mask,
         implementation=implementation,
-        deterministic=kind == DETERMINISTIC,
+        deterministic=True if kind == DETERMINISTIC else None,
         value_size=case.Hv if case.values_are_keys else None,
     )
 

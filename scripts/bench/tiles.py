@@ -7,6 +7,8 @@ import jax
 
 # the public functions take no tiles
 from pallas_flash import attention, autodiff, selection
+from pallas_flash.arguments import Problem
+from pallas_flash.kernels import hopper
 
 
 class Change(NamedTuple):
@@ -55,9 +57,20 @@ def changed(tiles, changes: list[Change]):
     return tiles
 
 
-def attend(change: Callable[[Any], Any], *args, **call) -> jax.Array:
+def one_kernel(problem: Problem, implementation: str) -> Any:
+    """Those of a backward in one kernel, however few keys queries see; NotImplementedError where
+    there is none."""
+    found = hopper.tiles(problem, fused=True) if implementation == "hopper" else None
+    if found is None or found.fused is None:
+        raise NotImplementedError("it has no backward in one kernel")
+    return found
+
+
+def attend(change: Callable[[Any], Any] | None, in_one_kernel: bool, *args, **call) -> jax.Array:
     """flash_attention(*args, **call), which names an implementation, by the tiles that `change`
     makes of its."""
     problem, operands = attention.normalised(*args, **call)
-    choice = selection.first(problem, call["implementation"])
-    return autodiff.attend(problem, choice._replace(tiles=change(choice.tiles)), operands)[0]
+    choice = selection.first(problem, name := call["implementation"])
+    tiles = one_kernel(problem, name) if in_one_kernel else choice.tiles
+    tiles = change(tiles) if change else tiles
+    return autodiff.attend(problem, choice._replace(tiles=tiles), operands)[0]
