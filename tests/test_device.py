@@ -97,11 +97,13 @@ def test_a_call_for_the_cpu_of_a_machine_with_a_gpu_takes_blockwise_and_checks_n
 
 RULE = masks.MaskMod(lambda b, h, q, k: (q // 8 + k // 8 + h + b) % 3 > 0)
 CALLS = {
-    "causal, dropout": dict(is_causal=True, dropout_rate=0.2, dropout_rng=jax.random.key(0)),
-    "lengths": dict(
+    "causal": dict(is_causal=True),
+    "lengths, dropout": dict(
         query_seq_lengths=np.int32([20, 3]),
         key_value_seq_lengths=np.int32([0, 30]),
         query_offset=-2,
+        dropout_rate=0.2,
+        dropout_rng=jax.random.key(0),
     ),
     "a rule, sinks, a soft cap": dict(mask=RULE, sinks=np.float32([0.3, -1]), logits_soft_cap=2.0),
     "a bias, dropout": dict(
@@ -111,7 +113,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", whole_but(DTYPES, *list(DTYPES)[:1]))
-@pytest.mark.parametrize("call", whole_but(CALLS, "lengths"))
+@pytest.mark.parametrize("call", whole_but(CALLS, "lengths, dropout"))
 def test_kernels_in_a_program_that_is_lowered_for_a_cpu_are_blockwise(name, call, rng, monkeypatch):
     elsewhere, taken = KernelPass.run_elsewhere, []
 

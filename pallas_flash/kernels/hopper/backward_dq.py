@@ -161,17 +161,16 @@ class Consumer(NamedTuple):
         for full in memory.q_full, memory.do_full:
             plgpu.barrier_wait(full.at[number])
         if memory.o is not None:
-            delta = self.sum_delta(lse, delta)
+            delta = self.sum_delta(delta)
         return QueryTile(self, blocks, first_row, lse, delta, head, mask)
 
-    def sum_delta(self, lse, dlse):
-        """`DeltaTerms.sum` of its rows, which is also left in shared memory. Rows that are not
-        there have no lse, and o may be NaN."""
+    def sum_delta(self, dlse):
+        """`DeltaTerms.sum` of its rows, left in shared memory too: of an empty row 0, as o is."""
         memory, kept = self.memory, self.problem.kept
         read = lambda x: plgpu.layout_cast(x.at[self.number][...], tile.LAYOUTS.tile)
         o, do = (read(x).astype(jnp.float32) for x in (memory.o, memory.do))
         delta = jnp.sum(o * do, axis=1)
-        delta = jnp.where(lse == jnp.inf, 0.0, (delta if kept == 1 else delta * kept) - dlse)
+        delta = (delta if kept == 1 else delta * kept) - dlse
         memory.delta.at[self.number][...] = delta
         return delta
 
