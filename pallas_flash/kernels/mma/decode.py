@@ -34,7 +34,7 @@ from pallas_flash.kernels.mosaic.registers import BITCAST_SCALE, iota, load, per
 from pallas_flash.kernels.mosaic.scheduler import divmod_
 from pallas_flash.kernels.mosaic.tiling import Tiling
 from pallas_flash.masks.resolved_mask import ResolvedMask
-from pallas_flash.pytrees import IntLike, smaller
+from pallas_flash.pytrees import IntLike
 from pallas_flash.quantised import weights
 
 
@@ -224,8 +224,14 @@ def _load_mask(mask: ResolvedMask, b, first_row: IntLike, tokens: int, group: in
     """Of 64 rows, from the mask of batch row b; a row beyond the last counts as the last."""
     rows, layout = pl.ds(first_row, ROWS), tile.LAYOUTS.row
     mask = mask.narrow(ResolvedMask.BY_QUERY, lambda ref: load(ref.at[b, rows], layout))
-    token = lax.div(first_row + iota(ROWS, layout), jnp.int32(group)) if tokens > 1 else 0
-    return TileMask(mask, b, *mask.interval(smaller(token, tokens - 1)), None)
+    token = 0
+    if tokens > 1:
+        token = lax.div(first_row + iota(ROWS, layout), jnp.int32(group))
+        token = jnp.minimum(token, tokens - 1)
+        if mask.stop is None:
+            # a choice between two numbers would be unsigned: Mosaic takes this from the condition
+            mask = dataclasses.replace(mask, start=0, stop=0 * token + mask.keys)
+    return TileMask(mask, b, *mask.interval(token), None)
 
 
 class Slice(NamedTuple):
