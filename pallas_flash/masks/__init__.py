@@ -285,9 +285,9 @@ def GlobalTokens(n: int) -> MaskMod:
 
 
 def _runs_of_row(query_ids, key_ids):
-    """Documents._runs of one batch row, by a table of buckets of ids: on a GPU a sort of all keys
-    and two searches took longer than the sums around them, and on a CPU 3 to 10 times as long.
-    Ids that share a bucket share a range, which is then too wide."""
+    """Documents._runs of one batch row, by a table of buckets of ids, since a sort of the keys and
+    searches in them are many kernels: results.md#documents. Ids that share a bucket share a range,
+    which is then too wide."""
     keys, bits = key_ids.size, max((key_ids.size - 1).bit_length(), MIN_BUCKET_BITS)
     key, differ = jnp.arange(keys, dtype=jnp.int32), key_ids[1:] != key_ids[:-1]
     is_first, is_last = (jnp.pad(differ, side, constant_values=True) for side in ((1, 0), (0, 1)))
