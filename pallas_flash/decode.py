@@ -82,43 +82,28 @@ def reach(start, stop, keys: int) -> tuple[jax.Array, jax.Array]:
 
 def pack_gqa(problem: Problem, x: Operands, score_mod: bool = False) -> tuple[Problem, Operands]:
     """The problem and operands with the query heads of a group as rows, token by token: as many
-    heads as key heads, and the mask as data by row, as is the score_mod's head and position if
-    `score_mod`. The sinks are left out: `merge_splits` adds them."""
-    p, at, score = problem, x.resolved_mask, x.score
+    heads as key heads, and the score_mod's head and position as data by row if `score_mod`. The
+    mask stays that of the tokens, one of which row r is, r // group. The sinks are left out:
+    `merge_splits` adds them."""
+    p, score = problem, x.score
     if score_mod and score is not None:
         score = score.pack_gqa(p.batch, p.heads, p.queries, p.group)
-    each = lambda a: jnp.broadcast_to(
-        jnp.repeat(a, p.group, axis=1), (p.batch, p.queries * p.group)
-    )
-    start, stop = intervals(p, at)
-    of = lambda a: None if a is None else each(a)
-    mask = ResolvedMask(
-        p.keys,
-        start=each(start),
-        stop=each(stop),
-        contiguous=of(at.contiguous),
-        query_ids=of(at.query_ids),
-        key_ids=at.key_ids,
-    )
     q = x.query.reshape(p.batch, p.queries, p.kv_heads, p.group, -1)
     q = jnp.swapaxes(q, 2, 3).reshape(p.batch, -1, p.kv_heads, p.head_size)
     rows = dataclasses.replace(
-        p,
-        queries=q.shape[1],
-        heads=p.kv_heads,
-        resolved_mask=shapes(mask),
-        sinks=False,
-        score=shapes(score),
+        p, queries=q.shape[1], heads=p.kv_heads, sinks=False, score=shapes(score)
     )
-    return rows, x._replace(query=q, sinks=None, resolved_mask=mask, score=score)
+    return rows, x._replace(query=q, sinks=None, score=score)
 
 
 def merge_splits(problem: Problem, x: Operands, o, stats: SoftmaxState, log_base: LogBase):
     """o [B, T, N, Hv] and its SoftmaxState [B, N, T], from those of the splits, o [B, splits, K,
     rows, Hv], [B, splits, K, rows]."""
     p = problem
-    share, stats = online_softmax.merge_all(stats, 1, log_base)
-    o = jnp.sum(o * share[..., None], 1)
+    split = lambda n: jax.tree.map(lambda a: a[:, n], (o, stats))
+    outputs, parts = zip(*map(split, range(o.shape[1])), strict=True)
+    shares, stats = online_softmax.merge(parts, log_base)
+    o = sum(o * share[..., None] for o, share in zip(outputs, shares, strict=True))
     by_query = lambda a: jnp.moveaxis(
         a.reshape(p.batch, p.kv_heads, p.queries, p.group, *a.shape[3:]), 2, 3
     )

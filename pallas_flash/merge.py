@@ -50,7 +50,7 @@ def merge_attention(
     dtype = checks.sums(outputs[0].dtype)
     parts = [SoftmaxState(lse.astype(dtype), None) for lse in lses]
     shares, stats = online_softmax.merge(parts, LogBase.E)
-    shares = shares[..., None]
+    shares = [share[..., None] for share in shares]
     o = sum(
         share * jnp.where(share > 0, o.astype(dtype), 0.0)
         for share, o in zip(shares, outputs, strict=True)

@@ -8,7 +8,9 @@ and an exp.
 """
 
 import enum
+import functools
 import math
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -249,25 +251,20 @@ def _inverse(l):
     return 1.0 / jnp.where(l == 0, 1.0, l)
 
 
-def merge_all(stats: SoftmaxState, axis: int, log_base: LogBase):
-    """Several sets of keys that the same rows saw, along an axis of stats, as one: the share of
-    each in the softmax of all, which their outputs are multiplied by and then added, and the
-    SoftmaxState of all."""
-    m, l = _with_sum(stats)
-    highest = lax.stop_gradient(jnp.max(m, axis, keepdims=True))
-    l = l * log_base.power(m - highest)
-    total = jnp.sum(l, axis, keepdims=True)
-    top = None if stats.top is None else jnp.max(stats.top, axis)
-    joined = SoftmaxState(jnp.squeeze(highest, axis), jnp.squeeze(total, axis), top)
-    return l * _inverse(total), joined
-
-
 def merge(parts: Sequence[SoftmaxState], log_base: LogBase):
-    """`merge_all` of parts, whose shares are along a new first axis. It has a top if the first
-    part has one."""
-    with_top = parts[0].top is not None
-    whole = [SoftmaxState(*_with_sum(x), x.largest if with_top else None) for x in parts]
-    return merge_all(jax.tree.map(lambda *x: jnp.stack(x), *whole), 0, log_base)
+    """Several sets of keys that the same rows saw, as one: the share of each in the softmax of all,
+    which their outputs are multiplied by and then added, and the SoftmaxState of all. It has a top
+    if the first part has one."""
+    # part by part: along an axis of their array XLA would compute a sum of each maximum, in a
+    # kernel of its own
+    maxima, sums = zip(*map(_with_sum, parts), strict=True)
+    highest = lax.stop_gradient(functools.reduce(jnp.maximum, maxima))
+    sums = [l * log_base.power(m - highest) for m, l in zip(maxima, sums, strict=True)]
+    total, top = functools.reduce(operator.add, sums), None
+    if parts[0].top is not None:
+        top = functools.reduce(jnp.maximum, [x.largest for x in parts])
+    inverse = _inverse(total)
+    return [l * inverse for l in sums], SoftmaxState(highest, total, top)
 
 
 def _with_sum(stats: SoftmaxState):

@@ -41,6 +41,14 @@ class Blocks(NamedTuple):
         masked, last = (lists[(*row, i)] for i in range(2))
         return cls(0, masked, last, last, lambda t: lists[(*row, 2 + t)])
 
+    def of_size(self, size: int) -> "Blocks":
+        """Blocks of `size` keys, of blocks of one key."""
+        # rounds to 0: below it are no blocks
+        div = lambda n: n // size if isinstance(n, int) else lax.div(n, jnp.int32(size))
+        up = lambda n: div(n + size - 1)
+        first, full_first, full_last, last = self.ends
+        return Blocks(div(first), up(full_first), div(full_last), up(last)).clip()
+
     @property
     def ends(self) -> tuple[IntLike, IntLike, IntLike, IntLike]:
         return self[:4]
@@ -133,14 +141,19 @@ def key_blocks(start: IntLike, stop: IntLike, contiguous, size: int, axis=None) 
 
 
 def known_blocks(resolved_mask: ResolvedMask, first: IntLike, last: IntLike, size: int) -> Blocks:
-    """key_blocks of the rows from `first` to `last`, numbers in a kernel, where the mask has no
-    data: what a row sees begins and ends no earlier than what the row before it sees."""
-    (start, whole_stop), (whole_start, stop) = map(resolved_mask.interval, (first, last))
-    # rounds to 0: below it are no blocks
-    div = lambda n: n // size if isinstance(n, int) else lax.div(n, jnp.int32(size))
-    return Blocks(
-        div(start), div(whole_start + size - 1), div(whole_stop), div(stop + size - 1)
-    ).clip()
+    """key_blocks of the rows from `first` to `last`, as of `known_keys`."""
+    return known_keys(resolved_mask, first, last).of_size(size)
+
+
+def known_keys(resolved_mask: ResolvedMask, first: IntLike, last: IntLike) -> Blocks:
+    """The keys that the rows from `first` to `last` may see, and those that each sees, as blocks of
+    one key: of numbers in a kernel, where the mask has no data by row. What a row sees then begins
+    and ends no earlier than what the row before it sees, up to `query_stop`, of one batch row."""
+    end = resolved_mask.query_stop
+    last_seeing = last if end is None else between(end - 1, first, last)
+    (start, whole_stop), (whole_start, stop) = map(resolved_mask.interval, (first, last_seeing))
+    whole_stop = whole_stop if end is None else jnp.where(last < end, whole_stop, 0)
+    return Blocks(start, whole_start, whole_stop, stop)
 
 
 def key_ranges(resolved_mask: ResolvedMask, queries: int, block_q: int) -> list[Blocks]:

@@ -109,6 +109,21 @@ def packed_documents(folder: pathlib.Path):
         print(kernel.name)
 
 
+def around_decoding(folder: pathlib.Path, implementation: str):
+    """Prints of one token beside a cache, without lengths and with them, the operations that XLA
+    runs beside the kernel, those of integers first."""
+    import jax.numpy as jnp
+
+    q, k, lengths = _shape(1, 1, 64, 128), _shape(1, 32768, 8, 128), _shape(1, dtype=jnp.int32)
+    attend = _attend(implementation)
+    masked = lambda q, k, lengths: attend(q, k, k, key_value_seq_lengths=lengths)
+    for call in (lambda q, k, _: attend(q, k, k)), masked:
+        code = gpu_code.compiled(_gpus()["H200"], call, q, k, lengths).as_text()
+        (entry,) = re.findall(r"^ENTRY.*?^}", code, re.M | re.S)
+        made = re.findall(r" = (.*?) (?:fusion|copy|sort|reduce|while)\(", entry)
+        print(*sorted(made, key=lambda kind: "s32" not in kind), sep="; ")
+
+
 def _gpus():
     from pallas_flash import accounting
 

@@ -202,6 +202,9 @@ BY_MOSAIC = {
     "a window and sinks, 64": (64, dict(SEEN["a window"], sinks=np.ones(8, np.float32))),
     "a window, 80": (80, SEEN["a window"]),
     "a soft cap, 96": (96, dict(SEEN["causal with lengths"], logits_soft_cap=2.0)),
+    "documents, 64": (64, SEEN["documents"]),
+    "some queries, 64": (64, SEEN["some queries"]),
+    "full, 64": (64, {}),
 }
 
 

@@ -104,16 +104,23 @@ def everything(features, implementation, floats, rest):
 
 @contextlib.contextmanager
 def limited_to(gpu, monkeypatch):
-    """Mosaic refuses what takes more shared memory than a program of the GPU can have."""
-    from jax.experimental.mosaic.gpu import core
+    """Mosaic refuses what takes more shared memory than a program of the GPU can have, and a choice
+    that it makes unsigned: it does so where the first of its values is a number."""
+    from jax.experimental.mosaic.gpu import FragmentedArray, core
 
+    def select(condition, a, b, stock=FragmentedArray.select):
+        chosen = stock(condition, a, b)
+        assert chosen.is_signed == a.is_signed
+        return chosen
+
+    monkeypatch.setattr(FragmentedArray, "select", select)
     monkeypatch.setattr(core, "_SMEM_SIZE_BOUND", gpu.shared_memory - 1024)
     with as_if_on(gpu):
         yield
 
 
-def lower(features, implementation, widths):
-    sizes = SIZES | dict(T=T, S=S, H=widths[0], V=widths[1])
+def lower(features, implementation, widths, what=everything, **more):
+    sizes = SIZES | dict(T=T, S=S, H=widths[0], V=widths[1]) | more
     letters = dict(query="BTNH", key="BSKH", value="BSKV")
     letters |= {name: x for feature in features for name, x in EACH[feature].arrays.items()}
     floats, rest = {}, {}
@@ -121,7 +128,7 @@ def lower(features, implementation, widths):
         dtype = DTYPES.get(name, "int32")
         shape = tuple(sizes.get(axis, 1) for axis in axes)
         (floats if "float" in dtype else rest)[name] = jax.ShapeDtypeStruct(shape, dtype)
-    f = functools.partial(everything, features, implementation)
+    f = functools.partial(what, features, implementation)
     jax.jit(f).trace(floats, rest).lower(lowering_platforms=("cuda",))
 
 
@@ -134,6 +141,21 @@ def implementations(gpu) -> list[str]:
 def test_features_lower_together(features, name, widths, monkeypatch):
     with limited_to(GPU[name], monkeypatch):
         lower(TOGETHER[features].split(","), implementations(GPU[name])[0], widths)
+
+
+DECODING = [
+    ("nothing",),
+    ("`query_seq_lengths`",),
+    ("`is_causal`", "`query_seq_lengths`", "`key_value_seq_lengths`"),
+    ("`local_window_size`", "segment ids", "slopes"),
+]
+
+
+@pytest.mark.parametrize("features", DECODING, ids=str)
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_decoding_lowers(features, tokens, monkeypatch):
+    with limited_to(GPU["H200"], monkeypatch):
+        lower(features, "hopper", (64, 64), outputs, T=tokens, S=300)
 
 
 @pytest.mark.whole

@@ -163,6 +163,54 @@ def test_packed_documents_in_runs_skip_the_blocks_of_other_documents():
     np.testing.assert_array_equal(blocks, np.arange(16)[:, None] + [0, 0, 1, 1])
 
 
+def bucket_mates(bits: int) -> np.ndarray:
+    """Two ids of one bucket."""
+    ids = jnp.arange(1 << bits, 3 << bits, dtype=jnp.int32)
+    other = int(ids[np.asarray(masks._bucket(ids, bits)) == 7][0])
+    return np.array([7, other], np.int32)
+
+
+PACKED = np.repeat(np.arange(12), [40, 1, 0, 60, 33, 7, 0, 90, 2, 5, 31, 31])
+IDS = {  # of keys, and of queries if they are others
+    "in order": (PACKED,),
+    "padded behind with 0": (np.append(PACKED + 1, [0] * 50),),
+    "padded behind with -1": (np.append(PACKED, [-1] * 50),),
+    "padded before": (np.append([-7] * 50, PACKED),),
+    "padded between": (np.where(np.arange(PACKED.size) % 9 < 7, PACKED + 1, 0),),
+    "backward": (PACKED[::-1],),
+    "a document in two parts": (np.repeat([0, 1, 0, 2], 31),),
+    "each alone": (np.arange(300),),
+    "one": (np.zeros(300),),
+    "scattered": (np.arange(300) * 5 % 7,),
+    "far apart": ((PACKED * 37 % 64 - 20) << 20,),
+    "the ends of int32": (np.repeat([2**31 - 1, -(2**31), 0, -1], 31),),
+    "others than the queries'": (PACKED, np.arange(-5, 200) // 9),
+    "a single key": (np.array([3]), np.arange(5)),
+}
+
+
+@pytest.mark.parametrize("name", IDS)
+def test_a_query_sees_from_the_first_to_the_last_key_with_its_id(name):
+    keys, queries = (np.array(x, np.int32) for x in (IDS[name][0], IDS[name][-1]))
+    start, stop, contiguous = map(np.asarray, masks._runs_of_row(queries, jnp.asarray(keys)))
+    for n, query in enumerate(queries):
+        found = np.flatnonzero(keys == query)
+        expected = (found[0], found[-1] + 1) if found.size else (0, 0)
+        assert (start[n], stop[n]) == expected
+        assert contiguous[n] == (0 < found.size == stop[n] - start[n])
+
+
+def test_ids_that_share_a_bucket_share_a_range_that_needs_a_mask():
+    first, second = bucket_mates(masks.MIN_BUCKET_BITS)
+    keys = jnp.repeat(jnp.array([1, first, second, 2], jnp.int32), 10)
+    start, stop, contiguous = masks._runs_of_row(keys, keys)
+    assert start.tolist() == [0] * 10 + [10] * 20 + [30] * 10
+    assert stop.tolist() == [10] * 10 + [30] * 20 + [40] * 10
+    assert contiguous.tolist() == [True] * 10 + [False] * 20 + [True] * 10
+    alone = masks._runs_of_row(jnp.array([second], jnp.int32), keys[:20])
+    assert not alone[2].any()  # the range is another id's
+
+
 def shown(mask, batch=2, heads=2, size=40):
     """Which pairs a mask shows, bool [B, N, T, S]."""
     arrays = lambda part: dataclasses.replace(

@@ -28,6 +28,7 @@ def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None, scale
     both have `scales` [P, page, K]."""
     p, wide = problem, sums(tiles.dtype)
     rows, x_rows = decode.pack_gqa(p, x)
+    x_rows = x_rows._replace(resolved_mask=_mask_by_row(p, x.resolved_mask))
     q = jnp.swapaxes(x_rows.query, 1, 2).astype(wide)
     q = q * p.scale if p.soft_cap is None else q  # as Logits.query_factor
     zeros = lambda *shape: jnp.zeros_like(q, shape=shape)
@@ -44,6 +45,23 @@ def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None, scale
     o, m, l = schedule.loop(0, p.batch // batch, some, start) if batch < p.batch else some(0, start)
     o, m, l = (a[:, None] for a in (o, m, l))
     return decode.merge_splits(p, x, o, online_softmax.SoftmaxState(m, l), LogBase.E)
+
+
+def _mask_by_row(p: Problem, mask: ResolvedMask) -> ResolvedMask:
+    """The mask with what each row [B, rows] sees as data."""
+    by_row = lambda x: jnp.broadcast_to(
+        jnp.repeat(x, p.group, axis=1), (p.batch, p.queries * p.group)
+    )
+    start, stop = decode.intervals(p, mask)
+    mask = ResolvedMask(
+        p.keys,
+        start=start,
+        stop=stop,
+        contiguous=mask.contiguous,
+        query_ids=mask.query_ids,
+        key_ids=mask.key_ids,
+    )
+    return mask.narrow(ResolvedMask.BY_QUERY, by_row)
 
 
 def _attend(p: Problem, tiles: DecodeTiles, part: HeadRange, q, x: Operands, table, scales, score):

@@ -304,9 +304,9 @@ class RoundTrip(NamedTuple):
         def merge(rows, _, p, pair, carry):
             o, old = jax.tree.map(rows.take, carry, axes)
             o_pair, stats = pass_.inner(p, self.tiles, pair)
-            share, stats = online_softmax.merge([old, stats], log_base)
-            share = jnp.swapaxes(share, 2, 3)[..., None]  # [2, B, T, N, 1]
-            o = o * share[0] + o_pair.astype(wide) * share[1]
+            shares, stats = online_softmax.merge([old, stats], log_base)
+            of_old, of_pair = (jnp.swapaxes(x, 1, 2)[..., None] for x in shares)  # [B, T, N, 1]
+            o = o * of_old + o_pair.astype(wide) * of_pair
             return jax.tree.map(rows.put, carry, (o, stats), axes)
 
         attend = lambda t, keys, carry: self.each_pair(t, keys, merge, carry)

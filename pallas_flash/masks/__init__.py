@@ -285,13 +285,32 @@ def GlobalTokens(n: int) -> MaskMod:
 
 
 def _runs_of_row(query_ids, key_ids):
-    order = jnp.argsort(key_ids, stable=True).astype(jnp.int32)
-    ids = key_ids[order]
-    low, high = (_search(ids, query_ids, side) for side in ("left", "right"))
-    found = low < high
-    start = jnp.where(found, order[jnp.minimum(low, ids.size - 1)], 0)
-    stop = jnp.where(found, order[jnp.maximum(high - 1, 0)] + 1, 0)
-    return start, stop, stop - start == high - low
+    """Documents._runs of one batch row, by a table of buckets of ids, since a sort of the keys and
+    searches in them are many kernels: results.md#documents. Ids that share a bucket share a range,
+    which is then too wide."""
+    keys, bits = key_ids.size, max((key_ids.size - 1).bit_length(), MIN_BUCKET_BITS)
+    key, differ = jnp.arange(keys, dtype=jnp.int32), key_ids[1:] != key_ids[:-1]
+    is_first, is_last = (jnp.pad(differ, side, constant_values=True) for side in ((1, 0), (0, 1)))
+    of_query, of_key = (_bucket(ids, bits) for ids in (query_ids, key_ids))
+    # of the ends of runs alone: many keys of one id would wait for each other
+    of_key = jnp.where(is_first | is_last, of_key, 1 << bits)
+    ends = [(is_first, -key), (is_first, key), (is_last, key + 1)]
+    ends = jnp.stack([jnp.where(which, end, -keys) for which, end in ends], 1)
+    table = jnp.full_like(key_ids, -keys, shape=(1 << bits, 3)).at[of_key].max(ends, mode="drop")
+    first, last_run, stop = jnp.moveaxis(table[of_query], 1, 0)
+    stop = jnp.maximum(stop, 0)
+    start = jnp.minimum(-first, stop)  # 0 of an empty bucket
+    return start, stop, (start == last_run) & (key_ids[start] == query_ids)
+
+
+MIN_BUCKET_BITS = 12
+
+
+def _bucket(ids, bits: int):
+    """The ids from 0 to 2^bits - 1 as they are; of others the upper bits are added as a Fibonacci
+    hash."""
+    upper = (ids >> bits).astype(jnp.uint32) * jnp.uint32(0x9E3779B1)
+    return (ids + (upper >> (32 - bits)).astype(jnp.int32)) & ((1 << bits) - 1)
 
 
 def _search(a, x, side: str):

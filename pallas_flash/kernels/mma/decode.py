@@ -11,11 +11,13 @@ and of V, and adds up S over half of the columns of Q and K. They exchange these
 memory, and then both have S, and compute the same P.
 """
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -27,8 +29,8 @@ from pallas_flash.kernels.mma.padded_rows import flat, pad
 from pallas_flash.kernels.mma.tuning import ROWS, DecodeTiles
 from pallas_flash.kernels.mosaic import logits, mods
 from pallas_flash.kernels.mosaic.launch import LANE, launch
-from pallas_flash.kernels.mosaic.mask import load_mask
-from pallas_flash.kernels.mosaic.registers import BITCAST_SCALE, per_row
+from pallas_flash.kernels.mosaic.mask import TileMask
+from pallas_flash.kernels.mosaic.registers import BITCAST_SCALE, iota, load, per_row
 from pallas_flash.kernels.mosaic.scheduler import divmod_
 from pallas_flash.kernels.mosaic.tiling import Tiling
 from pallas_flash.masks.resolved_mask import ResolvedMask
@@ -39,12 +41,12 @@ from pallas_flash.quantised import weights
 class Inputs(NamedTuple):
     q: jax.Array  # [B, tiles of 64 rows, K width]
     kv: tuple  # keys [B, S, K width], or pages [P, page, K width]; and values if they are apart
-    blocks: jax.Array  # int32 [B, tiles, 4], schedule.Blocks
-    reach: jax.Array  # int32 [B, 2], the keys that any row sees
+    # int32 [B, 4], what the tokens see, schedule.Blocks of one key; None: the kernel computes it
+    keys: jax.Array | None
     table: jax.Array | None  # int32 [B, pages], indices of existing pages
     # of keys and values of 8 bits: what their numbers in shared memory are multiplied by
     scales: tuple  # float32 [B, K, S]
-    resolved_mask: ResolvedMask  # its data by 64 rows, and by keys
+    resolved_mask: ResolvedMask  # that of the tokens; its data by query by 64 rows
     score_mod: mods.Arrays | None
 
 
@@ -83,10 +85,12 @@ def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None, scale
     [B, pages] of page indices, key and value are pages [P, page, K, n]; where these are of 8 bits,
     both have `scales` [P, page, K]."""
     (p, rows), t = decode.pack_gqa(problem, x, score_mod=True), tiles
-    inputs, count = _inputs(p, t, rows, table, scales), schedule.ceil_div(p.queries, ROWS)
+    resolved_mask, keys = _mask(problem, x.resolved_mask, t.block_k)
+    rows = rows._replace(resolved_mask=resolved_mask)
+    inputs, count = _inputs(p, t, rows, keys, table, scales), schedule.ceil_div(p.queries, ROWS)
     splits = p.batch, t.num_splits, p.heads, count * ROWS
     o, *stats = launch(
-        functools.partial(_kernel, problem=p, tiles=t),
+        functools.partial(_kernel, problem=p, tokens=problem.queries, tiles=t),
         inputs,
         programs=p.batch * p.heads * t.num_splits * count,
         out_type=[
@@ -103,9 +107,21 @@ def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None, scale
     return decode.merge_splits(problem, x, o[..., : p.queries, : p.value_size], stats, p.log_base)
 
 
-def _inputs(p: Problem, t: DecodeTiles, x: Operands, table, scales) -> Inputs:
-    resolved_mask, blocks = schedule.by_query_tile(x.resolved_mask, p.queries, ROWS, t.block_k)
-    reach = jnp.stack(decode.reach(resolved_mask.start, resolved_mask.stop, p.keys), 1)
+def _mask(p: Problem, mask: ResolvedMask, block_k: int):
+    """The mask with its data by query for each of 64 rows, and by key for whole blocks; and the
+    `keys` of Inputs."""
+    if mask.start is None:
+        return mask, None
+    rows = schedule.ceil_div(p.queries * p.group, ROWS) * ROWS
+    token = np.minimum(np.arange(rows, dtype=np.int32) // p.group, p.queries - 1)
+    keys = schedule.key_blocks(*decode.intervals(p, mask), mask.contiguous, 1, axis=1)
+    mask = dataclasses.replace(mask, contiguous=None)
+    mask = mask.narrow(ResolvedMask.BY_QUERY, lambda x: x[:, token])
+    whole_blocks = lambda x: jnp.pad(x, ((0, 0), (0, -p.keys % block_k)))
+    return mask.narrow(ResolvedMask.BY_KEY, whole_blocks), jnp.stack(keys.ends, 1)
+
+
+def _inputs(p: Problem, t: DecodeTiles, x: Operands, keys, table, scales) -> Inputs:
     kv = [x.key] if t.values_are_keys else [x.key, x.value]
     rows = schedule.ceil_div(p.queries, ROWS) * ROWS, *(a.shape[1] for a in kv)
     if t.stored:
@@ -115,7 +131,7 @@ def _inputs(p: Problem, t: DecodeTiles, x: Operands, table, scales) -> Inputs:
     in_order = lambda a: BITCAST_SCALE[t.stored] * _in_order(a, table, t.block_k)
     scales = tuple(map(in_order, scales[: len(kv)]))
     score_mod = mods.arrays(p, x.score, Tiling(ROWS, t.block_k, t.block_k))
-    return Inputs(q, tuple(kv), blocks, reach, table, scales, resolved_mask, score_mod)
+    return Inputs(q, tuple(kv), keys, table, scales, x.resolved_mask, score_mod)
 
 
 def _in_order(scales, table, block_k: int):
@@ -125,7 +141,9 @@ def _in_order(scales, table, block_k: int):
     return jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % block_k)))
 
 
-def _kernel(program, x: Inputs, o_gmem, *outputs, problem: Problem, tiles: DecodeTiles):
+def _kernel(
+    program, x: Inputs, o_gmem, *outputs, problem: Problem, tokens: int, tiles: DecodeTiles
+):
     (*stats_gmem, memory), p, t = outputs, problem, tiles
     own, count = Slice.of(t), schedule.ceil_div(p.queries, ROWS)
     program, number = divmod_(program, count)  # neighbours read the same keys
@@ -133,7 +151,12 @@ def _kernel(program, x: Inputs, o_gmem, *outputs, problem: Problem, tiles: Decod
     b, h = divmod_(pair, p.heads)
     first_row = number * ROWS
     rows = pl.ds(first_row, ROWS)
-    blocks = schedule.Blocks.from_table(x.blocks, b, number).split(split, t.num_splits)
+    at_batch = x.resolved_mask.narrow(ResolvedMask.BY_BATCH, lambda ref: ref[b])
+    if x.keys is None:
+        keys = schedule.known_keys(at_batch, 0, tokens - 1)
+    else:
+        keys = schedule.Blocks.from_table(x.keys, b)
+    blocks = keys.of_size(t.block_k).split(split, t.num_splits)
     kv = tile.CopyRing(memory.kv, memory.kv_full, t.copies, warpgroups=t.warpgroups)
 
     def load(n):
@@ -147,7 +170,7 @@ def _kernel(program, x: Inputs, o_gmem, *outputs, problem: Problem, tiles: Decod
     pl.when(own.is_first)(lambda: tile.copy(q_gmem, memory.q, memory.q_full))
     for n in range(t.stages - 1):
         load(blocks.first + n)
-    mask = load_mask(tile.LAYOUTS, x.resolved_mask, b, first_row, ROWS, None)
+    mask = _load_mask(at_batch, b, first_row, tokens, p.queries // tokens)
     score_mod = mods.for_head(p.score, x.score_mod, b, h)
     head = logits.Logits(p, tile.LAYOUTS, x.resolved_mask, None, None, score_mod, None)
     kv.wait_before(memory.q_full, blocks.count)
@@ -185,8 +208,8 @@ def _kernel(program, x: Inputs, o_gmem, *outputs, problem: Problem, tiles: Decod
         prob = tile.as_left(prob.astype(v.dtype))
         if not masked:
             return tile.dot(o, prob, v), stats
-        start, stop = jnp.maximum(x.reach[b, 0], unseen), x.reach[b, 1]
-        return tile.dot_of_rows(o, prob, v, start - first, stop - first), stats
+        start = jnp.maximum(keys.first, unseen)
+        return tile.dot_of_rows(o, prob, v, start - first, keys.last - first), stats
 
     start = online_softmax.start(tile.rows(ROWS, 0.0), p.log_base)
     o, stats = blocks.visit(step, (tile.zeros(ROWS, t.value_width // t.warpgroups), start))
@@ -195,6 +218,20 @@ def _kernel(program, x: Inputs, o_gmem, *outputs, problem: Problem, tiles: Decod
     for gmem, value in zip(stats_gmem, (stats.m, stats.l), strict=True):
         store = functools.partial(tile.store, gmem.at[b, split, h, rows], value)
         pl.when(own.is_first)(store)
+
+
+def _load_mask(mask: ResolvedMask, b, first_row: IntLike, tokens: int, group: int) -> TileMask:
+    """Of 64 rows, from the mask of batch row b; a row beyond the last counts as the last."""
+    rows, layout = pl.ds(first_row, ROWS), tile.LAYOUTS.row
+    mask = mask.narrow(ResolvedMask.BY_QUERY, lambda ref: load(ref.at[b, rows], layout))
+    token = 0
+    if tokens > 1:
+        token = lax.div(first_row + iota(ROWS, layout), jnp.int32(group))
+        token = jnp.minimum(token, tokens - 1)
+        if mask.stop is None:
+            # a choice between two numbers would be unsigned: Mosaic takes this from the condition
+            mask = dataclasses.replace(mask, start=0, stop=0 * token + mask.keys)
+    return TileMask(mask, b, *mask.interval(token), None)
 
 
 class Slice(NamedTuple):

@@ -11,7 +11,6 @@ from pallas_flash import decode, online_softmax
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.kernels.triton import mods, tile
 from pallas_flash.kernels.triton.tuning import DecodeTiles, power_of_two
-from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.quantised import weights
 
 
@@ -21,7 +20,7 @@ def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None, scale
     both have `scales` [P, page, K]."""
     p, rows = decode.pack_gqa(problem, mods.flatten(x))
     index = lambda part, k, b: dict(b=b, B=b, n=k, k=k, p=part)
-    at = tile.layout(p, tiles, index, t=tiles.block_q, p=None)
+    at = tile.layout(p, tiles, index, t=tiles.block_q, T=problem.queries, p=None)
     specs = at.operands(rows)
     table_spec = None
     if table is not None:
@@ -38,7 +37,7 @@ def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None, scale
         (p.batch, tiles.num_splits, p.heads, p.queries, p.value_size), jnp.float32
     )
     o, m, l = tile.launch(
-        functools.partial(_kernel, problem=p, group=problem.group, tiles=tiles),
+        functools.partial(_kernel, problem=p, tokens=problem.queries, tiles=tiles),
         (rows, table, scales),
         grid=(tiles.num_splits, p.heads, p.batch),
         in_specs=[specs, table_spec, tuple(map(of_scale, scales))],
@@ -59,16 +58,17 @@ def _kernel(
     l_ref,
     *,
     problem: Problem,
-    group: int,
+    tokens: int,
     tiles: DecodeTiles,
 ):
     p = problem
     row = tile.span(tile.FIRST, tiles.block_q, p.queries)
+    group = p.queries // tokens
     token, pair = (
         row.index // group,
         (pl.program_id(2), pl.program_id(1) * group + row.index[:, None] % group),
     )
-    mask = tile.mask(x.resolved_mask, row, p.queries)
+    mask = tile.mask(x.resolved_mask, row._replace(index=token), tokens)
     q = tile.load(x.query, row.inside, tile.head(x.query, p.head_size))  # [bq, H]
 
     def step(j, carry, masked):
@@ -94,8 +94,7 @@ def _kernel(
             prob, v = prob * v_scale, v.astype(weights(q.dtype))
         return o * alpha[:, None] + tile.dot(prob.astype(v.dtype), v), stats
 
-    # pages before it may hold NaN
-    first = jnp.min(jnp.where(mask.start < mask.stop, mask.start, ResolvedMask.ALL))
+    first = mask.blocks(1).first  # pages before it may hold NaN
     start = (
         jnp.zeros(o_ref.shape, jnp.float32),
         online_softmax.start(jnp.zeros(tiles.block_q, jnp.float32), p.log_base),
