@@ -22,7 +22,6 @@ PENDING = {
     "dkv.section",
     "dq.sums_delta",
     "forward.section",
-    "fused.dq_by_producer",
     "fused.group_parts",
     "fused.programs",
     "fused.section",

@@ -37,6 +37,7 @@ from kernel_cases import (
 from selection import whole_but
 
 from pallas_flash import flash_attention, masks
+from pallas_flash.kernels.hopper import tuning
 
 pytestmark = pytest.mark.skipif(
     gpu_interpreter.MISSING is not None, reason=str(gpu_interpreter.MISSING)
@@ -231,6 +232,17 @@ RACES += itertools.product(BY_MMA, LONG_ABOVE_256)
 @pytest.mark.parametrize("family, name", whole_but(RACES, *FAST_RACES, *WIDEST))
 def test_there_is_no_race(family, name):
     assert not agrees(family, name, detect_races=True).found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "name",
+    whole_but(["long, heads of 128", "long, heads of 64", "padding, sinks"], "long, heads of 128"),
+)
+def test_there_is_no_race_where_the_producer_adds_dq(name, monkeypatch):
+    rows = tuple(row._replace(dq_by_producer=True) for row in tuning._FUSED)
+    monkeypatch.setattr(tuning, "_FUSED", rows)
+    assert not agrees("hopper", f"{name}, in any order", detect_races=True).found
 
 
 class LeftOut(NamedTuple):

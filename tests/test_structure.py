@@ -91,6 +91,7 @@ ORDER = [
     "kernels.hopper.backward",
     "kernels.hopper.backward_dkv",
     "kernels.hopper.dkv_consumer",
+    "kernels.hopper.dq_store",
     "kernels.hopper.backward_dq",
     "kernels.hopper.tangent",
     "kernels.hopper.tile",

@@ -13,6 +13,7 @@ from pallas_flash import schedule
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.kernels.hopper import sync, tile
 from pallas_flash.kernels.hopper.dkv_consumer import Block, DkvConsumer, Do, Q
+from pallas_flash.kernels.hopper.dq_store import DqStore, Rows
 from pallas_flash.kernels.hopper.tile import inputs
 from pallas_flash.kernels.hopper.tuning import ROWS, KeyTiles, padded_size
 from pallas_flash.kernels.mosaic import block_info, logits, scheduler
@@ -122,15 +123,18 @@ def _kernel(program, x: Inputs, *refs, names: tuple[str, ...], problem: Problem,
         )
     )
     first_key = work.tile * tiles.block_k
+    dq_gmem, store = outputs.get("dq"), None
+    if tiles.dq_by_producer:
+        store = DqStore(tiles, memory.dq, dq_gmem, work.batch)
 
     def produce():
         _load_keys(x, work, memory, tiles)
         read = x.queries.reader(work.batch, tiles.block_q)
 
-        def head(g, _):
+        def head(g, to_add):
             blocks, position = query_blocks(g)
 
-            def load(t, _):
+            def load(t, to_add):
                 i = blocks.index(t)
 
                 def fill(first, q_gmem, do_gmem):
@@ -147,12 +151,18 @@ def _kernel(program, x: Inputs, *refs, names: tuple[str, ...], problem: Problem,
                     for ring, source in fills if "dv" in tiles.sums else reversed(fills):
                         ring.fill(position(t), source)
 
-                read(i, fill)
+                if store is None:
+                    read(i, fill)
+                    return to_add
+                store.add_under(lambda: read(i, fill), to_add, position(t) >= tiles.stages)
+                return *to_add[1:], Rows(i * tiles.block_q, work.head + g)
 
-            schedule.loop(opaque(blocks.first), opaque(blocks.last), load, None)
+            return schedule.loop(opaque(blocks.first), opaque(blocks.last), load, to_add)
 
-        schedule.loop(0, opaque(heads), head, None)
+        to_add = schedule.loop(0, opaque(heads), head, store and store.start())
         blocks, position = query_blocks(heads - 1)
+        if store is not None:
+            store.drain(to_add, position(blocks.last))
         for ring in q, do:
             ring.drain(position(blocks.last))
 
@@ -165,7 +175,7 @@ def _kernel(program, x: Inputs, *refs, names: tuple[str, ...], problem: Problem,
     def compute(wg, is_first=None):
         plgpu.barrier_wait(memory.kv_full)
         consumer_at = lambda wg: DkvConsumer(
-            problem, tiles, memory, q, do, wg, work.batch, first_key, is_first, outputs.get("dq")
+            problem, tiles, memory, q, do, wg, work.batch, first_key, is_first, dq_gmem, store
         )
 
         def head(g, sums):
@@ -184,6 +194,8 @@ def _kernel(program, x: Inputs, *refs, names: tuple[str, ...], problem: Problem,
         sums = schedule.loop(0, heads, head, zeros)
         if "dk" in sums:
             sums = sums | dict(dk=sums["dk"] * problem.scale)
+        if store is not None:
+            store.handoff(wg).wait_for_release()
         finish = _finish if tiles.group_parts == 1 else _add
         finish(work, consumer, sums, outputs)
 

@@ -11,6 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.arguments import Problem
 from pallas_flash.kernels.hopper import sync, tile
+from pallas_flash.kernels.hopper.dq_store import DqStore
 from pallas_flash.kernels.hopper.tuning import ROWS, KeyTiles
 from pallas_flash.kernels.mosaic.logits import Logits
 from pallas_flash.kernels.mosaic.registers import opaque, per_column
@@ -54,6 +55,7 @@ class DkvConsumer(NamedTuple):
     first_key: IntLike
     is_first: bool | None  # of two consumers that split the columns; None where each owns keys
     dq_gmem: Any = None  # in the fused scheme
+    dq_store: DqStore | None = None  # where its producer adds dq
 
     def share(self, size: int, count: int) -> pl.Slice:
         """The consumer's slice of an axis in `count` slices, one or one for each consumer."""
@@ -301,6 +303,8 @@ class DkvConsumer(NamedTuple):
             return tile.await_sum(dq_acc, running=more)
 
         dq = tile.with_accumulators(product, (rows.size, columns.size))
+        if self.dq_store is not None:
+            return self.dq_store.handoff(self.wg).put(dq=dq)
         rows = pl.ds(block.first_row + rows.start, rows.size)
         target = self.dq_gmem.at[self.batch, rows, block.head, columns]
         tile.add_out(dq, self.memory.dq.at[self.wg], target)

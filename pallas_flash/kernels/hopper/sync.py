@@ -51,6 +51,15 @@ class BarrierIds(NamedTuple):
         return self.first_ring + self.stages
 
     @property
+    def dq_filled(self) -> int:
+        """One of each consumer, and as many of `dq_free`."""
+        return self.second_ring + self.stages
+
+    @property
+    def dq_free(self) -> int:
+        return self.dq_filled + self.warpgroups
+
+    @property
     def single(self) -> int:
         return self.second_ring + self.stages
 

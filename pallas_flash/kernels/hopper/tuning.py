@@ -103,6 +103,9 @@ class KeyTiles(NamedTuple):
     # and they add up dk and dv in float32, as all do dq; fused alone
     group_parts: int = 1
     section: int = 0  # pairs of batch row and part to a section; 0: as many as L2 holds
+    # whether the producer adds dq, under its loads, or each consumer; fused alone. Of programs with
+    # several heads ptxas serializes the products then
+    dq_by_producer: bool = False
 
     @property
     def block_k(self) -> int:
