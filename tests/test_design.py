@@ -14,7 +14,7 @@ from cases import normal
 from pictures import assert_same
 
 from pallas_flash.arguments import Problem
-from pallas_flash.kernels.hopper import tuning
+from pallas_flash.kernels.hopper import tile_sizes, tuning
 from pallas_flash.masks.resolved_mask import ResolvedMask
 from scripts import draw_design
 
@@ -234,7 +234,12 @@ def test_the_timeline_is_of_the_kernel_as_it_is_tuned():
     )
     tiles = tuning.tiles(Problem(**shape, dtype="bfloat16", **extras)).forward
     kernel = draw_design.SCHEDULES["two consumers in turns, softmax under (the kernel)"]
-    assert (tiles.warpgroups, tuning.ROWS, tiles.block_k, tiles.width) == (kernel[0], 64, 128, 128)
+    assert (tiles.warpgroups, tile_sizes.ROWS, tiles.block_k, tiles.width) == (
+        kernel[0],
+        64,
+        128,
+        128,
+    )
     assert tiles.stages == draw_design.STAGES and tiles.block_q == draw_design.ROWS
 
 

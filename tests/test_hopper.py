@@ -15,7 +15,7 @@ from selection import whole_but
 
 from pallas_flash import backends, dropout, explain, flash_attention, masks
 from pallas_flash.kernels import device, hopper
-from pallas_flash.kernels.hopper import tuning
+from pallas_flash.kernels.hopper import tile_sizes, tuning
 from pallas_flash.kernels.mosaic import scheduler
 from scripts.bench import results
 
@@ -328,7 +328,7 @@ UNFIT = {
 def test_tiles_by_which_the_forward_would_wait_for_ever_or_be_wrong_are_refused(reason):
     forward = tiles(shaped(8, 8, 64)).forward._replace(**UNFIT[reason])
     with pytest.raises(ValueError, match=reason):
-        tuning.checked(forward)
+        tile_sizes.checked(forward)
 
 
 def test_explain_says_what_runs_by_blockwise_where_heads_are_too_wide_for_a_kernel():

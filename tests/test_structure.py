@@ -97,6 +97,7 @@ ORDER = [
     "kernels.hopper.tile",
     "kernels.hopper.sync",
     "kernels.hopper.tuning",
+    "kernels.hopper.tile_sizes",
     "kernels.mma.__init__",
     "kernels.mma.score_gradients",
     "kernels.mma.gradients",
@@ -217,7 +218,10 @@ def test_no_module_but_backends_decides_by_an_implementations_name(name):
 PUBLIC = ("accounting", "context_parallel", "flax", "masks", "scores")  # modules
 OUTSIDE = sorted([*(ROOT / "models").glob("*.py"), *(ROOT / "scripts").rglob("*.py")])
 # Tiles that no call chooses are timed by what chooses them.
-INSIDE = {"tiles.py": {"attention", "autodiff", "selection"}, "tune.py": {"backends"}}
+INSIDE = {
+    "tiles.py": {"attention", "arguments", "autodiff", "kernels", "selection"},
+    "tune.py": {"backends"},
+}
 
 
 @pytest.mark.parametrize("path", OUTSIDE, ids=lambda p: p.name)

@@ -2,7 +2,8 @@
 
 from pallas_flash.arguments import Problem
 from pallas_flash.kernels import device, joined, mma
-from pallas_flash.kernels.hopper.tuning import WIDEST, AllTiles, padded_length, padded_size, tiles
+from pallas_flash.kernels.hopper.tile_sizes import AllTiles
+from pallas_flash.kernels.hopper.tuning import WIDEST, padded_length, padded_size, tiles
 from pallas_flash.kernels.mosaic import operations
 
 __all__ = ["copies", "tiles", "tiles_like", "why_not"]

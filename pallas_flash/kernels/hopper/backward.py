@@ -10,7 +10,7 @@ bits of dQ differ from run to run.
 
 from pallas_flash.arguments import Gradients, Operands, Problem
 from pallas_flash.kernels.hopper import backward_dkv, backward_dq
-from pallas_flash.kernels.hopper.tuning import AllTiles
+from pallas_flash.kernels.hopper.tile_sizes import AllTiles
 
 
 def backward(problem: Problem, tiles: AllTiles, x: Operands, lse, do, delta) -> Gradients:

@@ -15,7 +15,8 @@ from pallas_flash.kernels.hopper import sync, tile
 from pallas_flash.kernels.hopper.dkv_consumer import Block, DkvConsumer, Do, Q
 from pallas_flash.kernels.hopper.dq_store import DqStore, Rows
 from pallas_flash.kernels.hopper.tile import inputs
-from pallas_flash.kernels.hopper.tuning import ROWS, KeyTiles, padded_size
+from pallas_flash.kernels.hopper.tile_sizes import ROWS, KeyTiles
+from pallas_flash.kernels.hopper.tuning import padded_size
 from pallas_flash.kernels.mosaic import block_info, logits, scheduler
 from pallas_flash.kernels.mosaic.gradients import Inputs
 from pallas_flash.kernels.mosaic.launch import launch

@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.kernels.hopper import sync
-from pallas_flash.kernels.hopper.tuning import ROWS, KeyTiles
+from pallas_flash.kernels.hopper.tile_sizes import ROWS, KeyTiles
 from pallas_flash.pytrees import IntLike
 
 

@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_flash import online_softmax, schedule
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.kernels.hopper import second_consumer, sync, tile
-from pallas_flash.kernels.hopper.tuning import ROWS, AllTiles, Tiles, checked
+from pallas_flash.kernels.hopper.tile_sizes import ROWS, AllTiles, Tiles, checked
 from pallas_flash.kernels.mma import decode
 from pallas_flash.kernels.mosaic import block_info, logits, scheduler, statistics
 from pallas_flash.kernels.mosaic.launch import launch

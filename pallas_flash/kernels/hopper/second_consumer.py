@@ -9,7 +9,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash import online_softmax, schedule
 from pallas_flash.kernels.hopper import sync, tile
-from pallas_flash.kernels.hopper.tuning import ROWS, Tiles
+from pallas_flash.kernels.hopper.tile_sizes import ROWS, Tiles
 from pallas_flash.kernels.mosaic.registers import per_row
 
 

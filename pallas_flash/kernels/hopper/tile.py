@@ -14,7 +14,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_flash import schedule
 from pallas_flash.arguments import Problem
 from pallas_flash.kernels.hopper import sync
-from pallas_flash.kernels.hopper.tuning import ROWS, padded_length, padded_size
+from pallas_flash.kernels.hopper.tile_sizes import ROWS
+from pallas_flash.kernels.hopper.tuning import padded_length, padded_size
 from pallas_flash.kernels.mosaic import roles
 from pallas_flash.kernels.mosaic.gradients import Inputs
 from pallas_flash.kernels.mosaic.ragged_tail import RaggedRows, copy_tails
