@@ -206,8 +206,8 @@ def flash_attention(
         heads from 0: fold jax.lax.axis_index into the key. `pallas_flash.dropout.Shared(key)` has
         one mask [T, S] for all batch rows and heads.
       deterministic: True: results are bitwise deterministic, gradients too. False lets "hopper" add
-        up dQ, and with grouped heads dK and dV, in any order, for heads up to 128: one backward
-        kernel instead of two. None: True where XLA is asked for the same, by
+        up dQ, and with grouped heads dK and dV, in any order: one backward kernel instead of two,
+        for heads up to 128, where queries see so many keys that it is faster. None: True where XLA is asked for the same, by
         --xla_gpu_deterministic_ops or --xla_gpu_exclude_nondeterministic_ops in XLA_FLAGS when the
         call is traced, and else False. The other implementations have one backward, which is
         bitwise deterministic.
