@@ -207,10 +207,10 @@ def flash_attention(
         one mask [T, S] for all batch rows and heads.
       deterministic: True: results are bitwise deterministic, gradients too. False lets "hopper" add
         up dQ, and with grouped heads dK and dV, in any order: one backward kernel instead of two,
-        for heads up to 128, where queries see so many keys that it is faster. None: True where XLA is asked for the same, by
-        --xla_gpu_deterministic_ops or --xla_gpu_exclude_nondeterministic_ops in XLA_FLAGS when the
-        call is traced, and else False. The other implementations have one backward, which is
-        bitwise deterministic.
+        for heads up to 128, where queries see so many keys that it is faster. None: True where XLA
+        is asked for the same, by --xla_gpu_deterministic_ops or
+        --xla_gpu_exclude_nondeterministic_ops in XLA_FLAGS when the call is traced, and else False.
+        The other implementations have one backward, which is bitwise deterministic.
       context: context parallelism, for a sequence sharded along an axis of the mesh: `Ring(axis)`,
         `Zigzag(axis)` or `AllToAll(axis)` of `pallas_flash.context_parallel`. Inside jax.shard_map
         each device passes its shard of query, key, value and ids; of bias and mask arrays its rows
