@@ -335,8 +335,8 @@ def test_nvidia_smi_that_does_not_answer_is_no_end(monkeypatch):
     [
         ("--implementations fast", "got 'fast'. Or one of jax.nn/xla"),
         (
-            "--implementations 'hopper fused'",
-            "nothing, deterministic or varlen; got 'hopper fused'.",
+            "--implementations 'hopper slow'",
+            "nothing, deterministic, fused or varlen; got 'hopper slow'.",
         ),
         ("--implementations 'hopper: dq'", "as dq.stages=2, fused.block_q=64; got 'dq'."),
         ("--heads 3 --kv-heads 2", "--heads must be a multiple of --kv-heads; got 3 and 2."),
