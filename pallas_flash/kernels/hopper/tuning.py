@@ -195,6 +195,7 @@ def _with_tiles_per_program(t: Tiles, p: Problem) -> Tiles:
     return t._replace(tiles_per_program=n, q_stages=min(n, t.q_stages), k_wait=k_wait)
 
 
+@functools.lru_cache(64)  # of as many steps as there are tiles
 def _keys_of_a_tile(p: Problem) -> float:
     """How many keys a tile of 128 queries may see, on average, by what of the mask is no data."""
     ranges = schedule.key_ranges(p.resolved_mask, p.queries, 128)
