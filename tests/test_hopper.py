@@ -279,16 +279,20 @@ def test_a_group_of_heads_has_as_few_programs_as_keep_all_processors_busy_to_the
     assert t.group_parts == PARTS[batch, heads, kv_heads, length]
 
 
+BOTTOM_RIGHT = dict(query_offset=269, **CAUSAL)
+IN_LISTS = dict(mask=masks.Window(64, 64) | masks.GlobalTokens(4))  # of blocks
+
+
 @pytest.mark.gpu
 @needs_interpreter
-@pytest.mark.parametrize("head", [128, 96])
+@pytest.mark.parametrize("head, options", [(128, BOTTOM_RIGHT), (96, IN_LISTS)], ids=["128", "96"])
 @pytest.mark.parametrize("parts", whole_but((1, 2, 4), 1, 2))
 def test_a_group_of_heads_in_parts_has_the_gradients_of_the_whole_group(
-    head, parts, rng, monkeypatch
+    head, options, parts, rng, monkeypatch
 ):
     monkeypatch.setattr(device, "processors", lambda: parts)
     z = Sizes(B=1, T=131, S=400, N=4, K=1, H=head, Hv=head)
-    x, options = qkv(rng, z, jnp.bfloat16), dict(query_offset=269, **CAUSAL)
+    x = qkv(rng, z, jnp.bfloat16)
     gradients = lambda f, x: jax.grad(lambda x: jnp.sum(f(*x, **options) ** 2))(x)
     wide = [a.astype(np.float32) for a in x]
     expected = gradients(functools.partial(flash_attention, implementation="reference"), wide)
