@@ -102,8 +102,8 @@ def packed_documents(folder: pathlib.Path):
 
     data = PartitionSpec("data")
     step = lambda *x: jax.shard_map(_gradient(attend, 3), in_specs=data, out_specs=data)(*x)
-    x = [_shape(8, 1024, heads, 64) for heads in (8, 4, 4)]
-    x.append(_shape(8, 1024, dtype=jnp.int32))
+    x = [_shape(8, 2048, heads, 64) for heads in (8, 4, 4)]
+    x.append(_shape(8, 2048, dtype=jnp.int32))
     gpu_code.compiled(_gpus()["H100"], step, *x, axes=dict(data=8), spec=("data",))
     for kernel in gpu_code.kernels(folder, "flash_attention_"):
         print(kernel.name)

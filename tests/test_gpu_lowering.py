@@ -14,6 +14,7 @@ from features.calls import FEATURES, INPUTS, SIZES, Feature
 
 from pallas_flash import flash_attention, masks
 from pallas_flash.accounting import GPUS
+from pallas_flash.kernels.hopper import tuning
 from scripts.bench.gpu_code import as_if_on
 
 pytestmark = pytest.mark.skipif(
@@ -105,7 +106,8 @@ def everything(features, implementation, floats, rest):
 @contextlib.contextmanager
 def limited_to(gpu, monkeypatch):
     """Mosaic refuses what takes more shared memory than a program of the GPU can have, and a choice
-    that it makes unsigned: it does so where the first of its values is a number."""
+    that it makes unsigned: it does so where the first of its values is a number. Small calls have
+    the backward of large ones."""
     from jax.experimental.mosaic.gpu import FragmentedArray, core
 
     def select(condition, a, b, stock=FragmentedArray.select):
@@ -115,6 +117,7 @@ def limited_to(gpu, monkeypatch):
 
     monkeypatch.setattr(FragmentedArray, "select", select)
     monkeypatch.setattr(core, "_SMEM_SIZE_BOUND", gpu.shared_memory - 1024)
+    monkeypatch.setattr(tuning, "MANY", 0)
     with as_if_on(gpu):
         yield
 
