@@ -43,7 +43,7 @@ XLA_DELTA = f"{TWO}: dq.sums_delta=False"  # before the kernels
 LENGTHS = (
     "sections by rule, larger ones, which leave dQ out of the L2 cache, or smaller ones, and what "
     "else is varied: the fastest by the product of times at five lengths, if it gains 1%. Two "
-    "kernels for as many keys as one is slower by 3%: MANY of hopper/tuning.py"
+    "kernels for as many keys as one is slower by 3%: ONE_KERNEL_KEYS of hopper/tuning.py"
 )
 PARTS = "parts of a group by rule, unless a number of them is faster by 2% at both lengths"
 OTHERS = "as for the five lengths, unless that is slower here by 3%"

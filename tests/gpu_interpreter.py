@@ -109,7 +109,7 @@ def hopper_kernels(detect_races: bool = False):
     gradients may be added in any order. Yields Races, of which the interpreter alone finds any: a
     test that needs one is not marked `gpu`."""
     is_here = device.compute_capability() == 9.0
-    one_kernel = mock.patch.object(tuning, "MANY", 0)
+    one_kernel = mock.patch.object(tuning, "ONE_KERNEL_KEYS", 0)
     with one_kernel, _with_tma(True, 9.0), _kernels(is_here, detect_races) as races:
         yield races
 

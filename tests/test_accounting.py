@@ -83,7 +83,7 @@ def traceable(monkeypatch):
     if jax.__version_info__ < (0, 11, 2):
         pytest.skip(f"the Hopper kernels need jax 0.11.2 or newer; this is {jax.__version__}")
     monkeypatch.setattr(device, "interpret", True)
-    monkeypatch.setattr(tuning, "MANY", 0)  # small calls have the backward of large ones
+    monkeypatch.setattr(tuning, "ONE_KERNEL_KEYS", 0)  # small calls have the backward of large ones
     autodiff.attend.clear_cache()
     yield
     autodiff.attend.clear_cache()

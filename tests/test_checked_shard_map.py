@@ -61,7 +61,10 @@ def check(implementation, case, context=None):
         outputs, vjp = jax.vjp(attend, {name: arrays[name] for name in floats})
         return attend(arrays), outputs, vjp(outputs)[0]
 
-    with four_gpus(), mock.patch.object(tuning, "MANY", 0):  # the backward of large calls
+    with (
+        four_gpus(),
+        mock.patch.object(tuning, "ONE_KERNEL_KEYS", 0),
+    ):  # the backward of large calls
         out_specs = of["query"], of["query"], {name: specs[name] for name in floats}
         mapped = jax.shard_map(step, in_specs=(specs,), out_specs=out_specs)
         _, (o, lse), gradients = jax.eval_shape(mapped, arrays)

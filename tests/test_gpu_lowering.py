@@ -117,7 +117,7 @@ def limited_to(gpu, monkeypatch):
 
     monkeypatch.setattr(FragmentedArray, "select", select)
     monkeypatch.setattr(core, "_SMEM_SIZE_BOUND", gpu.shared_memory - 1024)
-    monkeypatch.setattr(tuning, "MANY", 0)
+    monkeypatch.setattr(tuning, "ONE_KERNEL_KEYS", 0)
     with as_if_on(gpu):
         yield
 

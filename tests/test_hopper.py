@@ -273,7 +273,7 @@ def test_a_group_of_heads_has_as_few_programs_as_keep_all_processors_busy_to_the
     batch, heads, kv_heads, length, monkeypatch
 ):
     monkeypatch.setattr(device, "processors", lambda: 132)
-    monkeypatch.setattr(tuning, "MANY", 0)
+    monkeypatch.setattr(tuning, "ONE_KERNEL_KEYS", 0)
     x = shaped(length, length, 128, batch=batch, heads=heads, kv_heads=kv_heads)
     t = tiles(x, is_causal=True, deterministic=False).fused
     assert t.group_parts == PARTS[batch, heads, kv_heads, length]

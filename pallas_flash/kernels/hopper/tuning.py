@@ -100,7 +100,7 @@ _FUSED = (
 # Keys that a tile of queries sees, on average, from which on one kernel is faster than two
 # (results.md#an-h100): zeros of dQ and its conversion cost the same whatever is seen. Causal calls
 # of 1024 have 576, of 2048 1088.
-MANY = 768
+ONE_KERNEL_KEYS = 768
 
 
 def tiles(problem: Problem, fused: bool | None = None) -> AllTiles:
@@ -109,7 +109,7 @@ def tiles(problem: Problem, fused: bool | None = None) -> AllTiles:
     added in any order."""
     p = problem
     if fused is None:
-        fused = not p.deterministic and _keys_of_a_tile(p) >= MANY
+        fused = not p.deterministic and _keys_of_a_tile(p) >= ONE_KERNEL_KEYS
     fused = _row(_FUSED, p) if fused else None
     if fused is None:
         backward = _dq_row(p), *_key_rows(p), None
@@ -184,7 +184,7 @@ def _with_tiles_per_program(t: Tiles, p: Problem) -> Tiles:
     work = lambda n: schedule.ceil_div(programs(n), processors) * n
     in_use = lambda n: processors * min(n, count) // (count * p.group) * p.keys * t.key_bytes
     fits = lambda n: (
-        scheduler.are_equal(p, count, n)
+        scheduler.divide_evenly(p, count, n)
         and programs(n) > processors
         and work(n) <= work(1)
         and in_use(n) <= scheduler.L2

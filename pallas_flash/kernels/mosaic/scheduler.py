@@ -30,10 +30,10 @@ class WorkTile(NamedTuple):
 
 
 def query_programs(p: Problem, block_q: int, tiles_per_program: int = 1) -> int:
-    """How many programs there are that each own so many tiles of queries, of one head or of several
-    heads all."""
+    """How many programs there are, if each owns `tiles_per_program` tiles of queries: some of one
+    head, or all of several heads."""
     count, tiles = schedule.ceil_div(p.queries, block_q), tiles_per_program
-    if not are_equal(p, count, tiles):
+    if not divide_evenly(p, count, tiles):
         raise ValueError(
             f"each program owns as many tiles of a head, or all of as many of {p.batch * p.heads} "
             f"heads; got {tiles} to a program, of {count} to a head."
@@ -41,9 +41,9 @@ def query_programs(p: Problem, block_q: int, tiles_per_program: int = 1) -> int:
     return p.batch * p.heads * count // tiles
 
 
-def are_equal(p: Problem, count: int, tiles: int) -> bool:
-    """Whether programs of so many tiles, of `count` to a head, own as many of a head each, or all
-    of as many heads."""
+def divide_evenly(p: Problem, count: int, tiles: int) -> bool:
+    """Whether programs of `tiles` tiles divide heads of `count` tiles: as many programs share each
+    head, or each program has as many whole heads."""
     return count % tiles == 0 or (tiles % count == 0 and p.batch * p.heads * count % tiles == 0)
 
 
@@ -77,7 +77,7 @@ def query_tile(
 
 
 def _query_tile(p: Problem, index: IntLike, tile: IntLike) -> WorkTile:
-    """Of the head of this index among those of all batch rows."""
+    """The tile of a head, which has this index among the heads of all batch rows."""
     batch, head = divmod_(index, p.heads)
     return WorkTile(batch, head, divmod_(head, p.group)[0], tile)
 
@@ -90,10 +90,10 @@ def key_tile(
     group_parts: int = 1,
     section: int = 0,
 ) -> WorkTile:
-    """Of a program that owns keys, for one of so many parts of the heads that share them: the first
-    of its heads. What is read and added to for a query takes `query_bytes`. The first tiles, as a
-    rule, are seen by most. A section has so many pairs of batch row and part, or by default as many
-    as L2 holds."""
+    """The tile of keys that a program owns, and the first of its heads: one of `group_parts` parts
+    of the heads that share these keys. What is read and added to for a query takes `query_bytes`.
+    The first tiles, as a rule, are seen by most. A section has `section` pairs of batch row and
+    part, or by default as many as L2 holds."""
     heads, count = p.group // group_parts, schedule.ceil_div(p.keys, block_k)
     parts = p.kv_heads * group_parts
     section = section or _section(p.batch * parts, p.queries * heads * query_bytes, count)
