@@ -13,19 +13,18 @@ from pallas_flash import blockwise, reference
 from pallas_flash.arguments import Gradients, Operands, Problem
 from pallas_flash.kernels import device, joined, mma, triton
 from pallas_flash.online_softmax import LogBase, RowLse
+from pallas_flash.page_layout import Pages
 
 
 class PagedKernel(NamedTuple):
     """Attends to keys and values in pages where they lie: rows of decode.py, forward only."""
 
-    # why it cannot read pages of these shapes [P, page, K, n] and, if of 8 bits, this dtype
-    why_not: Callable[[Problem, tuple[tuple[int, ...], ...], str | None], str | None]
+    why_not: Callable[[Problem, Pages], str | None]  # why it cannot read such pages, or None
     # for pages of so many keys, and of this dtype of 8 bits
     tiles: Callable[[Problem, int, str | None], Any]
-    forward: Callable  # (problem, tiles, operands, table, scales if of 8 bits)
+    forward: Callable  # (problem, tiles, operands, PageTable, scales of keys and of values)
     # whether it had better attend to a copy in order, of a problem whose rows are not one tile
     copies_prompts: Callable[[Problem], bool] = lambda problem: True
-    takes_8_bits_alone: bool = False  # whether keys or values alone may be in 8 bits
 
 
 def never(tiles) -> bool:
@@ -311,7 +310,6 @@ BLOCKWISE = Backend(
         blockwise.decode.forward,
         # it reads no page that no query sees, and a table may be much longer than its rows
         copies_prompts=lambda p: p.keys <= p.queries * p.group,
-        takes_8_bits_alone=True,
     ),
     takes_row_scale=True,
     of_gradient=lambda tiles: tiles.of_gradient(),
@@ -370,7 +368,6 @@ BACKENDS = (
             triton.why_no_pages,
             lambda p, page, _: triton.decode_tiles(p, page),
             _kernel("triton.decode", "forward"),
-            takes_8_bits_alone=True,
         ),
         keeps_base_2=True,
     ),

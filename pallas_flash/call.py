@@ -2,12 +2,13 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Annotated, Any, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 
 from pallas_flash import checks, masks
+from pallas_flash.page_layout import PageLayout
 
 
 class Static(NamedTuple):
@@ -113,6 +114,10 @@ class Call:
     def arguments(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
+    def axes(self, name: str) -> str:
+        """A letter for each axis of an argument that is data."""
+        return AXES[name]
+
     def replace(self, **arguments: Any) -> Self:
         return dataclasses.replace(self, **arguments)
 
@@ -139,15 +144,16 @@ class WeightsCall(Call):
 @_register
 @dataclasses.dataclass(frozen=True)
 class PagedCall(Call):
-    """The arguments of `paged_attention`; P pages."""
+    """The arguments of `paged_attention`."""
 
-    k_pages: Annotated[Any, Data("PCKH")] = None
-    v_pages: Annotated[Any, Data("PCKH")] = None
+    layout: ClassVar[PageLayout] = PageLayout()
+    k_pages: Annotated[Any, Data(layout.axes)] = None
+    v_pages: Annotated[Any, Data(layout.axes)] = None
     page_table: Annotated[Any, Data("BC")] = None
     lengths: Annotated[Any, Data("B")] = None
     cu_seqlens_q: Annotated[Any, Data("C")] = None
-    k_scales: Annotated[Any, Data("PCK")] = None
-    v_scales: Annotated[Any, Data("PCK")] = None
+    k_scales: Annotated[Any, Data(layout.scale_axes)] = None
+    v_scales: Annotated[Any, Data(layout.scale_axes)] = None
 
 
 AXES: dict[str, str] = {

@@ -152,7 +152,7 @@ def explain_paged(*args: Any, **kwargs: Any) -> Explanation:
         backend = attend.choose(problem, pages, implementation, check=False)
         why_not, condition = selection.reasons(backend, implementation, against)
         of_token = None
-        if attend.copies(backend, problem, pages):
+        if attend.gathers_pages(backend, problem, pages):
             tiles, copies = backend.tiles(problem), backend.copies(problem)
             copies = "; ".join(filter(None, ("all pages in the table, in order", copies)))
         else:

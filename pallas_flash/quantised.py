@@ -1,5 +1,5 @@
-"""Keys and values in 8 bits: one float32 scale for each token and head, by which kernels multiply
-logits and weights."""
+"""Keys and values in 8 bits, with a float32 scale for each token and head, by which kernels
+multiply logits and weights."""
 
 from typing import Any
 
@@ -17,10 +17,10 @@ def is_quantised(dtype) -> bool:
     return str(jnp.dtype(dtype)) in LARGEST
 
 
-def quantised(x: Float[Array, "*n H"], dtype) -> tuple[Array, Float[Array, "*n"]]:
-    """x8 of the dtype and scales, such that x is nearly x8 * scales: symmetric, the largest of each
-    row [H] is LARGEST. NaN stays NaN, in the scale. int8 errs by half a step, up to 1/254 of the
-    row's largest, e4m3 by up to 1/16 of each number, e5m2 by up to 1/8."""
+def quantise(x: Float[Array, "*n H"], dtype) -> tuple[Array, Float[Array, "*n"]]:
+    """Rounds x to x8 * scales, x8 of the dtype, symmetric: the largest number of each row [H]
+    becomes LARGEST. NaN stays NaN, in the scale. int8 errs by half a step, up to 1/254 of the row's
+    largest number, e4m3 by up to 1/16 of each number, e5m2 by up to 1/8."""
     x = x.astype(jnp.float32)
     scales = jnp.maximum(
         jnp.max(jnp.abs(x), axis=-1) / LARGEST[str(jnp.dtype(dtype))], jnp.finfo(jnp.float32).tiny
@@ -32,21 +32,24 @@ def quantised(x: Float[Array, "*n H"], dtype) -> tuple[Array, Float[Array, "*n"]
 
 
 def bits(x):
-    """float8 as uint8, to gather from and scatter into: XLA for a CPU would make float16 of the
-    whole array for that, and so it copies it once."""
+    """Reinterprets float8 as uint8 to gather from it and scatter into it: XLA for a CPU would
+    convert the whole array to float16 for that; so it copies it once."""
     is_float8 = x.dtype.itemsize == 1 and jnp.issubdtype(x.dtype, jnp.floating)
     return lax.bitcast_convert_type(x, jnp.uint8) if is_float8 else x
 
 
-def taken(pages: Array, numbers) -> Array:
-    """The pages with these numbers, or the nearest that there are."""
-    found = jnp.take(bits(pages), numbers, axis=0, mode="clip")
-    return found if found.dtype == pages.dtype else lax.bitcast_convert_type(found, pages.dtype)
+def take(pages: Array, numbers) -> Array:
+    """The pages with these numbers; a number beyond the pages is that of the nearest."""
+    return _from_bits(jnp.take(bits(pages), numbers, axis=0, mode="clip"), pages.dtype)
+
+
+def _from_bits(x, dtype):
+    return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
 
 
 def empty_scales(shape, dtype) -> Array | None:
-    """Of the keys, or the values, of an empty cache of this shape [..., H]; None where the dtype
-    needs none. TypeError for one that a cache cannot have."""
+    """The scales of keys or values [..., H] in an empty cache; None where the dtype needs none.
+    Raises TypeError for a dtype that a cache cannot have."""
     if not (is_quantised(dtype) or str(jnp.dtype(dtype)) in arguments.DTYPES):
         raise TypeError(
             f"a cache's dtype must be {', '.join(arguments.DTYPES)}, {DTYPES}; got "
@@ -55,33 +58,32 @@ def empty_scales(shape, dtype) -> Array | None:
     return jnp.zeros(shape[:-1], jnp.float32) if is_quantised(dtype) else None
 
 
-def written(cache: Any, to, **tokens: Float[Array, "B T K H"] | None):
-    """The cache with keys, and values unless they are None, each under its field's name, in the
-    slots with the index `to`, in its own dtype; what has no slot is dropped."""
+def write(cache: Any, slots, **tokens: Float[Array, "B T K H"] | None):
+    """The cache with keys, and values unless they are None, each under the name of its field, at
+    the index `slots` of that field and cast to its dtype; tokens beyond the slots are dropped."""
     new = {name: x for name, x in tokens.items() if x is not None}
     for name, x in list(new.items()):
         scales = f"{name[0]}_scales"
         if getattr(cache, scales) is not None:
-            new[name], new[scales] = quantised(x, getattr(cache, name).dtype)
+            new[name], new[scales] = quantise(x, getattr(cache, name).dtype)
 
-    def write(slots, x):
-        found = (
-            bits(slots).at[to].set(bits(x.astype(slots.dtype)), mode="drop", unique_indices=True)
-        )
-        return found if found.dtype == slots.dtype else lax.bitcast_convert_type(found, slots.dtype)
+    def set_slots(field, x):
+        x = bits(x.astype(field.dtype))
+        x = bits(field).at[slots].set(x, mode="drop", unique_indices=True)
+        return _from_bits(x, field.dtype)
 
-    return cache._replace(**{name: write(getattr(cache, name), x) for name, x in new.items()})
+    return cache._replace(**{name: set_slots(getattr(cache, name), x) for name, x in new.items()})
 
 
 def weights(dtype):
-    """What weights times scales are rounded to for their product with the values: float16 ends at
-    6e-8, scales do not."""
+    """The dtype that weights times scales are rounded to for their product with the values:
+    float16 ends at 6e-8, scales do not."""
     return jnp.bfloat16 if dtype == jnp.float16 else dtype
 
 
 def check(dtype, k_pages, v_pages, k_scales, v_scales):
-    """Raises where pages have neither 8 bits nor the query's dtype, where they have no scales and
-    need them, or the other way round, and where the two do not fit."""
+    """Raises where pages have neither 8 bits nor the query's dtype, where scales are missing,
+    needless or of another shape, and where the dtypes of keys and values do not go together."""
     both = {"k_pages": (k_pages, "k_scales", k_scales), "v_pages": (v_pages, "v_scales", v_scales)}
     if v_pages is None:
         del both["v_pages"]
@@ -107,9 +109,9 @@ def check(dtype, k_pages, v_pages, k_scales, v_scales):
         if is_quantised(pages.dtype) != (scales is not None):
             needs = "needs" if scales is None else f"is for {DTYPES}, and has no place for"
             raise TypeError(f"{name} of {pages.dtype} {needs} {name_of_scales} [P, page, K].")
-        if scales is not None and (scales.shape != pages.shape[:3] or scales.dtype != jnp.float32):
-            got = f"{scales.dtype} {scales.shape}"
+        shape = pages.shape[:-1]
+        if scales is not None and (scales.shape != shape or scales.dtype != jnp.float32):
             raise ValueError(
-                f"{name_of_scales} must be float32 [P, page, K] = {pages.shape[:3]} like {name}; "
-                f"got {got}."
+                f"{name_of_scales} must be float32 [P, page, K] = {shape} like {name}; got "
+                f"{scales.dtype} {scales.shape}."
             )

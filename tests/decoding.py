@@ -61,7 +61,7 @@ def pool(rng, page, lengths, pages=PAGES, sizes=(H, HV), dtype="float32", stored
         x = x.astype(np.float32 if stored else dtype)
         read = x
         if stored:
-            x, scales = map(np.array, quantised.quantised(x, stored))
+            x, scales = map(np.array, quantised.quantise(x, stored))
             read = x.astype(np.float32) * scales[..., None]
             scales[~is_read] = np.nan
             call[f"{name}_scales"] = scales

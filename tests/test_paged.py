@@ -38,6 +38,7 @@ from pallas_flash import (
 )
 from pallas_flash.accounting import GPUS
 from pallas_flash.caches import attend
+from pallas_flash.page_layout import Pages
 from scripts.bench.gpu_code import as_if_on
 
 pytestmark = pytest.mark.usefixtures("small_caches")
@@ -199,7 +200,7 @@ def test_pages_with_a_score_mod_need_no_triton(gpu, taken, monkeypatch):
     with as_if_on(GPUS[gpu]):
         add_head = lambda s, b, h, i, j: s + h
         problem = explain(q, k, k, score_mod=add_head, implementation="blockwise").problem
-        pages = attend.Pages(((9, 64, 2, 64),) * 2, None, False)
+        pages = Pages(((9, 64, 2, 64),) * 2, None, False)
         assert attend.choose(problem, pages, None).name == taken
 
 

@@ -35,6 +35,7 @@ from pallas_flash import (
 from pallas_flash.accounting import GPUS
 from pallas_flash.caches import attend
 from pallas_flash.kernels import mma
+from pallas_flash.page_layout import Pages
 from scripts.bench.gpu_code import as_if_on
 
 pytestmark = pytest.mark.usefixtures("small_caches")
@@ -121,7 +122,7 @@ def test_by_mma_a_copy_is_of_whole_tiles_for_four_warps_in_shared_memory_that_th
         with as_if_on(GPUS[gpu]):
             problem = explain(q, k, v, implementation="blockwise").problem
             shapes = tuple((9, page, 2, n) for n in (head, value))
-            if mma.why_no_pages(problem, shapes, stored):
+            if mma.why_no_pages(problem, Pages(shapes, stored, False)):
                 continue
             t = mma.decode_tiles(problem, page, stored)
         size, taken = 1 if stored else 2, taken + 1
@@ -145,7 +146,7 @@ def test_a_hopper_gpu_reads_by_default_pages_in_8_bits_and_of_wide_values(stored
     )
     with as_if_on(GPUS["H200"]):
         problem = explain(q, k, v, implementation="blockwise").problem
-        assert attend.choose(problem, attend.Pages(shapes, stored, False), None).name == "hopper"
+        assert attend.choose(problem, Pages(shapes, stored, False), None).name == "hopper"
 
 
 @pytest.mark.parametrize("stored, of_page", [("int8", "k_pages"), ("float8_e4m3fn", "v_pages")])
@@ -175,7 +176,7 @@ def test_pages_in_8_bits_that_jax_cannot_index_are_refused(stored, of_page):
 def test_8_bits_err_as_stated_and_a_row_of_0_or_nan_stays_what_it_is(stored, rng):
     x = normal(rng, 1000, 64) * np.exp(rng.normal(size=(1000, 1)) * 20)
     x[0], x[1, 3], x[2] = 0, np.nan, 1e-45
-    x8, scales = quantised.quantised(x, stored)
+    x8, scales = quantised.quantise(x, stored)
     found = np.array(x8.astype(jnp.float32) * scales[:, None])
     assert (found[0] == 0).all() and np.isnan(found[1]).all() and (abs(found[2]) < 1e-36).all()
     found, x = found[3:].astype(np.float64), x[3:].astype(np.float64)

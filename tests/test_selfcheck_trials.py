@@ -20,9 +20,10 @@ from pallas_flash import (
     schedule,
     trial,
 )
-from pallas_flash.caches import attend
+from pallas_flash.caches import page_kernels
 from pallas_flash.kernels import device, hopper, triton
 from pallas_flash.masks import block_types
+from pallas_flash.page_layout import Pages
 from pallas_flash.selfcheck import comparison, verdicts
 
 pytestmark = pytest.mark.usefixtures("verdict_folder")
@@ -278,7 +279,7 @@ def test_a_mask_that_is_an_array_has_blocks_of_all_kinds():
 
 
 PAGES = [
-    attend.Pages(((9, page, 2, 64),) * 2, *of)
+    Pages(((9, page, 2, 64),) * 2, *of)
     for page, *of in [(8, "int8", False, "keys"), (16, None, False), (64, "float8_e4m3fn", True)]
 ]
 
@@ -288,18 +289,19 @@ PAGES = [
 )
 def test_kernels_that_read_pages_are_checked_by_themselves(pages, monkeypatch):
     problem, blockwise = problem_of(dtype="bfloat16", lengths=(1, 4096)), backends.find("blockwise")
-    scheme = verdicts.variant_of(blockwise, problem, pages.entry).scheme
-    assert scheme == f"deterministic, decoding, {pages.entry.name}"
+    entry = page_kernels.entry_point(pages)
+    scheme = verdicts.variant_of(blockwise, problem, entry).scheme
+    assert scheme == f"deterministic, decoding, {entry.name}"
     sizes = fakes.TINY | dict(queries=3, keys=320, sinks=True)
-    right = comparison.check(blockwise, problem, [sizes], pages.entry)()
+    right = comparison.check(blockwise, problem, [sizes], entry)()
     assert right.errors.keys() == {"o", "lse"} and right.wrong is None
-    in_place = attend._in_place
+    attend = page_kernels.attend
     monkeypatch.setattr(
-        attend,
-        "_in_place",
-        lambda p, page, name, x, table, *s: in_place(p, page, name, x, table + 1, *s),
+        page_kernels,
+        "attend",
+        lambda p, pages, name, x, numbers, s: attend(p, pages, name, x, numbers + 1, s),
     )
-    assert "o is off by" in comparison.check(blockwise, problem, [sizes], pages.entry)().wrong
+    assert "o is off by" in comparison.check(blockwise, problem, [sizes], entry)().wrong
 
 
 def test_a_call_with_pages_takes_no_kernel_that_was_found_right_without_them(monkeypatch):

@@ -237,7 +237,7 @@ def paged_call(rng, dtype=None):
     call |= dict(query_seq_lengths=np.array([3, 1, 0, 2], np.int32), sinks=normal(rng, 4))
     if dtype is None:
         return call
-    k, v = (quantised.quantised(call[name], dtype) for name in ("k_pages", "v_pages"))
+    k, v = (quantised.quantise(call[name], dtype) for name in ("k_pages", "v_pages"))
     return call | dict(k_pages=k[0], v_pages=v[0], k_scales=k[1], v_scales=v[1])
 
 

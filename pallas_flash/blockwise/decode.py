@@ -1,8 +1,8 @@
 """Decoding in plain JAX: on a CPU one batch row after the other, by blocks of keys; blocks that no
 row sees are not read.
 
-The keys and values of one block at a time are brought into the order of the heads, in the CPU's
-caches; no more of them is in memory twice.
+Only the keys and values of one block at a time are copied, into the order of the heads, and these
+copies fit into the CPU's caches.
 """
 
 import functools
@@ -19,13 +19,19 @@ from pallas_flash.checks import sums
 from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.mods.score_mod import BoundScoreMod
 from pallas_flash.online_softmax import LogBase
-from pallas_flash.quantised import taken, weights
+from pallas_flash.page_layout import PageTable
+from pallas_flash.quantised import take, weights
 
 
-def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None, scales=(None, None)):
-    """o [B, T, N, Hv] in the query's dtype, and the SoftmaxState of its rows. With a `table` int32
-    [B, pages] of page numbers, key and value are pages [P, page, K, n]; where these are quantised,
-    both have `scales` [P, page, K]."""
+def forward(
+    problem: Problem,
+    tiles: DecodeTiles,
+    x: Operands,
+    table: PageTable | None = None,
+    scales=(None, None),
+):
+    """o [B, T, N, Hv] in the query's dtype, and the SoftmaxState of its rows. With a `table` keys
+    and values are pages, which have `scales` where they are in 8 bits."""
     p, wide = problem, sums(tiles.dtype)
     rows, x_rows = decode.pack_gqa(p, x)
     x_rows = x_rows._replace(resolved_mask=_mask_by_row(p, x.resolved_mask))
@@ -36,19 +42,19 @@ def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None, scale
     heads = p.batch, p.kv_heads, rows.queries
     start = zeros(*heads, p.value_size), zeros(*heads), zeros(*heads)
 
-    def some(n, outputs):
+    def step(n, outputs):
         part = HeadRange(n * batch, batch, 0, p.kv_heads, p.kv_heads)
-        score = None if x.score is None else functools.partial(_scored, p, x.score, part)
+        score = None if x.score is None else functools.partial(_modify, p, x.score, part)
         new = _attend(rows, tiles, part, part.take(q), x_rows, table, scales, score)
         return tuple(part.put(out, a, 1) for out, a in zip(outputs, new, strict=True))
 
-    o, m, l = schedule.loop(0, p.batch // batch, some, start) if batch < p.batch else some(0, start)
+    o, m, l = schedule.loop(0, p.batch // batch, step, start) if batch < p.batch else step(0, start)
     o, m, l = (a[:, None] for a in (o, m, l))
     return decode.merge_splits(p, x, o, online_softmax.SoftmaxState(m, l), LogBase.E)
 
 
 def _mask_by_row(p: Problem, mask: ResolvedMask) -> ResolvedMask:
-    """The mask with what each row [B, rows] sees as data."""
+    """The mask with the interval of keys of each row [B, rows] as data."""
     by_row = lambda x: jnp.broadcast_to(
         jnp.repeat(x, p.group, axis=1), (p.batch, p.queries * p.group)
     )
@@ -65,8 +71,8 @@ def _mask_by_row(p: Problem, mask: ResolvedMask) -> ResolvedMask:
 
 
 def _attend(p: Problem, tiles: DecodeTiles, part: HeadRange, q, x: Operands, table, scales, score):
-    """o [B, K, rows, Hv], m and l of some of the batch. Scores are [B, K, keys, rows]."""
-    see = x.resolved_mask.narrow(ResolvedMask.BY_QUERY + ResolvedMask.BY_KEY, part.take)
+    """o [B, K, rows, Hv], m and l of a part of the batch. Scores are [B, K, keys, rows]."""
+    mask = x.resolved_mask.narrow(ResolvedMask.BY_QUERY + ResolvedMask.BY_KEY, part.take)
     column = lambda a: a[:, None, None]
 
     def step(j, carry, masked):
@@ -89,11 +95,11 @@ def _attend(p: Problem, tiles: DecodeTiles, part: HeadRange, q, x: Operands, tab
             s, _ = online_softmax.scores(qk, None, p.scale, p.soft_cap, LogBase.E)
         s = s if score is None else score(s, key)
         if masked:
-            seen = _seen(see, key, column)
-            s = jnp.where(seen, s, -jnp.inf)
-            seen = seen.any(3, keepdims=True)
-            v = jnp.where(seen[:, 0, :, :, None], v, 0)  # there may be NaN
-            v_scale = None if v_scale is None else jnp.where(seen, v_scale, 0)
+            visible = _visible(mask, key, column)
+            s = jnp.where(visible, s, -jnp.inf)
+            by_any = visible.any(3, keepdims=True)
+            v = jnp.where(by_any[:, 0, :, :, None], v, 0)  # there may be NaN
+            v_scale = None if v_scale is None else jnp.where(by_any, v_scale, 0)
         prob, alpha, stats = softmax.step(2, s, stats)
         if v_scale is not None:
             prob, v = prob * v_scale, v.astype(weights(v.dtype))
@@ -109,13 +115,13 @@ def _attend(p: Problem, tiles: DecodeTiles, part: HeadRange, q, x: Operands, tab
     zeros = jnp.zeros_like(q[..., 0])
     o = jnp.zeros_like(q, shape=(*q.shape[:-1], p.value_size))
     carry = o, online_softmax.start(zeros, LogBase.E)
-    blocks = schedule.key_blocks(see.start, see.stop, see.contiguous, tiles.block_k)
+    blocks = schedule.key_blocks(mask.start, mask.stop, mask.contiguous, tiles.block_k)
     o, (m, l, _) = blocks.visit(step, carry)
     return online_softmax.finish(o, l), m, l
 
 
-def _scored(p: Problem, score: BoundScoreMod, part: HeadRange, s, key: Block):
-    """What a score_mod makes of the logits [B, K, keys, rows]."""
+def _modify(p: Problem, score: BoundScoreMod, part: HeadRange, s, key: Block):
+    """The logits s [B, K, keys, rows] after the score_mod."""
     batch, heads = score.indices(p.batch, p.heads)
     b = part.take(batch) if score.mod.uses_batch else batch
     h = (
@@ -133,27 +139,28 @@ def _scored(p: Problem, score: BoundScoreMod, part: HeadRange, s, key: Block):
     return score.apply(s, read, b[:, None, None, None], h, position, key.index[None, None, :, None])
 
 
-def _seen(see: ResolvedMask, key: Block, column):
-    """Which keys of a block the rows see, [B | 1, 1, keys, rows]."""
+def _visible(mask: ResolvedMask, key: Block, column):
+    """Whether the rows see the keys of a block, [B | 1, 1, keys, rows]."""
     index = key.index[None, None, :, None]
     ids = (
         ()
-        if see.query_ids is None
-        else (column(see.query_ids), key.take(see.key_ids, 1)[:, None, :, None])
+        if mask.query_ids is None
+        else (column(mask.query_ids), key.take(mask.key_ids, 1)[:, None, :, None])
     )
-    seen = see.visible(column(see.start), column(see.stop), index, *ids)
-    return seen if key.first_new is None else seen & (index >= key.first_new)
+    visible = mask.visible(column(mask.start), column(mask.stop), index, *ids)
+    return visible if key.first_new is None else visible & (index >= key.first_new)
 
 
-def _block(x, table, part: HeadRange, key: Block):
-    """The keys or values of a block, [B, keys, K, n]."""
+def _block(x, table: PageTable | None, part: HeadRange, key: Block):
+    """The keys or values of a block, [B, keys, K, n], or their scales."""
     at = lambda start: jnp.asarray(start, jnp.int32)
     if table is None:
         return lax.dynamic_slice(
             x, [at(part.row), at(key.start), at(0), at(0)], [part.batch, key.size, *x.shape[2:]]
         )
-    page = x.shape[1]
     numbers = lax.dynamic_slice(
-        table, [at(part.row), at(key.start) // page], [part.batch, key.size // page]
+        table.numbers,
+        [at(part.row), at(key.start) // table.page],
+        [part.batch, key.size // table.page],
     )
-    return taken(x, numbers).reshape(part.batch, key.size, *x.shape[2:])
+    return table.layout.join(take(x, numbers))

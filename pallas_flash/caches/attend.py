@@ -3,7 +3,6 @@ them first."""
 
 import dataclasses
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +22,12 @@ from pallas_flash import (
 )
 from pallas_flash.arguments import Problem
 from pallas_flash.backends import Backend
-from pallas_flash.caches import ragged
+from pallas_flash.caches import page_kernels, ragged
 from pallas_flash.call import PagedCall
 from pallas_flash.kernels import device, joined
 from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.mods.score_mod import BoundScoreMod
-from pallas_flash.selfcheck import comparison
+from pallas_flash.page_layout import Pages
 
 
 def attend(call: PagedCall):
@@ -54,69 +53,67 @@ def _attend_jit(static: PagedCall, arrays):
 
 
 def _in_rows(call: PagedCall) -> tuple[PagedCall, ragged.Tiles | None]:
-    """The call with an offset for each row; with cu_seqlens_q a row for each tile of tokens, and
-    these tiles."""
-    (_, page, K, _), (*_, T, N, _) = call.k_pages.shape, call.query.shape
+    """The call with an offset for each batch row. With cu_seqlens_q each tile of tokens becomes a
+    row, and the tiles are returned too."""
+    sizes, (*_, T, N, _) = call.layout.sizes(call.k_pages.shape), call.query.shape
     cu_seqlens = call.cu_seqlens_q
     cu_seqlens = None if cu_seqlens is None else ragged.within(cu_seqlens, T)
     if call.query_offset is None:
         new = T if call.query_seq_lengths is None else call.query_seq_lengths
         new = new if cu_seqlens is None else jnp.diff(cu_seqlens)
-        held = jnp.minimum(call.lengths, call.page_table.shape[1] * page)
-        call = call.replace(query_offset=held - new)
+        keys = jnp.minimum(call.lengths, call.page_table.shape[1] * sizes["C"])
+        call = call.replace(query_offset=keys - new)
     if cu_seqlens is None:
         return call, None
-    most = decode.max_rows(call.k_pages.shape[3], call.v_pages is None)
-    tiles = ragged.Tiles.of(cu_seqlens, T, max(1, most * K // N))
+    most = decode.max_rows(sizes["H"], call.v_pages is None)
+    tiles = ragged.Tiles.of(cu_seqlens, T, max(1, most * sizes["K"] // N))
     return tiles.rows_of(call), tiles
 
 
-def plan(call: PagedCall) -> tuple[Problem, "Pages"]:
-    """What there is to know of a call before an implementation is chosen."""
+def plan(call: PagedCall) -> tuple[Problem, Pages]:
+    """The problem of a call, and its pages: what an implementation is chosen by."""
     call, tiles = _in_rows(call)
-    _, problem, _, pages = _normalised(call, tiles is not None)
+    _, problem, _, pages = _normalise(call, tiles is not None)
     return problem, pages
 
 
-def _normalised(call: PagedCall, is_ragged: bool):
+def _normalise(call: PagedCall, is_ragged: bool):
     """The call with keys and values of the shapes that the table gives, its problem and operands,
     and its pages."""
-    (B, pages), both = call.page_table.shape, (call.k_pages, call.v_pages)
-    both = [x for x in both if x is not None]
-    is_stored = [quantised.is_quantised(x.dtype) for x in both]
-    rows = [  # never made: their shapes are read
-        jnp.broadcast_to(
-            x[0, 0].astype(call.query.dtype if in_8_bits else x.dtype),
-            (B, pages * x.shape[1], *x.shape[2:]),
-        )
-        for x, in_8_bits in zip(both, is_stored, strict=True)
-    ]
-    call = call.replace(key_value_seq_lengths=call.lengths)
-    call = call.replace(**dict(zip(("key", "value"), rows, strict=False)))
-    stored = next((str(x.dtype) for x, yes in zip(both, is_stored, strict=True) if yes), None)
+    (B, pages), arrays = call.page_table.shape, [call.k_pages]
+    arrays += [] if call.v_pages is None else [call.v_pages]
+    is_stored = [quantised.is_quantised(x.dtype) for x in arrays]
+    new = dict(key_value_seq_lengths=call.lengths)
+    for name, x, in_8_bits in zip(("key", "value"), arrays, is_stored, strict=False):
+        sizes, dtype = call.layout.sizes(x.shape), call.query.dtype if in_8_bits else x.dtype
+        shape = B, pages * sizes["C"], sizes["K"], sizes["H"]
+        new[name] = jnp.zeros_like(x, shape=shape, dtype=dtype)  # nobody reads what is in it
+    call = call.replace(**new)
+    stored = next((str(x.dtype) for x, yes in zip(arrays, is_stored, strict=True) if yes), None)
     alone = {(True, False): "keys", (False, True): "values"}.get(tuple(is_stored))
-    kind = Pages(tuple(x.shape for x in both), stored, is_ragged, alone)
-    return call, *arguments.normalise(call), kind
+    pages = Pages(tuple(x.shape for x in arrays), stored, is_ragged, alone, call.layout)
+    return call, *arguments.normalise(call), pages
 
 
 def _attend_batch(call: PagedCall, is_ragged: bool):
-    call, problem, operands, kind = _normalised(call, is_ragged)
-    pages = dict(key=(call.k_pages, call.k_scales))
-    pages |= {} if call.v_pages is None else dict(value=(call.v_pages, call.v_scales))
-    implementation, page_table = call.implementation, call.page_table
-    backend = choose(problem, kind, implementation)
-    if copies(backend, problem, kind):
-        dtype = call.key.dtype
-        copied = functools.partial(_in_order, problem, operands.resolved_mask, page_table, dtype)
-        return dispatch.attend(call.replace(**{name: copied(*x) for name, x in pages.items()}))
-    scales = (tuple(x for _, x in pages.values()),) if kind.stored else ()
-    operands = operands._replace(**{name: x for name, (x, _) in pages.items()})
+    call, problem, operands, pages = _normalise(call, is_ragged)
+    arrays = dict(key=(call.k_pages, call.k_scales))
+    arrays |= {} if call.v_pages is None else dict(value=(call.v_pages, call.v_scales))
+    implementation, table = call.implementation, call.page_table
+    backend = choose(problem, pages, implementation)
+    if gathers_pages(backend, problem, pages):
+        options = problem, pages, operands.resolved_mask, table, call.key.dtype
+        return dispatch.attend(
+            call.replace(**{name: _gather(*options, *x) for name, x in arrays.items()})
+        )
+    scales = tuple(scales for _, scales in arrays.values())
+    operands = operands._replace(**{name: x for name, (x, _) in arrays.items()})
     operands, scales = varying.vary_alike((operands, scales))
-    table = jnp.clip(page_table, 0, call.k_pages.shape[0] - 1)
+    table = jnp.clip(table, 0, call.k_pages.shape[0] - 1)
     is_requested = selection.requested(implementation) is not None
     traced_without_gpu = device.here().platform != "gpu"
-    read = PagedPass(backend, is_requested, traced_without_gpu, problem, kind)
-    o, stats = (read.bind if read.needs_gpu else read.run)(operands, table, *scales)
+    read = PagedPass(backend, is_requested, traced_without_gpu, problem, pages)
+    o, stats = (read.bind if read.needs_gpu else read.run)(operands, table, scales)
     log_base = backend.log_base(problem)
     rows = autodiff.lse_and_largest(log_base, problem, operands, stats)
     return o, *jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2), rows)
@@ -124,106 +121,35 @@ def _attend_batch(call: PagedCall, is_ragged: bool):
 
 @dataclasses.dataclass(frozen=True)
 class PagedPass(lowering.ByPlatform):
-    """Reads pages where they lie."""
+    """The forward of an implementation that reads pages in place."""
 
     problem: Problem
-    pages: "Pages"
+    pages: Pages
 
     def run(self, *args):
-        return _in_place(self.problem, self.pages, self.backend, *args)
+        return page_kernels.attend(self.problem, self.pages, self.backend, *args)
 
     def run_elsewhere(self, like, *args):
-        o, stats = _in_place(self.problem, self.pages, backends.BLOCKWISE, *args)
+        o, stats = page_kernels.attend(self.problem, self.pages, backends.BLOCKWISE, *args)
         return o, lowering.like_kernels(stats, like[1], self.backend.log_base(self.problem))
 
 
-def _in_place(problem: Problem, pages: "Pages", backend: Backend, operands, table, *scales):
-    """What an implementation reads out of pages where they lie."""
-    kernel = backend.paged
-    tiles = kernel.tiles(problem, pages.page, pages.stored)
-    scales = [(*x, x[0])[:2] for x in scales]  # those of keys, where these are the values
-    return kernel.forward(problem, tiles, operands.with_values(problem), table, *scales)
-
-
-def _in_order(problem: Problem, seen: ResolvedMask, table, dtype, pages, scales):
-    """The keys or values [B, S, K, n] of the rows, 0 where no query of a row looks: there may be
-    NaN."""
-    p = problem
-    x = quantised.taken(pages, table)  # [B, pages, page, K, n]
-    x = (
-        x
-        if scales is None
-        else (x.astype(jnp.float32) * quantised.taken(scales, table)[..., None]).astype(dtype)
-    )
+def _gather(p: Problem, pages: Pages, mask: ResolvedMask, table, dtype, x, scales):
+    """The keys or values [B, S, K, n] of the batch rows, with 0 where no query of a row looks:
+    there may be NaN."""
+    x = pages.layout.join(quantised.take(x, table))
+    if scales is not None:
+        scales = pages.layout.join(quantised.take(scales, table))
+        x = (x.astype(jnp.float32) * scales[..., None]).astype(dtype)
     key = jnp.arange(p.keys, dtype=jnp.int32)[None, :, None, None]
-    first, last = (n[:, None, None, None] for n in decode.reach(*decode.intervals(p, seen), p.keys))
-    return jnp.where((first <= key) & (key < last), x.reshape(p.batch, p.keys, *x.shape[3:]), 0)
+    first, last = (n[:, None, None, None] for n in decode.reach(*decode.intervals(p, mask), p.keys))
+    return jnp.where((first <= key) & (key < last), x, 0)
 
 
-class Pages(NamedTuple):
-    """What there is to know of the pages of a call."""
-
-    shapes: tuple[tuple[int, ...], ...]  # of keys, and of values if they are apart, [P, page, K, n]
-    stored: str | None  # the dtype, where that is one of 8 bits
-    is_ragged: bool  # rows of the batch are tiles, which share tables
-    alone: str | None = None  # "keys" or "values", where these alone are in 8 bits
-
-    @property
-    def page(self) -> int:
-        return self.shapes[0][1]
-
-    def is_in_8_bits(self, name: str) -> bool:
-        """Of "keys" or "values"."""
-        return self.stored is not None and self.alone in (None, name)
-
-    def itemsizes(self, dtype: str) -> list[int]:
-        """Of a number of a key, and of a value, where those that are not in 8 bits have this
-        dtype."""
-        wide = jnp.dtype(dtype).itemsize
-        return [1 if self.is_in_8_bits(name) else wide for name in ("keys", "values")]
-
-    @property
-    def entry(self) -> comparison.EntryPoint:
-        """How kernels are checked that read such pages."""
-        keys = -(-comparison.SIZES["keys"] // self.page) * self.page
-        name = " ".join(filter(None, (f"pages of {self.page}", self.stored, self.alone)))
-        return comparison.EntryPoint(name, self.results, widen=self.widen, sizes=dict(keys=keys))
-
-    def results(
-        self, problem: Problem, choice: backends.Choice, operands: arguments.Operands, cotangents
-    ):
-        """Of keys and values that are put into pages, the last of a row first."""
-        if choice.backend.paged is None:
-            return comparison.outputs(*autodiff.attend(problem, choice, operands))
-        p = problem
-        table = jnp.arange(p.batch * p.keys // self.page, dtype=jnp.int32).reshape(p.batch, -1)[
-            :, ::-1
-        ]
-        paged = lambda x: x.reshape(-1, self.page, *x.shape[2:])[table.ravel()]
-        arrays, scales = zip(*jax.tree.map(paged, [*self._in_8_bits(operands)]), strict=True)
-        scales = (scales,) if self.stored else ()
-        operands = operands._replace(**dict(zip(("key", "value"), arrays, strict=False)))
-        o, stats = _in_place(p, self, choice.backend, operands, table, *scales)
-        log_base = choice.backend.log_base(p)
-        return comparison.outputs(o, *autodiff.lse_and_largest(log_base, p, operands, stats))
-
-    def widen(self, operands: arguments.Operands) -> arguments.Operands:
-        arrays = (
-            x if scales is None else x.astype(jnp.float32) * scales[..., None]
-            for x, scales in self._in_8_bits(operands)
-        )
-        operands = operands._replace(**dict(zip(("key", "value"), arrays, strict=False)))
-        return comparison.widen(operands)
-
-    def _in_8_bits(self, operands: arguments.Operands):
-        """Keys, and values if they are apart, each with its scales, None where they are not in 8
-        bits."""
-        both = dict(keys=operands.key, values=operands.value)
-        for name, x in [(name, x) for name, x in both.items() if x is not None]:
-            yield quantised.quantised(x, self.stored) if self.is_in_8_bits(name) else (x, None)
+# ---- which implementation ----
 
 
-def copies(backend: Backend, problem: Problem, pages: Pages) -> bool:
+def gathers_pages(backend: Backend, problem: Problem, pages: Pages) -> bool:
     """Whether an implementation attends to a copy of the pages in order."""
     if backend.paged is None:
         return True
@@ -239,30 +165,23 @@ class Against(selection.Against):
     NAME = "call of paged_attention"
 
     def cannot(self, backend):
-        pages, paged = self.pages, backend.paged
-        if self._copies(backend):
+        if self._gathers(backend):
             return super().cannot(backend)
-        reason = backend.why_not(self._long)
-        if pages.alone and not paged.takes_8_bits_alone:
-            return joined(
-                reason,
-                f"it reads keys and values in 8 bits, or neither; got {pages.alone} alone in "
-                f"{pages.stored}: triton and blockwise take them",
-            )
-        return joined(reason, paged.why_not(self.problem, pages.shapes, pages.stored))
+        reason = backend.why_not(self._as_decoding)
+        return joined(reason, backend.paged.why_not(self.problem, self.pages))
 
     def checked(self, backend):
-        if self._copies(backend):
+        if self._gathers(backend):
             return super().checked(backend)
-        return backend, self._long, self.pages.entry
+        return backend, self._as_decoding, page_kernels.entry_point(self.pages)
 
     @property
-    def _long(self) -> Problem:
-        """The problem as decoding, whatever the length."""
+    def _as_decoding(self) -> Problem:
+        """The problem with as many keys as decoding takes at least."""
         return dataclasses.replace(self.problem, keys=max(self.problem.keys, decode.KEYS))
 
-    def _copies(self, backend):
-        return copies(backend, self.problem, self.pages)
+    def _gathers(self, backend):
+        return gathers_pages(backend, self.problem, self.pages)
 
 
 def choose(problem: Problem, pages: Pages, implementation: str | None, check=True) -> Backend:

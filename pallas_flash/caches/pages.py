@@ -1,5 +1,5 @@
-"""`PagedCache`: keys and values in pages, which its rows take, fill, share and give back. Pure
-functions, for jax.jit."""
+"""`PagedCache`: keys and values in pages, which its rows take, fill, share and give back, by pure
+functions for jax.jit."""
 
 from collections.abc import Callable
 from typing import NamedTuple, Unpack, overload
@@ -15,6 +15,7 @@ from pallas_flash.caches import ragged
 from pallas_flash.caches.paged import PAGE, Options, paged_attention
 from pallas_flash.checks import AnyArray
 from pallas_flash.devices import sharding
+from pallas_flash.page_layout import PageLayout
 
 
 class PagedCache(NamedTuple):
@@ -40,10 +41,17 @@ class PagedCache(NamedTuple):
     k_scales: Float[Array, "P page K"] | None = None  # of a cache in 8 bits
     v_scales: Float[Array, "P page K"] | None = None
 
+    layout = PageLayout()
+    AXES = dict(
+        **dict.fromkeys(("k_pages", "v_pages"), layout.axes),
+        **dict.fromkeys(("k_scales", "v_scales"), layout.scale_axes),
+        **dict(page_table="BC", lengths="B", users="P", lost="B"),
+    )
+
     @property
     def room(self) -> Int[Array, "B"]:
         """How many keys the pages of each row hold."""
-        P, page = self.k_pages.shape[:2]
+        P, page = _pool_size(self)
         return jnp.sum(self.page_table < P, 1, dtype=jnp.int32) * page
 
     def shortage(self, tokens: Int[AnyArray, "#B"] | int) -> "Shortage":
@@ -59,7 +67,7 @@ class PagedCache(NamedTuple):
         them as long as there are free pages and entries of the table."""
         tokens = self._by_row("tokens", tokens)
         self._check_room("reserve", tokens)
-        return _changed(_reserved, self, tokens=tokens)
+        return _change(_reserve, self, tokens=tokens)
 
     def append(
         self,
@@ -72,15 +80,15 @@ class PagedCache(NamedTuple):
         as `reserve` gives them. With cu_seqlens, int32 [B + 1], key and value are [T, K, H], and
         row b takes the tokens from cu_seqlens[b] up to, not including, cu_seqlens[b + 1]."""
         B, key = len(self.page_table), checks.array("key", key)
-        new, slots_of = dict(key=key), dict(key=self.k_pages)
+        new, pages_of = dict(key=key), dict(key=self.k_pages)
         if self.v_pages is not None:
-            new["value"], slots_of["value"] = checks.array("value", value), self.v_pages
+            new["value"], pages_of["value"] = checks.array("value", value), self.v_pages
         elif value is not None:
             raise ValueError("value must be None to match the cache, whose values are its keys'.")
         rows, letters = ((B,), "[B, T, K, H]") if cu_seqlens is None else ((), "[T, K, H]")
         for name, x in new.items():
-            slots = slots_of[name]
-            fits = (*rows, *key.shape[len(rows) : len(rows) + 1], *slots.shape[2:])
+            sizes = self.layout.sizes(pages_of[name].shape)
+            fits = (*rows, *key.shape[len(rows) : len(rows) + 1], sizes["K"], sizes["H"])
             if x.shape != fits:
                 raise ValueError(
                     f"{name} must be {letters} = {fits} to match the cache; got {x.shape}."
@@ -89,7 +97,7 @@ class PagedCache(NamedTuple):
         if cu_seqlens is None:
             new["count"] = jnp.clip(self._by_row("count", T if count is None else count), 0, T)
             self._check_room("append", new["count"])
-            return sharding.map_cache(_appended, self, new)[1]
+            return sharding.map_cache(_append, self, new)[1]
         ends = checks.ints("cu_seqlens", cu_seqlens)
         if count is not None or ends.shape != (B + 1,):
             raise ValueError(
@@ -99,7 +107,7 @@ class PagedCache(NamedTuple):
         new["cu_seqlens"] = jnp.asarray(ends)
         if checks.is_constant(ends):
             self._check_room("append", jnp.diff(ragged.within(new["cu_seqlens"], T)))
-        return sharding.map_cache(_appended_ragged, self, new)[1]
+        return sharding.map_cache(_append_ragged, self, new)[1]
 
     def release(self, rows: Bool[AnyArray, "B"]) -> "PagedCache":
         """The cache with these rows empty, as if they had lost no tokens; their pages that no other
@@ -110,7 +118,7 @@ class PagedCache(NamedTuple):
                 f"rows must be bool [B] = {self.lengths.shape}, True: release; got {rows.dtype} "
                 f"{rows.shape}."
             )
-        return _changed(_released, self, rows=rows)
+        return _change(_release, self, rows=rows)
 
     def share(
         self, source: Int[AnyArray, ""] | int, target: Int[AnyArray, ""] | int
@@ -119,13 +127,8 @@ class PagedCache(NamedTuple):
         source, and the target's own pages are released. Tokens behind the full pages are not
         shared; append them to the target. If one of the numbers is traced and is that of no row,
         nothing changes."""
-        rows, B = (
-            {
-                name: checks.ints(name, row)
-                for name, row in dict(source=source, target=target).items()
-            },
-            len(self.page_table),
-        )
+        rows, B = dict(source=source, target=target), len(self.page_table)
+        rows = {name: checks.ints(name, row) for name, row in rows.items()}
         for name, row in rows.items():
             if row.shape:
                 raise ValueError(f"{name} must be the number of one row; got {row.shape}.")
@@ -133,7 +136,7 @@ class PagedCache(NamedTuple):
                 raise ValueError(
                     f"{name} must be the number of a row, from 0 to {B - 1}; got {row}."
                 )
-        return _changed(_shared, self, **rows)
+        return _change(_share, self, **rows)
 
     @overload
     def attend(
@@ -153,7 +156,7 @@ class PagedCache(NamedTuple):
         cache holds keys alone. A row that lost tokens gets NaN."""
         pages = self.k_pages, self.v_pages, self.page_table, self.lengths
         scales = dict(k_scales=self.k_scales, v_scales=self.v_scales)
-        found = paged_attention(query, *pages, **scales, **options)
+        results = paged_attention(query, *pages, **scales, **options)
         has_lost = self.lost > 0
         if (cu_seqlens := options.get("cu_seqlens_q")) is None:
             has_lost = has_lost[:, None]  # [B, T]
@@ -162,10 +165,11 @@ class PagedCache(NamedTuple):
             tokens = ragged.Places.of(ends, len(query))
             has_lost = has_lost[tokens.row] & tokens.is_real  # [T]
         by_token = lambda x: has_lost.reshape(*has_lost.shape, *(1,) * (x.ndim - has_lost.ndim))
-        return jax.tree.map(lambda x: jnp.where(by_token(x), jnp.nan, x), found)
+        return jax.tree.map(lambda x: jnp.where(by_token(x), jnp.nan, x), results)
 
     def _check_room(self, name: str, tokens):
-        """Raises where the values are known and some of so many tokens of each row do not fit."""
+        """Raises where the values are known and not all of `tokens` [B] new tokens of each row
+        fit."""
         numbers = {name: getattr(self, name) for name in NUMBERS} | dict(tokens=tokens)
         if not all(map(checks.is_constant, numbers.values())):
             return
@@ -175,7 +179,7 @@ class PagedCache(NamedTuple):
             raise ValueError(" ".join(reasons))
 
     def _by_row(self, name: str, x) -> Int[Array, "B"]:
-        """A number for each row, given so or as one for all."""
+        """x as a number for each row; one number is for all."""
         x, shape = checks.ints(name, x), self.lengths.shape
         if x.shape not in (shape, (1,), ()):
             raise ValueError(
@@ -185,18 +189,25 @@ class PagedCache(NamedTuple):
 
 
 class Shortage(NamedTuple):
-    """What an `append` would lack."""
+    """The pages and the tokens' places that an `append` would lack."""
 
     pages: Int[Array, ""]
     tokens: Int[Array, "B"]
 
 
-NUMBERS = "page_table", "lengths", "users", "lost"  # what methods change besides the pages
+NUMBERS = "page_table", "lengths", "users", "lost"  # fields that methods change besides the pages
+
+
+def _pool_size(cache: PagedCache) -> tuple[int, int]:
+    """The number of pages, and the keys of a page."""
+    sizes = cache.layout.sizes(cache.k_pages.shape)
+    return sizes["P"], sizes["C"]
 
 
 def _on_each_device(cache: PagedCache, arrays: dict) -> tuple[PagedCache, dict, Callable]:
-    """The cache and the arrays; on a mesh with explicit axes with the numbers of both whole on each
-    device, and what puts those of a new cache back to where they lay."""
+    """The cache, the arrays, and a function of a new cache. On a mesh with explicit axes the
+    numbers of both are whole on each device, and the function shards those of the new cache as
+    before."""
     mesh = sharding.find_explicit(sharding.collect_meshes(jax.tree.leaves((cache, arrays))))
     if mesh is None:
         return cache, arrays, lambda new: new
@@ -210,8 +221,8 @@ def _on_each_device(cache: PagedCache, arrays: dict) -> tuple[PagedCache, dict, 
     return cache._replace(**jax.tree.map(whole, numbers)), jax.tree.map(whole, arrays), back
 
 
-def _changed(change: Callable, cache: PagedCache, **arrays) -> PagedCache:
-    """change(cache, **arrays), which changes numbers alone."""
+def _change(change: Callable, cache: PagedCache, **arrays) -> PagedCache:
+    """The cache after change(cache, **arrays), which changes its numbers alone."""
     cache, arrays, back = _on_each_device(cache, arrays)
     return back(change(cache, **arrays))
 
@@ -219,11 +230,11 @@ def _changed(change: Callable, cache: PagedCache, **arrays) -> PagedCache:
 def _needed(cache: PagedCache, tokens, xp):
     """The number of new pages that `tokens` more tokens of each row need, and the number of these
     tokens that the row's table cannot hold. xp is NumPy for a cache of NumPy's arrays."""
-    (P, page), pages = cache.k_pages.shape[:2], cache.page_table.shape[1]
+    (P, page), pages = _pool_size(cache), cache.page_table.shape[1]
     # a row that lost tokens is full, and stays so: the next would follow a gap
     fitting = xp.where(cache.lost > 0, 0, xp.minimum(tokens, pages * page - cache.lengths))
-    held = xp.sum(cache.page_table < P, 1, dtype=np.int32)
-    return xp.maximum(-(-(cache.lengths + fitting) // page) - held, 0), tokens - fitting
+    present = xp.sum(cache.page_table < P, 1, dtype=np.int32)
+    return xp.maximum(-(-(cache.lengths + fitting) // page) - present, 0), tokens - fitting
 
 
 def _shortage(cache: PagedCache, tokens, xp=jnp) -> Shortage:
@@ -233,9 +244,9 @@ def _shortage(cache: PagedCache, tokens, xp=jnp) -> Shortage:
 
 
 def _why_no_room(cache: PagedCache, name: str, tokens):
-    """Yields for each limit, in a cache with the numbers of NumPy, why so many tokens do not
-    fit."""
-    (P, page), pages = cache.k_pages.shape[:2], cache.page_table.shape[1]
+    """Yields a reason for each limit that `tokens` [B] more tokens would pass, in a cache whose
+    numbers are NumPy's."""
+    (P, page), pages = _pool_size(cache), cache.page_table.shape[1]
     lacking = _shortage(cache, tokens, np)
     if lacking.pages:
         free = np.sum(cache.users == 0)
@@ -254,11 +265,11 @@ def _why_no_room(cache: PagedCache, name: str, tokens):
         )
 
 
-def _reserved(cache: PagedCache, *, tokens) -> PagedCache:
-    P, page = cache.k_pages.shape[:2]
-    held, number = cache.room // page, jnp.arange(cache.page_table.shape[1], dtype=jnp.int32)[None]
-    more, _ = _needed(cache, tokens, jnp)
-    wanted = (number >= held[:, None]) & (number < (held + more)[:, None])
+def _reserve(cache: PagedCache, *, tokens) -> PagedCache:
+    P, page = _pool_size(cache)
+    first, number = cache.room // page, jnp.arange(cache.page_table.shape[1], dtype=jnp.int32)[None]
+    needed, _ = _needed(cache, tokens, jnp)
+    wanted = (number >= first[:, None]) & (number < (first + needed)[:, None])
     order = jnp.argsort(cache.users > 0, stable=True).astype(jnp.int32)  # free pages first
     nth = jnp.cumsum(wanted.ravel(), dtype=jnp.int32).reshape(wanted.shape) - 1
     given = wanted & (nth < jnp.sum(cache.users == 0, dtype=jnp.int32))
@@ -267,57 +278,52 @@ def _reserved(cache: PagedCache, *, tokens) -> PagedCache:
     return cache._replace(page_table=table, users=users)
 
 
-def _released(cache: PagedCache, *, rows) -> PagedCache:
-    P = cache.k_pages.shape[0]
+def _release(cache: PagedCache, *, rows) -> PagedCache:
+    P, _ = _pool_size(cache)
     users = cache.users.at[jnp.where(rows[:, None], cache.page_table, P)].add(-1, mode="drop")
     table = jnp.where(rows[:, None], P, cache.page_table)
     lengths, lost = (jnp.where(rows, 0, x) for x in (cache.lengths, cache.lost))
     return cache._replace(page_table=table, users=users, lengths=lengths, lost=lost)
 
 
-def _shared(cache: PagedCache, *, source, target) -> PagedCache:
-    (P, page), B = cache.k_pages.shape[:2], len(cache.page_table)
+def _share(cache: PagedCache, *, source, target) -> PagedCache:
+    (P, page), B = _pool_size(cache), len(cache.page_table)
     rows = (jnp.arange(B, dtype=jnp.int32) == target) & (0 <= source) & (source < B)
     full, pages = cache.lengths[source] // page, cache.page_table[source]
     entries = jnp.where(jnp.any(rows) & (jnp.arange(len(pages), dtype=jnp.int32) < full), pages, P)
-    cache = _released(cache, rows=rows)
-    table, lengths = (
-        jnp.where(rows[:, None], entries, cache.page_table),
-        jnp.where(rows, full * page, cache.lengths),
-    )
-    return cache._replace(
-        page_table=table, lengths=lengths, users=cache.users.at[entries].add(1, mode="drop")
-    )
+    cache = _release(cache, rows=rows)
+    table = jnp.where(rows[:, None], entries, cache.page_table)
+    lengths = jnp.where(rows, full * page, cache.lengths)
+    users = cache.users.at[entries].add(1, mode="drop")
+    return cache._replace(page_table=table, lengths=lengths, users=users)
 
 
-def _appended(cache: PagedCache, *, key, count, value=None) -> tuple[None, PagedCache]:
-    """With the first `count` [B] of the tokens of each row."""
-    row, token = (
-        jnp.arange(len(count), dtype=jnp.int32)[:, None],
-        jnp.arange(key.shape[1], dtype=jnp.int32)[None],
-    )
-    return None, _with_tokens(cache, count, row, token, True, key, value)
+def _append(cache: PagedCache, *, key, count, value=None) -> tuple[None, PagedCache]:
+    """Appends the first `count` [B] tokens of each row."""
+    row = jnp.arange(len(count), dtype=jnp.int32)[:, None]
+    token = jnp.arange(key.shape[1], dtype=jnp.int32)[None]
+    return None, _append_at(cache, count, row, token, True, key, value)
 
 
-def _appended_ragged(cache: PagedCache, *, key, cu_seqlens, value=None) -> tuple[None, PagedCache]:
-    """With the tokens of all rows, one row behind the other."""
+def _append_ragged(cache: PagedCache, *, key, cu_seqlens, value=None) -> tuple[None, PagedCache]:
+    """Appends ragged tokens, one row behind the other."""
     ends = ragged.within(cu_seqlens, len(key))
-    return None, _with_tokens(cache, jnp.diff(ends), *ragged.Places.of(ends, len(key)), key, value)
+    return None, _append_at(cache, jnp.diff(ends), *ragged.Places.of(ends, len(key)), key, value)
 
 
-def _with_tokens(cache: PagedCache, count, row, token, is_real, key, value) -> PagedCache:
-    """With `count` [B] more tokens of each row; key and value are those with these rows and, among
-    the row's, these numbers."""
-    (P, page), pages, start = cache.k_pages.shape[:2], cache.page_table.shape[1], cache.lengths
-    cache = _reserved(cache, tokens=count)
+def _append_at(cache: PagedCache, count, row, token, is_real, key, value) -> PagedCache:
+    """Appends `count` [B] tokens to each row. Those of key and value have the indices `row`, and
+    among the new tokens of a row `token`; those that are not real are left out."""
+    (P, page), pages, start = _pool_size(cache), cache.page_table.shape[1], cache.lengths
+    cache = _reserve(cache, tokens=count)
     fitting = jnp.minimum(count, cache.room - start)
     lengths, lost = start + fitting, cache.lost + count - fitting
     at = start[row] + token
-    entry = cache.page_table[row, jnp.minimum(at // page, pages - 1)]
-    to = jnp.where(is_real & (at < lengths[row]), entry, P), at % page
-    return quantised.written(cache, to, k_pages=key, v_pages=value)._replace(
-        lengths=lengths, lost=lost
-    )
+    number = cache.page_table[row, jnp.minimum(at // page, pages - 1)]
+    number = jnp.where(is_real & (at < lengths[row]), number, P)
+    slots = cache.layout.arrange(P=number, C=at % page, K=slice(None))
+    cache = quantised.write(cache, slots, k_pages=key, v_pages=value)
+    return cache._replace(lengths=lengths, lost=lost)
 
 
 def paged_cache(
@@ -358,11 +364,9 @@ def paged_cache(
         checks.count(name, size)
     if page % PAGE or page <= 0:
         raise ValueError(f"page must be a multiple of {PAGE} keys; got {page}.")
-    shape = pages, page, kv_heads, head_size
-    table, zeros = (
-        jnp.full((batch, -(-max_length // page)), pages, jnp.int32),
-        lambda n: jnp.zeros(n, jnp.int32),
-    )
+    shape = PagedCache.layout.arrange(P=pages, C=page, K=kv_heads, H=head_size)
+    table = jnp.full((batch, -(-max_length // page)), pages, jnp.int32)
+    zeros = lambda n: jnp.zeros(n, jnp.int32)
     dtypes = [dtype, dtype if value_dtype is None else value_dtype][: 1 if values_are_keys else 2]
     key, value = (*(jnp.zeros(shape, each) for each in dtypes), None)[:2]
     scales = (quantised.empty_scales(shape, each) for each in dtypes)

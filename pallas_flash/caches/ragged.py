@@ -1,5 +1,5 @@
-"""Ragged tokens: those of all rows of a batch, one row behind the other; and tiles of them, a row's
-own, which decoding takes."""
+"""Ragged tokens: the tokens of all rows of a batch, one row behind the other. Decoding takes them
+as tiles, each with tokens of one row."""
 
 import dataclasses
 from typing import NamedTuple
@@ -12,16 +12,16 @@ from pallas_flash.call import PagedCall
 
 
 def within(cu_seqlens: Int[Array, "B+1"], tokens: int) -> Int[Array, "B+1"]:
-    """The same, where it cannot be checked, in order and no end beyond the tokens."""
+    """Clips traced cu_seqlens, which nothing can check, to ends in order and within the tokens."""
     return lax.cummax(jnp.clip(cu_seqlens, 0, tokens))
 
 
 class Places(NamedTuple):
-    """Where each token is."""
+    """The row of each token, and its number in the row."""
 
     row: Int[Array, "tokens"]
-    number: Int[Array, "tokens"]  # among the row's tokens
-    is_real: Bool[Array, "tokens"]  # else it is of no row
+    number: Int[Array, "tokens"]
+    is_real: Bool[Array, "tokens"]  # whether it belongs to a row at all
 
     @classmethod
     def of(cls, cu_seqlens: Int[Array, "B+1"], tokens: int) -> "Places":
@@ -35,43 +35,43 @@ class Places(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Tiles of `size` tokens: as many as any cu_seqlens could need, of which the last may be
+    """Tiles of `size` tokens of one row: as many as any cu_seqlens could need; the last may be
     empty."""
 
     row: Int[Array, "tiles"]
-    first: Int[Array, "tiles"]  # token, by its number among the row's
+    first: Int[Array, "tiles"]  # the first token, by its number in the row
     count: Int[Array, "tiles"]
-    source: Int[Array, "tiles size"]  # the token's place among all
+    source: Int[Array, "tiles size"]  # the index of each token among all
     tile: Int[Array, "tokens"]
-    slot: Int[Array, "tokens"]  # of each token in its tile
+    slot: Int[Array, "tokens"]  # the place of each token in its tile
     is_real: Bool[Array, "tokens"]
 
     @classmethod
     def of(cls, cu_seqlens: Int[Array, "B+1"], tokens: int, size: int) -> "Tiles":
         B, counts = len(cu_seqlens) - 1, jnp.diff(cu_seqlens)
         most = (tokens + min(B, tokens) * (size - 1)) // size
-        # the number of tiles up to a row's end
+        # how many tiles the rows up to each one have
         stop = jnp.cumsum(-(-counts // size), dtype=jnp.int32)
         start = jnp.concatenate([jnp.zeros(1, jnp.int32), stop[:-1]])
         tile = jnp.arange(most, dtype=jnp.int32)
         row = jnp.minimum(jnp.searchsorted(stop, tile, side="right").astype(jnp.int32), B - 1)
         first = (tile - start[row]) * size
         source = (cu_seqlens[row] + first)[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
-        of, number, is_real = Places.of(cu_seqlens, tokens)
+        row_of_token, number, is_real = Places.of(cu_seqlens, tokens)
         count = jnp.clip(counts[row] - first, 0, size)
         return cls(
             row,
             first,
             count,
             jnp.clip(source, 0, tokens - 1),
-            start[of] + number // size,
+            start[row_of_token] + number // size,
             number % size,
             is_real,
         )
 
     def rows_of(self, call: PagedCall) -> PagedCall:
-        """The call with a batch row for each tile. Its query_offset is that of each row's first
-        token."""
+        """The call with a batch row for each tile; in `call` query_offset is the position of each
+        row's first token."""
         offset, score = jnp.broadcast_to(call.query_offset, call.lengths.shape), call.score_mod
         of_tiles = lambda x: jnp.asarray(x)[self.row]
         if score is not None and score.mod.uses_batch:
@@ -87,6 +87,6 @@ class Tiles(NamedTuple):
         )
 
     def tokens(self, x, empty):
-        """[tokens, ...] of [tiles, size, ...], `empty` for a token of no row."""
-        found = x[jnp.clip(self.tile, 0, len(x) - 1), jnp.clip(self.slot, 0, x.shape[1] - 1)]
-        return jnp.where(self.is_real.reshape(-1, *(1,) * (x.ndim - 2)), found, empty)
+        """The tokens [tokens, ..] of x [tiles, size, ..]; `empty` for those of no row."""
+        by_token = x[jnp.clip(self.tile, 0, len(x) - 1), jnp.clip(self.slot, 0, x.shape[1] - 1)]
+        return jnp.where(self.is_real.reshape(-1, *(1,) * (x.ndim - 2)), by_token, empty)

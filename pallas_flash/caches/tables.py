@@ -1,5 +1,4 @@
-"""Which entries of a page table a call of `paged_attention` needs, and whether these are pages of
-the row."""
+"""Checks of a page table: the entries that a call of `paged_attention` needs must be pages."""
 
 import numpy as np
 
@@ -10,7 +9,8 @@ from pallas_flash.call import PagedCall
 def check(call: PagedCall):
     """Raises where the values are known and a row has more keys than its table, or an entry that is
     needed is no page."""
-    (P, page), pages = call.k_pages.shape[:2], call.page_table.shape[1]
+    sizes, pages = call.layout.sizes(call.k_pages.shape), call.page_table.shape[1]
+    P, page = sizes["P"], sizes["C"]
     if checks.is_constant(call.lengths):
         lengths = np.asarray(call.lengths)
         for b in np.flatnonzero(lengths > pages * page)[:1]:
@@ -33,7 +33,7 @@ def check(call: PagedCall):
 
 
 def _visible(call: PagedCall) -> tuple[np.ndarray, np.ndarray]:
-    """The keys [start, stop) of each row that any of its queries sees; start >= stop: none."""
+    """The keys [start, stop) that any query of a row sees, for each row; start >= stop: none."""
     lengths = np.asarray(call.lengths, np.int64)
     if call.cu_seqlens_q is not None:
         count = np.diff(np.asarray(call.cu_seqlens_q, np.int64))

@@ -13,10 +13,6 @@ from pallas_flash.call import AXES, Call, is_data
 from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.mods.score_mod import BoundScoreMod
 
-CACHE_AXES = AXES | dict(
-    k_scales="BSK", v_scales="BSK", users="P", lost="B"
-)  # P: pages, or rows of slots
-CACHE_AXES |= dict(count="B", cu_seqlens="C")  # beside a cache
 OPERAND_AXES = AXES | dict(seeds="BN")  # of arguments.Operands
 # of a score_mod; the arrays that rules read are whole on each device
 SCORE_AXES = {"batch": "B", "head": "N"}
@@ -82,7 +78,7 @@ def array_axes(path, call: Call) -> str:
     if path[0] == "score_mod":
         return SCORE_AXES.get(path[1], "")
     if len(path) == 1:
-        return AXES[path[0]]
+        return call.axes(path[0])
     return _mask_parts(call)[path[1]].ARRAYS.get(path[2], "")
 
 

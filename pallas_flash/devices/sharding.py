@@ -10,8 +10,8 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_flash.call import Call
-from pallas_flash.devices.call import CACHE_AXES, array_axes, collect_arrays, with_arrays
+from pallas_flash.call import AXES, Call
+from pallas_flash.devices.call import array_axes, collect_arrays, with_arrays
 
 
 def find_mesh(call: Call) -> AbstractMesh | None:
@@ -87,10 +87,10 @@ def _shard_map(
 
 
 def map_cache(f: Callable, cache, arrays: dict[str, Any], *static):
-    """f(cache, *static, **arrays): an output [B, T, N, H] or None, and the new cache. On a mesh
-    with explicit axes each device updates the batch rows and heads of the cache that lie on it, or
-    all rows of a cache in pages; the arrays are resharded to match, and the new cache lies where
-    the old one does."""
+    """f(cache, *static, **arrays): an output [B, T, N, H] or None, and the new cache, whose AXES
+    have a letter for each axis of its fields. On a mesh with explicit axes each device updates the
+    batch rows and heads of the cache that lie on it, or all rows of a cache in pages; the arrays
+    are resharded to match, and the new cache lies where the old one does."""
     mesh = find_explicit(collect_meshes(jax.tree.leaves((cache, arrays))))
     if mesh is None:
         return f(cache, *static, **arrays)
@@ -100,9 +100,11 @@ def map_cache(f: Callable, cache, arrays: dict[str, Any], *static):
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _map_cache(f, mesh, static, cache, arrays):
     fields = {name: x for name, x in cache._asdict().items() if x is not None}
-    batch, _, heads, _ = jax.typeof(cache[0]).sharding.spec  # of the keys
-    axes = dict(B=None if "page_table" in fields else batch, K=heads, N=heads)
-    spec = lambda name, ndim: P(*map(axes.get, CACHE_AXES[name][-ndim:]))
+    letters = AXES | dict(count="B", cu_seqlens="C") | cache.AXES
+    of_keys = letters[cache._fields[0]], jax.typeof(cache[0]).sharding.spec
+    axes = {letter: axis for letter, axis in zip(*of_keys, strict=True) if letter in "BK"}
+    axes["N"] = axes["K"]
+    spec = lambda name, ndim: P(*map(axes.get, letters[name][-ndim:]))
     specs = lambda arrays: {name: spec(name, x.ndim) for name, x in arrays.items()}
     in_specs = specs(fields), specs(arrays)
     placed = lambda x, spec: jax.reshard(x, NamedSharding(mesh, spec))

@@ -1,5 +1,5 @@
-"""The caches of `FlashAttention`, of all tokens, in one piece or in pages, or of a window's tokens,
-and attention to them."""
+"""The caches of `FlashAttention` and attention to them: all tokens in one piece or in pages, or the
+tokens of a window."""
 
 import warnings
 from collections.abc import Callable
@@ -13,8 +13,10 @@ from pallas_flash.attention import flash_attention
 from pallas_flash.caches.paged import paged_attention
 from pallas_flash.caches.pages import PagedCache
 from pallas_flash.devices import sharding
+from pallas_flash.page_layout import PageLayout
 
 PAGE = 64  # keys of a page of a rolling or quantised cache
+_AXES = dict(key="BSKH", value="BSKH", lengths="B", k_scales="BSK", v_scales="BSK")
 
 
 class KVCache(NamedTuple):
@@ -27,6 +29,8 @@ class KVCache(NamedTuple):
     k_scales: Float[Array, "B S K"] | None = None  # of a cache in 8 bits
     v_scales: Float[Array, "B S K"] | None = None
 
+    AXES = _AXES
+
 
 class RollingCache(NamedTuple):
     """The keys and values of the last S tokens: the token at position i is in slot i % S. Row b has
@@ -38,8 +42,10 @@ class RollingCache(NamedTuple):
     k_scales: Float[Array, "B S K"] | None = None
     v_scales: Float[Array, "B S K"] | None = None
 
+    AXES = _AXES
 
-# options of paged_attention
+
+# options of flash_attention that paged_attention has too
 _PAGED = (
     "is_causal local_window_size logits_soft_cap sinks implementation query_seq_lengths"
 ).split()
@@ -48,7 +54,7 @@ SomeCache = TypeVar("SomeCache", bound=Cache)
 
 
 def empty(kind: Callable, batch: int, slots: int, heads: int, size: int, dtype) -> Any:
-    """A KVCache or a RollingCache; a quantised one is made of whole pages."""
+    """An empty KVCache or RollingCache; a quantised one has whole pages of slots."""
     slots = -(-slots // PAGE) * PAGE if quantised.is_quantised(dtype) else slots
     shape = batch, slots, heads, size
     # two arrays, not one twice, so that a jitted step may be given the cache's memory
@@ -59,17 +65,17 @@ def empty(kind: Callable, batch: int, slots: int, heads: int, size: int, dtype) 
 
 
 def rolling_slots(left: int, tokens: int) -> int:
-    """Whole pages for so many new tokens and the `left` before the first of them, wherever in its
-    page that begins."""
+    """How many slots hold `tokens` new tokens and the `left` before the first of them, in whole
+    pages wherever in its page the first token lies."""
     return -(-(left + tokens + PAGE - 1) // PAGE) * PAGE
 
 
 def attend(
     cache: Cache, query, key, value, left: int | None, mask, lengths, options: dict[str, Any]
 ):
-    """The attention of T new tokens, of which `lengths` [B] are there, None: all; and the cache
-    with them. Tokens without room get NaN. `options` are those of flash_attention; a query sees
-    `left` tokens before its own, None: all."""
+    """The attention of T new tokens, of which the first `lengths` [B] are real (None: all), and the
+    cache with these. Tokens without room get NaN. `options` are those of flash_attention; a query
+    sees `left` tokens before its own (None: all)."""
     T, start = query.shape[1], cache.lengths
     count = jnp.full_like(start, T) if lengths is None else _count(lengths, start, T)
     positions = start[:, None] + jnp.arange(T, dtype=jnp.int32)[None]
@@ -89,15 +95,13 @@ def attend(
         )
         return _or_nan(o, positions < key.shape[1]), cache
     kwargs.pop("deterministic")  # attention to pages has no gradient
-    # in a ring positions do not count from 0
-    taken = (*_PAGED, "score_mod") if isinstance(cache, PagedCache) else _PAGED
-    more = [
-        name for name, x in dict(kwargs, mask=mask).items() if name not in taken and x is not None
-    ]
-    if more:
+    # a score_mod gets positions, which in a ring do not count from 0
+    known = (*_PAGED, "score_mod") if isinstance(cache, PagedCache) else _PAGED
+    given = {name for name, x in dict(kwargs, mask=mask).items() if x is not None}
+    if unsupported := [name for name in (*kwargs, "mask") if name in given - {*known}]:
         name = "quantised " * is_quantised + type(cache).__name__
         raise ValueError(
-            f"a {name} does not support {', '.join(more)}. Use an unquantised KVCache; "
+            f"a {name} does not support {', '.join(unsupported)}. Use an unquantised KVCache; "
             "layer.eval() turns dropout off."
         )
     kwargs = {name: x for name, x in kwargs.items() if x is not None}
@@ -123,7 +127,7 @@ def attend(
 
 
 def _count(lengths, start, T: int):
-    """How many of T tokens are there: what is beyond them must not count as kept."""
+    """How many of T tokens are real: no other may count as stored."""
     lengths = checks.ints("lengths", lengths)
     if lengths.shape != start.shape:
         raise ValueError(f"lengths must be int32 [B] = {start.shape}; got {lengths.shape}.")
@@ -131,7 +135,7 @@ def _count(lengths, start, T: int):
 
 
 def _paged(query, pages, scales, table, lengths, **options):
-    """paged_attention to keys and values, of which those without scales are cast."""
+    """paged_attention to pages, which are cast to the query's dtype unless they have scales."""
     k_pages, v_pages = (
         x if scale is not None else x.astype(query.dtype)
         for x, scale in zip(pages, scales, strict=True)
@@ -151,20 +155,19 @@ def _attend_slots(
     count,
     **arrays,
 ):
-    """The slots of a row are pages. In a RollingCache they are a ring: a table in which the page of
-    the oldest token in sight comes first puts them in order."""
+    """Attention to a cache whose slots serve as pages. Those of a RollingCache are a ring: the
+    table of a row begins with the page of the oldest token in sight."""
     is_ring, (B, S) = isinstance(cache, RollingCache), cache.key.shape[:2]
     pages, start, options = S // PAGE, cache.lengths, dict(options) | arrays
     row, token, page = (jnp.arange(n, dtype=jnp.int32) for n in (B, query.shape[1], pages))
     row, token = row[:, None], token[None]
     positions = start[:, None] + token
-    to = jnp.where(token < count[:, None], positions % S if is_ring else positions, S)
-    cache = quantised.written(cache, (row, to), key=key, value=value)._replace(
-        lengths=(start + count).astype(start.dtype)
-    )
+    slot = jnp.where(token < count[:, None], positions % S if is_ring else positions, S)
+    cache = quantised.write(cache, (row, slot), key=key, value=value)
+    cache = cache._replace(lengths=(start + count).astype(start.dtype))
     first = jnp.maximum(start - left, 0) // PAGE if is_ring else jnp.zeros_like(start)
     table = row * pages + (first[:, None] + page[None]) % pages
-    as_pages = lambda x: None if x is None else x.reshape(B * pages, PAGE, *x.shape[2:])
+    as_pages = lambda x: None if x is None else PageLayout().split(x, PAGE)
     kv, scales = (cache.key, cache.value), (cache.k_scales, cache.v_scales)
     lengths, options["query_offset"] = cache.lengths - first * PAGE, start - first * PAGE
     o = _paged(query, [*map(as_pages, kv)], [*map(as_pages, scales)], table, lengths, **options)
@@ -172,19 +175,14 @@ def _attend_slots(
 
 
 def _append(cache: KVCache, *, key, value, count) -> tuple[None, KVCache]:
-    """The cache with key and value [B, T, K, H] behind the tokens of each row, of which the first
-    `count` are real.
-
-    A position past the last slot is dropped. Those that are not real lie beyond the new length,
-    where nobody looks.
-    """
-    row, token = (
-        jnp.arange(len(key), dtype=jnp.int32)[:, None],
-        jnp.arange(key.shape[1], dtype=jnp.int32)[None],
-    )
+    """Appends key and value [B, T, K, H] to the tokens of each row. Only the first `count` of them
+    are real; the others lie beyond the new length, where nobody looks. A token past the last slot
+    is dropped."""
+    row = jnp.arange(len(key), dtype=jnp.int32)[:, None]
+    token = jnp.arange(key.shape[1], dtype=jnp.int32)[None]
     lengths = (cache.lengths + count).astype(cache.lengths.dtype)
-    to = row, cache.lengths[:, None] + token
-    return None, quantised.written(cache, to, key=key, value=value)._replace(lengths=lengths)
+    slots = row, cache.lengths[:, None] + token
+    return None, quantised.write(cache, slots, key=key, value=value)._replace(lengths=lengths)
 
 
 def _or_nan(o, has_room):
@@ -192,8 +190,8 @@ def _or_nan(o, has_room):
 
 
 def check(cache: Cache, x, left: int | None, heads: int, size: int):
-    """Raises where a cache does not fit the inputs x [B, T, D] and a layer with so many key/value
-    heads of this size."""
+    """Raises where a cache does not fit the inputs x [B, T, D], or a layer with `heads` key/value
+    heads of `size` columns."""
     if not isinstance(cache, Cache):
         hint = (
             " A call returns the pair (y, cache): pass its second part."
@@ -206,17 +204,17 @@ def check(cache: Cache, x, left: int | None, heads: int, size: int):
         )
     B, T, _ = x.shape
     name, shape, rows = type(cache).__name__, cache[0].shape, cache.lengths.shape[0]
-    slots = (*shape[:2], heads, size)
     if isinstance(cache, PagedCache):
         if cache.v_pages is None:
             raise ValueError("the PagedCache must hold values: paged_cache(...) has room for them.")
-        if shape != slots or rows != B:
+        sizes = cache.layout.sizes(shape)
+        if (sizes["K"], sizes["H"], rows) != (heads, size, B):
             raise ValueError(
                 f"the PagedCache must have {B} rows and pages of [{heads}, {size}] keys; got "
-                f"{rows} and {shape[2:]}."
+                f"{rows} and {(sizes['K'], sizes['H'])}."
             )
         return
-    slots = (B, *slots[1:])
+    slots = B, shape[1], heads, size
     if isinstance(cache, RollingCache) and left is None:
         raise ValueError(
             f"a {name} holds a window's tokens, which needs a causal layer with local_window_size; "

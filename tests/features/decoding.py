@@ -66,7 +66,7 @@ def of_pages(query, key, value, *, stored=None, **options) -> Case:
     """`stored` is a dtype of 8 bits."""
     pages = dict(page_table=TABLE, lengths=LENGTHS) | options
     for name, x in dict(k=key, v=value).items():
-        x, scale = (x, None) if stored is None or x is None else quantised.quantised(x, stored)
+        x, scale = (x, None) if stored is None or x is None else quantised.quantise(x, stored)
         pages[f"{name}_pages"] = None if x is None else in_pages(x)
         if scale is not None:
             pages[f"{name}_scales"] = in_pages(scale)

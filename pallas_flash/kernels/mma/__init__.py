@@ -14,6 +14,7 @@ from pallas_flash.kernels.mma.tuning import (
     widths,
 )
 from pallas_flash.kernels.mosaic import operations
+from pallas_flash.page_layout import Pages
 
 __all__ = ["copies", "decode_tiles", "score_tiles", "why_no_pages", "why_not"]
 
@@ -27,10 +28,14 @@ def why_not(problem: Problem, multiply: str, widest: int) -> str | None:
     return joined(operations.why_not(p, multiply, p.head_size), why_no_decoding(p))
 
 
-def why_no_pages(problem: Problem, shapes: tuple, dtype: str | None) -> str | None:
-    """Why the kernels cannot read pages of these shapes where they lie, or None; `dtype` is that of
-    pages of 8 bits."""
-    p, page = problem, shapes[0][1]
+def why_no_pages(problem: Problem, pages: Pages) -> str | None:
+    """Why the kernels cannot read pages in place, or None."""
+    p, page, dtype = problem, pages.page, pages.stored
+    if pages.alone:
+        return (
+            f"it reads keys and values in 8 bits, or neither; got {pages.alone} alone in {dtype}: "
+            "triton and blockwise take them"
+        )
     if page % 64 and (page < 8 or 64 % page):
         return f"it takes pages of 8, 16, 32 or a multiple of 64 keys; got {page}"
     columns = page_columns(p, page, dtype)

@@ -34,19 +34,21 @@ from pallas_flash.kernels.mosaic.registers import BITCAST_SCALE, iota, load, per
 from pallas_flash.kernels.mosaic.scheduler import divmod_
 from pallas_flash.kernels.mosaic.tiling import Tiling
 from pallas_flash.masks.resolved_mask import ResolvedMask
+from pallas_flash.page_layout import PageTable
 from pallas_flash.pytrees import IntLike
 from pallas_flash.quantised import weights
 
 
 class Inputs(NamedTuple):
     q: jax.Array  # [B, tiles of 64 rows, K width]
-    kv: tuple  # keys [B, S, K width], or pages [P, page, K width]; and values if they are apart
+    # keys [B, S, K width], or pages as matrices; and values, unless they are columns of the keys
+    kv: tuple
     # int32 [B, 4], what the tokens see, schedule.Blocks of one key; None: the kernel computes it
     keys: jax.Array | None
-    table: jax.Array | None  # int32 [B, pages], indices of existing pages
-    # of keys and values of 8 bits: what their numbers in shared memory are multiplied by
-    scales: tuple  # float32 [B, K, S]
-    resolved_mask: ResolvedMask  # that of the tokens; its data by query by 64 rows
+    table: PageTable | None
+    # float32 [B, K, S], factors of the numbers in shared memory of keys and of values in 8 bits
+    scales: tuple
+    resolved_mask: ResolvedMask  # the tokens' mask; its data by query are by row, for whole tiles
     score_mod: mods.Arrays | None
 
 
@@ -54,9 +56,9 @@ class Memory(NamedTuple):
     """The shared memory of a program, and with TMA its mbarriers."""
 
     q: Any  # [64, width]
-    kv: tuple  # [stages, block_k, width] of keys, and of values if they are apart
-    in_use: tuple  # of keys and values of 8 bits, a block of each in 16; of both where one serves
-    sums: Any  # of tile.SumOfParts; None with one warpgroup
+    kv: tuple  # [stages, block_k, width] for keys, and for values as in Inputs
+    in_use: tuple  # blocks in 16 bits of keys and values in 8; one, where keys serve as values
+    sums: Any  # for tile.SumOfParts; None with one warpgroup
     q_full: Any
     kv_full: Any
 
@@ -80,10 +82,15 @@ class Memory(NamedTuple):
         )
 
 
-def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None, scales=()):
-    """o [B, T, N, Hv] in the query's dtype, and the SoftmaxState of its rows. With a `table` int32
-    [B, pages] of page indices, key and value are pages [P, page, K, n]; where these are of 8 bits,
-    both have `scales` [P, page, K]."""
+def forward(
+    problem: Problem,
+    tiles: DecodeTiles,
+    x: Operands,
+    table: PageTable | None = None,
+    scales=(None, None),
+):
+    """o [B, T, N, Hv] in the query's dtype, and the SoftmaxState of its rows. With a `table` keys
+    and values are pages, which have `scales` where they are in 8 bits."""
     (p, rows), t = decode.pack_gqa(problem, x, score_mod=True), tiles
     resolved_mask, keys = _mask(problem, x.resolved_mask, t.block_k)
     rows = rows._replace(resolved_mask=resolved_mask)
@@ -123,21 +130,21 @@ def _mask(p: Problem, mask: ResolvedMask, block_k: int):
 
 def _inputs(p: Problem, t: DecodeTiles, x: Operands, keys, table, scales) -> Inputs:
     kv = [x.key] if t.values_are_keys else [x.key, x.value]
-    rows = schedule.ceil_div(p.queries, ROWS) * ROWS, *(a.shape[1] for a in kv)
     if t.stored:
         kv = [lax.bitcast_convert_type(a, jnp.int8) for a in kv]
-    arrays = map(pad, [x.query, *kv], rows, (t.width, t.width, t.value_width)[: len(rows)])
-    q, *kv = map(flat, arrays)
+    matrices = lambda a, n: flat(pad(a, a.shape[1], n))
+    matrices = matrices if table is None else table.layout.matrices
+    kv = map(matrices, kv, (t.width, t.value_width))
+    q = flat(pad(x.query, schedule.ceil_div(p.queries, ROWS) * ROWS, t.width))
     in_order = lambda a: BITCAST_SCALE[t.stored] * _in_order(a, table, t.block_k)
-    scales = tuple(map(in_order, scales[: len(kv)]))
+    scales = tuple(map(in_order, scales[: 1 if t.values_are_keys else 2])) if t.stored else ()
     score_mod = mods.arrays(p, x.score, Tiling(ROWS, t.block_k, t.block_k))
     return Inputs(q, tuple(kv), keys, table, scales, x.resolved_mask, score_mod)
 
 
-def _in_order(scales, table, block_k: int):
-    """The scales [P, page, K] of whole blocks of keys, [B, K, S]."""
-    x = jnp.moveaxis(scales[table], 3, 1)
-    x = x.reshape(*x.shape[:2], -1)
+def _in_order(scales, table: PageTable, block_k: int):
+    """The scales [B, K, S] of whole blocks of keys."""
+    x = jnp.swapaxes(table.layout.join(scales[table.numbers]), 1, 2)
     return jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % block_k)))
 
 
@@ -221,7 +228,7 @@ def _kernel(
 
 
 def _load_mask(mask: ResolvedMask, b, first_row: IntLike, tokens: int, group: int) -> TileMask:
-    """Of 64 rows, from the mask of batch row b; a row beyond the last counts as the last."""
+    """The mask of a tile of 64 rows of batch row b; a row beyond the last counts as the last."""
     rows, layout = pl.ds(first_row, ROWS), tile.LAYOUTS.row
     mask = mask.narrow(ResolvedMask.BY_QUERY, lambda ref: load(ref.at[b, rows], layout))
     token = 0
@@ -235,7 +242,7 @@ def _load_mask(mask: ResolvedMask, b, first_row: IntLike, tokens: int, group: in
 
 
 class Slice(NamedTuple):
-    """What a warpgroup has of the columns of each matrix: one of `count` slices."""
+    """The columns of each matrix that a warpgroup owns: one of `count` slices."""
 
     number: IntLike
     count: int
@@ -249,31 +256,34 @@ class Slice(NamedTuple):
         return self.number == 0
 
     def columns(self, ref, width: int | None = None):
-        """Of the first `width` columns of a matrix, or of all."""
+        """The slice of the first `width` columns of a matrix, or of all."""
         size = (ref.shape[1] if width is None else width) // self.count
         return ref.at[:, pl.ds(self.number * size, size)]
 
 
 def _first_key(ref, table, n: IntLike, t: DecodeTiles):
-    """Of block n: a last block that would hang over the end of the keys begins earlier."""
+    """The first key of block n: a last block that would hang over the end of the keys begins
+    earlier."""
     first = n * t.block_k
     return first if table is not None else jnp.minimum(first, ref.shape[1] - t.block_k)
 
 
-def _copies(ref, slot, table, b, h, n, t: DecodeTiles) -> list:
-    """From where to where block n of a head's keys or values is copied, page by page."""
+def _copies(ref, slot, table: PageTable | None, b, h, n, t: DecodeTiles) -> list:
+    """Source and destination of each copy of block n of a head's keys or values, page by page."""
     width = slot.shape[1]
-    columns = pl.ds(h * width, width)
     if table is None:
         rows = pl.ds(_first_key(ref, table, n, t), t.block_k)
-        return [(ref.at[b, rows, columns], slot)]
-    page, last = ref.shape[1], table.shape[1] - 1
-    entry = lambda i: table[b, jnp.minimum(i, last)]
+        return [(ref.at[b, rows, pl.ds(h * width, width)], slot)]
+    page, last = table.page, table.numbers.shape[1] - 1
+
+    def source(i, first_key, size: int):
+        row, column = table.layout.corner(first_key, h, page, width)
+        number = table.numbers[b, jnp.minimum(i, last)]
+        return ref.at[number, pl.ds(row, size), pl.ds(column, width)]
+
     if page >= t.block_k:
-        index, within = divmod_(n, page // t.block_k)
-        rows = pl.ds(within * t.block_k, t.block_k)
-        return [(ref.at[entry(index), rows, columns], slot)]
+        i, within = divmod_(n, page // t.block_k)
+        return [(source(i, within * t.block_k, t.block_k), slot)]
     return [
-        (ref.at[entry(n * t.copies + i), :, columns], slot.at[pl.ds(i * page, page)])
-        for i in range(t.copies)
+        (source(n * t.copies + i, 0, page), slot.at[pl.ds(i * page, page)]) for i in range(t.copies)
     ]

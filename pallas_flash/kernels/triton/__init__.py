@@ -6,6 +6,7 @@ from pallas_flash.arguments import Problem
 from pallas_flash.decode import why_not as why_no_single_tile
 from pallas_flash.kernels import device, joined
 from pallas_flash.kernels.triton.tuning import decode_tiles, tiles
+from pallas_flash.page_layout import Pages
 
 __all__ = ["decode_tiles", "tiles", "why_no_pages", "why_not"]
 
@@ -30,16 +31,15 @@ def why_not(problem: Problem) -> str | None:
     return joined(*reasons, *_why_no_rule(problem))
 
 
-def why_no_pages(problem: Problem, shapes: tuple, dtype: str | None) -> str | None:
-    """Why the kernels cannot read pages of these shapes where they lie, or None; `dtype` is that of
-    pages of 8 bits."""
-    capability = device.compute_capability()
+def why_no_pages(problem: Problem, pages: Pages) -> str | None:
+    """Why the kernels cannot read pages in place, or None."""
+    capability, dtype = device.compute_capability(), pages.stored
     if dtype == "float8_e4m3fn" and capability and capability < 8.9:
         return (
             "float8_e4m3fn needs an NVIDIA GPU of compute capability 8.9 or higher; this one has "
             f"{capability}: int8 does not"
         )
-    unread = (_why_no_index(f"pages in {dtype}", shape) for shape in shapes if dtype)
+    unread = (_why_no_index(f"pages in {dtype}", shape) for shape in pages.shapes if dtype)
     return next(filter(None, unread), None) or why_no_single_tile(problem)
 
 

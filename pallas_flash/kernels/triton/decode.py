@@ -1,6 +1,7 @@
-"""Decoding: a program owns a part of the keys of one key/value head, and all rows of the tokens
-that see them."""
+"""Split-KV decoding: a program owns one split of the keys of one key/value head, and all rows of
+the tokens that see them."""
 
+import dataclasses
 import functools
 
 import jax
@@ -11,27 +12,31 @@ from pallas_flash import decode, online_softmax
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.kernels.triton import mods, tile
 from pallas_flash.kernels.triton.tuning import DecodeTiles, power_of_two
+from pallas_flash.page_layout import PageTable
 from pallas_flash.quantised import weights
 
 
-def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None, scales=(None, None)):
-    """o [B, T, N, Hv] in the query's dtype, and the SoftmaxState of its rows. With a `table` int32
-    [B, pages] of page numbers, key and value are pages [P, page, K, n]; where these are quantised,
-    both have `scales` [P, page, K]."""
+def forward(
+    problem: Problem,
+    tiles: DecodeTiles,
+    x: Operands,
+    table: PageTable | None = None,
+    scales=(None, None),
+):
+    """o [B, T, N, Hv] in the query's dtype, and the SoftmaxState of its rows. With a `table` keys
+    and values are pages, which have `scales` where they are in 8 bits."""
     p, rows = decode.pack_gqa(problem, mods.flatten(x))
     index = lambda part, k, b: dict(b=b, B=b, n=k, k=k, p=part)
     at = tile.layout(p, tiles, index, t=tiles.block_q, T=problem.queries, p=None)
     specs = at.operands(rows)
     table_spec = None
     if table is not None:
-        table_spec = pl.BlockSpec((None, table.shape[1]), lambda part, k, b: (b, 0))
-        whole = lambda x: pl.BlockSpec(
-            (*x.shape[:2], None, power_of_two(x.shape[3])), lambda part, k, b: (0, 0, k, 0)
+        numbers = pl.BlockSpec((None, table.numbers.shape[1]), lambda part, k, b: (b, 0))
+        table_spec = dataclasses.replace(table, numbers=numbers)
+        specs = specs._replace(
+            key=_pages_of_head(table, x.key), value=_pages_of_head(table, x.value)
         )
-        specs = specs._replace(key=whole(x.key), value=whole(x.value))
-    of_scale = lambda x: (
-        None if x is None else pl.BlockSpec((*x.shape[:2], None), lambda part, k, b: (0, 0, k))
-    )
+    scale_specs = tuple(None if a is None else _pages_of_head(table, a) for a in scales)
     stats = jax.ShapeDtypeStruct((p.batch, tiles.num_splits, p.heads, p.queries), jnp.float32)
     o = jax.ShapeDtypeStruct(
         (p.batch, tiles.num_splits, p.heads, p.queries, p.value_size), jnp.float32
@@ -40,7 +45,7 @@ def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None, scale
         functools.partial(_kernel, problem=p, tokens=problem.queries, tiles=tiles),
         (rows, table, scales),
         grid=(tiles.num_splits, p.heads, p.batch),
-        in_specs=[specs, table_spec, tuple(map(of_scale, scales))],
+        in_specs=[specs, table_spec, scale_specs],
         out_specs=[at.spec("bpntv"), at.spec("bpnt"), at.spec("bpnt")],
         out_shape=[o, stats, stats],
         tiles=tiles,
@@ -49,9 +54,17 @@ def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None, scale
     return decode.merge_splits(problem, x, o, online_softmax.SoftmaxState(m, l), problem.log_base)
 
 
+def _pages_of_head(table: PageTable, x) -> pl.BlockSpec:
+    """All pages of one key/value head, of keys, values or scales."""
+    sizes, arrange = table.layout.sizes(x.shape), table.layout.arrange
+    widths, first = (dict(H=power_of_two(sizes["H"])), dict(H=0)) if "H" in sizes else ({}, {})
+    shape = arrange(P=sizes["P"], C=sizes["C"], K=None, **widths)
+    return pl.BlockSpec(shape, lambda part, k, b: arrange(P=0, C=0, K=k, **first))
+
+
 def _kernel(
     x: Operands,
-    table_ref,
+    table: PageTable | None,
     scale_refs,
     o_ref,
     m_ref,
@@ -75,10 +88,10 @@ def _kernel(
         o, stats = carry
         key = tile.span(j, tiles.block_k, p.keys, bounded=masked)
         inside = (key.index >= first) & mask.reach(key, masked) if masked else None
-        k_ref, v_ref = (_block(ref, table_ref, key) for ref in (x.key, x.value))
+        k_ref, v_ref = (_block(ref, table, key) for ref in (x.key, x.value))
         k, v = tile.keys_and_values(p, k_ref, v_ref, inside)
         k_scale, v_scale = (
-            None if ref is None else tile.load(_block(ref, table_ref, key), inside)[None]
+            None if ref is None else tile.load(_block(ref, table, key), inside)[None]
             for ref in scale_refs
         )
         qk = tile.dot_t(q, k.astype(q.dtype))
@@ -106,16 +119,17 @@ def _kernel(
     tile.store(l_ref, stats.l, row.inside)
 
 
-def _block(ref, table_ref, key: tile.Span):
-    """Of keys or values [S, n], or pages [P, page, n] or [P, page], those of a block."""
-    if table_ref is None:
+def _block(ref, table: PageTable | None, key: tile.Span):
+    """The part of `ref` that has the keys or values of a block, or their scales: the ref of one
+    head's rows, or with a table of its pages."""
+    if table is None:
         return ref.at[key.slice]
-    number, page, *width = ref.shape
-    entry = table_ref[jnp.minimum(key.index // page, table_ref.shape[0] - 1)]
-    at = jnp.clip(entry, 0, number - 1), key.index % page
-    if not width:
-        return ref.at[at]
-    (width,) = width
-    at = at[0][:, None], at[1][:, None], jnp.arange(width, dtype=jnp.int32)[None]
-    # the interpreter takes no slice beside them
-    return ref.at[tuple(jnp.broadcast_to(i, (key.index.size, width)) for i in at)]
+    layout, last = table.layout.of_head, table.numbers.shape[0] - 1
+    sizes = layout.sizes(ref.shape)
+    number = table.numbers[jnp.minimum(key.index // table.page, last)]
+    at = dict(P=jnp.clip(number, 0, sizes["P"] - 1), C=key.index % table.page)
+    if "H" in sizes:  # Pallas' interpreter takes no slice beside arrays
+        columns = jnp.arange(sizes["H"], dtype=jnp.int32)[None]
+        at = {axis: i[:, None] for axis, i in at.items()} | dict(H=columns)
+        at = {axis: jnp.broadcast_to(i, (key.index.size, sizes["H"])) for axis, i in at.items()}
+    return ref.at[layout.arrange(**at)]
