@@ -7,27 +7,20 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_flash import (
-    arguments,
-    autodiff,
-    backends,
-    checks,
-    decode,
-    derivative_modes,
-    dispatch,
-    lowering,
-    quantised,
-    selection,
-    varying,
-)
-from pallas_flash.arguments import Problem
-from pallas_flash.backends import Backend
+from pallas_flash import checks
 from pallas_flash.caches import page_kernels, ragged
-from pallas_flash.call import PagedCall
-from pallas_flash.kernels import device, joined
+from pallas_flash.choose import backends, dispatch, selection
+from pallas_flash.choose.backends import Backend
+from pallas_flash.jax_support import hardware, varying
+from pallas_flash.kernels import joined
 from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.mods.score_mod import BoundScoreMod
-from pallas_flash.page_layout import Pages
+from pallas_flash.problem.page_layout import Pages
+from pallas_flash.problem import arguments
+from pallas_flash.problem.arguments import Problem
+from pallas_flash.problem.call import PagedCall
+from pallas_flash.tiled import quantised, split_kv
+from pallas_flash.transforms import autodiff, derivative_modes, lowering
 
 
 def attend(call: PagedCall):
@@ -65,7 +58,7 @@ def _in_rows(call: PagedCall) -> tuple[PagedCall, ragged.Tiles | None]:
         call = call.replace(query_offset=keys - new)
     if cu_seqlens is None:
         return call, None
-    most = decode.max_rows(sizes["H"], call.v_pages is None)
+    most = split_kv.max_rows(sizes["H"], call.v_pages is None)
     tiles = ragged.Tiles.of(cu_seqlens, T, max(1, most * sizes["K"] // N))
     return tiles.rows_of(call), tiles
 
@@ -111,7 +104,7 @@ def _attend_batch(call: PagedCall, is_ragged: bool):
     operands, scales = varying.vary_alike((operands, scales))
     table = jnp.clip(table, 0, call.k_pages.shape[0] - 1)
     is_requested = selection.requested(implementation) is not None
-    traced_without_gpu = device.here().platform != "gpu"
+    traced_without_gpu = hardware.here().platform != "gpu"
     read = PagedPass(backend, is_requested, traced_without_gpu, problem, pages)
     o, stats = (read.bind if read.needs_gpu else read.run)(operands, table, scales)
     log_base = backend.log_base(problem)
@@ -142,7 +135,9 @@ def _gather(p: Problem, pages: Pages, mask: ResolvedMask, table, dtype, x, scale
         scales = pages.layout.join(quantised.take(scales, table))
         x = (x.astype(jnp.float32) * scales[..., None]).astype(dtype)
     key = jnp.arange(p.keys, dtype=jnp.int32)[None, :, None, None]
-    first, last = (n[:, None, None, None] for n in decode.reach(*decode.intervals(p, mask), p.keys))
+    first, last = (
+        n[:, None, None, None] for n in split_kv.reach(*split_kv.intervals(p, mask), p.keys)
+    )
     return jnp.where((first <= key) & (key < last), x, 0)
 
 
@@ -153,7 +148,7 @@ def gathers_pages(backend: Backend, problem: Problem, pages: Pages) -> bool:
     """Whether an implementation attends to a copy of the pages in order."""
     if backend.paged is None:
         return True
-    is_long = decode.why_not(problem) is not None and not pages.is_ragged
+    is_long = split_kv.why_not(problem) is not None and not pages.is_ragged
     return is_long and backend.paged.copies_prompts(problem)
 
 
@@ -178,7 +173,7 @@ class Against(selection.Against):
     @property
     def _as_decoding(self) -> Problem:
         """The problem with as many keys as decoding takes at least."""
-        return dataclasses.replace(self.problem, keys=max(self.problem.keys, decode.KEYS))
+        return dataclasses.replace(self.problem, keys=max(self.problem.keys, split_kv.KEYS))
 
     def _gathers(self, backend):
         return gathers_pages(backend, self.problem, self.pages)

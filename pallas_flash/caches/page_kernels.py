@@ -5,11 +5,12 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_flash import autodiff, quantised
-from pallas_flash.arguments import Operands, Problem
-from pallas_flash.backends import Backend, Choice
-from pallas_flash.page_layout import Pages, PageTable
-from pallas_flash.selfcheck import comparison
+from pallas_flash.choose.backends import Backend, Choice
+from pallas_flash.choose.selfcheck import comparison
+from pallas_flash.problem.page_layout import Pages, PageTable
+from pallas_flash.problem.arguments import Operands, Problem
+from pallas_flash.tiled import quantised
+from pallas_flash.transforms import autodiff
 
 
 def attend(problem: Problem, pages: Pages, backend: Backend, x: Operands, numbers, scales):

@@ -3,7 +3,7 @@
 import numpy as np
 
 from pallas_flash import checks
-from pallas_flash.call import PagedCall
+from pallas_flash.problem.call import PagedCall
 
 
 def check(call: PagedCall):

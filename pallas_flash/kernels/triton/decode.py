@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_flash import decode, online_softmax
-from pallas_flash.arguments import Operands, Problem
 from pallas_flash.kernels.triton import mods, tile
 from pallas_flash.kernels.triton.tuning import DecodeTiles, power_of_two
-from pallas_flash.page_layout import PageTable
-from pallas_flash.quantised import weights
+from pallas_flash.problem.page_layout import PageTable
+from pallas_flash.problem.arguments import Operands, Problem
+from pallas_flash.tiled import online_softmax, split_kv
+from pallas_flash.tiled.quantised import weights
 
 
 def forward(
@@ -25,7 +25,7 @@ def forward(
 ):
     """o [B, T, N, Hv] in the query's dtype, and the SoftmaxState of its rows. With a `table` keys
     and values are pages, which have `scales` where they are in 8 bits."""
-    p, rows = decode.pack_gqa(problem, mods.flatten(x))
+    p, rows = split_kv.pack_gqa(problem, mods.flatten(x))
     index = lambda part, k, b: dict(b=b, B=b, n=k, k=k, p=part)
     at = tile.layout(p, tiles, index, t=tiles.block_q, T=problem.queries, p=None)
     specs = at.operands(rows)
@@ -51,7 +51,7 @@ def forward(
         tiles=tiles,
         name="flash_attention_decode",
     )
-    return decode.merge_splits(problem, x, o, online_softmax.SoftmaxState(m, l), problem.log_base)
+    return split_kv.merge_splits(problem, x, o, online_softmax.SoftmaxState(m, l), problem.log_base)
 
 
 def _pages_of_head(table: PageTable, x) -> pl.BlockSpec:
