@@ -15,10 +15,10 @@ from pallas_flash.jax_support import hardware, varying
 from pallas_flash.kernels import joined
 from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.mods.score_mod import BoundScoreMod
-from pallas_flash.problem.page_layout import Pages
 from pallas_flash.problem import arguments
 from pallas_flash.problem.arguments import Problem
 from pallas_flash.problem.call import PagedCall
+from pallas_flash.problem.page_layout import Pages
 from pallas_flash.tiled import quantised, split_kv
 from pallas_flash.transforms import autodiff, derivative_modes, lowering
 

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 
 from pallas_flash.choose.backends import Backend, Choice
 from pallas_flash.choose.selfcheck import comparison
-from pallas_flash.problem.page_layout import Pages, PageTable
 from pallas_flash.problem.arguments import Operands, Problem
+from pallas_flash.problem.page_layout import Pages, PageTable
 from pallas_flash.tiled import quantised
 from pallas_flash.transforms import autodiff
 

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from pallas_flash.jax_support import hardware
 from pallas_flash.kernels import joined, mma, triton
-from pallas_flash.problem.page_layout import Pages
 from pallas_flash.problem.arguments import Gradients, Operands, Problem
+from pallas_flash.problem.page_layout import Pages
 from pallas_flash.tiled import blockwise, reference
 from pallas_flash.tiled.online_softmax import LogBase, RowLse
 

@@ -11,8 +11,8 @@ from pallas_flash.kernels.mma.tuning import (
     widths,
 )
 from pallas_flash.kernels.mosaic import operations
-from pallas_flash.problem.page_layout import Pages
 from pallas_flash.problem.arguments import Problem
+from pallas_flash.problem.page_layout import Pages
 from pallas_flash.tiled.split_kv import is_decoding
 from pallas_flash.tiled.split_kv import why_not as why_no_single_tile
 

@@ -33,8 +33,8 @@ from pallas_flash.kernels.mosaic.registers import BITCAST_SCALE, iota, load, per
 from pallas_flash.kernels.mosaic.scheduler import divmod_
 from pallas_flash.kernels.mosaic.tiling import Tiling
 from pallas_flash.masks.resolved_mask import ResolvedMask
-from pallas_flash.problem.page_layout import PageTable
 from pallas_flash.problem.arguments import Operands, Problem
+from pallas_flash.problem.page_layout import PageTable
 from pallas_flash.tiled import online_softmax, schedule, split_kv
 from pallas_flash.tiled.quantised import weights
 

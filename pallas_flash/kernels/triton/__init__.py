@@ -5,8 +5,8 @@ import math
 from pallas_flash.jax_support import hardware
 from pallas_flash.kernels import joined
 from pallas_flash.kernels.triton.tuning import decode_tiles, tiles
-from pallas_flash.problem.page_layout import Pages
 from pallas_flash.problem.arguments import Problem
+from pallas_flash.problem.page_layout import Pages
 from pallas_flash.tiled.split_kv import why_not as why_no_single_tile
 
 __all__ = ["decode_tiles", "tiles", "why_no_pages", "why_not"]

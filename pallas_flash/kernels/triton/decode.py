@@ -10,8 +10,8 @@ from jax.experimental import pallas as pl
 
 from pallas_flash.kernels.triton import mods, tile
 from pallas_flash.kernels.triton.tuning import DecodeTiles, power_of_two
-from pallas_flash.problem.page_layout import PageTable
 from pallas_flash.problem.arguments import Operands, Problem
+from pallas_flash.problem.page_layout import PageTable
 from pallas_flash.tiled import online_softmax, split_kv
 from pallas_flash.tiled.quantised import weights
 
