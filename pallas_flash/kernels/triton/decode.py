@@ -57,9 +57,9 @@ def forward(
 def _pages_of_head(table: PageTable, x) -> pl.BlockSpec:
     """All pages of one key/value head, of keys, values or scales."""
     sizes, arrange = table.layout.sizes(x.shape), table.layout.arrange
-    widths, first = (dict(H=power_of_two(sizes["H"])), dict(H=0)) if "H" in sizes else ({}, {})
-    shape = arrange(P=sizes["P"], C=sizes["C"], K=None, **widths)
-    return pl.BlockSpec(shape, lambda part, k, b: arrange(P=0, C=0, K=k, **first))
+    shape = {axis: power_of_two(n) if axis == "H" else n for axis, n in sizes.items()}
+    index = lambda part, k, b: arrange(**dict.fromkeys(sizes, 0) | dict(K=k))
+    return pl.BlockSpec(arrange(**shape | dict(K=None)), index)
 
 
 def _kernel(
