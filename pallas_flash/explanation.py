@@ -137,7 +137,7 @@ def explain_paged(*args: Any, **kwargs: Any) -> Explanation:
 
     def plan(call):
         args, kwargs = call
-        return attend.plan(made := paged.bound_call(*args, **kwargs)), made.implementation
+        return attend.plan(made := paged.bind_call(*args, **kwargs)), made.implementation
 
     with hardware.at(jax.tree.leaves((args, kwargs))):
         (problem, pages), implementation = checks.from_shapes(plan, (args, kwargs))

@@ -218,30 +218,30 @@ def paged_attention(
     """
     call = dict(locals())
     return_residual = checks.flag("return_residual", call.pop("return_residual"))
-    call = make_call(**call)
+    call = checked_call(**call)
     mesh, score_mod = sharding.find_mesh(call), call.score_mod
     if mesh is not None and score_mod is not None:
         call = call.replace(
             score_mod=score_mod.with_indices(call.lengths.shape, call.query.shape[-2])
         )
     with hardware.at(call.arguments().values()):
-        found = attend(call) if mesh is None else sharding.map_paged_call(attend, call, mesh)
-    return dispatch.results(return_residual, *found)
+        results = attend(call) if mesh is None else sharding.map_paged_call(attend, call, mesh)
+    return dispatch.results(return_residual, *results)
 
 
 in_lines(paged_attention)
 
 
-def bound_call(*args, **kwargs) -> PagedCall:
-    """A call of paged_attention."""
+def bind_call(*args, **kwargs) -> PagedCall:
+    """The call of paged_attention with these arguments."""
     signature = inspect.signature(paged_attention)
     unexpected.refuse("paged_attention", kwargs, signature.parameters)
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
-    return make_call(**{n: x for n, x in bound.arguments.items() if n != "return_residual"})
+    return checked_call(**{n: x for n, x in bound.arguments.items() if n != "return_residual"})
 
 
-def make_call(
+def checked_call(
     *,
     query,
     k_pages,
@@ -259,7 +259,7 @@ def make_call(
     value_size,
     **options,
 ) -> PagedCall:
-    """The call of these arguments, which it checks."""
+    """The call of these arguments. Raises where they do not fit."""
     query, k_pages = checks.array("query", query), checks.array("k_pages", k_pages)
     if not checks.values_are_keys(
         checks.value_size("value_size", value_size), k_pages, v_pages, ("k_pages", "v_pages")
@@ -318,10 +318,8 @@ def _check(query, k_pages, v_pages, page_table, lengths, cu_seqlens_q):
     named = dict(
         query=query, k_pages=k_pages, v_pages=v_pages, page_table=page_table, lengths=lengths
     )
-    padded, packed = (
-        "[B, T, N, H], or with cu_seqlens_q [T, N, H]",
-        "[T, N, H] with cu_seqlens_q [B + 1]",
-    )
+    padded = "[B, T, N, H], or with cu_seqlens_q [T, N, H]"
+    packed = "[T, N, H] with cu_seqlens_q [B + 1]"
     shapes = dict(query=padded if cu_seqlens_q is None else packed)
     shapes |= dict(k_pages="[P, page, K, H]", v_pages="[P, page, K, Hv]")
     shapes |= dict(page_table="[B, pages]", lengths="[B]")
@@ -335,23 +333,24 @@ def _check(query, k_pages, v_pages, page_table, lengths, cu_seqlens_q):
             f"cu_seqlens_q must be int32 [B + 1], in ascending order; got {cu_seqlens_q.shape}."
         )
     B = query.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
-    if k_pages.shape[1] % PAGE:
+    sizes = PagedCall.layout.sizes(k_pages.shape)
+    if sizes["C"] % PAGE:
         raise ValueError(
             f"k_pages must be [P, page, K, H] with pages of a multiple of {PAGE} keys; got "
             f"{k_pages.shape}."
         )
-    if k_pages.shape[3] != query.shape[-1]:
+    if sizes["H"] != query.shape[-1]:
         raise ValueError(
             f"k_pages must be [P, page, K, H] with the H of query {query.shape}; got "
             f"{k_pages.shape}."
         )
-    if query.shape[-2] % k_pages.shape[2]:
+    if query.shape[-2] % sizes["K"]:
         raise ValueError(
             f"k_pages must be [P, page, K, H], the N = {query.shape[-2]} of query a multiple of K; "
             f"got {k_pages.shape}. Do "
             "the heads come before the pages? Here they come after them: jnp.moveaxis(x, 0, 2)."
         )
-    if v_pages is not None and v_pages.shape[:3] != k_pages.shape[:3]:
+    if v_pages is not None and v_pages.shape[:-1] != k_pages.shape[:-1]:
         raise ValueError(
             f"v_pages must be [P, page, K, Hv] like k_pages {k_pages.shape}; got {v_pages.shape}."
         )
