@@ -9,14 +9,14 @@ import jax.numpy as jnp
 
 from pallas_flash import checks
 from pallas_flash.caches import page_kernels, ragged
-from pallas_flash.choose import backends, dispatch, selection
-from pallas_flash.choose.backends import Backend
+from pallas_flash.choose import dispatch, implementations, selection
 from pallas_flash.jax_support import hardware, varying
 from pallas_flash.kernels import joined
 from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.mods.score_mod import BoundScoreMod
 from pallas_flash.problem import arguments
 from pallas_flash.problem.arguments import Problem
+from pallas_flash.problem.backend import Backend
 from pallas_flash.problem.call import PagedCall
 from pallas_flash.problem.page_layout import Pages
 from pallas_flash.tiled import quantised, split_kv
@@ -123,7 +123,7 @@ class PagedPass(lowering.ByPlatform):
         return page_kernels.attend(self.problem, self.pages, self.backend, *args)
 
     def run_elsewhere(self, like, *args):
-        o, stats = page_kernels.attend(self.problem, self.pages, backends.BLOCKWISE, *args)
+        o, stats = page_kernels.attend(self.problem, self.pages, implementations.BLOCKWISE, *args)
         return o, lowering.like_kernels(stats, like[1], self.backend.log_base(self.problem))
 
 

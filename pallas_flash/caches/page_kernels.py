@@ -5,9 +5,9 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_flash.choose.backends import Backend, Choice
 from pallas_flash.choose.selfcheck import comparison
 from pallas_flash.problem.arguments import Operands, Problem
+from pallas_flash.problem.backend import Backend, Choice
 from pallas_flash.problem.page_layout import Pages, PageTable
 from pallas_flash.tiled import quantised
 from pallas_flash.transforms import autodiff
@@ -17,7 +17,7 @@ def attend(problem: Problem, pages: Pages, backend: Backend, x: Operands, number
     """o and the SoftmaxState by an implementation that reads pages: `x` has them as keys and
     values, `numbers` [B, pages] are those of each batch row. Scales are None where there are
     none."""
-    tiles = backend.paged.tiles(problem, pages.page, pages.stored)
+    tiles = backend.paged.tiles(problem, pages)
     table = PageTable(numbers, pages.page, pages.layout)
     scales = (*scales, scales[0])[:2]  # those of keys, where these are the values
     return backend.paged.forward(problem, tiles, x.with_values(problem), table, scales)
