@@ -1,13 +1,15 @@
 """FlashAttention-2 in plain JAX: query blocks outside, key blocks inside, O(T + S) memory, on any
 device.
 
-On a CPU a few heads go at a time, so that what passes between two products stays in the caches.
-Query blocks that see equally many neighbouring keys, in a long narrow band, are one loop without
-loops over keys; other blocks are none, if they are few and static. Scores are [rows, keys]: then
-the forward's products take their operands as they lie, and XLA gives q k^T and its softmax to its
-CPU library in one call. In the backward q and do are transposed, and dk and dv come out transposed;
-where p and ds are smaller, they are transposed instead. With the first operand left transposed a
-CPU's products are slow. The rows are those of all query heads that share a key/value head.
+A sliding window is one loop over query blocks, each with the keys that it sees. Otherwise up to
+eight static blocks are unrolled; more are loops. On a CPU a few heads go at a time, so that the
+scores between two products stay in the caches.
+
+The rows of a block are those of all query heads that share a key/value head, and its scores are
+[rows, keys]: the forward's products then take their operands as they lie, and XLA gives q k^T and
+its softmax to its CPU library in one call. A CPU multiplies slowly by a transposed first operand.
+So the backward transposes q and do, and dk and dv come out transposed; where p and ds are smaller
+it transposes these instead.
 """
 
 import functools
@@ -22,7 +24,7 @@ from pallas_flash.tiled import online_softmax
 from pallas_flash.tiled.blockwise import decode, softmax
 from pallas_flash.tiled.blockwise.derivatives import second, tangent
 from pallas_flash.tiled.blockwise.heads import (
-    SomeHeads,
+    HeadSlice,
     by_head,
     each_heads,
     from_heads,
@@ -43,44 +45,44 @@ def forward(problem: Problem, tiles: Tiles, x: Operands):
         return decode.forward(problem, tiles.decode, x)
     p, wide, x = problem, sums(tiles.dtype), with_block_mask(problem, tiles, x)
 
-    def some_heads(heads: HeadRange, outputs):
-        some = SomeHeads.take(p, tiles, heads, x)
+    def one_range(heads: HeadRange, outputs):
+        local = HeadSlice.take(p, tiles, heads, x)
         zeros = lambda *shape: _zeros(x, wide, heads.batch, heads.heads, *shape)
-        in_turn = serialize(tiles, some.query.shape[:3], some.key_blocks)
-        scale = some.logits.exponent_scale
+        in_turn = serialize(tiles, local.query.shape[:3], local.key_blocks)
+        scale = local.logits.exponent_scale
 
         def query_block(rows: Block, key_blocks, outputs):
-            q = take_rows(rows, some.query)
+            q = take_rows(rows, local.query)
             if in_turn and rows.start:
                 outputs, q = after(outputs, q)
-            # P is rounded to 16 bits anyway: then with its division
+            # P is rounded to 16 bits anyway, so it may as well be divided by l first
             normalise_first = _is_one(key_blocks) and x.sinks is None and not tiles.is_wide
 
             def step(keys: Block, visible, rows_are_finite, carry):
                 o, state = carry
-                s = some.logits.forward(q, some.key, rows, keys)
+                s = local.logits.forward(q, local.key, rows, keys)
                 s = s if visible is None else jnp.where(visible, s, -jnp.inf)
                 prob, alpha, state = softmax.step(3, s, state, scale, rows_are_finite)
                 if normalise_first:
                     prob = online_softmax.finish(prob, state.l, p.kept)
-                prob = some.logits.drop(prob, rows, keys)
-                pv = _weighted_sum(prob, keys.take(some.value, 2), normalise_first)
+                prob = local.logits.drop(prob, rows, keys)
+                pv = _weighted_sum(prob, keys.take(local.value, 2), normalise_first)
                 return pv if alpha is None else o * alpha[..., None] + pv, state
 
-            o, sinks = zeros(q.shape[2], p.value_size), some.sink_of_rows(rows)
+            o, sinks = zeros(q.shape[2], p.value_size), local.sink_of_rows(rows)
             start = o, online_softmax.start(zeros(q.shape[2]), LogBase.E, sinks, p.with_top)
             first = (None, None) if x.sinks is None else start
-            o, state = some.each_key_block(rows, key_blocks, step, first, start)
+            o, state = local.each_key_block(rows, key_blocks, step, first, start)
             o = o if normalise_first else online_softmax.finish(o, state.l, p.kept)
             state = state._replace(m=softmax.scaled_maximum(state.m, scale))
             new = o, *(a[..., None] for a in jax.tree.leaves(state))
             return tuple(
-                rows.put(out, some.by_query(a), 3) for out, a in zip(outputs, new, strict=True)
+                rows.put(out, local.by_query(a), 3) for out, a in zip(outputs, new, strict=True)
             )
 
         shape = p.group, p.queries
         start = zeros(*shape, p.value_size), *(zeros(*shape, 1) for _ in range(p.statistics))
-        o, *state = some.each_query_block(query_block, start)
+        o, *state = local.each_query_block(query_block, start)
         state = (a.reshape(heads.batch, -1, p.queries) for a in state)
         return (
             heads.put(outputs[0], from_heads(o), 2),
@@ -88,12 +90,12 @@ def forward(problem: Problem, tiles: Tiles, x: Operands):
         )
 
     o, state = results_like(p, x)
-    o, *state = each_heads(p, tiles.forward_heads, some_heads, (o, *jax.tree.leaves(state)))
+    o, *state = each_heads(p, tiles.forward_heads, one_range, (o, *jax.tree.leaves(state)))
     return o, online_softmax.SoftmaxState(*state)
 
 
 def results_like(p: Problem, x: Operands):
-    """Zeros of the shapes and dtypes of what `forward` returns."""
+    """Zeros of the shapes and dtypes that `forward` returns."""
     rows = _zeros(x, sums(p.dtype), p.batch, p.heads, p.queries)
     o = _zeros(x, p.dtype, p.batch, p.queries, p.heads, p.value_size)
     return o, online_softmax.SoftmaxState(*[rows] * p.statistics)
@@ -101,15 +103,15 @@ def results_like(p: Problem, x: Operands):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def _weighted_sum(p, v, is_normalised: bool):
-    """p v [B, K, m, h] of weights p [B, K, m, n], rounded to the dtype of v [B, K, n, h]; so is the
-    product, if it is the output."""
+    """p v [B, K, m, h], with the weights p [B, K, m, n] rounded to the dtype of v [B, K, n, h]. The
+    product is rounded to it too, if the weights are normalised."""
     return dot(p.astype(v.dtype), v, v.dtype if is_normalised else None)
 
 
 @_weighted_sum.defjvp
 def _(is_normalised, primals, tangents):
-    """The tangents of weights are not rounded: less o dl / l little of what they sum to may be
-    left."""
+    """The tangent, in which those of weights are not rounded: the difference of their sum and
+    o dl / l may be small."""
     (p, v), (dp, dv) = primals, tangents
     o = _weighted_sum(p, v, is_normalised)
     return o, (dot(dp, v.astype(dp.dtype)) + dot(p.astype(v.dtype), dv)).astype(o.dtype)
@@ -118,24 +120,25 @@ def _(is_normalised, primals, tangents):
 def backward(
     problem: Problem, tiles: Tiles, x: Operands, row_scale: online_softmax.RowScale, do, delta
 ) -> Gradients:
+    """Gradients of the operands, given the RowScale and delta of each row."""
     p, wide, x = problem, sums(tiles.dtype), with_block_mask(problem, tiles, x)
 
-    def some_heads(heads: HeadRange, outputs):
-        some = SomeHeads.take(p, tiles, heads, x)
-        do_ = some.mask.zero_blind_rows(by_head(do, heads).astype(tiles.dtype))
+    def one_range(heads: HeadRange, outputs):
+        local = HeadSlice.take(p, tiles, heads, x)
+        do_ = local.mask.zero_blind_rows(by_head(do, heads).astype(tiles.dtype))
         # p and ds are smaller than q and do
         few_keys = tiles.is_wide and isinstance(tiles.block_k, int) and tiles.block_k < p.head_size
         q_t, do_t = (
-            None if few_keys else jnp.moveaxis(transpose(a), 3, 2) for a in (some.query, do_)
+            None if few_keys else jnp.moveaxis(transpose(a), 3, 2) for a in (local.query, do_)
         )
-        in_turn = serialize(tiles, some.query.shape[:3], some.key_blocks)
+        in_turn = serialize(tiles, local.query.shape[:3], local.key_blocks)
         by_row = [
             a if a is None else heads.take(a, 1).reshape(*do_.shape[:-1], 1)
             for a in (*row_scale, delta)
         ]
 
         def query_block(rows: Block, key_blocks, gradients):
-            q, do_i = take_rows(rows, some.query), take_rows(rows, do_)
+            q, do_i = take_rows(rows, local.query), take_rows(rows, do_)
             q_ti, do_ti = take_columns(rows, q_t), take_columns(rows, do_t)
             if in_turn and rows.start:
                 gradients, q, do_i = after(gradients, q, do_i)
@@ -149,15 +152,15 @@ def backward(
 
             def step(keys: Block, visible, rows_are_finite, carry):
                 dq, dk, dv, dbias, captured = carry
-                dp = some.logits.drop(dot_t(do_i, keys.take(some.value, 2)), rows, keys)
-                s, tanh, back = some.logits.vjp(q, some.key, rows, keys)
+                dp = local.logits.drop(dot_t(do_i, keys.take(local.value, 2)), rows, keys)
+                s, tanh, back = local.logits.vjp(q, local.key, rows, keys)
                 if visible is not None and p.soft_cap is None:
                     s, visible = jnp.where(visible, s, -jnp.inf), None
                 prob = softmax.probabilities(
                     s,
                     m,
                     inverse_sum,
-                    some.logits.exponent_scale,
+                    local.logits.exponent_scale,
                     rows_are_finite,
                     is_whole_row and rows.first_new is None,  # else m says which rows are new
                 )
@@ -166,22 +169,23 @@ def backward(
                 ds, captured = back(ds, captured) if back else (ds, captured)
                 low = ds.astype(q.dtype)
                 dk = keys.add(dk, dot_over_rows(q, q_ti, low), 3)
-                weights = some.logits.drop(prob, rows, keys).astype(q.dtype)
+                weights = local.logits.drop(prob, rows, keys).astype(q.dtype)
                 dv = keys.add(dv, dot_over_rows(do_i, do_ti, weights), 3)
                 if dbias is not None:
-                    dbias = some.logits.add_bias_gradient(dbias, ds, rows, keys)
-                return dq + dot(low, keys.take(some.key, 2)), dk, dv, dbias, captured
+                    dbias = local.logits.add_bias_gradient(dbias, ds, rows, keys)
+                return dq + dot(low, keys.take(local.key, 2)), dk, dv, dbias, captured
 
             dq, *gradients = gradients
             start = _zeros(x, wide, *q.shape), *gradients
-            dq_i, *gradients = some.each_key_block(rows, key_blocks, step, start, start)
+            dq_i, *gradients = local.each_key_block(rows, key_blocks, step, start, start)
             # rows that are not new have zero
-            return rows.add(dq, some.by_query(dq_i), 3), *gradients
+            return rows.add(dq, local.by_query(dq_i), 3), *gradients
 
-        key_t, value_t = (jnp.swapaxes(a, 2, 3) for a in (some.key, some.value))
-        like = some.query, key_t, value_t, some.logits.bias
-        zeros = (None if a is None else _zeros(x, wide, *a.shape) for a in like)
-        dq, dk, dv, dbias, captured = some.each_query_block(query_block, (*zeros, outputs.captured))
+        key_t, value_t = (jnp.swapaxes(a, 2, 3) for a in (local.key, local.value))
+        like = local.query, key_t, value_t, local.logits.bias
+        start = (None if a is None else _zeros(x, wide, *a.shape) for a in like)
+        start = *start, outputs.captured
+        dq, dk, dv, dbias, captured = local.each_query_block(query_block, start)
         dk, dv = (
             (jnp.swapaxes(d, 2, 3) if few_keys else transpose(d))[:, :, None] for d in (dk, dv)
         )
@@ -191,7 +195,7 @@ def backward(
             dbias = heads.add(outputs.bias, dbias.reshape(shape), 1)
         return Gradients(
             put(outputs.query, dq * p.scale),
-            put(outputs.key, dk * (p.scale / some.logits.query_factor)),
+            put(outputs.key, dk * (p.scale / local.logits.query_factor)),
             put(outputs.value, dv),
             dbias,
             captured=captured,
@@ -202,14 +206,14 @@ def backward(
         None if x.bias is None else _zeros(x, wide, *x.bias.shape),
         captured=tuple(_zeros(x, wide, *a.shape) for a in x.differentiable.captured),
     )
-    gradients = each_heads(p, tiles.heads, some_heads, start)
+    gradients = each_heads(p, tiles.heads, one_range, start)
     if x.bias is None:
         return gradients
     return gradients._replace(bias=gradients.bias.astype(x.bias.dtype))
 
 
 def _is_one(key_blocks: list | None) -> bool:
-    """Whether rows see no other keys than those of one block."""
+    """Whether a single block has all keys that the rows see."""
     return key_blocks is not None and len(key_blocks) == 1
 
 

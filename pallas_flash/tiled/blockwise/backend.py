@@ -29,13 +29,13 @@ BLOCKWISE = Backend(
 
 
 def blockwise_backward(log_base: LogBase, problem: Problem, x: Operands, lse, *rows) -> Gradients:
-    """Blockwise's, in place of the backward of kernels whose scores are in this log base."""
+    """Gradients by blockwise, in place of kernels whose scores are in this log base."""
     scale = RowLse(lse, None).row_scale(log_base)
     return blockwise.backward(problem, blockwise.tiles(problem).of_gradient(), x, scale, *rows)
 
 
 def blockwise_tangent(log_base: LogBase, problem: Problem, x: Operands, dx, rows, o, dlse):
-    """Blockwise's, in place of the tangent of kernels whose scores are in this log base."""
+    """Tangents by blockwise, in place of kernels whose scores are in this log base."""
     tiles, scale = blockwise.tiles(problem).of_gradient(), rows.row_scale(log_base)
     do, dlse = blockwise.tangent(problem, tiles, x, dx, scale, o, dlse)
     return do.astype(o.dtype), dlse

@@ -1,5 +1,5 @@
-"""The derivatives of blockwise's forward beside the backward, in O(T + S) memory: its tangent, and
-the gradient of that.
+"""Forward mode and second derivatives of blockwise, in O(T + S) memory: the tangent of its forward,
+and the gradient of that tangent.
 
 With the log-sum-exp of its row known, each block of scores adds to a sum:
 
@@ -10,10 +10,10 @@ dP = dO' V^T and delta = rowsum(O dO') - dlse', these are also one number,
 
     <dO', dO> + <dlse', dlse> = sum_ij P dS (dP - delta) + P (dO' dV^T),
 
-which changes by a constant if a constant of each row is taken off dS: dlse, so that little cancels,
-and O and delta need no derivative. Of the rest jax differentiates one block at a time. The number
-is a gradient's product with tangents, too: its gradient is what transposes all second derivatives.
-"""
+which changes by a constant if a constant of each row is subtracted from dS. The constant here is
+dlse: so little cancels, and O and delta need no derivative. JAX differentiates the rest one block
+at a time. The number is also the product of a gradient with tangents, so its gradient serves as the
+transpose of all second derivatives."""
 
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from pallas_flash.checks import sums
 from pallas_flash.problem.arguments import Gradients, Operands, Problem
 from pallas_flash.tiled.blockwise import softmax
-from pallas_flash.tiled.blockwise.heads import SomeHeads, by_head, each_heads, from_heads, take_rows
+from pallas_flash.tiled.blockwise.heads import HeadSlice, by_head, each_heads, from_heads, take_rows
 from pallas_flash.tiled.blockwise.mask import dense_tiles, with_block_mask
 from pallas_flash.tiled.blockwise.matmul import dot, dot_t
 from pallas_flash.tiled.blockwise.slices import Block, HeadRange, each_row
@@ -32,22 +32,22 @@ from pallas_flash.tiled.online_softmax import RowScale
 
 
 class Slices(NamedTuple):
-    """The differentiable arrays of some heads, or of a block of their rows and keys; or tangents of
-    them, where None is zero."""
+    """The differentiable arrays of a slice of the heads, or of a block of its rows and keys; or
+    their tangents, where None is zero."""
 
-    query: jax.Array | None  # [B, K, G, T, H], or [B, K, rows, H] of a block; times query_factor
+    query: jax.Array | None  # [B, K, G, T, H], or in a block [B, K, rows, H]; times query_factor
     key: jax.Array | None  # [B, K, S, H]
     value: jax.Array | None  # [B, K, S, Hv]
     bias: jax.Array | None  # [B | 1, K | 1, G | 1, T | 1, S | 1]
     captured: tuple
 
     @classmethod
-    def of_heads(cls, some: SomeHeads, heads: HeadRange, x: Gradients, dtype) -> "Slices":
-        by_key = lambda a: some.mask.zero_hidden_keys(by_head(a, heads)[:, :, 0].astype(dtype))
+    def of_heads(cls, local: HeadSlice, heads: HeadRange, x: Gradients, dtype) -> "Slices":
+        by_key = lambda a: local.mask.zero_hidden_keys(by_head(a, heads)[:, :, 0].astype(dtype))
         query = x.query
         if query is not None:
-            query = by_head(query, heads).astype(dtype) * some.logits.query_factor
-            query = some.mask.zero_blind_rows(query)
+            query = by_head(query, heads).astype(dtype) * local.logits.query_factor
+            query = local.mask.zero_blind_rows(query)
         key, value = (None if a is None else by_key(a) for a in (x.key, x.value))
         bias = None if x.bias is None else dense_tiles(x.bias, heads).astype(dtype)
         return cls(query, key, value, bias, x.captured)
@@ -64,15 +64,15 @@ class Slices(NamedTuple):
 
 
 def _by_row(p: Problem, heads: HeadRange, *arrays) -> list:
-    """[B, N, T] -> [B, K, G, T, 1] of some heads"""
+    """[B, N, T] -> [B, K, G, T, 1] of a range of heads"""
     shape = heads.batch, heads.heads, -1, p.queries, 1
     return [heads.take(a, 1).reshape(shape) for a in arrays]
 
 
 class BlockTerms(NamedTuple):
-    """What a block of scores adds to sums of its rows."""
+    """The terms that a block of scores adds to sums over its rows."""
 
-    some: SomeHeads
+    local: HeadSlice
     rows: Block
     keys: Block
     visible: jax.Array | None
@@ -80,40 +80,40 @@ class BlockTerms(NamedTuple):
 
     def probabilities(self, x: Slices, dx: Slices, m, inverse_sum):
         """P, and P times the tangent of the logits, None where that is zero."""
-        found = [d is not None for d in dx.of_logits]
-        pick = lambda of: [a for a, f in zip(of.of_logits, found, strict=True) if f]
+        changes = [d is not None for d in dx.of_logits]
+        pick = lambda x: [a for a, c in zip(x.of_logits, changes, strict=True) if c]
 
         def scores(changing):
             changing = iter(changing)
-            all_ = (next(changing) if f else a for a, f in zip(x.of_logits, found, strict=True))
+            all_ = (next(changing) if c else a for a, c in zip(x.of_logits, changes, strict=True))
             query, key, bias, *captured = all_
-            logits, score = self.some.logits, self.some.logits.score
+            logits, score = self.local.logits, self.local.logits.score
             score = None if score is None else score.with_tables(tuple(captured))
             logits = logits._replace(bias=bias, score=score)
             s = logits.forward(query, key, self.rows, self.keys, self.visible)
             return s if self.visible is None else jnp.where(self.visible, s, -jnp.inf)
 
-        s, ds = jax.jvp(scores, (pick(x),), (pick(dx),)) if any(found) else (scores([]), None)
-        scale = self.some.logits.exponent_scale
+        s, ds = jax.jvp(scores, (pick(x),), (pick(dx),)) if any(changes) else (scores([]), None)
+        scale = self.local.logits.exponent_scale
         p = softmax.probabilities(s, m, inverse_sum, scale, self.rows_are_finite)
         return p, None if ds is None else p * (ds if scale == 1.0 else ds * scale)
 
     def drop(self, weights):
-        return self.some.logits.drop(weights, self.rows, self.keys)
+        return self.local.logits.drop(weights, self.rows, self.keys)
 
 
 def tangent(
     problem: Problem, tiles: Tiles, x: Operands, dx: Gradients, row_scale: RowScale, o, dlse
 ):
-    """The tangents of o [B, T, N, Hv] and of lse [B, N, T], of tangents dx (None: zero), where the
-    sinks add `dlse` to that of lse."""
+    """The tangents of o [B, T, N, Hv] and lse [B, N, T] along the tangents dx (None: zero); `dlse`
+    is the sinks' part of that of lse."""
     p, wide, x = problem, sums(tiles.dtype), with_block_mask(problem, tiles, x)
-    # o in 16 bits is rounded, and little may be left of what it takes off
+    # where dlse o nearly cancels do, an o rounded to 16 bits would leave few digits
     is_wide = o.dtype == wide
 
-    def some_heads(heads: HeadRange, outputs):
-        some = SomeHeads.take(p, tiles, heads, x)
-        arrays, tangents = (Slices.of_heads(some, heads, a, wide) for a in (x.differentiable, dx))
+    def one_range(heads: HeadRange, outputs):
+        local = HeadSlice.take(p, tiles, heads, x)
+        arrays, tangents = (Slices.of_heads(local, heads, a, wide) for a in (x.differentiable, dx))
         row = _by_row(p, heads, row_scale.m, row_scale.inverse_sum, dlse)
         of_rows = *row, by_head(o, heads)
 
@@ -122,7 +122,7 @@ def tangent(
 
             def step(keys: Block, visible, rows_are_finite, carry):
                 do, dlse, o = carry
-                terms = BlockTerms(some, rows, keys, visible, rows_are_finite)
+                terms = BlockTerms(local, rows, keys, visible, rows_are_finite)
                 block, along = arrays.block(rows, keys), tangents.block(rows, keys)
                 prob, weights = terms.probabilities(block, along, m, inverse_sum)
                 if weights is not None:
@@ -135,20 +135,20 @@ def tangent(
 
             zeros = jnp.zeros_like(o_i, dtype=wide)
             start = zeros, dlse_i, o_i if is_wide else zeros
-            do, dlse, o = some.each_key_block(rows, key_blocks, step, start, start)
+            do, dlse, o = local.each_key_block(rows, key_blocks, step, start, start)
             o = o if is_wide else o / p.kept
             new = do / p.kept - dlse * o, dlse
             return tuple(
-                rows.put(out, some.by_query(a), 3) for out, a in zip(outputs, new, strict=True)
+                rows.put(out, local.by_query(a), 3) for out, a in zip(outputs, new, strict=True)
             )
 
         start = tuple(jnp.zeros_like(a, dtype=wide) for a in (of_rows[3], of_rows[2]))
-        do, dlse_ = some.each_query_block(query_block, start)
+        do, dlse_ = local.each_query_block(query_block, start)
         dlse_ = dlse_.reshape(heads.batch, -1, p.queries)
         return heads.put(outputs[0], from_heads(do), 2), heads.put(outputs[1], dlse_, 1)
 
     start = jnp.zeros_like(o), jnp.zeros_like(dlse)
-    return each_heads(p, tiles.heads, some_heads, start)
+    return each_heads(p, tiles.heads, one_range, start)
 
 
 def second(
@@ -161,16 +161,16 @@ def second(
     delta,
     dlse,
 ):
-    """The gradient of sum P (dS - dlse) (dP - delta) + P (do dV^T), with the tangents dx (None:
-    zero) in dS and dV, with respect to the operands and to row_scale.inverse_sum; do is divided by
-    what dropout keeps."""
+    """The gradient of sum P (dS - dlse) (dP - delta) + P (do dV^T) with respect to the operands and
+    to row_scale.inverse_sum. dS and dV come of the tangents dx (None: zero); do is divided by the
+    probability that dropout keeps a weight."""
     p, wide, x = problem, sums(tiles.dtype), with_block_mask(problem, tiles, x)
 
-    def some_heads(heads: HeadRange, outputs):
-        some = SomeHeads.take(p, tiles, heads, x)
-        arrays, tangents = (Slices.of_heads(some, heads, a, wide) for a in (x.differentiable, dx))
+    def one_range(heads: HeadRange, outputs):
+        local = HeadSlice.take(p, tiles, heads, x)
+        arrays, tangents = (Slices.of_heads(local, heads, a, wide) for a in (x.differentiable, dx))
         row = _by_row(p, heads, row_scale.m, row_scale.inverse_sum, delta, dlse)
-        of_rows = *row, some.mask.zero_blind_rows(by_head(do, heads).astype(wide))
+        of_rows = *row, local.mask.zero_blind_rows(by_head(do, heads).astype(wide))
 
         def query_block(rows: Block, key_blocks, outputs):
             m, inverse_sum, delta_i, dlse_i, do_i = (take_rows(rows, a) for a in of_rows)
@@ -180,12 +180,12 @@ def second(
 
             def step(keys: Block, visible, rows_are_finite, carry):
                 dq, of_sum, dk, dv, dbias, captured = carry
-                terms = BlockTerms(some, rows, keys, visible, rows_are_finite)
+                terms = BlockTerms(local, rows, keys, visible, rows_are_finite)
                 along = tangents.block(rows, keys)
 
                 def product(block: Slices, inverse_sum):
                     prob, weights = terms.probabilities(block, along, m, inverse_sum)
-                    # of a tangent of the sinks alone the logits have none, and lse has one
+                    # a tangent of the sinks alone is one of lse, but none of the logits
                     weights = (0.0 if weights is None else weights) - prob * dlse_i
                     dp = terms.drop(dot_t(do_i, block.value))
                     total = jnp.sum(weights * (dp - delta_i))
@@ -209,15 +209,15 @@ def second(
 
             dq, of_sum, *whole = outputs
             start = *(jnp.zeros_like(take_rows(rows, a)) for a in (dq, of_sum)), *whole
-            dq_i, of_sum_i, *whole = some.each_key_block(rows, key_blocks, step, start, start)
+            dq_i, of_sum_i, *whole = local.each_key_block(rows, key_blocks, step, start, start)
             # rows that are not new have zero
-            add = lambda out, new: rows.add(out, some.by_query(new), 3)
+            add = lambda out, new: rows.add(out, local.by_query(new), 3)
             return add(dq, dq_i), add(of_sum, of_sum_i), *whole
 
         of_operands, of_sums = outputs
         like = arrays.query, row[1], arrays.key, arrays.value, arrays.bias
         zeros = (None if a is None else jnp.zeros_like(a) for a in like)
-        dq, of_sum, dk, dv, dbias, captured = some.each_query_block(
+        dq, of_sum, dk, dv, dbias, captured = local.each_query_block(
             query_block, (*zeros, of_operands.captured)
         )
         if dbias is not None:
@@ -225,7 +225,7 @@ def second(
             dbias = heads.add(of_operands.bias, dbias.reshape(shape), 1)
         put = lambda whole, part: heads.put(whole, from_heads(part), 2)
         of_operands = Gradients(
-            put(of_operands.query, dq * some.logits.query_factor),
+            put(of_operands.query, dq * local.logits.query_factor),
             put(of_operands.key, dk[:, :, None]),
             put(of_operands.value, dv[:, :, None]),
             dbias,
@@ -236,4 +236,4 @@ def second(
     of_operands = jax.tree.map(
         lambda a: jnp.zeros_like(a, dtype=wide), x.differentiable._replace(sinks=None)
     )
-    return each_heads(p, tiles.heads, some_heads, (of_operands, jnp.zeros_like(delta)))
+    return each_heads(p, tiles.heads, one_range, (of_operands, jnp.zeros_like(delta)))

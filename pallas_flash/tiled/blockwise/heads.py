@@ -1,4 +1,4 @@
-"""The operands of some heads in the order that their products take, and the loops over their query
+"""A slice of the heads: its operands in the order that products take, and the loops over its query
 blocks and key blocks."""
 
 from collections.abc import Callable
@@ -17,8 +17,8 @@ from pallas_flash.tiled.blockwise.slices import Block, HeadRange, block_at
 from pallas_flash.tiled.blockwise.tuning import Tiles, unrolled
 
 
-class SomeHeads(NamedTuple):
-    """B, K and G, T, S are those of some heads."""
+class HeadSlice(NamedTuple):
+    """The operands of `B` batch rows, and of them K key/value heads with G query heads each."""
 
     problem: Problem
     tiles: Tiles
@@ -31,7 +31,7 @@ class SomeHeads(NamedTuple):
     key_blocks: list[list[KeyBlock]] | None  # of each query block, where they are static
 
     @classmethod
-    def take(cls, p: Problem, tiles: Tiles, heads: HeadRange, x: Operands) -> "SomeHeads":
+    def take(cls, p: Problem, tiles: Tiles, heads: HeadRange, x: Operands) -> "HeadSlice":
         mask, logits = TileMask.take(p, heads, x), Logits.take(p, tiles, heads, x)
         q, k, v = (by_head(a, heads).astype(tiles.dtype) for a in (x.query, x.key, x.value))
         query = mask.zero_blind_rows(q * logits.query_factor)
@@ -43,8 +43,8 @@ class SomeHeads(NamedTuple):
         return cls(p, tiles, query, key, value, sinks, mask, logits, blocks)
 
     def each_query_block(self, query_block: Callable, outputs):
-        """outputs = query_block(rows, key_blocks, outputs) for all of them; `key_blocks` is None
-        where loops find them."""
+        """Runs outputs = query_block(rows, key_blocks, outputs) for all query blocks; `key_blocks`
+        is None where a loop goes over them."""
         size, length = self.tiles.block_q, self.problem.queries
         if self.key_blocks is not None:
             for i, key_blocks in enumerate(self.key_blocks):
@@ -65,8 +65,8 @@ class SomeHeads(NamedTuple):
         return schedule.loop(0, count, step, outputs)
 
     def each_key_block(self, rows: Block, key_blocks, step: Callable, first, start):
-        """carry = step(keys, visible, rows_are_finite, carry) over the key blocks: from `first` on
-        where they are static, else from `start` on, in loops."""
+        """Runs carry = step(keys, visible, rows_are_finite, carry) for all key blocks. The carry
+        begins as `first` where they are static, and as `start` where loops go over them."""
         if key_blocks is None:
             size, length = self.tiles.block_k, self.problem.keys
             blocks = self.mask.key_blocks(rows, size, length)
@@ -85,7 +85,7 @@ class SomeHeads(NamedTuple):
         return carry
 
     def sink_of_rows(self, rows: Block):
-        """[1, K, rows]"""
+        """The sinks [1, K, rows] of a block's rows."""
         return None if self.sinks is None else jnp.repeat(self.sinks, rows.size, axis=1)[None]
 
     def by_query(self, x):
@@ -94,18 +94,18 @@ class SomeHeads(NamedTuple):
 
 
 def take_rows(rows: Block, x):
-    """[B, K, G, T, n] -> [B, K, rows, n], the rows of all query heads of a group"""
+    """[B, K, G, T, n] -> [B, K, rows, n], with the rows of all query heads of a group"""
     x = rows.take(x, 3)
     return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
 
 def take_columns(rows: Block, x):
-    """[B, K, n, G, T] -> [B, K, n, rows], None of None"""
+    """[B, K, n, G, T] -> [B, K, n, rows]; None -> None"""
     return x if x is None else rows.take(x, 4).reshape(*x.shape[:3], -1)
 
 
 def by_head(x, heads: HeadRange):
-    """[B, T, N, n] -> [B, K, G, T, n] of some heads"""
+    """[B, T, N, n] -> [B, K, G, T, n] of a range of heads"""
     x = heads.take(x, 2)
     return jnp.moveaxis(x.reshape(*x.shape[:2], heads.heads, -1, x.shape[-1]), 1, 3)
 
@@ -116,9 +116,9 @@ def from_heads(x):
     return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
 
-def each_heads(p: Problem, at_a_time: int | None, some_heads: Callable, outputs):
-    """outputs = some_heads(heads, outputs) for all batch rows and heads, so many of them at a
-    time; None: all at once."""
+def each_heads(p: Problem, at_a_time: int | None, one_range: Callable, outputs):
+    """Runs outputs = one_range(heads, outputs) for all batch rows and heads, `at_a_time` key/value
+    heads at a time (None: all at once)."""
     B, K = p.batch, p.kv_heads
     batch, heads = B, K
     if at_a_time is not None:
@@ -128,7 +128,7 @@ def each_heads(p: Problem, at_a_time: int | None, some_heads: Callable, outputs)
 
     def step(n, outputs):
         range_ = HeadRange(n // across * batch, batch, n % across * heads, heads, K)
-        return some_heads(range_, outputs)
+        return one_range(range_, outputs)
 
     if (batch, heads) == (B, K):
         return step(0, outputs)

@@ -1,4 +1,4 @@
-"""Which keys each query block visits, as far as that is static."""
+"""The key blocks that each query block visits, where these are static."""
 
 import functools
 from typing import NamedTuple
@@ -10,26 +10,28 @@ from pallas_flash.problem.arguments import Problem
 from pallas_flash.tiled import schedule
 from pallas_flash.tiled.blockwise.slices import Block
 
-UNROLLED = 8  # blocks; more of them are loops, which compile in the same time at any length
-EXTRA = 5 / 4  # times the visible scores, which one loop over query blocks may compute
+UNROLLED = 8  # blocks at most; more are loops, which compile in the same time at any length
+EXTRA = 5 / 4  # most scores that one loop over query blocks may compute, in visible scores
 
 
 class KeyBlock(NamedTuple):
+    """A block of keys, and what is known of the mask between it and a query block."""
+
     block: Block
     needs_mask: bool
     rows_see_one: bool  # whether each row is known to see one of its keys
 
 
 class Band(NamedTuple):
-    """Query blocks of which each sees `width` neighbouring keys: one loop, which is compiled once,
-    serves all of them."""
+    """Query blocks that see `width` neighbouring keys each: one loop, compiled once, goes over all
+    of them."""
 
     width: int
     needs_mask: bool
     rows_see_one: bool
 
     def key_block(self, mask: ResolvedMask, rows: Block) -> KeyBlock:
-        """The keys of a query block: among them are all that its rows may see."""
+        """The keys of a query block, which include all that its rows may see."""
         first, _ = schedule.without_data(mask).interval(rows.start)
         keys = Block(smaller(first, mask.keys - self.width), self.width)
         return KeyBlock(keys, self.needs_mask, self.rows_see_one)
@@ -38,7 +40,7 @@ class Band(NamedTuple):
 @functools.lru_cache(256)
 def find_band(p: Problem, block_q: int, block_k: int) -> Band | None:
     """The Band of a problem; None for few query blocks, for keys in several blocks, and where a
-    mask hides much of them."""
+    mask hides much of what a Band would compute."""
     mask, has_data = p.resolved_mask, p.resolved_mask.has_data
     if not isinstance(p.queries, int) or not isinstance(p.keys, int) or mask.mask_mod is not None:
         return None
@@ -59,14 +61,16 @@ def find_band(p: Problem, block_q: int, block_k: int) -> Band | None:
 
 
 def count_scores(p: Problem, block_q: int) -> int:
-    """The scores of a head, in query blocks that visit all keys which one of their rows sees."""
+    """How many scores a head has, where each query block visits all keys that one of its rows
+    sees."""
     ranges = schedule.key_ranges(p.resolved_mask, p.queries, block_q)
     rows = (min(block_q, p.queries - i * block_q) for i in range(len(ranges)))
     return sum(n * (keys.last - keys.first) for n, keys in zip(rows, ranges, strict=True))
 
 
 def static_key_blocks(p: Problem, tiles) -> list[list[KeyBlock]] | None:
-    """The key blocks of each query block; None: loops find them, or all are a Band."""
+    """The key blocks of each query block; None where loops go over them, or where they are a
+    Band."""
     if find_band(p, tiles.block_q, tiles.block_k):
         return None
     one_q, one_k = tiles.block_q == p.queries, tiles.block_k == p.keys
@@ -83,9 +87,8 @@ def static_key_blocks(p: Problem, tiles) -> list[list[KeyBlock]] | None:
 
 def _by_rule(p: Problem, tiles) -> list[list[KeyBlock]]:
     size = tiles.block_k
-    found = schedule.block_types(p.resolved_mask, p.batch, p.heads, p.queries, tiles.block_q, size)
-
-    types = block_types.merge(found, (0, 1))
+    types = schedule.block_types(p.resolved_mask, p.batch, p.heads, p.queries, tiles.block_q, size)
+    types = block_types.merge(types, (0, 1))
 
     def key_block(i, j):
         block = Block(int(j) * size, min(size, p.keys - int(j) * size))
@@ -98,13 +101,13 @@ def _by_rule(p: Problem, tiles) -> list[list[KeyBlock]]:
 def _by_interval(p: Problem, tiles) -> list[list[KeyBlock]]:
     size, has_data = tiles.block_k, p.resolved_mask.has_data
 
-    def key_block(seen, start):
-        end = min(start + size, seen.last)
-        needs_mask = has_data or (seen.full_first, seen.full_last) != (seen.first, seen.last)
-        rows_see_one = not has_data and seen.full_first < end and start < seen.full_last
+    def key_block(keys, start):
+        end = min(start + size, keys.last)
+        needs_mask = has_data or (keys.full_first, keys.full_last) != (keys.first, keys.last)
+        rows_see_one = not has_data and keys.full_first < end and start < keys.full_last
         return KeyBlock(Block(start, end - start), needs_mask, rows_see_one)
 
     ranges = schedule.key_ranges(p.resolved_mask, p.queries, tiles.block_q)
     return [
-        [key_block(seen, start) for start in range(seen.first, seen.last, size)] for seen in ranges
+        [key_block(keys, start) for start in range(keys.first, keys.last, size)] for keys in ranges
     ]

@@ -1,5 +1,5 @@
-"""The logits of a block: q k^T with its scale, bias, soft cap and score_mod; dropout of the weights
-made of them; and the way back."""
+"""The logits of a block, q k^T with scale, bias, soft cap and score_mod, and their derivative; and
+dropout of the weights."""
 
 import enum
 from typing import NamedTuple
@@ -21,11 +21,11 @@ from pallas_flash.tiled.blockwise.tuning import Tiles, scale_can_come_last
 
 
 class ScalePlacement(enum.Enum):
-    """Where the scale of q k^T is multiplied."""
+    """Where the scale of q k^T is applied."""
 
-    QUERY = enum.auto()  # into q, once: products of 32 bits
-    LOGITS = enum.auto()  # into each product, with all that follows
-    EXPONENT = enum.auto()  # after the maximum is off: plain products until then
+    QUERY = enum.auto()  # to q, once: products of 32 bits
+    LOGITS = enum.auto()  # to each product
+    EXPONENT = enum.auto()  # to products less their maximum
 
     @classmethod
     def choose(cls, p: Problem, tiles: Tiles) -> "ScalePlacement":
@@ -36,7 +36,7 @@ class ScalePlacement(enum.Enum):
 
 
 class Logits(NamedTuple):
-    """B, K and G, T, S are those of some heads."""
+    """The logits of a slice of the heads, B, K and G as in `heads.HeadSlice`."""
 
     problem: Problem
     placement: ScalePlacement
@@ -54,25 +54,26 @@ class Logits(NamedTuple):
 
     @property
     def query_factor(self) -> float:
-        """What q is multiplied by before all products."""
+        """The factor of q before all products."""
         return self.problem.scale if self.placement is ScalePlacement.QUERY else 1.0
 
     @property
     def exponent_scale(self) -> float:
-        """What the scores are multiplied by where they meet their maximum."""
+        """The factor of scores less their maximum."""
         return self.problem.scale if self.placement is ScalePlacement.EXPONENT else 1.0
 
     @property
     def are_products(self) -> bool:
-        """Whether they are q k^T alone."""
+        """Whether the logits are q k^T alone."""
         if self.placement is ScalePlacement.EXPONENT:
             return True
         is_plain = self.bias is None and self.problem.soft_cap is None and self.score is None
         return is_plain and self.query_factor == self.problem.scale
 
     def forward(self, q, key, rows: Block, keys: Block, visible=None):
-        """[B, K, rows, keys] of q [B, K, rows, H] and key [B, K, S, H]; those that are not
-        `visible` (None: all are) have no derivative in reverse, where a score_mod may have none."""
+        """The logits [B, K, rows, keys] of q [B, K, rows, H] and key [B, K, S, H]. In reverse mode
+        those that are not `visible` (None: all are) have no derivative, as a score_mod may have
+        none there."""
         s, _ = self._before_score_mod(q, key, rows, keys)
         if self.score is None:
             return s
@@ -83,9 +84,9 @@ class Logits(NamedTuple):
         return self.score.apply(where_visible(s), read, *self._pairs(rows, keys))
 
     def vjp(self, q, key, rows: Block, keys: Block):
-        """The same, the tanh of a soft cap on them (else None), and with a score_mod (else None)
-        what makes of their cotangent that of what q k^T was made, and adds to the gradients of the
-        arrays it captured."""
+        """The logits; the tanh of their soft cap, or None; and with a score_mod, else None, a
+        function: it maps the logits' cotangent to that of q k^T, and adds to the gradients of the
+        arrays that the score_mod captured."""
         s, tanh = self._before_score_mod(q, key, rows, keys)
         if self.score is None:
             return s, tanh, None
@@ -101,7 +102,7 @@ class Logits(NamedTuple):
         return s, None, back
 
     def _before_score_mod(self, q, key, rows: Block, keys: Block):
-        """The logits, and the tanh of a soft cap (else None)."""
+        """The logits before the score_mod, and the tanh of the soft cap, or None."""
         p, qk = self.problem, dot_t(q, keys.take(key, 2))
         if self.are_products:
             return qk, None
@@ -118,7 +119,7 @@ class Logits(NamedTuple):
         return self.score.arrays[array].at[index].get(mode="promise_in_bounds")
 
     def drop(self, weights, rows: Block, keys: Block):
-        """weights [B, K, rows, keys] with 0 where dropout drops them."""
+        """The weights [B, K, rows, keys], 0 where dropout drops them."""
         if self.seeds is None:
             return weights
         first, second = (self.seeds[:, :, :, i, None, None] for i in range(2))  # [B, K, G, 1, 1]

@@ -1,4 +1,4 @@
-"""What the rows of a query block see, of the mask of some heads."""
+"""The mask of a slice of the heads: the keys that the rows of a query block see."""
 
 import dataclasses
 from typing import NamedTuple
@@ -18,11 +18,11 @@ from pallas_flash.tiled.blockwise.slices import Block, HeadRange, each_row
 
 
 class TileMask(NamedTuple):
-    """B, K and G, T, S are those of some heads."""
+    """The masks of a slice of the heads, B, K and G as in `heads.HeadSlice`."""
 
     group: int
     resolved: ResolvedMask
-    start: IntLike  # [B | 1, T], the keys that each row sees, but for a mask_mod
+    start: IntLike  # [B | 1, T], the interval of keys of each row; a mask_mod may hide some of them
     stop: IntLike
     dense: jax.Array | None  # [B | 1, K | 1, G | 1, T | 1, S | 1]
 
@@ -32,25 +32,25 @@ class TileMask(NamedTuple):
         resolved = resolved.narrow(ResolvedMask.BY_QUERY + ResolvedMask.BY_KEY, heads.take)
         mod = of_heads(resolved.mask_mod, p, heads)
         if mod is not None and mod.block_types is not None:
-            found = block_types.merge(heads.take(mod.block_types, 1), (0, 1))
-            mod = dataclasses.replace(mod, block_types=schedule.block_lists(found))
+            types = block_types.merge(heads.take(mod.block_types, 1), (0, 1))
+            mod = dataclasses.replace(mod, block_types=schedule.block_lists(types))
         resolved = dataclasses.replace(resolved, mask_mod=mod)
         start, stop = resolved.interval(jnp.arange(p.queries, dtype=jnp.int32)[None])
         return cls(p.group, resolved, start, stop, dense_tiles(x.mask, heads))
 
     @property
     def has_data(self) -> bool:
-        """Whether an interval is data; the mask_mod does not count."""
+        """Whether the intervals are data, whatever the mask_mod."""
         return dataclasses.replace(self.resolved, mask_mod=None).has_data
 
     def zero_blind_rows(self, x):
-        """x [B, K, G, T, n] with 0 for the rows that see nothing: there may be NaN."""
+        """x [B, K, G, T, n] with 0 for rows that see nothing, where there may be NaN."""
         if not self.has_data:
             return x
         return jnp.where((self.start < self.stop)[:, None, None, :, None], x, 0)
 
     def zero_hidden_keys(self, x):
-        """x [B, K, S, n] with 0 for the keys beyond every row's interval: there may be NaN."""
+        """x [B, K, S, n] with 0 for keys beyond every row's interval, where there may be NaN."""
         if not self.has_data:
             return x
         last = jnp.max(jnp.where(self.start < self.stop, self.stop, 0), axis=1, keepdims=True)
@@ -58,14 +58,14 @@ class TileMask(NamedTuple):
         return jnp.where(is_before[:, None, :, None], x, 0)
 
     def interval(self, rows: Block):
-        """The keys that each of the rows sees, ints or [B | 1, rows]."""
+        """The interval of keys of each row, ints or [B | 1, rows]."""
         if not self.has_data:
             return self.resolved.interval(rows.index[None])
         return tuple(a if isinstance(a, int) else rows.take(a, 1) for a in (self.start, self.stop))
 
     def visible(self, rows: Block, keys: Block, needs_mask: bool):
         """Whether the rows see the keys, to broadcast against [B, K, rows, keys]; None where they
-        see all. Without `needs_mask` a dense mask alone hides keys."""
+        see all. Without `needs_mask` only a dense mask hides keys."""
         dense = None if self.dense is None else dense_tile(self.dense, rows, keys, self.group)
         if not needs_mask:
             return dense
@@ -86,7 +86,7 @@ class TileMask(NamedTuple):
         return inside
 
     def key_blocks(self, rows: Block, size: int, length: int):
-        """The blocks of keys that the rows visit, for a loop over them."""
+        """The key blocks that the rows visit, for a loop over them."""
         mask = self.resolved
         if mask.mask_mod is not None and mask.mask_mod.block_types is not None:
             index = schedule.ceil_div(rows.start, rows.size)
@@ -106,7 +106,7 @@ class TileMask(NamedTuple):
 
 
 def dense_tiles(x, heads: HeadRange):
-    """[B | 1, N | 1, T | 1, S | 1] -> [B | 1, K | 1, G | 1, T | 1, S | 1] of some heads"""
+    """[B | 1, N | 1, T | 1, S | 1] -> [B | 1, K | 1, G | 1, T | 1, S | 1] of a range of heads"""
     if x is None:
         return None
     x = heads.take(x, 1)
@@ -122,17 +122,15 @@ def dense_tile(x, rows: Block, keys: Block, group: int):
 
 
 def with_block_mask(p: Problem, tiles, x: Operands) -> Operands:
-    """The operands, whose mask_mod has the block types of these tiles' blocks where loops go over
-    them."""
+    """The operands, with block types in the mask_mod where loops go over blocks of these tiles."""
     mask = x.resolved_mask
     is_static = all(isinstance(n, int) for n in (p.batch, p.queries, p.keys))
     if mask.mask_mod is None or not is_static or static_key_blocks(p, tiles) is not None:
         return x
-    found = schedule.block_types(mask, p.batch, p.heads, p.queries, tiles.block_q, tiles.block_k)
+    types = schedule.block_types(mask, p.batch, p.heads, p.queries, tiles.block_q, tiles.block_k)
     if p.queries % tiles.block_q:  # the last block is moved back over the one before it
-        xp = np if isinstance(found, np.ndarray) else jnp
-        found = xp.concatenate(
-            [found[:, :, :-1], block_types.merge(found[:, :, -2:], 2)[:, :, None]], 2
-        )
-    mod = dataclasses.replace(mask.mask_mod, block_types=found)
+        xp = np if isinstance(types, np.ndarray) else jnp
+        last = block_types.merge(types[:, :, -2:], 2)[:, :, None]
+        types = xp.concatenate([types[:, :, :-1], last], 2)
+    mod = dataclasses.replace(mask.mask_mod, block_types=types)
     return x._replace(resolved_mask=dataclasses.replace(mask, mask_mod=mod))

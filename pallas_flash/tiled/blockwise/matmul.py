@@ -7,7 +7,7 @@ from pallas_flash.checks import sums
 
 
 def dot(a, b, dtype=None):
-    """[B, K, m, n] [B, K, n, h] -> [B, K, m, h], in the dtype of sums if no other is given"""
+    """[B, K, m, n] [B, K, n, h] -> [B, K, m, h], by default in the dtype of sums"""
     return _matmul(a, b, 2, dtype)
 
 
@@ -17,16 +17,16 @@ def dot_t(a, b):
 
 
 def dot_over_rows(x, x_t, weights):
-    """The sum of rows x [B, K, rows, h] by weights [B, K, rows, keys], [B, K, h, keys]: from x_t,
-    which is x transposed, or, if that is None, from the weights transposed."""
+    """The sums [B, K, h, keys] of rows x [B, K, rows, h] with weights [B, K, rows, keys]. They take
+    x_t, which is x transposed; where it is None they transpose the weights."""
     if x_t is not None:
         return dot(x_t, weights)
     return jnp.swapaxes(dot(lax.optimization_barrier(jnp.swapaxes(weights, 2, 3)), x), 2, 3)
 
 
 def transpose(x):
-    """[.., m, n] -> [.., n, m] of x that is made first: else XLA makes both in one loop, which
-    reads far apart and is slow."""
+    """[.., m, n] -> [.., n, m], after x is in memory: else XLA computes both in one loop, whose
+    reads lie far apart and are slow."""
     return jnp.swapaxes(lax.optimization_barrier(x), -1, -2)
 
 

@@ -1,4 +1,4 @@
-"""The indices that a mask_mod or a score_mod is asked for, of some heads."""
+"""The indices at which a mask_mod or a score_mod is evaluated for a range of heads."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ from pallas_flash.tiled.blockwise.slices import Block, HeadRange, each_row
 
 
 def of_heads(mod: BoundMod | None, p: Problem, heads: HeadRange) -> BoundMod | None:
-    """A mod with the indices of some batch rows and heads [1, K, G, 1]."""
+    """The mod with the indices of a range of batch rows [B] and heads [1, K, G, 1]."""
     if mod is None:
         return None
     batch, head = mod.indices(p.batch, p.heads)

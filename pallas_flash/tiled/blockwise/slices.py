@@ -1,5 +1,5 @@
-"""Slices of arrays: a block of neighbouring rows or keys, a range of batch rows and heads; taken
-out and put back."""
+"""Slices of arrays, to take out and to put back: a block of neighbouring rows or keys, and a range
+of batch rows and heads."""
 
 import functools
 import operator
@@ -14,8 +14,8 @@ from pallas_flash.jax_support.pytrees import IntLike
 
 
 class Block(NamedTuple):
-    """`size` neighbouring rows or keys. Those before `first_new` (None: none) belong to the block
-    before it, too."""
+    """`size` neighbouring rows or keys. Those before `first_new` (None: none) are in the block
+    before it too."""
 
     start: IntLike
     size: int
@@ -37,8 +37,8 @@ class Block(NamedTuple):
 
 
 def block_at(index: IntLike, size: int, length: int) -> Block:
-    """Block `index` of a length; the last of a ragged one is moved back until it ends with the
-    array."""
+    """The block of an array of this length with this index. The last of a ragged array is moved
+    back until it ends with the array."""
     if isinstance(length, int) and length % size == 0:
         return Block(index * size, size)
     start = jnp.minimum(index * size, length - size)
@@ -56,8 +56,8 @@ class HeadRange(NamedTuple):
     K: int
 
     def take(self, x, axis: int | None = None):
-        """The batch rows of x [B | 1, ..], and on `axis` the heads, query heads or key/value
-        heads."""
+        """The range of batch rows of x [B | 1, ..], and of the query heads or key/value heads on
+        `axis`."""
         return _take(x, self._ranges(x, axis))
 
     def put(self, x, part, axis: int):
@@ -75,7 +75,7 @@ class HeadRange(NamedTuple):
 
 
 def after(results, *arrays) -> tuple:
-    """The results and the arrays, such that nothing is computed from the arrays before all results
+    """The results and the arrays, ordered: nothing is computed from the arrays before all results
     are there."""
     if jax.__version_info__ >= (0, 11):
         return lax.optimization_barrier((results, *arrays))
@@ -87,7 +87,8 @@ def after(results, *arrays) -> tuple:
 
 
 def each_row(x, group: int):
-    """[B | 1, block_q | 1] -> [B | 1, 1, rows | 1, 1], the rows of all query heads of a group"""
+    """[B | 1, block_q | 1] -> [B | 1, 1, rows | 1, 1], with the rows of all query heads of a
+    group"""
     return jnp.tile(x[:, None, :, None], (1, 1, group if x.shape[1] != 1 else 1, 1))
 
 

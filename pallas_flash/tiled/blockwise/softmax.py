@@ -1,11 +1,10 @@
-"""The online softmax of XLA's scores, in base e: a step over one block of keys, and P again in the
-backward.
+"""The online softmax of XLA's scores, in base e: a step over one block of keys, and P recomputed in
+the backward.
 
-Scores may be plain products q k^T, whose `scale` meets them after their maximum is off: a product
-less m, in one multiply-add, would exceed 0 by the rounding of m, and its exponential overflow where
-m is large. Where `rows_are_finite` each row has a score above -inf, and m needs no guard; then a
-CPU's library takes the product and its softmax in one call.
-"""
+Scores may be plain products q k^T. Their `scale` is then applied to their difference from the
+maximum: scale q k^T - m in one multiply-add would exceed 0 by the rounding of m, and its
+exponential would overflow where m is large. Where `rows_are_finite` each row has a score above
+-inf, so m needs no guard, and a CPU's library computes the product and its softmax in one call."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -16,12 +15,12 @@ from pallas_flash.tiled.online_softmax import LOWEST, SoftmaxState, finish
 def step(
     axis: int, s, state: SoftmaxState | None, scale: float = 1.0, rows_are_finite: bool = False
 ):
-    """Adds scores with the keys along `axis` to the running SoftmaxState: P before its division,
-    the factor of what was summed before, and the new state. Without a step before, `state` is None,
-    and so is the factor.
+    """Adds scores with the keys along `axis` to the running SoftmaxState. Returns P before its
+    division, the factor of earlier sums, and the new state. In a first step `state` is None, and so
+    is the factor.
 
-    The new m has no tangent: any m gives the same P. JAX's own derivative of a maximum divides by
-    how many scores equal it, and that is none where XLA computes them twice and rounds otherwise.
+    The new m has no tangent: any m gives the same P. JAX's derivative of a maximum divides by how
+    many scores equal it, and none does where XLA computes them twice and rounds differently.
     """
     highest = jnp.max(s, axis) if rows_are_finite else jnp.max(s, axis, initial=LOWEST)
     m = lax.stop_gradient(highest if state is None else jnp.maximum(state.m, highest))
@@ -35,17 +34,17 @@ def step(
 
 
 def scaled_maximum(m, scale: float):
-    """The maximum of the scaled scores, from that of `step`; finite, as that is."""
+    """The finite maximum of the scaled scores, given the m of `step`."""
     return m if scale == 1.0 else jnp.maximum(_times(scale, m), LOWEST)
 
 
 def probabilities(
     s, m, inverse_sum, scale: float, rows_are_finite: bool = False, is_whole_row: bool = False
 ):
-    """P of scores with the keys along the last axis, from the `RowScale` of each row; 0 where its m
-    is +inf. Scores that lack their scale meet their own maximum first, as in `step`; if these are
-    all scores of their rows, their own sum is the rows', and P is what the forward had: in one
-    program XLA computes it once."""
+    """P of scores with the keys along the last axis, given the `RowScale` of each row; 0 where its
+    m is +inf. From scores without their scale their own maximum is subtracted first, as in `step`.
+    If these are all scores of their rows, P is divided by their own sum, as in the forward: XLA
+    then computes P once in a program that has both."""
     if scale == 1.0:
         return jnp.exp(s - m) * inverse_sum
     p, _, block = step(-1, s, None, scale, rows_are_finite)
@@ -56,8 +55,8 @@ def probabilities(
 
 
 def delta(p, dp, visible):
-    """sum P dP of each row over its visible scores (None: all): if those are all its keys,
-    rowsum(o do)."""
+    """The sum of P dP of each row over its visible scores (None: all). It is rowsum(o do) if these
+    are all scores of the row."""
     products = p * dp if visible is None else jnp.where(visible, p * dp, 0.0)
     return jnp.sum(products, -1, keepdims=True)
 
