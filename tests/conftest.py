@@ -127,7 +127,7 @@ def small_splits(monkeypatch):
     """Few keys are decoding too, in blocks of 16 and three splits."""
     monkeypatch.setattr(split_kv, "KEYS", 1)
     monkeypatch.setattr(split_kv, "num_splits", lambda *_: 3)
-    monkeypatch.setattr(blockwise.tuning, "BLOCK", 16)
+    monkeypatch.setattr(blockwise.tuning, "DECODE_KEYS", 16)
     monkeypatch.setattr(blockwise.tuning, "_is_one_device", lambda: True)
     of = triton.tuning.decode_tiles
     monkeypatch.setattr(triton.tuning, "decode_tiles", lambda *args: of(*args)._replace(block_k=16))

@@ -1,5 +1,4 @@
-"""How blockwise cuts a problem: into blocks of queries and keys, and on a CPU into a few heads at a
-time."""
+"""Tiles of blockwise: the blocks of queries and keys, and on a CPU the heads at a time."""
 
 import math
 from typing import Literal, NamedTuple
@@ -21,22 +20,24 @@ from pallas_flash.tiled.schedule import ceil_div, key_range
 
 
 class DecodeTiles(NamedTuple):
+    """Tiles of a forward that decodes."""
+
     block_k: int
-    batch: int | None  # rows of the batch at a time; None: all
-    dtype: str  # of the products' operands
+    batch: int | None  # batch rows at a time; None: all
+    dtype: str  # that of the products' operands
 
 
 class Tiles(NamedTuple):
+    """Tiles of the regular passes, and of decoding where the forward does."""
+
     block_q: int
     block_k: int
-    # key/value heads at a time, of all B * K; None: all, which a partitioner can spread over
-    # devices
+    # key/value heads at a time, of B * K; None: all, which a partitioner can spread over devices
     heads: int | None
-    dtype: str  # of the products' operands
-    forward_heads: int | None = None  # the same of a forward that no backward follows
-    # of a forward that decodes; False: it may not, a backward follows
-    decode: DecodeTiles | Literal[False] | None = None
-    why: str | None = None
+    dtype: str  # that of the products' operands
+    forward_heads: int | None = None  # heads at a time in a forward that no backward follows
+    decode: DecodeTiles | Literal[False] | None = None  # False: a backward follows the forward
+    why: str | None = None  # the reason for block_q
 
     @property
     def is_wide(self) -> bool:
@@ -52,28 +53,29 @@ class Tiles(NamedTuple):
             return f"{forward}; backward {self._replace(decode=None)}"
         queries = "1 query" if self.block_q == 1 else f"{self.block_q} queries"
         heads = "1 key/value head" if self.heads == 1 else f"{self.heads or 'all'} key/value heads"
-        more = f" ({self.forward_heads or 'all'} where no backward follows)"
-        heads += " at a time" + (more if self.heads != self.forward_heads else "")
+        forward = f" ({self.forward_heads or 'all'} where no backward follows)"
+        heads += " at a time" + (forward if self.heads != self.forward_heads else "")
         why = f" ({self.why})" if self.why else ""
         size = f"blocks of {queries} by {self.block_k} keys"
         return f"{size}, {heads}, in {self.dtype}{why}"
 
     def of_gradient(self) -> "Tiles":
-        """Those of a forward that the backward follows, which does not decode: its products round
-        as the backward's do, and XLA may see them once."""
+        """The tiles of a forward that the backward follows. It does not decode: its products round
+        as the backward's do, and XLA may compute them once for both."""
         return self._replace(forward_heads=self.heads, decode=False)
 
 
-# What these are worth: results.md#cpu-tiles. A score has ten bytes in the backward, six in a
-# forward alone, and malloc maps new memory in each call for what is larger than 32 MiB.
-SCORES = 5 * 2**18  # of a block, and of the heads that go at a time
-CALL = 3 * 2**20  # of all heads, if they go at once
-ROWS = 128  # of a block of which a mask hides much
-KEYS = 256  # of a block, where a loop or a mask_mod may skip some
-MANY = 2048  # keys, from which on the regular forward copies those of each head
-COPIED = 2**25  # bytes of keys and values in the order of the heads, that malloc maps in each call
-STEP = 2**20  # bytes of keys and values, too few for a step of a loop over batch rows
-BLOCK = 512  # keys of all heads that are in the caches at a time, in decoding
+# Limits on a CPU, whose reasons were measured (results.md#cpu-tiles, and #decoding for the last
+# four). A score takes ten bytes in a backward and six in a forward alone. malloc maps new memory
+# in each call for an array of more than 32 MiB.
+SCORES = 5 * 2**18  # scores of a block, and of the heads at a time: 13 MB, which the caches hold
+CALL_SCORES = 3 * 2**20  # scores of all heads, if these go at once: 30 MiB
+ROWS = 128  # rows of a block under a mask that hides much of it: smaller blocks compute less
+KEYS = 256  # keys of a block in a loop, or under a mask_mod: 512 skip fewer
+MAPPED_BYTES = 2**25  # keys and values that a copy by heads would map anew in each call
+COPIED_KEYS = 2048  # the regular forward copies keys and values by heads where there are more
+STEP_BYTES = 2**20  # keys and values of a batch row, to be worth a step of a loop over batch rows
+DECODE_KEYS = 512  # keys of all heads in a block of decoding: the caches hold them
 
 
 def tiles(problem: Problem) -> Tiles:
@@ -81,25 +83,26 @@ def tiles(problem: Problem) -> Tiles:
 
 
 def _decodes(p: Problem) -> bool:
-    """Whether the forward reads keys where they lie, all rows at once: on a CPU it gains where a
-    copy of them is large, or where few rows see some of many. It goes by batch rows, which gains
-    nothing where each has few keys for many rows."""
+    """Whether the forward decodes, which reads keys where they lie. On a CPU it gains where a copy
+    of them is large, or where few rows see a part of many keys. There it loops over batch rows,
+    which gains nothing where each has few keys for many rows."""
     if not split_kv.is_decoding(p) or not _on_cpu():
         return split_kv.is_decoding(p)
     rows, has_data = p.queries * p.group, p.resolved_mask.has_data
     dtype = "float32" if rows == 1 else _tiles(p).dtype  # XLA multiplies a single row in float32
-    of_batch_row = p.keys * p.kv_heads * (p.head_size + p.value_size) * jnp.dtype(dtype).itemsize
-    if p.keys > MANY:
-        return (_is_masked(p) and rows <= 8) or p.batch * of_batch_row >= COPIED
-    # else nothing is copied
-    gains = (rows < 8 or of_batch_row > STEP) if has_data else (p.kv_heads > 1 or dtype != p.dtype)
-    return gains and p.batch * of_batch_row >= COPIED
+    row_bytes = p.keys * p.kv_heads * (p.head_size + p.value_size) * jnp.dtype(dtype).itemsize
+    copies_much = p.batch * row_bytes >= MAPPED_BYTES
+    if p.keys > COPIED_KEYS:
+        return copies_much or (_is_masked(p) and rows <= 8)
+    if has_data:
+        return copies_much and (rows < 8 or row_bytes > STEP_BYTES)
+    return copies_much and (p.kv_heads > 1 or dtype != p.dtype)  # else nothing is copied
 
 
 def decode_tiles(problem: Problem, page: int = 1) -> DecodeTiles:
-    """A block is of whole pages."""
+    """The tiles of decoding, with blocks of whole pages."""
     p, on_cpu = problem, _on_cpu()
-    block_k = min(max(BLOCK // page, 1) * page, p.keys)
+    block_k = min(max(DECODE_KEYS // page, 1) * page, p.keys)
     wide = "float64" if p.dtype == "float64" else "float32"
     return DecodeTiles(
         block_k, 1 if on_cpu and _is_one_device() else None, wide if on_cpu else p.dtype
@@ -107,90 +110,96 @@ def decode_tiles(problem: Problem, page: int = 1) -> DecodeTiles:
 
 
 def _tiles(problem: Problem) -> Tiles:
+    """The tiles of the regular passes."""
     p = problem
     if not _on_cpu():
         return Tiles(_at_most(512, p.queries), _at_most(256, p.keys), None, p.dtype)
-    # products of float16 are slow
-    in_own = p.dtype == "float64" or (p.dtype == "bfloat16" and _is_apart(p))
-    dtype = p.dtype if in_own else "float32"
+    # a CPU multiplies float16 slowly
+    keeps_dtype = p.dtype == "float64" or (p.dtype == "bfloat16" and _rounds_maxima_safely(p))
+    dtype = p.dtype if keeps_dtype else "float32"
     if not all(isinstance(n, int) for n in (p.batch, p.queries, p.keys)):
-        block_q, block_k = max(ROWS // p.group, 16), KEYS if _is_cut(p) else MANY
+        block_q, block_k = max(ROWS // p.group, 16), KEYS if _loops_over_keys(p) else COPIED_KEYS
         return Tiles(_at_most(block_q, p.queries), _at_most(block_k, p.keys), None, dtype)
     rows, why = _query_block(p)
-    block_q, skips = min(rows, p.queries), _is_cut(p) or p.resolved_mask.mask_mod is not None
+    block_q = min(rows, p.queries)
+    skips = _loops_over_keys(p) or p.resolved_mask.mask_mod is not None
     band = None if skips else find_band(p, block_q, p.keys)
     tiles = Tiles(block_q, band.width if band else p.keys, None, dtype, why=why)
-    # what is made of queries and keys
-    arrays = (2 * p.group * p.queries + p.keys) * (p.head_size + p.value_size) // 4
+    # copies of queries, keys and values, in numbers that take as many bytes as scores
+    copies = (2 * p.group * p.queries + p.keys) * (p.head_size + p.value_size) // 4
     if band:
-        scores = p.group * block_q * band.width + arrays
+        scores = p.group * block_q * band.width + copies
     elif not skips and static_key_blocks(p, tiles):
-        scores = p.group * count_scores(p, block_q) + arrays
+        scores = p.group * count_scores(p, block_q) + copies
     else:
         tiles = tiles._replace(block_k=min(KEYS, p.keys))
-        scores = 5 * p.group * block_q * tiles.block_k  # caches had better hold a step of a loop
+        # a step of a loop with a fifth of SCORES is faster (results.md#cpu-tiles)
+        scores = 5 * p.group * block_q * tiles.block_k
     if not _is_one_device():
         return tiles
-    copied = p.keys * (p.head_size + p.value_size) * jnp.dtype(dtype).itemsize
-    heads, forward_heads = (_heads(p, scores * size // 10, copied) for size in (10, 6))
+    key_bytes = p.keys * (p.head_size + p.value_size) * jnp.dtype(dtype).itemsize
+    heads, forward_heads = (_heads(p, scores * size // 10, key_bytes) for size in (10, 6))
     return tiles._replace(heads=heads, forward_heads=forward_heads)
 
 
 def _query_block(p: Problem) -> tuple[int, str]:
-    """How many queries a block has, and why. Blocks with all keys that they see are the fastest if
-    they are few, or alike; where a mask hides much, small ones compute less of it."""
-    mask = p.resolved_mask
-    fewest = ceil_div(p.queries * p.group * p.keys, SCORES)
-    is_causal = mask.right is not None and p.queries < 2 * p.keys  # else it hides a quarter at most
-    of_loops = min(max(UNROLLED * ROWS // p.group, 32), 2 * ROWS)
-    if _is_cut(p) or mask.mask_mod is not None:
-        size = of_loops if mask.mask_mod is None else ROWS
-        return even(p.queries, size), "small blocks, of which the mask hides some"
+    """How many queries a block has, and why: the first of five rules. Blocks with all keys that
+    their rows see are the fastest if they are few, or alike. Where a mask hides much, small blocks
+    compute less of it."""
+    mask, length = p.resolved_mask, p.queries
+    in_loops = min(max(UNROLLED * ROWS // p.group, 32), 2 * ROWS)
+    if _loops_over_keys(p) or mask.mask_mod is not None:
+        size = in_loops if mask.mask_mod is None else ROWS
+        return even(length, size), "small blocks, of which the mask hides some"
+    is_causal = mask.right is not None and length < 2 * p.keys  # else it hides a quarter at most
+    fewest = ceil_div(length * p.group * p.keys, SCORES)
     if not is_causal and mask.left is None:
-        size = max(ceil_div(p.queries, fewest), 16)
-        return even(p.queries, size), f"at most {SCORES / 1e6:.1f} million scores of a head"
-    rows = ROWS if p.queries > ROWS else ROWS // 2  # the first half sees half of the keys
-    narrow = even(p.queries, max(min(rows, ROWS // p.group), 16))
-    few = even(p.queries, max(ceil_div(p.queries, UNROLLED), narrow))
-    if p.queries > UNROLLED * ROWS:
+        size = even(length, max(ceil_div(length, fewest), 16))
+        return size, f"at most {SCORES / 1e6:.1f} million scores of a head"
+    rows = ROWS if length > ROWS else ROWS // 2  # the first half sees half of the keys
+    narrow = even(length, max(min(rows, ROWS // p.group), 16))
+    if length > UNROLLED * ROWS:
         if mask.left is not None and find_band(p, narrow, p.keys):
             return narrow, "a loop over blocks that see equally many keys"
-        heads = 1 if _is_one_device() else p.batch * p.kv_heads  # that go at a time
-        if fewest * heads > 2 * UNROLLED and p.bias is None:  # of a bias see _is_cut
-            return even(p.queries, of_loops), "loops over the keys that a block sees"
+        heads = 1 if _is_one_device() else p.batch * p.kv_heads  # heads at a time
+        # with a bias _loops_over_keys has the reason
+        if fewest * heads > 2 * UNROLLED and p.bias is None:
+            return even(length, in_loops), "loops over the keys that a block sees"
+    few = even(length, max(ceil_div(length, UNROLLED), narrow))
     return few, f"up to {UNROLLED} blocks, each with the keys that it sees"
 
 
 def scale_can_come_last(p: Problem) -> bool:
-    """Whether scores of 16 bits may stay q k^T until their maximum is off: all else would have to
-    be divided by the scale."""
+    """Whether 16-bit scores may be plain q k^T until their maximum is subtracted: a sink, bias,
+    soft cap or score_mod would have to be divided by the scale."""
     return p.scale > 0 and not p.sinks and p.bias is None and p.soft_cap is None and p.score is None
 
 
-def _is_apart(p: Problem) -> bool:
-    """Whether the scale and the maximum cannot meet in one multiply-add, whose result would exceed
-    0: the scale comes last, or something stands between."""
+def _rounds_maxima_safely(p: Problem) -> bool:
+    """Whether no multiply-add combines the scale with the maximum, whose result would exceed 0: the
+    scale comes last, or a bias or soft cap stands between the two."""
     return scale_can_come_last(p) or (
         p.score is None and (p.bias is not None or p.soft_cap is not None)
     )
 
 
-def _is_cut(p: Problem) -> bool:
-    """Whether loops go over blocks of keys, since the mask has data, or since blocks with all keys
-    that they see would be large and many, behind a long cache. Of few keys loops would skip too
-    little, and with a bias the sum of its gradient would be copied in each step."""
+def _loops_over_keys(p: Problem) -> bool:
+    """Whether loops go over blocks of keys: the mask has data, or the queries follow a long cache,
+    so that blocks with all keys that they see would be large and many. With few keys loops would
+    skip too little, and with a bias each step would copy the sum of its gradient."""
     few = isinstance(p.keys, int) and (p.keys <= 6 * KEYS or p.bias is not None)
     return (p.resolved_mask.has_data or _is_behind_cache(p)) and not few
 
 
 def _is_masked(p: Problem) -> bool:
+    """Whether a mask other than a mask_mod hides keys."""
     mask = p.resolved_mask
     return mask.has_data or mask.left is not None or mask.right is not None
 
 
 def _is_behind_cache(p: Problem) -> bool:
-    """Whether a static mask leaves nearly all queries nearly all keys that one of them sees, and
-    these are more than few blocks hold."""
+    """Whether a static mask shows nearly all queries nearly the same keys, and these have more
+    scores than UNROLLED blocks hold."""
     if p.resolved_mask.has_data or not _is_masked(p):
         return False
     if not isinstance(p.queries, int) or not isinstance(p.keys, int):
@@ -201,13 +210,13 @@ def _is_behind_cache(p: Problem) -> bool:
 
 
 def even(length: int, most: int) -> int:
-    """The size of as few equal parts as have at most so many each, but for what makes it a multiple
-    of 8."""
+    """The size of equal blocks, at most `most` each and as few as that allows, rounded up to a
+    multiple of 8."""
     return 8 * ceil_div(ceil_div(length, ceil_div(length, most)), 8)
 
 
 def of_calls(tiles: Tiles, p: Problem, calls: int) -> Tiles:
-    """The tiles of so many calls of a problem side by side, as under vmap: fewer heads of each go
+    """The tiles of `calls` calls of a problem side by side, as under vmap: fewer heads of each go
     at a time."""
     if not all(isinstance(n, int) for n in (calls, p.batch, p.queries, p.keys)):
         return tiles
@@ -222,33 +231,33 @@ def of_calls(tiles: Tiles, p: Problem, calls: int) -> Tiles:
 
 
 def _heads(p: Problem, scores: int, copied: int = 0) -> int | None:
-    """How many key/value heads go at a time, each of which takes so much memory as so many scores
-    do, and so many bytes of keys and values; None: all."""
+    """Heads at a time, by a memory budget: a key/value head takes as much memory as `scores`
+    scores, and `copied` bytes of keys and values; None: all."""
     heads = p.batch * p.kv_heads
-    if heads * scores <= CALL and heads * copied <= COPIED:
+    if heads * scores <= CALL_SCORES and heads * copied <= MAPPED_BYTES:
         return None
-    return max(min(SCORES // scores, COPIED // copied if copied else heads), 1)
+    return max(min(SCORES // scores, MAPPED_BYTES // copied if copied else heads), 1)
 
 
 def serialize(tiles: Tiles, heads: tuple, keys: list | None) -> bool:
-    """Whether static blocks, of so many heads [B, K, G], are to wait for each other: a CPU has all
-    their scores in memory where none does."""
+    """Whether static blocks of `heads` [B, K, G] wait for each other, so that a CPU has not the
+    scores of all of them in memory at once."""
     if keys is None or not _on_cpu() or not all(isinstance(n, int) for n in heads):
         return False
     scores = math.prod(heads) * tiles.block_q
-    scores *= sum(key.size for of_rows in keys for key, *_ in of_rows)
+    scores *= sum(block.size for row in keys for block, *_ in row)
     return len(keys) > 1 and 2 * scores > 3 * SCORES
 
 
 def unrolled(tiles: Tiles, heads: tuple) -> int:
-    """How many steps of a loop over blocks that see equally many keys XLA may run at a time, where
-    a step has little for each of a CPU's cores."""
+    """How many steps of a Band's loop XLA may run at a time: a short step leaves cores of a CPU
+    idle."""
     scores = math.prod(heads) * tiles.block_q * tiles.block_k
     return min(max(SCORES // (2 * scores), 1), UNROLLED) if _on_cpu() else 1
 
 
 def _at_most(size: int, length: int) -> int:
-    """A symbol of jax.export is one block."""
+    """The smaller of the two; a symbolic length of jax.export is one block."""
     return min(size, length) if isinstance(length, int) else length
 
 
@@ -257,10 +266,8 @@ def _on_cpu() -> bool:
 
 
 def _is_one_device() -> bool:
-    """Whether a loop over heads is no loop over devices: that would gather what a partitioner has
-    spread."""
-    types, devices = (
-        jax.sharding.get_abstract_mesh().axis_types,
-        jax.device_count(hardware.here().platform),
-    )
-    return devices == 1 or (bool(types) and all(t == jax.sharding.AxisType.Manual for t in types))
+    """Whether all heads are on one device. Else a loop over them would gather what a partitioner
+    has spread."""
+    types = jax.sharding.get_abstract_mesh().axis_types
+    is_manual = bool(types) and all(t == jax.sharding.AxisType.Manual for t in types)
+    return is_manual or jax.device_count(hardware.here().platform) == 1
