@@ -32,8 +32,8 @@ def _on_hopper(problem: Problem) -> str | None:
 
 
 def _few_queries(problem: Problem) -> str | None:
-    """Why few queries with a dense mask do not run the Hopper kernels by default: the Triton kernels,
-    where jax has them, read the mask unpacked."""
+    """Why few queries with a dense mask do not run the Hopper kernels by default: Triton's, where
+    jax has them, read the mask unpacked."""
     if problem.mask is None or not isinstance(problem.queries, int) or problem.queries > FEW:
         return None
     if _triton_why_no_import():
@@ -92,8 +92,8 @@ def _mosaic_backward(module: str) -> Callable:
 
 
 def _tangent(module: str) -> Callable:
-    """The forward mode of a family of kernels. Blockwise adds the tangents of arrays that a score_mod
-    reads, and computes all of it where the kernels have no tiles."""
+    """The forward mode of a family of kernels. Blockwise adds what the tangents of arrays that a
+    score_mod reads contribute, and computes all of it where the kernels have no tiles."""
 
     def tangent(problem: Problem, tiles, operands: Operands, dx: Gradients, rows, o, dlse):
         fits = tiles.tangent is not None

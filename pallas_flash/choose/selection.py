@@ -64,8 +64,8 @@ class Objections:
 def first(
     problem: Problem, name: str | None = None, objections: Objections | None = None
 ) -> Choice:
-    """The implementation of this name, or the first in the table that nothing speaks against. Without
-    `objections` self-checks do not count."""
+    """The implementation of this name, or the first in the table without a reason against it;
+    without `objections` self-checks give none."""
     objections = objections or Objections(problem, None)
     # the cheap check comes first: why_not may import kernels
     reasons = objections.by_default, objections.cannot, objections.failed_check

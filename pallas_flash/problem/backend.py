@@ -67,8 +67,8 @@ class Backend(NamedTuple):
     of_same_kernels: Callable | None = None
     # (tiles, problem, number of calls) -> the tiles of these calls under vmap
     of_calls: Callable = lambda tiles, problem, calls: tiles
-    # (problem, operands) -> arrays of the shapes and dtypes of the forward's results, which lets the
-    # forward be traced only when it is lowered
+    # (problem, operands) -> arrays of the shapes and dtypes of the forward's results: it is then
+    # traced only when it is lowered
     results_like: Callable = trace_now
     # what each call copies for its kernels, in words
     copies: Callable[[Problem], str | None] = lambda problem: None
