@@ -185,5 +185,5 @@ def _problem_of(call: Call) -> tuple[arguments.Problem, str | None]:
     if call.context is not None:
         dispatch.map_over_mesh(note, call)
     else:
-        map_calls(note, call, canonicalize)
+        map_calls(note, call if axis_to_map(call) is None else canonicalize(call))
     return found[0]

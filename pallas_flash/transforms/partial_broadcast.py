@@ -16,13 +16,13 @@ from pallas_flash.problem import arguments
 from pallas_flash.problem.call import Call
 
 
-def map_calls(attend: Callable, call: Call, canonicalize: Callable[[Call], Call] = lambda x: x):
+def map_calls(attend: Callable, call: Call):
     """attend(call), whose results have the leading axes of query first, as one call or as several
-    side by side, each of which has all of the leading axes of every bias and mask, or none. Several
-    are made of the canonical form."""
+    side by side, each of which has all of the leading axes of every bias and mask, or none. The
+    call is in canonical form."""
     if (axis := axis_to_map(call)) is None:
         return attend(call)
-    return _map_over_axis(functools.partial(map_calls, attend), canonicalize(call), axis)
+    return _map_over_axis(functools.partial(map_calls, attend), call, axis)
 
 
 def _map_over_axis(attend: Callable, call: Call, axis: int):
