@@ -232,7 +232,7 @@ def _needed(cache: PagedCache, tokens, xp):
     """The number of new pages that `tokens` more tokens of each row need, and the number of these
     tokens that the row's table cannot hold. xp is NumPy for a cache of NumPy's arrays."""
     (P, page), pages = _pool_size(cache), cache.page_table.shape[1]
-    # a row that lost tokens is full, and stays so: the next would follow a gap
+    # a row that lost tokens takes no more: the next would follow a gap
     fitting = xp.where(cache.lost > 0, 0, xp.minimum(tokens, pages * page - cache.lengths))
     present = xp.sum(cache.page_table < P, 1, dtype=np.int32)
     return xp.maximum(-(-(cache.lengths + fitting) // page) - present, 0), tokens - fitting

@@ -155,8 +155,8 @@ def _check_precision(precision):
 
 
 def as_mask(mask):
-    """A mask as flash_attention takes it, bool in place of Flax's numbers 0 and 1; traced numbers
-    are taken to be 0 and 1."""
+    """The mask as flash_attention takes it: Flax's numbers 0 and 1 become bool. Traced numbers are
+    not checked."""
     if mask is None or isinstance(mask, Mask):
         return mask
     checks.like_array("mask", mask, " or a pallas_flash.masks object")

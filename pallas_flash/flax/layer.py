@@ -247,8 +247,8 @@ class FlashAttention(nnx.Module):
         ends = dict(
             query_seq_lengths=lengths, key_value_seq_lengths=kv_lengths if is_cross else lengths
         )
-        more = dict(mask=mask, query_segment_ids=segment_ids, context=self.context)
-        return self._out(flash_attention(query, key, value, **more, **ends, **options))
+        options |= dict(mask=mask, query_segment_ids=segment_ids, context=self.context)
+        return self._out(flash_attention(query, key, value, **ends, **options))
 
     @property
     def _left(self) -> int | None:
@@ -313,15 +313,13 @@ class FlashAttention(nnx.Module):
         return query, key, value
 
     def _out(self, o):
-        """The last projection. Where explicit axes of a mesh spread the heads over several devices,
-        each gets the sum."""
-        lies = jax.typeof(o).sharding
-        return self.out(
-            o, None if lies.spec[2] is None else NamedSharding(lies.mesh, P(*lies.spec[:2], None))
-        )
+        """The last projection. Where explicit axes of a mesh shard the heads, each device gets the
+        sum over all of them."""
+        mesh, spec = jax.typeof(o).sharding.mesh, jax.typeof(o).sharding.spec
+        return self.out(o, None if spec[2] is None else NamedSharding(mesh, P(*spec[:2], None)))
 
     def _check_options(self, N):
-        """Raises now what flash_attention would raise in the first call."""
+        """Raises what flash_attention would raise in the first call."""
         query, key = (
             jax.ShapeDtypeStruct((1, 1, heads, self.head_size), jnp.float32)
             for heads in (N, self.num_kv_heads)
@@ -329,6 +327,6 @@ class FlashAttention(nnx.Module):
         names = "is_causal local_window_size logits_soft_cap score_mod dropout_rate implementation"
         options = {name: getattr(self, name) for name in names.split()}
         options["dropout_rng"] = jax.eval_shape(lambda: jax.random.key(0))
-        # whether an implementation can run a call is a matter of the call
+        # only a call shows whether an implementation can run it
         with contextlib.suppress(NotImplementedError):
             explain(query, key, key, **options)

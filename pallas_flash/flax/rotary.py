@@ -1,4 +1,4 @@
-"""RoPE: positions as rotations of queries and keys."""
+"""RoPE: rotations of queries and keys by their positions."""
 
 from collections.abc import Callable
 
@@ -35,7 +35,7 @@ def rope(
 
 
 def choose(function: Callable | None, base: float | None, head_size: int):
-    """How a layer turns queries and keys: by a function, by `rope` to a base, or not (None)."""
+    """The rotation of a layer's queries and keys: a function, a base for `rope`, or None."""
     if function is not None:
         if not callable(function):
             raise TypeError(
@@ -53,13 +53,14 @@ def choose(function: Callable | None, base: float | None, head_size: int):
 
 
 def rotate(how: Callable | float | None, x, positions):
+    """Rotates queries or keys by what `choose` returned."""
     if how is None:
         return x
     return how(x, positions) if callable(how) else rope(x, positions, how)
 
 
 def positions(how, x, start, given) -> Int[Array, "#B T"]:
-    """Those given, or by default the T behind `start`, which is [1 | B]."""
+    """The positions that were given; by default T of them from `start` [1 | B] on."""
     B, T = x.shape[:2]
     if given is None:
         return start[:, None] + jnp.arange(T, dtype=jnp.int32)[None]

@@ -1,4 +1,4 @@
-"""Checks of what `FlashAttention` is made of and called with."""
+"""Checks of the arguments of `FlashAttention`'s constructor and call."""
 
 from typing import Any
 
@@ -14,8 +14,8 @@ FLAGS = "qk_norm", "is_causal", "sinks", "use_bias", "keep_rngs"
 
 
 def check_constructor(given: dict[str, Any]):
-    """Raises where an argument of the constructor has a wrong type. Those of flash_attention are
-    left to it."""
+    """Raises where an argument of the constructor has a wrong type. flash_attention checks the
+    arguments that are its own."""
     for name in FLAGS:
         checks.flag(name, given[name])
     checks.optional_flag("deterministic_gradients", given["deterministic_gradients"])

@@ -1,7 +1,7 @@
-"""Split-KV decoding (Flash-Decoding), a few new tokens against many keys: which calls are decoding,
-packed GQA, the number of splits, and their merge.
+"""Split-KV decoding (Flash-Decoding), attention of a few new tokens to many keys: which calls are
+decoding, packed GQA, the number of splits, and their merge.
 
-The new tokens, times the query heads that share a key/value head, are the rows of one tile, so keys
+The rows of one tile are the new tokens times the query heads that share a key/value head, so keys
 and values are read once. The keys are split along the sequence, one program per split, and the
 outputs of the splits are merged.
 """
@@ -17,10 +17,10 @@ from pallas_flash.problem.log_base import LogBase
 from pallas_flash.tiled import online_softmax, schedule
 from pallas_flash.tiled.online_softmax import SoftmaxState
 
-MAX_ROWS = 64  # of one tile
-WIDE = 256  # head size
-KEYS = 256  # fewer are few blocks, which the regular forward reads as fast
-MIN_GAIN = 1.05  # more splits must save more than this
+MAX_ROWS = 64  # rows of one tile
+WIDE = 256  # the widest head that the regular kernels take
+KEYS = 256  # the fewest keys: fewer are few blocks, which the regular forward reads as fast
+MIN_GAIN = 1.05  # the least speedup for which there are more splits
 
 _SUPPORTED = """
 batch queries keys heads kv_heads head_size value_size dtype scale soft_cap resolved_mask
@@ -29,15 +29,13 @@ deterministic sinks score max_logits values_are_keys
 
 
 def is_decoding(problem: Problem) -> bool:
-    """Whether the forward of a problem is decoding: few rows, many keys, and none of the options
-    that decoding lacks."""
+    """Whether the forward of a problem is decoding: few rows, many keys, and no option that
+    decoding does not support."""
     p = problem
     is_static = all(isinstance(n, int) for n in (p.batch, p.queries, p.keys))
-    more = [
-        getattr(p, field.name) for field in dataclasses.fields(p) if field.name not in _SUPPORTED
-    ]
-    plain = not any(more) and p.resolved_mask.mask_mod is None
-    return is_static and plain and why_not(p) is None and p.keys >= KEYS
+    others = [field.name for field in dataclasses.fields(p) if field.name not in _SUPPORTED]
+    is_supported = not any(getattr(p, name) for name in others) and p.resolved_mask.mask_mod is None
+    return is_static and is_supported and why_not(p) is None and p.keys >= KEYS
 
 
 def why_not(problem: Problem) -> str | None:
@@ -49,13 +47,13 @@ def why_not(problem: Problem) -> str | None:
 
 
 def max_rows(head_size: int, values_are_keys: bool) -> int:
-    """Of one key/value head: those of a tile; of two, as MLA's 128 heads are, where values are keys
-    so wide that there are no other kernels for them."""
+    """Most rows T N / K: one tile of 64, or two for the wide latents of MLA and its 128 heads,
+    which no other kernel takes."""
     return 2 * MAX_ROWS if values_are_keys and head_size > WIDE else MAX_ROWS
 
 
 def num_splits(problem: Problem, block_k: int, processors: int) -> int:
-    """The fewest splits that keep so many processors as busy as any number would."""
+    """The fewest splits that keep all processors nearly as busy as the best number would."""
     p = problem
     programs = p.batch * p.kv_heads * schedule.ceil_div(p.queries * p.group, MAX_ROWS)
     most = schedule.ceil_div(p.keys, block_k)
@@ -75,17 +73,16 @@ def intervals(problem: Problem, mask: ResolvedMask) -> tuple[jax.Array, jax.Arra
 
 
 def reach(start, stop, keys: int) -> tuple[jax.Array, jax.Array]:
-    """The first key that any of the rows [B, rows] sees, and the end of those; an empty range where
-    none sees one."""
-    some = start < stop
-    return jnp.min(jnp.where(some, start, keys), 1), jnp.max(jnp.where(some, stop, 0), 1)
+    """The range of keys [first, last) that any of the rows [B, rows] sees; empty where none sees a
+    key."""
+    sees = start < stop
+    return jnp.min(jnp.where(sees, start, keys), 1), jnp.max(jnp.where(sees, stop, 0), 1)
 
 
 def pack_gqa(problem: Problem, x: Operands, score_mod: bool = False) -> tuple[Problem, Operands]:
-    """The problem and operands with the query heads of a group as rows, token by token: as many
-    heads as key heads, and the score_mod's head and position as data by row if `score_mod`. The
-    mask stays that of the tokens, one of which row r is, r // group. The sinks are left out:
-    `merge_splits` adds them."""
+    """The problem and operands with the query heads of a group as rows, token by token: row r has
+    token r // group. With `score_mod` the head and the position of a score_mod become data by row.
+    The mask remains that of the tokens; the sinks are left out, and `merge_splits` adds them."""
     p, score = problem, x.score
     if score_mod and score is not None:
         score = score.pack_gqa(p.batch, p.heads, p.queries, p.group)
@@ -98,12 +95,12 @@ def pack_gqa(problem: Problem, x: Operands, score_mod: bool = False) -> tuple[Pr
 
 
 def merge_splits(problem: Problem, x: Operands, o, stats: SoftmaxState, log_base: LogBase):
-    """o [B, T, N, Hv] and its SoftmaxState [B, N, T], from those of the splits, o [B, splits, K,
-    rows, Hv], [B, splits, K, rows]."""
+    """Merges o [B, splits, K, rows, Hv] and its SoftmaxState [B, splits, K, rows] into
+    o [B, T, N, Hv] and SoftmaxState [B, N, T], and adds the sinks."""
     p = problem
     split = lambda n: jax.tree.map(lambda a: a[:, n], (o, stats))
-    outputs, parts = zip(*map(split, range(o.shape[1])), strict=True)
-    shares, stats = online_softmax.merge(parts, log_base)
+    outputs, states = zip(*map(split, range(o.shape[1])), strict=True)
+    shares, stats = online_softmax.merge(states, log_base)
     o = sum(o * share[..., None] for o, share in zip(outputs, shares, strict=True))
     by_query = lambda a: jnp.moveaxis(
         a.reshape(p.batch, p.kv_heads, p.queries, p.group, *a.shape[3:]), 2, 3
