@@ -43,11 +43,7 @@ class PagedCache(NamedTuple):
     v_scales: Float[Array, "P page K"] | None = None
 
     layout = PageLayout()
-    AXES = dict(
-        **dict.fromkeys(("k_pages", "v_pages"), layout.axes),
-        **dict.fromkeys(("k_scales", "v_scales"), layout.scale_axes),
-        **dict(page_table="BC", lengths="B", users="P", lost="B"),
-    )
+    AXES = dict(users="P", lost="B")  # those of other fields are paged_attention's
 
     @property
     def room(self) -> Int[Array, "B"]:

@@ -87,10 +87,11 @@ def _shard_map(
 
 
 def map_cache(f: Callable, cache, arrays: dict[str, Any], *static):
-    """f(cache, *static, **arrays): an output [B, T, N, H] or None, and the new cache, whose AXES
-    have a letter for each axis of its fields. On a mesh with explicit axes each device updates the
-    batch rows and heads of the cache that lie on it, or all rows of a cache in pages; the arrays
-    are resharded to match, and the new cache lies where the old one does."""
+    """f(cache, *static, **arrays): an output [B, T, N, H] or None, and the new cache. On a mesh
+    with explicit axes each device updates the batch rows and heads of the cache that lie on it, or
+    all rows of a cache in pages; the arrays are resharded to match, and the new cache lies where
+    the old one does. `cache.AXES` has a letter for each axis of a field that is no argument of a
+    call."""
     mesh = find_explicit(collect_meshes(jax.tree.leaves((cache, arrays))))
     if mesh is None:
         return f(cache, *static, **arrays)

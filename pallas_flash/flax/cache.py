@@ -17,7 +17,7 @@ from pallas_flash.problem.page_layout import PageLayout
 from pallas_flash.tiled import quantised
 
 PAGE = 64  # keys of a page of a rolling or quantised cache
-_AXES = dict(key="BSKH", value="BSKH", lengths="B", k_scales="BSK", v_scales="BSK")
+_AXES = dict(k_scales="BSK", v_scales="BSK")  # those of other fields are flash_attention's
 
 
 class KVCache(NamedTuple):

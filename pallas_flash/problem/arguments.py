@@ -130,6 +130,11 @@ class Problem:
         """The number of query heads that share a key/value head."""
         return self.heads // self.kv_heads
 
+    @property
+    def is_static(self) -> bool:
+        """Whether the sizes are ints: jax.export may have symbols in their place."""
+        return all(isinstance(n, int) for n in (self.batch, self.queries, self.keys))
+
     def __str__(self):
         p = self
         head = (

@@ -153,8 +153,8 @@ class PagedCall(Call):
     page_table: Annotated[Any, Data("BC")] = None
     lengths: Annotated[Any, Data("B")] = None
     cu_seqlens_q: Annotated[Any, Data("C")] = None
-    k_scales: Annotated[Any, Data(layout.scale_axes)] = None
-    v_scales: Annotated[Any, Data(layout.scale_axes)] = None
+    k_scales: Annotated[Any, Data(layout.axes[:-1])] = None
+    v_scales: Annotated[Any, Data(layout.axes[:-1])] = None
 
 
 AXES: dict[str, str] = {

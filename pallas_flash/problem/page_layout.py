@@ -20,10 +20,6 @@ class PageLayout:
     axes: str = "PCKH"
 
     @property
-    def scale_axes(self) -> str:
-        return self.axes.removesuffix("H")
-
-    @property
     def of_head(self) -> "PageLayout":
         """The layout of the pages of one head, which lack K."""
         return PageLayout(self.axes.replace("K", ""))

@@ -32,10 +32,9 @@ def is_decoding(problem: Problem) -> bool:
     """Whether the forward of a problem is decoding: few rows, many keys, and no option that
     decoding does not support."""
     p = problem
-    is_static = all(isinstance(n, int) for n in (p.batch, p.queries, p.keys))
     others = [field.name for field in dataclasses.fields(p) if field.name not in _SUPPORTED]
     is_supported = not any(getattr(p, name) for name in others) and p.resolved_mask.mask_mod is None
-    return is_static and is_supported and why_not(p) is None and p.keys >= KEYS
+    return p.is_static and is_supported and why_not(p) is None and p.keys >= KEYS
 
 
 def why_not(problem: Problem) -> str | None:

@@ -129,17 +129,18 @@ def _mask(p: Problem, mask: ResolvedMask, block_k: int):
 
 
 def _inputs(p: Problem, t: DecodeTiles, x: Operands, keys, table, scales) -> Inputs:
-    kv = [x.key] if t.values_are_keys else [x.key, x.value]
+    count = 1 if t.values_are_keys else 2
+    kv = [x.key, x.value][:count]
     if t.stored:
         kv = [lax.bitcast_convert_type(a, jnp.int8) for a in kv]
     matrices = lambda a, n: flat(pad(a, a.shape[1], n))
     matrices = matrices if table is None else table.layout.matrices
-    kv = map(matrices, kv, (t.width, t.value_width))
+    kv = tuple(map(matrices, kv, (t.width, t.value_width)))
     q = flat(pad(x.query, schedule.ceil_div(p.queries, ROWS) * ROWS, t.width))
     in_order = lambda a: BITCAST_SCALE[t.stored] * _in_order(a, table, t.block_k)
-    scales = tuple(map(in_order, scales[: 1 if t.values_are_keys else 2])) if t.stored else ()
+    scales = tuple(map(in_order, scales[:count] if t.stored else ()))
     score_mod = mods.arrays(p, x.score, Tiling(ROWS, t.block_k, t.block_k))
-    return Inputs(q, tuple(kv), keys, table, scales, x.resolved_mask, score_mod)
+    return Inputs(q, kv, keys, table, scales, x.resolved_mask, score_mod)
 
 
 def _in_order(scales, table: PageTable, block_k: int):

@@ -128,8 +128,9 @@ def _block(ref, table: PageTable | None, key: tile.Span):
     sizes = layout.sizes(ref.shape)
     number = table.numbers[jnp.minimum(key.index // table.page, last)]
     at = dict(P=jnp.clip(number, 0, sizes["P"] - 1), C=key.index % table.page)
-    if "H" in sizes:  # Pallas' interpreter takes no slice beside arrays
-        columns = jnp.arange(sizes["H"], dtype=jnp.int32)[None]
-        at = {axis: i[:, None] for axis, i in at.items()} | dict(H=columns)
-        at = {axis: jnp.broadcast_to(i, (key.index.size, sizes["H"])) for axis, i in at.items()}
-    return ref.at[layout.arrange(**at)]
+    if "H" not in sizes:
+        return ref.at[layout.arrange(**at)]
+    columns = jnp.arange(sizes["H"], dtype=jnp.int32)[None]
+    at = {axis: i[:, None] for axis, i in at.items()} | dict(H=columns)
+    # Pallas' interpreter takes no slice beside them
+    return ref.at[tuple(jnp.broadcast_arrays(*layout.arrange(**at)))]

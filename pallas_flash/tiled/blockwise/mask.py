@@ -124,8 +124,7 @@ def dense_tile(x, rows: Block, keys: Block, group: int):
 def with_block_mask(p: Problem, tiles, x: Operands) -> Operands:
     """The operands, with block types in the mask_mod where loops go over blocks of these tiles."""
     mask = x.resolved_mask
-    is_static = all(isinstance(n, int) for n in (p.batch, p.queries, p.keys))
-    if mask.mask_mod is None or not is_static or static_key_blocks(p, tiles) is not None:
+    if mask.mask_mod is None or not p.is_static or static_key_blocks(p, tiles) is not None:
         return x
     types = schedule.block_types(mask, p.batch, p.heads, p.queries, tiles.block_q, tiles.block_k)
     if p.queries % tiles.block_q:  # the last block is moved back over the one before it

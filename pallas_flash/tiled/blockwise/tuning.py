@@ -117,7 +117,7 @@ def _tiles(problem: Problem) -> Tiles:
     # a CPU multiplies float16 slowly
     keeps_dtype = p.dtype == "float64" or (p.dtype == "bfloat16" and _rounds_maxima_safely(p))
     dtype = p.dtype if keeps_dtype else "float32"
-    if not all(isinstance(n, int) for n in (p.batch, p.queries, p.keys)):
+    if not p.is_static:
         block_q, block_k = max(ROWS // p.group, 16), KEYS if _loops_over_keys(p) else COPIED_KEYS
         return Tiles(_at_most(block_q, p.queries), _at_most(block_k, p.keys), None, dtype)
     rows, why = _query_block(p)
@@ -218,7 +218,7 @@ def even(length: int, most: int) -> int:
 def of_calls(tiles: Tiles, p: Problem, calls: int) -> Tiles:
     """The tiles of `calls` calls of a problem side by side, as under vmap: fewer heads of each go
     at a time."""
-    if not all(isinstance(n, int) for n in (calls, p.batch, p.queries, p.keys)):
+    if not (p.is_static and isinstance(calls, int)):
         return tiles
     scores = p.group * tiles.block_q * tiles.block_k
     if static_key_blocks(p, tiles):
