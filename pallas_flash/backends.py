@@ -329,34 +329,33 @@ REFERENCE = Backend(
 )
 
 
-def _mosaic_family(
-    name: str, why_not_by_default: Callable[[Problem], str | None], tangent: str = "mma.tangent"
-) -> Backend:
-    """Mosaic kernels for GPUs of one generation: the package of that name in `kernels`."""
-    why_not, modules = _kernel(name, "why_not"), (f"{name}.forward", f"{name}.backward")
+def _mosaic_family(name: str, folder: str, why_not_by_default: Callable) -> Backend:
+    """The Mosaic kernels in a folder of `kernels`."""
+    why_not = _kernel(folder, "why_not")
+    modules = [f"{folder}.{module}" for module in ("forward", "backward", "tangent")]
     return Backend(
         name,
-        lambda p: joined(why_not(p), _no_tiles(p)) or _why_no_import(*modules, tangent, _SCORES),
+        lambda p: joined(why_not(p), _no_tiles(p)) or _why_no_import(*modules, _SCORES),
         lambda p: _no_gpu() or why_not_by_default(p),
-        _kernel(name, "tiles"),
+        _kernel(folder, "tiles"),
         _kernel(modules[0], "forward"),
         _mosaic_backward(modules[1]),
-        tangent=_tangent(tangent),
+        tangent=_tangent(modules[2]),
         own_kernels=True,
         is_interpretable=False,
         paged=PagedKernel(mma.why_no_pages, mma.decode_tiles, _kernel("mma.decode", "forward")),
         keeps_base_2=True,
-        copies=_kernel(name, "copies"),
+        copies=_kernel(folder, "copies"),
         has_backward=lambda tiles: tiles.has_backward,
     )
 
 
 BACKENDS = (
-    _mosaic_family("hopper", _few_queries, tangent="hopper.tangent")._replace(
+    _mosaic_family("hopper", "hopper", _few_queries)._replace(
         of_same_kernels=_kernel("hopper", "tiles_like"),
         sums_delta=lambda tiles: tiles.dq is not None and tiles.dq.sums_delta,
     ),
-    _mosaic_family("ampere", _on_hopper)._replace(remark=_kernel("ampere", "remark")),
+    _mosaic_family("ampere", "mma", _on_hopper)._replace(remark=_kernel("mma", "remark")),
     Backend(
         "triton",
         lambda p: _no_tiles(p) or triton.why_not(p) or _triton_why_no_import(),

@@ -16,10 +16,10 @@ import pytest
 
 from pallas_flash import decode, explain, explain_paged, flash_attention, masks, scores
 from pallas_flash.accounting import GPUS
-from pallas_flash.kernels import ampere, device, hopper
+from pallas_flash.kernels import device, hopper, mma
 from scripts.bench.gpu_code import as_if_on
 
-FAMILIES = dict(hopper=hopper, ampere=ampere)
+FAMILIES = dict(hopper=hopper, ampere=mma)
 needs_interpreter = pytest.mark.skipif(
     gpu_interpreter.MISSING is not None, reason=str(gpu_interpreter.MISSING)
 )

@@ -11,7 +11,7 @@ __all__ = ["copies", "tiles", "tiles_like", "why_not"]
 
 def why_not(problem: Problem) -> str | None:
     """Why the kernels cannot run a problem, or None."""
-    return joined(_why_not_here(), mma.why_not(problem, "wgmma", WIDEST))
+    return joined(_why_not_here(), mma.why_not_with_decoding(problem, "wgmma", WIDEST))
 
 
 def tiles_like(like: AllTiles, problem: Problem) -> AllTiles:
@@ -24,7 +24,7 @@ def copies(problem: Problem) -> str | None:
     None."""
     p, t = problem, tiles(problem)
     if t.decode:
-        return mma.copies(p, by_decoding=True)
+        return mma.copies_for_decoding(p)
     length = lambda n: (n, padded_length(n))
     width = lambda n: (n, padded_size(n, t.forward.swizzle))
     return operations.copies(

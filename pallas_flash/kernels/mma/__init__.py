@@ -1,24 +1,43 @@
-"""What runs by mma on every NVIDIA GPU, for all Mosaic families: decoding, forward mode, and the
-gradients of scores."""
+"""Mosaic GPU kernels by mma, one warpgroup a program, or two: FlashAttention-2 for GPUs from Ampere
+on, which is the implementation "ampere"; and decoding and the gradients of scores, Hopper's too."""
 
 from pallas_flash.arguments import Problem
 from pallas_flash.decode import is_decoding
 from pallas_flash.decode import why_not as why_no_single_tile
-from pallas_flash.kernels import joined
+from pallas_flash.kernels import device, joined
 from pallas_flash.kernels.mma.tuning import (
+    WIDEST,
     decode_tiles,
     padded_length,
     page_columns,
     score_tiles,
+    tiles,
     why_no_decoding,
     widths,
 )
 from pallas_flash.kernels.mosaic import operations
 
-__all__ = ["copies", "decode_tiles", "score_tiles", "why_no_pages", "why_not"]
+__all__ = [
+    "copies",
+    "copies_for_decoding",
+    "decode_tiles",
+    "remark",
+    "score_tiles",
+    "tiles",
+    "why_no_pages",
+    "why_not",
+    "why_not_with_decoding",
+]
+
+TENSOR_MEMORY = 10.0, 10.3, 11.0  # compute capabilities
 
 
-def why_not(problem: Problem, multiply: str, widest: int) -> str | None:
+def why_not(problem: Problem) -> str | None:
+    """Why the kernels cannot run a problem, or None."""
+    return joined(_why_not_here(), why_not_with_decoding(problem, "mma", WIDEST))
+
+
+def why_not_with_decoding(problem: Problem, multiply: str, widest: int) -> str | None:
     """`operations.why_not` of a family of kernels that know heads up to `widest`: its decoding, by
     mma, knows wider ones."""
     p = problem
@@ -43,15 +62,51 @@ def why_no_pages(problem: Problem, shapes: tuple, dtype: str | None) -> str | No
     return why_no_decoding(p, page, dtype) or why_no_single_tile(p)
 
 
-def copies(problem: Problem, by_decoding: bool, block_q: int = 1) -> str | None:
-    """What XLA pads for kernels by mma in each call, of queries whole blocks; or None."""
-    p, length = problem, lambda n: (n, padded_length(n))
-    width, value_width = widths(p)
-    sizes = dict(S=length(p.keys), H=(p.head_size, width), Hv=(p.value_size, value_width))
-    if not by_decoding:
-        padded = operations.copies(T=(p.queries, padded_length(p.queries, block_q)), **sizes)
-        reason = why_no_decoding(p) if is_decoding(p) else None
-        return f"{padded}, for the forward: {reason}" if padded and reason else padded
-    if p.values_are_keys:
+def copies(problem: Problem) -> str | None:
+    """What XLA pads for the kernels in each call, or None."""
+    p, t = problem, tiles(problem)
+    if t.decode is not None:
+        return copies_for_decoding(p)
+    block_q = 1 if t.forward.copies_q else t.forward.block_q
+    padded = operations.copies(T=(p.queries, padded_length(p.queries, block_q)), **_padded(p))
+    reason = why_no_decoding(p) if is_decoding(p) else None
+    return f"{padded}, for the forward: {reason}" if padded and reason else padded
+
+
+def copies_for_decoding(problem: Problem) -> str | None:
+    """What XLA pads for decoding in each call, or None; its rows are few."""
+    sizes = _padded(problem)
+    if problem.values_are_keys:
         del sizes["Hv"]
-    return operations.copies(**sizes)  # its rows are few
+    return operations.copies(**sizes)
+
+
+def _padded(p: Problem) -> dict[str, tuple[int, int]]:
+    """Sizes of keys and values, and what they are padded to."""
+    width, value_width = widths(p)
+    length = p.keys, padded_length(p.keys)
+    return dict(S=length, H=(p.head_size, width), Hv=(p.value_size, value_width))
+
+
+def remark() -> str | None:
+    """That the GPU that a call is for multiplies faster than by mma, or None."""
+    if device.compute_capability() not in TENSOR_MEMORY:
+        return None
+    return (
+        "this GPU's tensor cores are fast by tcgen05, and these kernels multiply by mma; cuDNN's, "
+        "by jax.nn.dot_product_attention(implementation='cudnn'), use tcgen05"
+    )
+
+
+def _why_not_here() -> str | None:
+    if device.interpret:
+        return None
+    capability, lacking = device.compute_capability(), []
+    if capability is None or capability < 8.0:
+        there = f"this one has {capability}" if capability else "there is none"
+        lacking.append(f"it needs an NVIDIA GPU of compute capability 8.0 or more; {there}")
+    elif capability != (lowered := device.mosaic_capability()):
+        lacking.append(
+            f"Mosaic would lower it for compute capability {lowered}; this GPU has {capability}"
+        )
+    return joined(*lacking, operations.why_not_jax())

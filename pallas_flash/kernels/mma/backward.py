@@ -9,10 +9,9 @@ from jax.experimental import pallas as pl
 
 from pallas_flash import schedule
 from pallas_flash.arguments import Gradients, Operands, Problem
-from pallas_flash.kernels.ampere.tuning import AllTiles
 from pallas_flash.kernels.mma import tile
 from pallas_flash.kernels.mma.gradients import Memory, inputs
-from pallas_flash.kernels.mma.tuning import Tiles
+from pallas_flash.kernels.mma.tuning import AllTiles, Tiles
 from pallas_flash.kernels.mosaic import block_info, logits, scheduler
 from pallas_flash.kernels.mosaic.gradients import Inputs
 from pallas_flash.kernels.mosaic.launch import LANE, launch
