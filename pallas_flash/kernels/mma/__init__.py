@@ -1,10 +1,8 @@
 """Mosaic GPU kernels by mma, one warpgroup a program, or two: FlashAttention-2 for GPUs from Ampere
 on, which is the implementation "ampere"; and decoding and the gradients of scores, Hopper's too."""
 
-from pallas_flash.arguments import Problem
-from pallas_flash.decode import is_decoding
-from pallas_flash.decode import why_not as why_no_single_tile
-from pallas_flash.kernels import device, joined
+from pallas_flash.jax_support import hardware
+from pallas_flash.kernels import joined
 from pallas_flash.kernels.mma.tuning import (
     WIDEST,
     decode_tiles,
@@ -16,6 +14,9 @@ from pallas_flash.kernels.mma.tuning import (
     widths,
 )
 from pallas_flash.kernels.mosaic import operations
+from pallas_flash.problem.arguments import Problem
+from pallas_flash.tiled.split_kv import is_decoding
+from pallas_flash.tiled.split_kv import why_not as why_no_single_tile
 
 __all__ = [
     "copies",
@@ -90,7 +91,7 @@ def _padded(p: Problem) -> dict[str, tuple[int, int]]:
 
 def remark() -> str | None:
     """That the GPU that a call is for multiplies faster than by mma, or None."""
-    if device.compute_capability() not in TENSOR_MEMORY:
+    if hardware.compute_capability() not in TENSOR_MEMORY:
         return None
     return (
         "this GPU's tensor cores are fast by tcgen05, and these kernels multiply by mma; cuDNN's, "
@@ -99,13 +100,13 @@ def remark() -> str | None:
 
 
 def _why_not_here() -> str | None:
-    if device.interpret:
+    if hardware.interpret:
         return None
-    capability, lacking = device.compute_capability(), []
+    capability, lacking = hardware.compute_capability(), []
     if capability is None or capability < 8.0:
         there = f"this one has {capability}" if capability else "there is none"
         lacking.append(f"it needs an NVIDIA GPU of compute capability 8.0 or more; {there}")
-    elif capability != (lowered := device.mosaic_capability()):
+    elif capability != (lowered := hardware.mosaic_capability()):
         lacking.append(
             f"Mosaic would lower it for compute capability {lowered}; this GPU has {capability}"
         )
