@@ -9,8 +9,6 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_flash import schedule
-from pallas_flash.arguments import Operands, Problem
 from pallas_flash.kernels.hopper import sync, tile
 from pallas_flash.kernels.hopper.dkv_columns import FirstConsumer, SecondConsumer
 from pallas_flash.kernels.hopper.dkv_consumer import Block, DkvConsumer, Do, KeyConsumer, Q
@@ -22,6 +20,8 @@ from pallas_flash.kernels.mosaic.elements import SWIZZLES
 from pallas_flash.kernels.mosaic.gradients import Inputs
 from pallas_flash.kernels.mosaic.launch import launch
 from pallas_flash.kernels.mosaic.registers import opaque
+from pallas_flash.problem.arguments import Operands, Problem
+from pallas_flash.tiled import schedule
 
 # Head sizes, by what forward.TILES were decided by.
 _TWO = KeyTiles(128, 128, warpgroups=2, block_q=64, stages=2)

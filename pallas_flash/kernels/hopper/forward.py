@@ -15,8 +15,6 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_flash import schedule
-from pallas_flash.arguments import Operands, Problem
 from pallas_flash.kernels.hopper import second_consumer, sync, tile
 from pallas_flash.kernels.hopper.forward_consumer import Consumer, Program
 from pallas_flash.kernels.hopper.tile_sizes import ROWS, AllTiles, Tiles
@@ -30,6 +28,8 @@ from pallas_flash.kernels.mosaic import (
 )
 from pallas_flash.kernels.mosaic.launch import launch
 from pallas_flash.kernels.mosaic.ragged_tail import RaggedRows
+from pallas_flash.problem.arguments import Operands, Problem
+from pallas_flash.tiled import schedule
 
 # Head sizes, and what was decided by the code compiled for an H200, its registers, spills, shared
 # memory and instructions, and by the clock of an H100: results.md#hopper-as-compiled and

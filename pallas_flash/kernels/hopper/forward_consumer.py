@@ -7,15 +7,15 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_flash import online_softmax, schedule
-from pallas_flash.arguments import Problem
+from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.hopper import sync, tile
 from pallas_flash.kernels.hopper.tile_sizes import ROWS, Tiles
 from pallas_flash.kernels.mosaic import block_info, logits, scheduler, statistics
 from pallas_flash.kernels.mosaic.mask import TileMask
 from pallas_flash.kernels.mosaic.registers import per_row
-from pallas_flash.online_softmax import SoftmaxState
-from pallas_flash.pytrees import IntLike
+from pallas_flash.problem.arguments import Problem
+from pallas_flash.tiled import online_softmax, schedule
+from pallas_flash.tiled.online_softmax import SoftmaxState
 
 
 class Program(NamedTuple):

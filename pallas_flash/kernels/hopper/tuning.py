@@ -3,17 +3,18 @@
 import functools
 from collections.abc import Callable
 
-from pallas_flash import dropout, schedule
-from pallas_flash.arguments import Problem
-from pallas_flash.kernels import device
+from pallas_flash import dropout
+from pallas_flash.jax_support import hardware
 from pallas_flash.kernels.hopper import backward_dkv, backward_dq, forward, tangent
 from pallas_flash.kernels.hopper.tile_sizes import AllTiles, KeyTiles, Tiles
 from pallas_flash.kernels.mma import tuning as mma
 from pallas_flash.kernels.mosaic import elements, scheduler, shared_memory
 from pallas_flash.kernels.mosaic.tiling import cheapest
-from pallas_flash.online_softmax import LogBase
+from pallas_flash.problem.arguments import Problem
+from pallas_flash.tiled import schedule
+from pallas_flash.tiled.online_softmax import LogBase
 
-SHARED = device.SHARED_KB[9.0] << 10  # bytes of shared memory of a program
+SHARED = hardware.SHARED_KB[9.0] << 10  # bytes of shared memory of a program
 LONG = 64  # blocks of keys, beside which the start and the end of a program are short
 OWNED = 288  # columns of dK and dV that the registers of a warpgroup hold where they are split
 
@@ -28,7 +29,7 @@ def tiles(problem: Problem, fused: bool | None = None) -> AllTiles:
     default where that is faster and gradients may be added in any order."""
     if fused is None:
         fused = not problem.deterministic and _keys_of_a_tile(problem) >= ONE_KERNEL_KEYS
-    chosen = _tiles(problem, fused, device.processors())
+    chosen = _tiles(problem, fused, hardware.processors())
     return chosen._replace(decode=mma.tiles_if_decoding(problem))
 
 
