@@ -15,12 +15,11 @@ from pallas_flash.problem.arguments import Gradients, Operands, Problem
 
 
 def backward(problem: Problem, tiles: AllTiles, x: Operands, lse, do, delta) -> Gradients:
-    """All but the gradients of a bias and of what a score_mod reads."""
-    if tiles.fused is not None:
-        found = backward_dkv.dkv(problem, tiles.fused, x, lse, do, delta, fused=True)
-    else:
-        dq, delta = backward_dq.dq(problem, tiles.dq, x, lse, do, delta)
-        found = dict(dq=dq)
-        for t in filter(None, (tiles.dkv, tiles.dk, tiles.dv)):
-            found |= backward_dkv.dkv(problem, t, x, lse, do, delta, fused=False)
-    return Gradients(found["dq"], found["dk"], found["dv"])
+    """The gradients of q, k and v; those of a bias and of what a score_mod reads have kernels of
+    their own."""
+    gradients = {}
+    if tiles.dq is not None:
+        gradients["dq"], delta = backward_dq.dq(problem, tiles.dq, x, lse, do, delta)
+    for t in filter(None, (tiles.fused, tiles.dkv, tiles.dk, tiles.dv)):
+        gradients |= backward_dkv.dkv(problem, t, x, lse, do, delta)
+    return Gradients(gradients["dq"], gradients["dk"], gradients["dv"])

@@ -15,7 +15,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.hopper import sync, tile
 from pallas_flash.kernels.hopper.tile_sizes import ROWS, AllTiles, Tiles
-from pallas_flash.kernels.mosaic import bias, block_info, logits, ragged_tail, scheduler
+from pallas_flash.kernels.mosaic import (
+    bias,
+    block_info,
+    logits,
+    ragged_tail,
+    scheduler,
+    shared_memory,
+)
 from pallas_flash.kernels.mosaic.launch import launch
 from pallas_flash.kernels.mosaic.mask import TileMask
 from pallas_flash.kernels.mosaic.registers import opaque, per_row
@@ -23,6 +30,15 @@ from pallas_flash.kernels.mosaic.tangents import TangentRows
 from pallas_flash.problem.arguments import Gradients, Operands, Problem
 from pallas_flash.tiled import schedule
 from pallas_flash.tiled.online_softmax import RowLse
+
+# Head sizes, by what forward.TILES were decided by. With all tangents there are twice as many
+# blocks as in the forward.
+TILES = (
+    Tiles(64, 64, warpgroups=2, block_k=64),
+    Tiles(128, 128, warpgroups=2, block_k=64),
+    Tiles(192, 192, warpgroups=2, block_k=32),
+    Tiles(256, 256, warpgroups=1, block_k=32),
+)
 
 
 class WithTangent(NamedTuple):
@@ -60,37 +76,31 @@ class Memory(NamedTuple):
     v_full: Any
 
     @classmethod
-    def allocate(cls, t: Tiles, x: Inputs) -> "Memory":
-        block = functools.partial(tile.block, x.q.x.dtype, swizzle=t.swizzle)
-
-        def like(of: WithTangent, *shape, swizzle=t.swizzle):
-            one = block(*shape, swizzle=swizzle)
-            return WithTangent(one, None if of.dx is None else one)
-
-        barriers = lambda of, n: plgpu.Barrier(
-            num_arrivals=len(jax.tree.leaves(of)), num_barriers=n
-        )
+    def allocate(cls, p: Problem, t: Tiles, tangents=(True, True, True)) -> "Memory":
+        """tangents: whether q, k and v have one."""
+        block = functools.partial(shared_memory.matrix, p.dtype)
+        barriers = lambda n, arrivals=1: plgpu.Barrier(num_arrivals=arrivals, num_barriers=n)
+        has_dq, has_dk, has_dv = tangents
+        dq = block(t.warpgroups, ROWS, t.width, swizzle=t.swizzle)
+        k = block(t.stages, t.block_k, t.width, swizzle=t.swizzle)
+        (v,) = tile.subtile_blocks(p.dtype, t.value_stages, t.block_k, t.value_width, t.swizzle)
         return cls(
-            q=block(t.warpgroups, ROWS, max(t.width, t.value_width)),
-            dq=None if x.q.dx is None else block(t.warpgroups, ROWS, t.width),
-            k=like(x.k, t.stages, t.block_k, t.width),
-            # of few rows in a narrower swizzle, as `tile.k_subtiles` says
-            v=like(
-                x.v,
-                *(t.value_stages, t.block_k, t.value_width),
-                swizzle=min(2 * t.block_k, t.swizzle),
-            ),
+            q=block(t.warpgroups, ROWS, max(t.width, t.value_width), swizzle=t.swizzle),
+            dq=dq if has_dq else None,
+            k=WithTangent(k, k if has_dk else None),
+            v=WithTangent(v, v if has_dv else None),
             dlse=plgpu.SMEM((t.warpgroups, ROWS), jnp.float32),
-            q_full=plgpu.Barrier(num_barriers=t.warpgroups),
-            dq_full=None if x.q.dx is None else plgpu.Barrier(num_barriers=t.warpgroups),
-            k_full=barriers(x.k, t.stages),
-            v_full=barriers(x.v, t.value_stages),
+            q_full=barriers(t.warpgroups),
+            dq_full=barriers(t.warpgroups) if has_dq else None,
+            k_full=barriers(t.stages, 1 + has_dk),
+            v_full=barriers(t.value_stages, 1 + has_dv),
         )
 
 
 def tangent(problem: Problem, tiles: AllTiles, x: Operands, dx: Gradients, rows: RowLse, o, dlse):
     """The tangents of o and lse, but for what those of the arrays of a score_mod add."""
     p, t = problem, tiles.tangent
+    tangents = tuple(a is not None for a in dx[:3])
     inputs = _inputs(p, t, x, dx, rows, o, dlse)
     do, dlse = launch(
         functools.partial(_kernel, problem=p, tiles=t),
@@ -98,7 +108,7 @@ def tangent(problem: Problem, tiles: AllTiles, x: Operands, dx: Gradients, rows:
         programs=scheduler.query_programs(p, t.block_q),
         out_type=[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (inputs.o, inputs.rows.lse)],
         warpgroups=t.warpgroups + 1,
-        scratch=Memory.allocate(t, inputs),
+        scratch=Memory.allocate(p, t, tangents),
         name="flash_attention_tangent",
     )
     return do[:, : p.queries, :, : p.value_size], dlse[:, :, : p.queries]
@@ -125,7 +135,7 @@ def _kernel(
     program, x: Inputs, do_gmem, dlse_gmem, memory: Memory, *, problem: Problem, tiles: Tiles
 ):
     t = tiles
-    work = scheduler.query_tile(program, problem, t.block_q, t.key_bytes)
+    work = scheduler.query_tile(program, problem, t.block_q, t.key_bytes(problem.dtype))
     ids = sync.BarrierIds(t.warpgroups, t.stages)
     ring = lambda slots, full, first: sync.TmaRing(
         slots, jax.tree.map(lambda _: full, slots), first, t.warpgroups

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-# bytes of a row of a tile: matrices lie in shared memory as tiles of 8 rows, by which TMA copies
-SWIZZLES = 128, 64, 32
+# Matrices lie in shared memory as tiles, by which TMA copies: rows of a tile, bytes of a row
+TILE_ROWS, SWIZZLES = 8, (128, 64, 32)
 _STRIDE = 16  # bytes, of which TMA asks for whole ones between the rows of an array
 
 

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_flash.kernels.mosaic.elements import columns, round_up
+from pallas_flash.kernels.mosaic.elements import TILE_ROWS, columns, round_up
 
 _ALIGNMENT, _MBARRIER = 1024, 8  # bytes: where Mosaic lets an array begin, and of one mbarrier
 
@@ -14,7 +14,7 @@ _ALIGNMENT, _MBARRIER = 1024, 8  # bytes: where Mosaic lets an array begin, and 
 def matrix(dtype, *shape: int, swizzle: int):
     """An array of matrices, in the order in which copies, products and stores from registers meet
     without bank conflicts."""
-    tiling = plgpu.TilingTransform((8, columns(dtype, swizzle)))
+    tiling = plgpu.TilingTransform((TILE_ROWS, columns(dtype, swizzle)))
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
 
 
