@@ -80,7 +80,7 @@ def _mosaic_backward(module: str) -> Callable:
         gradients = _kernel(module, "backward")(problem, tiles, operands, *rows)
         if not _has_score_gradients(problem):
             return gradients
-        if (of_scores := mma.score_tiles(problem)) is None:
+        if (of_scores := _kernel("mma.tuning", "score_tiles")(problem)) is None:
             found = blockwise_backward(problem.log_base, problem, operands, *rows)
             return gradients._replace(bias=found.bias, captured=found.captured)
         found = _kernel(_SCORES, "score_gradients")(problem, of_scores, operands, *rows)
@@ -155,7 +155,11 @@ def _mosaic_family(name: str, folder: str, why_not_by_default: Callable) -> Back
         tangent=_tangent(modules[2]),
         own_kernels=True,
         is_interpretable=False,
-        paged=PagedKernel(mma.why_no_pages, mma.decode_tiles, _kernel("mma.decode", "forward")),
+        paged=PagedKernel(
+            mma.why_no_pages,
+            _kernel("mma.tuning", "decode_tiles"),
+            _kernel("mma.decode", "forward"),
+        ),
         keeps_base_2=True,
         copies=_kernel(folder, "copies"),
         has_backward=lambda tiles: tiles.has_backward,

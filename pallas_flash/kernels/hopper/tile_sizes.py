@@ -2,7 +2,7 @@
 
 from typing import Literal, NamedTuple
 
-from pallas_flash.kernels.mma.tuning import DecodeTiles
+from pallas_flash.kernels.mma.tile_sizes import DecodeTiles
 from pallas_flash.kernels.mosaic.elements import SWIZZLES, columns, round_up, row_bytes
 from pallas_flash.kernels.mosaic.tiling import Tiling
 

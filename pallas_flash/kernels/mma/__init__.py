@@ -1,35 +1,30 @@
-"""Mosaic GPU kernels by mma, one warpgroup a program, or two: FlashAttention-2 for GPUs from Ampere
-on, which is the implementation "ampere"; and decoding and the gradients of scores, Hopper's too."""
+"""Mosaic GPU kernels by mma: FlashAttention-2 for GPUs from Ampere on, which is the implementation
+"ampere"; and decoding and the gradients of scores, which Hopper's implementation shares."""
 
 from pallas_flash.jax_support import hardware
 from pallas_flash.kernels import joined
-from pallas_flash.kernels.mma.tuning import (
-    WIDEST,
-    decode_tiles,
+from pallas_flash.kernels.mma.tile_sizes import (
+    OUTPUT_COLUMNS,
+    AllTiles,
     padded_length,
     page_columns,
-    score_tiles,
-    tiles,
-    why_no_decoding,
     widths,
 )
 from pallas_flash.kernels.mosaic import operations
 from pallas_flash.problem.arguments import Problem
-from pallas_flash.tiled.split_kv import is_decoding
-from pallas_flash.tiled.split_kv import why_not as why_no_single_tile
+from pallas_flash.tiled import split_kv
 
 __all__ = [
     "copies",
     "copies_for_decoding",
-    "decode_tiles",
     "remark",
-    "score_tiles",
     "tiles",
     "why_no_pages",
     "why_not",
     "why_not_with_decoding",
 ]
 
+WIDEST = 512  # head size
 TENSOR_MEMORY = 10.0, 10.3, 11.0  # compute capabilities
 
 
@@ -39,12 +34,12 @@ def why_not(problem: Problem) -> str | None:
 
 
 def why_not_with_decoding(problem: Problem, multiply: str, widest: int) -> str | None:
-    """`operations.why_not` of a family of kernels that know heads up to `widest`: its decoding, by
-    mma, knows wider ones."""
+    """`operations.why_not` for a family whose own kernels know heads up to `widest`, and whose
+    decoding, by mma, knows wider ones."""
     p = problem
-    if p.head_size <= widest or not is_decoding(p):
+    if p.head_size <= widest or not split_kv.is_decoding(p):
         return operations.why_not(p, multiply, widest)
-    return joined(operations.why_not(p, multiply, p.head_size), why_no_decoding(p))
+    return joined(operations.why_not(p, multiply, p.head_size), _why_no_decoding(p))
 
 
 def why_no_pages(problem: Problem, shapes: tuple, dtype: str | None) -> str | None:
@@ -60,7 +55,37 @@ def why_no_pages(problem: Problem, shapes: tuple, dtype: str | None) -> str | No
             f"it copies pages of {page} keys{of} of heads of a multiple of {columns}; got H = "
             f"{p.head_size}, Hv = {p.value_size}"
         )
-    return why_no_decoding(p, page, dtype) or why_no_single_tile(p)
+    return _why_no_decoding(p, page, dtype) or split_kv.why_not(p)
+
+
+def _why_no_decoding(p: Problem, *pages) -> str | None:
+    """Why decoding has no tiles for a problem and pages; None where it has, or where there is no
+    GPU to ask."""
+    sizes = f"got H = {p.head_size}, Hv = {p.value_size}"
+    if widths(p)[1] > 2 * OUTPUT_COLUMNS:
+        columns = 2 * OUTPUT_COLUMNS
+        return f"values of more than {columns} columns do not fit into registers; {sizes}"
+    if not (hardware.compute_capability() or hardware.interpret):
+        return None
+    try:
+        from pallas_flash.kernels.mma import tuning
+    except Exception:  # another jax may lack what kernels import, which is said elsewhere
+        return None
+    if tuning.decode_tiles(p, *pages) is not None:
+        return None
+    needed_kb, kb = (
+        -(-n // 1024) for n in (tuning.decoding_bytes(p, *pages), hardware.shared_memory())
+    )
+    return (
+        f"split-KV decoding needs {needed_kb} KB of shared memory, and this GPU has {kb}; {sizes}"
+    )
+
+
+def tiles(problem: Problem) -> AllTiles:
+    """`tuning.tiles`, which asks the kernels, and with them a Mosaic that a jax may lack."""
+    from pallas_flash.kernels.mma import tuning
+
+    return tuning.tiles(problem)
 
 
 def copies(problem: Problem) -> str | None:
@@ -70,7 +95,7 @@ def copies(problem: Problem) -> str | None:
         return copies_for_decoding(p)
     block_q = 1 if t.forward.copies_q else t.forward.block_q
     padded = operations.copies(T=(p.queries, padded_length(p.queries, block_q)), **_padded(p))
-    reason = why_no_decoding(p) if is_decoding(p) else None
+    reason = _why_no_decoding(p) if split_kv.is_decoding(p) else None
     return f"{padded}, for the forward: {reason}" if padded and reason else padded
 
 

@@ -13,6 +13,7 @@ memory, and then both have S, and compute the same P.
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -25,8 +26,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.mma import tile
 from pallas_flash.kernels.mma.padded_rows import flat, pad
-from pallas_flash.kernels.mma.tuning import ROWS, DecodeTiles
-from pallas_flash.kernels.mosaic import logits, mods
+from pallas_flash.kernels.mma.tile_sizes import (
+    OUTPUT_COLUMNS,
+    ROWS,
+    WIDE_BLOCK,
+    DecodeTiles,
+    Gpu,
+    swizzle_of,
+    widths,
+)
+from pallas_flash.kernels.mosaic import logits, mods, shared_memory
 from pallas_flash.kernels.mosaic.launch import LANE, launch
 from pallas_flash.kernels.mosaic.mask import TileMask
 from pallas_flash.kernels.mosaic.registers import BITCAST_SCALE, iota, load, per_row
@@ -36,6 +45,33 @@ from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.problem.arguments import Operands, Problem
 from pallas_flash.tiled import online_softmax, schedule, split_kv
 from pallas_flash.tiled.quantised import weights
+
+
+def candidates(p: Problem, gpu: Gpu, page: int, stored: str | None) -> Iterator[DecodeTiles]:
+    """Tiles whose O registers hold, the best first: as many stages as may be, of blocks so large
+    that shared memory holds three, or else two."""
+    width, value_width = widths(p)
+    count = schedule.ceil_div(value_width, OUTPUT_COLUMNS)  # of warpgroups
+    slices = width // count, value_width // count
+    # registers hold O beside a block, and what is made of 8 bits
+    is_wide = width > 128 or (stored and width + value_width > 128)
+    most = 32 if count > 1 else WIDE_BLOCK if value_width > 128 else 32 if is_wide else ROWS
+    blocks = [block_k for block_k in (ROWS, 32, WIDE_BLOCK) if block_k <= most and count <= 2]
+    for stages, block_k in [(n, k) for each in ((6, 5, 4, 3), (2,)) for k in blocks for n in each]:
+        rows = ROWS if gpu.has_tma else min(page, block_k)
+        in_slots = swizzle_of(stored or p.dtype, slices, rows * count)
+        yield DecodeTiles(
+            width,
+            value_width,
+            split_kv.num_splits(p, block_k, gpu.processors),
+            stages,
+            block_k,
+            copies=max(block_k // page, 1),
+            swizzle=swizzle_of(p.dtype, slices, block_k) if stored else in_slots,
+            swizzle_in_slots=in_slots,
+            tma=gpu.has_tma,
+            stored=stored,
+        )
 
 
 class Inputs(NamedTuple):
@@ -61,19 +97,25 @@ class Memory(NamedTuple):
     kv_full: Any
 
     @classmethod
-    def allocate(cls, t: DecodeTiles, x: Inputs) -> "Memory":
-        block = functools.partial(tile.block, swizzle=t.swizzle)
+    def allocate(cls, p: Problem, t: DecodeTiles) -> "Memory":
+        widths, dtypes = (t.width, t.value_width), (p.dtype, weights(jnp.dtype(p.dtype)))
+        count = 1 if p.values_are_keys else 2
+        matrix = functools.partial(shared_memory.matrix, swizzle=t.swizzle)
         slots = functools.partial(
-            tile.block, x.kv[0].dtype, t.stages, t.block_k, swizzle=t.swizzle_in_slots
+            shared_memory.matrix,
+            "int8" if t.stored else p.dtype,
+            t.stages,
+            t.block_k,
+            swizzle=t.swizzle_in_slots,
         )
-        dtypes, widths = (x.q.dtype, weights(x.q.dtype)), (t.width, t.value_width)
-        count = 1 if t.values_are_keys else 2
-        wide = [block(dtype, t.block_k, n) for dtype, n in zip(dtypes, widths, strict=True)]
+        wide = [matrix(dtype, t.block_k, n) for dtype, n in zip(dtypes, widths, strict=True)]
+        # one serves as keys and values, unless they have two dtypes
+        wide_count = 0 if not t.stored else count if dtypes[0] == dtypes[1] else 2
         full = plgpu.Barrier(num_arrivals=count * t.copies, num_barriers=t.stages)
         return cls(
-            q=block(x.q.dtype, ROWS, t.width),
+            q=matrix(p.dtype, ROWS, t.width),
             kv=tuple(map(slots, widths[:count])),
-            in_use=tuple(wide[: -(-t.widened // t.width)]),
+            in_use=tuple(wide[:wide_count]),
             sums=tile.parts_of_sum(ROWS, t.block_k) if t.warpgroups > 1 else None,
             q_full=plgpu.Barrier() if t.tma else None,
             kv_full=full if t.tma else None,
@@ -98,7 +140,7 @@ def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None, scale
             *[jax.ShapeDtypeStruct(splits, jnp.float32)] * 2,
         ],
         warpgroups=t.warpgroups,
-        scratch=Memory.allocate(t, inputs),
+        scratch=Memory.allocate(p, t),
         name="flash_attention_decode",
         semantics=LANE,
     )
@@ -122,7 +164,7 @@ def _mask(p: Problem, mask: ResolvedMask, block_k: int):
 
 
 def _inputs(p: Problem, t: DecodeTiles, x: Operands, keys, table, scales) -> Inputs:
-    kv = [x.key] if t.values_are_keys else [x.key, x.value]
+    kv = [x.key] if p.values_are_keys else [x.key, x.value]
     rows = schedule.ceil_div(p.queries, ROWS) * ROWS, *(a.shape[1] for a in kv)
     if t.stored:
         kv = [lax.bitcast_convert_type(a, jnp.int8) for a in kv]
@@ -186,8 +228,8 @@ def _kernel(
         load(n + t.stages - 1)
         if t.stored:
             for ref, wide in zip((block[0], block[-1]), memory.in_use, strict=False):
-                some = own.columns(ref, wide.shape[1])
-                tile.widen(some, t.stored, own.columns(wide), t.swizzle)
+                narrow = own.columns(ref, wide.shape[1])
+                tile.widen(narrow, t.stored, own.columns(wide), t.swizzle)
             tile.release(tma=False)
             block = memory.in_use
         k, v = own.columns(block[0]), own.columns(block[-1], t.value_width)

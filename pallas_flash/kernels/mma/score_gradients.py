@@ -17,9 +17,9 @@ from jax.experimental import pallas as pl
 
 from pallas_flash.jax_support import hardware
 from pallas_flash.kernels.mma import tile
-from pallas_flash.kernels.mma.gradients import Memory
-from pallas_flash.kernels.mma.gradients import inputs as kernel_inputs
-from pallas_flash.kernels.mma.tuning import REDUCTION, ScoreTiles, Tiles
+from pallas_flash.kernels.mma.memory import Memory
+from pallas_flash.kernels.mma.padded_rows import PaddedRows
+from pallas_flash.kernels.mma.tile_sizes import ScoreTiles, Tiles
 from pallas_flash.kernels.mosaic import block_info, logits, scheduler
 from pallas_flash.kernels.mosaic.gradients import Inputs
 from pallas_flash.kernels.mosaic.launch import LANE, launch
@@ -30,7 +30,20 @@ from pallas_flash.mods.captured import PAIR
 from pallas_flash.problem.arguments import Operands, Problem
 from pallas_flash.tiled import schedule
 
-ENTRIES = 32  # of an array that a program owns
+# The sums of dS are one tile, so these know all heads of Hopper's family too. The last row of each
+# is for GPUs with 99 KB of shared memory, and for heads above 256 on all. Decided as forward.TILES.
+QUERY_TILES = (
+    Tiles(64, 64, 64, 64),
+    Tiles(512, 512, 64, 32),
+    Tiles(512, 512, 64, 16),
+)
+KEY_TILES = (
+    Tiles(64, 64, 64, 64, owns_keys=True),
+    Tiles(512, 512, 32, 64, owns_keys=True),
+    Tiles(512, 512, 16, 64, owns_keys=True),
+)
+ENTRIES = 32  # of an array, that a program owns
+REDUCTION = 2048  # bytes of shared memory in which warps add up the columns of a tile of queries
 
 
 class ScoreInputs(NamedTuple):
@@ -216,11 +229,11 @@ def _launch(kernel, inputs: ScoreInputs, t: Tiles, blocks, programs: int, out) -
         lambda program, x, out, memory: kernel(
             program, TileLoop(p, t, inputs.read, x, memory), out
         ),
-        kernel_inputs(p, t, blocks, x, *inputs.rows),
+        Inputs.make(PaddedRows.make, p, t, blocks, x, *inputs.rows),
         programs=programs,
         out_type=[out],
         warpgroups=1,
-        scratch=Memory.allocate(t, x.query.dtype),
+        scratch=Memory.allocate(p, t),
         name="flash_attention_dbias" if inputs.read is None else "flash_attention_dcaptured",
         semantics=LANE,
         reduction_scratch=0 if t.owns_keys else REDUCTION,
@@ -232,9 +245,9 @@ def _side_kernel(program, loop: TileLoop, out):
     p, t = loop.problem, loop.tiles
     if t.owns_keys:  # of one query head
         p = dataclasses.replace(p, kv_heads=p.heads)
-        size, work = t.block_k, scheduler.key_tile(program, p, t.block_k, t.row_bytes)
+        size, work = t.block_k, scheduler.key_tile(program, p, t.block_k, t.row_bytes(p.dtype))
     else:
-        size, work = t.block_q, scheduler.query_tile(program, p, t.block_q, t.row_bytes)
+        size, work = t.block_q, scheduler.query_tile(program, p, t.block_q, t.row_bytes(p.dtype))
     sums = loop.all_of(work, loop.blocks(work), loop.zeros())
     rows = pl.ds(work.tile * size, size)
     tile.store(out.at[work.batch, work.head, rows], jnp.sum(sums, axis=1))

@@ -16,16 +16,16 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.jax_support.pytrees import IntLike
-from pallas_flash.kernels.mosaic import registers
+from pallas_flash.kernels.mosaic import registers, shared_memory
 from pallas_flash.kernels.mosaic.registers import Layouts, from_8_bits, iota, per_row
 from pallas_flash.kernels.mosaic.roles import WARPGROUP, named_barrier
 
-# of operands of 16 bits
+# of operands of 16 bits; a jax before 0.11.2 lacks them, and tiles alone are chosen there
 LHS, RHS, ACC = (
-    layout(jnp.bfloat16)
-    for layout in (plgpu.Layout.MMA_LHS, plgpu.Layout.MMA_RHS, plgpu.Layout.MMA_ACC)
+    getattr(plgpu.Layout, name, lambda dtype: None)(jnp.bfloat16)
+    for name in ("MMA_LHS", "MMA_RHS", "MMA_ACC")
 )
-LAYOUTS = Layouts(tile=ACC, row=ACC.reduce(1), column=ACC.reduce(0))
+LAYOUTS = ACC and Layouts(tile=ACC, row=ACC.reduce(1), column=ACC.reduce(0))
 
 
 # Values in registers
@@ -61,15 +61,6 @@ def store_rows(ref, x, count: int):
 
 
 # Copies
-
-
-def block(dtype, *shape: int, swizzle: int):
-    """Shared memory for matrices in the order in which copies and ldmatrix meet without bank
-    conflicts."""
-    row = swizzle // jnp.dtype(dtype).itemsize
-    return plgpu.SMEM(
-        shape, dtype, transforms=(plgpu.TilingTransform((8, row)), plgpu.SwizzleTransform(swizzle))
-    )
 
 
 def copy(source, smem, full=None):
@@ -208,7 +199,7 @@ def dot_t(a, b, acc=None):
 
 def parts_of_sum(*shape: int):
     """Shared memory for a `SumOfParts`."""
-    return block(jnp.float32, 2, 2, *shape, swizzle=32)
+    return shared_memory.matrix(jnp.float32, 2, 2, *shape, swizzle=32)
 
 
 class SumOfParts(NamedTuple):
