@@ -86,7 +86,8 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
             )
     with hardware.at(call.arguments().values()):
         problem, context = checks.from_shapes(_problem_of, call)
-        choice = selection.choose(problem, call.implementation, check=False)
+        name = selection.requested(call.implementation)
+        choice = selection.choose(problem, name, check=False)
         against = selection.Against(problem)
         why_not, condition = selection.reasons(choice.backend, call.implementation, against)
         is_whole = context or axis_to_map(call) is None
@@ -174,8 +175,6 @@ def _problem_of(call: Call) -> tuple[arguments.Problem, str | None]:
     call, found = context_parallel.resolve_context(call), []
 
     def note(call: Call):
-        if (axis := axis_to_map(call)) is not None:
-            return map_calls(note, call, axis)
         if call.context is None:
             found.append((arguments.normalise(call)[0], None))
         else:
@@ -186,5 +185,5 @@ def _problem_of(call: Call) -> tuple[arguments.Problem, str | None]:
     if call.context is not None:
         dispatch.map_over_mesh(note, call)
     else:
-        note(call if axis_to_map(call) is None else canonicalize(call))
+        map_calls(note, call, canonicalize)
     return found[0]
