@@ -81,7 +81,7 @@ def forward(problem: Problem, tiles: AllTiles, x: Operands):
 
         return decode.forward(problem, tiles.decode, x)
     p, t = problem, tiles.forward
-    _check(t, p.dtype)
+    check(t, p.dtype)
     inputs = _inputs(p, t, x)
     o_type = jax.ShapeDtypeStruct(
         (*inputs.q.shape[:3], inputs.keys.arrays[1].shape[3]), x.query.dtype
@@ -98,7 +98,7 @@ def forward(problem: Problem, tiles: AllTiles, x: Operands):
     return o[:, : p.queries, :, : p.value_size], statistics.results(p, stats)
 
 
-def _check(t: Tiles, dtype: str):
+def check(t: Tiles, dtype: str):
     """Refuses tiles, which scripts/tune.py may have drawn, that would be wrong or wait for ever."""
     if t.k_wait == "early" and t.value_stages < 2:
         raise ValueError(
