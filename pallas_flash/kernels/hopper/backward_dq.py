@@ -11,6 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.hopper import sync, tile
+from pallas_flash.kernels.hopper.query_consumer import QueryConsumer, visited
 from pallas_flash.kernels.hopper.tile import inputs
 from pallas_flash.kernels.hopper.tile_sizes import ROWS, Tiles
 from pallas_flash.kernels.mosaic import block_info, logits, scheduler, shared_memory
@@ -111,30 +112,15 @@ def _kernel(program, x: Inputs, *refs, problem: Problem, tiles: Tiles):
         consumer.finish(consumer.setup().compute(), *outputs)
 
     def produce():
-        blocks = block_info.visited(x, work, problem, tiles)
-        count = tile.load_kv(x, work, block_info.descend(x.blocks, blocks), k, v, tiles)
+        count = tile.load_kv(x, work, visited(x, work, problem, tiles), k, v, tiles)
         k.drain(count)
         v.drain(count)
 
     tile.specialize(tiles, consume, produce)
 
 
-class Consumer(NamedTuple):
-    """A warpgroup that computes: 64 queries, and a slice of the columns of their dQ."""
-
-    problem: Problem
-    tiles: Tiles
-    x: Inputs
-    memory: Memory
-    k: sync.TmaRing
-    v: sync.TmaRing
-    work: scheduler.WorkTile
-    wg: IntLike
-
-    @property
-    def row_tile(self) -> IntLike:
-        """Which of the program's tiles of 64 queries the consumer owns."""
-        return opaque(0) if self.tiles.split else self.wg
+class Consumer(QueryConsumer):
+    """A consumer that owns 64 queries, and a slice of the columns of their dQ."""
 
     def share(self, size: int) -> pl.Slice:
         """The consumer's slice of an axis that those that own the same queries divide."""
@@ -174,17 +160,14 @@ class Consumer(NamedTuple):
             o = self.rows(o, work.tile * t.block_q, t.value_width)
             plgpu.copy_gmem_to_smem(o, memory.o.at[row_tile], memory.do_full.at[row_tile])
         x.queries.reader(work.batch, t.block_q)(work.tile, copy)
-        blocks = block_info.descend(x.blocks, block_info.visited(x, work, self.problem, t))
-        first_row = work.tile * t.block_q + row_tile * ROWS
-        by_head = work.batch, work.head, pl.ds(first_row, ROWS)
-        lse, delta = (load(ref.at[by_head], tile.LAYOUTS.row) for ref in (x.lse, row_delta))
-        head = logits.for_head(self.problem, tile.LAYOUTS, x.logits, work.batch, work.head)
-        mask = head.load_mask(work.batch, first_row, ROWS)
+        blocks, by_row = self.blocks(), self.by_row
+        lse, delta = (load(ref.at[by_row], tile.LAYOUTS.row) for ref in (x.lse, row_delta))
+        head, mask = self.logits_and_mask()
         for full in memory.q_full, memory.do_full:
             plgpu.barrier_wait(full.at[row_tile])
         if memory.o is not None:
             delta = self.sum_delta(delta)
-        return QueryTile(self, blocks, first_row, lse, delta, head, mask)
+        return QueryTile(self, blocks, self.first_row, lse, delta, head, mask)
 
     def sum_delta(self, dlse):
         """`DeltaTerms.sum` of the consumer's rows, left in shared memory too: 0 of an empty row, as
@@ -212,8 +195,7 @@ class Consumer(NamedTuple):
         self.sync_owners()
         copies = [(q.at[self.copied], self.rows(dq_gmem, first_row, t.width))]
         if delta_gmem is not None:
-            rows = work.batch, work.head, pl.ds(first_row + self.row_tile * ROWS, ROWS)
-            copies.append((memory.delta.at[self.row_tile], delta_gmem.at[rows]))
+            copies.append((memory.delta.at[self.row_tile], delta_gmem.at[self.by_row]))
         tile.copy_out(*copies)
 
 

@@ -15,8 +15,8 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.jax_support.pytrees import IntLike
+from pallas_flash.kernels.mosaic.launch import WARPGROUP, named_barrier
 from pallas_flash.kernels.mosaic.registers import opaque
-from pallas_flash.kernels.mosaic.roles import WARPGROUP, named_barrier
 from pallas_flash.tiled import schedule
 
 

@@ -14,11 +14,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.hopper import sync
 from pallas_flash.kernels.hopper.tile_sizes import ROWS
-from pallas_flash.kernels.mosaic import elements, roles, shared_memory
+from pallas_flash.kernels.mosaic import elements, launch, shared_memory
 from pallas_flash.kernels.mosaic.gradients import Inputs
+from pallas_flash.kernels.mosaic.launch import Role
 from pallas_flash.kernels.mosaic.ragged_tail import RaggedRows, copy_tails
 from pallas_flash.kernels.mosaic.registers import Layouts, opaque, per_row
-from pallas_flash.kernels.mosaic.roles import Role
 from pallas_flash.problem.arguments import Problem
 from pallas_flash.tiled import schedule
 
@@ -255,6 +255,6 @@ def specialize(tiles, consume, produce):
     """consume(wg) in each consumer warpgroup and produce() in the producer, which gives its
     registers to several others; one has as many as there are from the start."""
     many, few = {1: (None, None), 2: (240, 24), 3: (160, 32)}[tiles.warpgroups]
-    roles.specialize(
+    launch.specialize(
         Role(consume, tiles.warpgroups, many), Role(lambda _: produce(), registers=few)
     )

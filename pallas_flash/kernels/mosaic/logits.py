@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_flash.jax_support.pytrees import IntLike
-from pallas_flash.kernels.mosaic import bias, block_info, dropout, mods, packed_mask
-from pallas_flash.kernels.mosaic.mask import TileMask, load_mask
+from pallas_flash.kernels.mosaic import bias, block_info, dropout, mods
+from pallas_flash.kernels.mosaic.mask import HeadBits, PackedMask, TileMask, load_mask, pack
 from pallas_flash.kernels.mosaic.registers import Layouts, ScoreTile
 from pallas_flash.kernels.mosaic.tiling import Tiling
 from pallas_flash.masks.resolved_mask import ResolvedMask
@@ -32,7 +32,7 @@ class Arrays(NamedTuple):
     seeds: jax.Array | None  # uint32 [B, N, 2], of dropout
     bias: jax.Array | None  # of bias.pad
     score_mod: mods.Arrays | None
-    mask: packed_mask.Words | mods.Arrays | None  # a dense mask, or a mask_mod
+    mask: PackedMask | mods.Arrays | None  # a dense mask, or a mask_mod
     resolved_mask: ResolvedMask  # its data by rows and keys only, without the mask_mod
 
 
@@ -40,7 +40,7 @@ def arrays(p: Problem, x: Operands, t: Tiling) -> Arrays:
     if x.mask is None:
         mask = mods.arrays(p, x.resolved_mask.mask_mod, t)
     else:
-        mask = packed_mask.pack(x.mask, t)
+        mask = pack(x.mask, t)
     resolved_mask, _ = block_info.intervals(p, x.resolved_mask, t.block_q, t.block_k)
     score_mod = mods.arrays(p, x.score, t)
     return Arrays(x.seeds, bias.pad(x.bias, t), score_mod, mask, resolved_mask)
@@ -59,7 +59,7 @@ class Logits(NamedTuple):
     problem: Problem
     layouts: Layouts
     resolved_mask: ResolvedMask
-    mask: packed_mask.HeadMask | mods.HeadMod | None
+    mask: HeadBits | mods.HeadMod | None
     bias: bias.HeadBias | None
     score_mod: mods.HeadMod | None
     dropout: dropout.Dropout | None
@@ -182,8 +182,8 @@ class Logits(NamedTuple):
 
 def for_head(p: Problem, layouts: Layouts, x: Arrays, batch: IntLike, head: IntLike) -> Logits:
     """From refs."""
-    if isinstance(x.mask, packed_mask.Words):
-        mask: Any = packed_mask.for_head(x.mask, batch, head)
+    if isinstance(x.mask, PackedMask):
+        mask: Any = HeadBits.load(x.mask, batch, head)
     else:
         mask = mods.for_head(p.resolved_mask.mask_mod, x.mask, batch, head)
     return Logits(
