@@ -94,8 +94,8 @@ class Memory(NamedTuple):
         )
 
     def sums(self) -> dict:
-        """By name where dk and dv are in the end; dv in a slot of do's, as large, where there is no
-        v."""
+        """The places of dk and dv in the end, by name; dv in a slot of do's, as large, where there
+        is no v."""
         return dict(dk=self.k, dv=self.do.at[0] if self.v is None else self.v)
 
 

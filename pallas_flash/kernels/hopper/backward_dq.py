@@ -134,7 +134,7 @@ class Consumer(QueryConsumer):
 
     @property
     def copied(self) -> pl.Slice:
-        """Those of the 64 queries that the consumer copies."""
+        """The slice of the 64 queries that the consumer copies."""
         return self.share(ROWS)
 
     def rows(self, array, first: IntLike, width: int):

@@ -14,7 +14,7 @@ from pallas_flash.kernels.hopper.dkv_consumer import Block, DkvConsumer
 
 
 class ColumnConsumer(DkvConsumer):
-    """One of the two. A kernel may sum dK or dV alone."""
+    """One of the two consumers. A kernel may sum dK or dV alone."""
 
     def compute(self, block: Block, masked: bool):
         """Leaves P, or dP - delta, in shared memory. Returns what `write_ds` takes."""
@@ -56,7 +56,7 @@ class ColumnConsumer(DkvConsumer):
         return self.memory.p.at[lax.rem(block.position, jnp.int32(2))]
 
     def order(self, operation: str):
-        """The second consumer's product comes after the first one's."""
+        """Puts the second consumer's product after the first one's."""
         sync.named_barrier(operation, self.ids.order, self.tiles.warpgroups * sync.WARPGROUP)
 
     @property
@@ -66,10 +66,10 @@ class ColumnConsumer(DkvConsumer):
 
 
 class FirstConsumer(ColumnConsumer):
-    """Computes P and dS."""
+    """The consumer that computes P and dS."""
 
     def compute(self, block: Block, masked: bool):
-        """dO, where dV is summed, and delta for dropout are there then."""
+        """Returns once dO, where dV is summed, and delta for dropout are there."""
         k, q = self.memory.k.at[self.keys], self.q.block(block.position).q
         has_dk, has_dv = self.tiles.has_dk, self.tiles.has_dv
 
@@ -103,16 +103,16 @@ class FirstConsumer(ColumnConsumer):
         return dp, delta
 
     def in_turn(self, write: Callable[[], None]):
-        """Some columns may be both consumers': one writes after the other."""
+        """Writes first: some columns may be both consumers'."""
         write()
         self.barrier()
 
 
 class SecondConsumer(ColumnConsumer):
-    """Computes dP."""
+    """The consumer that computes dP."""
 
     def compute(self, block: Block, masked: bool):
-        """Q, where dK is summed, is there then."""
+        """Returns once Q is there, where dK is summed."""
         self.wait(block, "do")
         if not self.tiles.has_dk:
             return

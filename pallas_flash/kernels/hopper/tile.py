@@ -121,8 +121,8 @@ def load_kv(
 
 
 def k_subtiles(rows: int) -> list[pl.Slice]:
-    """A block's rows as Mosaic's products sum over them: whole 64, and the 16 or 32 that are left,
-    in a narrower swizzle."""
+    """The slices of a block's rows that Mosaic's products sum over: whole 64, and the 16 or 32 that
+    are left, in a narrower swizzle."""
     whole = rows // ROWS * ROWS
     return [x for x in (pl.ds(0, whole), pl.ds(whole, rows - whole)) if x.size]
 
@@ -169,13 +169,13 @@ def padded_rows(arrays, size: int, lengths, swizzle: int) -> RaggedRows:
 
 
 def inputs(p: Problem, t, *args) -> Inputs:
-    """What the kernels of gradients read."""
+    """The arrays that a kernel of gradients reads."""
     rows = lambda arrays, widths, *of: padded_rows(arrays, *of, t.swizzle)
     return Inputs.make(rows, p, t, *args)
 
 
 def pad(x, swizzle: int):
-    """[B, length, heads, size] with zeros up to what TMA's tiles divide."""
+    """An array [B, length, heads, size] with zeros up to what TMA's tiles divide."""
     _, length, _, size = x.shape
     rows = elements.round_up(length, elements.TILE_ROWS) - length
     columns = elements.padded_size(x.dtype, size, swizzle) - size
@@ -208,12 +208,12 @@ def await_sum(acc, running: int = 0):
 
 
 def with_accumulators(body, *shapes):
-    """body(accumulator, ...) with an accumulator of zeros for each shape."""
+    """Returns body(accumulator, ...), with an accumulator of zeros for each shape."""
     return pl.run_scoped(body, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
 
 
 def product(begin, shape, running: int = 0):
-    """The product that begin(acc) begins, before `running` others that go on."""
+    """The product that begin(acc) begins; `running` later ones go on."""
 
     def body(acc):
         begin(acc)
@@ -252,7 +252,7 @@ def overlap(body, sums, like):
 
 
 def specialize(tiles, consume, produce):
-    """consume(wg) in each consumer warpgroup and produce() in the producer, which gives its
+    """Runs consume(wg) in each consumer warpgroup and produce() in the producer, which gives its
     registers to several others; one has as many as there are from the start."""
     many, few = {1: (None, None), 2: (240, 24), 3: (160, 32)}[tiles.warpgroups]
     launch.specialize(

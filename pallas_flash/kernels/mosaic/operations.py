@@ -27,7 +27,7 @@ def why_not_jax() -> str | None:
 
 
 def why_not(problem: Problem, multiply: str, widest: int) -> str | None:
-    """Why no kernels of a family can run a problem, or None; `multiply`: what multiplies in these,
+    """Why no kernels of a family can run a problem, or None; `multiply`: their instruction,
     `widest`: the largest head size they know."""
     p, reasons = problem, []
     if p.dtype not in ("bfloat16", "float16"):
