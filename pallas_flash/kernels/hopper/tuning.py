@@ -11,8 +11,8 @@ from pallas_flash.kernels.mma import tuning as mma
 from pallas_flash.kernels.mosaic import elements, scheduler, shared_memory
 from pallas_flash.kernels.mosaic.tiling import cheapest
 from pallas_flash.problem.arguments import Problem
+from pallas_flash.problem.log_base import LogBase
 from pallas_flash.tiled import schedule
-from pallas_flash.tiled.online_softmax import LogBase
 
 SHARED = hardware.SHARED_KB[9.0] << 10  # bytes of shared memory of a program
 LONG = 64  # blocks of keys, beside which the start and the end of a program are short
