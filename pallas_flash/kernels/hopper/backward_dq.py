@@ -24,23 +24,23 @@ from pallas_flash.problem.arguments import Operands, Problem
 from pallas_flash.tiled import schedule
 from pallas_flash.tiled.online_softmax import DeltaTerms
 
-_WIDE = Tiles(512, 512, warpgroups=2, block_k=64, value_stages=1, swizzle=SWIZZLES[1], split=True)
-# Head sizes, by what forward.TILES were decided by. A block of keys is held for a step longer than
+_WIDE = Tiles(512, 512, value_stages=1, swizzle=SWIZZLES[1], split=True)
+# Rows for head sizes, decided as forward.TILES were. A block of keys is held for a step longer than
 # one of values.
 _TILES = (
     # 128 keys leave no registers beside three warpgroups, nor at 128
-    Tiles(64, 64, warpgroups=3, block_k=64, stages=3),
-    Tiles(128, 128, warpgroups=2, block_k=64, stages=3),
-    Tiles(192, 128, warpgroups=2, block_k=64, stages=3),
-    Tiles(192, 192, warpgroups=2, block_k=64, stages=3),
+    Tiles(64, 64, warpgroups=3, stages=3),
+    Tiles(128, 128, stages=3),
+    Tiles(192, 128, stages=3),
+    Tiles(192, 192, stages=3),
     # there is room for two blocks of keys and one of values
-    Tiles(256, 256, warpgroups=2, block_k=64, stages=2, value_stages=1),
+    Tiles(256, 256, value_stages=1),
     # both warpgroups compute dS of the same 64 queries: there is no room to hand it over; no
     # swizzle may be wider than the 32 keys that dS K sums over
     _WIDE,
     _WIDE._replace(block_k=32),
 )
-# where there is room for o too
+# the kernel sums delta too where there is room for o beside q and do
 TILES = (*(row._replace(sums_delta=True) for row in _TILES if not row.split), *_TILES)
 
 
@@ -122,6 +122,11 @@ def _kernel(program, x: Inputs, *refs, problem: Problem, tiles: Tiles):
 class Consumer(QueryConsumer):
     """A consumer that owns 64 queries, and a slice of the columns of their dQ."""
 
+    @property
+    def row_tile(self) -> IntLike:
+        """Which of the program's tiles of 64 queries the consumer owns."""
+        return opaque(0) if self.tiles.split else self.wg
+
     def share(self, size: int) -> pl.Slice:
         """The consumer's slice of an axis that those that own the same queries divide."""
         size //= self.tiles.column_slices
@@ -160,14 +165,15 @@ class Consumer(QueryConsumer):
             o = self.rows(o, work.tile * t.block_q, t.value_width)
             plgpu.copy_gmem_to_smem(o, memory.o.at[row_tile], memory.do_full.at[row_tile])
         x.queries.reader(work.batch, t.block_q)(work.tile, copy)
-        blocks, by_row = self.blocks(), self.by_row
+        blocks, first_row = self.blocks(), work.tile * t.block_q + row_tile * ROWS
+        by_row = self.by_row(first_row)
         lse, delta = (load(ref.at[by_row], tile.LAYOUTS.row) for ref in (x.lse, row_delta))
-        head, mask = self.logits_and_mask()
+        head, mask = self.load_logits(first_row)
         for full in memory.q_full, memory.do_full:
             plgpu.barrier_wait(full.at[row_tile])
         if memory.o is not None:
             delta = self.sum_delta(delta)
-        return QueryTile(self, blocks, self.first_row, lse, delta, head, mask)
+        return QueryTile(self, blocks, first_row, lse, delta, head, mask)
 
     def sum_delta(self, dlse):
         """`DeltaTerms.sum` of the consumer's rows, left in shared memory too: 0 of an empty row, as
@@ -195,7 +201,8 @@ class Consumer(QueryConsumer):
         self.sync_owners()
         copies = [(q.at[self.copied], self.rows(dq_gmem, first_row, t.width))]
         if delta_gmem is not None:
-            copies.append((memory.delta.at[self.row_tile], delta_gmem.at[self.by_row]))
+            by_row = self.by_row(first_row + self.row_tile * ROWS)
+            copies.append((memory.delta.at[self.row_tile], delta_gmem.at[by_row]))
         tile.copy_out(*copies)
 
 

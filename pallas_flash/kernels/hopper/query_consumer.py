@@ -9,7 +9,6 @@ from pallas_flash.kernels.hopper import sync, tile
 from pallas_flash.kernels.hopper.tile_sizes import ROWS, Tiles
 from pallas_flash.kernels.mosaic import block_info, logits, scheduler
 from pallas_flash.kernels.mosaic.mask import TileMask
-from pallas_flash.kernels.mosaic.registers import opaque
 from pallas_flash.problem.arguments import Problem
 from pallas_flash.tiled import schedule
 
@@ -31,24 +30,15 @@ class QueryConsumer(NamedTuple):
     work: scheduler.WorkTile
     wg: IntLike
 
-    @property
-    def row_tile(self) -> IntLike:
-        """Which of the program's tiles of 64 queries the consumer owns."""
-        return opaque(0) if self.tiles.split else self.wg
-
-    @property
-    def first_row(self) -> IntLike:
-        return self.work.tile * self.tiles.block_q + self.row_tile * ROWS
-
-    @property
-    def by_row(self) -> tuple:
-        """The index of the consumer's queries in arrays [B, N, rows]."""
-        return self.work.batch, self.work.head, pl.ds(self.first_row, ROWS)
-
     def blocks(self) -> schedule.Blocks:
         return visited(self.x, self.work, self.problem, self.tiles)
 
-    def logits_and_mask(self) -> tuple[logits.Logits, TileMask]:
+    def by_row(self, first_row: IntLike) -> tuple:
+        """The index of 64 queries in arrays [B, N, rows]."""
+        return self.work.batch, self.work.head, pl.ds(first_row, ROWS)
+
+    def load_logits(self, first_row: IntLike) -> tuple[logits.Logits, TileMask]:
+        """The logits of the program's head, and the mask of 64 queries."""
         batch, head = self.work.batch, self.work.head
         of_head = logits.for_head(self.problem, tile.LAYOUTS, self.x.logits, batch, head)
-        return of_head, of_head.load_mask(batch, self.first_row, ROWS)
+        return of_head, of_head.load_mask(batch, first_row, ROWS)

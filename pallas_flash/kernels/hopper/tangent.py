@@ -20,24 +20,24 @@ from pallas_flash.kernels.mosaic import (
     bias,
     block_info,
     logits,
-    ragged_tail,
     scheduler,
     shared_memory,
 )
 from pallas_flash.kernels.mosaic.launch import launch
 from pallas_flash.kernels.mosaic.mask import TileMask
+from pallas_flash.kernels.mosaic.ragged_tail import RaggedRows
 from pallas_flash.kernels.mosaic.registers import opaque, per_row
 from pallas_flash.kernels.mosaic.tangents import TangentRows
 from pallas_flash.problem.arguments import Gradients, Operands, Problem
 from pallas_flash.tiled import schedule
 from pallas_flash.tiled.online_softmax import RowLse
 
-# Head sizes, by what forward.TILES were decided by. With all tangents there are twice as many
-# blocks as in the forward.
+# Rows for head sizes, decided as forward.TILES were. With all tangents there are twice as many
+# blocks in shared memory as in the forward.
 TILES = (
-    Tiles(64, 64, warpgroups=2, block_k=64),
-    Tiles(128, 128, warpgroups=2, block_k=64),
-    Tiles(192, 192, warpgroups=2, block_k=32),
+    Tiles(64, 64),
+    Tiles(128, 128),
+    Tiles(192, 192, block_k=32),
     Tiles(256, 256, warpgroups=1, block_k=32),
 )
 
@@ -54,10 +54,8 @@ class Inputs(NamedTuple):
     and blocks."""
 
     q: WithTangent  # [B, T, N, H]
-    k: WithTangent  # [B, S, K, H]
-    v: WithTangent  # [B, S, K, Hv]
+    keys: RaggedRows  # k [B, S, K, H], v [B, S, K, Hv], with tangents
     o: jax.Array  # [B, T, N, Hv]
-    tails: ragged_tail.Tails | None  # of k and v with tangents
     dbias: jax.Array | None  # of bias.pad
     rows: TangentRows
     blocks: jax.Array | block_info.BlockLists | None  # of block_info.by_query_tile
@@ -70,7 +68,7 @@ class Memory(NamedTuple):
     q: Any  # [warpgroups, 64, the larger width]; of o, and of its tangent, in the end
     dq: Any  # [warpgroups, 64, width]
     k: WithTangent  # [stages, block_k, width]
-    v: WithTangent  # [value_stages, block_k, value_width]
+    v: tuple[WithTangent]  # [value_stages, block_k, value_width], in tile.k_subtiles
     dlse: Any  # [warpgroups, 64]
     q_full: Any
     dq_full: Any
@@ -90,7 +88,7 @@ class Memory(NamedTuple):
             q=block(t.warpgroups, ROWS, max(t.width, t.value_width), swizzle=t.swizzle),
             dq=dq if has_dq else None,
             k=WithTangent(k, k if has_dk else None),
-            v=WithTangent(v, v if has_dv else None),
+            v=(WithTangent(v, v if has_dv else None),),
             dlse=plgpu.SMEM((t.warpgroups, ROWS), jnp.float32),
             q_full=barriers(t.warpgroups),
             dq_full=barriers(t.warpgroups) if has_dq else None,
@@ -118,14 +116,12 @@ def tangent(problem: Problem, tiles: AllTiles, x: Operands, dx: Gradients, rows:
 
 def _inputs(p: Problem, t: Tiles, x: Operands, dx: Gradients, rows: RowLse, o, dlse) -> Inputs:
     _, key_lengths = x.resolved_mask.lengths
-    pad = lambda a: None if a is None else tile.pad(a, t.swizzle)
-    q, k, v = (WithTangent(pad(a), pad(da)) for a, da in zip(x[:3], dx[:3], strict=True))
+    q, k, v = map(WithTangent, x[:3], dx[:3])
+    pad = lambda a: tile.pad(a, t.swizzle)
     return Inputs(
-        q,
-        k,
-        v,
+        jax.tree.map(pad, q),
+        tile.padded_rows([k, v], t.block_k, key_lengths, t.swizzle),
         pad(o),
-        ragged_tail.copy_tails(key_lengths, t.block_k, *jax.tree.leaves((k, v))),
         bias.pad(dx.bias, t.tiling),
         TangentRows.make(p, t.block_q, rows, dlse),
         block_info.by_query_tile(p, x.resolved_mask, x.mask, t.block_q, t.block_k),
@@ -151,23 +147,7 @@ def _kernel(
         consumer.finish(rows, *rows.compute(), do_gmem, dlse_gmem)
 
     def produce():
-        blocks = visited(x, work, problem, t)
-        count = opaque(blocks.last)
-        arrays, tree = jax.tree.flatten((x.k, x.v))
-        read = ragged_tail.RaggedRows(arrays, x.tails).reader(work.batch, t.block_k)
-
-        def load(n, _):
-            def fill(first, *arrays):
-                rows = lambda a, width: tile.head_rows(
-                    a, work.batch, pl.ds(first, t.block_k), work.kv_head, width
-                )
-                keys, values = jax.tree.unflatten(tree, arrays)
-                k.fill(n, jax.tree.map(lambda a: rows(a, t.width), keys))
-                v.fill(n, jax.tree.map(lambda a: rows(a, t.value_width), values))
-
-            read(blocks.index(n), fill)
-
-        schedule.loop(opaque(0), count, load, None)
+        count = tile.load_kv(x, work, visited(x, work, problem, t), k, v, t)
         k.drain(count)
         v.drain(count)
 
@@ -186,6 +166,10 @@ class Weights(NamedTuple):
 class Consumer(QueryConsumer):
     """A consumer that owns 64 queries, and sums the tangents of their o and lse."""
 
+    @property
+    def first_row(self) -> IntLike:
+        return self.work.tile * self.tiles.block_q + self.wg * ROWS
+
     def rows(self, array, width: int):
         """The consumer's rows of q, dq, o or do."""
         rows = pl.ds(self.first_row, ROWS)
@@ -199,10 +183,10 @@ class Consumer(QueryConsumer):
         if x.q.dx is not None:
             dq = self.rows(x.q.dx, self.tiles.width)
             plgpu.copy_gmem_to_smem(dq, memory.dq.at[wg], memory.dq_full.at[wg])
-        of_rows = x.rows.load(*self.by_row, tile.LAYOUTS.row)
+        of_rows = x.rows.load(*self.by_row(self.first_row), tile.LAYOUTS.row)
         for full in jax.tree.leaves((memory.q_full, memory.dq_full)):
             plgpu.barrier_wait(full.at[wg])
-        return QueryTile(self, blocks, of_rows, *self.logits_and_mask())
+        return QueryTile(self, blocks, of_rows, *self.load_logits(self.first_row))
 
     def load_into_q(self, array):
         """Begins to load the consumer's rows of q, or in the end of o."""
@@ -220,7 +204,7 @@ class Consumer(QueryConsumer):
         do, dlse = rows.of_rows.finish(self.problem, do, dlse, out[...].astype(jnp.float32))
         out[...] = do.astype(out.dtype)
         memory.dlse.at[wg][...] = dlse
-        by_row = dlse_gmem.at[self.by_row]
+        by_row = dlse_gmem.at[self.by_row(self.first_row)]
         tile.copy_out((q, self.rows(do_gmem, q.shape[1])), (memory.dlse.at[wg], by_row))
 
 
@@ -271,7 +255,7 @@ class QueryTile(NamedTuple):
 
     def begin_do(self, acc, weights: Weights, t: IntLike) -> int:
         """Begins the products of block t's values; returns how many."""
-        v = self.consumer.v.block(t)
+        (v,) = self.consumer.v.block(t)
         pairs = [(weights.p_ds, v.x), (weights.prob, v.dx)]
         pairs = [(a, b) for a, b in pairs if a is not None]
         for a, b in pairs:
@@ -303,7 +287,7 @@ class QueryTile(NamedTuple):
         prob, weight, back = self.head.probabilities(
             s, at, lambda: per_row(self.of_rows.lse, self.shape), self.mask if masked else None
         )
-        prob = None if c.x.v.dx is None else prob
+        prob = None if c.memory.v[0].dx is None else prob
         ds = tile.await_sum(ds_acc, running=running) if factors else None
         c.k.release(t)
         dbias = bias.for_head(c.x.dbias, c.work.batch, c.work.head)

@@ -54,7 +54,8 @@ def _narrow(row, p: Problem, slices: int, value_slices: int):
     and keys, and of values. The swizzle is the widest by which heads, or slices of values, are
     whole tiles or one that hangs over."""
     sizes = p.head_size, schedule.ceil_div(p.value_size, value_slices)
-    whole = lambda n: all(x <= n or elements.round_up(x, 16) % n == 0 for x in sizes)
+    step = elements.columns(p.dtype, elements.SWIZZLES[-1])
+    whole = lambda n: all(x <= n or elements.round_up(x, step) % n == 0 for x in sizes)
     swizzle = min(row.swizzle, elements.widest_swizzle(p.dtype, whole))
     columns = elements.columns(p.dtype, swizzle)
     return row._replace(

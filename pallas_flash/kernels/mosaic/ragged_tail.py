@@ -14,7 +14,7 @@ class Tails(NamedTuple):
     """The block of some arrays in which the length of each batch row ends."""
 
     block: Any  # int32 [B]
-    arrays: tuple  # of each array [B, size, heads, n], with zeros behind the length
+    arrays: tuple  # each [B, size, heads, n], with zeros behind the length
 
 
 def copy_tails(lengths: jax.Array | None, size: int, *arrays: jax.Array) -> Tails | None:
@@ -26,11 +26,11 @@ def copy_tails(lengths: jax.Array | None, size: int, *arrays: jax.Array) -> Tail
     row = block[:, None] * size + jnp.arange(size, dtype=jnp.int32)[None]
     rows = lambda x: jnp.take_along_axis(x, row[:, :, None, None], axis=1, mode="clip")
     exists = (row < lengths[:, None])[:, :, None, None]
-    return Tails(block, tuple(jnp.where(exists, rows(x), 0) for x in arrays))
+    return Tails(block, jax.tree.map(lambda x: jnp.where(exists, rows(x), 0), arrays))
 
 
 class RaggedRows(NamedTuple):
-    """q and do, or k and v, of which a kernel reads blocks of rows."""
+    """q and do, or k and v, each an array or a pytree, of which a kernel reads blocks of rows."""
 
     arrays: tuple
     tails: Tails | None
