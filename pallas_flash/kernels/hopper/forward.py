@@ -43,8 +43,8 @@ TILES = (
     Tiles(128, 64, warpgroups=3, block_k=128, k_wait="early"),
     Tiles(128, 128, block_k=128, rescale_threshold=8.0, q_stages=2),
     Tiles(192, 128, block_k=128, rescale_threshold=8.0),
-    # from here on shared memory is as busy as it can be, of which Q takes less the wider a block is:
-    # 128 keys do not fit twice at 192, and spill at 256, where a threshold gains nothing
+    # from here on shared memory is as busy as it can be, of which Q takes less the wider a block
+    # is: 128 keys do not fit twice at 192, and spill at 256, where a threshold gains nothing
     Tiles(192, 192, block_k=96, k_wait="early"),
     Tiles(128, 256, block_k=96, k_wait="early"),
     Tiles(256, 256, block_k=80, k_wait="early"),
