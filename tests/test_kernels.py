@@ -285,7 +285,7 @@ LEFT_OUT = {
         f"hopper, heads of 512: {what}": LeftOut("hopper", f"hopper.{where}", head_size=512)
         for what, where in (
             ("the meetings before P, dP and dS are read", "dkv_consumer.DkvConsumer.barrier"),
-            ("the meetings around dQ's epilogue", "backward_dq.Consumer.meet"),
+            ("the meetings around dQ's epilogue", "backward_dq.Consumer.sync_owners"),
         )
     },
     "hopper: the fence after lse and delta are read": LeftOut("hopper", "hopper.sync.fence"),

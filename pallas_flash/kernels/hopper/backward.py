@@ -5,7 +5,7 @@ Deterministic: one kernel owns tiles of keys and sums dK and dV over the queries
 queries and sums dQ over the keys; 7 products for a pair of blocks. Where registers do not hold dK
 and dV together each has a kernel: 8 products. Fused: the first of them also computes its share of
 dQ, and TMA adds it up in global memory, in whatever order the tiles come; 5 products, and the last
-bits of dQ differ from run to run. Where heads share keys, several programs may each have some of
+bits of dQ differ from run to run. Where heads share keys, several programs may divide
 these heads, and dK and dV are added up in the same way.
 """
 

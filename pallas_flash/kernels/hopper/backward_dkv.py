@@ -23,13 +23,13 @@ from pallas_flash.kernels.mosaic.registers import opaque
 from pallas_flash.problem.arguments import Operands, Problem
 from pallas_flash.tiled import schedule
 
-# Head sizes, by what forward.TILES were decided by.
-_TWO = KeyTiles(128, 128, warpgroups=2, block_q=64, stages=2)
+# Rows for head sizes, decided as forward.TILES were.
+_TWO = KeyTiles(128, 128)
 _SPLIT = _TWO._replace(width=256, value_width=256, split=True)
 _WIDE = _SPLIT._replace(width=512, value_width=512, block_q=32, swizzle=SWIZZLES[1])
 TILES = (
-    KeyTiles(64, 64, warpgroups=3, block_q=64, stages=2),
-    KeyTiles(64, 64, warpgroups=2, block_q=64, stages=2),  # dropout
+    KeyTiles(64, 64, warpgroups=3),
+    KeyTiles(64, 64),  # dropout
     # a warpgroup's registers hold S and dP beside 256 columns of dK and dV of 64 keys
     _TWO,
     # beside 320 they hold one of S and dP, and nothing that a soft cap, a bias or a score_mod needs
@@ -37,15 +37,15 @@ TILES = (
     _SPLIT,
     _WIDE,
 )
-# where registers do not hold both sums; dV alone has no V in shared memory, and larger blocks
+# where registers do not hold both sums; dV needs no V, which leaves room for larger blocks
 DK_TILES = tuple(_WIDE._replace(stages=n, sums=("dk",)) for n in (2, 1))
 DV_TILES = tuple(
     _WIDE._replace(block_q=64, stages=n, swizzle=SWIZZLES[0], sums=("dv",)) for n in (2, 1)
 )
 # each consumer computes 64 x 64 of a block's dQ, for which wider heads leave no shared memory
 FUSED_TILES = (
-    KeyTiles(64, 64, warpgroups=2, block_q=128, stages=2, fused=True),
-    KeyTiles(128, 128, warpgroups=2, block_q=64, stages=2, fused=True),
+    KeyTiles(64, 64, block_q=128, fused=True),
+    KeyTiles(128, 128, fused=True),
 )
 
 
@@ -94,8 +94,8 @@ class Memory(NamedTuple):
         )
 
     def sums(self) -> dict:
-        """By name where dk and dv are in the end; dv in a slot of do's, as large, where there is no
-        v."""
+        """The places of dk and dv in the end, by name; dv in a slot of do's, as large, where there
+        is no v."""
         return dict(dk=self.k, dv=self.do.at[0] if self.v is None else self.v)
 
 
@@ -196,8 +196,8 @@ def _kernel(program, x: Inputs, *refs, names: tuple[str, ...], problem: Problem,
     def consume(wg):
         if not tiles.split:
             return compute(wg, KeyConsumer)
-        pl.when(wg == 0)(functools.partial(compute, wg, FirstConsumer))
-        pl.when(wg != 0)(functools.partial(compute, wg, SecondConsumer))
+        for is_first, kind in (True, FirstConsumer), (False, SecondConsumer):
+            pl.when((wg == 0) == is_first)(functools.partial(compute, wg, kind))
 
     def compute(wg, kind: type[DkvConsumer]):
         plgpu.barrier_wait(memory.kv_full)
@@ -216,7 +216,7 @@ def _kernel(program, x: Inputs, *refs, names: tuple[str, ...], problem: Problem,
 
             return blocks.visit(step, sums)
 
-        consumer, widths = consumer_at(wg), dict(dk=tiles.width, dv=tiles.value_width)
+        consumer, widths = consumer_at(wg), tiles.widths
         zeros = {name: tile.zeros(ROWS, consumer.columns(widths[name]).size) for name in tiles.sums}
         sums = schedule.loop(0, heads, head, zeros)
         if tiles.has_dk:
@@ -244,7 +244,7 @@ def _load_keys(x: Inputs, work: scheduler.WorkTile, memory: Memory, tiles: KeyTi
 def _finish(work: scheduler.WorkTile, consumer: DkvConsumer, sums: dict, outputs: dict):
     """The epilogue: the sums leave by way of shared memory."""
     tiles, smem = consumer.tiles, consumer.memory.sums()
-    widths = dict(dk=tiles.width, dv=tiles.value_width)
+    widths = tiles.widths
 
     def write():
         for name, x in sums.items():

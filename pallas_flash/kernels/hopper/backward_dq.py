@@ -11,6 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.hopper import sync, tile
+from pallas_flash.kernels.hopper.query_consumer import QueryConsumer, visited
 from pallas_flash.kernels.hopper.tile import inputs
 from pallas_flash.kernels.hopper.tile_sizes import ROWS, Tiles
 from pallas_flash.kernels.mosaic import block_info, logits, scheduler, shared_memory
@@ -23,23 +24,23 @@ from pallas_flash.problem.arguments import Operands, Problem
 from pallas_flash.tiled import schedule
 from pallas_flash.tiled.online_softmax import DeltaTerms
 
-_WIDE = Tiles(512, 512, warpgroups=2, block_k=64, value_stages=1, swizzle=SWIZZLES[1], split=True)
-# Head sizes, by what forward.TILES were decided by. A block of keys is held for a step longer than
+_WIDE = Tiles(512, 512, value_stages=1, swizzle=SWIZZLES[1], split=True)
+# Rows for head sizes, decided as forward.TILES were. A block of keys is held for a step longer than
 # one of values.
 _TILES = (
     # 128 keys leave no registers beside three warpgroups, nor at 128
-    Tiles(64, 64, warpgroups=3, block_k=64, stages=3),
-    Tiles(128, 128, warpgroups=2, block_k=64, stages=3),
-    Tiles(192, 128, warpgroups=2, block_k=64, stages=3),
-    Tiles(192, 192, warpgroups=2, block_k=64, stages=3),
+    Tiles(64, 64, warpgroups=3, stages=3),
+    Tiles(128, 128, stages=3),
+    Tiles(192, 128, stages=3),
+    Tiles(192, 192, stages=3),
     # there is room for two blocks of keys and one of values
-    Tiles(256, 256, warpgroups=2, block_k=64, stages=2, value_stages=1),
+    Tiles(256, 256, value_stages=1),
     # both warpgroups compute dS of the same 64 queries: there is no room to hand it over; no
     # swizzle may be wider than the 32 keys that dS K sums over
     _WIDE,
     _WIDE._replace(block_k=32),
 )
-# where there is room for o too
+# the kernel sums delta too where there is room for o beside q and do
 TILES = (*(row._replace(sums_delta=True) for row in _TILES if not row.split), *_TILES)
 
 
@@ -111,25 +112,15 @@ def _kernel(program, x: Inputs, *refs, problem: Problem, tiles: Tiles):
         consumer.finish(consumer.setup().compute(), *outputs)
 
     def produce():
-        blocks = block_info.visited(x, work, problem, tiles)
-        count = tile.load_kv(x, work, block_info.descend(x.blocks, blocks), k, v, tiles)
+        count = tile.load_kv(x, work, visited(x, work, problem, tiles), k, v, tiles)
         k.drain(count)
         v.drain(count)
 
     tile.specialize(tiles, consume, produce)
 
 
-class Consumer(NamedTuple):
-    """A warpgroup that computes: 64 queries, and a slice of the columns of their dQ."""
-
-    problem: Problem
-    tiles: Tiles
-    x: Inputs
-    memory: Memory
-    k: sync.TmaRing
-    v: sync.TmaRing
-    work: scheduler.WorkTile
-    wg: IntLike
+class Consumer(QueryConsumer):
+    """A consumer that owns 64 queries, and a slice of the columns of their dQ."""
 
     @property
     def row_tile(self) -> IntLike:
@@ -148,7 +139,7 @@ class Consumer(NamedTuple):
 
     @property
     def copied(self) -> pl.Slice:
-        """Those of the 64 queries that the consumer copies."""
+        """The slice of the 64 queries that the consumer copies."""
         return self.share(ROWS)
 
     def rows(self, array, first: IntLike, width: int):
@@ -174,12 +165,10 @@ class Consumer(NamedTuple):
             o = self.rows(o, work.tile * t.block_q, t.value_width)
             plgpu.copy_gmem_to_smem(o, memory.o.at[row_tile], memory.do_full.at[row_tile])
         x.queries.reader(work.batch, t.block_q)(work.tile, copy)
-        blocks = block_info.descend(x.blocks, block_info.visited(x, work, self.problem, t))
-        first_row = work.tile * t.block_q + row_tile * ROWS
-        by_head = work.batch, work.head, pl.ds(first_row, ROWS)
-        lse, delta = (load(ref.at[by_head], tile.LAYOUTS.row) for ref in (x.lse, row_delta))
-        head = logits.for_head(self.problem, tile.LAYOUTS, x.logits, work.batch, work.head)
-        mask = head.load_mask(work.batch, first_row, ROWS)
+        blocks, first_row = self.blocks(), work.tile * t.block_q + row_tile * ROWS
+        by_row = self.by_row(first_row)
+        lse, delta = (load(ref.at[by_row], tile.LAYOUTS.row) for ref in (x.lse, row_delta))
+        head, mask = self.load_logits(first_row)
         for full in memory.q_full, memory.do_full:
             plgpu.barrier_wait(full.at[row_tile])
         if memory.o is not None:
@@ -212,8 +201,8 @@ class Consumer(NamedTuple):
         self.sync_owners()
         copies = [(q.at[self.copied], self.rows(dq_gmem, first_row, t.width))]
         if delta_gmem is not None:
-            rows = work.batch, work.head, pl.ds(first_row + self.row_tile * ROWS, ROWS)
-            copies.append((memory.delta.at[self.row_tile], delta_gmem.at[rows]))
+            by_row = self.by_row(first_row + self.row_tile * ROWS)
+            copies.append((memory.delta.at[self.row_tile], delta_gmem.at[by_row]))
         tile.copy_out(*copies)
 
 

@@ -14,10 +14,10 @@ from pallas_flash.kernels.hopper.dkv_consumer import Block, DkvConsumer
 
 
 class ColumnConsumer(DkvConsumer):
-    """One of the two. A kernel may sum dK or dV alone."""
+    """One of the two consumers. A kernel may sum dK or dV alone."""
 
-    def compute(self, block: Block, masked: bool):
-        """Leaves P, or dP - delta, in shared memory. Returns what `write_ds` takes."""
+    def compute(self, block: Block, masked: bool, p):
+        """Leaves P in p, or dP - delta, in shared memory. Returns what `write_ds` takes."""
         raise NotImplementedError
 
     def write_ds(self, block: Block, weights):
@@ -26,7 +26,9 @@ class ColumnConsumer(DkvConsumer):
     def add(self, block: Block, masked: bool, sums: dict) -> dict:
         q, do = self.q.block(block.position).q, self.do.block(block.position).do
         has_dk, has_dv = self.tiles.has_dk, self.tiles.has_dv
-        weights = self.compute(block, masked)
+        # two slots: none waits until the other consumer has read the P before
+        p = self.memory.p.at[lax.rem(block.position, jnp.int32(2))] if has_dv else None
+        weights = self.compute(block, masked, p)
         self.barrier()  # P and dP are there
         if not has_dk:
             self.q.release(block.position)
@@ -35,7 +37,7 @@ class ColumnConsumer(DkvConsumer):
             acc = dict(zip(sums, accumulators, strict=True))
             if has_dv:  # dV += P^T dO
                 columns = self.columns(self.tiles.value_width)
-                tile.dot(acc["dv"], self.p(block), do.at[:, columns])
+                tile.dot(acc["dv"], p, do.at[:, columns])
             if has_dk:
                 self.write_ds(block, weights)
                 self.barrier()  # dS is there
@@ -51,12 +53,8 @@ class ColumnConsumer(DkvConsumer):
             self.do.release(block.position)
         return dict(zip(sums, added, strict=True))
 
-    def p(self, block: Block):
-        """The slot of the block's P in shared memory."""
-        return self.memory.p.at[lax.rem(block.position, jnp.int32(2))]
-
     def order(self, operation: str):
-        """The second consumer's product comes after the first one's."""
+        """Puts the second consumer's product after the first one's."""
         sync.named_barrier(operation, self.ids.order, self.tiles.warpgroups * sync.WARPGROUP)
 
     @property
@@ -66,10 +64,10 @@ class ColumnConsumer(DkvConsumer):
 
 
 class FirstConsumer(ColumnConsumer):
-    """Computes P and dS."""
+    """The consumer that computes P and dS."""
 
-    def compute(self, block: Block, masked: bool):
-        """dO, where dV is summed, and delta for dropout are there then."""
+    def compute(self, block: Block, masked: bool, p):
+        """Returns once dO, where dV is summed, and delta for dropout are there."""
         k, q = self.memory.k.at[self.keys], self.q.block(block.position).q
         has_dk, has_dv = self.tiles.has_dk, self.tiles.has_dv
 
@@ -80,13 +78,13 @@ class FirstConsumer(ColumnConsumer):
 
         self.wait(block, "q")
         s = tile.product(begin, self.shape)
-        p, *weights = self.probabilities(block, self.queries, masked, s)
+        prob, *weights = self.probabilities(block, self.queries, masked, s)
         if has_dv:
             self.wait(block, "do")
         if has_dk and self.problem.dropped:
             self.wait(block, "delta")
         if has_dv:
-            self.p(block)[...] = p
+            p[...] = prob
         return weights
 
     def write_ds(self, block: Block, weights):
@@ -103,20 +101,20 @@ class FirstConsumer(ColumnConsumer):
         return dp, delta
 
     def in_turn(self, write: Callable[[], None]):
-        """Some columns may be both consumers': one writes after the other."""
+        """Writes first: some columns may be both consumers'."""
         write()
         self.barrier()
 
 
 class SecondConsumer(ColumnConsumer):
-    """Computes dP."""
+    """The consumer that computes dP."""
 
-    def compute(self, block: Block, masked: bool):
-        """Q, where dK is summed, is there then."""
-        self.wait(block, "do")
+    def compute(self, block: Block, masked: bool, p):
+        """Returns once Q is there, where dK is summed."""
         if not self.tiles.has_dk:
-            return
+            return self.wait(block, "do")
         v, (do, delta) = self.memory.v.at[self.keys], self.do.block(block.position)
+        self.wait(block, "do")
         if self.tiles.has_dv:
             self.order("sync")  # so that dP runs under the exponentials
         dp = tile.product(lambda acc: tile.dot_t(acc, v, do), self.shape)

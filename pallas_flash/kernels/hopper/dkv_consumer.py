@@ -99,7 +99,7 @@ class DkvConsumer(NamedTuple):
         (self.q if array == "q" else self.do).wait(block.position, array)
 
     def probabilities(self, block: Block, rows: pl.Slice, masked: bool, s):
-        """P, in the dtype of q, of some of the block's queries, and what `Logits.gradient`
+        """P, in the dtype of q, of a slice of the block's queries, and what `Logits.gradient`
         takes."""
         q, lse = self.q.block(block.position)
         first_row, first_key = block.first_row + rows.start, self.first_key + self.keys.start
@@ -119,7 +119,7 @@ class KeyConsumer(DkvConsumer):
     """A consumer that owns 64 keys, and all columns of their dK and dV."""
 
     def add(self, block: Block, masked: bool, sums: dict) -> dict:
-        """Adds by 64 queries at a time."""
+        """Adds 64 queries at a time."""
         q, do = self.q.block(block.position).q, self.do.block(block.position).do
         slices = [pl.ds(first, ROWS) for first in range(0, self.tiles.block_q, ROWS)]
         shared_ds = None

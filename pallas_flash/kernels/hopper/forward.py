@@ -31,31 +31,30 @@ from pallas_flash.kernels.mosaic.ragged_tail import RaggedRows
 from pallas_flash.problem.arguments import Operands, Problem
 from pallas_flash.tiled import schedule
 
-# Head sizes, and what was decided by the code compiled for an H200, its registers, spills, shared
-# memory and instructions, and by the clock of an H100: results.md#hopper-as-compiled and
-# #hopper-by-the-clock. Where a row is not taken, as of dropout, the next one is.
+# Rows for head sizes, by registers, spills, shared memory and instructions of the code compiled for
+# an H200, and by the clock of an H100: results.md#hopper-as-compiled and #hopper-by-the-clock.
 TILES = (
-    # three warpgroups hide more latency than two, but spill with dropout, and at values of 128
+    # three warpgroups hide more latency than two, but spill with dropout, or where values have 128
+    # columns; a threshold spills there with documents
     Tiles(64, 64, warpgroups=3, block_k=128, k_wait="early", q_stages=2),
-    # O is rescaled seldom: not above, where it spills with documents; then ptxas leaves the wait
-    # for products in its place
-    Tiles(64, 64, warpgroups=2, block_k=128, rescale_threshold=8.0),
-    Tiles(64, 128, warpgroups=2, block_k=128, rescale_threshold=8.0),
+    # with a threshold ptxas leaves the wait for products in its place: no early wait for K
+    Tiles(64, 64, block_k=128, rescale_threshold=8.0),
+    Tiles(64, 128, block_k=128, rescale_threshold=8.0),
     Tiles(128, 64, warpgroups=3, block_k=128, k_wait="early"),
-    Tiles(128, 128, warpgroups=2, block_k=128, rescale_threshold=8.0, q_stages=2),
-    Tiles(192, 128, warpgroups=2, block_k=128, rescale_threshold=8.0),
-    # shared memory is as busy as it can be, of which Q takes less the wider a block is: 128 keys do
-    # not fit twice at 192 and spill at 256, where a threshold gains nothing
-    Tiles(192, 192, warpgroups=2, block_k=96, k_wait="early"),
-    Tiles(128, 256, warpgroups=2, block_k=96, k_wait="early"),
-    Tiles(256, 256, warpgroups=2, block_k=80, k_wait="early"),
-    # 80 keys are no whole units of dropout
-    Tiles(256, 256, warpgroups=2, block_k=64, k_wait="early"),
-    # blocks as large as fit twice; 128 queries while a warpgroup's registers hold o of 64
-    Tiles(512, 256, warpgroups=2, block_k=64, k_wait="early"),
-    Tiles(512, 256, warpgroups=2, block_k=32, k_wait="early"),
-    Tiles(512, 512, warpgroups=2, block_k=64, k_wait="early", split=True),
-    Tiles(512, 512, warpgroups=2, block_k=32, k_wait="early", split=True),
+    Tiles(128, 128, block_k=128, rescale_threshold=8.0, q_stages=2),
+    Tiles(192, 128, block_k=128, rescale_threshold=8.0),
+    # from here on shared memory is as busy as it can be, of which Q takes less the wider a block
+    # is: 128 keys do not fit twice at 192, and spill at 256, where a threshold gains nothing
+    Tiles(192, 192, block_k=96, k_wait="early"),
+    Tiles(128, 256, block_k=96, k_wait="early"),
+    Tiles(256, 256, block_k=80, k_wait="early"),
+    # dropout, whose unit 80 keys do not divide into
+    Tiles(256, 256, k_wait="early"),
+    # blocks are as large as fit twice, with 128 queries where a warpgroup's registers hold o of 64
+    Tiles(512, 256, k_wait="early"),
+    Tiles(512, 256, block_k=32, k_wait="early"),
+    Tiles(512, 512, k_wait="early", split=True),
+    Tiles(512, 512, block_k=32, k_wait="early", split=True),
 )
 
 
@@ -81,7 +80,7 @@ def forward(problem: Problem, tiles: AllTiles, x: Operands):
 
         return decode.forward(problem, tiles.decode, x)
     p, t = problem, tiles.forward
-    _check(t, p.dtype)
+    check(t, p.dtype)
     inputs = _inputs(p, t, x)
     o_type = jax.ShapeDtypeStruct(
         (*inputs.q.shape[:3], inputs.keys.arrays[1].shape[3]), x.query.dtype
@@ -98,7 +97,7 @@ def forward(problem: Problem, tiles: AllTiles, x: Operands):
     return o[:, : p.queries, :, : p.value_size], statistics.results(p, stats)
 
 
-def _check(t: Tiles, dtype: str):
+def check(t: Tiles, dtype: str):
     """Refuses tiles, which scripts/tune.py may have drawn, that would be wrong or wait for ever."""
     if t.k_wait == "early" and t.value_stages < 2:
         raise ValueError(

@@ -4,6 +4,7 @@ A program is a few warpgroups: one loads blocks by TMA (the producer), the other
 consumers). Sections 3 and 4 of FlashAttention-3 (arXiv:2407.08608) say why.
 """
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -14,11 +15,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.hopper import sync
 from pallas_flash.kernels.hopper.tile_sizes import ROWS
-from pallas_flash.kernels.mosaic import elements, roles, shared_memory
+from pallas_flash.kernels.mosaic import elements, launch, shared_memory
 from pallas_flash.kernels.mosaic.gradients import Inputs
+from pallas_flash.kernels.mosaic.launch import Role
 from pallas_flash.kernels.mosaic.ragged_tail import RaggedRows, copy_tails
 from pallas_flash.kernels.mosaic.registers import Layouts, opaque, per_row
-from pallas_flash.kernels.mosaic.roles import Role
 from pallas_flash.problem.arguments import Problem
 from pallas_flash.tiled import schedule
 
@@ -104,13 +105,15 @@ def load_kv(
 
     def load(t, _):
         def fill(first, k_gmem, v_gmem):
-            rows = lambda x, start, size, width: head_rows(
-                x, work.batch, pl.ds(first + start, size), work.kv_head, width
-            )
+            def rows(arrays, start, size, width):
+                rows = pl.ds(first + start, size)
+                of_head = lambda x: head_rows(x, work.batch, rows, work.kv_head, width)
+                return jax.tree.map(of_head, arrays)
+
             k.fill(t, rows(k_gmem, 0, tiles.block_k, tiles.width), used)
             subtiles = tuple(
                 rows(v_gmem, subtile.start, subtile.size, tiles.value_width)
-                for subtile in k_subtiles(tiles.block_k)
+                for subtile in k_subtiles(jax.tree.leaves(v_gmem)[0].dtype, tiles.block_k)
             )
             v.fill(t, subtiles, used)
 
@@ -120,10 +123,11 @@ def load_kv(
     return jnp.maximum(used, count)
 
 
-def k_subtiles(rows: int) -> list[pl.Slice]:
-    """A block's rows as Mosaic's products sum over them: whole 64, and the 16 or 32 that are left,
-    in a narrower swizzle."""
-    whole = rows // ROWS * ROWS
+def k_subtiles(dtype, rows: int) -> list[pl.Slice]:
+    """The slices of a block's rows that Mosaic's products sum over: as many as the widest tile has
+    columns or a multiple, and the few that are left, in a narrower swizzle."""
+    columns = elements.columns(dtype, elements.SWIZZLES[0])
+    whole = rows // columns * columns
     return [x for x in (pl.ds(0, whole), pl.ds(whole, rows - whole)) if x.size]
 
 
@@ -132,7 +136,7 @@ def subtile_blocks(dtype, stages: int, rows: int, width: int, swizzle: int):
     swizzle_of = lambda rows: elements.swizzle_of_rows(dtype, rows, swizzle)
     return tuple(
         shared_memory.matrix(dtype, stages, x.size, width, swizzle=swizzle_of(x.size))
-        for x in k_subtiles(rows)
+        for x in k_subtiles(dtype, rows)
     )
 
 
@@ -163,19 +167,19 @@ def add_out(x, smem, target):
 
 
 def padded_rows(arrays, size: int, lengths, swizzle: int) -> RaggedRows:
-    """The arrays [B, length, heads, n], padded, to be read in blocks of `size` rows."""
-    arrays = tuple(pad(x, swizzle) for x in arrays)
+    """Arrays [B, length, heads, n], padded, to be read in blocks of `size` rows."""
+    arrays = jax.tree.map(lambda x: pad(x, swizzle), tuple(arrays))
     return RaggedRows(arrays, copy_tails(lengths, size, *arrays))
 
 
 def inputs(p: Problem, t, *args) -> Inputs:
-    """What the kernels of gradients read."""
+    """The arrays that a kernel of gradients reads."""
     rows = lambda arrays, widths, *of: padded_rows(arrays, *of, t.swizzle)
     return Inputs.make(rows, p, t, *args)
 
 
 def pad(x, swizzle: int):
-    """[B, length, heads, size] with zeros up to what TMA's tiles divide."""
+    """An array [B, length, heads, size] with zeros up to what TMA's tiles divide."""
     _, length, _, size = x.shape
     rows = elements.round_up(length, elements.TILE_ROWS) - length
     columns = elements.padded_size(x.dtype, size, swizzle) - size
@@ -198,7 +202,7 @@ def dot(acc, a, b):
 def dot_subtiles(acc, a, b):
     """acc += a b, asynchronously, a product for each of the `k_subtiles` of b's rows; a in
     registers or, with one of them, in shared memory."""
-    for x, rows in zip(k_subtiles(a.shape[1]), b, strict=True):
+    for x, rows in zip(k_subtiles(a.dtype, a.shape[1]), b, strict=True):
         dot(acc, a if x.size == a.shape[1] else a[:, x.start : x.start + x.size], rows)
 
 
@@ -208,12 +212,12 @@ def await_sum(acc, running: int = 0):
 
 
 def with_accumulators(body, *shapes):
-    """body(accumulator, ...) with an accumulator of zeros for each shape."""
+    """Returns body(accumulator, ...), with an accumulator of zeros for each shape."""
     return pl.run_scoped(body, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
 
 
 def product(begin, shape, running: int = 0):
-    """The product that begin(acc) begins, before `running` others that go on."""
+    """The product that begin(acc) begins; `running` later ones go on."""
 
     def body(acc):
         begin(acc)
@@ -252,9 +256,9 @@ def overlap(body, sums, like):
 
 
 def specialize(tiles, consume, produce):
-    """consume(wg) in each consumer warpgroup and produce() in the producer, which gives its
+    """Runs consume(wg) in each consumer warpgroup and produce() in the producer, which gives its
     registers to several others; one has as many as there are from the start."""
     many, few = {1: (None, None), 2: (240, 24), 3: (160, 32)}[tiles.warpgroups]
-    roles.specialize(
+    launch.specialize(
         Role(consume, tiles.warpgroups, many), Role(lambda _: produce(), registers=few)
     )

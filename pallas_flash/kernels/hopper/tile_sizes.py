@@ -18,8 +18,8 @@ class Tiles(NamedTuple):
     # of queries and keys in shared memory, with zeros in the columns that heads do not have
     width: int
     value_width: int  # of values and the output
-    warpgroups: int
-    block_k: int
+    warpgroups: int = 2
+    block_k: int = 64
     stages: int = 2
     value_stages: int = 2
     # where a block of K is waited for; early, a block of V is still held, and there must be two
@@ -67,9 +67,9 @@ class KeyTiles(NamedTuple):
 
     width: int
     value_width: int
-    warpgroups: int
-    block_q: int
-    stages: int
+    warpgroups: int = 2
+    block_q: int = 64
+    stages: int = 2
     split: bool = False
     # S and dP one after the other: registers hold one of them beside the sums
     s_before_dp: bool = False
@@ -83,6 +83,10 @@ class KeyTiles(NamedTuple):
     # whether the producer adds dq, under its loads, or each consumer; fused alone. Of programs with
     # several heads ptxas serializes the products then
     dq_by_producer: bool = False
+
+    @property
+    def widths(self) -> dict[str, int]:
+        return dict(dk=self.width, dv=self.value_width)
 
     @property
     def has_dk(self) -> bool:

@@ -50,11 +50,12 @@ def _row(table, p: Problem, memory, slices: Callable = lambda row: (1, 1)):
 
 
 def _narrow(row, p: Problem, slices: int, value_slices: int):
-    """A row with no more columns than the heads need, those of queries and keys, and of values, in
-    so many slices of whole tiles; of the widest swizzle by which heads, or slices of values, are
+    """The row with as few columns as hold the heads: whole tiles in each of the slices of queries
+    and keys, and of values. The swizzle is the widest by which heads, or slices of values, are
     whole tiles or one that hangs over."""
     sizes = p.head_size, schedule.ceil_div(p.value_size, value_slices)
-    whole = lambda n: all(x <= n or elements.round_up(x, 16) % n == 0 for x in sizes)
+    step = elements.columns(p.dtype, elements.SWIZZLES[-1])
+    whole = lambda n: all(x <= n or elements.round_up(x, step) % n == 0 for x in sizes)
     swizzle = min(row.swizzle, elements.widest_swizzle(p.dtype, whole))
     columns = elements.columns(p.dtype, swizzle)
     return row._replace(
@@ -110,10 +111,10 @@ def _fused_row(p: Problem, processors: int) -> KeyTiles | None:
 
 
 def _with_tiles_per_program(t: Tiles, p: Problem, processors: int) -> Tiles:
-    """As many tiles of queries to a program, of one head or of several, as LONG blocks of keys
-    allow, where two fit into shared memory: all programs have as many, each processor has one to
-    begin with, none has more to do than before, and the L2 cache holds the keys of all heads that
-    run at a time, which each tile reads again."""
+    """The tiles with as many tiles of queries to a program, of one head or of several, as LONG
+    blocks of keys allow, where two fit into shared memory: all programs have as many, each
+    processor has a program to begin with, none has longer to run than before, and the L2 cache
+    holds the keys of all heads that run at a time, which each tile reads again."""
     count = schedule.ceil_div(p.queries, t.block_q)
     programs = lambda n: p.batch * p.heads * count // n
     work = lambda n: schedule.ceil_div(programs(n), processors) * n
@@ -132,8 +133,8 @@ def _with_tiles_per_program(t: Tiles, p: Problem, processors: int) -> Tiles:
 
 
 def _with_parts(t: KeyTiles, p: Problem, processors: int) -> KeyTiles:
-    """The heads that share keys in as few parts as leave four programs to a processor, so that the
-    last ones are short, and each with queries for half of L2 at most."""
+    """The tiles with the heads that share keys in as few parts as leave four programs to a
+    processor, so that the last ones are short, and each with queries for half of L2 at most."""
     programs = functools.partial(scheduler.key_programs, p, t.block_k)
     head_bytes = p.queries * t.query_bytes(p.dtype)
     fits = lambda n: (

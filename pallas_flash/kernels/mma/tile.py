@@ -17,8 +17,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.mosaic import registers, shared_memory
+from pallas_flash.kernels.mosaic.launch import WARPGROUP, named_barrier
 from pallas_flash.kernels.mosaic.registers import Layouts, from_8_bits, iota, per_row
-from pallas_flash.kernels.mosaic.roles import WARPGROUP, named_barrier
 
 # of operands of 16 bits; a jax before 0.11.2 lacks them, and tiles alone are chosen there
 LHS, RHS, ACC = (

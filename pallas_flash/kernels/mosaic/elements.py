@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+OPERANDS = "bfloat16", "float16"  # dtypes that the kernels multiply
 # Matrices lie in shared memory as tiles, by which TMA copies: rows of a tile, bytes of a row
 TILE_ROWS, SWIZZLES = 8, (128, 64, 32)
 _STRIDE = 16  # bytes, of which TMA asks for whole ones between the rows of an array
