@@ -1,6 +1,8 @@
 """Mosaic GPU kernels by mma: FlashAttention-2 for GPUs from Ampere on, which is the implementation
 "ampere"; and decoding and the gradients of scores, which Hopper's implementation shares."""
 
+import dataclasses
+
 from pallas_flash.jax_support import hardware
 from pallas_flash.kernels import joined
 from pallas_flash.kernels.mma.tile_sizes import (
@@ -11,6 +13,7 @@ from pallas_flash.kernels.mma.tile_sizes import (
     widths,
 )
 from pallas_flash.kernels.mosaic import operations
+from pallas_flash.kernels.mosaic.elements import OPERANDS
 from pallas_flash.problem.arguments import Problem
 from pallas_flash.tiled import split_kv
 
@@ -39,13 +42,13 @@ def why_not_with_decoding(problem: Problem, multiply: str, widest: int) -> str |
     p = problem
     if p.head_size <= widest or not split_kv.is_decoding(p):
         return operations.why_not(p, multiply, widest)
-    return joined(operations.why_not(p, multiply, p.head_size), _why_no_decoding(p))
+    return joined(operations.why_not(p, multiply, p.head_size), _why_no_decoding(_in_16_bits(p)))
 
 
 def why_no_pages(problem: Problem, shapes: tuple, dtype: str | None) -> str | None:
     """Why the kernels cannot read pages of these shapes where they lie, or None; `dtype` is that of
     pages of 8 bits."""
-    p, page = problem, shapes[0][1]
+    p, page = _in_16_bits(problem), shapes[0][1]
     if page % 64 and (page < 8 or 64 % page):
         return f"it takes pages of 8, 16, 32 or a multiple of 64 keys; got {page}"
     columns = page_columns(p, page, dtype)
@@ -56,6 +59,11 @@ def why_no_pages(problem: Problem, shapes: tuple, dtype: str | None) -> str | No
             f"{p.head_size}, Hv = {p.value_size}"
         )
     return _why_no_decoding(p, page, dtype) or split_kv.why_not(p)
+
+
+def _in_16_bits(p: Problem) -> Problem:
+    """The problem in a dtype that mma multiplies, to say what else it lacks."""
+    return p if p.dtype in OPERANDS else dataclasses.replace(p, dtype=OPERANDS[0])
 
 
 def _why_no_decoding(p: Problem, *pages) -> str | None:
