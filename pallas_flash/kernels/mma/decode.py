@@ -76,13 +76,15 @@ def candidates(p: Problem, gpu: Gpu, page: int, stored: str | None) -> Iterator[
 
 class Inputs(NamedTuple):
     q: jax.Array  # [B, tiles of 64 rows, K width]
-    kv: tuple  # keys [B, S, K width], or pages [P, page, K width]; and values if they are apart
-    # int32 [B, 4], what the tokens see, schedule.Blocks of one key; None: the kernel computes it
+    # keys [B, S, K width], or pages [P, page, K width]; and values, unless these are keys' columns
+    kv: tuple
+    # the keys that tokens see, int32 [B, 4], schedule.Blocks of one key; None: the kernel computes
+    # them
     keys: jax.Array | None
     table: jax.Array | None  # int32 [B, pages], indices of existing pages
-    # of keys and values of 8 bits: what their numbers in shared memory are multiplied by
-    scales: tuple  # float32 [B, K, S]
-    resolved_mask: ResolvedMask  # that of the tokens; its data by query by 64 rows
+    # float32 [B, K, S], factors of the 8-bit numbers of keys, and of values, in shared memory
+    scales: tuple
+    resolved_mask: ResolvedMask  # of the tokens, with its data by query repeated for 64 rows
     score_mod: mods.Arrays | None
 
 
@@ -90,8 +92,8 @@ class Memory(NamedTuple):
     """The shared memory of a program, and with TMA its mbarriers."""
 
     q: Any  # [64, width]
-    kv: tuple  # [stages, block_k, width] of keys, and of values if they are apart
-    in_use: tuple  # of keys and values of 8 bits, a block of each in 16; of both where one serves
+    kv: tuple  # [stages, block_k, width] of keys, and of values unless these are keys' columns
+    in_use: tuple  # a block of keys and one of values, or of both, widened from 8 bits to 16
     sums: Any  # of tile.SumOfParts; None with one warpgroup
     q_full: Any
     kv_full: Any
@@ -150,8 +152,8 @@ def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None, scale
 
 
 def _mask(p: Problem, mask: ResolvedMask, block_k: int):
-    """The mask with its data by query for each of 64 rows, and by key for whole blocks; and the
-    `keys` of Inputs."""
+    """The mask, with its data by query repeated for 64 rows and its data by key padded to whole
+    blocks; and Inputs.keys."""
     if mask.start is None:
         return mask, None
     rows = schedule.ceil_div(p.queries * p.group, ROWS) * ROWS
@@ -177,7 +179,7 @@ def _inputs(p: Problem, t: DecodeTiles, x: Operands, keys, table, scales) -> Inp
 
 
 def _in_order(scales, table, block_k: int):
-    """The scales [P, page, K] of whole blocks of keys, [B, K, S]."""
+    """Gathers scales [P, page, K] to [B, K, S], whole blocks of keys."""
     x = jnp.moveaxis(scales[table], 3, 1)
     x = x.reshape(*x.shape[:2], -1)
     return jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % block_k)))
@@ -187,7 +189,7 @@ def _kernel(
     program, x: Inputs, o_gmem, *outputs, problem: Problem, tokens: int, tiles: DecodeTiles
 ):
     (*stats_gmem, memory), p, t = outputs, problem, tiles
-    own, count = Slice.of(t), schedule.ceil_div(p.queries, ROWS)
+    part, count = ColumnSlice.here(t), schedule.ceil_div(p.queries, ROWS)
     program, number = divmod_(program, count)  # neighbours read the same keys
     pair, split = divmod_(program, t.num_splits)
     b, h = divmod_(pair, p.heads)
@@ -202,21 +204,21 @@ def _kernel(
     kv = tile.CopyRing(memory.kv, memory.kv_full, t.copies, warpgroups=t.warpgroups)
 
     def load(n):
-        @pl.when((n < blocks.last) & own.is_first)
+        @pl.when((n < blocks.last) & part.is_first)
         def _():
             for ref, slot in zip(x.kv, kv.at(n), strict=True):
-                for source, part in _copies(ref, slot, x.table, b, h, n, t):
-                    tile.copy(source, part, kv.full_at(n))
+                for source, target in _copies(ref, slot, x.table, b, h, n, t):
+                    tile.copy(source, target, kv.full_at(n))
 
     q_gmem = x.q.at[b, rows, pl.ds(h * t.width, t.width)]
-    pl.when(own.is_first)(lambda: tile.copy(q_gmem, memory.q, memory.q_full))
+    pl.when(part.is_first)(lambda: tile.copy(q_gmem, memory.q, memory.q_full))
     for n in range(t.stages - 1):
         load(blocks.first + n)
     mask = _load_mask(at_batch, b, first_row, tokens, p.queries // tokens)
     score_mod = mods.for_head(p.score, x.score_mod, b, h)
     head = logits.Logits(p, tile.LAYOUTS, x.resolved_mask, None, None, score_mod, None)
     kv.wait_before(memory.q_full, blocks.count)
-    q = tile.load(own.columns(memory.q)) if t.keeps_q else None
+    q = tile.load(part.of(memory.q)) if t.keeps_q else None
 
     def step(n, carry, masked):
         o, stats = carry
@@ -228,13 +230,13 @@ def _kernel(
         load(n + t.stages - 1)
         if t.stored:
             for ref, wide in zip((block[0], block[-1]), memory.in_use, strict=False):
-                narrow = own.columns(ref, wide.shape[1])
-                tile.widen(narrow, t.stored, own.columns(wide), t.swizzle)
+                narrow = part.of(ref, wide.shape[1])
+                tile.widen(narrow, t.stored, part.of(wide), t.swizzle)
             tile.release(tma=False)
             block = memory.in_use
-        k, v = own.columns(block[0]), own.columns(block[-1], t.value_width)
-        s = tile.dot_t(tile.load(own.columns(memory.q)) if q is None else q, k)
-        s = tile.SumOfParts(memory.sums, own.number)(n, s)  # [bq, bk]
+        k, v = part.of(block[0]), part.of(block[-1], t.value_width)
+        s = tile.dot_t(tile.load(part.of(memory.q)) if q is None else q, k)
+        s = tile.SumOfParts(memory.sums, part.number)(n, s)  # [bq, bk]
         s = s if k_scale is None else s * k_scale
         s, scale = head.modify(s, at)
         visible = None
@@ -244,7 +246,7 @@ def _kernel(
             s = jnp.where(visible, s, -jnp.inf)
         prob, alpha, stats = online_softmax.step(s, stats, p.log_base, scale)
         o = o * per_row(alpha, o.shape)
-        if v_scale is not None:  # it may be NaN where nobody sees
+        if v_scale is not None:  # which may be NaN at keys that no row sees
             prob = prob * v_scale
             prob = prob if visible is None else jnp.where(visible, prob, 0.0)
         prob = tile.as_left(prob.astype(v.dtype))
@@ -256,14 +258,14 @@ def _kernel(
     start = online_softmax.start(tile.rows(ROWS, 0.0), p.log_base)
     o, stats = blocks.visit(step, (tile.zeros(ROWS, t.value_width // t.warpgroups), start))
     o = online_softmax.finish(o, stats.l)
-    tile.store_rows(own.columns(o_gmem.at[b, split, h, rows]), o, p.queries - first_row)
+    tile.store_rows(part.of(o_gmem.at[b, split, h, rows]), o, p.queries - first_row)
     for gmem, value in zip(stats_gmem, (stats.m, stats.l), strict=True):
         store = functools.partial(tile.store, gmem.at[b, split, h, rows], value)
-        pl.when(own.is_first)(store)
+        pl.when(part.is_first)(store)
 
 
 def _load_mask(mask: ResolvedMask, b, first_row: IntLike, tokens: int, group: int) -> TileMask:
-    """Of 64 rows, from the mask of batch row b; a row beyond the last counts as the last."""
+    """Loads the mask of 64 rows of batch row b; a row beyond the last counts as the last."""
     rows, layout = pl.ds(first_row, ROWS), tile.LAYOUTS.row
     mask = mask.narrow(ResolvedMask.BY_QUERY, lambda ref: load(ref.at[b, rows], layout))
     token = 0
@@ -276,34 +278,36 @@ def _load_mask(mask: ResolvedMask, b, first_row: IntLike, tokens: int, group: in
     return TileMask(mask, b, *mask.interval(token), None)
 
 
-class Slice(NamedTuple):
-    """What a warpgroup has of the columns of each matrix: one of `count` slices."""
+class ColumnSlice(NamedTuple):
+    """The slice, one of `count`, that a warpgroup has of the columns of each matrix."""
 
     number: IntLike
     count: int
 
     @classmethod
-    def of(cls, t: DecodeTiles) -> "Slice":
+    def here(cls, t: DecodeTiles) -> "ColumnSlice":
         return cls(lax.axis_index("warpgroup") if t.warpgroups > 1 else 0, t.warpgroups)
 
     @property
     def is_first(self):
         return self.number == 0
 
-    def columns(self, ref, width: int | None = None):
-        """Of the first `width` columns of a matrix, or of all."""
+    def of(self, ref, width: int | None = None):
+        """The slice of the first `width` columns of a matrix, or of all."""
         size = (ref.shape[1] if width is None else width) // self.count
         return ref.at[:, pl.ds(self.number * size, size)]
 
 
 def _first_key(ref, table, n: IntLike, t: DecodeTiles):
-    """Of block n: a last block that would hang over the end of the keys begins earlier."""
+    """The first key of block n: a last block that would hang over the end of the keys begins
+    earlier."""
     first = n * t.block_k
     return first if table is not None else jnp.minimum(first, ref.shape[1] - t.block_k)
 
 
 def _copies(ref, slot, table, b, h, n, t: DecodeTiles) -> list:
-    """From where to where block n of a head's keys or values is copied, page by page."""
+    """(source, target) of each copy that block n of a head's keys or values takes: one for a
+    page."""
     width = slot.shape[1]
     columns = pl.ds(h * width, width)
     if table is None:
