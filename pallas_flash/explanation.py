@@ -94,7 +94,7 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
         calls = None if is_whole else math.prod(call.query.shape[:-3]) // problem.batch
         copies = choice.backend.copies(problem)
         decoding = getattr(choice.tiles, "decode", None)
-        columns = _columns(problem, getattr(decoding, "values_are_keys", False))
+        columns = _columns(problem, decoding)
         itemsizes = [np.dtype(problem.dtype).itemsize] * len(columns)
         of_token = token_bytes(columns, itemsizes) if decoding else None
         of_context = "reverse mode, of first order"
@@ -129,10 +129,11 @@ def _backward(backend: Backend, problem: arguments.Problem, asked: bool | None) 
     return f"{order}: {why}"
 
 
-def _columns(problem: arguments.Problem, values_are_read_in_keys: bool) -> tuple[int, ...]:
-    """Of a key, and of a value that is read beside it."""
+def _columns(problem: arguments.Problem, decoding) -> tuple[int, ...]:
+    """The columns of a key, and of a value where decoding with these tiles reads it too."""
     p = problem
-    return (p.head_size,) if values_are_read_in_keys else (p.head_size, p.value_size)
+    reads_keys_alone = p.values_are_keys and getattr(decoding, "reads_values_in_keys", False)
+    return (p.head_size,) if reads_keys_alone else (p.head_size, p.value_size)
 
 
 def explain_paged(*args: Any, **kwargs: Any) -> Explanation:
@@ -155,7 +156,7 @@ def explain_paged(*args: Any, **kwargs: Any) -> Explanation:
         else:
             tiles = backend.paged.tiles(problem, pages)
             copies = f"nothing: pages of {pages.page} keys are read where they lie"
-            columns = _columns(problem, getattr(tiles, "values_are_keys", False))
+            columns = _columns(problem, tiles)
             of_token = token_bytes(columns, pages.itemsizes(problem.dtype)[: len(columns)])
     return Explanation(
         problem,

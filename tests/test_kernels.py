@@ -202,7 +202,7 @@ def test_output_gradients_and_tangents_are_those_of_dense_attention(family, name
 @pytest.mark.gpu
 @pytest.mark.whole
 def test_blockwise_has_the_gradients_of_scores_for_which_there_are_no_tiles(monkeypatch):
-    monkeypatch.setattr("pallas_flash.kernels.mma.score_tiles", lambda problem: None)
+    monkeypatch.setattr("pallas_flash.kernels.mma.tuning.score_tiles", lambda problem: None)
     monkeypatch.delattr("pallas_flash.kernels.mma.score_gradients.score_gradients")
     agrees("ampere by cp.async", "a bias and a score_mod")
 
@@ -285,7 +285,7 @@ LEFT_OUT = {
         f"hopper, heads of 512: {what}": LeftOut("hopper", f"hopper.{where}", head_size=512)
         for what, where in (
             ("the meetings before P, dP and dS are read", "dkv_consumer.DkvConsumer.barrier"),
-            ("the meetings around dQ's epilogue", "backward_dq.Consumer.meet"),
+            ("the meetings around dQ's epilogue", "backward_dq.Consumer.sync_owners"),
         )
     },
     "hopper: the fence after lse and delta are read": LeftOut("hopper", "hopper.sync.fence"),

@@ -268,7 +268,7 @@ def test_where_shared_memory_does_not_hold_the_queries_the_reason_says_so(rng, o
     with on("ampere"):
         assert explain(**call, implementation="ampere").tiles.decode.warpgroups == 2
         hardware.shared_memory = lambda: 99 << 10
-        reason = "decoding needs 125 KB of shared memory, and this GPU has 99"
+        reason = "decoding needs 124 KB of shared memory, and this GPU has 99"
         assert reason in explain(**call).why_not["ampere"]
 
 
