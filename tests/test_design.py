@@ -115,19 +115,6 @@ def test_the_loops_read_what_the_picture_of_the_memory_counts(names, loop, formu
 # ---- the text ----
 
 
-@pytest.mark.parametrize("link", [link for link in LINKS if not link.startswith(("http", "#"))])
-def test_a_link_leads_to_a_file(link):
-    assert (DESIGN.parent / link).is_file()
-
-
-@pytest.mark.parametrize("link", [link for link in LINKS if link.startswith("#")])
-def test_a_link_leads_to_a_heading(link):
-    headings = re.findall(r"^#+ (.*)$", TEXT, re.M)
-    assert link[1:] in [
-        re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings
-    ]
-
-
 def test_the_pictures_are_shown_and_readme_links_the_text():
     assert {f"design/{name}.svg" for name in PICTURES} <= set(LINKS)
     assert "(pallas_flash/DESIGN.md)" in (ROOT / "README.md").read_text()

@@ -25,7 +25,7 @@ LONG = 64  # blocks of keys, beside which the start and the end of a program are
 # not fit twice at 192. A block whose size is no multiple of 32 takes no dropout, and dropout spills
 # wherever there are three warpgroups. O rescaled seldom spills at 64 with documents, and gains
 # nothing at 256; where it is, ptxas leaves the wait for products in its place, but not if a program
-# goes over several tiles: results.md#hopper-as-compiled. From 257 on blocks are as large as fit
+# goes over several tiles: NOTES.md#as-compiled. From 257 on blocks are as large as fit
 # twice, and there are 128 queries where the registers of a warpgroup hold o of 64.
 _FORWARD = (
     Tiles(width=64, value_width=64, warpgroups=3, block_k=128, k_wait="early", q_stages=2),
