@@ -8,6 +8,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import traceback
 
 import jax
 import pytest
@@ -15,9 +16,9 @@ from pictures import assert_same
 from selection import whole_but
 
 import pallas_flash.flax
-from pallas_flash import __main__, accounting, explain, masks, scores
+from pallas_flash import __main__, accounting, explain, flash_attention, masks, scores
 from scripts import draw_speed
-from scripts.bench import results
+from scripts.bench import gpu_code, results
 from setup import for_an_index
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -34,6 +35,9 @@ WITH_CODE = [
     name for name in PAGES if name not in ELSEWHERE and "```python\n" in (ROOT / name).read_text()
 ]
 LIGHT = [name for name in WITH_CODE if name.split("/")[-1] not in HEAVY]
+MOSAIC = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11, 2), reason="the Mosaic kernels need jax 0.11.2"
+)
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 
 
@@ -174,6 +178,38 @@ def test_the_layout_names_what_is_there():
     folders = {f"{path.parent.name}/" for path in PACKAGE.glob("*/__init__.py")}
     families = {f"kernels/{path.parent.name}/" for path in PACKAGE.glob("kernels/*/__init__.py")}
     assert folders | families <= {*named}
+
+
+@pytest.mark.parametrize(
+    "implementation",
+    ["blockwise", pytest.param("hopper", marks=MOSAIC)],
+)
+def test_a_call_goes_the_way_that_contributing_shows(implementation):
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    *shown, forward, launch = re.findall(r"^\| \d+ \| `([\w/]+\.py)` (\w+) \|", page, re.M)
+    where = launch if implementation == "hopper" else ("tiled/blockwise/__init__.py", "forward")
+    stacks = []
+
+    def when_called(frame, event, _):
+        file = frame.f_code.co_filename
+        if event == "call" and file == str(PACKAGE / where[0]) and frame.f_code.co_name == where[1]:
+            stacks.append(traceback.extract_stack(frame))
+
+    q = jax.ShapeDtypeStruct((1, 248, 1, 64), "bfloat16")
+    attend = lambda q: flash_attention(q, q, q, is_causal=True, implementation=implementation)
+    before = sys.getprofile()
+    with gpu_code.as_if_on(accounting.GPUS["H200"]):
+        sys.setprofile(when_called)
+        try:
+            jax.jit(attend).lower(q) if implementation == "blockwise" else jax.eval_shape(attend, q)
+        finally:
+            sys.setprofile(before)
+    ours = [frame for frame in stacks[0] if frame.filename.startswith(str(PACKAGE))]
+    way = [(str(pathlib.Path(x.filename).relative_to(PACKAGE)), x.name) for x in ours]
+    if implementation == "hopper":
+        assert way == [*shown, forward, launch]
+    else:
+        assert len(way) <= 12 and way[-3:] == [*shown[-3:-1], where]
 
 
 def test_the_reference_has_every_public_name():
