@@ -8,6 +8,7 @@ need jax 0.11.2, and an older one leaves them out.
 """
 
 import argparse
+import functools
 import pathlib
 import sys
 from collections.abc import Callable
@@ -169,24 +170,19 @@ def flash2(
     )
 
 
-def triton(p: Attention, t) -> tuple[dict[str, Cost], dict[str, Cost]]:
+def triton(p: Attention, t, by_mma: bool = False) -> tuple[dict[str, Cost], dict[str, Cost]]:
     """FlashAttention-2. Queries outside: O, m and l stay on the chip, K and V are loaded for each
     block of queries, under a mask up to the last row's key. Which blocks a program visits is a
-    list."""
+    list. By mma whole blocks are copied, which ones is computed, and m and l are one number."""
     forward, q, rows = Tiles(p, t.forward.block_q, t.forward.block_k), p.tensor, p.rows
-    keys = lambda tiles: tiles.keys(tiles.row_stops() if p.causal else np.inf)
-    reads = q + p.heads * keys(forward) * 4 * p.H
-    cost = forward.cost(forward.key_blocks(), 2, reads, q + 2 * rows, 1)
-    return flash2(p, t, cost, Cost(0, 0, 2 * q + 3 * rows, q + 2 * rows), keys, lists=16)
+    keys = lambda x: x.keys(x.row_stops() if p.causal and not by_mma else np.inf)
+    reads, statistics = q + p.heads * keys(forward) * 4 * p.H, rows if by_mma else 2 * rows
+    cost = forward.cost(forward.key_blocks(), 2, reads, q + statistics, 1)
+    delta = Cost(0, 0, 2 * q + rows + statistics, 2 * rows + (0 if by_mma else q))
+    return flash2(p, t, cost, delta, keys, lists=0 if by_mma else 16)
 
 
-def ampere(p: Attention, t) -> tuple[dict[str, Cost], dict[str, Cost]]:
-    """FlashAttention-2 by mma. Whole blocks are copied to shared memory, and which ones a program
-    visits is computed. m and l leave the kernel as one number."""
-    forward, q, rows = Tiles(p, t.forward.block_q, t.forward.block_k), p.tensor, p.rows
-    reads = q + p.heads * forward.keys() * 4 * p.H
-    cost = forward.cost(forward.key_blocks(), 2, reads, q + rows, 1)
-    return flash2(p, t, cost, Cost(0, 0, 2 * q + 2 * rows, 2 * rows))
+ampere = functools.partial(triton, by_mma=True)
 
 
 def hopper(p: Attention, t) -> tuple[dict[str, Cost], dict[str, Cost]]:

@@ -16,7 +16,6 @@ from test_benchmark import SMALL, program, xla
 
 from pallas_flash.choose import backends
 from scripts.bench import cases, clock, machine, measure, peers, programs, report
-from scripts.bench.cases import Case
 
 # ---- cases ----
 
@@ -142,22 +141,6 @@ def test_a_contender_has_the_tiles_of_its_name(monkeypatch):
 )
 def test_a_contender_without_a_kernel_or_a_field_says_so(name, reason):
     assert peers.contender(name).why_not(SMALL) == reason
-
-
-def test_jaxs_paged_attention_gets_the_same_caches_in_pages_or_says_why_not(monkeypatch):
-    kernels = pytest.importorskip(
-        "jax.experimental.pallas.ops.gpu.paged_attention", reason="this jax no longer has it"
-    )
-    interpreted = functools.partial(kernels.paged_attention, interpret=True)
-    monkeypatch.setattr(kernels, "paged_attention", interpreted)
-    one, case = peers.contender("paged_attention"), Case(2, 1, 512, 4, 2, 16, "float32", False)
-    q, k, v, _ = case.inputs()
-    o = one.attend(case, q, k, v, **one.operands(case, k, v))
-    np.testing.assert_allclose(o, peers.contender("jax.nn/xla").attend(case, q, k, v), atol=1e-5)
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert one.why_not(case) is None and "one new token" in one.why_not(case._replace(T=2))
-    for S in (576, 300):
-        assert f"got S = {S}" in one.why_not(case._replace(S=S))
 
 
 # ---- clocks ----

@@ -62,7 +62,6 @@ class Case(NamedTuple):
             "documents": self.documents,
             "global tokens": self.global_tokens,
             "value size other than H": self.value_size != self.H,
-            "key length other than T": self.S != self.T,
             "float32": self.dtype == "float32",
         }
         return [name for name, is_needed in features.items() if is_needed]
