@@ -4,7 +4,7 @@ Counts the generations of attention, from standard attention to FlashAttention-3
 FlashAttention's paper (GPT-2 medium, forward and backward): FLOPs, exponentials, bytes, memory, and
 the time of these at a GPU's peak rates. Prints a table and draws it. Nothing is measured: to time
 the same implementations, run scripts/benchmark.py with --implementations. The kernels in Mosaic GPU
-need jax 0.11.2, and an older one leaves them out.
+need jax 0.11.2.
 """
 
 import argparse
@@ -28,7 +28,6 @@ from scripts.bench.report import print_table
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 FIGURE = ROOT / "pallas_flash" / "design" / "generations.svg"
-INCOMPLETE = pathlib.Path("runs", "generations.svg")  # of fewer generations than FIGURE shows
 FIRST, SECOND = "A100-40GB", "H200"  # the paper's GPU, and one that runs every generation
 PRINTED = [
     ("the paper's standard, as printed", "", "66.6", "", "40.3", "", "41.7 measured", ""),
@@ -238,18 +237,6 @@ GENERATIONS = {
 }
 
 
-def countable(p: Attention) -> tuple[dict[str, Generation], dict[str, str]]:
-    """The generations whose tiles this jax knows, and why not of the others."""
-    found, left_out = {}, {}
-    for name, generation in GENERATIONS.items():
-        try:
-            p.tiles(generation.implementation)
-            found[name] = generation
-        except NotImplementedError as error:
-            left_out[name] = str(error).partition(" The call:")[0]
-    return found, left_out
-
-
 def kernels(name: str, p: Attention) -> dict[str, Cost]:
     """Of the forward and the backward, each by its name."""
     generation = GENERATIONS[name]
@@ -262,9 +249,9 @@ def kernels(name: str, p: Attention) -> dict[str, Cost]:
 # ---- the table ----
 
 
-def table(p: Attention, generations: dict[str, Generation]) -> list[tuple[str, ...]]:
+def table(p: Attention) -> list[tuple[str, ...]]:
     rows = []
-    for name, generation in generations.items():
+    for name, generation in GENERATIONS.items():
         costs = kernels(name, p)
         cost = total(costs)
         gpus = [SECOND] if generation.implementation == "hopper" else [FIRST, SECOND]
@@ -292,7 +279,7 @@ UNITS = dict(memory="#b5524b", products="#3b76af", exponentials="#5aa469")
 LENGTHS = [128, 256, 512, 1024, 2048, 4096]
 
 
-def draw(p: Attention, generations: dict[str, Generation]) -> Figure:
+def draw(p: Attention) -> Figure:
     figure = Figure(figsize=(12, 4.2))
     # no layout engine: the same anywhere
     left, middle, right = figure.subplots(
@@ -303,10 +290,10 @@ def draw(p: Attention, generations: dict[str, Generation]) -> Figure:
         f"{p.H}, {p.T} queries and keys, 16 bits",
         fontsize=11,
     )
-    costs = {name: total(kernels(name, p)) for name in generations}
+    costs = {name: total(kernels(name, p)) for name in GENERATIONS}
     draw_bytes(left, {name: cost.bytes / 1e9 for name, cost in costs.items()})
     draw_units(middle, costs)
-    draw_memory(right, p, generations)
+    draw_memory(right, p)
     for axes in (left, middle, right):
         axes.spines[["top", "right"]].set_visible(False)
     for axes in (middle, left):
@@ -335,8 +322,8 @@ def draw_units(axes, costs: dict[str, Cost]):
     axes.set(xlabel="ms", title=f"Time of each unit of an {SECOND} at its peak")
 
 
-def draw_memory(axes, p: Attention, generations: dict[str, Generation]):
-    for name, generation in generations.items():
+def draw_memory(axes, p: Attention):
+    for name, generation in GENERATIONS.items():
         if "online" not in name:
             sizes = [generation.memory(p._replace(B=1, T=length)) / 1e6 for length in LENGTHS]
             axes.plot(
@@ -357,22 +344,19 @@ def draw_memory(axes, p: Attention, generations: dict[str, Generation]):
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[1])
-    parser.add_argument(
-        "--out",
-        type=pathlib.Path,
-        metavar="FILE",
-        help=f"the picture ({FIGURE.relative_to(ROOT)}; {INCOMPLETE} if some are left out)",
-    )
+    shown = FIGURE.relative_to(ROOT)
+    add = parser.add_argument
+    add("--out", type=pathlib.Path, metavar="FILE", default=FIGURE, help=f"the picture ({shown})")
     args, p = parser.parse_args(argv), GPT2_MEDIUM
-    generations, left_out = countable(p)
-    print_table(HEADER, [*PRINTED, *table(p, generations)])
-    for name, reason in left_out.items():
-        print(f"left out: {name}: {reason}")
+    try:
+        rows = table(p)
+    except NotImplementedError as error:  # without Mosaic's kernels
+        raise SystemExit(f"generations.py: error: {error}") from None
+    print_table(HEADER, [*PRINTED, *rows])
     products = [2 * products * p.scores * p.H / 1e9 for products in (6, 7)]
     print(f"\n{NOTE.format(*(f'{flops:.0f}' for flops in products))}\n")
     with matplotlib.rc_context({"font.size": 9.5, "svg.hashsalt": "generations"}):
-        path = args.out or (INCOMPLETE if left_out else FIGURE)
-        write(draw(p, generations), path, metadata=dict(Date=None, Creator=None))
+        write(draw(p), args.out, metadata=dict(Date=None, Creator=None))
 
 
 if __name__ == "__main__":

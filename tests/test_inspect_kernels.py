@@ -8,8 +8,6 @@ import subprocess
 import sys
 
 import jax
-import numpy as np
-import oracle
 import pytest
 
 from pallas_flash import explain
@@ -31,22 +29,24 @@ REFUSED = r"refused +implementation 'hopper' cannot run this call: (it needs jax
 NOT_COMPILED = re.escape(
     f"Nothing was compiled for the NVIDIA A100-SXM4-80GB: {gpu_code.missing()}"
 )
+# float32 has no matrix unit: instructions, products, exponentials, and hundreds of others
+LOOP = r"\| flash_attention_forward, loop 1 \| \d+ +\| 0 +\| [1-9]\d* +\| \d{3,} "
 SAID = {  # the command: its exit status, and what it prints
     "implementation='hopper', dtype='float32' --gpu H200": (
         1,
-        [REFUSED, "backward, 5 products"],
+        [REFUSED],
     ),
     "T=512, N=2, H=64, dtype='float32', is_causal=True --gpu A100 --forward": (
         0,
         [
             "implementation  triton",
             "not hopper      it needs a GPU .* 8.0. Also: .*wgmma multiplies",
-            NOT_COMPILED if gpu_code.missing() else "flash_attention_forward, loop 1",
+            NOT_COMPILED if gpu_code.missing() else LOOP,
         ],
     ),
     "H=600 --gpu H100 --json": (
         0,
-        ['"implementation": "blockwise"', "above 256", "least_seconds", "(not_)?compile"],
+        ['"implementation": "blockwise"', "above 256", "(not_)?compile"],
     ),
 }
 
@@ -65,13 +65,6 @@ def test_a_report_is_the_choice_the_work_and_either_the_kernels_or_why_there_are
         json.loads(done.stdout)
         return
     assert "flash1" not in done.stdout, "an earlier algorithm, which nobody selects by chance"
-    if "--forward" in command and gpu_code.missing() is None:
-        tables = [line.strip("| ").split("|") for line in done.stdout.splitlines() if "|" in line]
-        rows = {name.strip(): [cell.strip() for cell in cells] for name, *cells in tables}
-        assert int(rows["flash_attention_forward"][0]) <= 255  # registers
-        loop = dict(zip(gpu_code.KINDS, rows["flash_attention_forward, loop 1"][1:], strict=False))
-        assert int(loop["float"]) > 500 and int(loop["exp2"]) > 0
-        assert loop["products"] == "0", "float32 has no matrix unit"
 
 
 @pytest.mark.parametrize(
@@ -140,76 +133,6 @@ KINDS = {
 @pytest.mark.parametrize("kind", [*KINDS, *(gpu.kind for gpu in GPUS.values())])
 def test_a_gpu_is_known_by_its_kind(kind):
     assert name_of(kind) == (KINDS | {gpu.kind: name for name, gpu in GPUS.items()})[kind]
-
-
-# ---- what it counts ----
-
-DOCUMENTS = "query_segment_ids=np.tile(np.arange(T) * 3 // T, (B, 1)), is_causal=True"
-CALLS = {
-    "full": "S=53, N=6, K=2",
-    "causal": "is_causal=True, N=2",
-    "causal, offset": "is_causal=True, query_offset=16, S=53",
-    "window": "local_window_size=7",
-    "window of two sides": "local_window_size=(9, 2), S=53, query_offset=-3",
-    "lengths": "key_value_seq_lengths=[5, 37], query_seq_lengths=[0, 20], is_causal=True",
-    "documents": DOCUMENTS,
-    "a rule": "mask=Dilated(3) | GlobalTokens(2), is_causal=True, key_value_seq_lengths=[5, 37]",
-}
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_pairs_are_those_that_brute_force_counts(name):
-    call = inspect_kernels.parse_call(f"B=2, T=37, {CALLS[name]}")
-    rule, (i, j) = call.pop("mask", None), np.ogrid[:37, : call["key"].shape[1]]
-    visible = oracle.visible(2, call["query"].shape[2], 37, call["key"].shape[1], call)
-    if rule is not None:
-        call["mask"], visible = rule, visible & (((i - j) % 3 == 0) | (i < 2) | (j < 2))
-    assert inspect_kernels.count_pairs(call) == np.sum(visible)
-
-
-# what each pass reads and writes of q, k, v and o as they are, of float32 rows, bias, and mask; its
-# products of S and H, of S and Hv, and exponentials of S
-WORK = {
-    "forward": ((1, 1, 1, 1), 1, 1, 1, 1, 1, 1),
-    "backward, 5 products": ((2, 2, 2, 2), 2, 2, 1, 3, 2, 1),
-    "backward, 7 products": ((3, 3, 3, 3), 4, 3, 2, 4, 3, 2),
-    "forward mode": ((2, 2, 2, 2), 2, 2, 1, 3, 2, 1),
-}
-
-
-DENSE = ", bias=array(1, N, T, S), mask=array(1, N, 1, S, dtype=bool)"
-
-
-@pytest.mark.parametrize("dense", ["", DENSE])
-def test_work_is_counted_from_shapes_and_pairs(dense):
-    B, T, S, N, K, H, Hv = 2, 64, 48, 6, 2, 24, 40
-    work = explained(f"{B=}, {T=}, {S=}, {N=}, {K=}, {H=}, {Hv=}{dense}", "H100")["work"]
-    sizes = B * T * N * H, B * S * K * H, B * S * K * Hv, B * T * N * Hv
-    assert [w["name"] for w in work] == [*WORK]
-    pairs = B * N * T * S
-    for w in work:
-        arrays, rows, biases, masks, by_h, by_hv, exps = WORK[w["name"]]
-        assert w["flops"] == 2 * pairs * (by_h * H + by_hv * Hv)
-        assert w["exponentials"] == exps * pairs
-        moved = 2 * np.dot(arrays, sizes) + 4 * B * N * T * rows
-        if dense:
-            moved += 2 * biases * N * T * S + masks * N * S
-        assert w["bytes"] == moved
-
-
-def test_the_slowest_part_bounds_the_time():
-    assert GPUS["H200"].exponentials == pytest.approx(3.87e12, rel=1e-2)
-    for mask, bound, seconds, rel in (
-        ("is_causal=True", "products", 1100e9 / 989e12, 1e-3),
-        ("local_window_size=0", "memory", 269e6 / 4.8e12, 1e-2),
-    ):
-        work = explained(f"T=16384, {mask}")["work"][0]
-        assert work["least_seconds"] == work["seconds"][bound] == pytest.approx(seconds, rel=rel)
-    half, single = (
-        explained(f"dtype={dtype!r}", "A100")["work"][0]["seconds"]["products"]
-        for dtype in ("float16", "float32")
-    )
-    assert single == pytest.approx(16 * half)
 
 
 # ---- how it reads machine code ----
