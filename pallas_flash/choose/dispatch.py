@@ -14,15 +14,15 @@ from pallas_flash.jax_support import varying
 from pallas_flash.problem import arguments
 from pallas_flash.problem.call import Call
 from pallas_flash.transforms import autodiff, derivative_modes, kernel_pass
-from pallas_flash.transforms.partial_broadcast import map_calls
+from pallas_flash.transforms.partial_broadcast import axis_to_map, map_calls
 
 
 def map_over_mesh(attend, call: Call):
     """attend(call) of what each device has, where arrays lie on a mesh."""
     call = context_parallel.resolve_context(call)
     mesh = sharding.find_mesh(call)
-    if mesh is None and call.context is None:
-        return map_calls(attend, call, canonicalize)
+    if mesh is None and call.context is None and axis_to_map(call) is None:
+        return attend(call)
     call, attend = canonicalize(call), functools.partial(map_calls, attend)
     if mesh is None:
         return attend(call)
