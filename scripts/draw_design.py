@@ -90,7 +90,7 @@ def draw_grid(figure: Figure, grid, tiles: dict[str, masks.BlockMask], **title):
 
 
 def kinds_of_masks() -> dict[str, masks.Mask]:
-    """As they are typed, with ids, lengths and a prefix as arrays."""
+    """Masks by how they are typed, with ids, lengths and a prefix as arrays."""
     ids = np.repeat(np.arange(3), [36, 24, 36])[None].astype(np.int32)
     of_one_row = lambda n: np.array([n], np.int32)
     return {

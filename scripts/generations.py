@@ -50,7 +50,7 @@ class Attention(NamedTuple):
 
     @property
     def heads(self) -> int:
-        """Of all sequences."""
+        """Heads of all sequences."""
         return self.B * self.N
 
     @property
@@ -89,7 +89,7 @@ class Tiles(NamedTuple):
     block_k: int
 
     def row_stops(self) -> np.ndarray:
-        """Behind the last row of each block of queries."""
+        """The first row behind each block of queries."""
         return np.arange(self.block_q, self.p.T + self.block_q, self.block_q)
 
     def key_blocks(self) -> np.ndarray:
@@ -98,7 +98,7 @@ class Tiles(NamedTuple):
         return -(-np.minimum(stops, self.p.T) // self.block_k)
 
     def keys(self, stops=np.inf) -> int:
-        """That all blocks of queries load: whole blocks, or up to `stops`."""
+        """Keys that all blocks of queries load: whole blocks, or up to `stops`."""
         return int(np.minimum(self.key_blocks() * self.block_k, stops).sum())
 
     def query_blocks(self) -> np.ndarray:
@@ -107,7 +107,7 @@ class Tiles(NamedTuple):
         return -(-self.p.T // self.block_q) - (first if self.p.causal else 0 * first)
 
     def cost(self, visits, products: int, reads: int, writes: int, alpha: int = 0) -> Cost:
-        """Of so many products of each tile; with `alpha` 1 each rescales the rows of O."""
+        """The cost of so many products of each tile; with `alpha` 1 each rescales the rows of O."""
         rows = self.p.heads * int(visits.sum()) * self.block_q
         matrix = 2 * products * rows * self.block_k * self.p.H
         return Cost(matrix, rows * (self.block_k + alpha), reads, writes)
@@ -238,7 +238,7 @@ GENERATIONS = {
 
 
 def kernels(name: str, p: Attention) -> dict[str, Cost]:
-    """Of the forward and the backward, each by its name."""
+    """Costs of the forward's and the backward's kernels, by name."""
     generation = GENERATIONS[name]
     forward, backward = generation.costs(p, p.tiles(generation.implementation))
     return {f"forward: {k}": cost for k, cost in forward.items()} | {

@@ -76,7 +76,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parse(parser: argparse.ArgumentParser, argv) -> argparse.Namespace:
-    """Beside the options, `call`: the arguments of flash_attention, with shapes of its arrays."""
+    """The options, and as `call` the arguments of flash_attention, with shapes of its arrays."""
     from pallas_flash.accounting import GPUS
 
     args = parser.parse_args(argv)

@@ -191,7 +191,7 @@ NAME = "event_metadata {{ key: {0} value {{ id: {0} name: {1!r} }} }}"
 
 
 def plane(plane: str, line: str, events: list[tuple[str, float, float]]) -> str:
-    """Of a trace: events are a name, start and stop in ms."""
+    """A plane of a trace; events are a name, start and stop in ms."""
     names = list(dict.fromkeys(name for name, *_ in events))
     ps = lambda ms: round(ms * 1e9)
     lines = [EVENT.format(1 + names.index(n), ps(a), ps(b - a)) for n, a, b in events]
@@ -200,7 +200,7 @@ def plane(plane: str, line: str, events: list[tuple[str, float, float]]) -> str:
 
 
 def test_the_time_of_a_call_is_that_of_its_kernels_by_name(tmp_path, monkeypatch):
-    """Of a trace as a GPU's: turns of a, which calls twice, and of b."""
+    """The trace is as a GPU's: turns of a, which calls twice, and of b."""
     turns = [clock.Turn("a", 2, 1.0), clock.Turn("b", 1, 1.0), clock.Turn("a", 2, 1.0)]
     spans = [(f"turn {n}", 20 * n + 2, 20 * n + 20) for n in range(3)]
     # two of the first turn overlap; the second's seems to begin just before its turn, as the two

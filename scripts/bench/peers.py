@@ -46,7 +46,7 @@ class Contender(NamedTuple):
         return bool(self.modules)
 
     def why_not(self, case: Case) -> str | None:
-        """None if it can run the case; else the reason."""
+        """The reason why it cannot run the case, or None."""
         if self.needs_gpu and jax.default_backend() != "gpu":
             return "it needs a GPU"
         lacking = [name for name in case.features() if name in self.lacks]
@@ -133,7 +133,7 @@ def ours(
 
 
 def tiles_of(case: Case, implementation: str, kind: str = "") -> Any:
-    """Those that a call takes; NotImplementedError where the implementation cannot run the case."""
+    """The tiles that a call takes; NotImplementedError where the implementation cannot run it."""
     query, key, value, _ = case.shapes()
     value = None if case.values_are_keys else value
     options = _options(case, implementation, kind) | _segment_ids(case)
@@ -142,7 +142,7 @@ def tiles_of(case: Case, implementation: str, kind: str = "") -> Any:
 
 
 def _options(case: Case, implementation: str, kind: str) -> dict:
-    """Of flash_attention, but arrays."""
+    """Arguments of flash_attention, except for arrays."""
     mask, window = None, _window(case)
     if case.global_tokens:
         mask = masks.Window(*window) | masks.GlobalTokens(case.global_tokens)
@@ -169,7 +169,7 @@ def _window(case: Case) -> tuple[int, int] | None:
 
 
 def _dense_mask(case: Case, *kv) -> dict:
-    """Where there is no other way to say it."""
+    """A dense mask for documents and global tokens, which these peers cannot be told otherwise."""
     return dict(mask=case.dense_mask()) if case.documents or case.global_tokens else {}
 
 
