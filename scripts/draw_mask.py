@@ -72,7 +72,7 @@ def main(argv=None):
 
 
 def summary(block_mask: masks.BlockMask) -> str:
-    """Its counts, and what they save of the blocks of full attention."""
+    """Counts of the kinds of blocks, and the work of full attention that they save."""
     counts = block_mask.counts()
     total = sum(counts.values())
     words = ", ".join(f"{n} {name}" for name, n in counts.items())

@@ -163,7 +163,7 @@ def _safe(over_keys, p: Problem, x: Operands, rows: int) -> online_softmax.Softm
     power = p.log_base.power
     first, l, top = tile.start(p, x, rows)
     # not the larger of m and the block's maximum: Triton then stores as m what it began with
-    # (results.md#executed)
+    # (mma/NOTES.md#executed)
     largest = lambda _, s, m: jnp.max(jnp.maximum(s, m[:, None]), axis=1)
     m, top = over_keys(largest, first), None if top is None else over_keys(largest, top)
     l = l if x.sinks is None else l * power(first - m)

@@ -32,7 +32,7 @@ from pallas_flash.problem.arguments import Operands, Problem
 from pallas_flash.tiled import schedule
 
 # Rows for head sizes, by registers, spills, shared memory and instructions of the code compiled for
-# an H200, and by the clock of an H100: results.md#hopper-as-compiled and #hopper-by-the-clock.
+# an H200, and by the clock of an H100: NOTES.md#as-compiled, results.md#hopper-by-the-clock.
 TILES = (
     # three warpgroups hide more latency than two, but spill with dropout, or where values have 128
     # columns; a threshold spills there with documents

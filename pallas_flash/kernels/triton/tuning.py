@@ -95,7 +95,7 @@ def tiles(problem: Problem) -> AllTiles:
     # a CPU's products round by how many keys they take, and P at large logits with them
     if capability is None:
         apart = [t._replace(block_k=row.forward.block_k) for t in apart]
-        # Triton copies the next block over what a wgmma still reads (results.md#executed)
+        # Triton copies the next block over what a wgmma still reads (mma/NOTES.md#executed)
     elif capability >= 9:
         apart[1] = apart[1]._replace(num_stages=1)
     decoding = decode_tiles(p) if split_kv.is_decoding(p) else None
