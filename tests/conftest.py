@@ -49,7 +49,7 @@ def pytest_addoption(parser):
         "and tests named by their ids"
     )
     parser.addoption("--whole", action="store_true", help=help)
-    help = "with --whole: of what it adds, one of two halves, which an even and an odd number name"
+    help = "with --whole: a quarter of the tests, which this number modulo four names"
     parser.addoption("--turn", type=int, help=help)
     help = (
         "compile programs as users do; without it most optimizations are off, since most "
