@@ -8,6 +8,8 @@ from jaxlib import version
 
 # XLA's threads: gpu_interpreter.py needs one for each warpgroup, on any machine
 os.environ.setdefault("NPROC", "8")
+# NumPy's threads wait for each other by spinning, beside other tests
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # tests change tiles; test_selfcheck*.py check the check
 os.environ.setdefault("PALLAS_FLASH_SELF_CHECK", "0")
 # several test processes may share a GPU
