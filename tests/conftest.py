@@ -8,6 +8,8 @@ from jaxlib import version
 
 # XLA's threads: gpu_interpreter.py needs one for each warpgroup, on any machine
 os.environ.setdefault("NPROC", "8")
+# NumPy's threads wait for each other by spinning, beside other tests
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # tests change tiles; test_selfcheck*.py check the check
 os.environ.setdefault("PALLAS_FLASH_SELF_CHECK", "0")
 # several test processes may share a GPU
@@ -49,7 +51,7 @@ def pytest_addoption(parser):
         "and tests named by their ids"
     )
     parser.addoption("--whole", action="store_true", help=help)
-    help = "with --whole: of what it adds, one of two halves, which an even and an odd number name"
+    help = "with --whole: a quarter of the tests, which this number modulo four names"
     parser.addoption("--turn", type=int, help=help)
     help = (
         "compile programs as users do; without it most optimizations are off, since most "
