@@ -229,6 +229,9 @@ def test_each_kind_of_mask_shows_what_its_formula_says_also_within_and_or_not(na
     at = np.indices((2, 2, 40, 40))
     expected, third = formula(*at), (at[2] - at[3]) % 3 == 0
     np.testing.assert_array_equal(shown(mask), expected)
+    drawn = np.array([line.split() for line in masks.draw(mask, 40, 40, heads=2).splitlines()])
+    first, last = drawn[:, :40] == "1", drawn[:, -40:] == "1"
+    np.testing.assert_array_equal((first, last), (expected[0, 0], expected[-1, -1]))
     np.testing.assert_array_equal(shown(~mask), ~expected)
     np.testing.assert_array_equal(shown(mask | masks.Dilated(3)), expected | third)
     np.testing.assert_array_equal(shown(mask & masks.Dilated(3)), expected & third)

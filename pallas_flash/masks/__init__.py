@@ -18,6 +18,7 @@ import numpy as np
 from pallas_flash import checks, pytrees
 from pallas_flash.masks.block_mask import BlockMask as BlockMask
 from pallas_flash.masks.block_mask import create_block_mask as create_block_mask
+from pallas_flash.masks.block_mask import draw as draw
 from pallas_flash.masks.mask import BlockTypes as BlockTypes
 from pallas_flash.masks.mask import Mask as Mask
 from pallas_flash.masks.mask import MaskMod as MaskMod
@@ -34,7 +35,18 @@ from pallas_flash.masks.resolved_mask import REACH
 @pytrees.dataclass
 class Window(Mask):
     """The query at position p sees the keys p - left to p + right, both inclusive; None is no limit
-    on that side. local_window_size=4 is Window(4, 4)."""
+    on that side. local_window_size=4 is Window(4, 4).
+
+    Examples:
+      >>> from pallas_flash import masks
+      >>> print(masks.draw(masks.Window(1, 0), 6, 8))
+      1 . . . . . . .
+      1 1 . . . . . .
+      . 1 1 . . . . .
+      . . 1 1 . . . .
+      . . . 1 1 . . .
+      . . . . 1 1 . .
+    """
 
     left: int | None
     right: int | None
@@ -72,14 +84,36 @@ class Window(Mask):
 
 
 def Causal() -> Window:
-    """A query sees the keys up to its own position."""
+    """A query sees the keys up to its own position.
+
+    Examples:
+      >>> from pallas_flash import masks
+      >>> print(masks.draw(masks.Causal(), 6, 8))
+      1 . . . . . . .
+      1 1 . . . . . .
+      1 1 1 . . . . .
+      1 1 1 1 . . . .
+      1 1 1 1 1 . . .
+      1 1 1 1 1 1 . .
+    """
     return Window(None, 0)
 
 
 @pytrees.dataclass
 class Chunked(Mask):
     """Positions are cut into chunks of `size`, and a query sees its own chunk; with Causal() only
-    what comes before it there."""
+    what comes before it there.
+
+    Examples:
+      >>> from pallas_flash import masks
+      >>> print(masks.draw(masks.Chunked(3), 6, 8))
+      1 1 1 . . . . .
+      1 1 1 . . . . .
+      1 1 1 . . . . .
+      . . . 1 1 1 . .
+      . . . 1 1 1 . .
+      . . . 1 1 1 . .
+    """
 
     size: int
 
@@ -96,7 +130,18 @@ class Chunked(Mask):
 
 @pytrees.dataclass
 class KeyLengths(Mask):
-    """Only the first lengths[b] keys are seen; lengths is int32 [B]."""
+    """Only the first lengths[b] keys are seen; lengths is int32 [B].
+
+    Examples:
+      >>> from pallas_flash import masks
+      >>> print(masks.draw(masks.KeyLengths([5, 3]), 6, 8))
+      1 1 1 1 1 . . .   1 1 1 . . . . .
+      1 1 1 1 1 . . .   1 1 1 . . . . .
+      1 1 1 1 1 . . .   1 1 1 . . . . .
+      1 1 1 1 1 . . .   1 1 1 . . . . .
+      1 1 1 1 1 . . .   1 1 1 . . . . .
+      1 1 1 1 1 . . .   1 1 1 . . . . .
+    """
 
     lengths: Any
     ARRAYS = {"lengths": "B"}
@@ -108,7 +153,18 @@ class KeyLengths(Mask):
 @pytrees.dataclass
 class KeyStarts(Mask):
     """Keys before starts[b] are not seen, as where prompts are padded on the left; starts is int32
-    [B]."""
+    [B].
+
+    Examples:
+      >>> from pallas_flash import masks
+      >>> print(masks.draw(masks.KeyStarts([2]) & masks.Causal(), 6, 8))
+      . . . . . . . .
+      . . . . . . . .
+      . . 1 . . . . .
+      . . 1 1 . . . .
+      . . 1 1 1 . . .
+      . . 1 1 1 1 . .
+    """
 
     starts: Any
     ARRAYS = {"starts": "B"}
@@ -119,7 +175,18 @@ class KeyStarts(Mask):
 
 @pytrees.dataclass
 class QueryLengths(Mask):
-    """Only the first lengths[b] queries see anything; lengths is int32 [B]."""
+    """Only the first lengths[b] queries see anything; lengths is int32 [B].
+
+    Examples:
+      >>> from pallas_flash import masks
+      >>> print(masks.draw(masks.QueryLengths([4]), 6, 8))
+      1 1 1 1 1 1 1 1
+      1 1 1 1 1 1 1 1
+      1 1 1 1 1 1 1 1
+      1 1 1 1 1 1 1 1
+      . . . . . . . .
+      . . . . . . . .
+    """
 
     lengths: Any
     ARRAYS = {"lengths": "B"}
@@ -130,7 +197,18 @@ class QueryLengths(Mask):
 
 @pytrees.dataclass
 class PrefixLM(Mask):
-    """Causal, but every query also sees the first prefix[b] keys; prefix is int32 [B]."""
+    """Causal, but every query also sees the first prefix[b] keys; prefix is int32 [B].
+
+    Examples:
+      >>> from pallas_flash import masks
+      >>> print(masks.draw(masks.PrefixLM([3]), 6, 8))
+      1 1 1 . . . . .
+      1 1 1 . . . . .
+      1 1 1 . . . . .
+      1 1 1 1 . . . .
+      1 1 1 1 1 . . .
+      1 1 1 1 1 1 . .
+    """
 
     prefix: Any
     ARRAYS = {"prefix": "B"}
@@ -142,7 +220,19 @@ class PrefixLM(Mask):
 @pytrees.dataclass
 class Documents(Mask):
     """Packed documents: a query sees the keys with its own id. query_ids is int32 [B, T], key_ids
-    int32 [B, S]."""
+    int32 [B, S].
+
+    Examples:
+      >>> from pallas_flash import masks
+      >>> query_ids, key_ids = [0, 0, 1, 1, 1, 2], [0, 0, 1, 1, 1, 2, 2, 2]
+      >>> print(masks.draw(masks.Documents(query_ids, key_ids), 6, 8))
+      1 1 . . . . . .
+      1 1 . . . . . .
+      . . 1 1 1 . . .
+      . . 1 1 1 . . .
+      . . 1 1 1 . . .
+      . . . . . 1 1 1
+    """
 
     query_ids: Any
     key_ids: Any
@@ -189,11 +279,17 @@ class Varlen(Mask):
     `key_value_segment_ids` says in which sequence that is.
 
     Examples:
-      >>> import jax.numpy as jnp
       >>> from pallas_flash import masks
-      >>> packed = masks.Varlen(jnp.array([0, 2, 5]))
-      >>> packed.key_value_segment_ids(6).tolist()
-      [0, 0, 1, 1, 1, 1]
+      >>> packed = masks.Varlen([0, 2, 5], [0, 3, 8])
+      >>> print(masks.draw(packed & masks.Causal(), 6, 8))
+      1 1 . . . . . .
+      1 1 1 . . . . .
+      . . . 1 1 1 . .
+      . . . 1 1 1 1 .
+      . . . 1 1 1 1 1
+      . . . . . . . .
+      >>> packed.key_value_segment_ids(8).tolist()
+      [0, 0, 0, 1, 1, 1, 1, 1]
     """
 
     cu_seqlens_q: Any
@@ -272,14 +368,36 @@ class Varlen(Mask):
 
 
 def Dilated(stride: int) -> MaskMod:
-    """A query sees every stride-th key, counted from its own position."""
+    """A query sees every stride-th key, counted from its own position.
+
+    Examples:
+      >>> from pallas_flash import masks
+      >>> print(masks.draw(masks.Dilated(3), 6, 8))
+      1 . . 1 . . 1 .
+      . 1 . . 1 . . 1
+      . . 1 . . 1 . .
+      1 . . 1 . . 1 .
+      . 1 . . 1 . . 1
+      . . 1 . . 1 . .
+    """
     stride = checks.count("Dilated.stride", stride, REACH)
     return MaskMod(lambda b, h, q, k: (q - k) % stride == 0, f"Dilated({stride})")
 
 
 def GlobalTokens(n: int) -> MaskMod:
     """The first n positions see all keys, and all queries see the first n keys: `Window(128, 128) |
-    GlobalTokens(4)`."""
+    GlobalTokens(4)`.
+
+    Examples:
+      >>> from pallas_flash import masks
+      >>> print(masks.draw(masks.GlobalTokens(1), 6, 8))
+      1 1 1 1 1 1 1 1
+      1 . . . . . . .
+      1 . . . . . . .
+      1 . . . . . . .
+      1 . . . . . . .
+      1 . . . . . . .
+    """
     n = checks.count("GlobalTokens.n", n, REACH)
     return MaskMod(lambda b, h, q, k: (q < n) | (k < n), f"GlobalTokens({n})")
 

@@ -27,6 +27,30 @@ class Mask:
 
     For a mask of your own take `MaskMod`. A subclass defines `interval`, from which blocks to skip
     are known without evaluating the mask.
+
+    Examples:
+      >>> from pallas_flash import masks
+      >>> print(masks.draw(masks.Causal() & masks.Chunked(4), 6, 8))
+      1 . . . . . . .
+      1 1 . . . . . .
+      1 1 1 . . . . .
+      1 1 1 1 . . . .
+      . . . . 1 . . .
+      . . . . 1 1 . .
+      >>> print(masks.draw(masks.Window(1, 1) | masks.GlobalTokens(1), 6, 8))
+      1 1 1 1 1 1 1 1
+      1 1 1 . . . . .
+      1 1 1 1 . . . .
+      1 . 1 1 1 . . .
+      1 . . 1 1 1 . .
+      1 . . . 1 1 1 .
+      >>> print(masks.draw(~masks.Window(1, 1), 6, 8))
+      . . 1 1 1 1 1 1
+      . . . 1 1 1 1 1
+      1 . . . 1 1 1 1
+      1 1 . . . 1 1 1
+      1 1 1 . . . 1 1
+      1 1 1 1 . . . 1
     """
 
     # its int32 arrays: field name -> letters of its shape, out of B, T, S and C, any size
@@ -205,12 +229,15 @@ class MaskMod(Mask):
       name: what the mask prints as; the function's name by default.
 
     Examples:
-      >>> import jax.numpy as jnp
-      >>> from pallas_flash import flash_attention, masks
+      >>> from pallas_flash import masks
       >>> strided = masks.MaskMod(lambda b, h, q_idx, kv_idx: (q_idx - kv_idx) % (h + 1) == 0)
-      >>> q = k = v = jnp.ones((1, 20, 4, 16))
-      >>> flash_attention(q, k, v, mask=strided & masks.Causal()).shape
-      (1, 20, 4, 16)
+      >>> print(masks.draw(strided & masks.Causal(), 6, 8, heads=3))
+      1 . . . . . . .   1 . . . . . . .   1 . . . . . . .
+      1 1 . . . . . .   . 1 . . . . . .   . 1 . . . . . .
+      1 1 1 . . . . .   1 . 1 . . . . .   . . 1 . . . . .
+      1 1 1 1 . . . .   . 1 . 1 . . . .   1 . . 1 . . . .
+      1 1 1 1 1 . . .   1 . 1 . 1 . . .   . 1 . . 1 . . .
+      1 1 1 1 1 1 . .   . 1 . 1 . 1 . .   . . 1 . . 1 . .
     """
 
     function: Any  # a TracedMod, once made
