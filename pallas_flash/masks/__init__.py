@@ -4,8 +4,9 @@ Almost every mask in use lets query row i see a half-open interval of keys, [sta
 `MaskMod` is any other function of positions, and so is what | and ~ make. `resolve` turns several
 masks into one `ResolvedMask`, which is all that the implementations know.
 
-To add a kind of mask, write one class here and a case in tests/cases.py. Its `interval` is enough;
-with a `mask_mod` too, | and ~ need no call to know what it shows.
+To add a kind of mask, write one class here, with a drawing in its docstring, and a case in
+tests/cases.py. `interval` is all that it must define; with a `mask_mod` too, | and ~ need no call
+to know what it shows.
 """
 
 import dataclasses
@@ -101,8 +102,8 @@ def Causal() -> Window:
 
 @pytrees.dataclass
 class Chunked(Mask):
-    """Positions are cut into chunks of `size`, and a query sees its own chunk; with Causal() only
-    what comes before it there.
+    """A query sees the keys of its own chunk of `size` positions; with Causal() those up to its own
+    position.
 
     Examples:
       >>> from pallas_flash import masks
@@ -130,7 +131,7 @@ class Chunked(Mask):
 
 @pytrees.dataclass
 class KeyLengths(Mask):
-    """Only the first lengths[b] keys are seen; lengths is int32 [B].
+    """A query sees only the first lengths[b] keys; lengths is int32 [B].
 
     Examples:
       >>> from pallas_flash import masks
@@ -152,8 +153,8 @@ class KeyLengths(Mask):
 
 @pytrees.dataclass
 class KeyStarts(Mask):
-    """Keys before starts[b] are not seen, as where prompts are padded on the left; starts is int32
-    [B].
+    """A query sees no key before starts[b], as where prompts are padded on the left; starts is
+    int32 [B].
 
     Examples:
       >>> from pallas_flash import masks
@@ -175,7 +176,7 @@ class KeyStarts(Mask):
 
 @pytrees.dataclass
 class QueryLengths(Mask):
-    """Only the first lengths[b] queries see anything; lengths is int32 [B].
+    """Only the first lengths[b] queries see keys; lengths is int32 [B].
 
     Examples:
       >>> from pallas_flash import masks
@@ -197,7 +198,8 @@ class QueryLengths(Mask):
 
 @pytrees.dataclass
 class PrefixLM(Mask):
-    """Causal, but every query also sees the first prefix[b] keys; prefix is int32 [B].
+    """Every query sees the first prefix[b] keys, and those up to its own position; prefix is int32
+    [B].
 
     Examples:
       >>> from pallas_flash import masks
@@ -219,8 +221,8 @@ class PrefixLM(Mask):
 
 @pytrees.dataclass
 class Documents(Mask):
-    """Packed documents: a query sees the keys with its own id. query_ids is int32 [B, T], key_ids
-    int32 [B, S].
+    """Packed documents: a query sees the keys with its id. query_ids is int32 [B, T], key_ids int32
+    [B, S].
 
     Examples:
       >>> from pallas_flash import masks
@@ -253,10 +255,10 @@ class Documents(Mask):
         )
 
     def _runs(self):
-        """First and one past the last key with each query's id, and whether no other id lies
-        between: 3 x [B, T]."""
+        """The first key with each query's id, the key after the last one, and whether all keys
+        between them have that id: 3 x [B, T]."""
         keys = self.key_ids.shape[1]
-        # no search takes a symbol of jax.export, or nothing: nothing is skipped
+        # a search needs a static number of keys; without it no key is skipped
         if not isinstance(keys, int) or keys == 0:
             start = jnp.zeros(self.query_ids.shape, jnp.int32)
             return start, start + keys, start > 0
@@ -265,9 +267,9 @@ class Documents(Mask):
 
 @pytrees.dataclass
 class Varlen(Mask):
-    """Sequences of any lengths, one behind the other. Sequence i has the queries and keys from
-    cu_seqlens[i] up to, not including, cu_seqlens[i + 1], which see each other alone. Queries and
-    keys behind the last sequence are padding.
+    """Packed sequences of any lengths. Sequence i has the queries and keys from cu_seqlens[i] up
+    to, not including, cu_seqlens[i + 1], which see each other alone. Queries and keys behind the
+    last sequence are padding.
 
     cu_seqlens_q is int32 [B, sequences + 1], or [sequences + 1] for one row, ascending from 0 to
     the tokens at most; a call with others raises, unless they are traced. Give cu_seqlens_k as well
@@ -299,7 +301,7 @@ class Varlen(Mask):
     def __post_init__(self):
         super().__post_init__()
         ends = self.cu_seqlens_q, self.cu_seqlens_k
-        # without a wait for what a device computes
+        # compares no array of a device: it would wait for it
         are_known = all(isinstance(x, np.ndarray | list | tuple) for x in ends)
         if ends[0] is ends[1] or (are_known and np.array_equal(*ends)):
             object.__setattr__(self, "cu_seqlens_k", None)
@@ -317,16 +319,16 @@ class Varlen(Mask):
         return self.cu_seqlens_q if self.cu_seqlens_k is None else self.cu_seqlens_k
 
     def key_value_segment_ids(self, length: int) -> jax.Array:
-        """The number of the sequence that each of `length` keys is in, int32 [B, length], or
-        [length] of ends [sequences + 1]. Keys behind the last sequence have its number.
+        """The index of each key's sequence, int32 [B, length], or [length] for ends [sequences +
+        1]. Keys behind the last sequence count as one more.
 
-        A rule or a score_mod looks a pair's sequence up by kv_idx, which is in the query's too
-        where the query sees the key.
+        A rule or a score_mod looks up the sequence of a pair by kv_idx: a query sees keys of its
+        own sequence alone.
         """
         ends, key = jnp.asarray(self._key_ends), jnp.arange(length, dtype=jnp.int32)
         of_row = lambda ends: _search(ends[1:-1], key, "right")
-        found = jax.vmap(of_row)(ends.reshape(-1, ends.shape[-1]))
-        return found.reshape(*ends.shape[:-1], length)
+        ids = jax.vmap(of_row)(ends.reshape(-1, ends.shape[-1]))
+        return ids.reshape(*ends.shape[:-1], length)
 
     def _compared(self):
         return [self.cu_seqlens_q, self._key_ends]
@@ -354,16 +356,16 @@ class Varlen(Mask):
         return row + stop_k - stop_q
 
     def _sequence(self, row, ends):
-        """Where the sequence that each row is in begins and ends among `ends`: 2 x [B, T]. Beyond
-        the last both are 0."""
-        if isinstance(self.cu_seqlens_q.shape[1], int):  # the number of its end
-            after = jax.vmap(lambda own: _search(own, row[0], "right"))(self.cu_seqlens_q)
-        else:  # no search takes a symbol of jax.export
+        """The start and the end of each row's sequence, from `ends`: 2 x [B, T]. Both are 0 for
+        rows behind the last sequence."""
+        if isinstance(self.cu_seqlens_q.shape[1], int):  # the index of its end
+            after = jax.vmap(lambda ends: _search(ends, row[0], "right"))(self.cu_seqlens_q)
+        else:  # a symbol of jax.export, which no search takes
             after = jnp.sum(self.cu_seqlens_q[:, None] <= row[..., None], axis=2, dtype=jnp.int32)
         last = ends.shape[1] - 1
-        at = lambda number: jnp.take_along_axis(ends, jnp.clip(number, 0, last), 1)
+        end_at = lambda index: jnp.take_along_axis(ends, jnp.clip(index, 0, last), 1)
         return tuple(
-            jnp.where((0 < after) & (after <= last), at(number), 0) for number in (after - 1, after)
+            jnp.where((0 < after) & (after <= last), end_at(i), 0) for i in (after - 1, after)
         )
 
 
@@ -403,21 +405,21 @@ def GlobalTokens(n: int) -> MaskMod:
 
 
 def _runs_of_row(query_ids, key_ids):
-    """Documents._runs of one batch row, by a table of buckets of ids, since a sort of the keys and
-    searches in them are many kernels: results.md#documents. Ids that share a bucket share a range,
+    """Computes Documents._runs for one batch row by a hash table of ids, since sorting the keys and
+    searching them takes many kernels: results.md#documents. Ids that share a bucket share a range,
     which is then too wide."""
     keys, bits = key_ids.size, max((key_ids.size - 1).bit_length(), MIN_BUCKET_BITS)
     key, differ = jnp.arange(keys, dtype=jnp.int32), key_ids[1:] != key_ids[:-1]
     is_first, is_last = (jnp.pad(differ, side, constant_values=True) for side in ((1, 0), (0, 1)))
     of_query, of_key = (_bucket(ids, bits) for ids in (query_ids, key_ids))
-    # of the ends of runs alone: many keys of one id would wait for each other
+    # scatters the ends of runs alone: many keys of one id would wait for each other
     of_key = jnp.where(is_first | is_last, of_key, 1 << bits)
     ends = [(is_first, -key), (is_first, key), (is_last, key + 1)]
     ends = jnp.stack([jnp.where(which, end, -keys) for which, end in ends], 1)
     table = jnp.full_like(key_ids, -keys, shape=(1 << bits, 3)).at[of_key].max(ends, mode="drop")
     first, last_run, stop = jnp.moveaxis(table[of_query], 1, 0)
     stop = jnp.maximum(stop, 0)
-    start = jnp.minimum(-first, stop)  # 0 of an empty bucket
+    start = jnp.minimum(-first, stop)  # 0 for an empty bucket
     return start, stop, (start == last_run) & (key_ids[start] == query_ids)
 
 
@@ -425,13 +427,13 @@ MIN_BUCKET_BITS = 12
 
 
 def _bucket(ids, bits: int):
-    """The ids from 0 to 2^bits - 1 as they are; of others the upper bits are added as a Fibonacci
-    hash."""
+    """The bucket of each id: an id from 0 to 2^bits - 1 is its own; the upper bits of another id
+    are added as a Fibonacci hash."""
     upper = (ids >> bits).astype(jnp.uint32) * jnp.uint32(0x9E3779B1)
     return (ids + (upper >> (32 - bits)).astype(jnp.int32)) & ((1 << bits) - 1)
 
 
 def _search(a, x, side: str):
-    """jnp.searchsorted as int32, without a loop: on a GPU each step of one is a kernel of its own,
-    and all were half the time of a forward over documents: results.md#documents."""
+    """jnp.searchsorted as int32, without a loop, whose steps are a GPU kernel each: they were half
+    the time of a forward over documents: results.md#documents."""
     return jnp.searchsorted(a, x, side, method="scan_unrolled").astype(jnp.int32)

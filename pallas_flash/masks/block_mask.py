@@ -14,7 +14,7 @@ from pallas_flash.masks.resolution import resolve
 
 @pytrees.dataclass(repr=False)
 class BlockMask(And):
-    """A mask and the type of each block of queries and keys: empty, partial or full. A pytree,
+    """A mask with the type of each block of queries and keys: empty, partial or full. A pytree,
     made by `create_block_mask`.
 
     Examples:
@@ -38,13 +38,13 @@ class BlockMask(And):
     def counts(self) -> dict[str, int]:
         """How many blocks are skipped, full and partial, over all batch rows and heads."""
         kind = np.asarray(self.second.block_types)
-        of = dict(skipped=block_types.EMPTY, full=block_types.FULL, partial=block_types.PARTIAL)
-        return {name: int(np.sum(kind == number)) for name, number in of.items()}
+        names = dict(skipped=block_types.EMPTY, full=block_types.FULL, partial=block_types.PARTIAL)
+        return {name: int(np.sum(kind == number)) for name, number in names.items()}
 
     def __repr__(self):
-        of = self.second
-        size = f"{of.queries} x {of.keys} in blocks of {of.block_size}"
-        if isinstance(of.block_types, jax.core.Tracer):
+        types = self.second
+        size = f"{types.queries} x {types.keys} in blocks of {types.block_size}"
+        if isinstance(types.block_types, jax.core.Tracer):
             return f"BlockMask({self.first!r}, {size})"
         counts = ", ".join(f"{n} {name}" for name, n in self.counts().items())
         return f"BlockMask({self.first!r}, {size}: {counts})"
@@ -61,16 +61,16 @@ def create_block_mask(
     batch: int = 1,
     heads: int = 1,
 ) -> BlockMask:
-    """The mask with the types of its blocks, as in FlexAttention. Create it once, outside of
-    layers, jit and scan, for all the calls that take it.
+    """Computes the types of a mask's blocks, as in FlexAttention. Create a block mask once, outside
+    of layers, jit and scan, for all the calls that take it.
 
     These calls must have this number of queries and keys, and this query_offset. `batch` and
-    `heads` are needed where the mask depends on them. Without it a call finds the types of a
-    MaskMod that reads no arrays while it is traced, if the blocks are not too many.
+    `heads` are needed where the mask depends on them. Without a block mask, a call computes the
+    types of a MaskMod that reads no arrays while it is traced, if there are not too many blocks.
 
     Raises:
-      TypeError: no mask of `pallas_flash.masks`, or an offset that is not static.
-      ValueError: a size that is no static int from 1 on, or arrays of other rows than `batch`.
+      TypeError: mask is no object of `pallas_flash.masks`, or query_offset is not static.
+      ValueError: a size is no static int from 1 on, or `batch` is not the rows of the arrays.
 
     Examples:
       >>> from pallas_flash import masks
