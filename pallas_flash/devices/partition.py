@@ -9,6 +9,7 @@ gradients of an array that several devices hold are summed.
 import functools
 import itertools
 import math
+import string
 from typing import Any, NamedTuple
 
 import jax
@@ -32,15 +33,16 @@ requires_devices.add(primitive)
 
 
 def may_spread(ctx) -> bool:
-    """Whether the program is for several devices, and may call back, which no exported one may."""
+    """Whether the program is for several devices, and may hold callbacks, as no exported one
+    may."""
     target = jax_internals.target(ctx)
     return not target.is_export and target.mesh is not None and target.mesh.size > 1
 
 
 def lower(kernel_pass: Rules, ctx, *leaves, jaxpr, in_tree, out_tree):
-    """The lowering of a KernelPass that XLA's partitioner may spread over a mesh."""
+    """Lowers a KernelPass to an operation that XLA's partitioner may spread over a mesh."""
     spread = Partition.of(kernel_pass, ctx.avals_in, jaxpr.out_avals, in_tree)
-    # only its shapes are used
+    # the shapes of its results are all that is used
     call = custom_partitioning(lambda *_: [jnp.zeros(y.shape, y.dtype) for y in jaxpr.out_avals])
     call.def_partition(spread.partition, sharding_rule=spread.sharding_rule())
     results = mlir.lower_fun(call, multiple_results=True)(ctx, *leaves)
@@ -54,35 +56,33 @@ def lower(kernel_pass: Rules, ctx, *leaves, jaxpr, in_tree, out_tree):
 
 
 class Partition(NamedTuple):
-    """A KernelPass that XLA's partitioner asks about."""
+    """The answers to XLA's partitioner about a KernelPass."""
 
     kernel_pass: Rules
     in_tree: Any
-    # of each array and of each result: a letter for each axis, "." where one is broadcast, and a
+    # of the arrays, and of the results: a letter for each axis, "." if it is broadcast, and first a
     # small letter for each vmap around
     axes: tuple[list[str], list[str]]
-    gradients: list[str]  # the axes of what a backward of one call returns
+    gradients: list[str]  # the axes of the gradients that a backward returns, without vmaps
 
     @classmethod
     def of(cls, kernel_pass: Rules, arrays, results, in_tree) -> "Partition":
-        maps = kernel_pass.maps
-        letters = [chr(ord("a") + n) for n in range(len(maps))]
+        maps = kernel_pass.maps[::-1]  # the outermost vmap first
+        vmaps = string.ascii_lowercase[: len(maps)]
         mapped = lambda n: "".join(
-            letter
-            for letter, in_axes in zip(letters[::-1], maps[::-1], strict=True)
-            if n is None or in_axes[n] is not None
+            vmap for vmap, in_axes in zip(vmaps, maps, strict=True) if in_axes[n] is not None
         )
         axes = kernel_pass.axes(arrays, in_tree)
         gradients = []
         if kernel_pass.name == "backward":
             gradients = jax.tree.leaves(axes[0].differentiable._replace(sinks=None))
-        of_results = gradients or [row_axes(y.ndim - len(maps)) for y in results]
-        of_arrays = [mapped(n) + letters for n, letters in enumerate(jax.tree.leaves(axes))]
-        of_results = [mapped(None) + letters for letters in of_results]
-        return cls(kernel_pass, in_tree, (of_arrays, of_results), gradients)
+        arrays_axes = [mapped(n) + letters for n, letters in enumerate(jax.tree.leaves(axes))]
+        results_axes = gradients or [row_axes(y.ndim - len(maps)) for y in results]
+        results_axes = [vmaps + letters for letters in results_axes]
+        return cls(kernel_pass, in_tree, (arrays_axes, results_axes), gradients)
 
     def partition(self, mesh, arrays, results):
-        """What each device of the mesh computes, and how results and arrays lie on it."""
+        """What each device of the mesh computes, and the shardings of results and arrays."""
         problem, (arrays_axes, results_axes) = self.kernel_pass.problem, self.axes
         mesh_axes = _mesh_axes(
             zip((*arrays, *results), (*arrays_axes, *results_axes), strict=True), mesh
@@ -94,12 +94,12 @@ class Partition(NamedTuple):
         return mesh, run, list(map(placed, results_axes)), tuple(map(placed, arrays_axes))
 
     def _run_on_device(self, mesh_axes: dict[str, Any], mesh, *leaves):
-        """What one device computes of its batch rows and heads, which lie on these axes of the
+        """The results for one device's batch rows and heads, which lie on these axes of the
         mesh."""
         on_device, whole = self.kernel_pass.on_device, self.kernel_pass.problem
         operands, *rows = jax.tree.unflatten(self.in_tree, leaves)
         heads = operands.query.shape[2]
-        # each device has all key heads, and the query heads of some of them
+        # where key heads do not divide among devices, each device has all
         keys = None
         if whole.kv_heads == operands.key.shape[2] and device_count(mesh_axes.get("N"), mesh) > 1:
             keys = _key_heads(whole, heads, mesh_axes["N"])
@@ -122,8 +122,7 @@ class Partition(NamedTuple):
         ]
 
     def sharding_rule(self) -> str:
-        """Shardy's rule: an axis of a letter that may be spread lies where all of that letter
-        lie."""
+        """Shardy's rule: axes with the same letter, if it may be spread, are sharded alike."""
         number, problem = itertools.count(), self.kernel_pass.problem
 
         def factors(axes):
@@ -134,22 +133,22 @@ class Partition(NamedTuple):
 
 
 def _key_heads(problem: Problem, heads: int, axis):
-    """The key heads of this device's query heads, each for as many of them as share it on every
-    device."""
+    """The key heads of this device's query heads, one for each `step` of them: so many share one on
+    every device."""
     step = math.gcd(heads, problem.group)
     return (lax.axis_index(axis_names(axis)) * heads + jnp.arange(0, heads, step)) // problem.group
 
 
 def _with_key_heads(x, keys):
-    """The operands, or tangents of them, with these key heads alone."""
+    """The operands, or their tangents, with these key heads alone."""
     if not isinstance(x, Operands | Gradients):
         return x
-    some = lambda a: None if a is None else a[:, :, keys]
-    return x._replace(key=some(x.key), value=some(x.value))
+    take = lambda a: None if a is None else a[:, :, keys]
+    return x._replace(key=take(x.key), value=take(x.value))
 
 
 def _indices(operands: Operands, mesh_axes) -> dict[str, jax.Array]:
-    """Those of this device's batch rows and heads, which are not the first ones."""
+    """The indices of this device's batch rows and heads in the whole call."""
     B, _, N, _ = operands.query.shape
     return {
         name: lax.axis_index(axis_names(mesh_axes[letter])) * n + jnp.arange(n, dtype=jnp.int32)
@@ -159,7 +158,7 @@ def _indices(operands: Operands, mesh_axes) -> dict[str, jax.Array]:
 
 
 def _summed(x, axes: str, mesh_axes):
-    """A gradient, added up over the devices that hold the same array."""
+    """A gradient, summed over the devices that hold the same array."""
     over = [
         name for letter in "BN" if letter not in axes for name in axis_names(mesh_axes.get(letter))
     ]
@@ -167,22 +166,22 @@ def _summed(x, axes: str, mesh_axes):
 
 
 def _may_spread(letter: str) -> bool:
-    """Batch rows, heads, and the axes of vmaps."""
+    """Whether an axis may be spread: of batch rows, heads or a vmap."""
     return letter in "BNK" or letter.islower()
 
 
 def _mesh_axes(arrays, mesh) -> dict[str, Any]:
     """The axes of the mesh that each letter of (array, axes) lies on: the query's, else those of
     another array."""
-    found = {}
+    mesh_axes = {}
     for x, axes in arrays:
         for letter, n, axis in zip(axes.replace("K", "N"), x.shape, x.sharding.spec, strict=False):
-            taken = {name for axis in found.values() for name in axis_names(axis)}
+            taken = {name for axis in mesh_axes.values() for name in axis_names(axis)}
             is_free = (
                 axis_names(axis)
                 and n % device_count(axis, mesh) == 0
                 and not taken & set(axis_names(axis))
             )
-            if _may_spread(letter) and letter not in found and is_free:
-                found[letter] = axis
-    return found
+            if _may_spread(letter) and letter not in mesh_axes and is_free:
+                mesh_axes[letter] = axis
+    return mesh_axes
