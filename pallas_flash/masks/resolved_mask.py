@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_flash import pytrees
-from pallas_flash.pytrees import IntLike, is_data, larger, smaller
+from pallas_flash.jax_support import pytrees
+from pallas_flash.jax_support.pytrees import IntLike, is_data, larger, smaller
 
 # the largest distance of a query and a key: offsets and windows are clipped to it, so that no sum
 # of positions leaves int32

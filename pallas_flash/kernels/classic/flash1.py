@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_flash import online_softmax, schedule
-from pallas_flash.arguments import Gradients, Operands, Problem
-from pallas_flash.jax_internals import mlir
+from pallas_flash.jax_support.jax_internals import mlir
 from pallas_flash.kernels.triton import mods, tile
 from pallas_flash.kernels.triton.tuning import power_of_two
+from pallas_flash.problem.arguments import Gradients, Operands, Problem
+from pallas_flash.tiled import online_softmax, schedule
 
 # Pallas' interpreter has one thread, which waits for nobody.
 mlir.register_lowering(jax.make_jaxpr(plgpu.debug_barrier)().eqns[0].primitive, lambda ctx: ())

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_flash import online_softmax, schedule
-from pallas_flash.arguments import Gradients, Operands, Problem
 from pallas_flash.kernels.triton import mods, tile
 from pallas_flash.kernels.triton.tuning import power_of_two
+from pallas_flash.problem.arguments import Gradients, Operands, Problem
+from pallas_flash.tiled import online_softmax, schedule
 
 
 class Tiles(NamedTuple):

@@ -7,7 +7,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_flash.kernels import device
+from pallas_flash.jax_support import hardware
 
 # how Mosaic lowers values: whole tiles whose layouts it infers, or the registers of each lane in
 # the layouts that the kernel names
@@ -54,7 +54,7 @@ def launch(
         grid_names=("program",),
         num_threads=warpgroups,
         thread_name="warpgroup",
-        interpret=device.interpret,
+        interpret=hardware.interpret,
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             # none for a row, which is in the registers of a quarter of a warp

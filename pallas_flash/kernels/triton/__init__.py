@@ -2,17 +2,18 @@
 
 import math
 
-from pallas_flash.arguments import Problem
-from pallas_flash.decode import why_not as why_no_single_tile
-from pallas_flash.kernels import device, joined
+from pallas_flash.jax_support import hardware
+from pallas_flash.kernels import joined
 from pallas_flash.kernels.triton.tuning import decode_tiles, tiles
+from pallas_flash.problem.arguments import Problem
+from pallas_flash.tiled.split_kv import why_not as why_no_single_tile
 
 __all__ = ["decode_tiles", "tiles", "why_no_pages", "why_not"]
 
 
 def why_not(problem: Problem) -> str | None:
     """Why the kernels cannot run a problem, or None."""
-    capability, reasons = device.compute_capability(), []
+    capability, reasons = hardware.compute_capability(), []
     if capability and capability < 8.0:
         reasons.append(
             "the kernels need an NVIDIA GPU of compute capability 8.0 or higher; this one has "
@@ -33,7 +34,7 @@ def why_not(problem: Problem) -> str | None:
 def why_no_pages(problem: Problem, shapes: tuple, dtype: str | None) -> str | None:
     """Why the kernels cannot read pages of these shapes where they lie, or None; `dtype` is that of
     pages of 8 bits."""
-    capability = device.compute_capability()
+    capability = hardware.compute_capability()
     if dtype == "float8_e4m3fn" and capability and capability < 8.9:
         return (
             "float8_e4m3fn needs an NVIDIA GPU of compute capability 8.9 or higher; this one has "

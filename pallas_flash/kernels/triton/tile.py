@@ -19,13 +19,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_flash import dropout, online_softmax, schedule
-from pallas_flash.arguments import Operands, Problem
+from pallas_flash import dropout
+from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.triton import mods
 from pallas_flash.kernels.triton.mods import FIRST
 from pallas_flash.kernels.triton.tuning import power_of_two
 from pallas_flash.masks.resolved_mask import ResolvedMask
-from pallas_flash.pytrees import IntLike
+from pallas_flash.problem.arguments import Operands, Problem
+from pallas_flash.tiled import online_softmax, schedule
 
 # JAX means to move Pallas on GPUs to Mosaic; a user who calls attention can do nothing about it.
 warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated")
