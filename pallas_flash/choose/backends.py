@@ -169,14 +169,12 @@ def _no_gpu() -> str | None:
 
 
 EARLIER = "an earlier algorithm, for comparison only: select it by name"
+FEW = 64  # queries
 
 
 def _on_hopper(problem: Problem) -> str | None:
     on_hopper = hardware.compute_capability() == 9.0
     return "this GPU has kernels of its own, hopper's: ask for it by name" if on_hopper else None
-
-
-FEW = 64  # queries
 
 
 def _few_queries(problem: Problem) -> str | None:
