@@ -135,6 +135,7 @@ ORDER = [
     "tiled.schedule",
     "tiled.online_softmax",
     "masks.__init__",
+    "masks.sequences",
     "masks.block_mask",
     "masks.resolution",
     "masks.expression",
