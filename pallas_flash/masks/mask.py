@@ -38,16 +38,9 @@ class Mask:
       1 1 1 1 . . . .
       . . . . 1 . . .
       . . . . 1 1 . .
-      >>> print(masks.draw(masks.Window(1, 1) | masks.GlobalTokens(1), 6, 8))
+      >>> print(masks.draw(~masks.Window(1, 1) | masks.GlobalTokens(1), 6, 8))
       1 1 1 1 1 1 1 1
-      1 1 1 . . . . .
-      1 1 1 1 . . . .
-      1 . 1 1 1 . . .
-      1 . . 1 1 1 . .
-      1 . . . 1 1 1 .
-      >>> print(masks.draw(~masks.Window(1, 1), 6, 8))
-      . . 1 1 1 1 1 1
-      . . . 1 1 1 1 1
+      1 . . 1 1 1 1 1
       1 . . . 1 1 1 1
       1 1 . . . 1 1 1
       1 1 1 . . . 1 1
@@ -288,10 +281,8 @@ class BlockTypes(Mask):
         shape = self.block_types.shape
         block_types = self.block_types.reshape(math.prod(shape[:-3]), *shape[-3:])
         made = block_types.shape[:2]
-        if any(
-            n != m and (n > 1 or used)
-            for n, m, used in zip(made, (batch, heads), self.uses, strict=True)
-        ):
+        sizes = zip(made, (batch, heads), self.uses, strict=True)
+        if any(n != m and (n > 1 or is_used) for n, m, is_used in sizes):
             raise ValueError(
                 f"the block mask was made for (batch, heads) = {made}; the call's are "
                 f"{(batch, heads)}."
