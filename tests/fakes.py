@@ -12,13 +12,13 @@ import numpy as np
 import pallas_flash.__main__
 from pallas_flash.choose import backends
 from pallas_flash.choose.backends import Backend
-from pallas_flash.choose.selfcheck import comparison, records, trial, verdicts
+from pallas_flash.choose.selfcheck import records, small_problems, trial, verdicts
 from pallas_flash.problem.arguments import Gradients
 
 GPU = records.Machine("Fake GPU", "1.2", "jax", "compilers", "sources")
 VARIANT = verdicts.Variant("honest", 64, 64, "float32", "deterministic")
 QUERY = np.random.default_rng(0).normal(size=(4, 8, 2, 16)).astype(np.float32)
-TINY = comparison.SIZES | dict(batch=1, queries=67, keys=131, heads=2, kv_heads=1)
+TINY = small_problems.SIZES | dict(batch=1, queries=67, keys=131, heads=2, kv_heads=1)
 REFERENCE = backends.REFERENCE
 
 

@@ -47,6 +47,7 @@ ORDER = [
     "choose.selection",
     "choose.selfcheck.verdicts",
     "choose.selfcheck.comparison",
+    "choose.selfcheck.small_problems",
     "choose.selfcheck.outcome",
     "choose.selfcheck.records",
     "choose.selfcheck.attempts",

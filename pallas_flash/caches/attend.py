@@ -12,7 +12,7 @@ from pallas_flash import checks
 from pallas_flash.caches import ragged
 from pallas_flash.choose import backends, dispatch, selection
 from pallas_flash.choose.backends import Backend
-from pallas_flash.choose.selfcheck import comparison
+from pallas_flash.choose.selfcheck import comparison, small_problems
 from pallas_flash.jax_support import hardware, varying
 from pallas_flash.kernels import joined
 from pallas_flash.masks.resolved_mask import ResolvedMask
@@ -180,7 +180,7 @@ class Pages(NamedTuple):
     @property
     def entry(self) -> comparison.EntryPoint:
         """How kernels are checked that read such pages."""
-        keys = -(-comparison.SIZES["keys"] // self.page) * self.page
+        keys = -(-small_problems.SIZES["keys"] // self.page) * self.page
         name = " ".join(filter(None, (f"pages of {self.page}", self.stored, self.alone)))
         return comparison.EntryPoint(name, self.results, widen=self.widen, sizes=dict(keys=keys))
 
