@@ -53,8 +53,8 @@ class LogBase(enum.Enum):
 
 
 class SoftmaxState(NamedTuple):
-    """The running softmax of each row, in the log base b of its scores s: their maximum m, and l =
-    sum b^(s - m), so that P = b^(s - m) / l.
+    """The running softmax of each row, in the log base b of its scores s: their maximum m, and
+    l = sum b^(s - m). P = b^(s - m) / l.
 
     l is 0 if a row saw no key. If l is None, m is the whole log-sum-exp, and -inf if a row saw no
     key. A sink is a key that every row saw.
@@ -82,9 +82,9 @@ class SoftmaxState(NamedTuple):
         return jnp.where(self.empty, -jnp.inf, m + jnp.log(jnp.where(self.empty, 1.0, self.l)))
 
     def backward_lse(self, log_base: LogBase):
-        """The lse that a backward takes, m + log_b l, +inf for a row that saw no key, so that b^(s
-        - lse) = 0; and the factor (None: 1) that b^(s - lse) lacks of P, since lse rounds, at large
-        logits even to m."""
+        """The lse that a backward takes: m + log_b l, and +inf for a row that saw no key, so that
+        b^(s - lse) = 0. And P / b^(s - lse), None: 1, since lse rounds, at large logits even to
+        m."""
         if self.l is None:
             return jnp.where(self.empty, jnp.inf, self.m), None
         l = jnp.where(self.empty, 1.0, self.l)
