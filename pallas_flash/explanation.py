@@ -11,10 +11,11 @@ import numpy as np
 from pallas_flash import attention, checks, context_parallel
 from pallas_flash.accounting import token_bytes
 from pallas_flash.caches import attend, paged
-from pallas_flash.choose import backends, dispatch, selection
+from pallas_flash.choose import dispatch, implementations, selection
 from pallas_flash.devices.shared_arrays import canonicalize
 from pallas_flash.jax_support import hardware, xla_flags
 from pallas_flash.problem import arguments
+from pallas_flash.problem.backend import Backend
 from pallas_flash.problem.call import Call
 from pallas_flash.transforms.partial_broadcast import axis_to_map, map_calls
 
@@ -44,21 +45,23 @@ class Explanation:
     def __str__(self):
         """The explanation in lines, without the earlier algorithms, which nobody selects by
         chance."""
-        taken = ", ".join(filter(None, (self.implementation, self.condition)))
-        lines = [f"call            {self.problem}", f"implementation  {taken}"]
-        lines += [f"tiles           {self.tiles}"] if self.tiles is not None else []
-        lines += [f"derivatives     {self.derivatives}"]
-        lines += [f"backward        {self.backward}"] if self.backward is not None else []
-        lines += [f"context         {self.context}"] if self.context is not None else []
-        shares = "a bias or mask broadcasts over some of the leading axes alone"
-        lines += [f"calls           {self.calls} of these: {shares}"] if self.calls else []
-        lines += [f"copies          {self.copies}"] if self.copies is not None else []
+        broadcasts = "a bias or mask broadcasts over some of the leading axes alone"
         reads = f"{self.token_bytes} bytes of each token and key/value head"
-        lines += [f"reads           {reads}"] if self.token_bytes is not None else []
-        lines += [f"remark          {self.remark}"] if self.remark is not None else []
-        why_not = {k: reason for k, reason in self.why_not.items() if reason != backends.EARLIER}
-        lines += [f"not {name:<11} {reason}" for name, reason in why_not.items()]
-        return "\n".join(lines)
+        rows = {
+            "call": self.problem,
+            "implementation": ", ".join(filter(None, (self.implementation, self.condition))),
+            "tiles": self.tiles,
+            "derivatives": self.derivatives,
+            "backward": self.backward,
+            "context": self.context,
+            "calls": f"{self.calls} of these: {broadcasts}" if self.calls else None,
+            "copies": self.copies,
+            "reads": reads if self.token_bytes else None,
+            "remark": self.remark,
+        }
+        others = self.why_not.items()
+        rows |= {f"not {name}": why for name, why in others if why != implementations.EARLIER}
+        return "\n".join(f"{name:<15} {x}" for name, x in rows.items() if x is not None)
 
 
 def explain(*args: Any, **kwargs: Any) -> Explanation:
@@ -114,7 +117,7 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
     )
 
 
-def _backward(backend: backends.Backend, problem: arguments.Problem, asked: bool | None) -> str:
+def _backward(backend: Backend, problem: arguments.Problem, asked: bool | None) -> str:
     """The order in which the backward adds, and why."""
     if not backend.adds_in_any_order(dataclasses.replace(problem, deterministic=False)):
         return f"{backend.name} has one for this call, whatever deterministic is"

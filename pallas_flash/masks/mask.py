@@ -355,7 +355,7 @@ def without_block_types(mask: Mask) -> Mask:
 
 def conjuncts(mask: Mask | None) -> list[Mask]:
     """The masks that `&` joined, in order."""
-    return [] if mask is None else _leaves(mask, And)
+    return _leaves(mask, And)
 
 
 def split(masks: list[Mask]) -> tuple[list[Mask], list[Mask]]:
@@ -370,10 +370,12 @@ def split(masks: list[Mask]) -> tuple[list[Mask], list[Mask]]:
 
 def leaves(mask: Mask | None) -> list[Mask]:
     """The masks that &, | and ~ joined, in order."""
-    return [] if mask is None else _leaves(mask, Joined)
+    return _leaves(mask, Joined)
 
 
-def _leaves(mask: Mask, of: type) -> list[Mask]:
+def _leaves(mask: Mask | None, of: type) -> list[Mask]:
+    if mask is None:
+        return []
     if not isinstance(mask, Mask):
         raise TypeError(
             "mask must be an object of pallas_flash.masks, as masks.Causal(); got "

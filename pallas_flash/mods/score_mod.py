@@ -99,20 +99,15 @@ class BoundScoreMod(BoundMod):
         Where the cotangent is 0, as for a pair that a mask hides, all results are 0: the score_mod
         may have no derivative there.
         """
-        captured = self.read_captured(read, *indices)
-        is_table = [self._is_table(at.array) for at in self.mod.reads]
-        tables = [
-            jnp.broadcast_to(value, s.shape)
-            for (_, value), t in zip(captured, is_table, strict=True)
-            if t
-        ]
+        captured, reads = self.read_captured(read, *indices), self.mod.reads
+        tables = {
+            n: jnp.broadcast_to(value, s.shape)
+            for n, (_, value) in enumerate(captured)
+            if self._is_table(reads[n].array)
+        }
 
         def evaluate(s, tables):
-            tables = iter(tables)
-            values = [
-                next(tables) if t else value
-                for (_, value), t in zip(captured, is_table, strict=True)
-            ]
+            values = [tables.get(n, value) for n, (_, value) in enumerate(captured)]
             return self.evaluate(values, *indices, s)
 
         new, pull = jax.vjp(evaluate, s, tables)
@@ -120,14 +115,10 @@ class BoundScoreMod(BoundMod):
         def backward(d_new):
             where_used = lambda d: jnp.where(d_new == 0, jnp.zeros_like(d), d)
             ds, d_tables = pull(d_new)
-            reads = [
-                (at.array, index, value)
-                for at, (index, value), t in zip(self.mod.reads, captured, is_table, strict=True)
-                if t
-            ]
             return where_used(ds), [
-                (array, index, _summed(where_used(d), value))
-                for (array, index, value), d in zip(reads, d_tables, strict=True)
+                (reads[n].array, index, _summed(where_used(d_tables[n]), value))
+                for n, (index, value) in enumerate(captured)
+                if n in tables
             ]
 
         return new, backward

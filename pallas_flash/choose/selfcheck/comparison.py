@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_flash.choose import backends
-from pallas_flash.choose.backends import Backend, Choice
+from pallas_flash.choose import implementations
 from pallas_flash.choose.selfcheck import small_problems
 from pallas_flash.choose.selfcheck.outcome import Verdict, before_kernels
 from pallas_flash.jax_support import hardware
 from pallas_flash.problem.arguments import Operands, Problem
+from pallas_flash.problem.backend import Backend, Choice
 from pallas_flash.transforms import autodiff
 
 # rows that are compared as one vector: a single row of a gradient may be zero but for rounding
@@ -137,7 +137,7 @@ def _programs(
     wide = dataclasses.replace(small, dtype="float32"), entry.widen(operands)
     return [
         program(backend, tiles, entry.results, small, operands, cotangents),
-        program(backends.REFERENCE, None, entry.reference_results, *wide, widen(cotangents)),
+        program(implementations.REFERENCE, None, entry.reference_results, *wide, widen(cotangents)),
     ]
 
 

@@ -16,14 +16,16 @@ from typing import NamedTuple
 
 import jax
 
-from pallas_flash.choose import backends
-from pallas_flash.choose.backends import Backend
+from pallas_flash import checks
+from pallas_flash.choose import implementations, selection
 from pallas_flash.choose.selfcheck import comparison, outcome, records, small_problems, verdicts
 from pallas_flash.choose.selfcheck.outcome import Verdict
 from pallas_flash.choose.selfcheck.verdicts import Variant
-from pallas_flash.explanation import explain
 from pallas_flash.jax_support import hardware
+from pallas_flash.problem import arguments
 from pallas_flash.problem.arguments import Problem
+from pallas_flash.problem.backend import Backend
+from pallas_flash.problem.call import Call
 
 COMMAND = [sys.executable, "-m", "pallas_flash"]  # runs a case after CASE
 CASE = "--case"
@@ -61,10 +63,12 @@ class Case(NamedTuple):
         static |= dict(dropout_rate=self.dropout_rate)
         heads = self.head_size, self.value_size, self.dtype
         call, _ = small_problems.make_call(*heads, [self.extra], sizes, **static)
-        return explain(**call).problem
+        problem = checks.from_shapes(lambda call: arguments.normalise(call)[0], Call(**call))
+        selection.first(problem, self.implementation)  # raises where it cannot run
+        return problem
 
     def backend(self) -> Backend:
-        return backends.find(self.implementation)
+        return implementations.find(self.implementation)
 
     @property
     def entry(self) -> comparison.EntryPoint:
@@ -94,7 +98,7 @@ def cases(
     chosen, refused, schemes = {}, {}, SCHEMES if everything else SHORT
     for name in names:
         # what this machine lacks even for the plainest problem
-        if why_not := backends.find(name).why_not(_plain()):
+        if why_not := implementations.find(name).why_not(_plain()):
             refused[name] = why_not
             continue
         fields = itertools.product(sizes or default_sizes(name, everything), dtypes, schemes)
@@ -114,18 +118,14 @@ def _plain() -> Problem:
 def default_names() -> list[str]:
     """The implementations with kernels that this machine runs by default once their self-check has
     passed; if there are none, all that it runs by default."""
-    names = [
-        backend.name
-        for backend in backends.BACKENDS
-        if backend.why_not_by_default(_plain()) is None
-    ]
-    return [name for name in names if backends.find(name).own_kernels] or names
+    able = [b for b in implementations.BACKENDS if b.why_not_by_default(_plain()) is None]
+    return [b.name for b in able if b.own_kernels] or [b.name for b in able]
 
 
 def default_sizes(name: str, everything: bool) -> Sizes:
     """All widths of kernels that this machine may run by default, or those that most calls have:
     the toy GPT's is 32."""
-    if not (name in default_names() and backends.find(name).own_kernels):
+    if not (name in default_names() and implementations.find(name).own_kernels):
         return [(64, 64)]
     rare = [(192, 128), (256, 256), (512, 512)] if everything else []
     return [(32, 32), (64, 64), (128, 128), *rare]
@@ -171,20 +171,11 @@ def _died(status: int, errors: str) -> Verdict:
     """The verdict on a process that exited with this status."""
     if status > 0:
         return outcome.failed((errors.strip().splitlines() or ["its process failed"])[-1])
-    died = f"its process died of {signal.Signals(-status).name}"
-    by_itself = -status in (
-        signal.SIGABRT,
-        signal.SIGBUS,
-        signal.SIGFPE,
-        signal.SIGILL,
-        signal.SIGSEGV,
-        signal.SIGTRAP,
-    )
-    return (
-        Verdict({}, died)
-        if by_itself
-        else Verdict({}, unknown=f"{died}, which others send: a system short of memory, say")
-    )
+    name = signal.Signals(-status).name
+    died = f"its process died of {name}"
+    if name in "SIGABRT SIGBUS SIGFPE SIGILL SIGSEGV SIGTRAP".split():  # by its own fault
+        return Verdict({}, died)
+    return Verdict({}, unknown=f"{died}, which others send: a system short of memory, say")
 
 
 class Setting(NamedTuple):
