@@ -53,8 +53,7 @@ class Mask:
     has_ids = False  # document ids, of which a ResolvedMask holds one set
 
     def __post_init__(self):
-        """Raises if an array of integers has another dtype. A field may also hold no array, but the
-        PartitionSpec of one."""
+        """Raises if an array of integers has another dtype; a PartitionSpec may stand for it."""
         for name in self.ARRAYS:
             x = getattr(self, name, None)
             if checks.is_array(x) or isinstance(x, list | bool | float):
@@ -290,8 +289,8 @@ class BlockTypes(Mask):
         return dataclasses.replace(self, block_types=block_types)
 
     def with_indices(self, batch: tuple[int, ...], heads: int) -> "BlockTypes":
-        """These types with the leading axes `batch` in place of one axis of batch rows, if they
-        differ by row."""
+        """These types with the leading axes `batch` in place of batch rows, if they differ by
+        row."""
         types = self.fitting(math.prod(batch), heads).block_types
         if types.shape[0] == 1:
             return self
