@@ -28,7 +28,7 @@ EXTRAS = (
 
 
 def extras(problem: Problem) -> list[str]:
-    """Those of EXTRAS that the problem has."""
+    """The names in EXTRAS that apply to the problem."""
     p, ids = problem, problem.resolved_mask.query_ids
     arrays = (p.score and p.score.tables) or None
     has = p.resolved_mask.mask_mod, p.mask, p.bias, p.score, arrays, p.soft_cap, ids
