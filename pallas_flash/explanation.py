@@ -87,7 +87,8 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
             )
     with hardware.at(call.arguments().values()):
         problem, context = checks.from_shapes(_problem_of, call)
-        choice = selection.choose(problem, call.implementation, check=False)
+        name = selection.requested(call.implementation)
+        choice = selection.choose(problem, name, check=False)
         against = selection.Against(problem)
         why_not, condition = selection.reasons(choice.backend, call.implementation, against)
         is_whole = context or axis_to_map(call) is None
@@ -175,8 +176,6 @@ def _problem_of(call: Call) -> tuple[arguments.Problem, str | None]:
     call, plans = context_parallel.resolve_context(call), []
 
     def note(call: Call):
-        if (axis := axis_to_map(call)) is not None:
-            return map_calls(note, call, axis)
         if call.context is None:
             plans.append((arguments.normalise(call)[0], None))
         else:
@@ -187,5 +186,5 @@ def _problem_of(call: Call) -> tuple[arguments.Problem, str | None]:
     if call.context is not None:
         dispatch.map_over_mesh(note, call)
     else:
-        note(call if axis_to_map(call) is None else canonicalize(call))
+        map_calls(note, call, canonicalize)
     return plans[0]

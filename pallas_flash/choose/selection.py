@@ -14,11 +14,10 @@ from pallas_flash.tiled.blockwise.backend import blockwise_tangent
 JAX_NN_NAMES = ("xla", "cudnn")  # of what jax.nn has; here they choose, as None does
 
 
-def choose(problem: Problem, implementation: str | None = None, check: bool = True) -> Choice:
-    """The implementation that the call or the environment names, or the first that is a default and
-    right on this machine. Without `check` nothing runs, and kernels never checked count as
-    right."""
-    return first(problem, requested(implementation), Against(problem, check))
+def choose(problem: Problem, name: str | None = None, check: bool = True) -> Choice:
+    """The requested implementation, or the first that is a default and right on this machine.
+    Without `check` nothing runs, and kernels never checked count as right."""
+    return first(problem, name, Against(problem, check))
 
 
 def requested(implementation: str | None = None) -> str | None:

@@ -7,8 +7,10 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import AbstractDevice
 
-# parameters of jax's GPU interpreter: tests put them here, and a Hopper GPU is simulated
+# parameters of jax's GPU interpreter, and the effects of kernels there: tests put them here, and a
+# Hopper GPU is simulated
 interpret: Any = None
+interpret_effects: frozenset = frozenset()
 
 
 class Family(NamedTuple):

@@ -65,11 +65,10 @@ class Rules:
     __call__ = bind
 
     def _bind(self, leaves, jaxpr, avals, **trees) -> list:
-        traced = jaxpr
-        # jax's GPU interpreter has effects
-        if jaxpr is None and hardware.interpret is not None and self.has_kernels:
-            traced = jax.make_jaxpr(self.flat(**trees))(*leaves)
-        effects = frozenset(() if traced is None else traced.effects)
+        if jaxpr is not None:
+            effects = frozenset(jaxpr.effects)
+        else:  # those of jax's GPU interpreter
+            effects = hardware.interpret_effects if self.has_kernels else frozenset()
         known = dict(jaxpr=jaxpr, avals=tuple(avals), eqn_effects=effects)
         return self.primitive.bind(*leaves, rules=self, **known, **trees)
 

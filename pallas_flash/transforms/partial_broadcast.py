@@ -2,6 +2,7 @@
 a query [B, R, T, N, H]: the call becomes B calls of R batch rows, which share it, and nothing is
 copied."""
 
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -16,9 +17,17 @@ from pallas_flash.problem import arguments
 from pallas_flash.problem.call import Call
 
 
-def map_calls(attend: Callable, call: Call, axis: int):
-    """attend(call), whose results have the leading axes of query first, as a call for each entry of
-    one of these axes. The call is in canonical form."""
+def map_calls(attend: Callable, call: Call, canonicalize: Callable[[Call], Call] = lambda x: x):
+    """attend(call), whose results have the leading axes of query first, as one call or as several
+    side by side, each of which has all of the leading axes of every bias and mask, or none. Several
+    are made of the canonical form."""
+    if (axis := axis_to_map(call)) is None:
+        return attend(call)
+    return _map_over_axis(functools.partial(map_calls, attend), canonicalize(call), axis)
+
+
+def _map_over_axis(attend: Callable, call: Call, axis: int):
+    """attend(call) as a call for each entry of a leading axis."""
     if call.context is None:
         checks.from_shapes(arguments.normalise, call)  # errors are of the whole call
     arrays, lead = collect_arrays(call), call.query.ndim - 3
