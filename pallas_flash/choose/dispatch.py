@@ -14,15 +14,15 @@ from pallas_flash.jax_support import varying
 from pallas_flash.problem import arguments
 from pallas_flash.problem.call import Call
 from pallas_flash.transforms import autodiff, derivative_modes, kernel_pass
-from pallas_flash.transforms.partial_broadcast import map_calls
+from pallas_flash.transforms.partial_broadcast import axis_to_map, map_calls
 
 
 def map_over_mesh(attend, call: Call):
-    """attend(call) of what each device has, where arrays lie on a mesh."""
+    """attend(call), by each device on its part where arrays lie on a mesh."""
     call = context_parallel.resolve_context(call)
     mesh = sharding.find_mesh(call)
-    if mesh is None and call.context is None:
-        return map_calls(attend, call, canonicalize)
+    if mesh is None and call.context is None and axis_to_map(call) is None:
+        return attend(call)
     call, attend = canonicalize(call), functools.partial(map_calls, attend)
     if mesh is None:
         return attend(call)
@@ -33,13 +33,13 @@ def map_over_mesh(attend, call: Call):
 
 
 def results(return_residual: bool, o, lse, max_logits):
-    """What a call returns: the output, or a tuple of it and the residuals that are requested."""
-    more = (*([lse] if return_residual else []), *([] if max_logits is None else [max_logits]))
-    return (o, *more) if more else o
+    """The results of a call: the output, or a tuple of it and the residuals that are requested."""
+    residuals = [lse] * return_residual + [max_logits] * (max_logits is not None)
+    return (o, *residuals) if residuals else o
 
 
 def attend(call: Call):
-    """o, lse and the largest logits, or None, of a call as one device has it."""
+    """o, lse and the largest logits, or None, of a call on one device."""
     if call.context is None:
         problem, operands = arguments.normalise(call)
         choice = _choose(call, problem, operands)

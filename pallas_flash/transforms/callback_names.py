@@ -1,4 +1,5 @@
-"""Names of the callbacks by which XLA partitions a program, the same in every process.
+"""Names of the functions that XLA calls back while it partitions a program: the same ones each time
+that the program is made.
 
 jax.custom_partitioning names a callback by its address in memory. The name is in the program, so no
 compilation cache would find what another process compiled.
@@ -13,8 +14,8 @@ from pallas_flash.jax_support import jax_internals
 
 
 def rename(ctx, results, *computed):
-    """Renames the callback of the operation with these results, to a digest of what it computes and
-    where. If jax's internals differ, it keeps its name, and a cache finds less."""
+    """Renames the callback of the operation with these results to a digest of the text of what it
+    computes, and where. A jax that does not allow it keeps its name, and caches miss."""
     with contextlib.suppress(ImportError, AttributeError, LookupError, TypeError):
         known, _, string_attr = jax_internals.partitioning_callbacks()
         call = results[0].owner
@@ -29,7 +30,7 @@ def rename(ctx, results, *computed):
         call.attributes["backend_config"] = attribute
 
 
-# A compiled program holds the callbacks of its compilation, which it needs no more;
+# A compiled program holds the callbacks of its compilation, which it needs no more, and
 # jax.experimental.serialize_executable would have to pickle them.
 with contextlib.suppress(ImportError):
     copyreg.pickle(jax_internals.partitioning_callbacks()[1], lambda _: (object, ()))

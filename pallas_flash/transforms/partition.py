@@ -60,10 +60,10 @@ class Partition(NamedTuple):
 
     kernel_pass: Rules
     in_tree: Any
-    # of the arrays, and of the results: a letter for each axis, "." if it is broadcast, and first a
-    # small letter for each vmap around
+    # a string for each array and each result: a letter for each axis, "." for one of size 1, and a
+    # small letter for each vmap
     axes: tuple[list[str], list[str]]
-    gradients: list[str]  # the axes of the gradients that a backward returns, without vmaps
+    gradients: list[str]  # the axes of each result of one call's backward
 
     @classmethod
     def of(cls, kernel_pass: Rules, arrays, results, in_tree) -> "Partition":
@@ -82,7 +82,8 @@ class Partition(NamedTuple):
         return cls(kernel_pass, in_tree, (arrays_axes, results_axes), gradients)
 
     def partition(self, mesh, arrays, results):
-        """What each device of the mesh computes, and the shardings of results and arrays."""
+        """The function that each device of the mesh runs, and the shardings of results and
+        arrays."""
         problem, (arrays_axes, results_axes) = self.kernel_pass.problem, self.axes
         mesh_axes = _mesh_axes(
             zip((*arrays, *results), (*arrays_axes, *results_axes), strict=True), mesh
@@ -94,12 +95,12 @@ class Partition(NamedTuple):
         return mesh, run, list(map(placed, results_axes)), tuple(map(placed, arrays_axes))
 
     def _run_on_device(self, mesh_axes: dict[str, Any], mesh, *leaves):
-        """The results for one device's batch rows and heads, which lie on these axes of the
+        """Runs the pass on one device's batch rows and heads, which lie on these axes of the
         mesh."""
         on_device, whole = self.kernel_pass.on_device, self.kernel_pass.problem
         operands, *rows = jax.tree.unflatten(self.in_tree, leaves)
         heads = operands.query.shape[2]
-        # where key heads do not divide among devices, each device has all
+        # where each device has all key heads, but not all query heads
         keys = None
         if whole.kv_heads == operands.key.shape[2] and device_count(mesh_axes.get("N"), mesh) > 1:
             keys = _key_heads(whole, heads, mesh_axes["N"])
@@ -122,7 +123,7 @@ class Partition(NamedTuple):
         ]
 
     def sharding_rule(self) -> str:
-        """Shardy's rule: axes with the same letter, if it may be spread, are sharded alike."""
+        """Shardy's rule: axes of one letter that may be spread have one sharding."""
         number, problem = itertools.count(), self.kernel_pass.problem
 
         def factors(axes):
@@ -133,8 +134,8 @@ class Partition(NamedTuple):
 
 
 def _key_heads(problem: Problem, heads: int, axis):
-    """The key heads of this device's query heads, one for each `step` of them: so many share one on
-    every device."""
+    """The key heads of this device's query heads: one for each run of query heads that shares a key
+    head on every device."""
     step = math.gcd(heads, problem.group)
     return (lax.axis_index(axis_names(axis)) * heads + jnp.arange(0, heads, step)) // problem.group
 
@@ -166,13 +167,12 @@ def _summed(x, axes: str, mesh_axes):
 
 
 def _may_spread(letter: str) -> bool:
-    """Whether an axis may be spread: of batch rows, heads or a vmap."""
+    """Whether a letter's axis may be sharded: batch rows, heads, and the axes of vmaps."""
     return letter in "BNK" or letter.islower()
 
 
 def _mesh_axes(arrays, mesh) -> dict[str, Any]:
-    """The axes of the mesh that each letter of (array, axes) lies on: the query's, else those of
-    another array."""
+    """The axes of the mesh that each letter lies on: the query's, else those of another array."""
     mesh_axes = {}
     for x, axes in arrays:
         for letter, n, axis in zip(axes.replace("K", "N"), x.shape, x.sharding.spec, strict=False):
