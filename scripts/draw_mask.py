@@ -31,7 +31,7 @@ class Typed(NamedTuple):
 
 def parse_mask(text: str) -> Typed:
     try:
-        mask = eval(text, vars(masks).copy())
+        mask = eval(text, vars(masks) | {"np": np})
     except Exception as error:  # whatever the expression raises
         raise argparse.ArgumentTypeError(f"{text!r} makes no mask: {error}") from error
     if not isinstance(mask, masks.Mask):
