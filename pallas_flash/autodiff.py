@@ -35,7 +35,11 @@ class Residuals(NamedTuple):
 def attend(problem: Problem, choice: Choice, operands: Operands):
     """o [B, T, N, Hv] in the query's dtype and lse [B, N, T] in float32, both differentiable, and
     the largest logits [B, N, T], None if they are not asked for."""
-    x = vary_alike(operands).with_values(problem)
+    with jax.named_scope(problem.scope):
+        return _attend(problem, choice, vary_alike(operands).with_values(problem))
+
+
+def _attend(problem: Problem, choice: Choice, x: Operands):
     if choice.reverse_only:
         x = _map_floats(derivative_modes.reverse_only, x)
         o, stats = attention(problem, choice, x)

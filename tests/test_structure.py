@@ -153,6 +153,7 @@ ORDER = [
     "checks",
     "xla_flags",
     "unexpected",
+    "tracebacks",
     "pytrees",
     "varying",
     "jax_internals",

@@ -7,6 +7,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_flash.jax_internals import traced_lines
 from pallas_flash.kernels import device
 
 # how Mosaic lowers values: whole tiles whose layouts it infers, or the registers of each lane in
@@ -14,6 +15,7 @@ from pallas_flash.kernels import device
 WARPGROUP, LANE = plgpu.LoweringSemantics.Warpgroup, plgpu.LoweringSemantics.Lane
 
 
+@traced_lines()
 def launch(
     kernel,
     args,

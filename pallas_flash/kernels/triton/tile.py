@@ -21,6 +21,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_flash import dropout, online_softmax, schedule
 from pallas_flash.arguments import Operands, Problem
+from pallas_flash.jax_internals import traced_lines
 from pallas_flash.kernels.triton import mods
 from pallas_flash.kernels.triton.mods import FIRST
 from pallas_flash.kernels.triton.tuning import power_of_two
@@ -347,6 +348,7 @@ def layout(problem: Problem, tiles, index, **sizes: int | None) -> Layout:
     )
 
 
+@traced_lines()
 def launch(kernel, args, *, grid, in_specs, out_specs, out_shape, tiles, name: str):
     """Runs a kernel over `grid`, compiled on a GPU and in Pallas' interpreter anywhere else."""
     # over which axes of a mesh the operands vary, and so the results
