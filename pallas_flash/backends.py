@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from pallas_flash import blockwise, reference
 from pallas_flash.arguments import Gradients, Operands, Problem
-from pallas_flash.kernels import device, joined, mma, triton
+from pallas_flash.kernels import device, joined, mma, pallas_call, triton
 from pallas_flash.online_softmax import LogBase, RowLse
 
 
@@ -218,7 +218,7 @@ def _why_no_import(*modules: str) -> str | None:
 
 
 _triton_why_no_import = functools.partial(
-    _why_no_import, "triton.forward", "triton.backward", "triton.tangent"
+    _why_no_import, "pallas_call.by_triton", "triton.forward", "triton.backward", "triton.tangent"
 )
 _SCORES = "mma.score_gradients"
 
@@ -380,12 +380,16 @@ BACKENDS = (
         Backend(
             name,
             lambda p, m=module: (
-                _no_tiles(p) or triton.why_not(p) or _why_no_import(m) or _kernel(m, "why_not")(p)
+                _no_tiles(p)
+                or pallas_call.why_not(p)
+                or _why_no_import(m)
+                or _kernel(m, "why_not")(p)
             ),
             lambda p: EARLIER,
             *(_kernel(module, function) for function in ("tiles", "forward", "backward")),
             own_kernels=True,
             keeps_base_2=True,
+            remark=pallas_call.remark,
         )
         for name, module in (("flash1", "classic.flash1"), ("standard", "classic.standard"))
     ),

@@ -72,9 +72,9 @@ def hide_frames(folder: str):
 
 @contextlib.contextmanager
 def traced_lines():
-    """Equations that are traced within get the source lines that trace them. Where JAX transposes or
-    lowers an equation, all that it traces has that equation's line otherwise; and so it stays in a
-    jax that keeps the line elsewhere."""
+    """Equations that are traced within get the source lines that trace them. Elsewhere all that JAX
+    traces while it transposes or lowers an equation gets that equation's line, and in a jax that
+    keeps the line in another place it does so here too."""
     try:
         current = find("jax._src.source_info_util", "_source_info_context")
         before = current.context

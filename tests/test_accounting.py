@@ -14,7 +14,8 @@ from pallas_flash import accounting, autodiff, explain
 from pallas_flash.accounting import GPUS
 from pallas_flash.kernels import device
 from pallas_flash.kernels.hopper import tuning
-from pallas_flash.kernels.triton.tuning import AllTiles, Tiles, power_of_two
+from pallas_flash.kernels.pallas_call import power_of_two
+from pallas_flash.kernels.triton.tuning import AllTiles, Tiles
 from scripts.bench.gpu_code import as_if_on
 
 TILES = AllTiles(Tiles(16, 32), Tiles(32, 16), Tiles(16, 16))

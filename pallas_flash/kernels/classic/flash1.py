@@ -12,16 +12,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from pallas_flash import online_softmax, schedule
 from pallas_flash.arguments import Gradients, Operands, Problem
-from pallas_flash.jax_internals import mlir
-from pallas_flash.kernels.triton import mods, tile
-from pallas_flash.kernels.triton.tuning import power_of_two
-
-# Pallas' interpreter has one thread, which waits for nobody.
-mlir.register_lowering(jax.make_jaxpr(plgpu.debug_barrier)().eqns[0].primitive, lambda ctx: ())
+from pallas_flash.kernels.pallas_call import mods, power_of_two, tile
 
 
 class Tiles(NamedTuple):
@@ -51,7 +45,7 @@ def tiles_for(problem: Problem, sram: int) -> Tiles:
 
 
 def why_not(problem: Problem) -> str | None:
-    """Why the kernels cannot run a problem that the Triton ones can, or None."""
+    """What the kernels cannot run of what `pl.pallas_call` can, or None."""
     if problem.score is not None:
         return "it has no gradients for the arrays of a score_mod"
     return "it has no gradient for a bias" if problem.bias is not None else None
@@ -125,7 +119,7 @@ def _for_query_tiles(p: Problem, tiles: Tiles, body, carry):
     afterwards."""
     step = lambda i, carry: body(tile.span(i, tiles.block_q, p.queries), carry)
     carry = schedule.loop(0, schedule.ceil_div(p.queries, tiles.block_q), step, carry)
-    plgpu.debug_barrier()
+    tile.barrier()
     return carry
 
 

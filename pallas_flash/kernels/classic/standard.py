@@ -14,8 +14,7 @@ from jax.experimental import pallas as pl
 
 from pallas_flash import online_softmax, schedule
 from pallas_flash.arguments import Gradients, Operands, Problem
-from pallas_flash.kernels.triton import mods, tile
-from pallas_flash.kernels.triton.tuning import power_of_two
+from pallas_flash.kernels.pallas_call import mods, power_of_two, tile
 
 
 class Tiles(NamedTuple):
@@ -66,7 +65,7 @@ def backward(problem: Problem, tiles: Tiles, x: Operands, lse, do, delta) -> Gra
 
 
 def why_not(problem: Problem) -> str | None:
-    """Why the kernels cannot run a problem that the Triton ones can, or None."""
+    """What the kernels cannot run of what `pl.pallas_call` can, or None."""
     if problem.score is None:
         return None
     return "its backward needs the scores before score_mod, which it does not keep"

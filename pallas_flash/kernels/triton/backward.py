@@ -15,7 +15,8 @@ from jax.experimental import pallas as pl
 
 from pallas_flash import schedule
 from pallas_flash.arguments import Gradients, Operands, Problem
-from pallas_flash.kernels.triton import mods, tables, tile
+from pallas_flash.kernels.pallas_call import mods, tile
+from pallas_flash.kernels.triton import tables
 from pallas_flash.kernels.triton.forward import by_query_tile, program_head, program_rows
 from pallas_flash.kernels.triton.tuning import AllTiles, Tiles
 

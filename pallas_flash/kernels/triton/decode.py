@@ -9,8 +9,8 @@ from jax.experimental import pallas as pl
 
 from pallas_flash import decode, online_softmax
 from pallas_flash.arguments import Operands, Problem
-from pallas_flash.kernels.triton import mods, tile
-from pallas_flash.kernels.triton.tuning import DecodeTiles, power_of_two
+from pallas_flash.kernels.pallas_call import mods, power_of_two, tile
+from pallas_flash.kernels.triton.tuning import DecodeTiles
 from pallas_flash.quantised import weights
 
 

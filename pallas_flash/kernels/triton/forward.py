@@ -9,7 +9,8 @@ from jax.experimental import pallas as pl
 
 from pallas_flash import online_softmax, schedule
 from pallas_flash.arguments import Operands, Problem
-from pallas_flash.kernels.triton import decode, mods, tile
+from pallas_flash.kernels.pallas_call import mods, tile
+from pallas_flash.kernels.triton import decode
 from pallas_flash.kernels.triton.tuning import AllTiles, Tiles
 
 

@@ -11,8 +11,8 @@ from jax.experimental import pallas as pl
 
 from pallas_flash import schedule
 from pallas_flash.arguments import Operands, Problem
-from pallas_flash.kernels.triton import mods, tile
-from pallas_flash.kernels.triton.tuning import Tiles, power_of_two
+from pallas_flash.kernels.pallas_call import mods, power_of_two, tile
+from pallas_flash.kernels.triton.tuning import Tiles
 from pallas_flash.mods import captured
 from pallas_flash.mods.captured import Read
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_flash.arguments import Gradients, Operands, Problem
-from pallas_flash.kernels.triton import mods, tile
+from pallas_flash.kernels.pallas_call import mods, tile
 from pallas_flash.kernels.triton.forward import by_query_tile, program_head, program_rows
 from pallas_flash.kernels.triton.tuning import AllTiles, Tiles
 from pallas_flash.online_softmax import RowLse

@@ -5,6 +5,7 @@ from typing import NamedTuple
 from pallas_flash import decode
 from pallas_flash.arguments import Problem
 from pallas_flash.kernels import device
+from pallas_flash.kernels.pallas_call import power_of_two
 
 
 class Tiles(NamedTuple):
@@ -127,8 +128,3 @@ def _row(problem: Problem) -> AllTiles:
     return next(
         tiles for (widest, bytes_), tiles in table.items() if width <= widest and size == bytes_
     )
-
-
-def power_of_two(n: int) -> int:
-    """The smallest power of two >= n that a tile may have."""
-    return max(16, 1 << (n - 1).bit_length())

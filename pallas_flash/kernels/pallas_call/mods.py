@@ -1,15 +1,14 @@
-"""A mask_mod and a score_mod in the Triton kernels: their operands, their blocks, their values."""
+"""A mask_mod and a score_mod in kernels by `pl.pallas_call`: their operands, their blocks, their
+values."""
 
 import dataclasses
 from typing import NamedTuple
 
 import numpy as np
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from pallas_flash import schedule
 from pallas_flash.arguments import Operands, Problem
-from pallas_flash.kernels.triton.tuning import Tiles
 from pallas_flash.mods import captured
 from pallas_flash.mods.bound import BoundMod
 from pallas_flash.pytrees import IntLike
@@ -30,7 +29,7 @@ def flatten(x: Operands) -> Operands:
     )
 
 
-def with_block_lists(p: Problem, tiles: Tiles, x: Operands, by_key: bool = False) -> Operands:
+def with_block_lists(p: Problem, tiles, x: Operands, by_key: bool = False) -> Operands:
     """The operands for kernels that go over the blocks of a tile of queries, or of keys: a
     BoundMaskMod with `schedule.block_lists`."""
     flat = flatten(x)
@@ -91,7 +90,7 @@ class TileMod(NamedTuple):
     def read(self, array: int, index: tuple):
         """The element at this index of an array, which lies in memory as a vector."""
         shape = self.bound.mod.arrays[array].aval.shape
-        return plgpu.load(self.bound.arrays[array].at[captured.flat_index(index, shape)])
+        return self.bound.arrays[array][captured.flat_index(index, shape)]
 
     def visible(self):
         """Whether the rows see the keys, [rows, keys]."""

@@ -1,5 +1,5 @@
-"""The primitives of the Triton kernels: spans of rows and keys, loads, products, what a tile sees,
-the launch.
+"""The primitives of kernels by `pl.pallas_call`: spans of rows and keys, loads, products, what a
+tile sees, the launch.
 
 Arrays in a kernel have sizes that are powers of two, and loads are bounded where an array ends
 earlier.
@@ -8,7 +8,6 @@ earlier.
 import dataclasses
 import functools
 import operator
-import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -17,19 +16,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from pallas_flash import dropout, online_softmax, schedule
 from pallas_flash.arguments import Operands, Problem
 from pallas_flash.jax_internals import traced_lines
-from pallas_flash.kernels.triton import mods
-from pallas_flash.kernels.triton.mods import FIRST
-from pallas_flash.kernels.triton.tuning import power_of_two
+from pallas_flash.kernels.pallas_call import mods, power_of_two
+from pallas_flash.kernels.pallas_call.mods import FIRST
 from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.pytrees import IntLike
 
-# JAX means to move Pallas on GPUs to Mosaic; a user who calls attention can do nothing about it.
-warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated")
+try:
+    from pallas_flash.kernels.pallas_call import by_triton as lowering
+except ImportError:  # a jax without it
+    from pallas_flash.kernels.pallas_call import interpreted as lowering
 
 
 class Span(NamedTuple):
@@ -51,17 +50,15 @@ def span(number, size: int, length: int, bounded: bool = True) -> Span:
 def load(ref, rows=None, columns=None, other=0):
     """The tile `ref`, with `other` outside of `rows` and `columns`: bools along each axis, None
     where there is no bound."""
-    inside = _inside(ref.shape, rows, columns)
-    return (
-        plgpu.load(ref)
-        if inside is None
-        else plgpu.load(ref, mask=inside, other=jnp.asarray(other, ref.dtype))
-    )
+    return lowering.load(ref, _inside(ref.shape, rows, columns), other)
+
+
+barrier = lowering.barrier
 
 
 def store(ref, x, rows=None, columns=None):
     """Writes the tile x to `ref`, but for what lies outside."""
-    plgpu.store(ref, x.astype(ref.dtype), mask=_inside(ref.shape, rows, columns))
+    lowering.store(ref, x.astype(ref.dtype), _inside(ref.shape, rows, columns))
 
 
 def subtile(ref, *index):
@@ -362,10 +359,6 @@ def launch(kernel, args, *, grid, in_specs, out_specs, out_shape, tiles, name: s
         grid=grid,
         in_specs=in_specs,
         out_specs=out_specs,
-        compiler_params=plgpu.CompilerParams(
-            num_warps=tiles.num_warps, num_stages=tiles.num_stages
-        ),
         name=name,
     )
-    compiled, interpreted = call(interpret=False), call(interpret=True)
-    return lax.platform_dependent(*args, cuda=compiled, rocm=compiled, default=interpreted)
+    return lowering.run(call, tiles, *args)
