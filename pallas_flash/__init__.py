@@ -10,7 +10,7 @@ from pallas_flash.caches.pages import PagedCache, paged_cache
 from pallas_flash.dropout import dropout_mask
 from pallas_flash.explanation import Explanation, explain, explain_paged
 from pallas_flash.merge import merge_attention
-from pallas_flash.signatures import Options
+from pallas_flash.problem.signatures import Options
 from pallas_flash.weights import attention_weights
 
 __all__ = [

@@ -14,10 +14,10 @@ import jax
 import jaxlib
 
 import pallas_flash
-from pallas_flash import backends, trial, xla_flags
+from pallas_flash.choose import backends
+from pallas_flash.choose.selfcheck import comparison, records, trial, verdicts
 from pallas_flash.explanation import explain
-from pallas_flash.kernels import device
-from pallas_flash.selfcheck import comparison, records, verdicts
+from pallas_flash.jax_support import hardware, xla_flags
 
 DESCRIPTION = """
 Prints which implementation flash_attention takes on this machine for typical calls, and why. Then
@@ -153,7 +153,7 @@ INSTALL = "pip install 'jax[cuda13]' for driver 580 or newer, 'jax[cuda12]' for 
 def why_no_gpu() -> str | None:
     """Why jax has no GPU here, and what to do; None where it has one."""
     platforms = jax.config.jax_platforms or ""
-    if device.here().platform == "gpu":
+    if hardware.here().platform == "gpu":
         return None
     if platforms and not {"cuda", "gpu", "rocm"} & {*platforms.split(",")}:
         return f"JAX_PLATFORMS={platforms} names none; unset it to use one"
@@ -199,7 +199,7 @@ COLUMNS = "{:<51}{:>15}{:>10}{:>12}   {}"
 
 def check_all(args) -> bool:
     """Prints a row for each case as it ends; whether there is one, and all are right."""
-    on_gpu = device.here().platform == "gpu"
+    on_gpu = hardware.here().platform == "gpu"
     names = args.implementations or (backends.names() if args.all else trial.default_names())
     every = ["bfloat16", "float16", "float32"] if on_gpu else ["float32", "bfloat16"]
     cases, refused = trial.cases(

@@ -6,7 +6,7 @@ The facts are those of NVIDIA's datasheets, whitepapers and tuning guides.
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from pallas_flash.kernels.device import FAMILIES
+from pallas_flash.jax_support.hardware import FAMILIES
 
 __all__ = ["GPU", "GPUS", "Cost", "name_of", "total"]
 

@@ -10,14 +10,16 @@ from typing import Any, Literal, Unpack, overload
 import jax
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_flash import arguments, checks, dispatch, unexpected
-from pallas_flash.call import Call
-from pallas_flash.checks import AnyArray
+from pallas_flash import checks
+from pallas_flash.checks import AnyArray, unexpected
+from pallas_flash.choose import dispatch
 from pallas_flash.context_parallel import Context
 from pallas_flash.dropout import Shared
-from pallas_flash.kernels import device
+from pallas_flash.jax_support import hardware
 from pallas_flash.masks import Mask
-from pallas_flash.signatures import Implementation, Options, ScoreMod, in_lines
+from pallas_flash.problem import arguments
+from pallas_flash.problem.call import Call
+from pallas_flash.problem.signatures import Implementation, Options, ScoreMod, in_lines
 
 _Query = Float[AnyArray, "*B T N H"]
 _Key = Float[AnyArray, "*B S K H"]
@@ -251,7 +253,7 @@ def flash_attention(
     call = dict(locals())
     return_residual = call.pop("return_residual")
     call, return_residual = Call(**call), checks.flag("return_residual", return_residual)
-    with device.at(call.arguments().values()):
+    with hardware.at(call.arguments().values()):
         return dispatch.results(return_residual, *dispatch.map_over_mesh(dispatch.attend, call))
 
 

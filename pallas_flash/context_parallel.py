@@ -8,12 +8,13 @@ import jax
 import numpy as np
 from jax import lax
 
-from pallas_flash import arguments, checks, dropout, masks
-from pallas_flash.arguments import Operands, Problem
-from pallas_flash.call import Call
+from pallas_flash import checks, dropout, masks
+from pallas_flash.checks.sizes import Sizes
 from pallas_flash.devices import ring, sharding, ulysses
-from pallas_flash.devices.call import array_axes, collect_arrays, with_arrays
-from pallas_flash.sizes import Sizes
+from pallas_flash.devices.shared_arrays import array_axes, collect_arrays, with_arrays
+from pallas_flash.problem import arguments
+from pallas_flash.problem.arguments import Operands, Problem
+from pallas_flash.problem.call import Call
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -8,22 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_flash import (
-    arguments,
-    attention,
-    backends,
-    checks,
-    context_parallel,
-    dispatch,
-    selection,
-    xla_flags,
-)
+from pallas_flash import attention, checks, context_parallel
 from pallas_flash.accounting import token_bytes
 from pallas_flash.caches import attend, paged
-from pallas_flash.call import Call
-from pallas_flash.devices.call import canonicalize
-from pallas_flash.kernels import device
-from pallas_flash.partial_broadcast import axis_to_map, map_calls
+from pallas_flash.choose import backends, dispatch, selection
+from pallas_flash.devices.shared_arrays import canonicalize
+from pallas_flash.jax_support import hardware, xla_flags
+from pallas_flash.problem import arguments
+from pallas_flash.problem.call import Call
+from pallas_flash.transforms.partial_broadcast import axis_to_map, map_calls
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +81,7 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
                 f"{name} must be an array or a jax.ShapeDtypeStruct; got the {type(x).__name__} "
                 f'{x}. Of a shape make one: jax.ShapeDtypeStruct(shape, "bfloat16").'
             )
-    with device.at(call.arguments().values()):
+    with hardware.at(call.arguments().values()):
         problem, context = checks.from_shapes(_problem_of, call)
         choice = selection.choose(problem, call.implementation, check=False)
         against = selection.Against(problem)
@@ -146,7 +139,7 @@ def explain_paged(*args: Any, **kwargs: Any) -> Explanation:
         args, kwargs = call
         return attend.plan(made := paged.bound_call(*args, **kwargs)), made.implementation
 
-    with device.at(jax.tree.leaves((args, kwargs))):
+    with hardware.at(jax.tree.leaves((args, kwargs))):
         (problem, pages), implementation = checks.from_shapes(plan, (args, kwargs))
         against = attend.Against(problem, pages=pages)
         backend = attend.choose(problem, pages, implementation, check=False)

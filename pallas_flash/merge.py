@@ -5,9 +5,10 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_flash import checks, online_softmax
+from pallas_flash import checks
 from pallas_flash.checks import AnyArray
-from pallas_flash.online_softmax import LogBase, SoftmaxState
+from pallas_flash.tiled import online_softmax
+from pallas_flash.tiled.online_softmax import LogBase, SoftmaxState
 
 
 def merge_attention(

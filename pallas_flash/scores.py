@@ -7,7 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_flash import checks, pytrees
+from pallas_flash import checks
+from pallas_flash.jax_support import pytrees
 
 
 class _ScoreMod:

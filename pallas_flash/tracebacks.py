@@ -7,7 +7,7 @@ import types
 
 import jax
 
-from pallas_flash import jax_internals
+from pallas_flash.jax_support import jax_internals
 
 PACKAGE = str(pathlib.Path(__file__).parent)
 jax_internals.hide_frames(

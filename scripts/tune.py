@@ -20,7 +20,7 @@ import jax
 # scripts/ is no installed package
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from pallas_flash import backends
+from pallas_flash.choose import backends
 from scripts.bench import clock, machine, peers, report
 from scripts.bench.cases import JVP, Case
 from scripts.bench.measure import Row, measure

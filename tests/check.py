@@ -9,7 +9,8 @@ import numpy as np
 import oracle
 from cases import arguments, normal
 
-from pallas_flash import equation, flash_attention
+from pallas_flash import flash_attention
+from pallas_flash.transforms import equation
 
 # Largest error, relative to the largest entry of the expected array. Half-precision kernels round p
 # and ds to the input's dtype.

@@ -31,10 +31,10 @@ import trainer
 from jax.experimental.compilation_cache import compilation_cache
 from selection import fast_half, mark_for_a_gpu, one_turn
 
-from pallas_flash import blockwise, decode
+from pallas_flash.choose.selfcheck import comparison
 from pallas_flash.kernels import triton
 from pallas_flash.kernels.triton.tuning import AllTiles, Tiles
-from pallas_flash.selfcheck import comparison
+from pallas_flash.tiled import blockwise, split_kv
 
 jax.config.update("jax_num_cpu_devices", 8)  # for tests of meshes; all else runs on the first
 
@@ -121,14 +121,14 @@ def small_tiles(monkeypatch):
 @pytest.fixture
 def small_caches(monkeypatch):
     """No copy of keys is small: blockwise decodes whatever is decoding."""
-    monkeypatch.setattr(blockwise.tuning, "_decodes", decode.is_decoding)
+    monkeypatch.setattr(blockwise.tuning, "_decodes", split_kv.is_decoding)
 
 
 @pytest.fixture
 def small_splits(monkeypatch):
     """Few keys are decoding too, in blocks of 16 and three splits."""
-    monkeypatch.setattr(decode, "KEYS", 1)
-    monkeypatch.setattr(decode, "num_splits", lambda *_: 3)
+    monkeypatch.setattr(split_kv, "KEYS", 1)
+    monkeypatch.setattr(split_kv, "num_splits", lambda *_: 3)
     monkeypatch.setattr(blockwise.tuning, "BLOCK", 16)
     monkeypatch.setattr(blockwise.tuning, "_is_one_device", lambda: True)
     of = triton.tuning.decode_tiles

@@ -9,7 +9,7 @@ import pytest
 from cases import normal
 from check import TOLERANCE, close
 
-from pallas_flash import quantised
+from pallas_flash.tiled import quantised
 
 IMPLEMENTATIONS = ("blockwise", "triton")
 MOSAIC = ("hopper", "ampere")

@@ -10,10 +10,10 @@ import jax
 import numpy as np
 
 import pallas_flash.__main__
-from pallas_flash import backends, trial
-from pallas_flash.arguments import Gradients
-from pallas_flash.backends import Backend
-from pallas_flash.selfcheck import comparison, records, verdicts
+from pallas_flash.choose import backends
+from pallas_flash.choose.backends import Backend
+from pallas_flash.choose.selfcheck import comparison, records, trial, verdicts
+from pallas_flash.problem.arguments import Gradients
 
 GPU = records.Machine("Fake GPU", "1.2", "jax", "compilers", "sources")
 VARIANT = verdicts.Variant("honest", 64, 64, "float32", "deterministic")

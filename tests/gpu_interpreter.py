@@ -27,10 +27,10 @@ import pytest
 from jax._src import callback
 from jax._src import core as jax_core
 
-from pallas_flash import autodiff, equation
 from pallas_flash.caches import attend
-from pallas_flash.kernels import device
+from pallas_flash.jax_support import hardware
 from pallas_flash.kernels.hopper import tuning
+from pallas_flash.transforms import autodiff, equation
 
 try:
     import gpu_memory
@@ -108,7 +108,7 @@ def hopper_kernels(detect_races: bool = False):
     interpreter, where what runs by mma copies by TMA. Small calls run what large ones do where
     gradients may be added in any order. Yields Races, of which the interpreter alone finds any: a
     test that needs one is not marked `gpu`."""
-    is_here = device.compute_capability() == 9.0
+    is_here = hardware.compute_capability() == 9.0
     one_kernel = mock.patch.object(tuning, "ONE_KERNEL_KEYS", 0)
     with one_kernel, _with_tma(True, 9.0), _kernels(is_here, detect_races) as races:
         yield races
@@ -118,17 +118,17 @@ def hopper_kernels(detect_races: bool = False):
 def ampere_kernels(detect_races: bool = False, tma: bool = False):
     """The same for `implementation="ampere"`; in the interpreter they copy by cp.async with the
     tiles of an A100, or by TMA with those of an RTX 5090, on a GPU by what it has."""
-    is_here = (device.compute_capability() or 0.0) >= 8.0
+    is_here = (hardware.compute_capability() or 0.0) >= 8.0
     with _with_tma(tma, None if tma else 8.0), _kernels(is_here, detect_races) as races:
         yield races
 
 
 def _with_tma(tma: bool, memory_of: float | None = None):
     """And the shared memory of a compute capability, where there is no GPU that says it."""
-    if device.compute_capability():
+    if hardware.compute_capability():
         return contextlib.nullcontext()
-    size = device.SHARED_KB.get(memory_of, device.LEAST_SHARED_KB) << 10
-    return mock.patch.multiple(device, has_tma=lambda: tma, shared_memory=lambda: size)
+    size = hardware.SHARED_KB.get(memory_of, hardware.LEAST_SHARED_KB) << 10
+    return mock.patch.multiple(hardware, has_tma=lambda: tma, shared_memory=lambda: size)
 
 
 def kernels(implementation: str, **kw):
@@ -143,12 +143,12 @@ def _kernels(are_here: bool, detect_races: bool):
         yield Races()
         return
     with parameters(detect_races) as (options, races):
-        device.interpret = options
+        hardware.interpret = options
         _clear_caches()
         try:
             yield races
         finally:
-            device.interpret = None
+            hardware.interpret = None
             _clear_caches()
 
 

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from pallas_flash import autodiff, selection
 from pallas_flash.attention import normalised
+from pallas_flash.choose import selection
+from pallas_flash.transforms import autodiff
 
 BEYOND = 512  # how far the last tile of a Mosaic kernel may reach over the end of an array
 UNKNOWN: Any = type("Unknown", (), {"__repr__": lambda self: "unknown"})()

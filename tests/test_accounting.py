@@ -10,12 +10,13 @@ from cases import Sizes, qkv
 from jax.experimental import pallas as pl
 from observation import attention, observe
 
-from pallas_flash import accounting, autodiff, explain
+from pallas_flash import accounting, explain
 from pallas_flash.accounting import GPUS
-from pallas_flash.kernels import device
+from pallas_flash.jax_support import hardware
 from pallas_flash.kernels.hopper import tuning
 from pallas_flash.kernels.pallas_call import power_of_two
 from pallas_flash.kernels.triton.tuning import AllTiles, Tiles
+from pallas_flash.transforms import autodiff
 from scripts.bench.gpu_code import as_if_on
 
 TILES = AllTiles(Tiles(16, 32), Tiles(32, 16), Tiles(16, 16))
@@ -83,7 +84,7 @@ def traceable(monkeypatch):
     """The Hopper kernels are traced, not run."""
     if jax.__version_info__ < (0, 11, 2):
         pytest.skip(f"the Hopper kernels need jax 0.11.2 or newer; this is {jax.__version__}")
-    monkeypatch.setattr(device, "interpret", True)
+    monkeypatch.setattr(hardware, "interpret", True)
     monkeypatch.setattr(tuning, "ONE_KERNEL_KEYS", 0)  # small calls have the backward of large ones
     autodiff.attend.clear_cache()
     yield

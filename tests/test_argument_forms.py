@@ -11,8 +11,8 @@ from check import value_and_gradients
 
 from pallas_flash import checks, explain, flash_attention, masks, paged_attention
 from pallas_flash.attention import normalised
-from pallas_flash.call import Call, PagedCall
-from pallas_flash.kernels import device
+from pallas_flash.jax_support import hardware
+from pallas_flash.problem.call import Call, PagedCall
 
 Q, K = (2, 5, 4, 8), (2, 7, 2, 8)
 
@@ -205,7 +205,7 @@ def test_without_a_gpu_blockwise_is_chosen_and_explain_says_why():
 
 def test_an_old_gpu_is_told_what_is_needed(monkeypatch):
     q, k = jnp.ones(Q), jnp.ones(K)
-    monkeypatch.setattr(device, "compute_capability", lambda: 7.5)
+    monkeypatch.setattr(hardware, "compute_capability", lambda: 7.5)
     with pytest.raises(
         NotImplementedError,
         match=r"need an NVIDIA GPU of compute capability 8\.0 or higher; this one has 7\.5",

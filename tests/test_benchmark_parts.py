@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from test_benchmark import SMALL, program, xla
 
-from pallas_flash import backends
+from pallas_flash.choose import backends
 from scripts.bench import cases, clock, machine, measure, peers, programs, report
 from scripts.bench.cases import Case
 

@@ -14,9 +14,10 @@ from jax.sharding import PartitionSpec as P
 from meshes import make_mesh, put
 from selection import whole_but
 
-from pallas_flash import flash_attention, masks, schedule
+from pallas_flash import flash_attention, masks
 from pallas_flash.masks import block_types
 from pallas_flash.masks.resolved_mask import ResolvedMask
+from pallas_flash.tiled import schedule
 from scripts import draw_mask
 
 pytestmark = pytest.mark.usefixtures("small_tiles")

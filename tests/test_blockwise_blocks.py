@@ -11,10 +11,11 @@ import pytest
 from cases import Sizes, qkv
 from check import equal, value_and_gradients
 
-from pallas_flash import blockwise, explain, flash_attention, masks
+from pallas_flash import explain, flash_attention, masks
 from pallas_flash.attention import normalised
-from pallas_flash.blockwise import Tiles, key_blocks, tuning
-from pallas_flash.blockwise.slices import Block
+from pallas_flash.tiled import blockwise
+from pallas_flash.tiled.blockwise import Tiles, key_blocks, tuning
+from pallas_flash.tiled.blockwise.slices import Block
 
 Z = Sizes(T=23, S=29, N=1, K=1, H=1, Hv=1)
 BANDS = [(None, 0, 0), (None, 0, -60), (30, 0, 5), (0, 10, 100), (70, 70, 0), (10, None, -20)]

@@ -11,8 +11,9 @@ from check import check, cotangents, run
 from observation import attention, observe
 from selection import whole_but
 
-from pallas_flash import explain, flash_attention, online_softmax
+from pallas_flash import explain, flash_attention
 from pallas_flash.kernels.classic import flash1, standard
+from pallas_flash.tiled import online_softmax
 
 # Contracts of every implementation, here on these two.
 test_a_row_that_sees_no_key_gives_zero_and_no_gradient = (

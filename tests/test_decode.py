@@ -23,14 +23,10 @@ from decoding import (
 )
 from selection import whole_but
 
-from pallas_flash import (
-    decode,
-    explain,
-    flash_attention,
-    paged_attention,
-)
+from pallas_flash import explain, flash_attention, paged_attention
 from pallas_flash.accounting import GPUS
 from pallas_flash.kernels import ampere
+from pallas_flash.tiled import split_kv
 from scripts.bench.gpu_code import as_if_on
 
 pytestmark = pytest.mark.usefixtures("small_caches")
@@ -57,8 +53,10 @@ def problem(T, S, N, K, batch=1, **kw):
 
 
 def test_a_few_tokens_against_many_keys_are_decoding():
-    assert decode.is_decoding(problem(**SHAPE)) and decode.is_decoding(problem(**SHAPE | dict(T=8)))
-    assert decode.is_decoding(
+    assert split_kv.is_decoding(problem(**SHAPE)) and split_kv.is_decoding(
+        problem(**SHAPE | dict(T=8))
+    )
+    assert split_kv.is_decoding(
         problem(
             **SHAPE,
             is_causal=True,
@@ -71,7 +69,7 @@ def test_a_few_tokens_against_many_keys_are_decoding():
 
 @pytest.mark.parametrize("name", NOT_DECODING)
 def test_other_calls_are_not(name):
-    assert not decode.is_decoding(problem(**SHAPE | NOT_DECODING[name]))
+    assert not split_kv.is_decoding(problem(**SHAPE | NOT_DECODING[name]))
 
 
 def test_explain_shows_the_parts():
@@ -151,12 +149,12 @@ def test_blockwise_decodes_no_batch_rows_whose_keys_are_copied_by_nobody_or_are_
     ],
 )
 def test_splits_keep_the_processors_of_an_h200_busy(T, batch, S, num_splits):
-    assert decode.num_splits(problem(T, S, 64, 8, batch), 64, 132) == num_splits
+    assert split_kv.num_splits(problem(T, S, 64, 8, batch), 64, 132) == num_splits
 
 
 def test_rows_that_see_no_key_do_not_widen_what_is_read():
     start, stop = jnp.array([[0, 40, 70], [9, 0, 5]]), jnp.array([[0, 50, 60], [9, 0, 5]])
-    first, last = decode.reach(start, stop, 99)
+    first, last = split_kv.reach(start, stop, 99)
     assert (first.tolist(), last.tolist()) == ([40, 99], [50, 0])
 
 
@@ -216,7 +214,7 @@ def test_by_mosaic_output_and_lse_equal_the_oracle_without_a_race(
     implementation, name, rng, monkeypatch
 ):
     head, kw = BY_MOSAIC[name]
-    monkeypatch.setattr(decode, "num_splits", lambda *_: 2)
+    monkeypatch.setattr(split_kv, "num_splits", lambda *_: 2)
     q, k, v = arrays(rng, 3, 301, jnp.bfloat16, head, head, 8)
     with gpu_interpreter.kernels(implementation, detect_races=True) as races:
         found = flash_attention(q, k, v, implementation=implementation, return_residual=True, **kw)
@@ -230,7 +228,7 @@ def test_by_mosaic_output_and_lse_equal_the_oracle_without_a_race(
 @pytest.mark.parametrize("implementation", MOSAIC)
 def test_by_mosaic_pages_equal_the_oracle_without_a_race(implementation, page, rng, monkeypatch):
     """In one split, so that slots of shared memory are used again."""
-    monkeypatch.setattr(decode, "num_splits", lambda *_: 1)
+    monkeypatch.setattr(split_kv, "num_splits", lambda *_: 1)
     lengths = ints(150, 384, 0)
     call, rows = pool(rng, page, lengths, 384 // page, (128, 128), jnp.bfloat16)
     q = arrays(rng, 3, 1, jnp.bfloat16, 128, heads=8)[0]
@@ -246,7 +244,7 @@ def test_on_ampere_a_wait_that_lets_one_copy_more_run_is_a_race(rng, monkeypatch
 
     wait = tile.wait
     monkeypatch.setattr(tile, "wait", lambda full=None, running=0: wait(full, running + 1))
-    monkeypatch.setattr(decode, "num_splits", lambda *_: 1)
+    monkeypatch.setattr(split_kv, "num_splits", lambda *_: 1)
     q, k, v = arrays(rng, 1, 301, jnp.bfloat16, 64, 64)
     with gpu_interpreter.kernels("ampere", detect_races=True) as races:
         flash_attention(q, k, v, implementation="ampere")

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from pallas_flash import jax_internals
+from pallas_flash.jax_support import jax_internals
 from scripts.gpt_run.console import TRAIN
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -30,9 +30,9 @@ loaded = {name.partition(".")[0] for name in set(sys.modules) - before} - sys.st
 with contextlib.redirect_stdout(sys.stderr):
     exec(re.search(r"```python\\n(.*?)```", open("README.md").read(), re.S).group(1))
 
-from pallas_flash.kernels import device
+from pallas_flash.jax_support import hardware
 
-device.interpret = True  # else hopper asks for a GPU first
+hardware.interpret = True  # else hopper asks for a GPU first
 why_not = pallas_flash.explain(q, k, v).why_not
 try:
     flash_attention(q, k, v, implementation="triton")

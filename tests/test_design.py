@@ -13,9 +13,9 @@ import pytest
 from cases import normal
 from pictures import assert_same
 
-from pallas_flash.arguments import Problem
 from pallas_flash.kernels.hopper import tile_sizes, tuning
 from pallas_flash.masks.resolved_mask import ResolvedMask
+from pallas_flash.problem.arguments import Problem
 from scripts import draw_design
 
 ROOT = pathlib.Path(__file__).parents[1]

@@ -17,8 +17,11 @@ import pytest
 from flax import linen, nnx
 from selection import whole_but
 
-from pallas_flash import arguments, backends, explain, flash_attention, xla_flags
+from pallas_flash import explain, flash_attention
+from pallas_flash.choose import backends
 from pallas_flash.flax import FlashAttention, attention_fn
+from pallas_flash.jax_support import xla_flags
+from pallas_flash.problem import arguments
 
 OPS, NO_OTHERS = (f"--{flag}" for flag in xla_flags.DETERMINISM)
 READ = {  # XLA_FLAGS, and the flag that asks for determinism

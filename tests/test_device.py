@@ -15,10 +15,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from selection import whole_but
 
-from pallas_flash import explain, flash_attention, lowering, masks, paged_attention, selection
-from pallas_flash.kernel_pass import KernelPass
-from pallas_flash.kernels import device
-from pallas_flash.selfcheck import comparison, records, verdicts
+from pallas_flash import explain, flash_attention, masks, paged_attention
+from pallas_flash.choose import selection
+from pallas_flash.choose.selfcheck import comparison, records, verdicts
+from pallas_flash.jax_support import hardware
+from pallas_flash.transforms import lowering
+from pallas_flash.transforms.kernel_pass import KernelPass
 
 CPU = jax.devices("cpu")[0]
 H100, A100 = fakes.Device(), fakes.Device("NVIDIA A100-SXM4-80GB", "8.0", 108)
@@ -256,10 +258,13 @@ def test_who_exports_for_a_gpu_without_one_is_told_once_that_it_is_blockwise(cap
 def test_each_gpu_has_its_own_kernels_and_verdicts():
     for gpu, capability, processors in (H100, 9.0, 132), (A100, 8.0, 108):
         with jax.default_device(gpu):
-            assert (device.compute_capability(), device.processors()) == (capability, processors)
+            assert (hardware.compute_capability(), hardware.processors()) == (
+                capability,
+                processors,
+            )
             assert records.machine().gpu == gpu.device_kind
     with jax.default_device(CPU):
-        assert device.compute_capability() is None and records.machine() is None
+        assert hardware.compute_capability() is None and records.machine() is None
 
 
 def test_a_check_runs_on_the_gpu_that_the_call_is_for(monkeypatch):
@@ -267,7 +272,7 @@ def test_a_check_runs_on_the_gpu_that_the_call_is_for(monkeypatch):
     monkeypatch.setattr(verdicts, "_known", {})
     found = []
     monkeypatch.setattr(
-        comparison, "check", lambda *_: (found.append(device.here()), lambda: verdicts.TRUSTED)[1]
+        comparison, "check", lambda *_: (found.append(hardware.here()), lambda: verdicts.TRUSTED)[1]
     )
     problem = explain(*qkv(jnp.float32)).problem
     for gpu in (A100, H100):

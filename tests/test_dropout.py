@@ -15,11 +15,12 @@ from jax.sharding import PartitionSpec as P
 from meshes import make_mesh, needs_devices
 from selection import whole_but
 
-from pallas_flash import blockwise, dropout, dropout_mask, explain, flash_attention
+from pallas_flash import dropout, dropout_mask, explain, flash_attention
 from pallas_flash.context_parallel import Ring
 from pallas_flash.kernels import triton
 from pallas_flash.kernels.classic import flash1, standard
 from pallas_flash.kernels.triton.tuning import AllTiles, Tiles
+from pallas_flash.tiled import blockwise
 
 # hopper has tests of its own, in jax's GPU interpreter
 ALL = ("reference", "blockwise", "triton", "flash1", "standard")

@@ -14,7 +14,9 @@ from jax.sharding import AxisType, NamedSharding
 from meshes import make_mesh
 from selection import whole_but
 
-from pallas_flash import backends, blockwise, explain, flash_attention
+from pallas_flash import explain, flash_attention
+from pallas_flash.choose import backends
+from pallas_flash.tiled import blockwise
 
 pytestmark = pytest.mark.usefixtures("small_tiles")
 Z = Sizes(T=19, S=35, N=4, K=2, H=5, Hv=3)

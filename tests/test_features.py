@@ -29,8 +29,9 @@ from features.transformations import TRANSFORMATIONS
 from selection import whole_but
 from tqdm import tqdm
 
-from pallas_flash import backends, explain
+from pallas_flash import explain
 from pallas_flash.accounting import GPUS
+from pallas_flash.choose import backends
 from scripts.bench.gpu_code import as_if_on
 
 FILE = pathlib.Path(__file__).resolve().parents[1] / "pallas_flash" / "FEATURES.md"

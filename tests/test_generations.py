@@ -10,9 +10,9 @@ import pytest
 from observation import attention, observe
 from pictures import assert_same
 
-from pallas_flash import autodiff
 from pallas_flash.accounting import Cost, total
-from pallas_flash.kernels import device
+from pallas_flash.jax_support import hardware
+from pallas_flash.transforms import autodiff
 from scripts import generations
 from scripts.bench import gpu_code
 from scripts.generations import FIGURE, GENERATIONS, GPT2_MEDIUM, ROOT, Attention
@@ -44,7 +44,7 @@ def test_the_formulas_are_what_the_kernels_load_store_and_compute(name, shape, m
     if "online" in name:
         tiles = tiles._replace(online=True)
     if implementation in ("ampere", "hopper"):  # it is traced, not run
-        monkeypatch.setattr(device, "interpret", True)
+        monkeypatch.setattr(hardware, "interpret", True)
     autodiff.attend.clear_cache()
     attend = attention(implementation, tiles, is_causal=p.causal)
     x = jax.ShapeDtypeStruct((p.B, p.T, p.N, p.H), "float16")

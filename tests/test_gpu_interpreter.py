@@ -11,7 +11,7 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_flash.kernels import device
+from pallas_flash.jax_support import hardware
 from pallas_flash.kernels.hopper import tile
 from pallas_flash.kernels.mosaic import registers
 
@@ -106,11 +106,11 @@ def test_waiting_in_vain_is_an_error(rng, monkeypatch):
 @pytest.mark.parametrize("capability", [9.0, 8.0])
 def test_on_a_gpu_the_kernels_run_for_real_or_the_test_is_skipped(capability, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(device, "compute_capability", lambda: capability)
+    monkeypatch.setattr(hardware, "compute_capability", lambda: capability)
     no_hopper = (
         pytest.raises(pytest.skip.Exception, match="a CPU alone")
         if capability < 9
         else contextlib.nullcontext()
     )
     with no_hopper, gpu_interpreter.hopper_kernels(detect_races=True):
-        assert capability == 9.0 and device.interpret is None
+        assert capability == 9.0 and hardware.interpret is None

@@ -13,8 +13,10 @@ from cases import Sizes, qkv
 from check import TOLERANCE, close, program
 from selection import whole_but
 
-from pallas_flash import backends, dropout, explain, flash_attention, masks
-from pallas_flash.kernels import device, hopper
+from pallas_flash import dropout, explain, flash_attention, masks
+from pallas_flash.choose import backends
+from pallas_flash.jax_support import hardware
+from pallas_flash.kernels import hopper
 from pallas_flash.kernels.hopper import tile_sizes, tuning
 from pallas_flash.kernels.mosaic import scheduler
 from scripts.bench import results
@@ -98,7 +100,7 @@ SEVERAL = {
 @pytest.mark.parametrize("head", [128, 64])
 @pytest.mark.parametrize("name", whole_but(SEVERAL, "more"))
 def test_a_program_that_goes_over_several_tiles_has_no_race(head, name, rng, monkeypatch):
-    monkeypatch.setattr(device, "processors", lambda: 1)
+    monkeypatch.setattr(hardware, "processors", lambda: 1)
     z = one_head(500 if head == 128 else 760, 300, head)
     assert tiles(qkv(rng, z, jnp.bfloat16)).forward.tiles_per_program == 2
     agrees(rng, z, detect_races=True, **SEVERAL[name])
@@ -108,7 +110,7 @@ def test_a_program_that_goes_over_several_tiles_has_no_race(head, name, rng, mon
 @needs_interpreter
 @pytest.mark.parametrize("head", whole_but((128, 64), 128))
 def test_a_program_that_goes_over_several_heads_has_no_race(head, rng, monkeypatch):
-    monkeypatch.setattr(device, "processors", lambda: 1)
+    monkeypatch.setattr(hardware, "processors", lambda: 1)
     z = Sizes(B=2, T=200, S=300, N=4, K=2, H=head, Hv=head)
     assert tiles(qkv(rng, z, jnp.bfloat16)).forward.tiles_per_program == 8
     agrees(rng, z, detect_races=True, is_causal=True, query_offset=50)
@@ -272,7 +274,7 @@ PARTS = {
 def test_a_group_of_heads_has_as_few_programs_as_keep_all_processors_busy_to_the_end(
     batch, heads, kv_heads, length, monkeypatch
 ):
-    monkeypatch.setattr(device, "processors", lambda: 132)
+    monkeypatch.setattr(hardware, "processors", lambda: 132)
     monkeypatch.setattr(tuning, "ONE_KERNEL_KEYS", 0)
     x = shaped(length, length, 128, batch=batch, heads=heads, kv_heads=kv_heads)
     t = tiles(x, is_causal=True, deterministic=False).fused
@@ -290,7 +292,7 @@ IN_LISTS = dict(mask=masks.Window(64, 64) | masks.GlobalTokens(4))  # of blocks
 def test_a_group_of_heads_in_parts_has_the_gradients_of_the_whole_group(
     head, options, parts, rng, monkeypatch
 ):
-    monkeypatch.setattr(device, "processors", lambda: parts)
+    monkeypatch.setattr(hardware, "processors", lambda: parts)
     z = Sizes(B=1, T=131, S=400, N=4, K=1, H=head, Hv=head)
     x = qkv(rng, z, jnp.bfloat16)
     gradients = lambda f, x: jax.grad(lambda x: jnp.sum(f(*x, **options) ** 2))(x)
@@ -317,7 +319,7 @@ SECTIONS = {
 def test_a_section_has_what_l2_holds_but_enough_for_most_processors(
     pairs, size, programs, monkeypatch
 ):
-    monkeypatch.setattr(device, "processors", lambda: 132)
+    monkeypatch.setattr(hardware, "processors", lambda: 132)
     assert scheduler._section(pairs, size, programs) == SECTIONS[pairs, size, programs]
 
 
@@ -389,7 +391,7 @@ ROUNDS = {
 def test_short_programs_go_over_several_tiles_where_all_processors_stay_busy(
     heads, length, monkeypatch
 ):
-    monkeypatch.setattr(device, "processors", lambda: 132)
+    monkeypatch.setattr(hardware, "processors", lambda: 132)
     x = shaped(length, length, 128, heads=heads, kv_heads=heads)
     assert tiles(x).forward.tiles_per_program == ROUNDS[heads, length]
 

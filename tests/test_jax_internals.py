@@ -12,7 +12,7 @@ import sys
 
 import jax
 
-from pallas_flash import jax_internals
+from pallas_flash.jax_support import jax_internals
 
 ROOT = pathlib.Path(__file__).parents[1]
 NEEDED = [

@@ -14,9 +14,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_flash import decode, explain, explain_paged, flash_attention, masks, scores
+from pallas_flash import explain, explain_paged, flash_attention, masks, scores
 from pallas_flash.accounting import GPUS
-from pallas_flash.kernels import ampere, device, hopper
+from pallas_flash.jax_support import hardware
+from pallas_flash.kernels import ampere, hopper
+from pallas_flash.tiled import split_kv
 from scripts.bench.gpu_code import as_if_on
 
 FAMILIES = dict(hopper=hopper, ampere=ampere)
@@ -66,7 +68,7 @@ def test_what_they_do_not_run_they_refuse_with_a_reason(name, family, monkeypatc
 
 @pytest.mark.parametrize("family, capability", [("hopper", "9.0"), ("ampere", "8.0 or more")])
 def test_without_their_gpu_they_say_which_it_is(family, capability, monkeypatch):
-    monkeypatch.setattr(device, "compute_capability", lambda: None)
+    monkeypatch.setattr(hardware, "compute_capability", lambda: None)
     reason = f"compute capability {capability}" if gpu_interpreter.MISSING is None else "jax"
     with pytest.raises(NotImplementedError, match=reason):
         explain(HALF, HALF, HALF, implementation=family)
@@ -97,7 +99,7 @@ DECODING = {
 def test_one_query_is_decoding_beside_what_changes_no_array(name):
     options, is_decoding = DECODING[name]
     problem = explain(shaped(1, 1, 2, 64), *[shaped(1, 300, 2, 64)] * 2, **options).problem
-    assert decode.is_decoding(problem) == is_decoding
+    assert split_kv.is_decoding(problem) == is_decoding
     for family in FAMILIES.values():
         assert (family.tiles(problem).decode is not None) == is_decoding
 
@@ -132,7 +134,7 @@ def test_explain_says_which_gpus_lack_shared_memory_to_decode_wide_heads(gpu, he
 
 
 def test_without_a_gpu_nothing_is_said_of_its_shared_memory(monkeypatch):
-    monkeypatch.setattr(device, "compute_capability", lambda: None)
+    monkeypatch.setattr(hardware, "compute_capability", lambda: None)
     q, k = shaped(2, 1, 8, 576), shaped(2, 4096, 1, 576)
     for reason in map(explain(q, k, None, value_size=512).why_not.get, FAMILIES):
         assert "compute capability" in reason
@@ -160,7 +162,7 @@ def test_hopper_is_the_first_choice_on_its_gpus(monkeypatch):
 def test_a_mesh_says_how_many_processors_its_gpus_have(kind, cores, processors):
     named = jax.sharding.AbstractDevice(device_kind=kind, num_cores=cores, platform="gpu")
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=named)):
-        assert device.processors() == processors
+        assert hardware.processors() == processors
 
 
 PADDED = {  # a GPU, head sizes: what XLA pads for copies by TMA, or for an mma

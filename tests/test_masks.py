@@ -10,10 +10,11 @@ import oracle
 import pytest
 from cases import KINDS, MASKS, Sizes, arguments, qkv
 
-from pallas_flash import checks, masks, schedule
+from pallas_flash import checks, masks
 from pallas_flash.attention import normalised
 from pallas_flash.masks import block_types
 from pallas_flash.masks.resolved_mask import ResolvedMask
+from pallas_flash.tiled import schedule
 
 Z = Sizes(T=23, S=29, N=1, K=1, H=1, Hv=1)
 BLOCKS = [(4, 4), (8, 3), (5, 16), (32, 32)]

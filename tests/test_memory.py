@@ -11,8 +11,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_flash import blockwise, context_parallel, flash_attention, masks, schedule
+from pallas_flash import context_parallel, flash_attention, masks
 from pallas_flash.devices import ring
+from pallas_flash.tiled import blockwise, schedule
 
 DEVICES = 8
 RING, ZIGZAG, ALL_TO_ALL = (

@@ -22,9 +22,9 @@ from pallas_flash import (
     paged_attention,
     scores,
 )
+from pallas_flash.checks.unexpected import LAYER, LAYER_CALL, NEEDLESS, OURS
 from pallas_flash.context_parallel import Ring, zigzag
 from pallas_flash.flax import FlashAttention
-from pallas_flash.unexpected import LAYER, LAYER_CALL, NEEDLESS, OURS
 
 MIGRATING = pathlib.Path(__file__).parents[1] / "docs" / "migrating.md"
 ones = jnp.ones

@@ -20,8 +20,9 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from meshes import make_mesh, put
 
-from pallas_flash import autodiff, flash_attention, masks
+from pallas_flash import flash_attention, masks
 from pallas_flash.mods import captured, derivatives
+from pallas_flash.transforms import autodiff
 
 X = jax.random.normal(jax.random.key(0), (1, 8, 1, 4))
 attend = functools.partial(flash_attention, X, X, X)

@@ -13,7 +13,8 @@ import pytest
 from cases import Sizes, qkv
 from check import TOLERANCE, close, cotangents, program, run
 
-from pallas_flash import backends, flash_attention
+from pallas_flash import flash_attention
+from pallas_flash.choose import backends
 from pallas_flash.kernels import triton
 from pallas_flash.kernels.triton.tuning import AllTiles, Tiles
 

@@ -29,15 +29,11 @@ from decoding import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_flash import (
-    backends,
-    decode,
-    explain,
-    flash_attention,
-    paged_attention,
-)
+from pallas_flash import explain, flash_attention, paged_attention
 from pallas_flash.accounting import GPUS
 from pallas_flash.caches import attend
+from pallas_flash.choose import backends
+from pallas_flash.tiled import split_kv
 from scripts.bench.gpu_code import as_if_on
 
 pytestmark = pytest.mark.usefixtures("small_caches")
@@ -115,7 +111,7 @@ def test_a_score_mod_equals_the_reference_with_pages_and_without_and_in_the_grad
         call = functools.partial(modified, functools.partial(attend, **options))
         return value_and_gradients(call)(by_row, near, by_key)
 
-    assert decode.is_decoding(explain(q, k, v, score_mod=lambda s, b, h, i, j: s + h).problem)
+    assert split_kv.is_decoding(explain(q, k, v, score_mod=lambda s, b, h, i, j: s + h).problem)
     more = dict(query_seq_lengths=count, implementation=implementation)
     paged = functools.partial(modified, functools.partial(paged_attention, q, **call, **more))
     expected = dense("reference")
@@ -143,7 +139,7 @@ def test_a_score_mod_of_rows_of_several_heads_equals_the_reference(
     implementation, kind, rng, monkeypatch
 ):
     """By batch row, query head, token and key, and by arrays of them and of both at once."""
-    monkeypatch.setattr(decode, "num_splits", lambda *_: 2)
+    monkeypatch.setattr(split_kv, "num_splits", lambda *_: 2)
     page, size, offset = 32, 64, ints(260, 77, 130)
     stored = "int8" if kind == "in 8 bits" else None
     call, (k, v) = pool(rng, page, offset + 3, 10, (size, size), np.float16, stored)
@@ -182,7 +178,7 @@ def test_splits_are_merged_by_their_sums_where_logits_are_beyond_them(
     implementation, rng, monkeypatch
 ):
     """At -1e6 a log-sum-exp rounds by more than what the sums of two splits differ by."""
-    monkeypatch.setattr(decode, "num_splits", lambda *_: 2)
+    monkeypatch.setattr(split_kv, "num_splits", lambda *_: 2)
     q, k, v = (rng.normal(size=(1, n, 4, 64)).astype(np.float16) for n in (2, 300, 300))
     options = dict(score_mod=lambda s, b, h, i, j: s - 1e6 * h)
     wide = (x.astype(np.float32) for x in (q, k, v))

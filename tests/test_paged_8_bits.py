@@ -23,18 +23,11 @@ from decoding import (
     seen,
 )
 
-from pallas_flash import (
-    blockwise,
-    decode,
-    explain,
-    flash_attention,
-    paged_attention,
-    paged_cache,
-    quantised,
-)
+from pallas_flash import explain, flash_attention, paged_attention, paged_cache
 from pallas_flash.accounting import GPUS
 from pallas_flash.caches import attend
 from pallas_flash.kernels import mma
+from pallas_flash.tiled import blockwise, quantised, split_kv
 from scripts.bench.gpu_code import as_if_on
 
 pytestmark = pytest.mark.usefixtures("small_caches")
@@ -82,7 +75,7 @@ def test_by_mma_pages_in_8_bits_equal_the_oracle_without_a_race(
     """In one split, so that slots of shared memory are used again; the scales are NaN, and the
     largest numbers in the pages, where nobody looks."""
     page, size, value_size = PAGES_BY_MMA[name]
-    monkeypatch.setattr(decode, "num_splits", lambda *_: 1)
+    monkeypatch.setattr(split_kv, "num_splits", lambda *_: 1)
     lengths = ints(150, 384, 0)
     call, rows = pool(rng, page, lengths, 384 // page, (size, value_size), stored=stored)
     dtype = dict(int8="bfloat16", float8_e4m3fn="float16", float8_e5m2="bfloat16")[stored]

@@ -10,7 +10,7 @@ import pytest
 from decoding import ints
 
 from pallas_flash import explain_paged, paged_attention
-from pallas_flash.kernels import device
+from pallas_flash.jax_support import hardware
 from pallas_flash.kernels.mma import tuning as mma
 
 pytestmark = pytest.mark.usefixtures("small_caches")
@@ -213,7 +213,7 @@ def test_in_jit_a_table_and_lengths_that_are_wrong_raise_nothing():
 def test_by_mma_the_head_sizes_that_pages_need_are_those_of_the_docstring(
     stored, has_tma, monkeypatch
 ):
-    monkeypatch.setattr(device, "has_tma", lambda: has_tma)
+    monkeypatch.setattr(hardware, "has_tma", lambda: has_tma)
     for page, H, HV in itertools.product((8, 16, 32, 64, 128), (64, 128, 192, 256, 576), (64, 192)):
         widest = max(H, HV)
         step = 16 if widest <= 128 else 32 if widest <= 256 else 64

@@ -11,8 +11,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import make_mesh
 
-from pallas_flash import attention_weights, blockwise, explain, flash_attention, masks
+from pallas_flash import attention_weights, explain, flash_attention, masks
 from pallas_flash.context_parallel import Ring
+from pallas_flash.tiled import blockwise
 
 LEAD, T, N, K, H = (2, 3, 2), 19, 4, 2, 8
 

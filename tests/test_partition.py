@@ -20,8 +20,9 @@ from jax.sharding import PartitionSpec as P
 from meshes import make_mesh, needs_devices, put
 
 import pallas_flash
-from pallas_flash import flash_attention, jax_internals, masks
-from pallas_flash.devices import callback_names
+from pallas_flash import flash_attention, masks
+from pallas_flash.jax_support import jax_internals
+from pallas_flash.transforms import callback_names
 
 pytestmark = [
     pytest.mark.usefixtures("small_tiles"),
@@ -216,8 +217,8 @@ def lose(monkeypatch):
 )
 def test_a_jax_that_cannot_do_it_gathers_and_says_so(name, rng, monkeypatch, lose):
     lose(name)
-    monkeypatch.delitem(sys.modules, "pallas_flash.devices.partition", raising=False)
-    monkeypatch.delattr(pallas_flash.devices, "partition", raising=False)
+    monkeypatch.delitem(sys.modules, "pallas_flash.transforms.partition", raising=False)
+    monkeypatch.delattr(pallas_flash.transforms, "partition", raising=False)
     x = qkv(rng, Z)
     with pytest.warns(UserWarning, match=f"they are gathered.* has no {name}") as told:
         gathering = jax.jit(lambda *x: attend(*x))(*on_mesh(SPEC, *x))

@@ -14,12 +14,8 @@ from check import TOLERANCE, close, equal, value_and_gradients
 from jax import export
 from selection import whole_but
 
-from pallas_flash import (
-    autodiff,
-    flash_attention,
-    flash_attention_jvp,
-    masks,
-)
+from pallas_flash import flash_attention, flash_attention_jvp, masks
+from pallas_flash.transforms import autodiff
 
 pytestmark = pytest.mark.usefixtures("small_tiles")
 Z = Sizes(B=2, T=19, S=37, N=4, K=2, H=8, Hv=8)

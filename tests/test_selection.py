@@ -13,7 +13,7 @@ import pytest
 from selection import diagonal, fast_half, mark_for_a_gpu, one_turn
 
 from pallas_flash import paged_attention
-from pallas_flash.kernels import device
+from pallas_flash.jax_support import hardware
 
 
 @pytest.mark.parametrize("sizes", [(19, 3), (2, 3, 3), (11, 2, 2), (4,), (2, 2)], ids=str)
@@ -79,7 +79,7 @@ def test_a_gpu_runs_what_compares_numbers_and_what_is_marked_and_skips_the_rest(
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_what_a_gpu_is_too_old_for_is_skipped_in_the_words_of_the_refusal(on_gpu, monkeypatch):
     q, pages = jnp.ones((1, 1, 2, 8)), jnp.ones((2, 256, 2, 8), jnp.float8_e4m3fn)
-    monkeypatch.setattr(device, "compute_capability", lambda: 8.0)
+    monkeypatch.setattr(hardware, "compute_capability", lambda: 8.0)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu" if on_gpu else "cpu")
     test = conftest.pytest_runtest_call(None)
     next(test)

@@ -16,8 +16,9 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import pallas_flash
-from pallas_flash import backends, explain, flash_attention
-from pallas_flash.selfcheck import records, verdicts
+from pallas_flash import explain, flash_attention
+from pallas_flash.choose import backends
+from pallas_flash.choose.selfcheck import records, verdicts
 
 pytestmark = pytest.mark.usefixtures("verdict_folder")
 

@@ -8,11 +8,12 @@ import jax
 import pytest
 from selection import whole_but
 
-from pallas_flash import backends, explain, trial
+from pallas_flash import explain
 from pallas_flash.__main__ import main, print_machine
 from pallas_flash.accounting import GPUS
-from pallas_flash.kernels import device
-from pallas_flash.selfcheck import records, verdicts
+from pallas_flash.choose import backends
+from pallas_flash.choose.selfcheck import records, trial, verdicts
+from pallas_flash.jax_support import hardware
 from scripts.bench import gpu_code
 
 pytestmark = pytest.mark.usefixtures("verdict_folder")
@@ -138,7 +139,7 @@ def test_what_the_machine_lacks_is_the_reason_that_is_told():
 
 def test_the_command_says_what_is_taken_and_why_not_the_others(capsys, monkeypatch):
     monkeypatch.setattr(trial, "in_a_process", lambda case, limit: trial.Finding(verdicts.TRUSTED))
-    monkeypatch.setattr(device, "compute_capability", lambda: None)
+    monkeypatch.setattr(hardware, "compute_capability", lambda: None)
     assert main(["--implementations", "hopper"]) == 1  # there is nothing that it could run
     out = capsys.readouterr().out
     assert "hopper is not here: it needs " in out and "0 of 0 are right." in out

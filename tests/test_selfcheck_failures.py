@@ -10,8 +10,8 @@ import fakes
 import jax
 import pytest
 
-from pallas_flash import explain, flash_attention, trial
-from pallas_flash.selfcheck import attempts, comparison, outcome, records, verdicts
+from pallas_flash import explain, flash_attention
+from pallas_flash.choose.selfcheck import attempts, comparison, outcome, records, trial, verdicts
 
 pytestmark = pytest.mark.usefixtures("verdict_folder")
 NAME = "CUDA_ERROR_"

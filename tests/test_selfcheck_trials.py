@@ -12,18 +12,14 @@ import numpy as np
 import pytest
 from selection import whole_but
 
-from pallas_flash import (
-    backends,
-    explain,
-    masks,
-    paged_cache,
-    schedule,
-    trial,
-)
+from pallas_flash import explain, masks, paged_cache
 from pallas_flash.caches import attend
-from pallas_flash.kernels import device, hopper, triton
+from pallas_flash.choose import backends
+from pallas_flash.choose.selfcheck import comparison, trial, verdicts
+from pallas_flash.jax_support import hardware
+from pallas_flash.kernels import hopper, triton
 from pallas_flash.masks import block_types
-from pallas_flash.selfcheck import comparison, verdicts
+from pallas_flash.tiled import schedule
 
 pytestmark = pytest.mark.usefixtures("verdict_folder")
 REFERENCE = fakes.REFERENCE
@@ -239,7 +235,7 @@ def test_small_trials_run_the_kernels_of_a_large_call():
 
 
 def test_trials_have_groups_of_heads_in_one_program_and_in_several(monkeypatch):
-    monkeypatch.setattr(device, "processors", lambda: 132)
+    monkeypatch.setattr(hardware, "processors", lambda: 132)
     hopper, large = (
         backends.find("hopper"),
         problem_of(dtype="bfloat16", lengths=(2048, 2048), size=16, deterministic=False),

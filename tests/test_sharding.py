@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 from meshes import make_mesh, needs_devices, put
 from selection import whole_but
 
-from pallas_flash import flash_attention, masks, paged_attention, paged_cache, quantised
+from pallas_flash import flash_attention, masks, paged_attention, paged_cache
+from pallas_flash.tiled import quantised
 
 pytestmark = [
     pytest.mark.usefixtures("small_tiles"),

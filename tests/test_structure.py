@@ -7,7 +7,7 @@ import pathlib
 import pytest
 
 import pallas_flash
-from pallas_flash import backends
+from pallas_flash.choose import backends
 
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "pallas_flash"

@@ -23,7 +23,8 @@ from matplotlib import image
 from tensorboardX.proto.event_pb2 import Event
 from trainer import SCRIPT, STEPS, TINY, error_of, loss_curve, same_curves, train, train_losses
 
-from pallas_flash import backends, signatures
+from pallas_flash.choose import backends
+from pallas_flash.problem import signatures
 from scripts import train_gpt
 from scripts.gpt_run import devices, model, options, training
 from scripts.gpt_run import folder as run_folder

@@ -11,7 +11,8 @@ import pytest
 from cases import BROADCASTS, Sizes, bias, dense_mask, normal, qkv
 from check import strict_64_bits, value_and_gradients
 
-from pallas_flash import equation, flash_attention, masks, scores
+from pallas_flash import flash_attention, masks, scores
+from pallas_flash.transforms import equation
 
 pytestmark = pytest.mark.usefixtures("small_tiles")
 Z = Sizes(T=19, S=23, N=2, K=1, H=8, Hv=8)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import pytest
 
-from pallas_flash import backends
+from pallas_flash.choose import backends
 from pallas_flash.kernels.triton.tuning import AllTiles, Tiles
 from scripts import tune
 

@@ -12,9 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_flash import Options, backends, flash_attention, paged_attention, signatures
+from pallas_flash import Options, flash_attention, paged_attention
 from pallas_flash.caches import paged
+from pallas_flash.choose import backends
 from pallas_flash.flax import attention_fn
+from pallas_flash.problem import signatures
 
 ROOT = pathlib.Path(__file__).parents[1]
 EXAMPLES = "\n".join(re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S))

@@ -19,7 +19,6 @@ from selection import whole_but
 
 from pallas_flash import (
     context_parallel,
-    decode,
     explain,
     explain_paged,
     flash_attention,
@@ -28,8 +27,9 @@ from pallas_flash import (
     paged_cache,
 )
 from pallas_flash.accounting import GPUS
-from pallas_flash.kernels import device
-from pallas_flash.selfcheck import comparison
+from pallas_flash.choose.selfcheck import comparison
+from pallas_flash.jax_support import hardware
+from pallas_flash.tiled import split_kv
 from scripts.bench.gpu_code import as_if_on
 
 pytestmark = pytest.mark.usefixtures("small_caches")
@@ -191,7 +191,7 @@ BY_MOSAIC = {
 @pytest.fixture
 def on(request, monkeypatch):
     """on(implementation): its kernels, in one split."""
-    monkeypatch.setattr(decode, "num_splits", lambda *_: 1)
+    monkeypatch.setattr(split_kv, "num_splits", lambda *_: 1)
     return gpu_interpreter.kernels
 
 
@@ -267,7 +267,7 @@ def test_where_shared_memory_does_not_hold_the_queries_the_reason_says_so(rng, o
     call = dict(query=q, key=k, value=None, value_size=512)
     with on("ampere"):
         assert explain(**call, implementation="ampere").tiles.decode.warpgroups == 2
-        device.shared_memory = lambda: 99 << 10
+        hardware.shared_memory = lambda: 99 << 10
         reason = "decoding needs 125 KB of shared memory, and this GPU has 99"
         assert reason in explain(**call).why_not["ampere"]
 
@@ -291,7 +291,7 @@ def test_explain_says_how_many_bytes_of_a_token_are_read():
 def test_a_key_head_has_two_tiles_of_rows_where_no_other_kernel_knows_its_size(head, most):
     def decodes(rows):
         q, k = (jax.ShapeDtypeStruct((1, *n, head), "bfloat16") for n in ((1, rows), (512, 1)))
-        return decode.is_decoding(explain(q, k, None, value_size=256).problem)
+        return split_kv.is_decoding(explain(q, k, None, value_size=256).problem)
 
     assert decodes(most) and not decodes(most + 1)
 

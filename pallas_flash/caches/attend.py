@@ -8,27 +8,20 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_flash import (
-    arguments,
-    autodiff,
-    backends,
-    checks,
-    decode,
-    derivative_modes,
-    dispatch,
-    lowering,
-    quantised,
-    selection,
-    varying,
-)
-from pallas_flash.arguments import Problem
-from pallas_flash.backends import Backend
+from pallas_flash import checks
 from pallas_flash.caches import ragged
-from pallas_flash.call import PagedCall
-from pallas_flash.kernels import device, joined
+from pallas_flash.choose import backends, dispatch, selection
+from pallas_flash.choose.backends import Backend
+from pallas_flash.choose.selfcheck import comparison
+from pallas_flash.jax_support import hardware, varying
+from pallas_flash.kernels import joined
 from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.mods.score_mod import BoundScoreMod
-from pallas_flash.selfcheck import comparison
+from pallas_flash.problem import arguments
+from pallas_flash.problem.arguments import Problem
+from pallas_flash.problem.call import PagedCall
+from pallas_flash.tiled import quantised, split_kv
+from pallas_flash.transforms import autodiff, derivative_modes, lowering
 
 
 def attend(call: PagedCall):
@@ -66,7 +59,7 @@ def _in_rows(call: PagedCall) -> tuple[PagedCall, ragged.Tiles | None]:
         call = call.replace(query_offset=held - new)
     if cu_seqlens is None:
         return call, None
-    most = decode.max_rows(call.k_pages.shape[3], call.v_pages is None)
+    most = split_kv.max_rows(call.k_pages.shape[3], call.v_pages is None)
     tiles = ragged.Tiles.of(cu_seqlens, T, max(1, most * K // N))
     return tiles.rows_of(call), tiles
 
@@ -114,7 +107,7 @@ def _attend_batch(call: PagedCall, is_ragged: bool):
     operands, scales = varying.vary_alike((operands, scales))
     table = jnp.clip(page_table, 0, call.k_pages.shape[0] - 1)
     is_requested = selection.requested(implementation) is not None
-    traced_without_gpu = device.here().platform != "gpu"
+    traced_without_gpu = hardware.here().platform != "gpu"
     read = PagedPass(backend, is_requested, traced_without_gpu, problem, kind)
     o, stats = (read.bind if read.needs_gpu else read.run)(operands, table, *scales)
     log_base = backend.log_base(problem)
@@ -156,7 +149,9 @@ def _in_order(problem: Problem, seen: ResolvedMask, table, dtype, pages, scales)
         else (x.astype(jnp.float32) * quantised.taken(scales, table)[..., None]).astype(dtype)
     )
     key = jnp.arange(p.keys, dtype=jnp.int32)[None, :, None, None]
-    first, last = (n[:, None, None, None] for n in decode.reach(*decode.intervals(p, seen), p.keys))
+    first, last = (
+        n[:, None, None, None] for n in split_kv.reach(*split_kv.intervals(p, seen), p.keys)
+    )
     return jnp.where((first <= key) & (key < last), x.reshape(p.batch, p.keys, *x.shape[3:]), 0)
 
 
@@ -227,7 +222,7 @@ def copies(backend: Backend, problem: Problem, pages: Pages) -> bool:
     """Whether an implementation attends to a copy of the pages in order."""
     if backend.paged is None:
         return True
-    is_long = decode.why_not(problem) is not None and not pages.is_ragged
+    is_long = split_kv.why_not(problem) is not None and not pages.is_ragged
     return is_long and backend.paged.copies_prompts(problem)
 
 
@@ -259,7 +254,7 @@ class Against(selection.Against):
     @property
     def _long(self) -> Problem:
         """The problem as decoding, whatever the length."""
-        return dataclasses.replace(self.problem, keys=max(self.problem.keys, decode.KEYS))
+        return dataclasses.replace(self.problem, keys=max(self.problem.keys, split_kv.KEYS))
 
     def _copies(self, backend):
         return copies(backend, self.problem, self.pages)

@@ -9,15 +9,17 @@ from typing import Literal, TypedDict, Unpack, overload
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Real
 
-from pallas_flash import checks, dispatch, quantised, scores, unexpected
+from pallas_flash import checks, scores
 from pallas_flash.caches import tables
 from pallas_flash.caches.attend import attend
-from pallas_flash.call import PagedCall
-from pallas_flash.checks import AnyArray
+from pallas_flash.checks import AnyArray, unexpected
+from pallas_flash.choose import dispatch
 from pallas_flash.devices import sharding
-from pallas_flash.kernels import device
+from pallas_flash.jax_support import hardware
 from pallas_flash.mods.score_mod import BoundScoreMod
-from pallas_flash.signatures import Implementation, ScoreMod, in_lines
+from pallas_flash.problem.call import PagedCall
+from pallas_flash.problem.signatures import Implementation, ScoreMod, in_lines
+from pallas_flash.tiled import quantised
 
 PAGE = 8  # a page is a multiple of so many keys
 
@@ -222,7 +224,7 @@ def paged_attention(
         call = call.replace(
             score_mod=score_mod.with_indices(call.lengths.shape, call.query.shape[-2])
         )
-    with device.at(call.arguments().values()):
+    with hardware.at(call.arguments().values()):
         found = attend(call) if mesh is None else sharding.map_paged_call(attend, call, mesh)
     return dispatch.results(return_residual, *found)
 

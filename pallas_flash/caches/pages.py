@@ -10,11 +10,12 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Real
 
-from pallas_flash import checks, quantised
+from pallas_flash import checks
 from pallas_flash.caches import ragged
 from pallas_flash.caches.paged import PAGE, Options, paged_attention
 from pallas_flash.checks import AnyArray
 from pallas_flash.devices import sharding
+from pallas_flash.tiled import quantised
 
 
 class PagedCache(NamedTuple):

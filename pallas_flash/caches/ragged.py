@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
-from pallas_flash.call import PagedCall
+from pallas_flash.problem.call import PagedCall
 
 
 def within(cu_seqlens: Int[Array, "B+1"], tokens: int) -> Int[Array, "B+1"]:

@@ -4,7 +4,7 @@ the row."""
 import numpy as np
 
 from pallas_flash import checks
-from pallas_flash.call import PagedCall
+from pallas_flash.problem.call import PagedCall
 
 
 def check(call: PagedCall):

@@ -10,8 +10,8 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_flash.call import Call
-from pallas_flash.devices.call import CACHE_AXES, array_axes, collect_arrays, with_arrays
+from pallas_flash.devices.shared_arrays import CACHE_AXES, array_axes, collect_arrays, with_arrays
+from pallas_flash.problem.call import Call
 
 
 def find_mesh(call: Call) -> AbstractMesh | None:

@@ -8,11 +8,12 @@ from typing import Any, NamedTuple, TypeVar
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Real
 
-from pallas_flash import checks, quantised
+from pallas_flash import checks
 from pallas_flash.attention import flash_attention
 from pallas_flash.caches.paged import paged_attention
 from pallas_flash.caches.pages import PagedCache
 from pallas_flash.devices import sharding
+from pallas_flash.tiled import quantised
 
 PAGE = 64  # keys of a page of a rolling or quantised cache
 

@@ -11,12 +11,12 @@ import numpy as np
 from flax.nnx.nn import dtypes
 from jaxtyping import Array, Float, Shaped
 
-from pallas_flash import checks, unexpected
+from pallas_flash import checks
 from pallas_flash.attention import flash_attention
-from pallas_flash.checks import AnyArray
+from pallas_flash.checks import AnyArray, unexpected
 from pallas_flash.dropout import Shared
 from pallas_flash.masks import Mask
-from pallas_flash.signatures import Implementation, ScoreMod, in_lines
+from pallas_flash.problem.signatures import Implementation, ScoreMod, in_lines
 
 
 # every parameter has a name: linen passes on only those that it finds in the signature

@@ -12,9 +12,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, Shaped
 
-from pallas_flash import checks, unexpected
+from pallas_flash import checks
 from pallas_flash.attention import flash_attention
-from pallas_flash.checks import AnyArray
+from pallas_flash.checks import AnyArray, unexpected
 from pallas_flash.context_parallel import Context
 from pallas_flash.explanation import explain
 from pallas_flash.flax import cache as caches
@@ -22,7 +22,7 @@ from pallas_flash.flax import rotary, validation
 from pallas_flash.flax.cache import Cache, KVCache, RollingCache, SomeCache
 from pallas_flash.flax.hook import as_mask
 from pallas_flash.masks import Mask
-from pallas_flash.signatures import Implementation, ScoreMod
+from pallas_flash.problem.signatures import Implementation, ScoreMod
 
 LECUN_NORMAL = nnx.initializers.lecun_normal()
 Rngs = nnx.Rngs | nnx.RngStream | Array | None

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from pallas_flash import checks, context_parallel
-from pallas_flash.arguments import DTYPES
+from pallas_flash.checks.sizes import Sizes
 from pallas_flash.flax import cache as caches
-from pallas_flash.sizes import Sizes
+from pallas_flash.problem.arguments import DTYPES
 
 FLAGS = "qk_norm", "is_causal", "sinks", "use_bias", "keep_rngs"
 

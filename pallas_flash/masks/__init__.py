@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_flash import checks, pytrees
+from pallas_flash import checks
+from pallas_flash.jax_support import pytrees
 from pallas_flash.masks.block_mask import BlockMask as BlockMask
 from pallas_flash.masks.block_mask import create_block_mask as create_block_mask
 from pallas_flash.masks.mask import BlockTypes as BlockTypes

@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_flash import checks, pytrees, unexpected
+from pallas_flash import checks
+from pallas_flash.checks import unexpected
+from pallas_flash.jax_support import pytrees
 from pallas_flash.masks import block_types
 from pallas_flash.masks.mask import And, BlockTypes, Mask, conjuncts, leaves, split, with_leaves
 from pallas_flash.masks.resolution import resolve

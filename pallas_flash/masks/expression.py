@@ -8,11 +8,11 @@ from typing import Any
 
 import jax
 
-from pallas_flash import pytrees
+from pallas_flash.jax_support import pytrees
+from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.masks.mask import And, Mask, MaskMod, Not, Or, conjuncts, describe, split
 from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.mods.traced import INDEX, TracedMod, any_mesh
-from pallas_flash.pytrees import IntLike
 
 
 @pytrees.dataclass

@@ -13,11 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from pallas_flash import checks, pytrees
+from pallas_flash import checks
+from pallas_flash.jax_support import pytrees
+from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.mods.mask_mod import trace_mask_mod
 from pallas_flash.mods.traced import TracedMod
-from pallas_flash.pytrees import IntLike
 
 
 class Mask:

@@ -7,11 +7,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.masks.expression import Place, as_mask_mod
 from pallas_flash.masks.mask import And, BlockTypes, Mask, MaskMod, both, leaves, split
 from pallas_flash.masks.resolved_mask import REACH, ResolvedMask, clip
 from pallas_flash.mods.mask_mod import BoundMaskMod
-from pallas_flash.pytrees import IntLike
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_flash import pytrees
-from pallas_flash.pytrees import IntLike, is_data, larger, smaller
+from pallas_flash.jax_support import pytrees
+from pallas_flash.jax_support.pytrees import IntLike, is_data, larger, smaller
 
 # no query and key lie further apart: offsets and windows are cut there, and no sum of positions
 # leaves int32

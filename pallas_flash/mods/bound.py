@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.mods.traced import TracedMod, vectorize
-from pallas_flash.pytrees import IntLike
 
 
 @dataclasses.dataclass(frozen=True)

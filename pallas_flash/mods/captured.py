@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_flash import varying
-from pallas_flash.jax_internals import Literal
+from pallas_flash.jax_support import varying
+from pallas_flash.jax_support.jax_internals import Literal
+from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.mods.derivatives import jaxpr_of, programs_in
-from pallas_flash.pytrees import IntLike
 
 ONLY_SCALARS = "captured arrays may only be indexed down to scalars, e.g. table[h, kv_idx]"
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_flash.jax_internals import Primitive, jaxpr_as_fun
+from pallas_flash.jax_support.jax_internals import Primitive, jaxpr_as_fun
 
 ORDERS = 3  # how many derivatives are kept; the second is that of a Hessian
 

@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_flash import pytrees
+from pallas_flash.jax_support import pytrees
+from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.mods.bound import BoundMod
 from pallas_flash.mods.traced import INDEX, TracedMod, describe, trace_function, vectorize
-from pallas_flash.pytrees import IntLike
 
 
 def trace_mask_mod(mask_mod: Callable, name: str | None = None) -> tuple[TracedMod, tuple]:

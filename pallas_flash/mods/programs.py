@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from pallas_flash.jax_internals import Literal, Primitive, primitives
+from pallas_flash.jax_support.jax_internals import Literal, Primitive, primitives
 from pallas_flash.mods import derivatives
 
 

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_flash import pytrees
+from pallas_flash.jax_support import pytrees
+from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.mods import traced
 from pallas_flash.mods.bound import BoundMod
-from pallas_flash.pytrees import IntLike
 
 SIGNATURE = "score_mod(score, b, h, q_idx, kv_idx)"
 

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_flash.jax_internals import Literal
+from pallas_flash.jax_support.jax_internals import Literal
+from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.mods import captured, derivatives, programs
 from pallas_flash.mods.derivatives import any_mesh as any_mesh
-from pallas_flash.pytrees import IntLike
 
 INDEX = jax.ShapeDtypeStruct((), jnp.int32)
 

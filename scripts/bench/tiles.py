@@ -6,9 +6,11 @@ from typing import Any, NamedTuple
 import jax
 
 # the public functions take no tiles
-from pallas_flash import attention, autodiff, selection
-from pallas_flash.arguments import Problem
+from pallas_flash import attention
+from pallas_flash.choose import selection
 from pallas_flash.kernels import hopper
+from pallas_flash.problem.arguments import Problem
+from pallas_flash.transforms import autodiff
 
 
 class Change(NamedTuple):

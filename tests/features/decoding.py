@@ -11,15 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from features.calls import EXPLAINED, assert_equal, reason
 
-from pallas_flash import (
-    explain,
-    explain_paged,
-    flash_attention,
-    merge_attention,
-    paged_attention,
-    quantised,
-)
+from pallas_flash import explain, explain_paged, flash_attention, merge_attention, paged_attention
 from pallas_flash.accounting import GPUS
+from pallas_flash.tiled import quantised
 from scripts.bench.gpu_code import as_if_on
 
 B, N, K, H, HV, PAGE, PAGES = 2, 4, 2, 64, 64, 16, 144

@@ -1,10 +1,11 @@
 """FlashAttention-2 as Mosaic GPU kernels for GPUs from Ampere on: mma, ldmatrix, cp.async or TMA,
 one warpgroup a program."""
 
-from pallas_flash.arguments import Problem
-from pallas_flash.kernels import device, joined, mma
+from pallas_flash.jax_support import hardware
+from pallas_flash.kernels import joined, mma
 from pallas_flash.kernels.ampere.tuning import WIDEST, tiles
 from pallas_flash.kernels.mosaic import operations
+from pallas_flash.problem.arguments import Problem
 
 __all__ = ["copies", "remark", "tiles", "why_not"]
 
@@ -27,7 +28,7 @@ def copies(problem: Problem) -> str | None:
 
 def remark() -> str | None:
     """That the GPU that a call is for multiplies faster than by mma, or None."""
-    if device.compute_capability() not in TENSOR_MEMORY:
+    if hardware.compute_capability() not in TENSOR_MEMORY:
         return None
     return (
         "this GPU's tensor cores are fast by tcgen05, and these kernels multiply by mma; cuDNN's, "
@@ -36,13 +37,13 @@ def remark() -> str | None:
 
 
 def _why_not_here() -> str | None:
-    if device.interpret:
+    if hardware.interpret:
         return None
-    capability, lacking = device.compute_capability(), []
+    capability, lacking = hardware.compute_capability(), []
     if capability is None or capability < 8.0:
         there = f"this one has {capability}" if capability else "there is none"
         lacking.append(f"it needs an NVIDIA GPU of compute capability 8.0 or more; {there}")
-    elif capability != (lowered := device.mosaic_capability()):
+    elif capability != (lowered := hardware.mosaic_capability()):
         lacking.append(
             f"Mosaic would lower it for compute capability {lowered}; this GPU has {capability}"
         )

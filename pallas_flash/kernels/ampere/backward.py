@@ -7,8 +7,6 @@ import functools
 import jax
 from jax.experimental import pallas as pl
 
-from pallas_flash import schedule
-from pallas_flash.arguments import Gradients, Operands, Problem
 from pallas_flash.kernels.ampere.tuning import AllTiles
 from pallas_flash.kernels.mma import tile
 from pallas_flash.kernels.mma.gradients import Memory, inputs
@@ -17,6 +15,8 @@ from pallas_flash.kernels.mosaic import block_info, logits, scheduler
 from pallas_flash.kernels.mosaic.gradients import Inputs
 from pallas_flash.kernels.mosaic.launch import LANE, launch
 from pallas_flash.kernels.mosaic.registers import load, per_column, per_row
+from pallas_flash.problem.arguments import Gradients, Operands, Problem
+from pallas_flash.tiled import schedule
 
 
 def backward(problem: Problem, tiles: AllTiles, x: Operands, lse, do, delta) -> Gradients:

@@ -14,8 +14,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_flash import online_softmax, schedule
-from pallas_flash.arguments import Operands, Problem
 from pallas_flash.kernels.ampere.tuning import AllTiles
 from pallas_flash.kernels.mma import decode, tile
 from pallas_flash.kernels.mma.padded_rows import PaddedRows, flat, pad
@@ -23,6 +21,8 @@ from pallas_flash.kernels.mma.tuning import Tiles, padded_length
 from pallas_flash.kernels.mosaic import block_info, logits, scheduler, statistics
 from pallas_flash.kernels.mosaic.launch import LANE, launch
 from pallas_flash.kernels.mosaic.registers import load, per_row
+from pallas_flash.problem.arguments import Operands, Problem
+from pallas_flash.tiled import online_softmax, schedule
 
 
 class Inputs(NamedTuple):

@@ -3,8 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from pallas_flash.arguments import Problem
-from pallas_flash.kernels import device
+from pallas_flash.jax_support import hardware
 from pallas_flash.kernels.mma.tuning import (
     DecodeTiles,
     Tiles,
@@ -12,6 +11,7 @@ from pallas_flash.kernels.mma.tuning import (
     tangent_tiles,
     tiles_if_decoding,
 )
+from pallas_flash.problem.arguments import Problem
 
 WIDEST = 512  # head size
 
@@ -97,8 +97,8 @@ def tiles(problem: Problem) -> AllTiles:
     first = 1 if has_ids or p.dropped else 0
     forward, dq, dkv = _FORWARD[first:], _DQ, _DKV[1 if has_ids else 0 :]
     # GPUs with no more multiply at half or a quarter of an A100's rate
-    if device.shared_memory() > device.LEAST_SHARED_KB << 10:
-        if device.compute_capability() != 9.0:  # results.md#by-mma-by-the-clock
+    if hardware.shared_memory() > hardware.LEAST_SHARED_KB << 10:
+        if hardware.compute_capability() != 9.0:  # results.md#by-mma-by-the-clock
             forward = _TALL_FORWARD[first:] + forward
         if not p.dropped:
             dq = _TALL_DQ + dq

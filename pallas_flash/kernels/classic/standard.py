@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_flash import online_softmax, schedule
-from pallas_flash.arguments import Gradients, Operands, Problem
 from pallas_flash.kernels.pallas_call import mods, power_of_two, tile
+from pallas_flash.problem.arguments import Gradients, Operands, Problem
+from pallas_flash.tiled import online_softmax, schedule
 
 
 class Tiles(NamedTuple):

@@ -1,10 +1,11 @@
 """FlashAttention-3 as Mosaic GPU kernels for Hopper: wgmma, TMA, warpgroups with roles."""
 
-from pallas_flash.arguments import Problem
-from pallas_flash.kernels import device, joined, mma
+from pallas_flash.jax_support import hardware
+from pallas_flash.kernels import joined, mma
 from pallas_flash.kernels.hopper.tile_sizes import AllTiles
 from pallas_flash.kernels.hopper.tuning import WIDEST, padded_length, padded_size, tiles
 from pallas_flash.kernels.mosaic import operations
+from pallas_flash.problem.arguments import Problem
 
 __all__ = ["copies", "tiles", "tiles_like", "why_not"]
 
@@ -33,9 +34,9 @@ def copies(problem: Problem) -> str | None:
 
 
 def _why_not_here() -> str | None:
-    if device.interpret:
+    if hardware.interpret:
         return None
-    capability, lacking = device.compute_capability(), []
+    capability, lacking = hardware.compute_capability(), []
     if capability != 9.0:
         there = f"this one has {capability}" if capability else "there is none"
         lacking.append(f"it needs a GPU of compute capability 9.0 (H100, H200); {there}")

@@ -9,9 +9,9 @@ bits of dQ differ from run to run. Where heads share keys, several programs may 
 these heads, and dK and dV are added up in the same way.
 """
 
-from pallas_flash.arguments import Gradients, Operands, Problem
 from pallas_flash.kernels.hopper import backward_dkv, backward_dq
 from pallas_flash.kernels.hopper.tile_sizes import AllTiles
+from pallas_flash.problem.arguments import Gradients, Operands, Problem
 
 
 def backward(problem: Problem, tiles: AllTiles, x: Operands, lse, do, delta) -> Gradients:

@@ -9,8 +9,6 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_flash import schedule
-from pallas_flash.arguments import Operands, Problem
 from pallas_flash.kernels.hopper import sync, tile
 from pallas_flash.kernels.hopper.dkv_consumer import Block, DkvConsumer, Do, Q
 from pallas_flash.kernels.hopper.dq_store import DqStore, Rows
@@ -21,6 +19,8 @@ from pallas_flash.kernels.mosaic import block_info, logits, scheduler
 from pallas_flash.kernels.mosaic.gradients import Inputs
 from pallas_flash.kernels.mosaic.launch import launch
 from pallas_flash.kernels.mosaic.registers import opaque
+from pallas_flash.problem.arguments import Operands, Problem
+from pallas_flash.tiled import schedule
 
 
 class Memory(NamedTuple):

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_flash import schedule
-from pallas_flash.arguments import Operands, Problem
+from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.hopper import sync, tile
 from pallas_flash.kernels.hopper.tile import inputs
 from pallas_flash.kernels.hopper.tile_sizes import ROWS, Tiles
@@ -19,8 +18,9 @@ from pallas_flash.kernels.mosaic.gradients import Inputs
 from pallas_flash.kernels.mosaic.launch import launch
 from pallas_flash.kernels.mosaic.mask import TileMask
 from pallas_flash.kernels.mosaic.registers import load, opaque, per_row
-from pallas_flash.online_softmax import DeltaTerms
-from pallas_flash.pytrees import IntLike
+from pallas_flash.problem.arguments import Operands, Problem
+from pallas_flash.tiled import schedule
+from pallas_flash.tiled.online_softmax import DeltaTerms
 
 
 class Memory(NamedTuple):

@@ -9,13 +9,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_flash.arguments import Problem
+from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.hopper import sync, tile
 from pallas_flash.kernels.hopper.dq_store import DqStore
 from pallas_flash.kernels.hopper.tile_sizes import ROWS, KeyTiles
 from pallas_flash.kernels.mosaic.logits import Logits
 from pallas_flash.kernels.mosaic.registers import opaque, per_column
-from pallas_flash.pytrees import IntLike
+from pallas_flash.problem.arguments import Problem
 
 
 class Q(NamedTuple):

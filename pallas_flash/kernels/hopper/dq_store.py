@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.hopper import sync
 from pallas_flash.kernels.hopper.tile_sizes import ROWS, KeyTiles
-from pallas_flash.pytrees import IntLike
 
 
 class Dq(NamedTuple):

@@ -14,8 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_flash import online_softmax, schedule
-from pallas_flash.arguments import Operands, Problem
+from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.hopper import second_consumer, sync, tile
 from pallas_flash.kernels.hopper.tile_sizes import ROWS, AllTiles, Tiles, checked
 from pallas_flash.kernels.mma import decode
@@ -24,8 +23,9 @@ from pallas_flash.kernels.mosaic.launch import launch
 from pallas_flash.kernels.mosaic.mask import TileMask
 from pallas_flash.kernels.mosaic.ragged_tail import RaggedRows
 from pallas_flash.kernels.mosaic.registers import per_row
-from pallas_flash.online_softmax import SoftmaxState
-from pallas_flash.pytrees import IntLike
+from pallas_flash.problem.arguments import Operands, Problem
+from pallas_flash.tiled import online_softmax, schedule
+from pallas_flash.tiled.online_softmax import SoftmaxState
 
 
 class Inputs(NamedTuple):

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_flash import online_softmax, schedule
 from pallas_flash.kernels.hopper import sync, tile
 from pallas_flash.kernels.hopper.tile_sizes import ROWS, Tiles
 from pallas_flash.kernels.mosaic.registers import per_row
+from pallas_flash.tiled import online_softmax, schedule
 
 
 class Handed(NamedTuple):

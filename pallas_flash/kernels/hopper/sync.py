@@ -14,10 +14,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_flash import schedule
+from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.mosaic.registers import opaque
 from pallas_flash.kernels.mosaic.roles import WARPGROUP, named_barrier
-from pallas_flash.pytrees import IntLike
+from pallas_flash.tiled import schedule
 
 
 class BarrierIds(NamedTuple):

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_flash import schedule
-from pallas_flash.arguments import Gradients, Operands, Problem
+from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.hopper import sync, tile
 from pallas_flash.kernels.hopper.tile_sizes import ROWS, AllTiles, Tiles
 from pallas_flash.kernels.mosaic import bias, block_info, logits, ragged_tail, scheduler
@@ -21,8 +20,9 @@ from pallas_flash.kernels.mosaic.launch import launch
 from pallas_flash.kernels.mosaic.mask import TileMask
 from pallas_flash.kernels.mosaic.registers import opaque, per_row
 from pallas_flash.kernels.mosaic.tangents import TangentRows
-from pallas_flash.online_softmax import RowLse
-from pallas_flash.pytrees import IntLike
+from pallas_flash.problem.arguments import Gradients, Operands, Problem
+from pallas_flash.tiled import schedule
+from pallas_flash.tiled.online_softmax import RowLse
 
 
 class WithTangent(NamedTuple):

@@ -11,8 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_flash import schedule
-from pallas_flash.arguments import Problem
+from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.hopper import sync
 from pallas_flash.kernels.hopper.tile_sizes import ROWS
 from pallas_flash.kernels.hopper.tuning import padded_length, padded_size
@@ -21,7 +20,8 @@ from pallas_flash.kernels.mosaic.gradients import Inputs
 from pallas_flash.kernels.mosaic.ragged_tail import RaggedRows, copy_tails
 from pallas_flash.kernels.mosaic.registers import Layouts, opaque, per_row
 from pallas_flash.kernels.mosaic.roles import Role
-from pallas_flash.pytrees import IntLike
+from pallas_flash.problem.arguments import Problem
+from pallas_flash.tiled import schedule
 
 WGMMA = plgpu.Layout.WGMMA
 LAYOUTS = Layouts(tile=WGMMA, row=WGMMA.reduce(1), column=WGMMA.reduce(0))

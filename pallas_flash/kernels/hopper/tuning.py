@@ -2,18 +2,19 @@
 
 import functools
 
-from pallas_flash import dropout, schedule
-from pallas_flash.arguments import Problem
-from pallas_flash.kernels import device
+from pallas_flash import dropout
+from pallas_flash.jax_support import hardware
 from pallas_flash.kernels.hopper.tile_sizes import SWIZZLES, AllTiles, KeyTiles, Tiles
 from pallas_flash.kernels.mma import tuning as mma
 from pallas_flash.kernels.mosaic import scheduler
 from pallas_flash.kernels.mosaic.tiling import cheapest
-from pallas_flash.online_softmax import LogBase
+from pallas_flash.problem.arguments import Problem
+from pallas_flash.tiled import schedule
+from pallas_flash.tiled.online_softmax import LogBase
 
 WIDEST = 512  # head size
 # bytes of shared memory for a program's matrices, beside statistics and mbarriers
-SHARED = (device.SHARED_KB[9.0] - 3) << 10
+SHARED = (hardware.SHARED_KB[9.0] - 3) << 10
 LONG = 64  # blocks of keys, beside which the start and the end of a program are short
 
 # The tables: by registers, spills, shared memory and instructions of the code compiled for an H200,
@@ -125,7 +126,7 @@ def _forward_row(p: Problem) -> Tiles | None:
     """The cheapest that shared memory holds, as narrow as the heads are; None of wider heads."""
     # of each vector of statistics, which is aligned, and of the mbarriers
     beside = 1024 * (2 + (p.log_base is LogBase.E) + p.max_logits)
-    most = (device.SHARED_KB[9.0] << 10) - beside
+    most = (hardware.SHARED_KB[9.0] << 10) - beside
 
     def of_heads(row: Tiles) -> Tiles:
         a_slice = schedule.ceil_div(p.value_size, row.column_slices)
@@ -179,7 +180,7 @@ def _with_tiles_per_program(t: Tiles, p: Problem) -> Tiles:
     blocks of keys allow, where two fit into shared memory: all programs have as many, each
     processor has one to begin with, none has more to do than before, and the L2 cache holds the
     keys of all heads that run at a time, which each tile reads again."""
-    count, processors = schedule.ceil_div(p.queries, t.block_q), device.processors()
+    count, processors = schedule.ceil_div(p.queries, t.block_q), hardware.processors()
     programs = lambda n: p.batch * p.heads * count // n
     work = lambda n: schedule.ceil_div(programs(n), processors) * n
     in_use = lambda n: processors * min(n, count) // (count * p.group) * p.keys * t.key_bytes
@@ -208,7 +209,7 @@ def _with_parts(t: KeyTiles, p: Problem) -> KeyTiles:
     programs = functools.partial(scheduler.key_programs, p, t.block_k)
     of_head = p.queries * t.query_bytes(fused=True)
     fits = lambda n: (
-        programs(n) >= 4 * device.processors() and 2 * of_head * (p.group // n) <= scheduler.L2
+        programs(n) >= 4 * hardware.processors() and 2 * of_head * (p.group // n) <= scheduler.L2
     )
     parts = (n for n in range(1, p.group) if p.group % n == 0 and fits(n))
     return t._replace(group_parts=next(parts, p.group))

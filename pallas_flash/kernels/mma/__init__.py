@@ -1,9 +1,6 @@
 """What runs by mma on every NVIDIA GPU, for all Mosaic families: decoding, forward mode, and the
 gradients of scores."""
 
-from pallas_flash.arguments import Problem
-from pallas_flash.decode import is_decoding
-from pallas_flash.decode import why_not as why_no_single_tile
 from pallas_flash.kernels import joined
 from pallas_flash.kernels.mma.tuning import (
     decode_tiles,
@@ -14,6 +11,9 @@ from pallas_flash.kernels.mma.tuning import (
     widths,
 )
 from pallas_flash.kernels.mosaic import operations
+from pallas_flash.problem.arguments import Problem
+from pallas_flash.tiled.split_kv import is_decoding
+from pallas_flash.tiled.split_kv import why_not as why_no_single_tile
 
 __all__ = ["copies", "decode_tiles", "score_tiles", "why_no_pages", "why_not"]
 

@@ -22,8 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_flash import decode, online_softmax, schedule
-from pallas_flash.arguments import Operands, Problem
+from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.mma import tile
 from pallas_flash.kernels.mma.padded_rows import flat, pad
 from pallas_flash.kernels.mma.tuning import ROWS, DecodeTiles
@@ -34,8 +33,9 @@ from pallas_flash.kernels.mosaic.registers import BITCAST_SCALE, iota, load, per
 from pallas_flash.kernels.mosaic.scheduler import divmod_
 from pallas_flash.kernels.mosaic.tiling import Tiling
 from pallas_flash.masks.resolved_mask import ResolvedMask
-from pallas_flash.pytrees import IntLike
-from pallas_flash.quantised import weights
+from pallas_flash.problem.arguments import Operands, Problem
+from pallas_flash.tiled import online_softmax, schedule, split_kv
+from pallas_flash.tiled.quantised import weights
 
 
 class Inputs(NamedTuple):
@@ -84,7 +84,7 @@ def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None, scale
     """o [B, T, N, Hv] in the query's dtype, and the SoftmaxState of its rows. With a `table` int32
     [B, pages] of page indices, key and value are pages [P, page, K, n]; where these are of 8 bits,
     both have `scales` [P, page, K]."""
-    (p, rows), t = decode.pack_gqa(problem, x, score_mod=True), tiles
+    (p, rows), t = split_kv.pack_gqa(problem, x, score_mod=True), tiles
     resolved_mask, keys = _mask(problem, x.resolved_mask, t.block_k)
     rows = rows._replace(resolved_mask=resolved_mask)
     inputs, count = _inputs(p, t, rows, keys, table, scales), schedule.ceil_div(p.queries, ROWS)
@@ -104,7 +104,7 @@ def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None, scale
     )
     m, l = (a[..., : p.queries] for a in stats)
     stats = online_softmax.SoftmaxState(m + logits.soft_cap_constant(p), l)
-    return decode.merge_splits(problem, x, o[..., : p.queries, : p.value_size], stats, p.log_base)
+    return split_kv.merge_splits(problem, x, o[..., : p.queries, : p.value_size], stats, p.log_base)
 
 
 def _mask(p: Problem, mask: ResolvedMask, block_k: int):
@@ -114,7 +114,7 @@ def _mask(p: Problem, mask: ResolvedMask, block_k: int):
         return mask, None
     rows = schedule.ceil_div(p.queries * p.group, ROWS) * ROWS
     token = np.minimum(np.arange(rows, dtype=np.int32) // p.group, p.queries - 1)
-    keys = schedule.key_blocks(*decode.intervals(p, mask), mask.contiguous, 1, axis=1)
+    keys = schedule.key_blocks(*split_kv.intervals(p, mask), mask.contiguous, 1, axis=1)
     mask = dataclasses.replace(mask, contiguous=None)
     mask = mask.narrow(ResolvedMask.BY_QUERY, lambda x: x[:, token])
     whole_blocks = lambda x: jnp.pad(x, ((0, 0), (0, -p.keys % block_k)))

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.mma import tile
 from pallas_flash.kernels.mma.tuning import padded_length
 from pallas_flash.kernels.mosaic.ragged_tail import RaggedRows, copy_tails
-from pallas_flash.pytrees import IntLike
 
 
 class PaddedRows(RaggedRows):

@@ -15,9 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_flash import schedule
-from pallas_flash.arguments import Operands, Problem
-from pallas_flash.kernels import device
+from pallas_flash.jax_support import hardware
 from pallas_flash.kernels.mma import tile
 from pallas_flash.kernels.mma.gradients import Memory
 from pallas_flash.kernels.mma.gradients import inputs as kernel_inputs
@@ -29,6 +27,8 @@ from pallas_flash.kernels.mosaic.registers import iota, load, per_column, per_ro
 from pallas_flash.kernels.mosaic.scheduler import WorkTile, divmod_
 from pallas_flash.mods import captured
 from pallas_flash.mods.captured import PAIR
+from pallas_flash.problem.arguments import Operands, Problem
+from pallas_flash.tiled import schedule
 
 ENTRIES = 32  # of an array that a program owns
 
@@ -274,7 +274,7 @@ def _entry_sums(inputs: ScoreInputs, entries: int) -> jax.Array:
     groups, tiles = schedule.ceil_div(entries, ENTRIES), schedule.ceil_div(p.queries, t.block_q)
     pairs = p.batch * p.heads * groups
     # as many programs as keep the GPU busy
-    splits = min(tiles, schedule.ceil_div(4 * device.processors(), pairs))
+    splits = min(tiles, schedule.ceil_div(4 * hardware.processors(), pairs))
     out = jax.ShapeDtypeStruct((p.batch, p.heads, splits, groups * ENTRIES), jnp.float32)
     blocks = block_info.by_query_tile(p, x.resolved_mask, x.mask, t.block_q, t.block_k)
     sums = _launch(_entry_kernel, inputs, t, blocks, pairs * splits, out)

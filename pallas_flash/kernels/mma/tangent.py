@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_flash.arguments import Gradients, Operands, Problem
 from pallas_flash.kernels.mma import tile
 from pallas_flash.kernels.mma.padded_rows import PaddedRows, flat
 from pallas_flash.kernels.mma.tuning import Tiles
@@ -20,7 +19,8 @@ from pallas_flash.kernels.mosaic import bias, block_info, logits, scheduler
 from pallas_flash.kernels.mosaic.launch import LANE, launch
 from pallas_flash.kernels.mosaic.registers import load, per_row
 from pallas_flash.kernels.mosaic.tangents import TangentRows
-from pallas_flash.online_softmax import RowLse
+from pallas_flash.problem.arguments import Gradients, Operands, Problem
+from pallas_flash.tiled.online_softmax import RowLse
 
 
 class Inputs(NamedTuple):

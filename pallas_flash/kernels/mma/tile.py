@@ -15,10 +15,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.mosaic import registers
 from pallas_flash.kernels.mosaic.registers import Layouts, from_8_bits, iota, per_row
 from pallas_flash.kernels.mosaic.roles import WARPGROUP, named_barrier
-from pallas_flash.pytrees import IntLike
 
 # of operands of 16 bits
 LHS, RHS, ACC = (

@@ -4,10 +4,10 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from pallas_flash import decode
-from pallas_flash.arguments import Problem
-from pallas_flash.kernels import device
+from pallas_flash.jax_support import hardware
 from pallas_flash.kernels.mosaic.tiling import Tiling, cheapest
+from pallas_flash.problem.arguments import Problem
+from pallas_flash.tiled import split_kv
 
 SLICE = 256  # columns of a sum of 64 rows that the registers of four warps hold
 ROWS = 64  # of the four warps of a program: 16 each, the rows of one mma
@@ -175,9 +175,9 @@ def why_no_decoding(problem: Problem, page: int = ROWS, stored: str | None = Non
     needed = min((t.shared_bytes for t in _decode_tiles(p, page, stored)), default=None)
     if needed is None:
         return f"values of more than {2 * SLICE} columns do not fit into registers; {sizes}"
-    if not (device.compute_capability() or device.interpret):
+    if not (hardware.compute_capability() or hardware.interpret):
         return None
-    needed_kb, kb = (-(-n // 1024) for n in (needed + 1024, device.shared_memory()))
+    needed_kb, kb = (-(-n // 1024) for n in (needed + 1024, hardware.shared_memory()))
     return (
         f"split-KV decoding needs {needed_kb} KB of shared memory, and this GPU has {kb}; {sizes}"
     )
@@ -193,18 +193,18 @@ def _decode_tiles(problem: Problem, page: int, stored: str | None) -> Iterator[D
     once = p.values_are_keys and p.dtype != "float16"
 
     def tiles(block_k: int, stages: int) -> DecodeTiles:
-        rows = ROWS if device.has_tma() else min(page, block_k)
+        rows = ROWS if hardware.has_tma() else min(page, block_k)
         in_slots = _swizzle(*sliced, rows * count, size)
         return DecodeTiles(
             width,
             value_width,
-            decode.num_splits(p, block_k, device.processors()),
+            split_kv.num_splits(p, block_k, hardware.processors()),
             stages,
             block_k,
             max(block_k // page, 1),
             _swizzle(*sliced, block_k) if stored else in_slots,
             in_slots,
-            device.has_tma(),
+            hardware.has_tma(),
             stored,
             p.values_are_keys,
             0 if not stored else width if once else row,
@@ -219,7 +219,7 @@ def _decode_tiles(problem: Problem, page: int, stored: str | None) -> Iterator[D
 
 
 def tiles_if_decoding(problem: Problem) -> DecodeTiles | None:
-    return decode_tiles(problem) if decode.is_decoding(problem) else None
+    return decode_tiles(problem) if split_kv.is_decoding(problem) else None
 
 
 def page_columns(problem: Problem, page: int, stored: str | None = None) -> int:
@@ -228,14 +228,14 @@ def page_columns(problem: Problem, page: int, stored: str | None = None) -> int:
     not."""
     p, tile = problem, SWIZZLES[-1] // (1 if stored else 2)
     rows = page if p.value_size <= 128 else min(page, WIDE)
-    tiles = 1 if device.has_tma() else max(32 // rows, 1)
+    tiles = 1 if hardware.has_tma() else max(32 // rows, 1)
     return max(tiles * tile, _column_step(p))
 
 
 def _shared_memory(programs: int = 1) -> int:
     """Bytes for the matrices of each of so many programs of a multiprocessor, which has 1 KB more
     than one of them can have: CUDA keeps 1 KB of each, and mbarriers take less than another."""
-    return (device.shared_memory() + 1024) // programs - 2048
+    return (hardware.shared_memory() + 1024) // programs - 2048
 
 
 def score_tiles(problem: Problem) -> ScoreTiles | None:
@@ -256,7 +256,7 @@ def row_of(
         columns = width // row.warpgroups, value_width // row.warpgroups
         swizzle = min(_swizzle(*columns, min(row.block_q, row.block_k)), row.swizzle)
         of_heads = dict(width=width, value_width=value_width, swizzle=swizzle)
-        return row._replace(**of_heads, tma=device.has_tma())
+        return row._replace(**of_heads, tma=hardware.has_tma())
 
     row = cheapest(table, problem, lambda row: size(narrow(row)) <= _shared_memory(programs))
     return row and narrow(row)
@@ -285,5 +285,5 @@ def _column_step(problem: Problem) -> int:
 
 def padded_length(length: int, block: int = 1) -> int:
     """How many rows: whole blocks; TMA copies from whole tiles of 8."""
-    step = max(block, 8 if device.has_tma() else 1)
+    step = max(block, 8 if hardware.has_tma() else 1)
     return -(-length // step) * step

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_flash import schedule
-from pallas_flash.arguments import Problem
+from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.mosaic.scheduler import WorkTile
 from pallas_flash.masks.resolved_mask import ResolvedMask
-from pallas_flash.pytrees import IntLike
+from pallas_flash.problem.arguments import Problem
+from pallas_flash.tiled import schedule
 
 
 class BlockLists(NamedTuple):

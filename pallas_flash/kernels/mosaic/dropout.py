@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_flash import dropout
+from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.mosaic.registers import ScoreTile, iota, per_column, per_row
-from pallas_flash.pytrees import IntLike
 
 
 class Dropout(NamedTuple):

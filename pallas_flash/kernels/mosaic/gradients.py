@@ -6,10 +6,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_flash.arguments import Operands, Problem
 from pallas_flash.kernels.mosaic import block_info, logits
 from pallas_flash.kernels.mosaic.ragged_tail import RaggedRows
-from pallas_flash.online_softmax import DeltaTerms
+from pallas_flash.problem.arguments import Operands, Problem
+from pallas_flash.tiled.online_softmax import DeltaTerms
 
 
 class Inputs(NamedTuple):

@@ -7,8 +7,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_flash.jax_internals import traced_lines
-from pallas_flash.kernels import device
+from pallas_flash.jax_support import hardware
+from pallas_flash.jax_support.jax_internals import traced_lines
 
 # how Mosaic lowers values: whole tiles whose layouts it infers, or the registers of each lane in
 # the layouts that the kernel names
@@ -56,7 +56,7 @@ def launch(
         grid_names=("program",),
         num_threads=warpgroups,
         thread_name="warpgroup",
-        interpret=device.interpret,
+        interpret=hardware.interpret,
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             # none for a row, which is in the registers of a quarter of a warp

@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_flash import online_softmax
-from pallas_flash.arguments import Operands, Problem
+from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.mosaic import bias, block_info, dropout, mods, packed_mask
 from pallas_flash.kernels.mosaic.mask import TileMask, load_mask
 from pallas_flash.kernels.mosaic.registers import Layouts, ScoreTile
 from pallas_flash.kernels.mosaic.tiling import Tiling
 from pallas_flash.masks.resolved_mask import ResolvedMask
-from pallas_flash.online_softmax import LN2, LOG2E, LogBase
-from pallas_flash.pytrees import IntLike
+from pallas_flash.problem.arguments import Operands, Problem
+from pallas_flash.tiled import online_softmax
+from pallas_flash.tiled.online_softmax import LN2, LOG2E, LogBase
 
 
 def soft_cap_constant(p: Problem) -> float:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.mosaic.registers import (
     Layouts,
     ScoreTile,
@@ -15,7 +16,6 @@ from pallas_flash.kernels.mosaic.registers import (
     per_row,
 )
 from pallas_flash.masks.resolved_mask import ResolvedMask
-from pallas_flash.pytrees import IntLike
 
 
 class TileMask(NamedTuple):

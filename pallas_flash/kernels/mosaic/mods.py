@@ -11,15 +11,15 @@ from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_flash import schedule
-from pallas_flash.arguments import Problem
+from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.mosaic.block_info import broadcast_index
 from pallas_flash.kernels.mosaic.registers import ScoreTile, opaque
 from pallas_flash.kernels.mosaic.tiling import Tiling
 from pallas_flash.mods import captured, traced
 from pallas_flash.mods.bound import BoundMod
 from pallas_flash.mods.captured import PAIR
-from pallas_flash.pytrees import IntLike
+from pallas_flash.problem.arguments import Problem
+from pallas_flash.tiled import schedule
 
 QUERY, KEY = 2, 3  # among the indices (b, h, q_idx, kv_idx)
 # columns of a tile whose elements are read one by one: registers do not hold the indices of many

@@ -5,9 +5,9 @@ import re
 
 import jax
 
-from pallas_flash.arguments import Problem
 from pallas_flash.kernels import joined
 from pallas_flash.mods.bound import BoundMod
+from pallas_flash.problem.arguments import Problem
 
 # What Mosaic GPU knows, as exactly as float32 asks for, of what a mod may be made of, or
 # kernels/mosaic/mods.py in its place.

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.mosaic.block_info import broadcast_index
 from pallas_flash.kernels.mosaic.registers import (
     ScoreTile,
@@ -17,7 +18,6 @@ from pallas_flash.kernels.mosaic.registers import (
     per_row,
 )
 from pallas_flash.kernels.mosaic.tiling import Tiling
-from pallas_flash.pytrees import IntLike
 
 WORD = 32  # bits
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_flash.pytrees import IntLike
+from pallas_flash.jax_support.pytrees import IntLike
 
 
 class Tails(NamedTuple):

@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_flash.pytrees import IntLike
+from pallas_flash.jax_support.pytrees import IntLike
 
 
 class Layouts(NamedTuple):

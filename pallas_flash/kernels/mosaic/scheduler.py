@@ -10,10 +10,10 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_flash import schedule
-from pallas_flash.arguments import Problem
-from pallas_flash.kernels import device
-from pallas_flash.pytrees import IntLike
+from pallas_flash.jax_support import hardware
+from pallas_flash.jax_support.pytrees import IntLike
+from pallas_flash.problem.arguments import Problem
+from pallas_flash.tiled import schedule
 
 # bytes of the L2 cache (50 MB) that the inputs of a section may take: 35 MB are read from there, 69
 # MB are not (results.md#hopper-by-the-clock)
@@ -107,7 +107,7 @@ def _section(pairs: int, bytes_: int, programs: int) -> int:
     as many as L2 holds, but enough for three quarters of the processors. With fewer, programs of
     several sections run at a time, long ones beside short ones, which are soon at other heads."""
     divisors = [n for n in range(1, pairs + 1) if pairs % n == 0]
-    busy = (n for n in divisors if 4 * n * programs >= 3 * device.processors())
+    busy = (n for n in divisors if 4 * n * programs >= 3 * hardware.processors())
     return max(next(busy, pairs), max((n for n in divisors if n * bytes_ <= L2), default=1))
 
 

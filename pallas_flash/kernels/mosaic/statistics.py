@@ -4,10 +4,10 @@ the logits are in base e."""
 import jax
 import jax.numpy as jnp
 
-from pallas_flash import schedule
-from pallas_flash.arguments import Operands, Problem
 from pallas_flash.kernels.mosaic.logits import soft_cap_constant
-from pallas_flash.online_softmax import LogBase, SoftmaxState
+from pallas_flash.problem.arguments import Operands, Problem
+from pallas_flash.tiled import schedule
+from pallas_flash.tiled.online_softmax import LogBase, SoftmaxState
 
 
 def types(p: Problem, block_q: int) -> SoftmaxState:

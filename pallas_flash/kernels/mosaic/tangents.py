@@ -5,11 +5,11 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_flash.arguments import Problem
+from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.mosaic import logits
 from pallas_flash.kernels.mosaic.registers import load, per_row
-from pallas_flash.online_softmax import RowLse
-from pallas_flash.pytrees import IntLike
+from pallas_flash.problem.arguments import Problem
+from pallas_flash.tiled.online_softmax import RowLse
 
 
 class TangentRows(NamedTuple):

@@ -4,7 +4,7 @@ tiles a problem takes."""
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from pallas_flash.arguments import Problem
+from pallas_flash.problem.arguments import Problem
 
 
 class Tiling(NamedTuple):

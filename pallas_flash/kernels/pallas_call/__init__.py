@@ -6,8 +6,9 @@ import math
 
 import jax
 
-from pallas_flash.arguments import Problem
-from pallas_flash.kernels import device, joined
+from pallas_flash.jax_support import hardware
+from pallas_flash.kernels import joined
+from pallas_flash.problem.arguments import Problem
 
 
 def power_of_two(n: int) -> int:
@@ -17,7 +18,7 @@ def power_of_two(n: int) -> int:
 
 def why_not(problem: Problem) -> str | None:
     """Why such kernels cannot run a problem, or None."""
-    capability, reasons = device.compute_capability(), []
+    capability, reasons = hardware.compute_capability(), []
     if capability and capability < 8.0:
         reasons.append(
             "the kernels need an NVIDIA GPU of compute capability 8.0 or higher; this one has "
@@ -38,7 +39,7 @@ def why_not(problem: Problem) -> str | None:
 def remark() -> str | None:
     """What runs such kernels on the GPU that a call is for, where it is not compiled code."""
     has_lowering = importlib.util.find_spec("jax.experimental.pallas.triton")
-    if has_lowering or device.here().platform != "gpu":
+    if has_lowering or hardware.here().platform != "gpu":
         return None
     return (
         f"jax {jax.__version__} has no Triton lowering: XLA runs the kernels, by Pallas' "

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_flash.jax_internals import mlir
+from pallas_flash.jax_support.jax_internals import mlir
 
 # JAX means to move Pallas on GPUs to Mosaic; a user who calls attention can do nothing about it.
 warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated")

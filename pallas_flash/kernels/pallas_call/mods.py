@@ -7,11 +7,11 @@ from typing import NamedTuple
 import numpy as np
 from jax.experimental import pallas as pl
 
-from pallas_flash import schedule
-from pallas_flash.arguments import Operands, Problem
+from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.mods import captured
 from pallas_flash.mods.bound import BoundMod
-from pallas_flash.pytrees import IntLike
+from pallas_flash.problem.arguments import Operands, Problem
+from pallas_flash.tiled import schedule
 
 FIRST = np.int32(0)  # as an index; a plain int has no shape, which Pallas' interpreter asks for
 

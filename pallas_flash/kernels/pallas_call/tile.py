@@ -17,13 +17,14 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_flash import dropout, online_softmax, schedule
-from pallas_flash.arguments import Operands, Problem
-from pallas_flash.jax_internals import traced_lines
+from pallas_flash import dropout
+from pallas_flash.jax_support.jax_internals import traced_lines
+from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.pallas_call import mods, power_of_two
 from pallas_flash.kernels.pallas_call.mods import FIRST
 from pallas_flash.masks.resolved_mask import ResolvedMask
-from pallas_flash.pytrees import IntLike
+from pallas_flash.problem.arguments import Operands, Problem
+from pallas_flash.tiled import online_softmax, schedule
 
 try:
     from pallas_flash.kernels.pallas_call import by_triton as lowering

@@ -1,10 +1,10 @@
 """FlashAttention-2 as Pallas kernels for any GPU that Pallas' Triton lowering knows."""
 
-from pallas_flash.arguments import Problem
-from pallas_flash.decode import why_not as why_no_single_tile
-from pallas_flash.kernels import device
+from pallas_flash.jax_support import hardware
 from pallas_flash.kernels.pallas_call import why_no_index, why_not
 from pallas_flash.kernels.triton.tuning import decode_tiles, tiles
+from pallas_flash.problem.arguments import Problem
+from pallas_flash.tiled.split_kv import why_not as why_no_single_tile
 
 __all__ = ["decode_tiles", "tiles", "why_no_pages", "why_not"]
 
@@ -12,7 +12,7 @@ __all__ = ["decode_tiles", "tiles", "why_no_pages", "why_not"]
 def why_no_pages(problem: Problem, shapes: tuple, dtype: str | None) -> str | None:
     """Why the kernels cannot read pages of these shapes where they lie, or None; `dtype` is that of
     pages of 8 bits."""
-    capability = device.compute_capability()
+    capability = hardware.compute_capability()
     if dtype == "float8_e4m3fn" and capability and capability < 8.9:
         return (
             "float8_e4m3fn needs an NVIDIA GPU of compute capability 8.9 or higher; this one has "

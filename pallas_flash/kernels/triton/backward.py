@@ -13,12 +13,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_flash import schedule
-from pallas_flash.arguments import Gradients, Operands, Problem
 from pallas_flash.kernels.pallas_call import mods, tile
 from pallas_flash.kernels.triton import tables
 from pallas_flash.kernels.triton.forward import by_query_tile, program_head, program_rows
 from pallas_flash.kernels.triton.tuning import AllTiles, Tiles
+from pallas_flash.problem.arguments import Gradients, Operands, Problem
+from pallas_flash.tiled import schedule
 
 
 def backward(problem: Problem, tiles: AllTiles, x: Operands, lse, do, delta) -> Gradients:

@@ -7,18 +7,18 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_flash import decode, online_softmax
-from pallas_flash.arguments import Operands, Problem
 from pallas_flash.kernels.pallas_call import mods, power_of_two, tile
 from pallas_flash.kernels.triton.tuning import DecodeTiles
-from pallas_flash.quantised import weights
+from pallas_flash.problem.arguments import Operands, Problem
+from pallas_flash.tiled import online_softmax, split_kv
+from pallas_flash.tiled.quantised import weights
 
 
 def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None, scales=(None, None)):
     """o [B, T, N, Hv] in the query's dtype, and the SoftmaxState of its rows. With a `table` int32
     [B, pages] of page numbers, key and value are pages [P, page, K, n]; where these are quantised,
     both have `scales` [P, page, K]."""
-    p, rows = decode.pack_gqa(problem, mods.flatten(x))
+    p, rows = split_kv.pack_gqa(problem, mods.flatten(x))
     index = lambda part, k, b: dict(b=b, B=b, n=k, k=k, p=part)
     at = tile.layout(p, tiles, index, t=tiles.block_q, T=problem.queries, p=None)
     specs = at.operands(rows)
@@ -46,7 +46,7 @@ def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None, scale
         tiles=tiles,
         name="flash_attention_decode",
     )
-    return decode.merge_splits(problem, x, o, online_softmax.SoftmaxState(m, l), problem.log_base)
+    return split_kv.merge_splits(problem, x, o, online_softmax.SoftmaxState(m, l), problem.log_base)
 
 
 def _kernel(

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_flash import online_softmax, schedule
-from pallas_flash.arguments import Operands, Problem
 from pallas_flash.kernels.pallas_call import mods, tile
 from pallas_flash.kernels.triton import decode
 from pallas_flash.kernels.triton.tuning import AllTiles, Tiles
+from pallas_flash.problem.arguments import Operands, Problem
+from pallas_flash.tiled import online_softmax, schedule
 
 
 def forward(problem: Problem, tiles: AllTiles, x: Operands):

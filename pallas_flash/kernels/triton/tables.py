@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_flash import schedule
-from pallas_flash.arguments import Operands, Problem
 from pallas_flash.kernels.pallas_call import mods, power_of_two, tile
 from pallas_flash.kernels.triton.tuning import Tiles
 from pallas_flash.mods import captured
 from pallas_flash.mods.captured import Read
+from pallas_flash.problem.arguments import Operands, Problem
+from pallas_flash.tiled import schedule
 
 ENTRIES = 128  # entries at most
 

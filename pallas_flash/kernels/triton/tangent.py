@@ -9,11 +9,11 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_flash.arguments import Gradients, Operands, Problem
 from pallas_flash.kernels.pallas_call import mods, tile
 from pallas_flash.kernels.triton.forward import by_query_tile, program_head, program_rows
 from pallas_flash.kernels.triton.tuning import AllTiles, Tiles
-from pallas_flash.online_softmax import RowLse
+from pallas_flash.problem.arguments import Gradients, Operands, Problem
+from pallas_flash.tiled.online_softmax import RowLse
 
 
 def tangent(problem: Problem, tiles: AllTiles, x: Operands, dx: Gradients, rows: RowLse, o, dlse):

@@ -2,10 +2,10 @@
 
 from typing import NamedTuple
 
-from pallas_flash import decode
-from pallas_flash.arguments import Problem
-from pallas_flash.kernels import device
+from pallas_flash.jax_support import hardware
 from pallas_flash.kernels.pallas_call import power_of_two
+from pallas_flash.problem.arguments import Problem
+from pallas_flash.tiled import split_kv
 
 
 class Tiles(NamedTuple):
@@ -92,14 +92,14 @@ def tiles(problem: Problem) -> AllTiles:
     p, row = problem, _row(problem)
     fit = lambda block, length: min(block, power_of_two(length))
     apart = [row.forward, row.dkv, row.dq, row.tangent or row.dq]
-    capability = device.compute_capability()
+    capability = hardware.compute_capability()
     # a CPU's products round by how many keys they take, and P at large logits with them
     if capability is None:
         apart = [t._replace(block_k=row.forward.block_k) for t in apart]
         # Triton copies the next block over what a wgmma still reads (results.md#executed)
     elif capability >= 9:
         apart[1] = apart[1]._replace(num_stages=1)
-    decoding = decode_tiles(p) if decode.is_decoding(p) else None
+    decoding = decode_tiles(p) if split_kv.is_decoding(p) else None
     return AllTiles(
         *(
             t._replace(block_q=fit(t.block_q, p.queries), block_k=fit(t.block_k, p.keys))
@@ -115,14 +115,14 @@ def decode_tiles(problem: Problem, page: int | None = None) -> DecodeTiles:
     return DecodeTiles(
         power_of_two(p.queries * p.group),
         block_k,
-        decode.num_splits(p, block_k, device.processors()),
+        split_kv.num_splits(p, block_k, hardware.processors()),
     )
 
 
 def _row(problem: Problem) -> AllTiles:
     p = problem
     width, size = max(p.head_size, p.value_size), 4 if p.dtype == "float32" else 2
-    capability = device.compute_capability() or 0
+    capability = hardware.compute_capability() or 0
     # jax does not say how much there is
     table = _TABLE_OF_99_KB if capability in (8.6, 8.9) or capability >= 12 else _TABLE
     return next(

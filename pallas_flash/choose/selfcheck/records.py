@@ -1,0 +1,134 @@
+"""Keeps the findings about kernels on this machine in the user's cache folder, a file for each
+finding."""
+
+import contextlib
+import functools
+import hashlib
+import importlib.metadata
+import json
+import os
+import pathlib
+import subprocess
+import tempfile
+from typing import Any, NamedTuple
+
+import jax
+
+from pallas_flash.choose.selfcheck import attempts
+from pallas_flash.choose.selfcheck.attempts import Attempt
+from pallas_flash.jax_support import hardware
+
+
+class Machine(NamedTuple):
+    """What a finding depends on, beside the kernels' variant."""
+
+    gpu: str
+    driver: str
+    jax: str
+    compilers: str
+    pallas_flash: str  # a digest of its sources: the version says too little of a checkout
+
+
+def machine() -> Machine | None:
+    """This one, with the GPU that a call is for; None where it is for none, or for one that is not
+    here: nothing can be tried."""
+    gpu = hardware.gpu()
+    return (
+        None
+        if gpu is None
+        else Machine(gpu.device_kind, driver(), jax.__version__, compilers(), _sources())
+    )
+
+
+@functools.cache
+def driver() -> str:
+    """The version of NVIDIA's driver."""
+    loaded = pathlib.Path("/proc/driver/nvidia/version")
+    with contextlib.suppress(OSError, StopIteration):
+        return next(
+            word for word in loaded.read_text().split() if word[0].isdigit() and "." in word
+        )
+    with contextlib.suppress(OSError, subprocess.SubprocessError, IndexError):
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        return subprocess.run(
+            query, capture_output=True, text=True, check=True, timeout=20
+        ).stdout.split()[0]
+    return "unknown"
+
+
+COMPILERS = (
+    "jaxlib",
+    "jax-cuda12-plugin",
+    "jax-cuda13-plugin",
+    "nvidia-cuda-nvcc-cu12",
+    "nvidia-cuda-nvcc",
+)
+
+
+@functools.cache
+def compilers() -> str:
+    """The versions of the packages that make code: XLA, its plugin, and ptxas."""
+    here = {
+        package.name: package.version
+        for name in COMPILERS
+        for package in importlib.metadata.distributions(name=name)
+    }
+    return ", ".join(f"{name} {version}" for name, version in here.items())
+
+
+@functools.cache
+def _sources() -> str:
+    digest = hashlib.sha256()
+    for path in sorted(pathlib.Path(__file__).parents[1].rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def folder() -> pathlib.Path:
+    return pathlib.Path(
+        os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache", "pallas_flash"
+    )
+
+
+def read(variant: Any, machine: Machine) -> dict[str, Any] | None:
+    """What was written of the variant on such a machine; None if nothing can be read."""
+    # RuntimeError: there is no home folder
+    with contextlib.suppress(OSError, RuntimeError, ValueError):
+        record = json.loads(_path(variant, machine).read_text())
+        return record if isinstance(record, dict) else None
+    return None
+
+
+def write(variant: Any, machine: Machine, found: dict[str, Any]) -> str | None:
+    """Writes what was found, whole or not at all, whoever else writes the same, and forgets
+    unfinished checks. Returns why it cannot, if it cannot."""
+    record = json.dumps(variant._asdict() | machine._asdict() | found, indent=1)
+    try:
+        path = _path(variant, machine)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            file.write(record)
+        os.replace(file.name, path)
+    except (OSError, RuntimeError) as error:
+        return str(error)
+    attempts.forget(path)
+    return None
+
+
+def unfinished(variant: Any, machine: Machine) -> Attempt | None:
+    """The last check that ended with its process."""
+    with contextlib.suppress(RuntimeError):
+        return attempts.unfinished(_path(variant, machine))
+    return None
+
+
+def begin(variant: Any, machine: Machine) -> contextlib.AbstractContextManager:
+    """Within, a check is on file, which stays there if it ends the process."""
+    with contextlib.suppress(RuntimeError):
+        return attempts.begin(_path(variant, machine))
+    return contextlib.nullcontext()
+
+
+def _path(variant: Any, machine: Machine) -> pathlib.Path:
+    digest = hashlib.sha256(json.dumps([variant, machine]).encode()).hexdigest()[:12]
+    return folder() / f"{'-'.join(map(str, variant))}-{digest}.json".replace(" ", "-")

@@ -1,0 +1,249 @@
+"""An implementation on trial, in a process of its own: compared with the reference, then timed."""
+
+import concurrent.futures
+import itertools
+import json
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+import jax
+
+from pallas_flash.choose import backends
+from pallas_flash.choose.backends import Backend
+from pallas_flash.choose.selfcheck import comparison, outcome, records, verdicts
+from pallas_flash.choose.selfcheck.outcome import Verdict
+from pallas_flash.choose.selfcheck.verdicts import Variant
+from pallas_flash.explanation import explain
+from pallas_flash.jax_support import hardware
+from pallas_flash.problem.arguments import Problem
+
+COMMAND = [sys.executable, "-m", "pallas_flash"]  # that does what CASE tells it
+CASE = "--case"
+READY = "ready"  # says a process that has compiled
+LENGTH = 2048  # of calls that have every kernel of a variant: see hopper/tuning.py
+SECONDS = 40  # that a process takes on a GPU, nearly all of it to compile: an estimate
+Sizes = list[tuple[int, int]]  # of heads: of queries and keys, and of values
+# The last three of a Case: those that most calls need, and all.
+SHORT = [(True, 0.0, None), (False, 0.0, None), (None, 0.0, "decoding")]
+SCHEMES = [
+    *SHORT,
+    (True, 0.25, None),
+    (False, 0.25, None),
+    *itertools.product((True, False), (0.0,), comparison.EXTRAS),
+    (True, 0.0, comparison.FORWARD_MODE.name),
+]
+_one_runs = threading.Lock()
+
+
+class Case(NamedTuple):
+    implementation: str
+    head_size: int
+    value_size: int
+    dtype: str
+    deterministic: bool | None
+    dropout_rate: float
+    extra: str | None  # of comparison.EXTRAS, or decoding, or forward mode
+
+    def problem(self) -> Problem:
+        """NotImplementedError says why this machine cannot run it."""
+        queries = 1 if self.extra == "decoding" else LENGTH
+        sizes = dict(batch=1, queries=queries, keys=LENGTH, heads=2, kv_heads=2, sinks=False)
+        static = dict(implementation=self.implementation, deterministic=self.deterministic)
+        static |= dict(dropout_rate=self.dropout_rate)
+        heads = self.head_size, self.value_size, self.dtype
+        call, _ = comparison.trial_call(*heads, [self.extra], sizes, **static)
+        return explain(**call).problem
+
+    def backend(self) -> Backend:
+        return backends.find(self.implementation)
+
+    @property
+    def entry(self) -> comparison.EntryPoint:
+        """How its kernels are checked."""
+        is_forward_mode = self.extra == comparison.FORWARD_MODE.name
+        return comparison.FORWARD_MODE if is_forward_mode else comparison.FLASH_ATTENTION
+
+    def variant(self) -> Variant:
+        """NotImplementedError says why this machine cannot run it."""
+        if self.entry is comparison.FORWARD_MODE and self.backend().tangent is None:
+            raise NotImplementedError("blockwise is its forward mode")
+        return verdicts.variant_of(self.backend(), self.problem(), self.entry)
+
+
+class Finding(NamedTuple):
+    verdict: Verdict
+    compile: float | None = None  # seconds, of forward and backward; of decoding the forward alone
+    run: float | None = None
+
+
+def cases(
+    names: Iterable[str], sizes: Sizes | None, dtypes: list[str], everything: bool
+) -> tuple[dict[Variant, Case], dict[str, str]]:
+    """A case for each variant that this machine can run; and for each implementation that has none,
+    why."""
+    found, refused, schemes = {}, {}, SCHEMES if everything else SHORT
+    for name in names:
+        # of the plainest problem: what this machine lacks
+        if why_not := backends.find(name).why_not(_plain()):
+            refused[name] = why_not
+            continue
+        of_sizes = itertools.product(sizes or default_sizes(name, everything), dtypes, schemes)
+        for case in [Case(name, *size, dtype, *scheme) for size, dtype, scheme in of_sizes]:
+            try:
+                found.setdefault(case.variant(), case)
+            except NotImplementedError as error:
+                refused.setdefault(name, str(error))
+    able = {variant.implementation for variant in found}
+    return found, {name: reason for name, reason in refused.items() if name not in able}
+
+
+def _plain() -> Problem:
+    return Case("reference", 64, 64, "bfloat16", *SHORT[0]).problem()
+
+
+def default_names() -> list[str]:
+    """The implementations with kernels that this machine runs by default once their self-check has
+    passed; where there are none, all that it runs by default."""
+    names = [
+        backend.name
+        for backend in backends.BACKENDS
+        if backend.why_not_by_default(_plain()) is None
+    ]
+    return [name for name in names if backends.find(name).own_kernels] or names
+
+
+def default_sizes(name: str, everything: bool) -> Sizes:
+    """All widths of kernels that this machine may run by default, or those that most calls have:
+    the toy GPT's is 32."""
+    if not (name in default_names() and backends.find(name).own_kernels):
+        return [(64, 64)]
+    more = [(192, 128), (256, 256), (512, 512)] if everything else []
+    return [(32, 32), (64, 64), (128, 128), *more]
+
+
+def findings(cases: Iterable[Case], limit: float, jobs: int) -> Iterator[Finding]:
+    """Of so many processes at a time, in the order of the cases."""
+    pool = concurrent.futures.ThreadPoolExecutor(jobs)
+    try:
+        yield from pool.map(lambda case: in_a_process(case, limit), cases)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def in_a_process(case: Case, limit: float) -> Finding:
+    """What a process finds of a case. Several may compile at a time, and one runs; that it does not
+    end within `limit` seconds then, or dies, is a finding too."""
+    command = [*COMMAND, CASE, json.dumps(case)]
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
+        ) as process,
+    ):
+        said = ""
+        # it ends where there is nothing to run
+        while (line := process.stdout.readline()) and line.strip() != READY:
+            said += line
+        with _one_runs:
+            try:
+                out, _ = process.communicate("\n", timeout=limit)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                return Finding(outcome.hangs(limit))
+        if process.returncode:
+            errors.seek(0)
+            return Finding(_died(process.returncode, errors.read()))
+    verdict, *times = json.loads((said + out).splitlines()[-1])
+    return Finding(Verdict(*verdict), *times)
+
+
+def _died(status: int, errors: str) -> Verdict:
+    """Of a process that ended by itself or by a signal."""
+    if status > 0:
+        return outcome.failed((errors.strip().splitlines() or ["its process failed"])[-1])
+    died = f"its process died of {signal.Signals(-status).name}"
+    of_itself = -status in (
+        signal.SIGABRT,
+        signal.SIGBUS,
+        signal.SIGFPE,
+        signal.SIGILL,
+        signal.SIGSEGV,
+        signal.SIGTRAP,
+    )
+    return (
+        Verdict({}, died)
+        if of_itself
+        else Verdict({}, unknown=f"{died}, which others send: a system short of memory, say")
+    )
+
+
+class Setting(NamedTuple):
+    """The sizes of the problems."""
+
+    checked: list[dict[str, int]] | None  # None: as the self-check has them
+    timed: tuple[int, int, int]  # batch, queries and keys, heads
+    rounds: int
+
+
+ON_GPU = Setting(None, (4, 2048, 8), 20)
+ON_CPU = Setting([comparison.SIZES], (1, 1024, 4), 5)
+INTERPRETED = Setting(
+    [comparison.SIZES | dict(batch=1, queries=37, keys=53, heads=2, kv_heads=1)], (1, 37, 2), 3
+)
+
+
+def setting(case: Case) -> Setting:
+    if hardware.here().platform == "gpu":
+        return ON_GPU
+    return INTERPRETED if case.backend().own_kernels else ON_CPU
+
+
+def run_case(case: Case, ready: Callable[[], None]) -> Finding:
+    """What this process finds; it calls `ready` when it has compiled, and then runs."""
+    try:
+        return _measure(case, ready)
+    except Exception as error:
+        return Finding(outcome.fails(error))
+
+
+def _measure(case: Case, ready: Callable[[], None]) -> Finding:
+    size, problem, backend = setting(case), case.problem(), case.backend()
+    sizes = size.checked or comparison.trials(problem)
+    check = comparison.check(backend, problem, sizes, case.entry)
+    is_decoding = case.extra == "decoding"
+    batch, length, heads = size.timed
+    sizes = dict(batch=batch, queries=1 if is_decoding else length, keys=length)
+    timed = comparison.trial(problem, sizes | dict(heads=heads, kv_heads=heads, sinks=False))
+    results = comparison.forward_results if is_decoding else case.entry.results
+    start = time.perf_counter()
+    program = comparison.program(backend, backend.tiles(problem), results, *timed)
+    compile_ = time.perf_counter() - start
+    ready()
+    verdict = check()
+    jax.block_until_ready(program())
+    return Finding(verdict, compile_, _median_seconds(program, size.rounds))
+
+
+def _median_seconds(program: Callable, rounds: int) -> float:
+    times = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        jax.block_until_ready(program())
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def record_verdict(variant: Variant, verdict: Verdict) -> str:
+    """Records a verdict where a call would ask for it, and says it in a word."""
+    if machine := records.machine():
+        verdicts.record(variant, machine, verdict)
+    if verdict.unknown:
+        return f"NOT CHECKED: {verdict.unknown}"
+    return f"WRONG: {verdict.wrong}" if verdict.wrong else "right"

@@ -1,0 +1,213 @@
+"""The one-time self-check of an implementation's kernels on this machine, before a GPU runs them by
+default."""
+
+import concurrent.futures
+import logging
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+
+from pallas_flash.choose.backends import Backend
+from pallas_flash.choose.selfcheck import comparison, outcome, records
+from pallas_flash.choose.selfcheck.comparison import FLASH_ATTENTION, EntryPoint
+from pallas_flash.choose.selfcheck.outcome import Verdict
+from pallas_flash.jax_support import hardware
+from pallas_flash.problem.arguments import Problem
+from pallas_flash.tiled import split_kv
+
+LIMIT = 300  # seconds; kernels that run longer hang
+CRASHES = 2  # checks that ended with their process: one may have been killed, by a scheduler say
+AGAIN = 10  # a check that could not finish is repeated after this many times its duration
+
+_log = logging.getLogger("pallas_flash")
+
+
+def why_not(
+    backend: Backend, problem: Problem, entry: EntryPoint = FLASH_ATTENTION, check: bool = True
+) -> str | None:
+    """Why this machine does not run the kernels by default; None: they passed, or are trusted."""
+    verdict = _verdict(backend, problem, check, entry)
+    return verdict and verdict.why_not
+
+
+def is_known(backend: Backend, problem: Problem, entry: EntryPoint = FLASH_ATTENTION) -> bool:
+    """Whether `why_not` would check nothing."""
+    return _verdict(backend, problem, False, entry) is not None
+
+
+# ---- what is known of the kernels ----
+
+
+class Variant(NamedTuple):
+    """Kernels that are right or wrong together."""
+
+    implementation: str
+    head_size: int  # as wide as the kernels make it
+    value_size: int
+    dtype: str
+    # of the backward; and whether the forward is decoding, weights are dropped, what else there is,
+    # and pages
+    scheme: str
+
+    def __str__(self):
+        v = self
+        return f"{v.implementation} {v.head_size}/{v.value_size} {v.dtype}, {v.scheme}"
+
+
+TRUSTED = Verdict({})
+_known: dict[tuple[Variant, records.Machine], Verdict] = {}
+# when what is unknown may be checked again
+_again: dict[tuple[Variant, records.Machine], float] = {}
+_one_at_a_time = threading.Lock()
+
+
+def variant_of(backend: Backend, problem: Problem, entry: EntryPoint = FLASH_ATTENTION) -> Variant:
+    # the other entries have no backward
+    in_any_order = entry is FLASH_ATTENTION and backend.adds_in_any_order(problem)
+    options = {
+        "decoding": split_kv.is_decoding(problem),
+        "values of keys": comparison.reads_keys_alone(problem),
+        "dropout": problem.dropped > 0,
+        "the largest logits": problem.max_logits,
+        **dict.fromkeys(comparison.extras(problem), True),
+        entry.name: entry.name,
+    }
+    names = [name for name, has_it in options.items() if has_it]
+    scheme = ", ".join(["in any order" if in_any_order else "deterministic", *names])
+    return Variant(backend.name, *comparison.widths(problem), problem.dtype, scheme)
+
+
+def _verdict(backend: Backend, problem: Problem, check: bool, entry: EntryPoint) -> Verdict | None:
+    """None: it is not known, and `check` is False."""
+    machine = records.machine() if backend.own_kernels and not _trusts() else None
+    if machine is None:
+        return TRUSTED
+    key = variant_of(backend, problem, entry), machine
+    if not check:
+        return _known.get(key) or _recorded(*key)
+    with _one_at_a_time:
+        if key not in _known or (_known[key].unknown and time.monotonic() >= _again[key]):
+            _known[key] = _recorded(*key) or _run_check(backend, problem, entry, *key)
+            if why_not := _known[key].why_not:
+                warnings.warn(_warning(*key, why_not), RuntimeWarning, stacklevel=2)
+        return _known[key]
+
+
+def _trusts() -> bool:
+    value = os.environ.get("PALLAS_FLASH_SELF_CHECK") or "1"
+    if value not in ("0", "1"):
+        raise ValueError(
+            "PALLAS_FLASH_SELF_CHECK must be 0 (trust the kernels), 1 or unset (check them once); "
+            f"got {value!r}."
+        )
+    return value == "0"
+
+
+def _recorded(variant: Variant, machine: records.Machine) -> Verdict | None:
+    if saved := records.read(variant, machine):
+        return Verdict(**{name: saved[name] for name in Verdict._fields})
+    last = records.unfinished(variant, machine)
+    if last is None or last.number < CRASHES:
+        return None
+    record(variant, machine, verdict := outcome.crashes(last))
+    return verdict
+
+
+def record(variant: Variant, machine: records.Machine, verdict: Verdict) -> bool:
+    """What is unknown is no finding. Whether a later process knows the verdict."""
+    why_not = None if verdict.unknown else records.write(variant, machine, verdict._asdict())
+    if why_not:
+        _log.warning(
+            "pallas_flash cannot save the result of the self-check of %s, and will repeat it: %s",
+            variant,
+            why_not,
+        )
+    return not (why_not or verdict.unknown)
+
+
+def _run_check(
+    backend: Backend,
+    problem: Problem,
+    entry: EntryPoint,
+    variant: Variant,
+    machine: records.Machine,
+) -> Verdict:
+    """Tells the user, checks the kernels and records the verdict."""
+    _announce(variant, machine)
+    start = time.monotonic()
+    with records.begin(variant, machine):
+        verdict, gpu_is_lost = _check(backend, problem, entry)
+        is_recorded = record(variant, machine, verdict)
+    now = time.monotonic()
+    _again[variant, machine] = now + AGAIN * (now - start)
+    if gpu_is_lost:
+        _known[variant, machine] = verdict
+        raise RuntimeError(_lost(variant, machine, verdict, is_recorded))
+    return verdict
+
+
+def _announce(variant: Variant, machine: records.Machine):
+    _log.warning(
+        "pallas_flash: one-time self-check of %s on this %s (python -m pallas_flash runs it ahead "
+        "of time, in an isolated process)",
+        variant,
+        machine.gpu,
+    )
+    if last := records.unfinished(variant, machine):
+        _log.warning(
+            "pallas_flash: its last self-check ended with the process (%s); if this one does too, "
+            "later processes will not take %s",
+            last,
+            variant.implementation,
+        )
+
+
+def _check(backend: Backend, problem: Problem, entry: EntryPoint) -> tuple[Verdict, bool]:
+    """And whether this process can no longer use the GPU."""
+    try:
+        sizes = comparison.trials(problem, entry)
+        # compilers may be slow
+        ready = _in_a_thread(lambda: comparison.check(backend, problem, sizes, entry))
+        return _in_a_thread(ready, LIMIT), False
+    except TimeoutError:
+        return outcome.hangs(LIMIT), True
+    except Exception as error:
+        return outcome.fails(error), outcome.loses_gpu(error)
+
+
+def _in_a_thread(f: Callable, limit: float | None = None):
+    """f() in a new thread, which inherits the GPU of the caller, but no transformation, mesh or
+    option; TimeoutError after `limit` s."""
+    result, gpu = concurrent.futures.Future(), hardware.gpu()
+
+    def run():
+        try:
+            with jax.default_device(gpu):
+                result.set_result(f())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return result.result(limit)
+
+
+def _warning(variant: Variant, machine: records.Machine, why_not: str) -> str:
+    return (
+        f"pallas_flash: self-check of {variant} failed on this {machine.gpu}: {why_not}. Falling "
+        "back to the next implementation, which explain() names; python -m pallas_flash checks "
+        "again."
+    )
+
+
+def _lost(variant: Variant, machine: records.Machine, verdict: Verdict, is_recorded: bool) -> str:
+    then = f"it will no longer take {variant.implementation}" if is_recorded else "it checks again"
+    return (
+        f"the self-check of {variant} failed on this {machine.gpu}: {verdict.why_not}. This "
+        f"process can no longer use the GPU. Restart the process: {then}. "
+        "PALLAS_FLASH_IMPLEMENTATION selects an implementation for all calls."
+    )

@@ -1,0 +1,370 @@
+"""Checks a user's arguments and brings them into one form, a `Problem` and its `Operands`.
+
+Every error that a user can cause is raised here, before anything is traced into a kernel.
+"""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_flash import checks, dropout, masks, scores
+from pallas_flash.checks.sizes import HEADS_FIRST, Sizes
+from pallas_flash.jax_support import xla_flags
+from pallas_flash.masks.resolved_mask import ResolvedMask
+from pallas_flash.mods.score_mod import BoundScoreMod
+from pallas_flash.problem.call import Call
+from pallas_flash.tiled.online_softmax import LogBase
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+class Gradients(NamedTuple):
+    """The gradients of a call's operands, or the operands that have one. A backward leaves the
+    sinks out: autodiff.py has theirs from lse and delta."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array | None
+    bias: jax.Array | None = None
+    sinks: jax.Array | None = None
+    captured: tuple[jax.Array, ...] = ()  # the float arrays that a score_mod reads
+
+
+class Operands(NamedTuple):
+    """The arrays of a call, in the one form that the implementations take."""
+
+    query: jax.Array  # [B, T, N, H]
+    key: jax.Array  # [B, S, K, H]
+    value: jax.Array | None  # [B, S, K, Hv]; None until `with_values`, where values are keys
+    bias: jax.Array | None  # [B | 1, N | 1, T | 1, S | 1], floating
+    sinks: jax.Array | None  # [N], in the dtype of sums
+    mask: jax.Array | None  # as the bias, bool
+    resolved_mask: ResolvedMask  # with its int32 arrays
+    seeds: jax.Array | None = None  # uint32 [B, N, 2], of dropout
+    score: BoundScoreMod | None = None  # with its arrays
+
+    def with_values(self, problem: "Problem") -> "Operands":
+        """The same, where the values are the keys' first columns with a copy of them."""
+        if self.value is not None:
+            return self
+        return self._replace(value=self.key[..., : problem.value_size])
+
+    @property
+    def differentiable(self) -> Gradients:
+        """The operands that have a gradient."""
+        captured = () if self.score is None else self.score.tables
+        return Gradients(self.query, self.key, self.value, self.bias, self.sinks, captured)
+
+    def with_differentiable(self, new: Gradients) -> "Operands":
+        """The operands with others in place of those that have a gradient."""
+        arrays = new._asdict()
+        captured = arrays.pop("captured")
+        score = None if self.score is None else self.score.with_tables(captured)
+        return self._replace(**arrays, score=score)
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """The static part of a call: hashable, so that it can be the key of compiled code."""
+
+    batch: int  # B
+    queries: int  # T
+    keys: int  # S
+    heads: int  # N
+    kv_heads: int  # K
+    head_size: int  # H
+    value_size: int  # Hv
+    dtype: str
+    scale: float
+    soft_cap: float | None
+    bias: tuple[int, ...] | None  # shape
+    mask: tuple[int, ...] | None  # shape
+    resolved_mask: ResolvedMask  # with shapes in place of its arrays
+    deterministic: bool  # bitwise, in the backward too
+    sinks: bool = False  # whether each head has one more logit
+    dropped: int = 0  # of 256 weights
+    score: BoundScoreMod | None = None  # with shapes in place of its arrays
+    max_logits: bool = False  # whether the largest logit of each row is returned
+    values_are_keys: bool = False  # whether the values are the keys' first columns
+
+    def of_part(self, x: Operands) -> "Problem":
+        """That of a part of the operands: of some batch rows and heads."""
+        sizes = dict(batch=x.query.shape[0], heads=x.query.shape[2], kv_heads=x.key.shape[2])
+        resolved_mask, score = shapes((x.resolved_mask, x.score))
+        bias, mask = (None if a is None else a.shape for a in (x.bias, x.mask))
+        more = dict(
+            bias=bias,
+            mask=mask,
+            resolved_mask=resolved_mask,
+            score=score,
+            sinks=x.sinks is not None,
+        )
+        return dataclasses.replace(self, **sizes, **more)
+
+    @property
+    def scope(self) -> str:
+        """The name of the call in a profile: "flash_attention causal T=1024 S=1024 H=128"."""
+        mask = str(self.resolved_mask).replace("/", " ")  # which parts scopes
+        mask += ", dense mask" if self.mask is not None else ""
+        return f"flash_attention {mask} T={self.queries} S={self.keys} H={self.head_size}"
+
+    @property
+    def kept(self) -> float:
+        """The part of the weights that dropout keeps."""
+        return 1 - self.dropped / dropout.LEVELS
+
+    @property
+    def log_base(self) -> LogBase:
+        """Of the kernels' scores."""
+        return LogBase.TWO if self.bias is None and self.score is None else LogBase.E
+
+    @property
+    def with_top(self) -> bool:
+        """Whether the largest score is kept beside the running maximum, which may be that of a
+        sink."""
+        return self.max_logits and self.sinks
+
+    @property
+    def statistics(self) -> int:
+        """How many fields the SoftmaxState has."""
+        return 2 + self.with_top
+
+    @property
+    def group(self) -> int:
+        """How many query heads share a key/value head."""
+        return self.heads // self.kv_heads
+
+    def __str__(self):
+        p = self
+        head = (
+            f"B={p.batch} T={p.queries} S={p.keys} N={p.heads} K={p.kv_heads} H={p.head_size} "
+            f"Hv={p.value_size} {p.dtype}"
+        )
+        extras = [f"mask: {p.resolved_mask}", f"scale {p.scale:.4g}"]
+        extras += [f"soft cap {p.soft_cap:g}"] if p.soft_cap is not None else []
+        extras += [f"score_mod {p.score.mod}"] if p.score is not None else []
+        extras += [f"bias {p.bias}"] if p.bias is not None else []
+        extras += [f"dense mask {p.mask}"] if p.mask is not None else []
+        extras += ["sinks"] if p.sinks else []
+        extras += [f"dropout {1 - p.kept:.4g}"] if p.dropped else []
+        extras += ["the largest logits"] if p.max_logits else []
+        extras += ["values: the keys' first columns"] if p.values_are_keys else []
+        return ", ".join([head, *extras])
+
+
+def shapes(tree: Any) -> Any:
+    """The tree with shapes in place of its arrays."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
+def normalise(call: Call) -> tuple[Problem, Operands]:
+    """A call as a Problem and Operands; raises TypeError or ValueError."""
+    query, key, value = arrays(call)
+    lead, (T, N, H) = query.shape[:-3], query.shape[-3:]
+    (S, K), B = key.shape[-3:-1], math.prod(query.shape[:-3])
+    Hv = call.value_size if value is None else value.shape[-1]
+    sizes = Sizes(lead or (1,), dict(B=B, T=T, S=S, N=N, K=K))
+
+    resolved_mask = visible(sizes, call) if call.resolved_mask is None else call.resolved_mask
+    scale, factors = checks.scale(call.scale, H**-0.5 if H else 1.0, N)
+    bias = sizes.dense("bias", call.bias, query.dtype)
+    mask = sizes.dense("mask", None if isinstance(call.mask, masks.Mask) else call.mask, bool)
+
+    flat = lambda x: x.reshape(B, *x.shape[-3:])
+    sinks = call.sinks
+    if sinks is not None:
+        sinks = checks.sinks(sinks, N).astype(checks.sums(query.dtype))
+    dropped, seeds = dropout.dropped(call.dropout_rate), None
+    if dropped:
+        seeds = call.dropout_seeds
+        seeds = dropout.seeds(call.dropout_rng, *lead, N) if seeds is None else seeds
+        seeds = seeds.reshape(B, N, 2)
+    score = None if call.score_mod is None else bind_score_mod(sizes, call, query.dtype)
+    deterministic = call.deterministic
+    if deterministic is None:
+        deterministic = xla_flags.determinism() is not None
+    operands = Operands(
+        query=_times(flat(query), factors, resolved_mask),
+        key=flat(key),
+        value=None if value is None else flat(value),
+        bias=bias,
+        sinks=sinks,
+        mask=mask,
+        resolved_mask=resolved_mask,
+        seeds=seeds,
+        score=score,
+    )
+    problem = Problem(
+        batch=B,
+        queries=T,
+        keys=S,
+        heads=N,
+        kv_heads=K,
+        head_size=H,
+        value_size=Hv,
+        dtype=str(query.dtype),
+        scale=scale,
+        soft_cap=call.logits_soft_cap,
+        bias=None if bias is None else bias.shape,
+        mask=None if mask is None else mask.shape,
+        resolved_mask=shapes(resolved_mask),
+        deterministic=deterministic,
+        sinks=sinks is not None,
+        dropped=dropped,
+        score=shapes(score),
+        max_logits=call.return_max_logits,
+        values_are_keys=value is None,
+    )
+    return problem, operands
+
+
+def visible(sizes: Sizes, call: Call) -> ResolvedMask:
+    """What all arguments but a dense mask let the queries see."""
+    found: list[masks.Mask] = [masks.Causal()] if call.is_causal else []
+    if call.local_window_size is not None:
+        found.append(call.local_window_size)
+    if call.query_seq_lengths is not None:
+        lengths = sizes.ints("query_seq_lengths", call.query_seq_lengths, "B")
+        found.append(masks.QueryLengths(lengths))
+    if call.key_value_seq_lengths is not None:
+        lengths = sizes.ints("key_value_seq_lengths", call.key_value_seq_lengths, "B")
+        found.append(masks.KeyLengths(lengths))
+    B, T, S = (sizes.of[c] for c in "BTS")
+    found += _documents(sizes, call.query_segment_ids, call.key_value_segment_ids, T == S)
+    found += _mask_parts(sizes, call)
+    return masks.resolve(found, B, T, S, sizes.offset(call.query_offset))
+
+
+def bind_score_mod(sizes: Sizes, call: Call, dtype) -> BoundScoreMod:
+    """The call's score_mod, bound to its batch rows, heads and positions."""
+    offset = sizes.offset(call.query_offset)
+    keys = (*sizes.lead, sizes.of["S"])
+    score_mod = scores.fitting(call.score_mod, sizes.of["N"], keys)
+    near = masks.within_reach(offset)
+    score = BoundScoreMod.bind(score_mod, checks.sums(dtype), near, sizes.of["B"])
+    row = jnp.arange(sizes.of["T"], dtype=jnp.int32)[None]
+    positions = masks.positions_of(_mask_parts(sizes, call), row, offset)
+    return score if positions is None else score.with_positions(positions)
+
+
+def _mask_parts(sizes: Sizes, call: Call) -> list[masks.Mask]:
+    """The conjuncts of a mask object, with arrays of the call's sizes."""
+    if not isinstance(call.mask, masks.Mask):
+        return []
+    whole = (_with_arrays(sizes, part) for part in masks.leaves(call.mask))
+    return masks.conjuncts(masks.with_leaves(call.mask, whole))
+
+
+def arrays(call: Call):
+    """query, key and value, with matching dtypes and shapes; the value is None where it is the
+    keys' first columns."""
+    query, key = checks.array("query", call.query), checks.array("key", call.key)
+    found = dict(query=query, key=key)
+    if not checks.values_are_keys(call.value_size, key, call.value):
+        found["value"] = checks.array("value", call.value)
+    value = found.get("value")
+    for name, x in found.items():
+        if str(x.dtype) not in DTYPES:
+            raise TypeError(
+                f"{name} must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}; got {x.dtype}. Cast it "
+                f"with {name}.astype(...)."
+            )
+        if x.dtype != query.dtype:
+            raise TypeError(
+                f"query, key and value must have one dtype; got query {query.dtype} and {name} "
+                f"{x.dtype}."
+            )
+        if len(x.shape) < 3:
+            raise ValueError(
+                f"{name} must be [..., length, heads, head size], 3 axes or more; got {x.shape}."
+            )
+        if len(x.shape) != len(query.shape):
+            raise ValueError(
+                f"{name} must have as many axes as query {query.shape}; got {x.shape}."
+            )
+    lead, (N, H), (S, K) = query.shape[:-3], query.shape[-2:], key.shape[-3:-1]
+    sizes = (N, K, H) if value is None else (N, K, H, value.shape[-1])
+    if symbols := [str(n) for n in sizes if not isinstance(n, int)]:
+        raise ValueError(
+            "head counts and head sizes must be static; only batch and lengths may be symbolic "
+            f"dimensions of jax.export; got {', '.join(symbols)}."
+        )
+    show = lambda *tail: "(" + ", ".join(map(str, (*lead, *tail))) + ")"
+    if key.shape[:-3] != lead or key.shape[-1] != H:
+        raise ValueError(
+            f"key must be {show('S', 'K', H)} to match query {query.shape}; got {key.shape}."
+            f"{_joined_heads(query.shape)}"
+        )
+    if value is not None and value.shape[:-1] != key.shape[:-1]:
+        raise ValueError(
+            f"value must be {show(S, K, 'Hv')} to match key {key.shape}; got {value.shape}."
+        )
+    if K == 0 or N % K:
+        raise ValueError(
+            "the number of query heads must be a multiple of the number of key/value heads; "
+            f"got N = {N}, K = {K}."
+            + HEADS_FIRST * _swapped(query.shape[-3], N, S, K)
+            + _joined_heads(query.shape)
+        )
+    return query, key, value
+
+
+def _joined_heads(shape: tuple[int, ...]) -> str:
+    """What a query of three axes is told, whose last one may be that of all heads."""
+    return (
+        f" A query {shape} is read as [T, N, H]; reshape [B, T, N * H] to [B, T, N, H]."
+        if len(shape) == 3
+        else ""
+    )
+
+
+def _swapped(T, N: int, S, K: int) -> bool:
+    """Whether these numbers make sense the other way: T and S heads, fewer than the N queries and K
+    keys. In self-attention T % S says nothing."""
+    are_static = isinstance(T, int) and isinstance(S, int)
+    return are_static and 0 < S < K and T < N and T % S == 0
+
+
+def _times(query, factors, resolved_mask: ResolvedMask):
+    """query [B, T, N, H] times factors [N], or one for all heads, rounded to its own dtype; None
+    leaves it."""
+    if factors is None:
+        return query
+    valid = resolved_mask.valid(jnp.arange(query.shape[1], dtype=jnp.int32))
+    if valid is not None:  # there may be NaN, which would reach the gradient of the factors
+        query = jnp.where(valid[:, :, None, None], query, 0)
+    wide = checks.sums(query.dtype)
+    return (query.astype(wide) * factors.astype(wide).reshape(1, 1, -1, 1)).astype(query.dtype)
+
+
+def _documents(sizes, query_ids, key_ids, square) -> list[masks.Mask]:
+    if query_ids is None and key_ids is None:
+        return []
+    if query_ids is None:
+        raise ValueError("key_value_segment_ids needs query_segment_ids too.")
+    if key_ids is None and not square:
+        raise ValueError(
+            f"query_segment_ids alone is enough only where T == S; got T = {sizes.of['T']}, S = "
+            f"{sizes.of['S']}. Pass key_value_segment_ids too."
+        )
+    named = dict(
+        query_segment_ids=query_ids, key_value_segment_ids=query_ids if key_ids is None else key_ids
+    )
+    return [masks.Documents(*map(sizes.ints, named, checks.ids(named), ("BT", "BS")))]
+
+
+def _with_arrays(sizes, part: masks.Mask) -> masks.Mask:
+    part, arrays = part.canonical((sizes.of["T"], sizes.of["S"])), {}
+    if isinstance(part, masks.BlockTypes):
+        return part.fitting(sizes.of["B"], sizes.of["N"])
+    for field, letters in part.ARRAYS.items():
+        x, name = getattr(part, field), f"{type(part).__name__}.{field}"
+        if x is None:
+            continue
+        if letters == "B" and isinstance(x, int):
+            x = jnp.full(sizes.lead, checks.ints(name, x))
+        arrays[field] = sizes.ints(name, x, letters)
+    return dataclasses.replace(part, **arrays) if arrays else part

@@ -1,0 +1,1 @@
+"""The algorithm in blocks of queries and keys: online softmax, schedule, split-KV, plain JAX."""

@@ -1,0 +1,218 @@
+"""FlashAttention-2 in plain JAX: query blocks outside, key blocks inside, O(T + S) memory, on any
+device.
+
+On a CPU a few heads go at a time, so that what passes between two products stays in the caches.
+Query blocks that see equally many neighbouring keys, in a long narrow band, are one loop without
+loops over keys; other blocks are none, if they are few and static. Scores are [rows, keys]: then
+the forward's products take their operands as they lie, and XLA gives q k^T and its softmax to its
+CPU library in one call. In the backward q and do are transposed, and dk and dv come out transposed;
+where p and ds are smaller, they are transposed instead. With the first operand left transposed a
+CPU's products are slow. The rows are those of all query heads that share a key/value head.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_flash.checks import sums
+from pallas_flash.problem.arguments import Gradients, Operands, Problem
+from pallas_flash.tiled import online_softmax
+from pallas_flash.tiled.blockwise import decode, softmax
+from pallas_flash.tiled.blockwise.derivatives import second, tangent
+from pallas_flash.tiled.blockwise.heads import (
+    SomeHeads,
+    by_head,
+    each_heads,
+    from_heads,
+    take_columns,
+    take_rows,
+)
+from pallas_flash.tiled.blockwise.mask import with_block_mask
+from pallas_flash.tiled.blockwise.matmul import dot, dot_over_rows, dot_t, transpose
+from pallas_flash.tiled.blockwise.slices import Block, HeadRange, after, each_row
+from pallas_flash.tiled.blockwise.tuning import Tiles, decode_tiles, of_calls, serialize, tiles
+from pallas_flash.tiled.online_softmax import LogBase
+
+__all__ = ["Tiles", "backward", "decode_tiles", "forward", "of_calls", "second", "tangent", "tiles"]
+
+
+def forward(problem: Problem, tiles: Tiles, x: Operands):
+    """o [B, T, N, Hv] in the query's dtype, and the SoftmaxState [B, N, T]."""
+    if tiles.decode:
+        return decode.forward(problem, tiles.decode, x)
+    p, wide, x = problem, sums(tiles.dtype), with_block_mask(problem, tiles, x)
+
+    def some_heads(heads: HeadRange, outputs):
+        some = SomeHeads.take(p, tiles, heads, x)
+        zeros = lambda *shape: _zeros(x, wide, heads.batch, heads.heads, *shape)
+        in_turn = serialize(tiles, some.query.shape[:3], some.key_blocks)
+        scale = some.logits.exponent_scale
+
+        def query_block(rows: Block, key_blocks, outputs):
+            q = take_rows(rows, some.query)
+            if in_turn and rows.start:
+                outputs, q = after(outputs, q)
+            # P is rounded to 16 bits anyway: then with its division
+            normalise_first = _is_one(key_blocks) and x.sinks is None and not tiles.is_wide
+
+            def step(keys: Block, visible, rows_are_finite, carry):
+                o, state = carry
+                s = some.logits.forward(q, some.key, rows, keys)
+                s = s if visible is None else jnp.where(visible, s, -jnp.inf)
+                prob, alpha, state = softmax.step(3, s, state, scale, rows_are_finite)
+                if normalise_first:
+                    prob = online_softmax.finish(prob, state.l, p.kept)
+                prob = some.logits.drop(prob, rows, keys)
+                pv = _weighted_sum(prob, keys.take(some.value, 2), normalise_first)
+                return pv if alpha is None else o * alpha[..., None] + pv, state
+
+            o, sinks = zeros(q.shape[2], p.value_size), some.sink_of_rows(rows)
+            start = o, online_softmax.start(zeros(q.shape[2]), LogBase.E, sinks, p.with_top)
+            first = (None, None) if x.sinks is None else start
+            o, state = some.each_key_block(rows, key_blocks, step, first, start)
+            o = o if normalise_first else online_softmax.finish(o, state.l, p.kept)
+            state = state._replace(m=softmax.scaled_maximum(state.m, scale))
+            new = o, *(a[..., None] for a in jax.tree.leaves(state))
+            return tuple(
+                rows.put(out, some.by_query(a), 3) for out, a in zip(outputs, new, strict=True)
+            )
+
+        shape = p.group, p.queries
+        start = zeros(*shape, p.value_size), *(zeros(*shape, 1) for _ in range(p.statistics))
+        o, *state = some.each_query_block(query_block, start)
+        state = (a.reshape(heads.batch, -1, p.queries) for a in state)
+        return (
+            heads.put(outputs[0], from_heads(o), 2),
+            *(heads.put(out, a, 1) for out, a in zip(outputs[1:], state, strict=True)),
+        )
+
+    o, state = results_like(p, x)
+    o, *state = each_heads(p, tiles.forward_heads, some_heads, (o, *jax.tree.leaves(state)))
+    return o, online_softmax.SoftmaxState(*state)
+
+
+def results_like(p: Problem, x: Operands):
+    """Zeros of the shapes and dtypes of what `forward` returns."""
+    rows = _zeros(x, sums(p.dtype), p.batch, p.heads, p.queries)
+    o = _zeros(x, p.dtype, p.batch, p.queries, p.heads, p.value_size)
+    return o, online_softmax.SoftmaxState(*[rows] * p.statistics)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _weighted_sum(p, v, is_normalised: bool):
+    """p v [B, K, m, h] of weights p [B, K, m, n], rounded to the dtype of v [B, K, n, h]; so is the
+    product, if it is the output."""
+    return dot(p.astype(v.dtype), v, v.dtype if is_normalised else None)
+
+
+@_weighted_sum.defjvp
+def _(is_normalised, primals, tangents):
+    """The tangents of weights are not rounded: less o dl / l little of what they sum to may be
+    left."""
+    (p, v), (dp, dv) = primals, tangents
+    o = _weighted_sum(p, v, is_normalised)
+    return o, (dot(dp, v.astype(dp.dtype)) + dot(p.astype(v.dtype), dv)).astype(o.dtype)
+
+
+def backward(
+    problem: Problem, tiles: Tiles, x: Operands, row_scale: online_softmax.RowScale, do, delta
+) -> Gradients:
+    p, wide, x = problem, sums(tiles.dtype), with_block_mask(problem, tiles, x)
+
+    def some_heads(heads: HeadRange, outputs):
+        some = SomeHeads.take(p, tiles, heads, x)
+        do_ = some.mask.zero_blind_rows(by_head(do, heads).astype(tiles.dtype))
+        # p and ds are smaller than q and do
+        few_keys = tiles.is_wide and isinstance(tiles.block_k, int) and tiles.block_k < p.head_size
+        q_t, do_t = (
+            None if few_keys else jnp.moveaxis(transpose(a), 3, 2) for a in (some.query, do_)
+        )
+        in_turn = serialize(tiles, some.query.shape[:3], some.key_blocks)
+        by_row = [
+            a if a is None else heads.take(a, 1).reshape(*do_.shape[:-1], 1)
+            for a in (*row_scale, delta)
+        ]
+
+        def query_block(rows: Block, key_blocks, gradients):
+            q, do_i = take_rows(rows, some.query), take_rows(rows, do_)
+            q_ti, do_ti = take_columns(rows, q_t), take_columns(rows, do_t)
+            if in_turn and rows.start:
+                gradients, q, do_i = after(gradients, q, do_i)
+            m, inverse_sum, dlse_i, delta_i = (
+                a if a is None else take_rows(rows, a) for a in by_row
+            )
+            is_whole_row = _is_one(key_blocks) and row_scale.dlse is not None
+            if rows.first_new is not None:
+                is_new = each_row(rows.index[None] >= rows.first_new, p.group)
+                m = jnp.where(is_new, m, jnp.inf)
+
+            def step(keys: Block, visible, rows_are_finite, carry):
+                dq, dk, dv, dbias, captured = carry
+                dp = some.logits.drop(dot_t(do_i, keys.take(some.value, 2)), rows, keys)
+                s, tanh, back = some.logits.vjp(q, some.key, rows, keys)
+                if visible is not None and p.soft_cap is None:
+                    s, visible = jnp.where(visible, s, -jnp.inf), None
+                prob = softmax.probabilities(
+                    s,
+                    m,
+                    inverse_sum,
+                    some.logits.exponent_scale,
+                    rows_are_finite,
+                    is_whole_row and rows.first_new is None,  # else m says which rows are new
+                )
+                delta_s = softmax.delta(prob, dp, visible) - dlse_i if is_whole_row else delta_i
+                prob, ds = online_softmax.gradients(prob, dp - delta_s, visible, tanh)
+                ds, captured = back(ds, captured) if back else (ds, captured)
+                low = ds.astype(q.dtype)
+                dk = keys.add(dk, dot_over_rows(q, q_ti, low), 3)
+                weights = some.logits.drop(prob, rows, keys).astype(q.dtype)
+                dv = keys.add(dv, dot_over_rows(do_i, do_ti, weights), 3)
+                if dbias is not None:
+                    dbias = some.logits.add_bias_gradient(dbias, ds, rows, keys)
+                return dq + dot(low, keys.take(some.key, 2)), dk, dv, dbias, captured
+
+            dq, *gradients = gradients
+            start = _zeros(x, wide, *q.shape), *gradients
+            dq_i, *gradients = some.each_key_block(rows, key_blocks, step, start, start)
+            # rows that are not new have zero
+            return rows.add(dq, some.by_query(dq_i), 3), *gradients
+
+        key_t, value_t = (jnp.swapaxes(a, 2, 3) for a in (some.key, some.value))
+        like = some.query, key_t, value_t, some.logits.bias
+        zeros = (None if a is None else _zeros(x, wide, *a.shape) for a in like)
+        dq, dk, dv, dbias, captured = some.each_query_block(query_block, (*zeros, outputs.captured))
+        dk, dv = (
+            (jnp.swapaxes(d, 2, 3) if few_keys else transpose(d))[:, :, None] for d in (dk, dv)
+        )
+        put = lambda whole, new: heads.put(whole, from_heads(new), 2)
+        if dbias is not None:
+            shape = heads.take(outputs.bias, 1).shape
+            dbias = heads.add(outputs.bias, dbias.reshape(shape), 1)
+        return Gradients(
+            put(outputs.query, dq * p.scale),
+            put(outputs.key, dk * (p.scale / some.logits.query_factor)),
+            put(outputs.value, dv),
+            dbias,
+            captured=captured,
+        )
+
+    start = Gradients(
+        *(jnp.zeros_like(a) for a in (x.query, x.key, x.value)),
+        None if x.bias is None else _zeros(x, wide, *x.bias.shape),
+        captured=tuple(_zeros(x, wide, *a.shape) for a in x.differentiable.captured),
+    )
+    gradients = each_heads(p, tiles.heads, some_heads, start)
+    if x.bias is None:
+        return gradients
+    return gradients._replace(bias=gradients.bias.astype(x.bias.dtype))
+
+
+def _is_one(key_blocks: list | None) -> bool:
+    """Whether rows see no other keys than those of one block."""
+    return key_blocks is not None and len(key_blocks) == 1
+
+
+def _zeros(x: Operands, dtype, *shape):
+    """Zeros that vary over the same devices as the operands do."""
+    return jnp.zeros_like(x.query, shape=shape, dtype=dtype)

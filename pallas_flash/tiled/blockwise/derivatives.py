@@ -1,0 +1,239 @@
+"""The derivatives of blockwise's forward beside the backward, in O(T + S) memory: its tangent, and
+the gradient of that.
+
+With the log-sum-exp of its row known, each block of scores adds to a sum:
+
+    dlse = sum_j P dS,   dO = sum_j (P dS) V + P dV - dlse O,
+
+where dS is jax's own tangent of a block's logits. For cotangents dO' and dlse' of both, with
+dP = dO' V^T and delta = rowsum(O dO') - dlse', these are also one number,
+
+    <dO', dO> + <dlse', dlse> = sum_ij P dS (dP - delta) + P (dO' dV^T),
+
+which changes by a constant if a constant of each row is taken off dS: dlse, so that little cancels,
+and O and delta need no derivative. Of the rest jax differentiates one block at a time. The number
+is a gradient's product with tangents, too: its gradient is what transposes all second derivatives.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_flash.checks import sums
+from pallas_flash.problem.arguments import Gradients, Operands, Problem
+from pallas_flash.tiled.blockwise import softmax
+from pallas_flash.tiled.blockwise.heads import SomeHeads, by_head, each_heads, from_heads, take_rows
+from pallas_flash.tiled.blockwise.mask import dense_tiles, with_block_mask
+from pallas_flash.tiled.blockwise.matmul import dot, dot_t
+from pallas_flash.tiled.blockwise.slices import Block, HeadRange, each_row
+from pallas_flash.tiled.blockwise.tuning import Tiles
+from pallas_flash.tiled.online_softmax import RowScale
+
+
+class Slices(NamedTuple):
+    """The differentiable arrays of some heads, or of a block of their rows and keys; or tangents of
+    them, where None is zero."""
+
+    query: jax.Array | None  # [B, K, G, T, H], or [B, K, rows, H] of a block; times query_factor
+    key: jax.Array | None  # [B, K, S, H]
+    value: jax.Array | None  # [B, K, S, Hv]
+    bias: jax.Array | None  # [B | 1, K | 1, G | 1, T | 1, S | 1]
+    captured: tuple
+
+    @classmethod
+    def of_heads(cls, some: SomeHeads, heads: HeadRange, x: Gradients, dtype) -> "Slices":
+        by_key = lambda a: some.mask.zero_hidden_keys(by_head(a, heads)[:, :, 0].astype(dtype))
+        query = x.query
+        if query is not None:
+            query = by_head(query, heads).astype(dtype) * some.logits.query_factor
+            query = some.mask.zero_blind_rows(query)
+        key, value = (None if a is None else by_key(a) for a in (x.key, x.value))
+        bias = None if x.bias is None else dense_tiles(x.bias, heads).astype(dtype)
+        return cls(query, key, value, bias, x.captured)
+
+    def block(self, rows: Block, keys: Block) -> "Slices":
+        key, value = (None if a is None else keys.take(a, 2) for a in (self.key, self.value))
+        query = None if self.query is None else take_rows(rows, self.query)
+        bias = None if self.bias is None else keys.take(rows.take(self.bias, 3), 4)
+        return Slices(query, key, value, bias, self.captured)
+
+    @property
+    def of_logits(self) -> list:
+        return [self.query, self.key, self.bias, *self.captured]
+
+
+def _by_row(p: Problem, heads: HeadRange, *arrays) -> list:
+    """[B, N, T] -> [B, K, G, T, 1] of some heads"""
+    shape = heads.batch, heads.heads, -1, p.queries, 1
+    return [heads.take(a, 1).reshape(shape) for a in arrays]
+
+
+class BlockTerms(NamedTuple):
+    """What a block of scores adds to sums of its rows."""
+
+    some: SomeHeads
+    rows: Block
+    keys: Block
+    visible: jax.Array | None
+    rows_are_finite: bool
+
+    def probabilities(self, x: Slices, dx: Slices, m, inverse_sum):
+        """P, and P times the tangent of the logits, None where that is zero."""
+        found = [d is not None for d in dx.of_logits]
+        pick = lambda of: [a for a, f in zip(of.of_logits, found, strict=True) if f]
+
+        def scores(changing):
+            changing = iter(changing)
+            all_ = (next(changing) if f else a for a, f in zip(x.of_logits, found, strict=True))
+            query, key, bias, *captured = all_
+            logits, score = self.some.logits, self.some.logits.score
+            score = None if score is None else score.with_tables(tuple(captured))
+            logits = logits._replace(bias=bias, score=score)
+            s = logits.forward(query, key, self.rows, self.keys, self.visible)
+            return s if self.visible is None else jnp.where(self.visible, s, -jnp.inf)
+
+        s, ds = jax.jvp(scores, (pick(x),), (pick(dx),)) if any(found) else (scores([]), None)
+        scale = self.some.logits.exponent_scale
+        p = softmax.probabilities(s, m, inverse_sum, scale, self.rows_are_finite)
+        return p, None if ds is None else p * (ds if scale == 1.0 else ds * scale)
+
+    def drop(self, weights):
+        return self.some.logits.drop(weights, self.rows, self.keys)
+
+
+def tangent(
+    problem: Problem, tiles: Tiles, x: Operands, dx: Gradients, row_scale: RowScale, o, dlse
+):
+    """The tangents of o [B, T, N, Hv] and of lse [B, N, T], of tangents dx (None: zero), where the
+    sinks add `dlse` to that of lse."""
+    p, wide, x = problem, sums(tiles.dtype), with_block_mask(problem, tiles, x)
+    # o in 16 bits is rounded, and little may be left of what it takes off
+    is_wide = o.dtype == wide
+
+    def some_heads(heads: HeadRange, outputs):
+        some = SomeHeads.take(p, tiles, heads, x)
+        arrays, tangents = (Slices.of_heads(some, heads, a, wide) for a in (x.differentiable, dx))
+        row = _by_row(p, heads, row_scale.m, row_scale.inverse_sum, dlse)
+        of_rows = *row, by_head(o, heads)
+
+        def query_block(rows: Block, key_blocks, outputs):
+            m, inverse_sum, dlse_i, o_i = (take_rows(rows, a) for a in of_rows)
+
+            def step(keys: Block, visible, rows_are_finite, carry):
+                do, dlse, o = carry
+                terms = BlockTerms(some, rows, keys, visible, rows_are_finite)
+                block, along = arrays.block(rows, keys), tangents.block(rows, keys)
+                prob, weights = terms.probabilities(block, along, m, inverse_sum)
+                if weights is not None:
+                    dlse = dlse + jnp.sum(weights, -1, keepdims=True)
+                    do = do + dot(terms.drop(weights), block.value)
+                prob = terms.drop(prob)
+                if along.value is not None:
+                    do = do + dot(prob, along.value)
+                return do, dlse, o if is_wide else o + dot(prob, block.value)
+
+            zeros = jnp.zeros_like(o_i, dtype=wide)
+            start = zeros, dlse_i, o_i if is_wide else zeros
+            do, dlse, o = some.each_key_block(rows, key_blocks, step, start, start)
+            o = o if is_wide else o / p.kept
+            new = do / p.kept - dlse * o, dlse
+            return tuple(
+                rows.put(out, some.by_query(a), 3) for out, a in zip(outputs, new, strict=True)
+            )
+
+        start = tuple(jnp.zeros_like(a, dtype=wide) for a in (of_rows[3], of_rows[2]))
+        do, dlse_ = some.each_query_block(query_block, start)
+        dlse_ = dlse_.reshape(heads.batch, -1, p.queries)
+        return heads.put(outputs[0], from_heads(do), 2), heads.put(outputs[1], dlse_, 1)
+
+    start = jnp.zeros_like(o), jnp.zeros_like(dlse)
+    return each_heads(p, tiles.heads, some_heads, start)
+
+
+def second(
+    problem: Problem,
+    tiles: Tiles,
+    x: Operands,
+    dx: Gradients,
+    row_scale: RowScale,
+    do,
+    delta,
+    dlse,
+):
+    """The gradient of sum P (dS - dlse) (dP - delta) + P (do dV^T), with the tangents dx (None:
+    zero) in dS and dV, with respect to the operands and to row_scale.inverse_sum; do is divided by
+    what dropout keeps."""
+    p, wide, x = problem, sums(tiles.dtype), with_block_mask(problem, tiles, x)
+
+    def some_heads(heads: HeadRange, outputs):
+        some = SomeHeads.take(p, tiles, heads, x)
+        arrays, tangents = (Slices.of_heads(some, heads, a, wide) for a in (x.differentiable, dx))
+        row = _by_row(p, heads, row_scale.m, row_scale.inverse_sum, delta, dlse)
+        of_rows = *row, some.mask.zero_blind_rows(by_head(do, heads).astype(wide))
+
+        def query_block(rows: Block, key_blocks, outputs):
+            m, inverse_sum, delta_i, dlse_i, do_i = (take_rows(rows, a) for a in of_rows)
+            if rows.first_new is not None:
+                is_new = each_row(rows.index[None] >= rows.first_new, p.group)
+                m = jnp.where(is_new, m, jnp.inf)
+
+            def step(keys: Block, visible, rows_are_finite, carry):
+                dq, of_sum, dk, dv, dbias, captured = carry
+                terms = BlockTerms(some, rows, keys, visible, rows_are_finite)
+                along = tangents.block(rows, keys)
+
+                def product(block: Slices, inverse_sum):
+                    prob, weights = terms.probabilities(block, along, m, inverse_sum)
+                    # of a tangent of the sinks alone the logits have none, and lse has one
+                    weights = (0.0 if weights is None else weights) - prob * dlse_i
+                    dp = terms.drop(dot_t(do_i, block.value))
+                    total = jnp.sum(weights * (dp - delta_i))
+                    if along.value is not None:
+                        total += jnp.sum(terms.drop(prob) * dot_t(do_i, along.value))
+                    return total
+
+                block = arrays.block(rows, keys)
+                of_block, by_sum = jax.grad(product, argnums=(0, 1))(block, inverse_sum)
+                if dbias is not None:
+                    tile = keys.add(rows.take(dbias, 3), of_block.bias, 4)
+                    dbias = rows.put(dbias, tile, 3)
+                return (
+                    dq + of_block.query,
+                    of_sum + by_sum,
+                    keys.add(dk, of_block.key, 2),
+                    keys.add(dv, of_block.value, 2),
+                    dbias,
+                    tuple(a + b for a, b in zip(captured, of_block.captured, strict=True)),
+                )
+
+            dq, of_sum, *whole = outputs
+            start = *(jnp.zeros_like(take_rows(rows, a)) for a in (dq, of_sum)), *whole
+            dq_i, of_sum_i, *whole = some.each_key_block(rows, key_blocks, step, start, start)
+            # rows that are not new have zero
+            add = lambda out, new: rows.add(out, some.by_query(new), 3)
+            return add(dq, dq_i), add(of_sum, of_sum_i), *whole
+
+        of_operands, of_sums = outputs
+        like = arrays.query, row[1], arrays.key, arrays.value, arrays.bias
+        zeros = (None if a is None else jnp.zeros_like(a) for a in like)
+        dq, of_sum, dk, dv, dbias, captured = some.each_query_block(
+            query_block, (*zeros, of_operands.captured)
+        )
+        if dbias is not None:
+            shape = heads.take(of_operands.bias, 1).shape
+            dbias = heads.add(of_operands.bias, dbias.reshape(shape), 1)
+        put = lambda whole, part: heads.put(whole, from_heads(part), 2)
+        of_operands = Gradients(
+            put(of_operands.query, dq * some.logits.query_factor),
+            put(of_operands.key, dk[:, :, None]),
+            put(of_operands.value, dv[:, :, None]),
+            dbias,
+            captured=captured,
+        )
+        return of_operands, heads.put(of_sums, of_sum.reshape(heads.batch, -1, p.queries), 1)
+
+    of_operands = jax.tree.map(
+        lambda a: jnp.zeros_like(a, dtype=wide), x.differentiable._replace(sinks=None)
+    )
+    return each_heads(p, tiles.heads, some_heads, (of_operands, jnp.zeros_like(delta)))

@@ -1,0 +1,138 @@
+"""What the rows of a query block see, of the mask of some heads."""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_flash.jax_support.pytrees import IntLike
+from pallas_flash.masks import block_types
+from pallas_flash.masks.resolved_mask import ResolvedMask
+from pallas_flash.problem.arguments import Operands, Problem
+from pallas_flash.tiled import schedule
+from pallas_flash.tiled.blockwise.key_blocks import static_key_blocks
+from pallas_flash.tiled.blockwise.mods import of_heads, pairs
+from pallas_flash.tiled.blockwise.slices import Block, HeadRange, each_row
+
+
+class TileMask(NamedTuple):
+    """B, K and G, T, S are those of some heads."""
+
+    group: int
+    resolved: ResolvedMask
+    start: IntLike  # [B | 1, T], the keys that each row sees, but for a mask_mod
+    stop: IntLike
+    dense: jax.Array | None  # [B | 1, K | 1, G | 1, T | 1, S | 1]
+
+    @classmethod
+    def take(cls, p: Problem, heads: HeadRange, x: Operands) -> "TileMask":
+        resolved = x.resolved_mask.narrow(ResolvedMask.BY_BATCH, lambda a: heads.take(a)[:, None])
+        resolved = resolved.narrow(ResolvedMask.BY_QUERY + ResolvedMask.BY_KEY, heads.take)
+        mod = of_heads(resolved.mask_mod, p, heads)
+        if mod is not None and mod.block_types is not None:
+            found = block_types.merge(heads.take(mod.block_types, 1), (0, 1))
+            mod = dataclasses.replace(mod, block_types=schedule.block_lists(found))
+        resolved = dataclasses.replace(resolved, mask_mod=mod)
+        start, stop = resolved.interval(jnp.arange(p.queries, dtype=jnp.int32)[None])
+        return cls(p.group, resolved, start, stop, dense_tiles(x.mask, heads))
+
+    @property
+    def has_data(self) -> bool:
+        """Whether an interval is data; the mask_mod does not count."""
+        return dataclasses.replace(self.resolved, mask_mod=None).has_data
+
+    def zero_blind_rows(self, x):
+        """x [B, K, G, T, n] with 0 for the rows that see nothing: there may be NaN."""
+        if not self.has_data:
+            return x
+        return jnp.where((self.start < self.stop)[:, None, None, :, None], x, 0)
+
+    def zero_hidden_keys(self, x):
+        """x [B, K, S, n] with 0 for the keys beyond every row's interval: there may be NaN."""
+        if not self.has_data:
+            return x
+        last = jnp.max(jnp.where(self.start < self.stop, self.stop, 0), axis=1, keepdims=True)
+        is_before = jnp.arange(x.shape[2], dtype=jnp.int32)[None] < last
+        return jnp.where(is_before[:, None, :, None], x, 0)
+
+    def interval(self, rows: Block):
+        """The keys that each of the rows sees, ints or [B | 1, rows]."""
+        if not self.has_data:
+            return self.resolved.interval(rows.index[None])
+        return tuple(a if isinstance(a, int) else rows.take(a, 1) for a in (self.start, self.stop))
+
+    def visible(self, rows: Block, keys: Block, needs_mask: bool):
+        """Whether the rows see the keys, to broadcast against [B, K, rows, keys]; None where they
+        see all. Without `needs_mask` a dense mask alone hides keys."""
+        dense = None if self.dense is None else dense_tile(self.dense, rows, keys, self.group)
+        if not needs_mask:
+            return dense
+        sparse = self._inside(rows, keys)
+        return sparse if dense is None else dense & sparse
+
+    def _inside(self, rows: Block, keys: Block):
+        mask, index, ids = self.resolved, keys.index[None, None, None], ()
+        if mask.query_ids is not None:
+            query_ids = each_row(rows.take(mask.query_ids, 1), self.group)
+            ids = query_ids, keys.take(mask.key_ids, 1)[:, None, None]
+        ends = (a if isinstance(a, int) else each_row(a, self.group) for a in self.interval(rows))
+        inside = mask.visible(*ends, index, *ids)
+        if keys.first_new is not None:
+            inside = inside & (index >= keys.first_new)
+        if mask.mask_mod is not None:
+            inside = inside & mask.mask_mod.visible(*pairs(mask.mask_mod, rows, keys, self.group))
+        return inside
+
+    def key_blocks(self, rows: Block, size: int, length: int):
+        """The blocks of keys that the rows visit, for a loop over them."""
+        mask = self.resolved
+        if mask.mask_mod is not None and mask.mask_mod.block_types is not None:
+            index = schedule.ceil_div(rows.start, rows.size)
+            return schedule.Blocks.from_list(mask.mask_mod.block_types, index)
+        if mask.has_data:
+            contiguous = None if mask.contiguous is None else rows.take(mask.contiguous, 1)
+            blocks = schedule.key_blocks(*self.interval(rows), contiguous, size)
+        else:
+            blocks = schedule.known_blocks(mask, rows.start, rows.start + rows.size - 1, size)
+            # one loop compiles in half the time of two, and most blocks of a narrow band need its
+            # mask
+            if mask.left is not None:
+                blocks = blocks._replace(full_first=blocks.last, full_last=blocks.last)
+        if mask.mask_mod is not None:
+            blocks = schedule.Blocks(blocks.first, blocks.last, blocks.last, blocks.last)
+        return blocks
+
+
+def dense_tiles(x, heads: HeadRange):
+    """[B | 1, N | 1, T | 1, S | 1] -> [B | 1, K | 1, G | 1, T | 1, S | 1] of some heads"""
+    if x is None:
+        return None
+    x = heads.take(x, 1)
+    return x.reshape(x.shape[0], *((heads.heads, -1) if x.shape[1] > 1 else (1, 1)), *x.shape[2:])
+
+
+def dense_tile(x, rows: Block, keys: Block, group: int):
+    """[B | 1, K | 1, G | 1, T | 1, S | 1] -> [B | 1, K | 1, rows | 1, keys | 1]"""
+    tile = keys.take(rows.take(x, 3), 4)
+    if tile.shape[2:4] != (1, 1):
+        tile = jnp.broadcast_to(tile, (*tile.shape[:2], group, rows.size, tile.shape[4]))
+    return tile.reshape(*tile.shape[:2], -1, tile.shape[4])
+
+
+def with_block_mask(p: Problem, tiles, x: Operands) -> Operands:
+    """The operands, whose mask_mod has the block types of these tiles' blocks where loops go over
+    them."""
+    mask = x.resolved_mask
+    is_static = all(isinstance(n, int) for n in (p.batch, p.queries, p.keys))
+    if mask.mask_mod is None or not is_static or static_key_blocks(p, tiles) is not None:
+        return x
+    found = schedule.block_types(mask, p.batch, p.heads, p.queries, tiles.block_q, tiles.block_k)
+    if p.queries % tiles.block_q:  # the last block is moved back over the one before it
+        xp = np if isinstance(found, np.ndarray) else jnp
+        found = xp.concatenate(
+            [found[:, :, :-1], block_types.merge(found[:, :, -2:], 2)[:, :, None]], 2
+        )
+    mod = dataclasses.replace(mask.mask_mod, block_types=found)
+    return x._replace(resolved_mask=dataclasses.replace(mask, mask_mod=mod))

@@ -1,0 +1,116 @@
+"""Slices of arrays: a block of neighbouring rows or keys, a range of batch rows and heads; taken
+out and put back."""
+
+import functools
+import operator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_flash.jax_support.pytrees import IntLike
+
+
+class Block(NamedTuple):
+    """`size` neighbouring rows or keys. Those before `first_new` (None: none) belong to the block
+    before it, too."""
+
+    start: IntLike
+    size: int
+    first_new: IntLike | None = None
+
+    @property
+    def index(self):
+        return self.start + jnp.arange(self.size, dtype=jnp.int32)
+
+    def take(self, x, axis: int):
+        """The block of x, or all of an axis that broadcasts."""
+        return _take(x, {axis % x.ndim: (self.start, self.size)})
+
+    def put(self, x, block, axis: int):
+        return _put(x, block, {axis % x.ndim: self.start})
+
+    def add(self, x, block, axis: int):
+        return self.put(x, self.take(x, axis) + block, axis)
+
+
+def block_at(index: IntLike, size: int, length: int) -> Block:
+    """Block `index` of a length; the last of a ragged one is moved back until it ends with the
+    array."""
+    if isinstance(length, int) and length % size == 0:
+        return Block(index * size, size)
+    start = jnp.minimum(index * size, length - size)
+    return Block(start, size, index * size)
+
+
+class HeadRange(NamedTuple):
+    """`batch` batch rows from `row` on, and of them `heads` key/value heads of K from `head` on. An
+    axis of size 1 broadcasts."""
+
+    row: IntLike
+    batch: int
+    head: IntLike
+    heads: int
+    K: int
+
+    def take(self, x, axis: int | None = None):
+        """The batch rows of x [B | 1, ..], and on `axis` the heads, query heads or key/value
+        heads."""
+        return _take(x, self._ranges(x, axis))
+
+    def put(self, x, part, axis: int):
+        return _put(x, part, {at: start for at, (start, _) in self._ranges(x, axis).items()})
+
+    def add(self, x, part, axis: int):
+        return self.put(x, self.take(x, axis) + part, axis)
+
+    def _ranges(self, x, axis):
+        ranges = {0: (self.row, self.batch)}
+        if axis is not None:
+            each = x.shape[axis] // self.K  # 0 where the heads broadcast
+            ranges[axis] = self.head * each, self.heads * each
+        return ranges
+
+
+def after(results, *arrays) -> tuple:
+    """The results and the arrays, such that nothing is computed from the arrays before all results
+    are there."""
+    if jax.__version_info__ >= (0, 11):
+        return lax.optimization_barrier((results, *arrays))
+    # XLA for CPUs drops barriers; but it cannot tell that what is computed here is always true
+    first = (x[(0,) * x.ndim].astype(jnp.float32) for x in jax.tree.leaves(results) if x.size)
+    bits = functools.reduce(operator.or_, (lax.bitcast_convert_type(x, jnp.uint32) for x in first))
+    is_there = lax.population_count(bits) <= 32
+    return results, *(jnp.where(is_there, x, 0) for x in arrays)
+
+
+def each_row(x, group: int):
+    """[B | 1, block_q | 1] -> [B | 1, 1, rows | 1, 1], the rows of all query heads of a group"""
+    return jnp.tile(x[:, None, :, None], (1, 1, group if x.shape[1] != 1 else 1, 1))
+
+
+def _take(x, ranges):
+    sizes = {axis: size for axis, (_, size) in ranges.items() if x.shape[axis] not in (1, size)}
+    if not sizes:
+        return x
+    starts = [ranges[axis][0] if axis in sizes else 0 for axis in range(x.ndim)]
+    shape = [sizes.get(axis, n) for axis, n in enumerate(x.shape)]
+    if all(isinstance(n, int) for n in (*starts, *shape)):
+        return lax.slice(x, starts, [start + n for start, n in zip(starts, shape, strict=True)])
+    return lax.dynamic_slice(x, _int32(starts), shape, allow_negative_indices=False)
+
+
+def _put(x, part, starts):
+    part = part.astype(x.dtype)
+    if part.shape == x.shape:
+        return part
+    starts = [
+        starts.get(axis, 0) if part.shape[axis] != x.shape[axis] else 0 for axis in range(x.ndim)
+    ]
+    return lax.dynamic_update_slice(x, part, _int32(starts), allow_negative_indices=False)
+
+
+def _int32(starts) -> list:
+    return [np.int32(i) if isinstance(i, int) else jnp.asarray(i, jnp.int32) for i in starts]

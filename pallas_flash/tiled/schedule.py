@@ -1,0 +1,348 @@
+"""Which key blocks a query block visits, which of them need no mask, and the same seen from a key
+block.
+
+A tile visits a range of blocks, or a list of them where its mask is no interval. Those that every
+row sees whole need no mask, and their loads no bounds.
+"""
+
+import functools
+from collections.abc import Callable
+from concurrent import futures
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_flash.jax_support.pytrees import IntLike, larger
+from pallas_flash.masks import block_types as types
+from pallas_flash.masks.resolved_mask import ResolvedMask
+
+
+class Blocks(NamedTuple):
+    """Blocks in the order of a loop: index(t) is the number of the block at position t, for t in
+    [first, last). Those at [full_first, full_last) need no mask."""
+
+    first: IntLike
+    full_first: IntLike
+    full_last: IntLike
+    last: IntLike
+    index: Callable[[IntLike], IntLike] = lambda t: t
+
+    @classmethod
+    def from_table(cls, table, *row: IntLike) -> "Blocks":
+        """From a row of `by_query_tile` or `query_blocks`."""
+        return cls(*(table[(*row, i)] for i in range(4)))
+
+    @classmethod
+    def from_list(cls, lists, *row: IntLike) -> "Blocks":
+        """From a row of `block_lists`."""
+        masked, last = (lists[(*row, i)] for i in range(2))
+        return cls(0, masked, last, last, lambda t: lists[(*row, 2 + t)])
+
+    def of_size(self, size: int) -> "Blocks":
+        """Blocks of `size` keys, of blocks of one key."""
+        # rounds to 0: below it are no blocks
+        div = lambda n: n // size if isinstance(n, int) else lax.div(n, jnp.int32(size))
+        up = lambda n: div(n + size - 1)
+        first, full_first, full_last, last = self.ends
+        return Blocks(div(first), up(full_first), div(full_last), up(last)).clip()
+
+    @property
+    def ends(self) -> tuple[IntLike, IntLike, IntLike, IntLike]:
+        return self[:4]
+
+    @property
+    def count(self) -> IntLike:
+        return self.last - self.first
+
+    def clip(self) -> "Blocks":
+        """The same with 0 <= first <= full_first <= full_last <= last."""
+        last = larger(self.last, 0)
+        first = between(self.first, 0, last)
+        full_first = between(self.full_first, first, last)
+        full_last = between(self.full_last, full_first, last)
+        return Blocks(first, full_first, full_last, last, self.index)
+
+    def reverse(self, end: IntLike | None = None) -> "Blocks":
+        """The same from the last one to the first: position t was end - 1 - t, by default such that
+        positions begin at 0."""
+        end = self.last if end is None else end
+        down = lambda n: end if isinstance(n, int) and n == 0 else end - n
+        return Blocks(*map(down, reversed(self.ends)), lambda t: self.index(end - 1 - t))
+
+    def split(self, number: IntLike, count: int) -> "Blocks":
+        """One of `count` splits of equal length."""
+        end = lambda n: self.first + lax.div((self.last - self.first) * n, jnp.int32(count))
+        first, last = end(number), end(number + 1)
+        full = (between(n, first, last) for n in (self.full_first, self.full_last))
+        return Blocks(first, *full, last, self.index)
+
+    def without_first(self) -> "Blocks":
+        """All but the first, of at least one."""
+        first = self.first + 1
+        full_first = larger(self.full_first, first)
+        full_last = (
+            self.full_last if self.full_last is self.last else larger(self.full_last, full_first)
+        )
+        return Blocks(first, full_first, full_last, self.last, self.index)
+
+    def visit(self, step, carry):
+        """carry = step(position, carry, masked=...) over all blocks, in order."""
+        masked, full = (functools.partial(_step, step, m) for m in (True, False))
+        carry = loop(self.first, self.full_first, masked, carry)
+        carry = loop(self.full_first, self.full_last, full, carry)
+        return loop(self.full_last, self.last, masked, carry)
+
+
+def _step(step, masked: bool, t, carry):
+    return step(t, carry, masked=masked)
+
+
+def divisor(n: int, most: int) -> int:
+    """The largest divisor of n that is at most `most`, at least 1."""
+    return max(d for d in range(1, n + 1) if n % d == 0 and d <= max(most, 1))
+
+
+def loop(start: IntLike, stop: IntLike, step, carry):
+    """carry = step(j, carry) for j in [start, stop), j an int32; traces nothing where that is known
+    to be empty."""
+    if start is stop or (isinstance(start, int) and isinstance(stop, int) and start >= stop):
+        return carry
+    # + 0: of what a kernel reads jax 0.11.2 says that it varies inside of a shard_map, of what it
+    # computes not: an index that begins there would change its type
+    start, stop = (jnp.asarray(n + 0, jnp.int32) for n in (start, stop))
+    return lax.fori_loop(start, stop, step, carry)
+
+
+def key_blocks(start: IntLike, stop: IntLike, contiguous, size: int, axis=None) -> Blocks:
+    """The key blocks of `size` that the rows with intervals [start, stop) visit; reduces over
+    `axis` (None: all axes).
+
+    `contiguous` (or None) marks rows that see every key of their interval; the others need a mask
+    everywhere.
+    """
+    if contiguous is None:
+        whole = start, stop
+    else:
+        whole = jnp.where(contiguous, start, ResolvedMask.ALL), jnp.where(contiguous, stop, 0)
+    if not isinstance(stop, int):  # a row that sees nothing asks for no block
+        some = start < stop
+        # an int stays one: jax's Triton lowering takes a choice between two constants for a bool
+        start = start if isinstance(start, int) else jnp.where(some, start, ResolvedMask.ALL)
+        stop = jnp.where(some, stop, 0)
+    return Blocks(
+        _reduce(jnp.min, start, axis) // size,
+        ceil_div(_reduce(jnp.max, whole[0], axis), size),
+        _reduce(jnp.min, whole[1], axis) // size,
+        ceil_div(_reduce(jnp.max, stop, axis), size),
+    ).clip()
+
+
+def known_blocks(resolved_mask: ResolvedMask, first: IntLike, last: IntLike, size: int) -> Blocks:
+    """key_blocks of the rows from `first` to `last`, as of `known_keys`."""
+    return known_keys(resolved_mask, first, last).of_size(size)
+
+
+def known_keys(resolved_mask: ResolvedMask, first: IntLike, last: IntLike) -> Blocks:
+    """The keys that the rows from `first` to `last` may see, and those that each sees, as blocks of
+    one key: of numbers in a kernel, where the mask has no data by row. What a row sees then begins
+    and ends no earlier than what the row before it sees, up to `query_stop`, of one batch row."""
+    end = resolved_mask.query_stop
+    last_seeing = last if end is None else between(end - 1, first, last)
+    (start, whole_stop), (whole_start, stop) = map(resolved_mask.interval, (first, last_seeing))
+    whole_stop = whole_stop if end is None else jnp.where(last < end, whole_stop, 0)
+    return Blocks(start, whole_start, whole_stop, stop)
+
+
+def key_ranges(resolved_mask: ResolvedMask, queries: int, block_q: int) -> list[Blocks]:
+    """`key_range` of every query block; the last may have fewer rows."""
+    return [
+        key_range(resolved_mask, i, min(i + block_q, queries) - 1)
+        for i in range(0, queries, block_q)
+    ]
+
+
+def key_range(resolved_mask: ResolvedMask, first: int, last: int) -> Blocks:
+    """The keys that the rows from `first` to `last` may see, and those that each sees, as blocks of
+    one key, by the static part of the mask."""
+    known = without_data(resolved_mask)
+    (start, whole_start), (whole_stop, stop) = zip(*map(known.interval, (first, last)), strict=True)
+    return Blocks(start, whole_start, whole_stop, max(start, stop))
+
+
+def without_data(resolved_mask: ResolvedMask) -> ResolvedMask:
+    """The static part of the mask."""
+    seen = resolved_mask
+    return (
+        ResolvedMask(seen.keys, seen.left, seen.right, seen.offset)
+        if isinstance(seen.offset, int)
+        else ResolvedMask(seen.keys)
+    )
+
+
+def by_query_tile(resolved_mask: ResolvedMask, queries: int, block_q: int, block_k: int):
+    """The mask and the blocks to visit, for kernels that own tiles of queries.
+
+    The mask is the same with its data by rows of whole tiles and by keys of whole blocks; a row
+    beyond the last counts as the last. The blocks are int32 [B or 1, query tiles, 4], `Blocks` for
+    each tile; None where the mask has no data: `known_blocks`.
+    """
+    if not resolved_mask.has_data:
+        return resolved_mask, None
+    row, at = _whole_tiles(resolved_mask, queries, block_q)
+    start, stop, _ = jnp.broadcast_arrays(*at.interval(jnp.minimum(row, queries - 1)), row)
+    blocks = _by_tile(start, stop, at.contiguous, block_q, block_k)
+    blocks = jnp.stack(blocks.ends, -1).astype(jnp.int32)
+    ids = at.key_ids
+    if ids is not None:
+        ids = jnp.pad(ids, ((0, 0), (0, -resolved_mask.keys % block_k)))
+    return ResolvedMask(
+        resolved_mask.keys, start=start, stop=stop, query_ids=at.query_ids, key_ids=ids
+    ), blocks
+
+
+def query_blocks(
+    resolved_mask: ResolvedMask, queries: int, block_q: int, block_k: int
+) -> jax.Array:
+    """For every key block its Blocks of queries, int32 [B or 1, ceil(S / block_k), 4]: key_blocks
+    transposed.
+
+    The last query block is masked where it hangs over the end of the queries.
+    """
+    row, at = _whole_tiles(resolved_mask, queries, block_q)
+    start, stop = at.interval(jnp.minimum(row, queries - 1))
+    stop = jnp.where(row < queries, stop, 0)
+    seen = _by_tile(start, stop, at.contiguous, block_q, block_k)
+    seen = Blocks(*(x[:, None, :] for x in seen.ends))  # [B, 1, query blocks]
+    j = jnp.arange(ceil_div(resolved_mask.keys, block_k), dtype=jnp.int32)[None, :, None]
+    i = jnp.arange(seen.first.shape[-1], dtype=jnp.int32)[None, None]
+    visited = (seen.first <= j) & (j < seen.last)
+    full = (seen.full_first <= j) & (j < seen.full_last)
+    end = i.size
+    full_first = jnp.min(jnp.where(full, i, end), -1, keepdims=True)
+    blocks = Blocks(
+        jnp.min(jnp.where(visited, i, end), -1),
+        full_first[..., 0],
+        jnp.min(jnp.where(~full & (i > full_first), i, end), -1),
+        jnp.max(jnp.where(visited, i + 1, 0), -1),
+    )
+    return jnp.stack(blocks.clip().ends, -1).astype(jnp.int32)
+
+
+# pairs of a query and a key up to which a mask_mod is evaluated while tracing; else in the program
+MAX_PAIRS_AT_TRACE = 2**26
+
+
+def block_types(
+    resolved_mask: ResolvedMask, batch, heads, queries: int, block_q: int, block_k: int, mask=None
+):
+    """Whether each block is empty, partial or full, int8 [B | 1, N | 1, query tiles, key tiles], a
+    NumPy array where it is static. `mask`: a dense one, bool [B | 1, N | 1, T | 1, S | 1]."""
+    many = queries * resolved_mask.keys > MAX_PAIRS_AT_TRACE
+    if mask is not None or resolved_mask.has_data or many:
+        return _block_types(resolved_mask, batch, heads, queries, block_q, block_k, mask)
+    return _known_block_types(resolved_mask, batch, heads, queries, block_q, block_k)
+
+
+def _eval_at_trace_time(f: Callable, *args) -> np.ndarray:
+    """f(*args), evaluated while tracing: in a new thread, which traces no function and has no mesh.
+    jax_transfer_guard is about the arrays of the program, not about these."""
+
+    def known():
+        with jax.transfer_guard("allow"):
+            return np.asarray(f(*args))
+
+    with futures.ThreadPoolExecutor(1) as thread:
+        return thread.submit(known).result()
+
+
+@functools.lru_cache(64)
+def _known_block_types(*args) -> np.ndarray:
+    return _eval_at_trace_time(_block_types, *args)
+
+
+def _block_types(resolved_mask, batch, heads, queries, block_q, block_k, mask=None):
+    where = resolved_mask.mask_mod
+    if mask is not None:
+        found = types.from_array(mask, queries, resolved_mask.keys, block_q, block_k)
+    elif where is None:
+        tiles = ceil_div(queries, block_q), ceil_div(resolved_mask.keys, block_k)
+        found = jnp.full((1, 1, *tiles), types.FULL, jnp.int8)
+    elif where.block_types is None:
+        only_mod = ResolvedMask(resolved_mask.keys, mask_mod=where)
+        found = types.compute(only_mod, batch, heads, queries, block_q, block_k)
+    else:
+        found = types.resize(
+            where.block_types, where.block_size, queries, resolved_mask.keys, block_q, block_k
+        )
+    row, at = _whole_tiles(resolved_mask, queries, block_q)
+    start, stop, _ = jnp.broadcast_arrays(*at.interval(jnp.minimum(row, queries - 1)), row)
+    seen = _by_tile(start, stop, at.contiguous, block_q, block_k)
+    seen = Blocks(*(x[:, None, :, None] for x in seen.ends))
+    j = jnp.arange(found.shape[3], dtype=jnp.int32)[None, None, None]
+    within = lambda first, last: ((first <= j) & (j < last)).astype(jnp.int8)
+    return jnp.minimum(
+        found, within(seen.first, seen.last) + within(seen.full_first, seen.full_last)
+    )
+
+
+def block_lists(found, least: int = 0) -> jax.Array:
+    """Of block types [.., tiles, blocks] for each tile how many blocks are to be masked, how many
+    to be visited, and the blocks' numbers: the partial ones, then the full ones; where these are
+    less than `least`, empty ones too, which are masked. int32 [.., tiles, 2 + blocks]"""
+    if not isinstance(found, np.ndarray):
+        return _block_lists(found, least)
+    known = _eval_at_trace_time(_block_lists, found, least)
+    return jnp.asarray(known[..., : 2 + int(known[..., 1].max())])
+
+
+def _block_lists(found, least: int) -> jax.Array:
+    count = lambda which: jnp.sum(which, -1, dtype=jnp.int32, keepdims=True)
+    order = jnp.argsort((found + 2) % 3, axis=-1, stable=True).astype(jnp.int32)
+    visited = jnp.maximum(count(found > types.EMPTY), least)
+    return jnp.concatenate([visited - count(found == types.FULL), visited, order], -1)
+
+
+def _whole_tiles(resolved_mask: ResolvedMask, queries: int, block_q: int):
+    """The rows of whole query tiles [1, n], and the mask with its data for each of them; beyond the
+    last, the last's."""
+    row = jnp.arange(ceil_div(queries, block_q) * block_q, dtype=jnp.int32)[None]
+    at = resolved_mask.narrow(ResolvedMask.BY_BATCH, lambda x: x[:, None])
+    return row, at.narrow(ResolvedMask.BY_QUERY, lambda x: x[:, jnp.minimum(row[0], queries - 1)])
+
+
+def _by_tile(start, stop, contiguous, block_q: int, block_k: int) -> Blocks:
+    """The Blocks of each query tile, [B or 1, query tiles], from the intervals of its rows."""
+
+    def tiled(x):
+        return jnp.broadcast_to(jnp.asarray(x, jnp.int32), stop.shape).reshape(
+            stop.shape[0], -1, block_q
+        )
+
+    return key_blocks(
+        tiled(start),
+        tiled(stop),
+        None if contiguous is None else tiled(contiguous),
+        block_k,
+        axis=-1,
+    )
+
+
+def _reduce(reduction, x, axis):
+    return x if isinstance(x, int) else reduction(x, axis=axis)
+
+
+def ceil_div(a, b: int):
+    return (a + b - 1) // b
+
+
+def between(x, low, high):
+    """x moved into [low, high]; an int where it can be, so that loops known to be empty are not
+    traced."""
+    if isinstance(x, int) and isinstance(low, int) and x <= low:
+        return low
+    if isinstance(x, int) and isinstance(high, int) and (isinstance(low, int) or x >= high):
+        return min(x, high)
+    return jnp.minimum(jnp.maximum(x, low), high)

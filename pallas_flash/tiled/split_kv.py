@@ -1,0 +1,119 @@
+"""Split-KV decoding (Flash-Decoding), a few new tokens against many keys: which calls are decoding,
+packed GQA, the number of splits, and their merge.
+
+The new tokens, times the query heads that share a key/value head, are the rows of one tile, so keys
+and values are read once. The keys are split along the sequence, one program per split, and the
+outputs of the splits are merged.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from pallas_flash.masks.resolved_mask import ResolvedMask
+from pallas_flash.problem.arguments import Operands, Problem, shapes
+from pallas_flash.tiled import online_softmax, schedule
+from pallas_flash.tiled.online_softmax import LogBase, SoftmaxState
+
+MAX_ROWS = 64  # of one tile
+WIDE = 256  # head size
+KEYS = 256  # fewer are few blocks, which the regular forward reads as fast
+MIN_GAIN = 1.05  # more splits must save more than this
+
+_SUPPORTED = """
+batch queries keys heads kv_heads head_size value_size dtype scale soft_cap resolved_mask
+deterministic sinks score max_logits values_are_keys
+""".split()
+
+
+def is_decoding(problem: Problem) -> bool:
+    """Whether the forward of a problem is decoding: few rows, many keys, and none of the options
+    that decoding lacks."""
+    p = problem
+    is_static = all(isinstance(n, int) for n in (p.batch, p.queries, p.keys))
+    more = [
+        getattr(p, field.name) for field in dataclasses.fields(p) if field.name not in _SUPPORTED
+    ]
+    plain = not any(more) and p.resolved_mask.mask_mod is None
+    return is_static and plain and why_not(p) is None and p.keys >= KEYS
+
+
+def why_not(problem: Problem) -> str | None:
+    """Why a problem has more rows than decoding takes, or None."""
+    p, most = problem, max_rows(problem.head_size, problem.values_are_keys)
+    if p.queries * p.group <= most:
+        return None
+    return f"decoding has up to {most} rows, T N / K; got {p.queries} x {p.group}"
+
+
+def max_rows(head_size: int, values_are_keys: bool) -> int:
+    """Of one key/value head: those of a tile; of two, as MLA's 128 heads are, where values are keys
+    so wide that there are no other kernels for them."""
+    return 2 * MAX_ROWS if values_are_keys and head_size > WIDE else MAX_ROWS
+
+
+def num_splits(problem: Problem, block_k: int, processors: int) -> int:
+    """The fewest splits that keep so many processors as busy as any number would."""
+    p = problem
+    programs = p.batch * p.kv_heads * schedule.ceil_div(p.queries * p.group, MAX_ROWS)
+    most = schedule.ceil_div(p.keys, block_k)
+    time = {
+        n: schedule.ceil_div(programs * n, processors) / n
+        for n in range(1, min(most, processors) + 1)
+    }
+    return next(n for n in time if time[n] <= MIN_GAIN * min(time.values()))
+
+
+def intervals(problem: Problem, mask: ResolvedMask) -> tuple[jax.Array, jax.Array]:
+    """The keys [start, stop) that each query sees, [B | 1, T]."""
+    row = jnp.arange(problem.queries, dtype=jnp.int32)[None]
+    ends = mask.narrow(ResolvedMask.BY_BATCH, lambda a: a[:, None]).interval(row)
+    start, stop, _ = jnp.broadcast_arrays(*(jnp.asarray(end, jnp.int32) for end in ends), row)
+    return start, stop
+
+
+def reach(start, stop, keys: int) -> tuple[jax.Array, jax.Array]:
+    """The first key that any of the rows [B, rows] sees, and the end of those; an empty range where
+    none sees one."""
+    some = start < stop
+    return jnp.min(jnp.where(some, start, keys), 1), jnp.max(jnp.where(some, stop, 0), 1)
+
+
+def pack_gqa(problem: Problem, x: Operands, score_mod: bool = False) -> tuple[Problem, Operands]:
+    """The problem and operands with the query heads of a group as rows, token by token: as many
+    heads as key heads, and the score_mod's head and position as data by row if `score_mod`. The
+    mask stays that of the tokens, one of which row r is, r // group. The sinks are left out:
+    `merge_splits` adds them."""
+    p, score = problem, x.score
+    if score_mod and score is not None:
+        score = score.pack_gqa(p.batch, p.heads, p.queries, p.group)
+    q = x.query.reshape(p.batch, p.queries, p.kv_heads, p.group, -1)
+    q = jnp.swapaxes(q, 2, 3).reshape(p.batch, -1, p.kv_heads, p.head_size)
+    rows = dataclasses.replace(
+        p, queries=q.shape[1], heads=p.kv_heads, sinks=False, score=shapes(score)
+    )
+    return rows, x._replace(query=q, sinks=None, score=score)
+
+
+def merge_splits(problem: Problem, x: Operands, o, stats: SoftmaxState, log_base: LogBase):
+    """o [B, T, N, Hv] and its SoftmaxState [B, N, T], from those of the splits, o [B, splits, K,
+    rows, Hv], [B, splits, K, rows]."""
+    p = problem
+    split = lambda n: jax.tree.map(lambda a: a[:, n], (o, stats))
+    outputs, parts = zip(*map(split, range(o.shape[1])), strict=True)
+    shares, stats = online_softmax.merge(parts, log_base)
+    o = sum(o * share[..., None] for o, share in zip(outputs, shares, strict=True))
+    by_query = lambda a: jnp.moveaxis(
+        a.reshape(p.batch, p.kv_heads, p.queries, p.group, *a.shape[3:]), 2, 3
+    )
+    o, stats = jax.tree.map(
+        lambda a: by_query(a).reshape(p.batch, p.heads, p.queries, *a.shape[3:]), (o, stats)
+    )
+    if x.sinks is not None:  # one more split, with the value 0
+        stats = stats._replace(top=stats.largest) if p.with_top else stats
+        sink = x.sinks[None, :, None]
+        sink = online_softmax.start(jnp.zeros_like(stats.m), log_base, sink, p.with_top)
+        share, stats = online_softmax.merge([stats, sink], log_base)
+        o = o * share[0][..., None]
+    return jnp.swapaxes(o, 1, 2).astype(x.query.dtype), stats

@@ -1,0 +1,1 @@
+"""What JAX does to a call: derivatives, vmap, partitioning and lowering."""

@@ -1,0 +1,348 @@
+"""Attention and its derivatives: a jax.custom_vjp ties the forward to the backward, and an equation
+around it adds forward mode.
+
+Of a custom_vjp JAX makes its forward and an equation that is linear in the tangents, whose
+transpose is the backward, and which cannot be evaluated. `Attention` has the same rule, with a
+linear equation that a kernel evaluates, `Tangent`: so its gradient is the custom_vjp's, and there
+is a jax.jvp too. What an implementation has no kernel for is blockwise's.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from pallas_flash.choose.backends import BLOCKWISE, Choice
+from pallas_flash.jax_support.varying import vary_alike
+from pallas_flash.problem.arguments import Gradients, Operands, Problem
+from pallas_flash.tiled import blockwise, online_softmax
+from pallas_flash.tiled.online_softmax import DeltaTerms, LogBase, RowScale, SoftmaxState
+from pallas_flash.transforms import derivative_modes, equation
+from pallas_flash.transforms.linear_maps import LinearMap, floats
+
+
+class Residuals(NamedTuple):
+    operands: Operands
+    o: jax.Array
+    stats: SoftmaxState  # without its top
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def attend(problem: Problem, choice: Choice, operands: Operands):
+    """o [B, T, N, Hv] in the query's dtype and lse [B, N, T] in float32, both differentiable, and
+    the largest logits [B, N, T], None if they are not asked for."""
+    with jax.named_scope(problem.scope):
+        return _attend(problem, choice, vary_alike(operands).with_values(problem))
+
+
+def _attend(problem: Problem, choice: Choice, x: Operands):
+    if choice.reverse_only:
+        x = _map_floats(derivative_modes.reverse_only, x)
+        o, stats = attention(problem, choice, x)
+    elif choice.backend.is_dense:
+        o, stats = choice.backend.forward(problem, choice.tiles, x)
+        o, stats = checkpoint_names(o, stats, _name_in_derivatives)
+    else:
+        o, stats = Attention(problem, choice)(x)
+    return o, *lse_and_largest(choice.backend.log_base(problem), problem, x, stats)
+
+
+# ---- the tie ----
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def attention(problem: Problem, choice: Choice, x: Operands):
+    """o [B, T, N, Hv] in the query's dtype, and the SoftmaxState [B, N, T]."""
+    return choice.backend.forward(problem, choice.tiles, x)
+
+
+def _forward(problem, choice, x):
+    choice = choice.for_gradient()
+    if choice.reverse_only:
+        x = _map_floats(derivative_modes.no_second, x)
+        o, stats = choice.backend.forward(problem, choice.tiles, x)
+    else:
+        o, stats = Attention(problem, choice)(x)
+    o, stats = checkpoint_names(o, stats)
+    return (o, stats), Residuals(x, o, stats._replace(top=None))
+
+
+def _backward(problem, choice, residuals, cotangents):
+    (do, dstats), stats = derivative_modes.no_second(cotangents), residuals.stats
+    # where there is an l, any m gives the same softmax: l = b^(lse - m) has all of lse's derivative
+    log_base = choice.backend.log_base(problem)
+    dlse = log_base.from_e(dstats.m) if stats.l is None else stats.l * dstats.l
+    wanted = jax.tree.map(lambda _: True, residuals.operands.differentiable)
+    found = Gradient(problem, choice.for_gradient(), wanted).run(residuals, (do, dlse))
+    return (jax.tree.map(lambda _: None, residuals.operands).with_differentiable(found),)
+
+
+attention.defvjp(_forward, _backward)
+
+
+# ---- forward mode ----
+
+# traced once for a call and its derivative, if both have the same tiles
+_attention = jax.jit(attention, static_argnums=(0, 1), inline=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention(equation.Equation):
+    """`attention` with a forward mode."""
+
+    primitive = equation.primitive("flash_attention", has_transpose=True)
+    problem: Problem
+    choice: Choice
+
+    @property
+    def run(self):
+        return functools.partial(_attention, self.problem, self.choice)
+
+    def results_like(self, x):
+        return self.choice.backend.results_like(self.problem, x)
+
+    def push(self, args, tangents):
+        """JAX's own rule for a custom_vjp, written out."""
+        choice, dx = self.choice.for_gradient(), tangents[0].differentiable
+        (o, stats), residuals = _forward(self.problem, choice, *args)
+        dstats = jax.tree.map(jnp.zeros_like, stats)
+        if not jax.tree.leaves(dx):
+            return (o, stats), (jnp.zeros_like(o), dstats)
+        do, dlse = Tangent(self.problem, choice)(residuals, dx)
+        if stats.l is None:  # as in `_backward`
+            log_base = choice.backend.log_base(self.problem)
+            return (o, stats), (do, dstats._replace(m=log_base.from_e(dlse)))
+        return (o, stats), (do, dstats._replace(l=stats.l * dlse))
+
+    def pull(self, args, cotangents):
+        """It is linear in the values; the gradient by them does not depend on them."""
+        choice, (x,) = self.choice.for_gradient(), args
+        _, residuals = _forward(self.problem, choice, x)
+        none = jax.tree.map(lambda _: False, x.differentiable)
+        gradient = Gradient(self.problem, choice, none._replace(value=True))
+        found = gradient(residuals, (cotangents[0], jnp.zeros_like(residuals.stats.m)))
+        return (jax.tree.map(lambda _: None, x)._replace(value=found.value),)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Map(LinearMap):
+    """Of an implementation; JAX can differentiate blockwise's."""
+
+    problem: Problem
+    choice: Choice
+
+    @property
+    def log_base(self) -> LogBase:
+        return self.choice.backend.log_base(self.problem)
+
+    def differentiable(self, residuals: Residuals):
+        if self.choice.backend.takes_row_scale:
+            return self, residuals
+        choice = Choice(BLOCKWISE, BLOCKWISE.tiles(self.problem)).for_gradient()
+        stats = residuals.stats.in_base_e(self.log_base)
+        return dataclasses.replace(self, choice=choice), residuals._replace(stats=stats)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tangent(_Map):
+    """Of o [B, T, N, Hv] and lse [B, N, T], by the tangents of the operands that have some."""
+
+    def run(self, residuals: Residuals, x: Gradients):
+        backend, tiles = self.choice.backend, self.choice.tiles
+        if backend.tangent is None:
+            blockwise_map, residuals = self.differentiable(residuals)
+            return blockwise_map.run(residuals, x)
+        operands, o, stats = residuals
+        if backend.takes_row_scale:
+            rows = scale = stats.row_scale(None)
+        else:
+            rows = stats.row_lse(self.log_base)
+            scale = RowScale(rows.lse, 1.0 if rows.factor is None else rows.factor, None)
+        dlse = jnp.zeros_like(stats.m)
+        if x.sinks is not None:
+            of_sinks = x.sinks[None, :, None].astype(dlse.dtype)
+            dlse = of_sinks * sink_weights(operands.sinks, scale, self.log_base)
+        do, dlse = backend.tangent(
+            self.problem, tiles, operands, x._replace(sinks=None), rows, o, dlse
+        )
+        do, dlse = zero_padded_rows(operands, do, dlse)
+        return do.astype(o.dtype), dlse
+
+    def results_like(self, residuals, x):
+        return residuals.o, residuals.stats.m
+
+    def transposed(self, x):
+        is_there = jax.tree.map(lambda a: a is not None, x, is_leaf=lambda a: a is None)
+        return Gradient(self.problem, self.choice, is_there)
+
+    def vjp_of_residuals(self, residuals, x, cotangents):
+        return _second(self, residuals, x, cotangents)
+
+
+@dataclasses.dataclass(frozen=True)
+class Gradient(_Map):
+    """Of the operands named in `wanted`, by the cotangents of o and lse."""
+
+    wanted: Gradients  # of bools
+
+    def run(self, residuals, x):
+        return self._pick(gradients(self.problem, self.choice, residuals, x))
+
+    def results_like(self, residuals, x):
+        return self._pick(residuals.operands.differentiable)
+
+    def _pick(self, x: Gradients) -> Gradients:
+        return jax.tree.map(lambda wanted, a: a if wanted else None, self.wanted, x)
+
+    def transposed(self, x):
+        return Tangent(self.problem, self.choice)
+
+    def vjp_of_residuals(self, residuals, x, cotangents):
+        return _second(self.transposed(x), residuals, cotangents, x)
+
+
+# ---- second derivatives ----
+
+
+def _second(tangent: Tangent, residuals: Residuals, dx: Gradients, cotangents):
+    """The gradient of <cotangents, tangent(residuals, dx)> with respect to the floats of the
+    residuals."""
+    by_blockwise, in_base_e = tangent.differentiable(residuals)
+    problem, tiles = by_blockwise.problem, by_blockwise.choice.tiles
+    operands, _, stats = in_base_e  # nothing of o: `blockwise.derivatives`
+    rows, do, delta = prepare_cotangents(problem, by_blockwise.choice, in_base_e, cotangents)
+    _, dlse = by_blockwise.run(in_base_e, dx)
+    gradients, of_sum = blockwise.second(problem, tiles, operands, dx, rows, do, delta, dlse)
+    if operands.sinks is not None:
+        along = 0.0 if dx.sinks is None else dx.sinks[None, :, None].astype(delta.dtype)
+
+        def of_sinks(sinks, inverse_sum):
+            weights = sink_weights(sinks, rows._replace(inverse_sum=inverse_sum))
+            return -jnp.sum((along - dlse) * weights * delta)
+
+        of_sinks, more = jax.grad(of_sinks, argnums=(0, 1))(operands.sinks, rows.inverse_sum)
+        gradients, of_sum = gradients._replace(sinks=of_sinks), of_sum + more
+    of_l = jnp.where(stats.empty, 0.0, -of_sum * jnp.square(rows.inverse_sum))
+    zeros = jax.tree.map(jnp.zeros_like, residuals)
+    zeros = zeros._replace(operands=zeros.operands.with_differentiable(gradients))
+    if residuals.stats.l is None:
+        of_stats = zeros.stats._replace(m=tangent.log_base.to_e(of_l))
+    else:
+        of_stats = zeros.stats._replace(l=of_l)
+    pairs = zip(floats(zeros._replace(stats=of_stats)), floats(residuals), strict=True)
+    return [a.astype(like.dtype) for a, like in pairs]
+
+
+# ---- what is around the kernels ----
+
+
+def checkpoint_names(o, stats: SoftmaxState, name: Callable = checkpoint_name):
+    """Both, so that a policy of jax.checkpoint can keep them: the backward needs nothing else that
+    is costly."""
+    stats = jax.tree.map(lambda x: name(x, "flash_attention_lse"), stats)
+    return name(o, "flash_attention_out"), stats
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _name_in_derivatives(x, name: str):
+    """x; `checkpoint_name` has neither a transpose nor a rule of jet."""
+    return x
+
+
+@_name_in_derivatives.defjvp
+def _(name, primals, tangents):
+    return checkpoint_name(primals[0], name), tangents[0]
+
+
+def lse_and_largest(log_base: LogBase, problem: Problem, operands: Operands, stats: SoftmaxState):
+    """The log-sum-exp of the logits [B, N, T], which is the sink where that lies beyond the ends of
+    the log base; and the largest logit, which has no derivative, or None where it is not asked
+    for."""
+    lse = stats.lse(log_base)
+    if operands.sinks is not None:
+        sinks = operands.sinks[None, :, None]
+        lse = _with_tangent_of(lse, jnp.where(lse < 2e38, lse, jnp.maximum(lse, sinks)))
+    if not problem.max_logits:
+        return lse, None
+    return lse, lax.stop_gradient(log_base.to_e(stats.largest))
+
+
+@jax.custom_jvp
+def _with_tangent_of(lse, value):
+    """The value; its derivative is that of lse."""
+    return value
+
+
+@_with_tangent_of.defjvp
+def _(primals, tangents):
+    return primals[1], tangents[0]
+
+
+def gradients(problem: Problem, choice: Choice, residuals, cotangents) -> Gradients:
+    """Of the operands, by the cotangents of o and lse; `residuals` are the operands, o and the
+    SoftmaxState."""
+    operands = residuals[0]
+    lse, do, delta = prepare_cotangents(problem, choice, residuals, cotangents)
+    found = choice.backend.backward(problem, choice.tiles, operands, lse, do, delta)
+    if operands.sinks is None:
+        return found
+    rows = lse if isinstance(lse, RowScale) else RowScale(lse, 1.0, None)
+    weights = sink_weights(operands.sinks, rows, choice.backend.log_base(problem))
+    of_sinks = -jnp.sum(weights * delta, axis=(0, 2)).astype(operands.sinks.dtype)
+    return found._replace(sinks=of_sinks)
+
+
+def prepare_cotangents(problem: Problem, choice: Choice, residuals, cotangents):
+    """What the backward takes of each row: lse in the form of the backend, do, and delta or its
+    terms."""
+    (operands, o, stats), (do, dlse) = residuals, cotangents
+    do, dlse = zero_padded_rows(operands, do, dlse)
+    wide, log_base = stats.m.dtype, choice.backend.log_base(problem)
+    dlse = jnp.where(stats.empty, 0.0, dlse)
+    if choice.backend.takes_row_scale:
+        lse, factor = stats.row_scale(dlse), None
+    else:
+        lse, factor = stats.backward_lse(log_base)
+    # P = factor * b^(s - lse) meets do alone, and what is made of do: so do takes the factor
+    if factor is not None:
+        dlse = dlse * factor
+    # P is dropped and divided by the part that is kept where it meets do: so do takes the divisor
+    # too
+    if problem.dropped:
+        factor = jnp.ones_like(stats.m) / problem.kept if factor is None else factor / problem.kept
+    if factor is not None:
+        do = (do.astype(wide) * jnp.swapaxes(factor, 1, 2)[..., None]).astype(do.dtype)
+    # XLA may leave out its rounding to 16 bits here, and delta part from the kernels' do
+    if do.dtype != wide:
+        do = lax.optimization_barrier(do)
+    terms = DeltaTerms(o, dlse)
+    if choice.backend.sums_delta(choice.tiles):
+        return lse, do, terms
+    return lse, do, terms.sum(do, problem.kept, stats.empty)
+
+
+def zero_padded_rows(operands: Operands, do, dlse):
+    """do [B, T, N, Hv] and dlse [B, N, T] with 0 for queries beyond their lengths, of which all may
+    be NaN. Without sinks these have no lse, and need it not."""
+    valid = operands.resolved_mask.valid(jnp.arange(do.shape[1], dtype=jnp.int32))
+    if operands.sinks is None or valid is None:
+        return do, dlse
+    return jnp.where(valid[:, :, None, None], do, 0), jnp.where(valid[:, None], dlse, 0)
+
+
+def sink_weights(sinks, rows: RowScale, log_base: LogBase = LogBase.E):
+    """The weights [B, N, T] of the sinks: of logits with the value 0, of which each row has one."""
+    # as in online_softmax.start a maximum parts product and difference: one multiply-add would
+    # round otherwise than lse did
+    s = jnp.where(sinks == -jnp.inf, sinks, online_softmax.finite(log_base.from_e(sinks)))
+    return log_base.power(s[None, :, None] - rows.m) * rows.inverse_sum
+
+
+def _map_floats(identity: Callable, x: Operands) -> Operands:
+    """The operands, of which those that have derivatives went through."""
+    return x.with_differentiable(identity(x.differentiable))

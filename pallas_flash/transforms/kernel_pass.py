@@ -1,0 +1,207 @@
+"""A pass of an implementation as one equation with four rules: under vmap it is one call of more
+batch rows, over an axis of an explicit mesh a jax.shard_map, on a mesh with Auto axes what XLA's
+partitioner makes of it, and kernels in a program for a platform without GPUs are blockwise's."""
+
+import dataclasses
+import functools
+import itertools
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from pallas_flash.choose import backends, selection
+from pallas_flash.choose.backends import Choice, Pass, blockwise_tangent
+from pallas_flash.devices import sharding
+from pallas_flash.devices.shared_arrays import operand_axes, rows_axes, with_indices
+from pallas_flash.jax_support import hardware
+from pallas_flash.problem.arguments import Operands, Problem
+from pallas_flash.tiled import blockwise
+from pallas_flash.tiled.online_softmax import DeltaTerms, RowScale
+from pallas_flash.transforms import lowering
+
+NO_CALLBACK = (
+    "a mask_mod or score_mod that calls jax.pure_callback does not run on a mesh with Auto axes, "
+    "where XLA would end the process. Give the mesh explicit axes, or call within jax.shard_map."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelPass(lowering.ByPlatform, Pass):
+    """A pass that is the equation of a problem wherever it is called."""
+
+    takes_delta_terms = True
+    # whose axes a vmap may go over (Explicit), or XLA's partitioner may spread the pass over (Auto)
+    mesh: AxisType | None
+    problem: Problem | None = None
+    tiles: Any = None
+
+    def bind_pass(self, problem: Problem, tiles, operands: Operands, *rows):
+        return dataclasses.replace(self, problem=problem, tiles=tiles).bind(operands, *rows)
+
+    __call__ = bind_pass
+
+    @property
+    def run(self):
+        if self.mesh is AxisType.Auto:  # the partitioned equation is around another
+            run = self.on_device
+        elif self.name == "tangent" and not self.is_requested:
+            run = functools.partial(selection.checked_tangent, self.backend)
+        else:
+            run = self.inner
+        return functools.partial(run, self.problem, self.tiles)
+
+    @property
+    def primitive(self):
+        return _partition().primitive if self.mesh is AxisType.Auto else super().primitive
+
+    @property
+    def on_device(self) -> "KernelPass":
+        """That of one device of the mesh."""
+        return dataclasses.replace(self, mesh=None, maps=())
+
+    def axes(self, arrays, in_tree) -> tuple:
+        """The operands, and what else the pass takes, with a letter for each axis in place of each
+        array; the arrays have the axes of the vmaps too."""
+        mapped = lambda n: sum(axes[n] is not None for axes in self.maps)
+        like = lambda n, x: jax.ShapeDtypeStruct(x.shape[mapped(n) :], x.dtype)
+        operands, *rows = jax.tree.unflatten(in_tree, list(map(like, itertools.count(), arrays)))
+        axes = operand_axes(self.problem, operands)
+        return axes, *rows_axes(axes, tuple(rows))
+
+    # ---- under vmap ----
+
+    def batch(self, size, leaves, in_axes, *, jaxpr, in_tree, out_tree):
+        trees = dict(in_tree=in_tree, out_tree=out_tree)
+        if self.mesh is AxisType.Auto:
+            return super().batch(size, leaves, in_axes, jaxpr=jaxpr, **trees)
+        if self.mesh is AxisType.Explicit:
+            mapped = next(x for x, axis in zip(leaves, in_axes, strict=True) if axis == 0)
+            if (axis := jax.typeof(mapped).sharding.spec[0]) is not None:
+                return self._over_mesh(axis, leaves, in_axes, in_tree)
+        merged = self._merge(size, leaves, in_axes, in_tree)
+        if merged is None or self.backend.why_not(problem := self.problem.of_part(merged[0])):
+            tiles = self.backend.of_calls(self.tiles, self.problem, size)
+            side_by_side = dataclasses.replace(self.within(in_axes), tiles=tiles)
+            jaxpr = jax.make_jaxpr(side_by_side.flat(**trees))(*leaves)
+            return side_by_side._bind(leaves, jaxpr, jaxpr.out_avals, **trees)
+        results = self(problem, self.backend.tiles_like(self.tiles, problem), *merged)
+        split = lambda y: y.reshape(size, self.problem.batch, *y.shape[1:])
+        return list(map(split, jax.tree.leaves(results)))
+
+    def _over_mesh(self, axis, leaves, in_axes, in_tree):
+        """The results of calls that lie on this axis of an explicit mesh."""
+        # not of the jaxpr, which was traced on another mesh
+        on_device = functools.partial(self.on_device, self.problem, self.tiles)
+        mapped = jax.shard_map(
+            jax.vmap(self.flat(on_device, in_tree=in_tree), in_axes),
+            in_specs=tuple(P() if in_axis is None else P(axis) for in_axis in in_axes),
+            out_specs=P(axis),
+            axis_names=set(sharding.axis_names(axis)),
+            check_vma=False,
+        )
+        return mapped(*leaves)
+
+    def _merge(self, size: int, leaves, in_axes, in_tree) -> list | None:
+        """What one call takes that does what `size` calls do; None if that would copy what they
+        share of query, key and value, or of a bias or mask of several batch rows; or if each call
+        has an array, or the gradient of one, that belongs to none of its batch rows: sinks, what a
+        rule reads. Many tangents at one place are worth the copies."""
+        if self.maps or self.backend.is_dense:
+            return None
+        is_mapped = [axis == 0 for axis in in_axes]
+        axes, *row_axes = self.within(in_axes).axes(leaves, in_tree)
+        differs, *rows_differ = jax.tree.unflatten(in_tree, is_mapped)
+        if not (differs.query and differs.key and differs.value) and self.name != "tangent":
+            return None
+        if self.name == "backward":  # each call has its own gradient of what all share
+            gradients = jax.tree.map(lambda _: True, differs.differentiable)
+            differs = differs.with_differentiable(gradients._replace(sinks=differs.sinks))
+        for name in ("bias", "mask"):
+            shape = getattr(self.problem, name)
+            if shape is not None and not getattr(differs, name):
+                if shape[0] != 1:  # which may be a symbol
+                    return None
+                axes = axes._replace(**{name: ""})  # one row serves all
+        has_rows = [letters.startswith("B") for letters in jax.tree.leaves((axes, *row_axes))]
+        differs = jax.tree.leaves((differs, *rows_differ))
+        if any(d and not has for d, has in zip(differs, has_rows, strict=True)):
+            return None
+
+        def merge(a, mapped):
+            a = a if mapped else jnp.broadcast_to(a, (size, *a.shape))
+            return a.reshape(size * self.problem.batch, *a.shape[2:])
+
+        each = zip(leaves, is_mapped, has_rows, strict=True)
+        arrays = [merge(a, mapped) if has else a for a, mapped, has in each]
+        x, *rows = jax.tree.unflatten(in_tree, arrays)
+        # rules count the batch rows of each call from 0
+        batch = jnp.tile(jnp.arange(self.problem.batch, dtype=jnp.int32), size)
+        return [with_indices(x, batch=batch), *rows]
+
+    # ---- when the program is lowered ----
+
+    def lower(self, ctx, *leaves, **parameters):
+        if self.mesh is AxisType.Auto and _partition().may_spread(ctx):
+            return _partition().lower(self, ctx, *leaves, **parameters)
+        return super().lower(ctx, *leaves, **parameters)
+
+    def run_elsewhere(self, like, x: Operands, *rows):
+        problem, log_base = self.problem, self.backend.log_base(self.problem)
+        tiles = blockwise.tiles(problem).of_gradient()
+        if self.name == "tangent":
+            return blockwise_tangent(log_base, problem, x, *rows)
+        if self.name == "forward":
+            o, stats = blockwise.forward(problem, tiles, x)
+            return o, lowering.like_kernels(stats, like[1], log_base)
+        # do and delta have a factor that kernels expect, and lse is without it: P gets it
+        lse, do, delta = rows
+        if isinstance(delta, DeltaTerms):
+            delta = delta.sum(do, problem.kept, lse == jnp.inf)
+        rows = RowScale(log_base.to_e(lse), jnp.ones_like(lse), None)
+        return blockwise.backward(problem, tiles, x, rows, do, delta)
+
+
+# ---- around a choice ----
+
+
+def wrap(choice: Choice, operands: Operands, is_requested: bool) -> Choice:
+    """The choice, each pass a `KernelPass` on the mesh that the operands lie on. The reference is
+    products and sums, which vmap maps and XLA's partitioner cuts by themselves."""
+    mesh, is_dense = None, choice.backend.is_dense
+    if sharding.has_explicit_axes(operands.query):
+        mesh = AxisType.Explicit
+    elif not is_dense and sharding.is_on_auto_mesh(operands) and _can_partition(operands):
+        mesh = AxisType.Auto
+    if is_dense and mesh is None:
+        return choice
+    choice = choice.wrap(KernelPass, is_requested, hardware.here().platform != "gpu", mesh)
+    if mesh is AxisType.Auto:
+        # jax looks into the jaxpr of a program for equations whose lowering needs the devices
+        return choice._replace(backend=choice.backend._replace(results_like=backends.unknown))
+    return choice._replace(reverse_only=mesh is AxisType.Explicit)
+
+
+def _partition():
+    # not at the top: it needs of jax what is not public
+    from pallas_flash.transforms import partition
+
+    return partition
+
+
+def _can_partition(operands: Operands) -> bool:
+    mods = operands.resolved_mask.mask_mod, operands.score
+    if any("pure_callback" in mod.primitives for mod in filter(None, mods)):
+        raise NotImplementedError(NO_CALLBACK)
+    try:
+        _partition()
+    except (ImportError, AttributeError) as error:
+        lacks = (
+            f"jax {jax.__version__} lacks what keeps arrays on a mesh with Auto axes where they are"
+        )
+        warnings.warn(f"{lacks}: they are gathered. {error}", stacklevel=8)
+        return False
+    return True

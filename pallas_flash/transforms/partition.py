@@ -1,0 +1,188 @@
+"""jit over a mesh with Auto axes: tells XLA's partitioner, which cannot look into a kernel, what
+each device computes.
+
+Batch rows and heads may be sharded; every other axis is whole on each device. The partitioner says
+which axes of the mesh they lie on. Each device then runs the Problem of its rows and heads, and the
+gradients of an array that several devices hold are summed.
+"""
+
+import functools
+import itertools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pallas_flash.devices.sharding import axis_names, device_count
+from pallas_flash.devices.shared_arrays import row_axes, with_indices
+from pallas_flash.jax_support import jax_internals
+from pallas_flash.jax_support.jax_internals import mlir
+from pallas_flash.problem.arguments import Gradients, Operands, Problem
+from pallas_flash.transforms import callback_names, equation
+from pallas_flash.transforms.equation import Rules
+
+custom_partitioning, requires_devices = jax_internals.custom_partitioning()
+
+primitive = equation.primitive("flash_attention_partitioned")
+requires_devices.add(primitive)
+
+
+def may_spread(ctx) -> bool:
+    """Whether the program is for several devices, and may call back, which no exported one may."""
+    target = jax_internals.target(ctx)
+    return not target.is_export and target.mesh is not None and target.mesh.size > 1
+
+
+def lower(kernel_pass: Rules, ctx, *leaves, jaxpr, in_tree, out_tree):
+    """The lowering of a KernelPass that XLA's partitioner may spread over a mesh."""
+    spread = Partition.of(kernel_pass, ctx.avals_in, jaxpr.out_avals, in_tree)
+    # only its shapes are used
+    call = custom_partitioning(lambda *_: [jnp.zeros(y.shape, y.dtype) for y in jaxpr.out_avals])
+    call.def_partition(spread.partition, sharding_rule=spread.sharding_rule())
+    results = mlir.lower_fun(call, multiple_results=True)(ctx, *leaves)
+    problem = kernel_pass.problem
+    bound_mods = problem.resolved_mask.mask_mod, problem.score
+    mods = [bound.mod.fingerprint for bound in bound_mods if bound is not None]
+    if None not in mods:  # else jax's own name, by its address, stays
+        computed = problem, kernel_pass.tiles, mods, spread.axes, kernel_pass.maps, jaxpr
+        callback_names.rename(ctx, results, *computed)
+    return results
+
+
+class Partition(NamedTuple):
+    """A KernelPass that XLA's partitioner asks about."""
+
+    kernel_pass: Rules
+    in_tree: Any
+    # of each array and of each result: a letter for each axis, "." where one is broadcast, and a
+    # small letter for each vmap around
+    axes: tuple[list[str], list[str]]
+    gradients: list[str]  # the axes of what a backward of one call returns
+
+    @classmethod
+    def of(cls, kernel_pass: Rules, arrays, results, in_tree) -> "Partition":
+        maps = kernel_pass.maps
+        letters = [chr(ord("a") + n) for n in range(len(maps))]
+        mapped = lambda n: "".join(
+            letter
+            for letter, in_axes in zip(letters[::-1], maps[::-1], strict=True)
+            if n is None or in_axes[n] is not None
+        )
+        axes = kernel_pass.axes(arrays, in_tree)
+        gradients = []
+        if kernel_pass.name == "backward":
+            gradients = jax.tree.leaves(axes[0].differentiable._replace(sinks=None))
+        of_results = gradients or [row_axes(y.ndim - len(maps)) for y in results]
+        of_arrays = [mapped(n) + letters for n, letters in enumerate(jax.tree.leaves(axes))]
+        of_results = [mapped(None) + letters for letters in of_results]
+        return cls(kernel_pass, in_tree, (of_arrays, of_results), gradients)
+
+    def partition(self, mesh, arrays, results):
+        """What each device of the mesh computes, and how results and arrays lie on it."""
+        problem, (arrays_axes, results_axes) = self.kernel_pass.problem, self.axes
+        mesh_axes = _mesh_axes(
+            zip((*arrays, *results), (*arrays_axes, *results_axes), strict=True), mesh
+        )
+        keys_fit = problem.kv_heads % device_count(mesh_axes.get("N"), mesh) == 0
+        axis_of = lambda c: mesh_axes.get("N" if c == "K" and keys_fit else c)
+        placed = lambda axes: NamedSharding(mesh, P(*map(axis_of, axes)))
+        run = self.kernel_pass.vmap(functools.partial(self._run_on_device, mesh_axes, mesh))
+        return mesh, run, list(map(placed, results_axes)), tuple(map(placed, arrays_axes))
+
+    def _run_on_device(self, mesh_axes: dict[str, Any], mesh, *leaves):
+        """What one device computes of its batch rows and heads, which lie on these axes of the
+        mesh."""
+        on_device, whole = self.kernel_pass.on_device, self.kernel_pass.problem
+        operands, *rows = jax.tree.unflatten(self.in_tree, leaves)
+        heads = operands.query.shape[2]
+        # each device has all key heads, and the query heads of some of them
+        keys = None
+        if whole.kv_heads == operands.key.shape[2] and device_count(mesh_axes.get("N"), mesh) > 1:
+            keys = _key_heads(whole, heads, mesh_axes["N"])
+        local = with_indices(operands, **_indices(operands, mesh_axes))
+        if keys is not None:
+            local, *rows = (_with_key_heads(x, keys) for x in (local, *rows))
+        problem = whole.of_part(local)
+        tiles = on_device.backend.tiles_like(on_device.tiles, problem)
+        results = on_device(problem, tiles, local, *rows)
+        if on_device.name != "backward":
+            return jax.tree.leaves(results)
+        if keys is not None:
+            scatter = lambda x, dx: jnp.zeros_like(x).at[:, :, keys].add(dx)
+            results = results._replace(
+                key=scatter(operands.key, results.key), value=scatter(operands.value, results.value)
+            )
+        return [
+            _summed(x, axes if keys is not None else axes.replace("K", "N"), mesh_axes)
+            for x, axes in zip(jax.tree.leaves(results), self.gradients, strict=True)
+        ]
+
+    def sharding_rule(self) -> str:
+        """Shardy's rule: an axis of a letter that may be spread lies where all of that letter
+        lie."""
+        number, problem = itertools.count(), self.kernel_pass.problem
+
+        def factors(axes):
+            axes = axes.replace("K", "N") if problem.kv_heads == problem.heads else axes
+            return " ".join(c if _may_spread(c) else f"whole{next(number)}" for c in axes)
+
+        return " -> ".join(", ".join(map(factors, each)) for each in self.axes)
+
+
+def _key_heads(problem: Problem, heads: int, axis):
+    """The key heads of this device's query heads, each for as many of them as share it on every
+    device."""
+    step = math.gcd(heads, problem.group)
+    return (lax.axis_index(axis_names(axis)) * heads + jnp.arange(0, heads, step)) // problem.group
+
+
+def _with_key_heads(x, keys):
+    """The operands, or tangents of them, with these key heads alone."""
+    if not isinstance(x, Operands | Gradients):
+        return x
+    some = lambda a: None if a is None else a[:, :, keys]
+    return x._replace(key=some(x.key), value=some(x.value))
+
+
+def _indices(operands: Operands, mesh_axes) -> dict[str, jax.Array]:
+    """Those of this device's batch rows and heads, which are not the first ones."""
+    B, _, N, _ = operands.query.shape
+    return {
+        name: lax.axis_index(axis_names(mesh_axes[letter])) * n + jnp.arange(n, dtype=jnp.int32)
+        for name, letter, n in (("batch", "B", B), ("head", "N", N))
+        if letter in mesh_axes
+    }
+
+
+def _summed(x, axes: str, mesh_axes):
+    """A gradient, added up over the devices that hold the same array."""
+    over = [
+        name for letter in "BN" if letter not in axes for name in axis_names(mesh_axes.get(letter))
+    ]
+    return lax.psum(x, tuple(over)) if over else x
+
+
+def _may_spread(letter: str) -> bool:
+    """Batch rows, heads, and the axes of vmaps."""
+    return letter in "BNK" or letter.islower()
+
+
+def _mesh_axes(arrays, mesh) -> dict[str, Any]:
+    """The axes of the mesh that each letter of (array, axes) lies on: the query's, else those of
+    another array."""
+    found = {}
+    for x, axes in arrays:
+        for letter, n, axis in zip(axes.replace("K", "N"), x.shape, x.sharding.spec, strict=False):
+            taken = {name for axis in found.values() for name in axis_names(axis)}
+            is_free = (
+                axis_names(axis)
+                and n % device_count(axis, mesh) == 0
+                and not taken & set(axis_names(axis))
+            )
+            if _may_spread(letter) and letter not in found and is_free:
+                found[letter] = axis
+    return found
