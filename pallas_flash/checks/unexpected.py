@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Collection
 from typing import TypeVar
 
-from pallas_flash import tracebacks
+from pallas_flash.checks import tracebacks
 
 F = TypeVar("F", bound=Callable)
 Hints = dict[str, str | tuple[str, ...]]

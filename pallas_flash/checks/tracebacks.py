@@ -9,7 +9,7 @@ import jax
 
 from pallas_flash.jax_support import jax_internals
 
-PACKAGE = str(pathlib.Path(__file__).parent)
+PACKAGE = str(pathlib.Path(__file__).parents[1])
 jax_internals.hide_frames(
     PACKAGE
 )  # where an error passes through jax.jit and other functions of jax
