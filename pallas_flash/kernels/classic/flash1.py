@@ -29,14 +29,14 @@ class Tiles(NamedTuple):
 
 
 def tiles(problem: Problem) -> Tiles:
-    """The paper's tiles for 64 KiB of the 100 to 228 that an SM has: a multiprocessor keeps more
-    there than q, k, v and o."""
+    """The paper's tiles for an SRAM of 64 KiB. An SM has 100 to 228 KiB, and holds more there than
+    q, k, v and o."""
     return tiles_for(problem, 2**16 // jnp.dtype(problem.dtype).itemsize)
 
 
 def tiles_for(problem: Problem, sram: int) -> Tiles:
-    """B_c = ceil(M / 4 H) and B_r = min(B_c, H) for an SRAM of M = `sram` elements; as powers of
-    two, which Triton asks for."""
+    """B_c = ceil(M / 4 H) and B_r = min(B_c, H) for an SRAM of M = `sram` elements, rounded
+    to powers of two, which Triton asks for."""
     p = problem
     size = power_of_two(max(p.head_size, p.value_size))
     # the largest power of two that is not above B_c
@@ -45,7 +45,7 @@ def tiles_for(problem: Problem, sram: int) -> Tiles:
 
 
 def why_not(problem: Problem) -> str | None:
-    """What the kernels cannot run of what `pl.pallas_call` can, or None."""
+    """Why these kernels cannot run a problem, beyond `pallas_call.why_not`; or None."""
     if problem.score is not None:
         return "it has no gradients for the arrays of a score_mod"
     return "it has no gradient for a bias" if problem.bias is not None else None
@@ -115,8 +115,8 @@ def _kernel(x: Operands, o_ref, *stats_refs, problem: Problem, tiles: Tiles):
 
 
 def _for_query_tiles(p: Problem, tiles: Tiles, body, carry):
-    """carry = body(rows, carry) over all tiles of queries; what it wrote, every thread may read
-    afterwards."""
+    """Runs carry = body(rows, carry) over all tiles of queries. Every thread may read afterwards
+    what the body wrote."""
     step = lambda i, carry: body(tile.span(i, tiles.block_q, p.queries), carry)
     carry = schedule.loop(0, schedule.ceil_div(p.queries, tiles.block_q), step, carry)
     tile.barrier()
@@ -124,7 +124,8 @@ def _for_query_tiles(p: Problem, tiles: Tiles, body, carry):
 
 
 def backward(problem: Problem, tiles: Tiles, x: Operands, lse, do, delta) -> Gradients:
-    """lse is the paper's l and m in one; the cotangent of lse is in delta already."""
+    """The gradients of q, k and v. `lse` is the paper's m and l in one number; delta already
+    includes the cotangent of lse."""
     p, x = problem, mods.flatten(x)
     at = tile.layout(p, tiles, lambda k, b: dict(b=b, B=b, n=k, k=k), n=p.group)
     dq, dk, dv = tile.launch(
@@ -201,6 +202,6 @@ def _backward_kernel(
 
 
 def _for_heads(p: Problem, tiles: Tiles, body, carry):
-    """The same over all heads of a group too: carry = body(head, rows, carry)."""
-    one = lambda g, carry: _for_query_tiles(p, tiles, functools.partial(body, g), carry)
-    return schedule.loop(0, p.group, one, carry)
+    """Runs carry = body(head, rows, carry) over all heads of a group and all tiles of queries."""
+    query_head = lambda g, carry: _for_query_tiles(p, tiles, functools.partial(body, g), carry)
+    return schedule.loop(0, p.group, query_head, carry)

@@ -1,8 +1,8 @@
-"""Attention as frameworks used to compute it: S and P, in the backward dP and dS, are in device
-memory, a kernel for each step.
+"""Standard attention: each step is a kernel, and S and P, in the backward dP and dS, lie in device
+memory.
 
-Nothing is skipped: scores that a mask hides are computed and set to -inf. The softmax comes in the
-two forms of arXiv:1805.02867.
+The kernels skip nothing: they compute the scores that a mask hides, and set them to -inf. The
+softmax has the two forms of arXiv:1805.02867.
 """
 
 import functools
@@ -49,8 +49,8 @@ def forward(problem: Problem, tiles: Tiles, x: Operands):
 
 
 def backward(problem: Problem, tiles: Tiles, x: Operands, lse, do, delta) -> Gradients:
-    """What frameworks kept from the forward, P, is computed again: between forward and backward
-    there are only o and lse."""
+    """The gradients of q, k, v and bias. P, which frameworks kept from the forward, is computed
+    again: the forward leaves only o and lse."""
     p, t, dtype, x = problem, tiles, x.query.dtype, mods.flatten(x)
     s = _by_tile(_scores_kernel, p, t, x, out=[jnp.float32], name="scores")[0]
     dp = _by_tile(_dp_kernel, p, t, x, (do, "btnv"), out=[jnp.float32], name="dp")[0]
@@ -65,15 +65,15 @@ def backward(problem: Problem, tiles: Tiles, x: Operands, lse, do, delta) -> Gra
 
 
 def why_not(problem: Problem) -> str | None:
-    """What the kernels cannot run of what `pl.pallas_call` can, or None."""
+    """Why these kernels cannot run a problem, beyond `pallas_call.why_not`; or None."""
     if problem.score is None:
         return None
     return "its backward needs the scores before score_mod, which it does not keep"
 
 
 def _by_tile(kernel, p: Problem, tiles: Tiles, x: Operands, *arrays, out, name):
-    """[B, N, T, S] arrays of the dtypes `out` from a kernel that owns one tile of each; `arrays`
-    come with their letters."""
+    """Arrays [B, N, T, S] of the dtypes `out`, from a kernel whose programs own one tile of each;
+    `arrays` are pairs of an array and the letters of its axes."""
     index = lambda j, i, n, b: dict(b=b, B=b, n=n, k=n // p.group, t=i, s=j)
     at = tile.layout(p, tiles, index, t=tiles.block_q, s=tiles.block_k)
     count = schedule.ceil_div
@@ -91,7 +91,7 @@ def _by_tile(kernel, p: Problem, tiles: Tiles, x: Operands, *arrays, out, name):
     )
 
 
-def _own_tile(p: Problem, tiles: Tiles):
+def _program_tile(p: Problem, tiles: Tiles):
     """The rows and keys that a program of `_by_tile` owns."""
     row = tile.span(pl.program_id(1), tiles.block_q, p.queries)
     return row, tile.span(pl.program_id(0), tiles.block_k, p.keys)
@@ -99,7 +99,7 @@ def _own_tile(p: Problem, tiles: Tiles):
 
 def _scores_kernel(x: Operands, s_ref, *, problem: Problem, tiles: Tiles):
     p = problem
-    row, key = _own_tile(p, tiles)
+    row, key = _program_tile(p, tiles)
     mask = tile.mask(x.resolved_mask, row, p.queries, pair=(pl.program_id(3), pl.program_id(2)))
     q = tile.load(x.query, row.inside, tile.head(x.query, p.head_size))  # [bq, H]
     k = tile.load(x.key, key.inside, tile.head(x.key, p.head_size))  # [bk, H]
@@ -109,7 +109,7 @@ def _scores_kernel(x: Operands, s_ref, *, problem: Problem, tiles: Tiles):
 
 
 def _softmax(p: Problem, tiles: Tiles, x: Operands, s):
-    """P [B, N, T, S] in the query's dtype, and the numbers of the SoftmaxState [B, N, T]."""
+    """P [B, N, T, S] in the query's dtype, and the fields of the SoftmaxState [B, N, T]."""
     at = tile.layout(
         p, tiles, lambda i, n, b: dict(b=b, B=b, n=n, k=n // p.group, t=i), t=tiles.block_q
     )
@@ -157,7 +157,7 @@ def _softmax_kernel(x: Operands, s_ref, p_ref, *stats_refs, problem: Problem, ti
 
 
 def _safe(over_keys, p: Problem, x: Operands, rows: int) -> online_softmax.SoftmaxState:
-    """The maximum m and the sum l of b^(s - m) of each row, in a pass over the keys for each
+    """The maximum m and the sum l of b^(s - m) of each row, each in a pass over the keys
     (algorithm 2)."""
     power = p.log_base.power
     first, l, top = tile.start(p, x, rows)
@@ -172,19 +172,19 @@ def _safe(over_keys, p: Problem, x: Operands, rows: int) -> online_softmax.Softm
 
 
 def _online(over_keys, p: Problem, x: Operands, rows: int) -> online_softmax.SoftmaxState:
-    """The same in one pass (algorithm 3)."""
+    """The maximum and the sum of each row, in one pass over the keys (algorithm 3)."""
     step = lambda _, s, stats: online_softmax.step(s, stats, p.log_base)[2]
     return over_keys(step, tile.start(p, x, rows))
 
 
 def _dp_kernel(x: Operands, do_ref, dp_ref, *, problem: Problem, tiles: Tiles):
     p = problem
-    row, key = _own_tile(p, tiles)
+    row, key = _program_tile(p, tiles)
     mask = tile.mask(x.resolved_mask, row, p.queries)
-    do = _kept(
+    do = _zero_hidden(
         tile.load(do_ref, row.inside, tile.head(do_ref, p.value_size)), mask.valid(row, True)
     )
-    v = _kept(
+    v = _zero_hidden(
         tile.load(x.value, key.inside, tile.head(x.value, p.value_size)), mask.reach(key, True)
     )
     tile.store(
@@ -195,7 +195,7 @@ def _dp_kernel(x: Operands, do_ref, dp_ref, *, problem: Problem, tiles: Tiles):
 def _softmax_backward_kernel(
     x: Operands, s_ref, dp_ref, lse_ref, delta_ref, p_ref, ds_ref, *, problem: Problem, tiles: Tiles
 ):
-    row, key = _own_tile(problem, tiles)
+    row, key = _program_tile(problem, tiles)
     s = tile.load(s_ref, row.inside, key.inside, other=-jnp.inf)
     dp = tile.load(dp_ref, row.inside, key.inside)
     lse, delta = tile.load(lse_ref, row.inside, other=jnp.inf), tile.load(delta_ref, row.inside)
@@ -207,7 +207,7 @@ def _softmax_backward_kernel(
 
 
 def _sum_over_keys(p: Problem, tiles: Tiles, x: Operands, a, b, scale: float = 1.0, *, name: str):
-    """scale a b for a [B, N, T, S] and b = x.value or x.key: o from P, dq from dS."""
+    """The product scale a b for a [B, N, T, S] and b = x.value or x.key: o from P, dq from dS."""
     letters = "bskv" if b is x.value else "bskh"
     at = tile.layout(
         p, tiles, lambda i, n, b: dict(b=b, B=b, n=n, k=n // p.group, t=i), t=tiles.block_q
@@ -237,7 +237,7 @@ def _sum_over_keys_kernel(
     def step(j, out):
         key = tile.span(j, tiles.block_k, p.keys)
         a = tile.load(a_ref.at[:, key.slice], row.inside, key.inside)  # [bq, bk]
-        b = _kept(tile.load(b_ref.at[key.slice], key.inside, columns), mask.reach(key, True))
+        b = _zero_hidden(tile.load(b_ref.at[key.slice], key.inside, columns), mask.reach(key, True))
         return out + tile.dot(a, b)
 
     out = schedule.loop(
@@ -249,8 +249,8 @@ def _sum_over_keys_kernel(
 def _sum_over_queries(
     p: Problem, tiles: Tiles, x: Operands, a, b, like, scale: float = 1.0, *, name: str
 ):
-    """scale a^T b for a [B, N, T, S] and b = do or x.query, over the queries and the heads of a
-    group: dv from P, dk from dS."""
+    """The product scale a^T b for a [B, N, T, S] and b = do or x.query, summed over the queries and
+    the heads of a group: dv from P, dk from dS."""
     v = "v" if like is x.value else "h"
     at = tile.layout(
         p, tiles, lambda j, k, b: dict(b=b, B=b, n=k, k=k, s=j), s=tiles.block_k, n=p.group
@@ -282,7 +282,9 @@ def _sum_over_queries_kernel(
             row = tile.span(i, tiles.block_q, p.queries)
             mask = tile.mask(x.resolved_mask, row, p.queries)
             a = tile.load(a_ref.at[g, row.slice], row.inside, key.inside)  # [bq, bk]
-            b = _kept(tile.load(b_ref.at[row.slice, g], row.inside, columns), mask.valid(row, True))
+            b = _zero_hidden(
+                tile.load(b_ref.at[row.slice, g], row.inside, columns), mask.valid(row, True)
+            )
             return out + tile.t_dot(a, b)
 
         return schedule.loop(0, schedule.ceil_div(p.queries, tiles.block_q), step, out)
@@ -300,6 +302,6 @@ def _dbias(p: Problem, x: Operands, ds):
     return jnp.sum(ds.astype(jnp.float32), broadcast, keepdims=True).astype(x.bias.dtype)
 
 
-def _kept(x, rows):
-    """x with 0 in the other rows: what nobody sees may be NaN, and 0 * NaN is NaN."""
+def _zero_hidden(x, rows):
+    """Sets the rows of x that nobody sees to 0: they may be NaN, and 0 * NaN is NaN."""
     return jnp.where(rows[:, None], x, 0)

@@ -37,7 +37,7 @@ def why_not(problem: Problem) -> str | None:
 
 
 def remark() -> str | None:
-    """What runs such kernels on the GPU that a call is for, where it is not compiled code."""
+    """What runs such kernels on the GPU that a call is for, if nothing compiles them."""
     has_lowering = importlib.util.find_spec("jax.experimental.pallas.triton")
     if has_lowering or hardware.here().platform != "gpu":
         return None
@@ -70,20 +70,21 @@ tanh xor
 
 
 def _why_no_rule(problem: Problem) -> list[str]:
-    found = []
+    """Why the mask_mod and the score_mod cannot be evaluated for tiles."""
+    reasons = []
     for bound in (problem.resolved_mask.mask_mod, problem.score):
         if bound is None:
             continue
         try:
             lacking = sorted(bound.primitives - set(_OPERATIONS))
-        except TypeError as error:  # of a mask, which elsewhere may read what it likes
-            found.append(f"{bound.mod}: {str(error).removesuffix('.')}")
+        except TypeError as error:  # a mask_mod that only plain JAX evaluates
+            reasons.append(f"{bound.mod}: {str(error).removesuffix('.')}")
             continue
         if bound.why_not_flat:
-            found.append(bound.why_not_flat)
+            reasons.append(bound.why_not_flat)
         elif lacking:
-            found.append(
+            reasons.append(
                 f"{bound.mod} needs {', '.join(lacking)}, which jax's Triton lowering does not "
                 "know for tiles"
             )
-    return found
+    return reasons

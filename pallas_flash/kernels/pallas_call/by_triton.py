@@ -29,7 +29,7 @@ def store(ref, x, inside):
 
 
 def run(call, tiles, *args):
-    """Compiled on a GPU, and in the interpreter anywhere else."""
+    """The results of a `pl.pallas_call`, compiled on a GPU and interpreted anywhere else."""
     parameters = plgpu.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages)
     compiled, interpreted = call(compiler_params=parameters), call(interpret=True)
     return lax.platform_dependent(*args, cuda=compiled, rocm=compiled, default=interpreted)

@@ -33,7 +33,8 @@ except ImportError:  # a jax without it
 
 
 class Span(NamedTuple):
-    """Neighbouring rows or keys of one tile; `inside` is None where no load needs a bound."""
+    """The rows or keys of one tile, which are neighbours; `inside` is None where no load needs a
+    bound."""
 
     slice: pl.Slice
     index: jax.Array  # [size]
@@ -41,7 +42,7 @@ class Span(NamedTuple):
 
 
 def span(number, size: int, length: int, bounded: bool = True) -> Span:
-    """Tile `number` of an array of `length`, bounded where the last one may hang over."""
+    """The Span of tile `number` in an array of `length`, bounded where the last may overhang."""
     index = number * size + jnp.arange(size, dtype=jnp.int32)
     return Span(
         pl.ds(number * size, size), index, index < length if bounded and length % size else None
@@ -49,8 +50,8 @@ def span(number, size: int, length: int, bounded: bool = True) -> Span:
 
 
 def load(ref, rows=None, columns=None, other=0):
-    """The tile `ref`, with `other` outside of `rows` and `columns`: bools along each axis, None
-    where there is no bound."""
+    """Loads the tile `ref`, with `other` outside of `rows` and `columns`: bools along each axis,
+    None where there is no bound."""
     return lowering.load(ref, _inside(ref.shape, rows, columns), other)
 
 
@@ -58,13 +59,13 @@ barrier = lowering.barrier
 
 
 def store(ref, x, rows=None, columns=None):
-    """Writes the tile x to `ref`, but for what lies outside."""
+    """Writes the part of tile x inside of `rows` and `columns` to `ref`."""
     lowering.store(ref, x.astype(ref.dtype), _inside(ref.shape, rows, columns))
 
 
 def subtile(ref, *index):
-    """The subtile of `ref` at `index`, None for all of an axis, to store into: with 64-bit integers
-    enabled Pallas' interpreter asks that all its starts be of one type."""
+    """The subtile of `ref` at `index` to store into, where None is all of an axis. With 64-bit
+    integers enabled Pallas' interpreter asks that all its starts be of one type."""
     index = (*index, *[None] * (len(ref.shape) - len(index)))
     return ref.at[
         tuple(pl.ds(FIRST, n) if i is None else i for i, n in zip(index, ref.shape, strict=True))
@@ -72,7 +73,7 @@ def subtile(ref, *index):
 
 
 def head(ref, size: int):
-    """The columns of a tile's head axis that exist, or None for all."""
+    """Which columns of a tile's head axis exist, or None for all."""
     return jnp.arange(ref.shape[-1]) < size if ref.shape[-1] > size else None
 
 
@@ -108,7 +109,7 @@ def _product(a, b, a_axis, b_axis):
 
 
 class TileMask(NamedTuple):
-    """What the rows of a query tile see."""
+    """The mask of the rows of a query tile."""
 
     resolved_mask: ResolvedMask
     batch: IntLike  # the entry of the data's refs
@@ -117,6 +118,7 @@ class TileMask(NamedTuple):
     bind: Callable | None  # key indices -> the TileMod of the mask's mask_mod
 
     def blocks(self, block_k: int) -> schedule.Blocks:
+        """The key blocks that the rows visit."""
         where = self.resolved_mask.mask_mod
         if where is not None and where.block_types is not None:
             return schedule.Blocks.from_list(where.block_types)
@@ -139,13 +141,13 @@ class TileMask(NamedTuple):
         return inside if dense is None else inside & dense
 
     def reach(self, key: Span, masked: bool):
-        """The keys that any row could see, None for all: beyond the last stop there may be NaN."""
+        """Which keys a row could see, or None for all: beyond the last stop there may be NaN."""
         if not masked:
             return None
         return key.index < (self.stop if isinstance(self.stop, int) else jnp.max(self.stop))
 
     def valid(self, row: Span, masked: bool):
-        """The rows that exist and see something, None for all: the others may be NaN."""
+        """Which rows exist and see a key, or None for all: the others may be NaN."""
         if not masked:
             return None
         valid = jnp.broadcast_to(self.start < self.stop, row.index.shape)
@@ -159,8 +161,8 @@ def mask(
     batch: IntLike = FIRST,
     pair: tuple[IntLike, IntLike] | None = None,
 ) -> TileMask:
-    """What a tile's rows see, from the entry `batch` of the data's refs; a row beyond the last
-    one counts as the last.
+    """The TileMask of a tile's rows, from the entry `batch` of the data's refs; a row beyond the
+    last one counts as the last.
 
     `pair` is the (batch row, head) that a mask_mod is evaluated for, where `visible` is called.
     """
@@ -197,7 +199,7 @@ def keys_and_values(problem: Problem, k_ref, v_ref, inside):
 
 
 class GradientRows(NamedTuple):
-    """What the backward needs of a tile of queries, refs or values."""
+    """The operands of the backward for a tile of queries: refs or values."""
 
     q: jax.Array  # [rows, H]
     do: jax.Array  # [rows, Hv]
@@ -205,7 +207,7 @@ class GradientRows(NamedTuple):
     delta: jax.Array  # [rows]
 
     def load(self, problem: Problem, row: Span, valid) -> "GradientRows":
-        """The values, such that rows that are not there have no gradient."""
+        """Loads the values; padding rows get values that give no gradient."""
         q = load(self.q, valid, head(self.q, problem.head_size))
         do = load(self.do, valid, head(self.do, problem.value_size))
         return GradientRows(
@@ -214,7 +216,7 @@ class GradientRows(NamedTuple):
 
 
 def start(p: Problem, x: Operands, rows: int) -> online_softmax.SoftmaxState:
-    """The state [rows] of one head before any key."""
+    """The SoftmaxState [rows] of one head before any key."""
     sink = None if x.sinks is None else x.sinks[...]
     return online_softmax.start(jnp.zeros(rows, jnp.float32), p.log_base, sink, p.with_top)
 
@@ -222,19 +224,20 @@ def start(p: Problem, x: Operands, rows: int) -> online_softmax.SoftmaxState:
 def score_mod(
     x: Operands, row: Span, key: Span, pair: tuple[IntLike, IntLike], batch: IntLike = FIRST
 ) -> mods.TileMod | None:
-    """Of a (batch row, head), None without one; `batch` is the entry of the data's refs."""
+    """The score_mod of one (batch row, head), `pair`, or None without one; `batch` is the entry of
+    the data's refs."""
     return None if x.score is None else mods.bind(x.score, pair, batch, row.index, key.index)
 
 
 def scores(problem: Problem, q, k, bias, mod: mods.TileMod | None = None):
-    """[rows, keys], in the problem's log base."""
+    """The logits [rows, keys], in the problem's log base."""
     s, _ = scores_before_mod(problem, q, k, bias)
     return s if mod is None else mod.score(s)
 
 
 def scores_before_mod(problem: Problem, q, k, bias):
-    """[rows, keys] in the problem's log base, scale q k^T with bias and soft cap; and the tanh of
-    the soft cap, None without one."""
+    """The logits [rows, keys] before score_mod, scale q k^T with bias and soft cap, in the log base
+    of the problem; and the tanh of the soft cap, None without one."""
     p, scale = problem, problem.scale
     if q.dtype == jnp.float32:
         if bias is None and p.soft_cap is None:
@@ -245,26 +248,26 @@ def scores_before_mod(problem: Problem, q, k, bias):
 
 
 def drop(problem: Problem, seeds, leading: tuple, row: Span, key: Span, x):
-    """x [rows, keys] with 0 where dropout drops the weight; `leading` indexes the axes of `seeds`
-    before the last."""
+    """Sets x [rows, keys] to 0 where dropout drops the weight; `leading` indexes the axes of
+    `seeds` before the last."""
     if seeds is None:
         return x
     first, second = (seeds[(*leading, np.int32(i))] for i in range(2))
-    kept = dropout.keeps(problem.dropped, first, second, row.index[:, None], key.index[None, :])
-    return jnp.where(kept, x, 0.0)
+    keeps = dropout.keeps(problem.dropped, first, second, row.index[:, None], key.index[None, :])
+    return jnp.where(keeps, x, 0.0)
 
 
 def gradients(
     problem: Problem, rows: GradientRows, k, v, bias, visible, drop, mod: mods.TileMod | None = None
 ):
-    """P, of which drop(P) is left, and dS [rows, keys]."""
+    """P after dropout, and dS [rows, keys]."""
     return with_tables(problem, rows, k, v, bias, visible, drop, mod)[:2]
 
 
 def with_tables(
     problem: Problem, rows: GradientRows, k, v, bias, visible, drop, mod: mods.TileMod | None
 ):
-    """The same, and for each read of the score_mod's tables (array, index, cotangent)."""
+    """P after dropout, dS, and (array, index, cotangent) of each read of the score_mod's tables."""
     dp = lambda: drop(dot_t(rows.do, v)) - rows.delta[..., None]
     p, ds, tables = weighted(problem, rows.q, k, rows.lse, bias, visible, mod, dp)
     return drop(p), ds, tables
@@ -273,14 +276,14 @@ def with_tables(
 def weighted(
     problem: Problem, q, k, lse, bias, visible, mod: mods.TileMod | None, factor: Callable
 ):
-    """P; P factor() [rows, keys], times the derivative of the logits by those before score_mod and
-    soft cap; and what reads the score_mod's tables, as in `with_tables`."""
+    """P [rows, keys]; P factor() times the derivative of the logits by those before score_mod and
+    soft cap; and the reads of the score_mod's tables, as in `with_tables`."""
     (x, tanh), lse, tables = scores_before_mod(problem, q, k, bias), lse[..., None], ()
     if mod is None:
         p = problem.log_base.power(x - lse)
         return *online_softmax.gradients(p, factor(), visible, tanh), tables
     s, back = mod.score_vjp(x)
-    s = jnp.where(lse == jnp.inf, 0.0, s)  # of rows that are not there it may be NaN
+    s = jnp.where(lse == jnp.inf, 0.0, s)  # it may be NaN in padding rows
     p = problem.log_base.power(s - lse)
     p, ds = online_softmax.gradients(p, factor(), visible, None)
     ds, tables = back(ds)
@@ -348,8 +351,8 @@ def layout(problem: Problem, tiles, index, **sizes: int | None) -> Layout:
 
 @traced_lines()
 def launch(kernel, args, *, grid, in_specs, out_specs, out_shape, tiles, name: str):
-    """Runs a kernel over `grid`, compiled on a GPU and in Pallas' interpreter anywhere else."""
-    # over which axes of a mesh the operands vary, and so the results
+    """The results of a kernel over `grid`."""
+    # the axes of a mesh over which the operands vary, and so the results
     devices = jax.typeof(args[0].query).manual_axis_type
     out_shape = [
         jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=devices) for x in out_shape

@@ -1,4 +1,4 @@
-"""FlashAttention-2 as Pallas kernels for any GPU that Pallas' Triton lowering knows."""
+"""FlashAttention-2 as Pallas kernels for every GPU that jax's Triton lowering compiles for."""
 
 from pallas_flash.jax_support import hardware
 from pallas_flash.kernels.pallas_call import why_no_index, why_not
@@ -10,7 +10,7 @@ __all__ = ["decode_tiles", "tiles", "why_no_pages", "why_not"]
 
 
 def why_no_pages(problem: Problem, shapes: tuple, dtype: str | None) -> str | None:
-    """Why the kernels cannot read pages of these shapes where they lie, or None; `dtype` is that of
+    """Why the kernels cannot read pages of these shapes in place, or None; `dtype` is the dtype of
     pages of 8 bits."""
     capability = hardware.compute_capability()
     if dtype == "float8_e4m3fn" and capability and capability < 8.9:

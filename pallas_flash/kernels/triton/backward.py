@@ -1,9 +1,9 @@
-"""The backward of FlashAttention-2 (arXiv:2307.08691, algorithm 2) in kernels that add up alone: no
-atomics, same bits each time.
+"""The backward of FlashAttention-2 (arXiv:2307.08691, algorithm 2), without atomics: each program
+sums what it owns, so the bits are the same each time.
 
-One kernel owns a tile of keys and sums dK and dV over the queries, one owns a tile of queries and
-sums dQ over the keys; with a bias a third owns a tile of its gradient. Each computes P again from
-the log-sum-exp.
+In one kernel a program owns a tile of keys and sums dK and dV over the queries; in another it owns
+a tile of queries and sums dQ over the keys; with a bias there is a third, which owns a tile of the
+bias's gradient. Each computes P again from the log-sum-exp.
 """
 
 import functools
@@ -22,6 +22,7 @@ from pallas_flash.tiled import schedule
 
 
 def backward(problem: Problem, tiles: AllTiles, x: Operands, lse, do, delta) -> Gradients:
+    """The gradients of q, k, v, the bias, and the arrays that a score_mod reads."""
     dk, dv = _dkv(problem, tiles.dkv, x, do, lse, delta)
     bias, captured = of_scores(problem, tiles, x, lse, do, delta)
     dq = _dq(problem, tiles.dq, x, do, lse, delta)
@@ -150,9 +151,9 @@ def _dq_kernel(x: Operands, do_ref, lse_ref, delta_ref, dq_ref, *, problem: Prob
 
 
 def _dbias(p: Problem, tiles: Tiles, x: Operands, do, lse, delta):
-    """A program owns a tile of the bias and sums dS over the axes that the bias broadcasts, but for
-    one case: a bias without queries or keys is small, so each batch and head gets its own sum, and
-    those are added afterwards."""
+    """The gradient of the bias. A program owns a tile of it and sums dS over the axes that the bias
+    broadcasts. A bias without queries or keys is small: there each program sums one batch row
+    and head, and these sums are added afterwards."""
     (b, n, t, s), x = p.bias, mods.flatten(x)
     B, N = (p.batch, p.heads) if t == 1 or s == 1 else (b, n)
     all_or_one = lambda programs, size: 1 if programs > 1 else size
@@ -164,7 +165,7 @@ def _dbias(p: Problem, tiles: Tiles, x: Operands, do, lse, delta):
     )
     summed = [axis for axis, (whole, parts) in enumerate(((b, B), (n, N))) if whole < parts]
     out = jax.ShapeDtypeStruct((B, N, t, s), jnp.float32 if summed else x.bias.dtype)
-    own = tile.layout(
+    of_bias = tile.layout(
         p, tiles, lambda j, i, n, b: dict(b=b, n=n, t=i, s=j), t=tiles.block_q, s=tiles.block_k
     )
     (dbias,) = tile.launch(
@@ -172,7 +173,7 @@ def _dbias(p: Problem, tiles: Tiles, x: Operands, do, lse, delta):
         (x, do, lse, delta),
         grid=(schedule.ceil_div(s, tiles.block_k), schedule.ceil_div(t, tiles.block_q), N, B),
         in_specs=[at.operands(x), at.spec("btnv"), at.spec("bnt"), at.spec("bnt")],
-        out_specs=[own.spec("bnts", out)],
+        out_specs=[of_bias.spec("bnts", out)],
         out_shape=[out],
         tiles=tiles,
         name="flash_attention_dbias",
@@ -184,7 +185,7 @@ def _dbias_kernel(
     x: Operands, do_ref, lse_ref, delta_ref, dbias_ref, *, problem: Problem, tiles: Tiles
 ):
     p, (B, _, N, _) = problem, x.query.shape
-    own_j, own_i, first_n, first_b = map(pl.program_id, range(4))
+    program_j, program_i, first_n, first_b = map(pl.program_id, range(4))
     broadcast_q, broadcast_k = p.bias[2] == 1, p.bias[3] == 1
 
     def query_tile(b, n, i, dbias):
@@ -212,12 +213,12 @@ def _dbias_kernel(
         blocks = mask.blocks(tiles.block_k)
         first, last = blocks.first, blocks.last
         if not broadcast_k:
-            first, last = jnp.maximum(first, own_j), jnp.minimum(last, own_j + 1)
+            first, last = jnp.maximum(first, program_j), jnp.minimum(last, program_j + 1)
         return schedule.loop(first, last, step, dbias)
 
     def head(b, n, dbias):
         if not broadcast_q:
-            return query_tile(b, n, own_i, dbias)
+            return query_tile(b, n, program_i, dbias)
         return schedule.loop(
             0,
             schedule.ceil_div(p.queries, tiles.block_q),
@@ -231,6 +232,6 @@ def _dbias_kernel(
     dbias = schedule.loop(
         0, B, lambda b, d: schedule.loop(0, N, lambda n, d: head(b, n, d), d), dbias
     )
-    rows = None if broadcast_q else tile.span(own_i, tiles.block_q, p.queries).inside
-    keys = None if broadcast_k else tile.span(own_j, tiles.block_k, p.keys).inside
+    rows = None if broadcast_q else tile.span(program_i, tiles.block_q, p.queries).inside
+    keys = None if broadcast_k else tile.span(program_j, tiles.block_k, p.keys).inside
     tile.store(dbias_ref, dbias, rows, keys)

@@ -1,4 +1,4 @@
-"""Decoding: a program owns a part of the keys of one key/value head, and all rows of the tokens
+"""Decoding: a program owns one split of the keys of one key/value head, and all rows of the tokens
 that see them."""
 
 import functools
@@ -107,7 +107,7 @@ def _kernel(
 
 
 def _block(ref, table_ref, key: tile.Span):
-    """Of keys or values [S, n], or pages [P, page, n] or [P, page], those of a block."""
+    """A block of keys or values [S, n], of pages [P, page, n], or of scales [P, page]."""
     if table_ref is None:
         return ref.at[key.slice]
     number, page, *width = ref.shape

@@ -39,8 +39,8 @@ def forward(problem: Problem, tiles: AllTiles, x: Operands):
 
 
 def by_query_tile(p: Problem, tiles: Tiles):
-    """Grid and layout of a kernel that owns one tile of queries of one head: the last tiles, which
-    see most, come first."""
+    """Grid and layout of a kernel whose programs own one tile of queries of one head. The last
+    tiles, which see most keys under a causal mask, come first."""
     count = schedule.ceil_div(p.queries, tiles.block_q)
     index = lambda i, n, b: dict(b=b, B=b, n=n, k=n // p.group, t=count - 1 - i)
     return (count, p.heads, p.batch), tile.layout(p, tiles, index, t=tiles.block_q)

@@ -17,7 +17,7 @@ from pallas_flash.tiled.online_softmax import RowLse
 
 
 def tangent(problem: Problem, tiles: AllTiles, x: Operands, dx: Gradients, rows: RowLse, o, dlse):
-    """The tangents of o and lse, but for what those of the arrays of a score_mod add."""
+    """The tangents of o and lse, without the part of the arrays that a score_mod reads."""
     p, t = problem, tiles.tangent
     x, dx = mods.with_block_lists(p, t, x), dx._replace(sinks=None, captured=())
     grid, at = by_query_tile(p, t)
@@ -67,13 +67,13 @@ def _kernel(
             return _load(None if ref is None else ref.at[key.slice], reach, size)
 
         def of_logits():
-            """Their tangent."""
+            """The tangent of the logits before score_mod and soft cap."""
             dk = of_keys(dx.key, p.head_size)
-            found = [] if dq is None else [tile.dot_t(dq, k)]
-            found += [] if dk is None else [tile.dot_t(q, dk)]
-            found = [sum(found) * p.scale] if found else []
-            found += [] if dx.bias is None else [dense(dx.bias)]
-            return sum(found)
+            products = [] if dq is None else [tile.dot_t(dq, k)]
+            products += [] if dk is None else [tile.dot_t(q, dk)]
+            terms = [sum(products) * p.scale] if products else []
+            terms += [] if dx.bias is None else [dense(dx.bias)]
+            return sum(terms)
 
         k = of_keys(x.key, p.head_size)
         visible = mask.visible(key, dense(x.mask), masked)
@@ -100,5 +100,5 @@ def _kernel(
 
 
 def _load(ref, rows, size: int):
-    """A tile of heads of this size, with 0 outside of `rows`; None where there is none."""
+    """Loads a tile of heads of this size, with 0 outside of `rows`; None where there is no ref."""
     return None if ref is None else tile.load(ref, rows, tile.head(ref, size))
