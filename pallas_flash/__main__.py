@@ -14,7 +14,7 @@ import jax
 import jaxlib
 
 import pallas_flash
-from pallas_flash.choose import backends
+from pallas_flash.choose import implementations
 from pallas_flash.choose.selfcheck import comparison, records, trial, verdicts
 from pallas_flash.explanation import explain
 from pallas_flash.jax_support import hardware, xla_flags
@@ -32,7 +32,7 @@ pages."""
 EPILOG = f"""
 environment:
   PALLAS_FLASH_IMPLEMENTATION=NAME  runs the calls that name no implementation:
-                                    {", ".join(backends.names())}
+                                    {", ".join(implementations.names())}
   PALLAS_FLASH_SELF_CHECK=0         kernels are taken unchecked
   XLA_FLAGS=--xla_gpu_deterministic_ops
                                     makes gradients bitwise deterministic, and so does
@@ -72,7 +72,7 @@ def parse(argv) -> argparse.Namespace:
     )
     add("--all", action="store_true", help=help)
     help = "implementations to check (default: those that this machine may select automatically)"
-    add("--implementations", nargs="+", choices=backends.names(), metavar="NAME", help=help)
+    add("--implementations", nargs="+", choices=implementations.names(), metavar="NAME", help=help)
     help = (
         "head sizes of queries and keys / of values (default: 32 64 128, with --all 192/128 256 "
         "512 too; without a GPU 64)"
@@ -187,7 +187,7 @@ def print_choices():
         found = explain(*arrays, **call)
         print(f"\n{name:<18}{found.problem}")
         print(f"{'takes':>16}  {', '.join(filter(None, (found.implementation, found.condition)))}")
-        for other in backends.names()[: backends.names().index(found.implementation)]:
+        for other in implementations.names()[: implementations.names().index(found.implementation)]:
             print(f"{f'not {other}':>16}  {found.why_not[other]}")
 
 
@@ -200,7 +200,7 @@ COLUMNS = "{:<51}{:>15}{:>10}{:>12}   {}"
 def check_all(args) -> bool:
     """Prints a row for each case as it ends; whether there is one, and all are right."""
     on_gpu = hardware.here().platform == "gpu"
-    names = args.implementations or (backends.names() if args.all else trial.default_names())
+    names = args.implementations or (implementations.names() if args.all else trial.default_names())
     every = ["bfloat16", "float16", "float32"] if on_gpu else ["float32", "bfloat16"]
     cases, refused = trial.cases(
         names, args.head_sizes, args.dtypes or (every if args.all else every[:1]), args.all

@@ -11,10 +11,11 @@ import numpy as np
 from pallas_flash import attention, checks, context_parallel
 from pallas_flash.accounting import token_bytes
 from pallas_flash.caches import attend, paged
-from pallas_flash.choose import backends, dispatch, selection
+from pallas_flash.choose import dispatch, implementations, selection
 from pallas_flash.devices.shared_arrays import canonicalize
 from pallas_flash.jax_support import hardware, xla_flags
 from pallas_flash.problem import arguments
+from pallas_flash.problem.backend import Backend
 from pallas_flash.problem.call import Call
 from pallas_flash.transforms.partial_broadcast import axis_to_map, map_calls
 
@@ -55,7 +56,9 @@ class Explanation:
         reads = f"{self.token_bytes} bytes of each token and key/value head"
         lines += [f"reads           {reads}"] if self.token_bytes is not None else []
         lines += [f"remark          {self.remark}"] if self.remark is not None else []
-        why_not = {k: reason for k, reason in self.why_not.items() if reason != backends.EARLIER}
+        why_not = {
+            k: reason for k, reason in self.why_not.items() if reason != implementations.EARLIER
+        }
         lines += [f"not {name:<11} {reason}" for name, reason in why_not.items()]
         return "\n".join(lines)
 
@@ -113,7 +116,7 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
     )
 
 
-def _backward(backend: backends.Backend, problem: arguments.Problem, asked: bool | None) -> str:
+def _backward(backend: Backend, problem: arguments.Problem, asked: bool | None) -> str:
     """Whether it adds in any order, and why."""
     if not backend.adds_in_any_order(dataclasses.replace(problem, deterministic=False)):
         return f"{backend.name} has one for this call, whatever deterministic is"

@@ -10,13 +10,13 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_flash import attention, checks
+from pallas_flash.attention import Options
 from pallas_flash.checks import AnyArray
 from pallas_flash.choose import dispatch
 from pallas_flash.masks import Mask
 from pallas_flash.problem import arguments
 from pallas_flash.problem.arguments import Operands
 from pallas_flash.problem.call import Call, WeightsCall
-from pallas_flash.problem.signatures import Options
 from pallas_flash.tiled import reference
 from pallas_flash.transforms.partial_broadcast import axis_to_map, map_calls
 

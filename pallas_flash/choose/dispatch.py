@@ -51,7 +51,7 @@ def attend(call: Call):
 def _choose(call: Call, problem: arguments.Problem, operands: arguments.Operands):
     choice = selection.choose(problem, call.implementation)
     is_requested = selection.requested(call.implementation) is not None
-    return kernel_pass.wrap(choice, operands, is_requested)
+    return kernel_pass.wrap(choice, operands, is_requested, selection.checked_tangent)
 
 
 def _unflatten_batch(call: Call, problem: arguments.Problem, o, *row_outputs):

@@ -5,10 +5,11 @@ import dataclasses
 import os
 from typing import ClassVar
 
-from pallas_flash.choose import backends
-from pallas_flash.choose.backends import Backend, Choice, blockwise_tangent
+from pallas_flash.choose import implementations
 from pallas_flash.choose.selfcheck import comparison, verdicts
 from pallas_flash.problem.arguments import Problem
+from pallas_flash.problem.backend import Backend, Choice
+from pallas_flash.tiled.blockwise.backend import blockwise_tangent
 
 JAX_NN_NAMES = ("xla", "cudnn")  # of what jax.nn has; here they choose, as None does
 
@@ -24,7 +25,7 @@ def requested(implementation: str | None = None) -> str | None:
     """The implementation that a call names, or else PALLAS_FLASH_IMPLEMENTATION."""
     if implementation not in (None, *JAX_NN_NAMES):
         return implementation
-    name, names = os.environ.get("PALLAS_FLASH_IMPLEMENTATION") or None, backends.names()
+    name, names = os.environ.get("PALLAS_FLASH_IMPLEMENTATION") or None, implementations.names()
     if name not in (None, *names):
         raise ValueError(
             f"PALLAS_FLASH_IMPLEMENTATION must be unset or one of {', '.join(names)}; got {name!r}."
@@ -66,9 +67,9 @@ def first(problem: Problem, name: str | None = None, against: Against | None = N
     reasons = against.by_default, against.cannot, against.here
     if name is None:
         is_free = lambda backend: not any(reason(backend) for reason in reasons)
-        backend = next(filter(is_free, backends.BACKENDS))
-    elif name in backends.names():
-        backend = backends.find(name)
+        backend = next(filter(is_free, implementations.BACKENDS))
+    elif name in implementations.names():
+        backend = implementations.find(name)
         if why_not := against.cannot(backend):
             raise NotImplementedError(
                 f"implementation {name!r} cannot run this {against.NAME}: {why_not}. The call: "
@@ -78,8 +79,9 @@ def first(problem: Problem, name: str | None = None, against: Against | None = N
         is_tokamax = "mosaic" in str(name)
         hint = " tokamax's mosaic is hopper or ampere here: pass None." if is_tokamax else ""
         raise ValueError(
-            f"implementation must be None or one of {', '.join(backends.names())}, or jax.nn's "
-            f"{' or '.join(JAX_NN_NAMES)}, which mean the same as None; got {name!r}.{hint}"
+            f"implementation must be None or one of {', '.join(implementations.names())}, or "
+            f"jax.nn's {' or '.join(JAX_NN_NAMES)}, which mean the same as None; "
+            f"got {name!r}.{hint}"
         )
     return Choice(backend, backend.tiles(problem))
 
@@ -118,5 +120,5 @@ def reasons(
             against.by_default(backend) or against.here(backend) or f"{taken.name} comes before it"
         )
 
-    others = [backend for backend in backends.BACKENDS if backend is not taken]
+    others = [backend for backend in implementations.BACKENDS if backend is not taken]
     return {backend.name: why_not(backend) for backend in others}, ", ".join(conditions) or None

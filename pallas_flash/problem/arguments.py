@@ -16,7 +16,7 @@ from pallas_flash.jax_support import xla_flags
 from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.mods.score_mod import BoundScoreMod
 from pallas_flash.problem.call import Call
-from pallas_flash.tiled.online_softmax import LogBase
+from pallas_flash.problem.log_base import LogBase
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 

@@ -17,11 +17,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from pallas_flash.choose.backends import BLOCKWISE, Choice
 from pallas_flash.jax_support.varying import vary_alike
 from pallas_flash.problem.arguments import Gradients, Operands, Problem
+from pallas_flash.problem.backend import Choice
+from pallas_flash.problem.log_base import LogBase
 from pallas_flash.tiled import blockwise, online_softmax
-from pallas_flash.tiled.online_softmax import DeltaTerms, LogBase, RowScale, SoftmaxState
+from pallas_flash.tiled.blockwise.backend import BLOCKWISE
+from pallas_flash.tiled.online_softmax import DeltaTerms, RowScale, SoftmaxState
 from pallas_flash.transforms import derivative_modes, equation
 from pallas_flash.transforms.linear_maps import LinearMap, floats
 

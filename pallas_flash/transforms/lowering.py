@@ -13,10 +13,11 @@ import logging
 import jax
 import jax.numpy as jnp
 
-from pallas_flash.choose.backends import Backend
 from pallas_flash.jax_support import hardware, jax_internals
 from pallas_flash.jax_support.jax_internals import mlir
-from pallas_flash.tiled.online_softmax import LOWEST, LogBase, SoftmaxState
+from pallas_flash.problem.backend import Backend
+from pallas_flash.problem.log_base import LogBase
+from pallas_flash.tiled.online_softmax import LOWEST, SoftmaxState
 from pallas_flash.transforms import equation
 
 GPUS = "cuda", "rocm"  # platforms
