@@ -54,21 +54,10 @@ def why_not(problem: Problem) -> str | None:
 def forward(problem: Problem, tiles: Tiles, x: Operands):
     """o [B, T, N, Hv] in the query's dtype, and the SoftmaxState of its rows."""
     p, x = problem, mods.flatten(x)
-    at = tile.layout(p, tiles, lambda n, b: dict(b=b, B=b, n=n, k=n // p.group))
-    rows = jax.ShapeDtypeStruct((p.batch, p.heads, p.queries), jnp.float32)
-    o, *stats = tile.launch(
-        functools.partial(_kernel, problem=p, tiles=tiles),
-        (x,),
-        grid=(p.heads, p.batch),
-        in_specs=[at.operands(x)],
-        out_specs=[at.spec("btnv"), *[at.spec("bnt")] * p.statistics],
-        out_shape=[
-            jax.ShapeDtypeStruct((p.batch, p.queries, p.heads, p.value_size), jnp.float32),
-            *[rows] * p.statistics,
-        ],
-        tiles=tiles,
-        name="flash1_attention_forward",
-    )
+    index = lambda n, b: dict(b=b, B=b, n=n, k=n // p.group)
+    grid = tile.grid(p, tiles, (p.heads, p.batch), index)
+    out = [(jnp.float32, "btnv"), *[(jnp.float32, "bnt")] * p.statistics]
+    o, *stats = grid.launch(_kernel, x, out=out, name="flash1_attention_forward")
     return (o if p.kept == 1 else o / p.kept).astype(x.query.dtype), online_softmax.SoftmaxState(
         *stats
     )
@@ -127,18 +116,11 @@ def backward(problem: Problem, tiles: Tiles, x: Operands, lse, do, delta) -> Gra
     """The gradients of q, k and v. `lse` is the paper's m and l in one number; delta already
     includes the cotangent of lse."""
     p, x = problem, mods.flatten(x)
-    at = tile.layout(p, tiles, lambda k, b: dict(b=b, B=b, n=k, k=k), n=p.group)
-    dq, dk, dv = tile.launch(
-        functools.partial(_backward_kernel, problem=p, tiles=tiles),
-        (x, do, lse, delta),
-        grid=(p.kv_heads, p.batch),
-        in_specs=[at.operands(x), at.spec("btnv"), at.spec("bnt"), at.spec("bnt")],
-        out_specs=[at.spec("btnh"), at.spec("bskh"), at.spec("bskv")],
-        out_shape=[
-            jax.ShapeDtypeStruct(x.query.shape, jnp.float32),
-            *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x.key, x.value)),
-        ],
-        tiles=tiles,
+    index = lambda k, b: dict(b=b, B=b, n=k, k=k)
+    grid = tile.grid(p, tiles, (p.kv_heads, p.batch), index, n=p.group)
+    dq, dk, dv = grid.launch(
+        *(_backward_kernel, x, (do, "btnv"), (lse, "bnt"), (delta, "bnt")),
+        out=[(jnp.float32, "btnh"), (x.key.dtype, "bskh"), (x.value.dtype, "bskv")],
         name="flash1_attention_backward",
     )
     return Gradients(dq.astype(x.query.dtype), dk, dv)

@@ -5,7 +5,6 @@ The kernels skip nothing: they compute the scores that a mask hides, and set the
 softmax has the two forms of arXiv:1805.02867.
 """
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -75,20 +74,18 @@ def _by_tile(kernel, p: Problem, tiles: Tiles, x: Operands, *arrays, out, name):
     """Arrays [B, N, T, S] of the dtypes `out`, from a kernel whose programs own one tile of each;
     `arrays` are pairs of an array and the letters of its axes."""
     index = lambda j, i, n, b: dict(b=b, B=b, n=n, k=n // p.group, t=i, s=j)
-    at = tile.layout(p, tiles, index, t=tiles.block_q, s=tiles.block_k)
     count = schedule.ceil_div
-    return tile.launch(
-        functools.partial(kernel, problem=p, tiles=tiles),
-        (x, *(array for array, _ in arrays)),
-        grid=(count(p.keys, tiles.block_k), count(p.queries, tiles.block_q), p.heads, p.batch),
-        in_specs=[at.operands(x), *(at.spec(letters) for _, letters in arrays)],
-        out_specs=[at.spec("bnts") for _ in out],
-        out_shape=[
-            jax.ShapeDtypeStruct((p.batch, p.heads, p.queries, p.keys), dtype) for dtype in out
-        ],
-        tiles=tiles,
-        name=f"standard_attention_{name}",
-    )
+    shape = count(p.keys, tiles.block_k), count(p.queries, tiles.block_q), p.heads, p.batch
+    grid = tile.grid(p, tiles, shape, index, t=tiles.block_q, s=tiles.block_k)
+    out = [(dtype, "bnts") for dtype in out]
+    return grid.launch(kernel, x, *arrays, out=out, name=f"standard_attention_{name}")
+
+
+def _by_rows(p: Problem, tiles: Tiles) -> tile.Grid:
+    """A program owns one tile of queries of one head."""
+    index = lambda i, n, b: dict(b=b, B=b, n=n, k=n // p.group, t=i)
+    shape = schedule.ceil_div(p.queries, tiles.block_q), p.heads, p.batch
+    return tile.grid(p, tiles, shape, index, t=tiles.block_q)
 
 
 def _program_tile(p: Problem, tiles: Tiles):
@@ -110,20 +107,9 @@ def _scores_kernel(x: Operands, s_ref, *, problem: Problem, tiles: Tiles):
 
 def _softmax(p: Problem, tiles: Tiles, x: Operands, s):
     """P [B, N, T, S] in the query's dtype, and the fields of the SoftmaxState [B, N, T]."""
-    at = tile.layout(
-        p, tiles, lambda i, n, b: dict(b=b, B=b, n=n, k=n // p.group, t=i), t=tiles.block_q
-    )
-    row = jax.ShapeDtypeStruct(s.shape[:3], jnp.float32)
-    return tile.launch(
-        functools.partial(_softmax_kernel, problem=p, tiles=tiles),
-        (x, s),
-        grid=(schedule.ceil_div(p.queries, tiles.block_q), p.heads, p.batch),
-        in_specs=[at.operands(x), at.spec("bnts")],
-        out_specs=[at.spec("bnts"), *[at.spec("bnt")] * p.statistics],
-        out_shape=[jax.ShapeDtypeStruct(s.shape, x.query.dtype), *[row] * p.statistics],
-        tiles=tiles,
-        name="standard_attention_softmax",
-    )
+    out = [(x.query.dtype, "bnts"), *[(jnp.float32, "bnt")] * p.statistics]
+    name = "standard_attention_softmax"
+    return _by_rows(p, tiles).launch(_softmax_kernel, x, (s, "bnts"), out=out, name=name)
 
 
 def _softmax_kernel(x: Operands, s_ref, p_ref, *stats_refs, problem: Problem, tiles: Tiles):
@@ -208,21 +194,13 @@ def _softmax_backward_kernel(
 
 def _sum_over_keys(p: Problem, tiles: Tiles, x: Operands, a, b, scale: float = 1.0, *, name: str):
     """The product scale a b for a [B, N, T, S] and b = x.value or x.key: o from P, dq from dS."""
-    letters = "bskv" if b is x.value else "bskh"
-    at = tile.layout(
-        p, tiles, lambda i, n, b: dict(b=b, B=b, n=n, k=n // p.group, t=i), t=tiles.block_q
-    )
-    (out,) = tile.launch(
-        functools.partial(
-            _sum_over_keys_kernel, problem=p, tiles=tiles, width=b.shape[3], scale=scale
-        ),
-        (x, a, b),
-        grid=(schedule.ceil_div(p.queries, tiles.block_q), p.heads, p.batch),
-        in_specs=[at.operands(x), at.spec("bnts"), at.spec(letters)],
-        out_specs=[at.spec("btnv" if b is x.value else "btnh")],
-        out_shape=[jax.ShapeDtypeStruct((p.batch, p.queries, p.heads, b.shape[3]), b.dtype)],
-        tiles=tiles,
+    v = "v" if b is x.value else "h"
+    (out,) = _by_rows(p, tiles).launch(
+        *(_sum_over_keys_kernel, x, (a, "bnts"), (b, f"bsk{v}")),
+        out=[(b.dtype, f"btn{v}")],
         name=f"standard_attention_{name}",
+        width=b.shape[3],
+        scale=scale,
     )
     return out
 
@@ -252,20 +230,15 @@ def _sum_over_queries(
     """The product scale a^T b for a [B, N, T, S] and b = do or x.query, summed over the queries and
     the heads of a group: dv from P, dk from dS."""
     v = "v" if like is x.value else "h"
-    at = tile.layout(
-        p, tiles, lambda j, k, b: dict(b=b, B=b, n=k, k=k, s=j), s=tiles.block_k, n=p.group
-    )
-    (out,) = tile.launch(
-        functools.partial(
-            _sum_over_queries_kernel, problem=p, tiles=tiles, width=b.shape[3], scale=scale
-        ),
-        (x, a, b),
-        grid=(schedule.ceil_div(p.keys, tiles.block_k), p.kv_heads, p.batch),
-        in_specs=[at.operands(x), at.spec("bnts"), at.spec(f"btn{v}")],
-        out_specs=[at.spec(f"bsk{v}")],
-        out_shape=[jax.ShapeDtypeStruct(like.shape, like.dtype)],
-        tiles=tiles,
+    index = lambda j, k, b: dict(b=b, B=b, n=k, k=k, s=j)
+    shape = schedule.ceil_div(p.keys, tiles.block_k), p.kv_heads, p.batch
+    grid = tile.grid(p, tiles, shape, index, s=tiles.block_k, n=p.group)
+    (out,) = grid.launch(
+        *(_sum_over_queries_kernel, x, (a, "bnts"), (b, f"btn{v}")),
+        out=[(like.dtype, f"bsk{v}")],
         name=f"standard_attention_{name}",
+        width=b.shape[3],
+        scale=scale,
     )
     return out
 

@@ -45,8 +45,8 @@ def with_block_lists(p: Problem, tiles, x: Operands, by_key: bool = False) -> Op
     return flat._replace(resolved_mask=dataclasses.replace(flat.resolved_mask, mask_mod=mask_mod))
 
 
-def specs(layout, bound: BoundMod | None) -> BoundMod | None:
-    """The mod with the BlockSpecs of its arrays, in a tile.Layout."""
+def specs(grid, bound: BoundMod | None) -> BoundMod | None:
+    """The mod with the BlockSpecs of its arrays, in a tile.Grid."""
     if bound is None:
         return None
     whole = lambda x: None if x is None else pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim)
@@ -54,20 +54,20 @@ def specs(layout, bound: BoundMod | None) -> BoundMod | None:
         arrays=tuple(map(whole, bound.arrays)), batch=whole(bound.batch), head=whole(bound.head)
     )
     blocks |= (
-        dict(block_types=_lists(layout, bound.block_types)) if hasattr(bound, "block_types") else {}
+        dict(block_types=_lists(grid, bound.block_types)) if hasattr(bound, "block_types") else {}
     )
     return dataclasses.replace(
-        bound, offset=bound.offset if isinstance(bound.offset, int) else layout.spec("B"), **blocks
+        bound, offset=bound.offset if isinstance(bound.offset, int) else grid.spec("B"), **blocks
     )
 
 
-def _lists(layout, lists) -> pl.BlockSpec | None:
+def _lists(grid, lists) -> pl.BlockSpec | None:
     """The BlockSpec of `schedule.block_lists`: those of a program's tile, for its head or heads."""
     if lists is None:
         return None
 
-    def index(*grid):
-        at = layout.index(*grid)
+    def index(*program):
+        at = grid.index(*program)
         number = lambda letter, n: at[letter] if n > 1 else 0
         return (
             number("b", lists.shape[0]),
@@ -77,7 +77,7 @@ def _lists(layout, lists) -> pl.BlockSpec | None:
         )
 
     return pl.BlockSpec(
-        (None, layout.sizes["n"] if lists.shape[1] > 1 else None, None, lists.shape[3]), index
+        (None, grid.sizes["n"] if lists.shape[1] > 1 else None, None, lists.shape[3]), index
     )
 
 

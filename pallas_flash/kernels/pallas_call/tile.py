@@ -1,5 +1,5 @@
 """The primitives of kernels by `pl.pallas_call`: spans of rows and keys, loads, products, what a
-tile sees, the launch.
+tile sees, grids of programs.
 
 Arrays in a kernel have sizes that are powers of two, and loads are bounded where an array ends
 earlier.
@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -290,17 +290,20 @@ def weighted(
     return p, online_softmax.soft_cap_vjp(ds, tanh, visible), tables
 
 
-class Layout(NamedTuple):
-    """How the axes of the operands are cut into blocks: for each letter a block size (None: one
-    entry, without the axis), and from the grid's indices the number of the block (0 for a letter
-    left out).
+class Grid(NamedTuple):
+    """A grid of programs, and the blocks of arrays that each gets: for each letter of an axis a
+    block size (None: one entry, without the axis), and from the grid's indices the number of the
+    block (0 for a letter left out).
 
     b n k batch and heads, t s rows and keys, h v head sizes; B T S the axes of a mask's data; c the
     seeds of a head.
     """
 
-    sizes: dict[str, int | None]
+    problem: Problem
+    tiles: Any
+    shape: tuple[int, ...]
     index: Callable[..., dict[str, IntLike]]
+    sizes: dict[str, int | None]
 
     def spec(self, letters: str, broadcast=None) -> pl.BlockSpec:
         """The BlockSpec of an array with these axes; in an array `broadcast`, axes of size 1 are
@@ -309,8 +312,8 @@ class Layout(NamedTuple):
         cut = lambda size, one: size if size is None or not one else 1
         sizes = tuple(cut(self.sizes[c], o) for c, o in zip(letters, one, strict=True))
 
-        def index(*grid):
-            at = self.index(*grid)
+        def index(*program):
+            at = self.index(*program)
             return tuple(0 if o else at.get(c, 0) for c, o in zip(letters, one, strict=True))
 
         return pl.BlockSpec(sizes, index)
@@ -336,33 +339,41 @@ class Layout(NamedTuple):
             score=mods.specs(self, x.score),
         )
 
+    @traced_lines()
+    def launch(self, kernel, x: Operands, *arrays, out, name: str, specs=None, **options):
+        """The results of kernel(x, *arrays, *out, problem=, tiles=, **options). `arrays` come with
+        their letters, `out` are dtypes with letters; in place of letters there may be a BlockSpec,
+        with it a shape in place of a dtype, and `specs` in place of `operands(x)`."""
+        p = self.problem
+        lengths = dict(b=p.batch, t=p.queries, s=p.keys, n=p.heads, k=p.kv_heads)
+        lengths |= dict(h=p.head_size, v=p.value_size)
+        spec = lambda axes: self.spec(axes) if isinstance(axes, str) else axes
+        # the axes of a mesh over which the operands vary, and so the results
+        devices = jax.typeof(x.query).manual_axis_type
 
-def layout(problem: Problem, tiles, index, **sizes: int | None) -> Layout:
-    """A Layout with whole axes of rows, keys and heads but for `sizes`; one batch and head at a
+        def shape(of, axes):
+            if isinstance(axes, str):
+                of = jax.ShapeDtypeStruct([lengths[c] for c in axes], of)
+            return jax.ShapeDtypeStruct(of.shape, of.dtype, manual_axis_type=devices)
+
+        call = functools.partial(
+            pl.pallas_call,
+            functools.partial(kernel, problem=p, tiles=self.tiles, **options),
+            [shape(*pair) for pair in out],
+            grid=self.shape,
+            in_specs=[specs or self.operands(x), *(spec(axes) for _, axes in arrays)],
+            out_specs=[spec(axes) for _, axes in out],
+            name=name,
+        )
+        return lowering.run(call, self.tiles, x, *(array for array, _ in arrays))
+
+
+def grid(problem: Problem, tiles, shape: tuple[int, ...], index, **sizes: int | None) -> Grid:
+    """A Grid with whole axes of rows, keys and heads but for `sizes`; one batch row and head at a
     time."""
     p = problem
     whole = lambda length, size: schedule.ceil_div(length, size) * size
     T, S = whole(p.queries, tiles.block_q), whole(p.keys, tiles.block_k)
-    wide = dict(h=power_of_two(p.head_size), v=power_of_two(p.value_size))
-    return Layout(
-        dict(b=None, n=None, k=None, t=T, s=S, B=1, T=p.queries, S=S, c=2) | wide | sizes, index
-    )
-
-
-@traced_lines()
-def launch(kernel, args, *, grid, in_specs, out_specs, out_shape, tiles, name: str):
-    """The results of a kernel over `grid`."""
-    # the axes of a mesh over which the operands vary, and so the results
-    devices = jax.typeof(args[0].query).manual_axis_type
-    out_shape = [
-        jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=devices) for x in out_shape
-    ]
-    call = functools.partial(
-        pl.pallas_call,
-        *(kernel, out_shape),
-        grid=grid,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        name=name,
-    )
-    return lowering.run(call, tiles, *args)
+    defaults = dict(b=None, n=None, k=None, t=T, s=S, B=1, T=p.queries, S=S, c=2)
+    defaults |= dict(h=power_of_two(p.head_size), v=power_of_two(p.value_size))
+    return Grid(p, tiles, shape, index, defaults | sizes)

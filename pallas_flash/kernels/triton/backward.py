@@ -40,18 +40,13 @@ def _dkv(p: Problem, tiles: Tiles, x: Operands, do, lse, delta):
     blocks = schedule.query_blocks(x.resolved_mask, p.queries, tiles.block_q, tiles.block_k)
     x = mods.with_block_lists(p, tiles, x, by_key=True)
     shared = blocks.shape[0] == 1
-    at = tile.layout(
-        p, tiles, lambda j, k, b: dict(b=b, B=b, n=k, k=k, s=j), s=tiles.block_k, n=p.group
-    )
+    index = lambda j, k, b: dict(b=b, B=b, n=k, k=k, s=j)
+    shape = schedule.ceil_div(p.keys, tiles.block_k), p.kv_heads, p.batch
+    grid = tile.grid(p, tiles, shape, index, s=tiles.block_k, n=p.group)
     block_spec = pl.BlockSpec((None, None, 4), lambda j, k, b: (0 if shared else b, j, 0))
-    return tile.launch(
-        functools.partial(_dkv_kernel, problem=p, tiles=tiles),
-        (x, do, lse, delta, blocks),
-        grid=(schedule.ceil_div(p.keys, tiles.block_k), p.kv_heads, p.batch),
-        in_specs=[at.operands(x), at.spec("btnv"), at.spec("bnt"), at.spec("bnt"), block_spec],
-        out_specs=[at.spec("bskh"), at.spec("bskv")],
-        out_shape=[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x.key, x.value)],
-        tiles=tiles,
+    return grid.launch(
+        *(_dkv_kernel, x, (do, "btnv"), (lse, "bnt"), (delta, "bnt"), (blocks, block_spec)),
+        out=[(x.key.dtype, "bskh"), (x.value.dtype, "bskv")],
         name="flash_attention_dkv",
     )
 
@@ -110,16 +105,10 @@ def _dkv_kernel(
 
 
 def _dq(p: Problem, tiles: Tiles, x: Operands, do, lse, delta):
-    grid, at = by_query_tile(p, tiles)
     x = mods.with_block_lists(p, tiles, x)
-    (dq,) = tile.launch(
-        functools.partial(_dq_kernel, problem=p, tiles=tiles),
-        (x, do, lse, delta),
-        grid=grid,
-        in_specs=[at.operands(x), at.spec("btnv"), at.spec("bnt"), at.spec("bnt")],
-        out_specs=[at.spec("btnh")],
-        out_shape=[jax.ShapeDtypeStruct(x.query.shape, x.query.dtype)],
-        tiles=tiles,
+    (dq,) = by_query_tile(p, tiles).launch(
+        *(_dq_kernel, x, (do, "btnv"), (lse, "bnt"), (delta, "bnt")),
+        out=[(x.query.dtype, "btnh")],
         name="flash_attention_dq",
     )
     return dq
@@ -158,24 +147,16 @@ def _dbias(p: Problem, tiles: Tiles, x: Operands, do, lse, delta):
     B, N = (p.batch, p.heads) if t == 1 or s == 1 else (b, n)
     all_or_one = lambda programs, size: 1 if programs > 1 else size
     cut = dict(b=all_or_one(B, p.batch), n=all_or_one(N, p.heads), k=all_or_one(N, p.kv_heads))
-    at = tile.layout(
-        *(p, tiles, lambda j, i, n, b: dict(b=b, B=b, n=n, k=n // p.group if N > 1 else 0)),
-        **cut,
-        B=cut["b"],
-    )
+    shape = schedule.ceil_div(s, tiles.block_k), schedule.ceil_div(t, tiles.block_q), N, B
+    index = lambda j, i, n, b: dict(b=b, B=b, n=n, k=n // p.group if N > 1 else 0)
+    grid = tile.grid(p, tiles, shape, index, **cut, B=cut["b"])
     summed = [axis for axis, (whole, parts) in enumerate(((b, B), (n, N))) if whole < parts]
     out = jax.ShapeDtypeStruct((B, N, t, s), jnp.float32 if summed else x.bias.dtype)
-    of_bias = tile.layout(
-        p, tiles, lambda j, i, n, b: dict(b=b, n=n, t=i, s=j), t=tiles.block_q, s=tiles.block_k
-    )
-    (dbias,) = tile.launch(
-        functools.partial(_dbias_kernel, problem=p, tiles=tiles),
-        (x, do, lse, delta),
-        grid=(schedule.ceil_div(s, tiles.block_k), schedule.ceil_div(t, tiles.block_q), N, B),
-        in_specs=[at.operands(x), at.spec("btnv"), at.spec("bnt"), at.spec("bnt")],
-        out_specs=[of_bias.spec("bnts", out)],
-        out_shape=[out],
-        tiles=tiles,
+    index = lambda j, i, n, b: dict(b=b, n=n, t=i, s=j)
+    of_bias = tile.grid(p, tiles, shape, index, t=tiles.block_q, s=tiles.block_k)
+    (dbias,) = grid.launch(
+        *(_dbias_kernel, x, (do, "btnv"), (lse, "bnt"), (delta, "bnt")),
+        out=[(out, of_bias.spec("bnts", out))],
         name="flash_attention_dbias",
     )
     return jnp.sum(dbias, summed, keepdims=True).astype(x.bias.dtype) if summed else dbias

@@ -1,8 +1,6 @@
 """Decoding: a program owns one split of the keys of one key/value head, and all rows of the tokens
 that see them."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -20,8 +18,9 @@ def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None, scale
     both have `scales` [P, page, K]."""
     p, rows = split_kv.pack_gqa(problem, mods.flatten(x))
     index = lambda part, k, b: dict(b=b, B=b, n=k, k=k, p=part)
-    at = tile.layout(p, tiles, index, t=tiles.block_q, T=problem.queries, p=None)
-    specs = at.operands(rows)
+    shape = tiles.num_splits, p.heads, p.batch
+    grid = tile.grid(p, tiles, shape, index, t=tiles.block_q, T=problem.queries, p=None)
+    specs = grid.operands(rows)
     table_spec = None
     if table is not None:
         table_spec = pl.BlockSpec((None, table.shape[1]), lambda part, k, b: (b, 0))
@@ -36,15 +35,12 @@ def forward(problem: Problem, tiles: DecodeTiles, x: Operands, table=None, scale
     o = jax.ShapeDtypeStruct(
         (p.batch, tiles.num_splits, p.heads, p.queries, p.value_size), jnp.float32
     )
-    o, m, l = tile.launch(
-        functools.partial(_kernel, problem=p, tokens=problem.queries, tiles=tiles),
-        (rows, table, scales),
-        grid=(tiles.num_splits, p.heads, p.batch),
-        in_specs=[specs, table_spec, tuple(map(of_scale, scales))],
-        out_specs=[at.spec("bpntv"), at.spec("bpnt"), at.spec("bpnt")],
-        out_shape=[o, stats, stats],
-        tiles=tiles,
+    o, m, l = grid.launch(
+        *(_kernel, rows, (table, table_spec), (scales, tuple(map(of_scale, scales)))),
+        out=[(o, grid.spec("bpntv")), *[(stats, grid.spec("bpnt"))] * 2],
         name="flash_attention_decode",
+        specs=specs,
+        tokens=problem.queries,
     )
     return split_kv.merge_splits(problem, x, o, online_softmax.SoftmaxState(m, l), problem.log_base)
 

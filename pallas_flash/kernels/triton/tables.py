@@ -60,18 +60,13 @@ def _sums(p: Problem, tiles: Tiles, x: Operands, do, lse, delta, read: Read, num
         if entries > 1
         else schedule.ceil_div(p.queries, tiles.block_q)
     )
-    at = tile.layout(p, tiles, lambda e, n, b: dict(b=b, B=b, n=n, k=n // p.group))
-    (sums,) = tile.launch(
-        functools.partial(
-            _kernel, problem=p, tiles=tiles, read=read, number=number, entries=entries
-        ),
-        (x, do, lse, delta),
-        grid=(programs, p.heads, p.batch),
-        in_specs=[at.operands(x), at.spec("btnv"), at.spec("bnt"), at.spec("bnt")],
-        out_specs=[pl.BlockSpec((None, None, size), lambda e, n, b: (b, n, e))],
-        out_shape=[jax.ShapeDtypeStruct((p.batch, p.heads, max(entries, programs)), jnp.float32)],
-        tiles=tiles,
+    index = lambda e, n, b: dict(b=b, B=b, n=n, k=n // p.group)
+    out = jax.ShapeDtypeStruct((p.batch, p.heads, max(entries, programs)), jnp.float32)
+    (sums,) = tile.grid(p, tiles, (programs, p.heads, p.batch), index).launch(
+        *(_kernel, x, (do, "btnv"), (lse, "bnt"), (delta, "bnt")),
+        out=[(out, pl.BlockSpec((None, None, size), lambda e, n, b: (b, n, e)))],
         name="flash_attention_dtable",
+        **dict(read=read, number=number, entries=entries),
     )
     return sums if entries > 1 else jnp.sum(sums, axis=2, keepdims=True)
 

@@ -4,9 +4,6 @@ does, and sums
     dlse = sum_j P dS,   dO = sum_j (P dS) V + P dV - dlse O,   dS = scale (dQ K^T + Q dK^T).
 """
 
-import functools
-
-import jax
 import jax.numpy as jnp
 
 from pallas_flash.kernels.pallas_call import mods, tile
@@ -20,20 +17,13 @@ def tangent(problem: Problem, tiles: AllTiles, x: Operands, dx: Gradients, rows:
     """The tangents of o and lse, without the part of the arrays that a score_mod reads."""
     p, t = problem, tiles.tangent
     x, dx = mods.with_block_lists(p, t, x), dx._replace(sinks=None, captured=())
-    grid, at = by_query_tile(p, t)
-    row, spec = at.spec("bnt"), at.operands(x)
-    of = lambda name: None if getattr(dx, name) is None else getattr(spec, name)
+    grid = by_query_tile(p, t)
+    row, specs = grid.spec("bnt"), grid.operands(x)
+    of = lambda name: None if getattr(dx, name) is None else getattr(specs, name)
     of_tangents = {name: of(name) for name in ("query", "key", "value", "bias")}
-    return tile.launch(
-        functools.partial(_kernel, problem=p, tiles=t),
-        (x, dx, rows, o, dlse),
-        grid=grid,
-        in_specs=[spec, Gradients(**of_tangents), RowLse(row, row), at.spec("btnv"), row],
-        out_specs=[at.spec("btnv"), row],
-        out_shape=[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (o, dlse)],
-        tiles=t,
-        name="flash_attention_tangent",
-    )
+    arrays = (dx, Gradients(**of_tangents)), (rows, RowLse(row, row)), (o, "btnv"), (dlse, "bnt")
+    out = [(o.dtype, "btnv"), (dlse.dtype, "bnt")]
+    return grid.launch(_kernel, x, *arrays, out=out, name="flash_attention_tangent")
 
 
 def _kernel(
