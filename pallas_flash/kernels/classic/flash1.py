@@ -140,6 +140,7 @@ def _backward_kernel(
 ):
     p, b, head = problem, pl.program_id(1), pl.program_id(0) * problem.group
     columns = tile.head(dq_ref, p.head_size)
+    refs = tile.GradientRows(x.query, do_ref, lse_ref, delta_ref)
 
     def start(g, row, _):
         zeros = jnp.zeros((tiles.block_q, dq_ref.shape[2]), jnp.float32)
@@ -153,11 +154,7 @@ def _backward_kernel(
         def query_tile(g, row, carry):
             dk, dv = carry
             mask = tile.mask(x.resolved_mask, row, p.queries, pair=(b, head + g))
-            by_row, by_head = (row.slice, g), (g, row.slice)
-            refs = tile.GradientRows(
-                x.query.at[by_row], do_ref.at[by_row], lse_ref.at[by_head], delta_ref.at[by_head]
-            )
-            rows, valid = refs.load(p, row, row.inside), mask.valid(row, True)[:, None]
+            rows, valid = refs.at(row, g).load(p, row, row.inside), mask.valid(row, True)[:, None]
             rows = rows._replace(q=jnp.where(valid, rows.q, 0), do=jnp.where(valid, rows.do, 0))
             reach = mask.reach(key, True)[:, None]
             k_, v_ = jnp.where(reach, k, 0), jnp.where(reach, v, 0)
@@ -165,8 +162,9 @@ def _backward_kernel(
             drop = functools.partial(tile.drop, p, x.seeds, (g,), row, key)
             prob, ds = tile.gradients(p, rows, k_, v_, None, visible, drop)  # [bq, bk]
             ds = ds.astype(k.dtype)
-            dq = tile.load(dq_ref.at[by_row], row.inside, columns) + p.scale * tile.dot(ds, k_)
-            tile.store(tile.subtile(dq_ref, *by_row), dq, row.inside, columns)
+            dq = tile.load(dq_ref.at[row.slice, g], row.inside, columns)
+            dq = dq + p.scale * tile.dot(ds, k_)
+            tile.store(tile.subtile(dq_ref, row.slice, g), dq, row.inside, columns)
             return dk + tile.t_dot(ds, rows.q), dv + tile.t_dot(prob.astype(k.dtype), rows.do)
 
         zeros = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)

@@ -206,6 +206,12 @@ class GradientRows(NamedTuple):
     lse: jax.Array  # [rows]
     delta: jax.Array  # [rows]
 
+    def at(self, row: Span, *head: IntLike) -> "GradientRows":
+        """The refs of a tile of queries of one head, by the indices of the axes before it."""
+        by_row, by_head = (*head[:-1], row.slice, head[-1]), (*head, row.slice)
+        q, do = (ref.at[by_row] for ref in (self.q, self.do))
+        return GradientRows(q, do, *(ref.at[by_head] for ref in (self.lse, self.delta)))
+
     def load(self, problem: Problem, row: Span, valid) -> "GradientRows":
         """Loads the values; padding rows get values that give no gradient."""
         q = load(self.q, valid, head(self.q, problem.head_size))

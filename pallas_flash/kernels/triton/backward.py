@@ -67,6 +67,7 @@ def _dkv_kernel(
     key = tile.span(pl.program_id(0), tiles.block_k, p.keys)
     k, v = tile.keys_and_values(p, x.key, x.value, key.inside)  # [bk, H], [bk, Hv]
     b, head = pl.program_id(2), pl.program_id(1) * p.group
+    refs = tile.GradientRows(x.query, do_ref, lse_ref, delta_ref)
     interval = schedule.Blocks.from_table(blocks_ref)
     lists = None if x.resolved_mask.mask_mod is None else x.resolved_mask.mask_mod.block_types
 
@@ -80,11 +81,7 @@ def _dkv_kernel(
             dk, dv = carry
             row = tile.span(blocks.index(t), tiles.block_q, p.queries, bounded=masked)
             mask = tile.mask(x.resolved_mask, row, p.queries, pair=pair)
-            by_row, by_head = (row.slice, g), (g, row.slice)
-            refs = tile.GradientRows(
-                x.query.at[by_row], do_ref.at[by_row], lse_ref.at[by_head], delta_ref.at[by_head]
-            )
-            rows = refs.load(p, row, mask.valid(row, masked))
+            rows = refs.at(row, g).load(p, row, mask.valid(row, masked))
             visible = mask.visible(key, tile.dense(x.mask, (g,), row, key), masked)
             drop = functools.partial(tile.drop, p, x.seeds, (g,), row, key)
             mod = tile.score_mod(x, row, key, pair)
@@ -168,15 +165,12 @@ def _dbias_kernel(
     p, (B, _, N, _) = problem, x.query.shape
     program_j, program_i, first_n, first_b = map(pl.program_id, range(4))
     broadcast_q, broadcast_k = p.bias[2] == 1, p.bias[3] == 1
+    refs = tile.GradientRows(x.query, do_ref, lse_ref, delta_ref)
 
     def query_tile(b, n, i, dbias):
         row = tile.span(i, tiles.block_q, p.queries)
         mask = tile.mask(x.resolved_mask, row, p.queries, b, (first_b + b, first_n + n))
-        by_row, by_head = (b, row.slice, n), (b, n, row.slice)
-        refs = tile.GradientRows(
-            x.query.at[by_row], do_ref.at[by_row], lse_ref.at[by_head], delta_ref.at[by_head]
-        )
-        rows = refs.load(p, row, mask.valid(row, True))
+        rows = refs.at(row, b, n).load(p, row, mask.valid(row, True))
 
         def step(j, dbias):
             key = tile.span(j, tiles.block_k, p.keys)
