@@ -12,6 +12,8 @@ os.environ.setdefault("NPROC", "8")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # tests change tiles; test_selfcheck*.py check the check
 os.environ.setdefault("PALLAS_FLASH_SELF_CHECK", "0")
+# where a test fails, frames of jax and of the package say why
+os.environ.setdefault("JAX_TRACEBACK_FILTERING", "off")
 # several test processes may share a GPU
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 # XLA's older emitter compiles in a third of the time; from 0.11.2 on it is gone

@@ -15,7 +15,8 @@ from pallas_flash.accounting import GPUS
 from pallas_flash.jax_support import hardware
 from pallas_flash.kernels.hopper import tuning
 from pallas_flash.kernels.mosaic import elements
-from pallas_flash.kernels.triton.tuning import AllTiles, Tiles, power_of_two
+from pallas_flash.kernels.pallas_call import power_of_two
+from pallas_flash.kernels.triton.tuning import AllTiles, Tiles
 from pallas_flash.transforms import autodiff
 from scripts.bench.gpu_code import as_if_on
 

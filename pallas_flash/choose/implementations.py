@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_flash.jax_support import hardware
-from pallas_flash.kernels import joined, mma, triton
+from pallas_flash.kernels import joined, mma, pallas_call, triton
 from pallas_flash.problem.arguments import Gradients, Operands, Problem
 from pallas_flash.problem.backend import Backend, PagedKernel, no_empty_axis
 from pallas_flash.tiled import reference
@@ -64,7 +64,7 @@ def _why_no_import(*modules: str) -> str | None:
 
 
 _triton_why_no_import = functools.partial(
-    _why_no_import, "triton.forward", "triton.backward", "triton.tangent"
+    _why_no_import, "pallas_call.by_triton", "triton.forward", "triton.backward", "triton.tangent"
 )
 _SCORES = "mma.score_gradients"
 
@@ -196,12 +196,16 @@ BACKENDS = (
         Backend(
             name,
             lambda p, m=module: (
-                _no_tiles(p) or triton.why_not(p) or _why_no_import(m) or _kernel(m, "why_not")(p)
+                _no_tiles(p)
+                or pallas_call.why_not(p)
+                or _why_no_import(m)
+                or _kernel(m, "why_not")(p)
             ),
             lambda p: EARLIER,
             *(_kernel(module, function) for function in ("tiles", "forward", "backward")),
             own_kernels=True,
             keeps_base_2=True,
+            remark=pallas_call.remark,
         )
         for name, module in (("flash1", "classic.flash1"), ("standard", "classic.standard"))
     ),

@@ -13,6 +13,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.jax_support import hardware
+from pallas_flash.jax_support.jax_internals import traced_lines
 from pallas_flash.jax_support.pytrees import IntLike
 
 # how Mosaic lowers values: whole tiles whose layouts it infers, or the registers of each lane in
@@ -20,6 +21,7 @@ from pallas_flash.jax_support.pytrees import IntLike
 WARPGROUP, LANE = plgpu.LoweringSemantics.Warpgroup, plgpu.LoweringSemantics.Lane
 
 
+@traced_lines()
 def launch(
     kernel,
     args,
