@@ -76,7 +76,7 @@ def draw_tiles() -> Figure:
 def draw_grid(figure: Figure, grid, tiles: dict[str, masks.BlockMask], **title):
     """Draws the tiles of each mask below its title, and names the axes at the edges alone."""
     for axes, (name, one) in zip(grid.ravel(), tiles.items(), strict=True):
-        draw_blocks(axes, np.asarray(one.second.block_types)[0, 0], one.second)
+        draw_blocks(axes, one)
         axes.set_title(name, **title)
         axes.set(xticks=range(0, LENGTH + 1, 24), yticks=range(0, LENGTH + 1, 24))
     for axes in grid[-1]:
@@ -136,7 +136,7 @@ def draw_alignment() -> Figure:
     place = dict(left=0.04, right=0.99, top=0.84, bottom=0.12, wspace=0.15)
     grid = figure.subplots(1, 4, gridspec_kw=place)
     for axes, (name, mask) in zip(grid, alignments().items(), strict=True):
-        draw_blocks(axes, np.asarray(mask.second.block_types)[0, 0], mask.second)
+        draw_blocks(axes, mask)
         axes.set_title(name, fontsize=9)
         axes.set(xlabel="key", ylabel="query", xticks=[], yticks=[], anchor="N")
     return figure
