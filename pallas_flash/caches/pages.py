@@ -42,8 +42,14 @@ class PagedCache(NamedTuple):
     k_scales: Float[Array, "P page K"] | None = None  # of a cache in 8 bits
     v_scales: Float[Array, "P page K"] | None = None
 
-    layout = PageLayout()
-    AXES = dict(users="P", lost="B")  # those of other fields are paged_attention's
+    @property
+    def layout(self) -> PageLayout:
+        return PageLayout()
+
+    @property
+    def axes(self) -> dict[str, str]:
+        """A letter for each axis of a field that is no argument of `paged_attention`."""
+        return dict(users="P", lost="B")
 
     @property
     def room(self) -> Int[Array, "B"]:
@@ -361,7 +367,7 @@ def paged_cache(
         checks.count(name, size)
     if page % PAGE or page <= 0:
         raise ValueError(f"page must be a multiple of {PAGE} keys; got {page}.")
-    shape = PagedCache.layout.arrange(P=pages, C=page, K=kv_heads, H=head_size)
+    shape = PageLayout().arrange(P=pages, C=page, K=kv_heads, H=head_size)
     table = jnp.full((batch, -(-max_length // page)), pages, jnp.int32)
     zeros = lambda n: jnp.zeros(n, jnp.int32)
     dtypes = [dtype, dtype if value_dtype is None else value_dtype][: 1 if values_are_keys else 2]

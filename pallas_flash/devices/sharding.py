@@ -92,7 +92,7 @@ def map_cache(f: Callable, cache, arrays: dict[str, Any], *static):
     """The results of f(cache, *static, **arrays): an output [B, T, N, H] or None, and the new
     cache. On a mesh with explicit axes each device updates the batch rows and heads of the cache
     that lie on it, or all rows of a cache in pages; the arrays are resharded to match, and the new
-    cache lies where the old one does. `cache.AXES` has a letter for each axis of a field that is no
+    cache lies where the old one does. `cache.axes` has a letter for each axis of a field that is no
     argument of a call."""
     mesh = find_explicit(collect_meshes(jax.tree.leaves((cache, arrays))))
     if mesh is None:
@@ -103,7 +103,7 @@ def map_cache(f: Callable, cache, arrays: dict[str, Any], *static):
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _map_cache(f, mesh, static, cache, arrays):
     fields = {name: x for name, x in cache._asdict().items() if x is not None}
-    letters = AXES | dict(count="B", cu_seqlens="C") | cache.AXES
+    letters = AXES | dict(count="B", cu_seqlens="C") | cache.axes
     of_keys = letters[cache._fields[0]], jax.typeof(cache[0]).sharding.spec
     axes = {letter: axis for letter, axis in zip(*of_keys, strict=True) if letter in "BK"}
     axes["N"] = axes["K"]

@@ -17,7 +17,7 @@ from pallas_flash.problem.page_layout import PageLayout
 from pallas_flash.tiled import quantised
 
 PAGE = 64  # keys of a page of a rolling or quantised cache
-_AXES = dict(k_scales="BSK", v_scales="BSK")  # those of other fields are flash_attention's
+_AXES = dict(k_scales="BSK", v_scales="BSK")
 
 
 class KVCache(NamedTuple):
@@ -30,7 +30,10 @@ class KVCache(NamedTuple):
     k_scales: Float[Array, "B S K"] | None = None  # of a cache in 8 bits
     v_scales: Float[Array, "B S K"] | None = None
 
-    AXES = _AXES
+    @property
+    def axes(self) -> dict[str, str]:
+        """A letter for each axis of a field that is no argument of `flash_attention`."""
+        return _AXES
 
 
 class RollingCache(NamedTuple):
@@ -43,7 +46,10 @@ class RollingCache(NamedTuple):
     k_scales: Float[Array, "B S K"] | None = None
     v_scales: Float[Array, "B S K"] | None = None
 
-    AXES = _AXES
+    @property
+    def axes(self) -> dict[str, str]:
+        """A letter for each axis of a field that is no argument of `flash_attention`."""
+        return _AXES
 
 
 # options of flash_attention that paged_attention has too

@@ -65,13 +65,12 @@ class Tiles(NamedTuple):
         return self._replace(forward_heads=self.heads, decode=False)
 
 
-# Limits on a CPU, whose reasons were measured (results.md#cpu-tiles, and #decoding for the last
-# four). A score takes ten bytes in a backward and six in a forward alone. malloc maps new memory
-# in each call for an array of more than 32 MiB.
+# Limits on a CPU; measurements: results.md#cpu-tiles and #decoding. A score takes ten bytes in a
+# backward and six in a forward alone. malloc maps new memory in each call for more than 32 MiB.
 SCORES = 5 * 2**18  # scores of a block, and of the heads at a time: 13 MB, which the caches hold
 CALL_SCORES = 3 * 2**20  # scores of all heads, if these go at once: 30 MiB
 ROWS = 128  # rows of a block under a mask that hides much of it: smaller blocks compute less
-KEYS = 256  # keys of a block in a loop, or under a mask_mod: 512 skip fewer
+KEYS = 256  # keys of a block in a loop, or under a mask_mod: blocks of 512 skip fewer
 MAPPED_BYTES = 2**25  # keys and values that a copy by heads would map anew in each call
 COPIED_KEYS = 2048  # the regular forward copies keys and values by heads where there are more
 STEP_BYTES = 2**20  # keys and values of a batch row, to be worth a step of a loop over batch rows
