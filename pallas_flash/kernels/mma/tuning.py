@@ -71,11 +71,10 @@ def score_tiles(problem: Problem) -> ScoreTiles | None:
     return None if by_query is None or by_key is None else ScoreTiles(by_query, by_key)
 
 
-def decoding_bytes(problem: Problem, page: int = PAGE, stored: str | None = None) -> int | None:
-    """Bytes of shared memory that decoding needs; None where registers do not hold its output."""
-    scratch = functools.partial(decode.Memory.allocate, problem)
+def decoding_bytes(problem: Problem, page: int = PAGE, stored: str | None = None) -> int:
+    """Bytes of shared memory that decoding needs at least."""
     candidates = decode.candidates(problem, Gpu.here(), page, stored)
-    return min((shared_memory.size(scratch(t)) for t in candidates), default=None)
+    return min(shared_memory.size(decode.Memory.allocate(problem, t)) for t in candidates)
 
 
 def _row(table: Iterable[Row], p: Problem, gpu: Gpu, scratch: Callable) -> Tiles | None:
