@@ -16,17 +16,7 @@ from pallas_flash.kernels.mosaic import operations
 from pallas_flash.kernels.mosaic.elements import OPERANDS
 from pallas_flash.problem.arguments import Problem
 from pallas_flash.problem.page_layout import Pages
-from pallas_flash.tiled import split_kv
-
-__all__ = [
-    "copies",
-    "copies_for_decoding",
-    "remark",
-    "tiles",
-    "why_no_pages",
-    "why_not",
-    "why_not_with_decoding",
-]
+from pallas_flash.tiled import schedule, split_kv
 
 WIDEST = 512  # head size
 TENSOR_MEMORY = 10.0, 10.3, 11.0  # compute capabilities
@@ -74,9 +64,8 @@ def _in_16_bits(p: Problem) -> Problem:
 def _why_no_decoding(p: Problem, *pages) -> str | None:
     """Why decoding has no tiles for a problem and pages; None where it has, or where there is no
     GPU to ask."""
-    sizes = f"got H = {p.head_size}, Hv = {p.value_size}"
-    if widths(p)[1] > 2 * OUTPUT_COLUMNS:
-        columns = 2 * OUTPUT_COLUMNS
+    sizes, columns = f"got H = {p.head_size}, Hv = {p.value_size}", 2 * OUTPUT_COLUMNS
+    if widths(p)[1] > columns:
         return f"values of more than {columns} columns do not fit into registers; {sizes}"
     if not (hardware.compute_capability() or hardware.interpret):
         return None
@@ -84,11 +73,10 @@ def _why_no_decoding(p: Problem, *pages) -> str | None:
         from pallas_flash.kernels.mma import tuning
     except Exception:  # another jax may lack what kernels import, which is said elsewhere
         return None
-    if tuning.decode_tiles(p, *pages) is not None:
+    needed, available = tuning.decoding_bytes(p, *pages), hardware.shared_memory()
+    if needed <= available:
         return None
-    needed_kb, kb = (
-        -(-n // 1024) for n in (tuning.decoding_bytes(p, *pages), hardware.shared_memory())
-    )
+    needed_kb, kb = (schedule.ceil_div(n, 1024) for n in (needed, available))
     return (
         f"split-KV decoding needs {needed_kb} KB of shared memory, and this GPU has {kb}; {sizes}"
     )

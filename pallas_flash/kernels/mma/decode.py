@@ -64,9 +64,8 @@ def candidates(p: Problem, gpu: Gpu, page: int, stored: str | None) -> Iterator[
         yield DecodeTiles(
             width,
             value_width,
-            split_kv.num_splits(p, block_k, gpu.processors),
-            stages,
             block_k,
+            stages,
             copies=max(block_k // page, 1),
             swizzle=swizzle_of(p.dtype, slices, block_k) if stored else in_slots,
             swizzle_in_slots=in_slots,

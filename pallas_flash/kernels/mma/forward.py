@@ -25,21 +25,21 @@ from pallas_flash.tiled import online_softmax, schedule
 
 
 def _waits_for_shared_memory(gpu: Gpu) -> bool:
-    return gpu.has_fast_products() and gpu.capability != 9.0  # on an H100 tall tiles are slower
+    return gpu.has_fast_products() and gpu.capability != 9.0  # an H100 does not
 
 
 # Head sizes, queries and keys of a block; what was decided by the code compiled for an A100, an RTX
 # 4090 and an RTX 5090, its registers, spills, shared memory and instructions, timed on an H100
 # alone: results.md#by-mma-by-the-clock.
 TILES = (
-    # they fill the registers
+    # these fill the registers
     Row(Tiles(64, 64, 128, 64), spills_beside=("ids", "dropout")),
     # for an mma a warp that owns twice the rows reads half as much shared memory
     Row(Tiles(64, 64, 128, 32), is_for=_waits_for_shared_memory),
     Row(Tiles(64, 64, 64, 64)),
     Row(Tiles(128, 128, 128, 32), is_for=_waits_for_shared_memory),
     Row(Tiles(128, 128, 64, 64)),
-    # two programs fit beside less shared memory
+    # with one stage two programs fit into 99 KB
     Row(Tiles(128, 128, 64, 64, stages=1)),
     Row(Tiles(192, 128, 64, 32)),
     # a narrow swizzle saves registers of addresses

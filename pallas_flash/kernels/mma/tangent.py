@@ -73,14 +73,13 @@ def tangent(problem: Problem, tiles: AllTiles, x: Operands, dx: Gradients, rows:
 
 def _inputs(p: Problem, t: Tiles, x: Operands, dx: Gradients, rows: RowLse, o, dlse) -> Inputs:
     _, key_lengths = x.resolved_mask.lengths
-    queries, keys = [(x.query, t.width)], [(x.key, t.width), (x.value, t.value_width)]
-    queries += [] if dx.query is None else [(dx.query, t.width)]
-    keys += [] if dx.key is None else [(dx.key, t.width)]
-    keys += [] if dx.value is None else [(dx.value, t.value_width)]
+    queries = (x.query, t.width), (dx.query, t.width)
+    keys = (x.key, t.width), (x.value, t.value_width), (dx.key, t.width), (dx.value, t.value_width)
+    of_call = lambda arrays: zip(*(pair for pair in arrays if pair[0] is not None), strict=True)
     o = jnp.pad(o, ((0, 0), (0, -p.queries % t.block_q), (0, 0), (0, t.value_width - p.value_size)))
     return Inputs(
-        PaddedRows.make(*zip(*queries, strict=True), t.block_q, None),
-        PaddedRows.make(*zip(*keys, strict=True), t.block_k, key_lengths),
+        PaddedRows.make(*of_call(queries), t.block_q, None),
+        PaddedRows.make(*of_call(keys), t.block_k, key_lengths),
         flat(o),
         bias.pad(dx.bias, t.tiling),
         TangentRows.make(p, t.block_q, rows, dlse),

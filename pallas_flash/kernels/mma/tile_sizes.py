@@ -26,17 +26,11 @@ class Gpu(NamedTuple):
 
     capability: float | None
     shared_memory: int  # bytes that a program can have
-    processors: int
     has_tma: bool
 
     @classmethod
     def here(cls) -> "Gpu":
-        return cls(
-            hardware.compute_capability(),
-            hardware.shared_memory(),
-            hardware.processors(),
-            hardware.has_tma(),
-        )
+        return cls(hardware.compute_capability(), hardware.shared_memory(), hardware.has_tma())
 
     def has_fast_products(self) -> bool:
         """Whether products wait for shared memory, as on an A100; GPUs with no more of it multiply
@@ -106,9 +100,9 @@ class DecodeTiles(NamedTuple):
 
     width: int
     value_width: int
-    num_splits: int
-    stages: int
     block_k: int
+    stages: int
+    num_splits: int = 1
     copies: int = 1  # that a block of keys takes
     swizzle: int = SWIZZLES[0]
     swizzle_in_slots: int = SWIZZLES[0]

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable, Iterable
 
+from pallas_flash.jax_support import hardware
 from pallas_flash.kernels.mma import backward, decode, forward, score_gradients, tangent
 from pallas_flash.kernels.mma.memory import Memory
 from pallas_flash.kernels.mma.tile_sizes import (
@@ -26,7 +27,8 @@ PAGE = 64  # keys, where they are not in pages
 
 def tiles(problem: Problem) -> AllTiles:
     """The tiles of each kernel for a problem."""
-    return _tiles(problem, Gpu.here())
+    chosen = _tiles(problem, Gpu.here())
+    return chosen._replace(decode=tiles_if_decoding(problem))
 
 
 @functools.lru_cache(256)  # an eager call chooses each time
@@ -36,25 +38,28 @@ def _tiles(p: Problem, gpu: Gpu) -> AllTiles:
         _row(backward.DQ_TILES, p, gpu, Memory.allocate),
         _row(backward.DKV_TILES, p, gpu, Memory.allocate),
         _cheapest(tangent.TILES, p, gpu, tangent.scratch),
-        _decode_tiles(p, gpu) if split_kv.is_decoding(p) else None,
     )
 
 
 def tiles_if_decoding(problem: Problem) -> DecodeTiles | None:
+    """The tiles of decoding, for a problem whose forward that is."""
     return decode_tiles(problem) if split_kv.is_decoding(problem) else None
 
 
 def decode_tiles(
     problem: Problem, page: int = PAGE, stored: str | None = None
 ) -> DecodeTiles | None:
-    """The first of decoding's candidates that shared memory holds, or None."""
-    return _decode_tiles(problem, Gpu.here(), page, stored)
+    """The first of decoding's candidates that shared memory holds, with as many splits as keep the
+    GPU busy; or None."""
+    t = _decode_tiles(problem, Gpu.here(), page, stored)
+    if t is None:
+        return None
+    splits = split_kv.num_splits(problem, t.block_k, hardware.processors())
+    return t._replace(num_splits=splits)
 
 
 @functools.lru_cache(256)
-def _decode_tiles(
-    p: Problem, gpu: Gpu, page: int = PAGE, stored: str | None = None
-) -> DecodeTiles | None:
+def _decode_tiles(p: Problem, gpu: Gpu, page: int, stored: str | None) -> DecodeTiles | None:
     fits = lambda t: _fits(shared_memory.size(decode.Memory.allocate(p, t)), gpu)
     return next(filter(fits, decode.candidates(p, gpu, page, stored)), None)
 
@@ -71,11 +76,10 @@ def score_tiles(problem: Problem) -> ScoreTiles | None:
     return None if by_query is None or by_key is None else ScoreTiles(by_query, by_key)
 
 
-def decoding_bytes(problem: Problem, page: int = PAGE, stored: str | None = None) -> int | None:
-    """Bytes of shared memory that decoding needs; None where registers do not hold its output."""
-    scratch = functools.partial(decode.Memory.allocate, problem)
+def decoding_bytes(problem: Problem, page: int = PAGE, stored: str | None = None) -> int:
+    """Bytes of shared memory that decoding needs at least."""
     candidates = decode.candidates(problem, Gpu.here(), page, stored)
-    return min((shared_memory.size(scratch(t)) for t in candidates), default=None)
+    return min(shared_memory.size(decode.Memory.allocate(problem, t)) for t in candidates)
 
 
 def _row(table: Iterable[Row], p: Problem, gpu: Gpu, scratch: Callable) -> Tiles | None:
