@@ -86,9 +86,10 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
             )
     with hardware.at(call.arguments().values()):
         problem, context = checks.from_shapes(_problem_of, call)
-        choice = selection.choose(problem, call.implementation, check=False)
-        against = selection.Against(problem)
-        why_not, condition = selection.reasons(choice.backend, call.implementation, against)
+        name = selection.requested(call.implementation)
+        choice = selection.choose(problem, name, check=False)
+        objections = selection.Objections(problem)
+        why_not, condition = selection.reasons(choice.backend, call.implementation, objections)
         is_whole = context or axis_to_map(call) is None
         calls = None if is_whole else math.prod(call.query.shape[:-3]) // problem.batch
         copies = choice.backend.copies(problem)
@@ -144,9 +145,9 @@ def explain_paged(*args: Any, **kwargs: Any) -> Explanation:
 
     with hardware.at(jax.tree.leaves((args, kwargs))):
         (problem, pages), implementation = checks.from_shapes(plan, (args, kwargs))
-        against = attend.Against(problem, pages=pages)
+        objections = attend.Objections(problem, pages=pages)
         backend = attend.choose(problem, pages, implementation, check=False)
-        why_not, condition = selection.reasons(backend, implementation, against)
+        why_not, condition = selection.reasons(backend, implementation, objections)
         of_token = None
         if attend.copies(backend, problem, pages):
             tiles, copies = backend.tiles(problem), backend.copies(problem)
@@ -174,8 +175,6 @@ def _problem_of(call: Call) -> tuple[arguments.Problem, str | None]:
     call, found = context_parallel.resolve_context(call), []
 
     def note(call: Call):
-        if (axis := axis_to_map(call)) is not None:
-            return map_calls(note, call, axis)
         if call.context is None:
             found.append((arguments.normalise(call)[0], None))
         else:
@@ -186,5 +185,5 @@ def _problem_of(call: Call) -> tuple[arguments.Problem, str | None]:
     if call.context is not None:
         dispatch.map_over_mesh(note, call)
     else:
-        note(call if axis_to_map(call) is None else canonicalize(call))
+        map_calls(note, call if axis_to_map(call) is None else canonicalize(call))
     return found[0]

@@ -225,7 +225,7 @@ def copies(backend: Backend, problem: Problem, pages: Pages) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Against(selection.Against):
+class Objections(selection.Objections):
     """What speaks against an implementation for a call with pages."""
 
     pages: Pages | None = None
@@ -259,5 +259,5 @@ class Against(selection.Against):
 
 
 def choose(problem: Problem, pages: Pages, implementation: str | None, check=True) -> Backend:
-    against = Against(problem, check, pages)
-    return selection.first(problem, selection.requested(implementation), against).backend
+    objections = Objections(problem, check, pages)
+    return selection.first(problem, selection.requested(implementation), objections).backend

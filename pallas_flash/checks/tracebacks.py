@@ -10,9 +10,8 @@ import jax
 from pallas_flash.jax_support import jax_internals
 
 PACKAGE = str(pathlib.Path(__file__).parents[1])
-jax_internals.hide_frames(
-    PACKAGE
-)  # where an error passes through jax.jit and other functions of jax
+# where an error passes through jax.jit or another function of jax
+jax_internals.hide_frames(PACKAGE)
 
 
 def hide_frames(error: Exception):

@@ -1,4 +1,4 @@
-"""The table of implementations: what each can do, as fields. No other file decides by a name."""
+"""The table of implementations, in the order of preference. No other file decides by a name."""
 
 import functools
 import importlib
@@ -32,8 +32,8 @@ def _on_hopper(problem: Problem) -> str | None:
 
 
 def _few_queries(problem: Problem) -> str | None:
-    """Why a call with a dense mask and few queries does not run the Hopper kernels by default: the
-    Triton kernels, where there are any, read the mask as it is."""
+    """Why few queries with a dense mask do not run the Hopper kernels by default: Triton's, where
+    jax has them, read the mask unpacked."""
     if problem.mask is None or not isinstance(problem.queries, int) or problem.queries > FEW:
         return None
     if _triton_why_no_import():
@@ -42,8 +42,8 @@ def _few_queries(problem: Problem) -> str | None:
 
 
 def _kernel(module: str, name: str) -> Callable:
-    """A function of a module in `kernels`, which is imported, and with it Mosaic or Triton, when
-    the function is first called."""
+    """A function of a module in `kernels`; the module, and with it Mosaic or Triton, is imported at
+    the first call."""
 
     def call_kernel(*args):
         return getattr(importlib.import_module(f"pallas_flash.kernels.{module}"), name)(*args)
@@ -70,9 +70,9 @@ _SCORES = "mma.score_gradients"
 
 
 def _mosaic_backward(module: str) -> Callable:
-    """Of a family of Mosaic kernels, or blockwise's where they have no tiles. The gradients of a
-    bias and of what a score_mod reads come from other kernels, the same for each family, or again
-    from blockwise's. XLA leaves out what nobody uses the result of."""
+    """The backward of a family of Mosaic kernels, or blockwise's where they have no tiles. The
+    gradients of a bias and of arrays that a score_mod reads come from other kernels, which the
+    families share, or from blockwise; XLA drops the results that nobody uses."""
 
     def backward(problem: Problem, tiles, operands: Operands, *rows) -> Gradients:
         if not tiles.has_backward:
@@ -80,18 +80,20 @@ def _mosaic_backward(module: str) -> Callable:
         gradients = _kernel(module, "backward")(problem, tiles, operands, *rows)
         if not _has_score_gradients(problem):
             return gradients
-        if (of_scores := mma.score_tiles(problem)) is None:
-            found = blockwise_backward(problem.log_base, problem, operands, *rows)
-            return gradients._replace(bias=found.bias, captured=found.captured)
-        found = _kernel(_SCORES, "score_gradients")(problem, of_scores, operands, *rows)
-        return gradients._replace(**dict(zip(("bias", "captured"), found, strict=True)))
+        if (score_tiles := mma.score_tiles(problem)) is None:
+            by_blockwise = blockwise_backward(problem.log_base, problem, operands, *rows)
+            bias, captured = by_blockwise.bias, by_blockwise.captured
+        else:
+            kernel = _kernel(_SCORES, "score_gradients")
+            bias, captured = kernel(problem, score_tiles, operands, *rows)
+        return gradients._replace(bias=bias, captured=captured)
 
     return backward
 
 
 def _tangent(module: str) -> Callable:
-    """Of a family of kernels; what the arrays of a score_mod add is blockwise's, and all of it
-    where the kernels have no tiles."""
+    """The forward mode of a family of kernels. Blockwise adds what the tangents of arrays that a
+    score_mod reads contribute, and computes all of it where the kernels have no tiles."""
 
     def tangent(problem: Problem, tiles, operands: Operands, dx: Gradients, rows, o, dlse):
         fits = tiles.tangent is not None
@@ -103,8 +105,8 @@ def _tangent(module: str) -> Callable:
         others = dx._replace(captured=jax.tree.map(lambda _: None, dx.captured))
         if fits and jax.tree.leaves(others):
             args = problem, tiles, operands, others, rows, o, jnp.zeros_like(dlse)
-            more = _kernel(module, "tangent")(*args)
-            do, dlse = do + more[0], dlse + more[1]
+            by_kernel = _kernel(module, "tangent")(*args)
+            do, dlse = do + by_kernel[0], dlse + by_kernel[1]
         return do, dlse
 
     return tangent
@@ -144,7 +146,7 @@ REFERENCE = Backend(
 def _mosaic_family(
     name: str, why_not_by_default: Callable[[Problem], str | None], tangent: str = "mma.tangent"
 ) -> Backend:
-    """Mosaic kernels for GPUs of one generation: the package of that name in `kernels`."""
+    """The row of Mosaic kernels for GPUs of one generation: a folder of that name in `kernels`."""
     why_not, modules = _kernel(name, "why_not"), (f"{name}.forward", f"{name}.backward")
     return Backend(
         name,

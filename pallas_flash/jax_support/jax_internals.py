@@ -28,7 +28,7 @@ NEEDED = {
 
 
 def find(module: str, name: str) -> Any:
-    """What has this name, which may have dots, in a module of jax."""
+    """The object of this name, which may have dots, in a module of jax."""
     try:
         return operator.attrgetter(name)(importlib.import_module(module))
     except (ImportError, AttributeError) as error:
@@ -50,7 +50,7 @@ ad, batching, mlir = (find("jax.interpreters", name) for name in ("ad", "batchin
 
 
 class Target(NamedTuple):
-    """What a program is lowered for."""
+    """The platforms and the mesh that a program is lowered for."""
 
     platforms: tuple[str, ...]
     is_export: bool
@@ -58,23 +58,23 @@ class Target(NamedTuple):
 
 
 def target(ctx) -> Target:
-    """From the context of a lowering rule."""
+    """Reads the target from the context of a lowering rule."""
     module = ctx.module_context
     mesh = getattr(module.axis_context, "abstract_mesh", None)
     return Target(tuple(module.platforms), module.lowering_parameters.for_export, mesh)
 
 
 def hide_frames(folder: str):
-    """Tracebacks that JAX filters leave out the files in this folder, in a jax that can be told."""
+    """Leaves the files in this folder out of tracebacks that JAX filters, if JAX can be told."""
     with contextlib.suppress(ImportError, TypeError):
         find("jax._src.traceback_util", "register_exclusion")(folder)
 
 
 @contextlib.contextmanager
 def traced_lines():
-    """Equations that are traced within get the source lines that trace them. Elsewhere all that JAX
-    traces while it transposes or lowers an equation gets that equation's line, and in a jax that
-    keeps the line in another place it does so here too."""
+    """A context in which equations get the source lines that trace them. While JAX transposes or
+    lowers an equation, all that it traces has that equation's line otherwise, and so it has here in
+    a jax that keeps the line elsewhere."""
     try:
         current = find("jax._src.source_info_util", "_source_info_context")
         before = current.context
@@ -92,8 +92,7 @@ def traced_lines():
 
 
 def custom_partitioning():
-    """jax's decorator; and the set of primitives that are told the devices when they are
-    lowered."""
+    """jax's decorator, and the set of primitives whose lowering is told the devices."""
     return (
         find("jax.experimental.custom_partitioning", "custom_partitioning"),
         find("jax._src.dispatch", "prim_requires_devices_during_lowering"),
@@ -101,8 +100,8 @@ def custom_partitioning():
 
 
 def partitioning_callbacks():
-    """What XLA calls back, by the names in the program; the type of each; and the type of such a
-    name."""
+    """The functions that XLA calls back, by their names in the program; their type; and the type of
+    a name."""
     return (
         find("jax._src.custom_partitioning", "_sharding_callbacks"),
         find("jax._src.custom_partitioning", "_ShardingCallbackInfo"),

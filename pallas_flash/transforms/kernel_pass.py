@@ -35,7 +35,7 @@ class KernelPass(lowering.ByPlatform, Pass):
     """A pass that is the equation of a problem wherever it is called."""
 
     takes_delta_terms = True
-    # whose axes a vmap may go over (Explicit), or XLA's partitioner may spread the pass over (Auto)
+    # of Explicit axes a vmap may map one; over Auto axes XLA's partitioner may spread the pass
     mesh: AxisType | None
     # the tangent of kernels that nobody requested: checked where it is first asked for
     checked_tangent: Callable
@@ -63,12 +63,12 @@ class KernelPass(lowering.ByPlatform, Pass):
 
     @property
     def on_device(self) -> "KernelPass":
-        """That of one device of the mesh."""
+        """The pass on one device of the mesh."""
         return dataclasses.replace(self, mesh=None, maps=())
 
     def axes(self, arrays, in_tree) -> tuple:
-        """The operands, and what else the pass takes, with a letter for each axis in place of each
-        array; the arrays have the axes of the vmaps too."""
+        """The operands and the pass's other arguments with a string in place of each array: a
+        letter for each axis. The arrays have the axes of the vmaps too."""
         mapped = lambda n: sum(axes[n] is not None for axes in self.maps)
         like = lambda n, x: jax.ShapeDtypeStruct(x.shape[mapped(n) :], x.dtype)
         operands, *rows = jax.tree.unflatten(in_tree, list(map(like, itertools.count(), arrays)))
@@ -109,10 +109,10 @@ class KernelPass(lowering.ByPlatform, Pass):
         return mapped(*leaves)
 
     def _merge(self, size: int, leaves, in_axes, in_tree) -> list | None:
-        """What one call takes that does what `size` calls do; None if that would copy what they
-        share of query, key and value, or of a bias or mask of several batch rows; or if each call
-        has an array, or the gradient of one, that belongs to none of its batch rows: sinks, what a
-        rule reads. Many tangents at one place are worth the copies."""
+        """The arguments of one call that does what `size` calls do. None if merging would copy a
+        query, key or value that they share, or a bias or mask of several batch rows; or if each
+        call has an array without batch rows, or its gradient: sinks, arrays of a rule. Many
+        tangents at one place are worth the copies."""
         if self.maps or self.backend.is_dense:
             return None
         is_mapped = [axis == 0 for axis in in_axes]
