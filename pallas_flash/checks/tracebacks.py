@@ -1,6 +1,7 @@
 """Tracebacks end at the user's line, without frames of the package: as JAX hides its own, unless
 JAX_TRACEBACK_FILTERING is "off"."""
 
+import os
 import pathlib
 import traceback
 import types
@@ -9,7 +10,7 @@ import jax
 
 from pallas_flash.jax_support import jax_internals
 
-PACKAGE = str(pathlib.Path(__file__).parents[1])
+PACKAGE = str(pathlib.Path(__file__).parents[1]) + os.sep
 # where an error passes through jax.jit or another function of jax
 jax_internals.hide_frames(PACKAGE)
 
