@@ -135,7 +135,8 @@ def _in_place(problem: Problem, pages: "Pages", backend: Backend, operands, tabl
     kernel = backend.paged
     tiles = kernel.tiles(problem, pages.page, pages.stored)
     scales = [(*x, x[0])[:2] for x in scales]  # those of keys, where these are the values
-    return kernel.forward(problem, tiles, operands.with_values(problem), table, *scales)
+    with jax.named_scope(problem.scope):
+        return kernel.forward(problem, tiles, operands.with_values(problem), table, *scales)
 
 
 def _in_order(problem: Problem, seen: ResolvedMask, table, dtype, pages, scales):
