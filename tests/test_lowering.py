@@ -18,7 +18,7 @@ from cases import Sizes, broadcast_shape
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from selection import whole_but
 
-from pallas_flash import accounting, flash_attention, masks, scores
+from pallas_flash import accounting, flash_attention, masks, paged_attention, scores
 
 Z = Sizes(B=2, T=300, S=333, N=4, K=2, H=64, Hv=64)
 SLOPES = jnp.arange(Z.N, dtype=jnp.float32)
@@ -183,6 +183,13 @@ def test_a_profile_says_which_call_a_backward_kernel_belongs_to_and_which_lines_
     assert re.search(rf'"flash_attention causal T=300 S=333 H=64/[^"]*{kernel}/', text)
     code = re.sub(r"(?m)^#loc.*", "", text)
     assert file in code and "equation.py" not in code
+
+
+def test_a_profile_names_a_paged_call_too():
+    pages, rows = jnp.ones((3, 16, 1, 8)), jnp.ones((1, 1, 1, 8))
+    table, lengths = jnp.array([[0, 2]]), jnp.array([20])
+    text = jax.jit(paged_attention).lower(rows, pages, pages, table, lengths)
+    assert '"flash_attention causal' in text.as_text(debug_info=True)
 
 
 def test_a_user_meets_no_deprecation_warning():

@@ -20,7 +20,8 @@ def attend(problem: Problem, pages: Pages, backend: Backend, x: Operands, number
     tiles = backend.paged.tiles(problem, pages)
     table = PageTable(numbers, pages.page, pages.layout)
     scales = (*scales, scales[0])[:2]  # those of keys, where these are the values
-    return backend.paged.forward(problem, tiles, x.with_values(problem), table, scales)
+    with jax.named_scope(problem.scope):
+        return backend.paged.forward(problem, tiles, x.with_values(problem), table, scales)
 
 
 def entry_point(pages: Pages) -> comparison.EntryPoint:

@@ -1,6 +1,7 @@
 """Tracebacks end at the user's line, without frames of the package: as JAX hides its own, unless
 JAX_TRACEBACK_FILTERING is "off"."""
 
+import os
 import pathlib
 import traceback
 import types
@@ -9,10 +10,9 @@ import jax
 
 from pallas_flash.jax_support import jax_internals
 
-PACKAGE = str(pathlib.Path(__file__).parents[1])
-jax_internals.hide_frames(
-    PACKAGE
-)  # where an error passes through jax.jit and other functions of jax
+PACKAGE = str(pathlib.Path(__file__).parents[1]) + os.sep
+# where an error passes through jax.jit or another function of jax
+jax_internals.hide_frames(PACKAGE)
 
 
 def hide_frames(error: Exception):

@@ -65,16 +65,16 @@ def target(ctx) -> Target:
 
 
 def hide_frames(folder: str):
-    """Tracebacks that JAX filters leave out the files in this folder, in a jax that can be told."""
+    """Leaves the files in this folder out of tracebacks that JAX filters, if JAX can be told."""
     with contextlib.suppress(ImportError, TypeError):
         find("jax._src.traceback_util", "register_exclusion")(folder)
 
 
 @contextlib.contextmanager
 def traced_lines():
-    """Equations that are traced within get the source lines that trace them. Elsewhere all that JAX
-    traces while it transposes or lowers an equation gets that equation's line, and in a jax that
-    keeps the line in another place it does so here too."""
+    """A context in which equations get the source lines that trace them. While JAX transposes or
+    lowers an equation, all that it traces has that equation's line otherwise, and so it has here in
+    a jax that keeps the line elsewhere."""
     try:
         current = find("jax._src.source_info_util", "_source_info_context")
         before = current.context
