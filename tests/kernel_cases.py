@@ -411,12 +411,6 @@ OTHERS["padding, scores"] = reads((67, 70), of_scores, CAUSAL, SHORTER, added(1,
 OTHERS["padding, sinks, in any order"] = Case(
     sizes(150, 300, 64, B=2), PADDED | ANY_ORDER | dict(sinks=SINKS)
 )
-# the last, or the arrays of the others would be others
-MORE_ABOVE_256 = {
-    "heads of 512, dropout": of_heads(512, scored(curved), CAUSAL, DROPOUT, z=SMALL),
-    "heads of 272 and 384, a mask": Case(sizes(67, 131, 272, 384), dense(1, 2, 67, 131)),
-    "heads of 512, a rule": of_heads(512, holes(0, 2), added(1, 1, 67, 131), z=SMALL),
-}
 
 
 class Call(NamedTuple):
