@@ -4,13 +4,12 @@ import sys
 from typing import TYPE_CHECKING
 
 from pallas_flash import context_parallel, masks, scores
-from pallas_flash.attention import flash_attention, flash_attention_jvp
+from pallas_flash.attention import Options, flash_attention, flash_attention_jvp
 from pallas_flash.caches.paged import paged_attention
 from pallas_flash.caches.pages import PagedCache, paged_cache
 from pallas_flash.dropout import dropout_mask
 from pallas_flash.explanation import Explanation, explain, explain_paged
 from pallas_flash.merge import merge_attention
-from pallas_flash.problem.signatures import Options
 from pallas_flash.weights import attention_weights
 
 __all__ = [

@@ -14,7 +14,7 @@ import jax
 import jaxlib
 
 import pallas_flash
-from pallas_flash.choose import backends
+from pallas_flash.choose import implementations
 from pallas_flash.choose.selfcheck import comparison, records, trial, verdicts
 from pallas_flash.explanation import explain
 from pallas_flash.jax_support import hardware, xla_flags
@@ -32,7 +32,7 @@ pages."""
 EPILOG = f"""
 environment:
   PALLAS_FLASH_IMPLEMENTATION=NAME  runs the calls that name no implementation:
-                                    {", ".join(backends.names())}
+                                    {", ".join(implementations.names())}
   PALLAS_FLASH_SELF_CHECK=0         kernels are taken unchecked
   XLA_FLAGS=--xla_gpu_deterministic_ops
                                     makes gradients bitwise deterministic, and so does
@@ -72,7 +72,7 @@ def parse(argv) -> argparse.Namespace:
     )
     add("--all", action="store_true", help=help)
     help = "implementations to check (default: those that this machine may select automatically)"
-    add("--implementations", nargs="+", choices=backends.names(), metavar="NAME", help=help)
+    add("--implementations", nargs="+", choices=implementations.names(), metavar="NAME", help=help)
     help = (
         "head sizes of queries and keys / of values (default: 32 64 128, with --all 192/128 256 "
         "512 too; without a GPU 64)"
@@ -93,7 +93,7 @@ def parse(argv) -> argparse.Namespace:
 
 
 def wait_for_turn():
-    """Of a process that has compiled: another one may run."""
+    """Says that this process has compiled, and waits until it may run."""
     print(trial.READY, flush=True)
     sys.stdin.readline()
 
@@ -163,16 +163,16 @@ def why_no_gpu() -> str | None:
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     if hidden in ("", "-1"):
         return f"CUDA_VISIBLE_DEVICES={hidden!r} hides all; unset it to use one"
-    found = [name for name in PLUGINS if any(importlib.metadata.distributions(name=name))]
-    if not found:
+    plugins = [name for name in PLUGINS if any(importlib.metadata.distributions(name=name))]
+    if not plugins:
         return f"driver {driver} is loaded, but jax has no plugin for CUDA: {INSTALL}"
-    if all(_major(driver) < PLUGINS[name] for name in found):
-        return f"{' and '.join(found)} needs a newer driver than {driver}: {INSTALL}"
+    if all(_major(driver) < PLUGINS[name] for name in plugins):
+        return f"{' and '.join(plugins)} needs a newer driver than {driver}: {INSTALL}"
     try:
         jax.local_devices(backend="cuda")
     except RuntimeError as error:
         reason = str(error).strip().partition("\n")[0]
-        return f"{' and '.join(found)} did not start with driver {driver}: {reason}"
+        return f"{' and '.join(plugins)} did not start with driver {driver}: {reason}"
     return "the default device is a CPU (JAX_PLATFORMS, jax_default_device)"
 
 
@@ -184,11 +184,15 @@ def print_choices():
     """What `explain` says, without the implementations that come after the one taken."""
     print("\nWhat flash_attention takes", flush=True)
     for name, (arrays, call) in typical_calls().items():
-        found = explain(*arrays, **call)
-        print(f"\n{name:<18}{found.problem}")
-        print(f"{'takes':>16}  {', '.join(filter(None, (found.implementation, found.condition)))}")
-        for other in backends.names()[: backends.names().index(found.implementation)]:
-            print(f"{f'not {other}':>16}  {found.why_not[other]}")
+        choice = explain(*arrays, **call)
+        print(f"\n{name:<18}{choice.problem}")
+        print(
+            f"{'takes':>16}  {', '.join(filter(None, (choice.implementation, choice.condition)))}"
+        )
+        for other in implementations.names()[
+            : implementations.names().index(choice.implementation)
+        ]:
+            print(f"{f'not {other}':>16}  {choice.why_not[other]}")
 
 
 # ---- what is right ----
@@ -200,7 +204,7 @@ COLUMNS = "{:<51}{:>15}{:>10}{:>12}   {}"
 def check_all(args) -> bool:
     """Prints a row for each case as it ends; whether there is one, and all are right."""
     on_gpu = hardware.here().platform == "gpu"
-    names = args.implementations or (backends.names() if args.all else trial.default_names())
+    names = args.implementations or (implementations.names() if args.all else trial.default_names())
     every = ["bfloat16", "float16", "float32"] if on_gpu else ["float32", "bfloat16"]
     cases, refused = trial.cases(
         names, args.head_sizes, args.dtypes or (every if args.all else every[:1]), args.all

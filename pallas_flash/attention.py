@@ -5,7 +5,7 @@ from __future__ import annotations  # help() shows annotations as they stand her
 import functools
 import inspect
 from collections.abc import Sequence
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 from jaxtyping import Array, Bool, Float, Int
@@ -19,7 +19,7 @@ from pallas_flash.jax_support import hardware
 from pallas_flash.masks import Mask
 from pallas_flash.problem import arguments
 from pallas_flash.problem.call import Call
-from pallas_flash.problem.signatures import Implementation, Options, ScoreMod, in_lines
+from pallas_flash.problem.signatures import Implementation, ScoreMod, in_lines
 
 _Query = Float[AnyArray, "*B T N H"]
 _Key = Float[AnyArray, "*B S K H"]
@@ -28,6 +28,30 @@ _Bias = Float[AnyArray, "*#BNTS"] | None
 _Mask = Bool[AnyArray, "*#BNTS"] | Mask | None
 _Output = Float[Array, "*B T N Hv"]
 _Residual = Float[Array, "*B T N"]
+
+
+class Options(TypedDict, total=False):
+    """The arguments of `flash_attention` that are named and do not change what it returns: the type
+    of a dict `options` in `flash_attention(query, key, value, **options)`. Of a dict[str, Any] a
+    type checker cannot know what the call returns."""
+
+    scale: float | Float[AnyArray, "..."] | None
+    is_causal: bool
+    query_seq_lengths: Int[AnyArray, "*B"] | None
+    key_value_seq_lengths: Int[AnyArray, "*B"] | None
+    local_window_size: int | tuple[int | None, int | None] | None
+    implementation: Implementation | None
+    query_offset: int | Int[AnyArray, "*#B"]
+    query_segment_ids: Int[AnyArray, "*B T"] | None
+    key_value_segment_ids: Int[AnyArray, "*B S"] | None
+    logits_soft_cap: float | None
+    sinks: Float[AnyArray, "N"] | None
+    dropout_rate: float
+    dropout_rng: Array | Shared | None
+    deterministic: bool | None
+    context: Context | None
+    score_mod: ScoreMod | None
+    value_size: int | None
 
 
 # Completion in editors reads all keywords of one overload, the first

@@ -249,10 +249,11 @@ def resolve_context(call: Call) -> Call:
     if context is None and (axis := sharding.find_row_axes(call)) is not None:
         context = Ring(axis)
     check(context)
+    if context is None:
+        return call
     # a map of all blocks is of no use to one device
-    if context is not None and isinstance(call.mask, masks.Mask):
-        call = call.replace(mask=masks.without_block_types(call.mask))
-    return call.replace(context=context)
+    mask = masks.without_block_types(call.mask) if isinstance(call.mask, masks.Mask) else call.mask
+    return call.replace(mask=mask, context=context)
 
 
 def _describe_ring(scheme: Context, loop: ring.Loop, problem: Problem) -> str:

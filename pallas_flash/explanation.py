@@ -11,10 +11,11 @@ import numpy as np
 from pallas_flash import attention, checks, context_parallel
 from pallas_flash.accounting import token_bytes
 from pallas_flash.caches import attend, paged
-from pallas_flash.choose import backends, dispatch, selection
+from pallas_flash.choose import dispatch, implementations, selection
 from pallas_flash.devices.shared_arrays import canonicalize
 from pallas_flash.jax_support import hardware, xla_flags
 from pallas_flash.problem import arguments
+from pallas_flash.problem.backend import Backend
 from pallas_flash.problem.call import Call
 from pallas_flash.transforms.partial_broadcast import axis_to_map, map_calls
 
@@ -55,7 +56,9 @@ class Explanation:
         reads = f"{self.token_bytes} bytes of each token and key/value head"
         lines += [f"reads           {reads}"] if self.token_bytes is not None else []
         lines += [f"remark          {self.remark}"] if self.remark is not None else []
-        why_not = {k: reason for k, reason in self.why_not.items() if reason != backends.EARLIER}
+        why_not = {
+            k: reason for k, reason in self.why_not.items() if reason != implementations.EARLIER
+        }
         lines += [f"not {name:<11} {reason}" for name, reason in why_not.items()]
         return "\n".join(lines)
 
@@ -83,9 +86,10 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
             )
     with hardware.at(call.arguments().values()):
         problem, context = checks.from_shapes(_problem_of, call)
-        choice = selection.choose(problem, call.implementation, check=False)
-        against = selection.Against(problem)
-        why_not, condition = selection.reasons(choice.backend, call.implementation, against)
+        name = selection.requested(call.implementation)
+        choice = selection.choose(problem, name, check=False)
+        objections = selection.Objections(problem)
+        why_not, condition = selection.reasons(choice.backend, call.implementation, objections)
         is_whole = context or axis_to_map(call) is None
         calls = None if is_whole else math.prod(call.query.shape[:-3]) // problem.batch
         copies = choice.backend.copies(problem)
@@ -113,7 +117,7 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
     )
 
 
-def _backward(backend: backends.Backend, problem: arguments.Problem, asked: bool | None) -> str:
+def _backward(backend: Backend, problem: arguments.Problem, asked: bool | None) -> str:
     """Whether it adds in any order, and why."""
     if not backend.adds_in_any_order(dataclasses.replace(problem, deterministic=False)):
         return f"{backend.name} has one for this call, whatever deterministic is"
@@ -141,9 +145,9 @@ def explain_paged(*args: Any, **kwargs: Any) -> Explanation:
 
     with hardware.at(jax.tree.leaves((args, kwargs))):
         (problem, pages), implementation = checks.from_shapes(plan, (args, kwargs))
-        against = attend.Against(problem, pages=pages)
+        objections = attend.Objections(problem, pages=pages)
         backend = attend.choose(problem, pages, implementation, check=False)
-        why_not, condition = selection.reasons(backend, implementation, against)
+        why_not, condition = selection.reasons(backend, implementation, objections)
         of_token = None
         if attend.copies(backend, problem, pages):
             tiles, copies = backend.tiles(problem), backend.copies(problem)
@@ -171,8 +175,6 @@ def _problem_of(call: Call) -> tuple[arguments.Problem, str | None]:
     call, found = context_parallel.resolve_context(call), []
 
     def note(call: Call):
-        if (axis := axis_to_map(call)) is not None:
-            return map_calls(note, call, axis)
         if call.context is None:
             found.append((arguments.normalise(call)[0], None))
         else:
@@ -183,5 +185,5 @@ def _problem_of(call: Call) -> tuple[arguments.Problem, str | None]:
     if call.context is not None:
         dispatch.map_over_mesh(note, call)
     else:
-        note(call if axis_to_map(call) is None else canonicalize(call))
+        map_calls(note, call if axis_to_map(call) is None else canonicalize(call))
     return found[0]

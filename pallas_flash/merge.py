@@ -7,8 +7,9 @@ from jaxtyping import Array, Float
 
 from pallas_flash import checks
 from pallas_flash.checks import AnyArray
+from pallas_flash.problem.log_base import LogBase
 from pallas_flash.tiled import online_softmax
-from pallas_flash.tiled.online_softmax import LogBase, SoftmaxState
+from pallas_flash.tiled.online_softmax import SoftmaxState
 
 
 def merge_attention(

@@ -189,7 +189,7 @@ class SoftCap(_ScoreMod):
 
     def __post_init__(self):
         if not checks.is_array(self.cap):
-            checks.number("SoftCap.cap", self.cap, None, positive=True, more=", or an array")
+            checks.number("SoftCap.cap", self.cap, None, positive=True, or_what=", or an array")
 
     def __call__(self, score, b, h, q_idx, kv_idx):
         return self.cap * jnp.tanh(score / self.cap)

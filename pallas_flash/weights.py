@@ -10,15 +10,14 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_flash import attention, checks
+from pallas_flash.attention import Options
 from pallas_flash.checks import AnyArray
 from pallas_flash.choose import dispatch
 from pallas_flash.masks import Mask
 from pallas_flash.problem import arguments
 from pallas_flash.problem.arguments import Operands
 from pallas_flash.problem.call import Call, WeightsCall
-from pallas_flash.problem.signatures import Options
 from pallas_flash.tiled import reference
-from pallas_flash.transforms.partial_broadcast import axis_to_map, map_calls
 
 
 def attention_weights(
@@ -108,8 +107,6 @@ def _attend(call: WeightsCall):
             "attention_weights is for sequences that are whole on a device; got "
             f"context={call.context}."
         )
-    if (axis := axis_to_map(call)) is not None:
-        return map_calls(_attend, call, axis)
     problem, x = arguments.normalise(call)
     rows = call.rows
     found = reference.weights(

@@ -20,7 +20,7 @@ import jax
 # scripts/ is no installed package
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from pallas_flash.choose import backends
+from pallas_flash.choose import implementations
 from scripts.bench import clock, machine, peers, report
 from scripts.bench.cases import JVP, Case
 from scripts.bench.measure import Row, measure
@@ -120,7 +120,7 @@ def kind(args) -> str:
 
 
 def parse(argv) -> argparse.Namespace:
-    names = [backend.name for backend in backends.BACKENDS if backend.own_kernels]
+    names = [backend.name for backend in implementations.BACKENDS if backend.own_kernels]
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n\n")[1],
         epilog="Exit status 1: a kernel has no candidate that is right.",

@@ -10,16 +10,16 @@ import jax
 import numpy as np
 
 import pallas_flash.__main__
-from pallas_flash.choose import backends
-from pallas_flash.choose.backends import Backend
+from pallas_flash.choose import implementations
 from pallas_flash.choose.selfcheck import comparison, records, trial, verdicts
 from pallas_flash.problem.arguments import Gradients
+from pallas_flash.problem.backend import Backend
 
 GPU = records.Machine("Fake GPU", "1.2", "jax", "compilers", "sources")
 VARIANT = verdicts.Variant("honest", 64, 64, "float32", "deterministic")
 QUERY = np.random.default_rng(0).normal(size=(4, 8, 2, 16)).astype(np.float32)
 TINY = comparison.SIZES | dict(batch=1, queries=67, keys=131, heads=2, kv_heads=1)
-REFERENCE = backends.REFERENCE
+REFERENCE = implementations.REFERENCE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,8 +104,8 @@ def backend(name: str, forward=None, backward=None, tangent=None) -> Backend:
 
 def install(put, *fakes: Backend):
     """`put` is monkeypatch.setattr, or setattr where a process ends with it."""
-    table = (*fakes, *backends.BACKENDS)
-    put(backends, "BACKENDS", table)
+    table = (*fakes, *implementations.BACKENDS)
+    put(implementations, "BACKENDS", table)
     put(records, "machine", lambda: GPU)
     put(comparison, "trials", lambda *_: [TINY])
     put(trial, "SHORT", [(True, 0.0, None)])

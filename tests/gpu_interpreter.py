@@ -144,11 +144,12 @@ def _kernels(are_here: bool, detect_races: bool):
         return
     with parameters(detect_races) as (options, races):
         hardware.interpret = options
+        hardware.interpret_effects = frozenset(params.get_interpret_effects())
         _clear_caches()
         try:
             yield races
         finally:
-            hardware.interpret = None
+            hardware.interpret, hardware.interpret_effects = None, frozenset()
             _clear_caches()
 
 

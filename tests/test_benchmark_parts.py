@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from test_benchmark import SMALL, program, xla
 
-from pallas_flash.choose import backends
+from pallas_flash.choose import implementations
 from scripts.bench import cases, clock, machine, measure, peers, programs, report
 from scripts.bench.cases import Case
 
@@ -110,14 +110,14 @@ def test_the_adapters_ask_all_for_the_same_attention(more):
 
 
 def test_a_contender_has_the_tiles_of_its_name(monkeypatch):
-    triton, found = backends.find("triton"), []
+    triton, found = implementations.find("triton"), []
 
     def forward(problem, tiles, operands):
         found.append(tiles)
         return triton.forward(problem, tiles, operands)
 
-    others = [backend for backend in backends.BACKENDS if backend is not triton]
-    monkeypatch.setattr(backends, "BACKENDS", (triton._replace(forward=forward), *others))
+    others = [backend for backend in implementations.BACKENDS if backend is not triton]
+    monkeypatch.setattr(implementations, "BACKENDS", (triton._replace(forward=forward), *others))
     names = "triton", "triton: forward.block_k=16, dq.num_stages=1"
     contenders = map(peers.contender, names)
     case = SMALL._replace(documents=2)

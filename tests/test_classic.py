@@ -14,6 +14,7 @@ from selection import whole_but
 
 from pallas_flash import explain, flash_attention
 from pallas_flash.kernels.classic import flash1, standard
+from pallas_flash.problem.log_base import LogBase
 from pallas_flash.tiled import online_softmax
 
 
@@ -87,7 +88,7 @@ def test_flash1_is_exact_for_the_keys_so_far_after_every_tile_of_keys(rng):
         highest = prefix.max(1, initial=-np.inf)
         some = highest > -np.inf
         weights = np.exp(prefix[some] - highest[some, None])
-        logits = online_softmax.LogBase.TWO.to_e(m[some])
+        logits = LogBase.TWO.to_e(m[some])
         np.testing.assert_allclose(logits, highest[some], atol=1e-5)
         np.testing.assert_allclose(l[some], weights.sum(1), rtol=1e-5)
         expected = weights / weights.sum(1, keepdims=True) @ v[0, : n * tiles.block_k, 0]

@@ -18,7 +18,7 @@ from flax import linen, nnx
 from selection import whole_but
 
 from pallas_flash import explain, flash_attention
-from pallas_flash.choose import backends
+from pallas_flash.choose import implementations
 from pallas_flash.flax import FlashAttention, attention_fn
 from pallas_flash.jax_support import xla_flags
 from pallas_flash.problem import arguments
@@ -134,9 +134,9 @@ def test_a_cache_in_8_bits_needs_no_gradient_and_takes_the_layer():
 @pytest.fixture
 def hopper(monkeypatch):
     """explain takes it, whatever jax and GPU there are."""
-    first, *others = backends.BACKENDS
+    first, *others = implementations.BACKENDS
     able = first._replace(why_not=lambda p: None, why_not_by_default=lambda p: None)
-    monkeypatch.setattr(backends, "BACKENDS", (able, *others))
+    monkeypatch.setattr(implementations, "BACKENDS", (able, *others))
 
 
 BACKWARDS = {  # XLA_FLAGS, deterministic, head size: what explain says
@@ -164,7 +164,7 @@ def test_explain_says_which_backward_runs_and_why(case, hopper, monkeypatch):
 @pytest.mark.parametrize("name", ["ampere", "triton", "blockwise", "reference"])
 def test_the_others_have_one_backward(name):
     x = jax.ShapeDtypeStruct((1, 2048, 2, 64), jnp.bfloat16)
-    problem, backend = explain(x, x, x, deterministic=False).problem, backends.find(name)
+    problem, backend = explain(x, x, x, deterministic=False).problem, implementations.find(name)
     assert not problem.deterministic and not backend.adds_in_any_order(problem)
 
 

@@ -15,7 +15,7 @@ from meshes import make_mesh
 from selection import whole_but
 
 from pallas_flash import explain, flash_attention
-from pallas_flash.choose import backends
+from pallas_flash.choose import implementations
 from pallas_flash.tiled import blockwise
 
 pytestmark = pytest.mark.usefixtures("small_tiles")
@@ -288,8 +288,8 @@ def test_a_gradient_traces_its_forward_once(rng, monkeypatch):
     """That of the tiles that it runs with, which may be others than those of a call alone."""
     traced = []
     forward = lambda *args: traced.append(args[1]) or blockwise.forward(*args)
-    watched = backends.BLOCKWISE._replace(forward=forward)
-    monkeypatch.setattr(backends, "find", lambda name: watched)
+    watched = implementations.BLOCKWISE._replace(forward=forward)
+    monkeypatch.setattr(implementations, "find", lambda name: watched)
     q, k, v = qkv(rng, Z)
     loss = lambda q: jnp.sum(flash_attention(q, k, v, implementation="blockwise"))
     jax.jit(jax.grad(loss)).lower(q)
@@ -299,7 +299,8 @@ def test_a_gradient_traces_its_forward_once(rng, monkeypatch):
 def test_explain_says_which_derivatives_a_call_has():
     x = jax.ShapeDtypeStruct((2, 19, 2, 8), jnp.float32)
     said = {
-        name: explain(x, x, x, implementation=name).derivatives for name in backends.names()[2:]
+        name: explain(x, x, x, implementation=name).derivatives
+        for name in implementations.names()[2:]
     }
     modes = "every mode, of first order, and of second by blockwise"
     assert said == dict(

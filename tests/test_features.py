@@ -31,7 +31,7 @@ from tqdm import tqdm
 
 from pallas_flash import explain
 from pallas_flash.accounting import GPUS
-from pallas_flash.choose import backends
+from pallas_flash.choose import implementations
 from scripts.bench.gpu_code import as_if_on
 
 FILE = pathlib.Path(__file__).resolve().parents[1] / "pallas_flash" / "FEATURES.md"
@@ -217,7 +217,7 @@ def test_hopper_lowers_all_that_it_takes_with_64_bits_and_strict_promotion():
 @pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="Mosaic's kernels need jax 0.11.2")
 @pytest.mark.parametrize("gpu", ["A100-80GB", "RTX-4090", "RTX-5090", "H100"])
 def test_without_jaxs_triton_every_call_of_16_bits_has_kernels_on_every_gpu(gpu, monkeypatch):
-    monkeypatch.setattr(backends, "_triton_why_no_import", lambda: "this jax has no Triton")
+    monkeypatch.setattr(implementations, "_triton_why_no_import", lambda: "this jax has no Triton")
 
     def taken(dtype, features):
         x = arrays(dtype)

@@ -11,8 +11,9 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_flash import flash_attention
 from pallas_flash.jax_support import hardware
-from pallas_flash.kernels.hopper import tile
+from pallas_flash.kernels.hopper import tangent, tile
 from pallas_flash.kernels.mosaic import registers
 
 pytestmark = pytest.mark.skipif(
@@ -101,6 +102,16 @@ def test_waiting_in_vain_is_an_error(rng, monkeypatch):
             interpret=interpret,
         )
         jax.jit(call)().block_until_ready()
+
+
+def test_a_gradient_does_not_trace_the_kernel_of_forward_mode(monkeypatch):
+    monkeypatch.delattr(tangent, "tangent")
+    x = jnp.ones((1, 64, 1, 64), jnp.bfloat16)
+    with gpu_interpreter.hopper_kernels():
+        total = lambda q: flash_attention(q, x, x, implementation="hopper").sum()
+        jax.make_jaxpr(jax.grad(total))(x)
+        with pytest.raises(AttributeError):
+            jax.jit(lambda q: jax.jvp(total, [q], [q])).lower(x)
 
 
 @pytest.mark.parametrize("capability", [9.0, 8.0])

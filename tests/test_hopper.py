@@ -14,7 +14,7 @@ from check import TOLERANCE, close, program
 from selection import whole_but
 
 from pallas_flash import dropout, explain, flash_attention, masks
-from pallas_flash.choose import backends
+from pallas_flash.choose import implementations
 from pallas_flash.jax_support import hardware
 from pallas_flash.kernels import hopper
 from pallas_flash.kernels.hopper import tile_sizes, tuning
@@ -338,7 +338,7 @@ def test_tiles_by_which_the_forward_would_wait_for_ever_or_be_wrong_are_refused(
 
 
 def test_explain_says_what_runs_by_blockwise_where_heads_are_too_wide_for_a_kernel():
-    kernels, all_tiles = backends.find("hopper"), tiles(shaped(8, 8, 64), deterministic=True)
+    kernels, all_tiles = implementations.find("hopper"), tiles(shaped(8, 8, 64), deterministic=True)
     forward_alone = all_tiles._replace(dq=None, dkv=None, tangent=None)
     assert str(forward_alone) == f"forward {all_tiles.forward}"
     assert kernels.derivatives(forward_alone).endswith("; reverse and forward mode by blockwise")

@@ -14,7 +14,7 @@ from cases import Sizes, qkv
 from check import TOLERANCE, close, cotangents, program, run
 
 from pallas_flash import flash_attention
-from pallas_flash.choose import backends
+from pallas_flash.choose import implementations
 from pallas_flash.kernels import triton
 from pallas_flash.kernels.triton.tuning import AllTiles, Tiles
 
@@ -303,14 +303,14 @@ def test_a_block_of_all_keys_sums_its_delta_itself_and_o_need_not_be_read(
     grad = lambda: jax.jit(jax.grad(lambda q: sum(jnp.sum(jnp.sin(x)) for x in with_lse(q, k, v))))(
         q
     )
-    expected, table = grad(), backends.BACKENDS
-    blockwise = backends.BLOCKWISE
+    expected, table = grad(), implementations.BACKENDS
+    blockwise = implementations.BLOCKWISE
     # delta
     spoilt = blockwise._replace(
         backward=lambda *args: blockwise.backward(*args[:-1], args[-1] * jnp.nan)
     )
     monkeypatch.setattr(
-        backends,
+        implementations,
         "BACKENDS",
         tuple(spoilt if backend is blockwise else backend for backend in table),
     )

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import pallas_flash
 from pallas_flash import explain, flash_attention
-from pallas_flash.choose import backends
+from pallas_flash.choose import implementations
 from pallas_flash.choose.selfcheck import records, verdicts
 
 pytestmark = pytest.mark.usefixtures("verdict_folder")
@@ -62,7 +62,7 @@ def test_forward_mode_is_checked_where_it_is_asked_for_and_blockwises_taken_if_w
 
     def tangent(problem, tiles, *args):
         ran.append(times)
-        do, dlse = backends.blockwise_tangent(fake.log_base(problem), problem, *args)
+        do, dlse = implementations.blockwise_tangent(fake.log_base(problem), problem, *args)
         return times * do, dlse
 
     fake = fakes.backend("honest", tangent=tangent)

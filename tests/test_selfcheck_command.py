@@ -11,7 +11,7 @@ from selection import whole_but
 from pallas_flash import explain
 from pallas_flash.__main__ import main, print_machine
 from pallas_flash.accounting import GPUS
-from pallas_flash.choose import backends
+from pallas_flash.choose import implementations
 from pallas_flash.choose.selfcheck import records, trial, verdicts
 from pallas_flash.jax_support import hardware
 from scripts.bench import gpu_code
@@ -124,7 +124,7 @@ def test_it_checks_the_order_in_which_a_call_adds_by_default(length, flags, monk
     q, k = (jax.ShapeDtypeStruct((1, n, 2, 128), "bfloat16") for n in (length, 4096))
     with gpu_code.as_if_on(GPUS["H100"]):
         found, _ = trial.cases(["hopper"], [(128, 128)], ["bfloat16"], False)
-        variant = verdicts.variant_of(backends.find("hopper"), explain(q, k, k).problem)
+        variant = verdicts.variant_of(implementations.find("hopper"), explain(q, k, k).problem)
     assert variant in found
     assert variant.scheme.startswith("deterministic" if flags else "in any order")
 

@@ -14,7 +14,7 @@ from selection import whole_but
 
 from pallas_flash import explain, masks, paged_cache
 from pallas_flash.caches import attend
-from pallas_flash.choose import backends
+from pallas_flash.choose import implementations as table
 from pallas_flash.choose.selfcheck import comparison, trial, verdicts
 from pallas_flash.jax_support import hardware
 from pallas_flash.kernels import hopper, triton
@@ -169,7 +169,7 @@ def test_nan_is_wrong():
 
 
 def assert_passes(name: str, problem, room: float, **sizes):
-    errors, wrong, _ = comparison.check(backends.find(name), problem, [fakes.TINY | sizes])()
+    errors, wrong, _ = comparison.check(table.find(name), problem, [fakes.TINY | sizes])()
     assert wrong is None and max(errors.values()) < comparison.TOLERANCE[problem.dtype] / room
 
 
@@ -219,7 +219,7 @@ def test_schemes_are_told_apart_where_the_kernels_are():
     def schemes(name, size, length=trial.LENGTH):
         call = dict(dtype="bfloat16", lengths=(length, length), size=size)
         problems = (problem_of(**call, deterministic=d) for d in (True, False))
-        return [verdicts.variant_of(backends.find(name), problem).scheme for problem in problems]
+        return [verdicts.variant_of(table.find(name), problem).scheme for problem in problems]
 
     assert schemes("hopper", 128) == ["deterministic", "in any order"]
     for name, *sizes in ("hopper", 256), ("hopper", 128, 512), ("triton", 128):
@@ -227,7 +227,7 @@ def test_schemes_are_told_apart_where_the_kernels_are():
 
 
 def test_small_trials_run_the_kernels_of_a_large_call():
-    hopper, call = backends.find("hopper"), dict(dtype="bfloat16", deterministic=False)
+    hopper, call = table.find("hopper"), dict(dtype="bfloat16", deterministic=False)
     large = hopper.tiles(problem_of(lengths=(trial.LENGTH,) * 2, **call))
     small = comparison.trial(problem_of(**call), fakes.TINY)[0]
     assert hopper.tiles(small).fused is None
@@ -237,7 +237,7 @@ def test_small_trials_run_the_kernels_of_a_large_call():
 def test_trials_have_groups_of_heads_in_one_program_and_in_several(monkeypatch):
     monkeypatch.setattr(hardware, "processors", lambda: 132)
     hopper, large = (
-        backends.find("hopper"),
+        table.find("hopper"),
         problem_of(dtype="bfloat16", lengths=(2048, 2048), size=16, deterministic=False),
     )
     tiles = hopper.tiles(large)
@@ -248,7 +248,7 @@ def test_trials_have_groups_of_heads_in_one_program_and_in_several(monkeypatch):
 
 
 def test_the_tiles_of_a_trial_with_dropout_are_those_of_calls_with_it():
-    hopper, dropping = backends.BACKENDS[0], problem_of(dtype="bfloat16", **DROPOUT)
+    hopper, dropping = table.BACKENDS[0], problem_of(dtype="bfloat16", **DROPOUT)
     tiles = hopper.tiles(comparison.trial(dropping, fakes.TINY)[0])
     assert hopper.tiles(problem_of(dtype="bfloat16")) != hopper.tiles(dropping) == tiles
 
@@ -257,7 +257,10 @@ ALL_KINDS = {block_types.EMPTY, block_types.PARTIAL, block_types.FULL}
 
 
 def test_a_mask_that_is_a_rule_is_a_variant_with_blocks_of_all_kinds_that_differ_by_head():
-    hopper, problem = backends.BACKENDS[0], problem_of(dtype="bfloat16", mask=masks.Dilated(2))
+    hopper, problem = (
+        table.BACKENDS[0],
+        problem_of(dtype="bfloat16", mask=masks.Dilated(2)),
+    )
     assert verdicts.variant_of(hopper, problem).scheme == "deterministic, a rule"
     p, operands, _ = comparison.trial(problem, comparison.SIZES)
     tiles = hopper.tiles(p).forward
@@ -268,7 +271,7 @@ def test_a_mask_that_is_a_rule_is_a_variant_with_blocks_of_all_kinds_that_differ
 
 def test_a_mask_that_is_an_array_has_blocks_of_all_kinds():
     p, operands, _ = comparison.trial(problem_of("a mask", "bfloat16"), comparison.SIZES)
-    tiles = backends.BACKENDS[0].tiles(p).forward
+    tiles = table.BACKENDS[0].tiles(p).forward
     sizes = p.queries, p.keys, tiles.block_q, tiles.block_k
     assert {*np.asarray(block_types.from_array(operands.mask, *sizes)).flat} == ALL_KINDS
 
@@ -283,7 +286,10 @@ PAGES = [
     "pages", [PAGES[0], *(pytest.param(pages, marks=pytest.mark.whole) for pages in PAGES[1:])]
 )
 def test_kernels_that_read_pages_are_checked_by_themselves(pages, monkeypatch):
-    problem, blockwise = problem_of(dtype="bfloat16", lengths=(1, 4096)), backends.find("blockwise")
+    problem, blockwise = (
+        problem_of(dtype="bfloat16", lengths=(1, 4096)),
+        table.find("blockwise"),
+    )
     scheme = verdicts.variant_of(blockwise, problem, pages.entry).scheme
     assert scheme == f"deterministic, decoding, {pages.entry.name}"
     sizes = fakes.TINY | dict(queries=3, keys=320, sinks=True)
@@ -316,7 +322,10 @@ def test_a_bias_by_pair_and_one_by_key_are_checked():
 
 
 def test_decoding_is_checked_by_itself_on_a_problem_that_is_decoding():
-    triton, problem = backends.find("triton"), problem_of(dtype="bfloat16", lengths=(1, 4096))
+    triton, problem = (
+        table.find("triton"),
+        problem_of(dtype="bfloat16", lengths=(1, 4096)),
+    )
     assert verdicts.variant_of(triton, problem).scheme == "deterministic, decoding"
     (sizes,) = comparison.trials(problem)
     assert triton.tiles(comparison.trial(problem, sizes)[0]).decode is not None
@@ -324,7 +333,10 @@ def test_decoding_is_checked_by_itself_on_a_problem_that_is_decoding():
 
 @pytest.mark.parametrize("size", [64, 96, 128])
 def test_hopper_is_checked_with_one_tile_to_a_program_and_with_several(size):
-    hopper, problem = backends.BACKENDS[0], problem_of(dtype="bfloat16", size=size, is_causal=True)
+    hopper, problem = (
+        table.BACKENDS[0],
+        problem_of(dtype="bfloat16", size=size, is_causal=True),
+    )
     one, several = (
         hopper.tiles(comparison.trial(problem, sizes)[0]).forward
         for sizes in comparison.trials(problem)

@@ -1,169 +1,34 @@
-"""The house stays in order: each module imports only from the rows below it, and masks are
-described once."""
+"""The house stays in order: each folder imports only from those below it, and masks are described
+once."""
 
 import ast
+import collections
+import graphlib
+import importlib
 import pathlib
 
 import pytest
 
 import pallas_flash
-from pallas_flash.choose import backends
+from pallas_flash.choose import implementations
 
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "pallas_flash"
 
-# Each module may import from those after it.
-ORDER = [
-    "__main__",
-    "choose.selfcheck.trial",
-    "__init__",
-    "flax.__init__",
-    "flax.layer",
-    "flax.validation",
-    "flax.hook",
-    "flax.cache",
-    "flax.rotary",
-    "weights",
-    "merge",
-    "explanation",
-    "accounting",
-    "caches.pages",
-    "caches.paged",
-    "caches.attend",
-    "caches.tables",
-    "caches.ragged",
-    "attention",
-    "choose.dispatch",
-    "transforms.partial_broadcast",
-    "problem.signatures",
-    "context_parallel",
-    "devices.ring",
-    "devices.ulysses",
-    "transforms.kernel_pass",
-    "transforms.partition",
-    "transforms.callback_names",
-    "devices.sharding",
-    "devices.shared_arrays",
-    "choose.selection",
-    "choose.selfcheck.verdicts",
-    "choose.selfcheck.comparison",
-    "choose.selfcheck.outcome",
-    "choose.selfcheck.records",
-    "choose.selfcheck.attempts",
-    "transforms.autodiff",
-    "transforms.linear_maps",
-    "transforms.derivative_modes",
-    "transforms.lowering",
-    "transforms.equation",
-    "choose.backends",
-    "tiled.reference",
-    "tiled.blockwise.__init__",
-    "tiled.blockwise.decode",
-    "tiled.blockwise.derivatives",
-    "tiled.blockwise.heads",
-    "tiled.blockwise.logits",
-    "tiled.blockwise.mask",
-    "tiled.blockwise.mods",
-    "tiled.blockwise.tuning",
-    "tiled.blockwise.key_blocks",
-    "tiled.blockwise.slices",
-    "tiled.blockwise.softmax",
-    "tiled.blockwise.matmul",
-    "kernels.classic.__init__",
-    "kernels.classic.standard",
-    "kernels.classic.flash1",
-    "kernels.triton.__init__",
-    "kernels.triton.tangent",
-    "kernels.triton.backward",
-    "kernels.triton.forward",
-    "kernels.triton.decode",
-    "kernels.triton.tables",
-    "kernels.triton.tile",
-    "kernels.triton.mods",
-    "kernels.triton.tuning",
-    "kernels.ampere.__init__",
-    "kernels.ampere.forward",
-    "kernels.ampere.backward",
-    "kernels.ampere.tuning",
-    "kernels.hopper.__init__",
-    "kernels.hopper.forward",
-    "kernels.hopper.second_consumer",
-    "kernels.hopper.backward",
-    "kernels.hopper.backward_dkv",
-    "kernels.hopper.dkv_consumer",
-    "kernels.hopper.dq_store",
-    "kernels.hopper.backward_dq",
-    "kernels.hopper.tangent",
-    "kernels.hopper.tile",
-    "kernels.hopper.sync",
-    "kernels.hopper.tuning",
-    "kernels.hopper.tile_sizes",
-    "kernels.mma.__init__",
-    "kernels.mma.score_gradients",
-    "kernels.mma.gradients",
-    "kernels.mma.tangent",
-    "kernels.mma.decode",
-    "kernels.mma.padded_rows",
-    "kernels.mma.tile",
-    "kernels.mma.tuning",
-    "kernels.mosaic.operations",
-    "kernels.mosaic.launch",
-    "kernels.mosaic.roles",
-    "kernels.mosaic.statistics",
-    "kernels.mosaic.gradients",
-    "kernels.mosaic.tangents",
-    "kernels.mosaic.logits",
-    "kernels.mosaic.mask",
-    "kernels.mosaic.mods",
-    "kernels.mosaic.packed_mask",
-    "kernels.mosaic.bias",
-    "kernels.mosaic.dropout",
-    "kernels.mosaic.block_info",
-    "kernels.mosaic.scheduler",
-    "kernels.mosaic.ragged_tail",
-    "kernels.mosaic.registers",
-    "kernels.mosaic.tiling",
-    "kernels.mosaic.__init__",
-    "jax_support.hardware",
-    "kernels.__init__",
-    "tiled.split_kv",
-    "tiled.quantised",
-    "problem.arguments",
-    "problem.call",
-    "dropout",
-    "checks.sizes",
-    "tiled.schedule",
-    "tiled.online_softmax",
-    "masks.__init__",
-    "masks.block_mask",
-    "masks.resolution",
-    "masks.expression",
-    "masks.mask",
-    "masks.block_types",
-    "masks.resolved_mask",
-    "scores",
-    "mods.score_mod",
-    "mods.mask_mod",
-    "mods.bound",
-    "mods.traced",
-    "mods.captured",
-    "mods.programs",
-    "mods.derivatives",
-    "mods.__init__",
-    "checks.__init__",
-    "jax_support.xla_flags",
-    "checks.unexpected",
-    "jax_support.pytrees",
-    "jax_support.varying",
-    "jax_support.jax_internals",
-    "devices.__init__",
-    "caches.__init__",
-    "choose.selfcheck.__init__",
-    "jax_support.__init__",
-    "problem.__init__",
-    "choose.__init__",
-    "transforms.__init__",
-    "tiled.__init__",
+# Each folder may import from those after it; the modules on top stand between them.
+FOLDERS = [
+    "flax",
+    "caches",
+    "choose",
+    "transforms",
+    "devices",
+    "kernels",
+    "tiled",
+    "problem",
+    "masks",
+    "mods",
+    "checks",
+    "jax_support",
 ]
 
 
@@ -175,7 +40,7 @@ def modules():
 
 
 def imported(path):
-    """The package's modules that a file imports, in ORDER's names."""
+    """The package's modules that a file imports, as `modules` names them."""
     known = modules()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "pallas_flash":
@@ -188,23 +53,41 @@ def imported(path):
                         break
 
 
-def test_every_module_has_its_place_in_the_order():
-    assert set(modules()) == set(ORDER)
+def rooms():
+    """For each folder, and each module on top, those that it imports from."""
+    graph = collections.defaultdict(set)
+    for name, path in modules().items():
+        room = name.split(".")[0]
+        graph[room] |= {other.split(".")[0] for other in imported(path)} - {room}
+    return graph
 
 
-@pytest.mark.parametrize("name", ORDER)
-def test_a_module_imports_only_from_below(name):
-    for other in imported(modules()[name]):
-        assert ORDER.index(other) > ORDER.index(name), (
-            f"{name} imports {other}, which stands above it"
-        )
+def test_no_module_and_no_folder_needs_what_needs_it():
+    for graph in (rooms(), {name: set(imported(path)) for name, path in modules().items()}):
+        graphlib.TopologicalSorter(graph).prepare()  # raises at a circle
 
 
-BACKENDS = {backend.name for backend in backends.BACKENDS}
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_folder_imports_only_from_below(folder):
+    graph, todo, below = rooms(), [folder], set()
+    while todo:
+        new = graph[todo.pop()] - below
+        below |= new
+        todo += new
+    assert below & {*FOLDERS} <= {*FOLDERS[FOLDERS.index(folder) + 1 :]}
 
 
-@pytest.mark.parametrize("name", [name for name in ORDER if name != "choose.backends"])
-def test_no_module_but_backends_decides_by_an_implementations_name(name):
+def test_every_folder_has_its_place_and_few_modules_stand_beside_them():
+    folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert folders == {*FOLDERS}
+    assert len([path for path in PACKAGE.glob("*.py") if not path.stem.startswith("__")]) <= 9
+
+
+BACKENDS = {backend.name for backend in implementations.BACKENDS}
+
+
+@pytest.mark.parametrize("name", [name for name in modules() if name != "choose.implementations"])
+def test_only_the_table_of_implementations_decides_by_an_implementations_name(name):
     def names_one(node):
         constants = [x.value for x in ast.walk(node) if isinstance(x, ast.Constant)]
         is_name = isinstance(node, ast.Attribute) and ast.unparse(node).endswith("backend.name")
@@ -218,6 +101,25 @@ def test_no_module_but_backends_decides_by_an_implementations_name(name):
             assert not any(map(names_one, node.args)), ast.unparse(node)
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("_replace"):
             assert "name" not in [keyword.arg for keyword in node.keywords], ast.unparse(node)
+
+
+NAMES = {
+    "pallas_flash": "Explanation Options PagedCache attention_weights dropout_mask explain "
+    "explain_paged flash_attention flash_attention_jvp merge_attention paged_attention paged_cache",
+    "pallas_flash.accounting": "Cost GPU GPUS name_of total",
+    "pallas_flash.context_parallel": "AllToAll Ring Zigzag unzigzag zigzag",
+    "pallas_flash.dropout": "Shared",
+    "pallas_flash.flax": "FlashAttention KVCache RollingCache attention_fn rope",
+    "pallas_flash.masks": "BlockMask Causal Chunked Dilated Documents GlobalTokens KeyLengths "
+    "KeyStarts Mask MaskMod PrefixLM QueryLengths Varlen Window create_block_mask",
+    "pallas_flash.scores": "Alibi SoftCap T5Bias",
+}
+
+
+@pytest.mark.parametrize("module", NAMES)
+def test_what_users_import_is_where_they_import_it_from(module):
+    for name in NAMES[module].split():
+        assert hasattr(importlib.import_module(module), name), name
 
 
 PUBLIC = ("accounting", "context_parallel", "flax", "masks", "scores")  # modules
@@ -257,7 +159,7 @@ COMPUTES = ("kernels", "tiled", "transforms")
 RESOLVED = {"masks.resolved_mask", "masks.block_types"}
 
 
-@pytest.mark.parametrize("name", [name for name in ORDER if name.split(".")[0] in COMPUTES])
+@pytest.mark.parametrize("name", [name for name in modules() if name.split(".")[0] in COMPUTES])
 def test_an_implementation_reads_resolved_masks_and_knows_no_kind_of_mask(name):
     known = {other for other in imported(modules()[name]) if other.startswith("masks.")}
     assert known <= RESOLVED, f"{name} imports {known - RESOLVED}"

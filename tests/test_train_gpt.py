@@ -23,7 +23,7 @@ from matplotlib import image
 from tensorboardX.proto.event_pb2 import Event
 from trainer import SCRIPT, STEPS, TINY, error_of, loss_curve, same_curves, train, train_losses
 
-from pallas_flash.choose import backends
+from pallas_flash.choose import implementations
 from pallas_flash.problem import signatures
 from scripts import train_gpt
 from scripts.gpt_run import devices, model, options, training
@@ -426,6 +426,8 @@ def test_check_fails_where_an_implementation_is_wrong(text, monkeypatch):
 
         return backend._replace(backward=backward) if backend.name == "blockwise" else backend
 
-    monkeypatch.setattr(backends, "BACKENDS", tuple(map(with_wrong_gradient, backends.BACKENDS)))
+    monkeypatch.setattr(
+        implementations, "BACKENDS", tuple(map(with_wrong_gradient, implementations.BACKENDS))
+    )
     error = error_of(train_gpt.main, *CHECK, "--data", text, "--attention", "blockwise")
     assert "blockwise and reference differ at step" in error

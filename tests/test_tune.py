@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import pytest
 
-from pallas_flash.choose import backends
+from pallas_flash.choose import implementations
 from pallas_flash.kernels.triton.tuning import AllTiles, Tiles
 from scripts import tune
 
@@ -35,7 +35,7 @@ def test_every_kernel_is_swept_by_its_own_pass_and_the_row_is_valid_tiles(capsys
 
 
 def test_a_candidate_that_is_wrong_or_raises_is_reported_and_never_the_row(capsys, monkeypatch):
-    triton = backends.find("triton")
+    triton = implementations.find("triton")
 
     def forward(problem, tiles, operands):
         o, lse = triton.forward(problem, tiles, operands)
@@ -43,8 +43,8 @@ def test_a_candidate_that_is_wrong_or_raises_is_reported_and_never_the_row(capsy
             raise RuntimeError("the blocks do not fit into shared memory")
         return (o * 2 if tiles.forward.num_stages == 1 else o), lse
 
-    others = [backend for backend in backends.BACKENDS if backend is not triton]
-    monkeypatch.setattr(backends, "BACKENDS", (triton._replace(forward=forward), *others))
+    others = [backend for backend in implementations.BACKENDS if backend is not triton]
+    monkeypatch.setattr(implementations, "BACKENDS", (triton._replace(forward=forward), *others))
     assert run("--kernels forward --sweep num_stages=1,3") == 0
     printed = capsys.readouterr().out
     assert re.search(r"^\| 1 +\| wrong .*o is off by 1.0e\+00", printed, re.MULTILINE)

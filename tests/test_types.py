@@ -14,7 +14,7 @@ import pytest
 
 from pallas_flash import Options, flash_attention, paged_attention
 from pallas_flash.caches import paged
-from pallas_flash.choose import backends
+from pallas_flash.choose import implementations
 from pallas_flash.flax import attention_fn
 from pallas_flash.problem import signatures
 
@@ -84,7 +84,11 @@ def test_mypy_accepts_the_examples_and_names_a_wrong_keyword_first(tmp_path, mon
 
 
 def test_the_types_name_every_implementation():
-    assert set(typing.get_args(signatures.Implementation)) == {*backends.names(), "xla", "cudnn"}
+    assert set(typing.get_args(signatures.Implementation)) == {
+        *implementations.names(),
+        "xla",
+        "cudnn",
+    }
 
 
 def _is_of_type(x, function, name):

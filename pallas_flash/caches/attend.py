@@ -10,8 +10,7 @@ import jax.numpy as jnp
 
 from pallas_flash import checks
 from pallas_flash.caches import ragged
-from pallas_flash.choose import backends, dispatch, selection
-from pallas_flash.choose.backends import Backend
+from pallas_flash.choose import dispatch, implementations, selection
 from pallas_flash.choose.selfcheck import comparison
 from pallas_flash.jax_support import hardware, varying
 from pallas_flash.kernels import joined
@@ -19,6 +18,7 @@ from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.mods.score_mod import BoundScoreMod
 from pallas_flash.problem import arguments
 from pallas_flash.problem.arguments import Problem
+from pallas_flash.problem.backend import Backend, Choice
 from pallas_flash.problem.call import PagedCall
 from pallas_flash.tiled import quantised, split_kv
 from pallas_flash.transforms import autodiff, derivative_modes, lowering
@@ -126,7 +126,7 @@ class PagedPass(lowering.ByPlatform):
         return _in_place(self.problem, self.pages, self.backend, *args)
 
     def run_elsewhere(self, like, *args):
-        o, stats = _in_place(self.problem, self.pages, backends.BLOCKWISE, *args)
+        o, stats = _in_place(self.problem, self.pages, implementations.BLOCKWISE, *args)
         return o, lowering.like_kernels(stats, like[1], self.backend.log_base(self.problem))
 
 
@@ -184,9 +184,7 @@ class Pages(NamedTuple):
         name = " ".join(filter(None, (f"pages of {self.page}", self.stored, self.alone)))
         return comparison.EntryPoint(name, self.results, widen=self.widen, sizes=dict(keys=keys))
 
-    def results(
-        self, problem: Problem, choice: backends.Choice, operands: arguments.Operands, cotangents
-    ):
+    def results(self, problem: Problem, choice: Choice, operands: arguments.Operands, cotangents):
         """Of keys and values that are put into pages, the last of a row first."""
         if choice.backend.paged is None:
             return comparison.outputs(*autodiff.attend(problem, choice, operands))
@@ -227,7 +225,7 @@ def copies(backend: Backend, problem: Problem, pages: Pages) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Against(selection.Against):
+class Objections(selection.Objections):
     """What speaks against an implementation for a call with pages."""
 
     pages: Pages | None = None
@@ -261,5 +259,5 @@ class Against(selection.Against):
 
 
 def choose(problem: Problem, pages: Pages, implementation: str | None, check=True) -> Backend:
-    against = Against(problem, check, pages)
-    return selection.first(problem, selection.requested(implementation), against).backend
+    objections = Objections(problem, check, pages)
+    return selection.first(problem, selection.requested(implementation), objections).backend

@@ -39,21 +39,21 @@ def is_constant(x) -> bool:
 
 
 def from_shapes(f: Callable, call: Any):
-    """f(call), which returns no array, of a call of arrays or of shapes; computes nothing."""
+    """f(call), which returns no array, for a call of arrays or of shapes; computes nothing."""
     leaves, tree = jax.tree.flatten(call)
     data = [is_array(x) and not is_constant(x) for x in leaves]
-    found = []
+    results = []
 
     def trace(arrays):
         arrays = iter(arrays)
         values = [next(arrays) if a else x for x, a in zip(leaves, data, strict=True)]
-        found.append(f(jax.tree.unflatten(tree, values)))
+        results.append(f(jax.tree.unflatten(tree, values)))
 
     jax.eval_shape(trace, [x for x, a in zip(leaves, data, strict=True) if a])
-    return found[0]
+    return results[0]
 
 
-def like_array(name: str, x, more: str = ""):
+def like_array(name: str, x, or_what: str = ""):
     """Raises where x is neither an array nor made of numbers."""
     others = _others(x)
     if not others:
@@ -61,7 +61,7 @@ def like_array(name: str, x, more: str = ""):
     is_sequence = isinstance(x, list | tuple)
     got = f"a {type(x).__name__} of {type(others[0]).__name__}" if is_sequence else description(x)
     hint = MASK_HINT if callable(x) else " Join masks with &: a & b." if is_sequence else ""
-    raise TypeError(f"{name} must be an array{more}; got {got}.{hint * (name == 'mask')}")
+    raise TypeError(f"{name} must be an array{or_what}; got {got}.{hint * (name == 'mask')}")
 
 
 def _others(x) -> list:
@@ -72,19 +72,19 @@ def _others(x) -> list:
     return [] if (is_array(x) and not is_text) or isinstance(x, int | float) else [x]
 
 
-def array(name: str, x, more: str = ""):
+def array(name: str, x, or_what: str = ""):
     """x as a jax array; lists and numbers too, as jax takes them."""
-    like_array(name, x, more)
+    like_array(name, x, or_what)
     if not getattr(getattr(x, "dtype", None), "isnative", True):
         raise TypeError(
-            f"{name} must be an array{more} in this machine's byte order; got {x.dtype}. Pass "
+            f"{name} must be an array{or_what} in this machine's byte order; got {x.dtype}. Pass "
             'x.astype(x.dtype.newbyteorder("=")).'
         )
     try:
         return jnp.asarray(x)
     except (TypeError, ValueError) as error:
         raise TypeError(
-            f"{name} must be an array{more}; cannot convert this "
+            f"{name} must be an array{or_what}; cannot convert this "
             f"{description(x).removeprefix('an ')}: {error}"
         ) from None
 
@@ -125,7 +125,7 @@ def optional_flag(name: str, x) -> bool | None:
     return None if x is None else flag(name, x, "None or ")
 
 
-def number(name: str, x, default, positive=False, more: str = ""):
+def number(name: str, x, default, positive=False, or_what: str = ""):
     if x is None:
         return default
     try:
@@ -134,7 +134,7 @@ def number(name: str, x, default, positive=False, more: str = ""):
         x = float(x)
     except (TypeError, jax.errors.ConcretizationTypeError):
         raise TypeError(
-            f"{name} must be a static number{more}; got {description(x)}.{if_traced(name, x)}"
+            f"{name} must be a static number{or_what}; got {description(x)}.{if_traced(name, x)}"
         ) from None
     if not math.isfinite(x) or (positive and x <= 0):
         raise ValueError(
@@ -148,7 +148,7 @@ def scale(x, default: float, heads: int):
     is data, and may be traced."""
     x = jnp.asarray(x) if isinstance(x, list) else x
     if not is_array(x) or isinstance(x, np.generic):
-        return number("scale", x, default, more=", or an array"), None
+        return number("scale", x, default, or_what=", or an array"), None
     if (
         x.shape not in ((), (1,), (heads,))
         or x.dtype == bool

@@ -1,5 +1,7 @@
 """Shards a call over its mesh, selects an implementation, applies differentiable attention."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,11 +18,12 @@ from pallas_flash.transforms.partial_broadcast import axis_to_map, map_calls
 
 
 def map_over_mesh(attend, call: Call):
-    """attend(call) of what each device has, where arrays lie on a mesh."""
+    """attend(call), by each device on its part where arrays lie on a mesh."""
     call = context_parallel.resolve_context(call)
     mesh = sharding.find_mesh(call)
-    if mesh is not None or call.context is not None or axis_to_map(call) is not None:
-        call = canonicalize(call)
+    if mesh is None and call.context is None and axis_to_map(call) is None:
+        return attend(call)
+    call, attend = canonicalize(call), functools.partial(map_calls, attend)
     if mesh is None:
         return attend(call)
     outputs = sharding.map_call(attend, call, mesh)
@@ -30,15 +33,13 @@ def map_over_mesh(attend, call: Call):
 
 
 def results(return_residual: bool, o, lse, max_logits):
-    """What a call returns: the output, or a tuple of it and the residuals that are requested."""
-    more = (*([lse] if return_residual else []), *([] if max_logits is None else [max_logits]))
-    return (o, *more) if more else o
+    """The results of a call: the output, or a tuple of it and the residuals that are requested."""
+    residuals = [lse] * return_residual + [max_logits] * (max_logits is not None)
+    return (o, *residuals) if residuals else o
 
 
 def attend(call: Call):
-    """o, lse and the largest logits, or None, of a call as one device has it."""
-    if (axis := axis_to_map(call)) is not None:
-        return map_calls(attend, call, axis)
+    """o, lse and the largest logits, or None, of a call on one device."""
     if call.context is None:
         problem, operands = arguments.normalise(call)
         choice = _choose(call, problem, operands)
@@ -49,9 +50,9 @@ def attend(call: Call):
 
 
 def _choose(call: Call, problem: arguments.Problem, operands: arguments.Operands):
-    choice = selection.choose(problem, call.implementation)
-    is_requested = selection.requested(call.implementation) is not None
-    return kernel_pass.wrap(choice, operands, is_requested)
+    name = selection.requested(call.implementation)
+    choice = selection.choose(problem, name)
+    return kernel_pass.wrap(choice, operands, name is not None, selection.checked_tangent)
 
 
 def _unflatten_batch(call: Call, problem: arguments.Problem, o, *row_outputs):

@@ -1,30 +1,30 @@
-"""Which implementation runs a call, and why not another: by the call's argument, the environment,
-the table's order, and what this machine's self-check found."""
+"""Selects the implementation of a call by its argument, the environment, the table's order and this
+machine's self-check, and says why not another."""
 
 import dataclasses
 import os
 from typing import ClassVar
 
-from pallas_flash.choose import backends
-from pallas_flash.choose.backends import Backend, Choice, blockwise_tangent
+from pallas_flash.choose import implementations
 from pallas_flash.choose.selfcheck import comparison, verdicts
 from pallas_flash.problem.arguments import Problem
+from pallas_flash.problem.backend import Backend, Choice
+from pallas_flash.tiled.blockwise.backend import blockwise_tangent
 
-JAX_NN_NAMES = ("xla", "cudnn")  # of what jax.nn has; here they choose, as None does
+JAX_NN_NAMES = ("xla", "cudnn")  # jax.nn's implementations; here they choose, as None does
 
 
-def choose(problem: Problem, implementation: str | None = None, check: bool = True) -> Choice:
-    """The implementation that the call or the environment names, or the first that is a default and
-    right on this machine. Without `check` nothing runs, and kernels never checked count as
-    right."""
-    return first(problem, requested(implementation), Against(problem, check))
+def choose(problem: Problem, name: str | None = None, check: bool = True) -> Choice:
+    """The requested implementation, or the first that is a default and right on this machine.
+    Without `check` nothing runs, and kernels never checked count as right."""
+    return first(problem, name, Objections(problem, check))
 
 
 def requested(implementation: str | None = None) -> str | None:
     """The implementation that a call names, or else PALLAS_FLASH_IMPLEMENTATION."""
     if implementation not in (None, *JAX_NN_NAMES):
         return implementation
-    name, names = os.environ.get("PALLAS_FLASH_IMPLEMENTATION") or None, backends.names()
+    name, names = os.environ.get("PALLAS_FLASH_IMPLEMENTATION") or None, implementations.names()
     if name not in (None, *names):
         raise ValueError(
             f"PALLAS_FLASH_IMPLEMENTATION must be unset or one of {', '.join(names)}; got {name!r}."
@@ -33,75 +33,81 @@ def requested(implementation: str | None = None) -> str | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Against:
-    """What speaks against an implementation for a call; None: nothing."""
+class Objections:
+    """The reasons against an implementation for a call; None: there is none."""
 
     problem: Problem
     check: bool | None = False  # whether self-checks run; None: they do not count
     NAME: ClassVar[str] = "call"
 
     def cannot(self, backend: Backend) -> str | None:
+        """Why it cannot run the call."""
         return backend.why_not(self.problem)
 
     def by_default(self, backend: Backend) -> str | None:
+        """Why it does not run the call unless it is named."""
         return backend.why_not_by_default(self.problem)
 
-    def here(self, backend: Backend) -> str | None:
-        """As far as this machine's self-check is known."""
+    def failed_check(self, backend: Backend) -> str | None:
+        """What this machine's self-check says, where it has run or may run."""
         return None if self.check is None else verdicts.why_not(*self.checked(backend), self.check)
 
     def is_known(self, backend: Backend) -> bool:
+        """Whether the self-check has a verdict."""
         return verdicts.is_known(*self.checked(backend))
 
     def checked(self, backend: Backend) -> tuple[Backend, Problem, comparison.EntryPoint]:
-        """What the self-check checks."""
+        """The arguments of the self-check."""
         return backend, self.problem, comparison.FLASH_ATTENTION
 
 
-def first(problem: Problem, name: str | None = None, against: Against | None = None) -> Choice:
-    """The implementation of this name, or the first in the table that nothing speaks against;
-    without `against` no self-check does."""
-    against = against or Against(problem, None)
+def first(
+    problem: Problem, name: str | None = None, objections: Objections | None = None
+) -> Choice:
+    """The implementation of this name, or the first in the table without a reason against it;
+    without `objections` self-checks give none."""
+    objections = objections or Objections(problem, None)
     # the cheap check comes first: why_not may import kernels
-    reasons = against.by_default, against.cannot, against.here
+    reasons = objections.by_default, objections.cannot, objections.failed_check
     if name is None:
         is_free = lambda backend: not any(reason(backend) for reason in reasons)
-        backend = next(filter(is_free, backends.BACKENDS))
-    elif name in backends.names():
-        backend = backends.find(name)
-        if why_not := against.cannot(backend):
+        backend = next(filter(is_free, implementations.BACKENDS))
+    elif name in implementations.names():
+        backend = implementations.find(name)
+        if why_not := objections.cannot(backend):
             raise NotImplementedError(
-                f"implementation {name!r} cannot run this {against.NAME}: {why_not}. The call: "
+                f"implementation {name!r} cannot run this {objections.NAME}: {why_not}. The call: "
                 f"{problem}."
             )
     else:
         is_tokamax = "mosaic" in str(name)
         hint = " tokamax's mosaic is hopper or ampere here: pass None." if is_tokamax else ""
         raise ValueError(
-            f"implementation must be None or one of {', '.join(backends.names())}, or jax.nn's "
-            f"{' or '.join(JAX_NN_NAMES)}, which mean the same as None; got {name!r}.{hint}"
+            f"implementation must be None or one of {', '.join(implementations.names())}, or "
+            f"jax.nn's {' or '.join(JAX_NN_NAMES)}, which mean the same as None; "
+            f"got {name!r}.{hint}"
         )
     return Choice(backend, backend.tiles(problem))
 
 
 def checked_tangent(backend: Backend, problem: Problem, tiles, *args):
-    """The forward mode of kernels, which is checked where it is first asked for; blockwise's, if it
-    is wrong."""
+    """The forward mode of kernels, which is checked where it is first used; blockwise's, if it is
+    wrong."""
     if verdicts.why_not(backend, problem, entry=comparison.FORWARD_MODE):
         return blockwise_tangent(backend.log_base(problem), problem, *args)
     return backend.tangent(problem, tiles, *args)
 
 
 def reasons(
-    taken: Backend, implementation: str | None, against: Against
+    taken: Backend, implementation: str | None, objections: Objections
 ) -> tuple[dict[str, str], str | None]:
-    """For each implementation that was not taken, why; and on what condition the one was."""
+    """Why each other implementation was not taken, and the condition on which `taken` was."""
     name, conditions = requested(implementation), []
     if implementation in JAX_NN_NAMES:
         conditions.append(
             f"chosen: {implementation!r} is a name of jax.nn, and chooses as None does"
         )
-    if name is None and not against.is_known(taken):
+    if name is None and not objections.is_known(taken):
         conditions.append(
             "if its self-check passes on this machine: the first call runs it, or python -m "
             "pallas_flash"
@@ -110,13 +116,15 @@ def reasons(
         conditions.append("as PALLAS_FLASH_IMPLEMENTATION says")
 
     def why_not(backend: Backend) -> str:
-        if reason := against.cannot(backend):
+        if reason := objections.cannot(backend):
             return reason
         if name is not None:
             return f"{taken.name} was selected by name"
         return (
-            against.by_default(backend) or against.here(backend) or f"{taken.name} comes before it"
+            objections.by_default(backend)
+            or objections.failed_check(backend)
+            or f"{taken.name} comes before it"
         )
 
-    others = [backend for backend in backends.BACKENDS if backend is not taken]
+    others = [backend for backend in implementations.BACKENDS if backend is not taken]
     return {backend.name: why_not(backend) for backend in others}, ", ".join(conditions) or None

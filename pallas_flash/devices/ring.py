@@ -18,9 +18,9 @@ from jax import lax
 
 from pallas_flash import dropout
 from pallas_flash.checks import sums
-from pallas_flash.choose.backends import Pass
 from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.problem.arguments import Gradients, Operands, Problem
+from pallas_flash.problem.backend import Pass
 from pallas_flash.tiled import online_softmax, schedule
 from pallas_flash.tiled.online_softmax import SoftmaxState
 

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_flash import checks
-from pallas_flash.choose.backends import Pass
 from pallas_flash.problem.arguments import Operands, Problem
+from pallas_flash.problem.backend import Pass
 
 
 @dataclasses.dataclass(frozen=True)

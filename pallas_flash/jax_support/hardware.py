@@ -1,4 +1,4 @@
-"""The device that a call is for."""
+"""The device that a call is for; a GPU's capability, shared memory and processors."""
 
 import contextlib
 from collections.abc import Iterable
@@ -7,8 +7,10 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import AbstractDevice
 
-# parameters of jax's GPU interpreter: tests put them here, and a Hopper GPU is simulated
+# parameters of jax's GPU interpreter, and the effects of kernels there: tests put them here, and a
+# Hopper GPU is simulated
 interpret: Any = None
+interpret_effects: frozenset = frozenset()
 
 
 class Family(NamedTuple):
@@ -21,7 +23,7 @@ class Family(NamedTuple):
 # KB of shared memory that a program can have, by compute capability, where the GPU does not say it
 SHARED_KB, LEAST_SHARED_KB = {8.0: 163, 8.7: 163, 9.0: 227, 10.0: 227, 10.3: 227}, 99
 
-# By a word of the device's kind, of which the first that matches counts.
+# The first of these words that the kind of a device has names its family.
 FAMILIES = {
     "A100": Family((8, 0), 108),
     "A10": Family((8, 6)),
@@ -46,14 +48,15 @@ def here() -> jax.Device | AbstractDevice:
 
 
 def gpu() -> jax.Device | None:
-    """The same where it is a GPU of this machine, on which kernels can be tried."""
-    found = here()
-    return found if found.platform == "gpu" and not isinstance(found, AbstractDevice) else None
+    """The device that a call is for, if it is a GPU of this machine, where kernels can be tried."""
+    device = here()
+    is_real = device.platform == "gpu" and not isinstance(device, AbstractDevice)
+    return device if is_real else None
 
 
 def at(values: Iterable) -> contextlib.AbstractContextManager:
-    """Where arrays among the values are committed to a device that is not the default, it is in
-    force within."""
+    """A context in which the default device is the one that arrays among the values are committed
+    to."""
     devices, default = next(filter(None, map(_committed, values)), ()), _default()
     # CPUs are alike
     if not devices or default in devices or devices[0].platform == default.platform == "cpu":
@@ -62,7 +65,7 @@ def at(values: Iterable) -> contextlib.AbstractContextManager:
 
 
 def on_cpu() -> contextlib.AbstractContextManager:
-    """A CPU of this machine is the default device in force, where jax was not told to have none."""
+    """A context in which the default device is a CPU, unless jax was told to have none."""
     try:
         return jax.default_device(jax.local_devices(backend="cpu")[0])
     except RuntimeError:
@@ -70,8 +73,8 @@ def on_cpu() -> contextlib.AbstractContextManager:
 
 
 def _committed(x) -> list[jax.Device]:
-    """The devices that an array lies on for certain; within jit its type says so, of arrays on a
-    mesh."""
+    """The devices that an array is committed to; within jit the type of an array on a mesh names
+    them."""
     if not isinstance(x, jax.Array):
         return []
     known = x.to_concrete_value() if isinstance(x, jax.core.Tracer) else x
@@ -94,7 +97,7 @@ def _default() -> jax.Device:
 
 
 def _of_kind(named: AbstractDevice) -> list[jax.Device]:
-    """Those of this machine."""
+    """The devices of this machine that are of a kind."""
     try:
         return [
             device
@@ -106,14 +109,14 @@ def _of_kind(named: AbstractDevice) -> list[jax.Device]:
 
 
 def compute_capability() -> float | None:
-    """Of the GPU that a call is for; None where it is not for NVIDIA's."""
-    found = here()
-    if found.platform != "gpu":
+    """The compute capability of the GPU that a call is for; None where that is not NVIDIA's."""
+    device = here()
+    if device.platform != "gpu":
         return None
     try:
-        return float(found.compute_capability)
+        return float(device.compute_capability)
     except AttributeError:  # an AbstractDevice
-        family = _family(found)
+        family = _family(device)
         return family and family.capability[0] + family.capability[1] / 10
     except ValueError:  # AMD's have names
         return None
@@ -139,14 +142,14 @@ def mosaic_capability() -> float:
 
 
 def processors() -> int:
-    """Streaming multiprocessors of the GPU that a call is for, fewer for a part of a GPU; where
-    there is none, those of an H100."""
-    found = here()
-    if found.platform != "gpu":
+    """The number of streaming multiprocessors of the GPU that a call is for, fewer for a part of a
+    GPU; where there is none, an H100's."""
+    device = here()
+    if device.platform != "gpu":
         return FAMILIES["H100"].cores
-    known = getattr(found, "core_count", None) or getattr(found, "num_cores", None)
-    return known or (_family(found) or FAMILIES["H100"]).cores
+    known = getattr(device, "core_count", None) or getattr(device, "num_cores", None)
+    return known or (_family(device) or FAMILIES["H100"]).cores
 
 
-def _family(found: jax.Device | AbstractDevice) -> Family | None:
-    return next((family for word, family in FAMILIES.items() if word in found.device_kind), None)
+def _family(device: jax.Device | AbstractDevice) -> Family | None:
+    return next((family for word, family in FAMILIES.items() if word in device.device_kind), None)

@@ -27,7 +27,7 @@ NEEDED = {
 
 
 def find(module: str, name: str) -> Any:
-    """What has this name, which may have dots, in a module of jax."""
+    """The object of this name, which may have dots, in a module of jax."""
     try:
         return operator.attrgetter(name)(importlib.import_module(module))
     except (ImportError, AttributeError) as error:
@@ -49,7 +49,7 @@ ad, batching, mlir = (find("jax.interpreters", name) for name in ("ad", "batchin
 
 
 class Target(NamedTuple):
-    """What a program is lowered for."""
+    """The platforms and the mesh that a program is lowered for."""
 
     platforms: tuple[str, ...]
     is_export: bool
@@ -57,7 +57,7 @@ class Target(NamedTuple):
 
 
 def target(ctx) -> Target:
-    """From the context of a lowering rule."""
+    """Reads the target from the context of a lowering rule."""
     module = ctx.module_context
     mesh = getattr(module.axis_context, "abstract_mesh", None)
     return Target(tuple(module.platforms), module.lowering_parameters.for_export, mesh)
@@ -67,8 +67,7 @@ def target(ctx) -> Target:
 
 
 def custom_partitioning():
-    """jax's decorator; and the set of primitives that are told the devices when they are
-    lowered."""
+    """jax's decorator, and the set of primitives whose lowering is told the devices."""
     return (
         find("jax.experimental.custom_partitioning", "custom_partitioning"),
         find("jax._src.dispatch", "prim_requires_devices_during_lowering"),
@@ -76,8 +75,8 @@ def custom_partitioning():
 
 
 def partitioning_callbacks():
-    """What XLA calls back, by the names in the program; the type of each; and the type of such a
-    name."""
+    """The functions that XLA calls back, by their names in the program; their type; and the type of
+    a name."""
     return (
         find("jax._src.custom_partitioning", "_sharding_callbacks"),
         find("jax._src.custom_partitioning", "_ShardingCallbackInfo"),

@@ -45,6 +45,7 @@ def dataclass(cls=None, *, static: tuple[str, ...] = (), **options):
 
 
 def is_data(value) -> bool:
+    """Whether a field is a leaf of its pytree."""
     return value is not None and not isinstance(value, int)
 
 
@@ -54,4 +55,5 @@ def larger(a: IntLike, b: IntLike) -> IntLike:
 
 
 def smaller(a: IntLike, b: IntLike) -> IntLike:
+    """The minimum, an int where both are."""
     return min(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.minimum(a, b)

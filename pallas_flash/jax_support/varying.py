@@ -1,4 +1,4 @@
-"""Over which axes of the mesh an array varies inside of a shard_map."""
+"""The axes of the mesh over which an array varies inside of a shard_map."""
 
 from typing import Any
 
@@ -7,9 +7,9 @@ from jax import lax
 
 
 def vary_alike(tree: Any) -> Any:
-    """Inside of shard_map: all arrays vary over every axis of the mesh that one of them varies
-    over, as an operation and a loop need. What was the same on all devices gets the sum of its
-    gradients."""
+    """Lets all arrays vary over every axis of the mesh that one of them varies over, as operations
+    and loops inside of shard_map need. An array that was the same on all devices gets the sum of
+    its gradients."""
     axes = frozenset().union(*map(varying_axes, jax.tree.leaves(tree)))
 
     def vary(x):

@@ -1,4 +1,4 @@
-"""What XLA_FLAGS asks of XLA, as XLA reads it."""
+"""The flags in XLA_FLAGS, as XLA reads them."""
 
 import functools
 import os

@@ -16,14 +16,14 @@ from pallas_flash.jax_support import xla_flags
 from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.mods.score_mod import BoundScoreMod
 from pallas_flash.problem.call import Call
-from pallas_flash.tiled.online_softmax import LogBase
+from pallas_flash.problem.log_base import LogBase
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 class Gradients(NamedTuple):
-    """The gradients of a call's operands, or the operands that have one. A backward leaves the
-    sinks out: autodiff.py has theirs from lse and delta."""
+    """The gradients of a call's operands, or the operands that have one. A backward omits sinks:
+    autodiff.py computes their gradient of lse and delta."""
 
     query: jax.Array
     key: jax.Array
@@ -47,7 +47,7 @@ class Operands(NamedTuple):
     score: BoundScoreMod | None = None  # with its arrays
 
     def with_values(self, problem: "Problem") -> "Operands":
-        """The same, where the values are the keys' first columns with a copy of them."""
+        """The operands with values: a copy of the keys' first columns where there are none."""
         if self.value is not None:
             return self
         return self._replace(value=self.key[..., : problem.value_size])
@@ -59,7 +59,7 @@ class Operands(NamedTuple):
         return Gradients(self.query, self.key, self.value, self.bias, self.sinks, captured)
 
     def with_differentiable(self, new: Gradients) -> "Operands":
-        """The operands with others in place of those that have a gradient."""
+        """The operands with `new` in place of those that have a gradient."""
         arrays = new._asdict()
         captured = arrays.pop("captured")
         score = None if self.score is None else self.score.with_tables(captured)
@@ -91,43 +91,43 @@ class Problem:
     values_are_keys: bool = False  # whether the values are the keys' first columns
 
     def of_part(self, x: Operands) -> "Problem":
-        """That of a part of the operands: of some batch rows and heads."""
+        """The problem of operands with other batch rows and heads."""
         sizes = dict(batch=x.query.shape[0], heads=x.query.shape[2], kv_heads=x.key.shape[2])
         resolved_mask, score = shapes((x.resolved_mask, x.score))
         bias, mask = (None if a is None else a.shape for a in (x.bias, x.mask))
-        more = dict(
+        return dataclasses.replace(
+            self,
+            **sizes,
             bias=bias,
             mask=mask,
             resolved_mask=resolved_mask,
             score=score,
             sinks=x.sinks is not None,
         )
-        return dataclasses.replace(self, **sizes, **more)
 
     @property
     def kept(self) -> float:
-        """The part of the weights that dropout keeps."""
+        """The fraction of the weights that dropout keeps."""
         return 1 - self.dropped / dropout.LEVELS
 
     @property
     def log_base(self) -> LogBase:
-        """Of the kernels' scores."""
+        """The log base of the kernels' scores."""
         return LogBase.TWO if self.bias is None and self.score is None else LogBase.E
 
     @property
     def with_top(self) -> bool:
-        """Whether the largest score is kept beside the running maximum, which may be that of a
-        sink."""
+        """Whether rows have a largest score beside the running maximum, which may be a sink."""
         return self.max_logits and self.sinks
 
     @property
     def statistics(self) -> int:
-        """How many fields the SoftmaxState has."""
+        """The number of fields of the SoftmaxState."""
         return 2 + self.with_top
 
     @property
     def group(self) -> int:
-        """How many query heads share a key/value head."""
+        """The number of query heads that share a key/value head."""
         return self.heads // self.kv_heads
 
     def __str__(self):
@@ -215,20 +215,20 @@ def normalise(call: Call) -> tuple[Problem, Operands]:
 
 
 def visible(sizes: Sizes, call: Call) -> ResolvedMask:
-    """What all arguments but a dense mask let the queries see."""
-    found: list[masks.Mask] = [masks.Causal()] if call.is_causal else []
+    """The conjunction of all masks but a dense one: the keys that queries see."""
+    parts: list[masks.Mask] = [masks.Causal()] if call.is_causal else []
     if call.local_window_size is not None:
-        found.append(call.local_window_size)
+        parts.append(call.local_window_size)
     if call.query_seq_lengths is not None:
         lengths = sizes.ints("query_seq_lengths", call.query_seq_lengths, "B")
-        found.append(masks.QueryLengths(lengths))
+        parts.append(masks.QueryLengths(lengths))
     if call.key_value_seq_lengths is not None:
         lengths = sizes.ints("key_value_seq_lengths", call.key_value_seq_lengths, "B")
-        found.append(masks.KeyLengths(lengths))
+        parts.append(masks.KeyLengths(lengths))
     B, T, S = (sizes.of[c] for c in "BTS")
-    found += _documents(sizes, call.query_segment_ids, call.key_value_segment_ids, T == S)
-    found += _mask_parts(sizes, call)
-    return masks.resolve(found, B, T, S, sizes.offset(call.query_offset))
+    parts += _documents(sizes, call.query_segment_ids, call.key_value_segment_ids, T == S)
+    parts += _mask_parts(sizes, call)
+    return masks.resolve(parts, B, T, S, sizes.offset(call.query_offset))
 
 
 def bind_score_mod(sizes: Sizes, call: Call, dtype) -> BoundScoreMod:
@@ -255,11 +255,11 @@ def arrays(call: Call):
     """query, key and value, with matching dtypes and shapes; the value is None where it is the
     keys' first columns."""
     query, key = checks.array("query", call.query), checks.array("key", call.key)
-    found = dict(query=query, key=key)
+    named = dict(query=query, key=key)
     if not checks.values_are_keys(call.value_size, key, call.value):
-        found["value"] = checks.array("value", call.value)
-    value = found.get("value")
-    for name, x in found.items():
+        named["value"] = checks.array("value", call.value)
+    value = named.get("value")
+    for name, x in named.items():
         if str(x.dtype) not in DTYPES:
             raise TypeError(
                 f"{name} must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}; got {x.dtype}. Cast it "
@@ -306,7 +306,7 @@ def arrays(call: Call):
 
 
 def _joined_heads(shape: tuple[int, ...]) -> str:
-    """What a query of three axes is told, whose last one may be that of all heads."""
+    """A hint for a query of three axes, the last of which may be that of all heads."""
     return (
         f" A query {shape} is read as [T, N, H]; reshape [B, T, N * H] to [B, T, N, H]."
         if len(shape) == 3
@@ -315,15 +315,15 @@ def _joined_heads(shape: tuple[int, ...]) -> str:
 
 
 def _swapped(T, N: int, S, K: int) -> bool:
-    """Whether these numbers make sense the other way: T and S heads, fewer than the N queries and K
-    keys. In self-attention T % S says nothing."""
+    """Whether the axes of lengths and heads look swapped: T and S could be heads, fewer than N
+    queries and K keys. In self-attention T % S says nothing."""
     are_static = isinstance(T, int) and isinstance(S, int)
     return are_static and 0 < S < K and T < N and T % S == 0
 
 
 def _times(query, factors, resolved_mask: ResolvedMask):
-    """query [B, T, N, H] times factors [N], or one for all heads, rounded to its own dtype; None
-    leaves it."""
+    """The product of query [B, T, N, H] and factors [N], or one for all heads, rounded to query's
+    dtype; factors None: query."""
     if factors is None:
         return query
     valid = resolved_mask.valid(jnp.arange(query.shape[1], dtype=jnp.int32))

@@ -53,7 +53,8 @@ def _ints(name: str, x):
 
 
 def kinds(call) -> dict[str, Static | Data]:
-    """Whether each argument of a call, or of its class, is static or data; its check or axes."""
+    """The kind of each argument of a call, or of its class: static with its check, or data with its
+    axes."""
     return {field.name: field.type.__metadata__[0] for field in dataclasses.fields(call)}
 
 
@@ -67,8 +68,8 @@ def _register(cls):
 @_register
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """The arguments of `flash_attention` but return_residual, in its order; then what a sharded
-    call computed from some of them."""
+    """The arguments of `flash_attention` in its order, without return_residual; then values that a
+    sharded call computes of them."""
 
     query: Annotated[Any, Data("BTNH")] = None
     key: Annotated[Any, Data("BSKH")] = None
@@ -96,9 +97,9 @@ class Call:
     # without a value: how many of the keys' columns are the values
     value_size: Annotated[int | None, Static(checks.value_size)] = None
 
-    # those of dropout_rng, of all batch rows and heads
+    # the seeds that dropout_rng gives all batch rows and heads
     dropout_seeds: Annotated[Any, Data("BNC")] = None
-    # all masks but a dense one, of a caller that has all rows
+    # all masks but a dense one, from a caller that has all rows
     resolved_mask: Annotated[Any, Data()] = None
 
     def __post_init__(self):
@@ -117,7 +118,7 @@ class Call:
         return dataclasses.replace(self, **arguments)
 
     def canonicalize(self) -> Self:
-        """Lists as arrays, and integers as int32: jax would cut off what is wider."""
+        """The call with lists as arrays, and integers as int32: jax would truncate wider ones."""
         new = {
             name: kind.canonicalize(name, getattr(self, name))
             for name, kind in kinds(self).items()
@@ -159,5 +160,5 @@ AXES: dict[str, str] = {
 
 
 def is_data(x) -> bool:
-    """Whether it is a dynamic array: NumPy's scalars are static."""
+    """Whether an argument is a dynamic array: NumPy's scalars are static."""
     return isinstance(x, jax.Array) or (checks.is_array(x) and len(x.shape) > 0)

@@ -1,45 +1,16 @@
-"""The arguments of `flash_attention` as type checkers know them, and a signature as help() shows
-it, line by line."""
+"""Types that the public functions share, and a signature as help() shows it, line by line."""
 
 import inspect
 from collections.abc import Callable
-from typing import Literal, TypedDict
+from typing import Literal
 
-from jaxtyping import Array, Float, Int
-
-from pallas_flash.checks import AnyArray
-from pallas_flash.context_parallel import Context
-from pallas_flash.dropout import Shared
+from jaxtyping import Array
 
 Implementation = Literal[
     "hopper", "ampere", "triton", "blockwise", "reference", "flash1", "standard", "xla", "cudnn"
 ]
 # (score, b, h, q_idx, kv_idx) -> score
 ScoreMod = Callable[[Array, Array, Array, Array, Array], Array]
-
-
-class Options(TypedDict, total=False):
-    """The arguments of `flash_attention` that are named and do not change what it returns: the type
-    of a dict `options` in `flash_attention(query, key, value, **options)`. Of a dict[str, Any] a
-    type checker cannot know what the call returns."""
-
-    scale: float | Float[AnyArray, "..."] | None
-    is_causal: bool
-    query_seq_lengths: Int[AnyArray, "*B"] | None
-    key_value_seq_lengths: Int[AnyArray, "*B"] | None
-    local_window_size: int | tuple[int | None, int | None] | None
-    implementation: Implementation | None
-    query_offset: int | Int[AnyArray, "*#B"]
-    query_segment_ids: Int[AnyArray, "*B T"] | None
-    key_value_segment_ids: Int[AnyArray, "*B S"] | None
-    logits_soft_cap: float | None
-    sinks: Float[AnyArray, "N"] | None
-    dropout_rate: float
-    dropout_rng: Array | Shared | None
-    deterministic: bool | None
-    context: Context | None
-    score_mod: ScoreMod | None
-    value_size: int | None
 
 
 class _InLines(inspect.Signature):

@@ -7,9 +7,7 @@ the ends of float32 stay in base e, and so do XLA's scores, since XLA turns an e
 and an exp.
 """
 
-import enum
 import functools
-import math
 import operator
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -18,38 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-LOG2E = math.log2(math.e)
-LN2 = math.log(2.0)
+from pallas_flash.problem.log_base import LOG2E, LogBase
+
 # the maximum of no score; finite, so that no row needs a guard against inf - inf
 LOWEST = float(jnp.finfo(jnp.float32).min)
-
-
-class LogBase(enum.Enum):
-    """The base b of scores s: P = b^(s - lse). A score is its logit times log_b e."""
-
-    TWO = LOG2E
-    E = 1.0
-
-    @property
-    def log_e(self) -> float:
-        """log_b e."""
-        return self.value
-
-    def power(self, x):
-        """b^x, by an exp2."""
-        return jnp.exp2(x if self is LogBase.TWO else x * (LOG2E / self.log_e))
-
-    def log(self, x):
-        """log_b x, by a log2."""
-        return jnp.log2(x) if self is LogBase.TWO else jnp.log2(x) * (self.log_e / LOG2E)
-
-    def from_e(self, x):
-        """Logits as scores."""
-        return x if self is LogBase.E else x * self.log_e
-
-    def to_e(self, s):
-        """Scores as logits."""
-        return s if self is LogBase.E else s / self.log_e
 
 
 class SoftmaxState(NamedTuple):

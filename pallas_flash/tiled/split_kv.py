@@ -13,8 +13,9 @@ import jax.numpy as jnp
 
 from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.problem.arguments import Operands, Problem, shapes
+from pallas_flash.problem.log_base import LogBase
 from pallas_flash.tiled import online_softmax, schedule
-from pallas_flash.tiled.online_softmax import LogBase, SoftmaxState
+from pallas_flash.tiled.online_softmax import SoftmaxState
 
 MAX_ROWS = 64  # of one tile
 WIDE = 256  # head size

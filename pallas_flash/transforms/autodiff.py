@@ -1,10 +1,11 @@
 """Attention and its derivatives: a jax.custom_vjp ties the forward to the backward, and an equation
 around it adds forward mode.
 
-Of a custom_vjp JAX makes its forward and an equation that is linear in the tangents, whose
-transpose is the backward, and which cannot be evaluated. `Attention` has the same rule, with a
-linear equation that a kernel evaluates, `Tangent`: so its gradient is the custom_vjp's, and there
-is a jax.jvp too. What an implementation has no kernel for is blockwise's.
+JAX turns a custom_vjp into its forward and an equation that is linear in the tangents. The
+transpose of this equation is the backward, but the equation itself cannot be evaluated. `Attention`
+has the same rule with a linear equation that a kernel evaluates, `Tangent`: its gradient is the
+custom_vjp's, and there is a jax.jvp too. Blockwise computes what an implementation has no kernel
+for.
 """
 
 import dataclasses
@@ -17,11 +18,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from pallas_flash.choose.backends import BLOCKWISE, Choice
 from pallas_flash.jax_support.varying import vary_alike
 from pallas_flash.problem.arguments import Gradients, Operands, Problem
+from pallas_flash.problem.backend import Choice
+from pallas_flash.problem.log_base import LogBase
 from pallas_flash.tiled import blockwise, online_softmax
-from pallas_flash.tiled.online_softmax import DeltaTerms, LogBase, RowScale, SoftmaxState
+from pallas_flash.tiled.blockwise.backend import BLOCKWISE
+from pallas_flash.tiled.online_softmax import DeltaTerms, RowScale, SoftmaxState
 from pallas_flash.transforms import derivative_modes, equation
 from pallas_flash.transforms.linear_maps import LinearMap, floats
 
@@ -34,8 +37,8 @@ class Residuals(NamedTuple):
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def attend(problem: Problem, choice: Choice, operands: Operands):
-    """o [B, T, N, Hv] in the query's dtype and lse [B, N, T] in float32, both differentiable, and
-    the largest logits [B, N, T], None if they are not asked for."""
+    """Attention: o [B, T, N, Hv] in the query's dtype and lse [B, N, T] in float32, both
+    differentiable; and the largest logits [B, N, T], or None if they are not requested."""
     x = vary_alike(operands).with_values(problem)
     if choice.reverse_only:
         x = _map_floats(derivative_modes.reverse_only, x)
@@ -53,7 +56,7 @@ def attend(problem: Problem, choice: Choice, operands: Operands):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def attention(problem: Problem, choice: Choice, x: Operands):
-    """o [B, T, N, Hv] in the query's dtype, and the SoftmaxState [B, N, T]."""
+    """The forward: o [B, T, N, Hv] in the query's dtype, and the SoftmaxState [B, N, T]."""
     return choice.backend.forward(problem, choice.tiles, x)
 
 
@@ -74,8 +77,8 @@ def _backward(problem, choice, residuals, cotangents):
     log_base = choice.backend.log_base(problem)
     dlse = log_base.from_e(dstats.m) if stats.l is None else stats.l * dstats.l
     wanted = jax.tree.map(lambda _: True, residuals.operands.differentiable)
-    found = Gradient(problem, choice.for_gradient(), wanted).run(residuals, (do, dlse))
-    return (jax.tree.map(lambda _: None, residuals.operands).with_differentiable(found),)
+    gradient = Gradient(problem, choice.for_gradient(), wanted).run(residuals, (do, dlse))
+    return (jax.tree.map(lambda _: None, residuals.operands).with_differentiable(gradient),)
 
 
 attention.defvjp(_forward, _backward)
@@ -103,7 +106,7 @@ class Attention(equation.Equation):
         return self.choice.backend.results_like(self.problem, x)
 
     def push(self, args, tangents):
-        """JAX's own rule for a custom_vjp, written out."""
+        """JAX's rule for a custom_vjp, written out."""
         choice, dx = self.choice.for_gradient(), tangents[0].differentiable
         (o, stats), residuals = _forward(self.problem, choice, *args)
         dstats = jax.tree.map(jnp.zeros_like, stats)
@@ -116,18 +119,18 @@ class Attention(equation.Equation):
         return (o, stats), (do, dstats._replace(l=stats.l * dlse))
 
     def pull(self, args, cotangents):
-        """It is linear in the values; the gradient by them does not depend on them."""
+        """The transpose by the values, in which attention is linear."""
         choice, (x,) = self.choice.for_gradient(), args
         _, residuals = _forward(self.problem, choice, x)
         none = jax.tree.map(lambda _: False, x.differentiable)
-        gradient = Gradient(self.problem, choice, none._replace(value=True))
-        found = gradient(residuals, (cotangents[0], jnp.zeros_like(residuals.stats.m)))
-        return (jax.tree.map(lambda _: None, x)._replace(value=found.value),)
+        of_value = Gradient(self.problem, choice, none._replace(value=True))
+        gradient = of_value(residuals, (cotangents[0], jnp.zeros_like(residuals.stats.m)))
+        return (jax.tree.map(lambda _: None, x)._replace(value=gradient.value),)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Map(LinearMap):
-    """Of an implementation; JAX can differentiate blockwise's."""
+    """A linear map by an implementation's pass; JAX differentiates only blockwise's."""
 
     problem: Problem
     choice: Choice
@@ -146,7 +149,7 @@ class _Map(LinearMap):
 
 @dataclasses.dataclass(frozen=True)
 class Tangent(_Map):
-    """Of o [B, T, N, Hv] and lse [B, N, T], by the tangents of the operands that have some."""
+    """Maps the tangents of the operands to those of o [B, T, N, Hv] and lse [B, N, T]."""
 
     def run(self, residuals: Residuals, x: Gradients):
         backend, tiles = self.choice.backend, self.choice.tiles
@@ -182,7 +185,7 @@ class Tangent(_Map):
 
 @dataclasses.dataclass(frozen=True)
 class Gradient(_Map):
-    """Of the operands named in `wanted`, by the cotangents of o and lse."""
+    """Maps the cotangents of o and lse to the gradients of the operands named in `wanted`."""
 
     wanted: Gradients  # of bools
 
@@ -221,8 +224,8 @@ def _second(tangent: Tangent, residuals: Residuals, dx: Gradients, cotangents):
             weights = sink_weights(sinks, rows._replace(inverse_sum=inverse_sum))
             return -jnp.sum((along - dlse) * weights * delta)
 
-        of_sinks, more = jax.grad(of_sinks, argnums=(0, 1))(operands.sinks, rows.inverse_sum)
-        gradients, of_sum = gradients._replace(sinks=of_sinks), of_sum + more
+        by_each = jax.grad(of_sinks, argnums=(0, 1))(operands.sinks, rows.inverse_sum)
+        gradients, of_sum = gradients._replace(sinks=by_each[0]), of_sum + by_each[1]
     of_l = jnp.where(stats.empty, 0.0, -of_sum * jnp.square(rows.inverse_sum))
     zeros = jax.tree.map(jnp.zeros_like, residuals)
     zeros = zeros._replace(operands=zeros.operands.with_differentiable(gradients))
@@ -238,15 +241,15 @@ def _second(tangent: Tangent, residuals: Residuals, dx: Gradients, cotangents):
 
 
 def checkpoint_names(o, stats: SoftmaxState, name: Callable = checkpoint_name):
-    """Both, so that a policy of jax.checkpoint can keep them: the backward needs nothing else that
-    is costly."""
+    """Names o and the row statistics, so that a policy of jax.checkpoint can save them: the
+    backward needs no other costly result."""
     stats = jax.tree.map(lambda x: name(x, "flash_attention_lse"), stats)
     return name(o, "flash_attention_out"), stats
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _name_in_derivatives(x, name: str):
-    """x; `checkpoint_name` has neither a transpose nor a rule of jet."""
+    """Returns x, named in derivatives alone: `checkpoint_name` has no transpose and no jet rule."""
     return x
 
 
@@ -256,9 +259,8 @@ def _(name, primals, tangents):
 
 
 def lse_and_largest(log_base: LogBase, problem: Problem, operands: Operands, stats: SoftmaxState):
-    """The log-sum-exp of the logits [B, N, T], which is the sink where that lies beyond the ends of
-    the log base; and the largest logit, which has no derivative, or None where it is not asked
-    for."""
+    """The log-sum-exp of the logits [B, N, T], which is the sink where that lies beyond float32 in
+    the log base; and the largest logit, without a derivative, or None where it is not requested."""
     lse = stats.lse(log_base)
     if operands.sinks is not None:
         sinks = operands.sinks[None, :, None]
@@ -270,7 +272,7 @@ def lse_and_largest(log_base: LogBase, problem: Problem, operands: Operands, sta
 
 @jax.custom_jvp
 def _with_tangent_of(lse, value):
-    """The value; its derivative is that of lse."""
+    """Returns the value, with the derivative of lse."""
     return value
 
 
@@ -280,22 +282,22 @@ def _(primals, tangents):
 
 
 def gradients(problem: Problem, choice: Choice, residuals, cotangents) -> Gradients:
-    """Of the operands, by the cotangents of o and lse; `residuals` are the operands, o and the
-    SoftmaxState."""
+    """Gradients of the operands by the cotangents of o and lse; `residuals` are the operands, o and
+    the SoftmaxState."""
     operands = residuals[0]
     lse, do, delta = prepare_cotangents(problem, choice, residuals, cotangents)
-    found = choice.backend.backward(problem, choice.tiles, operands, lse, do, delta)
+    gradients = choice.backend.backward(problem, choice.tiles, operands, lse, do, delta)
     if operands.sinks is None:
-        return found
+        return gradients
     rows = lse if isinstance(lse, RowScale) else RowScale(lse, 1.0, None)
     weights = sink_weights(operands.sinks, rows, choice.backend.log_base(problem))
     of_sinks = -jnp.sum(weights * delta, axis=(0, 2)).astype(operands.sinks.dtype)
-    return found._replace(sinks=of_sinks)
+    return gradients._replace(sinks=of_sinks)
 
 
 def prepare_cotangents(problem: Problem, choice: Choice, residuals, cotangents):
-    """What the backward takes of each row: lse in the form of the backend, do, and delta or its
-    terms."""
+    """The arrays of each row that the backward takes: lse in the backend's form, do, and delta or
+    its terms."""
     (operands, o, stats), (do, dlse) = residuals, cotangents
     do, dlse = zero_padded_rows(operands, do, dlse)
     wide, log_base = stats.m.dtype, choice.backend.log_base(problem)
@@ -304,11 +306,10 @@ def prepare_cotangents(problem: Problem, choice: Choice, residuals, cotangents):
         lse, factor = stats.row_scale(dlse), None
     else:
         lse, factor = stats.backward_lse(log_base)
-    # P = factor * b^(s - lse) meets do alone, and what is made of do: so do takes the factor
+    # P = factor * b^(s - lse) multiplies do alone, and what is made of do: so do takes the factor
     if factor is not None:
         dlse = dlse * factor
-    # P is dropped and divided by the part that is kept where it meets do: so do takes the divisor
-    # too
+    # dropout divides P by the fraction that it keeps where P multiplies do: so do takes the divisor
     if problem.dropped:
         factor = jnp.ones_like(stats.m) / problem.kept if factor is None else factor / problem.kept
     if factor is not None:
@@ -323,8 +324,8 @@ def prepare_cotangents(problem: Problem, choice: Choice, residuals, cotangents):
 
 
 def zero_padded_rows(operands: Operands, do, dlse):
-    """do [B, T, N, Hv] and dlse [B, N, T] with 0 for queries beyond their lengths, of which all may
-    be NaN. Without sinks these have no lse, and need it not."""
+    """do [B, T, N, Hv] and dlse [B, N, T] with 0 for queries beyond their lengths, which may be
+    NaN. Without sinks these rows have no lse, and need no zeros."""
     valid = operands.resolved_mask.valid(jnp.arange(do.shape[1], dtype=jnp.int32))
     if operands.sinks is None or valid is None:
         return do, dlse
@@ -332,13 +333,13 @@ def zero_padded_rows(operands: Operands, do, dlse):
 
 
 def sink_weights(sinks, rows: RowScale, log_base: LogBase = LogBase.E):
-    """The weights [B, N, T] of the sinks: of logits with the value 0, of which each row has one."""
-    # as in online_softmax.start a maximum parts product and difference: one multiply-add would
-    # round otherwise than lse did
+    """The softmax weights [B, N, T] of the sinks, the logits that each row has one of."""
+    # as in online_softmax.start, a maximum separates product and difference: a multiply-add would
+    # round differently from lse
     s = jnp.where(sinks == -jnp.inf, sinks, online_softmax.finite(log_base.from_e(sinks)))
     return log_base.power(s[None, :, None] - rows.m) * rows.inverse_sum
 
 
 def _map_floats(identity: Callable, x: Operands) -> Operands:
-    """The operands, of which those that have derivatives went through."""
+    """The operands with `identity` applied to the differentiable ones."""
     return x.with_differentiable(identity(x.differentiable))

@@ -1,5 +1,5 @@
-"""Identities that let derivatives through in one mode alone, or in none, and raise elsewhere with
-what to do."""
+"""Identities with derivatives in one mode alone, or in none; elsewhere they raise, and say what to
+do."""
 
 import dataclasses
 
@@ -26,9 +26,9 @@ NO_FIRST = (
 
 @dataclasses.dataclass(frozen=True)
 class Identity(Equation):
-    """x, whose tangents raise where they are computed (`no_forward`) or transposed (`no_reverse`);
-    at once, if in both. All of a tree go together: a tangent that is zero and static would be
-    computed before the others."""
+    """Returns x, whose tangents raise where they are computed (`no_forward`) or transposed
+    (`no_reverse`); with both, at once. A tree is one equation, since a tangent that is zero and
+    static would be computed before the others."""
 
     primitive = primitive("flash_attention_identity")
     has_kernels = False
@@ -49,7 +49,7 @@ class Identity(Equation):
             raise NotImplementedError(self.no_forward)
         (x,), (dx,) = args, tangents
         dx = jax.tree.map(lambda a, da: jnp.zeros_like(a) if da is None else da, x, dx)
-        # x comes out as it went in: what differentiates that too goes around this
+        # x is returned unchanged: a derivative of higher order passes around this equation
         return x, Tangents(self.no_forward, self.no_reverse)(dx)
 
 

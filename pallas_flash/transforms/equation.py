@@ -32,23 +32,23 @@ NO_JET = (
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """run(*args) of trees of arrays, and what vmap, jvp and lowering make of it: the same as of the
-    jaxpr of `run`, where a subclass does not say otherwise. Rules are hashable, and a parameter of
-    the equation beside its `jaxpr`, which is None until it is lowered where that is enough, its
-    `in_tree` and its `out_tree`."""
+    """run(*args) of trees of arrays, and its rules for vmap, jvp and lowering. By default they act
+    on the jaxpr of `run`; subclasses override. Rules are hashable: a parameter of the equation
+    beside its `in_tree`, `out_tree`, and `jaxpr`, which is None where it is traced only when
+    lowered."""
 
     primitive: ClassVar[Primitive]
     has_kernels: ClassVar[bool] = True
-    # the in_axes of the leaves in each vmap around it, the innermost first. All of the vmaps map
-    # the results, whose first axes are those of the vmaps, the outermost first
+    # the in_axes of the leaves in each vmap around it, the innermost first. The results begin with
+    # an axis for each vmap, the outermost first
     maps: tuple[tuple[int | None, ...], ...] = dataclasses.field(default=(), kw_only=True)
 
     def run(self, *args):
         raise NotImplementedError
 
     def results_like(self, *args):
-        """Arrays of the shapes and dtypes of what `run` returns, at no cost; `run` is then traced
-        when it is lowered. None: unknown."""
+        """Arrays of the shapes and dtypes of run's results, without tracing it; `run` is then
+        traced when it is lowered. None: unknown."""
 
     def bind(self, *args):
         """run(*args) as one equation."""
@@ -65,11 +65,10 @@ class Rules:
     __call__ = bind
 
     def _bind(self, leaves, jaxpr, avals, **trees) -> list:
-        traced = jaxpr
-        # jax's GPU interpreter has effects
-        if jaxpr is None and hardware.interpret is not None and self.has_kernels:
-            traced = jax.make_jaxpr(self.flat(**trees))(*leaves)
-        effects = frozenset(() if traced is None else traced.effects)
+        if jaxpr is not None:
+            effects = frozenset(jaxpr.effects)
+        else:  # those of jax's GPU interpreter
+            effects = hardware.interpret_effects if self.has_kernels else frozenset()
         known = dict(jaxpr=jaxpr, avals=tuple(avals), eqn_effects=effects)
         return self.primitive.bind(*leaves, rules=self, **known, **trees)
 
@@ -77,15 +76,15 @@ class Rules:
         """The rules under one more vmap."""
         return dataclasses.replace(self, maps=(*self.maps, in_axes))
 
-    def vmap(self, f: Callable, *more: tuple) -> Callable:
-        """f(*leaves, *others), of one call, under the vmaps around the equation; `more` are the
-        in_axes of the others in each of them."""
-        for in_axes, others in zip(self.maps, more or [()] * len(self.maps), strict=True):
+    def vmap(self, f: Callable, *other_axes: tuple) -> Callable:
+        """f(*leaves, *others) of one call under the vmaps around the equation, each of which has
+        in_axes of the others in `other_axes`."""
+        for in_axes, others in zip(self.maps, other_axes or [()] * len(self.maps), strict=True):
             f = jax.vmap(f, (*in_axes, *others))
         return f
 
     def flat(self, function: Callable | None = None, *, in_tree, **_) -> Callable:
-        """`run`, or another function of the same args, of leaves, under the vmaps."""
+        """`run`, or another function of its args, as a function of leaves under the vmaps."""
         f = self.run if function is None else function
         return self.vmap(lambda *leaves: jax.tree.leaves(f(*jax.tree.unflatten(in_tree, leaves))))
 
@@ -106,7 +105,7 @@ class Rules:
 
     @property
     def no_jet(self) -> str:
-        """Why jax.experimental.jet does not take it."""
+        """The reason why jax.experimental.jet refuses it."""
         return NO_JET
 
     def lower(self, ctx, *leaves, **parameters):
@@ -116,15 +115,15 @@ class Rules:
 
 @dataclasses.dataclass(frozen=True)
 class Equation(Rules):
-    """Rules with derivatives of their own, said for one call: jax maps them."""
+    """Rules with derivatives, which subclasses write for one call: jax maps them."""
 
     def push(self, args: tuple, tangents: tuple):
-        """The results and their tangents; of `tangents`, trees as `args`, None is zero."""
+        """The results and their tangents; `tangents` are trees like `args`, where None is zero."""
         raise NotImplementedError
 
     def pull(self, args: tuple, cotangents) -> tuple:
         """The cotangents of the args in which it is linear, by those of the results; None for the
-        others. The former are zeros in `args`."""
+        other args. The linear ones are zeros in `args`."""
         raise NotImplementedError
 
     def jvp(self, primals, tangents, *, in_tree, **_):
@@ -149,20 +148,20 @@ class Equation(Rules):
 
         def pull(*leaves):
             args = jax.tree.unflatten(in_tree, leaves[: len(is_linear)])
-            found = one.pull(args, jax.tree.unflatten(out_tree, leaves[len(is_linear) :]))
-            found = list(itertools.compress(in_tree.flatten_up_to(found), is_linear))
-            if any(a is None for a in found):
+            pulled = one.pull(args, jax.tree.unflatten(out_tree, leaves[len(is_linear) :]))
+            pulled = list(itertools.compress(in_tree.flatten_up_to(pulled), is_linear))
+            if any(a is None for a in pulled):
                 raise NotImplementedError(NOT_LINEAR)
-            return found
+            return pulled
 
         of_results = [(0,) * len(cotangents)] * len(self.maps)
         cotangents = map(ad.instantiate_zeros, cotangents)
-        found = iter(self.vmap(pull, *of_results)(*map(zero, leaves), *cotangents))
+        new = iter(self.vmap(pull, *of_results)(*map(zero, leaves), *cotangents))
 
         def summed(n):
-            """What several calls of a vmap share gets the sum of their cotangents."""
+            """Sums the cotangents of a leaf over the vmaps that share it."""
             shared = [len(self.maps) - 1 - i for i, axes in enumerate(self.maps) if axes[n] is None]
-            return jnp.sum(next(found), shared) if shared else next(found)
+            return jnp.sum(next(new), shared) if shared else next(new)
 
         return [summed(n) if is_ else None for n, is_ in enumerate(is_linear)]
 
@@ -175,7 +174,7 @@ def is_float(x) -> bool:
 
 
 def primitive(name: str, has_transpose: bool = False) -> Primitive:
-    """A primitive of equations with rules."""
+    """A new primitive, whose equations have Rules."""
     new = Primitive(name)
     new.multiple_results = True
     new.def_impl(_run)
@@ -192,7 +191,7 @@ def primitive(name: str, has_transpose: bool = False) -> Primitive:
 
 
 def as_function(*, rules: Rules, jaxpr, **parameters) -> Callable:
-    """What an equation with these parameters computes, of its leaves."""
+    """The function of leaves that an equation with these parameters computes."""
     return rules.flat(**parameters) if jaxpr is None else jaxpr_as_fun(jaxpr)
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,13 +14,13 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from pallas_flash.choose import backends, selection
-from pallas_flash.choose.backends import Choice, Pass, blockwise_tangent
 from pallas_flash.devices import sharding
 from pallas_flash.devices.shared_arrays import operand_axes, rows_axes, with_indices
 from pallas_flash.jax_support import hardware
 from pallas_flash.problem.arguments import Operands, Problem
+from pallas_flash.problem.backend import Choice, Pass, trace_now
 from pallas_flash.tiled import blockwise
+from pallas_flash.tiled.blockwise.backend import blockwise_tangent
 from pallas_flash.tiled.online_softmax import DeltaTerms, RowScale
 from pallas_flash.transforms import lowering
 
@@ -34,8 +35,10 @@ class KernelPass(lowering.ByPlatform, Pass):
     """A pass that is the equation of a problem wherever it is called."""
 
     takes_delta_terms = True
-    # whose axes a vmap may go over (Explicit), or XLA's partitioner may spread the pass over (Auto)
+    # of Explicit axes a vmap may map one; over Auto axes XLA's partitioner may spread the pass
     mesh: AxisType | None
+    # the tangent of kernels that nobody requested: checked where it is first asked for
+    checked_tangent: Callable
     problem: Problem | None = None
     tiles: Any = None
 
@@ -49,7 +52,7 @@ class KernelPass(lowering.ByPlatform, Pass):
         if self.mesh is AxisType.Auto:  # the partitioned equation is around another
             run = self.on_device
         elif self.name == "tangent" and not self.is_requested:
-            run = functools.partial(selection.checked_tangent, self.backend)
+            run = functools.partial(self.checked_tangent, self.backend)
         else:
             run = self.inner
         return functools.partial(run, self.problem, self.tiles)
@@ -60,12 +63,12 @@ class KernelPass(lowering.ByPlatform, Pass):
 
     @property
     def on_device(self) -> "KernelPass":
-        """That of one device of the mesh."""
+        """The pass on one device of the mesh."""
         return dataclasses.replace(self, mesh=None, maps=())
 
     def axes(self, arrays, in_tree) -> tuple:
-        """The operands, and what else the pass takes, with a letter for each axis in place of each
-        array; the arrays have the axes of the vmaps too."""
+        """The operands and the pass's other arguments with a string in place of each array: a
+        letter for each axis. The arrays have the axes of the vmaps too."""
         mapped = lambda n: sum(axes[n] is not None for axes in self.maps)
         like = lambda n, x: jax.ShapeDtypeStruct(x.shape[mapped(n) :], x.dtype)
         operands, *rows = jax.tree.unflatten(in_tree, list(map(like, itertools.count(), arrays)))
@@ -106,10 +109,10 @@ class KernelPass(lowering.ByPlatform, Pass):
         return mapped(*leaves)
 
     def _merge(self, size: int, leaves, in_axes, in_tree) -> list | None:
-        """What one call takes that does what `size` calls do; None if that would copy what they
-        share of query, key and value, or of a bias or mask of several batch rows; or if each call
-        has an array, or the gradient of one, that belongs to none of its batch rows: sinks, what a
-        rule reads. Many tangents at one place are worth the copies."""
+        """The arguments of one call that does what `size` calls do. None if merging would copy a
+        query, key or value that they share, or a bias or mask of several batch rows; or if each
+        call has an array without batch rows, or its gradient: sinks, arrays of a rule. Many
+        tangents at one place are worth the copies."""
         if self.maps or self.backend.is_dense:
             return None
         is_mapped = [axis == 0 for axis in in_axes]
@@ -168,7 +171,9 @@ class KernelPass(lowering.ByPlatform, Pass):
 # ---- around a choice ----
 
 
-def wrap(choice: Choice, operands: Operands, is_requested: bool) -> Choice:
+def wrap(
+    choice: Choice, operands: Operands, is_requested: bool, checked_tangent: Callable
+) -> Choice:
     """The choice, each pass a `KernelPass` on the mesh that the operands lie on. The reference is
     products and sums, which vmap maps and XLA's partitioner cuts by themselves."""
     mesh, is_dense = None, choice.backend.is_dense
@@ -178,10 +183,11 @@ def wrap(choice: Choice, operands: Operands, is_requested: bool) -> Choice:
         mesh = AxisType.Auto
     if is_dense and mesh is None:
         return choice
-    choice = choice.wrap(KernelPass, is_requested, hardware.here().platform != "gpu", mesh)
+    traced_without_gpu = hardware.here().platform != "gpu"
+    choice = choice.wrap(KernelPass, is_requested, traced_without_gpu, mesh, checked_tangent)
     if mesh is AxisType.Auto:
         # jax looks into the jaxpr of a program for equations whose lowering needs the devices
-        return choice._replace(backend=choice.backend._replace(results_like=backends.unknown))
+        return choice._replace(backend=choice.backend._replace(results_like=trace_now))
     return choice._replace(reverse_only=mesh is AxisType.Explicit)
 
 

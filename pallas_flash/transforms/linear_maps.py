@@ -1,9 +1,8 @@
-"""Operations that are linear in some of their arrays, in every mode of differentiation: each is one
-equation of a jaxpr, which has a transpose, and derivatives with respect to the other arrays, of its
-own.
+"""Operations that are linear in some of their arrays, in every mode of differentiation. Each is one
+equation of a jaxpr with a transpose, and with derivatives by its other arrays.
 
-JAX transposes a jaxpr equation by equation, and a loop of unknown length not at all; here a whole
-loop is transposed at once, by a formula.
+JAX transposes a jaxpr equation by equation, and cannot transpose a loop of unknown length; here a
+formula transposes a whole loop at once.
 """
 
 import dataclasses
@@ -29,12 +28,12 @@ class LinearMap(Equation):
     primitive = primitive("flash_attention_linear", has_transpose=True)
 
     def transposed(self, x) -> "LinearMap":
-        """The transposed map, with the same residuals: of cotangents of the results, to those of
-        the arrays that x has."""
+        """The transposed map, with the same residuals: maps cotangents of the results to cotangents
+        of x."""
         raise NotImplementedError
 
     def differentiable(self, residuals) -> tuple["LinearMap", Any]:
-        """The map as JAX can differentiate it, and its residuals."""
+        """A map that JAX can differentiate, and its residuals."""
         return self, residuals
 
     def vjp_of_residuals(self, residuals, x, cotangents) -> list:
@@ -65,7 +64,8 @@ class LinearMap(Equation):
 
 @dataclasses.dataclass(frozen=True)
 class Derivative(LinearMap):
-    """The derivative of a map with respect to its residuals: of the tangents of their floats."""
+    """The derivative of a map by its residuals: maps tangents of their floats to those of
+    results."""
 
     of: LinearMap
 
@@ -107,6 +107,6 @@ def floats(tree) -> list:
 
 
 def _with_floats(tree, floats: list):
-    """The tree with others in place of its float arrays."""
+    """The tree with `floats` in place of its float arrays."""
     new = iter(floats)
     return jax.tree.map(lambda x: next(new) if is_float(x) else x, tree)

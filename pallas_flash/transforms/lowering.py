@@ -1,9 +1,8 @@
-"""A call traced for a GPU, in a program that is lowered for another device: kernels on a GPU, else
-"blockwise".
+"""Lowers a call that was traced for a GPU: kernels on a GPU, and "blockwise" on other platforms.
 
-Within jit it is unknown on which device the program will run. A call that finds a GPU while tracing
-takes its kernels; blockwise replaces them when the program is lowered for another platform, and is
-traced only then.
+Within jit the device that will run the program is unknown. A call that is traced where a GPU is the
+default takes its kernels; blockwise replaces them in a program that is lowered for another
+platform, and is traced only then.
 """
 
 import dataclasses
@@ -13,10 +12,11 @@ import logging
 import jax
 import jax.numpy as jnp
 
-from pallas_flash.choose.backends import Backend
 from pallas_flash.jax_support import hardware, jax_internals
 from pallas_flash.jax_support.jax_internals import mlir
-from pallas_flash.tiled.online_softmax import LOWEST, LogBase, SoftmaxState
+from pallas_flash.problem.backend import Backend
+from pallas_flash.problem.log_base import LogBase
+from pallas_flash.tiled.online_softmax import LOWEST, SoftmaxState
 from pallas_flash.transforms import equation
 
 GPUS = "cuda", "rocm"  # platforms
@@ -27,8 +27,8 @@ _log = logging.getLogger("pallas_flash")
 
 @dataclasses.dataclass(frozen=True)
 class ByPlatform(equation.Rules):
-    """`run` of a backend. Where that has kernels, was traced for a GPU, and the program is lowered
-    for another platform, it is `run_elsewhere`; or an error, if they were requested by name."""
+    """Lowers `run`, or `run_elsewhere` where kernels were traced for a GPU and the program is
+    lowered for another platform; kernels that were requested by name raise there."""
 
     backend: Backend
     is_requested: bool
@@ -36,7 +36,8 @@ class ByPlatform(equation.Rules):
 
     @property
     def needs_gpu(self) -> bool:
-        """Kernels requested by name that Pallas' interpreter can run are used everywhere."""
+        """Whether `run` is for GPUs alone. Kernels that were requested by name and that Pallas'
+        interpreter can run are used everywhere."""
         runs_anywhere = self.is_requested and self.backend.is_interpretable
         return self.backend.own_kernels and not self.traced_without_gpu and not runs_anywhere
 
@@ -45,7 +46,7 @@ class ByPlatform(equation.Rules):
         return ON_GPU if self.needs_gpu else ANYWHERE
 
     def run_elsewhere(self, like, *args):
-        """What `run` returns, in the form of `like`."""
+        """The results of `run` by blockwise, in the form of `like`."""
         raise NotImplementedError
 
     def lower(self, ctx, *leaves, jaxpr, **trees):
@@ -95,7 +96,7 @@ def _once(text: str):
 
 
 def like_kernels(stats: SoftmaxState, like: SoftmaxState, log_base: LogBase) -> SoftmaxState:
-    """A SoftmaxState in base e, in the log base and the form of kernels."""
+    """A SoftmaxState in base e, converted to the log base and the fields of kernels."""
     top = None if like.top is None else log_base.from_e(stats.largest)
     if like.l is None:
         return SoftmaxState(log_base.from_e(stats.lse(LogBase.E)), None, top)

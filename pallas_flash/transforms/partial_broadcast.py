@@ -1,7 +1,7 @@
-"""A bias or mask that broadcasts over only some of the leading axes, as [B, 1, N, T, S] does beside
-a query [B, R, T, N, H]: the call becomes B calls of R batch rows, which share it, and nothing is
-copied."""
+"""A bias or mask may broadcast over only some of the leading axes, as [B, 1, N, T, S] does beside a
+query [B, R, T, N, H]: the call becomes B calls of R batch rows, which share it, without a copy."""
 
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -16,9 +16,17 @@ from pallas_flash.problem import arguments
 from pallas_flash.problem.call import Call
 
 
-def map_calls(attend: Callable, call: Call, axis: int):
-    """attend(call), whose results have the leading axes of query first, as a call for each entry of
-    one of these axes. The call is in canonical form."""
+def map_calls(attend: Callable, call: Call):
+    """attend(call), whose results have the leading axes of query first, as one call or as several
+    side by side, each of which has all of the leading axes of every bias and mask, or none. The
+    call is in canonical form."""
+    if (axis := axis_to_map(call)) is None:
+        return attend(call)
+    return _map_over_axis(functools.partial(map_calls, attend), call, axis)
+
+
+def _map_over_axis(attend: Callable, call: Call, axis: int):
+    """attend(call) as a call for each entry of a leading axis."""
     if call.context is None:
         checks.from_shapes(arguments.normalise, call)  # errors are of the whole call
     arrays, lead = collect_arrays(call), call.query.ndim - 3
@@ -36,9 +44,9 @@ def map_calls(attend: Callable, call: Call, axis: int):
 
 
 def axis_to_map(call: Call) -> int | None:
-    """The last of the leading axes to map a call over: those that make the fewest calls of which
-    each bias and mask has all of the other axes or none. None: no call need be made of it, or none
-    can be, since a vmap around it goes over a mesh."""
+    """The last of the leading axes to map a call over, chosen for the fewest calls in which each
+    bias and mask has all of the other axes or none. None: one call does, or an explicit mesh
+    forbids it."""
     lead = getattr(call.query, "shape", ())[:-3]
     each = [_broadcasts(getattr(call, name), lead) for name in ("bias", "mask")]
     axes = [axis for axis, n in enumerate(lead) if n != 1]
@@ -46,18 +54,18 @@ def axis_to_map(call: Call) -> int | None:
     def fits(mapped):
         return all(len({of[axis] for axis in axes if axis not in mapped}) < 2 for of in each if of)
 
-    some = itertools.chain.from_iterable(
+    candidates = itertools.chain.from_iterable(
         itertools.combinations(axes, count) for count in range(len(axes))
     )
     size = lambda n: n if isinstance(n, int) else 2**31  # a symbol of jax.export
     calls = lambda mapped: math.prod(size(lead[axis]) for axis in mapped)
-    best = min(filter(fits, some), key=calls, default=())
+    best = min(filter(fits, candidates), key=calls, default=())
     return max(best) if best and not has_explicit_axes(call.query) else None
 
 
 def _broadcasts(x, lead: tuple[int, ...]) -> list[bool] | None:
-    """Whether an array [.., N, T, S] broadcasts over each of the leading axes; None: it is no
-    array, or not of such a shape."""
+    """Whether an array [.., N, T, S] broadcasts over each of the leading axes; None where x is no
+    array of such a shape."""
     if not checks.is_array(x):
         return None
     shape = (1,) * (len(lead) + 3 - len(x.shape)) + x.shape

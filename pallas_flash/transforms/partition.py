@@ -58,10 +58,10 @@ class Partition(NamedTuple):
 
     kernel_pass: Rules
     in_tree: Any
-    # of each array and of each result: a letter for each axis, "." where one is broadcast, and a
-    # small letter for each vmap around
+    # a string for each array and each result: a letter for each axis, "." for one of size 1, and a
+    # small letter for each vmap
     axes: tuple[list[str], list[str]]
-    gradients: list[str]  # the axes of what a backward of one call returns
+    gradients: list[str]  # the axes of each result of one call's backward
 
     @classmethod
     def of(cls, kernel_pass: Rules, arrays, results, in_tree) -> "Partition":
@@ -82,7 +82,8 @@ class Partition(NamedTuple):
         return cls(kernel_pass, in_tree, (of_arrays, of_results), gradients)
 
     def partition(self, mesh, arrays, results):
-        """What each device of the mesh computes, and how results and arrays lie on it."""
+        """The function that each device of the mesh runs, and the shardings of results and
+        arrays."""
         problem, (arrays_axes, results_axes) = self.kernel_pass.problem, self.axes
         mesh_axes = _mesh_axes(
             zip((*arrays, *results), (*arrays_axes, *results_axes), strict=True), mesh
@@ -94,12 +95,12 @@ class Partition(NamedTuple):
         return mesh, run, list(map(placed, results_axes)), tuple(map(placed, arrays_axes))
 
     def _run_on_device(self, mesh_axes: dict[str, Any], mesh, *leaves):
-        """What one device computes of its batch rows and heads, which lie on these axes of the
+        """Runs the pass on one device's batch rows and heads, which lie on these axes of the
         mesh."""
         on_device, whole = self.kernel_pass.on_device, self.kernel_pass.problem
         operands, *rows = jax.tree.unflatten(self.in_tree, leaves)
         heads = operands.query.shape[2]
-        # each device has all key heads, and the query heads of some of them
+        # where each device has all key heads, but not all query heads
         keys = None
         if whole.kv_heads == operands.key.shape[2] and device_count(mesh_axes.get("N"), mesh) > 1:
             keys = _key_heads(whole, heads, mesh_axes["N"])
@@ -122,8 +123,7 @@ class Partition(NamedTuple):
         ]
 
     def sharding_rule(self) -> str:
-        """Shardy's rule: an axis of a letter that may be spread lies where all of that letter
-        lie."""
+        """Shardy's rule: axes of one letter that may be spread have one sharding."""
         number, problem = itertools.count(), self.kernel_pass.problem
 
         def factors(axes):
@@ -134,22 +134,22 @@ class Partition(NamedTuple):
 
 
 def _key_heads(problem: Problem, heads: int, axis):
-    """The key heads of this device's query heads, each for as many of them as share it on every
-    device."""
+    """The key heads of this device's query heads: one for each run of query heads that shares a key
+    head on every device."""
     step = math.gcd(heads, problem.group)
     return (lax.axis_index(axis_names(axis)) * heads + jnp.arange(0, heads, step)) // problem.group
 
 
 def _with_key_heads(x, keys):
-    """The operands, or tangents of them, with these key heads alone."""
+    """The operands, or their tangents, with these key heads alone."""
     if not isinstance(x, Operands | Gradients):
         return x
-    some = lambda a: None if a is None else a[:, :, keys]
-    return x._replace(key=some(x.key), value=some(x.value))
+    take = lambda a: None if a is None else a[:, :, keys]
+    return x._replace(key=take(x.key), value=take(x.value))
 
 
 def _indices(operands: Operands, mesh_axes) -> dict[str, jax.Array]:
-    """Those of this device's batch rows and heads, which are not the first ones."""
+    """The indices of this device's batch rows and heads in the whole call."""
     B, _, N, _ = operands.query.shape
     return {
         name: lax.axis_index(axis_names(mesh_axes[letter])) * n + jnp.arange(n, dtype=jnp.int32)
@@ -159,7 +159,7 @@ def _indices(operands: Operands, mesh_axes) -> dict[str, jax.Array]:
 
 
 def _summed(x, axes: str, mesh_axes):
-    """A gradient, added up over the devices that hold the same array."""
+    """A gradient, summed over the devices that hold the same array."""
     over = [
         name for letter in "BN" if letter not in axes for name in axis_names(mesh_axes.get(letter))
     ]
@@ -167,22 +167,21 @@ def _summed(x, axes: str, mesh_axes):
 
 
 def _may_spread(letter: str) -> bool:
-    """Batch rows, heads, and the axes of vmaps."""
+    """Whether a letter's axis may be sharded: batch rows, heads, and the axes of vmaps."""
     return letter in "BNK" or letter.islower()
 
 
 def _mesh_axes(arrays, mesh) -> dict[str, Any]:
-    """The axes of the mesh that each letter of (array, axes) lies on: the query's, else those of
-    another array."""
-    found = {}
+    """The axes of the mesh that each letter lies on: the query's, else those of another array."""
+    mesh_axes = {}
     for x, axes in arrays:
         for letter, n, axis in zip(axes.replace("K", "N"), x.shape, x.sharding.spec, strict=False):
-            taken = {name for axis in found.values() for name in axis_names(axis)}
+            taken = {name for axis in mesh_axes.values() for name in axis_names(axis)}
             is_free = (
                 axis_names(axis)
                 and n % device_count(axis, mesh) == 0
                 and not taken & set(axis_names(axis))
             )
-            if _may_spread(letter) and letter not in found and is_free:
-                found[letter] = axis
-    return found
+            if _may_spread(letter) and letter not in mesh_axes and is_free:
+                mesh_axes[letter] = axis
+    return mesh_axes

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_flash import dropout, masks
-from pallas_flash.choose import backends
-from pallas_flash.choose.backends import Backend, Choice
+from pallas_flash.choose import implementations
 from pallas_flash.choose.selfcheck.outcome import Verdict, before_kernels
 from pallas_flash.jax_support import hardware
 from pallas_flash.problem import arguments
 from pallas_flash.problem.arguments import Operands, Problem
+from pallas_flash.problem.backend import Backend, Choice
 from pallas_flash.problem.call import Call
 from pallas_flash.tiled import split_kv
 from pallas_flash.transforms import autodiff
@@ -184,7 +184,7 @@ def _programs(
     wide = dataclasses.replace(small, dtype="float32"), entry.widen(operands)
     return [
         program(backend, tiles, entry.results, small, operands, cotangents),
-        program(backends.REFERENCE, None, entry.reference_results, *wide, widen(cotangents)),
+        program(implementations.REFERENCE, None, entry.reference_results, *wide, widen(cotangents)),
     ]
 
 

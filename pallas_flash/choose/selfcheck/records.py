@@ -79,7 +79,7 @@ def compilers() -> str:
 @functools.cache
 def _sources() -> str:
     digest = hashlib.sha256()
-    for path in sorted(pathlib.Path(__file__).parents[1].rglob("*.py")):
+    for path in sorted(pathlib.Path(__file__).parents[2].rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
 

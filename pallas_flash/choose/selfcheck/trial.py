@@ -15,14 +15,16 @@ from typing import NamedTuple
 
 import jax
 
-from pallas_flash.choose import backends
-from pallas_flash.choose.backends import Backend
+from pallas_flash import checks
+from pallas_flash.choose import implementations, selection
 from pallas_flash.choose.selfcheck import comparison, outcome, records, verdicts
 from pallas_flash.choose.selfcheck.outcome import Verdict
 from pallas_flash.choose.selfcheck.verdicts import Variant
-from pallas_flash.explanation import explain
 from pallas_flash.jax_support import hardware
+from pallas_flash.problem import arguments
 from pallas_flash.problem.arguments import Problem
+from pallas_flash.problem.backend import Backend
+from pallas_flash.problem.call import Call
 
 COMMAND = [sys.executable, "-m", "pallas_flash"]  # that does what CASE tells it
 CASE = "--case"
@@ -59,10 +61,12 @@ class Case(NamedTuple):
         static |= dict(dropout_rate=self.dropout_rate)
         heads = self.head_size, self.value_size, self.dtype
         call, _ = comparison.trial_call(*heads, [self.extra], sizes, **static)
-        return explain(**call).problem
+        problem = checks.from_shapes(lambda call: arguments.normalise(call)[0], Call(**call))
+        selection.first(problem, self.implementation)  # raises where it cannot run
+        return problem
 
     def backend(self) -> Backend:
-        return backends.find(self.implementation)
+        return implementations.find(self.implementation)
 
     @property
     def entry(self) -> comparison.EntryPoint:
@@ -91,7 +95,7 @@ def cases(
     found, refused, schemes = {}, {}, SCHEMES if everything else SHORT
     for name in names:
         # of the plainest problem: what this machine lacks
-        if why_not := backends.find(name).why_not(_plain()):
+        if why_not := implementations.find(name).why_not(_plain()):
             refused[name] = why_not
             continue
         of_sizes = itertools.product(sizes or default_sizes(name, everything), dtypes, schemes)
@@ -113,16 +117,16 @@ def default_names() -> list[str]:
     passed; where there are none, all that it runs by default."""
     names = [
         backend.name
-        for backend in backends.BACKENDS
+        for backend in implementations.BACKENDS
         if backend.why_not_by_default(_plain()) is None
     ]
-    return [name for name in names if backends.find(name).own_kernels] or names
+    return [name for name in names if implementations.find(name).own_kernels] or names
 
 
 def default_sizes(name: str, everything: bool) -> Sizes:
     """All widths of kernels that this machine may run by default, or those that most calls have:
     the toy GPT's is 32."""
-    if not (name in default_names() and backends.find(name).own_kernels):
+    if not (name in default_names() and implementations.find(name).own_kernels):
         return [(64, 64)]
     more = [(192, 128), (256, 256), (512, 512)] if everything else []
     return [(32, 32), (64, 64), (128, 128), *more]

@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 import jax
 
-from pallas_flash.choose.backends import Backend
 from pallas_flash.choose.selfcheck import comparison, outcome, records
 from pallas_flash.choose.selfcheck.comparison import FLASH_ATTENTION, EntryPoint
 from pallas_flash.choose.selfcheck.outcome import Verdict
 from pallas_flash.jax_support import hardware
 from pallas_flash.problem.arguments import Problem
+from pallas_flash.problem.backend import Backend
 from pallas_flash.tiled import split_kv
 
 LIMIT = 300  # seconds; kernels that run longer hang

@@ -9,8 +9,8 @@ from pallas_flash.kernels.mma import tuning as mma
 from pallas_flash.kernels.mosaic import scheduler
 from pallas_flash.kernels.mosaic.tiling import cheapest
 from pallas_flash.problem.arguments import Problem
+from pallas_flash.problem.log_base import LogBase
 from pallas_flash.tiled import schedule
-from pallas_flash.tiled.online_softmax import LogBase
 
 WIDEST = 512  # head size
 # bytes of shared memory for a program's matrices, beside statistics and mbarriers

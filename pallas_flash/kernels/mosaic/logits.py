@@ -17,8 +17,8 @@ from pallas_flash.kernels.mosaic.registers import Layouts, ScoreTile
 from pallas_flash.kernels.mosaic.tiling import Tiling
 from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.problem.arguments import Operands, Problem
+from pallas_flash.problem.log_base import LN2, LOG2E, LogBase
 from pallas_flash.tiled import online_softmax
-from pallas_flash.tiled.online_softmax import LN2, LOG2E, LogBase
 
 
 def soft_cap_constant(p: Problem) -> float:

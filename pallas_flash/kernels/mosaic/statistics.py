@@ -6,8 +6,9 @@ import jax.numpy as jnp
 
 from pallas_flash.kernels.mosaic.logits import soft_cap_constant
 from pallas_flash.problem.arguments import Operands, Problem
+from pallas_flash.problem.log_base import LogBase
 from pallas_flash.tiled import schedule
-from pallas_flash.tiled.online_softmax import LogBase, SoftmaxState
+from pallas_flash.tiled.online_softmax import SoftmaxState
 
 
 def types(p: Problem, block_q: int) -> SoftmaxState:

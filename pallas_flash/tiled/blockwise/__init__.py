@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from pallas_flash.checks import sums
 from pallas_flash.problem.arguments import Gradients, Operands, Problem
+from pallas_flash.problem.log_base import LogBase
 from pallas_flash.tiled import online_softmax
 from pallas_flash.tiled.blockwise import decode, softmax
 from pallas_flash.tiled.blockwise.derivatives import second, tangent
@@ -32,7 +33,6 @@ from pallas_flash.tiled.blockwise.mask import with_block_mask
 from pallas_flash.tiled.blockwise.matmul import dot, dot_over_rows, dot_t, transpose
 from pallas_flash.tiled.blockwise.slices import Block, HeadRange, after, each_row
 from pallas_flash.tiled.blockwise.tuning import Tiles, decode_tiles, of_calls, serialize, tiles
-from pallas_flash.tiled.online_softmax import LogBase
 
 __all__ = ["Tiles", "backward", "decode_tiles", "forward", "of_calls", "second", "tangent", "tiles"]
 

@@ -14,11 +14,11 @@ from pallas_flash.checks import sums
 from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.mods.score_mod import BoundScoreMod
 from pallas_flash.problem.arguments import Operands, Problem
+from pallas_flash.problem.log_base import LogBase
 from pallas_flash.tiled import online_softmax, schedule, split_kv
 from pallas_flash.tiled.blockwise import softmax
 from pallas_flash.tiled.blockwise.slices import Block, HeadRange, block_at
 from pallas_flash.tiled.blockwise.tuning import DecodeTiles
-from pallas_flash.tiled.online_softmax import LogBase
 from pallas_flash.tiled.quantised import taken, weights
 
 

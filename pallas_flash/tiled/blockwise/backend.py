@@ -1,0 +1,42 @@
+"""Blockwise as a Backend, and its passes in place of those that kernels lack."""
+
+from pallas_flash.problem.arguments import Gradients, Operands, Problem
+from pallas_flash.problem.backend import Backend, PagedKernel, no_empty_axis
+from pallas_flash.problem.log_base import LogBase
+from pallas_flash.tiled import blockwise
+from pallas_flash.tiled.online_softmax import RowLse
+
+BLOCKWISE = Backend(
+    "blockwise",
+    no_empty_axis,
+    lambda p: None,
+    lambda p: blockwise.tiles(p),
+    blockwise.forward,
+    blockwise.backward,
+    tangent=lambda *args: blockwise.tangent(*args),
+    paged=PagedKernel(
+        lambda *_: None,
+        lambda p, page, _: blockwise.decode_tiles(p, page),
+        blockwise.decode.forward,
+        # it reads no page that no query sees, and a table may be much longer than its rows
+        copies_prompts=lambda p: p.keys <= p.queries * p.group,
+        takes_8_bits_alone=True,
+    ),
+    takes_row_scale=True,
+    of_gradient=lambda tiles: tiles.of_gradient(),
+    of_calls=lambda *args: blockwise.of_calls(*args),
+    results_like=blockwise.results_like,
+)
+
+
+def blockwise_backward(log_base: LogBase, problem: Problem, x: Operands, lse, *rows) -> Gradients:
+    """Blockwise's, in place of the backward of kernels whose scores are in this log base."""
+    scale = RowLse(lse, None).row_scale(log_base)
+    return blockwise.backward(problem, blockwise.tiles(problem).of_gradient(), x, scale, *rows)
+
+
+def blockwise_tangent(log_base: LogBase, problem: Problem, x: Operands, dx, rows, o, dlse):
+    """Blockwise's, in place of the tangent of kernels whose scores are in this log base."""
+    tiles, scale = blockwise.tiles(problem).of_gradient(), rows.row_scale(log_base)
+    do, dlse = blockwise.tangent(problem, tiles, x, dx, scale, o, dlse)
+    return do.astype(o.dtype), dlse
