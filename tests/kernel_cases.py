@@ -41,6 +41,7 @@ def sizes(T, S, H, Hv=None, B=1, N=2, K=1):
 
 
 def named(mask, z, **more):
+    """A case with a mask of cases.py."""
     return Case(z, lambda rng: MASKS[mask](rng, z) | more)
 
 
@@ -233,12 +234,17 @@ def scored(rule, **options):
     return dict(score_mod=rule, slopes=SLOPES) | options
 
 
+def joint(*options) -> dict:
+    return {name: x for each in options for name, x in each.items()}
+
+
 def of_heads(size, *options, z=WIDE):
-    return Case(z._replace(H=size, Hv=size), {k: v for x in options for k, v in x.items()})
+    """A case whose keys and values have this size."""
+    return Case(z._replace(H=size, Hv=size), joint(*options))
 
 
 T, S = WIDE.T, WIDE.S
-MORE = {
+SCORED = {
     "a mask and a bias": of_heads(64, added(1, 2, T, S), dense(2, 1, T, S), ALL),
     "a mask by head": of_heads(192, dense(2, 2, T, S), CAUSAL, DROPOUT),
     "a mask by batch row": of_heads(128, dense(2, 1, T, S, blocks=(140, 140)), LENGTHS, ANY_ORDER),
@@ -293,7 +299,7 @@ SHORTER = dict(
     key_value_seq_lengths=np.array([70, 30], np.int32),
 )
 EARLY = CAUSAL | dict(query_offset=3)
-MORE_ABOVE_256 = {
+SCORED_ABOVE_256 = {
     "heads of 512, dropout": of_heads(512, scored(curved), CAUSAL, DROPOUT, z=SMALL),
     "heads of 272 and 384, a mask": Case(sizes(67, 131, 272, 384), dense(1, 2, 67, 131)),
     "heads of 512, a rule": of_heads(512, holes(0, 2), added(1, 1, 67, 131), z=SMALL),
@@ -308,7 +314,7 @@ MORE_ABOVE_256 = {
 ENDS = np.array([[[0, 31, 31, 60], [0, 40, 50, 67]], [[0, 20, 31, 70]] * 2], np.int32)
 PACKED = masks.Varlen(*ENDS)
 SEQUENCES = dict(mask=PACKED)
-WITH_BIASES = (  # of a shape that of its number, modulo theirs
+BESIDE_BIASES = (  # of a shape that of its number, modulo theirs
     {},
     EARLY | DROPOUT,
     SHORTER,
@@ -319,14 +325,13 @@ BIASES = {}
 for n, shape in enumerate(itertools.product((1, 2), (1, 2), (1, TINY.T), (1, TINY.S))):
     dtype = "float16" if n % 3 == 1 else "bfloat16"
     bias = added(*shape)["bias"].astype("float32" if n % 2 else dtype)
-    BIASES[f"a bias {shape}"] = Case(TINY, dict(bias=bias) | WITH_BIASES[n % 5], dtype)
+    BIASES[f"a bias {shape}"] = Case(TINY, dict(bias=bias) | BESIDE_BIASES[n % 5], dtype)
 
 
 def reads(shape, rule, *options, z=TINY):
-    """Of a score_mod that reads an array of this shape."""
+    """A case with a score_mod that reads an array of this shape."""
     array = np.asarray(FIXED.normal(size=shape) * 0.3, np.float32)
-    options = {k: v for x in options for k, v in x.items()}
-    return Case(z, scored(rule, **options) | dict(slopes=array))
+    return Case(z, joint(scored(rule), dict(slopes=array), *options))
 
 
 t5 = functools.partial(scores.T5Bias, max_distance=40)
@@ -371,12 +376,12 @@ SCORES |= {
     "by entry, wide heads": reads((2, 8), t5, EARLY, DROPOUT, z=BROAD),
 }
 
-# ---- of single properties ----
+# ---- races, and garbage in padding ----
 
 # slots of shared memory are used again, in every kernel
 LONG = sizes(300, 450, 64, N=1)
 LATE = CAUSAL | dict(query_offset=150)
-OTHERS = {
+PROPERTIES = {
     "long, heads of 64": Case(LONG, LATE),
     "long, heads of 64, in any order": Case(LONG, LATE | ANY_ORDER),
     "long, heads of 64 and 128": Case(LONG._replace(Hv=128), LATE),
@@ -396,7 +401,7 @@ OTHERS = {
         64, dense(1, 2, 300, 450), added(1, 1, 300, 450), z=LONG._replace(N=2)
     ),
 }
-LONG_ABOVE_256 = {
+LONG_BY_MMA = {
     "heads of 288 and 96, by 32 keys": Case(sizes(67, 131, 288, 96), LATE),
     "heads of 512, by 16 keys": Case(sizes(67, 131, 512, N=1)),
 }
@@ -405,18 +410,12 @@ PADDED = CAUSAL | dict(
     query_seq_lengths=np.array([40, 150], np.int32),
     key_value_seq_lengths=np.array([300, 50], np.int32),
 )
-OTHERS["padding"] = Case(sizes(150, 300, 64, B=2), PADDED)
+PROPERTIES["padding"] = Case(sizes(150, 300, 64, B=2), PADDED)
 of_scores = lambda x: lambda s, b, h, q, k: s + x[0, k] * x[q, 0]
-OTHERS["padding, scores"] = reads((67, 70), of_scores, CAUSAL, SHORTER, added(1, 1, 67, 70))
-OTHERS["padding, sinks, in any order"] = Case(
+PROPERTIES["padding, scores"] = reads((67, 70), of_scores, CAUSAL, SHORTER, added(1, 1, 67, 70))
+PROPERTIES["padding, sinks, in any order"] = Case(
     sizes(150, 300, 64, B=2), PADDED | ANY_ORDER | dict(sinks=SINKS)
 )
-# the last, or the arrays of the others would be others
-MORE_ABOVE_256 = {
-    "heads of 512, dropout": of_heads(512, scored(curved), CAUSAL, DROPOUT, z=SMALL),
-    "heads of 272 and 384, a mask": Case(sizes(67, 131, 272, 384), dense(1, 2, 67, 131)),
-    "heads of 512, a rule": of_heads(512, holes(0, 2), added(1, 1, 67, 131), z=SMALL),
-}
 
 
 class Call(NamedTuple):
@@ -429,9 +428,13 @@ class Call(NamedTuple):
     oracle: dict[str, Any] | None  # the options as the oracle takes them; None: as the reference
 
 
+ALL_CASES = joint(
+    CASES, ABOVE_256, SCORED, SCORED_ABOVE_256, BIASES, SCORES, PROPERTIES, LONG_BY_MMA
+)
+
+
 def drawn(name: str) -> Call:
-    cases = CASES | ABOVE_256 | MORE | MORE_ABOVE_256 | BIASES | SCORES | OTHERS | LONG_ABOVE_256
-    case, rng = cases[name], np.random.default_rng(zlib.crc32(name.encode()))
+    case, rng = ALL_CASES[name], np.random.default_rng(zlib.crc32(name.encode()))
     options = case.options(rng) if callable(case.options) else dict(case.options)
     q, k, v = case.change(*qkv(rng, case.sizes, case.dtype))
     floats = dict(query=q, key=k, value=v)

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import test_attention
 from cases import SIZES, Sizes, bias, dense_mask, qkv
-from check import check, cotangents, run
+from check import check
+from contracts import Contracts
 from observation import attention, observe
 from selection import whole_but
 
@@ -16,17 +17,11 @@ from pallas_flash.kernels.classic import flash1, standard
 from pallas_flash.problem.log_base import LogBase
 from pallas_flash.tiled import online_softmax
 
-# Contracts of every implementation, here on these two.
-test_a_row_that_sees_no_key_gives_zero_and_no_gradient = (
-    test_attention.test_a_row_that_sees_no_key_gives_zero_and_no_gradient
-)
-test_large_logits_neither_overflow_nor_lose_the_maximum = (
-    test_attention.test_large_logits_neither_overflow_nor_lose_the_maximum
-)
 
-test_sinks_join_the_softmax = (
-    test_attention.test_sinks_join_the_softmax_with_gradients_in_rows_without_keys_too
-)
+class TestContracts(Contracts):
+    pass
+
+
 FEW_MASKS = "window", "documents_scattered_window", "everything"
 
 
@@ -45,31 +40,6 @@ def implementation(request, monkeypatch):
     monkeypatch.setattr(standard, "tiles", lambda p: standard.Tiles(16, 32))
     monkeypatch.setattr(flash1, "tiles", lambda p: flash1.Tiles(16, 32))
     return request.param
-
-
-@pytest.mark.whole
-def test_half_precision_soft_cap_and_a_dense_mask(implementation, rng):
-    z = Sizes(H=32, Hv=16)
-    kw = dict(is_causal=True, scale=0.3, logits_soft_cap=2.5, mask=dense_mask(rng, "1NTS", z))
-    *_, (dq, dk, dv, _) = check(rng, *qkv(rng, z, jnp.bfloat16), implementation, **kw)
-    assert dq.dtype == dk.dtype == dv.dtype == jnp.bfloat16
-
-
-@pytest.mark.whole
-def test_garbage_in_padding_changes_no_bit(implementation, rng):
-    z = Sizes()
-    lengths = dict(
-        query_seq_lengths=np.array([20, z.T], np.int32),
-        key_value_seq_lengths=np.array([z.S, 33], np.int32),
-    )
-    q, k, v = qkv(rng, z)
-    do, dlse = cotangents(rng, q, v)
-    clean = run(q, k, v, do, dlse, implementation, **lengths)
-    q[0, 20:], do[0, 20:], dlse[0, 20:] = np.nan, np.nan, np.nan
-    k[1, 33:], v[1, 33:] = np.nan, np.nan
-    dirty = run(q, k, v, do, dlse, implementation, **lengths)
-    for a, b in zip(jax.tree.leaves(clean), jax.tree.leaves(dirty), strict=True):
-        np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.parametrize("letters", whole_but(["BNTS", "1N11", "BN1S", ".NT1"], "BNTS", "1N11"))

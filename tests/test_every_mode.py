@@ -157,18 +157,14 @@ def test_nan_in_padding_of_arrays_and_tangents_changes_no_bit_in_any_mode(implem
         np.testing.assert_array_equal(a, b)
 
 
-# ---- compositions, of f(q, k, v) and a loss of it ----
+# ---- compositions ----
 
 W = jnp.cos(jnp.arange(8.0))
 
 
-def loss_of(f):
-    return lambda *x: jnp.sum(f(*x) * W)
-
-
 def mixed(f, t):
-    """(q, k, v) -> the derivative by k of that by q along t."""
-    gradient = jax.grad(loss_of(f))
+    """(k, q, v) -> the derivative by k of the derivative by q along t, of a loss of f(q, k, v)."""
+    gradient = jax.grad(lambda *x: jnp.sum(f(*x) * W))
     return jax.grad(lambda k, q, v: jnp.sum(gradient(q, k, v) * t))
 
 
@@ -177,64 +173,49 @@ def on_two_devices(f):
     return jax.shard_map(f, mesh=mesh, in_specs=(jax.P("d"),) * 3, out_specs=jax.P("d"))
 
 
-def of_a_mesh(f, kind, *x):
-    spread = NamedSharding(make_mesh(kind, d=2), jax.P("d"))
-    q, k, v, t = jax.device_put(x, spread)
-    return jax.jit(mixed(f, t))(k, q, v)
+def compositions(f, q=None, k=None, v=None, t=None) -> dict:
+    """By name, functions without arguments that differentiate and map f(q, k, v), along t."""
+    loss = lambda a, b: jnp.sum(f(a * q, k, b * v) * W)  # of two numbers
+    by_query = lambda q: f(q, k, v)
+    linear = lambda: jax.linearize(by_query, q)[1]
+    both = (0, 1)
+    second = lambda f: mixed(f, t)(k, q, v)
+    by_queries = lambda q, k, v: jax.vmap(f, (0, None, None))(jnp.stack([q, t]), k, v)
+    scanned = lambda q, k, v: jax.lax.scan(
+        lambda x, s: (f(s * x, k, v), None), q, jnp.arange(1.0, 3.0)
+    )[0]
+    of_all = lambda queries: jax.vmap(lambda q: mixed(f, t)(k, q, v))(queries)
+    of_both = lambda of: jax.vmap(jax.vmap(of, (0, None)), (None, 0))
+    newton = lambda i, a: a - 1e-3 * jax.jacfwd(loss)(a, 0.9)
+
+    def on_a_mesh(kind):
+        spread = NamedSharding(make_mesh(kind, d=2), jax.P("d"))
+        *x, along = jax.device_put((k, q, v, t), spread)
+        return jax.jit(mixed(f, along))(*x)
+
+    return {
+        "linearize": lambda: linear()(t),
+        "the transpose of linearize": lambda: jax.linear_transpose(linear(), q)(t),
+        "jacfwd": lambda: jax.jacfwd(loss, both)(0.7, 0.9),
+        "jacrev": lambda: jax.jacrev(lambda q: by_query(q)[0, 5, 1])(q),
+        "hessian": lambda: jax.hessian(loss, both)(0.7, 0.9),
+        "jacrev of jacfwd": lambda: jax.jacrev(jax.jacfwd(loss, both), both)(0.7, 0.9),
+        "forward over all of them": lambda: jax.jvp(lambda k: mixed(f, t)(k, q, v), (k,), (k,)),
+        "vmap of second": lambda: of_all(jnp.stack([q, t])),
+        "second of vmap, with shared keys": lambda: second(by_queries),
+        "vmap of no call": lambda: of_all(jnp.zeros((0, *q.shape))),
+        "vmaps of forward": lambda: of_both(jax.jacfwd(loss))(jnp.arange(3.0), jnp.arange(2.0)),
+        "Newton's steps in a loop": lambda: jax.lax.fori_loop(0, 2, newton, 0.7),
+        "checkpoint": lambda: second(jax.checkpoint(f)),
+        "scan": lambda: second(scanned),
+        "inside of shard_map": lambda: on_two_devices(mixed(f, 1.0))(k, q, v),
+        "of shard_map": lambda: second(on_two_devices(f)),
+        "of Auto axes": lambda: on_a_mesh(AxisType.Auto),
+        "of Explicit axes": lambda: on_a_mesh(AxisType.Explicit),
+    }
 
 
-def linearized(f, q, k, v, t):
-    return jax.linearize(lambda q: f(q, k, v), q)[1]
-
-
-def of_two_numbers(f, q, k, v):
-    """A function of a factor of q and k, and of one of v."""
-    return lambda a, b: loss_of(f)(a * q, k, b * v)
-
-
-COMPOSITIONS = {
-    "linearize": lambda f, q, k, v, t: linearized(f, q, k, v, t)(t),
-    "the transpose of linearize": lambda f, q, k, v, t: jax.linear_transpose(
-        linearized(f, q, k, v, t), q
-    )(t),
-    "jacfwd": lambda f, q, k, v, t: jax.jacfwd(of_two_numbers(f, q, k, v), (0, 1))(0.7, 0.9),
-    "jacrev": lambda f, q, k, v, t: jax.jacrev(lambda q: f(q, k, v)[0, 5, 1])(q),
-    "hessian": lambda f, q, k, v, t: jax.hessian(of_two_numbers(f, q, k, v), (0, 1))(0.7, 0.9),
-    "jacrev of jacfwd": lambda f, q, k, v, t: jax.jacrev(
-        jax.jacfwd(of_two_numbers(f, q, k, v), (0, 1)), (0, 1)
-    )(0.7, 0.9),
-    "forward over all of them": lambda f, q, k, v, t: jax.jvp(
-        lambda k: mixed(f, t)(k, q, v), (k,), (k,)
-    ),
-    "vmap of second": lambda f, q, k, v, t: jax.vmap(lambda q: mixed(f, t)(k, q, v))(
-        jnp.stack([q, t])
-    ),
-    "second of vmap, with shared keys": lambda f, q, k, v, t: mixed(
-        lambda q, k, v: jax.vmap(f, (0, None, None))(jnp.stack([q, t]), k, v), t
-    )(k, q, v),
-    "vmap of no call": lambda f, q, k, v, t: jax.vmap(lambda q: mixed(f, t)(k, q, v))(
-        jnp.zeros((0, *q.shape))
-    ),
-    "vmaps of forward": lambda f, q, k, v, t: jax.vmap(
-        jax.vmap(jax.jacfwd(of_two_numbers(f, q, k, v)), (0, None)), (None, 0)
-    )(jnp.arange(3.0), jnp.arange(2.0)),
-    "Newton's steps in a loop": lambda f, q, k, v, t: jax.lax.fori_loop(
-        0, 2, lambda i, a: a - 1e-3 * jax.jacfwd(of_two_numbers(f, q, k, v))(a, 0.9), 0.7
-    ),
-    "checkpoint": lambda f, q, k, v, t: mixed(jax.checkpoint(f), t)(k, q, v),
-    "scan": lambda f, q, k, v, t: mixed(
-        lambda q, k, v: jax.lax.scan(lambda x, s: (f(s * x, k, v), None), q, jnp.arange(1.0, 3.0))[
-            0
-        ],
-        t,
-    )(k, q, v),
-    "inside of shard_map": lambda f, q, k, v, t: on_two_devices(mixed(f, 1.0))(k, q, v),
-    "of shard_map": lambda f, q, k, v, t: mixed(on_two_devices(f), t)(k, q, v),
-    "of Auto axes": lambda f, *x: of_a_mesh(f, AxisType.Auto, *x),
-    "of Explicit axes": lambda f, *x: of_a_mesh(f, AxisType.Explicit, *x),
-}
-
-
+COMPOSITIONS = [*compositions(None)]
 BY_BLOCKWISE = [(name, "blockwise") for name in COMPOSITIONS]
 BY_KERNELS = [(name, "triton") for name in COMPOSITIONS if "shard_map" not in name]
 BY_KERNELS += [("forward over all of them", name) for name in ("flash1", "standard")]
@@ -244,11 +225,13 @@ FAST = [*((name, "blockwise") for name in FAST), ("checkpoint", "triton")]
 
 @pytest.mark.parametrize("name, implementation", whole_but([*BY_BLOCKWISE, *BY_KERNELS], *FAST))
 def test_transformations_compose_as_those_of_dense_attention(name, implementation, rng):
-    q, k, v, t = (normal(rng, 2, 19, 2, 8) for _ in range(4))
-    of = lambda name_: COMPOSITIONS[name](
-        functools.partial(flash_attention, is_causal=True, implementation=name_), q, k, v, t
-    )
-    check.equal(of(implementation), of("reference"))
+    x = [normal(rng, 2, 19, 2, 8) for _ in range(4)]
+
+    def composed(by):
+        attend = functools.partial(flash_attention, is_causal=True, implementation=by)
+        return compositions(attend, *x)[name]()
+
+    check.equal(composed(implementation), composed("reference"))
 
 
 LINEAR = {

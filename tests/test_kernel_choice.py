@@ -255,7 +255,7 @@ def loss(x):
 
 
 with gpu_interpreter.hopper_kernels():
-    print(jax.grad(loss)(table).shape)
+    print(jax.jit(jax.grad(loss)).lower(table).out_info.shape)
 print(explain(q, q, q, implementation="reference").why_not["triton"])
 """
 

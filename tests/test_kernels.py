@@ -25,11 +25,11 @@ from kernel_cases import (
     BIASES,
     CASES,
     FAMILIES,
-    LONG_ABOVE_256,
-    MORE,
-    MORE_ABOVE_256,
+    LONG_BY_MMA,
     ORDERS,
-    OTHERS,
+    PROPERTIES,
+    SCORED,
+    SCORED_ABOVE_256,
     SCORES,
     drawn,
     sizes,
@@ -162,7 +162,7 @@ FAST = [
 ]
 # of five tiles of columns two consumers own three each
 SHARED_COLUMNS = ("hopper", "heads of 160, soft cap")
-FAST_MORE = [
+FAST_SCORED = [
     ("hopper", "a mask by batch row"),
     ("hopper", "a rule by position"),
     ("hopper", "dropout, heads of 192 and 128"),
@@ -173,8 +173,8 @@ FAST_MORE = [
 ]
 BY_MMA = [family for family in FAMILIES if family != "hopper"]
 # of heads above 256
-ABOVE = [("hopper", name) for name in ABOVE_256 | MORE_ABOVE_256]
-ABOVE += zip(itertools.cycle(BY_MMA), ABOVE_256 | MORE_ABOVE_256, strict=False)
+ABOVE = [("hopper", name) for name in ABOVE_256 | SCORED_ABOVE_256]
+ABOVE += zip(itertools.cycle(BY_MMA), ABOVE_256 | SCORED_ABOVE_256, strict=False)
 FAST_ABOVE = (
     ("hopper", "heads of 512"),
     ("hopper", "heads of 512, dropout"),
@@ -194,7 +194,7 @@ FAST_SCORES = [
     "family, name",
     [
         *whole_but(itertools.product(FAMILIES, CASES), *spread(FAST), SHARED_COLUMNS),
-        *whole_but(in_turn(MORE), *FAST_MORE),
+        *whole_but(in_turn(SCORED), *FAST_SCORED),
         *whole_but(ABOVE, *FAST_ABOVE),
         *whole_but([*itertools.product(FAMILIES, SCORES), *spread(BIASES)], *FAST_SCORES),
     ],
@@ -227,9 +227,9 @@ def test_so_are_tangents_along_some_of_the_arrays(family, some):
 
 FAST_RACES = spread(["long, heads of 128, in any order", *["long, heads of 64"] * 2])
 WIDEST = [("hopper", f"long, heads of {size}") for size in ("512", "64 and 512", "320")]
-LONG = [name for name in OTHERS if name.startswith("long") and ("hopper", name) not in WIDEST]
+LONG = [name for name in PROPERTIES if name.startswith("long") and ("hopper", name) not in WIDEST]
 RACES = [*itertools.product(FAMILIES, LONG), *WIDEST]
-RACES += itertools.product(BY_MMA, LONG_ABOVE_256)
+RACES += itertools.product(BY_MMA, LONG_BY_MMA)
 
 
 @pytest.mark.gpu

@@ -53,7 +53,7 @@ def test_in_four_turns_each_test_runs_once():
     items = [SimpleNamespace(nodeid=f"test_{n}") for n in range(40)]
     turns = [one_turn(items, number) for number in range(7, 12)]
     assert turns[0] == turns[4] and all(turns)
-    assert sorted(map(items.index, itertools.chain(*turns[:4]))) == [*range(40)]
+    assert sorted(items.index(item) for turn in turns[:4] for item in turn) == [*range(40)]
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])

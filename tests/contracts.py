@@ -1,0 +1,99 @@
+"""The contracts of every implementation, which the tests of each family inherit."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import MASKS, Sizes, bias, dense_mask, qkv
+from check import check, cotangents, run
+
+from pallas_flash import scores
+
+
+def accepted(implementation, **options):
+    """The options without those of which an earlier algorithm has no gradient."""
+    without = dict(flash1=("bias", "score_mod"), standard=("score_mod",)).get(implementation, ())
+    return {name: x for name, x in options.items() if name not in without}
+
+
+PADDED = {  # what changes scores beside lengths, or sequences that leave rows at the end
+    "nothing else": {},
+    "causal, a window": dict(is_causal=True, local_window_size=(30, 0)),
+    "a mask and a bias": dict(mask="BNTS", bias="1NTS"),
+    "a soft cap and slopes": dict(logits_soft_cap=3.0, score_mod=scores.Alibi((0.1,) * Sizes().N)),
+    "sequences and sinks": dict(sequences=True, sinks=np.full(Sizes().N, 0.5, np.float32)),
+}
+
+
+class Contracts:
+    """A subclass runs them with the fixture `implementation` of its module."""
+
+    @pytest.mark.parametrize("name", ["full", "documents_scattered_window", "everything", "varlen"])
+    def test_sinks_join_the_softmax_with_gradients_in_rows_without_keys_too(
+        self, name, implementation, rng
+    ):
+        z = Sizes()
+        sinks = np.array([0.5, -3.0, 4.0, -np.inf, 6.0, -1e9], np.float32)
+        kw = dict(sinks=sinks, logits_soft_cap=5.0) | MASKS[name](rng, z)
+        o, lse, _ = check(rng, *qkv(rng, z), implementation, **kw)
+        empty = np.asarray(lse) == sinks
+        assert np.all(np.asarray(o)[empty] == 0) and np.any(empty) == (name != "full")
+
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+    def test_half_precision_is_as_exact_as_its_dtype(self, dtype, implementation, rng):
+        z = Sizes(H=32, Hv=16)
+        kw = dict(is_causal=True, scale=0.3, logits_soft_cap=2.5, mask=dense_mask(rng, "1NTS", z))
+        kw |= accepted(implementation, bias=bias(rng, "1NTS", z).astype(dtype))
+        *_, grads = check(rng, *qkv(rng, z, jnp.dtype(dtype)), implementation, **kw)
+        assert {g.dtype for g in grads if g is not None} == {jnp.dtype(dtype)}
+
+    @pytest.mark.whole("reference", "triton", "standard")
+    def test_a_row_that_sees_no_key_gives_zero_and_no_gradient(self, implementation, rng):
+        z = Sizes(T=19, S=23)
+        q, k, v = qkv(rng, z)
+        lengths = np.array([0, 7], np.int32)
+        do, dlse = cotangents(rng, q, v)
+        kw = dict(key_value_seq_lengths=lengths, query_seq_lengths=lengths[::-1])
+        o, lse, (dq, dk, dv, _) = run(q, k, v, do, dlse, implementation, **kw)
+        # one has no keys, the other no queries
+        assert np.all(np.asarray(o) == 0) and np.all(np.asarray(lse) == -np.inf)
+        for gradient in (dq, dk, dv):
+            assert np.all(np.asarray(gradient) == 0)
+
+    @pytest.mark.whole("triton", "standard", "flash1")
+    @pytest.mark.parametrize("garbage", [np.nan, np.inf])
+    @pytest.mark.parametrize("name", PADDED)
+    def test_garbage_in_padding_changes_no_bit(self, garbage, name, implementation, rng):
+        z = Sizes()
+        make = dict(mask=dense_mask, bias=bias)
+        more = accepted(implementation, **PADDED[name])
+        more = {name: make[name](rng, x, z) if name in make else x for name, x in more.items()}
+        queries, keys = np.array([20, z.T], np.int32), np.array([z.S, 33], np.int32)
+        if more.pop("sequences", False):
+            padded = dict(varlen=[np.stack([0 * x, x // 2, x], 1) for x in (queries, keys)])
+        else:
+            padded = dict(query_seq_lengths=queries, key_value_seq_lengths=keys)
+        q, k, v = qkv(rng, z)
+        do, dlse = cotangents(rng, q, v)
+        clean = run(q, k, v, do, dlse, implementation, **padded, **more)
+        q[0, 20:], do[0, 20:], dlse[0, 20:] = garbage, garbage, garbage
+        k[1, 33:], v[1, 33:] = garbage, -garbage
+        dirty = run(q, k, v, do, dlse, implementation, **padded, **more)
+        jax.tree.map(np.testing.assert_array_equal, clean, dirty)
+
+    @pytest.mark.whole("reference", "triton", "standard", "flash1")
+    def test_the_same_call_gives_the_same_bits(self, implementation, rng):
+        z = Sizes()
+        q, k, v = qkv(rng, z)
+        args = q, k, v, *cotangents(rng, q, v), implementation
+        kw = dict(is_causal=True) | accepted(implementation, bias=bias(rng, "1N1S", z))
+        jax.tree.map(np.testing.assert_array_equal, *(run(*args, **kw) for _ in range(2)))
+
+    @pytest.mark.whole  # test_numerics.py holds it in the fast half
+    def test_large_logits_neither_overflow_nor_lose_the_maximum(self, implementation, rng):
+        z = Sizes()
+        q, k, v = qkv(rng, z)
+        q, k = np.float32(6) * q, np.float32(6) * k
+        # logits up to some 500, far beyond what exp can hold; float32 knows them to 5e-5, and so
+        # the weights
+        check(rng, q, k, v, implementation, scale=1.0, tolerance=2e-4)
