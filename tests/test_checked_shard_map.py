@@ -15,6 +15,7 @@ from pallas_flash import flash_attention, masks
 from pallas_flash.accounting import GPUS
 from pallas_flash.context_parallel import AllToAll, Ring, Zigzag
 from pallas_flash.kernels import hopper
+from pallas_flash.kernels.mosaic import operations
 from pallas_flash.kernels.hopper import tuning
 from scripts.bench import gpu_code
 
@@ -34,7 +35,7 @@ FLOATS = "query", "key", "value", "bias"
 
 four_gpus = functools.partial(gpu_code.as_if_on, GPUS["H100"], dict(data=2, other=2))
 with four_gpus():
-    TOO_OLD = hopper._why_not_here()
+    TOO_OLD = operations.why_no_gpu("a Hopper GPU", lambda capability: capability == 9.0)
 
 
 def check(implementation, case, context=None):

@@ -18,11 +18,12 @@ from selection import whole_but
 
 from pallas_flash.accounting import GPUS
 from pallas_flash.kernels import hopper
+from pallas_flash.kernels.mosaic import operations
 from scripts.bench import gpu_code
 
 SCRIPT = pathlib.Path(__file__).parents[1] / "scripts" / "inspect_kernels.py"
 with gpu_code.as_if_on(GPUS["H200"]):
-    TOO_OLD = hopper._why_not_here()
+    TOO_OLD = operations.why_no_gpu("a Hopper GPU", lambda capability: capability == 9.0)
 pytestmark = pytest.mark.skipif(
     gpu_code.missing() is not None, reason=f"compiling for a GPU: {gpu_code.missing()}"
 )

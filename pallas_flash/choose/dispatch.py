@@ -1,7 +1,5 @@
 """Shards a call over its mesh, selects an implementation, applies differentiable attention."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +12,7 @@ from pallas_flash.jax_support import varying
 from pallas_flash.problem import arguments
 from pallas_flash.problem.call import Call
 from pallas_flash.transforms import autodiff, derivative_modes, kernel_pass
-from pallas_flash.transforms.partial_broadcast import axis_to_map, map_calls
+from pallas_flash.transforms.partial_broadcast import axis_to_map, mapping_calls
 
 
 def map_over_mesh(attend, call: Call):
@@ -23,7 +21,7 @@ def map_over_mesh(attend, call: Call):
     mesh = sharding.find_mesh(call)
     if mesh is None and call.context is None and axis_to_map(call) is None:
         return attend(call)
-    call, attend = canonicalize(call), functools.partial(map_calls, attend)
+    call, attend = canonicalize(call), mapping_calls(attend)
     if mesh is None:
         return attend(call)
     outputs = sharding.map_call(attend, call, mesh)

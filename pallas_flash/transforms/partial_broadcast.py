@@ -5,6 +5,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,13 @@ def map_calls(attend: Callable, call: Call):
     call is in canonical form."""
     if (axis := axis_to_map(call)) is None:
         return attend(call)
-    return _map_over_axis(functools.partial(map_calls, attend), call, axis)
+    return _map_over_axis(mapping_calls(attend), call, axis)
+
+
+@functools.lru_cache(64)  # one function of each: jax compiles it once
+def mapping_calls(attend: Callable) -> Callable[[Call], Any]:
+    """`map_calls` as a function of the call alone."""
+    return functools.partial(map_calls, attend)
 
 
 def _map_over_axis(attend: Callable, call: Call, axis: int):

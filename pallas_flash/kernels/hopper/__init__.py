@@ -1,6 +1,5 @@
 """FlashAttention-3 as Mosaic GPU kernels for Hopper: wgmma, TMA, warpgroups with roles."""
 
-from pallas_flash.jax_support import hardware
 from pallas_flash.kernels import joined, mma
 from pallas_flash.kernels.hopper.tile_sizes import AllTiles
 from pallas_flash.kernels.mosaic import elements, operations
@@ -13,7 +12,10 @@ WIDEST = 512  # head size
 
 def why_not(problem: Problem) -> str | None:
     """Why the kernels cannot run a problem, or None."""
-    return joined(_why_not_here(), mma.why_not_with_decoding(problem, "wgmma", WIDEST))
+    no_gpu = operations.why_no_gpu(
+        "a GPU of compute capability 9.0 (H100, H200)", lambda capability: capability == 9.0
+    )
+    return joined(no_gpu, mma.why_not_with_decoding(problem, "wgmma", WIDEST))
 
 
 def tiles(problem: Problem, fused: bool | None = None) -> AllTiles:
@@ -39,13 +41,3 @@ def copies(problem: Problem) -> str | None:
     return operations.copies(
         T=length(p.queries), S=length(p.keys), H=width(p.head_size), Hv=width(p.value_size)
     )
-
-
-def _why_not_here() -> str | None:
-    if hardware.interpret:
-        return None
-    capability, lacking = hardware.compute_capability(), []
-    if capability != 9.0:
-        there = f"this one has {capability}" if capability else "there is none"
-        lacking.append(f"it needs a GPU of compute capability 9.0 (H100, H200); {there}")
-    return joined(*lacking, operations.why_not_jax())

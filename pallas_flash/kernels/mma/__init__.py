@@ -24,7 +24,10 @@ TENSOR_MEMORY = 10.0, 10.3, 11.0  # compute capabilities
 
 def why_not(problem: Problem) -> str | None:
     """Why the kernels cannot run a problem, or None."""
-    return joined(_why_not_here(), why_not_with_decoding(problem, "mma", WIDEST))
+    no_gpu = operations.why_no_gpu(
+        "an NVIDIA GPU of compute capability 8.0 or more", lambda capability: capability >= 8.0
+    )
+    return joined(no_gpu, why_not_with_decoding(problem, "mma", WIDEST))
 
 
 def why_not_with_decoding(problem: Problem, multiply: str, widest: int) -> str | None:
@@ -123,17 +126,3 @@ def remark() -> str | None:
         "this GPU's tensor cores are fast by tcgen05, and these kernels multiply by mma; cuDNN's, "
         "by jax.nn.dot_product_attention(implementation='cudnn'), use tcgen05"
     )
-
-
-def _why_not_here() -> str | None:
-    if hardware.interpret:
-        return None
-    capability, lacking = hardware.compute_capability(), []
-    if capability is None or capability < 8.0:
-        there = f"this one has {capability}" if capability else "there is none"
-        lacking.append(f"it needs an NVIDIA GPU of compute capability 8.0 or more; {there}")
-    elif capability != (lowered := hardware.mosaic_capability()):
-        lacking.append(
-            f"Mosaic would lower it for compute capability {lowered}; this GPU has {capability}"
-        )
-    return joined(*lacking, operations.why_not_jax())

@@ -2,9 +2,11 @@
 operations that Mosaic knows in registers, and a jax whose Mosaic GPU will do."""
 
 import re
+from collections.abc import Callable
 
 import jax
 
+from pallas_flash.jax_support import hardware
 from pallas_flash.kernels import joined
 from pallas_flash.kernels.mosaic.elements import OPERANDS
 from pallas_flash.mods.bound import BoundMod
@@ -20,11 +22,24 @@ squeeze sub tanh xor
 """.split()
 
 
-def why_not_jax() -> str | None:
-    """Why this jax has no Mosaic GPU that will do, or None."""
+def why_no_gpu(needed: str, is_right: Callable[[float], bool]) -> str | None:
+    """Why Mosaic kernels cannot run where a call is for, or None: the GPU, of which `is_right` asks
+    the compute capability, or jax."""
+    if hardware.interpret:
+        return None
+    capability, lacking = hardware.compute_capability(), []
+    if capability is None or not is_right(capability):
+        there = f"this one has {capability}" if capability else "there is none"
+        lacking.append(f"it needs {needed}; {there}")
+    elif capability != (lowered := hardware.mosaic_capability()):
+        lacking.append(
+            f"Mosaic would lower it for compute capability {lowered}; this GPU has {capability}"
+        )
     if jax.__version_info__ < (0, 11, 2):
-        return f"it needs jax 0.11.2, and that Python 3.12, or newer; this is jax {jax.__version__}"
-    return None
+        lacking.append(
+            f"it needs jax 0.11.2, and that Python 3.12, or newer; this is jax {jax.__version__}"
+        )
+    return joined(*lacking)
 
 
 def why_not(problem: Problem, multiply: str, widest: int) -> str | None:
